@@ -1,0 +1,1 @@
+"""Experiments: grids of configurations through the instruments."""

@@ -1,0 +1,224 @@
+r"""Times a Transformer's forward, backward and optimizer step, end to end, and measures its peak memory.
+
+One cell, by shape or by name:
+    python cs336_systems/benchmark/benchmark.py \
+        --context_length 512 --d_model 768 --num_layers 12 --num_heads 12 --d_ff 3072
+    cs336 bench --size small --mode train-step --precision bf16
+
+A sweep, resumed when repeated with the same --output:
+    cs336 bench --sizes small,medium --context_lengths 128,512 --precisions fp32,bf16 --output runs/sweep.jsonl
+
+Your own nn.Module, built by a function that takes vocab_size, context_length, d_model, num_layers, num_heads, d_ff and
+rope_theta, and called with token ids (batch, context):
+    cs336 bench --model mypackage.model:build --size small
+"""
+
+import sys
+from pathlib import Path
+
+if __name__ == "__main__":  # run by path: this folder would come first and hide standard modules behind its files
+    sys.path[0] = str(Path(__file__).resolve().parents[2])
+
+import dataclasses
+from dataclasses import dataclass
+from itertools import product
+from typing import Any
+
+from cs336_systems.config import (
+    ATTENTIONS,
+    MODES,
+    PRECISIONS,
+    ModelConfig,
+    RunConfig,
+    canonical_size,
+    flag,
+    model_config,
+)
+
+
+@dataclass(frozen=True)
+class ShapeArguments:
+    """A model by name, with any field replaced."""
+
+    size: str = flag("", "tiny, small, medium, large, xl, 2.7B, 2026/xl, ... (default: small; tiny without a GPU)")
+    vocab_size: int | None = flag(None, "vocabulary size (default: 10000)")
+    context_length: int | None = flag(None, "tokens per sequence (default: 512; tiny: 128)")
+    d_model: int | None = flag(None, "width of the residual stream (default: the size's)")
+    num_layers: int | None = flag(None, "Transformer blocks (default: the size's)")
+    num_heads: int | None = flag(None, "attention heads (default: the size's)")
+    d_ff: int | None = flag(None, "inner width of the feed-forward network (default: the size's)")
+    rope_theta: float | None = flag(None, "base of the rotary position embedding (default: 10000)")
+    batch_size: int = flag(4, "sequences per step")
+    mode: str = flag("train-step", "what a step does", MODES)
+    precision: str = flag("fp32", "fp32 (TF32 off), tf32, or autocast to bf16 / fp16", PRECISIONS)
+    attention: str = flag("reference", "attention implementation", ATTENTIONS)
+    checkpoint_blocks: int = flag(0, "recompute activations in groups of this many blocks (0: keep them all)")
+
+    def run_config(self, *, default_size: str = "small", **fields: Any) -> RunConfig:
+        """`fields` of the run, or of the model, in place of the arguments'."""
+        model_fields = {spec.name for spec in dataclasses.fields(ModelConfig)}
+        given = {name: getattr(self, name) for name in model_fields if getattr(self, name) is not None}
+        given |= {name: fields.pop(name) for name in model_fields & fields.keys()}
+        # A shape given without a name stands on the small size, as the course's own script does.
+        shape_given = given.keys() & {"d_model", "num_layers", "num_heads", "d_ff"}
+        size = fields.pop("size", self.size) or ("small" if shape_given else default_size)
+        model = model_config(size, **given)
+        run = {name: getattr(self, name) for name in ("batch_size", "mode", "precision", "attention")}
+        run["checkpoint_blocks"] = self.checkpoint_blocks
+        return RunConfig(model=model, size=canonical_size(size, model), **{**run, **fields})
+
+
+@dataclass(frozen=True)
+class BenchArguments(ShapeArguments):
+    sizes: tuple[str, ...] = flag((), "sweep over these sizes")
+    context_lengths: tuple[int, ...] = flag((), "sweep over these context lengths")
+    modes: tuple[str, ...] = flag((), "sweep over these modes")
+    precisions: tuple[str, ...] = flag((), "sweep over these precisions")
+    attentions: tuple[str, ...] = flag((), "sweep over these attention implementations")
+    compile: bool = flag(False, "run the model through torch.compile")
+    forward_only: bool = flag(False, "time the forward pass alone (same as --mode forward)")
+    max_grad_norm: float = flag(0.0, "clip the gradient's norm to this (0: no clipping)")
+    device: str | None = flag(None, "cpu, cuda or cuda:N (default: cuda where there is one)")
+    warmup_steps: int = flag(5, "steps run before measuring")
+    num_steps: int = flag(10, "steps measured")
+    seed: int = flag(0, "seed of weights and tokens")
+    model: str | None = flag(None, "package.module:factory of your own nn.Module")
+    peak_tflops: float | None = flag(None, "the GPU's dense peak for MFU, where it is not known or you know better")
+    timeout: float = flag(1800.0, "seconds after which a cell is given up")
+    output: str | None = flag(None, "records file; cells it already holds are not run again (default: a new file)")
+    force: bool = flag(False, "run cells again that the file already holds")
+
+    def configs(self, device: str) -> list[RunConfig]:
+        """The cells of the sweep; a plain call has one."""
+        mode = "forward" if self.forward_only else self.mode
+        axes: list[list[tuple[str, Any]]] = [
+            [("size", value) for value in self.sizes or (self.size,)],
+            [("context_length", value) for value in self.context_lengths or (self.context_length,)],
+            [("mode", value) for value in self.modes or (mode,)],
+            [("precision", value) for value in self.precisions or (self.precision,)],
+            [("attention", value) for value in self.attentions or (self.attention,)],
+        ]
+        names = ("compile", "max_grad_norm", "warmup_steps", "num_steps", "seed")
+        common = {name: getattr(self, name) for name in names}
+        default_size = "small" if device.startswith("cuda") else "tiny"
+        return [
+            self.run_config(
+                default_size=default_size,
+                device=device,
+                model_factory=self.model,
+                **common,
+                **{name: value for name, value in cell if value is not None},
+            )
+            for cell in product(*axes)
+        ]
+
+
+def bench(arguments: BenchArguments) -> int:
+    from cs336_systems.benchmark.runner import Runner, gather
+    from cs336_systems.benchmark.show import new_run_file, report_outcome, show
+    from cs336_systems.record import cell_key
+
+    arguments.configs(arguments.device or "cpu")  # mistakes in the configuration are told before a process is started
+    path = Path(arguments.output) if arguments.output else new_run_file("bench")
+    with Runner(path, force=arguments.force, timeout=arguments.timeout, peak_tflops=arguments.peak_tflops) as runner:
+        if arguments.device is None and runner.device == "cpu":
+            print("no CUDA GPU found: running on the CPU", file=sys.stderr)
+        device = arguments.device or runner.device
+        requests = [("bench", config.to_dict()) for config in arguments.configs(device)]
+        outcome = runner.run(gather(requests))
+    show(path, {(experiment, cell_key(config)) for experiment, config in requests})
+    report_outcome(outcome, path)
+    return 0
+
+
+# -- the instrument: runs in the worker -----------------------------------------------------------------------------
+
+
+def measure_step(config: dict[str, Any], peak_tflops: float | None = None) -> list[list[Any]]:
+    """Time and memory of the configured step as [metric, unit, samples] rows."""
+    from cs336_systems.measure.timing import STEP, time_steps
+    from cs336_systems.step import TrainStep
+
+    run = RunConfig.from_dict(config)
+    if run.compile:
+        _start_compiling_from_nothing()
+    step = TrainStep.build(run)
+    batch = step.random_batch()
+    timings = time_steps(
+        lambda watch: step(*batch, watch=watch),
+        device=step.device,
+        warmup_steps=run.warmup_steps,
+        num_steps=run.num_steps,
+    )
+    metrics = [[f"{phase}_time", "s", samples] for phase, samples in timings.wall.items()]
+    metrics += [[f"{phase}_event_time", "s", samples] for phase, samples in timings.events.items()]
+    metrics.append(["warmup_time", "s", timings.warmup])
+    metrics.append(["parameters", "1", [sum(p.numel() for p in step.model.parameters())]])
+    if run.compile:
+        metrics += _compile_metrics(timings.warmup or timings.wall[STEP], timings.wall[STEP])
+    metrics += _work_metrics(run, step, batch, peak_tflops)
+    metrics += _memory_metrics(run, step, batch, timings.peak_memory)
+    return metrics
+
+
+def _start_compiling_from_nothing() -> None:
+    """A compile time read from a disk cache would be that of some earlier run."""
+    import torch
+
+    torch._dynamo.reset()
+    torch._inductor.config.force_disable_caches = True
+
+
+def _compile_metrics(first_steps: list[float], steps: list[float]) -> list[list[Any]]:
+    """Compilation happens in the first step: what that took beyond a steady one."""
+    import statistics
+
+    from torch._dynamo.utils import counters
+
+    return [
+        ["compile_time", "s", [max(0.0, first_steps[0] - statistics.median(steps))]],
+        ["graph_breaks", "1", [sum(counters["graph_break"].values())]],
+    ]
+
+
+def _work_metrics(run: RunConfig, step: Any, batch: Any, peak_tflops: float | None) -> list[list[Any]]:
+    """FLOPs of the step, counted where the model is not ours, and the peak of the device where it is known."""
+    import torch
+    from torch.utils.flop_counter import FlopCounterMode
+
+    from cs336_systems.measure.flops import model_flops, peak_flops
+
+    if run.model_factory is None:
+        flops = model_flops(run)
+    else:
+        with FlopCounterMode(display=False) as counter:
+            step(*batch)
+        flops = counter.get_total_flops()
+    gpu = torch.cuda.get_device_name(step.device) if step.device.type == "cuda" else None
+    peak = peak_tflops * 1e12 if peak_tflops else peak_flops(gpu, run.precision)
+    return [["flops", "FLOP", [flops]], *([["peak_flops", "FLOP/s", [peak]]] if peak else [])]
+
+
+def _memory_metrics(run: RunConfig, step: Any, batch: Any, measured: int | None) -> list[list[Any]]:
+    """Peak measured (by the allocator on a GPU, by tracking tensors on a CPU) and predicted."""
+    from cs336_systems.measure import memory_model, memory_trace
+
+    if run.compile:  # what a compiled model keeps is inductor's choice, and its tensors are not dispatched one by one
+        return [["peak_memory", "B", [measured]]] if measured is not None else []
+    if measured is None:
+        measured = memory_trace.measure_peak(step, batch)
+    if run.model_factory is None:
+        predicted = memory_model.estimate(run).peak
+    else:
+        predicted = memory_trace.predict_by_tracing(run).peak
+    return [["peak_memory", "B", [measured]], ["predicted_memory", "B", [predicted]]]
+
+
+def main(argv: list[str] | None = None) -> int:
+    from cs336_systems.commands import run_command
+
+    return run_command("benchmark.py", __doc__, BenchArguments, bench, argv)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

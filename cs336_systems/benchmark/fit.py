@@ -1,0 +1,133 @@
+"""What fits on a GPU, predicted before it is paid for."""
+
+import dataclasses
+import re
+from dataclasses import dataclass
+
+from cs336_systems.config import COURSE_SIZES, RunConfig, UserError, flag, model_config
+
+from cs336_systems.config import ATTENTIONS, MODES, PRECISIONS  # isort: skip
+from cs336_systems.measure.memory_model import GIB, estimate
+from cs336_systems.table import Column, Table
+
+CONTEXT_RESERVE = 0.6 * GIB
+"""What CUDA itself takes before the first tensor: its context, kernels, and the allocator's unusable corners."""
+MODEL_ERROR = 0.02
+LARGEST_BATCH = 65536
+
+GPU_MEMORY = {  # GiB that the driver reports
+    "3090": 23.7, "4090": 23.5, "4090d": 23.5, "5090": 31.4, "4080": 15.7, "3080": 9.8, "2080ti": 10.7, "a10": 22.1,
+    "a10g": 22.1, "a30": 23.6, "a40": 44.4, "a6000": 47.4, "a100-40gb": 39.4, "a100": 79.2, "a800": 79.2, "l4": 22.0,
+    "l40s": 44.4, "h20": 95.1, "h100": 79.2, "h800": 79.2, "h200": 139.8, "b200": 178.4, "t4": 14.6, "v100": 15.8,
+}  # fmt: skip
+
+
+@dataclass(frozen=True)
+class FitArguments:
+    gpu: str = flag("24GiB", "memory, such as 24GiB or 80GB, or a card: 4090, A100, H200, ...")
+    sizes: tuple[str, ...] = flag((), "sizes to try (default: the course's five)")
+    context_lengths: tuple[int, ...] = flag((), "context lengths to try (default: 128 ... 4096)")
+    mode: str = flag("train-step", "what a step does", MODES)
+    precision: str = flag("fp32", "fp32, tf32, bf16 or fp16", PRECISIONS)
+    attention: str = flag("reference", "attention implementation", ATTENTIONS)
+    checkpoint_blocks: int = flag(0, "recompute activations in groups of this many blocks (0: keep them all)")
+
+
+def gpu_bytes(text: str) -> int:
+    """Bytes of `24GiB`, `80GB`, a bare number of GiB, or a card's name."""
+    if match := re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*(gib|gb|g)?\s*", text.lower()):
+        if not (match[2] is None and text.strip() in GPU_MEMORY):
+            size = int(float(match[1]) * (10**9 if match[2] == "gb" else GIB))
+            if size <= 0:
+                raise UserError(f"--gpu {text!r}: memory must be above 0")
+            return size
+    name = re.sub(r"nvidia|geforce|rtx|tesla|[\s_]", "", text.lower())
+    if name in GPU_MEMORY:
+        return int(GPU_MEMORY[name] * GIB)
+    raise UserError(f"unknown --gpu {text!r}; give its memory, such as 24GiB, or one of: {', '.join(GPU_MEMORY)}")
+
+
+def largest_batch(config: RunConfig, budget: float) -> int:
+    """The largest batch whose peak is within `budget` bytes; 0 if not even one sequence is."""
+
+    def fits(batch: int) -> bool:
+        return estimate(dataclasses.replace(config, batch_size=batch)).peak <= budget
+
+    if not fits(1):
+        return 0
+    low, high = 1, 2
+    while high <= LARGEST_BATCH and fits(high):
+        low, high = high, 2 * high
+    while high - low > 1:
+        middle = (low + high) // 2
+        low, high = (middle, high) if fits(middle) else (low, middle)
+    return low
+
+
+def fit_table(arguments: FitArguments) -> Table:
+    capacity = gpu_bytes(arguments.gpu)
+    budget = (capacity - CONTEXT_RESERVE) / (1 + MODEL_ERROR)
+    contexts = arguments.context_lengths or (128, 256, 512, 1024, 2048, 4096)
+    sizes = arguments.sizes or COURSE_SIZES
+    base = RunConfig(
+        mode=arguments.mode,
+        precision=arguments.precision,
+        attention=arguments.attention,
+        checkpoint_blocks=arguments.checkpoint_blocks,
+        device="cuda",
+        batch_size=1,
+    )
+    rows, fitting = [], []
+    for size in sizes:
+        row = [size]
+        for context in contexts:
+            config = dataclasses.replace(base, model=model_config(size, context_length=context), size=size)
+            batch = largest_batch(config, budget)
+            chosen = dataclasses.replace(config, batch_size=max(batch, 1))
+            peak = estimate(chosen).peak
+            row.append(f"{batch} ({peak / GIB:.1f})" if batch else f"- ({peak / GIB:.1f})")
+            if batch:
+                fitting.append((config.model.parameters, context, chosen))
+        rows.append(row)
+    columns = [Column("size", numeric=False), *(Column(f"context {context}") for context in contexts)]
+    title = (
+        f"largest batch (peak GiB) on {capacity / GIB:.1f} GiB: {arguments.mode}, {arguments.precision}, "
+        f"attention {arguments.attention}, checkpoint {arguments.checkpoint_blocks or 'off'}"
+    )
+    return Table(title, columns, rows, _notes(sizes, contexts, base, budget, fitting))
+
+
+def _notes(
+    sizes: tuple[str, ...], contexts: tuple[int, ...], base: RunConfig, budget: float, fitting: list
+) -> list[str]:
+    notes = []
+    if fitting:
+        _, _, best = max(fitting, key=lambda entry: entry[:2])
+        notes.append(
+            f"largest model that fits: {best.size}, up to context {best.model.context_length} with batch {best.batch_size}"
+        )
+    else:
+        notes.append("none of these fits")
+    notes.append("`-`: does not fit even with one sequence; the figure is what that would need")
+    notes.append(f"{CONTEXT_RESERVE / GIB:.1f} GiB are left to CUDA itself and {MODEL_ERROR:.0%} to the model's error")
+    return notes + _ways_out(sizes, contexts, base, budget)
+
+
+def _ways_out(sizes: tuple[str, ...], contexts: tuple[int, ...], base: RunConfig, budget: float) -> list[str]:
+    """For the first cell that does not fit: what would make it fit, the cheapest in time first."""
+    ways: tuple[dict, ...] = (
+        {"attention": "sdpa"},
+        {"attention": "sdpa", "precision": "bf16"},
+        {"attention": "sdpa", "checkpoint_blocks": 1},
+        {"attention": "sdpa", "precision": "bf16", "checkpoint_blocks": 1},
+    )
+    for size in sizes:
+        for context in contexts:
+            config = dataclasses.replace(base, model=model_config(size, context_length=context), size=size)
+            if largest_batch(config, budget):
+                continue
+            for way in ways:
+                if batch := largest_batch(dataclasses.replace(config, **way), budget):
+                    flags = " ".join(f"--{name} {value}" for name, value in way.items())
+                    return [f"{size} at context {context} would fit with {flags} (batch {batch})"]
+    return []

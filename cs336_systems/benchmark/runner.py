@@ -1,0 +1,355 @@
+"""Runs cells one after another in a worker process and appends what they gave to a file of records.
+
+- A failure (out of memory, a crash, a time-out) becomes a row, and the worker is replaced.
+- Records are on disk before the next cell begins. A run that was stopped, even by SIGKILL, goes on where it was: cells
+  in the file that ended well or ran out of memory are not run again, those that crashed or timed out are.
+- A cell that several experiments ask for is measured once and recorded under each.
+- A cell that cannot fit by the memory model is not tried; its row says what it would need.
+"""
+
+import contextlib
+import dataclasses
+import json
+import os
+import signal
+import subprocess
+import sys
+import tempfile
+import threading
+import time
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+from queue import Empty, Queue
+from typing import Any
+
+from cs336_systems import record
+from cs336_systems.benchmark.catalogue import EXPERIMENTS
+from cs336_systems.benchmark.progress import Progress
+from cs336_systems.config import RunConfig, UserError
+from cs336_systems.measure.memory_model import GIB, estimate
+from cs336_systems.record import CELL_TIME, Environment, Record
+
+DEFAULT_TIMEOUT = 1800.0
+WARM_UP = RunConfig.warmup_steps
+FIT_MARGIN = 1.03
+"""The memory model errs by up to 2%: a cell is skipped only when it is out of reach even so."""
+
+
+@dataclass
+class Cell:
+    """Work to be measured once, and the experiments that asked for it, each with the configuration as it named it."""
+
+    instrument: str
+    config: dict[str, Any]
+    wanted_by: dict[str, dict[str, Any]] = field(default_factory=dict)
+
+    @property
+    def key(self) -> tuple[str, str]:
+        return (self.instrument, record.cell_key(self.config))
+
+    @property
+    def needs_fresh_process(self) -> bool:
+        """Where the cold start is the subject: little or no warm-up, or a compilation."""
+        return self.instrument == "step" and (
+            self.config["warmup_steps"] < WARM_UP or self.config["compile"] or self.config["model_factory"] is not None
+        )
+
+    @property
+    def name(self) -> str:
+        if self.instrument != "step":
+            return " ".join([self.instrument, *(str(v) for v in self.config.values() if isinstance(v, str) and v)])
+        config = RunConfig.from_dict(self.config)
+        extras = [f"warm-up {config.warmup_steps}"] if config.warmup_steps != WARM_UP else []
+        extras += [config.attention] if config.attention != "reference" else []
+        extras += ["compiled"] if config.compile else []
+        extras += [f"checkpoint {config.checkpoint_blocks}"] if config.checkpoint_blocks else []
+        return " ".join([config.size, str(config.model.context_length), config.mode, config.precision, *extras])
+
+
+def gather(requests: Iterable[tuple[str, dict[str, Any]]]) -> list[Cell]:
+    """(experiment, configuration) pairs as cells, the same work only once."""
+    cells: dict[tuple[str, str], Cell] = {}
+    for experiment, config in requests:
+        cell = Cell(EXPERIMENTS[experiment].instrument, config)
+        cells.setdefault(cell.key, cell).wanted_by[experiment] = config
+    return list(cells.values())
+
+
+@dataclass
+class Outcome:
+    done: int = 0
+    reused: int = 0
+    failed: int = 0
+    seconds: float = 0.0
+    environment: Environment = field(default_factory=Environment)
+
+
+class Runner:
+    """`with Runner(path) as runner: runner.run(cells)`; entering starts a worker, which tells what machine this is."""
+
+    def __init__(
+        self,
+        path: str | Path,
+        *,
+        force: bool = False,
+        timeout: float = DEFAULT_TIMEOUT,
+        peak_tflops: float | None = None,
+        quiet: bool = False,
+    ):
+        self.path = Path(path)
+        self.force = force
+        self.timeout = timeout
+        self.options = {"peak_tflops": peak_tflops} if peak_tflops else {}
+        self.quiet = quiet
+        self.worker: Worker | None = None
+        _require_writable(self.path)
+        self.known = record.load(self.path) if self.path.exists() else record.Loaded([], [])
+
+    def __enter__(self) -> "Runner":
+        self.worker = Worker()
+        self.machine = self.worker.machine
+        self.device: str = self.machine["device"]
+        self.environment = _environment(self.machine["environment"])
+        self._refuse_other_machine()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._stop_worker()
+
+    def run(self, cells: list[Cell]) -> Outcome:
+        outcome = Outcome(environment=self.environment)
+        start = time.monotonic()
+        with _exclusive(self.path):
+            record.drop_torn_line(self.path)
+            finished = {} if self.force else self._finished()
+            todo = []
+            for cell in cells:
+                if cell.key in finished:
+                    self._share(cell, finished[cell.key])
+                    outcome.reused += 1
+                else:
+                    todo.append(cell)
+            with Progress(len(todo), quiet=self.quiet) as progress:
+                for cell in todo:
+                    progress.begin(cell.name)
+                    records = self._measure(cell)
+                    record.append(self.path, records)
+                    outcome.done += 1
+                    outcome.failed += not records[-1].ok
+                    progress.end(cell.name, _headline(records))
+        outcome.seconds = time.monotonic() - start
+        return outcome
+
+    def _finished(self) -> dict[tuple[str, str], list[Record]]:
+        """Records of complete cells in the file; one that crashed or timed out does not count, so it is tried again."""
+        cells: dict[tuple[str, str, str], list[Record]] = {}
+        for item in self.known.records:
+            if item.experiment in EXPERIMENTS:
+                instrument = EXPERIMENTS[item.experiment].instrument
+                cells.setdefault((instrument, item.cell, item.experiment), []).append(item)
+        return {
+            (instrument, key): records
+            for (instrument, key, _), records in cells.items()
+            if any(r.metric == CELL_TIME and (r.ok or r.status.startswith("oom")) for r in records)
+        }
+
+    def _share(self, cell: Cell, records: list[Record]) -> None:
+        """Enter a finished cell under the experiments that ask for it now and do not have it yet."""
+        have = {(r.experiment, r.cell) for r in self.known.records if r.metric == CELL_TIME}
+        for experiment, config in cell.wanted_by.items():
+            if (experiment, record.cell_key(config)) not in have:
+                copies = [dataclasses.replace(r, experiment=experiment, config=config) for r in records]
+                record.append(self.path, sorted(copies, key=lambda r: r.metric == CELL_TIME))
+
+    def _measure(self, cell: Cell) -> list[Record]:
+        if verdict := self._cannot_fit(cell):
+            return self._records(cell, [], verdict, 0.0, self.environment)
+        answer = self._ask(cell)
+        match answer["event"]:
+            case "measured":
+                environment = _environment(answer["environment"])
+                return self._records(cell, answer["metrics"], "ok", answer["seconds"], environment)
+            case "user_error":
+                raise UserError(answer["message"])
+        return self._records(cell, [], answer["status"], answer.get("seconds", 0.0), self.environment)
+
+    def _ask(self, cell: Cell) -> dict[str, Any]:
+        if self.worker is None or (cell.needs_fresh_process and self.worker.used):
+            self._stop_worker()
+            self.worker = Worker()
+        options = self.options if cell.instrument == "step" else {}
+        request = {"instrument": cell.instrument, "config": cell.config, "options": options}
+        answer = self.worker.ask(request, self.timeout)
+        if answer["event"] == "failure" and answer["status"] == "oom" and cell.instrument == "step":
+            answer["status"] = f"oom: {self._need(cell)}"
+        if cell.needs_fresh_process or answer["event"] == "failure":
+            self._stop_worker()
+        return answer
+
+    def _stop_worker(self) -> None:
+        if self.worker is not None:
+            self.worker.stop()
+            self.worker = None
+
+    def _cannot_fit(self, cell: Cell) -> str | None:
+        capacity = self._capacity(cell)
+        if capacity is None:
+            return None
+        needed = estimate(RunConfig.from_dict(cell.config)).peak
+        return f"oom: {self._need(cell)} (predicted, not tried)" if needed > FIT_MARGIN * capacity else None
+
+    def _capacity(self, cell: Cell) -> int | None:
+        config = cell.config
+        if cell.instrument != "step" or config["compile"] or config["model_factory"] is not None:
+            return None
+        return self.environment.gpu_memory if config["device"].startswith("cuda") else self.environment.memory
+
+    def _need(self, cell: Cell) -> str:
+        capacity = self._capacity(cell)
+        if capacity is None:
+            return "out of memory"
+        needed = estimate(RunConfig.from_dict(cell.config)).peak
+        return f"needs {needed / GIB:.1f} GiB of {capacity / GIB:.1f} GiB"
+
+    def _records(
+        self, cell: Cell, metrics: list[list[Any]], status: str, seconds: float, environment: Environment
+    ) -> list[Record]:
+        """All records of a cell for every experiment that wants it; the last one says that it is complete."""
+        if status == "ok":
+            metrics = [*metrics, [CELL_TIME, "s", [seconds]]]
+        else:
+            metrics = [[CELL_TIME, "s", []]]
+        return [
+            Record(experiment, config, metric, unit, tuple(samples), status, environment)
+            for experiment, config in cell.wanted_by.items()
+            for metric, unit, samples in metrics
+        ]
+
+    def _refuse_other_machine(self) -> None:
+        """Two machines never share a file: their cells would be taken for each other's on resume."""
+        for item in self.known.records:
+            if item.environment.machine != self.environment.machine:
+                raise UserError(
+                    f"{str(self.path)!r} holds records of {item.environment.machine!r} and this machine is "
+                    f"{self.environment.machine!r}; choose another --output"
+                )
+
+
+class Worker:
+    """A child process in a session of its own, so that Ctrl-C reaches only the runner, which then ends it."""
+
+    def __init__(self) -> None:
+        self.used = False
+        self.log = tempfile.TemporaryFile()  # noqa: SIM115 (closed in stop)
+        root = str(Path(__file__).resolve().parents[2])
+        path = os.pathsep.join([root, *filter(None, [os.environ.get("PYTHONPATH")])])
+        self.process = subprocess.Popen(
+            [sys.executable, "-m", "cs336_systems.benchmark.worker"],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            stderr=self.log,
+            start_new_session=True,
+            env={**os.environ, "PYTHONPATH": path},
+        )
+        self.lines: Queue[bytes | None] = Queue()
+        threading.Thread(target=self._read, daemon=True).start()
+        self.machine = self._answer(timeout=300)
+        if self.machine["event"] != "ready":
+            self.stop()
+            raise UserError(f"the measuring process did not start: {self.machine['status']}; try: cs336 doctor")
+
+    def _read(self) -> None:
+        assert self.process.stdout is not None
+        for line in self.process.stdout:
+            self.lines.put(line)
+        self.lines.put(None)
+
+    def ask(self, request: dict[str, Any], timeout: float) -> dict[str, Any]:
+        assert self.process.stdin is not None
+        self.used = True
+        try:
+            self.process.stdin.write(json.dumps(request).encode() + b"\n")
+            self.process.stdin.flush()
+        except BrokenPipeError:
+            return self._died()
+        return self._answer(timeout)
+
+    def _answer(self, timeout: float) -> dict[str, Any]:
+        try:
+            line = self.lines.get(timeout=timeout)
+        except Empty:
+            return {"event": "failure", "status": f"error: timeout after {timeout:g} s", "seconds": timeout}
+        return self._died() if line is None else json.loads(line)
+
+    def _died(self) -> dict[str, Any]:
+        code = self.process.wait()
+        reason = signal.Signals(-code).name if code < 0 else f"exit code {code}"
+        last = self.log_tail()
+        return {"event": "failure", "status": f"error: crashed ({reason})" + (f": {last}" if last else "")}
+
+    def log_tail(self) -> str:
+        self.log.seek(0)
+        lines = self.log.read().decode(errors="replace").strip().splitlines()
+        return lines[-1].strip()[:300] if lines else ""
+
+    def stop(self) -> None:
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(self.process.pid, signal.SIGKILL)  # its compile workers too
+        self.process.wait()
+        for stream in (self.process.stdin, self.process.stdout):
+            with contextlib.suppress(OSError):
+                if stream is not None:
+                    stream.close()
+        self.log.close()
+
+
+def _environment(values: dict[str, Any]) -> Environment:
+    return Environment(**{**values, "throttle_reasons": tuple(values["throttle_reasons"])})
+
+
+def _headline(records: list[Record]) -> str:
+    if not records[-1].ok:
+        return records[-1].status
+    for item in records:
+        if item.metric == "step_time":
+            return f"{record.summarize(item.numbers).mean * 1e3:.1f} ms"
+    return "done"
+
+
+def _require_writable(path: Path) -> None:
+    """Refuse before anything is run or written."""
+    if path.is_dir():
+        raise UserError(f"--output {str(path)!r} is a folder; name a file, such as {path / 'records.jsonl'}")
+    if path.exists():
+        if not os.access(path, os.W_OK):
+            raise UserError(f"--output {str(path)!r} is not writable")
+        return
+    ancestor = path.absolute().parent
+    while not ancestor.exists():
+        ancestor = ancestor.parent
+    if not ancestor.is_dir() or not os.access(ancestor, os.W_OK):
+        raise UserError(f"--output {str(path)!r}: cannot write to {str(ancestor)!r}; choose another place")
+
+
+@contextlib.contextmanager
+def _exclusive(path: Path) -> Iterator[None]:
+    """One run at a time may write to a file. A run that records nothing leaves no file behind."""
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        handle = open(path, "ab")  # noqa: SIM115 (closed below)
+    except OSError as error:
+        raise UserError(f"--output {str(path)!r}: {error.strerror}; choose another place") from None
+    try:
+        with contextlib.suppress(ImportError):  # no such locks on Windows
+            import fcntl
+
+            try:
+                fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            except BlockingIOError:
+                raise UserError(f"another run is writing to {str(path)!r}; wait for it or choose --output") from None
+        yield
+    finally:
+        handle.close()
+        if path.stat().st_size == 0:
+            path.unlink()

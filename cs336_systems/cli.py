@@ -1,0 +1,234 @@
+"""`cs336 <command>`: one function per command. What a command needs is imported inside it, so that --help is instant."""
+
+import dataclasses
+import sys
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from cs336_systems import __version__
+from cs336_systems.benchmark.benchmark import BenchArguments, ShapeArguments, bench
+from cs336_systems.benchmark.benchmark import __doc__ as bench_manual
+from cs336_systems.benchmark.catalogue import EXPERIMENTS, PRESETS, RUNNABLE
+from cs336_systems.benchmark.fit import FitArguments
+from cs336_systems.commands import guarded
+from cs336_systems.config import flag
+from cs336_systems.flags import Parser, add_flags, read_flags
+from cs336_systems.table import FORMATS
+
+
+def operands(help: str, metavar: str) -> Any:
+    return dataclasses.field(default=(), metadata={"help": help, "positional": True, "metavar": metavar})
+
+
+@dataclass(frozen=True)
+class RunArguments:
+    names: tuple[str, ...] = operands(f"experiments: {', '.join(RUNNABLE)}", "NAME")
+    preset: str = flag("quick", "grid: quick (about a minute), course, full", PRESETS)
+    device: str | None = flag(None, "cpu, cuda or cuda:N (default: cuda where there is one)")
+    warmup_steps: int = flag(5, "steps run before measuring")
+    num_steps: int = flag(10, "steps measured")
+    peak_tflops: float | None = flag(None, "the GPU's dense peak for MFU, where it is not known or you know better")
+    timeout: float = flag(1800.0, "seconds after which a cell is given up")
+    output: str | None = flag(
+        None, "records file (default: runs/PRESET/records.jsonl); finished cells are not run again"
+    )
+    force: bool = flag(False, "run cells again that the file already holds")
+
+
+def run(arguments: RunArguments) -> int:
+    """Named experiments of the catalogue; a cell that several ask for is measured once.
+
+    cs336 run end_to_end precision --preset quick
+    cs336 run end_to_end warmup precision compile peak_memory --preset course --output runs/h200/records.jsonl
+    """
+    from cs336_systems.benchmark.catalogue import cells
+    from cs336_systems.benchmark.runner import Runner, gather
+    from cs336_systems.benchmark.show import report_outcome, show
+    from cs336_systems.config import RunConfig, UserError
+    from cs336_systems.record import cell_key
+
+    if not arguments.names:
+        raise UserError(f"name at least one experiment: {', '.join(RUNNABLE)}")
+    steps = {"warmup_steps": arguments.warmup_steps, "num_steps": arguments.num_steps}
+    cells(arguments.names, arguments.preset, RunConfig(device=arguments.device or "cpu", **steps))
+    path = Path(arguments.output or f"runs/{arguments.preset}/records.jsonl")
+    options = {"force": arguments.force, "timeout": arguments.timeout, "peak_tflops": arguments.peak_tflops}
+    with Runner(path, **options) as runner:
+        if arguments.device is None and runner.device == "cpu":
+            print("no CUDA GPU found: running on the CPU", file=sys.stderr)
+        base = RunConfig(device=arguments.device or runner.device, **steps)
+        requests = cells(arguments.names, arguments.preset, base)
+        outcome = runner.run(gather(requests))
+    show(path, {(experiment, cell_key(config)) for experiment, config in requests})
+    report_outcome(outcome, path)
+    if runner.device == "cpu":
+        names = " ".join(arguments.names)
+        print(f"next, on a machine with a GPU: cs336 run {names} --preset course")
+    return 0
+
+
+@dataclass(frozen=True)
+class MemoryArguments(ShapeArguments):
+    model: str | None = flag(None, "package.module:factory of your own nn.Module (traced)")
+    trace: bool = flag(False, "also trace every operator of a step, without touching memory (imports torch)")
+    format: str = flag("terminal", "table format", FORMATS)
+
+
+def memory(arguments: MemoryArguments) -> int:
+    """What a step needs, part by part, and where its peak is; no GPU needed.
+
+    cs336 memory --size 2.7B --context_length 512 --precision bf16
+    cs336 memory --size xl --checkpoint_blocks 4 --trace
+    """
+    from cs336_systems.benchmark.calculate_memory import memory_table
+
+    config = arguments.run_config(device="cuda", model_factory=arguments.model)
+    print(memory_table(config, trace=arguments.trace).render(arguments.format))
+    return 0
+
+
+@dataclass(frozen=True)
+class _FitArguments(FitArguments):
+    format: str = flag("terminal", "table format", FORMATS)
+
+
+def fit(arguments: _FitArguments) -> int:
+    """Which sizes, contexts and batches fit on a GPU, and the largest that does; predicted in seconds without one.
+
+    cs336 fit --gpu 24GiB
+    cs336 fit --gpu 4090 --precision bf16 --attention sdpa --checkpoint_blocks 1
+    """
+    from cs336_systems.benchmark.fit import fit_table
+
+    print(fit_table(arguments).render(arguments.format))
+    return 0
+
+
+@dataclass(frozen=True)
+class TableArguments:
+    files: tuple[str, ...] = operands("files of records", "FILE")
+    format: str = flag("terminal", "output format", FORMATS)
+    experiments: tuple[str, ...] = flag((), "only these experiments")
+    output: str | None = flag(None, "write here instead of to the screen")
+
+
+def table(arguments: TableArguments) -> int:
+    """Records as tables.
+
+    cs336 table runs/quick/records.jsonl --format md
+    """
+    from cs336_systems.config import UserError
+    from cs336_systems.record import load
+    from cs336_systems.report.sections import tables
+
+    if not arguments.files:
+        raise UserError("name a file of records, such as runs/quick/records.jsonl")
+    loaded = [load(name) for name in arguments.files]
+    for remark in (remark for one in loaded for remark in one.remarks):
+        print(remark, file=sys.stderr)
+    records = [record for one in loaded for record in one.records]
+    if arguments.experiments:
+        records = [record for record in records if record.experiment in arguments.experiments]
+    text = "\n\n".join(found.render(arguments.format) for found in tables(records))
+    if arguments.output is None:
+        print(text)
+        return 0
+    try:
+        Path(arguments.output).write_text(text + "\n")
+    except OSError as error:
+        raise UserError(f"cannot write {arguments.output!r}: {error.strerror}") from None
+    return 0
+
+
+@dataclass(frozen=True)
+class DoctorArguments:
+    pass
+
+
+def doctor(arguments: DoctorArguments) -> int:
+    """What this machine has, what is missing, and how to mend it."""
+    from cs336_systems.measure.doctor import examine
+
+    findings = examine()
+    width = max(len(finding.what) for finding in findings)
+    for finding in findings:
+        print(
+            f"{finding.mark:4} {finding.what:{width}}  {finding.seen}"
+            + (f"  -> {finding.mend}" if finding.mend else "")
+        )
+    return 0
+
+
+@dataclass(frozen=True)
+class CompletionArguments:
+    shell: str = flag("bash", "the shell to complete in", ("bash", "zsh"))
+
+
+def completion(arguments: CompletionArguments) -> int:
+    """A completion script for your shell:  source <(cs336 completion)"""
+    if arguments.shell == "zsh":
+        print("autoload -U +X bashcompinit && bashcompinit")
+    flags = {
+        name: " ".join(
+            f"--{spec.name}" for spec in dataclasses.fields(command.arguments) if not spec.metadata.get("positional")
+        )
+        for name, command in COMMANDS.items()
+    }
+    cases = "\n".join(f'    {name}) words="{words}" ;;' for name, words in flags.items())
+    print(
+        f'_cs336() {{\n  local words="{" ".join(COMMANDS)}"\n  case "${{COMP_WORDS[1]}}" in\n{cases}\n  esac\n'
+        f'  [ "$COMP_CWORD" -eq 1 ] && words="{" ".join(COMMANDS)}"\n'
+        f'  [ "${{COMP_WORDS[1]}}" = run ] && words="$words {" ".join(RUNNABLE)}"\n'
+        f'  COMPREPLY=($(compgen -W "$words" -- "${{COMP_WORDS[COMP_CWORD]}}"))\n}}\ncomplete -o default -F _cs336 cs336'
+    )
+    return 0
+
+
+@dataclass(frozen=True)
+class Command:
+    summary: str
+    arguments: type
+    function: Callable[[Any], int]
+    manual: str | None = None
+
+
+COMMANDS = {
+    "bench": Command("time and memory of one configuration, or a sweep", BenchArguments, bench, bench_manual),
+    "run": Command("named experiments, with presets; resumes", RunArguments, run),
+    "memory": Command("what a step needs, part by part, without a GPU", MemoryArguments, memory),
+    "fit": Command("what fits on a given GPU", _FitArguments, fit),
+    "table": Command("records as terminal, Markdown, CSV, LaTeX or Typst tables", TableArguments, table),
+    "doctor": Command("what this machine has, what is missing, how to mend it", DoctorArguments, doctor),
+    "completion": Command("shell completion", CompletionArguments, completion),
+}
+
+
+def main(argv: list[str] | None = None) -> int:
+    parser = Parser(
+        prog="cs336",
+        description=__import__("cs336_systems").__doc__,
+        epilog="start here:\n  cs336 doctor\n  cs336 bench\n  cs336 fit --gpu 24GiB\n"
+        "  cs336 run end_to_end precision --preset quick\n\nexperiments of `run`:\n"
+        + "\n".join(f"  {name:16} {EXPERIMENTS[name].question}" for name in RUNNABLE),
+    )
+    parser.add_argument("--version", action="version", version=f"cs336_systems {__version__}")
+    subparsers = parser.add_subparsers(dest="command", metavar="command", required=True, parser_class=Parser)
+    for name, command in COMMANDS.items():
+        manual = command.manual or command.function.__doc__
+        add_flags(subparsers.add_parser(name, help=command.summary, description=_dedent(manual)), command.arguments)
+    namespace = parser.parse_args(argv)
+    command = COMMANDS[namespace.command]
+    return guarded(f"cs336 {namespace.command}", lambda: command.function(read_flags(command.arguments, namespace)))
+
+
+def _dedent(manual: str | None) -> str:
+    lines = (manual or "").strip().splitlines()
+    return "\n".join(
+        line.removeprefix("    ") if line.startswith("    ") and index else line for index, line in enumerate(lines)
+    )
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,196 @@
+"""What to run: `ModelConfig`, `RunConfig` and the named `SIZES`. Data and validation only; standard library only.
+
+A size is looked up by name and any of its fields may be overridden:
+
+    RunConfig(model=model_config("small", context_length=256), mode="train-step", precision="bf16")
+
+Plain size names are those of the course's 2025 handout. The 2026 handout uses some of the same names for other models,
+so its names carry the year (`2026/xl`).
+"""
+
+import dataclasses
+import math
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+MODES = ("inference", "forward", "forward-backward", "train-step")
+PRECISIONS = ("fp32", "tf32", "bf16", "fp16")
+ATTENTIONS = ("auto", "reference", "sdpa")
+
+
+class UserError(ValueError):
+    """Something the user can mend: shown as one line, exit code 2, no traceback."""
+
+
+def flag(default: Any, help: str, choices: tuple[str, ...] | None = None) -> Any:
+    """A dataclass field that is also a command-line flag (see flags.py)."""
+    return field(default=default, metadata={"help": help, "choices": choices})
+
+
+def _positive(owner: Any, *names: str) -> None:
+    for name in names:
+        value = getattr(owner, name)
+        if isinstance(value, bool) or not isinstance(value, int) or value < 1:
+            raise UserError(f"{name} must be a whole number of at least 1, got {value!r}")
+
+
+def _one_of(name: str, value: str, choices: tuple[str, ...]) -> None:
+    if value not in choices:
+        raise UserError(f"unknown {name} {value!r}; choose one of: {', '.join(choices)}")
+
+
+@dataclass(frozen=True)
+class ModelConfig:
+    """The Transformer's shape."""
+
+    vocab_size: int = flag(10_000, "vocabulary size")
+    context_length: int = flag(512, "tokens per sequence")
+    d_model: int = flag(768, "width of the residual stream")
+    num_layers: int = flag(12, "Transformer blocks")
+    num_heads: int = flag(12, "attention heads")
+    d_ff: int = flag(3072, "inner width of the feed-forward network")
+    rope_theta: float = flag(10_000.0, "base of the rotary position embedding")
+
+    def __post_init__(self) -> None:
+        _positive(self, "vocab_size", "context_length", "d_model", "num_layers", "num_heads", "d_ff")
+        if not (isinstance(self.rope_theta, int | float) and math.isfinite(self.rope_theta) and self.rope_theta > 0):
+            raise UserError(f"rope_theta must be a finite number above 0, got {self.rope_theta!r}")
+        object.__setattr__(self, "rope_theta", float(self.rope_theta))
+        if self.d_model % self.num_heads:
+            raise UserError(
+                f"d_model {self.d_model} is not divisible by num_heads {self.num_heads}; "
+                f"change one so that each head gets a whole number of dimensions"
+            )
+        if self.head_dim % 2:
+            raise UserError(
+                f"head dimension d_model / num_heads = {self.d_model} / {self.num_heads} = {self.head_dim} is odd; "
+                f"rotary embeddings turn pairs of dimensions, so it must be even"
+            )
+
+    @property
+    def head_dim(self) -> int:
+        return self.d_model // self.num_heads
+
+    @property
+    def linear_parameters(self) -> int:
+        """Parameters of matrix products: attention and feed-forward projections of all blocks, and the head."""
+        per_block = 4 * self.d_model**2 + 3 * self.d_model * self.d_ff
+        return self.num_layers * per_block + self.vocab_size * self.d_model
+
+    @property
+    def parameters(self) -> int:
+        norms = (2 * self.num_layers + 1) * self.d_model
+        embedding = self.vocab_size * self.d_model
+        return embedding + self.linear_parameters + norms
+
+
+@dataclass(frozen=True)
+class RunConfig:
+    """One cell of an experiment: a model, the work done with it, and how it is measured."""
+
+    model: ModelConfig = field(default_factory=ModelConfig)
+    size: str = ""
+    """The name shown in tables; derived from the model's shape when empty. Not part of what is computed."""
+    batch_size: int = flag(4, "sequences per step")
+    mode: str = flag("train-step", "what a step does", MODES)
+    precision: str = flag("fp32", "fp32 (TF32 off), tf32, or autocast to bf16 / fp16", PRECISIONS)
+    attention: str = flag("reference", "attention implementation", ATTENTIONS)
+    checkpoint_blocks: int = flag(0, "recompute activations in groups of this many blocks (0: keep them all)")
+    compile: bool = flag(False, "run the model through torch.compile")
+    max_grad_norm: float = flag(0.0, "clip the gradient's norm to this (0: no clipping)")
+    device: str = flag("cpu", "cpu, cuda or cuda:N")
+    warmup_steps: int = flag(5, "steps run before measuring")
+    num_steps: int = flag(10, "steps measured")
+    seed: int = flag(0, "seed of weights and tokens")
+    model_factory: str | None = flag(None, "package.module:factory of your own nn.Module")
+
+    def __post_init__(self) -> None:
+        _positive(self, "batch_size", "num_steps")
+        for name in ("warmup_steps", "checkpoint_blocks"):
+            value = getattr(self, name)
+            if isinstance(value, bool) or not isinstance(value, int) or value < 0:
+                raise UserError(f"{name} must be a whole number of at least 0, got {value!r}")
+        _one_of("mode", self.mode, MODES)
+        _one_of("precision", self.precision, PRECISIONS)
+        _one_of("attention", self.attention, ATTENTIONS)
+        if not (math.isfinite(self.max_grad_norm) and self.max_grad_norm >= 0):
+            raise UserError(f"max_grad_norm must be a finite number of at least 0, got {self.max_grad_norm!r}")
+        if not re.fullmatch(r"cpu|cuda(:\d+)?", self.device):
+            raise UserError(f"unknown device {self.device!r}; use cpu, cuda or cuda:N")
+        if self.model_factory is not None and not re.fullmatch(r"[\w.]+:\w+", self.model_factory):
+            raise UserError(f"--model {self.model_factory!r} is not of the form package.module:factory")
+        if not self.size:
+            object.__setattr__(self, "size", size_name(self.model))
+
+    @property
+    def tokens(self) -> int:
+        """Tokens per step."""
+        return self.batch_size * self.model.context_length
+
+    @property
+    def device_type(self) -> str:
+        return self.device.split(":")[0]
+
+    def to_dict(self) -> dict[str, Any]:
+        return dataclasses.asdict(self)
+
+    @classmethod
+    def from_dict(cls, values: Mapping[str, Any]) -> "RunConfig":
+        known = {f.name for f in dataclasses.fields(cls)}
+        if unknown := sorted(set(values) - known):
+            raise UserError(f"unknown configuration fields: {', '.join(unknown)}")
+        try:
+            model = ModelConfig(**values["model"])
+        except (KeyError, TypeError) as error:
+            raise UserError(f"configuration without a usable model: {error}") from None
+        return cls(**{**values, "model": model})
+
+
+def _shape(d_model: int, d_ff: int, num_layers: int, num_heads: int) -> dict[str, int]:
+    return {"d_model": d_model, "d_ff": d_ff, "num_layers": num_layers, "num_heads": num_heads}
+
+
+SIZES: dict[str, dict[str, int]] = {
+    "tiny": {**_shape(128, 512, 4, 4), "context_length": 128},
+    "small": _shape(768, 3072, 12, 12),
+    "medium": _shape(1024, 4096, 24, 16),
+    "large": _shape(1280, 5120, 36, 20),
+    "xl": _shape(1600, 6400, 48, 25),
+    "2.7B": _shape(2560, 10240, 32, 32),
+    "2026/small": _shape(768, 3072, 12, 12),
+    "2026/medium": _shape(1024, 4096, 24, 16),
+    "2026/large": _shape(1280, 5120, 36, 20),
+    "2026/xl": _shape(2560, 10240, 32, 32),
+    "2026/10B": _shape(4608, 12288, 50, 36),
+}
+COURSE_SIZES = ("small", "medium", "large", "xl", "2.7B")
+
+
+def model_config(size: str, **overrides: Any) -> ModelConfig:
+    """The named size with any fields replaced; names are compared without regard to case."""
+    by_lower = {name.lower(): name for name in SIZES}
+    if size.lower() not in by_lower:
+        raise UserError(f"unknown size {size!r}; choose one of: {', '.join(SIZES)}")
+    return ModelConfig(**{**SIZES[by_lower[size.lower()]], **overrides})
+
+
+def canonical_size(size: str, model: ModelConfig) -> str:
+    """The name to show for `model` that was asked for as `size`: the name if the shape is still that of the name."""
+    for name, shape in SIZES.items():
+        if name.lower() == size.lower() and _is_shape(model, shape):
+            return name
+    return size_name(model)
+
+
+def size_name(model: ModelConfig) -> str:
+    """The first name in SIZES with this shape, or the shape itself."""
+    for name, shape in SIZES.items():
+        if _is_shape(model, shape):
+            return name
+    return f"{model.d_model}/{model.d_ff}/{model.num_layers}/{model.num_heads}"
+
+
+def _is_shape(model: ModelConfig, shape: Mapping[str, int]) -> bool:
+    return all(getattr(model, name) == value for name, value in shape.items() if name != "context_length")

@@ -1,0 +1,1 @@
+"""Instruments: a step or a callable in, samples out."""

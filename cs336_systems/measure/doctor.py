@@ -1,0 +1,99 @@
+"""What this machine has, what is missing, how to mend it."""
+
+import importlib.util
+import shutil
+from dataclasses import dataclass
+
+import torch
+
+from cs336_systems.measure.environment import capture
+from cs336_systems.measure.flops import peak_flops
+
+
+@dataclass(frozen=True)
+class Finding:
+    mark: str
+    """ok, note (works, with less) or bad."""
+    what: str
+    seen: str
+    mend: str = ""
+
+
+def examine() -> list[Finding]:
+    return [_torch(), _gpu(), *_gpu_state(), _triton(), _nvml(), _nsys(), _compiler(), *_host()]
+
+
+def _torch() -> Finding:
+    version = tuple(int(part) for part in torch.__version__.split("+")[0].split(".")[:2])
+    if version < (2, 11):
+        return Finding("bad", "torch", torch.__version__, "needs 2.11 or newer: pip install -U torch")
+    return Finding("ok", "torch", torch.__version__)
+
+
+def _gpu() -> Finding:
+    if torch.cuda.is_available():
+        names = [torch.cuda.get_device_name(index) for index in range(torch.cuda.device_count())]
+        return Finding("ok", "GPU", f"{len(names)} x {names[0]}")
+    if torch.version.cuda is None and shutil.which("nvidia-smi"):
+        return Finding("bad", "GPU", "present, but this torch has no CUDA", "install a CUDA build of torch")
+    if shutil.which("nvidia-smi"):
+        return Finding("bad", "GPU", "torch cannot reach it", "check nvidia-smi and the driver's version")
+    return Finding("note", "GPU", "none", "everything runs on the CPU; `cs336 fit` predicts for a GPU")
+
+
+def _gpu_state() -> list[Finding]:
+    if not torch.cuda.is_available():
+        return []
+    environment = capture("cuda")
+    findings = []
+    known = peak_flops(environment.gpu, "bf16") or peak_flops(environment.gpu, "fp16")
+    if known:
+        findings.append(Finding("ok", "dense peak", f"{known / 1e12:.0f} TFLOP/s in half precision"))
+    else:
+        findings.append(Finding("note", "dense peak", "not known, MFU is N/A", "give it with --peak_tflops"))
+    if environment.other_gpu_processes:
+        count = environment.other_gpu_processes
+        findings.append(Finding("note", "other processes", f"{count} on the GPU", "timings suffer: end them or wait"))
+    if environment.throttle_reasons:
+        reasons = ", ".join(environment.throttle_reasons)
+        findings.append(Finding("note", "clocks", f"held down: {reasons}", "let it cool, check its power limit"))
+    free, total = torch.cuda.mem_get_info()
+    mark = "ok" if free > 0.9 * total else "note"
+    findings.append(Finding(mark, "GPU memory", f"{free / 2**30:.1f} of {total / 2**30:.1f} GiB free"))
+    return findings
+
+
+def _triton() -> Finding:
+    if importlib.util.find_spec("triton") is None:
+        return Finding("note", "triton", "absent", "pip install triton (Linux); torch.compile on a GPU needs it")
+    return Finding("ok", "triton", capture().triton or "present")
+
+
+def _nvml() -> Finding:
+    if importlib.util.find_spec("pynvml") is None:
+        return Finding("note", "NVML", "absent", "pip install nvidia-ml-py, to record clocks and throttling")
+    return Finding("ok", "NVML", "bindings present")
+
+
+def _nsys() -> Finding:
+    path = shutil.which("nsys")
+    return (
+        Finding("ok", "nsys", "present") if path else Finding("note", "nsys", "absent", "torch.profiler serves instead")
+    )
+
+
+def _compiler() -> Finding:
+    found = next((name for name in ("g++", "clang++", "c++") if shutil.which(name)), None)
+    if found:
+        return Finding("ok", "C++ compiler", found)
+    return Finding("note", "C++ compiler", "absent", "torch.compile on a CPU needs one: apt-get install g++")
+
+
+def _host() -> list[Finding]:
+    environment = capture()
+    memory = f"{environment.memory / 2**30:.1f} GiB" if environment.memory else "unknown memory"
+    free = shutil.disk_usage(".").free
+    disk = Finding("ok", "disk", f"{free / 2**30:.1f} GiB free")
+    if free < 2**30:
+        disk = Finding("bad", "disk", f"{free / 2**30:.2f} GiB free", "records and compile caches need room")
+    return [Finding("ok", "CPU", f"{environment.cpu}, {environment.cpu_cores} cores, {memory}"), disk]

@@ -1,0 +1,130 @@
+"""What machine this is: fills in an `Environment` from torch, NVML, git and the operating system."""
+
+import contextlib
+import datetime
+import hashlib
+import os
+import platform
+import socket
+import subprocess
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from cs336_systems.record import Environment
+
+_THROTTLE_REASONS = {
+    0x0000000000000004: "power cap",
+    0x0000000000000008: "hardware slowdown",
+    0x0000000000000020: "thermal (software)",
+    0x0000000000000040: "thermal (hardware)",
+    0x0000000000000080: "power brake",
+}
+
+
+def capture(device: str = "cpu") -> Environment:
+    """Everything that can be told now; clocks and other processes on the GPU are those of this moment."""
+    values: dict[str, Any] = {
+        "torch": torch.__version__,
+        "triton": _version("triton"),
+        "python": platform.python_version(),
+        "host": hashlib.sha256(socket.gethostname().encode()).hexdigest()[:12],
+        "tf32": torch.get_float32_matmul_precision() != "highest",
+        "cpu": _cpu_model(),
+        "cpu_cores": len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count(),
+        "memory": _host_memory(),
+        "utc": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
+        **_git(),
+    }
+    if device.startswith("cuda"):
+        values.update(_gpu(torch.device(device).index or 0))
+    return Environment(**values)
+
+
+def _version(module: str) -> str | None:
+    from importlib import metadata
+
+    try:
+        return metadata.version(module)
+    except metadata.PackageNotFoundError:
+        return None
+
+
+def _gpu(index: int) -> dict[str, Any]:
+    properties = torch.cuda.get_device_properties(index)
+    nccl = torch.cuda.nccl.version() if torch.distributed.is_nccl_available() else None
+    return {
+        "gpu": properties.name,
+        "gpu_count": torch.cuda.device_count(),
+        "compute_capability": f"{properties.major}.{properties.minor}",
+        "gpu_memory": properties.total_memory,
+        "cuda": torch.version.cuda,
+        "nccl": ".".join(map(str, nccl)) if nccl else None,
+        **_nvml(index),
+    }
+
+
+def _nvml(index: int) -> dict[str, Any]:
+    """Driver, clocks, throttling and company on the GPU; empty where NVML is absent or does not say."""
+    values: dict[str, Any] = {}
+    with contextlib.suppress(ImportError), _nvml_session() as nvml:
+        if nvml is None:
+            return values
+        uuid = str(torch.cuda.get_device_properties(index).uuid)
+        with contextlib.suppress(nvml.NVMLError):
+            handle = nvml.nvmlDeviceGetHandleByUUID(uuid if uuid.startswith("GPU-") else f"GPU-{uuid}")
+            values["driver"] = nvml.nvmlSystemGetDriverVersion()
+            values["sm_clock_mhz"] = nvml.nvmlDeviceGetClockInfo(handle, nvml.NVML_CLOCK_SM)
+            values["sm_clock_max_mhz"] = nvml.nvmlDeviceGetMaxClockInfo(handle, nvml.NVML_CLOCK_SM)
+            reasons = nvml.nvmlDeviceGetCurrentClocksThrottleReasons(handle)
+            values["throttle_reasons"] = tuple(name for bit, name in _THROTTLE_REASONS.items() if reasons & bit)
+            processes = nvml.nvmlDeviceGetComputeRunningProcesses(handle)
+            values["other_gpu_processes"] = sum(process.pid != os.getpid() for process in processes)
+    return values
+
+
+@contextlib.contextmanager
+def _nvml_session() -> Iterator[Any]:
+    import pynvml
+
+    try:
+        pynvml.nvmlInit()
+    except pynvml.NVMLError:
+        yield None
+        return
+    try:
+        yield pynvml
+    finally:
+        pynvml.nvmlShutdown()
+
+
+def _git() -> dict[str, Any]:
+    """The commit of the checkout this package lies in, if it lies in one."""
+    root = Path(__file__).resolve().parents[2]
+    if not (root / ".git").exists():
+        return {}
+
+    def git(*arguments: str) -> str:
+        command = ["git", "-C", str(root), *arguments]
+        return subprocess.run(command, capture_output=True, text=True, check=True, timeout=10).stdout.strip()
+
+    try:
+        return {"git_commit": git("rev-parse", "HEAD"), "git_dirty": bool(git("status", "--porcelain", "-uno"))}
+    except (OSError, subprocess.SubprocessError):
+        return {}
+
+
+def _cpu_model() -> str | None:
+    with contextlib.suppress(OSError):
+        for line in Path("/proc/cpuinfo").read_text().splitlines():
+            if line.startswith("model name"):
+                return line.split(":", 1)[1].strip()
+    return platform.processor() or platform.machine() or None
+
+
+def _host_memory() -> int | None:
+    with contextlib.suppress(OSError, ValueError, AttributeError):
+        return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    return None

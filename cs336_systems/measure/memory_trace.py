@@ -1,0 +1,281 @@
+"""Memory of a step, tensor by tensor, from the operators it dispatches: works on any device, and on no device at all.
+
+`StorageTracker` follows every storage from the operator that made it to its last reference. It serves twice:
+- `predict_by_tracing` runs one step under FakeTensorMode (shapes only, no memory touched) and so predicts the peak of
+  any model on a GPU that is not there;
+- `measure_peak` runs a real step, which is how the peak is measured on a CPU, where no allocator keeps count.
+
+The trace runs on fake CPU tensors, because a torch built without CUDA cannot make fake CUDA ones. `as_on_cuda` mends
+the places where CUDA would run another operator: fused RMSNorm, fused attention, autocast's fp32 list.
+"""
+
+import gc
+import weakref
+from collections import Counter
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass, replace
+from typing import Any
+from unittest import mock
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves, tree_map_only
+
+from cs336_systems.config import RunConfig
+from cs336_systems.measure.allocator import CachingAllocator
+from cs336_systems.measure.memory_model import ROUNDING, MemoryEstimate, workspace
+from cs336_systems.step import TrainStep
+
+LABEL_OF_PHASE = {
+    "forward": "activations",
+    "loss": "logits and loss",
+    "backward": "temporary",
+    "sync": "temporary",
+    "optimizer": "temporary",
+}
+
+
+@dataclass
+class _Storage:
+    label: str
+    size: int
+    address: int | None
+    """Of its block in the allocator, where there is one."""
+
+
+class StorageTracker(TorchDispatchMode):
+    """Bytes alive, by label and in total, and the moment they were most. With an `allocator` (on CUDA) the total is in
+    its blocks, and what they exceed the tensors by is a label of its own."""
+
+    def __init__(self, allocator: CachingAllocator | None = None):
+        super().__init__()
+        self.allocator = allocator
+        self.phase = ""
+        self.live: Counter[str] = Counter()
+        self._storages: dict[int, _Storage] = {}
+        self.reset_peak()
+
+    def reset_peak(self) -> None:
+        self.peak, self.peak_phase, self.peak_parts = 0, "", dict[str, int]()
+        self._note_peak()
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        result = func(*args, **(kwargs or {}))
+        label = LABEL_OF_PHASE.get(self.phase, "temporary")
+        if func is torch.ops.aten._to_copy.default and isinstance(args[0], nn.Parameter):
+            label = "weight casts"
+        for leaf in tree_leaves(result):
+            if isinstance(leaf, Tensor):
+                self.track(leaf, label)
+        if self.allocator is not None and func is torch.ops.aten._softmax_backward_data.default:
+            self.allocator.release(self._allocate(result.nbytes))  # CUDA's kernel forms grad * output first
+        return result
+
+    def track(self, tensor: Tensor, label: str, *, relabel: bool = False) -> None:
+        storage = tensor.untyped_storage()
+        key = storage._cdata
+        if key not in self._storages:
+            size = storage.nbytes()
+            self._storages[key] = _Storage(label, size, None)
+            self.live[label] += size
+            self._storages[key].address = self._allocate(size) if self.allocator is not None else None
+            self._note_peak()
+            weakref.finalize(storage, self._forget, key)
+        elif relabel:
+            known = self._storages[key]
+            self.live[known.label] -= known.size
+            self.live[label] += known.size
+            known.label = label
+
+    def _allocate(self, size: int) -> int:
+        assert self.allocator is not None
+        address = self.allocator.allocate(size)
+        self._note_peak()
+        return address
+
+    def _forget(self, key: int) -> None:
+        storage = self._storages.pop(key)
+        self.live[storage.label] -= storage.size
+        if self.allocator is not None and storage.address is not None:
+            self.allocator.release(storage.address)
+
+    def _note_peak(self) -> None:
+        total = self.live.total() if self.allocator is None else self.allocator.allocated
+        if total > self.peak or not self.peak:
+            self.peak, self.peak_phase, self.peak_parts = total, self.phase, dict(self.live)
+
+    @property
+    def parts(self) -> dict[str, int]:
+        """What was alive at the peak, by label; adds up to it."""
+        parts = {label: size for label, size in self.peak_parts.items() if size}
+        if beyond := self.peak - sum(parts.values()):
+            parts[ROUNDING] = beyond
+        return parts
+
+    @contextmanager
+    def watch(self, phase: str) -> Iterator[None]:
+        self.phase = phase
+        yield
+        self.phase = ""
+
+
+@contextmanager
+def labelled(step: TrainStep, tracker: StorageTracker) -> Iterator[None]:
+    """Label what the step already holds, and what becomes a gradient or the logits while it runs."""
+    for parameter in step.model.parameters():
+        tracker.track(parameter, "parameters")
+    for buffer in step.model.buffers():
+        tracker.track(buffer, "buffers")
+    label_optimizer_state(step, tracker)
+    handles = [
+        parameter.register_post_accumulate_grad_hook(lambda p: tracker.track(p.grad, "gradients", relabel=True))
+        for parameter in step.model.parameters()
+        if parameter.requires_grad
+    ]
+    handles.append(
+        step.model.register_forward_hook(
+            lambda _module, _inputs, output: tracker.track(output, "logits and loss", relabel=True)
+        )
+    )
+    try:
+        yield
+    finally:
+        for handle in handles:
+            handle.remove()
+
+
+def label_optimizer_state(step: TrainStep, tracker: StorageTracker) -> None:
+    states = step.optimizer.state.values() if step.optimizer is not None else ()
+    for tensor in tree_leaves([list(state.values()) for state in states]):
+        if isinstance(tensor, Tensor):
+            tracker.track(tensor, "optimizer state", relabel=True)
+
+
+def measure_peak(step: TrainStep, batch: tuple[Tensor, Tensor]) -> int:
+    """Peak bytes of tensors during one real step. The step runs slowly under the tracker, so this is never timed."""
+    tracker = StorageTracker()
+    for tensor in batch:
+        tracker.track(tensor, "inputs")
+    with labelled(step, tracker):
+        gc.collect()
+        tracker.reset_peak()
+        with tracker:
+            step(*batch, watch=tracker.watch)
+    return tracker.peak
+
+
+def predict_by_tracing(config: RunConfig) -> MemoryEstimate:
+    """The peak of one steady step of `config`, from shapes alone. All layers are traced: that takes seconds and holds
+    for any model, so nothing is extrapolated."""
+    on_cuda = config.device_type == "cuda"
+    tracker = StorageTracker(CachingAllocator() if on_cuda else None)
+    with ExitStack() as stack:
+        stack.enter_context(mock.patch.object(torch.nn.init, "_no_grad_trunc_normal_", lambda tensor, *_, **__: tensor))
+        stack.enter_context(FakeTensorMode())
+        step = TrainStep.build(replace(config, device="cpu", compile=False))
+        step.scaler = torch.amp.GradScaler("cpu", enabled=False)  # it reads a value back, and fake tensors have none
+        shape = (config.batch_size, config.model.context_length)
+        batch = (torch.zeros(shape, dtype=torch.long), torch.zeros(shape, dtype=torch.long))
+        stack.enter_context(labelled(step, tracker))
+        for tensor in batch:
+            tracker.track(tensor, "inputs")
+        if on_cuda:
+            stack.enter_context(as_on_cuda())
+            scratch = torch.empty(workspace(config), dtype=torch.uint8)
+            tracker.track(scratch, "workspace")
+        stack.enter_context(tracker)
+        if step.optimizer is not None:  # the first step makes the optimizer's state, the second is a steady one
+            step(*batch, watch=tracker.watch)
+            label_optimizer_state(step, tracker)
+        gc.collect()  # graphs survive in reference cycles until collected
+        tracker.reset_peak()
+        step(*batch, watch=tracker.watch)
+    return MemoryEstimate(tracker.parts, tracker.peak, tracker.peak_phase)
+
+
+# -- what CUDA would have run -----------------------------------------------------------------------------------------
+
+
+class _FusedRMSNorm(torch.autograd.Function):
+    """Stands for CUDA's fused kernel: same tensors saved and made. Values do not matter under FakeTensorMode."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, weight: Tensor) -> Tensor:
+        rstd = x.new_empty((*x.shape[:-1], 1), dtype=torch.float32)
+        ctx.save_for_backward(x, weight, rstd)
+        return torch.empty_like(x)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, Tensor]:
+        x, weight, _ = ctx.saved_tensors
+        return torch.empty_like(x), torch.empty_like(weight)
+
+
+_SDPA = F.scaled_dot_product_attention
+
+
+def _sdpa_on_cuda(
+    q: Tensor, k: Tensor, v: Tensor, attn_mask: Tensor | None = None, dropout_p: float = 0.0, is_causal: bool = False,
+    scale: float | None = None, enable_gqa: bool = False,
+) -> Tensor:  # fmt: skip
+    if attn_mask is not None or enable_gqa or q.shape[-1] % 8:
+        return _SDPA(
+            q, k, v, attn_mask=attn_mask, dropout_p=dropout_p, is_causal=is_causal, scale=scale, enable_gqa=enable_gqa
+        )
+    if q.dtype in (torch.float16, torch.bfloat16):
+        return torch.ops.aten._scaled_dot_product_flash_attention(q, k, v, dropout_p, is_causal, scale=scale)[0]
+    needs_grad = torch.is_grad_enabled() and any(t.requires_grad for t in (q, k, v))
+    efficient = torch.ops.aten._scaled_dot_product_efficient_attention
+    return efficient(q, k, v, None, needs_grad, dropout_p, is_causal, scale=scale)[0]
+
+
+_FP32_ON_CUDA = (
+    *((F, name) for name in ("softmax", "log_softmax", "cross_entropy", "nll_loss", "mse_loss", "layer_norm")),
+    *(
+        (owner, name)
+        for owner in (torch, Tensor)
+        for name in ("softmax", "log_softmax", "exp", "log", "pow", "rsqrt", "sum", "cumsum", "prod", "norm")
+    ),
+)
+"""Functions that CUDA's autocast runs in fp32 and the CPU's leaves alone."""
+
+
+def _cast_under_autocast(function: Callable, dtype: torch.dtype | None) -> Callable:
+    """`function` with its floating-point arguments cast, while autocast is on, to `dtype` (None: autocast's own)."""
+
+    def cast(tensor: Tensor) -> Tensor:
+        return tensor.to(dtype or torch.get_autocast_dtype("cpu")) if tensor.is_floating_point() else tensor
+
+    def wrapped(*args: Any, **kwargs: Any) -> Any:
+        if torch.is_autocast_enabled("cpu"):
+            args, kwargs = tree_map_only(Tensor, cast, (args, kwargs))
+        return function(*args, **kwargs)
+
+    return wrapped
+
+
+def _rms_norm_on_cuda(
+    input: Tensor, normalized_shape: Any, weight: Tensor | None = None, eps: float | None = None
+) -> Tensor:
+    weight = input.new_ones(tuple(normalized_shape)) if weight is None else weight
+    return _FusedRMSNorm.apply(input, weight)
+
+
+@contextmanager
+def as_on_cuda() -> Iterator[None]:
+    """Patched in place rather than by a TorchFunctionMode: checkpointed blocks run again inside backward, where torch
+    switches modes off."""
+    with ExitStack() as stack:
+
+        def patch(owner: Any, name: str, function: Callable) -> None:
+            stack.enter_context(mock.patch.object(owner, name, function))
+
+        for owner, name in _FP32_ON_CUDA:
+            patch(owner, name, _cast_under_autocast(getattr(owner, name), torch.float32))
+        patch(F, "rms_norm", _cast_under_autocast(_rms_norm_on_cuda, torch.float32))
+        patch(F, "scaled_dot_product_attention", _cast_under_autocast(_sdpa_on_cuda, None))
+        yield

@@ -1,0 +1,93 @@
+"""The one timing loop: warm-up, then steps whose phases are synchronised, on any device and any number of ranks."""
+
+import timeit
+from collections import defaultdict
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+
+import torch
+import torch.distributed as dist
+
+from cs336_systems.step import Watch
+
+STEP = "step"
+
+
+@dataclass
+class Timings:
+    """Seconds of every measured step: by phase and for the whole (`step`); by the host's clock and by CUDA events."""
+
+    wall: dict[str, list[float]] = field(default_factory=dict)
+    events: dict[str, list[float]] = field(default_factory=dict)
+    warmup: list[float] = field(default_factory=list)
+    peak_memory: int | None = None
+    """Most bytes of CUDA memory allocated during the measured steps."""
+
+
+class Stopwatch:
+    """A watcher that times phases. The device is idle at the start and end of each, so that a phase's time is its own."""
+
+    def __init__(self, device: torch.device):
+        self.device = device
+        self.wall: defaultdict[str, list[float]] = defaultdict(list)
+        self.events: defaultdict[str, list[float]] = defaultdict(list)
+
+    def synchronize(self) -> None:
+        if self.device.type == "cuda":
+            torch.cuda.synchronize(self.device)
+
+    @contextmanager
+    def watch(self, name: str) -> Iterator[None]:
+        cuda = self.device.type == "cuda"
+        self.synchronize()
+        if cuda:
+            begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+            begin.record()
+        start = timeit.default_timer()
+        yield
+        if cuda:
+            end.record()
+        self.synchronize()
+        self.wall[name].append(timeit.default_timer() - start)
+        if cuda:
+            self.events[name].append(begin.elapsed_time(end) / 1e3)
+
+
+def time_steps(run: Callable[[Watch], object], *, device: torch.device, warmup_steps: int, num_steps: int) -> Timings:
+    """Call `run(watch)` for the warm-up and the measured steps; it wraps its phases in `watch(name)`.
+
+    With several ranks each step begins at a barrier, and a sample is the maximum over ranks: a step is over when its
+    slowest rank is.
+    """
+    cold = Stopwatch(device)
+    for _ in range(warmup_steps):
+        _step(run, cold)
+    stopwatch = Stopwatch(device)
+    if device.type == "cuda":
+        torch.cuda.reset_peak_memory_stats(device)
+    for _ in range(num_steps):
+        _step(run, stopwatch)
+    peak = torch.cuda.max_memory_allocated(device) if device.type == "cuda" else None
+    return Timings(
+        wall=_max_over_ranks(dict(stopwatch.wall), device),
+        events=_max_over_ranks(dict(stopwatch.events), device),
+        warmup=list(cold.wall[STEP]),
+        peak_memory=peak,
+    )
+
+
+def _step(run: Callable[[Watch], object], stopwatch: Stopwatch) -> None:
+    if dist.is_initialized():
+        dist.barrier()
+    with stopwatch.watch(STEP):
+        run(stopwatch.watch)
+
+
+def _max_over_ranks(samples: dict[str, list[float]], device: torch.device) -> dict[str, list[float]]:
+    if not dist.is_initialized() or dist.get_world_size() == 1 or not samples:
+        return samples
+    on = device if dist.get_backend() == "nccl" else torch.device("cpu")
+    table = torch.tensor([samples[name] for name in samples], dtype=torch.float64, device=on)
+    dist.all_reduce(table, op=dist.ReduceOp.MAX)
+    return dict(zip(samples, table.tolist(), strict=True))

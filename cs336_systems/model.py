@@ -1,0 +1,136 @@
+"""The Transformer language model: pre-norm RMSNorm, RoPE, SwiGLU, causal multi-head attention, untied head.
+
+Parameter names are those of the course's staff model, so its checkpoints load here and give the same logits.
+Shapes: B batch, T tokens, D d_model, H heads, K head dimension, V vocabulary.
+"""
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
+
+from cs336_systems.config import ModelConfig
+from cs336_systems.kernels import attention
+
+RMS_EPS = 1e-5
+
+
+class Linear(nn.Linear):
+    """A projection without bias; truncated-normal weights, as the course initialises them."""
+
+    def __init__(self, d_in: int, d_out: int):
+        super().__init__(d_in, d_out, bias=False)
+
+    def reset_parameters(self) -> None:
+        std = (2 / (self.in_features + self.out_features)) ** 0.5
+        nn.init.trunc_normal_(self.weight, std=std, a=-3 * std, b=3 * std)
+
+
+class RMSNorm(nn.Module):
+    def __init__(self, d_model: int):
+        super().__init__()
+        self.weight = nn.Parameter(torch.ones(d_model))
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = F.rms_norm(x, x.shape[-1:], self.weight, eps=RMS_EPS)
+        # Every norm feeds several matmuls. Under autocast each of them would make a low-precision copy of its own and
+        # keep it for backward; one cast here serves them all.
+        device = x.device.type
+        return y.to(torch.get_autocast_dtype(device)) if torch.is_autocast_enabled(device) else y
+
+
+class RotaryEmbedding(nn.Module):
+    """Turns pairs (2i, 2i+1) of a head's dimensions by position * theta^(-2i/K)."""
+
+    cos: Tensor
+    sin: Tensor
+
+    def __init__(self, context_length: int, head_dim: int, theta: float):
+        super().__init__()
+        frequencies = theta ** -(torch.arange(0, head_dim, 2, dtype=torch.float64) / head_dim)
+        angles = torch.arange(context_length, dtype=torch.float64)[:, None] * frequencies  # (T, K/2)
+        # For the pair (a, b): out = (a, b) * (cos, cos) + (b, a) * (-sin, sin), so the signs live in the table.
+        sin = torch.stack((-angles.sin(), angles.sin()), dim=-1).flatten(-2)  # (T, K)
+        self.register_buffer("cos", angles.cos().repeat_interleave(2, dim=-1)[:, None].float(), persistent=False)
+        self.register_buffer("sin", sin[:, None].float(), persistent=False)  # (T, 1, K)
+
+    def forward(self, x: Tensor) -> Tensor:  # (B, T, H, K)
+        cos, sin = self.cos[: x.shape[1]], self.sin[: x.shape[1]]
+        swapped = x.unflatten(-1, (-1, 2)).flip(-1).flatten(-2)
+        # The table is fp32, so the rotation is done in fp32 whatever x is: angles do not survive bf16.
+        return torch.addcmul(x * cos, swapped, sin).to(x.dtype)
+
+
+class Attention(nn.Module):
+    def __init__(self, config: ModelConfig, impl: str):
+        super().__init__()
+        self.num_heads = config.num_heads
+        self.impl = impl
+        for name in ("q_proj", "k_proj", "v_proj", "output_proj"):
+            self.add_module(name, Linear(config.d_model, config.d_model))
+
+    def forward(self, x: Tensor, rotate: RotaryEmbedding) -> Tensor:
+        q, k, v = (
+            projection(x).unflatten(-1, (self.num_heads, -1))  # (B, T, H, K)
+            for projection in (self.q_proj, self.k_proj, self.v_proj)
+        )
+        q, k = rotate(q), rotate(k)
+        heads_first = (t.transpose(1, 2) for t in (q, k, v))
+        out = attention(*heads_first, is_causal=True, impl=self.impl)
+        return self.output_proj(out.transpose(1, 2).flatten(-2))
+
+
+class SwiGLU(nn.Module):
+    def __init__(self, d_model: int, d_ff: int):
+        super().__init__()
+        self.w1 = Linear(d_model, d_ff)
+        self.w2 = Linear(d_ff, d_model)
+        self.w3 = Linear(d_model, d_ff)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.w2(F.silu(self.w1(x)) * self.w3(x))
+
+
+class Block(nn.Module):
+    def __init__(self, config: ModelConfig, impl: str):
+        super().__init__()
+        self.ln1 = RMSNorm(config.d_model)
+        self.attn = Attention(config, impl)
+        self.ln2 = RMSNorm(config.d_model)
+        self.ffn = SwiGLU(config.d_model, config.d_ff)
+
+    def forward(self, x: Tensor, rotate: RotaryEmbedding) -> Tensor:
+        x = x + self.attn(self.ln1(x), rotate)
+        return x + self.ffn(self.ln2(x))
+
+
+class TransformerLM(nn.Module):
+    """`attention` names an implementation of `kernels.attention`; `checkpoint_blocks` = k keeps only the input of every
+    k-th block and recomputes the rest in backward (0: keep everything)."""
+
+    def __init__(self, config: ModelConfig, *, attention: str = "auto", checkpoint_blocks: int = 0):
+        super().__init__()
+        self.config = config
+        self.checkpoint_blocks = checkpoint_blocks
+        self.token_embeddings = nn.Embedding(config.vocab_size, config.d_model)
+        nn.init.trunc_normal_(self.token_embeddings.weight, std=1.0, a=-3, b=3)
+        self.rotate = RotaryEmbedding(config.context_length, config.head_dim, config.rope_theta)
+        self.layers = nn.ModuleList(Block(config, attention) for _ in range(config.num_layers))
+        self.ln_final = RMSNorm(config.d_model)
+        self.lm_head = Linear(config.d_model, config.vocab_size)
+
+    def forward(self, tokens: Tensor) -> Tensor:  # (B, T) -> (B, T, V)
+        x = self.token_embeddings(tokens)
+        group = self.checkpoint_blocks
+        if group and torch.is_grad_enabled():
+            for start in range(0, len(self.layers), group):
+                x = checkpoint(self._blocks, x, start, start + group, use_reentrant=False, preserve_rng_state=False)
+        else:
+            for block in self.layers:
+                x = block(x, self.rotate)
+        return self.lm_head(self.ln_final(x))
+
+    def _blocks(self, x: Tensor, start: int, stop: int) -> Tensor:
+        for block in self.layers[start:stop]:
+            x = block(x, self.rotate)
+        return x

@@ -1,0 +1,1 @@
+"""How it spreads over ranks."""

@@ -1,0 +1,292 @@
+"""What was seen: `Record`, `Environment`, files of records, and statistics over samples. Standard library only.
+
+A file of records is JSON lines, append-only, one line per (experiment, configuration, metric). Where two lines have the
+same three, the later one counts. Base units are stored (s, B, B/s, FLOP/s, 1), raw samples only: means, ratios and
+speed-ups are derived when a file is read. A cell that failed is a record with no samples and its reason in `status`.
+"""
+
+import dataclasses
+import hashlib
+import json
+import math
+import os
+import random
+import statistics
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from cs336_systems.config import UserError
+
+SCHEMA_VERSION = 1
+CELL_TIME = "cell_time"
+"""The metric every cell ends with: seconds from start to end, set-up included. A cell is complete when it is there."""
+UNITS = ("s", "B", "B/s", "FLOP", "FLOP/s", "1", "")
+
+
+@dataclass(frozen=True)
+class Environment:
+    """Where a record was made; without it a number cannot be compared. None: not known on that machine."""
+
+    gpu: str | None = None
+    gpu_count: int = 0
+    compute_capability: str | None = None
+    gpu_memory: int | None = None
+    driver: str | None = None
+    cuda: str | None = None
+    torch: str | None = None
+    triton: str | None = None
+    nccl: str | None = None
+    python: str | None = None
+    host: str | None = None
+    """A hash of the host name: tells machines apart without naming them."""
+    git_commit: str | None = None
+    git_dirty: bool | None = None
+    tf32: bool | None = None
+    sm_clock_mhz: int | None = None
+    sm_clock_max_mhz: int | None = None
+    throttle_reasons: tuple[str, ...] = ()
+    other_gpu_processes: int | None = None
+    cpu: str | None = None
+    cpu_cores: int | None = None
+    memory: int | None = None
+    utc: str | None = None
+
+    @property
+    def machine(self) -> str:
+        """The name of the device that did the work."""
+        return self.gpu or self.cpu or "unknown machine"
+
+
+@dataclass(frozen=True)
+class Record:
+    experiment: str
+    config: Mapping[str, Any]
+    metric: str
+    unit: str
+    samples: tuple[float | str, ...] = ()
+    status: str = "ok"
+    environment: Environment = field(default_factory=Environment)
+    schema_version: int = SCHEMA_VERSION
+
+    @property
+    def ok(self) -> bool:
+        return self.status == "ok"
+
+    @property
+    def numbers(self) -> list[float]:
+        return [float(sample) for sample in self.samples if not isinstance(sample, str)]
+
+    @property
+    def cell(self) -> str:
+        """Identifies the work that was done: the configuration without the name it was asked for by."""
+        return cell_key(self.config)
+
+    def to_json(self) -> str:
+        values = dataclasses.asdict(self)
+        # A failed cell's samples may hold inf or nan (a loss that diverged): JSON has neither, so they travel as strings.
+        values["samples"] = [_encode(sample) for sample in self.samples]
+        return json.dumps(values, ensure_ascii=False, allow_nan=False, separators=(",", ":"))
+
+    @classmethod
+    def from_dict(cls, values: Mapping[str, Any]) -> "Record":
+        version = values.get("schema_version")
+        if not isinstance(version, int) or "metric" not in values or "experiment" not in values:
+            raise ValueError("not a record of cs336_systems")
+        if version > SCHEMA_VERSION:
+            raise UserError(
+                f"record of schema version {version}, this cs336_systems reads up to {SCHEMA_VERSION}: upgrade it"
+            )
+        environment = dict(values["environment"])
+        environment["throttle_reasons"] = tuple(environment.get("throttle_reasons", ()))
+        return cls(
+            experiment=values["experiment"],
+            config=values["config"],
+            metric=values["metric"],
+            unit=values["unit"],
+            samples=tuple(_decode(sample) for sample in values["samples"]),
+            status=values["status"],
+            environment=Environment(**environment),
+            schema_version=version,
+        )
+
+
+def _encode(sample: float | str) -> float | str:
+    if isinstance(sample, str):
+        return "=" + sample
+    return sample if math.isfinite(sample) else repr(sample)
+
+
+def _decode(sample: float | str) -> float | str:
+    if isinstance(sample, str):
+        return sample[1:] if sample.startswith("=") else float(sample)
+    return sample
+
+
+def cell_key(config: Mapping[str, Any]) -> str:
+    """A short stable hash of the work a configuration describes. `size` is only a name, so two names of one shape share."""
+    work = {name: value for name, value in config.items() if name != "size"}
+    canonical = json.dumps(work, sort_keys=True, ensure_ascii=False, separators=(",", ":"))
+    return hashlib.sha256(canonical.encode()).hexdigest()[:16]
+
+
+# -- files ------------------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Loaded:
+    """The records of a file, the latest for each (experiment, cell, metric), and what was odd about the file."""
+
+    records: list[Record]
+    remarks: list[str]
+
+
+def append(path: str | Path, records: Iterable[Record]) -> None:
+    """Append records in one write and force them to disk, so that a crash leaves whole cells or one torn last line."""
+    text = "".join(record.to_json() + "\n" for record in records)
+    path = Path(path)
+    path.parent.mkdir(parents=True, exist_ok=True)
+    descriptor = os.open(path, os.O_WRONLY | os.O_APPEND | os.O_CREAT, 0o644)
+    try:
+        view = memoryview(text.encode())
+        while view:
+            view = view[os.write(descriptor, view) :]
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
+
+
+def load(path: str | Path) -> Loaded:
+    """Read a file of records. A torn last line is left out and remarked on; anything else unreadable is an error."""
+    path = Path(path)
+    try:
+        data = path.read_bytes()
+    except FileNotFoundError:
+        raise UserError(f"no file {str(path)!r}; make one with: cs336 bench --output {path}") from None
+    except OSError as error:
+        raise UserError(f"cannot read {str(path)!r}: {error.strerror}") from None
+    lines = data.split(b"\n")
+    torn = lines.pop()
+    remarks = [f"{path.name}: the last line is torn (a run was interrupted while writing); left out"] if torn else []
+    records = [_parse(line, f"{path}, line {number}") for number, line in enumerate(lines, start=1) if line.strip()]
+    if torn and not records:
+        _parse(torn, f"{path}, line 1")
+    return Loaded(latest(records), remarks)
+
+
+def _parse(line: bytes, where: str) -> Record:
+    try:
+        values = json.loads(line)
+        if not isinstance(values, dict):
+            raise ValueError("not a JSON object")
+        return Record.from_dict(values)
+    except UserError as error:
+        raise UserError(f"{where}: {error}") from None
+    except (ValueError, KeyError, TypeError) as error:
+        raise UserError(f"{where}: not a record of cs336_systems ({error}); is this the right file?") from None
+
+
+def drop_torn_line(path: str | Path) -> bool:
+    """Cut off an unfinished last line so that the next append starts on a line of its own. True if there was one."""
+    path = Path(path)
+    if not path.exists():
+        return False
+    data = path.read_bytes()
+    end = data.rfind(b"\n") + 1
+    if end == len(data):
+        return False
+    os.truncate(path, end)
+    return True
+
+
+def latest(records: Iterable[Record]) -> list[Record]:
+    """The last record for each (experiment, cell, metric), in order of first appearance.
+
+    A cell that was measured again after a failure, or the other way round, keeps only the lines of its last run.
+    """
+    runs: dict[tuple[str, str], dict[str, Record]] = {}
+    complete: set[tuple[str, str]] = set()
+    for record in records:
+        key = (record.experiment, record.cell)
+        if key in complete:  # the cell ended before this line: a new run of it begins here
+            complete.discard(key)
+            runs[key] = {}
+        runs.setdefault(key, {})[record.metric] = record
+        if record.metric == CELL_TIME:
+            complete.add(key)
+    return [record for run in runs.values() for record in run.values()]
+
+
+# -- statistics -------------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Statistics:
+    n: int
+    mean: float
+    std: float
+    min: float
+    max: float
+    median: float
+    p5: float
+    p95: float
+
+    @property
+    def variation(self) -> float:
+        """Coefficient of variation: std over mean."""
+        return self.std / self.mean if self.mean else 0.0
+
+
+def summarize(samples: Sequence[float]) -> Statistics:
+    """Statistics of at least one sample; the standard deviation is the sample's (ddof=1), 0 for a single one."""
+    if not samples:
+        raise ValueError("no samples")
+    ordered = sorted(samples)
+    return Statistics(
+        n=len(ordered),
+        mean=statistics.fmean(ordered),
+        std=statistics.stdev(ordered) if len(ordered) > 1 else 0.0,
+        min=ordered[0],
+        max=ordered[-1],
+        median=statistics.median(ordered),
+        p5=percentile(ordered, 5),
+        p95=percentile(ordered, 95),
+    )
+
+
+def percentile(samples: Sequence[float], percent: float) -> float:
+    """Linear interpolation between the two nearest of the sorted samples (numpy's default)."""
+    ordered = sorted(samples)
+    position = (len(ordered) - 1) * percent / 100
+    below, above = math.floor(position), math.ceil(position)
+    return ordered[below] + (ordered[above] - ordered[below]) * (position - below)
+
+
+def bootstrap_interval(
+    samples: Sequence[float], *, confidence: float = 0.95, resamples: int = 2000, seed: int = 0
+) -> tuple[float, float]:
+    """Percentile bootstrap confidence interval of the mean; the same samples always give the same interval."""
+    if not samples:
+        raise ValueError("no samples")
+    generator = random.Random(seed)
+    means = sorted(statistics.fmean(generator.choices(samples, k=len(samples))) for _ in range(resamples))
+    tail = (1 - confidence) / 2 * 100
+    return percentile(means, tail), percentile(means, 100 - tail)
+
+
+def steady_from(samples: Sequence[float], tolerance: float = 0.05) -> int | None:
+    """The index of the first step from which the run is steady, or None if it never is.
+
+    Steady: this step and all after it but one in ten lie within `tolerance` of the median of the last half. Single
+    outliers are allowed because a shared machine always has some; a first step that is far off never is.
+    """
+    if not samples:
+        return None
+    level = statistics.median(samples[len(samples) // 2 :])
+    off = [abs(sample - level) > tolerance * level for sample in samples]
+    for start in range(len(samples)):
+        rest = off[start:]
+        if not rest[0] and sum(rest) <= len(rest) / 10:
+            return start
+    return None

@@ -1,0 +1,89 @@
+"""Records grouped into cells, and the quantities that are derived from them: rates, ratios, errors."""
+
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Any
+
+from cs336_systems.record import CELL_TIME, Environment, Record, Statistics, summarize
+
+PHASES = ("forward", "loss", "backward", "sync", "optimizer", "step")
+
+
+@dataclass(frozen=True)
+class CellView:
+    """One configuration of one experiment, and everything that was recorded of it."""
+
+    experiment: str
+    config: Mapping[str, Any]
+    metrics: Mapping[str, Record]
+
+    @property
+    def environment(self) -> Environment:
+        return next(iter(self.metrics.values())).environment
+
+    @property
+    def status(self) -> str:
+        return self.metrics[CELL_TIME].status if CELL_TIME in self.metrics else "error: interrupted"
+
+    @property
+    def ok(self) -> bool:
+        return self.status == "ok"
+
+    @property
+    def verdict(self) -> str:
+        """The status in a word or two, for a table; the whole of it belongs in a note."""
+        return "OOM" if self.status.startswith("oom") else self.status.split(":")[0]
+
+    def statistics(self, metric: str) -> Statistics | None:
+        samples = self.metrics[metric].numbers if metric in self.metrics else []
+        return summarize(samples) if samples else None
+
+    def value(self, metric: str) -> float | None:
+        found = self.statistics(metric)
+        return found.mean if found else None
+
+    def get(self, name: str) -> Any:
+        """A field of the configuration, looked up in the run or in its model."""
+        model = self.config.get("model")
+        if isinstance(model, Mapping) and name in model:
+            return model[name]
+        return self.config.get(name)
+
+    @property
+    def name(self) -> str:
+        parts = [self.get("size"), self.get("context_length"), self.get("mode"), self.get("precision")]
+        return " ".join(str(part) for part in parts if part is not None)
+
+    @cached_property
+    def tokens_per_second(self) -> float | None:
+        step = self.value("step_time")
+        return self.get("batch_size") * self.get("context_length") / step if step else None
+
+    @cached_property
+    def flops_per_second(self) -> float | None:
+        step, flops = self.value("step_time"), self.value("flops")
+        return flops / step if step and flops else None
+
+    @cached_property
+    def mfu(self) -> float | None:
+        """Model FLOPs utilisation: the share of the device's dense peak. None where the peak is not known."""
+        rate, peak = self.flops_per_second, self.value("peak_flops")
+        return rate / peak if rate and peak else None
+
+    @cached_property
+    def memory_error(self) -> float | None:
+        """Predicted peak over measured, less one."""
+        predicted, measured = self.value("predicted_memory"), self.value("peak_memory")
+        return predicted / measured - 1 if predicted and measured else None
+
+
+def group(records: Iterable[Record]) -> list[CellView]:
+    """Cells in the order in which they were recorded."""
+    metrics: dict[tuple[str, str, str], dict[str, Record]] = {}
+    for record in records:
+        key = (record.environment.machine, record.experiment, record.cell)
+        metrics.setdefault(key, {})[record.metric] = record
+    return [
+        CellView(experiment, next(iter(found.values())).config, found) for (_, experiment, _), found in metrics.items()
+    ]

@@ -1,0 +1,187 @@
+"""One training step in named phases: forward, loss, backward, sync, optimizer.
+
+The same object is timed, profiled and trained. Each phase runs inside a profiler range of its own name (record_function,
+and NVTX on a GPU) and inside whatever context manager the caller's `watch` returns for that name: the timer, the memory
+tracker and the profiler are all watchers.
+
+    step = TrainStep.build(RunConfig(model=model_config("small"), device="cuda"))
+    loss = step(*step.random_batch())
+"""
+
+import importlib
+import math
+import os
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.profiler import record_function
+
+from cs336_systems.config import ModelConfig, RunConfig, UserError
+from cs336_systems.model import TransformerLM
+
+Watch = Callable[[str], AbstractContextManager]
+
+AUTOCAST_DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16}
+PHASES_OF_MODE = {
+    "inference": ("forward",),
+    "forward": ("forward",),
+    "forward-backward": ("forward", "loss", "backward", "sync"),
+    "train-step": ("forward", "loss", "backward", "sync", "optimizer"),
+}
+
+
+class TrainStep:
+    """Runs the phases of `config.mode` on one batch. `optimizer` is made on first need when not given."""
+
+    def __init__(self, model: nn.Module, config: RunConfig, optimizer: torch.optim.Optimizer | None = None):
+        self.model = model
+        self.config = config
+        self.device = torch.device(config.device)
+        self.trains = config.mode == "train-step"
+        set_matmul_precision(config.precision)
+        if optimizer is None and self.trains:
+            optimizer = torch.optim.AdamW(model.parameters(), fused=True)
+        self.optimizer = optimizer
+        self.scaler = torch.amp.GradScaler(self.device.type, enabled=config.precision == "fp16" and self.trains)
+        # A wrapper of parallel/ that overlaps communication with backward ends it in the sync phase.
+        self._finish_sync = getattr(model, "finish_gradient_synchronization", None)
+        self._forward: Callable[[Tensor], Tensor] = torch.compile(model) if config.compile else model
+
+    @classmethod
+    def build(cls, config: RunConfig) -> "TrainStep":
+        """A step on random weights."""
+        require_device(config.device)
+        torch.manual_seed(config.seed)
+        with torch.device(config.device):
+            model = build_model(config)
+        return cls(model, config)
+
+    def random_batch(self) -> tuple[Tensor, Tensor]:
+        """Random tokens and targets, (batch, context) each."""
+        generator = torch.Generator().manual_seed(self.config.seed)
+        shape = (2, self.config.batch_size, self.config.model.context_length)
+        tokens = torch.randint(self.config.model.vocab_size, shape, generator=generator)
+        inputs, targets = tokens.to(self.device)
+        return inputs, targets
+
+    def __call__(self, inputs: Tensor, targets: Tensor, *, watch: Watch = nullcontext) -> Tensor | None:
+        """One step; the detached loss, or None in the modes that have none.
+
+        Gradients are dropped before the step in forward-backward mode, and at its end in train-step mode.
+        """
+        mode = self.config.mode
+        if mode in ("inference", "forward"):
+            with torch.set_grad_enabled(mode == "forward"), self._phase("forward", watch):
+                # Held to the end of the phase, so that freeing the graph is not timed; dropped on return, so that no
+                # caller has two graphs alive in its next step.
+                logits = self._logits(inputs)
+            del logits
+            return None
+        if mode == "forward-backward":
+            self.model.zero_grad(set_to_none=True)
+        loss = self._gradients(inputs, targets, watch)
+        if self.trains:
+            with self._phase("optimizer", watch):
+                self._update()
+        return loss
+
+    def _gradients(self, inputs: Tensor, targets: Tensor, watch: Watch) -> Tensor:
+        with self._phase("forward", watch):
+            logits = self._logits(inputs)
+        with self._phase("loss", watch):
+            loss = self._loss(logits, targets)
+            del logits
+        with self._phase("backward", watch):
+            self.scaler.scale(loss).backward()
+        if self._finish_sync is not None:
+            with self._phase("sync", watch):
+                self._finish_sync()
+        return loss.detach()
+
+    def _logits(self, inputs: Tensor) -> Tensor:
+        with self._autocast():
+            logits = self._forward(inputs)
+        expected = (*inputs.shape, self.config.model.vocab_size)
+        if not isinstance(logits, Tensor) or tuple(logits.shape) != expected:
+            got = tuple(logits.shape) if isinstance(logits, Tensor) else type(logits).__name__
+            raise UserError(f"the model must return logits of shape {expected}, got {got}")
+        return logits
+
+    def _loss(self, logits: Tensor, targets: Tensor) -> Tensor:
+        return F.cross_entropy(logits.flatten(0, 1).float(), targets.flatten())
+
+    def _update(self) -> None:
+        assert self.optimizer is not None
+        if self.config.max_grad_norm:
+            self.scaler.unscale_(self.optimizer)
+            nn.utils.clip_grad_norm_(self.model.parameters(), self.config.max_grad_norm)
+        self.scaler.step(self.optimizer)
+        self.scaler.update()
+        self.optimizer.zero_grad(set_to_none=True)
+
+    def _autocast(self) -> AbstractContextManager:
+        dtype = AUTOCAST_DTYPES.get(self.config.precision)
+        return torch.autocast(self.device.type, dtype) if dtype else nullcontext()
+
+    @contextmanager
+    def _phase(self, name: str, watch: Watch) -> Iterator[None]:
+        nvtx = torch.cuda.nvtx.range(name) if self.device.type == "cuda" else nullcontext()
+        with record_function(name), nvtx, watch(name):
+            yield
+
+
+def set_matmul_precision(precision: str) -> None:
+    """fp32 means fp32: TF32 is on only for the precision of that name, for matmuls and convolutions alike."""
+    torch.set_float32_matmul_precision("high" if precision == "tf32" else "highest")
+    torch.backends.cudnn.allow_tf32 = precision == "tf32"
+
+
+def require_device(device: str) -> None:
+    if not device.startswith("cuda"):
+        return
+    if not torch.cuda.is_available():
+        raise UserError(f"device {device!r} is absent: torch {torch.__version__} sees no CUDA GPU; use --device cpu")
+    index = torch.device(device).index or 0
+    if index >= torch.cuda.device_count():
+        raise UserError(f"device {device!r} is absent: this machine has {torch.cuda.device_count()} GPU(s)")
+
+
+def build_model(config: RunConfig) -> nn.Module:
+    """Our Transformer, or the user's own module when the config names a factory."""
+    if config.model_factory is None:
+        return TransformerLM(config.model, attention=config.attention, checkpoint_blocks=config.checkpoint_blocks)
+    return _call_factory(config.model_factory, config.model)
+
+
+def _call_factory(spec: str, model: ModelConfig) -> nn.Module:
+    module_name, factory_name = spec.split(":")
+    if os.getcwd() not in sys.path:  # a console script does not have the working directory there, `python -m` does
+        sys.path.insert(0, os.getcwd())
+    try:
+        factory = getattr(importlib.import_module(module_name), factory_name)
+    except ImportError as error:
+        raise UserError(f"--model {spec}: cannot import {module_name!r}: {error}") from None
+    except AttributeError:
+        raise UserError(f"--model {spec}: {module_name!r} has no {factory_name!r}") from None
+    fields = dict(vars(model))
+    try:
+        built = factory(**fields)
+    except TypeError as error:
+        raise UserError(f"--model {spec}: must accept the fields {', '.join(fields)}: {error}") from None
+    if not isinstance(built, nn.Module):
+        raise UserError(f"--model {spec}: must return a torch.nn.Module, got {type(built).__name__}")
+    return built
+
+
+def cosine_lr(step: int, *, peak: float, floor: float, warmup_steps: int, total_steps: int) -> float:
+    """Linear warm-up to `peak`, then half a cosine down to `floor` at `total_steps`, and `floor` after."""
+    if step < warmup_steps:
+        return peak * step / warmup_steps
+    if step >= total_steps:
+        return floor
+    progress = (step - warmup_steps) / (total_steps - warmup_steps)
+    return floor + (peak - floor) * (1 + math.cos(math.pi * progress)) / 2
