@@ -1,4 +1,4 @@
-"""`cs336 <command>`: one function per command. What a command needs is imported inside it, so that --help is instant."""
+"""`cs336 <command>`: one function per command. What it needs is imported inside it, so that --help is instant."""
 
 import dataclasses
 import sys
@@ -51,14 +51,15 @@ def run(arguments: RunArguments) -> int:
 
     if not arguments.names:
         raise UserError(f"name at least one experiment: {', '.join(RUNNABLE)}")
-    steps = {"warmup_steps": arguments.warmup_steps, "num_steps": arguments.num_steps}
-    cells(arguments.names, arguments.preset, RunConfig(device=arguments.device or "cpu", **steps))
+    base = RunConfig(
+        device=arguments.device or "cpu", warmup_steps=arguments.warmup_steps, num_steps=arguments.num_steps
+    )
+    cells(arguments.names, arguments.preset, base)  # mistakes are told before a process is started
     path = Path(arguments.output or f"runs/{arguments.preset}/records.jsonl")
-    options = {"force": arguments.force, "timeout": arguments.timeout, "peak_tflops": arguments.peak_tflops}
-    with Runner(path, **options) as runner:
+    with Runner(path, force=arguments.force, timeout=arguments.timeout, peak_tflops=arguments.peak_tflops) as runner:
         if arguments.device is None and runner.device == "cpu":
             print("no CUDA GPU found: running on the CPU", file=sys.stderr)
-        base = RunConfig(device=arguments.device or runner.device, **steps)
+        base = dataclasses.replace(base, device=arguments.device or runner.device)
         requests = cells(arguments.names, arguments.preset, base)
         outcome = runner.run(gather(requests))
     show(path, {(experiment, cell_key(config)) for experiment, config in requests})
@@ -181,7 +182,8 @@ def completion(arguments: CompletionArguments) -> int:
         f'_cs336() {{\n  local words="{" ".join(COMMANDS)}"\n  case "${{COMP_WORDS[1]}}" in\n{cases}\n  esac\n'
         f'  [ "$COMP_CWORD" -eq 1 ] && words="{" ".join(COMMANDS)}"\n'
         f'  [ "${{COMP_WORDS[1]}}" = run ] && words="$words {" ".join(RUNNABLE)}"\n'
-        f'  COMPREPLY=($(compgen -W "$words" -- "${{COMP_WORDS[COMP_CWORD]}}"))\n}}\ncomplete -o default -F _cs336 cs336'
+        f'  COMPREPLY=($(compgen -W "$words" -- "${{COMP_WORDS[COMP_CWORD]}}"))\n}}\n'
+        "complete -o default -F _cs336 cs336"
     )
     return 0
 

@@ -66,8 +66,10 @@ class Attention(nn.Module):
         super().__init__()
         self.num_heads = config.num_heads
         self.impl = impl
-        for name in ("q_proj", "k_proj", "v_proj", "output_proj"):
-            self.add_module(name, Linear(config.d_model, config.d_model))
+        self.q_proj = Linear(config.d_model, config.d_model)
+        self.k_proj = Linear(config.d_model, config.d_model)
+        self.v_proj = Linear(config.d_model, config.d_model)
+        self.output_proj = Linear(config.d_model, config.d_model)
 
     def forward(self, x: Tensor, rotate: RotaryEmbedding) -> Tensor:
         q, k, v = (

@@ -85,7 +85,7 @@ class Record:
 
     def to_json(self) -> str:
         values = dataclasses.asdict(self)
-        # A failed cell's samples may hold inf or nan (a loss that diverged): JSON has neither, so they travel as strings.
+        # Samples may be inf or nan (a loss that diverged) or text. JSON has neither, so these travel as strings.
         values["samples"] = [_encode(sample) for sample in self.samples]
         return json.dumps(values, ensure_ascii=False, allow_nan=False, separators=(",", ":"))
 
@@ -125,7 +125,7 @@ def _decode(sample: float | str) -> float | str:
 
 
 def cell_key(config: Mapping[str, Any]) -> str:
-    """A short stable hash of the work a configuration describes. `size` is only a name, so two names of one shape share."""
+    """A short stable hash of the work a configuration describes; `size` is only a name and does not count."""
     work = {name: value for name, value in config.items() if name != "size"}
     canonical = json.dumps(work, sort_keys=True, ensure_ascii=False, separators=(",", ":"))
     return hashlib.sha256(canonical.encode()).hexdigest()[:16]

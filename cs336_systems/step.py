@@ -1,8 +1,8 @@
 """One training step in named phases: forward, loss, backward, sync, optimizer.
 
-The same object is timed, profiled and trained. Each phase runs inside a profiler range of its own name (record_function,
-and NVTX on a GPU) and inside whatever context manager the caller's `watch` returns for that name: the timer, the memory
-tracker and the profiler are all watchers.
+The same object is timed, profiled and trained. Each phase runs inside a profiler range of its own name
+(record_function, and NVTX on a GPU) and inside whatever context manager the caller's `watch` returns for that name: the
+timer and the memory tracker are watchers.
 
     step = TrainStep.build(RunConfig(model=model_config("small"), device="cuda"))
     loss = step(*step.random_batch())

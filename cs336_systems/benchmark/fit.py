@@ -35,15 +35,14 @@ class FitArguments:
 
 def gpu_bytes(text: str) -> int:
     """Bytes of `24GiB`, `80GB`, a bare number of GiB, or a card's name."""
-    if match := re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*(gib|gb|g)?\s*", text.lower()):
-        if not (match[2] is None and text.strip() in GPU_MEMORY):
-            size = int(float(match[1]) * (10**9 if match[2] == "gb" else GIB))
-            if size <= 0:
-                raise UserError(f"--gpu {text!r}: memory must be above 0")
-            return size
     name = re.sub(r"nvidia|geforce|rtx|tesla|[\s_]", "", text.lower())
     if name in GPU_MEMORY:
         return int(GPU_MEMORY[name] * GIB)
+    if match := re.fullmatch(r"(\d+(?:\.\d+)?)(gib|gb|g)?", name):
+        size = int(float(match[1]) * (10**9 if match[2] == "gb" else GIB))
+        if size <= 0:
+            raise UserError(f"--gpu {text!r}: memory must be above 0")
+        return size
     raise UserError(f"unknown --gpu {text!r}; give its memory, such as 24GiB, or one of: {', '.join(GPU_MEMORY)}")
 
 
@@ -102,10 +101,8 @@ def _notes(
 ) -> list[str]:
     notes = []
     if fitting:
-        _, _, best = max(fitting, key=lambda entry: entry[:2])
-        notes.append(
-            f"largest model that fits: {best.size}, up to context {best.model.context_length} with batch {best.batch_size}"
-        )
+        _, context, best = max(fitting, key=lambda entry: entry[:2])
+        notes.append(f"largest model that fits: {best.size}, up to context {context} with batch {best.batch_size}")
     else:
         notes.append("none of these fits")
     notes.append("`-`: does not fit even with one sequence; the figure is what that would need")

@@ -1,4 +1,4 @@
-"""Two small experiments on number formats: adding up in different precisions, and what dtype things have in autocast."""
+"""Two small experiments on number formats: adding up in different precisions, and dtypes under autocast."""
 
 from typing import Any
 

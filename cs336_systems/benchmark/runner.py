@@ -216,14 +216,11 @@ class Runner:
         self, cell: Cell, metrics: list[list[Any]], status: str, seconds: float, environment: Environment
     ) -> list[Record]:
         """All records of a cell for every experiment that wants it; the last one says that it is complete."""
-        if status == "ok":
-            metrics = [*metrics, [CELL_TIME, "s", [seconds]]]
-        else:
-            metrics = [[CELL_TIME, "s", []]]
+        end = [CELL_TIME, "s", [seconds] if status == "ok" else []]
         return [
             Record(experiment, config, metric, unit, tuple(samples), status, environment)
             for experiment, config in cell.wanted_by.items()
-            for metric, unit, samples in metrics
+            for metric, unit, samples in [*metrics, end]
         ]
 
     def _refuse_other_machine(self) -> None:

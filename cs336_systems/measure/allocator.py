@@ -1,7 +1,7 @@
 """CUDA's caching allocator, as far as it decides how many bytes a tensor is charged for. No torch, no GPU.
 
-`torch.cuda.memory_allocated` counts blocks, not tensors. A block is larger than its tensor when what would be left of it
-is too small to split off: up to 1 MiB for every tensor above 1 MiB. For some shapes that is 4% of all memory, so a
+`torch.cuda.memory_allocated` counts blocks, not tensors. A block is larger than its tensor when what would be left of
+it is too small to split off: up to 1 MiB for every tensor above 1 MiB. For some shapes that is 4% of all memory, so a
 prediction that ignores it cannot be right to 2%.
 """
 
@@ -66,10 +66,7 @@ class CachingAllocator:
         return self._blocks[candidates.pop(index)[1]] if index < len(candidates) else None
 
     def _new_segment(self, size: int, small: bool) -> Block:
-        if small:
-            segment = 2 * MIB
-        else:
-            segment = 20 * MIB if size < 10 * MIB else round_up(size, 2 * MIB)
+        segment = 20 * MIB if SMALL < size < 10 * MIB else round_up(size, 2 * MIB)
         block = Block(self._next_segment, segment, small)
         self._next_segment += segment
         self._blocks[block.address] = block

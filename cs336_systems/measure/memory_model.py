@@ -419,7 +419,7 @@ class Step:
         return [min(group, layers - start) for start in range(0, layers, group)][::-1]
 
     def _weight_gradient(self, cast: int, gradient: int, *, temporary: int) -> None:
-        """The gradient of a projection; under autocast it is made in low precision, cast, and the weight's copy goes."""
+        """The gradient of a projection; under autocast made in low precision, then cast, and the weight's copy goes."""
         ledger = self.ledger
         if self.t.low_precision:
             ledger.touch(cast + temporary)

@@ -26,7 +26,7 @@ class Timings:
 
 
 class Stopwatch:
-    """A watcher that times phases. The device is idle at the start and end of each, so that a phase's time is its own."""
+    """A watcher that times phases. The device is idle at both ends of each, so that a phase's time is its own."""
 
     def __init__(self, device: torch.device):
         self.device = device

@@ -328,7 +328,7 @@ def _accumulation(cells: Sequence[CellView]) -> list[Table]:
     ]
     notes = [
         "fp16 accumulator: near 10 its steps are 2^-7 = 0.0078, so each 0.01 is rounded as it is added, and it drifts",
-        "fp32 accumulator with fp16 terms: only 0.01 itself is rounded, to 0.0100021, and the error stays in proportion",
+        "fp32 accumulator with fp16 terms: only 0.01 itself is rounded, to 0.0100021; the error stays in proportion",
     ]
     return [Table("accumulation: 0.01 added a thousand times", columns, rows, [*notes, *remarks(cells)])]
 
