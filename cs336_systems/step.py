@@ -78,7 +78,7 @@ class TrainStep:
             with torch.set_grad_enabled(mode == "forward"), self._phase("forward", watch):
                 # Held to the end of the phase, so that freeing the graph is not timed; dropped on return, so that no
                 # caller has two graphs alive in its next step.
-                logits = self._logits(inputs)
+                logits = self.logits(inputs)
             del logits
             return None
         if mode == "forward-backward":
@@ -91,9 +91,9 @@ class TrainStep:
 
     def _gradients(self, inputs: Tensor, targets: Tensor, watch: Watch) -> Tensor:
         with self._phase("forward", watch):
-            logits = self._logits(inputs)
+            logits = self.logits(inputs)
         with self._phase("loss", watch):
-            loss = self._loss(logits, targets)
+            loss = self.loss(logits, targets)
             del logits
         with self._phase("backward", watch):
             self.scaler.scale(loss).backward()
@@ -102,7 +102,8 @@ class TrainStep:
                 self._finish_sync()
         return loss.detach()
 
-    def _logits(self, inputs: Tensor) -> Tensor:
+    def logits(self, inputs: Tensor) -> Tensor:
+        """The forward pass in the configured precision."""
         with self._autocast():
             logits = self._forward(inputs)
         expected = (*inputs.shape, self.config.model.vocab_size)
@@ -111,7 +112,7 @@ class TrainStep:
             raise UserError(f"the model must return logits of shape {expected}, got {got}")
         return logits
 
-    def _loss(self, logits: Tensor, targets: Tensor) -> Tensor:
+    def loss(self, logits: Tensor, targets: Tensor) -> Tensor:
         return F.cross_entropy(logits.flatten(0, 1).float(), targets.flatten())
 
     def _update(self) -> None:

@@ -184,16 +184,11 @@ def _compile_metrics(first_steps: list[float], steps: list[float]) -> list[list[
 def _work_metrics(run: RunConfig, step: Any, batch: Any, peak_tflops: float | None) -> list[list[Any]]:
     """FLOPs of the step, counted where the model is not ours, and the peak of the device where it is known."""
     import torch
-    from torch.utils.flop_counter import FlopCounterMode
 
+    from cs336_systems.measure.flop_counter import count_flops
     from cs336_systems.measure.flops import model_flops, peak_flops
 
-    if run.model_factory is None:
-        flops = model_flops(run)
-    else:
-        with FlopCounterMode(display=False) as counter:
-            step(*batch)
-        flops = counter.get_total_flops()
+    flops = model_flops(run) if run.model_factory is None else count_flops(lambda: step(*batch))
     gpu = torch.cuda.get_device_name(step.device) if step.device.type == "cuda" else None
     peak = peak_tflops * 1e12 if peak_tflops else peak_flops(gpu, run.precision)
     return [["flops", "FLOP", [flops]], *([["peak_flops", "FLOP/s", [peak]]] if peak else [])]

@@ -12,6 +12,7 @@ PRESETS = ("quick", "course", "full")
 
 INSTRUMENTS = {
     "step": "cs336_systems.benchmark.benchmark:measure_step",
+    "agreement": "cs336_systems.benchmark.agreement:measure_agreement",
     "memory_model": "cs336_systems.benchmark.calculate_memory:measure_prediction",
     "accumulation": "cs336_systems.benchmark.precision:measure_accumulation",
     "autocast_dtypes": "cs336_systems.benchmark.precision:measure_dtypes",
@@ -95,6 +96,13 @@ def _peak_memory(preset: str, base: RunConfig) -> Iterable[dict[str, Any]]:
         yield _run(base, size, precision=precision, attention="sdpa", checkpoint_blocks=2)
 
 
+def _timing_agreement(preset: str, base: RunConfig) -> Iterable[dict[str, Any]]:
+    if base.device_type != "cuda":
+        raise UserError("timing_agreement needs a CUDA GPU: do_bench times with CUDA events")
+    for size in ("small",) if preset == "quick" else ("small", "large", "2.7B"):
+        yield _run(base, size)
+
+
 def _memory_model(preset: str, base: RunConfig) -> Iterable[dict[str, Any]]:
     """Predictions are for a GPU whatever this machine is: that is what they are for."""
     gpu = dataclasses.replace(base, device="cuda")
@@ -125,6 +133,9 @@ EXPERIMENTS: dict[str, Experiment] = {
     "precision": Experiment("What does lower precision give, in time and memory?", "step", _precision),
     "compile": Experiment("What does torch.compile give, and cost?", "step", _compile),
     "peak_memory": Experiment("Does the predicted peak agree with the measured one?", "step", _peak_memory),
+    "timing_agreement": Experiment(
+        "Does another timer give the same times for the same work?", "agreement", _timing_agreement
+    ),
     "memory_model": Experiment("What needs how much memory, before a GPU is paid for?", "memory_model", _memory_model),
     "accumulation": Experiment("Where does precision get lost when adding up?", "accumulation", _accumulation),
     "autocast_dtypes": Experiment("Which dtype has what under autocast?", "autocast_dtypes", _autocast_dtypes),

@@ -290,6 +290,21 @@ def _peak_memory(cells: Sequence[CellView]) -> list[Table]:
     return [_table("predicted peak against measured", cells, shown, columns, row, notes)]
 
 
+def _timing_agreement(cells: Sequence[CellView]) -> list[Table]:
+    shown = _varying(cells)
+    columns = [Column("phase", numeric=False), Column("wall clock", "ms"), Column("CUDA events", "ms")]
+    columns += [Column("do_bench", "ms"), Column("wall / do_bench")]
+    rows = []
+    for cell in cells:
+        for phase in ("forward", "backward", "step"):
+            names = (f"{phase}_time", f"{phase}_event_time", f"do_bench_{phase}_time")
+            wall, events, other = (cell.value(name) for name in names)
+            ratio = f"{wall / other - 1:+.2%}" if wall and other else cell.verdict
+            rows.append([*_keys(cell, shown), phase, _ms(wall), _ms(events), _ms(other), ratio])
+    title = _title(cells[0].experiment, "the same work by three clocks (means)", cells, shown)
+    return [Table(title, [*_columns(shown), *columns], rows, remarks(cells))]
+
+
 def _memory_model(cells: Sequence[CellView]) -> list[Table]:
     shown = _varying(cells)
     names = (
@@ -369,6 +384,7 @@ _SECTIONS: dict[str, Callable[[Sequence[CellView]], list[Table]]] = {
     "precision": _precision,
     "compile": _compile,
     "peak_memory": _peak_memory,
+    "timing_agreement": _timing_agreement,
     "memory_model": _memory_model,
     "accumulation": _accumulation,
     "autocast_dtypes": _autocast_dtypes,

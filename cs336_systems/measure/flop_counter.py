@@ -1,0 +1,30 @@
+"""FLOPs as torch counts them, operator by operator: for models that are not ours, and to check the analytic count."""
+
+from collections.abc import Callable
+
+import torch
+from torch.utils.flop_counter import FlopCounterMode, sdpa_backward_flop_count, sdpa_flop_count
+
+Shape = tuple[int, ...]
+
+
+def _forward(q: Shape, k: Shape, v: Shape, *_: object, **__: object) -> int:
+    return sdpa_flop_count(q, k, v)
+
+
+def _backward(grad: Shape, q: Shape, k: Shape, v: Shape, *_: object, **__: object) -> int:
+    return sdpa_backward_flop_count(grad, q, k, v)
+
+
+_aten = torch.ops.aten
+# torch's counter knows the fused attention operators of every device but the CPU's, so these get its own formulas.
+_CPU_ATTENTION = {
+    _aten._scaled_dot_product_flash_attention_for_cpu: _forward,
+    _aten._scaled_dot_product_flash_attention_for_cpu_backward: _backward,
+}
+
+
+def count_flops(run: Callable[[], object]) -> int:
+    with FlopCounterMode(display=False, custom_mapping=_CPU_ATTENTION) as counter:
+        run()
+    return counter.get_total_flops()
