@@ -52,7 +52,7 @@ def run(arguments: RunArguments) -> int:
     if not arguments.names:
         raise UserError(f"name at least one experiment: {', '.join(RUNNABLE)}")
     base = RunConfig(
-        device=arguments.device or "cpu", warmup_steps=arguments.warmup_steps, num_steps=arguments.num_steps
+        device=arguments.device or "cuda", warmup_steps=arguments.warmup_steps, num_steps=arguments.num_steps
     )
     cells(arguments.names, arguments.preset, base)  # mistakes are told before a process is started
     path = Path(arguments.output or f"runs/{arguments.preset}/records.jsonl")
