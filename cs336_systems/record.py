@@ -55,7 +55,7 @@ class Environment:
 
     @property
     def machine(self) -> str:
-        """The name of the device that did the work."""
+        """Its GPU, or its CPU where it has none."""
         return self.gpu or self.cpu or "unknown machine"
 
 

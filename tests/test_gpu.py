@@ -79,7 +79,8 @@ def test_predicted_peak(mode, precision, attention, group):
     step = step_of("small", mode=mode, precision=precision, attention=attention, checkpoint_blocks=group)
     batch = step.random_batch()
     timings = time_steps(lambda watch: step(*batch, watch=watch), device=step.device, warmup_steps=3, num_steps=2)
-    assert estimate(step.config).peak == pytest.approx(timings.peak_memory, rel=0.02)
+    plain = attention == "reference" and not group
+    assert estimate(step.config).peak == pytest.approx(timings.peak_memory, rel=0.02 if plain else 0.03)
     assert predict_by_tracing(step.config).peak == pytest.approx(timings.peak_memory, rel=0.01)
 
 
@@ -92,7 +93,7 @@ def test_flops_by_torchs_counter(attention, precision):
 
 
 def test_environment_names_the_gpu():
-    found = capture("cuda")
+    found = capture()
     assert found.gpu == torch.cuda.get_device_name()
     assert found.gpu_memory == torch.cuda.get_device_properties(0).total_memory
     assert found.compute_capability

@@ -225,11 +225,12 @@ class Runner:
 
     def _refuse_other_machine(self) -> None:
         """Two machines never share a file: their cells would be taken for each other's on resume."""
-        for item in self.known.records:
-            if item.environment.machine != self.environment.machine:
+        here = self.environment
+        for there in (item.environment for item in self.known.records):
+            if (there.gpu, there.cpu) != (here.gpu, here.cpu):
                 raise UserError(
-                    f"{str(self.path)!r} holds records of {item.environment.machine!r} and this machine is "
-                    f"{self.environment.machine!r}; choose another --output"
+                    f"{str(self.path)!r} holds records of {there.machine!r} and this machine is {here.machine!r}; "
+                    f"choose another --output"
                 )
 
 

@@ -49,9 +49,8 @@ def _machine() -> dict[str, Any]:
 
     from cs336_systems.measure.environment import capture
 
-    cuda = torch.cuda.is_available()
-    environment = capture("cuda" if cuda else "cpu")
-    return {"event": "ready", "device": "cuda" if cuda else "cpu", "environment": dataclasses.asdict(environment)}
+    device = "cuda" if torch.cuda.is_available() else "cpu"
+    return {"event": "ready", "device": device, "environment": dataclasses.asdict(capture())}
 
 
 def _answer(request: dict[str, Any]) -> dict[str, Any]:
@@ -72,12 +71,10 @@ def _answer(request: dict[str, Any]) -> dict[str, Any]:
         traceback.print_exc()
         reason = " ".join(str(error).split())[:300]
         return {"event": "failure", "status": f"error: {type(error).__name__}: {reason}"}
-    device = request["config"].get("device", "cpu")
-    on_gpu = device.startswith("cuda") and torch.cuda.is_available()
     return {
         "event": "measured",
         "metrics": metrics,
-        "environment": dataclasses.asdict(capture(device if on_gpu else "cpu")),
+        "environment": dataclasses.asdict(capture(request["config"].get("device"))),
         "seconds": timeit.default_timer() - start,
     }
 

@@ -44,7 +44,7 @@ def _gpu() -> Finding:
 def _gpu_state() -> list[Finding]:
     if not torch.cuda.is_available():
         return []
-    environment = capture("cuda")
+    environment = capture()
     findings = []
     known = peak_flops(environment.gpu, "bf16") or peak_flops(environment.gpu, "fp16")
     if known:

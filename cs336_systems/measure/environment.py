@@ -24,8 +24,9 @@ _THROTTLE_REASONS = {
 }
 
 
-def capture(device: str = "cpu") -> Environment:
-    """Everything that can be told now; clocks and other processes on the GPU are those of this moment."""
+def capture(device: str | None = None) -> Environment:
+    """Everything that can be told of this machine now; of its GPUs, that of `device` or the first. Clocks and other
+    processes on the GPU are those of this moment."""
     values: dict[str, Any] = {
         "torch": torch.__version__,
         "triton": _version("triton"),
@@ -38,8 +39,8 @@ def capture(device: str = "cpu") -> Environment:
         "utc": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
         **_git(),
     }
-    if device.startswith("cuda"):
-        values.update(_gpu(torch.device(device).index or 0))
+    if torch.cuda.is_available():
+        values.update(_gpu(torch.device(device or "cuda").index or 0))
     return Environment(**values)
 
 

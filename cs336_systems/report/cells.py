@@ -23,6 +23,13 @@ class CellView:
         return next(iter(self.metrics.values())).environment
 
     @property
+    def machine(self) -> str:
+        """The device that did the work."""
+        environment = self.environment
+        on_cpu = self.config.get("device") == "cpu"
+        return (environment.cpu or environment.machine) if on_cpu else environment.machine
+
+    @property
     def status(self) -> str:
         return self.metrics[CELL_TIME].status if CELL_TIME in self.metrics else "error: interrupted"
 

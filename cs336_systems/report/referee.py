@@ -45,13 +45,13 @@ def _above_peak(cell: CellView) -> str | None:
 
 
 def _tf32_in_fp32(cell: CellView) -> str | None:
-    if cell.get("precision") == "fp32" and cell.environment.gpu and cell.environment.tf32:
+    if cell.get("precision") == "fp32" and cell.get("device") != "cpu" and cell.environment.tf32:
         return "TF32 was on in an fp32 row"
     return None
 
 
 def _tf32_on_cpu(cell: CellView) -> str | None:
-    if cell.get("precision") == "tf32" and not cell.environment.gpu:
+    if cell.get("precision") == "tf32" and cell.get("device") == "cpu":
         return "a CPU has no TF32: this is fp32 again"
     return None
 
@@ -117,7 +117,7 @@ def _backward_for_free(cells: list[CellView]) -> list[str]:
         median = cell.statistics("step_time")
         if median is not None:
             names = ("context_length", "batch_size", "precision", "attention", "compile", "warmup_steps")
-            work = (cell.environment.machine, cell.get("size"), *(cell.get(name) for name in names))
+            work = (cell.machine, cell.get("size"), *(cell.get(name) for name in names))
             by_work.setdefault(work, {})[str(cell.get("mode"))] = median.median
     return [
         f"{work[1]} {work[2]} {work[4]}: forward alone is slower than forward and backward together"
@@ -127,5 +127,5 @@ def _backward_for_free(cells: list[CellView]) -> list[str]:
 
 
 def _several_machines(cells: list[CellView]) -> list[str]:
-    machines = sorted({cell.environment.machine for cell in cells})
+    machines = sorted({cell.machine for cell in cells})
     return [f"results of {len(machines)} machines in one table: {', '.join(machines)}"] if len(machines) > 1 else []

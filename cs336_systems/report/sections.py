@@ -50,7 +50,7 @@ def _position(cell: CellView) -> tuple:
 
     numbers = ("d_model", "num_layers", "context_length", "batch_size")
     return (
-        cell.environment.machine,
+        cell.machine,
         *(cell.get(name) or 0 for name in numbers),
         place("mode", MODES),
         place("precision", PRECISIONS),
@@ -129,7 +129,7 @@ def _title(experiment: str, what: str, cells: Sequence[CellView], shown: Sequenc
         )
         if name in same and first.get(name) is not None
     ]
-    machines = sorted({cell.environment.machine for cell in cells})
+    machines = sorted({cell.machine for cell in cells})
     return f"{experiment}: {what} · {', '.join([*machines, *settings])}"
 
 
