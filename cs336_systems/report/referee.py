@@ -13,14 +13,14 @@ CLOCK_TOLERANCE = 1.02
 Check = Callable[[CellView], str | None]
 
 
-def remarks(cells: Iterable[CellView]) -> list[str]:
-    """One line for each thing that is off, with the cells it concerns."""
+def remarks(cells: Iterable[CellView], name: Callable[[CellView], str] = lambda cell: cell.name) -> list[str]:
+    """One line for each thing that is off, with the cells it concerns; `name` is what a cell is called in its table."""
     cells = list(cells)
     found: dict[str, list[str]] = {}
     for cell in cells:
         for check in _CHECKS:
             if text := check(cell):
-                found.setdefault(text, []).append(cell.name or cell.experiment)
+                found.setdefault(text, []).append(name(cell) or cell.experiment)
     lines = [f"{_some(names, len(cells))}: {text}" for text, names in found.items()]
     return lines + _backward_for_free(cells) + _several_machines(cells)
 
@@ -28,7 +28,7 @@ def remarks(cells: Iterable[CellView]) -> list[str]:
 def _some(names: list[str], total: int) -> str:
     names = list(dict.fromkeys(names))
     if len(names) == total > 1:
-        return "all cells"
+        return "all rows"
     return ", ".join(names[:3]) + (f" and {len(names) - 3} more" if len(names) > 3 else "")
 
 

@@ -147,7 +147,21 @@ def _table(
         values = row(cell) if cell.ok else [cell.verdict] + [""] * (len(columns) - 1)
         rows.append([*_keys(cell, shown), *values])
     title = _title(cells[0].experiment, what, cells, shown)
-    return Table(title, [*_columns(shown), *columns], rows, remarks(cells) if notes is None else notes)
+    return Table(title, [*_columns(shown), *columns], rows, _remarks(cells, shown) if notes is None else notes)
+
+
+def _remarks(cells: Sequence[CellView], shown: Sequence[str]) -> list[str]:
+    """The referee's, with the cells named as in the table's rows."""
+    headings = {field: heading for field, heading, _ in _FIELDS}
+
+    def name(cell: CellView) -> str:
+        return " ".join(
+            f"{headings[field]} {text}" if text.isdigit() or text in ("yes", "no") else text
+            for field, text in zip(shown, _keys(cell, shown), strict=True)
+            if text
+        )
+
+    return remarks(cells, name)
 
 
 # -- sections ---------------------------------------------------------------------------------------------------------
@@ -274,6 +288,18 @@ def _compile(cells: Sequence[CellView]) -> list[Table]:
 
 
 def _peak_memory(cells: Sequence[CellView]) -> list[Table]:
+    """Two tables: the plain model, and what saves memory (fused attention, checkpointing)."""
+
+    def is_plain(cell: CellView) -> bool:
+        return cell.get("attention") == "reference" and not cell.get("checkpoint_blocks")
+
+    plain = [cell for cell in cells if is_plain(cell)]
+    saving = [cell for cell in cells if not is_plain(cell)]
+    named = (("predicted peak against measured", plain), ("predicted peak against measured, saving memory", saving))
+    return [_prediction_table(what, chosen) for what, chosen in named if chosen]
+
+
+def _prediction_table(what: str, cells: Sequence[CellView]) -> Table:
     shown = _varying(cells)
     columns = [Column("measured", "GiB"), Column("predicted", "GiB"), Column("error")]
 
@@ -283,11 +309,13 @@ def _peak_memory(cells: Sequence[CellView]) -> list[Table]:
         return [*sizes, "" if error is None else f"{error:+.2%}"]
 
     judged = [(abs(cell.memory_error), cell) for cell in cells if cell.memory_error is not None]
-    notes = remarks(cells)
+    notes = [
+        note for note in _remarks(cells, shown) if "step times vary" not in note
+    ]  # times are not this table's subject
     if judged:
         error, worst = max(judged, key=lambda pair: pair[0])
-        notes = [f"worst of {len(judged)}: {error:.2%} ({worst.name} {worst.get('attention')})", *notes]
-    return [_table("predicted peak against measured", cells, shown, columns, row, notes)]
+        notes = [f"worst of {len(judged)}: {error:.2%} ({' '.join(_keys(worst, shown))})", *notes]
+    return _table(what, cells, shown, columns, row, notes)
 
 
 def _timing_agreement(cells: Sequence[CellView]) -> list[Table]:
@@ -302,7 +330,7 @@ def _timing_agreement(cells: Sequence[CellView]) -> list[Table]:
             ratio = f"{wall / other - 1:+.2%}" if wall and other else cell.verdict
             rows.append([*_keys(cell, shown), phase, _ms(wall), _ms(events), _ms(other), ratio])
     title = _title(cells[0].experiment, "the same work by three clocks (means)", cells, shown)
-    return [Table(title, [*_columns(shown), *columns], rows, remarks(cells))]
+    return [Table(title, [*_columns(shown), *columns], rows, _remarks(cells, shown))]
 
 
 def _memory_model(cells: Sequence[CellView]) -> list[Table]:

@@ -1,0 +1,130 @@
+"""Shared by the tests of the runner, the command line and the architecture."""
+
+import os
+import signal
+import subprocess
+import sys
+import time
+import uuid
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+from cs336_systems.config import ModelConfig, RunConfig
+
+ROOT = Path(__file__).resolve().parents[1]
+PACKAGE = ROOT / "cs336_systems"
+CS336 = Path(sys.executable).with_name("cs336")
+
+SHAPE = {"vocab_size": 64, "d_model": 16, "num_layers": 1, "num_heads": 2, "d_ff": 32}
+"""As small as it gets. With the default warm-up of 5 cells share one worker; with less each starts its own."""
+TINY = ["--device", "cpu", "--batch_size", "1", "--num_steps", "2", "--context_length", "8"]
+TINY += [word for name, value in SHAPE.items() for word in (f"--{name}", str(value))]
+
+MODEL = """
+from torch import nn
+
+print("a model that prints as it is imported")
+
+class Model(nn.Module):
+    def __init__(self, vocab_size, d_model, outputs):
+        super().__init__()
+        self.embed = nn.Embedding(vocab_size, d_model)
+        self.mix = nn.Linear(d_model, d_model)
+        self.head = nn.Linear(d_model, outputs)
+
+    def forward(self, tokens):
+        return self.head(self.mix(self.embed(tokens)).relu())
+
+def build(vocab_size, context_length, d_model, num_layers, num_heads, d_ff, rope_theta):
+    print("and as it is built")
+    return Model(vocab_size, d_model, vocab_size)
+"""
+"""A user's own module: the source of a file to put in the working directory."""
+
+
+def tiny_config(context_length: int = 8, **fields: Any) -> dict[str, Any]:
+    model = ModelConfig(context_length=context_length, **SHAPE)
+    return RunConfig(model=model, **{"batch_size": 1, "num_steps": 2, **fields}).to_dict()
+
+
+def clean_env(**extra: str) -> dict[str, str]:
+    """As a user's shell has it: no PYTHONPATH, no language set; without a GPU also where there is one."""
+    dropped = ("PYTHONPATH", "PYTHONSAFEPATH", "PYTHONUNBUFFERED", "LC_ALL", "LC_MESSAGES", "LANG", "LANGUAGE")
+    kept = {name: value for name, value in os.environ.items() if name not in dropped}
+    return {**kept, "CUDA_VISIBLE_DEVICES": "", **extra}
+
+
+def execute(
+    *command: str | Path, cwd: Path, timeout: float = 60, env: dict[str, str] | None = None
+) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(
+        [str(word) for word in command],
+        cwd=cwd,
+        env=clean_env() if env is None else env,
+        capture_output=True,
+        encoding="utf-8",
+        timeout=timeout,
+        check=False,
+    )
+
+
+def wait_until(condition: Callable[[], bool], seconds: float) -> bool:
+    """Whether `condition` came true in time."""
+    deadline = time.monotonic() + seconds
+    while not condition():
+        if time.monotonic() > deadline:
+            return False
+        time.sleep(0.01)
+    return True
+
+
+class Marked:
+    """A command in a session of its own, whose processes and all they start can be found by a mark they inherit."""
+
+    def __init__(self, command: list[str], cwd: Path):
+        self.mark = f"CS336_TEST_MARK={uuid.uuid4().hex}"
+        self.log = cwd / "stderr.txt"
+        name, value = self.mark.split("=")
+        with open(self.log, "w") as log:
+            self.process = subprocess.Popen(
+                command,
+                cwd=cwd,
+                env=clean_env(**{name: value}),
+                stdout=subprocess.DEVNULL,
+                stderr=log,
+                start_new_session=True,
+                # A shell's background job ignores Ctrl-C and would pass that on to this process.
+                preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),
+            )
+
+    def said(self, text: str) -> bool:
+        return text in self.log.read_text()
+
+    @property
+    def ended(self) -> bool:
+        return self.process.poll() is not None
+
+    def alive(self) -> list[int]:
+        """Process ids that carry the mark; dead ones not yet waited for have no environment left."""
+        found = []
+        for path in Path("/proc").glob("[0-9]*/environ"):
+            try:
+                if self.mark.encode() in path.read_bytes().split(b"\0"):
+                    found.append(int(path.parent.name))
+            except OSError:
+                continue
+        return found
+
+
+@contextmanager
+def running(command: list[str], cwd: Path) -> Iterator[Marked]:
+    """`Marked`, with nothing left of it at the end whatever the test did."""
+    marked = Marked(command, cwd)
+    try:
+        yield marked
+    finally:
+        for pid in marked.alive():
+            os.kill(pid, signal.SIGKILL)
+        marked.process.wait(timeout=10)

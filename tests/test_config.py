@@ -1,0 +1,339 @@
+"""Shapes and run settings: what is accepted, what is refused and how, and what a configuration is called."""
+
+import dataclasses
+import json
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from cs336_systems.config import (
+    ATTENTIONS,
+    COURSE_SIZES,
+    MODES,
+    PRECISIONS,
+    SIZES,
+    ModelConfig,
+    RunConfig,
+    UserError,
+    canonical_size,
+    model_config,
+    size_name,
+)
+from cs336_systems.record import cell_key
+
+quick = settings(max_examples=200, deadline=None)
+WHOLE_NUMBERS = ("vocab_size", "context_length", "d_model", "num_layers", "num_heads", "d_ff")
+SHAPE = ("d_model", "d_ff", "num_layers", "num_heads")
+
+
+def shape_of(model):
+    return tuple(getattr(model, name) for name in SHAPE)
+
+
+@st.composite
+def models(draw):
+    heads, half_head = draw(st.integers(1, 16)), draw(st.integers(1, 32))
+    return ModelConfig(
+        vocab_size=draw(st.integers(1, 60_000)),
+        context_length=draw(st.integers(1, 8192)),
+        d_model=heads * 2 * half_head,
+        num_layers=draw(st.integers(1, 60)),
+        num_heads=heads,
+        d_ff=draw(st.integers(1, 20_000)),
+        rope_theta=draw(st.floats(1e-3, 1e9)),
+    )
+
+
+def runs():
+    return st.builds(
+        RunConfig,
+        model=models(),
+        size=st.text(max_size=8),
+        batch_size=st.integers(1, 4096),
+        mode=st.sampled_from(MODES),
+        precision=st.sampled_from(PRECISIONS),
+        attention=st.sampled_from(ATTENTIONS),
+        checkpoint_blocks=st.integers(0, 64),
+        compile=st.booleans(),
+        max_grad_norm=st.floats(0, 1e6),
+        device=st.sampled_from(["cpu", "cuda", "cuda:0", "cuda:15"]),
+        warmup_steps=st.integers(0, 100),
+        num_steps=st.integers(1, 1000),
+        seed=st.integers(-(2**31), 2**31),
+        model_factory=st.sampled_from([None, "package.module:build"]),
+    )
+
+
+# -- parameters -------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("size", "count"),
+    [
+        ("small", 128_625_408),
+        ("medium", 423_183_360),
+        ("large", 969_411_840),
+        ("xl", 1_998_235_200),
+        ("2.7B", 3_406_809_600),
+    ],
+)
+def test_parameters_of_the_course_sizes(size, count):
+    assert model_config(size).parameters == count
+
+
+@quick
+@given(models())
+def test_parameters_are_the_elements_of_every_weight(model):
+    d, ff, vocabulary = model.d_model, model.d_ff, model.vocab_size
+    matrices = [(d, d)] * 4 + [(ff, d), (d, ff), (ff, d)]
+    linear = [*matrices * model.num_layers, (vocabulary, d)]
+    elements = sum(rows * columns for rows, columns in linear)
+    assert model.linear_parameters == elements
+    gains = [d] * (2 * model.num_layers + 1)
+    assert model.parameters == elements + vocabulary * d + sum(gains)
+
+
+def test_every_named_size_is_a_valid_model():
+    for name in SIZES:
+        assert model_config(name).parameters > 0
+    assert set(COURSE_SIZES) <= set(SIZES)
+
+
+# -- validation -------------------------------------------------------------------------------------------------------
+
+
+@quick
+@given(st.fixed_dictionaries({name: st.integers(1, 48) for name in WHOLE_NUMBERS}))
+def test_a_shape_of_positive_numbers_is_valid_or_the_refusal_names_the_numbers(shape):
+    divisible = shape["d_model"] % shape["num_heads"] == 0
+    valid = divisible and (shape["d_model"] // shape["num_heads"]) % 2 == 0
+    if valid:
+        model = ModelConfig(**shape)
+        assert model.head_dim * model.num_heads == model.d_model
+        return
+    with pytest.raises(UserError) as refusal:
+        ModelConfig(**shape)
+    message = str(refusal.value)
+    assert "d_model" in message
+    assert "num_heads" in message
+    assert str(shape["d_model"]) in message
+    assert str(shape["num_heads"]) in message
+    if divisible:
+        assert f"= {shape['d_model'] // shape['num_heads']} is odd" in message
+
+
+@pytest.mark.parametrize("value", [0, -1, True, False, 1.0, 2.5, float("nan"), "4", None], ids=repr)
+@pytest.mark.parametrize("name", WHOLE_NUMBERS)
+def test_model_numbers_must_be_whole_and_positive(name, value):
+    with pytest.raises(UserError, match=f"^{name} must be .*, got ") as refusal:
+        ModelConfig(**{name: value})
+    assert repr(value) in str(refusal.value)
+
+
+@pytest.mark.parametrize("value", [0, -1.0, float("inf"), float("nan"), "10000", None, True], ids=repr)
+def test_rope_theta_must_be_a_finite_number_above_0(value):
+    with pytest.raises(UserError, match="^rope_theta must be") as refusal:
+        ModelConfig(rope_theta=value)
+    assert repr(value) in str(refusal.value)
+
+
+def test_a_whole_rope_theta_is_the_same_work_as_the_float():
+    whole, fraction = (RunConfig(model=ModelConfig(rope_theta=theta)) for theta in (10_000, 10_000.0))
+    assert cell_key(whole.to_dict()) == cell_key(fraction.to_dict())
+
+
+@pytest.mark.parametrize("value", [-1, True, 1.0, "4", None], ids=repr)
+@pytest.mark.parametrize("name", ["batch_size", "num_steps", "warmup_steps", "checkpoint_blocks"])
+def test_run_numbers_must_be_whole(name, value):
+    with pytest.raises(UserError, match=f"^{name} must be .*, got ") as refusal:
+        RunConfig(**{name: value})
+    assert repr(value) in str(refusal.value)
+
+
+def test_zero_is_refused_where_nothing_would_be_done_and_accepted_where_it_means_none():
+    for name in ("batch_size", "num_steps"):
+        with pytest.raises(UserError, match=f"^{name} must be .* got 0$"):
+            RunConfig(**{name: 0})
+    config = RunConfig(warmup_steps=0, checkpoint_blocks=0, max_grad_norm=0)
+    assert (config.warmup_steps, config.checkpoint_blocks, config.max_grad_norm) == (0, 0, 0)
+
+
+@pytest.mark.parametrize("value", [-0.5, float("inf"), float("nan")], ids=repr)
+def test_max_grad_norm_must_be_finite_and_not_negative(value):
+    with pytest.raises(UserError, match="^max_grad_norm must be") as refusal:
+        RunConfig(max_grad_norm=value)
+    assert repr(value) in str(refusal.value)
+
+
+@pytest.mark.parametrize(
+    ("name", "choices"), [("mode", MODES), ("precision", PRECISIONS), ("attention", ATTENTIONS)], ids=lambda v: str(v)
+)
+@pytest.mark.parametrize("value", ["", "nonsense", "FP32", "forward "])
+def test_an_unknown_choice_is_named_with_all_choices(name, choices, value):
+    with pytest.raises(UserError) as refusal:
+        RunConfig(**{name: value})
+    message = str(refusal.value)
+    assert f"unknown {name} {value!r}" in message
+    assert all(choice in message for choice in choices)
+
+
+@pytest.mark.parametrize("value", ["", "gpu", "mps", "CUDA", "cuda:", "cuda:-1", "cuda:x", "cpu:0", "cuda\n"])
+def test_an_unknown_device_is_named_with_the_choices(value):
+    with pytest.raises(UserError) as refusal:
+        RunConfig(device=value)
+    assert str(refusal.value) == f"unknown device {value!r}; use cpu, cuda or cuda:N"
+
+
+@pytest.mark.parametrize("value", ["cpu", "cuda", "cuda:0", "cuda:12"])
+def test_known_devices_are_accepted(value):
+    assert RunConfig(device=value).device_type == value.split(":")[0]
+
+
+@pytest.mark.parametrize("value", ["", "module", "module.build", "a b:build", "module:", ":build", "m:build()"])
+def test_a_model_factory_must_be_module_colon_function(value):
+    with pytest.raises(UserError) as refusal:
+        RunConfig(model_factory=value)
+    assert repr(value) in str(refusal.value)
+
+
+@quick
+@given(st.text())
+def test_whatever_is_typed_a_refusal_is_a_single_line(text):
+    """Values are shown with repr, so that a newline or an escape sequence in them cannot break the line."""
+    attempts = [
+        lambda: model_config(text),
+        lambda: RunConfig(mode=text),
+        lambda: RunConfig(precision=text),
+        lambda: RunConfig(attention=text),
+        lambda: RunConfig(device=text),
+        lambda: RunConfig(model_factory=text),
+        lambda: ModelConfig(d_model=text),
+    ]
+    for attempt in attempts:
+        try:
+            attempt()
+        except UserError as refusal:
+            assert len(str(refusal).splitlines()) == 1
+            assert repr(text) in str(refusal)
+
+
+# -- round trip -------------------------------------------------------------------------------------------------------
+
+
+@quick
+@given(runs())
+def test_a_run_survives_json(config):
+    restored = RunConfig.from_dict(json.loads(json.dumps(config.to_dict())))
+    assert restored == config
+    assert cell_key(restored.to_dict()) == cell_key(config.to_dict())
+
+
+@quick
+@given(runs(), st.sampled_from([f.name for f in dataclasses.fields(RunConfig) if f.name not in ("model", "size")]))
+def test_every_field_but_the_name_is_part_of_the_work(config, name):
+    other = {**config.to_dict(), name: "something else"}
+    assert cell_key(other) != cell_key(config.to_dict())
+    assert cell_key({**config.to_dict(), "size": "something else"}) == cell_key(config.to_dict())
+
+
+def test_fields_of_another_version_are_refused_by_name():
+    with pytest.raises(UserError, match="unknown configuration fields: colour, flavour"):
+        RunConfig.from_dict({**RunConfig().to_dict(), "flavour": 1, "colour": 2})
+
+
+@pytest.mark.parametrize("model", [None, 7, "small", {"width": 3}, {"d_model": 0}], ids=repr)
+def test_a_configuration_without_a_usable_model_is_refused(model):
+    with pytest.raises(UserError) as refusal:
+        RunConfig.from_dict({**RunConfig().to_dict(), "model": model})
+    assert len(str(refusal.value).splitlines()) == 1
+    with pytest.raises(UserError, match="without a usable model"):
+        RunConfig.from_dict({})
+
+
+@pytest.mark.parametrize("where", ["run", "model"])
+def test_a_field_name_with_a_newline_is_refused_in_a_single_line(where):
+    values = RunConfig().to_dict()
+    (values if where == "run" else values["model"])["two\nlines"] = 1
+    with pytest.raises(UserError) as refusal:
+        RunConfig.from_dict(values)
+    assert len(str(refusal.value).splitlines()) == 1
+
+
+# -- names ------------------------------------------------------------------------------------------------------------
+
+
+def test_an_unknown_size_is_named_with_all_sizes():
+    with pytest.raises(UserError) as refusal:
+        model_config("huge")
+    message = str(refusal.value)
+    assert "'huge'" in message
+    assert all(name in message for name in SIZES)
+    assert len(message.splitlines()) == 1
+
+
+@pytest.mark.parametrize("size", SIZES)
+def test_sizes_are_found_whatever_their_case(size):
+    for spelling in (size.lower(), size.upper(), size):
+        model = model_config(spelling)
+        assert model == model_config(size)
+        assert canonical_size(spelling, model) == size
+
+
+def test_xl_of_2026_is_another_model_than_xl():
+    """The two handouts call different models `xl`; a table that mixed them up would compare 2.0B with 3.4B."""
+    old, new = model_config("xl"), model_config("2026/xl")
+    assert shape_of(old) != shape_of(new)
+    for asked in ("xl", "2026/xl", "XL", ""):
+        assert canonical_size(asked, old) == "xl"
+        assert canonical_size(asked, new) in ("2026/xl", "2.7B")
+    keys = {cell_key(RunConfig(model=model).to_dict()) for model in (old, new)}
+    assert len(keys) == 2
+
+
+def test_xl_of_2026_is_2_7b_under_its_own_name():
+    """Measured once, shown under the name it was asked for by."""
+    asked, twin = (RunConfig(model=model_config(name), size=name) for name in ("2026/xl", "2.7B"))
+    assert asked.model == twin.model
+    assert cell_key(asked.to_dict()) == cell_key(twin.to_dict())
+    assert asked.size == canonical_size("2026/xl", asked.model) == "2026/xl"
+    assert twin.size == canonical_size("2.7b", twin.model) == "2.7B"
+
+
+@quick
+@given(st.sampled_from(list(SIZES)), st.sampled_from(SHAPE), st.integers(1, 8))
+def test_an_override_of_the_shape_changes_the_name(size, field, factor):
+    value = SIZES[size][field] * factor if field != "num_heads" else 1
+    model = model_config(size, **{field: value})
+    name = canonical_size(size, model)
+    if value == SIZES[size][field]:
+        assert name == size
+    else:
+        assert name != size
+        assert shape_of(model) == (
+            shape_of(model_config(name)) if name in SIZES else tuple(int(part) for part in name.split("/"))
+        )
+
+
+@pytest.mark.parametrize("size", SIZES)
+def test_another_context_is_still_the_same_size(size):
+    model = model_config(size, context_length=77)
+    assert model.context_length == 77
+    assert canonical_size(size, model) == size
+
+
+def test_overrides_that_amount_to_another_size_take_its_name():
+    model = model_config("small", **SIZES["large"])
+    assert canonical_size("small", model) == "large"
+
+
+@quick
+@given(models())
+def test_a_run_without_a_name_is_named_by_its_shape(model):
+    name = RunConfig(model=model).size
+    assert name == size_name(model)
+    assert name in SIZES or name == "/".join(map(str, shape_of(model)))
+
+
+def test_tokens_are_those_of_the_whole_batch():
+    assert RunConfig(model=model_config("small", context_length=256), batch_size=3).tokens == 768
