@@ -195,7 +195,7 @@ def test_an_empty_file_holds_no_records(tmp_path):
 
 
 def test_a_missing_file_and_a_folder_are_refused_by_name(tmp_path):
-    with pytest.raises(UserError, match="no file '.*nowhere.jsonl'.*cs336 bench --output"):
+    with pytest.raises(UserError, match=r"no file '.*nowhere\.jsonl'.*cs336 bench --output"):
         load(tmp_path / "nowhere.jsonl")
     with pytest.raises(UserError, match="cannot read"):
         load(tmp_path)

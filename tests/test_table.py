@@ -153,7 +153,9 @@ def test_terminal_columns_line_up_on_the_screen(table):
         start = 0
         for cell, width, column in zip(cells, widths, columns, strict=True):
             padding = [" "] * (width - len(screen(cell)))
-            assert shown[start : start + width] == (padding + screen(cell) if column.numeric else screen(cell) + padding)
+            assert shown[start : start + width] == (
+                padding + screen(cell) if column.numeric else screen(cell) + padding
+            )
             start += width + 2
 
 

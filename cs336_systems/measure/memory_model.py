@@ -163,7 +163,7 @@ class Ledger:
             self.peak_parts["temporary"] = self.peak_parts.get("temporary", 0) + temporary
 
 
-class Step:
+class StepOnPaper:
     """Walks through one steady step of a configuration and enters its tensors in a ledger."""
 
     def __init__(self, config: RunConfig):
@@ -238,25 +238,9 @@ class Step:
         r, r4, hidden = t.residual(t.s), t.residual(4), t.hidden()
         scores = [t.logsumexp()] if t.fused_attention else [t.scores(4), *([t.scores(2)] if t.low_precision else [])]
         kept = [
-            r,
-            *square * 3,
-            r,
-            r,
-            *scores,
-            r,
-            r,
-            *square,
-            r4,
-            r,
-            *wide,
-            hidden,
-            hidden,
-            *wide,
-            hidden,
-            hidden,
-            *wide,
-            r4,
-        ]
+            r, *square * 3, r, r, *scores, r, r, *square, r4,
+            r, *wide, hidden, hidden, *wide, hidden, hidden, *wide, r4,
+        ]  # fmt: skip
         return {
             True: t.rounding(kept * layers) // layers,
             False: self._casts_rounding() if t.low_precision else 0,
@@ -314,10 +298,10 @@ class Step:
 
     def _forward(self) -> None:
         ledger, t = self.ledger, self.t
-        layers, group = self.config.model.num_layers, self.config.checkpoint_blocks
+        layers = self.config.model.num_layers
+        group = self.config.checkpoint_blocks if self.keeps_graph else 0
         ledger.phase = "forward"
         ledger.add("activations", t.residual(4))
-        group = group if self.keeps_graph else 0
         for layer in range(layers):
             inside = t.residual(4) if group and layer % group else 0  # a block's input, where no graph holds it
             ledger.add("activations", inside)
@@ -478,7 +462,7 @@ class Step:
 
 def estimate(config: RunConfig) -> MemoryEstimate:
     """The peak of one steady step. Not for compiled models: what they keep is inductor's choice."""
-    ledger = Step(config).walk()
+    ledger = StepOnPaper(config).walk()
     parts = {label: size for label, size in ledger.peak_parts.items() if size}
     return MemoryEstimate(parts, ledger.peak, ledger.where)
 
@@ -502,7 +486,7 @@ class Breakdown:
 
 
 def breakdown(config: RunConfig) -> Breakdown:
-    step = Step(config)
+    step = StepOnPaper(config)
     t, layers = step.t, config.model.num_layers
     with_graph = config.mode != "inference"
     with_gradients = config.mode in ("forward-backward", "train-step")
