@@ -8,6 +8,7 @@ import dataclasses
 import json
 import os
 import random
+import re
 import signal
 import time
 from collections import Counter
@@ -132,20 +133,6 @@ def test_resume_runs_nothing_again(two_experiments):
     assert path.read_bytes() == before
 
 
-def test_a_cell_that_cannot_fit_is_not_tried(tmp_path):
-    """Told from the memory model: trying would take the machine down."""
-    config = RunConfig(model=model_config("2.7B"), size="2.7B", batch_size=64).to_dict()
-    outcome = run(tmp_path / "r.jsonl", ("bench", config))
-    [row] = record.load(tmp_path / "r.jsonl").records
-    assert row.metric == CELL_TIME
-    assert row.samples == ()
-    assert row.status.startswith("oom: needs ")
-    assert row.status.endswith("GiB (predicted, not tried)")
-    assert row.environment.torch
-    assert outcome.failed == 1
-    assert outcome.seconds < 2
-
-
 # -- what is asked of the worker, and what is written -----------------------------------------------------------------
 
 
@@ -174,6 +161,19 @@ def test_a_later_experiment_gets_copies_without_measuring(tmp_path, scripted):
     assert [(r.metric, r.samples) for r in copies] == [("step_time", (1, 1)), ("flops", (7,)), (CELL_TIME, (1,))]
     assert all(r.config == renamed and r.environment == MACHINE for r in copies)
     assert len(raw(path)) == 2 * len(copies)
+
+
+def test_a_cell_that_cannot_fit_is_not_tried(tmp_path, scripted):
+    """Told from the memory model. Not left to a real worker: if this broke, the test would take the machine down."""
+    path = tmp_path / "r.jsonl"
+    config = RunConfig(model=model_config("2.7B"), size="2.7B", batch_size=64).to_dict()
+    outcome = run(path, ("bench", config), ("bench", tiny_config()))
+    assert [request["config"] for request in scripted.asked] == [tiny_config()]
+    assert (outcome.done, outcome.failed) == (2, 1)
+    row = next(item for item in record.load(path).records if item.config == config)
+    assert (row.metric, row.samples, row.environment) == (CELL_TIME, (), MACHINE)
+    assert re.fullmatch(r"oom: needs \d{3,}\.\d GiB of 16\.0 GiB \(predicted, not tried\)", row.status)
+    assert run(path, ("bench", config)).reused == 1
 
 
 def test_failures_are_tried_again_and_cells_that_ran_out_of_memory_are_not(tmp_path, scripted):

@@ -23,8 +23,7 @@ def measure_agreement(config: dict[str, Any]) -> list[list[Any]]:
         warmup_steps=run.warmup_steps,
         num_steps=run.num_steps,
     )
-    metrics = [[f"{phase}_time", "s", samples] for phase, samples in timings.wall.items()]
-    metrics += [[f"{phase}_event_time", "s", samples] for phase, samples in timings.events.items()]
+    metrics = timings.metrics
     expected = {phase: sum(samples) / len(samples) for phase, samples in timings.wall.items()}
     for phase, call, gradients in _callables(step, inputs, targets):
         samples = _do_bench(call, expected[phase], gradients)

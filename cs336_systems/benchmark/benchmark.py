@@ -150,10 +150,7 @@ def measure_step(config: dict[str, Any], peak_tflops: float | None = None) -> li
         warmup_steps=run.warmup_steps,
         num_steps=run.num_steps,
     )
-    metrics = [[f"{phase}_time", "s", samples] for phase, samples in timings.wall.items()]
-    metrics += [[f"{phase}_event_time", "s", samples] for phase, samples in timings.events.items()]
-    metrics.append(["warmup_time", "s", timings.warmup])
-    metrics.append(["parameters", "1", [sum(p.numel() for p in step.model.parameters())]])
+    metrics = [*timings.metrics, ["parameters", "1", [sum(p.numel() for p in step.model.parameters())]]]
     if run.compile:
         metrics += _compile_metrics(timings.warmup or timings.wall[STEP], timings.wall[STEP])
     metrics += _work_metrics(run, step, batch, peak_tflops)

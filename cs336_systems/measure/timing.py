@@ -24,6 +24,13 @@ class Timings:
     peak_memory: int | None = None
     """Most bytes of CUDA memory allocated during the measured steps."""
 
+    @property
+    def metrics(self) -> list[list]:
+        """[metric, unit, samples] rows for records."""
+        wall = [[f"{phase}_time", "s", samples] for phase, samples in self.wall.items()]
+        events = [[f"{phase}_event_time", "s", samples] for phase, samples in self.events.items()]
+        return [*wall, *events, ["warmup_time", "s", self.warmup]]
+
 
 class Stopwatch:
     """A watcher that times phases. The device is idle at both ends of each, so that a phase's time is its own."""
