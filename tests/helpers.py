@@ -49,11 +49,15 @@ def tiny_config(context_length: int = 8, **fields: Any) -> dict[str, Any]:
     return RunConfig(model=model, **{"batch_size": 1, "num_steps": 2, **fields}).to_dict()
 
 
+CPU_ONLY = {"CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": "1"}
+"""No GPU also where there is one, and one thread: on a busy machine two spend their time waiting for each other."""
+
+
 def clean_env(**extra: str) -> dict[str, str]:
-    """As a user's shell has it: no PYTHONPATH, no language set; without a GPU also where there is one."""
+    """As a user's shell has it: no PYTHONPATH, no language set."""
     dropped = ("PYTHONPATH", "PYTHONSAFEPATH", "PYTHONUNBUFFERED", "LC_ALL", "LC_MESSAGES", "LANG", "LANGUAGE")
     kept = {name: value for name, value in os.environ.items() if name not in dropped}
-    return {**kept, "CUDA_VISIBLE_DEVICES": "", **extra}
+    return {**kept, **CPU_ONLY, **extra}
 
 
 def execute(

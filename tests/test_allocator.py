@@ -48,6 +48,11 @@ def test_a_tensor_that_does_not_fit_in_the_rest_begins_another_segment():
     assert charged(9.5 * MIB, 2 * MIB, 9 * MIB) == [9.5 * MIB, 2 * MIB, 9 * MIB]
 
 
+def test_a_tensor_of_10_mib_leaves_nothing_for_others():
+    """Were it in a segment of 20, the second would be charged the other 10."""
+    assert charged(10 * MIB, 9.5 * MIB) == [10 * MIB, 9.5 * MIB]
+
+
 def test_small_tensors_are_charged_what_they_need():
     """Up to 1 MiB: segments of 2 MiB, split down to the last 512 bytes."""
     assert charged(MIB, MIB - 512, 512, MIB) == [MIB, MIB - 512, 512, MIB]

@@ -19,7 +19,7 @@ from cs336_systems.benchmark import runner as runner_module
 from cs336_systems.cli import COMMANDS, main
 from cs336_systems.config import RunConfig, model_config
 from cs336_systems.record import CELL_TIME, SCHEMA_VERSION, Environment, Record
-from tests.helpers import CS336, MODEL, PACKAGE, TINY, clean_env, execute
+from tests.helpers import CPU_ONLY, CS336, MODEL, PACKAGE, TINY, clean_env, execute
 
 BY_PATH = {name: PACKAGE / "benchmark" / f"{name}.py" for name in ("benchmark", "calculate_memory")}
 
@@ -27,7 +27,8 @@ BY_PATH = {name: PACKAGE / "benchmark" / f"{name}.py" for name in ("benchmark", 
 @pytest.fixture(autouse=True)
 def in_another_folder(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
-    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
+    for name, value in CPU_ONLY.items():
+        monkeypatch.setenv(name, value)
 
 
 def exit_code(argv: list[str]) -> int:

@@ -95,7 +95,7 @@ def test_a_switch_is_off_until_given(argv):
         (["--batch_sizes", "1,two,3"], "two"),
         (["--colour", "blue"], "--colour"),
         (["stray"], "stray"),
-        (["--context", "64"], "--context"),  # no abbreviations: they change their meaning when a flag is added
+        (["--layer", "3"], "--layer"),  # no abbreviations: they change their meaning when a flag is added
         (["--context_length"], "--context_length"),
         (["--force_all=yes"], "'yes'"),
         (["--device\n", "x"], "--device"),

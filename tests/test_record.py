@@ -403,6 +403,7 @@ def test_less_confidence_is_a_narrower_interval():
         ([9.0, 1.0, 1.0, 1.0, 1.0], 1),
         ([9.0, 3.0, 1.04, 1.0, 0.96, 1.0, 1.0], 2),
         ([1.0] * 9 + [5.0] + [1.0] * 10, 0),  # one outlier in twenty is a shared machine, not a run that is not steady
+        ([5.0 if step in (3, 6, 9) else 1.0 for step in range(20)], 7),  # one in ten of what follows, not three
         ([5.0] + [1.0] * 19, 1),  # but not when it comes first: that is the cold start
         ([1.0, 1.0, 1.0, 1.0, 5.0, 5.0, 5.0, 5.0, 5.0, 5.0], 4),  # throttled for good after four steps
         ([1.0, 2.0, 4.0, 8.0, 16.0, 32.0, 64.0], None),

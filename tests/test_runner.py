@@ -21,7 +21,7 @@ from cs336_systems.benchmark import runner as runner_module
 from cs336_systems.benchmark.runner import Outcome, Runner, gather
 from cs336_systems.config import RunConfig, UserError, model_config
 from cs336_systems.record import CELL_TIME, Environment
-from tests.helpers import CS336, MODEL, TINY, Marked, running, tiny_config, wait_until
+from tests.helpers import CPU_ONLY, CS336, MODEL, TINY, Marked, running, tiny_config, wait_until
 
 MACHINE = Environment(cpu="a processor", memory=16 * 2**30, torch="2.0", python="3.11", utc="2025-01-01T00:00:00+00:00")
 
@@ -65,7 +65,8 @@ def scripted(monkeypatch):
 @pytest.fixture(autouse=True)
 def in_a_folder_of_its_own(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
-    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
+    for name, value in CPU_ONLY.items():
+        monkeypatch.setenv(name, value)
 
 
 def run(path, *requests, **options) -> Outcome:
@@ -91,7 +92,8 @@ def two_experiments(tmp_path_factory):
     """A file with one cell that two experiments asked for in one run."""
     path = tmp_path_factory.mktemp("measured") / "records.jsonl"
     with pytest.MonkeyPatch.context() as patch:
-        patch.setenv("CUDA_VISIBLE_DEVICES", "")
+        for name, value in CPU_ONLY.items():
+            patch.setenv(name, value)
         outcome = run(path, ("end_to_end", tiny_config()), ("precision", tiny_config()))
     return path, outcome
 
