@@ -1,5 +1,7 @@
 """Runs a command: flags into a dataclass, mistakes into one line and exit code 2."""
 
+import io
+import os
 import sys
 from collections.abc import Callable
 from typing import Any
@@ -18,14 +20,21 @@ def run_command(
 
 def guarded(program: str, run: Callable[[], int]) -> int:
     """The exit code of `run`: 2 for the user's mistakes, 130 for Ctrl-C."""
+    for stream in (sys.stdout, sys.stderr):
+        if isinstance(stream, io.TextIOWrapper):
+            stream.reconfigure(errors="replace")  # a terminal without such letters gets question marks, not a traceback
     try:
-        return run()
+        code = run()
+        sys.stdout.flush()
+        return code
     except UserError as error:
-        print(f"{program}: {error}", file=sys.stderr)
+        print(f"{program}: {' '.join(str(error).split())}", file=sys.stderr)
         return 2
     except KeyboardInterrupt:
         print(f"{program}: stopped; what was measured is kept, the same command goes on from there", file=sys.stderr)
         return 130
-    except BrokenPipeError:  # the reader of our output has gone, as `| head` does
-        sys.stderr.close()
+    except (
+        BrokenPipeError
+    ):  # the reader of our output has gone, as `| head` does; what is left to flush has nowhere to go
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 0

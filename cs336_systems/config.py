@@ -55,7 +55,9 @@ class ModelConfig:
 
     def __post_init__(self) -> None:
         _positive(self, "vocab_size", "context_length", "d_model", "num_layers", "num_heads", "d_ff")
-        if not (isinstance(self.rope_theta, int | float) and math.isfinite(self.rope_theta) and self.rope_theta > 0):
+        if isinstance(self.rope_theta, bool) or not (
+            isinstance(self.rope_theta, int | float) and math.isfinite(self.rope_theta) and self.rope_theta > 0
+        ):
             raise UserError(f"rope_theta must be a finite number above 0, got {self.rope_theta!r}")
         object.__setattr__(self, "rope_theta", float(self.rope_theta))
         if self.d_model % self.num_heads:
@@ -140,11 +142,11 @@ class RunConfig:
     def from_dict(cls, values: Mapping[str, Any]) -> "RunConfig":
         known = {f.name for f in dataclasses.fields(cls)}
         if unknown := sorted(set(values) - known):
-            raise UserError(f"unknown configuration fields: {', '.join(unknown)}")
+            raise UserError(f"unknown configuration fields: {' '.join(', '.join(unknown).split())}")
         try:
             model = ModelConfig(**values["model"])
         except (KeyError, TypeError) as error:
-            raise UserError(f"configuration without a usable model: {error}") from None
+            raise UserError(f"configuration without a usable model: {' '.join(str(error).split())}") from None
         return cls(**{**values, "model": model})
 
 

@@ -17,6 +17,7 @@ class Parser(argparse.ArgumentParser):
         super().__init__(**{**defaults, **kwargs})
 
     def error(self, message: str) -> NoReturn:
+        message = " ".join(message.split())
         print(f"{self.prog}: {message}; see {self.prog} --help", file=sys.stderr)
         raise SystemExit(2)
 

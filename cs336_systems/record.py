@@ -87,7 +87,7 @@ class Record:
         values = dataclasses.asdict(self)
         # Samples may be inf or nan (a loss that diverged) or text. JSON has neither, so these travel as strings.
         values["samples"] = [_encode(sample) for sample in self.samples]
-        return json.dumps(values, ensure_ascii=False, allow_nan=False, separators=(",", ":"))
+        return json.dumps(values, allow_nan=False, separators=(",", ":"))
 
     @classmethod
     def from_dict(cls, values: Mapping[str, Any]) -> "Record":
@@ -127,7 +127,7 @@ def _decode(sample: float | str) -> float | str:
 def cell_key(config: Mapping[str, Any]) -> str:
     """A short stable hash of the work a configuration describes; `size` is only a name and does not count."""
     work = {name: value for name, value in config.items() if name != "size"}
-    canonical = json.dumps(work, sort_keys=True, ensure_ascii=False, separators=(",", ":"))
+    canonical = json.dumps(work, sort_keys=True, separators=(",", ":"))
     return hashlib.sha256(canonical.encode()).hexdigest()[:16]
 
 
@@ -170,9 +170,12 @@ def load(path: str | Path) -> Loaded:
     torn = lines.pop()
     remarks = [f"{path.name}: the last line is torn (a run was interrupted while writing); left out"] if torn else []
     records = [_parse(line, f"{path}, line {number}") for number, line in enumerate(lines, start=1) if line.strip()]
-    if torn and not records:
-        _parse(torn, f"{path}, line 1")
+    if torn and not records and not _RECORD_START.startswith(torn[: len(_RECORD_START)]):
+        _parse(torn, f"{path}, line {len(lines) + 1}")  # not the start of a record of ours: some other file
     return Loaded(latest(records), remarks)
+
+
+_RECORD_START = b'{"experiment":"'
 
 
 def _parse(line: bytes, where: str) -> Record:
@@ -183,7 +186,7 @@ def _parse(line: bytes, where: str) -> Record:
         return Record.from_dict(values)
     except UserError as error:
         raise UserError(f"{where}: {error}") from None
-    except (ValueError, KeyError, TypeError) as error:
+    except (ValueError, KeyError, TypeError, RecursionError) as error:
         raise UserError(f"{where}: not a record of cs336_systems ({error}); is this the right file?") from None
 
 
@@ -211,6 +214,8 @@ def latest(records: Iterable[Record]) -> list[Record]:
         key = (record.experiment, record.cell)
         if key in complete:  # the cell ended before this line: a new run of it begins here
             complete.discard(key)
+            runs[key] = {}
+        if not record.ok:  # what an interrupted run before it left does not belong to this one
             runs[key] = {}
         runs.setdefault(key, {})[record.metric] = record
         if record.metric == CELL_TIME:
@@ -242,6 +247,8 @@ def summarize(samples: Sequence[float]) -> Statistics:
     """Statistics of at least one sample; the standard deviation is the sample's (ddof=1), 0 for a single one."""
     if not samples:
         raise ValueError("no samples")
+    if not all(map(math.isfinite, samples)):  # a run that diverged: nothing about it can be averaged
+        return Statistics(len(samples), *[math.nan] * 7)
     ordered = sorted(samples)
     return Statistics(
         n=len(ordered),
@@ -278,14 +285,15 @@ def bootstrap_interval(
 def steady_from(samples: Sequence[float], tolerance: float = 0.05) -> int | None:
     """The index of the first step from which the run is steady, or None if it never is.
 
-    Steady: this step and all after it but one in ten lie within `tolerance` of the median of the last half. Single
-    outliers are allowed because a shared machine always has some; a first step that is far off never is.
+    Steady: this step and all after it but one in ten lie within `tolerance` of the median of the last half, and they
+    are at least a third of the run. Single outliers are allowed because a shared machine always has some; a first step
+    that is far off never is.
     """
     if not samples:
         return None
     level = statistics.median(samples[len(samples) // 2 :])
     off = [abs(sample - level) > tolerance * level for sample in samples]
-    for start in range(len(samples)):
+    for start in range(len(samples) - math.ceil(len(samples) / 3) + 1):
         rest = off[start:]
         if not rest[0] and sum(rest) <= len(rest) / 10:
             return start

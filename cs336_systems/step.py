@@ -160,14 +160,15 @@ def build_model(config: RunConfig) -> nn.Module:
 
 def _call_factory(spec: str, model: ModelConfig) -> nn.Module:
     module_name, factory_name = spec.split(":")
-    if os.getcwd() not in sys.path:  # a console script does not have the working directory there, `python -m` does
-        sys.path.insert(0, os.getcwd())
+    if os.getcwd() not in sys.path:  # last, so that a file there does not stand in for a standard module
+        sys.path.append(os.getcwd())
     try:
-        factory = getattr(importlib.import_module(module_name), factory_name)
-    except ImportError as error:
-        raise UserError(f"--model {spec}: cannot import {module_name!r}: {error}") from None
-    except AttributeError:
-        raise UserError(f"--model {spec}: {module_name!r} has no {factory_name!r}") from None
+        module = importlib.import_module(module_name)
+    except Exception as error:  # whatever the user's code raises while it is imported
+        raise UserError(f"--model {spec}: cannot import {module_name!r}: {type(error).__name__}: {error}") from None
+    factory = getattr(module, factory_name, None)
+    if factory is None:
+        raise UserError(f"--model {spec}: {module_name!r} has no {factory_name!r}")
     fields = dict(vars(model))
     try:
         built = factory(**fields)

@@ -31,7 +31,17 @@ class Table:
     notes: Sequence[str] = field(default_factory=tuple)
 
     def render(self, format: str) -> str:
-        return _RENDERERS[format](self)
+        return _RENDERERS[format](self if format == "csv" else self._on_single_lines())
+
+    def _on_single_lines(self) -> "Table":
+        """A line break inside a cell would end its row in every format but CSV."""
+
+        def flat(text: str) -> str:
+            return " ".join(text.splitlines())
+
+        columns = [Column(flat(column.name), flat(column.unit), column.numeric) for column in self.columns]
+        rows = [[flat(cell) for cell in row] for row in self.rows]
+        return Table(flat(self.title), columns, rows, [flat(note) for note in self.notes])
 
 
 def _terminal(table: Table) -> str:
@@ -60,7 +70,7 @@ def _width(text: str) -> int:
 
 def _markdown(table: Table) -> str:
     def row(cells: Sequence[str]) -> str:
-        return "| " + " | ".join(cell.replace("|", "\\|").replace("\n", " ") for cell in cells) + " |"
+        return "| " + " | ".join(cell.replace("\\", "\\\\").replace("|", "\\|") for cell in cells) + " |"
 
     lines = [f"**{table.title}**", "", row([column.heading for column in table.columns])]
     lines.append("|" + "|".join("---:" if column.numeric else ":---" for column in table.columns) + "|")
@@ -72,7 +82,10 @@ def _markdown(table: Table) -> str:
 
 def _csv(table: Table) -> str:
     text = io.StringIO()
-    writer = csv.writer(text, lineterminator="\n")
+    cells = [cell for row in table.rows for cell in row]
+    # Python 3.11 does not quote a lone carriage return, and readers split the row at it.
+    quote_all = any("\r" in cell for cell in cells)
+    writer = csv.writer(text, lineterminator="\n", quoting=csv.QUOTE_ALL if quote_all else csv.QUOTE_MINIMAL)
     writer.writerow([column.heading for column in table.columns])
     writer.writerows(table.rows)
     return text.getvalue().rstrip("\n")
@@ -88,7 +101,10 @@ _LATEX = {
 
 
 def _latex_text(text: str) -> str:
-    return "".join(_LATEX.get(char) or (f"\\{char}" if char in "&%$#_{}" else char) for char in text)
+    """Escaped; empty groups keep `--` two dashes, and a leading bracket or star from being taken for an argument."""
+    escaped = "".join(_LATEX.get(char) or (f"\\{char}" if char in "&%$#_{}" else char) for char in text)
+    escaped = re.sub(r"-(?=-)", "-{}", escaped)
+    return "{}" + escaped if escaped.startswith(("[", "*")) else escaped
 
 
 def _latex(table: Table) -> str:
@@ -106,7 +122,9 @@ def _latex(table: Table) -> str:
 
 
 def _typst_text(text: str) -> str:
-    return "[" + re.sub(r"([\\#*_`$<>@\[\]~])", r"\\\1", text) + "]"
+    """Escaped content; a dash, slash, plus or equals sign may begin a list, a comment, a term or a heading."""
+    escaped = re.sub(r"([\\#*_`$<>@\[\]~]|-(?=-)|(?<=-)-|/(?=/)|(?<=/)/|^[-+=/])", r"\\\1", text)
+    return f"[{escaped}]"
 
 
 def _typst(table: Table) -> str:

@@ -154,12 +154,7 @@ def test_a_file_cut_at_any_byte_gives_the_whole_records_before_the_cut(tmp_path)
         path.write_bytes(data[:cut])
         whole = data[:cut].count(b"\n")
         torn = not data[:cut].endswith(b"\n") and cut > 0
-        no_record_to_be_seen = whole == 0 and torn and cut < data.index(b"\n")
-        if no_record_to_be_seen:
-            with pytest.raises(UserError, match=r"records\.jsonl, line 1: not a record") as refusal:
-                load(path)
-            assert len(str(refusal.value).splitlines()) == 1
-            continue
+        # A run killed while it wrote its very first record leaves such a file too, and must be able to go on.
         loaded = load(path)
         assert exactly(loaded.records) == exactly(items[:whole]), cut
         assert len(loaded.remarks) == torn, cut

@@ -193,7 +193,6 @@ def test_failures_are_tried_again_and_cells_that_ran_out_of_memory_are_not(tmp_p
     assert {context: status.split(":")[0] for context, status in ends(path).items()} == {8: "oom", 9: "ok", 10: "ok"}
 
 
-@pytest.mark.xfail(strict=True, reason="runner._share takes any cell_time row, also an error, for the cell being there")
 def test_an_error_under_one_experiment_is_replaced_when_another_measured_the_cell(tmp_path, scripted):
     """Both failed, one was run again alone: the other must not show the error for ever."""
     path = tmp_path / "r.jsonl"
@@ -230,7 +229,6 @@ def test_a_file_of_another_machine_is_refused(tmp_path, two_experiments):
     assert path.read_bytes() == before
 
 
-@pytest.mark.xfail(strict=True, reason="Runner.__enter__ raises after it started a worker, and nobody stops that one")
 def test_a_refused_run_stops_the_worker_it_started(tmp_path, scripted):
     run(tmp_path / "r.jsonl", ("bench", tiny_config()))
     alive = []
@@ -262,7 +260,6 @@ def test_a_second_run_on_the_same_file_is_refused(tmp_path, scripted):
     assert ends(path) == {8: "ok", 9: "ok"}
 
 
-@pytest.mark.xfail(strict=True, reason="runner._exclusive deletes an empty file even when it was refused its lock")
 def test_a_refused_run_leaves_the_file_of_the_first_one_locked(tmp_path, scripted):
     """In its first cell a run has a lock on an empty file; without that file a third run could write as well."""
     path = tmp_path / "r.jsonl"
@@ -282,7 +279,6 @@ def test_a_refused_run_leaves_the_file_of_the_first_one_locked(tmp_path, scripte
     assert ends(path) == {8: "ok"}
 
 
-@pytest.mark.xfail(strict=True, reason="Runner reads the file when it is made, not when it has the lock")
 def test_cells_that_another_run_finished_in_the_meantime_are_not_run_again(tmp_path, scripted):
     """Two commands started together: the second waits for its worker while the first one ends."""
     path = tmp_path / "r.jsonl"
@@ -311,7 +307,6 @@ def test_a_user_error_keeps_the_cells_before_it(tmp_path, scripted):
     assert ends(tmp_path / "r.jsonl") == {8: "ok"}
 
 
-@pytest.mark.xfail(strict=True, reason="runner._exclusive unlinks whatever --output names when its size is 0")
 def test_a_device_as_output_is_not_deleted(tmp_path, scripted):
     """`--output /dev/null` run by root deletes /dev/null; here a link stands for it, since that is what is unlinked."""
     (tmp_path / "null").symlink_to(os.devnull)
@@ -340,7 +335,6 @@ def test_a_torn_file_resumes_with_the_cells_before_the_tear(tmp_path, scripted):
         assert ends(path) == {8: "ok", 9: "ok", 10: "ok"}
 
 
-@pytest.mark.xfail(strict=True, reason="record.load refuses a file whose only line is torn; that run cannot be resumed")
 def test_a_file_torn_in_its_first_line_resumes(tmp_path, scripted):
     path = tmp_path / "r.jsonl"
     run(path, ("bench", tiny_config()))

@@ -14,6 +14,7 @@ CONTEXT_RESERVE = 0.6 * GIB
 """What CUDA itself takes before the first tensor: its context, kernels, and the allocator's unusable corners."""
 MODEL_ERROR = 0.02
 LARGEST_BATCH = 65536
+LARGEST_GPU = 1024 * GIB
 
 GPU_MEMORY = {  # GiB that the driver reports
     "3090": 23.7, "4090": 23.5, "4090d": 23.5, "5090": 31.4, "4080": 15.7, "3080": 9.8, "2080ti": 10.7, "a10": 22.1,
@@ -38,16 +39,16 @@ def gpu_bytes(text: str) -> int:
     name = re.sub(r"nvidia|geforce|rtx|tesla|[\s_]", "", text.lower())
     if name in GPU_MEMORY:
         return int(GPU_MEMORY[name] * GIB)
-    if match := re.fullmatch(r"(\d+(?:\.\d+)?)(gib|gb|g)?", name):
-        size = int(float(match[1]) * (10**9 if match[2] == "gb" else GIB))
-        if size <= 0:
-            raise UserError(f"--gpu {text!r}: memory must be above 0")
-        return size
+    if match := re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*(gib|gb|g)?\s*", text.lower()):
+        size = float(match[1]) * (10**9 if match[2] == "gb" else GIB)
+        if not 1 <= size <= LARGEST_GPU:  # 4070 is a card that is not in the list, not four thousand GiB
+            raise UserError(f"--gpu {text!r}: memory must be above 0 and at most {LARGEST_GPU // GIB} GiB, as in 24GiB")
+        return int(size)
     raise UserError(f"unknown --gpu {text!r}; give its memory, such as 24GiB, or one of: {', '.join(GPU_MEMORY)}")
 
 
 def largest_batch(config: RunConfig, budget: float) -> int:
-    """The largest batch whose peak is within `budget` bytes; 0 if not even one sequence is."""
+    """The largest batch, up to LARGEST_BATCH, whose peak is within `budget` bytes; 0 if not even one sequence is."""
 
     def fits(batch: int) -> bool:
         return estimate(dataclasses.replace(config, batch_size=batch)).peak <= budget
@@ -55,7 +56,9 @@ def largest_batch(config: RunConfig, budget: float) -> int:
     if not fits(1):
         return 0
     low, high = 1, 2
-    while high <= LARGEST_BATCH and fits(high):
+    while fits(high):
+        if high == LARGEST_BATCH:
+            return high
         low, high = high, 2 * high
     while high - low > 1:
         middle = (low + high) // 2

@@ -21,7 +21,7 @@ from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 from queue import Empty, Queue
-from typing import Any
+from typing import IO, Any
 
 from cs336_systems import record
 from cs336_systems.benchmark.catalogue import EXPERIMENTS
@@ -32,6 +32,7 @@ from cs336_systems.record import CELL_TIME, Environment, Record
 
 DEFAULT_TIMEOUT = 1800.0
 WARM_UP = RunConfig.warmup_steps
+LARGEST_LIMIT = 1e7
 FIT_MARGIN = 1.03
 """The memory model errs by up to 2%: a cell is skipped only when it is out of reach even so."""
 
@@ -97,6 +98,9 @@ class Runner:
         peak_tflops: float | None = None,
         quiet: bool = False,
     ):
+        for name, value in (("timeout", timeout), ("peak_tflops", peak_tflops)):
+            if value is not None and not 0 < value <= LARGEST_LIMIT:
+                raise UserError(f"--{name} must be above 0 and at most {LARGEST_LIMIT:g}, got {value!r}")
         self.path = Path(path)
         self.force = force
         self.timeout = timeout
@@ -108,10 +112,13 @@ class Runner:
 
     def __enter__(self) -> "Runner":
         self.worker = Worker()
-        self.machine = self.worker.machine
-        self.device: str = self.machine["device"]
-        self.environment = _environment(self.machine["environment"])
-        self._refuse_other_machine()
+        self.device: str = self.worker.machine["device"]
+        self.environment = _environment(self.worker.machine["environment"])
+        try:
+            self._refuse_other_machine()
+        except UserError:
+            self._stop_worker()
+            raise
         return self
 
     def __exit__(self, *_: object) -> None:
@@ -122,6 +129,7 @@ class Runner:
         start = time.monotonic()
         with _exclusive(self.path):
             record.drop_torn_line(self.path)
+            self.known = record.load(self.path)  # again: another run may have ended since
             finished = {} if self.force else self._finished()
             todo = []
             for cell in cells:
@@ -151,12 +159,12 @@ class Runner:
         return {
             (instrument, key): records
             for (instrument, key, _), records in cells.items()
-            if any(r.metric == CELL_TIME and (r.ok or r.status.startswith("oom")) for r in records)
+            if any(map(_is_result, records))
         }
 
     def _share(self, cell: Cell, records: list[Record]) -> None:
         """Enter a finished cell under the experiments that ask for it now and do not have it yet."""
-        have = {(r.experiment, r.cell) for r in self.known.records if r.metric == CELL_TIME}
+        have = {(r.experiment, r.cell) for r in self.known.records if _is_result(r)}
         for experiment, config in cell.wanted_by.items():
             if (experiment, record.cell_key(config)) not in have:
                 copies = [dataclasses.replace(r, experiment=experiment, config=config) for r in records]
@@ -243,7 +251,8 @@ class Worker:
         root = str(Path(__file__).resolve().parents[2])
         path = os.pathsep.join([root, *filter(None, [os.environ.get("PYTHONPATH")])])
         self.process = subprocess.Popen(
-            [sys.executable, "-m", "cs336_systems.benchmark.worker"],
+            # -P: a file in the working directory must not stand in for a standard module or for this package
+            [sys.executable, "-P", "-m", "cs336_systems.benchmark.worker"],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             stderr=self.log,
@@ -302,6 +311,11 @@ class Worker:
         self.log.close()
 
 
+def _is_result(item: Record) -> bool:
+    """Ends a cell that need not be run again: it went well, or it does not fit."""
+    return item.metric == CELL_TIME and (item.ok or item.status.startswith("oom"))
+
+
 def _environment(values: dict[str, Any]) -> Environment:
     return Environment(**{**values, "throttle_reasons": tuple(values["throttle_reasons"])})
 
@@ -320,6 +334,8 @@ def _require_writable(path: Path) -> None:
     if path.is_dir():
         raise UserError(f"--output {str(path)!r} is a folder; name a file, such as {path / 'records.jsonl'}")
     if path.exists():
+        if not path.is_file():
+            raise UserError(f"--output {str(path)!r} is not a regular file; name one, such as records.jsonl")
         if not os.access(path, os.W_OK):
             raise UserError(f"--output {str(path)!r} is not writable")
         return
@@ -333,21 +349,29 @@ def _require_writable(path: Path) -> None:
 @contextlib.contextmanager
 def _exclusive(path: Path) -> Iterator[None]:
     """One run at a time may write to a file. A run that records nothing leaves no file behind."""
+    new_folder = not path.parent.exists()
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
         handle = open(path, "ab")  # noqa: SIM115 (closed below)
     except OSError as error:
         raise UserError(f"--output {str(path)!r}: {error.strerror}; choose another place") from None
-    try:
-        with contextlib.suppress(ImportError):  # no such locks on Windows
-            import fcntl
+    with handle:
+        _lock(handle, path)
+        try:
+            yield
+        finally:
+            if path.stat().st_size == 0:
+                path.unlink()
+                if new_folder:
+                    with contextlib.suppress(OSError):
+                        path.parent.rmdir()
 
-            try:
-                fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            except BlockingIOError:
-                raise UserError(f"another run is writing to {str(path)!r}; wait for it or choose --output") from None
-        yield
-    finally:
-        handle.close()
-        if path.stat().st_size == 0:
-            path.unlink()
+
+def _lock(handle: IO[bytes], path: Path) -> None:
+    with contextlib.suppress(ImportError):  # no such locks on Windows
+        import fcntl
+
+        try:
+            fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            raise UserError(f"another run is writing to {str(path)!r}; wait for it or choose --output") from None

@@ -26,7 +26,7 @@ def show(path: Path, wanted: set[tuple[str, str]]) -> None:
 
 
 def report_outcome(outcome: Outcome, path: Path) -> None:
-    parts = [f"{outcome.done} cells measured"]
+    parts = [f"{outcome.done} cell{'' if outcome.done == 1 else 's'} measured"]
     if outcome.reused:
         parts.append(f"{outcome.reused} taken from the file")
     if outcome.failed:

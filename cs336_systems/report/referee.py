@@ -2,7 +2,7 @@
 
 from collections.abc import Callable, Iterable
 
-from cs336_systems.record import CELL_TIME, steady_from
+from cs336_systems.record import CELL_TIME, cell_key, steady_from
 from cs336_systems.report.cells import CellView
 
 COLD_RATIO = 1.5
@@ -116,11 +116,11 @@ def _backward_for_free(cells: list[CellView]) -> list[str]:
     for cell in cells:
         median = cell.statistics("step_time")
         if median is not None:
-            names = ("context_length", "batch_size", "precision", "attention", "compile", "warmup_steps")
-            work = (cell.machine, cell.get("size"), *(cell.get(name) for name in names))
+            others = cell_key({name: value for name, value in cell.config.items() if name != "mode"})
+            work = (cell.machine, others, cell.get("size"), cell.get("context_length"), cell.get("precision"))
             by_work.setdefault(work, {})[str(cell.get("mode"))] = median.median
     return [
-        f"{work[1]} {work[2]} {work[4]}: forward alone is slower than forward and backward together"
+        f"{work[2]} {work[3]} {work[4]}: forward alone is slower than forward and backward together"
         for work, modes in by_work.items()
         if modes.get("forward", 0) > modes.get("forward-backward", float("inf"))
     ]

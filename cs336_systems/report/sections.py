@@ -18,6 +18,7 @@ _FIELDS = (
     ("model_factory", "model", ""),
     ("context_length", "context", ""),
     ("batch_size", "batch", ""),
+    ("vocab_size", "vocabulary", ""),
     ("mode", "mode", ""),
     ("precision", "precision", ""),
     ("attention", "attention", ""),
@@ -115,7 +116,7 @@ def _keys(cell: CellView, names: Sequence[str]) -> list[str]:
 
 
 def _title(experiment: str, what: str, cells: Sequence[CellView], shown: Sequence[str]) -> str:
-    """What the table holds, on which machine, and every setting that is the same in all its rows."""
+    """What the table holds, on which machine, and the settings that are the same in all rows, the usual ones unsaid."""
     first = cells[0]
     same = [name for name, _, _ in _FIELDS if name not in shown and len({_text(cell.get(name)) for cell in cells}) == 1]
     settings = [
@@ -128,6 +129,13 @@ def _title(experiment: str, what: str, cells: Sequence[CellView], shown: Sequenc
             ("attention", "attention"),
         )
         if name in same and first.get(name) is not None
+    ]
+    unusual = {"vocab_size": 10_000, "checkpoint_blocks": 0, "compile": False, "warmup_steps": 5, "model_factory": None}
+    headings = {name: heading for name, heading, _ in _FIELDS}
+    settings += [
+        f"{headings[name]} {_text(first.get(name))}"
+        for name, usual in unusual.items()
+        if name in same and first.get(name) not in (usual, None)
     ]
     machines = sorted({cell.machine for cell in cells})
     return f"{experiment}: {what} · {', '.join([*machines, *settings])}"
@@ -243,7 +251,7 @@ def _against(
     shown = _varying(cells, always=("size", field))
 
     def work(cell: CellView) -> tuple:
-        return tuple(_text(cell.get(name)) for name, _, _ in _FIELDS if name != field)
+        return (cell.machine, *(_text(cell.get(name)) for name, _, _ in _FIELDS if name != field))
 
     bases = {work(cell): cell for cell in cells if cell.get(field) == baseline and cell.ok}
     columns = [
@@ -321,13 +329,13 @@ def _prediction_table(what: str, cells: Sequence[CellView]) -> Table:
 def _timing_agreement(cells: Sequence[CellView]) -> list[Table]:
     shown = _varying(cells)
     columns = [Column("phase", numeric=False), Column("wall clock", "ms"), Column("CUDA events", "ms")]
-    columns += [Column("do_bench", "ms"), Column("wall / do_bench")]
+    columns += [Column("do_bench", "ms"), Column("wall over do_bench")]
     rows = []
     for cell in cells:
         for phase in ("forward", "backward", "step"):
             names = (f"{phase}_time", f"{phase}_event_time", f"do_bench_{phase}_time")
             wall, events, other = (cell.value(name) for name in names)
-            ratio = f"{wall / other - 1:+.2%}" if wall and other else cell.verdict
+            ratio = f"{wall / other - 1:+.2%}" if wall and other else ("" if cell.ok else cell.verdict)
             rows.append([*_keys(cell, shown), phase, _ms(wall), _ms(events), _ms(other), ratio])
     title = _title(cells[0].experiment, "the same work by three clocks (means)", cells, shown)
     return [Table(title, [*_columns(shown), *columns], rows, _remarks(cells, shown))]
@@ -386,9 +394,9 @@ def _autocast_dtypes(cells: Sequence[CellView]) -> list[Table]:
         rows = [
             [name.removeprefix("dtype of "), *(str(cell.metrics[name].samples[0]) for cell in chosen)] for name in what
         ]
-        if chosen:
-            device = chosen[0].get("device")
-            found.append(Table(f"autocast_dtypes: {model} model on {device}", columns, rows, remarks(chosen)))
+        tried = [cell for cell in cells if cell.get("model") == model]
+        device = tried[0].get("device")
+        found.append(Table(f"autocast_dtypes: {model} model on {device}", columns, rows, remarks(tried)))
     return found
 
 
@@ -400,7 +408,12 @@ def _generic(cells: Sequence[CellView]) -> list[Table]:
     for cell in cells:
         for metric, found in cell.metrics.items():
             stats = cell.statistics(metric)
-            values = [f"{stats.mean:.6g}", f"{stats.std:.3g}", str(stats.n)] if stats else ["", "", "0"]
+            text = str(found.samples[0]) if found.samples else ""
+            values = (
+                [f"{stats.mean:.6g}", f"{stats.std:.3g}", str(stats.n)]
+                if stats
+                else [text, "", str(len(found.samples))]
+            )
             rows.append([cell.name or cell.verdict, metric, found.unit, *values])
     return [Table(cells[0].experiment, columns, rows, remarks(cells))]
 
