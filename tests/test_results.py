@@ -4,6 +4,8 @@ from pathlib import Path
 
 import pytest
 
+from cs336_systems.config import RunConfig
+from cs336_systems.measure.memory_model import estimate
 from cs336_systems.record import load
 from cs336_systems.report.cells import group
 from cs336_systems.report.sections import tables
@@ -34,6 +36,15 @@ def test_predicted_peaks_are_within_two_and_three_percent(cells):
     assert len(plain) == 42
     assert max(abs(cell.memory_error) for cell in plain) < 0.02
     assert max(abs(cell.memory_error) for cell in found) < 0.03
+
+
+def test_the_model_as_it_is_now_predicts_them_too(cells):
+    """The records hold what was predicted on that day; the model has to be right today."""
+    found = [cell for cell in cells if cell.experiment == "peak_memory"]
+    errors = {
+        cell.name: estimate(RunConfig.from_dict(cell.config)).peak / cell.value("peak_memory") - 1 for cell in found
+    }
+    assert max(map(abs, errors.values())) < 0.02, errors
 
 
 def test_fp32_eager_is_no_slower_and_no_larger_than_the_reference_model(cells):

@@ -310,13 +310,18 @@ class StepOnPaper:
             if group and ((layer + 1) % group == 0 or layer + 1 == layers):
                 ledger.add("activations", t.residual(4))  # the input of the next group, or of the final norm
         self._norm_forward(keep=self.keeps_graph)
-        if t.low_precision:
-            ledger.add("weight casts", t.embedding(2))
+        self._cast(t.embedding(2))
         ledger.add("logits and loss", t.logits(t.s))
         if group:
             # Autocast drops its copies when it ends; only those that a graph holds stay: the head's.
             ledger.drop("weight casts", layers * self.block_casts)
             ledger.drop(ROUNDING, layers * self._kept_rounding(keep=False))
+
+    def _cast(self, size: int, *, beside: int = 0) -> None:
+        """Autocast's copy of a weight, kept until it ends, while `beside` bytes of temporary tensors are alive."""
+        if self.t.low_precision:
+            self.ledger.add("weight casts", size)
+        self.ledger.touch(beside)
 
     def _norm_forward(self, *, keep: bool) -> None:
         """Leaves its output on the ledger, and what backward needs if `keep`."""
@@ -331,8 +336,7 @@ class StepOnPaper:
         start = ledger.live["activations"]
         ledger.add(ROUNDING, self._kept_rounding(keep=keep))
         self._norm_forward(keep=keep)
-        if t.low_precision:
-            ledger.add("weight casts", 4 * t.square(2))
+        self._cast(3 * t.square(2))
         ledger.touch(5 * r + 2 * r4 + (r if t.low_precision else 0))  # q, k, v, turned q, and k being turned
         if t.fused_attention:
             ledger.touch(5 * r + t.logsumexp())  # q, k, v, the output, its projection
@@ -343,6 +347,9 @@ class StepOnPaper:
             ledger.touch(3 * r + copies + converted + t.scores(4) + t.mask())
             weights = t.scores(4) + (t.scores(t.s) if t.low_precision else 0) + t.mask()
             ledger.touch(5 * r + copies + weights)
+            ledger.touch(8 * r + weights if keep else 5 * r)
+        self._cast(t.square(2))
+        if not t.fused_attention:
             ledger.touch(9 * r + weights if keep else 6 * r)
         if keep:
             ledger.add("activations", self.attention_half - self.norm_saved - r)
@@ -351,14 +358,16 @@ class StepOnPaper:
             ledger.add("activations", r4)  # the sum; the block's input is still held by the loop over blocks
         ledger.touch(r)
         self._norm_forward(keep=keep)
-        if t.low_precision:
-            ledger.add("weight casts", 3 * t.wide(2))
+        for alive in (2, 4 if keep else 3):  # w1 and its silu; w3 and the product, silu and w1 only where they are kept
+            self._cast(t.wide(2))
+            ledger.touch(alive * hidden)
         if keep:
+            self._cast(t.wide(2), beside=4 * hidden)
             ledger.touch(4 * hidden + r)
             ledger.add("activations", self.feed_forward_half - self.norm_saved - r)
             ledger.touch(r)
         else:
-            ledger.touch(3 * hidden)
+            self._cast(t.wide(2), beside=hidden)
             ledger.touch(hidden + r + r4)
             ledger.live["activations"] = start
 
@@ -378,8 +387,9 @@ class StepOnPaper:
         ledger.touch(2 * t.logits(4))
         ledger.drop("logits and loss", t.logits(4))
         ledger.touch(t.logits(4) + (t.logits(2) if t.low_precision else 0))
-        ledger.touch(t.logits(t.s) + t.embedding(t.s) + t.residual(t.s))
-        self._weight_gradient(t.embedding(2), t.embedding(4), temporary=t.residual(t.s))
+        self._weight_gradient(
+            t.embedding(2), t.embedding(4), during=t.logits(t.s) + t.residual(t.s), after=t.residual(t.s)
+        )
         ledger.drop("activations", t.residual(t.s))
         self._norm_backward()
         ledger.add("temporary", t.residual(4))  # the gradient of the residual stream, handed from block to block
@@ -402,20 +412,21 @@ class StepOnPaper:
             return [layers]
         return [min(group, layers - start) for start in range(0, layers, group)][::-1]
 
-    def _weight_gradient(self, cast: int, gradient: int, *, temporary: int) -> None:
+    def _weight_gradient(self, cast: int, gradient: int, *, during: int, after: int) -> None:
         """The gradient of a projection; under autocast made in low precision, then cast, and the weight's copy goes."""
         ledger = self.ledger
         if self.t.low_precision:
-            ledger.touch(cast + temporary)
+            ledger.touch(cast + during)
             ledger.drop("weight casts", cast)
-            ledger.touch(cast + gradient + temporary)
-        ledger.add("gradients", gradient)
-        ledger.touch(temporary)
+            ledger.touch(cast + gradient + after)
+            ledger.add("gradients", gradient)
+        else:
+            ledger.add("gradients", gradient)
+            ledger.touch(during)
 
     def _norm_backward(self) -> None:
         ledger, t = self.ledger, self.t
-        unfused = 0 if t.fused_norm else 3 * t.residual(4)
-        ledger.touch(2 * t.residual(4) + (t.residual(4) if t.low_precision else 0) + unfused)
+        ledger.touch((3 if t.low_precision else 2) * t.residual(4))
         ledger.drop("activations", self.norm_saved + t.residual(4))
         ledger.add("gradients", t.gain())
 
@@ -427,25 +438,30 @@ class StepOnPaper:
         r, hidden = t.residual(t.s), t.hidden()
         cast_copy = r if t.low_precision else 0
         # w2, the product, silu, w3, w1
-        self._weight_gradient(t.wide(2), t.wide(4), temporary=hidden + cast_copy)
+        self._weight_gradient(t.wide(2), t.wide(4), during=hidden + cast_copy, after=hidden)
         ledger.drop("activations", hidden)
         ledger.touch(3 * hidden)
         ledger.drop("activations", 2 * hidden)
-        self._weight_gradient(t.wide(2), t.wide(4), temporary=2 * hidden + r)
+        self._weight_gradient(t.wide(2), t.wide(4), during=2 * hidden + r, after=hidden + r)
         ledger.touch(2 * hidden + r)
         ledger.drop("activations", hidden)
-        self._weight_gradient(t.wide(2), t.wide(4), temporary=hidden + 2 * r)
+        self._weight_gradient(t.wide(2), t.wide(4), during=hidden + 2 * r, after=r)
         ledger.drop("activations", r)
         self._norm_backward()
         # output projection, softmax(q k^T) v, q, k, v projections
-        self._weight_gradient(t.square(2), t.square(4), temporary=r + cast_copy)
+        self._weight_gradient(t.square(2), t.square(4), during=r + cast_copy, after=r)
         if t.fused_attention:
             ledger.touch(4 * r + t.per_token())
         else:
             self._scores_backward(r)
         ledger.drop("activations", self.attention_saved)
-        for _ in range(3):
-            self._weight_gradient(t.square(2), t.square(4), temporary=5 * r + t.residual(4))
+        ledger.touch(3 * r + 2 * t.residual(4))  # gradients of q, k and v, one of them being turned back in fp32
+        for during, after in (
+            (4, 3),
+            (4, 2),
+            (3, 1),
+        ):  # those still to be used, and what has been gathered for the norm
+            self._weight_gradient(t.square(2), t.square(4), during=during * r, after=after * r)
         ledger.drop("activations", r)
         self._norm_backward()
 
