@@ -12,6 +12,7 @@ from cs336_systems.benchmark.benchmark import BenchArguments, ShapeArguments, be
 from cs336_systems.benchmark.benchmark import __doc__ as bench_manual
 from cs336_systems.benchmark.catalogue import EXPERIMENTS, PRESETS, RUNNABLE
 from cs336_systems.benchmark.fit import FitArguments
+from cs336_systems.benchmark.session import SessionArguments
 from cs336_systems.commands import guarded
 from cs336_systems.config import flag
 from cs336_systems.flags import Parser, add_flags, read_flags
@@ -23,18 +24,9 @@ def operands(help: str, metavar: str) -> Any:
 
 
 @dataclass(frozen=True)
-class RunArguments:
+class RunArguments(SessionArguments):
     names: tuple[str, ...] = operands(f"experiments: {', '.join(RUNNABLE)}", "NAME")
     preset: str = flag("quick", "grid: quick (about a minute), course, full", PRESETS)
-    device: str | None = flag(None, "cpu, cuda or cuda:N (default: cuda where there is one)")
-    warmup_steps: int = flag(5, "steps run before measuring")
-    num_steps: int = flag(10, "steps measured")
-    peak_tflops: float | None = flag(None, "the GPU's dense peak for MFU, where it is not known or you know better")
-    timeout: float = flag(1800.0, "seconds after which a cell is given up")
-    output: str | None = flag(
-        None, "records file (default: runs/PRESET/records.jsonl); finished cells are not run again"
-    )
-    force: bool = flag(False, "run cells again that the file already holds")
 
 
 def run(arguments: RunArguments) -> int:
@@ -44,26 +36,19 @@ def run(arguments: RunArguments) -> int:
     cs336 run end_to_end warmup precision compile peak_memory --preset course --output runs/h200/records.jsonl
     """
     from cs336_systems.benchmark.catalogue import cells
-    from cs336_systems.benchmark.runner import Runner, gather
-    from cs336_systems.benchmark.show import report_outcome, show
+    from cs336_systems.benchmark.session import Requests, run_session
     from cs336_systems.config import RunConfig, UserError
-    from cs336_systems.record import cell_key
 
     if not arguments.names:
         raise UserError(f"name at least one experiment: {', '.join(RUNNABLE)}")
-    base = RunConfig(
-        device=arguments.device or "cuda", warmup_steps=arguments.warmup_steps, num_steps=arguments.num_steps
-    )
-    cells(arguments.names, arguments.preset, base)  # mistakes are told before a process is started
+
+    def requests_on(device: str) -> Requests:
+        base = RunConfig(device=device, warmup_steps=arguments.warmup_steps, num_steps=arguments.num_steps)
+        return cells(arguments.names, arguments.preset, base)
+
+    requests_on(arguments.device or "cuda")  # mistakes are told before a process is started
     path = Path(arguments.output or f"runs/{arguments.preset}/records.jsonl")
-    with Runner(path, force=arguments.force, timeout=arguments.timeout, peak_tflops=arguments.peak_tflops) as runner:
-        if arguments.device is None and runner.device == "cpu":
-            print("no CUDA GPU found: running on the CPU", file=sys.stderr)
-        base = dataclasses.replace(base, device=arguments.device or runner.device)
-        requests = cells(arguments.names, arguments.preset, base)
-        outcome = runner.run(gather(requests))
-    show(path, {(experiment, cell_key(config)) for experiment, config in requests})
-    report_outcome(outcome, path)
+    runner = run_session(arguments, path, requests_on)
     if runner.device == "cpu":
         names = " ".join(arguments.names)
         print(f"next, on a machine with a GPU: cs336 run {names} --preset course")

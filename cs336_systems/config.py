@@ -29,6 +29,12 @@ def flag(default: Any, help: str, choices: tuple[str, ...] | None = None) -> Any
     return field(default=default, metadata={"help": help, "choices": choices})
 
 
+def flag_like(owner: type, name: str) -> Any:
+    """The flag that `owner` already declares, default, help and choices: said once, used in several commands."""
+    (spec,) = (spec for spec in dataclasses.fields(owner) if spec.name == name)
+    return field(default=spec.default, metadata=spec.metadata)
+
+
 def _positive(owner: Any, *names: str) -> None:
     for name in names:
         value = getattr(owner, name)

@@ -22,7 +22,8 @@ from cs336_systems.config import UserError
 SCHEMA_VERSION = 1
 CELL_TIME = "cell_time"
 """The metric every cell ends with: seconds from start to end, set-up included. A cell is complete when it is there."""
-UNITS = ("s", "B", "B/s", "FLOP", "FLOP/s", "1", "")
+MIB = 2**20
+GIB = 2**30
 
 
 @dataclass(frozen=True)
@@ -57,6 +58,11 @@ class Environment:
     def machine(self) -> str:
         """Its GPU, or its CPU where it has none."""
         return self.gpu or self.cpu or "unknown machine"
+
+    @classmethod
+    def from_dict(cls, values: Mapping[str, Any]) -> "Environment":
+        """From JSON, which has lists where this has tuples."""
+        return cls(**{**values, "throttle_reasons": tuple(values.get("throttle_reasons", ()))})
 
 
 @dataclass(frozen=True)
@@ -98,8 +104,6 @@ class Record:
             raise UserError(
                 f"record of schema version {version}, this cs336_systems reads up to {SCHEMA_VERSION}: upgrade it"
             )
-        environment = dict(values["environment"])
-        environment["throttle_reasons"] = tuple(environment.get("throttle_reasons", ()))
         return cls(
             experiment=values["experiment"],
             config=values["config"],
@@ -107,7 +111,7 @@ class Record:
             unit=values["unit"],
             samples=tuple(_decode(sample) for sample in values["samples"]),
             status=values["status"],
-            environment=Environment(**environment),
+            environment=Environment.from_dict(values["environment"]),
             schema_version=version,
         )
 

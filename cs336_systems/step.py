@@ -26,16 +26,10 @@ from cs336_systems.model import TransformerLM
 Watch = Callable[[str], AbstractContextManager]
 
 AUTOCAST_DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16}
-PHASES_OF_MODE = {
-    "inference": ("forward",),
-    "forward": ("forward",),
-    "forward-backward": ("forward", "loss", "backward", "sync"),
-    "train-step": ("forward", "loss", "backward", "sync", "optimizer"),
-}
 
 
 class TrainStep:
-    """Runs the phases of `config.mode` on one batch. `optimizer` is made on first need when not given."""
+    """Runs the phases of `config.mode` on one batch. An optimizer the mode needs and is not given is AdamW."""
 
     def __init__(self, model: nn.Module, config: RunConfig, optimizer: torch.optim.Optimizer | None = None):
         self.model = model

@@ -17,14 +17,19 @@ from cs336_systems.step import TrainStep
 TINY = ModelConfig(vocab_size=900, context_length=64, d_model=96, num_layers=4, num_heads=3, d_ff=256)
 
 
+def measured_peak(config):
+    """Of the second step: the first makes the optimizer's state."""
+    step = TrainStep.build(config)
+    batch = step.random_batch()
+    step(*batch)
+    return measure_peak(step, batch)
+
+
 @pytest.mark.parametrize(("mode", "precision"), list(product(MODES, ("fp32", "bf16", "fp16"))))
 @pytest.mark.parametrize("attention", ["reference", "sdpa"])
 def test_worked_out_traced_and_measured_agree_on_a_cpu(mode, precision, attention):
     config = RunConfig(model=TINY, batch_size=2, mode=mode, precision=precision, attention=attention)
-    step = TrainStep.build(config)
-    batch = step.random_batch()
-    step(*batch)
-    measured = measure_peak(step, batch)
+    measured = measured_peak(config)
     # The gradient scaler's few scalars are real on a CPU and left out of both predictions.
     assert predict_by_tracing(config).peak == pytest.approx(measured, rel=2e-4)
     assert estimate(config).peak == pytest.approx(measured, rel=0.01)
@@ -34,10 +39,7 @@ def test_worked_out_traced_and_measured_agree_on_a_cpu(mode, precision, attentio
 @pytest.mark.parametrize("mode", ["forward", "train-step"])
 def test_checkpointing_on_a_cpu(group, mode):
     config = RunConfig(model=TINY, batch_size=2, mode=mode, checkpoint_blocks=group)
-    step = TrainStep.build(config)
-    batch = step.random_batch()
-    step(*batch)
-    measured = measure_peak(step, batch)
+    measured = measured_peak(config)
     assert predict_by_tracing(config).peak == pytest.approx(measured, rel=1e-4)
     assert estimate(config).peak == pytest.approx(measured, rel=0.01)
 
@@ -157,12 +159,9 @@ class SharedWeights(nn.Module):
 
 
 @pytest.mark.parametrize("mode", ["forward", "train-step"])
-def test_a_users_model_is_traced_as_it_is_measured(mode, monkeypatch):
+def test_a_users_model_is_traced_as_it_is_measured(mode):
     config = RunConfig(model=TINY, batch_size=2, mode=mode, model_factory=f"{__name__}:shared_weights")
-    step = TrainStep.build(config)
-    batch = step.random_batch()
-    step(*batch)
-    assert predict_by_tracing(config).peak == pytest.approx(measure_peak(step, batch), rel=0.01)
+    assert predict_by_tracing(config).peak == pytest.approx(measured_peak(config), rel=0.01)
 
 
 def shared_weights(**fields):

@@ -7,9 +7,16 @@ import torch
 from torch import nn
 
 from cs336_systems.config import MODES, PRECISIONS, ModelConfig, RunConfig
-from cs336_systems.step import PHASES_OF_MODE, TrainStep, cosine_lr, set_matmul_precision
+from cs336_systems.step import TrainStep, cosine_lr, set_matmul_precision
 
 SHAPE = ModelConfig(vocab_size=61, context_length=16, d_model=32, num_layers=2, num_heads=2, d_ff=48)
+
+PHASES_OF_MODE = {
+    "inference": ("forward",),
+    "forward": ("forward",),
+    "forward-backward": ("forward", "loss", "backward", "sync"),
+    "train-step": ("forward", "loss", "backward", "sync", "optimizer"),
+}
 
 
 class Log:

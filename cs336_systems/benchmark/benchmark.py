@@ -24,16 +24,8 @@ from dataclasses import dataclass
 from itertools import product
 from typing import Any
 
-from cs336_systems.config import (
-    ATTENTIONS,
-    MODES,
-    PRECISIONS,
-    ModelConfig,
-    RunConfig,
-    canonical_size,
-    flag,
-    model_config,
-)
+from cs336_systems.benchmark.session import SessionArguments, new_run_file, run_session
+from cs336_systems.config import ModelConfig, RunConfig, canonical_size, flag, flag_like, model_config
 
 
 @dataclass(frozen=True)
@@ -48,11 +40,11 @@ class ShapeArguments:
     num_heads: int | None = flag(None, "attention heads (default: the size's)")
     d_ff: int | None = flag(None, "inner width of the feed-forward network (default: the size's)")
     rope_theta: float | None = flag(None, "base of the rotary position embedding (default: 10000)")
-    batch_size: int = flag(4, "sequences per step")
-    mode: str = flag("train-step", "what a step does", MODES)
-    precision: str = flag("fp32", "fp32 (TF32 off), tf32, or autocast to bf16 / fp16", PRECISIONS)
-    attention: str = flag("reference", "attention implementation", ATTENTIONS)
-    checkpoint_blocks: int = flag(0, "recompute activations in groups of this many blocks (0: keep them all)")
+    batch_size: int = flag_like(RunConfig, "batch_size")
+    mode: str = flag_like(RunConfig, "mode")
+    precision: str = flag_like(RunConfig, "precision")
+    attention: str = flag_like(RunConfig, "attention")
+    checkpoint_blocks: int = flag_like(RunConfig, "checkpoint_blocks")
 
     def run_config(self, *, default_size: str = "small", **fields: Any) -> RunConfig:
         """`fields` of the run, or of the model, in place of the arguments'."""
@@ -63,30 +55,23 @@ class ShapeArguments:
         shape_given = given.keys() & {"d_model", "num_layers", "num_heads", "d_ff"}
         size = fields.pop("size", self.size) or ("small" if shape_given else default_size)
         model = model_config(size, **given)
-        run = {name: getattr(self, name) for name in ("batch_size", "mode", "precision", "attention")}
-        run["checkpoint_blocks"] = self.checkpoint_blocks
+        names = ("batch_size", "mode", "precision", "attention", "checkpoint_blocks")
+        run = {name: getattr(self, name) for name in names}
         return RunConfig(model=model, size=canonical_size(size, model), **{**run, **fields})
 
 
 @dataclass(frozen=True)
-class BenchArguments(ShapeArguments):
+class BenchArguments(SessionArguments, ShapeArguments):
     sizes: tuple[str, ...] = flag((), "sweep over these sizes")
     context_lengths: tuple[int, ...] = flag((), "sweep over these context lengths")
     modes: tuple[str, ...] = flag((), "sweep over these modes")
     precisions: tuple[str, ...] = flag((), "sweep over these precisions")
     attentions: tuple[str, ...] = flag((), "sweep over these attention implementations")
-    compile: bool = flag(False, "run the model through torch.compile")
+    compile: bool = flag_like(RunConfig, "compile")
     forward_only: bool = flag(False, "time the forward pass alone (same as --mode forward)")
-    max_grad_norm: float = flag(0.0, "clip the gradient's norm to this (0: no clipping)")
-    device: str | None = flag(None, "cpu, cuda or cuda:N (default: cuda where there is one)")
-    warmup_steps: int = flag(5, "steps run before measuring")
-    num_steps: int = flag(10, "steps measured")
-    seed: int = flag(0, "seed of weights and tokens")
-    model: str | None = flag(None, "package.module:factory of your own nn.Module")
-    peak_tflops: float | None = flag(None, "the GPU's dense peak for MFU, where it is not known or you know better")
-    timeout: float = flag(1800.0, "seconds after which a cell is given up")
-    output: str | None = flag(None, "records file; cells it already holds are not run again (default: a new file)")
-    force: bool = flag(False, "run cells again that the file already holds")
+    max_grad_norm: float = flag_like(RunConfig, "max_grad_norm")
+    seed: int = flag_like(RunConfig, "seed")
+    model: str | None = flag_like(RunConfig, "model_factory")
 
     def configs(self, device: str) -> list[RunConfig]:
         """The cells of the sweep; a plain call has one."""
@@ -114,20 +99,9 @@ class BenchArguments(ShapeArguments):
 
 
 def bench(arguments: BenchArguments) -> int:
-    from cs336_systems.benchmark.runner import Runner, gather
-    from cs336_systems.benchmark.show import new_run_file, report_outcome, show
-    from cs336_systems.record import cell_key
-
     arguments.configs(arguments.device or "cpu")  # mistakes in the configuration are told before a process is started
     path = Path(arguments.output) if arguments.output else new_run_file("bench")
-    with Runner(path, force=arguments.force, timeout=arguments.timeout, peak_tflops=arguments.peak_tflops) as runner:
-        if arguments.device is None and runner.device == "cpu":
-            print("no CUDA GPU found: running on the CPU", file=sys.stderr)
-        device = arguments.device or runner.device
-        requests = [("bench", config.to_dict()) for config in arguments.configs(device)]
-        outcome = runner.run(gather(requests))
-    show(path, {(experiment, cell_key(config)) for experiment, config in requests})
-    report_outcome(outcome, path)
+    run_session(arguments, path, lambda device: [("bench", config.to_dict()) for config in arguments.configs(device)])
     return 0
 
 

@@ -19,8 +19,8 @@ from typing import Any
 
 from cs336_systems.benchmark.benchmark import ShapeArguments
 from cs336_systems.config import RunConfig, flag
-from cs336_systems.measure.allocator import MIB
-from cs336_systems.measure.memory_model import GIB, Breakdown, breakdown
+from cs336_systems.measure.memory_model import Breakdown, breakdown
+from cs336_systems.record import GIB, MIB
 from cs336_systems.table import Column, Table
 
 

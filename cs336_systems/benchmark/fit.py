@@ -3,11 +3,11 @@
 import dataclasses
 import re
 from dataclasses import dataclass
+from itertools import product
 
-from cs336_systems.config import COURSE_SIZES, RunConfig, UserError, flag, model_config
-
-from cs336_systems.config import ATTENTIONS, MODES, PRECISIONS  # isort: skip
-from cs336_systems.measure.memory_model import GIB, estimate
+from cs336_systems.config import COURSE_SIZES, RunConfig, UserError, flag, flag_like, model_config
+from cs336_systems.measure.memory_model import estimate
+from cs336_systems.record import GIB
 from cs336_systems.table import Column, Table
 
 CONTEXT_RESERVE = 0.6 * GIB
@@ -28,10 +28,10 @@ class FitArguments:
     gpu: str = flag("24GiB", "memory, such as 24GiB or 80GB, or a card: 4090, A100, H200, ...")
     sizes: tuple[str, ...] = flag((), "sizes to try (default: the course's five)")
     context_lengths: tuple[int, ...] = flag((), "context lengths to try (default: 128 ... 4096)")
-    mode: str = flag("train-step", "what a step does", MODES)
-    precision: str = flag("fp32", "fp32, tf32, bf16 or fp16", PRECISIONS)
-    attention: str = flag("reference", "attention implementation", ATTENTIONS)
-    checkpoint_blocks: int = flag(0, "recompute activations in groups of this many blocks (0: keep them all)")
+    mode: str = flag_like(RunConfig, "mode")
+    precision: str = flag_like(RunConfig, "precision")
+    attention: str = flag_like(RunConfig, "attention")
+    checkpoint_blocks: int = flag_like(RunConfig, "checkpoint_blocks")
 
 
 def gpu_bytes(text: str) -> int:
@@ -79,7 +79,9 @@ def fit_table(arguments: FitArguments) -> Table:
         device="cuda",
         batch_size=1,
     )
-    rows, fitting = [], []
+    rows: list[list[str]] = []
+    fitting: list[RunConfig] = []
+    failing: list[RunConfig] = []
     for size in sizes:
         row = [size]
         for context in contexts:
@@ -88,46 +90,39 @@ def fit_table(arguments: FitArguments) -> Table:
             chosen = dataclasses.replace(config, batch_size=max(batch, 1))
             peak = estimate(chosen).peak
             row.append(f"{batch} ({peak / GIB:.1f})" if batch else f"- ({peak / GIB:.1f})")
-            if batch:
-                fitting.append((config.model.parameters, context, chosen))
+            (fitting if batch else failing).append(chosen)
         rows.append(row)
     columns = [Column("size", numeric=False), *(Column(f"context {context}") for context in contexts)]
     title = (
         f"largest batch (peak GiB) on {capacity / GIB:.1f} GiB: {arguments.mode}, {arguments.precision}, "
         f"attention {arguments.attention}, checkpoint {arguments.checkpoint_blocks or 'off'}"
     )
-    return Table(title, columns, rows, _notes(sizes, contexts, base, budget, fitting))
+    return Table(title, columns, rows, [*_notes(fitting), *_ways_out(failing, budget)])
 
 
-def _notes(
-    sizes: tuple[str, ...], contexts: tuple[int, ...], base: RunConfig, budget: float, fitting: list
-) -> list[str]:
-    notes = []
-    if fitting:
-        _, context, best = max(fitting, key=lambda entry: entry[:2])
-        notes.append(f"largest model that fits: {best.size}, up to context {context} with batch {best.batch_size}")
-    else:
-        notes.append("none of these fits")
-    notes.append("`-`: does not fit even with one sequence; the figure is what that would need")
-    notes.append(f"{CONTEXT_RESERVE / GIB:.1f} GiB are left to CUDA itself and {MODEL_ERROR:.0%} to the model's error")
-    return notes + _ways_out(sizes, contexts, base, budget)
+def _notes(fitting: list[RunConfig]) -> list[str]:
+    best = max(fitting, key=lambda config: (config.model.parameters, config.model.context_length), default=None)
+    largest = "none of these fits"
+    if best is not None:
+        reach = f"up to context {best.model.context_length} with batch {best.batch_size}"
+        largest = f"largest model that fits: {best.size}, {reach}"
+    return [
+        largest,
+        "`-`: does not fit even with one sequence; the figure is what that would need",
+        f"{CONTEXT_RESERVE / GIB:.1f} GiB are left to CUDA itself and {MODEL_ERROR:.0%} to the model's error",
+    ]
 
 
-def _ways_out(sizes: tuple[str, ...], contexts: tuple[int, ...], base: RunConfig, budget: float) -> list[str]:
-    """For the first cell that does not fit: what would make it fit, the cheapest in time first."""
+def _ways_out(failing: list[RunConfig], budget: float) -> list[str]:
+    """For the first cell that can be made to fit: what does it, the cheapest in time first."""
     ways: tuple[dict, ...] = (
         {"attention": "sdpa"},
         {"attention": "sdpa", "precision": "bf16"},
         {"attention": "sdpa", "checkpoint_blocks": 1},
         {"attention": "sdpa", "precision": "bf16", "checkpoint_blocks": 1},
     )
-    for size in sizes:
-        for context in contexts:
-            config = dataclasses.replace(base, model=model_config(size, context_length=context), size=size)
-            if largest_batch(config, budget):
-                continue
-            for way in ways:
-                if batch := largest_batch(dataclasses.replace(config, **way), budget):
-                    flags = " ".join(f"--{name} {value}" for name, value in way.items())
-                    return [f"{size} at context {context} would fit with {flags} (batch {batch})"]
+    for config, way in product(failing, ways):
+        if batch := largest_batch(dataclasses.replace(config, **way), budget):
+            flags = " ".join(f"--{name} {value}" for name, value in way.items())
+            return [f"{config.size} at context {config.model.context_length} would fit with {flags} (batch {batch})"]
     return []

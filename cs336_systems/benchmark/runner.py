@@ -27,8 +27,8 @@ from cs336_systems import record
 from cs336_systems.benchmark.catalogue import EXPERIMENTS
 from cs336_systems.benchmark.progress import Progress
 from cs336_systems.config import RunConfig, UserError
-from cs336_systems.measure.memory_model import GIB, estimate
-from cs336_systems.record import CELL_TIME, Environment, Record
+from cs336_systems.measure.memory_model import estimate
+from cs336_systems.record import CELL_TIME, GIB, Environment, Record
 
 DEFAULT_TIMEOUT = 1800.0
 WARM_UP = RunConfig.warmup_steps
@@ -113,7 +113,7 @@ class Runner:
     def __enter__(self) -> "Runner":
         self.worker = Worker()
         self.device: str = self.worker.machine["device"]
-        self.environment = _environment(self.worker.machine["environment"])
+        self.environment = Environment.from_dict(self.worker.machine["environment"])
         try:
             self._refuse_other_machine()
         except UserError:
@@ -171,16 +171,20 @@ class Runner:
                 record.append(self.path, sorted(copies, key=lambda r: r.metric == CELL_TIME))
 
     def _measure(self, cell: Cell) -> list[Record]:
-        if verdict := self._cannot_fit(cell):
-            return self._records(cell, [], verdict, 0.0, self.environment)
+        need = self._need(cell)
+        if need is not None and need[0] > FIT_MARGIN * need[1]:
+            return self._records(cell, [], f"oom: {_in_words(need)} (predicted, not tried)", 0.0, self.environment)
         answer = self._ask(cell)
         match answer["event"]:
             case "measured":
-                environment = _environment(answer["environment"])
+                environment = Environment.from_dict(answer["environment"])
                 return self._records(cell, answer["metrics"], "ok", answer["seconds"], environment)
             case "user_error":
                 raise UserError(answer["message"])
-        return self._records(cell, [], answer["status"], answer.get("seconds", 0.0), self.environment)
+        status = answer["status"]
+        if status == "oom" and cell.instrument == "step":
+            status = f"oom: {_in_words(need)}"
+        return self._records(cell, [], status, answer.get("seconds", 0.0), self.environment)
 
     def _ask(self, cell: Cell) -> dict[str, Any]:
         if self.worker is None or (cell.needs_fresh_process and self.worker.used):
@@ -189,8 +193,6 @@ class Runner:
         options = self.options if cell.instrument == "step" else {}
         request = {"instrument": cell.instrument, "config": cell.config, "options": options}
         answer = self.worker.ask(request, self.timeout)
-        if answer["event"] == "failure" and answer["status"] == "oom" and cell.instrument == "step":
-            answer["status"] = f"oom: {self._need(cell)}"
         if cell.needs_fresh_process or answer["event"] == "failure":
             self._stop_worker()
         return answer
@@ -200,25 +202,13 @@ class Runner:
             self.worker.stop()
             self.worker = None
 
-    def _cannot_fit(self, cell: Cell) -> str | None:
-        capacity = self._capacity(cell)
-        if capacity is None:
-            return None
-        needed = estimate(RunConfig.from_dict(cell.config)).peak
-        return f"oom: {self._need(cell)} (predicted, not tried)" if needed > FIT_MARGIN * capacity else None
-
-    def _capacity(self, cell: Cell) -> int | None:
+    def _need(self, cell: Cell) -> tuple[int, int] | None:
+        """Bytes that a cell needs by the memory model and bytes that its device has; None where either is unknown."""
         config = cell.config
         if cell.instrument != "step" or config["compile"] or config["model_factory"] is not None:
             return None
-        return self.environment.gpu_memory if config["device"].startswith("cuda") else self.environment.memory
-
-    def _need(self, cell: Cell) -> str:
-        capacity = self._capacity(cell)
-        if capacity is None:
-            return "out of memory"
-        needed = estimate(RunConfig.from_dict(cell.config)).peak
-        return f"needs {needed / GIB:.1f} GiB of {capacity / GIB:.1f} GiB"
+        capacity = self.environment.gpu_memory if config["device"].startswith("cuda") else self.environment.memory
+        return (estimate(RunConfig.from_dict(config)).peak, capacity) if capacity is not None else None
 
     def _records(
         self, cell: Cell, metrics: list[list[Any]], status: str, seconds: float, environment: Environment
@@ -316,8 +306,8 @@ def _is_result(item: Record) -> bool:
     return item.metric == CELL_TIME and (item.ok or item.status.startswith("oom"))
 
 
-def _environment(values: dict[str, Any]) -> Environment:
-    return Environment(**{**values, "throttle_reasons": tuple(values["throttle_reasons"])})
+def _in_words(need: tuple[int, int] | None) -> str:
+    return f"needs {need[0] / GIB:.1f} GiB of {need[1] / GIB:.1f} GiB" if need is not None else "out of memory"
 
 
 def _headline(records: list[Record]) -> str:

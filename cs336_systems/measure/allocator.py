@@ -8,7 +8,8 @@ prediction that ignores it cannot be right to 2%.
 from bisect import bisect_left, insort
 from dataclasses import dataclass
 
-MIB = 2**20
+from cs336_systems.record import MIB
+
 ALIGNMENT = 512
 SMALL = MIB
 """Tensors up to this size share segments of 2 MiB; up to 10 MiB, segments of 20; above, each has its own."""

@@ -8,6 +8,7 @@ import torch
 
 from cs336_systems.measure.environment import capture
 from cs336_systems.measure.flops import peak_flops
+from cs336_systems.record import GIB
 
 
 @dataclass(frozen=True)
@@ -59,7 +60,7 @@ def _gpu_state() -> list[Finding]:
         findings.append(Finding("note", "clocks", f"held down: {reasons}", "let it cool, check its power limit"))
     free, total = torch.cuda.mem_get_info()
     mark = "ok" if free > 0.9 * total else "note"
-    findings.append(Finding(mark, "GPU memory", f"{free / 2**30:.1f} of {total / 2**30:.1f} GiB free"))
+    findings.append(Finding(mark, "GPU memory", f"{free / GIB:.1f} of {total / GIB:.1f} GiB free"))
     return findings
 
 
@@ -91,9 +92,9 @@ def _compiler() -> Finding:
 
 def _host() -> list[Finding]:
     environment = capture()
-    memory = f"{environment.memory / 2**30:.1f} GiB" if environment.memory else "unknown memory"
+    memory = f"{environment.memory / GIB:.1f} GiB" if environment.memory else "unknown memory"
     free = shutil.disk_usage(".").free
-    disk = Finding("ok", "disk", f"{free / 2**30:.1f} GiB free")
-    if free < 2**30:
-        disk = Finding("bad", "disk", f"{free / 2**30:.2f} GiB free", "records and compile caches need room")
+    disk = Finding("ok", "disk", f"{free / GIB:.1f} GiB free")
+    if free < GIB:
+        disk = Finding("bad", "disk", f"{free / GIB:.2f} GiB free", "records and compile caches need room")
     return [Finding("ok", "CPU", f"{environment.cpu}, {environment.cpu_cores} cores, {memory}"), disk]

@@ -13,9 +13,9 @@ from dataclasses import dataclass
 from functools import cached_property
 
 from cs336_systems.config import RunConfig
-from cs336_systems.measure.allocator import ALIGNMENT, MIB, CachingAllocator, round_up
+from cs336_systems.measure.allocator import ALIGNMENT, CachingAllocator, round_up
+from cs336_systems.record import MIB
 
-GIB = 2**30
 ROUNDING = "allocator rounding"
 CUBLAS_WORKSPACE = 32 * MIB
 """What cuBLAS keeps per thread and stream on Hopper and later; 8.125 MiB before."""

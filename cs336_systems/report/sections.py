@@ -4,28 +4,25 @@ from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 from cs336_systems.config import MODES, PRECISIONS
-from cs336_systems.record import Record, Statistics, steady_from
+from cs336_systems.record import GIB, MIB, Record, Statistics, steady_from
 from cs336_systems.report.cells import PHASES, CellView, group
 from cs336_systems.report.referee import remarks
 from cs336_systems.table import Column, Table
 
-GIB = 2**30
-MIB = 2**20
-
-# Fields of a configuration that may tell rows apart: (name, heading, unit). What is the same in all goes in the title.
-_FIELDS = (
-    ("size", "size", ""),
-    ("model_factory", "model", ""),
-    ("context_length", "context", ""),
-    ("batch_size", "batch", ""),
-    ("vocab_size", "vocabulary", ""),
-    ("mode", "mode", ""),
-    ("precision", "precision", ""),
-    ("attention", "attention", ""),
-    ("checkpoint_blocks", "checkpoint", ""),
-    ("compile", "compiled", ""),
-    ("warmup_steps", "warm-up", ""),
-)
+# Fields of a configuration that may tell rows apart, with their headings. What is the same in all goes in the title.
+_FIELDS = {
+    "size": "size",
+    "model_factory": "model",
+    "context_length": "context",
+    "batch_size": "batch",
+    "vocab_size": "vocabulary",
+    "mode": "mode",
+    "precision": "precision",
+    "attention": "attention",
+    "checkpoint_blocks": "checkpoint",
+    "compile": "compiled",
+    "warmup_steps": "warm-up",
+}
 
 
 def tables(records: Iterable[Record]) -> list[Table]:
@@ -98,17 +95,12 @@ def _text(value: Any) -> str:
 # -- pieces -----------------------------------------------------------------------------------------------------------
 
 
-def _varying(cells: Sequence[CellView], *, always: Sequence[str] = ("size",), never: Sequence[str] = ()) -> list[str]:
-    return [
-        name
-        for name, _, _ in _FIELDS
-        if name not in never and (name in always or len({_text(cell.get(name)) for cell in cells}) > 1)
-    ]
+def _varying(cells: Sequence[CellView], *, always: Sequence[str] = ("size",)) -> list[str]:
+    return [name for name in _FIELDS if name in always or len({_text(cell.get(name)) for cell in cells}) > 1]
 
 
 def _columns(names: Sequence[str]) -> list[Column]:
-    headings = {name: Column(heading, unit, numeric=False) for name, heading, unit in _FIELDS}
-    return [headings[name] for name in names]
+    return [Column(_FIELDS[name], numeric=False) for name in names]
 
 
 def _keys(cell: CellView, names: Sequence[str]) -> list[str]:
@@ -118,7 +110,7 @@ def _keys(cell: CellView, names: Sequence[str]) -> list[str]:
 def _title(experiment: str, what: str, cells: Sequence[CellView], shown: Sequence[str]) -> str:
     """What the table holds, on which machine, and the settings that are the same in all rows, the usual ones unsaid."""
     first = cells[0]
-    same = [name for name, _, _ in _FIELDS if name not in shown and len({_text(cell.get(name)) for cell in cells}) == 1]
+    same = [name for name in _FIELDS if name not in shown and len({_text(cell.get(name)) for cell in cells}) == 1]
     settings = [
         f"{label} {_text(first.get(name))}" if label else _text(first.get(name))
         for name, label in (
@@ -131,9 +123,8 @@ def _title(experiment: str, what: str, cells: Sequence[CellView], shown: Sequenc
         if name in same and first.get(name) is not None
     ]
     unusual = {"vocab_size": 10_000, "checkpoint_blocks": 0, "compile": False, "warmup_steps": 5, "model_factory": None}
-    headings = {name: heading for name, heading, _ in _FIELDS}
     settings += [
-        f"{headings[name]} {_text(first.get(name))}"
+        f"{_FIELDS[name]} {_text(first.get(name))}"
         for name, usual in unusual.items()
         if name in same and first.get(name) not in (usual, None)
     ]
@@ -160,11 +151,10 @@ def _table(
 
 def _remarks(cells: Sequence[CellView], shown: Sequence[str]) -> list[str]:
     """The referee's, with the cells named as in the table's rows."""
-    headings = {field: heading for field, heading, _ in _FIELDS}
 
     def name(cell: CellView) -> str:
         return " ".join(
-            f"{headings[field]} {text}" if text.isdigit() or text in ("yes", "no") else text
+            f"{_FIELDS[field]} {text}" if text.isdigit() or text in ("yes", "no") else text
             for field, text in zip(shown, _keys(cell, shown), strict=True)
             if text
         )
@@ -251,7 +241,7 @@ def _against(
     shown = _varying(cells, always=("size", field))
 
     def work(cell: CellView) -> tuple:
-        return (cell.machine, *(_text(cell.get(name)) for name, _, _ in _FIELDS if name != field))
+        return (cell.machine, *(_text(cell.get(name)) for name in _FIELDS if name != field))
 
     bases = {work(cell): cell for cell in cells if cell.get(field) == baseline and cell.ok}
     columns = [
@@ -360,9 +350,7 @@ def _memory_model(cells: Sequence[CellView]) -> list[Table]:
         where = cell.metrics["peak_phase"].samples[0]
         return [*(_gib(cell.value(name)) for _, name in names), *(_number((v or 0) / MIB, 0) for v in mib), str(where)]
 
-    title = _title(cells[0].experiment, "predicted for a CUDA GPU, none needed", cells, shown)
-    table = _table("", cells, shown, columns, row)
-    return [Table(title, table.columns, table.rows, table.notes)]
+    return [_table("predicted for a CUDA GPU, none needed", cells, shown, columns, row)]
 
 
 def _accumulation(cells: Sequence[CellView]) -> list[Table]:

@@ -1,0 +1,66 @@
+"""From a command to its tables: settle the device, run the cells, show what they gave. Serves `bench` and `run`."""
+
+import datetime
+import sys
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from cs336_systems import record
+from cs336_systems.benchmark.runner import DEFAULT_TIMEOUT, Outcome, Runner, gather
+from cs336_systems.config import RunConfig, flag, flag_like
+from cs336_systems.report.sections import tables
+
+Requests = list[tuple[str, dict[str, Any]]]
+
+
+@dataclass(frozen=True)
+class SessionArguments:
+    """The flags of every command that measures."""
+
+    device: str | None = flag(None, "cpu, cuda or cuda:N (default: cuda where there is one)")
+    warmup_steps: int = flag_like(RunConfig, "warmup_steps")
+    num_steps: int = flag_like(RunConfig, "num_steps")
+    peak_tflops: float | None = flag(None, "the GPU's dense peak for MFU, where it is not known or you know better")
+    timeout: float = flag(DEFAULT_TIMEOUT, "seconds after which a cell is given up")
+    output: str | None = flag(None, "records file; cells it already holds are not run again (default: under runs/)")
+    force: bool = flag(False, "run cells again that the file already holds")
+
+
+def run_session(arguments: SessionArguments, path: Path, requests_on: Callable[[str], Requests]) -> Runner:
+    """Measure the cells that `requests_on(device)` names, into `path`, and print their tables."""
+    with Runner(path, force=arguments.force, timeout=arguments.timeout, peak_tflops=arguments.peak_tflops) as runner:
+        if arguments.device is None and runner.device == "cpu":
+            print("no CUDA GPU found: running on the CPU", file=sys.stderr)
+        requests = requests_on(arguments.device or runner.device)
+        outcome = runner.run(gather(requests))
+    _show(path, {(experiment, record.cell_key(config)) for experiment, config in requests})
+    _report_outcome(outcome, path)
+    return runner
+
+
+def new_run_file(command: str) -> Path:
+    stamp = datetime.datetime.now().strftime("%Y%m%d-%H%M%S")
+    return Path("runs") / f"{command}-{stamp}" / "records.jsonl"
+
+
+def _show(path: Path, wanted: set[tuple[str, str]]) -> None:
+    """Print the tables of the (experiment, cell) pairs that were asked for."""
+    if not path.exists():
+        return
+    loaded = record.load(path)
+    for remark in loaded.remarks:
+        print(remark, file=sys.stderr)
+    for table in tables([item for item in loaded.records if (item.experiment, item.cell) in wanted]):
+        print(table.render("terminal"), end="\n\n")
+
+
+def _report_outcome(outcome: Outcome, path: Path) -> None:
+    parts = [f"{outcome.done} cell{'' if outcome.done == 1 else 's'} measured"]
+    if outcome.reused:
+        parts.append(f"{outcome.reused} taken from the file")
+    if outcome.failed:
+        parts.append(f"{outcome.failed} failed or did not fit")
+    print(f"{', '.join(parts)}, in {outcome.seconds:.0f} s on {outcome.environment.machine}")
+    print(f"records: {path}    as a table: cs336 table {path} --format md")
