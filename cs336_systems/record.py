@@ -22,6 +22,7 @@ from cs336_systems.config import UserError
 SCHEMA_VERSION = 1
 CELL_TIME = "cell_time"
 """The metric every cell ends with: seconds from start to end, set-up included. A cell is complete when it is there."""
+UNITS = ("s", "B", "B/s", "FLOP", "FLOP/s", "1", "")
 MIB = 2**20
 GIB = 2**30
 

@@ -6,7 +6,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from cs336_systems.measure.allocator import ALIGNMENT, MIB, CachingAllocator, round_up
+from cs336_systems.measure.allocator import ALIGNMENT, CachingAllocator, round_up
+from cs336_systems.record import MIB
 
 
 def charged(*sizes):

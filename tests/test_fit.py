@@ -21,7 +21,8 @@ from cs336_systems.benchmark.fit import (
     largest_batch,
 )
 from cs336_systems.config import MODES, PRECISIONS, ModelConfig, RunConfig, UserError, model_config
-from cs336_systems.measure.memory_model import GIB, breakdown, estimate
+from cs336_systems.measure.memory_model import breakdown, estimate
+from cs336_systems.record import GIB
 
 MINUTE = ModelConfig(vocab_size=16, context_length=1, d_model=8, num_layers=1, num_heads=1, d_ff=8)
 
