@@ -129,6 +129,25 @@ def table(arguments: TableArguments) -> int:
 
 
 @dataclass(frozen=True)
+class TuneArguments:
+    head_dims: tuple[int, ...] = flag((64, 128), "head dims to tune for")
+    precisions: tuple[str, ...] = flag(("bf16",), "element types: bf16, fp16, fp32")
+    seconds: float = flag(120.0, "stop after this long; what was found by then is kept")
+    format: str = flag("terminal", "table format", FORMATS)
+
+
+def tune(arguments: TuneArguments) -> int:
+    """Find the fastest tiles of the Triton attention kernels for this GPU, and keep them for later runs.
+
+    cs336 tune --head_dims 64,128 --seconds 120
+    """
+    from cs336_systems.benchmark.tune import tune as search
+
+    print(search(arguments.head_dims, arguments.precisions, arguments.seconds).render(arguments.format))
+    return 0
+
+
+@dataclass(frozen=True)
 class DoctorArguments:
     pass
 
@@ -187,6 +206,7 @@ COMMANDS = {
     "memory": Command("what a step needs, part by part, without a GPU", MemoryArguments, memory),
     "fit": Command("what fits on a given GPU", _FitArguments, fit),
     "table": Command("records as terminal, Markdown, CSV, LaTeX or Typst tables", TableArguments, table),
+    "tune": Command("tile choices of the attention kernels for this GPU", TuneArguments, tune),
     "doctor": Command("what this machine has, what is missing, how to mend it", DoctorArguments, doctor),
     "completion": Command("shell completion", CompletionArguments, completion),
 }
@@ -198,7 +218,7 @@ def main(argv: list[str] | None = None) -> int:
         description=__import__("cs336_systems").__doc__,
         epilog="start here:\n  cs336 doctor\n  cs336 bench\n  cs336 fit --gpu 24GiB\n"
         "  cs336 run end_to_end precision --preset quick\n\nexperiments of `run`:\n"
-        + "\n".join(f"  {name:16} {EXPERIMENTS[name].question}" for name in RUNNABLE),
+        + "\n".join(f"  {name:18} {EXPERIMENTS[name].question}" for name in RUNNABLE),
     )
     parser.add_argument("--version", action="version", version=f"cs336_systems {__version__}")
     subparsers = parser.add_subparsers(dest="command", metavar="command", required=True, parser_class=Parser)

@@ -17,7 +17,7 @@ from typing import Any
 
 MODES = ("inference", "forward", "forward-backward", "train-step")
 PRECISIONS = ("fp32", "tf32", "bf16", "fp16")
-ATTENTIONS = ("auto", "reference", "sdpa")
+ATTENTIONS = ("auto", "reference", "flash_torch", "flash_triton", "sdpa")
 
 
 class UserError(ValueError):

@@ -30,6 +30,7 @@ WITHOUT_TORCH = {
     "measure.memory_model": {"config", "record", "measure.allocator"},
     "measure.allocator": {"config", "record", "measure.allocator"},
     "measure.flops": {"config", "record", "measure.allocator"},
+    "measure.attention_model": {"config", "record", "measure.allocator", "measure.memory_model"},
 }
 """Modules that must answer without torch, and all of ours that they may import."""
 
@@ -181,6 +182,7 @@ def test_no_module_hides_one_of_the_standard_library():
 
 def test_modules_that_must_not_import_torch(tmp_path):
     modules = ["cli", "report.sections", "benchmark.runner", "benchmark.catalogue", "measure.memory_model"]
+    modules += ["measure.attention_model", "report.attention"]
     program = "import sys\n" + "".join(
         f"import {OURS}.{module}\nassert 'torch' not in sys.modules, {module!r}\n" for module in modules
     )

@@ -7,7 +7,7 @@ from typing import Any
 import torch
 
 from cs336_systems.config import RunConfig
-from cs336_systems.measure.timing import time_steps
+from cs336_systems.measure.timing import time_calls, time_steps
 from cs336_systems.step import TrainStep
 
 CALLS = 10
@@ -26,7 +26,11 @@ def measure_agreement(config: dict[str, Any]) -> list[list[Any]]:
     metrics = timings.metrics
     expected = {phase: sum(samples) / len(samples) for phase, samples in timings.wall.items()}
     for phase, call, gradients in _callables(step, inputs, targets):
-        samples = _do_bench(call, expected[phase], gradients)
+        # do_bench takes its repetitions as a time
+        expected_ms = expected[phase] * 1e3
+        samples = time_calls(
+            call, device=step.device, warmup_ms=3 * expected_ms, rep_ms=CALLS * expected_ms, gradients=gradients
+        )
         metrics.append([f"do_bench_{phase}_time", "s", samples])
         gc.collect()
     return metrics
@@ -35,23 +39,12 @@ def measure_agreement(config: dict[str, Any]) -> list[list[Any]]:
 def _callables(step: TrainStep, inputs: torch.Tensor, targets: torch.Tensor) -> Any:
     """(phase, callable, tensors whose gradients are dropped before each call), made when they are needed: a retained
     graph is not kept alive beside the next callable."""
-    yield "forward", lambda: step.logits(inputs), None
+    yield "forward", lambda: step.logits(inputs), ()
     yield "backward", _backward_again(step, inputs, targets), list(step.model.parameters())
     step.model.zero_grad(set_to_none=True)
-    yield "step", lambda: step(inputs, targets), None
+    yield "step", lambda: step(inputs, targets), ()
 
 
 def _backward_again(step: TrainStep, inputs: torch.Tensor, targets: torch.Tensor) -> Callable[[], None]:
     loss = step.loss(step.logits(inputs), targets)
     return lambda: loss.backward(retain_graph=True)
-
-
-def _do_bench(call: Callable[[], Any], seconds: float, gradients: list[torch.Tensor] | None) -> list[float]:
-    """Samples in seconds; do_bench takes its repetitions as a time, so ours are turned into one."""
-    from triton.testing import do_bench
-
-    milliseconds = seconds * 1e3
-    times = do_bench(
-        call, warmup=int(3 * milliseconds), rep=int(CALLS * milliseconds), grad_to_none=gradients, return_mode="all"
-    )
-    return [time / 1e3 for time in times]

@@ -7,17 +7,25 @@ from itertools import product
 from typing import Any
 
 from cs336_systems.config import COURSE_SIZES, MODES, PRECISIONS, RunConfig, UserError, model_config
+from cs336_systems.measure.attention_model import AttentionShape
 
 PRESETS = ("quick", "course", "full")
 
 INSTRUMENTS = {
     "step": "cs336_systems.benchmark.benchmark:measure_step",
     "agreement": "cs336_systems.benchmark.agreement:measure_agreement",
+    "pytorch_attention": "cs336_systems.benchmark.attention:measure_pytorch_attention",
+    "flash": "cs336_systems.benchmark.attention:measure_flash",
+    "attention_rivals": "cs336_systems.benchmark.attention:measure_rivals",
+    "flash_leaderboard": "cs336_systems.benchmark.attention:measure_leaderboard",
     "memory_model": "cs336_systems.benchmark.calculate_memory:measure_prediction",
     "accumulation": "cs336_systems.benchmark.precision:measure_accumulation",
     "autocast_dtypes": "cs336_systems.benchmark.precision:measure_dtypes",
 }
 """Name -> function(config) -> list of [metric, unit, samples]; imported in the worker only."""
+
+ATTENTION_INSTRUMENTS = ("pytorch_attention", "flash", "attention_rivals", "flash_leaderboard")
+"""Those whose configurations are an AttentionShape with more fields, and not a RunConfig."""
 
 Grid = Callable[[str, RunConfig], Iterable[dict[str, Any]]]
 
@@ -51,6 +59,11 @@ def _sizes(preset: str, base: RunConfig) -> tuple[str, ...]:
 def _run(base: RunConfig, size: str, context: int | None = None, **fields: Any) -> dict[str, Any]:
     overrides = {"context_length": context} if context else {}
     return dataclasses.replace(base, model=model_config(size, **overrides), size=size, **fields).to_dict()
+
+
+def _require_gpu(experiment: str, base: RunConfig, reason: str) -> None:
+    if base.device_type != "cuda":
+        raise UserError(f"{experiment} needs a CUDA GPU: {reason}")
 
 
 def _end_to_end(preset: str, base: RunConfig) -> Iterable[dict[str, Any]]:
@@ -97,8 +110,7 @@ def _peak_memory(preset: str, base: RunConfig) -> Iterable[dict[str, Any]]:
 
 
 def _timing_agreement(preset: str, base: RunConfig) -> Iterable[dict[str, Any]]:
-    if base.device_type != "cuda":
-        raise UserError("timing_agreement needs a CUDA GPU: do_bench times with CUDA events")
+    _require_gpu("timing_agreement", base, "do_bench times with CUDA events")
     for size in ("small",) if preset == "quick" else ("small", "large", "2.7B"):
         yield _run(base, size)
 
@@ -110,6 +122,74 @@ def _memory_model(preset: str, base: RunConfig) -> Iterable[dict[str, Any]]:
     contexts = (128, 256, 512) if preset != "quick" else (512,)
     for size, context, precision in product(sizes, contexts, ("fp32", "bf16")):
         yield _run(gpu, size, context, precision=precision)
+
+
+def _attention(
+    base: RunConfig, size: tuple[int, int, int, int], precision: str, is_causal: bool = True, **fields: Any
+) -> dict[str, Any]:
+    """`size`: batch, heads, sequence, head dimension."""
+    shape = AttentionShape(*size, is_causal=is_causal, precision=precision)
+    return {**dataclasses.asdict(shape), "device": base.device, "seed": base.seed, **fields}
+
+
+def _pytorch_attention(preset: str, base: RunConfig) -> Iterable[dict[str, Any]]:
+    """100 passes, unless --num_steps says otherwise."""
+    batch, passes = 8, 100 if base.num_steps == RunConfig.num_steps else base.num_steps
+    dims: tuple[int, ...] = (16, 32, 64, 128)
+    lengths: tuple[int, ...] = (256, 1024, 4096, 8192, 16384)
+    if preset == "quick":
+        dims, lengths, passes = (16, 64), (1024, 4096), base.num_steps
+        if base.device_type == "cpu":
+            batch, lengths = 2, (64, 256)
+    for dim, length, name in product(dims, lengths, ("reference", "compiled")):
+        fields = {"implementation": name, "warmup_steps": base.warmup_steps, "num_steps": passes}
+        yield _attention(base, (batch, 1, length, dim), "fp32", False, **fields)
+
+
+ON_CPU = ("reference", "flash_torch", "compiled", "sdpa")
+ON_CUDA = (
+    "flash_triton", "flash_torch", "reference", "compiled", "sdpa_flash", "sdpa_cudnn", "sdpa_efficient", "flex",
+)  # fmt: skip
+HALF_PRECISION_ONLY = ("sdpa_flash", "sdpa_cudnn")
+RIVALS = ("flash_triton", "sdpa_flash", "sdpa_cudnn", "flex")
+RIVAL_SHAPES = (
+    ((1, 16, 16384, 64), True),
+    ((1, 16, 16384, 128), True),
+    ((1, 16, 16384, 64), False),
+    ((1, 16, 16384, 128), False),
+    ((4, 16, 2048, 64), True),
+    ((4, 16, 2048, 128), True),
+    ((4, 12, 512, 64), True),
+)
+"""(batch, heads, sequence, head dimension) and whether causal: long, medium, and the small model's own."""
+
+
+def _flash(preset: str, base: RunConfig) -> Iterable[dict[str, Any]]:
+    """The implementations of one shape come one after another: they share what they are checked against."""
+    on_cpu = base.device_type == "cpu"
+    precisions: tuple[str, ...] = ("bf16", "fp32")
+    dims: tuple[int, ...] = (16, 32, 64, 128)
+    lengths = tuple(2**n for n in range(7, 17))
+    if preset == "quick":
+        precisions, dims, lengths = (("fp32",), (16, 64), (64, 256)) if on_cpu else (("bf16",), (64, 128), (1024, 4096))
+    for precision, dim, length, name in product(precisions, dims, lengths, ON_CPU if on_cpu else ON_CUDA):
+        if precision in ("bf16", "fp16") or name not in HALF_PRECISION_ONLY:
+            yield _attention(base, (1, 1, length, dim), precision, implementation=name, warmup_ms=10, rep_ms=40)
+
+
+def _attention_rivals(preset: str, base: RunConfig) -> Iterable[dict[str, Any]]:
+    _require_gpu("attention_rivals", base, "the rivals are GPU kernels")
+    fields = {"implementations": list(RIVALS), "rounds": 5, "warmup_ms": 25, "rep_ms": 100}
+    for size, is_causal in RIVAL_SHAPES[-1:] if preset == "quick" else RIVAL_SHAPES:
+        yield _attention(base, size, "bf16", is_causal, **fields)
+
+
+def _flash_leaderboard(preset: str, base: RunConfig) -> Iterable[dict[str, Any]]:
+    _require_gpu("flash_leaderboard", base, "the course timed it on one")
+    warmup_ms, rep_ms = (200, 1000) if preset == "quick" else (1000, 10_000)
+    for name in RIVALS:
+        size = (1, 16, 16384, 64)
+        yield _attention(base, size, "bf16", implementation=name, warmup_ms=warmup_ms, rep_ms=rep_ms)
 
 
 def _accumulation(preset: str, base: RunConfig) -> Iterable[dict[str, Any]]:
@@ -135,6 +215,16 @@ EXPERIMENTS: dict[str, Experiment] = {
     "peak_memory": Experiment("Does the predicted peak agree with the measured one?", "step", _peak_memory),
     "timing_agreement": Experiment(
         "Does another timer give the same times for the same work?", "agreement", _timing_agreement
+    ),
+    "pytorch_attention": Experiment(
+        "What does attention by the formula cost, eager and compiled?", "pytorch_attention", _pytorch_attention
+    ),
+    "flash": Experiment("How fast is each attention, how much memory, how exact?", "flash", _flash),
+    "attention_rivals": Experiment(
+        "Is our kernel faster than the best others, measured in turns?", "attention_rivals", _attention_rivals
+    ),
+    "flash_leaderboard": Experiment(
+        "How fast is attention as the course's leaderboard timed it?", "flash_leaderboard", _flash_leaderboard
     ),
     "memory_model": Experiment("What needs how much memory, before a GPU is paid for?", "memory_model", _memory_model),
     "accumulation": Experiment("Where does precision get lost when adding up?", "accumulation", _accumulation),

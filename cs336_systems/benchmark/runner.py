@@ -24,15 +24,18 @@ from queue import Empty, Queue
 from typing import IO, Any
 
 from cs336_systems import record
-from cs336_systems.benchmark.catalogue import EXPERIMENTS
+from cs336_systems.benchmark.catalogue import ATTENTION_INSTRUMENTS, EXPERIMENTS
 from cs336_systems.benchmark.progress import Progress
 from cs336_systems.config import RunConfig, UserError
+from cs336_systems.measure.attention_model import AttentionShape, least_compiled, naive_peak
 from cs336_systems.measure.memory_model import estimate
 from cs336_systems.record import CELL_TIME, GIB, Environment, Record
 
 DEFAULT_TIMEOUT = 1800.0
 WARM_UP = RunConfig.warmup_steps
 LARGEST_LIMIT = 1e7
+HEADLINES = ("step_time", "forward_backward_time", "leaderboard_time")
+"""What is said of a cell when it ends: the first of these that it has."""
 FIT_MARGIN = 1.03
 """The memory model errs by up to 2%: a cell is skipped only when it is out of reach even so."""
 
@@ -58,6 +61,9 @@ class Cell:
 
     @property
     def name(self) -> str:
+        if self.instrument in ATTENTION_INSTRUMENTS:
+            implementation = self.config.get("implementation", "in turns")
+            return f"{self.instrument} {AttentionShape.of(self.config)} {implementation}"
         if self.instrument != "step":
             return " ".join([self.instrument, *(str(v) for v in self.config.values() if isinstance(v, str) and v)])
         config = RunConfig.from_dict(self.config)
@@ -75,6 +81,23 @@ def gather(requests: Iterable[tuple[str, dict[str, Any]]]) -> list[Cell]:
         cell = Cell(EXPERIMENTS[experiment].instrument, config)
         cells.setdefault(cell.key, cell).wanted_by[experiment] = config
     return list(cells.values())
+
+
+@dataclass(frozen=True)
+class Need:
+    """Bytes that a cell takes by a model on paper, and bytes that its device has."""
+
+    predicted: int
+    capacity: int
+    at_least: bool = False
+
+    @property
+    def fits(self) -> bool:
+        return self.predicted <= FIT_MARGIN * self.capacity
+
+    def __str__(self) -> str:
+        bound = "at least " if self.at_least else ""
+        return f"needs {bound}{self.predicted / GIB:.1f} GiB of {self.capacity / GIB:.1f} GiB"
 
 
 @dataclass
@@ -172,8 +195,8 @@ class Runner:
 
     def _measure(self, cell: Cell) -> list[Record]:
         need = self._need(cell)
-        if need is not None and need[0] > FIT_MARGIN * need[1]:
-            return self._records(cell, [], f"oom: {_in_words(need)} (predicted, not tried)", 0.0, self.environment)
+        if need is not None and not need.fits:
+            return self._records(cell, [], f"oom: {need} (predicted, not tried)", 0.0, self.environment)
         answer = self._ask(cell)
         match answer["event"]:
             case "measured":
@@ -182,8 +205,8 @@ class Runner:
             case "user_error":
                 raise UserError(answer["message"])
         status = answer["status"]
-        if status == "oom" and cell.instrument == "step":
-            status = f"oom: {_in_words(need)}"
+        if status == "oom":
+            status = f"oom: {need or 'out of memory'}"
         return self._records(cell, [], status, answer.get("seconds", 0.0), self.environment)
 
     def _ask(self, cell: Cell) -> dict[str, Any]:
@@ -202,13 +225,22 @@ class Runner:
             self.worker.stop()
             self.worker = None
 
-    def _need(self, cell: Cell) -> tuple[int, int] | None:
-        """Bytes that a cell needs by the memory model and bytes that its device has; None where either is unknown."""
+    def _need(self, cell: Cell) -> Need | None:
+        """None where nothing is known: of a user's model, of what a compiler keeps, of a device's memory."""
         config = cell.config
-        if cell.instrument != "step" or config["compile"] or config["model_factory"] is not None:
+        on_cuda = config.get("device", "cpu").startswith("cuda")
+        capacity = self.environment.gpu_memory if on_cuda else self.environment.memory
+        if capacity is None:
             return None
-        capacity = self.environment.gpu_memory if config["device"].startswith("cuda") else self.environment.memory
-        return (estimate(RunConfig.from_dict(config)).peak, capacity) if capacity is not None else None
+        match cell.instrument, config.get("implementation"):
+            case "step", _ if not config["compile"] and config["model_factory"] is None:
+                return Need(estimate(RunConfig.from_dict(config)).peak, capacity)
+            case "pytorch_attention" | "flash", "reference":
+                keeps_graph = cell.instrument == "flash"  # to time backward alone
+                return Need(naive_peak(AttentionShape.of(config), on_cuda=on_cuda, keeps_graph=keeps_graph), capacity)
+            case "pytorch_attention" | "flash", "compiled":
+                return Need(least_compiled(AttentionShape.of(config)), capacity, at_least=True)
+        return None
 
     def _records(
         self, cell: Cell, metrics: list[list[Any]], status: str, seconds: float, environment: Environment
@@ -306,16 +338,13 @@ def _is_result(item: Record) -> bool:
     return item.metric == CELL_TIME and (item.ok or item.status.startswith("oom"))
 
 
-def _in_words(need: tuple[int, int] | None) -> str:
-    return f"needs {need[0] / GIB:.1f} GiB of {need[1] / GIB:.1f} GiB" if need is not None else "out of memory"
-
-
 def _headline(records: list[Record]) -> str:
     if not records[-1].ok:
         return records[-1].status
     for item in records:
-        if item.metric == "step_time":
-            return f"{record.summarize(item.numbers).mean * 1e3:.1f} ms"
+        if item.metric in HEADLINES:
+            mean = record.summarize(item.numbers).mean * 1e3
+            return f"{mean:.{1 if mean >= 1 else 3}f} ms"
     return "done"
 
 

@@ -1,24 +1,223 @@
-"""One meaning, several implementations: `attention(q, k, v, impl=...)`."""
+"""One meaning, several implementations: `attention(q, k, v, impl=...)`, the only dispatch."""
 
+import functools
+import importlib.util
+import math
+import os
+import warnings
+from typing import Literal, overload
+
+import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from cs336_systems.kernels.reference import attention_reference
+from cs336_systems.kernels import flash_ops  # noqa: F401 (registers the operators)
+from cs336_systems.kernels.band import Band, Window, resolve
+from cs336_systems.kernels.reference import attention_and_lse, attention_reference
 
-IMPLEMENTATIONS = ("auto", "reference", "sdpa")
+IMPLEMENTATIONS = ("auto", "reference", "flash_torch", "flash_triton", "sdpa")
+MAX_HEAD_DIM = 256
+TRITON_DTYPES = (torch.float32, torch.float16, torch.bfloat16)
+DTYPES = (*TRITON_DTYPES, torch.float64)
+
+
+@overload
+def attention(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    *,
+    is_causal: bool | str = False,
+    scale: float | None = None,
+    window: Window = None,
+    impl: str = "auto",
+    deterministic: bool = False,
+    return_lse: Literal[False] = False,
+) -> Tensor: ...
+
+
+@overload
+def attention(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    *,
+    is_causal: bool | str = False,
+    scale: float | None = None,
+    window: Window = None,
+    impl: str = "auto",
+    deterministic: bool = False,
+    return_lse: Literal[True],
+) -> tuple[Tensor, Tensor]: ...
 
 
 def attention(
-    q: Tensor, k: Tensor, v: Tensor, *, is_causal: bool = False, scale: float | None = None, impl: str = "auto"
-) -> Tensor:
-    """Scaled dot-product attention over (batch, heads, seq, d). `scale` defaults to 1 / sqrt(d).
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    *,
+    is_causal: bool | str = False,
+    scale: float | None = None,
+    window: Window = None,
+    impl: str = "auto",
+    deterministic: bool = False,
+    return_lse: bool = False,
+) -> Tensor | tuple[Tensor, Tensor]:
+    """softmax(q k^T * scale) v over q (batch, heads, len_q, d) and k, v (batch, kv_heads, len_k, d).
 
-    `impl`: "reference" forms the whole score matrix; "sdpa" is PyTorch's fused kernel; "auto" is the best for the
-    machine, at present always "sdpa".
+    - Grouped query: heads is a multiple of kv_heads; query heads share KV heads in order, nothing is copied.
+    - `is_causal`: True or "top-left" hides keys j > i from query i, as in torch's SDPA; "bottom-right" aligns the last
+      query with the last key: j > i + len_k - len_q.
+    - `window`: w or (left, right) hides keys further than that from the query's own position; None: no bound.
+    - `scale` defaults to 1 / sqrt(d).
+    - `impl`: "reference" forms the whole score matrix; "flash_torch" goes tile by tile in plain PyTorch; "flash_triton"
+      by Triton kernels (fp32, fp16, bf16 on GPUs of compute capability 8.0 or more); "sdpa" is torch's own; "auto" is
+      the best for the device, dtype and shape.
+    - `deterministic`: gradients are the same to the bit in every run. Ours always are.
+    - `return_lse`: also the logsumexp of the scaled scores, (batch, heads, len_q), differentiable.
+
+    A query that sees no key gives 0 (logsumexp -inf), and gradients of 0.
     """
-    match impl:
+    check(q, k, v)
+    band = resolve(is_causal, window, q.shape[2], k.shape[2])
+    scale = _checked_scale(q, scale)
+    if scale <= 0:
+        # Fused kernels take the largest score before they scale, so they need a scale above 0: its sign goes into q.
+        # (torch's own give NaN for a negative one on a CPU.)
+        q, scale = (-q, -scale) if scale else (q * 0, 1.0)
+    match choose(q, deterministic, return_lse) if impl == "auto" else impl:
         case "reference":
-            return attention_reference(q, k, v, is_causal=is_causal, scale=scale)
-        case "sdpa" | "auto":
-            return F.scaled_dot_product_attention(q, k, v, is_causal=is_causal, scale=scale)
-    raise ValueError(f"unknown attention implementation {impl!r}; choose one of: {', '.join(IMPLEMENTATIONS)}")
+            return _reference(q, k, v, band, scale, return_lse)
+        case "flash_torch":
+            op = torch.ops.cs336.flash_torch_forward.default
+        case "flash_triton":
+            require_triton(q)
+            op = torch.ops.cs336.flash_triton_forward.default
+        case "sdpa":
+            return _sdpa(q, k, v, band, scale, deterministic, return_lse)
+        case _:
+            raise ValueError(f"unknown attention implementation {impl!r}; choose one of: {', '.join(IMPLEMENTATIONS)}")
+    out, lse = op(q, k, v, scale, band.lo, band.hi)
+    return (out, lse) if return_lse else out
+
+
+# -- implementations --------------------------------------------------------------------------------------------------
+
+
+def choose(q: Tensor, deterministic: bool = False, return_lse: bool = False) -> str:
+    """What "auto" means for these tensors."""
+    dtype = torch.get_autocast_dtype(q.device.type) if torch.is_autocast_enabled(q.device.type) else q.dtype
+    sdpa_can = not return_lse and not (deterministic and q.is_cuda)
+    # In fp32 wide heads leave the Triton kernels no registers; torch's kernel is the faster one there.
+    sdpa_is_better = sdpa_can and dtype == torch.float32 and q.shape[-1] > 64
+    if q.is_cuda and dtype in TRITON_DTYPES and not sdpa_is_better:
+        problem = triton_problem(q.device)
+        if problem is None:
+            return "flash_triton"
+        _say_once(f"attention: {problem}; using torch's own kernels instead")
+    return "sdpa" if sdpa_can else "flash_torch"
+
+
+def _reference(
+    q: Tensor, k: Tensor, v: Tensor, band: Band, scale: float, return_lse: bool
+) -> Tensor | tuple[Tensor, Tensor]:
+    plain = q.shape[1] == k.shape[1] and band in (Band(), Band(hi=0)) and k.shape[2] > 0
+    if plain and not return_lse:
+        return attention_reference(q, k, v, is_causal=band.hi == 0, scale=scale)
+    out, lse = attention_and_lse(q, k, v, band, scale)
+    return (out, lse) if return_lse else out
+
+
+def _sdpa(
+    q: Tensor, k: Tensor, v: Tensor, band: Band, scale: float, deterministic: bool, return_lse: bool
+) -> Tensor | tuple[Tensor, Tensor]:
+    if return_lse:
+        raise ValueError("impl='sdpa' has no logsumexp to return; use impl='auto', 'flash_torch' or 'flash_triton'")
+    if deterministic and q.is_cuda:
+        raise ValueError("impl='sdpa' is not deterministic on a GPU; use impl='auto' or 'flash_triton'")
+    mask = None
+    if band not in (Band(), Band(hi=0)):
+        distance = torch.arange(k.shape[2], device=q.device) - torch.arange(q.shape[2], device=q.device)[:, None]
+        mask = torch.ones_like(distance, dtype=torch.bool)
+        if band.lo is not None:
+            mask &= distance >= band.lo
+        if band.hi is not None:
+            mask &= distance <= band.hi
+    return F.scaled_dot_product_attention(
+        q, k, v, attn_mask=mask, is_causal=band == Band(hi=0), scale=scale, enable_gqa=q.shape[1] != k.shape[1]
+    )
+
+
+def require_triton(q: Tensor) -> None:
+    problem = triton_problem(q.device)
+    if problem is None and q.dtype not in TRITON_DTYPES:
+        problem = f"impl='flash_triton' takes fp32, fp16 or bf16, got {_name(q.dtype)}"
+    if problem is not None:
+        raise ValueError(f"{problem}; use impl='auto' or impl='flash_torch'")
+
+
+@functools.cache
+def triton_problem(device: torch.device) -> str | None:
+    """Why the Triton kernels cannot run on a device; None where they can."""
+    if importlib.util.find_spec("triton") is None:
+        return "triton is not installed"
+    if os.environ.get("TRITON_INTERPRET") == "1":
+        return None
+    if device.type != "cuda":
+        return f"impl='flash_triton' needs a CUDA GPU, got tensors on {device.type!r}"
+    major, minor = torch.cuda.get_device_capability(device)
+    if (major, minor) < (8, 0):
+        gpu = torch.cuda.get_device_name(device)
+        return f"impl='flash_triton' needs compute capability 8.0, {gpu} has {major}.{minor}"
+    return None
+
+
+@functools.cache
+def _say_once(message: str) -> None:
+    warnings.warn(message, stacklevel=4)
+
+
+# -- what a user can get wrong ----------------------------------------------------------------------------------------
+
+
+def check(q: Tensor, k: Tensor, v: Tensor) -> None:
+    """ValueError, in one line, for tensors that attention does not take."""
+    if q.dim() != 4 or k.dim() != 4 or v.dim() != 4:
+        raise ValueError(f"q, k and v must have 4 dimensions (batch, heads, seq, d), got {_shapes(q, k, v)}")
+    if k.shape != v.shape or q.shape[0] != k.shape[0] or q.shape[3] != k.shape[3]:
+        raise ValueError(f"q, k and v must agree in batch and d, and k and v in all dimensions, got {_shapes(q, k, v)}")
+    heads, kv_heads, d = q.shape[1], k.shape[1], q.shape[3]
+    if kv_heads == 0 or heads % kv_heads:
+        raise ValueError(
+            f"{heads} query heads cannot share {kv_heads} KV heads evenly; make one a multiple of the other"
+        )
+    if not 1 <= d <= MAX_HEAD_DIM:
+        raise ValueError(f"head dim {d} is not supported; use one from 1 to {MAX_HEAD_DIM}")
+    if not (q.device == k.device == v.device):
+        raise ValueError(
+            f"q, k and v must be on one device, got {q.device}, {k.device}, {v.device}; move them with .to()"
+        )
+    if any(t.dtype not in DTYPES for t in (q, k, v)):
+        raise ValueError(f"attention takes fp32, fp16, bf16 or float64, got {_dtypes(q, k, v)}; cast them with .to()")
+    if not (q.dtype == k.dtype == v.dtype) and not torch.is_autocast_enabled(q.device.type):
+        raise ValueError(f"q, k and v must have one dtype, got {_dtypes(q, k, v)}; cast them with .to()")
+
+
+def _checked_scale(q: Tensor, scale: float | None) -> float:
+    if scale is None:
+        return 1 / math.sqrt(q.shape[-1])
+    if not math.isfinite(scale):
+        raise ValueError(f"scale must be a finite number, got {scale!r}; leave it out for 1 / sqrt(d)")
+    return float(scale)
+
+
+def _shapes(*tensors: Tensor) -> str:
+    return ", ".join(str(tuple(t.shape)) for t in tensors)
+
+
+def _name(dtype: torch.dtype) -> str:
+    return str(dtype).removeprefix("torch.")
+
+
+def _dtypes(*tensors: Tensor) -> str:
+    return ", ".join(_name(t.dtype) for t in tensors)

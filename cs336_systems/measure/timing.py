@@ -1,17 +1,22 @@
-"""The one timing loop: warm-up, then steps whose phases are synchronised, on any device and any number of ranks."""
+"""The one timing loop: warm-up, then steps whose phases are synchronised, on any device and any number of ranks.
+
+Single calls, too short for that loop, are timed by Triton's (`time_calls`).
+"""
 
 import timeit
 from collections import defaultdict
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 
 import torch
 import torch.distributed as dist
+from torch import Tensor
 
 from cs336_systems.step import Watch
 
 STEP = "step"
+FEW_CALLS = 3
 
 
 @dataclass
@@ -82,6 +87,38 @@ def time_steps(run: Callable[[Watch], object], *, device: torch.device, warmup_s
         warmup=list(cold.wall[STEP]),
         peak_memory=peak,
     )
+
+
+def time_calls(
+    call: Callable[[], object],
+    *,
+    device: torch.device,
+    warmup_ms: float,
+    rep_ms: float,
+    gradients: Sequence[Tensor] = (),
+) -> list[float]:
+    """Seconds of each of many calls that have been made before, with the gradients of `gradients` dropped before each.
+
+    On a GPU by `triton.testing.do_bench`: the L2 cache is emptied before each call, and the next one is queued before
+    the last has ended, so that microseconds count. It makes eight calls at least; where one alone takes longer than
+    all should, and on a CPU, a few steps of the loop above do.
+    """
+
+    def run(watch: Watch) -> None:
+        for tensor in gradients:
+            tensor.grad = None
+        call()
+
+    def loop(calls: int) -> list[float]:
+        return time_steps(run, device=device, warmup_steps=0, num_steps=calls).wall[STEP]
+
+    (once,) = loop(1)
+    if device.type != "cuda" or once * 1e3 > warmup_ms + rep_ms:
+        return loop(FEW_CALLS)
+    from triton.testing import do_bench
+
+    times = do_bench(call, warmup=warmup_ms, rep=rep_ms, grad_to_none=list(gradients), return_mode="all")
+    return [milliseconds / 1e3 for milliseconds in times]
 
 
 def _step(run: Callable[[Watch], object], stopwatch: Stopwatch) -> None:

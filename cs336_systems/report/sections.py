@@ -4,25 +4,28 @@ from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 from cs336_systems.config import MODES, PRECISIONS
-from cs336_systems.record import GIB, MIB, Record, Statistics, steady_from
+from cs336_systems.record import MIB, Record, steady_from
+from cs336_systems.report import attention
 from cs336_systems.report.cells import PHASES, CellView, group
+from cs336_systems.report.layout import (
+    FIELDS,
+    as_text,
+    cell_table,
+    gib,
+    key_columns,
+    keys,
+    ms,
+    number,
+    percent,
+    ratio,
+    remarks_on,
+    spread,
+    tflops,
+    title_of,
+    varying,
+)
 from cs336_systems.report.referee import remarks
 from cs336_systems.table import Column, Table
-
-# Fields of a configuration that may tell rows apart, with their headings. What is the same in all goes in the title.
-_FIELDS = {
-    "size": "size",
-    "model_factory": "model",
-    "context_length": "context",
-    "batch_size": "batch",
-    "vocab_size": "vocabulary",
-    "mode": "mode",
-    "precision": "precision",
-    "attention": "attention",
-    "checkpoint_blocks": "checkpoint",
-    "compile": "compiled",
-    "warmup_steps": "warm-up",
-}
 
 
 def tables(records: Iterable[Record]) -> list[Table]:
@@ -57,111 +60,6 @@ def _position(cell: CellView) -> tuple:
     )
 
 
-# -- formatting -------------------------------------------------------------------------------------------------------
-
-
-def _number(value: float | None, digits: int = 2) -> str:
-    return "N/A" if value is None else f"{value:,.{digits}f}"
-
-
-def _ms(seconds: float | None) -> str:
-    return "" if seconds is None else _number(seconds * 1e3, 2 if seconds < 1 else 1)
-
-
-def _spread(found: Statistics | None) -> str:
-    return f"{_ms(found.mean)} ± {_ms(found.std)}" if found else ""
-
-
-def _gib(size: float | None) -> str:
-    if size is None:
-        return ""
-    return _number(size / GIB, 2 if size >= GIB / 10 else 4)
-
-
-def _percent(share: float | None, digits: int = 1) -> str:
-    return "N/A" if share is None else f"{share:.{digits}%}"
-
-
-def _ratio(over: float | None, under: float | None) -> str:
-    return f"{over / under:.2f}x" if over and under else ""
-
-
-def _text(value: Any) -> str:
-    if isinstance(value, bool):
-        return "yes" if value else "no"
-    return "" if value is None else str(value)
-
-
-# -- pieces -----------------------------------------------------------------------------------------------------------
-
-
-def _varying(cells: Sequence[CellView], *, always: Sequence[str] = ("size",)) -> list[str]:
-    return [name for name in _FIELDS if name in always or len({_text(cell.get(name)) for cell in cells}) > 1]
-
-
-def _columns(names: Sequence[str]) -> list[Column]:
-    return [Column(_FIELDS[name], numeric=False) for name in names]
-
-
-def _keys(cell: CellView, names: Sequence[str]) -> list[str]:
-    return [_text(cell.get(name)) for name in names]
-
-
-def _title(experiment: str, what: str, cells: Sequence[CellView], shown: Sequence[str]) -> str:
-    """What the table holds, on which machine, and the settings that are the same in all rows, the usual ones unsaid."""
-    first = cells[0]
-    same = [name for name in _FIELDS if name not in shown and len({_text(cell.get(name)) for cell in cells}) == 1]
-    settings = [
-        f"{label} {_text(first.get(name))}" if label else _text(first.get(name))
-        for name, label in (
-            ("context_length", "context"),
-            ("batch_size", "batch"),
-            ("mode", ""),
-            ("precision", ""),
-            ("attention", "attention"),
-        )
-        if name in same and first.get(name) is not None
-    ]
-    unusual = {"vocab_size": 10_000, "checkpoint_blocks": 0, "compile": False, "warmup_steps": 5, "model_factory": None}
-    settings += [
-        f"{_FIELDS[name]} {_text(first.get(name))}"
-        for name, usual in unusual.items()
-        if name in same and first.get(name) not in (usual, None)
-    ]
-    machines = sorted({cell.machine for cell in cells})
-    return f"{experiment}: {what} · {', '.join([*machines, *settings])}"
-
-
-def _table(
-    what: str,
-    cells: Sequence[CellView],
-    shown: Sequence[str],
-    columns: Sequence[Column],
-    row: Callable[[CellView], list[str]],
-    notes: Sequence[str] | None = None,
-) -> Table:
-    """One row for each cell: its distinguishing fields, then `row`, or its verdict where it failed."""
-    rows = []
-    for cell in cells:
-        values = row(cell) if cell.ok else [cell.verdict] + [""] * (len(columns) - 1)
-        rows.append([*_keys(cell, shown), *values])
-    title = _title(cells[0].experiment, what, cells, shown)
-    return Table(title, [*_columns(shown), *columns], rows, _remarks(cells, shown) if notes is None else notes)
-
-
-def _remarks(cells: Sequence[CellView], shown: Sequence[str]) -> list[str]:
-    """The referee's, with the cells named as in the table's rows."""
-
-    def name(cell: CellView) -> str:
-        return " ".join(
-            f"{_FIELDS[field]} {text}" if text.isdigit() or text in ("yes", "no") else text
-            for field, text in zip(shown, _keys(cell, shown), strict=True)
-            if text
-        )
-
-    return remarks(cells, name)
-
-
 # -- sections ---------------------------------------------------------------------------------------------------------
 
 
@@ -170,7 +68,7 @@ def _steps(cells: Sequence[CellView]) -> list[Table]:
 
 
 def _phase_table(cells: Sequence[CellView]) -> Table:
-    shown = _varying(cells)
+    shown = varying(cells)
     columns = [
         Column("phase", numeric=False),
         *(Column(name, "ms") for name in ("mean", "std", "min", "max")),
@@ -179,20 +77,20 @@ def _phase_table(cells: Sequence[CellView]) -> Table:
     rows = []
     for cell in cells:
         if not cell.ok:
-            rows.append([*_keys(cell, shown), cell.verdict, *[""] * 5])
+            rows.append([*keys(cell, shown), cell.verdict, *[""] * 5])
         # A step of one phase has nothing to add up: the phase is shown, the step would only repeat it.
         phases = [phase for phase in PHASES if f"{phase}_time" in cell.metrics]
         for phase in phases[:-1] if len(phases) == 2 else phases:
             found = cell.statistics(f"{phase}_time")
             if found:
                 times = (found.mean, found.std, found.min, found.max)
-                rows.append([*_keys(cell, shown), phase, *map(_ms, times), str(found.n)])
-    title = _title(cells[0].experiment, "time by phase", cells, shown)
-    return Table(title, [*_columns(shown), *columns], rows)
+                rows.append([*keys(cell, shown), phase, *map(ms, times), str(found.n)])
+    title = title_of(cells[0].experiment, "time by phase", cells, shown)
+    return Table(title, [*key_columns(shown), *columns], rows)
 
 
 def _summary_table(cells: Sequence[CellView]) -> Table:
-    shown = _varying(cells)
+    shown = varying(cells)
     columns = [
         Column("step", "ms"),
         Column("tokens/s"),
@@ -205,43 +103,42 @@ def _summary_table(cells: Sequence[CellView]) -> Table:
     ]
 
     def row(cell: CellView) -> list[str]:
-        rate = cell.flops_per_second
         return [
-            _ms(cell.value("step_time")),
-            _number(cell.tokens_per_second, 0),
-            _number(rate / 1e12 if rate else None, 1 if rate and rate > 1e12 else 3),
-            _percent(cell.mfu),
-            _ratio(cell.value("backward_time"), cell.value("forward_time")),
-            _gib(cell.value("peak_memory")),
-            _gib(cell.value("predicted_memory")),
+            ms(cell.value("step_time")),
+            number(cell.tokens_per_second, 0),
+            tflops(cell.flops_per_second),
+            percent(cell.mfu),
+            ratio(cell.value("backward_time"), cell.value("forward_time")),
+            gib(cell.value("peak_memory")),
+            gib(cell.value("predicted_memory")),
             f"{cell.memory_error:+.1%}" if cell.memory_error is not None else "",
         ]
 
-    return _table("throughput and memory", cells, shown, columns, row)
+    return cell_table("throughput and memory", cells, shown, columns, row)
 
 
 def _warmup(cells: Sequence[CellView]) -> list[Table]:
-    shown = _varying(cells, always=("size", "warmup_steps"))
+    shown = varying(cells, always=("size", "warmup_steps"))
     phases = [Column("forward", "ms"), Column("backward", "ms"), Column("step", "ms")]
     columns = [*phases, Column("first step", "ms"), Column("steady from step")]
 
     def row(cell: CellView) -> list[str]:
         steps = cell.metrics["warmup_time"].numbers + cell.metrics["step_time"].numbers
         steady = steady_from(steps)
-        times = [_spread(cell.statistics(f"{phase}_time")) for phase in ("forward", "backward", "step")]
-        return [*times, _ms(steps[0]), "never" if steady is None else str(steady + 1)]
+        times = [spread(cell.statistics(f"{phase}_time")) for phase in ("forward", "backward", "step")]
+        return [*times, ms(steps[0]), "never" if steady is None else str(steady + 1)]
 
-    return [_table("mean ± std by warm-up steps", cells, shown, columns, row)]
+    return [cell_table("mean ± std by warm-up steps", cells, shown, columns, row)]
 
 
 def _against(
     cells: Sequence[CellView], field: str, baseline: Any, what: str, extra: Sequence[tuple[Column, Callable]] = ()
 ) -> Table:
     """Rows with their speed-up over the row that differs from them in `field` alone."""
-    shown = _varying(cells, always=("size", field))
+    shown = varying(cells, always=("size", field))
 
     def work(cell: CellView) -> tuple:
-        return (cell.machine, *(_text(cell.get(name)) for name in _FIELDS if name != field))
+        return (cell.machine, *(as_text(cell.get(name)) for name in FIELDS if name != field))
 
     bases = {work(cell): cell for cell in cells if cell.get(field) == baseline and cell.ok}
     columns = [
@@ -257,15 +154,15 @@ def _against(
         base = bases.get(work(cell))
         step = cell.statistics("step_time")
         return [
-            *(_ms(cell.value(f"{phase}_time")) for phase in ("forward", "backward", "optimizer", "step")),
-            _ms(step.std if step else None),
-            _ratio(base.value("step_time") if base else None, cell.value("step_time")),
-            _gib(cell.value("peak_memory")),
-            _ratio(cell.value("peak_memory"), base.value("peak_memory") if base else None),
+            *(ms(cell.value(f"{phase}_time")) for phase in ("forward", "backward", "optimizer", "step")),
+            ms(step.std if step else None),
+            ratio(base.value("step_time") if base else None, cell.value("step_time")),
+            gib(cell.value("peak_memory")),
+            ratio(cell.value("peak_memory"), base.value("peak_memory") if base else None),
             *(text(cell) for _, text in extra),
         ]
 
-    return _table(what, cells, shown, columns, row)
+    return cell_table(what, cells, shown, columns, row)
 
 
 def _precision(cells: Sequence[CellView]) -> list[Table]:
@@ -298,26 +195,26 @@ def _peak_memory(cells: Sequence[CellView]) -> list[Table]:
 
 
 def _prediction_table(what: str, cells: Sequence[CellView]) -> Table:
-    shown = _varying(cells)
+    shown = varying(cells)
     columns = [Column("measured", "GiB"), Column("predicted", "GiB"), Column("error")]
 
     def row(cell: CellView) -> list[str]:
         error = cell.memory_error
-        sizes = [_gib(cell.value("peak_memory")), _gib(cell.value("predicted_memory"))]
+        sizes = [gib(cell.value("peak_memory")), gib(cell.value("predicted_memory"))]
         return [*sizes, "" if error is None else f"{error:+.2%}"]
 
     judged = [(abs(cell.memory_error), cell) for cell in cells if cell.memory_error is not None]
     notes = [
-        note for note in _remarks(cells, shown) if "step times vary" not in note
+        note for note in remarks_on(cells, shown) if "step times vary" not in note
     ]  # times are not this table's subject
     if judged:
         error, worst = max(judged, key=lambda pair: pair[0])
-        notes = [f"worst of {len(judged)}: {error:.2%} ({' '.join(_keys(worst, shown))})", *notes]
-    return _table(what, cells, shown, columns, row, notes)
+        notes = [f"worst of {len(judged)}: {error:.2%} ({' '.join(keys(worst, shown))})", *notes]
+    return cell_table(what, cells, shown, columns, row, notes)
 
 
 def _timing_agreement(cells: Sequence[CellView]) -> list[Table]:
-    shown = _varying(cells)
+    shown = varying(cells)
     columns = [Column("phase", numeric=False), Column("wall clock", "ms"), Column("CUDA events", "ms")]
     columns += [Column("do_bench", "ms"), Column("wall over do_bench")]
     rows = []
@@ -325,14 +222,14 @@ def _timing_agreement(cells: Sequence[CellView]) -> list[Table]:
         for phase in ("forward", "backward", "step"):
             names = (f"{phase}_time", f"{phase}_event_time", f"do_bench_{phase}_time")
             wall, events, other = (cell.value(name) for name in names)
-            ratio = f"{wall / other - 1:+.2%}" if wall and other else ("" if cell.ok else cell.verdict)
-            rows.append([*_keys(cell, shown), phase, _ms(wall), _ms(events), _ms(other), ratio])
-    title = _title(cells[0].experiment, "the same work by three clocks (means)", cells, shown)
-    return [Table(title, [*_columns(shown), *columns], rows, _remarks(cells, shown))]
+            excess = f"{wall / other - 1:+.2%}" if wall and other else ("" if cell.ok else cell.verdict)
+            rows.append([*keys(cell, shown), phase, ms(wall), ms(events), ms(other), excess])
+    title = title_of(cells[0].experiment, "the same work by three clocks (means)", cells, shown)
+    return [Table(title, [*key_columns(shown), *columns], rows, remarks_on(cells, shown))]
 
 
 def _memory_model(cells: Sequence[CellView]) -> list[Table]:
-    shown = _varying(cells)
+    shown = varying(cells)
     names = (
         ("parameters", "parameter_memory"),
         ("gradients", "gradient_memory"),
@@ -348,9 +245,9 @@ def _memory_model(cells: Sequence[CellView]) -> list[Table]:
     def row(cell: CellView) -> list[str]:
         mib = [cell.value(name) for name in ("block_activation_memory", "residual_memory")]
         where = cell.metrics["peak_phase"].samples[0]
-        return [*(_gib(cell.value(name)) for _, name in names), *(_number((v or 0) / MIB, 0) for v in mib), str(where)]
+        return [*(gib(cell.value(name)) for _, name in names), *(number((v or 0) / MIB, 0) for v in mib), str(where)]
 
-    return [_table("predicted for a CUDA GPU, none needed", cells, shown, columns, row)]
+    return [cell_table("predicted for a CUDA GPU, none needed", cells, shown, columns, row)]
 
 
 def _accumulation(cells: Sequence[CellView]) -> list[Table]:
@@ -414,6 +311,10 @@ _SECTIONS: dict[str, Callable[[Sequence[CellView]], list[Table]]] = {
     "compile": _compile,
     "peak_memory": _peak_memory,
     "timing_agreement": _timing_agreement,
+    "pytorch_attention": attention.pytorch_attention,
+    "flash": attention.flash,
+    "attention_rivals": attention.attention_rivals,
+    "flash_leaderboard": attention.flash_leaderboard,
     "memory_model": _memory_model,
     "accumulation": _accumulation,
     "autocast_dtypes": _autocast_dtypes,

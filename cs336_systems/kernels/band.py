@@ -1,0 +1,56 @@
+"""Which keys a query sees: causal masks and sliding windows, aligned either way, are one band of the score matrix."""
+
+from dataclasses import dataclass
+
+ALIGNMENTS = ("top-left", "bottom-right")
+
+Window = int | tuple[int | None, int | None] | None
+
+
+@dataclass(frozen=True)
+class Band:
+    """Query i sees key j when lo <= j - i <= hi; None: no bound on that side."""
+
+    lo: int | None = None
+    hi: int | None = None
+
+    def hides_nothing(self, len_q: int, len_k: int) -> bool:
+        return (self.lo is None or self.lo <= 1 - len_q) and (self.hi is None or self.hi >= len_k - 1)
+
+    def has_empty_rows(self, len_q: int, len_k: int) -> bool:
+        """Whether some query sees no key: its output is 0, its logsumexp -inf."""
+        before_first = self.hi is not None and self.hi < 0 < len_q
+        after_last = self.lo is not None and len_q - 1 + self.lo > len_k - 1
+        crossed = self.lo is not None and self.hi is not None and self.lo > self.hi
+        return len_k == 0 or before_first or after_last or crossed
+
+    def keys_of(self, first: int, last: int, len_k: int) -> tuple[int, int]:
+        """Half-open range of the keys that any query of first..last (both included) sees."""
+        start = 0 if self.lo is None else max(0, first + self.lo)
+        stop = len_k if self.hi is None else min(len_k, last + self.hi + 1)
+        return start, max(start, stop)
+
+
+def resolve(is_causal: bool | str, window: Window, len_q: int, len_k: int) -> Band:
+    """The band that `attention`'s arguments mean; ValueError where they mean none."""
+    if not isinstance(is_causal, bool) and is_causal not in ALIGNMENTS:
+        raise ValueError(f"is_causal must be True, False, 'top-left' or 'bottom-right', got {is_causal!r}")
+    left, right = _sides(window)
+    if window is not None and len_q != len_k and isinstance(is_causal, bool):
+        raise ValueError(
+            f"window={window!r} on {len_q} queries and {len_k} keys needs an alignment: "
+            f"say is_causal='top-left' or is_causal='bottom-right'"
+        )
+    if is_causal:
+        right = 0 if right is None else min(right, 0)
+    shift = len_k - len_q if is_causal == "bottom-right" else 0
+    return Band(None if left is None else shift - left, None if right is None else shift + right)
+
+
+def _sides(window: Window) -> tuple[int | None, int | None]:
+    sides = window if isinstance(window, tuple) else (window, window)
+    if len(sides) != 2 or not all(side is None or (type(side) is int and side >= 0) for side in sides):
+        raise ValueError(
+            f"window must be None, a whole number of at least 0, or a pair (left, right) of those, got {window!r}"
+        )
+    return sides

@@ -1,0 +1,226 @@
+"""Launches the kernels of flash_triton.py: chooses tiles, describes tensors, and makes a repeated call cheap.
+
+A small problem is over before Python has launched it. So what a call works out from shapes and strides (its plan: tile,
+grid, whole-number arguments, the compiled kernel) is kept, and the next call of that kind goes straight to the driver.
+"""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import triton
+from torch import Tensor
+from triton.tools.tensor_descriptor import TensorDescriptor
+
+from cs336_systems.kernels import flash_triton, layout, tiles
+from cs336_systems.kernels.band import Band
+from cs336_systems.kernels.tiles import Key, Tile
+
+INTERPRETED = not isinstance(flash_triton.forward_kernel, triton.runtime.JITFunction)
+
+FP32_PRODUCTS = "tf32x3"
+"""How products of fp32 are formed where torch's own may not use TF32. "tf32x3" adds three TF32 products of the upper
+and lower halves of the operands, on the tensor cores, and its error is that of fp32; "ieee" multiplies and adds in
+fp32."""
+
+L2_SHARE = 32 << 20
+"""Bytes that the heads of a section read again and again; with more in flight they evict each other's."""
+SMALLEST_FOR_DESCRIPTORS = 0 if INTERPRETED else 1 << 21
+"""Elements of q below which encoding descriptors for each call takes longer than they save."""
+LARGEST_ROW_STRIDE = 1 << 22
+"""A tile's offsets are 32 bits wide: its rows times this must fit."""
+MOST_PLANS = 4096
+
+
+def forward(q: Tensor, k: Tensor, v: Tensor, scale: float, band: Band) -> tuple[Tensor, Tensor]:
+    """Output, in q's layout, and logsumexp. q: (batch, heads, len_q, d); k, v: (batch, kv_heads, len_k, d)."""
+    out = layout.empty_like(q)
+    q, k, v = _usable(q), _usable(k), _usable(v)
+    lse = torch.empty(q.shape[:-1], dtype=torch.float32, device=q.device)
+    if k.shape[2] == 0:
+        return out.zero_(), lse.fill_(-torch.inf)
+    if q.numel():
+        tensors = (q, k, v, out)
+        (launch,) = _plans(
+            ("forward", band, products(), *_facts(q, k, v)), lambda: [plan("forward", tensors, band)]
+        )  # fmt: skip
+        launch(tensors, (lse,), scale)
+    return out, lse
+
+
+def backward(
+    grad: Tensor, grad_lse: Tensor | None, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor,
+    scale: float, band: Band,
+) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
+    """Gradients of q, k and v, each in the layout of its tensor."""
+    dq, dk, dv = layout.empty_like(q), layout.empty_like(k), layout.empty_like(v)
+    q, k, v, out, grad = _usable(q), _usable(k), _usable(v), _usable(out), _usable(grad)
+    if not q.numel() or not k.numel():
+        return dq.zero_(), dk.zero_(), dv.zero_()
+    delta = torch.empty_like(lse)
+    if grad_lse is not None:
+        grad_lse = grad_lse.contiguous()
+    for_q, for_kv = (q, k, v, out, grad, dq), (q, k, v, grad, dk, dv)
+    launch_q, launch_kv = _plans(
+        ("backward", band, products(), grad_lse is None, *_facts(q, k, v, out, grad)),
+        lambda: [plan("grad_q", for_q, band), plan("grad_kv", for_kv, band)],
+    )
+    launch_q(for_q, (lse, grad_lse, delta), scale)
+    launch_kv(for_kv, (lse, delta), scale)
+    return dq, dk, dv
+
+
+def products() -> str:
+    """How products of fp32 are formed now: torch's own setting decides whether TF32 may be."""
+    return FP32_PRODUCTS if torch.get_float32_matmul_precision() == "highest" else "tf32"
+
+
+def _usable(t: Tensor) -> Tensor:
+    """The kernels want contiguous rows, and rows apart by neither 0 nor very far; the rest is copied."""
+    return t if t.stride(-1) == 1 and 0 < t.stride(-2) < LARGEST_ROW_STRIDE else t.contiguous()
+
+
+# -- plans ------------------------------------------------------------------------------------------------------------
+
+
+SIDES = {"forward": "qkkq", "grad_q": "qkkqqq", "grad_kv": "qkkqkk"}
+"""Kernel -> for each tensor it moves in tiles whether its rows are queries or keys."""
+
+
+def plan(kernel: str, tensors: Sequence[Tensor], band: Band, tile: Tile | None = None) -> "Plan":
+    """`tensors`: those of SIDES, in the kernel's order; they begin with q and k."""
+    q, k = tensors[:2]
+    (batch, heads, len_q, d), (_, kv_heads, len_k, _) = q.shape, k.shape
+    tile = tile or tiles.choose(tile_key(kernel, tensors, band), q.device)
+    # A program owns a block of queries and reads keys again and again, or the other way round.
+    if kernel == "grad_kv":
+        owners, blocks = kv_heads, triton.cdiv(len_k, tile.block_n)
+        bytes_read = 2 * len_q * d * q.element_size() * heads / kv_heads
+    else:
+        owners, blocks = heads, triton.cdiv(len_q, tile.block_m)
+        bytes_read = 2 * len_k * d * q.element_size() * kv_heads / heads
+    section = max(1, min(batch * owners, int(L2_SHARE / bytes_read)))
+    by_descriptor = _can_describe(tensors)
+    block_d = padded(d)
+    rows = {"q": tile.block_m, "k": tile.block_n}
+    return Plan(
+        kernel=getattr(flash_triton, f"{kernel}_kernel"),
+        programs=blocks * batch * owners,
+        device=q.device.index,
+        descriptors=[
+            _description(t, [1, 1, rows[side], block_d]) for t, side in zip(tensors, SIDES[kernel], strict=True)
+        ]
+        if by_descriptor
+        else None,
+        before_scale=(
+            *(tuple(t.stride()[:3]) for t in tensors),
+            *(owners, heads // kv_heads, len_q, len_k, d, (band.lo, band.hi)),
+        ),
+        after_scale=(
+            *(blocks, batch * owners, section, tile.block_m, tile.block_n, block_d, by_descriptor),
+            products() if q.dtype == torch.float32 else "ieee",
+        ),
+        options={"num_warps": tile.num_warps, "num_stages": tile.num_stages},
+    )
+
+
+def padded(d: int) -> int:
+    """The head dim as the kernels see it: tensor cores want 16 at least, Triton's tiles want powers of 2."""
+    return max(16, triton.next_power_of_2(d))
+
+
+def tile_key(kernel: str, tensors: Sequence[Tensor], band: Band) -> Key:
+    q = tensors[0]
+    return Key(kernel, 8 * q.element_size(), padded(q.shape[3]), band.hi is not None, _can_describe(tensors))
+
+
+def _can_describe(tensors: Sequence[Tensor]) -> bool:
+    """Whether TMA can, and should, move all of these."""
+    q = tensors[0]
+    return (
+        (INTERPRETED or torch.cuda.get_device_capability(q.device) >= (9, 0))
+        and q.element_size() == 2
+        and q.numel() >= SMALLEST_FOR_DESCRIPTORS
+        and all(t.data_ptr() % 16 == 0 and _strides_suit(t) for t in tensors)
+    )  # fmt: skip
+
+
+def _strides_suit(t: Tensor) -> bool:
+    """Multiples of 16 bytes, none of them 0."""
+    return all(n == 1 or (s > 0 and s % 8 == 0) for n, s in zip(t.shape[:3], t.stride()[:3], strict=True))
+
+
+def _description(t: Tensor, block_shape: list[int]) -> dict[str, Any]:
+    """The fields of a TensorDescriptor, all but the tensor; checked once, here."""
+    # The stride of a dimension of 1 means nothing, but must be a multiple of 16 bytes all the same.
+    strides = [s if n > 1 else 8 for n, s in zip(t.shape[:3], t.stride()[:3], strict=True)] + [1]
+    fields = dict(vars(TensorDescriptor(t, list(t.shape), strides, block_shape)))
+    del fields["base"]
+    return fields
+
+
+@dataclass
+class Plan:
+    """One kernel for tensors of certain shapes, strides and alignment."""
+
+    kernel: Any
+    programs: int
+    device: int | None
+    descriptors: list[dict[str, Any]] | None
+    before_scale: tuple[Any, ...]
+    after_scale: tuple[Any, ...]
+    options: dict[str, int]
+    compiled: Any = None
+
+    def __call__(self, tensors: Sequence[Any], rows: Sequence[Tensor | None], scale: float) -> None:
+        arguments = self.arguments(tensors, rows, scale)
+        if self.device is None or self.device == torch.cuda.current_device():
+            self._launch(arguments)
+        else:
+            with torch.cuda.device(self.device):
+                self._launch(arguments)
+
+    def arguments(self, tensors: Sequence[Any], rows: Sequence[Tensor | None], scale: float) -> tuple[Any, ...]:
+        if self.descriptors is not None:
+            tensors = [_descriptor(fields, t) for fields, t in zip(self.descriptors, tensors, strict=True)]
+        return (*tensors, *rows, *self.before_scale, scale, *self.after_scale)
+
+    def _launch(self, arguments: tuple[Any, ...]) -> None:
+        compiled = self.compiled
+        if compiled is None:
+            compiled = self.kernel[(self.programs,)](*arguments, **self.options)
+            self.compiled = None if INTERPRETED else compiled
+            return
+        # What `kernel[grid](...)` ends in, without finding out again which of its specialisations these arguments need.
+        stream = triton.runtime.driver.active.get_current_stream(self.device)
+        compiled.run(
+            self.programs, 1, 1, stream, compiled.function, compiled.packed_metadata, None, None, None, *arguments
+        )  # fmt: skip
+
+
+def _descriptor(fields: dict[str, Any], base: Tensor) -> TensorDescriptor:
+    descriptor = TensorDescriptor.__new__(TensorDescriptor)
+    descriptor.__dict__.update(fields, base=base)
+    return descriptor
+
+
+_known: dict[tuple[Any, ...], list[Plan]] = {}
+
+
+def _facts(*tensors: Tensor) -> list[Any]:
+    """All that a plan depends on."""
+    first = tensors[0]
+    facts: list[Any] = [first.dtype, first.device, first.shape, tensors[1].shape]
+    for t in tensors:
+        facts += (t.stride(), t.data_ptr() % 16)
+    return facts
+
+
+def _plans(key: tuple[Any, ...], make: Callable[[], list[Plan]]) -> list[Plan]:
+    found = _known.get(key)
+    if found is None:
+        if len(_known) >= MOST_PLANS:
+            _known.clear()
+        found = _known[key] = make()
+    return found

@@ -1,0 +1,203 @@
+"""The fused implementations as PyTorch operators, and as the two autograd Functions of the course's interface.
+
+As operators (`torch.ops.cs336.flash_triton_forward` and so on) they are opaque to torch.compile, which keeps a graph
+whole around them; each has its shape-only version, its gradient, its cast under autocast and its FLOPs.
+"""
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.utils.flop_counter import register_flop_formula
+
+from cs336_systems.kernels import flash_torch, layout
+from cs336_systems.kernels.band import Band, resolve
+
+IMPLEMENTATIONS = ("flash_torch", "flash_triton")
+
+_library = torch.library.Library("cs336", "DEF")
+
+
+def _torch_forward(
+    q: Tensor, k: Tensor, v: Tensor, scale: float, lo: int | None, hi: int | None
+) -> tuple[Tensor, Tensor]:
+    return flash_torch.forward(q, k, v, scale, Band(lo, hi))
+
+
+def _torch_backward(
+    grad: Tensor, grad_lse: Tensor | None, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor,
+    scale: float, lo: int | None, hi: int | None,
+) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
+    return flash_torch.backward(grad, grad_lse, q, k, v, out, lse, scale, Band(lo, hi))
+
+
+def _triton_forward(
+    q: Tensor, k: Tensor, v: Tensor, scale: float, lo: int | None, hi: int | None
+) -> tuple[Tensor, Tensor]:
+    from cs336_systems.kernels import flash_launch
+
+    return flash_launch.forward(q, k, v, scale, Band(lo, hi))
+
+
+def _triton_backward(
+    grad: Tensor, grad_lse: Tensor | None, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor,
+    scale: float, lo: int | None, hi: int | None,
+) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
+    from cs336_systems.kernels import flash_launch
+
+    return flash_launch.backward(grad, grad_lse, q, k, v, out, lse, scale, Band(lo, hi))
+
+
+# -- registration -----------------------------------------------------------------------------------------------------
+
+
+def _register(name: str, forward: Callable, backward: Callable) -> None:
+    _library.define(
+        f"{name}_forward(Tensor q, Tensor k, Tensor v, float scale, int? lo, int? hi) -> (Tensor, Tensor)",
+        tags=(torch.Tag.pt2_compliant_tag,),
+    )
+    _library.define(
+        f"{name}_backward(Tensor grad, Tensor? grad_lse, Tensor q, Tensor k, Tensor v, Tensor out, Tensor lse, "
+        f"float scale, int? lo, int? hi) -> (Tensor, Tensor, Tensor)",
+        tags=(torch.Tag.pt2_compliant_tag,),
+    )
+    forward_op = getattr(torch.ops.cs336, f"{name}_forward")
+    backward_op = getattr(torch.ops.cs336, f"{name}_backward")
+    for device in ("CPU", "CUDA"):
+        _library.impl(f"{name}_forward", forward, device)
+        _library.impl(f"{name}_backward", backward, device)
+        _library.impl(f"{name}_forward", _with_cast(forward_op.default, device.lower()), f"Autocast{device}")
+    torch.library.register_fake(f"cs336::{name}_forward", _forward_shapes, lib=_library)
+    torch.library.register_fake(f"cs336::{name}_backward", _backward_shapes, lib=_library)
+
+    def gradients(ctx: Any, grad: Tensor | None, grad_lse: Tensor | None) -> tuple[Any, ...]:
+        return (*_backward(ctx, backward_op.default, grad, grad_lse), None, None, None)
+
+    torch.library.register_autograd(
+        f"cs336::{name}_forward", gradients, setup_context=_keep_for_backward, lib=_library
+    )  # fmt: skip
+    register_flop_formula(forward_op)(_forward_flops)
+    register_flop_formula(backward_op)(_backward_flops)
+
+
+def _keep_for_backward(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
+    q, k, v, *ctx.settings = inputs
+    ctx.save_for_backward(q, k, v, *output)
+    ctx.set_materialize_grads(False)  # the logsumexp seldom has a gradient: None is cheaper than zeros
+
+
+def _backward(ctx: Any, op: Callable, grad: Tensor | None, grad_lse: Tensor | None) -> tuple[Any, ...]:
+    q, k, v, out, lse = ctx.saved_tensors
+    if grad is None and grad_lse is None:
+        return None, None, None
+    if grad is None:
+        grad = torch.zeros_like(out)
+    return op(grad, grad_lse, q, k, v, out, lse, *ctx.settings)
+
+
+def _forward_shapes(
+    q: Tensor, k: Tensor, v: Tensor, scale: float, lo: int | None, hi: int | None
+) -> tuple[Tensor, Tensor]:
+    return layout.empty_like(q), q.new_empty(q.shape[:-1], dtype=torch.promote_types(q.dtype, torch.float32))
+
+
+def _backward_shapes(
+    grad: Tensor, grad_lse: Tensor | None, q: Tensor, k: Tensor, v: Tensor, *_: Any
+) -> tuple[Tensor, Tensor, Tensor]:
+    return layout.empty_like(q), layout.empty_like(k), layout.empty_like(v)
+
+
+def _with_cast(op: Callable, device: str) -> Callable:
+    """Under autocast fp32 becomes its dtype, as for torch's own attention."""
+    excluded = torch._C.DispatchKeySet(getattr(torch._C.DispatchKey, f"Autocast{device.upper()}"))
+
+    def cast_and_call(q: Tensor, k: Tensor, v: Tensor, *settings: Any) -> tuple[Tensor, Tensor]:
+        q, k, v = cast_for_autocast(q, k, v)
+        with torch._C._ExcludeDispatchKeyGuard(excluded):
+            return op(q, k, v, *settings)
+
+    return cast_and_call
+
+
+def cast_for_autocast(*tensors: Tensor) -> tuple[Tensor, ...]:
+    device = tensors[0].device.type
+    if not torch.is_autocast_enabled(device):
+        return tensors
+    dtype = torch.get_autocast_dtype(device)
+    return tuple(t.to(dtype) if t.dtype in (torch.float32, torch.float16, torch.bfloat16) else t for t in tensors)
+
+
+def _products(q: torch.Size, k: torch.Size) -> int:
+    """FLOPs of one matrix product over all scores; as in torch's counter, a mask does not make it less."""
+    batch, heads, len_q, d = q
+    return 2 * batch * heads * len_q * k[2] * d
+
+
+def _forward_flops(q: torch.Size, k: torch.Size, *_: Any, **__: Any) -> int:
+    return 2 * _products(q, k)
+
+
+def _backward_flops(grad: torch.Size, grad_lse: Any, q: torch.Size, k: torch.Size, *_: Any, **__: Any) -> int:
+    """Five: the scores again, and two for each of forward's."""
+    return 5 * _products(q, k)
+
+
+_register("flash_torch", _torch_forward, _torch_backward)
+_register("flash_triton", _triton_forward, _triton_backward)
+
+
+# -- the course's interface -------------------------------------------------------------------------------------------
+
+
+class FlashAttentionTorch(torch.autograd.Function):
+    """`apply(q, k, v, is_causal=False)` on (..., seq, d), tiled in plain PyTorch.
+
+    Keeps q, k, v, the output, and one tensor of shape (..., seq): the logsumexp, in natural logarithm.
+    """
+
+    @staticmethod
+    def forward(ctx: Any, q: Tensor, k: Tensor, v: Tensor, is_causal: bool = False) -> Tensor:
+        return _apply(ctx, torch.ops.cs336.flash_torch_forward.default, q, k, v, is_causal)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> Any:
+        return _gradients(ctx, torch.ops.cs336.flash_torch_backward.default, grad)
+
+
+class FlashAttentionTriton(torch.autograd.Function):
+    """The same by the Triton kernels."""
+
+    @staticmethod
+    def forward(ctx: Any, q: Tensor, k: Tensor, v: Tensor, is_causal: bool = False) -> Tensor:
+        return _apply(ctx, torch.ops.cs336.flash_triton_forward.default, q, k, v, is_causal)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> Any:
+        return _gradients(ctx, torch.ops.cs336.flash_triton_backward.default, grad)
+
+
+def _apply(ctx: Any, op: Callable, q: Tensor, k: Tensor, v: Tensor, is_causal: bool) -> Tensor:
+    if q.dim() < 3 or q.shape[:-2] != k.shape[:-2] or k.shape != v.shape or q.shape[-1] != k.shape[-1]:
+        raise ValueError(
+            f"q, k and v must be (..., seq, d) with the same leading dimensions and d, "
+            f"got {tuple(q.shape)}, {tuple(k.shape)}, {tuple(v.shape)}"
+        )
+    band = resolve(is_causal, None, q.shape[-2], k.shape[-2])
+    ctx.settings = (q.shape[-1] ** -0.5, band.lo, band.hi)
+    out, lse = op(_four(q), _four(k), _four(v), *ctx.settings)
+    out, lse = out.view(q.shape), lse.view(q.shape[:-1])
+    ctx.save_for_backward(q, k, v, out, lse)
+    return out
+
+
+def _gradients(ctx: Any, op: Callable, grad: Tensor) -> tuple[Any, ...]:
+    q, k, v, out, lse = ctx.saved_tensors
+    lse = lse.view(-1, 1, lse.shape[-1])
+    dq, dk, dv = op(_four(grad), None, _four(q), _four(k), _four(v), _four(out), lse, *ctx.settings)
+    return dq.view(q.shape), dk.view(k.shape), dv.view(v.shape), None
+
+
+def _four(t: Tensor) -> Tensor:
+    """(..., seq, d) -> (batch, 1 head, seq, d)."""
+    return t.reshape(-1, 1, *t.shape[-2:])

@@ -1,0 +1,65 @@
+"""Triton's attention kernels without a GPU: each group of cases in a process under Triton's interpreter.
+
+The interpreter knows nothing of races, alignment or shared memory; tests/test_gpu_attention.py is for those.
+"""
+
+import json
+import subprocess
+import sys
+from dataclasses import asdict
+from importlib.util import find_spec
+
+import pytest
+
+from tests.attention_cases import CASES, INTERPRETED, LAYOUTS, Case
+from tests.helpers import ROOT, clean_env
+
+pytestmark = [pytest.mark.slow, pytest.mark.skipif(find_spec("triton") is None, reason="needs triton")]
+
+
+def interpret(runs: list[tuple[Case, dict[str, object]]]) -> None:
+    arguments = [
+        {"fields": asdict(case), "dtype": "float32", "deterministic": False, **others} for case, others in runs
+    ]
+    done = subprocess.run(
+        [sys.executable, "-m", "tests.interpret_attention"],
+        input=json.dumps(arguments),
+        cwd=ROOT,
+        env=clean_env(TRITON_INTERPRET="1"),
+        capture_output=True,
+        encoding="utf-8",
+        timeout=240,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr[-2000:]
+    report = json.loads(done.stdout.splitlines()[-1])
+    assert report["runs"] == len(runs) > 0
+    assert not report["wrong"], "\n".join(report["wrong"])
+
+
+@pytest.mark.parametrize("dtype", ["float32", "float16"])
+@pytest.mark.parametrize("deterministic", [False, True])
+def test_every_kind_of_kernel(deterministic, dtype):
+    interpret([(case, {"dtype": dtype, "deterministic": deterministic}) for case in INTERPRETED])
+
+
+@pytest.mark.parametrize("group", range(4))
+def test_every_case(group):
+    """Each once, with dtypes, ways of the backward and gradients of the logsumexp in turn."""
+    interpret(
+        [
+            (case, {"dtype": ("float32", "float16")[i % 2], "deterministic": i % 3 == 0, "through_lse": i % 5 < 2})
+            for i, case in enumerate(list(CASES.values())[group::4])
+        ]
+    )
+
+
+def test_edges():
+    """Strides, nothing at all, and values that overflow where a key beyond the end is not left out."""
+    strided = Case(64, 128, d=8, is_causal="top-left", kv_heads=1)
+    runs = [(strided, {"layout": layout, "dout_layout": layout}) for layout in LAYOUTS]
+    runs += [(case, {"through_lse": True}) for case in (Case(5, 5, batch=0), Case(0, 5), Case(5, 0), Case(0, 0))]
+    large = [Case(length, length, is_causal=is_causal) for length in (1, 2, 5, 17) for is_causal in (False, True)]
+    runs += [(case, {"magnitude": 5, "large": True, "dtype": "float16"}) for case in large]
+    runs += [(Case(113, 113, window=9), {"magnitude": 50, "large": True})]
+    interpret([(case, {**others, "deterministic": bool(i % 2)}) for i, (case, others) in enumerate(runs)])
