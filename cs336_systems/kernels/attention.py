@@ -11,8 +11,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from cs336_systems.kernels import flash_ops  # noqa: F401 (registers the operators)
 from cs336_systems.kernels.band import Band, Window, resolve
+from cs336_systems.kernels.flash_ops import flash
 from cs336_systems.kernels.reference import attention_and_lse, attention_reference
 
 IMPLEMENTATIONS = ("auto", "reference", "flash_torch", "flash_triton", "sdpa")
@@ -85,20 +85,19 @@ def attention(
         # Fused kernels take the largest score before they scale, so they need a scale above 0: its sign goes into q.
         # (torch's own give NaN for a negative one on a CPU.)
         q, scale = (-q, -scale) if scale else (q * 0, 1.0)
-    match choose(q, deterministic, return_lse) if impl == "auto" else impl:
-        case "reference":
-            return _reference(q, k, v, band, scale, return_lse)
-        case "flash_torch":
-            op = torch.ops.cs336.flash_torch_forward.default
+    if impl == "auto":
+        impl = choose(q, deterministic, return_lse)
+    match impl:
         case "flash_triton":
             require_triton(q)
-            op = torch.ops.cs336.flash_triton_forward.default
+            return flash(impl, q, k, v, scale, band, return_lse)
+        case "flash_torch":
+            return flash(impl, q, k, v, scale, band, return_lse)
+        case "reference":
+            return _reference(q, k, v, band, scale, return_lse)
         case "sdpa":
             return _sdpa(q, k, v, band, scale, deterministic, return_lse)
-        case _:
-            raise ValueError(f"unknown attention implementation {impl!r}; choose one of: {', '.join(IMPLEMENTATIONS)}")
-    out, lse = op(q, k, v, scale, band.lo, band.hi)
-    return (out, lse) if return_lse else out
+    raise ValueError(f"unknown attention implementation {impl!r}; choose one of: {', '.join(IMPLEMENTATIONS)}")
 
 
 # -- implementations --------------------------------------------------------------------------------------------------
@@ -156,9 +155,18 @@ def require_triton(q: Tensor) -> None:
         raise ValueError(f"{problem}; use impl='auto' or impl='flash_torch'")
 
 
-@functools.cache
+_problems: dict[torch.device, str | None] = {}
+
+
+@torch.compiler.assume_constant_result
 def triton_problem(device: torch.device) -> str | None:
     """Why the Triton kernels cannot run on a device; None where they can."""
+    if device not in _problems:  # not functools.cache: torch.compile would trace through it
+        _problems[device] = _find_problem(device)
+    return _problems[device]
+
+
+def _find_problem(device: torch.device) -> str | None:
     if importlib.util.find_spec("triton") is None:
         return "triton is not installed"
     if os.environ.get("TRITON_INTERPRET") == "1":

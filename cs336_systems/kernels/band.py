@@ -1,14 +1,13 @@
 """Which keys a query sees: causal masks and sliding windows, aligned either way, are one band of the score matrix."""
 
-from dataclasses import dataclass
+from typing import NamedTuple
 
 ALIGNMENTS = ("top-left", "bottom-right")
 
 Window = int | tuple[int | None, int | None] | None
 
 
-@dataclass(frozen=True)
-class Band:
+class Band(NamedTuple):
     """Query i sees key j when lo <= j - i <= hi; None: no bound on that side."""
 
     lo: int | None = None

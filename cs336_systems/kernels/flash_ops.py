@@ -8,33 +8,91 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.utils.flop_counter import register_flop_formula
 
 from cs336_systems.kernels import flash_torch, layout
 from cs336_systems.kernels.band import Band, resolve
 
-IMPLEMENTATIONS = ("flash_torch", "flash_triton")
-
 _library = torch.library.Library("cs336", "DEF")
 
 
-def _torch_forward(
-    q: Tensor, k: Tensor, v: Tensor, scale: float, lo: int | None, hi: int | None
-) -> tuple[Tensor, Tensor]:
+def flash(
+    name: str, q: Tensor, k: Tensor, v: Tensor, scale: float, band: Band, return_lse: bool
+) -> Tensor | tuple[Tensor, Tensor]:
+    """Attention, and its logsumexp where wanted, by "flash_torch" or "flash_triton", of arguments that were checked."""
+    q, k, v = cast_for_autocast(q, k, v)
+    return _Flash.apply(name, q, k, v, scale, band, return_lse)
+
+
+class _Flash(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any, name: str, q: Tensor, k: Tensor, v: Tensor, scale: float, band: Band, return_lse: bool
+    ) -> Tensor | tuple[Tensor, Tensor]:
+        out, lse = _forward(name, q, k, v, scale, *band)
+        ctx.save_for_backward(q, k, v, out, lse)
+        ctx.settings = name, scale, *band
+        if not return_lse:
+            return out
+        ctx.set_materialize_grads(False)  # either result may have no gradient, and zeros would cost a pass over it
+        return out, lse
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor | None, grad_lse: Tensor | None = None) -> Any:
+        name, *settings = ctx.settings
+        return None, *_gradients(name, ctx.saved_tensors, settings, grad, grad_lse), None, None, None
+
+
+def _gradients(
+    name: str, saved: tuple[Tensor, ...], settings: list[Any], grad: Tensor | None, grad_lse: Tensor | None
+) -> tuple[Any, Any, Any]:
+    q, k, v, out, lse = saved
+    if grad is None and grad_lse is None:
+        return None, None, None
+    grad = torch.zeros_like(out) if grad is None else grad
+    return _backward(name, grad, grad_lse, q, k, v, out, lse, *settings)
+
+
+# -- operators --------------------------------------------------------------------------------------------------------
+
+
+def _forward(name: str, *arguments: Any) -> tuple[Tensor, Tensor]:
+    if _must_be_seen(arguments[0]):
+        return getattr(torch.ops.cs336, f"{name}_forward").default(*arguments)
+    return _FORWARD[name](*arguments)
+
+
+def _backward(name: str, *arguments: Any) -> tuple[Tensor, Tensor, Tensor]:
+    if _must_be_seen(arguments[0]):
+        return getattr(torch.ops.cs336, f"{name}_backward").default(*arguments)
+    return _BACKWARD[name](*arguments)
+
+
+def _must_be_seen(t: Tensor) -> bool:
+    """Whether anyone looks on: a compiler, a counter of FLOPs or memory, a tensor that is not plain.
+
+    They see operators. For nobody the operator would be called in vain, and a call costs more than a small kernel.
+    """
+    return (
+        torch.compiler.is_compiling()
+        or torch._C._len_torch_dispatch_stack() > 0
+        or type(t) not in (Tensor, nn.Parameter)
+    )  # fmt: skip
+
+
+def _torch_forward(q: Tensor, k: Tensor, v: Tensor, scale: float, lo: int | None, hi: int | None) -> Any:
     return flash_torch.forward(q, k, v, scale, Band(lo, hi))
 
 
 def _torch_backward(
     grad: Tensor, grad_lse: Tensor | None, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor,
     scale: float, lo: int | None, hi: int | None,
-) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
+) -> Any:  # fmt: skip
     return flash_torch.backward(grad, grad_lse, q, k, v, out, lse, scale, Band(lo, hi))
 
 
-def _triton_forward(
-    q: Tensor, k: Tensor, v: Tensor, scale: float, lo: int | None, hi: int | None
-) -> tuple[Tensor, Tensor]:
+def _triton_forward(q: Tensor, k: Tensor, v: Tensor, scale: float, lo: int | None, hi: int | None) -> Any:
     from cs336_systems.kernels import flash_launch
 
     return flash_launch.forward(q, k, v, scale, Band(lo, hi))
@@ -43,16 +101,17 @@ def _triton_forward(
 def _triton_backward(
     grad: Tensor, grad_lse: Tensor | None, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor,
     scale: float, lo: int | None, hi: int | None,
-) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
+) -> Any:  # fmt: skip
     from cs336_systems.kernels import flash_launch
 
     return flash_launch.backward(grad, grad_lse, q, k, v, out, lse, scale, Band(lo, hi))
 
 
-# -- registration -----------------------------------------------------------------------------------------------------
+_FORWARD: dict[str, Callable] = {"flash_torch": _torch_forward, "flash_triton": _triton_forward}
+_BACKWARD: dict[str, Callable] = {"flash_torch": _torch_backward, "flash_triton": _triton_backward}
 
 
-def _register(name: str, forward: Callable, backward: Callable) -> None:
+def _register(name: str) -> None:
     _library.define(
         f"{name}_forward(Tensor q, Tensor k, Tensor v, float scale, int? lo, int? hi) -> (Tensor, Tensor)",
         tags=(torch.Tag.pt2_compliant_tag,),
@@ -65,35 +124,23 @@ def _register(name: str, forward: Callable, backward: Callable) -> None:
     forward_op = getattr(torch.ops.cs336, f"{name}_forward")
     backward_op = getattr(torch.ops.cs336, f"{name}_backward")
     for device in ("CPU", "CUDA"):
-        _library.impl(f"{name}_forward", forward, device)
-        _library.impl(f"{name}_backward", backward, device)
-        _library.impl(f"{name}_forward", _with_cast(forward_op.default, device.lower()), f"Autocast{device}")
+        _library.impl(f"{name}_forward", _FORWARD[name], device)
+        _library.impl(f"{name}_backward", _BACKWARD[name], device)
+        _library.impl(f"{name}_forward", _with_cast(forward_op.default, device), f"Autocast{device}")
     torch.library.register_fake(f"cs336::{name}_forward", _forward_shapes, lib=_library)
     torch.library.register_fake(f"cs336::{name}_backward", _backward_shapes, lib=_library)
 
-    def gradients(ctx: Any, grad: Tensor | None, grad_lse: Tensor | None) -> tuple[Any, ...]:
-        return (*_backward(ctx, backward_op.default, grad, grad_lse), None, None, None)
+    def keep(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
+        ctx.save_for_backward(*inputs[:3], *output)
+        ctx.settings = inputs[3:]
+        ctx.set_materialize_grads(False)
 
-    torch.library.register_autograd(
-        f"cs336::{name}_forward", gradients, setup_context=_keep_for_backward, lib=_library
-    )  # fmt: skip
+    def gradients(ctx: Any, grad: Tensor | None, grad_lse: Tensor | None) -> tuple[Any, ...]:
+        return *_gradients(name, ctx.saved_tensors, ctx.settings, grad, grad_lse), None, None, None
+
+    torch.library.register_autograd(f"cs336::{name}_forward", gradients, setup_context=keep, lib=_library)
     register_flop_formula(forward_op)(_forward_flops)
     register_flop_formula(backward_op)(_backward_flops)
-
-
-def _keep_for_backward(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
-    q, k, v, *ctx.settings = inputs
-    ctx.save_for_backward(q, k, v, *output)
-    ctx.set_materialize_grads(False)  # the logsumexp seldom has a gradient: None is cheaper than zeros
-
-
-def _backward(ctx: Any, op: Callable, grad: Tensor | None, grad_lse: Tensor | None) -> tuple[Any, ...]:
-    q, k, v, out, lse = ctx.saved_tensors
-    if grad is None and grad_lse is None:
-        return None, None, None
-    if grad is None:
-        grad = torch.zeros_like(out)
-    return op(grad, grad_lse, q, k, v, out, lse, *ctx.settings)
 
 
 def _forward_shapes(
@@ -110,7 +157,7 @@ def _backward_shapes(
 
 def _with_cast(op: Callable, device: str) -> Callable:
     """Under autocast fp32 becomes its dtype, as for torch's own attention."""
-    excluded = torch._C.DispatchKeySet(getattr(torch._C.DispatchKey, f"Autocast{device.upper()}"))
+    excluded = torch._C.DispatchKeySet(getattr(torch._C.DispatchKey, f"Autocast{device}"))
 
     def cast_and_call(q: Tensor, k: Tensor, v: Tensor, *settings: Any) -> tuple[Tensor, Tensor]:
         q, k, v = cast_for_autocast(q, k, v)
@@ -143,8 +190,8 @@ def _backward_flops(grad: torch.Size, grad_lse: Any, q: torch.Size, k: torch.Siz
     return 5 * _products(q, k)
 
 
-_register("flash_torch", _torch_forward, _torch_backward)
-_register("flash_triton", _triton_forward, _triton_backward)
+for _name in _FORWARD:
+    _register(_name)
 
 
 # -- the course's interface -------------------------------------------------------------------------------------------
@@ -158,11 +205,11 @@ class FlashAttentionTorch(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, q: Tensor, k: Tensor, v: Tensor, is_causal: bool = False) -> Tensor:
-        return _apply(ctx, torch.ops.cs336.flash_torch_forward.default, q, k, v, is_causal)
+        return _course_forward(ctx, "flash_torch", q, k, v, is_causal)
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> Any:
-        return _gradients(ctx, torch.ops.cs336.flash_torch_backward.default, grad)
+        return _course_backward(ctx, "flash_torch", grad)
 
 
 class FlashAttentionTriton(torch.autograd.Function):
@@ -170,32 +217,31 @@ class FlashAttentionTriton(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, q: Tensor, k: Tensor, v: Tensor, is_causal: bool = False) -> Tensor:
-        return _apply(ctx, torch.ops.cs336.flash_triton_forward.default, q, k, v, is_causal)
+        return _course_forward(ctx, "flash_triton", q, k, v, is_causal)
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> Any:
-        return _gradients(ctx, torch.ops.cs336.flash_triton_backward.default, grad)
+        return _course_backward(ctx, "flash_triton", grad)
 
 
-def _apply(ctx: Any, op: Callable, q: Tensor, k: Tensor, v: Tensor, is_causal: bool) -> Tensor:
+def _course_forward(ctx: Any, name: str, q: Tensor, k: Tensor, v: Tensor, is_causal: bool) -> Tensor:
     if q.dim() < 3 or q.shape[:-2] != k.shape[:-2] or k.shape != v.shape or q.shape[-1] != k.shape[-1]:
         raise ValueError(
             f"q, k and v must be (..., seq, d) with the same leading dimensions and d, "
             f"got {tuple(q.shape)}, {tuple(k.shape)}, {tuple(v.shape)}"
         )
-    band = resolve(is_causal, None, q.shape[-2], k.shape[-2])
-    ctx.settings = (q.shape[-1] ** -0.5, band.lo, band.hi)
-    out, lse = op(_four(q), _four(k), _four(v), *ctx.settings)
+    ctx.settings = (q.shape[-1] ** -0.5, *resolve(is_causal, None, q.shape[-2], k.shape[-2]))
+    out, lse = _forward(name, _four(q), _four(k), _four(v), *ctx.settings)
     out, lse = out.view(q.shape), lse.view(q.shape[:-1])
     ctx.save_for_backward(q, k, v, out, lse)
     return out
 
 
-def _gradients(ctx: Any, op: Callable, grad: Tensor) -> tuple[Any, ...]:
+def _course_backward(ctx: Any, name: str, grad: Tensor) -> tuple[Any, ...]:
     q, k, v, out, lse = ctx.saved_tensors
     lse = lse.view(-1, 1, lse.shape[-1])
-    dq, dk, dv = op(_four(grad), None, _four(q), _four(k), _four(v), _four(out), lse, *ctx.settings)
-    return dq.view(q.shape), dk.view(k.shape), dv.view(v.shape), None
+    found = _backward(name, _four(grad), None, _four(q), _four(k), _four(v), _four(out), lse, *ctx.settings)
+    return *(g.view(t.shape) for g, t in zip(found, (q, k, v), strict=True)), None
 
 
 def _four(t: Tensor) -> Tensor:
