@@ -476,7 +476,7 @@ def test_a_reader_that_goes_away_is_no_error(records_file, tmp_path):
     ("words", "completed"),
     [
         (["be"], {"bench"}),
-        (["t"], {"table"}),
+        (["t"], {"table", "tune"}),
         (["bench", "--prec"], {"--precision", "--precisions"}),
         (["run", "auto"], {"autocast_dtypes"}),
         (["bench", "--nothing"], set()),

@@ -76,12 +76,15 @@ def test_fp32_is_not_tf32():
 @pytest.mark.parametrize("mode", ["inference", "forward", "forward-backward", "train-step"])
 @pytest.mark.parametrize(("attention", "group"), [("reference", 0), ("sdpa", 0), ("reference", 3), ("sdpa", 1)])
 def test_predicted_peak(mode, precision, attention, group):
+    gc.collect()
+    others = torch.cuda.memory_allocated()  # what earlier tests of this process still hold
     step = step_of("small", mode=mode, precision=precision, attention=attention, checkpoint_blocks=group)
     batch = step.random_batch()
     timings = time_steps(lambda watch: step(*batch, watch=watch), device=step.device, warmup_steps=3, num_steps=2)
     plain = attention == "reference" and not group
-    assert estimate(step.config).peak == pytest.approx(timings.peak_memory, rel=0.02 if plain else 0.03)
-    assert predict_by_tracing(step.config).peak == pytest.approx(timings.peak_memory, rel=0.01)
+    measured = timings.peak_memory - others
+    assert estimate(step.config).peak == pytest.approx(measured, rel=0.02 if plain else 0.03)
+    assert predict_by_tracing(step.config).peak == pytest.approx(measured, rel=0.01)
 
 
 @pytest.mark.parametrize("attention", ["reference", "sdpa"])

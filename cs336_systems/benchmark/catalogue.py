@@ -174,7 +174,7 @@ def _flash(preset: str, base: RunConfig) -> Iterable[dict[str, Any]]:
         precisions, dims, lengths = (("fp32",), (16, 64), (64, 256)) if on_cpu else (("bf16",), (64, 128), (1024, 4096))
     for precision, dim, length, name in product(precisions, dims, lengths, ON_CPU if on_cpu else ON_CUDA):
         if precision in ("bf16", "fp16") or name not in HALF_PRECISION_ONLY:
-            yield _attention(base, (1, 1, length, dim), precision, implementation=name, warmup_ms=10, rep_ms=40)
+            yield _attention(base, (1, 1, length, dim), precision, implementation=name, warmup_ms=5, rep_ms=20)
 
 
 def _attention_rivals(preset: str, base: RunConfig) -> Iterable[dict[str, Any]]:

@@ -19,6 +19,7 @@ IMPLEMENTATIONS = ("auto", "reference", "flash_torch", "flash_triton", "sdpa")
 MAX_HEAD_DIM = 256
 TRITON_DTYPES = (torch.float32, torch.float16, torch.bfloat16)
 DTYPES = (*TRITON_DTYPES, torch.float64)
+MOST_SETTLED = 4096
 
 
 @overload
@@ -78,26 +79,59 @@ def attention(
 
     A query that sees no key gives 0 (logsumexp -inf), and gradients of 0.
     """
-    check(q, k, v)
-    band = resolve(is_causal, window, q.shape[2], k.shape[2])
-    scale = _checked_scale(q, scale)
+    if isinstance(window, list):
+        window = tuple(window)
+    key = (
+        *(q.shape, k.shape, v.shape, q.dtype, k.dtype, v.dtype, q.device, k.device, v.device),
+        *(is_causal, scale, window, impl, deterministic, return_lse, torch.is_autocast_enabled(q.device.type)),
+    )
+    # What was found right and chosen once need not be again: that would take longer than a small problem does.
+    settled = None if torch.compiler.is_compiling() else _settled.get(key)
+    if settled is None:
+        settled = _settle(q, k, v, is_causal, scale, window, impl, deterministic, return_lse)
+        if not torch.compiler.is_compiling():
+            _remember(key, settled)
+    impl, scale, band = settled
     if scale <= 0:
         # Fused kernels take the largest score before they scale, so they need a scale above 0: its sign goes into q.
         # (torch's own give NaN for a negative one on a CPU.)
         q, scale = (-q, -scale) if scale else (q * 0, 1.0)
-    if impl == "auto":
-        impl = choose(q, deterministic, return_lse)
     match impl:
-        case "flash_triton":
-            require_triton(q)
-            return flash(impl, q, k, v, scale, band, return_lse)
-        case "flash_torch":
+        case "flash_triton" | "flash_torch":
             return flash(impl, q, k, v, scale, band, return_lse)
         case "reference":
             return _reference(q, k, v, band, scale, return_lse)
-        case "sdpa":
-            return _sdpa(q, k, v, band, scale, deterministic, return_lse)
-    raise ValueError(f"unknown attention implementation {impl!r}; choose one of: {', '.join(IMPLEMENTATIONS)}")
+    return _sdpa(q, k, v, band, scale)
+
+
+_settled: dict[tuple, tuple[str, float, Band]] = {}
+
+
+def _settle(
+    q: Tensor, k: Tensor, v: Tensor, is_causal: bool | str, scale: float | None, window: Window, impl: str,
+    deterministic: bool, return_lse: bool,
+) -> tuple[str, float, Band]:  # fmt: skip
+    """The implementation, scale and band that a call means; ValueError where it means nothing that can be done."""
+    check(q, k, v)
+    band = resolve(is_causal, window, q.shape[2], k.shape[2])
+    scale = _checked_scale(q, scale)
+    if impl not in IMPLEMENTATIONS:
+        raise ValueError(f"unknown attention implementation {impl!r}; choose one of: {', '.join(IMPLEMENTATIONS)}")
+    if impl == "auto":
+        impl = choose(q, deterministic, return_lse)
+    if impl == "flash_triton":
+        require_triton(q)
+    if impl == "sdpa" and return_lse:
+        raise ValueError("impl='sdpa' has no logsumexp to return; use impl='auto', 'flash_torch' or 'flash_triton'")
+    if impl == "sdpa" and deterministic and q.is_cuda:
+        raise ValueError("impl='sdpa' is not deterministic on a GPU; use impl='auto' or 'flash_triton'")
+    return impl, scale, band
+
+
+def _remember(key: tuple, settled: tuple[str, float, Band]) -> None:
+    if len(_settled) >= MOST_SETTLED:
+        _settled.clear()
+    _settled[key] = settled
 
 
 # -- implementations --------------------------------------------------------------------------------------------------
@@ -127,13 +161,7 @@ def _reference(
     return (out, lse) if return_lse else out
 
 
-def _sdpa(
-    q: Tensor, k: Tensor, v: Tensor, band: Band, scale: float, deterministic: bool, return_lse: bool
-) -> Tensor | tuple[Tensor, Tensor]:
-    if return_lse:
-        raise ValueError("impl='sdpa' has no logsumexp to return; use impl='auto', 'flash_torch' or 'flash_triton'")
-    if deterministic and q.is_cuda:
-        raise ValueError("impl='sdpa' is not deterministic on a GPU; use impl='auto' or 'flash_triton'")
+def _sdpa(q: Tensor, k: Tensor, v: Tensor, band: Band, scale: float) -> Tensor:
     mask = None
     if band not in (Band(), Band(hi=0)):
         distance = torch.arange(k.shape[2], device=q.device) - torch.arange(q.shape[2], device=q.device)[:, None]

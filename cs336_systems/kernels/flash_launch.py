@@ -24,10 +24,13 @@ FP32_PRODUCTS = "tf32x3"
 and lower halves of the operands, on the tensor cores, and its error is that of fp32; "ieee" multiplies and adds in
 fp32."""
 
-L2_SHARE = 32 << 20
-"""Bytes that the heads of a section read again and again; with more in flight they evict each other's."""
+L2_SHARE = {"forward": 16 << 20, "grad_q": 16 << 20, "grad_kv": 8 << 20}
+"""Kernel -> bytes that the heads of a section read again and again; with more in flight they evict each other's."""
 SMALLEST_FOR_DESCRIPTORS = 0 if INTERPRETED else 1 << 21
 """Elements of q below which encoding descriptors for each call takes longer than they save."""
+WITH_TMA = (9, 10)
+"""Compute capabilities, by their first number, where descriptors help. Those of 12.x have the copy engine too, but no
+matrix instructions that read shared memory, and their tiles pass through registers either way."""
 LARGEST_ROW_STRIDE = 1 << 22
 """A tile's offsets are 32 bits wide: its rows times this must fit."""
 MOST_PLANS = 4096
@@ -36,16 +39,14 @@ MOST_PLANS = 4096
 def forward(q: Tensor, k: Tensor, v: Tensor, scale: float, band: Band) -> tuple[Tensor, Tensor]:
     """Output, in q's layout, and logsumexp. q: (batch, heads, len_q, d); k, v: (batch, kv_heads, len_k, d)."""
     out = layout.empty_like(q)
-    q, k, v = _usable(q), _usable(k), _usable(v)
     lse = torch.empty(q.shape[:-1], dtype=torch.float32, device=q.device)
+    tensors = (q, k, v, out)
+    key = ("forward", band, *_facts(q, k, v))
+    plans = _known.get(key) or _remember(key, lambda: _plan_forward(tensors, band))
+    for launch in plans:
+        launch(tensors, (lse,), scale)
     if k.shape[2] == 0:
         return out.zero_(), lse.fill_(-torch.inf)
-    if q.numel():
-        tensors = (q, k, v, out)
-        (launch,) = _plans(
-            ("forward", band, *_facts(q, k, v)), lambda: [plan("forward", tensors, band)]
-        )  # fmt: skip
-        launch(tensors, (lse,), scale)
     return out, lse
 
 
@@ -55,17 +56,15 @@ def backward(
 ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
     """Gradients of q, k and v, each in the layout of its tensor."""
     dq, dk, dv = layout.empty_like(q), layout.empty_like(k), layout.empty_like(v)
-    q, k, v, out, grad = _usable(q), _usable(k), _usable(v), _usable(out), _usable(grad)
-    if not q.numel() or not k.numel():
-        return dq.zero_(), dk.zero_(), dv.zero_()
     delta = torch.empty_like(lse)
     if grad_lse is not None:
         grad_lse = grad_lse.contiguous()
     for_q, for_kv = (q, k, v, out, grad, dq), (q, k, v, grad, dk, dv)
-    launch_q, launch_kv = _plans(
-        ("backward", band, grad_lse is None, *_facts(q, k, v, out, grad)),
-        lambda: [plan("grad_q", for_q, band), plan("grad_kv", for_kv, band)],
-    )
+    key = ("backward", band, grad_lse is None, *_facts(q, k, v, out, grad))
+    plans = _known.get(key) or _remember(key, lambda: _plan_backward(for_q, for_kv, band))
+    if not plans:
+        return dq.zero_(), dk.zero_(), dv.zero_()
+    launch_q, launch_kv = plans
     launch_q(for_q, (lse, grad_lse, delta), scale)
     launch_kv(for_kv, (lse, delta), scale)
     return dq, dk, dv
@@ -76,9 +75,9 @@ def products() -> str:
     return FP32_PRODUCTS if torch.get_float32_matmul_precision() == "highest" else "tf32"
 
 
-def _usable(t: Tensor) -> Tensor:
-    """The kernels want contiguous rows, and rows apart by neither 0 nor very far; the rest is copied."""
-    return t if t.stride(-1) == 1 and 0 < t.stride(-2) < LARGEST_ROW_STRIDE else t.contiguous()
+def _usable(t: Tensor) -> bool:
+    """The kernels want contiguous rows, and rows apart by neither 0 nor very far. They get a copy of what is not."""
+    return t.stride(-1) == 1 and 0 < t.stride(-2) < LARGEST_ROW_STRIDE
 
 
 # -- plans ------------------------------------------------------------------------------------------------------------
@@ -90,6 +89,8 @@ SIDES = {"forward": "qkkq", "grad_q": "qkkqqq", "grad_kv": "qkkqkk"}
 
 def plan(kernel: str, tensors: Sequence[Tensor], band: Band, tile: Tile | None = None) -> "Plan":
     """`tensors`: those of SIDES, in the kernel's order; they begin with q and k."""
+    copied = tuple(i for i, t in enumerate(tensors) if not _usable(t))
+    tensors = [t if _usable(t) else t.contiguous() for t in tensors]
     q, k = tensors[:2]
     (batch, heads, len_q, d), (_, kv_heads, len_k, _) = q.shape, k.shape
     tile = tile or tiles.choose(tile_key(kernel, tensors, band), q.device)
@@ -100,7 +101,7 @@ def plan(kernel: str, tensors: Sequence[Tensor], band: Band, tile: Tile | None =
     else:
         owners, blocks = heads, triton.cdiv(len_q, tile.block_m)
         bytes_read = 2 * len_k * d * q.element_size() * kv_heads / heads
-    section = max(1, min(batch * owners, int(L2_SHARE / bytes_read)))
+    section = max(1, min(batch * owners, int(L2_SHARE[kernel] / bytes_read)))
     by_descriptor = _can_describe(tensors)
     block_d = padded(d)
     rows = {"q": tile.block_m, "k": tile.block_n}
@@ -108,6 +109,7 @@ def plan(kernel: str, tensors: Sequence[Tensor], band: Band, tile: Tile | None =
         kernel=getattr(flash_triton, f"{kernel}_kernel"),
         programs=blocks * batch * owners,
         device=q.device.index,
+        copied=copied,
         descriptors=[
             _description(t, [1, 1, rows[side], block_d]) for t, side in zip(tensors, SIDES[kernel], strict=True)
         ]
@@ -139,7 +141,7 @@ def _can_describe(tensors: Sequence[Tensor]) -> bool:
     """Whether TMA can, and should, move all of these."""
     q = tensors[0]
     return (
-        (INTERPRETED or torch.cuda.get_device_capability(q.device) >= (9, 0))
+        (INTERPRETED or torch.cuda.get_device_capability(q.device)[0] in WITH_TMA)
         and q.element_size() == 2
         and q.numel() >= SMALLEST_FOR_DESCRIPTORS
         and all(t.data_ptr() % 16 == 0 and _strides_suit(t) for t in tensors)
@@ -167,6 +169,8 @@ class Plan:
     kernel: Any
     programs: int
     device: int | None
+    copied: tuple[int, ...]
+    """Which tensors are not as the kernels want them."""
     descriptors: list[dict[str, Any]] | None
     before_scale: tuple[Any, ...]
     after_scale: tuple[Any, ...]
@@ -175,13 +179,15 @@ class Plan:
 
     def __call__(self, tensors: Sequence[Any], rows: Sequence[Tensor | None], scale: float) -> None:
         arguments = self.arguments(tensors, rows, scale)
-        if self.device is None or self.device == torch.cuda.current_device():
+        if self.device is None or self.device == torch._C._cuda_getDevice():
             self._launch(arguments)
         else:
             with torch.cuda.device(self.device):
                 self._launch(arguments)
 
     def arguments(self, tensors: Sequence[Any], rows: Sequence[Tensor | None], scale: float) -> tuple[Any, ...]:
+        if self.copied:
+            tensors = [t.contiguous() if i in self.copied else t for i, t in enumerate(tensors)]
         if self.descriptors is not None:
             tensors = [_descriptor(fields, t) for fields, t in zip(self.descriptors, tensors, strict=True)]
         return (*tensors, *rows, *self.before_scale, scale, *self.after_scale)
@@ -193,7 +199,7 @@ class Plan:
             self.compiled = None if INTERPRETED else compiled
             return
         # What `kernel[grid](...)` ends in, without finding out again which of its specialisations these arguments need.
-        stream = triton.runtime.driver.active.get_current_stream(self.device)
+        stream = torch._C._cuda_getCurrentRawStream(self.device or 0)
         compiled.run(
             self.programs, 1, 1, stream, compiled.function, compiled.packed_metadata, None, None, None, *arguments
         )  # fmt: skip
@@ -220,10 +226,19 @@ def _facts(*tensors: Tensor) -> list[Any]:
     return facts
 
 
-def _plans(key: tuple[Any, ...], make: Callable[[], list[Plan]]) -> list[Plan]:
-    found = _known.get(key)
-    if found is None:
-        if len(_known) >= MOST_PLANS:
-            _known.clear()
-        found = _known[key] = make()
-    return found
+def _remember(key: tuple[Any, ...], make: Callable[[], list[Plan]]) -> list[Plan]:
+    if len(_known) >= MOST_PLANS:
+        _known.clear()
+    _known[key] = make()
+    return _known[key]
+
+
+def _plan_forward(tensors: Sequence[Tensor], band: Band) -> list[Plan]:
+    """None where there is nothing to attend to, or nobody who does."""
+    return [plan("forward", tensors, band)] if all(t.numel() for t in tensors) else []
+
+
+def _plan_backward(for_q: Sequence[Tensor], for_kv: Sequence[Tensor], band: Band) -> list[Plan]:
+    if not all(t.numel() for t in for_kv):
+        return []
+    return [plan("grad_q", for_q, band), plan("grad_kv", for_kv, band)]

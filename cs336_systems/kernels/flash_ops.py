@@ -4,6 +4,7 @@ As operators (`torch.ops.cs336.flash_triton_forward` and so on) they are opaque 
 whole around them; each has its shape-only version, its gradient, its cast under autocast and its FLOPs.
 """
 
+import functools
 from collections.abc import Callable
 from typing import Any
 
@@ -92,19 +93,23 @@ def _torch_backward(
     return flash_torch.backward(grad, grad_lse, q, k, v, out, lse, scale, Band(lo, hi))
 
 
-def _triton_forward(q: Tensor, k: Tensor, v: Tensor, scale: float, lo: int | None, hi: int | None) -> Any:
+@functools.cache
+def _launcher() -> Any:
+    """Imports triton, so only when it is called for."""
     from cs336_systems.kernels import flash_launch
 
-    return flash_launch.forward(q, k, v, scale, Band(lo, hi))
+    return flash_launch
+
+
+def _triton_forward(q: Tensor, k: Tensor, v: Tensor, scale: float, lo: int | None, hi: int | None) -> Any:
+    return _launcher().forward(q, k, v, scale, Band(lo, hi))
 
 
 def _triton_backward(
     grad: Tensor, grad_lse: Tensor | None, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor,
     scale: float, lo: int | None, hi: int | None,
 ) -> Any:  # fmt: skip
-    from cs336_systems.kernels import flash_launch
-
-    return flash_launch.backward(grad, grad_lse, q, k, v, out, lse, scale, Band(lo, hi))
+    return _launcher().backward(grad, grad_lse, q, k, v, out, lse, scale, Band(lo, hi))
 
 
 _FORWARD: dict[str, Callable] = {"flash_torch": _torch_forward, "flash_triton": _triton_forward}

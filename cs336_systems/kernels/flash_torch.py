@@ -21,7 +21,7 @@ from cs336_systems.kernels.band import Band
 
 TILE_Q, TILE_K = 256, 512
 """Small enough for a core's cache at common head dims; large enough that Python's share of the time is small."""
-MAX_TILES = 64
+MAX_TILES = 32
 """Longer sequences get larger tiles: each tile costs a dozen kernel launches, which must not outweigh the work."""
 
 

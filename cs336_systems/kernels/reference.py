@@ -15,7 +15,8 @@ def attention_reference(
 ) -> Tensor:
     """softmax(q k^T * scale) v with the whole score matrix in memory; causal masks are aligned top-left."""
     scale = 1 / math.sqrt(q.shape[-1]) if scale is None else scale
-    weights = torch.softmax(scores(q, k, CAUSAL if is_causal else Band(), scale), dim=-1, dtype=_wide(q.dtype))
+    weights = scores(q, k, CAUSAL if is_causal else Band(), scale)
+    weights = torch.softmax(weights, dim=-1, dtype=_wide(weights.dtype))
     return weights.to(v.dtype) @ v
 
 
