@@ -177,32 +177,38 @@ class Plan:
     options: dict[str, int]
     compiled: Any = None
 
-    def __call__(self, tensors: Sequence[Any], rows: Sequence[Tensor | None], scale: float) -> None:
-        arguments = self.arguments(tensors, rows, scale)
+    def __call__(self, tensors: Sequence[Tensor], rows: Sequence[Tensor | None], scale: float) -> None:
         if self.device is None or self.device == torch._C._cuda_getDevice():
-            self._launch(arguments)
+            self._launch(tensors, rows, scale)
         else:
             with torch.cuda.device(self.device):
-                self._launch(arguments)
+                self._launch(tensors, rows, scale)
 
-    def arguments(self, tensors: Sequence[Any], rows: Sequence[Tensor | None], scale: float) -> tuple[Any, ...]:
+    def _launch(self, tensors: Sequence[Tensor], rows: Sequence[Tensor | None], scale: float) -> None:
         if self.copied:
             tensors = [t.contiguous() if i in self.copied else t for i, t in enumerate(tensors)]
-        if self.descriptors is not None:
-            tensors = [_descriptor(fields, t) for fields, t in zip(self.descriptors, tensors, strict=True)]
-        return (*tensors, *rows, *self.before_scale, scale, *self.after_scale)
-
-    def _launch(self, arguments: tuple[Any, ...]) -> None:
         compiled = self.compiled
         if compiled is None:
-            compiled = self.kernel[(self.programs,)](*arguments, **self.options)
+            compiled = self.kernel[(self.programs,)](*self.arguments(tensors, rows, scale), **self.options)
             self.compiled = None if INTERPRETED else compiled
             return
         # What `kernel[grid](...)` ends in, without finding out again which of its specialisations these arguments need.
+        # Addresses are given as numbers: of a tensor the launcher would ask the driver.
+        arguments = self.arguments(tensors, [None if t is None else t.data_ptr() for t in rows], scale, as_numbers=True)
         stream = torch._C._cuda_getCurrentRawStream(self.device or 0)
         compiled.run(
             self.programs, 1, 1, stream, compiled.function, compiled.packed_metadata, None, None, None, *arguments
         )  # fmt: skip
+
+    def arguments(
+        self, tensors: Sequence[Any], rows: Sequence[Any], scale: float, *, as_numbers: bool = False
+    ) -> tuple[Any, ...]:
+        """The kernel's, in its order."""
+        if self.descriptors is not None:
+            tensors = [_descriptor(fields, t) for fields, t in zip(self.descriptors, tensors, strict=True)]
+        elif as_numbers:
+            tensors = [t.data_ptr() for t in tensors]
+        return (*tensors, *rows, *self.before_scale, scale, *self.after_scale)
 
 
 def _descriptor(fields: dict[str, Any], base: Tensor) -> TensorDescriptor:
