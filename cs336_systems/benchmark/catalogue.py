@@ -179,7 +179,7 @@ def _flash(preset: str, base: RunConfig) -> Iterable[dict[str, Any]]:
 
 def _attention_rivals(preset: str, base: RunConfig) -> Iterable[dict[str, Any]]:
     _require_gpu("attention_rivals", base, "the rivals are GPU kernels")
-    fields = {"implementations": list(RIVALS), "rounds": 5, "warmup_ms": 25, "rep_ms": 100}
+    fields = {"implementations": list(RIVALS), "rounds": 5, "warmup_ms": 20, "rep_ms": 60}
     for size, is_causal in RIVAL_SHAPES[-1:] if preset == "quick" else RIVAL_SHAPES:
         yield _attention(base, size, "bf16", is_causal, **fields)
 

@@ -223,9 +223,8 @@ _known: dict[tuple[Any, ...], list[Plan]] = {}
 def _facts(*tensors: Tensor) -> list[Any]:
     """All that a plan depends on."""
     first = tensors[0]
-    dtype = first.dtype
-    facts: list[Any] = [dtype, first.device, first.shape, tensors[1].shape]
-    if dtype == torch.float32:
+    facts: list[Any] = [first.dtype, first.device, first.shape, tensors[1].shape]
+    if first.dtype == torch.float32:
         facts.append(products())
     for t in tensors:
         facts += (t.stride(), t.data_ptr() % 16)
