@@ -150,7 +150,8 @@ ON_CPU = ("reference", "flash_torch", "compiled", "sdpa")
 ON_CUDA = (
     "flash_triton", "flash_torch", "reference", "compiled", "sdpa_flash", "sdpa_cudnn", "sdpa_efficient", "flex",
 )  # fmt: skip
-HALF_PRECISION_ONLY = ("sdpa_flash", "sdpa_cudnn")
+HALF_PRECISION_ONLY = ("sdpa_flash", "sdpa_cudnn", "flex")
+"""The first two have no fp32. Flex multiplies it without tensor cores: no rival there."""
 RIVALS = ("flash_triton", "sdpa_flash", "sdpa_cudnn", "flex")
 RIVAL_SHAPES = (
     ((1, 16, 16384, 64), True),
