@@ -115,7 +115,7 @@ def measure_step(config: dict[str, Any], peak_tflops: float | None = None) -> li
 
     run = RunConfig.from_dict(config)
     if run.compile:
-        _start_compiling_from_nothing()
+        start_compiling_from_nothing()
     step = TrainStep.build(run)
     batch = step.random_batch()
     timings = time_steps(
@@ -132,12 +132,15 @@ def measure_step(config: dict[str, Any], peak_tflops: float | None = None) -> li
     return metrics
 
 
-def _start_compiling_from_nothing() -> None:
-    """A compile time read from a disk cache would be that of some earlier run."""
+def start_compiling_from_nothing() -> None:
+    """A compile time read from a disk cache would be that of some earlier run, and so might the code be: the cache does
+    not know under which SDPA backend it was filled."""
     import torch
+    import torch._functorch.config
 
     torch._dynamo.reset()
     torch._inductor.config.force_disable_caches = True
+    torch._functorch.config.enable_autograd_cache = False
 
 
 def _compile_metrics(first_steps: list[float], steps: list[float]) -> list[list[Any]]:

@@ -12,13 +12,16 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from cs336_systems.kernels.band import Band, Window, resolve
-from cs336_systems.kernels.flash_ops import flash
+from cs336_systems.kernels.flash_ops import flash, is_plain
 from cs336_systems.kernels.reference import attention_and_lse, attention_reference
 
 IMPLEMENTATIONS = ("auto", "reference", "flash_torch", "flash_triton", "sdpa")
 MAX_HEAD_DIM = 256
 TRITON_DTYPES = (torch.float32, torch.float16, torch.bfloat16)
 DTYPES = (*TRITON_DTYPES, torch.float64)
+LAUNCH_BOUND = 1 << 31
+"""Multiply-adds of one matrix product below which a call is over before Python has launched it: there torch's own
+attention, launched from C++, is the faster one (on an H200 by a quarter for the small model's 4 x 12 x 512 x 64)."""
 MOST_SETTLED = 4096
 
 
@@ -118,8 +121,8 @@ def _settle(
     if impl not in IMPLEMENTATIONS:
         raise ValueError(f"unknown attention implementation {impl!r}; choose one of: {', '.join(IMPLEMENTATIONS)}")
     if impl == "auto":
-        impl = choose(q, deterministic, return_lse)
-    if impl == "flash_triton":
+        impl = choose(q, k, deterministic, return_lse)
+    if impl == "flash_triton" and is_plain(q):  # of one that is traced only the shape matters
         require_triton(q)
     if impl == "sdpa" and return_lse:
         raise ValueError("impl='sdpa' has no logsumexp to return; use impl='auto', 'flash_torch' or 'flash_triton'")
@@ -137,13 +140,13 @@ def _remember(key: tuple, settled: tuple[str, float, Band]) -> None:
 # -- implementations --------------------------------------------------------------------------------------------------
 
 
-def choose(q: Tensor, deterministic: bool = False, return_lse: bool = False) -> str:
+def choose(q: Tensor, k: Tensor, deterministic: bool = False, return_lse: bool = False) -> str:
     """What "auto" means for these tensors."""
     dtype = torch.get_autocast_dtype(q.device.type) if torch.is_autocast_enabled(q.device.type) else q.dtype
     sdpa_can = not return_lse and not (deterministic and q.is_cuda)
-    # In fp32 wide heads leave the Triton kernels no registers; torch's kernel is the faster one there.
-    sdpa_is_better = sdpa_can and dtype == torch.float32 and q.shape[-1] > 64
-    if q.is_cuda and dtype in TRITON_DTYPES and not sdpa_is_better:
+    # In fp32 wide heads leave the Triton kernels no registers.
+    sdpa_is_faster = (dtype == torch.float32 and q.shape[-1] > 64) or q.numel() * k.shape[2] < LAUNCH_BOUND
+    if q.is_cuda and dtype in TRITON_DTYPES and not (sdpa_can and sdpa_is_faster):
         problem = triton_problem(q.device)
         if problem is None:
             return "flash_triton"

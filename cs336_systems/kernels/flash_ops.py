@@ -78,8 +78,13 @@ def _must_be_seen(t: Tensor) -> bool:
     return (
         torch.compiler.is_compiling()
         or torch._C._len_torch_dispatch_stack() > 0
-        or type(t) not in (Tensor, nn.Parameter)
+        or not is_plain(t)
     )  # fmt: skip
+
+
+def is_plain(t: Tensor) -> bool:
+    """Not a subclass, such as the fake tensors of a trace."""
+    return type(t) in (Tensor, nn.Parameter)
 
 
 def _torch_forward(q: Tensor, k: Tensor, v: Tensor, scale: float, lo: int | None, hi: int | None) -> Any:
