@@ -344,8 +344,9 @@ class StepOnPaper:
             copies = 2 * r if keep else 0  # q and k laid out for the matmul, which backward needs
             ledger.touch(6 * r + t.scores(t.s))
             converted = t.scores(t.s) + t.scores(4) if t.low_precision else t.scores(4)
-            ledger.touch(3 * r + copies + converted + t.scores(4) + t.mask())
-            weights = t.scores(4) + (t.scores(t.s) if t.low_precision else 0) + t.mask()
+            mask = t.mask() if keep else 0  # backward masks the gradient too
+            ledger.touch(3 * r + copies + converted + t.scores(4) + mask)
+            weights = t.scores(4) + (t.scores(t.s) if t.low_precision else 0) + mask
             ledger.touch(5 * r + copies + weights)
             ledger.touch(8 * r + weights if keep else 5 * r)
         self._cast(t.square(2))
@@ -368,7 +369,8 @@ class StepOnPaper:
             ledger.touch(r)
         else:
             self._cast(t.wide(2), beside=hidden)
-            ledger.touch(hidden + r + r4)
+            ledger.touch(hidden + r)
+            ledger.touch(r4)  # the block's output, when the inner tensors are gone and the norm's with them
             ledger.live["activations"] = start
 
     # -- loss and backward ----------------------------------------------------------------------------------------
