@@ -19,6 +19,8 @@ IMPLEMENTATIONS = ("auto", "reference", "flash_torch", "flash_triton", "sdpa")
 MAX_HEAD_DIM = 256
 TRITON_DTYPES = (torch.float32, torch.float16, torch.bfloat16)
 DTYPES = (*TRITON_DTYPES, torch.float64)
+SDPA_BANDS = (Band(), Band(hi=0))
+"""Those that torch's own attention takes without a mask."""
 LAUNCH_BOUND = 1 << 31
 """Multiply-adds of one matrix product below which a call is over before Python has launched it: there torch's own
 attention, launched from C++, is the faster one (on an H200 by a quarter for the small model's 4 x 12 x 512 x 64)."""
@@ -121,7 +123,7 @@ def _settle(
     if impl not in IMPLEMENTATIONS:
         raise ValueError(f"unknown attention implementation {impl!r}; choose one of: {', '.join(IMPLEMENTATIONS)}")
     if impl == "auto":
-        impl = choose(q, k, deterministic, return_lse)
+        impl = choose(q, k, band, deterministic, return_lse)
     if impl == "flash_triton" and is_plain(q):  # of one that is traced only the shape matters
         require_triton(q)
     if impl == "sdpa" and return_lse:
@@ -140,10 +142,11 @@ def _remember(key: tuple, settled: tuple[str, float, Band]) -> None:
 # -- implementations --------------------------------------------------------------------------------------------------
 
 
-def choose(q: Tensor, k: Tensor, deterministic: bool = False, return_lse: bool = False) -> str:
+def choose(q: Tensor, k: Tensor, band: Band, deterministic: bool = False, return_lse: bool = False) -> str:
     """What "auto" means for these tensors."""
     dtype = torch.get_autocast_dtype(q.device.type) if torch.is_autocast_enabled(q.device.type) else q.dtype
-    sdpa_can = not return_lse and not (deterministic and q.is_cuda)
+    # On a GPU SDPA's fast kernels take no other mask, and their gradients differ from run to run.
+    sdpa_can = not return_lse and (not q.is_cuda or (band in SDPA_BANDS and not deterministic))
     # In fp32 wide heads leave the Triton kernels no registers.
     sdpa_is_faster = (dtype == torch.float32 and q.shape[-1] > 64) or q.numel() * k.shape[2] < LAUNCH_BOUND
     if q.is_cuda and dtype in TRITON_DTYPES and not (sdpa_can and sdpa_is_faster):
@@ -157,7 +160,7 @@ def choose(q: Tensor, k: Tensor, deterministic: bool = False, return_lse: bool =
 def _reference(
     q: Tensor, k: Tensor, v: Tensor, band: Band, scale: float, return_lse: bool
 ) -> Tensor | tuple[Tensor, Tensor]:
-    plain = q.shape[1] == k.shape[1] and band in (Band(), Band(hi=0)) and k.shape[2] > 0
+    plain = q.shape[1] == k.shape[1] and band in SDPA_BANDS and k.shape[2] > 0
     if plain and not return_lse:
         return attention_reference(q, k, v, is_causal=band.hi == 0, scale=scale)
     out, lse = attention_and_lse(q, k, v, band, scale)
@@ -165,17 +168,22 @@ def _reference(
 
 
 def _sdpa(q: Tensor, k: Tensor, v: Tensor, band: Band, scale: float) -> Tensor:
-    mask = None
-    if band not in (Band(), Band(hi=0)):
+    mask, empty = None, None
+    if band not in SDPA_BANDS:
         distance = torch.arange(k.shape[2], device=q.device) - torch.arange(q.shape[2], device=q.device)[:, None]
         mask = torch.ones_like(distance, dtype=torch.bool)
         if band.lo is not None:
             mask &= distance >= band.lo
         if band.hi is not None:
             mask &= distance <= band.hi
-    return F.scaled_dot_product_attention(
+        if band.has_empty_rows(q.shape[2], k.shape[2]):
+            # Some backends give NaN for a row that sees no key: it is shown all of them, then its result is dropped.
+            empty = ~mask.any(-1, keepdim=True)
+            mask |= empty
+    out = F.scaled_dot_product_attention(
         q, k, v, attn_mask=mask, is_causal=band == Band(hi=0), scale=scale, enable_gqa=q.shape[1] != k.shape[1]
     )
+    return out if empty is None else out.masked_fill(empty, 0.0)
 
 
 def require_triton(q: Tensor) -> None:
