@@ -28,9 +28,14 @@ def main() -> None:
     requests: SimpleQueue[dict[str, Any]] = SimpleQueue()
     threading.Thread(target=_listen, args=(requests,), daemon=True).start()
     _send(channel, _machine())
+    modules = 0
     while True:
         _send(channel, _answer(requests.get()))
         _clean_up()
+        if len(sys.modules) > modules:
+            # What modules brought along stays. To look through it for garbage again takes 0.2 s, as long as a cell.
+            gc.freeze()
+            modules = len(sys.modules)
 
 
 def _listen(requests: SimpleQueue) -> None:
