@@ -21,6 +21,7 @@ from torch import Tensor, nn
 from torch.profiler import record_function
 
 from cs336_systems.config import ModelConfig, RunConfig, UserError
+from cs336_systems.kernels.attention import triton_problem
 from cs336_systems.model import TransformerLM
 
 Watch = Callable[[str], AbstractContextManager]
@@ -49,6 +50,7 @@ class TrainStep:
     def build(cls, config: RunConfig) -> "TrainStep":
         """A step on random weights."""
         require_device(config.device)
+        require_attention(config)
         torch.manual_seed(config.seed)
         with torch.device(config.device):
             model = build_model(config)
@@ -143,6 +145,12 @@ def require_device(device: str) -> None:
     index = torch.device(device).index or 0
     if index >= torch.cuda.device_count():
         raise UserError(f"device {device!r} is absent: this machine has {torch.cuda.device_count()} GPU(s)")
+
+
+def require_attention(config: RunConfig) -> None:
+    problem = triton_problem(torch.device(config.device)) if config.attention == "flash_triton" else None
+    if problem is not None:
+        raise UserError(f"--attention flash_triton: {problem}; use --attention auto")
 
 
 def build_model(config: RunConfig) -> nn.Module:

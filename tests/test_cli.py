@@ -472,6 +472,16 @@ def test_a_reader_that_goes_away_is_no_error(records_file, tmp_path):
 
 
 @pytest.mark.skipif(shutil.which("bash") is None, reason="needs bash")
+def test_an_attention_that_cannot_run_here_is_one_line(capsys, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    assert exit_code(["bench", *TINY, "--attention", "flash_triton"]) == 2
+    said = capsys.readouterr().err.strip().splitlines()
+    assert said[-1] == (
+        "cs336 bench: --attention flash_triton: the Triton kernels need a CUDA GPU, not 'cpu'; use --attention auto"
+    )
+    assert not list(tmp_path.rglob("*.jsonl"))
+
+
 @pytest.mark.parametrize(
     ("words", "completed"),
     [

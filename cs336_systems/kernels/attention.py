@@ -189,9 +189,9 @@ def _sdpa(q: Tensor, k: Tensor, v: Tensor, band: Band, scale: float) -> Tensor:
 def require_triton(q: Tensor) -> None:
     problem = triton_problem(q.device)
     if problem is None and q.dtype not in TRITON_DTYPES:
-        problem = f"impl='flash_triton' takes fp32, fp16 or bf16, got {_name(q.dtype)}"
+        problem = f"the Triton kernels take fp32, fp16 or bf16, got {_name(q.dtype)}"
     if problem is not None:
-        raise ValueError(f"{problem}; use impl='auto' or impl='flash_torch'")
+        raise ValueError(f"impl='flash_triton': {problem}; use impl='auto' or impl='flash_torch'")
 
 
 _problems: dict[torch.device, str | None] = {}
@@ -211,11 +211,11 @@ def _find_problem(device: torch.device) -> str | None:
     if os.environ.get("TRITON_INTERPRET") == "1":
         return None
     if device.type != "cuda":
-        return f"impl='flash_triton' needs a CUDA GPU, got tensors on {device.type!r}"
+        return f"the Triton kernels need a CUDA GPU, not {device.type!r}"
     major, minor = torch.cuda.get_device_capability(device)
     if (major, minor) < (8, 0):
         gpu = torch.cuda.get_device_name(device)
-        return f"impl='flash_triton' needs compute capability 8.0, {gpu} has {major}.{minor}"
+        return f"the Triton kernels need compute capability 8.0, {gpu} has {major}.{minor}"
     return None
 
 
