@@ -50,7 +50,6 @@ class TrainStep:
     def build(cls, config: RunConfig) -> "TrainStep":
         """A step on random weights."""
         require_device(config.device)
-        require_attention(config)
         torch.manual_seed(config.seed)
         with torch.device(config.device):
             model = build_model(config)

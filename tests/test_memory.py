@@ -1,5 +1,6 @@
 """Memory three ways: worked out, traced and measured. They must agree."""
 
+import dataclasses
 import time
 from itertools import product
 
@@ -166,3 +167,13 @@ def test_a_users_model_is_traced_as_it_is_measured(mode):
 
 def shared_weights(**fields):
     return SharedWeights(**{**fields, "d_model": 96})
+
+
+@pytest.mark.parametrize("attention", ["auto", "flash_torch", "flash_triton"])
+@pytest.mark.parametrize("precision", ["fp32", "bf16"])
+def test_fused_attentions_are_traced_without_the_gpu_they_are_for(attention, precision):
+    """All keep q, k, v, the output and a logsumexp, as SDPA's do."""
+    sdpa = RunConfig(model=TINY, batch_size=2, device="cuda", precision=precision, attention="sdpa")
+    ours = dataclasses.replace(sdpa, attention=attention)
+    assert predict_by_tracing(ours).peak == pytest.approx(predict_by_tracing(sdpa).peak, rel=1e-3)
+    assert estimate(ours).peak == estimate(sdpa).peak

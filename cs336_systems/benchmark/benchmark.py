@@ -111,9 +111,10 @@ def bench(arguments: BenchArguments) -> int:
 def measure_step(config: dict[str, Any], peak_tflops: float | None = None) -> list[list[Any]]:
     """Time and memory of the configured step as [metric, unit, samples] rows."""
     from cs336_systems.measure.timing import STEP, time_steps
-    from cs336_systems.step import TrainStep
+    from cs336_systems.step import TrainStep, require_attention
 
     run = RunConfig.from_dict(config)
+    require_attention(run)
     if run.compile:
         start_compiling_from_nothing()
     step = TrainStep.build(run)
