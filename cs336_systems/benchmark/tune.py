@@ -16,7 +16,7 @@ from torch import Tensor
 
 from cs336_systems.config import UserError
 from cs336_systems.kernels import tiles
-from cs336_systems.kernels.attention import triton_problem
+from cs336_systems.kernels.attention import MAX_HEAD_DIM, triton_problem
 from cs336_systems.kernels.band import Band
 from cs336_systems.kernels.tiles import KERNELS, Tile
 from cs336_systems.measure.timing import time_calls
@@ -42,11 +42,10 @@ def tune(head_dims: Sequence[int], precisions: Sequence[str], seconds: float) ->
         raise UserError(problem)
     deadline = time.monotonic() + seconds
     rows = []
-    for precision, d, causal, kernel in itertools.product(precisions, head_dims, (True, False), KERNELS):
-        problem_size = Problem.draw(precision, d, Band(hi=0) if causal else Band(), device)
-        rows.append(
-            [kernel, precision, str(d), "causal" if causal else "full", *_search(kernel, problem_size, deadline)]
-        )
+    for precision, d, causal in itertools.product(precisions, head_dims, (True, False)):
+        drawn = Problem.draw(precision, d, Band(hi=0) if causal else Band(), device)
+        mask = "causal" if causal else "full"
+        rows += [[kernel, precision, str(d), mask, *_search(kernel, drawn, deadline)] for kernel in KERNELS]
     words = [Column(name, numeric=False) for name in ("kernel", "precision", "head dim", "mask", "shipped")]
     columns = [*words, Column("shipped", "ms"), Column("best", numeric=False), Column("best", "ms"), Column("speed-up")]
     notes = ["a tile: queries x keys, warps, stages", f"kept in {tiles.tuned_file()}"]
@@ -56,8 +55,8 @@ def tune(head_dims: Sequence[int], precisions: Sequence[str], seconds: float) ->
 
 def _require_sense(head_dims: Sequence[int], precisions: Sequence[str], seconds: float) -> None:
     for d in head_dims:
-        if not 1 <= d <= 256:
-            raise UserError(f"--head_dims {d} is out of range; use head dims from 1 to 256")
+        if not 1 <= d <= MAX_HEAD_DIM:
+            raise UserError(f"--head_dims {d} is out of range; use head dims from 1 to {MAX_HEAD_DIM}")
     for precision in precisions:
         if precision not in ("bf16", "fp16", "fp32"):
             raise UserError(f"unknown precision {precision!r}; choose from: bf16, fp16, fp32")

@@ -11,7 +11,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from cs336_systems.kernels.band import Band, Window, resolve
+from cs336_systems.kernels.band import Band, Window, resolve, visible
+from cs336_systems.kernels.cache import Cache
 from cs336_systems.kernels.flash_ops import flash, is_plain
 from cs336_systems.kernels.reference import attention_and_lse, attention_reference
 
@@ -24,7 +25,6 @@ SDPA_BANDS = (Band(), Band(hi=0))
 LAUNCH_BOUND = 1 << 31
 """Multiply-adds of one matrix product below which a call is over before Python has launched it: there torch's own
 attention, launched from C++, is the faster one (on an H200 by a quarter for the small model's 4 x 12 x 512 x 64)."""
-MOST_SETTLED = 4096
 
 
 @overload
@@ -95,7 +95,7 @@ def attention(
     if settled is None:
         settled = _settle(q, k, v, is_causal, scale, window, impl, deterministic, return_lse)
         if not torch.compiler.is_compiling():
-            _remember(key, settled)
+            _settled[key] = settled
     impl, scale, band = settled
     if scale <= 0:
         # Fused kernels take the largest score before they scale, so they need a scale above 0: its sign goes into q.
@@ -109,7 +109,7 @@ def attention(
     return _sdpa(q, k, v, band, scale)
 
 
-_settled: dict[tuple, tuple[str, float, Band]] = {}
+_settled: Cache[tuple, tuple[str, float, Band]] = Cache()
 
 
 def _settle(
@@ -131,12 +131,6 @@ def _settle(
     if impl == "sdpa" and deterministic and q.is_cuda:
         raise ValueError("impl='sdpa' is not deterministic on a GPU; use impl='auto' or 'flash_triton'")
     return impl, scale, band
-
-
-def _remember(key: tuple, settled: tuple[str, float, Band]) -> None:
-    if len(_settled) >= MOST_SETTLED:
-        _settled.clear()
-    _settled[key] = settled
 
 
 # -- implementations --------------------------------------------------------------------------------------------------
@@ -170,12 +164,7 @@ def _reference(
 def _sdpa(q: Tensor, k: Tensor, v: Tensor, band: Band, scale: float) -> Tensor:
     mask, empty = None, None
     if band not in SDPA_BANDS:
-        distance = torch.arange(k.shape[2], device=q.device) - torch.arange(q.shape[2], device=q.device)[:, None]
-        mask = torch.ones_like(distance, dtype=torch.bool)
-        if band.lo is not None:
-            mask &= distance >= band.lo
-        if band.hi is not None:
-            mask &= distance <= band.hi
+        mask = visible(band, slice(0, q.shape[2]), slice(0, k.shape[2]), q.device)
         if band.has_empty_rows(q.shape[2], k.shape[2]):
             # Some backends give NaN for a row that sees no key: it is shown all of them, then its result is dropped.
             empty = ~mask.any(-1, keepdim=True)

@@ -2,6 +2,9 @@
 
 from typing import NamedTuple
 
+import torch
+from torch import Tensor
+
 ALIGNMENTS = ("top-left", "bottom-right")
 
 Window = int | tuple[int | None, int | None] | None
@@ -12,9 +15,6 @@ class Band(NamedTuple):
 
     lo: int | None = None
     hi: int | None = None
-
-    def hides_nothing(self, len_q: int, len_k: int) -> bool:
-        return (self.lo is None or self.lo <= 1 - len_q) and (self.hi is None or self.hi >= len_k - 1)
 
     def has_empty_rows(self, len_q: int, len_k: int) -> bool:
         """Whether some query sees no key: its output is 0, its logsumexp -inf."""
@@ -28,6 +28,18 @@ class Band(NamedTuple):
         start = 0 if self.lo is None else max(0, first + self.lo)
         stop = len_k if self.hi is None else min(len_k, last + self.hi + 1)
         return start, max(start, stop)
+
+
+def visible(band: Band, queries: slice, keys: slice, device: torch.device) -> Tensor:
+    """(queries, keys), True where the key is seen."""
+    i = torch.arange(queries.start, queries.stop, device=device)[:, None]
+    distance = torch.arange(keys.start, keys.stop, device=device) - i
+    seen = torch.ones_like(distance, dtype=torch.bool)
+    if band.lo is not None:
+        seen &= distance >= band.lo
+    if band.hi is not None:
+        seen &= distance <= band.hi
+    return seen
 
 
 def resolve(is_causal: bool | str, window: Window, len_q: int, len_k: int) -> Band:

@@ -4,7 +4,7 @@ A small problem is over before Python has launched it. So what a call works out 
 grid, whole-number arguments, the compiled kernel) is kept, and the next call of that kind goes straight to the driver.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -15,6 +15,7 @@ from triton.tools.tensor_descriptor import TensorDescriptor
 
 from cs336_systems.kernels import flash_triton, layout, tiles
 from cs336_systems.kernels.band import Band
+from cs336_systems.kernels.cache import Cache
 from cs336_systems.kernels.tiles import Key, Tile
 
 INTERPRETED = not isinstance(flash_triton.forward_kernel, triton.runtime.JITFunction)
@@ -33,7 +34,6 @@ WITH_TMA = (9, 10)
 matrix instructions that read shared memory, and their tiles pass through registers either way."""
 LARGEST_ROW_STRIDE = 1 << 22
 """A tile's offsets are 32 bits wide: its rows times this must fit."""
-MOST_PLANS = 4096
 
 
 def forward(q: Tensor, k: Tensor, v: Tensor, scale: float, band: Band) -> tuple[Tensor, Tensor]:
@@ -42,7 +42,9 @@ def forward(q: Tensor, k: Tensor, v: Tensor, scale: float, band: Band) -> tuple[
     lse = torch.empty(q.shape[:-1], dtype=torch.float32, device=q.device)
     tensors = (q, k, v, out)
     key = ("forward", band, *_facts(q, k, v))
-    plans = _known.get(key) or _remember(key, lambda: _plan_forward(tensors, band))
+    plans = _known.get(key)
+    if plans is None:
+        plans = _known[key] = _plan_forward(tensors, band)
     for launch in plans:
         launch(tensors, (lse,), scale)
     if k.shape[2] == 0:
@@ -61,7 +63,9 @@ def backward(
         grad_lse = grad_lse.contiguous()
     for_q, for_kv = (q, k, v, out, grad, dq), (q, k, v, grad, dk, dv)
     key = ("backward", band, grad_lse is None, *_facts(q, k, v, out, grad))
-    plans = _known.get(key) or _remember(key, lambda: _plan_backward(for_q, for_kv, band))
+    plans = _known.get(key)
+    if plans is None:
+        plans = _known[key] = _plan_backward(for_q, for_kv, band)
     if not plans:
         return dq.zero_(), dk.zero_(), dv.zero_()
     launch_q, launch_kv = plans
@@ -217,7 +221,7 @@ def _descriptor(fields: dict[str, Any], base: Tensor) -> TensorDescriptor:
     return descriptor
 
 
-_known: dict[tuple[Any, ...], list[Plan]] = {}
+_known: Cache[tuple[Any, ...], list[Plan]] = Cache()
 
 
 def _facts(*tensors: Tensor) -> list[Any]:
@@ -229,13 +233,6 @@ def _facts(*tensors: Tensor) -> list[Any]:
     for t in tensors:
         facts += (t.stride(), t.data_ptr() % 16)
     return facts
-
-
-def _remember(key: tuple[Any, ...], make: Callable[[], list[Plan]]) -> list[Plan]:
-    if len(_known) >= MOST_PLANS:
-        _known.clear()
-    _known[key] = make()
-    return _known[key]
 
 
 def _plan_forward(tensors: Sequence[Tensor], band: Band) -> list[Plan]:

@@ -61,13 +61,13 @@ def _gradients(
 def _forward(name: str, *arguments: Any) -> tuple[Tensor, Tensor]:
     if _must_be_seen(arguments[0]):
         return getattr(torch.ops.cs336, f"{name}_forward").default(*arguments)
-    return _FORWARD[name](*arguments)
+    return _run_forward(name, *arguments)
 
 
 def _backward(name: str, *arguments: Any) -> tuple[Tensor, Tensor, Tensor]:
     if _must_be_seen(arguments[0]):
         return getattr(torch.ops.cs336, f"{name}_backward").default(*arguments)
-    return _BACKWARD[name](*arguments)
+    return _run_backward(name, *arguments)
 
 
 def _must_be_seen(t: Tensor) -> bool:
@@ -87,38 +87,23 @@ def is_plain(t: Tensor) -> bool:
     return type(t) in (Tensor, nn.Parameter)
 
 
-def _torch_forward(q: Tensor, k: Tensor, v: Tensor, scale: float, lo: int | None, hi: int | None) -> Any:
-    return flash_torch.forward(q, k, v, scale, Band(lo, hi))
+def _run_forward(name: str, q: Tensor, k: Tensor, v: Tensor, scale: float, lo: int | None, hi: int | None) -> Any:
+    return _kernels(name).forward(q, k, v, scale, Band(lo, hi))
 
 
-def _torch_backward(
-    grad: Tensor, grad_lse: Tensor | None, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor,
-    scale: float, lo: int | None, hi: int | None,
-) -> Any:  # fmt: skip
-    return flash_torch.backward(grad, grad_lse, q, k, v, out, lse, scale, Band(lo, hi))
+def _run_backward(name: str, *arguments: Any) -> Any:
+    *tensors, scale, lo, hi = arguments
+    return _kernels(name).backward(*tensors, scale, Band(lo, hi))
 
 
 @functools.cache
-def _launcher() -> Any:
-    """Imports triton, so only when it is called for."""
+def _kernels(name: str) -> Any:
+    """The module; that of the Triton kernels imports triton, so only when it is called for."""
+    if name == "flash_torch":
+        return flash_torch
     from cs336_systems.kernels import flash_launch
 
     return flash_launch
-
-
-def _triton_forward(q: Tensor, k: Tensor, v: Tensor, scale: float, lo: int | None, hi: int | None) -> Any:
-    return _launcher().forward(q, k, v, scale, Band(lo, hi))
-
-
-def _triton_backward(
-    grad: Tensor, grad_lse: Tensor | None, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor,
-    scale: float, lo: int | None, hi: int | None,
-) -> Any:  # fmt: skip
-    return _launcher().backward(grad, grad_lse, q, k, v, out, lse, scale, Band(lo, hi))
-
-
-_FORWARD: dict[str, Callable] = {"flash_torch": _torch_forward, "flash_triton": _triton_forward}
-_BACKWARD: dict[str, Callable] = {"flash_torch": _torch_backward, "flash_triton": _triton_backward}
 
 
 def _register(name: str) -> None:
@@ -133,9 +118,16 @@ def _register(name: str) -> None:
     )
     forward_op = getattr(torch.ops.cs336, f"{name}_forward")
     backward_op = getattr(torch.ops.cs336, f"{name}_backward")
+
+    def run_forward(*arguments: Any) -> tuple[Tensor, Tensor]:
+        return _run_forward(name, *arguments)
+
+    def run_backward(*arguments: Any) -> tuple[Tensor, Tensor, Tensor]:
+        return _run_backward(name, *arguments)
+
     for device in ("CPU", "CUDA"):
-        _library.impl(f"{name}_forward", _FORWARD[name], device)
-        _library.impl(f"{name}_backward", _BACKWARD[name], device)
+        _library.impl(f"{name}_forward", run_forward, device)
+        _library.impl(f"{name}_backward", run_backward, device)
         _library.impl(f"{name}_forward", _with_cast(forward_op.default, device), f"Autocast{device}")
     torch.library.register_fake(f"cs336::{name}_forward", _forward_shapes, lib=_library)
     torch.library.register_fake(f"cs336::{name}_backward", _backward_shapes, lib=_library)
@@ -200,7 +192,7 @@ def _backward_flops(grad: torch.Size, grad_lse: Any, q: torch.Size, k: torch.Siz
     return 5 * _products(q, k)
 
 
-for _name in _FORWARD:
+for _name in ("flash_torch", "flash_triton"):
     _register(_name)
 
 

@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from cs336_systems.kernels import layout
-from cs336_systems.kernels.band import Band
+from cs336_systems.kernels.band import Band, visible
 
 TILE_Q, TILE_K = 256, 512
 """Small enough for a core's cache at common head dims; large enough that Python's share of the time is small."""
@@ -111,10 +111,4 @@ def _hide(s: Tensor, rows: slice, columns: slice, band: Band) -> None:
     first, last = columns.start - (rows.stop - 1), columns.stop - 1 - rows.start  # the smallest and largest j - i
     if (band.hi is None or last <= band.hi) and (band.lo is None or first >= band.lo):
         return
-    distance = torch.arange(columns.start, columns.stop, device=s.device) - torch.arange(
-        rows.start, rows.stop, device=s.device
-    ).unsqueeze(-1)
-    if band.hi is not None:
-        s.masked_fill_(distance > band.hi, -torch.inf)
-    if band.lo is not None:
-        s.masked_fill_(distance < band.lo, -torch.inf)
+    s.masked_fill_(~visible(band, rows, columns, s.device), -torch.inf)

@@ -170,9 +170,8 @@ def grad_kv_kernel(
     DESCRIPTORS: tl.constexpr, PRODUCTS: tl.constexpr,
 ):  # fmt: skip
     """dK and dV of BLOCK_N keys, over all the query heads that share them."""
-    block, index = _assignment(
-        blocks, all_heads, section
-    )  # ascending: under a causal mask the first keys have most work
+    # Blocks ascend: under a causal mask the first keys have the most work.
+    block, index = _assignment(blocks, all_heads, section)
     kv_place = (index // kv_heads, index % kv_heads)
     column = block * BLOCK_N
     begin, full_begin, full_end, end = _query_tiles(column, len_q, len_k, band, BLOCK_M, BLOCK_N)

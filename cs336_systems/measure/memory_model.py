@@ -458,11 +458,8 @@ class StepOnPaper:
             self._scores_backward(r)
         ledger.drop("activations", self.attention_saved)
         ledger.touch(3 * r + 2 * t.residual(4))  # gradients of q, k and v, one of them being turned back in fp32
-        for during, after in (
-            (4, 3),
-            (4, 2),
-            (3, 1),
-        ):  # those still to be used, and what has been gathered for the norm
+        # Of q, k and v in turn: gradients still to be used, and what has been gathered for the norm.
+        for during, after in ((4, 3), (4, 2), (3, 1)):
             self._weight_gradient(t.square(2), t.square(4), during=during * r, after=after * r)
         ledger.drop("activations", r)
         self._norm_backward()
