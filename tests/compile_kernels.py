@@ -55,7 +55,8 @@ def compile_one(
     tensors = [sides[side] for side in flash_launch.SIDES[kernel]]
     row = torch.empty(2, 2 * group, LENGTH, device="meta")
     rows = {"forward": (row,), "grad_q": (row, None, row), "grad_kv": (row, row)}[kernel]
-    with mock.patch.object(flash_launch, "SMALLEST_FOR_DESCRIPTORS", 0 if descriptors else 1 << 62):
+    least = 0 if descriptors else 1 << 62
+    with mock.patch.multiple(flash_launch, SMALLEST_FOR_DESCRIPTORS=least, LONG_FOR_DESCRIPTORS=least):
         plan = flash_launch.plan(kernel, tensors, Band(*band), tile)
     assert (plan.descriptors is not None) == descriptors
     return resources(plan.kernel.warmup(*plan.arguments(tensors, rows, 0.125), grid=(1,), **plan.options))

@@ -25,10 +25,14 @@ FP32_PRODUCTS = "tf32x3"
 and lower halves of the operands, on the tensor cores, and its error is that of fp32; "ieee" multiplies and adds in
 fp32."""
 
-L2_SHARE = {"forward": 16 << 20, "grad_q": 16 << 20, "grad_kv": 8 << 20}
-"""Kernel -> bytes that the heads of a section read again and again; with more in flight they evict each other's."""
+L2_SHARE = 12 << 20
+"""Bytes that the heads of a section read again and again; with more in flight they evict each other's."""
+LAUNCH_BOUND = 1 << 31
+"""Multiply-adds of one matrix product below which the host, not the GPU, sets the pace."""
 SMALLEST_FOR_DESCRIPTORS = 0 if INTERPRETED else 1 << 21
 """Elements of q below which encoding descriptors for each call takes longer than they save."""
+LONG_FOR_DESCRIPTORS = 2048
+"""Keys from which they pay all the same: a program visits that many one tile after another."""
 WITH_TMA = (9, 10)
 """Compute capabilities, by their first number, where descriptors help. Those of 12.x have the copy engine too, but no
 matrix instructions that read shared memory, and their tiles pass through registers either way."""
@@ -58,19 +62,22 @@ def backward(
 ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
     """Gradients of q, k and v, each in the layout of its tensor."""
     dq, dk, dv = layout.empty_like(q), layout.empty_like(k), layout.empty_like(v)
-    delta = torch.empty_like(lse)
     if grad_lse is not None:
         grad_lse = grad_lse.contiguous()
-    for_q, for_kv = (q, k, v, out, grad, dq), (q, k, v, grad, dk, dv)
+    tensors = (q, k, v, out, grad, dq, dk, dv)
     key = ("backward", band, grad_lse is None, *_facts(q, k, v, out, grad))
     plans = _known.get(key)
     if plans is None:
-        plans = _known[key] = _plan_backward(for_q, for_kv, band)
-    if not plans:
-        return dq.zero_(), dk.zero_(), dv.zero_()
-    launch_q, launch_kv = plans
-    launch_q(for_q, (lse, grad_lse, delta), scale)
-    launch_kv(for_kv, (lse, delta), scale)
+        plans = _known[key] = _plan_backward(tensors, band)
+    match plans:
+        case [launch]:
+            launch(tensors, (lse, grad_lse), scale)
+        case [launch_q, launch_kv]:
+            delta = torch.empty_like(lse)
+            launch_q((q, k, v, out, grad, dq), (lse, grad_lse, delta), scale)
+            launch_kv((q, k, v, grad, dk, dv), (lse, delta), scale)
+        case _:
+            return dq.zero_(), dk.zero_(), dv.zero_()
     return dq, dk, dv
 
 
@@ -87,7 +94,7 @@ def _usable(t: Tensor) -> bool:
 # -- plans ------------------------------------------------------------------------------------------------------------
 
 
-SIDES = {"forward": "qkkq", "grad_q": "qkkqqq", "grad_kv": "qkkqkk"}
+SIDES = {"forward": "qkkq", "grad_q": "qkkqqq", "grad_kv": "qkkqkk", "grad": "qkkqqqkk"}
 """Kernel -> for each tensor it moves in tiles whether its rows are queries or keys."""
 
 
@@ -105,13 +112,18 @@ def plan(kernel: str, tensors: Sequence[Tensor], band: Band, tile: Tile | None =
     else:
         owners, blocks = heads, triton.cdiv(len_q, tile.block_m)
         bytes_read = 2 * len_k * d * q.element_size() * kv_heads / heads
-    section = max(1, min(batch * owners, int(L2_SHARE[kernel] / bytes_read)))
-    by_descriptor = _can_describe(tensors)
+    by_descriptor = kernel != "grad" and _can_describe(tensors)
     block_d = padded(d)
+    programs = blocks * batch * owners
+    grid: tuple[Any, ...] = (blocks, batch * owners, max(1, min(batch * owners, int(L2_SHARE / bytes_read))))
+    if kernel == "grad":  # all blocks of keys come after all blocks of queries
+        kv_blocks = triton.cdiv(len_k, tile.block_n)
+        programs += kv_blocks * batch * kv_heads
+        grid = (blocks, kv_blocks, batch * heads, batch * kv_heads)
     rows = {"q": tile.block_m, "k": tile.block_n}
     return Plan(
         kernel=getattr(flash_triton, f"{kernel}_kernel"),
-        programs=blocks * batch * owners,
+        programs=programs,
         device=q.device.index,
         copied=copied,
         descriptors=[
@@ -124,7 +136,7 @@ def plan(kernel: str, tensors: Sequence[Tensor], band: Band, tile: Tile | None =
             *(owners, heads // kv_heads, len_q, len_k, d, (band.lo, band.hi)),
         ),
         after_scale=(
-            *(blocks, batch * owners, section, tile.block_m, tile.block_n, block_d, by_descriptor),
+            *(*grid, tile.block_m, tile.block_n, block_d, *(() if kernel == "grad" else (by_descriptor,))),
             products() if q.dtype == torch.float32 else "ieee",
         ),
         options={"num_warps": tile.num_warps, "num_stages": tile.num_stages},
@@ -147,7 +159,7 @@ def _can_describe(tensors: Sequence[Tensor]) -> bool:
     return (
         (INTERPRETED or torch.cuda.get_device_capability(q.device)[0] in WITH_TMA)
         and q.element_size() == 2
-        and q.numel() >= SMALLEST_FOR_DESCRIPTORS
+        and (q.numel() >= SMALLEST_FOR_DESCRIPTORS or tensors[1].shape[2] >= LONG_FOR_DESCRIPTORS)
         and all(t.data_ptr() % 16 == 0 and _strides_suit(t) for t in tensors)
     )  # fmt: skip
 
@@ -240,7 +252,11 @@ def _plan_forward(tensors: Sequence[Tensor], band: Band) -> list[Plan]:
     return [plan("forward", tensors, band)] if all(t.numel() for t in tensors) else []
 
 
-def _plan_backward(for_q: Sequence[Tensor], for_kv: Sequence[Tensor], band: Band) -> list[Plan]:
-    if not all(t.numel() for t in for_kv):
+def _plan_backward(tensors: Sequence[Tensor], band: Band) -> list[Plan]:
+    """One kernel where a launch takes longer than the work, else two."""
+    q, k, v, out, grad, dq, dk, dv = tensors
+    if not all(t.numel() for t in tensors):
         return []
-    return [plan("grad_q", for_q, band), plan("grad_kv", for_kv, band)]
+    if q.numel() * k.shape[2] < LAUNCH_BOUND:
+        return [plan("grad", tensors, band)]
+    return [plan("grad_q", (q, k, v, out, grad, dq), band), plan("grad_kv", (q, k, v, grad, dk, dv), band)]

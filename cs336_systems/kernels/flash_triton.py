@@ -109,17 +109,84 @@ def grad_q_kernel(
     block, index = _assignment(blocks, all_heads, section)
     if band[1] is not None:
         block = blocks - 1 - block
+    _grad_q_block(
+        q, k, v, out, grad, dq, lse, grad_lse, delta,
+        q_strides, k_strides, v_strides, out_strides, grad_strides, dq_strides,
+        heads, group, len_q, len_k, d, band, scale, block, index,
+        BLOCK_M, BLOCK_N, BLOCK_D, DESCRIPTORS, PRODUCTS,
+    )  # fmt: skip
+
+
+@triton.jit(do_not_specialize=["band", "section"])
+def grad_kv_kernel(
+    q, k, v, grad, dk, dv, lse, delta,
+    q_strides, k_strides, v_strides, grad_strides, dk_strides, dv_strides,
+    kv_heads, group, len_q, len_k, d, band, scale, blocks, all_heads, section,
+    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr,
+    DESCRIPTORS: tl.constexpr, PRODUCTS: tl.constexpr,
+):  # fmt: skip
+    """dK and dV of BLOCK_N keys, over all the query heads that share them."""
+    # Blocks ascend: under a causal mask the first keys have the most work.
+    block, index = _assignment(blocks, all_heads, section)
+    _grad_kv_block(
+        q, k, v, None, grad, dk, dv, lse, None, delta,
+        q_strides, k_strides, v_strides, None, grad_strides, dk_strides, dv_strides,
+        kv_heads, group, len_q, len_k, d, band, scale, block, index,
+        BLOCK_M, BLOCK_N, BLOCK_D, DESCRIPTORS, PRODUCTS,
+    )  # fmt: skip
+
+
+@triton.jit(do_not_specialize=["band", "blocks", "kv_blocks"])
+def grad_kernel(
+    q, k, v, out, grad, dq, dk, dv, lse, grad_lse,
+    q_strides, k_strides, v_strides, out_strides, grad_strides, dq_strides, dk_strides, dv_strides,
+    heads, group, len_q, len_k, d, band, scale, blocks, kv_blocks, all_heads, all_kv_heads,
+    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr, PRODUCTS: tl.constexpr,
+):  # fmt: skip
+    """Both in one launch, for problems that are over sooner than a second launch takes.
+
+    A block of keys cannot wait for the D that blocks of queries compute, so it computes its own, once more for each tile.
+    """
+    program = tl.program_id(0)
+    if program < blocks * all_heads:
+        block = program // all_heads
+        if band[1] is not None:
+            block = blocks - 1 - block
+        _grad_q_block(
+            q, k, v, out, grad, dq, lse, grad_lse, None,
+            q_strides, k_strides, v_strides, out_strides, grad_strides, dq_strides,
+            heads, group, len_q, len_k, d, band, scale, block, program % all_heads,
+            BLOCK_M, BLOCK_N, BLOCK_D, False, PRODUCTS,
+        )  # fmt: skip
+    else:
+        program -= blocks * all_heads
+        _grad_kv_block(
+            q, k, v, out, grad, dk, dv, lse, grad_lse, None,
+            q_strides, k_strides, v_strides, out_strides, grad_strides, dk_strides, dv_strides,
+            heads // group, group, len_q, len_k, d, band, scale, program // all_kv_heads, program % all_kv_heads,
+            BLOCK_M, BLOCK_N, BLOCK_D, False, PRODUCTS,
+        )  # fmt: skip
+
+
+@triton.jit
+def _grad_q_block(
+    q, k, v, out, grad, dq, lse, grad_lse, delta,
+    q_strides, k_strides, v_strides, out_strides, grad_strides, dq_strides,
+    heads, group, len_q, len_k, d, band, scale, block, index,
+    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr,
+    DESCRIPTORS: tl.constexpr, PRODUCTS: tl.constexpr,
+):  # fmt: skip
     place, kv_place = _places(index, heads, group)
     row = block * BLOCK_M
     begin, full_begin, full_end, end = _key_tiles(row, len_q, len_k, band, BLOCK_M, BLOCK_N)
     q_tile = _load(q, q_strides, place, row, len_q, d, BLOCK_M, BLOCK_D, DESCRIPTORS)
     grad_tile = _load(grad, grad_strides, place, row, len_q, d, BLOCK_M, BLOCK_D, DESCRIPTORS)
-    out_tile = _load(out, out_strides, place, row, len_q, d, BLOCK_M, BLOCK_D, DESCRIPTORS)
     offsets, inside = _row_offsets(index, row, len_q, BLOCK_M)
-    delta_row = tl.sum(out_tile.to(tl.float32) * grad_tile.to(tl.float32), 1)
-    if grad_lse is not None:  # d lse / d S is P, so the gradient of the logsumexp joins D with the other sign
-        delta_row -= tl.load(grad_lse + offsets, mask=inside, other=0.0)
-    tl.store(delta + offsets, delta_row, mask=inside)
+    delta_row = _delta(
+        out, out_strides, grad_tile, grad_lse, place, row, offsets, inside, len_q, d, BLOCK_M, BLOCK_D, DESCRIPTORS
+    )  # fmt: skip
+    if delta is not None:
+        tl.store(delta + offsets, delta_row, mask=inside)
     lse_row = tl.load(lse + offsets, mask=inside, other=0.0) * LOG2E
     acc = tl.zeros([BLOCK_M, BLOCK_D], tl.float32)
     if band[0] is not None:
@@ -136,6 +203,19 @@ def grad_q_kernel(
         len_k, d, band, scale, True, BLOCK_M, BLOCK_N, BLOCK_D, DESCRIPTORS, PRODUCTS,
     )  # fmt: skip
     _store(dq, acc * scale, dq_strides, place, row, len_q, d, BLOCK_M, BLOCK_D, DESCRIPTORS)
+
+
+@triton.jit
+def _delta(
+    out, out_strides, grad_tile, grad_lse, place, row, offsets, inside, len_q, d,
+    BLOCK_M: tl.constexpr, BLOCK_D: tl.constexpr, DESCRIPTORS: tl.constexpr,
+):  # fmt: skip
+    """D = rowsum(O * dO). d lse / d S is P, so the gradient of the logsumexp joins it with the other sign."""
+    out_tile = _load(out, out_strides, place, row, len_q, d, BLOCK_M, BLOCK_D, DESCRIPTORS)
+    delta_row = tl.sum(out_tile.to(tl.float32) * grad_tile.to(tl.float32), 1)
+    if grad_lse is not None:
+        delta_row -= tl.load(grad_lse + offsets, mask=inside, other=0.0)
+    return delta_row
 
 
 @triton.jit
@@ -161,17 +241,15 @@ def _gather_q(
     return acc
 
 
-@triton.jit(do_not_specialize=["band", "section"])
-def grad_kv_kernel(
-    q, k, v, grad, dk, dv, lse, delta,
-    q_strides, k_strides, v_strides, grad_strides, dk_strides, dv_strides,
-    kv_heads, group, len_q, len_k, d, band, scale, blocks, all_heads, section,
+@triton.jit
+def _grad_kv_block(
+    q, k, v, out, grad, dk, dv, lse, grad_lse, delta,
+    q_strides, k_strides, v_strides, out_strides, grad_strides, dk_strides, dv_strides,
+    kv_heads, group, len_q, len_k, d, band, scale, block, index,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr,
     DESCRIPTORS: tl.constexpr, PRODUCTS: tl.constexpr,
 ):  # fmt: skip
-    """dK and dV of BLOCK_N keys, over all the query heads that share them."""
-    # Blocks ascend: under a causal mask the first keys have the most work.
-    block, index = _assignment(blocks, all_heads, section)
+    """Without `delta` it is computed here, from `out`."""
     kv_place = (index // kv_heads, index % kv_heads)
     column = block * BLOCK_N
     begin, full_begin, full_end, end = _query_tiles(column, len_q, len_k, band, BLOCK_M, BLOCK_N)
@@ -179,40 +257,46 @@ def grad_kv_kernel(
     v_tile = _load(v, v_strides, kv_place, column, len_k, d, BLOCK_N, BLOCK_D, DESCRIPTORS)
     dk_sum = tl.zeros([BLOCK_N, BLOCK_D], tl.float32)
     dv_sum = tl.zeros([BLOCK_N, BLOCK_D], tl.float32)
-    for member in range(group):
-        place = (kv_place[0], kv_place[1] * group + member)
-        q_index = index * group + member
+    dk_sum, dv_sum = _gather_kv(
+        dk_sum, dv_sum, k_tile, v_tile, q, out, grad, lse, grad_lse, delta, q_strides, out_strides, grad_strides,
+        kv_place, index, group, column, begin, full_begin, len_q, len_k, d, band, scale,
+        True, BLOCK_M, BLOCK_N, BLOCK_D, DESCRIPTORS, PRODUCTS,
+    )  # fmt: skip
+    dk_sum, dv_sum = _gather_kv(
+        dk_sum, dv_sum, k_tile, v_tile, q, out, grad, lse, grad_lse, delta, q_strides, out_strides, grad_strides,
+        kv_place, index, group, column, full_begin, full_end, len_q, len_k, d, band, scale,
+        False, BLOCK_M, BLOCK_N, BLOCK_D, DESCRIPTORS, PRODUCTS,
+    )  # fmt: skip
+    if band[0] is not None:
         dk_sum, dv_sum = _gather_kv(
-            dk_sum, dv_sum, k_tile, v_tile, q, grad, lse, delta, q_strides, grad_strides, place, q_index, column,
-            begin, full_begin, len_q, len_k, d, band, scale,
+            dk_sum, dv_sum, k_tile, v_tile, q, out, grad, lse, grad_lse, delta, q_strides, out_strides, grad_strides,
+            kv_place, index, group, column, full_end, end, len_q, len_k, d, band, scale,
             True, BLOCK_M, BLOCK_N, BLOCK_D, DESCRIPTORS, PRODUCTS,
         )  # fmt: skip
-        dk_sum, dv_sum = _gather_kv(
-            dk_sum, dv_sum, k_tile, v_tile, q, grad, lse, delta, q_strides, grad_strides, place, q_index, column,
-            full_begin, full_end, len_q, len_k, d, band, scale,
-            False, BLOCK_M, BLOCK_N, BLOCK_D, DESCRIPTORS, PRODUCTS,
-        )  # fmt: skip
-        if band[0] is not None:
-            dk_sum, dv_sum = _gather_kv(
-                dk_sum, dv_sum, k_tile, v_tile, q, grad, lse, delta, q_strides, grad_strides, place, q_index, column,
-                full_end, end, len_q, len_k, d, band, scale,
-                True, BLOCK_M, BLOCK_N, BLOCK_D, DESCRIPTORS, PRODUCTS,
-            )  # fmt: skip
     _store(dk, dk_sum * scale, dk_strides, kv_place, column, len_k, d, BLOCK_N, BLOCK_D, DESCRIPTORS)
     _store(dv, dv_sum, dv_strides, kv_place, column, len_k, d, BLOCK_N, BLOCK_D, DESCRIPTORS)
 
 
 @triton.jit
 def _gather_kv(
-    dk, dv, k_tile, v_tile, q, grad, lse, delta, q_strides, grad_strides, place, q_index, column, begin, end,
-    len_q, len_k, d, band, scale,
+    dk, dv, k_tile, v_tile, q, out, grad, lse, grad_lse, delta, q_strides, out_strides, grad_strides,
+    kv_place, index, group, column, begin, end, len_q, len_k, d, band, scale,
     MASKED: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr,
     DESCRIPTORS: tl.constexpr, PRODUCTS: tl.constexpr,
 ):  # fmt: skip
-    """Add dS^T Q and P^T dO of the queries of begin..end."""
+    """Add dS^T Q and P^T dO of the queries of begin..end, of every query head that shares these keys.
+
+    One loop over heads and tiles: loads run ahead across heads as they do across tiles.
+    """
     factor = scale * LOG2E
-    for row in tl.range(begin, end, BLOCK_M):
-        offsets, inside = _row_offsets(q_index, row, len_q, BLOCK_M)
+    span = end - begin
+    for step in tl.range(0, span * group, BLOCK_M):
+        member, row = 0, begin + step
+        if group != 1:  # known when compiling where it is 1
+            member = step // span
+            row -= member * span
+        place = (kv_place[0], kv_place[1] * group + member)
+        offsets, inside = _row_offsets(index * group + member, row, len_q, BLOCK_M)
         # Scores are formed transposed, (keys, queries): P^T and dS^T are then left operands as they stand in registers.
         q_tile = _load(q, q_strides, place, row, len_q, d, BLOCK_M, BLOCK_D, DESCRIPTORS)
         s = tl.dot(k_tile, q_tile.T, input_precision=PRODUCTS)
@@ -224,7 +308,12 @@ def _gather_kv(
         grad_tile = _load(grad, grad_strides, place, row, len_q, d, BLOCK_M, BLOCK_D, DESCRIPTORS)
         dp = tl.dot(v_tile, grad_tile.T, input_precision=PRODUCTS)
         dv = tl.dot(p.to(grad_tile.dtype), grad_tile, dv, input_precision=PRODUCTS)
-        delta_row = tl.load(delta + offsets, mask=inside, other=0.0)
+        if delta is None:
+            delta_row = _delta(
+                out, out_strides, grad_tile, grad_lse, place, row, offsets, inside, len_q, d, BLOCK_M, BLOCK_D, DESCRIPTORS
+            )  # fmt: skip
+        else:
+            delta_row = tl.load(delta + offsets, mask=inside, other=0.0)
         ds = p * (dp - delta_row[None, :])
         dk = tl.dot(ds.to(q_tile.dtype), q_tile, dk, input_precision=PRODUCTS)
     return dk, dv

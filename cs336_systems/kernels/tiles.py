@@ -72,7 +72,8 @@ INTERPRETED = Tile(32, 32, 4, 1)
 def shipped(name: str, key: Key) -> Tile:
     rows = _SHIPPED[name]
     kind = "descriptors" if key.descriptors else "pointers" if key.bits == 16 else "fp32"
-    full, causal = rows.get(kind, rows["pointers"])[key.kernel][BLOCK_DIMS.index(key.block_d)]
+    kernel = "grad_kv" if key.kernel == "grad" else key.kernel  # which holds more in registers than grad_q
+    full, causal = rows.get(kind, rows["pointers"])[kernel][BLOCK_DIMS.index(key.block_d)]
     return causal if key.causal else full
 
 
