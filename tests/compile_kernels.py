@@ -54,7 +54,7 @@ def compile_one(
     }
     tensors = [sides[side] for side in flash_launch.SIDES[kernel]]
     row = torch.empty(2, 2 * group, LENGTH, device="meta")
-    rows = {"forward": (row,), "grad_q": (row, None, row), "grad_kv": (row, row)}[kernel]
+    rows = {"forward": (row,), "grad_q": (row, None, row), "grad_kv": (row, row), "grad": (row, None)}[kernel]
     least = 0 if descriptors else 1 << 62
     with mock.patch.multiple(flash_launch, SMALLEST_FOR_DESCRIPTORS=least, LONG_FOR_DESCRIPTORS=least):
         plan = flash_launch.plan(kernel, tensors, Band(*band), tile)

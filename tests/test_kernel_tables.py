@@ -23,15 +23,15 @@ SPILLS = {
     # variants for which there is no tile of their own: windows, grouped queries, head dims that are padded.
     "sm_90": {
         *((kernel, 32, 256, "causal") for kernel in KERNELS),
-        *(("grad_kv", 16, d, rest) for d, rest in ((64, "window, grouped"), (40, "full, grouped"))),
-        *((kernel, 16, 40, "full, grouped") for kernel in ("forward", "grad_q")),
+        *((kernel, 16, 40, "full, grouped") for kernel in ("forward", "grad")),
+        ("grad_kv", 16, 64, "window, grouped"),
     },
     "sm_100": {
         *((kernel, 32, 256, "causal") for kernel in KERNELS),
         *((kernel, 32, 128, "causal") for kernel in ("forward", "grad_q")),
-        *((kernel, 16, 40, "full, grouped") for kernel in KERNELS),
+        *((kernel, 16, 40, "full, grouped") for kernel in (*KERNELS, "grad")),
         ("forward", 32, 64, "causal"),
-        ("grad_kv", 16, 64, "window, grouped"),
+        ("grad_kv", 32, 32, "causal"),
     },
     "sm_80": {
         *((kernel, 32, 256, "causal") for kernel in KERNELS),
@@ -69,7 +69,7 @@ def variants(family: str, kind: str) -> list[list]:
     """[kernel, bits, head dim, by descriptors, band, query heads for each KV head]"""
     bits, descriptors = (32 if kind == "fp32" else 16), kind == "descriptors"
     found = []
-    for kernel in KERNELS:
+    for kernel in KERNELS if kind != "pointers" else (*KERNELS, "grad"):
         for d in BLOCK_DIMS:
             found.append([kernel, bits, d, descriptors, CAUSAL, 1])
             keys = [Key(kernel, bits, d, causal, descriptors) for causal in (False, True)]

@@ -40,45 +40,65 @@ LARGEST_ROW_STRIDE = 1 << 22
 """A tile's offsets are 32 bits wide: its rows times this must fit."""
 
 
-def forward(q: Tensor, k: Tensor, v: Tensor, scale: float, band: Band) -> tuple[Tensor, Tensor]:
-    """Output, in q's layout, and logsumexp. q: (batch, heads, len_q, d); k, v: (batch, kv_heads, len_k, d)."""
-    out = layout.empty_like(q)
-    lse = torch.empty(q.shape[:-1], dtype=torch.float32, device=q.device)
-    tensors = (q, k, v, out)
-    key = ("forward", band, *_facts(q, k, v))
-    plans = _known.get(key)
-    if plans is None:
-        plans = _known[key] = _plan_forward(tensors, band)
-    for launch in plans:
-        launch(tensors, (lse,), scale)
-    if k.shape[2] == 0:
-        return out.zero_(), lse.fill_(-torch.inf)
-    return out, lse
+def problem(q: Tensor, k: Tensor, v: Tensor, band: Band) -> "Problem":
+    """Attention of tensors like these. q: (batch, heads, len_q, d); k, v: (batch, kv_heads, len_k, d)."""
+    key = (
+        *(band, q.dtype, q.device, q.shape, k.shape, q.stride(), k.stride(), v.stride()),
+        *(q.data_ptr() % 16, k.data_ptr() % 16, v.data_ptr() % 16, products() if q.dtype == torch.float32 else None),
+    )
+    found = _known.get(key)
+    if found is None:
+        found = _known[key] = Problem()
+    return found
 
 
-def backward(
-    grad: Tensor, grad_lse: Tensor | None, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor,
-    scale: float, band: Band,
-) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
-    """Gradients of q, k and v, each in the layout of its tensor."""
-    dq, dk, dv = layout.empty_like(q), layout.empty_like(k), layout.empty_like(v)
-    if grad_lse is not None:
-        grad_lse = grad_lse.contiguous()
-    tensors = (q, k, v, out, grad, dq, dk, dv)
-    key = ("backward", band, grad_lse is None, *_facts(q, k, v, out, grad))
-    plans = _known.get(key)
-    if plans is None:
-        plans = _known[key] = _plan_backward(tensors, band)
-    match plans:
-        case [launch]:
-            launch(tensors, (lse, grad_lse), scale)
-        case [launch_q, launch_kv]:
-            delta = torch.empty_like(lse)
-            launch_q((q, k, v, out, grad, dq), (lse, grad_lse, delta), scale)
-            launch_kv((q, k, v, grad, dk, dv), (lse, delta), scale)
-        case _:
-            return dq.zero_(), dk.zero_(), dv.zero_()
-    return dq, dk, dv
+class Problem:
+    """What is known of tensors of certain shapes, strides and alignment: forward needs one plan, backward one for each
+    layout of its gradient."""
+
+    def __init__(self) -> None:
+        self._forward: list[Plan] | None = None
+        self._backward: Cache[tuple[Any, ...], list[Plan]] = Cache()
+
+    def forward(self, q: Tensor, k: Tensor, v: Tensor, scale: float, band: Band) -> tuple[Tensor, Tensor]:
+        """Output, in q's layout, and logsumexp."""
+        out = layout.empty_like(q)
+        lse = torch.empty(q.shape[:-1], dtype=torch.float32, device=q.device)
+        tensors = (q, k, v, out)
+        if self._forward is None:
+            self._forward = _plan_forward(tensors, band)
+        for launch in self._forward:
+            launch(tensors, (lse,), scale)
+        if k.shape[2] == 0:
+            return out.zero_(), lse.fill_(-torch.inf)
+        return out, lse
+
+    def backward(
+        self, grad: Tensor, grad_lse: Tensor | None, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor,
+        scale: float, band: Band,
+    ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
+        """Gradients of q, k and v, each in the layout of its tensor."""
+        dq, dk, dv = layout.empty_like(q), layout.empty_like(k), layout.empty_like(v)
+        tensors = (q, k, v, out, grad, dq, dk, dv)
+        if grad_lse is not None:
+            grad_lse = grad_lse.contiguous()
+        key = (grad.stride(), grad.data_ptr() % 16, out.stride(), out.data_ptr() % 16, grad_lse is None)
+        plans = self._backward.get(key)
+        if plans is None:
+            plans = self._backward[key] = _plan_backward(tensors, band)
+        match plans:
+            case [launch]:
+                launch(tensors, (lse, grad_lse), scale)
+            case [launch_q, launch_kv]:
+                delta = torch.empty_like(lse)
+                launch_q((q, k, v, out, grad, dq), (lse, grad_lse, delta), scale)
+                launch_kv((q, k, v, grad, dk, dv), (lse, delta), scale)
+            case _:
+                return dq.zero_(), dk.zero_(), dv.zero_()
+        return dq, dk, dv
+
+
+_known: Cache[tuple[Any, ...], Problem] = Cache()
 
 
 def products() -> str:
@@ -112,7 +132,7 @@ def plan(kernel: str, tensors: Sequence[Tensor], band: Band, tile: Tile | None =
     else:
         owners, blocks = heads, triton.cdiv(len_q, tile.block_m)
         bytes_read = 2 * len_k * d * q.element_size() * kv_heads / heads
-    by_descriptor = kernel != "grad" and _can_describe(tensors)
+    by_descriptor = _by_descriptor(kernel, tensors)
     block_d = padded(d)
     programs = blocks * batch * owners
     grid: tuple[Any, ...] = (blocks, batch * owners, max(1, min(batch * owners, int(L2_SHARE / bytes_read))))
@@ -150,14 +170,15 @@ def padded(d: int) -> int:
 
 def tile_key(kernel: str, tensors: Sequence[Tensor], band: Band) -> Key:
     q = tensors[0]
-    return Key(kernel, 8 * q.element_size(), padded(q.shape[3]), band.hi is not None, _can_describe(tensors))
+    return Key(kernel, 8 * q.element_size(), padded(q.shape[3]), band.hi is not None, _by_descriptor(kernel, tensors))
 
 
-def _can_describe(tensors: Sequence[Tensor]) -> bool:
+def _by_descriptor(kernel: str, tensors: Sequence[Tensor]) -> bool:
     """Whether TMA can, and should, move all of these."""
     q = tensors[0]
     return (
-        (INTERPRETED or torch.cuda.get_device_capability(q.device)[0] in WITH_TMA)
+        kernel != "grad"
+        and (INTERPRETED or torch.cuda.get_device_capability(q.device)[0] in WITH_TMA)
         and q.element_size() == 2
         and (q.numel() >= SMALLEST_FOR_DESCRIPTORS or tensors[1].shape[2] >= LONG_FOR_DESCRIPTORS)
         and all(t.data_ptr() % 16 == 0 and _strides_suit(t) for t in tensors)
@@ -233,20 +254,6 @@ def _descriptor(fields: dict[str, Any], base: Tensor) -> TensorDescriptor:
     return descriptor
 
 
-_known: Cache[tuple[Any, ...], list[Plan]] = Cache()
-
-
-def _facts(*tensors: Tensor) -> list[Any]:
-    """All that a plan depends on."""
-    first = tensors[0]
-    facts: list[Any] = [first.dtype, first.device, first.shape, tensors[1].shape]
-    if first.dtype == torch.float32:
-        facts.append(products())
-    for t in tensors:
-        facts += (t.stride(), t.data_ptr() % 16)
-    return facts
-
-
 def _plan_forward(tensors: Sequence[Tensor], band: Band) -> list[Plan]:
     """None where there is nothing to attend to, or nobody who does."""
     return [plan("forward", tensors, band)] if all(t.numel() for t in tensors) else []
@@ -257,6 +264,6 @@ def _plan_backward(tensors: Sequence[Tensor], band: Band) -> list[Plan]:
     q, k, v, out, grad, dq, dk, dv = tensors
     if not all(t.numel() for t in tensors):
         return []
-    if q.numel() * k.shape[2] < LAUNCH_BOUND:
+    if q.numel() * k.shape[2] < LAUNCH_BOUND and q.element_size() == 2:
         return [plan("grad", tensors, band)]
     return [plan("grad_q", (q, k, v, out, grad, dq), band), plan("grad_kv", (q, k, v, grad, dk, dv), band)]

@@ -5,7 +5,7 @@ whole around them; each has its shape-only version, its gradient, its cast under
 """
 
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -23,17 +23,19 @@ def flash(
 ) -> Tensor | tuple[Tensor, Tensor]:
     """Attention, and its logsumexp where wanted, by "flash_torch" or "flash_triton", of arguments that were checked."""
     q, k, v = cast_for_autocast(q, k, v)
-    return _Flash.apply(name, q, k, v, scale, band, return_lse)
+    return _Flash.apply(q, k, v, (name, scale, band, return_lse))
 
 
 class _Flash(torch.autograd.Function):
     @staticmethod
     def forward(
-        ctx: Any, name: str, q: Tensor, k: Tensor, v: Tensor, scale: float, band: Band, return_lse: bool
+        ctx: Any, q: Tensor, k: Tensor, v: Tensor, settings: tuple[str, float, Band, bool]
     ) -> Tensor | tuple[Tensor, Tensor]:
-        out, lse = _forward(name, q, k, v, scale, *band)
+        name, scale, band, return_lse = settings
+        kernels = _kernels(name, q, k, v, band)
+        out, lse = kernels.forward(q, k, v, scale, band)
         ctx.save_for_backward(q, k, v, out, lse)
-        ctx.settings = name, scale, *band
+        ctx.settings = name, kernels, scale, band
         if not return_lse:
             return out
         ctx.set_materialize_grads(False)  # either result may have no gradient, and zeros would cost a pass over it
@@ -41,33 +43,55 @@ class _Flash(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor | None, grad_lse: Tensor | None = None) -> Any:
-        name, *settings = ctx.settings
-        return None, *_gradients(name, ctx.saved_tensors, settings, grad, grad_lse), None, None, None
+        return *_gradients(ctx.settings, ctx.saved_tensors, grad, grad_lse), None
 
 
 def _gradients(
-    name: str, saved: tuple[Tensor, ...], settings: list[Any], grad: Tensor | None, grad_lse: Tensor | None
+    settings: tuple[str, Any, float, Band], saved: Sequence[Tensor], grad: Tensor | None, grad_lse: Tensor | None
 ) -> tuple[Any, Any, Any]:
-    q, k, v, out, lse = saved
-    if grad is None and grad_lse is None:
-        return None, None, None
-    grad = torch.zeros_like(out) if grad is None else grad
-    return _backward(name, grad, grad_lse, q, k, v, out, lse, *settings)
+    name, kernels, scale, band = settings
+    if grad is None:
+        if grad_lse is None:
+            return None, None, None
+        grad = torch.zeros_like(saved[3])
+    if _must_be_seen(grad):
+        kernels = OPERATORS[name]
+    return kernels.backward(grad, grad_lse, *saved, scale, band)
 
 
-# -- operators --------------------------------------------------------------------------------------------------------
+# -- which kernels ----------------------------------------------------------------------------------------------------
 
 
-def _forward(name: str, *arguments: Any) -> tuple[Tensor, Tensor]:
-    if _must_be_seen(arguments[0]):
-        return getattr(torch.ops.cs336, f"{name}_forward").default(*arguments)
-    return _run_forward(name, *arguments)
+def _kernels(name: str, q: Tensor, k: Tensor, v: Tensor, band: Band) -> Any:
+    """Something with `forward` and `backward`."""
+    return OPERATORS[name] if _must_be_seen(q) else _bare(name, q, k, v, band)
 
 
-def _backward(name: str, *arguments: Any) -> tuple[Tensor, Tensor, Tensor]:
-    if _must_be_seen(arguments[0]):
-        return getattr(torch.ops.cs336, f"{name}_backward").default(*arguments)
-    return _run_backward(name, *arguments)
+def _bare(name: str, q: Tensor, k: Tensor, v: Tensor, band: Band) -> Any:
+    return flash_torch if name == "flash_torch" else _flash_launch().problem(q, k, v, band)
+
+
+@functools.cache
+def _flash_launch() -> Any:
+    """The module; it imports triton, so only when it is called for."""
+    from cs336_systems.kernels import flash_launch
+
+    return flash_launch
+
+
+class Operators:
+    """The kernels by way of PyTorch's dispatcher."""
+
+    def __init__(self, name: str):
+        self._forward = getattr(torch.ops.cs336, f"{name}_forward").default
+        self._backward = getattr(torch.ops.cs336, f"{name}_backward").default
+
+    def forward(self, q: Tensor, k: Tensor, v: Tensor, scale: float, band: Band) -> tuple[Tensor, Tensor]:
+        return self._forward(q, k, v, scale, *band)
+
+    def backward(self, *arguments: Any) -> tuple[Tensor, Tensor, Tensor]:
+        *tensors, scale, band = arguments
+        return self._backward(*tensors, scale, *band)
 
 
 def _must_be_seen(t: Tensor) -> bool:
@@ -87,23 +111,7 @@ def is_plain(t: Tensor) -> bool:
     return type(t) in (Tensor, nn.Parameter)
 
 
-def _run_forward(name: str, q: Tensor, k: Tensor, v: Tensor, scale: float, lo: int | None, hi: int | None) -> Any:
-    return _kernels(name).forward(q, k, v, scale, Band(lo, hi))
-
-
-def _run_backward(name: str, *arguments: Any) -> Any:
-    *tensors, scale, lo, hi = arguments
-    return _kernels(name).backward(*tensors, scale, Band(lo, hi))
-
-
-@functools.cache
-def _kernels(name: str) -> Any:
-    """The module; that of the Triton kernels imports triton, so only when it is called for."""
-    if name == "flash_torch":
-        return flash_torch
-    from cs336_systems.kernels import flash_launch
-
-    return flash_launch
+# -- operators --------------------------------------------------------------------------------------------------------
 
 
 def _register(name: str) -> None:
@@ -119,11 +127,17 @@ def _register(name: str) -> None:
     forward_op = getattr(torch.ops.cs336, f"{name}_forward")
     backward_op = getattr(torch.ops.cs336, f"{name}_backward")
 
-    def run_forward(*arguments: Any) -> tuple[Tensor, Tensor]:
-        return _run_forward(name, *arguments)
+    def run_forward(
+        q: Tensor, k: Tensor, v: Tensor, scale: float, lo: int | None, hi: int | None
+    ) -> tuple[Tensor, Tensor]:
+        band = Band(lo, hi)
+        return _bare(name, q, k, v, band).forward(q, k, v, scale, band)
 
     def run_backward(*arguments: Any) -> tuple[Tensor, Tensor, Tensor]:
-        return _run_backward(name, *arguments)
+        *tensors, scale, lo, hi = arguments
+        q, k, v = tensors[2:5]
+        band = Band(lo, hi)
+        return _bare(name, q, k, v, band).backward(*tensors, scale, band)
 
     for device in ("CPU", "CUDA"):
         _library.impl(f"{name}_forward", run_forward, device)
@@ -138,7 +152,9 @@ def _register(name: str) -> None:
         ctx.set_materialize_grads(False)
 
     def gradients(ctx: Any, grad: Tensor | None, grad_lse: Tensor | None) -> tuple[Any, ...]:
-        return *_gradients(name, ctx.saved_tensors, ctx.settings, grad, grad_lse), None, None, None
+        scale, lo, hi = ctx.settings
+        settings = name, OPERATORS[name], scale, Band(lo, hi)
+        return *_gradients(settings, ctx.saved_tensors, grad, grad_lse), None, None, None
 
     torch.library.register_autograd(f"cs336::{name}_forward", gradients, setup_context=keep, lib=_library)
     register_flop_formula(forward_op)(_forward_flops)
@@ -192,8 +208,10 @@ def _backward_flops(grad: torch.Size, grad_lse: Any, q: torch.Size, k: torch.Siz
     return 5 * _products(q, k)
 
 
+OPERATORS = {}
 for _name in ("flash_torch", "flash_triton"):
     _register(_name)
+    OPERATORS[_name] = Operators(_name)
 
 
 # -- the course's interface -------------------------------------------------------------------------------------------
@@ -211,7 +229,7 @@ class FlashAttentionTorch(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> Any:
-        return _course_backward(ctx, "flash_torch", grad)
+        return _course_backward(ctx, grad)
 
 
 class FlashAttentionTriton(torch.autograd.Function):
@@ -223,7 +241,7 @@ class FlashAttentionTriton(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> Any:
-        return _course_backward(ctx, "flash_triton", grad)
+        return _course_backward(ctx, grad)
 
 
 def _course_forward(ctx: Any, name: str, q: Tensor, k: Tensor, v: Tensor, is_causal: bool) -> Tensor:
@@ -232,17 +250,20 @@ def _course_forward(ctx: Any, name: str, q: Tensor, k: Tensor, v: Tensor, is_cau
             f"q, k and v must be (..., seq, d) with the same leading dimensions and d, "
             f"got {tuple(q.shape)}, {tuple(k.shape)}, {tuple(v.shape)}"
         )
-    ctx.settings = (q.shape[-1] ** -0.5, *resolve(is_causal, None, q.shape[-2], k.shape[-2]))
-    out, lse = _forward(name, _four(q), _four(k), _four(v), *ctx.settings)
+    scale, band = q.shape[-1] ** -0.5, resolve(is_causal, None, q.shape[-2], k.shape[-2])
+    four = _four(q), _four(k), _four(v)
+    kernels = _kernels(name, *four, band)
+    out, lse = kernels.forward(*four, scale, band)
     out, lse = out.view(q.shape), lse.view(q.shape[:-1])
     ctx.save_for_backward(q, k, v, out, lse)
+    ctx.settings = name, kernels, scale, band
     return out
 
 
-def _course_backward(ctx: Any, name: str, grad: Tensor) -> tuple[Any, ...]:
+def _course_backward(ctx: Any, grad: Tensor) -> tuple[Any, ...]:
     q, k, v, out, lse = ctx.saved_tensors
-    lse = lse.view(-1, 1, lse.shape[-1])
-    found = _backward(name, _four(grad), None, _four(q), _four(k), _four(v), _four(out), lse, *ctx.settings)
+    four = _four(q), _four(k), _four(v), _four(out), lse.view(-1, 1, lse.shape[-1])
+    found = _gradients(ctx.settings, four, _four(grad), None)
     return *(g.view(t.shape) for g, t in zip(found, (q, k, v), strict=True)), None
 
 

@@ -145,7 +145,7 @@ def grad_kernel(
 ):  # fmt: skip
     """Both in one launch, for problems that are over sooner than a second launch takes.
 
-    A block of keys cannot wait for the D that blocks of queries compute, so it computes its own, once more for each tile.
+    A block of keys cannot wait for the D that blocks of queries compute, so it computes its own, again for each tile.
     """
     program = tl.program_id(0)
     if program < blocks * all_heads:
@@ -310,7 +310,8 @@ def _gather_kv(
         dv = tl.dot(p.to(grad_tile.dtype), grad_tile, dv, input_precision=PRODUCTS)
         if delta is None:
             delta_row = _delta(
-                out, out_strides, grad_tile, grad_lse, place, row, offsets, inside, len_q, d, BLOCK_M, BLOCK_D, DESCRIPTORS
+                out, out_strides, grad_tile, grad_lse, place, row, offsets, inside, len_q, d,
+                BLOCK_M, BLOCK_D, DESCRIPTORS,
             )  # fmt: skip
         else:
             delta_row = tl.load(delta + offsets, mask=inside, other=0.0)
