@@ -25,7 +25,7 @@ FP32_PRODUCTS = "tf32x3"
 and lower halves of the operands, on the tensor cores, and its error is that of fp32; "ieee" multiplies and adds in
 fp32."""
 
-L2_SHARE = 12 << 20
+L2_SHARE = 16 << 20
 """Bytes that the heads of a section read again and again; with more in flight they evict each other's."""
 LAUNCH_BOUND = 1 << 31
 """Multiply-adds of one matrix product below which the host, not the GPU, sets the pace."""
