@@ -15,6 +15,7 @@ from cs336_systems.kernels.band import Band, Window, resolve, visible
 from cs336_systems.kernels.cache import Cache
 from cs336_systems.kernels.flash_ops import flash, is_plain
 from cs336_systems.kernels.reference import attention_and_lse, attention_reference
+from cs336_systems.kernels.tiles import LAUNCH_BOUND
 
 IMPLEMENTATIONS = ("auto", "reference", "flash_torch", "flash_triton", "sdpa")
 MAX_HEAD_DIM = 256
@@ -22,9 +23,6 @@ TRITON_DTYPES = (torch.float32, torch.float16, torch.bfloat16)
 DTYPES = (*TRITON_DTYPES, torch.float64)
 SDPA_BANDS = (Band(), Band(hi=0))
 """Those that torch's own attention takes without a mask."""
-LAUNCH_BOUND = 1 << 31
-"""Multiply-adds of one matrix product below which a call is over before Python has launched it: there torch's own
-attention, launched from C++, is the faster one (on an H200 by a quarter for the small model's 4 x 12 x 512 x 64)."""
 
 
 @overload
@@ -141,7 +139,7 @@ def choose(q: Tensor, k: Tensor, band: Band, deterministic: bool = False, return
     dtype = torch.get_autocast_dtype(q.device.type) if torch.is_autocast_enabled(q.device.type) else q.dtype
     # On a GPU SDPA's fast kernels take no other mask, and their gradients differ from run to run.
     sdpa_can = not return_lse and (not q.is_cuda or (band in SDPA_BANDS and not deterministic))
-    # In fp32 wide heads leave the Triton kernels no registers.
+    # In fp32 wide heads leave the Triton kernels no registers; and torch's own attention is launched from C++.
     sdpa_is_faster = (dtype == torch.float32 and q.shape[-1] > 64) or q.numel() * k.shape[2] < LAUNCH_BOUND
     if q.is_cuda and dtype in TRITON_DTYPES and not (sdpa_can and sdpa_is_faster):
         problem = triton_problem(q.device)

@@ -16,7 +16,7 @@ from triton.tools.tensor_descriptor import TensorDescriptor
 from cs336_systems.kernels import flash_triton, layout, tiles
 from cs336_systems.kernels.band import Band
 from cs336_systems.kernels.cache import Cache
-from cs336_systems.kernels.tiles import Key, Tile
+from cs336_systems.kernels.tiles import LAUNCH_BOUND, Key, Tile
 
 INTERPRETED = not isinstance(flash_triton.forward_kernel, triton.runtime.JITFunction)
 
@@ -27,8 +27,6 @@ fp32."""
 
 L2_SHARE = 16 << 20
 """Bytes that the heads of a section read again and again; with more in flight they evict each other's."""
-LAUNCH_BOUND = 1 << 31
-"""Multiply-adds of one matrix product below which the host, not the GPU, sets the pace."""
 SMALLEST_FOR_DESCRIPTORS = 0 if INTERPRETED else 1 << 21
 """Elements of q below which encoding descriptors for each call takes longer than they save."""
 LONG_FOR_DESCRIPTORS = 2048

@@ -10,7 +10,8 @@ The algorithm is that of flash_torch.py. What is added here is what makes it fas
 Backward is two kernels, each the only owner of what it writes, so that it is bitwise repeatable: `grad_q_kernel` holds
 a block of queries and visits the keys, `grad_kv_kernel` holds a block of keys and visits the queries. They form the
 scores twice, seven matrix products where a fused backward has five. But a fused one adds its parts of dQ by atomics,
-and where this was tuned the bytes and registers for that cost more than two products (docs/LOG.md).
+and where this was tuned the bytes and registers for that cost more than two products (docs/LOG.md). `grad_kernel` does
+the work of both in one launch, for small problems.
 
 Rows beyond a length read as zeros. For queries that is harmless everywhere: their dO, logsumexp and D are zeros too, so
 they add nothing. For keys the scores are masked: a row of large negative scores would make exp(0 - logsumexp) infinite.

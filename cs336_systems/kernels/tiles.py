@@ -18,6 +18,8 @@ import torch
 KERNELS = ("forward", "grad_q", "grad_kv")
 """Those whose tiles matter. A small problem has "grad" in place of the last two, by pointers and in 16 bits only."""
 BLOCK_DIMS = (16, 32, 64, 128, 256)
+LAUNCH_BOUND = 1 << 31
+"""Multiply-adds of one matrix product below which a call is over before Python has launched it, on a large GPU."""
 
 
 @dataclass(frozen=True)
