@@ -26,10 +26,20 @@ class Linear(nn.Linear):
         nn.init.trunc_normal_(self.weight, std=std, a=-3 * std, b=3 * std)
 
 
+class Embedding(nn.Embedding):
+    """Truncated-normal rows, as the course initialises them."""
+
+    def reset_parameters(self) -> None:
+        nn.init.trunc_normal_(self.weight, std=1.0, a=-3, b=3)
+
+
 class RMSNorm(nn.Module):
     def __init__(self, d_model: int):
         super().__init__()
         self.weight = nn.Parameter(torch.ones(d_model))
+
+    def reset_parameters(self) -> None:
+        nn.init.ones_(self.weight)
 
     def forward(self, x: Tensor) -> Tensor:
         y = F.rms_norm(x, x.shape[-1:], self.weight, eps=RMS_EPS)
@@ -47,12 +57,20 @@ class RotaryEmbedding(nn.Module):
 
     def __init__(self, context_length: int, head_dim: int, theta: float):
         super().__init__()
-        frequencies = theta ** -(torch.arange(0, head_dim, 2, dtype=torch.float64) / head_dim)
+        self.theta = theta
+        for name in ("cos", "sin"):
+            self.register_buffer(name, torch.empty(context_length, 1, head_dim), persistent=False)  # (T, 1, K)
+        self.reset_parameters()
+
+    def reset_parameters(self) -> None:
+        """Fill the tables; also of a module that was built without memory, on the "meta" device."""
+        context_length, _, head_dim = self.cos.shape
+        frequencies = self.theta ** -(torch.arange(0, head_dim, 2, dtype=torch.float64) / head_dim)
         angles = torch.arange(context_length, dtype=torch.float64)[:, None] * frequencies  # (T, K/2)
         # For the pair (a, b): out = (a, b) * (cos, cos) + (b, a) * (-sin, sin), so the signs live in the table.
         sin = torch.stack((-angles.sin(), angles.sin()), dim=-1).flatten(-2)  # (T, K)
-        self.register_buffer("cos", angles.cos().repeat_interleave(2, dim=-1)[:, None].float(), persistent=False)
-        self.register_buffer("sin", sin[:, None].float(), persistent=False)  # (T, 1, K)
+        self.cos.copy_(angles.cos().repeat_interleave(2, dim=-1)[:, None])
+        self.sin.copy_(sin[:, None])
 
     def forward(self, x: Tensor) -> Tensor:  # (B, T, H, K)
         cos, sin = self.cos[: x.shape[1]], self.sin[: x.shape[1]]
@@ -114,8 +132,7 @@ class TransformerLM(nn.Module):
         super().__init__()
         self.config = config
         self.checkpoint_blocks = checkpoint_blocks
-        self.token_embeddings = nn.Embedding(config.vocab_size, config.d_model)
-        nn.init.trunc_normal_(self.token_embeddings.weight, std=1.0, a=-3, b=3)
+        self.token_embeddings = Embedding(config.vocab_size, config.d_model)
         self.rotate = RotaryEmbedding(config.context_length, config.head_dim, config.rope_theta)
         self.layers = nn.ModuleList(Block(config, attention) for _ in range(config.num_layers))
         self.ln_final = RMSNorm(config.d_model)

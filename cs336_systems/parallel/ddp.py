@@ -1,0 +1,396 @@
+"""Data parallel training: every rank holds the whole model and a part of the batch; gradients are averaged.
+
+Four variants, which differ in how gradients are grouped into messages and when these are sent:
+
+- `NaiveDDP(module)`: one message for each parameter, one after another, when backward is over.
+- `FlatDDP(module)`: one message for all parameters of a dtype, when backward is over.
+- `DDP(module)`: one for each parameter, sent as soon as its gradient is there, while backward goes on.
+- `DDP(module, bucket_size_mb=25)`: buckets of about that size, each sent when its last gradient is there.
+
+    model = DDP(model, bucket_size_mb=25)
+    loss(model(x)).backward()
+    model.finish_gradient_synchronization()
+    optimizer.step()
+
+How it works. A bucket is one flat tensor; the gradients of its parameters are views into it, so that nothing is copied
+that autograd left there. Behind the gradients stands a flag for each parameter, 1 where this rank has a gradient: the
+sum over ranks tells a parameter that nobody used, whose gradient stays None, from one that others used.
+
+Every rank sends the same buckets in the same order, whatever order its gradients come in, and `finish` sends what
+backward did not: a rank that did not use a parameter sends zeros for it. So ranks cannot wait for each other in vain.
+"""
+
+import math
+import weakref
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.autograd import Variable
+
+MIB = 1 << 20
+BROADCAST_BYTES = 250 * MIB
+"""The model's first broadcast goes in pieces of this size: few messages, and little memory beside the model."""
+
+
+class DataParallel(nn.Module):
+    """What the variants share: one model on all ranks, buckets, and `no_sync`."""
+
+    def __init__(self, module: nn.Module):
+        super().__init__()
+        if not dist.is_initialized():
+            raise RuntimeError(f"{type(self).__name__} needs a process group; call dist.init_process_group first")
+        self.module = module
+        self._start()
+        require_same(module)
+        with torch.no_grad():
+            broadcast([*module.parameters(), *module.buffers()])
+
+    def _start(self) -> None:
+        """Set what belongs to this process and not to the model."""
+        self._buckets: list[Bucket] = []
+        self._trained: tuple[bool, ...] | None = None
+        self._synchronizes = True
+        self._due = False
+        """Whether a forward pass or a gradient has come since gradients were last averaged."""
+
+    # A copy, or a pickled one, is a wrapper of its own: it makes its own buckets when it is used.
+    def __getstate__(self) -> dict[str, Any]:
+        runtime = ("_buckets", "_trained", "_synchronizes", "_due")
+        return {name: value for name, value in self.__dict__.items() if name not in runtime}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        super().__setstate__(state)
+        self._start()
+
+    def state_dict(self, *args: Any, **kwargs: Any) -> Any:
+        """The module's own: a checkpoint does not know how it was trained."""
+        return self.module.state_dict(*args, **kwargs)
+
+    def load_state_dict(self, *args: Any, **kwargs: Any) -> Any:
+        return self.module.load_state_dict(*args, **kwargs)
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        self._before_forward()
+        return self.module(*args, **kwargs)
+
+    @torch.compiler.disable
+    def _before_forward(self) -> None:
+        if not torch.is_grad_enabled():
+            return
+        self._update_buckets()
+        if self._synchronizes:
+            buffers = _persistent_buffers(self.module)
+            with torch.no_grad():
+                broadcast(buffers)
+        self._due = True
+
+    def _update_buckets(self) -> None:
+        """Make buckets of the parameters that are trained, again when other ones are."""
+        parameters = list(self.module.parameters())  # each tied parameter once
+        trained = tuple(p.requires_grad for p in parameters)
+        if trained != self._trained:
+            self._trained = trained
+            self._buckets = [Bucket(group) for group in self._groups([p for p in parameters if p.requires_grad])]
+
+    def _groups(self, parameters: list[nn.Parameter]) -> Iterable[list[nn.Parameter]]:
+        """Which parameters share a bucket; in the order in which buckets are sent."""
+        raise NotImplementedError
+
+    @contextmanager
+    def no_sync(self) -> Iterator[None]:
+        """Backward passes inside add up on this rank; the next one outside, or `finish`, averages the sum."""
+        before, self._synchronizes = self._synchronizes, False
+        try:
+            yield
+        finally:
+            self._synchronizes = before
+
+    @torch.no_grad()
+    def finish_gradient_synchronization(self) -> None:
+        """Return when every gradient is the mean over ranks. For all ranks, after backward and before the update."""
+        if not self._due:
+            return
+        self._update_buckets()
+        self._finish()
+        self._due = False
+
+    def _finish(self) -> None:
+        raise NotImplementedError
+
+
+class NaiveDDP(DataParallel):
+    """One all-reduce for each parameter, after backward, each waited for before the next."""
+
+    def _groups(self, parameters: list[nn.Parameter]) -> Iterable[list[nn.Parameter]]:
+        return ([p] for p in parameters)
+
+    def _finish(self) -> None:
+        for bucket in self._buckets:
+            bucket.send()
+            bucket.receive()
+
+
+class FlatDDP(DataParallel):
+    """One all-reduce for each dtype, after backward."""
+
+    def _groups(self, parameters: list[nn.Parameter]) -> Iterable[list[nn.Parameter]]:
+        return by_kind(parameters)
+
+    _finish = NaiveDDP._finish
+
+
+class DDP(DataParallel):
+    """All-reduces that begin as gradients become ready, while backward goes on."""
+
+    def __init__(self, module: nn.Module, bucket_size_mb: float | None = None):
+        if bucket_size_mb is not None and not bucket_size_mb > 0:
+            raise ValueError(f"bucket_size_mb must be above 0, got {bucket_size_mb!r}; leave it out for no buckets")
+        self.bucket_size_mb = bucket_size_mb
+        super().__init__(module)
+
+    def _start(self) -> None:
+        super()._start()
+        self._hooks: list[Any] = []
+        self._next = 0
+        """The bucket that is sent next."""
+        self._in_backward = False
+
+    def __getstate__(self) -> dict[str, Any]:
+        runtime = ("_hooks", "_next", "_in_backward")
+        return {name: value for name, value in super().__getstate__().items() if name not in runtime}
+
+    def _groups(self, parameters: list[nn.Parameter]) -> Iterable[list[nn.Parameter]]:
+        """Backward comes to the last parameters first."""
+        backwards = parameters[::-1]
+        if self.bucket_size_mb is None:
+            return ([p] for p in backwards)
+        limit = self.bucket_size_mb * MIB
+        groups = [group for kind in by_kind(backwards) for group in _pack(kind, limit)]
+        place = {id(p): i for i, p in enumerate(backwards)}
+        return sorted(groups, key=lambda group: place[id(group[-1])])  # full, as backward goes, when its last one is
+
+    def _before_forward(self) -> None:
+        if self._in_backward:
+            self._drop_failed_backward()
+        super()._before_forward()
+
+    def _update_buckets(self) -> None:
+        before = self._buckets
+        super()._update_buckets()
+        if self._buckets is before:
+            return
+        for hook in self._hooks:
+            hook.remove()
+        self._next = 0
+        self._hooks = [
+            hook for bucket in self._buckets for i in range(len(bucket.parameters)) for hook in _hook(self, bucket, i)
+        ]
+
+    def __del__(self) -> None:
+        for hook in self.__dict__.get("_hooks", ()):
+            hook.remove()
+
+    def _gradient_came(self, bucket: "Bucket", i: int) -> None:
+        if not self._synchronizes:
+            return
+        self._due = True
+        if not self._in_backward:
+            self._in_backward = True
+            Variable._execution_engine.queue_callback(self._backward_ended)
+        bucket.missing.discard(i)
+        # One order on all ranks: a bucket waits for those before it.
+        while self._next < len(self._buckets) and not self._buckets[self._next].missing:
+            self._buckets[self._next].send()
+            self._next += 1
+
+    def _backward_ended(self) -> None:
+        """Called by autograd, if backward did not raise."""
+        self._in_backward = False
+
+    def _finish(self) -> None:
+        if self._in_backward:
+            self._drop_failed_backward()
+            raise RuntimeError("the last backward raised an error; what it left is dropped on all ranks: run it again")
+        again = [bucket for bucket in self._buckets[: self._next] if bucket.stale]
+        for bucket in [*self._buckets[self._next :], *again]:
+            bucket.send()
+        for bucket in self._buckets:
+            bucket.receive()
+        self._next = 0
+
+    @torch.no_grad()
+    def _drop_failed_backward(self) -> None:
+        """Send what is left, as other ranks may be waiting for it, and drop all of it.
+
+        What is left is sent as NaN: where backward failed on this rank alone, others must not take for the mean what
+        lacks a part.
+        """
+        for bucket in self._buckets[self._next :]:
+            bucket.send(poisoned=True)
+        for bucket in self._buckets:
+            bucket.receive()
+            for p in bucket.parameters:
+                p.grad = None
+        self._next = 0
+        self._in_backward = False
+        self._due = False
+
+
+# -- buckets ----------------------------------------------------------------------------------------------------------
+
+
+class Bucket:
+    """Gradients of one dtype that are averaged by one all-reduce."""
+
+    def __init__(self, parameters: Sequence[nn.Parameter]):
+        self.parameters = list(parameters)
+        first, sizes = parameters[0], [p.numel() for p in parameters]
+        self._tensor = torch.zeros(sum(sizes) + len(sizes), dtype=first.dtype, device=first.device)
+        starts = [sum(sizes[:i]) for i in range(len(sizes))]
+        # In the order of the parameter's own elements: a transposed one has a transposed gradient.
+        self._views = [
+            self._tensor.as_strided(p.shape, torch.empty_like(p, device="meta").stride(), start)
+            for p, start in zip(parameters, starts, strict=True)
+        ]
+        self._used = self._tensor[sum(sizes) :]
+        self._work: dist.Work | None = None
+        self.missing = set(range(len(parameters)))
+        """Parameters whose gradients have not come in this backward."""
+        self.stale = False
+        """Whether gradients were added to after the bucket was sent."""
+
+    def send(self, *, poisoned: bool = False) -> None:
+        """Begin to average. Divided before they are added, so that fp16 does not overflow."""
+        share = 1 / dist.get_world_size()
+        used = [p.grad is not None for p in self.parameters]
+        for p, view in zip(self.parameters, self._views, strict=True):
+            if p.grad is None:
+                view.zero_()
+            elif p.grad.is_sparse:
+                raise ValueError("sparse gradients cannot be averaged in buckets; use nn.Embedding(sparse=False)")
+            else:
+                torch.mul(p.grad, share, out=view)
+                p.grad = view
+        if all(used):
+            self._used.fill_(1)
+        else:
+            self._used.copy_(torch.tensor(used))
+        if poisoned:
+            self._tensor.fill_(math.nan)
+        self._work = dist.all_reduce(self._tensor, async_op=True)
+        self.stale = False
+
+    def wait(self) -> None:
+        if self._work is not None:
+            self._work.wait()
+            self._work = None
+
+    def receive(self) -> None:
+        """Wait for the mean, and give it to parameters that only other ranks have used."""
+        self.wait()
+        if any(p.grad is None for p in self.parameters):
+            for p, view, used in zip(self.parameters, self._views, self._used.tolist(), strict=True):
+                if p.grad is None and used:
+                    p.grad = view
+        self.missing = set(range(len(self.parameters)))
+        self.stale = False
+
+
+def _hook(wrapper: DDP, bucket: Bucket, i: int) -> tuple[Any, Any]:
+    """Before and after autograd adds to a parameter's gradient. A wrapper that is dropped must not live on in them."""
+    reference = weakref.ref(wrapper)
+
+    def before(grad: Tensor) -> None:
+        bucket.wait()  # it would add to what is being averaged
+
+    def after(parameter: Tensor) -> None:
+        wrapper = reference()
+        if wrapper is not None:
+            if i not in bucket.missing:
+                bucket.stale = True
+            wrapper._gradient_came(bucket, i)
+
+    parameter = bucket.parameters[i]
+    return parameter.register_hook(before), parameter.register_post_accumulate_grad_hook(after)
+
+
+def by_kind(parameters: Iterable[nn.Parameter]) -> list[list[nn.Parameter]]:
+    kinds: dict[tuple, list[nn.Parameter]] = {}
+    for p in parameters:
+        kinds.setdefault((p.dtype, p.device), []).append(p)
+    return list(kinds.values())
+
+
+def _pack(parameters: Iterable[nn.Parameter], limit: float) -> list[list[nn.Parameter]]:
+    """In order, each group of at most `limit` bytes; a parameter larger than that has one of its own."""
+    groups: list[list[nn.Parameter]] = []
+    room = 0.0
+    for p in parameters:
+        room -= p.nbytes
+        if room < 0 or not groups:
+            groups.append([])
+            room = limit - p.nbytes
+        groups[-1].append(p)
+    return groups
+
+
+# -- one model on all ranks -------------------------------------------------------------------------------------------
+
+
+def require_same(module: nn.Module) -> None:
+    """ValueError, on every rank, unless all ranks hold a model of the same parameters and buffers.
+
+    Equal numbers of elements are not enough: a transposed weight would be averaged with one that is not.
+    """
+    mine = [
+        (name, f"{tuple(t.shape)}, strides {t.stride()}, {t.dtype}, {'trained' if t.requires_grad else 'frozen'}")
+        for name, t in (*module.named_parameters(), *module.named_buffers())
+    ]
+    every: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(every, mine)
+    for rank, theirs in enumerate(every):
+        for first, other in zip(every[0], theirs, strict=False):
+            if first != other:
+                raise ValueError(
+                    f"ranks 0 and {rank} hold different models: {first[0]!r} is {first[1]} on rank 0, "
+                    f"{other[0]!r} is {other[1]} on rank {rank}; build the same model on every rank"
+                )
+        if len(theirs) != len(every[0]):
+            longer, shorter = (0, rank) if len(every[0]) > len(theirs) else (rank, 0)
+            extra = every[longer][len(every[shorter])][0]
+            raise ValueError(
+                f"ranks 0 and {rank} hold different models: rank {longer} has {extra!r}, which rank {shorter} has not; "
+                f"build the same model on every rank"
+            )
+
+
+def broadcast(tensors: Iterable[Tensor]) -> None:
+    """Overwrite tensors with those of rank 0, in few messages."""
+    kinds: dict[tuple, list[Tensor]] = {}
+    for t in tensors:
+        kinds.setdefault((t.dtype, t.device), []).append(t)
+    for kind in kinds.values():
+        pieces: list[list[Tensor]] = [[]]
+        for t in kind:
+            if pieces[-1] and sum(other.nbytes for other in pieces[-1]) + t.nbytes > BROADCAST_BYTES:
+                pieces.append([])
+            pieces[-1].append(t)
+        for piece in pieces:
+            flat = torch.cat([t.reshape(-1) for t in piece])
+            dist.broadcast(flat, 0)
+            for t, part in zip(piece, flat.split([t.numel() for t in piece]), strict=True):
+                t.copy_(part.view(t.shape))
+
+
+def _persistent_buffers(module: nn.Module) -> list[Tensor]:
+    """Those that a checkpoint keeps. The others are constants that each rank computes for itself, like RoPE's."""
+    return [
+        buffer
+        for part in module.modules()
+        for name, buffer in part._buffers.items()
+        if buffer is not None and name not in part._non_persistent_buffers_set
+    ]
