@@ -18,6 +18,8 @@ INSTRUMENTS = {
     "flash": "cs336_systems.benchmark.attention:measure_flash",
     "attention_rivals": "cs336_systems.benchmark.attention:measure_rivals",
     "flash_leaderboard": "cs336_systems.benchmark.attention:measure_leaderboard",
+    "collectives": "cs336_systems.benchmark.collectives:measure_collectives",
+    "arrangements": "cs336_systems.benchmark.data_parallel:measure_arrangements",
     "memory_model": "cs336_systems.benchmark.calculate_memory:measure_prediction",
     "accumulation": "cs336_systems.benchmark.precision:measure_accumulation",
     "autocast_dtypes": "cs336_systems.benchmark.precision:measure_dtypes",
@@ -195,6 +197,50 @@ def _flash_leaderboard(preset: str, base: RunConfig) -> Iterable[dict[str, Any]]
         yield _attention(base, size, "bf16", implementation=name, warmup_ms=warmup_ms, rep_ms=rep_ms)
 
 
+MB = 10**6
+COLLECTIVES = ("all_reduce", "all_gather", "reduce_scatter", "broadcast")
+
+
+def _links(preset: str, base: RunConfig) -> Iterable[dict[str, Any]]:
+    """How ranks of this machine can talk: through Gloo on the CPU, and through NCCL where it has GPUs."""
+    yield {"backend": "gloo", "device": "cpu"}
+    if base.device_type == "cuda" and preset != "quick":
+        yield {"backend": "nccl", "device": "cuda"}
+
+
+def _collectives(preset: str, base: RunConfig) -> Iterable[dict[str, Any]]:
+    sizes = [MB // 100, MB, 10 * MB, 50 * MB] if preset == "quick" else [MB, 10 * MB, 100 * MB, 1000 * MB]
+    for link, ranks in product(_links(preset, base), (2,) if preset == "quick" else (2, 4, 6)):
+        yield {**link, "ranks": ranks, "collectives": list(COLLECTIVES), "sizes": sizes, "calls": 10}
+
+
+def _arrangements(
+    preset: str, base: RunConfig, arrangements: tuple[str, ...], context: int = 64
+) -> Iterable[dict[str, Any]]:
+    """Two ranks on the CPU unless the machine has GPUs for them: the rows say so."""
+    quick = preset == "quick"
+    overrides = {"d_model": 256, "d_ff": 1024, "num_layers": 6, "num_heads": 8, "vocab_size": 4000}
+    model = model_config("tiny", context_length=context, **overrides) if quick else model_config("small")
+    run = dataclasses.replace(base, model=model, size="", device="cpu" if quick else base.device, warmup_steps=2)
+    yield {
+        **run.to_dict(),
+        **{"ranks": 2, "backend": "gloo", "arrangements": list(arrangements), "rounds": 7 if quick else 15},
+    }
+
+
+def _ddp(preset: str, base: RunConfig) -> Iterable[dict[str, Any]]:
+    buckets = ("bucketed 1", "bucketed 5", "bucketed 25", "bucketed 100")
+    return _arrangements(preset, base, ("none", "naive", "flat", "overlap", *buckets, "torch DDP"))
+
+
+def _optimizer_sharding(preset: str, base: RunConfig) -> Iterable[dict[str, Any]]:
+    return _arrangements(preset, base, ("ddp", "sharded", "torch ZeRO"))
+
+
+def _fsdp(preset: str, base: RunConfig) -> Iterable[dict[str, Any]]:
+    return _arrangements(preset, base, ("ddp", "sharded", "fsdp", "torch fully_shard"))
+
+
 def _accumulation(preset: str, base: RunConfig) -> Iterable[dict[str, Any]]:
     for accumulator, term in (("fp32", "fp32"), ("fp16", "fp16"), ("fp32", "fp16"), ("fp32", "fp16 cast to fp32")):
         yield {"accumulator": accumulator, "term": term, "value": 0.01, "count": 1000}
@@ -229,6 +275,14 @@ EXPERIMENTS: dict[str, Experiment] = {
     "flash_leaderboard": Experiment(
         "How fast is attention as the course's leaderboard timed it?", "flash_leaderboard", _flash_leaderboard
     ),
+    "collectives": Experiment(
+        "How long does a collective take, and what does the link give?", "collectives", _collectives
+    ),
+    "ddp": Experiment("What does averaging gradients cost, and how much of it is hidden?", "arrangements", _ddp),
+    "optimizer_sharding": Experiment(
+        "What does an optimizer with its state shared out save, and cost?", "arrangements", _optimizer_sharding
+    ),
+    "fsdp": Experiment("What does sharding everything save, and cost?", "arrangements", _fsdp),
     "memory_model": Experiment("What needs how much memory, before a GPU is paid for?", "memory_model", _memory_model),
     "accumulation": Experiment("Where does precision get lost when adding up?", "accumulation", _accumulation),
     "autocast_dtypes": Experiment("Which dtype has what under autocast?", "autocast_dtypes", _autocast_dtypes),

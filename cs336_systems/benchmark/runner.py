@@ -64,6 +64,8 @@ class Cell:
         if self.instrument in ATTENTION_INSTRUMENTS:
             implementation = self.config.get("implementation", "in turns")
             return f"{self.instrument} {AttentionShape.of(self.config)} {implementation}"
+        if self.instrument == "arrangements":
+            return f"{', '.join(self.wanted_by)} {self.config['size']}, {self.config['ranks']} ranks in turns"
         if self.instrument != "step":
             return " ".join([self.instrument, *(str(v) for v in self.config.values() if isinstance(v, str) and v)])
         config = RunConfig.from_dict(self.config)

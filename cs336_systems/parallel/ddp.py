@@ -31,9 +31,9 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.autograd import Variable
 
+from cs336_systems.parallel.collectives import broadcast, require_same
+
 MIB = 1 << 20
-BROADCAST_BYTES = 250 * MIB
-"""The model's first broadcast goes in pieces of this size: few messages, and little memory beside the model."""
 
 
 class DataParallel(nn.Module):
@@ -336,54 +336,6 @@ def _pack(parameters: Iterable[nn.Parameter], limit: float) -> list[list[nn.Para
             room = limit - p.nbytes
         groups[-1].append(p)
     return groups
-
-
-# -- one model on all ranks -------------------------------------------------------------------------------------------
-
-
-def require_same(module: nn.Module) -> None:
-    """ValueError, on every rank, unless all ranks hold a model of the same parameters and buffers.
-
-    Equal numbers of elements are not enough: a transposed weight would be averaged with one that is not.
-    """
-    mine = [
-        (name, f"{tuple(t.shape)}, strides {t.stride()}, {t.dtype}, {'trained' if t.requires_grad else 'frozen'}")
-        for name, t in (*module.named_parameters(), *module.named_buffers())
-    ]
-    every: list[Any] = [None] * dist.get_world_size()
-    dist.all_gather_object(every, mine)
-    for rank, theirs in enumerate(every):
-        for first, other in zip(every[0], theirs, strict=False):
-            if first != other:
-                raise ValueError(
-                    f"ranks 0 and {rank} hold different models: {first[0]!r} is {first[1]} on rank 0, "
-                    f"{other[0]!r} is {other[1]} on rank {rank}; build the same model on every rank"
-                )
-        if len(theirs) != len(every[0]):
-            longer, shorter = (0, rank) if len(every[0]) > len(theirs) else (rank, 0)
-            extra = every[longer][len(every[shorter])][0]
-            raise ValueError(
-                f"ranks 0 and {rank} hold different models: rank {longer} has {extra!r}, which rank {shorter} has not; "
-                f"build the same model on every rank"
-            )
-
-
-def broadcast(tensors: Iterable[Tensor]) -> None:
-    """Overwrite tensors with those of rank 0, in few messages."""
-    kinds: dict[tuple, list[Tensor]] = {}
-    for t in tensors:
-        kinds.setdefault((t.dtype, t.device), []).append(t)
-    for kind in kinds.values():
-        pieces: list[list[Tensor]] = [[]]
-        for t in kind:
-            if pieces[-1] and sum(other.nbytes for other in pieces[-1]) + t.nbytes > BROADCAST_BYTES:
-                pieces.append([])
-            pieces[-1].append(t)
-        for piece in pieces:
-            flat = torch.cat([t.reshape(-1) for t in piece])
-            dist.broadcast(flat, 0)
-            for t, part in zip(piece, flat.split([t.numel() for t in piece]), strict=True):
-                t.copy_(part.view(t.shape))
 
 
 def _persistent_buffers(module: nn.Module) -> list[Tensor]:

@@ -21,23 +21,22 @@ backward, and finds it filled again when it looks.
 """
 
 from collections import deque
-from collections.abc import Callable, Container, Iterable
+from collections.abc import Container, Iterable
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from cs336_systems.parallel.ddp import Bucket, broadcast, by_kind, require_same
+from cs336_systems.parallel.collectives import all_gather as _all_gather
+from cs336_systems.parallel.collectives import broadcast, require_same
+from cs336_systems.parallel.collectives import reduce_scatter as _reduce_scatter
+from cs336_systems.parallel.ddp import Bucket, by_kind
 
 AHEAD = 2
 """Weights that are gathered before they are needed, at most: enough to hide the sending, and little memory."""
 SCATTERS = 2
 """Gradients that are being scattered at a time, at most: each holds a whole gradient."""
-
-# torch 2.13 has new names for these and warns of the old ones.
-_all_gather: Callable[..., Any] = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
-_reduce_scatter: Callable[..., Any] = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
 
 
 class FSDP(nn.Module):

@@ -65,6 +65,9 @@ class ShardedOptimizer(Optimizer):
                 if self._owner[p] == owner:
                     kinds.setdefault((p.dtype, p.device, p.requires_grad), []).append((p, group))
             self._messages += [self._message(owner, piece) for kind in kinds.values() for piece in _cut(kind)]
+        if not any(message.optimizer for message in self._messages):
+            # A rank that owns nothing counts in the groups all the same.
+            self._messages.append(self._message(dist.get_rank(), []))
         # One of each owner, then the next of each: while a rank updates, it also receives.
         turns = {owner: iter([m for m in self._messages if m.owner == owner]) for owner in range(len(self._bytes))}
         ordered: list[Message] = []
@@ -75,16 +78,16 @@ class ShardedOptimizer(Optimizer):
     def _message(self, owner: int, entries: Sequence[tuple[Tensor, dict[str, Any]]]) -> "Message":
         if owner != dist.get_rank():
             return Message(owner, [p for p, _ in entries])
-        # The groups of its optimizer are those of ours, cut down to its parameters.
-        groups: dict[int, tuple[dict, list[Tensor]]] = {}
+        # All groups, with the parameters that are this message's, if any: some optimizers count steps in their groups.
+        groups: dict[int, list[Tensor]] = {id(group): [] for group in self.param_groups}
         for p, group in entries:
-            groups.setdefault(id(group), (group, []))[1].append(p)
+            groups[id(group)].append(p)
         optimizer = self._optimizer_cls(
-            [{**_options(group), "params": params} for group, params in groups.values()], **self._kwargs
+            [{**_options(group), "params": groups[id(group)]} for group in self.param_groups], **self._kwargs
         )
+        self.state.update(optimizer.state)
         optimizer.state = self.state
-        pairs = [(group, inner) for (group, _), inner in zip(groups.values(), optimizer.param_groups, strict=True)]
-        return Message(owner, [p for p, _ in entries], optimizer, pairs)
+        return Message(owner, [p for p, _ in entries], optimizer)
 
     # -- a step -------------------------------------------------------------------------------------------------------
 
@@ -95,17 +98,24 @@ class ShardedOptimizer(Optimizer):
         if closure is not None:
             with torch.enable_grad():
                 loss = closure()
+        before = [_options(group) for group in self.param_groups]
         for message in self._messages:
-            message.update()
+            message.update(before)
             message.send()
         for message in self._messages:
             message.wait()
+        for message in self._messages:
+            if message.optimizer is not None:  # what a step has written into its groups: the same in all messages
+                for group, inner in zip(self.param_groups, message.optimizer.param_groups, strict=False):
+                    group.update(_options(inner))
         return loss
 
     # -- the whole state ----------------------------------------------------------------------------------------------
 
     def state_dict(self) -> dict[str, Any]:
         """The whole state, on every rank, as the plain optimizer has it; in main memory. For all ranks together."""
+        for before in self._optimizer_state_dict_pre_hooks.values():
+            before(self)
         index = {p: i for i, p in enumerate(p for group in self.param_groups for p in group["params"])}
         mine = {index[p]: {name: _described(value) for name, value in state.items()} for p, state in self.state.items()}
         every: list[Any] = [None] * dist.get_world_size()
@@ -115,11 +125,16 @@ class ShardedOptimizer(Optimizer):
         for owner, described in enumerate(every):
             for i, state in described.items():
                 whole[i] = {name: _sent(owner, value, own.get(i, {}).get(name)) for name, value in state.items()}
-        groups = [{**_options(group), "params": [index[p] for p in group["params"]]} for group in self.param_groups]
-        return {"state": dict(sorted(whole.items())), "param_groups": copy.deepcopy(groups)}
+        groups = [{**group, "params": [index[p] for p in group["params"]]} for group in self.param_groups]
+        found = {"state": dict(sorted(whole.items())), "param_groups": copy.deepcopy(groups)}
+        for after in self._optimizer_state_dict_post_hooks.values():
+            found = after(self, found) or found
+        return found
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Take this rank's part of a whole state: of this optimizer at any number of ranks, or of the plain one."""
+        for before in self._optimizer_load_state_dict_pre_hooks.values():
+            state_dict = before(self, dict(state_dict)) or state_dict
         given, own = state_dict["param_groups"], self.param_groups
         if [len(group["params"]) for group in given] != [len(group["params"]) for group in own]:
             raise ValueError(
@@ -136,38 +151,30 @@ class ShardedOptimizer(Optimizer):
                 message.load({p: state_dict["state"].get(name_of[p]) for p in message.parameters})
                 self.state.update(message.optimizer.state)
                 message.optimizer.state = self.state
+        for after in self._optimizer_load_state_dict_post_hooks.values():
+            after(self)
 
 
 class Message:
     """Parameters of one owner and dtype that are sent together; on their owner with the optimizer that updates them."""
 
-    def __init__(
-        self,
-        owner: int,
-        parameters: list[Tensor],
-        optimizer: Optimizer | None = None,
-        groups: Sequence[tuple[dict[str, Any], dict[str, Any]]] = (),
-    ):
+    def __init__(self, owner: int, parameters: list[Tensor], optimizer: Optimizer | None = None):
         self.owner = owner
         self.parameters = parameters
         self.optimizer = optimizer
-        self._groups = groups
-        """(Group of the sharded optimizer, group of this one): the first has the options that count."""
         self._flat: Tensor | None = None
         self._views: list[Tensor] = []
         self._work: dist.Work | None = None
 
-    def update(self) -> None:
-        if self.optimizer is None:
-            return
-        for group, inner in self._groups:
-            inner.update(_options(group))
-        self.optimizer.step()
-        for group, inner in self._groups:
-            group.update(_options(inner))  # some optimizers count in their groups
+    def update(self, options: Sequence[dict[str, Any]]) -> None:
+        """With the options of all groups; those of groups that came later than this message are not its business."""
+        if self.optimizer is not None:
+            for inner, given in zip(self.optimizer.param_groups, options, strict=False):
+                inner.update(given)
+            self.optimizer.step()
 
     def send(self) -> None:
-        if not any(p.requires_grad for p in self.parameters):
+        if not any(p.requires_grad or p.grad is not None for p in self.parameters):
             return  # nothing of it was updated
         self._gather()
         assert self._flat is not None
@@ -198,7 +205,9 @@ class Message:
         """Through the optimizer's own `load_state_dict`, which moves and casts as it does for anybody."""
         assert self.optimizer is not None
         place = {p: i for i, p in enumerate(p for group in self.optimizer.param_groups for p in group["params"])}
-        groups = [{**_options(group), "params": [place[p] for p in inner["params"]]} for group, inner in self._groups]
+        groups = [
+            {**_options(group), "params": [place[p] for p in group["params"]]} for group in self.optimizer.param_groups
+        ]
         # Copied: the optimizer would go on in the tensors it is given.
         own = {place[p]: copy.deepcopy(state) for p, state in states.items() if state is not None}
         self.optimizer.load_state_dict({"state": own, "param_groups": groups})

@@ -5,7 +5,7 @@ from typing import Any
 
 from cs336_systems.config import MODES, PRECISIONS
 from cs336_systems.record import MIB, Record, steady_from
-from cs336_systems.report import attention
+from cs336_systems.report import attention, parallel
 from cs336_systems.report.cells import PHASES, CellView, group
 from cs336_systems.report.layout import (
     FIELDS,
@@ -315,6 +315,10 @@ _SECTIONS: dict[str, Callable[[Sequence[CellView]], list[Table]]] = {
     "flash": attention.flash,
     "attention_rivals": attention.attention_rivals,
     "flash_leaderboard": attention.flash_leaderboard,
+    "collectives": parallel.collectives,
+    "ddp": parallel.ddp,
+    "optimizer_sharding": parallel.sharding,
+    "fsdp": parallel.sharding,
     "memory_model": _memory_model,
     "accumulation": _accumulation,
     "autocast_dtypes": _autocast_dtypes,

@@ -1,0 +1,170 @@
+"""Tables of the experiments with several ranks: collectives, and ways to train side by side."""
+
+import statistics
+from collections.abc import Sequence
+from typing import Any
+
+from cs336_systems.record import MIB
+from cs336_systems.report.cells import CellView
+from cs336_systems.report.layout import ms, number, percent
+from cs336_systems.report.referee import remarks
+from cs336_systems.table import Column, Table
+
+BUS_FACTOR = {
+    "all_reduce": lambda ranks: 2 * (ranks - 1) / ranks,
+    "all_gather": lambda ranks: (ranks - 1) / ranks,
+    "reduce_scatter": lambda ranks: (ranks - 1) / ranks,
+    "broadcast": lambda ranks: 1.0,
+}
+"""Collective -> ranks -> bytes over the busiest link for each byte of the whole array, as nccl-tests count them."""
+
+
+def collectives(cells: Sequence[CellView]) -> list[Table]:
+    found = [cell for cell in cells if cell.ok]
+    if not found:
+        return [_failed(cells)]
+    words = [Column(name, numeric=False) for name in ("ranks", "link", "collective")]
+    times = [*words, Column("size", "MB"), Column("time", "us"), Column("algbw", "GB/s"), Column("busbw", "GB/s")]
+    fits = [*words, Column("latency", "us"), Column("bandwidth", "GB/s"), Column("largest misfit")]
+    rows, fitted = [], []
+    for cell in found:
+        for name in cell.get("collectives"):
+            row = [str(cell.get("ranks")), _link(cell), name]
+            points = [(size, _median(cell, f"{name} {size}: time") or 0.0) for size in cell.get("sizes")]
+            for size, seconds in points:
+                rate = size / seconds / 1e9
+                bus = rate * BUS_FACTOR[name](cell.get("ranks"))
+                rows.append([*row, number(size / 1e6), number(seconds * 1e6, 0), number(rate), number(bus)])
+            latency, per_byte, misfit = fit(points)
+            fitted.append([*row, number(latency * 1e6, 0), number(1e-9 / per_byte), percent(misfit, 0)])
+    machine = f"{found[0].machine}, fp32"
+    notes = [
+        "size: the whole array; time: median of the slowest rank; algbw: size over time; busbw: over the busiest link",
+        *_on_one_machine(found),
+    ]
+    line = "time = latency + size / bandwidth, fitted to relative errors; latency is that of the whole collective"
+    return [
+        Table(f"collectives: as nccl-tests show them · {machine}", times, rows, [*notes, *remarks(cells)]),
+        Table(f"collectives: latency and bandwidth · {machine}", fits, fitted, [line]),
+    ]
+
+
+def fit(points: Sequence[tuple[float, float]]) -> tuple[float, float, float]:
+    """Latency and seconds per byte of time = latency + size * rate, and the largest relative misfit.
+
+    Least squares of relative errors: else the largest size alone would count. Neither can be below 0.
+    """
+    weights = [1 / seconds**2 for _, seconds in points]
+    total = sum(weights)
+    mean_x = sum(w * x for w, (x, _) in zip(weights, points, strict=True)) / total
+    mean_y = sum(w * y for w, (_, y) in zip(weights, points, strict=True)) / total
+    spread = sum(w * (x - mean_x) ** 2 for w, (x, _) in zip(weights, points, strict=True))
+    rate = sum(w * (x - mean_x) * (y - mean_y) for w, (x, y) in zip(weights, points, strict=True)) / spread
+    latency = mean_y - rate * mean_x
+    if latency < 0:
+        latency = 0.0
+        rate = sum(w * x * y for w, (x, y) in zip(weights, points, strict=True)) / sum(
+            w * x * x for w, (x, _) in zip(weights, points, strict=True)
+        )
+    return latency, rate, max(abs((latency + rate * x) / y - 1) for x, y in points)
+
+
+# -- ways to train ----------------------------------------------------------------------------------------------------
+
+
+def ddp(cells: Sequence[CellView]) -> list[Table]:
+    columns = [Column("arrangement", numeric=False)]
+    columns += [Column(name, "ms") for name in ("step", "backward", "sync", "communication", "exposed")]
+    columns += [Column("hidden"), Column("over torch DDP"), Column("weights off by")]
+    tables = []
+    for cell in (cell for cell in cells if cell.ok):
+        rows = []
+        for name in cell.get("arrangements"):
+            alone = _median(cell, f"{name}: communication_time")
+            exposed = _paired(cell, f"{name}: step_time", "none: step_time", lambda a, b: a - b)
+            hidden = 1 - exposed / alone if alone and exposed is not None else None
+            times = [_median(cell, f"{name}: {phase}_time") for phase in ("step", "backward", "sync")]
+            against = _paired(cell, f"{name}: step_time", "torch DDP: step_time", lambda a, b: a / b)
+            rows.append(
+                [
+                    name,
+                    *(ms(seconds) for seconds in times),
+                    ms(alone),
+                    "" if name == "none" else ms(exposed),
+                    "" if hidden is None or name == "none" else percent(hidden, 0),
+                    "" if against is None else f"{against:.2f}x",
+                    "" if name == "none" else f"{cell.value(f'{name}: weight_error'):.1e}",
+                ]
+            )
+        notes = [
+            "medians; communication: averaging and nothing else; exposed: step less that of no wrapper, in pairs",
+            "hidden: 1 - exposed / communication; below 0 where sending takes cores away from backward",
+            *_on_one_machine([cell]),
+        ]
+        tables.append(Table(_title(cell, "averaging gradients"), columns, rows, notes))
+    return tables or [_failed(cells)]
+
+
+def sharding(cells: Sequence[CellView]) -> list[Table]:
+    """Memory on the fullest rank beside what the formula says, and time."""
+    parts = ("parameter", "gradient", "optimizer")
+    columns = [Column("arrangement", numeric=False), Column("step", "ms"), Column("update", "ms")]
+    columns += [Column(name, "MiB") for name in ("parameters", "gradients", "state", "together", "formula")]
+    columns += [Column("over ideal state"), Column("weights off by")]
+    tables = []
+    for cell in (cell for cell in cells if cell.ok):
+        ranks, rows = cell.get("ranks"), []
+        whole = {part: max(_sizes(cell, part), default=0.0) for part in parts}
+        for name in cell.get("arrangements"):
+            sizes = [cell.value(f"{name}: {part}_memory") or 0.0 for part in parts]
+            # What is divided by the number of ranks: nothing, the state, or all.
+            shares = (
+                (1, 1, 1) if name == "ddp" else (1, 1, ranks) if name in ("sharded", "torch ZeRO") else (ranks,) * 3
+            )
+            formula = sum(whole[part] / share for part, share in zip(parts, shares, strict=True))
+            ideal = whole["optimizer"] / shares[2]
+            times = [_median(cell, f"{name}: {phase}_time") for phase in ("step", "optimizer")]
+            memory = [number(size / MIB, 1) for size in (*sizes, sum(sizes), formula)]
+            error = f"{cell.value(f'{name}: weight_error'):.1e}"
+            rows.append([name, *map(ms, times), *memory, f"{sizes[2] / ideal:.3f}x", error])
+        notes = [
+            "medians; memory on the fullest rank, before the update; formula: what is sharded divided by ranks",
+            *_on_one_machine([cell]),
+        ]
+        tables.append(Table(_title(cell, "memory and time"), columns, rows, notes))
+    return tables or [_failed(cells)]
+
+
+def _sizes(cell: CellView, part: str) -> list[float]:
+    return [cell.value(f"{name}: {part}_memory") or 0.0 for name in cell.get("arrangements")]
+
+
+def _median(cell: CellView, metric: str) -> float | None:
+    return statistics.median(cell.metrics[metric].numbers) if metric in cell.metrics else None
+
+
+def _paired(cell: CellView, metric: str, base: str, compare: Any) -> float | None:
+    """The median over rounds of a comparison within the round: what disturbs both does not count."""
+    if metric not in cell.metrics or base not in cell.metrics:
+        return None
+    pairs = zip(cell.metrics[metric].numbers, cell.metrics[base].numbers, strict=True)
+    return statistics.median(compare(a, b) for a, b in pairs)
+
+
+def _link(cell: CellView) -> str:
+    return f"{cell.get('backend')}, {cell.get('device')}"
+
+
+def _title(cell: CellView, what: str) -> str:
+    model = f"{cell.get('size')}, context {cell.get('context_length')}, batch {cell.get('batch_size')} on each rank"
+    return f"{cell.experiment}: {what} · {cell.machine}, {cell.get('ranks')} ranks, {_link(cell)}, {model}"
+
+
+def _on_one_machine(cells: Sequence[CellView]) -> list[str]:
+    if all(cell.get("backend") == "nccl" for cell in cells):
+        return []
+    return ["Gloo between processes of one machine stands in for a network: no GPU-to-GPU figures"]
+
+
+def _failed(cells: Sequence[CellView]) -> Table:
+    return Table(cells[0].experiment, [Column("status", numeric=False)], [[c.verdict] for c in cells], remarks(cells))
