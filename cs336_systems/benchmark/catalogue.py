@@ -214,8 +214,16 @@ def _collectives(preset: str, base: RunConfig) -> Iterable[dict[str, Any]]:
         yield {**link, "ranks": ranks, "collectives": list(COLLECTIVES), "sizes": sizes, "calls": 10}
 
 
+SLOW_LINK = [5e-3, 1e8]
+"""Seconds and bytes per second: sending the gradients of the quick preset's model takes as long as its backward."""
+
+
 def _arrangements(
-    preset: str, base: RunConfig, arrangements: tuple[str, ...], context: int = 64
+    preset: str,
+    base: RunConfig,
+    arrangements: tuple[str, ...],
+    link: list[float] | None = None,
+    context: int = 64,
 ) -> Iterable[dict[str, Any]]:
     """Two ranks on the CPU unless the machine has GPUs for them: the rows say so."""
     quick = preset == "quick"
@@ -224,13 +232,26 @@ def _arrangements(
     run = dataclasses.replace(base, model=model, size="", device="cpu" if quick else base.device, warmup_steps=2)
     yield {
         **run.to_dict(),
-        **{"ranks": 2, "backend": "gloo", "arrangements": list(arrangements), "rounds": 7 if quick else 15},
+        **{
+            "ranks": 2,
+            "backend": "gloo",
+            "arrangements": list(arrangements),
+            "rounds": 5 if quick else 15,
+            "link": link,
+        },
     }
 
 
 def _ddp(preset: str, base: RunConfig) -> Iterable[dict[str, Any]]:
-    buckets = ("bucketed 1", "bucketed 5", "bucketed 25", "bucketed 100")
-    return _arrangements(preset, base, ("none", "naive", "flat", "overlap", *buckets, "torch DDP"))
+    """On the machine as it is, and on a slow network; torch's own all-reduces cannot be slowed down from here."""
+    ours = ("none", "naive", "flat", "overlap", "bucketed 5", "bucketed 25")
+    yield from _arrangements(preset, base, (*ours, "torch DDP"))
+    yield from _arrangements(preset, base, ours, SLOW_LINK)
+
+
+def _bucket_model(preset: str, base: RunConfig) -> Iterable[dict[str, Any]]:
+    sizes = ("0.5", "1", "2", "4", "8", "16", "32")
+    return _arrangements(preset, base, ("none", *(f"bucketed {size}" for size in sizes)), SLOW_LINK)
 
 
 def _optimizer_sharding(preset: str, base: RunConfig) -> Iterable[dict[str, Any]]:
@@ -279,6 +300,7 @@ EXPERIMENTS: dict[str, Experiment] = {
         "How long does a collective take, and what does the link give?", "collectives", _collectives
     ),
     "ddp": Experiment("What does averaging gradients cost, and how much of it is hidden?", "arrangements", _ddp),
+    "bucket_model": Experiment("Which bucket size is best, predicted and measured?", "arrangements", _bucket_model),
     "optimizer_sharding": Experiment(
         "What does an optimizer with its state shared out save, and cost?", "arrangements", _optimizer_sharding
     ),

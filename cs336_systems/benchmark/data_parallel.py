@@ -2,10 +2,15 @@
 
 An arrangement is a wrapper and an optimizer, ours or torch's. All arrangements of a cell train the same model on the
 same data in one group of ranks, in turns, a step each: what disturbs the machine disturbs all of them.
+
+Between processes of one machine sending takes the cores that backward needs, and hides nothing. `link` stands in for a
+network: all-reduces take as long as they would on one of that latency and bandwidth, most of it asleep.
 """
 
+import time
 from collections.abc import Iterable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -30,7 +35,12 @@ def measure_arrangements(config: dict[str, Any]) -> list[list[Any]]:
 
 
 def _measure(config: dict[str, Any]) -> list[list[Any]]:
-    own = ("ranks", "backend", "arrangements", "rounds")
+    with emulated(*config["link"]) if config.get("link") else nullcontext():
+        return _measure_on_link(config)
+
+
+def _measure_on_link(config: dict[str, Any]) -> list[list[Any]]:
+    own = ("ranks", "backend", "arrangements", "rounds", "link")
     rank = this_rank(config["device"].split(":")[0])
     run = RunConfig.from_dict({**{k: v for k, v in config.items() if k not in own}, "device": str(rank.device)})
     steps = {name: _build(name, run) for name in config["arrangements"]}
@@ -60,6 +70,38 @@ def _measure(config: dict[str, Any]) -> list[list[Any]]:
             [f"{name}: weight_error", "1", [errors[name]]],
         )
     ]
+
+
+# -- a slow network ---------------------------------------------------------------------------------------------------
+
+
+@contextmanager
+def emulated(latency: float, bandwidth: float) -> Iterator[None]:
+    """All-reduces one after another, each of latency + bytes / bandwidth seconds at least."""
+    all_reduce = dist.all_reduce
+    free_at = 0.0
+
+    def slow(tensor: Tensor, op: Any = dist.ReduceOp.SUM, group: Any = None, async_op: bool = False) -> Any:
+        nonlocal free_at
+        free_at = max(free_at, time.monotonic()) + latency + tensor.nbytes / bandwidth
+        work = _Slow(all_reduce(tensor, op, group, async_op=True), free_at)
+        return work if async_op else work.wait()
+
+    dist.all_reduce = slow
+    try:
+        yield
+    finally:
+        dist.all_reduce = all_reduce
+
+
+@dataclass(frozen=True)
+class _Slow:
+    work: Any
+    until: float
+
+    def wait(self) -> None:
+        self.work.wait()
+        time.sleep(max(0.0, self.until - time.monotonic()))
 
 
 # -- arrangements -----------------------------------------------------------------------------------------------------

@@ -20,6 +20,7 @@ import pickle
 import signal
 import sys
 import tempfile
+import threading
 import time
 import traceback
 from collections.abc import Callable, Iterator
@@ -131,6 +132,7 @@ def require_slots(world_size: int, backend: str, device: str) -> None:
 
 def _serve(where: tuple, work: Callable[..., Any], arguments: tuple, sender: Any) -> None:
     rank, world_size, backend, device, timeout, folder = where
+    threading.Thread(target=_end_with_parent, daemon=True).start()
     with open(Path(folder) / f"stack-{rank}", "w") as stack:
         faulthandler.register(signal.SIGUSR1, stack, all_threads=True)
         answer: tuple[bool, Any]
@@ -145,6 +147,14 @@ def _serve(where: tuple, work: Callable[..., Any], arguments: tuple, sender: Any
         except BaseException:
             answer = False, traceback.format_exc()
         sender.send(answer)
+
+
+def _end_with_parent() -> None:
+    """A parent that is killed cannot end its ranks: they would wait, or compute, for nobody."""
+    parent = multiprocessing.parent_process()
+    assert parent is not None
+    parent.join()
+    os._exit(1)
 
 
 @contextlib.contextmanager

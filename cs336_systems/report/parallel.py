@@ -105,6 +105,61 @@ def ddp(cells: Sequence[CellView]) -> list[Table]:
     return tables or [_failed(cells)]
 
 
+def bucket_model(cells: Sequence[CellView]) -> list[Table]:
+    """Exposed communication by bucket size, predicted by following the buckets through a backward pass."""
+    columns = [
+        Column("bucket", "MB"),
+        Column("buckets"),
+        Column("predicted exposed", "ms"),
+        Column("by the formula", "ms"),
+    ]
+    columns += [Column("measured exposed", "ms"), Column("step", "ms")]
+    tables = []
+    for cell in (cell for cell in cells if cell.ok):
+        latency, bandwidth = cell.get("link")
+        backward = _median(cell, "none: backward_time") or 0.0
+        total = cell.value("none: gradient_memory") or 0.0
+        found = []
+        for name in (name for name in cell.get("arrangements") if name != "none"):
+            size = float(name.split()[1]) * MIB
+            predicted = exposed(total, size, backward, latency, bandwidth)
+            measured = _paired(cell, f"{name}: step_time", "none: step_time", lambda a, b: a - b) or 0.0
+            found.append((size, predicted, measured, _median(cell, f"{name}: step_time") or 0.0))
+        rows = []
+        for size, predicted, measured, step in found:
+            formula = _formula(total, size, latency, bandwidth)
+            times = [ms(seconds) for seconds in (predicted, formula, measured, step)]
+            rows.append([number(size / MIB, 1), str(_count(total, size)), *times])
+        best = [found[column.index(min(column))][0] / MIB for column in ([row[i] for row in found] for i in (1, 2))]
+        ideal = (total * bandwidth * latency) ** 0.5 / MIB
+        notes = [
+            f"best bucket: {best[0]:g} MB predicted, {best[1]:g} MB measured; sqrt(S w o) = {ideal:.1f} MB",
+            "predicted: gradients come evenly over backward, a bucket is sent when it is full, one after another",
+            "by the formula: last bucket + overheads, S / (n w) + n o, as if all else were hidden",
+        ]
+        tables.append(Table(_title(cell, "which bucket size"), columns, rows, notes))
+    return tables or [_failed(cells)]
+
+
+def exposed(total: float, bucket: float, backward: float, latency: float, bandwidth: float) -> float:
+    """Seconds from the end of backward to the end of the last message."""
+    sent, free_at = 0.0, 0.0
+    while sent < total:
+        size = min(bucket, total - sent)
+        sent += size
+        free_at = max(free_at, backward * sent / total) + latency + size / bandwidth
+    return free_at - backward
+
+
+def _count(total: float, bucket: float) -> int:
+    return -int(-total // bucket)
+
+
+def _formula(total: float, bucket: float, latency: float, bandwidth: float) -> float:
+    count = _count(total, bucket)
+    return total / (count * bandwidth) + count * latency
+
+
 def sharding(cells: Sequence[CellView]) -> list[Table]:
     """Memory on the fullest rank beside what the formula says, and time."""
     parts = ("parameter", "gradient", "optimizer")
@@ -156,6 +211,8 @@ def _link(cell: CellView) -> str:
 
 
 def _title(cell: CellView, what: str) -> str:
+    link = cell.get("link")
+    what += f", emulated network of {link[1] / 1e9:g} GB/s and {link[0] * 1e3:g} ms" if link else ""
     model = f"{cell.get('size')}, context {cell.get('context_length')}, batch {cell.get('batch_size')} on each rank"
     return f"{cell.experiment}: {what} · {cell.machine}, {cell.get('ranks')} ranks, {_link(cell)}, {model}"
 

@@ -317,6 +317,7 @@ _SECTIONS: dict[str, Callable[[Sequence[CellView]], list[Table]]] = {
     "flash_leaderboard": attention.flash_leaderboard,
     "collectives": parallel.collectives,
     "ddp": parallel.ddp,
+    "bucket_model": parallel.bucket_model,
     "optimizer_sharding": parallel.sharding,
     "fsdp": parallel.sharding,
     "memory_model": _memory_model,
