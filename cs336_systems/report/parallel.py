@@ -36,7 +36,9 @@ def collectives(cells: Sequence[CellView]) -> list[Table]:
                 bus = rate * BUS_FACTOR[name](cell.get("ranks"))
                 rows.append([*row, number(size / 1e6), number(seconds * 1e6, 0), number(rate), number(bus)])
             latency, per_byte, misfit = fit(points)
-            fitted.append([*row, number(latency * 1e6, 0), number(1e-9 / per_byte), percent(misfit, 0)])
+            fitted.append(
+                [*row, number(latency * 1e6, 0), number(1e-9 / per_byte if per_byte else None), percent(misfit, 0)]
+            )
     machine = f"{found[0].machine}, fp32"
     notes = [
         "size: the whole array; time: median of the slowest rank; algbw: size over time; busbw: over the busiest link",
@@ -54,18 +56,16 @@ def fit(points: Sequence[tuple[float, float]]) -> tuple[float, float, float]:
 
     Least squares of relative errors: else the largest size alone would count. Neither can be below 0.
     """
-    weights = [1 / seconds**2 for _, seconds in points]
-    total = sum(weights)
-    mean_x = sum(w * x for w, (x, _) in zip(weights, points, strict=True)) / total
-    mean_y = sum(w * y for w, (_, y) in zip(weights, points, strict=True)) / total
-    spread = sum(w * (x - mean_x) ** 2 for w, (x, _) in zip(weights, points, strict=True))
-    rate = sum(w * (x - mean_x) * (y - mean_y) for w, (x, y) in zip(weights, points, strict=True)) / spread
+    weighted = [(x, y, 1 / y**2) for x, y in points]
+    total = sum(w for _, _, w in weighted)
+    mean_x, mean_y = (sum(w * point[i] for *point, w in weighted) / total for i in (0, 1))
+    spread = sum(w * (x - mean_x) ** 2 for x, _, w in weighted)
+    rate = sum(w * (x - mean_x) * (y - mean_y) for x, y, w in weighted) / spread if spread else mean_y / mean_x
     latency = mean_y - rate * mean_x
-    if latency < 0:
-        latency = 0.0
-        rate = sum(w * x * y for w, (x, y) in zip(weights, points, strict=True)) / sum(
-            w * x * x for w, (x, _) in zip(weights, points, strict=True)
-        )
+    if rate <= 0:
+        latency, rate = mean_y, 0.0
+    elif latency < 0:
+        latency, rate = 0.0, sum(w * x * y for x, y, w in weighted) / sum(w * x * x for x, _, w in weighted)
     return latency, rate, max(abs((latency + rate * x) / y - 1) for x, y in points)
 
 
