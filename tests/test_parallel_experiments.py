@@ -15,6 +15,8 @@ from cs336_systems.report import parallel
 from cs336_systems.report.sections import tables
 from tests.helpers import tiny_config
 
+pytestmark = pytest.mark.xdist_group("ranks")  # one at a time: a test has up to four busy processes
+
 LINK = {"backend": "gloo", "device": "cpu", "ranks": 2}
 
 

@@ -9,6 +9,8 @@ import torch
 from cs336_systems.parallel.launch import spawn
 from tests.sharding_cases import CASES, JOBS, LEG, OF_TRANSFORMERS, differences, run_cases, sharded_leg, trained
 
+pytestmark = pytest.mark.xdist_group("ranks")  # one at a time: a test has up to four busy processes
+
 PATIENCE = 120.0
 """Seconds. Ranks that disagree about what comes next wait for each other."""
 

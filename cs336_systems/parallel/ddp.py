@@ -24,6 +24,7 @@ import math
 import weakref
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
+from itertools import pairwise
 from typing import Any
 
 import torch
@@ -56,10 +57,16 @@ class DataParallel(nn.Module):
         self._synchronizes = True
         self._due = False
         """Whether a forward pass or a gradient has come since gradients were last averaged."""
+        self._next = 0
+        """The bucket that is sent next."""
+        self._in_backward = False
+        self._passes: list[bool] = []
+        """For each forward pass since gradients were last averaged: whether it was to be synchronised."""
+        self._hooks: list[Any] = []
 
     # A copy, or a pickled one, is a wrapper of its own: it makes its own buckets when it is used.
     def __getstate__(self) -> dict[str, Any]:
-        runtime = ("_buckets", "_trained", "_synchronizes", "_due")
+        runtime = ("_buckets", "_trained", "_synchronizes", "_due", "_next", "_in_backward", "_passes", "_hooks")
         return {name: value for name, value in self.__dict__.items() if name not in runtime}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
@@ -81,20 +88,34 @@ class DataParallel(nn.Module):
     def _before_forward(self) -> None:
         if not torch.is_grad_enabled():
             return
+        if self._in_backward:
+            self._drop_failed_backward()
         self._update_buckets()
         if self._synchronizes:
             buffers = _persistent_buffers(self.module)
             with torch.no_grad():
                 broadcast(buffers)
         self._due = True
+        self._passes.append(self._synchronizes)
 
     def _update_buckets(self) -> None:
         """Make buckets of the parameters that are trained, again when other ones are."""
         parameters = list(self.module.parameters())  # each tied parameter once
         trained = tuple(p.requires_grad for p in parameters)
-        if trained != self._trained:
-            self._trained = trained
-            self._buckets = [Bucket(group) for group in self._groups([p for p in parameters if p.requires_grad])]
+        if trained == self._trained:
+            return
+        self._trained = trained
+        self._next = 0
+        self._buckets = [Bucket(group) for group in self._groups([p for p in parameters if p.requires_grad])]
+        self._remove_hooks()
+        places = [(bucket, i) for bucket in self._buckets for i in range(len(bucket.parameters))]
+        self._hooks = [hook for bucket, i in places for hook in _hook(self, bucket, i)]
+
+    def _remove_hooks(self) -> None:
+        for hook in self.__dict__.get("_hooks", ()):
+            hook.remove()
+
+    __del__ = _remove_hooks
 
     def _groups(self, parameters: list[nn.Parameter]) -> Iterable[list[nn.Parameter]]:
         """Which parameters share a bucket; in the order in which buckets are sent."""
@@ -114,12 +135,48 @@ class DataParallel(nn.Module):
         """Return when every gradient is the mean over ranks. For all ranks, after backward and before the update."""
         if not self._due:
             return
+        if self._in_backward:
+            self._drop_failed_backward()
+            raise RuntimeError("the last backward raised an error; what it left is dropped on this rank: run it again")
         self._update_buckets()
         self._finish()
         self._due = False
+        self._passes = []
 
     def _finish(self) -> None:
-        raise NotImplementedError
+        """Send and receive, one after another."""
+        for bucket in self._buckets:
+            bucket.send()
+            bucket.receive()
+
+    def _gradient_came(self, bucket: "Bucket", i: int) -> None:
+        self._due = True
+        if not self._in_backward:
+            self._in_backward = True
+            Variable._execution_engine.queue_callback(self._backward_ended)
+
+    def _backward_ended(self) -> None:
+        """Called by autograd, if backward did not raise."""
+        self._in_backward = False
+
+    @torch.no_grad()
+    def _drop_failed_backward(self) -> None:
+        """Send what is left, as other ranks may be waiting for it, and drop all of it.
+
+        What is left is sent as NaN: where backward failed on this rank alone, others must not take for the mean what
+        lacks a part.
+        """
+        if self._synchronizes:
+            for bucket in self._buckets[self._next :]:
+                bucket.send(poisoned=True)
+        for bucket in self._buckets:
+            bucket.receive()
+            for p in bucket.parameters:
+                p.grad = None
+        self._next = 0
+        self._in_backward = False
+        self._due = False
+        self._passes = []
 
 
 class NaiveDDP(DataParallel):
@@ -128,19 +185,12 @@ class NaiveDDP(DataParallel):
     def _groups(self, parameters: list[nn.Parameter]) -> Iterable[list[nn.Parameter]]:
         return ([p] for p in parameters)
 
-    def _finish(self) -> None:
-        for bucket in self._buckets:
-            bucket.send()
-            bucket.receive()
-
 
 class FlatDDP(DataParallel):
     """One all-reduce for each dtype, after backward."""
 
     def _groups(self, parameters: list[nn.Parameter]) -> Iterable[list[nn.Parameter]]:
         return by_kind(parameters)
-
-    _finish = NaiveDDP._finish
 
 
 class DDP(DataParallel):
@@ -152,17 +202,6 @@ class DDP(DataParallel):
         self.bucket_size_mb = bucket_size_mb
         super().__init__(module)
 
-    def _start(self) -> None:
-        super()._start()
-        self._hooks: list[Any] = []
-        self._next = 0
-        """The bucket that is sent next."""
-        self._in_backward = False
-
-    def __getstate__(self) -> dict[str, Any]:
-        runtime = ("_hooks", "_next", "_in_backward")
-        return {name: value for name, value in super().__getstate__().items() if name not in runtime}
-
     def _groups(self, parameters: list[nn.Parameter]) -> Iterable[list[nn.Parameter]]:
         """Backward comes to the last parameters first."""
         backwards = parameters[::-1]
@@ -173,71 +212,31 @@ class DDP(DataParallel):
         place = {id(p): i for i, p in enumerate(backwards)}
         return sorted(groups, key=lambda group: place[id(group[-1])])  # full, as backward goes, when its last one is
 
-    def _before_forward(self) -> None:
-        if self._in_backward:
-            self._drop_failed_backward()
-        super()._before_forward()
-
-    def _update_buckets(self) -> None:
-        before = self._buckets
-        super()._update_buckets()
-        if self._buckets is before:
-            return
-        for hook in self._hooks:
-            hook.remove()
-        self._next = 0
-        self._hooks = [
-            hook for bucket in self._buckets for i in range(len(bucket.parameters)) for hook in _hook(self, bucket, i)
-        ]
-
-    def __del__(self) -> None:
-        for hook in self.__dict__.get("_hooks", ()):
-            hook.remove()
-
     def _gradient_came(self, bucket: "Bucket", i: int) -> None:
+        super()._gradient_came(bucket, i)
+        if i not in bucket.missing:
+            bucket.stale = True
         if not self._synchronizes:
             return
-        self._due = True
-        if not self._in_backward:
-            self._in_backward = True
-            Variable._execution_engine.queue_callback(self._backward_ended)
         bucket.missing.discard(i)
         # One order on all ranks: a bucket waits for those before it.
         while self._next < len(self._buckets) and not self._buckets[self._next].missing:
             self._buckets[self._next].send()
             self._next += 1
 
-    def _backward_ended(self) -> None:
-        """Called by autograd, if backward did not raise."""
-        self._in_backward = False
-
     def _finish(self) -> None:
-        if self._in_backward:
-            self._drop_failed_backward()
-            raise RuntimeError("the last backward raised an error; what it left is dropped on all ranks: run it again")
-        again = [bucket for bucket in self._buckets[: self._next] if bucket.stale]
-        for bucket in [*self._buckets[self._next :], *again]:
+        # Where gradients may have been added to after they were sent, all are averaged again: to which of them differs
+        # over ranks, and what is averaged already stays as it is.
+        added = (True, False) in pairwise(self._passes) or any(bucket.stale for bucket in self._buckets[: self._next])
+        again = self._buckets if added else []
+        for bucket in self._buckets[self._next :]:
+            bucket.send()
+        for bucket in again:
+            bucket.receive()
             bucket.send()
         for bucket in self._buckets:
             bucket.receive()
         self._next = 0
-
-    @torch.no_grad()
-    def _drop_failed_backward(self) -> None:
-        """Send what is left, as other ranks may be waiting for it, and drop all of it.
-
-        What is left is sent as NaN: where backward failed on this rank alone, others must not take for the mean what
-        lacks a part.
-        """
-        for bucket in self._buckets[self._next :]:
-            bucket.send(poisoned=True)
-        for bucket in self._buckets:
-            bucket.receive()
-            for p in bucket.parameters:
-                p.grad = None
-        self._next = 0
-        self._in_backward = False
-        self._due = False
 
 
 # -- buckets ----------------------------------------------------------------------------------------------------------
@@ -300,7 +299,7 @@ class Bucket:
         self.stale = False
 
 
-def _hook(wrapper: DDP, bucket: Bucket, i: int) -> tuple[Any, Any]:
+def _hook(wrapper: DataParallel, bucket: Bucket, i: int) -> tuple[Any, Any]:
     """Before and after autograd adds to a parameter's gradient. A wrapper that is dropped must not live on in them."""
     reference = weakref.ref(wrapper)
 
@@ -310,8 +309,6 @@ def _hook(wrapper: DDP, bucket: Bucket, i: int) -> tuple[Any, Any]:
     def after(parameter: Tensor) -> None:
         wrapper = reference()
         if wrapper is not None:
-            if i not in bucket.missing:
-                bucket.stale = True
             wrapper._gradient_came(bucket, i)
 
     parameter = bucket.parameters[i]

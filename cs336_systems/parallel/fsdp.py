@@ -62,8 +62,8 @@ class FSDP(nn.Module):
         require_same(module)
         self.module = module
         users = _users(module)
-        for part in module.modules():
-            _materialize(part, torch.device(device), keep=users)
+        for prefix, part in module.named_modules():
+            _materialize(prefix, part, torch.device(device), keep=users)
         names = {weight: name for name, weight in module.named_parameters()}
         self._units = [
             Unit(
@@ -82,7 +82,11 @@ class FSDP(nn.Module):
         self._order: list[Unit] = []
         """In which forward used the units the last time."""
         self._used: list[Unit] = []
-        """Those that forward has used so far."""
+        """Those that forward has used so far, in this pass."""
+        self._returned = 0
+        """How many of these, from the last, backward has come to."""
+        self._biases: dict[nn.Module, nn.Parameter | None] = {}
+        """Those that a cast one stands in for, while their module runs."""
         self._scatters: deque[Unit] = deque()
         self._due = False
         for unit in self._units:
@@ -91,11 +95,16 @@ class FSDP(nn.Module):
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         if self._used:
             self._order = self._used
-        self._used = []
+        self._used, self._returned = [], 0
         for unit in self._units:
             unit.full.requires_grad_(unit.shard.requires_grad)
         self._due = self._due or torch.is_grad_enabled()
-        return self.module(*args, **kwargs)
+        try:
+            return self.module(*args, **kwargs)
+        finally:
+            if not _in_backward():
+                for unit in self._units:  # gathered for a pass that went another way than the last
+                    unit.free()
 
     def state_dict(self, *args: Any, **kwargs: Any) -> Any:
         """The module's own, of this rank's shards; `gather_full_params` has the whole."""
@@ -107,12 +116,12 @@ class FSDP(nn.Module):
     @torch.no_grad()
     def finish_gradient_synchronization(self) -> None:
         """Return when every gradient is the mean over ranks, or this rank's shard of it. For all ranks together."""
+        for unit in self._units:
+            unit.free()
         if not self._due:
             return
         while self._scatters:
             self._scatters.popleft().receive_gradient()
-        for unit in self._units:
-            unit.free()
         trained = [p for p in self._replicated if p.requires_grad]
         if {id(p) for p in trained} != {id(p) for bucket in self._buckets for p in bucket.parameters}:
             self._buckets = [Bucket(kind) for kind in by_kind(trained)]
@@ -125,41 +134,75 @@ class FSDP(nn.Module):
 
     def _register(self, unit: "Unit") -> None:
         for module in unit.modules:
-            module.register_forward_pre_hook(lambda m, inputs: self._before_forward(unit, m, inputs))
+            module.register_forward_pre_hook(
+                lambda m, args, kwargs: self._before_forward(unit, m, args, kwargs), with_kwargs=True
+            )
             # Recomputation of a checkpoint is ended by an exception: the weight must be put back all the same.
-            module.register_forward_hook(lambda m, i, out: self._after_forward(unit, m, out), always_call=True)
-        unit.full.register_post_accumulate_grad_hook(lambda full: self._gradient_came(unit))
+            module.register_forward_hook(
+                lambda m, args, kwargs, out: self._after_forward(unit, m, (*args, *kwargs.values()), out),
+                with_kwargs=True,
+                always_call=True,
+            )
+        with torch.enable_grad():  # a hook can only be had by what requires a gradient, if only for now
+            unit.full.requires_grad_(True)
+            unit.full.register_post_accumulate_grad_hook(lambda full: self._gradient_came(unit))
+            unit.full.requires_grad_(unit.shard.requires_grad)
 
-    def _before_forward(self, unit: "Unit", module: nn.Module, inputs: tuple) -> tuple:
-        recomputed = _in_backward()
+    def _before_forward(self, unit: "Unit", module: nn.Module, args: tuple, kwargs: dict) -> tuple[tuple, dict]:
         unit.gather()
-        if not recomputed:
-            self._used.append(unit)
-            self._gather_ahead(self._order, len(self._used))
+        if not _in_backward():
+            self._gather_next(unit)
         unit.wait()
         module._parameters["weight"] = unit.full
         if unit.full.dtype != unit.shard.dtype:
-            inputs = tuple(
-                x.to(unit.full.dtype) if isinstance(x, Tensor) and x.is_floating_point() else x for x in inputs
-            )
-        for x in inputs:
+            args = tuple(_cast(x, unit.full.dtype) for x in args)
+            kwargs = {name: _cast(x, unit.full.dtype) for name, x in kwargs.items()}
+            if module._parameters.get("bias") is not None:
+                self._biases[module] = module._parameters["bias"]
+                module._parameters["bias"] = _cast(module._parameters["bias"], unit.full.dtype)
+        for x in (*args, *kwargs.values()):
             if isinstance(x, Tensor) and x.requires_grad and not unit.full.requires_grad:
                 x.register_hook(lambda grad: unit.free())  # a frozen weight has no gradient that would say it is done
-        return inputs
+        return args, kwargs
 
-    def _after_forward(self, unit: "Unit", module: nn.Module, out: Any) -> None:
+    def _after_forward(self, unit: "Unit", module: nn.Module, inputs: tuple, out: Any) -> None:
         module._parameters["weight"] = unit.shard
+        if module in self._biases:
+            module._parameters["bias"] = self._biases.pop(module)
         if not _in_backward():  # else its own backward comes next
             unit.free()
-        if isinstance(out, Tensor) and out.requires_grad and _needs_weight(module):
-            out.register_hook(lambda grad: self._before_backward(unit))
+        if not (isinstance(out, Tensor) and out.requires_grad and _needs_weight(module)):
+            return
+        last = -1
+
+        def before(grads: Any) -> None:
+            nonlocal last
+            # Once in a backward: when the module's last node runs, its gradient may be there and the weight freed.
+            if last != torch._C._current_graph_task_id():
+                last = torch._C._current_graph_task_id()
+                self._before_backward(unit)
+
+        for node in _nodes_between(inputs, out):
+            node.register_prehook(before)
 
     def _before_backward(self, unit: "Unit") -> None:
         unit.gather()
         backwards = [used for used in reversed(self._used) if any(map(_needs_weight, used.modules))]
-        if unit in backwards:
-            self._gather_ahead(backwards, backwards.index(unit) + 1)
+        if unit in backwards[self._returned :]:
+            self._returned = backwards.index(unit, self._returned) + 1
+            self._gather_ahead(backwards, self._returned)
         unit.wait()
+
+    def _gather_next(self, unit: "Unit") -> None:
+        """What followed the last time. Where another unit than `unit` was to come, that tells nothing any more."""
+        expected = self._order[len(self._used) : len(self._used) + 1]
+        self._used.append(unit)
+        if expected and expected[0] is not unit:
+            self._order = []
+            for other in self._units:
+                if other is not unit:
+                    other.free()
+        self._gather_ahead(self._order, len(self._used))
 
     def _gather_ahead(self, order: list["Unit"], begin: int) -> None:
         for unit in order[begin : begin + AHEAD]:
@@ -261,14 +304,20 @@ class Unit:
 
 
 def _users(module: nn.Module) -> dict[nn.Parameter, list[nn.Module]]:
-    """Weight -> the Linear and Embedding modules that use it: torch's, and others of these names, like the course's."""
+    """Weight -> the Linear and Embedding modules that use it: torch's, and others of these names, like the course's.
+
+    One that a module of another kind uses too is not sharded: nobody would gather it there.
+    """
     found: dict[nn.Parameter, list[nn.Module]] = {}
+    elsewhere = set()
     for part in module.modules():
         named = isinstance(part, nn.Linear | nn.Embedding) or type(part).__name__ in ("Linear", "Embedding")
-        weight = part._parameters.get("weight")
-        if named and weight is not None and weight.dim() == 2:
-            found.setdefault(weight, []).append(part)
-    return found
+        for name, p in part._parameters.items():
+            if named and name == "weight" and p is not None and p.dim() == 2:
+                found.setdefault(p, []).append(part)
+            elif p is not None:
+                elsewhere.add(p)
+    return {weight: parts for weight, parts in found.items() if weight not in elsewhere}
 
 
 def _needs_weight(module: nn.Module) -> bool:
@@ -287,7 +336,7 @@ def _whole(name: str, weight: nn.Parameter, user: nn.Module, device: torch.devic
     return whole
 
 
-def _materialize(part: nn.Module, device: torch.device, keep: Container[Tensor]) -> None:
+def _materialize(prefix: str, part: nn.Module, device: torch.device, keep: Container[Tensor]) -> None:
     """Give memory and values to parameters and buffers on the "meta" device; not to those that will be sharded."""
     tensors = {**part._parameters, **part._buffers}
     absent = {name: t for name, t in tensors.items() if t is not None and t.is_meta and t not in keep}
@@ -298,7 +347,7 @@ def _materialize(part: nn.Module, device: torch.device, keep: Container[Tensor])
         else:
             part._parameters[name] = nn.Parameter(made, t.requires_grad)
     if absent:
-        _reset(", ".join(absent), part)
+        _reset(", ".join(f"{prefix}.{name}".lstrip(".") for name in absent), part)
 
 
 def _reset(name: str, part: nn.Module) -> None:
@@ -311,6 +360,26 @@ def _reset(name: str, part: nn.Module) -> None:
 
 def _in_backward() -> bool:
     return torch._C._current_graph_task_id() != -1
+
+
+def _cast(x: Any, dtype: torch.dtype) -> Any:
+    return x.to(dtype) if isinstance(x, Tensor) and x.is_floating_point() else x
+
+
+def _nodes_between(inputs: Iterable[Any], out: Tensor) -> list[Any]:
+    """Of autograd's graph, those that a module has added: one of them will want its weight.
+
+    A hook on the output itself would be lost when the output is changed in place.
+    """
+    ends = [x.grad_fn for x in inputs if isinstance(x, Tensor)]
+    found: list[Any] = []
+    waiting: list[Any] = [out.grad_fn]
+    while waiting:
+        node = waiting.pop()
+        if node is not None and node not in ends and node not in found and type(node).__name__ != "AccumulateGrad":
+            found.append(node)
+            waiting += [before for before, _ in node.next_functions]
+    return found
 
 
 # -- over all shards --------------------------------------------------------------------------------------------------

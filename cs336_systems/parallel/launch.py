@@ -284,5 +284,6 @@ def _out_of_time(late: list[_Running], world_size: int, timeout: float) -> str:
     names = ", ".join(str(running.rank) for running in late)
     lines = [f"rank {names} of {world_size} did not end within {timeout:g} s; where each stands:"]
     for running in late:
-        lines += [f"-- rank {running.rank}", running.stack.read_text().rstrip() or "(no answer)"]
+        said = running.stack.read_text().rstrip() if running.stack.exists() else ""
+        lines += [f"-- rank {running.rank}", said or "(no answer)"]
     return "\n".join(lines)
