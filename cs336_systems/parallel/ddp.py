@@ -24,7 +24,6 @@ import math
 import weakref
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
-from itertools import pairwise
 from typing import Any
 
 import torch
@@ -60,14 +59,14 @@ class DataParallel(nn.Module):
         self._next = 0
         """The bucket that is sent next."""
         self._in_backward = False
-        self._passes: list[bool] = []
-        """For each forward pass since gradients were last averaged: whether it was to be synchronised."""
+        self._synchronized, self._added = False, False
+        """Whether, since gradients were last averaged, a forward was to be synchronised, and one after it was not."""
         self._hooks: list[Any] = []
 
     # A copy, or a pickled one, is a wrapper of its own: it makes its own buckets when it is used.
     def __getstate__(self) -> dict[str, Any]:
-        runtime = ("_buckets", "_trained", "_synchronizes", "_due", "_next", "_in_backward", "_passes", "_hooks")
-        return {name: value for name, value in self.__dict__.items() if name not in runtime}
+        runtime = {"_buckets", "_trained", "_synchronizes", "_due", "_next", "_in_backward", "_synchronized", "_added"}
+        return {name: value for name, value in self.__dict__.items() if name not in {*runtime, "_hooks"}}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         super().__setstate__(state)
@@ -96,7 +95,8 @@ class DataParallel(nn.Module):
             with torch.no_grad():
                 broadcast(buffers)
         self._due = True
-        self._passes.append(self._synchronizes)
+        self._added |= self._synchronized and not self._synchronizes
+        self._synchronized |= self._synchronizes
 
     def _update_buckets(self) -> None:
         """Make buckets of the parameters that are trained, again when other ones are."""
@@ -140,8 +140,11 @@ class DataParallel(nn.Module):
             raise RuntimeError("the last backward raised an error; what it left is dropped on this rank: run it again")
         self._update_buckets()
         self._finish()
-        self._due = False
-        self._passes = []
+        self._reset()
+
+    def _reset(self) -> None:
+        self._next = 0
+        self._in_backward = self._due = self._synchronized = self._added = False
 
     def _finish(self) -> None:
         """Send and receive, one after another."""
@@ -173,10 +176,7 @@ class DataParallel(nn.Module):
             bucket.receive()
             for p in bucket.parameters:
                 p.grad = None
-        self._next = 0
-        self._in_backward = False
-        self._due = False
-        self._passes = []
+        self._reset()
 
 
 class NaiveDDP(DataParallel):
@@ -227,7 +227,7 @@ class DDP(DataParallel):
     def _finish(self) -> None:
         # Where gradients may have been added to after they were sent, all are averaged again: to which of them differs
         # over ranks, and what is averaged already stays as it is.
-        added = (True, False) in pairwise(self._passes) or any(bucket.stale for bucket in self._buckets[: self._next])
+        added = self._added or any(bucket.stale for bucket in self._buckets[: self._next])
         again = self._buckets if added else []
         for bucket in self._buckets[self._next :]:
             bucket.send()
@@ -236,7 +236,6 @@ class DDP(DataParallel):
             bucket.send()
         for bucket in self._buckets:
             bucket.receive()
-        self._next = 0
 
 
 # -- buckets ----------------------------------------------------------------------------------------------------------
