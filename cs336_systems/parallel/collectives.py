@@ -1,4 +1,4 @@
-"""What the wrappers say to each other over ranks, beside averaging: the same model everywhere, rank 0's values."""
+"""What the wrappers share: one model on all ranks, rank 0's values, and tensors that lie in one."""
 
 from collections.abc import Callable, Iterable
 from typing import Any
@@ -58,3 +58,14 @@ def broadcast(tensors: Iterable[Tensor]) -> None:
             dist.broadcast(flat, 0)
             for t, part in zip(piece, flat.split([t.numel() for t in piece]), strict=True):
                 t.copy_(part.view(t.shape))
+
+
+def views(flat: Tensor, tensors: Iterable[Tensor]) -> list[Tensor]:
+    """Parts of `flat`, one behind another, with the shapes of `tensors` and their elements in the same order: a
+    transposed tensor has a transposed view."""
+    found = []
+    start = 0
+    for t in tensors:
+        found.append(flat.as_strided(t.shape, torch.empty_like(t, device="meta").stride(), start))
+        start += t.numel()
+    return found

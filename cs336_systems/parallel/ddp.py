@@ -22,6 +22,7 @@ backward did not: a rank that did not use a parameter sends zeros for it. So ran
 
 import math
 import weakref
+from abc import ABC, abstractmethod
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
@@ -31,12 +32,12 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.autograd import Variable
 
-from cs336_systems.parallel.collectives import broadcast, require_same
+from cs336_systems.parallel.collectives import broadcast, require_same, views
 
 MIB = 1 << 20
 
 
-class DataParallel(nn.Module):
+class DataParallel(nn.Module, ABC):
     """What the variants share: one model on all ranks, buckets, and `no_sync`."""
 
     def __init__(self, module: nn.Module):
@@ -117,9 +118,9 @@ class DataParallel(nn.Module):
 
     __del__ = _remove_hooks
 
+    @abstractmethod
     def _groups(self, parameters: list[nn.Parameter]) -> Iterable[list[nn.Parameter]]:
         """Which parameters share a bucket; in the order in which buckets are sent."""
-        raise NotImplementedError
 
     @contextmanager
     def no_sync(self) -> Iterator[None]:
@@ -246,15 +247,10 @@ class Bucket:
 
     def __init__(self, parameters: Sequence[nn.Parameter]):
         self.parameters = list(parameters)
-        first, sizes = parameters[0], [p.numel() for p in parameters]
-        self._tensor = torch.zeros(sum(sizes) + len(sizes), dtype=first.dtype, device=first.device)
-        starts = [sum(sizes[:i]) for i in range(len(sizes))]
-        # In the order of the parameter's own elements: a transposed one has a transposed gradient.
-        self._views = [
-            self._tensor.as_strided(p.shape, torch.empty_like(p, device="meta").stride(), start)
-            for p, start in zip(parameters, starts, strict=True)
-        ]
-        self._used = self._tensor[sum(sizes) :]
+        first, elements = parameters[0], sum(p.numel() for p in parameters)
+        self._tensor = torch.zeros(elements + len(parameters), dtype=first.dtype, device=first.device)
+        self._views = views(self._tensor, parameters)
+        self._used = self._tensor[elements:]
         self._work: dist.Work | None = None
         self.missing = set(range(len(parameters)))
         """Parameters whose gradients have not come in this backward."""

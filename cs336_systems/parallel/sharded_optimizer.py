@@ -20,6 +20,8 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.optim import Optimizer
 
+from cs336_systems.parallel.collectives import views
+
 MESSAGES = 4
 """Into which the parameters of a rank are cut: enough to overlap, few enough that each is large."""
 
@@ -189,13 +191,9 @@ class Message:
         """Make the parameters views of one tensor, unless they are: the model may have been moved since."""
         first = self.parameters[0]
         if self._flat is None or self._flat.dtype != first.dtype or self._flat.device != first.device:
-            sizes = [p.numel() for p in self.parameters]
-            self._flat = torch.empty(sum(sizes), dtype=first.dtype, device=first.device)
-            starts = [sum(sizes[:i]) for i in range(len(sizes))]
-            self._views = [
-                self._flat.as_strided(p.shape, torch.empty_like(p, device="meta").stride(), start)
-                for p, start in zip(self.parameters, starts, strict=True)
-            ]
+            elements = sum(p.numel() for p in self.parameters)
+            self._flat = torch.empty(elements, dtype=first.dtype, device=first.device)
+            self._views = views(self._flat, self.parameters)
         for p, view in zip(self.parameters, self._views, strict=True):
             if p.data_ptr() != view.data_ptr():
                 view.copy_(p)
