@@ -219,16 +219,19 @@ SLOW_LINK = [5e-3, 1e8]
 
 
 def _arrangements(
-    preset: str,
-    base: RunConfig,
-    arrangements: tuple[str, ...],
-    link: list[float] | None = None,
-    context: int = 64,
+    preset: str, base: RunConfig, arrangements: tuple[str, ...], link: list[float] | None = None
 ) -> Iterable[dict[str, Any]]:
     """Two ranks on the CPU unless the machine has GPUs for them: the rows say so."""
     quick = preset == "quick"
-    overrides = {"d_model": 256, "d_ff": 1024, "num_layers": 6, "num_heads": 8, "vocab_size": 4000}
-    model = model_config("tiny", context_length=context, **overrides) if quick else model_config("small")
+    overrides = {
+        "context_length": 64,
+        "d_model": 256,
+        "d_ff": 1024,
+        "num_layers": 6,
+        "num_heads": 8,
+        "vocab_size": 4000,
+    }
+    model = model_config("tiny", **overrides) if quick else model_config("small")
     run = dataclasses.replace(base, model=model, size="", device="cpu" if quick else base.device, warmup_steps=2)
     yield {
         **run.to_dict(),

@@ -1,4 +1,4 @@
-"""Ways to train on several ranks, side by side: the instrument of the experiments `ddp`, `optimizer_sharding`, `fsdp`.
+"""Ways to train on several ranks, side by side: the instrument of `ddp`, `bucket_model`, `optimizer_sharding`, `fsdp`.
 
 An arrangement is a wrapper and an optimizer, ours or torch's. All arrangements of a cell train the same model on the
 same data in one group of ranks, in turns, a step each: what disturbs the machine disturbs all of them.

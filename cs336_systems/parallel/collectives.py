@@ -1,11 +1,13 @@
 """What the wrappers share: one model on all ranks, rank 0's values, and tensors that lie in one."""
 
 from collections.abc import Callable, Iterable
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+
+T = TypeVar("T", bound=Tensor)
 
 BROADCAST_BYTES = 250 << 20
 """A model is broadcast in pieces of this size: few messages, and little memory beside the model."""
@@ -44,20 +46,32 @@ def require_same(module: nn.Module) -> None:
 
 def broadcast(tensors: Iterable[Tensor]) -> None:
     """Overwrite tensors with those of rank 0, in few messages."""
-    kinds: dict[tuple, list[Tensor]] = {}
+    for piece in (piece for kind in by_kind(tensors) for piece in pack(kind, BROADCAST_BYTES)):
+        flat = torch.cat([t.reshape(-1) for t in piece])
+        dist.broadcast(flat, 0)
+        for t, part in zip(piece, flat.split([t.numel() for t in piece]), strict=True):
+            t.copy_(part.view(t.shape))
+
+
+def by_kind(tensors: Iterable[T]) -> list[list[T]]:
+    """Those that can lie in one tensor: of one dtype, on one device."""
+    kinds: dict[tuple, list[T]] = {}
     for t in tensors:
         kinds.setdefault((t.dtype, t.device), []).append(t)
-    for kind in kinds.values():
-        pieces: list[list[Tensor]] = [[]]
-        for t in kind:
-            if pieces[-1] and sum(other.nbytes for other in pieces[-1]) + t.nbytes > BROADCAST_BYTES:
-                pieces.append([])
-            pieces[-1].append(t)
-        for piece in pieces:
-            flat = torch.cat([t.reshape(-1) for t in piece])
-            dist.broadcast(flat, 0)
-            for t, part in zip(piece, flat.split([t.numel() for t in piece]), strict=True):
-                t.copy_(part.view(t.shape))
+    return list(kinds.values())
+
+
+def pack(tensors: Iterable[T], limit: float) -> list[list[T]]:
+    """In order, each group of at most `limit` bytes; a tensor larger than that has one of its own."""
+    groups: list[list[T]] = []
+    room = 0.0
+    for t in tensors:
+        room -= t.nbytes
+        if room < 0 or not groups:
+            groups.append([])
+            room = limit - t.nbytes
+        groups[-1].append(t)
+    return groups
 
 
 def views(flat: Tensor, tensors: Iterable[Tensor]) -> list[Tensor]:

@@ -32,7 +32,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.autograd import Variable
 
-from cs336_systems.parallel.collectives import broadcast, require_same, views
+from cs336_systems.parallel.collectives import broadcast, by_kind, pack, require_same, views
 
 MIB = 1 << 20
 
@@ -209,7 +209,7 @@ class DDP(DataParallel):
         if self.bucket_size_mb is None:
             return ([p] for p in backwards)
         limit = self.bucket_size_mb * MIB
-        groups = [group for kind in by_kind(backwards) for group in _pack(kind, limit)]
+        groups = [group for kind in by_kind(backwards) for group in pack(kind, limit)]
         place = {id(p): i for i, p in enumerate(backwards)}
         return sorted(groups, key=lambda group: place[id(group[-1])])  # full, as backward goes, when its last one is
 
@@ -308,26 +308,6 @@ def _hook(wrapper: DataParallel, bucket: Bucket, i: int) -> tuple[Any, Any]:
 
     parameter = bucket.parameters[i]
     return parameter.register_hook(before), parameter.register_post_accumulate_grad_hook(after)
-
-
-def by_kind(parameters: Iterable[nn.Parameter]) -> list[list[nn.Parameter]]:
-    kinds: dict[tuple, list[nn.Parameter]] = {}
-    for p in parameters:
-        kinds.setdefault((p.dtype, p.device), []).append(p)
-    return list(kinds.values())
-
-
-def _pack(parameters: Iterable[nn.Parameter], limit: float) -> list[list[nn.Parameter]]:
-    """In order, each group of at most `limit` bytes; a parameter larger than that has one of its own."""
-    groups: list[list[nn.Parameter]] = []
-    room = 0.0
-    for p in parameters:
-        room -= p.nbytes
-        if room < 0 or not groups:
-            groups.append([])
-            room = limit - p.nbytes
-        groups[-1].append(p)
-    return groups
 
 
 def _persistent_buffers(module: nn.Module) -> list[Tensor]:

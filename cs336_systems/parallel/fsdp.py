@@ -29,9 +29,9 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from cs336_systems.parallel.collectives import all_gather as _all_gather
-from cs336_systems.parallel.collectives import broadcast, require_same
+from cs336_systems.parallel.collectives import broadcast, by_kind, require_same
 from cs336_systems.parallel.collectives import reduce_scatter as _reduce_scatter
-from cs336_systems.parallel.ddp import Bucket, by_kind
+from cs336_systems.parallel.ddp import Bucket
 
 AHEAD = 2
 """Weights that are gathered before they are needed, at most: enough to hide the sending, and little memory."""
@@ -83,8 +83,8 @@ class FSDP(nn.Module):
         """In which forward used the units the last time."""
         self._used: list[Unit] = []
         """Those that forward has used so far, in this pass."""
-        self._returned = 0
-        """How many of these, from the last, backward has come to."""
+        self._to_come: list[Unit] | None = None
+        """Of these, those whose weight backward will want, the next one first; None until it begins."""
         self._biases: dict[nn.Module, nn.Parameter | None] = {}
         """Those that a cast one stands in for, while their module runs."""
         self._scatters: deque[Unit] = deque()
@@ -95,7 +95,7 @@ class FSDP(nn.Module):
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         if self._used:
             self._order = self._used
-        self._used, self._returned = [], 0
+        self._used, self._to_come = [], None
         for unit in self._units:
             unit.full.requires_grad_(unit.shard.requires_grad)
         self._due = self._due or torch.is_grad_enabled()
@@ -187,10 +187,11 @@ class FSDP(nn.Module):
 
     def _before_backward(self, unit: "Unit") -> None:
         unit.gather()
-        backwards = [used for used in reversed(self._used) if any(map(_needs_weight, used.modules))]
-        if unit in backwards[self._returned :]:
-            self._returned = backwards.index(unit, self._returned) + 1
-            self._gather_ahead(backwards, self._returned)
+        if self._to_come is None:
+            self._to_come = [used for used in reversed(self._used) if any(map(_needs_weight, used.modules))]
+        if unit in self._to_come:
+            del self._to_come[: self._to_come.index(unit) + 1]
+            self._gather_ahead(self._to_come, 0)
         unit.wait()
 
     def _gather_next(self, unit: "Unit") -> None:

@@ -51,7 +51,7 @@ class ShardedOptimizer(Optimizer):
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """For all ranks together. Parameters that have an owner keep it."""
         super().add_param_group(param_group)
-        if hasattr(self, "_messages") and self._owner:  # else still in __init__, which shares out all groups at once
+        if self._owner:  # else still in __init__, which shares out all groups at once
             self._share_out(self.param_groups[-1:])
 
     def _share_out(self, groups: Sequence[dict[str, Any]]) -> None:
