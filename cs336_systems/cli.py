@@ -12,6 +12,7 @@ from cs336_systems.benchmark.benchmark import BenchArguments, ShapeArguments, be
 from cs336_systems.benchmark.benchmark import __doc__ as bench_manual
 from cs336_systems.benchmark.catalogue import EXPERIMENTS, PRESETS, RUNNABLE
 from cs336_systems.benchmark.fit import FitArguments
+from cs336_systems.benchmark.plan import PlanArguments
 from cs336_systems.benchmark.session import SessionArguments
 from cs336_systems.commands import guarded
 from cs336_systems.config import flag
@@ -89,6 +90,23 @@ def fit(arguments: _FitArguments) -> int:
     from cs336_systems.benchmark.fit import fit_table
 
     print(fit_table(arguments).render(arguments.format))
+    return 0
+
+
+@dataclass(frozen=True)
+class _PlanArguments(PlanArguments):
+    format: str = flag("terminal", "table format", FORMATS)
+
+
+def plan(arguments: _PlanArguments) -> int:
+    """Memory and messages of a parallel layout, from one GPU to thousands; what it waits for, and how many it needs.
+
+    cs336 plan --size 2.7B --gpus 16 --gpu a100 --context_length 2048
+    cs336 plan --size xxl --gpus 1024 --gpu h100 --strategy zero3,tp8,zero3+tp8 --context_length 8192
+    """
+    from cs336_systems.benchmark.plan import tables_of
+
+    print("\n\n".join(found.render(arguments.format) for found in tables_of(arguments)))
     return 0
 
 
@@ -205,6 +223,7 @@ COMMANDS = {
     "run": Command("named experiments, with presets; resumes", RunArguments, run),
     "memory": Command("what a step needs, part by part, without a GPU", MemoryArguments, memory),
     "fit": Command("what fits on a given GPU", _FitArguments, fit),
+    "plan": Command("memory and messages of a parallel layout, one GPU to thousands", _PlanArguments, plan),
     "table": Command("records as terminal, Markdown, CSV, LaTeX or Typst tables", TableArguments, table),
     "tune": Command("tile choices of the attention kernels for this GPU", TuneArguments, tune),
     "doctor": Command("what this machine has, what is missing, how to mend it", DoctorArguments, doctor),

@@ -12,7 +12,7 @@ import math
 import os
 import random
 import statistics
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -303,3 +303,12 @@ def steady_from(samples: Sequence[float], tolerance: float = 0.05) -> int | None
         if not rest[0] and sum(rest) <= len(rest) / 10:
             return start
     return None
+
+
+BUS_FACTOR: dict[str, Callable[[int], float]] = {
+    "all_reduce": lambda ranks: 2 * (ranks - 1) / ranks,
+    "all_gather": lambda ranks: (ranks - 1) / ranks,
+    "reduce_scatter": lambda ranks: (ranks - 1) / ranks,
+    "broadcast": lambda ranks: 1.0,
+}
+"""Collective -> ranks -> bytes over the busiest link for each byte of the whole array, as nccl-tests count them."""

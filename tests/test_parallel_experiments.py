@@ -8,8 +8,10 @@ import torch.distributed as dist
 
 from cs336_systems.benchmark import catalogue
 from cs336_systems.benchmark.collectives import measure_collectives
-from cs336_systems.benchmark.data_parallel import emulated, measure_arrangements
+from cs336_systems.benchmark.data_parallel import measure_arrangements
 from cs336_systems.config import RunConfig, UserError
+from cs336_systems.measure.wire import Wire
+from cs336_systems.parallel import collectives
 from cs336_systems.record import CELL_TIME, Environment, Record
 from cs336_systems.report import parallel
 from cs336_systems.report.sections import tables
@@ -107,6 +109,11 @@ def test_arrangements_agree_and_are_shown():
         if name != "none":
             assert found[f"{name}: weight_error"][0] <= 1e-6, name
     assert found["none: weight_error"][0] > 1e-6, "ranks have different data, so averaging must matter"
+    for name, first_sends_in in (("naive", "sync"), ("flat", "sync"), ("overlap", "backward"), ("fsdp", "forward")):
+        times = zip(*(found[f"{name}: {m}"] for m in ("phase", "phase_start", "phase_end")), strict=True)
+        during = [phase for phase, start, end in times if start <= found[f"{name}: message_start"][0] < end]
+        assert during == [first_sends_in], name
+    assert sum(found["naive: message_size"]) >= found["naive: parameter_memory"][0]
     whole = found["flat: parameter_memory"][0]
     assert found["flat: gradient_memory"][0] == whole
     assert found["sharded: parameter_memory"][0] == whole
@@ -123,21 +130,44 @@ def test_an_unknown_arrangement_is_named():
         measure_arrangements(config)
 
 
-def test_an_emulated_network_takes_its_time_and_hides_behind_work():
-    """Two messages of 10 ms each, begun together: over 20 ms later, whatever is done meanwhile."""
+@pytest.fixture
+def group_of_one():
     dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
-    try:
-        before = dist.all_reduce
-        with emulated(latency=0.005, bandwidth=4e5):
-            start = time.monotonic()
-            works = [dist.all_reduce(torch.zeros(500), async_op=True) for _ in range(2)]
-            assert time.monotonic() - start < 0.01
-            for work in works:
-                work.wait()
-            assert 0.02 <= time.monotonic() - start < 0.2
-        assert dist.all_reduce is before
-    finally:
-        dist.destroy_process_group()
+    yield
+    dist.destroy_process_group()
+
+
+def test_a_slow_wire_takes_its_time_and_hides_behind_work(group_of_one):
+    """Two messages of 10 ms each, begun together: over 20 ms later, whatever is done meanwhile."""
+    before = dist.all_reduce
+    with Wire(link=(0.005, 4e5)).tapped() as wire:
+        start = time.perf_counter()
+        works = [dist.all_reduce(torch.zeros(500), async_op=True) for _ in range(2)]
+        assert time.perf_counter() - start < 0.01
+        for work in works:
+            work.wait()
+        assert 0.02 <= time.perf_counter() - start < 0.2
+    assert dist.all_reduce is before
+    first, second = (message.end - start for message in wire.messages)
+    assert 0.01 <= first < second <= 0.2
+    assert first <= second - 0.009, "one after another"
+
+
+def test_a_wire_logs_every_collective_of_ours(group_of_one):
+    whole, part = torch.ones(8), torch.zeros(8)
+    with Wire().tapped() as wire:
+        dist.all_reduce(whole)
+        dist.broadcast(whole, 0)
+        collectives.all_gather(whole, part)
+        collectives.reduce_scatter(part, whole.double().float(), async_op=True).wait()
+    assert [(m.collective, m.nbytes) for m in wire.messages] == [
+        ("all_reduce", 32),
+        ("broadcast", 32),
+        ("all_gather", 32),
+        ("reduce_scatter", 32),
+    ]
+    assert all(m.start <= m.end for m in wire.messages)
+    assert torch.equal(whole, torch.zeros(8)), "and each was done"
 
 
 @pytest.mark.parametrize("name", ["collectives", "ddp", "bucket_model", "optimizer_sharding", "fsdp"])

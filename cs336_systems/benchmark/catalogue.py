@@ -20,6 +20,7 @@ INSTRUMENTS = {
     "flash_leaderboard": "cs336_systems.benchmark.attention:measure_leaderboard",
     "collectives": "cs336_systems.benchmark.collectives:measure_collectives",
     "arrangements": "cs336_systems.benchmark.data_parallel:measure_arrangements",
+    "parallel_plan": "cs336_systems.benchmark.plan:measure_plan",
     "memory_model": "cs336_systems.benchmark.calculate_memory:measure_prediction",
     "accumulation": "cs336_systems.benchmark.precision:measure_accumulation",
     "autocast_dtypes": "cs336_systems.benchmark.precision:measure_dtypes",
@@ -221,8 +222,9 @@ SLOW_LINK = [5e-3, 1e8]
 def _arrangements(
     preset: str, base: RunConfig, arrangements: tuple[str, ...], link: list[float] | None = None
 ) -> Iterable[dict[str, Any]]:
-    """Two ranks on the CPU unless the machine has GPUs for them: the rows say so."""
-    quick = preset == "quick"
+    """Two ranks: on the CPU, or on the GPU, which they share through Gloo; and on a GPU each through NCCL, where the
+    machine has two. Rows say which. A slow network is that of the quick preset, on the CPU, always."""
+    quick = preset == "quick" or link is not None
     overrides = {
         "context_length": 64,
         "d_model": 256,
@@ -233,16 +235,9 @@ def _arrangements(
     }
     model = model_config("tiny", **overrides) if quick else model_config("small")
     run = dataclasses.replace(base, model=model, size="", device="cpu" if quick else base.device, warmup_steps=2)
-    yield {
-        **run.to_dict(),
-        **{
-            "ranks": 2,
-            "backend": "gloo",
-            "arrangements": list(arrangements),
-            "rounds": 5 if quick else 15,
-            "link": link,
-        },
-    }
+    for backend in ("gloo", "nccl") if run.device_type == "cuda" else ("gloo",):
+        own = {"ranks": 2, "backend": backend, "arrangements": list(arrangements), "link": link}
+        yield {**run.to_dict(), **own, "rounds": 5 if preset == "quick" else 9}
 
 
 def _ddp(preset: str, base: RunConfig) -> Iterable[dict[str, Any]]:
@@ -263,6 +258,14 @@ def _optimizer_sharding(preset: str, base: RunConfig) -> Iterable[dict[str, Any]
 
 def _fsdp(preset: str, base: RunConfig) -> Iterable[dict[str, Any]]:
     return _arrangements(preset, base, ("ddp", "sharded", "fsdp", "torch fully_shard"))
+
+
+def _parallel_plan(preset: str, base: RunConfig) -> Iterable[dict[str, Any]]:
+    """The handout's exercise and the same shape as a whole model, on clusters of H100s."""
+    from cs336_systems.benchmark.plan import PlanArguments, plan_config
+
+    for count, gpus in product(("feed-forward", "transformer"), (1024,) if preset == "quick" else (64, 1024, 16384)):
+        yield plan_config(PlanArguments(gpus=gpus, count=count, context_length=4096))
 
 
 def _accumulation(preset: str, base: RunConfig) -> Iterable[dict[str, Any]]:
@@ -308,6 +311,9 @@ EXPERIMENTS: dict[str, Experiment] = {
         "What does an optimizer with its state shared out save, and cost?", "arrangements", _optimizer_sharding
     ),
     "fsdp": Experiment("What does sharding everything save, and cost?", "arrangements", _fsdp),
+    "parallel_plan": Experiment(
+        "Which layout fits a large model on a cluster, and what does it wait for?", "parallel_plan", _parallel_plan
+    ),
     "memory_model": Experiment("What needs how much memory, before a GPU is paid for?", "memory_model", _memory_model),
     "accumulation": Experiment("Where does precision get lost when adding up?", "accumulation", _accumulation),
     "autocast_dtypes": Experiment("Which dtype has what under autocast?", "autocast_dtypes", _autocast_dtypes),

@@ -8,7 +8,7 @@ import torch.distributed as dist
 
 from cs336_systems.measure.timing import STEP, time_steps
 from cs336_systems.parallel.collectives import all_gather, reduce_scatter
-from cs336_systems.parallel.launch import spawn, this_rank
+from cs336_systems.parallel.launch import in_ranks, this_rank
 from cs336_systems.step import Watch
 
 WARM_UP = 3
@@ -16,8 +16,7 @@ WARM_UP = 3
 
 def measure_collectives(config: dict[str, Any]) -> list[list[Any]]:
     """Seconds of each call of every collective at every size, the slowest rank's."""
-    (metrics, *_) = spawn(_time, config["ranks"], config, backend=config["backend"], device=config["device"])
-    return metrics
+    return in_ranks(_time, config)
 
 
 def _time(config: dict[str, Any]) -> list[list[Any]]:

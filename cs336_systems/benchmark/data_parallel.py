@@ -4,13 +4,12 @@ An arrangement is a wrapper and an optimizer, ours or torch's. All arrangements 
 same data in one group of ranks, in turns, a step each: what disturbs the machine disturbs all of them.
 
 Between processes of one machine sending takes the cores that backward needs, and hides nothing. `link` stands in for a
-network: all-reduces take as long as they would on one of that latency and bandwidth, most of it asleep.
+network: all-reduces take as long as they would on one of that latency and bandwidth (measure/wire.py).
 """
 
 import time
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager, nullcontext
-from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -19,8 +18,9 @@ from torch import Tensor, nn
 
 from cs336_systems.config import RunConfig, UserError
 from cs336_systems.measure.timing import STEP, time_steps
+from cs336_systems.measure.wire import Link, Wire
 from cs336_systems.parallel import DDP, FSDP, FlatDDP, NaiveDDP, ShardedOptimizer, gather_full_params
-from cs336_systems.parallel.launch import spawn, this_rank
+from cs336_systems.parallel.launch import in_ranks, this_rank
 from cs336_systems.step import TrainStep, Watch, build_model
 
 BUCKET_MB = 25
@@ -29,36 +29,38 @@ LEARNING_RATE = 1e-3
 
 
 def measure_arrangements(config: dict[str, Any]) -> list[list[Any]]:
-    device = config["device"].split(":")[0]
-    (metrics, *_) = spawn(_measure, config["ranks"], config, backend=config["backend"], device=device)
-    return metrics
+    return in_ranks(_measure, config)
 
 
 def _measure(config: dict[str, Any]) -> list[list[Any]]:
-    with emulated(*config["link"]) if config.get("link") else nullcontext():
-        return _measure_on_link(config)
-
-
-def _measure_on_link(config: dict[str, Any]) -> list[list[Any]]:
     own = ("ranks", "backend", "arrangements", "rounds", "link")
     rank = this_rank(config["device"].split(":")[0])
     run = RunConfig.from_dict({**{k: v for k, v in config.items() if k not in own}, "device": str(rank.device)})
-    steps = {name: _build(name, run) for name in config["arrangements"]}
-    torch.manual_seed(run.seed + rank.rank)  # every rank has its own part of the batch
-    batch = torch.randint(run.model.vocab_size, (2, run.batch_size, run.model.context_length), device=rank.device)
+    generator = torch.Generator().manual_seed(run.seed + rank.rank)  # every rank has its own part of the batch
+    shape = (2, run.batch_size, run.model.context_length)
+    batch = torch.randint(run.model.vocab_size, shape, generator=generator).to(rank.device)
+    steps: dict[str, TrainStep] = {}
+    allocated: dict[str, dict[str, int]] = {}
+    for name in config["arrangements"]:
+        steps[name], allocated[name] = _build_and_step(name, run, batch)
     times: dict[str, dict[str, list[float]]] = {name: {} for name in steps}
     alone: dict[str, list[float]] = {name: [] for name in steps}
     memory: dict[str, dict[str, int]] = {}
-    for number in range(run.warmup_steps + config["rounds"]):
+    link = config.get("link")
+    with Wire(link).tapped() if link else nullcontext():  # on the machine as it is nothing stands between
+        for number in range(run.warmup_steps + config["rounds"]):
+            for name, step in steps.items():
+                found = _time(lambda watch, step=step: step(*batch, watch=watch), rank.device)
+                if number >= run.warmup_steps:
+                    for phase, samples in found.items():
+                        times[name].setdefault(phase, []).extend(samples)
         for name, step in steps.items():
-            found = _time(lambda watch, step=step: step(*batch, watch=watch), rank.device)
-            if number >= run.warmup_steps:
-                for phase, samples in found.items():
-                    times[name].setdefault(phase, []).extend(samples)
+            if hasattr(step.model, "no_sync") and hasattr(step.model, "finish_gradient_synchronization"):
+                alone[name] = [_communication(step, batch, rank.device) for _ in range(config["rounds"])]
+    lanes: dict[str, list[list[Any]]] = {}
     for name, step in steps.items():
-        memory[name] = _bytes(step, batch)
-        if hasattr(step.model, "no_sync") and hasattr(step.model, "finish_gradient_synchronization"):
-            alone[name] = [_communication(step, batch, rank.device) for _ in range(config["rounds"])]
+        lanes[name] = _lanes(step, batch, link)
+        memory[name] = _bytes(step, batch) | allocated[name]
     errors = _errors(steps)
     return [
         row
@@ -67,41 +69,10 @@ def _measure_on_link(config: dict[str, Any]) -> list[list[Any]]:
             *([f"{name}: {phase}_time", "s", samples] for phase, samples in times[name].items()),
             *([[f"{name}: communication_time", "s", alone[name]]] if alone[name] else []),
             *([f"{name}: {part}", "B", [size]] for part, size in memory[name].items()),
+            *([f"{name}: {metric}", unit, samples] for metric, unit, samples in lanes[name]),
             [f"{name}: weight_error", "1", [errors[name]]],
         )
     ]
-
-
-# -- a slow network ---------------------------------------------------------------------------------------------------
-
-
-@contextmanager
-def emulated(latency: float, bandwidth: float) -> Iterator[None]:
-    """All-reduces one after another, each of latency + bytes / bandwidth seconds at least."""
-    all_reduce = dist.all_reduce
-    free_at = 0.0
-
-    def slow(tensor: Tensor, op: Any = dist.ReduceOp.SUM, group: Any = None, async_op: bool = False) -> Any:
-        nonlocal free_at
-        free_at = max(free_at, time.monotonic()) + latency + tensor.nbytes / bandwidth
-        work = _Slow(all_reduce(tensor, op, group, async_op=True), free_at)
-        return work if async_op else work.wait()
-
-    dist.all_reduce = slow
-    try:
-        yield
-    finally:
-        dist.all_reduce = all_reduce
-
-
-@dataclass(frozen=True)
-class _Slow:
-    work: Any
-    until: float
-
-    def wait(self) -> None:
-        self.work.wait()
-        time.sleep(max(0.0, self.until - time.monotonic()))
 
 
 # -- arrangements -----------------------------------------------------------------------------------------------------
@@ -173,6 +144,63 @@ def _communication(step: TrainStep, batch: Tensor, device: torch.device) -> floa
     return seconds
 
 
+def _lanes(step: TrainStep, batch: Tensor, link: Link | None) -> list[list[Any]]:
+    """When this rank computed and when it sent, in one step more; seconds since its beginning."""
+    phases: list[tuple[str, float, float]] = []
+
+    @contextmanager
+    def watch(phase: str) -> Iterator[None]:
+        start = time.perf_counter()
+        yield
+        if batch.device.type == "cuda":
+            torch.cuda.synchronize()
+        phases.append((phase, start, time.perf_counter()))
+
+    as_watch: Watch = watch
+    dist.barrier()
+    with Wire(link).tapped() as wire:
+        begin = time.perf_counter()
+        step(batch[0], batch[1], watch=as_watch)
+    rows: list[list[Any]] = [
+        ["phase", "", [phase for phase, *_ in phases]],
+        ["phase_start", "s", [start - begin for _, start, _ in phases]],
+        ["phase_end", "s", [end - begin for *_, end in phases]],
+    ]
+    if sent := [message for message in wire.messages if message.end is not None]:
+        rows += [
+            ["message", "", [message.collective for message in sent]],
+            ["message_size", "B", [message.nbytes for message in sent]],
+            ["message_start", "s", [message.start - begin for message in sent]],
+            ["message_end", "s", [message.end - begin for message in sent if message.end is not None]],
+        ]
+    return rows
+
+
+def _build_and_step(name: str, run: RunConfig, batch: Tensor) -> tuple[TrainStep, dict[str, int]]:
+    """An arrangement after its first step; and what CUDA's allocator says it took, the arrangements before it apart."""
+    if batch.device.type != "cuda":
+        step = _build(name, run)
+        step(batch[0], batch[1])
+        return step, {}
+    before = torch.cuda.memory_allocated()
+    step = _build(name, run)
+    found = {"init_memory": torch.cuda.memory_allocated() - before}
+    step(batch[0], batch[1])  # the first one makes the state of the optimizer: measured is the second
+
+    @contextmanager
+    def watch(phase: str) -> Iterator[None]:
+        if phase == "optimizer":
+            found["before_update_memory"] = torch.cuda.memory_allocated() - before
+        yield
+
+    as_watch: Watch = watch
+    torch.cuda.reset_peak_memory_stats()
+    step(batch[0], batch[1], watch=as_watch)
+    found["after_update_memory"] = torch.cuda.memory_allocated() - before
+    found["peak_memory"] = torch.cuda.max_memory_allocated() - before
+    return step, _largest(found)
+
+
 def _bytes(step: TrainStep, batch: Tensor) -> dict[str, int]:
     """Of parameters, gradients and optimizer state, on the rank that has most; as they are just before an update."""
     found: dict[str, int] = {}
@@ -188,10 +216,15 @@ def _bytes(step: TrainStep, batch: Tensor) -> dict[str, int]:
     inner: Any = getattr(step.optimizer, "optim", step.optimizer)  # torch's ZeRO keeps its state in another
     found["parameter_memory"] = _total(step.model.parameters())
     found["optimizer_memory"] = _total(value for state in inner.state.values() for value in state.values())
-    names = ("parameter_memory", "gradient_memory", "optimizer_memory")
-    sizes = torch.tensor([found[name] for name in names])
-    dist.all_reduce(sizes, op=dist.ReduceOp.MAX)
-    return dict(zip(names, sizes.tolist(), strict=True))
+    return _largest(found)
+
+
+def _largest(sizes: dict[str, int]) -> dict[str, int]:
+    """Over ranks, which all have the same names in the same order."""
+    on = "cuda" if dist.get_backend() == "nccl" else "cpu"
+    largest = torch.tensor(list(sizes.values()), device=on)
+    dist.all_reduce(largest, op=dist.ReduceOp.MAX)
+    return dict(zip(sizes, largest.tolist(), strict=True))
 
 
 def _total(tensors: Iterable[Any]) -> int:

@@ -34,11 +34,15 @@ class FitArguments:
     checkpoint_blocks: int = flag_like(RunConfig, "checkpoint_blocks")
 
 
+def card_name(text: str) -> str:
+    """As the tables of cards have it: without its maker."""
+    return re.sub(r"nvidia|geforce|rtx|tesla|[\s_]", "", text.lower())
+
+
 def gpu_bytes(text: str) -> int:
     """Bytes of `24GiB`, `80GB`, a bare number of GiB, or a card's name."""
-    name = re.sub(r"nvidia|geforce|rtx|tesla|[\s_]", "", text.lower())
-    if name in GPU_MEMORY:
-        return int(GPU_MEMORY[name] * GIB)
+    if card_name(text) in GPU_MEMORY:
+        return int(GPU_MEMORY[card_name(text)] * GIB)
     if match := re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*(gib|gb|g)?\s*", text.lower()):
         size = float(match[1]) * (10**9 if match[2] == "gb" else GIB)
         if not 1 <= size <= LARGEST_GPU:  # 4070 is a card that is not in the list, not four thousand GiB

@@ -10,6 +10,8 @@ from typing import Any
 from cs336_systems import record
 from cs336_systems.benchmark.runner import DEFAULT_TIMEOUT, Outcome, Runner, gather
 from cs336_systems.config import RunConfig, flag, flag_like
+from cs336_systems.report.figures import pictures
+from cs336_systems.report.picture import save
 from cs336_systems.report.sections import tables
 
 Requests = list[tuple[str, dict[str, Any]]]
@@ -35,7 +37,12 @@ def run_session(arguments: SessionArguments, path: Path, requests_on: Callable[[
             print("no CUDA GPU found: running on the CPU", file=sys.stderr)
         requests = requests_on(arguments.device or runner.device)
         outcome = runner.run(gather(requests))
-    _show(path, {(experiment, record.cell_key(config)) for experiment, config in requests})
+    asked = _asked(path, {(experiment, record.cell_key(config)) for experiment, config in requests})
+    for table in tables(asked):
+        print(table.render("terminal"), end="\n\n")
+    drawn = save(pictures(asked), path.parent / "figures")
+    if drawn:
+        print(f"pictures: {', '.join(str(file) for file in drawn if file.suffix == '.png')} (and .svg)")
     _report_outcome(outcome, path)
     return runner
 
@@ -45,15 +52,14 @@ def new_run_file(command: str) -> Path:
     return Path("runs") / f"{command}-{stamp}" / "records.jsonl"
 
 
-def _show(path: Path, wanted: set[tuple[str, str]]) -> None:
-    """Print the tables of the (experiment, cell) pairs that were asked for."""
+def _asked(path: Path, wanted: set[tuple[str, str]]) -> list[record.Record]:
+    """What the file now holds of the (experiment, cell) pairs that were asked for."""
     if not path.exists():
-        return
+        return []
     loaded = record.load(path)
     for remark in loaded.remarks:
         print(remark, file=sys.stderr)
-    for table in tables([item for item in loaded.records if (item.experiment, item.cell) in wanted]):
-        print(table.render("terminal"), end="\n\n")
+    return [item for item in loaded.records if (item.experiment, item.cell) in wanted]
 
 
 def _report_outcome(outcome: Outcome, path: Path) -> None:

@@ -28,9 +28,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from cs336_systems.parallel.collectives import all_gather as _all_gather
+from cs336_systems.parallel import collectives
 from cs336_systems.parallel.collectives import broadcast, by_kind, require_same
-from cs336_systems.parallel.collectives import reduce_scatter as _reduce_scatter
 from cs336_systems.parallel.ddp import Bucket
 
 AHEAD = 2
@@ -258,7 +257,7 @@ class Unit:
         self._is_gathered = True
         self._padded.untyped_storage().resize_(self._nbytes)
         self._sent = self._padded_rows(self.shard.detach().to(self._padded.dtype))
-        self._gathering = _all_gather(self._padded, self._sent, async_op=True)
+        self._gathering = collectives.all_gather(self._padded, self._sent, async_op=True)
 
     def wait(self) -> None:
         if self._gathering is not None:
@@ -279,7 +278,7 @@ class Unit:
         whole[grad.shape[0] :].zero_()
         torch.mul(grad, 1 / dist.get_world_size(), out=whole[: grad.shape[0]])
         part = whole.new_empty(self._rows_each, *whole.shape[1:])
-        self._scattering = _reduce_scatter(part, whole, async_op=True), part, whole
+        self._scattering = collectives.reduce_scatter(part, whole, async_op=True), part, whole
 
     def receive_gradient(self) -> None:
         assert self._scattering is not None
@@ -293,7 +292,7 @@ class Unit:
         """The full weight in the shards' own dtype, in memory of its own."""
         rows = self.full.shape[0]
         whole = self.shard.new_empty(self._padded.shape)
-        _all_gather(whole, self._padded_rows(self.shard.detach()))
+        collectives.all_gather(whole, self._padded_rows(self.shard.detach()))
         return whole[:rows]
 
     def _padded_rows(self, rows: Tensor) -> Tensor:

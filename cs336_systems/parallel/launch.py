@@ -110,6 +110,19 @@ def this_rank(device: str = "cpu") -> Rank:
     return Rank(rank, dist.get_world_size(), _device_of(rank, device))
 
 
+def in_ranks(work: Callable[..., Any], config: dict[str, Any]) -> Any:
+    """Rank 0's answer to `work(config)`, in the `ranks` of `config`, on its `backend` and `device`.
+
+    A grid of an experiment may ask for more ranks than this machine has GPUs: that cell fails, the others go on.
+    """
+    device = config["device"].split(":")[0]
+    try:
+        answers = spawn(work, config["ranks"], config, backend=config["backend"], device=device)
+    except UserError as error:
+        raise RankError(str(error)) from None
+    return answers[0]
+
+
 def require_slots(world_size: int, backend: str, device: str) -> None:
     """UserError for ranks that this machine cannot hold."""
     if isinstance(world_size, bool) or not isinstance(world_size, int) or world_size < 1:

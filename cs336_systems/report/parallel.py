@@ -2,21 +2,14 @@
 
 import statistics
 from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import Any
 
-from cs336_systems.record import MIB
+from cs336_systems.record import BUS_FACTOR, GIB, MIB
 from cs336_systems.report.cells import CellView
 from cs336_systems.report.layout import ms, number, percent
 from cs336_systems.report.referee import remarks
 from cs336_systems.table import Column, Table
-
-BUS_FACTOR = {
-    "all_reduce": lambda ranks: 2 * (ranks - 1) / ranks,
-    "all_gather": lambda ranks: (ranks - 1) / ranks,
-    "reduce_scatter": lambda ranks: (ranks - 1) / ranks,
-    "broadcast": lambda ranks: 1.0,
-}
-"""Collective -> ranks -> bytes over the busiest link for each byte of the whole array, as nccl-tests count them."""
 
 
 def collectives(cells: Sequence[CellView]) -> list[Table]:
@@ -30,12 +23,12 @@ def collectives(cells: Sequence[CellView]) -> list[Table]:
     for cell in found:
         for name in cell.get("collectives"):
             row = [str(cell.get("ranks")), _link(cell), name]
-            points = [(size, _median(cell, f"{name} {size}: time") or 0.0) for size in cell.get("sizes")]
-            for size, seconds in points:
+            found_times = points(cell, name)
+            for size, seconds in found_times:
                 rate = size / seconds / 1e9
                 bus = rate * BUS_FACTOR[name](cell.get("ranks"))
                 rows.append([*row, number(size / 1e6), number(seconds * 1e6, 0), number(rate), number(bus)])
-            latency, per_byte, misfit = fit(points)
+            latency, per_byte, misfit = fit(found_times)
             fitted.append(
                 [*row, number(latency * 1e6, 0), number(1e-9 / per_byte if per_byte else None), percent(misfit, 0)]
             )
@@ -49,6 +42,11 @@ def collectives(cells: Sequence[CellView]) -> list[Table]:
         Table(f"collectives: as nccl-tests show them · {machine}", times, rows, [*notes, *remarks(cells)]),
         Table(f"collectives: latency and bandwidth · {machine}", fits, fitted, [line]),
     ]
+
+
+def points(cell: CellView, collective: str) -> list[tuple[float, float]]:
+    """(bytes, seconds) of every size."""
+    return [(size, _median(cell, f"{collective} {size}: time") or 0.0) for size in cell.get("sizes")]
 
 
 def fit(points: Sequence[tuple[float, float]]) -> tuple[float, float, float]:
@@ -116,22 +114,14 @@ def bucket_model(cells: Sequence[CellView]) -> list[Table]:
     columns += [Column("measured exposed", "ms"), Column("step", "ms")]
     tables = []
     for cell in (cell for cell in cells if cell.ok):
-        latency, bandwidth = cell.get("link")
-        backward = _median(cell, "none: backward_time") or 0.0
-        total = cell.value("none: gradient_memory") or 0.0
-        found = []
-        for name in (name for name in cell.get("arrangements") if name != "none"):
-            size = float(name.split()[1]) * MIB
-            predicted = exposed(total, size, backward, latency, bandwidth)
-            measured = _paired(cell, f"{name}: step_time", "none: step_time", lambda a, b: a - b) or 0.0
-            found.append((size, predicted, measured, _median(cell, f"{name}: step_time") or 0.0))
+        found = bucket_rows(cell)
         rows = []
-        for size, predicted, measured, step in found:
-            formula = _formula(total, size, latency, bandwidth)
-            times = [ms(seconds) for seconds in (predicted, formula, measured, step)]
-            rows.append([number(size / MIB, 1), str(_count(total, size)), *times])
-        best = [found[column.index(min(column))][0] / MIB for column in ([row[i] for row in found] for i in (1, 2))]
-        ideal = (total * bandwidth * latency) ** 0.5 / MIB
+        for row in found:
+            times = [ms(seconds) for seconds in (row.predicted, row.formula, row.measured, row.step)]
+            rows.append([number(row.size / MIB, 1), str(row.count), *times])
+        best = [min(found, key=key).size / MIB for key in (lambda row: row.predicted, lambda row: row.measured)]
+        latency, bandwidth = cell.get("link")
+        ideal = (_gradients(cell) * bandwidth * latency) ** 0.5 / MIB
         notes = [
             f"best bucket: {best[0]:g} MB predicted, {best[1]:g} MB measured; sqrt(S w o) = {ideal:.1f} MB",
             "predicted: gradients come evenly over backward, a bucket is sent when it is full, one after another",
@@ -139,6 +129,42 @@ def bucket_model(cells: Sequence[CellView]) -> list[Table]:
         ]
         tables.append(Table(_title(cell, "which bucket size"), columns, rows, notes))
     return tables or [_failed(cells)]
+
+
+@dataclass(frozen=True)
+class BucketRow:
+    """A bucket size in bytes, the number of buckets, and seconds: exposed by three ways, and of the step."""
+
+    size: float
+    count: int
+    predicted: float
+    formula: float
+    measured: float
+    step: float
+
+
+def bucket_rows(cell: CellView) -> list[BucketRow]:
+    latency, bandwidth = cell.get("link")
+    backward, total = _median(cell, "none: backward_time") or 0.0, _gradients(cell)
+    rows = []
+    for name in (name for name in cell.get("arrangements") if name != "none"):
+        size = float(name.split()[1]) * MIB
+        count = -int(-total // size)
+        rows.append(
+            BucketRow(
+                size,
+                count,
+                predicted=exposed(total, size, backward, latency, bandwidth),
+                formula=total / (count * bandwidth) + count * latency,
+                measured=_paired(cell, f"{name}: step_time", "none: step_time", lambda a, b: a - b) or 0.0,
+                step=_median(cell, f"{name}: step_time") or 0.0,
+            )
+        )
+    return rows
+
+
+def _gradients(cell: CellView) -> float:
+    return cell.value("none: gradient_memory") or 0.0
 
 
 def exposed(total: float, bucket: float, backward: float, latency: float, bandwidth: float) -> float:
@@ -151,21 +177,13 @@ def exposed(total: float, bucket: float, backward: float, latency: float, bandwi
     return free_at - backward
 
 
-def _count(total: float, bucket: float) -> int:
-    return -int(-total // bucket)
-
-
-def _formula(total: float, bucket: float, latency: float, bandwidth: float) -> float:
-    count = _count(total, bucket)
-    return total / (count * bandwidth) + count * latency
-
-
 def sharding(cells: Sequence[CellView]) -> list[Table]:
     """Memory on the fullest rank beside what the formula says, and time."""
     parts = ("parameter", "gradient", "optimizer")
     columns = [Column("arrangement", numeric=False), Column("step", "ms"), Column("update", "ms")]
     columns += [Column(name, "MiB") for name in ("parameters", "gradients", "state", "together", "formula")]
     columns += [Column("over ideal state"), Column("weights off by")]
+    moments = ("init", "before_update", "after_update", "peak")
     tables = []
     for cell in (cell for cell in cells if cell.ok):
         ranks, rows = cell.get("ranks"), []
@@ -181,13 +199,112 @@ def sharding(cells: Sequence[CellView]) -> list[Table]:
             times = [_median(cell, f"{name}: {phase}_time") for phase in ("step", "optimizer")]
             memory = [number(size / MIB, 1) for size in (*sizes, sum(sizes), formula)]
             error = f"{cell.value(f'{name}: weight_error'):.1e}"
-            rows.append([name, *map(ms, times), *memory, f"{sizes[2] / ideal:.3f}x", error])
+            seen = [cell.value(f"{name}: {moment}_memory") for moment in moments]
+            allocated = [number(size / MIB, 1) for size in seen if size is not None]
+            rows.append([name, *map(ms, times), *memory, f"{sizes[2] / ideal:.3f}x", error, *allocated])
         notes = [
             "medians; memory on the fullest rank, before the update; formula: what is sharded divided by ranks",
             *_on_one_machine([cell]),
         ]
-        tables.append(Table(_title(cell, "memory and time"), columns, rows, notes))
+        on_cuda = [Column(moment.replace("_", " "), "MiB") for moment in moments] if len(rows[0]) > len(columns) else []
+        if on_cuda:
+            notes.append(
+                "init, before and after the update, peak of the step: by CUDA's allocator, activations included"
+            )
+        tables.append(Table(_title(cell, "memory and time"), [*columns, *on_cuda], rows, notes))
     return tables or [_failed(cells)]
+
+
+PLAN_PARTS = {
+    "weights": "parameter",
+    "gradients": "gradient",
+    "state": "optimizer",
+    "activations": "activation",
+    "working": "working",
+}
+"""Heading -> metric."""
+
+
+def plan_where(cell: CellView) -> str:
+    counted = "" if cell.get("count") == "transformer" else f" ({cell.get('count')} only)"
+    return f"{cell.get('size')}{counted} on {cell.get('gpus'):,} x {cell.get('gpu')}"
+
+
+def plan(cells: Sequence[CellView]) -> list[Table]:
+    """Bytes on a GPU, bytes sent, and what a step waits for, by strategy."""
+    heads = (*PLAN_PARTS, "together")
+    strategy = [Column("strategy", numeric=False)]
+    memory = [*strategy, *(Column(name, "GiB") for name in heads), Column("fits", numeric=False), Column("GPUs needed")]
+    times = [
+        *strategy,
+        Column("sent", "GB"),
+        *(Column(name, "ms") for name in ("products", "forward sends", "backward sends")),
+    ]
+    times += [Column("step", "ms"), Column("tokens needed"), Column("waits for", numeric=False)]
+    tables = []
+    for cell in (cell for cell in cells if cell.ok):
+        held, timed = [], []
+        for name in cell.get("strategies"):
+            sizes = [cell.value(f"{name}: {part}_memory") or 0.0 for part in PLAN_PARTS.values()]
+            needed = cell.value(f"{name}: smallest_cluster")
+            fits = "yes" if cell.value(f"{name}: fits") else "no"
+            held.append(
+                [
+                    name,
+                    *(number(size / GIB) for size in (*sizes, sum(sizes))),
+                    fits,
+                    "-" if needed is None else f"{needed:,.0f}",
+                ]
+            )
+            timed.append([name, *_waiting(cell, name)])
+        tokens = f"{cell.get('batch_size') * cell.get('context_length'):,}"
+        rates = (
+            f"{cell.get('flops') / 1e12:,.0f} TFLOP/s, {cell.get('link') / 1e9:g} GB/s in a node of {cell.get('node')}"
+        )
+        layout = plan_where(cell)
+        how = f"{cell.get('precision')}, {tokens} tokens on each"
+        how += f", checkpoint {cell.get('checkpoint_blocks') or 'off'}" if cell.get("count") == "transformer" else ""
+        tables += [
+            Table(
+                f"{cell.experiment}: bytes on each GPU · {layout}, {how}",
+                memory,
+                held,
+                [
+                    "working: low-precision copies of weights, or the few that are gathered at a time",
+                    "GPUs needed: the fewest on which it fits with as many sequences on each; -: no number is enough",
+                ],
+            ),
+            Table(
+                f"{cell.experiment}: bytes sent, and what a step waits for · {layout}, {how}",
+                times,
+                timed,
+                [
+                    f"{rates}, {cell.get('network') / 1e9:g} GB/s of each GPU to other nodes; sent: by each in a step",
+                    "step: with every message beside products, and with none",
+                    "tokens needed: on each GPU, for products to take longer than messages; -: no number is enough",
+                ],
+            ),
+        ]
+    return tables or [_failed(cells)]
+
+
+def _waiting(cell: CellView, name: str) -> list[str]:
+    passes = ("forward", "backward")
+    compute = [cell.value(f"{name}: {during}_compute_time") or 0.0 for during in passes]
+    sends = [cell.value(f"{name}: {during}_communication_time") or 0.0 for during in passes]
+    prefix = f"{name}: sent by collective: "
+    sent = sum(cell.value(metric) or 0.0 for metric in cell.metrics if metric.startswith(prefix))
+    hidden = sum(map(max, compute, sends))
+    late = [during for during, products, messages in zip(passes, compute, sends, strict=True) if messages > products]
+    needed = cell.value(f"{name}: least_tokens")
+    return [
+        number(sent / 1e9),
+        ms(sum(compute)),
+        *map(ms, sends),
+        f"{ms(hidden)} to {ms(sum(compute) + sum(sends))}",
+        "-" if needed is None else number(needed, 0),
+        f"messages in {' and '.join(late)}" if late else "products",
+    ]
 
 
 def _sizes(cell: CellView, part: str) -> list[float]:
@@ -211,10 +328,22 @@ def _link(cell: CellView) -> str:
 
 
 def _title(cell: CellView, what: str) -> str:
+    model = f"context {cell.get('context_length')}, batch {cell.get('batch_size')} on each rank"
+    return f"{cell.experiment}: {what}{_emulated(cell)} · {cell.machine}, {_ranks(cell)}, {cell.get('size')}, {model}"
+
+
+def where(cell: CellView) -> str:
+    """What a picture's title has room for."""
+    return f"{cell.get('size')}, {_ranks(cell)}{_emulated(cell)}"
+
+
+def _ranks(cell: CellView) -> str:
+    return f"{cell.get('ranks')} ranks, {_link(cell)}"
+
+
+def _emulated(cell: CellView) -> str:
     link = cell.get("link")
-    what += f", emulated network of {link[1] / 1e9:g} GB/s and {link[0] * 1e3:g} ms" if link else ""
-    model = f"{cell.get('size')}, context {cell.get('context_length')}, batch {cell.get('batch_size')} on each rank"
-    return f"{cell.experiment}: {what} · {cell.machine}, {cell.get('ranks')} ranks, {_link(cell)}, {model}"
+    return f", emulated network of {link[1] / 1e9:g} GB/s and {link[0] * 1e3:g} ms" if link else ""
 
 
 def _on_one_machine(cells: Sequence[CellView]) -> list[str]:

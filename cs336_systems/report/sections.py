@@ -320,6 +320,7 @@ _SECTIONS: dict[str, Callable[[Sequence[CellView]], list[Table]]] = {
     "bucket_model": parallel.bucket_model,
     "optimizer_sharding": parallel.sharding,
     "fsdp": parallel.sharding,
+    "parallel_plan": parallel.plan,
     "memory_model": _memory_model,
     "accumulation": _accumulation,
     "autocast_dtypes": _autocast_dtypes,
