@@ -118,3 +118,14 @@ def test_out_of_memory_is_a_row(tmp_path):
     by_factory = {r.config["model_factory"]: r.status for r in load(path).records if r.metric == "cell_time"}
     assert by_factory["tests.hungry:build"].startswith("oom")
     assert by_factory[None] == "ok"
+
+
+def test_two_ranks_on_one_gpu_agree_with_one():
+    from cs336_systems.parallel.launch import spawn
+    from tests.gpu_ranks import WRAPPERS, differences
+
+    for by_wrapper in spawn(differences, 2, backend="gloo", device="cuda", timeout=240):
+        assert list(by_wrapper) == list(WRAPPERS)
+        for name, (weights, loss) in by_wrapper.items():
+            assert weights < 1e-6, f"{name}: {weights}"
+            assert loss < 1e-5, f"{name}: {loss}"

@@ -236,7 +236,10 @@ def _arrangements(
     model = model_config("tiny", **overrides) if quick else model_config("small")
     run = dataclasses.replace(base, model=model, size="", device="cpu" if quick else base.device, warmup_steps=2)
     for backend in ("gloo", "nccl") if run.device_type == "cuda" else ("gloo",):
-        own = {"ranks": 2, "backend": backend, "arrangements": list(arrangements), "link": link}
+        # torch's fully_shard ends in a segmentation fault there (2.11).
+        left_out = {"torch fully_shard"} if (backend, run.device_type) == ("gloo", "cuda") else set()
+        names = [name for name in arrangements if name not in left_out]
+        own = {"ranks": 2, "backend": backend, "arrangements": names, "link": link}
         yield {**run.to_dict(), **own, "rounds": 5 if preset == "quick" else 9}
 
 
