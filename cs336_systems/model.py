@@ -4,6 +4,8 @@ Parameter names are those of the course's staff model, so its checkpoints load h
 Shapes: B batch, T tokens, D d_model, H heads, K head dimension, V vocabulary.
 """
 
+from collections.abc import Callable
+
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
@@ -126,7 +128,13 @@ class Block(nn.Module):
 
 class TransformerLM(nn.Module):
     """`attention` names an implementation of `kernels.attention`; `checkpoint_blocks` = k keeps only the input of every
-    k-th block and recomputes the rest in backward (0: keep everything)."""
+    k-th block and recomputes the rest in backward (0: keep everything).
+
+    With `checkpoint_inner` = j, recomputing a group keeps only the input of every j-th of its blocks, and recomputes
+    the rest once more: less memory for a third forward pass.
+    """
+
+    checkpoint_inner = 0
 
     def __init__(self, config: ModelConfig, *, attention: str = "auto", checkpoint_blocks: int = 0):
         super().__init__()
@@ -143,13 +151,25 @@ class TransformerLM(nn.Module):
         group = self.checkpoint_blocks
         if group and torch.is_grad_enabled():
             for start in range(0, len(self.layers), group):
-                x = checkpoint(self._blocks, x, start, start + group, use_reentrant=False, preserve_rng_state=False)
+                x = _recomputed(self._group, x, start, min(start + group, len(self.layers)))
         else:
             for block in self.layers:
                 x = block(x, self.rotate)
         return self.lm_head(self.ln_final(x))
 
+    def _group(self, x: Tensor, start: int, stop: int) -> Tensor:
+        inner = self.checkpoint_inner
+        if not inner:
+            return self._blocks(x, start, stop)
+        for begin in range(start, stop, inner):
+            x = _recomputed(self._blocks, x, begin, min(begin + inner, stop))
+        return x
+
     def _blocks(self, x: Tensor, start: int, stop: int) -> Tensor:
         for block in self.layers[start:stop]:
             x = block(x, self.rotate)
         return x
+
+
+def _recomputed(run: Callable[..., Tensor], x: Tensor, start: int, stop: int) -> Tensor:
+    return checkpoint(run, x, start, stop, use_reentrant=False, preserve_rng_state=False)

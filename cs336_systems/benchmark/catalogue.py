@@ -13,6 +13,10 @@ PRESETS = ("quick", "course", "full")
 
 INSTRUMENTS = {
     "step": "cs336_systems.benchmark.benchmark:measure_step",
+    "kernels": "cs336_systems.benchmark.kernel_profile:measure_kernels",
+    "memory": "cs336_systems.benchmark.memory_profile:measure_memory",
+    "checkpointing": "cs336_systems.benchmark.memory_profile:measure_checkpointing",
+    "saved_tensors": "cs336_systems.benchmark.memory_profile:measure_saved_tensors",
     "agreement": "cs336_systems.benchmark.agreement:measure_agreement",
     "pytorch_attention": "cs336_systems.benchmark.attention:measure_pytorch_attention",
     "flash": "cs336_systems.benchmark.attention:measure_flash",
@@ -29,6 +33,11 @@ INSTRUMENTS = {
 
 ATTENTION_INSTRUMENTS = ("pytorch_attention", "flash", "attention_rivals", "flash_leaderboard")
 """Those whose configurations are an AttentionShape with more fields, and not a RunConfig."""
+
+STEP_INSTRUMENTS = ("step", "kernels", "memory", "saved_tensors")
+"""Those whose configurations are a RunConfig, and that run its step."""
+KEEPING_FILES = ("kernels", "memory")
+"""Those that take a `folder` for what is too large for a record: traces, snapshots."""
 
 Grid = Callable[[str, RunConfig], Iterable[dict[str, Any]]]
 
@@ -116,6 +125,68 @@ def _timing_agreement(preset: str, base: RunConfig) -> Iterable[dict[str, Any]]:
     _require_gpu("timing_agreement", base, "do_bench times with CUDA events")
     for size in ("small",) if preset == "quick" else ("small", "large", "2.7B"):
         yield _run(base, size)
+
+
+def _kernels(preset: str, base: RunConfig) -> Iterable[dict[str, Any]]:
+    if preset == "quick":
+        for mode in ("inference", "train-step"):
+            yield _run(base, "small" if base.device_type == "cuda" else "tiny", mode=mode)
+        return
+    for size, context, mode in product(COURSE_SIZES, (128, 256, 512, 1024), ("inference", "train-step")):
+        yield _run(base, size, context, mode=mode)
+
+
+def _attention_ops(preset: str, base: RunConfig) -> Iterable[dict[str, Any]]:
+    return (config for config in _kernels(preset, base) if config["mode"] == "inference")
+
+
+def _profiler_agreement(preset: str, base: RunConfig) -> Iterable[dict[str, Any]]:
+    _require_gpu("profiler_agreement", base, "its clocks are the GPU's")
+    for size in ("small",) if preset == "quick" else ("small", "large", "2.7B"):
+        yield _run(base, size)
+
+
+def _memory(preset: str, base: RunConfig) -> Iterable[dict[str, Any]]:
+    modes = ("inference", "forward", "train-step")
+    if preset == "quick":
+        for mode in modes:
+            yield _run(base, "small" if base.device_type == "cuda" else "tiny", mode=mode)
+        return
+    for context, mode, precision in product((128, 256, 512), modes, ("fp32", "bf16")):
+        yield _run(base, "2.7B", context, mode=mode, precision=precision)
+    for precision in ("fp32", "bf16"):  # the score matrices are gone
+        yield _run(base, "2.7B", 512, precision=precision, attention="auto")
+    if preset == "full":
+        for size, mode in product(COURSE_SIZES, modes):
+            yield _run(base, size, mode=mode)
+
+
+CHECKPOINT_GROUPS = ((0, 0), (1, 0), (2, 0), (4, 0), (8, 0), (16, 0), (4, 1), (8, 1), (8, 2), (16, 4))
+"""Blocks that are recomputed together, and blocks of these that are recomputed together once more."""
+
+
+def _checkpointing(preset: str, base: RunConfig) -> Iterable[dict[str, Any]]:
+    quick = preset == "quick"
+    overrides = {"num_layers": 8, "vocab_size": 1000} if quick else {"context_length": 2048}
+    model = model_config("tiny" if quick else "2.7B", **overrides)
+    groups = ((0, 0), (1, 0), (2, 0), (4, 0), (4, 1)) if quick else CHECKPOINT_GROUPS
+    for precision, (outer, inner) in product(("fp32",) if quick else ("fp32", "bf16"), groups):
+        run = dataclasses.replace(base, model=model, size="", precision=precision, checkpoint_blocks=outer)
+        yield {**run.to_dict(), "inner": inner}
+
+
+def _saved_tensors(preset: str, base: RunConfig) -> Iterable[dict[str, Any]]:
+    """One block, so that what is kept can be read."""
+    size = "tiny" if preset == "quick" and base.device_type == "cpu" else "2.7B"
+    model = model_config(size, num_layers=1)
+    for fields in (
+        {"attention": "reference"},
+        {"attention": "auto"},
+        {"attention": "reference", "compile": True},
+        {"attention": "reference", "checkpoint_blocks": 1},
+    ):
+        for precision in ("fp32",) if preset == "quick" else ("fp32", "bf16"):
+            yield dataclasses.replace(base, model=model, size="", precision=precision, **fields).to_dict()
 
 
 def _memory_model(preset: str, base: RunConfig) -> Iterable[dict[str, Any]]:
@@ -295,6 +366,16 @@ EXPERIMENTS: dict[str, Experiment] = {
     "timing_agreement": Experiment(
         "Does another timer give the same times for the same work?", "agreement", _timing_agreement
     ),
+    "kernels": Experiment("Which kernels take the time, by phase and kind?", "kernels", _kernels),
+    "attention_ops": Experiment("Inside attention, what takes the time and what the FLOPs?", "kernels", _attention_ops),
+    "profiler_agreement": Experiment(
+        "Do the profiler, CUDA events and the clock agree, and what is the gap?", "kernels", _profiler_agreement
+    ),
+    "memory": Experiment("What is memory made of at its peak, and which line made it?", "memory", _memory),
+    "checkpointing": Experiment(
+        "How many blocks should be recomputed together, predicted and measured?", "checkpointing", _checkpointing
+    ),
+    "saved_tensors": Experiment("What does forward keep for backward?", "saved_tensors", _saved_tensors),
     "pytorch_attention": Experiment(
         "What does attention by the formula cost, eager and compiled?", "pytorch_attention", _pytorch_attention
     ),

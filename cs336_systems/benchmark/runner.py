@@ -11,6 +11,7 @@ import contextlib
 import dataclasses
 import json
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -24,7 +25,7 @@ from queue import Empty, Queue
 from typing import IO, Any
 
 from cs336_systems import record
-from cs336_systems.benchmark.catalogue import ATTENTION_INSTRUMENTS, EXPERIMENTS
+from cs336_systems.benchmark.catalogue import ATTENTION_INSTRUMENTS, EXPERIMENTS, KEEPING_FILES, STEP_INSTRUMENTS
 from cs336_systems.benchmark.progress import Progress
 from cs336_systems.config import RunConfig, UserError
 from cs336_systems.measure.attention_model import AttentionShape, least_compiled, naive_peak
@@ -60,20 +61,30 @@ class Cell:
         )
 
     @property
+    def slug(self) -> str:
+        """A folder's name for what it leaves behind besides records."""
+        return re.sub(r"[^\w.]+", "-", self.name)
+
+    @property
     def name(self) -> str:
         if self.instrument in ATTENTION_INSTRUMENTS:
             implementation = self.config.get("implementation", "in turns")
             return f"{self.instrument} {AttentionShape.of(self.config)} {implementation}"
+        if self.instrument == "checkpointing":
+            groups = f"{self.config['checkpoint_blocks']}/{self.config['inner']}"
+            return f"checkpointing {self.config['size']} {self.config['precision']} groups {groups}"
         if self.instrument == "arrangements":
             return f"{', '.join(self.wanted_by)} {self.config['size']}, {self.config['ranks']} ranks in turns"
-        if self.instrument != "step":
+        if self.instrument not in STEP_INSTRUMENTS:
             return " ".join([self.instrument, *(str(v) for v in self.config.values() if isinstance(v, str) and v)])
         config = RunConfig.from_dict(self.config)
         extras = [f"warm-up {config.warmup_steps}"] if config.warmup_steps != WARM_UP else []
         extras += [config.attention] if config.attention != "reference" else []
         extras += ["compiled"] if config.compile else []
         extras += [f"checkpoint {config.checkpoint_blocks}"] if config.checkpoint_blocks else []
-        return " ".join([config.size, str(config.model.context_length), config.mode, config.precision, *extras])
+        prefix = [] if self.instrument == "step" else [self.instrument]
+        shape = [config.size, str(config.model.context_length)]
+        return " ".join([*prefix, *shape, config.mode, config.precision, *extras])
 
 
 def gather(requests: Iterable[tuple[str, dict[str, Any]]]) -> list[Cell]:
@@ -215,7 +226,9 @@ class Runner:
         if self.worker is None or (cell.needs_fresh_process and self.worker.used):
             self._stop_worker()
             self.worker = Worker()
-        options = self.options if cell.instrument == "step" else {}
+        options: dict[str, Any] = self.options if cell.instrument == "step" else {}
+        if cell.instrument in KEEPING_FILES:
+            options = {"folder": str(self.path.parent / "files" / cell.slug)}
         request = {"instrument": cell.instrument, "config": cell.config, "options": options}
         answer = self.worker.ask(request, self.timeout)
         if cell.needs_fresh_process or answer["event"] == "failure":
@@ -235,8 +248,11 @@ class Runner:
         if capacity is None:
             return None
         match cell.instrument, config.get("implementation"):
-            case "step", _ if not config["compile"] and config["model_factory"] is None:
+            case "step" | "kernels" | "memory", _ if not config["compile"] and config["model_factory"] is None:
                 return Need(estimate(RunConfig.from_dict(config)).peak, capacity)
+            case "checkpointing", _ if not config["inner"]:
+                run = {name: value for name, value in config.items() if name != "inner"}
+                return Need(estimate(RunConfig.from_dict(run)).peak, capacity)
             case "pytorch_attention" | "flash", "reference":
                 keeps_graph = cell.instrument == "flash"  # to time backward alone
                 return Need(naive_peak(AttentionShape.of(config), on_cuda=on_cuda, keeps_graph=keeps_graph), capacity)

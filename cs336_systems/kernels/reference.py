@@ -5,7 +5,9 @@ import math
 import torch
 from torch import Tensor
 
+from cs336_systems.kernel_classes import OUTPUT, SCORES, SOFTMAX
 from cs336_systems.kernels.band import Band
+from cs336_systems.kernels.ranges import part
 
 CAUSAL = Band(hi=0)
 
@@ -15,9 +17,12 @@ def attention_reference(
 ) -> Tensor:
     """softmax(q k^T * scale) v with the whole score matrix in memory; causal masks are aligned top-left."""
     scale = 1 / math.sqrt(q.shape[-1]) if scale is None else scale
-    weights = scores(q, k, CAUSAL if is_causal else Band(), scale)
-    weights = torch.softmax(weights, dim=-1, dtype=_wide(weights.dtype))
-    return weights.to(v.dtype) @ v
+    with part(SCORES):
+        weights = scores(q, k, CAUSAL if is_causal else Band(), scale)
+    with part(SOFTMAX):
+        weights = torch.softmax(weights, dim=-1, dtype=_wide(weights.dtype))
+    with part(OUTPUT):
+        return weights.to(v.dtype) @ v
 
 
 def attention_and_lse(q: Tensor, k: Tensor, v: Tensor, band: Band, scale: float) -> tuple[Tensor, Tensor]:

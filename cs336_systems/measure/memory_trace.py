@@ -15,7 +15,7 @@ from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, Protocol
 from unittest import mock
 
 import torch
@@ -47,13 +47,24 @@ class _Storage:
     """Of its block in the allocator, where there is one."""
 
 
+class StorageLog(Protocol):
+    """Somebody who wants to know of every storage."""
+
+    def born(self, key: int, label: str, tensor: Tensor, operator: Any) -> None: ...
+
+    def relabelled(self, key: int, label: str) -> None: ...
+
+    def died(self, key: int) -> None: ...
+
+
 class StorageTracker(TorchDispatchMode):
     """Bytes alive, by label and in total, and the moment they were most. With an `allocator` (on CUDA) the total is in
     its blocks, and what they exceed the tensors by is a label of its own."""
 
-    def __init__(self, allocator: CachingAllocator | None = None):
+    def __init__(self, allocator: CachingAllocator | None = None, log: StorageLog | None = None):
         super().__init__()
         self.allocator = allocator
+        self.log = log
         self.phase = ""
         self.live: Counter[str] = Counter()
         self._storages: dict[int, _Storage] = {}
@@ -70,12 +81,12 @@ class StorageTracker(TorchDispatchMode):
             label = "weight casts"
         for leaf in tree_leaves(result):
             if isinstance(leaf, Tensor):
-                self.track(leaf, label)
+                self.track(leaf, label, operator=func)
         if self.allocator is not None and func is torch.ops.aten._softmax_backward_data.default:
             self.allocator.release(self._allocate(result.nbytes))  # CUDA's kernel forms grad * output first
         return result
 
-    def track(self, tensor: Tensor, label: str, *, relabel: bool = False) -> None:
+    def track(self, tensor: Tensor, label: str, *, relabel: bool = False, operator: Any = None) -> None:
         storage = tensor.untyped_storage()
         key = storage._cdata
         if key not in self._storages:
@@ -84,12 +95,16 @@ class StorageTracker(TorchDispatchMode):
             self.live[label] += size
             self._storages[key].address = self._allocate(size) if self.allocator is not None else None
             self._note_peak()
+            if self.log is not None:
+                self.log.born(key, label, tensor, operator)
             weakref.finalize(storage, self._forget, key)
         elif relabel:
             known = self._storages[key]
             self.live[known.label] -= known.size
             self.live[label] += known.size
             known.label = label
+            if self.log is not None:
+                self.log.relabelled(key, label)
 
     def _allocate(self, size: int) -> int:
         assert self.allocator is not None
@@ -100,6 +115,8 @@ class StorageTracker(TorchDispatchMode):
     def _forget(self, key: int) -> None:
         storage = self._storages.pop(key)
         self.live[storage.label] -= storage.size
+        if self.log is not None:
+            self.log.died(key)
         if self.allocator is not None and storage.address is not None:
             self.allocator.release(storage.address)
 
@@ -168,9 +185,9 @@ def measure_peak(step: TrainStep, batch: tuple[Tensor, Tensor]) -> int:
     return tracker.peak
 
 
-def predict_by_tracing(config: RunConfig) -> MemoryEstimate:
+def predict_by_tracing(config: RunConfig, prepare: Callable[[TrainStep], None] | None = None) -> MemoryEstimate:
     """The peak of one steady step of `config`, from shapes alone. All layers are traced: that takes seconds and holds
-    for any model, so nothing is extrapolated."""
+    for any model, so nothing is extrapolated. `prepare` may change the step first."""
     on_cuda = config.device_type == "cuda"
     tracker = StorageTracker(CachingAllocator() if on_cuda else None)
     with ExitStack() as stack:
@@ -178,6 +195,8 @@ def predict_by_tracing(config: RunConfig) -> MemoryEstimate:
         stack.enter_context(FakeTensorMode())
         step = TrainStep.build(replace(config, device="cpu", compile=False))
         step.scaler = torch.amp.GradScaler("cpu", enabled=False)  # it reads a value back, and fake tensors have none
+        if prepare is not None:
+            prepare(step)
         shape = (config.batch_size, config.model.context_length)
         batch = (torch.zeros(shape, dtype=torch.long), torch.zeros(shape, dtype=torch.long))
         stack.enter_context(labelled(step, tracker))

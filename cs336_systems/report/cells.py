@@ -50,6 +50,11 @@ class CellView:
         found = self.statistics(metric)
         return found.mean if found else None
 
+    def rows(self, metric: str, width: int) -> list[list[Any]]:
+        """A table that was recorded row by row, `width` samples each."""
+        samples = self.metrics[metric].samples if metric in self.metrics else ()
+        return [list(samples[i : i + width]) for i in range(0, len(samples), width)]
+
     def get(self, name: str) -> Any:
         """A field of the configuration, looked up in the run or in its model."""
         model = self.config.get("model")

@@ -5,7 +5,7 @@ from typing import Any
 
 from cs336_systems.config import MODES, PRECISIONS
 from cs336_systems.record import MIB, Record, steady_from
-from cs336_systems.report import attention, parallel
+from cs336_systems.report import attention, kernels, memory, parallel
 from cs336_systems.report.cells import PHASES, CellView, group
 from cs336_systems.report.layout import (
     FIELDS,
@@ -311,6 +311,9 @@ _SECTIONS: dict[str, Callable[[Sequence[CellView]], list[Table]]] = {
     "compile": _compile,
     "peak_memory": _peak_memory,
     "timing_agreement": _timing_agreement,
+    "kernels": kernels.kernels,
+    "attention_ops": kernels.attention_ops,
+    "profiler_agreement": kernels.profiler_agreement,
     "pytorch_attention": attention.pytorch_attention,
     "flash": attention.flash,
     "attention_rivals": attention.attention_rivals,
@@ -321,6 +324,9 @@ _SECTIONS: dict[str, Callable[[Sequence[CellView]], list[Table]]] = {
     "optimizer_sharding": parallel.sharding,
     "fsdp": parallel.sharding,
     "parallel_plan": parallel.plan,
+    "memory": memory.memory,
+    "checkpointing": memory.checkpointing,
+    "saved_tensors": memory.saved_tensors,
     "memory_model": _memory_model,
     "accumulation": _accumulation,
     "autocast_dtypes": _autocast_dtypes,

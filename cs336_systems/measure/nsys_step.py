@@ -1,0 +1,44 @@
+"""The program that nsys records: `python -m cs336_systems.measure.nsys_step REQUEST.json`, started by nsys.py.
+
+The request is {"config": a RunConfig's fields, "num_steps": how many steps to record}.
+"""
+
+import json
+import sys
+from pathlib import Path
+
+import torch
+
+from cs336_systems.config import RunConfig, UserError
+from cs336_systems.kernels.ranges import looked_at
+from cs336_systems.measure.timing import Stopwatch
+from cs336_systems.step import TrainStep
+
+
+def main() -> None:
+    request = json.loads(Path(sys.argv[1]).read_text())
+    try:
+        record_steps(RunConfig.from_dict(request["config"]), request["num_steps"])
+    except UserError as error:
+        sys.exit(str(error))
+
+
+def record_steps(config: RunConfig, num_steps: int) -> None:
+    """Warm up unseen, then let nsys see `num_steps` steps."""
+    step = TrainStep.build(config)
+    batch = step.random_batch()
+    # Phases begin and end with an idle device, as in all other measurements of them.
+    stopwatch = Stopwatch(step.device)
+    # The warm-up has the ranges too: without them torch.compile would compile again inside of what is recorded.
+    with looked_at():
+        for _ in range(config.warmup_steps):
+            step(*batch, watch=stopwatch.watch)
+        stopwatch.synchronize()
+        with torch.cuda.profiler.profile():
+            for _ in range(num_steps):
+                step(*batch, watch=stopwatch.watch)
+            stopwatch.synchronize()
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,297 @@
+"""A trace of kernels, whoever recorded it: each with the phase and the part of the model that launched it.
+
+`read_chrome` reads what torch.profiler exports, `nsys.read_nsys` what Nsight Systems does. No torch here: a trace can
+be read on another machine.
+
+How a kernel finds its phase. The host launches kernels from inside ranges (`forward`, `backward`, ...), and a kernel
+carries the number of its launch. Backward's kernels are launched by another thread, but while the range is open.
+
+How it finds its part (`attention softmax`, ...). In forward by the range around the launch. In backward there is none:
+the operator that launched it carries the number of the forward operator whose gradient it computes, and that one lay
+in a range. Without a GPU the operators themselves stand in for kernels, each with the time it spent in no other.
+"""
+
+import gzip
+import json
+import re
+import statistics
+import zlib
+from bisect import bisect_right
+from collections import defaultdict
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from cs336_systems.config import UserError
+from cs336_systems.kernel_classes import classify
+
+PHASES = ("forward", "loss", "backward", "sync", "optimizer")
+US = 1e-6
+
+
+@dataclass(frozen=True)
+class Kernel:
+    """Times in seconds, on a clock that all of a trace share."""
+
+    name: str
+    start: float
+    duration: float
+    phase: str | None = None
+    part: str | None = None
+
+    @property
+    def end(self) -> float:
+        return self.start + self.duration
+
+    @property
+    def kind(self) -> str:
+        return classify(self.name)
+
+
+@dataclass(frozen=True)
+class Span:
+    """A range of the host."""
+
+    name: str
+    start: float
+    end: float
+    thread: Any = None
+
+    def holds(self, time: float) -> bool:
+        return self.start <= time < self.end
+
+
+@dataclass(frozen=True)
+class Row:
+    """All kernels of one name, as `nsys stats` shows them."""
+
+    name: str
+    durations: list[float]
+
+    @property
+    def total(self) -> float:
+        return sum(self.durations)
+
+    @property
+    def median(self) -> float:
+        return statistics.median(self.durations)
+
+
+@dataclass(frozen=True)
+class Trace:
+    kernels: list[Kernel]
+    phases: list[Span]
+    on_gpu: bool
+    """Else the kernels are operators of the host."""
+
+    @property
+    def steps(self) -> int:
+        """How many were traced: every step has each of its phases once."""
+        names = [span.name for span in self.phases]
+        return max((names.count(name) for name in PHASES), default=0) or 1
+
+    def of(self, phase: str | None) -> list[Kernel]:
+        return [kernel for kernel in self.kernels if kernel.phase == phase]
+
+    def table(self, phase: str | None = None) -> list[Row]:
+        """Of one phase, or of all; the name that took most first."""
+        durations: dict[str, list[float]] = defaultdict(list)
+        for kernel in self.of(phase) if phase else self.kernels:
+            durations[kernel.name].append(kernel.duration)
+        return sorted((Row(name, found) for name, found in durations.items()), key=lambda row: -row.total)
+
+    def by_kind(self, phase: str | None = None) -> dict[str, tuple[float, int]]:
+        """Kind -> seconds and number, of one phase or of all."""
+        found: dict[str, tuple[float, int]] = {}
+        for kernel in self.of(phase) if phase else self.kernels:
+            seconds, count = found.get(kernel.kind, (0.0, 0))
+            found[kernel.kind] = seconds + kernel.duration, count + 1
+        return found
+
+    def by_part(self, phase: str) -> dict[tuple[str, str], float]:
+        """(part, kind) -> seconds."""
+        found: dict[tuple[str, str], float] = defaultdict(float)
+        for kernel in self.of(phase):
+            if kernel.part:
+                found[kernel.part, kernel.kind] += kernel.duration
+        return dict(found)
+
+    def busy(self, phase: str) -> float:
+        """Seconds in which at least one of the phase's kernels ran."""
+        total, reached = 0.0, float("-inf")
+        for kernel in sorted(self.of(phase), key=lambda kernel: kernel.start):
+            total += max(0.0, kernel.end - max(kernel.start, reached))
+            reached = max(reached, kernel.end)
+        return total
+
+
+def phase_at(phases: Sequence[Span], time: float) -> str | None:
+    """`phases` do not overlap, and are sorted."""
+    index = bisect_right(phases, time, key=lambda span: span.start) - 1
+    return phases[index].name if index >= 0 and phases[index].holds(time) else None
+
+
+# -- traces of torch.profiler -----------------------------------------------------------------------------------------
+
+_ON_GPU = ("kernel", "gpu_memcpy", "gpu_memset")
+_LAUNCHES = ("cuda_runtime", "cuda_driver")
+_NOT_A_PART = re.compile(rf"({'|'.join(PHASES)})$|ProfilerStep|Optimizer\.")
+"""Ranges that say nothing of the model."""
+
+
+@dataclass
+class _Event:
+    """Something of the host that took time: an operator, or a range that somebody named."""
+
+    name: str
+    start: float
+    end: float
+    own: float
+    """Seconds that it spent in no other of its kind."""
+    sequence: int | None
+    is_backward: bool
+    parent: "_Event | None" = None
+
+
+class _Nest:
+    """Events of a kind on one thread: they lie inside one another or apart."""
+
+    def __init__(self) -> None:
+        self.events: list[_Event] = []
+
+    def add(self, event: _Event) -> None:
+        """In the order of their starts, the longer first."""
+        around = self.events[-1] if self.events else None
+        while around is not None and around.end <= event.start:
+            around = around.parent
+        if around is not None:
+            event.parent = around
+            around.own -= event.own
+        self.events.append(event)
+
+    def at(self, time: float) -> _Event | None:
+        """The innermost around a moment."""
+        index = bisect_right(self.events, time, key=lambda event: event.start) - 1
+        found = self.events[index] if index >= 0 else None
+        while found is not None and found.end < time:
+            found = found.parent
+        return found
+
+
+def read_chrome(path: Path) -> Trace:
+    events = [event for event in _chrome_events(path) if event.get("ph") == "X"]
+    spans = sorted(map(_span, _of(events, "user_annotation")), key=lambda span: span.start)
+    phases = [span for span in spans if span.name in PHASES]
+    named = [event for event in _of(events, "user_annotation") if not _NOT_A_PART.match(event["name"])]
+    operators = _nests(_of(events, "cpu_op"))
+    attribute = _Attribution(phases, _nests(named), operators)
+    works = _of(events, *_ON_GPU)
+    if works:
+        launches = {
+            event["args"]["correlation"]: event
+            for event in _of(events, *_LAUNCHES)
+            if "correlation" in event.get("args", {})
+        }
+        kernels = [_gpu_kernel(event, launches, attribute) for event in works]
+    else:
+        kernels = [
+            Kernel(op.name, op.start, op.own, *attribute(op.start, thread, op))
+            for thread, nest in operators.items()
+            for op in nest.events
+            if op.own > 0
+        ]
+    if not kernels:
+        raise UserError(f"{str(path)!r} holds no kernels and no operators: was anything run while it was recorded?")
+    return Trace(kernels, phases, bool(works))
+
+
+def _chrome_events(path: Path) -> list[dict[str, Any]]:
+    try:
+        data = path.read_bytes()
+        data = gzip.decompress(data) if data[:2] == b"\x1f\x8b" else data
+        document = json.loads(data)
+    except OSError as error:
+        if error.strerror:
+            raise UserError(f"cannot read {str(path)!r}: {error.strerror}") from None
+        raise UserError(f"{str(path)!r} is cut off: {error}") from None
+    except (EOFError, zlib.error):
+        raise UserError(f"{str(path)!r} is cut off; record it again") from None
+    except ValueError as error:
+        raise UserError(f"{str(path)!r} is not a trace of torch.profiler, or is cut off: {error}") from None
+    events = document.get("traceEvents") if isinstance(document, dict) else None
+    if not isinstance(events, list) or not all(isinstance(event, dict) for event in events):
+        raise UserError(f"{str(path)!r} is not a trace of torch.profiler: it has no list of traceEvents")
+    try:  # what is read of them below
+        for event in events:
+            if event.get("ph") == "X":
+                float(event["ts"]), float(event.get("dur", 0)), str(event["name"]), event["tid"]
+    except (KeyError, TypeError, ValueError) as error:
+        raise UserError(f"{str(path)!r} is not a trace of torch.profiler: an event without {error}") from None
+    return events
+
+
+def _of(events: Iterable[dict[str, Any]], *categories: str) -> list[dict[str, Any]]:
+    return [event for event in events if event.get("cat") in categories]
+
+
+def _span(event: dict[str, Any]) -> Span:
+    start = event["ts"] * US
+    return Span(event["name"], start, start + event.get("dur", 0) * US, event["tid"])
+
+
+def _gpu_kernel(event: dict[str, Any], launches: dict[Any, dict[str, Any]], attribute: "_Attribution") -> Kernel:
+    span = _span(event)
+    launch = launches.get(event.get("args", {}).get("correlation"))
+    if launch is None:
+        return Kernel(span.name, span.start, span.end - span.start)
+    phase, part = attribute(launch["ts"] * US, launch["tid"])
+    return Kernel(span.name, span.start, span.end - span.start, phase, part)
+
+
+def _nests(events: list[dict[str, Any]]) -> dict[Any, _Nest]:
+    """Thread -> its events."""
+    nests: dict[Any, _Nest] = defaultdict(_Nest)
+    for event in sorted(events, key=lambda event: (event["ts"], -event.get("dur", 0))):
+        span, arguments = _span(event), event.get("args", {})
+        sequence, is_backward = arguments.get("Sequence number"), bool(arguments.get("Fwd thread id"))
+        own = span.end - span.start
+        nests[span.thread].add(_Event(span.name, span.start, span.end, own, sequence, is_backward))
+    return nests
+
+
+class _Attribution:
+    """(phase, part) of what the host launched at some time from some thread."""
+
+    def __init__(self, phases: list[Span], parts: dict[Any, _Nest], operators: dict[Any, _Nest]):
+        self._phases = phases
+        self._parts = parts
+        self._operators = operators
+        self._forward: dict[int, tuple[float, Any]] = {}
+        """Number of an operator -> when it began, and on which thread."""
+        for thread, nest in operators.items():
+            for event in nest.events:
+                # Several carry the number of the next node; the last of them made it.
+                if event.sequence is not None and not event.is_backward:
+                    self._forward[event.sequence] = event.start, thread
+
+    def __call__(self, time: float, thread: Any, operator: _Event | None = None) -> tuple[str | None, str | None]:
+        phase = phase_at(self._phases, time)
+        part = self._part(time, thread)
+        if part is None and phase == "backward":
+            part = self._part_of_forward(operator or self._innermost(time, thread))
+        return phase, part
+
+    def _part(self, time: float, thread: Any) -> str | None:
+        found = self._parts[thread].at(time) if thread in self._parts else None
+        return found.name if found else None
+
+    def _innermost(self, time: float, thread: Any) -> _Event | None:
+        return self._operators[thread].at(time) if thread in self._operators else None
+
+    def _part_of_forward(self, operator: _Event | None) -> str | None:
+        while operator is not None:
+            if operator.is_backward and operator.sequence in self._forward:
+                return self._part(*self._forward[operator.sequence])
+            operator = operator.parent
+        return None

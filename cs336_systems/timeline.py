@@ -1,0 +1,137 @@
+"""Memory over time: every block of a step with its label, size and lifetime. An instrument writes it, the report draws.
+
+A file holds one Timeline as gzipped JSON, columns rather than rows: a step has ten thousand blocks, a long trace a
+million.
+"""
+
+import dataclasses
+import gzip
+import json
+import zlib
+from collections import Counter
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from cs336_systems.config import UserError
+
+FORMAT = "cs336 memory timeline"
+VERSION = 1
+
+
+@dataclass(frozen=True)
+class Block:
+    """Memory that one tensor had. Times in seconds since the step began; those before it have a start of 0."""
+
+    label: str
+    """What it is: parameters, gradients, optimizer state, activations, ..."""
+    size: int
+    start: float
+    end: float | None
+    """None: alive when the step was over."""
+    module: str = ""
+    """Of the model, in which it was made: layers.3.attn."""
+    what: str = ""
+    """The operator that made it, and its shape and dtype."""
+    line: str = ""
+    """The line of source that made it: model.py:102 in forward."""
+
+
+@dataclass(frozen=True)
+class Span:
+    name: str
+    start: float
+    end: float
+
+
+@dataclass(frozen=True)
+class Timeline:
+    title: str
+    device: str
+    blocks: list[Block]
+    phases: list[Span] = field(default_factory=list)
+
+    @property
+    def end(self) -> float:
+        times = [span.end for span in self.phases] + [t for b in self.blocks for t in (b.start, b.end or 0.0)]
+        return max(times, default=0.0)
+
+    def alive_at(self, time: float) -> list[Block]:
+        return [b for b in self.blocks if b.start <= time and (b.end is None or time < b.end)]
+
+    def peak(self) -> tuple[float, int]:
+        """When most bytes were alive, and how many; the first such moment."""
+        events = sorted(_events(self.blocks), key=lambda event: (event[0], event[1] > 0))
+        now = most = 0
+        when = 0.0
+        for time, change in events:
+            now += change
+            if now > most:
+                most, when = now, time
+        return when, most
+
+    def parts_at(self, time: float) -> dict[str, int]:
+        """Bytes alive by label, the largest first."""
+        total: Counter[str] = Counter()
+        for block in self.alive_at(time):
+            total[block.label] += block.size
+        return dict(total.most_common())
+
+    def save(self, path: Path) -> None:
+        columns: dict[str, Any] = {
+            spec.name: [getattr(block, spec.name) for block in self.blocks] for spec in dataclasses.fields(Block)
+        }
+        words = sorted({word for name in _WORDS for word in columns[name]})
+        place = {word: index for index, word in enumerate(words)}
+        for name in _WORDS:
+            columns[name] = [place[word] for word in columns[name]]
+        document = {
+            "format": FORMAT,
+            "version": VERSION,
+            "title": self.title,
+            "device": self.device,
+            "phases": [dataclasses.astuple(span) for span in self.phases],
+            "words": words,
+            "blocks": columns,
+        }
+        # Without the time of writing: the same timeline gives the same bytes.
+        path.write_bytes(gzip.compress(json.dumps(document, separators=(",", ":")).encode(), mtime=0))
+
+    @classmethod
+    def load(cls, path: Path) -> "Timeline":
+        try:
+            document = json.loads(gzip.decompress(path.read_bytes()))
+            if document["format"] != FORMAT:
+                raise ValueError("another format")
+            if document["version"] > VERSION:
+                raise UserError(f"{str(path)!r} is of version {document['version']}, newer than this cs336: upgrade it")
+            words, columns = document["words"], document["blocks"]
+            for name in _WORDS:
+                columns[name] = [words[index] for index in columns[name]]
+            rows = zip(*(columns[spec.name] for spec in dataclasses.fields(Block)), strict=True)
+            return cls(
+                document["title"],
+                document["device"],
+                [Block(*row) for row in rows],
+                [Span(*row) for row in document["phases"]],
+            )
+        except OSError as error:
+            if error.strerror:
+                raise UserError(f"cannot read {str(path)!r}: {error.strerror}") from None
+            raise UserError(f"{str(path)!r} is not a memory timeline: {error}") from None
+        except (ValueError, KeyError, TypeError, IndexError, EOFError, zlib.error) as error:
+            if isinstance(error, UserError):
+                raise
+            reason = " ".join(str(error).split())
+            raise UserError(f"{str(path)!r} is not a memory timeline, or is cut off: {reason}") from None
+
+
+_WORDS = ("label", "module", "what", "line")
+
+
+def _events(blocks: Iterable[Block]) -> Iterable[tuple[float, int]]:
+    for block in blocks:
+        yield block.start, block.size
+        if block.end is not None:
+            yield block.end, -block.size
