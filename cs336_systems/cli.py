@@ -15,7 +15,7 @@ from cs336_systems.benchmark.fit import FitArguments
 from cs336_systems.benchmark.plan import PlanArguments
 from cs336_systems.benchmark.session import SessionArguments
 from cs336_systems.commands import guarded
-from cs336_systems.config import flag
+from cs336_systems.config import RunConfig, flag, flag_like
 from cs336_systems.flags import Parser, add_flags, read_flags
 from cs336_systems.table import FORMATS
 
@@ -53,6 +53,55 @@ def run(arguments: RunArguments) -> int:
     if runner.device == "cpu":
         names = " ".join(arguments.names)
         print(f"next, on a machine with a GPU: cs336 run {names} --preset course")
+    return 0
+
+
+@dataclass(frozen=True)
+class ProfileArguments(SessionArguments, ShapeArguments):
+    model: str | None = flag_like(RunConfig, "model_factory")
+    compile: bool = flag_like(RunConfig, "compile")
+    nsys: bool = flag(False, "kernels by Nsight Systems instead of torch.profiler, where it is installed")
+    only: tuple[str, ...] = flag((), "of kernels, memory, saved_tensors, only these")
+
+
+def profile(arguments: ProfileArguments) -> int:
+    """Kernels and memory of a step: tables, a trace for Perfetto, a snapshot for memory_viz, a timeline to look into.
+
+    cs336 profile --size small --mode train-step
+    cs336 profile --size 2.7B --precision bf16 --attention auto --only memory
+    """
+    from cs336_systems.benchmark.session import Requests, new_run_file, run_session
+    from cs336_systems.config import UserError
+
+    kinds = ("kernels", "memory", "saved_tensors")
+    for name in arguments.only:
+        if name not in kinds:
+            raise UserError(f"--only {name!r}: choose from {', '.join(kinds)}")
+    if arguments.mode == "inference" and "saved_tensors" in arguments.only:
+        raise UserError("mode 'inference' keeps nothing for backward; --only saved_tensors needs another mode")
+    if arguments.compile and "memory" in arguments.only:
+        raise UserError("memory is followed operator by operator, and a compiled model has none; leave out --compile")
+    left_out = {"saved_tensors"} if arguments.mode == "inference" else set()
+    left_out |= {"memory"} if arguments.compile else set()
+
+    def requests_on(device: str) -> Requests:
+        run = arguments.run_config(
+            default_size="small" if device.startswith("cuda") else "tiny",
+            device=device,
+            model_factory=arguments.model,
+            compile=arguments.compile,
+            warmup_steps=arguments.warmup_steps,
+            num_steps=arguments.num_steps,
+        ).to_dict()
+        own = {"kernels": {"profiler": "nsys"} if arguments.nsys else {}}
+        return [
+            (name, {**run, **own.get(name, {})})
+            for name in arguments.only or kinds
+            if name in arguments.only or name not in left_out
+        ]
+
+    requests_on(arguments.device or "cuda")  # mistakes are told before a process is started
+    run_session(arguments, Path(arguments.output) if arguments.output else new_run_file("profile"), requests_on)
     return 0
 
 
@@ -221,6 +270,7 @@ class Command:
 COMMANDS = {
     "bench": Command("time and memory of one configuration, or a sweep", BenchArguments, bench, bench_manual),
     "run": Command("named experiments, with presets; resumes", RunArguments, run),
+    "profile": Command("kernels and memory of a step: tables, traces, a timeline", ProfileArguments, profile),
     "memory": Command("what a step needs, part by part, without a GPU", MemoryArguments, memory),
     "fit": Command("what fits on a given GPU", _FitArguments, fit),
     "plan": Command("memory and messages of a parallel layout, one GPU to thousands", _PlanArguments, plan),

@@ -18,6 +18,7 @@ from cs336_systems.config import UserError
 
 FORMAT = "cs336 memory timeline"
 VERSION = 1
+TIMELINE_FILE = "timeline.json.gz"
 
 
 @dataclass(frozen=True)

@@ -129,3 +129,64 @@ def test_two_ranks_on_one_gpu_agree_with_one():
         for name, (weights, loss) in by_wrapper.items():
             assert weights < 1e-6, f"{name}: {weights}"
             assert loss < 1e-5, f"{name}: {loss}"
+
+
+def test_kernels_find_their_phase_kind_and_part(tmp_path):
+    from cs336_systems.kernel_classes import OUTPUT, SCORES, SOFTMAX
+    from cs336_systems.measure.kernel_trace import profile_steps
+
+    step = step_of("small")
+    batch = step.random_batch()
+    step(*batch)
+    trace = profile_steps(step, batch, num_steps=2, keep=tmp_path / "trace.json.gz").trace
+    assert (trace.on_gpu, trace.steps) == (True, 2)
+    total = sum(kernel.duration for kernel in trace.kernels)
+    assert sum(kernel.duration for kernel in trace.kernels if kernel.kind == "unknown") < 0.01 * total
+    assert sum(kernel.duration for kernel in trace.of(None)) < 0.02 * total
+    matmuls = {
+        (phase, part): len([k for k in trace.of(phase) if k.part == part and k.kind == "matmul"]) / 2
+        for phase in ("forward", "backward")
+        for part in (SCORES, SOFTMAX, OUTPUT)
+    }
+    layers = step.config.model.num_layers
+    assert matmuls == {
+        ("forward", SCORES): layers,
+        ("forward", SOFTMAX): 0,
+        ("forward", OUTPUT): layers,
+        ("backward", SCORES): 2 * layers,
+        ("backward", SOFTMAX): 0,
+        ("backward", OUTPUT): 2 * layers,
+    }
+    assert (tmp_path / "trace.json.gz").stat().st_size > 1000
+
+
+@pytest.mark.parametrize("precision", ["fp32", "bf16"])
+@pytest.mark.parametrize("fields", [{}, {"attention": "auto"}, {"checkpoint_blocks": 3}, {"mode": "forward"}])
+def test_every_block_of_the_peak_has_a_label(precision, fields):
+    from cs336_systems.measure.memory_timeline import UNLABELLED, trace_memory
+
+    gc.collect()
+    torch._C._cuda_clearCublasWorkspaces()
+    step = step_of("small", precision=precision, **fields)
+    batch = step.random_batch()
+    timings = time_steps(lambda watch: step(*batch, watch=watch), device=step.device, warmup_steps=3, num_steps=2)
+    trace = trace_memory(step, batch)
+    assert trace.peak == pytest.approx(timings.peak_memory, rel=0.01), "following it does not change it"
+    assert sum(trace.parts.values()) == trace.peak
+    assert trace.parts.get(UNLABELLED, 0) < 0.02 * trace.peak
+    assert trace.parts["parameters"] == pytest.approx(4 * step.config.model.parameters, rel=0.01)
+    if step.trains:
+        assert trace.parts["optimizer state"] == pytest.approx(8 * step.config.model.parameters, rel=0.01)
+
+
+def test_the_snapshot_is_the_allocators_own(tmp_path):
+    import pickle
+
+    from cs336_systems.benchmark.memory_profile import SNAPSHOT_FILE, measure_memory
+
+    config = RunConfig(model=model_config("tiny"), device="cuda", num_steps=2, warmup_steps=2)
+    measure_memory(config.to_dict(), folder=str(tmp_path))
+    snapshot = pickle.loads((tmp_path / SNAPSHOT_FILE).read_bytes())
+    assert {"segments", "device_traces"} <= snapshot.keys()
+    frames = [frame["name"] for event in snapshot["device_traces"][0] for frame in event.get("frames", ())]
+    assert "scores" in frames, "with the functions that allocated"

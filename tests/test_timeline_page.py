@@ -27,6 +27,8 @@ from cs336_systems.report.timeline_page import (
 )
 from cs336_systems.timeline import Block, Span, Timeline
 
+pytestmark = pytest.mark.xdist_group("timeline page")  # one browser for all
+
 MIB = 2**20
 CHROMIUM = next(filter(None, map(shutil.which, ("chromium", "chromium-browser", "google-chrome"))), None)
 
@@ -484,6 +486,41 @@ def test_zoom_and_back(browser, page):
     assert seen() != whole
     browser.run("document.getElementById('reset').click()")
     assert seen() == whole
+
+
+def test_zoom_into_memory_and_back(browser, page):
+    browser.open(page)
+    shown = "document.getElementById('range').textContent"
+    whole = browser.run(shown)
+    assert whole == "0.00 to 151.00 ms"
+    x, y = map(round, where(browser, 0.05, 0.5))
+    label = browser.run(f"timelinePage.labelAt({x}, {y})")
+    browser.mouse("mouseWheel", x, y, deltaX=0, deltaY=-120, modifiers=8)  # with shift
+    assert re.fullmatch(r"0\.00 to 151\.00 ms, .* [GM]iB to .* GiB", browser.run(shown))
+    assert browser.run(f"timelinePage.labelAt({x}, {y})") == label
+    browser.run("pointer.focus()")
+    browser.key("Escape")
+    assert browser.run(shown) == whole
+
+    parameters = sum(b.size for b in training_step().blocks if b.label == "parameters")
+    share = parameters / training_step().peak()[1]
+    browser.mouse("mousePressed", *where(browser, 0.04, 0), button="left", clickCount=1)
+    browser.mouse("mouseMoved", *where(browser, 0.08, share), button="left")
+    browser.mouse("mouseReleased", *where(browser, 0.08, share), button="left", clickCount=1)
+    assert re.fullmatch(r"40\.\d* to 80\.\d* ms, 0 B to 8\d\d\.\d* MiB", browser.run(shown))
+    assert browser.run(f"timelinePage.labelAt({x}, {y})") == "parameters"
+    browser.run("document.getElementById('reset').click()")
+    browser.frame()
+    assert browser.run(shown) == whole
+
+
+def test_a_finger_lifted_leaves_the_tooltip(browser, page):
+    browser.open(page, width=390, height=844)
+    x, y = where(browser, 0.06, 0.01)
+    browser.call("Input.dispatchTouchEvent", type="touchStart", touchPoints=[{"x": x, "y": y}])
+    browser.call("Input.dispatchTouchEvent", type="touchEnd", touchPoints=[])
+    browser.frame()
+    assert "parameters" in tooltip(browser)
 
 
 def test_a_label_pressed_in_the_legend_goes_and_comes_back(browser, page):

@@ -143,7 +143,7 @@ def _attention_ops(preset: str, base: RunConfig) -> Iterable[dict[str, Any]]:
 def _profiler_agreement(preset: str, base: RunConfig) -> Iterable[dict[str, Any]]:
     _require_gpu("profiler_agreement", base, "its clocks are the GPU's")
     for size in ("small",) if preset == "quick" else ("small", "large", "2.7B"):
-        yield _run(base, size)
+        yield {**_run(base, size), "profiler": "both"}
 
 
 def _memory(preset: str, base: RunConfig) -> Iterable[dict[str, Any]]:

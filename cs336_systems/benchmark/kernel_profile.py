@@ -1,23 +1,34 @@
 """Kernels of a step by phase, kind and name: the instrument of `kernels`, `attention_ops`, `profiler_agreement`."""
 
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Any
 
-from cs336_systems.config import RunConfig
+from cs336_systems.config import RunConfig, UserError
 from cs336_systems.kernel_classes import UNKNOWN
 from cs336_systems.measure.kernel_trace import profile_steps
+from cs336_systems.measure.nsys import find_nsys, profile_with_nsys
 from cs336_systems.measure.timing import STEP, time_steps
 from cs336_systems.measure.trace import PHASES, Trace
 from cs336_systems.step import TrainStep
 
+TORCH, NSYS = "torch", "nsys"
+NSYS_TIMEOUT = 600.0
 TRACED_STEPS = 2
 NAMES_KEPT = 12
 """Kernels of a phase that are named in the records; the others are in its kinds' sums."""
 
 
 def measure_kernels(config: dict[str, Any], *, folder: str | None = None) -> list[list[Any]]:
-    """Times without the profiler, then the kernels with it; per step. The trace goes to `folder`."""
-    run = RunConfig.from_dict(config)
+    """Times without a profiler, then the kernels with it; per step. The trace goes to `folder`.
+
+    `profiler` in the configuration: torch's, nsys, or both (where nsys is installed), to hold one against the other.
+    """
+    profiler = config.get("profiler", TORCH)
+    run = RunConfig.from_dict({name: value for name, value in config.items() if name != "profiler"})
+    nsys = find_nsys() if profiler != TORCH else None
+    if profiler == NSYS and nsys is None:
+        raise UserError("nsys is not installed, or not on PATH; leave out --nsys, and torch.profiler serves")
     step = TrainStep.build(run)
     batch = step.random_batch()
     timings = time_steps(
@@ -26,10 +37,20 @@ def measure_kernels(config: dict[str, Any], *, folder: str | None = None) -> lis
         warmup_steps=run.warmup_steps,
         num_steps=run.num_steps,
     )
-    keep = Path(folder) / "trace.json.gz" if folder else None
-    profile = profile_steps(step, batch, num_steps=TRACED_STEPS, keep=keep)
-    profiled = [[f"profiled_{phase}_time", "s", samples] for phase, samples in profile.wall.items() if phase == STEP]
-    return [*timings.metrics, *profiled, *trace_metrics(profile.trace)]
+    metrics = timings.metrics
+    if profiler != NSYS:
+        keep = Path(folder) / "trace.json.gz" if folder else None
+        profile = profile_steps(step, batch, num_steps=TRACED_STEPS, keep=keep)
+        metrics += [["profiled_step_time", "s", profile.wall[STEP]], *trace_metrics(profile.trace)]
+    if nsys is not None:
+        del step, batch  # the program that nsys runs needs the memory
+        with TemporaryDirectory() as other:
+            place = Path(folder or other)
+            trace = profile_with_nsys(run, num_steps=TRACED_STEPS, folder=place, nsys=nsys, timeout=NSYS_TIMEOUT)
+        if profiler == NSYS:
+            metrics += trace_metrics(trace)
+        metrics += [[f"nsys_busy_time: {p}", "s", [trace.busy(p) / trace.steps]] for p in PHASES if trace.of(p)]
+    return metrics
 
 
 def trace_metrics(trace: Trace) -> list[list[Any]]:

@@ -12,10 +12,10 @@ from cs336_systems.measure.memory_trace import measure_peak, predict_by_tracing
 from cs336_systems.measure.saved_tensors import saved_tensors
 from cs336_systems.measure.timing import STEP, time_steps
 from cs336_systems.step import TrainStep, Watch
-from cs336_systems.timeline import Block
+from cs336_systems.timeline import TIMELINE_FILE, Block
 
 LARGEST_KEPT = 10
-TIMELINE_FILE, SNAPSHOT_FILE = "timeline.json.gz", "snapshot.pickle"
+SNAPSHOT_FILE = "snapshot.pickle"
 
 
 def measure_memory(config: dict[str, Any], *, folder: str | None = None) -> list[list[Any]]:

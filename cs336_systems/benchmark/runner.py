@@ -77,7 +77,7 @@ class Cell:
             return f"{', '.join(self.wanted_by)} {self.config['size']}, {self.config['ranks']} ranks in turns"
         if self.instrument not in STEP_INSTRUMENTS:
             return " ".join([self.instrument, *(str(v) for v in self.config.values() if isinstance(v, str) and v)])
-        config = RunConfig.from_dict(self.config)
+        config = run_config(self.config)
         extras = [f"warm-up {config.warmup_steps}"] if config.warmup_steps != WARM_UP else []
         extras += [config.attention] if config.attention != "reference" else []
         extras += ["compiled"] if config.compile else []
@@ -85,6 +85,17 @@ class Cell:
         prefix = [] if self.instrument == "step" else [self.instrument]
         shape = [config.size, str(config.model.context_length)]
         return " ".join([*prefix, *shape, config.mode, config.precision, *extras])
+
+
+def run_config(config: dict[str, Any]) -> RunConfig:
+    """Of an instrument that has fields of its own beside it."""
+    names = {spec.name for spec in dataclasses.fields(RunConfig)}
+    return RunConfig.from_dict({name: value for name, value in config.items() if name in names})
+
+
+def _is_on_paper(config: dict[str, Any]) -> bool:
+    """Whether the memory model knows it."""
+    return not config["compile"] and config["model_factory"] is None and not config.get("inner")
 
 
 def gather(requests: Iterable[tuple[str, dict[str, Any]]]) -> list[Cell]:
@@ -248,11 +259,8 @@ class Runner:
         if capacity is None:
             return None
         match cell.instrument, config.get("implementation"):
-            case "step" | "kernels" | "memory", _ if not config["compile"] and config["model_factory"] is None:
-                return Need(estimate(RunConfig.from_dict(config)).peak, capacity)
-            case "checkpointing", _ if not config["inner"]:
-                run = {name: value for name, value in config.items() if name != "inner"}
-                return Need(estimate(RunConfig.from_dict(run)).peak, capacity)
+            case "step" | "kernels" | "memory" | "checkpointing", _ if _is_on_paper(config):
+                return Need(estimate(run_config(config)).peak, capacity)
             case "pytorch_attention" | "flash", "reference":
                 keeps_graph = cell.instrument == "flash"  # to time backward alone
                 return Need(naive_peak(AttentionShape.of(config), on_cuda=on_cuda, keeps_graph=keeps_graph), capacity)

@@ -13,6 +13,8 @@ from cs336_systems.config import RunConfig, flag, flag_like
 from cs336_systems.report.figures import pictures
 from cs336_systems.report.picture import save
 from cs336_systems.report.sections import tables
+from cs336_systems.report.timeline_page import timeline_picture, write_page
+from cs336_systems.timeline import TIMELINE_FILE, Timeline
 
 Requests = list[tuple[str, dict[str, Any]]]
 
@@ -40,11 +42,23 @@ def run_session(arguments: SessionArguments, path: Path, requests_on: Callable[[
     asked = _asked(path, {(experiment, record.cell_key(config)) for experiment, config in requests})
     for table in tables(asked):
         print(table.render("terminal"), end="\n\n")
-    drawn = save(pictures(asked), path.parent / "figures")
+    drawn = [*save(pictures(asked), path.parent / "figures"), *draw_timelines(path.parent / "files")]
     if drawn:
-        print(f"pictures: {', '.join(str(file) for file in drawn if file.suffix == '.png')} (and .svg)")
+        print(f"pictures: {', '.join(str(file) for file in drawn if file.suffix != '.svg')} (.png: and .svg)")
     _report_outcome(outcome, path)
     return runner
+
+
+def draw_timelines(folder: Path) -> list[Path]:
+    """A page and a picture beside every timeline that an instrument has left, unless they are there."""
+    drawn = []
+    for file in sorted(folder.rglob(TIMELINE_FILE)):
+        page = file.with_name("timeline.html")
+        if not page.exists() or page.stat().st_mtime < file.stat().st_mtime:
+            timeline = Timeline.load(file)
+            write_page(timeline, page)
+            drawn += [page, *save([timeline_picture(timeline, "timeline")], file.parent)]
+    return drawn
 
 
 def new_run_file(command: str) -> Path:

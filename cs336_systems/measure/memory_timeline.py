@@ -107,7 +107,7 @@ def trace_memory(step: TrainStep, batch: tuple[Tensor, Tensor], *, largest: int 
             history.stop()
     blocks = _tensors(log, begin) if history is None else _allocated(log, history, begin)
     phases = [Span(span.name, span.start - begin, span.end - begin) for span in log.phases]
-    timeline = Timeline(step.config.size, str(step.device), blocks, phases)
+    timeline = Timeline(_title(step), _device_name(step.device), blocks, phases)
     moment, requested = timeline.peak()
     parts = timeline.parts_at(moment)
     peak = requested if history is None else history.peak
@@ -116,6 +116,19 @@ def trace_memory(step: TrainStep, batch: tuple[Tensor, Tensor], *, largest: int 
     phase = next((span.name for span in phases if span.start <= moment < span.end), "")
     made = [block for block in blocks if block.start > 0]
     return MemoryTrace(timeline, peak, parts, phase, sorted(made, key=lambda block: -block.size)[:largest])
+
+
+def _title(step: TrainStep) -> str:
+    run = step.config
+    shape = f"batch {run.batch_size}, context {run.model.context_length}"
+    recomputed = f", checkpoint {run.checkpoint_blocks}" if run.checkpoint_blocks else ""
+    return (
+        f"{run.model_factory or run.size}, {run.mode}, {run.precision}, {shape}, attention {run.attention}{recomputed}"
+    )
+
+
+def _device_name(device: torch.device) -> str:
+    return torch.cuda.get_device_name(device) if device.type == "cuda" else "CPU"
 
 
 def _both(first: Watch, second: Watch) -> Watch:

@@ -1,6 +1,6 @@
 """Records the kernels of a step with Nsight Systems (nsys), and reads what its exporter writes.
 
-A second opinion on what torch.profiler says, in the same form: trace.py tells how a kernel finds its phase and its part.
+A second opinion on what torch.profiler says, in the same form: trace.py tells how a kernel finds its phase and part.
 Ranges are those of NVTX here. One thing is missing: nsys does not say which operator of forward a kernel of backward
 belongs to, and the ranges of forward are closed by then. So the kernels of backward have no part, save those that
 compute forward again.
@@ -159,9 +159,17 @@ def read_nsys(path: Path) -> Trace:
         raise UserError(f"{name} is empty; {EXPORT}")
     try:
         with closing(sqlite3.connect(f"{path.absolute().as_uri()}?mode=ro", uri=True)) as database:
+            _require_whole(database, path)
             return _trace(_Export(database, name))
     except sqlite3.DatabaseError as error:
         raise UserError(f"{name} is not an export of nsys, or is cut off ({error}); {EXPORT}") from None
+
+
+def _require_whole(database: sqlite3.Connection, path: Path) -> None:
+    """SQLite itself does not miss what is cut off the last page: it reads zeros there."""
+    (pages,), (size,) = (database.execute(f"PRAGMA {name}").fetchone() for name in ("page_count", "page_size"))
+    if path.stat().st_size < pages * size:
+        raise sqlite3.DatabaseError(f"{path.stat().st_size} bytes of {pages * size}")
 
 
 class _Export:

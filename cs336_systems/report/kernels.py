@@ -107,13 +107,14 @@ def _shares(cells: Sequence[CellView]) -> Table:
 
 
 def _top(cells: Sequence[CellView]) -> Table:
-    """The kernel that took most, in forward and in the whole step."""
+    """The kernel that took most, in forward and in forward with backward."""
     shown = varying(cells)
     columns = [Column("of", numeric=False), Column("share"), Column("launches"), Column("kernel", numeric=False)]
     rows = []
     for cell in (cell for cell in cells if cell.ok):
-        for what, phases in (("forward", ["forward"]), ("step", phases_of(cell))):
-            if what == "step" and phases == ["forward"]:
+        both = [phase for phase in phases_of(cell) if phase != "optimizer"]
+        for what, phases in (("forward", ["forward"]), ("forward and backward", both)):
+            if what != "forward" and phases == ["forward"]:
                 continue
             totals: dict[str, list[float]] = {}
             for phase in phases:
@@ -174,8 +175,8 @@ def attention_ops(cells: Sequence[CellView]) -> list[Table]:
 def profiler_agreement(cells: Sequence[CellView]) -> list[Table]:
     shown = varying(cells)
     columns = [Column("phase", numeric=False), Column("wall clock", "ms"), Column("CUDA events", "ms")]
-    columns += [Column("profiler, kernels", "ms"), Column("kernels over events"), Column("launch-bound", "ms")]
-    columns += [Column("step, profiled")]
+    columns += [Column("torch.profiler", "ms"), Column("nsys", "ms")]
+    columns += [Column("kernels over events"), Column("launch-bound", "ms"), Column("step, profiled")]
     rows = []
     for cell in (cell for cell in cells if cell.ok):
         for phase in phases_of(cell):
@@ -183,9 +184,11 @@ def profiler_agreement(cells: Sequence[CellView]) -> list[Table]:
             excess = f"{busy / events - 1:+.2%}" if busy and events else ""
             gap = ms(events - busy) if busy and events else ""
             slower = (cell.value("profiled_step_time") or 0.0) / (cell.value("step_time") or 1.0)
-            rows.append([*keys(cell, shown), phase, ms(wall), ms(events), ms(busy), excess, gap, f"{slower:.2f}x"])
+            nsys = ms(cell.value(f"nsys_busy_time: {phase}"))
+            times = [ms(wall), ms(events), ms(busy), nsys, excess, gap]
+            rows.append([*keys(cell, shown), phase, *times, f"{slower:.2f}x"])
     notes = [
-        "kernels: seconds in which at least one ran, in steps that were profiled; the other two without the profiler",
+        "torch.profiler, nsys: time in which at least one kernel ran, in profiled steps; empty: nsys is not installed",
         "launch-bound: events less kernels: the GPU waits for the host to launch the next one",
         "step, profiled: how much longer a step takes while it is profiled",
     ]

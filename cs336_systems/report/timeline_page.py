@@ -388,7 +388,7 @@ def _mark_peak(axes: Any, time: float, height: float, text: str) -> None:
 
 
 def _mark_phases(axes: Any, phases: Sequence[Span]) -> int:
-    """Bands above the axes. A name wider than its band stands above it. Gives the points of height that all this takes."""
+    """Bands above the axes. A name wider than its band stands above it. Gives the height taken, in points."""
     left, right = axes.get_xlim()
     taken = 20 if phases else 0
     for index, span in enumerate(phases):
@@ -397,7 +397,7 @@ def _mark_phases(axes: Any, phases: Sequence[Span]) -> int:
         axes.axvspan(start, end, ymin=1.01, ymax=1.08, color=shade, clip_on=False, linewidth=0)
         axes.axvline(start, color="#8c8c8c", linewidth=0.5)
         fits = (end - start) / (right - left) > 0.011 * len(span.name)
-        taken = taken if fits else 32
+        taken = taken if fits else 28
         axes.text(
             (start + end) / 2,
             1.045 if fits else 1.085,
