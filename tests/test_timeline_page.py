@@ -399,7 +399,7 @@ def where(browser, time, share):
     """Coordinates on the chart: at a time in seconds, and a share of the memory at the peak."""
     box = browser.run("(({x, y, width, height}) => ({x, y, width, height}))(pointer.getBoundingClientRect())")
     view = browser.run("timelinePage.view()")
-    left, right, top, bottom = box["x"] + 58, box["x"] + box["width"] - 14, 28, box["height"] - 40
+    left, right, top, bottom = box["x"] + 58, box["x"] + box["width"] - 14, 42, box["height"] - 40
     x = left + (time - view["start"]) / (view["end"] - view["start"]) * (right - left)
     return x, box["y"] + bottom - share / 1.1 * (bottom - top)
 
@@ -456,7 +456,7 @@ def test_zoom_and_back(browser, page):
     view = seen()
     assert view["end"] - view["start"] == pytest.approx(0.151 / 1.25)
     assert where(browser, 0.05, 0.5)[0] == pytest.approx(x, abs=1)  # what is under the pointer stays there
-    for _ in range(100):
+    for _ in range(70):
         browser.call("Input.dispatchMouseEvent", type="mouseWheel", x=x, y=y, deltaX=0, deltaY=-120)
     assert seen()["end"] - seen()["start"] == pytest.approx(1e-7)
     assert browser.run(f"timelinePage.labelAt({x}, {where(browser, 0.05, 0.01)[1]})") == "parameters"

@@ -27,7 +27,7 @@ MOMENTS = 16_000
 """At most, on a page. A step of ten thousand blocks is then drawn almost event by event."""
 KEPT_BLOCKS = 12_000
 """At most, drawn one by one: the number of a whole step. At any moment a screen has room for a few hundred."""
-PICTURE_MOMENTS = 800
+PICTURE_MOMENTS = 500
 """A still picture has no more columns worth drawing, and an SVG of it stays small."""
 MAX_LABELS = 12
 OTHER = "other"
@@ -41,14 +41,15 @@ LABEL_COLORS = {
     "parameters": PALETTE[0],
     "buffers": _DARKER[0],
     "optimizer state": PALETTE[2],
-    "gradients": PALETTE[1],
+    "workspace": _DARKER[7],
     "inputs": _DARKER[2],
+    "gradients": PALETTE[1],
     "weight casts": PALETTE[3],
     "activations": PALETTE[4],
     "logits and loss": PALETTE[5],
     "temporary": PALETTE[7],
-    "workspace": _DARKER[7],
-    "allocator rounding": PALETTE[6],
+    "unlabelled": PALETTE[6],
+    "allocator rounding": _DARKER[3],
 }
 """The labels of our own instruments from the bottom of the stack up: what lasts longest lies lowest."""
 
