@@ -23,7 +23,7 @@ from torch.utils.checkpoint import checkpoint
 
 from cs336_systems.config import ModelConfig
 from cs336_systems.model import TransformerLM
-from cs336_systems.parallel import FSDP, clip_grad_norm_, fsdp, gather_full_params
+from cs336_systems.parallel import FSDP, clip_grad_norm_, collectives, gather_full_params
 
 TOLERANCE = 1e-6
 """In float32: the sums over a batch are taken in another order."""
@@ -137,7 +137,7 @@ class Watch:
 
     @contextmanager
     def listening(self) -> Iterator[None]:
-        real = fsdp._all_gather, fsdp._reduce_scatter, dist.all_reduce
+        real = collectives.all_gather, collectives.reduce_scatter, dist.all_reduce
 
         def all_gather(*args: Any, **kwargs: Any) -> Any:
             output = args[0] if args else kwargs["output_tensor"]
@@ -158,11 +158,11 @@ class Watch:
             self.event("reduce", tensor.numel(), tensor.nbytes)
             return real[2](*args, **kwargs)
 
-        fsdp._all_gather, fsdp._reduce_scatter, dist.all_reduce = all_gather, reduce_scatter, all_reduce
+        collectives.all_gather, collectives.reduce_scatter, dist.all_reduce = all_gather, reduce_scatter, all_reduce
         try:
             yield
         finally:
-            fsdp._all_gather, fsdp._reduce_scatter, dist.all_reduce = real
+            collectives.all_gather, collectives.reduce_scatter, dist.all_reduce = real
 
     @contextmanager
     def passes(self) -> Iterator[None]:
