@@ -186,7 +186,8 @@ def test_no_module_hides_one_of_the_standard_library():
 
 def test_modules_that_must_not_import_torch(tmp_path):
     modules = ["cli", "report.sections", "benchmark.runner", "benchmark.catalogue", "measure.memory_model"]
-    modules += ["measure.attention_model", "measure.parallel_model", "report.attention", "report.figures"]
+    modules += ["measure.attention_model", "measure.parallel_model", "measure.trace", "measure.nsys"]
+    modules += ["report.attention", "report.figures"]
     program = "import sys\n" + "".join(
         f"import {OURS}.{module}\nassert not {{'torch', 'matplotlib'}} & sys.modules.keys(), {module!r}\n"
         for module in modules

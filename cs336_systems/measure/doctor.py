@@ -8,6 +8,7 @@ import torch
 
 from cs336_systems.measure.environment import capture
 from cs336_systems.measure.flops import peak_flops
+from cs336_systems.measure.nsys import find_nsys
 from cs336_systems.record import GIB
 
 
@@ -77,7 +78,7 @@ def _nvml() -> Finding:
 
 
 def _nsys() -> Finding:
-    path = shutil.which("nsys")
+    path = find_nsys()
     return (
         Finding("ok", "nsys", "present") if path else Finding("note", "nsys", "absent", "torch.profiler serves instead")
     )

@@ -36,6 +36,9 @@ def profile_steps(
         with profile(activities=activities):  # its first start loads CUPTI, which takes a second
             torch.cuda.synchronize()
     stopwatch = Stopwatch(step.device)
+    if step.config.compile:
+        with looked_at():  # ranges are part of what is compiled: it is compiled again, and not in the trace
+            step(*batch)
     with profile(activities=activities) as profiler, looked_at():
         for _ in range(num_steps):
             with stopwatch.watch(STEP):

@@ -3,11 +3,14 @@
 from collections.abc import Callable, Iterable, Sequence
 
 from cs336_systems.record import Record
-from cs336_systems.report import parallel_figures
+from cs336_systems.report import parallel_figures, profile_figures
 from cs336_systems.report.cells import CellView, group
 from cs336_systems.report.picture import Picture
 
 _SECTIONS: dict[str, Callable[[Sequence[CellView]], list[Picture]]] = {
+    "kernels": profile_figures.kernels,
+    "memory": profile_figures.memory,
+    "checkpointing": profile_figures.checkpointing,
     "collectives": parallel_figures.collectives,
     "ddp": parallel_figures.lanes,
     "bucket_model": parallel_figures.bucket_model,

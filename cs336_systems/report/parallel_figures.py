@@ -7,7 +7,7 @@ from typing import Any
 from cs336_systems.record import BUS_FACTOR, GIB, MIB
 from cs336_systems.report import parallel
 from cs336_systems.report.cells import CellView
-from cs336_systems.report.picture import PALETTE, Picture
+from cs336_systems.report.picture import PALETTE, Picture, stacked_bars
 
 PHASE_COLORS = dict(zip(("forward", "loss", "backward", "sync", "optimizer"), PALETTE, strict=False))
 MESSAGE_COLOR = "#555555"
@@ -138,7 +138,7 @@ def _draw_sharding(figure: Any, cell: CellView) -> None:
         for label, part in (("parameters", "parameter"), ("gradients", "gradient"), ("optimizer state", "optimizer"))
     }
     axes = figure.subplots()
-    _stacked(axes, names, parts)
+    stacked_bars(axes, names, parts)
     axes.set_xlabel("MiB on the fullest rank, before the update")
     axes.set_title(parallel.where(cell))
 
@@ -162,7 +162,7 @@ def _draw_plan(figure: Any, cell: CellView) -> None:
         for label, part in parallel.PLAN_PARTS.items()
     }
     axes = figure.subplots()
-    _stacked(axes, names, parts)
+    stacked_bars(axes, names, parts)
     limit = cell.get("gpu_memory") / GIB
     totals = [sum(column) for column in zip(*parts.values(), strict=True)]
     axes.axvline(limit, color="black", linewidth=1)
@@ -173,15 +173,3 @@ def _draw_plan(figure: Any, cell: CellView) -> None:
             axes.text(shown * 0.99, row, f"{total:,.0f} →", ha="right", va="center", color="white")
     axes.set_xlabel(f"GiB on each GPU; the line: what one {cell.get('gpu')} has")
     axes.set_title(parallel.plan_where(cell))
-
-
-def _stacked(axes: Any, names: Sequence[str], parts: dict[str, list[float]]) -> None:
-    """Horizontal bars, one for each name, in the order given from the top."""
-    left = [0.0] * len(names)
-    for color, (label, sizes) in zip(PALETTE, parts.items(), strict=False):
-        axes.barh(range(len(names)), sizes, 0.6, left=left, color=color, label=label)
-        left = [a + b for a, b in zip(left, sizes, strict=True)]
-    axes.set_yticks(range(len(names)), names)
-    axes.invert_yaxis()
-    axes.grid(axis="y", visible=False)
-    axes.legend(loc="upper left", bbox_to_anchor=(1.0, 1.0))

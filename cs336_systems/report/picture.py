@@ -3,13 +3,15 @@
 matplotlib takes half a second to import, so only drawing does it.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 PALETTE = ("#0072b2", "#e69f00", "#009e73", "#cc79a7", "#56b4e9", "#d55e00", "#8c8c8c", "#f0e442")
 """Okabe and Ito's, blue first."""
+MORE = ("#004f7c", "#7f5800", "#005b43", "#7a3f62")
+"""Dark ones of the first four, where eight are not enough."""
 STYLE: dict[str, Any] = {
     "font.size": 9,
     "axes.titlesize": 10,
@@ -60,3 +62,15 @@ def save(pictures: Sequence[Picture], folder: Path, formats: tuple[str, ...] = (
                 figure.savefig(path, dpi=160, metadata=metadata)
                 written.append(path)
     return written
+
+
+def stacked_bars(axes: Any, names: Sequence[str], parts: Mapping[str, Sequence[float]]) -> None:
+    """Horizontal bars, one for each name, in the order given from the top; made of parts, each in a colour."""
+    left = [0.0] * len(names)
+    for color, (label, sizes) in zip((*PALETTE, *MORE), parts.items(), strict=False):
+        axes.barh(range(len(names)), sizes, 0.6, left=left, color=color, label=label)
+        left = [a + b for a, b in zip(left, sizes, strict=True)]
+    axes.set_yticks(range(len(names)), names)
+    axes.invert_yaxis()
+    axes.grid(axis="y", visible=False)
+    axes.legend(loc="upper left", bbox_to_anchor=(1.0, 1.0))
