@@ -19,8 +19,8 @@ _PATTERNS: list[tuple[str, str]] = [
     (ATTENTION, r"flash|fmha|attention|sdpa|\bmha_|_attn_"),
     (OPTIMIZER, r"adam|lamb\b|sgd|multi_tensor|optimizer|_foreach_"),
     (MATMUL, r"nvjet|cutlass|xmma|gemm|gemv|cublas|splitk|mat_?mul|aten::(mm|bmm|addmm|baddbmm|linear|dot|einsum)\b"),
-    (COPY, r"memcpy|memset|direct_copy|copy_device_to_device|catarray|fillfunctor|aten::(_?to_?(copy)?|copy_|clone|cat"
-           r"|contiguous|fill_|zero_|zeros|zeros_like|ones|ones_like|empty|empty_like|new_zeros|new_empty.*|stack|full.*)$"),
+    (COPY, r"memcpy|memset|direct_copy|copy_kernel|copy_device_to_device|catarray|fillfunctor"
+           r"|aten::(_?to_?(copy)?|copy_|clone|cat|contiguous|fill_|zero_|zeros|zeros_like|ones|ones_like|empty|empty_like|new_zeros|new_empty.*|stack|full.*)$"),
     (REDUCTION, r"softmax|reduce|norm|cross_entropy|nll_?loss|logsumexp|welford|triton_(per|red)_|cunn_|amax|argmax"
                 r"|aten::(sum|mean|max|min|_?amp_foreach.*)$|gamma_?beta|rms"),
     (OTHER, r"sort|scan|embedding|index|gather|scatter|philox|distribution|random|radix|histogram|unique|krn_partial"

@@ -6,7 +6,7 @@ import pytest
 
 from cs336_systems.config import RunConfig
 from cs336_systems.measure.memory_model import estimate
-from cs336_systems.record import load
+from cs336_systems.record import MIB, load
 from cs336_systems.report.cells import group
 from cs336_systems.report.sections import tables
 
@@ -25,9 +25,55 @@ def test_tables_are_not_stale():
 
 
 def test_every_cell_is_filled(cells):
-    assert {cell.status for cell in cells} == {"ok"}
+    out_of_memory = [cell for cell in cells if not cell.ok]
+    assert {(cell.experiment, cell.get("checkpoint_blocks")) for cell in out_of_memory} == {("checkpointing", 0)}
+    assert all(cell.status.startswith("oom: needs") for cell in out_of_memory)
     assert {cell.machine for cell in cells} == {"NVIDIA H200"}
     assert {"end_to_end", "precision", "compile", "warmup", "peak_memory"} <= {cell.experiment for cell in cells}
+
+
+def test_kernels_have_a_kind_and_a_phase(cells):
+    found = [cell for cell in cells if cell.experiment == "kernels"]
+    assert len(found) == 40
+    total = sum(cell.value("kernel_time") for cell in found)
+    assert sum(cell.value("unknown_kernel_time") for cell in found) < 0.01 * total
+    assert sum(cell.value("kernel_time_outside_phases") for cell in found) < 0.02 * total
+
+
+def test_peaks_are_predicted_and_labelled(cells):
+    found = [cell for cell in cells if cell.experiment == "memory"]
+    assert len(found) == 20
+    for cell in found:
+        peak = cell.value("peak_memory")
+        assert abs(cell.memory_error) < 0.02
+        assert sum(size for _, size in cell.rows("part_memory", 2)) == pytest.approx(peak, rel=0.01)
+        assert cell.value("unlabelled_memory") < 0.02 * peak
+
+
+def test_the_largest_block_of_forward_is_the_score_matrix_and_gone_with_flash(cells):
+    def largest(mode, attention):
+        (cell,) = [
+            cell
+            for cell in cells
+            if cell.experiment == "memory"
+            and (cell.get("mode"), cell.get("attention"), cell.get("context_length"), cell.get("precision"))
+            == (mode, attention, 512, "fp32")
+        ]
+        return cell.rows("largest_blocks", 5)
+
+    size, label, module, what, line = largest("forward", "reference")[0]
+    assert (size, label, module) == (128 * MIB, "activations", "layers.0.attn")
+    assert "bmm 128x512x512 float32" in what
+    assert line.startswith("reference.py:")
+    assert not any("512x512" in row[3] for row in largest("train-step", "auto"))
+
+
+def test_checkpointing_is_predicted(cells):
+    found = [cell for cell in cells if cell.experiment == "checkpointing" and cell.ok]
+    assert len(found) == 18
+    for cell in found:
+        assert cell.value("predicted_by_tracing_memory") == pytest.approx(cell.value("peak_memory"), rel=0.03)
+        assert cell.get("inner") or abs(cell.memory_error) < 0.03
 
 
 def test_predicted_peaks_are_within_two_and_three_percent(cells):

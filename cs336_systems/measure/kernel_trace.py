@@ -3,6 +3,7 @@
 import gzip
 import json
 import tempfile
+from contextlib import nullcontext
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -36,10 +37,9 @@ def profile_steps(
         with profile(activities=activities):  # its first start loads CUPTI, which takes a second
             torch.cuda.synchronize()
     stopwatch = Stopwatch(step.device)
-    if step.config.compile:
-        with looked_at():  # ranges are part of what is compiled: it is compiled again, and not in the trace
-            step(*batch)
-    with profile(activities=activities) as profiler, looked_at():
+    # Ranges break a compiled model's graph: it would be another model that is traced.
+    parts = nullcontext() if step.config.compile else looked_at()
+    with profile(activities=activities) as profiler, parts:
         for _ in range(num_steps):
             with stopwatch.watch(STEP):
                 step(*batch, watch=stopwatch.watch)

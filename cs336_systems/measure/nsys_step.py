@@ -5,6 +5,7 @@ The request is {"config": a RunConfig's fields, "num_steps": how many steps to r
 
 import json
 import sys
+from contextlib import nullcontext
 from pathlib import Path
 
 import torch
@@ -29,8 +30,8 @@ def record_steps(config: RunConfig, num_steps: int) -> None:
     batch = step.random_batch()
     # Phases begin and end with an idle device, as in all other measurements of them.
     stopwatch = Stopwatch(step.device)
-    # The warm-up has the ranges too: without them torch.compile would compile again inside of what is recorded.
-    with looked_at():
+    # Ranges break a compiled model's graph: it would be another model that is recorded.
+    with nullcontext() if config.compile else looked_at():
         for _ in range(config.warmup_steps):
             step(*batch, watch=stopwatch.watch)
         stopwatch.synchronize()

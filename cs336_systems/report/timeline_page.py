@@ -276,7 +276,7 @@ def _summary(timeline: Timeline, phases: Sequence[Span], peak_time: float, peak:
         return timeline.device
     return (
         f"{timeline.device}. Peak {_size(peak)} at {peak_time * 1e3:.2f} ms ({_when(phases, peak_time)[1]}); "
-        f"the step took {timeline.end * 1e3:.2f} ms and had {len(timeline.blocks):,} blocks."
+        f"{len(timeline.blocks):,} blocks in {timeline.end * 1e3:.2f} ms of the host, while each was followed."
     )
 
 
