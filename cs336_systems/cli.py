@@ -72,6 +72,7 @@ def profile(arguments: ProfileArguments) -> int:
     """
     from cs336_systems.benchmark.session import Requests, new_run_file, run_session
     from cs336_systems.config import UserError
+    from cs336_systems.measure.nsys import find_nsys
 
     kinds = ("kernels", "memory", "saved_tensors")
     for name in arguments.only:
@@ -81,6 +82,9 @@ def profile(arguments: ProfileArguments) -> int:
         raise UserError("mode 'inference' keeps nothing for backward; --only saved_tensors needs another mode")
     if arguments.compile and "memory" in arguments.only:
         raise UserError("memory is followed operator by operator, and a compiled model has none; leave out --compile")
+    by_nsys = arguments.nsys and find_nsys() is not None
+    if arguments.nsys and not by_nsys:
+        print("nsys is not installed, or not on PATH: torch.profiler serves", file=sys.stderr)
     left_out = {"saved_tensors"} if arguments.mode == "inference" else set()
     left_out |= {"memory"} if arguments.compile else set()
 
@@ -93,7 +97,7 @@ def profile(arguments: ProfileArguments) -> int:
             warmup_steps=arguments.warmup_steps,
             num_steps=arguments.num_steps,
         ).to_dict()
-        own = {"kernels": {"profiler": "nsys"} if arguments.nsys else {}}
+        own = {"kernels": {"profiler": "nsys"} if by_nsys else {}}
         return [
             (name, {**run, **own.get(name, {})})
             for name in arguments.only or kinds
