@@ -7,7 +7,7 @@ from typing import Any
 import torch
 
 from cs336_systems.config import RunConfig
-from cs336_systems.measure.timing import time_calls, time_steps
+from cs336_systems.measure.timing import time_as_configured, time_calls
 from cs336_systems.step import TrainStep
 
 CALLS = 10
@@ -17,12 +17,7 @@ def measure_agreement(config: dict[str, Any]) -> list[list[Any]]:
     run = RunConfig.from_dict(config)
     step = TrainStep.build(run)
     inputs, targets = step.random_batch()
-    timings = time_steps(
-        lambda watch: step(inputs, targets, watch=watch),
-        device=step.device,
-        warmup_steps=run.warmup_steps,
-        num_steps=run.num_steps,
-    )
+    timings = time_as_configured(step, (inputs, targets))
     metrics = timings.metrics
     expected = {phase: sum(samples) / len(samples) for phase, samples in timings.wall.items()}
     for phase, call, gradients in _callables(step, inputs, targets):

@@ -110,7 +110,7 @@ def bench(arguments: BenchArguments) -> int:
 
 def measure_step(config: dict[str, Any], peak_tflops: float | None = None) -> list[list[Any]]:
     """Time and memory of the configured step as [metric, unit, samples] rows."""
-    from cs336_systems.measure.timing import STEP, time_steps
+    from cs336_systems.measure.timing import STEP, time_as_configured
     from cs336_systems.step import TrainStep, require_attention
 
     run = RunConfig.from_dict(config)
@@ -119,12 +119,7 @@ def measure_step(config: dict[str, Any], peak_tflops: float | None = None) -> li
         start_compiling_from_nothing()
     step = TrainStep.build(run)
     batch = step.random_batch()
-    timings = time_steps(
-        lambda watch: step(*batch, watch=watch),
-        device=step.device,
-        warmup_steps=run.warmup_steps,
-        num_steps=run.num_steps,
-    )
+    timings = time_as_configured(step, batch)
     metrics = [*timings.metrics, ["parameters", "1", [sum(p.numel() for p in step.model.parameters())]]]
     if run.compile:
         metrics += _compile_metrics(timings.warmup or timings.wall[STEP], timings.wall[STEP])

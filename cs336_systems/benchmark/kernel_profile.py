@@ -8,7 +8,7 @@ from cs336_systems.config import RunConfig, UserError
 from cs336_systems.kernel_classes import UNKNOWN
 from cs336_systems.measure.kernel_trace import profile_steps
 from cs336_systems.measure.nsys import find_nsys, profile_with_nsys
-from cs336_systems.measure.timing import STEP, time_steps
+from cs336_systems.measure.timing import STEP, time_as_configured
 from cs336_systems.measure.trace import PHASES, Trace
 from cs336_systems.step import TrainStep
 
@@ -31,12 +31,7 @@ def measure_kernels(config: dict[str, Any], *, folder: str | None = None) -> lis
         raise UserError("nsys is not installed, or not on PATH; leave out --nsys, and torch.profiler serves")
     step = TrainStep.build(run)
     batch = step.random_batch()
-    timings = time_steps(
-        lambda watch: step(*batch, watch=watch),
-        device=step.device,
-        warmup_steps=run.warmup_steps,
-        num_steps=run.num_steps,
-    )
+    timings = time_as_configured(step, batch)
     metrics = timings.metrics
     if profiler != NSYS:
         keep = Path(folder) / "trace.json.gz" if folder else None

@@ -4,13 +4,14 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from cs336_systems.config import RunConfig, UserError
 from cs336_systems.measure.memory_model import estimate
 from cs336_systems.measure.memory_timeline import UNLABELLED, MemoryTrace, trace_memory
 from cs336_systems.measure.memory_trace import measure_peak, predict_by_tracing
 from cs336_systems.measure.saved_tensors import saved_tensors
-from cs336_systems.measure.timing import STEP, time_steps
+from cs336_systems.measure.timing import STEP, time_as_configured, time_steps
 from cs336_systems.step import TrainStep, Watch
 from cs336_systems.timeline import TIMELINE_FILE, Block
 
@@ -28,19 +29,10 @@ def measure_memory(config: dict[str, Any], *, folder: str | None = None) -> list
         raise UserError("memory is followed operator by operator, and a compiled model has none; leave out --compile")
     step = TrainStep.build(run)
     batch = step.random_batch()
-
-    def steps(warmup_steps: int, num_steps: int) -> Any:
-        return time_steps(
-            lambda watch: step(*batch, watch=watch),
-            device=step.device,
-            warmup_steps=warmup_steps,
-            num_steps=num_steps,
-        )
-
-    plain = steps(run.warmup_steps, run.num_steps)
+    plain = time_as_configured(step, batch)
     overheads: list[list[Any]] = []
     if step.device.type == "cuda":
-        overheads.append(["history_step_time", "s", _snapshot(lambda: steps(0, 1).wall[STEP], folder)])
+        overheads.append(["history_step_time", "s", _snapshot(step, batch, folder)])
     traces: list[MemoryTrace] = []
 
     def traced(watch: Watch) -> None:
@@ -85,12 +77,7 @@ def measure_checkpointing(config: dict[str, Any]) -> list[list[Any]]:
     step = TrainStep.build(run)
     prepare(step)
     batch = step.random_batch()
-    timings = time_steps(
-        lambda watch: step(*batch, watch=watch),
-        device=step.device,
-        warmup_steps=run.warmup_steps,
-        num_steps=run.num_steps,
-    )
+    timings = time_as_configured(step, batch)
     measured = measure_peak(step, batch) if timings.peak_memory is None else timings.peak_memory
     closed_form = [] if inner else [["predicted_memory", "B", [estimate(run).peak]]]
     return [
@@ -105,16 +92,17 @@ def _row(block: Block) -> list[Any]:
     return [block.size, block.label, block.module, block.what, block.line]
 
 
-def _snapshot(run: Any, folder: str | None) -> list[float]:
+def _snapshot(step: TrainStep, batch: tuple[Tensor, Tensor], folder: str | None) -> list[float]:
+    """Seconds of one step while the allocator keeps its history, which goes to `folder`."""
     torch.cuda.memory._record_memory_history("all", context="all", stacks="python", max_entries=1_000_000)
     try:
-        seconds = run()
+        timings = time_steps(lambda watch: step(*batch, watch=watch), device=step.device, warmup_steps=0, num_steps=1)
         if folder:
             Path(folder).mkdir(parents=True, exist_ok=True)
             torch.cuda.memory._dump_snapshot(str(Path(folder) / SNAPSHOT_FILE))
     finally:
         torch.cuda.memory._record_memory_history(None)
-    return seconds
+    return timings.wall[STEP]
 
 
 def measure_saved_tensors(config: dict[str, Any]) -> list[list[Any]]:

@@ -13,7 +13,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from cs336_systems.step import Watch
+from cs336_systems.step import TrainStep, Watch
 
 STEP = "step"
 FEW_CALLS = 3
@@ -86,6 +86,16 @@ def time_steps(run: Callable[[Watch], object], *, device: torch.device, warmup_s
         events=_max_over_ranks(dict(stopwatch.events), device),
         warmup=list(cold.wall[STEP]),
         peak_memory=peak,
+    )
+
+
+def time_as_configured(step: TrainStep, batch: tuple[Tensor, Tensor]) -> Timings:
+    """As many warm-up and measured steps as the step's configuration says, all on one batch."""
+    return time_steps(
+        lambda watch: step(*batch, watch=watch),
+        device=step.device,
+        warmup_steps=step.config.warmup_steps,
+        num_steps=step.config.num_steps,
     )
 
 

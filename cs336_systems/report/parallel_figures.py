@@ -1,6 +1,6 @@
 """Pictures of the experiments with several ranks."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any
 
@@ -13,20 +13,23 @@ PHASE_COLORS = dict(zip(("forward", "loss", "backward", "sync", "optimizer"), PA
 MESSAGE_COLOR = "#555555"
 
 
-def _name(cells: Sequence[CellView], index: int, what: str) -> str:
-    """Of a file; with a number where there are several of the kind."""
-    return f"{what}-{index + 1}" if len(cells) > 1 else what
+def _one_each(
+    cells: Sequence[CellView], name: str, caption: str, draw: Callable[..., None], bars: str | None = None
+) -> list[Picture]:
+    """A picture of every cell, its file numbered where there are several; as high as the bars of that field need."""
+    return [
+        Picture(
+            f"{name}-{index}" if len(cells) > 1 else name,
+            caption,
+            partial(draw, cell=cell),
+            (7.0, 1.2 + 0.45 * len(cell.get(bars)) if bars else 3.6),
+        )
+        for index, cell in enumerate(cells, start=1)
+    ]
 
 
 def collectives(cells: Sequence[CellView]) -> list[Picture]:
-    return [
-        Picture(
-            _name(cells, index, "collectives"),
-            f"Bus bandwidth by size: {cell.get('ranks')} ranks, {cell.get('backend')}",
-            partial(_draw_collectives, cell=cell),
-        )
-        for index, cell in enumerate(cells)
-    ]
+    return _one_each(cells, "collectives", "Bus bandwidth by size of the array", _draw_collectives)
 
 
 def _draw_collectives(figure: Any, cell: CellView) -> None:
@@ -49,22 +52,17 @@ def _draw_collectives(figure: Any, cell: CellView) -> None:
 
 def lanes(cells: Sequence[CellView]) -> list[Picture]:
     """One step of each arrangement: above what this rank computed, below what was on its way."""
-    found = []
-    for index, cell in enumerate(cells):
-        shown = [name for name in cell.get("arrangements") if f"{name}: message_start" in cell.metrics]
-        if shown:
-            found.append(
-                Picture(
-                    _name(cells, index, "ddp-lanes"),
-                    "Computing and sending, side by side, in one step of each wrapper",
-                    partial(_draw_lanes, cell=cell, shown=shown),
-                    (8.0, 0.9 + 0.75 * len(shown)),
-                )
-            )
-    return found
+    seen = [cell for cell in cells if _with_messages(cell)]
+    caption = "Computing and sending, side by side, in one step of each wrapper"
+    return _one_each(seen, "ddp-lanes", caption, _draw_lanes, "arrangements")
 
 
-def _draw_lanes(figure: Any, cell: CellView, shown: list[str]) -> None:
+def _with_messages(cell: CellView) -> list[str]:
+    return [name for name in cell.get("arrangements") if f"{name}: message_start" in cell.metrics]
+
+
+def _draw_lanes(figure: Any, cell: CellView) -> None:
+    shown = _with_messages(cell)
     axes = figure.subplots()
     spans = {name: _spans(cell, name) for name in shown}
     for row, name in enumerate(shown):
@@ -95,14 +93,8 @@ def _spans(cell: CellView, name: str) -> tuple[list[tuple[str, float, float]], l
 
 
 def bucket_model(cells: Sequence[CellView]) -> list[Picture]:
-    return [
-        Picture(
-            _name(cells, index, "bucket-model"),
-            "Exposed communication by bucket size, predicted and measured",
-            partial(_draw_bucket_model, cell=cell),
-        )
-        for index, cell in enumerate(cells)
-    ]
+    caption = "Exposed communication by bucket size, predicted and measured"
+    return _one_each(cells, "bucket-model", caption, _draw_bucket_model)
 
 
 def _draw_bucket_model(figure: Any, cell: CellView) -> None:
@@ -120,15 +112,8 @@ def _draw_bucket_model(figure: Any, cell: CellView) -> None:
 
 
 def sharding(cells: Sequence[CellView]) -> list[Picture]:
-    return [
-        Picture(
-            _name(cells, index, f"{cell.experiment.replace('_', '-')}-memory"),
-            "Memory on the fullest rank by part",
-            partial(_draw_sharding, cell=cell),
-            (7.0, 1.2 + 0.45 * len(cell.get("arrangements"))),
-        )
-        for index, cell in enumerate(cells)
-    ]
+    name = f"{cells[0].experiment.replace('_', '-')}-memory" if cells else ""
+    return _one_each(cells, name, "Memory on the fullest rank by part", _draw_sharding, "arrangements")
 
 
 def _draw_sharding(figure: Any, cell: CellView) -> None:
@@ -144,15 +129,7 @@ def _draw_sharding(figure: Any, cell: CellView) -> None:
 
 
 def plan(cells: Sequence[CellView]) -> list[Picture]:
-    return [
-        Picture(
-            _name(cells, index, "parallel-plan"),
-            "Memory on each GPU by strategy",
-            partial(_draw_plan, cell=cell),
-            (7.0, 1.2 + 0.4 * len(cell.get("strategies"))),
-        )
-        for index, cell in enumerate(cells)
-    ]
+    return _one_each(cells, "parallel-plan", "Memory on each GPU by strategy", _draw_plan, "strategies")
 
 
 def _draw_plan(figure: Any, cell: CellView) -> None:
