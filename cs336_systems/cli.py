@@ -8,12 +8,13 @@ from pathlib import Path
 from typing import Any
 
 from cs336_systems import __version__
-from cs336_systems.benchmark.benchmark import BenchArguments, ShapeArguments, bench
+from cs336_systems.benchmark.benchmark import BenchArguments, bench
 from cs336_systems.benchmark.benchmark import __doc__ as bench_manual
 from cs336_systems.benchmark.catalogue import EXPERIMENTS, PRESETS, RUNNABLE
 from cs336_systems.benchmark.fit import FitArguments
 from cs336_systems.benchmark.plan import PlanArguments
 from cs336_systems.benchmark.session import SessionArguments
+from cs336_systems.benchmark.shape import ShapeArguments
 from cs336_systems.commands import guarded
 from cs336_systems.config import RunConfig, flag, flag_like
 from cs336_systems.flags import Parser, add_flags, read_flags

@@ -19,45 +19,13 @@ from pathlib import Path
 if __name__ == "__main__":  # run by path: this folder would come first and hide standard modules behind its files
     sys.path[0] = str(Path(__file__).resolve().parents[2])
 
-import dataclasses
 from dataclasses import dataclass
 from itertools import product
 from typing import Any
 
 from cs336_systems.benchmark.session import SessionArguments, new_run_file, run_session
-from cs336_systems.config import ModelConfig, RunConfig, canonical_size, flag, flag_like, model_config
-
-
-@dataclass(frozen=True)
-class ShapeArguments:
-    """A model by name, with any field replaced."""
-
-    size: str = flag("", "tiny, small, medium, large, xl, 2.7B, 2026/xl, ... (default: small; tiny without a GPU)")
-    vocab_size: int | None = flag(None, "vocabulary size (default: 10000)")
-    context_length: int | None = flag(None, "tokens per sequence (default: 512; tiny: 128)")
-    d_model: int | None = flag(None, "width of the residual stream (default: the size's)")
-    num_layers: int | None = flag(None, "Transformer blocks (default: the size's)")
-    num_heads: int | None = flag(None, "attention heads (default: the size's)")
-    d_ff: int | None = flag(None, "inner width of the feed-forward network (default: the size's)")
-    rope_theta: float | None = flag(None, "base of the rotary position embedding (default: 10000)")
-    batch_size: int = flag_like(RunConfig, "batch_size")
-    mode: str = flag_like(RunConfig, "mode")
-    precision: str = flag_like(RunConfig, "precision")
-    attention: str = flag_like(RunConfig, "attention")
-    checkpoint_blocks: int = flag_like(RunConfig, "checkpoint_blocks")
-
-    def run_config(self, *, default_size: str = "small", **fields: Any) -> RunConfig:
-        """`fields` of the run, or of the model, in place of the arguments'."""
-        model_fields = {spec.name for spec in dataclasses.fields(ModelConfig)}
-        given = {name: getattr(self, name) for name in model_fields if getattr(self, name) is not None}
-        given |= {name: fields.pop(name) for name in model_fields & fields.keys()}
-        # A shape given without a name stands on the small size, as the course's own script does.
-        shape_given = given.keys() & {"d_model", "num_layers", "num_heads", "d_ff"}
-        size = fields.pop("size", self.size) or ("small" if shape_given else default_size)
-        model = model_config(size, **given)
-        names = ("batch_size", "mode", "precision", "attention", "checkpoint_blocks")
-        run = {name: getattr(self, name) for name in names}
-        return RunConfig(model=model, size=canonical_size(size, model), **{**run, **fields})
+from cs336_systems.benchmark.shape import ShapeArguments
+from cs336_systems.config import RunConfig, flag, flag_like
 
 
 @dataclass(frozen=True)

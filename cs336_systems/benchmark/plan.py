@@ -3,8 +3,8 @@
 from dataclasses import dataclass
 from typing import Any
 
-from cs336_systems.benchmark.benchmark import ShapeArguments
 from cs336_systems.benchmark.fit import CONTEXT_RESERVE, MODEL_ERROR, card_name, gpu_bytes
+from cs336_systems.benchmark.shape import ShapeArguments
 from cs336_systems.config import RunConfig, UserError, flag, flag_like
 from cs336_systems.measure.flops import peak_flops
 from cs336_systems.measure.parallel_model import Cluster, Plan, Strategy, feed_forward, transformer
