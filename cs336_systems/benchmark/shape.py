@@ -1,4 +1,4 @@
-"""A model's shape on the command line: a size by name, with any field replaced. Every command that builds one has it."""
+"""A model's shape on the command line: a size by name, with any field replaced. All commands that build one have it."""
 
 import dataclasses
 from dataclasses import dataclass
