@@ -19,6 +19,7 @@ from cs336_systems.commands import guarded
 from cs336_systems.config import RunConfig, flag, flag_like
 from cs336_systems.flags import Parser, add_flags, read_flags
 from cs336_systems.table import FORMATS
+from cs336_systems.train.settings import TrainSettings
 
 
 def operands(help: str, metavar: str) -> Any:
@@ -164,6 +165,17 @@ def plan(arguments: _PlanArguments) -> int:
     return 0
 
 
+def train(settings: TrainSettings) -> int:
+    """Train a language model on a file; goes on where it was when it is called again. Under torchrun on many ranks.
+
+    cs336 train --data README.md --steps 200 --output runs/readme
+    torchrun --nproc_per_node 2 -m cs336_systems train --data README.md --parallel fsdp --device cpu
+    """
+    from cs336_systems.train.loop import train as run_training
+
+    return run_training(settings)
+
+
 @dataclass(frozen=True)
 class TableArguments:
     files: tuple[str, ...] = operands("files of records", "FILE")
@@ -279,6 +291,7 @@ COMMANDS = {
     "memory": Command("what a step needs, part by part, without a GPU", MemoryArguments, memory),
     "fit": Command("what fits on a given GPU", _FitArguments, fit),
     "plan": Command("memory and messages of a parallel layout, one GPU to thousands", _PlanArguments, plan),
+    "train": Command("train a language model; resumes, survives faults", TrainSettings, train),
     "table": Command("records as terminal, Markdown, CSV, LaTeX or Typst tables", TableArguments, table),
     "tune": Command("tile choices of the attention kernels for this GPU", TuneArguments, tune),
     "doctor": Command("what this machine has, what is missing, how to mend it", DoctorArguments, doctor),

@@ -12,8 +12,9 @@ import importlib
 import math
 import os
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -96,6 +97,28 @@ class TrainStep:
             with self._phase("sync", watch):
                 self._finish_sync()
         return loss.detach()
+
+    def accumulate(
+        self, batches: Sequence[tuple[Tensor, Tensor]], *, loss_scale: float = 1.0, watch: Watch = nullcontext
+    ) -> Tensor:
+        """The mean loss of several batches of one size, and the gradient of it times `loss_scale`, over all ranks; the
+        update is the caller's. Only the last batch is sent, where the wrapper can wait with that."""
+        losses = []
+        for number, (inputs, targets) in enumerate(batches, start=1):
+            no_sync: Any = getattr(self.model, "no_sync", nullcontext)
+            with no_sync() if number < len(batches) else nullcontext():
+                with self._phase("forward", watch):
+                    logits = self.logits(inputs)
+                with self._phase("loss", watch):
+                    loss = self.loss(logits, targets)
+                    del logits
+                with self._phase("backward", watch):
+                    (loss * (loss_scale / len(batches))).backward()
+            losses.append(loss.detach())
+        if self._finish_sync is not None:
+            with self._phase("sync", watch):
+                self._finish_sync()
+        return torch.stack(losses).mean()
 
     def logits(self, inputs: Tensor) -> Tensor:
         """The forward pass in the configured precision."""

@@ -18,7 +18,7 @@ LEVELS = {
     3: ("step",),
     4: ("measure",),
     5: ("report",),
-    6: ("benchmark",),
+    6: ("benchmark", "train"),
     7: ("cli", "__main__"),
 }
 """The part of the package (a module or folder of its root, "" its __init__) to its level. A part imports from lower

@@ -234,8 +234,9 @@ class Unit:
         """Of every rank but the last ones, whose shards are shorter, or empty; they are sent at this length."""
         begin, end = (min(i * self._rows_each, rows) for i in (rank, rank + 1))
         self.shard = nn.Parameter(weight[begin:end].clone(), requires_grad)
-        # For clip_grad_norm_, which may be given parameters alone.
+        # For clip_grad_norm_, which may be given parameters alone, and for who saves them.
         self.shard.is_shard = True  # type: ignore[attr-defined]
+        self.shard.full_shape = weight.shape  # type: ignore[attr-defined]
         self._padded = torch.empty(
             ranks * self._rows_each, *weight.shape[1:], dtype=compute_dtype or weight.dtype, device=weight.device
         )

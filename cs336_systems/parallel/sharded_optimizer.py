@@ -112,6 +112,11 @@ class ShardedOptimizer(Optimizer):
                     group.update(_options(inner))
         return loss
 
+    @property
+    def owned(self) -> list[Tensor]:
+        """Parameters that this rank updates, and whose state it has."""
+        return [p for p, owner in self._owner.items() if owner == dist.get_rank()]
+
     # -- the whole state ----------------------------------------------------------------------------------------------
 
     def state_dict(self) -> dict[str, Any]:

@@ -1,0 +1,409 @@
+"""The training loop: the same on a laptop's CPU and on many nodes under torchrun, and the same after a restart.
+
+    cs336 train --data text.txt --output runs/mine
+    torchrun --nproc_per_node 8 -m cs336_systems train --data tokens.bin --parallel fsdp --output runs/mine
+
+Everything that a step depends on is a function of the configuration and the step's number, or is in the checkpoint. A
+signal (SIGTERM, SIGINT) ends the step, saves, and leaves with STOPPED; the same command goes on from there.
+"""
+
+import contextlib
+import dataclasses
+import fcntl
+import json
+import math
+import os
+import signal
+import sys
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from cs336_systems import record
+from cs336_systems.config import ModelConfig, RunConfig, UserError
+from cs336_systems.measure.environment import capture
+from cs336_systems.measure.flops import model_flops, peak_flops
+from cs336_systems.parallel import DDP, FSDP, ShardedOptimizer, clip_grad_norm_
+from cs336_systems.parallel.launch import Rank, process_group
+from cs336_systems.record import GIB, Record
+from cs336_systems.step import AUTOCAST_DTYPES, TrainStep, build_model, cosine_lr, require_device
+from cs336_systems.train.checkpoint import Checkpoint, Store, rng_state, set_rng_state, training_state
+from cs336_systems.train.data import Corpus
+from cs336_systems.train.settings import TrainSettings
+
+STOPPED = 75
+"""Exit code of a run that was asked to stop and can go on: sysexits' "temporary failure, try again"."""
+BUCKET_MB = 25
+
+
+@dataclass
+class Progress:
+    """Where a run stands; all of it is in its checkpoints."""
+
+    step: int = 0
+    """Steps done."""
+    loss_scale: float = 1.0
+    good_steps: int = 0
+    """Since the loss scale was changed."""
+    skipped: int = 0
+    skipped_in_a_row: int = 0
+
+
+def train(settings: TrainSettings) -> int:
+    """Train to the end, or until told to stop; the exit code."""
+    with process_group(device=settings.device and settings.device.split(":")[0]) as rank, _one_run(settings, rank):
+        trainer = Trainer(settings, rank)
+        trainer.resume()
+        return trainer.run()
+
+
+class Trainer:
+    def __init__(self, settings: TrainSettings, rank: Rank):
+        self.settings = settings
+        self.rank = rank
+        self.micro_batches = settings.micro_batches(rank.world_size)
+        self.corpus = Corpus.open(
+            settings.data,
+            context_length=settings.model.context_length,
+            vocab_size=settings.model.vocab_size,
+            validation_share=settings.validation_share,
+        )
+        self.run_config = RunConfig(
+            model=settings.model,
+            batch_size=settings.micro_batch_size,
+            precision=settings.precision,
+            attention=settings.attention,
+            checkpoint_blocks=settings.checkpoint_blocks,
+            compile=settings.compile,
+            device=str(rank.device),
+            seed=settings.seed,
+        )
+        require_device(self.run_config.device)
+        torch.manual_seed(settings.seed)
+        with rank.device:
+            model = build_model(self.run_config)
+        wrapped = _wrapped(model, settings, rank)
+        self.optimizer = _optimizer(wrapped, settings)
+        self.step = TrainStep(wrapped, self.run_config, self.optimizer)
+        self.progress = Progress(loss_scale=2.0**16 if settings.precision == "fp16" else 1.0)
+        self.store = Store(settings.folder / "checkpoints", keep=settings.keep, keep_every=settings.keep_every)
+        self.store.prepare()
+        self.log = Log(settings, rank, self.run_config) if rank.rank == 0 else None
+
+    # -- coming back --------------------------------------------------------------------------------------------------
+
+    def resume(self) -> None:
+        found = self.store.newest()
+        if found is None:
+            return
+        _require_same_work(self.settings, found)
+        state = {**training_state(self.step.model, self.optimizer), **self._own_rng(found)}
+        self.store.load(found, state)
+        set_rng_state({name: value for name, value in state.items() if name.startswith("rng/")})
+        self.progress = Progress(**found.manifest["progress"])
+        self._say(f"resumed at step {self.progress.step} from {found.path}")
+
+    def _own_rng(self, found: Checkpoint) -> dict[str, Tensor]:
+        """Of a rank that was there when it was saved, on the same kind of device."""
+        return {name: value for name, value in rng_state().items() if name in found.manifest["rng"]}
+
+    def save(self) -> None:
+        own = rng_state()
+        state = {**training_state(self.step.model, self.optimizer), **own}
+        names: list[Any] = [None] * self.rank.world_size
+        dist.all_gather_object(names, list(own))
+        manifest = {
+            "step": self.progress.step,
+            "progress": dataclasses.asdict(self.progress),
+            "settings": self.settings.to_dict(),
+            "world_size": self.rank.world_size,
+            "rng": [name for of_rank in names for name in of_rank],
+        }
+        if path := self.store.save(state, manifest):
+            self._say(f"saved {path}")
+
+    # -- the loop -----------------------------------------------------------------------------------------------------
+
+    def run(self, stop_after: int | None = None) -> int:
+        """To the end, or until told to stop, or to the step `stop_after`; the exit code."""
+        settings, progress = self.settings, self.progress
+        if progress.step >= settings.steps:
+            self._say(f"nothing to do: all {settings.steps} steps are done")
+            return 0
+        with _Signals() as signals:
+            saved_at = progress.step
+            while progress.step < settings.steps:
+                stop = self._train_step(signals) or progress.step == stop_after
+                if settings.eval_every and progress.step % settings.eval_every == 0:
+                    self._evaluate()
+                if progress.step % settings.save_every == 0 or progress.step == settings.steps or stop:
+                    self.save()
+                    saved_at = progress.step
+                if progress.skipped_in_a_row >= settings.most_skipped:
+                    raise UserError(
+                        f"{progress.skipped_in_a_row} steps in a row had a loss or gradient that is not finite; the "
+                        f"last checkpoint is of step {saved_at}, in {str(self.store.folder)!r}; try a smaller "
+                        f"--learning_rate"
+                    )
+                if stop:
+                    self._say(f"stopped after step {progress.step}; the same command goes on from there")
+                    return STOPPED
+        self._say(f"done: {settings.steps} steps")
+        return 0
+
+    def _train_step(self, signals: "_Signals") -> bool:
+        """One step; whether some rank was told to stop."""
+        settings, progress = self.settings, self.progress
+        begin = time.perf_counter()
+        rate = cosine_lr(
+            progress.step,
+            peak=settings.learning_rate,
+            floor=settings.learning_rate * settings.final_share,
+            warmup_steps=settings.warmup_steps,
+            total_steps=settings.steps,
+        )
+        for group in self.optimizer.param_groups:
+            group["lr"] = rate
+        loss = self.step.accumulate(self._batches(), loss_scale=progress.loss_scale)
+        norm = self._unscaled_norm()
+        # One message for all that ranks must agree on.
+        shared = torch.tensor([loss.item(), float(signals.stop)], dtype=torch.float64, device=_on(self.rank))
+        dist.all_reduce(shared)
+        mean, stop = shared[0].item() / self.rank.world_size, bool(shared[1].item())
+        self._update(math.isfinite(norm) and math.isfinite(mean))
+        progress.step += 1
+        if self.log is not None:
+            self.log.step(progress, mean, norm, rate, time.perf_counter() - begin)
+        return stop
+
+    def _batches(self) -> list[tuple[Tensor, Tensor]]:
+        """This rank's part of the step's sequences, in micro batches."""
+        settings = self.settings
+        per_rank = settings.batch_size // self.rank.world_size
+        first = self.progress.step * settings.batch_size + self.rank.rank * per_rank
+        inputs, targets = self.corpus.training(settings.seed, first, per_rank)
+        parts = zip(inputs.chunk(self.micro_batches), targets.chunk(self.micro_batches), strict=True)
+        return [(a.to(self.rank.device), b.to(self.rank.device)) for a, b in parts]
+
+    @torch.no_grad()
+    def _unscaled_norm(self) -> float:
+        """Gradients as if the loss had not been scaled, and clipped; their norm over the whole model before that. It is
+        the same on all ranks, and not finite if any gradient is not."""
+        grads = [p.grad for p in self.step.model.parameters() if p.grad is not None]
+        if self.progress.loss_scale != 1.0:
+            torch._foreach_mul_(grads, 1 / self.progress.loss_scale)
+        limit = self.settings.max_grad_norm or math.inf
+        if isinstance(self.step.model, FSDP):
+            return clip_grad_norm_(self.step.model, limit).item()
+        return nn.utils.clip_grad_norm_(self.step.model.parameters(), limit).item()
+
+    def _update(self, is_finite: bool) -> None:
+        progress = self.progress
+        progress.good_steps += 1
+        if is_finite:
+            self.optimizer.step()
+            progress.skipped_in_a_row = 0
+            if self.settings.precision == "fp16" and progress.good_steps >= self.settings.loss_scale_growth:
+                progress.loss_scale, progress.good_steps = progress.loss_scale * 2, 0
+        elif self.settings.precision == "fp16" and progress.loss_scale > 1:
+            progress.loss_scale, progress.good_steps = progress.loss_scale / 2, 0  # how the scale is found: no fault
+        else:
+            progress.skipped += 1
+            progress.skipped_in_a_row += 1
+            self._say(f"step {progress.step + 1}: loss or gradient is not finite; weights left as they were")
+        self.optimizer.zero_grad(set_to_none=True)
+
+    # -- looking at it ------------------------------------------------------------------------------------------------
+
+    @torch.no_grad()
+    def _evaluate(self) -> None:
+        settings = self.settings
+        total = torch.zeros((), dtype=torch.float64, device=_on(self.rank))
+        for number in range(settings.eval_batches):
+            first = (number * self.rank.world_size + self.rank.rank) * settings.micro_batch_size
+            inputs, targets = self.corpus.validation(first, settings.micro_batch_size)
+            logits = self.step.logits(inputs.to(self.rank.device))
+            total += self.step.loss(logits, targets.to(self.rank.device)).to(total)
+        dist.all_reduce(total)
+        loss = total.item() / (settings.eval_batches * self.rank.world_size)
+        if self.log is not None:
+            self.log.evaluation(self.progress.step, loss)
+        if settings.is_text:
+            text = self.sample(settings.sample_prompt, settings.sample_tokens)
+            self._say(f"sample: {text!r}")
+
+    @torch.no_grad()
+    def sample(self, prompt: str, count: int) -> str:
+        """`count` bytes that the model goes on with, each the likeliest of 256 by a throw of its own dice."""
+        tokens = list(prompt.encode())
+        dice = torch.Generator().manual_seed(self.settings.seed)  # not the run's: looking changes nothing
+        context = self.settings.model.context_length
+        for _ in range(count):
+            recent = torch.tensor([tokens[-context:]], device=self.rank.device)
+            logits = self._any_length(recent)[0, -1, :256].float().cpu()
+            tokens.append(int(torch.multinomial(torch.softmax(logits, dim=-1), 1, generator=dice)))
+        return bytes(tokens).decode(errors="replace")
+
+    def _any_length(self, tokens: Tensor) -> Tensor:
+        dtype = AUTOCAST_DTYPES.get(self.settings.precision)
+        with torch.autocast(self.rank.device.type, dtype) if dtype else contextlib.nullcontext():
+            return self.step.model(tokens)
+
+    def _say(self, text: str) -> None:
+        if self.rank.rank == 0:
+            print(text, flush=True)
+
+
+def _wrapped(model: nn.Module, settings: TrainSettings, rank: Rank) -> nn.Module:
+    match settings.parallel:
+        case "none":
+            if rank.world_size > 1:
+                raise UserError(f"--parallel none is for one rank, and there are {rank.world_size}; use ddp or fsdp")
+            return model
+        case "ddp" | "ddp-sharded":
+            return DDP(model, bucket_size_mb=BUCKET_MB)
+        case _:
+            return FSDP(model, compute_dtype=AUTOCAST_DTYPES.get(settings.precision))
+
+
+def _optimizer(model: nn.Module, settings: TrainSettings) -> torch.optim.Optimizer:
+    """AdamW; weights of products decay, gains of norms do not."""
+    decayed = [p for p in model.parameters() if p.dim() >= 2]
+    others = [p for p in model.parameters() if p.dim() < 2]
+    groups = [{"params": decayed, "weight_decay": settings.weight_decay}, {"params": others, "weight_decay": 0.0}]
+    options: dict[str, Any] = {"lr": settings.learning_rate, "betas": (settings.beta1, settings.beta2), "fused": True}
+    if settings.parallel == "ddp-sharded":
+        return ShardedOptimizer(groups, torch.optim.AdamW, **options)
+    return torch.optim.AdamW(groups, **options)
+
+
+def _on(rank: Rank) -> torch.device:
+    """Where the group's small messages lie."""
+    return rank.device if dist.get_backend() == "nccl" else torch.device("cpu")
+
+
+def _require_same_work(settings: TrainSettings, found: Checkpoint) -> None:
+    """UserError that names what differs, where it would make another run of it."""
+    before, now = found.manifest["settings"], settings.to_dict()
+    differing = {
+        name: (before.get(name), now[name]) for name in (*TrainSettings.FIXED, "model") if before.get(name) != now[name]
+    }
+    if differing:
+        said = "; ".join(f"{name} was {_short(old)} and is {_short(new)}" for name, (old, new) in differing.items())
+        raise UserError(f"{str(found.path)!r} is of another run: {said}; choose another --output")
+
+
+def _short(value: Any) -> str:
+    return json.dumps(value) if not isinstance(value, dict) else str(ModelConfig(**value)).removeprefix("ModelConfig")
+
+
+@contextlib.contextmanager
+def _one_run(settings: TrainSettings, rank: Rank) -> Iterator[None]:
+    """Two runs in one folder would overwrite each other's checkpoints."""
+    if rank.rank != 0:
+        yield
+        return
+    try:
+        settings.folder.mkdir(parents=True, exist_ok=True)
+        lock = (settings.folder / ".lock").open("w")
+    except OSError as error:
+        raise UserError(
+            f"cannot write to {str(settings.folder)!r}: {error.strerror}; choose another --output"
+        ) from None
+    with lock:
+        try:
+            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except OSError:
+            raise UserError(f"another run is training in {str(settings.folder)!r}; choose another --output") from None
+        yield
+
+
+class _Signals:
+    """SIGTERM and SIGINT ask for an end after the step; a second one ends at once."""
+
+    def __init__(self) -> None:
+        self.stop = False
+        self._before: dict[int, Any] = {}
+
+    def __enter__(self) -> "_Signals":
+        for number in (signal.SIGTERM, signal.SIGINT):
+            self._before[number] = signal.signal(number, self._asked)
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        for number, handler in self._before.items():
+            signal.signal(number, handler)
+
+    def _asked(self, number: int, frame: Any) -> None:
+        if self.stop:
+            os._exit(128 + number)
+        self.stop = True
+        print(
+            f"{signal.Signals(number).name}: ending this step, then saving; once more to end at once", file=sys.stderr
+        )
+
+
+class Log:
+    """A line for a person now and then, and records of every step; rank 0's."""
+
+    def __init__(self, settings: TrainSettings, rank: Rank, run: RunConfig):
+        self._settings = settings
+        self._path = settings.folder / "records.jsonl"
+        self._environment = capture(str(rank.device))
+        self._device = rank.device
+        self._flops = model_flops(dataclasses.replace(run, batch_size=settings.batch_size))
+        peak = peak_flops(self._environment.gpu, settings.precision) if rank.device.type == "cuda" else None
+        self._peak = peak * rank.world_size if peak else None
+        self._waiting: dict[str, list[float]] = {}
+        self._first = 0
+
+    def step(self, progress: Progress, loss: float, norm: float, rate: float, seconds: float) -> None:
+        if not self._waiting:
+            self._first = progress.step
+        values = {"loss": loss, "gradient_norm": norm, "learning_rate": rate, "step_time": seconds}
+        for name, value in values.items():
+            self._waiting.setdefault(name, []).append(value)
+        if progress.step % self._settings.log_every and progress.step != self._settings.steps:
+            return
+        self._show(progress)
+        units = {"step_time": "s"}
+        self._append(self._first, {name: (units.get(name, "1"), found) for name, found in self._waiting.items()})
+        self._waiting = {}
+
+    def evaluation(self, step: int, loss: float) -> None:
+        print(f"step {step}: validation loss {loss:.4f}", flush=True)
+        self._append(step, {"validation_loss": ("1", [loss])})
+
+    def _append(self, first: int, metrics: dict[str, tuple[str, list[float]]]) -> None:
+        config = {**self._settings.to_dict(), "first_step": first}
+        record.append(
+            self._path,
+            [
+                Record("train", config, name, unit, tuple(v), "ok", self._environment)
+                for name, (unit, v) in metrics.items()
+            ],
+        )
+
+    def _show(self, progress: Progress) -> None:
+        settings = self._settings
+        seconds = sum(self._waiting["step_time"]) / len(self._waiting["step_time"])
+        tokens = settings.batch_size * settings.model.context_length
+        left = int(seconds * (settings.steps - progress.step))
+        parts = [
+            f"step {progress.step}/{settings.steps}",
+            f"loss {self._waiting['loss'][-1]:.4f}",
+            f"grad_norm {self._waiting['gradient_norm'][-1]:.3f}",
+            f"lr {self._waiting['learning_rate'][-1]:.2e}",
+            f"throughput(tps) {tokens / seconds:,.0f}",
+            f"tflops {self._flops / seconds / 1e12:.3g}",
+            f"mfu(%) {100 * self._flops / seconds / self._peak:.1f}" if self._peak else "mfu(%) N/A",
+        ]
+        if self._device.type == "cuda":
+            parts.append(f"memory/max_active(GiB) {torch.cuda.max_memory_allocated() / GIB:.2f}")
+        parts.append(f"ETA {left // 3600}:{left // 60 % 60:02d}:{left % 60:02d}")
+        print("  ".join(parts), flush=True)
