@@ -15,18 +15,21 @@ SCORES, SOFTMAX, OUTPUT = "attention scores", "attention softmax", "attention ou
 # The first that is found in the name counts, so what is special comes first: a fused optimizer is made of
 # multi_tensor_apply, a softmax is a reduction with an elementwise end, a cast is an elementwise kernel that copies.
 _PATTERNS: list[tuple[str, str]] = [
+    (ELEMENTWISE, r"^triton_poi_"),  # torch.compile's own: the words after it say what was fused, not what it does
+    (REDUCTION, r"^triton_(per|red)_"),
+    (ATTENTION, r"^(forward|grad_q|grad_kv|grad)_kernel$"),  # flash_triton.py's
     (COMMUNICATION, r"nccl|gloo:|c10d::|all_?reduce|all_?gather|reduce_?scatter|broadcast_kernel"),
     (ATTENTION, r"flash|fmha|attention|sdpa|\bmha_|_attn_"),
     (OPTIMIZER, r"adam|lamb\b|sgd|multi_tensor|optimizer|_foreach_"),
     (MATMUL, r"nvjet|cutlass|xmma|gemm|gemv|cublas|splitk|mat_?mul|aten::(mm|bmm|addmm|baddbmm|linear|dot|einsum)\b"),
     (COPY, r"memcpy|memset|direct_copy|copy_kernel|copy_device_to_device|catarray|fillfunctor"
            r"|aten::(_?to_?(copy)?|copy_|clone|cat|contiguous|fill_|zero_|zeros|zeros_like|ones|ones_like|empty|empty_like|new_zeros|new_empty.*|stack|full.*)$"),
-    (REDUCTION, r"softmax|reduce|norm|cross_entropy|nll_?loss|logsumexp|welford|triton_(per|red)_|cunn_|amax|argmax"
+    (REDUCTION, r"softmax|reduce|norm|cross_entropy|nll_?loss|logsumexp|welford|cunn_|amax|argmax"
                 r"|aten::(sum|mean|max|min|_?amp_foreach.*)$|gamma_?beta|rms"),
     (OTHER, r"sort|scan|embedding|index|gather|scatter|philox|distribution|random|radix|histogram|unique|krn_partial"
             r"|compute_grad_weight|sum_and_scatter|segment_offsets|item|is_nonzero|_local_scalar_dense|lift_fresh"
             r"|compute_num|write_num"),
-    (ELEMENTWISE, r"elementwise|vectorized|unrolled|pointwise|triton_poi_|triu|tril|masked|where|functor"
+    (ELEMENTWISE, r"elementwise|vectorized|unrolled|pointwise|triu|tril|masked|where|functor"
                   r"|aten::(mul|add|sub|div|neg|exp|log|pow|sqrt|rsqrt|silu(_backward)?|sigmoid|addcmul|flip|reciprocal|relu|gelu"
                   r"|tanh|cos|sin|eq|ne|lt|gt|le|ge|bitwise.*|logical.*|repeat_interleave|arange|clamp.*|abs)(_|\.\w+)?$"),
     (OTHER, r"^(aten|autograd|torch|cs336|prim|profiler)::|backward\d*$|accumulategrad|^optimizer|^detach$"),

@@ -7,12 +7,14 @@ How a kernel finds its phase. The host launches kernels from inside ranges (`for
 carries the number of its launch. Backward's kernels are launched by another thread, but while the range is open.
 
 How it finds its part (`attention softmax`, ...). In forward by the range around the launch. In backward there is none:
-the operator that launched it carries the number of the forward operator whose gradient it computes, and that one lay
-in a range. Without a GPU the operators themselves stand in for kernels, each with the time it spent in no other.
+the profiler ties the operator that launched it to the forward operator whose gradient it computes, by an arrow and by a
+number that both carry, and that one lay in a range. Without a GPU the operators themselves stand in for kernels, each
+with the time it spent in no other.
 """
 
 import gzip
 import json
+import math
 import re
 import statistics
 import zlib
@@ -28,6 +30,8 @@ from cs336_systems.kernel_classes import classify
 
 PHASES = ("forward", "loss", "backward", "sync", "optimizer")
 US = 1e-6
+HALF_NS = 5e-10
+"""Profilers count nanoseconds: what is nearer than this is the same moment, rounded."""
 
 
 @dataclass(frozen=True)
@@ -140,6 +144,10 @@ _NOT_A_PART = re.compile(rf"({'|'.join(PHASES)})$|ProfilerStep|Optimizer\.")
 """Ranges that say nothing of the model."""
 
 
+_Moment = tuple[float, Any]
+"""A time and a thread."""
+
+
 @dataclass
 class _Event:
     """Something of the host that took time: an operator, or a range that somebody named."""
@@ -151,6 +159,8 @@ class _Event:
     """Seconds that it spent in no other of its kind."""
     sequence: int | None
     is_backward: bool
+    forward: "_Moment | None"
+    """When and where the operator began whose gradient this computes, if an arrow says so."""
     parent: "_Event | None" = None
 
 
@@ -163,7 +173,7 @@ class _Nest:
     def add(self, event: _Event) -> None:
         """In the order of their starts, the longer first."""
         around = self.events[-1] if self.events else None
-        while around is not None and around.end <= event.start:
+        while around is not None and around.end <= event.start + HALF_NS:
             around = around.parent
         if around is not None:
             event.parent = around
@@ -180,11 +190,11 @@ class _Nest:
 
 
 def read_chrome(path: Path) -> Trace:
-    events = [event for event in _chrome_events(path) if event.get("ph") == "X"]
+    events, arrows = _chrome_events(path)
     spans = sorted(map(_span, _of(events, "user_annotation")), key=lambda span: span.start)
     phases = [span for span in spans if span.name in PHASES]
     named = [event for event in _of(events, "user_annotation") if not _NOT_A_PART.match(event["name"])]
-    operators = _nests(_of(events, "cpu_op"))
+    operators = _nests(_of(events, "cpu_op"), arrows)
     attribute = _Attribution(phases, _nests(named), operators)
     works = _of(events, *_ON_GPU)
     if works:
@@ -206,7 +216,38 @@ def read_chrome(path: Path) -> Trace:
     return Trace(kernels, phases, bool(works))
 
 
-def _chrome_events(path: Path) -> list[dict[str, Any]]:
+def _chrome_events(path: Path) -> tuple[list[dict[str, Any]], dict[_Moment, _Moment]]:
+    """What took time, and the arrows from operators of backward to those of forward; times in seconds since the first.
+
+    (A float of microseconds since the machine was started cannot tell nanoseconds apart.)
+    """
+    found = _trace_events(path)
+    events = [event for event in found if event.get("ph") == "X"]
+    if problem := next(filter(None, map(_problem, events)), None):
+        raise UserError(f"{str(path)!r} is not a trace of torch.profiler: an event {problem}")
+    first = min((event["ts"] for event in events), default=0.0)
+    for event in events:
+        event["start"], event["duration"] = (event["ts"] - first) * US, event.get("dur", 0) * US
+    ends: dict[Any, dict[str, _Moment]] = defaultdict(dict)
+    for event in _of(found, "fwdbwd"):
+        if event.get("ph") in ("s", "f") and isinstance(event.get("ts"), int | float):
+            ends[event.get("id")][event["ph"]] = (event["ts"] - first) * US, event.get("tid")
+    return events, {arrow["f"]: arrow["s"] for arrow in ends.values() if len(arrow) == 2}
+
+
+def _problem(event: dict[str, Any]) -> str | None:
+    """What keeps it from being read."""
+    numbers = (event.get("ts"), event.get("dur", 0))
+    if not all(isinstance(number, int | float) and math.isfinite(number) for number in numbers):
+        return "without a time"
+    if not isinstance(event.get("name"), str):
+        return "without a name"
+    if not isinstance(event.get("args", {}), dict):
+        return f"whose arguments are {type(event['args']).__name__}"
+    return None if "tid" in event else "without a thread"
+
+
+def _trace_events(path: Path) -> list[dict[str, Any]]:
     try:
         data = path.read_bytes()
         data = gzip.decompress(data) if data[:2] == b"\x1f\x8b" else data
@@ -222,12 +263,6 @@ def _chrome_events(path: Path) -> list[dict[str, Any]]:
     events = document.get("traceEvents") if isinstance(document, dict) else None
     if not isinstance(events, list) or not all(isinstance(event, dict) for event in events):
         raise UserError(f"{str(path)!r} is not a trace of torch.profiler: it has no list of traceEvents")
-    try:  # what is read of them below
-        for event in events:
-            if event.get("ph") == "X":
-                float(event["ts"]), float(event.get("dur", 0)), str(event["name"]), event["tid"]
-    except (KeyError, TypeError, ValueError) as error:
-        raise UserError(f"{str(path)!r} is not a trace of torch.profiler: an event without {error}") from None
     return events
 
 
@@ -236,27 +271,31 @@ def _of(events: Iterable[dict[str, Any]], *categories: str) -> list[dict[str, An
 
 
 def _span(event: dict[str, Any]) -> Span:
-    start = event["ts"] * US
-    return Span(event["name"], start, start + event.get("dur", 0) * US, event["tid"])
+    return Span(event["name"], event["start"], event["start"] + event["duration"], event["tid"])
 
 
 def _gpu_kernel(event: dict[str, Any], launches: dict[Any, dict[str, Any]], attribute: "_Attribution") -> Kernel:
-    span = _span(event)
     launch = launches.get(event.get("args", {}).get("correlation"))
-    if launch is None:
-        return Kernel(span.name, span.start, span.end - span.start)
-    phase, part = attribute(launch["ts"] * US, launch["tid"])
-    return Kernel(span.name, span.start, span.end - span.start, phase, part)
+    where = (None, None) if launch is None else attribute(launch["start"], launch["tid"])
+    return Kernel(event["name"], event["start"], event["duration"], *where)
 
 
-def _nests(events: list[dict[str, Any]]) -> dict[Any, _Nest]:
+def _nests(events: list[dict[str, Any]], arrows: dict[_Moment, _Moment] | None = None) -> dict[Any, _Nest]:
     """Thread -> its events."""
     nests: dict[Any, _Nest] = defaultdict(_Nest)
-    for event in sorted(events, key=lambda event: (event["ts"], -event.get("dur", 0))):
+    for event in sorted(events, key=lambda event: (event["start"], -event["duration"])):
         span, arguments = _span(event), event.get("args", {})
-        sequence, is_backward = arguments.get("Sequence number"), bool(arguments.get("Fwd thread id"))
-        own = span.end - span.start
-        nests[span.thread].add(_Event(span.name, span.start, span.end, own, sequence, is_backward))
+        nests[span.thread].add(
+            _Event(
+                span.name,
+                span.start,
+                span.end,
+                own=event["duration"],
+                sequence=arguments.get("Sequence number"),
+                is_backward=bool(arguments.get("Fwd thread id")),
+                forward=(arrows or {}).get((span.start, span.thread)),
+            )
+        )
     return nests
 
 
@@ -267,7 +306,7 @@ class _Attribution:
         self._phases = phases
         self._parts = parts
         self._operators = operators
-        self._forward: dict[int, tuple[float, Any]] = {}
+        self._forward: dict[int, _Moment] = {}
         """Number of an operator -> when it began, and on which thread."""
         for thread, nest in operators.items():
             for event in nest.events:
@@ -290,8 +329,12 @@ class _Attribution:
         return self._operators[thread].at(time) if thread in self._operators else None
 
     def _part_of_forward(self, operator: _Event | None) -> str | None:
+        by_number = None
         while operator is not None:
-            if operator.is_backward and operator.sequence in self._forward:
-                return self._part(*self._forward[operator.sequence])
+            if operator.forward is not None:
+                return self._part(*operator.forward)
+            if operator.is_backward and by_number is None:
+                by_number = self._forward.get(operator.sequence)  # type: ignore[arg-type]
             operator = operator.parent
-        return None
+        # Numbers are counted on each thread: where some are used twice, as by recomputation, arrows are safer.
+        return self._part(*by_number) if by_number else None
