@@ -13,10 +13,11 @@ from cs336_systems.benchmark.benchmark import __doc__ as bench_manual
 from cs336_systems.benchmark.catalogue import EXPERIMENTS, PRESETS, RUNNABLE
 from cs336_systems.benchmark.fit import FitArguments
 from cs336_systems.benchmark.plan import PlanArguments
+from cs336_systems.benchmark.profiling import ProfileArguments
 from cs336_systems.benchmark.session import SessionArguments
 from cs336_systems.benchmark.shape import ShapeArguments
 from cs336_systems.commands import guarded
-from cs336_systems.config import RunConfig, flag, flag_like
+from cs336_systems.config import flag
 from cs336_systems.flags import Parser, add_flags, read_flags
 from cs336_systems.table import FORMATS
 from cs336_systems.train.settings import TrainSettings
@@ -58,56 +59,38 @@ def run(arguments: RunArguments) -> int:
     return 0
 
 
-@dataclass(frozen=True)
-class ProfileArguments(SessionArguments, ShapeArguments):
-    model: str | None = flag_like(RunConfig, "model_factory")
-    compile: bool = flag_like(RunConfig, "compile")
-    nsys: bool = flag(False, "kernels by Nsight Systems instead of torch.profiler, where it is installed")
-    only: tuple[str, ...] = flag((), "of kernels, memory, saved_tensors, only these")
-
-
 def profile(arguments: ProfileArguments) -> int:
     """Kernels and memory of a step: tables, a trace for Perfetto, a snapshot for memory_viz, a timeline to look into.
 
     cs336 profile --size small --mode train-step
     cs336 profile --size 2.7B --precision bf16 --attention auto --only memory
     """
-    from cs336_systems.benchmark.session import Requests, new_run_file, run_session
+    from cs336_systems.benchmark.profiling import run_profile
+
+    run_profile(arguments)
+    return 0
+
+
+@dataclass(frozen=True)
+class InspectArguments:
+    files: tuple[str, ...] = operands("traces of torch.profiler (.json, .json.gz) or nsys (.sqlite), snapshots", "FILE")
+    format: str = flag("terminal", "table format", FORMATS)
+
+
+def inspect(arguments: InspectArguments) -> int:
+    """What somebody else has recorded: kernels of a trace as tables, memory of a snapshot as tables and a page.
+
+    cs336 inspect trace.json.gz nsys.sqlite
+    cs336 inspect snapshot.pickle
+    """
+    from cs336_systems.benchmark.profiling import inspected
     from cs336_systems.config import UserError
-    from cs336_systems.measure.nsys import find_nsys
 
-    kinds = ("kernels", "memory", "saved_tensors")
-    for name in arguments.only:
-        if name not in kinds:
-            raise UserError(f"--only {name!r}: choose from {', '.join(kinds)}")
-    if arguments.mode == "inference" and "saved_tensors" in arguments.only:
-        raise UserError("mode 'inference' keeps nothing for backward; --only saved_tensors needs another mode")
-    if arguments.compile and "memory" in arguments.only:
-        raise UserError("memory is followed operator by operator, and a compiled model has none; leave out --compile")
-    by_nsys = arguments.nsys and find_nsys() is not None
-    if arguments.nsys and not by_nsys:
-        print("nsys is not installed, or not on PATH: torch.profiler serves", file=sys.stderr)
-    left_out = {"saved_tensors"} if arguments.mode == "inference" else set()
-    left_out |= {"memory"} if arguments.compile else set()
-
-    def requests_on(device: str) -> Requests:
-        run = arguments.run_config(
-            default_size="small" if device.startswith("cuda") else "tiny",
-            device=device,
-            model_factory=arguments.model,
-            compile=arguments.compile,
-            warmup_steps=arguments.warmup_steps,
-            num_steps=arguments.num_steps,
-        ).to_dict()
-        own = {"kernels": {"profiler": "nsys"} if by_nsys else {}}
-        return [
-            (name, {**run, **own.get(name, {})})
-            for name in arguments.only or kinds
-            if name in arguments.only or name not in left_out
-        ]
-
-    requests_on(arguments.device or "cuda")  # mistakes are told before a process is started
-    run_session(arguments, Path(arguments.output) if arguments.output else new_run_file("profile"), requests_on)
+    if not arguments.files:
+        raise UserError("name a trace (.json, .json.gz, .sqlite) or a memory snapshot (.pickle)")
+    for file in arguments.files:
+        for found in inspected(Path(file)):
+            print(found.render(arguments.format), end="\n\n")
     return 0
 
 
@@ -288,6 +271,7 @@ COMMANDS = {
     "bench": Command("time and memory of one configuration, or a sweep", BenchArguments, bench, bench_manual),
     "run": Command("named experiments, with presets; resumes", RunArguments, run),
     "profile": Command("kernels and memory of a step: tables, traces, a timeline", ProfileArguments, profile),
+    "inspect": Command("a trace or a memory snapshot that somebody recorded", InspectArguments, inspect),
     "memory": Command("what a step needs, part by part, without a GPU", MemoryArguments, memory),
     "fit": Command("what fits on a given GPU", _FitArguments, fit),
     "plan": Command("memory and messages of a parallel layout, one GPU to thousands", _PlanArguments, plan),

@@ -486,7 +486,7 @@ def test_an_attention_that_cannot_run_here_is_one_line(capsys, tmp_path, monkeyp
     ("words", "completed"),
     [
         (["be"], {"bench"}),
-        (["t"], {"table", "tune"}),
+        (["t"], {"table", "train", "tune"}),
         (["bench", "--prec"], {"--precision", "--precisions"}),
         (["run", "auto"], {"autocast_dtypes"}),
         (["bench", "--nothing"], set()),

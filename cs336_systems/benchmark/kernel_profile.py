@@ -5,18 +5,15 @@ from tempfile import TemporaryDirectory
 from typing import Any
 
 from cs336_systems.config import RunConfig, UserError
-from cs336_systems.kernel_classes import UNKNOWN
 from cs336_systems.measure.kernel_trace import profile_steps
 from cs336_systems.measure.nsys import find_nsys, profile_with_nsys
 from cs336_systems.measure.timing import STEP, time_as_configured
-from cs336_systems.measure.trace import PHASES, Trace
+from cs336_systems.measure.trace import PHASES, trace_metrics
 from cs336_systems.step import TrainStep
 
 TORCH, NSYS = "torch", "nsys"
 NSYS_TIMEOUT = 600.0
 TRACED_STEPS = 2
-NAMES_KEPT = 12
-"""Kernels of a phase that are named in the records; the others are in its kinds' sums."""
 
 
 def measure_kernels(config: dict[str, Any], *, folder: str | None = None) -> list[list[Any]]:
@@ -46,41 +43,3 @@ def measure_kernels(config: dict[str, Any], *, folder: str | None = None) -> lis
             metrics += trace_metrics(trace)
         metrics += [[f"nsys_busy_time: {p}", "s", [trace.busy(p) / trace.steps]] for p in PHASES if trace.of(p)]
     return metrics
-
-
-def trace_metrics(trace: Trace) -> list[list[Any]]:
-    """[metric, unit, samples] rows, of one step. Tables are samples row by row:
-
-    - kind_table: kind, kernels, seconds
-    - part_table: part of the model, kind, seconds
-    - kernel_table: name, kernels, total, median, least and greatest seconds; those that took most
-    """
-    steps = trace.steps
-    seconds = {
-        "kernel_time": sum(kernel.duration for kernel in trace.kernels),
-        "unknown_kernel_time": sum(kernel.duration for kernel in trace.kernels if kernel.kind == UNKNOWN),
-        "kernel_time_outside_phases": sum(kernel.duration for kernel in trace.of(None)),
-    }
-    rows: list[list[Any]] = [[name, "s", [total / steps]] for name, total in seconds.items()]
-    rows.append(["kernels_on_gpu", "1", [int(trace.on_gpu)]])
-    for phase in PHASES:
-        if not trace.of(phase):
-            continue
-        kinds = [[kind, n / steps, total / steps] for kind, (total, n) in trace.by_kind(phase).items()]
-        parts = [[part, kind, total / steps] for (part, kind), total in trace.by_part(phase).items()]
-        names = [
-            [
-                row.name,
-                len(row.durations) / steps,
-                row.total / steps,
-                row.median,
-                min(row.durations),
-                max(row.durations),
-            ]
-            for row in trace.table(phase)[:NAMES_KEPT]
-        ]
-        rows.append([f"busy_time: {phase}", "s", [trace.busy(phase) / steps]])
-        for table, found in (("kind", kinds), ("part", parts), ("kernel", names)):
-            if found:
-                rows.append([f"{table}_table: {phase}", "", [value for row in found for value in row]])
-    return rows

@@ -26,10 +26,14 @@ from pathlib import Path
 from typing import Any
 
 from cs336_systems.config import UserError
-from cs336_systems.kernel_classes import classify
+from cs336_systems.kernel_classes import UNKNOWN, classify
 
 PHASES = ("forward", "loss", "backward", "sync", "optimizer")
+WHOLE = "step"
+"""Stands in for a phase where a trace has none: somebody else's, without our ranges."""
 US = 1e-6
+NAMES_KEPT = 12
+"""Kernels of a phase that are named in the records; the others are in its kinds' sums."""
 HALF_NS = 5e-10
 """Profilers count nanoseconds: what is nearer than this is the same moment, rounded."""
 
@@ -134,6 +138,44 @@ def phase_at(phases: Sequence[Span], time: float) -> str | None:
     """`phases` do not overlap, and are sorted."""
     index = bisect_right(phases, time, key=lambda span: span.start) - 1
     return phases[index].name if index >= 0 and phases[index].holds(time) else None
+
+
+def trace_metrics(trace: Trace) -> list[list[Any]]:
+    """[metric, unit, samples] rows, of one step. Tables are samples row by row:
+
+    - kind_table: kind, kernels, seconds
+    - part_table: part of the model, kind, seconds
+    - kernel_table: name, kernels, total, median, least and greatest seconds; those that took most
+    """
+    steps = trace.steps
+    seconds = {
+        "kernel_time": sum(kernel.duration for kernel in trace.kernels),
+        "unknown_kernel_time": sum(kernel.duration for kernel in trace.kernels if kernel.kind == UNKNOWN),
+        "kernel_time_outside_phases": sum(kernel.duration for kernel in trace.of(None)),
+    }
+    rows: list[list[Any]] = [[name, "s", [total / steps]] for name, total in seconds.items()]
+    rows.append(["kernels_on_gpu", "1", [int(trace.on_gpu)]])
+    for phase in (*PHASES, WHOLE):
+        if not trace.of(phase):
+            continue
+        kinds = [[kind, n / steps, total / steps] for kind, (total, n) in trace.by_kind(phase).items()]
+        parts = [[part, kind, total / steps] for (part, kind), total in trace.by_part(phase).items()]
+        names = [
+            [
+                row.name,
+                len(row.durations) / steps,
+                row.total / steps,
+                row.median,
+                min(row.durations),
+                max(row.durations),
+            ]
+            for row in trace.table(phase)[:NAMES_KEPT]
+        ]
+        rows.append([f"busy_time: {phase}", "s", [trace.busy(phase) / steps]])
+        for table, found in (("kind", kinds), ("part", parts), ("kernel", names)):
+            if found:
+                rows.append([f"{table}_table: {phase}", "", [value for row in found for value in row]])
+    return rows
 
 
 # -- traces of torch.profiler -----------------------------------------------------------------------------------------
