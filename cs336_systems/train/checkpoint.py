@@ -27,6 +27,7 @@ import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from torch import Tensor, nn
 from torch.distributed.checkpoint import FileSystemReader, FileSystemWriter
+from torch.distributed.checkpoint.api import CheckpointException
 
 from cs336_systems.config import UserError
 from cs336_systems.parallel import ShardedOptimizer
@@ -55,6 +56,8 @@ class Store:
         self.folder = folder
         self.keep = keep
         self.keep_every = keep_every
+        self._damaged: set[Path] = set()
+        """Those that `newest` has found so; rank 0's."""
 
     # -- writing ------------------------------------------------------------------------------------------------------
 
@@ -71,14 +74,13 @@ class Store:
                     shutil.rmtree(stray, ignore_errors=True)
             except OSError as error:
                 problem = f"cannot write to {str(self.folder)!r}: {error.strerror}; choose another --output"
-        if problem := _from_rank_0(problem):
-            raise UserError(problem)
+        agreed(problem)
 
     def save(self, state: dict[str, Any], manifest: dict[str, Any]) -> Path | None:
         """Save `state`; `manifest` has at least the step. None if it could not be: the older ones are as they were."""
         step = manifest["step"]
         final = self.folder / _name(step)
-        if _from_rank_0(final.exists()):  # the same step was saved before a restart
+        if _from_rank_0(final.exists() and _verified(final)[1] is None):  # the same step was saved before a restart
             return final
         unfinished = self.folder / _from_rank_0(f"{_name(step)}.tmp-{secrets.token_hex(4)}")
         problem = self._write(state, unfinished)
@@ -86,7 +88,10 @@ class Store:
         if problem is None and _rank() == 0:
             files = {name: entry for part in hashes for name, entry in part.items()}
             try:
+                if final.exists():  # a damaged one of the same step
+                    shutil.rmtree(final)
                 _publish(unfinished, final, {"format": FORMAT, **manifest, "files": files})
+                self._damaged.discard(final)
             except OSError as error:
                 problem = str(error)
         if problem := _from_rank_0(problem):
@@ -103,7 +108,10 @@ class Store:
         try:
             writer = FileSystemWriter(folder, single_file_per_rank=True, sync_files=True)
             dcp.save(state, storage_writer=writer, no_dist=not dist.is_initialized())
-        except Exception as error:  # torch wraps what happened on any rank, a full disk among it
+        except CheckpointException as error:  # what happened on any rank, a full disk among it; not an Exception
+            causes = [cause for cause, _ in error.failures.values()]
+            problem = " ".join(str(causes[0] if causes else error).split())[:200]
+        except Exception as error:
             problem = " ".join(str(error).split())[:200] or type(error).__name__
         return next((found for found in _gathered(problem) if found), None)
 
@@ -111,7 +119,8 @@ class Store:
         """Remove what is neither among the last ones nor a multiple of `keep_every`."""
         if _rank() != 0:
             return
-        for path in sorted(self.folder.glob("step-????????"))[: -self.keep]:
+        whole = [path for path in sorted(self.folder.glob("step-????????")) if path not in self._damaged]
+        for path in whole[: -self.keep]:
             if self.keep_every and _step_of(path) % self.keep_every == 0:
                 continue
             try:
@@ -123,15 +132,18 @@ class Store:
 
     def newest(self) -> Checkpoint | None:
         """The newest that is whole; rank 0 looks, and all ranks take what it found."""
-        found = None
-        if _rank() == 0:
-            for path in sorted(self.folder.glob("step-????????"), reverse=True):
-                manifest, problem = _verified(path)
-                if problem is None:
-                    found = (str(path), manifest)
-                    break
-                warnings.warn(f"checkpoint {str(path)!r} is damaged and left out: {problem}", stacklevel=2)
-        found = _from_rank_0(found)
+        found, newer = None, None
+        for path in sorted(self.folder.glob("step-????????"), reverse=True) if _rank() == 0 else ():
+            manifest, problem = _verified(path)
+            if problem is None:
+                found = (str(path), manifest)
+                newer = manifest["format"] if manifest["format"] > FORMAT else None
+                break
+            self._damaged.add(path)
+            warnings.warn(f"checkpoint {str(path)!r} is damaged and left out: {problem}", stacklevel=2)
+        found, newer = _from_rank_0((found, newer))
+        if newer:
+            raise UserError(f"{found[0]!r} was written by a newer cs336 (format {newer}): upgrade, or change --output")
         return Checkpoint(Path(found[0]), found[1]) if found else None
 
     def load(self, checkpoint: Checkpoint, state: dict[str, Any]) -> None:
@@ -230,12 +242,16 @@ def _sha256(path: Path) -> str:
 def _publish(unfinished: Path, final: Path, manifest: dict[str, Any]) -> None:
     """The manifest last, then the name; on disk in that order."""
     with (unfinished / MANIFEST).open("w") as file:
-        json.dump(manifest, file, indent=1)
+        json.dump({**manifest, "sha256": _digest(manifest)}, file, indent=1)
         file.flush()
         os.fsync(file.fileno())
     _sync_folder(unfinished)
     os.rename(unfinished, final)
     _sync_folder(final.parent)
+
+
+def _digest(manifest: dict[str, Any]) -> str:
+    return hashlib.sha256(json.dumps(manifest, sort_keys=True).encode()).hexdigest()
 
 
 def _sync_folder(folder: Path) -> None:
@@ -250,11 +266,13 @@ def _verified(path: Path) -> tuple[dict[str, Any], str | None]:
     """The manifest, and what is wrong with the files it names, or None."""
     try:
         manifest = json.loads((path / MANIFEST).read_text())
-        files, version = manifest["files"], manifest["format"]
-    except (OSError, ValueError, KeyError, TypeError) as error:
+        if manifest["format"] > FORMAT:  # what else it holds is not known here
+            return manifest, None
+        digest, files = manifest.pop("sha256"), manifest["files"]
+        if digest != _digest(manifest):
+            return {}, f"its {MANIFEST} has changed since it was written"
+    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
         return {}, f"its {MANIFEST} cannot be read ({error})"
-    if version > FORMAT:
-        raise UserError(f"{str(path)!r} was written by a newer cs336 (format {version}): upgrade, or choose --output")
     for name, entry in files.items():
         file = path / name
         if not file.exists():
@@ -267,6 +285,12 @@ def _verified(path: Path) -> tuple[dict[str, Any], str | None]:
 
 
 # -- ranks ------------------------------------------------------------------------------------------------------------
+
+
+def agreed(problem: str | None) -> None:
+    """UserError on all ranks, if rank 0 has a problem."""
+    if problem := _from_rank_0(problem):
+        raise UserError(problem)
 
 
 def _rank() -> int:

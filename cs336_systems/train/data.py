@@ -8,6 +8,7 @@ sequence of a run is a function of seed and n, so what a step trains on does not
 on what was trained before a restart.
 """
 
+import hashlib
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -18,6 +19,8 @@ from torch import Tensor
 from cs336_systems.config import UserError
 
 _SCANNED_AT_ONCE = 1 << 24
+_PLACES, _COMPARED = 64, 1 << 14
+"""Where a file is looked at to know it again, and how many tokens there."""
 
 
 @dataclass(frozen=True)
@@ -39,12 +42,24 @@ class Corpus:
                     f"--data {name!r} has {len(corpus.tokens):,} tokens: too few for one {part} sequence of "
                     f"{context_length}; use a longer file, or a smaller --context_length"
                 )
-        largest = _largest(corpus.tokens)
+        least, largest = _range(corpus.tokens)
+        if least < 0:
+            raise UserError(f"--data {name!r} holds token {least}: tokens are numbers from 0 on")
         if largest >= vocab_size:
             raise UserError(
                 f"--data {name!r} holds token {largest}, and --vocab_size is {vocab_size}; it must be larger"
             )
         return corpus
+
+    @property
+    def fingerprint(self) -> str:
+        """Of the tokens, whatever the file is called: their number, and those at many places."""
+        digest = hashlib.sha256(str(len(self.tokens)).encode())
+        width = min(_COMPARED, len(self.tokens))
+        for place in range(_PLACES):
+            start = (len(self.tokens) - width) * place // (_PLACES - 1)
+            digest.update(np.ascontiguousarray(self.tokens[start : start + width]).astype(np.int64).tobytes())
+        return digest.hexdigest()[:16]
 
     @property
     def _training_tokens(self) -> int:
@@ -85,15 +100,17 @@ def _read(path: Path) -> np.ndarray:
             tokens = np.memmap(path, dtype=np.uint16 if path.suffix == ".bin" else np.uint8, mode="r")
     except OSError as error:
         raise UserError(f"cannot read --data {str(path)!r}: {error.strerror or error}") from None
-    except ValueError as error:  # an empty file, or one of another kind
+    except (ValueError, EOFError) as error:  # an empty file, or one of another kind
         raise UserError(f"--data {str(path)!r} holds no tokens: {error}") from None
     if tokens.ndim != 1 or not np.issubdtype(tokens.dtype, np.integer):
         raise UserError(f"--data {str(path)!r} must be a list of whole numbers, got {tokens.dtype} of {tokens.shape}")
     return tokens
 
 
-def _largest(tokens: np.ndarray) -> int:
-    return max(int(tokens[i : i + _SCANNED_AT_ONCE].max()) for i in range(0, len(tokens), _SCANNED_AT_ONCE))
+def _range(tokens: np.ndarray) -> tuple[int, int]:
+    """The least and the largest."""
+    pieces = [tokens[i : i + _SCANNED_AT_ONCE] for i in range(0, len(tokens), _SCANNED_AT_ONCE)]
+    return min(int(piece.min()) for piece in pieces), max(int(piece.max()) for piece in pieces)
 
 
 # -- the order --------------------------------------------------------------------------------------------------------

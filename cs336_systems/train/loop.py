@@ -10,12 +10,12 @@ signal (SIGTERM, SIGINT) ends the step, saves, and leaves with STOPPED; the same
 import contextlib
 import dataclasses
 import fcntl
-import json
 import math
 import os
 import signal
 import sys
 import time
+import warnings
 from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
@@ -25,14 +25,14 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from cs336_systems import record
-from cs336_systems.config import ModelConfig, RunConfig, UserError
+from cs336_systems.config import RunConfig, UserError
 from cs336_systems.measure.environment import capture
 from cs336_systems.measure.flops import model_flops, peak_flops
 from cs336_systems.parallel import DDP, FSDP, ShardedOptimizer, clip_grad_norm_
 from cs336_systems.parallel.launch import Rank, process_group
 from cs336_systems.record import GIB, Record
-from cs336_systems.step import AUTOCAST_DTYPES, TrainStep, build_model, cosine_lr, require_device
-from cs336_systems.train.checkpoint import Checkpoint, Store, rng_state, set_rng_state, training_state
+from cs336_systems.step import AUTOCAST_DTYPES, TrainStep, build_model, cosine_lr, require_attention, require_device
+from cs336_systems.train.checkpoint import Checkpoint, Store, agreed, rng_state, set_rng_state, training_state
 from cs336_systems.train.data import Corpus
 from cs336_systems.train.settings import TrainSettings
 
@@ -56,23 +56,32 @@ class Progress:
 
 def train(settings: TrainSettings) -> int:
     """Train to the end, or until told to stop; the exit code."""
-    with process_group(device=settings.device and settings.device.split(":")[0]) as rank, _one_run(settings, rank):
-        trainer = Trainer(settings, rank)
-        trainer.resume()
-        return trainer.run()
+    with process_group(device=settings.device and settings.device.split(":")[0]) as rank:
+        corpus = _checked(settings, rank)  # before anything is written
+        with _one_run(settings, rank):
+            trainer = Trainer(settings, rank, corpus)
+            trainer.resume()
+            return trainer.run()
+
+
+def _checked(settings: TrainSettings, rank: Rank) -> Corpus:
+    """The data; UserError for what would fail later."""
+    settings.micro_batches(rank.world_size)
+    require_attention(RunConfig(model=settings.model, attention=settings.attention, device=str(rank.device)))
+    return Corpus.open(
+        settings.data,
+        context_length=settings.model.context_length,
+        vocab_size=settings.model.vocab_size,
+        validation_share=settings.validation_share,
+    )
 
 
 class Trainer:
-    def __init__(self, settings: TrainSettings, rank: Rank):
+    def __init__(self, settings: TrainSettings, rank: Rank, corpus: Corpus | None = None):
         self.settings = settings
         self.rank = rank
         self.micro_batches = settings.micro_batches(rank.world_size)
-        self.corpus = Corpus.open(
-            settings.data,
-            context_length=settings.model.context_length,
-            vocab_size=settings.model.vocab_size,
-            validation_share=settings.validation_share,
-        )
+        self.corpus = corpus or _checked(settings, rank)
         self.run_config = RunConfig(
             model=settings.model,
             batch_size=settings.micro_batch_size,
@@ -101,7 +110,7 @@ class Trainer:
         found = self.store.newest()
         if found is None:
             return
-        _require_same_work(self.settings, found)
+        _require_same_work(self.settings, self.corpus, found)
         state = {**training_state(self.step.model, self.optimizer), **self._own_rng(found)}
         self.store.load(found, state)
         set_rng_state({name: value for name, value in state.items() if name.startswith("rng/")})
@@ -112,7 +121,8 @@ class Trainer:
         """Of a rank that was there when it was saved, on the same kind of device."""
         return {name: value for name, value in rng_state().items() if name in found.manifest["rng"]}
 
-    def save(self) -> None:
+    def save(self) -> bool:
+        """Whether it could be."""
         own = rng_state()
         state = {**training_state(self.step.model, self.optimizer), **own}
         names: list[Any] = [None] * self.rank.world_size
@@ -121,11 +131,14 @@ class Trainer:
             "step": self.progress.step,
             "progress": dataclasses.asdict(self.progress),
             "settings": self.settings.to_dict(),
+            "data": self.corpus.fingerprint,
             "world_size": self.rank.world_size,
             "rng": [name for of_rank in names for name in of_rank],
         }
-        if path := self.store.save(state, manifest):
+        path = self.store.save(state, manifest)
+        if path is not None:
             self._say(f"saved {path}")
+        return path is not None
 
     # -- the loop -----------------------------------------------------------------------------------------------------
 
@@ -141,8 +154,8 @@ class Trainer:
                 stop = self._train_step(signals) or progress.step == stop_after
                 if settings.eval_every and progress.step % settings.eval_every == 0:
                     self._evaluate()
-                if progress.step % settings.save_every == 0 or progress.step == settings.steps or stop:
-                    self.save()
+                is_due = progress.step % settings.save_every == 0 or progress.step == settings.steps
+                if (is_due or stop) and self.save():
                     saved_at = progress.step
                 if progress.skipped_in_a_row >= settings.most_skipped:
                     raise UserError(
@@ -151,8 +164,15 @@ class Trainer:
                         f"--learning_rate"
                     )
                 if stop:
-                    self._say(f"stopped after step {progress.step}; the same command goes on from there")
-                    return STOPPED
+                    break
+        if self.log is not None:
+            self.log.flush()
+        if progress.step < settings.steps:
+            self._say(f"stopped after step {progress.step}; the same command goes on from step {saved_at}")
+            return STOPPED
+        if saved_at < progress.step:
+            self._say(f"all {settings.steps} steps are done, but the last checkpoint is of step {saved_at}")
+            return 1
         self._say(f"done: {settings.steps} steps")
         return 0
 
@@ -240,12 +260,14 @@ class Trainer:
     @torch.no_grad()
     def sample(self, prompt: str, count: int) -> str:
         """`count` bytes that the model goes on with, each the likeliest of 256 by a throw of its own dice."""
-        tokens = list(prompt.encode())
+        tokens = [byte for byte in prompt.encode() if byte < self.settings.model.vocab_size] or [0]
         dice = torch.Generator().manual_seed(self.settings.seed)  # not the run's: looking changes nothing
         context = self.settings.model.context_length
         for _ in range(count):
             recent = torch.tensor([tokens[-context:]], device=self.rank.device)
             logits = self._any_length(recent)[0, -1, :256].float().cpu()
+            if not logits.isfinite().all():
+                return "(the model's logits are not finite)"
             tokens.append(int(torch.multinomial(torch.softmax(logits, dim=-1), 1, generator=dice)))
         return bytes(tokens).decode(errors="replace")
 
@@ -287,39 +309,33 @@ def _on(rank: Rank) -> torch.device:
     return rank.device if dist.get_backend() == "nccl" else torch.device("cpu")
 
 
-def _require_same_work(settings: TrainSettings, found: Checkpoint) -> None:
+def _require_same_work(settings: TrainSettings, corpus: Corpus, found: Checkpoint) -> None:
     """UserError that names what differs, where it would make another run of it."""
     before, now = found.manifest["settings"], settings.to_dict()
-    differing = {
-        name: (before.get(name), now[name]) for name in (*TrainSettings.FIXED, "model") if before.get(name) != now[name]
-    }
-    if differing:
-        said = "; ".join(f"{name} was {_short(old)} and is {_short(new)}" for name, (old, new) in differing.items())
-        raise UserError(f"{str(found.path)!r} is of another run: {said}; choose another --output")
-
-
-def _short(value: Any) -> str:
-    return json.dumps(value) if not isinstance(value, dict) else str(ModelConfig(**value)).removeprefix("ModelConfig")
+    pairs = {name: (before.get(name), now[name]) for name in TrainSettings.FIXED}
+    pairs |= {name: (before["model"].get(name), value) for name, value in now["model"].items()}
+    said = [f"{name} was {old} and is {new}" for name, (old, new) in pairs.items() if old != new]
+    if found.manifest["data"] != corpus.fingerprint:
+        said.append(f"data {settings.data!r} has other tokens than {before['data']!r} had")
+    if said:
+        raise UserError(f"{str(found.path)!r} is of another run: {'; '.join(said)}; choose another --output")
 
 
 @contextlib.contextmanager
 def _one_run(settings: TrainSettings, rank: Rank) -> Iterator[None]:
     """Two runs in one folder would overwrite each other's checkpoints."""
-    if rank.rank != 0:
-        yield
-        return
-    try:
-        settings.folder.mkdir(parents=True, exist_ok=True)
-        lock = (settings.folder / ".lock").open("w")
-    except OSError as error:
-        raise UserError(
-            f"cannot write to {str(settings.folder)!r}: {error.strerror}; choose another --output"
-        ) from None
-    with lock:
-        try:
-            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except OSError:
-            raise UserError(f"another run is training in {str(settings.folder)!r}; choose another --output") from None
+    problem = None
+    with contextlib.ExitStack() as stack:
+        if rank.rank == 0:
+            try:
+                settings.folder.mkdir(parents=True, exist_ok=True)
+                lock = stack.enter_context((settings.folder / ".lock").open("w"))
+                fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            except BlockingIOError:
+                problem = f"another run is training in {str(settings.folder)!r}; choose another --output"
+            except OSError as error:
+                problem = f"cannot write to {str(settings.folder)!r}: {error.strerror}; choose another --output"
+        agreed(problem)
         yield
 
 
@@ -371,6 +387,10 @@ class Log:
         if progress.step % self._settings.log_every and progress.step != self._settings.steps:
             return
         self._show(progress)
+        self.flush()
+
+    def flush(self) -> None:
+        """Record the steps since the last time."""
         units = {"step_time": "s"}
         self._append(self._first, {name: (units.get(name, "1"), found) for name, found in self._waiting.items()})
         self._waiting = {}
@@ -381,13 +401,14 @@ class Log:
 
     def _append(self, first: int, metrics: dict[str, tuple[str, list[float]]]) -> None:
         config = {**self._settings.to_dict(), "first_step": first}
-        record.append(
-            self._path,
-            [
-                Record("train", config, name, unit, tuple(v), "ok", self._environment)
-                for name, (unit, v) in metrics.items()
-            ],
-        )
+        rows = [
+            Record("train", config, name, unit, tuple(values), "ok", self._environment)
+            for name, (unit, values) in metrics.items()
+        ]
+        try:
+            record.append(self._path, rows)
+        except OSError as error:
+            warnings.warn(f"{str(self._path)!r} not written: {error.strerror}; training goes on", stacklevel=2)
 
     def _show(self, progress: Progress) -> None:
         settings = self._settings

@@ -55,8 +55,8 @@ class TrainSettings:
     sample_prompt: str = flag("The ", "what a sample of text begins with")
     sample_tokens: int = flag(60, "bytes of a sample at each evaluation")
 
-    FIXED: ClassVar[tuple[str, ...]] = ("data", "batch_size", "seed", "validation_share", "precision")
-    """What a run must not change when it goes on, besides its model: it would be another run."""
+    FIXED: ClassVar[tuple[str, ...]] = ("batch_size", "seed", "validation_share", "precision")
+    """What a run must not change when it goes on, besides its model and its data: it would be another run."""
 
     def __post_init__(self) -> None:
         if not self.data:
@@ -67,12 +67,18 @@ class TrainSettings:
             self._require(name, getattr(self, name) >= 1, "at least 1")
         for name in ("warmup_steps", "eval_every", "keep_every", "sample_tokens", "checkpoint_blocks"):
             self._require(name, getattr(self, name) >= 0, "at least 0")
-        self._require("most_skipped", self.most_skipped >= 1, "at least 1")
+        for name in ("most_skipped", "loss_scale_growth"):
+            self._require(name, getattr(self, name) >= 1, "at least 1")
+        for name in ("max_grad_norm", "weight_decay"):
+            value = getattr(self, name)
+            self._require(name, math.isfinite(value) and value >= 0, "a finite number of at least 0")
+        for name in ("beta1", "beta2"):
+            self._require(name, 0 <= getattr(self, name) < 1, "at least 0 and below 1")
         self._require("learning_rate", math.isfinite(self.learning_rate) and self.learning_rate > 0, "above 0")
         self._require("validation_share", 0 < self.validation_share < 1, "between 0 and 1")
         self._require("final_share", 0 <= self.final_share <= 1, "between 0 and 1")
         self._require("warmup_steps", self.warmup_steps < self.steps, f"below --steps, {self.steps}")
-        self.model  # noqa: B018  its own mistakes are told now, too
+        _ = self.model  # its own mistakes are told now, too
 
     def _require(self, name: str, holds: bool, what: str) -> None:
         if not holds:
