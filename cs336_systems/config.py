@@ -145,6 +145,12 @@ class RunConfig:
         return dataclasses.asdict(self)
 
     @classmethod
+    def of(cls, config: Mapping[str, Any]) -> "RunConfig":
+        """Of an instrument's configuration, which may have fields of its own beside these."""
+        names = {f.name for f in dataclasses.fields(cls)}
+        return cls.from_dict({name: value for name, value in config.items() if name in names})
+
+    @classmethod
     def from_dict(cls, values: Mapping[str, Any]) -> "RunConfig":
         known = {f.name for f in dataclasses.fields(cls)}
         if unknown := sorted(set(values) - known):

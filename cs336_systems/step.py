@@ -86,43 +86,43 @@ class TrainStep:
         return loss
 
     def _gradients(self, inputs: Tensor, targets: Tensor, watch: Watch) -> Tensor:
-        with self._phase("forward", watch):
-            logits = self.logits(inputs)
-        with self._phase("loss", watch):
-            loss = self.loss(logits, targets)
-            del logits
-        with self._phase("backward", watch):
-            self.scaler.scale(loss).backward()
-        if self._finish_sync is not None:
-            with self._phase("sync", watch):
-                self._finish_sync()
-        return loss.detach()
+        loss = self._one_batch(inputs, targets, self.scaler.scale, watch)
+        self._synchronize(watch)
+        return loss
 
     def accumulate(
         self, batches: Sequence[tuple[Tensor, Tensor]], *, loss_scale: float = 1.0, watch: Watch = nullcontext
     ) -> Tensor:
         """The mean loss of several batches of one size, and the gradient of it times `loss_scale`, over all ranks; the
         update is the caller's. Only the last batch is sent, where the wrapper can wait with that."""
+        factor = loss_scale / len(batches)
+        no_sync: Any = getattr(self.model, "no_sync", nullcontext)
         losses = []
         for number, (inputs, targets) in enumerate(batches, start=1):
-            no_sync: Any = getattr(self.model, "no_sync", nullcontext)
             with no_sync() if number < len(batches) else nullcontext():
-                with self._phase("forward", watch):
-                    logits = self.logits(inputs)
-                with self._phase("loss", watch):
-                    loss = self.loss(logits, targets)
-                    del logits
-                with self._phase("backward", watch):
-                    (loss * (loss_scale / len(batches))).backward()
-            losses.append(loss.detach())
+                losses.append(self._one_batch(inputs, targets, lambda loss: loss * factor, watch))
+        self._synchronize(watch)
+        return torch.stack(losses).mean()
+
+    def _one_batch(self, inputs: Tensor, targets: Tensor, scaled: Callable[[Tensor], Tensor], watch: Watch) -> Tensor:
+        """Forward, loss, and backward of what `scaled` makes of the loss."""
+        with self._phase("forward", watch):
+            logits = self.logits(inputs)
+        with self._phase("loss", watch):
+            loss = self.loss(logits, targets)
+            del logits
+        with self._phase("backward", watch):
+            scaled(loss).backward()
+        return loss.detach()
+
+    def _synchronize(self, watch: Watch) -> None:
         if self._finish_sync is not None:
             with self._phase("sync", watch):
                 self._finish_sync()
-        return torch.stack(losses).mean()
 
     def logits(self, inputs: Tensor) -> Tensor:
         """The forward pass in the configured precision."""
-        with self._autocast():
+        with self.autocast():
             logits = self._forward(inputs)
         expected = (*inputs.shape, self.config.model.vocab_size)
         if not isinstance(logits, Tensor) or tuple(logits.shape) != expected:
@@ -142,7 +142,7 @@ class TrainStep:
         self.scaler.update()
         self.optimizer.zero_grad(set_to_none=True)
 
-    def _autocast(self) -> AbstractContextManager:
+    def autocast(self) -> AbstractContextManager:
         dtype = AUTOCAST_DTYPES.get(self.config.precision)
         return torch.autocast(self.device.type, dtype) if dtype else nullcontext()
 

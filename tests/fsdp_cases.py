@@ -694,7 +694,7 @@ def gradients_kept_as_zeros() -> None:
     Pair(Tied, adamw).train(3, set_to_none=False)
 
 
-@case("training")
+@case("passes")
 def accumulation() -> None:
     """Several backward passes for one step of the optimizer."""
     for make, optimizer in ((Net, adamw), (Tied, sgd), (partial(Stack, 2, [0, 1, 0]), adamw)):
@@ -718,7 +718,7 @@ def accumulation() -> None:
         pair.compare_gradients("on top of the last step's")
 
 
-@case("training")
+@case("passes")
 def passes_that_overlap() -> None:
     """Forward twice, then backward of both, in either order, in one go, and with a finish between."""
     for make in (Net, Tied):
@@ -741,7 +741,7 @@ def passes_that_overlap() -> None:
                 pair.compare_weights(f"step {step}")
 
 
-@case("training")
+@case("passes")
 def recomputed_activations() -> None:
     def make(reentrant: bool, order: list[int], frozen: list[str]) -> nn.Module:
         module = Stack(order=order)
@@ -759,7 +759,7 @@ def recomputed_activations() -> None:
         pair.compare_gradients("two passes and one finish")
 
 
-@case("training")
+@case("passes")
 def mixed_dtypes() -> None:
     """Each branch as exact as its dtype; gradients and weights stay in it."""
     pair = Pair(Branches, inputs=floats, tolerance=0.02)
@@ -773,7 +773,7 @@ def mixed_dtypes() -> None:
             close(f"step {step}: gradient of {name}", ours, rows(branch.weight.grad), tolerance)
 
 
-@case("training")
+@case("passes")
 def without_gradients() -> None:
     """Before, between and in the middle of training."""
     pair = Pair(Net, adamw)
@@ -804,7 +804,7 @@ def without_gradients() -> None:
     pair.compare_weights("at the end")
 
 
-@case("training")
+@case("passes")
 def finished_twice() -> None:
     pair = Pair(Net)
     with WATCH.passes():
@@ -826,7 +826,7 @@ def finished_twice() -> None:
     pair.compare_weights("at the end")
 
 
-@case("training")
+@case("passes")
 def arguments_and_their_gradients() -> None:
     """Of any kind. An input's gradient is that of this rank's own loss."""
     pair = Pair(Calls, inputs=floats)
@@ -848,7 +848,7 @@ def arguments_and_their_gradients() -> None:
         pair.compare_weights(f"step {step}")
 
 
-@case("training")
+@case("passes")
 def independent_of_each_other() -> None:
     """Two wrapped models at once."""
     one, other = Pair(Net), Pair(Stack, adamw)
@@ -870,7 +870,7 @@ def independent_of_each_other() -> None:
 # -- cases: the gradient's norm ---------------------------------------------------------------------------------------
 
 
-@case("training")
+@case("passes")
 def clipping() -> None:
     forms: dict[str, Callable[[FSDP], Any]] = {
         "the wrapper": lambda wrapped: wrapped,
@@ -899,7 +899,7 @@ def clipping() -> None:
         pair.compare_gathered(form)
 
 
-@case("training")
+@case("passes")
 def clipping_of_some() -> None:
     pair = Pair(Net)
     pair.backward(0)
@@ -933,7 +933,7 @@ class InPlace(nn.Module):
         return self.head(y.tanh_())
 
 
-@case("training")
+@case("passes")
 def outputs_changed_in_place() -> None:
     """A weight that nobody has waited for may be there by chance, so here it comes as late as can be."""
     with WATCH.slowly():

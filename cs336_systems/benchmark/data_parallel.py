@@ -20,6 +20,7 @@ from cs336_systems.config import RunConfig, UserError
 from cs336_systems.measure.timing import STEP, time_steps
 from cs336_systems.measure.wire import Link, Wire
 from cs336_systems.parallel import DDP, FSDP, FlatDDP, NaiveDDP, ShardedOptimizer, gather_full_params
+from cs336_systems.parallel.collectives import message_device
 from cs336_systems.parallel.launch import in_ranks, this_rank
 from cs336_systems.step import TrainStep, Watch, build_model
 
@@ -33,9 +34,8 @@ def measure_arrangements(config: dict[str, Any]) -> list[list[Any]]:
 
 
 def _measure(config: dict[str, Any]) -> list[list[Any]]:
-    own = ("ranks", "backend", "arrangements", "rounds", "link")
     rank = this_rank(config["device"].split(":")[0])
-    run = RunConfig.from_dict({**{k: v for k, v in config.items() if k not in own}, "device": str(rank.device)})
+    run = RunConfig.of({**config, "device": str(rank.device)})
     generator = torch.Generator().manual_seed(run.seed + rank.rank)  # every rank has its own part of the batch
     shape = (2, run.batch_size, run.model.context_length)
     batch = torch.randint(run.model.vocab_size, shape, generator=generator).to(rank.device)
@@ -221,8 +221,7 @@ def _bytes(step: TrainStep, batch: Tensor) -> dict[str, int]:
 
 def _largest(sizes: dict[str, int]) -> dict[str, int]:
     """Over ranks, which all have the same names in the same order."""
-    on = "cuda" if dist.get_backend() == "nccl" else "cpu"
-    largest = torch.tensor(list(sizes.values()), device=on)
+    largest = torch.tensor(list(sizes.values()), device=message_device())
     dist.all_reduce(largest, op=dist.ReduceOp.MAX)
     return dict(zip(sizes, largest.tolist(), strict=True))
 

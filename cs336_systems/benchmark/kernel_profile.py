@@ -22,7 +22,7 @@ def measure_kernels(config: dict[str, Any], *, folder: str | None = None) -> lis
     `profiler` in the configuration: torch's, nsys, or both (where nsys is installed), to hold one against the other.
     """
     profiler = config.get("profiler", TORCH)
-    run = RunConfig.from_dict({name: value for name, value in config.items() if name != "profiler"})
+    run = RunConfig.of(config)
     nsys = find_nsys() if profiler != TORCH else None
     if profiler == NSYS and nsys is None:
         raise UserError("nsys is not installed, or not on PATH; leave out --nsys, and torch.profiler serves")

@@ -8,7 +8,7 @@ from torch import Tensor
 
 from cs336_systems.config import RunConfig, UserError
 from cs336_systems.measure.memory_model import estimate
-from cs336_systems.measure.memory_timeline import UNLABELLED, MemoryTrace, trace_memory
+from cs336_systems.measure.memory_timeline import MOST_EVENTS, UNLABELLED, MemoryTrace, trace_memory
 from cs336_systems.measure.memory_trace import measure_peak, predict_by_tracing
 from cs336_systems.measure.saved_tensors import saved_tensors
 from cs336_systems.measure.timing import STEP, time_as_configured, time_steps
@@ -68,7 +68,7 @@ def predictions(run: RunConfig) -> list[list[Any]]:
 
 def measure_checkpointing(config: dict[str, Any]) -> list[list[Any]]:
     """Peak and time of a step that recomputes groups of blocks, and inside a group again where `inner` says so."""
-    run = RunConfig.from_dict({name: value for name, value in config.items() if name != "inner"})
+    run = RunConfig.of(config)
     inner = config["inner"]
 
     def prepare(step: TrainStep) -> None:
@@ -94,7 +94,7 @@ def _row(block: Block) -> list[Any]:
 
 def _snapshot(step: TrainStep, batch: tuple[Tensor, Tensor], folder: str | None) -> list[float]:
     """Seconds of one step while the allocator keeps its history, which goes to `folder`."""
-    torch.cuda.memory._record_memory_history("all", context="all", stacks="python", max_entries=1_000_000)
+    torch.cuda.memory._record_memory_history("all", context="all", stacks="python", max_entries=MOST_EVENTS)
     try:
         timings = time_steps(lambda watch: step(*batch, watch=watch), device=step.device, warmup_steps=0, num_steps=1)
         if folder:

@@ -8,7 +8,6 @@ from cs336_systems.benchmark.shape import ShapeArguments
 from cs336_systems.config import RunConfig, UserError, flag, flag_like
 from cs336_systems.measure.flops import peak_flops
 from cs336_systems.measure.parallel_model import Cluster, Plan, Strategy, feed_forward, transformer
-from cs336_systems.record import CELL_TIME, Record
 from cs336_systems.report.cells import CellView
 from cs336_systems.report.parallel import plan as plan_tables
 from cs336_systems.table import Table
@@ -19,26 +18,25 @@ COUNTED = {"transformer": transformer, "feed-forward": feed_forward}
 
 @dataclass(frozen=True)
 class Node:
-    """How GPUs of a kind are sold: so many together, what joins them, and each one's part of the network; bytes per
-    second, one way."""
+    """What joins GPUs of a kind where they are sold by eight, and each one's part of the network; bytes per second, one
+    way."""
 
     driver_name: str
-    gpus: int
     link: float
     network: float
 
 
 GB = 1e9
 NODES = {
-    "a100": Node("A100", 8, 300 * GB, 25 * GB),
-    "a800": Node("A800", 8, 200 * GB, 25 * GB),
-    "h100": Node("H100 SXM", 8, 450 * GB, 50 * GB),
-    "h800": Node("H800", 8, 200 * GB, 50 * GB),
-    "h20": Node("H20", 8, 450 * GB, 50 * GB),
-    "h200": Node("H200", 8, 450 * GB, 50 * GB),
-    "b200": Node("B200", 8, 900 * GB, 50 * GB),
-    "4090": Node("RTX 4090", 8, 25 * GB, 3 * GB),
-    "5090": Node("RTX 5090", 8, 50 * GB, 3 * GB),
+    "a100": Node("A100", 300 * GB, 25 * GB),
+    "a800": Node("A800", 200 * GB, 25 * GB),
+    "h100": Node("H100 SXM", 450 * GB, 50 * GB),
+    "h800": Node("H800", 200 * GB, 50 * GB),
+    "h20": Node("H20", 450 * GB, 50 * GB),
+    "h200": Node("H200", 450 * GB, 50 * GB),
+    "b200": Node("B200", 900 * GB, 50 * GB),
+    "4090": Node("RTX 4090", 25 * GB, 3 * GB),
+    "5090": Node("RTX 5090", 50 * GB, 3 * GB),
 }
 """NVLink or PCIe by the vendor's sheet; adapters as they are common: 400 or 200 Gb/s for each GPU, of a 4090 or 5090
 a 200 Gb/s one for all eight."""
@@ -103,11 +101,9 @@ def _rates(arguments: PlanArguments) -> dict[str, float]:
 
 
 def plans(config: dict[str, Any]) -> list[Plan]:
-    own = ("gpus", "gpu", "gpu_memory", "node", "flops", "link", "network", "strategies", "count")
-    run = RunConfig.from_dict({name: value for name, value in config.items() if name not in own})
     usable = (config["gpu_memory"] - CONTEXT_RESERVE) / (1 + MODEL_ERROR)
     cluster = Cluster(config["gpus"], usable, config["flops"], config["node"], config["link"], config["network"])
-    workload = COUNTED[config["count"]](run)
+    workload = COUNTED[config["count"]](RunConfig.of(config))
     return [Plan(workload, cluster, Strategy.parse(name)) for name in config["strategies"]]
 
 
@@ -130,6 +126,4 @@ def measure_plan(config: dict[str, Any]) -> list[list[Any]]:
 def tables_of(arguments: PlanArguments) -> list[Table]:
     """As `cs336 run parallel_plan` would show it, without a run."""
     config = plan_config(arguments)
-    rows = [*measure_plan(config), [CELL_TIME, "s", [0.0]]]
-    metrics = {name: Record("parallel_plan", config, name, unit, tuple(samples)) for name, unit, samples in rows}
-    return plan_tables([CellView("parallel_plan", config, metrics)])
+    return plan_tables([CellView.of("parallel_plan", config, measure_plan(config))])

@@ -10,7 +10,7 @@ from cs336_systems.config import RunConfig, UserError, flag, flag_like
 from cs336_systems.measure.nsys import find_nsys, read_nsys
 from cs336_systems.measure.snapshot import read_snapshot
 from cs336_systems.measure.trace import WHOLE, Trace, read_chrome, trace_metrics
-from cs336_systems.record import CELL_TIME, GIB, MIB, Record
+from cs336_systems.record import GIB, MIB
 from cs336_systems.report.cells import CellView
 from cs336_systems.report.kernels import kernels
 from cs336_systems.report.timeline_page import write_page
@@ -80,10 +80,7 @@ def inspected(path: Path) -> list[Table]:
 def _kernel_tables(path: Path, trace: Trace) -> list[Table]:
     if all(kernel.phase is None for kernel in trace.kernels):
         trace = replace(trace, kernels=[replace(kernel, phase=WHOLE) for kernel in trace.kernels])
-    config = {"size": path.name}
-    rows = [*trace_metrics(trace), [CELL_TIME, "s", [0.0]]]
-    metrics = {name: Record("trace", config, name, unit, tuple(samples)) for name, unit, samples in rows}
-    return kernels([CellView("trace", config, metrics)])
+    return kernels([CellView.of("trace", {"size": path.name}, trace_metrics(trace))])
 
 
 def _memory_tables(path: Path, timeline: Timeline) -> list[Table]:

@@ -77,7 +77,7 @@ class Cell:
             return f"{', '.join(self.wanted_by)} {self.config['size']}, {self.config['ranks']} ranks in turns"
         if self.instrument not in STEP_INSTRUMENTS:
             return " ".join([self.instrument, *(str(v) for v in self.config.values() if isinstance(v, str) and v)])
-        config = run_config(self.config)
+        config = RunConfig.of(self.config)
         extras = [f"warm-up {config.warmup_steps}"] if config.warmup_steps != WARM_UP else []
         extras += [config.attention] if config.attention != "reference" else []
         extras += ["compiled"] if config.compile else []
@@ -85,12 +85,6 @@ class Cell:
         prefix = [] if self.instrument == "step" else [self.instrument]
         shape = [config.size, str(config.model.context_length)]
         return " ".join([*prefix, *shape, config.mode, config.precision, *extras])
-
-
-def run_config(config: dict[str, Any]) -> RunConfig:
-    """Of an instrument that has fields of its own beside it."""
-    names = {spec.name for spec in dataclasses.fields(RunConfig)}
-    return RunConfig.from_dict({name: value for name, value in config.items() if name in names})
 
 
 def _is_on_paper(config: dict[str, Any]) -> bool:
@@ -260,7 +254,7 @@ class Runner:
             return None
         match cell.instrument, config.get("implementation"):
             case "step" | "kernels" | "memory" | "checkpointing", _ if _is_on_paper(config):
-                return Need(estimate(run_config(config)).peak, capacity)
+                return Need(estimate(RunConfig.of(config)).peak, capacity)
             case "pytorch_attention" | "flash", "reference":
                 keeps_graph = cell.instrument == "flash"  # to time backward alone
                 return Need(naive_peak(AttentionShape.of(config), on_cuda=on_cuda, keeps_graph=keeps_graph), capacity)

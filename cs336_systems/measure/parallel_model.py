@@ -210,13 +210,12 @@ class Plan:
         """Of each part: bytes that every GPU holds, and bytes that replicas share out."""
         work, stage, tensor = self.workload, self.strategy.stage, self.strategy.tensor
         here = work.matrices / tensor + work.replicated
-        norms = work.replicated if stage == 3 else 0  # replicated whatever else is not
+        norms = work.replicated if stage == 3 else 0  # FSDP shares out matrices alone
 
         def held(from_stage: int, width: int) -> tuple[float, float]:
             if stage < from_stage:
                 return width * here, 0.0
-            kept = norms if stage == 3 else 0
-            return width * kept, width * (here - kept)
+            return width * norms, width * (here - norms)
 
         parts = {
             "parameter": held(3, FP32),

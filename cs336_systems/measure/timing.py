@@ -13,6 +13,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from cs336_systems.parallel.collectives import message_device
 from cs336_systems.step import TrainStep, Watch
 
 STEP = "step"
@@ -82,8 +83,8 @@ def time_steps(run: Callable[[Watch], object], *, device: torch.device, warmup_s
         _step(run, stopwatch)
     peak = torch.cuda.max_memory_allocated(device) if device.type == "cuda" else None
     return Timings(
-        wall=_max_over_ranks(dict(stopwatch.wall), device),
-        events=_max_over_ranks(dict(stopwatch.events), device),
+        wall=_max_over_ranks(dict(stopwatch.wall)),
+        events=_max_over_ranks(dict(stopwatch.events)),
         warmup=list(cold.wall[STEP]),
         peak_memory=peak,
     )
@@ -138,10 +139,9 @@ def _step(run: Callable[[Watch], object], stopwatch: Stopwatch) -> None:
         run(stopwatch.watch)
 
 
-def _max_over_ranks(samples: dict[str, list[float]], device: torch.device) -> dict[str, list[float]]:
+def _max_over_ranks(samples: dict[str, list[float]]) -> dict[str, list[float]]:
     if not dist.is_initialized() or dist.get_world_size() == 1 or not samples:
         return samples
-    on = device if dist.get_backend() == "nccl" else torch.device("cpu")
-    table = torch.tensor([samples[name] for name in samples], dtype=torch.float64, device=on)
+    table = torch.tensor([samples[name] for name in samples], dtype=torch.float64, device=message_device())
     dist.all_reduce(table, op=dist.ReduceOp.MAX)
     return dict(zip(samples, table.tolist(), strict=True))

@@ -17,6 +17,13 @@ all_gather: Callable[..., Any] = getattr(dist, "all_gather_single", None) or dis
 reduce_scatter: Callable[..., Any] = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
 
 
+def message_device() -> torch.device:
+    """Where tensors must lie that the group sends: NCCL knows only GPUs, and for Gloo main memory is nearest."""
+    if dist.get_backend() == "nccl":
+        return torch.device("cuda", torch.cuda.current_device())
+    return torch.device("cpu")
+
+
 def require_same(module: nn.Module) -> None:
     """ValueError, on every rank, unless all ranks hold a model of the same parameters and buffers.
 

@@ -20,7 +20,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.optim import Optimizer
 
-from cs336_systems.parallel.collectives import views
+from cs336_systems.parallel.collectives import message_device, views
 
 MESSAGES = 4
 """Into which the parameters of a rank are cut: enough to overlap, few enough that each is large."""
@@ -258,7 +258,6 @@ def _sent(owner: int, described: Any, value: Any) -> Any:
     if not isinstance(described, Tensor):
         return described
     received = value.detach().clone() if dist.get_rank() == owner else torch.empty_like(described, device="cpu")
-    device = torch.device("cuda", torch.cuda.current_device()) if dist.get_backend() == "nccl" else torch.device("cpu")
-    received = received.to(device)
+    received = received.to(message_device())
     dist.broadcast(received, owner)
     return received.cpu()

@@ -1,6 +1,6 @@
 """Records grouped into cells, and the quantities that are derived from them: rates, ratios, errors."""
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
@@ -17,6 +17,14 @@ class CellView:
     experiment: str
     config: Mapping[str, Any]
     metrics: Mapping[str, Record]
+
+    @classmethod
+    def of(cls, experiment: str, config: Mapping[str, Any], rows: Iterable[Sequence[Any]]) -> "CellView":
+        """Of an instrument's answer that was never recorded: [metric, unit, samples] rows."""
+        whole = [*rows, (CELL_TIME, "s", [0.0])]
+        return cls(
+            experiment, config, {m: Record(experiment, config, m, unit, tuple(found)) for m, unit, found in whole}
+        )
 
     @property
     def environment(self) -> Environment:

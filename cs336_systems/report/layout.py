@@ -145,6 +145,11 @@ def row_name(cell: CellView, shown: Sequence[str]) -> str:
     )
 
 
+def remarks_beside_times(cells: Sequence[CellView], shown: Sequence[str]) -> list[str]:
+    """Of a table whose subject is not time."""
+    return [note for note in remarks_on(cells, shown) if "step times vary" not in note]
+
+
 def remarks_on(cells: Sequence[CellView], shown: Sequence[str]) -> list[str]:
     """The referee's, with the cells named as in the table's rows."""
     return remarks(cells, lambda cell: row_name(cell, shown))

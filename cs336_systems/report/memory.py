@@ -12,7 +12,7 @@ from cs336_systems.report.layout import (
     ms,
     number,
     percent,
-    remarks_on,
+    remarks_beside_times,
     title_of,
     varying,
 )
@@ -50,11 +50,7 @@ def _peaks(cells: Sequence[CellView]) -> Table:
         )
     notes = ["measured: without instruments; predicted: from the configuration; traced: from its operators, no GPU"]
     title = title_of(cells[0].experiment, "the peak", cells, shown)
-    return Table(title, [*key_columns(shown), *columns], rows, [*notes, *_remarks(cells, shown)])
-
-
-def _remarks(cells: Sequence[CellView], shown: Sequence[str]) -> list[str]:
-    return [note for note in remarks_on(cells, shown) if "step times vary" not in note]  # not this table's subject
+    return Table(title, [*key_columns(shown), *columns], rows, [*notes, *remarks_beside_times(cells, shown)])
 
 
 def _parts(cells: Sequence[CellView]) -> Table:
@@ -113,7 +109,9 @@ def checkpointing(cells: Sequence[CellView]) -> list[Table]:
             over = f"{step / base:.2f}x" if step and base else ""
             rows.append([*group, ms(step), over, *map(gib, (peak, *found)), *errors])
         title = title_of(cells[0].experiment, "blocks recomputed together", chosen, ["checkpoint_blocks"])
-        tables.append(Table(title, columns, rows, [*_best(chosen), *_remarks(chosen, ["checkpoint_blocks"])]))
+        tables.append(
+            Table(title, columns, rows, [*_best(chosen), *remarks_beside_times(chosen, ["checkpoint_blocks"])])
+        )
     return tables
 
 
@@ -159,7 +157,7 @@ def saved_tensors(cells: Sequence[CellView]) -> list[Table]:
             totals,
             [
                 "memory that several operators keep counts once; parameters would be there anyway",
-                *_remarks(cells, shown),
+                *remarks_beside_times(cells, shown),
             ],
         ),
         Table(five, [*head, Column("size", "MiB"), *words], largest),

@@ -18,6 +18,7 @@ from cs336_systems.report.layout import (
     number,
     percent,
     ratio,
+    remarks_beside_times,
     remarks_on,
     spread,
     tflops,
@@ -204,9 +205,7 @@ def _prediction_table(what: str, cells: Sequence[CellView]) -> Table:
         return [*sizes, "" if error is None else f"{error:+.2%}"]
 
     judged = [(abs(cell.memory_error), cell) for cell in cells if cell.memory_error is not None]
-    notes = [
-        note for note in remarks_on(cells, shown) if "step times vary" not in note
-    ]  # times are not this table's subject
+    notes = remarks_beside_times(cells, shown)
     if judged:
         error, worst = max(judged, key=lambda pair: pair[0])
         notes = [f"worst of {len(judged)}: {error:.2%} ({' '.join(keys(worst, shown))})", *notes]

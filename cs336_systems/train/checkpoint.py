@@ -28,6 +28,8 @@ import torch.distributed.checkpoint as dcp
 from torch import Tensor, nn
 from torch.distributed.checkpoint import FileSystemReader, FileSystemWriter
 from torch.distributed.checkpoint.api import CheckpointException
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.tensor import DTensor, Shard
 
 from cs336_systems.config import UserError
 from cs336_systems.parallel import ShardedOptimizer
@@ -159,13 +161,15 @@ def training_state(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[s
     loading into them is loading into the model."""
     inner = getattr(model, "module", model)
     names = {p: name for name, p in inner.named_parameters()}
-    state: dict[str, Tensor] = {f"model/{name}": _as_saved(p.detach(), p) for p, name in names.items()}
+    shards = [p for p in names if hasattr(p, "is_shard")]
+    mesh = init_device_mesh(shards[0].device.type, (dist.get_world_size(),)) if shards else None
+    state: dict[str, Tensor] = {f"model/{name}": _as_saved(p.detach(), p, mesh) for p, name in names.items()}
     state |= {f"buffer/{name}": buffer for name, buffer in inner.named_buffers() if _is_persistent(inner, name)}
     owned = optimizer.owned if isinstance(optimizer, ShardedOptimizer) else names
     for p in owned:
         if p.requires_grad:
             moments = _adamw_state(optimizer, p)
-            state |= {f"optimizer/{names[p]}/{name}": _as_saved(t, p) for name, t in moments.items()}
+            state |= {f"optimizer/{names[p]}/{name}": _as_saved(t, p, mesh) for name, t in moments.items()}
     return state
 
 
@@ -182,14 +186,10 @@ def set_rng_state(state: dict[str, Tensor]) -> None:
         (torch.cuda.set_rng_state if name.endswith("cuda") else torch.set_rng_state)(value)
 
 
-def _as_saved(tensor: Tensor, p: Tensor) -> Tensor:
+def _as_saved(tensor: Tensor, p: Tensor, mesh: DeviceMesh | None) -> Tensor:
     """A tensor shaped like a shard as this rank's part of the whole; another as it is."""
     if not hasattr(p, "is_shard") or tensor.shape != p.shape:
         return tensor
-    from torch.distributed.device_mesh import init_device_mesh
-    from torch.distributed.tensor import DTensor, Shard
-
-    mesh = init_device_mesh(tensor.device.type, (dist.get_world_size(),))
     shape = p.full_shape  # type: ignore[attr-defined]
     stride = torch.empty(shape, device="meta").stride()
     return DTensor.from_local(tensor, mesh, [Shard(0)], run_check=False, shape=shape, stride=stride)

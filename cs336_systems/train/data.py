@@ -10,6 +10,7 @@ on what was trained before a restart.
 
 import hashlib
 from dataclasses import dataclass
+from functools import cached_property
 from pathlib import Path
 
 import numpy as np
@@ -51,7 +52,7 @@ class Corpus:
             )
         return corpus
 
-    @property
+    @cached_property
     def fingerprint(self) -> str:
         """Of the tokens, whatever the file is called: their number, and those at many places."""
         digest = hashlib.sha256(str(len(self.tokens)).encode())

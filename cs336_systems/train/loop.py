@@ -29,6 +29,7 @@ from cs336_systems.config import RunConfig, UserError
 from cs336_systems.measure.environment import capture
 from cs336_systems.measure.flops import model_flops, peak_flops
 from cs336_systems.parallel import DDP, FSDP, ShardedOptimizer, clip_grad_norm_
+from cs336_systems.parallel.collectives import message_device
 from cs336_systems.parallel.launch import Rank, process_group
 from cs336_systems.record import GIB, Record
 from cs336_systems.step import AUTOCAST_DTYPES, TrainStep, build_model, cosine_lr, require_attention, require_device
@@ -192,7 +193,7 @@ class Trainer:
         loss = self.step.accumulate(self._batches(), loss_scale=progress.loss_scale)
         norm = self._unscaled_norm()
         # One message for all that ranks must agree on.
-        shared = torch.tensor([loss.item(), float(signals.stop)], dtype=torch.float64, device=_on(self.rank))
+        shared = torch.tensor([loss.item(), float(signals.stop)], dtype=torch.float64, device=message_device())
         dist.all_reduce(shared)
         mean, stop = shared[0].item() / self.rank.world_size, bool(shared[1].item())
         self._update(math.isfinite(norm) and math.isfinite(mean))
@@ -243,7 +244,7 @@ class Trainer:
     @torch.no_grad()
     def _evaluate(self) -> None:
         settings = self.settings
-        total = torch.zeros((), dtype=torch.float64, device=_on(self.rank))
+        total = torch.zeros((), dtype=torch.float64, device=message_device())
         for number in range(settings.eval_batches):
             first = (number * self.rank.world_size + self.rank.rank) * settings.micro_batch_size
             inputs, targets = self.corpus.validation(first, settings.micro_batch_size)
@@ -265,16 +266,12 @@ class Trainer:
         context = self.settings.model.context_length
         for _ in range(count):
             recent = torch.tensor([tokens[-context:]], device=self.rank.device)
-            logits = self._any_length(recent)[0, -1, :256].float().cpu()
+            with self.step.autocast():  # not compiled: each would be of another length
+                logits = self.step.model(recent)[0, -1, :256].float().cpu()
             if not logits.isfinite().all():
                 return "(the model's logits are not finite)"
             tokens.append(int(torch.multinomial(torch.softmax(logits, dim=-1), 1, generator=dice)))
         return bytes(tokens).decode(errors="replace")
-
-    def _any_length(self, tokens: Tensor) -> Tensor:
-        dtype = AUTOCAST_DTYPES.get(self.settings.precision)
-        with torch.autocast(self.rank.device.type, dtype) if dtype else contextlib.nullcontext():
-            return self.step.model(tokens)
 
     def _say(self, text: str) -> None:
         if self.rank.rank == 0:
@@ -302,11 +299,6 @@ def _optimizer(model: nn.Module, settings: TrainSettings) -> torch.optim.Optimiz
     if settings.parallel == "ddp-sharded":
         return ShardedOptimizer(groups, torch.optim.AdamW, **options)
     return torch.optim.AdamW(groups, **options)
-
-
-def _on(rank: Rank) -> torch.device:
-    """Where the group's small messages lie."""
-    return rank.device if dist.get_backend() == "nccl" else torch.device("cpu")
 
 
 def _require_same_work(settings: TrainSettings, corpus: Corpus, found: Checkpoint) -> None:

@@ -7,7 +7,7 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any, ClassVar
 
-from cs336_systems.config import ModelConfig, RunConfig, UserError, flag, flag_like, model_config
+from cs336_systems.config import ATTENTIONS, ModelConfig, RunConfig, UserError, flag, flag_like, model_config
 
 PARALLEL = ("none", "ddp", "ddp-sharded", "fsdp")
 BYTES = 256
@@ -35,9 +35,7 @@ class TrainSettings:
     beta2: float = flag(0.95, "AdamW's")
     max_grad_norm: float = flag(1.0, "clip the gradient's norm to this (0: no clipping)")
     precision: str = flag_like(RunConfig, "precision")
-    attention: str = flag(
-        "auto", "attention implementation", ("auto", "reference", "flash_torch", "flash_triton", "sdpa")
-    )
+    attention: str = flag("auto", "attention implementation", ATTENTIONS)
     checkpoint_blocks: int = flag_like(RunConfig, "checkpoint_blocks")
     compile: bool = flag_like(RunConfig, "compile")
     parallel: str = flag("ddp", "how ranks share the work: none, ddp, ddp-sharded (ZeRO 1), fsdp", PARALLEL)
