@@ -29,6 +29,7 @@ from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 import torch.distributed as dist
 
@@ -63,13 +64,15 @@ def spawn(
 ) -> list[Any]:
     """Call `work(*arguments)` in `world_size` new processes that form a process group; what they returned, by rank."""
     require_slots(world_size, backend, device)
-    context = multiprocessing.get_context("spawn")
+    # Ranks are forked from a process that has torch and nothing else: importing it takes seconds of each core.
+    context = multiprocessing.get_context("forkserver")
+    context.set_forkserver_preload([__name__])
     deadline = time.monotonic() + timeout
-    with tempfile.TemporaryDirectory(prefix="cs336-ranks-") as folder, _one_thread_each(world_size):
+    with tempfile.TemporaryDirectory(prefix="cs336-ranks-") as folder:
         ranks = []
         for rank in range(world_size):
             receiver, sender = context.Pipe(duplex=False)
-            where = (rank, world_size, backend, device, timeout, folder)
+            where = (rank, world_size, backend, device, timeout, folder, dict(os.environ))
             process = context.Process(target=_serve, args=(where, work, arguments, sender), daemon=True)
             process.start()
             sender.close()
@@ -144,7 +147,8 @@ def require_slots(world_size: int, backend: str, device: str) -> None:
 
 
 def _serve(where: tuple, work: Callable[..., Any], arguments: tuple, sender: Any) -> None:
-    rank, world_size, backend, device, timeout, folder = where
+    rank, world_size, backend, device, timeout, folder, environment = where
+    _as_if_new(environment, world_size)
     threading.Thread(target=_end_with_parent, daemon=True).start()
     with open(Path(folder) / f"stack-{rank}", "w") as stack:
         faulthandler.register(signal.SIGUSR1, stack, all_threads=True)
@@ -160,6 +164,17 @@ def _serve(where: tuple, work: Callable[..., Any], arguments: tuple, sender: Any
         except BaseException:
             answer = False, traceback.format_exc()
         sender.send(answer)
+
+
+def _as_if_new(environment: dict[str, str], world_size: int) -> None:
+    """What a process takes over from the one it is forked from, and should have from its caller."""
+    os.environ.clear()
+    os.environ.update(environment)
+    # Share the cores out, unless the user has: ranks that all start a thread per core wait for each other.
+    threads = os.environ.setdefault("OMP_NUM_THREADS", str(max(1, (os.cpu_count() or 1) // world_size))).split(",")[0]
+    if threads.isdigit() and int(threads) > 0:  # OpenMP, which has read the variable already, passes over others too
+        torch.set_num_threads(int(threads))
+    np.random.seed()  # else all ranks draw the same
 
 
 def _end_with_parent() -> None:
@@ -221,19 +236,6 @@ class _Running:
     process: Any
     receiver: Any
     stack: Path
-
-
-@contextlib.contextmanager
-def _one_thread_each(world_size: int) -> Iterator[None]:
-    """Share the cores out, unless the user has: ranks that all start a thread per core wait for each other."""
-    if "OMP_NUM_THREADS" in os.environ:
-        yield
-        return
-    os.environ["OMP_NUM_THREADS"] = str(max(1, (os.cpu_count() or 1) // world_size))
-    try:
-        yield
-    finally:
-        del os.environ["OMP_NUM_THREADS"]
 
 
 def _collect(ranks: list[_Running], deadline: float, timeout: float) -> list[Any]:
