@@ -19,6 +19,10 @@ MODES = ("inference", "forward", "forward-backward", "train-step")
 PRECISIONS = ("fp32", "tf32", "bf16", "fp16")
 ATTENTIONS = ("auto", "reference", "flash_torch", "flash_triton", "sdpa")
 
+FAST_PARTS = ("kernels", "loss", "optimizer", "graph")
+"""Of the fast step: fused kernels between the matrix products; the loss without whole logits; the optimizer that writes
+the low-precision weights; the step as a CUDA graph."""
+
 
 class UserError(ValueError):
     """Something the user can mend: shown as one line, exit code 2, no traceback."""
@@ -107,6 +111,7 @@ class RunConfig:
     attention: str = flag("reference", "attention implementation", ATTENTIONS)
     checkpoint_blocks: int = flag(0, "recompute activations in groups of this many blocks (0: keep them all)")
     compile: bool = flag(False, "run the model through torch.compile")
+    fast: str = flag("off", f"the fast step: on, off, or some of {','.join(FAST_PARTS)}")
     max_grad_norm: float = flag(0.0, "clip the gradient's norm to this (0: no clipping)")
     device: str = flag("cpu", "cpu, cuda or cuda:N")
     warmup_steps: int = flag(5, "steps run before measuring")
@@ -131,6 +136,40 @@ class RunConfig:
             raise UserError(f"--model {self.model_factory!r} is not of the form package.module:factory")
         if not self.size:
             object.__setattr__(self, "size", size_name(self.model))
+        object.__setattr__(self, "fast", self._checked_fast())
+
+    def _checked_fast(self) -> str:
+        """In its shortest form; UserError for a part that cannot be had."""
+        if self.fast in ("on", "off"):
+            return self.fast
+        asked = self.fast.replace(" ", "").split(",")
+        if unknown := [part for part in asked if part not in FAST_PARTS]:
+            raise UserError(f"--fast {self.fast!r}: {unknown[0]!r} is none of: on, off, {', '.join(FAST_PARTS)}")
+        for part in asked:
+            if problem := self._no_fast(part):
+                raise UserError(f"--fast {part}: {problem}")
+        return ",".join(part for part in FAST_PARTS if part in asked)
+
+    def _no_fast(self, part: str) -> str | None:
+        """Why a part of the fast step cannot be had."""
+        if self.model_factory is not None:
+            return "is for the model of this package, not for --model"
+        if part in ("kernels", "graph") and self.compile:
+            return "cannot be had together with --compile"
+        if part in ("optimizer", "graph") and self.mode != "train-step":
+            return f"needs --mode train-step, not {self.mode}"
+        if part in ("optimizer", "graph") and self.precision == "fp16":
+            return "has no loss scaling, which fp16 needs; use --precision bf16"
+        if part == "graph" and self.device_type != "cuda":
+            return "needs a CUDA GPU"
+        return None
+
+    @property
+    def fast_parts(self) -> frozenset[str]:
+        """Those of the fast step that are on; with "on" all that can be."""
+        if self.fast == "on":
+            return frozenset(part for part in FAST_PARTS if self._no_fast(part) is None)
+        return frozenset() if self.fast == "off" else frozenset(self.fast.split(","))
 
     @property
     def tokens(self) -> int:
@@ -142,7 +181,10 @@ class RunConfig:
         return self.device.split(":")[0]
 
     def to_dict(self) -> dict[str, Any]:
-        return dataclasses.asdict(self)
+        values = dataclasses.asdict(self)
+        if self.fast == "off":  # so that cells have the names they had before there was a fast step
+            del values["fast"]
+        return values
 
     @classmethod
     def of(cls, config: Mapping[str, Any]) -> "RunConfig":

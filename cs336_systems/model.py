@@ -5,6 +5,7 @@ Shapes: B batch, T tokens, D d_model, H heads, K head dimension, V vocabulary.
 """
 
 from collections.abc import Callable
+from typing import Any, cast
 
 import torch
 import torch.nn.functional as F
@@ -12,7 +13,7 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from cs336_systems.config import ModelConfig
-from cs336_systems.kernels import attention
+from cs336_systems.kernels import attention, fused
 
 RMS_EPS = 1e-5
 
@@ -26,6 +27,10 @@ class Linear(nn.Linear):
     def reset_parameters(self) -> None:
         std = (2 / (self.in_features + self.out_features)) ** 0.5
         nn.init.trunc_normal_(self.weight, std=std, a=-3 * std, b=3 * std)
+
+    def forward(self, x: Tensor) -> Tensor:
+        # A weight with memory for its gradient (PackedAdamW's) has it written there by the product itself.
+        return fused.linear(x, self.weight) if hasattr(self.weight, "grad_memory") else super().forward(x)
 
 
 class Embedding(nn.Embedding):
@@ -44,7 +49,7 @@ class RMSNorm(nn.Module):
         nn.init.ones_(self.weight)
 
     def forward(self, x: Tensor) -> Tensor:
-        y = F.rms_norm(x, x.shape[-1:], self.weight, eps=RMS_EPS)
+        y = F.rms_norm(x, x.shape[-1:], self.weight.to(x.dtype), eps=RMS_EPS)
         # Every norm feeds several matmuls. Under autocast each of them would make a low-precision copy of its own and
         # keep it for backward; one cast here serves them all.
         device = x.device.type
@@ -101,6 +106,12 @@ class Attention(nn.Module):
         out = attention(*heads_first, is_causal=True, impl=self.impl)
         return self.output_proj(out.transpose(1, 2).flatten(-2))
 
+    def fused(self, qkv: Tensor, rotate: RotaryEmbedding) -> Tensor:
+        """From the three projections side by side."""
+        q, k, v = fused.rotary_heads(qkv, rotate.cos, rotate.sin, self.num_heads)
+        out = attention(q, k, v, is_causal=True, impl=self.impl)
+        return fused.linear(out.transpose(1, 2).flatten(-2), self.output_proj.weight)
+
 
 class SwiGLU(nn.Module):
     def __init__(self, d_model: int, d_ff: int):
@@ -125,6 +136,15 @@ class Block(nn.Module):
         x = x + self.attn(self.ln1(x), rotate)
         return x + self.ffn(self.ln2(x))
 
+    def fused(self, x: Tensor, delta: Tensor | None, rotate: RotaryEmbedding) -> tuple[Tensor, Tensor]:
+        """The same by the kernels of kernels/fused.py. The residual stream is x + delta: whoever reads it adds them."""
+        attn, ffn = self.attn, self.ffn
+        of_attention = (attn.q_proj.weight, attn.k_proj.weight, attn.v_proj.weight)
+        x, qkv = fused.norm_linear(x, delta, self.ln1.weight, RMS_EPS, *of_attention)
+        delta = attn.fused(qkv, rotate)
+        x, gate_up = fused.norm_linear(x, delta, self.ln2.weight, RMS_EPS, ffn.w1.weight, ffn.w3.weight)
+        return x, fused.swiglu_linear(gate_up, ffn.w2.weight)
+
 
 class TransformerLM(nn.Module):
     """`attention` names an implementation of `kernels.attention`; `checkpoint_blocks` = k keeps only the input of every
@@ -132,44 +152,70 @@ class TransformerLM(nn.Module):
 
     With `checkpoint_inner` = j, recomputing a group keeps only the input of every j-th of its blocks, and recomputes
     the rest once more: less memory for a third forward pass.
+
+    With `fused` blocks run by the kernels of kernels/fused.py.
     """
 
     checkpoint_inner = 0
 
-    def __init__(self, config: ModelConfig, *, attention: str = "auto", checkpoint_blocks: int = 0):
+    def __init__(
+        self, config: ModelConfig, *, attention: str = "auto", checkpoint_blocks: int = 0, fused: bool = False
+    ):
         super().__init__()
         self.config = config
         self.checkpoint_blocks = checkpoint_blocks
+        self.is_fused = fused
         self.token_embeddings = Embedding(config.vocab_size, config.d_model)
         self.rotate = RotaryEmbedding(config.context_length, config.head_dim, config.rope_theta)
         self.layers = nn.ModuleList(Block(config, attention) for _ in range(config.num_layers))
         self.ln_final = RMSNorm(config.d_model)
         self.lm_head = Linear(config.d_model, config.vocab_size)
 
-    def forward(self, tokens: Tensor) -> Tensor:  # (B, T) -> (B, T, V)
-        x = self.token_embeddings(tokens)
+    def forward(self, tokens: Tensor, targets: Tensor | None = None) -> Tensor:
+        """Logits, (B, T) -> (B, T, V); with targets the mean loss, whose logits are never in memory as a whole."""
+        hidden = self._hidden(tokens)
+        if targets is None:
+            return self.lm_head(hidden)
+        return fused.linear_cross_entropy(hidden, self.lm_head.weight, targets)
+
+    def in_packing_order(self) -> list[nn.Parameter]:
+        """All parameters; weights that multiply the same input follow one another."""
+        gates = [cast(Block, block).ffn for block in self.layers]
+        for_one_input = {id(ffn.w3.weight): id(ffn.w1.weight) for ffn in gates}
+        parameters = list(self.parameters())
+        place = {id(parameter): number for number, parameter in enumerate(parameters)}
+        return sorted(parameters, key=lambda p: place[for_one_input.get(id(p), id(p))])  # stable: w1, then w3
+
+    def _hidden(self, tokens: Tensor) -> Tensor:
+        """After the last norm, (B, T, D)."""
+        x: Tensor = self.token_embeddings(tokens)
+        delta: Tensor | None = None
         group = self.checkpoint_blocks
         if group and torch.is_grad_enabled():
             for start in range(0, len(self.layers), group):
-                x = _recomputed(self._group, x, start, min(start + group, len(self.layers)))
+                x, delta = _recomputed(self._group, x, delta, start, min(start + group, len(self.layers)))
         else:
-            for block in self.layers:
-                x = block(x, self.rotate)
-        return self.lm_head(self.ln_final(x))
+            x, delta = self._blocks(x, delta, 0, len(self.layers))
+        if self.is_fused:
+            return fused.add_norm(x, delta, self.ln_final.weight, RMS_EPS)[1]
+        return self.ln_final(x)
 
-    def _group(self, x: Tensor, start: int, stop: int) -> Tensor:
+    def _group(self, x: Tensor, delta: Tensor | None, start: int, stop: int) -> tuple[Tensor, Tensor | None]:
         inner = self.checkpoint_inner
         if not inner:
-            return self._blocks(x, start, stop)
+            return self._blocks(x, delta, start, stop)
         for begin in range(start, stop, inner):
-            x = _recomputed(self._blocks, x, begin, min(begin + inner, stop))
-        return x
+            x, delta = _recomputed(self._blocks, x, delta, begin, min(begin + inner, stop))
+        return x, delta
 
-    def _blocks(self, x: Tensor, start: int, stop: int) -> Tensor:
+    def _blocks(self, x: Tensor, delta: Tensor | None, start: int, stop: int) -> tuple[Tensor, Tensor | None]:
         for block in self.layers[start:stop]:
-            x = block(x, self.rotate)
-        return x
+            if self.is_fused:
+                x, delta = cast(Block, block).fused(x, delta, self.rotate)
+            else:
+                x = block(x, self.rotate)
+        return x, delta
 
 
-def _recomputed(run: Callable[..., Tensor], x: Tensor, start: int, stop: int) -> Tensor:
-    return checkpoint(run, x, start, stop, use_reentrant=False, preserve_rng_state=False)
+def _recomputed(run: Callable[..., Any], *arguments: Any) -> Any:
+    return checkpoint(run, *arguments, use_reentrant=False, preserve_rng_state=False)

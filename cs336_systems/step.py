@@ -23,7 +23,9 @@ from torch.profiler import record_function
 
 from cs336_systems.config import ModelConfig, RunConfig, UserError
 from cs336_systems.kernels.attention import triton_problem
+from cs336_systems.kernels.packed_adamw import PackedAdamW
 from cs336_systems.model import TransformerLM
+from cs336_systems.step_graph import StepGraph
 
 Watch = Callable[[str], AbstractContextManager]
 
@@ -39,13 +41,15 @@ class TrainStep:
         self.device = torch.device(config.device)
         self.trains = config.mode == "train-step"
         set_matmul_precision(config.precision)
+        self._parts = config.fast_parts
         if optimizer is None and self.trains:
-            optimizer = torch.optim.AdamW(model.parameters(), fused=True)
+            optimizer = self._default_optimizer()
         self.optimizer = optimizer
         self.scaler = torch.amp.GradScaler(self.device.type, enabled=config.precision == "fp16" and self.trains)
         # A wrapper of parallel/ that overlaps communication with backward ends it in the sync phase.
         self._finish_sync = getattr(model, "finish_gradient_synchronization", None)
-        self._forward: Callable[[Tensor], Tensor] = torch.compile(model) if config.compile else model
+        self._forward: Callable[..., Tensor] = torch.compile(model) if config.compile else model
+        self.graph = StepGraph(self._gradients_of, self._update, self._drop) if "graph" in self._parts else None
 
     @classmethod
     def build(cls, config: RunConfig) -> "TrainStep":
@@ -55,6 +59,14 @@ class TrainStep:
         with torch.device(config.device):
             model = build_model(config)
         return cls(model, config)
+
+    def _default_optimizer(self) -> torch.optim.Optimizer:
+        if "optimizer" not in self._parts:
+            return torch.optim.AdamW(self.model.parameters(), fused=True, capturable="graph" in self._parts)
+        assert isinstance(self.model, TransformerLM)
+        dtype = AUTOCAST_DTYPES.get(self.config.precision, torch.float32)
+        parameters = self.model.in_packing_order()
+        return PackedAdamW(parameters, dtype=dtype, max_grad_norm=self.config.max_grad_norm)
 
     def random_batch(self) -> tuple[Tensor, Tensor]:
         """Random tokens and targets, (batch, context) each."""
@@ -77,8 +89,10 @@ class TrainStep:
                 logits = self.logits(inputs)
             del logits
             return None
+        if self.graph is not None:
+            return self.train([(inputs, targets)])
         if mode == "forward-backward":
-            self.model.zero_grad(set_to_none=True)
+            self._drop()
         loss = self._gradients(inputs, targets, watch)
         if self.trains:
             with self._phase("optimizer", watch):
@@ -88,6 +102,16 @@ class TrainStep:
     def _gradients(self, inputs: Tensor, targets: Tensor, watch: Watch) -> Tensor:
         loss = self._one_batch(inputs, targets, self.scaler.scale, watch)
         self._synchronize(watch)
+        return loss
+
+    def train(self, batches: Sequence[tuple[Tensor, Tensor]]) -> Tensor:
+        """One step on several batches of one size, update included: the mean loss, on the device."""
+        if self.graph is not None:
+            if isinstance(self.optimizer, PackedAdamW):
+                self.optimizer.upload_rates()
+            return self.graph(batches)
+        loss = self.accumulate(batches)
+        self._update()
         return loss
 
     def accumulate(
@@ -105,15 +129,22 @@ class TrainStep:
         return torch.stack(losses).mean()
 
     def _one_batch(self, inputs: Tensor, targets: Tensor, scaled: Callable[[Tensor], Tensor], watch: Watch) -> Tensor:
-        """Forward, loss, and backward of what `scaled` makes of the loss."""
-        with self._phase("forward", watch):
-            logits = self.logits(inputs)
-        with self._phase("loss", watch):
-            loss = self.loss(logits, targets)
-            del logits
+        """Forward, loss, and backward of what `scaled` makes of the loss. The fused loss is part of forward."""
+        if "loss" in self._parts:
+            with self._phase("forward", watch), self.autocast():
+                loss = self._forward(inputs, targets)
+        else:
+            with self._phase("forward", watch):
+                logits = self.logits(inputs)
+            with self._phase("loss", watch):
+                loss = self.loss(logits, targets)
+                del logits
         with self._phase("backward", watch):
             scaled(loss).backward()
         return loss.detach()
+
+    def _gradients_of(self, inputs: Tensor, targets: Tensor, factor: float) -> Tensor:
+        return self._one_batch(inputs, targets, lambda loss: loss * factor, nullcontext)
 
     def _synchronize(self, watch: Watch) -> None:
         if self._finish_sync is not None:
@@ -130,17 +161,28 @@ class TrainStep:
             raise UserError(f"the model must return logits of shape {expected}, got {got}")
         return logits
 
+    def evaluate(self, inputs: Tensor, targets: Tensor) -> Tensor:
+        """The loss, without gradients."""
+        with torch.no_grad(), self.autocast():
+            if "loss" in self._parts:
+                return self._forward(inputs, targets)
+            return self.loss(self.logits(inputs), targets)
+
     def loss(self, logits: Tensor, targets: Tensor) -> Tensor:
         return F.cross_entropy(logits.flatten(0, 1).float(), targets.flatten())
 
     def _update(self) -> None:
         assert self.optimizer is not None
-        if self.config.max_grad_norm:
+        if self.config.max_grad_norm and not isinstance(self.optimizer, PackedAdamW):  # which clips by itself
             self.scaler.unscale_(self.optimizer)
             nn.utils.clip_grad_norm_(self.model.parameters(), self.config.max_grad_norm)
         self.scaler.step(self.optimizer)
         self.scaler.update()
-        self.optimizer.zero_grad(set_to_none=True)
+        if self.graph is None:  # its graphs overwrite gradients, in the memory that these have
+            self.optimizer.zero_grad(set_to_none=True)
+
+    def _drop(self) -> None:
+        self.model.zero_grad(set_to_none=True)
 
     def autocast(self) -> AbstractContextManager:
         dtype = AUTOCAST_DTYPES.get(self.config.precision)
@@ -178,7 +220,14 @@ def require_attention(config: RunConfig) -> None:
 def build_model(config: RunConfig) -> nn.Module:
     """Our Transformer, or the user's own module when the config names a factory."""
     if config.model_factory is None:
-        return TransformerLM(config.model, attention=config.attention, checkpoint_blocks=config.checkpoint_blocks)
+        # Inside a CUDA graph nothing is launched by Python, which is what "auto" avoids for small problems.
+        in_graph = "graph" in config.fast_parts and config.attention == "auto" and config.precision == "bf16"
+        return TransformerLM(
+            config.model,
+            attention="flash_triton" if in_graph and triton_problem(torch.device("cuda")) is None else config.attention,
+            checkpoint_blocks=config.checkpoint_blocks,
+            fused="kernels" in config.fast_parts,
+        )
     return _call_factory(config.model_factory, config.model)
 
 

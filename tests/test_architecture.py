@@ -14,7 +14,7 @@ OURS = PACKAGE.name
 LEVELS = {
     0: ("", "config", "record", "table", "flags", "commands", "timeline", "kernel_classes"),
     1: ("kernels", "parallel"),
-    2: ("model",),
+    2: ("model", "step_graph"),
     3: ("step",),
     4: ("measure",),
     5: ("report",),

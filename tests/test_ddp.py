@@ -30,7 +30,7 @@ def assert_nothing_wrong(by_rank, names):
 every_variant = pytest.mark.parametrize("variant", VARIANTS)
 
 
-@pytest.mark.parametrize("world_size, half", [(2, 0), (2, 1), (4, 0), (4, 1)])
+@pytest.mark.parametrize(("world_size", "half"), [(2, 0), (2, 1), (4, 0), (4, 1)])
 @every_variant
 def test_every_case(variant, world_size, half):
     names = list(CASES)[half::2]

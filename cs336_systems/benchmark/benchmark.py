@@ -36,6 +36,7 @@ class BenchArguments(SessionArguments, ShapeArguments):
     precisions: tuple[str, ...] = flag((), "sweep over these precisions")
     attentions: tuple[str, ...] = flag((), "sweep over these attention implementations")
     compile: bool = flag_like(RunConfig, "compile")
+    fast: str = flag_like(RunConfig, "fast")
     forward_only: bool = flag(False, "time the forward pass alone (same as --mode forward)")
     max_grad_norm: float = flag_like(RunConfig, "max_grad_norm")
     seed: int = flag_like(RunConfig, "seed")
@@ -51,7 +52,7 @@ class BenchArguments(SessionArguments, ShapeArguments):
             [("precision", value) for value in self.precisions or (self.precision,)],
             [("attention", value) for value in self.attentions or (self.attention,)],
         ]
-        names = ("compile", "max_grad_norm", "warmup_steps", "num_steps", "seed")
+        names = ("compile", "fast", "max_grad_norm", "warmup_steps", "num_steps", "seed")
         common = {name: getattr(self, name) for name in names}
         default_size = "small" if device.startswith("cuda") else "tiny"
         return [
@@ -140,7 +141,7 @@ def _memory_metrics(run: RunConfig, step: Any, batch: Any, measured: int | None)
         return [["peak_memory", "B", [measured]]] if measured is not None else []
     if measured is None:
         measured = memory_trace.measure_peak(step, batch)
-    if run.model_factory is None:
+    if run.model_factory is None and run.fast == "off":
         predicted = memory_model.estimate(run).peak
     else:
         predicted = memory_trace.predict_by_tracing(run).peak

@@ -1,18 +1,20 @@
 """Every experiment by name: what it asks, its grid of cells, and the instrument that measures a cell. No torch here."""
 
 import dataclasses
+import importlib.util
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from itertools import product
 from typing import Any
 
-from cs336_systems.config import COURSE_SIZES, MODES, PRECISIONS, RunConfig, UserError, model_config
+from cs336_systems.config import COURSE_SIZES, FAST_PARTS, MODES, PRECISIONS, RunConfig, UserError, model_config
 from cs336_systems.measure.attention_model import AttentionShape
 
 PRESETS = ("quick", "course", "full")
 
 INSTRUMENTS = {
     "step": "cs336_systems.benchmark.benchmark:measure_step",
+    "fast_step": "cs336_systems.benchmark.fast_step:measure_fast_step",
     "kernels": "cs336_systems.benchmark.kernel_profile:measure_kernels",
     "memory": "cs336_systems.benchmark.memory_profile:measure_memory",
     "checkpointing": "cs336_systems.benchmark.memory_profile:measure_checkpointing",
@@ -34,7 +36,7 @@ INSTRUMENTS = {
 ATTENTION_INSTRUMENTS = ("pytorch_attention", "flash", "attention_rivals", "flash_leaderboard")
 """Those whose configurations are an AttentionShape with more fields, and not a RunConfig."""
 
-STEP_INSTRUMENTS = ("step", "kernels", "memory", "saved_tensors")
+STEP_INSTRUMENTS = ("step", "fast_step", "kernels", "memory", "saved_tensors")
 """Those whose configurations are a RunConfig, and that run its step."""
 KEEPING_FILES = ("kernels", "memory")
 """Those that take a `folder` for what is too large for a record: traces, snapshots."""
@@ -104,6 +106,29 @@ def _precision(preset: str, base: RunConfig) -> Iterable[dict[str, Any]]:
 def _compile(preset: str, base: RunConfig) -> Iterable[dict[str, Any]]:
     for size, compiled in product(_sizes(preset, base), (False, True)):
         yield _run(base, size, compile=compiled)
+
+
+LLAMA = "cs336_systems.benchmark.llama:build"
+"""The Llama of the same shape in Hugging Face's transformers, where it is installed: the rival of the fast step."""
+
+
+def _fast_step(preset: str, base: RunConfig) -> Iterable[dict[str, Any]]:
+    """Nothing, each part alone, all but one, all; torch.compile; and the rival."""
+    on_cuda = base.device_type == "cuda"
+    base = dataclasses.replace(base, attention="auto", precision="bf16" if on_cuda else "fp32")
+    parts = [part for part in FAST_PARTS if on_cuda or part != "graph"]
+    without_one = [",".join(other for other in parts if other != part) for part in parts]
+    variants: list[dict[str, Any]] = [{"fast": fast} for fast in ("off", *parts, *without_one, "on")]
+    if importlib.util.find_spec("transformers") is not None:
+        variants.append({"compile": True, "model_factory": LLAMA})
+    sizes = _sizes("quick", base)[:1] if preset == "quick" else ("small", "large", "2.7B")
+    yield _run(base, sizes[0], compile=True)
+    for size, variant in product(sizes, variants):
+        yield _run(base, size, **variant)
+    if preset != "quick":
+        for variant in variants:
+            if variant.get("fast") in ("off", "on") or "model_factory" in variant:
+                yield _run(base, "large", 1024, batch_size=16, **variant)
 
 
 def _peak_memory(preset: str, base: RunConfig) -> Iterable[dict[str, Any]]:
@@ -362,6 +387,7 @@ EXPERIMENTS: dict[str, Experiment] = {
     "warmup": Experiment("What do too few warm-up steps do to the numbers?", "step", _warmup),
     "precision": Experiment("What does lower precision give, in time and memory?", "step", _precision),
     "compile": Experiment("What does torch.compile give, and cost?", "step", _compile),
+    "fast_step": Experiment("What does each part of the fast step give?", "fast_step", _fast_step),
     "peak_memory": Experiment("Does the predicted peak agree with the measured one?", "step", _peak_memory),
     "timing_agreement": Experiment(
         "Does another timer give the same times for the same work?", "agreement", _timing_agreement

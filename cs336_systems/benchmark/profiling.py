@@ -25,6 +25,7 @@ LARGEST_SHOWN = 10
 class ProfileArguments(SessionArguments, ShapeArguments):
     model: str | None = flag_like(RunConfig, "model_factory")
     compile: bool = flag_like(RunConfig, "compile")
+    fast: str = flag_like(RunConfig, "fast")
     nsys: bool = flag(False, "kernels by Nsight Systems instead of torch.profiler, where it is installed")
     only: tuple[str, ...] = flag((), "of kernels, memory, saved_tensors, only these")
 
@@ -52,14 +53,23 @@ def run_profile(arguments: ProfileArguments) -> None:
             device=device,
             model_factory=arguments.model,
             compile=arguments.compile,
+            fast=arguments.fast,
             warmup_steps=arguments.warmup_steps,
             num_steps=arguments.num_steps,
-        ).to_dict()
+        )
         own = {"kernels": {"profiler": "nsys"}} if by_nsys else {}
-        return [(name, {**run, **own.get(name, {})}) for name in wanted if name not in impossible]
+        config = _without_graph(run).to_dict()
+        return [(name, {**config, **own.get(name, {})}) for name in wanted if name not in impossible]
 
     requests_on(arguments.device or "cuda")  # mistakes are told before a process is started
     run_session(arguments, Path(arguments.output) if arguments.output else new_run_file("profile"), requests_on)
+
+
+def _without_graph(run: RunConfig) -> RunConfig:
+    """Inside a CUDA graph nothing can be traced to the phase, the module or the line that it comes from."""
+    if "graph" not in run.fast_parts:
+        return run
+    return replace(run, fast=",".join(run.fast_parts - {"graph"}) or "off")
 
 
 # -- what somebody else has recorded ----------------------------------------------------------------------------------

@@ -56,7 +56,7 @@ class Cell:
     @property
     def needs_fresh_process(self) -> bool:
         """Where the cold start is the subject: little or no warm-up, or a compilation."""
-        return self.instrument == "step" and (
+        return self.instrument in ("step", "fast_step") and (
             self.config["warmup_steps"] < WARM_UP or self.config["compile"] or self.config["model_factory"] is not None
         )
 
@@ -81,6 +81,8 @@ class Cell:
         extras = [f"warm-up {config.warmup_steps}"] if config.warmup_steps != WARM_UP else []
         extras += [config.attention] if config.attention != "reference" else []
         extras += ["compiled"] if config.compile else []
+        extras += [f"fast {config.fast}"] if config.fast != "off" else []
+        extras += [config.model_factory] if config.model_factory else []
         extras += [f"checkpoint {config.checkpoint_blocks}"] if config.checkpoint_blocks else []
         prefix = [] if self.instrument == "step" else [self.instrument]
         shape = [config.size, str(config.model.context_length)]
@@ -89,7 +91,8 @@ class Cell:
 
 def _is_on_paper(config: dict[str, Any]) -> bool:
     """Whether the memory model knows it."""
-    return not config["compile"] and config["model_factory"] is None and not config.get("inner")
+    plain = not config["compile"] and config.get("fast", "off") == "off"
+    return plain and config["model_factory"] is None and not config.get("inner")
 
 
 def gather(requests: Iterable[tuple[str, dict[str, Any]]]) -> list[Cell]:

@@ -5,10 +5,13 @@ from torch import Tensor
 
 
 def empty_like(t: Tensor, dtype: torch.dtype | None = None) -> Tensor:
-    """Uninitialised, in the layout of `t` where it is one that models use: heads or rows outermost. Else contiguous.
+    """Uninitialised, without gaps, and with heads or rows outermost as `t` has them.
 
-    A model's q is often a transposed view of (batch, seq, heads, d); an output of that layout flattens without a copy.
+    A model's q is often a transposed view of (batch, seq, heads, d), or of a part of that where q, k and v are one
+    tensor; an output of that layout flattens without a copy.
     """
-    if t.is_contiguous() or t.transpose(1, 2).is_contiguous():
-        return torch.empty_like(t, dtype=dtype)
-    return torch.empty(t.shape, dtype=dtype or t.dtype, device=t.device)
+    batch, heads, rows, d = t.shape
+    dtype = dtype or t.dtype
+    if heads > 1 and rows > 1 and t.stride(1) < t.stride(2):
+        return torch.empty((batch, rows, heads, d), dtype=dtype, device=t.device).transpose(1, 2)
+    return torch.empty(t.shape, dtype=dtype, device=t.device)

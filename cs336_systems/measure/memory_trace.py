@@ -26,6 +26,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves, tree_map_only
 
 from cs336_systems.config import RunConfig
+from cs336_systems.kernels import fused, pointwise
+from cs336_systems.kernels.packed_adamw import PackedAdamW
 from cs336_systems.measure.allocator import CachingAllocator
 from cs336_systems.measure.memory_model import ROUNDING, MemoryEstimate, workspace
 from cs336_systems.step import TrainStep
@@ -145,6 +147,8 @@ def labelled(step: TrainStep, tracker: StorageTracker) -> Iterator[None]:
     """Label what the step already holds, and what becomes a gradient or the logits while it runs."""
     for parameter in step.model.parameters():
         tracker.track(parameter, "parameters")
+        if hasattr(parameter, "grad_memory"):
+            tracker.track(parameter.grad_memory, "gradients")
     for buffer in step.model.buffers():
         tracker.track(buffer, "buffers")
     label_optimizer_state(step, tracker)
@@ -167,7 +171,8 @@ def labelled(step: TrainStep, tracker: StorageTracker) -> Iterator[None]:
 
 def label_optimizer_state(step: TrainStep, tracker: StorageTracker) -> None:
     states = step.optimizer.state.values() if step.optimizer is not None else ()
-    for tensor in tree_leaves([list(state.values()) for state in states]):
+    rests = step.optimizer.rests if isinstance(step.optimizer, PackedAdamW) else []
+    for tensor in tree_leaves([[list(state.values()) for state in states], rests]):
         if isinstance(tensor, Tensor):
             tracker.track(tensor, "optimizer state", relabel=True)
 
@@ -193,7 +198,8 @@ def predict_by_tracing(config: RunConfig, prepare: Callable[[TrainStep], None] |
     with ExitStack() as stack:
         stack.enter_context(mock.patch.object(torch.nn.init, "_no_grad_trunc_normal_", lambda tensor, *_, **__: tensor))
         stack.enter_context(FakeTensorMode())
-        step = TrainStep.build(replace(config, device="cpu", compile=False))
+        parts = sorted(config.fast_parts - {"graph"})  # which allocates what the step does
+        step = TrainStep.build(replace(config, device="cpu", compile=False, fast=",".join(parts) or "off"))
         step.scaler = torch.amp.GradScaler("cpu", enabled=False)  # it reads a value back, and fake tensors have none
         if prepare is not None:
             prepare(step)
@@ -288,6 +294,8 @@ def _rms_norm_on_cuda(
 def as_on_cuda() -> Iterator[None]:
     """Patched in place rather than by a TorchFunctionMode: checkpointed blocks run again inside backward, where torch
     switches modes off."""
+    from cs336_systems.kernels import pointwise_triton  # not before: it imports triton
+
     with ExitStack() as stack:
 
         def patch(owner: Any, name: str, function: Callable) -> None:
@@ -297,4 +305,6 @@ def as_on_cuda() -> Iterator[None]:
             patch(owner, name, _cast_under_autocast(getattr(owner, name), torch.float32))
         patch(F, "rms_norm", _cast_under_autocast(_rms_norm_on_cuda, torch.float32))
         patch(F, "scaled_dot_product_attention", _cast_under_autocast(_sdpa_on_cuda, None))
+        patch(pointwise, "_triton", lambda tensor: pointwise_triton)  # launches nothing for tensors without memory
+        patch(fused, "_wide_product", lambda a, b: a.new_empty((a.shape[0], b.shape[1]), dtype=torch.float32))
         yield

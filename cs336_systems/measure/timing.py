@@ -92,12 +92,15 @@ def time_steps(run: Callable[[Watch], object], *, device: torch.device, warmup_s
 
 def time_as_configured(step: TrainStep, batch: tuple[Tensor, Tensor]) -> Timings:
     """As many warm-up and measured steps as the step's configuration says, all on one batch."""
-    return time_steps(
+    timings = time_steps(
         lambda watch: step(*batch, watch=watch),
         device=step.device,
         warmup_steps=step.config.warmup_steps,
         num_steps=step.config.num_steps,
     )
+    if step.graph is not None and timings.peak_memory is not None:  # replays allocate nothing
+        timings.peak_memory = max(timings.peak_memory, step.graph.peak_memory)
+    return timings
 
 
 def time_calls(

@@ -157,7 +157,8 @@ def _serve(where: tuple, work: Callable[..., Any], arguments: tuple, sender: Any
             if sys.platform == "linux":  # ranks of one machine need no network
                 os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
             store = dist.FileStore(f"{folder}/store", world_size)
-            with _group(store, rank, world_size, backend, timeout):
+            # Longer than the parent waits: a rank that is kept waiting is to be found so when the time is over.
+            with _group(store, rank, world_size, backend, timeout + 2 * LAST_WORDS):
                 _device_of(rank, device)
                 # By value: tensors sent through shared memory would be gone with this process.
                 answer = True, pickle.dumps(work(*arguments))

@@ -68,7 +68,7 @@ class CellView:
         model = self.config.get("model")
         if isinstance(model, Mapping) and name in model:
             return model[name]
-        return self.config.get(name)
+        return self.config.get(name, "off" if name == "fast" and model else None)
 
     @property
     def name(self) -> str:

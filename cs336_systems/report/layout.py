@@ -20,6 +20,7 @@ FIELDS = {
     "attention": "attention",
     "checkpoint_blocks": "checkpoint",
     "compile": "compiled",
+    "fast": "fast",
     "warmup_steps": "warm-up",
     "heads": "heads",
     "head_dim": "d",
@@ -72,7 +73,7 @@ def ratio(over: float | None, under: float | None) -> str:
 def as_text(value: Any) -> str:
     if isinstance(value, bool):
         return "yes" if value else "no"
-    return "" if value is None else str(value)
+    return "" if value is None else str(value).removeprefix("cs336_systems.benchmark.")
 
 
 # -- pieces -----------------------------------------------------------------------------------------------------------

@@ -183,6 +183,45 @@ def _compile(cells: Sequence[CellView]) -> list[Table]:
     return [_against(cells, "compile", False, "eager against torch.compile", extra)]
 
 
+def _fast_step(cells: Sequence[CellView]) -> list[Table]:
+    def work(cell: CellView) -> tuple:
+        return (cell.machine, *(cell.get(name) for name in ("size", "context_length", "batch_size", "precision")))
+
+    def is_plain(cell: CellView) -> bool:
+        return cell.get("fast") == "off" and not cell.get("compile") and not cell.get("model_factory")
+
+    bases = {work(cell): cell for cell in cells if is_plain(cell) and cell.ok}
+    shown = varying(cells, always=("size", "fast"))
+    columns = [
+        Column("step", "ms"),
+        Column("std", "ms"),
+        Column("speed-up"),
+        Column("tokens/s"),
+        Column("MFU"),
+        Column("of the best matmul"),
+        Column("peak", "GiB"),
+        Column("memory"),
+        Column("predicted"),
+    ]
+
+    def row(cell: CellView) -> list[str]:
+        base = bases.get(work(cell))
+        step, rate, ceiling = cell.statistics("step_time"), cell.flops_per_second, cell.value("matmul_ceiling")
+        return [
+            ms(step.mean if step else None),
+            ms(step.std if step else None),
+            ratio(base.value("step_time") if base else None, cell.value("step_time")),
+            number(cell.tokens_per_second, 0),
+            percent(cell.mfu),
+            percent(rate / ceiling) if rate and ceiling else "",
+            gib(cell.value("peak_memory")),
+            ratio(cell.value("peak_memory"), base.value("peak_memory") if base else None),
+            f"{cell.memory_error:+.1%}" if cell.memory_error is not None else "",
+        ]
+
+    return [cell_table("the step by what is switched on", cells, shown, columns, row)]
+
+
 def _peak_memory(cells: Sequence[CellView]) -> list[Table]:
     """Two tables: the plain model, and what saves memory (fused attention, checkpointing)."""
 
@@ -308,6 +347,7 @@ _SECTIONS: dict[str, Callable[[Sequence[CellView]], list[Table]]] = {
     "warmup": _warmup,
     "precision": _precision,
     "compile": _compile,
+    "fast_step": _fast_step,
     "peak_memory": _peak_memory,
     "timing_agreement": _timing_agreement,
     "kernels": kernels.kernels,

@@ -32,6 +32,7 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import DTensor, Shard
 
 from cs336_systems.config import UserError
+from cs336_systems.kernels.packed_adamw import PackedAdamW
 from cs336_systems.parallel import ShardedOptimizer
 
 FORMAT = 1
@@ -158,12 +159,14 @@ class Store:
 
 def training_state(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, Tensor]:
     """Tensors of the model and of AdamW, by name; those of shards as parts of the whole. They are the ones in use, so
-    loading into them is loading into the model."""
+    loading into them is loading into the model; only of weights that are kept in low precision they are fp32 copies,
+    which `take_weights` gives back."""
     inner = getattr(model, "module", model)
     names = {p: name for name, p in inner.named_parameters()}
     shards = [p for p in names if hasattr(p, "is_shard")]
     mesh = init_device_mesh(shards[0].device.type, (dist.get_world_size(),)) if shards else None
-    state: dict[str, Tensor] = {f"model/{name}": _as_saved(p.detach(), p, mesh) for p, name in names.items()}
+    weights = optimizer.masters() if isinstance(optimizer, PackedAdamW) else {p: p.detach() for p in names}
+    state: dict[str, Tensor] = {f"model/{name}": _as_saved(weights[p], p, mesh) for p, name in names.items()}
     state |= {f"buffer/{name}": buffer for name, buffer in inner.named_buffers() if _is_persistent(inner, name)}
     owned = optimizer.owned if isinstance(optimizer, ShardedOptimizer) else names
     for p in owned:
@@ -171,6 +174,12 @@ def training_state(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[s
             moments = _adamw_state(optimizer, p)
             state |= {f"optimizer/{names[p]}/{name}": _as_saved(t, p, mesh) for name, t in moments.items()}
     return state
+
+
+def take_weights(model: nn.Module, optimizer: torch.optim.Optimizer, state: dict[str, Tensor]) -> None:
+    """After `state`, of `training_state`, was loaded."""
+    if isinstance(optimizer, PackedAdamW):
+        optimizer.load_masters({p: state[f"model/{name}"] for name, p in model.named_parameters()})
 
 
 def rng_state() -> dict[str, Tensor]:

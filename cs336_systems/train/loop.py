@@ -16,7 +16,7 @@ import signal
 import sys
 import time
 import warnings
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -26,14 +26,24 @@ from torch import Tensor, nn
 
 from cs336_systems import record
 from cs336_systems.config import RunConfig, UserError
+from cs336_systems.kernels.packed_adamw import PackedAdamW
 from cs336_systems.measure.environment import capture
 from cs336_systems.measure.flops import model_flops, peak_flops
+from cs336_systems.model import TransformerLM
 from cs336_systems.parallel import DDP, FSDP, ShardedOptimizer, clip_grad_norm_
 from cs336_systems.parallel.collectives import message_device
 from cs336_systems.parallel.launch import Rank, process_group
 from cs336_systems.record import GIB, Record
 from cs336_systems.step import AUTOCAST_DTYPES, TrainStep, build_model, cosine_lr, require_attention, require_device
-from cs336_systems.train.checkpoint import Checkpoint, Store, agreed, rng_state, set_rng_state, training_state
+from cs336_systems.train.checkpoint import (
+    Checkpoint,
+    Store,
+    agreed,
+    rng_state,
+    set_rng_state,
+    take_weights,
+    training_state,
+)
 from cs336_systems.train.data import Corpus
 from cs336_systems.train.settings import TrainSettings
 
@@ -68,7 +78,7 @@ def train(settings: TrainSettings) -> int:
 def _checked(settings: TrainSettings, rank: Rank) -> Corpus:
     """The data; UserError for what would fail later."""
     settings.micro_batches(rank.world_size)
-    require_attention(RunConfig(model=settings.model, attention=settings.attention, device=str(rank.device)))
+    require_attention(settings.run_config(str(rank.device), rank.world_size))
     return Corpus.open(
         settings.data,
         context_length=settings.model.context_length,
@@ -83,22 +93,18 @@ class Trainer:
         self.rank = rank
         self.micro_batches = settings.micro_batches(rank.world_size)
         self.corpus = corpus or _checked(settings, rank)
-        self.run_config = RunConfig(
-            model=settings.model,
-            batch_size=settings.micro_batch_size,
-            precision=settings.precision,
-            attention=settings.attention,
-            checkpoint_blocks=settings.checkpoint_blocks,
-            compile=settings.compile,
-            device=str(rank.device),
-            seed=settings.seed,
-        )
+        self.run_config = settings.run_config(str(rank.device), rank.world_size)
         require_device(self.run_config.device)
         torch.manual_seed(settings.seed)
         with rank.device:
             model = build_model(self.run_config)
-        wrapped = _wrapped(model, settings, rank)
-        self.optimizer = _optimizer(wrapped, settings)
+        wrapped: nn.Module
+        self.optimizer: torch.optim.Optimizer
+        if "optimizer" in self.run_config.fast_parts:
+            wrapped, self.optimizer = model, _packed_optimizer(model, settings)
+        else:
+            wrapped = _wrapped(model, settings, rank)
+            self.optimizer = _optimizer(wrapped, settings)
         self.step = TrainStep(wrapped, self.run_config, self.optimizer)
         self.progress = Progress(loss_scale=2.0**16 if settings.precision == "fp16" else 1.0)
         self.store = Store(settings.folder / "checkpoints", keep=settings.keep, keep_every=settings.keep_every)
@@ -114,6 +120,7 @@ class Trainer:
         _require_same_work(self.settings, self.corpus, found)
         state = {**training_state(self.step.model, self.optimizer), **self._own_rng(found)}
         self.store.load(found, state)
+        take_weights(self.step.model, self.optimizer, state)
         set_rng_state({name: value for name, value in state.items() if name.startswith("rng/")})
         self.progress = Progress(**found.manifest["progress"])
         self._say(f"resumed at step {self.progress.step} from {found.path}")
@@ -190,8 +197,13 @@ class Trainer:
         )
         for group in self.optimizer.param_groups:
             group["lr"] = rate
-        loss = self.step.accumulate(self._batches(), loss_scale=progress.loss_scale)
-        norm = self._unscaled_norm()
+        if isinstance(self.optimizer, PackedAdamW):  # clips, and leaves out a step that is not finite, by itself
+            loss = self.step.train(self._batches())
+            assert self.optimizer.grad_norm is not None
+            norm = self.optimizer.grad_norm.item()
+        else:
+            loss = self.step.accumulate(self._batches(), loss_scale=progress.loss_scale)
+            norm = self._unscaled_norm()
         # One message for all that ranks must agree on.
         shared = torch.tensor([loss.item(), float(signals.stop)], dtype=torch.float64, device=message_device())
         dist.all_reduce(shared)
@@ -227,7 +239,8 @@ class Trainer:
         progress = self.progress
         progress.good_steps += 1
         if is_finite:
-            self.optimizer.step()
+            if not isinstance(self.optimizer, PackedAdamW):
+                self.optimizer.step()
             progress.skipped_in_a_row = 0
             if self.settings.precision == "fp16" and progress.good_steps >= self.settings.loss_scale_growth:
                 progress.loss_scale, progress.good_steps = progress.loss_scale * 2, 0
@@ -237,7 +250,8 @@ class Trainer:
             progress.skipped += 1
             progress.skipped_in_a_row += 1
             self._say(f"step {progress.step + 1}: loss or gradient is not finite; weights left as they were")
-        self.optimizer.zero_grad(set_to_none=True)
+        if not isinstance(self.optimizer, PackedAdamW):
+            self.optimizer.zero_grad(set_to_none=True)
 
     # -- looking at it ------------------------------------------------------------------------------------------------
 
@@ -248,8 +262,7 @@ class Trainer:
         for number in range(settings.eval_batches):
             first = (number * self.rank.world_size + self.rank.rank) * settings.micro_batch_size
             inputs, targets = self.corpus.validation(first, settings.micro_batch_size)
-            logits = self.step.logits(inputs.to(self.rank.device))
-            total += self.step.loss(logits, targets.to(self.rank.device)).to(total)
+            total += self.step.evaluate(inputs.to(self.rank.device), targets.to(self.rank.device)).to(total)
         dist.all_reduce(total)
         loss = total.item() / (settings.eval_batches * self.rank.world_size)
         if self.log is not None:
@@ -290,12 +303,30 @@ def _wrapped(model: nn.Module, settings: TrainSettings, rank: Rank) -> nn.Module
             return FSDP(model, compute_dtype=AUTOCAST_DTYPES.get(settings.precision))
 
 
+def _groups(parameters: Iterable[nn.Parameter], settings: TrainSettings) -> list[dict[str, Any]]:
+    """Weights of products decay, gains of norms do not."""
+    every = list(parameters)
+    decayed, others = [p for p in every if p.dim() >= 2], [p for p in every if p.dim() < 2]
+    options = {"lr": settings.learning_rate, "betas": (settings.beta1, settings.beta2)}
+    return [
+        {"params": decayed, "weight_decay": settings.weight_decay, **options},
+        {"params": others, "weight_decay": 0.0, **options},
+    ]
+
+
+def _packed_optimizer(model: nn.Module, settings: TrainSettings) -> PackedAdamW:
+    assert isinstance(model, TransformerLM)
+    return PackedAdamW(
+        _groups(model.in_packing_order(), settings),
+        dtype=AUTOCAST_DTYPES.get(settings.precision, torch.float32),
+        max_grad_norm=settings.max_grad_norm,
+        check_finite=True,
+    )
+
+
 def _optimizer(model: nn.Module, settings: TrainSettings) -> torch.optim.Optimizer:
-    """AdamW; weights of products decay, gains of norms do not."""
-    decayed = [p for p in model.parameters() if p.dim() >= 2]
-    others = [p for p in model.parameters() if p.dim() < 2]
-    groups = [{"params": decayed, "weight_decay": settings.weight_decay}, {"params": others, "weight_decay": 0.0}]
-    options: dict[str, Any] = {"lr": settings.learning_rate, "betas": (settings.beta1, settings.beta2), "fused": True}
+    groups = _groups(model.parameters(), settings)
+    options: dict[str, Any] = {"fused": True}
     if settings.parallel == "ddp-sharded":
         return ShardedOptimizer(groups, torch.optim.AdamW, **options)
     return torch.optim.AdamW(groups, **options)

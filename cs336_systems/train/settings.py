@@ -7,7 +7,16 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any, ClassVar
 
-from cs336_systems.config import ATTENTIONS, ModelConfig, RunConfig, UserError, flag, flag_like, model_config
+from cs336_systems.config import (
+    ATTENTIONS,
+    FAST_PARTS,
+    ModelConfig,
+    RunConfig,
+    UserError,
+    flag,
+    flag_like,
+    model_config,
+)
 
 PARALLEL = ("none", "ddp", "ddp-sharded", "fsdp")
 BYTES = 256
@@ -38,6 +47,9 @@ class TrainSettings:
     attention: str = flag("auto", "attention implementation", ATTENTIONS)
     checkpoint_blocks: int = flag_like(RunConfig, "checkpoint_blocks")
     compile: bool = flag_like(RunConfig, "compile")
+    fast: str | None = flag(
+        None, f"the fast step: on, off, or some of {','.join(FAST_PARTS)} (default: on for a GPU, off for a CPU)"
+    )
     parallel: str = flag("ddp", "how ranks share the work: none, ddp, ddp-sharded (ZeRO 1), fsdp", PARALLEL)
     device: str | None = flag(None, "cpu or cuda (default: cuda where there is one)")
     seed: int = flag(0, "of weights and of the order of sequences")
@@ -95,6 +107,35 @@ class TrainSettings:
         names = ("vocab_size", "context_length", "d_model", "num_layers", "num_heads", "d_ff")
         given = {name: getattr(self, name) for name in names if getattr(self, name) is not None}
         return model_config(self.size, **({"vocab_size": BYTES} if self.is_text else {}) | given)
+
+    def run_config(self, device: str, world_size: int) -> RunConfig:
+        """What a rank's step is, with those parts of the fast one that this way of sharing the work allows."""
+        fast = self.fast or ("on" if device.startswith("cuda") else "off")
+        config = RunConfig(
+            model=self.model,
+            batch_size=self.micro_batch_size,
+            precision=self.precision,
+            attention=self.attention,
+            checkpoint_blocks=self.checkpoint_blocks,
+            compile=self.compile,
+            fast=fast,
+            max_grad_norm=self.max_grad_norm,
+            device=device,
+            seed=self.seed,
+        )
+        allowed = FAST_PARTS if world_size == 1 else () if self.parallel == "fsdp" else ("kernels", "loss")
+        left_out = sorted(config.fast_parts - set(allowed))
+        if left_out and fast != "on":
+            raise UserError(
+                f"--fast {','.join(left_out)} cannot be had with {world_size} ranks and --parallel {self.parallel}; "
+                f"use --fast on for what can be"
+            )
+        parts = [part for part in allowed if part in config.fast_parts]
+        if "graph" in parts and "optimizer" not in parts:
+            if fast != "on":
+                raise UserError("--fast graph needs the optimizer, too: --fast optimizer,graph")
+            parts.remove("graph")
+        return dataclasses.replace(config, fast=",".join(parts) or "off")
 
     def micro_batches(self, world_size: int) -> int:
         """How many micro batches a rank goes through in a step."""
