@@ -140,6 +140,8 @@ class RunConfig:
 
     def _checked_fast(self) -> str:
         """In its shortest form; UserError for a part that cannot be had."""
+        if not isinstance(self.fast, str):
+            raise UserError(f"fast must be on, off, or some of {', '.join(FAST_PARTS)}, got {self.fast!r}")
         if self.fast in ("on", "off"):
             return self.fast
         asked = self.fast.replace(" ", "").split(",")

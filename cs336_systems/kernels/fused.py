@@ -8,6 +8,7 @@ lays them so). A weight with a `grad_memory` has its gradient written there by t
 autograd as usual.
 """
 
+import math
 from collections.abc import Sequence
 from contextlib import AbstractContextManager
 from typing import Any
@@ -42,17 +43,18 @@ def linear(x: Tensor, weight: Tensor) -> Tensor:
 
 def swiglu_linear(gate_up: Tensor, weight: Tensor) -> Tensor:
     """The product of silu(gate) * up with a weight; gates are the first half of `gate_up`."""
+    dtype = _dtype(gate_up)
     with _plain(gate_up):
-        return _SwigluLinear.apply(gate_up, weight)
+        return _SwigluLinear.apply(gate_up.to(dtype), weight)
 
 
 def rotary_heads(qkv: Tensor, cos: Tensor, sin: Tensor, heads: int) -> tuple[Tensor, Tensor, Tensor]:
     """q and k, turned by their positions, and v, (batch, heads, rows, dim) each, of (batch, rows, 3 * heads * dim).
 
-    They are views of `qkv`, which is turned in place: nobody else may need it.
+    They are views of `qkv`, which is turned in place where it is contiguous: nobody else may need it.
     """
     with _plain(qkv):
-        return _RotaryHeads.apply(qkv, cos, sin, heads)
+        return _RotaryHeads.apply(qkv.contiguous(), cos, sin, heads)
 
 
 def linear_cross_entropy(x: Tensor, weight: Tensor, targets: Tensor, *, ignored: int = pointwise.IGNORED) -> Tensor:
@@ -138,7 +140,7 @@ def _weight_gradients(
 
 
 def _rows(t: Tensor) -> Tensor:
-    return t.reshape(-1, t.shape[-1]).contiguous()
+    return t.reshape(math.prod(t.shape[:-1]), t.shape[-1]).contiguous()
 
 
 class _AddNorm(torch.autograd.Function):
@@ -172,7 +174,7 @@ class _NormLinear(torch.autograd.Function):
         ctx.save_for_backward(total, rstd, matrix)
         ctx.gain, ctx.weights, ctx.adds, ctx.shape = gain, weights, delta is not None, x.shape
         ctx.set_materialize_grads(False)
-        return total.view(x.shape), torch.mm(y, matrix.t()).view(*x.shape[:-1], -1)
+        return total.view(x.shape), torch.mm(y, matrix.t()).view(*x.shape[:-1], len(matrix))
 
     @staticmethod
     def backward(ctx: Any, grad_total: Tensor | None, grad_out: Tensor | None) -> Any:
@@ -197,7 +199,7 @@ class _Linear(torch.autograd.Function):
         matrix = joined((weight,), x.dtype)
         ctx.save_for_backward(x, matrix)
         ctx.weight = weight
-        return torch.mm(_rows(x), matrix.t()).view(*x.shape[:-1], -1)
+        return torch.mm(_rows(x), matrix.t()).view(*x.shape[:-1], len(matrix))
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> Any:
@@ -215,7 +217,7 @@ class _SwigluLinear(torch.autograd.Function):
         matrix = joined((weight,), gate_up.dtype)
         ctx.save_for_backward(gate_up, matrix)
         ctx.weight = weight
-        return torch.mm(pointwise.swiglu(_rows(gate_up)), matrix.t()).view(*gate_up.shape[:-1], -1)
+        return torch.mm(pointwise.swiglu(_rows(gate_up)), matrix.t()).view(*gate_up.shape[:-1], len(matrix))
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> Any:

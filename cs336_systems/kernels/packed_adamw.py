@@ -31,7 +31,9 @@ class PackedAdamW(torch.optim.Optimizer):
     """Takes over the parameters' memory. Those of two dimensions and more become `dtype` (torch.bfloat16; or
     torch.float32: left as they are), others stay fp32.
 
-    Every parameter must get a gradient in every step. `max_grad_norm`: clip the norm over all groups (0: do not).
+    Every parameter must get a gradient in every step; those that are frozen now are left alone. Weights that are loaded
+    later come in by `load_masters`: a module's own load_state_dict knows nothing of the bits beside them.
+    `max_grad_norm`: clip the norm over all groups (0: do not).
     """
 
     def __init__(
@@ -48,7 +50,10 @@ class PackedAdamW(torch.optim.Optimizer):
     ):
         if dtype not in (torch.bfloat16, torch.float32):
             raise ValueError(f"PackedAdamW keeps weights as bfloat16 or float32, not {dtype}")
+        self._is_packed = False
         super().__init__(params, {"lr": lr, "betas": betas, "eps": eps, "weight_decay": weight_decay})
+        for group in self.param_groups:
+            _check_ranges(group)
         self.max_grad_norm = max_grad_norm
         self.check_finite = check_finite or max_grad_norm > 0
         self.dtype = dtype
@@ -62,10 +67,16 @@ class PackedAdamW(torch.optim.Optimizer):
         self._packs: list[_Pack] = []
         for number in range(len(self.param_groups)):
             self._pack(number)
+        self._is_packed = True
         self.upload_rates()
 
+    def add_param_group(self, param_group: dict[str, Any]) -> None:
+        if self._is_packed:
+            raise RuntimeError("PackedAdamW takes all parameters when it is made: their memory is one piece")
+        super().add_param_group(param_group)
+
     def _pack(self, number: int) -> None:
-        params: list[nn.Parameter] = self.param_groups[number]["params"]
+        params: list[nn.Parameter] = [p for p in self.param_groups[number]["params"] if p.requires_grad]
         low = [p for p in params if p.dim() >= 2 and self.dtype != torch.float32]
         for members, dtype in ((low, self.dtype), ([p for p in params if not _among(p, low)], torch.float32)):
             if not members:
@@ -141,15 +152,27 @@ class PackedAdamW(torch.optim.Optimizer):
         return [pack.rest for pack in self._packs if pack.rest is not None]
 
     @torch.no_grad()
-    def masters(self) -> dict[nn.Parameter, Tensor]:
-        """Every parameter's weights in fp32."""
-        return {view.parameter: view.master(pack) for pack in self._packs for view in pack.views}
+    def masters(self, device: torch.device | str | None = None) -> dict[nn.Parameter, Tensor]:
+        """A copy of every parameter's weights in fp32; on the host, say, if the device has no room for it."""
+        return {
+            view.parameter: view.master(pack).to(device or self.device, copy=pack.rest is None)
+            for pack in self._packs
+            for view in pack.views
+        }
 
     @torch.no_grad()
     def load_masters(self, values: dict[nn.Parameter, Tensor]) -> None:
         for pack in self._packs:
             for view in pack.views:
+                if view.parameter not in values:
+                    raise ValueError(f"no weights for a parameter of shape {tuple(view.parameter.shape)}")
                 view.set_master(pack, values[view.parameter])
+
+    def state_dict(self) -> dict[str, Any]:
+        """As AdamW's: there each parameter counts its own steps."""
+        found = super().state_dict()
+        found["state"] = {number: {**state, "step": state["step"].clone()} for number, state in found["state"].items()}
+        return found
 
     @torch.no_grad()
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
@@ -161,7 +184,7 @@ class PackedAdamW(torch.optim.Optimizer):
         for theirs, group in zip(groups, self.param_groups, strict=True):
             group.update({name: value for name, value in theirs.items() if name in self.defaults})
             for number, parameter in zip(theirs["params"], group["params"], strict=True):
-                if (found := state_dict["state"].get(number)) is not None:
+                if (found := state_dict["state"].get(number)) is not None and parameter in self.state:
                     for name in ("exp_avg", "exp_avg_sq"):
                         self.state[parameter][name].copy_(found[name])
                     steps.add(float(found["step"]))
@@ -169,6 +192,14 @@ class PackedAdamW(torch.optim.Optimizer):
             raise ValueError(f"the optimizer's parameters have done different numbers of steps: {sorted(steps)}")
         self._steps.fill_(steps.pop() if steps else 0.0)
         self.upload_rates()
+
+
+def _check_ranges(group: dict[str, Any]) -> None:
+    for name in ("lr", "eps", "weight_decay"):
+        if not group[name] >= 0:
+            raise ValueError(f"{name} must be at least 0, got {group[name]}")
+    if not all(0 <= beta < 1 for beta in group["betas"]):
+        raise ValueError(f"betas must be at least 0 and below 1, got {group['betas']}")
 
 
 def _among(parameter: nn.Parameter, others: list[nn.Parameter]) -> bool:

@@ -32,7 +32,7 @@ def add_norm(
     rstd = torch.empty(len(x), dtype=torch.float32, device=x.device)
     total = x if delta is None else torch.empty_like(x)
     if kernels := _triton(x):
-        kernels.add_norm(x, delta, gain, eps, total, y, rstd)
+        kernels.add_norm(x, delta, gain.contiguous(), eps, total, y, rstd)
         return total, y, rstd
     if delta is not None:
         total.copy_(x.float() + delta)
@@ -47,7 +47,7 @@ def add_norm_backward(
     """Gradients of x (and so of delta), and of `gain` in fp32. With `remake` the norm's output replaces `grad_y`."""
     out = torch.empty_like(x)
     if kernels := _triton(x):
-        return out, kernels.add_norm_backward(grad_y, grad_x, x, rstd, gain, out, remake)
+        return out, kernels.add_norm_backward(grad_y, grad_x, x, rstd, gain.contiguous(), out, remake)
     normed = x.float() * rstd[:, None]
     pulled = grad_y.float() * gain
     found = rstd[:, None] * (pulled - normed * (pulled * normed).mean(-1, keepdim=True))

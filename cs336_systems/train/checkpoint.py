@@ -16,6 +16,7 @@ import json
 import os
 import secrets
 import shutil
+import threading
 import warnings
 from collections.abc import Iterable
 from dataclasses import dataclass
@@ -55,10 +56,14 @@ class Checkpoint:
 class Store:
     """The checkpoints of one training run. What it does it does on all ranks together."""
 
-    def __init__(self, folder: Path, *, keep: int = 2, keep_every: int = 0):
+    def __init__(self, folder: Path, *, keep: int = 2, keep_every: int = 0, beside: bool = False):
+        """`beside`: saves may run beside the training, so their messages need a group of their own."""
         self.folder = folder
         self.keep = keep
         self.keep_every = keep_every
+        self._ranks = _Ranks(dist.new_group(backend="gloo") if beside and dist.is_initialized() else None)
+        self._thread: threading.Thread | None = None
+        self._saved: Path | None = None
         self._damaged: set[Path] = set()
         """Those that `newest` has found so; rank 0's."""
 
@@ -83,11 +88,13 @@ class Store:
         """Save `state`; `manifest` has at least the step. None if it could not be: the older ones are as they were."""
         step = manifest["step"]
         final = self.folder / _name(step)
-        if _from_rank_0(final.exists() and _verified(final)[1] is None):  # the same step was saved before a restart
+        if self._ranks.from_first(
+            final.exists() and _verified(final)[1] is None
+        ):  # the same step was saved before a restart
             return final
-        unfinished = self.folder / _from_rank_0(f"{_name(step)}.tmp-{secrets.token_hex(4)}")
+        unfinished = self.folder / self._ranks.from_first(f"{_name(step)}.tmp-{secrets.token_hex(4)}")
         problem = self._write(state, unfinished)
-        hashes = _gathered(_hashes(unfinished, _own_files(unfinished)) if problem is None else {})
+        hashes = self._ranks.gathered(_hashes(unfinished, _own_files(unfinished)) if problem is None else {})
         if problem is None and _rank() == 0:
             files = {name: entry for part in hashes for name, entry in part.items()}
             try:
@@ -97,7 +104,7 @@ class Store:
                 self._damaged.discard(final)
             except OSError as error:
                 problem = str(error)
-        if problem := _from_rank_0(problem):
+        if problem := self._ranks.from_first(problem):
             if _rank() == 0:
                 shutil.rmtree(unfinished, ignore_errors=True)
                 warnings.warn(f"checkpoint of step {step} not saved: {problem}; training goes on", stacklevel=2)
@@ -105,18 +112,40 @@ class Store:
         self._tidy()
         return final
 
+    def start(self, state: dict[str, Any], manifest: dict[str, Any]) -> None:
+        """Save beside what goes on; `state` must not change meanwhile. `finish` says how it went."""
+        assert self._thread is None
+
+        def work() -> None:
+            self._saved = self.save(state, manifest)
+
+        self._saved = None
+        self._thread = threading.Thread(target=work, daemon=True)
+        self._thread.start()
+
+    @property
+    def is_saving(self) -> bool:
+        return self._thread is not None and self._thread.is_alive()
+
+    def finish(self) -> Path | None:
+        """Wait for what was started: where it is, or None if it could not be saved."""
+        assert self._thread is not None
+        self._thread.join()
+        self._thread = None
+        return self._saved
+
     def _write(self, state: dict[str, Any], folder: Path) -> str | None:
         """Why it failed on some rank, on all ranks alike; None if it did not."""
         problem = None
         try:
             writer = FileSystemWriter(folder, single_file_per_rank=True, sync_files=True)
-            dcp.save(state, storage_writer=writer, no_dist=not dist.is_initialized())
+            dcp.save(state, storage_writer=writer, process_group=self._ranks.group, no_dist=not dist.is_initialized())
         except CheckpointException as error:  # what happened on any rank, a full disk among it; not an Exception
             causes = [cause for cause, _ in error.failures.values()]
             problem = " ".join(str(causes[0] if causes else error).split())[:200]
         except Exception as error:
             problem = " ".join(str(error).split())[:200] or type(error).__name__
-        return next((found for found in _gathered(problem) if found), None)
+        return next((found for found in self._ranks.gathered(problem) if found), None)
 
     def _tidy(self) -> None:
         """Remove what is neither among the last ones nor a multiple of `keep_every`."""
@@ -144,7 +173,7 @@ class Store:
                 break
             self._damaged.add(path)
             warnings.warn(f"checkpoint {str(path)!r} is damaged and left out: {problem}", stacklevel=2)
-        found, newer = _from_rank_0((found, newer))
+        found, newer = self._ranks.from_first((found, newer))
         if newer:
             raise UserError(f"{found[0]!r} was written by a newer cs336 (format {newer}): upgrade, or change --output")
         return Checkpoint(Path(found[0]), found[1]) if found else None
@@ -157,22 +186,26 @@ class Store:
 # -- what is saved ----------------------------------------------------------------------------------------------------
 
 
-def training_state(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, Tensor]:
+def training_state(model: nn.Module, optimizer: torch.optim.Optimizer, *, as_copy: bool = False) -> dict[str, Tensor]:
     """Tensors of the model and of AdamW, by name; those of shards as parts of the whole. They are the ones in use, so
     loading into them is loading into the model; only of weights that are kept in low precision they are fp32 copies,
-    which `take_weights` gives back."""
+    which `take_weights` gives back. `as_copy`: copies of all, in the host's memory, which training does not change.
+    """
     inner = getattr(model, "module", model)
     names = {p: name for name, p in inner.named_parameters()}
     shards = [p for p in names if hasattr(p, "is_shard")]
-    mesh = init_device_mesh(shards[0].device.type, (dist.get_world_size(),)) if shards else None
-    weights = optimizer.masters() if isinstance(optimizer, PackedAdamW) else {p: p.detach() for p in names}
-    state: dict[str, Tensor] = {f"model/{name}": _as_saved(weights[p], p, mesh) for p, name in names.items()}
-    state |= {f"buffer/{name}": buffer for name, buffer in inner.named_buffers() if _is_persistent(inner, name)}
+    device = "cpu" if as_copy else shards[0].device.type if shards else "cpu"
+    mesh = init_device_mesh(device, (dist.get_world_size(),)) if shards else None
+    weights = optimizer.masters("cpu") if isinstance(optimizer, PackedAdamW) else {p: p.detach() for p in names}
+    state: dict[str, Tensor] = {f"model/{name}": _as_saved(weights[p], p, mesh, as_copy) for p, name in names.items()}
+    for name, buffer in inner.named_buffers():
+        if _is_persistent(inner, name):
+            state[f"buffer/{name}"] = _as_saved(buffer, buffer, mesh, as_copy)
     owned = optimizer.owned if isinstance(optimizer, ShardedOptimizer) else names
     for p in owned:
         if p.requires_grad:
             moments = _adamw_state(optimizer, p)
-            state |= {f"optimizer/{names[p]}/{name}": _as_saved(t, p, mesh) for name, t in moments.items()}
+            state |= {f"optimizer/{names[p]}/{name}": _as_saved(t, p, mesh, as_copy) for name, t in moments.items()}
     return state
 
 
@@ -195,8 +228,10 @@ def set_rng_state(state: dict[str, Tensor]) -> None:
         (torch.cuda.set_rng_state if name.endswith("cuda") else torch.set_rng_state)(value)
 
 
-def _as_saved(tensor: Tensor, p: Tensor, mesh: DeviceMesh | None) -> Tensor:
+def _as_saved(tensor: Tensor, p: Tensor, mesh: DeviceMesh | None, as_copy: bool) -> Tensor:
     """A tensor shaped like a shard as this rank's part of the whole; another as it is."""
+    if as_copy:
+        tensor = tensor.detach().to("cpu", copy=True)
     if not hasattr(p, "is_shard") or tensor.shape != p.shape:
         return tensor
     shape = p.full_shape  # type: ignore[attr-defined]
@@ -298,7 +333,7 @@ def _verified(path: Path) -> tuple[dict[str, Any], str | None]:
 
 def agreed(problem: str | None) -> None:
     """UserError on all ranks, if rank 0 has a problem."""
-    if problem := _from_rank_0(problem):
+    if problem := _Ranks().from_first(problem):
         raise UserError(problem)
 
 
@@ -306,17 +341,22 @@ def _rank() -> int:
     return dist.get_rank() if dist.is_initialized() else 0
 
 
-def _from_rank_0(value: Any) -> Any:
-    if not dist.is_initialized():
-        return value
-    box = [value]
-    dist.broadcast_object_list(box, 0)
-    return box[0]
+@dataclass(frozen=True)
+class _Ranks:
+    """Those of a group (None: all), or this process alone."""
 
+    group: dist.ProcessGroup | None = None
 
-def _gathered(value: Any) -> list[Any]:
-    if not dist.is_initialized():
-        return [value]
-    every: list[Any] = [None] * dist.get_world_size()
-    dist.all_gather_object(every, value)
-    return every
+    def from_first(self, value: Any) -> Any:
+        if not dist.is_initialized():
+            return value
+        box = [value]
+        dist.broadcast_object_list(box, 0, group=self.group)
+        return box[0]
+
+    def gathered(self, value: Any) -> list[Any]:
+        if not dist.is_initialized():
+            return [value]
+        every: list[Any] = [None] * dist.get_world_size()
+        dist.all_gather_object(every, value, group=self.group)
+        return every

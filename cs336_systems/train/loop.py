@@ -10,6 +10,7 @@ signal (SIGTERM, SIGINT) ends the step, saves, and leaves with STOPPED; the same
 import contextlib
 import dataclasses
 import fcntl
+import importlib.util
 import math
 import os
 import signal
@@ -18,6 +19,7 @@ import time
 import warnings
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -78,6 +80,8 @@ def train(settings: TrainSettings) -> int:
 def _checked(settings: TrainSettings, rank: Rank) -> Corpus:
     """The data; UserError for what would fail later."""
     settings.micro_batches(rank.world_size)
+    if settings.tensorboard and importlib.util.find_spec("tensorboard") is None:
+        raise UserError("--tensorboard: it is not installed; pip install tensorboard, or leave the flag out")
     require_attention(settings.run_config(str(rank.device), rank.world_size))
     return Corpus.open(
         settings.data,
@@ -107,7 +111,15 @@ class Trainer:
             self.optimizer = _optimizer(wrapped, settings)
         self.step = TrainStep(wrapped, self.run_config, self.optimizer)
         self.progress = Progress(loss_scale=2.0**16 if settings.precision == "fp16" else 1.0)
-        self.store = Store(settings.folder / "checkpoints", keep=settings.keep, keep_every=settings.keep_every)
+        self.store = Store(
+            settings.folder / "checkpoints",
+            keep=settings.keep,
+            keep_every=settings.keep_every,
+            beside=settings.async_save,
+        )
+        self._saved_at: int | None = None
+        self._saving: int | None = None
+        """Step of the checkpoint that is being written beside the training."""
         self.store.prepare()
         self.log = Log(settings, rank, self.run_config) if rank.rank == 0 else None
 
@@ -129,10 +141,12 @@ class Trainer:
         """Of a rank that was there when it was saved, on the same kind of device."""
         return {name: value for name, value in rng_state().items() if name in found.manifest["rng"]}
 
-    def save(self) -> bool:
-        """Whether it could be."""
+    def save(self, *, wait: bool = True) -> None:
+        """Beside the training where the settings say so, unless the caller will `wait` for it."""
+        self._end_save()
+        beside = self.settings.async_save and not wait
         own = rng_state()
-        state = {**training_state(self.step.model, self.optimizer), **own}
+        state = {**training_state(self.step.model, self.optimizer, as_copy=beside), **own}
         names: list[Any] = [None] * self.rank.world_size
         dist.all_gather_object(names, list(own))
         manifest = {
@@ -143,10 +157,22 @@ class Trainer:
             "world_size": self.rank.world_size,
             "rng": [name for of_rank in names for name in of_rank],
         }
-        path = self.store.save(state, manifest)
+        self._saving = self.progress.step
+        if beside:
+            self.store.start(state, manifest)
+        else:
+            self._note_saved(self.store.save(state, manifest))
+
+    def _end_save(self) -> None:
+        """Of what was started beside."""
+        if self._saving is not None:
+            self._note_saved(self.store.finish())
+
+    def _note_saved(self, path: Path | None) -> None:
         if path is not None:
+            self._saved_at = self._saving
             self._say(f"saved {path}")
-        return path is not None
+        self._saving = None
 
     # -- the loop -----------------------------------------------------------------------------------------------------
 
@@ -156,19 +182,22 @@ class Trainer:
         if progress.step >= settings.steps:
             self._say(f"nothing to do: all {settings.steps} steps are done")
             return 0
+        self._saved_at = progress.step
         with _Signals() as signals:
-            saved_at = progress.step
             while progress.step < settings.steps:
                 stop = self._train_step(signals) or progress.step == stop_after
                 if settings.eval_every and progress.step % settings.eval_every == 0:
                     self._evaluate()
-                is_due = progress.step % settings.save_every == 0 or progress.step == settings.steps
-                if (is_due or stop) and self.save():
-                    saved_at = progress.step
+                is_last = stop or progress.step == settings.steps
+                if is_last or progress.step % settings.save_every == 0:
+                    self.save(wait=is_last)
+                elif self._saving is not None and not self.store.is_saving:
+                    self._end_save()
                 if progress.skipped_in_a_row >= settings.most_skipped:
+                    self._end_save()
                     raise UserError(
                         f"{progress.skipped_in_a_row} steps in a row had a loss or gradient that is not finite; the "
-                        f"last checkpoint is of step {saved_at}, in {str(self.store.folder)!r}; try a smaller "
+                        f"last checkpoint is of step {self._saved_at}, in {str(self.store.folder)!r}; try a smaller "
                         f"--learning_rate"
                     )
                 if stop:
@@ -176,10 +205,10 @@ class Trainer:
         if self.log is not None:
             self.log.flush()
         if progress.step < settings.steps:
-            self._say(f"stopped after step {progress.step}; the same command goes on from step {saved_at}")
+            self._say(f"stopped after step {progress.step}; the same command goes on from step {self._saved_at}")
             return STOPPED
-        if saved_at < progress.step:
-            self._say(f"all {settings.steps} steps are done, but the last checkpoint is of step {saved_at}")
+        if self._saved_at != progress.step:
+            self._say(f"all {settings.steps} steps are done, but the last checkpoint is of step {self._saved_at}")
             return 1
         self._say(f"done: {settings.steps} steps")
         return 0
@@ -387,6 +416,12 @@ class _Signals:
         )
 
 
+def _tensorboard(settings: TrainSettings) -> Any:
+    from torch.utils.tensorboard import SummaryWriter
+
+    return SummaryWriter(str(settings.folder / "tensorboard"))
+
+
 class Log:
     """A line for a person now and then, and records of every step; rank 0's."""
 
@@ -400,6 +435,7 @@ class Log:
         self._peak = peak * rank.world_size if peak else None
         self._waiting: dict[str, list[float]] = {}
         self._first = 0
+        self._board = _tensorboard(settings) if settings.tensorboard else None
 
     def step(self, progress: Progress, loss: float, norm: float, rate: float, seconds: float) -> None:
         if not self._waiting:
@@ -424,6 +460,11 @@ class Log:
 
     def _append(self, first: int, metrics: dict[str, tuple[str, list[float]]]) -> None:
         config = {**self._settings.to_dict(), "first_step": first}
+        if self._board is not None:
+            for name, (_, values) in metrics.items():
+                for number, value in enumerate(values):
+                    self._board.add_scalar(name, value, first + number)
+            self._board.flush()
         rows = [
             Record("train", config, name, unit, tuple(values), "ok", self._environment)
             for name, (unit, values) in metrics.items()
