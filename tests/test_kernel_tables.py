@@ -51,7 +51,7 @@ SPILLS = {
 """Family -> (kernel, bits, head dim, mask) that spill registers, with tiles moved by descriptors or by pointers."""
 
 
-def cross_compile(family: str, requests: list[list]) -> list[dict[str, int]]:
+def cross_compile(family: str, requests: list) -> list[dict[str, int]]:
     done = subprocess.run(
         [sys.executable, "-m", "tests.compile_kernels", family, json.dumps(requests)],
         cwd=ROOT,
@@ -101,6 +101,16 @@ def test_every_variant_compiles_and_fits(family, kind):
             mask = {str(CAUSAL): "causal", str(FULL): "full", str(WINDOW): "window"}[str(band)]
             spilling.add((kernel, bits, d, mask + (", grouped" if group > 1 else "")))
     assert spilling <= SPILLS[family], f"spills that nobody knew of: {spilling - SPILLS[family]}"
+
+
+@pytest.mark.slow
+@needs_triton
+@pytest.mark.parametrize("family", SHARED_MEMORY)
+@pytest.mark.parametrize(("bits", "width", "d"), [(16, 2560, 80), (32, 768, 64)])
+def test_pointwise_kernels_compile_without_spills(family, bits, width, d):
+    found = cross_compile(family, ["pointwise", bits, width, d])
+    assert len({kernel["kernel"] for kernel in found}) == 8
+    assert [kernel for kernel in found if kernel["stack"] or kernel["shared"] > SHARED_MEMORY[family]] == []
 
 
 def test_every_key_has_a_tile():

@@ -16,6 +16,7 @@ import shutil
 import signal
 import sys
 import time
+import types
 from pathlib import Path
 
 import numpy as np
@@ -457,10 +458,23 @@ def test_records(place, alone):
     assert all(line["environment"]["torch"] for line in lines_of(output))
 
 
-@pytest.mark.parametrize("precision", ["fp32", "bf16", "fp16"])
-def test_a_stop_at_any_step_changes_nothing(precision, place, alone):
+@pytest.mark.parametrize(
+    ("precision", "changes"),
+    [
+        *((precision, {}) for precision in ("fp32", "bf16", "fp16")),
+        ("fp32", {"fast": "on"}),
+        ("bf16", {"fast": "on"}),
+        ("bf16", {"fast": "optimizer"}),
+        ("fp16", {"fast": "kernels,loss"}),
+        ("fp32", {"async_save": True, "save_every": 1, "keep": 3}),
+    ],
+    ids=lambda value: "-".join(map(str, value.values())) if isinstance(value, dict) else value,
+)
+def test_a_stop_at_any_step_changes_nothing(precision, changes, place, alone, tmp_path):
     """On one rank. With fp16 the loss scale grows on the way."""
-    same = {"precision": precision, "micro_batch_size": 2, "loss_scale_growth": 3, "num_layers": 2}
+    same = {"precision": precision, "micro_batch_size": 2, "loss_scale_growth": 3, "num_layers": 2, **changes}
+    same["data"] = str(place / "short.txt")
+    place = tmp_path
     whole = fields(place / f"one-{precision}", **same)
     expected = perform(Run(whole))
     assert (expected.code, expected.resumed_at, expected.step) == (0, 0, STEPS)
@@ -480,6 +494,116 @@ def test_a_stop_at_any_step_changes_nothing(precision, place, alone):
         scales.append(first.loss_scale)
     if precision == "fp16":
         assert expected.loss_scale == 2 * scales[1] == 4 * scales[0]
+
+
+def test_the_fast_step_goes_on_where_the_plain_one_stopped_and_back(place, alone, tmp_path):
+    same = {"data": str(place / "short.txt")}
+    plain, fast = (fields(tmp_path / way, fast=way, **same) for way in ("off", "on"))
+    mixed = fields(tmp_path / "mixed", **same)
+    expected, found = perform(Run(plain)), perform(Run(fast))
+    for stop, way in ((2, "off"), (5, "on"), (7, "off")):
+        assert perform(Run({**mixed, "fast": way}, stop_after=stop)).code == STOPPED
+    last = perform(Run({**mixed, "fast": "on"}))
+    for other in (found, last):
+        assert (other.code, other.step) == (0, STEPS)
+        for name, weights in expected.weights.items():
+            torch.testing.assert_close(other.weights[name], weights, rtol=1e-4, atol=1e-5)
+    assert losses_of(fast["output"]) == pytest.approx(losses_of(plain["output"]), rel=1e-4)
+    assert losses_of(mixed["output"]) == pytest.approx(losses_of(plain["output"]), rel=1e-4)
+
+
+@pytest.mark.parametrize("precision", ["fp32", "bf16"])
+def test_a_bad_step_of_the_fast_step_changes_nothing(precision, place, alone, tmp_path):
+    same = {"fast": "on", "precision": precision, "max_grad_norm": 0.0, "data": str(place / "short.txt")}
+    once = fields(tmp_path / "bad", **same)
+    outcome = perform(Run(once, fault="nan in every other step"))
+    assert (outcome.code, outcome.skipped) == (0, 4)
+    assert all(weights.isfinite().all() for weights in outcome.weights.values())
+    too_many = perform(Run(fields(tmp_path / "worse", **same, most_skipped=3), fault="nan in every step"))
+    assert "3 steps in a row" in too_many.error
+
+
+@pytest.mark.parametrize("fault", ["one save", "every save"])
+def test_a_save_beside_the_training_that_fails_does_not_end_the_run(fault, place, alone, tmp_path):
+    settings = fields(tmp_path / "beside", data=str(place / "short.txt"), async_save=True, save_every=2, keep=9)
+    outcome = perform(Run(settings, fault=fault))
+    assert outcome.step == STEPS
+    assert "not saved" in outcome.said
+    if fault == "one save":
+        assert outcome.code == 0
+        assert newest(settings["output"]) == STEPS
+    else:
+        assert outcome.code == 1
+        assert checkpoints(settings["output"]) == {}
+    assert not list((tmp_path / "beside" / "checkpoints").glob("*.tmp-*"))
+
+
+@pytest.mark.parametrize(
+    ("parallel", "ranks", "fast", "parts"),
+    [
+        ("none", 1, "on", {"kernels", "loss", "optimizer"}),
+        ("ddp", 1, "on", {"kernels", "loss", "optimizer"}),
+        ("ddp", 2, "on", {"kernels", "loss"}),
+        ("ddp-sharded", 2, "on", {"kernels", "loss"}),
+        ("fsdp", 2, "on", set()),
+        ("fsdp", 2, None, set()),
+        ("ddp", 2, "loss", {"loss"}),
+        ("none", 1, None, set()),
+    ],
+)
+def test_parts_of_the_fast_step_that_can_be_had(parallel, ranks, fast, parts, place):
+    settings = TrainSettings(**fields(place / "x", parallel=parallel, fast=fast))
+    assert settings.run_config("cpu", ranks).fast_parts == parts
+
+
+@pytest.mark.parametrize(
+    ("changes", "device", "ranks", "named"),
+    [
+        ({"fast": "optimizer", "parallel": "ddp"}, "cpu", 2, "optimizer cannot be had with 2 ranks"),
+        ({"fast": "loss", "parallel": "fsdp"}, "cpu", 2, "loss cannot be had with 2 ranks"),
+        ({"fast": "graph"}, "cuda", 1, "needs the optimizer"),
+        ({"fast": "graph"}, "cpu", 1, "needs a CUDA GPU"),
+        ({"fast": "everything"}, "cpu", 1, "everything"),
+    ],
+)
+def test_parts_of_the_fast_step_that_cannot_be_had(changes, device, ranks, named, place):
+    settings = TrainSettings(**fields(place / "x", **changes))
+    with pytest.raises(UserError, match=named):
+        settings.run_config(device, ranks)
+
+
+def test_a_gpu_trains_fast_unless_told_otherwise(place):
+    settings = TrainSettings(**fields(place / "x", precision="bf16"))
+    assert settings.run_config("cuda", 1).fast_parts == {"kernels", "loss", "optimizer", "graph"}
+    assert settings.run_config("cuda", 2).fast_parts == {"kernels", "loss"}
+
+
+def test_tensorboard_that_is_not_there(place, monkeypatch, alone):
+    monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
+    outcome = perform(Run(fields(place / "board", tensorboard=True)))
+    assert "pip install tensorboard" in outcome.error
+
+
+def test_tensorboard(place, monkeypatch, alone):
+    written = []
+
+    class Writer:
+        def __init__(self, folder):
+            written.append(folder)
+
+        def add_scalar(self, name, value, step):
+            written.append((name, step))
+
+        def flush(self):
+            pass
+
+    monkeypatch.setattr("importlib.util.find_spec", lambda name: name)
+    monkeypatch.setitem(sys.modules, "torch.utils.tensorboard", types.SimpleNamespace(SummaryWriter=Writer))
+    settings = fields(place / "board", tensorboard=True, eval_every=4, sample_tokens=1)
+    assert perform(Run(settings)).code == 0
+    assert written[0] == str(place / "board" / "tensorboard")
+    assert [step for name, step in written[1:] if name == "loss"] == list(range(1, STEPS + 1))
+    assert ("validation_loss", 4) in written
 
 
 def test_no_record_is_lost_at_a_stop(place, alone):
