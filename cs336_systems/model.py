@@ -195,7 +195,8 @@ class TransformerLM(nn.Module):
             for start in range(0, len(self.layers), group):
                 x, delta = _recomputed(self._group, x, delta, start, min(start + group, len(self.layers)))
         else:
-            x, delta = self._blocks(x, delta, 0, len(self.layers))
+            for block in self.layers:  # here, so that nobody holds the first x while the others are computed
+                x, delta = self._block(block, x, delta)
         if self.is_fused:
             return fused.add_norm(x, delta, self.ln_final.weight, RMS_EPS)[1]
         return self.ln_final(x)
@@ -210,11 +211,13 @@ class TransformerLM(nn.Module):
 
     def _blocks(self, x: Tensor, delta: Tensor | None, start: int, stop: int) -> tuple[Tensor, Tensor | None]:
         for block in self.layers[start:stop]:
-            if self.is_fused:
-                x, delta = cast(Block, block).fused(x, delta, self.rotate)
-            else:
-                x = block(x, self.rotate)
+            x, delta = self._block(block, x, delta)
         return x, delta
+
+    def _block(self, block: nn.Module, x: Tensor, delta: Tensor | None) -> tuple[Tensor, Tensor | None]:
+        if self.is_fused:
+            return cast(Block, block).fused(x, delta, self.rotate)
+        return block(x, self.rotate), None
 
 
 def _recomputed(run: Callable[..., Any], *arguments: Any) -> Any:
