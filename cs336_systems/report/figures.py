@@ -3,11 +3,12 @@
 from collections.abc import Callable, Iterable, Sequence
 
 from cs336_systems.record import Record
-from cs336_systems.report import parallel_figures, profile_figures
+from cs336_systems.report import parallel_figures, profile_figures, step_figures
 from cs336_systems.report.cells import CellView, group
 from cs336_systems.report.picture import Picture
 
 _SECTIONS: dict[str, Callable[[Sequence[CellView]], list[Picture]]] = {
+    "fast_step": step_figures.fast_step,
     "kernels": profile_figures.kernels,
     "memory": profile_figures.memory,
     "checkpointing": profile_figures.checkpointing,
