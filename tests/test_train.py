@@ -14,6 +14,8 @@ import os
 import random
 import shutil
 import signal
+import socket
+import subprocess
 import sys
 import time
 import types
@@ -31,7 +33,7 @@ from cs336_systems.parallel.launch import Rank, process_group, spawn
 from cs336_systems.train.data import Corpus, shuffled
 from cs336_systems.train.loop import STOPPED, Trainer
 from cs336_systems.train.settings import TrainSettings
-from tests.helpers import CPU_ONLY, execute, running, wait_until
+from tests.helpers import CPU_ONLY, clean_env, execute, running, wait_until
 from tests.train_cases import Outcome, Run, command, perform, play, weights_of
 
 pytestmark = pytest.mark.xdist_group("ranks")  # one at a time: a test has up to four busy processes
@@ -1360,3 +1362,34 @@ def test_under_torchrun(begun, place, tmp_path):
     assert done.returncode == 0, done.stderr[-2000:]
     assert newest(settings["output"]) == STEPS
     assert losses_of(settings["output"]) == losses_of(place / "ddp-whole")
+
+
+@pytest.mark.parametrize(("number", "seconds"), [(signal.SIGKILL, 5), (signal.SIGSTOP, 3 + 5)], ids=["dies", "stalls"])
+def test_a_rank_that_is_gone_is_named(number, seconds, place, tmp_path):
+    """By the others, within the time they wait for it and five seconds. No torchrun is there to end them."""
+    settings = fields(place / f"gone-{number}", parallel="ddp", batch_size=3, steps=100_000, rank_timeout=3)
+    with contextlib.ExitStack() as stack:
+        ranks = []
+        with socket.socket() as free:
+            free.bind(("127.0.0.1", 0))
+            meeting = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free.getsockname()[1])}
+        for rank in range(3):
+            whole = {"TORCHELASTIC_RUN_ID": "test", "WORLD_SIZE": "3", "LOCAL_WORLD_SIZE": "3", **meeting}
+            process = subprocess.Popen(
+                [sys.executable, "-m", "cs336_systems", *argv_of(settings)],
+                cwd=tmp_path,
+                env=clean_env(RANK=str(rank), LOCAL_RANK=str(rank), **whole),
+                stdout=stack.enter_context((tmp_path / f"out-{rank}").open("w")),
+                stderr=stack.enter_context((tmp_path / f"err-{rank}").open("w")),
+            )
+            stack.callback(process.wait, 10)
+            stack.callback(process.kill)
+            ranks.append(process)
+        assert wait_until(lambda: "step 3/" in (tmp_path / "out-0").read_text(), 100), (tmp_path / "err-0").read_text()
+        ranks[1].send_signal(number)
+        begin = time.monotonic()
+        for rank in (0, 2):
+            assert ranks[rank].wait(timeout=30) == 1
+            assert "rank 1 of 3 died or does not answer" in (tmp_path / f"err-{rank}").read_text()
+            assert "Traceback" not in (tmp_path / f"err-{rank}").read_text()
+        assert time.monotonic() - begin < seconds + 5  # a busy machine's share

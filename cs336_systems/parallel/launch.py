@@ -91,7 +91,7 @@ def process_group(backend: str | None = None, device: str | None = None, timeout
     """The group of torchrun's ranks, or of this process alone where torchrun is not at work; destroyed at the end.
 
     Ranks use NCCL, and a GPU each, where there are GPUs enough; else Gloo. `timeout`: seconds that a collective may
-    take before its ranks are told that a peer is missing.
+    take before its ranks are told that a peer is missing. RankError, which names it, where one is.
     """
     by_torchrun = "TORCHELASTIC_RUN_ID" in os.environ
     rank, world_size, local_rank, local_size = (
@@ -104,7 +104,12 @@ def process_group(backend: str | None = None, device: str | None = None, timeout
     require_slots(local_size, backend, device)
     store = _torchrun_store(rank, world_size, timeout) if by_torchrun else dist.HashStore()
     with _group(store, rank, world_size, backend, timeout):
-        yield Rank(rank, world_size, _device_of(local_rank, device))
+        try:
+            yield Rank(rank, world_size, _device_of(local_rank, device))
+        except RuntimeError as error:
+            if world_size == 1 or not _is_echo(str(error)):
+                raise
+            raise RankError(_who_is_gone(store, rank, world_size)) from error
 
 
 def this_rank(device: str = "cpu") -> Rank:
@@ -218,6 +223,25 @@ def _torchrun_store(rank: int, world_size: int, timeout: float) -> dist.Store:
         reason = " ".join(str(error).split())[:200]
         raise UserError(f"no rendezvous at MASTER_ADDR {address!r}, MASTER_PORT {port}: {reason}") from None
     return dist.PrefixStore(f"attempt-{_environment('TORCHELASTIC_RESTART_COUNT', 0)}", store)
+
+
+def _who_is_gone(store: dist.Store, rank: int, world_size: int) -> str:
+    """Of ranks whose connections broke: those that do not say a last word."""
+    until = time.monotonic() + LAST_WORDS
+    try:
+        store.set(f"alive-{rank}", "yes")
+        gone = list(range(world_size))
+        while gone and time.monotonic() < until:
+            gone = [other for other in gone if not store.check([f"alive-{other}"])]
+            time.sleep(0.05)
+    except RuntimeError:
+        return (
+            f"rank {rank} of {world_size} lost its peers, and the process at MASTER_ADDR that knew of all is gone, too"
+        )
+    if not gone:
+        return f"rank {rank} of {world_size} lost a connection, though all ranks are there: look at the network"
+    names = ", ".join(map(str, gone))
+    return f"rank {names} of {world_size} died or does not answer; rank {rank} stops"
 
 
 def _environment(name: str, default: int | None = None) -> int:

@@ -34,7 +34,7 @@ from cs336_systems.measure.flops import model_flops, peak_flops
 from cs336_systems.model import TransformerLM
 from cs336_systems.parallel import DDP, FSDP, ShardedOptimizer, clip_grad_norm_
 from cs336_systems.parallel.collectives import message_device
-from cs336_systems.parallel.launch import Rank, process_group
+from cs336_systems.parallel.launch import Rank, RankError, process_group
 from cs336_systems.record import GIB, Record
 from cs336_systems.step import AUTOCAST_DTYPES, TrainStep, build_model, cosine_lr, require_attention, require_device
 from cs336_systems.train.checkpoint import (
@@ -69,12 +69,17 @@ class Progress:
 
 def train(settings: TrainSettings) -> int:
     """Train to the end, or until told to stop; the exit code."""
-    with process_group(device=settings.device and settings.device.split(":")[0]) as rank:
-        corpus = _checked(settings, rank)  # before anything is written
-        with _one_run(settings, rank):
-            trainer = Trainer(settings, rank, corpus)
-            trainer.resume()
-            return trainer.run()
+    device = settings.device and settings.device.split(":")[0]
+    try:
+        with process_group(device=device, timeout=settings.rank_timeout) as rank:
+            corpus = _checked(settings, rank)  # before anything is written
+            with _one_run(settings, rank):
+                trainer = Trainer(settings, rank, corpus)
+                trainer.resume()
+                return trainer.run()
+    except RankError as error:
+        print(f"cs336 train: {error}; the same command goes on from the last checkpoint", file=sys.stderr)
+        return 1
 
 
 def _checked(settings: TrainSettings, rank: Rank) -> Corpus:

@@ -55,6 +55,7 @@ class TrainSettings:
     )
     parallel: str = flag("ddp", "how ranks share the work: none, ddp, ddp-sharded (ZeRO 1), fsdp", PARALLEL)
     device: str | None = flag(None, "cpu or cuda (default: cuda where there is one)")
+    rank_timeout: float = flag(600.0, "seconds that ranks wait for one that does not answer")
     seed: int = flag(0, "of weights and of the order of sequences")
     validation_share: float = flag(0.1, "of the file, its end: never trained on")
     log_every: int = flag(10, "steps between lines")
@@ -89,6 +90,7 @@ class TrainSettings:
             self._require(name, math.isfinite(value) and value >= 0, "a finite number of at least 0")
         for name in ("beta1", "beta2"):
             self._require(name, 0 <= getattr(self, name) < 1, "at least 0 and below 1")
+        self._require("rank_timeout", math.isfinite(self.rank_timeout) and self.rank_timeout >= 1, "at least 1")
         self._require("learning_rate", math.isfinite(self.learning_rate) and self.learning_rate > 0, "above 0")
         self._require("validation_share", 0 < self.validation_share < 1, "between 0 and 1")
         self._require("final_share", 0 <= self.final_share <= 1, "between 0 and 1")
