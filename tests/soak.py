@@ -577,7 +577,7 @@ def grown(settings: dict[str, Any]) -> tuple[dict[str, int], dict[str, int]]:
         trainer.run(stop_after=100)
         before = held()
         assert trainer.run() == 0
-    return before, held()
+        return before, held()
 
 
 def held() -> dict[str, int]:
@@ -653,7 +653,7 @@ def told_after(lab: Lab, settings: dict[str, Any], variables: dict[str, str], na
     """Seconds to a proper end: exit code 2, and one line that names the variable."""
     begin = time.monotonic()
     with started([sys.executable, *CS336, *words(settings)], lab.folder / "said.txt", **variables) as job:
-        code, seconds = job.wait(4 * TOLD_WITHIN), time.monotonic() - begin
+        code, seconds = job.wait(3 * TOLD_WITHIN), time.monotonic() - begin
         if code != 2:
             raise TrialError(f"exit code {code}: {job.tail()}")
         if len(job.text().splitlines()) != 1 or not re.search(rf"\b{name}\b", job.text()):

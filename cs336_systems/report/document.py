@@ -31,8 +31,8 @@ class Point:
     y: float
     std: float | None = None
     n: int | None = None
-    note: Text = Text("")
-    """Shown where the value is, "out of memory" for example; the point is then drawn as a mark at the top."""
+    note: Text | None = None
+    """Shown where the value would be, "out of memory" for example; the point is then drawn as a mark at the top."""
 
 
 @dataclass(frozen=True)
