@@ -1,16 +1,20 @@
 # make bench: set up, measure, show a table.   make test: set up, lint, type check, test.
+# make soak: an hour of killed and resumed training runs; results/reliability/soak.json.
 PYTHON ?= python3.11
 VENV := .venv
 BIN := $(VENV)/bin
 INSTALLED := $(VENV)/.installed
 
-.PHONY: bench test lint clean install
+.PHONY: bench test soak lint clean install
 
 bench: $(INSTALLED)
 	$(BIN)/cs336 run end_to_end precision peak_memory warmup accumulation autocast_dtypes memory_model --preset quick
 
 test: lint
 	$(BIN)/pytest -n 2 --dist loadgroup
+
+soak: $(INSTALLED)
+	$(BIN)/python -m tests.soak
 
 lint: $(INSTALLED)
 	$(BIN)/ruff check .

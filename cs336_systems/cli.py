@@ -27,6 +27,16 @@ def operands(help: str, metavar: str) -> Any:
     return dataclasses.field(default=(), metadata={"help": help, "positional": True, "metavar": metavar})
 
 
+def operand(help: str, metavar: str) -> Any:
+    """One that must be given."""
+    return dataclasses.field(metadata={"help": help, "positional": True, "metavar": metavar})
+
+
+def short_flag(default: Any, help: str, letter: str) -> Any:
+    """A flag that also goes by one letter."""
+    return dataclasses.field(default=default, metadata={"help": help, "short": letter})
+
+
 @dataclass(frozen=True)
 class RunArguments(SessionArguments):
     names: tuple[str, ...] = operands(f"experiments: {', '.join(RUNNABLE)}", "NAME")
@@ -196,6 +206,74 @@ def table(arguments: TableArguments) -> int:
 
 
 @dataclass(frozen=True)
+class ReportArguments:
+    paths: tuple[str, ...] = operands("files of records, or folders that hold one", "PATH")
+    output: str = short_flag("report", "folder to write to", "-o")
+    formats: tuple[str, ...] = flag((), "besides the page: md (with pictures), csv, latex, typst")
+    lang: str = flag("en", "language; the page can be switched", ("en", "zh"))
+    title: str = flag("", "heading of the report")
+
+
+def report(arguments: ReportArguments) -> int:
+    """Records as a write-up: one page that opens anywhere, and tables for papers. Several machines side by side.
+
+    cs336 report runs/quick -o report
+    cs336 report results/h200/records.jsonl --formats md,csv,latex,typst --lang zh -o report
+    """
+    from cs336_systems.report.build import write_report
+
+    language: Any = arguments.lang  # one of its choices
+    for path in write_report(arguments.paths, Path(arguments.output), arguments.title, language, arguments.formats):
+        print(path)
+    return 0
+
+
+@dataclass(frozen=True)
+class CompareArguments:
+    a: str = operand("file of records: before", "A")
+    b: str = operand("file of records: after", "B")
+    metric: tuple[str, ...] = flag((), "what to compare, such as step_time,peak_memory (default: the time of a step)")
+    experiments: tuple[str, ...] = flag((), "only these experiments")
+    fail_if_slower: str | None = flag(None, "exit code 1 if some row of B is slower by more than this, such as 5%%")
+    different_work: bool = flag(False, "pair cells that agree only in size, context, batch, mode and precision")
+    confidence: float = flag(0.95, "of the intervals and verdicts")
+    format: str = flag("terminal", "output format", FORMATS)
+
+
+def compare(arguments: CompareArguments) -> int:
+    """Two files of records: for each cell in both, how much slower or faster B is, and whether that is more than noise.
+
+    cs336 compare before/records.jsonl after/records.jsonl
+    cs336 compare before/records.jsonl after/records.jsonl --fail_if_slower 5%
+    """
+    from cs336_systems.report.compare import compare as compare_records
+    from cs336_systems.report.compare import parse_percent, read
+
+    limit = None if arguments.fail_if_slower is None else parse_percent(arguments.fail_if_slower)
+    a, b = read(arguments.a), read(arguments.b)
+    found = compare_records(
+        a.records,
+        b.records,
+        files=(arguments.a, arguments.b),
+        metrics=arguments.metric,
+        experiments=arguments.experiments,
+        confidence=arguments.confidence,
+        different_work=arguments.different_work,
+    )
+    slower = [] if limit is None else found.slower_by(limit)
+    print(found.table.render(arguments.format))
+    aside = [*a.remarks, *b.remarks, *(found.table.notes if arguments.format == "csv" else ())]
+    if limit is not None and found.untold:
+        aside.append(f"--fail_if_slower cannot tell in {len(found.untold)} of {len(found.rows)} rows")
+    if slower:
+        names = ", ".join(f"{row.pair.a.experiment} {row.name}" for row in slower[:5])
+        aside.append(f"{len(slower)} of {len(found.rows)} rows slower by more than {limit:g}%, such as: {names}")
+    for line in aside:
+        print(line, file=sys.stderr)
+    return 1 if slower else 0
+
+
+@dataclass(frozen=True)
 class TuneArguments:
     head_dims: tuple[int, ...] = flag((64, 128), "head dims to tune for")
     precisions: tuple[str, ...] = flag(("bf16",), "element types: bf16, fp16, fp32")
@@ -277,6 +355,8 @@ COMMANDS = {
     "plan": Command("memory and messages of a parallel layout, one GPU to thousands", _PlanArguments, plan),
     "train": Command("train a language model; resumes, survives faults", TrainSettings, train),
     "table": Command("records as terminal, Markdown, CSV, LaTeX or Typst tables", TableArguments, table),
+    "report": Command("records as a page, Markdown, CSV, LaTeX, Typst; English or Chinese", ReportArguments, report),
+    "compare": Command("two files of records: what is faster or slower, beyond noise", CompareArguments, compare),
     "tune": Command("tile choices of the attention kernels for this GPU", TuneArguments, tune),
     "doctor": Command("what this machine has, what is missing, how to mend it", DoctorArguments, doctor),
     "completion": Command("shell completion", CompletionArguments, completion),

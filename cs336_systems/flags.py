@@ -23,7 +23,10 @@ class Parser(argparse.ArgumentParser):
 
 
 def add_flags(parser: argparse.ArgumentParser, arguments: type) -> None:
-    """One flag for each field of the dataclass; `metadata` holds `help`, `choices`, and `positional` for operands."""
+    """One flag for each field of the dataclass.
+
+    `metadata` holds `help`, `choices`, `short` (one letter), and `positional` for operands.
+    """
     hints = typing.get_type_hints(arguments)
     for spec in dataclasses.fields(arguments):
         _add_flag(parser, spec, hints[spec.name])
@@ -38,6 +41,7 @@ def _add_flag(parser: argparse.ArgumentParser, spec: dataclasses.Field, hint: An
         return
     names = [f"--{spec.name}", f"--{spec.name.replace('_', '-')}"]
     names = names[:1] if names[0] == names[1] else names
+    names += [spec.metadata["short"]] if "short" in spec.metadata else []
     if hint is bool:
         parser.add_argument(*names, action="store_true", default=None, help=help_text)
         return

@@ -14,6 +14,7 @@ import random
 import statistics
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
@@ -81,11 +82,11 @@ class Record:
     def ok(self) -> bool:
         return self.status == "ok"
 
-    @property
+    @cached_property
     def numbers(self) -> list[float]:
         return [float(sample) for sample in self.samples if not isinstance(sample, str)]
 
-    @property
+    @cached_property
     def cell(self) -> str:
         """Identifies the work that was done: the configuration without the name it was asked for by."""
         return cell_key(self.config)
@@ -162,8 +163,9 @@ def append(path: str | Path, records: Iterable[Record]) -> None:
         os.close(descriptor)
 
 
-def load(path: str | Path) -> Loaded:
-    """Read a file of records. A torn last line is left out and remarked on; anything else unreadable is an error."""
+def load(path: str | Path, *, lenient: bool = False) -> Loaded:
+    """Read a file of records. A torn last line is left out and remarked on; anything else unreadable is an error, or,
+    for who is `lenient`, left out and remarked on as well."""
     path = Path(path)
     try:
         data = path.read_bytes()
@@ -174,8 +176,18 @@ def load(path: str | Path) -> Loaded:
     lines = data.split(b"\n")
     torn = lines.pop()
     remarks = [f"{path.name}: the last line is torn (a run was interrupted while writing); left out"] if torn else []
-    records = [_parse(line, f"{path}, line {number}") for number, line in enumerate(lines, start=1) if line.strip()]
-    if torn and not records and not _RECORD_START.startswith(torn[: len(_RECORD_START)]):
+    records, unreadable = [], []
+    for number, line in enumerate(lines, start=1):
+        if line.strip():
+            try:
+                records.append(_parse(line, f"{path}, line {number}"))
+            except UserError as error:
+                if not lenient:
+                    raise
+                unreadable.append(str(error))
+    if unreadable:
+        remarks.append(f"{path.name}: {len(unreadable)} lines left out, such as: {unreadable[0]}")
+    if torn and not records and not lenient and not _RECORD_START.startswith(torn[: len(_RECORD_START)]):
         _parse(torn, f"{path}, line {len(lines) + 1}")  # not the start of a record of ours: some other file
     return Loaded(latest(records), remarks)
 
@@ -191,7 +203,7 @@ def _parse(line: bytes, where: str) -> Record:
         return Record.from_dict(values)
     except UserError as error:
         raise UserError(f"{where}: {error}") from None
-    except (ValueError, KeyError, TypeError, RecursionError) as error:
+    except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
         raise UserError(f"{where}: not a record of cs336_systems ({error}); is this the right file?") from None
 
 
@@ -255,10 +267,13 @@ def summarize(samples: Sequence[float]) -> Statistics:
     if not all(map(math.isfinite, samples)):  # a run that diverged: nothing about it can be averaged
         return Statistics(len(samples), *[math.nan] * 7)
     ordered = sorted(samples)
+    mean = statistics.fmean(ordered)
+    # As statistics.stdev, without its fractions: a report has tens of thousands of these.
+    squares = math.fsum((sample - mean) ** 2 for sample in ordered)
     return Statistics(
         n=len(ordered),
-        mean=statistics.fmean(ordered),
-        std=statistics.stdev(ordered) if len(ordered) > 1 else 0.0,
+        mean=mean,
+        std=math.sqrt(squares / (len(ordered) - 1)) if len(ordered) > 1 else 0.0,
         min=ordered[0],
         max=ordered[-1],
         median=statistics.median(ordered),

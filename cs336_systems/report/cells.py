@@ -51,8 +51,15 @@ class CellView:
         return "OOM" if self.status.startswith("oom") else self.status.split(":")[0]
 
     def statistics(self, metric: str) -> Statistics | None:
-        samples = self.metrics[metric].numbers if metric in self.metrics else []
-        return summarize(samples) if samples else None
+        if metric not in self._statistics:
+            samples = self.metrics[metric].numbers if metric in self.metrics else []
+            self._statistics[metric] = summarize(samples) if samples else None
+        return self._statistics[metric]
+
+    @cached_property
+    def _statistics(self) -> dict[str, Statistics | None]:
+        """Those asked for so far: tables, charts and findings ask for the same."""
+        return {}
 
     def value(self, metric: str) -> float | None:
         found = self.statistics(metric)

@@ -3,7 +3,7 @@
 import statistics
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 from cs336_systems.record import BUS_FACTOR, GIB, MIB
 from cs336_systems.report.cells import CellView
@@ -77,9 +77,7 @@ def ddp(cells: Sequence[CellView]) -> list[Table]:
     tables = []
     for cell in (cell for cell in cells if cell.ok):
         rows = []
-        for name in cell.get("arrangements"):
-            alone = _median(cell, f"{name}: communication_time")
-            exposed = _paired(cell, f"{name}: step_time", "none: step_time", lambda a, b: a - b)
+        for name, alone, exposed in exposures(cell):
             hidden = 1 - exposed / alone if alone and exposed is not None else None
             times = [_median(cell, f"{name}: {phase}_time") for phase in ("step", "backward", "sync")]
             against = _paired(cell, f"{name}: step_time", "torch DDP: step_time", lambda a, b: a / b)
@@ -101,6 +99,25 @@ def ddp(cells: Sequence[CellView]) -> list[Table]:
         ]
         tables.append(Table(_title(cell, "averaging gradients"), columns, rows, notes))
     return tables or [_failed(cells)]
+
+
+class Exposure(NamedTuple):
+    """Seconds of an arrangement's communication: with nothing beside it, and as a step feels it."""
+
+    name: str
+    alone: float | None
+    exposed: float | None
+
+
+def exposures(cell: CellView) -> list[Exposure]:
+    return [
+        Exposure(
+            name,
+            _median(cell, f"{name}: communication_time"),
+            _paired(cell, f"{name}: step_time", "none: step_time", lambda a, b: a - b),
+        )
+        for name in cell.get("arrangements")
+    ]
 
 
 def bucket_model(cells: Sequence[CellView]) -> list[Table]:

@@ -3,8 +3,11 @@
 matplotlib takes half a second to import, so only drawing does it.
 """
 
+import re
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -26,6 +29,9 @@ STYLE: dict[str, Any] = {
     "svg.fonttype": "none",  # text stays text: it can be searched, and is drawn by the reader's own fonts
     "svg.hashsalt": "cs336",  # else the same picture would have other ids each time
 }
+
+CHINESE = ("Noto Sans CJK SC", "Noto Sans SC", "Source Han Sans SC", "WenQuanYi Micro Hei", "PingFang SC", "SimHei")
+"""Fonts that have Chinese letters; the first that is installed is used."""
 
 
 @dataclass(frozen=True)
@@ -62,6 +68,33 @@ def save(pictures: Sequence[Picture], folder: Path, formats: tuple[str, ...] = (
                 figure.savefig(path, dpi=160, metadata=metadata)
                 written.append(path)
     return written
+
+
+def can_write_chinese() -> bool:
+    return _chinese_font() is not None
+
+
+def letters(language: str) -> AbstractContextManager:
+    """Fonts that have the language's letters."""
+    import matplotlib
+
+    font = _chinese_font() if language == "zh" else None
+    return matplotlib.rc_context({"font.family": [font, "sans-serif"]} if font else {})
+
+
+@cache
+def _chinese_font() -> str | None:
+    from matplotlib import font_manager
+
+    def found() -> str | None:
+        installed = {font.name for font in font_manager.fontManager.ttflist}
+        return next((name for name in CHINESE if name in installed), None)
+
+    if found() is None:  # matplotlib's list of fonts may be older than the font
+        for path in font_manager.findSystemFonts():
+            if re.search(r"cjk|wqy|hans|simhei|pingfang", Path(path).name, re.IGNORECASE):
+                font_manager.fontManager.addfont(path)
+    return found()
 
 
 def stacked_bars(axes: Any, names: Sequence[str], parts: Mapping[str, Sequence[float]]) -> None:

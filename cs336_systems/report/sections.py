@@ -39,8 +39,12 @@ def tables(records: Iterable[Record]) -> list[Table]:
         table
         for experiment in order
         if experiment in by_experiment
-        for table in _SECTIONS.get(experiment, _generic)(sorted(by_experiment[experiment], key=_position))
+        for table in tables_of(experiment, by_experiment[experiment])
     ]
+
+
+def tables_of(experiment: str, cells: Sequence[CellView]) -> list[Table]:
+    return _SECTIONS.get(experiment, _generic)(sorted(cells, key=_position))
 
 
 def _position(cell: CellView) -> tuple:

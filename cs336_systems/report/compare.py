@@ -1,0 +1,568 @@
+"""Two files of records against each other: for each cell in both the ratio of medians B / A, its interval, a verdict.
+
+Medians, because a step that the machine interrupted must not decide. Cells are the same when they do the same work;
+how often and where it was measured (steps, warm-up, seed, which GPU of several) may differ, and is said in a note.
+
+The interval is a percentile bootstrap, widened by Student's t of the smaller sample. At 95% the plain one finds a
+difference in 33% of pairs that have none at n = 2, in 10% at n = 3 and in 3% at n = 10; the widened one in 1 to 2%.
+What that leaves is needed: steps that resemble the step before (correlation 0.3) make it 6%.
+"""
+
+import math
+import random
+import re
+import statistics
+from collections import Counter
+from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from functools import lru_cache
+from typing import Any
+
+from cs336_systems.config import UserError
+from cs336_systems.record import Loaded, Record, cell_key, load, percentile
+from cs336_systems.report.cells import CellView, group
+from cs336_systems.report.layout import FIELDS, as_text, gib, kernel_ms, title_of
+from cs336_systems.report.referee import remarks
+from cs336_systems.table import Column, Table
+
+HEADLINES = ("step_time", "forward_backward_time", "leaderboard_time")
+"""What is compared of a cell when nothing is asked for: the first of these that it has."""
+HOW_MEASURED = ("device", "warmup_steps", "num_steps", "seed", "warmup_ms", "rep_ms", "rounds", "calls")
+"""Fields of a configuration that do not change the work; of the device only which one of its kind."""
+IMPLIED = ("d_model", "d_ff", "num_layers", "num_heads")
+"""Fields of a model that its size stands for."""
+_ATTENTION = ("heads", "head_dim", "seq_len", "is_causal")
+AGREED = (*IMPLIED, "vocab_size", "context_length", "batch_size", "mode", "precision", *_ATTENTION)
+"""What cells of different work must have in common to be compared."""
+PASSING = ("utc", "sm_clock_mhz", "memory", "gpu_memory")
+"""Of an environment: different at every look, or said by the machine's name."""
+RESAMPLES = 2000
+LEAST, MOST = 1e-100, 1e100
+"""Samples beyond are no measurement, and their ratios no numbers."""
+
+
+# -- statistics -------------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Ratio:
+    """Of two medians; None where one sample cannot tell how far it may be off."""
+
+    value: float
+    low: float | None = None
+    high: float | None = None
+
+
+def ratio_of_medians(a: Sequence[float], b: Sequence[float], confidence: float = 0.95) -> Ratio:
+    """B / A of samples above 0, with its interval; the same samples always give the same."""
+    a, b = sorted(a), sorted(b)
+    value = statistics.median(b) / statistics.median(a)
+    if min(len(a), len(b)) < 2:
+        return Ratio(value)
+    under, over = _resampled_medians(a, seed=0), _resampled_medians(b, seed=1)
+    ratios = sorted(y / x for x, y in zip(under, over, strict=True))
+    tail = (1 - confidence) / 2 * 100
+    wider = _widening(min(len(a), len(b)) - 1, confidence)
+    low, high = (_stretched(value, percentile(ratios, percent), wider) for percent in (tail, 100 - tail))
+    return Ratio(value, low, high)
+
+
+def _stretched(center: float, end: float, factor: float) -> float:
+    """The end of an interval, `factor` times as far from its center; in logarithms, so that it stays above 0."""
+    return math.exp(max(-700.0, min(700.0, math.log(center) + factor * math.log(end / center))))
+
+
+def _resampled_medians(ordered: Sequence[float], seed: int) -> list[float]:
+    return [(ordered[low] + ordered[high]) / 2 for low, high in _middles(len(ordered), seed)]
+
+
+@lru_cache(maxsize=256)
+def _middles(n: int, seed: int) -> list[tuple[int, int]]:
+    """For each resample of n sorted samples, which two are its middle ones (one twice where n is odd).
+
+    Without drawing the others, so that thousands of samples cost no more than ten: of n uniform numbers the k-th
+    follows a beta distribution, and so does the least of the n - k above it.
+    """
+    generator = random.Random(seed)
+    lower = (n + 1) // 2
+    found = []
+    for _ in range(RESAMPLES):
+        low = generator.betavariate(lower, n - lower + 1)
+        high = low if n % 2 else 1 - (1 - low) * generator.random() ** (1 / (n - lower))
+        found.append((min(int(n * low), n - 1), min(int(n * high), n - 1)))
+    return found
+
+
+@lru_cache(maxsize=256)
+def _widening(degrees: int, confidence: float) -> float:
+    """Student's t over the normal distribution's z: how much wider an interval of so few samples must be."""
+    degrees = min(degrees, 1000)  # beyond, t is z to a thousandth
+    below, above = 0.0, math.pi / 2
+    for _ in range(60):
+        middle = (below + above) / 2
+        below, above = (middle, above) if _share_within(middle, degrees) < confidence else (below, middle)
+    return math.sqrt(degrees) * math.tan(below) / statistics.NormalDist().inv_cdf((1 + confidence) / 2)
+
+
+def _share_within(angle: float, degrees: int) -> float:
+    """Of Student's t, the share within ±sqrt(degrees) tan(angle): a finite sum (Abramowitz and Stegun, 26.7.3-4)."""
+    odd, cosine = degrees % 2, math.cos(angle)
+    term, total = cosine**odd, 0.0
+    for power in range(odd, degrees - 1, 2):
+        total += term
+        term *= cosine**2 * (power + 1) / (power + 2)
+    series = math.sin(angle) * total
+    return 2 / math.pi * (angle + series) if odd else series
+
+
+# -- what is compared -------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Pair:
+    a: CellView
+    b: CellView
+
+    @property
+    def sides(self) -> tuple[CellView, CellView]:
+        return self.a, self.b
+
+
+@dataclass(frozen=True)
+class Row:
+    """One metric of one pair."""
+
+    pair: Pair
+    name: str
+    metric: str
+    unit: str
+    ratio: Ratio | None
+    verdict: str
+
+    @property
+    def is_speed(self) -> bool:
+        return self.unit == "s" or self.unit.endswith("/s")
+
+    def is_slower_by(self, percent: float) -> bool:
+        """With all of the interval."""
+        if not self.is_speed or self.ratio is None or self.ratio.low is None or self.ratio.high is None:
+            return False
+        return (self.ratio.low if self.unit == "s" else 1 / self.ratio.high) > 1 + percent / 100
+
+
+@dataclass(frozen=True)
+class Comparison:
+    table: Table
+    rows: Sequence[Row]
+
+    def slower_by(self, percent: float) -> list[Row]:
+        if not any(row.is_speed for row in self.rows):
+            metrics = ", ".join(dict.fromkeys(_printable(row.metric) for row in self.rows))
+            raise UserError(f"--fail_if_slower is for times, and {metrics} is none; name another --metric")
+        return [row for row in self.rows if row.is_slower_by(percent)]
+
+    @property
+    def untold(self) -> list[Row]:
+        """Rows without a verdict: a limit says nothing about them."""
+        return [row for row in self.rows if row.ratio is None or row.ratio.low is None]
+
+
+def compare(
+    a: Iterable[Record],
+    b: Iterable[Record],
+    *,
+    files: tuple[str, str] = ("A", "B"),
+    metrics: Sequence[str] = (),
+    experiments: Sequence[str] = (),
+    confidence: float = 0.95,
+    different_work: bool = False,
+) -> Comparison:
+    """Cells that both have, a row for each cell and metric. UserError where there is nothing to compare."""
+    if not 0.5 <= confidence <= 0.999:
+        raise UserError(f"--confidence must be between 0.5 and 0.999, got {confidence!r}")
+    (cells_a, odd_a), (cells_b, odd_b) = (
+        _cells(records, file, experiments) for records, file in zip((a, b), files, strict=True)
+    )
+    pairs = _pair_up(cells_a, cells_b, different_work)
+    if not pairs:
+        raise UserError(_why_none(cells_a, cells_b, different_work))
+    rows = [row for pair, name in _named(pairs) for row in _rows(pair, name, metrics, confidence)]
+    if not rows:
+        raise UserError(_why_empty(pairs, metrics))
+    notes = [
+        f"A: {files[0]}, B: {files[1]}",
+        _summary(rows, confidence),
+        *_differences(pairs),
+        *_failures(pairs),
+        *_left_out([pair.a for pair in pairs], (row.pair.a for row in rows), "with nothing to compare in both"),
+        *_left_out(cells_a, (pair.a for pair in pairs), "of A without a partner in B"),
+        *_left_out(cells_b, (pair.b for pair in pairs), "of B without a partner in A"),
+        *odd_a,
+        *odd_b,
+        *_oddities(rows),
+    ]
+    return Comparison(_table(rows, notes, confidence), rows)
+
+
+def parse_percent(text: str) -> float:
+    """5 of `5%` and of `5`. A bare fraction is refused: 0.05 may be meant as 5% or as 0.05%."""
+    if not re.fullmatch(r"[0-9]{1,6}(\.[0-9]{1,6})?%|[0-9]{1,6}", text.strip()):
+        raise UserError(f"--fail_if_slower {text!r} is not a percentage; write it as 5% (or 0.5%)")
+    return float(text.strip().removesuffix("%"))
+
+
+# -- cells ------------------------------------------------------------------------------------------------------------
+
+
+def read(path: str) -> Loaded:
+    """`load`, and one line also for what is JSON of the right names and not a record."""
+    try:
+        return load(path)
+    except (AttributeError, TypeError, RecursionError) as error:
+        raise UserError(f"{path}: not a file of records of cs336_systems ({error}); is this the right file?") from None
+
+
+def _cells(records: Iterable[Record], file: str, experiments: Sequence[str]) -> tuple[list[CellView], list[str]]:
+    """Those asked for, experiment by experiment, and what is odd about the file."""
+    records = list(records)
+    usable = [record for record in records if _is_usable(record)]
+    have = list(dict.fromkeys(record.experiment for record in usable))
+    if not have:
+        raise UserError(f"{file!r} holds no records that can be compared")
+    if experiments and not set(experiments) & set(have):
+        raise UserError(f"{file!r} has no experiment {', '.join(experiments)}; it has: {_some(have, 8)}")
+    wanted = [record for record in usable if not experiments or record.experiment in experiments]
+    cells = sorted(group(wanted), key=lambda cell: have.index(cell.experiment))
+    odd = [record for record in records if not _is_usable(record)]
+    return cells, [f"{file}: {_counted(odd, 'record')} with fields of the wrong type left out"] if odd else []
+
+
+def _is_usable(record: Record) -> bool:
+    """Whether every field is of the type it should be: a file may have been written by anything."""
+    environment = record.environment
+    texts = (record.experiment, record.metric, record.unit, record.status, *environment.throttle_reasons)
+    fields = _fields(record.config) if isinstance(record.config, Mapping) else None
+    return (
+        fields is not None
+        and all(isinstance(text, str) for text in texts)
+        and all(isinstance(name, str | None) for name in (environment.gpu, environment.cpu))
+        and not any(isinstance(fields.get(name), list | dict) for name in FIELDS)
+        and all(_is_sample(sample) for sample in record.samples)
+    )
+
+
+def _is_sample(sample: Any) -> bool:
+    if isinstance(sample, str):
+        return True
+    if isinstance(sample, bool) or not isinstance(sample, int | float):
+        return False
+    return not abs(sample) > MOST or abs(sample) == math.inf  # larger ones overflow where they are added up
+
+
+def _fields(config: Mapping[str, Any]) -> dict[str, Any]:
+    """A configuration with its model's fields beside its own."""
+    model = config.get("model")
+    return {**config, "model": None, **model} if isinstance(model, Mapping) else dict(config)
+
+
+def _device_type(cell: CellView) -> str:
+    return as_text(cell.get("device")).split(":")[0]
+
+
+Key = Callable[[CellView], Hashable]
+
+
+def _exactly(cell: CellView) -> Hashable:
+    return cell.experiment, cell_key(cell.config)
+
+
+def _same_work(cell: CellView) -> Hashable:
+    work = {name: value for name, value in cell.config.items() if name not in HOW_MEASURED}
+    return cell.experiment, cell_key(work), _device_type(cell)
+
+
+def _same_shape(cell: CellView) -> Hashable:
+    """None where a configuration has no shape: such cells have nothing in common."""
+    values = tuple(as_text(cell.get(name)) for name in AGREED)
+    return values if any(values) else None
+
+
+def _same_shape_and_experiment(cell: CellView) -> Hashable:
+    shape = _same_shape(cell)
+    return shape and (cell.experiment, shape)
+
+
+def _pair_up(a: Sequence[CellView], b: Sequence[CellView], different_work: bool) -> list[Pair]:
+    """The most alike first. One baseline may stand against several others of different work; several against several
+    are left alone, as nothing says which belongs to which."""
+    pairs: list[Pair] = []
+    keys: list[tuple[Key, bool]] = [(_exactly, False), (_same_work, False)]
+    if different_work:
+        keys += [(_same_shape_and_experiment, True), (_same_shape, True)]
+    for key, one_to_many in keys:
+        taken = {id(cell) for pair in pairs for cell in pair.sides}
+        groups_a, groups_b = (_grouped((cell for cell in cells if id(cell) not in taken), key) for cells in (a, b))
+        for found in groups_a.keys() & groups_b.keys() - {None}:
+            ours, theirs = groups_a[found], groups_b[found]
+            if min(len(ours), len(theirs)) == 1 and (one_to_many or len(ours) == len(theirs)):
+                pairs += [Pair(x, y) for x in ours for y in theirs]
+    places = {id(cell): place for cells in (a, b) for place, cell in enumerate(cells)}
+    return sorted(pairs, key=lambda pair: (places[id(pair.a)], places[id(pair.b)]))
+
+
+def _grouped(cells: Iterable[CellView], key: Key) -> dict[Hashable, list[CellView]]:
+    found: dict[Hashable, list[CellView]] = {}
+    for cell in cells:
+        found.setdefault(key(cell), []).append(cell)
+    return found
+
+
+def _why_none(a: Sequence[CellView], b: Sequence[CellView], different_work: bool) -> str:
+    if different_work:
+        return "no cell of A agrees with one of B in size, context, batch, mode and precision: nothing to compare"
+    how = {*HOW_MEASURED} - {"device"}
+    differing = _differing(
+        list(map(_described, a)), list(map(_described, b)), lambda name, x, y: name not in how and not x & y
+    )
+    reason = f"A and B did different work ({'; '.join(differing[:4]) or 'no configuration is in both'})"
+    return reason + ("; --different_work compares all the same" if _pair_up(a, b, True) else ": nothing to compare")
+
+
+# -- rows -------------------------------------------------------------------------------------------------------------
+
+
+def _named(pairs: Sequence[Pair]) -> list[tuple[Pair, str]]:
+    """Each with what tells it from the others of its experiment, in words."""
+    by_experiment: dict[str, list[Pair]] = {}
+    for pair in pairs:
+        by_experiment.setdefault(pair.a.experiment, []).append(pair)
+    shown = {experiment: _telling(found) for experiment, found in by_experiment.items()}
+    return [(pair, _name(pair, shown[pair.a.experiment])) for pair in pairs]
+
+
+def _telling(pairs: Sequence[Pair]) -> list[str]:
+    """The fields that differ from cell to cell within A or within B, and the size always."""
+    sides = [[pair.a for pair in pairs], [pair.b for pair in pairs]]
+    names = sorted({name for side in sides for cell in side for name in _fields(cell.config)} - {"model", *IMPLIED})
+
+    def differs(name: str) -> bool:
+        return any(len({as_text(cell.get(name)) for cell in side}) > 1 for side in sides)
+
+    return [name for name in dict.fromkeys([*FIELDS, *names]) if name == "size" or differs(name)]
+
+
+def _name(pair: Pair, shown: Sequence[str]) -> str:
+    words = []
+    for name in shown:
+        texts = list(dict.fromkeys(_printable(as_text(cell.get(name))) for cell in pair.sides))
+        text = " -> ".join(text or "none" for text in texts) if len(texts) > 1 else texts[0]
+        speaks = name in ("size", "mode", "precision", "attention", "implementation", "model_factory")
+        words += [text if speaks else f"{FIELDS.get(name, name)} {text}"] if text else []
+    return _printable(" ".join(words) or pair.a.name or pair.a.experiment, 120)
+
+
+def _rows(pair: Pair, name: str, metrics: Sequence[str], confidence: float) -> list[Row]:
+    """Of a pair that failed on one side, what the other has; of one that failed on both, nothing."""
+    whole = [cell for cell in pair.sides if cell.ok]
+    if not whole:
+        return []
+    rows = []
+    for metric in _chosen([m for m in whole[0].metrics if all(m in cell.metrics for cell in whole)], metrics):
+        found = whole[0].metrics[metric]
+        if not any(cell.metrics[metric].numbers for cell in whole):
+            continue  # words: nothing to divide
+        failed = None, f"failed in {'B' if pair.a.ok else 'A'}"
+        ratio, verdict = failed if len(whole) == 1 else _judged(found, whole[1].metrics[metric], confidence)
+        rows.append(Row(pair, name, metric, found.unit, ratio, verdict))
+    return rows
+
+
+def _chosen(have: Sequence[str], asked: Sequence[str]) -> list[str]:
+    """The metrics asked for, or the headline. Cells of several variants have it once for each: `naive: step_time`."""
+
+    def like(name: str) -> list[str]:
+        return [name] if name in have else [m for m in have if m.endswith((f": {name}", f"_{name}"))]
+
+    if asked:
+        return list(dict.fromkeys(metric for name in asked for metric in like(name)))
+    return next((found for name in HEADLINES if (found := like(name))), [])
+
+
+def _judged(a: Record, b: Record, confidence: float) -> tuple[Ratio | None, str]:
+    if a.unit != b.unit:
+        return None, "units differ: cannot tell"
+    samples = (*a.samples, *b.samples)
+    if not (a.samples and b.samples and all(isinstance(s, int | float) and LEAST < s < MOST for s in samples)):
+        return None, "not all finite and above 0: cannot tell"
+    ratio = ratio_of_medians(a.numbers, b.numbers, confidence)
+    if ratio.low is None or ratio.high is None:
+        return ratio, "n = 1: cannot tell"
+    more, less = ("slower", "faster") if a.unit == "s" else ("more", "less")
+    if a.unit.endswith("/s"):
+        more, less = "faster", "slower"
+    return ratio, more if ratio.low > 1 else less if ratio.high < 1 else "no difference"
+
+
+def _why_empty(pairs: Sequence[Pair], metrics: Sequence[str]) -> str:
+    if not any(cell.ok for pair in pairs for cell in pair.sides):
+        return f"all {len(pairs)} cells that A and B have in common failed in both: nothing to compare"
+    have = dict.fromkeys(
+        metric
+        for pair in pairs
+        if pair.a.ok and pair.b.ok
+        for metric, record in pair.a.metrics.items()
+        if metric in pair.b.metrics and record.numbers
+    )
+    wanted = " or ".join(metrics or HEADLINES)
+    return f"no cell of A and B has {wanted}; choose a --metric that both have: {_some(have, 8) or 'there is none'}"
+
+
+# -- the table --------------------------------------------------------------------------------------------------------
+
+
+def _table(rows: Sequence[Row], notes: Sequence[str], confidence: float) -> Table:
+    """The same columns whatever is compared, for programs that read it as CSV."""
+    columns = [Column(name, numeric=False) for name in ("experiment", "cell", "metric", "unit")]
+    columns += [Column(name) for name in ("A", "B", "n", "B / A")]
+    columns += [Column(f"{confidence * 100:g}% {end}") for end in ("low", "high")]
+    columns += [Column("verdict", numeric=False)]
+    lines = [[row.pair.a.experiment, row.name, row.metric, _shown_unit(row.unit), *_values(row)] for row in rows]
+    cells = [cell for row in rows for cell in row.pair.sides]
+    title = title_of("compare", "B / A of medians", cells, _telling([row.pair for row in rows]))
+    return Table(
+        _printable(title, 400),
+        columns,
+        [[_printable(text, 120) for text in line] for line in lines],
+        [_printable(note, 1000) for note in notes],
+    )
+
+
+def _values(row: Row) -> list[str]:
+    ratio = row.ratio
+    counts = [str(len(cell.metrics[row.metric].samples)) for cell in row.pair.sides if row.metric in cell.metrics]
+    return [
+        *(_median(cell, row) for cell in row.pair.sides),
+        ", ".join(dict.fromkeys(counts)),
+        *(_factor(value) for value in ((ratio.value, ratio.low, ratio.high) if ratio else (None,) * 3)),
+        row.verdict,
+    ]
+
+
+def _median(cell: CellView, row: Row) -> str:
+    if not cell.ok:
+        return cell.verdict
+    found = cell.statistics(row.metric)
+    if found is None:
+        return ""
+    return kernel_ms(found.median) if row.unit == "s" else gib(found.median) if row.unit == "B" else f"{found.median:g}"
+
+
+def _shown_unit(unit: str) -> str:
+    return {"s": "ms", "B": "GiB", "1": ""}.get(unit, unit)
+
+
+def _factor(value: float | None) -> str:
+    return "" if value is None else f"{value:.3f}" if 0.01 < value < 1000 else f"{value:.3g}"
+
+
+# -- notes ------------------------------------------------------------------------------------------------------------
+
+
+def _printable(text: str, most: int = 60) -> str:
+    """A name from a file may hold anything: escapes that repaint a terminal, a whole book."""
+    text = "".join(char if char.isprintable() else "?" for char in text)
+    return text if len(text) <= most else text[: most - 3] + "..."
+
+
+def _some(names: Iterable[str], most: int = 3) -> str:
+    """Up to `most` of them; the same name only once."""
+    names = list(dict.fromkeys(_printable(name) for name in names))
+    return ", ".join(names[:most]) + (", ..." if len(names) > most else "")
+
+
+def _counted(items: Sequence[Any], what: str) -> str:
+    return f"{len(items)} {what}" + "s" * (len(items) != 1)
+
+
+def _summary(rows: Sequence[Row], confidence: float) -> str:
+    counts = ", ".join(f"{count} {verdict}" for verdict, count in Counter(row.verdict for row in rows).items())
+    chance = (1 - confidence) * sum(row.ratio is not None for row in rows)
+    return (
+        f"{counts}. Intervals ({confidence * 100:g}%) are by bootstrap over the steps of one run on each side: what "
+        "changes from run to run is not in them" + (f"; up to {chance:.0f} rows may differ by chance" * (chance >= 1))
+    )
+
+
+def _differences(pairs: Sequence[Pair]) -> list[str]:
+    """Of work, of how it was measured, and of where; each once for all rows."""
+    a, b = ([_described(pair.sides[side]) for pair in pairs] for side in (0, 1))
+    there, here = ([_surroundings(pair.sides[side]) for pair in pairs] for side in (0, 1))
+    found = {name for x, y in zip(a, b, strict=True) for name in x.keys() | y.keys() if x.get(name) != y.get(name)}
+    how = found & {*HOW_MEASURED, "size"}
+    if any(_device_type(pair.a) != _device_type(pair.b) for pair in pairs):
+        how.discard("device")
+    differing = {
+        "different work": _differing(a, b, lambda name, *_: name in found - how),
+        "measured differently": _differing(a, b, lambda name, *_: name in how),
+        "environment": _differing(there, here, lambda _, x, y: x != y),
+    }
+    return [f"{what}: {'; '.join(lines)}" for what, lines in differing.items() if lines]
+
+
+def _described(cell: CellView) -> dict[str, str]:
+    """What may differ in the configuration, as text."""
+    names = dict.fromkeys([*FIELDS, *sorted(_fields(cell.config).keys() - {"model", *IMPLIED})])
+    texts = {name: as_text(cell.get(name)) for name in names}
+    return {"experiment": cell.experiment, **{name: text for name, text in texts.items() if text}}
+
+
+def _surroundings(cell: CellView) -> dict[str, str]:
+    """What may differ in the environment, as text."""
+    values = {name: value for name, value in vars(cell.environment).items() if name not in PASSING}
+    values["git_commit"] = as_text(values["git_commit"])[:10]
+    values["throttle_reasons"] = ", ".join(values["throttle_reasons"]) or "none"
+    return {name: as_text(value) or "unknown" for name, value in values.items()}
+
+
+def _differing(
+    a: Sequence[dict[str, str]], b: Sequence[dict[str, str]], worth: Callable[[str, set[str], set[str]], bool]
+) -> list[str]:
+    """`precision fp32 in A, bf16 in B` for each name that is worth it by its values in A and in B."""
+    lines = []
+    for name in dict.fromkeys(name for described in (*a, *b) for name in described):
+        ours, theirs = ({described.get(name, "none") for described in side} for side in (a, b))
+        if worth(name, ours, theirs):
+            lines.append(
+                f"{_printable(FIELDS.get(name, name))} {_some(sorted(ours))} in A, {_some(sorted(theirs))} in B"
+            )
+    return lines
+
+
+def _failures(pairs: Sequence[Pair]) -> list[str]:
+    failed: dict[tuple[str, str], list[str]] = {}
+    for side in (0, 1):
+        for cell in (pair.sides[side] for pair in pairs):
+            if not cell.ok:
+                failed.setdefault(("AB"[side], cell.status), []).append(_title(cell))
+    return [f"failed in {side}: {_some(names)}: {_printable(status, 200)}" for (side, status), names in failed.items()]
+
+
+def _left_out(cells: Sequence[CellView], kept: Iterable[CellView], why: str) -> list[str]:
+    ids = {id(cell) for cell in kept}
+    left = [cell for cell in cells if id(cell) not in ids]
+    return [f"{_counted(left, 'cell')} {why}: {_some(map(_title, left))}"] if left else []
+
+
+def _title(cell: CellView) -> str:
+    return f"{cell.experiment} {cell.name}".strip()
+
+
+def _oddities(rows: Sequence[Row]) -> list[str]:
+    """The referee's remarks on either side."""
+    names = {id(cell): row.name for row in rows for cell in row.pair.sides}
+    lines = []
+    for side in (0, 1):
+        cells = list({id(row.pair.sides[side]): row.pair.sides[side] for row in rows}.values())
+        found = remarks([cell for cell in cells if cell.ok], lambda cell: names[id(cell)])
+        lines += [f"{'AB'[side]}: {remark}" for remark in found]
+    return lines

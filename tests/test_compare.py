@@ -1,0 +1,693 @@
+"""Two files of records against each other: how often its verdicts are wrong, what is paired, what is refused."""
+
+import contextlib
+import copy
+import dataclasses
+import json
+import math
+import sys
+from collections import Counter
+
+import numpy as np
+import pytest
+from hypothesis import HealthCheck, example, given, settings
+from hypothesis import strategies as st
+
+from cs336_systems import record
+from cs336_systems.benchmark import runner
+from cs336_systems.cli import main
+from cs336_systems.config import RunConfig, UserError, model_config
+from cs336_systems.record import CELL_TIME, GIB, Environment, Record
+from cs336_systems.report import compare as module
+from cs336_systems.report.compare import compare, parse_percent, ratio_of_medians, read
+from cs336_systems.table import FORMATS
+from tests.helpers import CS336, clean_env, execute
+
+GPU = Environment(gpu="H200", gpu_count=1, torch="2.11", driver="580", git_commit="a" * 40, git_dirty=False, tf32=False)
+UNITS = {"peak_memory": "B", "flops": "FLOP", "bandwidth": "B/s", "kind": ""}
+STEADY = (0.100, 0.101, 0.099, 0.100, 0.102, 0.098, 0.100, 0.101, 0.099, 0.100)
+
+
+def times(factor=1.0):
+    return tuple(factor * seconds for seconds in STEADY)
+
+
+def entries(experiment, config, metrics, status="ok", environment=GPU):
+    """The records of a cell as the runner writes them: its metrics, then its time; of a failure, only the end."""
+    metrics = {**metrics, CELL_TIME: (9.0,)} if status == "ok" else {CELL_TIME: ()}
+    return [
+        Record(experiment, config, metric, UNITS.get(metric, "s"), tuple(samples), status, environment)
+        for metric, samples in metrics.items()
+    ]
+
+
+def cell(
+    steps=STEADY, experiment="bench", *, size="small", context=512, status="ok", environment=GPU, metrics=(), **run
+):
+    """A cell whose steps took so long, with more metrics and other fields of its configuration."""
+    config = RunConfig(
+        model=model_config(size, context_length=context), size=size, **{"device": "cuda", **run}
+    ).to_dict()
+    return entries(experiment, config, {"step_time": steps, **dict(metrics)}, status, environment)
+
+
+def column(comparison, heading):
+    table = comparison.table
+    (index,) = [i for i, found in enumerate(table.columns) if found.heading == heading]
+    return [row[index] for row in table.rows]
+
+
+def verdicts(comparison):
+    return column(comparison, "verdict")
+
+
+def notes(comparison, word):
+    return [note for note in comparison.table.notes if word in note]
+
+
+def refusal(*sides, **options):
+    with pytest.raises(UserError) as caught:
+        compare(*sides, **options)
+    return str(caught.value)
+
+
+# -- how often a verdict is wrong -------------------------------------------------------------------------------------
+
+PAIRS = 2000
+
+
+def gaussian(generator, n):
+    return 1 + 0.01 * generator.standard_normal((PAIRS, n))
+
+
+def lognormal(generator, n):
+    return np.exp(0.01 * generator.standard_normal((PAIRS, n)))
+
+
+def skewed(generator, n):
+    return np.exp(0.3 * generator.standard_normal((PAIRS, n)))
+
+
+def interrupted(generator, n):
+    """One step in twenty takes half as long again."""
+    return gaussian(generator, n) * np.where(generator.random((PAIRS, n)) < 0.05, 1.5, 1.0)
+
+
+def two_levels(generator, n):
+    """As clocks do that jump between two values."""
+    return np.where(generator.random((PAIRS, n)) < 0.5, 1.0, 1.03) * (1 + 0.003 * generator.standard_normal((PAIRS, n)))
+
+
+def intervals(a, b, confidence):
+    """Ends of `ratio_of_medians` of all rows at once."""
+    a, b = np.sort(a), np.sort(b)
+    medians = []
+    for samples, seed in ((a, 0), (b, 1)):
+        low, high = np.array(module._middles(samples.shape[1], seed)).T
+        medians.append((samples[:, low] + samples[:, high]) / 2)
+    tail = (1 - confidence) / 2
+    center = np.median(b, axis=1) / np.median(a, axis=1)
+    ends = np.quantile(medians[1] / medians[0], (tail, 1 - tail), axis=1)
+    return center * (ends / center) ** module._widening(min(a.shape[1], b.shape[1]) - 1, confidence)
+
+
+def shares(noise, n_a=10, n_b=10, factor=1.0, confidence=0.95):
+    """Of the pairs, how many are found to be faster, slower, and to lie beside the true ratio."""
+    generator = np.random.default_rng(336)
+    a, b = noise(generator, n_a), factor * noise(generator, n_b)
+    low, high = intervals(a, b, confidence)
+    for index in range(0, PAIRS, 100):
+        ratio = ratio_of_medians(a[index].tolist(), b[index].tolist(), confidence)
+        assert (ratio.low, ratio.high) == pytest.approx((low[index], high[index]), rel=1e-12)
+    return np.mean(high < 1), np.mean(low > 1), np.mean((factor < low) | (high < factor))
+
+
+@pytest.mark.parametrize("noise", [gaussian, lognormal, skewed, interrupted, two_levels])
+def test_without_a_difference_one_is_seldom_found(noise):
+    faster, slower, _ = shares(noise)
+    assert faster + slower <= 0.06
+
+
+@pytest.mark.parametrize(("n_a", "n_b"), [(2, 2), (3, 3), (4, 4), (5, 5), (2, 10), (3, 10), (30, 10), (100, 100)])
+def test_nor_with_few_samples_or_many(n_a, n_b):
+    """Where the plain percentile bootstrap finds one in 33% (2, 2), 20% (2, 10) and 10% (3, 3) of the pairs."""
+    faster, slower, _ = shares(gaussian, n_a, n_b)
+    assert faster + slower <= 0.06
+
+
+@pytest.mark.parametrize("confidence", [0.8, 0.99])
+def test_nor_at_other_confidences(confidence):
+    faster, slower, _ = shares(gaussian, confidence=confidence)
+    assert faster + slower <= 1.2 * (1 - confidence)
+
+
+@pytest.mark.parametrize("factor", [1.03, 1 / 1.03])
+def test_a_difference_of_three_percent_is_found(factor):
+    faster, slower, missed = shares(gaussian, factor=factor)
+    right, wrong = (slower, faster) if factor > 1 else (faster, slower)
+    assert right >= 0.95
+    assert wrong == 0
+    assert missed <= 0.06
+
+
+def test_steps_that_the_machine_interrupted_do_not_hide_it():
+    """The mean's interval would: such a step moves it by 5%."""
+    assert shares(interrupted, factor=1.03)[1] >= 0.85
+
+
+@pytest.mark.parametrize(
+    ("degrees", "confidence", "t", "z"),
+    [
+        (1, 0.95, 12.706, 1.95996),
+        (2, 0.95, 4.303, 1.95996),
+        (9, 0.95, 2.262, 1.95996),
+        (30, 0.95, 2.042, 1.95996),
+        (4, 0.99, 4.604, 2.57583),
+        (9, 0.8, 1.383, 1.28155),
+        (100_000, 0.95, 1.962, 1.95996),
+    ],
+)
+def test_student_as_in_the_tables(degrees, confidence, t, z):
+    assert module._widening(degrees, confidence) == pytest.approx(t / z, rel=3e-4)
+
+
+@pytest.mark.parametrize("n", [2, 3, 4, 5, 10, 37])
+def test_medians_are_those_of_resamples(n):
+    """Which two of n samples are in the middle, drawn at once, against drawing all n and sorting."""
+    drawn = np.sort(np.random.default_rng(0).integers(0, n, (20_000, n)), axis=1)
+    plain = Counter(zip(drawn[:, (n - 1) // 2].tolist(), drawn[:, n // 2].tolist(), strict=True))
+    ours = Counter(module._middles(n, 0))
+    for share in (lambda pair: pair[0], lambda pair: pair[1], sum):
+        for limit in range(2 * n):
+            below = [
+                sum(count for pair, count in found.items() if share(pair) <= limit) / found.total()
+                for found in (plain, ours)
+            ]
+            assert below[0] == pytest.approx(below[1], abs=0.05)
+
+
+def test_the_same_samples_give_the_same_interval():
+    first = ratio_of_medians(times(), times(1.02))
+    module._middles.cache_clear()
+    assert ratio_of_medians(times(), times(1.02)) == first
+    assert ratio_of_medians(times()[::-1], times(1.02)) == first
+
+
+def test_ratios_do_not_depend_on_the_unit_and_turn_over_with_the_sides():
+    there, scaled = ratio_of_medians(times(), times(1.05)), ratio_of_medians(times(1e6), times(1.05e6))
+    back = ratio_of_medians(times(1.05), times())
+    assert dataclasses.astuple(scaled) == pytest.approx(dataclasses.astuple(there))
+    assert back.value == pytest.approx(1 / there.value)
+    assert (back.low, back.high) == pytest.approx((1 / there.high, 1 / there.low), rel=0.01)
+
+
+@settings(max_examples=50, deadline=None)
+@given(*[st.lists(st.floats(1e-90, 1e90), min_size=2, max_size=12)] * 2, st.sampled_from([0.5, 0.95, 0.999]))
+def test_intervals_hold_their_ratio(a, b, confidence):
+    ratio = ratio_of_medians(a, b, confidence)
+    assert 0 < ratio.low <= ratio.value * (1 + 1e-9)
+    assert ratio.value <= ratio.high * (1 + 1e-9) < math.inf
+
+
+# -- rows -------------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("factor", "verdict", "shown"),
+    [
+        (1.0, "no difference", "1.000"),
+        (1.05, "slower", "1.050"),
+        (0.95, "faster", "0.950"),
+        (1.001, "no difference", "1.001"),
+    ],
+)
+def test_verdicts(factor, verdict, shown):
+    found = compare(cell(), cell(times(factor)))
+    assert (verdicts(found), column(found, "B / A"), column(found, "n")) == ([verdict], [shown], ["10"])
+    low, high = float(column(found, "95% low")[0]), float(column(found, "95% high")[0])
+    assert low <= float(shown) <= high
+    assert (low > 1, high < 1) == (verdict == "slower", verdict == "faster")
+
+
+def test_medians_are_compared():
+    found = compare(cell((0.1,) * 10), cell((*[0.1] * 9, 5.0)))
+    assert (column(found, "A"), column(found, "B"), verdicts(found)) == (["100.0"], ["100.0"], ["no difference"])
+
+
+@pytest.mark.parametrize(("a", "b"), [((0.1,), times(2)), (times(), (0.2,)), ((0.1,), (0.2,))])
+def test_one_sample_tells_nothing(a, b):
+    found = compare(cell(a), cell(b))
+    assert (verdicts(found), column(found, "B / A"), column(found, "95% low")) == (
+        ["n = 1: cannot tell"],
+        ["2.000"],
+        [""],
+    )
+    assert len(found.untold) == 1
+    assert found.slower_by(5) == []
+
+
+def test_numbers_of_samples_that_differ_are_both_shown():
+    assert column(compare(cell(), cell(times()[:5])), "n") == ["10, 5"]
+
+
+def test_headlines_are_the_runners():
+    assert module.HEADLINES == runner.HEADLINES
+
+
+@pytest.mark.parametrize(
+    ("metrics", "shown"),
+    [
+        (["forward_time", "step_time", "step_event_time", "profiled_step_time"], ["step_time"]),
+        (["forward_time", "backward_time", "forward_backward_time"], ["forward_backward_time"]),
+        (["leaderboard_time", "flops"], ["leaderboard_time"]),
+        (["naive: step_time", "naive: sync_time", "flat: step_time"], ["naive: step_time", "flat: step_time"]),
+        (["flex_forward_time", "flex_forward_backward_time"], ["flex_forward_backward_time"]),
+    ],
+)
+def test_what_is_compared_when_nothing_is_asked_for(metrics, shown):
+    records = entries("x", {"heads": 4}, dict.fromkeys(metrics, STEADY))
+    assert column(compare(records, records), "metric") == shown
+
+
+def test_metrics_that_are_asked_for():
+    a = cell(metrics={"forward_time": times(0.3), "peak_memory": (GIB,) * 3, "bandwidth": times(1e10)})
+    b = cell(metrics={"forward_time": times(0.4), "peak_memory": (2 * GIB,) * 3, "bandwidth": times(2e10)})
+    found = compare(a, b, metrics=("peak_memory", "bandwidth", "forward_time"))
+    assert column(found, "metric") == ["peak_memory", "bandwidth", "forward_time"]
+    assert column(found, "unit") == ["GiB", "B/s", "ms"]
+    assert column(found, "A")[::2] == ["1.00", "30.000"]
+    assert verdicts(found) == ["more", "faster", "slower"]
+    assert [row.metric for row in found.slower_by(10)] == ["forward_time"]
+
+
+def test_a_rate_that_falls_is_slower():
+    records = [entries("x", {"heads": 4}, {"bandwidth": times(factor)}) for factor in (1.0, 0.5)]
+    found = compare(*records, metrics=("bandwidth",))
+    assert verdicts(found) == ["slower"]
+    assert (len(found.slower_by(80)), len(found.slower_by(120))) == (1, 0)
+
+
+def test_a_metric_that_is_not_there_is_refused_with_those_that_are():
+    message = refusal(cell(), cell(metrics={"loss_time": STEADY}), metrics=("loss_time",))
+    assert "loss_time" in message
+    assert "step_time" in message
+
+
+def test_cells_without_a_time_are_refused_or_remarked_on():
+    sums = entries("accumulation", {"term": "fp16"}, {"sum": (9.9,), "kind": ("a word",)})
+    assert "--metric" in refusal(sums, sums)
+    found = compare([*cell(), *sums], [*cell(), *sums])
+    assert len(found.rows) == 1
+    assert notes(found, "1 cell with nothing to compare in both: accumulation")
+
+
+def test_memory_cannot_be_slower():
+    records = cell(metrics={"peak_memory": (GIB,) * 3})
+    with pytest.raises(UserError, match="peak_memory is none"):
+        compare(records, records, metrics=("peak_memory",)).slower_by(5)
+
+
+def test_rows_are_named_by_what_tells_them_apart():
+    records = [*cell(mode="forward"), *cell(size="large", mode="forward"), *cell(mode="inference")]
+    assert column(compare(records, records), "cell") == ["small forward", "large forward", "small inference"]
+    contexts = [*cell(context=128), *cell(context=256)]
+    assert column(compare(contexts, contexts), "cell") == ["small context 128", "small context 256"]
+    homemade = [*entries("x", {"knob": 3}, {"step_time": STEADY}), *entries("x", {"knob": 4}, {"step_time": STEADY})]
+    assert column(compare(homemade, homemade), "cell") == ["knob 3", "knob 4"]
+
+
+def test_rows_stand_experiment_by_experiment():
+    records = [*cell(), *cell(experiment="precision"), *cell(size="large"), *cell(size="large", experiment="precision")]
+    found = compare(records, list(reversed(records)))
+    assert column(found, "experiment") == ["bench", "bench", "precision", "precision"]
+    assert column(compare(records, records, experiments=("precision",)), "experiment") == ["precision"] * 2
+
+
+# -- what is the same work --------------------------------------------------------------------------------------------
+
+
+def test_how_it_was_measured_is_said_once():
+    a = [*cell(), *cell(size="large")]
+    b = [
+        *cell(times()[:5], warmup_steps=2, num_steps=5, seed=1, device="cuda:1"),
+        *cell(times()[:5], size="large", warmup_steps=2, num_steps=5, seed=1, device="cuda:1"),
+    ]
+    found = compare(a, b)
+    assert column(found, "cell") == ["small", "large"]
+    (note,) = notes(found, "measured differently")
+    for part in (
+        "warm-up 5 in A, 2 in B",
+        "num_steps 10 in A, 5 in B",
+        "seed 0 in A, 1 in B",
+        "device cuda in A, cuda:1",
+    ):
+        assert part in note
+    assert not notes(found, "different work")
+
+
+def test_where_it_was_measured_is_said_once():
+    other = dataclasses.replace(
+        GPU, gpu="H100", torch="2.13", git_commit="b" * 40, git_dirty=True, triton="3.7", utc="9"
+    )
+    found = compare([*cell(), *cell(size="large")], [*cell(environment=other), *cell(size="large", environment=other)])
+    (note,) = notes(found, "environment")
+    for part in (
+        "gpu H200 in A, H100 in B",
+        "torch 2.11 in A, 2.13 in B",
+        "triton unknown in A, 3.7 in B",
+        "no in A, yes",
+    ):
+        assert part in note
+    assert "git_commit aaaaaaaaaa in A, bbbbbbbbbb in B" in note
+    assert "utc" not in note
+    assert "H100, H200" in found.table.title
+
+
+def test_the_same_place_needs_no_note():
+    found = compare(cell(), cell(environment=dataclasses.replace(GPU, utc="later", sm_clock_mhz=1)))
+    assert not notes(found, "environment")
+
+
+def test_a_size_is_only_a_name():
+    found = compare(cell(size="2.7B"), cell(size="2026/xl"))
+    assert len(found.rows) == 1
+
+
+def test_cells_that_differ_only_in_warm_up_stay_apart():
+    records = [*cell(experiment="warmup", warmup_steps=0), *cell(times(2), experiment="warmup", warmup_steps=5)]
+    found = compare(records, records)
+    assert column(found, "cell") == ["small warm-up 0", "small warm-up 5"]
+    assert verdicts(found) == ["no difference"] * 2
+
+
+def test_nobody_guesses_which_of_several_is_meant():
+    a = [*cell(), *cell(warmup_steps=1), *cell(warmup_steps=2)]
+    b = [*cell(), *cell(warmup_steps=3), *cell(warmup_steps=4)]
+    found = compare(a, b)
+    assert column(found, "cell") == ["small"]
+    assert notes(found, "2 cells of A without a partner in B")
+    assert notes(found, "2 cells of B without a partner in A")
+
+
+def test_cells_of_one_file_are_counted_and_a_few_named():
+    more = [item for context in (64, 128, 256, 1024, 2048) for item in cell(context=context)]
+    (note,) = notes(compare([*cell(), *more], cell()), "partner in B")
+    assert note == (
+        "5 cells of A without a partner in B: bench small 64 train-step fp32, bench small 128 train-step fp32, "
+        "bench small 256 train-step fp32, ..."
+    )
+
+
+@pytest.mark.parametrize(
+    ("fields", "named", "way_out"),
+    [
+        ({"precision": "bf16"}, "precision fp32 in A, bf16 in B", False),
+        ({"size": "large"}, "size small in A, large in B", False),
+        ({"context": 128}, "context 512 in A, 128 in B", False),
+        ({"batch_size": 8}, "batch 4 in A, 8 in B", False),
+        ({"attention": "sdpa"}, "attention reference in A, sdpa in B", True),
+        ({"device": "cpu"}, "device cuda in A, cpu in B", True),
+        ({"fast": "on"}, "fast off in A, on in B", True),
+        ({"experiment": "precision"}, "experiment bench in A, precision in B", True),
+    ],
+)
+def test_different_work_is_refused(fields, named, way_out):
+    message = refusal(cell(), cell(**fields))
+    assert message.startswith("A and B did different work")
+    assert named in message
+    assert ("--different_work" in message) == way_out
+    if way_out:
+        found = compare(cell(), cell(times(0.5), **fields), different_work=True)
+        assert verdicts(found) == ["faster"]
+        assert notes(found, f"different work: {named}")
+    else:
+        assert "size, context, batch, mode and precision" in refusal(cell(), cell(**fields), different_work=True)
+
+
+def test_one_baseline_against_several_variants():
+    variants = [*cell(times(0.9), fast="kernels"), *cell(times(0.5), fast="on")]
+    found = compare(cell(), variants, different_work=True)
+    assert column(found, "cell") == ["small fast off -> kernels", "small fast off -> on"]
+    assert column(found, "B / A") == ["0.900", "0.500"]
+
+
+def test_the_same_work_comes_before_different_work():
+    a = [*cell(), *cell(attention="sdpa")]
+    b = [*cell(attention="sdpa"), *cell(attention="auto")]
+    found = compare(a, b, different_work=True)
+    assert column(found, "cell") == ["small reference -> auto", "small sdpa"]
+
+
+def test_work_without_a_shape_has_nothing_in_common():
+    a, b = (entries("x", {"knob": knob}, {"step_time": STEADY}) for knob in (3, 4))
+    assert "knob 3 in A, 4 in B" in refusal(a, b)
+    assert "nothing to compare" in refusal(a, b, different_work=True)
+
+
+# -- what is wrong with records ---------------------------------------------------------------------------------------
+
+
+def test_a_cell_that_failed_on_one_side_is_shown():
+    found = compare(cell(), cell(status="oom: needs 99.9 GiB of 24.0 GiB"))
+    assert (column(found, "A"), column(found, "B"), verdicts(found)) == (["100.0"], ["OOM"], ["failed in B"])
+    assert notes(found, "failed in B: bench small 512 train-step fp32: oom: needs 99.9 GiB of 24.0 GiB")
+    back = compare(cell(status="error: crashed"), cell())
+    assert (column(back, "A"), column(back, "B"), verdicts(back)) == (["error"], ["100.0"], ["failed in A"])
+
+
+def test_a_cell_that_failed_on_both_sides_is_remarked_on():
+    failed = cell(size="large", status="oom: too much")
+    found = compare([*cell(), *failed], [*cell(), *failed])
+    assert column(found, "cell") == ["small"]
+    assert len(notes(found, "oom: too much")) == 2
+    assert "failed in both" in refusal(failed, failed)
+
+
+def test_an_interrupted_cell_counts_as_failed():
+    found = compare(cell(), [item for item in cell() if item.metric != CELL_TIME])
+    assert verdicts(found) == ["failed in B"]
+
+
+@pytest.mark.parametrize("odd", [math.nan, math.inf, -math.inf, 0.0, -1.0, 1e-200, "fast"])
+def test_samples_that_are_no_times(odd):
+    for sides in ((cell(), cell((*STEADY, odd))), (cell((odd, *STEADY)), cell())):
+        found = compare(*sides)
+        assert verdicts(found) == ["not all finite and above 0: cannot tell"]
+        assert found.slower_by(5) == []
+        assert all(found.table.render(format) for format in FORMATS)
+
+
+def test_units_that_differ():
+    other = [dataclasses.replace(item, unit="ms") for item in cell()]
+    assert verdicts(compare(cell(), other)) == ["units differ: cannot tell"]
+
+
+@pytest.mark.parametrize("sample", [None, True, [], {}, 10**400, 1e200])
+def test_records_with_fields_of_the_wrong_type_are_left_out(sample):
+    found = compare(cell(), [*cell(), *cell((sample,), size="large")], files=("a", "b.jsonl"))
+    assert len(found.rows) == 1
+    assert notes(found, "b.jsonl: 1 record with fields of the wrong type left out")
+
+
+def test_no_records_are_refused():
+    assert "'a.jsonl' holds no records" in refusal([], cell(), files=("a.jsonl", "b.jsonl"))
+    assert "'b.jsonl' holds no records" in refusal(cell(), [], files=("a.jsonl", "b.jsonl"))
+    assert "no experiment astrology; it has: bench" in refusal(cell(), cell(), experiments=("astrology",))
+
+
+HOSTILE = "\x1b[31m\n| a | b |\r\\end{table}#`$<b>\u202e\ud800" + 500 * "x"
+
+
+@pytest.mark.parametrize("format", FORMATS)
+def test_hostile_names(format):
+    def dressed(records):
+        return [
+            dataclasses.replace(
+                item, experiment=HOSTILE, config={**item.config, "size": HOSTILE, HOSTILE: item.config["mode"]}
+            )
+            for item in records
+        ]
+
+    a, b = (dressed([*cell(), *cell(mode="forward"), *cell(mode=mode)]) for mode in ("inference", "forward-backward"))
+    text = compare(a, b, files=(HOSTILE, HOSTILE)).table.render(format)
+    assert not any(char in text for char in "\x1b\r\u202e\ud800")
+    assert max(map(len, text.splitlines())) < 2500
+    assert "\x1b" not in refusal(a, cell())
+
+
+@pytest.mark.parametrize("confidence", [0.0, 0.49, 1.0, -1.0, 95.0, math.nan])
+def test_confidences_that_cannot_be(confidence):
+    assert repr(confidence) in refusal(cell(), cell(), confidence=confidence)
+
+
+# -- the command line -------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture(autouse=True)
+def in_another_folder(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+
+
+def files(a, b):
+    for name, records in (("a.jsonl", a), ("b.jsonl", b)):
+        record.append(name, records)
+
+
+def exit_code(*argv: str) -> int:
+    try:
+        return main(["compare", *argv])
+    except SystemExit as exit:
+        return exit.code
+
+
+@pytest.mark.parametrize(("text", "percent"), [("5%", 5), ("5", 5), ("0", 0), ("0.5%", 0.5), (" 12.25% ", 12.25)])
+def test_percentages(text, percent):
+    assert parse_percent(text) == percent
+
+
+@pytest.mark.parametrize("text", ["0.05", "2.5", "-5%", "", "%", "5 %%", "five", "nan", "inf%", "1e3", "٣", "9" * 400])
+def test_what_is_no_percentage(text, capsys):
+    files(cell(), cell())
+    with pytest.raises(UserError, match="percentage"):
+        parse_percent(text)
+    assert exit_code("a.jsonl", "b.jsonl", f"--fail_if_slower={text}") == 2
+    said = capsys.readouterr()
+    assert (said.out, said.err.count("\n")) == ("", 1)
+
+
+@pytest.mark.parametrize(
+    ("factor", "limit", "code"), [(1.10, "5%", 1), (1.10, "15%", 0), (1.052, "5%", 0), (0.9, "5%", 0), (1.10, None, 0)]
+)
+def test_exit_codes(factor, limit, code, capsys):
+    """At 1.052 the interval reaches below 1.05: slower, but not surely by more than that."""
+    files(cell(), cell(times(factor)))
+    assert exit_code("a.jsonl", "b.jsonl", *(["--fail_if_slower", limit] if limit else [])) == code
+    said = capsys.readouterr()
+    assert ("slower" if factor > 1 else "faster") in said.out
+    assert ("1 of 1 rows slower by more than 5%, such as: bench small" in said.err) == (code == 1)
+
+
+def test_a_limit_says_of_how_many_rows_it_knows_nothing(capsys):
+    files([*cell(), *cell((0.1,), size="large")], [*cell(), *cell((0.9,), size="large")])
+    assert exit_code("a.jsonl", "b.jsonl", "--fail_if_slower", "5%") == 0
+    assert "cannot tell in 1 of 2 rows" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("format", FORMATS)
+def test_formats(format, capsys):
+    files(cell(), cell(times(1.1), warmup_steps=3))
+    assert exit_code("a.jsonl", "b.jsonl", "--format", format) == 0
+    said = capsys.readouterr()
+    assert all(word in said.out for word in ("1.100", "slower", "small", "step"))
+    assert ("warm-up 5 in A, 3 in B" in said.out) == (format != "csv")
+    assert ("warm-up 5 in A, 3 in B" in said.err) == (format == "csv"), "CSV has no place for notes"
+
+
+def test_flags_reach_the_comparison(capsys):
+    files(cell(metrics={"loss_time": STEADY}), cell(attention="sdpa", metrics={"loss_time": STEADY}))
+    assert exit_code("a.jsonl", "b.jsonl") == 2
+    flags = ["--different_work", "--metric", "loss_time", "--experiments", "bench", "--confidence", "0.9"]
+    capsys.readouterr()
+    assert exit_code("a.jsonl", "b.jsonl", *flags) == 0
+    printed = capsys.readouterr().out
+    assert all(word in printed for word in ("loss_time", "90% low", "reference in A, sdpa in B"))
+
+
+@pytest.mark.parametrize("argv", [[], ["a.jsonl"], ["a.jsonl", "b.jsonl", "c.jsonl"], ["a.jsonl", "missing.jsonl"]])
+def test_files_that_are_not_named_or_not_there(argv, capsys):
+    files(cell(), cell())
+    assert exit_code(*argv) == 2
+    said = capsys.readouterr()
+    assert (said.out, said.err.count("\n")) == ("", 1)
+
+
+BAD_FILES = {
+    "empty": b"",
+    "blank": b"\n\n",
+    "binary": bytes(range(256)) * 4,
+    "other": b"a,b\n1,2\n",
+    "list": b"[]\n",
+    "config": cell()[0].to_json().replace('"config":{', '"config":null,"old":{').encode() + b"\n",
+    "environment": cell()[0].to_json().replace('"environment":{', '"environment":[],"old":{').encode() + b"\n",
+    "metric": cell()[0].to_json().replace('"metric":"', '"metric":[],"old":"').encode() + b"\n",
+    "deep": b"[" * 100_000 + b"\n",
+}
+
+
+@pytest.mark.parametrize("content", BAD_FILES.values(), ids=BAD_FILES)
+def test_files_that_are_none_of_ours(content, capsys, tmp_path):
+    files(cell(), cell())
+    (tmp_path / "odd.jsonl").write_bytes(content)
+    for argv in (["a.jsonl", "odd.jsonl"], ["odd.jsonl", "b.jsonl"], ["a.jsonl", str(tmp_path)]):
+        assert exit_code(*argv) == 2
+        said = capsys.readouterr()
+        assert (said.out, said.err.count("\n")) == ("", 1)
+
+
+def test_a_torn_line_is_remarked_on(capsys, tmp_path):
+    files(cell(), cell())
+    with open("b.jsonl", "a") as file:
+        file.write('{"experiment":"ben')
+    assert exit_code("a.jsonl", "b.jsonl") == 0
+    assert "torn" in capsys.readouterr().err
+
+
+JSON = st.recursive(
+    st.none() | st.booleans() | st.integers() | st.floats() | st.text(max_size=5) | st.just(10**400),
+    lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.text(max_size=5), inner, max_size=3),
+    max_leaves=5,
+)
+SAMPLE = json.loads(cell()[0].to_json())
+PLACES = [
+    *((name,) for name in SAMPLE),
+    *((outer, name) for outer in ("config", "environment") for name in SAMPLE[outer]),
+    *(("config", "model", name) for name in SAMPLE["config"]["model"]),
+    ("samples", 0),
+]
+
+
+@settings(max_examples=200, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(
+    changes=st.lists(st.tuples(st.sampled_from(PLACES), JSON), min_size=1, max_size=3),
+    in_both=st.booleans(),
+    loosely=st.booleans(),
+)
+@example(changes=[(("environment", "gpu"), [])], in_both=True, loosely=False)
+@example(changes=[(("config", "batch_size"), {})], in_both=True, loosely=True)
+def test_any_value_anywhere_is_no_traceback(changes, in_both, loosely, tmp_path):
+    """Fields of some records replaced by whatever JSON can hold: a table, or one line that says why not."""
+    whole = [json.loads(item.to_json()) for item in (*cell(), *cell(size="large"))]
+    changed = copy.deepcopy(whole)
+    for item in changed[:2]:
+        for place, value in changes:
+            replace(item, place, value)
+    for name, items in (("a.jsonl", changed if in_both else whole), ("b.jsonl", changed)):
+        (tmp_path / name).write_text("".join(json.dumps(item) + "\n" for item in items))
+    with contextlib.suppress(UserError):
+        found = compare(read("a.jsonl").records, read("b.jsonl").records, different_work=loosely)
+        assert found.slower_by(5) == []
+        assert all(found.table.render(format) for format in FORMATS)
+
+
+def replace(item, place, value):
+    """Unless an earlier change has taken the place away."""
+    *path, last = place
+    for name in path:
+        item = item[name] if isinstance(item, dict) and name in item else None
+    if isinstance(item, dict) or (isinstance(item, list) and last == 0 and item):
+        item[last] = value
+
+
+def test_as_a_user_meets_it(tmp_path):
+    """In a process of its own, without torch, and with the same words every time."""
+    files([*cell(), *cell(size="large")], [*cell(times(1.2)), *cell(size="large")])
+    argv = ["compare", "a.jsonl", "b.jsonl", "--fail_if_slower", "5%"]
+    outputs = set()
+    for seed in ("1", "2"):
+        result = execute(CS336, *argv, cwd=tmp_path, env=clean_env(PYTHONHASHSEED=seed))
+        assert result.returncode == 1, result.stderr
+        outputs.add(result.stdout)
+    assert len(outputs) == 1
+    program = f"import sys; from cs336_systems.cli import main; main({argv!r}); assert 'torch' not in sys.modules"
+    result = execute(sys.executable, "-c", program, cwd=tmp_path)
+    assert result.returncode == 0, result.stderr
