@@ -1,4 +1,4 @@
-# make bench: set up, measure, show a table.   make test: set up, lint, type check, test.
+# make bench: set up, measure, show tables, write a report.   make test: set up, lint, type check, test.
 # make soak: an hour of killed and resumed training runs; results/reliability/soak.json.
 PYTHON ?= python3.11
 VENV := .venv
@@ -9,6 +9,7 @@ INSTALLED := $(VENV)/.installed
 
 bench: $(INSTALLED)
 	$(BIN)/cs336 run end_to_end precision peak_memory warmup accumulation autocast_dtypes memory_model --preset quick
+	$(BIN)/cs336 report runs/quick --output runs/quick/report
 
 test: lint
 	$(BIN)/pytest -n 2 --dist loadgroup

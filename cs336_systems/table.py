@@ -69,14 +69,17 @@ def _width(text: str) -> int:
 
 
 def _markdown(table: Table) -> str:
-    def row(cells: Sequence[str]) -> str:
-        return "| " + " | ".join(cell.replace("\\", "\\\\").replace("|", "\\|") for cell in cells) + " |"
+    def text(raw: str) -> str:
+        return raw.replace("<", "&lt;")  # Markdown lets HTML through, and a name may be any
 
-    lines = [f"**{table.title}**", "", row([column.heading for column in table.columns])]
+    def row(cells: Sequence[str]) -> str:
+        return "| " + " | ".join(text(cell.replace("\\", "\\\\").replace("|", "\\|")) for cell in cells) + " |"
+
+    lines = [f"**{text(table.title)}**", "", row([column.heading for column in table.columns])]
     lines.append("|" + "|".join("---:" if column.numeric else ":---" for column in table.columns) + "|")
     lines += [row(cells) for cells in table.rows]
     if table.notes:
-        lines += ["", *(f"- {note}" for note in table.notes)]
+        lines += ["", *(f"- {text(note)}" for note in table.notes)]
     return "\n".join(lines)
 
 

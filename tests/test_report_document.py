@@ -158,13 +158,13 @@ def test_records_from_anywhere(tmp_path):
     assert "3 lines left out" in page
     assert "<script>alert" not in page
     text = (tmp_path / "out" / "report.md").read_text(encoding="utf-8")
-    assert "<script>" not in text.replace("\\<", "")
+    assert "<script>" not in text.replace("\\<", "")  # escaped is text
     assert "\\input{x}" not in (tmp_path / "out" / "tables.tex").read_text(encoding="utf-8")
     assert "#eval" not in (tmp_path / "out" / "tables.typ").read_text(encoding="utf-8").replace("\\#eval", "")
 
 
 def test_a_hundred_thousand_records(tmp_path):
-    """Half of the time that is allowed is for a busy machine."""
+    """In the processor's seconds: another process must not fail it."""
     environment = Environment(gpu="NVIDIA H200", torch="2.11")
     config = next(r.config for r in some_records() if r.experiment == "end_to_end")
     metrics = [f"{name}_time" for name in ("forward", "loss", "backward", "optimizer", "step", "cell")]

@@ -30,7 +30,7 @@ class CellView:
     def environment(self) -> Environment:
         return next(iter(self.metrics.values())).environment
 
-    @property
+    @cached_property
     def machine(self) -> str:
         """The device that did the work."""
         environment = self.environment
@@ -72,10 +72,14 @@ class CellView:
 
     def get(self, name: str) -> Any:
         """A field of the configuration, looked up in the run or in its model."""
+        return self._fields.get(name)
+
+    @cached_property
+    def _fields(self) -> dict[str, Any]:
         model = self.config.get("model")
-        if isinstance(model, Mapping) and name in model:
-            return model[name]
-        return self.config.get(name, "off" if name == "fast" and model else None)
+        if not isinstance(model, Mapping):
+            return dict(self.config)
+        return {"fast": "off", **self.config, **model}
 
     @property
     def name(self) -> str:

@@ -17,6 +17,7 @@ from cs336_systems.report.svg import svg
 from cs336_systems.table import Column, Table
 
 FOLDED_ROWS = 400
+MOST_ROWS = 2000
 """A table with more is shown when asked for."""
 
 _CONTENTS = Text("Contents", "目录")
@@ -128,6 +129,7 @@ class _Page:
         )
 
     def _table(self, table: Table) -> str:
+        table = _cut(table)
         number = len(self.copies)
         self.copies.append((table.render("md"), table.render("latex")))
         title = self.both(table.title)
@@ -202,6 +204,14 @@ def _contents(entries: Sequence[tuple[str, Text]]) -> str:
         f'<nav id="contents" aria-label="{_CONTENTS.en}"{_both_attributes("data-aria-", _CONTENTS)}>'
         f"<details open><summary>{_text(_CONTENTS)}</summary><ol>{items}</ol></details></nav>"
     )
+
+
+def _cut(table: Table) -> Table:
+    """A browser holds thousands of rows, not hundreds of thousands."""
+    if len(table.rows) <= MOST_ROWS:
+        return table
+    note = f"the first {MOST_ROWS:,} of {len(table.rows):,} rows; all of them: --formats csv"
+    return Table(table.title, table.columns, table.rows[:MOST_ROWS], [*table.notes, note])
 
 
 def _row(cells: Sequence[str], columns: Sequence[Column]) -> str:
