@@ -3,12 +3,14 @@
 from collections.abc import Callable, Iterable, Sequence
 
 from cs336_systems.record import Record
-from cs336_systems.report import parallel_figures, profile_figures, step_figures
+from cs336_systems.report import parallel_figures, profile_figures
 from cs336_systems.report.cells import CellView, group
+from cs336_systems.report.chart_picture import picture
+from cs336_systems.report.charts import charts
 from cs336_systems.report.picture import Picture
 
 _SECTIONS: dict[str, Callable[[Sequence[CellView]], list[Picture]]] = {
-    "fast_step": step_figures.fast_step,
+    "fast_step": lambda cells: [picture(chart) for chart in charts("fast_step", cells)],
     "kernels": profile_figures.kernels,
     "memory": profile_figures.memory,
     "checkpointing": profile_figures.checkpointing,
@@ -24,7 +26,7 @@ _SECTIONS: dict[str, Callable[[Sequence[CellView]], list[Picture]]] = {
 def pictures(records: Iterable[Record]) -> list[Picture]:
     cells = [cell for cell in group(records) if cell.ok]
     return [
-        picture
+        found
         for experiment, section in _SECTIONS.items()
-        for picture in section([cell for cell in cells if cell.experiment == experiment])
+        for found in section([cell for cell in cells if cell.experiment == experiment])
     ]
