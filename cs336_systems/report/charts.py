@@ -162,7 +162,8 @@ def _fast_step(cells: Sequence[CellView]) -> list[Chart]:
         title = Text(f"A training step of {where} tokens by what is switched on", f"{where} token 的训练步，按启用部分")
         parts = Text("parts of the fast step", "启用的部分")
         kept = [s for s in series if s.points]
-        found.append(Chart("", title, "bars", parts, MS, kept, horizontal=True))
+        # One bar has one part: stacked, it stands beside its name.
+        found.append(Chart("", title, "stacked", parts, MS, kept, horizontal=True))
     return found
 
 
