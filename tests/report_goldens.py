@@ -3,6 +3,7 @@
 python -m tests.report_goldens      # write tests/data/report anew; look at the difference before it is committed
 """
 
+from functools import cache
 from pathlib import Path
 
 from cs336_systems import record
@@ -17,6 +18,7 @@ CELLS = {"flash": 8}
 """Of an experiment; else two."""
 
 
+@cache
 def some_records() -> list[Record]:
     every = [r for name in ("records.jsonl", "loss_curves.jsonl") for r in record.load(H200 / name).records]
     found: list[Record] = []
@@ -32,6 +34,7 @@ def some_document() -> Document:
     return document([Loaded(some_records(), ["records.jsonl: the last line is torn"])])
 
 
+@cache
 def goldens() -> dict[str, str]:
     """File name -> text."""
     report = some_document()

@@ -68,6 +68,8 @@ SAVE_EVERY = 5
 REACH = 10
 """Most steps that a start may train before the moment of its kill is looked for."""
 RESTARTS = 3
+GIVE_UP = 5
+"""Failures after which a check ends: what is broken need not be shown a hundred times."""
 HAS_ASYNC = "async_save" in {spec.name for spec in dataclasses.fields(TrainSettings)}
 VARIANTS: list[dict[str, Any]] = [{"parallel": parallel} for parallel in ("ddp", "fsdp", "ddp-sharded")]
 VARIANTS += [{"parallel": parallel, "async_save": True} for parallel in ("ddp", "fsdp") if HAS_ASYNC]
@@ -159,7 +161,9 @@ class Job(Marked):
         return True
 
     def tail(self) -> str:
-        return " | ".join(self.text().strip().splitlines()[-8:])[-1500:]
+        """The last of what the ranks have said, before torchrun's long account of it."""
+        said = self.text().rpartition("failed (exitcode")[0] or self.text()
+        return " | ".join(said.strip().splitlines()[-8:])[-1500:]
 
 
 @contextlib.contextmanager
@@ -168,7 +172,8 @@ def started(command: list[str], log: Path, **variables: str) -> Iterator[Job]:
     try:
         yield job
     finally:
-        while pids := job.alive():  # again: one may have started another meanwhile
+        deadline = time.monotonic() + 10
+        while (pids := job.alive()) and time.monotonic() < deadline:  # again: one may have started another meanwhile
             kill(*pids)
             time.sleep(0.01)
         job.process.wait(timeout=10)
@@ -292,12 +297,12 @@ def moment(job: Job, output: str, chance: random.Random, kind: str, since: int =
 class Tally:
     kills: int = 0
     in_saves: int = 0
-    """Those that left a temporary folder."""
+    """Those that left a temporary folder behind."""
     resumed: int = 0
     runs: int = 0
     equal: int = 0
-    lost: int = 0
-    lost_async: int = 0
+    lost: dict[bool, int] = field(default_factory=dict)
+    """Whether saves were asynchronous -> most steps."""
     gone: float = 0.0
     orphans: int = 0
     damaged: int = 0
@@ -325,18 +330,17 @@ class Disturbance:
 
     def carry_out(self) -> Tally:
         for variant in itertools.cycle(VARIANTS):
-            if self.is_enough(self.tally):
+            if self.is_enough(self.tally) or len(self.lab.failures) >= GIVE_UP:
                 break
             settings = self.lab.fields(**variant)
             self.tally.runs += 1
             try:
                 self._to_the_end(settings)
-                if self.lab.is_undisturbed(settings):
-                    self.tally.equal += 1
-                else:
-                    self.lab.note(f"{variant}: the result differs from that of an undisturbed run")
-            except TrialError as failure:
-                self.lab.note(f"{variant}: {failure}")
+                if not self.lab.is_undisturbed(settings):
+                    raise TrialError("the result differs from that of an undisturbed run")
+                self.tally.equal += 1
+            except Exception as failure:  # also of what a run has left behind, and cannot be read
+                self.lab.note(f"{variant}: {type(failure).__name__}: {failure}")
             shutil.rmtree(settings["output"], ignore_errors=True)
         return self.tally
 
@@ -351,7 +355,7 @@ class Disturbance:
                     if job.wait() != 0:
                         raise TrialError(f"the last start failed: {job.tail()}")
                 else:
-                    self._kill(job, settings, before)
+                    self._kill(job, settings, before, strays)
                 if self._has_resumed(job, before):
                     self.tally.resumed += waiting
                     waiting = 0
@@ -360,7 +364,7 @@ class Disturbance:
                 return
             waiting += 1
 
-    def _kill(self, job: Job, settings: dict[str, Any], before: int) -> None:
+    def _kill(self, job: Job, settings: dict[str, Any], before: int, strays: list[str]) -> None:
         tally, output = self.tally, settings["output"]
         has_ranks = job.until(lambda: len(job.ranks()) == 2)
         pids, kind = job.ranks(), self.chance.choice(self.moments)
@@ -373,14 +377,11 @@ class Disturbance:
         tally.gone = max(tally.gone, time.monotonic() - begin)
         tally.orphans += len(job.alive())
         tally.kills += 1
-        tally.in_saves += bool(temporaries(output))
+        tally.in_saves += bool(set(temporaries(output)) - set(strays))
         kept = newest_whole(output)
         tally.damaged += sum(step > kept for step in checkpoints(output))
-        lost = max(job.last_step() or 0, before) - kept
-        if settings.get("async_save"):
-            tally.lost_async = max(tally.lost_async, lost)
-        else:
-            tally.lost = max(tally.lost, lost)
+        lost, beside = max(job.last_step() or 0, before) - kept, "async_save" in settings
+        tally.lost[beside] = max(tally.lost.get(beside, 0), lost)
 
     def _has_resumed(self, job: Job, before: int) -> bool:
         """From the newest checkpoint that is whole. Not yet, if it was killed as it started."""
@@ -393,19 +394,20 @@ class Disturbance:
 
 
 def figures_of(tally: Tally) -> list[Figure]:
-    figures = [
+    return [
         Figure("resumed", tally.resumed, tally.kills, exact=True),
         Figure("runs as undisturbed", tally.equal, tally.runs, exact=True),
-        Figure("lost steps", tally.lost, SAVE_EVERY),
+        # Asynchronously, a checkpoint may be written until the next one is due.
+        *(
+            Figure(f"lost steps{' with async_save' * beside}", lost, SAVE_EVERY * (2 if beside else 1))
+            for beside, lost in sorted(tally.lost.items())
+        ),
         Figure("processes gone after", tally.gone, GONE_LIMIT, "s"),
         Figure("orphans", tally.orphans, 0),
         Figure("damaged checkpoints", tally.damaged, 0),
         Figure("temporaries after a start", tally.strays, 0),
         Figure("kills in saves", tally.in_saves),
     ]
-    if HAS_ASYNC:  # the steps of the interval in which it is being written are not yet saved
-        figures.insert(3, Figure("lost steps with async_save", tally.lost_async, 2 * SAVE_EVERY))
-    return figures
 
 
 def one_rank_killed(lab: Lab, trials: int) -> list[Figure]:
@@ -430,6 +432,8 @@ def restarted_by_torchrun(lab: Lab, trials: int) -> list[Figure]:
     finished = equal = 0
     back: list[float] = []
     for _, variant in zip(range(trials), itertools.cycle(VARIANTS), strict=False):
+        if len(lab.failures) >= GIVE_UP:
+            break
         settings = lab.fields(**variant)
         try:
             with lab.torchrun(settings, f"--max-restarts={RESTARTS}") as job:
@@ -437,9 +441,11 @@ def restarted_by_torchrun(lab: Lab, trials: int) -> list[Figure]:
                 if job.wait() != 0:
                     raise TrialError(f"ended with an error: {job.tail()}")
             finished += 1
-            equal += lab.is_undisturbed(settings)
-        except TrialError as failure:
-            lab.note(f"{variant}: {failure}")
+            if not lab.is_undisturbed(settings):
+                raise TrialError("the result differs from that of an undisturbed run")
+            equal += 1
+        except Exception as failure:
+            lab.note(f"{variant}: {type(failure).__name__}: {failure}")
         shutil.rmtree(settings["output"], ignore_errors=True)
     return [
         Figure("jobs finished", finished, trials, exact=True),
@@ -733,13 +739,16 @@ def main(argv: list[str] | None = None) -> int:
         parser.error("--trials must be at least 1")
     os.environ.update(CPU_ONLY)
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # so that what was started is ended, as with Ctrl-C
-    results = json.loads(arguments.output.read_text()) if arguments.output.exists() else {}
+    try:
+        results = json.loads(arguments.output.read_text()) if arguments.output.exists() else {}
+    except ValueError:
+        parser.error(f"{arguments.output} is not JSON; name another --output")
     all_ok = True
     for name in (name for name in CHECKS if name in names):
         check = CHECKS[name]
         trials = arguments.trials if arguments.trials and check.trials > 1 else check.trials
         result = perform(check, trials)
-        results = {key: {**results, name: result}[key] for key in CHECKS if key in {*results, name}}
+        results[name] = result
         write(arguments.output, results)
         print(line_of(name, result), flush=True)
         all_ok = all_ok and result["ok"]

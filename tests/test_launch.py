@@ -130,9 +130,31 @@ def test_a_port_in_use_is_one_line(as_torchrun):
         assert time.monotonic() - start < 30
 
 
-@pytest.mark.parametrize(("name", "value"), [("WORLD_SIZE", "two"), ("MASTER_PORT", ""), ("RANK", "")])
-def test_an_environment_without_sense_is_named(as_torchrun, name, value):
+@pytest.mark.parametrize(
+    ("name", "value", "said"),
+    [
+        ("WORLD_SIZE", "two", "must be a whole number, got 'two'"),
+        ("WORLD_SIZE", "0", "must be at least 1, got 0"),
+        ("WORLD_SIZE", None, "is not set"),
+        ("RANK", "", "is not set"),
+        ("RANK", "-1", "must be at least 0 and below"),
+        ("RANK", "99", "must be at least 0 and below"),
+        ("LOCAL_RANK", None, "is not set"),
+        ("MASTER_PORT", "", "is not set"),
+        ("MASTER_PORT", "70000", "below 65536, got 70000"),
+        ("MASTER_ADDR", None, "is not set"),
+        ("MASTER_ADDR", "no-such-host.invalid", "no-such-host.invalid"),
+        ("TORCHELASTIC_RESTART_COUNT", "x", "must be a whole number, got 'x'"),
+    ],
+)
+def test_an_environment_without_sense_is_named(as_torchrun, name, value, said):
+    """At once: torch alone would wait for peers that cannot come."""
     as_torchrun.setenv("MASTER_PORT", "1")
-    as_torchrun.setenv(name, value)
-    with pytest.raises(UserError, match=f"{name} must be a whole number"):
+    if value is None:
+        as_torchrun.delenv(name, raising=False)
+    else:
+        as_torchrun.setenv(name, value)
+    start = time.monotonic()
+    with pytest.raises(UserError, match=f"{name}.*{said}"):
         process_group(device="cpu", timeout=5.0).__enter__()
+    assert time.monotonic() - start < 10

@@ -1393,3 +1393,17 @@ def test_a_rank_that_is_gone_is_named(number, seconds, place, tmp_path):
             assert "rank 1 of 3 died or does not answer" in (tmp_path / f"err-{rank}").read_text()
             assert "Traceback" not in (tmp_path / f"err-{rank}").read_text()
         assert time.monotonic() - begin < seconds + 5  # a busy machine's share
+
+
+def test_no_record_is_lost_when_it_is_killed_after_a_save(place, alone, tmp_path):
+    settings = fields(tmp_path / "unlogged", data=str(place / "short.txt"), log_every=3, save_every=2)
+    perform(Run(settings, stop_after=2))
+    assert len(losses_of(settings["output"])) == 2  # step 3 would have written them
+
+
+def test_a_reader_that_has_gone_does_not_end_the_training(place, tmp_path):
+    settings = fields(place / "piped", data="short.txt")
+    command = " ".join([sys.executable, "-m", "cs336_systems", *argv_of(settings)])
+    done = execute("bash", "-c", f"set -o pipefail; {command} | head -n 1", cwd=tmp_path, timeout=100)
+    assert done.returncode == 0, done.stderr
+    assert newest(settings["output"]) == STEPS

@@ -18,6 +18,7 @@ import multiprocessing.connection
 import os
 import pickle
 import signal
+import socket
 import sys
 import tempfile
 import threading
@@ -94,10 +95,7 @@ def process_group(backend: str | None = None, device: str | None = None, timeout
     take before its ranks are told that a peer is missing. RankError, which names it, where one is.
     """
     by_torchrun = "TORCHELASTIC_RUN_ID" in os.environ
-    rank, world_size, local_rank, local_size = (
-        _environment(name, default) if by_torchrun else default
-        for name, default in (("RANK", 0), ("WORLD_SIZE", 1), ("LOCAL_RANK", 0), ("LOCAL_WORLD_SIZE", 1))
-    )
+    rank, world_size, local_rank, local_size = _places() if by_torchrun else (0, 1, 0, 1)
     device = device or ("cuda" if torch.cuda.is_available() else "cpu")
     if backend is None:
         backend = "nccl" if device == "cuda" and local_size <= torch.cuda.device_count() else "gloo"
@@ -210,10 +208,24 @@ def _device_of(local_rank: int, device: str) -> torch.device:
     return torch.device("cuda", index)
 
 
+def _places() -> tuple[int, int, int, int]:
+    """Rank and world size, of all machines and of this one. torchrun sets all of them, so none is guessed."""
+    world_size, local_size = (_environment(name, least=1) for name in ("WORLD_SIZE", "LOCAL_WORLD_SIZE"))
+    rank = _environment("RANK", least=0, below=world_size)
+    return rank, world_size, _environment("LOCAL_RANK", least=0, below=local_size), local_size
+
+
 def _torchrun_store(rank: int, world_size: int, timeout: float) -> dist.Store:
     """torchrun restarts its workers on the same store, where the addresses of dead ranks are still written (torch 2.13:
     three of four restarts fail under Gloo). So every attempt writes under a name of its own."""
-    address, port = os.environ.get("MASTER_ADDR", ""), _environment("MASTER_PORT")
+    address, port = os.environ.get("MASTER_ADDR", ""), _environment("MASTER_PORT", least=1, below=1 << 16)
+    attempt = _environment("TORCHELASTIC_RESTART_COUNT", 0, least=0)
+    if not address:
+        raise UserError("the environment variable MASTER_ADDR is not set; torchrun sets it")
+    try:
+        socket.getaddrinfo(address, port)
+    except OSError as error:  # torch would try again and again, for as long as it may wait
+        raise UserError(f"no rendezvous at MASTER_ADDR {address!r}: {error.strerror}") from None
     of_agent = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
     try:
         store = dist.TCPStore(
@@ -222,7 +234,7 @@ def _torchrun_store(rank: int, world_size: int, timeout: float) -> dist.Store:
     except RuntimeError as error:  # torch's DistNetworkError is one
         reason = " ".join(str(error).split())[:200]
         raise UserError(f"no rendezvous at MASTER_ADDR {address!r}, MASTER_PORT {port}: {reason}") from None
-    return dist.PrefixStore(f"attempt-{_environment('TORCHELASTIC_RESTART_COUNT', 0)}", store)
+    return dist.PrefixStore(f"attempt-{attempt}", store)
 
 
 def _who_is_gone(store: dist.Store, rank: int, world_size: int) -> str:
@@ -244,12 +256,19 @@ def _who_is_gone(store: dist.Store, rank: int, world_size: int) -> str:
     return f"rank {names} of {world_size} died or does not answer; rank {rank} stops"
 
 
-def _environment(name: str, default: int | None = None) -> int:
+def _environment(name: str, default: int | None = None, *, least: int, below: int | None = None) -> int:
+    """A whole number that torchrun has set."""
     value = os.environ.get(name, "" if default is None else str(default))
+    if not value:
+        raise UserError(f"the environment variable {name} is not set; torchrun sets it")
     try:
-        return int(value)
+        number = int(value)
     except ValueError:
         raise UserError(f"the environment variable {name} must be a whole number, got {value!r}") from None
+    if number < least or (below is not None and number >= below):
+        bound = f" and below {below}" if below is not None else ""
+        raise UserError(f"the environment variable {name} must be at least {least}{bound}, got {number}")
+    return number
 
 
 # -- in the parent ----------------------------------------------------------------------------------------------------

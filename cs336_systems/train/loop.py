@@ -149,6 +149,8 @@ class Trainer:
     def save(self, *, wait: bool = True) -> None:
         """Beside the training where the settings say so, unless the caller will `wait` for it."""
         self._end_save()
+        if self.log is not None:
+            self.log.flush()  # a run that is killed goes on from here, and would never record these steps
         beside = self.settings.async_save and not wait
         own = rng_state()
         state = {**training_state(self.step.model, self.optimizer, as_copy=beside), **own}
@@ -322,7 +324,7 @@ class Trainer:
 
     def _say(self, text: str) -> None:
         if self.rank.rank == 0:
-            print(text, flush=True)
+            show(text)
 
 
 def _wrapped(model: nn.Module, settings: TrainSettings, rank: Rank) -> nn.Module:
@@ -427,6 +429,14 @@ def _tensorboard(settings: TrainSettings) -> Any:
     return SummaryWriter(str(settings.folder / "tensorboard"))
 
 
+def show(text: str) -> None:
+    """A reader that has gone, as `| head` does, must not end the training."""
+    try:
+        print(text, flush=True)
+    except BrokenPipeError:
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+
+
 class Log:
     """A line for a person now and then, and records of every step; rank 0's."""
 
@@ -455,12 +465,14 @@ class Log:
 
     def flush(self) -> None:
         """Record the steps since the last time."""
+        if not self._waiting:
+            return
         units = {"step_time": "s"}
         self._append(self._first, {name: (units.get(name, "1"), found) for name, found in self._waiting.items()})
         self._waiting = {}
 
     def evaluation(self, step: int, loss: float) -> None:
-        print(f"step {step}: validation loss {loss:.4f}", flush=True)
+        show(f"step {step}: validation loss {loss:.4f}")
         self._append(step, {"validation_loss": ("1", [loss])})
 
     def _append(self, first: int, metrics: dict[str, tuple[str, list[float]]]) -> None:
@@ -496,4 +508,4 @@ class Log:
         if self._device.type == "cuda":
             parts.append(f"memory/max_active(GiB) {torch.cuda.max_memory_allocated() / GIB:.2f}")
         parts.append(f"ETA {left // 3600}:{left // 60 % 60:02d}:{left % 60:02d}")
-        print("  ".join(parts), flush=True)
+        show("  ".join(parts))
