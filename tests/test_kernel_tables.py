@@ -105,8 +105,9 @@ def test_every_variant_compiles_and_fits(family, kind):
 
 @pytest.mark.slow
 @needs_triton
-@pytest.mark.parametrize("family", SHARED_MEMORY)
-@pytest.mark.parametrize(("bits", "width", "d"), [(16, 2560, 80), (32, 768, 64)])
+@pytest.mark.parametrize(
+    ("family", "bits", "width", "d"), [*((family, 16, 2560, 80) for family in SHARED_MEMORY), ("sm_90", 32, 768, 64)]
+)
 def test_pointwise_kernels_compile_without_spills(family, bits, width, d):
     found = cross_compile(family, ["pointwise", bits, width, d])
     assert len({kernel["kernel"] for kernel in found}) == 8

@@ -310,6 +310,8 @@ class StepOnPaper:
             if group and ((layer + 1) % group == 0 or layer + 1 == layers):
                 ledger.add("activations", t.residual(4))  # the input of the next group, or of the final norm
         self._norm_forward(keep=self.keeps_graph)
+        if not self.keeps_graph:  # the norm's input, and its factors
+            ledger.drop("activations", t.residual(4) + t.per_token())
         self._cast(t.embedding(2))
         ledger.add("logits and loss", t.logits(t.s))
         if group:
