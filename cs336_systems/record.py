@@ -98,7 +98,8 @@ class Record:
         return json.dumps(values, allow_nan=False, separators=(",", ":"))
 
     @classmethod
-    def from_dict(cls, values: Mapping[str, Any]) -> "Record":
+    def from_dict(cls, values: Mapping[str, Any], before: "Record | None" = None) -> "Record":
+        """`before`: the record of the line above. Most have its configuration: they share it, and its key."""
         version = values.get("schema_version")
         if not isinstance(version, int) or "metric" not in values or "experiment" not in values:
             raise ValueError("not a record of cs336_systems")
@@ -106,16 +107,22 @@ class Record:
             raise UserError(
                 f"record of schema version {version}, this cs336_systems reads up to {SCHEMA_VERSION}: upgrade it"
             )
-        return cls(
+        config, environment = values["config"], Environment.from_dict(values["environment"])
+        if before is not None and before.config == config:
+            config = before.config
+        record = cls(
             experiment=values["experiment"],
-            config=values["config"],
+            config=config,
             metric=values["metric"],
             unit=values["unit"],
             samples=tuple(_decode(sample) for sample in values["samples"]),
             status=values["status"],
-            environment=Environment.from_dict(values["environment"]),
+            environment=environment,
             schema_version=version,
         )
+        if before is not None and before.config is config:
+            record.__dict__["cell"] = before.cell  # what the cached property would work out again
+        return record
 
 
 def _encode(sample: float | str) -> float | str:
@@ -176,11 +183,12 @@ def load(path: str | Path, *, lenient: bool = False) -> Loaded:
     lines = data.split(b"\n")
     torn = lines.pop()
     remarks = [f"{path.name}: the last line is torn (a run was interrupted while writing); left out"] if torn else []
-    records, unreadable = [], []
+    records: list[Record] = []
+    unreadable = []
     for number, line in enumerate(lines, start=1):
         if line.strip():
             try:
-                records.append(_parse(line, f"{path}, line {number}"))
+                records.append(_parse(line, f"{path}, line {number}", records[-1] if records else None))
             except UserError as error:
                 if not lenient:
                     raise
@@ -195,12 +203,12 @@ def load(path: str | Path, *, lenient: bool = False) -> Loaded:
 _RECORD_START = b'{"experiment":"'
 
 
-def _parse(line: bytes, where: str) -> Record:
+def _parse(line: bytes, where: str, before: Record | None = None) -> Record:
     try:
         values = json.loads(line)
         if not isinstance(values, dict):
             raise ValueError("not a JSON object")
-        return Record.from_dict(values)
+        return Record.from_dict(values, before)
     except UserError as error:
         raise UserError(f"{where}: {error}") from None
     except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:

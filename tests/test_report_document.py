@@ -164,7 +164,8 @@ def test_records_from_anywhere(tmp_path):
 
 
 def test_a_hundred_thousand_records(tmp_path):
-    """In the processor's seconds: another process must not fail it."""
+    """In under 10 s of the processor, and a gigabyte. Reading the JSON alone takes a tenth of that on a quiet machine, and
+    is slowed down by other work as much as the rest."""
     environment = Environment(gpu="NVIDIA H200", torch="2.11")
     config = next(r.config for r in some_records() if r.experiment == "end_to_end")
     metrics = [f"{name}_time" for name in ("forward", "loss", "backward", "optimizer", "step", "cell")]
@@ -178,12 +179,15 @@ def test_a_hundred_thousand_records(tmp_path):
     code = (
         "import sys, time, resource\nbegin = time.process_time()\nfrom cs336_systems.cli import main\n"
         f"code = main(['report', {str(path)!r}, '-o', {str(tmp_path / 'out')!r}])\n"
-        "print(code, time.process_time() - begin, resource.getrusage(resource.RUSAGE_SELF).ru_maxrss)"
+        "seconds, peak = time.process_time() - begin, resource.getrusage(resource.RUSAGE_SELF).ru_maxrss\n"
+        f"import json\nlines = open({str(path)!r}).readlines()\nbegin = time.process_time()\n"
+        "for line in lines: json.loads(line)\n"
+        "print(code, seconds, peak, time.process_time() - begin)"
     )
     done = execute(sys.executable, "-c", code, cwd=ROOT, timeout=200)
-    returned, seconds, kilobytes = done.stdout.split()[-3:]
+    returned, seconds, kilobytes, parsing = done.stdout.split()[-4:]
     assert returned == "0", done.stderr
-    assert float(seconds) < 10
+    assert float(seconds) < max(10, 10 * float(parsing))
     assert int(kilobytes) < 1 << 20
 
 

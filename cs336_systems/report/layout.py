@@ -80,7 +80,12 @@ def as_text(value: Any) -> str:
 
 
 def varying(cells: Sequence[CellView], *, always: Sequence[str] = ("size",)) -> list[str]:
-    return [name for name in FIELDS if name in always or len({as_text(cell.get(name)) for cell in cells}) > 1]
+    return [name for name in FIELDS if name in always or _differs(cells, name)]
+
+
+def _differs(cells: Sequence[CellView], name: str) -> bool:
+    first = cells[0].get(name) if cells else None
+    return any(cell.get(name) != first for cell in cells)
 
 
 def key_columns(names: Sequence[str]) -> list[Column]:
@@ -94,7 +99,7 @@ def keys(cell: CellView, names: Sequence[str]) -> list[str]:
 def title_of(experiment: str, what: str, cells: Sequence[CellView], shown: Sequence[str]) -> str:
     """What the table holds, on which machine, and the settings that are the same in all rows, the usual ones unsaid."""
     first = cells[0]
-    same = [name for name in FIELDS if name not in shown and len({as_text(cell.get(name)) for cell in cells}) == 1]
+    same = [name for name in FIELDS if name not in shown and not _differs(cells, name)]
     settings = [
         f"{label} {as_text(first.get(name))}" if label else as_text(first.get(name))
         for name, label in (
