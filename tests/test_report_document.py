@@ -164,8 +164,8 @@ def test_records_from_anywhere(tmp_path):
 
 
 def test_a_hundred_thousand_records(tmp_path):
-    """In under 10 s of the processor, and a gigabyte. Reading the JSON alone takes a tenth of that on a quiet machine, and
-    is slowed down by other work as much as the rest."""
+    """In under 10 s of the processor, and a gigabyte. Reading the JSON alone takes a tenth of that on a quiet machine,
+    and is slowed down by other work as much as the rest."""
     environment = Environment(gpu="NVIDIA H200", torch="2.11")
     config = next(r.config for r in some_records() if r.experiment == "end_to_end")
     metrics = [f"{name}_time" for name in ("forward", "loss", "backward", "optimizer", "step", "cell")]
