@@ -246,11 +246,12 @@ def compare(arguments: CompareArguments) -> int:
     cs336 compare before/records.jsonl after/records.jsonl
     cs336 compare before/records.jsonl after/records.jsonl --fail_if_slower 5%
     """
+    from cs336_systems.record import load
     from cs336_systems.report.compare import compare as compare_records
-    from cs336_systems.report.compare import parse_percent, read
+    from cs336_systems.report.compare import parse_percent
 
     limit = None if arguments.fail_if_slower is None else parse_percent(arguments.fail_if_slower)
-    a, b = read(arguments.a), read(arguments.b)
+    a, b = load(arguments.a), load(arguments.b)
     found = compare_records(
         a.records,
         b.records,

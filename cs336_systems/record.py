@@ -101,12 +101,15 @@ class Record:
     def from_dict(cls, values: Mapping[str, Any], before: "Record | None" = None) -> "Record":
         """`before`: the record of the line above. Most have its configuration: they share it, and its key."""
         version = values.get("schema_version")
-        if not isinstance(version, int) or "metric" not in values or "experiment" not in values:
-            raise ValueError("not a record of cs336_systems")
+        if not isinstance(version, int):
+            raise ValueError("it has no schema_version")
         if version > SCHEMA_VERSION:
             raise UserError(
                 f"record of schema version {version}, this cs336_systems reads up to {SCHEMA_VERSION}: upgrade it"
             )
+        for name, kind in _KINDS.items():
+            if not isinstance(values.get(name), kind):
+                raise ValueError(f"its {name} is {values.get(name)!r:.40}")
         config, environment = values["config"], Environment.from_dict(values["environment"])
         if before is not None and before.config == config:
             config = before.config
@@ -123,6 +126,11 @@ class Record:
         if before is not None and before.config is config:
             record.__dict__["cell"] = before.cell  # what the cached property would work out again
         return record
+
+
+_KINDS = {"experiment": str, "config": dict, "metric": str, "unit": str, "samples": list, "status": str}
+_KINDS["environment"] = dict
+"""What a line must have, and of which type: a file may have been written by anything."""
 
 
 def _encode(sample: float | str) -> float | str:
@@ -142,6 +150,10 @@ def cell_key(config: Mapping[str, Any]) -> str:
     work = {name: value for name, value in config.items() if name != "size"}
     canonical = json.dumps(work, sort_keys=True, separators=(",", ":"))
     return hashlib.sha256(canonical.encode()).hexdigest()[:16]
+
+
+HEADLINES = ("step_time", "forward_backward_time", "leaderboard_time")
+"""What is said of a cell in a word, and compared: the first of these that it has."""
 
 
 # -- files ------------------------------------------------------------------------------------------------------------

@@ -14,12 +14,12 @@ from hypothesis import HealthCheck, example, given, settings
 from hypothesis import strategies as st
 
 from cs336_systems import record
-from cs336_systems.benchmark import runner
 from cs336_systems.cli import main
 from cs336_systems.config import RunConfig, UserError, model_config
 from cs336_systems.record import CELL_TIME, GIB, Environment, Record
-from cs336_systems.report import compare as module
-from cs336_systems.report.compare import compare, parse_percent, ratio_of_medians, read
+from cs336_systems.report import intervals
+from cs336_systems.report.compare import compare, parse_percent
+from cs336_systems.report.intervals import ratio_of_medians
 from cs336_systems.table import FORMATS
 from tests.helpers import CS336, clean_env, execute
 
@@ -98,24 +98,24 @@ def two_levels(generator, n):
     return np.where(generator.random((PAIRS, n)) < 0.5, 1.0, 1.03) * (1 + 0.003 * generator.standard_normal((PAIRS, n)))
 
 
-def intervals(a, b, confidence):
+def ends(a, b, confidence):
     """Ends of `ratio_of_medians` of all rows at once."""
     a, b = np.sort(a), np.sort(b)
     medians = []
     for samples, seed in ((a, 0), (b, 1)):
-        low, high = np.array(module._middles(samples.shape[1], seed)).T
+        low, high = np.array(intervals._middles(samples.shape[1], seed)).T
         medians.append((samples[:, low] + samples[:, high]) / 2)
     tail = (1 - confidence) / 2
     center = np.median(b, axis=1) / np.median(a, axis=1)
     ends = np.quantile(medians[1] / medians[0], (tail, 1 - tail), axis=1)
-    return center * (ends / center) ** module._widening(min(a.shape[1], b.shape[1]) - 1, confidence)
+    return center * (ends / center) ** intervals._widening(min(a.shape[1], b.shape[1]) - 1, confidence)
 
 
 def shares(noise, n_a=10, n_b=10, factor=1.0, confidence=0.95):
     """Of the pairs, how many are found to be faster, slower, and to lie beside the true ratio."""
     generator = np.random.default_rng(336)
     a, b = noise(generator, n_a), factor * noise(generator, n_b)
-    low, high = intervals(a, b, confidence)
+    low, high = ends(a, b, confidence)
     for index in range(0, PAIRS, 100):
         ratio = ratio_of_medians(a[index].tolist(), b[index].tolist(), confidence)
         assert (ratio.low, ratio.high) == pytest.approx((low[index], high[index]), rel=1e-12)
@@ -168,7 +168,7 @@ def test_steps_that_the_machine_interrupted_do_not_hide_it():
     ],
 )
 def test_student_as_in_the_tables(degrees, confidence, t, z):
-    assert module._widening(degrees, confidence) == pytest.approx(t / z, rel=3e-4)
+    assert intervals._widening(degrees, confidence) == pytest.approx(t / z, rel=3e-4)
 
 
 @pytest.mark.parametrize("n", [2, 3, 4, 5, 10, 37])
@@ -176,7 +176,7 @@ def test_medians_are_those_of_resamples(n):
     """Which two of n samples are in the middle, drawn at once, against drawing all n and sorting."""
     drawn = np.sort(np.random.default_rng(0).integers(0, n, (20_000, n)), axis=1)
     plain = Counter(zip(drawn[:, (n - 1) // 2].tolist(), drawn[:, n // 2].tolist(), strict=True))
-    ours = Counter(module._middles(n, 0))
+    ours = Counter(intervals._middles(n, 0))
     for share in (lambda pair: pair[0], lambda pair: pair[1], sum):
         for limit in range(2 * n):
             below = [
@@ -188,7 +188,7 @@ def test_medians_are_those_of_resamples(n):
 
 def test_the_same_samples_give_the_same_interval():
     first = ratio_of_medians(times(), times(1.02))
-    module._middles.cache_clear()
+    intervals._middles.cache_clear()
     assert ratio_of_medians(times(), times(1.02)) == first
     assert ratio_of_medians(times()[::-1], times(1.02)) == first
 
@@ -248,10 +248,6 @@ def test_one_sample_tells_nothing(a, b):
 
 def test_numbers_of_samples_that_differ_are_both_shown():
     assert column(compare(cell(), cell(times()[:5])), "n") == ["10, 5"]
-
-
-def test_headlines_are_the_runners():
-    assert module.HEADLINES == runner.HEADLINES
 
 
 @pytest.mark.parametrize(
@@ -664,7 +660,7 @@ def test_any_value_anywhere_is_no_traceback(changes, in_both, loosely, tmp_path)
     for name, items in (("a.jsonl", changed if in_both else whole), ("b.jsonl", changed)):
         (tmp_path / name).write_text("".join(json.dumps(item) + "\n" for item in items))
     with contextlib.suppress(UserError):
-        found = compare(read("a.jsonl").records, read("b.jsonl").records, different_work=loosely)
+        found = compare(record.load("a.jsonl").records, record.load("b.jsonl").records, different_work=loosely)
         assert found.slower_by(5) == []
         assert all(found.table.render(format) for format in FORMATS)
 

@@ -30,13 +30,11 @@ from cs336_systems.benchmark.progress import Progress
 from cs336_systems.config import RunConfig, UserError
 from cs336_systems.measure.attention_model import AttentionShape, least_compiled, naive_peak
 from cs336_systems.measure.memory_model import estimate
-from cs336_systems.record import CELL_TIME, GIB, Environment, Record
+from cs336_systems.record import CELL_TIME, GIB, HEADLINES, Environment, Record
 
 DEFAULT_TIMEOUT = 1800.0
 WARM_UP = RunConfig.warmup_steps
 LARGEST_LIMIT = 1e7
-HEADLINES = ("step_time", "forward_backward_time", "leaderboard_time")
-"""What is said of a cell when it ends: the first of these that it has."""
 FIT_MARGIN = 1.03
 """The memory model errs by up to 2%: a cell is skipped only when it is out of reach even so."""
 

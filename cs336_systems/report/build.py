@@ -4,7 +4,7 @@ import contextlib
 import gc
 import os
 import re
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import TypeVar
 
@@ -77,7 +77,7 @@ def document(loaded: Sequence[Loaded], title: str = "", links: Sequence[Link] = 
     """Of files that were read, several machines side by side. `links` go to the section that their name begins with."""
     records = [record for one in loaded for record in one.records]
     by_experiment: dict[str, list[CellView]] = {}
-    for cell in group(record for record in records if isinstance(record.config, Mapping)):
+    for cell in group(records):
         by_experiment.setdefault(cell.experiment, []).append(cell)
     order = [*(name for name in TITLES if name in by_experiment), *sorted(by_experiment.keys() - TITLES.keys())]
     sections = [_section(name, by_experiment[name], links) for name in order]

@@ -10,6 +10,12 @@ from cs336_systems.record import CELL_TIME, Environment, Record, Statistics, sum
 PHASES = ("forward", "loss", "backward", "sync", "optimizer", "step")
 
 
+def fields_of(config: Mapping[str, Any]) -> dict[str, Any]:
+    """A configuration's own and its model's, side by side."""
+    model = config.get("model")
+    return {"fast": "off", **config, **model} if isinstance(model, Mapping) else dict(config)
+
+
 @dataclass(frozen=True)
 class CellView:
     """One configuration of one experiment, and everything that was recorded of it."""
@@ -72,14 +78,11 @@ class CellView:
 
     def get(self, name: str) -> Any:
         """A field of the configuration, looked up in the run or in its model."""
-        return self._fields.get(name)
+        return self.fields.get(name)
 
     @cached_property
-    def _fields(self) -> dict[str, Any]:
-        model = self.config.get("model")
-        if not isinstance(model, Mapping):
-            return dict(self.config)
-        return {"fast": "off", **self.config, **model}
+    def fields(self) -> dict[str, Any]:
+        return fields_of(self.config)
 
     @property
     def name(self) -> str:

@@ -2,31 +2,23 @@
 
 Medians, because a step that the machine interrupted must not decide. Cells are the same when they do the same work;
 how often and where it was measured (steps, warm-up, seed, which GPU of several) may differ, and is said in a note.
-
-The interval is a percentile bootstrap, widened by Student's t of the smaller sample. At 95% the plain one finds a
-difference in 33% of pairs that have none at n = 2, in 10% at n = 3 and in 3% at n = 10; the widened one in 1 to 2%.
-What that leaves is needed: steps that resemble the step before (correlation 0.3) make it 6%.
 """
 
 import math
-import random
 import re
-import statistics
 from collections import Counter
-from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Hashable, Iterable, Sequence
 from dataclasses import dataclass
-from functools import lru_cache
 from typing import Any
 
 from cs336_systems.config import UserError
-from cs336_systems.record import Loaded, Record, cell_key, load, percentile
-from cs336_systems.report.cells import CellView, group
+from cs336_systems.record import HEADLINES, Record, cell_key
+from cs336_systems.report.cells import CellView, fields_of, group
+from cs336_systems.report.intervals import Ratio, ratio_of_medians
 from cs336_systems.report.layout import FIELDS, as_text, gib, kernel_ms, title_of
 from cs336_systems.report.referee import remarks
 from cs336_systems.table import Column, Table
 
-HEADLINES = ("step_time", "forward_backward_time", "leaderboard_time")
-"""What is compared of a cell when nothing is asked for: the first of these that it has."""
 HOW_MEASURED = ("device", "warmup_steps", "num_steps", "seed", "warmup_ms", "rep_ms", "rounds", "calls")
 """Fields of a configuration that do not change the work; of the device only which one of its kind."""
 IMPLIED = ("d_model", "d_ff", "num_layers", "num_heads")
@@ -36,83 +28,8 @@ AGREED = (*IMPLIED, "vocab_size", "context_length", "batch_size", "mode", "preci
 """What cells of different work must have in common to be compared."""
 PASSING = ("utc", "sm_clock_mhz", "memory", "gpu_memory")
 """Of an environment: different at every look, or said by the machine's name."""
-RESAMPLES = 2000
 LEAST, MOST = 1e-100, 1e100
 """Samples beyond are no measurement, and their ratios no numbers."""
-
-
-# -- statistics -------------------------------------------------------------------------------------------------------
-
-
-@dataclass(frozen=True)
-class Ratio:
-    """Of two medians; None where one sample cannot tell how far it may be off."""
-
-    value: float
-    low: float | None = None
-    high: float | None = None
-
-
-def ratio_of_medians(a: Sequence[float], b: Sequence[float], confidence: float = 0.95) -> Ratio:
-    """B / A of samples above 0, with its interval; the same samples always give the same."""
-    a, b = sorted(a), sorted(b)
-    value = statistics.median(b) / statistics.median(a)
-    if min(len(a), len(b)) < 2:
-        return Ratio(value)
-    under, over = _resampled_medians(a, seed=0), _resampled_medians(b, seed=1)
-    ratios = sorted(y / x for x, y in zip(under, over, strict=True))
-    tail = (1 - confidence) / 2 * 100
-    wider = _widening(min(len(a), len(b)) - 1, confidence)
-    low, high = (_stretched(value, percentile(ratios, percent), wider) for percent in (tail, 100 - tail))
-    return Ratio(value, low, high)
-
-
-def _stretched(center: float, end: float, factor: float) -> float:
-    """The end of an interval, `factor` times as far from its center; in logarithms, so that it stays above 0."""
-    return math.exp(max(-700.0, min(700.0, math.log(center) + factor * math.log(end / center))))
-
-
-def _resampled_medians(ordered: Sequence[float], seed: int) -> list[float]:
-    return [(ordered[low] + ordered[high]) / 2 for low, high in _middles(len(ordered), seed)]
-
-
-@lru_cache(maxsize=256)
-def _middles(n: int, seed: int) -> list[tuple[int, int]]:
-    """For each resample of n sorted samples, which two are its middle ones (one twice where n is odd).
-
-    Without drawing the others, so that thousands of samples cost no more than ten: of n uniform numbers the k-th
-    follows a beta distribution, and so does the least of the n - k above it.
-    """
-    generator = random.Random(seed)
-    lower = (n + 1) // 2
-    found = []
-    for _ in range(RESAMPLES):
-        low = generator.betavariate(lower, n - lower + 1)
-        high = low if n % 2 else 1 - (1 - low) * generator.random() ** (1 / (n - lower))
-        found.append((min(int(n * low), n - 1), min(int(n * high), n - 1)))
-    return found
-
-
-@lru_cache(maxsize=256)
-def _widening(degrees: int, confidence: float) -> float:
-    """Student's t over the normal distribution's z: how much wider an interval of so few samples must be."""
-    degrees = min(degrees, 1000)  # beyond, t is z to a thousandth
-    below, above = 0.0, math.pi / 2
-    for _ in range(60):
-        middle = (below + above) / 2
-        below, above = (middle, above) if _share_within(middle, degrees) < confidence else (below, middle)
-    return math.sqrt(degrees) * math.tan(below) / statistics.NormalDist().inv_cdf((1 + confidence) / 2)
-
-
-def _share_within(angle: float, degrees: int) -> float:
-    """Of Student's t, the share within ±sqrt(degrees) tan(angle): a finite sum (Abramowitz and Stegun, 26.7.3-4)."""
-    odd, cosine = degrees % 2, math.cos(angle)
-    term, total = cosine**odd, 0.0
-    for power in range(odd, degrees - 1, 2):
-        total += term
-        term *= cosine**2 * (power + 1) / (power + 2)
-    series = math.sin(angle) * total
-    return 2 / math.pi * (angle + series) if odd else series
 
 
 # -- what is compared -------------------------------------------------------------------------------------------------
@@ -214,14 +131,6 @@ def parse_percent(text: str) -> float:
 # -- cells ------------------------------------------------------------------------------------------------------------
 
 
-def read(path: str) -> Loaded:
-    """`load`, and one line also for what is JSON of the right names and not a record."""
-    try:
-        return load(path)
-    except (AttributeError, TypeError, RecursionError) as error:
-        raise UserError(f"{path}: not a file of records of cs336_systems ({error}); is this the right file?") from None
-
-
 def _cells(records: Iterable[Record], file: str, experiments: Sequence[str]) -> tuple[list[CellView], list[str]]:
     """Those asked for, experiment by experiment, and what is odd about the file."""
     records = list(records)
@@ -240,11 +149,9 @@ def _cells(records: Iterable[Record], file: str, experiments: Sequence[str]) -> 
 def _is_usable(record: Record) -> bool:
     """Whether every field is of the type it should be: a file may have been written by anything."""
     environment = record.environment
-    texts = (record.experiment, record.metric, record.unit, record.status, *environment.throttle_reasons)
-    fields = _fields(record.config) if isinstance(record.config, Mapping) else None
+    fields = fields_of(record.config)
     return (
-        fields is not None
-        and all(isinstance(text, str) for text in texts)
+        all(isinstance(text, str) for text in environment.throttle_reasons)
         and all(isinstance(name, str | None) for name in (environment.gpu, environment.cpu))
         and not any(isinstance(fields.get(name), list | dict) for name in FIELDS)
         and all(_is_sample(sample) for sample in record.samples)
@@ -257,12 +164,6 @@ def _is_sample(sample: Any) -> bool:
     if isinstance(sample, bool) or not isinstance(sample, int | float):
         return False
     return not abs(sample) > MOST or abs(sample) == math.inf  # larger ones overflow where they are added up
-
-
-def _fields(config: Mapping[str, Any]) -> dict[str, Any]:
-    """A configuration with its model's fields beside its own."""
-    model = config.get("model")
-    return {**config, "model": None, **model} if isinstance(model, Mapping) else dict(config)
 
 
 def _device_type(cell: CellView) -> str:
@@ -343,7 +244,7 @@ def _named(pairs: Sequence[Pair]) -> list[tuple[Pair, str]]:
 def _telling(pairs: Sequence[Pair]) -> list[str]:
     """The fields that differ from cell to cell within A or within B, and the size always."""
     sides = [[pair.a for pair in pairs], [pair.b for pair in pairs]]
-    names = sorted({name for side in sides for cell in side for name in _fields(cell.config)} - {"model", *IMPLIED})
+    names = sorted({name for side in sides for cell in side for name in cell.fields} - {"model", *IMPLIED})
 
     def differs(name: str) -> bool:
         return any(len({as_text(cell.get(name)) for cell in side}) > 1 for side in sides)
@@ -511,7 +412,7 @@ def _differences(pairs: Sequence[Pair]) -> list[str]:
 
 def _described(cell: CellView) -> dict[str, str]:
     """What may differ in the configuration, as text."""
-    names = dict.fromkeys([*FIELDS, *sorted(_fields(cell.config).keys() - {"model", *IMPLIED})])
+    names = dict.fromkeys([*FIELDS, *sorted(cell.fields.keys() - {"model", *IMPLIED})])
     texts = {name: as_text(cell.get(name)) for name in names}
     return {"experiment": cell.experiment, **{name: text for name, text in texts.items() if text}}
 

@@ -1,7 +1,7 @@
 """What a report is made of, before it has a format: texts in two languages, charts as data, sections.
 
-Sections are made from records (sections.py, charts.py, findings.py); page.py, markdown.py and the like only write them
-down. Nothing here knows of records, torch or files.
+Sections are made from records (sections.py, charts.py, findings/); page.py, build.py and chart_picture.py only write
+them down. Nothing here knows of records, torch or files.
 """
 
 from collections.abc import Mapping, Sequence
