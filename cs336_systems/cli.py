@@ -212,6 +212,7 @@ class ReportArguments:
     formats: tuple[str, ...] = flag((), "besides the page: md (with pictures), csv, latex, typst")
     lang: str = flag("en", "language; the page can be switched", ("en", "zh"))
     title: str = flag("", "heading of the report")
+    published: bool = flag(False, "beside the same work: what write-ups of the course give for other GPUs")
 
 
 def report(arguments: ReportArguments) -> int:
@@ -219,11 +220,14 @@ def report(arguments: ReportArguments) -> int:
 
     cs336 report runs/quick -o report
     cs336 report results/h200/records.jsonl --formats md,csv,latex,typst --lang zh -o report
+    cs336 report results/h200 runs/quick --published -o report
     """
     from cs336_systems.report.build import write_report
 
     language: Any = arguments.lang  # one of its choices
-    for path in write_report(arguments.paths, Path(arguments.output), arguments.title, language, arguments.formats):
+    folder = Path(arguments.output)
+    given = arguments.paths, folder, arguments.title, language, arguments.formats, arguments.published
+    for path in write_report(*given):
         print(path)
     return 0
 

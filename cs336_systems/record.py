@@ -165,6 +165,8 @@ class Loaded:
 
     records: list[Record]
     remarks: list[str]
+    name: str = ""
+    """Of the run: its folder's, or the file's own."""
 
 
 def append(path: str | Path, records: Iterable[Record]) -> None:
@@ -209,7 +211,8 @@ def load(path: str | Path, *, lenient: bool = False) -> Loaded:
         remarks.append(f"{path.name}: {len(unreadable)} lines left out, such as: {unreadable[0]}")
     if torn and not records and not lenient and not _RECORD_START.startswith(torn[: len(_RECORD_START)]):
         _parse(torn, f"{path}, line {len(lines) + 1}")  # not the start of a record of ours: some other file
-    return Loaded(latest(records), remarks)
+    name = path.absolute().parent.name if path.stem == "records" else path.stem
+    return Loaded(latest(records), remarks, name)
 
 
 _RECORD_START = b'{"experiment":"'

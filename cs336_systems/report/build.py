@@ -2,8 +2,10 @@
 
 import contextlib
 import gc
+import itertools
 import os
 import re
+from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import TypeVar
@@ -17,6 +19,7 @@ from cs336_systems.report.document import Document, Language, Link, Section, Tex
 from cs336_systems.report.findings import findings
 from cs336_systems.report.page import page
 from cs336_systems.report.picture import save
+from cs336_systems.report.published import PUBLISHED, published
 from cs336_systems.report.sections import tables_of
 from cs336_systems.report.words import QUESTIONS, TITLES, in_chinese
 from cs336_systems.table import Column, Table
@@ -29,7 +32,12 @@ ENDINGS = {"latex": "tex", "typst": "typ"}
 
 
 def write_report(
-    paths: Sequence[str], folder: Path, title: str = "", language: Language = "en", formats: Sequence[str] = ()
+    paths: Sequence[str],
+    folder: Path,
+    title: str = "",
+    language: Language = "en",
+    formats: Sequence[str] = (),
+    with_published: bool = False,
 ) -> list[Path]:
     """Read, put together, write: the command. `paths`: files of records, or folders with a records.jsonl."""
     if not paths:
@@ -37,7 +45,8 @@ def write_report(
     files = [_records_file(Path(path)) for path in paths]
     links = [link for file in files for link in _links(file.parent / "files", folder)]
     with _all_kept():
-        report = document([load(file, lenient=True) for file in files], title, links)
+        references = published() if with_published else ()
+        report = document([load(file, lenient=True) for file in files], title, links, references)
         if not report.sections:
             raise UserError(f"no records in {', '.join(map(str, files))}; make some with: cs336 run end_to_end")
         return write(report, folder, language=language, formats=formats)
@@ -73,14 +82,18 @@ def _links(files: Path, folder: Path) -> list[Link]:
     return found
 
 
-def document(loaded: Sequence[Loaded], title: str = "", links: Sequence[Link] = ()) -> Document:
-    """Of files that were read, several machines side by side. `links` go to the section that their name begins with."""
+def document(
+    loaded: Sequence[Loaded], title: str = "", links: Sequence[Link] = (), references: Sequence[Record] = ()
+) -> Document:
+    """Of files that were read, several machines and runs side by side, `references` beside them.
+
+    `links` go to the section that their name begins with.
+    """
     records = [record for one in loaded for record in one.records]
-    by_experiment: dict[str, list[CellView]] = {}
-    for cell in group(records):
-        by_experiment.setdefault(cell.experiment, []).append(cell)
+    by_experiment = _by_experiment(_cells(loaded))
+    others = _by_experiment(group(references, PUBLISHED))
     order = [*(name for name in TITLES if name in by_experiment), *sorted(by_experiment.keys() - TITLES.keys())]
-    sections = [_section(name, by_experiment[name], links) for name in order]
+    sections = [_section(name, by_experiment[name], links, others.get(name, ())) for name in order]
     known = [name for name in TITLES if name not in by_experiment and name not in ("bench", "train")]
     heading = Text(title) if title else Text("Where time and memory go", "时间与显存花在哪里")
     return Document(
@@ -92,7 +105,29 @@ def document(loaded: Sequence[Loaded], title: str = "", links: Sequence[Link] = 
     )
 
 
-def _section(name: str, cells: Sequence[CellView], links: Sequence[Link]) -> Section:
+def _cells(loaded: Sequence[Loaded]) -> list[CellView]:
+    """Of all files. Those that hold the same work of one machine are different runs of it, and named."""
+    held = [{(r.environment.machine, r.experiment, r.cell) for r in one.records} for one in loaded]
+    times = Counter(itertools.chain(*held))
+    names: Counter[str] = Counter()
+    found: list[CellView] = []
+    for one, keys in zip(loaded, held, strict=True):
+        run = ""
+        if any(times[key] > 1 for key in keys):
+            names[one.name] += 1
+            run = one.name if names[one.name] == 1 else f"{one.name} ({names[one.name]})"
+        found += group(one.records, run)
+    return found
+
+
+def _by_experiment(cells: Iterable[CellView]) -> dict[str, list[CellView]]:
+    found: dict[str, list[CellView]] = {}
+    for cell in cells:
+        found.setdefault(cell.experiment, []).append(cell)
+    return found
+
+
+def _section(name: str, cells: Sequence[CellView], links: Sequence[Link], references: Sequence[CellView]) -> Section:
     problems: list[Text] = []
 
     def safely(make: Callable[[], list[Part]]) -> list[Part]:
@@ -104,11 +139,14 @@ def _section(name: str, cells: Sequence[CellView], links: Sequence[Link]) -> Sec
             problems.append(Text(f"Part of this cannot be shown ({what}).", f"部分内容无法显示（{what}）。"))
             return []
 
+    def made() -> list[Table]:
+        return _curves(cells) if name == "train" else tables_of(name, cells, references)
+
     return Section(
         name=name,
         title=TITLES.get(name, TRAINING[0] if name == "train" else Text(name)),
         question=QUESTIONS.get(name, TRAINING[1] if name == "train" else Text("")),
-        tables=[_all_text(t) for t in safely(lambda: _curves(cells) if name == "train" else tables_of(name, cells))],
+        tables=[_all_text(t) for t in safely(made)],
         charts=safely(lambda: charts(name, cells)),
         findings=[*safely(lambda: findings(name, cells)), *problems],
         links=[link for link in links if Path(link.href).parent.name.startswith(name)],

@@ -23,6 +23,8 @@ class CellView:
     experiment: str
     config: Mapping[str, Any]
     metrics: Mapping[str, Record]
+    run: str = ""
+    """Where several runs of one machine are shown: which."""
 
     @classmethod
     def of(cls, experiment: str, config: Mapping[str, Any], rows: Iterable[Sequence[Any]]) -> "CellView":
@@ -38,10 +40,11 @@ class CellView:
 
     @cached_property
     def machine(self) -> str:
-        """The device that did the work."""
+        """The device that did the work, and the run where there are several."""
         environment = self.environment
         on_cpu = self.config.get("device") == "cpu"
-        return (environment.cpu or environment.machine) if on_cpu else environment.machine
+        device = (environment.cpu or environment.machine) if on_cpu else environment.machine
+        return f"{device} · {self.run}" if self.run else device
 
     @property
     def status(self) -> str:
@@ -112,12 +115,21 @@ class CellView:
         return predicted / measured - 1 if predicted and measured else None
 
 
-def group(records: Iterable[Record]) -> list[CellView]:
+def by_machine(cells: Iterable[CellView]) -> dict[str, list[CellView]]:
+    """What two machines measured never stands in one column, chart or sentence."""
+    found: dict[str, list[CellView]] = {}
+    for cell in cells:
+        found.setdefault(cell.machine, []).append(cell)
+    return found
+
+
+def group(records: Iterable[Record], run: str = "") -> list[CellView]:
     """Cells in the order in which they were recorded."""
     metrics: dict[tuple[str, str, str], dict[str, Record]] = {}
     for record in records:
         key = (record.environment.machine, record.experiment, record.cell)
         metrics.setdefault(key, {})[record.metric] = record
     return [
-        CellView(experiment, next(iter(found.values())).config, found) for (_, experiment, _), found in metrics.items()
+        CellView(experiment, next(iter(found.values())).config, found, run)
+        for (_, experiment, _), found in metrics.items()
     ]

@@ -96,7 +96,13 @@ def keys(cell: CellView, names: Sequence[str]) -> list[str]:
     return [as_text(cell.get(name)) for name in names]
 
 
-def title_of(experiment: str, what: str, cells: Sequence[CellView], shown: Sequence[str]) -> str:
+def title_of(
+    experiment: str,
+    what: str,
+    cells: Sequence[CellView],
+    shown: Sequence[str],
+    machines: Sequence[str] | None = None,
+) -> str:
     """What the table holds, on which machine, and the settings that are the same in all rows, the usual ones unsaid."""
     first = cells[0]
     same = [name for name in FIELDS if name not in shown and not _differs(cells, name)]
@@ -121,8 +127,9 @@ def title_of(experiment: str, what: str, cells: Sequence[CellView], shown: Seque
         for name, usual in unusual.items()
         if name in same and first.get(name) not in (usual, None)
     ]
-    machines = sorted({cell.machine for cell in cells})
-    return f"{experiment}: {what} · {', '.join([*machines, *settings])}"
+    named = sorted({cell.machine for cell in cells}) if machines is None else machines
+    where = ", ".join([*named, *settings])
+    return f"{experiment}: {what} · {where}" if where else f"{experiment}: {what}"
 
 
 def cell_table(

@@ -1,12 +1,13 @@
 """Tables of the experiments: records in, `Table`s out."""
 
+import itertools
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 from cs336_systems.config import MODES, PRECISIONS
 from cs336_systems.record import MIB, Record, steady_from
 from cs336_systems.report import attention, kernels, memory, parallel
-from cs336_systems.report.cells import PHASES, CellView, group
+from cs336_systems.report.cells import PHASES, CellView, by_machine, group
 from cs336_systems.report.layout import (
     FIELDS,
     as_text,
@@ -26,6 +27,7 @@ from cs336_systems.report.layout import (
     varying,
 )
 from cs336_systems.report.referee import remarks
+from cs336_systems.report.side_by_side import side_by_side
 from cs336_systems.table import Column, Table
 
 
@@ -43,8 +45,14 @@ def tables(records: Iterable[Record]) -> list[Table]:
     ]
 
 
-def tables_of(experiment: str, cells: Sequence[CellView]) -> list[Table]:
-    return _SECTIONS.get(experiment, _generic)(sorted(cells, key=_position))
+def tables_of(experiment: str, cells: Sequence[CellView], references: Sequence[CellView] = ()) -> list[Table]:
+    """Those of each machine, and what several of them share: first, as it is why they were put together. What others
+    have published (`references`) comes last."""
+    make = _SECTIONS.get(experiment, _generic)
+    machines = [sorted(chosen, key=_position) for chosen in by_machine(cells).values()]
+    shared = side_by_side([*itertools.chain(*machines), *sorted(references, key=_position)])
+    own = [table for chosen in machines for table in make(chosen)]
+    return [*shared, *own] if len(machines) > 1 else [*own, *shared]
 
 
 def _position(cell: CellView) -> tuple:

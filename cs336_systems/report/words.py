@@ -184,6 +184,9 @@ PHRASES = {
     "of": "范围",
     "kind": "类别",
     "forward and backward": "前向加后向",
+    "leaderboard": "排行榜",
+    "memory before backward": "后向之前的显存",
+    "peak memory": "峰值显存",
     "scores matmul": "scores 矩阵乘",
     "scale and mask": "缩放与掩码",
     "final matmul": "最后的矩阵乘",
@@ -319,6 +322,11 @@ SUBJECTS = {
 
 # Remarks whose words never change; those of the referee are without the rows they concern.
 REMARKS = {
+    "means": "均值",
+    "medians": "中位数",
+    "published: from write-ups of the course's assignment, on software they do not name": (
+        "已发表：来自课程作业的报告，所用软件未注明"
+    ),
     "interrupted before it ended; run the same command again": "结束前被中断；请再次运行同一条命令",
     "TF32 was on in an fp32 row": "fp32 行里开着 TF32",
     "a CPU has no TF32: this is fp32 again": "CPU 没有 TF32：这仍是 fp32",
@@ -487,7 +495,9 @@ _PATTERNS: tuple[tuple[re.Pattern[str], str, tuple[Translate, ...]], ...] = tupl
             "{}，模拟 {} GB/s、{} ms 的网络",
             (in_chinese, _same, _same),
         ),
+        (r"(.+), side by side", "{}，并列", (in_chinese,)),
         # headings
+        (r"(.+) · published", "{} · 已发表", (_same,)),
         (r"autocast (\w+)", "{} autocast 下", (_same,)),
         (r"(\S+) output", "{} 的输出", (_same,)),
         # the referee
