@@ -13,7 +13,9 @@ from cs336_systems.record import Environment, Loaded, Record
 from cs336_systems.report.build import document, markdown, write
 from cs336_systems.report.cells import group
 from cs336_systems.report.charts import charts
+from cs336_systems.report.document import LANGUAGES
 from cs336_systems.report.words import TITLES
+from cs336_systems.table import Column, Table
 from tests.helpers import ROOT, execute
 from tests.report_goldens import FOLDER, H200, goldens, some_document, some_records
 
@@ -194,22 +196,68 @@ def test_a_hundred_thousand_records(tmp_path):
     assert int(kilobytes) < 1 << 20
 
 
-@pytest.mark.parametrize(("compiler", "format"), [("pdflatex", "tex"), ("typst", "typ")])
-def test_tables_compile(compiler, format, tmp_path):
-    program = shutil.which(compiler)
+HOSTILE = [
+    '#panic("ran")',
+    '#read("/etc/passwd")',
+    "] #panic() [",
+    "$ x",
+    "*a _b `c",
+    "@nowhere <label>",
+    "//",
+    "/*",
+    "= h",
+    "\\",
+    "\\input{/etc/passwd}",
+    "\\end{tabular}",
+    "%",
+    "& # ~ ^ {",
+    "}",
+    "\\write18{id}",
+    "中文 ± × µ",
+    '"',
+]
+
+
+def hostile_table():
+    columns = [Column(text, text) for text in HOSTILE]
+    return Table(HOSTILE[0], columns, [HOSTILE, HOSTILE[::-1]], HOSTILE)
+
+
+def compile_latex(tables, folder):
+    program = shutil.which("pdflatex")
     if program is None:
-        pytest.skip(f"needs {compiler}")
-    write(some_document(), tmp_path, formats=["latex", "typst"])
-    tables = (tmp_path / f"tables.{format}").read_text(encoding="utf-8")
-    if format == "tex":
-        packages = "\\usepackage[landscape,margin=1cm]{geometry}\\usepackage{booktabs}"
-        head = f"\\documentclass{{article}}{packages}\\begin{{document}}\n"
-        (tmp_path / "whole.tex").write_text(f"{head}{tables}\\end{{document}}\n", encoding="utf-8")
-        command = [program, "-interaction=nonstopmode", "-halt-on-error", "whole.tex"]
-    else:
-        command = [program, "compile", "tables.typ"]
-    done = subprocess.run(command, cwd=tmp_path, capture_output=True, timeout=200, check=False)
+        pytest.skip("needs pdflatex with booktabs: apt-get install texlive-latex-recommended")
+    packages = "\\usepackage[landscape,margin=1cm]{geometry}\\usepackage{booktabs}"
+    whole = f"\\documentclass{{article}}{packages}\\begin{{document}}\n{tables}\\end{{document}}\n"
+    (folder / "whole.tex").write_text(whole, encoding="utf-8")
+    command = [program, "-interaction=nonstopmode", "-halt-on-error", "whole.tex"]
+    return subprocess.run(command, cwd=folder, capture_output=True, timeout=200, check=False)
+
+
+def test_latex_compiles(tmp_path):
+    write(some_document(), tmp_path, formats=["latex"])
+    done = compile_latex((tmp_path / "tables.tex").read_text(encoding="utf-8"), tmp_path)
     assert done.returncode == 0, done.stdout[-2000:]
+
+
+def test_hostile_latex_compiles_and_is_only_text(tmp_path):
+    text = hostile_table().render("latex").replace("中文", "").replace("µ", "")  # glyphs that pdflatex does not have
+    done = compile_latex(text, tmp_path)
+    assert done.returncode == 0, done.stdout[-2000:]
+    assert b"passwd)" not in done.stdout  # a file that was read is listed
+
+
+@pytest.mark.parametrize("language", LANGUAGES)
+def test_typst_compiles(language, tmp_path):
+    typst = pytest.importorskip("typst")
+    write(some_document(), tmp_path, language=language, formats=["typst"])
+    assert typst.compile(tmp_path / "tables.typ").startswith(b"%PDF")
+
+
+def test_hostile_typst_compiles_and_is_only_text(tmp_path):
+    typst = pytest.importorskip("typst")
+    (tmp_path / "hostile.typ").write_text(hostile_table().render("typst"), encoding="utf-8")
+    assert typst.compile(tmp_path / "hostile.typ").startswith(b"%PDF")
 
 
 def test_the_page_of_the_h200_is_not_stale(tmp_path):
