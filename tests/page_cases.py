@@ -241,3 +241,25 @@ def sample() -> Document:
     missing = {"ddp-overlap": "cs336 run ddp-overlap --preset course", "zero": "cs336 run zero --preset course"}
     remarks = [Text("2 lines could not be read.", "有 2 行无法读取。")]
     return Document(Text("Where time and memory go", "时间与显存花在哪里"), facts, sections, missing, remarks)
+
+
+def many_tables() -> Document:
+    """Sections with one table, two short ones, a tall one before others, and one far wider than a window."""
+
+    def numbered(title: str, rows: int, columns: int = 4) -> Table:
+        heads = [Column("group", numeric=False), *(Column(f"column {i}", "ms") for i in range(1, columns))]
+        cells = [[f"group {i // 5}", *(f"{title} {i}.{j}" for j in range(1, columns))] for i in range(rows)]
+        return Table(f"{title} · NVIDIA H200, batch {rows}", heads, cells)
+
+    def section(name: str, *tables: Table) -> Section:
+        finding = Text(f"{name} is 2 times as fast.", f"{name} 快 2 倍。")
+        return Section(name, Text(f"About {name}", f"关于 {name}"), Text("Why?", "为什么？"), [finding], tables)
+
+    sections = [
+        section("flash", numbered("tall", 40), *(numbered(title, 20) for title in ("forward", "backward", "peak"))),
+        section("two", numbered("one", 5), numbered("other", 15)),
+        section("three", numbered("first", 3), numbered("second", 3), numbered("last", 30)),
+        section("wide", numbered("wide", 60, columns=40)),
+    ]
+    nothing_found = Section("silent", Text("Silent", "无话"), Text("Why?", "为什么？"), tables=[numbered("silent", 2)])
+    return Document(Text("Many tables", "许多表"), sections=[*sections, nothing_found])

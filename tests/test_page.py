@@ -13,7 +13,7 @@ import pytest
 
 from cs336_systems.report.document import Chart, Document, Link, Point, Section, Series, Text
 from cs336_systems.report.page import page, safe_href
-from cs336_systems.report.page_assets import DARK, LIGHT, STYLE
+from cs336_systems.report.page_style import DARK, LIGHT, STYLE
 from cs336_systems.report.svg import COLORS, WIDTH, number, svg, text_width
 from cs336_systems.table import Column, Table
 from tests import page_cases
@@ -382,12 +382,12 @@ def html():
 
 def test_the_page_has_its_parts(html):
     found = Page(html)
-    assert found.all("h2")[0]["text"] == "Time of a training step训练一步的时间"
+    assert [e["text"] for e in found.all("h2")][:2] == ["In short概要", "Time of a training step训练一步的时间"]
     for tag in ("header", "nav", "main"):
         assert len(found.all(tag)) == 1
-    assert [e["id"] for e in found.all("section")] == ["step-time", "attention", "memory", "missing", "remarks"]
-    links = [e["href"] for e in found.all("a") if "nav" in e["within"]]
-    assert links == ["#step-time", "#attention", "#memory", "#missing", "#remarks"]
+    sections = ["summary", "step-time", "attention", "memory", "missing", "remarks"]
+    assert [e["id"] for e in found.all("section")] == sections
+    assert [e["href"][1:] for e in found.all("a") if "nav" in e["within"]] == sections
     assert len(found.all("figure")) == len(found.all("svg")) == 7
     assert len(found.all("table")) == 3
     assert {"traces/step.html", "https://example.org/guide"} <= {e.get("href") for e in found.all("a")}
@@ -517,11 +517,78 @@ def test_links_lead_to_files_and_to_the_web_only(href, kept):
     assert "here" in html
 
 
-def test_a_large_table_is_folded(html):
-    summaries = [e["text"] for e in Page(html).all("summary")]
-    assert summaries == ["Contents目录", "Show all 450 rows显示全部 450 行"]
-    table = page_cases.step_table(400)
-    assert "Show all" not in page(Document(Text("t"), sections=[Section("s", Text("s"), Text(""), tables=[table])]))
+def with_tables(*tables, name="s"):
+    return Page(page(Document(Text("t"), sections=[Section(name, Text("s"), Text(""), tables=tables)])))
+
+
+def test_it_begins_with_the_first_finding_of_every_section(html):
+    lines = [e["text"] for e in Page(html).all("li") if "section" in e["within"] and e["within"][-1] == "ul"]
+    assert lines[0] == (
+        "Time of a training step训练一步的时间"
+        "bfloat16 is 2.4x as fast as float32 at xl.在 xl 规模下,bfloat16 的速度是 float32 的 2.4 倍。"
+    )
+    assert lines[1].startswith("Attention注意力PyTorch")
+    summary = html[html.index('<section id="summary">') :].split("</section>")[0]
+    assert re.findall(r'href="#(.*?)"', summary) == ["step-time", "attention"]  # of memory nothing was found
+    assert 'id="summary"' not in page(Document(Text("t"), sections=[Section("s", Text("s"), Text(""))]))
+
+
+def test_a_tall_table_has_a_button_for_its_other_rows(html):
+    assert [e["text"] for e in Page(html).all("summary")] == ["Contents目录"]
+    buttons = [e for e in Page(html).all("button") if e.get("class") == "rows"]
+    assert [e["text"] for e in buttons] == [
+        "Show all 30 rows显示全部 30 行Show fewer收起",
+        "Show all 450 rows显示全部 450 行Show fewer收起",
+    ]
+    assert all(e["aria-expanded"] == "false" for e in buttons)
+    shown = [e for e in with_tables(page_cases.step_table(15)).all("button") if e.get("class") == "rows"]
+    assert shown == []
+
+
+def test_a_row_costs_nothing_but_its_cells():
+    """So that a table of thousands stays small."""
+    html = page(Document(Text("t"), sections=[Section("s", Text("s"), Text(""), tables=[page_cases.step_table(50)])]))
+    body = html[html.index("<tbody>") : html.index("</tbody>")]
+    assert set(re.findall(r"<tr[^>]*>", body)) == {"<tr>"}
+
+
+def test_the_first_tables_are_shown_and_the_others_in_one_that_opens():
+    found = Page(page(page_cases.many_tables(), "en", page_cases.chinese))
+    summaries = [e["text"] for e in found.all("summary")]
+    assert summaries == [
+        "Contents目录",
+        "3 more tables另有 3 张表",
+        "One more table: 另有一张表：Last NVIDIA H200, batch 30",
+    ]
+    tables = [e for e in found.all("div") if e.get("class", "").split()[:1] == ["table"]]
+    folded = [e["id"] for e in tables if "details" in e["within"]]
+    assert folded == ["table-forward", "table-backward", "table-peak", "table-last"]
+    assert len(tables) == 4 + 2 + 3 + 1 + 1
+    inside = [e["href"] for e in found.all("a") if "details" in e["within"] and "nav" not in e["within"]]
+    assert inside == ["#table-forward", "#table-backward", "#table-peak"]
+
+
+def test_a_title_is_without_its_sections_name():
+    titles = [e["text"] for e in with_tables(Table("s: time · H200, s: x", [], []), Table("s: ", [], [])).all("h3")]
+    assert titles == ["Time H200, s: x", "S: "]
+    titles = [e["text"] for e in with_tables(Table("s: time", [], []), name="t").all("h3")]
+    assert titles == ["S: time"]
+
+
+def test_findings_stand_beside_a_chart_that_would_be_alone():
+    def classes(charts, findings=1):
+        texts = [Text("found")] * findings
+        section = Section("s", Text("s"), Text(""), texts, charts=[chart()] * charts)
+        found = Page(page(Document(Text("t"), sections=[section])))
+        return [e["class"] for e in found.all("ul") if "findings" in e.get("class", "")]
+
+    assert [classes(count) for count in range(4)] == [
+        ["findings whole"],
+        ["findings"],
+        ["findings whole"],
+        ["findings"],
+    ]
+    assert classes(1, findings=0) == []
 
 
 def test_an_empty_report_says_so():

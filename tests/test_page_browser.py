@@ -339,11 +339,11 @@ def test_contents_are_folded_on_a_phone_only(browser, path):
     assert browser.run("document.querySelector('nav details').open") is False
     browser.run("document.querySelector('nav summary').click()")
     browser.frame()
-    assert visible(browser, "nav a") == 5
+    assert visible(browser, "nav a") == 6
     browser.run("document.querySelector('nav a').click()")
     assert browser.run("document.querySelector('nav details').open") is False
     fresh(browser, path, width=1400)
-    assert visible(browser, "nav a") == 5
+    assert visible(browser, "nav a") == 6
 
 
 def test_the_first_stop_skips_to_the_content(opened):
@@ -446,3 +446,261 @@ def test_an_empty_page_and_charts_without_values_run(browser, tmp_path):
         path.write_text(write_page(Document(Text("nothing"), sections=sections)), encoding="utf-8")
         fresh(browser, path)
         assert browser.complaints == []
+
+
+@pytest.fixture(scope="module")
+def tables(tmp_path_factory):
+    path = tmp_path_factory.mktemp("tables") / "page.html"
+    path.write_text(write_page(page_cases.many_tables()), encoding="utf-8")
+    return path
+
+
+def rows_seen(browser, table):
+    """As they are drawn: inside of the box that cuts them off."""
+    return browser.run(
+        f"""(box => [...box.querySelectorAll("tbody tr")].filter(
+          row => row.getBoundingClientRect().bottom <= box.getBoundingClientRect().bottom + 1
+        ).map(row => row.cells[1].textContent))(document.querySelector('#{table} .scroll'))"""
+    )
+
+
+def test_a_tall_table_shows_its_first_rows_and_all_when_asked(browser, tables):
+    fresh(browser, tables)
+    button = "document.querySelector('#table-tall .rows')"
+    first = [f"tall {i}.1" for i in range(12)]
+    browser.run("document.documentElement.style.scrollBehavior = 'auto'")
+    assert rows_seen(browser, "table-tall") == first
+    assert browser.run(f"{button}.innerText") == "Show all 40 rows"
+    browser.run(f"{button}.focus()")
+    browser.press("Enter")
+    assert rows_seen(browser, "table-tall") == [f"tall {i}.1" for i in range(40)]
+    assert browser.run(f"[{button}.innerText, {button}.ariaExpanded]") == ["Show fewer", "true"]
+    top = browser.run(f"{button}.scrollIntoView({{block: 'center'}}), {button}.getBoundingClientRect().top")
+    browser.press(" ")
+    assert rows_seen(browser, "table-tall") == first
+    assert browser.run(f"[{button}.innerText, {button}.ariaExpanded]") == ["Show all 40 rows", "false"]
+    assert browser.run(f"{button}.getBoundingClientRect().top") == pytest.approx(top, abs=2)
+    browser.choose("language", "zh")
+    assert browser.run(f"{button}.innerText") == "显示全部 40 行"
+    assert browser.complaints == []
+
+
+@pytest.mark.parametrize("width", [390, 800, 1400])
+def test_the_cut_is_below_a_row_at_any_width_and_in_a_table_that_was_folded_away(browser, tables, width):
+    fresh(browser, tables, width=width)
+    browser.run("document.querySelectorAll('details').forEach(one => { one.open = true; })")
+    browser.frame()
+    for table in ("table-tall", "table-forward", "table-last", "table-wide"):
+        assert len(rows_seen(browser, table)) == 12, table
+        # Nothing of the next one is seen.
+        below = f"""(box => box.querySelectorAll("tbody tr")[12].getBoundingClientRect().top
+          - box.getBoundingClientRect().top - box.clientTop - box.clientHeight)(
+            document.querySelector('#{table} .scroll'))"""
+        assert browser.run(below) >= -1, table
+
+
+def test_sorting_takes_all_rows_of_a_folded_table(browser, tables):
+    fresh(browser, tables)
+    heading = "document.querySelectorAll('#table-tall thead button')[1]"
+    browser.run(f"{heading}.click(); {heading}.click()")
+    browser.frame()
+    assert rows_seen(browser, "table-tall") == [f"tall {i}.1" for i in range(39, 27, -1)]
+
+
+def test_a_search_that_finds_a_folded_row_shows_it(browser, tables):
+    """As a search does it: what holds the row is scrolled, hidden overflow or not."""
+    fresh(browser, tables)
+    browser.run("document.documentElement.style.scrollBehavior = 'auto'")
+    row = "document.querySelectorAll('#table-tall tbody tr')[33]"
+    browser.run(f"{row}.scrollIntoView({{block: 'center'}})")
+    browser.frame()
+    assert len(rows_seen(browser, "table-tall")) == 40
+    assert browser.run("document.querySelector('#table-tall .rows').ariaExpanded") == "true"
+    top, bottom = browser.run(f"(({{top, bottom}}) => [top, bottom])({row}.getBoundingClientRect())")
+    assert top >= 0
+    assert bottom <= 900
+
+
+def test_rows_that_begin_alike_are_marked_as_a_group_also_when_sorted(browser, tables):
+    fresh(browser, tables)
+    starts = "[...document.querySelectorAll('#table-tall tbody tr')].flatMap((r, i) => r.matches('.first') ? [i] : [])"
+    grouped = "document.querySelector('#table-tall table').classList.contains('grouped')"
+    assert (browser.run(grouped), browser.run(starts)) == (True, list(range(0, 40, 5)))
+    browser.run("document.querySelectorAll('#table-tall thead button')[2].click()")
+    assert browser.run(starts) == list(range(0, 40, 5))
+    assert browser.run("document.querySelector('#table-first table').classList.contains('grouped')") is False
+
+
+def test_an_anchor_in_what_is_folded_opens_it(browser, tables):
+    fresh(browser, tables)
+    browser.run("document.documentElement.style.scrollBehavior = 'auto'")
+    top = "document.getElementById('table-peak').getBoundingClientRect().top"
+    assert visible(browser, "#table-peak") == 0
+    assert visible(browser, "#table-last") == 0
+    browser.run("location.hash = '#table-peak'")
+    browser.frame()
+    browser.frame()
+    assert visible(browser, "#table-peak") == 1
+    assert visible(browser, "#table-last") == 0
+    assert 0 <= browser.run(top) < 40
+    # The address is that anchor already.
+    browser.run("document.querySelector('.others').open = false; scrollTo(0, 0)")
+    browser.run("document.body.insertAdjacentHTML('beforeend', '<a id=again href=#table-peak>x</a>'); again.click()")
+    browser.frame()
+    assert 0 <= browser.run(top) < 40
+    # Opened with it.
+    browser.call("Page.navigate", url="about:blank")
+    browser.call("Page.navigate", url=tables.as_uri() + "#table-peak")
+    browser._wait_for(lambda found: found.get("method") == "Page.loadEventFired")
+    browser.frame()
+    assert visible(browser, "#table-peak") == 1
+    assert 0 <= browser.run(top) < 40
+    assert browser.complaints == []
+
+
+def test_tables_in_what_is_folded_are_listed_and_copied(browser, tables):
+    fresh(browser, tables)
+    browser.run("navigator.clipboard.writeText = async (text) => { window.copied = text; }")
+    browser.run("document.querySelector('.others summary').click()")
+    browser.frame()
+    names = browser.run(
+        "[...document.querySelectorAll('.others ol a')].filter(e => e.checkVisibility()).map(e => e.innerText)"
+    )
+    assert [name.split()[0] for name in names] == ["Forward", "Backward", "Peak"]
+    browser.run("document.querySelector('#table-backward .copy button').click()")
+    browser.frame()
+    copied = browser.run("copied")
+    assert copied == page_cases.many_tables().sections[0].tables[2].render("md")
+    assert copied.count("\n") == 2 + 1 + 20
+
+
+def test_the_summary_leads_to_the_sections(browser, tables):
+    fresh(browser, tables)
+    browser.run("document.documentElement.style.scrollBehavior = 'auto'")
+    lines = browser.run("[...document.querySelectorAll('#summary li')].map(e => e.innerText.split('\\n'))")
+    assert lines == [[f"About {name}", f"{name} is 2 times as fast."] for name in ("flash", "two", "three", "wide")]
+    browser.run("document.querySelectorAll('#summary a')[2].click()")
+    browser.frame()
+    assert browser.run("location.hash") == "#three"
+    assert 0 <= browser.run("document.getElementById('three').getBoundingClientRect().top") < 40
+
+
+def shadows(browser, selector):
+    frame = f"document.querySelector({selector!r})"
+    return tuple(browser.run(f"Number(getComputedStyle({frame}, '::{side}').opacity)") for side in ("before", "after"))
+
+
+@pytest.mark.parametrize("width", [390, 1400])
+def test_a_shadow_says_on_which_side_a_table_goes_on(browser, tables, width):
+    fresh(browser, tables, width=width)
+    scroll = "(box => { box.scrollLeft = %s; })(document.querySelector('#table-wide .scroll'))"
+    assert shadows(browser, "#table-wide .frame") == (0, 1)
+    browser.run(scroll % 300)
+    browser.frame()
+    assert shadows(browser, "#table-wide .frame") == (1, 1)
+    left = "document.querySelector('#table-wide .frame').style.getPropertyValue('--first')"
+    assert browser.run(left) == f"{browser.run('document.querySelector(`#table-wide tbody th`).offsetWidth')}px"
+    browser.run(scroll % 1e6)
+    browser.frame()
+    assert shadows(browser, "#table-wide .frame") == (1, 0)
+    if width == 1400:
+        assert shadows(browser, "#table-tall .frame") == (0, 0)
+
+
+def test_only_what_scrolls_is_a_stop_of_the_tab_key(browser, tables):
+    fresh(browser, tables)
+    stop = "document.querySelector('#table-{} .scroll').tabIndex"
+    assert [browser.run(stop.format(name)) for name in ("tall", "wide")] == [-1, 0]
+
+
+def test_a_chart_wider_than_a_phone_has_a_shadow_too(browser, path):
+    fresh(browser, path, width=390)
+    assert shadows(browser, "#attention-time .frame") == (0, 1)
+    fresh(browser, path, width=1400)
+    assert shadows(browser, "#attention-time .frame") == (0, 0)
+
+
+def test_headings_of_a_long_table_stay_at_the_top_of_the_window(browser, tables):
+    fresh(browser, tables)
+    browser.run("document.documentElement.style.scrollBehavior = 'auto'")
+    browser.run("document.querySelector('#table-tall .rows').click()")
+    browser.run("document.querySelectorAll('#table-tall tbody tr')[25].scrollIntoView({block: 'center'})")
+    browser.frame()
+    assert browser.run("document.querySelector('#table-tall thead th').getBoundingClientRect().top") == pytest.approx(0)
+
+
+def test_charts_stand_beside_each_other_and_can_be_read(browser, path):
+    def boxes(section):
+        return browser.run(
+            f"[...document.querySelectorAll('#{section} .board > *')].map(e => e.getBoundingClientRect())"
+            ".map(({left, right, top}) => [left, right, top])"
+        )
+
+    fresh(browser, path, width=1400)
+    findings, first, second = boxes("step-time")
+    assert first[2] == second[2] > findings[2]
+    assert first[1] < second[0]
+    assert findings[:2] == [first[0], second[1]]
+    findings, first, second, third = boxes("attention")
+    assert findings[2] == first[2] < second[2] == third[2]
+    letters = "Math.min(...[...document.querySelectorAll('.chart')].map(c => 14 * c.clientWidth / 720))"
+    for width in (390, 800, 1200, 1400, 1920):
+        fresh(browser, path, width=width)
+        assert browser.run(letters) >= 11, width
+        assert browser.run("document.documentElement.scrollWidth") <= width
+    fresh(browser, path, width=1200)
+    lefts = {box[0] for box in boxes("attention")}
+    assert len(lefts) == 1
+
+
+def test_on_paper_nothing_is_folded(browser, tables):
+    fresh(browser, tables)
+    browser.call("Emulation.setEmulatedMedia", media="print")
+    browser.run("window.dispatchEvent(new Event('beforeprint'))")
+    browser.frame()
+    try:
+        rows = {"tall": 40, "forward": 20, "backward": 20, "peak": 20, "other": 15, "last": 30, "wide": 60}
+        assert {name: len(rows_seen(browser, f"table-{name}")) for name in rows} == rows
+        assert visible(browser, ".table") == 11
+        assert visible(browser, ".rows, .others > summary, nav") == 0
+        assert (
+            browser.run("getComputedStyle(document.querySelector('#table-wide .frame'), '::after').content") == "none"
+        )
+    finally:
+        browser.run("window.dispatchEvent(new Event('afterprint'))")
+        browser.call("Emulation.setEmulatedMedia", media="")
+    browser.frame()
+    assert visible(browser, "#table-forward") == 0
+
+
+def test_without_scripts_everything_is_there(browser, tables):
+    browser.call("Emulation.setScriptExecutionDisabled", value=True)
+    try:
+        browser.call("Page.navigate", url=tables.as_uri())
+        browser._wait_for(lambda found: found.get("method") == "Page.loadEventFired")
+        assert len(rows_seen(browser, "table-tall")) == 40
+        assert visible(browser, ".rows, .copy button, select") == 0
+        assert browser.run("document.documentElement.classList.contains('js')") is False
+    finally:
+        browser.call("Emulation.setScriptExecutionDisabled", value=False)
+
+
+def test_the_bar_of_a_phone_says_where_one_is(browser, tables):
+    fresh(browser, tables, width=390)
+    browser.run("document.documentElement.style.scrollBehavior = 'auto'")
+    browser.run("location.hash = '#three'")
+    browser.frame()
+    browser.frame()
+    assert browser.run("document.querySelector('nav summary').innerText").endswith("About three")
+    bar = browser.run("(({top, bottom}) => [top, bottom])(document.querySelector('nav').getBoundingClientRect())")
+    assert bar[0] == pytest.approx(0, abs=1)
+    assert browser.run("document.querySelector('#three h2').getBoundingClientRect().top") >= bar[1]
+
+
+def test_motion_only_where_it_is_wanted(browser, tables):
+    fresh(browser, tables)
+    behavior = "getComputedStyle(document.documentElement).scrollBehavior"
+    assert browser.run(behavior) == "smooth"
+    browser.call("Emulation.setEmulatedMedia", features=[{"name": "prefers-reduced-motion", "value": "reduce"}])
+    assert browser.run(behavior) == "auto"
+    browser.call("Emulation.setEmulatedMedia", features=[])

@@ -11,14 +11,22 @@ import re
 from collections.abc import Callable, Mapping, Sequence
 from html import escape
 
-from cs336_systems.report.document import Chart, Document, Language, Link, Section, Text
-from cs336_systems.report.page_assets import EARLY_SCRIPT, SCRIPT, STYLE
+from cs336_systems.report.document import LANGUAGES, Chart, Document, Language, Link, Section, Text
+from cs336_systems.report.page_script import EARLY_SCRIPT, SCRIPT
+from cs336_systems.report.page_style import STYLE
 from cs336_systems.report.svg import svg
 from cs336_systems.table import Column, Table
 
-FOLDED_ROWS = 400
+FIRST_ROWS = 12
+"""Of a tall table; the others are shown when asked for."""
+TALL = 16
+"""Rows from which on a table is tall: to fold away two or three would not be worth a button."""
+MANY_COLUMNS = 12
+"""From which on a table is set smaller."""
+LONG_CELL = 32
+"""Letters from which on a cell may have several lines: a kernel's name has hundreds."""
 MOST_ROWS = 2000
-"""A table with more is shown when asked for."""
+"""A browser holds thousands of rows, not hundreds of thousands."""
 
 _CONTENTS = Text("Contents", "目录")
 _MISSING = Text("Not measured yet", "尚未测量")
@@ -32,6 +40,8 @@ _THEMES = {"system": Text("System", "跟随系统"), "light": Text("Light", "浅
 _COPY_MARKDOWN = Text("Copy as Markdown", "复制为 Markdown")
 _COPY_LATEX = Text("Copy as LaTeX", "复制为 LaTeX")
 _SCROLLED = Text("table", "表格")
+_SUMMARY = Text("In short", "概要")
+_FEWER = Text("Show fewer", "收起")
 _NOTHING = Text("There are no measurements in this report.", "此报告中没有测量结果。")
 
 
@@ -45,12 +55,15 @@ class _Page:
         self.language = language
         self.both = both
         self.copies: list[tuple[str, str]] = []
-        self.taken = {"main", "contents", "copies", "tooltip", "language", "theme", "missing", "remarks"}
+        self.taken = {"main", "contents", "copies", "tooltip", "language", "theme", "summary", "missing", "remarks"}
 
     def write(self, document: Document) -> str:
         anchors = [self._anchor(section.name) for section in document.sections]
         main = [self._section(one, anchor) for one, anchor in zip(document.sections, anchors, strict=True)]
         entries = [(anchor, one.title) for one, anchor in zip(document.sections, anchors, strict=True)]
+        if any(section.findings for section in document.sections):
+            main.insert(0, _summary(document.sections, anchors))
+            entries.insert(0, ("summary", _SUMMARY))
         if document.missing:
             main.append(self._missing(document.missing))
             entries.append(("missing", _MISSING))
@@ -62,7 +75,8 @@ class _Page:
             f'<a class="skip" href="#main">{_text(_SKIP)}</a>\n'
             f"{self._header(document)}\n"
             f'<div class="layout">\n{_contents(entries)}\n'
-            f'<main id="main" tabindex="-1">\n{"".join(main) or f"<p>{_text(_NOTHING)}</p>"}</main>\n</div>\n'
+            f'<main id="main" tabindex="-1" data-rows="{FIRST_ROWS}">\n'
+            f"{''.join(main) or f'<p>{_text(_NOTHING)}</p>'}</main>\n</div>\n"
             '<div id="tooltip" aria-hidden="true" hidden></div>\n'
         )
         whole = f"{self._head(document.title)}<body>\n{body}{self._scripts()}</body>\n</html>\n"
@@ -113,45 +127,61 @@ class _Page:
         parts = [f'<section id="{anchor}" aria-labelledby="{heading}"><h2 id="{heading}">{_text(section.title)}</h2>']
         if any(section.question):
             parts.append(f'<p class="question">{_text(section.question)}</p>')
-        if section.findings:
-            parts.append(f'<ul class="findings">{"".join(f"<li>{_text(one)}</li>" for one in section.findings)}</ul>')
-        parts += [self._figure(chart) for chart in section.charts]
-        parts += [self._table(table) for table in section.tables]
+        parts += [*self._board(section), *self._tables(section)]
         if section.links:
             links = "".join(f"<li>{_link(link)}</li>" for link in section.links)
-            parts.append(f'<h3>{_text(_LINKS)}</h3><ul class="links">{links}</ul>')
+            parts.append(f'<h3 class="see">{_text(_LINKS)}</h3><ul class="links">{links}</ul>')
         return "\n".join([*parts, "</section>\n"])
+
+    def _board(self, section: Section) -> list[str]:
+        """Findings and charts, two beside each other where the window is wide: the findings have a row to themselves
+        unless a chart would be left alone."""
+        cells = [self._figure(chart) for chart in section.charts]
+        if section.findings:
+            whole = "" if len(cells) % 2 else " whole"
+            items = "".join(f"<li>{_text(one)}</li>" for one in section.findings)
+            cells.insert(0, f'<ul class="findings{whole}">{items}</ul>')
+        return ['<div class="board">', *cells, "</div>"] if cells else []
 
     def _figure(self, chart: Chart) -> str:
         return (
             f'<figure id="{self._anchor(chart.name)}"><figcaption>{_text(chart.title)}</figcaption>'
-            f'<div class="plot">{svg(chart)}</div></figure>'
+            f'<div class="frame"><div class="plot">{svg(chart)}</div></div></figure>'
         )
 
-    def _table(self, table: Table) -> str:
-        table = _cut(table)
+    def _tables(self, section: Section) -> list[str]:
+        """The first one, or two that are short; the others together in one that can be opened."""
+        titles = [self._title(table, section.name) for table in section.tables]
+        anchors = [self._anchor(f"table-{table.title.split(' · ')[0]}") for table in section.tables]
+        tables = [self._table(*one) for one in zip(section.tables, titles, anchors, strict=True)]
+        first = 2 if all(len(table.rows) < TALL for table in section.tables[:2]) else 1
+        return tables[:first] + _folded(list(zip(anchors, titles, tables, strict=True))[first:])
+
+    def _title(self, table: Table, section: str) -> Text:
+        """In both languages, without the name of the section it is in."""
+        both = self.both(table.title)
+        return Text(*(re.sub(f"^{re.escape(section)}(: |：)(?=.)", "", both.in_(one)) for one in LANGUAGES))
+
+    def _table(self, whole: Table, title: Text, anchor: str) -> str:
+        table = _cut(whole)
         number = len(self.copies)
         self.copies.append((table.render("md"), table.render("latex")))
-        title = self.both(table.title)
         buttons = "".join(
             f'<button type="button" data-copy="{number} {format}">{_text(text)}</button>'
             for format, text in enumerate((_COPY_MARKDOWN, _COPY_LATEX))
         )
         heads = "".join(self._heading(column) for column in table.columns)
         rows = "\n".join(_row(row, table.columns) for row in table.rows)
-        region = Text(*(f"{title.in_(one)} ({_SCROLLED.in_(one)})" for one in ("en", "zh")))
-        box = (
-            f'<div class="scroll" tabindex="0" role="region"{self._aria(region)}><table>'
-            f"<thead><tr>{heads}</tr></thead><tbody>\n{rows}\n</tbody></table></div>"
-        )
-        if len(table.rows) > FOLDED_ROWS:
-            count = f"{len(table.rows):,}"
-            summary = _text(Text(f"Show all {count} rows", f"显示全部 {count} 行"))
-            box = f"<details><summary>{summary}</summary>{box}</details>"
+        region = Text(*(f"{title.in_(one)} ({_SCROLLED.in_(one)})" for one in LANGUAGES))
+        tall = len(table.rows) >= TALL
+        dense = ' class="dense"' if len(table.columns) >= MANY_COLUMNS else ""
         notes = "".join(f"<li>{_text(self.both(note))}</li>" for note in table.notes)
         return (
-            f'<div class="table"><div class="head"><h3>{_text(title)}</h3>'
-            f'<div class="copy"><output></output>{buttons}</div></div>{box}'
+            f'<div class="table{" short" if tall else ""}" id="{anchor}"><h3>{_title(title)}</h3>'
+            f'<div class="frame"><div class="scroll" tabindex="0" role="region"{self._aria(region)}><table{dense}>'
+            f"<thead><tr>{heads}</tr></thead><tbody>\n{rows}\n</tbody></table></div></div>"
+            + f'<div class="foot">{_rows_button(len(table.rows), anchor) if tall else ""}'
+            + f'<div class="copy">{buttons}<output></output></div></div>'
             + (f'<ul class="notes">{notes}</ul>' if notes else "")
             + "</div>"
         )
@@ -202,12 +232,58 @@ def _contents(entries: Sequence[tuple[str, Text]]) -> str:
     items = "".join(f'<li><a href="#{anchor}">{_text(title)}</a></li>' for anchor, title in entries)
     return (
         f'<nav id="contents" aria-label="{_CONTENTS.en}"{_both_attributes("data-aria-", _CONTENTS)}>'
-        f"<details open><summary>{_text(_CONTENTS)}</summary><ol>{items}</ol></details></nav>"
+        f'<details open><summary>{_text(_CONTENTS)}<span class="here"></span></summary>'
+        f"<ol>{items}</ol></details></nav>"
+    )
+
+
+def _summary(sections: Sequence[Section], anchors: Sequence[str]) -> str:
+    """What comes first: of every section the first of its findings."""
+    lines = "".join(
+        f'<li><a href="#{anchor}">{_text(section.title)}</a><span>{_text(section.findings[0])}</span></li>'
+        for section, anchor in zip(sections, anchors, strict=True)
+        if section.findings
+    )
+    return f'<section id="summary"><h2>{_text(_SUMMARY)}</h2><ul class="brief">{lines}</ul></section>\n'
+
+
+def _folded(tables: Sequence[tuple[str, Text, str]]) -> list[str]:
+    """Anchor, title and text of each. One alone is named by what opens it, several by a list inside."""
+    if not tables:
+        return []
+    if len(tables) == 1:
+        name = Text("One more table: ", "另有一张表：")
+        summary, names = _text(name) + _title(tables[0][1]), ""
+    else:
+        summary = _text(Text(f"{len(tables)} more tables", f"另有 {len(tables)} 张表"))
+        links = "".join(f'<li><a href="#{anchor}">{_title(title)}</a></li>' for anchor, title, _ in tables)
+        names = f"<ol>{links}</ol>"
+    return [
+        f'<details class="others"><summary>{summary}</summary>{names}',
+        *(text for _, _, text in tables),
+        "</details>",
+    ]
+
+
+def _title(title: Text) -> str:
+    """What a table shows, and smaller what it was measured on."""
+    parts = {one: title.in_(one).split(" · ", 1) for one in LANGUAGES}
+    what, where = (Text(*("".join(parts[one][i : i + 1]) for one in LANGUAGES)) for i in (0, 1))
+    capital = what.en[:1].upper() + what.en[1:]
+    return _text(Text(capital, capital if what.in_("zh") == what.en else what.zh)) + (
+        f" <small>{_text(where)}</small>" if any(where) else ""
+    )
+
+
+def _rows_button(count: int, anchor: str) -> str:
+    every = Text(f"Show all {count:,} rows", f"显示全部 {count:,} 行")
+    return (
+        f'<button type="button" class="rows" aria-expanded="false" aria-controls="{anchor}">'
+        f'<span class="all">{_text(every)}</span><span class="few">{_text(_FEWER)}</span></button>'
     )
 
 
 def _cut(table: Table) -> Table:
-    """A browser holds thousands of rows, not hundreds of thousands."""
     if len(table.rows) <= MOST_ROWS:
         return table
     note = f"the first {MOST_ROWS:,} of {len(table.rows):,} rows; all of them: --formats csv"
@@ -217,7 +293,8 @@ def _cut(table: Table) -> Table:
 def _row(cells: Sequence[str], columns: Sequence[Column]) -> str:
     found = []
     for index, cell in enumerate(cells):
-        kind = ' class="r"' if index < len(columns) and columns[index].numeric else ""
+        numeric = index < len(columns) and columns[index].numeric
+        kind = ' class="r"' if numeric else ' class="w"' if index and len(cell) > LONG_CELL else ""
         text = escape(cell)
         found.append(f"<td{kind}>{text}</td>" if index else f'<th scope="row"{kind}><div>{text}</div></th>')
     return f"<tr>{''.join(found)}</tr>"

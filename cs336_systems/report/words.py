@@ -11,7 +11,6 @@ from itertools import islice
 from cs336_systems.report.document import Text
 
 TITLES = {
-    "bench": Text("Single configurations", "单个配置"),
     "end_to_end": Text("Time of a step by size", "各规模一步的时间"),
     "warmup": Text("Warm-up", "预热"),
     "precision": Text("Precision", "精度"),
@@ -38,10 +37,10 @@ TITLES = {
     "memory_model": Text("Memory from the configuration alone", "仅由配置算出的显存"),
     "accumulation": Text("Adding up in low precision", "低精度下的累加"),
     "autocast_dtypes": Text("Types under autocast", "autocast 下的类型"),
+    "bench": Text("Single configurations", "单个配置"),
 }
 
 QUESTIONS = {
-    "bench": Text("How long does a step take, and how much memory?", "一步要多久，用多少显存？"),
     "end_to_end": Text(
         "How long do forward, backward and the optimizer take, by size?", "各规模的前向、后向和优化器各要多久？"
     ),
@@ -102,6 +101,7 @@ QUESTIONS = {
     ),
     "accumulation": Text("Where does precision get lost when adding up?", "累加时精度在哪里丢失？"),
     "autocast_dtypes": Text("Which dtype has what under autocast?", "autocast 下什么是哪种类型？"),
+    "bench": Text("How long does a step take, and how much memory?", "一步要多久，用多少显存？"),
 }
 
 NAMES = frozenset(
