@@ -5,7 +5,7 @@ from collections.abc import Sequence
 from functools import partial
 from typing import Any
 
-from cs336_systems.report.document import Chart, Language, Point, Series
+from cs336_systems.report.document import Chart, Language, Point, Series, Text
 from cs336_systems.report.picture import MORE, PALETTE, Picture, can_write_chinese, letters
 
 MARKERS = "os^Dvp*Xh"
@@ -31,15 +31,34 @@ def _draw(figure: Any, chart: Chart, language: Language) -> None:
         if chart.kind != "lines":
             _name_places(axes, chart)
         _limit(axes, chart, language)
-        x, y = chart.x.in_(language), chart.y.in_(language)
+        x, y = _said(chart.x, language), _said(chart.y, language)
         axes.set(xlabel=y if chart.sideways else x, ylabel="" if chart.sideways else y)
-        axes.set_title(chart.title.in_(language))
-        names = [series.name.in_(language) for series in chart.series]
-        names += [chart.limit.text.in_(language)] if chart.limit else []
+        axes.set_title(_said(chart.title, language))
+        names = [_said(series.name, language) for series in chart.series]
+        names += [_said(chart.limit.text, language)] if chart.limit else []
         if len(names) > 1:
             # matplotlib would put lines before bars.
             found = sorted(zip(*axes.get_legend_handles_labels(), strict=True), key=lambda pair: names.index(pair[1]))
-            figure.legend(*zip(*found, strict=True), loc="outside lower center", ncols=min(4, len(names)))
+            figure.legend(*zip(*found, strict=True), loc="outside lower center", ncols=_columns(names))
+
+
+def _said(text: Text, language: Language) -> str:
+    return _plain(text.in_(language))
+
+
+def _plain(text: str) -> str:
+    """Between dollars matplotlib would look for formulas."""
+    return text.replace("$", r"\$")
+
+
+def _columns(names: Sequence[str]) -> int:
+    """Of a legend that is no wider than the picture."""
+    for count in range(min(4, len(names)), 1, -1):
+        rows = math.ceil(len(names) / count)
+        widths = [8 + max(map(len, names[first : first + rows])) for first in range(0, len(names), rows)]
+        if sum(widths) <= 105:
+            return count
+    return 1
 
 
 def _finite(series: Series) -> list[Point]:
@@ -50,14 +69,15 @@ def _names(chart: Chart) -> list[str]:
     return chart.ordered(str(point.x) for series in chart.series for point in series.points)
 
 
-def _style(number: int, series: Series, language: Language) -> dict[str, Any]:
-    return {"color": COLORS[number % len(COLORS)], "label": series.name.in_(language)}
+def _style(chart: Chart, number: int, language: Language) -> dict[str, Any]:
+    color, series = COLORS[chart.color_of(number) % len(COLORS)], chart.series[number]
+    return {"color": color, "label": _said(series.name, language)}
 
 
 def _lines(axes: Any, chart: Chart, language: Language) -> None:
     for number, series in enumerate(chart.series):
         points = [p for p in _finite(series) if not chart.log_y or p.y > 0]
-        style = _style(number, series, language)
+        style = _style(chart, number, language)
         marker = MARKERS[number % len(MARKERS)] if len(points) < 60 else ""
         if series.drawn == "marks":
             style |= {"linestyle": "", "marker": marker or ".", "markersize": 4}
@@ -90,7 +110,7 @@ def _bars(axes: Any, chart: Chart, language: Language) -> None:
             _marks(axes, chart, series, places, language)
             continue
         values, errors = [p.y for p in points], [p.std or 0.0 for p in points]
-        style = _style(number, series, language) | {"error_kw": {"elinewidth": 0.8}}
+        style = _style(chart, number, language) | {"error_kw": {"elinewidth": 0.8}}
         if chart.horizontal:
             axes.barh(places, values, width, xerr=errors, **style)
         else:
@@ -103,7 +123,7 @@ def _marks(axes: Any, chart: Chart, series: Series, places: Sequence[float], lan
     marker = MARKERS_ON_BARS[(series.over or 0) % len(MARKERS_ON_BARS)]
     style = {"linestyle": "", "markersize": 5, "markerfacecolor": "white", "markeredgecolor": INK, "zorder": 3}
     ends = (values, places) if chart.horizontal else (places, values)
-    axes.plot(*ends, marker=marker, label=series.name.in_(language), **style)
+    axes.plot(*ends, marker=marker, label=_said(series.name, language), **style)
 
 
 def _stacked(axes: Any, chart: Chart, language: Language) -> None:
@@ -115,7 +135,7 @@ def _stacked(axes: Any, chart: Chart, language: Language) -> None:
             continue
         by_name = {str(point.x): point.y for point in _finite(series)}
         sizes = [by_name.get(name, 0.0) for name in names]
-        style = _style(number, series, language)
+        style = _style(chart, number, language)
         if chart.horizontal:
             axes.barh(range(len(names)), sizes, 0.65, left=base, **style)
         else:
@@ -140,7 +160,7 @@ def _spans(axes: Any, chart: Chart, language: Language) -> None:
         lowest = min([lowest, *(start for _, start, _ in known)])
         places, starts, lengths = zip(*known, strict=True) if known else ((), (), ())
         # Messages follow each other closely; phases may be too short for an edge.
-        style = _style(number, series, language) | {"edgecolor": "white", "linewidth": 0.3 if series.lane else 0}
+        style = _style(chart, number, language) | {"edgecolor": "white", "linewidth": 0.3 if series.lane else 0}
         axes.barh(places, lengths, 0.34, left=starts, **style)
     axes.set_xlim(left=lowest)
 
@@ -148,11 +168,11 @@ def _spans(axes: Any, chart: Chart, language: Language) -> None:
 def _limit(axes: Any, chart: Chart, language: Language) -> None:
     if chart.limit and math.isfinite(chart.limit.value):
         line = axes.axvline if chart.sideways else axes.axhline
-        line(chart.limit.value, color=INK, linewidth=1.3, label=chart.limit.text.in_(language))
+        line(chart.limit.value, color=INK, linewidth=1.3, label=_said(chart.limit.text, language))
 
 
 def _name_places(axes: Any, chart: Chart) -> None:
-    names = _names(chart)
+    names = [_plain(name) for name in _names(chart)]
     if chart.sideways:
         axes.set_yticks(range(len(names)), names, fontsize=8)
         axes.invert_yaxis()

@@ -49,7 +49,7 @@ class Series:
     drawn: Literal["both", "line", "marks"] = "both"
     """Of a chart of lines: a line with its marks, the line alone, the marks alone. "marks" among bars stand on them."""
     over: int | None = None
-    """Of marks on bars side by side: the number of the series on whose bars they stand."""
+    """The number of the series that this one is about: marks stand on its bars, a fitted line has its colour."""
     lane: int = 0
     """Of spans: 0 above, 1 below it, in every row."""
 
@@ -103,6 +103,11 @@ class Chart:
     def on_bars(self, series: Series) -> bool:
         """Whether it is drawn as marks on the bars of others."""
         return self.kind in ("bars", "stacked") and series.drawn == "marks"
+
+    def color_of(self, number: int) -> int:
+        """The series whose colour that one has."""
+        over = self.series[number].over
+        return number if over is None or self.kind != "lines" else over
 
     def ordered(self, names: Iterable[str]) -> list[str]:
         found = dict.fromkeys(names)

@@ -26,7 +26,6 @@ STYLE: dict[str, Any] = {
     "grid.color": "#e3e3e3",
     "grid.linewidth": 0.6,
     "legend.frameon": False,
-    "text.parse_math": False,  # a name with dollars is a name
     "svg.fonttype": "none",  # text stays text: it can be searched, and is drawn by the reader's own fonts
     "svg.hashsalt": "cs336",  # else the same picture would have other ids each time
 }

@@ -20,13 +20,17 @@ def _collectives(cells: Sequence[CellView]) -> list[Chart]:
             seen = [(size, seconds) for size, seconds in parallel.points(cell, name) if seconds]
             factor = BUS_FACTOR[name](cell.get("ranks")) / 1e9
             if seen:
-                series.append(Series(Text(name), [Point(s / 1e6, s / t * factor) for s, t in seen]))
+                points = [Point(s / 1e6, s / t * factor) for s, t in seen]
+                series.append(Series(Text(name), points, drawn="marks"))
             if len(seen) > 1:
-                fit = Text(f"{name}: latency + size / bandwidth", f"{name}：延迟 + 大小 / 带宽")
+                fit = Text(f"{name}: fit", f"{name}：拟合")
                 line = [Point(s / 1e6, s / t * factor) for s, t in _fitted(seen)]
-                series.append(Series(fit, line, dashed=True, drawn="line"))
+                series.append(Series(fit, line, dashed=True, drawn="line", over=len(series) - 1))
         where = f"{cell.get('ranks')} ranks, {cell.get('backend')}"
-        title = Text(f"Bus bandwidth by size, {where}", f"总线带宽与数组大小，{where}")
+        title = Text(
+            f"Bus bandwidth by size, {where}; fit: latency + size / bandwidth",
+            f"总线带宽与数组大小，{where}；拟合：延迟 + 大小 / 带宽",
+        )
         axes = Text("size of the whole array, MB", "整个数组 MB"), Text("busbw, GB/s")
         found.append(Chart("", title, "lines", *axes, series, log_x=True, log_y=True))
     return found

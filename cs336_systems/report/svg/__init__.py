@@ -77,7 +77,7 @@ def _legend(chart: Chart, shown: Sequence[tuple[int, Series]]) -> tuple[str, flo
             found.append(f'<path{LIMIT} d="M{x + 3:.1f} {middle:.1f}h26"/>{said}')
         else:
             found.append(
-                f'<g class="entry s{index % COLORS}" role="button" tabindex="0" aria-pressed="true" '
+                f'<g class="entry s{chart.color_of(index) % COLORS}" role="button" tabindex="0" aria-pressed="true" '
                 f'data-toggle="{index}"{aria(text)}>'
                 f'<rect class="hit" x="{x:.1f}" y="{y:.1f}" width="{width - 8:.1f}" height="{lines * LINE + 4}"/>'
                 f"{swatch(chart, index, series, x + 3, middle)}{said}</g>"
@@ -98,8 +98,7 @@ def _axes(at: Layout) -> str:
             texts.append(words(at.left - 8, place + 5, Text(label), WIDTH, anchor="end", kind="muted"))
     texts.append(words(0, at.above_y, at.above, WIDTH, most=2))
     middle = (at.left + at.right) / 2
-    room = 2 * min(middle, WIDTH - middle)
-    texts.append(words(middle, at.below_y, at.below, room, anchor="middle", most=2))
+    texts.append(words(middle, at.below_y, at.below, at.below_room, anchor="middle", most=2))
     for name, text in at.beyond_texts().items():
         texts.append(words(at.right + 6, at.along_place(name) + 5, Text(text), WIDTH))
     base = f"M{at.left:.1f} {at.top:.1f}V{at.bottom:.1f}"

@@ -144,7 +144,8 @@ class Layout:
             self.left = max(map(text_width, self.value_labels)) + 12.0
             self.bottom = self.top + PLOT_HEIGHT
             self.below_y = self.bottom + self._lay_out_names() + LINE + 6
-        self.height = self.below_y + LINE * (line_count(below, WIDTH, 2) - 1) + 10
+        self.below_room = min(self.left + self.right, 2 * WIDTH - self.left - self.right)
+        self.height = self.below_y + LINE * (line_count(below, self.below_room, 2) - 1) + 10
 
     def _thickness(self) -> float:
         """Of what stands beside one name."""

@@ -109,7 +109,7 @@ class Marks:
         for index, series in self.at.series:
             draw = self._on_bars if self.chart.on_bars(series) else kinds[self.chart.kind]
             marks = draw(index, series) + self._notes(index, series)
-            groups.append(f'<g class="series s{index % COLORS}" data-index="{index}">{marks}</g>')
+            groups.append(f'<g class="series s{self.chart.color_of(index) % COLORS}" data-index="{index}">{marks}</g>')
         whole = "".join(groups)
         if self.at.beyond:
             whole = f'<g clip-path="url(#{drawing_id(self.chart, "clip")})">{whole}</g>'
