@@ -135,11 +135,13 @@ def _stacked(axes: Any, chart: Chart, language: Language) -> None:
             continue
         by_name = {str(point.x): point.y for point in _finite(series)}
         sizes = [by_name.get(name, 0.0) for name in names]
+        own = [place for place, name in enumerate(names) if name in by_name]
+        lengths, starts = [sizes[place] for place in own], [base[place] for place in own]
         style = _style(chart, number, language)
         if chart.horizontal:
-            axes.barh(range(len(names)), sizes, 0.65, left=base, **style)
+            axes.barh(own, lengths, 0.65, left=starts, **style)
         else:
-            axes.bar(range(len(names)), sizes, 0.65, bottom=base, **style)
+            axes.bar(own, lengths, 0.65, bottom=starts, **style)
         base = [a + b for a, b in zip(base, sizes, strict=True)]
     if chart.limit and chart.cut_at:
         shown = max(1.15 * chart.limit.value, 1.05 * min(max(base, default=0.0), chart.cut_at))
