@@ -1,4 +1,4 @@
-"""Charts of attention: time and rate against length, implementations side by side."""
+"""Charts of attention: time and rate against length, implementations side by side, and the roofline they are under."""
 
 import itertools
 from collections.abc import Iterable, Sequence
