@@ -12,7 +12,7 @@ from tests.helpers import PACKAGE, ROOT, execute
 
 OURS = PACKAGE.name
 LEVELS = {
-    0: ("", "config", "record", "table", "flags", "commands", "timeline", "kernel_classes"),
+    0: ("", "config", "record", "table", "flags", "commands", "timeline", "kernel_classes", "gpus"),
     1: ("kernels", "parallel"),
     2: ("model", "step_graph"),
     3: ("step",),

@@ -14,7 +14,11 @@ import pytest
 from cs336_systems.report.document import Chart, Document, Link, Point, Section, Series, Text
 from cs336_systems.report.page import page, safe_href
 from cs336_systems.report.page_style import DARK, LIGHT, STYLE
-from cs336_systems.report.svg import COLORS, WIDTH, number, svg, text_width
+from cs336_systems.report.svg import svg
+from cs336_systems.report.svg.layout import WIDTH
+from cs336_systems.report.svg.marks import COLORS
+from cs336_systems.report.svg.scales import number
+from cs336_systems.report.svg.text import text_width
 from cs336_systems.table import Column, Table
 from tests import page_cases
 

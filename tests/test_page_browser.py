@@ -9,6 +9,7 @@ from cs336_systems.report.page import page as write_page
 from cs336_systems.table import Column, Table
 from tests import page_cases
 from tests.test_page import EVIL, KINDS, NAMES, chart, evil_document
+from tests.test_svg import STEP, stacked
 from tests.test_timeline_page import CHROMIUM, Browser
 
 pytestmark = pytest.mark.xdist_group("report page")  # one browser for all
@@ -704,3 +705,28 @@ def test_motion_only_where_it_is_wanted(browser, tables):
     browser.call("Emulation.setEmulatedMedia", features=[{"name": "prefers-reduced-motion", "value": "reduce"}])
     assert browser.run(behavior) == "auto"
     browser.call("Emulation.setEmulatedMedia", features=[])
+
+
+def test_spans_limits_and_what_is_cut_answer(browser, tmp_path):
+    charts = [STEP, stacked(12_345.0, 36.0, 8.0)]
+    path = tmp_path / "spans.html"
+    sections = [Section("s", Text("s"), Text(""), charts=charts)]
+    path.write_text(write_page(Document(Text("t"), sections=sections)), encoding="utf-8")
+    fresh(browser, path, width=1400)
+    assert browser.run(OVERLAPS) == []
+    wider = "[...document.querySelectorAll('.plot')].filter(e => e.scrollWidth > e.clientWidth + 1).length"
+    assert browser.run(wider) == 0  # what goes on beyond the axis does not stretch the page
+    for mark, said in (
+        ("[data-series=backward]", "backwardwrapper: naivems since: 4 – 10"),
+        (".limit [data-value]", "what one hasstrategy: –GiB: 10"),
+    ):
+        browser.run(f"document.querySelector('{mark}').focus()")
+        browser.frame()
+        assert browser.run("document.getElementById('tooltip').textContent") == said
+    browser.press("ArrowRight")
+    assert browser.run("document.activeElement.dataset.series") == "what one has"
+    entries = visible(browser, ".entry")
+    browser.run("document.querySelectorAll('.entry')[3].dispatchEvent(new MouseEvent('click', {bubbles: true}))")
+    browser.frame()
+    assert (entries, visible(browser, ".series.off"), visible(browser, ".limit path")) == (5, 0, 2)
+    assert browser.complaints == []

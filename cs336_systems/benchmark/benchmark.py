@@ -124,8 +124,9 @@ def _work_metrics(run: RunConfig, step: Any, batch: Any, peak_tflops: float | No
     """FLOPs of the step, counted where the model is not ours, and the peak of the device where it is known."""
     import torch
 
+    from cs336_systems.gpus import peak_flops
     from cs336_systems.measure.flop_counter import count_flops
-    from cs336_systems.measure.flops import model_flops, peak_flops
+    from cs336_systems.measure.flops import model_flops
 
     flops = model_flops(run) if run.model_factory is None else count_flops(lambda: step(*batch))
     gpu = torch.cuda.get_device_name(step.device) if step.device.type == "cuda" else None

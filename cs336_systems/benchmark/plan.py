@@ -6,7 +6,7 @@ from typing import Any
 from cs336_systems.benchmark.fit import CONTEXT_RESERVE, MODEL_ERROR, card_name, gpu_bytes
 from cs336_systems.benchmark.shape import ShapeArguments
 from cs336_systems.config import RunConfig, UserError, flag, flag_like
-from cs336_systems.measure.flops import peak_flops
+from cs336_systems.gpus import peak_flops
 from cs336_systems.measure.parallel_model import Cluster, Plan, Strategy, feed_forward, transformer
 from cs336_systems.report.cells import CellView
 from cs336_systems.report.parallel import plan as plan_tables

@@ -4,7 +4,7 @@ matplotlib takes half a second to import, so only drawing does it.
 """
 
 import re
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from functools import cache
@@ -95,15 +95,3 @@ def _chinese_font() -> str | None:
             if re.search(r"cjk|wqy|hans|simhei|pingfang", Path(path).name, re.IGNORECASE):
                 font_manager.fontManager.addfont(path)
     return found()
-
-
-def stacked_bars(axes: Any, names: Sequence[str], parts: Mapping[str, Sequence[float]]) -> None:
-    """Horizontal bars, one for each name, in the order given from the top; made of parts, each in a colour."""
-    left = [0.0] * len(names)
-    for color, (label, sizes) in zip((*PALETTE, *MORE), parts.items(), strict=False):
-        axes.barh(range(len(names)), sizes, 0.6, left=left, color=color, label=label)
-        left = [a + b for a, b in zip(left, sizes, strict=True)]
-    axes.set_yticks(range(len(names)), names)
-    axes.invert_yaxis()
-    axes.grid(axis="y", visible=False)
-    axes.legend(loc="upper left", bbox_to_anchor=(1.0, 1.0))

@@ -28,9 +28,10 @@ from torch import Tensor, nn
 
 from cs336_systems import record
 from cs336_systems.config import RunConfig, UserError
+from cs336_systems.gpus import peak_flops
 from cs336_systems.kernels.packed_adamw import PackedAdamW
 from cs336_systems.measure.environment import capture
-from cs336_systems.measure.flops import model_flops, peak_flops
+from cs336_systems.measure.flops import model_flops
 from cs336_systems.model import TransformerLM
 from cs336_systems.parallel import DDP, FSDP, ShardedOptimizer, clip_grad_norm_
 from cs336_systems.parallel.collectives import message_device

@@ -1,0 +1,45 @@
+"""What charts of all experiments share: units, names, and points from what was measured."""
+
+import math
+from collections.abc import Iterable
+
+from cs336_systems.record import Statistics
+from cs336_systems.report.cells import CellView
+from cs336_systems.report.document import Point, Series, Text
+
+MS = Text("ms", "毫秒")
+GIB_TEXT = Text("GiB")
+SIZE = Text("size", "规模")
+MEASURED, PREDICTED = Text("measured", "实测"), Text("predicted", "预测")
+PHASE_NAMES = {
+    "forward": Text("forward", "前向"),
+    "loss": Text("loss", "损失"),
+    "backward": Text("backward", "后向"),
+    "sync": Text("sync", "同步"),
+    "optimizer": Text("optimizer", "优化器"),
+}
+FEW = 24
+"""Bars that can be read in one chart."""
+
+
+def is_oom(cell: CellView) -> bool:
+    return cell.verdict == "OOM"
+
+
+def point(x: float | str, found: Statistics | None, unit: float = 1e-3) -> list[Point]:
+    """One, or none where nothing was measured."""
+    if found is None or not math.isfinite(found.mean):
+        return []
+    return [Point(x, found.mean / unit, found.std / unit if found.n > 1 else None, found.n)]
+
+
+def measured(cell: CellView, metric: str, x: float | str, unit: float = 1e-3) -> list[Point]:
+    return point(x, cell.statistics(metric), unit)
+
+
+def joined(points: Iterable[list[Point]]) -> list[Point]:
+    return [point for found in points for point in found]
+
+
+def series_of(name: Text | str, points: Iterable[list[Point]]) -> Series:
+    return Series(name if isinstance(name, Text) else Text(name), joined(points))
