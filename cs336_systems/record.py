@@ -59,7 +59,7 @@ class Environment:
     @property
     def machine(self) -> str:
         """Its GPU, or its CPU where it has none."""
-        return self.gpu or self.cpu or "unknown machine"
+        return str(self.gpu or self.cpu or "unknown machine")  # a file may hold anything
 
     @classmethod
     def from_dict(cls, values: Mapping[str, Any]) -> "Environment":

@@ -151,6 +151,7 @@ def test_records_from_anywhere(tmp_path):
             for metric in ("step_time", HOSTILE, record.CELL_TIME)
         ),
         Record("flash", {}, "step_time", "s").to_json(),
+        Record("flash", {}, "step_time", "s", environment=Environment(gpu=["a"])).to_json(),
     ]
     path = tmp_path / "records.jsonl"
     path.write_text("\n".join(lines) + "\n")
@@ -197,7 +198,7 @@ def test_a_hundred_thousand_records(tmp_path):
     assert int(kilobytes) < 1 << 20
 
 
-HOSTILE = [
+HOSTILE_CELLS = [
     '#panic("ran")',
     '#read("/etc/passwd")',
     "] #panic() [",
@@ -220,8 +221,8 @@ HOSTILE = [
 
 
 def hostile_table():
-    columns = [Column(text, text) for text in HOSTILE]
-    return Table(HOSTILE[0], columns, [HOSTILE, HOSTILE[::-1]], HOSTILE)
+    columns = [Column(text, text) for text in HOSTILE_CELLS]
+    return Table(HOSTILE_CELLS[0], columns, [HOSTILE_CELLS, HOSTILE_CELLS[::-1]], HOSTILE_CELLS)
 
 
 def compile_latex(tables, folder):
