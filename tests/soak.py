@@ -3,8 +3,11 @@
     python -m tests.soak                                       # everything: an hour on two cores, or two
     python -m tests.soak --only R3,R8 --trials 5
 
+    R1   40 steps at once against 20 and 20 more in new processes, for ten seeds and every way to share the work
+    R2   stopped after each of 12 steps and gone on with, over the end of an epoch and with accumulation
     R3   one rank is killed at any moment, also in a start and in a save; the run is started again
     R4   all ranks and torchrun are killed in a save; the run is started again
+    R7   SIGTERM, SIGINT and SIGUSR1 to torchrun in a start, a step, an evaluation and a save
     R8   torchrun restarts the ranks by itself, three times in a job
     R15  how long a save of 25 million parameters and their AdamW state keeps the training waiting
     R16  memory, open files, threads and shared memory after 100 steps and after 1,000
@@ -35,7 +38,7 @@ import tempfile
 import time
 import uuid
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -210,7 +213,7 @@ class Lab:
         """Of a new run in a folder of its own, as small as it gets."""
         (self.folder / "text.txt").write_bytes(text_of(5000))
         output = self.folder / f"run-{next(self._numbers)}"
-        return tiny_fields(output, data="text.txt", **{"steps": STEPS, "save_every": SAVE_EVERY, **changes})
+        return tiny_fields(output, **{"data": "text.txt", "steps": STEPS, "save_every": SAVE_EVERY, **changes})
 
     def torchrun(self, settings: dict[str, Any], *options: str) -> contextlib.AbstractContextManager[Job]:
         return started([*TORCHRUN, *options, *CS336, *words(settings)], self.folder / "said.txt")
@@ -224,13 +227,7 @@ class Lab:
                 if job.wait() != 0:
                     raise TrialError(f"an undisturbed run failed: {job.tail()}")
             self.undisturbed[parallel] = expected["output"]
-        outputs = (settings["output"], self.undisturbed[parallel])
-        found, expected_state = (state_of(checkpoints(output)[STEPS]) for output in outputs)
-        return (
-            found.keys() == expected_state.keys()
-            and all(torch.equal(value, expected_state[name]) for name, value in found.items())
-            and losses_of(outputs[0]) == losses_of(outputs[1])
-        )
+        return is_same_run(settings["output"], self.undisturbed[parallel], STEPS)
 
 
 # -- checkpoints ------------------------------------------------------------------------------------------------------
@@ -265,6 +262,50 @@ def state_of(checkpoint: Path) -> dict[str, Tensor]:
         warnings.filterwarnings("ignore", "torch.distributed is disabled")  # as it should be here
         dcp.load(state, storage_reader=reader, no_dist=True)
     return state
+
+
+def is_same_run(output: str, other: str, steps: int) -> bool:
+    """To the bit: losses, weights, moments and random numbers."""
+    found, expected = (state_of(checkpoints(each)[steps]) for each in (output, other))
+    return (
+        found.keys() == expected.keys()
+        and all(torch.equal(value, expected[name]) for name, value in found.items())
+        and losses_of(output) == losses_of(other)
+    )
+
+
+# -- stops ------------------------------------------------------------------------------------------------------------
+
+
+def halves(lab: Lab, trials: int) -> list[Figure]:
+    steps = 40
+    return gone_on(lab, [{"seed": seed, "steps": steps} for seed in range(trials)], [steps // 2])
+
+
+def every_step(lab: Lab, trials: int) -> list[Figure]:
+    """An epoch of 18 sequences ends within the fifth step and within the ninth."""
+    short = lab.folder / "short.txt"
+    short.write_bytes(text_of(330))
+    return gone_on(lab, [{"data": str(short), "micro_batch_size": 1, "steps": trials + 1}], range(1, trials + 1))
+
+
+def gone_on(lab: Lab, variants: Sequence[dict[str, Any]], stops: Sequence[int]) -> list[Figure]:
+    """Each variant under each wrapper in one go, and stopped after each of `stops` and gone on with by new ranks."""
+    whole, parts = {}, {}
+    for variant, parallel in itertools.product(variants, ("ddp", "ddp-sharded", "fsdp")):
+        same = {**variant, "parallel": parallel, "save_every": 1000}
+        key = f"{parallel} {variant}"
+        whole[key] = Run(lab.fields(**same))
+        parts.update({(key, stop): Run(lab.fields(**same), stop_after=stop) for stop in stops})
+    spawn(play, 2, {**whole, **parts}, timeout=4 * LIMIT)
+    spawn(play, 2, {key: dataclasses.replace(run, stop_after=None) for key, run in parts.items()}, timeout=4 * LIMIT)
+    equal = 0
+    for (key, stop), run in parts.items():
+        if is_same_run(run.fields["output"], whole[key].fields["output"], run.fields["steps"]):
+            equal += 1
+        else:
+            lab.note(f"{key} stopped after step {stop}: differs")
+    return [Figure("as in one go", equal, len(parts), exact=True)]
 
 
 # -- kills ------------------------------------------------------------------------------------------------------------
@@ -475,6 +516,61 @@ def killed_attempts(job: Job, output: str, chance: random.Random) -> Iterator[fl
         killed_at = time.monotonic()
 
 
+# -- signals ----------------------------------------------------------------------------------------------------------
+
+SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1)
+ENDS_WITHIN = 5.0
+
+
+def signalled(lab: Lab, trials: int) -> list[Figure]:
+    """Ends with a checkpoint of the step it was in, and gone on with it is the run that nobody has stopped."""
+    chance, ways = random.Random(7), itertools.cycle(VARIANTS)
+    cases = [*itertools.product(SIGNALS, ("start", "step", "evaluation", "save"))] * trials
+    saved = equal = orphans = 0
+    slowest = 0.0
+    for number, kind in cases:
+        settings = lab.fields(**next(ways), eval_every=2, eval_batches=20)
+        try:
+            seconds, left = end_by(lab, settings, number, kind, chance)
+            slowest, orphans, saved = max(slowest, seconds), orphans + left, saved + 1
+            with lab.torchrun(settings) as job:
+                if job.wait() != 0:
+                    raise TrialError(f"cannot be gone on with: {job.tail()}")
+            if not lab.is_undisturbed(settings):
+                raise TrialError("the result differs from that of an undisturbed run")
+            equal += 1
+        except Exception as failure:
+            lab.note(f"{number.name} in a {kind}: {type(failure).__name__}: {failure}")
+        shutil.rmtree(settings["output"], ignore_errors=True)
+    return [
+        Figure("saved and ended", saved, len(cases), exact=True),
+        Figure("as undisturbed", equal, len(cases), exact=True),
+        Figure("slowest end", slowest, ENDS_WITHIN, "s"),
+        Figure("orphans", orphans, 0),
+    ]
+
+
+def end_by(lab: Lab, settings: dict[str, Any], number: signal.Signals, kind: str, chance: random.Random) -> tuple:
+    """Seconds until all processes were gone, and how many were not."""
+    handled = ",".join(one.name for one in SIGNALS)
+    with lab.torchrun(settings, f"--signals-to-handle={handled}") as job:
+        if not job.until(lambda: len(job.ranks()) == 2):
+            raise TrialError(f"ended before the signal: {job.tail()}")
+        if kind == "evaluation":  # which takes most of the time between two steps
+            job.until(lambda: (job.last_step() or 0) % 2 == 0 and bool(job.last_step()))
+        elif not moment(job, settings["output"], chance, kind):
+            raise TrialError(f"ended before the signal: {job.tail()}")
+        begin = time.monotonic()
+        job.process.send_signal(number)
+        code, seconds = job.wait(), time.monotonic() - begin
+        if code == 0 or "Traceback" in job.text().partition("torch/distributed")[0]:
+            raise TrialError(f"exit code {code}: {job.tail()}")
+        told, kept = job.last_step() or 0, newest_whole(settings["output"])
+        if told != kept:
+            raise TrialError(f"told of step {told}, kept step {kept}: {job.tail()}")
+        return seconds, len(job.alive())
+
+
 # -- the cost of a save -----------------------------------------------------------------------------------------------
 
 LARGE = {"context_length": 32, "d_model": 512, "num_layers": 8, "num_heads": 8, "d_ff": 1344, "batch_size": 2}
@@ -681,8 +777,11 @@ class Check:
 
 
 CHECKS = {
+    "R1": Check("two halves", halves, 10),
+    "R2": Check("stopped after every step", every_step, 12),
     "R3": Check("one rank killed at any moment", one_rank_killed, 100),
     "R4": Check("all ranks killed in a save", all_killed_in_a_save, 100),
+    "R7": Check("ended by signals", signalled),
     "R8": Check("restarts by torchrun", restarted_by_torchrun, 20),
     "R15": Check("a save of 25 million parameters", stall_of_a_save),
     "R16": Check("1,000 steps", thousand_steps),
@@ -729,7 +828,7 @@ def write(path: Path, results: dict[str, Any]) -> None:
 def main(argv: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--only", default=",".join(CHECKS), help="checks, with commas between")
-    parser.add_argument("--trials", type=int, help="of R3, R4 and R8, instead of 100, 100 and 20")
+    parser.add_argument("--trials", type=int, help="of R1, R2, R3, R4 and R8, instead of 10, 12, 100, 100 and 20")
     parser.add_argument("--output", type=Path, default=Path("results/reliability/soak.json"))
     arguments = parser.parse_args(argv)
     names = [name.strip() for name in arguments.only.split(",") if name.strip()]

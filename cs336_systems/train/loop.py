@@ -4,7 +4,7 @@
     torchrun --nproc_per_node 8 -m cs336_systems train --data tokens.bin --parallel fsdp --output runs/mine
 
 Everything that a step depends on is a function of the configuration and the step's number, or is in the checkpoint. A
-signal (SIGTERM, SIGINT) ends the step, saves, and leaves with STOPPED; the same command goes on from there.
+signal (SIGTERM, SIGINT, SIGUSR1) ends the step, saves, and leaves with STOPPED; the same command goes on from there.
 """
 
 import contextlib
@@ -400,14 +400,14 @@ def _one_run(settings: TrainSettings, rank: Rank) -> Iterator[None]:
 
 
 class _Signals:
-    """SIGTERM and SIGINT ask for an end after the step; a second one ends at once."""
+    """SIGTERM, SIGINT and SIGUSR1 (Slurm's usual warning) ask for an end after the step; a second one ends at once."""
 
     def __init__(self) -> None:
         self.stop = False
         self._before: dict[int, Any] = {}
 
     def __enter__(self) -> "_Signals":
-        for number in (signal.SIGTERM, signal.SIGINT):
+        for number in (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1):
             self._before[number] = signal.signal(number, self._asked)
         return self
 
