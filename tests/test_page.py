@@ -15,7 +15,7 @@ from cs336_systems.report.document import Chart, Document, Link, Point, Section,
 from cs336_systems.report.page import page, safe_href
 from cs336_systems.report.page_style import DARK, LIGHT, STYLE
 from cs336_systems.report.svg import svg
-from cs336_systems.report.svg.layout import WIDTH
+from cs336_systems.report.svg.layout import NARROW, WIDTH
 from cs336_systems.report.svg.marks import COLORS
 from cs336_systems.report.svg.scales import number
 from cs336_systems.report.svg.text import text_width
@@ -91,6 +91,7 @@ KINDS = [
     {"kind": "stacked", "horizontal": True},
 ]
 every_kind = pytest.mark.parametrize("fields", KINDS, ids=lambda fields: "-".join(map(str, fields.values())))
+every_width = pytest.mark.parametrize("width", [WIDTH, NARROW])
 
 
 # Charts
@@ -142,19 +143,20 @@ def test_the_drawing_has_a_name_and_both_languages(fields):
     ],
     ids=str,
 )
-def test_any_values_can_be_drawn(fields, points):
-    drawing = svg(with_points(*points, **fields))
+@every_width
+def test_any_values_can_be_drawn(fields, points, width):
+    drawing = svg(with_points(*points, **fields), width)
     assert all(map(math.isfinite, coordinates(drawing)))
     assert not re.search(r"nan|inf", drawing)
     (root,) = Page(drawing).all("svg")
     height = float(root["viewbox"].split()[3])
     for mark in marks(drawing):
         if mark["tag"] == "rect":
-            assert 0 <= float(mark["x"]) <= float(mark["x"]) + float(mark["width"]) <= WIDTH
+            assert 0 <= float(mark["x"]) <= float(mark["x"]) + float(mark["width"]) <= width
             assert 0 <= float(mark["y"]) <= float(mark["y"]) + float(mark["height"]) <= height
         else:
             x, y = map(float, re.findall(r"-?[\d.]+", mark["transform"])[:2])
-            assert 0 <= x <= WIDTH
+            assert 0 <= x <= width
             assert 0 <= y <= height
 
 
@@ -308,17 +310,18 @@ NAMES = ["x", "融合的层归一化与残差相加" * 6, LONG, "w" * 200, "void
 
 @pytest.mark.parametrize("language", ["en", "zh"])
 @every_kind
-def test_texts_are_neither_cut_off_nor_on_top_of_each_other(fields, language):
+@every_width
+def test_texts_are_neither_cut_off_nor_on_top_of_each_other(fields, language, width):
     numbers = fields["kind"] == "lines"
     points = [Point(10.0**i if numbers else name, 1e6 * (i + 1)) for i, name in enumerate(NAMES)]
     series = [Series(Text(name, f"中文{name}"), points) for name in NAMES]
-    drawing = svg(replace(chart(series=series, **fields), y=Text(LONG), x=Text("长" * 150)))
+    drawing = svg(replace(chart(series=series, **fields), y=Text(LONG), x=Text("长" * 150)), width)
     (root,) = Page(drawing).all("svg")
     height = float(root["viewbox"].split()[3])
     found = list(boxes(drawing, language))
     for text, left, right, top, bottom in found:
         assert left >= -1, text
-        assert right <= WIDTH + 1, text
+        assert right <= width + 1, text
         assert 0 <= top <= bottom <= height, text
     for i, (text, left, right, top, bottom) in enumerate(found):
         for other, left2, right2, top2, bottom2 in found[i + 1 :]:
@@ -392,7 +395,7 @@ def test_the_page_has_its_parts(html):
     sections = ["summary", "step-time", "attention", "memory", "missing", "remarks"]
     assert [e["id"] for e in found.all("section")] == sections
     assert [e["href"][1:] for e in found.all("a") if "nav" in e["within"]] == sections
-    assert len(found.all("figure")) == len(found.all("svg")) == 7
+    assert [len(found.all(tag)) for tag in ("figure", "svg")] == [7, 14]  # each drawn wide, and narrow for a phone
     assert len(found.all("table")) == 3
     assert {"traces/step.html", "https://example.org/guide"} <= {e.get("href") for e in found.all("a")}
     assert "cs336 run ddp-overlap --preset course" in {e["text"] for e in found.all("code")}

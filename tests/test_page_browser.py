@@ -85,6 +85,7 @@ def fresh(browser, path, **how):
     return browser
 
 
+SHOWN_CHARTS = "[...document.querySelectorAll('.chart')].filter(e => getComputedStyle(e).display !== 'none')"
 SHOWN = "e.checkVisibility() && getComputedStyle(e).display !== 'none'"  # the first alone is wrong for SVG groups
 
 
@@ -195,7 +196,7 @@ def test_a_mark_under_the_pointer_is_told(opened):
 
 
 def test_a_mark_in_focus_is_told_and_arrows_move_along_the_series(opened):
-    opened.run("[...document.querySelectorAll('#attention-time .entry')].at(-1).focus()")
+    opened.run("[...document.querySelectorAll('#attention-time svg:not(.narrow) .entry')].at(-1).focus()")
     opened.press("Tab")
     assert tooltip(opened)[:2] == ["PyTorch", "sequence length: 128"]
     opened.press("ArrowRight")
@@ -212,9 +213,10 @@ def test_a_mark_in_focus_is_told_and_arrows_move_along_the_series(opened):
 @pytest.mark.parametrize("width", [390, 1400])
 def test_the_tooltip_stays_on_the_screen(browser, path, width):
     fresh(browser, path, width=width, height=844)
-    count = browser.run("document.querySelectorAll('figure [data-value]').length")
+    drawings = "svg.narrow" if width == 390 else "svg:not(.narrow)"
+    count = browser.run(f"document.querySelectorAll('{drawings} [data-value]').length")
     for index in range(0, count, 17):
-        browser.run(f"document.querySelectorAll('figure [data-value]')[{index}].focus()")
+        browser.run(f"document.querySelectorAll('{drawings} [data-value]')[{index}].focus()")
         browser.frame()
         assert tooltip(browser)
         box = browser.run(
@@ -367,7 +369,7 @@ def test_nothing_is_cut_off(browser, path, width, language):
             return box.left < 0 || box.right > innerWidth;
         }).map(e => e.outerHTML.slice(0, 200))"""
     assert browser.run(outside) == []
-    assert browser.run("Math.min(...[...document.querySelectorAll('.chart')].map(c => c.clientWidth))") >= 560
+    assert browser.run(f"Math.min(...{SHOWN_CHARTS}.map(c => c.clientWidth))") >= min(560, width - 60)
 
 
 def test_the_first_column_stays_when_a_table_is_scrolled(browser, path):
@@ -423,7 +425,9 @@ def test_on_paper_everything_is_shown_and_light(browser, path):
     try:
         assert visible(browser, "select, .copy button, nav") == 0
         assert browser.run("getComputedStyle(document.body).backgroundColor") == "rgb(255, 255, 255)"
-        assert visible(browser, ".series") == browser.run("document.querySelectorAll('.series').length")
+        assert visible(browser, ".series") == browser.run(
+            "document.querySelectorAll('svg:not(.narrow) .series').length"
+        )
         assert visible(browser, "tbody tr") == 12 + 30 + 450
     finally:
         browser.call("Emulation.setEmulatedMedia", media="")
@@ -614,13 +618,6 @@ def test_only_what_scrolls_is_a_stop_of_the_tab_key(browser, tables):
     assert [browser.run(stop.format(name)) for name in ("tall", "wide")] == [-1, 0]
 
 
-def test_a_chart_wider_than_a_phone_has_a_shadow_too(browser, path):
-    fresh(browser, path, width=390)
-    assert shadows(browser, "#attention-time .frame") == (0, 1)
-    fresh(browser, path, width=1400)
-    assert shadows(browser, "#attention-time .frame") == (0, 0)
-
-
 def test_headings_of_a_long_table_stay_at_the_top_of_the_window(browser, tables):
     fresh(browser, tables)
     browser.run("document.documentElement.style.scrollBehavior = 'auto'")
@@ -644,7 +641,7 @@ def test_charts_stand_beside_each_other_and_can_be_read(browser, path):
     assert findings[:2] == [first[0], second[1]]
     findings, first, second, third = boxes("attention")
     assert findings[2] == first[2] < second[2] == third[2]
-    letters = "Math.min(...[...document.querySelectorAll('.chart')].map(c => 14 * c.clientWidth / 720))"
+    letters = f"Math.min(...{SHOWN_CHARTS}.map(c => 14 * c.clientWidth / c.viewBox.baseVal.width))"
     for width in (390, 800, 1200, 1400, 1920):
         fresh(browser, path, width=width)
         assert browser.run(letters) >= 11, width
@@ -730,3 +727,15 @@ def test_spans_limits_and_what_is_cut_answer(browser, tmp_path):
     browser.frame()
     assert (entries, visible(browser, ".series.off"), visible(browser, ".limit path")) == (5, 0, 2)
     assert browser.complaints == []
+
+
+def test_a_phone_has_drawings_that_fit(browser, path):
+    fresh(browser, path, width=390)
+    assert browser.run(f"{SHOWN_CHARTS}.length") == browser.run("document.querySelectorAll('figure').length")
+    assert browser.run(f"{SHOWN_CHARTS}.every(e => e.classList.contains('narrow'))")
+    assert browser.run("[...document.querySelectorAll('.plot')].every(e => e.scrollWidth <= e.clientWidth)")
+    fresh(browser, path)
+    assert browser.run(f"{SHOWN_CHARTS}.some(e => e.classList.contains('narrow'))") is False
+    assert browser.run("new Set([...document.querySelectorAll('[id]')].map(e => e.id)).size") == browser.run(
+        "document.querySelectorAll('[id]').length"
+    )

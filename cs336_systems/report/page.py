@@ -15,6 +15,7 @@ from cs336_systems.report.document import LANGUAGES, Chart, Document, Language, 
 from cs336_systems.report.page_script import EARLY_SCRIPT, SCRIPT
 from cs336_systems.report.page_style import STYLE
 from cs336_systems.report.svg import svg
+from cs336_systems.report.svg.layout import NARROW
 from cs336_systems.table import Column, Table
 
 FIRST_ROWS = 12
@@ -146,7 +147,7 @@ class _Page:
     def _figure(self, chart: Chart) -> str:
         return (
             f'<figure id="{self._anchor(chart.name)}"><figcaption>{_text(chart.title)}</figcaption>'
-            f'<div class="frame"><div class="plot">{svg(chart)}</div></div></figure>'
+            f'<div class="frame"><div class="plot">{svg(chart)}{svg(chart, NARROW)}</div></div></figure>'
         )
 
     def _tables(self, section: Section) -> list[str]:

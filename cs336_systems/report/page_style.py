@@ -105,6 +105,11 @@ STYLE = (
   figcaption { font-weight: 600; margin-bottom: 10px; overflow-wrap: anywhere; }
   .plot { overflow-x: auto; padding: 3px; margin: -3px; scrollbar-width: thin; }
   .chart { display: block; min-width: 566px; height: auto; overflow: visible; font-variant-numeric: tabular-nums; }
+  .chart.narrow { display: none; } /* a phone's */
+  @media screen and (max-width: 639px) {
+    .chart { display: none; }
+    .chart.narrow { display: block; min-width: 0; }
+  }
   .chart text { fill: var(--text); }
   .chart text.muted { fill: var(--muted); }
   .chart path { fill: none; }

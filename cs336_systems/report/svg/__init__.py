@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from html import escape
 
 from cs336_systems.report.document import LANGUAGES, Chart, Language, Series, Text
-from cs336_systems.report.svg.layout import NAME_LINES, WIDTH, Layout, is_drawn, place_known
+from cs336_systems.report.svg.layout import NAME_LINES, NARROW, WIDTH, Layout, is_drawn, place_known
 from cs336_systems.report.svg.marks import COLORS, LIMIT, Marks, patterns, swatch
 from cs336_systems.report.svg.text import LINE, SIZE, aria, line_count, widest, words, wrap
 
@@ -22,7 +22,7 @@ KINDS = {
 }
 
 
-def svg(chart: Chart) -> str:
+def svg(chart: Chart, width: int = WIDTH) -> str:
     """One `<svg>` element; the title is only its accessible name, to be shown by the page."""
     shown = [
         (index, series)
@@ -30,22 +30,23 @@ def svg(chart: Chart) -> str:
         if any(is_drawn(chart, point) or (point.note and place_known(chart, point)) for point in series.points)
     ]
     if not shown:
-        return _element(chart, 90, words(WIDTH / 2, 50, EMPTY, WIDTH, anchor="middle", kind="muted"))
-    legend, height = _legend(chart, shown)
-    layout = Layout(chart, shown, height)
+        return _element(chart, width, 90, words(width / 2, 50, EMPTY, width, anchor="middle", kind="muted"))
+    legend, height = _legend(chart, shown, width)
+    layout = Layout(chart, shown, height, width)
     parts = [patterns(layout), legend, _axes(layout), Marks(layout).draw()]
-    return _element(chart, layout.height, "".join(parts))
+    return _element(chart, width, layout.height, "".join(parts))
 
 
-def _element(chart: Chart, height: float, inside: str) -> str:
+def _element(chart: Chart, width: int, height: float, inside: str) -> str:
     names = Text(*(_accessible_name(chart, language) for language in LANGUAGES))
     axes = "".join(
         f' data-{axis}-{language}="{escape(text.in_(language))}"'
         for axis, text in (("x", chart.x), ("y", chart.y))
         for language in LANGUAGES
     )
+    kind = f"{chart.kind} narrow" if width == NARROW else chart.kind
     return (
-        f'<svg class="chart {chart.kind}" viewBox="0 0 {WIDTH} {height:.0f}" width="100%" font-size="{SIZE}" '
+        f'<svg class="chart {kind}" viewBox="0 0 {width} {height:.0f}" width="100%" font-size="{SIZE}" '
         f'role="img"{aria(names)}{axes}{" data-horizontal" if chart.horizontal else ""}>{inside}</svg>'
     )
 
@@ -59,17 +60,17 @@ def _accessible_name(chart: Chart, language: Language) -> str:
     return f"{title}. {kind} of {y} by {x}: " + ", ".join(names)
 
 
-def _legend(chart: Chart, shown: Sequence[tuple[int, Series]]) -> tuple[str, float]:
+def _legend(chart: Chart, shown: Sequence[tuple[int, Series]], width: int) -> tuple[str, float]:
     """The entries from left to right in rows, each a button for the page's script, and the height of all."""
     found, x, y, tallest = [], 0.0, 0.0, 0
     entries: list[tuple[int, Series | None, Text]] = [(index, one, one.name) for index, one in shown if any(one.name)]
     if chart.limit:
         entries.append((0, None, chart.limit.text))  # what is no series cannot be hidden
     for index, series, text in entries:
-        room = min(widest(text), WIDTH - 44) + 1
+        room = min(widest(text), width - 44) + 1
         lines = line_count(text, room)
-        width = 34 + room + 14
-        if x and x + width > WIDTH + 14:
+        taken = 34 + room + 14
+        if x and x + taken > width + 14:
             x, y, tallest = 0.0, y + tallest * LINE + 8, 0
         tallest = max(tallest, lines)
         middle, said = y + LINE / 2 + 2, words(x + 34, y + LINE - 3, text, room)
@@ -79,10 +80,10 @@ def _legend(chart: Chart, shown: Sequence[tuple[int, Series]]) -> tuple[str, flo
             found.append(
                 f'<g class="entry s{chart.color_of(index) % COLORS}" role="button" tabindex="0" aria-pressed="true" '
                 f'data-toggle="{index}"{aria(text)}>'
-                f'<rect class="hit" x="{x:.1f}" y="{y:.1f}" width="{width - 8:.1f}" height="{lines * LINE + 4}"/>'
-                f"{swatch(chart, index, series, x + 3, middle)}{said}</g>"
+                f'<rect class="hit" x="{x:.1f}" y="{y:.1f}" width="{taken - 8:.1f}" height="{lines * LINE + 4}"/>'
+                f"{swatch(chart, index, series, x + 3, middle, width)}{said}</g>"
             )
-        x += width
+        x += taken
     return "".join(found), y + tallest * LINE + (8 if found else 0)
 
 
@@ -92,15 +93,15 @@ def _axes(at: Layout) -> str:
         place = at.along_value(tick)
         if at.horizontal:
             grid.append(f"M{place:.1f} {at.top:.1f}V{at.bottom:.1f}")
-            texts.append(words(place, at.bottom + LINE, Text(label), WIDTH, anchor="middle", kind="muted"))
+            texts.append(words(place, at.bottom + LINE, Text(label), at.width, anchor="middle", kind="muted"))
         else:
             grid.append(f"M{at.left:.1f} {place:.1f}H{at.right:.1f}")
-            texts.append(words(at.left - 8, place + 5, Text(label), WIDTH, anchor="end", kind="muted"))
-    texts.append(words(0, at.above_y, at.above, WIDTH, most=2))
+            texts.append(words(at.left - 8, place + 5, Text(label), at.width, anchor="end", kind="muted"))
+    texts.append(words(0, at.above_y, at.above, at.width, most=2))
     middle = (at.left + at.right) / 2
     texts.append(words(middle, at.below_y, at.below, at.below_room, anchor="middle", most=2))
     for name, text in at.beyond_texts().items():
-        texts.append(words(at.right + 6, at.along_place(name) + 5, Text(text), WIDTH))
+        texts.append(words(at.right + 6, at.along_place(name) + 5, Text(text), at.width))
     base = f"M{at.left:.1f} {at.top:.1f}V{at.bottom:.1f}"
     if not at.horizontal:
         zero = at.along_value(0) if at.has_zero() else at.bottom
@@ -127,7 +128,7 @@ def _names(at: Layout) -> str:
     elif at.places is None:
         for tick, name in list(zip(at.number_axis.ticks, at.names, strict=True))[:: at.stride]:
             y = at.bottom + LINE + 2
-            found.append(words(at.along_place(tick), y, Text(name), WIDTH, anchor="middle", kind="muted"))
+            found.append(words(at.along_place(tick), y, Text(name), at.width, anchor="middle", kind="muted"))
     else:
         y = at.bottom + (LINE if not at.turned else 14)
         for name in at.names[:: at.stride]:

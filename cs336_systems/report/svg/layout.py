@@ -11,7 +11,11 @@ from cs336_systems.report.svg.scales import LEAST, Axis, exact, finite, linear_a
 from cs336_systems.report.svg.text import LINE, line_count, text_width, wrap
 
 WIDTH = 720
+NARROW = 400
+"""Of the drawing for a phone: the same letters in half the room."""
 PLOT_HEIGHT = 290
+NAMES_SHARE = 0.35
+"""Of the width, for names beside bars."""
 NAME_LINES = 5
 """Of a name below its bars; a longer one is written on a slant."""
 LANE = 18
@@ -47,8 +51,9 @@ Part = tuple[Point, float, float]
 
 
 class Layout:
-    def __init__(self, chart: Chart, series: Sequence[tuple[int, Series]], legend_height: float):
+    def __init__(self, chart: Chart, series: Sequence[tuple[int, Series]], legend_height: float, width: int):
         self.chart = chart
+        self.width = width
         self.series = series
         self.bars = [index for index, one in series if not chart.on_bars(one)]
         """Series that have bars, by their numbers."""
@@ -124,27 +129,27 @@ class Layout:
         above, below = (chart.x, chart.y) if self.horizontal else (chart.y, chart.x)
         self.above, self.below = above, below
         self.above_y = legend_height + LINE
-        self.top = self.above_y + LINE * (line_count(above, WIDTH, 2) - 1) + 18
+        self.top = self.above_y + LINE * (line_count(above, self.width, 2) - 1) + 18
         stacked_notes = Counter(p.x for p in points if p.note) if chart.kind == "lines" else Counter()
         if any(p.note for p in points) and not self.horizontal:
             self.top += 16 + 13 * (max(stacked_notes.values(), default=1) - 1)
-        self.right = WIDTH - 16.0
+        self.right = self.width - 16.0
         if self.horizontal:
             names = self.places or []
-            room = min(max(map(text_width, names), default=0), 250) + 2
+            room = min(max(map(text_width, names), default=0), NAMES_SHARE * self.width) + 2
             self.name_room = room
             lines = max(len(wrap(name, room)) for name in names)
             self.slot = max(lines * LINE, self._thickness()) + 12.0
             self.left = max(room + 12, text_width(self.value_labels[0]) / 2)
             self.right -= text_width(self.value_labels[-1]) / 2 + (14 if any(p.note for p in points) else 0)
-            self.right = min(self.right, WIDTH - 8 - max(map(text_width, self.beyond_texts().values()), default=0))
+            self.right = min(self.right, self.width - 8 - max(map(text_width, self.beyond_texts().values()), default=0))
             self.bottom = self.top + self.slot * len(names)
             self.below_y = self.bottom + 2 * LINE + 6
         else:
             self.left = max(map(text_width, self.value_labels)) + 12.0
             self.bottom = self.top + PLOT_HEIGHT
             self.below_y = self.bottom + self._lay_out_names() + LINE + 6
-        self.below_room = min(self.left + self.right, 2 * WIDTH - self.left - self.right)
+        self.below_room = min(self.left + self.right, 2 * self.width - self.left - self.right)
         self.height = self.below_y + LINE * (line_count(below, self.below_room, 2) - 1) + 10
 
     def _thickness(self) -> float:
@@ -159,7 +164,7 @@ class Layout:
         many. The height they need."""
         if self.places is None:
             self.names = numbers(self.number_axis.ticks)
-            self.right = min(self.right, WIDTH - text_width(self.names[-1]) / 2 if self.names else WIDTH)
+            self.right = min(self.right, self.width - text_width(self.names[-1]) / 2 if self.names else self.width)
             self.turned = False
             self.stride = self._number_stride()
             return LINE

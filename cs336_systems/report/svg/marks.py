@@ -6,7 +6,7 @@ from collections import Counter
 from html import escape
 
 from cs336_systems.report.document import LANGUAGES, Chart, Limit, Point, Series, Text
-from cs336_systems.report.svg.layout import Layout, is_drawn, place_known, place_name, spread
+from cs336_systems.report.svg.layout import NARROW, Layout, is_drawn, place_known, place_name, spread
 from cs336_systems.report.svg.scales import exact, finite
 from cs336_systems.report.svg.text import aria
 
@@ -44,8 +44,9 @@ UNSEEN = ' style="fill:transparent"'
 """Of marks of a line that is drawn without them: they are seen when pointed at."""
 
 
-def drawing_id(chart: Chart, what: str) -> str:
-    return f"{what}-{re.sub(r'[^A-Za-z0-9_-]', '', chart.name)}"
+def drawing_id(chart: Chart, what: str, width: int) -> str:
+    """The narrow drawing stands on the same page."""
+    return f"{what}-{re.sub(r'[^A-Za-z0-9_-]', '', chart.name)}{'-narrow' * (width == NARROW)}"
 
 
 # Colours and patterns
@@ -55,7 +56,7 @@ def marker(index: int) -> str:
     return MARKERS[index % len(MARKERS)]
 
 
-def swatch(chart: Chart, index: int, series: Series, x: float, y: float) -> str:
+def swatch(chart: Chart, index: int, series: Series, x: float, y: float, width: int) -> str:
     """A series' sample in the legend, 26 wide, its middle at `y`."""
     mark = f'<path class="mark" transform="translate({x + 13:.1f} {y:.1f})" d="{marker(index)}"'
     if chart.kind == "lines":
@@ -63,7 +64,7 @@ def swatch(chart: Chart, index: int, series: Series, x: float, y: float) -> str:
         return {"both": f"{line}{mark}/>", "line": line, "marks": f"{mark}/>"}[series.drawn]
     if chart.on_bars(series):
         return f"{mark}{HOLLOW}/>"
-    return f'<rect x="{x + 4:.1f}" y="{y - 7:.1f}" width="20" height="14"{_fill(chart, index, series)}/>'
+    return f'<rect x="{x + 4:.1f}" y="{y - 7:.1f}" width="20" height="14"{_fill(chart, index, series, width)}/>'
 
 
 def patterns(layout: Layout) -> str:
@@ -71,8 +72,9 @@ def patterns(layout: Layout) -> str:
     chart = layout.chart
     if chart.kind == "lines":
         return ""
+    hatch, clip = (drawing_id(chart, what, layout.width) for what in ("hatch", "clip"))
     found = [
-        f'<pattern id="{drawing_id(chart, "hatch")}-{index}" class="s{index % COLORS}" width="8" height="8" '
+        f'<pattern id="{hatch}-{index}" class="s{index % COLORS}" width="8" height="8" '
         f'patternUnits="userSpaceOnUse"><rect class="fill" width="8" height="8"/>'
         f'<path class="hatch" d="{HATCHES[index % len(HATCHES)]}"/></pattern>'
         for index, series in layout.series
@@ -80,17 +82,17 @@ def patterns(layout: Layout) -> str:
     ]
     if layout.beyond:
         found.append(
-            f'<clipPath id="{drawing_id(chart, "clip")}"><rect x="{layout.left:.1f}" y="{layout.top:.1f}" '
+            f'<clipPath id="{clip}"><rect x="{layout.left:.1f}" y="{layout.top:.1f}" '
             f'width="{layout.right - layout.left:.1f}" height="{layout.bottom - layout.top:.1f}"/></clipPath>'
         )
     return f"<defs>{''.join(found)}</defs>" if found else ""
 
 
-def _fill(chart: Chart, index: int, series: Series) -> str:
+def _fill(chart: Chart, index: int, series: Series, width: int) -> str:
     if series.dashed:
         return ' class="hollow"'
     hatched = HATCHES[index % len(HATCHES)]
-    return f' class="bar" fill="url(#{drawing_id(chart, "hatch")}-{index})"' if hatched else ' class="bar fill"'
+    return f' class="bar" fill="url(#{drawing_id(chart, "hatch", width)}-{index})"' if hatched else ' class="bar fill"'
 
 
 # Marks
@@ -112,7 +114,7 @@ class Marks:
             groups.append(f'<g class="series s{self.chart.color_of(index) % COLORS}" data-index="{index}">{marks}</g>')
         whole = "".join(groups)
         if self.at.beyond:
-            whole = f'<g clip-path="url(#{drawing_id(self.chart, "clip")})">{whole}</g>'
+            whole = f'<g clip-path="url(#{drawing_id(self.chart, "clip", self.at.width)})">{whole}</g>'
         return whole + (self._limit(self.at.limit) if self.at.limit else "")
 
     def _drawn(self, series: Series) -> list[Point]:
@@ -213,7 +215,8 @@ class Marks:
         way = 1 if (end - begin) * (1 if horizontal else -1) >= 0 else -1
         stacked = f' data-place="{place}" data-way="{way}"' if self.chart.kind == "stacked" else ""
         return (
-            f'<rect x="{x:.1f}" y="{y:.1f}" width="{across:.1f}" height="{down:.1f}"{_fill(self.chart, index, series)}'
+            f'<rect x="{x:.1f}" y="{y:.1f}" width="{across:.1f}" height="{down:.1f}"'
+            f"{_fill(self.chart, index, series, self.at.width)}"
             f"{stacked}{_data(series, point)}/>"
         )
 
