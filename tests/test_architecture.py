@@ -223,3 +223,12 @@ def test_every_instrument_is_where_the_catalogue_says():
         module, function = place.split(":")
         tree = ast.parse(SOURCES[module.removeprefix(f"{OURS}.")].read_text())
         assert function in {node.name for node in tree.body if isinstance(node, ast.FunctionDef)}, place
+
+
+@pytest.mark.xdist_group("one worker")
+def test_groups_of_tests_stay_together(request):
+    """Ranks of two tests at a time would starve each other, and what a module shares would be made twice. A pytest that
+    does not know of xdist's groups (9.2 with xdist 3.8) says nothing."""
+    if getattr(request.config, "workerinput", None) is None:
+        pytest.skip("one worker")
+    assert request.node.nodeid.endswith("@one worker")
