@@ -128,8 +128,11 @@ class Record:
         return record
 
 
-_KINDS = {"experiment": str, "config": dict, "metric": str, "unit": str, "samples": list, "status": str}
-_KINDS["environment"] = dict
+_KINDS = {
+    **dict.fromkeys(("experiment", "metric", "unit", "status"), str),
+    **dict.fromkeys(("config", "environment"), dict),
+    "samples": list,
+}
 """What a line must have, and of which type: a file may have been written by anything."""
 
 

@@ -1,5 +1,6 @@
 """Shared by the tests of the runner, the command line and the architecture."""
 
+import json
 import os
 import signal
 import subprocess
@@ -12,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from cs336_systems.config import ModelConfig, RunConfig
+from cs336_systems.record import CELL_TIME, Environment, Record
 
 ROOT = Path(__file__).resolve().parents[1]
 PACKAGE = ROOT / "cs336_systems"
@@ -60,18 +62,43 @@ def clean_env(**extra: str) -> dict[str, str]:
     return {**kept, **CPU_ONLY, **extra}
 
 
+UNITS = {"flops": "FLOP", "peak_flops": "FLOP/s", "bandwidth": "B/s", "kind": ""}
+UNITS |= {"peak_memory": "B", "predicted_memory": "B"}
+
+
+def entries(
+    experiment: str, config: dict[str, Any], metrics: dict[str, Any], status: str, environment: Environment
+) -> list[Record]:
+    """The records of a cell as the runner writes them: its metrics, then its time; of a failure, only the end."""
+    metrics = {**metrics, CELL_TIME: (9.0,)} if status == "ok" else {CELL_TIME: ()}
+    return [
+        Record(experiment, config, metric, UNITS.get(metric, "s"), tuple(samples), status, environment)
+        for metric, samples in metrics.items()
+    ]
+
+
 def execute(
-    *command: str | Path, cwd: Path, timeout: float = 60, env: dict[str, str] | None = None
+    *command: str | Path, cwd: Path, timeout: float = 60, env: dict[str, str] | None = None, given: str | None = None
 ) -> subprocess.CompletedProcess[str]:
+    """`given`: what it reads from its standard input."""
     return subprocess.run(
         [str(word) for word in command],
         cwd=cwd,
+        input=given,
         env=clean_env() if env is None else env,
         capture_output=True,
         encoding="utf-8",
         timeout=timeout,
         check=False,
     )
+
+
+def interpret(module: str, runs: list[Any]) -> Any:
+    """What `module` says of `runs` under Triton's interpreter, in a process of its own: JSON in, JSON out."""
+    env = clean_env(TRITON_INTERPRET="1")
+    done = execute(sys.executable, "-m", module, cwd=ROOT, timeout=240, env=env, given=json.dumps(runs))
+    assert done.returncode == 0, done.stderr[-2000:]
+    return json.loads(done.stdout.splitlines()[-1])
 
 
 def wait_until(condition: Callable[[], bool], seconds: float) -> bool:

@@ -218,8 +218,8 @@ class Lab:
     def torchrun(self, settings: dict[str, Any], *options: str) -> contextlib.AbstractContextManager[Job]:
         return started([*TORCHRUN, *options, *CS336, *words(settings)], self.folder / "said.txt")
 
-    def is_undisturbed(self, settings: dict[str, Any]) -> bool:
-        """Whether what a finished run has left is what it would have been."""
+    def require_undisturbed(self, settings: dict[str, Any]) -> None:
+        """What a finished run has left must be what it would have been."""
         parallel = settings["parallel"]
         if parallel not in self.undisturbed:
             expected = self.fields(parallel=parallel)
@@ -227,7 +227,8 @@ class Lab:
                 if job.wait() != 0:
                     raise TrialError(f"an undisturbed run failed: {job.tail()}")
             self.undisturbed[parallel] = expected["output"]
-        return is_same_run(settings["output"], self.undisturbed[parallel], STEPS)
+        if not is_same_run(settings["output"], self.undisturbed[parallel], STEPS):
+            raise TrialError("the result differs from that of an undisturbed run")
 
 
 # -- checkpoints ------------------------------------------------------------------------------------------------------
@@ -377,8 +378,7 @@ class Disturbance:
             self.tally.runs += 1
             try:
                 self._to_the_end(settings)
-                if not self.lab.is_undisturbed(settings):
-                    raise TrialError("the result differs from that of an undisturbed run")
+                self.lab.require_undisturbed(settings)
                 self.tally.equal += 1
             except Exception as failure:  # also of what a run has left behind, and cannot be read
                 self.lab.note(f"{variant}: {type(failure).__name__}: {failure}")
@@ -482,8 +482,7 @@ def restarted_by_torchrun(lab: Lab, trials: int) -> list[Figure]:
                 if job.wait() != 0:
                     raise TrialError(f"ended with an error: {job.tail()}")
             finished += 1
-            if not lab.is_undisturbed(settings):
-                raise TrialError("the result differs from that of an undisturbed run")
+            lab.require_undisturbed(settings)
             equal += 1
         except Exception as failure:
             lab.note(f"{variant}: {type(failure).__name__}: {failure}")
@@ -536,8 +535,7 @@ def signalled(lab: Lab, trials: int) -> list[Figure]:
             with lab.torchrun(settings) as job:
                 if job.wait() != 0:
                     raise TrialError(f"cannot be gone on with: {job.tail()}")
-            if not lab.is_undisturbed(settings):
-                raise TrialError("the result differs from that of an undisturbed run")
+            lab.require_undisturbed(settings)
             equal += 1
         except Exception as failure:
             lab.note(f"{number.name} in a {kind}: {type(failure).__name__}: {failure}")

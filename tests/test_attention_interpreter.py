@@ -3,9 +3,6 @@
 The interpreter knows nothing of races, alignment or shared memory; tests/test_gpu_attention.py is for those.
 """
 
-import json
-import subprocess
-import sys
 from dataclasses import asdict, replace
 from importlib.util import find_spec
 
@@ -13,27 +10,16 @@ import pytest
 
 from cs336_systems.kernels import tiles
 from tests.attention_cases import CASES, INTERPRETED, LAYOUTS, Case
-from tests.helpers import ROOT, clean_env
+from tests.helpers import interpret
 
 pytestmark = [pytest.mark.slow, pytest.mark.skipif(find_spec("triton") is None, reason="needs triton")]
 
 
-def interpret(runs: list[tuple[Case, dict[str, object]]]) -> None:
+def check(runs: list[tuple[Case, dict[str, object]]]) -> None:
     arguments = [
         {"fields": asdict(case), "dtype": "float32", "deterministic": False, **others} for case, others in runs
     ]
-    done = subprocess.run(
-        [sys.executable, "-m", "tests.interpret_attention"],
-        input=json.dumps(arguments),
-        cwd=ROOT,
-        env=clean_env(TRITON_INTERPRET="1"),
-        capture_output=True,
-        encoding="utf-8",
-        timeout=240,
-        check=False,
-    )
-    assert done.returncode == 0, done.stderr[-2000:]
-    report = json.loads(done.stdout.splitlines()[-1])
+    report = interpret("tests.interpret_attention", arguments)
     assert report["runs"] == len(runs) > 0
     assert not report["wrong"], "\n".join(report["wrong"])
 
@@ -41,7 +27,7 @@ def interpret(runs: list[tuple[Case, dict[str, object]]]) -> None:
 @pytest.mark.parametrize("dtype", ["float32", "float16"])
 def test_every_kind_of_kernel(dtype):
     """In fp32 tiles are read through pointers, in fp16 through tensor descriptors."""
-    interpret([(case, {"dtype": dtype}) for case in INTERPRETED])
+    check([(case, {"dtype": dtype}) for case in INTERPRETED])
 
 
 def shortened(case: Case) -> Case:
@@ -55,7 +41,7 @@ def shortened(case: Case) -> Case:
 @pytest.mark.parametrize("group", range(4))
 def test_every_case(group):
     """Each once, with dtypes, ways of the backward and gradients of the logsumexp in turn."""
-    interpret(
+    check(
         [
             (
                 shortened(case),
@@ -74,4 +60,4 @@ def test_edges():
     large = [Case(length, length, is_causal=is_causal) for length in (1, 2, 5, 17) for is_causal in (False, True)]
     runs += [(case, {"magnitude": 5, "large": True, "dtype": "float16"}) for case in large]
     runs += [(Case(113, 113, window=9), {"magnitude": 50, "large": True})]
-    interpret([(case, {**others, "deterministic": bool(i % 2)}) for i, (case, others) in enumerate(runs)])
+    check([(case, {**others, "deterministic": bool(i % 2)}) for i, (case, others) in enumerate(runs)])

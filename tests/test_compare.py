@@ -16,15 +16,15 @@ from hypothesis import strategies as st
 from cs336_systems import record
 from cs336_systems.cli import main
 from cs336_systems.config import RunConfig, UserError, model_config
-from cs336_systems.record import CELL_TIME, GIB, Environment, Record
+from cs336_systems.record import CELL_TIME, GIB, Environment
 from cs336_systems.report import intervals
 from cs336_systems.report.compare import compare, parse_percent
 from cs336_systems.report.intervals import ratio_of_medians
 from cs336_systems.table import FORMATS
+from tests import helpers
 from tests.helpers import CS336, clean_env, execute
 
 GPU = Environment(gpu="H200", gpu_count=1, torch="2.11", driver="580", git_commit="a" * 40, git_dirty=False, tf32=False)
-UNITS = {"peak_memory": "B", "flops": "FLOP", "bandwidth": "B/s", "kind": ""}
 STEADY = (0.100, 0.101, 0.099, 0.100, 0.102, 0.098, 0.100, 0.101, 0.099, 0.100)
 
 
@@ -33,12 +33,7 @@ def times(factor=1.0):
 
 
 def entries(experiment, config, metrics, status="ok", environment=GPU):
-    """The records of a cell as the runner writes them: its metrics, then its time; of a failure, only the end."""
-    metrics = {**metrics, CELL_TIME: (9.0,)} if status == "ok" else {CELL_TIME: ()}
-    return [
-        Record(experiment, config, metric, UNITS.get(metric, "s"), tuple(samples), status, environment)
-        for metric, samples in metrics.items()
-    ]
+    return helpers.entries(experiment, config, metrics, status, environment)
 
 
 def cell(

@@ -10,7 +10,7 @@ from cs336_systems.table import Column, Table
 from tests import page_cases
 from tests.test_page import EVIL, KINDS, NAMES, chart, evil_document
 from tests.test_svg import STEP, stacked
-from tests.test_timeline_page import CHROMIUM, Browser
+from tests.test_timeline_page import Browser, running
 
 pytestmark = pytest.mark.xdist_group("report page")  # one browser for all
 
@@ -56,11 +56,7 @@ class Watched(Browser):
 
 @pytest.fixture(scope="module")
 def browser(tmp_path_factory):
-    if CHROMIUM is None:
-        pytest.skip("needs chromium: apt-get install chromium")
-    browser = Watched(tmp_path_factory.mktemp("chromium"))
-    yield browser
-    browser.close()
+    yield from running(Watched, tmp_path_factory)
 
 
 @pytest.fixture(scope="module")

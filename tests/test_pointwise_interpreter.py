@@ -4,14 +4,11 @@ The interpreter knows nothing of races, alignment or shared memory. One process 
 start, most runs do not take a tenth of one.
 """
 
-import json
-import subprocess
-import sys
 from importlib.util import find_spec
 
 import pytest
 
-from tests.helpers import ROOT, clean_env
+from tests.helpers import interpret
 
 pytestmark = [
     pytest.mark.slow,
@@ -106,18 +103,7 @@ RUNS = {
 @pytest.fixture(scope="module")
 def wrong():
     """Lines by name."""
-    done = subprocess.run(
-        [sys.executable, "-m", "tests.interpret_pointwise"],
-        input=json.dumps([run for runs in RUNS.values() for run in runs]),
-        cwd=ROOT,
-        env=clean_env(TRITON_INTERPRET="1"),
-        capture_output=True,
-        encoding="utf-8",
-        timeout=240,
-        check=False,
-    )
-    assert done.returncode == 0, done.stderr[-2000:]
-    results = iter(json.loads(done.stdout.splitlines()[-1]))
+    results = iter(interpret("tests.interpret_pointwise", [run for runs in RUNS.values() for run in runs]))
     lines = {name: [line for _ in runs for line in next(results)] for name, runs in RUNS.items()}
     assert next(results, None) is None
     return lines

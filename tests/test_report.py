@@ -8,16 +8,16 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from cs336_systems.config import MODES, RunConfig, model_config
-from cs336_systems.record import CELL_TIME, Environment, Record
+from cs336_systems.record import CELL_TIME, Environment
 from cs336_systems.report.cells import group
 from cs336_systems.report.referee import remarks
 from cs336_systems.report.sections import tables
 from cs336_systems.table import FORMATS
+from tests import helpers
 
 GIB = 2**30
 GPU = Environment(gpu="H200", gpu_count=1, gpu_memory=140 * GIB, tf32=False, other_gpu_processes=0)
 CPU = Environment(cpu="Xeon", cpu_cores=8)
-UNITS = {"flops": "FLOP", "peak_flops": "FLOP/s", "peak_memory": "B", "predicted_memory": "B"}
 
 # A step of 100 ms over 4 x 512 tokens at 50 TFLOP/s, half the peak; memory predicted 1% too high.
 CLEAN = {
@@ -35,12 +35,7 @@ CLEAN = {
 
 
 def entries(experiment, config, metrics, status="ok", environment=GPU):
-    """The records of a cell as the runner writes them: its metrics, then its time; of a failure, only the end."""
-    metrics = {**metrics, CELL_TIME: (9.0,)} if status == "ok" else {CELL_TIME: ()}
-    return [
-        Record(experiment, config, metric, UNITS.get(metric, "s"), tuple(samples), status, environment)
-        for metric, samples in metrics.items()
-    ]
+    return helpers.entries(experiment, config, metrics, status, environment)
 
 
 def cell(

@@ -379,13 +379,18 @@ class Browser:
         os.close(self.ours_out)
 
 
-@pytest.fixture(scope="module")
-def browser(tmp_path_factory):
+def running(kind, tmp_path_factory):
+    """A browser of some kind, for a fixture; skipped where there is none."""
     if CHROMIUM is None:
         pytest.skip("needs chromium: apt-get install chromium")
-    browser = Browser(tmp_path_factory.mktemp("chromium"))
+    browser = kind(tmp_path_factory.mktemp("chromium"))
     yield browser
     browser.close()
+
+
+@pytest.fixture(scope="module")
+def browser(tmp_path_factory):
+    yield from running(Browser, tmp_path_factory)
 
 
 @pytest.fixture(scope="module")

@@ -265,12 +265,17 @@ class _Peers:
 
     def _listen(self, store: dist.Store) -> None:
         with contextlib.suppress(RuntimeError):  # the process that keeps the store has ended
-            while not self._over.wait(LOOKS_EVERY):
-                if store.check(["call"]):
-                    store.set(f"here-{self.rank}", "yes")
-                if store.check(["gone"]):
+            if self._comes(store, "call"):
+                store.set(f"here-{self.rank}", "yes")
+                if self._comes(store, "gone"):
                     self.gone = store.get("gone").decode()
-                    return
+
+    def _comes(self, store: dist.Store, key: str) -> bool:
+        """Whether it did before all was over."""
+        while not store.check([key]):
+            if self._over.wait(LOOKS_EVERY):
+                return False
+        return True
 
     def who_is_gone(self) -> str:
         """Of ranks whose connections broke: those that do not answer; where all do, those that do not end as this."""

@@ -132,8 +132,7 @@ class Source:
         return self.cell.value(self.prefix + metric)
 
     def median(self, metric: str) -> float | None:
-        found = self.cell.statistics(self.prefix + metric)
-        return found.median if found else None
+        return self.cell.median(self.prefix + metric)
 
     @property
     def rate(self) -> float | None:

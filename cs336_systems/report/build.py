@@ -12,7 +12,7 @@ from typing import TypeVar
 
 from cs336_systems.config import UserError
 from cs336_systems.record import Loaded, Record, load
-from cs336_systems.report.cells import CellView, group
+from cs336_systems.report.cells import CellView, by_experiment, group, loss_curves
 from cs336_systems.report.chart_picture import picture
 from cs336_systems.report.charts import charts
 from cs336_systems.report.document import Document, Language, Link, Section, Text
@@ -90,11 +90,10 @@ def document(
     `links` go to the section that their name begins with.
     """
     records = [record for one in loaded for record in one.records]
-    by_experiment = _by_experiment(_cells(loaded))
-    others = _by_experiment(group(references, PUBLISHED))
-    order = [*(name for name in TITLES if name in by_experiment), *sorted(by_experiment.keys() - TITLES.keys())]
-    sections = [_section(name, by_experiment[name], links, others.get(name, ())) for name in order]
-    known = [name for name in TITLES if name not in by_experiment and name not in ("bench", "train")]
+    measured, others = by_experiment(_cells(loaded)), by_experiment(group(references, PUBLISHED))
+    order = [*(name for name in TITLES if name in measured), *sorted(measured.keys() - TITLES.keys())]
+    sections = [_section(name, measured[name], links, others.get(name, ())) for name in order]
+    known = [name for name in TITLES if name not in measured and name not in ("bench", "train")]
     heading = Text(title) if title else Text("Where time and memory go", "时间与显存花在哪里")
     return Document(
         title=heading,
@@ -117,13 +116,6 @@ def _cells(loaded: Sequence[Loaded]) -> list[CellView]:
             names[one.name] += 1
             run = one.name if names[one.name] == 1 else f"{one.name} ({names[one.name]})"
         found += group(one.records, run)
-    return found
-
-
-def _by_experiment(cells: Iterable[CellView]) -> dict[str, list[CellView]]:
-    found: dict[str, list[CellView]] = {}
-    for cell in cells:
-        found.setdefault(cell.experiment, []).append(cell)
     return found
 
 
@@ -162,12 +154,6 @@ def _all_text(table: Table) -> Table:
 
 def _curves(cells: Sequence[CellView]) -> list[Table]:
     """Of a training run the ends of its curve: all of it is in the chart."""
-    runs: dict[str, dict[int, float]] = {}
-    for cell in cells:
-        if "loss" in cell.metrics:
-            first = cell.get("first_step") or 1
-            name = str(cell.get("output") or "run").rsplit("/", 1)[-1]
-            runs.setdefault(name, {}).update({first + i: v for i, v in enumerate(cell.metrics["loss"].numbers)})
     columns = [
         Column("run", numeric=False),
         Column("steps"),
@@ -176,8 +162,8 @@ def _curves(cells: Sequence[CellView]) -> list[Table]:
         Column("least"),
     ]
     rows = []
-    for name, curve in runs.items():
-        values = [curve[step] for step in sorted(curve)]
+    for name, curve in loss_curves(cells).items():
+        values = list(curve.values())
         rows.append([name, str(len(values)), *(f"{value:.4f}" for value in (values[0], values[-1], min(values)))])
     return [Table("train: losses", columns, rows)] if rows else []
 

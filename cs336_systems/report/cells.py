@@ -1,6 +1,6 @@
 """Records grouped into cells, and the quantities that are derived from them: rates, ratios, errors."""
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
@@ -74,6 +74,10 @@ class CellView:
         found = self.statistics(metric)
         return found.mean if found else None
 
+    def median(self, metric: str) -> float | None:
+        found = self.statistics(metric)
+        return found.median if found else None
+
     def rows(self, metric: str, width: int) -> list[list[Any]]:
         """A table that was recorded row by row, `width` samples each."""
         samples = self.metrics[metric].samples if metric in self.metrics else ()
@@ -117,10 +121,30 @@ class CellView:
 
 def by_machine(cells: Iterable[CellView]) -> dict[str, list[CellView]]:
     """What two machines measured never stands in one column, chart or sentence."""
+    return _apart(cells, lambda cell: cell.machine)
+
+
+def by_experiment(cells: Iterable[CellView]) -> dict[str, list[CellView]]:
+    return _apart(cells, lambda cell: cell.experiment)
+
+
+def _apart(cells: Iterable[CellView], key: Callable[[CellView], str]) -> dict[str, list[CellView]]:
+    """In the order in which they come."""
     found: dict[str, list[CellView]] = {}
     for cell in cells:
-        found.setdefault(cell.machine, []).append(cell)
+        found.setdefault(key(cell), []).append(cell)
     return found
+
+
+def loss_curves(cells: Iterable[CellView]) -> dict[str, dict[int, float]]:
+    """Run -> step -> loss, in the order of steps. A run's cells are the stretches between two lines of its log."""
+    runs: dict[str, dict[int, float]] = {}
+    for cell in cells:
+        if "loss" in cell.metrics:
+            name = str(cell.get("output") or "run").rstrip("/").rsplit("/", 1)[-1]
+            losses = enumerate(cell.metrics["loss"].numbers, start=cell.get("first_step") or 1)
+            runs.setdefault(name, {}).update(losses)
+    return {name: dict(sorted(curve.items())) for name, curve in runs.items()}
 
 
 def group(records: Iterable[Record], run: str = "") -> list[CellView]:

@@ -46,7 +46,7 @@ def collectives(cells: Sequence[CellView]) -> list[Table]:
 
 def points(cell: CellView, collective: str) -> list[tuple[float, float]]:
     """(bytes, seconds) of every size."""
-    return [(size, _median(cell, f"{collective} {size}: time") or 0.0) for size in cell.get("sizes")]
+    return [(size, cell.median(f"{collective} {size}: time") or 0.0) for size in cell.get("sizes")]
 
 
 def fit(points: Sequence[tuple[float, float]]) -> tuple[float, float, float]:
@@ -79,7 +79,7 @@ def ddp(cells: Sequence[CellView]) -> list[Table]:
         rows = []
         for name, alone, exposed in exposures(cell):
             hidden = 1 - exposed / alone if alone and exposed is not None else None
-            times = [_median(cell, f"{name}: {phase}_time") for phase in ("step", "backward", "sync")]
+            times = [cell.median(f"{name}: {phase}_time") for phase in ("step", "backward", "sync")]
             against = _paired(cell, f"{name}: step_time", "torch DDP: step_time", lambda a, b: a / b)
             rows.append(
                 [
@@ -113,7 +113,7 @@ def exposures(cell: CellView) -> list[Exposure]:
     return [
         Exposure(
             name,
-            _median(cell, f"{name}: communication_time"),
+            cell.median(f"{name}: communication_time"),
             _paired(cell, f"{name}: step_time", "none: step_time", lambda a, b: a - b),
         )
         for name in cell.get("arrangements")
@@ -162,7 +162,7 @@ class BucketRow:
 
 def bucket_rows(cell: CellView) -> list[BucketRow]:
     latency, bandwidth = cell.get("link")
-    backward, total = _median(cell, "none: backward_time") or 0.0, _gradients(cell)
+    backward, total = cell.median("none: backward_time") or 0.0, _gradients(cell)
     rows = []
     for name in (name for name in cell.get("arrangements") if name != "none"):
         size = float(name.split()[1]) * MIB
@@ -174,7 +174,7 @@ def bucket_rows(cell: CellView) -> list[BucketRow]:
                 predicted=exposed(total, size, backward, latency, bandwidth),
                 formula=total / (count * bandwidth) + count * latency,
                 measured=_paired(cell, f"{name}: step_time", "none: step_time", lambda a, b: a - b) or 0.0,
-                step=_median(cell, f"{name}: step_time") or 0.0,
+                step=cell.median(f"{name}: step_time") or 0.0,
             )
         )
     return rows
@@ -213,7 +213,7 @@ def sharding(cells: Sequence[CellView]) -> list[Table]:
             )
             formula = sum(whole[part] / share for part, share in zip(parts, shares, strict=True))
             ideal = whole["optimizer"] / shares[2]
-            times = [_median(cell, f"{name}: {phase}_time") for phase in ("step", "optimizer")]
+            times = [cell.median(f"{name}: {phase}_time") for phase in ("step", "optimizer")]
             memory = [number(size / MIB, 1) for size in (*sizes, sum(sizes), formula)]
             error = f"{cell.value(f'{name}: weight_error'):.1e}"
             seen = [cell.value(f"{name}: {moment}_memory") for moment in moments]
@@ -326,10 +326,6 @@ def _waiting(cell: CellView, name: str) -> list[str]:
 
 def _sizes(cell: CellView, part: str) -> list[float]:
     return [cell.value(f"{name}: {part}_memory") or 0.0 for name in cell.get("arrangements")]
-
-
-def _median(cell: CellView, metric: str) -> float | None:
-    return statistics.median(cell.metrics[metric].numbers) if metric in cell.metrics else None
 
 
 def _paired(cell: CellView, metric: str, base: str, compare: Any) -> float | None:

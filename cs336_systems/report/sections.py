@@ -7,7 +7,7 @@ from typing import Any
 from cs336_systems.config import MODES, PRECISIONS
 from cs336_systems.record import MIB, Record, steady_from
 from cs336_systems.report import attention, kernels, memory, parallel
-from cs336_systems.report.cells import PHASES, CellView, by_machine, group
+from cs336_systems.report.cells import PHASES, CellView, by_experiment, by_machine, group
 from cs336_systems.report.layout import (
     FIELDS,
     as_text,
@@ -33,16 +33,9 @@ from cs336_systems.table import Column, Table
 
 def tables(records: Iterable[Record]) -> list[Table]:
     """The tables of every experiment that the records hold; rows by size, context, mode and so on."""
-    by_experiment: dict[str, list[CellView]] = {}
-    for cell in group(records):
-        by_experiment.setdefault(cell.experiment, []).append(cell)
-    order = [*_SECTIONS, *sorted(by_experiment.keys() - _SECTIONS.keys())]
-    return [
-        table
-        for experiment in order
-        if experiment in by_experiment
-        for table in tables_of(experiment, by_experiment[experiment])
-    ]
+    found = by_experiment(group(records))
+    order = [*_SECTIONS, *sorted(found.keys() - _SECTIONS.keys())]
+    return [table for name in order if name in found for table in tables_of(name, found[name])]
 
 
 def tables_of(experiment: str, cells: Sequence[CellView], references: Sequence[CellView] = ()) -> list[Table]:

@@ -1,7 +1,6 @@
 """The same work on several machines or in several runs: a row for each piece of work, a column for each of them."""
 
 import re
-import statistics
 from collections.abc import Callable, Iterator, Sequence
 from typing import NamedTuple
 
@@ -116,11 +115,13 @@ def _measured(cell: CellView, metric: str) -> Iterator[tuple[str, float | None]]
     if not cell.ok:
         yield "", None
         return
-    middle = statistics.median if cell.experiment in BY_MEDIAN else statistics.fmean
-    for name, record in cell.metrics.items():
+    middle = cell.median if cell.experiment in BY_MEDIAN else cell.value
+    for name in cell.metrics:
         part = name.removesuffix(metric).rstrip("_: ")
-        if name.endswith(metric) and (name == metric or part in _parts(cell)) and record.numbers:
-            yield part, middle(record.numbers)
+        if name.endswith(metric) and (name == metric or part in _parts(cell)):
+            value = middle(name)
+            if value is not None:
+                yield part, value
 
 
 def _parts(cell: CellView) -> Sequence[str]:

@@ -6,7 +6,7 @@ A maker leaves a chart's name empty, or gives it a word of its own: `charts` nam
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 
-from cs336_systems.report.cells import CellView
+from cs336_systems.report.cells import CellView, by_machine
 from cs336_systems.report.charts import attention, profiles, ranks, steps, training
 from cs336_systems.report.charts.pieces import is_oom
 from cs336_systems.report.document import Chart, Text
@@ -18,10 +18,10 @@ def charts(experiment: str, cells: Sequence[CellView]) -> list[Chart]:
     if make is None:
         return []
     shown = [cell for cell in cells if cell.ok or is_oom(cell) or experiment == "train"]  # training has no end to note
-    machines = list(dict.fromkeys(cell.machine for cell in shown))
+    machines = by_machine(shown)
     found: list[Chart] = []
-    for machine in machines:
-        for chart in make([cell for cell in shown if cell.machine == machine]):
+    for machine, chosen in machines.items():
+        for chart in make(chosen):
             if any(series.points for series in chart.series):
                 found.append(_named(chart, experiment, found, machine if len(machines) > 1 else ""))
     return found

@@ -1,7 +1,6 @@
 """What sentences are put together from: words in both languages, and what cells say."""
 
 import re
-import statistics
 from collections.abc import Callable, Iterable, Sequence
 from math import isfinite
 from typing import Any, TypeVar
@@ -92,9 +91,8 @@ def value_of(cell: CellView, metric: str) -> float | None:
 
 
 def median_of(cell: CellView, metric: str) -> float | None:
-    samples = cell.metrics[metric].numbers if metric in cell.metrics else []
-    found = statistics.median(samples) if samples else 0.0
-    return found if isfinite(found) and found > 0 else None
+    found = cell.median(metric)
+    return found if found is not None and isfinite(found) and found > 0 else None
 
 
 def having(cells: Iterable[CellView], *metrics: str) -> list[CellView]:
