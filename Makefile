@@ -12,7 +12,7 @@ bench: $(INSTALLED)
 	$(BIN)/cs336 report runs/quick --output runs/quick/report
 
 test: lint
-	$(BIN)/pytest -n 2 --dist loadgroup
+	$(BIN)/pytest -n 3 --dist loadgroup
 
 soak: $(INSTALLED)
 	$(BIN)/python -m tests.soak

@@ -77,8 +77,7 @@ def opened(browser, path):
 
 def fresh(browser, path, **how):
     """As seen for the first time, and with no complaint."""
-    browser.open(path, **how)
-    browser.run("localStorage.clear()")
+    browser.call("Storage.clearDataForOrigin", origin="file://", storageTypes="local_storage")
     browser.complaints.clear()
     browser.requests.clear()
     browser.open(path, **how)

@@ -40,6 +40,8 @@ TIMEOUT = 600.0
 """Seconds that `spawn` gives its ranks, unless told otherwise."""
 LAST_WORDS = 2.0
 """Seconds in which ranks may say where they stand, or why they ended, before they are killed."""
+LOOKS_EVERY = 0.3
+"""Seconds between two looks whether a rank has lost its peers."""
 
 
 @dataclass(frozen=True)
@@ -101,13 +103,13 @@ def process_group(backend: str | None = None, device: str | None = None, timeout
         backend = "nccl" if device == "cuda" and local_size <= torch.cuda.device_count() else "gloo"
     require_slots(local_size, backend, device)
     store = _torchrun_store(rank, world_size, timeout) if by_torchrun else dist.HashStore()
-    with _group(store, rank, world_size, backend, timeout):
+    with _group(store, rank, world_size, backend, timeout), _Peers(store, rank, world_size) as peers:
         try:
             yield Rank(rank, world_size, _device_of(local_rank, device))
         except RuntimeError as error:
             if world_size == 1 or not _is_echo(str(error)):
                 raise
-            raise RankError(_who_is_gone(store, rank, world_size)) from error
+            raise RankError(peers.who_is_gone()) from error
 
 
 def this_rank(device: str = "cpu") -> Rank:
@@ -237,23 +239,70 @@ def _torchrun_store(rank: int, world_size: int, timeout: float) -> dist.Store:
     return dist.PrefixStore(f"attempt-{attempt}", store)
 
 
-def _who_is_gone(store: dist.Store, rank: int, world_size: int) -> str:
-    """Of ranks whose connections broke: those that do not say a last word."""
-    until = time.monotonic() + LAST_WORDS
-    try:
-        store.set(f"alive-{rank}", "yes")
-        gone = list(range(world_size))
-        while gone and time.monotonic() < until:
-            gone = [other for other in gone if not store.check([f"alive-{other}"])]
+class _Peers:
+    """What ranks tell each other, by way of the store, when one of them is gone.
+
+    A dead rank breaks the connections of its neighbours only; the others wait for these until their time is over, and
+    would be taken for dead as well. So each has a thread that answers while it computes or waits, and that learns what
+    the first to notice has found: the store may be gone with it.
+    """
+
+    def __init__(self, store: dist.Store, rank: int, world_size: int):
+        self.store, self.rank, self.world_size = store, rank, world_size
+        self.gone = ""
+        """Who is, as one of the others has found."""
+        self._over = threading.Event()
+
+    def __enter__(self) -> "_Peers":
+        if self.world_size > 1:
+            # Over a connection of its own: a call that waits holds the other.
+            own: Any = self.store
+            threading.Thread(target=self._listen, args=(own.clone(),), daemon=True).start()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._over.set()
+
+    def _listen(self, store: dist.Store) -> None:
+        with contextlib.suppress(RuntimeError):  # the process that keeps the store has ended
+            while not self._over.wait(LOOKS_EVERY):
+                if store.check(["call"]):
+                    store.set(f"here-{self.rank}", "yes")
+                if store.check(["gone"]):
+                    self.gone = store.get("gone").decode()
+                    return
+
+    def who_is_gone(self) -> str:
+        """Of ranks whose connections broke: those that do not answer; where all do, those that do not end as this."""
+        try:
+            found = self.gone or self._call()
+            if found:
+                self.store.set("gone", found)
+                time.sleep(3 * LOOKS_EVERY if self.rank == 0 else 0.0)  # it may keep the store: let others look
+        except RuntimeError:
+            found = self.gone
+            if not found:
+                return (
+                    f"rank {self.rank} of {self.world_size} lost its peers, and the process at MASTER_ADDR that knew "
+                    f"of all is gone, too"
+                )
+        if not found:
+            return (
+                f"rank {self.rank} of {self.world_size} lost a connection, though all ranks are there: "
+                f"look at the network"
+            )
+        return f"rank {found} of {self.world_size} died or does not answer; rank {self.rank} stops"
+
+    def _call(self) -> str:
+        until = time.monotonic() + LAST_WORDS
+        for key in (f"here-{self.rank}", f"ended-{self.rank}", "call"):
+            self.store.set(key, "yes")
+        dead = silent = list(range(self.world_size))
+        while silent and time.monotonic() < until and not self.gone:
+            dead = [rank for rank in dead if not self.store.check([f"here-{rank}"])]
+            silent = [rank for rank in silent if not self.store.check([f"ended-{rank}"])]
             time.sleep(0.05)
-    except RuntimeError:
-        return (
-            f"rank {rank} of {world_size} lost its peers, and the process at MASTER_ADDR that knew of all is gone, too"
-        )
-    if not gone:
-        return f"rank {rank} of {world_size} lost a connection, though all ranks are there: look at the network"
-    names = ", ".join(map(str, gone))
-    return f"rank {names} of {world_size} died or does not answer; rank {rank} stops"
+        return self.gone or ", ".join(map(str, dead or silent))
 
 
 def _environment(name: str, default: int | None = None, *, least: int, below: int | None = None) -> int:

@@ -105,7 +105,8 @@ class Layout:
             for point, _, end in parts:
                 name = place_name(point.x)
                 ends[name] = max(end, ends.get(name, end))
-        return {name: end for name, end in ends.items() if end > self.value_axis.high}
+        slack = 1 + 1e-9  # sums are rounded
+        return {name: end for name, end in ends.items() if end > self.value_axis.high * slack}
 
     def _stacks(self) -> dict[int, list[Part]]:
         """Of each series its points with where their part of the bar begins and ends; negative parts go down."""
