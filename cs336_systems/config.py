@@ -17,7 +17,7 @@ from typing import Any
 
 MODES = ("inference", "forward", "forward-backward", "train-step")
 PRECISIONS = ("fp32", "tf32", "bf16", "fp16")
-ATTENTIONS = ("auto", "reference", "flash_torch", "flash_triton", "sdpa")
+ATTENTIONS = ("auto", "reference", "flash_torch", "flash_triton", "flash_hopper", "sdpa")
 
 FAST_PARTS = ("kernels", "loss", "optimizer", "graph")
 """Of the fast step: fused kernels between the matrix products; the loss without whole logits; the optimizer that writes

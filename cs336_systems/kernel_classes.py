@@ -17,7 +17,7 @@ SCORES, SOFTMAX, OUTPUT = "attention scores", "attention softmax", "attention ou
 _PATTERNS: list[tuple[str, str]] = [
     (ELEMENTWISE, r"^triton_poi_"),  # torch.compile's own: the words after it say what was fused, not what it does
     (REDUCTION, r"^triton_(per|red)_"),
-    (ATTENTION, r"^(forward|grad_q|grad_kv|grad)_kernel$"),  # flash_triton.py's
+    (ATTENTION, r"^(forward|backward|prepare|finish|grad_q|grad_kv|grad)_kernel$"),  # flash_triton.py's, hopper_*.py's
     (COMMUNICATION, r"nccl|gloo:|c10d::|all_?reduce|all_?gather|reduce_?scatter|broadcast_kernel"),
     (ATTENTION, r"flash|fmha|attention|sdpa|\bmha_|_attn_"),
     (OPTIMIZER, r"adam|lamb\b|sgd|multi_tensor|optimizer|_foreach_"),

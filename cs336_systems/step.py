@@ -22,7 +22,7 @@ from torch import Tensor, nn
 from torch.profiler import record_function
 
 from cs336_systems.config import ModelConfig, RunConfig, UserError
-from cs336_systems.kernels.attention import triton_problem
+from cs336_systems.kernels.attention import best_fused, gluon_problem, triton_problem
 from cs336_systems.kernels.packed_adamw import PackedAdamW
 from cs336_systems.model import TransformerLM
 from cs336_systems.step_graph import StepGraph
@@ -212,9 +212,14 @@ def require_device(device: str) -> None:
 
 
 def require_attention(config: RunConfig) -> None:
-    problem = triton_problem(torch.device(config.device)) if config.attention == "flash_triton" else None
+    if config.attention not in ("flash_triton", "flash_hopper"):
+        return
+    device = torch.device(config.device)
+    problem = triton_problem(device)
+    if problem is None and config.attention == "flash_hopper":
+        problem = gluon_problem(device)
     if problem is not None:
-        raise UserError(f"--attention flash_triton: {problem}; use --attention auto")
+        raise UserError(f"--attention {config.attention}: {problem}; use --attention auto")
 
 
 def build_model(config: RunConfig) -> nn.Module:
@@ -224,11 +229,19 @@ def build_model(config: RunConfig) -> nn.Module:
         in_graph = "graph" in config.fast_parts and config.attention == "auto" and config.precision == "bf16"
         return TransformerLM(
             config.model,
-            attention="flash_triton" if in_graph and triton_problem(torch.device("cuda")) is None else config.attention,
+            attention=_best_in_graph(config) if in_graph else config.attention,
             checkpoint_blocks=config.checkpoint_blocks,
             fused="kernels" in config.fast_parts,
         )
     return _call_factory(config.model_factory, config.model)
+
+
+def _best_in_graph(config: RunConfig) -> str:
+    device, model = torch.device("cuda"), config.model
+    if triton_problem(device) is not None:
+        return config.attention
+    elements = config.batch_size * model.context_length * model.d_model
+    return best_fused(elements, model.context_length, model.d_model // model.num_heads, device)
 
 
 def _call_factory(spec: str, model: ModelConfig) -> nn.Module:

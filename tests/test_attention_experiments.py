@@ -90,7 +90,7 @@ def test_a_cpu_is_not_asked_for_gpu_kernels():
 
 def test_quick_grids_are_small():
     sizes = {name: len(grid(name, "quick")) for name in ATTENTION_INSTRUMENTS}
-    assert sizes == {"pytorch_attention": 8, "flash": 32, "attention_rivals": 1, "flash_leaderboard": 4}
+    assert sizes == {"pytorch_attention": 8, "flash": 32, "attention_rivals": 1, "flash_leaderboard": 5}
 
 
 def test_the_rivals_shapes_and_the_leaderboards():
@@ -104,7 +104,7 @@ def test_the_rivals_shapes_and_the_leaderboards():
         ("1x16x16384x64 bf16 causal", 1000, 10_000)
     }
     assert {(c["warmup_ms"], c["rep_ms"]) for c in quick} == {(200, 1000)}
-    assert [c["implementation"] for c in course] == ["flash_triton", "sdpa_flash", "sdpa_cudnn", "flex"]
+    assert [c["implementation"] for c in course] == ["flash_hopper", "flash_triton", "sdpa_flash", "sdpa_cudnn", "flex"]
 
 
 @pytest.mark.parametrize("experiment", ATTENTION_INSTRUMENTS)
@@ -128,7 +128,7 @@ def test_cells_have_names_one_can_read():
         "pytorch_attention": "pytorch_attention 8x1x256x16 fp32 reference",
         "flash": "flash 1x1x128x16 bf16 causal flash_triton",
         "attention_rivals": "attention_rivals 1x16x16384x64 bf16 causal in turns",
-        "flash_leaderboard": "flash_leaderboard 1x16x16384x64 bf16 causal flash_triton",
+        "flash_leaderboard": "flash_leaderboard 1x16x16384x64 bf16 causal flash_hopper",
     }
 
 

@@ -150,7 +150,7 @@ def test_every_attention_of_the_configuration_is_implemented():
 
 
 def test_unknown_attention_names_the_choices():
-    with pytest.raises(ValueError, match="reference, flash_torch, flash_triton, sdpa"):
+    with pytest.raises(ValueError, match="reference, flash_torch, flash_triton, flash_hopper, sdpa"):
         attention(*torch.zeros(3, 1, 1, 2, 2), impl="flash")
 
 

@@ -20,6 +20,7 @@ from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from cs336_systems.benchmark.benchmark import start_compiling_from_nothing
+from cs336_systems.config import ATTENTIONS
 from cs336_systems.kernels import attention
 from cs336_systems.kernels.reference import attention_reference
 from cs336_systems.measure.attention_model import AttentionShape, naive_peak
@@ -74,7 +75,7 @@ def _flex(shape: AttentionShape, device: torch.device, dynamic: bool) -> Abstrac
 
 
 IMPLEMENTATIONS: dict[str, Builder] = {
-    **{name: partial(_ours, name) for name in ("reference", "flash_torch", "flash_triton", "auto", "sdpa")},
+    **{name: partial(_ours, name) for name in ATTENTIONS},
     "compiled": _compiled,
     "sdpa_flash": partial(_sdpa, SDPBackend.FLASH_ATTENTION),
     "sdpa_cudnn": partial(_sdpa, SDPBackend.CUDNN_ATTENTION),

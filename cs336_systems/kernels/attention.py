@@ -1,6 +1,7 @@
 """One meaning, several implementations: `attention(q, k, v, impl=...)`, the only dispatch."""
 
 import functools
+import importlib
 import importlib.util
 import math
 import os
@@ -17,9 +18,16 @@ from cs336_systems.kernels.flash_ops import flash, is_plain
 from cs336_systems.kernels.reference import attention_and_lse, attention_reference
 from cs336_systems.kernels.tiles import LAUNCH_BOUND
 
-IMPLEMENTATIONS = ("auto", "reference", "flash_torch", "flash_triton", "sdpa")
+IMPLEMENTATIONS = ("auto", "reference", "flash_torch", "flash_triton", "flash_hopper", "sdpa")
 MAX_HEAD_DIM = 256
 TRITON_DTYPES = (torch.float32, torch.float16, torch.bfloat16)
+HOPPER_DTYPES = (torch.float16, torch.bfloat16)
+HOPPER_HEAD_DIMS = range(40, 129, 8)
+"""What the copy engine can move. Narrower ones would be padded to twice their width and more."""
+HOPPER_WORTH = 1 << 33
+"""Elements of q times keys from which on they are the faster: their programs are large, and too few fill no GPU."""
+HOPPER_MAX_QUERIES = 1 << 29
+"""Of all heads together: places in their scratch memory are 32 bits wide."""
 DTYPES = (*TRITON_DTYPES, torch.float64)
 SDPA_BANDS = (Band(), Band(hi=0))
 """Those that torch's own attention takes without a mask."""
@@ -75,9 +83,10 @@ def attention(
     - `window`: w or (left, right) hides keys further than that from the query's own position; None: no bound.
     - `scale` defaults to 1 / sqrt(d).
     - `impl`: "reference" forms the whole score matrix; "flash_torch" goes tile by tile in plain PyTorch; "flash_triton"
-      by Triton kernels (fp32, fp16, bf16 on GPUs of compute capability 8.0 or more); "sdpa" is torch's own; "auto" is
-      the best for the device, dtype and shape.
-    - `deterministic`: gradients are the same to the bit in every run. Ours always are.
+      by Triton kernels (fp32, fp16, bf16 on GPUs of compute capability 8.0 or more); "flash_hopper" by kernels for
+      GPUs of 9.0 alone (fp16, bf16, d of 40, 48, ... 128, no window to the left); "sdpa" is torch's own; "auto" is the
+      best for the device, dtype and shape.
+    - `deterministic`: gradients are the same to the bit in every run. Those of all but "flash_hopper" and "sdpa" are.
     - `return_lse`: also the logsumexp of the scaled scores, (batch, heads, len_q), differentiable.
 
     A query that sees no key gives 0 (logsumexp -inf), and gradients of 0.
@@ -100,7 +109,7 @@ def attention(
         # (torch's own give NaN for a negative one on a CPU.)
         q, scale = (-q, -scale) if scale else (q * 0, 1.0)
     match impl:
-        case "flash_triton" | "flash_torch":
+        case "flash_hopper" | "flash_triton" | "flash_torch":
             return flash(impl, q, k, v, scale, band, return_lse)
         case "reference":
             return _reference(q, k, v, band, scale, return_lse)
@@ -124,6 +133,10 @@ def _settle(
         impl = choose(q, k, band, deterministic, return_lse)
     if impl == "flash_triton" and is_plain(q):  # of one that is traced only the shape matters
         require_triton(q)
+    if impl == "flash_hopper" and is_plain(q):
+        require_hopper(q, k, band)
+        if deterministic:
+            raise ValueError("impl='flash_hopper' adds up dq in no fixed order; use impl='auto' or 'flash_triton'")
     if impl == "sdpa" and return_lse:
         raise ValueError("impl='sdpa' has no logsumexp to return; use impl='auto', 'flash_torch' or 'flash_triton'")
     if impl == "sdpa" and deterministic and q.is_cuda:
@@ -144,7 +157,9 @@ def choose(q: Tensor, k: Tensor, band: Band, deterministic: bool = False, return
     if q.is_cuda and dtype in TRITON_DTYPES and not (sdpa_can and sdpa_is_faster):
         problem = triton_problem(q.device)
         if problem is None:
-            return "flash_triton"
+            is_large = q.numel() * k.shape[2] >= HOPPER_WORTH
+            on_hopper = is_large and not deterministic and hopper_problem(q, k, band, dtype) is None
+            return "flash_hopper" if on_hopper else "flash_triton"
         _say_once(f"attention: {problem}; using torch's own kernels instead")
     return "sdpa" if sdpa_can else "flash_torch"
 
@@ -181,7 +196,34 @@ def require_triton(q: Tensor) -> None:
         raise ValueError(f"impl='flash_triton': {problem}; use impl='auto' or impl='flash_torch'")
 
 
+def require_hopper(q: Tensor, k: Tensor, band: Band) -> None:
+    dtype = torch.get_autocast_dtype(q.device.type) if torch.is_autocast_enabled(q.device.type) else q.dtype
+    problem = triton_problem(q.device) or hopper_problem(q, k, band, dtype)
+    if problem is not None:
+        raise ValueError(f"impl='flash_hopper': {problem}; use impl='auto'")
+
+
+def hopper_problem(q: Tensor, k: Tensor, band: Band, dtype: torch.dtype) -> str | None:
+    """Why the kernels for Hopper GPUs do not take a call that the Triton kernels would; None where they do."""
+    if dtype not in HOPPER_DTYPES:
+        return f"it takes fp16 or bf16, got {_name(dtype)}"
+    if q.shape[3] not in HOPPER_HEAD_DIMS:
+        return f"it takes head dims from 40 to 128 in steps of 8, got {q.shape[3]}"
+    if band.lo is not None:
+        return "it has no window to the left"
+    if not 0 < q.shape[0] * q.shape[1] * (q.shape[2] + 127) < HOPPER_MAX_QUERIES or k.shape[2] == 0:
+        return f"it takes 1 to {HOPPER_MAX_QUERIES} queries in all heads, and at least one key"
+    return gluon_problem(q.device)
+
+
+def best_fused(elements: int, keys: int, head_dim: int, device: torch.device) -> str:
+    """Of our kernels for 16-bit causal attention, launching aside; by elements of q, and keys that a query may see."""
+    for_hopper = elements * keys >= HOPPER_WORTH and head_dim in HOPPER_HEAD_DIMS
+    return "flash_hopper" if for_hopper and gluon_problem(device) is None else "flash_triton"
+
+
 _problems: dict[torch.device, str | None] = {}
+_gluon_problems: dict[torch.device, str | None] = {}
 
 
 @torch.compiler.assume_constant_result
@@ -190,6 +232,27 @@ def triton_problem(device: torch.device) -> str | None:
     if device not in _problems:  # not functools.cache: torch.compile would trace through it
         _problems[device] = _find_problem(device)
     return _problems[device]
+
+
+@torch.compiler.assume_constant_result
+def gluon_problem(device: torch.device) -> str | None:
+    """Why the kernels for Hopper GPUs cannot run on one that runs the Triton kernels; None where they can."""
+    if device not in _gluon_problems:
+        _gluon_problems[device] = _find_gluon_problem(device)
+    return _gluon_problems[device]
+
+
+def _find_gluon_problem(device: torch.device) -> str | None:
+    if os.environ.get("TRITON_INTERPRET") == "1":
+        return "Triton's interpreter does not know its language"
+    major, minor = torch.cuda.get_device_capability(device)
+    if (major, minor) != (9, 0):
+        return f"it is for compute capability 9.0, {torch.cuda.get_device_name(device)} has {major}.{minor}"
+    try:
+        importlib.import_module("cs336_systems.kernels.hopper_launch")
+    except ImportError as error:  # its language is young, and an older or newer Triton may name things otherwise
+        return f"the installed Triton lacks what it needs ({error})"
+    return None
 
 
 def _find_problem(device: torch.device) -> str | None:

@@ -1,11 +1,6 @@
-"""Launches the kernels of flash_triton.py: chooses tiles, describes tensors, and makes a repeated call cheap.
-
-A small problem is over before Python has launched it. So what a call works out from shapes and strides (its plan: tile,
-grid, whole-number arguments, the compiled kernel) is kept, and the next call of that kind goes straight to the driver.
-"""
+"""Launches the kernels of flash_triton.py: chooses tiles and describes tensors."""
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -16,9 +11,8 @@ from triton.tools.tensor_descriptor import TensorDescriptor
 from cs336_systems.kernels import flash_triton, layout, tiles
 from cs336_systems.kernels.band import Band
 from cs336_systems.kernels.cache import Cache
+from cs336_systems.kernels.plan import INTERPRETED, Description, Plan, suits_tma
 from cs336_systems.kernels.tiles import LAUNCH_BOUND, Key, Tile
-
-INTERPRETED = not isinstance(flash_triton.forward_kernel, triton.runtime.JITFunction)
 
 FP32_PRODUCTS = "tf32x3"
 """How products of fp32 are formed where torch's own may not use TF32. "tf32x3" adds three TF32 products of the upper
@@ -80,7 +74,7 @@ class Problem:
         tensors = (q, k, v, out, grad, dq, dk, dv)
         if grad_lse is not None:
             grad_lse = grad_lse.contiguous()
-        key = (grad.stride(), grad.data_ptr() % 16, out.stride(), out.data_ptr() % 16, grad_lse is None)
+        key = backward_key(grad, grad_lse, out, lse)
         plans = self._backward.get(key)
         if plans is None:
             plans = self._backward[key] = _plan_backward(tensors, band)
@@ -97,6 +91,12 @@ class Problem:
 
 
 _known: Cache[tuple[Any, ...], Problem] = Cache()
+
+
+def backward_key(grad: Tensor, grad_lse: Tensor | None, out: Tensor, lse: Tensor) -> tuple[Any, ...]:
+    """What a plan for backward depends on beside q, k and v: code is compiled for pointers aligned as these are."""
+    alike = tuple(t.data_ptr() % 16 for t in (grad, out, lse))
+    return grad.stride(), out.stride(), alike, None if grad_lse is None else grad_lse.data_ptr() % 16
 
 
 def products() -> str:
@@ -145,15 +145,16 @@ def plan(kernel: str, tensors: Sequence[Tensor], band: Band, tile: Tile | None =
         device=q.device.index,
         copied=copied,
         descriptors=[
-            _description(t, [1, 1, rows[side], block_d]) for t, side in zip(tensors, SIDES[kernel], strict=True)
+            Description(TensorDescriptor, t, [1, 1, rows[side], block_d])
+            for t, side in zip(tensors, SIDES[kernel], strict=True)
         ]
         if by_descriptor
         else None,
-        before_scale=(
+        before=(
             *(tuple(t.stride()[:3]) for t in tensors),
             *(owners, heads // kv_heads, len_q, len_k, d, (band.lo, band.hi)),
         ),
-        after_scale=(
+        after=(
             *(*grid, tile.block_m, tile.block_n, block_d, *(() if kernel == "grad" else (by_descriptor,))),
             products() if q.dtype == torch.float32 else "ieee",
         ),
@@ -179,77 +180,8 @@ def _by_descriptor(kernel: str, tensors: Sequence[Tensor]) -> bool:
         and (INTERPRETED or torch.cuda.get_device_capability(q.device)[0] in WITH_TMA)
         and q.element_size() == 2
         and (q.numel() >= SMALLEST_FOR_DESCRIPTORS or tensors[1].shape[2] >= LONG_FOR_DESCRIPTORS)
-        and all(t.data_ptr() % 16 == 0 and _strides_suit(t) for t in tensors)
+        and all(map(suits_tma, tensors))
     )  # fmt: skip
-
-
-def _strides_suit(t: Tensor) -> bool:
-    """Multiples of 16 bytes, none of them 0."""
-    return all(n == 1 or (s > 0 and s % 8 == 0) for n, s in zip(t.shape[:3], t.stride()[:3], strict=True))
-
-
-def _description(t: Tensor, block_shape: list[int]) -> dict[str, Any]:
-    """The fields of a TensorDescriptor, all but the tensor; checked once, here."""
-    # The stride of a dimension of 1 means nothing, but must be a multiple of 16 bytes all the same.
-    strides = [s if n > 1 else 8 for n, s in zip(t.shape[:3], t.stride()[:3], strict=True)] + [1]
-    fields = dict(vars(TensorDescriptor(t, list(t.shape), strides, block_shape)))
-    del fields["base"]
-    return fields
-
-
-@dataclass
-class Plan:
-    """One kernel for tensors of certain shapes, strides and alignment."""
-
-    kernel: Any
-    programs: int
-    device: int | None
-    copied: tuple[int, ...]
-    """Which tensors are not as the kernels want them."""
-    descriptors: list[dict[str, Any]] | None
-    before_scale: tuple[Any, ...]
-    after_scale: tuple[Any, ...]
-    options: dict[str, int]
-    compiled: Any = None
-
-    def __call__(self, tensors: Sequence[Tensor], rows: Sequence[Tensor | None], scale: float) -> None:
-        if self.device is None or self.device == torch._C._cuda_getDevice():
-            self._launch(tensors, rows, scale)
-        else:
-            with torch.cuda.device(self.device):
-                self._launch(tensors, rows, scale)
-
-    def _launch(self, tensors: Sequence[Tensor], rows: Sequence[Tensor | None], scale: float) -> None:
-        if self.copied:
-            tensors = [t.contiguous() if i in self.copied else t for i, t in enumerate(tensors)]
-        compiled = self.compiled
-        if compiled is None:
-            compiled = self.kernel[(self.programs,)](*self.arguments(tensors, rows, scale), **self.options)
-            self.compiled = None if INTERPRETED else compiled
-            return
-        # What `kernel[grid](...)` ends in, without finding out again which of its specialisations these arguments need.
-        # Addresses are given as numbers: of a tensor the launcher would ask the driver.
-        arguments = self.arguments(tensors, [None if t is None else t.data_ptr() for t in rows], scale, as_numbers=True)
-        stream = torch._C._cuda_getCurrentRawStream(self.device or 0)
-        compiled.run(
-            self.programs, 1, 1, stream, compiled.function, compiled.packed_metadata, None, None, None, *arguments
-        )  # fmt: skip
-
-    def arguments(
-        self, tensors: Sequence[Any], rows: Sequence[Any], scale: float, *, as_numbers: bool = False
-    ) -> tuple[Any, ...]:
-        """The kernel's, in its order."""
-        if self.descriptors is not None:
-            tensors = [_descriptor(fields, t) for fields, t in zip(self.descriptors, tensors, strict=True)]
-        elif as_numbers:
-            tensors = [t.data_ptr() for t in tensors]
-        return (*tensors, *rows, *self.before_scale, scale, *self.after_scale)
-
-
-def _descriptor(fields: dict[str, Any], base: Tensor) -> TensorDescriptor:
-    descriptor = TensorDescriptor.__new__(TensorDescriptor)
-    descriptor.__dict__.update(fields, base=base)
-    return descriptor
 
 
 def _plan_forward(tensors: Sequence[Tensor], band: Band) -> list[Plan]:

@@ -5,6 +5,7 @@ whole around them; each has its shape-only version, its gradient, its cast under
 """
 
 import functools
+import importlib
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -15,13 +16,15 @@ from torch.utils.flop_counter import register_flop_formula
 from cs336_systems.kernels import flash_torch, layout
 from cs336_systems.kernels.band import Band, resolve
 
+LAUNCHERS = {"flash_triton": "flash_launch", "flash_hopper": "hopper_launch"}
+
 _library = torch.library.Library("cs336", "DEF")
 
 
 def flash(
     name: str, q: Tensor, k: Tensor, v: Tensor, scale: float, band: Band, return_lse: bool
 ) -> Tensor | tuple[Tensor, Tensor]:
-    """Attention, and its logsumexp where wanted, by "flash_torch" or "flash_triton", of arguments that were checked."""
+    """Attention, and its logsumexp where wanted, by one of OPERATORS, of arguments that were checked."""
     q, k, v = cast_for_autocast(q, k, v)
     return _Flash.apply(q, k, v, (name, scale, band, return_lse))
 
@@ -68,15 +71,13 @@ def _kernels(name: str, q: Tensor, k: Tensor, v: Tensor, band: Band) -> Any:
 
 
 def _bare(name: str, q: Tensor, k: Tensor, v: Tensor, band: Band) -> Any:
-    return flash_torch if name == "flash_torch" else _flash_launch().problem(q, k, v, band)
+    return flash_torch if name == "flash_torch" else _launcher(name).problem(q, k, v, band)
 
 
 @functools.cache
-def _flash_launch() -> Any:
+def _launcher(name: str) -> Any:
     """The module; it imports triton, so only when it is called for."""
-    from cs336_systems.kernels import flash_launch
-
-    return flash_launch
+    return importlib.import_module(f"cs336_systems.kernels.{LAUNCHERS[name]}")
 
 
 class Operators:
@@ -209,7 +210,7 @@ def _backward_flops(grad: torch.Size, grad_lse: Any, q: torch.Size, k: torch.Siz
 
 
 OPERATORS = {}
-for _name in ("flash_torch", "flash_triton"):
+for _name in ("flash_torch", *LAUNCHERS):
     _register(_name)
     OPERATORS[_name] = Operators(_name)
 

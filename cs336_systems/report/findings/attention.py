@@ -4,7 +4,7 @@ from collections.abc import Mapping, Sequence
 from functools import partial
 from math import isfinite
 
-from cs336_systems.report.attention import OURS, Source
+from cs336_systems.report.attention import OURS, Source, fastest
 from cs336_systems.report.cells import CellView
 from cs336_systems.report.document import Text
 from cs336_systems.report.findings.phrases import (
@@ -93,7 +93,7 @@ def _flash(cells: Cells, which: int) -> Text | None:
     """Of the first or the second precision: where ours is the fastest, and how fast at the greatest length."""
     precision = list(dict.fromkeys(cell.get("precision") for cell in cells))[which]
     times = _flash_times([cell for cell in cells if cell.get("precision") == precision])
-    ours = next(name for name in (OURS, "flash_torch") if any(name in found for found in times.values()))
+    ours = next(name for name in (*OURS, "flash_torch") if any(name in found for found in times.values()))
     times = {shape: found for shape, found in times.items() if ours in found and len(found) > 1}
     if not times:
         return None
@@ -146,7 +146,8 @@ def _flash_memory(cells: Cells) -> Text | None:
     where = [str(longest[0].get(name)) for name in ("seq_len", "head_dim", "precision")]
     same = [cell for cell in longest if str(cell.get("precision")) == where[-1]]
     by_name = {cell.get("implementation"): value_of(cell, "peak_memory") for cell in same}
-    ours, formula = by_name.get(OURS) or by_name.get("flash_torch"), by_name.get("reference")
+    ours = next((by_name[name] for name in (*OURS, "flash_torch") if by_name.get(name)), None)
+    formula = by_name.get("reference")
     if not ours or not formula:
         return None
     return say(
@@ -165,20 +166,21 @@ def _rival_times(cell: CellView, metric: str) -> Times:
 def _rivals(cells: Cells) -> Text | None:
     """Against the best of the others, forward and backward together."""
     fine = [cell for cell in cells if cell.ok]
-    leads = []
+    leads, used = [], set()
     for cell in fine:
         times = _rival_times(cell, "forward_backward_time")
-        others = [name for name in times if name != OURS]
-        if OURS in times and others:
-            best = min(others, key=lambda name: times[name])
+        ours, best = fastest(times, ours=True), fastest(times, ours=False)
+        if ours and best:
+            used.add(ours)
             name = f"{cell.get('batch_size')} x {cell.get('heads')} x {cell.get('seq_len')} x {cell.get('head_dim')}"
-            leads.append((times[best] / times[OURS], Text(f"{name}, {best}")))
+            leads.append((times[best] / times[ours], Text(f"{name}, {best}")))
     if not leads:
         return None
     return say(
         "{0} is ahead of the best rival in {1} of {2} shapes, forward and backward: {3} times as fast",
         "前向加后向，{0} 在 {2} 个形状中有 {1} 个快于最快的对手：速度为 {3} 倍",
-        *(OURS, str(sum(lead > 1 for lead, _ in leads)), str(len(leads)), extremes(leads, "{:.2f}".format)),
+        listed([Text(name) for name in OURS if name in used]),
+        *(str(sum(lead > 1 for lead, _ in leads)), str(len(leads)), extremes(leads, "{:.2f}".format)),
     )
 
 
@@ -186,8 +188,11 @@ def _each_rival(cells: Cells) -> Text | None:
     ratios: dict[str, list[float]] = {}
     for cell in (cell for cell in cells if cell.ok):
         times = _rival_times(cell, "forward_backward_time")
-        for name in (name for name in times if name != OURS and OURS in times):
-            ratios.setdefault(name, []).append(times[name] / times[OURS])
+        ours = fastest(times, ours=True)
+        if ours is None:
+            continue
+        for name in (name for name in times if name not in OURS):
+            ratios.setdefault(name, []).append(times[name] / times[ours])
     each = [
         say("{} in {} of {} (at best {}x)", "{} {}/{} 个（最多 {} 倍）", name, *_won(found), times_text(max(found)))
         for name, found in ratios.items()
@@ -203,9 +208,9 @@ def _rivals_forward(cells: Cells) -> Text | None:
     leads = []
     for cell in (cell for cell in cells if cell.ok):
         times = _rival_times(cell, "forward_time")
-        others = [seconds for name, seconds in times.items() if name != OURS]
-        if OURS in times and others:
-            leads.append(min(others) / times[OURS])
+        ours, best = fastest(times, ours=True), fastest(times, ours=False)
+        if ours and best:
+            leads.append(times[best] / times[ours])
     if not leads:
         return None
     return say(
@@ -220,10 +225,11 @@ def _leaderboard(cells: Cells) -> Text | None:
         str(cell.get("implementation")): value_of(cell, "leaderboard_time") or 0.0
         for cell in having(cells, "leaderboard_time")
     }
-    if OURS not in times:
+    name = fastest(times, ours=True)
+    if name is None:
         return None
-    ours = times.pop(OURS)
-    said = say("{} takes {} ms", "{} 为 {} ms", OURS, kernel_ms(ours))
+    ours = times.pop(name)
+    said = say("{} takes {} ms", "{} 为 {} ms", name, kernel_ms(ours))
     each = [
         say("{0}x that of {1} ({2} ms)", "{1}（{2} ms）的 {0} 倍", times_text(seconds / ours), name, kernel_ms(seconds))
         for name, seconds in times.items()

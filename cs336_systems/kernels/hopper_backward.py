@@ -1,0 +1,337 @@
+"""Attention backward for Hopper GPUs, in Gluon. How it works, drawn: docs/ATTENTION.md.
+
+A program owns 128 keys, 64 for each of two warpgroups, and visits the blocks of queries that see them. All is
+transposed: rows are keys, columns are queries, so that weights P and score gradients dS are operands of dV += P dO and
+dK += dS Q where they are, in registers.
+
+    S = K Q^T    dP = V dO^T    P = exp2(S - lse)    dS = P (dP - delta)    dV += P dO    dK += dS Q    dQ += dS^T K
+
+Only dQ needs the dS of both warpgroups: they meet in shared memory, and each warpgroup forms half of dQ, one tile
+later, when the other has long stored its part. A third warpgroup, the producer, has the copy engine (TMA) bring the
+queries, and add each dQ to fp32 sums in global memory. The order of these additions differs from run to run, and so do
+the last bits of dQ; those of dK and dV do not.
+
+`prepare_kernel` makes what the loop reads for each query, and zeros for dQ; `finish_kernel` rounds dQ.
+"""
+
+import triton
+import triton.language as tl
+from triton._C.libtriton import ir
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.language._core import builtin
+from triton.experimental.gluon.language.nvidia.hopper import (
+    fence_async_shared,
+    mbarrier,
+    tma,
+    warpgroup_mma,
+    warpgroup_mma_wait,
+)
+
+from cs336_systems.kernels.hopper_forward import LOG2E, ROWS, assignment
+
+BLOCK_N = gl.constexpr(128)
+STAGES = gl.constexpr(2)
+"""Of queries, and of dS: a tile is worked on, and the next is on its way, or the one before still read."""
+WARP = gl.constexpr(32)
+HALF = gl.constexpr(64)
+"""Rows, and columns, of what a warpgroup forms of dQ."""
+
+
+@builtin
+def tma_reduce_add(desc, coord, src, _semantic=None):
+    """Add a tile in shared memory to one in global memory: Gluon's compiler has it, its language does not yet."""
+    coord = _semantic._convert_to_ir_values(coord, require_i64=False)
+    _semantic.builder.create_async_tma_reduce(ir.DESCRIPTOR_REDUCE_KIND.ADD, desc.handle, coord, src.handle)
+
+
+@gluon.jit(do_not_specialize=["section"])
+def backward_kernel(
+    q_desc, k_desc, v_desc, do_desc, lse_desc, delta_desc, dq_desc, dk_desc, dv_desc,
+    heads, kv_heads, group, len_k, padded, hi, scale, blocks, q_blocks, all_heads, section,
+    CAUSAL: gl.constexpr, EVEN: gl.constexpr, D: gl.constexpr, BLOCK_M: gl.constexpr, DIAGONALS: gl.constexpr,
+    GROUPED: gl.constexpr,
+):  # fmt: skip
+    """dK and dV of 128 keys, and their part of dQ. EVEN: len_k is a multiple of 128; GROUPED: heads share keys;
+    DIAGONALS: in how many blocks of queries a mask may cut."""
+    block, index = assignment(blocks, all_heads, section)
+    column = block * BLOCK_N
+    first = 0
+    if CAUSAL:  # where no query sees these keys the last block is visited, and adds nothing
+        first = gl.minimum(gl.maximum(column - hi, 0) // BLOCK_M, q_blocks - 1)
+    place = (index // kv_heads, index % kv_heads, group, column, first, q_blocks - first)
+    problem = (len_k, hi, scale)
+
+    q_smem = gl.allocate_shared_memory(q_desc.dtype, [STAGES, 1, 1, BLOCK_M, D], q_desc.layout)
+    do_smem = gl.allocate_shared_memory(q_desc.dtype, [STAGES, 1, 1, BLOCK_M, D], q_desc.layout)
+    k_smem = gl.allocate_shared_memory(k_desc.dtype, [1, 1, BLOCK_N, D], k_desc.layout)
+    v_smem = gl.allocate_shared_memory(v_desc.dtype, [1, 1, BLOCK_N, D], v_desc.layout)
+    lse_smem = gl.allocate_shared_memory(gl.float32, [STAGES, BLOCK_M], lse_desc.layout)
+    delta_smem = gl.allocate_shared_memory(gl.float32, [STAGES, BLOCK_M], delta_desc.layout)
+    DS_LAYOUT: gl.constexpr = gl.NVMMASharedLayout.get_default_for([BLOCK_N, BLOCK_M], q_desc.dtype)
+    ds_smem = gl.allocate_shared_memory(q_desc.dtype, [STAGES, BLOCK_N, BLOCK_M], DS_LAYOUT)
+    dq_smem = gl.allocate_shared_memory(gl.float32, [2, 4 * WARP, WARP], dq_desc.layout)
+    kv_bar = gl.allocate_shared_memory(gl.int64, [1], mbarrier.MBarrierLayout())
+    full = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
+    done = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
+    free = gl.allocate_shared_memory(gl.int64, [1], mbarrier.MBarrierLayout())
+    mbarrier.init(kv_bar, count=1)
+    mbarrier.init(free, count=1)
+    for stage in gl.static_range(STAGES):
+        mbarrier.init(full.index(stage), count=1)
+        mbarrier.init(done.index(stage), count=2)
+    fence_async_shared()
+    descs = (q_desc, k_desc, v_desc, do_desc, lse_desc, delta_desc)
+    tiles = (q_smem, do_smem, lse_smem, delta_smem, k_smem, v_smem, ds_smem, dq_smem)
+    bars = (kv_bar, full, done, free)
+    outs = (dk_desc, dv_desc)
+    # Constants must stand in the call itself.
+    gl.warp_specialize(
+        [
+            (_produce, (descs, dq_desc, tiles, bars, place, heads, padded, GROUPED, D, BLOCK_M)),
+            (_consume, (outs, tiles, bars, place, problem, 0, CAUSAL, EVEN, D, BLOCK_M, DIAGONALS, GROUPED)),
+            (_consume, (outs, tiles, bars, place, problem, 1, CAUSAL, EVEN, D, BLOCK_M, DIAGONALS, GROUPED)),
+        ],
+        [4, 4],
+        [240, 240],
+    )
+
+
+@gluon.jit
+def _produce(
+    descs, dq_desc, tiles, bars, place, heads, padded, GROUPED: gl.constexpr, D: gl.constexpr, BLOCK_M: gl.constexpr
+):  # fmt: skip
+    """Brings queries, and takes dQ away."""
+    q_desc, k_desc, v_desc, do_desc, lse_desc, delta_desc = descs
+    q_smem, do_smem, lse_smem, delta_smem, k_smem, v_smem, _, dq_smem = tiles
+    kv_bar, full, done, free = bars
+    batch, kv_head, group, column, _, count = place
+    mbarrier.expect(kv_bar, 2 * BLOCK_N * D * 2)
+    tma.async_copy_global_to_shared(k_desc, [batch, kv_head, column, 0], kv_bar, k_smem)
+    tma.async_copy_global_to_shared(v_desc, [batch, kv_head, column, 0], kv_bar, v_smem)
+    for t in range(group * count + STAGES + 1):
+        slot = t % STAGES
+        mbarrier.wait(done.index(slot), (t // STAGES & 1) ^ 1)
+        if t < group * count:
+            head, row = _position(t, place, GROUPED, BLOCK_M)
+            flat = (batch * heads + head) * padded + row
+            bar = full.index(slot)
+            mbarrier.expect(bar, 2 * BLOCK_M * D * 2 + 2 * BLOCK_M * 4)
+            tma.async_copy_global_to_shared(q_desc, [batch, head, row, 0], bar, q_smem.index(slot))
+            tma.async_copy_global_to_shared(lse_desc, [flat], bar, lse_smem.index(slot))
+            tma.async_copy_global_to_shared(do_desc, [batch, head, row, 0], bar, do_smem.index(slot))
+            tma.async_copy_global_to_shared(delta_desc, [flat], bar, delta_smem.index(slot))
+        if t > STAGES:  # the tile whose slot is free now left dQ of the tile before it
+            head, row = _position(t - STAGES - 1, place, GROUPED, BLOCK_M)
+            block = ((batch * heads + head) * padded + row) // HALF * (D // HALF)
+            tma_reduce_add(dq_desc, [block * (4 * WARP), 0], dq_smem.index(0))
+            tma_reduce_add(dq_desc, [(block + 1) * (4 * WARP), 0], dq_smem.index(1))
+            tma.store_wait(0)
+            mbarrier.arrive(free)
+
+
+@gluon.jit
+def _position(t, place, GROUPED: gl.constexpr, BLOCK_M: gl.constexpr):
+    """Head and first query of tile t: all blocks of a head, then the next of those that share these keys."""
+    _, kv_head, group, _, first, count = place
+    head, block = kv_head, first + t
+    if GROUPED:
+        head, block = kv_head * group + t // count, first + t % count
+    return head, block * BLOCK_M
+
+
+@gluon.jit
+def _consume(
+    outs, tiles, bars, place, problem,
+    W: gl.constexpr, CAUSAL: gl.constexpr, EVEN: gl.constexpr, D: gl.constexpr, BLOCK_M: gl.constexpr,
+    DIAGONALS: gl.constexpr, GROUPED: gl.constexpr,
+):  # fmt: skip
+    """The keys of warpgroup W."""
+    KV_LAYOUT: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, D, 16])
+    dk_desc, dv_desc = outs
+    v_smem = tiles[5]
+    batch, kv_head, group, column, _, count = place
+    own = column + W * ROWS
+    dk = gl.zeros((ROWS, D), gl.float32, KV_LAYOUT)
+    dv = gl.zeros((ROWS, D), gl.float32, KV_LAYOUT)
+    mbarrier.wait(bars[0], 0)
+    dk, dv = _tile(0, tiles, bars, place, problem, dk, dv, CAUSAL, True, W, EVEN, GROUPED, D, BLOCK_M)
+    begin = 1
+    if DIAGONALS > 1:
+        begin = gl.minimum(DIAGONALS, count)
+        for t in range(1, begin):
+            dk, dv = _tile(t, tiles, bars, place, problem, dk, dv, True, False, W, EVEN, GROUPED, D, BLOCK_M)
+    for t in range(begin, count):
+        dk, dv = _tile(t, tiles, bars, place, problem, dk, dv, False, False, W, EVEN, GROUPED, D, BLOCK_M)
+    if GROUPED:  # the other query heads; their first blocks are cut by the mask again
+        for t in range(count, group * count):
+            dk, dv = _tile(t, tiles, bars, place, problem, dk, dv, CAUSAL, False, W, EVEN, GROUPED, D, BLOCK_M)
+    last = group * count - 1
+    mbarrier.wait(bars[2].index(last % STAGES), last // STAGES & 1)
+    dq = warpgroup_mma_wait(0, deps=[_half_of_dq(last, tiles, W, D, BLOCK_M)])
+    mbarrier.wait(bars[3], last & 1 ^ 1)
+    _store_dq(dq, tiles[7].index(W))
+    fence_async_shared()
+    mbarrier.arrive(bars[2].index((last + 1) % STAGES))
+
+    # Of V each warpgroup reads only its own part, and has done so for the last time.
+    part = v_smem.slice(W * ROWS, ROWS, dim=2)
+    rows = v_smem.reshape((BLOCK_N, D)).slice(W * ROWS, ROWS)
+    rows.store(dv.to(v_smem.dtype))
+    fence_async_shared()
+    tma.async_copy_shared_to_global(dv_desc, [batch, kv_head, own, 0], part)
+    tma.store_wait(0)
+    rows.store((dk * problem[2]).to(v_smem.dtype))
+    fence_async_shared()
+    tma.async_copy_shared_to_global(dk_desc, [batch, kv_head, own, 0], part)
+    tma.store_wait(0)
+
+
+@gluon.jit
+def _tile(
+    t, tiles, bars, place, problem, dk, dv,
+    MASKED: gl.constexpr, FIRST: gl.constexpr, W: gl.constexpr, EVEN: gl.constexpr, GROUPED: gl.constexpr,
+    D: gl.constexpr, BLOCK_M: gl.constexpr,
+):  # fmt: skip
+    """One block of queries; dQ of the block before, unless this is the FIRST."""
+    S_LAYOUT: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, BLOCK_M, 16])
+    OPERAND: gl.constexpr = gl.DotOperandLayout(0, dk.type.layout, 2)
+    q_smem, do_smem, lse_smem, delta_smem, k_smem, v_smem, ds_smem, dq_smem = tiles
+    _, full, done, free = bars
+    column = place[3]
+    len_k, hi, scale = problem
+    dtype: gl.constexpr = q_smem.dtype
+    slot = t % STAGES
+    mbarrier.wait(full.index(slot), t // STAGES & 1)
+    q = q_smem.index(slot).reshape((BLOCK_M, D))
+    do = do_smem.index(slot).reshape((BLOCK_M, D))
+    k = k_smem.reshape((BLOCK_N, D)).slice(W * ROWS, ROWS)
+    v = v_smem.reshape((BLOCK_N, D)).slice(W * ROWS, ROWS)
+    zeros = gl.zeros((ROWS, BLOCK_M), gl.float32, S_LAYOUT)
+    s_token = warpgroup_mma(k, q.permute((1, 0)), zeros, use_acc=False, is_async=True)
+    dp_token = warpgroup_mma(v, do.permute((1, 0)), zeros, use_acc=False, is_async=True)
+    s = warpgroup_mma_wait(1, deps=[s_token])
+    # Not before: held over the products, it would push accumulators out of registers. So for delta.
+    lse = _of_queries(lse_smem.index(slot), BLOCK_M, S_LAYOUT)
+    if MASKED or not EVEN:
+        keys = column + W * ROWS + gl.arange(0, ROWS, layout=gl.SliceLayout(1, S_LAYOUT))[:, None]
+        seen = keys < len_k
+        if MASKED:
+            _, row = _position(t, place, GROUPED, BLOCK_M)
+            queries = row + gl.arange(0, BLOCK_M, layout=gl.SliceLayout(0, S_LAYOUT))[None, :]
+            seen = seen & (keys <= queries + hi)
+        s = gl.where(seen, s, float("-inf"))
+    p = gl.exp2(s * (scale * LOG2E) - lse[None, :])
+    p16 = gl.convert_layout(p.to(dtype), OPERAND, assert_trivial=True)
+    dp = warpgroup_mma_wait(0, deps=[dp_token])
+    delta = _of_queries(delta_smem.index(slot), BLOCK_M, S_LAYOUT)
+    ds = (p * (dp - delta[None, :])).to(dtype)
+    ds16 = gl.convert_layout(ds, OPERAND, assert_trivial=True)
+    if FIRST:
+        dv_token = warpgroup_mma(p16, do, dv, is_async=True)
+        dk_token = warpgroup_mma(ds16, q, dk, is_async=True)
+        dv, dk, p16, ds16 = warpgroup_mma_wait(0, deps=[dv_token, dk_token, p16, ds16])
+        ds_smem.index(slot).slice(W * ROWS, ROWS).store(ds)
+    else:
+        # Both have stored their dS of the tile before, and have read the one before that, which is overwritten here.
+        mbarrier.wait(done.index((t - 1) % STAGES), (t - 1) // STAGES & 1)
+        dq_token = _half_of_dq(t - 1, tiles, W, D, BLOCK_M)
+        dv_token = warpgroup_mma(p16, do, dv, is_async=True)
+        ds_smem.index(slot).slice(W * ROWS, ROWS).store(ds)
+        dk_token = warpgroup_mma(ds16, q, dk, is_async=True)
+        dv, dk, dq, p16, ds16 = warpgroup_mma_wait(0, deps=[dv_token, dk_token, dq_token, p16, ds16])
+        mbarrier.wait(free, t & 1)  # dQ before this one was taken away
+        _store_dq(dq, dq_smem.index(W))
+    fence_async_shared()
+    # Also that the queries were read for the last time: the store above lies between their products and this.
+    mbarrier.arrive(done.index(slot))
+    return dk, dv
+
+
+@gluon.constexpr_function
+def _queries_of_threads(block_m):
+    """Four of every sixteen, by the lowest two bits of the thread's number."""
+    far = [[1 << bit] for bit in range(4, block_m.bit_length() - 1)]
+    return gl.DistributedLinearLayout([[1], [2], *far], [[4], [8], [0], [0], [0]], [[0], [0]], [], [block_m])
+
+
+@gluon.jit
+def _of_queries(smem, BLOCK_M: gl.constexpr, S_LAYOUT: gl.constexpr):
+    """A number for each query, in the order of `prepare_kernel`: a thread needs two neighbours of every eight, and has
+    those of sixteen side by side, to be read at once."""
+    x = gl.reshape(smem.load(_queries_of_threads(BLOCK_M)), [BLOCK_M // 16, 4, 2, 2])
+    x = gl.reshape(gl.permute(x, (0, 2, 1, 3)), [BLOCK_M])
+    return gl.convert_layout(x, gl.SliceLayout(0, S_LAYOUT), assert_trivial=True)
+
+
+@gluon.jit
+def _half_of_dq(t, tiles, W: gl.constexpr, D: gl.constexpr, BLOCK_M: gl.constexpr):
+    """Of tile t, begun: half of its rows, or where it has but 64, half of its columns."""
+    LAYOUT: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, HALF, 16])
+    k = tiles[4].reshape((BLOCK_N, D))
+    ds = tiles[6].index(t % STAGES)
+    if BLOCK_M == 128:
+        ds = ds.slice(W * HALF, HALF, dim=1)
+    else:
+        k = k.slice(W * HALF, HALF, dim=1)
+    zeros = gl.zeros((HALF, HALF), gl.float32, LAYOUT)
+    return warpgroup_mma(ds.permute((1, 0)), k, zeros, use_acc=False, is_async=True)
+
+
+@gluon.jit
+def _store_dq(dq, smem):
+    """As it lies in registers: a row for each thread, of its 32 numbers. `finish_kernel` puts them in order."""
+    x = gl.reshape(dq, [4, 2, 8, HALF // 8, 4, 2])  # warp, row / 8 % 2, row % 8, column / 8, column / 2 % 4, column % 2
+    smem.store(gl.reshape(gl.permute(x, (0, 2, 4, 3, 1, 5)), [4 * WARP, WARP]))
+
+
+# -- before and after -------------------------------------------------------------------------------------------------
+
+
+@triton.jit
+def prepare_kernel(
+    out, grad, lse, grad_lse, rows, sums, copy, out_strides, grad_strides, heads, len_q, d, passes, queries,
+    D: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
+    """For BLOCK queries: lse in powers of 2, and delta = rowsum(O dO) less the gradient of lse; zeros for dQ; and where
+    TMA cannot read dO as it lies (expanded from one number, say), a `copy` of it. `queries`: of all heads, padded."""
+    index, row = tl.program_id(0) // passes, tl.program_id(0) % passes * BLOCK
+    own, columns = row + tl.arange(0, BLOCK), tl.arange(0, D)
+    inside = own < len_q
+    tile = inside[:, None] & (columns < d)[None, :]
+    batch, head = tl.cast(index // heads, tl.int64), tl.cast(index % heads, tl.int64)
+    far = tl.cast(own, tl.int64)[:, None]
+    o_at = batch * out_strides[0] + head * out_strides[1] + far * out_strides[2] + columns[None, :] * out_strides[3]
+    g_at = batch * grad_strides[0] + head * grad_strides[1] + far * grad_strides[2] + columns[None, :] * grad_strides[3]
+    o = tl.load(out + o_at, mask=tile, other=0.0)
+    g = tl.load(grad + g_at, mask=tile, other=0.0)
+    delta = tl.sum(o.to(tl.float32) * g.to(tl.float32), 1)
+    at = tl.cast(index, tl.int64) * len_q + own
+    if grad_lse is not None:
+        delta -= tl.load(grad_lse + at, mask=inside, other=0.0)
+    natural = tl.load(lse + at, mask=inside, other=0.0)
+    # A query that sees no key has -inf: with +inf in its place its weights are 0.
+    powers = tl.where(natural == float("-inf"), float("inf"), natural * 1.4426950408889634)
+    # In every sixteen, (half, pair, place in the pair) becomes (pair, half, place in the pair): see `_of_queries`.
+    place = own // 16 * 16 + own % 8 // 2 * 4 + own % 16 // 8 * 2 + own % 2
+    before = tl.cast(index, tl.int64) * passes * BLOCK  # queries of other heads
+    tl.store(rows + before + place, powers)
+    tl.store(rows + queries + before + place, delta)
+    tl.store(sums + (before + row) * D + tl.arange(0, BLOCK * D), tl.zeros([BLOCK * D], tl.float32))
+    if copy is not None:
+        tl.store(copy + at[:, None] * d + columns[None, :], g, mask=tile)
+
+
+@triton.jit
+def finish_kernel(target, sums, strides, heads, len_q, d, passes, scale, D: tl.constexpr, BLOCK: tl.constexpr):
+    """dQ of BLOCK queries, put in order, scaled and rounded, to where it belongs."""
+    index, row = tl.program_id(0) // passes, tl.program_id(0) % passes * BLOCK
+    x = tl.load(sums + (tl.cast(index, tl.int64) * passes * BLOCK + row) * D + tl.arange(0, BLOCK * D))
+    # Of 64 x 64: warp, row % 8, column / 2 % 4, column / 8, row / 8 % 2, column % 2. See `_store_dq`.
+    x = tl.reshape(x, [BLOCK // 64, D // 64, 4, 8, 4, 8, 2, 2])
+    x = tl.reshape(tl.permute(x, (0, 2, 6, 3, 1, 5, 4, 7)), [BLOCK, D])
+    own, columns = row + tl.arange(0, BLOCK), tl.arange(0, D)
+    tile = (own < len_q)[:, None] & (columns < d)[None, :]
+    batch, head = tl.cast(index // heads, tl.int64), tl.cast(index % heads, tl.int64)
+    at = batch * strides[0] + head * strides[1] + tl.cast(own, tl.int64)[:, None] * strides[2] + columns[None, :]
+    tl.store(target + at, (x * scale).to(target.dtype.element_ty), mask=tile)

@@ -1,0 +1,308 @@
+"""Attention forward for Hopper GPUs, in Gluon. How it works, drawn: docs/ATTENTION.md.
+
+A program owns the queries of two or three warpgroups, 64 each. One more warpgroup, the producer, has the copy engine
+(TMA) bring keys and values through a ring of stages in shared memory; it needs few registers, and the others get them.
+
+Stage t holds the keys of tile t and the values of tile t - 1, because these are multiplied together: a warpgroup forms
+the scores of a tile and adds up the values of the tile before in one go, then turns the scores into weights while
+another warpgroup has the tensor cores. Weights never leave registers.
+
+Tiles are visited from the last to the first: what a causal mask or the end of the keys cuts off lies in the first tile
+or two, which are peeled off, and the loop has no mask.
+"""
+
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.language.nvidia.hopper import (
+    fence_async_shared,
+    mbarrier,
+    tma,
+    warpgroup_mma,
+    warpgroup_mma_wait,
+)
+
+LOG2E = gl.constexpr(1.4426950408889634)
+LN2 = gl.constexpr(0.6931471805599453)
+ROWS = gl.constexpr(64)
+"""Of a warpgroup: what its matrix instruction takes."""
+SLACK = gl.constexpr(8.0)
+"""Powers of 2 by which a maximum may be behind. Weights stay below 2^8, in range for fp16 too."""
+
+
+@gluon.constexpr_function
+def _rescale_asm(count):
+    """Of the `count` elements that a thread has of the output: pairs of columns, of one row and of another in turn."""
+    outs, ins, factors = (range(i * count, (i + 1) * count) for i in range(3))
+    lines = [
+        "{ .reg .pred p, q;",
+        f"setp.neu.f32 p, ${factors[0]}, 0f3F800000;",
+        f"setp.neu.or.f32 p, ${factors[2]}, 0f3F800000, p;",
+        "vote.sync.any.pred q, p, 0xffffffff;",
+        *(f"mov.f32 ${a}, ${b};" for a, b in zip(outs, ins, strict=True)),
+        "@!q bra DONE;",
+        *(f"mul.f32 ${a}, ${a}, ${b};" for a, b in zip(outs, factors, strict=True)),
+        "DONE: }",
+    ]
+    return " ".join(lines)
+
+
+@gluon.constexpr_function
+def _constraints(count):
+    return ",".join(["=&f"] * count + ["f"] * (2 * count))
+
+
+@gluon.jit(do_not_specialize=["section"])
+def forward_kernel(
+    q_desc, k_desc, v_desc, out_desc, lse,
+    heads, group, len_q, len_k, hi, scale, blocks, all_heads, section,
+    CAUSAL: gl.constexpr, D: gl.constexpr, BLOCK_N: gl.constexpr, WARPGROUPS: gl.constexpr, STAGES: gl.constexpr,
+    DIAGONALS: gl.constexpr, OVERLAP: gl.constexpr, REGISTERS: gl.constexpr,
+):  # fmt: skip
+    """Output and logsumexp of 64 * WARPGROUPS queries. DIAGONALS: in how many tiles of a warpgroup a mask may cut."""
+    block, index = assignment(blocks, all_heads, section)
+    if CAUSAL:
+        block = blocks - 1 - block  # the last queries see the most keys
+    row = block * (WARPGROUPS * ROWS)
+    last = gl.minimum(row + WARPGROUPS * ROWS, gl.cdiv(len_q, ROWS) * ROWS) - 1
+    tiles = _tiles(last, len_k, hi, CAUSAL, BLOCK_N)
+    head = index % heads
+    place = (index // heads, head, head // group, index, row, tiles)
+    problem = (len_q, len_k, hi, scale * LOG2E)
+
+    q_smem = gl.allocate_shared_memory(q_desc.dtype, [WARPGROUPS, 1, 1, ROWS, D], q_desc.layout)
+    k_smem = gl.allocate_shared_memory(k_desc.dtype, [STAGES, 1, 1, BLOCK_N, D], k_desc.layout)
+    v_smem = gl.allocate_shared_memory(v_desc.dtype, [STAGES, 1, 1, BLOCK_N, D], v_desc.layout)
+    q_bar = gl.allocate_shared_memory(gl.int64, [1], mbarrier.MBarrierLayout())
+    full = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
+    empty = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
+    mbarrier.init(q_bar, count=1)
+    for stage in gl.static_range(STAGES):
+        mbarrier.init(full.index(stage), count=1)
+        mbarrier.init(empty.index(stage), count=WARPGROUPS)
+    fence_async_shared()
+    shared = (q_smem, k_smem, v_smem, q_bar, full, empty)
+
+    # Constants must stand in the call itself.
+    if WARPGROUPS == 3:
+        gl.warp_specialize(
+            [
+                (_produce, (q_desc, k_desc, v_desc, shared, place, D, BLOCK_N, WARPGROUPS, STAGES)),
+                (_consume, (out_desc, lse, shared, place, problem, 0, CAUSAL, D, BLOCK_N, STAGES, DIAGONALS, OVERLAP)),
+                (_consume, (out_desc, lse, shared, place, problem, 1, CAUSAL, D, BLOCK_N, STAGES, DIAGONALS, OVERLAP)),
+                (_consume, (out_desc, lse, shared, place, problem, 2, CAUSAL, D, BLOCK_N, STAGES, DIAGONALS, OVERLAP)),
+            ],
+            [4, 4, 4],
+            [REGISTERS, REGISTERS, REGISTERS],
+        )
+    else:
+        gl.warp_specialize(
+            [
+                (_produce, (q_desc, k_desc, v_desc, shared, place, D, BLOCK_N, WARPGROUPS, STAGES)),
+                (_consume, (out_desc, lse, shared, place, problem, 0, CAUSAL, D, BLOCK_N, STAGES, DIAGONALS, OVERLAP)),
+                (_consume, (out_desc, lse, shared, place, problem, 1, CAUSAL, D, BLOCK_N, STAGES, DIAGONALS, OVERLAP)),
+            ],
+            [4, 4],
+            [REGISTERS, REGISTERS],
+        )
+
+
+@gluon.jit
+def assignment(blocks, all_heads, section):
+    """This program's block and head: a block of every head of a section, then the next block; then the next section."""
+    program = gl.program_id(0)
+    first_head = program // (section * blocks) * section
+    width = gl.minimum(section, all_heads - first_head)
+    inside = program - first_head * blocks
+    return inside // width, first_head + inside % width
+
+
+@gluon.jit
+def _tiles(last_row, len_k, hi, CAUSAL: gl.constexpr, BLOCK_N: gl.constexpr):
+    """How many tiles of keys the queries up to `last_row` see; one where they see none, so that all do something."""
+    end = len_k
+    if CAUSAL:
+        end = gl.minimum(len_k, last_row + hi + 1)
+    return gl.maximum(gl.cdiv(end, BLOCK_N), 1)
+
+
+@gluon.jit
+def _produce(
+    q_desc, k_desc, v_desc, shared, place,
+    D: gl.constexpr, BLOCK_N: gl.constexpr, WARPGROUPS: gl.constexpr, STAGES: gl.constexpr,
+):  # fmt: skip
+    q_smem, k_smem, v_smem, q_bar, full, empty = shared
+    batch, head, kv_head, _, row, tiles = place
+    TILE: gl.constexpr = BLOCK_N * D * 2  # bytes
+    mbarrier.expect(q_bar, WARPGROUPS * ROWS * D * 2)
+    for w in gl.static_range(WARPGROUPS):
+        tma.async_copy_global_to_shared(q_desc, [batch, head, row + w * ROWS, 0], q_bar, q_smem.index(w))
+    for t in range(tiles + 1):
+        slot = t % STAGES
+        bar = full.index(slot)
+        mbarrier.wait(empty.index(slot), (t // STAGES & 1) ^ 1)
+        has_k, has_v = t < tiles, t > 0
+        if has_k & has_v:
+            mbarrier.expect(bar, 2 * TILE)
+        else:
+            mbarrier.expect(bar, TILE)
+        column = (tiles - 1 - t) * BLOCK_N
+        tma.async_copy_global_to_shared(k_desc, [batch, kv_head, column, 0], bar, k_smem.index(slot), pred=has_k)
+        tma.async_copy_global_to_shared(
+            v_desc, [batch, kv_head, column + BLOCK_N, 0], bar, v_smem.index(slot), pred=has_v
+        )
+
+
+@gluon.jit
+def _consume(
+    out_desc, lse, shared, place, problem,
+    W: gl.constexpr, CAUSAL: gl.constexpr, D: gl.constexpr, BLOCK_N: gl.constexpr, STAGES: gl.constexpr,
+    DIAGONALS: gl.constexpr, OVERLAP: gl.constexpr,
+):  # fmt: skip
+    """The queries of warpgroup W."""
+    S_LAYOUT: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, BLOCK_N, 16])
+    O_LAYOUT: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, D, 16])
+    P_LAYOUT: gl.constexpr = gl.DotOperandLayout(0, O_LAYOUT, 2)
+    ROW_LAYOUT: gl.constexpr = gl.SliceLayout(1, O_LAYOUT)
+    q_smem, k_smem, v_smem, q_bar, full, empty = shared
+    batch, head, _, index, block_row, tiles = place
+    len_q, len_k, hi, factor = problem
+    row = block_row + W * ROWS
+    own = gl.minimum(_tiles(row + ROWS - 1, len_k, hi, CAUSAL, BLOCK_N), tiles)
+    first = tiles - own
+    q_place = q_smem.index(W)
+    q = q_place.reshape((ROWS, D))
+    m = gl.full((ROWS,), float("-inf"), gl.float32, gl.SliceLayout(1, S_LAYOUT))
+    o = gl.zeros((ROWS, D), gl.float32, O_LAYOUT)
+
+    for t in range(first):  # only later queries see these
+        mbarrier.wait(full.index(t % STAGES), t // STAGES & 1)
+        mbarrier.arrive(empty.index(t % STAGES))
+    mbarrier.wait(q_bar, 0)
+    slot = first % STAGES
+    mbarrier.wait(full.index(slot), first // STAGES & 1)
+    k = k_smem.index(slot).reshape((BLOCK_N, D))
+    zeros = gl.zeros((ROWS, BLOCK_N), gl.float32, S_LAYOUT)
+    s = warpgroup_mma_wait(0, deps=[warpgroup_mma(q, k.permute((1, 0)), zeros, use_acc=False, is_async=True)])
+    mbarrier.arrive(empty.index(slot))
+    s = _masked(s, row, (own - 1) * BLOCK_N, len_k, hi, CAUSAL, BLOCK_N, S_LAYOUT)
+    p, m, _ = _softmax(s, m, factor, True)
+    l = _partial_sums(p, BLOCK_N)
+    weights = gl.convert_layout(p.to(q_smem.dtype), P_LAYOUT, assert_trivial=True)
+    begin = first + 1
+    if DIAGONALS > 1:
+        begin = gl.minimum(first + DIAGONALS, tiles)
+        for t in range(first + 1, begin):
+            o, weights, m, l = _step(
+                t, q, shared, place, problem, o, weights, m, l, row, True, CAUSAL, D, BLOCK_N, STAGES, OVERLAP
+            )
+    for t in range(begin, tiles):
+        o, weights, m, l = _step(
+            t, q, shared, place, problem, o, weights, m, l, row, False, CAUSAL, D, BLOCK_N, STAGES, OVERLAP
+        )
+    slot = tiles % STAGES
+    mbarrier.wait(full.index(slot), tiles // STAGES & 1)
+    v = v_smem.index(slot).reshape((BLOCK_N, D))
+    o, weights = warpgroup_mma_wait(0, deps=[warpgroup_mma(weights, v, o, is_async=True), weights])
+
+    m = gl.convert_layout(m, ROW_LAYOUT, assert_trivial=True)
+    l = gl.convert_layout(gl.sum(l, 1), ROW_LAYOUT, assert_trivial=True)
+    sees_none = l == 0.0
+    l = gl.where(sees_none, 1.0, l)
+    rows = row + gl.arange(0, ROWS, layout=ROW_LAYOUT)
+    natural = gl.where(sees_none, float("-inf"), (m + gl.log2(l)) * LN2)
+    gl.store(lse + index.to(gl.int64) * len_q + rows, natural, mask=rows < len_q)
+    q.store((o / l[:, None]).to(q_smem.dtype))  # the queries were read for the last time
+    fence_async_shared()
+    tma.async_copy_shared_to_global(out_desc, [batch, head, row, 0], q_place)
+    tma.store_wait(0)
+
+
+@gluon.jit
+def _step(
+    t, q, shared, place, problem, o, weights, m, l, row,
+    MASKED: gl.constexpr, CAUSAL: gl.constexpr, D: gl.constexpr, BLOCK_N: gl.constexpr, STAGES: gl.constexpr,
+    OVERLAP: gl.constexpr,
+):  # fmt: skip
+    """Scores and weights of tile t; the values of the tile before, by its weights.
+
+    OVERLAP: weights are formed while the values are still added up, instead of after: for two warpgroups, which
+    together keep the tensor cores less busy than three.
+    """
+    _, k_smem, v_smem, _, full, empty = shared
+    tiles = place[5]
+    _, len_k, hi, factor = problem
+    S_LAYOUT: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, BLOCK_N, 16])
+    slot = t % STAGES
+    mbarrier.wait(full.index(slot), t // STAGES & 1)
+    k = k_smem.index(slot).reshape((BLOCK_N, D))
+    v = v_smem.index(slot).reshape((BLOCK_N, D))
+    zeros = gl.zeros((ROWS, BLOCK_N), gl.float32, S_LAYOUT)
+    s_token = warpgroup_mma(q, k.permute((1, 0)), zeros, use_acc=False, is_async=True)
+    o_token = warpgroup_mma(weights, v, o, is_async=True)
+    if OVERLAP:
+        s = warpgroup_mma_wait(1, deps=[s_token])
+    else:
+        s, o, weights = warpgroup_mma_wait(0, deps=[s_token, o_token, weights])
+        mbarrier.arrive(empty.index(slot))
+    if MASKED:
+        s = _masked(s, row, (tiles - 1 - t) * BLOCK_N, len_k, hi, CAUSAL, BLOCK_N, S_LAYOUT)
+    p, m, rescale = _softmax(s, m, factor, MASKED)
+    l = l * gl.convert_layout(rescale, gl.SliceLayout(1, l.type.layout), assert_trivial=True)[:, None]
+    l += _partial_sums(p, BLOCK_N)
+    new_weights = gl.convert_layout(p.to(weights.dtype), weights.type.layout, assert_trivial=True)
+    # Through a wait also where nothing is waited for: it keeps pairs of weights in one register over the loop's end.
+    if OVERLAP:
+        o, weights, new_weights = warpgroup_mma_wait(0, deps=[o_token, weights, new_weights])
+        mbarrier.arrive(empty.index(slot))
+    else:
+        new_weights = warpgroup_mma_wait(0, deps=[new_weights])
+    return _rescaled(o, rescale, D), new_weights, m, l
+
+
+@gluon.jit
+def _masked(
+    s, row, column, len_k, hi, CAUSAL: gl.constexpr, BLOCK_N: gl.constexpr, S_LAYOUT: gl.constexpr
+):  # fmt: skip
+    columns = column + gl.arange(0, BLOCK_N, layout=gl.SliceLayout(0, S_LAYOUT))[None, :]
+    seen = columns < len_k
+    if CAUSAL:
+        rows = row + gl.arange(0, ROWS, layout=gl.SliceLayout(1, S_LAYOUT))[:, None]
+        seen = seen & (columns <= rows + hi)
+    return gl.where(seen, s, float("-inf"))
+
+
+@gluon.jit
+def _softmax(s, m, factor, MASKED: gl.constexpr):
+    """Weights of a tile, the running maximum (in powers of 2), and what all before is to be multiplied by.
+
+    The maximum only keeps numbers in range: one that is 2^SLACK too small does as well, and with it what was added up
+    so far can stay as it is. So it follows in steps.
+    """
+    m_tile = gl.maximum(m, gl.max(s, 1) * factor)
+    if MASKED:
+        m_new = m_tile
+        # Of a row that has seen no key yet the maximum is -inf, and -inf - -inf would be NaN.
+        shift = gl.where(m_new == float("-inf"), 0.0, m_new)
+        rescale = gl.exp2(m - shift)
+    else:
+        grows = m_tile - m > SLACK
+        m_new = gl.where(grows, m_tile, m)
+        shift = m_new
+        rescale = gl.where(grows, gl.exp2(m - m_tile), 1.0)
+    return gl.exp2(s * factor - shift[:, None]), m_new, rescale
+
+
+@gluon.jit
+def _partial_sums(p, BLOCK_N: gl.constexpr):
+    """Of the four threads that share a row, each for itself: they meet after the last tile."""
+    return gl.sum(gl.sum(gl.reshape(p, [ROWS, BLOCK_N // 8, 4, 2]), 3), 1)
+
+
+@gluon.jit
+def _rescaled(o, rescale, D: gl.constexpr):
+    """o * rescale, left out by a warp all of whose rows have 1."""
+    rescale = gl.convert_layout(rescale, gl.SliceLayout(1, o.type.layout), assert_trivial=True)
+    factors, _ = gl.broadcast(rescale[:, None], o)
+    return gl.inline_asm_elementwise(
+        _rescale_asm(D // 2), _constraints(D // 2), [o, factors], gl.float32, False, D // 2
+    )

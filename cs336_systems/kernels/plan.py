@@ -1,0 +1,92 @@
+"""A launch that is cheap to repeat.
+
+A small problem is over before Python has launched it. So what a call works out from shapes and strides (which kernel,
+grid, whole-number arguments, the compiled code) is kept, and the next call of that kind goes straight to the driver.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import triton
+from torch import Tensor
+
+INTERPRETED = triton.knobs.runtime.interpret
+
+
+@dataclass
+class Plan:
+    """One kernel for tensors of certain shapes, strides and alignment. Its arguments are, in this order: tensors,
+    pointers, the whole numbers `before`, numbers that differ from call to call, and `after`."""
+
+    kernel: Any
+    programs: int
+    device: int | None
+    copied: tuple[int, ...]
+    """Which tensors are not as the kernel wants them."""
+    descriptors: list["Description"] | None
+    before: tuple[Any, ...]
+    after: tuple[Any, ...]
+    options: dict[str, int]
+    compiled: Any = None
+
+    def __call__(self, tensors: Sequence[Tensor], pointers: Sequence[Tensor | None], *numbers: float) -> None:
+        if self.device is None or self.device == torch._C._cuda_getDevice():
+            self._launch(tensors, pointers, numbers)
+        else:
+            with torch.cuda.device(self.device):
+                self._launch(tensors, pointers, numbers)
+
+    def _launch(self, tensors: Sequence[Tensor], pointers: Sequence[Tensor | None], numbers: tuple[float, ...]) -> None:
+        if self.copied:
+            # Not `contiguous()`: what is wrong may be but where the tensor begins.
+            tensors = [
+                t.clone(memory_format=torch.contiguous_format) if i in self.copied else t for i, t in enumerate(tensors)
+            ]
+        compiled = self.compiled
+        if compiled is None:
+            compiled = self.kernel[(self.programs,)](*self.arguments(tensors, pointers, *numbers), **self.options)
+            self.compiled = None if INTERPRETED else compiled
+            return
+        # What `kernel[grid](...)` ends in, without finding out again which of its specialisations these arguments need.
+        # Addresses are given as numbers: of a tensor the launcher would ask the driver.
+        addresses = [None if t is None else t.data_ptr() for t in pointers]
+        arguments = self.arguments(tensors, addresses, *numbers, as_numbers=True)
+        stream = torch._C._cuda_getCurrentRawStream(self.device or 0)
+        compiled.run(
+            self.programs, 1, 1, stream, compiled.function, compiled.packed_metadata, None, None, None, *arguments
+        )  # fmt: skip
+
+    def arguments(
+        self, tensors: Sequence[Any], pointers: Sequence[Any], *numbers: float, as_numbers: bool = False
+    ) -> tuple[Any, ...]:
+        """The kernel's, in its order."""
+        if self.descriptors is not None:
+            tensors = [described(t) for described, t in zip(self.descriptors, tensors, strict=True)]
+        elif as_numbers:
+            tensors = [t.data_ptr() for t in tensors]
+        return (*tensors, *pointers, *self.before, *numbers, *self.after)
+
+
+class Description:
+    """A tensor descriptor, all but the tensor: checked once, when it is made, and copied for every call."""
+
+    def __init__(self, kind: type, t: Tensor, block_shape: list[int], *layout: Any):
+        self.kind = kind
+        # The stride of a dimension of 1 means nothing, but must be a multiple of 16 bytes all the same.
+        strides = [s if n > 1 else 8 for n, s in zip(t.shape[:-1], t.stride()[:-1], strict=True)] + [1]
+        self.fields = dict(vars(kind(t, list(t.shape), strides, block_shape, *layout)))
+        del self.fields["base"]
+
+    def __call__(self, base: Tensor) -> Any:
+        descriptor: Any = object.__new__(self.kind)
+        descriptor.__dict__.update(self.fields, base=base)
+        return descriptor
+
+
+def suits_tma(t: Tensor) -> bool:
+    """The copy engine wants contiguous rows, and all else apart by multiples of 16 bytes, not by 0."""
+    unit = 16 // t.element_size()
+    strides = zip(t.shape[:-1], t.stride()[:-1], strict=True)
+    return t.data_ptr() % 16 == 0 and t.stride(-1) == 1 and all(n == 1 or (s > 0 and s % unit == 0) for n, s in strides)
