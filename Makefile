@@ -5,7 +5,7 @@ VENV := .venv
 BIN := $(VENV)/bin
 INSTALLED := $(VENV)/.installed
 
-.PHONY: bench test soak lint clean install
+.PHONY: bench test soak lint clean install older-triton
 
 bench: $(INSTALLED)
 	$(BIN)/cs336 run end_to_end precision peak_memory warmup accumulation autocast_dtypes memory_model --preset quick
@@ -24,6 +24,11 @@ lint: $(INSTALLED)
 
 install: $(INSTALLED)
 
+# For tests/test_hopper.py: the kernels for Hopper GPUs must compile with the oldest Triton that knows their language, too.
+older-triton: .triton-3.6
+.triton-3.6: $(INSTALLED)
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check --no-deps --target $@ triton==3.6.0
+
 # The virtual environment is made again when what should be in it changes.
 $(INSTALLED): pyproject.toml constraints.txt
 	@command -v $(PYTHON) >/dev/null || { echo "$(PYTHON) not found; name yours: make PYTHON=python3 $(MAKECMDGOALS)"; exit 2; }
@@ -32,5 +37,5 @@ $(INSTALLED): pyproject.toml constraints.txt
 	touch $(INSTALLED)
 
 clean:
-	rm -rf $(VENV) build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis
+	rm -rf $(VENV) .triton-3.6 build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +

@@ -22,11 +22,9 @@ IMPLEMENTATIONS = ("auto", "reference", "flash_torch", "flash_triton", "flash_ho
 MAX_HEAD_DIM = 256
 TRITON_DTYPES = (torch.float32, torch.float16, torch.bfloat16)
 HOPPER_DTYPES = (torch.float16, torch.bfloat16)
-HOPPER_HEAD_DIMS = range(40, 129, 8)
-"""What the copy engine can move. Narrower ones would be padded to twice their width and more."""
 HOPPER_WORTH = 1 << 33
 """Elements of q times keys from which on they are the faster: their programs are large, and too few fill no GPU."""
-HOPPER_MAX_QUERIES = 1 << 29
+HOPPER_MAX_QUERIES = 1 << 28
 """Of all heads together: places in their scratch memory are 32 bits wide."""
 DTYPES = (*TRITON_DTYPES, torch.float64)
 SDPA_BANDS = (Band(), Band(hi=0))
@@ -207,18 +205,24 @@ def hopper_problem(q: Tensor, k: Tensor, band: Band, dtype: torch.dtype) -> str 
     """Why the kernels for Hopper GPUs do not take a call that the Triton kernels would; None where they do."""
     if dtype not in HOPPER_DTYPES:
         return f"it takes fp16 or bf16, got {_name(dtype)}"
-    if q.shape[3] not in HOPPER_HEAD_DIMS:
+    if not is_hopper_head_dim(q.shape[3]):
         return f"it takes head dims from 40 to 128 in steps of 8, got {q.shape[3]}"
     if band.lo is not None:
         return "it has no window to the left"
-    if not 0 < q.shape[0] * q.shape[1] * (q.shape[2] + 127) < HOPPER_MAX_QUERIES or k.shape[2] == 0:
+    queries = q.shape[0] * q.shape[1] * q.shape[2]
+    if queries == 0 or queries > HOPPER_MAX_QUERIES or k.shape[2] == 0:
         return f"it takes 1 to {HOPPER_MAX_QUERIES} queries in all heads, and at least one key"
     return gluon_problem(q.device)
 
 
+def is_hopper_head_dim(d: int) -> bool:
+    """What the copy engine can move. Narrower ones would be padded to twice their width and more."""
+    return 40 <= d <= 128 and d % 8 == 0
+
+
 def best_fused(elements: int, keys: int, head_dim: int, device: torch.device) -> str:
     """Of our kernels for 16-bit causal attention, launching aside; by elements of q, and keys that a query may see."""
-    for_hopper = elements * keys >= HOPPER_WORTH and head_dim in HOPPER_HEAD_DIMS
+    for_hopper = elements * keys >= HOPPER_WORTH and is_hopper_head_dim(head_dim)
     return "flash_hopper" if for_hopper and gluon_problem(device) is None else "flash_triton"
 
 

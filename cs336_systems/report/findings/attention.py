@@ -176,10 +176,11 @@ def _rivals(cells: Cells) -> Text | None:
             leads.append((times[best] / times[ours], Text(f"{name}, {best}")))
     if not leads:
         return None
+    names = [Text(name) for name in OURS if name in used]
     return say(
         "{0} is ahead of the best rival in {1} of {2} shapes, forward and backward: {3} times as fast",
         "前向加后向，{0} 在 {2} 个形状中有 {1} 个快于最快的对手：速度为 {3} 倍",
-        listed([Text(name) for name in OURS if name in used]),
+        names[0] if len(names) == 1 else say("the faster of {}", "{} 中较快者", listed(names)),
         *(str(sum(lead > 1 for lead, _ in leads)), str(len(leads)), extremes(leads, "{:.2f}".format)),
     )
 

@@ -1,0 +1,48 @@
+"""Cross-compiles the kernels for Hopper GPUs where there is none, and says what tests/sass.py reads in the code.
+
+    python -m tests.compile_hopper '[["forward", 64, "bfloat16", 4096, 4096, 0, 1], ...]'
+
+A request is which kernel, head dim, dtype, queries, keys, the mask's upper bound (null: none), query heads per KV head.
+Prints, as JSON, Triton's version and a report for each.
+"""
+
+import json
+import sys
+from dataclasses import asdict
+from typing import Any
+
+import torch
+import triton
+
+from cs336_systems.kernels import hopper_launch
+from cs336_systems.kernels.band import Band
+from tests import sass
+from tests.compile_kernels import AbsentGPU
+
+
+def compile_one(kernel: str, d: int, dtype: str, len_q: int, len_k: int, hi: int | None, group: int) -> Any:
+    """With tensors of the "meta" device: they have shapes and strides, and no memory."""
+    q = torch.empty(2, 2 * group, len_q, d, dtype=getattr(torch, dtype), device="meta")
+    k = torch.empty(2, 2, len_k, d, dtype=q.dtype, device="meta")
+    lse = torch.empty(q.shape[:3], device="meta")
+    problem = hopper_launch.Problem(q, k, Band(None, hi))
+    rows, sums = problem.scratch(q.device)
+    moved = (q, k, k, q, rows[0], rows[1], sums, k, k)
+    plans = problem.plan_backward(q, q, q, moved)
+    plan, tensors, pointers, numbers = {
+        "forward": (problem.plan_forward((q, k, k, q)), (q, k, k, q), (lse,), (0.125,)),
+        "prepare": (plans.prepare, (q, q), (lse, lse, rows, sums, None), ()),
+        "backward": (plans.main, moved, (), (0.125,)),
+        "finish": (plans.finish, (q,), (sums,), (0.125,)),
+    }[kernel]
+    return plan.kernel.warmup(*plan.arguments(tensors, pointers, *numbers), grid=(1,), **plan.options)
+
+
+def main() -> None:
+    triton.runtime.driver.set_active(AbsentGPU(90))
+    reports = [asdict(sass.read(compile_one(*request))) for request in json.loads(sys.argv[1])]
+    print(json.dumps([triton.__version__, reports]))
+
+
+if __name__ == "__main__":
+    main()
