@@ -29,28 +29,6 @@ SLACK = gl.constexpr(8.0)
 """Powers of 2 by which a maximum may be behind. Weights stay below 2^8, in range for fp16 too."""
 
 
-@gluon.constexpr_function
-def _rescale_asm(count):
-    """Of the `count` elements that a thread has of the output: pairs of columns, of one row and of another in turn."""
-    outs, ins, factors = (range(i * count, (i + 1) * count) for i in range(3))
-    lines = [
-        "{ .reg .pred p, q;",
-        f"setp.neu.f32 p, ${factors[0]}, 0f3F800000;",
-        f"setp.neu.or.f32 p, ${factors[2]}, 0f3F800000, p;",
-        "vote.sync.any.pred q, p, 0xffffffff;",
-        *(f"mov.f32 ${a}, ${b};" for a, b in zip(outs, ins, strict=True)),
-        "@!q bra DONE;",
-        *(f"mul.f32 ${a}, ${a}, ${b};" for a, b in zip(outs, factors, strict=True)),
-        "DONE: }",
-    ]
-    return " ".join(lines)
-
-
-@gluon.constexpr_function
-def _constraints(count):
-    return ",".join(["=&f"] * count + ["f"] * (2 * count))
-
-
 @gluon.jit(do_not_specialize=["section"])
 def forward_kernel(
     q_desc, k_desc, v_desc, out_desc, lse,
@@ -306,3 +284,26 @@ def _rescaled(o, rescale, D: gl.constexpr):
     return gl.inline_asm_elementwise(
         _rescale_asm(D // 2), _constraints(D // 2), [o, factors], gl.float32, False, D // 2
     )
+
+
+@gluon.constexpr_function
+def _rescale_asm(count):
+    """PTX, since only there a warp can branch by itself. A thread has `count` elements of the output: pairs of columns,
+    of one row and of another in turn, so the first and the third factor are all that it has."""
+    outs, ins, factors = (range(i * count, (i + 1) * count) for i in range(3))
+    lines = [
+        "{ .reg .pred p, q;",
+        f"setp.neu.f32 p, ${factors[0]}, 0f3F800000;",
+        f"setp.neu.or.f32 p, ${factors[2]}, 0f3F800000, p;",
+        "vote.sync.any.pred q, p, 0xffffffff;",
+        *(f"mov.f32 ${a}, ${b};" for a, b in zip(outs, ins, strict=True)),
+        "@!q bra DONE;",
+        *(f"mul.f32 ${a}, ${a}, ${b};" for a, b in zip(outs, factors, strict=True)),
+        "DONE: }",
+    ]
+    return " ".join(lines)
+
+
+@gluon.constexpr_function
+def _constraints(count):
+    return ",".join(["=&f"] * count + ["f"] * (2 * count))
