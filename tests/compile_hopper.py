@@ -2,8 +2,8 @@
 
     python -m tests.compile_hopper '[["forward", 64, "bfloat16", 4096, 4096, 0, 1], ...]'
 
-A request is which kernel, head dim, dtype, queries, keys, the mask's upper bound (null: none), query heads per KV head.
-Prints, as JSON, Triton's version and a report for each.
+A request is "forward" or "backward", head dim, dtype, queries, keys, the mask's upper bound (null: none), query heads
+for each KV head. Prints, as JSON, Triton's version and a report for each.
 """
 
 import json
@@ -24,18 +24,15 @@ def compile_one(kernel: str, d: int, dtype: str, len_q: int, len_k: int, hi: int
     """With tensors of the "meta" device: they have shapes and strides, and no memory."""
     q = torch.empty(2, 2 * group, len_q, d, dtype=getattr(torch, dtype), device="meta")
     k = torch.empty(2, 2, len_k, d, dtype=q.dtype, device="meta")
-    lse = torch.empty(q.shape[:3], device="meta")
     problem = hopper_launch.Problem(q, k, Band(None, hi))
-    rows, sums = problem.scratch(q.device)
-    moved = (q, k, k, q, rows[0], rows[1], sums, k, k)
-    plans = problem.plan_backward(q, q, q, moved)
-    plan, tensors, pointers, numbers = {
-        "forward": (problem.plan_forward((q, k, k, q)), (q, k, k, q), (lse,), (0.125,)),
-        "prepare": (plans.prepare, (q, q), (lse, lse, rows, sums, None), ()),
-        "backward": (plans.main, moved, (), (0.125,)),
-        "finish": (plans.finish, (q,), (sums,), (0.125,)),
-    }[kernel]
-    return plan.kernel.warmup(*plan.arguments(tensors, pointers, *numbers), grid=(1,), **plan.options)
+    tensors, pointers = (q, k, k, q), (torch.empty(q.shape[:3], device="meta"),)
+    if kernel == "forward":
+        plan = problem.plan_forward(tensors)
+    else:
+        rows, sums = problem.scratch(q.device)
+        tensors, pointers = (q, k, k, q, rows[0], rows[1], sums, k, k), ()
+        plan = problem.plan_backward(q, q, q, tensors).main
+    return plan.kernel.warmup(*plan.arguments(tensors, pointers, 0.125), grid=(1,), **plan.options)
 
 
 def main() -> None:

@@ -31,8 +31,7 @@ REQUESTS = {
     "forward": [
         ("forward", 64, "bfloat16", LENGTH, LENGTH, 0, 1),
         ("forward", 64, "float16", ODD, LENGTH, 17, 4),
-        ("forward", 128, "bfloat16", LENGTH, LENGTH, None, 1),
-        ("forward", 80, "float16", ODD, LENGTH, 17, 1),
+        ("forward", 80, "bfloat16", ODD, LENGTH, 17, 1),
     ],
     "backward": [
         ("backward", 64, "bfloat16", LENGTH, LENGTH, 0, 1),
@@ -41,7 +40,6 @@ REQUESTS = {
         ("backward", 128, "bfloat16", LENGTH, LENGTH, None, 1),
         ("backward", 80, "float16", LENGTH, ODD, 17, 1),
     ],
-    "beside": [(kernel, d, "bfloat16", ODD, ODD, 0, 1) for kernel in ("prepare", "finish") for d in (64, 128)],
 }
 OLDER = ROOT / ".triton-3.6"
 SHARED_MEMORY = 227 << 10
@@ -82,7 +80,7 @@ def test_the_compiled_code(group):
         assert report["findings"] == [], where
         assert report["remarks"] == [], where
         assert report["shared"] <= SHARED_MEMORY, where
-        assert (len(report["loops"]) > 0) == (request[0] in ("forward", "backward")), where
+        assert report["loops"], where
         assert report["spills_in_loops"] <= ALLOWED_SPILLS.get(request, 0), where
 
 
