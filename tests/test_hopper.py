@@ -15,6 +15,7 @@ import torch
 
 from cs336_systems.kernels import attention
 from cs336_systems.kernels.band import Band
+from tests import compiled
 from tests.helpers import ROOT, clean_env
 
 module = importlib.import_module("cs336_systems.kernels.attention")  # the package has a function of that name
@@ -46,7 +47,8 @@ SHARED_MEMORY = 227 << 10
 """Bytes that a program can have on a GPU of compute capability 9.0."""
 
 
-def compiled(requests, **env):
+def compile_all(requests, **env):
+    """Triton's version, and a report for each."""
     done = subprocess.run(
         [sys.executable, "-m", "tests.compile_hopper", json.dumps(requests)],
         cwd=ROOT,
@@ -57,16 +59,31 @@ def compiled(requests, **env):
         check=False,
     )
     assert done.returncode == 0, done.stderr[-2000:]
-    version, reports = json.loads(done.stdout.splitlines()[-1])
-    return version, zip(requests, reports, strict=True)
+    return json.loads(done.stdout.splitlines()[-1])
+
+
+def reports(group):
+    """Of each request."""
+    own = [
+        f"cs336_systems/kernels/{name}.py" for name in ("hopper_forward", "hopper_backward", "hopper_launch", "plan")
+    ]
+    found = compiled.results(
+        REQUESTS[group],
+        [*own, "tests/compile_hopper.py", "tests/sass.py"],
+        compiled.triton_version(),
+        lambda chosen: compile_all(chosen)[1],
+        sample=True,
+    )
+    return zip(REQUESTS[group], found, strict=True)
 
 
 @pytest.mark.skipif(not OLDER.exists(), reason="`make older-triton` installs it beside the other")
 def test_the_code_compiled_by_the_oldest_triton_that_can():
     """Names in this language still change from one version to the next."""
-    version, found = compiled([requests[0] for requests in REQUESTS.values()], PYTHONPATH=str(OLDER))
+    chosen = [requests[0] for requests in REQUESTS.values()]
+    version, found = compile_all(chosen, PYTHONPATH=str(OLDER))
     assert version == "3.6.0"
-    for request, report in found:
+    for request, report in zip(chosen, found, strict=True):
         assert (report["findings"], report["remarks"]) == ([], []), f"{request}: {report}"
 
 
@@ -75,7 +92,7 @@ def test_the_code_compiled_by_the_oldest_triton_that_can():
 def test_the_compiled_code(group):
     """No operand of a matrix product overwritten too early, no spilled register read or written in a loop over tiles,
     and nothing that made the assembler run products one after another."""
-    for request, report in compiled(REQUESTS[group])[1]:
+    for request, report in reports(group):
         where = f"{request}: {report}"
         assert report["findings"] == [], where
         assert report["remarks"] == [], where

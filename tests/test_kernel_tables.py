@@ -3,6 +3,7 @@
 import json
 import subprocess
 import sys
+from collections.abc import Iterable
 from dataclasses import astuple
 from importlib.util import find_spec
 
@@ -11,6 +12,7 @@ import torch
 
 from cs336_systems.kernels import tiles
 from cs336_systems.kernels.tiles import BLOCK_DIMS, KERNELS, SHARED_MEMORY, Key, Tile
+from tests import compiled
 from tests.helpers import ROOT, clean_env
 
 needs_triton = pytest.mark.skipif(find_spec("triton") is None, reason="needs triton")
@@ -88,13 +90,26 @@ KINDS = [
 ]
 
 
+def resources(family: str, kind: str) -> Iterable[tuple[list, dict[str, int]]]:
+    """Of each variant."""
+    requests, own = variants(family, kind), "cs336_systems/kernels"
+    sources = [f"{own}/{name}.py" for name in ("flash_triton", "flash_launch", "plan", "tiles")]
+    found = compiled.results(
+        [[family, *request] for request in requests],
+        [*sources, "tests/compile_kernels.py"],
+        compiled.triton_version(),
+        lambda chosen: cross_compile(family, [request[1:] for request in chosen]),
+        sample=kind == "pointers",
+    )
+    return zip(requests, found, strict=True)
+
+
 @pytest.mark.slow
 @needs_triton
 @pytest.mark.parametrize(("family", "kind"), KINDS)
 def test_every_variant_compiles_and_fits(family, kind):
-    requests = variants(family, kind)
     spilling = set()
-    for request, found in zip(requests, cross_compile(family, requests), strict=True):
+    for request, found in resources(family, kind):
         assert found["shared"] <= SHARED_MEMORY[family], request
         if found["stack"]:
             kernel, bits, d, _, band, group = request
