@@ -11,10 +11,12 @@ is remembered.
 import hashlib
 import importlib.metadata
 import json
+import subprocess
+import sys
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from tests.helpers import ROOT
+from tests.helpers import ROOT, clean_env
 
 FILE = ROOT / "tests" / "data" / "compiled.json"
 
@@ -38,6 +40,21 @@ def results(
 
 used: dict[str, dict[str, Any]] = {}
 """All that was asked for in this process."""
+
+
+def compile_apart(module: str, *arguments: str, **env: str) -> Any:
+    """What a module of tests/ that cross-compiles prints last, as JSON. A process of its own: it has no real driver."""
+    done = subprocess.run(
+        [sys.executable, "-m", f"tests.{module}", *arguments],
+        cwd=ROOT,
+        env=clean_env(**env),
+        capture_output=True,
+        encoding="utf-8",
+        timeout=280,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr[-2000:]
+    return json.loads(done.stdout.splitlines()[-1])
 
 
 def _key(request: Any, sources: Sequence[str], version: str) -> str:

@@ -6,8 +6,6 @@ Whether they are right is tests/test_gpu_attention.py's to say.
 import importlib
 import json
 import os
-import subprocess
-import sys
 from importlib.util import find_spec
 
 import pytest
@@ -16,7 +14,7 @@ import torch
 from cs336_systems.kernels import attention
 from cs336_systems.kernels.band import Band
 from tests import compiled
-from tests.helpers import ROOT, clean_env
+from tests.helpers import ROOT
 
 module = importlib.import_module("cs336_systems.kernels.attention")  # the package has a function of that name
 
@@ -49,17 +47,7 @@ SHARED_MEMORY = 227 << 10
 
 def compile_all(requests, **env):
     """Triton's version, and a report for each."""
-    done = subprocess.run(
-        [sys.executable, "-m", "tests.compile_hopper", json.dumps(requests)],
-        cwd=ROOT,
-        env=clean_env() | env,
-        capture_output=True,
-        encoding="utf-8",
-        timeout=280,
-        check=False,
-    )
-    assert done.returncode == 0, done.stderr[-2000:]
-    return json.loads(done.stdout.splitlines()[-1])
+    return compiled.compile_apart("compile_hopper", json.dumps(requests), **env)
 
 
 def reports(group):

@@ -1,8 +1,6 @@
 """The shipped tiles, the file of tuned ones, and `cs336 tune`: all that can be held without a GPU."""
 
 import json
-import subprocess
-import sys
 from collections.abc import Iterable
 from dataclasses import astuple
 from importlib.util import find_spec
@@ -13,7 +11,6 @@ import torch
 from cs336_systems.kernels import tiles
 from cs336_systems.kernels.tiles import BLOCK_DIMS, KERNELS, SHARED_MEMORY, Key, Tile
 from tests import compiled
-from tests.helpers import ROOT, clean_env
 
 needs_triton = pytest.mark.skipif(find_spec("triton") is None, reason="needs triton")
 
@@ -54,17 +51,7 @@ SPILLS = {
 
 
 def cross_compile(family: str, requests: list) -> list[dict[str, int]]:
-    done = subprocess.run(
-        [sys.executable, "-m", "tests.compile_kernels", family, json.dumps(requests)],
-        cwd=ROOT,
-        env=clean_env(),
-        capture_output=True,
-        encoding="utf-8",
-        timeout=280,
-        check=False,
-    )
-    assert done.returncode == 0, done.stderr[-2000:]
-    return json.loads(done.stdout.splitlines()[-1])
+    return compiled.compile_apart("compile_kernels", family, json.dumps(requests))
 
 
 def variants(family: str, kind: str) -> list[list]:

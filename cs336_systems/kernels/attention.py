@@ -147,7 +147,7 @@ def _settle(
 
 def choose(q: Tensor, k: Tensor, band: Band, deterministic: bool = False, return_lse: bool = False) -> str:
     """What "auto" means for these tensors."""
-    dtype = torch.get_autocast_dtype(q.device.type) if torch.is_autocast_enabled(q.device.type) else q.dtype
+    dtype = _dtype_of_products(q)
     # On a GPU SDPA's fast kernels take no other mask, and their gradients differ from run to run.
     sdpa_can = not return_lse and (not q.is_cuda or (band in SDPA_BANDS and not deterministic))
     # In fp32 wide heads leave the Triton kernels no registers; and torch's own attention is launched from C++.
@@ -160,6 +160,10 @@ def choose(q: Tensor, k: Tensor, band: Band, deterministic: bool = False, return
             return "flash_hopper" if on_hopper else "flash_triton"
         _say_once(f"attention: {problem}; using torch's own kernels instead")
     return "sdpa" if sdpa_can else "flash_torch"
+
+
+def _dtype_of_products(q: Tensor) -> torch.dtype:
+    return torch.get_autocast_dtype(q.device.type) if torch.is_autocast_enabled(q.device.type) else q.dtype
 
 
 def _reference(
@@ -195,8 +199,7 @@ def require_triton(q: Tensor) -> None:
 
 
 def require_hopper(q: Tensor, k: Tensor, band: Band) -> None:
-    dtype = torch.get_autocast_dtype(q.device.type) if torch.is_autocast_enabled(q.device.type) else q.dtype
-    problem = triton_problem(q.device) or hopper_problem(q, k, band, dtype)
+    problem = triton_problem(q.device) or hopper_problem(q, k, band, _dtype_of_products(q))
     if problem is not None:
         raise ValueError(f"impl='flash_hopper': {problem}; use impl='auto'")
 

@@ -11,7 +11,7 @@ from triton.tools.tensor_descriptor import TensorDescriptor
 from cs336_systems.kernels import flash_triton, layout, tiles
 from cs336_systems.kernels.band import Band
 from cs336_systems.kernels.cache import Cache
-from cs336_systems.kernels.plan import INTERPRETED, Description, Plan, suits_tma
+from cs336_systems.kernels.plan import INTERPRETED, Description, Plan, backward_key, forward_key, suits_tma
 from cs336_systems.kernels.tiles import LAUNCH_BOUND, Key, Tile
 
 FP32_PRODUCTS = "tf32x3"
@@ -34,10 +34,7 @@ LARGEST_ROW_STRIDE = 1 << 22
 
 def problem(q: Tensor, k: Tensor, v: Tensor, band: Band) -> "Problem":
     """Attention of tensors like these. q: (batch, heads, len_q, d); k, v: (batch, kv_heads, len_k, d)."""
-    key = (
-        *(band, q.dtype, q.device, q.shape, k.shape, q.stride(), k.stride(), v.stride()),
-        *(q.data_ptr() % 16, k.data_ptr() % 16, v.data_ptr() % 16, products() if q.dtype == torch.float32 else None),
-    )
+    key = (*forward_key(q, k, v, band), products() if q.dtype == torch.float32 else None)
     found = _known.get(key)
     if found is None:
         found = _known[key] = Problem()
@@ -91,12 +88,6 @@ class Problem:
 
 
 _known: Cache[tuple[Any, ...], Problem] = Cache()
-
-
-def backward_key(grad: Tensor, grad_lse: Tensor | None, out: Tensor, lse: Tensor) -> tuple[Any, ...]:
-    """What a plan for backward depends on beside q, k and v: code is compiled for pointers aligned as these are."""
-    alike = tuple(t.data_ptr() % 16 for t in (grad, out, lse))
-    return grad.stride(), out.stride(), alike, None if grad_lse is None else grad_lse.data_ptr() % 16
 
 
 def products() -> str:

@@ -18,8 +18,7 @@ from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 from cs336_systems.kernels import hopper_backward, hopper_forward, layout
 from cs336_systems.kernels.band import Band
 from cs336_systems.kernels.cache import Cache
-from cs336_systems.kernels.flash_launch import backward_key
-from cs336_systems.kernels.plan import Description, Plan, suits_tma
+from cs336_systems.kernels.plan import Description, Plan, backward_key, forward_key, suits_tma
 
 DTYPES = {torch.bfloat16: gl.bfloat16, torch.float16: gl.float16, torch.float32: gl.float32}
 L2_SHARE = {"forward": 32 << 20, "backward": 16 << 20}
@@ -51,10 +50,7 @@ BACKWARD_QUERIES = {64: 128, 128: 64}
 
 def problem(q: Tensor, k: Tensor, v: Tensor, band: Band) -> "Problem":
     """Attention of tensors like these. q: (batch, heads, len_q, d); k, v: (batch, kv_heads, len_k, d)."""
-    key = (
-        *(band, q.dtype, q.device, q.shape, k.shape, q.stride(), k.stride(), v.stride()),
-        *(q.data_ptr() % 16, k.data_ptr() % 16, v.data_ptr() % 16),
-    )
+    key = forward_key(q, k, v, band)
     found = _known.get(key)
     if found is None:
         found = _known[key] = Problem(q, k, band)

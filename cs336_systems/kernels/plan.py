@@ -12,7 +12,23 @@ import torch
 import triton
 from torch import Tensor
 
+from cs336_systems.kernels.band import Band
+
 INTERPRETED = triton.knobs.runtime.interpret
+
+
+def forward_key(q: Tensor, k: Tensor, v: Tensor, band: Band) -> tuple[Any, ...]:
+    """What plans for attention of these depend on: code is compiled for pointers aligned as theirs are."""
+    return (
+        *(band, q.dtype, q.device, q.shape, k.shape, q.stride(), k.stride(), v.stride()),
+        *(q.data_ptr() % 16, k.data_ptr() % 16, v.data_ptr() % 16),
+    )
+
+
+def backward_key(grad: Tensor, grad_lse: Tensor | None, out: Tensor, lse: Tensor) -> tuple[Any, ...]:
+    """... and those for its backward, beside q, k and v."""
+    alike = tuple(t.data_ptr() % 16 for t in (grad, out, lse))
+    return grad.stride(), out.stride(), alike, None if grad_lse is None else grad_lse.data_ptr() % 16
 
 
 @dataclass
