@@ -91,6 +91,7 @@ CASES = named(
     Case(257, 257, d=128),
     Case(113, 203, d=128, is_causal="bottom-right"),
     Case(63, 63, d=256, is_causal=True),
+    Case(40, 97, d=200, is_causal="bottom-right"),
     # Windows: empty, narrow, one-sided, together with causal, wider than the sequence.
     Case(113, 113, window=0),
     Case(128, 128, window=16, batch=2),

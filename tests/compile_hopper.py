@@ -24,14 +24,14 @@ def compile_one(kernel: str, d: int, dtype: str, len_q: int, len_k: int, hi: int
     """With tensors of the "meta" device: they have shapes and strides, and no memory."""
     q = torch.empty(2, 2 * group, len_q, d, dtype=getattr(torch, dtype), device="meta")
     k = torch.empty(2, 2, len_k, d, dtype=q.dtype, device="meta")
-    problem = hopper_launch.Problem(q, k, Band(None, hi))
+    problem = hopper_launch.Problem(q, k, k, Band(None, hi))
     tensors, pointers = (q, k, k, q), (torch.empty(q.shape[:3], device="meta"),)
     if kernel == "forward":
         plan = problem.plan_forward(tensors)
     else:
-        rows, sums = problem.scratch(q.device)
-        tensors, pointers = (q, k, k, q, rows[0], rows[1], sums, k, k), ()
-        plan = problem.plan_backward(q, q, q, tensors).main
+        scratch = problem.scratch(q.device)
+        tensors, pointers = (q, k, k, q, scratch, scratch, scratch, k, k), ()
+        plan = problem.plan_backward(q, k, k, q, q, q, k, k).main
     return plan.kernel.warmup(*plan.arguments(tensors, pointers, 0.125), grid=(1,), **plan.options)
 
 

@@ -23,7 +23,6 @@ from triton.backends.compiler import GPUTarget
 
 from cs336_systems.kernels import flash_launch, pointwise_triton, tiles
 from cs336_systems.kernels.band import Band
-from cs336_systems.kernels.tiles import Key, Tile
 
 CUOBJDUMP = Path(triton.__file__).parent / "backends/nvidia/bin/cuobjdump"
 LENGTH = 4096
@@ -46,7 +45,7 @@ class AbsentGPU:
 
 
 def compile_one(
-    kernel: str, bits: int, d: int, descriptors: bool, band: list[int | None], group: int, tile: Tile
+    kernel: str, bits: int, d: int, descriptors: bool, band: list[int | None], group: int, family: str
 ) -> dict[str, int]:
     """With tensors of the "meta" device: they have shapes and strides, and no memory."""
     dtype = {16: torch.bfloat16, 32: torch.float32}[bits]
@@ -59,6 +58,8 @@ def compile_one(
     rows = {"forward": (row,), "grad_q": (row, None, row), "grad_kv": (row, row), "grad": (row, None)}[kernel]
     least = 0 if descriptors else 1 << 62
     with mock.patch.multiple(flash_launch, SMALLEST_FOR_DESCRIPTORS=least, LONG_FOR_DESCRIPTORS=least):
+        key, traits = (of(kernel, tensors, Band(*band)) for of in (flash_launch.tile_key, flash_launch.traits))
+        tile = tiles.roomier(family, key, traits) or tiles.shipped(family, key)
         plan = flash_launch.plan(kernel, tensors, Band(*band), tile)
     assert (plan.descriptors is not None) == descriptors
     return resources(plan.kernel.warmup(*plan.arguments(tensors, rows, 0.125), grid=(1,), **plan.options))
@@ -113,12 +114,8 @@ def main() -> None:
     if requests[0] == "pointwise":
         print(json.dumps(compile_pointwise(*requests[1:])))
         return
-    found = []
     with mock.patch.object(torch.cuda, "get_device_capability", return_value=divmod(capability, 10)):
-        for kernel, bits, d, descriptors, band, group in requests:
-            key = Key(kernel, bits, flash_launch.padded(d), band[1] is not None, descriptors)
-            tile = tiles.shipped(family, key)
-            found.append(compile_one(kernel, bits, d, descriptors, band, group, tile))
+        found = [compile_one(*request, family) for request in requests]
     print(json.dumps(found))
 
 

@@ -18,13 +18,9 @@ CAUSAL, FULL, WINDOW = [None, 0], [None, None], [-40, 8]
 WITH_TMA = ("sm_90", "sm_100")
 
 SPILLS = {
-    # fp32 in three TF32 products keeps both halves of its operands in registers: 256 columns do not fit. The rest are
-    # variants for which there is no tile of their own: windows, grouped queries, head dims that are padded.
-    "sm_90": {
-        *((kernel, 32, 256, "causal") for kernel in KERNELS),
-        *((kernel, 16, 40, "full, grouped") for kernel in ("forward", "grad")),
-        ("grad_kv", 16, 64, "window, grouped"),
-    },
+    # fp32 in three TF32 products keeps both halves of its operands in registers. The rest are variants for which there
+    # is no tile of their own: windows, grouped queries, head dims that are padded.
+    "sm_90": set(),
     "sm_100": {
         *((kernel, 32, 256, "causal") for kernel in KERNELS),
         *((kernel, 32, 128, "causal") for kernel in ("forward", "grad_q")),
@@ -59,13 +55,18 @@ def variants(family: str, kind: str) -> list[list]:
     bits, descriptors = (32 if kind == "fp32" else 16), kind == "descriptors"
     found = []
     for kernel in KERNELS if kind != "pointers" else (*KERNELS, "grad"):
-        for d in BLOCK_DIMS:
+        widest = tiles.WIDEST_GRAD if kernel == "grad" else BLOCK_DIMS[-1]
+        for d in (d for d in BLOCK_DIMS if d <= widest):
             found.append([kernel, bits, d, descriptors, CAUSAL, 1])
             keys = [Key(kernel, bits, d, causal, descriptors) for causal in (False, True)]
             if len({tiles.shipped(family, key) for key in keys}) == 2:
                 found.append([kernel, bits, d, descriptors, FULL, 1])
         if bits == 16:
             found += [[kernel, bits, 64, descriptors, WINDOW, 2], [kernel, bits, 40, descriptors, FULL, 4]]
+        if bits == 16 and family == "sm_90":  # it has tiles for these
+            found += [[kernel, bits, 40, descriptors, WINDOW, 2]]
+            for d in (d for d in (24, 80, 128, 200, 256) if d <= widest):
+                found += [[kernel, bits, d, descriptors, FULL, 4], [kernel, bits, d, descriptors, WINDOW, 2]]
     return found
 
 

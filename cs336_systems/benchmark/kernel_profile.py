@@ -7,11 +7,11 @@ from typing import Any
 from cs336_systems.config import RunConfig, UserError
 from cs336_systems.measure.kernel_trace import profile_steps
 from cs336_systems.measure.nsys import find_nsys, profile_with_nsys
-from cs336_systems.measure.timing import STEP, time_as_configured
+from cs336_systems.measure.timing import STEP, time_as_configured, time_queued
 from cs336_systems.measure.trace import PHASES, trace_metrics
 from cs336_systems.step import TrainStep
 
-TORCH, NSYS = "torch", "nsys"
+TORCH, NSYS, BOTH = "torch", "nsys", "both"
 NSYS_TIMEOUT = 600.0
 TRACED_STEPS = 2
 
@@ -19,7 +19,8 @@ TRACED_STEPS = 2
 def measure_kernels(config: dict[str, Any], *, folder: str | None = None) -> list[list[Any]]:
     """Times without a profiler, then the kernels with it; per step. The trace goes to `folder`.
 
-    `profiler` in the configuration: torch's, nsys, or both (where nsys is installed), to hold one against the other.
+    `profiler` in the configuration: torch's, nsys, or both (where nsys is installed), to hold one against the other and
+    against CUDA events of steps that run as in training.
     """
     profiler = config.get("profiler", TORCH)
     run = RunConfig.of(config)
@@ -30,6 +31,9 @@ def measure_kernels(config: dict[str, Any], *, folder: str | None = None) -> lis
     batch = step.random_batch()
     timings = time_as_configured(step, batch)
     metrics = timings.metrics
+    if profiler == BOTH:
+        queued = time_queued(lambda watch: step(*batch, watch=watch), device=step.device, num_steps=run.num_steps)
+        metrics += [[f"queued_{phase}_event_time", "s", samples] for phase, samples in queued.items()]
     if profiler != NSYS:
         keep = Path(folder) / "trace.json.gz" if folder else None
         profile = profile_steps(step, batch, num_steps=TRACED_STEPS, keep=keep)

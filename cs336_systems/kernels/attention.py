@@ -14,7 +14,7 @@ from torch import Tensor
 
 from cs336_systems.kernels.band import Band, Window, resolve, visible
 from cs336_systems.kernels.cache import Cache
-from cs336_systems.kernels.flash_ops import flash, is_plain
+from cs336_systems.kernels.flash_ops import flash, is_plain, is_under_autocast
 from cs336_systems.kernels.reference import attention_and_lse, attention_reference
 from cs336_systems.kernels.tiles import LAUNCH_BOUND
 
@@ -93,7 +93,7 @@ def attention(
         window = tuple(window)
     key = (
         *(q.shape, k.shape, v.shape, q.dtype, k.dtype, v.dtype, q.device, k.device, v.device),
-        *(is_causal, scale, window, impl, deterministic, return_lse, torch.is_autocast_enabled(q.device.type)),
+        *(is_causal, scale, window, impl, deterministic, return_lse, is_under_autocast(q)),
     )
     # What was found right and chosen once need not be again: that would take longer than a small problem does.
     settled = None if torch.compiler.is_compiling() else _settled.get(key)
@@ -163,7 +163,7 @@ def choose(q: Tensor, k: Tensor, band: Band, deterministic: bool = False, return
 
 
 def _dtype_of_products(q: Tensor) -> torch.dtype:
-    return torch.get_autocast_dtype(q.device.type) if torch.is_autocast_enabled(q.device.type) else q.dtype
+    return torch.get_autocast_dtype(q.device.type) if is_under_autocast(q) else q.dtype
 
 
 def _reference(
@@ -303,7 +303,7 @@ def check(q: Tensor, k: Tensor, v: Tensor) -> None:
         )
     if any(t.dtype not in DTYPES for t in (q, k, v)):
         raise ValueError(f"attention takes fp32, fp16, bf16 or float64, got {_dtypes(q, k, v)}; cast them with .to()")
-    if not (q.dtype == k.dtype == v.dtype) and not torch.is_autocast_enabled(q.device.type):
+    if not (q.dtype == k.dtype == v.dtype) and not is_under_autocast(q):
         raise ValueError(f"q, k and v must have one dtype, got {_dtypes(q, k, v)}; cast them with .to()")
 
 

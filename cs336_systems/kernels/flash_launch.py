@@ -12,7 +12,7 @@ from cs336_systems.kernels import flash_triton, layout, tiles
 from cs336_systems.kernels.band import Band
 from cs336_systems.kernels.cache import Cache
 from cs336_systems.kernels.plan import INTERPRETED, Description, Plan, backward_key, forward_key, suits_tma
-from cs336_systems.kernels.tiles import LAUNCH_BOUND, Key, Tile
+from cs336_systems.kernels.tiles import LAUNCH_BOUND, WIDEST_GRAD, Key, Tile
 
 FP32_PRODUCTS = "tf32x3"
 """How products of fp32 are formed where torch's own may not use TF32. "tf32x3" adds three TF32 products of the upper
@@ -37,7 +37,7 @@ def problem(q: Tensor, k: Tensor, v: Tensor, band: Band) -> "Problem":
     key = (*forward_key(q, k, v, band), products() if q.dtype == torch.float32 else None)
     found = _known.get(key)
     if found is None:
-        found = _known[key] = Problem()
+        found = _known[key] = Problem(q, k, v)
     return found
 
 
@@ -45,14 +45,14 @@ class Problem:
     """What is known of tensors of certain shapes, strides and alignment: forward needs one plan, backward one for each
     layout of its gradient."""
 
-    def __init__(self) -> None:
+    def __init__(self, q: Tensor, k: Tensor, v: Tensor) -> None:
+        self._results = layout.Results(q, k, v)
         self._forward: list[Plan] | None = None
         self._backward: Cache[tuple[Any, ...], list[Plan]] = Cache()
 
     def forward(self, q: Tensor, k: Tensor, v: Tensor, scale: float, band: Band) -> tuple[Tensor, Tensor]:
         """Output, in q's layout, and logsumexp."""
-        out = layout.empty_like(q)
-        lse = torch.empty(q.shape[:-1], dtype=torch.float32, device=q.device)
+        out, lse = self._results.like_q(q), self._results.logsumexp()
         tensors = (q, k, v, out)
         if self._forward is None:
             self._forward = _plan_forward(tensors, band)
@@ -67,7 +67,7 @@ class Problem:
         scale: float, band: Band,
     ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
         """Gradients of q, k and v, each in the layout of its tensor."""
-        dq, dk, dv = layout.empty_like(q), layout.empty_like(k), layout.empty_like(v)
+        dq, dk, dv = self._results.gradients(q, k, v)
         tensors = (q, k, v, out, grad, dq, dk, dv)
         if grad_lse is not None:
             grad_lse = grad_lse.contiguous()
@@ -113,7 +113,7 @@ def plan(kernel: str, tensors: Sequence[Tensor], band: Band, tile: Tile | None =
     tensors = [t if _usable(t) else t.contiguous() for t in tensors]
     q, k = tensors[:2]
     (batch, heads, len_q, d), (_, kv_heads, len_k, _) = q.shape, k.shape
-    tile = tile or tiles.choose(tile_key(kernel, tensors, band), q.device)
+    tile = tile or tiles.choose(tile_key(kernel, tensors, band), q.device, traits(kernel, tensors, band))
     # A program owns a block of queries and reads keys again and again, or the other way round.
     if kernel == "grad_kv":
         owners, blocks = kv_heads, triton.cdiv(len_k, tile.block_n)
@@ -163,6 +163,17 @@ def tile_key(kernel: str, tensors: Sequence[Tensor], band: Band) -> Key:
     return Key(kernel, 8 * q.element_size(), padded(q.shape[3]), band.hi is not None, _by_descriptor(kernel, tensors))
 
 
+def traits(kernel: str, tensors: Sequence[Tensor], band: Band) -> frozenset[str]:
+    """See `tiles.choose`. Descriptors pad without registers."""
+    q, k = tensors[:2]
+    holds = {
+        "window": band.lo is not None,
+        "grouped": q.shape[1] != k.shape[1],
+        "padded": q.shape[3] != padded(q.shape[3]) and not _by_descriptor(kernel, tensors),
+    }
+    return frozenset(trait for trait, held in holds.items() if held)
+
+
 def _by_descriptor(kernel: str, tensors: Sequence[Tensor]) -> bool:
     """Whether TMA can, and should, move all of these."""
     q = tensors[0]
@@ -185,6 +196,6 @@ def _plan_backward(tensors: Sequence[Tensor], band: Band) -> list[Plan]:
     q, k, v, out, grad, dq, dk, dv = tensors
     if not all(t.numel() for t in tensors):
         return []
-    if q.numel() * k.shape[2] < LAUNCH_BOUND and q.element_size() == 2:
+    if q.numel() * k.shape[2] < LAUNCH_BOUND and q.element_size() == 2 and q.shape[3] <= WIDEST_GRAD:
         return [plan("grad", tensors, band)]
     return [plan("grad_q", (q, k, v, out, grad, dq), band), plan("grad_kv", (q, k, v, grad, dk, dv), band)]

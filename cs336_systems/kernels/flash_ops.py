@@ -26,6 +26,11 @@ def flash(
 ) -> Tensor | tuple[Tensor, Tensor]:
     """Attention, and its logsumexp where wanted, by one of OPERATORS, of arguments that were checked."""
     q, k, v = cast_for_autocast(q, k, v)
+    if not _must_be_seen(q) and not (
+        torch.is_grad_enabled() and (q.requires_grad or k.requires_grad or v.requires_grad)
+    ):
+        out, lse = _bare(name, q, k, v, band).forward(q, k, v, scale, band)
+        return (out, lse) if return_lse else out
     return _Flash.apply(q, k, v, (name, scale, band, return_lse))
 
 
@@ -187,11 +192,14 @@ def _with_cast(op: Callable, device: str) -> Callable:
 
 
 def cast_for_autocast(*tensors: Tensor) -> tuple[Tensor, ...]:
-    device = tensors[0].device.type
-    if not torch.is_autocast_enabled(device):
+    if not is_under_autocast(tensors[0]):
         return tensors
-    dtype = torch.get_autocast_dtype(device)
+    dtype = torch.get_autocast_dtype(tensors[0].device.type)
     return tuple(t.to(dtype) if t.dtype in (torch.float32, torch.float16, torch.bfloat16) else t for t in tensors)
+
+
+def is_under_autocast(t: Tensor) -> bool:
+    return torch.is_autocast_enabled("cuda" if t.is_cuda else t.device.type)  # a device's `type` takes a while
 
 
 def _products(q: torch.Size, k: torch.Size) -> int:

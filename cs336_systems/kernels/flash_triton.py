@@ -25,6 +25,8 @@ import triton.language as tl
 
 LOG2E = tl.constexpr(1.4426950408889634)
 LN2 = tl.constexpr(0.6931471805599453)
+PIECE = tl.constexpr(64)
+"""Columns of wide heads in fp32 that are multiplied at a time: see `_is_wide`."""
 
 
 # -- forward ----------------------------------------------------------------------------------------------------------
@@ -44,21 +46,22 @@ def forward_kernel(
     place, kv_place = _places(index, heads, group)
     row = block * BLOCK_M
     begin, full_begin, full_end, end = _key_tiles(row, len_q, len_k, band, BLOCK_M, BLOCK_N)
-    q_tile = _load(q, q_strides, place, row, len_q, d, BLOCK_M, BLOCK_D, DESCRIPTORS)
+    queries = (q, q_strides, place, row, len_q)
+    q_tile = _operand(queries, d, BLOCK_M, BLOCK_D, DESCRIPTORS, PRODUCTS)
     m = tl.full([BLOCK_M], float("-inf"), tl.float32)
     l = tl.zeros([BLOCK_M], tl.float32)
     acc = tl.zeros([BLOCK_M, BLOCK_D], tl.float32)
     if band[0] is not None:
         acc, m, l = _attend(
-            acc, m, l, q_tile, k, v, k_strides, v_strides, kv_place, row, begin, full_begin, len_k, d, band, scale,
-            True, BLOCK_M, BLOCK_N, BLOCK_D, DESCRIPTORS, PRODUCTS,
+            acc, m, l, queries, q_tile, k, v, k_strides, v_strides, kv_place, row, begin, full_begin, len_k, d, band,
+            scale, True, BLOCK_M, BLOCK_N, BLOCK_D, DESCRIPTORS, PRODUCTS,
         )  # fmt: skip
     acc, m, l = _attend(
-        acc, m, l, q_tile, k, v, k_strides, v_strides, kv_place, row, full_begin, full_end, len_k, d, band, scale,
-        False, BLOCK_M, BLOCK_N, BLOCK_D, DESCRIPTORS, PRODUCTS,
+        acc, m, l, queries, q_tile, k, v, k_strides, v_strides, kv_place, row, full_begin, full_end, len_k, d, band,
+        scale, False, BLOCK_M, BLOCK_N, BLOCK_D, DESCRIPTORS, PRODUCTS,
     )  # fmt: skip
     acc, m, l = _attend(
-        acc, m, l, q_tile, k, v, k_strides, v_strides, kv_place, row, full_end, end, len_k, d, band, scale,
+        acc, m, l, queries, q_tile, k, v, k_strides, v_strides, kv_place, row, full_end, end, len_k, d, band, scale,
         True, BLOCK_M, BLOCK_N, BLOCK_D, DESCRIPTORS, PRODUCTS,
     )  # fmt: skip
     empty = l == 0.0
@@ -70,15 +73,15 @@ def forward_kernel(
 
 @triton.jit
 def _attend(
-    acc, m, l, q_tile, k, v, k_strides, v_strides, kv_place, row, begin, end, len_k, d, band, scale,
+    acc, m, l, queries, q_tile, k, v, k_strides, v_strides, kv_place, row, begin, end, len_k, d, band, scale,
     MASKED: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr,
     DESCRIPTORS: tl.constexpr, PRODUCTS: tl.constexpr,
 ):  # fmt: skip
     """Take the keys of begin..end into the running maximum `m` (in powers of 2), sum `l` and weighted values `acc`."""
     factor = scale * LOG2E
     for column in tl.range(begin, end, BLOCK_N):
-        k_tile = _load(k, k_strides, kv_place, column, len_k, d, BLOCK_N, BLOCK_D, DESCRIPTORS)
-        s = tl.dot(q_tile, k_tile.T, input_precision=PRODUCTS)
+        keys = (k, k_strides, kv_place, column, len_k)
+        s, _ = _product(queries, q_tile, keys, d, BLOCK_M, BLOCK_N, BLOCK_D, DESCRIPTORS, PRODUCTS)
         if MASKED:
             rows, columns = row + tl.arange(0, BLOCK_M), column + tl.arange(0, BLOCK_N)
             s = tl.where(_visible(rows[:, None], columns[None, :], len_k, band), s, float("-inf"))
@@ -180,28 +183,31 @@ def _grad_q_block(
     place, kv_place = _places(index, heads, group)
     row = block * BLOCK_M
     begin, full_begin, full_end, end = _key_tiles(row, len_q, len_k, band, BLOCK_M, BLOCK_N)
-    q_tile = _load(q, q_strides, place, row, len_q, d, BLOCK_M, BLOCK_D, DESCRIPTORS)
+    queries, grads = (q, q_strides, place, row, len_q), (grad, grad_strides, place, row, len_q)
+    q_tile = _operand(queries, d, BLOCK_M, BLOCK_D, DESCRIPTORS, PRODUCTS)
     grad_tile = _load(grad, grad_strides, place, row, len_q, d, BLOCK_M, BLOCK_D, DESCRIPTORS)
     offsets, inside = _row_offsets(index, row, len_q, BLOCK_M)
     delta_row = _delta(
         out, out_strides, grad_tile, grad_lse, place, row, offsets, inside, len_q, d, BLOCK_M, BLOCK_D, DESCRIPTORS
     )  # fmt: skip
+    if _is_wide(BLOCK_D, PRODUCTS):
+        grad_tile = ()
     if delta is not None:
         tl.store(delta + offsets, delta_row, mask=inside)
     lse_row = tl.load(lse + offsets, mask=inside, other=0.0) * LOG2E
     acc = tl.zeros([BLOCK_M, BLOCK_D], tl.float32)
     if band[0] is not None:
         acc = _gather_q(
-            acc, q_tile, grad_tile, lse_row, delta_row, k, v, k_strides, v_strides, kv_place, row, begin, full_begin,
-            len_k, d, band, scale, True, BLOCK_M, BLOCK_N, BLOCK_D, DESCRIPTORS, PRODUCTS,
+            acc, queries, grads, q_tile, grad_tile, lse_row, delta_row, k, v, k_strides, v_strides, kv_place, row,
+            begin, full_begin, len_k, d, band, scale, True, BLOCK_M, BLOCK_N, BLOCK_D, DESCRIPTORS, PRODUCTS,
         )  # fmt: skip
     acc = _gather_q(
-        acc, q_tile, grad_tile, lse_row, delta_row, k, v, k_strides, v_strides, kv_place, row, full_begin, full_end,
-        len_k, d, band, scale, False, BLOCK_M, BLOCK_N, BLOCK_D, DESCRIPTORS, PRODUCTS,
+        acc, queries, grads, q_tile, grad_tile, lse_row, delta_row, k, v, k_strides, v_strides, kv_place, row,
+        full_begin, full_end, len_k, d, band, scale, False, BLOCK_M, BLOCK_N, BLOCK_D, DESCRIPTORS, PRODUCTS,
     )  # fmt: skip
     acc = _gather_q(
-        acc, q_tile, grad_tile, lse_row, delta_row, k, v, k_strides, v_strides, kv_place, row, full_end, end,
-        len_k, d, band, scale, True, BLOCK_M, BLOCK_N, BLOCK_D, DESCRIPTORS, PRODUCTS,
+        acc, queries, grads, q_tile, grad_tile, lse_row, delta_row, k, v, k_strides, v_strides, kv_place, row,
+        full_end, end, len_k, d, band, scale, True, BLOCK_M, BLOCK_N, BLOCK_D, DESCRIPTORS, PRODUCTS,
     )  # fmt: skip
     _store(dq, acc * scale, dq_strides, place, row, len_q, d, BLOCK_M, BLOCK_D, DESCRIPTORS)
 
@@ -221,7 +227,7 @@ def _delta(
 
 @triton.jit
 def _gather_q(
-    acc, q_tile, grad_tile, lse_row, delta_row, k, v, k_strides, v_strides, kv_place, row, begin, end,
+    acc, queries, grads, q_tile, grad_tile, lse_row, delta_row, k, v, k_strides, v_strides, kv_place, row, begin, end,
     len_k, d, band, scale,
     MASKED: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr,
     DESCRIPTORS: tl.constexpr, PRODUCTS: tl.constexpr,
@@ -229,15 +235,16 @@ def _gather_q(
     """Add dS K of the keys of begin..end."""
     factor = scale * LOG2E
     for column in tl.range(begin, end, BLOCK_N):
-        k_tile = _load(k, k_strides, kv_place, column, len_k, d, BLOCK_N, BLOCK_D, DESCRIPTORS)
-        s = tl.dot(q_tile, k_tile.T, input_precision=PRODUCTS)
+        keys, values = (k, k_strides, kv_place, column, len_k), (v, v_strides, kv_place, column, len_k)
+        s, k_tile = _product(queries, q_tile, keys, d, BLOCK_M, BLOCK_N, BLOCK_D, DESCRIPTORS, PRODUCTS)
         p = tl.math.exp2(s * factor - lse_row[:, None])
         if MASKED:
             rows, columns = row + tl.arange(0, BLOCK_M), column + tl.arange(0, BLOCK_N)
             p = tl.where(_visible(rows[:, None], columns[None, :], len_k, band), p, 0.0)
-        v_tile = _load(v, v_strides, kv_place, column, len_k, d, BLOCK_N, BLOCK_D, DESCRIPTORS)
-        dp = tl.dot(grad_tile, v_tile.T, input_precision=PRODUCTS)
+        dp, _ = _product(grads, grad_tile, values, d, BLOCK_M, BLOCK_N, BLOCK_D, DESCRIPTORS, PRODUCTS)
         ds = p * (dp - delta_row[:, None])
+        if _is_wide(BLOCK_D, PRODUCTS):
+            k_tile = _load(k, k_strides, kv_place, column, len_k, d, BLOCK_N, BLOCK_D, DESCRIPTORS)
         acc = tl.dot(ds.to(k_tile.dtype), k_tile, acc, input_precision=PRODUCTS)
     return acc
 
@@ -254,24 +261,25 @@ def _grad_kv_block(
     kv_place = (index // kv_heads, index % kv_heads)
     column = block * BLOCK_N
     begin, full_begin, full_end, end = _query_tiles(column, len_q, len_k, band, BLOCK_M, BLOCK_N)
-    k_tile = _load(k, k_strides, kv_place, column, len_k, d, BLOCK_N, BLOCK_D, DESCRIPTORS)
-    v_tile = _load(v, v_strides, kv_place, column, len_k, d, BLOCK_N, BLOCK_D, DESCRIPTORS)
+    keys, values = (k, k_strides, kv_place, column, len_k), (v, v_strides, kv_place, column, len_k)
+    k_tile = _operand(keys, d, BLOCK_N, BLOCK_D, DESCRIPTORS, PRODUCTS)
+    v_tile = _operand(values, d, BLOCK_N, BLOCK_D, DESCRIPTORS, PRODUCTS)
     dk_sum = tl.zeros([BLOCK_N, BLOCK_D], tl.float32)
     dv_sum = tl.zeros([BLOCK_N, BLOCK_D], tl.float32)
     dk_sum, dv_sum = _gather_kv(
-        dk_sum, dv_sum, k_tile, v_tile, q, out, grad, lse, grad_lse, delta, q_strides, out_strides, grad_strides,
-        kv_place, index, group, column, begin, full_begin, len_q, len_k, d, band, scale,
+        dk_sum, dv_sum, keys, values, k_tile, v_tile, q, out, grad, lse, grad_lse, delta, q_strides, out_strides,
+        grad_strides, kv_place, index, group, column, begin, full_begin, len_q, len_k, d, band, scale,
         True, BLOCK_M, BLOCK_N, BLOCK_D, DESCRIPTORS, PRODUCTS,
     )  # fmt: skip
     dk_sum, dv_sum = _gather_kv(
-        dk_sum, dv_sum, k_tile, v_tile, q, out, grad, lse, grad_lse, delta, q_strides, out_strides, grad_strides,
-        kv_place, index, group, column, full_begin, full_end, len_q, len_k, d, band, scale,
+        dk_sum, dv_sum, keys, values, k_tile, v_tile, q, out, grad, lse, grad_lse, delta, q_strides, out_strides,
+        grad_strides, kv_place, index, group, column, full_begin, full_end, len_q, len_k, d, band, scale,
         False, BLOCK_M, BLOCK_N, BLOCK_D, DESCRIPTORS, PRODUCTS,
     )  # fmt: skip
     if band[0] is not None:
         dk_sum, dv_sum = _gather_kv(
-            dk_sum, dv_sum, k_tile, v_tile, q, out, grad, lse, grad_lse, delta, q_strides, out_strides, grad_strides,
-            kv_place, index, group, column, full_end, end, len_q, len_k, d, band, scale,
+            dk_sum, dv_sum, keys, values, k_tile, v_tile, q, out, grad, lse, grad_lse, delta, q_strides, out_strides,
+            grad_strides, kv_place, index, group, column, full_end, end, len_q, len_k, d, band, scale,
             True, BLOCK_M, BLOCK_N, BLOCK_D, DESCRIPTORS, PRODUCTS,
         )  # fmt: skip
     _store(dk, dk_sum * scale, dk_strides, kv_place, column, len_k, d, BLOCK_N, BLOCK_D, DESCRIPTORS)
@@ -280,7 +288,7 @@ def _grad_kv_block(
 
 @triton.jit
 def _gather_kv(
-    dk, dv, k_tile, v_tile, q, out, grad, lse, grad_lse, delta, q_strides, out_strides, grad_strides,
+    dk, dv, keys, values, k_tile, v_tile, q, out, grad, lse, grad_lse, delta, q_strides, out_strides, grad_strides,
     kv_place, index, group, column, begin, end, len_q, len_k, d, band, scale,
     MASKED: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr,
     DESCRIPTORS: tl.constexpr, PRODUCTS: tl.constexpr,
@@ -299,15 +307,16 @@ def _gather_kv(
         place = (kv_place[0], kv_place[1] * group + member)
         offsets, inside = _row_offsets(index * group + member, row, len_q, BLOCK_M)
         # Scores are formed transposed, (keys, queries): P^T and dS^T are then left operands as they stand in registers.
-        q_tile = _load(q, q_strides, place, row, len_q, d, BLOCK_M, BLOCK_D, DESCRIPTORS)
-        s = tl.dot(k_tile, q_tile.T, input_precision=PRODUCTS)
+        queries, grads = (q, q_strides, place, row, len_q), (grad, grad_strides, place, row, len_q)
+        s, q_tile = _product(keys, k_tile, queries, d, BLOCK_N, BLOCK_M, BLOCK_D, DESCRIPTORS, PRODUCTS)
         lse_row = tl.load(lse + offsets, mask=inside, other=0.0) * LOG2E
         p = tl.math.exp2(s * factor - lse_row[None, :])
         if MASKED:
             rows, columns = row + tl.arange(0, BLOCK_M), column + tl.arange(0, BLOCK_N)
             p = tl.where(_visible(rows[None, :], columns[:, None], len_k, band), p, 0.0)
-        grad_tile = _load(grad, grad_strides, place, row, len_q, d, BLOCK_M, BLOCK_D, DESCRIPTORS)
-        dp = tl.dot(v_tile, grad_tile.T, input_precision=PRODUCTS)
+        dp, grad_tile = _product(values, v_tile, grads, d, BLOCK_N, BLOCK_M, BLOCK_D, DESCRIPTORS, PRODUCTS)
+        if _is_wide(BLOCK_D, PRODUCTS):
+            grad_tile = _load(grad, grad_strides, place, row, len_q, d, BLOCK_M, BLOCK_D, DESCRIPTORS)
         dv = tl.dot(p.to(grad_tile.dtype), grad_tile, dv, input_precision=PRODUCTS)
         if delta is None:
             delta_row = _delta(
@@ -317,8 +326,48 @@ def _gather_kv(
         else:
             delta_row = tl.load(delta + offsets, mask=inside, other=0.0)
         ds = p * (dp - delta_row[None, :])
+        if _is_wide(BLOCK_D, PRODUCTS):
+            q_tile = _load(q, q_strides, place, row, len_q, d, BLOCK_M, BLOCK_D, DESCRIPTORS)
         dk = tl.dot(ds.to(q_tile.dtype), q_tile, dk, input_precision=PRODUCTS)
     return dk, dv
+
+
+# -- products over the head dim ---------------------------------------------------------------------------------------
+
+
+@triton.constexpr_function
+def _is_wide(block_d, products):
+    """Whether a left operand of a product over the head dim would fill a thread's registers: fp32, and 256 columns."""
+    return products != "ieee" and block_d > 128
+
+
+@triton.jit
+def _operand(
+    rows, d, ROWS: tl.constexpr, BLOCK_D: tl.constexpr, DESCRIPTORS: tl.constexpr, PRODUCTS: tl.constexpr
+):  # fmt: skip
+    """A left operand, to be kept; nothing where it is too wide. `rows`: (memory, strides, place, row, length)."""
+    if _is_wide(BLOCK_D, PRODUCTS):
+        return ()
+    else:  # the compiler would read on
+        return _load(rows[0], rows[1], rows[2], rows[3], rows[4], d, ROWS, BLOCK_D, DESCRIPTORS)
+
+
+@triton.jit
+def _product(
+    left, left_tile, right, d, LEFT_ROWS: tl.constexpr, RIGHT_ROWS: tl.constexpr, BLOCK_D: tl.constexpr,
+    DESCRIPTORS: tl.constexpr, PRODUCTS: tl.constexpr,
+):  # fmt: skip
+    """left right^T, and the tile of `right`; of wide ones piece by piece, and nothing: they are read again."""
+    if _is_wide(BLOCK_D, PRODUCTS):
+        result = tl.zeros([LEFT_ROWS, RIGHT_ROWS], tl.float32)
+        for column in tl.range(0, BLOCK_D, PIECE):
+            a = _load_piece(left, column, d, LEFT_ROWS)
+            b = _load_piece(right, column, d, RIGHT_ROWS)
+            result = tl.dot(a, b.T, result, input_precision=PRODUCTS)
+        return result, ()
+    else:
+        right_tile = _load(right[0], right[1], right[2], right[3], right[4], d, RIGHT_ROWS, BLOCK_D, DESCRIPTORS)
+        return tl.dot(left_tile, right_tile.T, input_precision=PRODUCTS), right_tile
 
 
 # -- which tiles ------------------------------------------------------------------------------------------------------
@@ -404,7 +453,7 @@ def _load(
     if DESCRIPTORS:
         tile = source.load([place[0], place[1], row, 0]).reshape([ROWS, COLUMNS])
     else:
-        pointers, inside = _tile(source, strides, place, row, length, d, ROWS, COLUMNS)
+        pointers, inside = _tile(source, strides, place, row, length, 0, d, ROWS, COLUMNS)
         tile = tl.load(pointers, mask=inside, other=0.0)
     return tile
 
@@ -416,16 +465,23 @@ def _store(
     if DESCRIPTORS:
         target.store([place[0], place[1], row, 0], value.to(target.dtype).reshape([1, 1, ROWS, COLUMNS]))
     else:
-        pointers, inside = _tile(target, strides, place, row, length, d, ROWS, COLUMNS)
+        pointers, inside = _tile(target, strides, place, row, length, 0, d, ROWS, COLUMNS)
         tl.store(pointers, value.to(target.dtype.element_ty), mask=inside)
 
 
 @triton.jit
-def _tile(source, strides, place, row, length, d, ROWS: tl.constexpr, COLUMNS: tl.constexpr):
+def _load_piece(rows, column, d, ROWS: tl.constexpr):
+    """PIECE columns of a tile. `rows`: as for `_operand`."""
+    pointers, inside = _tile(rows[0], rows[1], rows[2], rows[3], rows[4], column, d, ROWS, PIECE)
+    return tl.load(pointers, mask=inside, other=0.0)
+
+
+@triton.jit
+def _tile(source, strides, place, row, length, column, d, ROWS: tl.constexpr, COLUMNS: tl.constexpr):
     # Where a tile begins takes 64 bits: a tensor may have more than 2^31 elements. Inside a tile 32 bits do.
     first = tl.cast(place[0], tl.int64) * strides[0] + tl.cast(place[1], tl.int64) * strides[1]
     first += tl.cast(row, tl.int64) * strides[2]
-    rows, columns = tl.arange(0, ROWS), tl.arange(0, COLUMNS)
+    rows, columns = tl.arange(0, ROWS), column + tl.arange(0, COLUMNS)
     inside = (row + rows < length)[:, None] & (columns < d)[None, :]
     return source + first + rows[:, None] * strides[2] + columns[None, :], inside
 

@@ -290,7 +290,7 @@ def _store_dq(dq, smem):
 
 @triton.jit
 def prepare_kernel(
-    out, grad, lse, grad_lse, rows, sums, copy, out_strides, grad_strides, heads, len_q, d, passes, queries,
+    out, grad, lse, grad_lse, scratch, copy, out_strides, grad_strides, heads, len_q, d, passes, queries,
     D: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     """For BLOCK queries: lse in powers of 2, and delta = rowsum(O dO) less the gradient of lse; zeros for dQ; and where
@@ -315,17 +315,21 @@ def prepare_kernel(
     # In every sixteen, (half, pair, place in the pair) becomes (pair, half, place in the pair): see `_of_queries`.
     place = own // 16 * 16 + own % 8 // 2 * 4 + own % 16 // 8 * 2 + own % 2
     before = tl.cast(index, tl.int64) * passes * BLOCK  # queries of other heads
-    tl.store(rows + before + place, powers)
-    tl.store(rows + queries + before + place, delta)
+    tl.store(scratch + before + place, powers)
+    tl.store(scratch + queries + before + place, delta)
+    sums = scratch + 2 * tl.cast(queries, tl.int64)
     tl.store(sums + (before + row) * D + tl.arange(0, BLOCK * D), tl.zeros([BLOCK * D], tl.float32))
     if copy is not None:
         tl.store(copy + at[:, None] * d + columns[None, :], g, mask=tile)
 
 
 @triton.jit
-def finish_kernel(target, sums, strides, heads, len_q, d, passes, scale, D: tl.constexpr, BLOCK: tl.constexpr):
+def finish_kernel(
+    target, scratch, strides, heads, len_q, d, passes, queries, scale, D: tl.constexpr, BLOCK: tl.constexpr
+):  # fmt: skip
     """dQ of BLOCK queries, put in order, scaled and rounded, to where it belongs."""
     index, row = tl.program_id(0) // passes, tl.program_id(0) % passes * BLOCK
+    sums = scratch + 2 * tl.cast(queries, tl.int64)
     x = tl.load(sums + (tl.cast(index, tl.int64) * passes * BLOCK + row) * D + tl.arange(0, BLOCK * D))
     # Of 64 x 64: warp, row % 8, column / 2 % 4, column / 8, row / 8 % 2, column % 2. See `_store_dq`.
     x = tl.reshape(x, [BLOCK // 64, D // 64, 4, 8, 4, 8, 2, 2])

@@ -5,8 +5,9 @@ that the copy engine can move, which it pads to 64 or 128 with zeros. `attention
 else is flash_launch.py's.
 """
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from types import MappingProxyType
 from typing import Any
 
 import torch
@@ -53,28 +54,29 @@ def problem(q: Tensor, k: Tensor, v: Tensor, band: Band) -> "Problem":
     key = forward_key(q, k, v, band)
     found = _known.get(key)
     if found is None:
-        found = _known[key] = Problem(q, k, band)
+        found = _known[key] = Problem(q, k, v, band)
     return found
 
 
 class Problem:
     """What is known of tensors of certain shapes, strides and alignment."""
 
-    def __init__(self, q: Tensor, k: Tensor, band: Band):
+    def __init__(self, q: Tensor, k: Tensor, v: Tensor, band: Band):
         (self.batch, self.heads, self.len_q, self.d), (_, self.kv_heads, self.len_k, _) = q.shape, k.shape
         self.block_d = 64 if self.d <= 64 else 128
         self.device = q.device.index
         self.group = self.heads // self.kv_heads
         self.padded = triton.cdiv(self.len_q, ROWS_AT_ONCE) * ROWS_AT_ONCE
+        self.all_queries = self.batch * self.heads * self.padded
         self.causal = band.hi is not None and band.hi < self.len_k - 1  # else every query sees every key
         self.hi = band.hi if self.causal and band.hi is not None else 0
+        self._results = layout.Results(q, k, v)
         self._forward: Plan | None = None
         self._backward: Cache[tuple[Any, ...], Backward] = Cache()
 
     def forward(self, q: Tensor, k: Tensor, v: Tensor, scale: float, band: Band) -> tuple[Tensor, Tensor]:
         """Output, in q's layout, and logsumexp."""
-        out = layout.empty_like(q)
-        lse = torch.empty(q.shape[:-1], dtype=torch.float32, device=q.device)
+        out, lse = self._results.like_q(q), self._results.logsumexp()
         tensors = (q, k, v, out)
         if self._forward is None:
             self._forward = self.plan_forward(tensors)
@@ -86,27 +88,24 @@ class Problem:
         scale: float, band: Band,
     ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
         """Gradients of q, k and v, each in the layout of its tensor."""
-        dq, dk, dv = layout.empty_like(q), layout.empty_like(k), layout.empty_like(v)
+        dq, dk, dv = self._results.gradients(q, k, v)
         if grad_lse is not None:
             grad_lse = grad_lse.contiguous()
-        rows, sums = self.scratch(q.device)
-        copy = None if suits_tma(grad) else torch.empty(q.shape, dtype=q.dtype, device=q.device)
-        own = grad if copy is None else copy
-        moved = (q, k, v, own, rows[0], rows[1], sums, dk, dv)
         key = backward_key(grad, grad_lse, out, lse)
         plans = self._backward.get(key)
         if plans is None:
-            plans = self._backward[key] = self.plan_backward(out, grad, dq, moved)
-        plans.prepare((out, grad), (lse, grad_lse, rows, sums, copy))
-        plans.main(moved, (), scale)
-        plans.finish((dq,), (sums,), scale)
+            plans = self._backward[key] = self.plan_backward(q, k, v, out, grad, dq, dk, dv)
+        copy = torch.empty(q.shape, dtype=q.dtype, device=q.device) if plans.copies else None
+        own = grad if copy is None else copy
+        scratch = self.scratch(q.device)
+        plans.prepare((out, grad), (lse, grad_lse, scratch, copy))
+        plans.main((q, k, v, own, scratch, scratch, scratch, dk, dv), (), scale)
+        plans.finish((dq,), (scratch,), scale)
         return dq, dk, dv
 
-    def scratch(self, device: torch.device) -> tuple[Tensor, Tensor]:
-        """Logsumexp and delta of every query, and fp32 sums for dQ, as rows of what a thread holds of it."""
-        queries = self.batch * self.heads * self.padded
-        rows = torch.empty((2, queries), dtype=torch.float32, device=device)
-        return rows, torch.empty((queries * self.block_d // 32, 32), dtype=torch.float32, device=device)
+    def scratch(self, device: torch.device) -> Tensor:
+        """For every query: its logsumexp; its delta; and fp32 sums for dQ."""
+        return torch.empty(self.all_queries * (2 + self.block_d), dtype=torch.float32, device=device)
 
     def plan_forward(self, tensors: Sequence[Tensor]) -> Plan:
         """tensors: q, k, v, out."""
@@ -125,25 +124,30 @@ class Problem:
             ),
         )
 
-    def plan_backward(self, out: Tensor, grad: Tensor, dq: Tensor, moved: Sequence[Tensor]) -> "Backward":
-        """moved: what the main kernel reads and writes, in its order."""
+    def plan_backward(
+        self, q: Tensor, k: Tensor, v: Tensor, out: Tensor, grad: Tensor, dq: Tensor, dk: Tensor, dv: Tensor
+    ) -> "Backward":
         d, queries, all_heads = self.block_d, BACKWARD_QUERIES[self.block_d], self.batch * self.kv_heads
         blocks, q_blocks = triton.cdiv(self.len_k, KEYS), triton.cdiv(self.len_q, queries)
-        passes, all_queries = self.padded // ROWS_AT_ONCE, self.batch * self.heads * self.padded
+        passes = self.padded // ROWS_AT_ONCE
+        copies, meta = not suits_tma(grad), torch.device("meta")
+        own = torch.empty(q.shape, dtype=q.dtype, device=meta) if copies else grad
+        scratch = self.scratch(meta)
+        lse, sums = scratch[: self.all_queries], scratch[2 * self.all_queries :].view(-1, 32)  # 32: as a thread has it
         prepare = Plan(
             hopper_backward.prepare_kernel, passes * self.batch * self.heads, self.device, (), None,
-            before=(out.stride(), grad.stride(), self.heads, self.len_q, self.d, passes, all_queries),
+            before=(out.stride(), grad.stride(), self.heads, self.len_q, self.d, passes, self.all_queries),
             after=(d, ROWS_AT_ONCE), options={"num_warps": 8},
         )  # fmt: skip
         finish = Plan(
             hopper_backward.finish_kernel, passes * self.batch * self.heads, self.device, (), None,
-            before=(dq.stride()[:3], self.heads, self.len_q, self.d, passes),
+            before=(dq.stride()[:3], self.heads, self.len_q, self.d, passes, self.all_queries),
             after=(d, ROWS_AT_ONCE), options={"num_warps": 8},
         )  # fmt: skip
         main = self._plan(
             hopper_backward.backward_kernel,
             blocks * all_heads,
-            moved,
+            (q, k, v, own, lse, lse, sums, dk, dv),
             [
                 *((1, 1, rows, d) for rows in (queries, KEYS, KEYS, queries)),
                 *((queries,), (queries,), (128, 32), (1, 1, ROWS, d), (1, 1, ROWS, d)),
@@ -153,13 +157,15 @@ class Problem:
                 *(blocks, q_blocks, all_heads, _section("backward", all_heads, 8 * d * self.len_q * self.group)),
                 *(self.causal, self.len_k % KEYS == 0, d, queries, self._cut(KEYS, queries), self.group > 1),
             ),
+            starts={4: 0, 5: self.all_queries, 6: 2 * self.all_queries},
         )
-        return Backward(prepare, main, finish)
+        return Backward(prepare, main, finish, copies)
 
     def _plan(
         self, kernel: Any, programs: int, tensors: Sequence[Tensor], blocks: Sequence[tuple[int, ...]],
-        before: tuple[Any, ...], after: tuple[Any, ...],
+        before: tuple[Any, ...], after: tuple[Any, ...], starts: Mapping[int, int] = MappingProxyType({}),
     ) -> Plan:  # fmt: skip
+        """`starts`: tensor -> where it begins, of those that are parts of another."""
         copied = tuple(i for i, t in enumerate(tensors) if not suits_tma(t))
         descriptors = [
             Description(
@@ -167,6 +173,7 @@ class Problem:
                 t.new_empty(t.shape) if i in copied else t,
                 list(block),
                 gl.NVMMASharedLayout.get_default_for(list(block), DTYPES[t.dtype]),
+                start=starts.get(i),
             )
             for i, (t, block) in enumerate(zip(tensors, blocks, strict=True))
         ]
@@ -190,6 +197,8 @@ class Backward:
     prepare: Plan
     main: Plan
     finish: Plan
+    copies: bool
+    """TMA cannot read the gradient as it lies: `prepare` makes a copy."""
 
 
 _known: Cache[tuple[Any, ...], Problem] = Cache()

@@ -1,5 +1,7 @@
 """How the results of the fused kernels lie in memory: said once, for the kernels and for their shape-only stand-ins."""
 
+from collections.abc import Callable
+
 import torch
 from torch import Tensor
 
@@ -15,3 +17,24 @@ def empty_like(t: Tensor, dtype: torch.dtype | None = None) -> Tensor:
     if heads > 1 and rows > 1 and t.stride(1) < t.stride(2):
         return torch.empty((batch, rows, heads, d), dtype=dtype, device=t.device).transpose(1, 2)
     return torch.empty(t.shape, dtype=dtype, device=t.device)
+
+
+class Results:
+    """Memory for what attention of tensors like q, k and v gives."""
+
+    def __init__(self, q: Tensor, k: Tensor, v: Tensor):
+        self.device = q.device
+        self.rows = q.shape[:-1]
+        self.like_q, self.like_k, self.like_v = _maker(q), _maker(k), _maker(v)
+
+    def logsumexp(self) -> Tensor:
+        return torch.empty(self.rows, dtype=torch.float32, device=self.device)
+
+    def gradients(self, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        return self.like_q(q), self.like_k(k), self.like_v(v)
+
+
+def _maker(t: Tensor) -> Callable[[Tensor], Tensor]:
+    """`empty_like`, or torch's own, which takes a third of the time, where it does the same."""
+    shadow = torch.empty_strided(t.shape, t.stride(), dtype=t.dtype, device="meta")
+    return torch.empty_like if torch.empty_like(shadow).stride() == empty_like(shadow).stride() else empty_like

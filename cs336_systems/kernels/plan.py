@@ -4,7 +4,11 @@ A small problem is over before Python has launched it. So what a call works out 
 grid, whole-number arguments, the compiled code) is kept, and the next call of that kind goes straight to the driver.
 """
 
-from collections.abc import Sequence
+import copy
+import functools
+import importlib
+import inspect
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -13,6 +17,7 @@ import triton
 from torch import Tensor
 
 from cs336_systems.kernels.band import Band
+from cs336_systems.kernels.cache import Cache
 
 INTERPRETED = triton.knobs.runtime.interpret
 
@@ -46,6 +51,7 @@ class Plan:
     after: tuple[Any, ...]
     options: dict[str, int]
     compiled: Any = None
+    launcher: Any = None
 
     def __call__(self, tensors: Sequence[Tensor], pointers: Sequence[Tensor | None], *numbers: float) -> None:
         if self.device is None or self.device == torch._C._cuda_getDevice():
@@ -63,42 +69,88 @@ class Plan:
         compiled = self.compiled
         if compiled is None:
             compiled = self.kernel[(self.programs,)](*self.arguments(tensors, pointers, *numbers), **self.options)
-            self.compiled = None if INTERPRETED else compiled
+            if not INTERPRETED:
+                self.launcher = _launcher(compiled.run, self.descriptors, compiled.metadata)
+                self.compiled = compiled
             return
         # What `kernel[grid](...)` ends in, without finding out again which of its specialisations these arguments need.
         # Addresses are given as numbers: of a tensor the launcher would ask the driver.
         addresses = [None if t is None else t.data_ptr() for t in pointers]
-        arguments = self.arguments(tensors, addresses, *numbers, as_numbers=True)
+        if self.descriptors is None:
+            moved = [t.data_ptr() for t in tensors]
+        else:
+            moved = []
+            for described, t in zip(self.descriptors, tensors, strict=True):
+                moved += described.encoded(t)
         stream = torch._C._cuda_getCurrentRawStream(self.device or 0)
-        compiled.run(
-            self.programs, 1, 1, stream, compiled.function, compiled.packed_metadata, None, None, None, *arguments
+        self.launcher(
+            self.programs, 1, 1, stream, compiled.function, compiled.packed_metadata, None, None, None,
+            *moved, *addresses, *self.before, *numbers, *self.after,
         )  # fmt: skip
 
-    def arguments(
-        self, tensors: Sequence[Any], pointers: Sequence[Any], *numbers: float, as_numbers: bool = False
-    ) -> tuple[Any, ...]:
+    def arguments(self, tensors: Sequence[Any], pointers: Sequence[Any], *numbers: float) -> tuple[Any, ...]:
         """The kernel's, in its order."""
         if self.descriptors is not None:
             tensors = [described(t) for described, t in zip(self.descriptors, tensors, strict=True)]
-        elif as_numbers:
-            tensors = [t.data_ptr() for t in tensors]
         return (*tensors, *pointers, *self.before, *numbers, *self.after)
 
 
 class Description:
-    """A tensor descriptor, all but the tensor: checked once, when it is made, and copied for every call."""
+    """A tensor descriptor, all but the tensor: checked once, when it is made, and copied for every call.
 
-    def __init__(self, kind: type, t: Tensor, block_shape: list[int], *layout: Any):
+    It describes all of the tensor, or with `start` a part of a flat one: `t`, that many elements after its begin.
+    """
+
+    def __init__(self, kind: type, t: Tensor, block_shape: list[int], *layout: Any, start: int | None = None):
         self.kind = kind
         # The stride of a dimension of 1 means nothing, but must be a multiple of 16 bytes all the same.
         strides = [s if n > 1 else 8 for n, s in zip(t.shape[:-1], t.stride()[:-1], strict=True)] + [1]
         self.fields = dict(vars(kind(t, list(t.shape), strides, block_shape, *layout)))
         del self.fields["base"]
+        self.start = start
+        self.encode: Callable[[Any], Sequence[Any]] | None = None
+        self.known: Cache[int, Sequence[Any]] = Cache()
 
     def __call__(self, base: Tensor) -> Any:
+        if self.start is not None:
+            base = base.as_strided(self.fields["shape"], self.fields["strides"], base.storage_offset() + self.start)
         descriptor: Any = object.__new__(self.kind)
         descriptor.__dict__.update(self.fields, base=base)
         return descriptor
+
+    def encoded(self, base: Tensor) -> Sequence[Any]:
+        """As the kernel gets it. Allocators hand out the same addresses again and again, so these are kept: to encode
+        one takes longer than to launch a kernel."""
+        if self.encode is None:
+            return (self(base),)
+        address = base.data_ptr()
+        found = self.known.get(address)
+        if found is None:
+            found = self.known[address] = self.encode(self(base))
+        return found
+
+
+def _launcher(launcher: Any, descriptors: "list[Description] | None", metadata: Any) -> Any:
+    """Triton's, or where the kernel takes descriptors, what is beneath: it takes them `encoded`.
+
+    Triton's would encode them again for every call. Where its insides are not what they were in 3.6 and 3.7, it may.
+    """
+    if descriptors is None:
+        return launcher
+    try:
+        driver = importlib.import_module("triton.backends.nvidia.driver")
+        inside = inspect.getclosurevars(launcher.launch).nonlocals["launcher"]
+        kinds = metadata.tensordesc_meta
+        if len(kinds) != len(descriptors) or None in kinds:  # None: lowered to pointers
+            return launcher
+        beneath = copy.copy(launcher)
+        beneath.launch = inside
+        encode = driver.make_tensordesc_arg
+    except (ImportError, AttributeError, KeyError, TypeError):
+        return launcher
+    for described, kind in zip(descriptors, kinds, strict=True):
+        described.encode = functools.partial(encode, metadata=kind)
+    return beneath
 
 
 def suits_tma(t: Tensor) -> bool:

@@ -16,7 +16,9 @@ from typing import NamedTuple
 import torch
 
 KERNELS = ("forward", "grad_q", "grad_kv")
-"""Those whose tiles matter. A small problem has "grad" in place of the last two, by pointers and in 16 bits only."""
+"""Those whose tiles matter. A small problem has "grad" in place of the last two: by pointers, in 16 bits, and up to a
+head dim of 128."""
+WIDEST_GRAD = 128
 BLOCK_DIMS = (16, 32, 64, 128, 256)
 LAUNCH_BOUND = 1 << 31
 """Multiply-adds of one matrix product below which a call is over before Python has launched it, on a large GPU."""
@@ -60,12 +62,23 @@ def family(capability: tuple[int, int]) -> str:
     return "sm_120"
 
 
-def choose(key: Key, device: torch.device) -> Tile:
+def choose(key: Key, device: torch.device, traits: frozenset[str] = frozenset()) -> Tile:
+    """`traits`: what of "window", "grouped" and "padded" holds of the call. Each takes registers, and where those that
+    a tile leaves are too few, another is used."""
     if device.type != "cuda":
         return INTERPRETED
-    return tuned(torch.cuda.get_device_name(device)).get(key) or shipped(
-        family(torch.cuda.get_device_capability(device)), key
-    )
+    name = family(torch.cuda.get_device_capability(device))
+    return roomier(name, key, traits) or tuned(torch.cuda.get_device_name(device)).get(key) or shipped(name, key)
+
+
+def roomier(name: str, key: Key, traits: frozenset[str]) -> Tile | None:
+    """The tile for calls of such traits, where they need one of their own."""
+    found = _ROOMIER.get(name, {}).get((key.kernel, _kind(key), key.block_d))
+    return Tile(*found[1]) if found and traits & found[0] else None
+
+
+def _kind(key: Key) -> str:
+    return "descriptors" if key.descriptors else "pointers" if key.bits == 16 else "fp32"
 
 
 INTERPRETED = Tile(32, 32, 4, 1)
@@ -74,13 +87,12 @@ INTERPRETED = Tile(32, 32, 4, 1)
 
 def shipped(name: str, key: Key) -> Tile:
     rows = _SHIPPED[name]
-    kind = "descriptors" if key.descriptors else "pointers" if key.bits == 16 else "fp32"
-    full, causal = rows.get(kind, rows["pointers"])[key.kernel][BLOCK_DIMS.index(key.block_d)]
+    full, causal = rows.get(_kind(key), rows["pointers"])[key.kernel][BLOCK_DIMS.index(key.block_d)]
     return causal if key.causal else full
 
 
 def _tiles(*entries: tuple) -> list[tuple[Tile, Tile]]:
-    """One for each of BLOCK_DIMS: a tile, or a pair of them for full and for causal attention."""
+    """One for each of BLOCK_DIMS ("grad": all but the last): a tile, or two, for full and for causal attention."""
     return [
         (Tile(*entry[0]), Tile(*entry[1])) if isinstance(entry[0], tuple) else (Tile(*entry),) * 2 for entry in entries
     ]
@@ -108,12 +120,12 @@ _SHIPPED: dict[str, dict[str, dict[str, list[tuple[Tile, Tile]]]]] = {
             "forward": _tiles((64, 64, 4, 3), (64, 64, 4, 3), (64, 64, 4, 3), (64, 64, 4, 2), (64, 32, 8, 2)),
             "grad_q": _tiles((64, 64, 4, 2), (64, 64, 4, 2), (64, 64, 8, 2), (64, 32, 4, 2), (64, 32, 8, 2)),
             "grad_kv": _tiles((64, 64, 4, 2), (64, 64, 4, 2), (64, 64, 8, 2), (64, 64, 8, 2), (32, 32, 8, 1)),
-            "grad": _tiles((64, 64, 4, 1), (64, 64, 4, 1), (64, 64, 4, 1), (32, 64, 8, 2), (32, 32, 8, 1)),
+            "grad": _tiles((64, 64, 4, 1), (64, 64, 4, 1), (64, 64, 4, 1), (32, 64, 8, 2)),
         },
         "fp32": {
             "forward": _tiles((64, 32, 4, 2), (64, 64, 4, 2), (128, 32, 8, 2), (32, 16, 4, 1), (32, 16, 8, 1)),
-            "grad_q": _tiles((64, 32, 4, 1), (128, 32, 8, 1), (128, 64, 8, 2), (16, 32, 4, 1), (16, 16, 4, 1)),
-            "grad_kv": _tiles((32, 64, 4, 1), (32, 64, 4, 1), (32, 128, 8, 1), (16, 16, 4, 1), (16, 16, 4, 1)),
+            "grad_q": _tiles((64, 32, 4, 1), (128, 32, 8, 1), (128, 64, 8, 2), (16, 32, 4, 1), (32, 16, 8, 1)),
+            "grad_kv": _tiles((32, 64, 4, 1), (32, 64, 4, 1), (32, 128, 8, 1), (16, 16, 4, 1), (32, 16, 8, 1)),
         },
     },
     "sm_100": {
@@ -121,12 +133,12 @@ _SHIPPED: dict[str, dict[str, dict[str, list[tuple[Tile, Tile]]]]] = {
             "forward": _tiles((128, 64, 4, 3), (128, 64, 4, 3), (128, 64, 4, 3), (128, 64, 8, 2), (128, 32, 8, 2)),
             "grad_q": _tiles((64, 64, 4, 2), (64, 64, 4, 2), (64, 64, 4, 2), (64, 64, 4, 2), (64, 32, 8, 2)),
             "grad_kv": _tiles((64, 64, 4, 2), (64, 64, 4, 2), (64, 64, 4, 2), (64, 64, 8, 2), (32, 64, 8, 1)),
-            "grad": _tiles((64, 64, 4, 2), (64, 64, 4, 2), (64, 64, 4, 2), (64, 64, 8, 1), (32, 32, 8, 1)),
+            "grad": _tiles((64, 64, 4, 2), (64, 64, 4, 2), (64, 64, 4, 2), (64, 64, 8, 1)),
         },
         "fp32": {
             "forward": _tiles((64, 32, 4, 2), (64, 32, 4, 2), (64, 32, 4, 2), (32, 16, 4, 1), (32, 16, 8, 1)),
-            "grad_q": _tiles((64, 32, 4, 1), (64, 32, 4, 1), (64, 32, 8, 1), (16, 32, 4, 1), (16, 16, 4, 1)),
-            "grad_kv": _tiles((32, 64, 4, 1), (32, 64, 4, 1), (32, 32, 4, 1), (16, 16, 4, 1), (16, 16, 4, 1)),
+            "grad_q": _tiles((64, 32, 4, 1), (64, 32, 4, 1), (64, 32, 8, 1), (16, 32, 4, 1), (32, 16, 8, 1)),
+            "grad_kv": _tiles((32, 64, 4, 1), (32, 64, 4, 1), (32, 32, 4, 1), (16, 16, 4, 1), (32, 16, 8, 1)),
         },
     },
     "sm_80": {
@@ -134,12 +146,12 @@ _SHIPPED: dict[str, dict[str, dict[str, list[tuple[Tile, Tile]]]]] = {
             "forward": _tiles((128, 64, 4, 3), (128, 64, 4, 3), (128, 64, 8, 2), (64, 64, 4, 2), (64, 32, 8, 1)),
             "grad_q": _tiles((64, 64, 4, 2), (64, 64, 4, 2), (128, 64, 8, 2), (64, 32, 4, 2), (64, 32, 8, 1)),
             "grad_kv": _tiles((64, 64, 4, 2), (64, 64, 4, 2), (64, 64, 8, 2), (64, 64, 8, 1), (32, 64, 8, 1)),
-            "grad": _tiles((64, 64, 4, 1), (64, 64, 4, 1), (32, 64, 8, 2), (32, 64, 8, 1), (16, 32, 4, 1)),
+            "grad": _tiles((64, 64, 4, 1), (64, 64, 4, 1), (32, 64, 8, 2), (32, 64, 8, 1)),
         },
         "fp32": {
             "forward": _tiles((64, 32, 4, 2), (64, 32, 4, 2), (64, 32, 4, 1), (32, 16, 4, 1), (32, 16, 8, 1)),
-            "grad_q": _tiles((64, 32, 4, 1), (64, 32, 4, 1), (32, 32, 4, 1), (16, 32, 4, 1), (16, 16, 4, 1)),
-            "grad_kv": _tiles((32, 64, 4, 1), (32, 64, 4, 1), (32, 32, 4, 1), (16, 16, 4, 1), (16, 16, 4, 1)),
+            "grad_q": _tiles((64, 32, 4, 1), (64, 32, 4, 1), (32, 32, 4, 1), (16, 32, 4, 1), (32, 16, 8, 1)),
+            "grad_kv": _tiles((32, 64, 4, 1), (32, 64, 4, 1), (32, 32, 4, 1), (16, 16, 4, 1), (32, 16, 8, 1)),
         },
     },
     "sm_120": {
@@ -147,13 +159,31 @@ _SHIPPED: dict[str, dict[str, dict[str, list[tuple[Tile, Tile]]]]] = {
             "forward": _tiles((128, 64, 4, 2), (128, 64, 4, 2), (128, 64, 8, 2), (128, 32, 8, 2), (64, 32, 8, 1)),
             "grad_q": _tiles((64, 64, 4, 2), (64, 64, 4, 2), (64, 64, 8, 2), (64, 32, 4, 1), (32, 16, 4, 1)),
             "grad_kv": _tiles((64, 64, 4, 2), (64, 64, 4, 2), (64, 64, 8, 2), (64, 64, 8, 1), (16, 32, 4, 1)),
-            "grad": _tiles((64, 64, 4, 1), (64, 64, 4, 1), (32, 64, 8, 2), (32, 64, 8, 1), (32, 32, 8, 1)),
+            "grad": _tiles((64, 64, 4, 1), (64, 64, 4, 1), (32, 64, 8, 2), (32, 64, 8, 1)),
         },
         "fp32": {
-            "forward": _tiles((64, 32, 4, 2), (64, 32, 4, 2), (64, 32, 4, 1), (32, 16, 4, 1), (16, 16, 4, 1)),
-            "grad_q": _tiles((64, 32, 4, 1), (64, 32, 4, 1), (32, 32, 4, 1), (16, 32, 4, 1), (16, 16, 4, 1)),
-            "grad_kv": _tiles((32, 64, 4, 1), (32, 64, 4, 1), (32, 32, 4, 1), (16, 16, 4, 1), (16, 16, 4, 1)),
+            "forward": _tiles((64, 32, 4, 2), (64, 32, 4, 2), (64, 32, 4, 1), (32, 16, 4, 1), (32, 16, 8, 1)),
+            "grad_q": _tiles((64, 32, 4, 1), (64, 32, 4, 1), (32, 32, 4, 1), (16, 32, 4, 1), (32, 16, 8, 1)),
+            "grad_kv": _tiles((32, 64, 4, 1), (32, 64, 4, 1), (32, 32, 4, 1), (16, 16, 4, 1), (32, 16, 8, 1)),
         },
+    },
+}
+
+_WINDOW, _GROUPED, _PADDED = (frozenset({trait}) for trait in ("window", "grouped", "padded"))
+# family -> (kernel, how tiles are moved, head dim) -> traits that do not fit, and the tile for them
+_ROOMIER: dict[str, dict[tuple[str, str, int], tuple[frozenset[str], tuple[int, int, int, int]]]] = {
+    "sm_90": {
+        ("forward", "pointers", 64): (_PADDED, (64, 32, 4, 2)),
+        ("forward", "pointers", 256): (_PADDED, (32, 16, 8, 2)),
+        ("grad_q", "pointers", 256): (_PADDED, (32, 32, 8, 2)),
+        ("grad_kv", "pointers", 128): (_WINDOW, (32, 64, 8, 2)),
+        ("grad_kv", "pointers", 256): (_PADDED | _WINDOW, (32, 16, 8, 1)),
+        ("grad", "pointers", 32): (_PADDED, (64, 64, 8, 1)),
+        ("grad", "pointers", 64): (_PADDED, (32, 64, 8, 1)),
+        ("grad", "pointers", 128): (_WINDOW, (32, 32, 8, 1)),
+        ("grad_kv", "descriptors", 64): (_WINDOW, (64, 64, 4, 3)),
+        ("grad_kv", "descriptors", 128): (_WINDOW, (32, 64, 4, 2)),
+        ("grad_kv", "descriptors", 256): (_WINDOW | _GROUPED, (16, 64, 8, 2)),
     },
 }
 

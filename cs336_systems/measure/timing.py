@@ -90,6 +90,30 @@ def time_steps(run: Callable[[Watch], object], *, device: torch.device, warmup_s
     )
 
 
+def time_queued(run: Callable[[Watch], object], *, device: torch.device, num_steps: int) -> dict[str, list[float]]:
+    """Seconds of each phase by CUDA events alone: nothing waits between phases, so the host launches ahead, as in
+    training, and what it needs for that counts only where the GPU has nothing left to do."""
+    marks: list[tuple[str, torch.cuda.Event, torch.cuda.Event]] = []
+
+    @contextmanager
+    def watch(name: str) -> Iterator[None]:
+        begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+        begin.record()
+        yield
+        end.record()
+        marks.append((name, begin, end))
+
+    run(watch)
+    first = len(marks)  # nothing was queued before these
+    for _ in range(num_steps):
+        run(watch)
+    torch.cuda.synchronize(device)
+    found: defaultdict[str, list[float]] = defaultdict(list)
+    for name, begin, end in marks[first:]:
+        found[name].append(begin.elapsed_time(end) / 1e3)
+    return dict(found)
+
+
 def time_as_configured(step: TrainStep, batch: tuple[Tensor, Tensor]) -> Timings:
     """As many warm-up and measured steps as the step's configuration says, all on one batch."""
     timings = time_steps(

@@ -175,22 +175,29 @@ def attention_ops(cells: Sequence[CellView]) -> list[Table]:
 def profiler_agreement(cells: Sequence[CellView]) -> list[Table]:
     shown = varying(cells)
     columns = [Column("phase", numeric=False), Column("wall clock", "ms"), Column("CUDA events", "ms")]
-    columns += [Column("torch.profiler", "ms"), Column("nsys", "ms")]
-    columns += [Column("kernels over events"), Column("launch-bound", "ms"), Column("step, profiled")]
+    columns += [Column("events, queued", "ms"), Column("torch.profiler", "ms"), Column("nsys", "ms")]
+    columns += [Column("kernels over queued events"), Column("launch-bound", "ms"), Column("step, profiled")]
     rows = []
     for cell in (cell for cell in cells if cell.ok):
-        for phase in phases_of(cell):
-            wall, events, busy = map(cell.value, (f"{phase}_time", f"{phase}_event_time", f"busy_time: {phase}"))
-            excess = f"{busy / events - 1:+.2%}" if busy and events else ""
+        slower = (cell.value("profiled_step_time") or 0.0) / (cell.value("step_time") or 1.0)
+        times = {phase: _clocks(cell, phase) for phase in phases_of(cell)}
+        whole = [None if None in clock else sum(filter(None, clock)) for clock in zip(*times.values(), strict=True)]
+        for phase, (wall, events, queued, busy, nsys) in {**times, "all": whole}.items():
+            reference = queued or events  # older records have no queued ones
+            excess = f"{busy / reference - 1:+.2%}" if busy and reference else ""
             gap = ms(events - busy) if busy and events else ""
-            slower = (cell.value("profiled_step_time") or 0.0) / (cell.value("step_time") or 1.0)
-            nsys = ms(cell.value(f"nsys_busy_time: {phase}"))
-            times = [ms(wall), ms(events), ms(busy), nsys, excess, gap]
-            rows.append([*keys(cell, shown), phase, *times, f"{slower:.2f}x"])
+            clocks = map(ms, (wall, events, queued, busy, nsys))
+            rows.append([*keys(cell, shown), phase, *clocks, excess, gap, f"{slower:.2f}x"])
     notes = [
+        "queued: nothing is synchronised between phases, and the host launches ahead, as in training",
         "torch.profiler, nsys: time in which at least one kernel ran, in profiled steps; empty: nsys is not installed",
         "launch-bound: events less kernels: the GPU waits for the host to launch the next one",
         "step, profiled: how much longer a step takes while it is profiled",
     ]
-    title = title_of(cells[0].experiment, "the same phases by three clocks", cells, shown)
+    title = title_of(cells[0].experiment, "the same phases by four clocks", cells, shown)
     return [Table(title, [*key_columns(shown), *columns], rows, [*notes, *remarks_on(cells, shown)])]
+
+
+def _clocks(cell: CellView, phase: str) -> list[float | None]:
+    names = ("{}_time", "{}_event_time", "queued_{}_event_time", "busy_time: {}", "nsys_busy_time: {}")
+    return [cell.value(name.format(phase)) for name in names]

@@ -135,6 +135,7 @@ PHRASES = {
     "no": "否",
     # phases, statistics
     "phase": "阶段",
+    "all": "合计",
     "forward": "前向",
     "loss": "损失",
     "backward": "后向",
@@ -192,7 +193,8 @@ PHRASES = {
     "final matmul": "最后的矩阵乘",
     "matmul / softmax, time": "矩阵乘 / softmax，时间",
     "matmul / softmax, FLOPs": "矩阵乘 / softmax，FLOPs",
-    "kernels over events": "内核相对 CUDA event",
+    "events, queued": "CUDA event（排队）",
+    "kernels over queued events": "内核相对排队的 event",
     "launch-bound": "等待启动",
     "step, profiled": "单步，分析时",
     # memory
@@ -293,7 +295,7 @@ SUBJECTS = {
     "share of kernel time by mode": "各模式下内核时间的占比",
     "the kernel that takes most": "耗时最多的内核",
     "inside attention, forward": "注意力内部，前向",
-    "the same phases by three clocks": "三种时钟测同样的阶段",
+    "the same phases by four clocks": "四种时钟测同样的阶段",
     "attention by the formula (mean ± std)": "按公式计算的注意力（均值 ± 标准差）",
     "forward and backward (ms)": "前向加后向（ms）",
     "forward (ms)": "前向（ms）",
@@ -359,6 +361,9 @@ REMARKS = {
     ),
     "of all blocks, in one forward pass; ratios: the scores' matmul over softmax": (
         "一次前向中所有块之和；比值：scores 矩阵乘比 softmax"
+    ),
+    "queued: nothing is synchronised between phases, and the host launches ahead, as in training": (
+        "排队：阶段之间不同步，主机提前启动，与训练时一样"
     ),
     "torch.profiler, nsys: time in which at least one kernel ran, in profiled steps; empty: nsys is not installed": (
         "torch.profiler、nsys：分析的步中至少有一个内核在运行的时间；空：未安装 nsys"
