@@ -300,6 +300,7 @@ SUBJECTS = {
     "forward and backward (ms)": "前向加后向（ms）",
     "forward (ms)": "前向（ms）",
     "backward (ms)": "后向（ms）",
+    "forward and backward, from a CUDA graph (ms)": "前向加后向，由 CUDA graph 重放（ms）",
     "forward and backward (TFLOP/s)": "前向加后向（TFLOP/s）",
     "peak memory (GiB)": "峰值显存（GiB）",
     "largest error against float64": "相对 float64 的最大误差",
