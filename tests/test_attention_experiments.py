@@ -570,6 +570,20 @@ def test_rivals_are_compared_with_ours():
     assert any("timeout after 5 s" in note for note in both.notes)
 
 
+def test_times_from_a_cuda_graph_stand_where_they_were_taken():
+    replayed = {"flash_triton_replayed_time": (0.00004,), "sdpa_cudnn_replayed_time": (0.00006,)}
+    long = {name: samples for name, samples in RIVALS.items() if not name.endswith("_status")}
+    found = tables([*rivals_cell(**RIVALS, **replayed), *rivals_cell((1, 16, 16384, 64), **long)])
+    table = titled(found, "forward and backward, from a CUDA graph (ms)")
+    assert column(table, "seq") == ["512"]
+    assert column(table, "flash_triton") == ["0.040 *"]
+    assert column(table, "best rival / ours") == ["1.50x"]
+    assert "replayed" not in grid("attention_rivals")[0]
+    short = grid("attention_rivals", "quick")[0]
+    assert short["replayed"]
+    assert short["implementations"][0] == "auto"
+
+
 def test_without_ours_there_is_no_comparison():
     failed = {name: samples for name, samples in RIVALS.items() if not name.startswith("flash_triton")}
     found = tables(rivals_cell(**failed, flash_triton_status=("ArithmeticError: wrong result: dq off by 1.0e+00",)))

@@ -4,11 +4,13 @@ import json
 from collections.abc import Iterable
 from dataclasses import astuple
 from importlib.util import find_spec
+from unittest import mock
 
 import pytest
 import torch
 
 from cs336_systems.kernels import tiles
+from cs336_systems.kernels.band import Band
 from cs336_systems.kernels.tiles import BLOCK_DIMS, KERNELS, SHARED_MEMORY, Key, Tile
 from tests import compiled
 
@@ -126,6 +128,33 @@ def test_every_key_has_a_tile():
                         tile = tiles.shipped(family, Key(kernel, bits, d, causal, False))
                         assert all(number & (number - 1) == 0 for number in astuple(tile)[:3]), "powers of 2"
                         assert min(tile.block_m, tile.block_n) >= 16
+
+
+def test_calls_that_need_more_registers_have_tiles_of_their_own():
+    key = Key("grad_kv", 16, 64, True, True)
+    assert tiles.roomier("sm_90", key, frozenset()) is None
+    assert tiles.roomier("sm_90", key, frozenset({"grouped", "padded"})) is None
+    assert tiles.roomier("sm_90", key, frozenset({"window", "grouped"})) == Tile(64, 64, 4, 3)
+    assert tiles.roomier("sm_90", key._replace(descriptors=False), frozenset({"window"})) is None
+    assert tiles.roomier("sm_80", key, frozenset({"window"})) is None
+
+
+@needs_triton
+@pytest.mark.parametrize(
+    ("shape", "heads", "band", "expected"),
+    [
+        ((1, 4, 64, 64), 4, Band(None, 0), set()),
+        ((1, 4, 64, 40), 4, Band(None, 0), {"padded"}),
+        ((1, 4, 64, 64), 2, Band(-8, 0), {"grouped", "window"}),
+    ],
+)
+def test_traits_of_a_call(shape, heads, band, expected):
+    from cs336_systems.kernels import flash_launch
+
+    q = torch.empty(shape)
+    k = torch.empty(shape[0], heads, *shape[2:])
+    with mock.patch.object(flash_launch, "INTERPRETED", True):
+        assert flash_launch.traits("forward", (q, k, k, q), band) == expected
 
 
 @pytest.mark.parametrize(

@@ -9,7 +9,7 @@ import torch
 import torch.distributed as dist
 import torch.multiprocessing as mp
 
-from cs336_systems.measure.timing import time_steps
+from cs336_systems.measure.timing import time_queued, time_steps
 
 CPU = torch.device("cpu")
 
@@ -66,3 +66,37 @@ def test_a_sample_is_the_maximum_over_ranks(tmp_path):
     ranks = [torch.load(tmp_path / str(rank)) for rank in (0, 1)]
     assert ranks[0] == ranks[1]
     assert all(sample >= 0.05 for sample in ranks[0]["work"])
+
+
+class Ticks:
+    """CUDA events of a device on which a unit of work takes a millisecond, and the host no time."""
+
+    done = 0
+
+    def __init__(self, enable_timing):
+        assert enable_timing
+
+    def record(self):
+        self.at = Ticks.done
+
+    def elapsed_time(self, end):
+        return float(end.at - self.at)
+
+
+def test_queued_phases_are_timed_by_events_without_waiting(monkeypatch):
+    waits = []
+    monkeypatch.setattr(torch.cuda, "Event", Ticks)
+    monkeypatch.setattr(torch.cuda, "synchronize", waits.append)
+    steps = []
+
+    def run(watch):
+        assert not waits
+        steps.append(len(steps))
+        for phase, work in (("forward", 3), ("backward", 7 + steps[-1])):
+            with watch(phase):
+                Ticks.done += work
+
+    found = time_queued(run, device=torch.device("cuda"), num_steps=2)
+    assert steps == [0, 1, 2], "one more, before which nothing was queued"
+    assert found == {"forward": [0.003, 0.003], "backward": [0.008, 0.009]}
+    assert len(waits) == 1

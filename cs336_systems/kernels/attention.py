@@ -6,7 +6,8 @@ import importlib.util
 import math
 import os
 import warnings
-from typing import Literal, overload
+from collections.abc import Callable
+from typing import Any, Literal, overload
 
 import torch
 import torch.nn.functional as F
@@ -91,37 +92,29 @@ def attention(
     """
     if isinstance(window, list):
         window = tuple(window)
+    if torch.compiler.is_compiling():
+        return _settle(q, k, v, is_causal, scale, window, impl, deterministic, return_lse)(q, k, v)
     key = (
         *(q.shape, k.shape, v.shape, q.dtype, k.dtype, v.dtype, q.device, k.device, v.device),
         *(is_causal, scale, window, impl, deterministic, return_lse, is_under_autocast(q)),
     )
     # What was found right and chosen once need not be again: that would take longer than a small problem does.
-    settled = None if torch.compiler.is_compiling() else _settled.get(key)
+    settled = _settled.get(key)
     if settled is None:
-        settled = _settle(q, k, v, is_causal, scale, window, impl, deterministic, return_lse)
-        if not torch.compiler.is_compiling():
-            _settled[key] = settled
-    impl, scale, band = settled
-    if scale <= 0:
-        # Fused kernels take the largest score before they scale, so they need a scale above 0: its sign goes into q.
-        # (torch's own give NaN for a negative one on a CPU.)
-        q, scale = (-q, -scale) if scale else (q * 0, 1.0)
-    match impl:
-        case "flash_hopper" | "flash_triton" | "flash_torch":
-            return flash(impl, q, k, v, scale, band, return_lse)
-        case "reference":
-            return _reference(q, k, v, band, scale, return_lse)
-    return _sdpa(q, k, v, band, scale)
+        settled = _settled[key] = _settle(q, k, v, is_causal, scale, window, impl, deterministic, return_lse)
+    return settled(q, k, v)
 
 
-_settled: Cache[tuple, tuple[str, float, Band]] = Cache()
+Attend = Callable[[Tensor, Tensor, Tensor], Any]
+
+_settled: Cache[tuple, Attend] = Cache()
 
 
 def _settle(
     q: Tensor, k: Tensor, v: Tensor, is_causal: bool | str, scale: float | None, window: Window, impl: str,
     deterministic: bool, return_lse: bool,
-) -> tuple[str, float, Band]:  # fmt: skip
-    """The implementation, scale and band that a call means; ValueError where it means nothing that can be done."""
+) -> Attend:  # fmt: skip
+    """What a call means, as a function of q, k and v; ValueError where it means nothing that can be done."""
     check(q, k, v)
     band = resolve(is_causal, window, q.shape[2], k.shape[2])
     scale = _checked_scale(q, scale)
@@ -139,7 +132,27 @@ def _settle(
         raise ValueError("impl='sdpa' has no logsumexp to return; use impl='auto', 'flash_torch' or 'flash_triton'")
     if impl == "sdpa" and deterministic and q.is_cuda:
         raise ValueError("impl='sdpa' is not deterministic on a GPU; use impl='auto' or 'flash_triton'")
-    return impl, scale, band
+    if scale > 0:
+        return _attend(impl, q, k, scale, band, return_lse)
+    # Fused kernels take the largest score before they scale, so they need a scale above 0: its sign goes into q.
+    # (torch's own give NaN for a negative one on a CPU.)
+    sign = -1 if scale else 0
+    attend = _attend(impl, q, k, -scale or 1.0, band, return_lse)
+    return lambda q, k, v: attend(q * sign, k, v)
+
+
+def _attend(impl: str, q: Tensor, k: Tensor, scale: float, band: Band, return_lse: bool) -> Attend:
+    """An implementation for tensors like q and k."""
+    match impl:
+        case "flash_hopper" | "flash_triton" | "flash_torch":
+            return functools.partial(flash, (impl, scale, band, return_lse))
+        case "reference":
+            return functools.partial(_reference, band, scale, return_lse)
+    if band not in SDPA_BANDS:
+        return functools.partial(_sdpa_masked, band, scale)
+    return functools.partial(
+        F.scaled_dot_product_attention, is_causal=band.hi == 0, scale=scale, enable_gqa=q.shape[1] != k.shape[1]
+    )
 
 
 # -- implementations --------------------------------------------------------------------------------------------------
@@ -167,7 +180,7 @@ def _dtype_of_products(q: Tensor) -> torch.dtype:
 
 
 def _reference(
-    q: Tensor, k: Tensor, v: Tensor, band: Band, scale: float, return_lse: bool
+    band: Band, scale: float, return_lse: bool, q: Tensor, k: Tensor, v: Tensor
 ) -> Tensor | tuple[Tensor, Tensor]:
     plain = q.shape[1] == k.shape[1] and band in SDPA_BANDS and k.shape[2] > 0
     if plain and not return_lse:
@@ -176,17 +189,16 @@ def _reference(
     return (out, lse) if return_lse else out
 
 
-def _sdpa(q: Tensor, k: Tensor, v: Tensor, band: Band, scale: float) -> Tensor:
-    mask, empty = None, None
-    if band not in SDPA_BANDS:
-        mask = visible(band, slice(0, q.shape[2]), slice(0, k.shape[2]), q.device)
-        if band.has_empty_rows(q.shape[2], k.shape[2]):
-            # Some backends give NaN for a row that sees no key: it is shown all of them, then its result is dropped.
-            empty = ~mask.any(-1, keepdim=True)
-            mask |= empty
+def _sdpa_masked(band: Band, scale: float, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    """Torch's own attention under a mask that it must be given."""
+    mask, empty = visible(band, slice(0, q.shape[2]), slice(0, k.shape[2]), q.device), None
+    if band.has_empty_rows(q.shape[2], k.shape[2]):
+        # Some backends give NaN for a row that sees no key: it is shown all of them, then its result is dropped.
+        empty = ~mask.any(-1, keepdim=True)
+        mask |= empty
     out = F.scaled_dot_product_attention(
-        q, k, v, attn_mask=mask, is_causal=band == Band(hi=0), scale=scale, enable_gqa=q.shape[1] != k.shape[1]
-    )
+        q, k, v, attn_mask=mask, scale=scale, enable_gqa=q.shape[1] != k.shape[1]
+    )  # fmt: skip
     return out if empty is None else out.masked_fill(empty, 0.0)
 
 

@@ -21,17 +21,17 @@ LAUNCHERS = {"flash_triton": "flash_launch", "flash_hopper": "hopper_launch"}
 _library = torch.library.Library("cs336", "DEF")
 
 
-def flash(
-    name: str, q: Tensor, k: Tensor, v: Tensor, scale: float, band: Band, return_lse: bool
-) -> Tensor | tuple[Tensor, Tensor]:
-    """Attention, and its logsumexp where wanted, by one of OPERATORS, of arguments that were checked."""
+def flash(settings: tuple[str, float, Band, bool], q: Tensor, k: Tensor, v: Tensor) -> Tensor | tuple[Tensor, Tensor]:
+    """Attention, of arguments that were checked. `settings`: which of OPERATORS, the scale, the band, and whether the
+    logsumexp is wanted, too."""
     q, k, v = cast_for_autocast(q, k, v)
     if not _must_be_seen(q) and not (
         torch.is_grad_enabled() and (q.requires_grad or k.requires_grad or v.requires_grad)
     ):
+        name, scale, band, return_lse = settings
         out, lse = _bare(name, q, k, v, band).forward(q, k, v, scale, band)
         return (out, lse) if return_lse else out
-    return _Flash.apply(q, k, v, (name, scale, band, return_lse))
+    return _Flash.apply(q, k, v, settings)
 
 
 class _Flash(torch.autograd.Function):

@@ -215,8 +215,8 @@ def _side_by_side(
         with_lead = compare and quantity.is_time
         lines = []
         for (texts, sources), row in zip(rows, values, strict=True):
-            if found and not any(row.values()):  # not measured of this shape; what failed stands in the first table
-                continue
+            if found and not any(row.values()) and not any(source.failure for source in sources.values()):
+                continue  # not measured of this shape
             lead = [_lead(row)] if with_lead else []
             lines.append([*texts, *_marked(names, sources, row, quantity), *lead])
         columns = [*key_columns(shown), *map(Column, names), *([Column("best rival / ours")] if with_lead else [])]

@@ -1,0 +1,137 @@
+"""What makes launching a kernel cheap to repeat, without a GPU: kept descriptors, memory for results, settled calls."""
+
+from importlib.util import find_spec
+from types import SimpleNamespace
+from unittest import mock
+
+import pytest
+import torch
+
+from cs336_systems.kernels import attention, layout
+from cs336_systems.kernels.flash_ops import _Flash
+
+needs_triton = pytest.mark.skipif(find_spec("triton") is None, reason="needs triton")
+
+
+class Descriptor:
+    """As much of a tensor descriptor as is asked for."""
+
+    def __init__(self, base, shape, strides, block_shape):
+        self.base, self.shape, self.strides, self.block_shape = base, shape, strides, block_shape
+
+
+def described(t, **fields):
+    from cs336_systems.kernels.plan import Description
+
+    return Description(Descriptor, t, [8, 8], **fields)
+
+
+@pytest.fixture
+def driver():
+    """Triton's, with an encoder that counts: the real one asks CUDA."""
+    found = pytest.importorskip("triton.backends.nvidia.driver")
+    encode = mock.Mock(side_effect=lambda arg, metadata: [("map", arg.base.data_ptr(), metadata), *arg.shape])
+    with mock.patch.object(found, "make_tensordesc_arg", encode):
+        yield found
+
+
+def wrapped(driver, signature, kinds, raw):
+    """A launcher as Triton makes it for a kernel of that signature."""
+    return SimpleNamespace(launch=driver.wrap_handle_tensordesc(raw, signature, kinds))
+
+
+SIGNATURE = {"x": "tensordesc<fp32[8,8]>", "n": "i32", "y": "tensordesc<fp32[8,8]>"}
+
+
+@needs_triton
+def test_a_descriptor_is_encoded_once_for_each_address(driver):
+    from cs336_systems.kernels.plan import _launcher
+
+    raw, x, y = mock.Mock(), torch.zeros(16, 8), torch.zeros(16, 8)
+    descriptions, kinds = [described(x), described(y)], ["kind of x", "kind of y"]
+    theirs = wrapped(driver, SIGNATURE, kinds, raw)
+    ours = _launcher(theirs, descriptions, SimpleNamespace(tensordesc_meta=kinds))
+    assert ours.launch is raw, "what is beneath Triton's encoding"
+    assert theirs.launch is not raw, "other kernels share the class, not the object"
+    for _ in range(3):
+        assert descriptions[0].encoded(x) == [("map", x.data_ptr(), "kind of x"), 16, 8]
+        assert descriptions[1].encoded(y) == [("map", y.data_ptr(), "kind of y"), 16, 8]
+    assert driver.make_tensordesc_arg.call_count == 2
+    assert descriptions[0].encoded(y)[0] == ("map", y.data_ptr(), "kind of x")
+    assert driver.make_tensordesc_arg.call_count == 3
+
+
+@needs_triton
+def test_what_triton_hides_otherwise_is_left_to_triton(driver):
+    from cs336_systems.kernels.plan import _launcher
+
+    x = torch.zeros(16, 8)
+    one = {"x": "tensordesc<fp32[8,8]>"}
+    for launcher, kinds in (
+        (SimpleNamespace(launch=print), ["kind"]),  # no such closure
+        (SimpleNamespace(), ["kind"]),
+        (wrapped(driver, one, ["kind"], print), None),
+        (wrapped(driver, one, ["kind"], print), ["kind", "too many"]),
+        (wrapped(driver, one, [None], print), [None]),  # lowered to pointers
+    ):
+        description = described(x)
+        assert _launcher(launcher, [description], SimpleNamespace(tensordesc_meta=kinds)) is launcher
+        (passed,) = description.encoded(x)
+        assert isinstance(passed, Descriptor)
+        assert passed.base is x
+
+
+@needs_triton
+def test_a_description_of_a_part_begins_where_the_part_does():
+    whole = torch.arange(64.0)
+    part = described(whole[16:48].view(4, 8), start=16)
+    assert torch.equal(part(whole).base, whole[16:48].view(4, 8))
+    moved = torch.arange(100.0)[10:]
+    assert torch.equal(part(moved).base, moved[16:48].view(4, 8))
+
+
+B, H, R, D = 2, 3, 5, 8
+TENSORS = {
+    "contiguous": torch.empty(B, H, R, D),
+    "rows outermost": torch.empty(B, R, H, D).transpose(1, 2),
+    "a part of q, k and v": torch.empty(B, R, 3, H, D).select(2, 1).transpose(1, 2),
+    "columns apart": torch.empty(B, H, D, R).mT,
+    "expanded": torch.empty(1, H, 1, D).expand(B, H, R, D),
+    "one head": torch.empty(B, R, 1, D).transpose(1, 2),
+    "heads outermost": torch.empty(H, B, R, D).transpose(0, 1),
+}
+
+
+@pytest.mark.parametrize("name", TENSORS)
+def test_results_lie_as_they_always_do(name):
+    t = TENSORS[name]
+    found = layout.Results(t, t, t)
+    for made in (found.like_q(t), *found.gradients(t, t, t)):
+        expected = layout.empty_like(t)
+        assert (made.shape, made.stride(), made.dtype) == (expected.shape, expected.stride(), expected.dtype)
+    assert found.logsumexp().shape == t.shape[:3]
+    assert found.logsumexp().dtype == torch.float32
+
+
+def test_where_nobody_wants_gradients_no_graph_is_built():
+    q, k, v = (torch.randn(1, 2, 16, 8) for _ in range(3))
+    with_graph = attention(q.clone().requires_grad_(), k, v, impl="flash_torch")
+    with mock.patch.object(_Flash, "apply", side_effect=AssertionError("a graph")):
+        plain = attention(q, k, v, impl="flash_torch")
+        with torch.no_grad():
+            under_no_grad, lse = attention(q.clone().requires_grad_(), k, v, impl="flash_torch", return_lse=True)
+    assert with_graph.requires_grad
+    assert not plain.requires_grad
+    assert torch.equal(plain, with_graph)
+    assert torch.equal(under_no_grad, with_graph)
+    assert lse.shape == (1, 2, 16)
+
+
+@pytest.mark.parametrize("impl", ["sdpa", "flash_torch", "reference"])
+def test_a_settled_call_means_the_same_every_time(impl):
+    q, k, v = (torch.randn(1, 2, 16, 8, dtype=torch.float64) for _ in range(3))
+    for scale in (0.5, -0.5, 0.0):
+        fields = {"is_causal": True, "scale": scale}
+        expected = attention(q, k, v, impl="reference", **fields)
+        for _ in range(3):
+            torch.testing.assert_close(attention(q, k, v, impl=impl, **fields), expected)
