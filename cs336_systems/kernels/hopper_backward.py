@@ -156,16 +156,21 @@ def _consume(
     dv = gl.zeros((ROWS, D), gl.float32, KV_LAYOUT)
     mbarrier.wait(bars[0], 0)
     dk, dv = _tile(0, tiles, bars, place, problem, dk, dv, CAUSAL, True, W, EVEN, GROUPED, D, BLOCK_M)
-    begin = 1
+    cut = 1
     if DIAGONALS > 1:
-        begin = gl.minimum(DIAGONALS, count)
-        for t in range(1, begin):
-            dk, dv = _tile(t, tiles, bars, place, problem, dk, dv, True, False, W, EVEN, GROUPED, D, BLOCK_M)
-    for t in range(begin, count):
-        dk, dv = _tile(t, tiles, bars, place, problem, dk, dv, False, False, W, EVEN, GROUPED, D, BLOCK_M)
-    if GROUPED:  # the other query heads; their first blocks are cut by the mask again
-        for t in range(count, group * count):
-            dk, dv = _tile(t, tiles, bars, place, problem, dk, dv, CAUSAL, False, W, EVEN, GROUPED, D, BLOCK_M)
+        cut = gl.minimum(DIAGONALS, count)
+    if GROUPED and CAUSAL:  # the mask cuts the first blocks of every query head
+        for start in range(0, group * count, count):
+            for t in range(gl.maximum(start, 1), start + cut):
+                dk, dv = _tile(t, tiles, bars, place, problem, dk, dv, True, False, W, EVEN, GROUPED, D, BLOCK_M)
+            for t in range(start + cut, start + count):
+                dk, dv = _tile(t, tiles, bars, place, problem, dk, dv, False, False, W, EVEN, GROUPED, D, BLOCK_M)
+    else:
+        if DIAGONALS > 1:
+            for t in range(1, cut):
+                dk, dv = _tile(t, tiles, bars, place, problem, dk, dv, True, False, W, EVEN, GROUPED, D, BLOCK_M)
+        for t in range(cut, group * count if GROUPED else count):
+            dk, dv = _tile(t, tiles, bars, place, problem, dk, dv, False, False, W, EVEN, GROUPED, D, BLOCK_M)
     last = group * count - 1
     mbarrier.wait(bars[2].index(last % STAGES), last // STAGES & 1)
     dq = warpgroup_mma_wait(0, deps=[_half_of_dq(last, tiles, W, D, BLOCK_M)])
