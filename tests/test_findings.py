@@ -462,6 +462,13 @@ def test_both_profilers_are_compared_where_both_ran():
     assert said[-1] == "torch.profiler and nsys differ by 25.00% at most (small forward)."
 
 
+def test_kernels_are_held_against_events_of_queued_steps():
+    said = of("profiler_agreement", kernels("profiler_agreement", **{"queued_forward_event_time": (0.0102,)}))
+    assert said[1] == (
+        "Of steps that are not synchronised between phases kernels and CUDA events differ by 1.96% (small)."
+    )
+
+
 def test_ranks_on_gpus_come_first_and_gloo_is_called_what_it_is():
     said = of("collectives", collectives(), collectives("nccl"))
     assert [text.split(":")[0] for text in said] == [

@@ -90,7 +90,7 @@ def test_the_compiled_code(group):
 
 
 ALLOWED_SPILLS = {
-    ("backward", 64, "float16", ODD, ODD, 17, 4): 200,
+    ("backward", 64, "float16", ODD, ODD, 17, 4): 60,
     ("backward", 80, "float16", LENGTH, ODD, 17, 1): 50,
     ("backward", 128, "bfloat16", LENGTH, LENGTH, None, 1): 16,
 }

@@ -24,21 +24,18 @@ SPILLS = {
     # is no tile of their own: windows, grouped queries, head dims that are padded.
     "sm_90": set(),
     "sm_100": {
-        *((kernel, 32, 256, "causal") for kernel in KERNELS),
         *((kernel, 32, 128, "causal") for kernel in ("forward", "grad_q")),
         *((kernel, 16, 40, "full, grouped") for kernel in (*KERNELS, "grad")),
         ("forward", 32, 64, "causal"),
         ("grad_kv", 32, 32, "causal"),
     },
     "sm_80": {
-        *((kernel, 32, 256, "causal") for kernel in KERNELS),
         *((kernel, 16, 40, "full, grouped") for kernel in ("grad_q", "grad_kv")),
         ("forward", 32, 64, "causal"),
         ("grad_kv", 32, 32, "causal"),
         ("grad_kv", 16, 64, "window, grouped"),
     },
     "sm_120": {
-        *((kernel, 32, 256, "causal") for kernel in KERNELS),
         *((kernel, 32, 128, "causal") for kernel in KERNELS),
         *((kernel, 32, 32, "causal") for kernel in ("grad_q", "grad_kv")),
         ("forward", 32, 64, "causal"),

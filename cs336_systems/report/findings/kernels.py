@@ -158,6 +158,26 @@ def _filled(cells: Cells) -> Text | None:
     )
 
 
+def _queued(cells: Cells) -> Text | None:
+    """How far kernels and events of steps that are not synchronised between phases are apart, in a whole step."""
+    found = []
+    for cell in sorted((cell for cell in cells if cell.ok), key=scale_of):
+        pairs = [
+            (value_of(cell, f"busy_time: {phase}"), value_of(cell, f"queued_{phase}_event_time"))
+            for phase in phases_of(cell)
+        ]
+        if pairs and all(kernels and events for kernels, events in pairs):
+            kernels, events = (sum(filter(None, column)) for column in zip(*pairs, strict=True))
+            found.append((abs(kernels / events - 1), Text(size_of(cell))))
+    if not found:
+        return None
+    return say(
+        "of steps that are not synchronised between phases kernels and CUDA events differ by {}",
+        "阶段之间不同步的步中，内核与 CUDA event 相差 {}",
+        extremes(found, lambda share: percent(share, 2)),
+    )
+
+
 def _profiled(cells: Cells) -> Text | None:
     found = [
         ((value_of(cell, "profiled_step_time") or 0.0) / (value_of(cell, "step_time") or 1.0), Text(size_of(cell)))
@@ -191,5 +211,5 @@ SENTENCES: dict[str, tuple[Sentence, ...]] = {
     "timing_agreement": (_do_bench,),
     "kernels": (_matmul_share, _other_kinds, _idle),
     "attention_ops": (_attention_ratio, _around_matmuls),
-    "profiler_agreement": (_filled, _profiled, _nsys),
+    "profiler_agreement": (_filled, _queued, _profiled, _nsys),
 }
