@@ -274,7 +274,7 @@ def measure_rivals(config: dict[str, Any]) -> Metrics:
     inputs = draw(shape, device, config["seed"])
     truth = _truth(shape, device, config["seed"])
     metrics: Metrics = [["flops", "FLOP", [shape.flops]]]
-    able: deque[str] = deque()
+    able: list[str] = []
     for name in config["implementations"]:
         try:
             with implementation(name, shape, device, dynamic=False) as attend:
@@ -286,21 +286,25 @@ def measure_rivals(config: dict[str, Any]) -> Metrics:
             metrics += [[f"{name}_{metric}", unit, samples] for metric, unit, samples in errors]
             able.append(name)
     medians: dict[str, list[float]] = defaultdict(list)
-    for _ in range(config["rounds"]):
-        for name in able:
-            with implementation(name, shape, device, dynamic=False) as attend:
-                for phase, call in _calls(attend, inputs, ("forward", "forward_backward")):
-                    median = statistics.median(_times(call, config, device, inputs))
-                    medians[f"{name}_{phase}_time"].append(median)
-        able.rotate(-1)
+    for name in _in_turns(able, config["rounds"]):
+        with implementation(name, shape, device, dynamic=False) as attend:
+            for phase, call in _calls(attend, inputs, ("forward", "forward_backward")):
+                median = statistics.median(_times(call, config, device, inputs))
+                medians[f"{name}_{phase}_time"].append(median)
     if config.get("replayed"):
         graphs = {name: _captured(name, shape, device, inputs) for name in able}
-        for _ in range(config["rounds"]):
-            for name in able:
-                median = statistics.median(_times(graphs[name].replay, config, device, inputs))
-                medians[f"{name}_replayed_time"].append(median)
-            able.rotate(-1)
+        for name in _in_turns(able, config["rounds"]):
+            median = statistics.median(_times(graphs[name].replay, config, device, inputs))
+            medians[f"{name}_replayed_time"].append(median)
     return metrics + [[metric, "s", samples] for metric, samples in medians.items()]
+
+
+def _in_turns(names: Sequence[str], rounds: int) -> Iterator[str]:
+    """All of them in each round, which begins with another one each time."""
+    turns = deque(names)
+    for _ in range(rounds):
+        yield from turns
+        turns.rotate(-1)
 
 
 def _captured(name: str, shape: AttentionShape, device: torch.device, inputs: Sequence[Tensor]) -> torch.cuda.CUDAGraph:

@@ -1,10 +1,10 @@
 """Sentences on clocks and kernels."""
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 
 from cs336_systems.config import MODES
 from cs336_systems.kernel_classes import MATMUL, OUTPUT, SCORES, SOFTMAX
-from cs336_systems.report.cells import CellView
+from cs336_systems.report.cells import PHASES, CellView
 from cs336_systems.report.document import Text
 from cs336_systems.report.findings.phrases import (
     Cells,
@@ -140,15 +140,7 @@ def _around_matmuls(cells: Cells) -> Text | None:
 
 def _filled(cells: Cells) -> Text | None:
     """How much of forward and backward kernels fill."""
-    found = []
-    for cell in sorted((cell for cell in cells if cell.ok), key=scale_of):
-        pairs = [
-            (value_of(cell, f"busy_time: {phase}"), value_of(cell, f"{phase}_event_time"))
-            for phase in ("forward", "backward")
-        ]
-        busy = [(kernels, events) for kernels, events in pairs if kernels and events]
-        if busy:
-            found.append((sum(row[0] for row in busy) / sum(row[1] for row in busy), Text(size_of(cell))))
+    found = _kernels_over_events(cells, "{}_event_time", ("forward", "backward"))
     if not found:
         return None
     return say(
@@ -160,22 +152,25 @@ def _filled(cells: Cells) -> Text | None:
 
 def _queued(cells: Cells) -> Text | None:
     """How far kernels and events of steps that are not synchronised between phases are apart, in a whole step."""
-    found = []
-    for cell in sorted((cell for cell in cells if cell.ok), key=scale_of):
-        pairs = [
-            (value_of(cell, f"busy_time: {phase}"), value_of(cell, f"queued_{phase}_event_time"))
-            for phase in phases_of(cell)
-        ]
-        if pairs and all(kernels and events for kernels, events in pairs):
-            kernels, events = (sum(filter(None, column)) for column in zip(*pairs, strict=True))
-            found.append((abs(kernels / events - 1), Text(size_of(cell))))
+    found = _kernels_over_events(cells, "queued_{}_event_time", PHASES)
     if not found:
         return None
     return say(
         "of steps that are not synchronised between phases kernels and CUDA events differ by {}",
         "阶段之间不同步的步中，内核与 CUDA event 相差 {}",
-        extremes(found, lambda share: percent(share, 2)),
+        extremes([(abs(share - 1), name) for share, name in found], lambda share: percent(share, 2)),
     )
+
+
+def _kernels_over_events(cells: Cells, events: str, phases: Sequence[str]) -> list[tuple[float, Text]]:
+    """For each cell, over those of the phases that have both."""
+    found = []
+    for cell in sorted((cell for cell in cells if cell.ok), key=scale_of):
+        pairs = [(value_of(cell, f"busy_time: {phase}"), value_of(cell, events.format(phase))) for phase in phases]
+        both = [(kernels, seconds) for kernels, seconds in pairs if kernels and seconds]
+        if both:
+            found.append((sum(row[0] for row in both) / sum(row[1] for row in both), Text(size_of(cell))))
+    return found
 
 
 def _profiled(cells: Cells) -> Text | None:
