@@ -7,8 +7,7 @@ from unittest import mock
 import pytest
 import torch
 
-from cs336_systems.kernels import attention, layout
-from cs336_systems.kernels.flash_ops import _Flash
+from cs336_systems.kernels import attention, flash_ops, layout
 
 needs_triton = pytest.mark.skipif(find_spec("triton") is None, reason="needs triton")
 
@@ -81,6 +80,71 @@ def test_what_triton_hides_otherwise_is_left_to_triton(driver):
         assert passed.base is x
 
 
+FIXED = ("code", "packed", None, None, None)
+SCRATCH = {"global_scratch_size": 0, "profile_scratch_size": 0}
+
+
+class AsInTriton36:
+    """Its launcher: what it was given comes after the constants, one by one."""
+
+    def __init__(self, launch):
+        self.launch = launch
+
+    def __call__(self, x, y, z, stream, function, *arguments):
+        self.launch(x, y, z, stream, function, False, False, None, None, *arguments)
+
+
+@needs_triton
+@pytest.mark.parametrize("version", ["3.6", "installed"])
+def test_a_launch_passes_what_tritons_own_launcher_would(version):
+    from triton.backends.nvidia.driver import CudaLauncher
+
+    from cs336_systems.kernels.plan import _direct
+
+    raw = mock.Mock()
+    if version == "3.6":
+        launcher = AsInTriton36(raw)
+    else:
+        launcher = object.__new__(CudaLauncher)
+        fields = ("num_ctas", "global_scratch_align", "profile_scratch_align", "launch_cooperative_grid", "launch_pdl")
+        vars(launcher).update(
+            SCRATCH, launch=raw, arg_annotations="kinds", kernel_signature="ii", **dict.fromkeys(fields)
+        )
+    launcher(7, 1, 1, "stream", *FIXED, 1, 2, 3)
+    expected = raw.call_args
+    raw.reset_mock()
+    launch = _direct(launcher, SimpleNamespace(**SCRATCH), 7, FIXED)
+    assert launch is not None
+    raw.assert_not_called()
+    launch("stream", [1, 2], (3,))
+    assert raw.call_args == expected
+
+
+@needs_triton
+def test_a_launcher_of_another_kind_is_called_itself():
+    from cs336_systems.kernels.plan import _direct, _launch
+
+    def run(*arguments):
+        called.append(arguments)
+
+    called = []
+    run.launch = print
+    for launcher, metadata in (
+        (run, SCRATCH),  # does not pass on what it is given
+        (AsInTriton36(print), {**SCRATCH, "global_scratch_size": 8}),
+        (AsInTriton36(print), {}),
+        (SimpleNamespace(), SCRATCH),
+    ):
+        assert _direct(launcher, SimpleNamespace(**metadata), 7, FIXED) is None
+    called.clear()
+    metadata = SimpleNamespace(**SCRATCH)
+    compiled = SimpleNamespace(run=run, function="code", packed_metadata="packed", metadata=metadata)
+    launch = _launch(compiled, 7, None)
+    called.clear()
+    launch("stream", [1, 2], (3,))
+    assert called == [(7, 1, 1, "stream", *FIXED, 1, 2, 3)]
+
+
 @needs_triton
 def test_a_description_of_a_part_begins_where_the_part_does():
     whole = torch.arange(64.0)
@@ -109,14 +173,18 @@ def test_results_lie_as_they_always_do(name):
     for made in (found.like_q(t), *found.gradients(t, t, t)):
         expected = layout.empty_like(t)
         assert (made.shape, made.stride(), made.dtype) == (expected.shape, expected.stride(), expected.dtype)
-    assert found.logsumexp().shape == t.shape[:3]
-    assert found.logsumexp().dtype == torch.float32
+    lse = found.logsumexp()
+    assert lse.shape == t.shape[:3]
+    assert lse.dtype == torch.float32
+    assert lse.is_contiguous()
 
 
 def test_where_nobody_wants_gradients_no_graph_is_built():
     q, k, v = (torch.randn(1, 2, 16, 8) for _ in range(3))
     with_graph = attention(q.clone().requires_grad_(), k, v, impl="flash_torch")
-    with mock.patch.object(_Flash, "apply", side_effect=AssertionError("a graph")):
+    with mock.patch.object(flash_ops, "_with_graph", side_effect=AssertionError("a graph")):
+        with pytest.raises(AssertionError, match="a graph"):
+            attention(q.clone().requires_grad_(), k, v, impl="flash_torch")
         plain = attention(q, k, v, impl="flash_torch")
         with torch.no_grad():
             under_no_grad, lse = attention(q.clone().requires_grad_(), k, v, impl="flash_torch", return_lse=True)
@@ -135,3 +203,34 @@ def test_a_settled_call_means_the_same_every_time(impl):
         expected = attention(q, k, v, impl="reference", **fields)
         for _ in range(3):
             torch.testing.assert_close(attention(q, k, v, impl=impl, **fields), expected)
+
+
+def test_a_call_is_settled_for_tensors_that_lie_alike():
+    """Kernels are compiled for strides and alignment: what was settled for one layout must not serve another."""
+    base = torch.randn(3, 2, 4, 16, 8)
+    expected = attention(*base, impl="reference", is_causal=True)
+    transposed = base.transpose(2, 3).contiguous().transpose(2, 3)
+    shifted = torch.empty(base.numel() + 1)[1:].view_as(base).copy_(base)
+    kinds = {layout.kind(*tensors) for tensors in (base, transposed, shifted, base.clone())}
+    assert len(kinds) == 3
+    for tensors in (base, transposed, shifted, base):
+        for impl in ("flash_torch", "sdpa", "auto"):
+            torch.testing.assert_close(attention(*tensors, impl=impl, is_causal=True), expected)
+
+
+@pytest.mark.parametrize("scale", [0.3, -0.3])
+def test_under_autocast_what_is_settled_follows_its_dtype(scale):
+    """Of either dtype, and of tensors that need the cast and those that have had it."""
+    q, k, v = (torch.randn(1, 2, 16, 8) for _ in range(3))
+    for dtype in (torch.bfloat16, torch.float16, torch.bfloat16):
+        with torch.autocast("cpu", dtype=dtype):
+            for tensors in ((q, k, v), (q.to(dtype), k.to(dtype), v.to(dtype)), (q, k.to(dtype), v)):
+                for _ in range(2):
+                    assert attention(*tensors, scale=scale, impl="flash_torch").dtype == dtype
+    assert attention(q, k, v, scale=scale, impl="flash_torch").dtype == torch.float32
+
+
+def test_under_transforms_the_error_is_torchs_own():
+    q, k, v = (torch.randn(3, 1, 2, 16, 8) for _ in range(3))
+    with pytest.raises(RuntimeError, match="setup_context"):
+        torch.vmap(lambda q, k, v: attention(q, k, v, impl="flash_torch"))(q, k, v)

@@ -13,9 +13,10 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from cs336_systems.kernels import layout
 from cs336_systems.kernels.band import Band, Window, resolve, visible
 from cs336_systems.kernels.cache import Cache
-from cs336_systems.kernels.flash_ops import flash, is_plain, is_under_autocast
+from cs336_systems.kernels.flash_ops import autocast_dtype, fused, is_plain, is_watched
 from cs336_systems.kernels.reference import attention_and_lse, attention_reference
 from cs336_systems.kernels.tiles import LAUNCH_BOUND
 
@@ -92,13 +93,13 @@ def attention(
     """
     if isinstance(window, list):
         window = tuple(window)
-    if torch.compiler.is_compiling():
+    if is_watched(q):
         return _settle(q, k, v, is_causal, scale, window, impl, deterministic, return_lse)(q, k, v)
-    key = (
-        *(q.shape, k.shape, v.shape, q.dtype, k.dtype, v.dtype, q.device, k.device, v.device),
-        *(is_causal, scale, window, impl, deterministic, return_lse, is_under_autocast(q)),
-    )
     # What was found right and chosen once need not be again: that would take longer than a small problem does.
+    key = (
+        layout.kind(q, k, v), is_causal, scale, window, impl, deterministic, return_lse, autocast_dtype(q),
+        torch.get_float32_matmul_precision() if q.dtype == torch.float32 else None,
+    )  # fmt: skip
     settled = _settled.get(key)
     if settled is None:
         settled = _settled[key] = _settle(q, k, v, is_causal, scale, window, impl, deterministic, return_lse)
@@ -133,19 +134,24 @@ def _settle(
     if impl == "sdpa" and deterministic and q.is_cuda:
         raise ValueError("impl='sdpa' is not deterministic on a GPU; use impl='auto' or 'flash_triton'")
     if scale > 0:
-        return _attend(impl, q, k, scale, band, return_lse)
+        return _attend(impl, q, k, v, scale, band, return_lse)
     # Fused kernels take the largest score before they scale, so they need a scale above 0: its sign goes into q.
     # (torch's own give NaN for a negative one on a CPU.)
     sign = -1 if scale else 0
-    attend = _attend(impl, q, k, -scale or 1.0, band, return_lse)
-    return lambda q, k, v: attend(q * sign, k, v)
+    scale = -scale or 1.0
+
+    def with_sign(q: Tensor, k: Tensor, v: Tensor) -> Any:
+        q = q * sign  # it need not lie as q does
+        return _attend(impl, q, k, v, scale, band, return_lse)(q, k, v)
+
+    return with_sign
 
 
-def _attend(impl: str, q: Tensor, k: Tensor, scale: float, band: Band, return_lse: bool) -> Attend:
-    """An implementation for tensors like q and k."""
+def _attend(impl: str, q: Tensor, k: Tensor, v: Tensor, scale: float, band: Band, return_lse: bool) -> Attend:
+    """An implementation for tensors like these."""
     match impl:
         case "flash_hopper" | "flash_triton" | "flash_torch":
-            return functools.partial(flash, (impl, scale, band, return_lse))
+            return fused(impl, q, k, v, scale, band, return_lse)
         case "reference":
             return functools.partial(_reference, band, scale, return_lse)
     if band not in SDPA_BANDS:
@@ -176,7 +182,7 @@ def choose(q: Tensor, k: Tensor, band: Band, deterministic: bool = False, return
 
 
 def _dtype_of_products(q: Tensor) -> torch.dtype:
-    return torch.get_autocast_dtype(q.device.type) if is_under_autocast(q) else q.dtype
+    return autocast_dtype(q) or q.dtype
 
 
 def _reference(
@@ -315,7 +321,7 @@ def check(q: Tensor, k: Tensor, v: Tensor) -> None:
         )
     if any(t.dtype not in DTYPES for t in (q, k, v)):
         raise ValueError(f"attention takes fp32, fp16, bf16 or float64, got {_dtypes(q, k, v)}; cast them with .to()")
-    if not (q.dtype == k.dtype == v.dtype) and not is_under_autocast(q):
+    if not (q.dtype == k.dtype == v.dtype) and autocast_dtype(q) is None:
         raise ValueError(f"q, k and v must have one dtype, got {_dtypes(q, k, v)}; cast them with .to()")
 
 

@@ -11,7 +11,7 @@ from triton.tools.tensor_descriptor import TensorDescriptor
 from cs336_systems.kernels import flash_triton, layout, tiles
 from cs336_systems.kernels.band import Band
 from cs336_systems.kernels.cache import Cache
-from cs336_systems.kernels.plan import INTERPRETED, Description, Plan, backward_key, forward_key, suits_tma
+from cs336_systems.kernels.plan import INTERPRETED, Description, Plan, suits_tma
 from cs336_systems.kernels.tiles import LAUNCH_BOUND, WIDEST_GRAD, Key, Tile
 
 FP32_PRODUCTS = "tf32x3"
@@ -34,7 +34,7 @@ LARGEST_ROW_STRIDE = 1 << 22
 
 def problem(q: Tensor, k: Tensor, v: Tensor, band: Band) -> "Problem":
     """Attention of tensors like these. q: (batch, heads, len_q, d); k, v: (batch, kv_heads, len_k, d)."""
-    key = (*forward_key(q, k, v, band), products() if q.dtype == torch.float32 else None)
+    key = (layout.kind(q, k, v), band, products() if q.dtype == torch.float32 else None)
     found = _known.get(key)
     if found is None:
         found = _known[key] = Problem(q, k, v)
@@ -47,6 +47,7 @@ class Problem:
 
     def __init__(self, q: Tensor, k: Tensor, v: Tensor) -> None:
         self._results = layout.Results(q, k, v)
+        self._has_keys = k.shape[2] > 0
         self._forward: list[Plan] | None = None
         self._backward: Cache[tuple[Any, ...], list[Plan]] = Cache()
 
@@ -58,9 +59,9 @@ class Problem:
             self._forward = _plan_forward(tensors, band)
         for launch in self._forward:
             launch(tensors, (lse,), scale)
-        if k.shape[2] == 0:
-            return out.zero_(), lse.fill_(-torch.inf)
-        return out, lse
+        if self._has_keys:
+            return out, lse
+        return out.zero_(), lse.fill_(-torch.inf)
 
     def backward(
         self, grad: Tensor, grad_lse: Tensor | None, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor,
@@ -71,19 +72,19 @@ class Problem:
         tensors = (q, k, v, out, grad, dq, dk, dv)
         if grad_lse is not None:
             grad_lse = grad_lse.contiguous()
-        key = backward_key(grad, grad_lse, out, lse)
+        key = layout.kind_of_gradient(grad, grad_lse, out, lse)
         plans = self._backward.get(key)
         if plans is None:
             plans = self._backward[key] = _plan_backward(tensors, band)
-        match plans:
-            case [launch]:
-                launch(tensors, (lse, grad_lse), scale)
-            case [launch_q, launch_kv]:
-                delta = torch.empty_like(lse)
-                launch_q((q, k, v, out, grad, dq), (lse, grad_lse, delta), scale)
-                launch_kv((q, k, v, grad, dk, dv), (lse, delta), scale)
-            case _:
-                return dq.zero_(), dk.zero_(), dv.zero_()
+        if len(plans) == 1:
+            plans[0](tensors, (lse, grad_lse), scale)
+        elif plans:
+            launch_q, launch_kv = plans
+            delta = torch.empty_like(lse)
+            launch_q((q, k, v, out, grad, dq), (lse, grad_lse, delta), scale)
+            launch_kv((q, k, v, grad, dk, dv), (lse, delta), scale)
+        else:
+            return dq.zero_(), dk.zero_(), dv.zero_()
         return dq, dk, dv
 
 

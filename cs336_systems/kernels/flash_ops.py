@@ -16,34 +16,49 @@ from torch.utils.flop_counter import register_flop_formula
 from cs336_systems.kernels import flash_torch, layout
 from cs336_systems.kernels.band import Band, resolve
 
+CAST = (torch.float32, torch.float16, torch.bfloat16)
 LAUNCHERS = {"flash_triton": "flash_launch", "flash_hopper": "hopper_launch"}
 
 _library = torch.library.Library("cs336", "DEF")
 
 
-def flash(settings: tuple[str, float, Band, bool], q: Tensor, k: Tensor, v: Tensor) -> Tensor | tuple[Tensor, Tensor]:
-    """Attention, of arguments that were checked. `settings`: which of OPERATORS, the scale, the band, and whether the
-    logsumexp is wanted, too."""
+Settings = tuple[str, Any, float, Band, bool]
+"""Which of OPERATORS; what has its `forward` and `backward`; the scale; the band; whether the logsumexp is wanted."""
+
+
+def fused(name: str, q: Tensor, k: Tensor, v: Tensor, scale: float, band: Band, return_lse: bool) -> Callable[..., Any]:
+    """Attention as a function of tensors that were checked, and lie as these do."""
+    dtype = autocast_dtype(q)
+    if dtype is not None and any(t.dtype in CAST and t.dtype != dtype for t in (q, k, v)):
+        return functools.partial(_cast_first, name, scale, band, return_lse)
+    if is_watched(q):
+        settings = name, OPERATORS[name], scale, band, return_lse
+        return lambda q, k, v: _Flash.apply(q, k, v, settings)
+    return functools.partial(_run, (name, _bare(name, q, k, v, band), scale, band, return_lse))
+
+
+def _cast_first(
+    name: str, scale: float, band: Band, return_lse: bool, q: Tensor, k: Tensor, v: Tensor
+) -> Tensor | tuple[Tensor, Tensor]:
     q, k, v = cast_for_autocast(q, k, v)
-    if not _must_be_seen(q) and not (
-        torch.is_grad_enabled() and (q.requires_grad or k.requires_grad or v.requires_grad)
-    ):
-        name, scale, band, return_lse = settings
-        out, lse = _bare(name, q, k, v, band).forward(q, k, v, scale, band)
-        return (out, lse) if return_lse else out
-    return _Flash.apply(q, k, v, settings)
+    return fused(name, q, k, v, scale, band, return_lse)(q, k, v)
+
+
+def _run(settings: Settings, q: Tensor, k: Tensor, v: Tensor) -> Tensor | tuple[Tensor, Tensor]:
+    if torch.is_grad_enabled() and (q.requires_grad or k.requires_grad or v.requires_grad):
+        return _with_graph(q, k, v, settings)
+    _, kernels, scale, band, return_lse = settings
+    out, lse = kernels.forward(q, k, v, scale, band)
+    return (out, lse) if return_lse else out
 
 
 class _Flash(torch.autograd.Function):
     @staticmethod
-    def forward(
-        ctx: Any, q: Tensor, k: Tensor, v: Tensor, settings: tuple[str, float, Band, bool]
-    ) -> Tensor | tuple[Tensor, Tensor]:
-        name, scale, band, return_lse = settings
-        kernels = _kernels(name, q, k, v, band)
+    def forward(ctx: Any, q: Tensor, k: Tensor, v: Tensor, settings: Settings) -> Tensor | tuple[Tensor, Tensor]:
+        _, kernels, scale, band, return_lse = settings
         out, lse = kernels.forward(q, k, v, scale, band)
         ctx.save_for_backward(q, k, v, out, lse)
-        ctx.settings = name, kernels, scale, band
+        ctx.settings = settings
         if not return_lse:
             return out
         ctx.set_materialize_grads(False)  # either result may have no gradient, and zeros would cost a pass over it
@@ -51,28 +66,28 @@ class _Flash(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor | None, grad_lse: Tensor | None = None) -> Any:
-        return *_gradients(ctx.settings, ctx.saved_tensors, grad, grad_lse), None
+        dq, dk, dv = _gradients(ctx.settings, ctx.saved_tensors, grad, grad_lse)
+        return dq, dk, dv, None
+
+
+_with_graph: Callable[..., Any] = super(torch.autograd.Function, _Flash).apply
+"""`_Flash.apply` where `is_watched` is false, without what it does for those who watch."""
 
 
 def _gradients(
-    settings: tuple[str, Any, float, Band], saved: Sequence[Tensor], grad: Tensor | None, grad_lse: Tensor | None
+    settings: Settings, saved: Sequence[Tensor], grad: Tensor | None, grad_lse: Tensor | None
 ) -> tuple[Any, Any, Any]:
-    name, kernels, scale, band = settings
+    name, kernels, scale, band, _ = settings
     if grad is None:
         if grad_lse is None:
             return None, None, None
         grad = torch.zeros_like(saved[3])
-    if _must_be_seen(grad):
+    if is_watched(grad):
         kernels = OPERATORS[name]
     return kernels.backward(grad, grad_lse, *saved, scale, band)
 
 
 # -- which kernels ----------------------------------------------------------------------------------------------------
-
-
-def _kernels(name: str, q: Tensor, k: Tensor, v: Tensor, band: Band) -> Any:
-    """Something with `forward` and `backward`."""
-    return OPERATORS[name] if _must_be_seen(q) else _bare(name, q, k, v, band)
 
 
 def _bare(name: str, q: Tensor, k: Tensor, v: Tensor, band: Band) -> Any:
@@ -100,16 +115,17 @@ class Operators:
         return self._backward(*tensors, scale, *band)
 
 
-def _must_be_seen(t: Tensor) -> bool:
-    """Whether anyone looks on: a compiler, a counter of FLOPs or memory, a tensor that is not plain.
+def is_watched(t: Tensor) -> bool:
+    """Whether anyone looks on: a compiler, a counter of FLOPs or memory, a transform, a tensor that is not plain.
 
     They see operators. For nobody the operator would be called in vain, and a call costs more than a small kernel.
     """
     return (
         torch.compiler.is_compiling()
         or torch._C._len_torch_dispatch_stack() > 0
+        or torch._C._are_functorch_transforms_active()
         or not is_plain(t)
-    )  # fmt: skip
+    )
 
 
 def is_plain(t: Tensor) -> bool:
@@ -159,7 +175,7 @@ def _register(name: str) -> None:
 
     def gradients(ctx: Any, grad: Tensor | None, grad_lse: Tensor | None) -> tuple[Any, ...]:
         scale, lo, hi = ctx.settings
-        settings = name, OPERATORS[name], scale, Band(lo, hi)
+        settings = name, OPERATORS[name], scale, Band(lo, hi), True
         return *_gradients(settings, ctx.saved_tensors, grad, grad_lse), None, None, None
 
     torch.library.register_autograd(f"cs336::{name}_forward", gradients, setup_context=keep, lib=_library)
@@ -192,14 +208,16 @@ def _with_cast(op: Callable, device: str) -> Callable:
 
 
 def cast_for_autocast(*tensors: Tensor) -> tuple[Tensor, ...]:
-    if not is_under_autocast(tensors[0]):
-        return tensors
-    dtype = torch.get_autocast_dtype(tensors[0].device.type)
-    return tuple(t.to(dtype) if t.dtype in (torch.float32, torch.float16, torch.bfloat16) else t for t in tensors)
+    dtype = autocast_dtype(tensors[0])
+    return tensors if dtype is None else tuple(t.to(dtype) if t.dtype in CAST else t for t in tensors)
 
 
-def is_under_autocast(t: Tensor) -> bool:
-    return torch.is_autocast_enabled("cuda" if t.is_cuda else t.device.type)  # a device's `type` takes a while
+def autocast_dtype(t: Tensor) -> torch.dtype | None:
+    """What autocast, where it is on, makes of those in CAST."""
+    if not torch._C._is_any_autocast_enabled():  # a tenth of the time that asking of one kind of device takes
+        return None
+    device = t.device.type
+    return torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else None
 
 
 def _products(q: torch.Size, k: torch.Size) -> int:
@@ -261,11 +279,11 @@ def _course_forward(ctx: Any, name: str, q: Tensor, k: Tensor, v: Tensor, is_cau
         )
     scale, band = q.shape[-1] ** -0.5, resolve(is_causal, None, q.shape[-2], k.shape[-2])
     four = _four(q), _four(k), _four(v)
-    kernels = _kernels(name, *four, band)
+    kernels = OPERATORS[name] if is_watched(q) else _bare(name, *four, band)
     out, lse = kernels.forward(*four, scale, band)
     out, lse = out.view(q.shape), lse.view(q.shape[:-1])
     ctx.save_for_backward(q, k, v, out, lse)
-    ctx.settings = name, kernels, scale, band
+    ctx.settings = name, kernels, scale, band, False
     return out
 
 

@@ -19,7 +19,7 @@ from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 from cs336_systems.kernels import hopper_backward, hopper_forward, layout
 from cs336_systems.kernels.band import Band
 from cs336_systems.kernels.cache import Cache
-from cs336_systems.kernels.plan import Description, Plan, backward_key, forward_key, suits_tma
+from cs336_systems.kernels.plan import Description, Plan, suits_tma
 
 DTYPES = {torch.bfloat16: gl.bfloat16, torch.float16: gl.float16, torch.float32: gl.float32}
 L2_SHARE = {"forward": 32 << 20, "backward": 16 << 20}
@@ -51,7 +51,7 @@ BACKWARD_QUERIES = {64: 128, 128: 64}
 
 def problem(q: Tensor, k: Tensor, v: Tensor, band: Band) -> "Problem":
     """Attention of tensors like these. q: (batch, heads, len_q, d); k, v: (batch, kv_heads, len_k, d)."""
-    key = forward_key(q, k, v, band)
+    key = (layout.kind(q, k, v), band)
     found = _known.get(key)
     if found is None:
         found = _known[key] = Problem(q, k, v, band)
@@ -91,7 +91,7 @@ class Problem:
         dq, dk, dv = self._results.gradients(q, k, v)
         if grad_lse is not None:
             grad_lse = grad_lse.contiguous()
-        key = backward_key(grad, grad_lse, out, lse)
+        key = layout.kind_of_gradient(grad, grad_lse, out, lse)
         plans = self._backward.get(key)
         if plans is None:
             plans = self._backward[key] = self.plan_backward(q, k, v, out, grad, dq, dk, dv)

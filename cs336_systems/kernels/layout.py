@@ -1,9 +1,27 @@
-"""How the results of the fused kernels lie in memory: said once, for the kernels and for their shape-only stand-ins."""
+"""How tensors lie in memory: what kernels are compiled for, and how the results of the fused ones lie."""
 
 from collections.abc import Callable
+from typing import Any
 
 import torch
 from torch import Tensor
+
+
+def kind(q: Tensor, k: Tensor, v: Tensor) -> tuple[Any, ...]:
+    """All that plans for attention of these depend on: code is compiled for pointers aligned as theirs are."""
+    return (
+        q.dtype, k.dtype, v.dtype, q.device, k.device, v.device,
+        q.shape, k.shape, v.shape, q.stride(), k.stride(), v.stride(),
+        q.data_ptr() % 16, k.data_ptr() % 16, v.data_ptr() % 16,
+    )  # fmt: skip
+
+
+def kind_of_gradient(grad: Tensor, grad_lse: Tensor | None, out: Tensor, lse: Tensor) -> tuple[Any, ...]:
+    """... and those for its backward, beside q, k and v."""
+    return (
+        grad.stride(), out.stride(), grad.data_ptr() % 16, out.data_ptr() % 16, lse.data_ptr() % 16,
+        None if grad_lse is None else grad_lse.data_ptr() % 16,
+    )  # fmt: skip
 
 
 def empty_like(t: Tensor, dtype: torch.dtype | None = None) -> Tensor:
@@ -25,10 +43,12 @@ class Results:
     def __init__(self, q: Tensor, k: Tensor, v: Tensor):
         self.device = q.device
         self.rows = q.shape[:-1]
+        self.row_strides = torch.empty(self.rows, device="meta").stride()
         self.like_q, self.like_k, self.like_v = _maker(q), _maker(k), _maker(v)
 
     def logsumexp(self) -> Tensor:
-        return torch.empty(self.rows, dtype=torch.float32, device=self.device)
+        # Half the time that `torch.empty` takes.
+        return torch.empty_strided(self.rows, self.row_strides, dtype=torch.float32, device=self.device)
 
     def gradients(self, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         return self.like_q(q), self.like_k(k), self.like_v(v)

@@ -9,31 +9,16 @@ import functools
 import importlib
 import inspect
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 import triton
 from torch import Tensor
 
-from cs336_systems.kernels.band import Band
 from cs336_systems.kernels.cache import Cache
 
 INTERPRETED = triton.knobs.runtime.interpret
-
-
-def forward_key(q: Tensor, k: Tensor, v: Tensor, band: Band) -> tuple[Any, ...]:
-    """What plans for attention of these depend on: code is compiled for pointers aligned as theirs are."""
-    return (
-        *(band, q.dtype, q.device, q.shape, k.shape, q.stride(), k.stride(), v.stride()),
-        *(q.data_ptr() % 16, k.data_ptr() % 16, v.data_ptr() % 16),
-    )
-
-
-def backward_key(grad: Tensor, grad_lse: Tensor | None, out: Tensor, lse: Tensor) -> tuple[Any, ...]:
-    """... and those for its backward, beside q, k and v."""
-    alike = tuple(t.data_ptr() % 16 for t in (grad, out, lse))
-    return grad.stride(), out.stride(), alike, None if grad_lse is None else grad_lse.data_ptr() % 16
 
 
 @dataclass
@@ -50,43 +35,40 @@ class Plan:
     before: tuple[Any, ...]
     after: tuple[Any, ...]
     options: dict[str, int]
-    compiled: Any = None
-    launcher: Any = None
+    launch: "Launch | None" = None
+    """There from the second call on: the first one compiles."""
+    tails: Cache[tuple[float, ...], tuple[Any, ...]] = field(default_factory=Cache)
+    """Numbers -> all that follows tensors and pointers."""
 
     def __call__(self, tensors: Sequence[Tensor], pointers: Sequence[Tensor | None], *numbers: float) -> None:
-        if self.device is None or self.device == torch._C._cuda_getDevice():
-            self._launch(tensors, pointers, numbers)
-        else:
+        if self.device is not None and self.device != torch._C._cuda_getDevice():
             with torch.cuda.device(self.device):
-                self._launch(tensors, pointers, numbers)
-
-    def _launch(self, tensors: Sequence[Tensor], pointers: Sequence[Tensor | None], numbers: tuple[float, ...]) -> None:
+                return self(tensors, pointers, *numbers)
         if self.copied:
             # Not `contiguous()`: what is wrong may be but where the tensor begins.
             tensors = [
                 t.clone(memory_format=torch.contiguous_format) if i in self.copied else t for i, t in enumerate(tensors)
             ]
-        compiled = self.compiled
-        if compiled is None:
+        if self.launch is None:
             compiled = self.kernel[(self.programs,)](*self.arguments(tensors, pointers, *numbers), **self.options)
             if not INTERPRETED:
-                self.launcher = _launcher(compiled.run, self.descriptors, compiled.metadata)
-                self.compiled = compiled
+                self.launch = _launch(compiled, self.programs, self.descriptors)
             return
+        tail = self.tails.get(numbers)
+        if tail is None:
+            tail = self.tails[numbers] = (*self.before, *numbers, *self.after)
         # What `kernel[grid](...)` ends in, without finding out again which of its specialisations these arguments need.
         # Addresses are given as numbers: of a tensor the launcher would ask the driver.
-        addresses = [None if t is None else t.data_ptr() for t in pointers]
         if self.descriptors is None:
-            moved = [t.data_ptr() for t in tensors]
+            moved: list[Any] = [t.data_ptr() for t in tensors]
         else:
             moved = []
             for described, t in zip(self.descriptors, tensors, strict=True):
                 moved += described.encoded(t)
+        for pointer in pointers:
+            moved.append(None if pointer is None else pointer.data_ptr())
         stream = torch._C._cuda_getCurrentRawStream(self.device or 0)
-        self.launcher(
-            self.programs, 1, 1, stream, compiled.function, compiled.packed_metadata, None, None, None,
-            *moved, *addresses, *self.before, *numbers, *self.after,
-        )  # fmt: skip
+        self.launch(stream, moved, tail)
 
     def arguments(self, tensors: Sequence[Any], pointers: Sequence[Any], *numbers: float) -> tuple[Any, ...]:
         """The kernel's, in its order."""
@@ -128,6 +110,45 @@ class Description:
         if found is None:
             found = self.known[address] = self.encode(self(base))
         return found
+
+
+Launch = Callable[[int, Sequence[Any], Sequence[Any]], None]
+"""On a stream, with the kernel's arguments in two parts."""
+
+
+def _launch(compiled: Any, programs: int, descriptors: "list[Description] | None") -> Launch:
+    """What launches that many programs of a compiled kernel."""
+    launcher = _launcher(compiled.run, descriptors, compiled.metadata)
+    fixed = compiled.function, compiled.packed_metadata, None, None, None
+    return _direct(launcher, compiled.metadata, programs, fixed) or (
+        lambda stream, moved, tail: launcher(programs, 1, 1, stream, *fixed, *moved, *tail)
+    )
+
+
+def _direct(launcher: Any, metadata: Any, programs: int, fixed: tuple[Any, ...]) -> Launch | None:
+    """Without Triton's own launcher, which is Python and passes what it got, and some constants, to a function in C.
+
+    The constants and their order differ between versions, so it is asked: what does it pass for two marks? None where
+    it does more than that, or something not known here.
+    """
+    stream, argument = object(), object()
+    passed: list[tuple[Any, ...]] = []
+    try:
+        if metadata.global_scratch_size or metadata.profile_scratch_size:  # memory for each launch
+            return None
+        launch, asked = launcher.launch, copy.copy(launcher)
+        asked.launch = lambda *arguments: passed.append(arguments)
+        asked(programs, 1, 1, stream, *fixed, argument)
+    except (AttributeError, TypeError):
+        return None
+    match passed:
+        case [(a, b, c, on, *constants, last)] if on is stream and last is argument:
+            before = tuple(constants)
+            return lambda stream, moved, tail: launch(a, b, c, stream, *before, *moved, *tail)
+        case [(a, b, c, on, *constants, (last,))] if on is stream and last is argument:
+            before = tuple(constants)
+            return lambda stream, moved, tail: launch(a, b, c, stream, *before, (*moved, *tail))
+    return None
 
 
 def _launcher(launcher: Any, descriptors: "list[Description] | None", metadata: Any) -> Any:
