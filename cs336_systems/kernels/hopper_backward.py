@@ -11,6 +11,9 @@ later, when the other has long stored its part. A third warpgroup, the producer,
 queries, and add each dQ to fp32 sums in global memory. The order of these additions differs from run to run, and so do
 the last bits of dQ; those of dK and dV do not.
 
+With TURNS a warpgroup begins a tile when the other has its dS of the tile before: left alone they fall into step, and
+want the tensor cores at the same time, and then the exponentials.
+
 `prepare_kernel` makes what the loop reads for each query, and zeros for dQ; `finish_kernel` rounds dQ.
 """
 
@@ -28,7 +31,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     warpgroup_mma_wait,
 )
 
-from cs336_systems.kernels.hopper_forward import LOG2E, ROWS, assignment
+from cs336_systems.kernels.hopper_forward import LOG2E, ROWS, assignment, await_turn
 
 BLOCK_N = gl.constexpr(128)
 STAGES = gl.constexpr(2)
@@ -50,7 +53,7 @@ def backward_kernel(
     q_desc, k_desc, v_desc, do_desc, lse_desc, delta_desc, dq_desc, dk_desc, dv_desc,
     heads, kv_heads, group, len_k, padded, hi, scale, blocks, q_blocks, all_heads, section,
     CAUSAL: gl.constexpr, EVEN: gl.constexpr, D: gl.constexpr, BLOCK_M: gl.constexpr, DIAGONALS: gl.constexpr,
-    GROUPED: gl.constexpr,
+    GROUPED: gl.constexpr, TURNS: gl.constexpr,
 ):  # fmt: skip
     """dK and dV of 128 keys, and their part of dQ. EVEN: len_k is a multiple of 128; GROUPED: heads share keys;
     DIAGONALS: in how many blocks of queries a mask may cut."""
@@ -75,22 +78,25 @@ def backward_kernel(
     full = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
     done = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
     free = gl.allocate_shared_memory(gl.int64, [1], mbarrier.MBarrierLayout())
+    turns = gl.allocate_shared_memory(gl.int64, [2, 1], mbarrier.MBarrierLayout())
     mbarrier.init(kv_bar, count=1)
     mbarrier.init(free, count=1)
+    for w in gl.static_range(2):
+        mbarrier.init(turns.index(w), count=1)
     for stage in gl.static_range(STAGES):
         mbarrier.init(full.index(stage), count=1)
         mbarrier.init(done.index(stage), count=2)
     fence_async_shared()
     descs = (q_desc, k_desc, v_desc, do_desc, lse_desc, delta_desc)
     tiles = (q_smem, do_smem, lse_smem, delta_smem, k_smem, v_smem, ds_smem, dq_smem)
-    bars = (kv_bar, full, done, free)
+    bars = (kv_bar, full, done, free, turns)
     outs = (dk_desc, dv_desc)
     # Constants must stand in the call itself.
     gl.warp_specialize(
         [
             (_produce, (descs, dq_desc, tiles, bars, place, heads, padded, GROUPED, D, BLOCK_M)),
-            (_consume, (outs, tiles, bars, place, problem, 0, CAUSAL, EVEN, D, BLOCK_M, DIAGONALS, GROUPED)),
-            (_consume, (outs, tiles, bars, place, problem, 1, CAUSAL, EVEN, D, BLOCK_M, DIAGONALS, GROUPED)),
+            (_consume, (outs, tiles, bars, place, problem, 0, CAUSAL, EVEN, D, BLOCK_M, DIAGONALS, GROUPED, TURNS)),
+            (_consume, (outs, tiles, bars, place, problem, 1, CAUSAL, EVEN, D, BLOCK_M, DIAGONALS, GROUPED, TURNS)),
         ],
         [4, 4],
         [240, 240],
@@ -104,7 +110,7 @@ def _produce(
     """Brings queries, and takes dQ away."""
     q_desc, k_desc, v_desc, do_desc, lse_desc, delta_desc = descs
     q_smem, do_smem, lse_smem, delta_smem, k_smem, v_smem, _, dq_smem = tiles
-    kv_bar, full, done, free = bars
+    kv_bar, full, done, free, _ = bars
     batch, kv_head, group, column, _, count = place
     mbarrier.expect(kv_bar, 2 * BLOCK_N * D * 2)
     tma.async_copy_global_to_shared(k_desc, [batch, kv_head, column, 0], kv_bar, k_smem)
@@ -144,7 +150,7 @@ def _position(t, place, GROUPED: gl.constexpr, BLOCK_M: gl.constexpr):
 def _consume(
     outs, tiles, bars, place, problem,
     W: gl.constexpr, CAUSAL: gl.constexpr, EVEN: gl.constexpr, D: gl.constexpr, BLOCK_M: gl.constexpr,
-    DIAGONALS: gl.constexpr, GROUPED: gl.constexpr,
+    DIAGONALS: gl.constexpr, GROUPED: gl.constexpr, TURNS: gl.constexpr,
 ):  # fmt: skip
     """The keys of warpgroup W."""
     KV_LAYOUT: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, D, 16])
@@ -155,22 +161,24 @@ def _consume(
     dk = gl.zeros((ROWS, D), gl.float32, KV_LAYOUT)
     dv = gl.zeros((ROWS, D), gl.float32, KV_LAYOUT)
     mbarrier.wait(bars[0], 0)
-    dk, dv = _tile(0, tiles, bars, place, problem, dk, dv, CAUSAL, True, W, EVEN, GROUPED, D, BLOCK_M)
+    dk, dv = _tile(0, tiles, bars, place, problem, dk, dv, CAUSAL, True, W, EVEN, GROUPED, D, BLOCK_M, TURNS)
     cut = 1
     if DIAGONALS > 1:
         cut = gl.minimum(DIAGONALS, count)
     if GROUPED and CAUSAL:  # the mask cuts the first blocks of every query head
         for start in range(0, group * count, count):
             for t in range(gl.maximum(start, 1), start + cut):
-                dk, dv = _tile(t, tiles, bars, place, problem, dk, dv, True, False, W, EVEN, GROUPED, D, BLOCK_M)
+                dk, dv = _tile(t, tiles, bars, place, problem, dk, dv, True, False, W, EVEN, GROUPED, D, BLOCK_M, TURNS)
             for t in range(start + cut, start + count):
-                dk, dv = _tile(t, tiles, bars, place, problem, dk, dv, False, False, W, EVEN, GROUPED, D, BLOCK_M)
+                dk, dv = _tile(
+                    t, tiles, bars, place, problem, dk, dv, False, False, W, EVEN, GROUPED, D, BLOCK_M, TURNS
+                )
     else:
         if DIAGONALS > 1:
             for t in range(1, cut):
-                dk, dv = _tile(t, tiles, bars, place, problem, dk, dv, True, False, W, EVEN, GROUPED, D, BLOCK_M)
+                dk, dv = _tile(t, tiles, bars, place, problem, dk, dv, True, False, W, EVEN, GROUPED, D, BLOCK_M, TURNS)
         for t in range(cut, group * count if GROUPED else count):
-            dk, dv = _tile(t, tiles, bars, place, problem, dk, dv, False, False, W, EVEN, GROUPED, D, BLOCK_M)
+            dk, dv = _tile(t, tiles, bars, place, problem, dk, dv, False, False, W, EVEN, GROUPED, D, BLOCK_M, TURNS)
     last = group * count - 1
     mbarrier.wait(bars[2].index(last % STAGES), last // STAGES & 1)
     dq = warpgroup_mma_wait(0, deps=[_half_of_dq(last, tiles, W, D, BLOCK_M)])
@@ -196,13 +204,13 @@ def _consume(
 def _tile(
     t, tiles, bars, place, problem, dk, dv,
     MASKED: gl.constexpr, FIRST: gl.constexpr, W: gl.constexpr, EVEN: gl.constexpr, GROUPED: gl.constexpr,
-    D: gl.constexpr, BLOCK_M: gl.constexpr,
+    D: gl.constexpr, BLOCK_M: gl.constexpr, TURNS: gl.constexpr,
 ):  # fmt: skip
     """One block of queries; dQ of the block before, unless this is the FIRST."""
     S_LAYOUT: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, BLOCK_M, 16])
     OPERAND: gl.constexpr = gl.DotOperandLayout(0, dk.type.layout, 2)
     q_smem, do_smem, lse_smem, delta_smem, k_smem, v_smem, ds_smem, dq_smem = tiles
-    _, full, done, free = bars
+    _, full, done, free, turns = bars
     column = place[3]
     len_k, hi, scale = problem
     dtype: gl.constexpr = q_smem.dtype
@@ -213,6 +221,8 @@ def _tile(
     k = k_smem.reshape((BLOCK_N, D)).slice(W * ROWS, ROWS)
     v = v_smem.reshape((BLOCK_N, D)).slice(W * ROWS, ROWS)
     zeros = gl.zeros((ROWS, BLOCK_M), gl.float32, S_LAYOUT)
+    if TURNS:
+        await_turn(turns, t, W)
     s_token = warpgroup_mma(k, q.permute((1, 0)), zeros, use_acc=False, is_async=True)
     dp_token = warpgroup_mma(v, do.permute((1, 0)), zeros, use_acc=False, is_async=True)
     s = warpgroup_mma_wait(1, deps=[s_token])
@@ -232,6 +242,8 @@ def _tile(
     delta = _of_queries(delta_smem.index(slot), BLOCK_M, S_LAYOUT)
     ds = (p * (dp - delta[None, :])).to(dtype)
     ds16 = gl.convert_layout(ds, OPERAND, assert_trivial=True)
+    if TURNS:
+        mbarrier.arrive(turns.index(W))
     if FIRST:
         dv_token = warpgroup_mma(p16, do, dv, is_async=True)
         dk_token = warpgroup_mma(ds16, q, dk, is_async=True)

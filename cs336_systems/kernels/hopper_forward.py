@@ -5,7 +5,8 @@ A program owns the queries of two or three warpgroups, 64 each. One more warpgro
 
 Stage t holds the keys of tile t and the values of tile t - 1, because these are multiplied together: a warpgroup forms
 the scores of a tile and adds up the values of the tile before in one go, then turns the scores into weights while
-another warpgroup has the tensor cores. Weights never leave registers.
+another warpgroup has the tensor cores. Weights never leave registers. With three warpgroups they take turns, so that
+they do not all want the tensor cores at once, and then all the exponentials.
 
 Tiles are visited from the last to the first: what a causal mask or the end of the keys cuts off lies in the first tile
 or two, which are peeled off, and the loop has no mask.
@@ -53,12 +54,15 @@ def forward_kernel(
     q_bar = gl.allocate_shared_memory(gl.int64, [1], mbarrier.MBarrierLayout())
     full = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
     empty = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
+    turns = gl.allocate_shared_memory(gl.int64, [WARPGROUPS, 1], mbarrier.MBarrierLayout())
     mbarrier.init(q_bar, count=1)
+    for w in gl.static_range(WARPGROUPS):
+        mbarrier.init(turns.index(w), count=1)
     for stage in gl.static_range(STAGES):
         mbarrier.init(full.index(stage), count=1)
         mbarrier.init(empty.index(stage), count=WARPGROUPS)
     fence_async_shared()
-    shared = (q_smem, k_smem, v_smem, q_bar, full, empty)
+    shared = (q_smem, k_smem, v_smem, q_bar, full, empty, turns)
 
     # Constants must stand in the call itself.
     if WARPGROUPS == 3:
@@ -108,7 +112,7 @@ def _produce(
     q_desc, k_desc, v_desc, shared, place,
     D: gl.constexpr, BLOCK_N: gl.constexpr, WARPGROUPS: gl.constexpr, STAGES: gl.constexpr,
 ):  # fmt: skip
-    q_smem, k_smem, v_smem, q_bar, full, empty = shared
+    q_smem, k_smem, v_smem, q_bar, full, empty, _ = shared
     batch, head, kv_head, _, row, tiles = place
     TILE: gl.constexpr = BLOCK_N * D * 2  # bytes
     mbarrier.expect(q_bar, WARPGROUPS * ROWS * D * 2)
@@ -141,7 +145,7 @@ def _consume(
     O_LAYOUT: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, D, 16])
     P_LAYOUT: gl.constexpr = gl.DotOperandLayout(0, O_LAYOUT, 2)
     ROW_LAYOUT: gl.constexpr = gl.SliceLayout(1, O_LAYOUT)
-    q_smem, k_smem, v_smem, q_bar, full, empty = shared
+    q_smem, k_smem, v_smem, q_bar, full, empty, turns = shared
     batch, head, _, index, block_row, tiles = place
     len_q, len_k, hi, factor = problem
     row = block_row + W * ROWS
@@ -155,13 +159,20 @@ def _consume(
     for t in range(first):  # only later queries see these
         mbarrier.wait(full.index(t % STAGES), t // STAGES & 1)
         mbarrier.arrive(empty.index(t % STAGES))
+        if not OVERLAP:
+            await_turn(turns, t, W)
+            mbarrier.arrive(turns.index(W))
     mbarrier.wait(q_bar, 0)
     slot = first % STAGES
     mbarrier.wait(full.index(slot), first // STAGES & 1)
     k = k_smem.index(slot).reshape((BLOCK_N, D))
     zeros = gl.zeros((ROWS, BLOCK_N), gl.float32, S_LAYOUT)
+    if not OVERLAP:
+        await_turn(turns, first, W)
     s = warpgroup_mma_wait(0, deps=[warpgroup_mma(q, k.permute((1, 0)), zeros, use_acc=False, is_async=True)])
     mbarrier.arrive(empty.index(slot))
+    if not OVERLAP:
+        mbarrier.arrive(turns.index(W))
     s = _masked(s, row, (own - 1) * BLOCK_N, len_k, hi, CAUSAL, BLOCK_N, S_LAYOUT)
     p, m, _ = _softmax(s, m, factor, True)
     l = _partial_sums(p, BLOCK_N)
@@ -171,11 +182,11 @@ def _consume(
         begin = gl.minimum(first + DIAGONALS, tiles)
         for t in range(first + 1, begin):
             o, weights, m, l = _step(
-                t, q, shared, place, problem, o, weights, m, l, row, True, CAUSAL, D, BLOCK_N, STAGES, OVERLAP
+                t, q, shared, place, problem, o, weights, m, l, row, W, True, CAUSAL, D, BLOCK_N, STAGES, OVERLAP
             )
     for t in range(begin, tiles):
         o, weights, m, l = _step(
-            t, q, shared, place, problem, o, weights, m, l, row, False, CAUSAL, D, BLOCK_N, STAGES, OVERLAP
+            t, q, shared, place, problem, o, weights, m, l, row, W, False, CAUSAL, D, BLOCK_N, STAGES, OVERLAP
         )
     slot = tiles % STAGES
     mbarrier.wait(full.index(slot), tiles // STAGES & 1)
@@ -196,17 +207,26 @@ def _consume(
 
 
 @gluon.jit
+def await_turn(turns, t, W: gl.constexpr):
+    """Warpgroup W multiplies for tile t after the one before it has; the first, after the last has for tile t - 1."""
+    if W == 0:
+        mbarrier.wait(turns.index(turns.shape[0] - 1), t & 1 ^ 1)
+    else:
+        mbarrier.wait(turns.index(W - 1), t & 1)
+
+
+@gluon.jit
 def _step(
     t, q, shared, place, problem, o, weights, m, l, row,
-    MASKED: gl.constexpr, CAUSAL: gl.constexpr, D: gl.constexpr, BLOCK_N: gl.constexpr, STAGES: gl.constexpr,
-    OVERLAP: gl.constexpr,
+    W: gl.constexpr, MASKED: gl.constexpr, CAUSAL: gl.constexpr, D: gl.constexpr, BLOCK_N: gl.constexpr,
+    STAGES: gl.constexpr, OVERLAP: gl.constexpr,
 ):  # fmt: skip
     """Scores and weights of tile t; the values of the tile before, by its weights.
 
     OVERLAP: weights are formed while the values are still added up, instead of after: for two warpgroups, which
-    together keep the tensor cores less busy than three.
+    together keep the tensor cores less busy than three. These take turns.
     """
-    _, k_smem, v_smem, _, full, empty = shared
+    _, k_smem, v_smem, _, full, empty, turns = shared
     tiles = place[5]
     _, len_k, hi, factor = problem
     S_LAYOUT: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, BLOCK_N, 16])
@@ -215,6 +235,8 @@ def _step(
     k = k_smem.index(slot).reshape((BLOCK_N, D))
     v = v_smem.index(slot).reshape((BLOCK_N, D))
     zeros = gl.zeros((ROWS, BLOCK_N), gl.float32, S_LAYOUT)
+    if not OVERLAP:
+        await_turn(turns, t, W)
     s_token = warpgroup_mma(q, k.permute((1, 0)), zeros, use_acc=False, is_async=True)
     o_token = warpgroup_mma(weights, v, o, is_async=True)
     if OVERLAP:
@@ -222,6 +244,7 @@ def _step(
     else:
         s, o, weights = warpgroup_mma_wait(0, deps=[s_token, o_token, weights])
         mbarrier.arrive(empty.index(slot))
+        mbarrier.arrive(turns.index(W))
     if MASKED:
         s = _masked(s, row, (tiles - 1 - t) * BLOCK_N, len_k, hi, CAUSAL, BLOCK_N, S_LAYOUT)
     p, m, rescale = _softmax(s, m, factor, MASKED)

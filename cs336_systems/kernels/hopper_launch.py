@@ -45,8 +45,9 @@ class Shape:
 FORWARD = {64: Shape(3, 4, False, 160), 128: Shape(2, 3, True, 240)}
 """By head dim. What a warpgroup holds of the output at 128 leaves registers for two of them, and two keep the tensor
 cores busy only if each overlaps its own products with its softmax."""
-BACKWARD_QUERIES = {64: 128, 128: 64}
-"""Head dim -> queries in a tile: what registers hold beside the gradients of the keys."""
+BACKWARD = {64: (128, True), 128: (64, False)}
+"""Head dim -> queries in a tile: what registers hold beside the gradients of the keys; and whether warpgroups take
+turns, which pays where there are many exponentials for the products."""
 
 
 def problem(q: Tensor, k: Tensor, v: Tensor, band: Band) -> "Problem":
@@ -127,7 +128,8 @@ class Problem:
     def plan_backward(
         self, q: Tensor, k: Tensor, v: Tensor, out: Tensor, grad: Tensor, dq: Tensor, dk: Tensor, dv: Tensor
     ) -> "Backward":
-        d, queries, all_heads = self.block_d, BACKWARD_QUERIES[self.block_d], self.batch * self.kv_heads
+        d, all_heads = self.block_d, self.batch * self.kv_heads
+        queries, turns = BACKWARD[d]
         blocks, q_blocks = triton.cdiv(self.len_k, KEYS), triton.cdiv(self.len_q, queries)
         passes = self.padded // ROWS_AT_ONCE
         copies, meta = not suits_tma(grad), torch.device("meta")
@@ -155,7 +157,7 @@ class Problem:
             before=(self.heads, self.kv_heads, self.group, self.len_k, self.padded, self.hi),
             after=(
                 *(blocks, q_blocks, all_heads, _section("backward", all_heads, 8 * d * self.len_q * self.group)),
-                *(self.causal, self.len_k % KEYS == 0, d, queries, self._cut(KEYS, queries), self.group > 1),
+                *(self.causal, self.len_k % KEYS == 0, d, queries, self._cut(KEYS, queries), self.group > 1, turns),
             ),
             starts={4: 0, 5: self.all_queries, 6: 2 * self.all_queries},
         )
