@@ -5,8 +5,8 @@ A program owns the queries of two or three warpgroups, 64 each. One more warpgro
 
 Stage t holds the keys of tile t and the values of tile t - 1, because these are multiplied together: a warpgroup forms
 the scores of a tile and adds up the values of the tile before in one go, then turns the scores into weights while
-another warpgroup has the tensor cores. Weights never leave registers. With three warpgroups they take turns, so that
-they do not all want the tensor cores at once, and then all the exponentials.
+another warpgroup has the tensor cores. Weights never leave registers. Three warpgroups take turns: left alone they fall
+into step, and all want the tensor cores at the same time, and then the exponentials.
 
 Tiles are visited from the last to the first: what a causal mask or the end of the keys cuts off lies in the first tile
 or two, which are peeled off, and the loop has no mask.
@@ -30,22 +30,26 @@ SLACK = gl.constexpr(8.0)
 """Powers of 2 by which a maximum may be behind. Weights stay below 2^8, in range for fp16 too."""
 
 
-@gluon.jit(do_not_specialize=["section"])
+@gluon.jit(do_not_specialize=["section", "shift", "wide"])
 def forward_kernel(
     q_desc, k_desc, v_desc, out_desc, lse,
-    heads, group, len_q, len_k, hi, scale, blocks, all_heads, section,
+    heads, group, len_q, len_k, hi, scale, blocks, all_heads, section, shift, wide,
     CAUSAL: gl.constexpr, D: gl.constexpr, BLOCK_N: gl.constexpr, WARPGROUPS: gl.constexpr, STAGES: gl.constexpr,
-    DIAGONALS: gl.constexpr, OVERLAP: gl.constexpr, REGISTERS: gl.constexpr,
+    DIAGONALS: gl.constexpr, OVERLAP: gl.constexpr, TURNS: gl.constexpr, REGISTERS: gl.constexpr,
 ):  # fmt: skip
-    """Output and logsumexp of 64 * WARPGROUPS queries. DIAGONALS: in how many tiles of a warpgroup a mask may cut."""
+    """Output and logsumexp of 64 * WARPGROUPS queries; of 64 less in blocks from `wide` on. The first block begins at
+    -`shift`. DIAGONALS: in how many tiles of a warpgroup a mask may cut."""
     block, index = assignment(blocks, all_heads, section)
     if CAUSAL:
         block = blocks - 1 - block  # the last queries see the most keys
-    row = block * (WARPGROUPS * ROWS)
-    last = gl.minimum(row + WARPGROUPS * ROWS, gl.cdiv(len_q, ROWS) * ROWS) - 1
-    tiles = _tiles(last, len_k, hi, CAUSAL, BLOCK_N)
+    row = block * (WARPGROUPS * ROWS) - gl.maximum(block - wide, 0) * ROWS - shift
+    end = row + WARPGROUPS * ROWS
+    if block >= wide:
+        end -= ROWS
+    end = gl.minimum(end, gl.cdiv(len_q, ROWS) * ROWS)
+    tiles = _tiles(end - 1, len_k, hi, CAUSAL, BLOCK_N)
     head = index % heads
-    place = (index // heads, head, head // group, index, row, tiles)
+    place = (index // heads, head, head // group, index, row, end, tiles)
     problem = (len_q, len_k, hi, scale * LOG2E)
 
     q_smem = gl.allocate_shared_memory(q_desc.dtype, [WARPGROUPS, 1, 1, ROWS, D], q_desc.layout)
@@ -64,14 +68,15 @@ def forward_kernel(
     fence_async_shared()
     shared = (q_smem, k_smem, v_smem, q_bar, full, empty, turns)
 
+    outs = (out_desc, lse)
     # Constants must stand in the call itself.
     if WARPGROUPS == 3:
         gl.warp_specialize(
             [
                 (_produce, (q_desc, k_desc, v_desc, shared, place, D, BLOCK_N, WARPGROUPS, STAGES)),
-                (_consume, (out_desc, lse, shared, place, problem, 0, CAUSAL, D, BLOCK_N, STAGES, DIAGONALS, OVERLAP)),
-                (_consume, (out_desc, lse, shared, place, problem, 1, CAUSAL, D, BLOCK_N, STAGES, DIAGONALS, OVERLAP)),
-                (_consume, (out_desc, lse, shared, place, problem, 2, CAUSAL, D, BLOCK_N, STAGES, DIAGONALS, OVERLAP)),
+                (_consume, (outs, shared, place, problem, 0, CAUSAL, D, BLOCK_N, STAGES, DIAGONALS, OVERLAP, TURNS)),
+                (_consume, (outs, shared, place, problem, 1, CAUSAL, D, BLOCK_N, STAGES, DIAGONALS, OVERLAP, TURNS)),
+                (_consume, (outs, shared, place, problem, 2, CAUSAL, D, BLOCK_N, STAGES, DIAGONALS, OVERLAP, TURNS)),
             ],
             [4, 4, 4],
             [REGISTERS, REGISTERS, REGISTERS],
@@ -80,8 +85,8 @@ def forward_kernel(
         gl.warp_specialize(
             [
                 (_produce, (q_desc, k_desc, v_desc, shared, place, D, BLOCK_N, WARPGROUPS, STAGES)),
-                (_consume, (out_desc, lse, shared, place, problem, 0, CAUSAL, D, BLOCK_N, STAGES, DIAGONALS, OVERLAP)),
-                (_consume, (out_desc, lse, shared, place, problem, 1, CAUSAL, D, BLOCK_N, STAGES, DIAGONALS, OVERLAP)),
+                (_consume, (outs, shared, place, problem, 0, CAUSAL, D, BLOCK_N, STAGES, DIAGONALS, OVERLAP, TURNS)),
+                (_consume, (outs, shared, place, problem, 1, CAUSAL, D, BLOCK_N, STAGES, DIAGONALS, OVERLAP, TURNS)),
             ],
             [4, 4],
             [REGISTERS, REGISTERS],
@@ -113,7 +118,7 @@ def _produce(
     D: gl.constexpr, BLOCK_N: gl.constexpr, WARPGROUPS: gl.constexpr, STAGES: gl.constexpr,
 ):  # fmt: skip
     q_smem, k_smem, v_smem, q_bar, full, empty, _ = shared
-    batch, head, kv_head, _, row, tiles = place
+    batch, head, kv_head, _, row, _, tiles = place
     TILE: gl.constexpr = BLOCK_N * D * 2  # bytes
     mbarrier.expect(q_bar, WARPGROUPS * ROWS * D * 2)
     for w in gl.static_range(WARPGROUPS):
@@ -136,19 +141,45 @@ def _produce(
 
 @gluon.jit
 def _consume(
-    out_desc, lse, shared, place, problem,
+    outs, shared, place, problem,
     W: gl.constexpr, CAUSAL: gl.constexpr, D: gl.constexpr, BLOCK_N: gl.constexpr, STAGES: gl.constexpr,
-    DIAGONALS: gl.constexpr, OVERLAP: gl.constexpr,
+    DIAGONALS: gl.constexpr, OVERLAP: gl.constexpr, TURNS: gl.constexpr,
 ):  # fmt: skip
-    """The queries of warpgroup W."""
+    """The queries of warpgroup W, if it has any."""
+    _, _, _, _, full, empty, turns = shared
+    _, _, _, _, block_row, end, tiles = place
+    row = block_row + W * ROWS
+    if (row >= 0) & (row < end):
+        _attend(outs, shared, place, problem, row, W, CAUSAL, D, BLOCK_N, STAGES, DIAGONALS, OVERLAP, TURNS)
+    else:
+        for t in range(tiles):
+            _pass_on(t, full, empty, turns, W, STAGES, TURNS)
+
+
+@gluon.jit
+def _pass_on(t, full, empty, turns, W: gl.constexpr, STAGES: gl.constexpr, TURNS: gl.constexpr):
+    """What the others wait for of a warpgroup that has no use for tile t."""
+    mbarrier.wait(full.index(t % STAGES), t // STAGES & 1)
+    mbarrier.arrive(empty.index(t % STAGES))
+    if TURNS:
+        await_turn(turns, t, W)
+        mbarrier.arrive(turns.index(W))
+
+
+@gluon.jit
+def _attend(
+    outs, shared, place, problem, row,
+    W: gl.constexpr, CAUSAL: gl.constexpr, D: gl.constexpr, BLOCK_N: gl.constexpr, STAGES: gl.constexpr,
+    DIAGONALS: gl.constexpr, OVERLAP: gl.constexpr, TURNS: gl.constexpr,
+):  # fmt: skip
     S_LAYOUT: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, BLOCK_N, 16])
     O_LAYOUT: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, D, 16])
     P_LAYOUT: gl.constexpr = gl.DotOperandLayout(0, O_LAYOUT, 2)
     ROW_LAYOUT: gl.constexpr = gl.SliceLayout(1, O_LAYOUT)
+    out_desc, lse = outs
     q_smem, k_smem, v_smem, q_bar, full, empty, turns = shared
-    batch, head, _, index, block_row, tiles = place
+    batch, head, _, index, _, _, tiles = place
     len_q, len_k, hi, factor = problem
-    row = block_row + W * ROWS
     own = gl.minimum(_tiles(row + ROWS - 1, len_k, hi, CAUSAL, BLOCK_N), tiles)
     first = tiles - own
     q_place = q_smem.index(W)
@@ -157,21 +188,17 @@ def _consume(
     o = gl.zeros((ROWS, D), gl.float32, O_LAYOUT)
 
     for t in range(first):  # only later queries see these
-        mbarrier.wait(full.index(t % STAGES), t // STAGES & 1)
-        mbarrier.arrive(empty.index(t % STAGES))
-        if not OVERLAP:
-            await_turn(turns, t, W)
-            mbarrier.arrive(turns.index(W))
+        _pass_on(t, full, empty, turns, W, STAGES, TURNS)
     mbarrier.wait(q_bar, 0)
     slot = first % STAGES
     mbarrier.wait(full.index(slot), first // STAGES & 1)
     k = k_smem.index(slot).reshape((BLOCK_N, D))
     zeros = gl.zeros((ROWS, BLOCK_N), gl.float32, S_LAYOUT)
-    if not OVERLAP:
+    if TURNS:
         await_turn(turns, first, W)
     s = warpgroup_mma_wait(0, deps=[warpgroup_mma(q, k.permute((1, 0)), zeros, use_acc=False, is_async=True)])
     mbarrier.arrive(empty.index(slot))
-    if not OVERLAP:
+    if TURNS:
         mbarrier.arrive(turns.index(W))
     s = _masked(s, row, (own - 1) * BLOCK_N, len_k, hi, CAUSAL, BLOCK_N, S_LAYOUT)
     p, m, _ = _softmax(s, m, factor, True)
@@ -182,11 +209,11 @@ def _consume(
         begin = gl.minimum(first + DIAGONALS, tiles)
         for t in range(first + 1, begin):
             o, weights, m, l = _step(
-                t, q, shared, place, problem, o, weights, m, l, row, W, True, CAUSAL, D, BLOCK_N, STAGES, OVERLAP
+                t, q, shared, place, problem, o, weights, m, l, row, W, True, CAUSAL, D, BLOCK_N, STAGES, OVERLAP, TURNS
             )
     for t in range(begin, tiles):
         o, weights, m, l = _step(
-            t, q, shared, place, problem, o, weights, m, l, row, W, False, CAUSAL, D, BLOCK_N, STAGES, OVERLAP
+            t, q, shared, place, problem, o, weights, m, l, row, W, False, CAUSAL, D, BLOCK_N, STAGES, OVERLAP, TURNS
         )
     slot = tiles % STAGES
     mbarrier.wait(full.index(slot), tiles // STAGES & 1)
@@ -219,15 +246,15 @@ def await_turn(turns, t, W: gl.constexpr):
 def _step(
     t, q, shared, place, problem, o, weights, m, l, row,
     W: gl.constexpr, MASKED: gl.constexpr, CAUSAL: gl.constexpr, D: gl.constexpr, BLOCK_N: gl.constexpr,
-    STAGES: gl.constexpr, OVERLAP: gl.constexpr,
+    STAGES: gl.constexpr, OVERLAP: gl.constexpr, TURNS: gl.constexpr,
 ):  # fmt: skip
     """Scores and weights of tile t; the values of the tile before, by its weights.
 
-    OVERLAP: weights are formed while the values are still added up, instead of after: for two warpgroups, which
-    together keep the tensor cores less busy than three. These take turns.
+    OVERLAP: weights are formed while the values are still added up, instead of after. TURNS: a warpgroup multiplies
+    when the one before it has its scores.
     """
     _, k_smem, v_smem, _, full, empty, turns = shared
-    tiles = place[5]
+    tiles = place[6]
     _, len_k, hi, factor = problem
     S_LAYOUT: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, BLOCK_N, 16])
     slot = t % STAGES
@@ -235,7 +262,7 @@ def _step(
     k = k_smem.index(slot).reshape((BLOCK_N, D))
     v = v_smem.index(slot).reshape((BLOCK_N, D))
     zeros = gl.zeros((ROWS, BLOCK_N), gl.float32, S_LAYOUT)
-    if not OVERLAP:
+    if TURNS:
         await_turn(turns, t, W)
     s_token = warpgroup_mma(q, k.permute((1, 0)), zeros, use_acc=False, is_async=True)
     o_token = warpgroup_mma(weights, v, o, is_async=True)
@@ -244,6 +271,7 @@ def _step(
     else:
         s, o, weights = warpgroup_mma_wait(0, deps=[s_token, o_token, weights])
         mbarrier.arrive(empty.index(slot))
+    if TURNS:
         mbarrier.arrive(turns.index(W))
     if MASKED:
         s = _masked(s, row, (tiles - 1 - t) * BLOCK_N, len_k, hi, CAUSAL, BLOCK_N, S_LAYOUT)

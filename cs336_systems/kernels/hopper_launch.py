@@ -5,6 +5,8 @@ that the copy engine can move, which it pads to 64 or 128 with zeros. `attention
 else is flash_launch.py's.
 """
 
+import functools
+import heapq
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from types import MappingProxyType
@@ -39,12 +41,20 @@ class Shape:
     warpgroups: int
     stages: int
     overlap: bool
+    turns: bool
     registers: int
 
 
-FORWARD = {64: Shape(3, 4, False, 160), 128: Shape(2, 3, True, 240)}
-"""By head dim. What a warpgroup holds of the output at 128 leaves registers for two of them, and two keep the tensor
-cores busy only if each overlaps its own products with its softmax."""
+FORWARD = {
+    (64, False): Shape(3, 4, True, True, 160),
+    (64, True): Shape(3, 4, False, True, 160),
+    (128, False): Shape(2, 3, True, False, 240),
+    (128, True): Shape(2, 3, True, False, 240),
+}
+"""By head dim, and whether a mask cuts. What a warpgroup holds of the output at 128 leaves registers for two of them,
+and two keep the tensor cores busy only if each overlaps its own products with its softmax."""
+NARROW = {3: 0.7, 2: 0.6}
+"""Warpgroups of a block -> what a block of one less takes of its time."""
 BACKWARD = {64: (128, True), 128: (64, False)}
 """Head dim -> queries in a tile: what registers hold beside the gradients of the keys; and whether warpgroups take
 turns, which pays where there are many exponentials for the products."""
@@ -110,8 +120,13 @@ class Problem:
 
     def plan_forward(self, tensors: Sequence[Tensor]) -> Plan:
         """tensors: q, k, v, out."""
-        d, shape, all_heads = self.block_d, FORWARD[self.block_d], self.batch * self.heads
-        blocks = triton.cdiv(self.len_q, ROWS * shape.warpgroups)
+        d, shape, all_heads = self.block_d, FORWARD[self.block_d, self.causal], self.batch * self.heads
+        groups = triton.cdiv(self.len_q, ROWS)
+        blocks = wide = triton.cdiv(groups, shape.warpgroups)
+        # The block that is not full is the first, which sees the fewest keys, or the last, which starts last.
+        shift = (blocks * shape.warpgroups - groups) * ROWS if self.causal else 0
+        if not self.causal:
+            blocks, wide = split(groups, shape.warpgroups, all_heads, _multiprocessors(self.device))
         return self._plan(
             hopper_forward.forward_kernel,
             blocks * all_heads,
@@ -119,9 +134,9 @@ class Problem:
             [(1, 1, rows, d) for rows in (ROWS, KEYS, KEYS, ROWS)],
             before=(self.heads, self.group, self.len_q, self.len_k, self.hi),
             after=(
-                *(blocks, all_heads, _section("forward", all_heads, 4 * d * self.len_k)),
+                *(blocks, all_heads, _section("forward", all_heads, 4 * d * self.len_k), shift, wide),
                 *(self.causal, d, KEYS, shape.warpgroups, shape.stages, self._cut(ROWS, KEYS)),
-                *(shape.overlap, shape.registers),
+                *(shape.overlap, shape.turns, shape.registers),
             ),
         )
 
@@ -187,6 +202,37 @@ class Problem:
             return 1
         shift = self.hi % visited  # where the diagonal begins in a tile; programs begin at multiples of `own`
         return max(1, *(triton.cdiv((start + shift) % visited + own, visited) for start in range(0, visited, own)))
+
+
+def split(groups: int, warpgroups: int, heads: int, multiprocessors: int) -> tuple[int, int]:
+    """Blocks for a head's groups of 64 queries, and how many are wide; the others, one group narrower, come last.
+
+    All wide ones take equally long: 1.1 times as many as there are multiprocessors take twice as long as exactly as
+    many do. Some narrow ones among the last make the end more even. Tried are a few numbers of them, up to two rounds.
+    """
+
+    def end(wide: int) -> float:
+        """When the last one ends, each having begun where a multiprocessor was free."""
+        free = [0.0] * multiprocessors
+        for count, time in ((wide * heads, 1.0), (narrow(wide) * heads, NARROW[warpgroups])):
+            rounds, count = divmod(count, multiprocessors)
+            free = [t + rounds * time for t in free]
+            for _ in range(count):
+                heapq.heapreplace(free, free[0] + time)
+        return max(free)
+
+    def narrow(wide: int) -> int:
+        return max(0, triton.cdiv(groups - wide * warpgroups, warpgroups - 1))
+
+    most = triton.cdiv(groups, warpgroups)
+    fewest = max(0, most - triton.cdiv(2 * multiprocessors, heads))
+    wide = min(range(most, fewest - 1, -max(1, (most - fewest) // 16)), key=end)
+    return wide + narrow(wide), wide
+
+
+@functools.cache
+def _multiprocessors(device: int | None) -> int:
+    return 132 if device is None else torch.cuda.get_device_properties(device).multi_processor_count
 
 
 def _section(kernel: str, all_heads: int, bytes_of_head: int) -> int:
