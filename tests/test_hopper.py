@@ -29,6 +29,7 @@ REQUESTS = {
     # All that makes another kernel: head dim, mask, tiles that a diagonal may cut, a ragged end, shared heads, dtype.
     "forward": [
         ("forward", 64, "bfloat16", LENGTH, LENGTH, 0, 1),
+        ("forward", 64, "bfloat16", LENGTH, LENGTH, None, 1),
         ("forward", 64, "float16", ODD, LENGTH, 17, 4),
         ("forward", 80, "bfloat16", ODD, LENGTH, 17, 1),
     ],
@@ -181,3 +182,53 @@ def test_they_are_one_node_of_a_compiled_graph(on_a_hopper_gpu, dynamic):
     with pytest.raises(Exception, match="TracedError"):
         compiled(*torch.zeros(3, 2, 4, 384, 64, dtype=torch.bfloat16))
     assert any("flash_hopper_forward" in name for name in seen), seen
+
+
+# -- how queries are shared out ----------------------------------------------------------------------------------------
+
+
+@needs_gluon
+@pytest.mark.parametrize("warpgroups", [2, 3])
+@pytest.mark.parametrize("heads", [1, 7, 16, 64, 1000])
+@pytest.mark.parametrize("groups", [1, 2, 3, 4, 5, 32, 256, 1023])
+def test_blocks_hold_all_queries_and_no_block_is_for_nothing(groups, heads, warpgroups):
+    from cs336_systems.kernels.hopper_launch import split
+
+    blocks, wide = split(groups, warpgroups, heads, 132)
+    held = wide * warpgroups + (blocks - wide) * (warpgroups - 1)
+    assert held >= groups
+    last = warpgroups if blocks == wide else warpgroups - 1
+    assert held - last < groups
+
+
+@needs_gluon
+def test_narrow_blocks_are_for_a_last_round_that_is_not_full():
+    from cs336_systems.kernels.hopper_launch import split
+
+    assert split(132 * 3, 3, 1, 132) == (132, 132)
+    assert split(8 * 132 * 3, 3, 1, 132) == (8 * 132, 8 * 132)
+    blocks, wide = split(256, 3, 16, 132)  # 10.3 rounds of wide ones would take 11
+    assert blocks > wide > 70
+    assert split(5, 3, 8, 132) == (3, 0)  # all at once: the narrower, the sooner
+
+
+@needs_gluon
+@pytest.mark.parametrize("len_q", [1, 64, 65, 128, 192, 500, 16384])
+@pytest.mark.parametrize("hi", [0, 100, None])
+def test_every_query_is_in_one_block(len_q, hi):
+    """As the kernel places them."""
+    from cs336_systems.kernels.hopper_launch import ROWS, Problem
+
+    q = torch.empty(1, 2, len_q, 64, dtype=torch.bfloat16, device="meta")
+    k = torch.empty(1, 2, 20000, 64, dtype=torch.bfloat16, device="meta")
+    plan = Problem(q, k, k, Band(None, hi)).plan_forward((q, k, k, q))
+    blocks, _, _, shift, wide, causal, _, _, warpgroups = plan.after[:9]
+    assert causal == (hi is not None)
+    begins = []
+    for block in range(blocks):
+        row = block * warpgroups * ROWS - max(block - wide, 0) * ROWS - shift
+        end = min(row + (warpgroups - (block >= wide)) * ROWS, -(-len_q // ROWS) * ROWS)
+        begins += [own for own in range(row, row + warpgroups * ROWS, ROWS) if 0 <= own < end]
+    assert begins == list(range(0, len_q, ROWS))
+    if hi is not None:  # the block that is not full is the one that sees the fewest keys
+        assert blocks * warpgroups * ROWS - shift == -(-len_q // ROWS) * ROWS

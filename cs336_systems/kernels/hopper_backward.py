@@ -179,6 +179,11 @@ def _consume(
                 dk, dv = _tile(t, tiles, bars, place, problem, dk, dv, True, False, W, EVEN, GROUPED, D, BLOCK_M, TURNS)
         for t in range(cut, group * count if GROUPED else count):
             dk, dv = _tile(t, tiles, bars, place, problem, dk, dv, False, False, W, EVEN, GROUPED, D, BLOCK_M, TURNS)
+
+    # Of V each warpgroup reads only its own part, and has done so for the last time.
+    v_smem.reshape((BLOCK_N, D)).slice(W * ROWS, ROWS).store(dv.to(v_smem.dtype))
+    fence_async_shared()
+    tma.async_copy_shared_to_global(dv_desc, [batch, kv_head, own, 0], v_smem.slice(W * ROWS, ROWS, dim=2))
     last = group * count - 1
     mbarrier.wait(bars[2].index(last % STAGES), last // STAGES & 1)
     dq = warpgroup_mma_wait(0, deps=[_half_of_dq(last, tiles, W, D, BLOCK_M)])
@@ -187,16 +192,11 @@ def _consume(
     fence_async_shared()
     mbarrier.arrive(bars[2].index((last + 1) % STAGES))
 
-    # Of V each warpgroup reads only its own part, and has done so for the last time.
-    part = v_smem.slice(W * ROWS, ROWS, dim=2)
-    rows = v_smem.reshape((BLOCK_N, D)).slice(W * ROWS, ROWS)
-    rows.store(dv.to(v_smem.dtype))
+    # Both are through the last queries, and no more will come.
+    spare = tiles[0].index(W)
+    spare.reshape((BLOCK_M, D)).slice(0, ROWS).store((dk * problem[2]).to(v_smem.dtype))
     fence_async_shared()
-    tma.async_copy_shared_to_global(dv_desc, [batch, kv_head, own, 0], part)
-    tma.store_wait(0)
-    rows.store((dk * problem[2]).to(v_smem.dtype))
-    fence_async_shared()
-    tma.async_copy_shared_to_global(dk_desc, [batch, kv_head, own, 0], part)
+    tma.async_copy_shared_to_global(dk_desc, [batch, kv_head, own, 0], spare.slice(0, ROWS, dim=2))
     tma.store_wait(0)
 
 
