@@ -145,6 +145,8 @@ class Problem:
     ) -> "Backward":
         d, all_heads = self.block_d, self.batch * self.kv_heads
         queries, turns = BACKWARD[d]
+        even = self.len_k % KEYS == 0
+        turns = turns and (even or self.group == 1)  # else they would take registers that are not there
         blocks, q_blocks = triton.cdiv(self.len_k, KEYS), triton.cdiv(self.len_q, queries)
         passes = self.padded // ROWS_AT_ONCE
         copies, meta = not suits_tma(grad), torch.device("meta")
@@ -172,7 +174,7 @@ class Problem:
             before=(self.heads, self.kv_heads, self.group, self.len_k, self.padded, self.hi),
             after=(
                 *(blocks, q_blocks, all_heads, _section("backward", all_heads, 8 * d * self.len_q * self.group)),
-                *(self.causal, self.len_k % KEYS == 0, d, queries, self._cut(KEYS, queries), self.group > 1, turns),
+                *(self.causal, even, d, queries, self._cut(KEYS, queries), self.group > 1, turns),
             ),
             starts={4: 0, 5: self.all_queries, 6: 2 * self.all_queries},
         )
