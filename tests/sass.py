@@ -11,6 +11,9 @@
      last ones (https://github.com/triton-lang/triton/issues/9433). Results are wrong now and then.
 2. Spills: registers put on the stack (STL) and back (LDL).
 3. Remarks C7510 to C7520: products that wait for each other.
+4. Signals. One thread arrives at a barrier in shared memory (SYNCS.ARRIVE) for its warpgroup, which may say that what
+   products read is read. Each warp waits for its own products (WARPGROUP.DEPBAR), so the four have to meet in between
+   (BAR.SYNC). The compiler sees to it, as long as something else than products makes it.
 
 How a register that is overwritten is told from one that is meant to change, as the weights of the tile before do:
    - What the loop writes there is packed numbers of 16 bits, or a load. (Not so for TF32, where any number may do.)
@@ -353,6 +356,19 @@ def _groups(instruction: Instruction, before: int) -> int:
     return min(before + (instruction.is_product and "gsb0" in instruction.operands), 8)
 
 
+def early_signals(sass: str) -> list[str]:
+    """A line for each arrival that a warp may come to before the others of its warpgroup have waited for products."""
+    found: set[tuple[str, str]] = set()
+    for code in parse(sass).values():
+        meetings = {i for i, x in enumerate(code.instructions) if x.opcode.startswith("BAR.SYNC")}
+        for i, wait in enumerate(code.instructions):
+            if wait.opcode.startswith("WARPGROUP.DEPBAR"):
+                ahead = _closure(code.after[i], code.after, meetings)
+                signals = (code.instructions[j] for j in sorted(ahead))
+                found |= {(str(x), str(wait)) for x in signals if x.opcode.startswith("SYNCS.ARRIVE")}
+    return [f"{signal} may come before other warps are through {wait}" for signal, wait in sorted(found)]
+
+
 class Spills(NamedTuple):
     """Instructions that move registers to the stack or back."""
 
@@ -387,7 +403,7 @@ class Report:
     loops: tuple[LoopSize, ...]
     """Innermost ones with products."""
     findings: tuple[str, ...]
-    """Operands overwritten."""
+    """Operands overwritten, signals given too early."""
     spills_in_loops: int
     spills_outside: int
     remarks: tuple[str, ...]
@@ -406,7 +422,7 @@ def read(compiled: Any) -> Report:
         stack=int(resources[2]),
         shared=compiled.metadata.shared,
         loops=tuple(LoopSize(loop.address, len(loop.body), len(loop.products)) for loop in loops),
-        findings=tuple(overwritten_operands(sass)),
+        findings=(*overwritten_operands(sass), *early_signals(sass)),
         spills_in_loops=len(in_loops),
         spills_outside=len(outside),
         remarks=tuple(dict.fromkeys(REMARK.findall(assemble(compiled.asm["ptx"])[1]))),

@@ -79,8 +79,8 @@ def test_the_code_compiled_by_the_oldest_triton_that_can():
 @needs_gluon
 @pytest.mark.parametrize("group", REQUESTS)
 def test_the_compiled_code(group):
-    """No operand of a matrix product overwritten too early, no spilled register read or written in a loop over tiles,
-    and nothing that made the assembler run products one after another."""
+    """No operand of a matrix product overwritten too early, no signal before products are done, no spilled register
+    read or written in a loop over tiles, and nothing that made the assembler run products one after another."""
     for request, report in reports(group):
         where = f"{request}: {report}"
         assert report["findings"] == [], where
@@ -91,12 +91,11 @@ def test_the_compiled_code(group):
 
 
 ALLOWED_SPILLS = {
-    ("backward", 64, "float16", ODD, ODD, 17, 4): 60,
-    ("backward", 80, "float16", LENGTH, ODD, 17, 1): 50,
-    ("backward", 128, "bfloat16", LENGTH, LENGTH, None, 1): 16,
+    ("backward", 64, "float16", ODD, ODD, 17, 4): 1,
+    ("backward", 80, "float16", LENGTH, ODD, 17, 1): 16,
 }
-"""Request -> instructions in its loops that move spilled registers. Nearly all are in loops over tiles that a mask may
-cut: there the positions of queries and keys need registers, too."""
+"""Request -> instructions in its loops that move spilled registers, over tiles that a mask may cut: there the positions
+of queries and keys need registers, too."""
 
 
 # -- when they are chosen ---------------------------------------------------------------------------------------------

@@ -273,6 +273,30 @@ def test_the_next_iteration_writes_to_an_operand_too_early() -> None:
     assert sass.overwritten_operands(loop(*body[:-1], WAIT, before=[])) == []
 
 
+# -- signals ----------------------------------------------------------------------------------------------------------
+
+SIGNAL = "@!P1 SYNCS.ARRIVE.TRANS64 RZ, [UR6+0x30], RZ"
+MEET = "BAR.SYNC.DEFER_BLOCKING 0x2, 0x80"
+
+
+@pytest.mark.parametrize(
+    ("lines", "early"),
+    [
+        ([PRODUCT, WAIT, SIGNAL], True),
+        ([PRODUCT, MEET, WAIT, SIGNAL], True),
+        ([PRODUCT, WAIT, "BAR.ARV 0x2, 0x80", SIGNAL], True),
+        ([PRODUCT, WAIT, MEET, SIGNAL], False),
+        ([SIGNAL, PRODUCT, WAIT], True),  # in the next iteration
+        ([SIGNAL, PRODUCT, WAIT, MEET], False),
+        ([PRODUCT, WAIT, "@P2 BRA on", MEET, "on:", SIGNAL], True),
+    ],
+)
+def test_a_signal_may_come_before_other_warps_are_through(lines: list[str], early: bool) -> None:
+    found = sass.early_signals(loop(*lines))
+    assert bool(found) == early
+    assert all(re.search(r"SYNCS.ARRIVE.* may come before other warps are through WARPGROUP", line) for line in found)
+
+
 # -- spills -----------------------------------------------------------------------------------------------------------
 
 

@@ -11,8 +11,8 @@ later, when the other has long stored its part. A third warpgroup, the producer,
 queries, and add each dQ to fp32 sums in global memory. The order of these additions differs from run to run, and so do
 the last bits of dQ; those of dK and dV do not.
 
-With TURNS a warpgroup begins a tile when the other has its dS of the tile before: left alone they fall into step, and
-want the tensor cores at the same time, and then the exponentials.
+A warpgroup begins a tile when the other has its dS of the tile before: left alone they fall into step, and want the
+tensor cores at the same time, and then the exponentials.
 
 `prepare_kernel` makes what the loop reads for each query, and zeros for dQ; `finish_kernel` rounds dQ.
 """
@@ -53,7 +53,7 @@ def backward_kernel(
     q_desc, k_desc, v_desc, do_desc, lse_desc, delta_desc, dq_desc, dk_desc, dv_desc,
     heads, kv_heads, group, len_k, padded, hi, scale, blocks, q_blocks, all_heads, section,
     CAUSAL: gl.constexpr, EVEN: gl.constexpr, D: gl.constexpr, BLOCK_M: gl.constexpr, DIAGONALS: gl.constexpr,
-    GROUPED: gl.constexpr, TURNS: gl.constexpr,
+    GROUPED: gl.constexpr,
 ):  # fmt: skip
     """dK and dV of 128 keys, and their part of dQ. EVEN: len_k is a multiple of 128; GROUPED: heads share keys;
     DIAGONALS: in how many blocks of queries a mask may cut."""
@@ -68,11 +68,11 @@ def backward_kernel(
     q_smem = gl.allocate_shared_memory(q_desc.dtype, [STAGES, 1, 1, BLOCK_M, D], q_desc.layout)
     do_smem = gl.allocate_shared_memory(q_desc.dtype, [STAGES, 1, 1, BLOCK_M, D], q_desc.layout)
     k_smem = gl.allocate_shared_memory(k_desc.dtype, [1, 1, BLOCK_N, D], k_desc.layout)
-    v_smem = gl.allocate_shared_memory(v_desc.dtype, [1, 1, BLOCK_N, D], v_desc.layout)
+    v_smem = gl.allocate_shared_memory(v_desc.dtype, [1, 1, 1, BLOCK_N, D], v_desc.layout)  # why one more: `_tile`
     lse_smem = gl.allocate_shared_memory(gl.float32, [STAGES, BLOCK_M], lse_desc.layout)
     delta_smem = gl.allocate_shared_memory(gl.float32, [STAGES, BLOCK_M], delta_desc.layout)
-    DS_LAYOUT: gl.constexpr = gl.NVMMASharedLayout.get_default_for([BLOCK_N, BLOCK_M], q_desc.dtype)
-    ds_smem = gl.allocate_shared_memory(q_desc.dtype, [STAGES, BLOCK_N, BLOCK_M], DS_LAYOUT)
+    DS_LAYOUT: gl.constexpr = gl.NVMMASharedLayout.get_default_for([BLOCK_M, BLOCK_N], q_desc.dtype)
+    ds_smem = gl.allocate_shared_memory(q_desc.dtype, [STAGES, BLOCK_M, BLOCK_N], DS_LAYOUT)  # transposed: for dQ
     dq_smem = gl.allocate_shared_memory(gl.float32, [2, 4 * WARP, WARP], dq_desc.layout)
     kv_bar = gl.allocate_shared_memory(gl.int64, [1], mbarrier.MBarrierLayout())
     full = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
@@ -95,8 +95,8 @@ def backward_kernel(
     gl.warp_specialize(
         [
             (_produce, (descs, dq_desc, tiles, bars, place, heads, padded, GROUPED, D, BLOCK_M)),
-            (_consume, (outs, tiles, bars, place, problem, 0, CAUSAL, EVEN, D, BLOCK_M, DIAGONALS, GROUPED, TURNS)),
-            (_consume, (outs, tiles, bars, place, problem, 1, CAUSAL, EVEN, D, BLOCK_M, DIAGONALS, GROUPED, TURNS)),
+            (_consume, (outs, tiles, bars, place, problem, 0, CAUSAL, EVEN, D, BLOCK_M, DIAGONALS, GROUPED)),
+            (_consume, (outs, tiles, bars, place, problem, 1, CAUSAL, EVEN, D, BLOCK_M, DIAGONALS, GROUPED)),
         ],
         [4, 4],
         [240, 240],
@@ -114,7 +114,7 @@ def _produce(
     batch, kv_head, group, column, _, count = place
     mbarrier.expect(kv_bar, 2 * BLOCK_N * D * 2)
     tma.async_copy_global_to_shared(k_desc, [batch, kv_head, column, 0], kv_bar, k_smem)
-    tma.async_copy_global_to_shared(v_desc, [batch, kv_head, column, 0], kv_bar, v_smem)
+    tma.async_copy_global_to_shared(v_desc, [batch, kv_head, column, 0], kv_bar, v_smem.index(0))
     for t in range(group * count + STAGES + 1):
         slot = t % STAGES
         mbarrier.wait(done.index(slot), (t // STAGES & 1) ^ 1)
@@ -150,35 +150,33 @@ def _position(t, place, GROUPED: gl.constexpr, BLOCK_M: gl.constexpr):
 def _consume(
     outs, tiles, bars, place, problem,
     W: gl.constexpr, CAUSAL: gl.constexpr, EVEN: gl.constexpr, D: gl.constexpr, BLOCK_M: gl.constexpr,
-    DIAGONALS: gl.constexpr, GROUPED: gl.constexpr, TURNS: gl.constexpr,
+    DIAGONALS: gl.constexpr, GROUPED: gl.constexpr,
 ):  # fmt: skip
     """The keys of warpgroup W."""
     KV_LAYOUT: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, D, 16])
     dk_desc, dv_desc = outs
-    v_smem = tiles[5]
+    v_smem = tiles[5].index(0)
     batch, kv_head, group, column, _, count = place
     own = column + W * ROWS
     dk = gl.zeros((ROWS, D), gl.float32, KV_LAYOUT)
     dv = gl.zeros((ROWS, D), gl.float32, KV_LAYOUT)
     mbarrier.wait(bars[0], 0)
-    dk, dv = _tile(0, tiles, bars, place, problem, dk, dv, CAUSAL, True, W, EVEN, GROUPED, D, BLOCK_M, TURNS)
+    dk, dv = _tile(0, tiles, bars, place, problem, dk, dv, CAUSAL, True, W, EVEN, GROUPED, D, BLOCK_M)
     cut = 1
     if DIAGONALS > 1:
         cut = gl.minimum(DIAGONALS, count)
     if GROUPED and CAUSAL:  # the mask cuts the first blocks of every query head
         for start in range(0, group * count, count):
             for t in range(gl.maximum(start, 1), start + cut):
-                dk, dv = _tile(t, tiles, bars, place, problem, dk, dv, True, False, W, EVEN, GROUPED, D, BLOCK_M, TURNS)
+                dk, dv = _tile(t, tiles, bars, place, problem, dk, dv, True, False, W, EVEN, GROUPED, D, BLOCK_M)
             for t in range(start + cut, start + count):
-                dk, dv = _tile(
-                    t, tiles, bars, place, problem, dk, dv, False, False, W, EVEN, GROUPED, D, BLOCK_M, TURNS
-                )
+                dk, dv = _tile(t, tiles, bars, place, problem, dk, dv, False, False, W, EVEN, GROUPED, D, BLOCK_M)
     else:
         if DIAGONALS > 1:
             for t in range(1, cut):
-                dk, dv = _tile(t, tiles, bars, place, problem, dk, dv, True, False, W, EVEN, GROUPED, D, BLOCK_M, TURNS)
+                dk, dv = _tile(t, tiles, bars, place, problem, dk, dv, True, False, W, EVEN, GROUPED, D, BLOCK_M)
         for t in range(cut, group * count if GROUPED else count):
-            dk, dv = _tile(t, tiles, bars, place, problem, dk, dv, False, False, W, EVEN, GROUPED, D, BLOCK_M, TURNS)
+            dk, dv = _tile(t, tiles, bars, place, problem, dk, dv, False, False, W, EVEN, GROUPED, D, BLOCK_M)
 
     # Of V each warpgroup reads only its own part, and has done so for the last time.
     v_smem.reshape((BLOCK_N, D)).slice(W * ROWS, ROWS).store(dv.to(v_smem.dtype))
@@ -204,7 +202,7 @@ def _consume(
 def _tile(
     t, tiles, bars, place, problem, dk, dv,
     MASKED: gl.constexpr, FIRST: gl.constexpr, W: gl.constexpr, EVEN: gl.constexpr, GROUPED: gl.constexpr,
-    D: gl.constexpr, BLOCK_M: gl.constexpr, TURNS: gl.constexpr,
+    D: gl.constexpr, BLOCK_M: gl.constexpr,
 ):  # fmt: skip
     """One block of queries; dQ of the block before, unless this is the FIRST."""
     S_LAYOUT: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, BLOCK_M, 16])
@@ -219,10 +217,11 @@ def _tile(
     q = q_smem.index(slot).reshape((BLOCK_M, D))
     do = do_smem.index(slot).reshape((BLOCK_M, D))
     k = k_smem.reshape((BLOCK_N, D)).slice(W * ROWS, ROWS)
-    v = v_smem.reshape((BLOCK_N, D)).slice(W * ROWS, ROWS)
+    # V has one place, 0. Were that known to the compiler, it would keep V's matrix descriptors in registers over the
+    # loop, 16 of them, and spill others.
+    v = v_smem.index(t >> 30).reshape((BLOCK_N, D)).slice(W * ROWS, ROWS)
     zeros = gl.zeros((ROWS, BLOCK_M), gl.float32, S_LAYOUT)
-    if TURNS:
-        await_turn(turns, t, W)
+    await_turn(turns, t, W)
     s_token = warpgroup_mma(k, q.permute((1, 0)), zeros, use_acc=False, is_async=True)
     dp_token = warpgroup_mma(v, do.permute((1, 0)), zeros, use_acc=False, is_async=True)
     s = warpgroup_mma_wait(1, deps=[s_token])
@@ -242,23 +241,27 @@ def _tile(
     delta = _of_queries(delta_smem.index(slot), BLOCK_M, S_LAYOUT)
     ds = (p * (dp - delta[None, :])).to(dtype)
     ds16 = gl.convert_layout(ds, OPERAND, assert_trivial=True)
-    if TURNS:
-        mbarrier.arrive(turns.index(W))
+    mbarrier.arrive(turns.index(W))
+    ds_place = ds_smem.index(slot).slice(W * ROWS, ROWS, dim=1)
     if FIRST:
         dv_token = warpgroup_mma(p16, do, dv, is_async=True)
         dk_token = warpgroup_mma(ds16, q, dk, is_async=True)
         dv, dk, p16, ds16 = warpgroup_mma_wait(0, deps=[dv_token, dk_token, p16, ds16])
-        ds_smem.index(slot).slice(W * ROWS, ROWS).store(ds)
+        ds_place.store(gl.permute(ds, (1, 0)))
     else:
         # Both have stored their dS of the tile before, and have read the one before that, which is overwritten here.
         mbarrier.wait(done.index((t - 1) % STAGES), (t - 1) // STAGES & 1)
         dq_token = _half_of_dq(t - 1, tiles, W, D, BLOCK_M)
+        if D == 64:  # measured: here for 64, below for 128
+            ds_place.store(gl.permute(ds, (1, 0)))
         dv_token = warpgroup_mma(p16, do, dv, is_async=True)
-        ds_smem.index(slot).slice(W * ROWS, ROWS).store(ds)
+        if D != 64:
+            ds_place.store(gl.permute(ds, (1, 0)))
         dk_token = warpgroup_mma(ds16, q, dk, is_async=True)
-        dv, dk, dq, p16, ds16 = warpgroup_mma_wait(0, deps=[dv_token, dk_token, dq_token, p16, ds16])
+        dq = warpgroup_mma_wait(2, deps=[dq_token])
         mbarrier.wait(free, t & 1)  # dQ before this one was taken away
         _store_dq(dq, dq_smem.index(W))
+        dv, dk, p16, ds16 = warpgroup_mma_wait(0, deps=[dv_token, dk_token, p16, ds16])
     fence_async_shared()
     # Also that the queries were read for the last time: the store above lies between their products and this.
     mbarrier.arrive(done.index(slot))
@@ -288,11 +291,11 @@ def _half_of_dq(t, tiles, W: gl.constexpr, D: gl.constexpr, BLOCK_M: gl.constexp
     k = tiles[4].reshape((BLOCK_N, D))
     ds = tiles[6].index(t % STAGES)
     if BLOCK_M == 128:
-        ds = ds.slice(W * HALF, HALF, dim=1)
+        ds = ds.slice(W * HALF, HALF)
     else:
         k = k.slice(W * HALF, HALF, dim=1)
     zeros = gl.zeros((HALF, HALF), gl.float32, LAYOUT)
-    return warpgroup_mma(ds.permute((1, 0)), k, zeros, use_acc=False, is_async=True)
+    return warpgroup_mma(ds, k, zeros, use_acc=False, is_async=True)
 
 
 @gluon.jit

@@ -55,9 +55,8 @@ FORWARD = {
 and two keep the tensor cores busy only if each overlaps its own products with its softmax."""
 NARROW = {3: 0.7, 2: 0.6}
 """Warpgroups of a block -> what a block of one less takes of its time."""
-BACKWARD = {64: (128, True), 128: (64, False)}
-"""Head dim -> queries in a tile: what registers hold beside the gradients of the keys; and whether warpgroups take
-turns, which pays where there are many exponentials for the products."""
+QUERIES = {64: 128, 128: 64}
+"""Head dim -> queries in a tile of backward: what registers hold beside the gradients of the keys."""
 
 
 def problem(q: Tensor, k: Tensor, v: Tensor, band: Band) -> "Problem":
@@ -144,9 +143,8 @@ class Problem:
         self, q: Tensor, k: Tensor, v: Tensor, out: Tensor, grad: Tensor, dq: Tensor, dk: Tensor, dv: Tensor
     ) -> "Backward":
         d, all_heads = self.block_d, self.batch * self.kv_heads
-        queries, turns = BACKWARD[d]
+        queries = QUERIES[d]
         even = self.len_k % KEYS == 0
-        turns = turns and (even or self.group == 1)  # else they would take registers that are not there
         blocks, q_blocks = triton.cdiv(self.len_k, KEYS), triton.cdiv(self.len_q, queries)
         passes = self.padded // ROWS_AT_ONCE
         copies, meta = not suits_tma(grad), torch.device("meta")
@@ -174,7 +172,7 @@ class Problem:
             before=(self.heads, self.kv_heads, self.group, self.len_k, self.padded, self.hi),
             after=(
                 *(blocks, q_blocks, all_heads, _section("backward", all_heads, 8 * d * self.len_q * self.group)),
-                *(self.causal, even, d, queries, self._cut(KEYS, queries), self.group > 1, turns),
+                *(self.causal, even, d, queries, self._cut(KEYS, queries), self.group > 1),
             ),
             starts={4: 0, 5: self.all_queries, 6: 2 * self.all_queries},
         )
