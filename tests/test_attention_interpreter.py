@@ -35,7 +35,7 @@ def shortened(case: Case) -> Case:
     `INTERPRETED` are as long as they are."""
     tile = tiles.INTERPRETED.block_m
     lengths = {name: getattr(case, name) for name in ("len_q", "len_k")}
-    return replace(case, **{name: n % tile + 2 * tile if n > 4 * tile else n for name, n in lengths.items()})
+    return replace(case, **{name: n % tile + 2 * tile if n > 3 * tile else n for name, n in lengths.items()})
 
 
 @pytest.mark.parametrize("group", range(4))
