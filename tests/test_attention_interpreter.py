@@ -38,6 +38,12 @@ def shortened(case: Case) -> Case:
     return replace(case, **{name: n % tile + 2 * tile if n > 3 * tile else n for name, n in lengths.items()})
 
 
+def with_fewer_heads(case: Case) -> Case:
+    """One where they share no keys: heads are programs of their own, and of several there are enough in `INTERPRETED`
+    and in groups."""
+    return replace(case, heads=1, kv_heads=1) if case.heads == case.kv_heads else case
+
+
 @pytest.mark.parametrize("group", range(4))
 def test_every_case(group):
     """Each once, with dtypes, ways of the backward and gradients of the logsumexp in turn."""
@@ -47,7 +53,7 @@ def test_every_case(group):
                 shortened(case),
                 {"dtype": ("float32", "float16")[i % 2], "deterministic": i % 3 == 0, "through_lse": i % 5 < 2},
             )
-            for i, case in enumerate(list(CASES.values())[group::4])
+            for i, case in enumerate(map(with_fewer_heads, list(CASES.values())[group::4]))
         ]
     )
 
