@@ -25,13 +25,15 @@ def compile_one(kernel: str, d: int, dtype: str, len_q: int, len_k: int, hi: int
     q = torch.empty(2, 2 * group, len_q, d, dtype=getattr(torch, dtype), device="meta")
     k = torch.empty(2, 2, len_k, d, dtype=q.dtype, device="meta")
     problem = hopper_launch.Problem(q, k, k, Band(None, hi))
-    tensors, pointers = (q, k, k, q), (torch.empty(q.shape[:3], device="meta"),)
+    numbers = torch.empty(q.shape[:3], device="meta")
     if kernel == "forward":
-        plan = problem.plan_forward(tensors)
+        tensors, pointers = (q, k, k, q), (numbers,)
+        plans = problem.plan_forward(tensors)
     else:
         scratch = problem.scratch(q.device)
         tensors, pointers = (q, k, k, q, scratch, scratch, scratch, k, k), ()
-        plan = problem.plan_backward(q, k, k, q, q, q, k, k).main
+        plans = problem.plan_backward(q, k, k, q, q, q, k, k)
+    plan, pointers = plans.main, (*pointers, numbers if plans.join else None)
     return plan.kernel.warmup(*plan.arguments(tensors, pointers, 0.125), grid=(1,), **plan.options)
 
 

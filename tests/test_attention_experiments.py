@@ -1,14 +1,18 @@
 """The attention experiments: their grids, what an implementation is held against, what is recorded, and the tables."""
 
 import dataclasses
+import importlib.metadata
 import itertools
 import math
 import statistics
+import sys
 from collections import Counter
 from contextlib import nullcontext
+from types import SimpleNamespace
 
 import pytest
 import torch
+import torch.nn.functional as F
 
 from cs336_systems import record
 from cs336_systems.benchmark import attention as instrument
@@ -105,6 +109,26 @@ def test_the_rivals_shapes_and_the_leaderboards():
     }
     assert {(c["warmup_ms"], c["rep_ms"]) for c in quick} == {(200, 1000)}
     assert [c["implementation"] for c in course] == ["flash_hopper", "flash_triton", "sdpa_flash", "sdpa_cudnn", "flex"]
+
+
+def test_flash_attention_4_is_a_rival_where_it_is_installed(monkeypatch):
+    """It has heads inside the sequence, and gives the logsumexp, too."""
+    assert "flash_attention_4" not in grid("attention_rivals")[0]["implementations"]
+    monkeypatch.setattr(importlib.metadata, "version", lambda name: {"flash-attn-4": "4.0"}[name])
+    for experiment in ("attention_rivals", "flash_leaderboard"):
+        names = [name for c in grid(experiment) for name in c.get("implementations") or [c["implementation"]]]
+        assert "flash_attention_4" in names
+
+    def flash_attn_func(q, k, v, causal):
+        assert q.shape == (2, 48, 3, 16)
+        outs = F.scaled_dot_product_attention(*(x.transpose(1, 2) for x in (q, k, v)), is_causal=causal)
+        return outs.transpose(1, 2), None
+
+    monkeypatch.setitem(sys.modules, "flash_attn.cute", SimpleNamespace(flash_attn_func=flash_attn_func))
+    monkeypatch.setitem(sys.modules, "flash_attn", SimpleNamespace())
+    config = attention_config(size=(2, 3, 48, 16), implementations=["flash_attention_4"], rounds=1)
+    found = by_metric(instrument.measure_rivals(config))
+    assert found["flash_attention_4_error_dq"][0] < 1e-5
 
 
 @pytest.mark.parametrize("experiment", ATTENTION_INSTRUMENTS)

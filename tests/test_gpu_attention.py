@@ -133,6 +133,9 @@ LARGE = (
     Case(4224, 4224, is_causal=True),
     Case(799, 3),
     Case(3, 4111, heads=4),
+    # Blocks that do not come out even: their last ones may be cut into pieces, of keys or of queries.
+    Case(1500, 1300, d=80, batch=3, heads=12, kv_heads=3),
+    Case(3072, 3072, heads=8, kv_heads=8),
 )
 
 

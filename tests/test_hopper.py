@@ -10,6 +10,8 @@ from importlib.util import find_spec
 
 import pytest
 import torch
+from hypothesis import given
+from hypothesis import strategies as st
 
 from cs336_systems.kernels import attention
 from cs336_systems.kernels.band import Band
@@ -24,20 +26,25 @@ needs_gluon = pytest.mark.skipif(
 
 # -- what they compile to ---------------------------------------------------------------------------------------------
 
-LENGTH, ODD = 4096, 1000
+LENGTH, UNEVEN, ODD = 4096, 6144, 1000
+"""UNEVEN: without a mask its last blocks are cut into pieces."""
 REQUESTS = {
-    # All that makes another kernel: head dim, mask, tiles that a diagonal may cut, a ragged end, shared heads, dtype.
+    # All that makes another kernel: head dim, mask, tiles that a diagonal may cut, pieces, a ragged end, shared heads,
+    # dtype.
     "forward": [
         ("forward", 64, "bfloat16", LENGTH, LENGTH, 0, 1),
         ("forward", 64, "bfloat16", LENGTH, LENGTH, None, 1),
         ("forward", 64, "float16", ODD, LENGTH, 17, 4),
         ("forward", 80, "bfloat16", ODD, LENGTH, 17, 1),
+        ("forward", 128, "bfloat16", UNEVEN, UNEVEN, None, 1),
     ],
     "backward": [
         ("backward", 64, "bfloat16", LENGTH, LENGTH, 0, 1),
         ("backward", 64, "float16", ODD, ODD, 17, 4),
         ("backward", 128, "bfloat16", LENGTH, LENGTH, 0, 1),
         ("backward", 128, "bfloat16", LENGTH, LENGTH, None, 1),
+        ("backward", 64, "bfloat16", UNEVEN, UNEVEN, None, 1),
+        ("backward", 128, "bfloat16", UNEVEN, UNEVEN, None, 1),
         ("backward", 80, "float16", LENGTH, ODD, 17, 1),
     ],
 }
@@ -183,32 +190,77 @@ def test_they_are_one_node_of_a_compiled_graph(on_a_hopper_gpu, dynamic):
     assert any("flash_hopper_forward" in name for name in seen), seen
 
 
-# -- how queries are shared out ----------------------------------------------------------------------------------------
+# -- how work is shared out --------------------------------------------------------------------------------------------
 
 
 @needs_gluon
-@pytest.mark.parametrize("warpgroups", [2, 3])
-@pytest.mark.parametrize("heads", [1, 7, 16, 64, 1000])
-@pytest.mark.parametrize("groups", [1, 2, 3, 4, 5, 32, 256, 1023])
-def test_blocks_hold_all_queries_and_no_block_is_for_nothing(groups, heads, warpgroups):
-    from cs336_systems.kernels.hopper_launch import split
+@pytest.mark.parametrize("tiles", [1, 2, 3, 17, 256])
+@pytest.mark.parametrize("units", [1, 8, 100, 131, 132, 133, 192, 300, 704, 2048, 5000])
+def test_pieces_pay_and_take_little_memory(units, tiles):
+    from cs336_systems.kernels.hopper_launch import ROUNDS_OF_PIECES, even_end
 
-    blocks, wide = split(groups, warpgroups, heads, 132)
-    held = wide * warpgroups + (blocks - wide) * (warpgroups - 1)
-    assert held >= groups
-    last = warpgroups if blocks == wide else warpgroups - 1
-    assert held - last < groups
+    split = even_end(units, tiles, 132, 0.0)
+    assert split.programs == split.whole + (units - split.whole) * split.pieces
+    assert 0 <= split.whole <= units
+    assert 1 <= split.pieces <= tiles
+    if split.cut:
+        assert split.whole % 132 == 0
+        assert split.cut * split.pieces <= ROUNDS_OF_PIECES * 132
+        # In tiles that the busiest multiprocessor goes through.
+        pieces = -(-split.cut * split.pieces // 132) * -(-tiles // split.pieces)
+        assert split.whole // 132 * tiles + pieces < -(-units // 132) * tiles
 
 
 @needs_gluon
-def test_narrow_blocks_are_for_a_last_round_that_is_not_full():
-    from cs336_systems.kernels.hopper_launch import split
+def test_pieces_are_for_a_last_round_that_is_not_full():
+    from cs336_systems.kernels.hopper_launch import Split, even_end
 
-    assert split(132 * 3, 3, 1, 132) == (132, 132)
-    assert split(8 * 132 * 3, 3, 1, 132) == (8 * 132, 8 * 132)
-    blocks, wide = split(256, 3, 16, 132)  # 10.3 rounds of wide ones would take 11
-    assert blocks > wide > 70
-    assert split(5, 3, 8, 132) == (3, 0)  # all at once: the narrower, the sooner
+    assert even_end(132, 128, 132, 0.0) == Split(132, 132, 1)
+    assert even_end(8 * 132, 128, 132, 0.0) == Split(8 * 132, 8 * 132, 1)
+    assert even_end(192, 48, 132, 0.0) == Split(192, 132, 2)
+    assert even_end(32, 64, 132, 0.0) == Split(32, 0, 4)  # all at once, as many as there are multiprocessors
+    assert even_end(32, 1, 132, 0.0) == Split(32, 32, 1)
+    few = even_end(16 * 128, 128, 132, 0.0)
+    assert few.cut == 2048 % 132
+    assert even_end(16 * 128, 128, 132, 0.04) == Split(2048, 2048, 1)  # saves 2%
+
+
+@needs_gluon
+@given(st.integers(1, 2**31 - 1), st.integers(0, 2**31 - 1))
+def test_division_by_multiplication(n, x):
+    from cs336_systems.kernels.hopper_launch import reciprocal
+
+    multiplier, shift = reciprocal(n)
+    # Always beyond 31 bits: one kernel serves all numbers. Below 32, so that products fit 63.
+    assert 2**31 <= multiplier < 2**32
+    for value in {x, x // n * n, max(0, x // n * n - 1), 2**31 - 1}:
+        assert value * multiplier >> shift == value // n
+
+
+@needs_gluon
+@pytest.mark.parametrize("fit", [0, 1, 5, 31, 1000])
+@pytest.mark.parametrize(("batch", "heads", "blocks"), [(1, 16, 128), (4, 12, 11), (1, 37, 16), (2, 1, 1)])
+def test_every_block_of_every_head_has_its_turn(batch, heads, blocks, fit):
+    """As the kernel's `assignment` places them."""
+    from cs336_systems.kernels.hopper_launch import order
+
+    units, section, of_heads, *divisors = order(blocks, batch, heads, fit)
+    assert (units, of_heads) == (section * blocks, heads)
+    assert batch * heads % section == 0
+    assert section <= max(2 * fit, 1) or heads == 37  # a prime number of them: all, or one by one
+
+    def quotient(x, i):
+        return x * divisors[2 * i] >> divisors[2 * i + 1]
+
+    found = []
+    for unit in range(batch * heads * blocks):
+        number = quotient(unit, 0)
+        inside = unit - number * units
+        block = quotient(inside, 1)
+        index = number * section + inside - block * section
+        found.append((quotient(index, 2), index - quotient(index, 2) * heads, block))
+    assert len(found) == len(set(found))
+    assert max(found) == (batch - 1, heads - 1, blocks - 1)
 
 
 @needs_gluon
@@ -220,13 +272,13 @@ def test_every_query_is_in_one_block(len_q, hi):
 
     q = torch.empty(1, 2, len_q, 64, dtype=torch.bfloat16, device="meta")
     k = torch.empty(1, 2, 20000, 64, dtype=torch.bfloat16, device="meta")
-    plan = Problem(q, k, k, Band(None, hi)).plan_forward((q, k, k, q))
-    blocks, _, _, shift, wide, causal, _, _, warpgroups = plan.after[:9]
+    plan = Problem(q, k, k, Band(None, hi)).plan_forward((q, k, k, q)).main
+    blocks, _, shift, _, _, causal, _, _, warpgroups = plan.after[:9]
     assert causal == (hi is not None)
     begins = []
     for block in range(blocks):
-        row = block * warpgroups * ROWS - max(block - wide, 0) * ROWS - shift
-        end = min(row + (warpgroups - (block >= wide)) * ROWS, -(-len_q // ROWS) * ROWS)
+        row = block * warpgroups * ROWS - shift
+        end = min(row + warpgroups * ROWS, -(-len_q // ROWS) * ROWS)
         begins += [own for own in range(row, row + warpgroups * ROWS, ROWS) if 0 <= own < end]
     assert begins == list(range(0, len_q, ROWS))
     if hi is not None:  # the block that is not full is the one that sees the fewest keys

@@ -5,6 +5,7 @@ and compiled), `measure_flash` (one implementation), `measure_rivals` (several, 
 the course timed it). All take their inputs, their implementations and their clock from here.
 """
 
+import importlib
 import statistics
 from collections import defaultdict, deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -74,12 +75,25 @@ def _flex(shape: AttentionShape, device: torch.device, dynamic: bool) -> Abstrac
     return nullcontext(partial(_compile(flex_attention, dynamic=dynamic), block_mask=mask))
 
 
+def _flash_attention_4(shape: AttentionShape, device: torch.device, dynamic: bool) -> AbstractContextManager[Attend]:
+    flash_attn_func = importlib.import_module("flash_attn.cute").flash_attn_func
+
+    @torch.compiler.disable  # it compiles its kernels by itself
+    def attend(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        found = flash_attn_func(*(x.transpose(1, 2) for x in (q, k, v)), causal=shape.is_causal)
+        out: Tensor = found[0] if isinstance(found, tuple) else found
+        return out.transpose(1, 2)
+
+    return nullcontext(attend)
+
+
 IMPLEMENTATIONS: dict[str, Builder] = {
     **{name: partial(_ours, name) for name in ATTENTIONS},
     "compiled": _compiled,
     "sdpa_flash": partial(_sdpa, SDPBackend.FLASH_ATTENTION),
     "sdpa_cudnn": partial(_sdpa, SDPBackend.CUDNN_ATTENTION),
     "sdpa_efficient": partial(_sdpa, SDPBackend.EFFICIENT_ATTENTION),
+    "flash_attention_4": _flash_attention_4,
     "flex": _flex,
 }
 """`sdpa` is PyTorch's own choice of a backend; the others of that name are held to one."""

@@ -1,6 +1,7 @@
 """Every experiment by name: what it asks, its grid of cells, and the instrument that measures a cell. No torch here."""
 
 import dataclasses
+import importlib.metadata
 import importlib.util
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
@@ -251,7 +252,7 @@ ON_CUDA = (
 )  # fmt: skip
 HALF_PRECISION_ONLY = ("sdpa_flash", "sdpa_cudnn", "flex")
 """The first two have no fp32. Flex multiplies it without tensor cores: no rival there."""
-RIVALS = ("flash_hopper", "flash_triton", "sdpa_flash", "sdpa_cudnn", "flex")
+RIVALS = ("flash_hopper", "flash_triton", "sdpa_flash", "sdpa_cudnn", "flash_attention_4", "flex")
 RIVAL_SHAPES = (
     ((1, 16, 16384, 64), True),
     ((1, 16, 16384, 128), True),
@@ -277,10 +278,19 @@ def _flash(preset: str, base: RunConfig) -> Iterable[dict[str, Any]]:
             yield _attention(base, (1, 1, length, dim), precision, implementation=name, warmup_ms=5, rep_ms=20)
 
 
+def _rivals() -> list[str]:
+    """Those there are: FlashAttention-4 is not required, and measured where it is installed."""
+    try:
+        importlib.metadata.version("flash-attn-4")
+    except importlib.metadata.PackageNotFoundError:
+        return [name for name in RIVALS if name != "flash_attention_4"]
+    return list(RIVALS)
+
+
 def _attention_rivals(preset: str, base: RunConfig) -> Iterable[dict[str, Any]]:
     _require_gpu("attention_rivals", base, "the rivals are GPU kernels")
     # Not flex: it takes longer to compile than all others to run, and `flash` and the leaderboard have it.
-    rivals = [name for name in RIVALS if name != "flex"]
+    rivals = [name for name in _rivals() if name != "flex"]
     for size, is_causal in RIVAL_SHAPES[-1:] if preset == "quick" else RIVAL_SHAPES:
         fields: dict[str, Any] = {"implementations": rivals, "rounds": 5}
         if size[2] <= 8192:
@@ -293,7 +303,7 @@ def _attention_rivals(preset: str, base: RunConfig) -> Iterable[dict[str, Any]]:
 def _flash_leaderboard(preset: str, base: RunConfig) -> Iterable[dict[str, Any]]:
     _require_gpu("flash_leaderboard", base, "the course timed it on one")
     warmup_ms, rep_ms = (200, 1000) if preset == "quick" else (1000, 10_000)
-    for name in RIVALS:
+    for name in _rivals():
         size = (1, 16, 16384, 64)
         yield _attention(base, size, "bf16", implementation=name, warmup_ms=warmup_ms, rep_ms=rep_ms)
 

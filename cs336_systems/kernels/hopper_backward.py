@@ -14,7 +14,9 @@ the last bits of dQ; those of dK and dV do not.
 A warpgroup begins a tile when the other has its dS of the tile before: left alone they fall into step, and want the
 tensor cores at the same time, and then the exponentials.
 
-`prepare_kernel` makes what the loop reads for each query, and zeros for dQ; `finish_kernel` rounds dQ.
+`prepare_kernel` makes what the loop reads for each query, and zeros for dQ; `finish_kernel` rounds dQ. Without a mask
+the last blocks of keys are cut into pieces, as in forward, each a program for a part of the queries; `join_kernel` adds
+up what they have of dK and dV.
 """
 
 import triton
@@ -30,13 +32,16 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     warpgroup_mma,
     warpgroup_mma_wait,
 )
+from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
-from cs336_systems.kernels.hopper_forward import LOG2E, ROWS, assignment, await_turn
+from cs336_systems.kernels.hopper_forward import LOG2E, ROWS, assignment, await_turn, share
 
 BLOCK_N = gl.constexpr(128)
 STAGES = gl.constexpr(2)
 """Of queries, and of dS: a tile is worked on, and the next is on its way, or the one before still read."""
 WARP = gl.constexpr(32)
+ONE = gl.constexpr(gl.BlockedLayout([1], [32], [4], [0]))
+"""Of a number that all threads have."""
 HALF = gl.constexpr(64)
 """Rows, and columns, of what a warpgroup forms of dQ."""
 
@@ -48,21 +53,29 @@ def tma_reduce_add(desc, coord, src, _semantic=None):
     _semantic.builder.create_async_tma_reduce(ir.DESCRIPTOR_REDUCE_KIND.ADD, desc.handle, coord, src.handle)
 
 
-@gluon.jit(do_not_specialize=["section"])
+@gluon.jit(do_not_specialize=["order", "whole", "pieces"])
 def backward_kernel(
-    q_desc, k_desc, v_desc, do_desc, lse_desc, delta_desc, dq_desc, dk_desc, dv_desc,
-    heads, kv_heads, group, len_k, padded, hi, scale, blocks, q_blocks, all_heads, section,
+    q_desc, k_desc, v_desc, do_desc, lse_desc, delta_desc, dq_desc, dk_desc, dv_desc, partial,
+    heads, group, len_k, padded, hi, scale, q_blocks, order, whole, pieces,
     CAUSAL: gl.constexpr, EVEN: gl.constexpr, D: gl.constexpr, BLOCK_M: gl.constexpr, DIAGONALS: gl.constexpr,
     GROUPED: gl.constexpr,
 ):  # fmt: skip
-    """dK and dV of 128 keys, and their part of dQ. EVEN: len_k is a multiple of 128; GROUPED: heads share keys;
-    DIAGONALS: in how many blocks of queries a mask may cut."""
-    block, index = assignment(blocks, all_heads, section)
+    """dK and dV of 128 keys, and their part of dQ; from the `whole`-th program on, those of a part of the queries, dK
+    and dV to `partial`. EVEN: len_k is a multiple of 128; GROUPED: heads share keys; DIAGONALS: in how many blocks of
+    queries a mask may cut."""
+    unit = gl.program_id(0)
+    if partial is not None:
+        unit, piece, of = share(unit, whole, pieces)
+    block, _, batch, kv_head = assignment(unit, order)
     column = block * BLOCK_N
     first = 0
     if CAUSAL:  # where no query sees these keys the last block is visited, and adds nothing
         first = gl.minimum(gl.maximum(column - hi, 0) // BLOCK_M, q_blocks - 1)
-    place = (index // kv_heads, index % kv_heads, group, column, first, q_blocks - first)
+    start, tiles = 0, group * (q_blocks - first)
+    if partial is not None:
+        start = tiles * piece // of
+        tiles = tiles * (piece + 1) // of - start
+    place = (batch, kv_head, group, column, first, q_blocks - first, start, tiles)
     problem = (len_k, hi, scale)
 
     q_smem = gl.allocate_shared_memory(q_desc.dtype, [STAGES, 1, 1, BLOCK_M, D], q_desc.layout)
@@ -79,6 +92,14 @@ def backward_kernel(
     done = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
     free = gl.allocate_shared_memory(gl.int64, [1], mbarrier.MBarrierLayout())
     turns = gl.allocate_shared_memory(gl.int64, [2, 1], mbarrier.MBarrierLayout())
+    late = gl.allocate_shared_memory(gl.int64, [4, 1], gl.SwizzledSharedLayout(1, 1, 1, [0]))
+    _write(late, 0, batch)
+    _write(late, 1, kv_head)
+    _write(late, 2, column)
+    if partial is not None:  # where a piece goes
+        number = gl.program_id(0) - whole
+        address = partial.to(gl.int64, bitcast=True) + number.to(gl.int64) * (2 * BLOCK_N * D * 4)
+        _write(late, 3, gl.where(number < 0, 0, address))
     mbarrier.init(kv_bar, count=1)
     mbarrier.init(free, count=1)
     for w in gl.static_range(2):
@@ -87,16 +108,19 @@ def backward_kernel(
         mbarrier.init(full.index(stage), count=1)
         mbarrier.init(done.index(stage), count=2)
     fence_async_shared()
+    gdc_wait()  # so far this ran beside `prepare_kernel`; `finish_kernel` will begin where multiprocessors are free
+    gdc_launch_dependents()
     descs = (q_desc, k_desc, v_desc, do_desc, lse_desc, delta_desc)
-    tiles = (q_smem, do_smem, lse_smem, delta_smem, k_smem, v_smem, ds_smem, dq_smem)
+    smem = (q_smem, do_smem, lse_smem, delta_smem, k_smem, v_smem, ds_smem, dq_smem)
     bars = (kv_bar, full, done, free, turns)
-    outs = (dk_desc, dv_desc)
+    outs = (dk_desc, dv_desc, late)
+    SPLIT: gl.constexpr = partial is not None
     # Constants must stand in the call itself.
     gl.warp_specialize(
         [
-            (_produce, (descs, dq_desc, tiles, bars, place, heads, padded, GROUPED, D, BLOCK_M)),
-            (_consume, (outs, tiles, bars, place, problem, 0, CAUSAL, EVEN, D, BLOCK_M, DIAGONALS, GROUPED)),
-            (_consume, (outs, tiles, bars, place, problem, 1, CAUSAL, EVEN, D, BLOCK_M, DIAGONALS, GROUPED)),
+            (_produce, (descs, dq_desc, smem, bars, place, heads, padded, GROUPED, D, BLOCK_M)),
+            (_consume, (outs, smem, bars, place, problem, 0, CAUSAL, EVEN, D, BLOCK_M, DIAGONALS, GROUPED, SPLIT)),
+            (_consume, (outs, smem, bars, place, problem, 1, CAUSAL, EVEN, D, BLOCK_M, DIAGONALS, GROUPED, SPLIT)),
         ],
         [4, 4],
         [240, 240],
@@ -105,20 +129,20 @@ def backward_kernel(
 
 @gluon.jit
 def _produce(
-    descs, dq_desc, tiles, bars, place, heads, padded, GROUPED: gl.constexpr, D: gl.constexpr, BLOCK_M: gl.constexpr
+    descs, dq_desc, smem, bars, place, heads, padded, GROUPED: gl.constexpr, D: gl.constexpr, BLOCK_M: gl.constexpr
 ):  # fmt: skip
     """Brings queries, and takes dQ away."""
     q_desc, k_desc, v_desc, do_desc, lse_desc, delta_desc = descs
-    q_smem, do_smem, lse_smem, delta_smem, k_smem, v_smem, _, dq_smem = tiles
+    q_smem, do_smem, lse_smem, delta_smem, k_smem, v_smem, _, dq_smem = smem
     kv_bar, full, done, free, _ = bars
-    batch, kv_head, group, column, _, count = place
+    batch, kv_head, _, column, _, _, _, tiles = place
     mbarrier.expect(kv_bar, 2 * BLOCK_N * D * 2)
     tma.async_copy_global_to_shared(k_desc, [batch, kv_head, column, 0], kv_bar, k_smem)
     tma.async_copy_global_to_shared(v_desc, [batch, kv_head, column, 0], kv_bar, v_smem.index(0))
-    for t in range(group * count + STAGES + 1):
+    for t in range(tiles + STAGES + 1):
         slot = t % STAGES
         mbarrier.wait(done.index(slot), (t // STAGES & 1) ^ 1)
-        if t < group * count:
+        if t < tiles:
             head, row = _position(t, place, GROUPED, BLOCK_M)
             flat = (batch * heads + head) * padded + row
             bar = full.index(slot)
@@ -139,7 +163,8 @@ def _produce(
 @gluon.jit
 def _position(t, place, GROUPED: gl.constexpr, BLOCK_M: gl.constexpr):
     """Head and first query of tile t: all blocks of a head, then the next of those that share these keys."""
-    _, kv_head, group, _, first, count = place
+    _, kv_head, group, _, first, count, start, _ = place
+    t += start
     head, block = kv_head, first + t
     if GROUPED:
         head, block = kv_head * group + t // count, first + t % count
@@ -148,66 +173,97 @@ def _position(t, place, GROUPED: gl.constexpr, BLOCK_M: gl.constexpr):
 
 @gluon.jit
 def _consume(
-    outs, tiles, bars, place, problem,
+    outs, smem, bars, place, problem,
     W: gl.constexpr, CAUSAL: gl.constexpr, EVEN: gl.constexpr, D: gl.constexpr, BLOCK_M: gl.constexpr,
-    DIAGONALS: gl.constexpr, GROUPED: gl.constexpr,
+    DIAGONALS: gl.constexpr, GROUPED: gl.constexpr, SPLIT: gl.constexpr,
 ):  # fmt: skip
     """The keys of warpgroup W."""
     KV_LAYOUT: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, D, 16])
-    dk_desc, dv_desc = outs
-    v_smem = tiles[5].index(0)
-    batch, kv_head, group, column, _, count = place
-    own = column + W * ROWS
+    dk_desc, dv_desc, late = outs
+    v_smem = smem[5].index(0)
+    _, _, _, _, _, count, _, tiles = place
     dk = gl.zeros((ROWS, D), gl.float32, KV_LAYOUT)
     dv = gl.zeros((ROWS, D), gl.float32, KV_LAYOUT)
     mbarrier.wait(bars[0], 0)
-    dk, dv = _tile(0, tiles, bars, place, problem, dk, dv, CAUSAL, True, W, EVEN, GROUPED, D, BLOCK_M)
+    dk, dv = _tile(0, smem, bars, place, problem, dk, dv, CAUSAL, True, W, EVEN, GROUPED, D, BLOCK_M)
     cut = 1
     if DIAGONALS > 1:
         cut = gl.minimum(DIAGONALS, count)
     if GROUPED and CAUSAL:  # the mask cuts the first blocks of every query head
-        for start in range(0, group * count, count):
+        for start in range(0, tiles, count):
             for t in range(gl.maximum(start, 1), start + cut):
-                dk, dv = _tile(t, tiles, bars, place, problem, dk, dv, True, False, W, EVEN, GROUPED, D, BLOCK_M)
+                dk, dv = _tile(t, smem, bars, place, problem, dk, dv, True, False, W, EVEN, GROUPED, D, BLOCK_M)
             for t in range(start + cut, start + count):
-                dk, dv = _tile(t, tiles, bars, place, problem, dk, dv, False, False, W, EVEN, GROUPED, D, BLOCK_M)
+                dk, dv = _tile(t, smem, bars, place, problem, dk, dv, False, False, W, EVEN, GROUPED, D, BLOCK_M)
     else:
         if DIAGONALS > 1:
             for t in range(1, cut):
-                dk, dv = _tile(t, tiles, bars, place, problem, dk, dv, True, False, W, EVEN, GROUPED, D, BLOCK_M)
-        for t in range(cut, group * count if GROUPED else count):
-            dk, dv = _tile(t, tiles, bars, place, problem, dk, dv, False, False, W, EVEN, GROUPED, D, BLOCK_M)
+                dk, dv = _tile(t, smem, bars, place, problem, dk, dv, True, False, W, EVEN, GROUPED, D, BLOCK_M)
+        for t in range(cut, tiles):
+            dk, dv = _tile(t, smem, bars, place, problem, dk, dv, False, False, W, EVEN, GROUPED, D, BLOCK_M)
 
+    if SPLIT:
+        _keep_piece(dv, 1, late, W, D)
     # Of V each warpgroup reads only its own part, and has done so for the last time.
     v_smem.reshape((BLOCK_N, D)).slice(W * ROWS, ROWS).store(dv.to(v_smem.dtype))
-    fence_async_shared()
-    tma.async_copy_shared_to_global(dv_desc, [batch, kv_head, own, 0], v_smem.slice(W * ROWS, ROWS, dim=2))
-    last = group * count - 1
+    _send(dv_desc, v_smem.slice(W * ROWS, ROWS, dim=2), late, W)
+    last = tiles - 1
     mbarrier.wait(bars[2].index(last % STAGES), last // STAGES & 1)
-    dq = warpgroup_mma_wait(0, deps=[_half_of_dq(last, tiles, W, D, BLOCK_M)])
+    dq_token = _half_of_dq(last, smem, W, D, BLOCK_M)
+    dk = dk * problem[2]
+    if SPLIT:
+        _keep_piece(dk, 0, late, W, D)
+    # Both are through the last queries, and no more will come.
+    spare = smem[0].index(W)
+    spare.reshape((BLOCK_M, D)).slice(0, ROWS).store(dk.to(v_smem.dtype))
+    _send(dk_desc, spare.slice(0, ROWS, dim=2), late, W)
+    dq = warpgroup_mma_wait(0, deps=[dq_token])
     mbarrier.wait(bars[3], last & 1 ^ 1)
-    _store_dq(dq, tiles[7].index(W))
+    _store_dq(dq, smem[7].index(W))
     fence_async_shared()
     mbarrier.arrive(bars[2].index((last + 1) % STAGES))
-
-    # Both are through the last queries, and no more will come.
-    spare = tiles[0].index(W)
-    spare.reshape((BLOCK_M, D)).slice(0, ROWS).store((dk * problem[2]).to(v_smem.dtype))
-    fence_async_shared()
-    tma.async_copy_shared_to_global(dk_desc, [batch, kv_head, own, 0], spare.slice(0, ROWS, dim=2))
     tma.store_wait(0)
 
 
 @gluon.jit
+def _send(desc, part, late, W: gl.constexpr):
+    """What a warpgroup has stored in shared memory, to where its keys are."""
+    fence_async_shared()
+    batch, kv_head, column = _read(late, 0).to(gl.int32), _read(late, 1).to(gl.int32), _read(late, 2).to(gl.int32)
+    tma.async_copy_shared_to_global(desc, [batch, kv_head, column + W * ROWS, 0], part)
+
+
+@gluon.jit
+def _write(late, i: gl.constexpr, x):
+    """Keeps a number in shared memory until after the loop: in a register it would push others out of theirs."""
+    late.index(i).store(gl.full([1], x.to(gl.int64), gl.int64, ONE))
+
+
+@gluon.jit
+def _read(late, i: gl.constexpr):
+    return gl.sum(late.index(i).load(ONE), 0)
+
+
+@gluon.jit
+def _keep_piece(x, which: gl.constexpr, late, W: gl.constexpr, D: gl.constexpr):
+    """Stores dK (0) or dV (1) for `join_kernel` if it is but a piece. Masked, because a branch would cost the loop
+    registers; so a piece is also stored as if it were whole, and `join_kernel` overwrites that."""
+    target = _read(late, 3)
+    rows = (which * 2 + W) * ROWS + gl.arange(0, ROWS, layout=gl.SliceLayout(1, x.type.layout))
+    at = rows[:, None] * D + gl.arange(0, D, layout=gl.SliceLayout(0, x.type.layout))[None, :]
+    gl.store(target.to(gl.pointer_type(gl.float32), bitcast=True) + at, x, mask=target != 0)
+
+
+@gluon.jit
 def _tile(
-    t, tiles, bars, place, problem, dk, dv,
+    t, smem, bars, place, problem, dk, dv,
     MASKED: gl.constexpr, FIRST: gl.constexpr, W: gl.constexpr, EVEN: gl.constexpr, GROUPED: gl.constexpr,
     D: gl.constexpr, BLOCK_M: gl.constexpr,
 ):  # fmt: skip
     """One block of queries; dQ of the block before, unless this is the FIRST."""
     S_LAYOUT: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, BLOCK_M, 16])
     OPERAND: gl.constexpr = gl.DotOperandLayout(0, dk.type.layout, 2)
-    q_smem, do_smem, lse_smem, delta_smem, k_smem, v_smem, ds_smem, dq_smem = tiles
+    q_smem, do_smem, lse_smem, delta_smem, k_smem, v_smem, ds_smem, dq_smem = smem
     _, full, done, free, turns = bars
     column = place[3]
     len_k, hi, scale = problem
@@ -251,7 +307,7 @@ def _tile(
     else:
         # Both have stored their dS of the tile before, and have read the one before that, which is overwritten here.
         mbarrier.wait(done.index((t - 1) % STAGES), (t - 1) // STAGES & 1)
-        dq_token = _half_of_dq(t - 1, tiles, W, D, BLOCK_M)
+        dq_token = _half_of_dq(t - 1, smem, W, D, BLOCK_M)
         if D == 64:  # measured: here for 64, below for 128
             ds_place.store(gl.permute(ds, (1, 0)))
         dv_token = warpgroup_mma(p16, do, dv, is_async=True)
@@ -276,20 +332,20 @@ def _queries_of_threads(block_m):
 
 
 @gluon.jit
-def _of_queries(smem, BLOCK_M: gl.constexpr, S_LAYOUT: gl.constexpr):
+def _of_queries(rows, BLOCK_M: gl.constexpr, S_LAYOUT: gl.constexpr):
     """A number for each query, in the order of `prepare_kernel`: a thread needs two neighbours of every eight, and has
     those of sixteen side by side, to be read at once."""
-    x = gl.reshape(smem.load(_queries_of_threads(BLOCK_M)), [BLOCK_M // 16, 4, 2, 2])
+    x = gl.reshape(rows.load(_queries_of_threads(BLOCK_M)), [BLOCK_M // 16, 4, 2, 2])
     x = gl.reshape(gl.permute(x, (0, 2, 1, 3)), [BLOCK_M])
     return gl.convert_layout(x, gl.SliceLayout(0, S_LAYOUT), assert_trivial=True)
 
 
 @gluon.jit
-def _half_of_dq(t, tiles, W: gl.constexpr, D: gl.constexpr, BLOCK_M: gl.constexpr):
+def _half_of_dq(t, smem, W: gl.constexpr, D: gl.constexpr, BLOCK_M: gl.constexpr):
     """Of tile t, begun: half of its rows, or where it has but 64, half of its columns."""
     LAYOUT: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, HALF, 16])
-    k = tiles[4].reshape((BLOCK_N, D))
-    ds = tiles[6].index(t % STAGES)
+    k = smem[4].reshape((BLOCK_N, D))
+    ds = smem[6].index(t % STAGES)
     if BLOCK_M == 128:
         ds = ds.slice(W * HALF, HALF)
     else:
@@ -315,7 +371,9 @@ def prepare_kernel(
 ):  # fmt: skip
     """For BLOCK queries: lse in powers of 2, and delta = rowsum(O dO) less the gradient of lse; zeros for dQ; and where
     TMA cannot read dO as it lies (expanded from one number, say), a `copy` of it. `queries`: of all heads, padded."""
-    index, row = tl.program_id(0) // passes, tl.program_id(0) % passes * BLOCK
+    gdc_launch_dependents()
+    program = tl.num_programs(0) - 1 - tl.program_id(0)  # forward has just left the last outputs in the L2 cache
+    index, row = program // passes, program % passes * BLOCK
     own, columns = row + tl.arange(0, BLOCK), tl.arange(0, D)
     inside = own < len_q
     tile = inside[:, None] & (columns < d)[None, :]
@@ -348,7 +406,9 @@ def finish_kernel(
     target, scratch, strides, heads, len_q, d, passes, queries, scale, D: tl.constexpr, BLOCK: tl.constexpr
 ):  # fmt: skip
     """dQ of BLOCK queries, put in order, scaled and rounded, to where it belongs."""
-    index, row = tl.program_id(0) // passes, tl.program_id(0) % passes * BLOCK
+    program = tl.num_programs(0) - 1 - tl.program_id(0)  # the last sums are still in the L2 cache
+    index, row = program // passes, program % passes * BLOCK
+    gdc_wait()
     sums = scratch + 2 * tl.cast(queries, tl.int64)
     x = tl.load(sums + (tl.cast(index, tl.int64) * passes * BLOCK + row) * D + tl.arange(0, BLOCK * D))
     # Of 64 x 64: warp, row % 8, column / 2 % 4, column / 8, row / 8 % 2, column % 2. See `_store_dq`.
@@ -359,3 +419,29 @@ def finish_kernel(
     batch, head = tl.cast(index // heads, tl.int64), tl.cast(index % heads, tl.int64)
     at = batch * strides[0] + head * strides[1] + tl.cast(own, tl.int64)[:, None] * strides[2] + columns[None, :]
     tl.store(target + at, (x * scale).to(target.dtype.element_ty), mask=tile)
+
+
+@gluon.jit(do_not_specialize=["order", "whole", "pieces"])
+def join_kernel(
+    dk, dv, partial, dk_strides, dv_strides, len_k, d, order, whole, pieces,
+    D: gl.constexpr,
+):  # fmt: skip
+    """dK, or dV, of 64 keys of a block that `backward_kernel` left in pieces."""
+    LAYOUT: gl.constexpr = gl.BlockedLayout([1, 4], [256 // D, D // 8], [4, 1], [1, 0])
+    beyond, which, half = gl.program_id(0) // 4, gl.program_id(0) // 2 % 2, gl.program_id(0) % 2
+    block, _, batch, head = assignment(whole + beyond, order)
+    inside = half * ROWS + gl.arange(0, ROWS, layout=gl.SliceLayout(1, LAYOUT))
+    columns = gl.arange(0, D, layout=gl.SliceLayout(0, LAYOUT))[None, :]
+    at = partial + (beyond * pieces * 2 + which) * (BLOCK_N * D) + inside[:, None] * D + columns
+    x = gl.zeros((ROWS, D), gl.float32, LAYOUT)
+    for piece in range(pieces):
+        x += gl.load(at + piece * (2 * BLOCK_N * D))
+    keys = (block * BLOCK_N + inside)[:, None]
+    tile = (keys < len_k) & (columns < d)
+    batch, head, far = batch.to(gl.int64), head.to(gl.int64), keys.to(gl.int64)
+    if which == 0:
+        target = dk + batch * dk_strides[0] + head * dk_strides[1] + far * dk_strides[2] + columns
+        gl.store(target, x.to(dk.dtype.element_ty), mask=tile)
+    else:
+        target = dv + batch * dv_strides[0] + head * dv_strides[1] + far * dv_strides[2] + columns
+        gl.store(target, x.to(dv.dtype.element_ty), mask=tile)

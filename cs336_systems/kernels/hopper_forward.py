@@ -10,6 +10,9 @@ into step, and all want the tensor cores at the same time, and then the exponent
 
 Tiles are visited from the last to the first: what a causal mask or the end of the keys cuts off lies in the first tile
 or two, which are peeled off, and the loop has no mask.
+
+Without a mask all programs take equally long, and the last ones would leave most multiprocessors idle. These blocks are
+cut into pieces, each a program for a part of the keys; `join_kernel` puts their results together.
 """
 
 from triton.experimental import gluon
@@ -30,45 +33,50 @@ SLACK = gl.constexpr(8.0)
 """Powers of 2 by which a maximum may be behind. Weights stay below 2^8, in range for fp16 too."""
 
 
-@gluon.jit(do_not_specialize=["section", "shift", "wide"])
+@gluon.jit(do_not_specialize=["order", "shift", "whole", "pieces"])
 def forward_kernel(
-    q_desc, k_desc, v_desc, out_desc, lse,
-    heads, group, len_q, len_k, hi, scale, blocks, all_heads, section, shift, wide,
+    q_desc, k_desc, v_desc, out_desc, lse, partial,
+    group, len_q, len_k, hi, scale, blocks, order, shift, whole, pieces,
     CAUSAL: gl.constexpr, D: gl.constexpr, BLOCK_N: gl.constexpr, WARPGROUPS: gl.constexpr, STAGES: gl.constexpr,
     DIAGONALS: gl.constexpr, OVERLAP: gl.constexpr, TURNS: gl.constexpr, REGISTERS: gl.constexpr,
 ):  # fmt: skip
-    """Output and logsumexp of 64 * WARPGROUPS queries; of 64 less in blocks from `wide` on. The first block begins at
-    -`shift`. DIAGONALS: in how many tiles of a warpgroup a mask may cut."""
-    block, index = assignment(blocks, all_heads, section)
+    """Output and logsumexp of 64 * WARPGROUPS queries; from the `whole`-th program on, those of a part of the keys, to
+    `partial`. The first block begins at -`shift`. DIAGONALS: in how many tiles of a warpgroup a mask may cut."""
+    unit = gl.program_id(0)
+    if partial is not None:
+        unit, piece, of = share(unit, whole, pieces)
+    block, index, batch, head = assignment(unit, order)
     if CAUSAL:
         block = blocks - 1 - block  # the last queries see the most keys
-    row = block * (WARPGROUPS * ROWS) - gl.maximum(block - wide, 0) * ROWS - shift
-    end = row + WARPGROUPS * ROWS
-    if block >= wide:
-        end -= ROWS
-    end = gl.minimum(end, gl.cdiv(len_q, ROWS) * ROWS)
+    row = block * (WARPGROUPS * ROWS) - shift
+    end = gl.minimum(row + WARPGROUPS * ROWS, gl.cdiv(len_q, ROWS) * ROWS)
     tiles = _tiles(end - 1, len_k, hi, CAUSAL, BLOCK_N)
-    head = index % heads
-    place = (index // heads, head, head // group, index, row, end, tiles)
+    column = 0
+    if partial is not None:
+        start = tiles * piece // of
+        tiles = tiles * (piece + 1) // of - start
+        column = start * BLOCK_N
+    place = (batch, head, head // group, index, row, end, column, tiles)
     problem = (len_q, len_k, hi, scale * LOG2E)
 
     q_smem = gl.allocate_shared_memory(q_desc.dtype, [WARPGROUPS, 1, 1, ROWS, D], q_desc.layout)
     k_smem = gl.allocate_shared_memory(k_desc.dtype, [STAGES, 1, 1, BLOCK_N, D], k_desc.layout)
     v_smem = gl.allocate_shared_memory(v_desc.dtype, [STAGES, 1, 1, BLOCK_N, D], v_desc.layout)
-    q_bar = gl.allocate_shared_memory(gl.int64, [1], mbarrier.MBarrierLayout())
+    q_bars = gl.allocate_shared_memory(gl.int64, [WARPGROUPS, 1], mbarrier.MBarrierLayout())
     full = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
     empty = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
     turns = gl.allocate_shared_memory(gl.int64, [WARPGROUPS, 1], mbarrier.MBarrierLayout())
-    mbarrier.init(q_bar, count=1)
     for w in gl.static_range(WARPGROUPS):
-        mbarrier.init(turns.index(w), count=1)
+        mbarrier.init(q_bars.index(w), count=1)
+        if TURNS:
+            mbarrier.init(turns.index(w), count=1)
     for stage in gl.static_range(STAGES):
         mbarrier.init(full.index(stage), count=1)
         mbarrier.init(empty.index(stage), count=WARPGROUPS)
     fence_async_shared()
-    shared = (q_smem, k_smem, v_smem, q_bar, full, empty, turns)
+    shared = (q_smem, k_smem, v_smem, q_bars, full, empty, turns)
 
-    outs = (out_desc, lse)
+    outs = (out_desc, lse, partial, whole)
     # Constants must stand in the call itself.
     if WARPGROUPS == 3:
         gl.warp_specialize(
@@ -94,13 +102,33 @@ def forward_kernel(
 
 
 @gluon.jit
-def assignment(blocks, all_heads, section):
-    """This program's block and head: a block of every head of a section, then the next block; then the next section."""
-    program = gl.program_id(0)
-    first_head = program // (section * blocks) * section
-    width = gl.minimum(section, all_heads - first_head)
-    inside = program - first_head * blocks
-    return inside // width, first_head + inside % width
+def share(program, whole, pieces):
+    """Which unit of work a program has, which piece of it, and of how many: the first `whole` programs have one each,
+    the others a piece of one."""
+    beyond = gl.maximum(program - whole, 0)
+    of = 1
+    if program >= whole:
+        of = pieces
+    return program - beyond + beyond // pieces, beyond % of, of
+
+
+@gluon.jit
+def assignment(unit, order):
+    """Block, number of the head among all, batch and head of a unit of work: a block of every head of a section, then
+    the next block; then the next section. `order`: see `hopper_launch.order`."""
+    units, section, heads = order[0], order[1], order[2]
+    number = _quotient(unit, order[3], order[4])
+    inside = unit - number * units
+    block = _quotient(inside, order[5], order[6])
+    index = number * section + inside - block * section
+    batch = _quotient(index, order[7], order[8])
+    return block, index, batch, index - batch * heads
+
+
+@gluon.jit
+def _quotient(n, multiplier, shift):
+    """Three divisions one after another would take a tenth of the time that a program has beside its tiles."""
+    return ((n.to(gl.int64) * multiplier) >> shift).to(gl.int32)
 
 
 @gluon.jit
@@ -117,26 +145,28 @@ def _produce(
     q_desc, k_desc, v_desc, shared, place,
     D: gl.constexpr, BLOCK_N: gl.constexpr, WARPGROUPS: gl.constexpr, STAGES: gl.constexpr,
 ):  # fmt: skip
-    q_smem, k_smem, v_smem, q_bar, full, empty, _ = shared
-    batch, head, kv_head, _, row, _, tiles = place
+    q_smem, k_smem, v_smem, q_bars, full, empty, _ = shared
+    batch, head, kv_head, _, row, _, first_column, tiles = place
     TILE: gl.constexpr = BLOCK_N * D * 2  # bytes
-    mbarrier.expect(q_bar, WARPGROUPS * ROWS * D * 2)
     for w in gl.static_range(WARPGROUPS):
-        tma.async_copy_global_to_shared(q_desc, [batch, head, row + w * ROWS, 0], q_bar, q_smem.index(w))
-    for t in range(tiles + 1):
+        mbarrier.expect(q_bars.index(w), ROWS * D * 2)
+        tma.async_copy_global_to_shared(q_desc, [batch, head, row + w * ROWS, 0], q_bars.index(w), q_smem.index(w))
+        if w == 0:  # the first warpgroup begins while the queries of the others are on their way
+            last = first_column + (tiles - 1) * BLOCK_N
+            mbarrier.expect(full.index(0), TILE)
+            tma.async_copy_global_to_shared(k_desc, [batch, kv_head, last, 0], full.index(0), k_smem.index(0))
+    for t in range(1, tiles + 1):
         slot = t % STAGES
         bar = full.index(slot)
         mbarrier.wait(empty.index(slot), (t // STAGES & 1) ^ 1)
-        has_k, has_v = t < tiles, t > 0
-        if has_k & has_v:
+        has_k = t < tiles
+        if has_k:
             mbarrier.expect(bar, 2 * TILE)
         else:
             mbarrier.expect(bar, TILE)
-        column = (tiles - 1 - t) * BLOCK_N
+        column = first_column + (tiles - 1 - t) * BLOCK_N
         tma.async_copy_global_to_shared(k_desc, [batch, kv_head, column, 0], bar, k_smem.index(slot), pred=has_k)
-        tma.async_copy_global_to_shared(
-            v_desc, [batch, kv_head, column + BLOCK_N, 0], bar, v_smem.index(slot), pred=has_v
-        )
+        tma.async_copy_global_to_shared(v_desc, [batch, kv_head, column + BLOCK_N, 0], bar, v_smem.index(slot))
 
 
 @gluon.jit
@@ -147,7 +177,7 @@ def _consume(
 ):  # fmt: skip
     """The queries of warpgroup W, if it has any."""
     _, _, _, _, full, empty, turns = shared
-    _, _, _, _, block_row, end, tiles = place
+    _, _, _, _, block_row, end, _, tiles = place
     row = block_row + W * ROWS
     if (row >= 0) & (row < end):
         _attend(outs, shared, place, problem, row, W, CAUSAL, D, BLOCK_N, STAGES, DIAGONALS, OVERLAP, TURNS)
@@ -176,9 +206,10 @@ def _attend(
     O_LAYOUT: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, D, 16])
     P_LAYOUT: gl.constexpr = gl.DotOperandLayout(0, O_LAYOUT, 2)
     ROW_LAYOUT: gl.constexpr = gl.SliceLayout(1, O_LAYOUT)
-    out_desc, lse = outs
-    q_smem, k_smem, v_smem, q_bar, full, empty, turns = shared
-    batch, head, _, index, _, _, tiles = place
+    WARPGROUPS: gl.constexpr = shared[0].shape[0]
+    out_desc, lse, partial, whole = outs
+    q_smem, k_smem, v_smem, q_bars, full, empty, turns = shared
+    batch, head, _, index, block_row, _, column, tiles = place
     len_q, len_k, hi, factor = problem
     own = gl.minimum(_tiles(row + ROWS - 1, len_k, hi, CAUSAL, BLOCK_N), tiles)
     first = tiles - own
@@ -189,7 +220,7 @@ def _attend(
 
     for t in range(first):  # only later queries see these
         _pass_on(t, full, empty, turns, W, STAGES, TURNS)
-    mbarrier.wait(q_bar, 0)
+    mbarrier.wait(q_bars.index(W), 0)
     slot = first % STAGES
     mbarrier.wait(full.index(slot), first // STAGES & 1)
     k = k_smem.index(slot).reshape((BLOCK_N, D))
@@ -200,7 +231,7 @@ def _attend(
     mbarrier.arrive(empty.index(slot))
     if TURNS:
         mbarrier.arrive(turns.index(W))
-    s = _masked(s, row, (own - 1) * BLOCK_N, len_k, hi, CAUSAL, BLOCK_N, S_LAYOUT)
+    s = _masked(s, row, column + (own - 1) * BLOCK_N, len_k, hi, CAUSAL, BLOCK_N, S_LAYOUT)
     p, m, _ = _softmax(s, m, factor, True)
     l = _partial_sums(p, BLOCK_N)
     weights = gl.convert_layout(p.to(q_smem.dtype), P_LAYOUT, assert_trivial=True)
@@ -224,13 +255,21 @@ def _attend(
     l = gl.convert_layout(gl.sum(l, 1), ROW_LAYOUT, assert_trivial=True)
     sees_none = l == 0.0
     l = gl.where(sees_none, 1.0, l)
-    rows = row + gl.arange(0, ROWS, layout=ROW_LAYOUT)
+    o = o / l[:, None]
     natural = gl.where(sees_none, float("-inf"), (m + gl.log2(l)) * LN2)
-    gl.store(lse + index.to(gl.int64) * len_q + rows, natural, mask=rows < len_q)
-    q.store((o / l[:, None]).to(q_smem.dtype))  # the queries were read for the last time
-    fence_async_shared()
-    tma.async_copy_shared_to_global(out_desc, [batch, head, row, 0], q_place)
-    tma.store_wait(0)
+    if partial is None or gl.program_id(0) < whole:
+        q.store(o.to(q_smem.dtype))  # the queries were read for the last time
+        fence_async_shared()
+        tma.async_copy_shared_to_global(out_desc, [batch, head, row, 0], q_place)
+        rows = row + gl.arange(0, ROWS, layout=ROW_LAYOUT)  # not before the fence, which would wait for this store
+        gl.store(lse + index.to(gl.int64) * len_q + rows, natural, mask=rows < len_q)
+        tma.store_wait(0)
+    else:
+        rows = row - block_row + gl.arange(0, ROWS, layout=ROW_LAYOUT)
+        columns = gl.arange(0, D, layout=gl.SliceLayout(0, O_LAYOUT))
+        piece = partial + (gl.program_id(0) - whole) * (WARPGROUPS * ROWS * (D + 1))
+        gl.store(piece + rows[:, None] * D + columns[None, :], o)
+        gl.store(piece + WARPGROUPS * ROWS * D + rows, natural)
 
 
 @gluon.jit
@@ -250,11 +289,12 @@ def _step(
 ):  # fmt: skip
     """Scores and weights of tile t; the values of the tile before, by its weights.
 
-    OVERLAP: weights are formed while the values are still added up, instead of after. TURNS: a warpgroup multiplies
-    when the one before it has its scores.
+    OVERLAP: weights need not wait for the values to be added up. (In the machine code they do, where ptxas moves that
+    wait ahead; what it makes of the rest is faster all the same.) TURNS: a warpgroup multiplies when the one before it
+    has its scores.
     """
     _, k_smem, v_smem, _, full, empty, turns = shared
-    tiles = place[6]
+    column, tiles = place[6], place[7]
     _, len_k, hi, factor = problem
     S_LAYOUT: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, BLOCK_N, 16])
     slot = t % STAGES
@@ -274,7 +314,7 @@ def _step(
     if TURNS:
         mbarrier.arrive(turns.index(W))
     if MASKED:
-        s = _masked(s, row, (tiles - 1 - t) * BLOCK_N, len_k, hi, CAUSAL, BLOCK_N, S_LAYOUT)
+        s = _masked(s, row, column + (tiles - 1 - t) * BLOCK_N, len_k, hi, CAUSAL, BLOCK_N, S_LAYOUT)
     p, m, rescale = _softmax(s, m, factor, MASKED)
     l = l * gl.convert_layout(rescale, gl.SliceLayout(1, l.type.layout), assert_trivial=True)[:, None]
     l += _partial_sums(p, BLOCK_N)
@@ -358,3 +398,40 @@ def _rescale_asm(count):
 @gluon.constexpr_function
 def _constraints(count):
     return ",".join(["=&f"] * count + ["f"] * (2 * count))
+
+
+# -- pieces, put together ---------------------------------------------------------------------------------------------
+
+
+@gluon.jit(do_not_specialize=["order", "whole", "pieces"])
+def join_kernel(
+    out, lse, partial, strides, len_q, d, order, whole, pieces,
+    D: gl.constexpr, BLOCK: gl.constexpr,
+):  # fmt: skip
+    """Output and logsumexp of 64 queries of a block of BLOCK that `forward_kernel` left in pieces."""
+    LAYOUT: gl.constexpr = gl.BlockedLayout([1, 4], [256 // D, D // 8], [4, 1], [1, 0])
+    ROW_LAYOUT: gl.constexpr = gl.SliceLayout(1, LAYOUT)
+    beyond, group = gl.program_id(0) // (BLOCK // ROWS), gl.program_id(0) % (BLOCK // ROWS)
+    block, index, batch, head = assignment(whole + beyond, order)
+    inside = group * ROWS + gl.arange(0, ROWS, layout=ROW_LAYOUT)
+    columns = gl.arange(0, D, layout=gl.SliceLayout(0, LAYOUT))
+    first = partial + beyond * pieces * (BLOCK * (D + 1))
+    m = gl.full((ROWS,), float("-inf"), gl.float32, ROW_LAYOUT)
+    for piece in range(pieces):
+        m = gl.maximum(m, gl.load(first + piece * (BLOCK * (D + 1)) + BLOCK * D + inside))
+    m = gl.where(m == float("-inf"), 0.0, m)  # a query that sees no key
+    l = gl.zeros((ROWS,), gl.float32, ROW_LAYOUT)
+    o = gl.zeros((ROWS, D), gl.float32, LAYOUT)
+    for piece in range(pieces):
+        at = first + piece * (BLOCK * (D + 1))
+        weight = gl.exp2((gl.load(at + BLOCK * D + inside) - m) * LOG2E)
+        l += weight
+        o += weight[:, None] * gl.load(at + inside[:, None] * D + columns[None, :])
+    rows = block * BLOCK + inside
+    seen = rows < len_q
+    target = out + batch.to(gl.int64) * strides[0] + head.to(gl.int64) * strides[1]
+    target += rows.to(gl.int64)[:, None] * strides[2] + columns[None, :]
+    o = o / gl.where(l == 0.0, 1.0, l)[:, None]
+    gl.store(target, o.to(out.dtype.element_ty), mask=seen[:, None] & (columns < d)[None, :])
+    natural = gl.where(l == 0.0, float("-inf"), m + gl.log2(l) * LN2)
+    gl.store(lse + index.to(gl.int64) * len_q + rows, natural, mask=seen)

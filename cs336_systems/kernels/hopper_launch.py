@@ -6,7 +6,6 @@ else is flash_launch.py's.
 """
 
 import functools
-import heapq
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from types import MappingProxyType
@@ -53,8 +52,15 @@ FORWARD = {
 }
 """By head dim, and whether a mask cuts. What a warpgroup holds of the output at 128 leaves registers for two of them,
 and two keep the tensor cores busy only if each overlaps its own products with its softmax."""
-NARROW = {3: 0.7, 2: 0.6}
-"""Warpgroups of a block -> what a block of one less takes of its time."""
+PIECES = 16
+"""Into which a unit of work is cut at most."""
+ROUNDS_OF_PIECES = 4
+"""That multiprocessors work on pieces at most: each takes memory."""
+LEAST_SAVING = {"forward": 0.01, "backward": 0.04}
+"""Of the time, that makes pieces worth it: backward that may leave pieces is 1% slower where there are none."""
+STARTING, JOINING, PIECES_JOINED = 4, 2, 40
+"""What a program takes beside its tiles, what it takes to put pieces together, and how many of them for one more: in
+tiles, about 2 us each."""
 QUERIES = {64: 128, 128: 64}
 """Head dim -> queries in a tile of backward: what registers hold beside the gradients of the keys."""
 
@@ -81,16 +87,22 @@ class Problem:
         self.causal = band.hi is not None and band.hi < self.len_k - 1  # else every query sees every key
         self.hi = band.hi if self.causal and band.hi is not None else 0
         self._results = layout.Results(q, k, v)
-        self._forward: Plan | None = None
+        self._forward: Forward | None = None
         self._backward: Cache[tuple[Any, ...], Backward] = Cache()
 
     def forward(self, q: Tensor, k: Tensor, v: Tensor, scale: float, band: Band) -> tuple[Tensor, Tensor]:
         """Output, in q's layout, and logsumexp."""
         out, lse = self._results.like_q(q), self._results.logsumexp()
         tensors = (q, k, v, out)
-        if self._forward is None:
-            self._forward = self.plan_forward(tensors)
-        self._forward(tensors, (lse,), scale)
+        plans = self._forward
+        if plans is None:
+            plans = self._forward = self.plan_forward(tensors)
+        partial = None
+        if plans.join is not None:
+            partial = torch.empty(plans.partial, dtype=torch.float32, device=q.device)
+        plans.main(tensors, (lse, partial), scale)
+        if plans.join is not None:
+            plans.join((out,), (lse, partial))
         return out, lse
 
     def backward(
@@ -109,35 +121,48 @@ class Problem:
         own = grad if copy is None else copy
         scratch = self.scratch(q.device)
         plans.prepare((out, grad), (lse, grad_lse, scratch, copy))
-        plans.main((q, k, v, own, scratch, scratch, scratch, dk, dv), (), scale)
+        partial = None
+        if plans.join is not None:
+            partial = torch.empty(plans.partial, dtype=torch.float32, device=q.device)
+        plans.main((q, k, v, own, scratch, scratch, scratch, dk, dv), (partial,), scale)
         plans.finish((dq,), (scratch,), scale)
+        if plans.join is not None:
+            plans.join((dk, dv), (partial,))
         return dq, dk, dv
 
     def scratch(self, device: torch.device) -> Tensor:
         """For every query: its logsumexp; its delta; and fp32 sums for dQ."""
         return torch.empty(self.all_queries * (2 + self.block_d), dtype=torch.float32, device=device)
 
-    def plan_forward(self, tensors: Sequence[Tensor]) -> Plan:
+    def plan_forward(self, tensors: Sequence[Tensor]) -> "Forward":
         """tensors: q, k, v, out."""
         d, shape, all_heads = self.block_d, FORWARD[self.block_d, self.causal], self.batch * self.heads
-        groups = triton.cdiv(self.len_q, ROWS)
-        blocks = wide = triton.cdiv(groups, shape.warpgroups)
+        rows, groups = shape.warpgroups * ROWS, triton.cdiv(self.len_q, ROWS)
+        blocks = triton.cdiv(groups, shape.warpgroups)
         # The block that is not full is the first, which sees the fewest keys, or the last, which starts last.
-        shift = (blocks * shape.warpgroups - groups) * ROWS if self.causal else 0
-        if not self.causal:
-            blocks, wide = split(groups, shape.warpgroups, all_heads, _multiprocessors(self.device))
-        return self._plan(
+        shift = blocks * rows - groups * ROWS if self.causal else 0
+        split = self._split("forward", blocks * all_heads, triton.cdiv(self.len_k, KEYS))
+        places = order(blocks, self.batch, self.heads, L2_SHARE["forward"] // (4 * d * self.len_k))
+        main = self._plan(
             hopper_forward.forward_kernel,
-            blocks * all_heads,
+            split.programs,
             tensors,
             [(1, 1, rows, d) for rows in (ROWS, KEYS, KEYS, ROWS)],
-            before=(self.heads, self.group, self.len_q, self.len_k, self.hi),
+            before=(self.group, self.len_q, self.len_k, self.hi),
             after=(
-                *(blocks, all_heads, _section("forward", all_heads, 4 * d * self.len_k), shift, wide),
+                *(blocks, places, shift, split.whole, split.pieces),
                 *(self.causal, d, KEYS, shape.warpgroups, shape.stages, self._cut(ROWS, KEYS)),
                 *(shape.overlap, shape.turns, shape.registers),
             ),
         )
+        if split.cut == 0:
+            return Forward(main)
+        join = Plan(
+            hopper_forward.join_kernel, split.cut * shape.warpgroups, self.device, (), None,
+            before=(tensors[3].stride()[:3], self.len_q, self.d, places, split.whole, split.pieces),
+            after=(d, rows), options={"num_warps": 4},
+        )  # fmt: skip
+        return Forward(main, join, split.cut * split.pieces * rows * (d + 1))
 
     def plan_backward(
         self, q: Tensor, k: Tensor, v: Tensor, out: Tensor, grad: Tensor, dq: Tensor, dk: Tensor, dv: Tensor
@@ -159,28 +184,45 @@ class Problem:
         finish = Plan(
             hopper_backward.finish_kernel, passes * self.batch * self.heads, self.device, (), None,
             before=(dq.stride()[:3], self.heads, self.len_q, self.d, passes, self.all_queries),
-            after=(d, ROWS_AT_ONCE), options={"num_warps": 8},
+            after=(d, ROWS_AT_ONCE), options={"num_warps": 8, "launch_pdl": True},
         )  # fmt: skip
+        split = self._split("backward", blocks * all_heads, q_blocks * self.group)
+        fit = L2_SHARE["backward"] // (8 * d * self.len_q * self.group)
+        place = (order(blocks, self.batch, self.kv_heads, fit), split.whole, split.pieces)
         main = self._plan(
             hopper_backward.backward_kernel,
-            blocks * all_heads,
+            split.programs,
             (q, k, v, own, lse, lse, sums, dk, dv),
             [
                 *((1, 1, rows, d) for rows in (queries, KEYS, KEYS, queries)),
                 *((queries,), (queries,), (128, 32), (1, 1, ROWS, d), (1, 1, ROWS, d)),
             ],
-            before=(self.heads, self.kv_heads, self.group, self.len_k, self.padded, self.hi),
+            before=(self.heads, self.group, self.len_k, self.padded, self.hi),
             after=(
-                *(blocks, q_blocks, all_heads, _section("backward", all_heads, 8 * d * self.len_q * self.group)),
+                *(q_blocks, *place),
                 *(self.causal, even, d, queries, self._cut(KEYS, queries), self.group > 1),
             ),
             starts={4: 0, 5: self.all_queries, 6: 2 * self.all_queries},
+            options={"launch_pdl": True},
         )
-        return Backward(prepare, main, finish, copies)
+        if split.cut == 0:
+            return Backward(prepare, main, finish, copies)
+        join = Plan(
+            hopper_backward.join_kernel, split.cut * 4, self.device, (), None,
+            before=(dk.stride()[:3], dv.stride()[:3], self.len_k, self.d, *place),
+            after=(d,), options={"num_warps": 4},
+        )  # fmt: skip
+        return Backward(prepare, main, finish, copies, join, split.cut * split.pieces * 2 * KEYS * d)
+
+    def _split(self, kernel: str, units: int, tiles: int) -> "Split":
+        if self.causal:  # the last programs are the shortest, and the end is even
+            return Split(units, units, 1)
+        return even_end(units, tiles, _multiprocessors(self.device), LEAST_SAVING[kernel])
 
     def _plan(
         self, kernel: Any, programs: int, tensors: Sequence[Tensor], blocks: Sequence[tuple[int, ...]],
         before: tuple[Any, ...], after: tuple[Any, ...], starts: Mapping[int, int] = MappingProxyType({}),
+        options: Mapping[str, int] = MappingProxyType({}),
     ) -> Plan:  # fmt: skip
         """`starts`: tensor -> where it begins, of those that are parts of another."""
         copied = tuple(i for i, t in enumerate(tensors) if not suits_tma(t))
@@ -194,7 +236,7 @@ class Problem:
             )
             for i, (t, block) in enumerate(zip(tensors, blocks, strict=True))
         ]
-        return Plan(kernel, programs, self.device, copied, descriptors, before, after, {"num_warps": 4})
+        return Plan(kernel, programs, self.device, copied, descriptors, before, after, {"num_warps": 4, **options})
 
     def _cut(self, own: int, visited: int) -> int:
         """In how many of the tiles that it visits, `visited` wide, the diagonal may cut `own` rows of a program."""
@@ -204,30 +246,49 @@ class Problem:
         return max(1, *(triton.cdiv((start + shift) % visited + own, visited) for start in range(0, visited, own)))
 
 
-def split(groups: int, warpgroups: int, heads: int, multiprocessors: int) -> tuple[int, int]:
-    """Blocks for a head's groups of 64 queries, and how many are wide; the others, one group narrower, come last.
+@dataclass(frozen=True)
+class Split:
+    """Units of work that take equally long, for programs: the first `whole` have one each, others a piece of one."""
 
-    All wide ones take equally long: 1.1 times as many as there are multiprocessors take twice as long as exactly as
-    many do. Some narrow ones among the last make the end more even. Tried are a few numbers of them, up to two rounds.
+    units: int
+    whole: int
+    pieces: int
+    """Of each unit that is not whole."""
+
+    @property
+    def cut(self) -> int:
+        """Units in pieces."""
+        return self.units - self.whole
+
+    @property
+    def programs(self) -> int:
+        return self.whole + self.cut * self.pieces
+
+
+def even_end(units: int, tiles: int, multiprocessors: int, least_saving: float) -> Split:
+    """How to cut units of so many tiles each, so that all multiprocessors end at about the same time.
+
+    1.1 times as many units as there are multiprocessors would take twice as long as exactly as many.
     """
 
-    def end(wide: int) -> float:
-        """When the last one ends, each having begun where a multiprocessor was free."""
-        free = [0.0] * multiprocessors
-        for count, time in ((wide * heads, 1.0), (narrow(wide) * heads, NARROW[warpgroups])):
-            rounds, count = divmod(count, multiprocessors)
-            free = [t + rounds * time for t in free]
-            for _ in range(count):
-                heapq.heapreplace(free, free[0] + time)
-        return max(free)
+    def end(split: Split) -> int:
+        """In tiles, were all of a round to begin together."""
+        rounds, pieces = (
+            triton.cdiv(split.whole, multiprocessors),
+            triton.cdiv(split.cut * split.pieces, multiprocessors),
+        )
+        joining = JOINING + split.cut * split.pieces // PIECES_JOINED if split.cut else 0
+        return rounds * (tiles + STARTING) + pieces * (triton.cdiv(tiles, split.pieces) + STARTING) + joining
 
-    def narrow(wide: int) -> int:
-        return max(0, triton.cdiv(groups - wide * warpgroups, warpgroups - 1))
-
-    most = triton.cdiv(groups, warpgroups)
-    fewest = max(0, most - triton.cdiv(2 * multiprocessors, heads))
-    wide = min(range(most, fewest - 1, -max(1, (most - fewest) // 16)), key=end)
-    return wide + narrow(wide), wide
+    uncut, rounds = Split(units, units, 1), units // multiprocessors
+    splits = [
+        Split(units, whole * multiprocessors, pieces)
+        for whole in range(rounds, max(rounds - 2, -1), -1)
+        for pieces in range(2, min(PIECES, tiles) + 1)
+    ]
+    small = [split for split in splits if split.cut * split.pieces <= ROUNDS_OF_PIECES * multiprocessors]
+    best = min([uncut, *small], key=end)
+    return best if end(best) <= (1 - least_saving) * end(uncut) else uncut
 
 
 @functools.cache
@@ -235,9 +296,33 @@ def _multiprocessors(device: int | None) -> int:
     return 132 if device is None else torch.cuda.get_device_properties(device).multi_processor_count
 
 
-def _section(kernel: str, all_heads: int, bytes_of_head: int) -> int:
-    """How many heads run side by side: those whose bytes the L2 cache holds."""
-    return max(1, min(all_heads, L2_SHARE[kernel] // bytes_of_head))
+def order(blocks: int, batch: int, heads: int, fit: int) -> tuple[int, ...]:
+    """In what order programs take the blocks of all heads, for `hopper_forward.assignment`: units of work in a section,
+    heads in a section, heads; and how to divide by each of these.
+
+    Heads of a section run side by side: about as many as `fit` the L2 cache. All sections are alike, since a last one
+    of few heads would keep few multiprocessors busy.
+    """
+    all_heads = batch * heads
+    divisors = [n for n in range(1, all_heads + 1) if all_heads % n == 0]
+    section = min(divisors, key=lambda n: max(n, fit) / min(n, max(fit, 1)))
+    numbers = (section * blocks, section, heads)
+    return (*numbers, *(part for n in numbers for part in reciprocal(n)))
+
+
+def reciprocal(n: int) -> tuple[int, int]:
+    """(multiplier, shift) with x // n == x * multiplier >> shift for all x from 0 to 2^31 - 1, in 64 bits."""
+    shift = 31 + (n - 1).bit_length()
+    return -(-(1 << shift) // n), shift
+
+
+@dataclass
+class Forward:
+    main: Plan
+    join: Plan | None = None
+    """Of what `main` left in pieces."""
+    partial: int = 0
+    """Numbers that the pieces have."""
 
 
 @dataclass
@@ -247,6 +332,10 @@ class Backward:
     finish: Plan
     copies: bool
     """TMA cannot read the gradient as it lies: `prepare` makes a copy."""
+    join: Plan | None = None
+    """Of what `main` left in pieces."""
+    partial: int = 0
+    """Numbers that the pieces have."""
 
 
 _known: Cache[tuple[Any, ...], Problem] = Cache()

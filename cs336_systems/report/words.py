@@ -108,6 +108,7 @@ NAMES = frozenset(
     {"MFU", "TFLOP/s", "tokens/s", "n", "d", "seq", "context", "batch", "algbw", "busbw", "nsys", "do_bench"}
     | {"torch.profiler", "rank", "token", "softmax", "off", "on", "auto", "reference", "sdpa", "flash_triton"}
     | {"flash_hopper", "flash_torch", "compiled", "sdpa_flash", "sdpa_cudnn", "sdpa_efficient", "flex", "inference"}
+    | {"flash_attention_4"}
     | {"forward-backward", "train-step", "fp32", "tf32", "bf16", "fp16", "gloo", "nccl", "cuda", "cpu"}
 )
 """Terms and names that Chinese text uses as they are; `compiled` is one where it names an implementation."""
