@@ -308,13 +308,28 @@ def test_rivals_take_turns_and_one_that_fails_does_not_end_the_others(monkeypatc
     config = attention_config(implementations=["a", "wrong", "b", "absent", "c"], rounds=4)
     found = by_metric(instrument.measure_rivals(config))
     order = [name for name, _ in itertools.groupby(calls)]
-    assert "".join(order) == "abc" + "abc" + "bca" + "cab" + "abc"
+    assert "".join(order) == "abc" + "abc" + "bca" + "cab" + "cba"
     for name in ("a", "b", "c"):
         assert {f"{name}_error_out", f"{name}_error_dv"} <= found.keys()
         assert len(found[f"{name}_forward_time"]) == len(found[f"{name}_forward_backward_time"]) == 4
     assert found["wrong_status"][0].startswith("ArithmeticError: wrong result: dv off by ")
     assert found["absent_status"] == ["ZeroDivisionError: division by zero"]
     assert not [name for name in found if name.startswith(("wrong_", "absent_")) and not name.endswith("status")]
+
+
+@pytest.mark.parametrize("count", range(1, 9))
+def test_each_comes_after_each_other_equally_often(count):
+    names = list("abcdefgh"[:count])
+    rounds = count * (1 + count % 2)
+    turns = list(instrument.in_turns(names, rounds))
+    neighbours = Counter()
+    for start in range(0, len(turns), count):
+        one = turns[start : start + count]
+        assert sorted(one) == names
+        neighbours.update(itertools.pairwise(one))
+    assert set(neighbours) == set(itertools.permutations(names, 2))
+    assert len(set(neighbours.values())) <= 1
+    assert len({*turns[::count]}) == count  # and each comes first
 
 
 def test_the_leaderboards_lines(monkeypatch):

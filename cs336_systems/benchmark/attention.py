@@ -7,7 +7,7 @@ the course timed it). All take their inputs, their implementations and their clo
 
 import importlib
 import statistics
-from collections import defaultdict, deque
+from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import cache, lru_cache, partial
@@ -279,8 +279,8 @@ def _memory_metrics(name: str, shape: AttentionShape, peak: int | None) -> Metri
 def measure_rivals(config: dict[str, Any]) -> Metrics:
     """All implementations in turns, one sample of each in a round.
 
-    A GPU that has been busy lowers its clocks to stay within its power limit, so whoever comes first looks better: the
-    turns begin with another one in each round. Compiled for this very shape: a rival is shown at its best.
+    A GPU that has been busy lowers its clocks to stay within its power limit, so who ran before decides how fast one
+    looks: see `in_turns`. Compiled for this very shape: a rival is shown at its best.
 
     `replayed` in the configuration: also as CUDA graphs, since small problems are bound by the host that launches them.
     """
@@ -300,25 +300,32 @@ def measure_rivals(config: dict[str, Any]) -> Metrics:
             metrics += [[f"{name}_{metric}", unit, samples] for metric, unit, samples in errors]
             able.append(name)
     medians: dict[str, list[float]] = defaultdict(list)
-    for name in _in_turns(able, config["rounds"]):
+    for name in in_turns(able, config["rounds"]):
         with implementation(name, shape, device, dynamic=False) as attend:
             for phase, call in _calls(attend, inputs, ("forward", "forward_backward")):
                 median = statistics.median(_times(call, config, device, inputs))
                 medians[f"{name}_{phase}_time"].append(median)
     if config.get("replayed"):
         graphs = {name: _captured(name, shape, device, inputs) for name in able}
-        for name in _in_turns(able, config["rounds"]):
+        for name in in_turns(able, config["rounds"]):
             median = statistics.median(_times(graphs[name].replay, config, device, inputs))
             medians[f"{name}_replayed_time"].append(median)
     return metrics + [[metric, "s", samples] for metric, samples in medians.items()]
 
 
-def _in_turns(names: Sequence[str], rounds: int) -> Iterator[str]:
-    """All of them in each round, which begins with another one each time."""
-    turns = deque(names)
-    for _ in range(rounds):
+def in_turns(names: Sequence[str], rounds: int) -> Iterator[str]:
+    """All of them in each round, in such orders that each comes after each other equally often.
+
+    That takes as many rounds as there are names, or twice as many where their number is odd. Were they only rotated,
+    one would follow the same other in all rounds but one, and at a GPU's power limit that decides by several percent.
+    """
+    count = len(names)
+    zigzag = [(place + 1) // 2 * (1 if place % 2 else -1) for place in range(count)]  # 0, 1, -1, 2, -2, ...
+    for number in range(rounds):
+        turns = [names[(step + number) % count] for step in zigzag]
+        if count % 2 and number // count % 2:
+            turns.reverse()
         yield from turns
-        turns.rotate(-1)
 
 
 def _captured(name: str, shape: AttentionShape, device: torch.device, inputs: Sequence[Tensor]) -> torch.cuda.CUDAGraph:

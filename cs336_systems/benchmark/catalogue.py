@@ -292,11 +292,13 @@ def _attention_rivals(preset: str, base: RunConfig) -> Iterable[dict[str, Any]]:
     # Not flex: it takes longer to compile than all others to run, and `flash` and the leaderboard have it.
     rivals = [name for name in _rivals() if name != "flex"]
     for size, is_causal in RIVAL_SHAPES[-1:] if preset == "quick" else RIVAL_SHAPES:
-        fields: dict[str, Any] = {"implementations": rivals, "rounds": 5}
+        # Rounds: so that each comes after each other equally often.
+        fields: dict[str, Any] = {"implementations": rivals, "rounds": 2 * len(rivals)}
         if size[2] <= 8192:
             # At the mercy of the host, which may be busy for a second: rounds that take longer than that; and "auto",
             # which then leaves the work to whoever is launched fastest.
-            fields = {"implementations": ["auto", *rivals], "rounds": 15, "replayed": True}
+            names = ["auto", *rivals]
+            fields = {"implementations": names, "rounds": 4 * len(names), "replayed": True}
         yield _attention(base, size, "bf16", is_causal, warmup_ms=20, rep_ms=60, **fields)
 
 
