@@ -101,9 +101,9 @@ def test_predictions_agree_with_an_h200(cell, measured):
 
 def test_2_7b_is_traced_in_seconds_and_touches_no_memory():
     config = RunConfig(model=model_config("2.7B"), device="cuda")
-    start = time.perf_counter()
+    start = time.process_time()  # of this process alone: by the wall clock, it depends on who else is busy
     traced = predict_by_tracing(config)
-    assert time.perf_counter() - start < 10
+    assert time.process_time() - start < 10
     assert traced.peak > 50 * 2**30  # and yet this test runs on a laptop
 
 
