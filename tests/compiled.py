@@ -73,6 +73,7 @@ def main() -> None:
 
     for family, kind in test_kernel_tables.KINDS:
         test_kernel_tables.resources(family, kind)
+    test_kernel_tables.pointwise_resources()
     for group in test_hopper.REQUESTS:
         test_hopper.reports(group)
     FILE.write_text(json.dumps(dict(sorted(compiled.used.items())), indent=0) + "\n")
