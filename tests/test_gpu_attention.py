@@ -177,6 +177,23 @@ def test_large_logits(case, dtype, kernels):
 
 
 @pytest.mark.parametrize("kernels", KERNELS)
+@pytest.mark.parametrize("d", [64, 128])
+@pytest.mark.parametrize("beyond", [30, 100, -100])
+def test_scores_far_from_those_seen_first(beyond, d, kernels):
+    """Hopper's kernel visits the last keys first, and stays with their largest score: as long as others exceed it by
+    2^64 at most (44 nats), and rows have one. Else it starts again, for those warpgroups that must."""
+    for case in (Case(512, 639, d, is_causal="bottom-right"), Case(300, 1300, d)):
+        inputs = make_inputs(case, BF16, device="cuda")
+        inputs.q[..., 0] = 0
+        inputs.q[:, :, 64:128, 0] = math.sqrt(d)  # one warpgroup's
+        inputs.k[..., 0] = beyond if beyond < 0 else 0
+        inputs.k[:, :, :100, 0] = beyond
+        with poisoned_memory():
+            found = run(case, inputs, kernels)
+        assert compare(found, inputs, case, large=True) == []
+
+
+@pytest.mark.parametrize("kernels", KERNELS)
 @pytest.mark.parametrize("length", [1, 2, 5, 17])
 def test_short_and_large(length, kernels):
     """Keys beyond the end, at score 0, overflow against a very negative logsumexp: FlashAttention had NaN in dQ."""

@@ -15,8 +15,8 @@ A warpgroup begins a tile when the other has its dS of the tile before: left alo
 tensor cores at the same time, and then the exponentials.
 
 `prepare_kernel` makes what the loop reads for each query, and zeros for dQ; `finish_kernel` rounds dQ. Without a mask
-the last blocks of keys are cut into pieces, as in forward, each a program for a part of the queries; `join_kernel` adds
-up what they have of dK and dV.
+the last blocks of keys may be cut into pieces, as in forward, each a program for a part of the queries; `join_kernel`
+adds up what they have of dK and dV.
 """
 
 import triton
@@ -34,14 +34,12 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 )
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
-from cs336_systems.kernels.hopper_forward import LOG2E, ROWS, assignment, await_turn, share
+from cs336_systems.kernels.hopper_forward import LOG2E, ONE, ROWS, assignment, await_turn, portion, share
 
 BLOCK_N = gl.constexpr(128)
 STAGES = gl.constexpr(2)
 """Of queries, and of dS: a tile is worked on, and the next is on its way, or the one before still read."""
 WARP = gl.constexpr(32)
-ONE = gl.constexpr(gl.BlockedLayout([1], [32], [4], [0]))
-"""Of a number that all threads have."""
 HALF = gl.constexpr(64)
 """Rows, and columns, of what a warpgroup forms of dQ."""
 
@@ -73,8 +71,7 @@ def backward_kernel(
         first = gl.minimum(gl.maximum(column - hi, 0) // BLOCK_M, q_blocks - 1)
     start, tiles = 0, group * (q_blocks - first)
     if partial is not None:
-        start = tiles * piece // of
-        tiles = tiles * (piece + 1) // of - start
+        start, tiles = portion(tiles, piece, of)
     place = (batch, kv_head, group, column, first, q_blocks - first, start, tiles)
     problem = (len_k, hi, scale)
 
@@ -181,26 +178,28 @@ def _consume(
     KV_LAYOUT: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, D, 16])
     dk_desc, dv_desc, late = outs
     v_smem = smem[5].index(0)
-    _, _, _, _, _, count, _, tiles = place
+    _, _, _, _, first, count, _, tiles = place
     dk = gl.zeros((ROWS, D), gl.float32, KV_LAYOUT)
     dv = gl.zeros((ROWS, D), gl.float32, KV_LAYOUT)
     mbarrier.wait(bars[0], 0)
-    dk, dv = _tile(0, smem, bars, place, problem, dk, dv, CAUSAL, True, W, EVEN, GROUPED, D, BLOCK_M)
+    dk, dv = _tile(0, first * BLOCK_M, smem, bars, place, problem, dk, dv, CAUSAL, True, W, EVEN, D, BLOCK_M)
     cut = 1
     if DIAGONALS > 1:
         cut = gl.minimum(DIAGONALS, count)
     if GROUPED and CAUSAL:  # the mask cuts the first blocks of every query head
         for start in range(0, tiles, count):
             for t in range(gl.maximum(start, 1), start + cut):
-                dk, dv = _tile(t, smem, bars, place, problem, dk, dv, True, False, W, EVEN, GROUPED, D, BLOCK_M)
+                row = (first + t - start) * BLOCK_M
+                dk, dv = _tile(t, row, smem, bars, place, problem, dk, dv, True, False, W, EVEN, D, BLOCK_M)
             for t in range(start + cut, start + count):
-                dk, dv = _tile(t, smem, bars, place, problem, dk, dv, False, False, W, EVEN, GROUPED, D, BLOCK_M)
+                dk, dv = _tile(t, 0, smem, bars, place, problem, dk, dv, False, False, W, EVEN, D, BLOCK_M)
     else:
         if DIAGONALS > 1:
             for t in range(1, cut):
-                dk, dv = _tile(t, smem, bars, place, problem, dk, dv, True, False, W, EVEN, GROUPED, D, BLOCK_M)
+                row = (first + t) * BLOCK_M
+                dk, dv = _tile(t, row, smem, bars, place, problem, dk, dv, True, False, W, EVEN, D, BLOCK_M)
         for t in range(cut, tiles):
-            dk, dv = _tile(t, smem, bars, place, problem, dk, dv, False, False, W, EVEN, GROUPED, D, BLOCK_M)
+            dk, dv = _tile(t, 0, smem, bars, place, problem, dk, dv, False, False, W, EVEN, D, BLOCK_M)
 
     if SPLIT:
         _keep_piece(dv, 1, late, W, D)
@@ -256,11 +255,11 @@ def _keep_piece(x, which: gl.constexpr, late, W: gl.constexpr, D: gl.constexpr):
 
 @gluon.jit
 def _tile(
-    t, smem, bars, place, problem, dk, dv,
-    MASKED: gl.constexpr, FIRST: gl.constexpr, W: gl.constexpr, EVEN: gl.constexpr, GROUPED: gl.constexpr,
-    D: gl.constexpr, BLOCK_M: gl.constexpr,
+    t, row, smem, bars, place, problem, dk, dv,
+    MASKED: gl.constexpr, FIRST: gl.constexpr, W: gl.constexpr, EVEN: gl.constexpr, D: gl.constexpr,
+    BLOCK_M: gl.constexpr,
 ):  # fmt: skip
-    """One block of queries; dQ of the block before, unless this is the FIRST."""
+    """One block of queries, from `row` on where it is MASKED; dQ of the block before, unless this is the FIRST."""
     S_LAYOUT: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, BLOCK_M, 16])
     OPERAND: gl.constexpr = gl.DotOperandLayout(0, dk.type.layout, 2)
     q_smem, do_smem, lse_smem, delta_smem, k_smem, v_smem, ds_smem, dq_smem = smem
@@ -287,7 +286,6 @@ def _tile(
         keys = column + W * ROWS + gl.arange(0, ROWS, layout=gl.SliceLayout(1, S_LAYOUT))[:, None]
         seen = keys < len_k
         if MASKED:
-            _, row = _position(t, place, GROUPED, BLOCK_M)
             queries = row + gl.arange(0, BLOCK_M, layout=gl.SliceLayout(0, S_LAYOUT))[None, :]
             seen = seen & (keys <= queries + hi)
         s = gl.where(seen, s, float("-inf"))

@@ -11,6 +11,11 @@ into step, and all want the tensor cores at the same time, and then the exponent
 Tiles are visited from the last to the first: what a causal mask or the end of the keys cuts off lies in the first tile
 or two, which are peeled off, and the loop has no mask.
 
+Nor does it look for larger scores, unless weights are fp16. The maximum only keeps numbers in range, and bf16 has the
+range of fp32: whatever the largest score of the first tiles is, later ones may exceed it by 2^64 and all is as exact.
+After the last tile row sums tell whether they did. If so, which takes inputs far from any model's, the program starts
+again, and this time the maximum follows.
+
 Without a mask all programs take equally long, and the last ones would leave most multiprocessors idle. These blocks are
 cut into pieces, each a program for a part of the keys; `join_kernel` puts their results together.
 """
@@ -30,7 +35,11 @@ LN2 = gl.constexpr(0.6931471805599453)
 ROWS = gl.constexpr(64)
 """Of a warpgroup: what its matrix instruction takes."""
 SLACK = gl.constexpr(8.0)
-"""Powers of 2 by which a maximum may be behind. Weights stay below 2^8, in range for fp16 too."""
+"""Powers of 2 by which a maximum that follows may be behind. Weights stay below 2^8, in range for fp16 too."""
+LIMIT = gl.constexpr(2.0**64)
+"""Of row sums under a maximum that does not follow."""
+ONE = gl.constexpr(gl.BlockedLayout([1], [32], [4], [0]))
+"""Of a number that all threads have."""
 
 
 @gluon.jit(do_not_specialize=["order", "shift", "whole", "pieces"])
@@ -38,10 +47,11 @@ def forward_kernel(
     q_desc, k_desc, v_desc, out_desc, lse, partial,
     group, len_q, len_k, hi, scale, blocks, order, shift, whole, pieces,
     CAUSAL: gl.constexpr, D: gl.constexpr, BLOCK_N: gl.constexpr, WARPGROUPS: gl.constexpr, STAGES: gl.constexpr,
-    DIAGONALS: gl.constexpr, OVERLAP: gl.constexpr, TURNS: gl.constexpr, REGISTERS: gl.constexpr,
+    DIAGONALS: gl.constexpr, TURNS: gl.constexpr, HELD: gl.constexpr, REGISTERS: gl.constexpr,
 ):  # fmt: skip
     """Output and logsumexp of 64 * WARPGROUPS queries; from the `whole`-th program on, those of a part of the keys, to
-    `partial`. The first block begins at -`shift`. DIAGONALS: in how many tiles of a warpgroup a mask may cut."""
+    `partial`. The first block begins at -`shift`. DIAGONALS: in how many tiles of a warpgroup a mask may cut. TURNS: a
+    warpgroup multiplies when the one before it has its scores. HELD: queries are kept in registers."""
     unit = gl.program_id(0)
     if partial is not None:
         unit, piece, of = share(unit, whole, pieces)
@@ -53,8 +63,7 @@ def forward_kernel(
     tiles = _tiles(end - 1, len_k, hi, CAUSAL, BLOCK_N)
     column = 0
     if partial is not None:
-        start = tiles * piece // of
-        tiles = tiles * (piece + 1) // of - start
+        start, tiles = portion(tiles, piece, of)
         column = start * BLOCK_N
     place = (batch, head, head // group, index, row, end, column, tiles)
     problem = (len_q, len_k, hi, scale * LOG2E)
@@ -63,28 +72,23 @@ def forward_kernel(
     k_smem = gl.allocate_shared_memory(k_desc.dtype, [STAGES, 1, 1, BLOCK_N, D], k_desc.layout)
     v_smem = gl.allocate_shared_memory(v_desc.dtype, [STAGES, 1, 1, BLOCK_N, D], v_desc.layout)
     q_bars = gl.allocate_shared_memory(gl.int64, [WARPGROUPS, 1], mbarrier.MBarrierLayout())
-    full = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
-    empty = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
-    turns = gl.allocate_shared_memory(gl.int64, [WARPGROUPS, 1], mbarrier.MBarrierLayout())
     for w in gl.static_range(WARPGROUPS):
         mbarrier.init(q_bars.index(w), count=1)
-        if TURNS:
-            mbarrier.init(turns.index(w), count=1)
-    for stage in gl.static_range(STAGES):
-        mbarrier.init(full.index(stage), count=1)
-        mbarrier.init(empty.index(stage), count=WARPGROUPS)
+    buffers = (q_smem, k_smem, v_smem, q_bars)
+    shared = buffers + _barriers(WARPGROUPS, STAGES, TURNS)
+    again = _again(buffers, WARPGROUPS, STAGES, TURNS) if q_desc.dtype == gl.bfloat16 else ()
+    walks = (shared, again)
     fence_async_shared()
-    shared = (q_smem, k_smem, v_smem, q_bars, full, empty, turns)
 
     outs = (out_desc, lse, partial, whole)
     # Constants must stand in the call itself.
     if WARPGROUPS == 3:
         gl.warp_specialize(
             [
-                (_produce, (q_desc, k_desc, v_desc, shared, place, D, BLOCK_N, WARPGROUPS, STAGES)),
-                (_consume, (outs, shared, place, problem, 0, CAUSAL, D, BLOCK_N, STAGES, DIAGONALS, OVERLAP, TURNS)),
-                (_consume, (outs, shared, place, problem, 1, CAUSAL, D, BLOCK_N, STAGES, DIAGONALS, OVERLAP, TURNS)),
-                (_consume, (outs, shared, place, problem, 2, CAUSAL, D, BLOCK_N, STAGES, DIAGONALS, OVERLAP, TURNS)),
+                (_produce, (q_desc, k_desc, v_desc, walks, place, D, BLOCK_N, WARPGROUPS, STAGES)),
+                (_consume, (outs, walks, place, problem, 0, CAUSAL, D, BLOCK_N, STAGES, DIAGONALS, TURNS, HELD)),
+                (_consume, (outs, walks, place, problem, 1, CAUSAL, D, BLOCK_N, STAGES, DIAGONALS, TURNS, HELD)),
+                (_consume, (outs, walks, place, problem, 2, CAUSAL, D, BLOCK_N, STAGES, DIAGONALS, TURNS, HELD)),
             ],
             [4, 4, 4],
             [REGISTERS, REGISTERS, REGISTERS],
@@ -92,13 +96,37 @@ def forward_kernel(
     else:
         gl.warp_specialize(
             [
-                (_produce, (q_desc, k_desc, v_desc, shared, place, D, BLOCK_N, WARPGROUPS, STAGES)),
-                (_consume, (outs, shared, place, problem, 0, CAUSAL, D, BLOCK_N, STAGES, DIAGONALS, OVERLAP, TURNS)),
-                (_consume, (outs, shared, place, problem, 1, CAUSAL, D, BLOCK_N, STAGES, DIAGONALS, OVERLAP, TURNS)),
+                (_produce, (q_desc, k_desc, v_desc, walks, place, D, BLOCK_N, WARPGROUPS, STAGES)),
+                (_consume, (outs, walks, place, problem, 0, CAUSAL, D, BLOCK_N, STAGES, DIAGONALS, TURNS, HELD)),
+                (_consume, (outs, walks, place, problem, 1, CAUSAL, D, BLOCK_N, STAGES, DIAGONALS, TURNS, HELD)),
             ],
             [4, 4],
             [REGISTERS, REGISTERS],
         )
+
+
+@gluon.jit
+def _barriers(WARPGROUPS: gl.constexpr, STAGES: gl.constexpr, TURNS: gl.constexpr):
+    """Of one walk over the keys."""
+    full = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
+    empty = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
+    turns = gl.allocate_shared_memory(gl.int64, [WARPGROUPS, 1], mbarrier.MBarrierLayout())
+    for stage in gl.static_range(STAGES):
+        mbarrier.init(full.index(stage), count=1)
+        mbarrier.init(empty.index(stage), count=WARPGROUPS)
+    if TURNS:
+        for w in gl.static_range(WARPGROUPS):
+            mbarrier.init(turns.index(w), count=1)
+    return full, empty, turns
+
+
+@gluon.jit
+def _again(buffers, WARPGROUPS: gl.constexpr, STAGES: gl.constexpr, TURNS: gl.constexpr):
+    """What a second walk takes: which warpgroups want it, a barrier at which all have said so, and its own barriers."""
+    doubts = gl.allocate_shared_memory(gl.int32, [WARPGROUPS, 1], gl.SwizzledSharedLayout(1, 1, 1, [0]))
+    judged = gl.allocate_shared_memory(gl.int64, [1], mbarrier.MBarrierLayout())
+    mbarrier.init(judged, count=WARPGROUPS)
+    return doubts, judged, buffers + _barriers(WARPGROUPS, STAGES, TURNS)
 
 
 @gluon.jit
@@ -110,6 +138,13 @@ def share(program, whole, pieces):
     if program >= whole:
         of = pieces
     return program - beyond + beyond // pieces, beyond % of, of
+
+
+@gluon.jit
+def portion(tiles, piece, of):
+    """The first tile of a piece, and how many it has."""
+    start = tiles * piece // of
+    return start, tiles * (piece + 1) // of - start
 
 
 @gluon.jit
@@ -142,19 +177,41 @@ def _tiles(last_row, len_k, hi, CAUSAL: gl.constexpr, BLOCK_N: gl.constexpr):
 
 @gluon.jit
 def _produce(
-    q_desc, k_desc, v_desc, shared, place,
+    q_desc, k_desc, v_desc, walks, place,
     D: gl.constexpr, BLOCK_N: gl.constexpr, WARPGROUPS: gl.constexpr, STAGES: gl.constexpr,
 ):  # fmt: skip
-    q_smem, k_smem, v_smem, q_bars, full, empty, _ = shared
-    batch, head, kv_head, _, row, _, first_column, tiles = place
-    TILE: gl.constexpr = BLOCK_N * D * 2  # bytes
+    shared, again = walks
+    q_smem, q_bars = shared[0], shared[3]
+    batch, head, _, _, row, _, _, _ = place
     for w in gl.static_range(WARPGROUPS):
         mbarrier.expect(q_bars.index(w), ROWS * D * 2)
         tma.async_copy_global_to_shared(q_desc, [batch, head, row + w * ROWS, 0], q_bars.index(w), q_smem.index(w))
         if w == 0:  # the first warpgroup begins while the queries of the others are on their way
-            last = first_column + (tiles - 1) * BLOCK_N
-            mbarrier.expect(full.index(0), TILE)
-            tma.async_copy_global_to_shared(k_desc, [batch, kv_head, last, 0], full.index(0), k_smem.index(0))
+            _bring_first(k_desc, shared, place, D, BLOCK_N)
+    _bring_others(k_desc, v_desc, shared, place, D, BLOCK_N, STAGES)
+    if len(again) > 0:
+        doubts, judged, others = again
+        mbarrier.wait(judged, 0)
+        if _any(doubts):
+            _bring_first(k_desc, others, place, D, BLOCK_N)
+            _bring_others(k_desc, v_desc, others, place, D, BLOCK_N, STAGES)
+
+
+@gluon.jit
+def _bring_first(k_desc, shared, place, D: gl.constexpr, BLOCK_N: gl.constexpr):
+    _, k_smem, _, _, full, _, _ = shared
+    batch, _, kv_head, _, _, _, first_column, tiles = place
+    column = first_column + (tiles - 1) * BLOCK_N
+    mbarrier.expect(full.index(0), BLOCK_N * D * 2)
+    tma.async_copy_global_to_shared(k_desc, [batch, kv_head, column, 0], full.index(0), k_smem.index(0))
+
+
+@gluon.jit
+def _bring_others(k_desc, v_desc, shared, place, D: gl.constexpr, BLOCK_N: gl.constexpr, STAGES: gl.constexpr):
+    """Keys of all tiles but the first, and the values of the tile before each."""
+    _, k_smem, v_smem, _, full, empty, _ = shared
+    batch, _, kv_head, _, _, _, first_column, tiles = place
+    TILE: gl.constexpr = BLOCK_N * D * 2  # bytes
     for t in range(1, tiles + 1):
         slot = t % STAGES
         bar = full.index(slot)
@@ -170,20 +227,51 @@ def _produce(
 
 
 @gluon.jit
+def _any(doubts):
+    WARPGROUPS: gl.constexpr = doubts.shape[0]
+    found = gl.sum(doubts.index(0).load(ONE), 0)
+    for w in gl.static_range(1, WARPGROUPS):
+        found += gl.sum(doubts.index(w).load(ONE), 0)
+    return found > 0
+
+
+@gluon.jit
 def _consume(
-    outs, shared, place, problem,
+    outs, walks, place, problem,
     W: gl.constexpr, CAUSAL: gl.constexpr, D: gl.constexpr, BLOCK_N: gl.constexpr, STAGES: gl.constexpr,
-    DIAGONALS: gl.constexpr, OVERLAP: gl.constexpr, TURNS: gl.constexpr,
+    DIAGONALS: gl.constexpr, TURNS: gl.constexpr, HELD: gl.constexpr,
 ):  # fmt: skip
     """The queries of warpgroup W, if it has any."""
+    shared, again = walks
+    FOLLOWS: gl.constexpr = len(again) == 0
+    row = place[4] + W * ROWS
+    own = (row >= 0) & (row < place[5])
+    doubt = _walk(outs, shared, place, problem, own, W, CAUSAL, D, BLOCK_N, STAGES, DIAGONALS, TURNS, HELD, FOLLOWS)
+    if len(again) > 0:
+        doubts, judged, others = again
+        doubts.index(W).store(gl.full([1], doubt, gl.int32, ONE))
+        mbarrier.arrive(judged)
+        mbarrier.wait(judged, 0)
+        if _any(doubts):
+            own = doubt > 0
+            _walk(outs, others, place, problem, own, W, CAUSAL, D, BLOCK_N, STAGES, DIAGONALS, TURNS, HELD, True)
+
+
+@gluon.jit
+def _walk(
+    outs, shared, place, problem, own,
+    W: gl.constexpr, CAUSAL: gl.constexpr, D: gl.constexpr, BLOCK_N: gl.constexpr, STAGES: gl.constexpr,
+    DIAGONALS: gl.constexpr, TURNS: gl.constexpr, HELD: gl.constexpr, FOLLOWS: gl.constexpr,
+):  # fmt: skip
+    """Over all tiles, with the warpgroup's `own` queries or with none. 1: results are in doubt, and were not stored."""
     _, _, _, _, full, empty, turns = shared
-    _, _, _, _, block_row, end, _, tiles = place
-    row = block_row + W * ROWS
-    if (row >= 0) & (row < end):
-        _attend(outs, shared, place, problem, row, W, CAUSAL, D, BLOCK_N, STAGES, DIAGONALS, OVERLAP, TURNS)
+    doubt = 0
+    if own:
+        doubt = _attend(outs, shared, place, problem, W, CAUSAL, D, BLOCK_N, STAGES, DIAGONALS, TURNS, HELD, FOLLOWS)
     else:
-        for t in range(tiles):
+        for t in range(place[7]):
             _pass_on(t, full, empty, turns, W, STAGES, TURNS)
+    return doubt
 
 
 @gluon.jit
@@ -198,29 +286,29 @@ def _pass_on(t, full, empty, turns, W: gl.constexpr, STAGES: gl.constexpr, TURNS
 
 @gluon.jit
 def _attend(
-    outs, shared, place, problem, row,
+    outs, shared, place, problem,
     W: gl.constexpr, CAUSAL: gl.constexpr, D: gl.constexpr, BLOCK_N: gl.constexpr, STAGES: gl.constexpr,
-    DIAGONALS: gl.constexpr, OVERLAP: gl.constexpr, TURNS: gl.constexpr,
+    DIAGONALS: gl.constexpr, TURNS: gl.constexpr, HELD: gl.constexpr, FOLLOWS: gl.constexpr,
 ):  # fmt: skip
     S_LAYOUT: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, BLOCK_N, 16])
     O_LAYOUT: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, D, 16])
     P_LAYOUT: gl.constexpr = gl.DotOperandLayout(0, O_LAYOUT, 2)
     ROW_LAYOUT: gl.constexpr = gl.SliceLayout(1, O_LAYOUT)
-    WARPGROUPS: gl.constexpr = shared[0].shape[0]
-    out_desc, lse, partial, whole = outs
     q_smem, k_smem, v_smem, q_bars, full, empty, turns = shared
-    batch, head, _, index, block_row, _, column, tiles = place
+    tiles = place[7]
     len_q, len_k, hi, factor = problem
+    row = place[4] + W * ROWS
     own = gl.minimum(_tiles(row + ROWS - 1, len_k, hi, CAUSAL, BLOCK_N), tiles)
     first = tiles - own
-    q_place = q_smem.index(W)
-    q = q_place.reshape((ROWS, D))
+    q = q_smem.index(W).reshape((ROWS, D))
     m = gl.full((ROWS,), float("-inf"), gl.float32, gl.SliceLayout(1, S_LAYOUT))
     o = gl.zeros((ROWS, D), gl.float32, O_LAYOUT)
 
     for t in range(first):  # only later queries see these
         _pass_on(t, full, empty, turns, W, STAGES, TURNS)
     mbarrier.wait(q_bars.index(W), 0)
+    if HELD:
+        q = q.load(gl.DotOperandLayout(0, S_LAYOUT, 2))
     slot = first % STAGES
     mbarrier.wait(full.index(slot), first // STAGES & 1)
     k = k_smem.index(slot).reshape((BLOCK_N, D))
@@ -231,7 +319,7 @@ def _attend(
     mbarrier.arrive(empty.index(slot))
     if TURNS:
         mbarrier.arrive(turns.index(W))
-    s = _masked(s, row, column + (own - 1) * BLOCK_N, len_k, hi, CAUSAL, BLOCK_N, S_LAYOUT)
+    s = _masked(s, row, place[6] + (own - 1) * BLOCK_N, len_k, hi, CAUSAL, BLOCK_N, S_LAYOUT)
     p, m, _ = _softmax(s, m, factor, True)
     l = _partial_sums(p, BLOCK_N)
     weights = gl.convert_layout(p.to(q_smem.dtype), P_LAYOUT, assert_trivial=True)
@@ -240,11 +328,13 @@ def _attend(
         begin = gl.minimum(first + DIAGONALS, tiles)
         for t in range(first + 1, begin):
             o, weights, m, l = _step(
-                t, q, shared, place, problem, o, weights, m, l, row, W, True, CAUSAL, D, BLOCK_N, STAGES, OVERLAP, TURNS
+                t, q, shared, place, problem, o, weights, m, l, row, W, True, True, CAUSAL, D, BLOCK_N, STAGES, TURNS
             )
+    if not FOLLOWS:  # of a row that has seen no key yet it must be a number
+        m = gl.where(m == float("-inf"), 0.0, m)
     for t in range(begin, tiles):
         o, weights, m, l = _step(
-            t, q, shared, place, problem, o, weights, m, l, row, W, False, CAUSAL, D, BLOCK_N, STAGES, OVERLAP, TURNS
+            t, q, shared, place, problem, o, weights, m, l, row, W, False, FOLLOWS, CAUSAL, D, BLOCK_N, STAGES, TURNS
         )
     slot = tiles % STAGES
     mbarrier.wait(full.index(slot), tiles // STAGES & 1)
@@ -253,12 +343,27 @@ def _attend(
 
     m = gl.convert_layout(m, ROW_LAYOUT, assert_trivial=True)
     l = gl.convert_layout(gl.sum(l, 1), ROW_LAYOUT, assert_trivial=True)
+    doubt = 0
+    if not FOLLOWS:
+        doubt = gl.max(gl.where((l < LIMIT) & (l > 1.0 / LIMIT), 0, 1), 0)
+        doubt = gl.where(begin < tiles, doubt, 0)  # over the first tiles the maximum did follow
+    if doubt == 0:
+        _store(o, m, l, outs, q_smem.index(W), place, len_q, row, D, q_smem.shape[0] * ROWS)
+    return doubt
+
+
+@gluon.jit
+def _store(o, m, l, outs, q_place, place, len_q, row, D: gl.constexpr, BLOCK: gl.constexpr):
+    """Output and logsumexp, by way of the queries' place: these were read for the last time."""
+    ROW_LAYOUT: gl.constexpr = gl.SliceLayout(1, o.type.layout)
+    out_desc, lse, partial, whole = outs
+    batch, head, _, index, block_row, _, _, _ = place
     sees_none = l == 0.0
     l = gl.where(sees_none, 1.0, l)
     o = o / l[:, None]
     natural = gl.where(sees_none, float("-inf"), (m + gl.log2(l)) * LN2)
     if partial is None or gl.program_id(0) < whole:
-        q.store(o.to(q_smem.dtype))  # the queries were read for the last time
+        q_place.reshape((ROWS, D)).store(o.to(q_place.dtype))
         fence_async_shared()
         tma.async_copy_shared_to_global(out_desc, [batch, head, row, 0], q_place)
         rows = row + gl.arange(0, ROWS, layout=ROW_LAYOUT)  # not before the fence, which would wait for this store
@@ -266,10 +371,10 @@ def _attend(
         tma.store_wait(0)
     else:
         rows = row - block_row + gl.arange(0, ROWS, layout=ROW_LAYOUT)
-        columns = gl.arange(0, D, layout=gl.SliceLayout(0, O_LAYOUT))
-        piece = partial + (gl.program_id(0) - whole) * (WARPGROUPS * ROWS * (D + 1))
+        columns = gl.arange(0, D, layout=gl.SliceLayout(0, o.type.layout))
+        piece = partial + (gl.program_id(0) - whole) * (BLOCK * (D + 1))
         gl.store(piece + rows[:, None] * D + columns[None, :], o)
-        gl.store(piece + WARPGROUPS * ROWS * D + rows, natural)
+        gl.store(piece + BLOCK * D + rows, natural)
 
 
 @gluon.jit
@@ -284,15 +389,10 @@ def await_turn(turns, t, W: gl.constexpr):
 @gluon.jit
 def _step(
     t, q, shared, place, problem, o, weights, m, l, row,
-    W: gl.constexpr, MASKED: gl.constexpr, CAUSAL: gl.constexpr, D: gl.constexpr, BLOCK_N: gl.constexpr,
-    STAGES: gl.constexpr, OVERLAP: gl.constexpr, TURNS: gl.constexpr,
+    W: gl.constexpr, MASKED: gl.constexpr, FOLLOWS: gl.constexpr, CAUSAL: gl.constexpr, D: gl.constexpr,
+    BLOCK_N: gl.constexpr, STAGES: gl.constexpr, TURNS: gl.constexpr,
 ):  # fmt: skip
-    """Scores and weights of tile t; the values of the tile before, by its weights.
-
-    OVERLAP: weights need not wait for the values to be added up. (In the machine code they do, where ptxas moves that
-    wait ahead; what it makes of the rest is faster all the same.) TURNS: a warpgroup multiplies when the one before it
-    has its scores.
-    """
+    """Scores and weights of tile t; the values of the tile before, by its weights. FOLLOWS: the maximum does."""
     _, k_smem, v_smem, _, full, empty, turns = shared
     column, tiles = place[6], place[7]
     _, len_k, hi, factor = problem
@@ -306,26 +406,24 @@ def _step(
         await_turn(turns, t, W)
     s_token = warpgroup_mma(q, k.permute((1, 0)), zeros, use_acc=False, is_async=True)
     o_token = warpgroup_mma(weights, v, o, is_async=True)
-    if OVERLAP:
-        s = warpgroup_mma_wait(1, deps=[s_token])
-    else:
-        s, o, weights = warpgroup_mma_wait(0, deps=[s_token, o_token, weights])
-        mbarrier.arrive(empty.index(slot))
+    s = warpgroup_mma_wait(1, deps=[s_token])
     if TURNS:
         mbarrier.arrive(turns.index(W))
     if MASKED:
         s = _masked(s, row, column + (tiles - 1 - t) * BLOCK_N, len_k, hi, CAUSAL, BLOCK_N, S_LAYOUT)
-    p, m, rescale = _softmax(s, m, factor, MASKED)
-    l = l * gl.convert_layout(rescale, gl.SliceLayout(1, l.type.layout), assert_trivial=True)[:, None]
+    if FOLLOWS:
+        p, m, rescale = _softmax(s, m, factor, MASKED)
+        l = l * gl.convert_layout(rescale, gl.SliceLayout(1, l.type.layout), assert_trivial=True)[:, None]
+    else:
+        p = gl.exp2(s * factor - m[:, None])
     l += _partial_sums(p, BLOCK_N)
     new_weights = gl.convert_layout(p.to(weights.dtype), weights.type.layout, assert_trivial=True)
-    # Through a wait also where nothing is waited for: it keeps pairs of weights in one register over the loop's end.
-    if OVERLAP:
-        o, weights, new_weights = warpgroup_mma_wait(0, deps=[o_token, weights, new_weights])
-        mbarrier.arrive(empty.index(slot))
-    else:
-        new_weights = warpgroup_mma_wait(0, deps=[new_weights])
-    return _rescaled(o, rescale, D), new_weights, m, l
+    # The new weights also, which nothing waits for: it keeps pairs of them in one register over the loop's end.
+    o, weights, new_weights = warpgroup_mma_wait(0, deps=[o_token, weights, new_weights])
+    mbarrier.arrive(empty.index(slot))
+    if FOLLOWS:
+        o = _rescaled(o, rescale, D)
+    return o, new_weights, m, l
 
 
 @gluon.jit

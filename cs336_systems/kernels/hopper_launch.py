@@ -39,19 +39,17 @@ class Shape:
 
     warpgroups: int
     stages: int
-    overlap: bool
     turns: bool
+    held: bool
+    """Queries are kept in registers."""
     registers: int
 
 
 FORWARD = {
-    (64, False): Shape(3, 4, True, True, 160),
-    (64, True): Shape(3, 4, False, True, 160),
-    (128, False): Shape(2, 3, True, False, 240),
-    (128, True): Shape(2, 3, True, False, 240),
+    64: Shape(3, 4, turns=True, held=False, registers=160),
+    128: Shape(2, 3, turns=False, held=True, registers=240),
 }
-"""By head dim, and whether a mask cuts. What a warpgroup holds of the output at 128 leaves registers for two of them,
-and two keep the tensor cores busy only if each overlaps its own products with its softmax."""
+"""By head dim. What a warpgroup holds of the output at 128 leaves registers for two of them, and for their queries."""
 PIECES = 16
 """Into which a unit of work is cut at most."""
 ROUNDS_OF_PIECES = 4
@@ -97,12 +95,10 @@ class Problem:
         plans = self._forward
         if plans is None:
             plans = self._forward = self.plan_forward(tensors)
-        partial = None
-        if plans.join is not None:
-            partial = torch.empty(plans.partial, dtype=torch.float32, device=q.device)
+        partial = None if plans.pieces is None else plans.pieces.room(q.device)
         plans.main(tensors, (lse, partial), scale)
-        if plans.join is not None:
-            plans.join((out,), (lse, partial))
+        if plans.pieces is not None:
+            plans.pieces.join((out,), (lse, partial))
         return out, lse
 
     def backward(
@@ -121,13 +117,11 @@ class Problem:
         own = grad if copy is None else copy
         scratch = self.scratch(q.device)
         plans.prepare((out, grad), (lse, grad_lse, scratch, copy))
-        partial = None
-        if plans.join is not None:
-            partial = torch.empty(plans.partial, dtype=torch.float32, device=q.device)
+        partial = None if plans.pieces is None else plans.pieces.room(q.device)
         plans.main((q, k, v, own, scratch, scratch, scratch, dk, dv), (partial,), scale)
         plans.finish((dq,), (scratch,), scale)
-        if plans.join is not None:
-            plans.join((dk, dv), (partial,))
+        if plans.pieces is not None:
+            plans.pieces.join((dk, dv), (partial,))
         return dq, dk, dv
 
     def scratch(self, device: torch.device) -> Tensor:
@@ -136,7 +130,7 @@ class Problem:
 
     def plan_forward(self, tensors: Sequence[Tensor]) -> "Forward":
         """tensors: q, k, v, out."""
-        d, shape, all_heads = self.block_d, FORWARD[self.block_d, self.causal], self.batch * self.heads
+        d, shape, all_heads = self.block_d, FORWARD[self.block_d], self.batch * self.heads
         rows, groups = shape.warpgroups * ROWS, triton.cdiv(self.len_q, ROWS)
         blocks = triton.cdiv(groups, shape.warpgroups)
         # The block that is not full is the first, which sees the fewest keys, or the last, which starts last.
@@ -152,7 +146,7 @@ class Problem:
             after=(
                 *(blocks, places, shift, split.whole, split.pieces),
                 *(self.causal, d, KEYS, shape.warpgroups, shape.stages, self._cut(ROWS, KEYS)),
-                *(shape.overlap, shape.turns, shape.registers),
+                *(shape.turns, shape.held, shape.registers),
             ),
         )
         if split.cut == 0:
@@ -162,7 +156,7 @@ class Problem:
             before=(tensors[3].stride()[:3], self.len_q, self.d, places, split.whole, split.pieces),
             after=(d, rows), options={"num_warps": 4},
         )  # fmt: skip
-        return Forward(main, join, split.cut * split.pieces * rows * (d + 1))
+        return Forward(main, Pieces(join, split.cut * split.pieces * rows * (d + 1)))
 
     def plan_backward(
         self, q: Tensor, k: Tensor, v: Tensor, out: Tensor, grad: Tensor, dq: Tensor, dk: Tensor, dv: Tensor
@@ -212,7 +206,7 @@ class Problem:
             before=(dk.stride()[:3], dv.stride()[:3], self.len_k, self.d, *place),
             after=(d,), options={"num_warps": 4},
         )  # fmt: skip
-        return Backward(prepare, main, finish, copies, join, split.cut * split.pieces * 2 * KEYS * d)
+        return Backward(prepare, main, finish, copies, Pieces(join, split.cut * split.pieces * 2 * KEYS * d))
 
     def _split(self, kernel: str, units: int, tiles: int) -> "Split":
         if self.causal:  # the last programs are the shortest, and the end is even
@@ -317,12 +311,21 @@ def reciprocal(n: int) -> tuple[int, int]:
 
 
 @dataclass
+class Pieces:
+    """Of units that `main` does not finish."""
+
+    join: Plan
+    numbers: int
+    """That they leave for `join`, all of them."""
+
+    def room(self, device: torch.device) -> Tensor:
+        return torch.empty(self.numbers, dtype=torch.float32, device=device)
+
+
+@dataclass
 class Forward:
     main: Plan
-    join: Plan | None = None
-    """Of what `main` left in pieces."""
-    partial: int = 0
-    """Numbers that the pieces have."""
+    pieces: Pieces | None = None
 
 
 @dataclass
@@ -332,10 +335,7 @@ class Backward:
     finish: Plan
     copies: bool
     """TMA cannot read the gradient as it lies: `prepare` makes a copy."""
-    join: Plan | None = None
-    """Of what `main` left in pieces."""
-    partial: int = 0
-    """Numbers that the pieces have."""
+    pieces: Pieces | None = None
 
 
 _known: Cache[tuple[Any, ...], Problem] = Cache()
