@@ -115,7 +115,7 @@ def backward_kernel(
     # Constants must stand in the call itself.
     gl.warp_specialize(
         [
-            (_produce, (descs, dq_desc, smem, bars, place, heads, padded, GROUPED, D, BLOCK_M)),
+            (_produce, (descs, dq_desc, smem, bars, place, heads, padded, CAUSAL, GROUPED, D, BLOCK_M)),
             (_consume, (outs, smem, bars, place, problem, 0, CAUSAL, EVEN, D, BLOCK_M, DIAGONALS, GROUPED, SPLIT)),
             (_consume, (outs, smem, bars, place, problem, 1, CAUSAL, EVEN, D, BLOCK_M, DIAGONALS, GROUPED, SPLIT)),
         ],
@@ -126,9 +126,11 @@ def backward_kernel(
 
 @gluon.jit
 def _produce(
-    descs, dq_desc, smem, bars, place, heads, padded, GROUPED: gl.constexpr, D: gl.constexpr, BLOCK_M: gl.constexpr
+    descs, dq_desc, smem, bars, place, heads, padded,
+    CAUSAL: gl.constexpr, GROUPED: gl.constexpr, D: gl.constexpr, BLOCK_M: gl.constexpr,
 ):  # fmt: skip
-    """Brings queries, and takes dQ away."""
+    """Brings queries, and takes dQ away: measured, dQ first is 2% faster for 128 under a mask, and slower otherwise."""
+    DQ_FIRST: gl.constexpr = CAUSAL and D == 128
     q_desc, k_desc, v_desc, do_desc, lse_desc, delta_desc = descs
     q_smem, do_smem, lse_smem, delta_smem, k_smem, v_smem, _, dq_smem = smem
     kv_bar, full, done, free, _ = bars
@@ -139,6 +141,8 @@ def _produce(
     for t in range(tiles + STAGES + 1):
         slot = t % STAGES
         mbarrier.wait(done.index(slot), (t // STAGES & 1) ^ 1)
+        if DQ_FIRST:
+            _take_dq(t, dq_desc, dq_smem, free, place, heads, padded, GROUPED, D, BLOCK_M)
         if t < tiles:
             head, row = _position(t, place, GROUPED, BLOCK_M)
             flat = (batch * heads + head) * padded + row
@@ -148,13 +152,22 @@ def _produce(
             tma.async_copy_global_to_shared(lse_desc, [flat], bar, lse_smem.index(slot))
             tma.async_copy_global_to_shared(do_desc, [batch, head, row, 0], bar, do_smem.index(slot))
             tma.async_copy_global_to_shared(delta_desc, [flat], bar, delta_smem.index(slot))
-        if t > STAGES:  # the tile whose slot is free now left dQ of the tile before it
-            head, row = _position(t - STAGES - 1, place, GROUPED, BLOCK_M)
-            block = ((batch * heads + head) * padded + row) // HALF * (D // HALF)
-            tma_reduce_add(dq_desc, [block * (4 * WARP), 0], dq_smem.index(0))
-            tma_reduce_add(dq_desc, [(block + 1) * (4 * WARP), 0], dq_smem.index(1))
-            tma.store_wait(0)
-            mbarrier.arrive(free)
+        if not DQ_FIRST:
+            _take_dq(t, dq_desc, dq_smem, free, place, heads, padded, GROUPED, D, BLOCK_M)
+
+
+@gluon.jit
+def _take_dq(
+    t, dq_desc, dq_smem, free, place, heads, padded, GROUPED: gl.constexpr, D: gl.constexpr, BLOCK_M: gl.constexpr
+):  # fmt: skip
+    """The tile whose slot is free now, STAGES before t, left dQ of the tile before it."""
+    if t > STAGES:
+        head, row = _position(t - STAGES - 1, place, GROUPED, BLOCK_M)
+        block = ((place[0] * heads + head) * padded + row) // HALF * (D // HALF)
+        tma_reduce_add(dq_desc, [block * (4 * WARP), 0], dq_smem.index(0))
+        tma_reduce_add(dq_desc, [(block + 1) * (4 * WARP), 0], dq_smem.index(1))
+        tma.store_wait(0)
+        mbarrier.arrive(free)
 
 
 @gluon.jit
