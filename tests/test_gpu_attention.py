@@ -180,8 +180,8 @@ def test_large_logits(case, dtype, kernels):
 @pytest.mark.parametrize("d", [64, 128])
 @pytest.mark.parametrize("beyond", [30, 100, -100])
 def test_scores_far_from_those_seen_first(beyond, d, kernels):
-    """Hopper's kernel visits the last keys first, and stays with their largest score: as long as others exceed it by
-    2^64 at most (44 nats), and rows have one. Else it starts again, for those warpgroups that must."""
+    """Hopper's kernel visits the last keys first, and stays with their largest score, as long as others exceed it by
+    2^64 at most (44 nats). Else it starts again, for those warpgroups that must."""
     for case in (Case(512, 639, d, is_causal="bottom-right"), Case(300, 1300, d)):
         inputs = make_inputs(case, BF16, device="cuda")
         inputs.q[..., 0] = 0

@@ -247,7 +247,7 @@ def _consume(
     row = place[4] + W * ROWS
     own = (row >= 0) & (row < place[5])
     doubt = _walk(outs, shared, place, problem, own, W, CAUSAL, D, BLOCK_N, STAGES, DIAGONALS, TURNS, HELD, FOLLOWS)
-    if len(again) > 0:
+    if not FOLLOWS:
         doubts, judged, others = again
         doubts.index(W).store(gl.full([1], doubt, gl.int32, ONE))
         mbarrier.arrive(judged)
@@ -330,7 +330,7 @@ def _attend(
             o, weights, m, l = _step(
                 t, q, shared, place, problem, o, weights, m, l, row, W, True, True, CAUSAL, D, BLOCK_N, STAGES, TURNS
             )
-    if not FOLLOWS:  # of a row that has seen no key yet it must be a number
+    if not FOLLOWS:  # -inf, of infinite inputs, would make NaN of all that comes
         m = gl.where(m == float("-inf"), 0.0, m)
     for t in range(begin, tiles):
         o, weights, m, l = _step(
