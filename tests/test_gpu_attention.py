@@ -194,6 +194,25 @@ def test_scores_far_from_those_seen_first(beyond, d, kernels):
 
 
 @pytest.mark.parametrize("kernels", KERNELS)
+@pytest.mark.parametrize("d", [64, 128])
+@pytest.mark.parametrize("dtype", [BF16, FP16], ids=str)
+def test_scores_of_minus_infinity_seen_first(dtype, d, kernels):
+    """Over several tiles, which leave no maximum that others could be measured against: Hopper's kernel starts again,
+    and must not form -inf - -inf. Forward alone, since -inf times 0 makes NaN of dQ."""
+    for case in (Case(512, 639, d, is_causal="bottom-right"), Case(300, 1300, d)):
+        inputs = make_inputs(case, dtype, device="cuda")
+        inputs.q[..., 0] = inputs.q[..., 1] = math.sqrt(d)
+        inputs.k[..., 0] = 0
+        inputs.k[:, :, 128:, 0] = -math.inf
+        inputs.k[:, :, :128, 1] = -100
+        with poisoned_memory(), torch.no_grad():
+            out, lse = triton(kernels)(inputs.q, inputs.k, inputs.v, **case.mask)
+        truth = naive(*(x.double() for x in (inputs.q, inputs.k, inputs.v)), visible(case, "cuda"), case.scale)
+        for found, expected in zip((out, lse), truth, strict=True):
+            assert relative_error(found, expected) < 4e-3
+
+
+@pytest.mark.parametrize("kernels", KERNELS)
 @pytest.mark.parametrize("length", [1, 2, 5, 17])
 def test_short_and_large(length, kernels):
     """Keys beyond the end, at score 0, overflow against a very negative logsumexp: FlashAttention had NaN in dQ."""

@@ -116,7 +116,7 @@ def test_a_launch_passes_what_tritons_own_launcher_would(version):
     launch = _direct(launcher, SimpleNamespace(**SCRATCH), 7, FIXED)
     assert launch is not None
     raw.assert_not_called()
-    launch("stream", [1, 2], (3,))
+    launch.function(*launch.arguments("stream", (1, 2, 3)))
     assert raw.call_args == expected
 
 
@@ -141,8 +141,54 @@ def test_a_launcher_of_another_kind_is_called_itself():
     compiled = SimpleNamespace(run=run, function="code", packed_metadata="packed", metadata=metadata)
     launch = _launch(compiled, 7, None)
     called.clear()
-    launch("stream", [1, 2], (3,))
+    launch.function(*launch.arguments("stream", (1, 2, 3)))
     assert called == [(7, 1, 1, "stream", *FIXED, 1, 2, 3)]
+
+
+def plan_of(launch, descriptors=None):
+    from cs336_systems.kernels.plan import Plan
+
+    return Plan(None, 7, None, (), descriptors, ("before",), ("after",), {}, launch)
+
+
+@pytest.fixture
+def stream():
+    with mock.patch.object(torch._C, "_cuda_getCurrentRawStream", return_value=5, create=True) as found:
+        yield found
+
+
+@needs_triton
+@pytest.mark.parametrize("as_one", [False, True])
+def test_what_a_plan_keeps_is_right_for_other_tensors_numbers_and_streams(as_one, stream):
+    from cs336_systems.kernels.plan import Launch
+
+    called = []
+    plan = plan_of(Launch(lambda *arguments: called.append(arguments), 7, ("code",), as_one))
+    x, y = torch.zeros(4), torch.zeros(4)
+    for current in (5, 6, 5):
+        stream.return_value = current
+        for tensors, pointers, number in (((x,), (y, None), 0.5), ((y,), (x, None), 0.5), ((x,), (y, None), 0.25)):
+            plan(tensors, pointers, number)
+            own = (tensors[0].data_ptr(), pointers[0].data_ptr(), None, "before", number, "after")
+            assert called.pop() == (7, 1, 1, current, "code", *((own,) if as_one else own))
+    assert len(plan.known) == 6
+
+
+@needs_triton
+def test_a_plan_keeps_no_tensor_alive(driver, stream):
+    """Where Triton encodes descriptors itself, arguments hold the tensors."""
+    from cs336_systems.kernels.plan import Launch, _launch
+
+    x = torch.zeros(16, 8)
+    descriptions = [described(x)]
+    metadata = SimpleNamespace(**SCRATCH, tensordesc_meta=None)
+    compiled = SimpleNamespace(run=AsInTriton36(print), function="code", packed_metadata="packed", metadata=metadata)
+    assert not _launch(compiled, 7, descriptions).takes_addresses
+    called = []
+    plan = plan_of(Launch(lambda *arguments: called.append(arguments), 7, (), takes_addresses=False), descriptions)
+    plan((x,), ())
+    assert called[0][4].base is x
+    assert not plan.known
 
 
 @needs_triton

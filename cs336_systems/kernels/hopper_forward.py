@@ -37,7 +37,8 @@ ROWS = gl.constexpr(64)
 SLACK = gl.constexpr(8.0)
 """Powers of 2 by which a maximum that follows may be behind. Weights stay below 2^8, in range for fp16 too."""
 LIMIT = gl.constexpr(2.0**64)
-"""Of row sums under a maximum that does not follow."""
+"""Of row sums under a maximum that does not follow. They are 1 at least, since it is one of the scores."""
+LOWEST = gl.constexpr(-3.4028234663852886e38)
 ONE = gl.constexpr(gl.BlockedLayout([1], [32], [4], [0]))
 """Of a number that all threads have."""
 
@@ -330,8 +331,7 @@ def _attend(
             o, weights, m, l = _step(
                 t, q, shared, place, problem, o, weights, m, l, row, W, True, True, CAUSAL, D, BLOCK_N, STAGES, TURNS
             )
-    if not FOLLOWS:  # -inf, of infinite inputs, would make NaN of all that comes
-        m = gl.where(m == float("-inf"), 0.0, m)
+    m = gl.maximum(m, LOWEST)  # with -inf, of infinite inputs, further scores of -inf would make NaN
     for t in range(begin, tiles):
         o, weights, m, l = _step(
             t, q, shared, place, problem, o, weights, m, l, row, W, False, FOLLOWS, CAUSAL, D, BLOCK_N, STAGES, TURNS
@@ -345,7 +345,7 @@ def _attend(
     l = gl.convert_layout(gl.sum(l, 1), ROW_LAYOUT, assert_trivial=True)
     doubt = 0
     if not FOLLOWS:
-        doubt = gl.max(gl.where((l < LIMIT) & (l > 1.0 / LIMIT), 0, 1), 0)
+        doubt = gl.max(gl.where(l < LIMIT, 0, 1), 0)
         doubt = gl.where(begin < tiles, doubt, 0)  # over the first tiles the maximum did follow
     if doubt == 0:
         _store(o, m, l, outs, q_smem.index(W), place, len_q, row, D, q_smem.shape[0] * ROWS)
