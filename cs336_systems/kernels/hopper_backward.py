@@ -83,11 +83,13 @@ def backward_kernel(
     delta_smem = gl.allocate_shared_memory(gl.float32, [STAGES, BLOCK_M], delta_desc.layout)
     DS_LAYOUT: gl.constexpr = gl.NVMMASharedLayout.get_default_for([BLOCK_M, BLOCK_N], q_desc.dtype)
     ds_smem = gl.allocate_shared_memory(q_desc.dtype, [STAGES, BLOCK_M, BLOCK_N], DS_LAYOUT)  # transposed: for dQ
-    dq_smem = gl.allocate_shared_memory(gl.float32, [2, 4 * WARP, WARP], dq_desc.layout)
+    # Of two places for dQ one can be stored to while the other is read: measured, 2% faster for 128 without a mask.
+    PLACES: gl.constexpr = 2 if D == 128 and not CAUSAL else 1
+    dq_smem = gl.allocate_shared_memory(gl.float32, [PLACES * 2, 4 * WARP, WARP], dq_desc.layout)
     kv_bar = gl.allocate_shared_memory(gl.int64, [1], mbarrier.MBarrierLayout())
     full = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
     done = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
-    free = gl.allocate_shared_memory(gl.int64, [1], mbarrier.MBarrierLayout())
+    free = gl.allocate_shared_memory(gl.int64, [PLACES, 1], mbarrier.MBarrierLayout())
     turns = gl.allocate_shared_memory(gl.int64, [2, 1], mbarrier.MBarrierLayout())
     late = gl.allocate_shared_memory(gl.int64, [4, 1], gl.SwizzledSharedLayout(1, 1, 1, [0]))
     _write(late, 0, batch)
@@ -98,7 +100,8 @@ def backward_kernel(
         address = partial.to(gl.int64, bitcast=True) + number.to(gl.int64) * (2 * BLOCK_N * D * 4)
         _write(late, 3, gl.where(number < 0, 0, address))
     mbarrier.init(kv_bar, count=1)
-    mbarrier.init(free, count=1)
+    for i in gl.static_range(PLACES):
+        mbarrier.init(free.index(i), count=1)
     for w in gl.static_range(2):
         mbarrier.init(turns.index(w), count=1)
     for stage in gl.static_range(STAGES):
@@ -162,12 +165,14 @@ def _take_dq(
 ):  # fmt: skip
     """The tile whose slot is free now, STAGES before t, left dQ of the tile before it."""
     if t > STAGES:
-        head, row = _position(t - STAGES - 1, place, GROUPED, BLOCK_M)
+        PLACES: gl.constexpr = free.shape[0]
+        tile = t - STAGES - 1
+        head, row = _position(tile, place, GROUPED, BLOCK_M)
         block = ((place[0] * heads + head) * padded + row) // HALF * (D // HALF)
-        tma_reduce_add(dq_desc, [block * (4 * WARP), 0], dq_smem.index(0))
-        tma_reduce_add(dq_desc, [(block + 1) * (4 * WARP), 0], dq_smem.index(1))
+        for w in gl.static_range(2):
+            tma_reduce_add(dq_desc, [(block + w) * (4 * WARP), 0], dq_smem.index(tile % PLACES * 2 + w))
         tma.store_wait(0)
-        mbarrier.arrive(free)
+        mbarrier.arrive(free.index(tile % PLACES))
 
 
 @gluon.jit
@@ -230,8 +235,7 @@ def _consume(
     spare.reshape((BLOCK_M, D)).slice(0, ROWS).store(dk.to(v_smem.dtype))
     _send(dk_desc, spare.slice(0, ROWS, dim=2), late, W)
     dq = warpgroup_mma_wait(0, deps=[dq_token])
-    mbarrier.wait(bars[3], last & 1 ^ 1)
-    _store_dq(dq, smem[7].index(W))
+    _store_dq(dq, last, smem[7], bars[3], W)
     fence_async_shared()
     mbarrier.arrive(bars[2].index((last + 1) % STAGES))
     tma.store_wait(0)
@@ -326,8 +330,7 @@ def _tile(
             ds_place.store(gl.permute(ds, (1, 0)))
         dk_token = warpgroup_mma(ds16, q, dk, is_async=True)
         dq = warpgroup_mma_wait(2, deps=[dq_token])
-        mbarrier.wait(free, t & 1)  # dQ before this one was taken away
-        _store_dq(dq, dq_smem.index(W))
+        _store_dq(dq, t - 1, dq_smem, free, W)
         dv, dk, p16, ds16 = warpgroup_mma_wait(0, deps=[dv_token, dk_token, p16, ds16])
     fence_async_shared()
     # Also that the queries were read for the last time: the store above lies between their products and this.
@@ -366,10 +369,12 @@ def _half_of_dq(t, smem, W: gl.constexpr, D: gl.constexpr, BLOCK_M: gl.constexpr
 
 
 @gluon.jit
-def _store_dq(dq, smem):
+def _store_dq(dq, t, dq_smem, free, W: gl.constexpr):
     """As it lies in registers: a row for each thread, of its 32 numbers. `finish_kernel` puts them in order."""
+    PLACES: gl.constexpr = free.shape[0]
+    mbarrier.wait(free.index(t % PLACES), ~(t // PLACES) & 1)  # what was there before was taken away
     x = gl.reshape(dq, [4, 2, 8, HALF // 8, 4, 2])  # warp, row / 8 % 2, row % 8, column / 8, column / 2 % 4, column % 2
-    smem.store(gl.reshape(gl.permute(x, (0, 2, 4, 3, 1, 5)), [4 * WARP, WARP]))
+    dq_smem.index(t % PLACES * 2 + W).store(gl.reshape(gl.permute(x, (0, 2, 4, 3, 1, 5)), [4 * WARP, WARP]))
 
 
 # -- before and after -------------------------------------------------------------------------------------------------

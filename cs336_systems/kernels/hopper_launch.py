@@ -29,8 +29,9 @@ ROWS = 64
 """Of a warpgroup: what its matrix instruction takes."""
 KEYS = 128
 """In a tile of either kernel."""
-ROWS_AT_ONCE = 128
-"""Of a program that goes over queries before or after backward."""
+PREPARED, FINISHED = 32, 128
+"""Queries of a program that goes over them before backward, and of one that does after it. The number of queries is
+rounded up to a multiple of both."""
 
 
 @dataclass(frozen=True)
@@ -80,7 +81,7 @@ class Problem:
         self.block_d = 64 if self.d <= 64 else 128
         self.device = q.device.index
         self.group = self.heads // self.kv_heads
-        self.padded = triton.cdiv(self.len_q, ROWS_AT_ONCE) * ROWS_AT_ONCE
+        self.padded = triton.cdiv(self.len_q, FINISHED) * FINISHED
         self.all_queries = self.batch * self.heads * self.padded
         self.causal = band.hi is not None and band.hi < self.len_k - 1  # else every query sees every key
         self.hi = band.hi if self.causal and band.hi is not None else 0
@@ -165,20 +166,25 @@ class Problem:
         queries = QUERIES[d]
         even = self.len_k % KEYS == 0
         blocks, q_blocks = triton.cdiv(self.len_k, KEYS), triton.cdiv(self.len_q, queries)
-        passes = self.padded // ROWS_AT_ONCE
         copies, meta = not suits_tma(grad), torch.device("meta")
         own = torch.empty(q.shape, dtype=q.dtype, device=meta) if copies else grad
         scratch = self.scratch(meta)
         lse, sums = scratch[: self.all_queries], scratch[2 * self.all_queries :].view(-1, 32)  # 32: as a thread has it
         prepare = Plan(
-            hopper_backward.prepare_kernel, passes * self.batch * self.heads, self.device, (), None,
-            before=(out.stride(), grad.stride(), self.heads, self.len_q, self.d, passes, self.all_queries),
-            after=(d, ROWS_AT_ONCE), options={"num_warps": 8},
+            hopper_backward.prepare_kernel, self.all_queries // PREPARED, self.device, (), None,
+            before=(
+                *(out.stride(), grad.stride(), self.heads, self.len_q, self.d),
+                *(self.padded // PREPARED, self.all_queries),
+            ),
+            after=(d, PREPARED), options={"num_warps": 4},
         )  # fmt: skip
         finish = Plan(
-            hopper_backward.finish_kernel, passes * self.batch * self.heads, self.device, (), None,
-            before=(dq.stride()[:3], self.heads, self.len_q, self.d, passes, self.all_queries),
-            after=(d, ROWS_AT_ONCE), options={"num_warps": 8, "launch_pdl": True},
+            hopper_backward.finish_kernel, self.all_queries // FINISHED, self.device, (), None,
+            before=(
+                *(dq.stride()[:3], self.heads, self.len_q, self.d),
+                *(self.padded // FINISHED, self.all_queries),
+            ),
+            after=(d, FINISHED), options={"num_warps": 8, "launch_pdl": True},
         )  # fmt: skip
         split = self._split("backward", blocks * all_heads, q_blocks * self.group)
         fit = L2_SHARE["backward"] // (8 * d * self.len_q * self.group)
