@@ -87,12 +87,15 @@ def _flash_attention_4(shape: AttentionShape, device: torch.device, dynamic: boo
     return nullcontext(attend)
 
 
+SDPA_BACKENDS = {
+    "sdpa_flash": SDPBackend.FLASH_ATTENTION,
+    "sdpa_cudnn": SDPBackend.CUDNN_ATTENTION,
+    "sdpa_efficient": SDPBackend.EFFICIENT_ATTENTION,
+}
 IMPLEMENTATIONS: dict[str, Builder] = {
     **{name: partial(_ours, name) for name in ATTENTIONS},
     "compiled": _compiled,
-    "sdpa_flash": partial(_sdpa, SDPBackend.FLASH_ATTENTION),
-    "sdpa_cudnn": partial(_sdpa, SDPBackend.CUDNN_ATTENTION),
-    "sdpa_efficient": partial(_sdpa, SDPBackend.EFFICIENT_ATTENTION),
+    **{name: partial(_sdpa, backend) for name, backend in SDPA_BACKENDS.items()},
     "flash_attention_4": _flash_attention_4,
     "flex": _flex,
 }
@@ -294,8 +297,7 @@ def measure_rivals(config: dict[str, Any]) -> Metrics:
             with implementation(name, shape, device, dynamic=False) as attend:
                 errors = _check(attend, inputs, truth, shape.precision)
         except Exception as error:  # what one cannot do is a result, and does not end the others
-            reason = " ".join(str(error).split())[:300]
-            metrics.append([f"{name}_status", "", [f"{type(error).__name__}: {reason}"]])
+            metrics.append(failure_of(name, error))
         else:
             metrics += [[f"{name}_{metric}", unit, samples] for metric, unit, samples in errors]
             able.append(name)
@@ -311,6 +313,12 @@ def measure_rivals(config: dict[str, Any]) -> Metrics:
             median = statistics.median(_times(graphs[name].replay, config, device, inputs))
             medians[f"{name}_replayed_time"].append(median)
     return metrics + [[metric, "s", samples] for metric, samples in medians.items()]
+
+
+def failure_of(name: str, error: Exception) -> list[Any]:
+    """The row that says why an implementation has no others."""
+    reason = " ".join(str(error).split())[:300]
+    return [f"{name}_status", "", [f"{type(error).__name__}: {reason}"]]
 
 
 def in_turns(names: Sequence[str], rounds: int) -> Iterator[str]:

@@ -25,6 +25,7 @@ INSTRUMENTS = {
     "flash": "cs336_systems.benchmark.attention:measure_flash",
     "attention_rivals": "cs336_systems.benchmark.attention:measure_rivals",
     "flash_leaderboard": "cs336_systems.benchmark.attention:measure_leaderboard",
+    "attention_step": "cs336_systems.benchmark.attention_step:measure_attention_step",
     "collectives": "cs336_systems.benchmark.collectives:measure_collectives",
     "arrangements": "cs336_systems.benchmark.data_parallel:measure_arrangements",
     "parallel_plan": "cs336_systems.benchmark.plan:measure_plan",
@@ -37,7 +38,7 @@ INSTRUMENTS = {
 ATTENTION_INSTRUMENTS = ("pytorch_attention", "flash", "attention_rivals", "flash_leaderboard")
 """Those whose configurations are an AttentionShape with more fields, and not a RunConfig."""
 
-STEP_INSTRUMENTS = ("step", "fast_step", "kernels", "memory", "saved_tensors")
+STEP_INSTRUMENTS = ("step", "fast_step", "kernels", "memory", "saved_tensors", "attention_step")
 """Those whose configurations are a RunConfig, and that run its step."""
 KEEPING_FILES = ("kernels", "memory")
 """Those that take a `folder` for what is too large for a record: traces, snapshots."""
@@ -310,6 +311,19 @@ def _flash_leaderboard(preset: str, base: RunConfig) -> Iterable[dict[str, Any]]
         yield _attention(base, size, "bf16", implementation=name, warmup_ms=warmup_ms, rep_ms=rep_ms)
 
 
+def _attention_step(preset: str, base: RunConfig) -> Iterable[dict[str, Any]]:
+    """The longer the context, the more of a step is attention."""
+    on_cuda = base.device_type == "cuda"
+    names = ["flash_hopper", "flash_triton", "sdpa_flash", "sdpa_cudnn"] if on_cuda else ["flash_torch", "sdpa"]
+    run = dataclasses.replace(base, precision="bf16" if on_cuda else base.precision, batch_size=1)
+    sizes: tuple[tuple[str, int | None], ...] = (("small", 4096), ("large", 4096), ("2.7B", 4096))
+    if preset == "quick":
+        sizes = (("small", 1024),) if on_cuda else (("tiny", None),)
+    for size, context in sizes:
+        # Rounds: so that each comes after each other equally often.
+        yield {**_run(run, size, context), "implementations": names, "rounds": 2 * len(names)}
+
+
 MB = 10**6
 COLLECTIVES = ("all_reduce", "all_gather", "reduce_scatter", "broadcast")
 
@@ -427,6 +441,9 @@ EXPERIMENTS: dict[str, Experiment] = {
     ),
     "flash_leaderboard": Experiment(
         "How fast is attention as the course's leaderboard timed it?", "flash_leaderboard", _flash_leaderboard
+    ),
+    "attention_step": Experiment(
+        "What does a faster attention give to a training step?", "attention_step", _attention_step
     ),
     "collectives": Experiment(
         "How long does a collective take, and what does the link give?", "collectives", _collectives

@@ -12,6 +12,7 @@ from cs336_systems.report.layout import (
     kernel_ms,
     key_columns,
     keys,
+    ms,
     ratio,
     remarks_on,
     row_name,
@@ -152,6 +153,7 @@ class Quantity:
     is_time: bool = False
 
 
+STEP = Quantity("training step (ms)", lambda s: s.median("step_time"), ms, min, True)
 QUANTITIES = (
     Quantity("forward and backward (ms)", lambda s: s.median("forward_backward_time"), kernel_ms, min, True),
     Quantity("forward and backward, from a CUDA graph (ms)", lambda s: s.median("replayed_time"), kernel_ms, min, True),
@@ -193,22 +195,46 @@ def attention_rivals(cells: Sequence[CellView]) -> list[Table]:
         (keys(cell, shown), {name: Source(cell, f"{name}_") for name in cell.get("implementations")}) for cell in cells
     ]
     notes = ["times: medians over rounds of each round's median of do_bench, the implementations in turns"]
-    notes += [
+    notes += [*_failures(rows, shown), *remarks_on(cells, shown)]
+    return _side_by_side(cells, shown, rows, notes, compare=True)
+
+
+def attention_step(cells: Sequence[CellView]) -> list[Table]:
+    """Of a model whose attention changed in turns; with the spread, which says how far to trust a lead."""
+    shown = varying(cells, always=("size", "context_length"))
+    rows = [
+        (keys(cell, shown), {name: Source(cell, f"{name}_") for name in cell.get("implementations")}) for cell in cells
+    ]
+    notes = ["medians of steps of one model on one batch, its attention changed in turns"]
+    notes += [f"least and most in ms, {row_name(cell, shown)}: {_extents(cell)}" for cell in cells if cell.ok]
+    notes += _failures(rows, shown)
+    compare = any(name in OURS for _, sources in rows for name in sources)
+    return _side_by_side(cells, shown, rows, [*notes, *remarks_on(cells, shown)], compare=compare, quantities=(STEP,))
+
+
+def _extents(cell: CellView) -> str:
+    found = {name: cell.statistics(f"{name}_step_time") for name in cell.get("implementations")}
+    return ", ".join(f"{name} {ms(stats.min)} - {ms(stats.max)}" for name, stats in found.items() if stats)
+
+
+def _failures(rows: Sequence[Row], shown: Sequence[str]) -> list[str]:
+    """Of implementations that have a status of their own."""
+    return [
         f"{row_name(source.cell, shown)} {name}: {source.failure}"
         for _, sources in rows
         for name, source in sources.items()
         if source.cell.ok and source.failure
     ]
-    return _side_by_side(cells, shown, rows, [*notes, *remarks_on(cells, shown)], compare=True)
 
 
 def _side_by_side(
-    cells: Sequence[CellView], shown: Sequence[str], rows: Sequence[Row], notes: Sequence[str], *, compare: bool = False
-) -> list[Table]:
+    cells: Sequence[CellView], shown: Sequence[str], rows: Sequence[Row], notes: Sequence[str], *,
+    compare: bool = False, quantities: Sequence[Quantity] = QUANTITIES,
+) -> list[Table]:  # fmt: skip
     """A table for each quantity that was measured, a column for each implementation; notes stand under the first."""
     names = list(dict.fromkeys(name for _, sources in rows for name in sources))
     found: list[Table] = []
-    for quantity in QUANTITIES:
+    for quantity in quantities:
         values = [{name: quantity.of(source) for name, source in sources.items()} for _, sources in rows]
         if found and not any(value for row in values for value in row.values()):
             continue

@@ -362,6 +362,7 @@ _SECTIONS: dict[str, Callable[[Sequence[CellView]], list[Table]]] = {
     "flash": attention.flash,
     "attention_rivals": attention.attention_rivals,
     "flash_leaderboard": attention.flash_leaderboard,
+    "attention_step": attention.attention_step,
     "collectives": parallel.collectives,
     "ddp": parallel.ddp,
     "bucket_model": parallel.bucket_model,

@@ -19,7 +19,7 @@ QUANTITIES = {
     "peak_memory": "peak memory",
 }
 """Metric -> what a table of it is called."""
-BY_MEDIAN = ("flash", "attention_rivals", "ddp", "optimizer_sharding", "fsdp")
+BY_MEDIAN = ("flash", "attention_rivals", "attention_step", "ddp", "optimizer_sharding", "fsdp")
 """Experiments whose own tables show medians; those of all others show means."""
 SHAPE = ("d_model", "num_layers", "num_heads", "d_ff", "ranks", "backend", "fast", "inner")
 """With the fields that tables show, what makes work the same."""

@@ -28,6 +28,7 @@ TITLES = {
     "flash": Text("Attention implementations side by side", "各种注意力实现并列"),
     "attention_rivals": Text("Attention in turns against the best others", "与最好的其他注意力轮流比较"),
     "flash_leaderboard": Text("The course's leaderboard", "课程排行榜"),
+    "attention_step": Text("A training step by its attention", "不同注意力下的训练步"),
     "collectives": Text("Collectives", "集合通信"),
     "ddp": Text("Averaging gradients", "梯度平均"),
     "bucket_model": Text("Bucket size", "桶的大小"),
@@ -80,6 +81,7 @@ QUESTIONS = {
     "flash_leaderboard": Text(
         "How fast is attention as the course's leaderboard timed it?", "按课程排行榜的计时方式，注意力有多快？"
     ),
+    "attention_step": Text("What does a faster attention give to a training step?", "更快的注意力能给训练步带来多少？"),
     "collectives": Text(
         "How long does a collective take, and what does the link give?", "一次集合通信要多久，链路能给多少带宽？"
     ),
@@ -348,6 +350,10 @@ REMARKS = {
         "保留的是整个运行十等份各自的均值：标准差由它们算出"
     ),
     "* best of its row": "* 为该行最好",
+    "training step": "训练步",
+    "medians of steps of one model on one batch, its attention changed in turns": (
+        "同一模型、同一批数据上各步的中位数，注意力轮流更换"
+    ),
     "times: medians, on a GPU of do_bench": "时间：中位数；GPU 上来自 do_bench",
     "times: medians over rounds of each round's median of do_bench, the implementations in turns": (
         "时间：各轮 do_bench 中位数的中位数，各实现轮流测量"
@@ -551,6 +557,7 @@ _PATTERNS: tuple[tuple[re.Pattern[str], str, tuple[Translate, ...]], ...] = tupl
         ),
         (r"error: (.+)", "出错：{}", (_same,)),
         # tables
+        (r"least and most in ms, (.+?): (.+)", "最小与最大（毫秒），{}：{}", (settings_in_chinese, _same)),
         (r"worst of (\d+): (\S+) \((.+)\)", "{} 个中最差：{}（{}）", (_same, _same, settings_in_chinese)),
         (
             r"of all kernel time (\S+) is of a known kind and (\S+) in a phase",

@@ -153,9 +153,22 @@ def _leaderboard(cells: Sequence[CellView]) -> list[Chart]:
     return [Chart("", title, "bars", Text("implementation", "实现"), MS, series, horizontal=True)]
 
 
+def _step(cells: Sequence[CellView]) -> list[Chart]:
+    names = dict.fromkeys(name for cell in cells if cell.ok for name in cell.get("implementations"))
+    series = [
+        series_of(
+            name, (measured(c, f"{name}_step_time", f"{c.get('size')}, {c.get('context_length')}") for c in cells)
+        )
+        for name in names
+    ]
+    title = Text("A training step, its attention in turns", "训练步，注意力轮流更换")
+    return [Chart("", title, "bars", Text("size, context", "规模，上下文"), MS, series, horizontal=True)]
+
+
 MAKERS = {
     "pytorch_attention": _by_length,
     "flash": _flash,
     "attention_rivals": _rivals,
     "flash_leaderboard": _leaderboard,
+    "attention_step": _step,
 }

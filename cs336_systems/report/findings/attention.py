@@ -22,7 +22,7 @@ from cs336_systems.report.findings.phrases import (
     together,
     value_of,
 )
-from cs336_systems.report.layout import gib, kernel_ms
+from cs336_systems.report.layout import gib, kernel_ms, ms
 
 
 def _longest(cells: Cells) -> list[CellView]:
@@ -238,9 +238,32 @@ def _leaderboard(cells: Cells) -> Text | None:
     return say("{}; its speed is {}", "{}；速度是 {}", said, listed(each)) if each else said
 
 
+def _step(cells: Cells) -> Text | None:
+    """Of the longest, what the best of ours takes, and what the others do."""
+    fine = [cell for cell in cells if cell.ok and fastest(_rival_times(cell, "step_time"), ours=True)]
+    if not fine:
+        return None
+    cell = fine[-1]
+    times = _rival_times(cell, "step_time")
+    ours = fastest(times, ours=True)
+    assert ours is not None
+    each = [
+        say("{} with {} ({}x)", "用 {1} 为 {0}（{2} 倍）", ms(seconds), name, f"{seconds / times[ours]:.2f}")
+        for name, seconds in times.items()
+        if name not in OURS
+    ]
+    said = say(
+        "{}, context {}: a step takes {} ms with {}",
+        "{0}、上下文 {1}：用 {3} 时一步 {2} ms",
+        *(str(cell.get("size")), str(cell.get("context_length")), ms(times[ours]), ours),
+    )
+    return together(said, listed(each)) if each else said
+
+
 SENTENCES: dict[str, tuple[Sentence, ...]] = {
     "pytorch_attention": (_by_formula, _by_formula_compiled, _out_of_memory),
     "flash": (partial(_flash, which=0), partial(_flash, which=1), _flash_memory),
     "attention_rivals": (_rivals, _each_rival, _rivals_forward),
     "flash_leaderboard": (_leaderboard,),
+    "attention_step": (_step,),
 }
