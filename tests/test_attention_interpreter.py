@@ -33,8 +33,8 @@ def shortened(case: Case) -> Case:
 
 @pytest.mark.parametrize("dtype", ["float32", "float16"])
 def test_every_kind_of_kernel(dtype):
-    """In fp32 tiles are read through pointers, in fp16 through tensor descriptors. As long as they are: the longest, and
-    those in which it matters whether there are more queries or more keys."""
+    """In fp32 tiles are read through pointers, in fp16 through tensor descriptors. As long as they are: the longest,
+    and those in which it matters whether there are more queries or more keys."""
     longest = max(INTERPRETED, key=lambda case: case.len_q * case.len_k)
     whole = [case for case in INTERPRETED if case is longest or case.len_q != case.len_k]
     check([(case if case in whole else shortened(case), {"dtype": dtype}) for case in INTERPRETED])
