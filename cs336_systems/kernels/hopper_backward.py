@@ -34,7 +34,17 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 )
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
-from cs336_systems.kernels.hopper_forward import LOG2E, ONE, ROWS, assignment, await_turn, portion, share
+from cs336_systems.kernels.hopper_forward import (
+    LOG2E,
+    ONE,
+    ROWS,
+    assignment,
+    await_turn,
+    columns_of,
+    portion,
+    row_by_row,
+    share,
+)
 
 BLOCK_N = gl.constexpr(128)
 STAGES = gl.constexpr(2)
@@ -55,12 +65,12 @@ def tma_reduce_add(desc, coord, src, _semantic=None):
 def backward_kernel(
     q_desc, k_desc, v_desc, do_desc, lse_desc, delta_desc, dq_desc, dk_desc, dv_desc, partial,
     heads, group, len_k, padded, hi, scale, q_blocks, order, whole, pieces,
-    CAUSAL: gl.constexpr, EVEN: gl.constexpr, D: gl.constexpr, BLOCK_M: gl.constexpr, DIAGONALS: gl.constexpr,
-    GROUPED: gl.constexpr,
+    CAUSAL: gl.constexpr, EVEN: gl.constexpr, D: gl.constexpr, DEPTH: gl.constexpr, BLOCK_M: gl.constexpr,
+    DIAGONALS: gl.constexpr, GROUPED: gl.constexpr,
 ):  # fmt: skip
     """dK and dV of 128 keys, and their part of dQ; from the `whole`-th program on, those of a part of the queries, dK
     and dV to `partial`. EVEN: len_k is a multiple of 128; GROUPED: heads share keys; DIAGONALS: in how many blocks of
-    queries a mask may cut."""
+    queries a mask may cut; DEPTH: of the D columns the others are padding, and S and dP do without them."""
     unit = gl.program_id(0)
     if partial is not None:
         unit, piece, of = share(unit, whole, pieces)
@@ -119,8 +129,14 @@ def backward_kernel(
     gl.warp_specialize(
         [
             (_produce, (descs, dq_desc, smem, bars, place, heads, padded, GROUPED, D, BLOCK_M)),
-            (_consume, (outs, smem, bars, place, problem, 0, CAUSAL, EVEN, D, BLOCK_M, DIAGONALS, GROUPED, SPLIT)),
-            (_consume, (outs, smem, bars, place, problem, 1, CAUSAL, EVEN, D, BLOCK_M, DIAGONALS, GROUPED, SPLIT)),
+            (
+                _consume,
+                (outs, smem, bars, place, problem, 0, CAUSAL, EVEN, D, DEPTH, BLOCK_M, DIAGONALS, GROUPED, SPLIT),
+            ),
+            (
+                _consume,
+                (outs, smem, bars, place, problem, 1, CAUSAL, EVEN, D, DEPTH, BLOCK_M, DIAGONALS, GROUPED, SPLIT),
+            ),
         ],
         [4, 4],
         [240, 240],
@@ -184,8 +200,8 @@ def _position(t, place, GROUPED: gl.constexpr, BLOCK_M: gl.constexpr):
 @gluon.jit
 def _consume(
     outs, smem, bars, place, problem,
-    W: gl.constexpr, CAUSAL: gl.constexpr, EVEN: gl.constexpr, D: gl.constexpr, BLOCK_M: gl.constexpr,
-    DIAGONALS: gl.constexpr, GROUPED: gl.constexpr, SPLIT: gl.constexpr,
+    W: gl.constexpr, CAUSAL: gl.constexpr, EVEN: gl.constexpr, D: gl.constexpr, DEPTH: gl.constexpr,
+    BLOCK_M: gl.constexpr, DIAGONALS: gl.constexpr, GROUPED: gl.constexpr, SPLIT: gl.constexpr,
 ):  # fmt: skip
     """The keys of warpgroup W."""
     KV_LAYOUT: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, D, 16])
@@ -195,7 +211,7 @@ def _consume(
     dk = gl.zeros((ROWS, D), gl.float32, KV_LAYOUT)
     dv = gl.zeros((ROWS, D), gl.float32, KV_LAYOUT)
     mbarrier.wait(bars[0], 0)
-    dk, dv = _tile(0, first * BLOCK_M, smem, bars, place, problem, dk, dv, CAUSAL, True, W, EVEN, D, BLOCK_M)
+    dk, dv = _tile(0, first * BLOCK_M, smem, bars, place, problem, dk, dv, CAUSAL, True, W, EVEN, D, DEPTH, BLOCK_M)
     # Tiles are counted from a constant on: else ptxas counts in registers of threads, moves the number to those of the
     # warp for every product, and begins dQ after all exponentials, not among them. At 128 that took 6% longer.
     if GROUPED and CAUSAL:  # the mask cuts the first blocks of every query head
@@ -203,18 +219,18 @@ def _consume(
         for head in range(group):
             for block in range(gl.where(head == 0, 1, 0), cut):
                 row = (first + block) * BLOCK_M
-                dk, dv = _tile(t, row, smem, bars, place, problem, dk, dv, True, False, W, EVEN, D, BLOCK_M)
+                dk, dv = _tile(t, row, smem, bars, place, problem, dk, dv, True, False, W, EVEN, D, DEPTH, BLOCK_M)
                 t += 1
             for _ in range(cut, count):
-                dk, dv = _tile(t, 0, smem, bars, place, problem, dk, dv, False, False, W, EVEN, D, BLOCK_M)
+                dk, dv = _tile(t, 0, smem, bars, place, problem, dk, dv, False, False, W, EVEN, D, DEPTH, BLOCK_M)
                 t += 1
     else:
         for t in gl.static_range(1, DIAGONALS):
             if t < tiles:
                 row = (first + t) * BLOCK_M
-                dk, dv = _tile(t, row, smem, bars, place, problem, dk, dv, True, False, W, EVEN, D, BLOCK_M)
+                dk, dv = _tile(t, row, smem, bars, place, problem, dk, dv, True, False, W, EVEN, D, DEPTH, BLOCK_M)
         for t in range(DIAGONALS, tiles):
-            dk, dv = _tile(t, 0, smem, bars, place, problem, dk, dv, False, False, W, EVEN, D, BLOCK_M)
+            dk, dv = _tile(t, 0, smem, bars, place, problem, dk, dv, False, False, W, EVEN, D, DEPTH, BLOCK_M)
 
     if SPLIT:
         _keep_piece(dv, 1, late, W, D)
@@ -271,7 +287,7 @@ def _keep_piece(x, which: gl.constexpr, late, W: gl.constexpr, D: gl.constexpr):
 def _tile(
     t, row, smem, bars, place, problem, dk, dv,
     MASKED: gl.constexpr, FIRST: gl.constexpr, W: gl.constexpr, EVEN: gl.constexpr, D: gl.constexpr,
-    BLOCK_M: gl.constexpr,
+    DEPTH: gl.constexpr, BLOCK_M: gl.constexpr,
 ):  # fmt: skip
     """One block of queries, from `row` on where it is MASKED; dQ of the block before, unless this is the FIRST."""
     S_LAYOUT: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, BLOCK_M, 16])
@@ -291,9 +307,10 @@ def _tile(
     v = v_smem.index(t >> 30).reshape((BLOCK_N, D)).slice(W * ROWS, ROWS)
     zeros = gl.zeros((ROWS, BLOCK_M), gl.float32, S_LAYOUT)
     await_turn(turns, t, W)
-    s_token = warpgroup_mma(k, q.permute((1, 0)), zeros, use_acc=False, is_async=True)
-    dp_token = warpgroup_mma(v, do.permute((1, 0)), zeros, use_acc=False, is_async=True)
-    s = warpgroup_mma_wait(1, deps=[s_token])
+    s_token = row_by_row(columns_of(k, DEPTH), q, zeros)
+    v = columns_of(v, DEPTH)
+    dp_token = row_by_row(v, do, zeros)
+    s = warpgroup_mma_wait(len(v), deps=[s_token])
     # Not before: held over the products, it would push accumulators out of registers. So for delta.
     lse = _of_queries(lse_smem.index(slot), BLOCK_M, S_LAYOUT)
     if MASKED or not EVEN:

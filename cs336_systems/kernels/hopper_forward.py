@@ -47,12 +47,13 @@ ONE = gl.constexpr(gl.BlockedLayout([1], [32], [4], [0]))
 def forward_kernel(
     q_desc, k_desc, v_desc, out_desc, lse, partial,
     group, len_q, len_k, hi, scale, blocks, order, shift, whole, pieces,
-    CAUSAL: gl.constexpr, D: gl.constexpr, BLOCK_N: gl.constexpr, WARPGROUPS: gl.constexpr, STAGES: gl.constexpr,
-    DIAGONALS: gl.constexpr, TURNS: gl.constexpr, HELD: gl.constexpr, REGISTERS: gl.constexpr,
+    CAUSAL: gl.constexpr, D: gl.constexpr, DEPTH: gl.constexpr, BLOCK_N: gl.constexpr, WARPGROUPS: gl.constexpr,
+    STAGES: gl.constexpr, DIAGONALS: gl.constexpr, TURNS: gl.constexpr, HELD: gl.constexpr, REGISTERS: gl.constexpr,
 ):  # fmt: skip
     """Output and logsumexp of 64 * WARPGROUPS queries; from the `whole`-th program on, those of a part of the keys, to
     `partial`. The first block begins at -`shift`. DIAGONALS: in how many tiles of a warpgroup a mask may cut. TURNS: a
-    warpgroup multiplies when the one before it has its scores. HELD: queries are kept in registers."""
+    warpgroup multiplies when the one before it has its scores. HELD: queries are kept in registers. DEPTH: of the D
+    columns the others are padding, and scores do without them."""
     unit = gl.program_id(0)
     if partial is not None:
         unit, piece, of = share(unit, whole, pieces)
@@ -87,9 +88,9 @@ def forward_kernel(
         gl.warp_specialize(
             [
                 (_produce, (q_desc, k_desc, v_desc, walks, place, D, BLOCK_N, WARPGROUPS, STAGES)),
-                (_consume, (outs, walks, place, problem, 0, CAUSAL, D, BLOCK_N, STAGES, DIAGONALS, TURNS, HELD)),
-                (_consume, (outs, walks, place, problem, 1, CAUSAL, D, BLOCK_N, STAGES, DIAGONALS, TURNS, HELD)),
-                (_consume, (outs, walks, place, problem, 2, CAUSAL, D, BLOCK_N, STAGES, DIAGONALS, TURNS, HELD)),
+                (_consume, (outs, walks, place, problem, 0, CAUSAL, D, DEPTH, BLOCK_N, STAGES, DIAGONALS, TURNS, HELD)),
+                (_consume, (outs, walks, place, problem, 1, CAUSAL, D, DEPTH, BLOCK_N, STAGES, DIAGONALS, TURNS, HELD)),
+                (_consume, (outs, walks, place, problem, 2, CAUSAL, D, DEPTH, BLOCK_N, STAGES, DIAGONALS, TURNS, HELD)),
             ],
             [4, 4, 4],
             [REGISTERS, REGISTERS, REGISTERS],
@@ -98,8 +99,8 @@ def forward_kernel(
         gl.warp_specialize(
             [
                 (_produce, (q_desc, k_desc, v_desc, walks, place, D, BLOCK_N, WARPGROUPS, STAGES)),
-                (_consume, (outs, walks, place, problem, 0, CAUSAL, D, BLOCK_N, STAGES, DIAGONALS, TURNS, HELD)),
-                (_consume, (outs, walks, place, problem, 1, CAUSAL, D, BLOCK_N, STAGES, DIAGONALS, TURNS, HELD)),
+                (_consume, (outs, walks, place, problem, 0, CAUSAL, D, DEPTH, BLOCK_N, STAGES, DIAGONALS, TURNS, HELD)),
+                (_consume, (outs, walks, place, problem, 1, CAUSAL, D, DEPTH, BLOCK_N, STAGES, DIAGONALS, TURNS, HELD)),
             ],
             [4, 4],
             [REGISTERS, REGISTERS],
@@ -239,15 +240,17 @@ def _any(doubts):
 @gluon.jit
 def _consume(
     outs, walks, place, problem,
-    W: gl.constexpr, CAUSAL: gl.constexpr, D: gl.constexpr, BLOCK_N: gl.constexpr, STAGES: gl.constexpr,
-    DIAGONALS: gl.constexpr, TURNS: gl.constexpr, HELD: gl.constexpr,
+    W: gl.constexpr, CAUSAL: gl.constexpr, D: gl.constexpr, DEPTH: gl.constexpr, BLOCK_N: gl.constexpr,
+    STAGES: gl.constexpr, DIAGONALS: gl.constexpr, TURNS: gl.constexpr, HELD: gl.constexpr,
 ):  # fmt: skip
     """The queries of warpgroup W, if it has any."""
     shared, again = walks
     FOLLOWS: gl.constexpr = len(again) == 0
     row = place[4] + W * ROWS
     own = (row >= 0) & (row < place[5])
-    doubt = _walk(outs, shared, place, problem, own, W, CAUSAL, D, BLOCK_N, STAGES, DIAGONALS, TURNS, HELD, FOLLOWS)
+    doubt = _walk(
+        outs, shared, place, problem, own, W, CAUSAL, D, DEPTH, BLOCK_N, STAGES, DIAGONALS, TURNS, HELD, FOLLOWS
+    )
     if not FOLLOWS:
         doubts, judged, others = again
         doubts.index(W).store(gl.full([1], doubt, gl.int32, ONE))
@@ -255,20 +258,22 @@ def _consume(
         mbarrier.wait(judged, 0)
         if _any(doubts):
             own = doubt > 0
-            _walk(outs, others, place, problem, own, W, CAUSAL, D, BLOCK_N, STAGES, DIAGONALS, TURNS, HELD, True)
+            _walk(outs, others, place, problem, own, W, CAUSAL, D, DEPTH, BLOCK_N, STAGES, DIAGONALS, TURNS, HELD, True)
 
 
 @gluon.jit
 def _walk(
     outs, shared, place, problem, own,
-    W: gl.constexpr, CAUSAL: gl.constexpr, D: gl.constexpr, BLOCK_N: gl.constexpr, STAGES: gl.constexpr,
-    DIAGONALS: gl.constexpr, TURNS: gl.constexpr, HELD: gl.constexpr, FOLLOWS: gl.constexpr,
+    W: gl.constexpr, CAUSAL: gl.constexpr, D: gl.constexpr, DEPTH: gl.constexpr, BLOCK_N: gl.constexpr,
+    STAGES: gl.constexpr, DIAGONALS: gl.constexpr, TURNS: gl.constexpr, HELD: gl.constexpr, FOLLOWS: gl.constexpr,
 ):  # fmt: skip
     """Over all tiles, with the warpgroup's `own` queries or with none. 1: results are in doubt, and were not stored."""
     _, _, _, _, full, empty, turns = shared
     doubt = 0
     if own:
-        doubt = _attend(outs, shared, place, problem, W, CAUSAL, D, BLOCK_N, STAGES, DIAGONALS, TURNS, HELD, FOLLOWS)
+        doubt = _attend(
+            outs, shared, place, problem, W, CAUSAL, D, DEPTH, BLOCK_N, STAGES, DIAGONALS, TURNS, HELD, FOLLOWS
+        )
     else:
         for t in range(place[7]):
             _pass_on(t, full, empty, turns, W, STAGES, TURNS)
@@ -288,8 +293,8 @@ def _pass_on(t, full, empty, turns, W: gl.constexpr, STAGES: gl.constexpr, TURNS
 @gluon.jit
 def _attend(
     outs, shared, place, problem,
-    W: gl.constexpr, CAUSAL: gl.constexpr, D: gl.constexpr, BLOCK_N: gl.constexpr, STAGES: gl.constexpr,
-    DIAGONALS: gl.constexpr, TURNS: gl.constexpr, HELD: gl.constexpr, FOLLOWS: gl.constexpr,
+    W: gl.constexpr, CAUSAL: gl.constexpr, D: gl.constexpr, DEPTH: gl.constexpr, BLOCK_N: gl.constexpr,
+    STAGES: gl.constexpr, DIAGONALS: gl.constexpr, TURNS: gl.constexpr, HELD: gl.constexpr, FOLLOWS: gl.constexpr,
 ):  # fmt: skip
     S_LAYOUT: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, BLOCK_N, 16])
     O_LAYOUT: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, D, 16])
@@ -301,7 +306,7 @@ def _attend(
     row = place[4] + W * ROWS
     own = gl.minimum(_tiles(row + ROWS - 1, len_k, hi, CAUSAL, BLOCK_N), tiles)
     first = tiles - own
-    q = q_smem.index(W).reshape((ROWS, D))
+    q = columns_of(q_smem.index(W).reshape((ROWS, D)), DEPTH)
     m = gl.full((ROWS,), float("-inf"), gl.float32, gl.SliceLayout(1, S_LAYOUT))
     o = gl.zeros((ROWS, D), gl.float32, O_LAYOUT)
 
@@ -309,14 +314,14 @@ def _attend(
         _pass_on(t, full, empty, turns, W, STAGES, TURNS)
     mbarrier.wait(q_bars.index(W), 0)
     if HELD:
-        q = q.load(gl.DotOperandLayout(0, S_LAYOUT, 2))
+        q = _loaded(q, gl.DotOperandLayout(0, S_LAYOUT, 2))
     slot = first % STAGES
     mbarrier.wait(full.index(slot), first // STAGES & 1)
     k = k_smem.index(slot).reshape((BLOCK_N, D))
     zeros = gl.zeros((ROWS, BLOCK_N), gl.float32, S_LAYOUT)
     if TURNS:
         await_turn(turns, first, W)
-    s = warpgroup_mma_wait(0, deps=[warpgroup_mma(q, k.permute((1, 0)), zeros, use_acc=False, is_async=True)])
+    s = warpgroup_mma_wait(0, deps=[row_by_row(q, k, zeros)])
     mbarrier.arrive(empty.index(slot))
     if TURNS:
         mbarrier.arrive(turns.index(W))
@@ -378,6 +383,35 @@ def _store(o, m, l, outs, q_place, place, len_q, row, D: gl.constexpr, BLOCK: gl
 
 
 @gluon.jit
+def columns_of(x, DEPTH: gl.constexpr):
+    """The first DEPTH columns of a tile in shared memory, in parts that are powers of 2."""
+    if x.shape[1] == DEPTH:
+        parts = (x,)
+    else:
+        FIRST: gl.constexpr = x.shape[1] // 2
+        parts = (x.slice(0, FIRST, dim=1), x.slice(FIRST, DEPTH - FIRST, dim=1))
+    return parts
+
+
+@gluon.jit
+def _loaded(parts, LAYOUT: gl.constexpr):
+    found = (parts[0].load(LAYOUT),)
+    if len(parts) > 1:
+        found += (parts[1].load(LAYOUT),)
+    return found
+
+
+@gluon.jit
+def row_by_row(a, b, zeros):
+    """a b^T, begun; a by its `columns_of`, and as many of b's. One product for each part."""
+    FIRST: gl.constexpr = a[0].shape[1]
+    token = warpgroup_mma(a[0], b.slice(0, FIRST, dim=1).permute((1, 0)), zeros, use_acc=False, is_async=True)
+    if len(a) > 1:
+        token = warpgroup_mma(a[1], b.slice(FIRST, a[1].shape[1], dim=1).permute((1, 0)), token, is_async=True)
+    return token
+
+
+@gluon.jit
 def await_turn(turns, t, W: gl.constexpr):
     """Warpgroup W multiplies for tile t after the one before it has; the first, after the last has for tile t - 1."""
     if W == 0:
@@ -404,7 +438,7 @@ def _step(
     zeros = gl.zeros((ROWS, BLOCK_N), gl.float32, S_LAYOUT)
     if TURNS:
         await_turn(turns, t, W)
-    s_token = warpgroup_mma(q, k.permute((1, 0)), zeros, use_acc=False, is_async=True)
+    s_token = row_by_row(q, k, zeros)
     o_token = warpgroup_mma(weights, v, o, is_async=True)
     s = warpgroup_mma_wait(1, deps=[s_token])
     if TURNS:

@@ -29,6 +29,8 @@ ROWS = 64
 """Of a warpgroup: what its matrix instruction takes."""
 KEYS = 128
 """In a tile of either kernel."""
+DEPTHS = (80, 96)
+"""Head dims, between the two that tiles have, up to which scores are multiplied: 64 and another power of 2."""
 PREPARED, FINISHED = 32, 128
 """Queries of a program that goes over them before backward, and of one that does after it. The number of queries is
 rounded up to a multiple of both."""
@@ -79,6 +81,7 @@ class Problem:
     def __init__(self, q: Tensor, k: Tensor, v: Tensor, band: Band):
         (self.batch, self.heads, self.len_q, self.d), (_, self.kv_heads, self.len_k, _) = q.shape, k.shape
         self.block_d = 64 if self.d <= 64 else 128
+        self.depth = next((depth for depth in DEPTHS if self.d <= depth < self.block_d), self.block_d)
         self.device = q.device.index
         self.group = self.heads // self.kv_heads
         self.padded = triton.cdiv(self.len_q, FINISHED) * FINISHED
@@ -146,7 +149,7 @@ class Problem:
             before=(self.group, self.len_q, self.len_k, self.hi),
             after=(
                 *(blocks, places, shift, split.whole, split.pieces),
-                *(self.causal, d, KEYS, shape.warpgroups, shape.stages, self._cut(ROWS, KEYS)),
+                *(self.causal, d, self.depth, KEYS, shape.warpgroups, shape.stages, self._cut(ROWS, KEYS)),
                 *(shape.turns, shape.held, shape.registers),
             ),
         )
@@ -200,7 +203,7 @@ class Problem:
             before=(self.heads, self.group, self.len_k, self.padded, self.hi),
             after=(
                 *(q_blocks, *place),
-                *(self.causal, even, d, queries, self._cut(KEYS, queries), self.group > 1),
+                *(self.causal, even, d, self.depth, queries, self._cut(KEYS, queries), self.group > 1),
             ),
             starts={4: 0, 5: self.all_queries, 6: 2 * self.all_queries},
             options={"launch_pdl": True},
