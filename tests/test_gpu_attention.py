@@ -129,12 +129,15 @@ LARGE = (
     Case(1024, 1023, is_causal="bottom-right", batch=4, heads=17, kv_heads=1),
     Case(2049, 2049, is_causal=True, window=(255, 0), heads=34, kv_heads=2),
     Case(1029, 1029, d=80, is_causal=True, batch=4, heads=16, kv_heads=16),
+    Case(1024, 1024, d=96, is_causal=True, batch=4, heads=16, kv_heads=16),
+    Case(1024, 1030, d=128, is_causal="bottom-right", batch=5, heads=16, kv_heads=4),
     # Much longer one way than the other.
     Case(4224, 4224, is_causal=True),
     Case(799, 3),
     Case(3, 4111, heads=4),
     # Blocks that do not come out even: their last ones may be cut into pieces, of keys or of queries.
     Case(1500, 1300, d=80, batch=3, heads=12, kv_heads=3),
+    Case(1500, 1300, d=96, batch=3, heads=12, kv_heads=12),
     Case(3072, 3072, heads=8, kv_heads=8),
 )
 
