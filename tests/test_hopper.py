@@ -281,6 +281,7 @@ def test_what_is_multiplied_of_a_head_dim(d, tile, depth):
     assert (problem.block_d, problem.depth) == (tile, depth)
 
 
+@needs_gluon
 @pytest.mark.parametrize("len_q", [1, 64, 65, 128, 192, 500, 16384])
 @pytest.mark.parametrize("hi", [0, 100, None])
 def test_every_query_is_in_one_block(len_q, hi):
