@@ -385,20 +385,13 @@ def _store(o, m, l, outs, q_place, place, len_q, row, D: gl.constexpr, BLOCK: gl
 @gluon.jit
 def columns_of(x, DEPTH: gl.constexpr):
     """The first DEPTH columns of a tile in shared memory, in parts that are powers of 2."""
-    if x.shape[1] == DEPTH:
-        parts = (x,)
-    else:
-        FIRST: gl.constexpr = x.shape[1] // 2
-        parts = (x.slice(0, FIRST, dim=1), x.slice(FIRST, DEPTH - FIRST, dim=1))
-    return parts
+    HALF: gl.constexpr = x.shape[1] // 2
+    return (x,) if x.shape[1] == DEPTH else (x.slice(0, HALF, dim=1), x.slice(HALF, DEPTH - HALF, dim=1))
 
 
 @gluon.jit
 def _loaded(parts, LAYOUT: gl.constexpr):
-    found = (parts[0].load(LAYOUT),)
-    if len(parts) > 1:
-        found += (parts[1].load(LAYOUT),)
-    return found
+    return (parts[0].load(LAYOUT),) if len(parts) == 1 else (parts[0].load(LAYOUT), parts[1].load(LAYOUT))
 
 
 @gluon.jit

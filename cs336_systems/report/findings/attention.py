@@ -248,7 +248,11 @@ def _step(cells: Cells) -> Text | None:
     ours = fastest(times, ours=True)
     assert ours is not None
     each = [
-        say("{} with {} ({}x)", "用 {1} 为 {0}（{2} 倍）", ms(seconds), name, f"{seconds / times[ours]:.2f}")
+        say(
+            "{} with {} ({}x, ahead of it in {} of {} rounds)",
+            "用 {1} 为 {0}（{2} 倍，{4} 轮中有 {3} 轮更快）",
+            *(ms(seconds), name, f"{seconds / times[ours]:.2f}", *map(str, _rounds_ahead(cell, ours, name))),
+        )
         for name, seconds in times.items()
         if name not in OURS
     ]
@@ -258,6 +262,17 @@ def _step(cells: Cells) -> Text | None:
         *(str(cell.get("size")), str(cell.get("context_length")), ms(times[ours]), ours),
     )
     return together(said, listed(each)) if each else said
+
+
+def _rounds_ahead(cell: CellView, ours: str, other: str) -> tuple[int, int]:
+    """In how many rounds, of how many. Clocks and host drift from round to round, and inside one they drift for both:
+    it may tell two apart whose steps, all taken together, overlap."""
+    samples = len(cell.metrics[f"{ours}_step_time"].samples)
+    rounds = cell.config.get("rounds", samples)
+    mine, theirs = (
+        [sum(steps) for steps in cell.rows(f"{name}_step_time", samples // rounds)] for name in (ours, other)
+    )
+    return sum(a < b for a, b in zip(mine, theirs, strict=True)), rounds
 
 
 SENTENCES: dict[str, tuple[Sentence, ...]] = {
