@@ -530,6 +530,13 @@ def test_odd_configurations_raise_nothing(experiment, value):
         findings(experiment, [CellView(experiment, {}, one.metrics)])
 
 
+@pytest.mark.parametrize("rounds", [-1, 0, 4, 8])
+def test_steps_that_do_not_make_up_their_rounds_say_nothing(rounds):
+    (one,) = group(steps_in_turns(flash_triton=[200] * 6, sdpa_flash=[300] * 6))
+    assert findings("attention_step", [one])
+    assert not findings("attention_step", [CellView("attention_step", {**one.config, "rounds": rounds}, one.metrics)])
+
+
 # -- this repository's own results ------------------------------------------------------------------------------------
 
 

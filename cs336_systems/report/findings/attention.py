@@ -267,11 +267,11 @@ def _step(cells: Cells) -> Text | None:
 def _rounds_ahead(cell: CellView, ours: str, other: str) -> tuple[int, int]:
     """In how many rounds, of how many. Clocks and host drift from round to round, and inside one they drift for both:
     it may tell two apart whose steps, all taken together, overlap."""
-    samples = len(cell.metrics[f"{ours}_step_time"].samples)
-    rounds = cell.config.get("rounds", samples)
-    mine, theirs = (
-        [sum(steps) for steps in cell.rows(f"{name}_step_time", samples // rounds)] for name in (ours, other)
-    )
+    rounds = cell.config["rounds"]
+    steps = len(cell.metrics[f"{ours}_step_time"].samples) // rounds
+    mine, theirs = ([sum(turn) for turn in cell.rows(f"{name}_step_time", steps)] for name in (ours, other))
+    if len(mine) != rounds:
+        raise ValueError(f"{rounds} rounds, and samples for {len(mine)}")
     return sum(a < b for a, b in zip(mine, theirs, strict=True)), rounds
 
 
