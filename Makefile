@@ -15,7 +15,7 @@ test: lint
 	$(BIN)/pytest -n 2 --dist loadgroup
 
 soak: $(INSTALLED)
-	$(BIN)/python -m tests.soak
+	$(BIN)/python -m tests.distributed.soak
 
 lint: $(INSTALLED)
 	$(BIN)/ruff check .
@@ -24,7 +24,7 @@ lint: $(INSTALLED)
 
 install: $(INSTALLED)
 
-# For tests/test_hopper.py: the kernels for Hopper GPUs must compile with the oldest Triton that knows their language, too.
+# For tests/unit/kernels/test_hopper.py: the kernels for Hopper GPUs must compile with the oldest Triton that knows their language, too.
 older-triton: .triton-3.6
 .triton-3.6: $(INSTALLED)
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check --no-deps --target $@ triton==3.6.0

@@ -10,15 +10,15 @@ from typing import Any
 from cs336_systems import __version__
 from cs336_systems.benchmark.benchmark import BenchArguments, bench
 from cs336_systems.benchmark.benchmark import __doc__ as bench_manual
-from cs336_systems.benchmark.catalogue import EXPERIMENTS, PRESETS, RUNNABLE
-from cs336_systems.benchmark.fit import FitArguments
-from cs336_systems.benchmark.plan import PlanArguments
-from cs336_systems.benchmark.profiling import ProfileArguments
-from cs336_systems.benchmark.session import SessionArguments
-from cs336_systems.benchmark.shape import ShapeArguments
 from cs336_systems.commands import guarded
 from cs336_systems.config import flag
+from cs336_systems.experiments.catalogue import EXPERIMENTS, PRESETS, RUNNABLE
+from cs336_systems.experiments.profiling import ProfileArguments
+from cs336_systems.experiments.ranks.layouts import PlanArguments
+from cs336_systems.experiments.session import SessionArguments
 from cs336_systems.flags import Parser, add_flags, read_flags
+from cs336_systems.predict.fit import FitArguments
+from cs336_systems.predict.model_flags import ShapeArguments
 from cs336_systems.table import FORMATS
 from cs336_systems.train.settings import TrainSettings
 
@@ -49,9 +49,9 @@ def run(arguments: RunArguments) -> int:
     cs336 run end_to_end precision --preset quick
     cs336 run end_to_end warmup precision compile peak_memory --preset course --output runs/h200/records.jsonl
     """
-    from cs336_systems.benchmark.catalogue import cells
-    from cs336_systems.benchmark.session import Requests, run_session
     from cs336_systems.config import RunConfig, UserError
+    from cs336_systems.experiments.catalogue import cells
+    from cs336_systems.experiments.session import Requests, run_session
 
     if not arguments.names:
         raise UserError(f"name at least one experiment: {', '.join(RUNNABLE)}")
@@ -75,7 +75,7 @@ def profile(arguments: ProfileArguments) -> int:
     cs336 profile --size small --mode train-step
     cs336 profile --size 2.7B --precision bf16 --attention auto --only memory
     """
-    from cs336_systems.benchmark.profiling import run_profile
+    from cs336_systems.experiments.profiling import run_profile
 
     run_profile(arguments)
     return 0
@@ -93,8 +93,8 @@ def inspect(arguments: InspectArguments) -> int:
     cs336 inspect trace.json.gz nsys.sqlite
     cs336 inspect snapshot.pickle
     """
-    from cs336_systems.benchmark.profiling import inspected
     from cs336_systems.config import UserError
+    from cs336_systems.experiments.profiling import inspected
 
     if not arguments.files:
         raise UserError("name a trace (.json, .json.gz, .sqlite) or a memory snapshot (.pickle)")
@@ -135,7 +135,7 @@ def fit(arguments: _FitArguments) -> int:
     cs336 fit --gpu 24GiB
     cs336 fit --gpu 4090 --precision bf16 --attention sdpa --checkpoint_blocks 1
     """
-    from cs336_systems.benchmark.fit import fit_table
+    from cs336_systems.predict.fit import fit_table
 
     print(fit_table(arguments).render(arguments.format))
     return 0
@@ -152,7 +152,7 @@ def plan(arguments: _PlanArguments) -> int:
     cs336 plan --size 2.7B --gpus 16 --gpu a100 --context_length 2048
     cs336 plan --size xxl --gpus 1024 --gpu h100 --strategy zero3,tp8,zero3+tp8 --context_length 8192
     """
-    from cs336_systems.benchmark.plan import tables_of
+    from cs336_systems.experiments.ranks.layouts import tables_of
 
     print("\n\n".join(found.render(arguments.format) for found in tables_of(arguments)))
     return 0
@@ -291,7 +291,7 @@ def tune(arguments: TuneArguments) -> int:
 
     cs336 tune --head_dims 64,128 --seconds 120
     """
-    from cs336_systems.benchmark.tune import tune as search
+    from cs336_systems.experiments.attention.tune import tune as search
 
     print(search(arguments.head_dims, arguments.precisions, arguments.seconds).render(arguments.format))
     return 0

@@ -13,7 +13,8 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from cs336_systems.config import ModelConfig
-from cs336_systems.kernels import attention, fused
+from cs336_systems.kernels import attention
+from cs336_systems.kernels.fused import nodes as fused
 
 RMS_EPS = 1e-5
 
@@ -137,7 +138,7 @@ class Block(nn.Module):
         return x + self.ffn(self.ln2(x))
 
     def fused(self, x: Tensor, delta: Tensor | None, rotate: RotaryEmbedding) -> tuple[Tensor, Tensor]:
-        """The same by the kernels of kernels/fused.py. The residual stream is x + delta: whoever reads it adds them."""
+        """The same by the fused kernels. The residual stream is x + delta: whoever reads it adds them."""
         attn, ffn = self.attn, self.ffn
         of_attention = (attn.q_proj.weight, attn.k_proj.weight, attn.v_proj.weight)
         x, qkv = fused.norm_linear(x, delta, self.ln1.weight, RMS_EPS, *of_attention)
@@ -153,7 +154,7 @@ class TransformerLM(nn.Module):
     With `checkpoint_inner` = j, recomputing a group keeps only the input of every j-th of its blocks, and recomputes
     the rest once more: less memory for a third forward pass.
 
-    With `fused` blocks run by the kernels of kernels/fused.py.
+    With `fused` blocks run by the kernels of kernels/fused/nodes.py.
     """
 
     checkpoint_inner = 0

@@ -23,9 +23,9 @@ from dataclasses import dataclass
 from itertools import product
 from typing import Any
 
-from cs336_systems.benchmark.session import SessionArguments, new_run_file, run_session
-from cs336_systems.benchmark.shape import ShapeArguments
 from cs336_systems.config import RunConfig, flag, flag_like
+from cs336_systems.experiments.session import SessionArguments, new_run_file, run_session
+from cs336_systems.predict.model_flags import ShapeArguments
 
 
 @dataclass(frozen=True)
@@ -80,7 +80,7 @@ def bench(arguments: BenchArguments) -> int:
 def measure_step(config: dict[str, Any], peak_tflops: float | None = None) -> list[list[Any]]:
     """Time and memory of the configured step as [metric, unit, samples] rows."""
     from cs336_systems.measure.timing import STEP, time_as_configured
-    from cs336_systems.step import TrainStep, require_attention
+    from cs336_systems.step.train_step import TrainStep, require_attention
 
     run = RunConfig.from_dict(config)
     require_attention(run)
@@ -124,9 +124,9 @@ def _work_metrics(run: RunConfig, step: Any, batch: Any, peak_tflops: float | No
     """FLOPs of the step, counted where the model is not ours, and the peak of the device where it is known."""
     import torch
 
-    from cs336_systems.gpus import peak_flops
     from cs336_systems.measure.flop_counter import count_flops
-    from cs336_systems.measure.flops import model_flops
+    from cs336_systems.predict.flops import model_flops
+    from cs336_systems.predict.gpus import peak_flops
 
     flops = model_flops(run) if run.model_factory is None else count_flops(lambda: step(*batch))
     gpu = torch.cuda.get_device_name(step.device) if step.device.type == "cuda" else None
@@ -136,7 +136,8 @@ def _work_metrics(run: RunConfig, step: Any, batch: Any, peak_tflops: float | No
 
 def _memory_metrics(run: RunConfig, step: Any, batch: Any, measured: int | None) -> list[list[Any]]:
     """Peak measured (by the allocator on a GPU, by tracking tensors on a CPU) and predicted."""
-    from cs336_systems.measure import memory_model, memory_trace
+    from cs336_systems.measure import memory_trace
+    from cs336_systems.predict import memory_model
 
     if run.compile:  # what a compiled model keeps is inductor's choice, and its tensors are not dispatched one by one
         return [["peak_memory", "B", [measured]]] if measured is not None else []

@@ -17,9 +17,9 @@ import os
 from dataclasses import dataclass
 from typing import Any
 
-from cs336_systems.benchmark.shape import ShapeArguments
 from cs336_systems.config import RunConfig, flag
-from cs336_systems.measure.memory_model import Breakdown, breakdown
+from cs336_systems.predict.memory_model import Breakdown, breakdown
+from cs336_systems.predict.model_flags import ShapeArguments
 from cs336_systems.record import GIB, MIB
 from cs336_systems.table import Column, Table
 

@@ -6,9 +6,9 @@ from dataclasses import dataclass
 
 import torch
 
-from cs336_systems.gpus import peak_flops
 from cs336_systems.measure.environment import capture
-from cs336_systems.measure.nsys import find_nsys
+from cs336_systems.measure.readers.nsys import find_nsys
+from cs336_systems.predict.gpus import peak_flops
 from cs336_systems.record import GIB
 
 

@@ -12,9 +12,9 @@ from torch import Tensor
 from torch.profiler import ProfilerActivity, profile
 
 from cs336_systems.kernels.ranges import looked_at
+from cs336_systems.measure.readers.trace import Trace, read_chrome
 from cs336_systems.measure.timing import STEP, Stopwatch
-from cs336_systems.measure.trace import Trace, read_chrome
-from cs336_systems.step import TrainStep
+from cs336_systems.step.train_step import TrainStep
 
 LARGEST_TRACE = 20 * 10**6
 """Bytes that a kept trace may have, compressed: more than that no viewer opens in a moment."""

@@ -17,11 +17,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from cs336_systems.measure.memory_model import CUBLAS_WORKSPACE, ROUNDING
 from cs336_systems.measure.memory_trace import StorageTracker, labelled
 from cs336_systems.measure.where import ModuleStack, calling_line
+from cs336_systems.predict.memory_model import CUBLAS_WORKSPACE, ROUNDING
 from cs336_systems.record import MIB
-from cs336_systems.step import TrainStep, Watch
+from cs336_systems.step.train_step import TrainStep, Watch
 from cs336_systems.timeline import Block, Span, Timeline
 
 UNLABELLED = "unlabelled"

@@ -26,11 +26,12 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves, tree_map_only
 
 from cs336_systems.config import RunConfig
-from cs336_systems.kernels import fused, pointwise
-from cs336_systems.kernels.packed_adamw import PackedAdamW
-from cs336_systems.measure.allocator import CachingAllocator
-from cs336_systems.measure.memory_model import ROUNDING, MemoryEstimate, workspace
-from cs336_systems.step import TrainStep
+from cs336_systems.kernels.fused import nodes as fused
+from cs336_systems.kernels.fused import pointwise
+from cs336_systems.kernels.fused.packed_adamw import PackedAdamW
+from cs336_systems.predict.allocator import CachingAllocator
+from cs336_systems.predict.memory_model import ROUNDING, MemoryEstimate, workspace
+from cs336_systems.step.train_step import TrainStep
 
 LABEL_OF_PHASE = {
     "forward": "activations",
@@ -294,7 +295,7 @@ def _rms_norm_on_cuda(
 def as_on_cuda() -> Iterator[None]:
     """Patched in place rather than by a TorchFunctionMode: checkpointed blocks run again inside backward, where torch
     switches modes off."""
-    from cs336_systems.kernels import pointwise_triton  # not before: it imports triton
+    from cs336_systems.kernels.fused import pointwise_triton
 
     with ExitStack() as stack:
 

@@ -13,7 +13,7 @@ import torch
 from cs336_systems.config import RunConfig, UserError
 from cs336_systems.kernels.ranges import looked_at
 from cs336_systems.measure.timing import Stopwatch
-from cs336_systems.step import TrainStep
+from cs336_systems.step.train_step import TrainStep
 
 
 def main() -> None:

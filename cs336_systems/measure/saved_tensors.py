@@ -9,7 +9,7 @@ from torch import Tensor
 
 from cs336_systems.config import UserError
 from cs336_systems.measure.where import ModuleStack, calling_line
-from cs336_systems.step import TrainStep
+from cs336_systems.step.train_step import TrainStep
 
 
 @dataclass(frozen=True)

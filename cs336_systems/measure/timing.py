@@ -14,7 +14,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from cs336_systems.parallel.collectives import message_device
-from cs336_systems.step import TrainStep, Watch
+from cs336_systems.step.train_step import TrainStep, Watch
 
 STEP = "step"
 FEW_CALLS = 3

@@ -4,7 +4,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
 from cs336_systems.report.cells import CellView
-from cs336_systems.report.layout import (
+from cs336_systems.report.rows import (
     FIELDS,
     as_text,
     cell_table,

@@ -17,10 +17,10 @@ from cs336_systems.report.chart_picture import picture
 from cs336_systems.report.charts import charts
 from cs336_systems.report.document import Document, Language, Link, Section, Text
 from cs336_systems.report.findings import findings
-from cs336_systems.report.page import page
 from cs336_systems.report.picture import save
 from cs336_systems.report.published import PUBLISHED, published
 from cs336_systems.report.sections import tables_of
+from cs336_systems.report.web.page import page
 from cs336_systems.report.words import QUESTIONS, TITLES, in_chinese
 from cs336_systems.table import Column, Table
 

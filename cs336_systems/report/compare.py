@@ -15,8 +15,8 @@ from cs336_systems.config import UserError
 from cs336_systems.record import HEADLINES, Record, cell_key
 from cs336_systems.report.cells import CellView, fields_of, group
 from cs336_systems.report.intervals import Ratio, ratio_of_medians
-from cs336_systems.report.layout import FIELDS, as_text, gib, kernel_ms, title_of
 from cs336_systems.report.referee import remarks
+from cs336_systems.report.rows import FIELDS, as_text, gib, kernel_ms, title_of
 from cs336_systems.table import Column, Table
 
 HOW_MEASURED = ("device", "warmup_steps", "num_steps", "seed", "warmup_ms", "rep_ms", "rounds", "calls")

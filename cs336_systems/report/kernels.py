@@ -3,9 +3,18 @@
 from collections.abc import Sequence
 from typing import Any
 
-from cs336_systems.kernel_classes import ELEMENTWISE, KINDS, MATMUL, OUTPUT, REDUCTION, SCORES, SOFTMAX, classify
+from cs336_systems.measure.readers.kernel_classes import (
+    ELEMENTWISE,
+    KINDS,
+    MATMUL,
+    OUTPUT,
+    REDUCTION,
+    SCORES,
+    SOFTMAX,
+    classify,
+)
 from cs336_systems.report.cells import PHASES, CellView
-from cs336_systems.report.layout import key_columns, keys, ms, number, percent, remarks_on, title_of, varying
+from cs336_systems.report.rows import key_columns, keys, ms, number, percent, remarks_on, title_of, varying
 from cs336_systems.table import Column, Table
 
 SOFTMAX_FLOPS = 3

@@ -5,7 +5,7 @@ from collections.abc import Sequence
 from cs336_systems.record import MIB
 from cs336_systems.report.cells import CellView
 from cs336_systems.report.kernels import short
-from cs336_systems.report.layout import (
+from cs336_systems.report.rows import (
     gib,
     key_columns,
     keys,

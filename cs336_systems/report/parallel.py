@@ -7,8 +7,8 @@ from typing import Any, NamedTuple
 
 from cs336_systems.record import BUS_FACTOR, GIB, MIB
 from cs336_systems.report.cells import CellView
-from cs336_systems.report.layout import ms, number, percent
 from cs336_systems.report.referee import remarks
+from cs336_systems.report.rows import ms, number, percent
 from cs336_systems.table import Column, Table
 
 

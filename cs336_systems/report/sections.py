@@ -8,7 +8,8 @@ from cs336_systems.config import MODES, PRECISIONS
 from cs336_systems.record import MIB, Record, steady_from
 from cs336_systems.report import attention, kernels, memory, parallel
 from cs336_systems.report.cells import PHASES, CellView, by_experiment, by_machine, group
-from cs336_systems.report.layout import (
+from cs336_systems.report.referee import remarks
+from cs336_systems.report.rows import (
     FIELDS,
     as_text,
     cell_table,
@@ -26,7 +27,6 @@ from cs336_systems.report.layout import (
     title_of,
     varying,
 )
-from cs336_systems.report.referee import remarks
 from cs336_systems.report.side_by_side import side_by_side
 from cs336_systems.table import Column, Table
 

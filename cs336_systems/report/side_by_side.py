@@ -5,8 +5,8 @@ from collections.abc import Callable, Iterator, Sequence
 from typing import NamedTuple
 
 from cs336_systems.report.cells import CellView, by_machine
-from cs336_systems.report.layout import FIELDS, as_text, gib, kernel_ms, key_columns, keys, ms, ratio, title_of, varying
 from cs336_systems.report.published import PUBLISHED
+from cs336_systems.report.rows import FIELDS, as_text, gib, kernel_ms, key_columns, keys, ms, ratio, title_of, varying
 from cs336_systems.table import Column, Table
 
 QUANTITIES = {

@@ -33,7 +33,7 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import DTensor, Shard
 
 from cs336_systems.config import UserError
-from cs336_systems.kernels.packed_adamw import PackedAdamW
+from cs336_systems.kernels.fused.packed_adamw import PackedAdamW
 from cs336_systems.parallel import ShardedOptimizer
 
 FORMAT = 1

@@ -28,16 +28,23 @@ from torch import Tensor, nn
 
 from cs336_systems import record
 from cs336_systems.config import RunConfig, UserError
-from cs336_systems.gpus import peak_flops
-from cs336_systems.kernels.packed_adamw import PackedAdamW
+from cs336_systems.kernels.fused.packed_adamw import PackedAdamW
 from cs336_systems.measure.environment import capture
-from cs336_systems.measure.flops import model_flops
 from cs336_systems.model import TransformerLM
 from cs336_systems.parallel import DDP, FSDP, ShardedOptimizer, clip_grad_norm_
 from cs336_systems.parallel.collectives import message_device
 from cs336_systems.parallel.launch import Rank, RankError, process_group
+from cs336_systems.predict.flops import model_flops
+from cs336_systems.predict.gpus import peak_flops
 from cs336_systems.record import GIB, Record
-from cs336_systems.step import AUTOCAST_DTYPES, TrainStep, build_model, cosine_lr, require_attention, require_device
+from cs336_systems.step.train_step import (
+    AUTOCAST_DTYPES,
+    TrainStep,
+    build_model,
+    cosine_lr,
+    require_attention,
+    require_device,
+)
 from cs336_systems.train.checkpoint import (
     Checkpoint,
     Store,

@@ -3,7 +3,7 @@
 import itertools
 from collections.abc import Iterable, Sequence
 
-from cs336_systems.gpus import memory_bandwidth, peak_flops
+from cs336_systems.predict.gpus import memory_bandwidth, peak_flops
 from cs336_systems.report.attention import Source
 from cs336_systems.report.cells import CellView
 from cs336_systems.report.charts.pieces import MS, is_oom, measured, series_of

@@ -7,7 +7,7 @@ from cs336_systems.report import kernels
 from cs336_systems.report.cells import CellView
 from cs336_systems.report.charts.pieces import FEW, GIB_TEXT, MS, PREDICTED, SIZE, joined, measured, series_of
 from cs336_systems.report.document import Chart, Point, Series, Text
-from cs336_systems.report.layout import row_name, varying
+from cs336_systems.report.rows import row_name, varying
 
 USUAL_CONTEXT = 512
 SMALL_PART = 0.01

@@ -17,7 +17,7 @@ from cs336_systems.report.charts.pieces import (
     series_of,
 )
 from cs336_systems.report.document import Chart, Point, Series, Text
-from cs336_systems.report.layout import row_name, varying
+from cs336_systems.report.rows import row_name, varying
 
 
 def _steps(cells: Sequence[CellView]) -> list[Chart]:

@@ -22,7 +22,7 @@ from cs336_systems.report.findings.phrases import (
     together,
     value_of,
 )
-from cs336_systems.report.layout import gib, kernel_ms, ms
+from cs336_systems.report.rows import gib, kernel_ms, ms
 
 
 def _longest(cells: Cells) -> list[CellView]:

@@ -21,7 +21,7 @@ from cs336_systems.report.findings.phrases import (
     value_of,
     word,
 )
-from cs336_systems.report.layout import gib, number, percent
+from cs336_systems.report.rows import gib, number, percent
 
 
 def prediction(cells: Cells) -> Text | None:

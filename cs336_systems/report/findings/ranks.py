@@ -22,7 +22,7 @@ from cs336_systems.report.findings.phrases import (
     together,
     value_of,
 )
-from cs336_systems.report.layout import ms, number, percent
+from cs336_systems.report.rows import ms, number, percent
 
 
 def _link(cell: CellView) -> Text:

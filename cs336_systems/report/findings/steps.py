@@ -29,7 +29,7 @@ from cs336_systems.report.findings.phrases import (
     value_of,
     word,
 )
-from cs336_systems.report.layout import as_text, gib, ms, number, percent
+from cs336_systems.report.rows import as_text, gib, ms, number, percent
 
 # -- steps -------------------------------------------------------------------------------------------------------------
 

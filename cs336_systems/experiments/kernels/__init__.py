@@ -1,0 +1,1 @@
+"""Experiments on the kernels of a training step."""

@@ -1,0 +1,1 @@
+"""Experiments on memory: the peak, its parts, recomputation, saved tensors."""

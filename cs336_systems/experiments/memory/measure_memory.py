@@ -1,0 +1,123 @@
+"""Memory of a step: the instruments of `memory`, `checkpointing` and `saved_tensors`."""
+
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from cs336_systems.config import RunConfig, UserError
+from cs336_systems.measure.memory_timeline import MOST_EVENTS, UNLABELLED, MemoryTrace, trace_memory
+from cs336_systems.measure.memory_trace import measure_peak, predict_by_tracing
+from cs336_systems.measure.saved_tensors import saved_tensors
+from cs336_systems.measure.timing import STEP, time_as_configured, time_steps
+from cs336_systems.predict.memory_model import estimate
+from cs336_systems.step.train_step import TrainStep, Watch
+from cs336_systems.timeline import TIMELINE_FILE, Block
+
+LARGEST_KEPT = 10
+SNAPSHOT_FILE = "snapshot.pickle"
+
+
+def measure_memory(config: dict[str, Any], *, folder: str | None = None) -> list[list[Any]]:
+    """The peak, measured and predicted; its parts and the largest blocks; and how slow each instrument makes a step.
+
+    Into `folder`: the timeline, and on CUDA the allocator's own snapshot, as memory_viz reads it.
+    """
+    run = RunConfig.from_dict(config)
+    if run.compile:
+        raise UserError("memory is followed operator by operator, and a compiled model has none; leave out --compile")
+    step = TrainStep.build(run)
+    batch = step.random_batch()
+    plain = time_as_configured(step, batch)
+    overheads: list[list[Any]] = []
+    if step.device.type == "cuda":
+        overheads.append(["history_step_time", "s", _snapshot(step, batch, folder)])
+    traces: list[MemoryTrace] = []
+
+    def traced(watch: Watch) -> None:
+        traces.append(trace_memory(step, batch))
+
+    time = time_steps(traced, device=step.device, warmup_steps=0, num_steps=1)
+    overheads.append(["traced_step_time", "s", time.wall[STEP]])
+    (trace,) = traces
+    if folder:
+        Path(folder).mkdir(parents=True, exist_ok=True)
+        trace.timeline.save(Path(folder) / TIMELINE_FILE)
+    measured = trace.peak if plain.peak_memory is None else plain.peak_memory
+    return [
+        *plain.metrics,
+        *overheads,
+        ["peak_memory", "B", [measured]],
+        ["traced_peak_memory", "B", [trace.peak]],
+        ["unlabelled_memory", "B", [trace.parts.get(UNLABELLED, 0)]],
+        ["peak_phase", "", [trace.phase]],
+        ["part_memory", "B", [value for part in trace.parts.items() for value in part]],
+        ["largest_blocks", "B", [value for block in trace.largest[:LARGEST_KEPT] for value in _row(block)]],
+        *predictions(run),
+    ]
+
+
+def predictions(run: RunConfig) -> list[list[Any]]:
+    """By the closed form, where it knows the model, and by tracing."""
+    traced = [["predicted_by_tracing_memory", "B", [predict_by_tracing(run).peak]]]
+    if run.model_factory is not None or run.fast != "off":
+        return traced
+    return [["predicted_memory", "B", [estimate(run).peak]], *traced]
+
+
+def measure_checkpointing(config: dict[str, Any]) -> list[list[Any]]:
+    """Peak and time of a step that recomputes groups of blocks, and inside a group again where `inner` says so."""
+    run = RunConfig.of(config)
+    inner = config["inner"]
+
+    def prepare(step: TrainStep) -> None:
+        step.model.checkpoint_inner = inner
+
+    step = TrainStep.build(run)
+    prepare(step)
+    batch = step.random_batch()
+    timings = time_as_configured(step, batch)
+    measured = measure_peak(step, batch) if timings.peak_memory is None else timings.peak_memory
+    closed_form = [] if inner else [["predicted_memory", "B", [estimate(run).peak]]]
+    return [
+        *timings.metrics,
+        ["peak_memory", "B", [measured]],
+        *closed_form,
+        ["predicted_by_tracing_memory", "B", [predict_by_tracing(run, prepare).peak]],
+    ]
+
+
+def _row(block: Block) -> list[Any]:
+    return [block.size, block.label, block.module, block.what, block.line]
+
+
+def _snapshot(step: TrainStep, batch: tuple[Tensor, Tensor], folder: str | None) -> list[float]:
+    """Seconds of one step while the allocator keeps its history, which goes to `folder`."""
+    torch.cuda.memory._record_memory_history("all", context="all", stacks="python", max_entries=MOST_EVENTS)
+    try:
+        timings = time_steps(lambda watch: step(*batch, watch=watch), device=step.device, warmup_steps=0, num_steps=1)
+        if folder:
+            Path(folder).mkdir(parents=True, exist_ok=True)
+            torch.cuda.memory._dump_snapshot(str(Path(folder) / SNAPSHOT_FILE))
+    finally:
+        torch.cuda.memory._record_memory_history(None)
+    return timings.wall[STEP]
+
+
+def measure_saved_tensors(config: dict[str, Any]) -> list[list[Any]]:
+    run = RunConfig.from_dict(config)
+    step = TrainStep.build(run)
+    found = saved_tensors(step, step.random_batch())
+    kept = [saved for saved in found if not saved.is_parameter]
+    by_module: dict[str, int] = {}
+    for saved in kept:
+        by_module[saved.module] = by_module.get(saved.module, 0) + saved.size
+    largest = sorted(kept, key=lambda saved: -saved.size)[:LARGEST_KEPT]
+    return [
+        ["saved_memory", "B", [sum(saved.size for saved in kept)]],
+        ["saved_tensors", "1", [len(kept)]],
+        ["saved_parameter_memory", "B", [sum(saved.size for saved in found if saved.is_parameter)]],
+        ["saved_by_module", "B", [value for item in by_module.items() for value in item]],
+        ["largest_saved", "B", [value for s in largest for value in (s.size, s.module, s.what, s.line)]],
+    ]

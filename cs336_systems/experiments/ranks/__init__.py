@@ -1,0 +1,1 @@
+"""Experiments on several ranks: collectives, data parallel, sharding, layouts."""

@@ -1,0 +1,417 @@
+"""Runs cells one after another in a worker process and appends what they gave to a file of records.
+
+- A failure (out of memory, a crash, a time-out) becomes a row, and the worker is replaced.
+- Records are on disk before the next cell begins. A run that was stopped, even by SIGKILL, goes on where it was: cells
+  in the file that ended well or ran out of memory are not run again, those that crashed or timed out are.
+- A cell that several experiments ask for is measured once and recorded under each.
+- A cell that cannot fit by the memory model is not tried; its row says what it would need.
+"""
+
+import contextlib
+import dataclasses
+import json
+import os
+import re
+import signal
+import subprocess
+import sys
+import tempfile
+import threading
+import time
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+from queue import Empty, Queue
+from typing import IO, Any
+
+from cs336_systems import record
+from cs336_systems.config import RunConfig, UserError
+from cs336_systems.experiments.catalogue import ATTENTION_INSTRUMENTS, EXPERIMENTS, KEEPING_FILES, STEP_INSTRUMENTS
+from cs336_systems.experiments.progress import Progress
+from cs336_systems.predict.attention_model import AttentionShape, least_compiled, naive_peak
+from cs336_systems.predict.memory_model import estimate
+from cs336_systems.record import CELL_TIME, GIB, HEADLINES, Environment, Record
+
+DEFAULT_TIMEOUT = 1800.0
+WARM_UP = RunConfig.warmup_steps
+LARGEST_LIMIT = 1e7
+FIT_MARGIN = 1.03
+"""The memory model errs by up to 2%: a cell is skipped only when it is out of reach even so."""
+
+
+@dataclass
+class Cell:
+    """Work to be measured once, and the experiments that asked for it, each with the configuration as it named it."""
+
+    instrument: str
+    config: dict[str, Any]
+    wanted_by: dict[str, dict[str, Any]] = field(default_factory=dict)
+
+    @property
+    def key(self) -> tuple[str, str]:
+        return (self.instrument, record.cell_key(self.config))
+
+    @property
+    def needs_fresh_process(self) -> bool:
+        """Where the cold start is the subject: little or no warm-up, or a compilation."""
+        return self.instrument in ("step", "fast_step") and (
+            self.config["warmup_steps"] < WARM_UP or self.config["compile"] or self.config["model_factory"] is not None
+        )
+
+    @property
+    def slug(self) -> str:
+        """A folder's name for what it leaves behind besides records."""
+        return re.sub(r"[^\w.]+", "-", self.name)
+
+    @property
+    def name(self) -> str:
+        if self.instrument in ATTENTION_INSTRUMENTS:
+            implementation = self.config.get("implementation", "in turns")
+            return f"{self.instrument} {AttentionShape.of(self.config)} {implementation}"
+        if self.instrument == "checkpointing":
+            groups = f"{self.config['checkpoint_blocks']}/{self.config['inner']}"
+            return f"checkpointing {self.config['size']} {self.config['precision']} groups {groups}"
+        if self.instrument == "arrangements":
+            return f"{', '.join(self.wanted_by)} {self.config['size']}, {self.config['ranks']} ranks in turns"
+        if self.instrument not in STEP_INSTRUMENTS:
+            return " ".join([self.instrument, *(str(v) for v in self.config.values() if isinstance(v, str) and v)])
+        config = RunConfig.of(self.config)
+        extras = [f"warm-up {config.warmup_steps}"] if config.warmup_steps != WARM_UP else []
+        extras += [config.attention] if config.attention != "reference" else []
+        extras += ["compiled"] if config.compile else []
+        extras += [f"fast {config.fast}"] if config.fast != "off" else []
+        extras += [config.model_factory] if config.model_factory else []
+        extras += [f"checkpoint {config.checkpoint_blocks}"] if config.checkpoint_blocks else []
+        prefix = [] if self.instrument == "step" else [self.instrument]
+        shape = [config.size, str(config.model.context_length)]
+        return " ".join([*prefix, *shape, config.mode, config.precision, *extras])
+
+
+def _is_on_paper(config: dict[str, Any]) -> bool:
+    """Whether the memory model knows it."""
+    plain = not config["compile"] and config.get("fast", "off") == "off"
+    return plain and config["model_factory"] is None and not config.get("inner")
+
+
+def gather(requests: Iterable[tuple[str, dict[str, Any]]]) -> list[Cell]:
+    """(experiment, configuration) pairs as cells, the same work only once."""
+    cells: dict[tuple[str, str], Cell] = {}
+    for experiment, config in requests:
+        cell = Cell(EXPERIMENTS[experiment].instrument, config)
+        cells.setdefault(cell.key, cell).wanted_by[experiment] = config
+    return list(cells.values())
+
+
+@dataclass(frozen=True)
+class Need:
+    """Bytes that a cell takes by a model on paper, and bytes that its device has."""
+
+    predicted: int
+    capacity: int
+    at_least: bool = False
+
+    @property
+    def fits(self) -> bool:
+        return self.predicted <= FIT_MARGIN * self.capacity
+
+    def __str__(self) -> str:
+        bound = "at least " if self.at_least else ""
+        return f"needs {bound}{self.predicted / GIB:.1f} GiB of {self.capacity / GIB:.1f} GiB"
+
+
+@dataclass
+class Outcome:
+    done: int = 0
+    reused: int = 0
+    failed: int = 0
+    seconds: float = 0.0
+    environment: Environment = field(default_factory=Environment)
+
+
+class Runner:
+    """`with Runner(path) as runner: runner.run(cells)`; entering starts a worker, which tells what machine this is."""
+
+    def __init__(
+        self,
+        path: str | Path,
+        *,
+        force: bool = False,
+        timeout: float = DEFAULT_TIMEOUT,
+        peak_tflops: float | None = None,
+        quiet: bool = False,
+    ):
+        for name, value in (("timeout", timeout), ("peak_tflops", peak_tflops)):
+            if value is not None and not 0 < value <= LARGEST_LIMIT:
+                raise UserError(f"--{name} must be above 0 and at most {LARGEST_LIMIT:g}, got {value!r}")
+        self.path = Path(path)
+        self.force = force
+        self.timeout = timeout
+        self.options = {"peak_tflops": peak_tflops} if peak_tflops else {}
+        self.quiet = quiet
+        self.worker: Worker | None = None
+        _require_writable(self.path)
+        self.known = record.load(self.path) if self.path.exists() else record.Loaded([], [])
+
+    def __enter__(self) -> "Runner":
+        self.worker = Worker()
+        self.device: str = self.worker.machine["device"]
+        self.environment = Environment.from_dict(self.worker.machine["environment"])
+        try:
+            self._refuse_other_machine()
+        except UserError:
+            self._stop_worker()
+            raise
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._stop_worker()
+
+    def run(self, cells: list[Cell]) -> Outcome:
+        outcome = Outcome(environment=self.environment)
+        start = time.monotonic()
+        with _exclusive(self.path):
+            record.drop_torn_line(self.path)
+            self.known = record.load(self.path)  # again: another run may have ended since
+            finished = {} if self.force else self._finished()
+            todo = []
+            for cell in cells:
+                if cell.key in finished:
+                    self._share(cell, finished[cell.key])
+                    outcome.reused += 1
+                else:
+                    todo.append(cell)
+            with Progress(len(todo), quiet=self.quiet) as progress:
+                for cell in todo:
+                    progress.begin(cell.name)
+                    records = self._measure(cell)
+                    record.append(self.path, records)
+                    outcome.done += 1
+                    outcome.failed += not records[-1].ok
+                    progress.end(cell.name, _headline(records))
+        outcome.seconds = time.monotonic() - start
+        return outcome
+
+    def _finished(self) -> dict[tuple[str, str], list[Record]]:
+        """Records of complete cells in the file; one that crashed or timed out does not count, so it is tried again."""
+        cells: dict[tuple[str, str, str], list[Record]] = {}
+        for item in self.known.records:
+            if item.experiment in EXPERIMENTS:
+                instrument = EXPERIMENTS[item.experiment].instrument
+                cells.setdefault((instrument, item.cell, item.experiment), []).append(item)
+        return {
+            (instrument, key): records
+            for (instrument, key, _), records in cells.items()
+            if any(map(_is_result, records))
+        }
+
+    def _share(self, cell: Cell, records: list[Record]) -> None:
+        """Enter a finished cell under the experiments that ask for it now and do not have it yet."""
+        have = {(r.experiment, r.cell) for r in self.known.records if _is_result(r)}
+        for experiment, config in cell.wanted_by.items():
+            if (experiment, record.cell_key(config)) not in have:
+                copies = [dataclasses.replace(r, experiment=experiment, config=config) for r in records]
+                record.append(self.path, sorted(copies, key=lambda r: r.metric == CELL_TIME))
+
+    def _measure(self, cell: Cell) -> list[Record]:
+        need = self._need(cell)
+        if need is not None and not need.fits:
+            return self._records(cell, [], f"oom: {need} (predicted, not tried)", 0.0, self.environment)
+        answer = self._ask(cell)
+        match answer["event"]:
+            case "measured":
+                environment = Environment.from_dict(answer["environment"])
+                return self._records(cell, answer["metrics"], "ok", answer["seconds"], environment)
+            case "user_error":
+                raise UserError(answer["message"])
+        status = answer["status"]
+        if status == "oom":
+            status = f"oom: {need or 'out of memory'}"
+        return self._records(cell, [], status, answer.get("seconds", 0.0), self.environment)
+
+    def _ask(self, cell: Cell) -> dict[str, Any]:
+        if self.worker is None or (cell.needs_fresh_process and self.worker.used):
+            self._stop_worker()
+            self.worker = Worker()
+        options: dict[str, Any] = self.options if cell.instrument == "step" else {}
+        if cell.instrument in KEEPING_FILES:
+            options = {"folder": str(self.path.parent / "files" / cell.slug)}
+        request = {"instrument": cell.instrument, "config": cell.config, "options": options}
+        answer = self.worker.ask(request, self.timeout)
+        if cell.needs_fresh_process or answer["event"] == "failure":
+            self._stop_worker()
+        return answer
+
+    def _stop_worker(self) -> None:
+        if self.worker is not None:
+            self.worker.stop()
+            self.worker = None
+
+    def _need(self, cell: Cell) -> Need | None:
+        """None where nothing is known: of a user's model, of what a compiler keeps, of a device's memory."""
+        config = cell.config
+        on_cuda = config.get("device", "cpu").startswith("cuda")
+        capacity = self.environment.gpu_memory if on_cuda else self.environment.memory
+        if capacity is None:
+            return None
+        match cell.instrument, config.get("implementation"):
+            case "step" | "kernels" | "memory" | "checkpointing", _ if _is_on_paper(config):
+                return Need(estimate(RunConfig.of(config)).peak, capacity)
+            case "pytorch_attention" | "flash", "reference":
+                keeps_graph = cell.instrument == "flash"  # to time backward alone
+                return Need(naive_peak(AttentionShape.of(config), on_cuda=on_cuda, keeps_graph=keeps_graph), capacity)
+            case "pytorch_attention" | "flash", "compiled":
+                return Need(least_compiled(AttentionShape.of(config)), capacity, at_least=True)
+        return None
+
+    def _records(
+        self, cell: Cell, metrics: list[list[Any]], status: str, seconds: float, environment: Environment
+    ) -> list[Record]:
+        """All records of a cell for every experiment that wants it; the last one says that it is complete."""
+        end = [CELL_TIME, "s", [seconds] if status == "ok" else []]
+        return [
+            Record(experiment, config, metric, unit, tuple(samples), status, environment)
+            for experiment, config in cell.wanted_by.items()
+            for metric, unit, samples in [*metrics, end]
+        ]
+
+    def _refuse_other_machine(self) -> None:
+        """Two machines never share a file: their cells would be taken for each other's on resume."""
+        here = self.environment
+        for there in (item.environment for item in self.known.records):
+            if (there.gpu, there.cpu) != (here.gpu, here.cpu):
+                raise UserError(
+                    f"{str(self.path)!r} holds records of {there.machine!r} and this machine is {here.machine!r}; "
+                    f"choose another --output"
+                )
+
+
+class Worker:
+    """A child process in a session of its own, so that Ctrl-C reaches only the runner, which then ends it."""
+
+    def __init__(self) -> None:
+        self.used = False
+        self.log = tempfile.TemporaryFile()  # noqa: SIM115 (closed in stop)
+        root = str(Path(__file__).resolve().parents[2])
+        path = os.pathsep.join([root, *filter(None, [os.environ.get("PYTHONPATH")])])
+        self.process = subprocess.Popen(
+            # -P: a file in the working directory must not stand in for a standard module or for this package
+            [sys.executable, "-P", "-m", "cs336_systems.experiments.worker"],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            stderr=self.log,
+            start_new_session=True,
+            env={**os.environ, "PYTHONPATH": path},
+        )
+        self.lines: Queue[bytes | None] = Queue()
+        threading.Thread(target=self._read, daemon=True).start()
+        self.machine = self._answer(timeout=300)
+        if self.machine["event"] != "ready":
+            self.stop()
+            raise UserError(f"the measuring process did not start: {self.machine['status']}; try: cs336 doctor")
+
+    def _read(self) -> None:
+        assert self.process.stdout is not None
+        for line in self.process.stdout:
+            self.lines.put(line)
+        self.lines.put(None)
+
+    def ask(self, request: dict[str, Any], timeout: float) -> dict[str, Any]:
+        assert self.process.stdin is not None
+        self.used = True
+        try:
+            self.process.stdin.write(json.dumps(request).encode() + b"\n")
+            self.process.stdin.flush()
+        except BrokenPipeError:
+            return self._died()
+        return self._answer(timeout)
+
+    def _answer(self, timeout: float) -> dict[str, Any]:
+        try:
+            line = self.lines.get(timeout=timeout)
+        except Empty:
+            return {"event": "failure", "status": f"error: timeout after {timeout:g} s", "seconds": timeout}
+        return self._died() if line is None else json.loads(line)
+
+    def _died(self) -> dict[str, Any]:
+        code = self.process.wait()
+        reason = signal.Signals(-code).name if code < 0 else f"exit code {code}"
+        last = self.log_tail()
+        return {"event": "failure", "status": f"error: crashed ({reason})" + (f": {last}" if last else "")}
+
+    def log_tail(self) -> str:
+        self.log.seek(0)
+        lines = self.log.read().decode(errors="replace").strip().splitlines()
+        return lines[-1].strip()[:300] if lines else ""
+
+    def stop(self) -> None:
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(self.process.pid, signal.SIGKILL)  # its compile workers too
+        self.process.wait()
+        for stream in (self.process.stdin, self.process.stdout):
+            with contextlib.suppress(OSError):
+                if stream is not None:
+                    stream.close()
+        self.log.close()
+
+
+def _is_result(item: Record) -> bool:
+    """Ends a cell that need not be run again: it went well, or it does not fit."""
+    return item.metric == CELL_TIME and (item.ok or item.status.startswith("oom"))
+
+
+def _headline(records: list[Record]) -> str:
+    if not records[-1].ok:
+        return records[-1].status
+    for item in records:
+        if item.metric in HEADLINES:
+            mean = record.summarize(item.numbers).mean * 1e3
+            return f"{mean:.{1 if mean >= 1 else 3}f} ms"
+    return "done"
+
+
+def _require_writable(path: Path) -> None:
+    """Refuse before anything is run or written."""
+    if path.is_dir():
+        raise UserError(f"--output {str(path)!r} is a folder; name a file, such as {path / 'records.jsonl'}")
+    if path.exists():
+        if not path.is_file():
+            raise UserError(f"--output {str(path)!r} is not a regular file; name one, such as records.jsonl")
+        if not os.access(path, os.W_OK):
+            raise UserError(f"--output {str(path)!r} is not writable")
+        return
+    ancestor = path.absolute().parent
+    while not ancestor.exists():
+        ancestor = ancestor.parent
+    if not ancestor.is_dir() or not os.access(ancestor, os.W_OK):
+        raise UserError(f"--output {str(path)!r}: cannot write to {str(ancestor)!r}; choose another place")
+
+
+@contextlib.contextmanager
+def _exclusive(path: Path) -> Iterator[None]:
+    """One run at a time may write to a file. A run that records nothing leaves no file behind."""
+    new_folder = not path.parent.exists()
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        handle = open(path, "ab")  # noqa: SIM115 (closed below)
+    except OSError as error:
+        raise UserError(f"--output {str(path)!r}: {error.strerror}; choose another place") from None
+    with handle:
+        _lock(handle, path)
+        try:
+            yield
+        finally:
+            if path.stat().st_size == 0:
+                path.unlink()
+                if new_folder:
+                    with contextlib.suppress(OSError):
+                        path.parent.rmdir()
+
+
+def _lock(handle: IO[bytes], path: Path) -> None:
+    with contextlib.suppress(ImportError):  # no such locks on Windows
+        import fcntl
+
+        try:
+            fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            raise UserError(f"another run is writing to {str(path)!r}; wait for it or choose --output") from None

@@ -1,0 +1,86 @@
+"""From a command to its tables: settle the device, run the cells, show what they gave. Serves `bench` and `run`."""
+
+import datetime
+import sys
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from cs336_systems import record
+from cs336_systems.config import RunConfig, flag, flag_like
+from cs336_systems.experiments.runner import DEFAULT_TIMEOUT, Outcome, Runner, gather
+from cs336_systems.report.figures import pictures
+from cs336_systems.report.picture import save
+from cs336_systems.report.sections import tables
+from cs336_systems.report.web.timeline_page import timeline_picture, write_page
+from cs336_systems.timeline import TIMELINE_FILE, Timeline
+
+Requests = list[tuple[str, dict[str, Any]]]
+
+
+@dataclass(frozen=True)
+class SessionArguments:
+    """The flags of every command that measures."""
+
+    device: str | None = flag(None, "cpu, cuda or cuda:N (default: cuda where there is one)")
+    warmup_steps: int = flag_like(RunConfig, "warmup_steps")
+    num_steps: int = flag_like(RunConfig, "num_steps")
+    peak_tflops: float | None = flag(None, "the GPU's dense peak for MFU, where it is not known or you know better")
+    timeout: float = flag(DEFAULT_TIMEOUT, "seconds after which a cell is given up")
+    output: str | None = flag(None, "records file; cells it already holds are not run again (default: under runs/)")
+    force: bool = flag(False, "run cells again that the file already holds")
+
+
+def run_session(arguments: SessionArguments, path: Path, requests_on: Callable[[str], Requests]) -> Runner:
+    """Measure the cells that `requests_on(device)` names, into `path`, and print their tables."""
+    with Runner(path, force=arguments.force, timeout=arguments.timeout, peak_tflops=arguments.peak_tflops) as runner:
+        if arguments.device is None and runner.device == "cpu":
+            print("no CUDA GPU found: running on the CPU", file=sys.stderr)
+        requests = requests_on(arguments.device or runner.device)
+        outcome = runner.run(gather(requests))
+    asked = _asked(path, {(experiment, record.cell_key(config)) for experiment, config in requests})
+    for table in tables(asked):
+        print(table.render("terminal"), end="\n\n")
+    drawn = [*save(pictures(asked), path.parent / "figures"), *draw_timelines(path.parent / "files")]
+    if drawn:
+        print(f"pictures: {', '.join(str(file) for file in drawn if file.suffix != '.svg')} (.png: and .svg)")
+    _report_outcome(outcome, path)
+    return runner
+
+
+def draw_timelines(folder: Path) -> list[Path]:
+    """A page and a picture beside every timeline that an instrument has left, unless they are there."""
+    drawn = []
+    for file in sorted(folder.rglob(TIMELINE_FILE)):
+        page = file.with_name("timeline.html")
+        if not page.exists() or page.stat().st_mtime < file.stat().st_mtime:
+            timeline = Timeline.load(file)
+            write_page(timeline, page)
+            drawn += [page, *save([timeline_picture(timeline, "timeline")], file.parent)]
+    return drawn
+
+
+def new_run_file(command: str) -> Path:
+    stamp = datetime.datetime.now().strftime("%Y%m%d-%H%M%S")
+    return Path("runs") / f"{command}-{stamp}" / "records.jsonl"
+
+
+def _asked(path: Path, wanted: set[tuple[str, str]]) -> list[record.Record]:
+    """What the file now holds of the (experiment, cell) pairs that were asked for."""
+    if not path.exists():
+        return []
+    loaded = record.load(path)
+    for remark in loaded.remarks:
+        print(remark, file=sys.stderr)
+    return [item for item in loaded.records if (item.experiment, item.cell) in wanted]
+
+
+def _report_outcome(outcome: Outcome, path: Path) -> None:
+    parts = [f"{outcome.done} cell{'' if outcome.done == 1 else 's'} measured"]
+    if outcome.reused:
+        parts.append(f"{outcome.reused} taken from the file")
+    if outcome.failed:
+        parts.append(f"{outcome.failed} failed or did not fit")
+    print(f"{', '.join(parts)}, in {outcome.seconds:.0f} s on {outcome.environment.machine}")
+    print(f"records: {path}    as a table: cs336 table {path} --format md")

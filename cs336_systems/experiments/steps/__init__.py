@@ -1,0 +1,1 @@
+"""Experiments on the time of a training step."""

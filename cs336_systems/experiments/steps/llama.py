@@ -1,0 +1,39 @@
+"""The Llama of the same shape in Hugging Face's transformers: the step that most people would take, as a rival.
+
+    cs336 bench --model cs336_systems.experiments.steps.llama:build --compile --precision bf16
+
+transformers is not installed with this package.
+"""
+
+from torch import Tensor, nn
+
+
+class Logits(nn.Module):
+    """Logits alone, without the cache of keys and values that only sampling needs."""
+
+    def __init__(self, llama: nn.Module):
+        super().__init__()
+        self.llama = llama
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        return self.llama(tokens, use_cache=False).logits
+
+
+def build(
+    *, vocab_size: int, context_length: int, d_model: int, num_layers: int, num_heads: int, d_ff: int, rope_theta: float
+) -> nn.Module:
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    config = LlamaConfig(
+        vocab_size=vocab_size,
+        max_position_embeddings=context_length,
+        hidden_size=d_model,
+        intermediate_size=d_ff,
+        num_hidden_layers=num_layers,
+        num_attention_heads=num_heads,
+        num_key_value_heads=num_heads,
+        rope_theta=rope_theta,
+        tie_word_embeddings=False,
+        attn_implementation="sdpa",
+    )
+    return Logits(LlamaForCausalLM(config))

@@ -1,0 +1,1 @@
+"""What `cs336 train` records."""

@@ -1,0 +1,100 @@
+"""The process that measures cells. Started by runner.py as `python -m cs336_systems.experiments.worker`.
+
+One JSON line in on standard input for each cell, one JSON line out on what was standard output. After any failure the
+runner replaces the process, so that no cell inherits another's broken state.
+"""
+
+import contextlib
+import dataclasses
+import gc
+import importlib
+import json
+import os
+import sys
+import threading
+import timeit
+import traceback
+from queue import SimpleQueue
+from typing import Any
+
+from cs336_systems.config import UserError
+from cs336_systems.experiments.catalogue import INSTRUMENTS
+
+
+def main() -> None:
+    # The protocol keeps the real standard output to itself; whatever a model or a library prints goes to the log.
+    channel = os.fdopen(os.dup(1), "w", buffering=1)
+    os.dup2(2, 1)
+    requests: SimpleQueue[dict[str, Any]] = SimpleQueue()
+    threading.Thread(target=_listen, args=(requests,), daemon=True).start()
+    _send(channel, _machine())
+    modules = 0
+    while True:
+        _send(channel, _answer(requests.get()))
+        _clean_up()
+        if len(sys.modules) > modules:
+            # What modules brought along stays. To look through it for garbage again takes 0.2 s, as long as a cell.
+            gc.freeze()
+            modules = len(sys.modules)
+
+
+def _listen(requests: SimpleQueue) -> None:
+    """Pass requests on; when the runner is gone, even by SIGKILL, the pipe ends and so does this process, mid-cell."""
+    for line in sys.stdin:
+        requests.put(json.loads(line))
+    os._exit(0)
+
+
+def _send(channel: Any, message: dict[str, Any]) -> None:
+    channel.write(json.dumps(message) + "\n")
+
+
+def _machine() -> dict[str, Any]:
+    import torch
+
+    from cs336_systems.measure.environment import capture
+
+    device = "cuda" if torch.cuda.is_available() else "cpu"
+    return {"event": "ready", "device": device, "environment": dataclasses.asdict(capture())}
+
+
+def _answer(request: dict[str, Any]) -> dict[str, Any]:
+    import torch
+
+    from cs336_systems.measure.environment import capture
+
+    module, function = INSTRUMENTS[request["instrument"]].split(":")
+    start = timeit.default_timer()
+    try:
+        measure = getattr(importlib.import_module(module), function)
+        metrics = measure(request["config"], **request["options"])
+    except UserError as error:
+        return {"event": "user_error", "message": str(error)}
+    except (torch.OutOfMemoryError, MemoryError):
+        return {"event": "failure", "status": "oom"}
+    except Exception as error:
+        traceback.print_exc()
+        reason = " ".join(str(error).split())[:300]
+        return {"event": "failure", "status": f"error: {type(error).__name__}: {reason}"}
+    return {
+        "event": "measured",
+        "metrics": metrics,
+        "environment": dataclasses.asdict(capture(request["config"].get("device"))),
+        "seconds": timeit.default_timer() - start,
+    }
+
+
+def _clean_up() -> None:
+    """Leave nothing of this cell to the next: no tensors, no cached blocks, no cuBLAS workspaces."""
+    import torch
+
+    gc.collect()
+    if torch.cuda.is_available():
+        torch.cuda.synchronize()
+        with contextlib.suppress(AttributeError):
+            torch._C._cuda_clearCublasWorkspaces()
+        torch.cuda.empty_cache()
+
+
+if __name__ == "__main__":
+    main()

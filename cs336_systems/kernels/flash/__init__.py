@@ -1,0 +1,1 @@
+"""FlashAttention: dispatch, reference, portable Triton kernels, Hopper kernels, and their launchers."""

@@ -1,0 +1,300 @@
+"""The fused implementations as PyTorch operators, and as the two autograd Functions of the course's interface.
+
+As operators (`torch.ops.cs336.flash_triton_forward` and so on) they are opaque to torch.compile, which keeps a graph
+whole around them; each has its shape-only version, its gradient, its cast under autocast and its FLOPs.
+"""
+
+import functools
+import importlib
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.utils.flop_counter import register_flop_formula
+
+from cs336_systems.kernels.flash import flash_torch
+from cs336_systems.kernels.flash import strides as layout
+from cs336_systems.kernels.flash.band import Band, resolve
+
+CAST = (torch.float32, torch.float16, torch.bfloat16)
+LAUNCHERS = {"flash_triton": "flash_launch", "flash_hopper": "hopper_launch"}
+
+_library = torch.library.Library("cs336", "DEF")
+
+
+Settings = tuple[str, Any, float, Band, bool]
+"""Which of OPERATORS; what has its `forward` and `backward`; the scale; the band; whether the logsumexp is wanted."""
+
+
+def fused(name: str, q: Tensor, k: Tensor, v: Tensor, scale: float, band: Band, return_lse: bool) -> Callable[..., Any]:
+    """Attention as a function of tensors that were checked, and lie as these do."""
+    dtype = autocast_dtype(q)
+    if dtype is not None and any(t.dtype in CAST and t.dtype != dtype for t in (q, k, v)):
+        return functools.partial(_cast_first, name, scale, band, return_lse)
+    if is_watched(q):
+        settings = name, OPERATORS[name], scale, band, return_lse
+        return lambda q, k, v: _Flash.apply(q, k, v, settings)
+    return functools.partial(_run, (name, _bare(name, q, k, v, band), scale, band, return_lse))
+
+
+def _cast_first(
+    name: str, scale: float, band: Band, return_lse: bool, q: Tensor, k: Tensor, v: Tensor
+) -> Tensor | tuple[Tensor, Tensor]:
+    q, k, v = cast_for_autocast(q, k, v)
+    return fused(name, q, k, v, scale, band, return_lse)(q, k, v)
+
+
+def _run(settings: Settings, q: Tensor, k: Tensor, v: Tensor) -> Tensor | tuple[Tensor, Tensor]:
+    if torch.is_grad_enabled() and (q.requires_grad or k.requires_grad or v.requires_grad):
+        return _with_graph(q, k, v, settings)
+    _, kernels, scale, band, return_lse = settings
+    out, lse = kernels.forward(q, k, v, scale, band)
+    return (out, lse) if return_lse else out
+
+
+class _Flash(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, q: Tensor, k: Tensor, v: Tensor, settings: Settings) -> Tensor | tuple[Tensor, Tensor]:
+        _, kernels, scale, band, return_lse = settings
+        out, lse = kernels.forward(q, k, v, scale, band)
+        ctx.save_for_backward(q, k, v, out, lse)
+        ctx.settings = settings
+        if not return_lse:
+            return out
+        ctx.set_materialize_grads(False)  # either result may have no gradient, and zeros would cost a pass over it
+        return out, lse
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor | None, grad_lse: Tensor | None = None) -> Any:
+        dq, dk, dv = _gradients(ctx.settings, ctx.saved_tensors, grad, grad_lse)
+        return dq, dk, dv, None
+
+
+_with_graph: Callable[..., Any] = super(torch.autograd.Function, _Flash).apply
+"""`_Flash.apply` where `is_watched` is false, without what it does for those who watch."""
+
+
+def _gradients(
+    settings: Settings, saved: Sequence[Tensor], grad: Tensor | None, grad_lse: Tensor | None
+) -> tuple[Any, Any, Any]:
+    name, kernels, scale, band, _ = settings
+    if grad is None:
+        if grad_lse is None:
+            return None, None, None
+        grad = torch.zeros_like(saved[3])
+    if is_watched(grad):
+        kernels = OPERATORS[name]
+    return kernels.backward(grad, grad_lse, *saved, scale, band)
+
+
+# -- which kernels ----------------------------------------------------------------------------------------------------
+
+
+def _bare(name: str, q: Tensor, k: Tensor, v: Tensor, band: Band) -> Any:
+    return flash_torch if name == "flash_torch" else _launcher(name).problem(q, k, v, band)
+
+
+@functools.cache
+def _launcher(name: str) -> Any:
+    """The module; it imports triton, so only when it is called for."""
+    return importlib.import_module(f"cs336_systems.kernels.{LAUNCHERS[name]}")
+
+
+class Operators:
+    """The kernels by way of PyTorch's dispatcher."""
+
+    def __init__(self, name: str):
+        self._forward = getattr(torch.ops.cs336, f"{name}_forward").default
+        self._backward = getattr(torch.ops.cs336, f"{name}_backward").default
+
+    def forward(self, q: Tensor, k: Tensor, v: Tensor, scale: float, band: Band) -> tuple[Tensor, Tensor]:
+        return self._forward(q, k, v, scale, *band)
+
+    def backward(self, *arguments: Any) -> tuple[Tensor, Tensor, Tensor]:
+        *tensors, scale, band = arguments
+        return self._backward(*tensors, scale, *band)
+
+
+def is_watched(t: Tensor) -> bool:
+    """Whether anyone looks on: a compiler, a counter of FLOPs or memory, a transform, a tensor that is not plain.
+
+    They see operators. For nobody the operator would be called in vain, and a call costs more than a small kernel.
+    """
+    return (
+        torch.compiler.is_compiling()
+        or torch._C._len_torch_dispatch_stack() > 0
+        or torch._C._are_functorch_transforms_active()
+        or not is_plain(t)
+    )
+
+
+def is_plain(t: Tensor) -> bool:
+    """Not a subclass, such as the fake tensors of a trace."""
+    return type(t) in (Tensor, nn.Parameter)
+
+
+# -- operators --------------------------------------------------------------------------------------------------------
+
+
+def _register(name: str) -> None:
+    _library.define(
+        f"{name}_forward(Tensor q, Tensor k, Tensor v, float scale, int? lo, int? hi) -> (Tensor, Tensor)",
+        tags=(torch.Tag.pt2_compliant_tag,),
+    )
+    _library.define(
+        f"{name}_backward(Tensor grad, Tensor? grad_lse, Tensor q, Tensor k, Tensor v, Tensor out, Tensor lse, "
+        f"float scale, int? lo, int? hi) -> (Tensor, Tensor, Tensor)",
+        tags=(torch.Tag.pt2_compliant_tag,),
+    )
+    forward_op = getattr(torch.ops.cs336, f"{name}_forward")
+    backward_op = getattr(torch.ops.cs336, f"{name}_backward")
+
+    def run_forward(
+        q: Tensor, k: Tensor, v: Tensor, scale: float, lo: int | None, hi: int | None
+    ) -> tuple[Tensor, Tensor]:
+        band = Band(lo, hi)
+        return _bare(name, q, k, v, band).forward(q, k, v, scale, band)
+
+    def run_backward(*arguments: Any) -> tuple[Tensor, Tensor, Tensor]:
+        *tensors, scale, lo, hi = arguments
+        q, k, v = tensors[2:5]
+        band = Band(lo, hi)
+        return _bare(name, q, k, v, band).backward(*tensors, scale, band)
+
+    for device in ("CPU", "CUDA"):
+        _library.impl(f"{name}_forward", run_forward, device)
+        _library.impl(f"{name}_backward", run_backward, device)
+        _library.impl(f"{name}_forward", _with_cast(forward_op.default, device), f"Autocast{device}")
+    torch.library.register_fake(f"cs336::{name}_forward", _forward_shapes, lib=_library)
+    torch.library.register_fake(f"cs336::{name}_backward", _backward_shapes, lib=_library)
+
+    def keep(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
+        ctx.save_for_backward(*inputs[:3], *output)
+        ctx.settings = inputs[3:]
+        ctx.set_materialize_grads(False)
+
+    def gradients(ctx: Any, grad: Tensor | None, grad_lse: Tensor | None) -> tuple[Any, ...]:
+        scale, lo, hi = ctx.settings
+        settings = name, OPERATORS[name], scale, Band(lo, hi), True
+        return *_gradients(settings, ctx.saved_tensors, grad, grad_lse), None, None, None
+
+    torch.library.register_autograd(f"cs336::{name}_forward", gradients, setup_context=keep, lib=_library)
+    register_flop_formula(forward_op)(_forward_flops)
+    register_flop_formula(backward_op)(_backward_flops)
+
+
+def _forward_shapes(
+    q: Tensor, k: Tensor, v: Tensor, scale: float, lo: int | None, hi: int | None
+) -> tuple[Tensor, Tensor]:
+    return layout.empty_like(q), q.new_empty(q.shape[:-1], dtype=torch.promote_types(q.dtype, torch.float32))
+
+
+def _backward_shapes(
+    grad: Tensor, grad_lse: Tensor | None, q: Tensor, k: Tensor, v: Tensor, *_: Any
+) -> tuple[Tensor, Tensor, Tensor]:
+    return layout.empty_like(q), layout.empty_like(k), layout.empty_like(v)
+
+
+def _with_cast(op: Callable, device: str) -> Callable:
+    """Under autocast fp32 becomes its dtype, as for torch's own attention."""
+    excluded = torch._C.DispatchKeySet(getattr(torch._C.DispatchKey, f"Autocast{device}"))
+
+    def cast_and_call(q: Tensor, k: Tensor, v: Tensor, *settings: Any) -> tuple[Tensor, Tensor]:
+        q, k, v = cast_for_autocast(q, k, v)
+        with torch._C._ExcludeDispatchKeyGuard(excluded):
+            return op(q, k, v, *settings)
+
+    return cast_and_call
+
+
+def cast_for_autocast(*tensors: Tensor) -> tuple[Tensor, ...]:
+    dtype = autocast_dtype(tensors[0])
+    return tensors if dtype is None else tuple(t.to(dtype) if t.dtype in CAST else t for t in tensors)
+
+
+def autocast_dtype(t: Tensor) -> torch.dtype | None:
+    """What autocast, where it is on, makes of those in CAST."""
+    if not torch._C._is_any_autocast_enabled():  # a tenth of the time that asking of one kind of device takes
+        return None
+    device = t.device.type
+    return torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else None
+
+
+def _products(q: torch.Size, k: torch.Size) -> int:
+    """FLOPs of one matrix product over all scores; as in torch's counter, a mask does not make it less."""
+    batch, heads, len_q, d = q
+    return 2 * batch * heads * len_q * k[2] * d
+
+
+def _forward_flops(q: torch.Size, k: torch.Size, *_: Any, **__: Any) -> int:
+    return 2 * _products(q, k)
+
+
+def _backward_flops(grad: torch.Size, grad_lse: Any, q: torch.Size, k: torch.Size, *_: Any, **__: Any) -> int:
+    """Five: the scores again, and two for each of forward's."""
+    return 5 * _products(q, k)
+
+
+OPERATORS = {}
+for _name in ("flash_torch", *LAUNCHERS):
+    _register(_name)
+    OPERATORS[_name] = Operators(_name)
+
+
+# -- the course's interface -------------------------------------------------------------------------------------------
+
+
+class FlashAttentionTorch(torch.autograd.Function):
+    """`apply(q, k, v, is_causal=False)` on (..., seq, d), tiled in plain PyTorch.
+
+    Keeps q, k, v, the output, and one tensor of shape (..., seq): the logsumexp, in natural logarithm.
+    """
+
+    @staticmethod
+    def forward(ctx: Any, q: Tensor, k: Tensor, v: Tensor, is_causal: bool = False) -> Tensor:
+        return _course_forward(ctx, "flash_torch", q, k, v, is_causal)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> Any:
+        return _course_backward(ctx, grad)
+
+
+class FlashAttentionTriton(torch.autograd.Function):
+    """The same by the Triton kernels."""
+
+    @staticmethod
+    def forward(ctx: Any, q: Tensor, k: Tensor, v: Tensor, is_causal: bool = False) -> Tensor:
+        return _course_forward(ctx, "flash_triton", q, k, v, is_causal)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> Any:
+        return _course_backward(ctx, grad)
+
+
+def _course_forward(ctx: Any, name: str, q: Tensor, k: Tensor, v: Tensor, is_causal: bool) -> Tensor:
+    if q.dim() < 3 or q.shape[:-2] != k.shape[:-2] or k.shape != v.shape or q.shape[-1] != k.shape[-1]:
+        raise ValueError(
+            f"q, k and v must be (..., seq, d) with the same leading dimensions and d, "
+            f"got {tuple(q.shape)}, {tuple(k.shape)}, {tuple(v.shape)}"
+        )
+    scale, band = q.shape[-1] ** -0.5, resolve(is_causal, None, q.shape[-2], k.shape[-2])
+    four = _four(q), _four(k), _four(v)
+    kernels = OPERATORS[name] if is_watched(q) else _bare(name, *four, band)
+    out, lse = kernels.forward(*four, scale, band)
+    out, lse = out.view(q.shape), lse.view(q.shape[:-1])
+    ctx.save_for_backward(q, k, v, out, lse)
+    ctx.settings = name, kernels, scale, band, False
+    return out
+
+
+def _course_backward(ctx: Any, grad: Tensor) -> tuple[Any, ...]:
+    q, k, v, out, lse = ctx.saved_tensors
+    four = _four(q), _four(k), _four(v), _four(out), lse.view(-1, 1, lse.shape[-1])
+    found = _gradients(ctx.settings, four, _four(grad), None)
+    return *(g.view(t.shape) for g, t in zip(found, (q, k, v), strict=True)), None
+
+
+def _four(t: Tensor) -> Tensor:
+    """(..., seq, d) -> (batch, 1 head, seq, d)."""
+    return t.reshape(-1, 1, *t.shape[-2:])

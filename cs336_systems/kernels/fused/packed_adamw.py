@@ -1,0 +1,268 @@
+"""AdamW in one pass over memory: fp32 weights and moments updated, and the bf16 weights of the next forward written.
+
+    optimizer = PackedAdamW(model.parameters(), lr=3e-4, max_grad_norm=1.0)
+    loss.backward()
+    optimizer.step()  # optimizer.grad_norm: the gradient's norm, on the device
+    optimizer.zero_grad()
+
+The parameters of the model become bf16 views of one long tensor, their gradients and moments views of others. A master
+weight is its bf16 value and the 16 bits that make it fp32 again, so nothing is stored twice: 14 bytes for a parameter,
+where autocast holds 16 and copies. An update reads 14 and writes 12.
+
+Nothing here waits for the device, and all that changes from step to step is in its memory: a step can be captured in a
+CUDA graph. With `check_finite`, or clipping, a step whose gradient's norm is not finite leaves everything as it was,
+and is not counted.
+"""
+
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from cs336_systems.kernels.fused import pointwise
+
+ALIGNED = 128
+"""Elements: every parameter begins at a multiple of it, as matrix kernels like best."""
+
+
+class PackedAdamW(torch.optim.Optimizer):
+    """Takes over the parameters' memory. Those of two dimensions and more become `dtype` (torch.bfloat16; or
+    torch.float32: left as they are), others stay fp32.
+
+    Every parameter must get a gradient in every step; those that are frozen now are left alone. Weights that are loaded
+    later come in by `load_masters`: a module's own load_state_dict knows nothing of the bits beside them.
+    `max_grad_norm`: clip the norm over all groups (0: do not).
+    """
+
+    def __init__(
+        self,
+        params: Iterable[Any],
+        lr: float = 1e-3,
+        betas: tuple[float, float] = (0.9, 0.999),
+        eps: float = 1e-8,
+        weight_decay: float = 1e-2,
+        *,
+        dtype: torch.dtype = torch.bfloat16,
+        max_grad_norm: float = 0.0,
+        check_finite: bool = False,
+    ):
+        if dtype not in (torch.bfloat16, torch.float32):
+            raise ValueError(f"PackedAdamW keeps weights as bfloat16 or float32, not {dtype}")
+        self._is_packed = False
+        super().__init__(params, {"lr": lr, "betas": betas, "eps": eps, "weight_decay": weight_decay})
+        for group in self.param_groups:
+            _check_ranges(group)
+        self.max_grad_norm = max_grad_norm
+        self.check_finite = check_finite or max_grad_norm > 0
+        self.dtype = dtype
+        first = self.param_groups[0]["params"][0]
+        self.device = first.device
+        self._steps = torch.zeros((), device=self.device)
+        self._rates = torch.zeros(len(self.param_groups), device=self.device)
+        self._sent: list[float] = []
+        self.grad_norm: Tensor | None = None
+        """Of the last step, before clipping, over all parameters; None where it was not asked for."""
+        self._packs: list[_Pack] = []
+        for number in range(len(self.param_groups)):
+            self._pack(number)
+        self._is_packed = True
+        self.upload_rates()
+
+    def add_param_group(self, param_group: dict[str, Any]) -> None:
+        if self._is_packed:
+            raise RuntimeError("PackedAdamW takes all parameters when it is made: their memory is one piece")
+        super().add_param_group(param_group)
+
+    def _pack(self, number: int) -> None:
+        params: list[nn.Parameter] = [p for p in self.param_groups[number]["params"] if p.requires_grad]
+        low = [p for p in params if p.dim() >= 2 and self.dtype != torch.float32]
+        for members, dtype in ((low, self.dtype), ([p for p in params if not _among(p, low)], torch.float32)):
+            if not members:
+                continue
+            if any(p.dtype != torch.float32 or p.device != self.device for p in members):
+                raise ValueError("PackedAdamW begins with fp32 parameters on one device")
+            pack = _Pack.of(number, members, dtype)
+            self._packs.append(pack)
+            for view in pack.views:
+                state = {"step": self._steps, "exp_avg": view.of(pack.mean), "exp_avg_sq": view.of(pack.square)}
+                self.state[view.parameter] = state
+                view.parameter.grad_memory = view.of(pack.grads)  # type: ignore[attr-defined]
+                view.parameter.register_post_accumulate_grad_hook(_move_to_memory)
+
+    # -- a step -------------------------------------------------------------------------------------------------------
+
+    def upload_rates(self) -> None:
+        """Send the groups' learning rates to the device, if they have changed; `step` does, unless it is being captured
+        or replayed."""
+        rates = [float(group["lr"]) for group in self.param_groups]
+        if rates != self._sent:
+            self._rates.copy_(torch.tensor(rates))
+            self._sent = rates
+
+    @torch.no_grad()
+    def step(self, closure: Callable[[], Any] | None = None) -> Any:
+        loss = None
+        if closure is not None:
+            with torch.enable_grad():
+                loss = closure()
+        self._require_gradients()
+        if not (self.device.type == "cuda" and torch.cuda.is_current_stream_capturing()):
+            self.upload_rates()
+        is_finite, factor = self._norm_and_factor()
+        self._steps += is_finite
+        for pack in self._packs:
+            group = self.param_groups[pack.group]
+            beta1, beta2 = group["betas"]
+            steps = self._steps.double()
+            corrections = 1 - beta1**steps, (1 - beta2**steps).sqrt()
+            scalars = torch.stack([self._rates[pack.group], factor, *corrections, is_finite]).float()
+            pointwise.adamw_(
+                pack.weights, pack.rest, pack.grads, pack.mean, pack.square, scalars,
+                (beta1, beta2), group["eps"], group["weight_decay"],
+            )  # fmt: skip
+        return loss
+
+    def _norm_and_factor(self) -> tuple[Tensor, Tensor]:
+        """Whether the gradient is finite, 1 or 0, and what clipping multiplies it by."""
+        one = torch.ones((), device=self.device)
+        if not self.check_finite:
+            return one, one
+        norms = [torch.linalg.vector_norm(pack.grads, dtype=torch.float32) for pack in self._packs]
+        self.grad_norm = torch.linalg.vector_norm(torch.stack(norms))
+        factor = (self.max_grad_norm / (self.grad_norm + 1e-6)).clamp(max=1.0) if self.max_grad_norm else one
+        return self.grad_norm.isfinite().float(), factor
+
+    def _require_gradients(self) -> None:
+        for pack in self._packs:
+            for view in pack.views:
+                if view.parameter.grad is None:
+                    raise RuntimeError(
+                        f"a parameter of shape {tuple(view.parameter.shape)} got no gradient; PackedAdamW updates all "
+                        f"of them in one pass: use torch.optim.AdamW for a model that leaves some unused"
+                    )
+                _move_to_memory(view.parameter)  # one that the caller has put there
+
+    # -- whole weights, for checkpoints -------------------------------------------------------------------------------
+
+    @property
+    def rests(self) -> list[Tensor]:
+        """The bits of the masters that the parameters do not have."""
+        return [pack.rest for pack in self._packs if pack.rest is not None]
+
+    @torch.no_grad()
+    def masters(self, device: torch.device | str | None = None) -> dict[nn.Parameter, Tensor]:
+        """A copy of every parameter's weights in fp32; on the host, say, if the device has no room for it."""
+        return {
+            view.parameter: view.master(pack).to(device or self.device, copy=pack.rest is None)
+            for pack in self._packs
+            for view in pack.views
+        }
+
+    @torch.no_grad()
+    def load_masters(self, values: dict[nn.Parameter, Tensor]) -> None:
+        for pack in self._packs:
+            for view in pack.views:
+                if view.parameter not in values:
+                    raise ValueError(f"no weights for a parameter of shape {tuple(view.parameter.shape)}")
+                view.set_master(pack, values[view.parameter])
+
+    def state_dict(self) -> dict[str, Any]:
+        """As AdamW's: there each parameter counts its own steps."""
+        found = super().state_dict()
+        found["state"] = {number: {**state, "step": state["step"].clone()} for number, state in found["state"].items()}
+        return found
+
+    @torch.no_grad()
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Of this class, or of torch's AdamW over the same groups."""
+        groups = state_dict["param_groups"]
+        if [len(g["params"]) for g in groups] != [len(g["params"]) for g in self.param_groups]:
+            raise ValueError("the optimizer's state is of other parameter groups")
+        steps = set()
+        for theirs, group in zip(groups, self.param_groups, strict=True):
+            group.update({name: value for name, value in theirs.items() if name in self.defaults})
+            for number, parameter in zip(theirs["params"], group["params"], strict=True):
+                if (found := state_dict["state"].get(number)) is not None and parameter in self.state:
+                    for name in ("exp_avg", "exp_avg_sq"):
+                        self.state[parameter][name].copy_(found[name])
+                    steps.add(float(found["step"]))
+        if len(steps) > 1:
+            raise ValueError(f"the optimizer's parameters have done different numbers of steps: {sorted(steps)}")
+        self._steps.fill_(steps.pop() if steps else 0.0)
+        self.upload_rates()
+
+
+def _check_ranges(group: dict[str, Any]) -> None:
+    for name in ("lr", "eps", "weight_decay"):
+        if not group[name] >= 0:
+            raise ValueError(f"{name} must be at least 0, got {group[name]}")
+    if not all(0 <= beta < 1 for beta in group["betas"]):
+        raise ValueError(f"betas must be at least 0 and below 1, got {group['betas']}")
+
+
+def _among(parameter: nn.Parameter, others: list[nn.Parameter]) -> bool:
+    return any(parameter is other for other in others)  # `in` would compare values
+
+
+def _move_to_memory(parameter: Tensor) -> None:
+    """Autograd has made a gradient of its own: it goes where the optimizer will look for it."""
+    memory = parameter.grad_memory  # type: ignore[attr-defined]
+    if parameter.grad is not None and parameter.grad is not memory:
+        parameter.grad = memory.copy_(parameter.grad)
+
+
+@dataclass
+class _View:
+    """A parameter's place in its pack."""
+
+    parameter: nn.Parameter
+    start: int
+
+    def of(self, flat: Tensor) -> Tensor:
+        return flat[self.start : self.start + self.parameter.numel()].view(self.parameter.shape)
+
+    def master(self, pack: "_Pack") -> Tensor:
+        if pack.rest is None:
+            return self.of(pack.weights)
+        return pointwise.united(self.of(pack.weights), self.of(pack.rest))
+
+    def set_master(self, pack: "_Pack", value: Tensor) -> None:
+        if pack.rest is None:
+            self.of(pack.weights).copy_(value)
+        else:
+            whole = value.to(pack.weights.device, torch.float32).contiguous()
+            pointwise.split_(whole, self.of(pack.weights), self.of(pack.rest))
+
+
+@dataclass
+class _Pack:
+    """Parameters of one group and one dtype, one behind the other."""
+
+    group: int
+    views: list[_View]
+    weights: Tensor
+    rest: Tensor | None
+    grads: Tensor
+    mean: Tensor
+    square: Tensor
+
+    @classmethod
+    @torch.no_grad()
+    def of(cls, group: int, parameters: list[nn.Parameter], dtype: torch.dtype) -> "_Pack":
+        views, end = [], 0
+        for parameter in parameters:
+            views.append(_View(parameter, end))
+            end += -(-parameter.numel() // ALIGNED) * ALIGNED
+        device = parameters[0].device
+
+        def zeros(of: torch.dtype) -> Tensor:
+            return torch.zeros(end, dtype=of, device=device)
+
+        rest = zeros(torch.int16) if dtype != torch.float32 else None
+        pack = cls(group, views, zeros(dtype), rest, zeros(dtype), zeros(torch.float32), zeros(torch.float32))
+        for view in views:
+            view.set_master(pack, view.parameter)
+            view.parameter.data = view.of(pack.weights)
+        return pack

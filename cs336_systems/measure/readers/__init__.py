@@ -1,0 +1,1 @@
+"""Reads traces, Nsight Systems databases and memory snapshots. Never imports torch."""

@@ -1,0 +1,324 @@
+"""Records the kernels of a step with Nsight Systems (nsys), and reads what its exporter writes.
+
+A second opinion on what torch.profiler says, in the same form: trace.py tells how a kernel finds its phase and part.
+Ranges are those of NVTX here. One thing is missing: nsys does not say which operator of forward a kernel of backward
+belongs to, and the ranges of forward are closed by then. So the kernels of backward have no part, save those that
+compute forward again.
+
+The exporter's tables: https://docs.nvidia.com/nsight-systems/UserGuide/index.html#sqlite-schema-reference. Times are
+nanoseconds, names are numbers of strings, and tables that would be empty are left out. No torch here: an export can be
+read on another machine.
+"""
+
+import json
+import os
+import shutil
+import sqlite3
+import subprocess
+import sys
+import tempfile
+from bisect import bisect_right
+from collections import defaultdict
+from collections.abc import Iterable, Iterator
+from contextlib import closing
+from glob import glob
+from pathlib import Path
+from typing import IO, Any, NamedTuple
+
+from cs336_systems.config import RunConfig, UserError
+from cs336_systems.measure.readers.trace import PHASES, Kernel, Span, Trace, phase_at
+
+NS = 1e-9
+WITHOUT_NSYS = "leave out --nsys to use torch.profiler"
+EXPORT = "make one with: nsys export --type sqlite REPORT.nsys-rep"
+
+INSTALLED = ("/usr/local/cuda*/bin/nsys", "/opt/nvidia/nsight-systems*/*/bin/nsys")
+"""Where installers put it without a word to PATH. (The nsys inside of Nsight Compute cannot make reports.)"""
+OPTIONS = (
+    "--capture-range=cudaProfilerApi",
+    "--capture-range-end=stop",
+    "--trace=cuda,nvtx",
+    "--sample=none",
+    "--cpuctxsw=none",
+    "--force-overwrite=true",
+)
+GRACE = 10.0
+"""Seconds in which nsys may end the program that it runs, and itself."""
+
+
+def find_nsys() -> str | None:
+    """The executable on PATH, else in the usual folders."""
+    installed = [path for pattern in INSTALLED for path in sorted(glob(pattern), reverse=True)]
+    return next(filter(None, map(shutil.which, ["nsys", *installed])), None)
+
+
+# -- recording --------------------------------------------------------------------------------------------------------
+
+
+def profile_with_nsys(config: RunConfig, *, num_steps: int, folder: Path, nsys: str, timeout: float) -> Trace:
+    """Trace `num_steps` steps after the warm-up, in a process of their own; the report and its export go to `folder`.
+
+    `timeout`: seconds that recording may take, and then exporting.
+    """
+    if config.device_type != "cuda":
+        raise UserError(f"nsys records the kernels of a GPU, and the device is {config.device!r}; {WITHOUT_NSYS}")
+    folder.mkdir(parents=True, exist_ok=True)
+    request, report, export = (folder / name for name in ("nsys_step.json", "nsys.nsys-rep", "nsys.sqlite"))
+    request.write_text(json.dumps({"config": config.to_dict(), "num_steps": num_steps}))
+    # -P: a file in the working directory must not stand in for a standard module or for this package
+    step = [sys.executable, "-P", "-m", "cs336_systems.measure.nsys_step", str(request)]
+    _make(report, [nsys, "profile", *OPTIONS, "-o", str(folder / "nsys"), *step], timeout)
+    to_export = ["--type", "sqlite", "--force-overwrite=true", "-o", str(export), str(report)]
+    _make(export, [nsys, "export", *to_export], timeout)
+    return read_nsys(export)
+
+
+def _make(made: Path, command: list[str], timeout: float) -> None:
+    """Run a command of nsys that makes a file."""
+    made.unlink(missing_ok=True)  # that of an earlier run must not stand in for it
+    # Files, not pipes: what nsys leaves behind when it is killed would hold a pipe open.
+    with tempfile.TemporaryFile() as output, tempfile.TemporaryFile() as errors:
+        try:
+            process = subprocess.Popen(
+                command, stdin=subprocess.DEVNULL, stdout=output, stderr=errors, env=_environment()
+            )
+        except OSError as error:
+            raise UserError(f"cannot run {command[0]!r}: {error.strerror}; {WITHOUT_NSYS}") from None
+        code = _exit_code(process, timeout)
+        if code == 0 and made.exists():
+            return
+        if code is None:
+            problem = f"did not end in {timeout:g} s"
+        else:
+            problem = f"ended with exit code {code}" if code else f"made no {made.name}"
+        said = _last_line(errors) or _last_line(output)
+        raise UserError(f"nsys {command[1]} {problem}{': ' if said else ''}{said}; {WITHOUT_NSYS}")
+
+
+def _environment() -> dict[str, str]:
+    """This package is found also where it is not installed."""
+    root = str(Path(__file__).resolve().parents[3])
+    return {**os.environ, "PYTHONPATH": os.pathsep.join([root, *filter(None, [os.environ.get("PYTHONPATH")])])}
+
+
+def _exit_code(process: subprocess.Popen[bytes], timeout: float) -> int | None:
+    """None if it did not end in time; it has ended when this returns."""
+    try:
+        return process.wait(timeout)
+    except subprocess.TimeoutExpired:
+        return None
+    finally:
+        if process.poll() is None:
+            _end(process)
+
+
+def _end(process: subprocess.Popen[bytes]) -> None:
+    process.terminate()  # not killed at once: nsys passes this on to the program that it runs
+    try:
+        process.wait(GRACE)
+    except subprocess.TimeoutExpired:
+        process.kill()
+        process.wait()
+
+
+def _last_line(file: IO[bytes]) -> str:
+    file.seek(0)
+    lines = file.read().decode(errors="replace").strip().splitlines()
+    return " ".join(lines[-1].split())[:300] if lines else ""
+
+
+# -- reading ----------------------------------------------------------------------------------------------------------
+
+_PUSH_POP_RANGE, _DOMAIN_CREATE = 59, 75
+"""Types of NVTX events: a range that a thread opened and closed; that a library named a domain for its own ranges."""
+_COPIES = {1: "HtoD", 2: "DtoH", 8: "DtoD", 9: "HtoH", 10: "PtoP"}
+
+
+class _Work(NamedTuple):
+    """What ran on a GPU, in nanoseconds."""
+
+    name: str
+    start: int
+    end: int
+    process: int | None
+    correlation: int | None
+    """The number of its launch. Each process counts its own."""
+
+
+class _Launch(NamedTuple):
+    time: float
+    thread: int | None
+
+
+def read_nsys(path: Path) -> Trace:
+    """Read what `nsys export --type sqlite` wrote."""
+    name = repr(str(path))
+    if not path.is_file():
+        raise UserError(f"cannot read {name}: no such file; {EXPORT}")
+    if not path.stat().st_size:
+        raise UserError(f"{name} is empty; {EXPORT}")
+    try:
+        with closing(sqlite3.connect(f"{path.absolute().as_uri()}?mode=ro", uri=True)) as database:
+            _require_whole(database, path)
+            return _trace(_Export(database, name))
+    except sqlite3.DatabaseError as error:
+        raise UserError(f"{name} is not an export of nsys, or is cut off ({error}); {EXPORT}") from None
+
+
+def _require_whole(database: sqlite3.Connection, path: Path) -> None:
+    """SQLite itself does not miss what is cut off the last page: it reads zeros there."""
+    (pages,), (size,) = (database.execute(f"PRAGMA {name}").fetchone() for name in ("page_count", "page_size"))
+    if path.stat().st_size < pages * size:
+        raise sqlite3.DatabaseError(f"{path.stat().st_size} bytes of {pages * size}")
+
+
+class _Export:
+    """The tables, whatever of them this version of the exporter wrote."""
+
+    def __init__(self, database: sqlite3.Connection, name: str):
+        self._database = database
+        self.name = name
+        tables = {row[0] for row in database.execute("SELECT name FROM sqlite_master WHERE type = 'table'")}
+        recorded = any(table == "NVTX_EVENTS" or table.startswith("CUPTI_") for table in tables)
+        if "StringIds" not in tables or not recorded:
+            raise UserError(f"{name} was not made by nsys, or nsys saw nothing: no tables of CUDA and NVTX; {EXPORT}")
+        self._strings = self.lookup("StringIds", "value")
+
+    def rows(self, table: str, *columns: str) -> list[Any]:
+        """None for a column that is absent."""
+        present = {row[1] for row in self._database.execute(f'PRAGMA table_info("{table}")')}
+        if not present:
+            return []
+        wanted = ", ".join(f'"{column}"' if column in present else "NULL" for column in columns)
+        return self._database.execute(f'SELECT {wanted} FROM "{table}"').fetchall()
+
+    def timed(self, table: str, *columns: str) -> list[Any]:
+        """Start, end and `columns`, of all that has both a start and an end."""
+        rows = self.rows(table, "start", "end", *columns)
+        return [row for row in rows if isinstance(row[0], int) and isinstance(row[1], int)]
+
+    def lookup(self, table: str, column: str) -> dict[int, str]:
+        return dict(self.rows(table, "id", column))
+
+    def string(self, *numbers: int | None) -> str | None:
+        """The first that there is."""
+        return next((self._strings[number] for number in numbers if number in self._strings), None)
+
+
+def _trace(export: _Export) -> Trace:
+    kernels = _kernels(export)
+    if not kernels:
+        raise UserError(
+            f"{export.name} holds no kernels: nothing ran on a GPU while nsys looked, or it could not trace CUDA; "
+            f"record again with --trace=cuda,nvtx, or {WITHOUT_NSYS}"
+        )
+    launches = _launches(export)
+    host = _Host(_ranges(export))
+    found = []
+    for work in sorted([*kernels, *_copies(export), *_fills(export)], key=lambda work: work.start):
+        launch = launches.get((work.process, work.correlation))
+        phase, part = host.at(launch) if launch else (None, None)
+        found.append(Kernel(work.name, work.start * NS, (work.end - work.start) * NS, phase, part))
+    return Trace(found, host.phases, on_gpu=True)
+
+
+_OF_LAUNCH = ("globalPid", "correlationId")
+
+
+def _kernels(export: _Export) -> list[_Work]:
+    rows = export.timed("CUPTI_ACTIVITY_KIND_KERNEL", *_OF_LAUNCH, "demangledName", "shortName", "mangledName")
+    return [
+        _Work(export.string(*names) or "kernel without a name", start, end, _process(process), correlation)
+        for start, end, process, correlation, *names in rows
+    ]
+
+
+def _copies(export: _Export) -> Iterator[_Work]:
+    """Named as torch.profiler names them: `Memcpy HtoD (Pageable -> Device)`."""
+    memory = export.lookup("ENUM_CUDA_MEM_KIND", "label")
+    rows = export.timed("CUPTI_ACTIVITY_KIND_MEMCPY", *_OF_LAUNCH, "copyKind", "srcKind", "dstKind")
+    for start, end, process, correlation, kind, source, target in rows:
+        places = f"({memory[source]} -> {memory[target]})" if {source, target} <= memory.keys() else ""
+        name = " ".join(filter(None, ("Memcpy", _COPIES.get(kind), places)))
+        yield _Work(name, start, end, _process(process), correlation)
+
+
+def _fills(export: _Export) -> Iterator[_Work]:
+    memory = export.lookup("ENUM_CUDA_MEM_KIND", "label")
+    rows = export.timed("CUPTI_ACTIVITY_KIND_MEMSET", *_OF_LAUNCH, "memKind")
+    for start, end, process, correlation, kind in rows:
+        name = f"Memset ({memory[kind]})" if kind in memory else "Memset"
+        yield _Work(name, start, end, _process(process), correlation)
+
+
+def _launches(export: _Export) -> dict[tuple[int | None, int | None], _Launch]:
+    """(process, number) -> the call, of the runtime or of the driver: both are in this table."""
+    rows = export.timed("CUPTI_ACTIVITY_KIND_RUNTIME", "globalTid", "correlationId")
+    found: dict[tuple[int | None, int | None], _Launch] = {
+        (_process(thread), correlation): _Launch(start * NS, thread) for start, _, thread, correlation in rows
+    }
+    if len({process for process, _ in found}) == 1:  # then a kernel that does not name its process has this one
+        found |= {(None, correlation): launch for (_, correlation), launch in found.items()}
+    return found
+
+
+def _ranges(export: _Export) -> list[Span]:
+    """Without those of libraries (NCCL, CUB), which are in domains of their own and say nothing of the model."""
+    domains = {
+        (_process(thread), domain)
+        for kind, thread, domain in export.rows("NVTX_EVENTS", "eventType", "globalTid", "domainId")
+        if kind == _DOMAIN_CREATE
+    }
+    return [
+        Span(text or export.string(number) or "", start * NS, end * NS, thread)
+        for start, end, kind, thread, domain, text, number in export.timed(
+            "NVTX_EVENTS", "eventType", "globalTid", "domainId", "text", "textId"
+        )
+        if kind == _PUSH_POP_RANGE and (_process(thread), domain) not in domains
+    ]
+
+
+def _process(number: int | None) -> int | None:
+    """Of a thread's or a process's global number: 24 bits of thread, and above them 24 bits of process."""
+    return None if number is None else number >> 24 & 0xFFFFFF
+
+
+class _Host:
+    """What the host was at when it launched something."""
+
+    def __init__(self, ranges: Iterable[Span]):
+        self.phases: list[Span] = []
+        self._phases: defaultdict[int | None, list[Span]] = defaultdict(list)
+        others: defaultdict[int | None, list[Span]] = defaultdict(list)
+        for span in sorted(ranges, key=lambda span: (span.start, -span.end)):
+            if span.name in PHASES:
+                self.phases.append(span)
+                self._phases[_process(span.thread)].append(span)
+            else:
+                others[span.thread].append(span)
+        self._parts = {thread: _innermost(spans) for thread, spans in others.items()}
+
+    def at(self, launch: _Launch) -> tuple[str | None, str | None]:
+        """The phase, which any thread of the process may have opened, and the part, which the launching one did."""
+        parts = self._parts.get(launch.thread, [])
+        index = bisect_right(parts, launch.time, key=lambda change: change[0]) - 1
+        phase = phase_at(self._phases[_process(launch.thread)], launch.time)
+        return phase, parts[index][1] if index >= 0 else None
+
+
+def _innermost(spans: list[Span]) -> list[tuple[float, str | None]]:
+    """When the innermost of a thread's ranges changes, and to which. They lie inside one another or apart."""
+    changes: list[tuple[float, str | None]] = []
+    around: list[Span] = []
+
+    def close(time: float) -> None:
+        while around and around[-1].end <= time:
+            end = around.pop().end
+            changes.append((end, around[-1].name if around else None))
+
+    for span in spans:
+        close(span.start)
+        around.append(span)
+        changes.append((span.start, span.name))
+    close(float("inf"))
+    return changes

@@ -1,0 +1,524 @@
+"""Memory of a step, worked out from the configuration alone: no torch, no GPU, milliseconds.
+
+`estimate(config)` keeps a ledger of every tensor that matters while it walks through the step, in the order in which
+PyTorch's eager mode makes and drops them. What the ledger says is checked three ways: against a trace of the operators
+(memory_trace.py), against a CPU, and against an H200's allocator (results/h200).
+
+Letters: N tokens of a batch, D d_model, F d_ff, V vocabulary; `s` bytes of an element in matmuls (4, or 2 under
+autocast). The residual stream, norms, softmax and the loss are fp32 always.
+"""
+
+from collections import Counter
+from dataclasses import dataclass
+from functools import cached_property
+
+from cs336_systems.config import RunConfig
+from cs336_systems.predict.allocator import ALIGNMENT, CachingAllocator, round_up
+from cs336_systems.record import MIB
+
+ROUNDING = "allocator rounding"
+CUBLAS_WORKSPACE = 32 * MIB
+"""What cuBLAS keeps per thread and stream on Hopper and later; 8.125 MiB before."""
+
+
+@dataclass(frozen=True)
+class MemoryEstimate:
+    """The peak of a step: its parts (bytes by name, they add up to it) and the phase it occurs in."""
+
+    parts: dict[str, int]
+    peak: int
+    where: str
+
+
+def workspace(config: RunConfig) -> int:
+    """cuBLAS scratch memory: one for the thread that runs forward, one for autograd's thread that runs backward."""
+    if config.device_type != "cuda":
+        return 0
+    return CUBLAS_WORKSPACE * (1 if config.mode in ("inference", "forward") else 2)
+
+
+@dataclass(frozen=True)
+class Tensors:
+    """Sizes in bytes of the tensors of a step, and what CUDA's allocator adds to them."""
+
+    config: RunConfig
+
+    @property
+    def on_cuda(self) -> bool:
+        return self.config.device_type == "cuda"
+
+    def _bytes(self, elements: int, width: int) -> int:
+        return round_up(elements * width, ALIGNMENT) if self.on_cuda else elements * width
+
+    def rounding(self, sizes: list[int]) -> int:
+        """What CUDA's allocator charges for tensors of these sizes, allocated in this order, beyond the tensors."""
+        if not self.on_cuda:
+            return 0
+        allocator = CachingAllocator()
+        for size in sizes:
+            allocator.allocate(size)
+        return allocator.allocated - sum(sizes)
+
+    @property
+    def low_precision(self) -> bool:
+        return self.config.precision in ("bf16", "fp16")
+
+    @property
+    def s(self) -> int:
+        return 2 if self.low_precision else 4
+
+    @property
+    def fused_attention(self) -> bool:
+        return self.config.attention != "reference"
+
+    @property
+    def fused_norm(self) -> bool:
+        return self.on_cuda
+
+    def residual(self, width: int) -> int:
+        return self._bytes(self.config.tokens * self.config.model.d_model, width)
+
+    def hidden(self) -> int:
+        return self._bytes(self.config.tokens * self.config.model.d_ff, self.s)
+
+    def scores(self, width: int) -> int:
+        model = self.config.model
+        return self._bytes(self.config.batch_size * model.num_heads * model.context_length**2, width)
+
+    def mask(self) -> int:
+        return self._bytes(self.config.model.context_length**2, 1)
+
+    def logsumexp(self) -> int:
+        model = self.config.model
+        rows = round_up(model.context_length, 1 if self.low_precision else 32)
+        return self._bytes(self.config.batch_size * model.num_heads * rows, 4)
+
+    def logits(self, width: int) -> int:
+        return self._bytes(self.config.tokens * self.config.model.vocab_size, width)
+
+    def per_token(self) -> int:
+        return self._bytes(self.config.tokens, 4)
+
+    def square(self, width: int) -> int:
+        """One of a block's four attention projections."""
+        return self._bytes(self.config.model.d_model**2, width)
+
+    def wide(self, width: int) -> int:
+        """One of a block's three feed-forward projections."""
+        return self._bytes(self.config.model.d_model * self.config.model.d_ff, width)
+
+    def embedding(self, width: int) -> int:
+        """The embedding, or the head."""
+        return self._bytes(self.config.model.d_model * self.config.model.vocab_size, width)
+
+    def gain(self) -> int:
+        return self._bytes(self.config.model.d_model, 4)
+
+    def block_parameters(self) -> int:
+        return 4 * self.square(4) + 3 * self.wide(4) + 2 * self.gain()
+
+    @cached_property
+    def parameter_rounding(self) -> int:
+        block = [self.gain(), *[self.square(4)] * 4, self.gain(), *[self.wide(4)] * 3]
+        return self.rounding([self.embedding(4), *block * self.config.model.num_layers, self.gain(), self.embedding(4)])
+
+    def parameters(self) -> int:
+        return self.config.model.num_layers * self.block_parameters() + 2 * self.embedding(4) + self.gain()
+
+    def optimizer_state(self) -> int:
+        """AdamW: two moments, and a step count per parameter tensor."""
+        tensors = 9 * self.config.model.num_layers + 3
+        return 2 * self.parameters() + tensors * self._bytes(1, 4)
+
+    def inputs(self) -> int:
+        return 2 * self._bytes(self.config.tokens, 8)
+
+    def buffers(self) -> int:
+        return 2 * self._bytes(self.config.model.context_length * self.config.model.head_dim, 4)
+
+
+class Ledger:
+    """Bytes alive by label, and the moment they were most."""
+
+    def __init__(self) -> None:
+        self.live: Counter[str] = Counter()
+        self.peak = 0
+        self.peak_parts: dict[str, int] = {}
+        self.where = ""
+        self.phase = ""
+
+    def add(self, label: str, size: int) -> None:
+        self.live[label] += size
+        self.touch(0)
+
+    def drop(self, label: str, size: int) -> None:
+        self.live[label] -= size
+
+    def touch(self, temporary: int) -> None:
+        """For a moment, `temporary` bytes more than the ledger holds."""
+        total = self.live.total() + temporary
+        if total > self.peak:
+            self.peak, self.where = total, self.phase
+            self.peak_parts = dict(self.live)
+            self.peak_parts["temporary"] = self.peak_parts.get("temporary", 0) + temporary
+
+
+class StepOnPaper:
+    """Walks through one steady step of a configuration and enters its tensors in a ledger."""
+
+    def __init__(self, config: RunConfig):
+        self.config = config
+        self.t = Tensors(config)
+        self.ledger = Ledger()
+        self.keeps_graph = config.mode != "inference"
+        self.trains = config.mode == "train-step"
+
+    def walk(self) -> Ledger:
+        ledger, t = self.ledger, self.t
+        ledger.add("parameters", t.parameters())
+        ledger.add(ROUNDING, t.parameter_rounding * (3 if self.trains else 1))
+        ledger.add("buffers", t.buffers())
+        ledger.add("inputs", t.inputs())
+        if self.trains:
+            ledger.add("optimizer state", t.optimizer_state())
+        ledger.add("workspace", workspace(self.config))
+        self._forward()
+        if self.config.mode in ("forward-backward", "train-step"):
+            self._loss()
+            self._backward()
+            ledger.phase = "optimizer"
+            ledger.touch(0)
+        return ledger
+
+    # -- what a block keeps -----------------------------------------------------------------------------------------
+
+    @cached_property
+    def norm_saved(self) -> int:
+        """Besides its input: 1/rms per token; the CPU's unfused norm also keeps its product with the input."""
+        return self.t.per_token() + (0 if self.t.fused_norm else self.t.residual(4))
+
+    @cached_property
+    def attention_saved(self) -> int:
+        """By softmax(q k^T) v: q, k, v, and either the whole score matrix or a row's logsumexp; and the output."""
+        t = self.t
+        if t.fused_attention:
+            return 4 * t.residual(t.s) + t.logsumexp()
+        low_precision_copy = t.scores(t.s) if t.low_precision else 0
+        return 4 * t.residual(t.s) + t.scores(4) + low_precision_copy + t.mask()
+
+    @cached_property
+    def attention_half(self) -> int:
+        """ln1, the attention and its projections, and the sum that goes on."""
+        return self.norm_saved + self.t.residual(self.t.s) + self.attention_saved + self.t.residual(4)
+
+    @cached_property
+    def feed_forward_half(self) -> int:
+        """ln2, w1's output, its silu, w3's output, their product, and the sum that goes on."""
+        return self.norm_saved + self.t.residual(self.t.s) + 4 * self.t.hidden() + self.t.residual(4)
+
+    @cached_property
+    def block_saved(self) -> int:
+        return self.attention_half + self.feed_forward_half
+
+    @cached_property
+    def block_casts(self) -> int:
+        """Low-precision copies of a block's weights, made by autocast."""
+        return 4 * self.t.square(2) + 3 * self.t.wide(2) if self.t.low_precision else 0
+
+    # -- what the allocator adds ------------------------------------------------------------------------------------
+
+    def _kept_rounding(self, *, keep: bool) -> int:
+        """Beyond the tensors that a block leaves behind in forward: what it keeps, and autocast's weight copies."""
+        return self._kept_roundings[keep]
+
+    @cached_property
+    def _kept_roundings(self) -> dict[bool, int]:
+        t, layers = self.t, self.config.model.num_layers
+        square, wide = ([t.square(2)], [t.wide(2)]) if t.low_precision else ([], [])
+        r, r4, hidden = t.residual(t.s), t.residual(4), t.hidden()
+        scores = [t.logsumexp()] if t.fused_attention else [t.scores(4), *([t.scores(2)] if t.low_precision else [])]
+        kept = [
+            r, *square * 3, r, r, *scores, r, r, *square, r4,
+            r, *wide, hidden, hidden, *wide, hidden, hidden, *wide, r4,
+        ]  # fmt: skip
+        return {
+            True: t.rounding(kept * layers) // layers,
+            False: self._casts_rounding() if t.low_precision else 0,
+        }
+
+    def _casts_rounding(self) -> int:
+        """Weight copies stay while activations come and go, and some of them end up in a hole too large for them."""
+        t, layers = self.t, self.config.model.num_layers
+        if not t.on_cuda:
+            return 0
+        allocator = CachingAllocator()
+        r, r4, hidden = t.residual(t.s), t.residual(4), t.hidden()
+        stream = allocator.allocate(r4)
+
+        def hold(*sizes: int) -> list[int]:
+            return [allocator.allocate(size) for size in sizes]
+
+        def drop(addresses: list[int]) -> None:
+            for address in addresses:
+                allocator.release(address)
+
+        casts: list[int] = []
+        for _ in range(layers):
+            norm32, norm = hold(r4, r)
+            drop([norm32])
+            projected = []
+            for _ in range(3):
+                casts += hold(t.square(2))
+                projected += hold(r)
+            turned = hold(r, r)  # q and k; the fp32 tensors in between are gone again
+            output = hold(r)
+            drop(projected[:2])
+            casts += hold(t.square(2))
+            projection = hold(r)
+            drop([norm, projected[2], *turned, *output])
+            total = hold(r4)
+            drop(projection)
+            norm32, norm = hold(r4, r)
+            drop([norm32])
+            casts += hold(t.wide(2))
+            gate = hold(hidden, hidden)
+            drop(gate[:1])
+            casts += hold(t.wide(2))
+            up = hold(hidden, hidden)
+            drop([gate[1], up[0]])
+            casts += hold(t.wide(2))
+            down = hold(r)
+            drop([up[1], norm])
+            (following,) = hold(r4)
+            drop([*down, *total, stream])
+            stream = following
+        return (sum(map(allocator.size, casts)) - layers * self.block_casts) // layers
+
+    # -- forward ------------------------------------------------------------------------------------------------------
+
+    def _forward(self) -> None:
+        ledger, t = self.ledger, self.t
+        layers = self.config.model.num_layers
+        group = self.config.checkpoint_blocks if self.keeps_graph else 0
+        ledger.phase = "forward"
+        ledger.add("activations", t.residual(4))
+        for layer in range(layers):
+            inside = t.residual(4) if group and layer % group else 0  # a block's input, where no graph holds it
+            ledger.add("activations", inside)
+            self._block_forward(keep=self.keeps_graph and not group)
+            ledger.drop("activations", inside)
+            if group and ((layer + 1) % group == 0 or layer + 1 == layers):
+                ledger.add("activations", t.residual(4))  # the input of the next group, or of the final norm
+        self._norm_forward(keep=self.keeps_graph)
+        if not self.keeps_graph:  # the norm's input, and its factors
+            ledger.drop("activations", t.residual(4) + t.per_token())
+        self._cast(t.embedding(2))
+        ledger.add("logits and loss", t.logits(t.s))
+        if group:
+            # Autocast drops its copies when it ends; only those that a graph holds stay: the head's.
+            ledger.drop("weight casts", layers * self.block_casts)
+            ledger.drop(ROUNDING, layers * self._kept_rounding(keep=False))
+
+    def _cast(self, size: int, *, beside: int = 0) -> None:
+        """Autocast's copy of a weight, kept until it ends, while `beside` bytes of temporary tensors are alive."""
+        if self.t.low_precision:
+            self.ledger.add("weight casts", size)
+        self.ledger.touch(beside)
+
+    def _norm_forward(self, *, keep: bool) -> None:
+        """Leaves its output on the ledger, and what backward needs if `keep`."""
+        t = self.t
+        self.ledger.add("activations", (self.norm_saved if keep else t.per_token()) + t.residual(t.s))
+        self.ledger.touch((t.residual(4) if t.low_precision else 0) + (0 if t.fused_norm else t.residual(4)))
+
+    def _block_forward(self, *, keep: bool) -> None:
+        """One block; on the ledger stay what backward needs if `keep`, nothing if not, and autocast's weight copies."""
+        t, ledger = self.t, self.ledger
+        r, r4, hidden = t.residual(t.s), t.residual(4), t.hidden()
+        start = ledger.live["activations"]
+        ledger.add(ROUNDING, self._kept_rounding(keep=keep))
+        self._norm_forward(keep=keep)
+        self._cast(3 * t.square(2))
+        ledger.touch(5 * r + 2 * r4 + (r if t.low_precision else 0))  # q, k, v, turned q, and k being turned
+        if t.fused_attention:
+            ledger.touch(5 * r + t.logsumexp())  # q, k, v, the output, its projection
+        else:
+            copies = 2 * r if keep else 0  # q and k laid out for the matmul, which backward needs
+            ledger.touch(6 * r + t.scores(t.s))
+            converted = t.scores(t.s) + t.scores(4) if t.low_precision else t.scores(4)
+            mask = t.mask() if keep else 0  # backward masks the gradient too
+            ledger.touch(3 * r + copies + converted + t.scores(4) + mask)
+            weights = t.scores(4) + (t.scores(t.s) if t.low_precision else 0) + mask
+            ledger.touch(5 * r + copies + weights)
+            ledger.touch(8 * r + weights if keep else 5 * r)
+        self._cast(t.square(2))
+        if not t.fused_attention:
+            ledger.touch(9 * r + weights if keep else 6 * r)
+        if keep:
+            ledger.add("activations", self.attention_half - self.norm_saved - r)
+        else:
+            ledger.live["activations"] = start
+            ledger.add("activations", r4)  # the sum; the block's input is still held by the loop over blocks
+        ledger.touch(r)
+        self._norm_forward(keep=keep)
+        for alive in (2, 4 if keep else 3):  # w1 and its silu; w3 and the product, silu and w1 only where they are kept
+            self._cast(t.wide(2))
+            ledger.touch(alive * hidden)
+        if keep:
+            self._cast(t.wide(2), beside=4 * hidden)
+            ledger.touch(4 * hidden + r)
+            ledger.add("activations", self.feed_forward_half - self.norm_saved - r)
+            ledger.touch(r)
+        else:
+            self._cast(t.wide(2), beside=hidden)
+            ledger.touch(hidden + r)
+            ledger.touch(r4)  # the block's output, when the inner tensors are gone and the norm's with them
+            ledger.live["activations"] = start
+
+    # -- loss and backward ----------------------------------------------------------------------------------------
+
+    def _loss(self) -> None:
+        ledger, t = self.ledger, self.t
+        ledger.phase = "loss"
+        ledger.add("logits and loss", t.logits(4))  # log-softmax, kept for backward
+        ledger.touch(t.logits(4) if t.low_precision else 0)
+        ledger.drop("logits and loss", t.logits(t.s))
+
+    def _backward(self) -> None:
+        ledger, t = self.ledger, self.t
+        ledger.phase = "backward"
+        group = self.config.checkpoint_blocks
+        ledger.touch(2 * t.logits(4))
+        ledger.drop("logits and loss", t.logits(4))
+        ledger.touch(t.logits(4) + (t.logits(2) if t.low_precision else 0))
+        self._weight_gradient(
+            t.embedding(2), t.embedding(4), during=t.logits(t.s) + t.residual(t.s), after=t.residual(t.s)
+        )
+        ledger.drop("activations", t.residual(t.s))
+        self._norm_backward()
+        ledger.add("temporary", t.residual(4))  # the gradient of the residual stream, handed from block to block
+        for size in self._groups_backwards():
+            if group:
+                for _ in range(size):
+                    self._block_forward(keep=True)
+                ledger.drop("activations", t.residual(4))  # recomputation stops before the group's own output
+            for _ in range(size):
+                self._block_backward()
+        ledger.touch(t.embedding(4))
+        ledger.drop("temporary", t.residual(4))
+        ledger.drop("activations", ledger.live["activations"])
+        ledger.add("gradients", t.embedding(4))
+
+    def _groups_backwards(self) -> list[int]:
+        """How many blocks are recomputed together, last group first; all at once where none are."""
+        layers, group = self.config.model.num_layers, self.config.checkpoint_blocks
+        if not group:
+            return [layers]
+        return [min(group, layers - start) for start in range(0, layers, group)][::-1]
+
+    def _weight_gradient(self, cast: int, gradient: int, *, during: int, after: int) -> None:
+        """The gradient of a projection; under autocast made in low precision, then cast, and the weight's copy goes."""
+        ledger = self.ledger
+        if self.t.low_precision:
+            ledger.touch(cast + during)
+            ledger.drop("weight casts", cast)
+            ledger.touch(cast + gradient + after)
+            ledger.add("gradients", gradient)
+        else:
+            ledger.add("gradients", gradient)
+            ledger.touch(during)
+
+    def _norm_backward(self) -> None:
+        ledger, t = self.ledger, self.t
+        ledger.touch((3 if t.low_precision else 2) * t.residual(4))
+        ledger.drop("activations", self.norm_saved + t.residual(4))
+        ledger.add("gradients", t.gain())
+
+    def _block_backward(self) -> None:
+        """The block's own activations and its input leave the ledger, its gradients come onto it."""
+        ledger, t = self.ledger, self.t
+        ledger.drop(ROUNDING, self._kept_rounding(keep=True))
+        ledger.add(ROUNDING, t.parameter_rounding // self.config.model.num_layers)
+        r, hidden = t.residual(t.s), t.hidden()
+        cast_copy = r if t.low_precision else 0
+        # w2, the product, silu, w3, w1
+        self._weight_gradient(t.wide(2), t.wide(4), during=hidden + cast_copy, after=hidden)
+        ledger.drop("activations", hidden)
+        ledger.touch(3 * hidden)
+        ledger.drop("activations", 2 * hidden)
+        self._weight_gradient(t.wide(2), t.wide(4), during=2 * hidden + r, after=hidden + r)
+        ledger.touch(2 * hidden + r)
+        ledger.drop("activations", hidden)
+        self._weight_gradient(t.wide(2), t.wide(4), during=hidden + 2 * r, after=r)
+        ledger.drop("activations", r)
+        self._norm_backward()
+        # output projection, softmax(q k^T) v, q, k, v projections
+        self._weight_gradient(t.square(2), t.square(4), during=r + cast_copy, after=r)
+        if t.fused_attention:
+            ledger.touch(4 * r + t.per_token())
+        else:
+            self._scores_backward(r)
+        ledger.drop("activations", self.attention_saved)
+        ledger.touch(3 * r + 2 * t.residual(4))  # gradients of q, k and v, one of them being turned back in fp32
+        # Of q, k and v in turn: gradients still to be used, and what has been gathered for the norm.
+        for during, after in ((4, 3), (4, 2), (3, 1)):
+            self._weight_gradient(t.square(2), t.square(4), during=during * r, after=after * r)
+        ledger.drop("activations", r)
+        self._norm_backward()
+
+    def _scores_backward(self, r: int) -> None:
+        t, ledger = self.t, self.ledger
+        ledger.drop("activations", r)  # the output that the projection kept
+        ledger.touch(2 * r + t.scores(t.s))
+        gone = r + (t.scores(t.s) if t.low_precision else 0)  # v and the low-precision weights
+        ledger.touch(r + (t.scores(2) + t.scores(4) if t.low_precision else 0) - gone)
+        product = t.scores(4) if t.on_cuda else 0  # its softmax backward forms grad * output first
+        ledger.touch(r + 2 * t.scores(4) + product - gone)
+        ledger.add("activations", r)
+
+
+def estimate(config: RunConfig) -> MemoryEstimate:
+    """The peak of one steady step. Not for compiled models: what they keep is inductor's choice."""
+    ledger = StepOnPaper(config).walk()
+    parts = {label: size for label, size in ledger.peak_parts.items() if size}
+    return MemoryEstimate(parts, ledger.peak, ledger.where)
+
+
+@dataclass(frozen=True)
+class Breakdown:
+    """The parts of a step's memory in full, in bytes. Not all are alive at once, so only `peak.parts` adds up to it."""
+
+    parameters: int
+    gradients: int
+    optimizer_state: int
+    residual: int
+    """One tensor of the residual stream: batch x context x d_model."""
+    activations_per_block: int
+    activations: int
+    """All that forward keeps for backward, logits and loss apart; with checkpointing, what is kept before backward."""
+    logits_and_loss: int
+    weight_casts: int
+    workspace: int
+    peak: MemoryEstimate
+
+
+def breakdown(config: RunConfig) -> Breakdown:
+    step = StepOnPaper(config)
+    t, layers = step.t, config.model.num_layers
+    with_graph = config.mode != "inference"
+    with_gradients = config.mode in ("forward-backward", "train-step")
+    groups = -(-layers // config.checkpoint_blocks) if config.checkpoint_blocks else 0
+    blocks = groups * t.residual(4) if groups else layers * step.block_saved
+    head = t.residual(4) + step.norm_saved + t.residual(t.s)
+    return Breakdown(
+        parameters=t.parameters(),
+        gradients=t.parameters() if with_gradients else 0,
+        optimizer_state=t.optimizer_state() if config.mode == "train-step" else 0,
+        residual=t.residual(4),
+        activations_per_block=step.block_saved if with_graph else 0,
+        activations=blocks + head if with_graph else 0,
+        logits_and_loss=t.logits(t.s) + (t.logits(4) if with_gradients else 0),
+        weight_casts=layers * step.block_casts + t.embedding(2) if t.low_precision else 0,
+        workspace=workspace(config),
+        peak=estimate(config),
+    )

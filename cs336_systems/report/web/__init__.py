@@ -1,0 +1,1 @@
+"""The report as an HTML page, its charts as SVG, and the memory timeline page."""

@@ -1,0 +1,138 @@
+"""A chart as inline SVG for a page: every mark can be pointed at, focused and read out, every text is in two languages.
+
+Colours are not here: series i has the class `s0` to `s11`, and the page says what these look like on light and on dark.
+Texts that differ between languages stand twice, with the classes `en` and `zh`. What the page's script needs is in
+`data-` attributes: of a mark its series, label, value, std, n and note; of a series and its legend entry an index.
+"""
+
+from collections.abc import Sequence
+from html import escape
+
+from cs336_systems.report.document import LANGUAGES, Chart, Language, Series, Text
+from cs336_systems.report.web.svg.labels import LINE, SIZE, aria, line_count, widest, words, wrap
+from cs336_systems.report.web.svg.marks import COLORS, LIMIT, Marks, patterns, swatch
+from cs336_systems.report.web.svg.placement import NAME_LINES, NARROW, WIDTH, Layout, is_drawn, place_known
+
+EMPTY = Text("no data", "没有数据")
+KINDS = {
+    "lines": Text("Line chart", "折线图"),
+    "bars": Text("Bar chart", "条形图"),
+    "stacked": Text("Stacked bar chart", "堆叠条形图"),
+    "spans": Text("Spans", "时间段图"),
+}
+
+
+def svg(chart: Chart, width: int = WIDTH) -> str:
+    """One `<svg>` element; the title is only its accessible name, to be shown by the page."""
+    shown = [
+        (index, series)
+        for index, series in enumerate(chart.series)
+        if any(is_drawn(chart, point) or (point.note and place_known(chart, point)) for point in series.points)
+    ]
+    if not shown:
+        return _element(chart, width, 90, words(width / 2, 50, EMPTY, width, anchor="middle", kind="muted"))
+    legend, height = _legend(chart, shown, width)
+    layout = Layout(chart, shown, height, width)
+    parts = [patterns(layout), legend, _axes(layout), Marks(layout).draw()]
+    return _element(chart, width, layout.height, "".join(parts))
+
+
+def _element(chart: Chart, width: int, height: float, inside: str) -> str:
+    names = Text(*(_accessible_name(chart, language) for language in LANGUAGES))
+    axes = "".join(
+        f' data-{axis}-{language}="{escape(text.in_(language))}"'
+        for axis, text in (("x", chart.x), ("y", chart.y))
+        for language in LANGUAGES
+    )
+    kind = f"{chart.kind} narrow" if width == NARROW else chart.kind
+    return (
+        f'<svg class="chart {kind}" viewBox="0 0 {width} {height:.0f}" width="100%" font-size="{SIZE}" '
+        f'role="img"{aria(names)}{axes}{" data-horizontal" if chart.horizontal else ""}>{inside}</svg>'
+    )
+
+
+def _accessible_name(chart: Chart, language: Language) -> str:
+    texts = [*(series.name for series in chart.series), *([chart.limit.text] if chart.limit else [])]
+    names = [text.in_(language) for text in texts if text.in_(language)]
+    title, kind, x, y = (text.in_(language) for text in (chart.title, KINDS[chart.kind], chart.x, chart.y))
+    if language == "zh":
+        return f"{title}。{kind}:{x} → {y}。" + "、".join(names)
+    return f"{title}. {kind} of {y} by {x}: " + ", ".join(names)
+
+
+def _legend(chart: Chart, shown: Sequence[tuple[int, Series]], width: int) -> tuple[str, float]:
+    """The entries from left to right in rows, each a button for the page's script, and the height of all."""
+    found, x, y, tallest = [], 0.0, 0.0, 0
+    entries: list[tuple[int, Series | None, Text]] = [(index, one, one.name) for index, one in shown if any(one.name)]
+    if chart.limit:
+        entries.append((0, None, chart.limit.text))  # what is no series cannot be hidden
+    for index, series, text in entries:
+        room = min(widest(text), width - 44) + 1
+        lines = line_count(text, room)
+        taken = 34 + room + 14
+        if x and x + taken > width + 14:
+            x, y, tallest = 0.0, y + tallest * LINE + 8, 0
+        tallest = max(tallest, lines)
+        middle, said = y + LINE / 2 + 2, words(x + 34, y + LINE - 3, text, room)
+        if series is None:
+            found.append(f'<path{LIMIT} d="M{x + 3:.1f} {middle:.1f}h26"/>{said}')
+        else:
+            found.append(
+                f'<g class="entry s{chart.color_of(index) % COLORS}" role="button" tabindex="0" aria-pressed="true" '
+                f'data-toggle="{index}"{aria(text)}>'
+                f'<rect class="hit" x="{x:.1f}" y="{y:.1f}" width="{taken - 8:.1f}" height="{lines * LINE + 4}"/>'
+                f"{swatch(chart, index, series, x + 3, middle, width)}{said}</g>"
+            )
+        x += taken
+    return "".join(found), y + tallest * LINE + (8 if found else 0)
+
+
+def _axes(at: Layout) -> str:
+    grid, texts = [], []
+    for tick, label in zip(at.value_axis.ticks, at.value_labels, strict=True):
+        place = at.along_value(tick)
+        if at.horizontal:
+            grid.append(f"M{place:.1f} {at.top:.1f}V{at.bottom:.1f}")
+            texts.append(words(place, at.bottom + LINE, Text(label), at.width, anchor="middle", kind="muted"))
+        else:
+            grid.append(f"M{at.left:.1f} {place:.1f}H{at.right:.1f}")
+            texts.append(words(at.left - 8, place + 5, Text(label), at.width, anchor="end", kind="muted"))
+    texts.append(words(0, at.above_y, at.above, at.width, most=2))
+    middle = (at.left + at.right) / 2
+    texts.append(words(middle, at.below_y, at.below, at.below_room, anchor="middle", most=2))
+    for name, text in at.beyond_texts().items():
+        texts.append(words(at.right + 6, at.along_place(name) + 5, Text(text), at.width))
+    base = f"M{at.left:.1f} {at.top:.1f}V{at.bottom:.1f}"
+    if not at.horizontal:
+        zero = at.along_value(0) if at.has_zero() else at.bottom
+        base = f"M{at.left:.1f} {zero:.1f}H{at.right:.1f}"
+    elif at.has_zero():
+        base = f"M{at.along_value(0):.1f} {at.top:.1f}V{at.bottom:.1f}"
+    lines = f'<path class="grid" d="{"".join(grid)}"/><path class="axis" d="{base}{_tick_marks(at)}"/>'
+    return lines + "".join(texts) + _names(at)
+
+
+def _tick_marks(at: Layout) -> str:
+    if at.places is not None:
+        return ""
+    return "".join(f"M{at.along_place(tick):.1f} {at.bottom:.1f}v5" for tick in at.number_axis.ticks[:: at.stride])
+
+
+def _names(at: Layout) -> str:
+    found = []
+    if at.horizontal:
+        for name in at.places or []:
+            lines = len(wrap(name, at.name_room))
+            y = at.along_place(name) + 5 - (lines - 1) * LINE / 2
+            found.append(words(at.left - 10, y, Text(name), at.name_room, anchor="end"))
+    elif at.places is None:
+        for tick, name in list(zip(at.number_axis.ticks, at.names, strict=True))[:: at.stride]:
+            y = at.bottom + LINE + 2
+            found.append(words(at.along_place(tick), y, Text(name), at.width, anchor="middle", kind="muted"))
+    else:
+        y = at.bottom + (LINE if not at.turned else 14)
+        for name in at.names[:: at.stride]:
+            middle = at.along_place(name) + (4 if at.turned else 0)
+            anchor, turn, most = ("end", -45, 1) if at.turned else ("middle", 0, NAME_LINES)
+            found.append(words(middle, y, Text(name), at.name_room, anchor=anchor, turn=turn, most=most))
+    return "".join(found)

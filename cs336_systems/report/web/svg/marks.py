@@ -1,0 +1,284 @@
+"""What stands for the values in a drawing: lines, bars, spans, crosses. Each can be pointed at, focused, read out."""
+
+import math
+import re
+from collections import Counter
+from html import escape
+
+from cs336_systems.report.document import LANGUAGES, Chart, Limit, Point, Series, Text
+from cs336_systems.report.web.svg.labels import aria
+from cs336_systems.report.web.svg.placement import NARROW, Layout, is_drawn, place_known, place_name, spread
+from cs336_systems.report.web.svg.scales import exact, finite
+
+DENSE = 60
+"""Points of a line from which on its markers are small."""
+MOST_MARKS = 400
+"""Of a line to be pointed at; one with more is drawn through all of its points."""
+COLORS = 12
+"""How many classes the page defines; the next series starts over, with another marker or pattern."""
+MARKERS = (
+    "M-4.5 0a4.5 4.5 0 1 0 9 0a4.5 4.5 0 1 0-9 0z",
+    "M-4-4h8v8h-8z",
+    "M0-5.5L5.2 4H-5.2z",
+    "M0-6L5 0L0 6L-5 0z",
+    "M0 5.5L5.2-4H-5.2z",
+    "M-1.7-5.5h3.4v3.8h3.8v3.4h-3.8v3.8h-3.4v-3.8h-3.8v-3.4h3.8z",
+    "M-5.5 0L-2.7-4.8H2.7L5.5 0L2.7 4.8H-2.7z",
+    "M0-6L1.7-1.9L6-1.9L2.6 .9L3.8 5L0 2.6L-3.8 5L-2.6 .9L-6-1.9L-1.7-1.9z",
+)
+CROSS = "M-5-5L5 5M-5 5L5-5"
+HATCHES = (
+    "",
+    "M-2 2L2-2M0 8L8 0M6 10L10 6",
+    "M0 4h8",
+    "M-2 6L2 10M0 0L8 8M6-2L10 2",
+    "M4 0v8",
+    "M4 0v8M0 4h8",
+    "M2 2h3",
+)
+"""Of bars, drawn over the colour in 8 by 8: none, two slants, lines, dots."""
+HOLLOW = ' style="fill:var(--page);stroke:var(--text);stroke-width:1.5"'
+"""Of marks on bars, of whatever colour these are."""
+LIMIT = ' class="axis" style="stroke:var(--text);stroke-width:2"'
+UNSEEN = ' style="fill:transparent"'
+"""Of marks of a line that is drawn without them: they are seen when pointed at."""
+
+
+def drawing_id(chart: Chart, what: str, width: int) -> str:
+    """The narrow drawing stands on the same page."""
+    return f"{what}-{re.sub(r'[^A-Za-z0-9_-]', '', chart.name)}{'-narrow' * (width == NARROW)}"
+
+
+# Colours and patterns
+
+
+def marker(index: int) -> str:
+    return MARKERS[index % len(MARKERS)]
+
+
+def swatch(chart: Chart, index: int, series: Series, x: float, y: float, width: int) -> str:
+    """A series' sample in the legend, 26 wide, its middle at `y`."""
+    mark = f'<path class="mark" transform="translate({x + 13:.1f} {y:.1f})" d="{marker(index)}"'
+    if chart.kind == "lines":
+        line = f'<path class="line{" dashed" if series.dashed else ""}" d="M{x:.1f} {y:.1f}h26"/>'
+        return {"both": f"{line}{mark}/>", "line": line, "marks": f"{mark}/>"}[series.drawn]
+    if chart.on_bars(series):
+        return f"{mark}{HOLLOW}/>"
+    return f'<rect x="{x + 4:.1f}" y="{y - 7:.1f}" width="20" height="14"{_fill(chart, index, series, width)}/>'
+
+
+def patterns(layout: Layout) -> str:
+    """Bars have no markers: what tells them apart besides their colour is hatched over it."""
+    chart = layout.chart
+    if chart.kind == "lines":
+        return ""
+    hatch, clip = (drawing_id(chart, what, layout.width) for what in ("hatch", "clip"))
+    found = [
+        f'<pattern id="{hatch}-{index}" class="s{index % COLORS}" width="8" height="8" '
+        f'patternUnits="userSpaceOnUse"><rect class="fill" width="8" height="8"/>'
+        f'<path class="hatch" d="{HATCHES[index % len(HATCHES)]}"/></pattern>'
+        for index, series in layout.series
+        if index in layout.bars and not series.dashed and HATCHES[index % len(HATCHES)]
+    ]
+    if layout.beyond:
+        found.append(
+            f'<clipPath id="{clip}"><rect x="{layout.left:.1f}" y="{layout.top:.1f}" '
+            f'width="{layout.right - layout.left:.1f}" height="{layout.bottom - layout.top:.1f}"/></clipPath>'
+        )
+    return f"<defs>{''.join(found)}</defs>" if found else ""
+
+
+def _fill(chart: Chart, index: int, series: Series, width: int) -> str:
+    if series.dashed:
+        return ' class="hollow"'
+    hatched = HATCHES[index % len(HATCHES)]
+    return f' class="bar" fill="url(#{drawing_id(chart, "hatch", width)}-{index})"' if hatched else ' class="bar fill"'
+
+
+# Marks
+
+
+class Marks:
+    def __init__(self, layout: Layout):
+        self.at = layout
+        self.chart = layout.chart
+        self.notes_at: Counter[float | str] = Counter()
+
+    def draw(self) -> str:
+        """All series, and the limit over them."""
+        kinds = {"lines": self._line, "bars": self._bars, "stacked": self._stacked, "spans": self._spans}
+        groups = []
+        for index, series in self.at.series:
+            draw = self._on_bars if self.chart.on_bars(series) else kinds[self.chart.kind]
+            marks = draw(index, series) + self._notes(index, series)
+            groups.append(f'<g class="series s{self.chart.color_of(index) % COLORS}" data-index="{index}">{marks}</g>')
+        whole = "".join(groups)
+        if self.at.beyond:
+            whole = f'<g clip-path="url(#{drawing_id(self.chart, "clip", self.at.width)})">{whole}</g>'
+        return whole + (self._limit(self.at.limit) if self.at.limit else "")
+
+    def _drawn(self, series: Series) -> list[Point]:
+        return [point for point in series.points if is_drawn(self.chart, point)]
+
+    def _line(self, index: int, series: Series) -> str:
+        points = [point for point in series.points if place_known(self.chart, point)]
+        points.sort(key=lambda point: self.at.along_place(point.x))
+        path, errors, marks, joined = [], [], [], False
+        every = math.ceil(len(points) / MOST_MARKS)
+        small = " scale(.4)" if len(points) > DENSE else ""
+        unseen = UNSEEN if series.drawn == "line" else ""
+        for place, point in enumerate(points):
+            if not is_drawn(self.chart, point):
+                joined = False  # a gap says that something was left out
+                continue
+            x, y = self.at.along_place(point.x), self.at.along_value(point.y)
+            path.append(f"{'L' if joined else 'M'}{x:.1f} {y:.1f}")
+            joined = True
+            if place % every:
+                continue
+            errors.append(self._error(point, x))
+            marks.append(
+                f'<path class="mark" transform="translate({x:.1f} {y:.1f}){small}" d="{marker(index)}"{unseen}'
+                f"{_data(series, point)}/>"
+            )
+        kind = "line dashed" if series.dashed else "line"
+        error = "".join(errors)
+        return (
+            (f'<path class="{kind}" d="{"".join(path)}"/>' if path and series.drawn != "marks" else "")
+            + (f'<path class="error" d="{error}"/>' if error else "")
+            + "".join(marks)
+        )
+
+    def _error(self, point: Point, across: float, reach: float = 4) -> str:
+        """A path from the value less its std to the value plus it, across the bar's or the marker's middle."""
+        if not spread(point):
+            return ""
+        low = self.at.along_value(point.y - spread(point))
+        high = self.at.along_value(point.y + spread(point))
+        if self.at.horizontal:
+            ends = "".join(f"M{at:.1f} {across - reach:.1f}v{2 * reach:.1f}" for at in (low, high))
+            return f"M{low:.1f} {across:.1f}H{high:.1f}{ends}"
+        ends = "".join(f"M{across - reach:.1f} {at:.1f}h{2 * reach:.1f}" for at in (low, high))
+        return f"M{across:.1f} {low:.1f}V{high:.1f}{ends}"
+
+    def _bars(self, index: int, series: Series) -> str:
+        width = self.at.bar_width(len(self.at.bars))
+        base = self.at.along_value(0 if self.at.has_zero() else self.at.value_axis.low)
+        bars, errors = [], []
+        for point in self._drawn(series):
+            middle = self.at.beside(index, point.x)
+            bars.append(self._bar(index, series, point, middle, width - 1, base, self.at.along_value(point.y)))
+            errors.append(self._error(point, middle, min(4, width / 3)))
+        error = "".join(errors)
+        return "".join(bars) + (f'<path class="error over" d="{error}"/>' if error else "")
+
+    def _stacked(self, index: int, series: Series) -> str:
+        axis = self.at.value_axis
+        return "".join(
+            self._bar(
+                index,
+                series,
+                point,
+                self.at.along_place(point.x),
+                self.at.bar_width(1),
+                self.at.along_value(max(begin, axis.low) if axis.log else begin),
+                self.at.along_value(end),
+            )
+            for point, begin, end in self.at.stacks[index]
+            if begin != end
+        )
+
+    def _spans(self, index: int, series: Series) -> str:
+        return "".join(
+            self._bar(
+                index,
+                series,
+                point,
+                self.at.lane(series, point.x),
+                16.0,
+                self.at.along_value(point.start or 0.0),
+                self.at.along_value(point.y),
+            )
+            for point in self._drawn(series)
+        )
+
+    def _bar(
+        self, index: int, series: Series, point: Point, middle: float, width: float, begin: float, end: float
+    ) -> str:
+        horizontal = self.at.horizontal
+        length = max(abs(end - begin), 1.5)  # a value of zero is a thin line
+        near = min(begin, end) if abs(end - begin) >= 1.5 or horizontal else min(begin, end) - 1.5
+        width = max(width, 1.0)
+        box = (near, middle - width / 2, length, width)
+        x, y, across, down = box if horizontal else (box[1], box[0], box[3], box[2])
+        place = (self.at.places or []).index(place_name(point.x))
+        way = 1 if (end - begin) * (1 if horizontal else -1) >= 0 else -1
+        stacked = f' data-place="{place}" data-way="{way}"' if self.chart.kind == "stacked" else ""
+        return (
+            f'<rect x="{x:.1f}" y="{y:.1f}" width="{across:.1f}" height="{down:.1f}"'
+            f"{_fill(self.chart, index, series, self.at.width)}"
+            f"{stacked}{_data(series, point)}/>"
+        )
+
+    def _on_bars(self, index: int, series: Series) -> str:
+        found = []
+        for point in self._drawn(series):
+            along, across = self.at.along_value(point.y), self.at.beside(series.over, point.x)
+            x, y = (along, across) if self.at.horizontal else (across, along)
+            place = f'transform="translate({x:.1f} {y:.1f})"'
+            found.append(f'<path class="mark" {place} d="{marker(index)}"{HOLLOW}{_data(series, point)}/>')
+        return "".join(found)
+
+    def _notes(self, index: int, series: Series) -> str:
+        """Crosses at the far edge, where values too large to have been measured would be."""
+        found = []
+        for point in series.points:
+            if not point.note or not place_known(self.chart, point):
+                continue
+            if self.chart.kind == "lines":
+                x, y = self.at.along_place(point.x), self.at.top - 8 - 13 * self.notes_at[point.x]
+                self.notes_at[point.x] += 1
+            elif self.at.horizontal:
+                x, y = self.at.right + 10, self.at.beside(index, point.x)
+            else:
+                x, y = self.at.beside(index, point.x), self.at.top - 8
+            found.append(
+                f'<path class="cross" transform="translate({x:.1f} {y:.1f})" d="{CROSS}"{_data(series, point)}/>'
+            )
+        return "".join(found)
+
+    def _limit(self, limit: Limit) -> str:
+        at = self.at.along_value(limit.value)
+        path = f"M{at:.1f} {self.at.top:.1f}V{self.at.bottom:.1f}"
+        if not self.at.horizontal:
+            path = f"M{self.at.left:.1f} {at:.1f}H{self.at.right:.1f}"
+        said = _data(Series(limit.text, ()), Point("–", limit.value))
+        return f'<g class="limit"><path{LIMIT} d="{path}"/><path class="mark" d="{path}"{said}/></g>'
+
+
+def _data(series: Series, point: Point) -> str:
+    """What the tooltip shows and a screen reader says."""
+    label = place_name(point.x) + (f" ({point.name})" if point.name else "")
+    fields = {"series": series.name.en, "label": label, "value": "" if point.note else _value(point)}
+    if series.name.in_("zh") != series.name.en:
+        fields["series-zh"] = series.name.zh
+    if point.note:
+        fields |= {"note": point.note.en, "note-zh": point.note.in_("zh")}
+    elif point.std is not None and finite(point.std):
+        fields["std"] = exact(point.std)
+    if point.n is not None:
+        fields["n"] = str(point.n)
+    said = Text(*(_said(series.name.in_(language), fields, point.note, language) for language in LANGUAGES))
+    attributes = "".join(f' data-{name}="{escape(value)}"' for name, value in fields.items())
+    return f'{attributes} tabindex="0" role="img"{aria(said)}'
+
+
+def _value(point: Point) -> str:
+    return exact(point.y) if point.start is None else f"{exact(point.start)} – {exact(point.y)}"
+
+
+def _said(name: str, fields: dict[str, str], note: Text | None, language: str) -> str:
+    value = note.in_("zh" if language == "zh" else "en") if note else fields["value"]
+    std = f" ± {fields['std']}" if "std" in fields else ""
+    n = f", n = {fields['n']}" if "n" in fields else ""
+    return f"{name}, {fields['label']}: {value}{std}{n}"

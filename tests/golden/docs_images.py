@@ -1,0 +1,33 @@
+"""The pictures of docs/images that charts of results/h200 give.
+
+python -m tests.golden.docs_images      # draw them anew; look at them before they are committed
+"""
+
+import dataclasses
+
+from cs336_systems import record
+from cs336_systems.report.figures import pictures
+from cs336_systems.report.picture import Picture, save
+from tests.golden.report_goldens import H200
+from tests.helpers import ROOT
+
+FOLDER = ROOT / "docs" / "images"
+CHARTS = {
+    "checkpointing": "checkpointing-1",
+    "ddp-lanes": "ddp-lanes",
+    "fast-step-1": "fast-step-1",
+    "fast-step-3": "fast-step-3",
+    "fsdp-memory": "fsdp-1",
+    "kernels": "kernels-1",
+    "memory": "memory-1",
+}
+"""File -> chart."""
+
+
+def drawn() -> list[Picture]:
+    by_name = {picture.name: picture for picture in pictures(record.load(H200 / "records.jsonl").records)}
+    return [dataclasses.replace(by_name[chart], name=file) for file, chart in CHARTS.items()]
+
+
+if __name__ == "__main__":
+    save(drawn(), FOLDER, ("png",))

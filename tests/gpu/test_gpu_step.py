@@ -1,0 +1,191 @@
+"""The fast step on a GPU: its Triton kernels against formulas in fp64, its CUDA graph against the step without one."""
+
+import gc
+
+import pytest
+import torch
+import torch.nn.functional as F
+
+from cs336_systems.config import RunConfig, model_config
+from cs336_systems.kernels.fused import nodes as fused
+from cs336_systems.kernels.fused import pointwise
+from cs336_systems.kernels.fused.packed_adamw import PackedAdamW
+from cs336_systems.measure.memory_trace import predict_by_tracing
+from cs336_systems.measure.timing import time_as_configured
+from cs336_systems.model import TransformerLM
+from cs336_systems.step.train_step import TrainStep
+from tests.unit.kernels.attention_cases import poisoned_memory
+
+pytestmark = pytest.mark.gpu
+
+SHAPES = {
+    "narrow": model_config("tiny", d_model=96, num_heads=4, d_ff=200, vocab_size=301, context_length=77),
+    "small": model_config("small", num_layers=2),
+    "2.7B": model_config("2.7B", num_layers=1),
+}
+WITHOUT_GRAPH = "kernels,loss,optimizer"
+
+
+@pytest.fixture(autouse=True)
+def clean_gpu():
+    torch.manual_seed(0)
+    yield
+    gc.collect()
+    torch.cuda.synchronize()
+    torch._C._cuda_clearCublasWorkspaces()
+    torch.cuda.empty_cache()
+
+
+def relative(found, expected):
+    return ((found.double() - expected.double()).norm() / expected.double().norm()).item()
+
+
+def batch_of(config, rows=3, seed=0):
+    generator = torch.Generator().manual_seed(seed)
+    shape = (2, rows, config.context_length)
+    inputs, targets = torch.randint(config.vocab_size, shape, generator=generator).cuda()
+    targets[0, :5] = -100
+    return inputs, targets
+
+
+def gradients(model, inputs, targets, *, fused_loss):
+    model.zero_grad()
+    loss = model(inputs, targets) if fused_loss else F.cross_entropy(model(inputs).flatten(0, 1), targets.flatten())
+    loss.backward()
+    return loss, {name: p.grad for name, p in model.named_parameters()}
+
+
+@pytest.mark.parametrize("name", SHAPES)
+@pytest.mark.parametrize(("dtype", "bound"), [(torch.float32, 1e-5), (torch.bfloat16, 0.03)])
+def test_model_against_fp64(name, dtype, bound):
+    config = SHAPES[name]
+    oracle = TransformerLM(config, attention="reference").cuda()
+    for p in oracle.parameters():
+        if p.dim() < 2:
+            p.data.uniform_(0.5, 1.5)
+    fast = TransformerLM(config, attention="flash_triton", fused=True).cuda()
+    fast.load_state_dict(oracle.state_dict())
+    if dtype == torch.bfloat16:
+        for p in fast.parameters():
+            p.data = p.data.to(dtype)
+        oracle.load_state_dict(fast.state_dict())  # the same weights: only the arithmetic differs
+    inputs, targets = batch_of(config)
+    expected_loss, expected = gradients(oracle.double(), inputs, targets, fused_loss=False)
+    with poisoned_memory():
+        loss, found = gradients(fast, inputs, targets, fused_loss=True)
+    assert loss.item() == pytest.approx(expected_loss.item(), rel=bound / 10)
+    wrong = {n: relative(found[n], expected[n]) for n in expected if relative(found[n], expected[n]) > bound}
+    assert wrong == {}
+
+
+@pytest.mark.parametrize("vocabulary", [1, 11, 5000, 50257])
+def test_loss_in_chunks(vocabulary, monkeypatch):
+    x = torch.randn(300, 64, device="cuda", dtype=torch.bfloat16, requires_grad=True)
+    weight = torch.randn(vocabulary, 64, device="cuda", dtype=torch.bfloat16, requires_grad=True)
+    targets = torch.randint(vocabulary, (300,), device="cuda")
+    targets[::7] = -100
+    exact = [t.detach().double().requires_grad_() for t in (x, weight)]
+    expected = F.cross_entropy(exact[0] @ exact[1].T, targets)
+    (expected * 3).backward()
+    for chunk in (1 << 30, 70 * 2 * vocabulary):
+        monkeypatch.setattr(fused, "CHUNK_BYTES", chunk)
+        x.grad = weight.grad = None
+        loss = fused.linear_cross_entropy(x, weight, targets)
+        (loss * 3).backward()
+        assert loss.item() == pytest.approx(expected.item(), rel=5e-3, abs=1e-6)
+        if vocabulary > 1:  # else there is nothing to learn
+            assert relative(x.grad, exact[0].grad) < 0.02
+            assert relative(weight.grad, exact[1].grad) < 0.02
+
+
+@pytest.mark.parametrize("count", [1, 1023, 1 << 20])
+def test_adamw_against_torchs(count):
+    values, tensors = torch.randn(count, device="cuda"), {}
+    for split in (False, True):
+        weights, rest = values.clone(), None
+        if split:
+            weights, rest = values.to(torch.bfloat16), torch.empty(count, dtype=torch.int16, device="cuda")
+            pointwise.split_(values, weights, rest)
+        tensors[split] = weights, rest, torch.zeros(count, device="cuda"), torch.zeros(count, device="cuda")
+    plain = torch.nn.Parameter(values.clone())
+    optimizer = torch.optim.AdamW([plain], lr=1e-2, betas=(0.9, 0.95), weight_decay=0.1)
+    for step in range(1, 6):
+        gradient = torch.randn(count, device="cuda").to(torch.bfloat16)
+        plain.grad = gradient.float()
+        optimizer.step()
+        scalars = torch.tensor([1e-2, 1.0, 1 - 0.9**step, (1 - 0.95**step) ** 0.5, 1.0], device="cuda")
+        for weights, rest, mean, square in tensors.values():
+            pointwise.adamw_(weights, rest, gradient, mean, square, scalars, (0.9, 0.95), 1e-8, 0.1)
+    for weights, rest, _, _ in tensors.values():
+        whole = weights if rest is None else pointwise.united(weights, rest)
+        torch.testing.assert_close(whole, plain.data, rtol=1e-6, atol=1e-7)
+    rounded, _, *_ = tensors[True]
+    assert (rounded.float() - plain.data).abs().max() <= plain.data.abs().max() / 256
+
+
+# -- the graph --------------------------------------------------------------------------------------------------------
+
+
+def trained(fast, *, steps=6, micro_batches=1, config=SHAPES["narrow"], poison_at=None, **fields):
+    """Losses and weights of a run with another batch, and another learning rate, in every step."""
+    run = RunConfig(
+        model=config, batch_size=3, device="cuda", precision="bf16", attention="flash_triton", fast=fast, **fields
+    )
+    step = TrainStep.build(run)
+    losses = []
+    for number in range(steps):
+        for group in step.optimizer.param_groups:
+            group["lr"] = 1e-3 * (number + 1)
+        if number == poison_at:
+            kept, gain = [p.detach().clone() for p in step.model.parameters()], step.model.ln_final.weight
+            gain.data.fill_(float("nan"))
+        batches = [batch_of(config, seed=10 * number + part) for part in range(micro_batches)]
+        losses.append(step.train(batches).item())
+        if number == poison_at:
+            gain.data.copy_(kept[[id(p) for p in step.model.parameters()].index(id(gain))])
+            for p, before in zip(step.model.parameters(), kept, strict=True):
+                assert torch.equal(p, before)
+    return losses, [p.detach().clone() for p in step.model.parameters()], step
+
+
+@pytest.mark.parametrize("micro_batches", [1, 2, 5])
+def test_graph_is_the_step_to_the_bit(micro_batches):
+    expected, weights, _ = trained(WITHOUT_GRAPH, micro_batches=micro_batches, max_grad_norm=0.5)
+    losses, found, step = trained("on", micro_batches=micro_batches, max_grad_norm=0.5)
+    assert step.graph is not None
+    assert step.graph.peak_memory > 0
+    assert losses == expected
+    assert all(torch.equal(a, b) for a, b in zip(found, weights, strict=True))
+
+
+def test_graph_leaves_out_a_step_that_is_not_finite():
+    losses, _, step = trained("on", steps=8, poison_at=5, max_grad_norm=1.0)
+    assert losses[5] != losses[5]
+    assert all(loss == loss for number, loss in enumerate(losses) if number != 5)
+    assert isinstance(step.optimizer, PackedAdamW)
+    assert step.optimizer.state_dict()["state"][0]["step"].item() == 7
+
+
+def test_batches_of_another_shape_run_without_the_graph():
+    _, _, step = trained("on")
+    loss = step.train([batch_of(SHAPES["narrow"], rows=2)])
+    again = step.train([batch_of(SHAPES["narrow"], rows=3)])
+    assert torch.isfinite(loss)
+    assert torch.isfinite(again)
+
+
+@pytest.mark.parametrize("part", ["kernels", "loss", "optimizer", "graph"])
+def test_each_part_alone_learns_as_the_plain_step(part):
+    expected, *_ = trained("off", config=SHAPES["small"])
+    losses, *_ = trained(part, config=SHAPES["small"])
+    assert losses == pytest.approx(expected, abs=0.03)
+
+
+@pytest.mark.parametrize("fields", [{}, {"fast": WITHOUT_GRAPH}, {"checkpoint_blocks": 1}, {"precision": "fp32"}])
+def test_predicted_peak_of_the_fast_step(fields):
+    config = {"precision": "bf16", "attention": "flash_triton", "fast": "on", **fields}
+    run = RunConfig(model=model_config("small"), device="cuda", warmup_steps=4, num_steps=2, **config)
+    before = torch.cuda.memory_allocated()
+    step = TrainStep.build(run)
+    peak = time_as_configured(step, step.random_batch()).peak_memory - before
+    assert predict_by_tracing(run).peak / peak == pytest.approx(1, abs=0.03)

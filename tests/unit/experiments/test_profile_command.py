@@ -1,0 +1,284 @@
+"""`cs336 profile` and its experiments: files that tell the same as the records, mistakes that leave nothing behind."""
+
+import json
+import os
+import re
+import shutil
+import struct
+import xml.etree.ElementTree as ElementTree
+from collections import Counter
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from cs336_systems import record
+from cs336_systems.cli import main
+from cs336_systems.config import RunConfig, UserError
+from cs336_systems.experiments import runner as runner_module
+from cs336_systems.experiments.catalogue import EXPERIMENTS, INSTRUMENTS, cells
+from cs336_systems.measure.readers.trace import read_chrome
+from cs336_systems.timeline import Timeline
+from tests.helpers import CPU_ONLY, CS336, MODEL, SHAPE, TINY, clean_env, execute
+
+PROFILE_EXPERIMENTS = ("kernels", "memory", "checkpointing", "saved_tensors")
+PARAMETER_BYTES = 4 * (2 * 64 * 16 + 4 * 16 * 16 + 3 * 16 * 32 + 3 * 16)
+ONE_STEP = ["--num_steps", "1"]
+
+
+def files(folder: Path) -> set[str]:
+    return {str(path.relative_to(folder)) for path in folder.rglob("*") if path.is_file() and path.suffix != ".pyc"}
+
+
+# -- one profile, looked at from all sides ----------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def profiled(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("profile")
+    result = execute(CS336, "profile", *TINY, *ONE_STEP, "--output", "out/records.jsonl", cwd=folder)
+    assert result.returncode == 0, result.stderr
+    return folder / "out", result
+
+
+@pytest.fixture(scope="module")
+def records(profiled):
+    loaded = record.load(profiled[0] / "records.jsonl").records
+    assert all(item.ok for item in loaded), [item.status for item in loaded if not item.ok]
+    return {(item.experiment, item.metric): item for item in loaded}
+
+
+def one_file(folder: Path, name: str) -> Path:
+    [path] = folder.rglob(name)
+    assert path.parent.parent == folder / "files"
+    return path
+
+
+def test_all_files_are_there_and_no_others(profiled):
+    folder, _ = profiled
+    names = Counter(Path(name).name for name in files(folder))
+    assert names.pop("records.jsonl") == 1
+    wanted = {"trace.json.gz", "timeline.json.gz", "timeline.html", "timeline.png", "timeline.svg"}
+    assert {name for name in names if name.startswith(("trace.", "timeline."))} == wanted
+    assert set(names.values()) == {1}
+    assert files(folder.parent) == {f"out/{name}" for name in files(folder)}  # nothing elsewhere
+    assert not [name for name in files(folder) if name.endswith((".tmp", ".part"))]
+
+
+def test_all_three_instruments_left_records(records):
+    assert {experiment for experiment, _ in records} == {"kernels", "memory", "saved_tensors"}
+    configs = [item.config for item in records.values()]
+    assert all(config["model"] == {**SHAPE, "context_length": 8, "rope_theta": 10_000.0} for config in configs)
+
+
+def test_the_kept_trace_is_that_of_the_records(profiled, records):
+    """4 + 3 projections, the head and the two products of attention; twice as many in backward."""
+    trace = read_chrome(one_file(profiled[0], "trace.json.gz"))
+    for phase, products in (("forward", 10), ("backward", 20)):
+        made = [kernel for kernel in trace.of(phase) if kernel.name in ("aten::mm", "aten::bmm")]
+        assert len(made) == products * trace.steps
+        samples = records["kernels", f"kind_table: {phase}"].samples
+        table = {samples[i]: samples[i + 1 : i + 3] for i in range(0, len(samples), 3)}
+        count, seconds = table["matmul"]
+        in_trace, in_trace_count = trace.by_kind(phase)["matmul"]
+        assert count == in_trace_count / trace.steps
+        assert seconds == pytest.approx(in_trace / trace.steps)
+
+
+def test_the_kept_timeline_is_that_of_the_records(profiled, records):
+    timeline = Timeline.load(one_file(profiled[0], "timeline.json.gz"))
+    when, peak = timeline.peak()
+    parts = timeline.parts_at(when)
+    assert parts["parameters"] == PARAMETER_BYTES
+    assert sum(parts.values()) == peak
+    assert [span.name for span in timeline.phases] == ["forward", "loss", "backward", "optimizer"]
+    assert list(records["memory", "peak_memory"].numbers) == [peak]
+    [predicted] = records["memory", "predicted_by_tracing_memory"].numbers
+    assert predicted == pytest.approx(peak, rel=0.02)
+
+
+def test_the_page_stands_alone(profiled):
+    """It is opened from a disk, maybe on a machine without a network."""
+    page = one_file(profiled[0], "timeline.html").read_text(encoding="utf-8")
+    assert page.lstrip().lower().startswith("<!doctype html")
+    assert not re.search(r"""(src|href)\s*=\s*["']?(https?:)?//|@import|fetch\(""", page)
+    assert "parameters" in page
+
+
+def test_the_pictures_are_pictures(profiled):
+    png = one_file(profiled[0], "timeline.png").read_bytes()
+    assert png.startswith(b"\x89PNG\r\n\x1a\n")
+    assert png.rstrip(b"\0").endswith(b"IEND\xaeB`\x82")
+    width, height = struct.unpack(">II", png[16:24])
+    assert min(width, height) > 100
+    root = ElementTree.fromstring(one_file(profiled[0], "timeline.svg").read_text(encoding="utf-8"))
+    assert root.tag.endswith("svg")
+    assert len(list(root.iter())) > 20
+
+
+def test_saved_tensors_are_recorded(records):
+    """At the least the logits' softmax, the scores and the inputs of the matrix products."""
+    [saved] = records["saved_tensors", "saved_memory"].numbers
+    [of_parameters] = records["saved_tensors", "saved_parameter_memory"].numbers
+    tokens, heads = 8, SHAPE["num_heads"]
+    assert saved > 4 * (tokens * SHAPE["vocab_size"] + heads * tokens**2 + 5 * tokens * SHAPE["d_model"])
+    assert 0 < of_parameters < PARAMETER_BYTES
+
+
+def test_tables_are_printed(profiled):
+    _, result = profiled
+    for word in ("aten::mm", "matmul", "forward", "backward", "parameters", "activations", "layers.0"):
+        assert word in result.stdout, word
+    assert "Traceback" not in result.stderr
+
+
+def test_the_table_can_be_printed_again(profiled):
+    folder, _ = profiled
+    result = execute(CS336, "table", "records.jsonl", "--format", "md", cwd=folder)
+    assert (result.returncode, result.stderr) == (0, "")
+    assert "matmul" in result.stdout
+    assert "parameters" in result.stdout
+
+
+def test_one_instrument_of_a_users_own_model(tmp_path):
+    (tmp_path / "mine.py").write_text(MODEL)
+    argv = [*TINY, *ONE_STEP, "--model", "mine:build", "--only", "memory", "--output", "r/records.jsonl"]
+    result = execute(CS336, "profile", *argv, cwd=tmp_path)
+    assert result.returncode == 0, result.stderr
+    assert {item.experiment for item in record.load(tmp_path / "r" / "records.jsonl").records} == {"memory"}
+    assert not list(tmp_path.rglob("trace.json.gz"))
+    timeline = Timeline.load(one_file(tmp_path / "r", "timeline.json.gz"))
+    assert {"embed", "mix", "head"} <= {block.module for block in timeline.blocks}
+
+
+# -- mistakes ---------------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def elsewhere(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    for name, value in CPU_ONLY.items():
+        monkeypatch.setenv(name, value)
+    return tmp_path
+
+
+@pytest.fixture
+def no_worker(monkeypatch):
+    def start():
+        pytest.fail("a worker was started for something that cannot be run")
+
+    monkeypatch.setattr(runner_module, "Worker", start)
+
+
+def assert_refused(argv, named, capsys, folder):
+    before = files(folder)
+    try:
+        code = main(argv)
+    except SystemExit as exit:
+        code = exit.code
+    said = capsys.readouterr()
+    assert code == 2, said
+    assert said.out == ""
+    assert said.err.count("\n") == 1, said.err
+    assert said.err.startswith("cs336 profile: ")
+    assert all(word in said.err for word in named), said.err
+    assert files(folder) == before
+
+
+@pytest.mark.parametrize(
+    ("argv", "named"),
+    [
+        (["--only", "kernel"], ["'kernel'", "kernels", "memory", "saved_tensors"]),
+        (["--only", "memory,astrology"], ["'astrology'", "saved_tensors"]),
+        (["--mode", "inference", "--only", "saved_tensors"], ["inference", "saved_tensors"]),
+        (["--mode", "inference", "--only", "kernels,saved_tensors"], ["inference", "saved_tensors"]),
+        (["--compile", "--only", "memory"], ["--compile"]),
+        (["--num_steps", "0"], ["num_steps", "0"]),
+        (["--d_model", "6", "--num_heads", "2"], ["6 / 2 = 3"]),
+        (["--mode", "sideways"], ["'sideways'"]),
+        (["--device", "tpu"], ["'tpu'"]),
+        (["--model", "mine"], ["'mine'"]),
+        (["--output", "file/records.jsonl"], ["'file/records.jsonl'"]),
+        (["--output", "folder"], ["'folder'"]),
+    ],
+    ids=lambda value: " ".join(value),
+)
+def test_mistakes(argv, named, elsewhere, no_worker, capsys):
+    """Told before a process is started. Below a regular file nobody can write, not even root."""
+    (elsewhere / "file").write_text("in the way")
+    (elsewhere / "folder").mkdir()
+    assert_refused(["profile", *TINY, "--output", "out/records.jsonl", *argv], named, capsys, elsewhere)
+    assert not (elsewhere / "out").exists()
+
+
+@pytest.mark.skipif(os.geteuid() == 0, reason="root may write everywhere")
+def test_a_folder_without_write_permission(elsewhere, no_worker, capsys):
+    (elsewhere / "closed").mkdir(mode=0o500)
+    assert_refused(["profile", *TINY, "--output", "closed/records.jsonl"], ["closed"], capsys, elsewhere)
+
+
+@pytest.mark.skipif(shutil.which("nsys") is not None, reason="nsys is installed")
+def test_nsys_that_is_absent(tmp_path):
+    env = clean_env(PATH="/usr/bin:/bin")
+    argv = [*TINY, *ONE_STEP, "--only", "kernels", "--nsys", "--output", "out/records.jsonl"]
+    result = execute(CS336, "profile", *argv, cwd=tmp_path, env=env)
+    assert result.returncode == 0, result.stderr
+    assert [line for line in result.stderr.splitlines() if "nsys" in line] == [
+        "nsys is not installed, or not on PATH: torch.profiler serves"
+    ]
+    assert "kernels: forward, by name" in result.stdout
+
+
+# -- experiments ------------------------------------------------------------------------------------------------------
+
+
+def unique(requests):
+    return len({json.dumps(request, sort_keys=True) for request in requests}) == len(requests)
+
+
+@pytest.mark.parametrize("device", ["cpu", "cuda"])
+@pytest.mark.parametrize("preset", ["quick", "course"])
+@pytest.mark.parametrize("name", PROFILE_EXPERIMENTS)
+def test_grids(name, preset, device):
+    """Cells that are the same would be measured once and shown twice."""
+    requests = cells([name], preset, RunConfig(device=device, num_steps=1))
+    assert requests
+    assert {experiment for experiment, _ in requests} == {name}
+    assert all(config["device"] == device for _, config in requests)
+    assert all(config["num_steps"] == 1 for _, config in requests)
+    assert unique(requests)
+    assert EXPERIMENTS[name].instrument in INSTRUMENTS
+
+
+def test_quick_grids_are_quick_and_answer_their_question():
+    """On a laptop: small models only. Each must hold both sides of what it compares."""
+    base = RunConfig(device="cpu")
+    grids = {name: [config for _, config in cells([name], "quick", base)] for name in PROFILE_EXPERIMENTS}
+    for configs in grids.values():
+        assert all(config["model"]["d_model"] <= 256 for config in configs)
+    assert {"inference", "train-step"} <= {config["mode"] for config in grids["kernels"]}
+    assert {"inference", "train-step"} <= {config["mode"] for config in grids["memory"]}
+    assert "inference" not in {config["mode"] for config in grids["saved_tensors"]}
+    assert len({config["checkpoint_blocks"] for config in grids["checkpointing"]}) >= 3
+
+
+def test_course_asks_for_more_than_quick():
+    base = RunConfig(device="cuda")
+    for name in PROFILE_EXPERIMENTS:
+        assert len(cells([name], "course", base)) > len(cells([name], "quick", base)), name
+
+
+def test_clocks_of_a_gpu_cannot_be_compared_on_a_cpu():
+    base = RunConfig(device="cpu")
+    with pytest.raises(UserError, match="profiler_agreement") as caught:
+        cells(["profiler_agreement"], "quick", base)
+    assert "\n" not in str(caught.value)
+    assert cells(["profiler_agreement"], "quick", replace(base, device="cuda"))
+
+
+def test_clocks_on_a_cpu_by_command(elsewhere, no_worker, capsys):
+    assert main(["run", "profiler_agreement", "--preset", "quick", "--device", "cpu"]) == 2
+    said = capsys.readouterr()
+    assert said.err.count("\n") == 1
+    assert "profiler_agreement" in said.err
+    assert files(elsewhere) == set()

@@ -1,0 +1,114 @@
+"""What the repository shows of its own measurements is what the records say."""
+
+import pytest
+
+from cs336_systems.config import RunConfig
+from cs336_systems.predict.memory_model import estimate
+from cs336_systems.record import MIB, load
+from cs336_systems.report.cells import group
+from cs336_systems.report.sections import tables
+from tests.helpers import ROOT
+
+H200 = ROOT / "results" / "h200"
+
+
+@pytest.fixture(scope="module")
+def cells():
+    return group(load(H200 / "records.jsonl").records)
+
+
+def test_tables_are_not_stale():
+    text = "\n\n".join(table.render("md") for table in tables(load(H200 / "records.jsonl").records)) + "\n"
+    remedy = "cs336 table results/h200/records.jsonl --format md --output results/h200/tables.md"
+    assert (H200 / "tables.md").read_text() == text, f"stale; make it again: {remedy}"
+
+
+def test_every_cell_is_filled(cells):
+    out_of_memory = [cell for cell in cells if not cell.ok]
+    assert {(cell.experiment, cell.get("checkpoint_blocks")) for cell in out_of_memory} == {("checkpointing", 0)}
+    assert all(cell.status.startswith("oom: needs") for cell in out_of_memory)
+    assert {cell.machine for cell in cells} == {"NVIDIA H200"}
+    assert {"end_to_end", "precision", "compile", "warmup", "peak_memory"} <= {cell.experiment for cell in cells}
+
+
+def test_kernels_have_a_kind_and_a_phase(cells):
+    found = [cell for cell in cells if cell.experiment == "kernels"]
+    assert len(found) == 40
+    total = sum(cell.value("kernel_time") for cell in found)
+    assert sum(cell.value("unknown_kernel_time") for cell in found) < 0.01 * total
+    assert sum(cell.value("kernel_time_outside_phases") for cell in found) < 0.02 * total
+
+
+def test_peaks_are_predicted_and_labelled(cells):
+    found = [cell for cell in cells if cell.experiment == "memory"]
+    assert len(found) == 20
+    for cell in found:
+        peak = cell.value("peak_memory")
+        assert abs(cell.memory_error) < 0.02
+        assert sum(size for _, size in cell.rows("part_memory", 2)) == pytest.approx(peak, rel=0.01)
+        assert cell.value("unlabelled_memory") < 0.02 * peak
+
+
+def test_the_largest_block_of_forward_is_the_score_matrix_and_gone_with_flash(cells):
+    def largest(mode, attention):
+        (cell,) = [
+            cell
+            for cell in cells
+            if cell.experiment == "memory"
+            and (cell.get("mode"), cell.get("attention"), cell.get("context_length"), cell.get("precision"))
+            == (mode, attention, 512, "fp32")
+        ]
+        return cell.rows("largest_blocks", 5)
+
+    size, label, module, what, line = largest("forward", "reference")[0]
+    assert (size, label, module) == (128 * MIB, "activations", "layers.0.attn")
+    assert "bmm 128x512x512 float32" in what
+    assert line.startswith("reference.py:")
+    assert not any("512x512" in row[3] for row in largest("train-step", "auto"))
+
+
+def test_checkpointing_is_predicted(cells):
+    found = [cell for cell in cells if cell.experiment == "checkpointing" and cell.ok]
+    assert len(found) == 18
+    for cell in found:
+        assert cell.value("predicted_by_tracing_memory") == pytest.approx(cell.value("peak_memory"), rel=0.03)
+        assert cell.get("inner") or abs(cell.memory_error) < 0.03
+
+
+def test_predicted_peaks_are_within_two_and_three_percent(cells):
+    found = [cell for cell in cells if cell.experiment == "peak_memory"]
+    plain = [cell for cell in found if cell.get("attention") == "reference" and not cell.get("checkpoint_blocks")]
+    assert len(plain) == 42
+    assert max(abs(cell.memory_error) for cell in plain) < 0.02
+    assert max(abs(cell.memory_error) for cell in found) < 0.03
+
+
+def test_the_model_as_it_is_now_predicts_them_too(cells):
+    """The records hold what was predicted on that day; the model has to be right today."""
+    found = [cell for cell in cells if cell.experiment == "peak_memory"]
+    errors = {
+        cell.name: estimate(RunConfig.from_dict(cell.config)).peak / cell.value("peak_memory") - 1 for cell in found
+    }
+    assert max(map(abs, errors.values())) < 0.02, errors
+
+
+def test_fp32_eager_is_no_slower_and_no_larger_than_the_reference_model(cells):
+    """Step time in ms and peak in GiB of the course's staff model on the same GPU."""
+    bar = {
+        "small": (75.5, 5.08),
+        "medium": (192.8, 13.8),
+        "large": (422.2, 27.5),
+        "xl": (800.7, 49.9),
+        "2.7B": (1168, 65.5),
+    }
+    steps = {c.get("size"): c for c in cells if c.experiment == "end_to_end" and c.get("mode") == "train-step"}
+    assert steps.keys() == bar.keys()
+    for size, (milliseconds, gib) in bar.items():
+        assert steps[size].value("step_time") * 1e3 < milliseconds
+        assert steps[size].value("peak_memory") / 2**30 < gib
+
+
+def test_our_clock_agrees_with_do_bench_on_2_7b(cells):
+    (cell,) = [c for c in cells if c.experiment == "timing_agreement" and c.get("size") == "2.7B"]
+    for phase in ("forward", "backward", "step"):
+        assert cell.value(f"{phase}_time") / cell.value(f"do_bench_{phase}_time") == pytest.approx(1, abs=0.02)

@@ -1,0 +1,40 @@
+"""Triton's attention kernels under Triton's interpreter, on the CPU, in a process of its own.
+
+TRITON_INTERPRET must be set before triton is imported, and another test may have imported it by then. Reads a JSON list
+of runs (the arguments of `run`) from standard input; prints one JSON object: how many ran, and what was wrong.
+"""
+
+import json
+import sys
+import traceback
+from typing import Any
+
+import torch
+
+from cs336_systems.kernels import attention
+from tests.unit.kernels.attention_cases import Case, failures, poisoned_memory
+
+
+def run(fields: dict[str, Any], dtype: str, deterministic: bool, **options: object) -> list[str]:
+    window = fields["window"]
+    case = Case(**{**fields, "window": tuple(window) if isinstance(window, list) else window})
+
+    def implementation(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, **mask: object) -> object:
+        return attention(q, k, v, impl="flash_triton", deterministic=deterministic, return_lse=True, **mask)
+
+    try:
+        with poisoned_memory():
+            wrong = failures(implementation, case, getattr(torch, dtype), **options)
+    except Exception:
+        wrong = [f"{case.name} {dtype}: {traceback.format_exc()}"]
+    return [f"deterministic={deterministic} {options} {line}" for line in wrong]
+
+
+def main() -> None:
+    torch.set_num_threads(1)
+    results = [run(**arguments) for arguments in json.load(sys.stdin)]
+    print(json.dumps({"runs": len(results), "wrong": [line for result in results for line in result]}))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,136 @@
+"""Files that somebody else recorded: memory snapshots and traces, whole, damaged, and of other kinds."""
+
+import gzip
+import json
+import pickle
+from pathlib import Path
+
+import pytest
+
+from cs336_systems.cli import main
+from cs336_systems.config import UserError
+from cs336_systems.measure.readers.snapshot import EARLIER, read_snapshot
+
+MIB = 2**20
+
+
+def frames(*lines):
+    return [{"filename": file, "line": line, "name": name} for file, line, name in lines]
+
+
+IN_MODEL = frames(
+    ("/x/torch/nn/functional.py", 9, "linear"), ("/home/me/model.py", 12, "forward"), ("run.py", 3, "main")
+)
+IN_CPP = frames(("??", 0, "at::native::empty_cuda"))
+
+
+def event(action, addr, size, time_us, of=()):
+    return {"action": action, "addr": addr, "size": size, "time_us": time_us, "frames": list(of)}
+
+
+def snapshot():
+    """One block from before that stays, one that goes; one made and freed, one made that stays, one without a line."""
+    history = [
+        event("alloc", 300, 4 * MIB, 1_000_000, IN_MODEL),
+        event("segment_alloc", 0, 20 * MIB, 1_000_000),
+        event("alloc", 400, 8 * MIB, 2_000_000, IN_CPP),
+        event("free_requested", 300, 4 * MIB, 3_000_000),
+        event("free_completed", 300, 4 * MIB, 3_000_000),
+        event("free_completed", 200, 2 * MIB, 3_500_000),
+        event("alloc", 300, 1 * MIB, 4_000_000, IN_MODEL),
+    ]
+    held = [
+        {"address": 100, "size": MIB, "requested_size": MIB - 12, "state": "active_allocated"},
+        {"address": 400, "size": 8 * MIB, "requested_size": 8 * MIB, "state": "active_allocated"},
+        {"address": 300, "size": 2 * MIB, "requested_size": MIB, "state": "active_allocated"},
+        {"address": 500, "size": 9 * MIB, "requested_size": 0, "state": "inactive"},
+    ]
+    return {"segments": [{"blocks": held}], "device_traces": [history, []]}
+
+
+def written(path: Path, content) -> Path:
+    path.write_bytes(content if isinstance(content, bytes) else pickle.dumps(content))
+    return path
+
+
+def test_a_snapshot_is_a_timeline(tmp_path):
+    timeline = read_snapshot(written(tmp_path / "s.pickle", snapshot()))
+    found = sorted((b.label, b.size, b.start, b.end, b.line) for b in timeline.blocks)
+    assert found == sorted(
+        [
+            ("model.py: forward", 4 * MIB, 0.0, 2.0, "model.py:12 in forward"),
+            ("model.py: forward", 1 * MIB, 3.0, None, "model.py:12 in forward"),
+            ("unlabelled", 8 * MIB, 1.0, None, ""),
+            (EARLIER, 2 * MIB, 0.0, 2.5, ""),
+            (EARLIER, MIB - 12, 0.0, None, ""),
+        ],
+        key=lambda row: (row[0], row[1], row[2]),
+    )
+    assert timeline.peak() == (1.0, 4 * MIB + 8 * MIB + 2 * MIB + MIB - 12)
+
+
+class Calls:
+    """What must not run when a file is read."""
+
+    def __reduce__(self):
+        return print, ("a snapshot was allowed to call a function",)
+
+
+@pytest.mark.parametrize(
+    ("content", "named"),
+    [
+        (b"", "not a memory snapshot, or is cut off"),
+        (pickle.dumps(snapshot())[:-40], "cut off"),
+        (b"\x00\x01 something else", "not a memory snapshot"),
+        ([1, 2, 3], "no segments and device_traces"),
+        ({"segments": []}, "no segments and device_traces"),
+        ({"segments": [], "device_traces": []}, "holds no allocations"),
+        ({"segments": [], "device_traces": [], "more": Calls()}, "names builtins.print"),
+    ],
+)
+def test_files_that_are_no_snapshots(content, named, tmp_path, capsys):
+    path = written(tmp_path / "s.pickle", content)
+    with pytest.raises(UserError, match=named) as caught:
+        read_snapshot(path)
+    assert str(path) in str(caught.value)
+    assert "\n" not in str(caught.value)
+    assert capsys.readouterr().out == ""
+
+
+def test_a_snapshot_that_is_not_there(tmp_path):
+    with pytest.raises(UserError, match="No such file"):
+        read_snapshot(tmp_path / "none.pickle")
+
+
+def test_the_command_shows_a_snapshot_and_writes_its_page(tmp_path, capsys):
+    path = written(tmp_path / "s.pickle", snapshot())
+    assert main(["inspect", str(path)]) == 0
+    shown = capsys.readouterr().out
+    assert "peak 0.015 GiB" in shown
+    assert "model.py:12 in forward" in shown
+    assert "<html" in path.with_suffix(".html").read_text()
+
+
+def test_the_command_shows_a_trace_without_our_ranges(tmp_path, capsys):
+    """Somebody else's: all of it is one phase."""
+    kernels = [
+        {"ph": "X", "cat": "kernel", "name": name, "ts": ts, "dur": dur, "tid": 7, "args": {"correlation": n}}
+        for n, (name, ts, dur) in enumerate([("sgemm_nn", 10, 30), ("cunn_SoftMaxForward", 50, 10)])
+    ]
+    path = tmp_path / "theirs.json.gz"
+    path.write_bytes(gzip.compress(json.dumps({"traceEvents": kernels}).encode()))
+    assert main(["inspect", str(path), "--format", "csv"]) == 0
+    shown = capsys.readouterr().out
+    assert "75.0%" in shown
+    assert "sgemm_nn" in shown
+
+
+@pytest.mark.parametrize("name", ["table.csv", "records.jsonl", "noend"])
+def test_the_command_names_a_file_of_another_kind(name, tmp_path, capsys):
+    (tmp_path / name).write_text("x")
+    assert main(["inspect", str(tmp_path / name)]) == 2
+    said = capsys.readouterr()
+    assert said.err.count("\n") == 1
+    assert name in said.err
+    assert ".sqlite" in said.err
+    assert main(["inspect"]) == 2

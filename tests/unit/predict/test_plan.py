@@ -1,0 +1,241 @@
+"""Parallel layouts on paper: against the bytes that the wrappers hold and send, and against published answers."""
+
+import dataclasses
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from cs336_systems.cli import main
+from cs336_systems.config import ModelConfig, RunConfig, UserError
+from cs336_systems.experiments.ranks.layouts import NODES, PlanArguments, plan_config, plans
+from cs336_systems.experiments.ranks.measure_arrangements import measure_arrangements
+from cs336_systems.parallel import fsdp
+from cs336_systems.predict import parallel_model
+from cs336_systems.predict.parallel_model import Cluster, Plan, Strategy, Workload, feed_forward, transformer
+from cs336_systems.record import GIB, MIB
+
+MODEL = ModelConfig(vocab_size=96, context_length=8, d_model=16, num_layers=3, num_heads=2, d_ff=32)
+TENSORS = 9 * MODEL.num_layers + 3
+FLAG = 4
+"""Bytes that our buckets carry for each parameter, to tell which were used."""
+
+
+def cluster(gpus: int, **fields) -> Cluster:
+    return Cluster(**{"gpus": gpus, "memory": 80e9, "flops": 1e15, "node": 8, "link": 4e11, "network": 5e10, **fields})
+
+
+def plan(strategy: str, gpus: int, config: RunConfig, **fields) -> Plan:
+    return Plan(transformer(config), cluster(gpus, **fields), Strategy.parse(strategy))
+
+
+# -- against what the wrappers do -------------------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def measured():
+    run = RunConfig(model=MODEL, batch_size=2, warmup_steps=0, num_steps=1)
+    own = {"ranks": 2, "backend": "gloo", "arrangements": ["bucketed 25", "sharded", "fsdp"], "rounds": 1, "link": None}
+    return run, {name: samples for name, _, samples in measure_arrangements({**run.to_dict(), **own})}
+
+
+def sent(found: dict, arrangement: str) -> dict[str, int]:
+    totals: dict[str, int] = {}
+    for name, size in zip(found[f"{arrangement}: message"], found[f"{arrangement}: message_size"], strict=True):
+        totals[name] = totals.get(name, 0) + size
+    return totals
+
+
+def planned(found: Plan) -> dict[str, float]:
+    totals: dict[str, float] = {}
+    for message in found.messages:
+        totals[message.collective] = totals.get(message.collective, 0) + message.nbytes
+    return totals
+
+
+@pytest.mark.xdist_group("ranks")
+@pytest.mark.parametrize(("arrangement", "strategy"), [("bucketed 25", "dp"), ("sharded", "zero1"), ("fsdp", "fsdp")])
+def test_bytes_are_those_that_the_wrappers_hold_and_send(measured, arrangement, strategy):
+    run, found = measured
+    expected = plan(strategy, 2, run)
+    for part in ("parameter", "gradient"):
+        assert found[f"{arrangement}: {part}_memory"] == [expected.memory[part]], part
+    step_counts = 4 * TENSORS  # AdamW has one for each tensor
+    state = found[f"{arrangement}: optimizer_memory"][0]
+    assert expected.memory["optimizer"] <= state <= 1.1 * expected.memory["optimizer"] + step_counts
+
+    real, paper = sent(found, arrangement), planned(expected)
+    if strategy == "zero1":  # each owner's messages together are an all-gather
+        real["all_gather"] = real.pop("broadcast")
+    flags = FLAG * (2 * MODEL.num_layers + 1 if strategy == "fsdp" else TENSORS)
+    assert real == {**paper, "all_reduce": paper["all_reduce"] + flags}
+
+
+def test_as_many_weights_are_whole_at_a_time_as_in_fsdp():
+    assert (parallel_model.GATHERED_AHEAD, parallel_model.SCATTERED_AT_ONCE) == (fsdp.AHEAD, fsdp.SCATTERS)
+
+
+# -- against published answers ----------------------------------------------------------------------------------------
+
+XXL = {"d_model": 16384, "d_ff": 53248, "num_layers": 126, "num_heads": 128}
+
+
+def test_the_handouts_model_on_one_device():
+    """Weights, gradients and Adam's two moments in fp32: 16 bytes for each of 2.2e11 parameters."""
+    run = RunConfig(model=ModelConfig(**XXL, context_length=1), batch_size=1, precision="bf16")
+    found = Plan(feed_forward(run), cluster(1), Strategy())
+    parameters = 126 * 2 * 16384 * 53248
+    assert sum(found.memory[part] for part in ("parameter", "gradient", "optimizer")) == 16 * parameters
+    assert found.memory["activation"] == 126 * 2 * (16384 + 53248)
+    assert found.messages == []
+    assert found.hidden == found.exposed
+
+
+def test_sharded_data_parallel_needs_the_ratio_of_rates_in_tokens():
+    """The Scaling Book: compute-bound from C / W tokens on each device, whatever the model."""
+    run = RunConfig(model=ModelConfig(**XXL, context_length=4096), batch_size=1, precision="bf16")
+    found = Plan(feed_forward(run), cluster(4096, node=1), Strategy(stage=3))
+    assert found.least_tokens == pytest.approx(1e15 / 5e10 * 4095 / 4096)
+
+
+def test_the_handouts_mesh():
+    """16 x 4 devices of 4.6e14 FLOP/s, 1.8e11 B/s an axis, two axes for the weights: solved by hand for forward, with
+    (n - 1) / n of an array sent and messages added up."""
+    run = RunConfig(model=ModelConfig(**XXL, context_length=1024), batch_size=1, precision="bf16")
+    mesh = cluster(64, node=4, flops=4.6e14, link=1.8e11, network=3.6e11)
+    found = Plan(feed_forward(run), mesh, Strategy(stage=3, tensor=4))
+    d_ff, per_axis = 53248, 1.8e11
+    products = d_ff / 4.6e14  # of a token on each device, over 4 d_model
+    activations = 4 * (3 / 4) / per_axis
+    weights = (15 / 16) * d_ff / (4 * 2 * per_axis)
+    assert found.least_tokens == pytest.approx(weights / (products - activations))
+    assert 300 < found.least_tokens < 400
+
+
+def test_stages_send_what_their_paper_says():
+    """In units of the parameters, for many ranks: 2 for data parallel and stage 2, 3 for stages 3 and, here, 1."""
+    run = RunConfig(model=ModelConfig(**XXL), precision="bf16")
+    work = feed_forward(run)
+    units = {
+        stage: sum(m.sent for m in Plan(work, cluster(10_000), Strategy(stage)).messages) / (2 * work.parameters)
+        for stage in range(4)
+    }
+    assert units == {stage: pytest.approx(expected, rel=1e-3) for stage, expected in enumerate((2, 3, 2, 3))}
+
+
+# -- what must hold of any --------------------------------------------------------------------------------------------
+
+workloads = st.builds(
+    Workload,
+    blocks=st.integers(1, 100),
+    matrices=st.integers(1, 10**12),
+    looked_up=st.just(0),
+    replicated=st.integers(0, 10**6),
+    largest=st.integers(1, 10**6),
+    width=st.sampled_from([2, 4]),
+    has_copies=st.booleans(),
+    tokens=st.integers(1, 10**6),
+    stream=st.integers(1, 10**9),
+    forward=st.floats(1e6, 1e18),
+    backward=st.floats(1e6, 1e18),
+    activations=st.floats(0, 1e11),
+    reductions=st.integers(1, 300),
+    recomputed=st.integers(0, 300),
+)
+strategies = st.builds(Strategy, stage=st.integers(0, 3), tensor=st.sampled_from([1, 2, 8, 16]))
+
+
+@given(workloads, strategies, st.integers(1, 5000))
+@settings(deadline=None)
+def test_the_smallest_cluster_is_the_smallest(work, strategy, replicas):
+    needed = Plan(work, cluster(replicas * strategy.tensor), strategy).smallest_cluster
+    if needed is None:
+        assert not Plan(work, cluster(10**9 * strategy.tensor), strategy).fits
+        return
+    slack = 1 + 1e-9
+    assert Plan(work, cluster(needed), strategy).total <= 80e9 * slack
+    if needed > strategy.tensor:
+        assert Plan(work, cluster(needed - strategy.tensor), strategy).total * slack > 80e9
+
+
+@given(workloads, strategies, st.integers(1, 500))
+@settings(deadline=None)
+def test_with_the_tokens_needed_products_are_longest(work, strategy, replicas):
+    found = Plan(work, cluster(replicas * strategy.tensor), strategy)
+    least = found.least_tokens
+    if not least:
+        return
+    scale = least / work.tokens
+
+    def scaled(by: float) -> Plan:
+        grown = dataclasses.replace(
+            work,
+            tokens=work.tokens * by,
+            stream=work.stream * by,
+            forward=work.forward * by,
+            backward=work.backward * by,
+        )
+        return Plan(grown, found.cluster, strategy)
+
+    for during in ("forward", "backward"):
+        enough = scaled(scale * 1.001)
+        assert enough.communication(during) <= enough.compute(during)
+    few = scaled(scale * 0.999)
+    assert any(few.communication(during) > few.compute(during) for during in ("forward", "backward"))
+
+
+@given(workloads, strategies)
+@settings(deadline=None)
+def test_one_gpu_sends_nothing_and_more_hold_less(work, strategy):
+    alone = Plan(work, cluster(strategy.tensor), strategy)
+    assert all(message.grows for message in alone.messages), "replicas of one have nothing to tell each other"
+    more = Plan(work, cluster(8 * strategy.tensor), strategy)
+    assert more.total <= alone.total
+    assert alone.hidden <= alone.exposed
+
+
+# -- the command ------------------------------------------------------------------------------------------------------
+
+
+def test_defaults_of_every_card_are_known():
+    for name in NODES:
+        assert plan_config(PlanArguments(gpu=name, precision="bf16"))["flops"] > 1e13
+
+
+def test_the_table_has_a_row_for_each_strategy(capsys):
+    assert (
+        main(["plan", "--size", "small", "--gpus", "16", "--gpu", "RTX 4090", "--strategy", "dp,fsdp,tp2,zero1+tp4"])
+        == 0
+    )
+    shown = capsys.readouterr().out
+    for name in ("dp", "zero3", "dp+tp2", "zero1+tp4"):
+        assert shown.count(f"\n{name} ") == 2, name
+    assert "165 TFLOP/s, 25 GB/s in a node of 8" in shown
+
+
+def test_rates_can_be_given():
+    arguments = PlanArguments(gpu="95GB", tflops=460, link=180, network=90, gpus=4, strategy=("zero3",))
+    (found,) = plans(plan_config(arguments))
+    assert found.cluster == Cluster(4, found.cluster.memory, 4.6e14, 8, 1.8e11, 9e10)
+    assert 90 * GIB * 0.9 < found.cluster.memory < 95e9 - 500 * MIB
+
+
+@pytest.mark.parametrize(
+    ("arguments", "named"),
+    [
+        ({"gpu": "95GB"}, "--tflops, --link, --network"),
+        ({"gpu": "t4"}, "--link, --network"),
+        ({"gpu": "tpu"}, "'tpu'"),
+        ({"gpus": 0}, "--gpus must be at least 1, got 0"),
+        ({"node": 0}, "--node"),
+        ({"strategy": ("zero4",)}, "'zero4'"),
+        ({"strategy": ("tp0",)}, "'tp0'"),
+        ({"gpus": 12, "strategy": ("zero3+tp8",)}, "12 GPUs"),
+        ({"tflops": -1.0}, "--tflops"),
+        ({"link": 0.0}, "--link"),
+        ({"strategy": ()}, "--strategy"),
+    ],
+)
+def test_mistakes_are_named(arguments, named):
+    with pytest.raises(UserError, match=named):
+        plans(plan_config(PlanArguments(**arguments)))

@@ -1,0 +1,157 @@
+"""One training step: phases, modes, precisions, and that it really trains."""
+
+import math
+
+import pytest
+import torch
+from torch import nn
+
+from cs336_systems.config import MODES, PRECISIONS, ModelConfig, RunConfig
+from cs336_systems.step.train_step import TrainStep, cosine_lr, set_matmul_precision
+
+SHAPE = ModelConfig(vocab_size=61, context_length=16, d_model=32, num_layers=2, num_heads=2, d_ff=48)
+
+PHASES_OF_MODE = {
+    "inference": ("forward",),
+    "forward": ("forward",),
+    "forward-backward": ("forward", "loss", "backward", "sync"),
+    "train-step": ("forward", "loss", "backward", "sync", "optimizer"),
+}
+
+
+class Log:
+    """A watcher that writes down the phases."""
+
+    def __init__(self):
+        self.events = []
+
+    def __call__(self, name):
+        log = self
+
+        class Range:
+            def __enter__(self):
+                log.events.append(f"+{name}")
+
+            def __exit__(self, *_):
+                log.events.append(f"-{name}")
+
+        return Range()
+
+
+def step_of(**fields):
+    return TrainStep.build(RunConfig(model=SHAPE, batch_size=2, **fields))
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_phases_come_one_after_another(mode):
+    step, log = step_of(mode=mode), Log()
+    step(*step.random_batch(), watch=log)
+    phases = [phase for phase in PHASES_OF_MODE[mode] if phase != "sync"]  # no wrapper, nothing to synchronise
+    assert log.events == [event for phase in phases for event in (f"+{phase}", f"-{phase}")]
+
+
+def test_a_wrapper_is_synchronised_between_backward_and_optimizer():
+    class Wrapper(nn.Module):
+        def __init__(self, module):
+            super().__init__()
+            self.module = module
+            self.synced_with_gradients = None
+
+        def forward(self, tokens):
+            return self.module(tokens)
+
+        def finish_gradient_synchronization(self):
+            self.synced_with_gradients = all(p.grad is not None for p in self.module.parameters())
+
+    wrapper, log = Wrapper(step_of().model), Log()
+    step = TrainStep(wrapper, RunConfig(model=SHAPE, batch_size=2))
+    step(*step.random_batch(), watch=log)
+    assert wrapper.synced_with_gradients
+    assert [e for e in log.events if e[0] == "+"] == ["+forward", "+loss", "+backward", "+sync", "+optimizer"]
+
+
+@pytest.mark.parametrize("precision", PRECISIONS)
+def test_every_precision_learns_the_batch(precision):
+    """fp16 goes through the scaler, whose first steps may be skipped."""
+    step = step_of(precision=precision, max_grad_norm=1.0)
+    for group in step.optimizer.param_groups:
+        group["lr"] = 1e-2
+    batch = step.random_batch()
+    losses = [step(*batch).item() for _ in range(25)]
+    assert losses[0] == pytest.approx(math.log(61), rel=0.15)
+    assert losses[-1] < 0.7 * losses[0]
+    assert all(parameter.dtype == torch.float32 for parameter in step.model.parameters())
+
+
+def test_a_step_is_what_plain_pytorch_would_do():
+    step = step_of(max_grad_norm=0.5)
+    twin = step_of(max_grad_norm=0.5).model
+    optimizer = torch.optim.AdamW(twin.parameters())
+    inputs, targets = step.random_batch()
+    for _ in range(3):
+        loss = step(inputs, targets)
+        expected = nn.functional.cross_entropy(twin(inputs).view(-1, 61), targets.view(-1))
+        optimizer.zero_grad()
+        expected.backward()
+        nn.utils.clip_grad_norm_(twin.parameters(), 0.5)
+        optimizer.step()
+        torch.testing.assert_close(loss, expected.detach())
+    for a, b in zip(step.model.parameters(), twin.parameters(), strict=True):
+        torch.testing.assert_close(a, b, rtol=1e-4, atol=1e-6)
+
+
+def test_inference_keeps_no_graph_and_forward_keeps_one():
+    grad_enabled = []
+    for mode in ("inference", "forward"):
+        step = step_of(mode=mode)
+        step.model.register_forward_hook(lambda _m, _i, output: grad_enabled.append(output.requires_grad))
+        assert step(*step.random_batch()) is None
+    assert grad_enabled == [False, True]
+
+
+def test_no_graph_and_no_stale_gradient_outlives_a_step():
+    """Two live graphs double the memory of a step: nothing of one step may be alive in the next."""
+    step = step_of(mode="forward-backward")
+    batch = step.random_batch()
+    step(*batch)
+    first = [p.grad.clone() for p in step.model.parameters()]
+    step(*batch)
+    assert all(torch.equal(p.grad, g) for p, g in zip(step.model.parameters(), first, strict=True))
+    trained = step_of(mode="train-step")
+    trained(*batch)
+    assert all(p.grad is None for p in trained.model.parameters())
+
+
+def test_phases_appear_in_a_profile():
+    step = step_of()
+    batch = step.random_batch()
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]) as profile:
+        step(*batch)
+    names = {event.key for event in profile.key_averages()}
+    assert {"forward", "loss", "backward", "optimizer"} <= names
+
+
+def test_fp32_means_fp32():
+    set_matmul_precision("tf32")
+    assert torch.get_float32_matmul_precision() == "high"
+    assert torch.backends.cudnn.allow_tf32
+    step_of(precision="fp32")
+    assert torch.get_float32_matmul_precision() == "highest"
+    assert not torch.backends.cudnn.allow_tf32
+
+
+def test_cosine_schedule():
+    def lr(step):
+        return cosine_lr(step, peak=1.0, floor=0.1, warmup_steps=10, total_steps=110)
+
+    assert [lr(0), lr(5), lr(10), lr(110), lr(500)] == pytest.approx([0, 0.5, 1.0, 0.1, 0.1])
+    assert lr(60) == pytest.approx(0.55)
+    assert all(lr(step) >= lr(step + 1) for step in range(10, 120))
+
+
+@pytest.mark.slow
+def test_compiled_step_gives_the_same_loss():
+    plain, compiled = step_of(), step_of(compile=True)
+    batch = plain.random_batch()
+    for _ in range(2):
+        torch.testing.assert_close(plain(*batch), compiled(*batch), rtol=1e-4, atol=1e-4)

@@ -1,0 +1,228 @@
+"""The rules of DESIGN that hold the modules apart, read from the source with ast: a rule nobody checks is a wish."""
+
+import ast
+import re
+import sys
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
+
+from tests.helpers import PACKAGE, ROOT, execute
+
+OURS = PACKAGE.name
+LEVELS = {
+    0: ("", "config", "record", "text", "table", "flags", "commands", "timeline", "predict"),
+    1: ("kernels", "parallel"),
+    2: ("model", "step"),
+    3: ("measure",),
+    4: ("report",),
+    5: ("experiments", "train"),
+    6: ("cli", "__main__", "benchmark"),
+}
+"""The part of the package (a module or folder of its root, "" its __init__) to its level. A part imports from lower
+levels and from itself."""
+LEVEL = {part: level for level, parts in LEVELS.items() for part in parts}
+PEERS = {*LEVELS[0], *LEVELS[2], *LEVELS[6]}
+"""Parts that may import others of their own level."""
+
+
+@dataclass(frozen=True)
+class Import:
+    line: int
+    name: str
+    """Absolute, down to the module: `torch.nn`, `cs336_systems.predict.flops`."""
+
+    @property
+    def top(self) -> str:
+        return self.name.split(".")[0]
+
+    @property
+    def module(self) -> str:
+        """Of ours: the name below the package."""
+        return self.name.removeprefix(OURS).removeprefix(".")
+
+    @property
+    def part(self) -> str:
+        return self.module.split(".")[0]
+
+
+def module_name(path: Path) -> str:
+    """Below the package: `measure.flops`; a folder's __init__ has the folder's name, the package's own is ""."""
+    parts = path.relative_to(PACKAGE).with_suffix("").parts
+    return ".".join(parts[:-1] if parts[-1] == "__init__" else parts)
+
+
+SOURCES = {module_name(path): path for path in sorted(PACKAGE.rglob("*.py"))}
+
+
+def is_module(name: str) -> bool:
+    return name.removeprefix(OURS).removeprefix(".") in SOURCES
+
+
+def imports(path: Path) -> list[Import]:
+    """All of a file, also those inside functions, under conditions, and by name through importlib."""
+    found = []
+    for node in ast.walk(ast.parse(path.read_text())):
+        match node:
+            case ast.Import(names=names):
+                found += [Import(node.lineno, alias.name) for alias in names]
+            case ast.ImportFrom(module=str(module), names=names, level=0):
+                # `from cs336_systems.measure import flops` imports a module, `... import UserError` a name of one.
+                for alias in names:
+                    full = f"{module}.{alias.name}"
+                    found.append(Import(node.lineno, full if module.startswith(OURS) and is_module(full) else module))
+            case ast.ImportFrom():
+                raise AssertionError(f"{path}:{node.lineno}: relative import")
+            case ast.Call(
+                func=ast.Name(id="__import__") | ast.Attribute(attr="import_module"),
+                args=[ast.Constant(value=str(name))],
+            ):
+                found.append(Import(node.lineno, name))
+    return found
+
+
+IMPORTS = {name: imports(path) for name, path in SOURCES.items()}
+
+
+def test_the_reader_of_imports_sees_every_kind(tmp_path):
+    """The tests below would all pass if this one found nothing."""
+    path = tmp_path / "sample.py"
+    path.write_text(
+        "import torch.nn as nn\nfrom cs336_systems import record\nfrom cs336_systems.config import UserError\n"
+        "def f():\n    from cs336_systems.predict import flops, gpus\n    import rich\n"
+        "if True:\n    __import__('numpy')\nimportlib.import_module('cs336_systems.cli')\n"
+    )
+    assert sorted((found.line, found.name) for found in imports(path)) == [
+        (1, "torch.nn"),
+        (2, "cs336_systems.record"),
+        (3, "cs336_systems.config"),
+        (5, "cs336_systems.predict.flops"),
+        (5, "cs336_systems.predict.gpus"),
+        (6, "rich"),
+        (8, "numpy"),
+        (9, "cs336_systems.cli"),
+    ]
+
+
+def test_every_part_has_a_level():
+    parts = {name.split(".")[0] for name in SOURCES}
+    assert parts == set(LEVEL)
+
+
+def breaches(rule) -> list[str]:
+    """`module:line imports name` for every import in the package for which `rule(module, import)` does not hold."""
+    return [
+        f"{name or '__init__'}:{found.line} imports {found.name}"
+        for name, all_found in IMPORTS.items()
+        for found in all_found
+        if not rule(name, found)
+    ]
+
+
+def test_parts_import_from_lower_levels_only():
+    def allowed(module: str, found: Import) -> bool:
+        if found.top != OURS:
+            return True
+        part = module.split(".")[0]
+        if LEVEL[found.part] == LEVEL[part]:
+            return found.part == part or part in PEERS
+        return LEVEL[found.part] < LEVEL[part]
+
+    assert breaches(allowed) == []
+
+
+def test_the_lowest_level_needs_only_the_standard_library_and_rich():
+    def allowed(module: str, found: Import) -> bool:
+        return LEVEL[module.split(".")[0]] > 0 or found.top in {*sys.stdlib_module_names, "rich", OURS}
+
+    assert breaches(allowed) == []
+
+
+def test_the_report_reads_records_and_nothing_else():
+    """Nobody calls the report, and it runs nothing: its tables can be made anywhere from the file alone."""
+
+    def allowed(module: str, found: Import) -> bool:
+        if not module.startswith("report"):
+            return True
+        draws = module == "report.picture" and found.top in ("matplotlib", "cycler")
+        return (
+            draws
+            or found.top in sys.stdlib_module_names
+            or (found.top == OURS and (LEVEL[found.part] == 0 or found.part == "report"))
+        )
+
+    assert breaches(allowed) == []
+
+
+def test_predictions_and_readers_of_files_need_no_torch():
+    """`predict` and `measure.readers` are levels without torch, not lists of exceptions."""
+
+    def allowed(module: str, found: Import) -> bool:
+        if not module.startswith(("predict", "measure.readers")):
+            return True
+        return found.top in sys.stdlib_module_names or (
+            found.top == OURS and (LEVEL[found.part] == 0 or found.module.startswith("measure.readers"))
+        )
+
+    assert breaches(allowed) == []
+
+
+def test_no_module_hides_one_of_the_standard_library():
+    """`python cs336_systems/benchmark/benchmark.py` puts its folder first in sys.path: a profile.py there, and
+    torch.compile imports it in place of the standard one. The same goes for the package's root."""
+    names = {
+        path.stem for folder in (PACKAGE, PACKAGE / "benchmark") for path in folder.iterdir() if path.suffix == ".py"
+    }
+    names |= {path.name for path in PACKAGE.iterdir() if path.is_dir()}
+    assert "calculate_memory" in names
+    assert names & set(sys.stdlib_module_names) == set()
+
+
+def test_modules_that_must_not_import_torch(tmp_path):
+    modules = ["cli", "experiments.runner", "predict.memory_model", "predict.attention_model"]
+    modules += ["predict.parallel_model", "measure.readers.trace", "measure.readers.nsys", "report.figures"]
+    program = "import sys\n" + "".join(
+        f"import {OURS}.{module}\nassert not {{'torch', 'matplotlib'}} & sys.modules.keys(), {module!r}\n"
+        for module in modules
+    )
+    result = execute(sys.executable, "-c", program, cwd=tmp_path, timeout=30)
+    assert result.returncode == 0, result.stderr
+
+
+@pytest.mark.parametrize("module", [name for name in SOURCES if not name.split(".")[-1].startswith("_") or not name])
+def test_every_public_module_says_what_it_is_for(module):
+    assert ast.get_docstring(ast.parse(SOURCES[module].read_text()))
+
+
+def test_nothing_is_left_undone():
+    words = re.compile(r"\b(NotImplementedError|TODO|FIXME)\b")
+    assert words.search("TODO: a word this must find")
+    files = [*SOURCES.values(), ROOT / "pyproject.toml", ROOT / "Makefile"]
+    found = [
+        f"{path.relative_to(ROOT)}:{number}: {line.strip()}"
+        for path in files
+        for number, line in enumerate(path.read_text().splitlines(), start=1)
+        if words.search(line)
+    ]
+    assert found == []
+
+
+def test_every_instrument_is_where_the_catalogue_says():
+    """They are imported by name, in the worker only, so a wrong one would show only when its experiment is run."""
+    from cs336_systems.experiments.catalogue import EXPERIMENTS, INSTRUMENTS
+
+    assert {experiment.instrument for experiment in EXPERIMENTS.values()} <= INSTRUMENTS.keys()
+    for place in INSTRUMENTS.values():
+        module, function = place.split(":")
+        tree = ast.parse(SOURCES[module.removeprefix(f"{OURS}.")].read_text())
+        assert function in {node.name for node in tree.body if isinstance(node, ast.FunctionDef)}, place
+
+
+@pytest.mark.xdist_group("one worker")
+def test_groups_of_tests_stay_together(request):
+    """Ranks of two tests at a time would starve each other, and what a module shares would be made twice. A pytest that
+    does not know of xdist's groups (9.2 with xdist 3.8) says nothing."""
+    if getattr(request.config, "workerinput", None) is None:
+        pytest.skip("one worker")
+    assert request.node.nodeid.endswith("@one worker")

@@ -1,0 +1,212 @@
+"""Command-line flags: both spellings, and every mistake one line on standard error with exit code 2."""
+
+import io
+import sys
+from dataclasses import dataclass
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from cs336_systems.benchmark.benchmark import BenchArguments
+from cs336_systems.benchmark.calculate_memory import CalculateArguments
+from cs336_systems.commands import guarded, run_command
+from cs336_systems.config import UserError, flag
+from cs336_systems.flags import Parser, add_flags, read_flags
+from cs336_systems.predict.fit import FitArguments
+from cs336_systems.predict.model_flags import ShapeArguments
+
+
+@dataclass(frozen=True)
+class Example:
+    context_length: int = flag(512, "tokens per sequence")
+    max_grad_norm: float = flag(0.0, "clip to this")
+    mode: str = flag("forward", "what to do", ("forward", "backward"))
+    device: str | None = flag(None, "where")
+    layers: int | None = flag(None, "how many")
+    sizes: tuple[str, ...] = flag((), "which sizes")
+    batch_sizes: tuple[int, ...] = flag((1, 2), "which batches")
+    force_all: bool = flag(False, "again")
+
+
+def parse(*argv, arguments=Example):
+    parser = Parser(prog="prog")
+    add_flags(parser, arguments)
+    return read_flags(arguments, parser.parse_args(argv))
+
+
+def test_fields_not_given_keep_their_defaults():
+    assert parse() == Example()
+    assert parse("--layers", "3") == Example(layers=3)
+    for arguments in (ShapeArguments, BenchArguments, FitArguments, CalculateArguments):
+        assert parse(arguments=arguments) == arguments()
+
+
+@pytest.mark.parametrize("argv", [["--context_length", "64"], ["--context-length", "64"], ["--context-length=64"]])
+def test_both_spellings_of_a_flag_work(argv):
+    assert parse(*argv) == Example(context_length=64)
+
+
+def test_values_take_the_type_of_the_field():
+    found = parse("--max-grad-norm", "2", "--device", "7", "--layers", "7", "--mode", "backward")
+    assert found == Example(max_grad_norm=2.0, device="7", layers=7, mode="backward")
+    assert isinstance(found.max_grad_norm, float)
+
+
+def test_a_negative_number_is_a_value_and_not_a_flag():
+    assert parse("--layers", "-3").layers == -3
+
+
+def test_a_zero_is_given_and_not_taken_for_the_default():
+    assert parse("--context_length", "0").context_length == 0
+
+
+@pytest.mark.parametrize("text", ["small,medium,2026/xl", "small, medium, 2026/xl", "small,medium,2026/xl,"])
+def test_comma_lists(text):
+    assert parse("--sizes", text).sizes == ("small", "medium", "2026/xl")
+
+
+def test_comma_lists_of_numbers_and_of_one():
+    assert parse("--batch-sizes", "4,8").batch_sizes == (4, 8)
+    assert parse("--batch_sizes", "16").batch_sizes == (16,)
+
+
+@settings(max_examples=50, deadline=None)
+@given(st.lists(st.integers(), min_size=1, max_size=6).map(tuple))
+def test_any_list_of_numbers_can_be_given(numbers):
+    assert parse(f"--batch_sizes={','.join(map(str, numbers))}").batch_sizes == numbers
+
+
+@pytest.mark.parametrize("argv", [["--force_all"], ["--force-all"]])
+def test_a_switch_is_off_until_given(argv):
+    assert parse().force_all is False
+    assert parse(*argv).force_all is True
+
+
+# -- mistakes ---------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("argv", "named"),
+    [
+        (["--context_length", "many"], "'many'"),
+        (["--context-length", "1.5"], "'1.5'"),
+        (["--max_grad_norm", "big"], "'big'"),
+        (["--mode", "sideways"], "'sideways'"),
+        (["--batch_sizes", "1,two,3"], "two"),
+        (["--colour", "blue"], "--colour"),
+        (["stray"], "stray"),
+        (["--layer", "3"], "--layer"),  # no abbreviations: they change their meaning when a flag is added
+        (["--context_length"], "--context_length"),
+        (["--force_all=yes"], "'yes'"),
+        (["--device\n", "x"], "--device"),
+        (["--mode", "a\nb"], r"a\nb"),
+        (["--context_length", "a\nb"], r"a\nb"),
+    ],
+    ids=lambda value: " ".join(value) if isinstance(value, list) else "",
+)
+def test_a_mistake_is_one_line_that_names_the_value(capsys, argv, named):
+    with pytest.raises(SystemExit) as end:
+        parse(*argv)
+    out, err = capsys.readouterr()
+    assert end.value.code == 2
+    assert out == ""
+    assert err.startswith("prog: ")
+    assert err.endswith("\n")
+    assert len(err.splitlines()) == 1
+    assert named in err
+
+
+def test_a_bad_choice_is_answered_with_the_choices(capsys):
+    with pytest.raises(SystemExit):
+        parse("--mode", "sideways")
+    err = capsys.readouterr().err
+    assert "forward" in err
+    assert "backward" in err
+
+
+@pytest.mark.parametrize("arguments", [Example, ShapeArguments, BenchArguments, FitArguments, CalculateArguments])
+def test_help_shows_every_flag(capsys, arguments):
+    """A lone % in a help text would end --help in a traceback."""
+    with pytest.raises(SystemExit) as end:
+        parse("--help", arguments=arguments)
+    assert end.value.code == 0
+    shown = capsys.readouterr().out
+    assert all(f"--{name}" in shown for name in arguments.__dataclass_fields__)
+
+
+def test_help_tells_defaults(capsys):
+    with pytest.raises(SystemExit):
+        parse("--help")
+    shown = capsys.readouterr().out
+    assert "(default: 512)" in shown
+    assert "(default: 0.0)" in shown
+    assert "(default: None)" not in shown
+
+
+# -- commands ---------------------------------------------------------------------------------------------------------
+
+
+def test_a_command_gets_its_arguments_and_its_exit_code_is_passed_on():
+    seen = []
+
+    def command(arguments):
+        seen.append(arguments)
+        return 7
+
+    assert run_command("prog", "manual", Example, command, ["--context-length", "64"]) == 7
+    assert seen == [Example(context_length=64)]
+
+
+@pytest.mark.parametrize(
+    ("argv", "named"),
+    [
+        (["--size", "huge"], "'huge'"),
+        (["--d_model", "-3"], "-3"),
+        (["--d_model", "100", "--num_heads", "7"], "100"),
+        (["--batch_size", "0"], "got 0"),
+        (["--rope_theta", "nan"], "nan"),
+        (["--size", "two\nlines"], r"two\nlines"),
+    ],
+    ids=" ".join,
+)
+def test_a_configuration_that_cannot_be_is_one_line_and_exit_code_2(capsys, argv, named):
+    code = run_command("bench", None, ShapeArguments, lambda arguments: bool(arguments.run_config()), argv)
+    out, err = capsys.readouterr()
+    assert code == 2
+    assert out == ""
+    assert len(err.splitlines()) == 1
+    assert err.startswith("bench: ")
+    assert named in err
+
+
+def raises(error):
+    def run():
+        raise error
+
+    return run
+
+
+def test_a_users_mistake_is_exit_code_2(capsys):
+    assert guarded("prog", raises(UserError("no such thing 'x'"))) == 2
+    assert capsys.readouterr().err == "prog: no such thing 'x'\n"
+
+
+def test_ctrl_c_is_exit_code_130(capsys):
+    assert guarded("prog", raises(KeyboardInterrupt())) == 130
+    out, err = capsys.readouterr()
+    assert out == ""
+    assert len(err.splitlines()) == 1
+    assert err.startswith("prog: stopped")
+
+
+def test_a_reader_that_has_gone_is_no_failure(monkeypatch, tmp_path):
+    monkeypatch.setattr(sys, "stderr", io.StringIO())
+    with (tmp_path / "out").open("w") as out:  # what it is pointed at instead is not pytest's own
+        monkeypatch.setattr(sys, "stdout", out)
+        assert guarded("prog", raises(BrokenPipeError())) == 0
+
+
+def test_a_fault_of_ours_keeps_its_traceback():
+    with pytest.raises(ZeroDivisionError):
+        guarded("prog", lambda: 1 // 0)

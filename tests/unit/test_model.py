@@ -1,0 +1,160 @@
+"""The model against an oracle written from the formulas, in float64 and without any of the model's code."""
+
+import math
+
+import pytest
+import torch
+
+from cs336_systems.config import ATTENTIONS, COURSE_SIZES, ModelConfig, RunConfig, model_config
+from cs336_systems.kernels import attention
+from cs336_systems.kernels.flash.dispatch import IMPLEMENTATIONS
+from cs336_systems.model import TransformerLM
+from cs336_systems.step.train_step import TrainStep
+
+SHAPE = ModelConfig(vocab_size=97, context_length=24, d_model=48, num_layers=3, num_heads=4, d_ff=80)
+
+
+def oracle_logits(weights, config, tokens):
+    """A pre-norm Transformer from the course's definitions: one sequence position at a time where that is clearer."""
+    w = {name: tensor.double() for name, tensor in weights.items()}
+
+    def norm(x, gain):
+        return x / torch.sqrt((x * x).mean(-1, keepdim=True) + 1e-5) * gain
+
+    def rotate(x):  # (T, K)
+        out = torch.empty_like(x)
+        for position in range(x.shape[0]):
+            for pair in range(x.shape[1] // 2):
+                angle = position / config.rope_theta ** (2 * pair / x.shape[1])
+                a, b = x[position, 2 * pair], x[position, 2 * pair + 1]
+                out[position, 2 * pair] = a * math.cos(angle) - b * math.sin(angle)
+                out[position, 2 * pair + 1] = a * math.sin(angle) + b * math.cos(angle)
+        return out
+
+    def attend(x, prefix):  # (T, D)
+        heads = []
+        q, k, v = (x @ w[f"{prefix}.{name}_proj.weight"].T for name in "qkv")
+        for head in range(config.num_heads):
+            columns = slice(head * config.head_dim, (head + 1) * config.head_dim)
+            scores = rotate(q[:, columns]) @ rotate(k[:, columns]).T / math.sqrt(config.head_dim)
+            for row in range(len(x)):
+                scores[row, row + 1 :] = -math.inf
+            heads.append(torch.softmax(scores, -1) @ v[:, columns])
+        return torch.cat(heads, -1) @ w[f"{prefix}.output_proj.weight"].T
+
+    logits = []
+    for sequence in tokens:
+        x = w["token_embeddings.weight"][sequence]
+        for layer in range(config.num_layers):
+            name = f"layers.{layer}"
+            x = x + attend(norm(x, w[f"{name}.ln1.weight"]), f"{name}.attn")
+            y = norm(x, w[f"{name}.ln2.weight"])
+            gate = y @ w[f"{name}.ffn.w1.weight"].T
+            hidden = gate * torch.sigmoid(gate) * (y @ w[f"{name}.ffn.w3.weight"].T)
+            x = x + hidden @ w[f"{name}.ffn.w2.weight"].T
+        logits.append(norm(x, w["ln_final.weight"]) @ w["lm_head.weight"].T)
+    return torch.stack(logits)
+
+
+@pytest.fixture
+def model():
+    torch.manual_seed(1)
+    model = TransformerLM(SHAPE, attention="reference")
+    for parameter in model.parameters():  # gains of one would hide a missing gain
+        torch.nn.init.normal_(parameter, std=0.3)
+    return model
+
+
+@pytest.fixture
+def tokens():
+    return torch.randint(SHAPE.vocab_size, (2, SHAPE.context_length), generator=torch.Generator().manual_seed(2))
+
+
+@pytest.mark.parametrize("impl", ["reference", "sdpa", "auto"])
+def test_logits_equal_the_oracle(model, tokens, impl):
+    expected = oracle_logits(model.state_dict(), SHAPE, tokens)
+    for block in model.layers:
+        block.attn.impl = impl
+    torch.testing.assert_close(model(tokens).double(), expected, rtol=2e-4, atol=2e-4)
+
+
+def test_shorter_sequences_use_the_first_positions(model, tokens):
+    """Causality and position tables: a prefix gives the prefix of the logits."""
+    torch.testing.assert_close(model(tokens[:, :7]), model(tokens)[:, :7], rtol=1e-4, atol=1e-4)
+
+
+def test_future_tokens_do_not_matter(model, tokens):
+    changed = tokens.clone()
+    changed[:, 12:] = (changed[:, 12:] + 1) % SHAPE.vocab_size
+    assert torch.equal(model(tokens)[:, :12], model(changed)[:, :12])
+    assert not torch.equal(model(tokens)[:, 12:], model(changed)[:, 12:])
+
+
+def test_parameter_names_are_the_course_staff_models():
+    with torch.device("meta"):
+        names = set(TransformerLM(ModelConfig(num_layers=1)).state_dict())
+    block = [
+        "ln1",
+        "ln2",
+        "attn.q_proj",
+        "attn.k_proj",
+        "attn.v_proj",
+        "attn.output_proj",
+        "ffn.w1",
+        "ffn.w2",
+        "ffn.w3",
+    ]
+    expected = ["token_embeddings", "ln_final", "lm_head", *(f"layers.0.{name}" for name in block)]
+    assert names == {f"{name}.weight" for name in expected}
+
+
+@pytest.mark.parametrize("size", ["tiny", *COURSE_SIZES, "2026/10B"])
+def test_built_model_has_the_parameters_the_config_says(size):
+    config = model_config(size)
+    with torch.device("meta"):
+        model = TransformerLM(config)
+    assert sum(parameter.numel() for parameter in model.parameters()) == config.parameters
+
+
+@pytest.mark.parametrize("group", [1, 2, 3, 5])
+def test_checkpointing_changes_no_gradient(model, tokens, group):
+    def gradients(checkpoint_blocks):
+        model.checkpoint_blocks = checkpoint_blocks
+        model.zero_grad()
+        model(tokens).square().mean().backward()
+        return {name: parameter.grad.clone() for name, parameter in model.named_parameters()}
+
+    expected, found = gradients(0), gradients(group)
+    assert all(torch.equal(found[name], expected[name]) for name in expected)
+
+
+@pytest.mark.parametrize(("queries", "keys"), [(5, 5), (7, 3), (3, 7), (1, 1)])
+@pytest.mark.parametrize("is_causal", [False, True])
+def test_reference_attention_equals_sdpa(queries, keys, is_causal):
+    torch.manual_seed(0)
+    q, k, v = (torch.randn(2, 3, n, 8, dtype=torch.float64, requires_grad=True) for n in (queries, keys, keys))
+    found = attention(q, k, v, is_causal=is_causal, impl="reference")
+    expected = attention(q, k, v, is_causal=is_causal, impl="sdpa")
+    torch.testing.assert_close(found, expected)
+    weight = torch.randn_like(found)
+    for a, b in zip(
+        torch.autograd.grad((found * weight).sum(), (q, k, v)),
+        torch.autograd.grad((expected * weight).sum(), (q, k, v)),
+        strict=True,
+    ):
+        torch.testing.assert_close(a, b)
+
+
+def test_every_attention_of_the_configuration_is_implemented():
+    assert set(ATTENTIONS) == set(IMPLEMENTATIONS)
+
+
+def test_unknown_attention_names_the_choices():
+    with pytest.raises(ValueError, match="reference, flash_torch, flash_triton, flash_hopper, sdpa"):
+        attention(*torch.zeros(3, 1, 1, 2, 2), impl="flash")
+
+
+def test_weights_are_the_same_for_the_same_seed():
+    runs = [TrainStep.build(RunConfig(model=SHAPE, seed=seed)).model.state_dict() for seed in (3, 3, 4)]
+    assert all(torch.equal(runs[0][name], runs[1][name]) for name in runs[0])
+    assert not torch.equal(runs[0]["lm_head.weight"], runs[2]["lm_head.weight"])
