@@ -1,8 +1,8 @@
-"""What was seen: `Record`, `Environment`, files of records, and statistics over samples. Standard library only.
+"""Measurements: `Record`, `Metric`, `Environment`, files of records, statistics of samples. Standard library only.
 
-A file of records is JSON lines, append-only, one line per (experiment, configuration, metric). Where two lines have the
-same three, the later one counts. Base units are stored (s, B, B/s, FLOP/s, 1), raw samples only: means, ratios and
-speed-ups are derived when a file is read. A cell that failed is a record with no samples and its reason in `status`.
+A file of records is JSON lines, append-only, one line per (experiment, configuration, variant, metric). Where two lines
+agree in these four, the later one counts. Base units are stored (s, B, B/s, FLOP/s, 1), raw samples only: means, ratios
+and speed-ups are derived when a file is read. A cell that failed is a record with no samples and its reason in `status`.
 """
 
 import dataclasses
@@ -16,11 +16,13 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from cs336_systems.config import UserError
+from cs336_systems.text import Text, say
 
-SCHEMA_VERSION = 1
+SCHEMA_VERSION = 2
+"""2 has `variant`. Version 1 had it in front of the metric's name; it is split off when such a file is read."""
 CELL_TIME = "cell_time"
 """The metric every cell ends with: seconds from start to end, set-up included. A cell is complete when it is there."""
 UNITS = ("s", "B", "B/s", "FLOP", "FLOP/s", "1", "")
@@ -67,6 +69,16 @@ class Environment:
         return cls(**{**values, "throttle_reasons": tuple(values.get("throttle_reasons", ()))})
 
 
+class Metric(NamedTuple):
+    """One measured quantity, as an instrument returns it: base unit, raw samples."""
+
+    name: str
+    unit: str
+    samples: Sequence[float | str]
+    variant: str = ""
+    """The implementation, arrangement or strategy that was measured, where one cell measures several."""
+
+
 @dataclass(frozen=True)
 class Record:
     experiment: str
@@ -76,6 +88,7 @@ class Record:
     samples: tuple[float | str, ...] = ()
     status: str = "ok"
     environment: Environment = field(default_factory=Environment)
+    variant: str = ""
     schema_version: int = SCHEMA_VERSION
 
     @property
@@ -111,21 +124,53 @@ class Record:
             if not isinstance(values.get(name), kind):
                 raise ValueError(f"its {name} is {values.get(name)!r:.40}")
         config, environment = values["config"], Environment.from_dict(values["environment"])
+        if config.get("model_factory") in _MOVED:
+            config = {**config, "model_factory": _MOVED[config["model_factory"]]}
         if before is not None and before.config == config:
             config = before.config
+        variant, metric = values.get("variant", ""), values["metric"]
+        if version < 2:
+            variant, metric = _split_variant(config, metric)
+        if not isinstance(variant, str):
+            raise ValueError(f"its variant is {variant!r:.40}")
         record = cls(
             experiment=values["experiment"],
             config=config,
-            metric=values["metric"],
+            metric=metric,
             unit=values["unit"],
             samples=tuple(_decode(sample) for sample in values["samples"]),
             status=values["status"],
             environment=environment,
-            schema_version=version,
+            variant=variant,
         )
         if before is not None and before.config is config:
             record.__dict__["cell"] = before.cell  # what the cached property would work out again
         return record
+
+
+_MOVED = {"cs336_systems.benchmark.llama:build": "cs336_systems.experiments.steps.llama:build"}
+"""Model factories of this package that older records name by their former module."""
+
+
+def _split_variant(config: Mapping[str, Any], metric: str) -> tuple[str, str]:
+    """Variant and metric of a name of schema version 1: `flash_triton_step_time`, `naive: step_time`."""
+    found = [
+        (name, metric[len(name) + len(separator) :])
+        for field_name, separator in (("implementations", "_"), ("arrangements", ": "), ("strategies", ": "))
+        for name in _names(config.get(field_name))
+        if metric.startswith(name + separator)
+    ]
+    if found:
+        return max(found, key=lambda pair: len(pair[0]))  # `sdpa` begins `sdpa_flash`, too
+    if metric.startswith("dtype of "):
+        return metric.removeprefix("dtype of "), "dtype"
+    head, separator, tail = metric.partition(": ")
+    is_collective = separator and head.split(" ")[0] in _names(config.get("collectives"))
+    return (head, tail) if is_collective else ("", metric)
+
+
+def _names(value: Any) -> list[str]:
+    return [name for name in value if isinstance(name, str)] if isinstance(value, list | tuple) else []
 
 
 _KINDS = {
@@ -164,10 +209,10 @@ HEADLINES = ("step_time", "forward_backward_time", "leaderboard_time")
 
 @dataclass(frozen=True)
 class Loaded:
-    """The records of a file, the latest for each (experiment, cell, metric), and what was odd about the file."""
+    """The records of a file, the latest for each (experiment, cell, variant, metric), and remarks on the file."""
 
     records: list[Record]
-    remarks: list[str]
+    remarks: list[Text]
     name: str = ""
     """Of the run: its folder's, or the file's own."""
 
@@ -199,7 +244,7 @@ def load(path: str | Path, *, lenient: bool = False) -> Loaded:
         raise UserError(f"cannot read {str(path)!r}: {error.strerror}") from None
     lines = data.split(b"\n")
     torn = lines.pop()
-    remarks = [f"{path.name}: the last line is torn (a run was interrupted while writing); left out"] if torn else []
+    remarks = [say(*_TORN, path.name)] if torn else []
     records: list[Record] = []
     unreadable = []
     for number, line in enumerate(lines, start=1):
@@ -211,13 +256,18 @@ def load(path: str | Path, *, lenient: bool = False) -> Loaded:
                     raise
                 unreadable.append(str(error))
     if unreadable:
-        remarks.append(f"{path.name}: {len(unreadable)} lines left out, such as: {unreadable[0]}")
+        remarks.append(say(*_UNREADABLE, path.name, str(len(unreadable)), unreadable[0]))
     if torn and not records and not lenient and not _RECORD_START.startswith(torn[: len(_RECORD_START)]):
         _parse(torn, f"{path}, line {len(lines) + 1}")  # not the start of a record of ours: some other file
     name = path.absolute().parent.name if path.stem == "records" else path.stem
     return Loaded(latest(records), remarks, name)
 
 
+_TORN = (
+    "{}: the last line is torn (a run was interrupted while writing); left out",
+    "{}：最后一行不完整（写入时被中断）；已略去",
+)
+_UNREADABLE = ("{}: {} lines left out, such as: {}", "{}：略去 {} 行，例如：{}")
 _RECORD_START = b'{"experiment":"'
 
 
@@ -247,11 +297,11 @@ def drop_torn_line(path: str | Path) -> bool:
 
 
 def latest(records: Iterable[Record]) -> list[Record]:
-    """The last record for each (experiment, cell, metric), in order of first appearance.
+    """The last record for each (experiment, cell, variant, metric), in order of first appearance.
 
     A cell that was measured again after a failure, or the other way round, keeps only the lines of its last run.
     """
-    runs: dict[tuple[str, str], dict[str, Record]] = {}
+    runs: dict[tuple[str, str], dict[tuple[str, str], Record]] = {}
     complete: set[tuple[str, str]] = set()
     for record in records:
         key = (record.experiment, record.cell)
@@ -260,7 +310,7 @@ def latest(records: Iterable[Record]) -> list[Record]:
             runs[key] = {}
         if not record.ok:  # what an interrupted run before it left does not belong to this one
             runs[key] = {}
-        runs.setdefault(key, {})[record.metric] = record
+        runs.setdefault(key, {})[record.variant, record.metric] = record
         if record.metric == CELL_TIME:
             complete.add(key)
     return [record for run in runs.values() for record in run.values()]

@@ -6,56 +6,89 @@ import re
 import unicodedata
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from typing import NamedTuple
+
+from cs336_systems.text import Language, Text
 
 FORMATS = ("terminal", "md", "csv", "latex", "typst")
 
 
 @dataclass(frozen=True)
 class Column:
-    name: str
+    name: Text
     unit: str = ""
     numeric: bool = True
 
-    @property
-    def heading(self) -> str:
-        return f"{self.name} ({self.unit})" if self.unit else self.name
+    def heading(self, language: Language = "en") -> str:
+        name = self.name.in_(language)
+        return f"{name} ({self.unit})" if self.unit else name
+
+
+def word(name: Text) -> Column:
+    """A column of words, aligned left."""
+    return Column(name, numeric=False)
 
 
 @dataclass(frozen=True)
 class Table:
-    """Cells are text already formatted; notes are remarks that belong under the table in every format."""
+    """A table before it has a format or a language. Cells are formatted; notes stand under it in every format."""
+
+    title: Text
+    columns: Sequence[Column]
+    rows: Sequence[Sequence[str | Text]]
+    notes: Sequence[Text] = field(default_factory=tuple)
+
+    def render(self, format: str, language: Language = "en") -> str:
+        return _RENDERERS[format](self.plain(language, keep_lines=format == "csv"))
+
+    def plain(self, language: Language = "en", *, keep_lines: bool = False) -> "PlainTable":
+        """The table in one language. A line break inside a cell would end its row in every format but CSV."""
+
+        def text(value: str | Text) -> str:
+            said = value.in_(language) if isinstance(value, Text) else value
+            return said if keep_lines else " ".join(said.splitlines())
+
+        return PlainTable(
+            title=text(self.title),
+            heads=[Head(text(column.name), text(column.unit), column.numeric) for column in self.columns],
+            rows=[[text(cell) for cell in row] for row in self.rows],
+            notes=[text(note) for note in self.notes],
+        )
+
+
+class Head(NamedTuple):
+    """The heading of a column in one language."""
+
+    name: str
+    unit: str
+    numeric: bool
+
+    @property
+    def whole(self) -> str:
+        return f"{self.name} ({self.unit})" if self.unit else self.name
+
+
+class PlainTable(NamedTuple):
+    """A table in one language."""
 
     title: str
-    columns: Sequence[Column]
-    rows: Sequence[Sequence[str]]
-    notes: Sequence[str] = field(default_factory=tuple)
-
-    def render(self, format: str) -> str:
-        return _RENDERERS[format](self if format == "csv" else self._on_single_lines())
-
-    def _on_single_lines(self) -> "Table":
-        """A line break inside a cell would end its row in every format but CSV."""
-
-        def flat(text: str) -> str:
-            return " ".join(text.splitlines())
-
-        columns = [Column(flat(column.name), flat(column.unit), column.numeric) for column in self.columns]
-        rows = [[flat(cell) for cell in row] for row in self.rows]
-        return Table(flat(self.title), columns, rows, [flat(note) for note in self.notes])
+    heads: list[Head]
+    rows: list[list[str]]
+    notes: list[str]
 
 
-def _terminal(table: Table) -> str:
+def _terminal(table: PlainTable) -> str:
     """Aligned columns, headings over two lines. Never wrapped: a number broken over two lines misleads."""
-    heads = [(column.name, f"({column.unit})" if column.unit else "") for column in table.columns]
+    heads = [(head.name, f"({head.unit})" if head.unit else "") for head in table.heads]
     grid = [[name for name, _ in heads], *([[unit for _, unit in heads]] if any(unit for _, unit in heads) else [])]
     lines = [*grid, *table.rows]
-    widths = [max(_width(line[index]) for line in lines) for index in range(len(table.columns))]
+    widths = [max(_width(line[index]) for line in lines) for index in range(len(heads))]
 
     def draw(cells: Sequence[str]) -> str:
         padded = []
-        for cell, width, column in zip(cells, widths, table.columns, strict=True):
+        for cell, width, head in zip(cells, widths, table.heads, strict=True):
             padding = " " * (width - _width(cell))
-            padded.append(padding + cell if column.numeric else cell + padding)
+            padded.append(padding + cell if head.numeric else cell + padding)
         return "  ".join(padded).rstrip()
 
     rule = "─" * (sum(widths) + 2 * (len(widths) - 1))
@@ -68,28 +101,28 @@ def _width(text: str) -> int:
     return sum(2 if unicodedata.east_asian_width(char) in "WF" else 1 for char in text)
 
 
-def _markdown(table: Table) -> str:
+def _markdown(table: PlainTable) -> str:
     def text(raw: str) -> str:
         return raw.replace("<", "&lt;")  # Markdown lets HTML through, and a name may be any
 
     def row(cells: Sequence[str]) -> str:
         return "| " + " | ".join(text(cell.replace("\\", "\\\\").replace("|", "\\|")) for cell in cells) + " |"
 
-    lines = [f"**{text(table.title)}**", "", row([column.heading for column in table.columns])]
-    lines.append("|" + "|".join("---:" if column.numeric else ":---" for column in table.columns) + "|")
+    lines = [f"**{text(table.title)}**", "", row([head.whole for head in table.heads])]
+    lines.append("|" + "|".join("---:" if head.numeric else ":---" for head in table.heads) + "|")
     lines += [row(cells) for cells in table.rows]
     if table.notes:
         lines += ["", *(f"- {text(note)}" for note in table.notes)]
     return "\n".join(lines)
 
 
-def _csv(table: Table) -> str:
+def _csv(table: PlainTable) -> str:
     text = io.StringIO()
     cells = [cell for row in table.rows for cell in row]
     # Python 3.11 does not quote a lone carriage return, and readers split the row at it.
     quote_all = any("\r" in cell for cell in cells)
     writer = csv.writer(text, lineterminator="\n", quoting=csv.QUOTE_ALL if quote_all else csv.QUOTE_MINIMAL)
-    writer.writerow([column.heading for column in table.columns])
+    writer.writerow([head.whole for head in table.heads])
     writer.writerows(table.rows)
     return text.getvalue().rstrip("\n")
 
@@ -110,15 +143,15 @@ def _latex_text(text: str) -> str:
     return "{}" + escaped if escaped.startswith(("[", "*")) else escaped
 
 
-def _latex(table: Table) -> str:
-    alignment = "".join("r" if column.numeric else "l" for column in table.columns)
+def _latex(table: PlainTable) -> str:
+    alignment = "".join("r" if head.numeric else "l" for head in table.heads)
 
     def row(cells: Sequence[str]) -> str:
         return "    " + " & ".join(_latex_text(cell) for cell in cells) + r" \\"
 
     lines = [r"\begin{table}", r"  \centering", rf"  \caption{{{_latex_text(table.title)}}}"]
     lines += [rf"  \begin{{tabular}}{{{alignment}}}", r"    \toprule"]
-    lines += [row([column.heading for column in table.columns]), r"    \midrule"]
+    lines += [row([head.whole for head in table.heads]), r"    \midrule"]
     lines += [*(row(cells) for cells in table.rows), r"    \bottomrule", r"  \end{tabular}"]
     lines += [rf"  \par\footnotesize {_latex_text(note)}" for note in table.notes]
     return "\n".join([*lines, r"\end{table}"])
@@ -130,17 +163,17 @@ def _typst_text(text: str) -> str:
     return f"[{escaped}]"
 
 
-def _typst(table: Table) -> str:
-    alignment = ", ".join("right" if column.numeric else "left" for column in table.columns)
-    lines = ["#figure(", "  table(", f"    columns: {len(table.columns)},", f"    align: ({alignment},),"]
-    lines.append("    table.header(" + ", ".join(_typst_text(column.heading) for column in table.columns) + "),")
+def _typst(table: PlainTable) -> str:
+    alignment = ", ".join("right" if head.numeric else "left" for head in table.heads)
+    lines = ["#figure(", "  table(", f"    columns: {len(table.heads)},", f"    align: ({alignment},),"]
+    lines.append("    table.header(" + ", ".join(_typst_text(head.whole) for head in table.heads) + "),")
     lines += ["    " + ", ".join(_typst_text(cell) for cell in cells) + "," for cells in table.rows]
     lines += ["  ),", f"  caption: {_typst_text(table.title)},", ")"]
     lines += [_typst_text(note)[1:-1] for note in table.notes]
     return "\n".join(lines)
 
 
-_RENDERERS: dict[str, Callable[[Table], str]] = {
+_RENDERERS: dict[str, Callable[[PlainTable], str]] = {
     "terminal": _terminal,
     "md": _markdown,
     "csv": _csv,

@@ -15,7 +15,7 @@ from cs336_systems.record import Loaded, Record, load
 from cs336_systems.report.cells import CellView, by_experiment, group, loss_curves
 from cs336_systems.report.chart_picture import picture
 from cs336_systems.report.charts import charts
-from cs336_systems.report.document import Document, Language, Link, Section, Text
+from cs336_systems.report.document import Document, Link, Section
 from cs336_systems.report.findings import findings
 from cs336_systems.report.picture import save
 from cs336_systems.report.published import PUBLISHED, published
@@ -23,6 +23,7 @@ from cs336_systems.report.sections import tables_of
 from cs336_systems.report.web.page import page
 from cs336_systems.report.words import QUESTIONS, TITLES, in_chinese
 from cs336_systems.table import Column, Table
+from cs336_systems.text import Language, Text
 
 PAGE = "index.html"
 TRAINING = Text("Training", "训练"), Text("How does the loss fall?", "损失如何下降？")

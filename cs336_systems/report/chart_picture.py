@@ -5,8 +5,9 @@ from collections.abc import Sequence
 from functools import partial
 from typing import Any
 
-from cs336_systems.report.document import Chart, Language, Point, Series, Text
+from cs336_systems.report.document import Chart, Point, Series
 from cs336_systems.report.picture import MORE, PALETTE, Picture, can_write_chinese, letters
+from cs336_systems.text import Language, Text
 
 MARKERS = "os^Dvp*Xh"
 MARKERS_ON_BARS = "D^so"

@@ -7,22 +7,10 @@ them down. Nothing here knows of records, torch or files.
 import math
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Literal, NamedTuple
+from typing import Literal
 
 from cs336_systems.table import Table
-
-Language = Literal["en", "zh"]
-LANGUAGES: tuple[Language, ...] = ("en", "zh")
-
-
-class Text(NamedTuple):
-    """The same in both languages; with one given, it serves for both."""
-
-    en: str
-    zh: str = ""
-
-    def in_(self, language: Language) -> str:
-        return self.zh or self.en if language == "zh" else self.en
+from cs336_systems.text import Text
 
 
 @dataclass(frozen=True)

@@ -8,7 +8,7 @@ import re
 from collections.abc import Callable
 from itertools import islice
 
-from cs336_systems.report.document import Text
+from cs336_systems.text import Text
 
 TITLES = {
     "end_to_end": Text("Time of a step by size", "各规模一步的时间"),

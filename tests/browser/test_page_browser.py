@@ -4,9 +4,10 @@ import math
 
 import pytest
 
-from cs336_systems.report.document import Chart, Document, Point, Section, Series, Text
+from cs336_systems.report.document import Chart, Document, Point, Section, Series
 from cs336_systems.report.web.page import page as write_page
 from cs336_systems.table import Column, Table
+from cs336_systems.text import Text
 from tests.unit.report import page_cases
 from tests.unit.report.test_page import EVIL, KINDS, NAMES, chart, evil_document
 from tests.unit.report.test_svg import STEP, stacked

@@ -9,7 +9,8 @@ from dataclasses import replace
 from cs336_systems.report.cells import CellView, by_machine
 from cs336_systems.report.charts import attention, profiles, ranks, steps, training
 from cs336_systems.report.charts.pieces import is_oom
-from cs336_systems.report.document import Chart, Text
+from cs336_systems.report.document import Chart
+from cs336_systems.text import Text
 
 
 def charts(experiment: str, cells: Sequence[CellView]) -> list[Chart]:

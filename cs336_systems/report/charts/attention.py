@@ -7,7 +7,8 @@ from cs336_systems.predict.gpus import memory_bandwidth, peak_flops
 from cs336_systems.report.attention import Source
 from cs336_systems.report.cells import CellView
 from cs336_systems.report.charts.pieces import MS, is_oom, measured, series_of
-from cs336_systems.report.document import Chart, Point, Series, Text
+from cs336_systems.report.document import Chart, Point, Series
+from cs336_systems.text import Text
 
 OUT_OF_MEMORY = Text("out of memory", "显存不足")
 TOKENS = Text("tokens", "序列长度")

@@ -5,7 +5,8 @@ from collections.abc import Iterable
 
 from cs336_systems.record import Statistics
 from cs336_systems.report.cells import CellView
-from cs336_systems.report.document import Point, Series, Text
+from cs336_systems.report.document import Point, Series
+from cs336_systems.text import Text
 
 MS = Text("ms", "毫秒")
 GIB_TEXT = Text("GiB")

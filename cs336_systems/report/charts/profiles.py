@@ -6,8 +6,9 @@ from cs336_systems.record import GIB
 from cs336_systems.report import kernels
 from cs336_systems.report.cells import CellView
 from cs336_systems.report.charts.pieces import FEW, GIB_TEXT, MS, PREDICTED, SIZE, joined, measured, series_of
-from cs336_systems.report.document import Chart, Point, Series, Text
+from cs336_systems.report.document import Chart, Point, Series
 from cs336_systems.report.rows import row_name, varying
+from cs336_systems.text import Text
 
 USUAL_CONTEXT = 512
 SMALL_PART = 0.01

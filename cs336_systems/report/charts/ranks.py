@@ -6,7 +6,8 @@ from cs336_systems.record import BUS_FACTOR, GIB, MIB
 from cs336_systems.report import parallel
 from cs336_systems.report.cells import CellView
 from cs336_systems.report.charts.pieces import GIB_TEXT, MEASURED, MS, PHASE_NAMES, PREDICTED
-from cs336_systems.report.document import Chart, Limit, Point, Series, Text
+from cs336_systems.report.document import Chart, Limit, Point, Series
+from cs336_systems.text import Text
 
 FITTED = 50
 """Pieces of which a fitted curve is made."""

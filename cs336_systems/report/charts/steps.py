@@ -16,8 +16,9 @@ from cs336_systems.report.charts.pieces import (
     measured,
     series_of,
 )
-from cs336_systems.report.document import Chart, Point, Series, Text
+from cs336_systems.report.document import Chart, Point, Series
 from cs336_systems.report.rows import row_name, varying
+from cs336_systems.text import Text
 
 
 def _steps(cells: Sequence[CellView]) -> list[Chart]:

@@ -3,7 +3,8 @@
 from collections.abc import Sequence
 
 from cs336_systems.report.cells import CellView, loss_curves
-from cs336_systems.report.document import Chart, Point, Series, Text
+from cs336_systems.report.document import Chart, Point, Series
+from cs336_systems.text import Text
 
 
 def _train(cells: Sequence[CellView]) -> list[Chart]:

@@ -8,9 +8,9 @@ sentences, never an exception: a report must come out of whatever a run left beh
 from collections.abc import Sequence
 
 from cs336_systems.report.cells import CellView
-from cs336_systems.report.document import Text
 from cs336_systems.report.findings import attention, kernels, memory, ranks, steps
 from cs336_systems.report.findings.phrases import MOST, Sentence, safely, say, sentence
+from cs336_systems.text import Text
 
 
 def findings(experiment: str, cells: Sequence[CellView]) -> list[Text]:

@@ -6,7 +6,6 @@ from math import isfinite
 
 from cs336_systems.report.attention import OURS, Source, fastest
 from cs336_systems.report.cells import CellView
-from cs336_systems.report.document import Text
 from cs336_systems.report.findings.phrases import (
     Cells,
     Sentence,
@@ -23,6 +22,7 @@ from cs336_systems.report.findings.phrases import (
     value_of,
 )
 from cs336_systems.report.rows import gib, kernel_ms, ms
+from cs336_systems.text import Text
 
 
 def _longest(cells: Cells) -> list[CellView]:

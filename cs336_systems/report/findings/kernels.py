@@ -5,7 +5,6 @@ from collections.abc import Mapping, Sequence
 from cs336_systems.config import MODES
 from cs336_systems.measure.readers.kernel_classes import MATMUL, OUTPUT, SCORES, SOFTMAX
 from cs336_systems.report.cells import PHASES, CellView
-from cs336_systems.report.document import Text
 from cs336_systems.report.findings.phrases import (
     Cells,
     Sentence,
@@ -24,6 +23,7 @@ from cs336_systems.report.findings.phrases import (
 )
 from cs336_systems.report.kernels import SOFTMAX_FLOPS, kind_seconds, phases_of, rows_of
 from cs336_systems.report.rows import percent
+from cs336_systems.text import Text
 
 
 def _do_bench(cells: Cells) -> Text | None:

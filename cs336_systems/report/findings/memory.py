@@ -5,7 +5,6 @@ from typing import Any
 
 from cs336_systems.record import MIB
 from cs336_systems.report.cells import CellView
-from cs336_systems.report.document import Text
 from cs336_systems.report.findings.phrases import (
     Cells,
     Sentence,
@@ -22,6 +21,7 @@ from cs336_systems.report.findings.phrases import (
     word,
 )
 from cs336_systems.report.rows import gib, number, percent
+from cs336_systems.text import Text
 
 
 def prediction(cells: Cells) -> Text | None:

@@ -6,9 +6,9 @@ from math import isfinite
 from typing import Any, TypeVar
 
 from cs336_systems.report.cells import CellView
-from cs336_systems.report.document import Text
 from cs336_systems.report.rows import FIELDS, as_text, number, row_name, varying
 from cs336_systems.report.words import in_chinese, settings_in_chinese
+from cs336_systems.text import Text
 
 MOST = 3
 """Sentences for one machine."""

@@ -7,7 +7,6 @@ from math import isfinite
 from cs336_systems.record import BUS_FACTOR, GIB, MIB
 from cs336_systems.report import parallel
 from cs336_systems.report.cells import CellView
-from cs336_systems.report.document import Text
 from cs336_systems.report.findings.phrases import (
     MOST,
     Cells,
@@ -23,6 +22,7 @@ from cs336_systems.report.findings.phrases import (
     value_of,
 )
 from cs336_systems.report.rows import ms, number, percent
+from cs336_systems.text import Text
 
 
 def _link(cell: CellView) -> Text:

@@ -6,7 +6,6 @@ from math import isfinite
 from cs336_systems.config import FAST_PARTS, MODES
 from cs336_systems.record import steady_from
 from cs336_systems.report.cells import CellView
-from cs336_systems.report.document import Text
 from cs336_systems.report.findings.memory import prediction
 from cs336_systems.report.findings.phrases import (
     MODE_WORDS,
@@ -30,6 +29,7 @@ from cs336_systems.report.findings.phrases import (
     word,
 )
 from cs336_systems.report.rows import as_text, gib, ms, number, percent
+from cs336_systems.text import Text
 
 # -- steps -------------------------------------------------------------------------------------------------------------
 

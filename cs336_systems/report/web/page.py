@@ -11,12 +11,13 @@ import re
 from collections.abc import Callable, Mapping, Sequence
 from html import escape
 
-from cs336_systems.report.document import LANGUAGES, Chart, Document, Language, Link, Section, Text
+from cs336_systems.report.document import Chart, Document, Link, Section
 from cs336_systems.report.web.page_script import EARLY_SCRIPT, SCRIPT
 from cs336_systems.report.web.page_style import STYLE
 from cs336_systems.report.web.svg import svg
 from cs336_systems.report.web.svg.placement import NARROW
 from cs336_systems.table import Column, Table
+from cs336_systems.text import LANGUAGES, Language, Text
 
 FIRST_ROWS = 12
 """Of a tall table; the others are shown when asked for."""

@@ -2,8 +2,9 @@
 
 import random
 
-from cs336_systems.report.document import Chart, Document, Link, Point, Section, Series, Text
+from cs336_systems.report.document import Chart, Document, Link, Point, Section, Series
 from cs336_systems.table import Column, Table
+from cs336_systems.text import Text
 
 LENGTHS = (128, 256, 512, 1024, 2048, 4096, 8192, 16384)
 OOM = Text("out of memory", "显存不足")

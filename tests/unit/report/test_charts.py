@@ -13,10 +13,11 @@ from cs336_systems.record import BUS_FACTOR, CELL_TIME, GIB, MIB, Environment, R
 from cs336_systems.report.cells import CellView, group
 from cs336_systems.report.chart_picture import picture
 from cs336_systems.report.charts import charts
-from cs336_systems.report.document import Chart, Limit, Point, Series, Text
+from cs336_systems.report.document import Chart, Limit, Point, Series
 from cs336_systems.report.figures import pictures
 from cs336_systems.report.picture import save
 from cs336_systems.report.web.svg import svg
+from cs336_systems.text import Text
 from tests.golden.docs_images import CHARTS, FOLDER, drawn
 from tests.golden.report_goldens import some_records
 from tests.helpers import ROOT

@@ -12,10 +12,10 @@ from cs336_systems.config import RunConfig, model_config
 from cs336_systems.experiments.catalogue import EXPERIMENTS
 from cs336_systems.record import CELL_TIME, MIB, Record, load
 from cs336_systems.report.cells import CellView, group
-from cs336_systems.report.document import Text
 from cs336_systems.report.findings import findings
 from cs336_systems.report.sections import tables
 from cs336_systems.report.words import NAMES, QUESTIONS, TITLES, in_chinese
+from cs336_systems.text import Text
 from tests.helpers import ROOT
 from tests.unit.report.test_report import ALL, CPU, GIB, GPU, WRONG, cell, entries, step
 

@@ -11,7 +11,7 @@ from itertools import pairwise
 
 import pytest
 
-from cs336_systems.report.document import Chart, Document, Link, Point, Section, Series, Text
+from cs336_systems.report.document import Chart, Document, Link, Point, Section, Series
 from cs336_systems.report.web.page import page, safe_href
 from cs336_systems.report.web.page_style import DARK, LIGHT, STYLE
 from cs336_systems.report.web.svg import svg
@@ -20,6 +20,7 @@ from cs336_systems.report.web.svg.marks import COLORS
 from cs336_systems.report.web.svg.placement import NARROW, WIDTH
 from cs336_systems.report.web.svg.scales import number
 from cs336_systems.table import Column, Table
+from cs336_systems.text import Text
 from tests.unit.report import page_cases
 
 EVIL = "</script><script>alert(1)</script><img src=x onerror=alert(1)>\"' onload=alert(1) <!-- & \ud800"

@@ -13,10 +13,10 @@ from cs336_systems.record import Environment, Loaded, Record
 from cs336_systems.report.build import document, markdown, write
 from cs336_systems.report.cells import group
 from cs336_systems.report.charts import charts
-from cs336_systems.report.document import LANGUAGES
 from cs336_systems.report.published import published
 from cs336_systems.report.words import TITLES
 from cs336_systems.table import Column, Table
+from cs336_systems.text import LANGUAGES
 from tests.golden.report_goldens import FOLDER, H200, goldens, some_document, some_records
 from tests.helpers import ROOT, execute
 

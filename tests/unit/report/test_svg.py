@@ -9,10 +9,11 @@ import pytest
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
-from cs336_systems.report.document import FAR, Chart, Limit, Point, Series, Text
+from cs336_systems.report.document import FAR, Chart, Limit, Point, Series
 from cs336_systems.report.web.svg import svg
 from cs336_systems.report.web.svg.labels import text_width
 from cs336_systems.report.web.svg.placement import WIDTH
+from cs336_systems.text import Text
 from tests.unit.report.test_page import EVIL, Page, boxes, chart, coordinates, marks
 
 HAS = Limit(10.0, Text("what one has", "一个所有"))

@@ -8,10 +8,11 @@ Texts that differ between languages stand twice, with the classes `en` and `zh`.
 from collections.abc import Sequence
 from html import escape
 
-from cs336_systems.report.document import LANGUAGES, Chart, Language, Series, Text
+from cs336_systems.report.document import Chart, Series
 from cs336_systems.report.web.svg.labels import LINE, SIZE, aria, line_count, widest, words, wrap
 from cs336_systems.report.web.svg.marks import COLORS, LIMIT, Marks, patterns, swatch
 from cs336_systems.report.web.svg.placement import NAME_LINES, NARROW, WIDTH, Layout, is_drawn, place_known
+from cs336_systems.text import LANGUAGES, Language, Text
 
 EMPTY = Text("no data", "没有数据")
 KINDS = {

@@ -5,7 +5,7 @@ import unicodedata
 from functools import lru_cache
 from html import escape
 
-from cs336_systems.report.document import LANGUAGES, Text
+from cs336_systems.text import LANGUAGES, Text
 
 SIZE = 14
 """Of the letters: 11 pixels where a phone shows the chart 560 wide."""

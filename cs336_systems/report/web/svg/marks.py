@@ -5,10 +5,11 @@ import re
 from collections import Counter
 from html import escape
 
-from cs336_systems.report.document import LANGUAGES, Chart, Limit, Point, Series, Text
+from cs336_systems.report.document import Chart, Limit, Point, Series
 from cs336_systems.report.web.svg.labels import aria
 from cs336_systems.report.web.svg.placement import NARROW, Layout, is_drawn, place_known, place_name, spread
 from cs336_systems.report.web.svg.scales import exact, finite
+from cs336_systems.text import LANGUAGES, Text
 
 DENSE = 60
 """Points of a line from which on its markers are small."""

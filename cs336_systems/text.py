@@ -1,0 +1,39 @@
+"""`Text`: a phrase in English and Chinese, written once where it is used. Standard library only.
+
+    PEAK = Text("peak", "峰值")
+    said = say("{} is {}x faster", "{} 快 {} 倍", name, ratio)
+
+A text without Chinese is a name that both languages share (`Text("MFU")`).
+"""
+
+from collections.abc import Iterable
+from typing import Literal, NamedTuple
+
+Language = Literal["en", "zh"]
+LANGUAGES: tuple[Language, ...] = ("en", "zh")
+
+
+class Text(NamedTuple):
+    """A phrase in both languages; with one given, it serves for both."""
+
+    en: str
+    zh: str = ""
+
+    def in_(self, language: Language) -> str:
+        return self.zh or self.en if language == "zh" else self.en
+
+
+def as_texts(values: Iterable[str | Text]) -> list[Text]:
+    return [value if isinstance(value, Text) else Text(value) for value in values]
+
+
+def say(en: str, zh: str, *values: str | Text) -> Text:
+    """Fill one template per language with the same values; a value that is a `Text` brings both languages."""
+    texts = as_texts(values)
+    return Text(en.format(*(text.en for text in texts)), zh.format(*(text.in_("zh") for text in texts)))
+
+
+def listed(values: Iterable[str | Text], separators: tuple[str, str] = (", ", "、")) -> Text:
+    """Join values by each language's own separator."""
+    texts = as_texts(values)
+    return Text(separators[0].join(text.en for text in texts), separators[1].join(text.in_("zh") for text in texts))
