@@ -12,10 +12,11 @@ from cs336_systems.benchmark.benchmark import BenchArguments, bench
 from cs336_systems.benchmark.benchmark import __doc__ as bench_manual
 from cs336_systems.commands import guarded
 from cs336_systems.config import flag
-from cs336_systems.experiments.catalogue import EXPERIMENTS, PRESETS, RUNNABLE
+from cs336_systems.experiments.catalogue import catalogue, runnable
 from cs336_systems.experiments.profiling import ProfileArguments
 from cs336_systems.experiments.ranks.layouts import PlanArguments
 from cs336_systems.experiments.session import SessionArguments
+from cs336_systems.experiments.spec import PRESETS
 from cs336_systems.flags import Parser, add_flags, read_flags
 from cs336_systems.predict.fit import FitArguments
 from cs336_systems.predict.model_flags import ShapeArguments
@@ -39,7 +40,7 @@ def short_flag(default: Any, help: str, letter: str) -> Any:
 
 @dataclass(frozen=True)
 class RunArguments(SessionArguments):
-    names: tuple[str, ...] = operands(f"experiments: {', '.join(RUNNABLE)}", "NAME")
+    names: tuple[str, ...] = operands(f"experiments: {', '.join(runnable())}", "NAME")
     preset: str = flag("quick", "grid: quick (about a minute), course, full", PRESETS)
 
 
@@ -50,13 +51,13 @@ def run(arguments: RunArguments) -> int:
     cs336 run end_to_end warmup precision compile peak_memory --preset course --output runs/h200/records.jsonl
     """
     from cs336_systems.config import RunConfig, UserError
-    from cs336_systems.experiments.catalogue import cells
-    from cs336_systems.experiments.session import Requests, run_session
+    from cs336_systems.experiments.catalogue import Request, cells
+    from cs336_systems.experiments.session import run_session
 
     if not arguments.names:
-        raise UserError(f"name at least one experiment: {', '.join(RUNNABLE)}")
+        raise UserError(f"name at least one experiment: {', '.join(runnable())}")
 
-    def requests_on(device: str) -> Requests:
+    def requests_on(device: str) -> list[Request]:
         base = RunConfig(device=device, warmup_steps=arguments.warmup_steps, num_steps=arguments.num_steps)
         return cells(arguments.names, arguments.preset, base)
 
@@ -190,11 +191,11 @@ def table(arguments: TableArguments) -> int:
         raise UserError("name a file of records, such as runs/quick/records.jsonl")
     loaded = [load(name) for name in arguments.files]
     for remark in (remark for one in loaded for remark in one.remarks):
-        print(remark, file=sys.stderr)
+        print(remark.en, file=sys.stderr)
     records = [record for one in loaded for record in one.records]
     if arguments.experiments:
         records = [record for record in records if record.experiment in arguments.experiments]
-    text = "\n\n".join(found.render(arguments.format) for found in tables(records))
+    text = "\n\n".join(found.render(arguments.format) for found in tables(records, catalogue()))
     if arguments.output is None:
         print(text)
         return 0
@@ -225,9 +226,15 @@ def report(arguments: ReportArguments) -> int:
     from cs336_systems.report.build import write_report
 
     language: Any = arguments.lang  # one of its choices
-    folder = Path(arguments.output)
-    given = arguments.paths, folder, arguments.title, language, arguments.formats, arguments.published
-    for path in write_report(*given):
+    for path in write_report(
+        arguments.paths,
+        Path(arguments.output),
+        catalogue(),
+        title=arguments.title,
+        language=language,
+        formats=arguments.formats,
+        with_published=arguments.published,
+    ):
         print(path)
     return 0
 
@@ -335,7 +342,7 @@ def completion(arguments: CompletionArguments) -> int:
     print(
         f'_cs336() {{\n  local words="{" ".join(COMMANDS)}"\n  case "${{COMP_WORDS[1]}}" in\n{cases}\n  esac\n'
         f'  [ "$COMP_CWORD" -eq 1 ] && words="{" ".join(COMMANDS)}"\n'
-        f'  [ "${{COMP_WORDS[1]}}" = run ] && words="$words {" ".join(RUNNABLE)}"\n'
+        f'  [ "${{COMP_WORDS[1]}}" = run ] && words="$words {" ".join(runnable())}"\n'
         f'  COMPREPLY=($(compgen -W "$words" -- "${{COMP_WORDS[COMP_CWORD]}}"))\n}}\n'
         "complete -o default -F _cs336 cs336"
     )
@@ -374,7 +381,7 @@ def main(argv: list[str] | None = None) -> int:
         description=__import__("cs336_systems").__doc__,
         epilog="start here:\n  cs336 doctor\n  cs336 bench\n  cs336 fit --gpu 24GiB\n"
         "  cs336 run end_to_end precision --preset quick\n\nexperiments of `run`:\n"
-        + "\n".join(f"  {name:18} {EXPERIMENTS[name].question}" for name in RUNNABLE),
+        + "\n".join(f"  {name:18} {catalogue()[name].question.en}" for name in runnable()),
     )
     parser.add_argument("--version", action="version", version=f"cs336_systems {__version__}")
     subparsers = parser.add_subparsers(dest="command", metavar="command", required=True, parser_class=Parser)

@@ -125,8 +125,8 @@ class Section:
 @dataclass(frozen=True)
 class Document:
     title: Text
-    facts: Mapping[str, str] = field(default_factory=dict)
-    """Machine, GPU, versions, commit: what the header says."""
+    facts: Mapping[Text, str] = field(default_factory=dict)
+    """Machine, GPU, versions and commit, for the header."""
     sections: Sequence[Section] = ()
     missing: Mapping[str, str] = field(default_factory=dict)
     """Experiment -> the command that would fill it."""

@@ -1,4 +1,4 @@
-"""What sentences are put together from: words in both languages, and what cells say."""
+"""Building blocks of findings: phrases in both languages, and values of cells that may be missing."""
 
 import re
 from collections.abc import Callable, Iterable, Sequence
@@ -6,21 +6,19 @@ from math import isfinite
 from typing import Any, TypeVar
 
 from cs336_systems.report.cells import CellView
+from cs336_systems.report.presentation import Cells
 from cs336_systems.report.rows import FIELDS, as_text, number, row_name, varying
-from cs336_systems.report.words import in_chinese, settings_in_chinese
-from cs336_systems.text import Text
+from cs336_systems.text import Text, say
 
 MOST = 3
-"""Sentences for one machine."""
+"""Findings shown for one machine."""
 
-Cells = Sequence[CellView]
-Sentence = Callable[[Cells], Text | None]
 Given = TypeVar("Given")
 Answer = TypeVar("Answer")
 
 
 _ODD = (ArithmeticError, AttributeError, LookupError, StopIteration, TypeError, ValueError)
-"""What data of another shape than expected can lead to."""
+"""Errors that data of an unexpected shape raise."""
 
 
 def safely(make: Callable[[Given], Answer], given: Given) -> Answer | None:
@@ -30,40 +28,19 @@ def safely(make: Callable[[Given], Answer], given: Given) -> Answer | None:
         return None
 
 
-def say(en: str, zh: str, *values: str | Text) -> Text:
-    """One template for each language, the same values in both; a value that is a word brings both languages."""
-    texts = [value if isinstance(value, Text) else Text(value) for value in values]
-    return Text(en.format(*(text.en for text in texts)), zh.format(*(text.in_("zh") for text in texts)))
-
-
-def listed(values: Iterable[str | Text]) -> Text:
-    texts = [value if isinstance(value, Text) else Text(value) for value in values]
-    return Text(", ".join(text.en for text in texts), "、".join(text.in_("zh") for text in texts))
-
-
 def together(first: Text | None, second: Text | None) -> Text | None:
-    """Two halves of a sentence, where both can be said."""
+    """Join two halves of a sentence, or return the one there is."""
     if first is None or second is None:
         return first or second
     return say("{}; {}", "{}；{}", first, second)
 
 
-def ended(text: Text | None) -> Text | None:
-    """Begins with a capital, unless with a name, and ends with a full stop."""
-    if text is None:
-        return None
+def ended(text: Text) -> Text:
+    """The sentence with a capital, unless it begins with a name, and a full stop."""
     first = text.en.split(maxsplit=1)[0].rstrip(",:;")
     en = text.en[:1].upper() + text.en[1:] if first.isalpha() else text.en
     # A bracket of Chinese has its space built in.
     return Text(f"{en}.", re.sub(r"(?<=）) (?=[\u4e00-\u9fff])", "", f"{text.in_('zh')}。"))
-
-
-def sentence(make: Sentence) -> Sentence:
-    return lambda cells: ended(make(cells))
-
-
-def word(text: str) -> Text:
-    return Text(text, in_chinese(text))
 
 
 MODE_WORDS = {
@@ -80,12 +57,12 @@ def in_mode(mode: Any) -> Text:
 
 
 def times_text(ratio: float) -> str:
-    """As many digits as tell it from 1."""
+    """A ratio with as many digits as distinguish it from 1."""
     return number(ratio, 0 if ratio >= 10 else 1 if ratio >= 1.15 else 2)
 
 
 def value_of(cell: CellView, metric: str) -> float | None:
-    """The mean, where it is a number above 0: nothing that is measured here can be less."""
+    """The mean of a metric if it is finite and above 0, as everything measured here must be."""
     found = safely(lambda cell: cell.value(metric), cell)
     return found if found is not None and isfinite(found) and found > 0 else None
 
@@ -96,7 +73,7 @@ def median_of(cell: CellView, metric: str) -> float | None:
 
 
 def having(cells: Iterable[CellView], *metrics: str) -> list[CellView]:
-    """Those that went well and have all of these."""
+    """Cells that succeeded and have all of these metrics."""
     return [cell for cell in cells if cell.ok and all(value_of(cell, metric) for metric in metrics)]
 
 
@@ -110,12 +87,12 @@ def size_of(cell: CellView) -> str:
 
 
 def naming(cells: Cells) -> Callable[[CellView], Text]:
-    """What a cell's row is called among these."""
+    """A function that names a cell's row among these cells."""
     shown = varying(cells)
 
     def name(cell: CellView) -> Text:
-        text = row_name(cell, shown) or size_of(cell)
-        return Text(text, settings_in_chinese(text))
+        text = row_name(cell, shown)
+        return text if text.en else Text(size_of(cell))
 
     return name
 
@@ -125,7 +102,7 @@ def settings_of(cell: CellView, *without: str) -> tuple[str, ...]:
 
 
 def pairs_of(cells: Cells, field: str, baseline: Any, metric: str = "step_time") -> list[tuple[CellView, CellView]]:
-    """(cell, the one that differs from it only in having the baseline), by size."""
+    """(cell, the cell that differs from it only in having the baseline value), by size."""
     fine = sorted(having(cells, metric), key=scale_of)
     bases = {settings_of(cell, field): cell for cell in fine if cell.get(field) == baseline}
     own = [cell for cell in fine if cell.get(field) != baseline]
@@ -143,7 +120,7 @@ def span(values: Sequence[float], show: Callable[[float], str]) -> Text:
 
 
 def extremes(found: Sequence[tuple[float, Text]], show: Callable[[float], str]) -> Text:
-    """The least and the most, each with its name."""
+    """The smallest and the largest value, each with its name."""
     (least, least_name), (most, most_name) = (pick(found, key=lambda pair: pair[0]) for pick in (min, max))
     if len(found) == 1:
         return say("{} ({})", "{}（{}）", show(least), least_name)

@@ -1,4 +1,4 @@
-"""What charts of all experiments share: units, names, and points from what was measured."""
+"""Shared by the charts of all experiments: units, names, and points made from statistics."""
 
 import math
 from collections.abc import Iterable
@@ -20,15 +20,11 @@ PHASE_NAMES = {
     "optimizer": Text("optimizer", "优化器"),
 }
 FEW = 24
-"""Bars that can be read in one chart."""
-
-
-def is_oom(cell: CellView) -> bool:
-    return cell.verdict == "OOM"
+"""The largest number of bars that can be read in one chart."""
 
 
 def point(x: float | str, found: Statistics | None, unit: float = 1e-3) -> list[Point]:
-    """One, or none where nothing was measured."""
+    """One point, or none where nothing was measured."""
     if found is None or not math.isfinite(found.mean):
         return []
     return [Point(x, found.mean / unit, found.std / unit if found.n > 1 else None, found.n)]
