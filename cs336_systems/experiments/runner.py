@@ -60,7 +60,8 @@ class Cell:
 
     @property
     def name(self) -> str:
-        return self.instrument.label(self.config, list(self.wanted_by))
+        label = self.instrument.label(self.config, list(self.wanted_by))
+        return f"{self.instrument.name} {label}" if self.instrument.label_has_name else label
 
 
 def gather(requests: Iterable[Request]) -> list[Cell]:

@@ -17,7 +17,6 @@ from cs336_systems.report.web.timeline_page import timeline_picture, write_page
 from cs336_systems.timeline import TIMELINE_FILE, Timeline
 
 
-
 @dataclass(frozen=True)
 class SessionArguments:
     """The flags of every command that measures."""

@@ -11,8 +11,8 @@ A module of a topic folder defines experiments at its top level, and that is all
         tables=startup_tables,
     )
 
-Such modules never import torch at their top level: the runner and the report import them. Modules named `measure_*` hold
-the instruments; only the worker process imports those.
+Such modules never import torch at their top level: the runner and the report import them. Modules named `measure_*`
+hold the instruments; only the worker process imports those.
 """
 
 import dataclasses
@@ -60,6 +60,8 @@ class Instrument:
     """`module:function`; the worker imports it and calls `function(config, **options) -> list[Metric]`."""
     label: Callable[[Mapping[str, Any], Sequence[str]], str] = label_by_values
     """(configuration, names of the experiments that ask for it) -> the cell's name in progress lines."""
+    label_has_name: bool = True
+    """The instrument's name comes before the label."""
     memory: Callable[[Mapping[str, Any]], Memory | None] = unknown_memory
     """The predicted need of a cell; a cell that cannot fit is not run. None where nothing is known."""
     needs_fresh_process: Callable[[Mapping[str, Any]], bool] = never

@@ -8,17 +8,6 @@ from cs336_systems.report.cells import CellView
 from cs336_systems.report.document import Point, Series
 from cs336_systems.text import Text
 
-MS = Text("ms", "毫秒")
-GIB_TEXT = Text("GiB")
-SIZE = Text("size", "规模")
-MEASURED, PREDICTED = Text("measured", "实测"), Text("predicted", "预测")
-PHASE_NAMES = {
-    "forward": Text("forward", "前向"),
-    "loss": Text("loss", "损失"),
-    "backward": Text("backward", "后向"),
-    "sync": Text("sync", "同步"),
-    "optimizer": Text("optimizer", "优化器"),
-}
 FEW = 24
 """The largest number of bars that can be read in one chart."""
 
