@@ -8,12 +8,12 @@ from pathlib import Path
 from typing import Any
 
 from cs336_systems import __version__
-from cs336_systems.benchmark.benchmark import BenchArguments, bench
-from cs336_systems.benchmark.benchmark import __doc__ as bench_manual
 from cs336_systems.commands import guarded
 from cs336_systems.config import flag
+from cs336_systems.experiments.bench_command import BenchArguments, bench
+from cs336_systems.experiments.bench_command import __doc__ as bench_manual
 from cs336_systems.experiments.catalogue import catalogue, runnable
-from cs336_systems.experiments.profiling import ProfileArguments
+from cs336_systems.experiments.profile_command import ProfileArguments
 from cs336_systems.experiments.ranks.layouts import PlanArguments
 from cs336_systems.experiments.session import SessionArguments
 from cs336_systems.experiments.spec import PRESETS
@@ -76,7 +76,7 @@ def profile(arguments: ProfileArguments) -> int:
     cs336 profile --size small --mode train-step
     cs336 profile --size 2.7B --precision bf16 --attention auto --only memory
     """
-    from cs336_systems.experiments.profiling import run_profile
+    from cs336_systems.experiments.profile_command import run_profile
 
     run_profile(arguments)
     return 0
@@ -95,7 +95,7 @@ def inspect(arguments: InspectArguments) -> int:
     cs336 inspect snapshot.pickle
     """
     from cs336_systems.config import UserError
-    from cs336_systems.experiments.profiling import inspected
+    from cs336_systems.experiments.profile_command import inspected
 
     if not arguments.files:
         raise UserError("name a trace (.json, .json.gz, .sqlite) or a memory snapshot (.pickle)")
@@ -118,7 +118,7 @@ def memory(arguments: MemoryArguments) -> int:
     cs336 memory --size 2.7B --context_length 512 --precision bf16
     cs336 memory --size xl --checkpoint_blocks 4 --trace
     """
-    from cs336_systems.benchmark.calculate_memory import memory_table
+    from cs336_systems.experiments.memory.calculator import memory_table
 
     config = arguments.run_config(device="cuda", model_factory=arguments.model)
     print(memory_table(config, trace=arguments.trace).render(arguments.format))

@@ -7,7 +7,7 @@ from typing import Any, TypeVar
 
 from cs336_systems.report.cells import CellView
 from cs336_systems.report.presentation import Cells
-from cs336_systems.report.rows import FIELDS, as_text, number, row_name, varying
+from cs336_systems.report.rows import FIELDS, as_text, gib, number, percent, row_name, varying
 from cs336_systems.text import Text, say
 
 MOST = 3
@@ -125,3 +125,22 @@ def extremes(found: Sequence[tuple[float, Text]], show: Callable[[float], str]) 
     if len(found) == 1:
         return say("{} ({})", "{}（{}）", show(least), least_name)
     return say("{} ({}) to {} ({})", "{}（{}）到 {}（{}）", show(least), least_name, show(most), most_name)
+
+
+def worst_prediction(cells: Cells) -> Text | None:
+    """State the largest error of predicted peak memory."""
+    fine = having(cells, "peak_memory", "predicted_memory")
+    if not fine:
+        return None
+    worst = max(fine, key=lambda cell: abs(cell.memory_error or 0.0))
+    values = [percent(abs(worst.memory_error or 0.0), 2)]
+    values += [gib(value_of(worst, name)) for name in ("predicted_memory", "peak_memory")]
+    if len(fine) == 1:
+        return say(
+            "the predicted peak is off by {}: {} GiB, measured {}", "预测的峰值误差 {}：{} GiB，实测 {}", *values
+        )
+    return say(
+        "the worst of {0} predicted peaks is off by {2} ({1}: {3} GiB, measured {4})",
+        "{0} 个峰值预测的最大误差为 {2}（{1}：{3} GiB，实测 {4}）",
+        *(str(len(fine)), naming(fine)(worst), *values),
+    )

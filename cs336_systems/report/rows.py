@@ -90,6 +90,11 @@ def as_text(value: Any) -> str:
     return text
 
 
+def shortened(name: str, limit: int = 90) -> str:
+    """A name of at most `limit` characters: those of C++ templates are far longer."""
+    return name if len(name) <= limit else name[: limit - 1] + "…"
+
+
 # -- rows -------------------------------------------------------------------------------------------------------------
 
 

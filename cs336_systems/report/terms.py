@@ -17,7 +17,6 @@ PHASE_NAMES = {
     "backward": BACKWARD,
     "sync": SYNC,
     "optimizer": OPTIMIZER,
-    "step": STEP,
 }
 MEAN = Text("mean", "均值")
 MEDIAN = Text("median", "中位数")
