@@ -15,7 +15,8 @@ from cs336_systems.config import RunConfig, flag
 from cs336_systems.predict.memory_model import Breakdown, breakdown
 from cs336_systems.predict.model_flags import ShapeArguments
 from cs336_systems.record import GIB, MIB
-from cs336_systems.table import Column, Table
+from cs336_systems.table import Column, Table, word
+from cs336_systems.text import Language, Text, say
 
 
 @dataclass(frozen=True)
@@ -23,68 +24,68 @@ class CalculateArguments(ShapeArguments):
     lang: str | None = flag(None, "language of the output (default: the locale's)", ("en", "zh"))
 
 
-TEXTS = {
-    "en": {
-        "title": "Memory of the {size} model ({precision}, {mode}, batch {batch}, context {context})",
-        "heading": "Memory at the peak, which occurs in {where}",
-        "parameters": "Model parameters",
-        "count": "number of parameters: {count:,}",
-        "gradients": "Gradients",
-        "gradients note": "alive at that moment; {full:.2f} GiB once all are there",
-        "optimizer state": "Optimizer state (AdamW)",
-        "optimizer note": "momentum + variance = 2 x parameters",
-        "activations": "Activations",
-        "activations note": "alive at that moment; forward keeps {total:.2f} GiB in all, {block:.1f} MiB in each block",
-        "other": "Logits and loss, temporary tensors, weight casts, workspace, inputs, allocator rounding",
-        "total": "Total (peak)",
-        "memory": "memory",
-    },
-    "zh": {
-        "title": "{size} 模型内存占用计算（{precision}，{mode}，batch {batch}，context {context}）",
-        "heading": "峰值时刻的内存占用明细（峰值出现在 {where} 阶段）",
-        "parameters": "模型参数",
-        "count": "总参数数: {count:,}",
-        "gradients": "梯度内存",
-        "gradients note": "该时刻存活的部分；全部梯度为 {full:.2f} GiB",
-        "optimizer state": "优化器状态 (AdamW)",
-        "optimizer note": "momentum + variance = 2 × 参数大小",
-        "activations": "激活值内存",
-        "activations note": "该时刻存活的部分；前向共保存 {total:.2f} GiB，每层 {block:.1f} MiB",
-        "other": "logits 与 loss、临时张量、权重低精度副本、工作区、输入、分配器取整",
-        "total": "总内存占用 (峰值)",
-        "memory": "内存占用",
-    },
+RULE = "=" * 80
+_PARTS = {
+    "parameters": Text("Model parameters", "模型参数"),
+    "gradients": Text("Gradients", "梯度内存"),
+    "optimizer state": Text("Optimizer state (AdamW)", "优化器状态 (AdamW)"),
+    "activations": Text("Activations", "激活值内存"),
 }
-_OWN_LINE = ("parameters", "gradients", "optimizer state", "activations")
+"""Parts that have a paragraph of their own."""
+_OTHER = Text(
+    "Logits and loss, temporary tensors, weight casts, workspace, inputs, allocator rounding",
+    "logits 与 loss、临时张量、权重低精度副本、工作区、输入、分配器取整",
+)
 
 
-def describe(config: RunConfig, lang: str) -> str:
+def describe(config: RunConfig, language: Language) -> str:
     """The breakdown as numbered paragraphs whose figures, as printed, add up to the total as printed."""
-    text, full = TEXTS[lang], breakdown(config)
-    parts = full.peak.parts
-    sizes = {name: round(parts.get(name, 0) / GIB, 2) for name in _OWN_LINE}
+    full = breakdown(config)
+    sizes = {name: round(full.peak.parts.get(name, 0) / GIB, 2) for name in _PARTS}
     total = round(full.peak.peak / GIB, 2)
-    notes = {
-        "parameters": text["count"].format(count=config.model.parameters),
-        "gradients": text["gradients note"].format(full=full.gradients / GIB),
-        "optimizer state": text["optimizer note"],
-        "activations": text["activations note"].format(
-            total=full.activations / GIB, block=full.activations_per_block / MIB
+    memory = Text("memory", "内存占用").in_(language)
+    lines = [RULE, _title(config).in_(language), RULE, ""]
+    lines += [
+        say(
+            "Memory at the peak, which occurs in {}", "峰值时刻的内存占用明细（峰值出现在 {} 阶段）", full.peak.where
+        ).in_(language),
+        RULE,
+    ]
+    notes = _notes(config, full)
+    for number, (name, heading) in enumerate(_PARTS.items(), start=1):
+        lines += ["", f"{number}. {heading.in_(language)}:", f"   {memory}: {sizes[name]:.2f} GiB"]
+        lines += [f"   ({notes[name].in_(language)})"]
+    lines += ["", f"5. {_OTHER.in_(language)}:", f"   {memory}: {total - sum(sizes.values()):.2f} GiB"]
+    total_name = Text("Total (peak)", "总内存占用 (峰值)").in_(language)
+    return "\n".join([*lines, "", f"6. {total_name}:", f"   {total:.2f} GiB"])
+
+
+def _title(config: RunConfig) -> Text:
+    return say(
+        "Memory of the {} model ({}, {}, batch {}, context {})",
+        "{} 模型内存占用计算（{}，{}，batch {}，context {}）",
+        *(config.size, config.precision, config.mode, str(config.batch_size), str(config.model.context_length)),
+    )
+
+
+def _notes(config: RunConfig, full: Breakdown) -> dict[str, Text]:
+    return {
+        "parameters": say("number of parameters: {}", "总参数数: {}", f"{config.model.parameters:,}"),
+        "gradients": say(
+            "alive at that moment; {} GiB once all are there",
+            "该时刻存活的部分；全部梯度为 {} GiB",
+            f"{full.gradients / GIB:.2f}",
+        ),
+        "optimizer state": Text("momentum + variance = 2 x parameters", "momentum + variance = 2 × 参数大小"),
+        "activations": say(
+            "alive at that moment; forward keeps {} GiB in all, {} MiB in each block",
+            "该时刻存活的部分；前向共保存 {} GiB，每层 {} MiB",
+            *(f"{full.activations / GIB:.2f}", f"{full.activations_per_block / MIB:.1f}"),
         ),
     }
-    rule = "=" * 80
-    title = text["title"].format(
-        size=config.size, precision=config.precision, mode=config.mode, batch=config.batch_size,
-        context=config.model.context_length,
-    )  # fmt: skip
-    lines = [rule, title, rule, "", text["heading"].format(where=full.peak.where), rule]
-    for number, name in enumerate(_OWN_LINE, start=1):
-        lines += ["", f"{number}. {text[name]}:", f"   {text['memory']}: {sizes[name]:.2f} GiB", f"   ({notes[name]})"]
-    lines += ["", f"5. {text['other']}:", f"   {text['memory']}: {total - sum(sizes.values()):.2f} GiB"]
-    return "\n".join([*lines, "", f"6. {text['total']}:", f"   {total:.2f} GiB"])
 
 
-def system_language() -> str:
+def system_language() -> Language:
     names = [os.environ.get(name, "") for name in ("LC_ALL", "LC_MESSAGES", "LANG")]
     name = next((name for name in names if name), locale.getlocale()[0] or "")
     return "zh" if name.lower().startswith("zh") else "en"
@@ -94,7 +95,8 @@ def calculate(arguments: CalculateArguments) -> int:
     # The write-up that this answers to computed the 2.7B model at context 256.
     fields = {} if arguments.context_length or arguments.size else {"context_length": 256}
     config = arguments.run_config(default_size="2.7B", device="cuda", **fields)
-    print(describe(config, arguments.lang or system_language()))
+    language: Language = "zh" if (arguments.lang or system_language()) == "zh" else "en"
+    print(describe(config, language))
     return 0
 
 
@@ -103,34 +105,57 @@ def calculate(arguments: CalculateArguments) -> int:
 
 def memory_table(config: RunConfig, *, trace: bool) -> Table:
     """The parts in full and at the peak, by the closed form and, on request, by a trace of the operators."""
-    if config.model_factory is not None:
-        trace = True
     full = breakdown(config) if config.model_factory is None else None
-    traced = _traced(config) if trace else None
-    columns = [Column("part", numeric=False)]
-    columns += [Column("in full", "GiB"), Column("at the peak", "GiB")] if full else []
-    columns += [Column("at the peak, traced", "GiB")] if traced else []
-    rows = []
+    traced = _traced(config) if trace or full is None else None
+    columns = [word(Text("part", "部分"))]
+    columns += [Column(Text("in full", "全部"), "GiB"), Column(Text("at the peak", "峰值处"), "GiB")] if full else []
+    columns += [Column(Text("at the peak, traced", "峰值处，追踪"), "GiB")] if traced else []
+    rows: list[list[str | Text]] = []
     for name in _part_names(full, traced):
-        row = [name]
+        row: list[str | Text] = [name]
         if full:
             row += [_gib(_in_full(full).get(name)), _gib(full.peak.parts.get(name))]
         if traced:
             row.append(_gib(traced.parts.get(name)))
         rows.append(row)
     rows.append(["peak", *(["", _gib(full.peak.peak)] if full else []), *([_gib(traced.peak)] if traced else [])])
-    where = (full.peak if full else traced).where  # type: ignore[union-attr]
-    notes = [f"the peak occurs in {where}; parts in full are not all alive at once"]
-    if full:
-        block = f"{full.activations_per_block / MIB:.1f} MiB kept by a block"
-        notes.append(f"{block}, {full.residual / MIB:.1f} MiB a tensor of the residual stream")
-        notes.append(f"{config.model.parameters:,} parameters")
-    if not trace:
-        notes.append("add --trace to hold this against a trace of every operator (imports torch)")
     name = config.model_factory or config.size
-    shape = f"batch {config.batch_size}, context {config.model.context_length}"
-    title = f"memory of {name}: {config.mode}, {config.precision}, attention {config.attention}, {shape}"
-    return Table(title, columns, rows, notes)
+    title = say(
+        "memory of {}: {}, {}, attention {}, batch {}, context {}",
+        "{} 的显存：{}，{}，注意力 {}，batch {}，context {}",
+        *(name, config.mode, config.precision, config.attention),
+        *(str(config.batch_size), str(config.model.context_length)),
+    )
+    return Table(title, columns, rows, _table_notes(config, full, traced))
+
+
+def _table_notes(config: RunConfig, full: Breakdown | None, traced: Any) -> list[Text]:
+    where = full.peak.where if full else traced.where
+    notes = [
+        say(
+            "the peak occurs in {}; parts in full are not all alive at once",
+            "峰值出现在 {} 阶段；各部分的全部不会同时存活",
+            where,
+        )
+    ]
+    if full:
+        sizes = (f"{full.activations_per_block / MIB:.1f}", f"{full.residual / MIB:.1f}")
+        notes.append(
+            say(
+                "{} MiB kept by a block, {} MiB a tensor of the residual stream",
+                "每块保留 {} MiB，残差流的每个张量 {} MiB",
+                *sizes,
+            )
+        )
+        notes.append(say("{} parameters", "{} 个参数", f"{config.model.parameters:,}"))
+    if traced is None:
+        notes.append(
+            Text(
+                "add --trace to compare this with a trace of every operator (imports torch)",
+                "加上 --trace 可与逐算子追踪的结果对比（会导入 torch）",
+            )
+        )
+    return notes
 
 
 def _traced(config: RunConfig) -> Any:
