@@ -122,5 +122,5 @@ def _memory_tables(path: Path, timeline: Timeline) -> list[Table]:
     largest_title = Text("snapshot: the largest blocks", "快照：最大的块")
     return [
         Table(title, columns, parts, [written]),
-        Table(largest_title, [Column(terms.SIZE, "MiB"), word(terms.LINE)], blocks),
+        Table(largest_title, [Column(terms.BYTES, "MiB"), word(terms.LINE)], blocks),
     ]

@@ -55,6 +55,7 @@ LINE = Text("line", "代码行")
 GIB_TEXT = Text("GiB")
 
 SIZE = Text("size", "规模")
+BYTES = Text("size", "大小")
 KERNEL = Text("kernel", "内核")
 KIND = Text("kind", "类别")
 OUT_OF_MEMORY = Text("out of memory", "显存不足")

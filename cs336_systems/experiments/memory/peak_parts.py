@@ -120,7 +120,7 @@ def _largest(cells: Cells) -> Table:
     """The largest blocks that a step allocated; the two largest of each cell where there are several."""
     shown = varying(cells)
     words = (Text("label", "标签"), terms.MODULE, Text("made by", "产生者"), terms.LINE)
-    columns = [Column(terms.SIZE, "MiB"), *map(word, words)]
+    columns = [Column(terms.BYTES, "MiB"), *map(word, words)]
     rows = []
     for cell in cells:
         for size, label, module, what, line in cell.rows("largest_blocks", 5)[: 10 if len(cells) == 1 else 2]:

@@ -59,7 +59,7 @@ def _tables(cells: Cells) -> list[Table]:
     largest_title = title_of(experiment, Text("the five largest", "最大的五个"), cells, shown)
     return [
         Table(kept_title, [*head, *columns], totals, [note, *remarks_on(cells, shown, on_spread=False)]),
-        Table(largest_title, [*head, Column(terms.SIZE, "MiB"), *words], largest),
+        Table(largest_title, [*head, Column(terms.BYTES, "MiB"), *words], largest),
     ]
 
 
