@@ -98,16 +98,9 @@ def failure_table(cells: Cells) -> Table:
 
 
 def cell_title(cell: CellView, what: Text) -> Text:
-    batch = str(cell.get("batch_size"))
-    where = [
-        *(
-            cell.machine,
-            _ranks(cell),
-            str(cell.get("size")),
-            setting("context_length", str(cell.get("context_length"))),
-        ),
-        say("batch {} on each rank", "每个 rank batch {}", batch),
-    ]
+    size, context, batch = (str(cell.get(name)) for name in ("size", "context_length", "batch_size"))
+    on_each = say("batch {} on each rank", "每个 rank batch {}", batch)
+    where: list[str | Text] = [cell.machine, _ranks(cell), size, setting("context_length", context), on_each]
     return titled(cell.experiment, _with_network(cell, what), where)
 
 

@@ -68,7 +68,7 @@ def _table(cell: CellView) -> Table:
     columns += [Column(Text("over ideal state", "相对理想状态")), Column(WEIGHT_ERROR)]
     notes = [
         Text(
-            "medians; memory on the fullest rank before the update; formula: sharded parts divided by the ranks",
+            "medians; memory on the fullest rank before the update; formula: sharded parts over the number of ranks",
             "中位数；显存为最满的 rank 在更新之前的；公式：被分片的部分除以 rank 数",
         ),
         *gloo_notes([cell]),
