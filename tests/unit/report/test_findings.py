@@ -107,40 +107,6 @@ def saved(mebibytes, **fields):
     return entries("saved_tensors", config, metrics)
 
 
-def ranks(experiment, arrangements, link=None, backend="gloo", **times):
-    """`times`: milliseconds of each arrangement's step; communication takes 200 ms."""
-    config = RunConfig(model=model_config("small"), size="small", device="cuda").to_dict()
-    config |= {"ranks": 2, "backend": backend, "arrangements": arrangements, "link": link, "rounds": 3}
-    metrics = {f"{name}: step_time": (value / 1e3,) * 3 for name, value in times.items()}
-    metrics |= {f"{name}: communication_time": (0.2,) * 3 for name in arrangements if name != "none"}
-    metrics |= {f"{name}: weight_error": (0.0,) for name in arrangements}
-    metrics |= {"none: backward_time": (0.1,) * 3, "none: gradient_memory": (8.0 * MIB,)}
-    for name in arrangements:
-        shares = {"sharded": (1, 1, 2), "fsdp": (2, 2, 2)}.get(name, (1, 1, 1))
-        for part, whole, share in zip(("parameter", "gradient", "optimizer"), (100, 100, 200), shares, strict=True):
-            metrics.setdefault(f"{name}: {part}_memory", (whole / share * MIB,))
-    return entries(experiment, config, metrics)
-
-
-def collectives(backend="gloo"):
-    config = {"backend": backend, "device": "cpu", "ranks": 2, "collectives": ["all_reduce"], "sizes": [10**6, 10**8]}
-    times = {size: 1e-3 + size / 1e9 for size in config["sizes"]}
-    return entries("collectives", config, {f"all_reduce {size}: time": (t,) * 3 for size, t in times.items()})
-
-
-def plan(gpus=1024, count="transformer", fits=True):
-    config = RunConfig(model=model_config("small"), size="xxl", device="cuda").to_dict()
-    config |= {"gpus": gpus, "gpu": "h100", "node": 8, "flops": 1e15, "link": 4e11, "network": 5e10}
-    config |= {"strategies": ["dp", "zero3"], "count": count}
-    metrics = {}
-    for name, held, sends in (("dp", 90, 0.1), ("zero3", 10, 0.5)):
-        metrics |= {f"{name}: {part}_memory": (held * GIB,) for part in ("parameter", "gradient", "optimizer")}
-        for during in ("forward", "backward"):
-            metrics |= {f"{name}: {during}_compute_time": (0.2,), f"{name}: {during}_communication_time": (sends,)}
-        metrics[f"{name}: fits"] = (int(fits and name == "zero3"),)
-    return entries("parallel_plan", config, metrics, environment=CPU)
-
-
 def memory_model(size, peak):
     names = ("parameter", "gradient", "optimizer", "activation", "loss", "traced")
     metrics = {f"{name}_memory": ((1 + i) * GIB,) for i, name in enumerate(names)}
@@ -171,7 +137,6 @@ FAST = [
     *cell("fast_step", size="2.7B", fast="off", metrics=step(0.3)),
     *cell("fast_step", size="2.7B", fast="on", metrics=step(0.2)),
 ]
-DDP = ["none", "naive", "bucketed 1", "torch DDP"]
 
 SAMPLES: dict[str, list[Record]] = {
     "bench": cell("bench"),
@@ -222,18 +187,6 @@ SAMPLES: dict[str, list[Record]] = {
         sdpa_flash=[300, 300, 300, 300, 300, 300],
         sdpa_cudnn=[180, 190, 190, 180, 300, 190],
     ),
-    "collectives": collectives(),
-    "ddp": ranks("ddp", DDP, none=100, naive=400, **{"bucketed 1": 200, "torch DDP": 250}),
-    "bucket_model": ranks(
-        "bucket_model",
-        ["none", "bucketed 1", "bucketed 4"],
-        [1e-3, 1e8],
-        none=100,
-        **{"bucketed 1": 130, "bucketed 4": 200},
-    ),
-    "optimizer_sharding": ranks("optimizer_sharding", ["ddp", "sharded"], ddp=200, sharded=300),
-    "fsdp": ranks("fsdp", ["ddp", "fsdp", "torch fully_shard"], ddp=200, fsdp=100, **{"torch fully_shard": 150}),
-    "parallel_plan": plan() + plan(64, fits=False) + plan(16384, "feed-forward"),
     "memory_model": memory_model("small", 9) + memory_model("2.7B", 30),
     "accumulation": accumulation("fp32", 10.002) + accumulation("fp16", 9.9531),
     "autocast_dtypes": dtypes("fp16") + dtypes("bf16"),
@@ -351,45 +304,6 @@ SAID = {
             "in 3 of 3 rounds), 190.00 with sdpa_cudnn (0.95x, ahead of it in 1 of 3 rounds)."
         ),
     ],
-    "collectives": [
-        (
-            "2 ranks of one machine through Gloo (cpu): all_reduce of 100 MB takes 101.00 ms, 0.99 GB/s over the "
-            "busiest link; fitted bandwidth in GB/s: 1.00 (all_reduce); latency 1,000 us."
-        ),
-    ],
-    "ddp": [
-        (
-            "2 ranks of one machine through Gloo (cuda): bucketed 1 is the fastest of 2, 200.00 ms a step, 2.0 "
-            "times as fast as naive (400.00 ms); torch DDP takes 250.00 ms; of communication bucketed 1 hides "
-            "50%, naive -50%."
-        ),
-    ],
-    "bucket_model": [
-        (
-            "2 ranks of one machine through Gloo (cuda), emulated network of 0.1 GB/s and 1 ms: the best bucket "
-            "is 1 MB predicted (11.49 ms exposed) and 1 MB measured (30.00 ms); of 2 sizes the prediction is "
-            "worst for 1 MB: 11.49 ms, measured 30.00."
-        ),
-    ],
-    "optimizer_sharding": [
-        (
-            "2 ranks of one machine through Gloo (cuda): sharded holds 300.0 MiB on a rank, 25% less than ddp "
-            "(400.0), and takes 300.00 ms a step, 1.5 times as long."
-        ),
-    ],
-    "fsdp": [
-        (
-            "2 ranks of one machine through Gloo (cuda): fsdp holds 200.0 MiB on a rank, 50% less than ddp "
-            "(400.0), and takes 100.00 ms a step, 0.50 times as long; torch fully_shard 400.0 MiB and 150.00 ms."
-        ),
-    ],
-    "parallel_plan": [
-        (
-            "Of 2 layouts of xxl on 1,024 x h100 1 fit: zero3 has the shortest step, 1,000.0 ms, with 30.0 GiB on"
-            " a GPU; of 2 layouts of xxl on 64 x h100 0 fit."
-        ),
-        "On 1,024 GPUs these wait for messages: zero3.",
-    ],
     "memory_model": [
         "2.7B needs 30.00 GiB: parameters 1.00, gradients 2.00, optimizer state 3.00, and what forward keeps.",
         "Of 2 configurations small needs the least, 9.00 GiB.",
@@ -487,14 +401,6 @@ def test_kernels_are_held_against_events_of_queued_steps():
     assert said[1] == (
         "Of steps that are not synchronised between phases kernels and CUDA events differ by 1.96% (small)."
     )
-
-
-def test_ranks_on_gpus_come_first_and_gloo_is_called_what_it_is():
-    said = of("collectives", collectives(), collectives("nccl"))
-    assert [text.split(":")[0] for text in said] == [
-        "2 ranks, nccl on cpu",
-        "2 ranks of one machine through Gloo (cpu)",
-    ]
 
 
 # -- data of any shape ------------------------------------------------------------------------------------------------
@@ -618,12 +524,6 @@ def test_the_referees_remarks_are_translated(what):
 TRANSLATED = {
     "fast_step: the step by what is switched on · NVIDIA H200, context 512, batch 4, train-step, bf16": (
         "fast_step：按启用部分比较训练步 · NVIDIA H200，context 512，batch 4，train-step，bf16"
-    ),
-    "ddp: averaging gradients, emulated network of 0.1 GB/s and 5 ms · Xeon, 2 ranks, gloo, cpu, tiny, context 64, batch 4 on each rank": (  # noqa: E501
-        "ddp：梯度平均，模拟 0.1 GB/s、5 ms 的网络 · Xeon，2 个 rank，gloo，cpu，tiny，context 64，每个 rank batch 4"
-    ),
-    "parallel_plan: bytes on each GPU · xxl (feed-forward only) on 1,024 x h100, bf16, 4,096 tokens on each": (
-        "parallel_plan：每张 GPU 上的字节数 · xxl（仅前馈）在 1,024 x h100 上，bf16，每张 4,096 个 token"
     ),
     "small warm-up 0: the first measured step is far above the rest (cold): add --warmup_steps 5": (
         "small 预热 0：第一个测量步远高于其余（冷启动）：加上 --warmup_steps 5"
