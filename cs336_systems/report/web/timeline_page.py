@@ -106,7 +106,7 @@ def _summary(timeline: Timeline, phases: Sequence[Span], peak_time: float, peak:
         return timeline.device
     return (
         f"{timeline.device}. Peak {size_text(peak)} at {peak_time * 1e3:.2f} ms ({_when(phases, peak_time)[1]}); "
-        f"{len(timeline.blocks):,} blocks in {timeline.end * 1e3:.2f} ms of the host, while each was followed."
+        f"{len(timeline.blocks):,} blocks in {timeline.end * 1e3:.2f} ms of host time under tracing."
     )
 
 
