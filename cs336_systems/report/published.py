@@ -1,9 +1,9 @@
 """Published figures of the same work, as columns of reference with their GPU named.
 
 published.json holds tables of write-ups of the course's assignment, limited to those that state GPU, batch, context and
-precision. They are means without samples, on unstated software: a scale, not a measurement. In each table `columns` are
-fields of the configuration and metrics; a time is divided by `per_second`, a memory multiplied by `bytes`. A row without
-values ran out of memory.
+precision. They are means without samples, on unstated software: a scale, not a measurement. `columns` of a table are
+fields of the configuration and metrics; times are divided by `per_second`, memory is multiplied by `bytes`. A row
+without values ran out of memory.
 """
 
 import json

@@ -12,7 +12,7 @@
 
   // Language: CSS shows and hides elements; titles, labels and options are replaced here.
   const language = element("language");
-  function speak(chosen) {
+  function setLanguage(chosen) {
     root.dataset.language = language.value = chosen;
     root.lang = chosen === "zh" ? "zh-CN" : "en";
     const title = document.querySelector("title");
@@ -22,7 +22,7 @@
     for (const one of all("option[data-zh]")) one.textContent = one.dataset[chosen];
     hideTooltip();
   }
-  language.addEventListener("change", () => { speak(language.value); keep("report-language", language.value); });
+  language.addEventListener("change", () => { setLanguage(language.value); keep("report-language", language.value); });
 
   // Theme: follows the system until the user chooses one.
   const theme = element("theme");
@@ -44,22 +44,22 @@
   contents.addEventListener("click", (event) => {
     if (event.target.closest("a") && !wide.matches) contents.open = false;
   });
-  const places = new Map(all("nav a").map((link) => [link.hash.slice(1), link]));
+  const sectionLinks = new Map(all("nav a").map((link) => [link.hash.slice(1), link]));
   const seen = new Set();
   const watcher = new IntersectionObserver((entries) => {
     for (const entry of entries) seen[entry.isIntersecting ? "add" : "delete"](entry.target.id);
-    const current = [...places.keys()].find((id) => seen.has(id));
-    for (const [id, link] of places) {
+    const current = [...sectionLinks.keys()].find((id) => seen.has(id));
+    for (const [id, link] of sectionLinks) {
       if (id === current) link.setAttribute("aria-current", "true");
       else link.removeAttribute("aria-current");
     }
-    const link = places.get(current);
+    const link = sectionLinks.get(current);
     here.replaceChildren(...(link ? link.cloneNode(true).childNodes : []));
     if (!link || !wide.matches) return;
     const [around, own] = [nav.getBoundingClientRect(), link.getBoundingClientRect()];
     nav.scrollTop += Math.min(own.top - around.top - 20, 0) + Math.max(own.bottom - around.bottom + 20, 0);
   }, { rootMargin: "-64px 0px -55% 0px" });
-  for (const id of places.keys()) if (element(id)) watcher.observe(element(id));
+  for (const id of sectionLinks.keys()) if (element(id)) watcher.observe(element(id));
 
   // Tables: a heading sorts ascending, then descending, then restores the original order.
   const digits = /^[~≈<>≤≥]?\s*([+\-−]?(?:\d[\d,]*\.?\d*|\.\d+)(?:e[+\-]?\d+)?)/;
@@ -182,13 +182,13 @@
   const copies = JSON.parse(element("copies").textContent);
   async function copy(button) {
     const [table, format] = button.dataset.copy.split(" ").map(Number);
-    const said = button.parentElement.querySelector("output");
+    const message = button.parentElement.querySelector("output");
     const text = copies[table][format];
     let done = true;
     try { await navigator.clipboard.writeText(text); } catch { done = copyBySelecting(text, button); }
-    said.textContent = words[root.dataset.language][done ? "copied" : "failed"];
-    clearTimeout(said.timer);
-    said.timer = setTimeout(() => { said.textContent = ""; }, 4000);
+    message.textContent = words[root.dataset.language][done ? "copied" : "failed"];
+    clearTimeout(message.timer);
+    message.timer = setTimeout(() => { message.textContent = ""; }, 4000);
   }
   function copyBySelecting(text, button) {
     const area = document.createElement("textarea");
@@ -303,6 +303,6 @@
   });
   addEventListener("afterprint", () => folded.forEach((one) => { one.open = false; }));
 
-  speak(root.dataset.language);
+  setLanguage(root.dataset.language);
   reveal(location.hash);
 })();

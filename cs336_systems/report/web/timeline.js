@@ -527,15 +527,15 @@
   const showsFullHeight = () => view.high - view.low === 1;
   const showsAll = () => view.end - view.start === whole.end - whole.start && showsFullHeight();
 
-  function turn(event) {
+  function onWheel(event) {
     const sideways = Math.abs(event.deltaX) > Math.abs(event.deltaY);
-    const turned = Math.sign(sideways ? event.deltaX : event.deltaY);
-    if (showsAll() && (turned > 0 || sideways && !event.shiftKey)) return; // the whole step is visible: the page scrolls
+    const direction = Math.sign(sideways ? event.deltaX : event.deltaY);
+    if (showsAll() && (direction > 0 || sideways && !event.shiftKey)) return; // the whole step is visible: the page scrolls
     event.preventDefault();
     const [x, y] = inPlot(position(event));
-    if (event.shiftKey) zoomHeight(1.25 ** turned, shareOf(y)); // some browsers report a wheel with shift as horizontal
-    else if (sideways) pan(0.05 * turned);
-    else zoom(1.25 ** turned, timeOf(x));
+    if (event.shiftKey) zoomHeight(1.25 ** direction, shareOf(y)); // some browsers report a wheel with shift as horizontal
+    else if (sideways) pan(0.05 * direction);
+    else zoom(1.25 ** direction, timeOf(x));
   }
 
   const keys = {
@@ -619,7 +619,7 @@
       drawPointer(null);
     });
     pointer.addEventListener("dblclick", reset);
-    pointer.addEventListener("wheel", turn, { passive: false });
+    pointer.addEventListener("wheel", onWheel, { passive: false });
     pointer.addEventListener("keydown", press);
     element("zoom-in").addEventListener("click", () => zoom(1 / 1.5));
     element("zoom-out").addEventListener("click", () => zoom(1.5));
