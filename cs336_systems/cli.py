@@ -45,11 +45,7 @@ class RunArguments(SessionArguments):
 
 
 def run(arguments: RunArguments) -> int:
-    """Named experiments of the catalogue; a cell that several ask for is measured once.
-
-    cs336 run end_to_end precision --preset quick
-    cs336 run end_to_end warmup precision compile peak_memory --preset course --output runs/h200/records.jsonl
-    """
+    """Measure named experiments; a cell that several ask for is measured once."""
     from cs336_systems.config import RunConfig, UserError
     from cs336_systems.experiments.catalogue import Request, cells
     from cs336_systems.experiments.session import run_session
@@ -349,6 +345,14 @@ def completion(arguments: CompletionArguments) -> int:
     return 0
 
 
+def _run_manual() -> str:
+    one, *others = runnable()
+    return (
+        f"{run.__doc__}\n\ncs336 run {one} {others[1]} --preset quick\n"
+        f"cs336 run {' '.join([one, *others[:4]])} --preset course --output runs/h200/records.jsonl"
+    )
+
+
 @dataclass(frozen=True)
 class Command:
     summary: str
@@ -359,7 +363,7 @@ class Command:
 
 COMMANDS = {
     "bench": Command("time and memory of one configuration, or a sweep", BenchArguments, bench, bench_manual),
-    "run": Command("named experiments, with presets; resumes", RunArguments, run),
+    "run": Command("named experiments, with presets; resumes", RunArguments, run, _run_manual()),
     "profile": Command("kernels and memory of a step: tables, traces, a timeline", ProfileArguments, profile),
     "inspect": Command("a trace or a memory snapshot that somebody recorded", InspectArguments, inspect),
     "memory": Command("what a step needs, part by part, without a GPU", MemoryArguments, memory),
@@ -380,7 +384,7 @@ def main(argv: list[str] | None = None) -> int:
         prog="cs336",
         description=__import__("cs336_systems").__doc__,
         epilog="start here:\n  cs336 doctor\n  cs336 bench\n  cs336 fit --gpu 24GiB\n"
-        "  cs336 run end_to_end precision --preset quick\n\nexperiments of `run`:\n"
+        f"  cs336 run {runnable()[0]} --preset quick\n\nexperiments of `run`:\n"
         + "\n".join(f"  {name:18} {catalogue()[name].question.en}" for name in runnable()),
     )
     parser.add_argument("--version", action="version", version=f"cs336_systems {__version__}")

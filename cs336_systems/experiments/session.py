@@ -13,7 +13,8 @@ from cs336_systems.experiments.runner import DEFAULT_TIMEOUT, Outcome, Runner, g
 from cs336_systems.report.figures import pictures
 from cs336_systems.report.picture import save
 from cs336_systems.report.sections import tables
-from cs336_systems.report.web.timeline_page import timeline_picture, write_page
+from cs336_systems.report.timeline_picture import timeline_picture
+from cs336_systems.report.web.timeline_page import write_page
 from cs336_systems.timeline import TIMELINE_FILE, Timeline
 
 

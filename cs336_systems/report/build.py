@@ -48,7 +48,7 @@ def write_report(
         loaded = [load(file, lenient=True) for file in files]
         report = document(loaded, catalogue, title=title, links=links, references=references)
         if not report.sections:
-            raise UserError(f"no records in {', '.join(map(str, files))}; make some with: cs336 run end_to_end")
+            raise UserError(f"no records in {', '.join(map(str, files))}; measure some with: cs336 bench")
         return write(report, folder, language=language, formats=formats)
 
 

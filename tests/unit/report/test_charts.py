@@ -20,8 +20,7 @@ from cs336_systems.text import Text
 from tests.golden.docs_images import CHARTS, FOLDER, drawn
 from tests.golden.report_goldens import some_records
 from tests.helpers import ROOT
-from tests.unit.report.test_page import EVIL, Page
-from tests.unit.report.test_svg import HAS, STEP, hostile_charts, stacked
+from tests.unit.report.page_cases import EVIL, HAS, STEP, Page, hostile_charts, stacked
 
 H200 = Environment(gpu="NVIDIA H200", gpu_count=1)
 
@@ -245,7 +244,7 @@ def test_a_picture_shows_limit_lanes_and_what_goes_beyond(tmp_path):
     plan, lanes = save([picture(ODD["beyond"]), picture(STEP)], tmp_path, ("svg",))
     text = plan.read_text(encoding="utf-8")
     assert "→ 12,345" in text
-    assert "what one has" in text
+    assert HAS.text.en in text
     assert all(f">{name}<" in lanes.read_text(encoding="utf-8") for name in ("naive", "flat", "all-reduce", "0"))
 
 

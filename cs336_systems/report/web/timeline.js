@@ -1,108 +1,3 @@
-<!doctype html>
-<html lang="en">
-<head>
-<meta charset="utf-8">
-<meta name="viewport" content="width=device-width, initial-scale=1">
-<title>{{title}}</title>
-<link rel="icon" href="data:,">
-<style>
-  :root, :root[data-theme="light"] {
-    color-scheme: light;
-    --page: #ffffff; --panel: #f5f6f7; --text: #1b1d20; --muted: #565b63; --line: #d5d8dc; --mark: #1b1d20;
-    --band: #e9ebee; --other-band: #dcdfe4; --focus: #0060df;
-  }
-  @media (prefers-color-scheme: dark) {
-    :root:not([data-theme="light"]) {
-      color-scheme: dark;
-      --page: #16181b; --panel: #202327; --text: #e9eaec; --muted: #a9afb8; --line: #3a3f46; --mark: #ffffff;
-      --band: #2a2e33; --other-band: #353a41; --focus: #7fb4ff;
-    }
-  }
-  /* The same once more: a media query and a switch cannot share one rule. */
-  :root[data-theme="dark"] {
-    color-scheme: dark;
-    --page: #16181b; --panel: #202327; --text: #e9eaec; --muted: #a9afb8; --line: #3a3f46; --mark: #ffffff;
-    --band: #2a2e33; --other-band: #353a41; --focus: #7fb4ff;
-  }
-  * { box-sizing: border-box; }
-  body { margin: 0; background: var(--page); color: var(--text); font: 15px/1.5 system-ui, sans-serif; }
-  main { max-width: 1440px; margin: 0 auto; padding: 16px; }
-  header { display: flex; gap: 12px; align-items: flex-start; justify-content: space-between; }
-  h1 { font-size: 1.35rem; line-height: 1.25; margin: 0; overflow-wrap: anywhere; }
-  h2 { font-size: 1.05rem; margin: 28px 0 8px; }
-  p { margin: 4px 0 12px; color: var(--muted); overflow-wrap: anywhere; }
-  button {
-    font: inherit; color: var(--text); background: var(--panel); border: 1px solid var(--line); border-radius: 6px;
-    min-height: 34px; padding: 3px 11px; cursor: pointer; white-space: nowrap;
-  }
-  button:hover { border-color: var(--muted); }
-  :focus-visible { outline: 2px solid var(--focus); outline-offset: 2px; }
-  .row { display: flex; flex-wrap: wrap; gap: 6px; align-items: center; }
-  .row output { color: var(--muted); font-variant-numeric: tabular-nums; }
-  #legend { margin: 10px 0; }
-  #legend button { display: flex; align-items: center; min-width: 0; max-width: 100%; }
-  #legend span:last-child { overflow: hidden; text-overflow: ellipsis; }
-  #legend button[aria-pressed="false"] { color: var(--muted); text-decoration: line-through; background: none; }
-  #legend button[aria-pressed="false"] .swatch { opacity: 0.25; }
-  .swatch {
-    display: inline-block; flex: none; width: 12px; height: 12px; margin-right: 7px;
-    border: 1px solid var(--muted); border-radius: 2px;
-  }
-  #chart { position: relative; height: clamp(300px, 54vh, 560px); }
-  #chart canvas { position: absolute; inset: 0; width: 100%; height: 100%; display: block; }
-  /* A finger moved up or down still scrolls the page. */
-  #pointer { touch-action: pan-y pinch-zoom; cursor: crosshair; border-radius: 4px; }
-  #tooltip {
-    position: absolute; z-index: 1; pointer-events: none; width: max-content; max-width: min(340px, 84%);
-    padding: 7px 10px; font-size: 13px; line-height: 1.4; overflow-wrap: anywhere;
-    background: var(--page); border: 1px solid var(--muted); border-radius: 6px; box-shadow: 0 3px 12px #0004;
-  }
-  #tooltip .name { font-weight: 600; margin-top: 5px; }
-  #tooltip .faint { color: var(--muted); }
-  .scroll { overflow-x: auto; border: 1px solid var(--line); border-radius: 6px; width: fit-content; max-width: 100%; }
-  table { border-collapse: collapse; font-size: 14px; font-variant-numeric: tabular-nums; }
-  th, td { padding: 5px 12px; text-align: left; white-space: nowrap; }
-  th { background: var(--panel); font-weight: 600; }
-  .r { text-align: right; }
-  tbody tr, tfoot tr { border-top: 1px solid var(--line); }
-  tfoot { font-weight: 600; }
-  .empty .only-full, .full .only-empty { display: none; }
-</style>
-</head>
-<body>
-<main class="{{state}}">
-  <header>
-    <h1>{{title}}</h1>
-    <button id="theme" type="button">Dark</button>
-  </header>
-  <p>{{summary}}</p>
-  <p class="only-empty">No memory was recorded: the timeline has no block that was alive at any time.</p>
-  <div class="only-full">
-    <div id="chart">
-      <canvas id="picture" aria-hidden="true"></canvas>
-      <canvas id="pointer" tabindex="0" role="img" aria-label="{{alternative}}" aria-describedby="help"></canvas>
-      <div id="tooltip" hidden></div>
-    </div>
-    <div class="row" id="legend" role="group" aria-label="Labels: press to hide or show"></div>
-    <div class="row">
-      <button id="zoom-in" type="button" aria-label="Zoom in">+</button>
-      <button id="zoom-out" type="button" aria-label="Zoom out">−</button>
-      <button id="earlier" type="button" aria-label="Move to earlier times">←</button>
-      <button id="later" type="button" aria-label="Move to later times">→</button>
-      <button id="reset" type="button">Whole step</button>
-      <output id="range" aria-live="polite"></output>
-    </div>
-    <p id="help">Turn the wheel or drag across to zoom in time; turn it with shift, or drag a box, to zoom in memory
-      too. With the chart in focus, arrow keys move, + and − zoom in time, shift with up and down in memory.
-      Double click or Escape shows the whole step. Press a label to hide or show it. {{note}}</p>
-    <h2>What was alive at the peak</h2>
-    <div class="scroll" tabindex="0" role="region" aria-label="What was alive at the peak">{{peak_table}}</div>
-    <h2>The largest blocks</h2>
-    <div class="scroll" tabindex="0" role="region" aria-label="The largest blocks">{{block_table}}</div>
-  </div>
-</main>
-<script id="data" type="application/json">{{data}}</script>
-<script>
 "use strict";
 (() => {
   const element = (id) => document.getElementById(id);
@@ -114,17 +9,17 @@
   const sizes = Float64Array.from(blocks.size);
   const blocksOf = labels.map((_, label) => Int32Array.from(sizes.keys()).filter((i) => blocks.label[i] === label));
   const endingOf = blocksOf.map((own) => own.slice().sort((a, b) => last[a] - last[b]));
-  const place = new Int32Array(sizes.length); // of a block among those of its label
+  const place = new Int32Array(sizes.length); // index of a block among the blocks of its label
   blocksOf.forEach((own) => own.forEach((block, index) => { place[block] = index; }));
   const whole = { start: edges[0], end: edges[edges.length - 1] };
-  const shortest = Math.min(100, whole.end - whole.start); // nanoseconds: nothing in a step is faster
-  // Of the chart's whole height, the share in sight begins at `low` and ends at `high`.
+  const shortest = Math.min(100, whole.end - whole.start); // nanoseconds: the narrowest view
+  // The visible part of the chart's height, from `low` to `high`, both between 0 and 1.
   const wholeHeight = { low: 0, high: 1 };
   const view = { ...whole, ...wholeHeight };
 
-  const smallestOutlined = 2; // pixels of height: below it the edges of a block would hide its colour
-  const leastDrag = 5; // pixels: less is a click
-  const leastTallDrag = 40; // pixels: a drag as tall as this zooms into memory too
+  const smallestOutlined = 2; // pixels: the edges of a lower block would hide its colour
+  const leastDrag = 5; // pixels: a shorter drag is a click
+  const leastTallDrag = 40; // pixels: a drag at least this tall also zooms in memory
   const margin = { left: 58, right: 14, top: 42, bottom: 40 };
   const band = { top: 17, bottom: 37 };
   const font = "12px system-ui, sans-serif";
@@ -134,12 +29,12 @@
   const below = element("picture").getContext("2d");
   const above = pointer.getContext("2d");
 
-  // What `layOut` derives from the view, the size of the chart and the labels in sight.
+  // Computed by `layOut` from the view, the size of the chart and the visible labels.
   let width = 0;
   let height = 0;
   let plot = { left: 0, right: 0, top: 0, bottom: 0 };
   let most = 1; // bytes at the top of the plot
-  let runs = []; // stretches of columns that show the same moment: {moment, left, right}
+  let runs = []; // consecutive columns that show the same moment: {moment, left, right}
   let dragged = null; // {from, to}, each [x, y], while the pointer selects a range
 
   function runningSums(changes) {
@@ -181,7 +76,7 @@
     [width, height] = [box.width, box.height];
     plot = { left: margin.left, right: width - margin.right, top: margin.top, bottom: height - margin.bottom };
     const totals = visibleTotals();
-    most = (totals.reduce((a, b) => Math.max(a, b), 0) || 1) * 1.1; // with room for the peak's name
+    most = (totals.reduce((a, b) => Math.max(a, b), 0) || 1) * 1.1; // leaves room for the label of the peak
     runs = columnsOf(totals);
   }
 
@@ -193,7 +88,7 @@
     return totals;
   }
 
-  // Where a column covers several moments it shows the fullest: a short peak is never skipped.
+  // A column that covers several moments shows the one with the most memory, so no short peak is lost.
   function columnsOf(totals) {
     const found = [];
     const step = 1 / devicePixelRatio;
@@ -229,8 +124,8 @@
     return sum;
   }
 
-  // A row of numbers that can be changed, and summed from its beginning, in few steps (a Fenwick tree): how high a
-  // block lies depends on all below it, and going over them for each column would make every frame wait.
+  // A Fenwick tree: updates and prefix sums in logarithmic time. The height of a block depends on all blocks below it;
+  // adding them up for every column would slow down each frame.
   class Row {
     constructor(length) {
       this.sums = new Float64Array(length + 1);
@@ -247,9 +142,9 @@
     }
   }
 
-  // In a label's area the blocks not known one by one lie together at its bottom; on them the others, oldest first.
-  // When one ends, those above it sink. For each of the chosen blocks (in the order they began) and each of the runs it
-  // is alive in, calls `visit(run, block, bottom, top, begins, ends)`; bottom and top are in bytes.
+  // In the area of a label, merged blocks lie at the bottom and individual blocks above them, oldest first; when one
+  // ends, the blocks above it move down. Calls `visit(run, block, bottom, top, begins, ends)` for each chosen block
+  // (ordered by start) and each run in which it is alive; bottom and top are in bytes.
   function visitBlocks(label, runs, chosen, visit) {
     if (!chosen.length) return;
     const [own, ending] = [blocksOf[label], endingOf[label]];
@@ -289,7 +184,7 @@
   }
 
   function draw() {
-    if (!chart.offsetWidth) return; // hidden: there is nothing to show
+    if (!chart.offsetWidth) return; // hidden: nothing to draw
     layOut();
     prepare(below);
     drawGrid();
@@ -309,11 +204,11 @@
     drawPeak();
     drawPointer(null);
     tooltip.hidden = true;
-    const memory = sawFullHeight() ? "" : `, ${size(view.low * most)} to ${size(view.high * most)}`;
+    const memory = showsFullHeight() ? "" : `, ${size(view.low * most)} to ${size(view.high * most)}`;
     element("range").textContent = `${milliseconds(view.start)} to ${milliseconds(view.end)} ms${memory}`;
   }
 
-  // Round numbers: 1, 2 or 5 times a power of ten.
+  // Ticks are multiples of 1, 2 or 5 times a power of ten.
   function ticks(start, end, count) {
     const raw = (end - start) / count;
     const power = 10 ** Math.floor(Math.log10(raw));
@@ -368,7 +263,7 @@
     below.fill();
   }
 
-  // Around all of it: yellow on white would fade into the page.
+  // An outline around the whole stack: yellow on white would fade into the page.
   function drawOutline() {
     below.beginPath();
     for (const { moment, left, right } of runs) {
@@ -383,14 +278,14 @@
     below.globalAlpha = 1;
   }
 
-  // Lines in the colour of the page part the blocks. A line goes on until the block's bottom moves: few are drawn.
+  // Lines in the page's colour separate the blocks. A line continues until the bottom of its block moves.
   function drawBlockEdges(label) {
     const lineLeft = new Float64Array(sizes.length);
-    const lineY = new Float64Array(sizes.length).fill(NaN); // of the line being drawn under a block
+    const lineY = new Float64Array(sizes.length).fill(NaN); // y of the line being drawn under a block
     const pixel = most * (view.high - view.low) / (plot.bottom - plot.top);
     const finish = (block, right) => {
       if (Number.isNaN(lineY[block])) return;
-      const thickness = Math.min(1, sizes[block] / pixel / 4); // of a low block most is still its colour
+      const thickness = Math.min(1, sizes[block] / pixel / 4); // a thin block keeps most of its colour
       below.fillRect(lineLeft[block], lineY[block] - thickness / 2, right - lineLeft[block], thickness);
       lineY[block] = NaN;
     };
@@ -414,9 +309,9 @@
     below.globalAlpha = 1;
   }
 
-  // A name wider than its band stands above it, unless one stands there already.
+  // A name wider than its band is written above it, unless that space is taken.
   function drawPhases() {
-    let free = 0; // above the bands, nothing is written right of here
+    let free = 0; // x from which the space above the bands is free
     phases.forEach(([name, start, end], index) => {
       const [left, right] = [Math.max(plot.left, xOf(start)), Math.min(plot.right, xOf(end))];
       if (right <= left) return;
@@ -451,14 +346,14 @@
     const fits = x + 8 + below.measureText(text).width < plot.right;
     below.font = `600 ${font}`;
     below.textAlign = fits ? "left" : "right";
-    below.strokeStyle = color("--page"); // lines behind the text stop before it
+    below.strokeStyle = color("--page"); // a halo separates the text from the lines behind it
     below.lineWidth = 4;
     below.strokeText(text, fits ? x + 6 : x - 6, plot.top + 8);
     below.fillText(text, fits ? x + 6 : x - 6, plot.top + 8);
     below.font = font;
   }
 
-  // The pointer: on a canvas of its own, so that moving it redraws nothing else
+  // The pointer has a canvas of its own, so that moving it redraws nothing else.
 
   function pick(x, y) {
     if (x < plot.left || x >= plot.right || y < 0 || y > plot.bottom) return null;
@@ -571,7 +466,7 @@
     showTooltip(found, x, y);
   }
 
-  // The part of the plot dragged over: all of its height unless the drag was tall; null where it was but a click.
+  // The selected part of the plot: its full height unless the drag was tall; null for a click.
   function selection() {
     const [left, right] = [dragged.from[0], dragged.to[0]].sort((a, b) => a - b);
     const [top, bottom] = [dragged.from[1], dragged.to[1]].sort((a, b) => a - b);
@@ -580,12 +475,12 @@
     return { left, right, top, bottom };
   }
 
-  // Moving
+  // Zooming and panning
 
   let waiting = false;
   function redraw() {
     if (waiting) return;
-    waiting = true; // events come faster than frames
+    waiting = true; // events arrive faster than frames
     requestAnimationFrame(() => {
       waiting = false;
       draw();
@@ -629,18 +524,18 @@
     showHeight(wholeHeight.low, wholeHeight.high);
   }
 
-  const sawFullHeight = () => view.high - view.low === 1;
-  const sawAll = () => view.end - view.start === whole.end - whole.start && sawFullHeight();
+  const showsFullHeight = () => view.high - view.low === 1;
+  const showsAll = () => view.end - view.start === whole.end - whole.start && showsFullHeight();
 
-  function turn(event) {
+  function onWheel(event) {
     const sideways = Math.abs(event.deltaX) > Math.abs(event.deltaY);
-    const turned = Math.sign(sideways ? event.deltaX : event.deltaY);
-    if (sawAll() && (turned > 0 || sideways && !event.shiftKey)) return; // nothing more to see: the page scrolls
+    const direction = Math.sign(sideways ? event.deltaX : event.deltaY);
+    if (showsAll() && (direction > 0 || sideways && !event.shiftKey)) return; // the whole step is visible: the page scrolls
     event.preventDefault();
     const [x, y] = inPlot(position(event));
-    if (event.shiftKey) zoomHeight(1.25 ** turned, shareOf(y)); // with shift, some browsers turn the wheel sideways
-    else if (sideways) pan(0.05 * turned);
-    else zoom(1.25 ** turned, timeOf(x));
+    if (event.shiftKey) zoomHeight(1.25 ** direction, shareOf(y)); // some browsers report a wheel with shift as horizontal
+    else if (sideways) pan(0.05 * direction);
+    else zoom(1.25 ** direction, timeOf(x));
   }
 
   const keys = {
@@ -657,7 +552,7 @@
   function press(event) {
     if (event.ctrlKey || event.metaKey || event.altKey || !Object.hasOwn(keys, event.key)) return;
     const vertical = event.key === "ArrowUp" || event.key === "ArrowDown";
-    if (vertical && !event.shiftKey && sawFullHeight()) return; // nothing more to see: the page scrolls
+    if (vertical && !event.shiftKey && showsFullHeight()) return; // the whole step is visible: the page scrolls
     event.preventDefault();
     dragged = null;
     keys[event.key](event.shiftKey);
@@ -707,7 +602,7 @@
   function listen() {
     pointer.addEventListener("pointermove", point);
     pointer.addEventListener("pointerleave", (event) => {
-      if (event.pointerType === "touch") return; // a finger was lifted: what it pointed at is still to be read
+      if (event.pointerType === "touch") return; // lifting a finger keeps the tooltip
       drawPointer(null);
       tooltip.hidden = true;
     });
@@ -724,7 +619,7 @@
       drawPointer(null);
     });
     pointer.addEventListener("dblclick", reset);
-    pointer.addEventListener("wheel", turn, { passive: false });
+    pointer.addEventListener("wheel", onWheel, { passive: false });
     pointer.addEventListener("keydown", press);
     element("zoom-in").addEventListener("click", () => zoom(1 / 1.5));
     element("zoom-out").addEventListener("click", () => zoom(1.5));
@@ -750,6 +645,3 @@
   listen();
   setTheme(["dark", "light"].includes(asked) ? asked : undefined);
 })();
-</script>
-</body>
-</html>

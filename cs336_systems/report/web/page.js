@@ -1,35 +1,18 @@
-"""What a page of a report runs: two scripts, of which its policy knows the fingerprints. Nothing is loaded."""
-
-EARLY_SCRIPT = """
-"use strict";
-(() => {
-  // Before anything is drawn, so that it is not drawn twice.
-  const root = document.documentElement;
-  root.classList.add("js");
-  try {
-    const language = localStorage.getItem("report-language");
-    const theme = localStorage.getItem("report-theme");
-    if (language === "en" || language === "zh") root.dataset.language = language;
-    if (theme === "light" || theme === "dark") root.dataset.theme = theme;
-  } catch { /* a page opened from a file may have no storage */ }
-})();
-"""
-
-SCRIPT = r"""
 "use strict";
 (() => {
   const root = document.documentElement;
   const element = (id) => document.getElementById(id);
   const all = (selector, within = document) => [...within.querySelectorAll(selector)];
-  const keep = (key, value) => { try { localStorage.setItem(key, value); } catch { /* as above */ } };
+  // Without storage the choice holds until the page is closed.
+  const keep = (key, value) => { try { localStorage.setItem(key, value); } catch { /* no storage */ } };
   const words = {
     en: { copied: "copied", failed: "could not copy" },
     zh: { copied: "已复制", failed: "无法复制" },
   };
 
-  // Language: what CSS cannot switch is text outside of elements.
+  // Language: CSS shows and hides elements; titles, labels and options are replaced here.
   const language = element("language");
-  function speak(chosen) {
+  function setLanguage(chosen) {
     root.dataset.language = language.value = chosen;
     root.lang = chosen === "zh" ? "zh-CN" : "en";
     const title = document.querySelector("title");
@@ -39,9 +22,9 @@ SCRIPT = r"""
     for (const one of all("option[data-zh]")) one.textContent = one.dataset[chosen];
     hideTooltip();
   }
-  language.addEventListener("change", () => { speak(language.value); keep("report-language", language.value); });
+  language.addEventListener("change", () => { setLanguage(language.value); keep("report-language", language.value); });
 
-  // Theme: without a choice the system's.
+  // Theme: follows the system until the user chooses one.
   const theme = element("theme");
   theme.value = root.dataset.theme ?? "system";
   theme.addEventListener("change", () => {
@@ -50,7 +33,7 @@ SCRIPT = r"""
     keep("report-theme", theme.value);
   });
 
-  // Contents: open at the side, closed on top of a narrow page.
+  // Contents: open beside a wide page, closed above a narrow one.
   const nav = element("contents");
   const contents = nav.querySelector("details");
   const here = nav.querySelector(".here");
@@ -61,27 +44,28 @@ SCRIPT = r"""
   contents.addEventListener("click", (event) => {
     if (event.target.closest("a") && !wide.matches) contents.open = false;
   });
-  const places = new Map(all("nav a").map((link) => [link.hash.slice(1), link]));
+  const sectionLinks = new Map(all("nav a").map((link) => [link.hash.slice(1), link]));
   const seen = new Set();
   const watcher = new IntersectionObserver((entries) => {
     for (const entry of entries) seen[entry.isIntersecting ? "add" : "delete"](entry.target.id);
-    const current = [...places.keys()].find((id) => seen.has(id));
-    for (const [id, link] of places) {
+    const current = [...sectionLinks.keys()].find((id) => seen.has(id));
+    for (const [id, link] of sectionLinks) {
       if (id === current) link.setAttribute("aria-current", "true");
       else link.removeAttribute("aria-current");
     }
-    const link = places.get(current);
+    const link = sectionLinks.get(current);
     here.replaceChildren(...(link ? link.cloneNode(true).childNodes : []));
     if (!link || !wide.matches) return;
     const [around, own] = [nav.getBoundingClientRect(), link.getBoundingClientRect()];
     nav.scrollTop += Math.min(own.top - around.top - 20, 0) + Math.max(own.bottom - around.bottom + 20, 0);
   }, { rootMargin: "-64px 0px -55% 0px" });
-  for (const id of places.keys()) if (element(id)) watcher.observe(element(id));
+  for (const id of sectionLinks.keys()) if (element(id)) watcher.observe(element(id));
 
-  // Tables: a heading sorts up, then down, then as it was.
+  // Tables: a heading sorts ascending, then descending, then restores the original order.
   const digits = /^[~≈<>≤≥]?\s*([+\-−]?(?:\d[\d,]*\.?\d*|\.\d+)(?:e[+\-]?\d+)?)/;
   const form = new RegExp(digits.source + /(?:\s*[%x×]|\s*[a-zµ/²]{1,8})?(?:\s*±.*)?$/.source, "i");
   const nothing = new Set(["", "-", "–", "—", "n/a"]);
+  const shownText = (cell) => (cell?.querySelector(`.${root.dataset.language}`) ?? cell)?.textContent.trim() ?? "";
   function sortKey(text) {
     if (nothing.has(text)) return [2, 0, text];
     const found = form.exec(text);
@@ -99,11 +83,11 @@ SCRIPT = r"""
     else {
       heading.setAttribute("aria-sort", next);
       const sign = next === "ascending" ? 1 : -1;
-      const keys = new Map(rows.map((row) => [row, sortKey(row.cells[heading.cellIndex]?.textContent.trim() ?? "")]));
+      const keys = new Map(rows.map((row) => [row, sortKey(shownText(row.cells[heading.cellIndex]))]));
       const compare = new Intl.Collator(undefined, { numeric: true }).compare;
       rows.sort((a, b) => {
         const [x, y] = [keys.get(a), keys.get(b)];
-        // Words after numbers and nothing last, whichever way.
+        // Numbers come first, then words; empty cells stay last in both directions.
         return x[0] - y[0] || sign * (x[1] - y[1] || (x[0] === 1 ? compare(x[2], y[2]) : 0)) || order(a) - order(b);
       });
     }
@@ -111,7 +95,7 @@ SCRIPT = r"""
     markGroups(table);
     refold([table.closest(".scroll")]);
   }
-  // Where the first column repeats itself, as it does by size, a group begins where it changes.
+  // A group starts where the first column changes, if that column repeats its values.
   function markGroups(table) {
     const rows = [...table.tBodies[0].rows];
     let before;
@@ -125,13 +109,13 @@ SCRIPT = r"""
     table.classList.toggle("grouped", groups > 1 && rows.length >= 2 * groups);
   }
 
-  // A tall table shows its first rows, which are cut off below the last of them.
+  // A tall table is clipped below its first rows.
   const firstRows = Number(element("main").dataset.rows);
   const isShort = (box) => box.closest(".table")?.classList.contains("short");
   function refold(boxes) {
     const heights = boxes.filter(isShort).map((box) => {
       const last = box.querySelector("tbody").rows[firstRows - 1];
-      const border = box.offsetHeight - box.clientHeight; // and the scroll bar
+      const border = box.offsetHeight - box.clientHeight; // includes the scroll bar
       return [box, last.offsetTop + last.offsetHeight + border];
     });
     for (const [box, height] of heights) if (height > 50) box.style.setProperty("--fold", `${height}px`);
@@ -142,11 +126,11 @@ SCRIPT = r"""
     button.setAttribute("aria-expanded", String(open));
     table.classList.toggle("short", !open);
     refold([table.querySelector(".scroll")]);
-    // What was below the rows that go stays where it is on the screen.
+    // Keeps the button where it is on the screen.
     if (!open) scrollBy({ top: button.getBoundingClientRect().top - before, behavior: "instant" });
   }
 
-  // A table or chart wider than its place has a shadow where it goes on; one that fits is no stop of the tab key.
+  // A table or chart wider than its frame has a shadow where it continues; one that fits is not a tab stop.
   function edges(boxes) {
     const found = boxes.map((box) => [
       box, box.scrollLeft, box.scrollWidth - box.clientWidth, box.querySelector("thead th")?.offsetWidth ?? 0,
@@ -158,7 +142,7 @@ SCRIPT = r"""
       frame.classList.toggle("cut-right", left < hidden - 1);
       frame.style.setProperty("--first", `${first}px`);
       if (hidden <= 1) box.removeAttribute("tabindex");
-      else if (box.matches(".scroll")) box.tabIndex = 0; // in a chart the marks are stops
+      else if (box.matches(".scroll")) box.tabIndex = 0; // in a chart the marks are the tab stops
     }
   }
   const boxes = all(".scroll, .plot");
@@ -172,7 +156,7 @@ SCRIPT = r"""
     resized.observe(box.firstElementChild);
     box.addEventListener("scroll", () => {
       edges([box]);
-      // Nobody can scroll down what is folded, but a search does, to what it has found.
+      // Only find-in-page scrolls a folded table: it has found a hidden row.
       const down = box.scrollTop;
       if (down > 0 && isShort(box)) {
         unfold(box.closest(".table").querySelector(".rows"), true);
@@ -182,7 +166,7 @@ SCRIPT = r"""
   }
   all("table").forEach(markGroups);
 
-  // An anchor in what is folded opens it; also when the address already is that anchor.
+  // A link to a folded table opens it, also when the address already ends in that anchor.
   function reveal(hash) {
     const target = element(hash.slice(1));
     const closed = [];
@@ -194,17 +178,17 @@ SCRIPT = r"""
   }
   addEventListener("hashchange", () => reveal(location.hash));
 
-  // Copying
+  // Copy buttons
   const copies = JSON.parse(element("copies").textContent);
   async function copy(button) {
     const [table, format] = button.dataset.copy.split(" ").map(Number);
-    const said = button.parentElement.querySelector("output");
+    const message = button.parentElement.querySelector("output");
     const text = copies[table][format];
     let done = true;
     try { await navigator.clipboard.writeText(text); } catch { done = copyBySelecting(text, button); }
-    said.textContent = words[root.dataset.language][done ? "copied" : "failed"];
-    clearTimeout(said.timer);
-    said.timer = setTimeout(() => { said.textContent = ""; }, 4000);
+    message.textContent = words[root.dataset.language][done ? "copied" : "failed"];
+    clearTimeout(message.timer);
+    message.timer = setTimeout(() => { message.textContent = ""; }, 4000);
   }
   function copyBySelecting(text, button) {
     const area = document.createElement("textarea");
@@ -214,13 +198,13 @@ SCRIPT = r"""
     document.body.append(area);
     area.select();
     let done = false;
-    try { done = document.execCommand("copy"); } catch { /* said below the table */ }
+    try { done = document.execCommand("copy"); } catch { /* reported below the table */ }
     area.remove();
     button.focus();
     return done;
   }
 
-  // Charts: a series can be hidden; what is stacked on it then moves down.
+  // Charts: hiding a series moves down the parts stacked on it.
   function toggle(entry) {
     const shown = entry.ariaPressed === "false";
     entry.setAttribute("aria-pressed", String(shown));
@@ -267,7 +251,7 @@ SCRIPT = r"""
     tooltip.style.top = `${Math.min(above > 6 ? above : at.bottom + 8, innerHeight - height - 6)}px`;
   }
 
-  // One stop of the tab key for each series; arrows move along it.
+  // Each series is one tab stop; arrow keys move along it.
   for (const series of all(".series")) {
     all("[data-value]", series).slice(1).forEach((mark) => mark.setAttribute("tabindex", "-1"));
   }
@@ -311,7 +295,7 @@ SCRIPT = r"""
     else hideTooltip();
   }, true);
 
-  // On paper nothing is folded away.
+  // Printing opens everything that is folded.
   let folded = [];
   addEventListener("beforeprint", () => {
     folded = all("details:not([open])");
@@ -319,7 +303,6 @@ SCRIPT = r"""
   });
   addEventListener("afterprint", () => folded.forEach((one) => { one.open = false; }));
 
-  speak(root.dataset.language);
+  setLanguage(root.dataset.language);
   reveal(location.hash);
 })();
-"""
