@@ -21,7 +21,7 @@ _PUBLIC = {
         "gather_full_params",
     ),
 }
-"""Module -> the public names it defines. They are imported on first use: importing the package does not import torch."""
+"""Module -> its public names. They are imported on first use: importing the package does not import torch."""
 _MODULE_OF = {name: module for module, names in _PUBLIC.items() for name in names}
 __all__ = sorted(_MODULE_OF)
 
