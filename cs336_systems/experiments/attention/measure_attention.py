@@ -228,7 +228,7 @@ def measure_pytorch_attention(config: dict[str, Any]) -> list[Metric]:
             forward_backward, device=device, warmup_steps=config["warmup_steps"], num_steps=config["num_steps"]
         )
         metrics = [*(Metric(*metric) for metric in timings.metrics), *errors, Metric("flops", "FLOP", [shape.flops])]
-        if device.type == "cuda":
+        if timings.peak_memory is not None:
             q.grad = k.grad = v.grad = None
             graph = attend(q, k, v)
             metrics.append(Metric("memory_before_backward", "B", [torch.cuda.memory_allocated(device)]))

@@ -22,8 +22,10 @@ from cs336_systems.experiments.attention.implementations import (
     views,
 )
 from cs336_systems.experiments.spec import Config, Experiment, Instrument, require_gpu
-from cs336_systems.report.document import Chart, Point, Series
+from cs336_systems.report.cells import CellView
+from cs336_systems.report.document import Chart, Point
 from cs336_systems.report.phrases import extremes, span, times_text
+from cs336_systems.report.points import series_of
 from cs336_systems.report.presentation import Cells
 from cs336_systems.report.rows import keys, remarks_on, varying
 from cs336_systems.report.terms import TFLOPS
@@ -75,17 +77,7 @@ def charts(cells: Cells) -> list[Chart]:
     """Rates as bars, and a roofline per precision."""
     by_cell = [(cell, views(cell)) for cell in cells if cell.ok]
     names = list(dict.fromkeys(name for _, own in by_cell for name in own))
-    series = [
-        Series(
-            Text(name),
-            [
-                Point(shape_name(cell), found / 1e12)
-                for cell, own in by_cell
-                if name in own and (found := rate(own[name]))
-            ],
-        )
-        for name in names
-    ]
+    series = [series_of(name, (_bar(cell, own[name]) for cell, own in by_cell if name in own)) for name in names]
     title = Text("Forward and backward, TFLOP/s, implementations interleaved", "前向与后向 TFLOP/s，各实现交替测量")
     shape = Text("batch x heads x tokens x d", "batch x 头数 x 长度 x d")
     found = [Chart("", title, "bars", shape, TFLOPS, series, horizontal=True)]
@@ -93,6 +85,11 @@ def charts(cells: Cells) -> list[Chart]:
         chosen = [own for cell, own in by_cell if cell.get("precision") == precision]
         found += roofline([(name, own[name]) for name in names for own in chosen if name in own], precision)
     return found
+
+
+def _bar(cell: CellView, view: CellView) -> list[Point]:
+    per_second = rate(view)
+    return [Point(shape_name(cell), per_second / 1e12)] if per_second else []
 
 
 # -- findings ---------------------------------------------------------------------------------------------------------

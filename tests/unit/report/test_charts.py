@@ -7,10 +7,9 @@ from dataclasses import replace
 
 import pytest
 
-from cs336_systems import record
 from cs336_systems.experiments.ranks.layouts import PlanArguments, measure_plan, plan_config
 from cs336_systems.record import BUS_FACTOR, CELL_TIME, GIB, MIB, Environment, Record
-from cs336_systems.report.cells import CellView, group
+from cs336_systems.report.cells import CellView
 from cs336_systems.report.chart_picture import picture
 from cs336_systems.report.charts import charts
 from cs336_systems.report.document import Chart, Limit, Point, Series
@@ -111,84 +110,6 @@ def test_the_rival_stands_where_its_time_puts_it():
     assert chart.places == ["none", "Llama of transformers", "graph", "all"]
     tops = [(float(e["y"]), e["data-label"]) for e in Page(svg(chart)).all("rect") if "data-label" in e]
     assert [name for _, name in sorted(tops)] == chart.places
-
-
-# -- attention --------------------------------------------------------------------------------------------------------
-
-
-def attended(implementation="flash_triton", length=1024, dim=64, seconds=1e-3, environment=H200, **fields):
-    sizes = {"batch_size": 2, "heads": 4, "seq_len": length, "head_dim": dim, "is_causal": False, "precision": "bf16"}
-    config = {**sizes, "implementation": implementation, **fields}
-    flops = 14 * 2 * 4 * length**2 * dim
-    return cell("flash", config, [("forward_backward_time", "s", [seconds]), ("flops", "FLOP", [flops])], environment)
-
-
-def roofline(*cells):
-    return {chart.name: chart for chart in charts("flash", cells)}.get("flash-roofline")
-
-
-def test_the_intensity_counts_what_must_be_moved():
-    chart = roofline(attended("flash_triton"), attended("reference"), attended("compiled"))
-    fused, reference, compiled = (series.points[0] for series in chart.series[:3])
-    flops, tensor, scores = 14 * 8 * 1024**2 * 64, 8 * 1024 * 64 * 2, 8 * 1024**2 * 2
-    assert fused.x == pytest.approx(flops / (8 * tensor))
-    assert reference.x == compiled.x == pytest.approx(flops / (8 * tensor + 8 * scores))
-    assert fused.y == pytest.approx(flops / 1e-3 / 1e12)
-    assert fused.name == "2 x 4 x 1024 x 64"
-    assert (chart.log_x, chart.log_y) == (True, True)
-    full = roofline(attended("flash_triton", precision="fp32"))
-    assert full.series[0].points[0].x == pytest.approx(fused.x / 2)
-
-
-def test_the_roof_is_the_least_of_peak_and_bandwidth():
-    *_, roof = roofline(attended(length=32), attended(length=65536)).series
-    assert roof.dashed
-    assert "989 TFLOP/s, 4.8 TB/s" in roof.name.en
-    ridge = 989.4 / 4.8
-    for point in roof.points:
-        assert point.y == pytest.approx(min(989.4, 4.8 * point.x))
-    assert [point.x for point in roof.points][1] == pytest.approx(ridge)
-    assert [roof.points[0].x, roof.points[-1].x] == pytest.approx([28, 57344])
-    only = roofline(attended(length=65536)).series[-1]
-    assert len(only.points) == 3  # both of its parts are in view
-
-
-@pytest.mark.parametrize("gpu", ["NVIDIA RTX 9999", "NVIDIA B200", None])
-def test_no_roof_of_a_gpu_that_is_not_known(gpu):
-    chart = roofline(attended(environment=Environment(gpu=gpu)))
-    assert [series.name.en for series in chart.series] == ["flash_triton"]
-
-
-def test_no_roofline_of_a_cpu_or_of_nothing():
-    assert roofline(attended(device="cpu")) is None
-    assert roofline(attended(heads=None)) is None
-    assert roofline(replace(attended(), metrics={})) is None
-    assert roofline() is None
-
-
-def test_every_shape_of_the_rivals_is_a_point():
-    def one(length, causal):
-        config = {"batch_size": 1, "heads": 16, "seq_len": length, "head_dim": 64, "is_causal": causal}
-        config |= {"precision": "bf16", "implementations": ["flash_triton", "flex"]}
-        times = [(f"{name}_forward_backward_time", "s", [1e-3]) for name in config["implementations"]]
-        return cell("attention_rivals", config, [*times[: 1 if length == 512 else 2], ("flops", "FLOP", [1e12])])
-
-    bars, roof = charts("attention_rivals", [one(512, False), one(1024, True), one(2048, False)])
-    assert (bars.name, roof.name) == ("attention-rivals-1", "attention-rivals-roofline")
-    assert [len(series.points) for series in roof.series] == [3, 2, 3]
-    assert roof.series[1].points[0].name == "1 x 16 x 1024 x 64 causal"
-
-
-def test_no_implementation_on_the_h200_is_above_the_roof():
-    cells = group(
-        r for r in record.load(ROOT / "results/h200/records.jsonl").records if "FLOP" in r.unit or "time" in r.metric
-    )
-    for experiment in ("flash", "attention_rivals"):
-        found = charts(experiment, [one for one in cells if one.experiment == experiment])
-        (chart,) = [chart for chart in found if chart.name.endswith("roofline")]
-        for series in chart.series[:-1]:
-            assert all(0 < point.y < min(989.4, 4.8 * point.x) for point in series.points)
-        assert sum(len(series.points) for series in chart.series[:-1]) > 25
 
 
 # -- ranks ------------------------------------------------------------------------------------------------------------

@@ -42,34 +42,6 @@ def of(experiment: str, *records: list[Record]) -> list[str]:
 # -- records ----------------------------------------------------------------------------------------------------------
 
 
-def attention(experiment, implementation, size=(1, 1, 1024, 64), status="ok", *, precision="bf16", **metrics):
-    batch, heads, length, dim = size
-    config = {"batch_size": batch, "heads": heads, "seq_len": length, "head_dim": dim, "is_causal": True}
-    config |= {"precision": precision, "device": "cuda"}
-    config |= implementation if isinstance(implementation, dict) else {"implementation": implementation}
-    return entries(experiment, config, {name: (value,) for name, value in metrics.items()}, status)
-
-
-def flash(implementation, milliseconds, length=1024, dim=64, **metrics):
-    return attention("flash", implementation, (1, 1, length, dim), forward_backward_time=milliseconds / 1e3, **metrics)
-
-
-def rivals(size, **milliseconds):
-    """Forward takes a quarter of both."""
-    metrics = {f"{name}_forward_backward_time": value / 1e3 for name, value in milliseconds.items()}
-    metrics |= {f"{name}_forward_time": value / 4e3 for name, value in milliseconds.items()}
-    return attention("attention_rivals", {"implementations": list(milliseconds)}, size, **metrics)
-
-
-def steps_in_turns(**milliseconds):
-    """Two steps in each round."""
-    run = RunConfig(model=model_config("2.7B", context_length=4096), size="2.7B", device="cuda")
-    rounds = len(next(iter(milliseconds.values()))) // 2
-    config = {**run.to_dict(), "implementations": list(milliseconds), "rounds": rounds}
-    steps = {f"{name}_step_time": tuple(t / 1e3 for t in times) for name, times in milliseconds.items()}
-    return entries("attention_step", config, steps)
-
-
 def kernels(experiment, size="small", mode="inference", *, matmul=0.008, other=0.002, softmax=0.001, **metrics):
     """A forward of 10 ms kernels in 20 ms; attention: 3 ms scores, 1 ms mask, some softmax, 2 ms output."""
     parts = ("attention scores", "matmul", 0.003, "attention scores", "elementwise", 0.001)
@@ -198,30 +170,6 @@ SAMPLES: dict[str, list[Record]] = {
     + checkpointing(4, 30.0, 1.25)
     + checkpointing(4, 20.0, 1.5, inner=1),
     "saved_tensors": saved(200) + saved(150, **SDPA) + saved(50, checkpoint_blocks=1) + saved(180, compile=True),
-    "pytorch_attention": attention(
-        "pytorch_attention",
-        "reference",
-        forward_time=0.002,
-        backward_time=0.006,
-        memory_before_backward=2 * GIB,
-        peak_memory=8 * GIB,
-    )
-    + attention("pytorch_attention", "compiled", forward_time=0.001, backward_time=0.006, peak_memory=4 * GIB)
-    + attention("pytorch_attention", "reference", (1, 1, 4096, 64), OOM),
-    "flash": flash("flash_triton", 1.0)
-    + flash("sdpa_flash", 0.5)
-    + flash("flash_triton", 2.0, 4096, peak_memory=GIB)
-    + flash("sdpa_flash", 3.0, 4096)
-    + flash("reference", 20.0, 4096, peak_memory=7 * GIB),
-    "attention_rivals": rivals((1, 16, 4096, 64), flash_triton=2.0, sdpa_flash=3.0, sdpa_cudnn=1.8)
-    + rivals((4, 12, 512, 64), flash_triton=0.2, sdpa_flash=0.1, sdpa_cudnn=0.4),
-    "flash_leaderboard": attention("flash_leaderboard", "flash_triton", leaderboard_time=0.004)
-    + attention("flash_leaderboard", "sdpa_flash", leaderboard_time=0.006),
-    "attention_step": steps_in_turns(
-        flash_triton=[200, 200, 200, 200, 200, 200],
-        sdpa_flash=[300, 300, 300, 300, 300, 300],
-        sdpa_cudnn=[180, 190, 190, 180, 300, 190],
-    ),
     "collectives": collectives(),
     "ddp": ranks("ddp", DDP, none=100, naive=400, **{"bucketed 1": 200, "torch DDP": 250}),
     "bucket_model": ranks(
@@ -321,35 +269,6 @@ SAID = {
             "(75%), checkpointed 50.0 (25%), compiled 180.0 (90%)."
         ),
         "The largest is 4x8x8 float32 with 64.0 MiB, made at reference.py:23 in attention.",
-    ],
-    "pytorch_attention": [
-        "At 1024 tokens, d 64, forward takes 2.000 ms and backward 6.000; 2.00 GiB are held before backward.",
-        "Compiled, forward is 2.0x and backward 1.00x as fast; its peak is 4.00 GiB against 8.00.",
-        "1 of 3 do not fit in memory, the shortest of 4096 tokens.",
-    ],
-    "flash": [
-        (
-            "bf16: flash_triton is the fastest of 3 in 1 of 2 shapes: from 4096 tokens on with d 64; at 4096 "
-            "tokens its speed is 1.5x that of sdpa_flash, 10x that of reference."
-        ),
-        "At 4096 tokens, d 64, bf16, it needs 1.00 GiB, the formula 7.00.",
-    ],
-    "attention_rivals": [
-        (
-            "flash_triton is ahead of the best rival in 0 of 2 shapes, forward and backward: 0.50 (4 x 12 x 512 x"
-            " 64, sdpa_flash) to 0.90 (1 x 16 x 4096 x 64, sdpa_cudnn) times as fast."
-        ),
-        "It is ahead of sdpa_flash in 1 of 2 (at best 1.5x), sdpa_cudnn in 1 of 2 (at best 2.0x).",
-        "Forward alone is ahead of the best in 0 of 2: 0.50 to 0.90 times as fast.",
-    ],
-    "flash_leaderboard": [
-        "flash_triton takes 4.000 ms; its speed is 1.5x that of sdpa_flash (6.000 ms).",
-    ],
-    "attention_step": [
-        (
-            "2.7B, context 4096: a step takes 200.00 ms with flash_triton; 300.00 with sdpa_flash (1.50x, ahead of it "
-            "in 3 of 3 rounds), 190.00 with sdpa_cudnn (0.95x, ahead of it in 1 of 3 rounds)."
-        ),
     ],
     "collectives": [
         (
@@ -469,14 +388,6 @@ def test_the_fastest_is_named_where_only_settings_differ():
     assert said[0].startswith(expected)
 
 
-def test_without_a_gpu_the_tiled_attention_stands_for_ours():
-    said = of("flash", flash("flash_torch", 2.0) + flash("reference", 1.0) + flash("sdpa", 0.5))
-    assert said == [
-        "bf16: flash_torch is the fastest of 3 in 0 of 1 shapes; "
-        "at 1024 tokens its speed is 0.25x that of sdpa, 0.50x that of reference."
-    ]
-
-
 def test_both_profilers_are_compared_where_both_ran():
     said = of("profiler_agreement", kernels("profiler_agreement", **{"nsys_busy_time: forward": (0.008,)}))
     assert said[-1] == "torch.profiler and nsys differ by 25.00% at most (small forward)."
@@ -528,13 +439,6 @@ def test_odd_configurations_raise_nothing(experiment, value):
             findings(experiment, [CellView(experiment, {**one.config, name: value}, one.metrics)])
         findings(experiment, [CellView(experiment, dict.fromkeys(one.config, value), one.metrics)])
         findings(experiment, [CellView(experiment, {}, one.metrics)])
-
-
-@pytest.mark.parametrize("rounds", [-1, 0, 4, 8])
-def test_steps_that_do_not_make_up_their_rounds_say_nothing(rounds):
-    (one,) = group(steps_in_turns(flash_triton=[200] * 6, sdpa_flash=[300] * 6))
-    assert findings("attention_step", [one])
-    assert not findings("attention_step", [CellView("attention_step", {**one.config, "rounds": rounds}, one.metrics)])
 
 
 # -- this repository's own results ------------------------------------------------------------------------------------
