@@ -1,7 +1,7 @@
 """Train with DDP and the sharded optimizer: two processes on one machine, or any number under torchrun.
 
-    python examples/train_data_parallel.py
-    torchrun --nproc_per_node 2 examples/train_data_parallel.py
+python examples/train_data_parallel.py
+torchrun --nproc_per_node 2 examples/train_data_parallel.py
 """
 
 import os

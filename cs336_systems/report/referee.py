@@ -124,6 +124,8 @@ def status_text(status: str) -> Text:
         return Text(status, "显存不足" if detail in ("", "out of memory") else f"显存不足：{detail}")
     if found := re.fullmatch(r"timeout after (\S+) s", detail):
         return Text(status, f"超时：超过 {found[1]} s")
+    if found := re.fullmatch(r"\w+: wrong result: (\w+) off by (\S+), more than (\S+) in (\w+)", detail):
+        return Text(status, f"结果错误：{found[1]} 偏差 {found[2]}，超过 {found[3]}（{found[4]}）")
     return Text(status, f"出错：{detail}" if kind == "error" and detail else "")
 
 

@@ -7,9 +7,15 @@ from dataclasses import replace
 
 import pytest
 
+<<<<<<< HEAD
 from cs336_systems import record
 from cs336_systems.record import CELL_TIME, GIB, Environment, Record
 from cs336_systems.report.cells import CellView, group
+=======
+from cs336_systems.experiments.ranks.layouts import PlanArguments, measure_plan, plan_config
+from cs336_systems.record import BUS_FACTOR, CELL_TIME, GIB, MIB, Environment, Record
+from cs336_systems.report.cells import CellView
+>>>>>>> wt-attention
 from cs336_systems.report.chart_picture import picture
 from cs336_systems.report.charts import charts
 from cs336_systems.report.document import Chart, Limit, Point, Series
@@ -111,6 +117,7 @@ def test_the_rival_stands_where_its_time_puts_it():
     assert [name for _, name in sorted(tops)] == chart.places
 
 
+<<<<<<< HEAD
 # -- attention --------------------------------------------------------------------------------------------------------
 
 
@@ -187,6 +194,100 @@ def test_no_implementation_on_the_h200_is_above_the_roof():
         for series in chart.series[:-1]:
             assert all(0 < point.y < min(989.4, 4.8 * point.x) for point in series.points)
         assert sum(len(series.points) for series in chart.series[:-1]) > 25
+=======
+# -- ranks ------------------------------------------------------------------------------------------------------------
+
+
+def collective(sizes, latency=2e-5, rate=1e-10):
+    config = {"ranks": 4, "backend": "nccl", "collectives": ["all_reduce"], "sizes": sizes}
+    times = [(f"all_reduce {size}: time", "s", [latency + rate * size]) for size in sizes]
+    return cell("collectives", config, times)
+
+
+def test_the_fit_is_a_smooth_curve_through_points_that_lie_on_it():
+    (chart,) = charts("collectives", [collective([10**k for k in range(3, 9)])])
+    seen, fit = chart.series
+    assert (seen.drawn, fit.drawn, fit.dashed, fit.over) == ("marks", "line", True, 0)
+    assert len(fit.points) > 40
+    assert [fit.points[0].x, fit.points[-1].x] == pytest.approx([1e-3, 100])
+    for point in [*seen.points, *fit.points]:
+        size = point.x * 1e6
+        assert point.y == pytest.approx(size / (2e-5 + 1e-10 * size) / 1e9 * BUS_FACTOR["all_reduce"](4), rel=1e-6)
+    (chart,) = charts("collectives", [collective([1000])])
+    assert len(chart.series) == 1
+
+
+def ddp(arrangements=("none", "naive", "torch DDP")):
+    config = {"size": "small", "ranks": 2, "backend": "gloo", "arrangements": list(arrangements), "link": None}
+    rows = []
+    for name in arrangements:
+        rows += [(f"{name}: step_time", "s", [0.01 if name == "none" else 0.015] * 3)]
+        rows += [(f"{name}: phase", "1", ["forward", "backward"])]
+        rows += [(f"{name}: phase_start", "s", [0.0, 0.004]), (f"{name}: phase_end", "s", [0.004, 0.010])]
+        if name == "naive":
+            rows += [("naive: communication_time", "s", [0.006]), ("naive: message", "1", ["all_reduce"] * 2)]
+            rows += [("naive: message_start", "s", [0.010, 0.012]), ("naive: message_end", "s", [0.012, 0.015])]
+    return cell("ddp", config, rows)
+
+
+def test_exposed_communication_and_lanes():
+    exposed, lanes = charts("ddp", [ddp()])
+    assert [values(series) for series in exposed.series] == [
+        {"naive": 6.0},
+        {"naive": pytest.approx(5.0), "torch DDP": pytest.approx(5.0)},
+    ]
+    assert lanes.kind == "spans"
+    assert lanes.name == "ddp-lanes"
+    assert [(series.name.en, series.lane) for series in lanes.series] == [
+        ("forward", 0),
+        ("backward", 0),
+        ("all-reduce", 1),
+    ]
+    spans = [(p.x, p.start, p.y) for series in lanes.series for p in series.points]
+    assert spans == [("naive", 0, 4), ("naive", 4, 10), ("naive", 10, 12), ("naive", 12, 15)]  # the others sent nothing
+
+
+def test_charts_of_several_cells_have_names_of_their_own():
+    found = charts("ddp", [ddp(), ddp(["none", "naive"]), ddp(["naive"])])
+    names = [chart.name for chart in found]
+    assert len(set(names)) == len(names) == 6
+    assert all(re.fullmatch(r"[\w-]+", name) for name in names)
+    assert names[:2] == ["ddp-1", "ddp-lanes"]
+    assert [chart.name for chart in charts("ddp", [ddp(["none"])])] == []
+
+
+def test_bucket_model_and_sharding():
+    arrangements = ["none", "bucketed 1", "bucketed 25"]
+    config = {"size": "small", "ranks": 2, "backend": "gloo", "arrangements": arrangements, "link": [1e-3, 1e9]}
+    rows = [("none: backward_time", "s", [0.01]), ("none: gradient_memory", "B", [100 * MIB])]
+    rows += [(f"{name}: step_time", "s", [0.02 + 0.01 * place]) for place, name in enumerate(arrangements)]
+    (chart,) = charts("bucket_model", [cell("bucket_model", config, rows)])
+    assert [(series.name.en, series.dashed) for series in chart.series] == [
+        ("measured", False),
+        ("predicted", True),
+        ("S / (n w) + n o", True),
+    ]
+    assert values(chart.series[0]) == {1.0: pytest.approx(10.0), 25.0: pytest.approx(20.0)}
+    config = {"size": "small", "ranks": 2, "backend": "gloo", "arrangements": ["ddp", "fsdp"], "link": None}
+    sizes = {"ddp": (4, 4, 8), "fsdp": (2, 2, 4)}
+    rows = [
+        (f"{name}: {part}_memory", "B", [size * MIB])
+        for name, all_sizes in sizes.items()
+        for part, size in zip(("parameter", "gradient", "optimizer"), all_sizes, strict=True)
+    ]
+    (chart,) = charts("fsdp", [cell("fsdp", config, rows)])
+    assert [values(series) for series in chart.series] == [{"ddp": a, "fsdp": a / 2} for a in (4, 4, 8)]
+
+
+def test_a_plan_shows_what_one_gpu_has():
+    config = plan_config(
+        PlanArguments(size="xl", gpus=8, gpu="24GiB", tflops=100, link=25, network=3, strategy=("dp", "zero3"))
+    )
+    (chart,) = charts("parallel_plan", [CellView.of("parallel_plan", config, measure_plan(config))])
+    assert chart.limit == Limit(24.0, Text("what one 24GiB has", "一张 24GiB 的显存"))
+    totals = [sum(values(series)[name] for series in chart.series) for name in ("dp", "zero3")]
+    assert totals[0] > totals[1] > 0
+>>>>>>> wt-attention
 
 
 # -- pictures ---------------------------------------------------------------------------------------------------------

@@ -42,34 +42,6 @@ def of(experiment: str, *records: list[Record]) -> list[str]:
 # -- records ----------------------------------------------------------------------------------------------------------
 
 
-def attention(experiment, implementation, size=(1, 1, 1024, 64), status="ok", *, precision="bf16", **metrics):
-    batch, heads, length, dim = size
-    config = {"batch_size": batch, "heads": heads, "seq_len": length, "head_dim": dim, "is_causal": True}
-    config |= {"precision": precision, "device": "cuda"}
-    config |= implementation if isinstance(implementation, dict) else {"implementation": implementation}
-    return entries(experiment, config, {name: (value,) for name, value in metrics.items()}, status)
-
-
-def flash(implementation, milliseconds, length=1024, dim=64, **metrics):
-    return attention("flash", implementation, (1, 1, length, dim), forward_backward_time=milliseconds / 1e3, **metrics)
-
-
-def rivals(size, **milliseconds):
-    """Forward takes a quarter of both."""
-    metrics = {f"{name}_forward_backward_time": value / 1e3 for name, value in milliseconds.items()}
-    metrics |= {f"{name}_forward_time": value / 4e3 for name, value in milliseconds.items()}
-    return attention("attention_rivals", {"implementations": list(milliseconds)}, size, **metrics)
-
-
-def steps_in_turns(**milliseconds):
-    """Two steps in each round."""
-    run = RunConfig(model=model_config("2.7B", context_length=4096), size="2.7B", device="cuda")
-    rounds = len(next(iter(milliseconds.values()))) // 2
-    config = {**run.to_dict(), "implementations": list(milliseconds), "rounds": rounds}
-    steps = {f"{name}_step_time": tuple(t / 1e3 for t in times) for name, times in milliseconds.items()}
-    return entries("attention_step", config, steps)
-
-
 def kernels(experiment, size="small", mode="inference", *, matmul=0.008, other=0.002, softmax=0.001, **metrics):
     """A forward of 10 ms kernels in 20 ms; attention: 3 ms scores, 1 ms mask, some softmax, 2 ms output."""
     parts = ("attention scores", "matmul", 0.003, "attention scores", "elementwise", 0.001)
@@ -163,6 +135,7 @@ SAMPLES: dict[str, list[Record]] = {
     + checkpointing(4, 30.0, 1.25)
     + checkpointing(4, 20.0, 1.5, inner=1),
     "saved_tensors": saved(200) + saved(150, **SDPA) + saved(50, checkpoint_blocks=1) + saved(180, compile=True),
+<<<<<<< HEAD
     "pytorch_attention": attention(
         "pytorch_attention",
         "reference",
@@ -187,6 +160,20 @@ SAMPLES: dict[str, list[Record]] = {
         sdpa_flash=[300, 300, 300, 300, 300, 300],
         sdpa_cudnn=[180, 190, 190, 180, 300, 190],
     ),
+=======
+    "collectives": collectives(),
+    "ddp": ranks("ddp", DDP, none=100, naive=400, **{"bucketed 1": 200, "torch DDP": 250}),
+    "bucket_model": ranks(
+        "bucket_model",
+        ["none", "bucketed 1", "bucketed 4"],
+        [1e-3, 1e8],
+        none=100,
+        **{"bucketed 1": 130, "bucketed 4": 200},
+    ),
+    "optimizer_sharding": ranks("optimizer_sharding", ["ddp", "sharded"], ddp=200, sharded=300),
+    "fsdp": ranks("fsdp", ["ddp", "fsdp", "torch fully_shard"], ddp=200, fsdp=100, **{"torch fully_shard": 150}),
+    "parallel_plan": plan() + plan(64, fits=False) + plan(16384, "feed-forward"),
+>>>>>>> wt-attention
     "memory_model": memory_model("small", 9) + memory_model("2.7B", 30),
     "accumulation": accumulation("fp32", 10.002) + accumulation("fp16", 9.9531),
     "autocast_dtypes": dtypes("fp16") + dtypes("bf16"),
@@ -275,6 +262,7 @@ SAID = {
         ),
         "The largest is 4x8x8 float32 with 64.0 MiB, made at reference.py:23 in attention.",
     ],
+<<<<<<< HEAD
     "pytorch_attention": [
         "At 1024 tokens, d 64, forward takes 2.000 ms and backward 6.000; 2.00 GiB are held before backward.",
         "Compiled, forward is 2.0x and backward 1.00x as fast; its peak is 4.00 GiB against 8.00.",
@@ -304,6 +292,47 @@ SAID = {
             "in 3 of 3 rounds), 190.00 with sdpa_cudnn (0.95x, ahead of it in 1 of 3 rounds)."
         ),
     ],
+=======
+    "collectives": [
+        (
+            "2 ranks of one machine through Gloo (cpu): all_reduce of 100 MB takes 101.00 ms, 0.99 GB/s over the "
+            "busiest link; fitted bandwidth in GB/s: 1.00 (all_reduce); latency 1,000 us."
+        ),
+    ],
+    "ddp": [
+        (
+            "2 ranks of one machine through Gloo (cuda): bucketed 1 is the fastest of 2, 200.00 ms a step, 2.0 "
+            "times as fast as naive (400.00 ms); torch DDP takes 250.00 ms; of communication bucketed 1 hides "
+            "50%, naive -50%."
+        ),
+    ],
+    "bucket_model": [
+        (
+            "2 ranks of one machine through Gloo (cuda), emulated network of 0.1 GB/s and 1 ms: the best bucket "
+            "is 1 MB predicted (11.49 ms exposed) and 1 MB measured (30.00 ms); of 2 sizes the prediction is "
+            "worst for 1 MB: 11.49 ms, measured 30.00."
+        ),
+    ],
+    "optimizer_sharding": [
+        (
+            "2 ranks of one machine through Gloo (cuda): sharded holds 300.0 MiB on a rank, 25% less than ddp "
+            "(400.0), and takes 300.00 ms a step, 1.5 times as long."
+        ),
+    ],
+    "fsdp": [
+        (
+            "2 ranks of one machine through Gloo (cuda): fsdp holds 200.0 MiB on a rank, 50% less than ddp "
+            "(400.0), and takes 100.00 ms a step, 0.50 times as long; torch fully_shard 400.0 MiB and 150.00 ms."
+        ),
+    ],
+    "parallel_plan": [
+        (
+            "Of 2 layouts of xxl on 1,024 x h100 1 fit: zero3 has the shortest step, 1,000.0 ms, with 30.0 GiB on"
+            " a GPU; of 2 layouts of xxl on 64 x h100 0 fit."
+        ),
+        "On 1,024 GPUs these wait for messages: zero3.",
+    ],
+>>>>>>> wt-attention
     "memory_model": [
         "2.7B needs 30.00 GiB: parameters 1.00, gradients 2.00, optimizer state 3.00, and what forward keeps.",
         "Of 2 configurations small needs the least, 9.00 GiB.",
@@ -383,14 +412,6 @@ def test_the_fastest_is_named_where_only_settings_differ():
     assert said[0].startswith(expected)
 
 
-def test_without_a_gpu_the_tiled_attention_stands_for_ours():
-    said = of("flash", flash("flash_torch", 2.0) + flash("reference", 1.0) + flash("sdpa", 0.5))
-    assert said == [
-        "bf16: flash_torch is the fastest of 3 in 0 of 1 shapes; "
-        "at 1024 tokens its speed is 0.25x that of sdpa, 0.50x that of reference."
-    ]
-
-
 def test_both_profilers_are_compared_where_both_ran():
     said = of("profiler_agreement", kernels("profiler_agreement", **{"nsys_busy_time: forward": (0.008,)}))
     assert said[-1] == "torch.profiler and nsys differ by 25.00% at most (small forward)."
@@ -434,13 +455,6 @@ def test_odd_configurations_raise_nothing(experiment, value):
             findings(experiment, [CellView(experiment, {**one.config, name: value}, one.metrics)])
         findings(experiment, [CellView(experiment, dict.fromkeys(one.config, value), one.metrics)])
         findings(experiment, [CellView(experiment, {}, one.metrics)])
-
-
-@pytest.mark.parametrize("rounds", [-1, 0, 4, 8])
-def test_steps_that_do_not_make_up_their_rounds_say_nothing(rounds):
-    (one,) = group(steps_in_turns(flash_triton=[200] * 6, sdpa_flash=[300] * 6))
-    assert findings("attention_step", [one])
-    assert not findings("attention_step", [CellView("attention_step", {**one.config, "rounds": rounds}, one.metrics)])
 
 
 # -- this repository's own results ------------------------------------------------------------------------------------
