@@ -4,8 +4,8 @@ from dataclasses import dataclass
 from typing import Any
 
 from cs336_systems.config import RunConfig, UserError, flag, flag_like
-from cs336_systems.predict.fit import CONTEXT_RESERVE, MODEL_ERROR, card_name, gpu_bytes
-from cs336_systems.predict.gpus import peak_flops
+from cs336_systems.predict.fit import gpu_bytes, usable_bytes
+from cs336_systems.predict.gpus import GIGA, GPUS, TERA, find_card
 from cs336_systems.predict.model_flags import ShapeArguments
 from cs336_systems.predict.parallel_model import Cluster, Plan, Strategy, feed_forward, transformer
 from cs336_systems.report.cells import CellView
@@ -16,30 +16,8 @@ STRATEGIES = ("dp", "zero1", "zero2", "zero3", "tp8", "zero3+tp8")
 COUNTED = {"transformer": transformer, "feed-forward": feed_forward}
 
 
-@dataclass(frozen=True)
-class Node:
-    """What joins GPUs of a kind where they are sold by eight, and each one's part of the network; bytes per second, one
-    way."""
-
-    driver_name: str
-    link: float
-    network: float
-
-
-GB = 1e9
-NODES = {
-    "a100": Node("A100", 300 * GB, 25 * GB),
-    "a800": Node("A800", 200 * GB, 25 * GB),
-    "h100": Node("H100 SXM", 450 * GB, 50 * GB),
-    "h800": Node("H800", 200 * GB, 50 * GB),
-    "h20": Node("H20", 450 * GB, 50 * GB),
-    "h200": Node("H200", 450 * GB, 50 * GB),
-    "b200": Node("B200", 900 * GB, 50 * GB),
-    "4090": Node("RTX 4090", 25 * GB, 3 * GB),
-    "5090": Node("RTX 5090", 50 * GB, 3 * GB),
-}
-"""NVLink or PCIe by the vendor's sheet; adapters as they are common: 400 or 200 Gb/s for each GPU, of a 4090 or 5090
-a 200 Gb/s one for all eight."""
+NODE_CARDS = [gpu.card for gpu in GPUS if gpu.link is not None]
+"""GPUs whose interconnect is known."""
 
 
 @dataclass(frozen=True)
@@ -51,7 +29,7 @@ class PlanArguments(ShapeArguments):
     checkpoint_blocks: int = flag(1, "recompute activations in groups of this many blocks (0: keep them all)")
     mode: str = flag_like(RunConfig, "mode")
     gpus: int = flag(1024, "GPUs in all")
-    gpu: str = flag("h100", f"{', '.join(NODES)}; or memory such as 95GB, with --tflops, --link and --network")
+    gpu: str = flag("h100", f"{', '.join(NODE_CARDS)}; or memory such as 95GB, with --tflops, --link and --network")
     strategy: tuple[str, ...] = flag(STRATEGIES, "dp, zero1, zero2, zero3 (= fsdp), tpN, or mixes such as zero3+tp8")
     count: str = flag("transformer", "the whole model, or two matrices a block as in the handout", tuple(COUNTED))
     tflops: float | None = flag(None, "TFLOP/s that a GPU reaches (default: its dense peak)")
@@ -89,19 +67,19 @@ def plan_config(arguments: PlanArguments) -> dict[str, Any]:
 def _rates(arguments: PlanArguments) -> dict[str, float]:
     """FLOP/s and bytes per second: those given, else those of the GPU."""
     rates: dict[str, float | None] = {"tflops": None, "link": None, "network": None}
-    if known := NODES.get(card_name(arguments.gpu)):
-        peak = peak_flops(known.driver_name, arguments.precision)
-        rates = {"tflops": peak, "link": known.link, "network": known.network}
-    for name, unit in (("tflops", 1e12), ("link", GB), ("network", GB)):
+    if gpu := find_card(arguments.gpu):
+        rates = {"tflops": getattr(gpu.peaks, arguments.precision), "link": gpu.link, "network": gpu.network}
+    for name, unit in (("tflops", TERA), ("link", GIGA), ("network", GIGA)):
         given = getattr(arguments, name)
-        rates[name] = rates[name] if given is None else given * unit
+        rate = rates[name] if given is None else given
+        rates[name] = None if rate is None else rate * unit
     if missing := [f"--{name}" for name, rate in rates.items() if rate is None]:
         raise UserError(f"what a {arguments.gpu!r} reaches is not known here: give {', '.join(missing)}")
     return {{"tflops": "flops"}.get(name, name): rate for name, rate in rates.items() if rate is not None}
 
 
 def plans(config: dict[str, Any]) -> list[Plan]:
-    usable = (config["gpu_memory"] - CONTEXT_RESERVE) / (1 + MODEL_ERROR)
+    usable = usable_bytes(config["gpu_memory"])
     cluster = Cluster(config["gpus"], usable, config["flops"], config["node"], config["link"], config["network"])
     workload = COUNTED[config["count"]](RunConfig.of(config))
     return [Plan(workload, cluster, Strategy.parse(name)) for name in config["strategies"]]
@@ -112,7 +90,7 @@ def measure_plan(config: dict[str, Any]) -> list[list[Any]]:
     for plan in plans(config):
         name = plan.strategy.name
         metrics += [[f"{name}: {part}_memory", "B", [size]] for part, size in plan.memory.items()]
-        metrics += [[f"{name}: sent by collective: {m.collective}, {m.purpose}", "B", [m.sent]] for m in plan.messages]
+        metrics += [[f"{name}: sent by collective: {c.name}, {c.purpose}", "B", [c.sent]] for c in plan.collectives]
         for during in ("forward", "backward"):
             metrics.append([f"{name}: {during}_compute_time", "s", [plan.compute(during)]])
             metrics.append([f"{name}: {during}_communication_time", "s", [plan.communication(during)]])
