@@ -192,8 +192,8 @@ def measure_peak(step: TrainStep, batch: tuple[Tensor, Tensor]) -> int:
 
 
 def predict_by_tracing(config: RunConfig, prepare: Callable[[TrainStep], None] | None = None) -> MemoryEstimate:
-    """Return the peak of one steady-state step of `config`, from shapes alone. All layers are traced, which takes seconds
-    and is valid for any model. `prepare` may modify the step first."""
+    """Return the peak of one steady-state step of `config`, from shapes alone. All layers are traced, which takes
+    seconds and is valid for any model. `prepare` may modify the step first."""
     on_cuda = config.device_type == "cuda"
     tracker = StorageTracker(CachingAllocator() if on_cuda else None)
     with ExitStack() as stack:

@@ -72,7 +72,7 @@ def naive_peak(shape: AttentionShape, *, on_cuda: bool, keeps_graph: bool = Fals
     low, full = shape.scores(shape.width), shape.scores(4)
     # Forward: the scores, their fp32 copy in low precision, and the weights.
     forward = inputs + low + (full if casts else 0) + full
-    # Backward: the output, dv, the weights, their gradient, the scores' gradient; CUDA allocates gradient * weights first.
+    # Backward: the output, dv, the weights, their gradient, the scores' gradient; on CUDA also gradient * weights.
     # A retained graph also keeps the low-precision weights.
     backward = inputs + 2 * shape.tensor + (4 if on_cuda else 3) * full + (low if casts and keeps_graph else 0)
     return max(forward, backward) + cublas_workspace(on_cuda=on_cuda, backward=True)

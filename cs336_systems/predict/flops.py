@@ -40,7 +40,7 @@ def _attention_flops(config: RunConfig) -> int:
 
 
 def _recomputed_flops(config: RunConfig) -> int:
-    """Return the FLOPs of recomputing all blocks, except the last projection of each group, which backward does not need."""
+    """Return the FLOPs of recomputing all blocks but the last projection of each group, which backward can skip."""
     model, group = config.model, config.checkpoint_blocks
     blocks = forward_flops(config) - 2 * config.tokens * model.vocab_size * model.d_model
     groups = -(-model.num_layers // group)

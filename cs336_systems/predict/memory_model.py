@@ -200,7 +200,7 @@ class SimulatedStep:
 
     @cached_property
     def norm_saved(self) -> int:
-        """Bytes that a norm saves besides its input: 1/rms per token; the unfused CPU norm also saves the normalized input."""
+        """Bytes that a norm saves besides its input: 1/rms per token; on a CPU also the normalized input."""
         return self.t.per_token() + (0 if self.t.fused_norm else self.t.residual(4))
 
     @cached_property
@@ -253,7 +253,7 @@ class SimulatedStep:
         }
 
     def _casts_rounding(self) -> int:
-        """Rounding of weight copies: they stay while activations are freed around them, and some reuse larger free blocks."""
+        """Rounding of weight copies: they outlive activations, and some reuse free blocks that are larger."""
         t, layers = self.t, self.config.model.num_layers
         if not t.on_cuda:
             return 0
@@ -423,7 +423,7 @@ class SimulatedStep:
         return [min(group, layers - start) for start in range(0, layers, group)][::-1]
 
     def _weight_gradient(self, cast: int, gradient: int, *, during: int, after: int) -> None:
-        """Add the gradient of a projection; autocast computes it in low precision, frees the weight's copy, and casts it."""
+        """Add the gradient of a projection; under autocast free the weight's copy and cast the gradient."""
         ledger = self.ledger
         if self.t.low_precision:
             ledger.touch(cast + during)
@@ -484,7 +484,7 @@ class SimulatedStep:
 
 
 def estimate(config: RunConfig) -> MemoryEstimate:
-    """Return the peak of one steady-state step. Does not apply to compiled models, where Inductor chooses what to save."""
+    """Return the peak of one steady-state step. Not for compiled models, where Inductor chooses what to save."""
     ledger = SimulatedStep(config).run()
     parts = {label: size for label, size in ledger.peak_parts.items() if size}
     return MemoryEstimate(parts, ledger.peak, ledger.where)
@@ -492,7 +492,7 @@ def estimate(config: RunConfig) -> MemoryEstimate:
 
 @dataclass(frozen=True)
 class Breakdown:
-    """The parts of a step's memory in full, in bytes. They do not all coexist: only `peak.parts` adds up to the peak."""
+    """The parts of a step's memory in full, in bytes. They do not coexist: only `peak.parts` adds up to the peak."""
 
     parameters: int
     gradients: int

@@ -42,7 +42,7 @@ class Cluster:
 
 @dataclass(frozen=True)
 class Strategy:
-    """ZeRO stage (replicas shard 1 the optimizer state, 2 also gradients, 3 also weights) and tensor-parallel degree."""
+    """ZeRO stage (replicas shard: 1 optimizer state, 2 also gradients, 3 also weights) and tensor-parallel degree."""
 
     stage: int = 0
     tensor: int = 1
@@ -135,7 +135,7 @@ def transformer(config: RunConfig) -> Workload:
 
 
 def feed_forward(config: RunConfig) -> Workload:
-    """Return the workload of the handout's exercise: two matrices per block; all activations but the output are saved."""
+    """Return the workload of the handout's exercise: two matrices per block, all inputs of matmuls saved."""
     model = config.model
     width = 2 if config.precision in ("bf16", "fp16") else FP32
     matrices = model.num_layers * 2 * model.d_model * model.d_ff
@@ -220,7 +220,7 @@ class Plan:
             "parameter": held(3, FP32),
             "gradient": held(2, FP32),
             "optimizer": held(1, FP32 * ADAM_MOMENTS),
-            # A replica has T times as many, sharded over T GPUs: by heads and inner width, and by sequence between them.
+            # A replica has T times as many, sharded over T GPUs: by heads, inner width or sequence.
             "activation": (work.activations, 0.0),
             "working": (self._working, 0.0),
         }
@@ -247,7 +247,7 @@ class Plan:
 
     @property
     def smallest_cluster(self) -> int | None:
-        """The fewest GPUs on which this strategy fits with as many sequences per GPU; None where no number is enough."""
+        """The fewest GPUs on which this strategy fits with as many sequences per GPU; None where none is enough."""
         fixed, shared = (sum(parts.values()) for parts in self._memory)
         room = self.cluster.memory - fixed
         if room < 0 or (room == 0 and shared):

@@ -15,9 +15,9 @@ SCORES, SOFTMAX, OUTPUT = "attention scores", "attention softmax", "attention ou
 # The first match counts, so specific patterns come first: a fused optimizer uses multi_tensor_apply, a softmax is a
 # reduction with an elementwise epilogue, a cast is an elementwise kernel that copies.
 _PATTERNS: list[tuple[str, str]] = [
-    (ELEMENTWISE, r"^triton_poi_"),  # torch.compile's kernels; the rest of the name lists what was fused
+    (ELEMENTWISE, r"^triton_poi_"),  # torch.compile; the rest of the name lists what was fused
     (REDUCTION, r"^triton_(per|red)_"),
-    (ATTENTION, r"^(forward|backward|prepare|finish|grad_q|grad_kv|grad)_kernel$"),  # of flash_triton.py and hopper_*.py
+    (ATTENTION, r"^(forward|backward|prepare|finish|grad_q|grad_kv|grad)_kernel$"),  # flash_triton.py, hopper_*.py
     (COMMUNICATION, r"nccl|gloo:|c10d::|all_?reduce|all_?gather|reduce_?scatter|broadcast_kernel"),
     (ATTENTION, r"flash|fmha|attention|sdpa|\bmha_|_attn_"),
     (OPTIMIZER, r"adam|lamb\b|sgd|multi_tensor|optimizer|_foreach_"),
