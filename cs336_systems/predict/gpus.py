@@ -20,6 +20,9 @@ class Peaks(NamedTuple):
     bf16: float | None
     fp16: float | None
 
+    def of(self, precision: str) -> float | None:
+        return self._asdict()[precision]
+
 
 @dataclass(frozen=True)
 class GPU:
@@ -42,7 +45,7 @@ class GPU:
         return card_name(self.name)
 
     def peak_flops(self, precision: str) -> float | None:
-        peak = getattr(self.peaks, precision)
+        peak = self.peaks.of(precision)
         return None if peak is None else peak * TERA
 
 

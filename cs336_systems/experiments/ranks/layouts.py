@@ -68,7 +68,7 @@ def _rates(arguments: PlanArguments) -> dict[str, float]:
     """FLOP/s and bytes per second: those given, else those of the GPU."""
     rates: dict[str, float | None] = {"tflops": None, "link": None, "network": None}
     if gpu := find_card(arguments.gpu):
-        rates = {"tflops": getattr(gpu.peaks, arguments.precision), "link": gpu.link, "network": gpu.network}
+        rates = {"tflops": gpu.peaks.of(arguments.precision), "link": gpu.link, "network": gpu.network}
     for name, unit in (("tflops", TERA), ("link", GIGA), ("network", GIGA)):
         given = getattr(arguments, name)
         rate = rates[name] if given is None else given
