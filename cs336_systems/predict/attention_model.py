@@ -7,6 +7,9 @@ from typing import Any
 
 from cs336_systems.predict.memory_model import cublas_workspace
 
+SCORES, SOFTMAX, OUTPUT = "attention scores", "attention softmax", "attention output"
+"""Names of the parts of naive attention in traces."""
+
 
 @dataclass(frozen=True)
 class AttentionShape:

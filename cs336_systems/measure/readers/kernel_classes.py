@@ -1,16 +1,15 @@
-"""Classifies kernels by name: kernels of cuBLAS, CUTLASS, PyTorch, Triton and NCCL, and CPU operators.
-
-Also the names of the ranges that mark the parts of attention.
-"""
+"""Classifies kernels by name: kernels of cuBLAS, CUTLASS, PyTorch, Triton and NCCL, and CPU operators."""
 
 import re
 from functools import cache
+
+from cs336_systems.predict.attention_model import OUTPUT, SCORES, SOFTMAX
 
 MATMUL, ATTENTION, ELEMENTWISE, REDUCTION = "matmul", "attention", "elementwise", "softmax/reduction"
 COPY, OPTIMIZER, COMMUNICATION, OTHER, UNKNOWN = "copy", "optimizer", "communication", "other", "unknown"
 KINDS = (MATMUL, ATTENTION, ELEMENTWISE, REDUCTION, COPY, OPTIMIZER, COMMUNICATION, OTHER, UNKNOWN)
 
-SCORES, SOFTMAX, OUTPUT = "attention scores", "attention softmax", "attention output"
+__all__ = ["KINDS", "OUTPUT", "SCORES", "SOFTMAX", "classify"]
 
 # The first match counts, so specific patterns come first: a fused optimizer uses multi_tensor_apply, a softmax is a
 # reduction with an elementwise epilogue, a cast is an elementwise kernel that copies.
