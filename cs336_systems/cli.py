@@ -313,8 +313,7 @@ def doctor(arguments: DoctorArguments) -> int:
     width = max(len(finding.what) for finding in findings)
     for finding in findings:
         print(
-            f"{finding.mark:4} {finding.what:{width}}  {finding.seen}"
-            + (f"  -> {finding.mend}" if finding.mend else "")
+            f"{finding.mark:4} {finding.what:{width}}  {finding.seen}" + (f"  -> {finding.fix}" if finding.fix else "")
         )
     return 0
 

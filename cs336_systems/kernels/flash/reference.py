@@ -7,7 +7,7 @@ from torch import Tensor
 
 from cs336_systems.kernels.flash.band import Band
 from cs336_systems.kernels.ranges import part
-from cs336_systems.measure.readers.kernel_classes import OUTPUT, SCORES, SOFTMAX
+from cs336_systems.predict.attention_model import OUTPUT, SCORES, SOFTMAX
 
 CAUSAL = Band(hi=0)
 
