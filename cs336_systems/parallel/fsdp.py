@@ -300,11 +300,11 @@ class Unit:
         """Start the reduce-scatter of the full weight's gradient."""
         grad, self.full.grad = self.full.grad, None
         assert grad is not None
-        whole = grad.new_empty(self._gathered.shape)
-        whole[grad.shape[0] :].zero_()
-        torch.mul(grad, 1 / dist.get_world_size(), out=whole[: grad.shape[0]])
-        part = whole.new_empty(self._rows_each, *whole.shape[1:])
-        self._scattering = _ReduceScatter(collectives.reduce_scatter(part, whole, async_op=True), part, whole)
+        padded = grad.new_empty(self._gathered.shape)
+        padded[grad.shape[0] :].zero_()
+        torch.mul(grad, 1 / dist.get_world_size(), out=padded[: grad.shape[0]])
+        shard = padded.new_empty(self._rows_each, *padded.shape[1:])
+        self._scattering = _ReduceScatter(collectives.reduce_scatter(shard, padded, async_op=True), shard, padded)
 
     def receive_gradient(self) -> None:
         """Wait for the reduce-scatter and accumulate the gradient shard."""
@@ -317,9 +317,9 @@ class Unit:
     def gather_shards(self) -> Tensor:
         """Return the full weight in the dtype of the shards, in memory of its own."""
         rows = self.full.shape[0]
-        whole = self.shard.new_empty(self._gathered.shape)
-        collectives.all_gather(whole, self._padded_rows(self.shard.detach()))
-        return whole[:rows]
+        gathered = self.shard.new_empty(self._gathered.shape)
+        collectives.all_gather(gathered, self._padded_rows(self.shard.detach()))
+        return gathered[:rows]
 
     def _padded_rows(self, rows: Tensor) -> Tensor:
         missing = self._rows_each - rows.shape[0]
@@ -357,9 +357,9 @@ def _full_weight(name: str, weight: nn.Parameter, user: nn.Module, device: torch
         user._parameters["weight"] = made = nn.Parameter(torch.empty_like(weight, device=device))
         _reset(name, user)
         weight = made
-    whole = weight.detach().clone()
-    dist.broadcast(whole, 0)
-    return whole
+    full = weight.detach().clone()
+    dist.broadcast(full, 0)
+    return full
 
 
 def _materialize(prefix: str, part: nn.Module, device: torch.device, keep: Container[Tensor]) -> None:
@@ -415,13 +415,13 @@ def _nodes_between(inputs: Iterable[Any], out: Tensor) -> list[Any]:
 def gather_full_params(wrapped: FSDP) -> dict[str, Tensor]:
     """Return the full parameters by name, in the dtype of the model. All ranks call it together."""
     units = {unit.shard: unit for unit in wrapped._units}
-    whole: dict[nn.Parameter, Tensor] = {}
-    found = {}
+    full: dict[nn.Parameter, Tensor] = {}
+    by_name = {}
     for name, p in wrapped.module.named_parameters(remove_duplicate=False):
-        if p not in whole:
-            whole[p] = units[p].gather_shards() if p in units else p.detach().clone()
-        found[name] = whole[p]
-    return found
+        if p not in full:
+            full[p] = units[p].gather_shards() if p in units else p.detach().clone()
+        by_name[name] = full[p]
+    return by_name
 
 
 @torch.no_grad()

@@ -130,18 +130,14 @@ class ShardedOptimizer(Optimizer):
         for before in self._optimizer_state_dict_pre_hooks.values():
             before(self)
         index = {p: i for i, p in enumerate(p for group in self.param_groups for p in group["params"])}
-        own_described = {
-            index[p]: {name: _described(value) for name, value in state.items()} for p, state in self.state.items()
-        }
-        by_rank: list[Any] = [None] * dist.get_world_size()
-        dist.all_gather_object(by_rank, own_described)
         own = {index[p]: state for p, state in self.state.items()}
+        described = {i: {name: _described(value) for name, value in state.items()} for i, state in own.items()}
+        by_rank: list[Any] = [None] * dist.get_world_size()
+        dist.all_gather_object(by_rank, described)
         full: dict[int, dict[str, Any]] = {}
-        for owner, described in enumerate(by_rank):
-            for i, state in described.items():
-                full[i] = {
-                    name: _broadcast_value(owner, value, own.get(i, {}).get(name)) for name, value in state.items()
-                }
+        for owner, states in enumerate(by_rank):
+            for i, state in states.items():
+                full[i] = {name: _from_owner(owner, value, own.get(i, {}).get(name)) for name, value in state.items()}
         groups = [{**group, "params": [index[p] for p in group["params"]]} for group in self.param_groups]
         found = {"state": dict(sorted(full.items())), "param_groups": copy.deepcopy(groups)}
         for after in self._optimizer_state_dict_post_hooks.values():
@@ -265,7 +261,7 @@ def _described(value: Any) -> Any:
     return value.to("meta") if isinstance(value, Tensor) else value
 
 
-def _broadcast_value(owner: int, described: Any, value: Any) -> Any:
+def _from_owner(owner: int, described: Any, value: Any) -> Any:
     """Return a value of the state from its owner, in CPU memory."""
     if not isinstance(described, Tensor):
         return described

@@ -1,6 +1,5 @@
 """Data parallel training computes what one process computes with the batch of all ranks."""
 
-import random
 from typing import Any
 
 import pytest
@@ -16,7 +15,6 @@ from tests.distributed.ddp.models import (
     Pair,
     Parts,
     Tied,
-    Uses,
     all_reduces,
     branch_loss,
     compare_parts,
@@ -128,32 +126,13 @@ def test_unused_parameters(name):
     Pair(name, Branches, loss).train(4)
 
 
-@pytest.mark.ranks(2, 4)
 @every_variant
-def test_gradients_in_another_order_on_each_rank(name):
-    """Buckets that were sent in the order of the local gradients would be added to other ranks' other buckets."""
-    plain, wrapped = wrapped_parts(name)
-
-    def uses(of_rank: int) -> Uses:
-        order = list(range(5))
-        random.Random(of_rank).shuffle(order)
-        return [(number, of_rank + 1.0) for number in order]
-
-    for step in range(3):
-        wrapped(uses(rank())).backward()
-        wrapped.finish_gradient_synchronization()
-        (sum(plain(uses(other)) for other in range(world())) / world()).backward()
-        compare_parts(f"step {step}", wrapped, plain)
-
-
-@pytest.mark.parametrize("calls_backward", [True, False])
-@every_variant
-def test_a_rank_without_parameters_in_its_loss(name, calls_backward):
-    """It sends zeros, whether it calls backward or not: the others would wait for ever."""
+def test_a_rank_that_does_not_call_backward(name):
+    """It sends zeros: the others would wait for ever. In the second step its loss has no parameters."""
     plain, wrapped = wrapped_parts(name)
     for step in range(2):
         loss = wrapped([(0, 2.0), (3, float(rank()))] if rank() else [])
-        if rank() or calls_backward:
+        if rank() or step == 1:
             loss.backward()
         wrapped.finish_gradient_synchronization()
         (sum(plain([(0, 2.0), (3, float(other))]) for other in range(1, world())) / world()).backward()

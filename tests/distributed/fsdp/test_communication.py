@@ -21,7 +21,6 @@ from tests.distributed.fsdp.models import (
     Pair,
     Stack,
     Tied,
-    adamw,
     floats,
     is_sharded,
     loss_of,
@@ -380,12 +379,3 @@ def test_tied_weights_from_the_meta_device():
     assert wrapped(part(torch.arange(ROWS) % VOCABULARY)).isfinite().all()
     bound = 1 / 6**0.5  # of torch's Linear
     assert bound / 3 < full["mix.weight"].abs().max() <= bound
-
-
-def test_adamw_state_is_that_of_shards():
-    """The optimizer sees the shards alone."""
-    pair = Pair(Stack, adamw)
-    pair.train(1)
-    for p, state in pair.ours.state.items():
-        assert state["exp_avg"].shape == p.shape
-    assert sum(p.numel() for p in pair.ours.state) < sum(p.numel() for p in pair.theirs.state)
