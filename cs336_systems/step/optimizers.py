@@ -4,8 +4,7 @@
 """
 
 from collections.abc import Mapping
-from dataclasses import dataclass
-from typing import ClassVar, Protocol, runtime_checkable
+from typing import Protocol, runtime_checkable
 
 import torch
 from torch import Tensor, nn
@@ -36,13 +35,14 @@ class StepOptimizer(Protocol):
         """Tensors kept between steps that `Optimizer.state` does not hold."""
 
 
-@dataclass(frozen=True)
 class TorchOptimizer:
     """Adapts a torch optimizer or `ShardedOptimizer`: the step clips the gradients, and the model has the weights."""
 
-    optimizer: torch.optim.Optimizer
-    clips_itself: ClassVar[bool] = False
-    grad_norm: ClassVar[Tensor | None] = None
+    clips_itself = False
+    grad_norm: Tensor | None = None
+
+    def __init__(self, optimizer: torch.optim.Optimizer):
+        self.optimizer = optimizer
 
     def upload_rates(self) -> None:
         """Do nothing: the learning rates are read on the host."""

@@ -288,7 +288,7 @@ def _agree(loss: float, stop: bool) -> tuple[float, bool]:
 
 
 def set_matmul_precision(precision: str) -> None:
-    """fp32 means fp32: TF32 is on only for the precision of that name, for matmuls and convolutions alike."""
+    """Enable TF32, for matmuls and convolutions, in the precision "tf32" only: fp32 means fp32."""
     torch.set_float32_matmul_precision("high" if precision == "tf32" else "highest")
     torch.backends.cudnn.allow_tf32 = precision == "tf32"
 
@@ -315,9 +315,9 @@ def require_attention(config: RunConfig) -> None:
 
 
 def build_model(config: RunConfig) -> nn.Module:
-    """Our Transformer, or the user's own module when the config names a factory."""
+    """Build our Transformer, or the user's own module if the config names a factory."""
     if config.model_factory is None:
-        # Inside a CUDA graph nothing is launched by Python, which is what "auto" avoids for small problems.
+        # "auto" avoids the launch overhead of Python for small problems; a CUDA graph has none.
         in_graph = "graph" in config.fast_parts and config.attention == "auto" and config.precision == "bf16"
         return TransformerLM(
             config.model,
@@ -338,11 +338,11 @@ def _best_in_graph(config: RunConfig) -> str:
 
 def _call_factory(spec: str, model: ModelConfig) -> nn.Module:
     module_name, factory_name = spec.split(":")
-    if os.getcwd() not in sys.path:  # last, so that a file there does not stand in for a standard module
+    if os.getcwd() not in sys.path:  # last, so that a file there does not shadow a standard module
         sys.path.append(os.getcwd())
     try:
         module = importlib.import_module(module_name)
-    except Exception as error:  # whatever the user's code raises while it is imported
+    except Exception as error:  # the user's code may raise anything while it is imported
         raise UserError(f"--model {spec}: cannot import {module_name!r}: {type(error).__name__}: {error}") from None
     factory = getattr(module, factory_name, None)
     if factory is None:
@@ -358,7 +358,7 @@ def _call_factory(spec: str, model: ModelConfig) -> nn.Module:
 
 
 def cosine_lr(step: int, *, peak: float, floor: float, warmup_steps: int, total_steps: int) -> float:
-    """Linear warm-up to `peak`, then half a cosine down to `floor` at `total_steps`, and `floor` after."""
+    """Return the learning rate: linear warm-up to `peak`, half a cosine to `floor` at `total_steps`, then `floor`."""
     if step < warmup_steps:
         return peak * step / warmup_steps
     if step >= total_steps:

@@ -6,8 +6,8 @@
         .metadata               the file and offset of each tensor
         manifest.json           size and SHA-256 of every file, the step, the configuration; written last
 
-Tensors are saved under their names in the unwrapped model, shards as parts of the whole tensor, so that a checkpoint can
-be loaded by another number of ranks and under another wrapper. The newest checkpoint whose files have the sizes and
+Tensors are saved under their names in the unwrapped model, shards as parts of the whole tensor: a checkpoint can be
+loaded by another number of ranks and under another wrapper. The newest checkpoint whose files have the sizes and
 hashes of its manifest is loaded: torch itself does not detect a flipped byte.
 """
 
