@@ -131,6 +131,10 @@ class FSDP(nn.Module):
             bucket.receive()
         self._due = False
 
+    def clip_grad_norm_(self, max_norm: float) -> Tensor:
+        """Clip the gradients by their norm over all ranks; return that norm. For all ranks together."""
+        return clip_grad_norm_(self, max_norm)
+
     # -- hooks --------------------------------------------------------------------------------------------------------
 
     def _register(self, unit: "Unit") -> None:
