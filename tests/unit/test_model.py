@@ -146,7 +146,7 @@ def test_reference_attention_equals_sdpa(queries, keys, is_causal):
 
 
 def test_every_attention_of_the_configuration_is_implemented():
-    assert set(ATTENTIONS) == set(IMPLEMENTATIONS)
+    assert set(ATTENTIONS) == {"auto", *IMPLEMENTATIONS}
 
 
 def test_unknown_attention_names_the_choices():

@@ -63,7 +63,7 @@ def compile_one(
         key, traits = (of(kernel, tensors, Band(*band)) for of in (flash_launch.tile_key, flash_launch.traits))
         tile = tiles.roomier(family, key, traits) or tiles.shipped(family, key)
         plan = flash_launch.plan(kernel, tensors, Band(*band), tile)
-    assert (plan.descriptors is not None) == descriptors
+    assert (plan.descriptions is not None) == descriptors
     return resources(plan.kernel.warmup(*plan.arguments(tensors, rows, 0.125), grid=(1,), **plan.options))
 
 
