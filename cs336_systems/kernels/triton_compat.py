@@ -1,13 +1,13 @@
 """Everything that depends on Triton's internals, so that a new version of Triton is one module to check.
 
-Works with Triton 3.6 and 3.7.1. The launcher parts check what they find and fall back to Triton's own launcher, which is
-slower and always right. The Gluon parts are absent where Triton has no Gluon: importing them raises ImportError, which
-`dispatch.gluon_problem` reports.
+Works with Triton 3.6 and 3.7.1. The launcher parts check what they find and fall back to Triton's own launcher, which
+is slower and always right. The Gluon parts are absent where Triton has no Gluon: importing them raises ImportError,
+which `dispatch.gluon_problem` reports.
 
 | internal | used by | if it changes |
 |---|---|---|
 | `CompiledKernel.run`, its `launch` and closure | `launch_of` | Triton's launcher, in Python, is called |
-| `make_tensordesc_arg`, `metadata.tensordesc_meta` | `TensorDescription.encoded` | Triton encodes: 0.2 ms for the 13 of a call with gradients |
+| `make_tensordesc_arg`, `metadata.tensordesc_meta` | `TensorDescription.encoded` | Triton encodes for every call |
 | `triton.language.core._aggregate` | `aggregate` | no Hopper kernels |
 | Gluon's `builtin`, `_semantic` | `specialize_warps`, `tma_reduce_add` | no Hopper kernels |
 """
@@ -155,11 +155,11 @@ def aggregate(cls: type) -> Any:
     time constants when the aggregate is passed to a function or a warp-specialised partition.
     """
 
-    def __init__(self: Any, **fields: Any) -> None:
+    def construct(self: Any, **fields: Any) -> None:
         for name, value in fields.items():
             setattr(self, name, value if isinstance(value, Value) else constexpr(value))
 
-    cls.__init__ = __init__  # type: ignore[misc]
+    cls.__init__ = construct  # type: ignore[misc]
     made = triton.language.core._aggregate(cls)
     made.hash_attrs = []  # it has no device code that would belong to a kernel's hash
     return made

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 from torch.profiler import ProfilerActivity, profile
 
-from cs336_systems.kernels.ranges import looked_at
+from cs336_systems.kernels.ranges import ranges_enabled
 from cs336_systems.measure.readers.trace import Trace, read_chrome
 from cs336_systems.measure.timing import STEP, Stopwatch
 from cs336_systems.step.train_step import TrainStep
@@ -38,7 +38,7 @@ def profile_steps(
             torch.cuda.synchronize()
     stopwatch = Stopwatch(step.device)
     # Ranges break a compiled model's graph: it would be another model that is traced.
-    parts = nullcontext() if step.config.compile else looked_at()
+    parts = nullcontext() if step.config.compile else ranges_enabled()
     with profile(activities=activities) as profiler, parts:
         for _ in range(num_steps):
             with stopwatch.watch(STEP):

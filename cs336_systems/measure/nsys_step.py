@@ -11,7 +11,7 @@ from pathlib import Path
 import torch
 
 from cs336_systems.config import RunConfig, UserError
-from cs336_systems.kernels.ranges import looked_at
+from cs336_systems.kernels.ranges import ranges_enabled
 from cs336_systems.measure.timing import Stopwatch
 from cs336_systems.step.train_step import TrainStep
 
@@ -31,7 +31,7 @@ def record_steps(config: RunConfig, num_steps: int) -> None:
     # Phases begin and end with an idle device, as in all other measurements of them.
     stopwatch = Stopwatch(step.device)
     # Ranges break a compiled model's graph: it would be another model that is recorded.
-    with nullcontext() if config.compile else looked_at():
+    with nullcontext() if config.compile else ranges_enabled():
         for _ in range(config.warmup_steps):
             step(*batch, watch=stopwatch.watch)
         stopwatch.synchronize()

@@ -8,10 +8,10 @@ The algorithm is that of flash_torch.py. What is added here makes it fast:
 - With DESCRIPTORS the tiles are moved by the GPU's copy engine (TMA), which also fills with zeros beyond the edges.
 
 Backward is two kernels, each the only one that writes its results, so that it is bitwise repeatable: `grad_q_kernel`
-holds a block of queries and visits the keys, `grad_kv_kernel` holds a block of keys and visits the queries. They compute
-the scores twice, seven matmuls where a fused backward has five. But a fused one adds its parts of dQ by atomics, and
-where this was tuned the bytes and registers for that cost more than two matmuls (docs/LOG.md). `grad_kernel` does the
-work of both in one launch, for small problems.
+holds a block of queries and visits the keys, `grad_kv_kernel` holds a block of keys and visits the queries. They
+compute the scores twice, seven matmuls where a fused backward has five. But a fused one adds its parts of dQ by
+atomics, and where this was tuned the bytes and registers for that cost more than two matmuls (docs/LOG.md).
+`grad_kernel` does the work of both in one launch, for small problems.
 
 Rows beyond a length read as zeros. For queries that is harmless everywhere: their dO, logsumexp and D are zeros too, so
 they add nothing. For keys the scores are masked: a row of large negative scores would make exp(0 - logsumexp) infinite.
@@ -417,7 +417,7 @@ def _matmul(
 
 @triton.jit
 def _block_and_head(blocks, all_heads, section):
-    """Block and head of this program: a block of every head of a section, then the next block; then the next section."""
+    """Block and head of this program: a block of every head of a section, the next block, and then the next section."""
     program = tl.program_id(0)
     first_head = program // (section * blocks) * section
     width = tl.minimum(section, all_heads - first_head)

@@ -14,9 +14,9 @@ do the last bits of dQ; those of dK and dV do not.
 The consumers run in ping-pong order: a warpgroup starts a tile when the other has its dS of the tile before. Without it
 they fall into step, and want the tensor cores at the same time, and then the exponentials.
 
-`prepare_kernel` computes what the loop reads for each query, and zeros dQ; `finish_kernel` rounds dQ. Without a mask the
-queries of the last blocks of keys may be split over several programs, as the keys are in forward; `combine_kernel` adds
-up their dK and dV.
+`prepare_kernel` computes what the loop reads for each query, and zeros dQ; `finish_kernel` rounds dQ. Without a mask
+the queries of the last blocks of keys may be split over several programs, as the keys are in forward; `combine_kernel`
+adds up their dK and dV.
 
 Names: desc_ TMA descriptor, p_ pointer to global memory, s_ shared memory, b_ block in registers, m_ mask.
 Shapes: BLOCK_N = 128 keys of a program, ROWS = 64 of a warpgroup, BLOCK_M queries of a tile, D head dim padded to 64 or
@@ -413,8 +413,8 @@ def _queries_of_threads(block_m):
 
 @gluon.jit
 def _of_queries(s_rows, BLOCK_M: gl.constexpr, S_LAYOUT: gl.constexpr):
-    """One number for each query, in the order of `prepare_kernel`: a thread needs two neighbours of every eight, and has
-    those of sixteen side by side, to be read at once."""
+    """One number for each query, in the order of `prepare_kernel`: a thread needs two neighbours of every eight, and
+    has those of sixteen side by side, to be read at once."""
     x = gl.reshape(s_rows.load(_queries_of_threads(BLOCK_M)), [BLOCK_M // 16, 4, 2, 2])
     x = gl.reshape(gl.permute(x, (0, 2, 1, 3)), [BLOCK_M])
     return gl.convert_layout(x, gl.SliceLayout(0, S_LAYOUT), assert_trivial=True)

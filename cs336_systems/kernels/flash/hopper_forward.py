@@ -12,10 +12,10 @@ all want the tensor cores at the same time, and then the exponentials.
 Tiles are visited from the last to the first: what a causal mask or the end of the keys cuts off lies in the first tile
 or two, which are peeled off, and the main loop has no mask.
 
-Nor does it update the running maximum, unless P is fp16. The maximum only keeps numbers in range, and bf16 has the range
-of fp32: whatever the maximum of the first tiles is, later scores may exceed it by 2^64 and the result is as exact. After
-the last tile the row sums tell whether they overflowed. If so, which takes inputs far from any model's, the program
-makes a second pass over the keys with a running maximum.
+Nor does it update the running maximum, unless P is fp16. The maximum only keeps numbers in range, and bf16 has the
+range of fp32: whatever the maximum of the first tiles is, later scores may exceed it by 2^64 and the result is as
+exact. After the last tile the row sums tell whether they overflowed. If so, which takes inputs far from any model's,
+the program makes a second pass over the keys with a running maximum.
 
 Split-KV: without a mask all programs take equally long, and the last ones would leave most multiprocessors idle. The
 keys of these blocks are split over several programs; `combine_kernel` combines their partial results.
@@ -268,7 +268,8 @@ def _produce(desc_q, desc_k, desc_v, first, retry, work, config):
     for w in gl.static_range(config.WARPGROUPS):
         bar = first.q_full.index(w)
         mbarrier.expect(bar, ROWS * config.D * 2)
-        tma.async_copy_global_to_shared(desc_q, [work.batch, work.head, work.row + w * ROWS, 0], bar, first.s_q.index(w))
+        row = work.row + w * ROWS
+        tma.async_copy_global_to_shared(desc_q, [work.batch, work.head, row, 0], bar, first.s_q.index(w))
         if w == 0:  # the first consumer starts while the queries of the others are on their way
             _load_first_keys(desc_k, first, work, config)
     _load_tiles(desc_k, desc_v, first, work, config)
@@ -569,8 +570,8 @@ def _rescaled(b_o, rescale, D: gl.constexpr):
 
 @gluon.constexpr_function
 def _rescale_asm(count):
-    """PTX, the only place where a single warp can branch. A thread has `count` elements of the output: pairs of columns,
-    alternately of one row and of another, so that its first and third factor are the only ones."""
+    """PTX, the only place where a single warp can branch. A thread has `count` elements of the output: pairs of
+    columns, alternately of one row and of another, so that its first and third factor are the only ones."""
     outs, ins, factors = (range(i * count, (i + 1) * count) for i in range(3))
     lines = [
         "{ .reg .pred p, q;",

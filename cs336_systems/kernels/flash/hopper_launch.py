@@ -1,7 +1,7 @@
 """Launches the kernels of hopper_forward.py and hopper_backward.py.
 
-They take 16-bit tensors, causal masks of any alignment or none, grouped heads, any lengths, and head dims up to 128 that
-the copy engine can move, padded to 64 or 128 with zeros. `dispatch.hopper_problem` checks a call for this;
+They take 16-bit tensors, causal masks of any alignment or none, grouped heads, any lengths, and head dims up to 128
+that the copy engine can move, padded to 64 or 128 with zeros. `dispatch.hopper_problem` checks a call for this;
 portable_launch.py takes the others.
 """
 
@@ -25,7 +25,7 @@ from cs336_systems.kernels.triton_compat import TensorDescription
 
 DTYPES = {torch.bfloat16: gl.bfloat16, torch.float16: gl.float16, torch.float32: gl.float32}
 L2_SHARE = {"forward": 32 << 20, "backward": 16 << 20}
-"""Bytes that the heads of a section may read or update repeatedly; with more they evict each other from the L2 cache."""
+"""Bytes that the heads of a section may read or update repeatedly; with more they evict each other from L2."""
 ROWS = 64
 """Rows of a warpgroup's matrix instruction."""
 KEYS = 128
@@ -226,7 +226,7 @@ class Problem:
         before: tuple[Any, ...], after: tuple[Any, ...], starts: Mapping[int, int] = MappingProxyType({}),
         options: Mapping[str, int] = MappingProxyType({}),
     ) -> Plan:  # fmt: skip
-        """A plan whose tensors TMA moves in `blocks`. `starts`: number of a tensor that is part of another -> offset."""
+        """A plan whose tensors TMA moves in `blocks`. `starts`: offsets of the tensors that are parts of others."""
         copied = tuple(i for i, t in enumerate(tensors) if not suits_tma(t))
         descriptions = [
             TensorDescription(
@@ -241,7 +241,7 @@ class Problem:
         return Plan(kernel, programs, self.device, copied, descriptions, before, after, {"num_warps": 4, **options})
 
     def _masked_tiles(self, own: int, visited: int) -> int:
-        """Number of the `visited`-wide tiles of a program of `own` rows that the causal diagonal may cut, at least 1."""
+        """Number of tiles of width `visited` that the causal diagonal may cut for `own` rows, at least 1."""
         if not self.causal:
             return 1
         shift = self.hi % visited  # where the diagonal begins in a tile; programs begin at multiples of `own`

@@ -1,8 +1,8 @@
 """Kernel launches that are cheap to repeat.
 
 A small problem takes the GPU less time than Python takes to launch it. So everything a call derives from shapes and
-strides (kernel, grid, integer arguments, compiled code) is kept in a Plan, and further calls of that kind go straight to
-the driver.
+strides (kernel, grid, integer arguments, compiled code) is kept in a Plan, and further calls of that kind go straight
+to the driver.
 """
 
 from collections.abc import Sequence
@@ -20,8 +20,8 @@ from cs336_systems.kernels.triton_compat import INTERPRETED, Launch, TensorDescr
 class Plan:
     """One kernel for tensors of given shapes, strides and alignment.
 
-    The kernel's arguments are, in this order: tensors, pointers, the integers `before`, numbers that differ from call to
-    call, and `after`.
+    The kernel's arguments are, in this order: tensors, pointers, the integers `before`, numbers that differ from call
+    to call, and `after`.
     """
 
     kernel: Any
@@ -82,7 +82,7 @@ class Plan:
 
 
 def suits_tma(t: Tensor) -> bool:
-    """Whether TMA can move tiles of `t`: contiguous rows, 16-byte alignment, and other strides positive multiples of it."""
+    """Whether TMA can move tiles of `t`: contiguous rows; address and other strides multiples of 16 bytes, not 0."""
     unit = 16 // t.element_size()
     strides = zip(t.shape[:-1], t.stride()[:-1], strict=True)
     return t.data_ptr() % 16 == 0 and t.stride(-1) == 1 and all(n == 1 or (s > 0 and s % unit == 0) for n, s in strides)

@@ -1,8 +1,8 @@
 """The fused implementations as PyTorch operators, and as the two autograd Functions of the course's interface.
 
 As operators (`torch.ops.cs336.flash_triton_forward` and so on) they are opaque to torch.compile, which keeps a graph
-whole around them; each has its shape-only version, its gradient, its cast under autocast and its FLOPs. Dispatch.py
-registers them.
+whole around them; each has its shape-only version, its gradient, its cast under autocast and its FLOPs. They are
+registered by dispatch.py.
 """
 
 import functools
@@ -131,8 +131,8 @@ def is_plain(t: Tensor) -> bool:
 
 _factories: dict[str, KernelsFor] = {}
 _kernels: Cache[tuple[Any, ...], Kernels] = Cache()
-"""Name, layout, band and fp32 precision -> kernels with their launch plans, for calls that dispatch.py does not resolve:
-the operators and the course's Functions. One lookup for both passes saved 10 us."""
+"""Name, layout, band and fp32 precision -> kernels with their launch plans, for calls that dispatch.py does not
+resolve: the operators and the course's Functions. One lookup for both passes saved 10 us."""
 
 
 def kernels_for(name: str, q: Tensor, k: Tensor, v: Tensor, band: Band) -> Kernels:

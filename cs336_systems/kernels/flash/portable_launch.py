@@ -37,8 +37,8 @@ LARGEST_ROW_STRIDE = 1 << 22
 class Problem:
     """Plans for attention of tensors with given shapes, strides and alignment.
 
-    q: (batch, heads, len_q, d); k, v: (batch, kv_heads, len_k, d). Forward has one plan, backward one for each layout of
-    its gradient.
+    q: (batch, heads, len_q, d); k, v: (batch, kv_heads, len_k, d). Forward has one plan, backward one for each layout
+    of its gradient.
     """
 
     def __init__(self, q: Tensor, k: Tensor, v: Tensor, band: Band) -> None:

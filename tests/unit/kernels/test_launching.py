@@ -184,7 +184,8 @@ def test_a_plan_caches_no_tensor(driver, stream):
     x = torch.zeros(16, 8)
     descriptions = [described(x)]
     metadata = SimpleNamespace(**SCRATCH, tensordesc_meta=None)
-    compiled = SimpleNamespace(run=Triton36Launcher(print), function="code", packed_metadata="packed", metadata=metadata)
+    launcher = Triton36Launcher(print)
+    compiled = SimpleNamespace(run=launcher, function="code", packed_metadata="packed", metadata=metadata)
     assert not launch_of(compiled, 7, descriptions).takes_addresses
     called = []
     plan = plan_of(Launch(lambda *arguments: called.append(arguments), 7, (), takes_addresses=False), descriptions)
