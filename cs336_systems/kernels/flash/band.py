@@ -17,7 +17,7 @@ class Band(NamedTuple):
     hi: int | None = None
 
     def has_empty_rows(self, len_q: int, len_k: int) -> bool:
-        """Whether there is a query that sees no key: its output is 0, its logsumexp -inf."""
+        """True if some query sees no key: its output is 0, its logsumexp -inf."""
         before_first = self.hi is not None and self.hi < 0 < len_q
         after_last = self.lo is not None and len_q - 1 + self.lo > len_k - 1
         crossed = self.lo is not None and self.hi is not None and self.lo > self.hi

@@ -201,7 +201,7 @@ def _build_sdpa(q: Tensor, k: Tensor, v: Tensor, scale: float, band: Band, retur
 
 
 class Request(NamedTuple):
-    """What decides whether an implementation can take a call."""
+    """The part of a call that decides which implementations can take it."""
 
     q: Tensor
     k: Tensor
@@ -255,7 +255,7 @@ class Implementation(NamedTuple):
     build: Callable[[Tensor, Tensor, Tensor, float, Band, bool], Attend]
     """(q, k, v, scale, band, return_lse) -> attention as a function of tensors like q, k and v."""
     problem: Callable[[Request], str | None] = _no_problem
-    """Why it cannot take a call, and what to use instead; None if it can."""
+    """The reason why it cannot take a call, and what to use instead; None if it can."""
     kernels: KernelsFor | None = None
     """Set for the fused implementations, which are also operators."""
 
@@ -282,7 +282,7 @@ for _implementation_name, _implementation in IMPLEMENTATIONS.items():
 
 
 def hopper_problem(q: Tensor, k: Tensor, band: Band, dtype: torch.dtype) -> str | None:
-    """Why the Hopper kernels cannot take a call that the Triton kernels can; None if they can."""
+    """The reason why the Hopper kernels cannot take a call that the Triton kernels can; None if they can."""
     if dtype not in HOPPER_DTYPES:
         return f"it takes fp16 or bf16, got {_name(dtype)}"
     if not is_hopper_head_dim(q.shape[3]):
@@ -296,7 +296,7 @@ def hopper_problem(q: Tensor, k: Tensor, band: Band, dtype: torch.dtype) -> str 
 
 
 def is_hopper_head_dim(d: int) -> bool:
-    """Whether the copy engine can move such rows. Narrower ones would be padded to twice their width and more."""
+    """True for rows that the copy engine can move. Narrower ones would be padded to twice their width and more."""
     return 40 <= d <= 128 and d % 8 == 0
 
 
@@ -314,7 +314,7 @@ through it."""
 
 @torch.compiler.assume_constant_result
 def triton_problem(device: torch.device) -> str | None:
-    """Why the Triton kernels cannot run on a device; None if they can."""
+    """The reason why the Triton kernels cannot run on a device; None if they can."""
     if device not in _problems:
         _problems[device] = _find_problem(device)
     return _problems[device]
@@ -322,7 +322,7 @@ def triton_problem(device: torch.device) -> str | None:
 
 @torch.compiler.assume_constant_result
 def gluon_problem(device: torch.device) -> str | None:
-    """Why the Hopper kernels cannot run on a device that runs the Triton kernels; None if they can."""
+    """The reason why the Hopper kernels cannot run on a GPU that runs the Triton kernels; None if they can."""
     if os.environ.get("TRITON_INTERPRET") == "1":
         return "Triton's interpreter does not support its language, Gluon"
     major, minor = torch.cuda.get_device_capability(device)

@@ -379,7 +379,7 @@ def _accumulate_dkv(
 
 @triton.constexpr_function
 def _is_wide(block_d, precision):
-    """Whether a left operand of a matmul over the head dim would fill a thread's registers: fp32 and 256 columns."""
+    """True if a left operand of a matmul over the head dim would fill a thread's registers: fp32 and 256 columns."""
     return precision != "ieee" and block_d > 128
 
 
@@ -434,7 +434,7 @@ def _heads(index, heads, group):
 
 @triton.jit
 def _key_tiles(row, len_q, len_k, band, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr):
-    """Where tiles of keys begin and end for BLOCK_M queries: begin, masked, full, masked, end."""
+    """Bounds of the tiles of keys for BLOCK_M queries: masked from begin, full, masked up to end."""
     last = tl.minimum(row + BLOCK_M, len_q) - 1
     begin, full_begin = 0, 0
     stop, full_stop = len_k, len_k
@@ -449,7 +449,7 @@ def _key_tiles(row, len_q, len_k, band, BLOCK_M: tl.constexpr, BLOCK_N: tl.const
 
 @triton.jit
 def _query_tiles(column, len_q, len_k, band, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr):
-    """Where tiles of queries begin and end for BLOCK_N keys, in the same order."""
+    """Bounds of the tiles of queries for BLOCK_N keys, in the same order."""
     last = tl.minimum(column + BLOCK_N, len_k) - 1
     begin, full_begin = 0, 0
     stop, full_stop = len_q, len_q + BLOCK_M  # queries beyond the length do no harm

@@ -82,7 +82,7 @@ class Plan:
 
 
 def suits_tma(t: Tensor) -> bool:
-    """Whether TMA can move tiles of `t`: contiguous rows; address and other strides multiples of 16 bytes, not 0."""
+    """True if TMA can move tiles of `t`: contiguous rows; address and other strides multiples of 16 bytes, not 0."""
     unit = 16 // t.element_size()
     strides = zip(t.shape[:-1], t.stride()[:-1], strict=True)
     return t.data_ptr() % 16 == 0 and t.stride(-1) == 1 and all(n == 1 or (s > 0 and s % unit == 0) for n, s in strides)

@@ -111,7 +111,7 @@ def _gradients(
 
 
 def is_traced(t: Tensor) -> bool:
-    """Whether calls have to go through PyTorch's dispatcher: under torch.compile, a counter of FLOPs or memory, a
+    """True if calls have to go through PyTorch's dispatcher: under torch.compile, a counter of FLOPs or memory, a
     functorch transform, or with a tensor subclass. Else they skip it: an operator costs more than a small kernel."""
     return (
         torch.compiler.is_compiling()
@@ -122,7 +122,7 @@ def is_traced(t: Tensor) -> bool:
 
 
 def is_plain(t: Tensor) -> bool:
-    """Whether `t` is no subclass, such as the fake tensors of a trace."""
+    """True unless `t` is of a subclass, such as the fake tensors of a trace."""
     return type(t) in (Tensor, nn.Parameter)
 
 

@@ -91,8 +91,7 @@ def fp32_precision() -> str:
 
 
 def _is_usable(t: Tensor) -> bool:
-    """Whether the kernels can read `t`: contiguous rows whose stride is neither 0 nor very large. If not, they get a
-    copy."""
+    """True if the kernels can read `t`: contiguous rows, not too far apart. Else they get a copy."""
     return t.stride(-1) == 1 and 0 < t.stride(-2) < LARGEST_ROW_STRIDE
 
 
@@ -166,7 +165,7 @@ def traits(kernel: str, tensors: Sequence[Tensor], band: Band) -> frozenset[str]
 
 
 def _by_descriptor(kernel: str, tensors: Sequence[Tensor]) -> bool:
-    """Whether TMA can, and should, move all of these tensors."""
+    """True if TMA can, and should, move all of these tensors."""
     q = tensors[0]
     return (
         kernel != "grad"

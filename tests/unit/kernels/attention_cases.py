@@ -265,7 +265,7 @@ def flash_limit(name: str, plain: Tensor, expected: Tensor, dtype: torch.dtype) 
 
 
 def compare(found: dict[str, Tensor], inputs: Inputs, case: Case, *, large: bool = False) -> list[str]:
-    """What is wrong with `found`, one line each.
+    """The errors in `found`, one line each.
 
     fp32 and float64 are judged by `EXACT`, lower precisions by FlashAttention's rule. With `large` inputs rounding
     alone breaks both (a logit of 1000 in fp32 is exact to 6e-5, and so is its weight): its bound is then allowed, too.

@@ -178,7 +178,7 @@ def test_cached_arguments_depend_on_tensors_numbers_and_stream(as_tuple, stream)
 
 @needs_triton
 def test_a_plan_caches_no_tensor(driver, stream):
-    """Where Triton encodes descriptors itself, arguments hold the tensors."""
+    """Arguments hold tensors if Triton encodes the descriptors."""
     from cs336_systems.kernels.triton_compat import Launch, launch_of
 
     x = torch.zeros(16, 8)
