@@ -18,7 +18,7 @@ import importlib
 import inspect
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, TypeVar, dataclass_transform
 
 import triton
 from torch import Tensor
@@ -148,7 +148,11 @@ def _without_encoding(launcher: Any, descriptions: list[TensorDescription] | Non
 # -- the kernel language ----------------------------------------------------------------------------------------------
 
 
-def aggregate(cls: type) -> Any:
+T = TypeVar("T")
+
+
+@dataclass_transform(kw_only_default=True)
+def aggregate(cls: type[T]) -> type[T]:
     """Class decorator: a struct of device values, constructed in a kernel with one keyword for each annotated field.
 
     Fields annotated `Value` hold a tensor, a buffer, another aggregate, or a constant. `constexpr` fields stay compile-
@@ -159,7 +163,7 @@ def aggregate(cls: type) -> Any:
         for name, value in fields.items():
             setattr(self, name, value if isinstance(value, Value) else constexpr(value))
 
-    cls.__init__ = construct  # type: ignore[misc]
+    cls.__init__ = construct  # type: ignore[method-assign]
     made = triton.language.core._aggregate(cls)
     made.hash_attrs = []  # it has no device code that would belong to a kernel's hash
     return made

@@ -185,11 +185,12 @@ def register(name: str, kernels: KernelsFor) -> None:
         band = Band(lo, hi)
         return kernels_for(name, q, k, v, band).forward(q, k, v, scale, band)
 
-    def run_backward(*arguments: Any) -> tuple[Tensor, Tensor, Tensor]:
-        *tensors, scale, lo, hi = arguments
-        q, k, v = tensors[2:5]
+    def run_backward(
+        grad: Tensor, grad_lse: Tensor | None, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor,
+        scale: float, lo: int | None, hi: int | None,
+    ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
         band = Band(lo, hi)
-        return kernels_for(name, q, k, v, band).backward(*tensors, scale, band)
+        return kernels_for(name, q, k, v, band).backward(grad, grad_lse, q, k, v, out, lse, scale, band)
 
     for device in ("CPU", "CUDA"):
         _library.impl(f"{name}_forward", run_forward, device)
