@@ -83,7 +83,7 @@ SAMPLE = {
         {"arch": "sm_120", "kernel": "grad_q", "dtype": "bf16", "d": "64", "mask": "causal"},
     ],
     "Hopper attention": [{"kernel": "forward", "dtype": "bf16", "d": "64", "mask": "causal"}],
-    "pointwise": [{"arch": "sm_120"}],
+    "pointwise": [{"arch": arch, "kernel": "cross_entropy"} for arch in ("sm_80", "sm_120")],
 }
 """Rows that every test run compiles: section -> columns to match."""
 
