@@ -148,8 +148,7 @@ def _swiglu_backward(grad, gate_up, out, width, BLOCK: tl.constexpr):
     b_grad = tl.load(grad + i_row * width + o_column, m_column, 0.0).to(tl.float32)
     b_sigmoid = tl.sigmoid(b_gate)
     b_silu = b_gate * b_sigmoid
-    b_grad_gate = b_grad * b_up * (b_sigmoid + b_silu * (1 - b_sigmoid))
-    tl.store(out + o_gate, b_grad_gate.to(out.dtype.element_ty), m_column)
+    tl.store(out + o_gate, (b_grad * b_up * (b_sigmoid + b_silu * (1 - b_sigmoid))).to(out.dtype.element_ty), m_column)
     tl.store(out + o_gate + width, (b_grad * b_silu).to(out.dtype.element_ty), m_column)
     # `grad` has been read: its memory takes forward's output, which forward did not keep.
     tl.store(grad + i_row * width + o_column, (b_silu * b_up).to(grad.dtype.element_ty), m_column)
