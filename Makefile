@@ -37,7 +37,7 @@ lint: $(INSTALLED)
 
 install: $(INSTALLED)
 
-# For tests/unit/kernels/test_hopper.py: the kernels for Hopper GPUs must compile with the oldest Triton that knows their language, too.
+# For tests/unit/kernels/test_kernel_resources.py: the kernels for Hopper GPUs must compile with the oldest Triton that knows their language, too.
 older-triton: .triton-3.6
 .triton-3.6: $(INSTALLED)
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check --no-deps --target $@ triton==3.6.0
