@@ -32,7 +32,7 @@ from cs336_systems.record import (
 INF, NAN = float("inf"), float("nan")
 quick = settings(max_examples=60, deadline=None)
 
-LOOKS_LIKE_SOMETHING_ELSE = ' = =1 == inf -inf nan 1.0 1e5 null NaN Infinity " \n'.split(" ")
+LOOKS_LIKE_SOMETHING_ELSE = ["", "=", "=1", "==", "inf", "-inf", "nan", "1.0", "1e5", "null", "NaN", '"', "\n"]
 samples = st.lists(
     st.one_of(st.floats(), st.integers(-(2**53), 2**53), st.text(), st.sampled_from(LOOKS_LIKE_SOMETHING_ELSE)),
     max_size=12,
