@@ -10,6 +10,7 @@ from cs336_systems.experiments.catalogue import catalogue
 from cs336_systems.record import GIB, Environment, Record
 from cs336_systems.report.cells import group
 from cs336_systems.report.document import Chart, Series
+from cs336_systems.report import sections
 from cs336_systems.report.sections import charts_of, findings_of
 from cs336_systems.table import Table
 from cs336_systems.text import Text
@@ -56,6 +57,10 @@ def step(seconds: float, **others: Any) -> dict[str, Any]:
 
 
 # -- tables -----------------------------------------------------------------------------------------------------------
+
+
+def tables(*records: Iterable[Record]) -> list[Table]:
+    return sections.tables(itertools.chain(*records), catalogue())
 
 
 def column(table: Table, heading: str) -> list[str]:

@@ -2,11 +2,8 @@
 
 import pytest
 
-from cs336_systems.experiments.catalogue import catalogue
-from cs336_systems.report import sections
-from cs336_systems.table import FORMATS
 from tests.unit.experiments.kernels.samples import SAMPLES, profiled
-from tests.unit.report.step_cells import OOM, charts, column, notes, rows, stated, values
+from tests.unit.report.step_cells import OOM, charts, column, notes, rows, stated, tables, values
 
 STATED = {
     "kernels": [
@@ -27,18 +24,6 @@ STATED = {
 }
 
 
-def tables(*records):
-    return sections.tables((record for cell in records for record in cell), catalogue())
-
-
-@pytest.mark.parametrize("format", FORMATS)
-@pytest.mark.parametrize("experiment", SAMPLES)
-def test_every_table_renders_in_both_languages(experiment, format):
-    for table in tables(SAMPLES[experiment], profiled(experiment, "xl", status=OOM)):
-        assert {len(row) for row in table.rows} == {len(table.columns)}
-        assert table.render(format, "en") != table.render(format, "zh")
-
-
 # -- kernels ----------------------------------------------------------------------------------------------------------
 
 
@@ -49,7 +34,10 @@ def test_kinds_of_kernels_by_phase():
         ("forward", "30.00", "10.00", "50.0%", "150"),
         ("backward", "60.00", "4.00", "N/A", "3"),
     ]
-    assert rows(by_kind, "matmul", "elementwise", "copy")[:2] == [("80.0%", "20.0%", "0.0%"), ("0.0%", "0.0%", "100.0%")]
+    assert rows(by_kind, "matmul", "elementwise", "copy")[:2] == [
+        ("80.0%", "20.0%", "0.0%"),
+        ("0.0%", "0.0%", "100.0%"),
+    ]
     assert by_kind.rows[-1][:3] == ["xl", "inference", "OOM"]
     assert any(OOM in note for note in notes(by_kind))
 
