@@ -8,9 +8,9 @@ from typing import Any
 from cs336_systems.config import RunConfig, model_config
 from cs336_systems.experiments.catalogue import catalogue
 from cs336_systems.record import GIB, Environment, Record
+from cs336_systems.report import sections
 from cs336_systems.report.cells import group
 from cs336_systems.report.document import Chart, Series
-from cs336_systems.report import sections
 from cs336_systems.report.sections import charts_of, findings_of
 from cs336_systems.table import Table
 from cs336_systems.text import Text

@@ -72,12 +72,6 @@ def test_no_remark_on(case):
     assert remarked(cell(**RIGHT[case])) == []
 
 
-def test_no_remark_on_a_clean_sweep():
-    grid = itertools.product(["small", "large"], [128, 512], ["fp32", "bf16"])
-    cells = [cell(size=size, context=context, precision=precision) for size, context, precision in grid]
-    assert remarked(*cells, cell(mode="forward", metrics=step(0.06))) == []
-
-
 def test_a_cell_without_an_end_was_interrupted():
     (remark,) = remarked(record for record in cell() if record.metric != CELL_TIME)
     assert remark.kind is Kind.INTERRUPTED
@@ -148,16 +142,3 @@ def test_rows_are_named_as_in_their_table():
         "small warm-up 0: the first measured step is far above the rest (cold): add --warmup_steps 5",
         "small 预热 0：第一个测量步远高于其余（冷启动）：加上 --warmup_steps 5",
     )
-
-
-def test_remarks_on_spread_can_be_left_out():
-    cells = group([*cell(metrics={"step_time": NOISY}), *cell(size="xl", **gpu(other_gpu_processes=1))])
-    assert len(remarks_on(cells, ["size"])) == 2
-    (left,) = remarks_on(cells, ["size"], on_spread=False)
-    assert left.en == "xl: another process was using the GPU"
-
-
-def test_braces_in_names_are_not_templates():
-    (odd,) = group(cell(**gpu(tf32=True)))
-    (remark,) = remarks([odd], lambda cell: Text("{0} {x}"))
-    assert remark.text.zh == "{0} {x}：fp32 行里开着 TF32"

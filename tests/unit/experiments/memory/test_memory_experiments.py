@@ -1,10 +1,8 @@
 """Tables, charts and findings of the experiments on memory."""
 
-import dataclasses
-
 import pytest
 
-from cs336_systems.record import CELL_TIME, GIB
+from cs336_systems.record import GIB
 from tests.unit.experiments.memory.samples import SAMPLES, memory, predicted, recomputed, saved
 from tests.unit.report.step_cells import OOM, charts, column, notes, rows, stated, tables, values
 

@@ -5,7 +5,7 @@ import dataclasses
 import pytest
 
 from cs336_systems.record import CELL_TIME, GIB
-from tests.unit.experiments.steps.samples import DO_BENCH, SAMPLES, accumulation, dtypes
+from tests.unit.experiments.steps.samples import DO_BENCH, accumulation, dtypes
 from tests.unit.report.step_cells import GPU, OOM, cell, column, notes, rows, step, tables
 
 
@@ -22,19 +22,14 @@ def test_a_cell_that_ran_out_of_memory_is_a_row_and_a_remark(experiment):
 # -- end_to_end, bench ------------------------------------------------------------------------------------------------
 
 
-def test_throughput_is_derived_from_time_work_and_peak():
-    _, summary = tables(cell())
-    assert rows(summary, "step (ms)", "tokens/s", "TFLOP/s", "MFU") == [("100.00", "20,480", "50.0", "50.0%")]
-    assert column(summary, "backward / forward") == ["2.00x"]
-    assert rows(summary, "peak (GiB)", "predicted (GiB)", "error") == [("10.00", "10.10", "+1.0%")]
-    assert notes(summary) == []
-
-
-def test_quantities_that_were_not_measured_are_empty():
+def test_throughput_and_memory_are_empty_where_not_measured():
     missing = dict.fromkeys(("peak_memory", "predicted_memory", "flops", "backward_time"))
-    _, summary = tables(cell(mode="forward", metrics=missing))
-    headings = ("TFLOP/s", "MFU", "backward / forward", "peak (GiB)", "predicted (GiB)", "error")
-    assert rows(summary, *headings) == [("N/A", "N/A", "", "", "", "")]
+    _, summary = tables(cell(), cell(size="xl", metrics=missing))
+    headings = ("tokens/s", "TFLOP/s", "MFU", "backward / forward", "peak (GiB)", "predicted (GiB)", "error")
+    assert rows(summary, *headings) == [
+        ("20,480", "50.0", "50.0%", "2.00x", "10.00", "10.10", "+1.0%"),
+        ("20,480", "N/A", "N/A", "", "", "", ""),
+    ]
 
 
 def test_phases_with_their_spread():
@@ -151,7 +146,7 @@ def predicted(gib):
 
 def test_the_worst_prediction_is_named():
     (table,) = tables(
-        cell("peak_memory", size="small", metrics=predicted(10.1)),
+        cell("peak_memory", size="small", metrics={**predicted(10.1), "step_time": (*(0.1,) * 9, 0.2)}),
         cell("peak_memory", size="medium", mode="inference", precision="bf16", metrics=predicted(9.75)),
         cell("peak_memory", size="xl", status=OOM),
     )
