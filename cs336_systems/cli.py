@@ -270,7 +270,8 @@ def compare(arguments: CompareArguments) -> int:
     )
     slower = [] if limit is None else found.slower_by(limit)
     print(found.table.render(arguments.format))
-    aside = [*a.remarks, *b.remarks, *(found.table.notes if arguments.format == "csv" else ())]
+    notes = found.table.notes if arguments.format == "csv" else ()  # CSV has no place for them
+    aside = [text.en for text in (*a.remarks, *b.remarks, *notes)]
     if limit is not None and found.untold:
         aside.append(f"--fail_if_slower cannot tell in {len(found.untold)} of {len(found.rows)} rows")
     if slower:

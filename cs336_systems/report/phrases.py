@@ -142,5 +142,7 @@ def worst_prediction(cells: Cells) -> Text | None:
     return say(
         "the worst of {0} predicted peaks is off by {2} ({1}: {3} GiB, measured {4})",
         "{0} 个峰值预测的最大误差为 {2}（{1}：{3} GiB，实测 {4}）",
-        *(str(len(fine)), naming(fine)(worst), *values),
+        str(len(fine)),
+        naming(fine)(worst),
+        *values,
     )

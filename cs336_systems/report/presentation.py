@@ -24,15 +24,14 @@ def every_metric(cells: Cells) -> list[Table]:
     columns += [Column(Text("mean", "均值")), Column(Text("std", "标准差")), Column(Text("n"))]
     rows = []
     for cell in cells:
-        for view in (cell, *map(cell.variant, cell.variants)):
-            for metric, found in view.metrics.items():
-                stats = view.statistics(metric)
-                text = str(found.samples[0]) if found.samples else ""
-                values = [text, "", str(len(found.samples))]
-                if stats:
-                    values = [f"{stats.mean:.6g}", f"{stats.std:.3g}", str(stats.n)]
-                name = f"{found.variant}: {metric}" if found.variant else metric
-                rows.append([cell.name or cell.verdict, name, found.unit, *values])
+        for found in cell.records:
+            stats = (cell.variant(found.variant) if found.variant else cell).statistics(found.metric)
+            text = str(found.samples[0]) if found.samples else ""
+            values = [text, "", str(len(found.samples))]
+            if stats:
+                values = [f"{stats.mean:.6g}", f"{stats.std:.3g}", str(stats.n)]
+            name = f"{found.variant}: {found.metric}" if found.variant else found.metric
+            rows.append([cell.name or cell.verdict, name, found.unit, *values])
     return [Table(Text(cells[0].experiment), columns, rows, [remark.text for remark in remarks(cells)])]
 
 

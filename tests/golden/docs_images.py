@@ -6,6 +6,7 @@ python -m tests.golden.docs_images      # redraws them; check them before commit
 import dataclasses
 
 from cs336_systems import record
+from cs336_systems.experiments.catalogue import catalogue
 from cs336_systems.report.figures import pictures
 from cs336_systems.report.picture import Picture, save
 from tests.golden.report_goldens import H200
@@ -25,7 +26,8 @@ CHARTS = {
 
 
 def drawn() -> list[Picture]:
-    by_name = {picture.name: picture for picture in pictures(record.load(H200 / "records.jsonl").records)}
+    found = pictures(record.load(H200 / "records.jsonl").records, catalogue())
+    by_name = {picture.name: picture for picture in found}
     return [dataclasses.replace(by_name[chart], name=file) for file, chart in CHARTS.items()]
 
 

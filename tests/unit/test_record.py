@@ -1,4 +1,4 @@
-"""Records: what is written can be read back, whatever was measured and wherever the writing was cut off."""
+"""Records: everything written can be read back, in both schema versions, wherever a file was cut off."""
 
 import dataclasses
 import json
@@ -30,24 +30,9 @@ from cs336_systems.record import (
 )
 
 INF, NAN = float("inf"), float("nan")
-quick = settings(max_examples=100, deadline=None)
+quick = settings(max_examples=60, deadline=None)
 
-LOOKS_LIKE_SOMETHING_ELSE = (
-    "",
-    "=",
-    "=1",
-    "==",
-    "inf",
-    "-inf",
-    "nan",
-    "1.0",
-    "1e5",
-    "null",
-    "NaN",
-    "Infinity",
-    '"',
-    "\n",
-)
+LOOKS_LIKE_SOMETHING_ELSE = ["", "=", "=1", "==", "inf", "-inf", "nan", "1.0", "1e5", "null", "NaN", '"', "\n"]
 samples = st.lists(
     st.one_of(st.floats(), st.integers(-(2**53), 2**53), st.text(), st.sampled_from(LOOKS_LIKE_SOMETHING_ELSE)),
     max_size=12,
@@ -66,6 +51,7 @@ records = st.builds(
     samples=samples,
     status=st.one_of(st.sampled_from(["ok", "oom: needs 30.1 GiB of 24.0 GiB", "error: 出错了"]), st.text()),
     environment=environments,
+    variant=st.text(),
 )
 
 
@@ -82,24 +68,18 @@ def exactly(found):
 # -- one record -------------------------------------------------------------------------------------------------------
 
 
+def refuse(constant):
+    raise AssertionError(f"{constant} is not JSON")
+
+
 @quick
 @given(records)
 @example(record("loss", INF, -INF, NAN, -0.0, "inf", "=inf", "", "1.0"))
-def test_a_record_survives_json(item):
+def test_round_trip_through_json(item):
+    """Strict JSON: jq and most other readers refuse NaN and Infinity."""
     line = item.to_json()
     assert "\n" not in line
-    assert exactly([Record.from_dict(json.loads(line))]) == exactly([item])
-
-
-@quick
-@given(records)
-def test_a_record_is_json_that_any_reader_takes(item):
-    """NaN and Infinity are not JSON; jq and most other readers refuse them."""
-
-    def refuse(constant):
-        raise AssertionError(f"{constant} in {item.to_json()}")
-
-    json.loads(item.to_json(), parse_constant=refuse)
+    assert exactly([Record.from_dict(json.loads(line, parse_constant=refuse))]) == exactly([item])
 
 
 def test_numbers_are_the_samples_that_are_not_text():
@@ -113,10 +93,60 @@ def test_the_cell_is_the_work_whatever_its_name_and_order():
     assert cell_key({"a": 1}) != cell_key({"a": "1"})
 
 
-def test_a_record_is_ok_only_if_it_says_so():
-    assert record(status="ok").ok
-    assert not record(status="oom").ok
-    assert not record(status="").ok
+# -- schema 1 ---------------------------------------------------------------------------------------------------------
+
+SPLIT = {
+    "implementation": ({"implementations": ["flash_triton", "sdpa"]}, "sdpa_forward_time", "sdpa", "forward_time"),
+    "longer implementation": ({"implementations": ["sdpa", "sdpa_flash"]}, "sdpa_flash_time", "sdpa_flash", "time"),
+    "arrangement": ({"arrangements": ["naive", "ddp 25 MB"]}, "ddp 25 MB: step_time", "ddp 25 MB", "step_time"),
+    "strategy": ({"strategies": ["adamw", "sharded"]}, "sharded: state_memory", "sharded", "state_memory"),
+    "collective": ({"collectives": ["all_reduce"]}, "all_reduce 1048576: time", "all_reduce 1048576", "time"),
+    "dtype": ({"model": "toy"}, "dtype of fc1 output", "fc1 output", "dtype"),
+    "no variant": ({"implementations": ["sdpa"]}, "step_time", "", "step_time"),
+    "phase of a table": ({}, "kind_table: forward", "", "kind_table: forward"),
+    "other collective": ({"collectives": ["all_reduce"]}, "broadcast: time", "", "broadcast: time"),
+    "name that is a variant": ({"implementations": ["step"]}, "step", "", "step"),
+    "odd list": ({"implementations": "sdpa", "arrangements": [3, None]}, "sdpa_time", "", "sdpa_time"),
+}
+
+
+def older(config, metric, **changes):
+    """A line of schema 1 as a dictionary: no variant."""
+    values = {**json.loads(record(metric, 1.0, config=config).to_json()), "schema_version": 1, **changes}
+    return {name: value for name, value in values.items() if name != "variant"}
+
+
+@pytest.mark.parametrize("case", SPLIT)
+def test_schema_1_names_are_split_into_variant_and_metric(case):
+    config, name, variant, metric = SPLIT[case]
+    found = Record.from_dict(older(config, name))
+    assert (found.variant, found.metric, found.schema_version) == (variant, metric, SCHEMA_VERSION)
+    again = Record.from_dict(json.loads(found.to_json()))
+    assert exactly([again]) == exactly([found])
+
+
+def test_schema_2_names_are_not_split():
+    config = {"implementations": ["sdpa"], "arrangements": ["naive"]}
+    for metric in ("sdpa_time", "naive: step_time", "dtype of loss"):
+        found = Record.from_dict(json.loads(record(metric, config=config, variant="mine").to_json()))
+        assert (found.variant, found.metric) == ("mine", metric)
+
+
+@pytest.mark.parametrize("version", [1, 2])
+def test_a_model_factory_that_moved_is_found_where_it_is(version):
+    values = older({"model_factory": "cs336_systems.benchmark.llama:build"}, "step_time", schema_version=version)
+    moved = {"model_factory": "cs336_systems.experiments.steps.llama:build"}
+    assert Record.from_dict(values).config == moved
+    assert Record.from_dict(values).cell == cell_key(moved)  # a run of today resumes an older file
+
+
+def test_both_schemas_in_one_file_agree_on_the_latest(tmp_path):
+    config = {"implementations": ["sdpa"]}
+    path = tmp_path / "records.jsonl"
+    path.write_text(json.dumps(older(config, "sdpa_time")) + "\n")
+    newer = record("time", 2.0, config=config, variant="sdpa")
+    append(path, [newer])
+    assert exactly(load(path).records) == exactly([newer])
 
 
 def test_the_machine_is_the_gpu_where_there_is_one():
@@ -128,7 +158,7 @@ def test_the_machine_is_the_gpu_where_there_is_one():
 # -- files ------------------------------------------------------------------------------------------------------------
 
 
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=25, deadline=None)
 @given(st.lists(records, max_size=4))
 def test_a_file_holds_what_was_appended(items):
     with tempfile.TemporaryDirectory() as folder:
@@ -140,56 +170,34 @@ def test_a_file_holds_what_was_appended(items):
     assert loaded.remarks == []
 
 
-def three_records():
+def test_a_file_cut_at_any_byte_keeps_the_records_before_the_cut(tmp_path):
+    """Also in its very first record; and the next record starts on a line of its own."""
     status = ("ok", "oom: 内存不足", "ok")
-    return [record("步骤", float(i), "=é", INF, config={"i": i}, status=status[i]) for i in range(3)]
-
-
-def test_a_file_cut_at_any_byte_gives_the_whole_records_before_the_cut(tmp_path):
-    items, path = three_records(), tmp_path / "records.jsonl"
+    items = [record("步骤", float(i), "=é", INF, config={"i": i}, status=status[i]) for i in range(3)]
+    added, path = record("added", 1.0, config={"i": "added"}), tmp_path / "records.jsonl"
     append(path, items)
     data = path.read_bytes()
-    assert len(data) > 600
-    for cut in range(len(data) + 1):
+    ends = [0, *(index + 1 for index, byte in enumerate(data) if byte == ord("\n"))]
+    for cut in sorted({1, *range(0, len(data), 7), *ends, *(end - 1 for end in ends[1:])}):
         path.write_bytes(data[:cut])
-        whole = data[:cut].count(b"\n")
-        torn = not data[:cut].endswith(b"\n") and cut > 0
-        # A run killed while it wrote its very first record leaves such a file too, and must be able to go on.
+        whole, torn = items[: data[:cut].count(b"\n")], cut not in ends
         loaded = load(path)
-        assert exactly(loaded.records) == exactly(items[:whole]), cut
+        assert exactly(loaded.records) == exactly(whole), cut
         assert len(loaded.remarks) == torn, cut
-        assert all("torn" in remark and "records.jsonl" in remark for remark in loaded.remarks)
-
-
-def test_after_a_cut_the_next_record_starts_on_a_line_of_its_own(tmp_path):
-    items, path = three_records(), tmp_path / "records.jsonl"
-    append(path, items)
-    data, added = path.read_bytes(), record("added", 1.0, config={"i": "added"})
-    ends = [index + 1 for index, byte in enumerate(data) if byte == ord("\n")]
-    for cut in sorted({0, 1, *range(0, len(data), 97), *ends, *(end - 1 for end in ends)}):
-        path.write_bytes(data[:cut])
-        whole = data[:cut].count(b"\n")
-        torn = cut > 0 and cut not in ends
+        assert all("torn" in remark.en and "不完整" in remark.zh for remark in loaded.remarks)
         assert drop_torn_line(path) is torn, cut
         append(path, [added])
         loaded = load(path)
-        assert exactly(loaded.records) == exactly([*items[:whole], added]), cut
+        assert exactly(loaded.records) == exactly([*whole, added]), cut
         assert loaded.remarks == []
 
 
-def test_nothing_is_dropped_where_there_is_nothing(tmp_path):
-    path = tmp_path / "none.jsonl"
+def test_missing_and_empty_files(tmp_path):
+    path = tmp_path / "records.jsonl"
     assert not drop_torn_line(path)
     assert not path.exists()
-
-
-def test_an_empty_file_holds_no_records(tmp_path):
-    path = tmp_path / "records.jsonl"
     path.write_bytes(b"")
     assert load(path).records == load(path).remarks == []
-
-
-def test_a_missing_file_and_a_folder_are_refused_by_name(tmp_path):
     with pytest.raises(UserError, match=r"no file '.*nowhere\.jsonl'.*cs336 bench --output"):
         load(tmp_path / "nowhere.jsonl")
     with pytest.raises(UserError, match="cannot read"):
@@ -210,50 +218,53 @@ def test_a_newer_schema_is_refused_with_both_versions(tmp_path):
 COMPLETE = json.loads(record("x", 1.0).to_json())
 
 
-@pytest.mark.parametrize(
-    "data",
-    [
-        b"size,step_ms\nsmall,12.5\n",
-        b"size,step_ms",
-        b'[{"a": 1}]\n',
-        b"\xff\xfe\x00\x01\x80\n\x00",
-        b"\x89PNG\r\n\x1a\n" + bytes(range(256)),
-        b'{"loss": 2.5, "step": 1}\n{"loss": 2.4, "step": 2}\n',
-        b'"text"\n',
-        b"null\n",
-        b"NaN\n",
-        b'{"schema_version": "1", "metric": "x", "experiment": "y"}\n',
-        json.dumps({k: v for k, v in COMPLETE.items() if k != "samples"}).encode() + b"\n",
-        json.dumps({**COMPLETE, "samples": ["fast"]}).encode() + b"\n",
-        json.dumps({**COMPLETE, "environment": None}).encode() + b"\n",
-        json.dumps({**COMPLETE, "environment": {"colour": "blue"}}).encode() + b"\n",
-        b"[" * 100_000 + b"\n",
-    ],
-    ids=lambda data: repr(data[:24]),
-)
-def test_a_foreign_file_is_refused_in_one_line_with_its_name_and_line(tmp_path, data):
+def changed(**fields):
+    values = {name: value for name, value in {**COMPLETE, **fields}.items() if value is not ...}
+    return json.dumps(values).encode() + b"\n"
+
+
+FOREIGN = {
+    "CSV": (b"size,step_ms\nsmall,12.5\n", 1),
+    "CSV without line end": (b"size,step_ms", 1),
+    "array": (b'[{"a": 1}]\n', 1),
+    "bytes": (b"\xff\xfe\x00\x01\x80\n\x00", 1),
+    "PNG": (b"\x89PNG\r\n\x1a\n" + bytes(range(256)), 1),
+    "JSON of another program": (b'{"loss": 2.5, "step": 1}\n{"loss": 2.4, "step": 2}\n', 1),
+    "string": (b'"text"\n', 1),
+    "null": (b"null\n", 1),
+    "NaN": (b"NaN\n", 1),
+    "version as text": (changed(schema_version="1"), 1),
+    "no samples": (changed(samples=...), 1),
+    "samples of words": (changed(samples=["fast"]), 1),
+    "no environment": (changed(environment=None), 1),
+    "unknown environment": (changed(environment={"colour": "blue"}), 1),
+    "variant of another type": (changed(variant=[]), 1),
+    "deeply nested": (b"[" * 100_000 + b"\n", 1),
+    "second line": (changed() + b"size,step_ms\n", 2),
+    "after blank lines": (b"\n\nsize,step_ms\n", 3),
+    "after blank lines, without line end": (b"\n\nsize,step_ms", 3),
+}
+
+
+@pytest.mark.parametrize("case", FOREIGN)
+def test_an_unreadable_line_is_one_clear_error(tmp_path, case):
     path = tmp_path / "foreign.dat"
+    data, line = FOREIGN[case]
     path.write_bytes(data)
     with pytest.raises(UserError) as refusal:
         load(path)
     message = str(refusal.value)
-    assert message.startswith(f"{path}, line 1: ")
+    assert message.startswith(f"{path}, line {line}: ")
     assert len(message.splitlines()) == 1
 
 
-@pytest.mark.parametrize(
-    ("data", "line"),
-    [
-        (record("x", 1.0).to_json().encode() + b"\nsize,step_ms\n", 2),
-        (b"\n\nsize,step_ms\n", 3),
-        (b"\n\nsize,step_ms", 3),
-    ],
-)
-def test_the_line_named_is_the_one_that_cannot_be_read(tmp_path, data, line):
+def test_lenient_loading_leaves_unreadable_lines_out_and_remarks_on_them(tmp_path):
     path = tmp_path / "records.jsonl"
-    path.write_bytes(data)
-    with pytest.raises(UserError, match=rf"records\.jsonl, line {line}: "):
-        load(path)
+    path.write_bytes(b"no JSON\n" + changed() + changed(schema_version=99))
+    loaded = load(path, lenient=True)
+    assert len(loaded.records) == 1
+    assert "2 lines left out" in loaded.remarks[0].en
+    assert "2 行" in loaded.remarks[0].zh
 
 
 def test_an_error_message_with_undecodable_bytes_does_not_stop_a_run(tmp_path):
@@ -274,31 +285,26 @@ def failure(status="oom"):
     return [record(CELL_TIME, status=status)]
 
 
-def test_of_two_runs_of_a_cell_the_later_counts():
-    first, second = finished(1.0), finished(2.0)
-    assert exactly(latest([*first, *second])) == exactly(second)
+@pytest.mark.parametrize(
+    ("runs", "kept"),
+    [
+        pytest.param([finished(1.0), finished(2.0)], finished(2.0), id="two good runs"),
+        pytest.param([finished(1.0), failure()], failure(), id="failure after a good run"),
+        pytest.param([failure(), finished(1.0)], finished(1.0), id="good run after a failure"),
+        pytest.param([finished(1.0), failure(), finished(2.0)], finished(2.0), id="failure between"),
+    ],
+)
+def test_the_last_run_of_a_cell_counts(runs, kept):
+    """Else a table would show the times of one run beside the verdict of another."""
+    assert exactly(latest(item for run in runs for item in run)) == exactly(kept)
 
 
-def test_a_failure_after_a_good_run_leaves_only_the_failure():
-    """Else a table would show the times of the old run beside the verdict of the new one."""
-    assert exactly(latest([*finished(1.0), *failure()])) == exactly(failure())
-
-
-def test_a_good_run_after_a_failure_leaves_only_the_good_run():
-    assert exactly(latest([*failure(), *finished(1.0)])) == exactly(finished(1.0))
-    assert exactly(latest([*finished(1.0), *failure(), *finished(2.0)])) == exactly(finished(2.0))
-
-
-def test_cells_and_experiments_are_kept_apart():
+def test_cells_experiments_and_variants_are_kept_apart():
     other_cell = [dataclasses.replace(item, config={"size": "small", "seed": 1}) for item in finished(3.0)]
     other_experiment = [dataclasses.replace(item, experiment="warmup") for item in finished(4.0)]
-    items = [*finished(1.0), *other_cell, *other_experiment]
+    variants = [record("step_time", 1.0, config={"seed": 2}, variant=name) for name in ("naive", "flat")]
+    items = [*finished(1.0), *other_cell, *other_experiment, *variants]
     assert exactly(latest(items)) == exactly(items)
-
-
-def test_the_name_of_a_size_does_not_make_another_cell():
-    renamed = [dataclasses.replace(item, config={"size": "2026/small", "seed": 0}) for item in finished(2.0)]
-    assert exactly(latest([*finished(1.0), *renamed])) == exactly(renamed)
 
 
 @quick
@@ -319,8 +325,8 @@ measurements = st.lists(st.floats(-1e9, 1e9), min_size=1, max_size=60)
 
 
 @quick
-@given(measurements)
-def test_statistics_are_those_of_numpy(values):
+@given(measurements, st.floats(0, 100))
+def test_statistics_are_those_of_numpy(values, percent):
     found, array = summarize(values), np.array(values)
     close = {"rel": 1e-9, "abs": 1e-9 * max(1.0, np.abs(array).max())}
     assert found.n == len(values)
@@ -328,33 +334,19 @@ def test_statistics_are_those_of_numpy(values):
     assert found.std == pytest.approx(array.std(ddof=1) if len(values) > 1 else 0.0, **close)
     assert found.median == pytest.approx(np.median(array), **close)
     assert (found.min, found.max) == (array.min(), array.max())
-    assert (found.p5, found.p95) == pytest.approx(tuple(np.percentile(array, [5, 95])), **close)
+    percentiles = (found.p5, found.p95, percentile(values, percent))
+    assert percentiles == pytest.approx(tuple(np.percentile(array, [5, 95, percent])), **close)
 
 
-@quick
-@given(measurements, st.floats(0, 100))
-def test_percentiles_are_those_of_numpy(values, percent):
-    close = {"rel": 1e-9, "abs": 1e-9 * max(1.0, *map(abs, values))}
-    assert percentile(values, percent) == pytest.approx(np.percentile(values, percent), **close)
-
-
-def test_variation_is_std_over_mean():
+def test_statistics_at_the_edges():
     assert summarize([9.0, 10.0, 11.0]).variation == pytest.approx(0.1)
     assert summarize([0.0, 0.0]).variation == 0
-
-
-def test_no_samples_have_no_statistics():
     for statistic in (summarize, bootstrap_interval):
         with pytest.raises(ValueError, match="no samples"):
             statistic([])
-
-
-@pytest.mark.parametrize("values", [[1.0, INF], [INF, INF], [1.0, 2.0, NAN], [-INF, INF]], ids=repr)
-def test_a_run_that_diverged_has_statistics_too(values):
-    """Records may hold inf and nan (a loss that diverged); a report over them must not end in a traceback."""
-    found = summarize(values)
-    assert found.n == len(values)
-    assert not math.isfinite(found.mean)
+    for diverged in ([1.0, INF], [INF, INF], [1.0, 2.0, NAN], [-INF, INF]):
+        assert summarize(diverged).n == len(diverged)
+        assert math.isnan(summarize(diverged).mean)
 
 
 @settings(max_examples=25, deadline=None)
@@ -368,25 +360,13 @@ def test_the_bootstrap_interval_contains_the_mean_and_is_always_the_same(values)
     assert bootstrap_interval(list(values)) == (low, high)
 
 
-def test_the_bootstrap_interval_shrinks_with_more_samples():
-    """With the root of n: sixteen times the samples, a quarter of the width."""
-    few = [1.0, 2.0, 3.0, 4.0, 5.0, 6.0, 7.0, 8.0]
-    width = {n: np.diff(bootstrap_interval(few * n))[0] for n in (1, 4, 16)}
-    assert width[1] / width[4] == pytest.approx(2, rel=0.15)
-    assert width[1] / width[16] == pytest.approx(4, rel=0.15)
-
-
 def test_the_bootstrap_interval_is_that_of_the_normal_approximation_for_many_samples():
     values = np.random.default_rng(0).normal(10, 2, size=400)
     low, high = bootstrap_interval(values.tolist())
     half = 1.96 * values.std(ddof=1) / 20
     assert (low, high) == pytest.approx((values.mean() - half, values.mean() + half), abs=0.15 * half)
-
-
-def test_less_confidence_is_a_narrower_interval():
-    values = [1.0, 2.0, 4.0, 8.0, 16.0]
-    (low, high), (lower, higher) = (bootstrap_interval(values, confidence=c) for c in (0.5, 0.95))
-    assert lower < low < high < higher
+    lower, higher = bootstrap_interval(values.tolist(), confidence=0.5)
+    assert low < lower < higher < high
 
 
 @pytest.mark.parametrize(
@@ -402,16 +382,12 @@ def test_less_confidence_is_a_narrower_interval():
         ([5.0] + [1.0] * 19, 1),  # but not when it comes first: that is the cold start
         ([1.0, 1.0, 1.0, 1.0, 5.0, 5.0, 5.0, 5.0, 5.0, 5.0], 4),  # throttled for good after four steps
         ([1.0, 2.0, 4.0, 8.0, 16.0, 32.0, 64.0], None),
+        ([1.0, 2.0] * 10, None),  # not even from its last step, after which there is nothing left to vary
+        ([1.0, 2.0, 1.0, 2.0, 1.0], None),
     ],
 )
 def test_steady_from(steps, steady):
     assert steady_from(steps) == steady
-
-
-@pytest.mark.parametrize("steps", [[1.0, 2.0] * 10, [1.0, 2.0] * 5, [2.0, 1.0] * 5, [1.0, 2.0, 1.0, 2.0, 1.0]])
-def test_a_run_that_alternates_is_never_steady(steps):
-    """Not even from its last step, after which there is nothing left to vary."""
-    assert steady_from(steps) is None
 
 
 def test_the_tolerance_of_steadiness_can_be_chosen():

@@ -1,0 +1,125 @@
+"""Tables, charts and findings of the experiments on kernels."""
+
+import pytest
+
+from tests.unit.experiments.kernels.samples import SAMPLES, profiled
+from tests.unit.report.step_cells import OOM, charts, column, notes, rows, stated, tables, values
+
+STATED = {
+    "kernels": [
+        "Matmuls take, of kernel time, 80.0% (small) to 90.0% (2.7B) in inference, 80.0% (small) to 90.0% (2.7B) in a "
+        "training step.",
+        "What else counts in a training step: elementwise up to 20.0% (small).",
+        "In forward the GPU is idle for 0.0% (2.7B inference) to 50.0% (2.7B train-step).",
+    ],
+    "attention_ops": [
+        "The scores' matmul has 42.7 to 53.3 times the FLOPs of softmax, but takes only 1.50 (2.7B) to 3.00 (small) "
+        "times as long.",
+        "Scale, mask and softmax take 29% (small) to 38% (2.7B) of the time of attention.",
+    ],
+    "profiler_agreement": [
+        "Kernels fill 50.0% (small) of forward and backward by CUDA events: the rest is the GPU waiting for the host.",
+        "A step that is profiled takes 1.50 (small) times as long.",
+    ],
+}
+
+
+# -- kernels ----------------------------------------------------------------------------------------------------------
+
+
+def test_kinds_of_kernels_by_phase():
+    backward = {"kind_table: backward": ("copy", 3.0, 0.004), "backward_event_time": (0.01,)}
+    by_kind, *_ = tables(profiled(mode="train-step", **backward), profiled(size="xl", status=OOM))
+    assert rows(by_kind, "phase", "wall (ms)", "kernels (ms)", "GPU idle", "launches")[:2] == [
+        ("forward", "30.00", "10.00", "50.0%", "150"),
+        ("backward", "60.00", "4.00", "N/A", "3"),
+    ]
+    assert rows(by_kind, "matmul", "elementwise", "copy")[:2] == [
+        ("80.0%", "20.0%", "0.0%"),
+        ("0.0%", "0.0%", "100.0%"),
+    ]
+    assert by_kind.rows[-1][:3] == ["xl", "inference", "OOM"]
+    assert any(OOM in note for note in notes(by_kind))
+
+
+def test_unassigned_kernel_time_is_noted():
+    lost = {"unknown_kernel_time": (0.001,), "kernel_time_outside_phases": (0.002,)}
+    assert "of all kernel time 90.00% is of a known kind and 80.00% in a phase" in notes(tables(profiled(**lost))[0])
+
+
+def test_without_a_gpu_operators_take_the_place_of_kernels():
+    by_kind, *_ = tables(profiled(kernels_on_gpu=(0.0,)))
+    assert "GPU idle" not in [column.heading() for column in by_kind.columns]
+    assert any(note.startswith("no GPU: CPU operators") for note in notes(by_kind))
+
+
+def test_kernels_of_a_single_cell_are_listed_by_name():
+    _, by_name = tables(profiled())
+    assert by_name.title.en.startswith("kernels: forward, by name · H200")
+    assert rows(by_name, "share", "total (ms)", "instances", "mean (us)", "median (us)", "kind", "name") == [
+        ("80.0%", "8.00", "100", "80.0", "80.0", "matmul", "gemm"),
+        ("20.0%", "2.00", "50", "40.0", "40.0", "unknown", "add"),
+    ]
+
+
+def test_of_several_cells_the_kernel_that_takes_most_is_named():
+    _, by_mode, top = tables(SAMPLES["kernels"])
+    assert column(by_mode, "matmul, inference") == ["80.0%", "90.0%"]
+    assert rows(top, "size", "mode", "of", "share", "kernel")[0] == ("small", "inference", "forward", "80.0%", "gemm")
+
+
+def by_phase(size, **milliseconds):
+    """Phase -> milliseconds of matmul and of copies."""
+    kinds = {
+        f"kind_table: {phase}": ("matmul", 2, matmul / 1e3, "copy", 1, copy / 1e3)
+        for phase, (matmul, copy) in milliseconds.items()
+    }
+    return profiled(size=size, mode="train-step", **kinds)
+
+
+def test_the_chart_of_one_cell_has_a_bar_for_each_phase():
+    (chart,) = charts(by_phase("small", forward=(3, 1), backward=(9, 1), optimizer=(0, 0)))
+    matmul, copy = chart.series
+    assert values(matmul) == {"forward, 4.0 ms": 75.0, "backward, 10.0 ms": 90.0}
+    assert values(copy) == pytest.approx({"forward, 4.0 ms": 25.0, "backward, 10.0 ms": 10.0})
+    assert "small" in chart.title.en
+
+
+def test_the_chart_of_several_cells_has_a_bar_for_each_at_one_context():
+    (chart,) = charts(
+        by_phase("small", forward=(3, 1)), by_phase("xl", forward=(9, 1), backward=(9, 1)), profiled(context=128)
+    )
+    assert values(chart.series[0]) == {"small, 4.0 ms": 75.0, "xl, 20.0 ms": 90.0}
+    assert charts(by_phase("small", forward=(0, 0))) == []
+
+
+# -- attention_ops, profiler_agreement --------------------------------------------------------------------------------
+
+
+def test_time_and_flops_inside_attention():
+    (table,) = tables(SAMPLES["attention_ops"])
+    headings = ("scores matmul (ms)", "scale and mask (ms)", "softmax (ms)", "final matmul (ms)")
+    assert rows(table, *headings)[0] == ("3.00", "1.00", "1.00", "2.00")
+    assert rows(table, "matmul / softmax, time", "matmul / softmax, FLOPs") == [("3.00x", "42.7x"), ("1.50x", "53.3x")]
+
+
+def test_kernels_are_compared_with_queued_events_where_there_are_any():
+    (table,) = tables(profiled("profiler_agreement"))
+    assert rows(table, "phase", "kernels over queued events", "launch-bound (ms)", "step, profiled") == [
+        (phase, "-50.00%", "10.00", "1.50x") for phase in ("forward", "all")
+    ]
+    queued = profiled("profiler_agreement", **{"queued_forward_event_time": (0.0102,)})
+    assert column(tables(queued)[0], "kernels over queued events")[0] == "-1.96%"
+    assert stated(queued)[1] == (
+        "Of steps that are not synchronised between phases kernels and CUDA events differ by 1.96% (small)."
+    )
+
+
+def test_both_profilers_are_compared_where_both_ran():
+    said = stated(profiled("profiler_agreement", **{"nsys_busy_time: forward": (0.008,)}))
+    assert said[-1] == "torch.profiler and nsys differ by 25.00% at most (small forward)."
+
+
+@pytest.mark.parametrize("experiment", SAMPLES)
+def test_findings(experiment):
+    assert stated(SAMPLES[experiment]) == STATED[experiment]

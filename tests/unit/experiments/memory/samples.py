@@ -1,0 +1,52 @@
+"""Hand-made records of the experiments on memory."""
+
+from cs336_systems.config import RunConfig, model_config
+from cs336_systems.record import GIB, MIB, Record
+from tests.unit.report.step_cells import CPU, cell, entries
+
+
+def memory(context=512, peak=10.0, **metrics) -> list[Record]:
+    parts = ("parameters", 2.0 * GIB, "activations", (peak - 2.0) * GIB)
+    blocks = (64.0 * MIB, "activations", "layers.0.attn", "aten::bmm 4x8", "reference.py:49 in scores")
+    found = {"peak_memory": (peak * GIB,), "part_memory": parts, "largest_blocks": blocks, "peak_phase": ("forward",)}
+    found |= {"traced_step_time": (1.5,), "unlabelled_memory": (0.1 * GIB,)}
+    return cell("memory", context=context, metrics={**found, **metrics})
+
+
+def recomputed(blocks, peak, seconds, inner=0, status="ok", precision="fp32", predicted=None) -> list[Record]:
+    run = RunConfig(
+        model=model_config("small"), size="small", device="cuda", checkpoint_blocks=blocks, precision=precision
+    )
+    metrics = {"peak_memory": (peak * GIB,), "step_time": (seconds,)}
+    metrics["predicted_by_tracing_memory"] = ((predicted or peak) * GIB,)
+    return entries("checkpointing", {**run.to_dict(), "inner": inner}, metrics, status)
+
+
+def saved(mebibytes, status="ok", **fields) -> list[Record]:
+    metrics = {"saved_memory": (mebibytes * MIB,), "saved_tensors": (5.0,), "saved_parameter_memory": (3.0 * MIB,)}
+    metrics["largest_saved"] = (64.0 * MIB, "layers.0.attn", "4x8x8 float32", "reference.py:23 in attention")
+    config = RunConfig(model=model_config("small", num_layers=1), device="cuda", **fields).to_dict()
+    return entries("saved_tensors", config, metrics, status)
+
+
+def predicted(size="small", peak=6.0, status="ok") -> list[Record]:
+    names = ("parameter", "gradient", "optimizer", "activation", "loss", "predicted", "traced")
+    metrics = {f"{name}_memory": ((1 + i) * GIB,) for i, name in enumerate(names)}
+    metrics |= {"predicted_memory": (peak * GIB,), "peak_phase": ("backward",)}
+    metrics |= {"block_activation_memory": (192 * MIB,), "residual_memory": (6 * MIB,)}
+    config = RunConfig(model=model_config(size), size=size, device="cuda").to_dict()
+    return entries("memory_model", config, metrics, status, CPU)
+
+
+SAMPLES: dict[str, list[Record]] = {
+    "memory": memory() + memory(1024, 11.0),
+    "checkpointing": recomputed(0, 60.0, 1.0)
+    + recomputed(1, 20.0, 1.3)
+    + recomputed(4, 30.0, 1.25)
+    + recomputed(4, 20.0, 1.5, inner=1),
+    "saved_tensors": saved(200)
+    + saved(150, attention="sdpa")
+    + saved(50, checkpoint_blocks=1)
+    + saved(180, compile=True),
+    "memory_model": predicted("small", 9) + predicted("2.7B", 30),
+}

@@ -1,0 +1,47 @@
+"""Hand-made records of every experiment on the time of a step."""
+
+from cs336_systems.experiments.steps.fast_steps import LLAMA
+from cs336_systems.record import CELL_TIME, GIB, Record
+from tests.unit.report.step_cells import CPU, GPU, cell, entries, step
+
+COLD = {"step_time": (0.9, 0.1, 0.1), "warmup_time": ()}
+DO_BENCH = {"do_bench_forward_time": (0.03,), "do_bench_backward_time": (0.05,), "do_bench_step_time": (0.101,)}
+AGREE = {"do_bench_forward_time": (0.03,), "do_bench_step_time": (0.08,)}
+
+
+def accumulation(accumulator: str, total: float, status: str = "ok") -> list[Record]:
+    config = {"accumulator": accumulator, "term": "fp16", "value": 0.01, "count": 1000}
+    return entries("accumulation", config, {"sum": (total,), "term": (0.0100021362,)}, status, CPU)
+
+
+def dtypes(autocast: str, model: str = "toy", status: str = "ok") -> list[Record]:
+    config = {"model": model, "autocast": autocast, "device": "cuda"}
+    end = Record("autocast_dtypes", config, CELL_TIME, "s", (1.0,) if status == "ok" else (), status, GPU)
+    tensors = {"fc1 output": f"{autocast}loat", "loss": "float32"} if status == "ok" else {}
+    return [Record(end.experiment, config, "dtype", "", (name,), variant=tensor, environment=GPU)
+            for tensor, name in tensors.items()] + [end]  # fmt: skip
+
+
+SAMPLES: dict[str, list[Record]] = {
+    "bench": cell("bench"),
+    "end_to_end": cell("end_to_end") + cell("end_to_end", size="2.7B", metrics=step(0.4)),
+    "warmup": cell("warmup", warmup_steps=0, metrics=COLD) + cell("warmup", warmup_steps=5),
+    "precision": cell("precision")
+    + cell("precision", precision="bf16", metrics=step(0.08, peak_memory=(9 * GIB,)))
+    + cell("precision", size="2.7B", metrics=step(0.9))
+    + cell("precision", size="2.7B", precision="bf16", metrics=step(0.3)),
+    "compile": cell("compile") + cell("compile", compile=True, metrics=step(0.09, compile_time=(20.0,))),
+    "fast_step": cell("fast_step", fast="off", metrics=step(0.1))
+    + cell("fast_step", fast="on", metrics=step(0.01, peak_memory=(5 * GIB,)))
+    + cell("fast_step", fast="kernels,loss,optimizer", metrics=step(0.05))
+    + cell("fast_step", fast="loss,optimizer,graph", metrics=step(0.02))
+    + cell("fast_step", compile=True, model_factory=LLAMA, metrics=step(0.04))
+    + cell("fast_step", size="2.7B", fast="off", metrics=step(0.3))
+    + cell("fast_step", size="2.7B", fast="on", metrics=step(0.2)),
+    "peak_memory": cell("peak_memory")
+    + cell("peak_memory", attention="sdpa", metrics={"predicted_memory": (9.5 * GIB,)}),
+    "timing_agreement": cell("timing_agreement", metrics=AGREE)
+    + cell("timing_agreement", size="2.7B", metrics={**AGREE, "do_bench_step_time": (0.099,)}),
+    "accumulation": accumulation("fp32", 10.002) + accumulation("fp16", 9.9531),
+    "autocast_dtypes": dtypes("fp16") + dtypes("bf16"),
+}

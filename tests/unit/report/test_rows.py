@@ -1,0 +1,79 @@
+"""Rows: how numbers are written, how rows and tables are named."""
+
+import pytest
+
+from cs336_systems.record import GIB, summarize
+from cs336_systems.report import rows
+from cs336_systems.report.cells import group
+from cs336_systems.report.rows import row_name, title_of, varying
+from cs336_systems.table import Column
+from cs336_systems.text import Text
+from tests.unit.report.step_cells import OOM, cell
+
+LLAMA = "cs336_systems.experiments.steps.llama:build"
+WRITTEN = {
+    "number": {(1234.567,): "1,234.57", (1234.567, 0): "1,235", (None,): "N/A"},
+    "ms": {(0.0123456,): "12.35", (1.5,): "1,500.0", (None,): ""},
+    "kernel_ms": {(0.0123456,): "12.346", (0.25,): "250.0", (None,): ""},
+    "tflops": {(50e12,): "50.0", (12.345e9,): "0.012", (1.234e9,): "0.0012", (None,): "N/A"},
+    "gib": {(10 * GIB,): "10.00", (5 * 2**20,): "0.0049", (None,): ""},
+    "percent": {(0.1234,): "12.3%", (0.1234, 2): "12.34%", (None,): "N/A"},
+    "ratio": {(3.0, 2.0): "1.50x", (3.0, None): "", (3.0, 0.0): ""},
+    "spread": {(summarize([0.1, 0.3]),): "200.00 ± 141.42", (None,): ""},
+    "as_text": {(True,): "yes", (None,): "", (LLAMA,): "llama:build", (4,): "4"},
+    "shortened": {("a" * 91,): "a" * 89 + "…", ("a" * 90,): "a" * 90},
+}
+DIFFERENCES = {
+    "context_length": {"context": 256},
+    "vocab_size": {"vocab": 50_257},
+    "batch_size": {"batch_size": 8},
+    "mode": {"mode": "forward"},
+    "precision": {"precision": "bf16"},
+    "attention": {"attention": "sdpa"},
+    "checkpoint_blocks": {"checkpoint_blocks": 4},
+    "compile": {"compile": True},
+    "warmup_steps": {"warmup_steps": 1},
+    "model_factory": {"model_factory": "package.module:build"},
+}
+
+
+@pytest.mark.parametrize("function", WRITTEN)
+def test_written_as(function):
+    written = {arguments: getattr(rows, function)(*arguments) for arguments in WRITTEN[function]}
+    assert written == WRITTEN[function]
+
+
+def title(*records) -> Text:
+    cells = group(record for own in records for record in own)
+    return title_of("bench", Text("subject", "主题"), cells, varying(cells))
+
+
+@pytest.mark.parametrize("field", DIFFERENCES)
+def test_different_work_differs_in_a_column_or_in_the_title(field):
+    cells = group([*cell(), *cell(**DIFFERENCES[field])])
+    shown = varying(cells)
+    assert set(shown) == {"size", field}
+    assert row_name(cells[0], shown) != row_name(cells[1], shown)
+    assert title(cell(**DIFFERENCES[field])) != title(cell())
+
+
+def test_the_title_names_the_machine_and_the_settings_of_all_rows():
+    assert title(cell(mode="forward"), cell(mode="train-step")) == Text(
+        "bench: subject · H200, context 512, batch 4, fp32, attention reference",
+        "bench：主题 · H200，context 512，batch 4，fp32，注意力 reference",
+    )
+
+
+def test_numbers_and_yes_or_no_in_a_row_name_have_their_heading():
+    (found,) = group(cell(compile=True, context=128))
+    name = row_name(found, ["size", "context_length", "compile"])
+    assert name == Text("small context 128 compiled yes", "small context 128 编译 是")
+
+
+def test_a_row_has_its_fields_then_its_values_or_its_verdict():
+    cells = group([*cell(), *cell(size="xl", status=OOM)])
+    columns = [Column(Text("step"), "ms"), Column(Text("peak"), "GiB")]
+    table = rows.cell_table(Text("subject"), cells, ["size"], columns, lambda cell: [cell.get("precision"), "1"])
+    assert table.rows == [["small", "fp32", "1"], ["xl", "OOM", ""]]
+    assert [column.heading("zh") for column in table.columns] == ["规模", "step (ms)", "peak (GiB)"]
+    assert [note.en for note in table.notes] == [f"xl: {OOM}"]
