@@ -145,10 +145,19 @@ def test_next_weights_are_prefetched():
         pair.step(f"step {step}")
 
 
-@pytest.mark.parametrize("reentrant", [None, False, True])
-def test_full_weights_in_memory_at_a_time(reentrant):
+@pytest.mark.parametrize(
+    "make",
+    [
+        partial(Stack, 6),
+        partial(Stack, 6, reentrant=False),
+        partial(Stack, 6, reentrant=True),
+        partial(Stack, 6, frozen=[f"layers.{i}.weight" for i in range(6)]),
+    ],
+    ids=["plain", "recomputed", "reentrant", "frozen"],
+)
+def test_full_weights_in_memory_at_a_time(make):
     """In backward as well; observed from hooks of the modules and of their outputs."""
-    pair = Pair(partial(Stack, 6, reentrant=reentrant))
+    pair = Pair(make)
     found: list[int] = []
 
     def look(*_: Any) -> None:

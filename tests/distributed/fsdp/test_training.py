@@ -185,6 +185,20 @@ def test_a_shorter_pass_before_the_update():
 
 
 @ranks
+def test_a_forward_that_raises():
+    """The weights that were prefetched for the rest of it are freed."""
+    pair = Pair(Stack)
+    pair.train(1)
+    pair.module.order = [0, 9]
+    WATCH.clear()
+    with pytest.raises(IndexError), WATCH.passes():
+        pair.wrapped(part(tokens(1)))
+    WATCH.assert_nothing_left("after the error")
+    pair.module.order = [0, 1, 2, 3]
+    pair.train(1, start=1)
+
+
+@ranks
 @pytest.mark.parametrize(
     "names",
     [
