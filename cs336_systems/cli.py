@@ -57,7 +57,7 @@ def run(arguments: RunArguments) -> int:
         base = RunConfig(device=device, warmup_steps=arguments.warmup_steps, num_steps=arguments.num_steps)
         return cells(arguments.names, arguments.preset, base)
 
-    requests_on(arguments.device or "cuda")  # mistakes are told before a process is started
+    requests_on(arguments.device or "cuda")  # reports mistakes before a process is started
     path = Path(arguments.output or f"runs/{arguments.preset}/records.jsonl")
     runner = run_session(arguments, path, requests_on)
     if runner.device == "cpu":
