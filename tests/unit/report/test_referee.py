@@ -53,6 +53,7 @@ RIGHT = {
     "a training step above its prediction": {"metrics": {"predicted_memory": (6 * GIB,)}},
     "other processes unknown": gpu(other_gpu_processes=None),
     "a CPU": {"environment": CPU, "device": "cpu", "metrics": {"step_event_time": None}},
+    "tf32 on in the GPU beside the CPU": {**gpu(tf32=True), "device": "cpu"},
 }
 
 

@@ -35,7 +35,7 @@ def profiled(
 SAMPLES: dict[str, list[Record]] = {
     "kernels": profiled()
     + profiled(mode="train-step")
-    + profiled(size="2.7B", matmul=0.018)
+    + profiled(size="2.7B", matmul=0.018, forward_event_time=(0.019,))
     + profiled(size="2.7B", mode="train-step", matmul=0.009, other=0.001),
     "attention_ops": profiled("attention_ops") + profiled("attention_ops", "2.7B", softmax=0.002),
     "profiler_agreement": profiled("profiler_agreement"),
