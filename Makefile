@@ -1,4 +1,5 @@
-# make bench: set up, measure, show tables, write a report.   make test: set up, lint, type check, test.
+# make bench: set up, measure, show tables, write a report.   make test: set up, lint, type check, all tests.
+# make check: lint, types and the fast tests, for every save.
 # make pages: docs/h200/index.html and docs/timeline-2.7B.html, from results/h200.
 # make soak: an hour of killed and resumed training runs; results/reliability/soak.json.
 PYTHON ?= python3.11
@@ -6,7 +7,7 @@ VENV := .venv
 BIN := $(VENV)/bin
 INSTALLED := $(VENV)/.installed
 
-.PHONY: bench test pages soak lint clean install older-triton
+.PHONY: bench test check pages soak lint clean install older-triton
 
 bench: $(INSTALLED)
 	$(BIN)/cs336 run end_to_end precision peak_memory warmup accumulation autocast_dtypes memory_model --preset quick
@@ -14,6 +15,10 @@ bench: $(INSTALLED)
 
 test: lint
 	$(BIN)/pytest -n 2 --dist loadgroup
+
+# Fast tests: no processes, no compilers, no browser.
+check: lint
+	$(BIN)/pytest -n 2 -m 'not slow' tests/unit/test_*.py tests/unit/predict tests/unit/report tests/unit/experiments
 
 pages: $(INSTALLED)
 	$(BIN)/cs336 report results/h200 results/h200/loss_curves.jsonl --published -o docs/h200 --title "cs336_systems on an H200"
@@ -32,7 +37,7 @@ lint: $(INSTALLED)
 
 install: $(INSTALLED)
 
-# For tests/unit/kernels/test_hopper.py: the kernels for Hopper GPUs must compile with the oldest Triton that knows their language, too.
+# For tests/unit/kernels/test_kernel_resources.py: the kernels for Hopper GPUs must compile with the oldest Triton that knows their language, too.
 older-triton: .triton-3.6
 .triton-3.6: $(INSTALLED)
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check --no-deps --target $@ triton==3.6.0

@@ -17,7 +17,7 @@ from cs336_systems.experiments.profile_command import ProfileArguments
 from cs336_systems.experiments.ranks.layouts import PlanArguments
 from cs336_systems.experiments.session import SessionArguments
 from cs336_systems.experiments.spec import PRESETS
-from cs336_systems.flags import Parser, add_flags, read_flags
+from cs336_systems.flags import Parser, add_flags, flags_of, read_flags
 from cs336_systems.predict.fit import FitArguments
 from cs336_systems.predict.model_flags import ShapeArguments
 from cs336_systems.table import FORMATS
@@ -85,7 +85,7 @@ class InspectArguments:
 
 
 def inspect(arguments: InspectArguments) -> int:
-    """What somebody else has recorded: kernels of a trace as tables, memory of a snapshot as tables and a page.
+    """Show a trace or a memory snapshot recorded elsewhere: kernels as tables, memory as tables and a page.
 
     cs336 inspect trace.json.gz nsys.sqlite
     cs336 inspect snapshot.pickle
@@ -109,7 +109,7 @@ class MemoryArguments(ShapeArguments):
 
 
 def memory(arguments: MemoryArguments) -> int:
-    """What a step needs, part by part, and where its peak is; no GPU needed.
+    """Predict the memory of a step part by part, and where its peak is; no GPU needed.
 
     cs336 memory --size 2.7B --context_length 512 --precision bf16
     cs336 memory --size xl --checkpoint_blocks 4 --trace
@@ -144,7 +144,7 @@ class _PlanArguments(PlanArguments):
 
 
 def plan(arguments: _PlanArguments) -> int:
-    """Memory and messages of a parallel layout, from one GPU to thousands; what it waits for, and how many it needs.
+    """Predict memory and communication of a parallel layout, from one GPU to thousands.
 
     cs336 plan --size 2.7B --gpus 16 --gpu a100 --context_length 2048
     cs336 plan --size xxl --gpus 1024 --gpu h100 --strategy zero3,tp8,zero3+tp8 --context_length 8192
@@ -307,15 +307,14 @@ class DoctorArguments:
 
 
 def doctor(arguments: DoctorArguments) -> int:
-    """What this machine has, what is missing, and how to mend it."""
+    """Show what this machine has, what is missing, and how to fix it."""
     from cs336_systems.measure.doctor import examine
 
     findings = examine()
     width = max(len(finding.what) for finding in findings)
     for finding in findings:
         print(
-            f"{finding.mark:4} {finding.what:{width}}  {finding.seen}"
-            + (f"  -> {finding.mend}" if finding.mend else "")
+            f"{finding.mark:4} {finding.what:{width}}  {finding.seen}" + (f"  -> {finding.fix}" if finding.fix else "")
         )
     return 0
 
@@ -331,7 +330,7 @@ def completion(arguments: CompletionArguments) -> int:
         print("autoload -U +X bashcompinit && bashcompinit")
     flags = {
         name: " ".join(
-            f"--{spec.name}" for spec in dataclasses.fields(command.arguments) if not spec.metadata.get("positional")
+            f"--{found.name}" for found in flags_of(command.arguments) if not found.spec.metadata.get("positional")
         )
         for name, command in COMMANDS.items()
     }
@@ -366,16 +365,16 @@ COMMANDS = {
     "bench": Command("time and memory of one configuration, or a sweep", BenchArguments, bench, bench_manual),
     "run": Command("named experiments, with presets; resumes", RunArguments, run, _run_manual()),
     "profile": Command("kernels and memory of a step: tables, traces, a timeline", ProfileArguments, profile),
-    "inspect": Command("a trace or a memory snapshot that somebody recorded", InspectArguments, inspect),
+    "inspect": Command("a trace or a memory snapshot recorded elsewhere", InspectArguments, inspect),
     "memory": Command("what a step needs, part by part, without a GPU", MemoryArguments, memory),
     "fit": Command("what fits on a given GPU", _FitArguments, fit),
-    "plan": Command("memory and messages of a parallel layout, one GPU to thousands", _PlanArguments, plan),
+    "plan": Command("memory and communication of a parallel layout, one GPU to thousands", _PlanArguments, plan),
     "train": Command("train a language model; resumes, survives faults", TrainSettings, train),
     "table": Command("records as terminal, Markdown, CSV, LaTeX or Typst tables", TableArguments, table),
     "report": Command("records as a page, Markdown, CSV, LaTeX, Typst; English or Chinese", ReportArguments, report),
     "compare": Command("two files of records: what is faster or slower, beyond noise", CompareArguments, compare),
     "tune": Command("tile choices of the attention kernels for this GPU", TuneArguments, tune),
-    "doctor": Command("what this machine has, what is missing, how to mend it", DoctorArguments, doctor),
+    "doctor": Command("what this machine has, what is missing, how to fix it", DoctorArguments, doctor),
     "completion": Command("shell completion", CompletionArguments, completion),
 }
 

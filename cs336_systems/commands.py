@@ -1,4 +1,4 @@
-"""Runs a command: flags into a dataclass, mistakes into one line and exit code 2."""
+"""Runs a command: parses flags into a dataclass, and reports user errors in one line with exit code 2."""
 
 import io
 import os
@@ -19,10 +19,10 @@ def run_command(
 
 
 def guarded(program: str, run: Callable[[], int]) -> int:
-    """The exit code of `run`: 2 for the user's mistakes, 130 for Ctrl-C."""
+    """Call `run` and return its exit code: 2 for user errors, 130 for Ctrl-C."""
     for stream in (sys.stdout, sys.stderr):
         if isinstance(stream, io.TextIOWrapper):
-            stream.reconfigure(errors="replace")  # a terminal without such letters gets question marks, not a traceback
+            stream.reconfigure(errors="replace")  # unsupported characters become question marks
     try:
         code = run()
         sys.stdout.flush()
@@ -31,10 +31,8 @@ def guarded(program: str, run: Callable[[], int]) -> int:
         print(f"{program}: {' '.join(str(error).split())}", file=sys.stderr)
         return 2
     except KeyboardInterrupt:
-        print(f"{program}: stopped; what was measured is kept, the same command goes on from there", file=sys.stderr)
+        print(f"{program}: stopped; measurements so far are kept, and the same command resumes", file=sys.stderr)
         return 130
-    except (
-        BrokenPipeError
-    ):  # the reader of our output has gone, as `| head` does; what is left to flush has nowhere to go
+    except BrokenPipeError:  # the reader of standard output has exited, as in `| head`; discard the rest
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 0

@@ -1,4 +1,4 @@
-"""What to run: `ModelConfig`, `RunConfig` and the named `SIZES`. Data and validation only; standard library only.
+"""Configuration of a run: `ModelConfig`, `RunConfig` and the named `SIZES`. Validated data; standard library only.
 
 A size is looked up by name and any of its fields may be overridden:
 
@@ -20,21 +20,21 @@ PRECISIONS = ("fp32", "tf32", "bf16", "fp16")
 ATTENTIONS = ("auto", "reference", "flash_torch", "flash_triton", "flash_hopper", "sdpa")
 
 FAST_PARTS = ("kernels", "loss", "optimizer", "graph")
-"""Of the fast step: fused kernels between the matrix products; the loss without whole logits; the optimizer that writes
-the low-precision weights; the step as a CUDA graph."""
+"""Parts of the fast step: fused kernels between the matmuls; a loss that never forms the full logits; an optimizer that
+writes the low-precision weights; the step captured as a CUDA graph."""
 
 
 class UserError(ValueError):
-    """Something the user can mend: shown as one line, exit code 2, no traceback."""
+    """An error that the user can fix: shown as one line with exit code 2 and no traceback."""
 
 
 def flag(default: Any, help: str, choices: tuple[str, ...] | None = None) -> Any:
-    """A dataclass field that is also a command-line flag (see flags.py)."""
+    """Return a dataclass field that is also a command-line flag (see flags.py)."""
     return field(default=default, metadata={"help": help, "choices": choices})
 
 
 def flag_like(owner: type, name: str) -> Any:
-    """The flag that `owner` already declares, default, help and choices: said once, used in several commands."""
+    """Return the flag that `owner` declares, with its default, help and choices, for use in another command."""
     (spec,) = (spec for spec in dataclasses.fields(owner) if spec.name == name)
     return field(default=spec.default, metadata=spec.metadata)
 
@@ -78,7 +78,7 @@ class ModelConfig:
         if self.head_dim % 2:
             raise UserError(
                 f"head dimension d_model / num_heads = {self.d_model} / {self.num_heads} = {self.head_dim} is odd; "
-                f"rotary embeddings turn pairs of dimensions, so it must be even"
+                f"rotary embeddings rotate pairs of dimensions, so it must be even"
             )
 
     @property
@@ -87,7 +87,7 @@ class ModelConfig:
 
     @property
     def linear_parameters(self) -> int:
-        """Parameters of matrix products: attention and feed-forward projections of all blocks, and the head."""
+        """Parameters of matmuls: attention and feed-forward projections of all blocks, and the head."""
         per_block = 4 * self.d_model**2 + 3 * self.d_model * self.d_ff
         return self.num_layers * per_block + self.vocab_size * self.d_model
 
@@ -100,11 +100,11 @@ class ModelConfig:
 
 @dataclass(frozen=True)
 class RunConfig:
-    """One cell of an experiment: a model, the work done with it, and how it is measured."""
+    """One cell of an experiment: a model, what a step does with it, and how it is measured."""
 
     model: ModelConfig = field(default_factory=ModelConfig)
     size: str = ""
-    """The name shown in tables; derived from the model's shape when empty. Not part of what is computed."""
+    """The name shown in tables; derived from the model's shape when empty. It does not affect the computation."""
     batch_size: int = flag(4, "sequences per step")
     mode: str = flag("train-step", "what a step does", MODES)
     precision: str = flag("fp32", "fp32 (TF32 off), tf32, or autocast to bf16 / fp16", PRECISIONS)
@@ -139,7 +139,7 @@ class RunConfig:
         object.__setattr__(self, "fast", self._checked_fast())
 
     def _checked_fast(self) -> str:
-        """In its shortest form; UserError for a part that cannot be had."""
+        """Return `fast` in its shortest form; raise UserError for a part that this configuration does not support."""
         if not isinstance(self.fast, str):
             raise UserError(f"fast must be on, off, or some of {', '.join(FAST_PARTS)}, got {self.fast!r}")
         if self.fast in ("on", "off"):
@@ -148,16 +148,16 @@ class RunConfig:
         if unknown := [part for part in asked if part not in FAST_PARTS]:
             raise UserError(f"--fast {self.fast!r}: {unknown[0]!r} is none of: on, off, {', '.join(FAST_PARTS)}")
         for part in asked:
-            if problem := self._no_fast(part):
+            if problem := self._fast_conflict(part):
                 raise UserError(f"--fast {part}: {problem}")
         return ",".join(part for part in FAST_PARTS if part in asked)
 
-    def _no_fast(self, part: str) -> str | None:
-        """Why a part of the fast step cannot be had."""
+    def _fast_conflict(self, part: str) -> str | None:
+        """Return why a part of the fast step is not supported here, or None."""
         if self.model_factory is not None:
-            return "is for the model of this package, not for --model"
+            return "supports this package's model only, not --model"
         if part in ("kernels", "graph") and self.compile:
-            return "cannot be had together with --compile"
+            return "cannot be combined with --compile"
         if part in ("optimizer", "graph") and self.mode != "train-step":
             return f"needs --mode train-step, not {self.mode}"
         if part in ("optimizer", "graph") and self.precision == "fp16":
@@ -168,9 +168,9 @@ class RunConfig:
 
     @property
     def fast_parts(self) -> frozenset[str]:
-        """Those of the fast step that are on; with "on" all that can be."""
+        """The enabled parts of the fast step; "on" enables all that are supported."""
         if self.fast == "on":
-            return frozenset(part for part in FAST_PARTS if self._no_fast(part) is None)
+            return frozenset(part for part in FAST_PARTS if self._fast_conflict(part) is None)
         return frozenset() if self.fast == "off" else frozenset(self.fast.split(","))
 
     @property
@@ -184,13 +184,13 @@ class RunConfig:
 
     def to_dict(self) -> dict[str, Any]:
         values = dataclasses.asdict(self)
-        if self.fast == "off":  # so that cells have the names they had before there was a fast step
+        if self.fast == "off":  # keeps the cell keys of files written before the fast step existed
             del values["fast"]
         return values
 
     @classmethod
     def of(cls, config: Mapping[str, Any]) -> "RunConfig":
-        """Of an instrument's configuration, which may have fields of its own beside these."""
+        """Return the RunConfig in an instrument's configuration, which may have more fields."""
         names = {f.name for f in dataclasses.fields(cls)}
         return cls.from_dict({name: value for name, value in config.items() if name in names})
 
@@ -202,7 +202,7 @@ class RunConfig:
         try:
             model = ModelConfig(**values["model"])
         except (KeyError, TypeError) as error:
-            raise UserError(f"configuration without a usable model: {' '.join(str(error).split())}") from None
+            raise UserError(f"configuration without a valid model: {' '.join(str(error).split())}") from None
         return cls(**{**values, "model": model})
 
 
@@ -228,7 +228,7 @@ COURSE_SIZES = ("small", "medium", "large", "xl", "2.7B")
 
 
 def model_config(size: str, **overrides: Any) -> ModelConfig:
-    """The named size with any fields replaced; names are compared without regard to case."""
+    """Return the model of a named size with any fields overridden; names are case-insensitive."""
     by_lower = {name.lower(): name for name in SIZES}
     if size.lower() not in by_lower:
         raise UserError(f"unknown size {size!r}; choose one of: {', '.join(SIZES)}")
@@ -236,7 +236,7 @@ def model_config(size: str, **overrides: Any) -> ModelConfig:
 
 
 def canonical_size(size: str, model: ModelConfig) -> str:
-    """The name to show for `model` that was asked for as `size`: the name if the shape is still that of the name."""
+    """Return the name to show for `model`: `size` if the model still has the shape of that size."""
     for name, shape in SIZES.items():
         if name.lower() == size.lower() and _is_shape(model, shape):
             return name
@@ -244,7 +244,7 @@ def canonical_size(size: str, model: ModelConfig) -> str:
 
 
 def size_name(model: ModelConfig) -> str:
-    """The first name in SIZES with this shape, or the shape itself."""
+    """Return the first name in SIZES with this shape, or the shape itself."""
     for name, shape in SIZES.items():
         if _is_shape(model, shape):
             return name

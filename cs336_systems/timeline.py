@@ -1,7 +1,6 @@
-"""Memory over time: every block of a step with its label, size and lifetime. An instrument writes it, the report draws.
+"""Memory over time: every block of a step with its label, size and lifetime. Instruments write it, the report draws it.
 
-A file holds one Timeline as gzipped JSON, columns rather than rows: a step has ten thousand blocks, a long trace a
-million.
+A file holds one Timeline as gzipped JSON by column: a step has ten thousand blocks, a long trace a million.
 """
 
 import dataclasses
@@ -12,31 +11,33 @@ from collections import Counter
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from cs336_systems.config import UserError
 
 FORMAT = "cs336 memory timeline"
 VERSION = 1
 TIMELINE_FILE = "timeline.json.gz"
+_WORDS = ("label", "module", "what", "line")
+"""Columns of text, stored as indices into a list of words."""
 
 
 @dataclass(frozen=True)
 class Block:
-    """Memory that one tensor had. Times in seconds since the step began; those before it have a start of 0."""
+    """One allocation. Times are seconds since the start of the step; earlier allocations start at 0."""
 
     label: str
-    """What it is: parameters, gradients, optimizer state, activations, ..."""
+    """Its kind: parameters, gradients, optimizer state, activations, ..."""
     size: int
     start: float
     end: float | None
-    """None: alive when the step was over."""
+    """None: still allocated at the end of the step."""
     module: str = ""
-    """Of the model, in which it was made: layers.3.attn."""
+    """The module that allocated it: layers.3.attn."""
     what: str = ""
-    """The operator that made it, and its shape and dtype."""
+    """The operator that allocated it, with shape and dtype."""
     line: str = ""
-    """The line of source that made it: model.py:102 in forward."""
+    """The source line that allocated it: model.py:102 in forward."""
 
 
 @dataclass(frozen=True)
@@ -44,6 +45,11 @@ class Span:
     name: str
     start: float
     end: float
+
+
+class Peak(NamedTuple):
+    time: float
+    size: int
 
 
 @dataclass(frozen=True)
@@ -61,8 +67,8 @@ class Timeline:
     def alive_at(self, time: float) -> list[Block]:
         return [b for b in self.blocks if b.start <= time and (b.end is None or time < b.end)]
 
-    def peak(self) -> tuple[float, int]:
-        """When most bytes were alive, and how many; the first such moment."""
+    def peak(self) -> Peak:
+        """Return the first moment at which the allocated bytes were highest."""
         events = sorted(_events(self.blocks), key=lambda event: (event[0], event[1] > 0))
         now = most = 0
         when = 0.0
@@ -70,10 +76,10 @@ class Timeline:
             now += change
             if now > most:
                 most, when = now, time
-        return when, most
+        return Peak(when, most)
 
     def parts_at(self, time: float) -> dict[str, int]:
-        """Bytes alive by label, the largest first."""
+        """Return the allocated bytes by label, the largest first."""
         total: Counter[str] = Counter()
         for block in self.alive_at(time):
             total[block.label] += block.size
@@ -84,9 +90,9 @@ class Timeline:
             spec.name: [getattr(block, spec.name) for block in self.blocks] for spec in dataclasses.fields(Block)
         }
         words = sorted({word for name in _WORDS for word in columns[name]})
-        place = {word: index for index, word in enumerate(words)}
+        indices = {word: index for index, word in enumerate(words)}
         for name in _WORDS:
-            columns[name] = [place[word] for word in columns[name]]
+            columns[name] = [indices[word] for word in columns[name]]
         document = {
             "format": FORMAT,
             "version": VERSION,
@@ -96,7 +102,7 @@ class Timeline:
             "words": words,
             "blocks": columns,
         }
-        # Without the time of writing: the same timeline gives the same bytes.
+        # mtime=0: the same timeline gives the same bytes.
         path.write_bytes(gzip.compress(json.dumps(document, separators=(",", ":")).encode(), mtime=0))
 
     @classmethod
@@ -104,7 +110,7 @@ class Timeline:
         try:
             document = json.loads(gzip.decompress(path.read_bytes()))
             if document["format"] != FORMAT:
-                raise ValueError("another format")
+                raise ValueError("unknown format")
             if document["version"] > VERSION:
                 raise UserError(f"{str(path)!r} is of version {document['version']}, newer than this cs336: upgrade it")
             words, columns = document["words"], document["blocks"]
@@ -126,9 +132,6 @@ class Timeline:
                 raise
             reason = " ".join(str(error).split())
             raise UserError(f"{str(path)!r} is not a memory timeline, or is cut off: {reason}") from None
-
-
-_WORDS = ("label", "module", "what", "line")
 
 
 def _events(blocks: Iterable[Block]) -> Iterable[tuple[float, int]]:

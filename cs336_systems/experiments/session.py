@@ -66,7 +66,7 @@ def new_run_file(command: str) -> Path:
 
 
 def _asked(path: Path, wanted: set[tuple[str, str]]) -> list[record.Record]:
-    """What the file now holds of the (experiment, cell) pairs that were asked for."""
+    """The records of the (experiment, cell) pairs that were asked for."""
     if not path.exists():
         return []
     loaded = record.load(path)

@@ -1,1 +1,1 @@
-"""Instruments: a step or a callable in, samples out."""
+"""Instruments that measure a step or a callable: time, kernels, memory, FLOPs, communication."""

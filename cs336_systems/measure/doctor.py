@@ -1,4 +1,4 @@
-"""What this machine has, what is missing, how to mend it."""
+"""Checks of this machine: what is present, what is missing, and how to fix it."""
 
 import importlib.util
 import shutil
@@ -15,10 +15,10 @@ from cs336_systems.record import GIB
 @dataclass(frozen=True)
 class Finding:
     mark: str
-    """ok, note (works, with less) or bad."""
+    """ok, note (works with limitations) or bad."""
     what: str
     seen: str
-    mend: str = ""
+    fix: str = ""
 
 
 def examine() -> list[Finding]:
@@ -55,10 +55,12 @@ def _gpu_state() -> list[Finding]:
         findings.append(Finding("note", "dense peak", "not known, MFU is N/A", "give it with --peak_tflops"))
     if environment.other_gpu_processes:
         count = environment.other_gpu_processes
-        findings.append(Finding("note", "other processes", f"{count} on the GPU", "timings suffer: end them or wait"))
+        findings.append(
+            Finding("note", "other processes", f"{count} on the GPU", "they disturb timings: end them or wait")
+        )
     if environment.throttle_reasons:
         reasons = ", ".join(environment.throttle_reasons)
-        findings.append(Finding("note", "clocks", f"held down: {reasons}", "let it cool, check its power limit"))
+        findings.append(Finding("note", "clocks", f"throttled: {reasons}", "let it cool, check the power limit"))
     free, total = torch.cuda.mem_get_info()
     mark = "ok" if free > 0.9 * total else "note"
     findings.append(Finding(mark, "GPU memory", f"{free / GIB:.1f} of {total / GIB:.1f} GiB free"))
@@ -78,10 +80,9 @@ def _nvml() -> Finding:
 
 
 def _nsys() -> Finding:
-    path = find_nsys()
-    return (
-        Finding("ok", "nsys", "present") if path else Finding("note", "nsys", "absent", "torch.profiler serves instead")
-    )
+    if find_nsys():
+        return Finding("ok", "nsys", "present")
+    return Finding("note", "nsys", "absent", "torch.profiler is used instead")
 
 
 def _compiler() -> Finding:
@@ -97,5 +98,5 @@ def _host() -> list[Finding]:
     free = shutil.disk_usage(".").free
     disk = Finding("ok", "disk", f"{free / GIB:.1f} GiB free")
     if free < GIB:
-        disk = Finding("bad", "disk", f"{free / GIB:.2f} GiB free", "records and compile caches need room")
+        disk = Finding("bad", "disk", f"{free / GIB:.2f} GiB free", "records and compile caches need space")
     return [Finding("ok", "CPU", f"{environment.cpu}, {environment.cpu_cores} cores, {memory}"), disk]

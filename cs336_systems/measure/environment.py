@@ -1,4 +1,4 @@
-"""What machine this is: fills in an `Environment` from torch, NVML, git and the operating system."""
+"""Fills in an `Environment` from torch, NVML, git and the operating system."""
 
 import contextlib
 import datetime
@@ -25,8 +25,8 @@ _THROTTLE_REASONS = {
 
 
 def capture(device: str | None = None) -> Environment:
-    """Everything that can be told of this machine now; of its GPUs, that of `device` or the first. Clocks and other
-    processes on the GPU are those of this moment."""
+    """Return the environment of this machine with the GPU of `device`, or the first one. Clocks and other processes on
+    the GPU are sampled once."""
     values: dict[str, Any] = {
         "torch": torch.__version__,
         "triton": _version("triton"),
@@ -68,7 +68,7 @@ def _gpu(index: int) -> dict[str, Any]:
 
 
 def _nvml(index: int) -> dict[str, Any]:
-    """Driver, clocks, throttling and company on the GPU; empty where NVML is absent or does not say."""
+    """Return driver, clocks, throttling and other processes on the GPU; empty where NVML is not available."""
     values: dict[str, Any] = {}
     with contextlib.suppress(ImportError), _nvml_session() as nvml:
         if nvml is None:
@@ -102,7 +102,7 @@ def _nvml_session() -> Iterator[Any]:
 
 
 def _git() -> dict[str, Any]:
-    """The commit of the checkout this package lies in, or CS336_GIT_COMMIT for a tree that left its .git behind."""
+    """Return the commit of this package's checkout, or CS336_GIT_COMMIT for a tree without .git."""
     if commit := os.environ.get("CS336_GIT_COMMIT"):
         return {"git_commit": commit, "git_dirty": False}
     root = Path(__file__).resolve().parents[2]
@@ -110,7 +110,7 @@ def _git() -> dict[str, Any]:
         return {}
 
     def git(*arguments: str) -> str:
-        # A tree that was copied or mounted may belong to another user; reading its commit is safe all the same.
+        # A copied or mounted tree may belong to another user; reading its commit is safe nevertheless.
         command = ["git", "-c", "safe.directory=*", "-C", str(root), *arguments]
         return subprocess.run(command, capture_output=True, text=True, check=True, timeout=10).stdout.strip()
 

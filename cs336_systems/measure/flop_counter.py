@@ -1,4 +1,4 @@
-"""FLOPs as torch counts them, operator by operator: for models that are not ours, and to check the analytic count."""
+"""FLOPs as torch.utils.flop_counter counts them: for user models, and to check the closed form."""
 
 from collections.abc import Callable
 
@@ -17,7 +17,7 @@ def _backward(grad: Shape, q: Shape, k: Shape, v: Shape, *_: object, **__: objec
 
 
 _aten = torch.ops.aten
-# torch's counter knows the fused attention operators of every device but the CPU's, so these get its own formulas.
+# torch's counter lacks the CPU's fused attention operators; its own formulas apply to them.
 _CPU_ATTENTION = {
     _aten._scaled_dot_product_flash_attention_for_cpu: _forward,
     _aten._scaled_dot_product_flash_attention_for_cpu_backward: _backward,

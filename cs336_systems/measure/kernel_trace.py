@@ -1,9 +1,9 @@
-"""Records the kernels of a step with torch.profiler, and keeps the trace for a viewer (Perfetto opens it)."""
+"""Records the kernels of a step with torch.profiler, and keeps the trace for a viewer such as Perfetto."""
 
 import gzip
 import json
 import tempfile
-from contextlib import nullcontext
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -11,35 +11,34 @@ import torch
 from torch import Tensor
 from torch.profiler import ProfilerActivity, profile
 
-from cs336_systems.kernels.ranges import looked_at
+from cs336_systems.config import RunConfig
+from cs336_systems.kernels.ranges import ranges_enabled
 from cs336_systems.measure.readers.trace import Trace, read_chrome
 from cs336_systems.measure.timing import STEP, Stopwatch
 from cs336_systems.step.train_step import TrainStep
 
 LARGEST_TRACE = 20 * 10**6
-"""Bytes that a kept trace may have, compressed: more than that no viewer opens in a moment."""
+"""Compressed bytes up to which a trace is kept whole; viewers open larger ones slowly."""
 
 
 @dataclass(frozen=True)
 class Profile:
     trace: Trace
     wall: dict[str, list[float]]
-    """Seconds by phase, of the steps that were traced: slower than others."""
+    """Seconds by phase of the traced steps, which are slower than untraced ones."""
 
 
 def profile_steps(
     step: TrainStep, batch: tuple[Tensor, Tensor], *, num_steps: int, keep: Path | None = None
 ) -> Profile:
-    """Trace `num_steps` steps of one that has been warmed up; the trace goes to `keep` (a .json.gz), if named."""
+    """Trace `num_steps` of a warmed-up step; write the trace to `keep` (a .json.gz), if given."""
     activities = [ProfilerActivity.CPU]
     if step.device.type == "cuda":
         activities.append(ProfilerActivity.CUDA)
-        with profile(activities=activities):  # its first start loads CUPTI, which takes a second
+        with profile(activities=activities):  # the first start loads CUPTI, which takes a second
             torch.cuda.synchronize()
     stopwatch = Stopwatch(step.device)
-    # Ranges break a compiled model's graph: it would be another model that is traced.
-    parts = nullcontext() if step.config.compile else looked_at()
-    with profile(activities=activities) as profiler, parts:
+    with profile(activities=activities) as profiler, part_ranges(step.config):
         for _ in range(num_steps):
             with stopwatch.watch(STEP):
                 step(*batch, watch=stopwatch.watch)
@@ -53,8 +52,13 @@ def profile_steps(
     return Profile(trace, dict(stopwatch.wall))
 
 
+def part_ranges(config: RunConfig) -> AbstractContextManager:
+    """Name the parts of the model in traces, except under torch.compile, where ranges would break the graph."""
+    return nullcontext() if config.compile else ranges_enabled()
+
+
 def _compressed(path: Path) -> bytes:
-    """The trace; where it is too large without the host's operators, which are most of it."""
+    """Return the compressed trace; a large one without the host's operators, which are most of it."""
     whole = gzip.compress(path.read_bytes(), compresslevel=6)
     if len(whole) <= LARGEST_TRACE:
         return whole

@@ -1,9 +1,8 @@
-"""Every block of memory of one step, labelled: parameter, gradient, optimizer state, activation (of which module), ...
+"""Every allocation of one step, labelled: parameters, gradients, optimizer state, activations of a module, ...
 
-What a block *is* comes from the operators (`StorageTracker`): which module ran, which line called, what became a
-gradient. Which blocks there *are* comes from CUDA's allocator, whose history also holds what no operator returns; each
-of its blocks is given the label of the tensor that lay at its address at that time. Without a GPU the operators' own
-account serves for both.
+Labels come from the operators (`StorageTracker`): the running module, the calling line, which tensors become gradients.
+Blocks come from the history of CUDA's allocator, which also holds memory that no operator returns; each block gets the
+label of the tensor at its address at that time. Without a GPU the operators' storages are the blocks.
 """
 
 import time
@@ -18,21 +17,20 @@ import torch
 from torch import Tensor
 
 from cs336_systems.measure.memory_trace import StorageTracker, labelled
-from cs336_systems.measure.where import ModuleStack, calling_line
-from cs336_systems.predict.memory_model import CUBLAS_WORKSPACE, ROUNDING
-from cs336_systems.record import MIB
+from cs336_systems.measure.where import ModuleStack, calling_line, describe_tensor
+from cs336_systems.predict.memory_model import CUBLAS_WORKSPACES, ROUNDING
 from cs336_systems.step.train_step import TrainStep, Watch
 from cs336_systems.timeline import Block, Span, Timeline
 
 UNLABELLED = "unlabelled"
 TEMPORARY = "temporary"
 MOST_EVENTS = 1_000_000
-"""Of the allocator's history: a step of the largest model has a hundred thousand."""
+"""Length limit of the allocator's history; a step of the largest model has a hundred thousand events."""
 
 
 @dataclass
 class _Entry:
-    """What the operators know of a block."""
+    """A storage as the operators see it."""
 
     label: str
     size: int
@@ -45,31 +43,32 @@ class _Entry:
 
 
 class BlockLog:
-    """Listens to a StorageTracker. Times are of the epoch, as the allocator's are."""
+    """Records the storages of a StorageTracker. Times are seconds since the epoch, as in the allocator's history."""
 
     def __init__(self) -> None:
         self.entries: list[_Entry] = []
         self.phases: list[Span] = []
         self.modules = ModuleStack()
-        self._alive: dict[int, _Entry] = {}
+        self._live: dict[int, _Entry] = {}
 
-    def born(self, key: int, label: str, tensor: Tensor, operator: Any) -> None:
+    def allocated(self, key: int, label: str, tensor: Tensor, operator: Any) -> None:
         storage = tensor.untyped_storage()
         entry = _Entry(label, storage.nbytes(), storage.data_ptr(), time.time())
         if operator is not None:
-            shape = "x".join(map(str, tensor.shape)) or "scalar"
-            entry.what = f"{operator.name()} {shape} {str(tensor.dtype).removeprefix('torch.')}"
+            entry.what = f"{operator.name()} {describe_tensor(tensor)}"
             entry.module, entry.line = self.modules.innermost, calling_line()
-            if label == TEMPORARY and not self.modules.is_empty:  # a forward inside backward: activations come back
+            if (
+                label == TEMPORARY and not self.modules.is_empty
+            ):  # a forward pass inside backward recomputes activations
                 entry.label = "activations"
         self.entries.append(entry)
-        self._alive[key] = entry
+        self._live[key] = entry
 
     def relabelled(self, key: int, label: str) -> None:
-        self._alive[key].label = label
+        self._live[key].label = label
 
-    def died(self, key: int) -> None:
-        self._alive.pop(key).end = time.time()
+    def freed(self, key: int) -> None:
+        self._live.pop(key).end = time.time()
 
     @contextmanager
     def watch(self, phase: str) -> Iterator[None]:
@@ -82,16 +81,16 @@ class BlockLog:
 class MemoryTrace:
     timeline: Timeline
     peak: int
-    """Bytes, by the allocator; of tensors where there is none."""
+    """Peak bytes of the allocator; of tensors on a CPU."""
     parts: dict[str, int]
-    """Of the peak, by label; they add up to it."""
+    """Bytes by label at the peak; they add up to it."""
     phase: str
-    """In which the peak was."""
+    """The phase in which the peak occurs."""
     largest: list[Block]
 
 
 def trace_memory(step: TrainStep, batch: tuple[Tensor, Tensor], *, largest: int = 20) -> MemoryTrace:
-    """One step of one that has been warmed up, followed block by block; it takes several times as long as another."""
+    """Trace every allocation of a warmed-up step, which then takes several times as long."""
     log = BlockLog()
     tracker = StorageTracker(log=log)
     with ExitStack() as stack:
@@ -99,13 +98,13 @@ def trace_memory(step: TrainStep, batch: tuple[Tensor, Tensor], *, largest: int 
             tracker.track(tensor, "inputs")
         stack.enter_context(labelled(step, tracker))
         stack.enter_context(log.modules.following(step.model))
-        history = stack.enter_context(_History.recorded()) if step.device.type == "cuda" else None
+        history = stack.enter_context(_recorded_history()) if step.device.type == "cuda" else None
         begin = time.time()
         with tracker:
             step(*batch, watch=_both(tracker.watch, log.watch))
         if history is not None:
             history.stop()
-    blocks = _tensors(log, begin) if history is None else _allocated(log, history, begin)
+    blocks = _storage_blocks(log, begin) if history is None else _allocator_blocks(log, history, begin)
     phases = [Span(span.name, span.start - begin, span.end - begin) for span in log.phases]
     timeline = Timeline(_title(step), _device_name(step.device), blocks, phases)
     moment, requested = timeline.peak()
@@ -114,8 +113,8 @@ def trace_memory(step: TrainStep, batch: tuple[Tensor, Tensor], *, largest: int 
     if beyond := peak - requested:
         parts[ROUNDING] = beyond
     phase = next((span.name for span in phases if span.start <= moment < span.end), "")
-    made = [block for block in blocks if block.start > 0]
-    return MemoryTrace(timeline, peak, parts, phase, sorted(made, key=lambda block: -block.size)[:largest])
+    during = [block for block in blocks if block.start > 0]
+    return MemoryTrace(timeline, peak, parts, phase, sorted(during, key=lambda block: -block.size)[:largest])
 
 
 def _title(step: TrainStep) -> str:
@@ -141,7 +140,7 @@ def _both(first: Watch, second: Watch) -> Watch:
     return as_watch
 
 
-def _tensors(log: BlockLog, begin: float) -> list[Block]:
+def _storage_blocks(log: BlockLog, begin: float) -> list[Block]:
     return [
         Block(
             entry.label,
@@ -161,7 +160,7 @@ def _tensors(log: BlockLog, begin: float) -> list[Block]:
 
 
 class _History:
-    """What the allocator held before, and what it did while recorded."""
+    """The blocks that the allocator held before a recording, and its events during it."""
 
     def __init__(self) -> None:
         torch.cuda.synchronize()
@@ -170,24 +169,24 @@ class _History:
         self.events: list[dict[str, Any]] = []
         self.peak = 0
 
-    @classmethod
-    @contextmanager
-    def recorded(cls) -> Iterator["_History"]:
-        history = cls()
-        torch.cuda.memory._record_memory_history("all", context=None, stacks="python", max_entries=MOST_EVENTS)
-        try:
-            yield history
-        finally:
-            torch.cuda.memory._record_memory_history(None)
-
     def stop(self) -> None:
         torch.cuda.synchronize()
         self.peak = torch.cuda.max_memory_allocated()
         self.events = [event for trace in torch.cuda.memory._snapshot()["device_traces"] for event in trace]
 
 
+@contextmanager
+def _recorded_history() -> Iterator[_History]:
+    history = _History()
+    torch.cuda.memory._record_memory_history("all", context=None, stacks="python", max_entries=MOST_EVENTS)
+    try:
+        yield history
+    finally:
+        torch.cuda.memory._record_memory_history(None)
+
+
 def _held() -> dict[int, int]:
-    """Address -> bytes of what is allocated now."""
+    """Return address -> bytes of the blocks that are allocated now."""
     return {
         block["address"]: block.get("requested_size", block["size"])
         for segment in torch.cuda.memory._snapshot()["segments"]
@@ -196,29 +195,29 @@ def _held() -> dict[int, int]:
     }
 
 
-def _allocated(log: BlockLog, history: _History, begin: float) -> list[Block]:
-    """The allocator's blocks, each with the label of the tensor that lay there."""
+def _allocator_blocks(log: BlockLog, history: _History, begin: float) -> list[Block]:
+    """Return the allocator's blocks, each with the label of the tensor at its address."""
     at_address: dict[int, list[_Entry]] = defaultdict(list)
     for entry in log.entries:
         at_address[entry.address].append(entry)
     found = [Block(UNLABELLED, size, 0.0, None) for size in history.before.values()]
-    place = dict(zip(history.before, range(len(found)), strict=True))
+    index_at = dict(zip(history.before, range(len(found)), strict=True))
     addresses = list(history.before)
     for event in history.events:
         now = max(0.0, event["time_us"] / 1e6 - begin)
         address = event["addr"]
         if event["action"] == "alloc":
-            place[address] = len(found)
+            index_at[address] = len(found)
             addresses.append(address)
             found.append(Block(UNLABELLED, event["size"], now, None))
-        elif event["action"] == "free_completed" and address in place:
-            index = place.pop(address)
+        elif event["action"] == "free_completed" and address in index_at:
+            index = index_at.pop(address)
             found[index] = replace(found[index], end=now)
-    return [_named(block, at_address[address], begin) for block, address in zip(found, addresses, strict=True)]
+    return [_label(block, at_address[address], begin) for block, address in zip(found, addresses, strict=True)]
 
 
-def _named(block: Block, entries: list[_Entry], begin: float) -> Block:
-    """A tensor is known a moment after its block was allocated, and before another one lies there."""
+def _label(block: Block, entries: list[_Entry], begin: float) -> Block:
+    """Label a block by its tensor, which is seen after the block is allocated and before its address is reused."""
     if block.start == 0:
         known = [entry for entry in entries if entry.start <= begin]
         entry = known[-1] if known else None
@@ -229,8 +228,8 @@ def _named(block: Block, entries: list[_Entry], begin: float) -> Block:
             entry = None
     if entry is not None:
         return replace(block, label=entry.label, module=entry.module, what=entry.what, line=entry.line)
-    if block.start == 0 and block.size in (CUBLAS_WORKSPACE, 8.125 * MIB):
+    if block.start == 0 and block.size in CUBLAS_WORKSPACES:
         return replace(block, label="workspace")
-    if block.end is not None:  # no operator returned it: it lived inside one
+    if block.end is not None:  # no operator returned it: an operator allocated and freed it
         return replace(block, label=TEMPORARY, what="inside an operator")
     return block

@@ -1,12 +1,12 @@
-"""Memory of a step, tensor by tensor, from the operators it dispatches: works on any device, and on no device at all.
+"""Memory of a step, tensor by tensor, from the operators that it dispatches: on any device, or without one.
 
-`StorageTracker` follows every storage from the operator that made it to its last reference. It serves twice:
-- `predict_by_tracing` runs one step under FakeTensorMode (shapes only, no memory touched) and so predicts the peak of
-  any model on a GPU that is not there;
-- `measure_peak` runs a real step, which is how the peak is measured on a CPU, where no allocator keeps count.
+`StorageTracker` follows every storage from the operator that allocates it to its last reference. It has two uses:
+- `predict_by_tracing` runs one step under FakeTensorMode (shapes only, no memory) and so predicts the peak of any model
+  on a GPU that is not present;
+- `measure_peak` runs a real step, which measures the peak on a CPU, where no allocator counts bytes.
 
-The trace runs on fake CPU tensors, because a torch built without CUDA cannot make fake CUDA ones. `as_on_cuda` mends
-the places where CUDA would run another operator: fused RMSNorm, fused attention, autocast's fp32 list.
+The trace runs on fake CPU tensors, because a torch built without CUDA cannot create fake CUDA tensors. `as_on_cuda`
+substitutes the operators that differ on CUDA: fused RMSNorm, fused attention, autocast's fp32 list.
 """
 
 import gc
@@ -28,9 +28,9 @@ from torch.utils._pytree import tree_leaves, tree_map_only
 from cs336_systems.config import RunConfig
 from cs336_systems.kernels.fused import nodes as fused
 from cs336_systems.kernels.fused import pointwise
-from cs336_systems.kernels.fused.packed_adamw import PackedAdamW
 from cs336_systems.predict.allocator import CachingAllocator
 from cs336_systems.predict.memory_model import ROUNDING, MemoryEstimate, workspace
+from cs336_systems.step.optimizers import adapt
 from cs336_systems.step.train_step import TrainStep
 
 LABEL_OF_PHASE = {
@@ -47,22 +47,22 @@ class _Storage:
     label: str
     size: int
     address: int | None
-    """Of its block in the allocator, where there is one."""
+    """The address of its block in the simulated allocator, if there is one."""
 
 
 class StorageLog(Protocol):
-    """Somebody who wants to know of every storage."""
+    """A listener that is notified of every storage."""
 
-    def born(self, key: int, label: str, tensor: Tensor, operator: Any) -> None: ...
+    def allocated(self, key: int, label: str, tensor: Tensor, operator: Any) -> None: ...
 
     def relabelled(self, key: int, label: str) -> None: ...
 
-    def died(self, key: int) -> None: ...
+    def freed(self, key: int) -> None: ...
 
 
 class StorageTracker(TorchDispatchMode):
-    """Bytes alive, by label and in total, and the moment they were most. With an `allocator` (on CUDA) the total is in
-    its blocks, and what they exceed the tensors by is a label of its own."""
+    """Counts allocated bytes by label and records their peak. With an `allocator` (on CUDA) the total is that of its
+    blocks, and the rounding beyond the tensors has a label of its own."""
 
     def __init__(self, allocator: CachingAllocator | None = None, log: StorageLog | None = None):
         super().__init__()
@@ -75,7 +75,7 @@ class StorageTracker(TorchDispatchMode):
 
     def reset_peak(self) -> None:
         self.peak, self.peak_phase, self.peak_parts = 0, "", dict[str, int]()
-        self._note_peak()
+        self._update_peak()
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         result = func(*args, **(kwargs or {}))
@@ -86,7 +86,7 @@ class StorageTracker(TorchDispatchMode):
             if isinstance(leaf, Tensor):
                 self.track(leaf, label, operator=func)
         if self.allocator is not None and func is torch.ops.aten._softmax_backward_data.default:
-            self.allocator.release(self._allocate(result.nbytes))  # CUDA's kernel forms grad * output first
+            self.allocator.release(self._allocate(result.nbytes))  # CUDA's kernel allocates grad * output first
         return result
 
     def track(self, tensor: Tensor, label: str, *, relabel: bool = False, operator: Any = None) -> None:
@@ -97,9 +97,9 @@ class StorageTracker(TorchDispatchMode):
             self._storages[key] = _Storage(label, size, None)
             self.live[label] += size
             self._storages[key].address = self._allocate(size) if self.allocator is not None else None
-            self._note_peak()
+            self._update_peak()
             if self.log is not None:
-                self.log.born(key, label, tensor, operator)
+                self.log.allocated(key, label, tensor, operator)
             weakref.finalize(storage, self._forget, key)
         elif relabel:
             known = self._storages[key]
@@ -112,25 +112,25 @@ class StorageTracker(TorchDispatchMode):
     def _allocate(self, size: int) -> int:
         assert self.allocator is not None
         address = self.allocator.allocate(size)
-        self._note_peak()
+        self._update_peak()
         return address
 
     def _forget(self, key: int) -> None:
         storage = self._storages.pop(key)
         self.live[storage.label] -= storage.size
         if self.log is not None:
-            self.log.died(key)
+            self.log.freed(key)
         if self.allocator is not None and storage.address is not None:
             self.allocator.release(storage.address)
 
-    def _note_peak(self) -> None:
+    def _update_peak(self) -> None:
         total = self.live.total() if self.allocator is None else self.allocator.allocated
         if total > self.peak or not self.peak:
             self.peak, self.peak_phase, self.peak_parts = total, self.phase, dict(self.live)
 
     @property
     def parts(self) -> dict[str, int]:
-        """What was alive at the peak, by label; adds up to it."""
+        """Bytes by label at the peak; they add up to it."""
         parts = {label: size for label, size in self.peak_parts.items() if size}
         if beyond := self.peak - sum(parts.values()):
             parts[ROUNDING] = beyond
@@ -145,7 +145,7 @@ class StorageTracker(TorchDispatchMode):
 
 @contextmanager
 def labelled(step: TrainStep, tracker: StorageTracker) -> Iterator[None]:
-    """Label what the step already holds, and what becomes a gradient or the logits while it runs."""
+    """Label the tensors that the step already holds, and relabel gradients and logits while it runs."""
     for parameter in step.model.parameters():
         tracker.track(parameter, "parameters")
         if hasattr(parameter, "grad_memory"):
@@ -171,15 +171,16 @@ def labelled(step: TrainStep, tracker: StorageTracker) -> Iterator[None]:
 
 
 def label_optimizer_state(step: TrainStep, tracker: StorageTracker) -> None:
-    states = step.optimizer.state.values() if step.optimizer is not None else ()
-    rests = step.optimizer.rests if isinstance(step.optimizer, PackedAdamW) else []
-    for tensor in tree_leaves([[list(state.values()) for state in states], rests]):
+    if step.optimizer is None:
+        return
+    states = [list(state.values()) for state in step.optimizer.state.values()]
+    for tensor in tree_leaves([states, adapt(step.optimizer).unlisted_state]):
         if isinstance(tensor, Tensor):
             tracker.track(tensor, "optimizer state", relabel=True)
 
 
 def measure_peak(step: TrainStep, batch: tuple[Tensor, Tensor]) -> int:
-    """Peak bytes of tensors during one real step. The step runs slowly under the tracker, so this is never timed."""
+    """Return the peak bytes of tensors during one real step. The tracker slows the step down: do not time it."""
     tracker = StorageTracker()
     for tensor in batch:
         tracker.track(tensor, "inputs")
@@ -192,16 +193,16 @@ def measure_peak(step: TrainStep, batch: tuple[Tensor, Tensor]) -> int:
 
 
 def predict_by_tracing(config: RunConfig, prepare: Callable[[TrainStep], None] | None = None) -> MemoryEstimate:
-    """The peak of one steady step of `config`, from shapes alone. All layers are traced: that takes seconds and holds
-    for any model, so nothing is extrapolated. `prepare` may change the step first."""
+    """Return the peak of one steady-state step of `config`, from shapes alone. All layers are traced, which takes
+    seconds and is valid for any model. `prepare` may modify the step first."""
     on_cuda = config.device_type == "cuda"
     tracker = StorageTracker(CachingAllocator() if on_cuda else None)
     with ExitStack() as stack:
         stack.enter_context(mock.patch.object(torch.nn.init, "_no_grad_trunc_normal_", lambda tensor, *_, **__: tensor))
         stack.enter_context(FakeTensorMode())
-        parts = sorted(config.fast_parts - {"graph"})  # which allocates what the step does
+        parts = sorted(config.fast_parts - {"graph"})  # a graph allocates what the eager step does
         step = TrainStep.build(replace(config, device="cpu", compile=False, fast=",".join(parts) or "off"))
-        step.scaler = torch.amp.GradScaler("cpu", enabled=False)  # it reads a value back, and fake tensors have none
+        step.scaler = torch.amp.GradScaler("cpu", enabled=False)  # it would read a value of a fake tensor
         if prepare is not None:
             prepare(step)
         shape = (config.batch_size, config.model.context_length)
@@ -214,7 +215,7 @@ def predict_by_tracing(config: RunConfig, prepare: Callable[[TrainStep], None] |
             scratch = torch.empty(workspace(config), dtype=torch.uint8)
             tracker.track(scratch, "workspace")
         stack.enter_context(tracker)
-        if step.optimizer is not None:  # the first step makes the optimizer's state, the second is a steady one
+        if step.optimizer is not None:  # the first step creates the optimizer's state
             step(*batch, watch=tracker.watch)
             label_optimizer_state(step, tracker)
         gc.collect()  # graphs survive in reference cycles until collected
@@ -223,11 +224,11 @@ def predict_by_tracing(config: RunConfig, prepare: Callable[[TrainStep], None] |
     return MemoryEstimate(tracker.parts, tracker.peak, tracker.peak_phase)
 
 
-# -- what CUDA would have run -----------------------------------------------------------------------------------------
+# -- operators of CUDA ------------------------------------------------------------------------------------------------
 
 
 class _FusedRMSNorm(torch.autograd.Function):
-    """Stands for CUDA's fused kernel: same tensors saved and made. Values do not matter under FakeTensorMode."""
+    """Saves and allocates the same tensors as CUDA's fused kernel. Under FakeTensorMode values do not matter."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, weight: Tensor) -> Tensor:
@@ -267,11 +268,11 @@ _FP32_ON_CUDA = (
         for name in ("softmax", "log_softmax", "exp", "log", "pow", "rsqrt", "sum", "cumsum", "prod", "norm")
     ),
 )
-"""Functions that CUDA's autocast runs in fp32 and the CPU's leaves alone."""
+"""Functions that autocast runs in fp32 on CUDA but not on a CPU."""
 
 
 def _cast_under_autocast(function: Callable, dtype: torch.dtype | None) -> Callable:
-    """`function` with its floating-point arguments cast, while autocast is on, to `dtype` (None: autocast's own)."""
+    """Wrap `function` to cast floating-point arguments under autocast to `dtype` (None: autocast's own)."""
 
     def cast(tensor: Tensor) -> Tensor:
         return tensor.to(dtype or torch.get_autocast_dtype("cpu")) if tensor.is_floating_point() else tensor
@@ -293,8 +294,8 @@ def _rms_norm_on_cuda(
 
 @contextmanager
 def as_on_cuda() -> Iterator[None]:
-    """Patched in place rather than by a TorchFunctionMode: checkpointed blocks run again inside backward, where torch
-    switches modes off."""
+    """Substitute the operators that differ on CUDA. They are patched in place, because torch disables modes such as
+    TorchFunctionMode inside backward, where checkpointed blocks are recomputed."""
     from cs336_systems.kernels.fused import pointwise_triton
 
     with ExitStack() as stack:
@@ -306,6 +307,6 @@ def as_on_cuda() -> Iterator[None]:
             patch(owner, name, _cast_under_autocast(getattr(owner, name), torch.float32))
         patch(F, "rms_norm", _cast_under_autocast(_rms_norm_on_cuda, torch.float32))
         patch(F, "scaled_dot_product_attention", _cast_under_autocast(_sdpa_on_cuda, None))
-        patch(pointwise, "_triton", lambda tensor: pointwise_triton)  # launches nothing for tensors without memory
+        patch(pointwise, "_triton", lambda tensor: pointwise_triton)  # launches nothing for fake tensors
         patch(fused, "_wide_product", lambda a, b: a.new_empty((a.shape[0], b.shape[1]), dtype=torch.float32))
         yield

@@ -5,13 +5,12 @@ The request is {"config": a RunConfig's fields, "num_steps": how many steps to r
 
 import json
 import sys
-from contextlib import nullcontext
 from pathlib import Path
 
 import torch
 
 from cs336_systems.config import RunConfig, UserError
-from cs336_systems.kernels.ranges import looked_at
+from cs336_systems.measure.kernel_trace import part_ranges
 from cs336_systems.measure.timing import Stopwatch
 from cs336_systems.step.train_step import TrainStep
 
@@ -25,13 +24,11 @@ def main() -> None:
 
 
 def record_steps(config: RunConfig, num_steps: int) -> None:
-    """Warm up unseen, then let nsys see `num_steps` steps."""
+    """Warm up, then run `num_steps` steps inside the range that nsys captures."""
     step = TrainStep.build(config)
     batch = step.random_batch()
-    # Phases begin and end with an idle device, as in all other measurements of them.
-    stopwatch = Stopwatch(step.device)
-    # Ranges break a compiled model's graph: it would be another model that is recorded.
-    with nullcontext() if config.compile else looked_at():
+    stopwatch = Stopwatch(step.device)  # synchronises at the borders of phases, as in all other measurements
+    with part_ranges(config):
         for _ in range(config.warmup_steps):
             step(*batch, watch=stopwatch.watch)
         stopwatch.synchronize()

@@ -1,6 +1,6 @@
-"""The one timing loop: warm-up, then steps whose phases are synchronised, on any device and any number of ranks.
+"""The timing loop: warm-up, then steps with synchronised phases, on any device and any number of ranks.
 
-Single calls, too short for that loop, are timed by Triton's (`time_calls`).
+Short calls are timed by Triton's do_bench (`time_calls`).
 """
 
 import timeit
@@ -14,6 +14,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from cs336_systems.parallel.collectives import message_device
+from cs336_systems.record import Metric
 from cs336_systems.step.train_step import TrainStep, Watch
 
 STEP = "step"
@@ -22,24 +23,23 @@ FEW_CALLS = 3
 
 @dataclass
 class Timings:
-    """Seconds of every measured step: by phase and for the whole (`step`); by the host's clock and by CUDA events."""
+    """Seconds of every measured step, by phase and in total (`step`), by the host's clock and by CUDA events."""
 
     wall: dict[str, list[float]] = field(default_factory=dict)
     events: dict[str, list[float]] = field(default_factory=dict)
     warmup: list[float] = field(default_factory=list)
     peak_memory: int | None = None
-    """Most bytes of CUDA memory allocated during the measured steps."""
+    """Peak bytes of CUDA memory allocated during the measured steps."""
 
     @property
-    def metrics(self) -> list[list]:
-        """[metric, unit, samples] rows for records."""
-        wall = [[f"{phase}_time", "s", samples] for phase, samples in self.wall.items()]
-        events = [[f"{phase}_event_time", "s", samples] for phase, samples in self.events.items()]
-        return [*wall, *events, ["warmup_time", "s", self.warmup]]
+    def metrics(self) -> list[Metric]:
+        wall = [Metric(f"{phase}_time", "s", samples) for phase, samples in self.wall.items()]
+        events = [Metric(f"{phase}_event_time", "s", samples) for phase, samples in self.events.items()]
+        return [*wall, *events, Metric("warmup_time", "s", self.warmup)]
 
 
 class Stopwatch:
-    """A watcher that times phases. The device is idle at both ends of each, so that a phase's time is its own."""
+    """Times phases. It synchronises the device at both ends of a phase, so that no other work is counted."""
 
     def __init__(self, device: torch.device):
         self.device = device
@@ -52,26 +52,22 @@ class Stopwatch:
 
     @contextmanager
     def watch(self, name: str) -> Iterator[None]:
-        cuda = self.device.type == "cuda"
         self.synchronize()
-        if cuda:
-            begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-            begin.record()
+        events = _EventPair() if self.device.type == "cuda" else None
         start = timeit.default_timer()
         yield
-        if cuda:
-            end.record()
+        if events is not None:
+            events.end.record()
         self.synchronize()
         self.wall[name].append(timeit.default_timer() - start)
-        if cuda:
-            self.events[name].append(begin.elapsed_time(end) / 1e3)
+        if events is not None:
+            self.events[name].append(events.seconds)
 
 
 def time_steps(run: Callable[[Watch], object], *, device: torch.device, warmup_steps: int, num_steps: int) -> Timings:
     """Call `run(watch)` for the warm-up and the measured steps; it wraps its phases in `watch(name)`.
 
-    With several ranks each step begins at a barrier, and a sample is the maximum over ranks: a step is over when its
-    slowest rank is.
+    With several ranks each step begins at a barrier, and a sample is the maximum over ranks.
     """
     cold = Stopwatch(device)
     for _ in range(warmup_steps):
@@ -91,38 +87,39 @@ def time_steps(run: Callable[[Watch], object], *, device: torch.device, warmup_s
 
 
 def time_queued(run: Callable[[Watch], object], *, device: torch.device, num_steps: int) -> dict[str, list[float]]:
-    """Seconds of each phase by CUDA events alone: nothing waits between phases, so the host launches ahead, as in
-    training, and what it needs for that counts only where the GPU has nothing left to do."""
-    marks: list[tuple[str, torch.cuda.Event, torch.cuda.Event]] = []
+    """Return the seconds of each phase by CUDA events, without synchronisation between phases.
+
+    The host launches ahead of the GPU, as in training; its overhead counts only where the GPU runs out of work.
+    """
+    phases: list[tuple[str, _EventPair]] = []
 
     @contextmanager
     def watch(name: str) -> Iterator[None]:
-        begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-        begin.record()
+        events = _EventPair()
         yield
-        end.record()
-        marks.append((name, begin, end))
+        events.end.record()
+        phases.append((name, events))
 
     run(watch)
-    first = len(marks)  # nothing was queued before these
+    first = len(phases)  # the queue was empty before the first step, so it does not count
     for _ in range(num_steps):
         run(watch)
     torch.cuda.synchronize(device)
     found: defaultdict[str, list[float]] = defaultdict(list)
-    for name, begin, end in marks[first:]:
-        found[name].append(begin.elapsed_time(end) / 1e3)
+    for name, events in phases[first:]:
+        found[name].append(events.seconds)
     return dict(found)
 
 
 def time_as_configured(step: TrainStep, batch: tuple[Tensor, Tensor]) -> Timings:
-    """As many warm-up and measured steps as the step's configuration says, all on one batch."""
+    """Time as many steps as the configuration asks for, all on one batch."""
     timings = time_steps(
         lambda watch: step(*batch, watch=watch),
         device=step.device,
         warmup_steps=step.config.warmup_steps,
         num_steps=step.config.num_steps,
     )
-    if step.graph is not None and timings.peak_memory is not None:  # replays allocate nothing
+    if step.graph is not None and timings.peak_memory is not None:  # replays of a graph allocate nothing
         timings.peak_memory = max(timings.peak_memory, step.graph.peak_memory)
     return timings
 
@@ -135,11 +132,11 @@ def time_calls(
     rep_ms: float,
     gradients: Sequence[Tensor] = (),
 ) -> list[float]:
-    """Seconds of each of many calls that have been made before, with the gradients of `gradients` dropped before each.
+    """Return the seconds of each of many calls after a first one; the gradients of `gradients` are cleared before each.
 
-    On a GPU by `triton.testing.do_bench`: the L2 cache is emptied before each call, and the next one is queued before
-    the last has ended, so that microseconds count. It makes eight calls at least; where one alone takes longer than
-    all should, and on a CPU, a few steps of the loop above do.
+    On a GPU `triton.testing.do_bench` clears the L2 cache before each call and queues calls ahead, which resolves
+    microseconds. It makes at least eight calls; on a CPU, or if one call exceeds the time limit, the timing loop makes
+    FEW_CALLS.
     """
 
     def run(watch: Watch) -> None:
@@ -157,6 +154,18 @@ def time_calls(
 
     times = do_bench(call, warmup=warmup_ms, rep=rep_ms, grad_to_none=list(gradients), return_mode="all")
     return [milliseconds / 1e3 for milliseconds in times]
+
+
+class _EventPair:
+    """CUDA events around a phase; the first is recorded on construction."""
+
+    def __init__(self) -> None:
+        self.begin, self.end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+        self.begin.record()
+
+    @property
+    def seconds(self) -> float:
+        return self.begin.elapsed_time(self.end) / 1e3
 
 
 def _step(run: Callable[[Watch], object], stopwatch: Stopwatch) -> None:

@@ -1,4 +1,4 @@
-"""Where in the model's code something happens: the module that runs, and the line that called."""
+"""Locates events in the model's code: the running module, the calling line, the shape of a tensor."""
 
 import sys
 from collections.abc import Iterator
@@ -8,14 +8,14 @@ from types import FrameType
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 _TORCH = str(Path(torch.__file__).parent)
 _INSTRUMENTS = str(Path(__file__).parent)
 
 
 class ModuleStack:
-    """The modules of a model that are running, by name, the innermost last."""
+    """The names of the modules that are running, the innermost last."""
 
     def __init__(self) -> None:
         self._names: list[str] = []
@@ -36,7 +36,7 @@ class ModuleStack:
         handles: list[Any] = []
         for name, module in model.named_modules():
             handles.append(module.register_forward_pre_hook(lambda *_, name=name: self._names.append(name)))
-            # Recomputation of a checkpoint is ended by an exception: the module is left all the same.
+            # Recomputation of a checkpoint ends with an exception; always_call runs the hook nevertheless.
             handles.append(module.register_forward_hook(leave, always_call=True))
         try:
             yield
@@ -46,7 +46,7 @@ class ModuleStack:
 
 
 def calling_line() -> str:
-    """The nearest line that is neither torch's nor an instrument's; backward's own thread has none."""
+    """Return the nearest line outside torch and the instruments; empty in autograd's own thread."""
     frame: FrameType | None = sys._getframe(1)
     while frame is not None:
         file = frame.f_code.co_filename
@@ -54,3 +54,9 @@ def calling_line() -> str:
             return f"{Path(file).name}:{frame.f_lineno} in {frame.f_code.co_name}"
         frame = frame.f_back
     return ""
+
+
+def describe_tensor(tensor: Tensor) -> str:
+    """Return the shape and dtype of a tensor: `4x512x768 float32`."""
+    shape = "x".join(map(str, tensor.shape)) or "scalar"
+    return f"{shape} {str(tensor.dtype).removeprefix('torch.')}"

@@ -1,1 +1,1 @@
-"""What can be known without running: memory, FLOPs, attention, parallel layouts. Never imports torch."""
+"""Predictions without running anything: memory, FLOPs, attention, parallel layouts. Never imports torch."""

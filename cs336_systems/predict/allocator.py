@@ -1,8 +1,8 @@
-"""CUDA's caching allocator, as far as it decides how many bytes a tensor is charged for. No torch, no GPU.
+"""A model of PyTorch's CUDA caching allocator: how many bytes a tensor is charged for. No torch, no GPU.
 
-`torch.cuda.memory_allocated` counts blocks, not tensors. A block is larger than its tensor when what would be left of
-it is too small to split off: up to 1 MiB for every tensor above 1 MiB. For some shapes that is 4% of all memory, so a
-prediction that ignores it cannot be right to 2%.
+`torch.cuda.memory_allocated` counts blocks, not tensors. A block stays larger than its tensor when the remainder is too
+small to split off: up to 1 MiB for every tensor above 1 MiB. For some shapes this is 4% of all memory, so a prediction
+accurate to 2% must include it.
 """
 
 from bisect import bisect_left, insort
@@ -12,7 +12,7 @@ from cs336_systems.record import MIB
 
 ALIGNMENT = 512
 SMALL = MIB
-"""Tensors up to this size share segments of 2 MiB; up to 10 MiB, segments of 20; above, each has its own."""
+"""Tensors up to this size share segments of 2 MiB; up to 10 MiB, segments of 20 MiB; above, each has its own."""
 
 
 @dataclass
@@ -26,7 +26,7 @@ class Block:
 
 
 class CachingAllocator:
-    """Best fit with splitting and merging, one stream. `allocated` is what torch.cuda.memory_allocated would say."""
+    """Best fit with splitting and merging on one stream. `allocated` predicts torch.cuda.memory_allocated."""
 
     def __init__(self) -> None:
         self.allocated = 0
@@ -35,7 +35,7 @@ class CachingAllocator:
         self._next_segment = 0
 
     def allocate(self, size: int) -> int:
-        """Take a block for `size` bytes; its address."""
+        """Allocate a block for `size` bytes and return its address."""
         size = round_up(max(size, 1), ALIGNMENT)
         small = size <= SMALL
         block = self._best_fit(size, small) or self._new_segment(size, small)
@@ -51,10 +51,10 @@ class CachingAllocator:
         self.allocated -= block.size
         block.free = True
         if block.before is not None and block.before.free:
-            self._unlist(block.before)
+            self._remove_free(block.before)
             block = self._merge(block.before, block)
         if block.after is not None and block.after.free:
-            self._unlist(block.after)
+            self._remove_free(block.after)
             block = self._merge(block, block.after)
         insort(self._free[block.small], (block.size, block.address))
 
@@ -81,7 +81,7 @@ class CachingAllocator:
         self._blocks[rest.address] = rest
         insort(self._free[rest.small], (rest.size, rest.address))
 
-    def _unlist(self, block: Block) -> None:
+    def _remove_free(self, block: Block) -> None:
         listed = self._free[block.small]
         del listed[bisect_left(listed, (block.size, block.address))]
 

@@ -1,8 +1,8 @@
-"""Floating-point operations of a step, from the configuration alone.
+"""Floating-point operations of a step, computed from the configuration.
 
-Only matrix products and attention count (2 per multiply-add), as in torch.utils.flop_counter; a causal mask does not
-halve attention, there or here. `executed_flops` equals what FlopCounterMode sees. `model_flops` leaves out work that is
-only done again (checkpointing, the scores that fused attention recomputes in backward); MFU is made of it.
+Only matmuls and attention count (2 per multiply-add), as in torch.utils.flop_counter; neither halves attention for a
+causal mask. `executed_flops` equals the count of FlopCounterMode. `model_flops`, the basis of MFU, excludes
+recomputation (activation checkpointing, the scores that fused attention recomputes in backward).
 """
 
 from cs336_systems.config import RunConfig
@@ -13,18 +13,18 @@ def forward_flops(config: RunConfig) -> int:
 
 
 def model_flops(config: RunConfig) -> int:
-    """Of one step in the config's mode; a backward pass is two matrix products for each one of forward."""
+    """Return the FLOPs of one step in the config's mode; backward runs two matmuls for each matmul of forward."""
     passes = 1 if config.mode in ("inference", "forward") else 3
     return passes * forward_flops(config)
 
 
 def executed_flops(config: RunConfig) -> int:
-    """What a FLOP counter sees in one eager step."""
+    """Return the FLOPs that a FLOP counter counts in one eager step."""
     flops = model_flops(config)
     if config.mode in ("inference", "forward"):
         return flops
     if config.attention != "reference":
-        flops += _attention_flops(config) // 2  # fused backward forms the scores again: five products for two
+        flops += _attention_flops(config) // 2  # fused backward recomputes the scores: five matmuls for forward's two
     if config.checkpoint_blocks:
         flops += _recomputed_flops(config)
     return flops
@@ -40,7 +40,7 @@ def _attention_flops(config: RunConfig) -> int:
 
 
 def _recomputed_flops(config: RunConfig) -> int:
-    """All blocks again, but for the last projection of each group: recomputation stops when it has what it needs."""
+    """Return the FLOPs of recomputing all blocks but the last projection of each group, which backward can skip."""
     model, group = config.model, config.checkpoint_blocks
     blocks = forward_flops(config) - 2 * config.tokens * model.vocab_size * model.d_model
     groups = -(-model.num_layers // group)

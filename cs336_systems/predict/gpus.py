@@ -1,82 +1,136 @@
-"""What GPUs can do at most, by the names that their drivers give: dense FLOP/s and bytes per second of their memory.
+"""The table of GPUs: memory, bandwidth, dense peak FLOP/s and interconnect. A new GPU, or a new figure, is one line.
 
-From the vendors' data sheets; where a sheet gives sparse figures, half of them. What is not known is None: no guesses.
+`fit` and `plan` look a GPU up by its card name (`4090`, `h100`), MFU and rooflines by the name that its driver reports
+(`NVIDIA H100 80GB HBM3`). Figures are those of the vendors' data sheets; sparse figures are halved. Unknown figures are
+None, never a guess.
 """
 
 import re
+from dataclasses import dataclass
 from typing import NamedTuple
 
+TERA, GIGA = 1e12, 1e9
 
-class Gpu(NamedTuple):
-    """Dense TFLOP/s: fp32 on CUDA cores, tf32, bf16, fp16 with fp32 accumulation (None: no such unit); and GB/s."""
+
+class Peaks(NamedTuple):
+    """Dense TFLOP/s by precision: fp32 on CUDA cores, fp16 with fp32 accumulation. None: no such unit."""
 
     fp32: float
     tf32: float | None
     bf16: float | None
     fp16: float | None
+
+    def of(self, precision: str) -> float | None:
+        return self._asdict()[precision]
+
+
+@dataclass(frozen=True)
+class GPU:
+    name: str
+    """The name shown to users; without the vendor's prefix it is the card name that `fit` and `plan` accept."""
+    driver_name: str
+    """A regular expression for the driver's name; the first GPU in the table that matches counts."""
+    peaks: Peaks
     bandwidth: float | None = None
-    """None where sheets differ, or where one name stands for cards with other memory."""
+    """GB/s of its memory. None where data sheets differ, or where one name stands for cards with different memory."""
+    memory_gib: float | None = None
+    """GiB that the driver reports; a GPU without it cannot be chosen by card name."""
+    link: float | None = None
+    """GB/s, one way, to the other GPUs of a node of eight: NVLink or PCIe."""
+    network: float | None = None
+    """GB/s, one way, to other nodes: 400 or 200 Gb/s per GPU; for a 4090 or 5090 one 200 Gb/s adapter per node."""
+
+    @property
+    def card(self) -> str:
+        return card_name(self.name)
+
+    def peak_flops(self, precision: str) -> float | None:
+        peak = self.peaks.of(precision)
+        return None if peak is None else peak * TERA
 
 
-_GPUS: list[tuple[str, Gpu]] = [
-    (r"GB200", Gpu(80.0, 1250.0, 2500.0, 2500.0, 8000.0)),
-    (r"\bB200", Gpu(75.0, 1125.0, 2250.0, 2250.0)),
-    (r"H200 NVL", Gpu(60.0, 417.5, 835.5, 835.5, 4800.0)),
-    (r"GH200 480GB", Gpu(66.9, 494.7, 989.4, 989.4, 4000.0)),
-    (r"GH200", Gpu(66.9, 494.7, 989.4, 989.4)),
-    (r"H200", Gpu(66.9, 494.7, 989.4, 989.4, 4800.0)),
-    (r"H100 80GB HBM3|H100 SXM|H800(?! PCIe)", Gpu(66.9, 494.7, 989.4, 989.4, 3350.0)),
-    (r"H100 NVL", Gpu(60.0, 417.5, 835.5, 835.5, 3900.0)),
-    (r"H100 PCIe|H800 PCIe", Gpu(51.2, 378.0, 756.0, 756.0, 2000.0)),
-    (r"\bH20-3e", Gpu(44.0, 74.0, 148.0, 148.0)),
-    (r"\bH20\b", Gpu(44.0, 74.0, 148.0, 148.0, 4000.0)),
-    (r"A[18]00-SXM4-80GB", Gpu(19.5, 156.0, 312.0, 312.0, 2039.0)),
-    (r"A[18]00 80GB PCIe", Gpu(19.5, 156.0, 312.0, 312.0, 1935.0)),
-    (r"A100-(SXM4|PCIE)-40GB", Gpu(19.5, 156.0, 312.0, 312.0, 1555.0)),
-    (r"A100|A800", Gpu(19.5, 156.0, 312.0, 312.0)),
-    (r"RTX PRO 6000 Blackwell (Max-Q )?Workstation", Gpu(125.0, 251.9, 503.8, 503.8, 1792.0)),
-    (r"RTX PRO 6000 Blackwell", Gpu(125.0, 251.9, 503.8, 503.8)),
-    (r"RTX 6000 Ada", Gpu(91.1, 182.1, 364.2, 364.2, 960.0)),
-    (r"L40S", Gpu(91.6, 183.0, 362.0, 362.0, 864.0)),
-    (r"L40\b", Gpu(90.5, 90.5, 181.0, 181.0, 864.0)),
-    (r"\bL20\b", Gpu(59.8, 59.8, 119.5, 119.5, 864.0)),
-    (r"\bL4\b", Gpu(30.3, 60.0, 121.0, 121.0, 300.0)),
-    (r"RTX A6000", Gpu(38.7, 77.4, 154.8, 154.8, 768.0)),
-    (r"\bA40\b", Gpu(37.4, 74.8, 149.7, 149.7, 696.0)),
-    (r"\bA10G", Gpu(31.5, 35.0, 70.0, 70.0, 600.0)),
-    (r"\bA10\b", Gpu(31.2, 62.5, 125.0, 125.0, 600.0)),
-    (r"\bA30\b", Gpu(10.3, 82.0, 165.0, 165.0, 933.0)),
-    (r"RTX 5090(?! D)", Gpu(104.8, 104.8, 209.5, 209.5, 1792.0)),
-    (r"RTX 5080", Gpu(56.3, 56.3, 112.6, 112.6, 960.0)),
-    (r"RTX 4090 D", Gpu(73.5, 73.5, 147.0, 147.0, 1008.0)),
-    (r"RTX 4090", Gpu(82.6, 82.6, 165.2, 165.2, 1008.0)),
-    (r"RTX 4080 SUPER", Gpu(52.2, 52.2, 104.4, 104.4, 736.0)),
-    (r"RTX 4080", Gpu(48.7, 48.7, 97.5, 97.5, 716.8)),
-    (r"RTX 3090 Ti", Gpu(40.0, 40.0, 80.0, 80.0, 1008.0)),
-    (r"RTX 3090", Gpu(35.6, 35.6, 71.2, 71.2, 936.0)),
-    (r"RTX 3080(?! Ti)", Gpu(29.8, 29.8, 59.5, 59.5)),
-    (r"RTX 2080 Ti", Gpu(13.4, None, None, 53.8, 616.0)),
-    (r"V100-(SXM2|PCIE)", Gpu(15.7, None, None, 125.0, 900.0)),
-    (r"V100", Gpu(15.7, None, None, 125.0)),
-    (r"\bT4\b", Gpu(8.1, None, None, 65.0)),
-]
-"""By a pattern that the driver's name holds; the first that matches counts."""
+_B200 = Peaks(75.0, 1125.0, 2250.0, 2250.0)
+_H100 = Peaks(66.9, 494.7, 989.4, 989.4)
+_H100_NVL = Peaks(60.0, 417.5, 835.5, 835.5)
+_H20 = Peaks(44.0, 74.0, 148.0, 148.0)
+_A100 = Peaks(19.5, 156.0, 312.0, 312.0)
+_PRO_6000 = Peaks(125.0, 251.9, 503.8, 503.8)
+_V100 = Peaks(15.7, None, None, 125.0)
+
+GPUS = (
+    GPU("GB200", r"GB200", Peaks(80.0, 1250.0, 2500.0, 2500.0), 8000.0),
+    GPU("B200", r"\bB200", _B200, memory_gib=178.4, link=900, network=50),
+    GPU("H200 NVL", r"H200 NVL", _H100_NVL, 4800.0),
+    GPU("GH200 480GB", r"GH200 480GB", _H100, 4000.0),
+    GPU("GH200", r"GH200", _H100),
+    GPU("H200", r"H200", _H100, 4800.0, memory_gib=139.8, link=450, network=50),
+    GPU("H100", r"H100 80GB HBM3|H100 SXM", _H100, 3350.0, memory_gib=79.2, link=450, network=50),
+    GPU("H800", r"H800(?! PCIe)", _H100, 3350.0, memory_gib=79.2, link=200, network=50),
+    GPU("H100 NVL", r"H100 NVL", _H100_NVL, 3900.0),
+    GPU("H100 PCIe", r"H100 PCIe|H800 PCIe", Peaks(51.2, 378.0, 756.0, 756.0), 2000.0),
+    GPU("H20-3e", r"\bH20-3e", _H20),
+    GPU("H20", r"\bH20\b", _H20, 4000.0, memory_gib=95.1, link=450, network=50),
+    GPU("A100-SXM4-80GB", r"A[18]00-SXM4-80GB", _A100, 2039.0),
+    GPU("A100-PCIE-80GB", r"A[18]00 80GB PCIe", _A100, 1935.0),
+    GPU("A100-40GB", r"A100-(SXM4|PCIE)-40GB", _A100, 1555.0, memory_gib=39.4),
+    GPU("A100", r"A100", _A100, memory_gib=79.2, link=300, network=25),
+    GPU("A800", r"A800", _A100, memory_gib=79.2, link=200, network=25),
+    GPU("RTX PRO 6000 Workstation", r"RTX PRO 6000 Blackwell (Max-Q )?Workstation", _PRO_6000, 1792.0),
+    GPU("RTX PRO 6000", r"RTX PRO 6000 Blackwell", _PRO_6000),
+    GPU("RTX 6000 Ada", r"RTX 6000 Ada", Peaks(91.1, 182.1, 364.2, 364.2), 960.0),
+    GPU("L40S", r"L40S", Peaks(91.6, 183.0, 362.0, 362.0), 864.0, memory_gib=44.4),
+    GPU("L40", r"L40\b", Peaks(90.5, 90.5, 181.0, 181.0), 864.0),
+    GPU("L20", r"\bL20\b", Peaks(59.8, 59.8, 119.5, 119.5), 864.0),
+    GPU("L4", r"\bL4\b", Peaks(30.3, 60.0, 121.0, 121.0), 300.0, memory_gib=22.0),
+    GPU("RTX A6000", r"RTX A6000", Peaks(38.7, 77.4, 154.8, 154.8), 768.0, memory_gib=47.4),
+    GPU("A40", r"\bA40\b", Peaks(37.4, 74.8, 149.7, 149.7), 696.0, memory_gib=44.4),
+    GPU("A10G", r"\bA10G", Peaks(31.5, 35.0, 70.0, 70.0), 600.0, memory_gib=22.1),
+    GPU("A10", r"\bA10\b", Peaks(31.2, 62.5, 125.0, 125.0), 600.0, memory_gib=22.1),
+    GPU("A30", r"\bA30\b", Peaks(10.3, 82.0, 165.0, 165.0), 933.0, memory_gib=23.6),
+    GPU("RTX 5090", r"RTX 5090(?! D)", Peaks(104.8, 104.8, 209.5, 209.5), 1792.0, 31.4, link=50, network=3),
+    GPU("RTX 5080", r"RTX 5080", Peaks(56.3, 56.3, 112.6, 112.6), 960.0),
+    GPU("RTX 4090 D", r"RTX 4090 D", Peaks(73.5, 73.5, 147.0, 147.0), 1008.0, memory_gib=23.5),
+    GPU("RTX 4090", r"RTX 4090", Peaks(82.6, 82.6, 165.2, 165.2), 1008.0, memory_gib=23.5, link=25, network=3),
+    GPU("RTX 4080 SUPER", r"RTX 4080 SUPER", Peaks(52.2, 52.2, 104.4, 104.4), 736.0),
+    GPU("RTX 4080", r"RTX 4080", Peaks(48.7, 48.7, 97.5, 97.5), 716.8, memory_gib=15.7),
+    GPU("RTX 3090 Ti", r"RTX 3090 Ti", Peaks(40.0, 40.0, 80.0, 80.0), 1008.0),
+    GPU("RTX 3090", r"RTX 3090", Peaks(35.6, 35.6, 71.2, 71.2), 936.0, memory_gib=23.7),
+    GPU("RTX 3080", r"RTX 3080(?! Ti)", Peaks(29.8, 29.8, 59.5, 59.5), memory_gib=9.8),
+    GPU("RTX 2080 Ti", r"RTX 2080 Ti", Peaks(13.4, None, None, 53.8), 616.0, memory_gib=10.7),
+    GPU("V100 SXM2", r"V100-(SXM2|PCIE)", _V100, 900.0),
+    GPU("V100", r"V100", _V100, memory_gib=15.8),
+    GPU("T4", r"\bT4\b", Peaks(8.1, None, None, 65.0), memory_gib=14.6),
+)
 
 
-def _known(name: str | None) -> Gpu | None:
-    if not name or "Laptop" in name:  # it has the name of a faster card
+def card_name(text: str) -> str:
+    """Return a GPU's name in lower case, without vendor, series and spaces: `NVIDIA GeForce RTX 4090` -> `4090`."""
+    return re.sub(r"nvidia|geforce|rtx|tesla|[\s_]", "", text.lower())
+
+
+CARDS = {gpu.card: gpu for gpu in GPUS if gpu.memory_gib is not None}
+"""The GPUs that can be chosen by card name."""
+
+
+def find_card(text: str) -> GPU | None:
+    """Return the GPU that a user names, such as `4090` or `RTX 4090`."""
+    return CARDS.get(card_name(text))
+
+
+def find_by_driver_name(name: str | None) -> GPU | None:
+    """Return the GPU whose driver reports `name`; laptop GPUs carry the name of a faster card and are unknown."""
+    if not name or "Laptop" in name:
         return None
-    return next((gpu for pattern, gpu in _GPUS if re.search(pattern, name)), None)
+    return next((gpu for gpu in GPUS if re.search(gpu.driver_name, name)), None)
 
 
-def peak_flops(gpu: str | None, precision: str) -> float | None:
-    """Dense peak in FLOP/s of a GPU by its driver's name."""
-    known = _known(gpu)
-    peak = known._asdict()[precision] if known else None
-    return None if peak is None else peak * 1e12
+def peak_flops(driver_name: str | None, precision: str) -> float | None:
+    """Return the dense peak of a GPU in FLOP/s."""
+    gpu = find_by_driver_name(driver_name)
+    return None if gpu is None else gpu.peak_flops(precision)
 
 
-def memory_bandwidth(gpu: str | None) -> float | None:
-    """Bytes per second between a GPU and its memory, by its driver's name."""
-    known = _known(gpu)
-    return None if known is None or known.bandwidth is None else known.bandwidth * 1e9
+def memory_bandwidth(driver_name: str | None) -> float | None:
+    """Return the memory bandwidth of a GPU in bytes per second."""
+    gpu = find_by_driver_name(driver_name)
+    return None if gpu is None or gpu.bandwidth is None else gpu.bandwidth * GIGA

@@ -1,11 +1,11 @@
-"""Memory of a step, worked out from the configuration alone: no torch, no GPU, milliseconds.
+"""Peak memory of a step, computed from the configuration in milliseconds: no torch, no GPU.
 
-`estimate(config)` keeps a ledger of every tensor that matters while it walks through the step, in the order in which
-PyTorch's eager mode makes and drops them. What the ledger says is checked three ways: against a trace of the operators
-(memory_trace.py), against a CPU, and against an H200's allocator (results/h200).
+`estimate(config)` simulates the step: a ledger records the tensors in the order in which PyTorch's eager mode allocates
+and frees them. Tests compare the result with a trace of the operators (memory_trace.py), with measurements on a CPU,
+and with the allocator of an H200 (results/h200).
 
-Letters: N tokens of a batch, D d_model, F d_ff, V vocabulary; `s` bytes of an element in matmuls (4, or 2 under
-autocast). The residual stream, norms, softmax and the loss are fp32 always.
+`s` is the bytes per element in matmuls (4, or 2 under autocast). The residual stream, norms, softmax and the loss are
+always fp32.
 """
 
 from collections import Counter
@@ -18,28 +18,34 @@ from cs336_systems.record import MIB
 
 ROUNDING = "allocator rounding"
 CUBLAS_WORKSPACE = 32 * MIB
-"""What cuBLAS keeps per thread and stream on Hopper and later; 8.125 MiB before."""
+"""Bytes that cuBLAS keeps for each thread and stream on Hopper and later."""
+CUBLAS_WORKSPACES = (CUBLAS_WORKSPACE, 8 * MIB + MIB // 8)
+"""Workspace sizes by GPU generation: Hopper and later, earlier."""
 
 
 @dataclass(frozen=True)
 class MemoryEstimate:
-    """The peak of a step: its parts (bytes by name, they add up to it) and the phase it occurs in."""
+    """The peak of a step, its parts (bytes by label; they add up to the peak) and the phase in which it occurs."""
 
     parts: dict[str, int]
     peak: int
     where: str
 
 
+def cublas_workspace(*, on_cuda: bool, backward: bool) -> int:
+    """Return the bytes of cuBLAS workspaces: one for the main thread, one for autograd's thread that runs backward."""
+    return CUBLAS_WORKSPACE * (2 if backward else 1) if on_cuda else 0
+
+
 def workspace(config: RunConfig) -> int:
-    """cuBLAS scratch memory: one for the thread that runs forward, one for autograd's thread that runs backward."""
-    if config.device_type != "cuda":
-        return 0
-    return CUBLAS_WORKSPACE * (1 if config.mode in ("inference", "forward") else 2)
+    """Return the bytes of cuBLAS workspaces in a step of `config`."""
+    backward = config.mode in ("forward-backward", "train-step")
+    return cublas_workspace(on_cuda=config.device_type == "cuda", backward=backward)
 
 
 @dataclass(frozen=True)
 class Tensors:
-    """Sizes in bytes of the tensors of a step, and what CUDA's allocator adds to them."""
+    """Sizes in bytes of the tensors of a step, and the rounding that CUDA's allocator adds."""
 
     config: RunConfig
 
@@ -51,7 +57,7 @@ class Tensors:
         return round_up(elements * width, ALIGNMENT) if self.on_cuda else elements * width
 
     def rounding(self, sizes: list[int]) -> int:
-        """What CUDA's allocator charges for tensors of these sizes, allocated in this order, beyond the tensors."""
+        """Return the bytes that CUDA's allocator adds to tensors of these sizes, allocated in this order."""
         if not self.on_cuda:
             return 0
         allocator = CachingAllocator()
@@ -100,15 +106,15 @@ class Tensors:
         return self._bytes(self.config.tokens, 4)
 
     def square(self, width: int) -> int:
-        """One of a block's four attention projections."""
+        """Bytes of one of a block's four attention projections."""
         return self._bytes(self.config.model.d_model**2, width)
 
     def wide(self, width: int) -> int:
-        """One of a block's three feed-forward projections."""
+        """Bytes of one of a block's three feed-forward projections."""
         return self._bytes(self.config.model.d_model * self.config.model.d_ff, width)
 
     def embedding(self, width: int) -> int:
-        """The embedding, or the head."""
+        """Bytes of the embedding or the language-model head."""
         return self._bytes(self.config.model.d_model * self.config.model.vocab_size, width)
 
     def gain(self) -> int:
@@ -126,7 +132,7 @@ class Tensors:
         return self.config.model.num_layers * self.block_parameters() + 2 * self.embedding(4) + self.gain()
 
     def optimizer_state(self) -> int:
-        """AdamW: two moments, and a step count per parameter tensor."""
+        """Bytes of AdamW's two moments and its step count per parameter tensor."""
         tensors = 9 * self.config.model.num_layers + 3
         return 2 * self.parameters() + tensors * self._bytes(1, 4)
 
@@ -138,7 +144,7 @@ class Tensors:
 
 
 class Ledger:
-    """Bytes alive by label, and the moment they were most."""
+    """Allocated bytes by label, and their peak."""
 
     def __init__(self) -> None:
         self.live: Counter[str] = Counter()
@@ -155,7 +161,7 @@ class Ledger:
         self.live[label] -= size
 
     def touch(self, temporary: int) -> None:
-        """For a moment, `temporary` bytes more than the ledger holds."""
+        """Account for `temporary` bytes that are allocated on top of the ledger and freed again."""
         total = self.live.total() + temporary
         if total > self.peak:
             self.peak, self.where = total, self.phase
@@ -163,8 +169,8 @@ class Ledger:
             self.peak_parts["temporary"] = self.peak_parts.get("temporary", 0) + temporary
 
 
-class StepOnPaper:
-    """Walks through one steady step of a configuration and enters its tensors in a ledger."""
+class SimulatedStep:
+    """Simulates one steady-state step of a configuration and records its tensors in a ledger."""
 
     def __init__(self, config: RunConfig):
         self.config = config
@@ -173,7 +179,7 @@ class StepOnPaper:
         self.keeps_graph = config.mode != "inference"
         self.trains = config.mode == "train-step"
 
-    def walk(self) -> Ledger:
+    def run(self) -> Ledger:
         ledger, t = self.ledger, self.t
         ledger.add("parameters", t.parameters())
         ledger.add(ROUNDING, t.parameter_rounding * (3 if self.trains else 1))
@@ -190,16 +196,16 @@ class StepOnPaper:
             ledger.touch(0)
         return ledger
 
-    # -- what a block keeps -----------------------------------------------------------------------------------------
+    # -- tensors saved by a block -----------------------------------------------------------------------------------
 
     @cached_property
     def norm_saved(self) -> int:
-        """Besides its input: 1/rms per token; the CPU's unfused norm also keeps its product with the input."""
+        """Bytes that a norm saves besides its input: 1/rms per token; on a CPU also the normalized input."""
         return self.t.per_token() + (0 if self.t.fused_norm else self.t.residual(4))
 
     @cached_property
     def attention_saved(self) -> int:
-        """By softmax(q k^T) v: q, k, v, and either the whole score matrix or a row's logsumexp; and the output."""
+        """Bytes saved by softmax(q k^T) v: q, k, v, the output, and the score matrix or one logsumexp per row."""
         t = self.t
         if t.fused_attention:
             return 4 * t.residual(t.s) + t.logsumexp()
@@ -208,12 +214,12 @@ class StepOnPaper:
 
     @cached_property
     def attention_half(self) -> int:
-        """ln1, the attention and its projections, and the sum that goes on."""
+        """Bytes saved by ln1, attention with its projections, and the residual sum."""
         return self.norm_saved + self.t.residual(self.t.s) + self.attention_saved + self.t.residual(4)
 
     @cached_property
     def feed_forward_half(self) -> int:
-        """ln2, w1's output, its silu, w3's output, their product, and the sum that goes on."""
+        """Bytes saved by ln2, w1's output, its silu, w3's output, their product, and the residual sum."""
         return self.norm_saved + self.t.residual(self.t.s) + 4 * self.t.hidden() + self.t.residual(4)
 
     @cached_property
@@ -222,13 +228,13 @@ class StepOnPaper:
 
     @cached_property
     def block_casts(self) -> int:
-        """Low-precision copies of a block's weights, made by autocast."""
+        """Bytes of autocast's low-precision copies of a block's weights."""
         return 4 * self.t.square(2) + 3 * self.t.wide(2) if self.t.low_precision else 0
 
-    # -- what the allocator adds ------------------------------------------------------------------------------------
+    # -- allocator rounding -----------------------------------------------------------------------------------------
 
     def _kept_rounding(self, *, keep: bool) -> int:
-        """Beyond the tensors that a block leaves behind in forward: what it keeps, and autocast's weight copies."""
+        """Rounding of the tensors that a block keeps in forward: saved tensors and autocast's weight copies."""
         return self._kept_roundings[keep]
 
     @cached_property
@@ -247,7 +253,7 @@ class StepOnPaper:
         }
 
     def _casts_rounding(self) -> int:
-        """Weight copies stay while activations come and go, and some of them end up in a hole too large for them."""
+        """Rounding of weight copies: they outlive activations, and some reuse free blocks that are larger."""
         t, layers = self.t, self.config.model.num_layers
         if not t.on_cuda:
             return 0
@@ -270,12 +276,12 @@ class StepOnPaper:
             for _ in range(3):
                 casts += hold(t.square(2))
                 projected += hold(r)
-            turned = hold(r, r)  # q and k; the fp32 tensors in between are gone again
+            rotated = hold(r, r)  # q and k; their fp32 intermediates have been freed
             output = hold(r)
             drop(projected[:2])
             casts += hold(t.square(2))
             projection = hold(r)
-            drop([norm, projected[2], *turned, *output])
+            drop([norm, projected[2], *rotated, *output])
             total = hold(r4)
             drop(projection)
             norm32, norm = hold(r4, r)
@@ -303,50 +309,50 @@ class StepOnPaper:
         ledger.phase = "forward"
         ledger.add("activations", t.residual(4))
         for layer in range(layers):
-            inside = t.residual(4) if group and layer % group else 0  # a block's input, where no graph holds it
+            inside = t.residual(4) if group and layer % group else 0  # a block's input that no graph saves
             ledger.add("activations", inside)
             self._block_forward(keep=self.keeps_graph and not group)
             ledger.drop("activations", inside)
             if group and ((layer + 1) % group == 0 or layer + 1 == layers):
                 ledger.add("activations", t.residual(4))  # the input of the next group, or of the final norm
         self._norm_forward(keep=self.keeps_graph)
-        if not self.keeps_graph:  # the norm's input, and its factors
+        if not self.keeps_graph:  # the norm's input and 1/rms
             ledger.drop("activations", t.residual(4) + t.per_token())
         self._cast(t.embedding(2))
         ledger.add("logits and loss", t.logits(t.s))
         if group:
-            # Autocast drops its copies when it ends; only those that a graph holds stay: the head's.
+            # Autocast frees its copies on exit, except those that a graph saves: the head's.
             ledger.drop("weight casts", layers * self.block_casts)
             ledger.drop(ROUNDING, layers * self._kept_rounding(keep=False))
 
     def _cast(self, size: int, *, beside: int = 0) -> None:
-        """Autocast's copy of a weight, kept until it ends, while `beside` bytes of temporary tensors are alive."""
+        """Add autocast's copy of a weight, kept until autocast exits, while `beside` temporary bytes are allocated."""
         if self.t.low_precision:
             self.ledger.add("weight casts", size)
         self.ledger.touch(beside)
 
     def _norm_forward(self, *, keep: bool) -> None:
-        """Leaves its output on the ledger, and what backward needs if `keep`."""
+        """Add the output of a norm and, if `keep`, the tensors saved for backward."""
         t = self.t
         self.ledger.add("activations", (self.norm_saved if keep else t.per_token()) + t.residual(t.s))
         self.ledger.touch((t.residual(4) if t.low_precision else 0) + (0 if t.fused_norm else t.residual(4)))
 
     def _block_forward(self, *, keep: bool) -> None:
-        """One block; on the ledger stay what backward needs if `keep`, nothing if not, and autocast's weight copies."""
+        """Run one block. Its saved tensors stay on the ledger if `keep`; autocast's weight copies always do."""
         t, ledger = self.t, self.ledger
         r, r4, hidden = t.residual(t.s), t.residual(4), t.hidden()
         start = ledger.live["activations"]
         ledger.add(ROUNDING, self._kept_rounding(keep=keep))
         self._norm_forward(keep=keep)
         self._cast(3 * t.square(2))
-        ledger.touch(5 * r + 2 * r4 + (r if t.low_precision else 0))  # q, k, v, turned q, and k being turned
+        ledger.touch(5 * r + 2 * r4 + (r if t.low_precision else 0))  # q, k, v, rotated q, and k being rotated
         if t.fused_attention:
             ledger.touch(5 * r + t.logsumexp())  # q, k, v, the output, its projection
         else:
-            copies = 2 * r if keep else 0  # q and k laid out for the matmul, which backward needs
+            copies = 2 * r if keep else 0  # contiguous q and k for the matmul, saved for backward
             ledger.touch(6 * r + t.scores(t.s))
             converted = t.scores(t.s) + t.scores(4) if t.low_precision else t.scores(4)
-            mask = t.mask() if keep else 0  # backward masks the gradient too
+            mask = t.mask() if keep else 0  # backward masks the gradient
             ledger.touch(3 * r + copies + converted + t.scores(4) + mask)
             weights = t.scores(4) + (t.scores(t.s) if t.low_precision else 0) + mask
             ledger.touch(5 * r + copies + weights)
@@ -358,10 +364,10 @@ class StepOnPaper:
             ledger.add("activations", self.attention_half - self.norm_saved - r)
         else:
             ledger.live["activations"] = start
-            ledger.add("activations", r4)  # the sum; the block's input is still held by the loop over blocks
+            ledger.add("activations", r4)  # the residual sum; the caller still holds the block's input
         ledger.touch(r)
         self._norm_forward(keep=keep)
-        for alive in (2, 4 if keep else 3):  # w1 and its silu; w3 and the product, silu and w1 only where they are kept
+        for alive in (2, 4 if keep else 3):  # w1 and its silu; w3 and the product, with w1 and its silu if saved
             self._cast(t.wide(2))
             ledger.touch(alive * hidden)
         if keep:
@@ -372,7 +378,7 @@ class StepOnPaper:
         else:
             self._cast(t.wide(2), beside=hidden)
             ledger.touch(hidden + r)
-            ledger.touch(r4)  # the block's output, when the inner tensors are gone and the norm's with them
+            ledger.touch(r4)  # the block's output, after the inner tensors are freed
             ledger.live["activations"] = start
 
     # -- loss and backward ----------------------------------------------------------------------------------------
@@ -380,7 +386,7 @@ class StepOnPaper:
     def _loss(self) -> None:
         ledger, t = self.ledger, self.t
         ledger.phase = "loss"
-        ledger.add("logits and loss", t.logits(4))  # log-softmax, kept for backward
+        ledger.add("logits and loss", t.logits(4))  # log-softmax, saved for backward
         ledger.touch(t.logits(4) if t.low_precision else 0)
         ledger.drop("logits and loss", t.logits(t.s))
 
@@ -396,7 +402,7 @@ class StepOnPaper:
         )
         ledger.drop("activations", t.residual(t.s))
         self._norm_backward()
-        ledger.add("temporary", t.residual(4))  # the gradient of the residual stream, handed from block to block
+        ledger.add("temporary", t.residual(4))  # the gradient of the residual stream, passed from block to block
         for size in self._groups_backwards():
             if group:
                 for _ in range(size):
@@ -410,14 +416,14 @@ class StepOnPaper:
         ledger.add("gradients", t.embedding(4))
 
     def _groups_backwards(self) -> list[int]:
-        """How many blocks are recomputed together, last group first; all at once where none are."""
+        """Return the sizes of the groups of blocks, last group first; one group without recomputation."""
         layers, group = self.config.model.num_layers, self.config.checkpoint_blocks
         if not group:
             return [layers]
         return [min(group, layers - start) for start in range(0, layers, group)][::-1]
 
     def _weight_gradient(self, cast: int, gradient: int, *, during: int, after: int) -> None:
-        """The gradient of a projection; under autocast made in low precision, then cast, and the weight's copy goes."""
+        """Add the gradient of a projection; under autocast free the weight's copy and cast the gradient."""
         ledger = self.ledger
         if self.t.low_precision:
             ledger.touch(cast + during)
@@ -435,7 +441,7 @@ class StepOnPaper:
         ledger.add("gradients", t.gain())
 
     def _block_backward(self) -> None:
-        """The block's own activations and its input leave the ledger, its gradients come onto it."""
+        """Run a block's backward: free its activations and its input, add its gradients."""
         ledger, t = self.ledger, self.t
         ledger.drop(ROUNDING, self._kept_rounding(keep=True))
         ledger.add(ROUNDING, t.parameter_rounding // self.config.model.num_layers)
@@ -459,8 +465,8 @@ class StepOnPaper:
         else:
             self._scores_backward(r)
         ledger.drop("activations", self.attention_saved)
-        ledger.touch(3 * r + 2 * t.residual(4))  # gradients of q, k and v, one of them being turned back in fp32
-        # Of q, k and v in turn: gradients still to be used, and what has been gathered for the norm.
+        ledger.touch(3 * r + 2 * t.residual(4))  # gradients of q, k and v, one of them being rotated back in fp32
+        # Multiples of r for q, k and v: gradients not yet used, and the sum accumulated for the norm.
         for during, after in ((4, 3), (4, 2), (3, 1)):
             self._weight_gradient(t.square(2), t.square(4), during=during * r, after=after * r)
         ledger.drop("activations", r)
@@ -468,25 +474,25 @@ class StepOnPaper:
 
     def _scores_backward(self, r: int) -> None:
         t, ledger = self.t, self.ledger
-        ledger.drop("activations", r)  # the output that the projection kept
+        ledger.drop("activations", r)  # the output saved by the projection
         ledger.touch(2 * r + t.scores(t.s))
-        gone = r + (t.scores(t.s) if t.low_precision else 0)  # v and the low-precision weights
-        ledger.touch(r + (t.scores(2) + t.scores(4) if t.low_precision else 0) - gone)
-        product = t.scores(4) if t.on_cuda else 0  # its softmax backward forms grad * output first
-        ledger.touch(r + 2 * t.scores(4) + product - gone)
+        freed = r + (t.scores(t.s) if t.low_precision else 0)  # v and the low-precision weights
+        ledger.touch(r + (t.scores(2) + t.scores(4) if t.low_precision else 0) - freed)
+        product = t.scores(4) if t.on_cuda else 0  # CUDA's softmax backward allocates grad * output first
+        ledger.touch(r + 2 * t.scores(4) + product - freed)
         ledger.add("activations", r)
 
 
 def estimate(config: RunConfig) -> MemoryEstimate:
-    """The peak of one steady step. Not for compiled models: what they keep is inductor's choice."""
-    ledger = StepOnPaper(config).walk()
+    """Return the peak of one steady-state step. Not for compiled models, where Inductor chooses what to save."""
+    ledger = SimulatedStep(config).run()
     parts = {label: size for label, size in ledger.peak_parts.items() if size}
     return MemoryEstimate(parts, ledger.peak, ledger.where)
 
 
 @dataclass(frozen=True)
 class Breakdown:
-    """The parts of a step's memory in full, in bytes. Not all are alive at once, so only `peak.parts` adds up to it."""
+    """The parts of a step's memory in full, in bytes. They do not coexist: only `peak.parts` adds up to the peak."""
 
     parameters: int
     gradients: int
@@ -495,7 +501,7 @@ class Breakdown:
     """One tensor of the residual stream: batch x context x d_model."""
     activations_per_block: int
     activations: int
-    """All that forward keeps for backward, logits and loss apart; with checkpointing, what is kept before backward."""
+    """Tensors saved for backward, without logits and loss; with checkpointing, those saved when backward starts."""
     logits_and_loss: int
     weight_casts: int
     workspace: int
@@ -503,7 +509,7 @@ class Breakdown:
 
 
 def breakdown(config: RunConfig) -> Breakdown:
-    step = StepOnPaper(config)
+    step = SimulatedStep(config)
     t, layers = step.t, config.model.num_layers
     with_graph = config.mode != "inference"
     with_gradients = config.mode in ("forward-backward", "train-step")

@@ -1,4 +1,4 @@
-"""A model's shape on the command line: a size by name, with any field replaced. All commands that build one have it."""
+"""Command-line flags for a model's shape, shared by all commands that build a model."""
 
 import dataclasses
 from dataclasses import dataclass
@@ -9,7 +9,7 @@ from cs336_systems.config import ModelConfig, RunConfig, canonical_size, flag, f
 
 @dataclass(frozen=True)
 class ShapeArguments:
-    """A model by name, with any field replaced."""
+    """A size by name; any of its fields can be overridden."""
 
     size: str = flag("", "tiny, small, medium, large, xl, 2.7B, 2026/xl, ... (default: small; tiny without a GPU)")
     vocab_size: int | None = flag(None, "vocabulary size (default: 10000)")
@@ -26,11 +26,11 @@ class ShapeArguments:
     checkpoint_blocks: int = flag_like(RunConfig, "checkpoint_blocks")
 
     def run_config(self, *, default_size: str = "small", **fields: Any) -> RunConfig:
-        """`fields` of the run, or of the model, in place of the arguments'."""
+        """Return the configuration; `fields` of the run or the model override the arguments."""
         model_fields = {spec.name for spec in dataclasses.fields(ModelConfig)}
         given = {name: getattr(self, name) for name in model_fields if getattr(self, name) is not None}
         given |= {name: fields.pop(name) for name in model_fields & fields.keys()}
-        # A shape given without a name stands on the small size, as the course's own script does.
+        # A shape without a size name starts from `small`, as in the course's own script.
         shape_given = given.keys() & {"d_model", "num_layers", "num_heads", "d_ff"}
         size = fields.pop("size", self.size) or ("small" if shape_given else default_size)
         model = model_config(size, **given)

@@ -1,10 +1,10 @@
-"""A training step spread over many GPUs, on paper: bytes on each, bytes sent, and what the step then waits for.
+"""Predicted memory, communication and time of a training step on many GPUs. No torch, no GPU.
 
-docs/PLAN.md derives the formulas. Where this package has the strategy (dp, zero1, zero3), tests hold them against the
-bytes that its wrappers allocate and send. No torch, no GPU.
+docs/PLAN.md derives the formulas. For strategies that this package implements (dp, zero1, zero3), tests compare them
+with the bytes that its wrappers allocate and send.
 
-Letters: N GPUs = D replicas x T GPUs that share each layer (tensor parallel). A replica works on T times as many
-sequences as a GPU would alone, so that the work of a GPU is the same in all strategies.
+N GPUs = D replicas x T tensor-parallel GPUs. A replica processes T times as many sequences as a single GPU, so that the
+work per GPU is the same in all strategies.
 """
 
 import math
@@ -15,35 +15,34 @@ from functools import cached_property
 
 from cs336_systems.config import RunConfig, UserError
 from cs336_systems.predict.flops import executed_flops, forward_flops
-from cs336_systems.predict.memory_model import StepOnPaper
+from cs336_systems.predict.memory_model import SimulatedStep
 from cs336_systems.record import BUS_FACTOR
 
 FP32 = 4
 ADAM_MOMENTS = 2
 GATHERED_AHEAD = 2
 SCATTERED_AT_ONCE = 2
-"""As parallel/fsdp.py has them; a test holds them equal."""
+"""Equal to the constants of parallel/fsdp.py; a test compares them."""
 
 
 @dataclass(frozen=True)
 class Cluster:
     gpus: int
     memory: float
-    """Bytes of a GPU that a step may use."""
+    """Bytes that a step may use on each GPU."""
     flops: float
-    """Per second, of a GPU."""
+    """FLOP/s of each GPU."""
     node: int
-    """GPUs that the fast link joins."""
+    """GPUs connected by the fast link."""
     link: float
-    """Bytes per second, one way, of a GPU to others of its node."""
+    """Bytes per second, one way, from a GPU to others of its node."""
     network: float
-    """The same to other nodes."""
+    """Bytes per second, one way, from a GPU to other nodes."""
 
 
 @dataclass(frozen=True)
 class Strategy:
-    """What replicas share out (ZeRO's stage: 1 optimizer state, 2 also gradients, 3 also weights), and how many GPUs
-    share a layer."""
+    """ZeRO stage (replicas shard: 1 optimizer state, 2 also gradients, 3 also weights) and tensor-parallel degree."""
 
     stage: int = 0
     tensor: int = 1
@@ -74,33 +73,33 @@ class Strategy:
 
 @dataclass(frozen=True)
 class Workload:
-    """A model and its step, as far as they matter here. Bytes and FLOPs are those of one GPU's own sequences."""
+    """A model and its training step. Bytes and FLOPs are those of one GPU's own sequences."""
 
     blocks: int
     matrices: int
-    """Parameters of all matrix products and of the embedding: what is sharded, and split by tensor parallel."""
+    """Parameters of all matmuls and of the embedding, which are sharded and split by tensor parallelism."""
     looked_up: int
-    """Of these, the embedding's: backward does not read them."""
+    """Parameters of the embedding, included in `matrices`; backward does not read them."""
     replicated: int
     """Parameters of norms."""
     largest: int
     """Parameters of the largest matrix."""
     width: int
-    """Bytes of an element in matrix products and messages."""
+    """Bytes per element in matmuls and collectives."""
     has_copies: bool
-    """Whether weights are copied to that width, and kept beside themselves, where they are not gathered."""
+    """Weights have a copy of that width, kept beside the fp32 weights unless they are gathered."""
     tokens: int
     stream: int
-    """Bytes of the residual stream as it is sent: tokens x d_model x width."""
+    """Bytes of the residual stream in collectives: tokens x d_model x width."""
     forward: float
     backward: float
-    """FLOPs; with what is recomputed."""
+    """FLOPs, including recomputation."""
     activations: float
-    """Bytes at their peak."""
+    """Peak bytes of activations."""
     reductions: int
-    """Of the residual stream over a replica's GPUs, in each of forward and backward."""
+    """All-reduces of the residual stream over a replica's GPUs, in forward and again in backward."""
     recomputed: int
-    """Those that recomputation does again."""
+    """All-reduces that recomputation repeats."""
 
     @property
     def parameters(self) -> int:
@@ -108,11 +107,10 @@ class Workload:
 
 
 def transformer(config: RunConfig) -> Workload:
-    """This package's Transformer, whole."""
-    step, model, group = StepOnPaper(config), config.model, config.checkpoint_blocks
+    """Return the workload of this package's Transformer."""
+    step, model, group = SimulatedStep(config), config.model, config.checkpoint_blocks
     t, layers = step.t, model.num_layers
-    alive = min(group, layers) if group else layers
-    """Blocks whose activations are there at the same time."""
+    blocks_saved = min(group, layers) if group else layers
     inputs = -(-layers // group) * t.residual(4) if group else 0
     ends = 2 * t.residual(4) + t.residual(t.s)  # the first block's input, the last norm's input and output
     forward = float(forward_flops(config))
@@ -128,16 +126,16 @@ def transformer(config: RunConfig) -> Workload:
         stream=config.tokens * model.d_model * t.s,
         forward=forward,
         backward=executed_flops(config) - forward,
-        activations=alive * step.block_saved + inputs + ends + t.logits(t.s) + t.logits(FP32),
-        # Into the heads and out, into the inner width and out: a gather and a scatter each, as much as an all-reduce;
-        # and one for the embedding, or for the head in backward.
+        activations=blocks_saved * step.block_saved + inputs + ends + t.logits(t.s) + t.logits(FP32),
+        # Attention and feed-forward each need an all-gather and a reduce-scatter, the traffic of one all-reduce; the
+        # embedding, or the head in backward, needs one more.
         reductions=2 * layers + 1,
         recomputed=2 * layers if group else 0,
     )
 
 
 def feed_forward(config: RunConfig) -> Workload:
-    """The handout's exercise: each block two matrices, up and down, and nothing else; all is kept but the result."""
+    """Return the workload of the handout's exercise: two matrices per block, all inputs of matmuls saved."""
     model = config.model
     width = 2 if config.precision in ("bf16", "fp16") else FP32
     matrices = model.num_layers * 2 * model.d_model * model.d_ff
@@ -160,23 +158,24 @@ def feed_forward(config: RunConfig) -> Workload:
 
 
 @dataclass(frozen=True)
-class Message:
-    """One collective, or all of one kind and purpose, in a step."""
+class Collective:
+    """All collectives of one kind and purpose in a step."""
 
-    collective: str
+    name: str
+    """all_reduce, all_gather or reduce_scatter."""
     purpose: str
     nbytes: float
-    """Of the whole arrays."""
+    """Bytes of the full arrays."""
     ranks: int
     during: str
-    """forward or backward: the pass that can hide it."""
+    """The pass that can overlap it: forward or backward."""
     grows: bool
-    """With the number of tokens."""
+    """Its bytes are proportional to the number of tokens."""
 
     @property
     def sent(self) -> float:
         """Bytes that one GPU sends."""
-        return self.nbytes * BUS_FACTOR[self.collective](self.ranks)
+        return self.nbytes * BUS_FACTOR[self.name](self.ranks)
 
 
 @dataclass(frozen=True)
@@ -190,7 +189,7 @@ class Plan:
     def __post_init__(self) -> None:
         if self.cluster.gpus % self.strategy.tensor:
             raise UserError(
-                f"{self.cluster.gpus} GPUs cannot be shared out in groups of {self.strategy.tensor} "
+                f"{self.cluster.gpus} GPUs cannot be split into groups of {self.strategy.tensor} "
                 f"for {self.strategy.name}; take a multiple of {self.strategy.tensor}"
             )
 
@@ -198,7 +197,7 @@ class Plan:
     def replicas(self) -> int:
         return self.cluster.gpus // self.strategy.tensor
 
-    # -- bytes on a GPU -----------------------------------------------------------------------------------------------
+    # -- memory per GPU -----------------------------------------------------------------------------------------------
 
     @cached_property
     def memory(self) -> dict[str, float]:
@@ -207,10 +206,10 @@ class Plan:
 
     @property
     def _memory(self) -> tuple[dict[str, float], dict[str, float]]:
-        """Of each part: bytes that every GPU holds, and bytes that replicas share out."""
+        """Return, for each part, the bytes that every GPU holds and the bytes that replicas shard."""
         work, stage, tensor = self.workload, self.strategy.stage, self.strategy.tensor
         here = work.matrices / tensor + work.replicated
-        norms = work.replicated if stage == 3 else 0  # FSDP shares out matrices alone
+        norms = work.replicated if stage == 3 else 0  # FSDP shards matrices only
 
         def held(from_stage: int, width: int) -> tuple[float, float]:
             if stage < from_stage:
@@ -221,7 +220,7 @@ class Plan:
             "parameter": held(3, FP32),
             "gradient": held(2, FP32),
             "optimizer": held(1, FP32 * ADAM_MOMENTS),
-            # A replica has T times as many, shared out among T: heads and inner widths, and between them the sequence.
+            # A replica has T times as many, sharded over T GPUs: by heads, inner width or sequence.
             "activation": (work.activations, 0.0),
             "working": (self._working, 0.0),
         }
@@ -229,13 +228,13 @@ class Plan:
 
     @property
     def _working(self) -> float:
-        """Low-precision copies of all weights, or the few weights and gradients that are whole at a time; and a
-        replica's residual stream, whole where a layer reads it."""
+        """Bytes of low-precision weight copies, or of the weights and gradients that FSDP holds gathered at a time; and
+        of a replica's full residual stream."""
         work, tensor = self.workload, self.strategy.tensor
         stream = work.stream * tensor if tensor > 1 else 0
         if self.strategy.stage == 3:
-            whole = 1 + GATHERED_AHEAD + 1 + SCATTERED_AT_ONCE
-            return whole * work.width * work.largest / tensor + stream
+            gathered = 1 + GATHERED_AHEAD + 1 + SCATTERED_AT_ONCE
+            return gathered * work.width * work.largest / tensor + stream
         return (work.width * work.matrices / tensor if work.has_copies else 0.0) + stream
 
     @property
@@ -248,54 +247,56 @@ class Plan:
 
     @property
     def smallest_cluster(self) -> int | None:
-        """GPUs on which this strategy fits, with as many sequences on each; None where no number is enough."""
+        """The fewest GPUs on which this strategy fits with as many sequences per GPU; None where none is enough."""
         fixed, shared = (sum(parts.values()) for parts in self._memory)
         room = self.cluster.memory - fixed
         if room < 0 or (room == 0 and shared):
             return None
         return self.strategy.tensor * max(1, math.ceil(shared / room) if shared else 1)
 
-    # -- bytes sent ---------------------------------------------------------------------------------------------------
+    # -- communication ------------------------------------------------------------------------------------------------
 
     @cached_property
-    def messages(self) -> list[Message]:
-        return [message for message in self._all_messages() if message.ranks > 1 and message.nbytes]
+    def collectives(self) -> list[Collective]:
+        return [found for found in self._all_collectives() if found.ranks > 1 and found.nbytes]
 
-    def _all_messages(self) -> Iterable[Message]:
+    def _all_collectives(self) -> Iterable[Collective]:
         work, stage, tensor, replicas = self.workload, self.strategy.stage, self.strategy.tensor, self.replicas
         matrices, width = work.matrices / tensor, work.width
         whole = (matrices + work.replicated) * width
         match stage:
             case 0:
-                yield Message("all_reduce", "gradients", whole, replicas, "backward", False)
+                yield Collective("all_reduce", "gradients", whole, replicas, "backward", False)
             case 1:
-                yield Message("all_reduce", "gradients", whole, replicas, "backward", False)
-                yield Message("all_gather", "updated weights", whole, replicas, "forward", False)
+                yield Collective("all_reduce", "gradients", whole, replicas, "backward", False)
+                yield Collective("all_gather", "updated weights", whole, replicas, "forward", False)
             case 2:
-                yield Message("reduce_scatter", "gradients", whole, replicas, "backward", False)
-                yield Message("all_gather", "updated weights", whole, replicas, "forward", False)
+                yield Collective("reduce_scatter", "gradients", whole, replicas, "backward", False)
+                yield Collective("all_gather", "updated weights", whole, replicas, "forward", False)
             case 3:
                 again = (work.matrices - work.looked_up) / tensor * width
-                yield Message("all_gather", "weights", matrices * width, replicas, "forward", False)
-                yield Message("all_gather", "weights again", again, replicas, "backward", False)
-                yield Message("reduce_scatter", "gradients", matrices * width, replicas, "backward", False)
-                yield Message("all_reduce", "gradients of norms", work.replicated * FP32, replicas, "backward", False)
+                yield Collective("all_gather", "weights", matrices * width, replicas, "forward", False)
+                yield Collective("all_gather", "weights again", again, replicas, "backward", False)
+                yield Collective("reduce_scatter", "gradients", matrices * width, replicas, "backward", False)
+                yield Collective(
+                    "all_reduce", "gradients of norms", work.replicated * FP32, replicas, "backward", False
+                )
         stream = work.stream * tensor
-        yield Message("all_reduce", "activations", work.reductions * stream, tensor, "forward", True)
+        yield Collective("all_reduce", "activations", work.reductions * stream, tensor, "forward", True)
         backward = (work.reductions + work.recomputed) * stream
-        yield Message("all_reduce", "activation gradients", backward, tensor, "backward", True)
+        yield Collective("all_reduce", "activation gradients", backward, tensor, "backward", True)
 
-    def seconds(self, message: Message) -> float:
-        return message.sent / self.bandwidth(message)
+    def seconds(self, collective: Collective) -> float:
+        return collective.sent / self.bandwidth(collective)
 
-    def bandwidth(self, message: Message) -> float:
-        """Of a GPU, for a message among the GPUs of a replica, which lie side by side, or among replicas."""
+    def bandwidth(self, collective: Collective) -> float:
+        """Return a GPU's bandwidth in a collective among a replica's neighbouring GPUs, or among replicas."""
         cluster = self.cluster
-        if message.grows:
+        if collective.grows:
             return cluster.link if self.strategy.tensor <= cluster.node else cluster.network
         if cluster.gpus <= cluster.node:
             return cluster.link
-        # GPUs of a node that are in the same group send over all their adapters, each a part of what they have.
+        # GPUs of a node in the same group share the transfer over all of their adapters.
         beside = max(1, cluster.node // self.strategy.tensor)
         return cluster.network if beside == 1 else min(cluster.link, beside * cluster.network)
 
@@ -306,25 +307,25 @@ class Plan:
         return flops / self.cluster.flops
 
     def communication(self, during: str) -> float:
-        return sum(self.seconds(message) for message in self.messages if message.during == during)
+        return sum(self.seconds(found) for found in self.collectives if found.during == during)
 
     @property
     def hidden(self) -> float:
-        """Seconds of a step whose messages run beside its products, as far as they can."""
+        """Seconds of a step whose collectives overlap compute as far as possible."""
         return sum(max(self.compute(during), self.communication(during)) for during in ("forward", "backward"))
 
     @property
     def exposed(self) -> float:
-        """Seconds of a step that waits for every message."""
+        """Seconds of a step without overlap of compute and collectives."""
         return sum(self.compute(during) + self.communication(during) for during in ("forward", "backward"))
 
     @property
     def least_tokens(self) -> float | None:
-        """Tokens on a GPU from which on products take longer than messages, in forward and in backward; None if they
-        never do: the messages of tensor parallel grow with the tokens, too."""
+        """The fewest tokens per GPU at which compute takes longer than communication in forward and in backward; None
+        if it never does, because tensor-parallel communication grows with the tokens, too."""
         least = 0.0
         for during in ("forward", "backward"):
-            grows = sum(self.seconds(m) for m in self.messages if m.during == during and m.grows)
+            grows = sum(self.seconds(found) for found in self.collectives if found.during == during and found.grows)
             stays = self.communication(during) - grows
             gain = (self.compute(during) - grows) / self.workload.tokens
             if gain <= 0:

@@ -26,9 +26,9 @@ IMPLIED = ("d_model", "d_ff", "num_layers", "num_heads")
 """Fields of a model that its size stands for."""
 _ATTENTION = ("heads", "head_dim", "seq_len", "is_causal")
 AGREED = (*IMPLIED, "vocab_size", "context_length", "batch_size", "mode", "precision", *_ATTENTION)
-"""What cells of different work must have in common to be compared."""
+"""Fields in which cells of different work must agree to be compared."""
 PASSING = ("utc", "sm_clock_mhz", "memory", "gpu_memory")
-"""Of an environment: different at every look, or said by the machine's name."""
+"""Fields of an environment that change all the time, or that the machine's name implies."""
 LEAST, MOST = 1e-100, 1e100
 """Samples beyond are no measurement, and their ratios no numbers."""
 
@@ -142,7 +142,7 @@ def parse_percent(text: str) -> float:
 
 
 def _cells(records: Iterable[Record], file: str, experiments: Sequence[str]) -> tuple[list[CellView], list[str]]:
-    """Those asked for, experiment by experiment, and what is odd about the file."""
+    """The cells asked for, experiment by experiment, and remarks on the file."""
     records = list(records)
     usable = [record for record in records if _is_usable(record)]
     have = list(dict.fromkeys(record.experiment for record in usable))
@@ -157,7 +157,7 @@ def _cells(records: Iterable[Record], file: str, experiments: Sequence[str]) -> 
 
 
 def _is_usable(record: Record) -> bool:
-    """Whether every field is of the type it should be: a file may have been written by anything."""
+    """Check that every field has the right type: a file may have been written by anything."""
     environment = record.environment
     fields = fields_of(record.config)
     return (
@@ -420,7 +420,7 @@ def _summary(rows: Sequence[Row], confidence: float) -> str:
 
 
 def _differences(pairs: Sequence[Pair]) -> list[str]:
-    """Of work, of how it was measured, and of where; each once for all rows."""
+    """Notes on differences of work, of how it was measured and of where; each once for all rows."""
     a, b = ([_described(pair.sides[side]) for pair in pairs] for side in (0, 1))
     there, here = ([_surroundings(pair.sides[side]) for pair in pairs] for side in (0, 1))
     found = {name for x, y in zip(a, b, strict=True) for name in x.keys() | y.keys() if x.get(name) != y.get(name)}
@@ -436,14 +436,14 @@ def _differences(pairs: Sequence[Pair]) -> list[str]:
 
 
 def _described(cell: CellView) -> dict[str, str]:
-    """What may differ in the configuration, as text."""
+    """The fields of the configuration that may differ, as text."""
     names = dict.fromkeys([*FIELDS, *sorted(cell.fields.keys() - {"model", *IMPLIED})])
     texts = {name: as_text(cell.get(name)) for name in names}
     return {"experiment": cell.experiment, **{name: text for name, text in texts.items() if text}}
 
 
 def _surroundings(cell: CellView) -> dict[str, str]:
-    """What may differ in the environment, as text."""
+    """The fields of the environment that may differ, as text."""
     values = {name: value for name, value in vars(cell.environment).items() if name not in PASSING}
     values["git_commit"] = as_text(values["git_commit"])[:10]
     values["throttle_reasons"] = ", ".join(values["throttle_reasons"]) or "none"

@@ -19,7 +19,7 @@ RESAMPLES = 2000
 
 @dataclass(frozen=True)
 class Ratio:
-    """Of two medians; None where one sample cannot tell how far it may be off."""
+    """The ratio of two medians; the bounds are None where a side has a single sample."""
 
     value: float
     low: float | None = None
@@ -78,7 +78,7 @@ def _widening(degrees: int, confidence: float) -> float:
 
 
 def _share_within(angle: float, degrees: int) -> float:
-    """Of Student's t, the share within ±sqrt(degrees) tan(angle): a finite sum (Abramowitz and Stegun, 26.7.3-4)."""
+    """The share of Student's t within ±sqrt(degrees) tan(angle): a finite sum (Abramowitz and Stegun, 26.7.3-4)."""
     odd, cosine = degrees % 2, math.cos(angle)
     term, total = cosine**odd, 0.0
     for power in range(odd, degrees - 1, 2):

@@ -43,7 +43,7 @@ class Row(NamedTuple):
 
 @dataclass
 class MachineColumn:
-    """What one machine has of a quantity, by row."""
+    """The texts and values of a quantity on one machine, by row."""
 
     texts: dict[tuple, str] = field(default_factory=dict)
     values: dict[tuple, float] = field(default_factory=dict)
@@ -134,7 +134,7 @@ def _measured(experiment: Presentation, cell: CellView, metric: str) -> Iterator
 
 
 def _work(experiment: Presentation, cell: CellView, metric: str) -> tuple:
-    """What must agree for two rows to be the same work."""
+    """The key of the work that a cell does; rows with equal keys are the same work."""
     names = [name for name in FIELDS if name not in ("mode", "warmup_steps")]
     mode = cell.get("mode")
     whole = ONE_PASS if metric in PASSES and mode in ONE_PASS else mode

@@ -208,15 +208,56 @@ def test_nothing_is_left_undone():
     assert found == []
 
 
-def test_every_instrument_is_where_the_catalogue_says():
-    """They are imported by name, in the worker only, so a wrong one would show only when its experiment is run."""
-    from cs336_systems.experiments.catalogue import EXPERIMENTS, INSTRUMENTS
+# -- readability ------------------------------------------------------------------------------------------------------
 
-    assert {experiment.instrument for experiment in EXPERIMENTS.values()} <= INSTRUMENTS.keys()
-    for place in INSTRUMENTS.values():
-        module, function = place.split(":")
-        tree = ast.parse(SOURCES[module.removeprefix(f"{OURS}.")].read_text())
-        assert function in {node.name for node in tree.body if isinstance(node, ast.FunctionDef)}, place
+DEVICE_CODE = re.compile(r"kernels\.(flash\.(flash_triton|hopper_forward|hopper_backward)|fused\.pointwise_triton)")
+MAX_LINES, MAX_PARAMETERS = 60, 12
+
+
+def functions(module: str) -> list[ast.FunctionDef]:
+    tree = ast.parse(SOURCES[module].read_text())
+    return [node for node in ast.walk(tree) if isinstance(node, ast.FunctionDef)]
+
+
+@pytest.mark.parametrize("module", [name for name in SOURCES if not DEVICE_CODE.fullmatch(name)])
+def test_functions_are_short_and_take_few_parameters(module):
+    for function in functions(module):
+        length = (function.end_lineno or 0) - function.lineno + 1
+        arguments = function.args
+        count = len(arguments.posonlyargs) + len(arguments.args) + len(arguments.kwonlyargs)
+        assert length <= MAX_LINES, f"{module}.{function.name} has {length} lines"
+        assert count <= MAX_PARAMETERS, f"{module}.{function.name} has {count} parameters"
+
+
+def test_no_two_modules_share_a_name():
+    """A module is known by its name: none must be told apart by its folder alone. Folders of topics may have names of
+    modules elsewhere."""
+    names = [name.split(".")[-1] for name, path in SOURCES.items() if path.name not in ("__init__.py", "__main__.py")]
+    assert sorted(name for name in set(names) if names.count(name) > 1) == []
+
+
+def test_modules_of_a_topic_are_imported_without_torch():
+    """The runner and the report import all of a topic but its instruments, `measure_*`."""
+    topics = [name for name in SOURCES if name.startswith("experiments.") and name.count(".") == 2]
+    assert len(topics) > 20
+    for module in topics:
+        if not module.split(".")[-1].startswith("measure_"):
+            tree = ast.parse(SOURCES[module].read_text())
+            top = [node for node in tree.body if isinstance(node, ast.Import | ast.ImportFrom)]
+            names = [alias.name for node in top for alias in node.names] + [getattr(node, "module", "") for node in top]
+            assert not [name for name in names if name and name.split(".")[0] in ("torch", "triton")], module
+
+
+PRIVATE_WORDS = re.compile(r"^(Of|Those|Whether|Whoever|What|Who) ", re.MULTILINE)
+
+
+@pytest.mark.parametrize("module", SOURCES)
+def test_docstrings_begin_with_a_statement(module):
+    """The first line of a docstring makes sense alone."""
+    tree = ast.parse(SOURCES[module].read_text())
+    documented = [node for node in ast.walk(tree) if isinstance(node, ast.FunctionDef | ast.ClassDef | ast.Module)]
+    found = [text.splitlines()[0] for node in documented if (text := ast.get_docstring(node))]
+    assert [line for line in found if PRIVATE_WORDS.match(line) and not line.endswith("?")] == []
 
 
 @pytest.mark.xdist_group("one worker")

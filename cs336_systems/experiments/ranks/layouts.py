@@ -11,8 +11,8 @@ from typing import Any, NamedTuple
 from cs336_systems.config import RunConfig, UserError, flag, flag_like
 from cs336_systems.experiments.ranks.multi_rank import failure_table
 from cs336_systems.experiments.spec import Config, Experiment, Instrument
-from cs336_systems.predict.fit import CONTEXT_RESERVE, MODEL_ERROR, card_name, gpu_bytes
-from cs336_systems.predict.gpus import peak_flops
+from cs336_systems.predict.fit import gpu_bytes, usable_bytes
+from cs336_systems.predict.gpus import GIGA, GPUS, TERA, find_card
 from cs336_systems.predict.model_flags import ShapeArguments
 from cs336_systems.predict.parallel_model import Cluster, Plan, Strategy, feed_forward, transformer
 from cs336_systems.record import GIB, Metric
@@ -29,29 +29,8 @@ STRATEGIES = ("dp", "zero1", "zero2", "zero3", "tp8", "zero3+tp8")
 COUNTED = {"transformer": transformer, "feed-forward": feed_forward}
 
 
-@dataclass(frozen=True)
-class Node:
-    """A node of eight GPUs: the link between them, and each GPU's share of the network; bytes per second, one way."""
-
-    driver_name: str
-    link: float
-    network: float
-
-
-GB = 1e9
-NODES = {
-    "a100": Node("A100", 300 * GB, 25 * GB),
-    "a800": Node("A800", 200 * GB, 25 * GB),
-    "h100": Node("H100 SXM", 450 * GB, 50 * GB),
-    "h800": Node("H800", 200 * GB, 50 * GB),
-    "h20": Node("H20", 450 * GB, 50 * GB),
-    "h200": Node("H200", 450 * GB, 50 * GB),
-    "b200": Node("B200", 900 * GB, 50 * GB),
-    "4090": Node("RTX 4090", 25 * GB, 3 * GB),
-    "5090": Node("RTX 5090", 50 * GB, 3 * GB),
-}
-"""NVLink or PCIe from the vendor's data sheet; common network adapters: 400 or 200 Gb/s for each GPU, for the 4090 and
-5090 one of 200 Gb/s for all eight."""
+NODE_CARDS = [gpu.card for gpu in GPUS if gpu.link is not None]
+"""GPUs whose interconnect is known."""
 
 
 @dataclass(frozen=True)
@@ -63,7 +42,7 @@ class PlanArguments(ShapeArguments):
     checkpoint_blocks: int = flag(1, "recompute activations in groups of this many blocks (0: keep all)")
     mode: str = flag_like(RunConfig, "mode")
     gpus: int = flag(1024, "total number of GPUs")
-    gpu: str = flag("h100", f"{', '.join(NODES)}; or memory such as 95GB, with --tflops, --link and --network")
+    gpu: str = flag("h100", f"{', '.join(NODE_CARDS)}; or memory such as 95GB, with --tflops, --link and --network")
     strategy: tuple[str, ...] = flag(STRATEGIES, "dp, zero1, zero2, zero3 (= fsdp), tpN, or mixes such as zero3+tp8")
     count: str = flag("transformer", "the whole model, or two matrices a block as in the handout", tuple(COUNTED))
     tflops: float | None = flag(None, "TFLOP/s that a GPU reaches (default: its dense peak)")
@@ -101,19 +80,19 @@ def plan_config(arguments: PlanArguments) -> dict[str, Any]:
 def _rates(arguments: PlanArguments) -> dict[str, float]:
     """FLOP/s and bytes per second as given, or else the GPU's own."""
     rates: dict[str, float | None] = {"tflops": None, "link": None, "network": None}
-    if known := NODES.get(card_name(arguments.gpu)):
-        peak = peak_flops(known.driver_name, arguments.precision)
-        rates = {"tflops": peak, "link": known.link, "network": known.network}
-    for name, unit in (("tflops", 1e12), ("link", GB), ("network", GB)):
+    if gpu := find_card(arguments.gpu):
+        rates = {"tflops": gpu.peaks.of(arguments.precision), "link": gpu.link, "network": gpu.network}
+    for name, unit in (("tflops", TERA), ("link", GIGA), ("network", GIGA)):
         given = getattr(arguments, name)
-        rates[name] = rates[name] if given is None else given * unit
+        rate = rates[name] if given is None else given
+        rates[name] = None if rate is None else rate * unit
     if missing := [f"--{name}" for name, rate in rates.items() if rate is None]:
         raise UserError(f"the rates of {arguments.gpu!r} are not known: give {', '.join(missing)}")
     return {{"tflops": "flops"}.get(name, name): rate for name, rate in rates.items() if rate is not None}
 
 
 def plans(config: Mapping[str, Any]) -> list[Plan]:
-    usable = (config["gpu_memory"] - CONTEXT_RESERVE) / (1 + MODEL_ERROR)
+    usable = usable_bytes(config["gpu_memory"])
     cluster = Cluster(config["gpus"], usable, config["flops"], config["node"], config["link"], config["network"])
     workload = COUNTED[config["count"]](RunConfig.of(config))
     return [Plan(workload, cluster, Strategy.parse(name)) for name in config["strategies"]]
@@ -124,7 +103,7 @@ def measure_plan(config: dict[str, Any]) -> list[Metric]:
     metrics: list[Metric] = []
     for plan in plans(config):
         found = [Metric(f"{part}_memory", "B", [size]) for part, size in plan.memory.items()]
-        found += [Metric(f"{SENT}{m.collective}, {m.purpose}", "B", [m.sent]) for m in plan.messages]
+        found += [Metric(f"{SENT}{c.name}, {c.purpose}", "B", [c.sent]) for c in plan.collectives]
         for during in PASSES:
             found.append(Metric(f"{during}_compute_time", "s", [plan.compute(during)]))
             found.append(Metric(f"{during}_communication_time", "s", [plan.communication(during)]))
@@ -266,7 +245,7 @@ def _time_table(cell: CellView) -> Table:
                 waits,
             ]
         )
-    flops, link, network = cell.get("flops") / 1e12, cell.get("link") / GB, cell.get("network") / GB
+    flops, link, network = cell.get("flops") / TERA, cell.get("link") / GIGA, cell.get("network") / GIGA
     notes = [
         say(
             "{} TFLOP/s, {} GB/s in a node of {}, {} GB/s of each GPU to other nodes; sent: by each GPU in a step",

@@ -147,7 +147,7 @@ def _fast(work: Cells) -> CellView | None:
 
 
 def _rival(work: Cells) -> tuple[Text, CellView] | None:
-    """What the fast step is compared with: another model, else the plain step."""
+    """The rival of the fast step: another model, else the plain step."""
     for cell in work:
         if cell.get("model_factory"):
             name = as_text(cell.get("model_factory"))

@@ -1,11 +1,11 @@
-"""Parts of a Transformer block as single nodes of the graph: a matrix product together with what surrounds it.
+"""Parts of a Transformer block as single autograd nodes: a matmul together with the operations around it.
 
-Matrix products stay with cuBLAS. What is cheap to compute again is not kept: backward remakes the norms' outputs and
-the gated products in the pass that needs them anyway, in memory that it has just read.
+Matmuls stay with cuBLAS. Backward recomputes the outputs of norms and gates instead of keeping them: the pass that
+needs them writes them into memory that it has just read.
 
-Weights that multiply the same input are one matrix, without a copy where they lie one behind the other (PackedAdamW
-lays them so). A weight with a `grad_memory` has its gradient written there by the product itself; others get theirs by
-autograd as usual.
+Weights that multiply the same input are one matrix, without a copy where they are adjacent in memory (PackedAdamW
+allocates them so). The matmul writes the gradient of a weight that has a `grad_memory` there; autograd accumulates the
+others as usual.
 """
 
 import math
@@ -19,63 +19,64 @@ from torch import Tensor
 from cs336_systems.kernels.fused import pointwise
 
 CHUNK_BYTES = 512 << 20
-"""Of logits that are in memory at a time."""
+"""Maximum size of the logits that are in memory at a time."""
 
 
 def add_norm(x: Tensor, delta: Tensor | None, gain: Tensor, eps: float) -> tuple[Tensor, Tensor]:
-    """x + delta, and its RMS norm."""
-    with _plain(x):
-        return _AddNorm.apply(x, delta, gain, eps, _dtype(x))
+    """x + delta, and its RMS norm times `gain`."""
+    with _no_autocast(x):
+        return _AddNorm.apply(x, delta, gain, eps, x.dtype)
 
 
 def norm_linear(x: Tensor, delta: Tensor | None, gain: Tensor, eps: float, *weights: Tensor) -> tuple[Tensor, Tensor]:
-    """x + delta, and the products of its RMS norm with all weights, side by side."""
+    """x + delta, and the matmuls of its RMS norm with all weights, concatenated."""
     dtype = _dtype(x)
-    with _plain(x):
+    with _no_autocast(x):
         return _NormLinear.apply(x, delta, gain, eps, dtype, *weights)
 
 
 def linear(x: Tensor, weight: Tensor) -> Tensor:
+    """x @ weight^T."""
     dtype = _dtype(x)
-    with _plain(x):
+    with _no_autocast(x):
         return _Linear.apply(x.to(dtype), weight)
 
 
 def swiglu_linear(gate_up: Tensor, weight: Tensor) -> Tensor:
-    """The product of silu(gate) * up with a weight; gates are the first half of `gate_up`."""
+    """(silu(gate) * up) @ weight^T; gates are the first half of `gate_up`."""
     dtype = _dtype(gate_up)
-    with _plain(gate_up):
+    with _no_autocast(gate_up):
         return _SwigluLinear.apply(gate_up.to(dtype), weight)
 
 
 def rotary_heads(qkv: Tensor, cos: Tensor, sin: Tensor, heads: int) -> tuple[Tensor, Tensor, Tensor]:
-    """q and k, turned by their positions, and v, (batch, heads, rows, dim) each, of (batch, rows, 3 * heads * dim).
+    """q and k with rotary embedding, and v, each (batch, heads, rows, dim), from qkv: (batch, rows, 3 * heads * dim).
 
-    They are views of `qkv`, which is turned in place where it is contiguous: nobody else may need it.
+    They are views of `qkv`, which is rotated in place where it is contiguous: the caller must not use it afterwards.
     """
-    with _plain(qkv):
+    with _no_autocast(qkv):
         return _RotaryHeads.apply(qkv.contiguous(), cos, sin, heads)
 
 
 def linear_cross_entropy(x: Tensor, weight: Tensor, targets: Tensor, *, ignored: int = pointwise.IGNORED) -> Tensor:
-    """The mean loss of the logits x @ weight^T, which are never in memory as a whole, over targets that count.
+    """Mean cross entropy of the logits x @ weight^T over the targets that are not `ignored`.
 
-    The gradient is formed in the same pass, chunk by chunk, and added up in fp32. A target that is no token and not
-    `ignored` makes the loss NaN.
+    The logits are computed in chunks of CHUNK_BYTES, and each chunk's gradient in the same pass; the chunks' gradients
+    are added up in fp32. A target outside the vocabulary that is not `ignored` makes the loss NaN.
     """
     dtype, trains = _dtype(x), torch.is_grad_enabled()
-    with _plain(x):
+    with _no_autocast(x):
         return _LinearCrossEntropy.apply(_rows(x).to(dtype), weight, targets.reshape(-1), ignored, trains)
 
 
 def _dtype(x: Tensor) -> torch.dtype:
-    """What products are computed in."""
+    """Dtype of the matmuls: autocast's, where it is enabled."""
     device = x.device.type
     return torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else x.dtype
 
 
-def _plain(x: Tensor) -> AbstractContextManager:
-    """Casts are ours here: autocast takes no products that write into given memory."""
+def _no_autocast(x: Tensor) -> AbstractContextManager:
+    """Disable autocast: it does not support matmuls with `out=`, and the nodes cast for themselves."""
     return torch.autocast(x.device.type, enabled=False)
 
 
@@ -83,26 +84,27 @@ def _plain(x: Tensor) -> AbstractContextManager:
 
 
 def joined(parts: Sequence[Tensor], dtype: torch.dtype) -> Tensor:
-    """The matrices below each other, in `dtype`: a view where they lie so already, else a copy."""
+    """Matrices concatenated along their rows, in `dtype`: a view where they are adjacent in memory, else a copy."""
     first = parts[0]
     if len(parts) == 1:
         return first.detach().to(dtype)
-    at = first.storage_offset()
+    offset = first.storage_offset()
     for part in parts:
-        if part.dtype != dtype or not part.is_contiguous() or part.storage_offset() != at or not _share(part, first):
+        is_next = part.storage_offset() == offset and part.is_contiguous() and _same_storage(part, first)
+        if part.dtype != dtype or not is_next:
             return torch.cat([part.detach().to(dtype) for part in parts])
-        at += part.numel()
+        offset += part.numel()
     rows = sum(len(part) for part in parts)
     return first.detach().as_strided((rows, first.shape[1]), (first.shape[1], 1))
 
 
-def _share(a: Tensor, b: Tensor) -> bool:
-    """Whether they are views of one piece of memory. By its handle: tensors of a trace have no address."""
+def _same_storage(a: Tensor, b: Tensor) -> bool:
+    """True for views of one storage, compared by its handle: tensors of a trace have no address."""
     return a.untyped_storage()._cdata == b.untyped_storage()._cdata
 
 
 def deposit(parameter: Tensor, gradient: Tensor) -> Tensor | None:
-    """For autograd to add up; or None, where the parameter has memory for it, and it is there now."""
+    """Add to the parameter's `grad_memory` and return None; without one, return the gradient for autograd."""
     memory = getattr(parameter, "grad_memory", None)
     if memory is None:
         return gradient.to(parameter.dtype)
@@ -116,7 +118,7 @@ def deposit(parameter: Tensor, gradient: Tensor) -> Tensor | None:
 def _weight_gradients(
     weights: Sequence[Tensor], needed: Sequence[bool], grad: Tensor, x: Tensor
 ) -> list[Tensor | None]:
-    """Of the joined weights of a product, from the gradient of its output and from its input."""
+    """Gradients of the joined weights of a matmul. grad: of its output; x: its input; `needed`: those to compute."""
     if not any(needed):
         return [None] * len(weights)
     memories: list[Tensor] = [weight.grad_memory for weight in weights if hasattr(weight, "grad_memory")]
@@ -124,7 +126,7 @@ def _weight_gradients(
         fresh = [weight.grad is None for weight in weights]
         if all(fresh) or not any(fresh):
             memory = joined(memories, grad.dtype)
-            if _share(memory, memories[0]):
+            if _same_storage(memory, memories[0]):
                 if all(fresh):
                     torch.mm(grad.t(), x, out=memory)
                 else:
@@ -140,6 +142,7 @@ def _weight_gradients(
 
 
 def _rows(t: Tensor) -> Tensor:
+    """(..., width) as contiguous (rows, width)."""
     return t.reshape(math.prod(t.shape[:-1]), t.shape[-1]).contiguous()
 
 
@@ -148,20 +151,20 @@ class _AddNorm(torch.autograd.Function):
     def forward(ctx: Any, x: Tensor, delta: Tensor | None, gain: Tensor, eps: float, dtype: torch.dtype) -> Any:
         total, y, rstd = pointwise.add_norm(_rows(x), None if delta is None else _rows(delta), gain, eps, dtype)
         ctx.save_for_backward(total, rstd)
-        ctx.gain, ctx.adds = gain, delta is not None
+        ctx.gain, ctx.has_delta = gain, delta is not None
         ctx.set_materialize_grads(False)
         return total.view(x.shape), y.view(x.shape)
 
     @staticmethod
     def backward(ctx: Any, grad_total: Tensor | None, grad_y: Tensor | None) -> Any:
         if grad_y is None:
-            return grad_total, grad_total if ctx.adds else None, None, None, None
+            return grad_total, grad_total if ctx.has_delta else None, None, None, None
         total, rstd = ctx.saved_tensors
-        with _plain(total):
-            above = None if grad_total is None else _rows(grad_total)
-            dx, grad_gain = pointwise.add_norm_backward(_rows(grad_y), above, total, rstd, ctx.gain, remake=False)
+        with _no_autocast(total):
+            grad_x = None if grad_total is None else _rows(grad_total)
+            dx, grad_gain = pointwise.add_norm_backward(_rows(grad_y), grad_x, total, rstd, ctx.gain, recompute_y=False)
             dx = dx.view(grad_y.shape)
-            return dx, dx if ctx.adds else None, deposit(ctx.gain, grad_gain), None, None
+            return dx, dx if ctx.has_delta else None, deposit(ctx.gain, grad_gain), None, None
 
 
 class _NormLinear(torch.autograd.Function):
@@ -172,25 +175,24 @@ class _NormLinear(torch.autograd.Function):
         total, y, rstd = pointwise.add_norm(_rows(x), None if delta is None else _rows(delta), gain, eps, dtype)
         matrix = joined(weights, dtype)
         ctx.save_for_backward(total, rstd, matrix)
-        ctx.gain, ctx.weights, ctx.adds, ctx.shape = gain, weights, delta is not None, x.shape
+        ctx.gain, ctx.weights, ctx.has_delta, ctx.shape = gain, weights, delta is not None, x.shape
         ctx.set_materialize_grads(False)
         return total.view(x.shape), torch.mm(y, matrix.t()).view(*x.shape[:-1], len(matrix))
 
     @staticmethod
     def backward(ctx: Any, grad_total: Tensor | None, grad_out: Tensor | None) -> Any:
-        nothing = (None,) * (3 + len(ctx.weights))
         if grad_out is None:
-            return grad_total, grad_total if ctx.adds else None, *nothing
+            return grad_total, grad_total if ctx.has_delta else None, *(None,) * (3 + len(ctx.weights))
         total, rstd, matrix = ctx.saved_tensors
-        with _plain(total):
-            above = None if grad_total is None else _rows(grad_total)
+        with _no_autocast(total):
+            grad_x = None if grad_total is None else _rows(grad_total)
             grad_out = _rows(grad_out)
             grad_y = torch.mm(grad_out, matrix)
-            dx, grad_gain = pointwise.add_norm_backward(grad_y, above, total, rstd, ctx.gain, remake=True)
-            y = grad_y
+            dx, grad_gain = pointwise.add_norm_backward(grad_y, grad_x, total, rstd, ctx.gain, recompute_y=True)
+            y = grad_y  # add_norm_backward has overwritten it
             grads = _weight_gradients(ctx.weights, ctx.needs_input_grad[5:], grad_out, y)
             dx = dx.view(ctx.shape)
-            return dx, dx if ctx.adds else None, deposit(ctx.gain, grad_gain), None, None, *grads
+            return dx, dx if ctx.has_delta else None, deposit(ctx.gain, grad_gain), None, None, *grads
 
 
 class _Linear(torch.autograd.Function):
@@ -204,7 +206,7 @@ class _Linear(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> Any:
         x, matrix = ctx.saved_tensors
-        with _plain(x):
+        with _no_autocast(x):
             rows = _rows(grad)
             dx = torch.mm(rows, matrix).view(x.shape)
             (grad_weight,) = _weight_gradients((ctx.weight,), ctx.needs_input_grad[1:], rows, _rows(x))
@@ -222,10 +224,11 @@ class _SwigluLinear(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> Any:
         gate_up, matrix = ctx.saved_tensors
-        with _plain(gate_up):
+        with _no_autocast(gate_up):
             rows = _rows(grad)
-            gated = torch.mm(rows, matrix)
-            grad_gate_up = pointwise.swiglu_backward(gated, _rows(gate_up))  # and `gated` is now what its name says
+            grad_gated = torch.mm(rows, matrix)
+            grad_gate_up = pointwise.swiglu_backward(grad_gated, _rows(gate_up))
+            gated = grad_gated  # swiglu_backward has overwritten it
             (grad_weight,) = _weight_gradients((ctx.weight,), ctx.needs_input_grad[1:], rows, gated)
             return grad_gate_up.view(gate_up.shape), grad_weight
 
@@ -234,50 +237,52 @@ class _RotaryHeads(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, qkv: Tensor, cos: Tensor, sin: Tensor, heads: int) -> Any:
         parts = qkv.detach().unflatten(-1, (3, heads, -1))
-        pointwise.turn_(parts, cos, sin)
+        pointwise.rotate_(parts, cos, sin)
         ctx.save_for_backward(cos, sin)
         return tuple(t.transpose(1, 2) for t in parts.unbind(2))
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> Any:
         dq, dk, dv = (grad.transpose(1, 2) for grad in grads)
-        return pointwise.turned_back(dq, dk, dv, *ctx.saved_tensors).flatten(2), None, None, None
+        return pointwise.rotate_backward(dq, dk, dv, *ctx.saved_tensors).flatten(2), None, None, None
 
 
 class _LinearCrossEntropy(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, weight: Tensor, targets: Tensor, ignored: int, trains: bool) -> Tensor:
         matrix = joined((weight,), x.dtype)
-        share = (targets != ignored).sum().float().reciprocal()
+        row_weight = (targets != ignored).sum().float().reciprocal()
         chunks = max(1, -(-x.shape[0] * len(matrix) * x.element_size() // CHUNK_BYTES))
-        total = torch.zeros((), dtype=torch.float32, device=x.device)
+        loss = torch.zeros((), dtype=torch.float32, device=x.device)
         grad_x = torch.empty_like(x)
         grad_weight: Tensor | None = None
-        for rows, wanted, grad_rows in zip(x.chunk(chunks), targets.chunk(chunks), grad_x.chunk(chunks), strict=True):
+        for rows, labels, grad_rows in zip(x.chunk(chunks), targets.chunk(chunks), grad_x.chunk(chunks), strict=True):
             logits = torch.mm(rows, matrix.t())
-            total += pointwise.cross_entropy_(logits, wanted, share, ignored).sum()
+            loss += pointwise.cross_entropy_(logits, labels, row_weight, ignored).sum()
             if trains:
-                torch.mm(logits, matrix, out=grad_rows)
-                grad_weight = _add_product(grad_weight, logits.t(), rows, wide=chunks > 1)
+                grad_logits = logits  # cross_entropy_ has overwritten them
+                torch.mm(grad_logits, matrix, out=grad_rows)
+                grad_weight = _add_matmul(grad_weight, grad_logits.t(), rows, wide=chunks > 1)
         ctx.save_for_backward(grad_x, grad_weight)
         ctx.weight = weight
-        return total * share
+        return loss * row_weight
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> Any:
         grad_x, grad_weight = ctx.saved_tensors
-        with _plain(grad_x):
+        with _no_autocast(grad_x):
             dw = deposit(ctx.weight, grad_weight * grad) if ctx.needs_input_grad[1] else None
             return grad_x * grad, dw, None, None, None
 
 
-def _add_product(total: Tensor | None, a: Tensor, b: Tensor, wide: bool) -> Tensor:
-    """total + a @ b; where it is one of several, in fp32."""
+def _add_matmul(total: Tensor | None, a: Tensor, b: Tensor, wide: bool) -> Tensor:
+    """total + a @ b; with `wide` 16-bit operands give an fp32 result."""
     if not wide or a.dtype not in (torch.bfloat16, torch.float16):
         return torch.mm(a, b) if total is None else total.addmm_(a, b)
-    product = _wide_product(a, b)
-    return product if total is None else total.add_(product)
+    matmul = _wide_product(a, b)
+    return matmul if total is None else total.add_(matmul)
 
 
 def _wide_product(a: Tensor, b: Tensor) -> Tensor:
+    """a @ b in fp32."""
     return torch.mm(a, b, out_dtype=torch.float32) if a.is_cuda else torch.mm(a.float(), b.float())

@@ -1,7 +1,8 @@
-"""Everything of a training step that is no matrix product, in Triton: each kernel reads its inputs once and writes its
-results once, where separate operators would go through memory several times.
+"""Triton kernels for everything in a training step that is not a matmul. Each kernel reads its inputs once and writes
+its results once, where separate operators would pass over memory several times.
 
-Results are allocated by the caller, in pointwise.py, which also has each formula in plain PyTorch.
+The caller, pointwise.py, allocates the results; it also has each formula in plain PyTorch. Prefixes in kernels: i_ is
+the index of a program or row, o_ offsets, m_ a mask, b_ a block of values in registers. Row offsets are 64 bits wide.
 """
 
 from typing import Any
@@ -13,207 +14,216 @@ from torch import Tensor
 
 from cs336_systems.kernels.flash.operators import is_plain
 
-ROW_PROGRAMS = 264
+NORM_PROGRAMS = 264
 """Programs that share the rows of a norm's backward pass: each leaves one partial sum of the gain's gradient. Twice as
-many where there are MANY_ROWS."""
+many from MANY_ROWS on."""
 MANY_ROWS = 8192
-SUMMED = (64, 16)
-"""Rows and columns of partial sums that a program takes at a time."""
-TURNED = 4096
-"""Elements that a program turns."""
-GATED = 1024
-"""Elements of a row that a program gates."""
+SUM_ROWS, SUM_COLUMNS = 64, 16
+"""Tile of partial sums that a program adds up at a time."""
+ROTARY_ELEMENTS = 4096
+"""Elements that a program rotates."""
+SWIGLU_COLUMNS = 1024
+"""Elements of a row that a program computes."""
 LOGITS = 2048
 """Logits that a program holds at a time."""
-WEIGHTS = 1024
+ADAMW_WEIGHTS = 1024
 """Weights that a program updates."""
 
 
 @triton.jit
 def _add_norm(
-    x, delta, gain, out_x, out_y, out_rstd, width, eps, ADDS: tl.constexpr, BLOCK: tl.constexpr,
+    x, delta, gain, out_x, out_y, out_rstd, width, eps, HAS_DELTA: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    row = tl.program_id(0).to(tl.int64)
-    columns = tl.arange(0, BLOCK)
-    inside = columns < width
-    at = row * width + columns
-    value = tl.load(x + at, inside, 0.0).to(tl.float32)
-    if ADDS:
-        value += tl.load(delta + at, inside, 0.0).to(tl.float32)
-        # What later blocks read is the rounded sum, so this one is normed from it, too.
-        value = value.to(out_x.dtype.element_ty).to(tl.float32)
-        tl.store(out_x + at, value.to(out_x.dtype.element_ty), inside)
-    rstd = tl.rsqrt(tl.sum(value * value, 0) / width + eps)
-    y = value * rstd * tl.load(gain + columns, inside, 0.0).to(tl.float32)
-    tl.store(out_y + at, y.to(out_y.dtype.element_ty), inside)
-    tl.store(out_rstd + row, rstd)
+    """One row: out_x = x + delta, out_rstd = 1 / RMS(out_x), out_y = out_x * out_rstd * gain."""
+    i_row = tl.program_id(0).to(tl.int64)
+    o_column = tl.arange(0, BLOCK)  # [BLOCK]
+    m_column = o_column < width
+    o_x = i_row * width + o_column
+    b_x = tl.load(x + o_x, m_column, 0.0).to(tl.float32)
+    if HAS_DELTA:
+        b_x += tl.load(delta + o_x, m_column, 0.0).to(tl.float32)
+        # Later blocks read the rounded sum, so the norm is computed from the rounded sum, too.
+        b_x = b_x.to(out_x.dtype.element_ty).to(tl.float32)
+        tl.store(out_x + o_x, b_x.to(out_x.dtype.element_ty), m_column)
+    rstd = tl.rsqrt(tl.sum(b_x * b_x, 0) / width + eps)
+    b_y = b_x * rstd * tl.load(gain + o_column, m_column, 0.0).to(tl.float32)
+    tl.store(out_y + o_x, b_y.to(out_y.dtype.element_ty), m_column)
+    tl.store(out_rstd + i_row, rstd)
 
 
 @triton.jit
 def _add_norm_backward(
     grad_y, grad_x, x, rstd, gain, out_x, out_gain, rows, width,
-    ADDS: tl.constexpr, REMAKES: tl.constexpr, BLOCK: tl.constexpr,
+    HAS_GRAD_X: tl.constexpr, RECOMPUTES_Y: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    program = tl.program_id(0)
-    columns = tl.arange(0, BLOCK)
-    inside = columns < width
-    g = tl.load(gain + columns, inside, 0.0).to(tl.float32)
-    grad_gain = tl.zeros((BLOCK,), tl.float32)
-    for row in range(program, rows, tl.num_programs(0)):
-        at = tl.cast(row, tl.int64) * width + columns
-        scale = tl.load(rstd + row)
-        normed = tl.load(x + at, inside, 0.0).to(tl.float32) * scale
-        grad = tl.load(grad_y + at, inside, 0.0).to(tl.float32)
-        grad_gain += grad * normed
-        pulled = grad * g
-        found = scale * (pulled - normed * (tl.sum(pulled * normed, 0) / width))
-        if ADDS:
-            found += tl.load(grad_x + at, inside, 0.0).to(tl.float32)
-        tl.store(out_x + at, found.to(out_x.dtype.element_ty), inside)
-        if REMAKES:  # the gradient has been read: its memory takes the norm's output, which nobody kept
-            tl.store(grad_y + at, (normed * g).to(grad_y.dtype.element_ty), inside)
-    tl.store(out_gain + program * width + columns, grad_gain, inside)
+    """Every num_programs-th row: the gradient of x, and a partial sum of the gain's gradient."""
+    i_program = tl.program_id(0)
+    o_column = tl.arange(0, BLOCK)  # [BLOCK]
+    m_column = o_column < width
+    b_gain = tl.load(gain + o_column, m_column, 0.0).to(tl.float32)
+    b_grad_gain = tl.zeros((BLOCK,), tl.float32)
+    for i_row in range(i_program, rows, tl.num_programs(0)):
+        o_x = tl.cast(i_row, tl.int64) * width + o_column
+        row_rstd = tl.load(rstd + i_row)
+        b_normed = tl.load(x + o_x, m_column, 0.0).to(tl.float32) * row_rstd
+        b_grad_y = tl.load(grad_y + o_x, m_column, 0.0).to(tl.float32)
+        b_grad_gain += b_grad_y * b_normed
+        b_grad_normed = b_grad_y * b_gain
+        b_grad_x = row_rstd * (b_grad_normed - b_normed * (tl.sum(b_grad_normed * b_normed, 0) / width))
+        if HAS_GRAD_X:
+            b_grad_x += tl.load(grad_x + o_x, m_column, 0.0).to(tl.float32)
+        tl.store(out_x + o_x, b_grad_x.to(out_x.dtype.element_ty), m_column)
+        if RECOMPUTES_Y:  # grad_y has been read: its memory takes the norm's output, which forward did not keep
+            tl.store(grad_y + o_x, (b_normed * b_gain).to(grad_y.dtype.element_ty), m_column)
+    tl.store(out_gain + i_program * width + o_column, b_grad_gain, m_column)
 
 
 @triton.jit
-def _column_sums(rows_of, out, rows, width, ROWS: tl.constexpr, COLUMNS: tl.constexpr):
-    columns = tl.program_id(0) * COLUMNS + tl.arange(0, COLUMNS)[None, :]
-    total = tl.zeros((ROWS, COLUMNS), tl.float32)
+def _column_sums(x, out, rows, width, ROWS: tl.constexpr, COLUMNS: tl.constexpr):
+    """Sums of COLUMNS columns over all rows."""
+    o_column = tl.program_id(0) * COLUMNS + tl.arange(0, COLUMNS)[None, :]  # [1, COLUMNS]
+    b_sum = tl.zeros((ROWS, COLUMNS), tl.float32)
     for start in range(0, rows, ROWS):
-        row = start + tl.arange(0, ROWS)[:, None]
-        total += tl.load(rows_of + row * width + columns, (row < rows) & (columns < width), 0.0)
-    tl.store(out + columns, tl.sum(total, 0)[None, :], columns < width)
+        o_row = start + tl.arange(0, ROWS)[:, None]  # [ROWS, 1]
+        b_sum += tl.load(x + o_row * width + o_column, (o_row < rows) & (o_column < width), 0.0)
+    tl.store(out + o_column, tl.sum(b_sum, 0)[None, :], o_column < width)
 
 
 @triton.jit
-def _turn(
+def _rotate(
     q, k, v, out, cos, sin, length, heads, half_dim,
     q_batch, q_row, q_head, k_batch, k_row, k_head, v_batch, v_row, v_head,
     SIGN: tl.constexpr, HEADS: tl.constexpr, PAIRS: tl.constexpr,
 ):  # fmt: skip
-    """(batch, row, head, dim) of q and k turned, of v as it is, into (batch, row, 3, head, dim)."""
-    row = tl.program_id(0).to(tl.int64)
-    part = tl.program_id(1)
-    batch, position = row // length, row % length
-    if part == 0:
-        source, head_stride = q + batch * q_batch + position * q_row, q_head
-    elif part == 1:
-        source, head_stride = k + batch * k_batch + position * k_row, k_head
+    """HEADS heads of one row of q or k, rotated, or of v, copied: (batch, row, head, dim) into (batch, row, 3, head,
+    dim). q_batch, q_row and so on are strides."""
+    i_row = tl.program_id(0).to(tl.int64)
+    i_part = tl.program_id(1)
+    i_batch, i_position = i_row // length, i_row % length
+    if i_part == 0:
+        source, head_stride = q + i_batch * q_batch + i_position * q_row, q_head
+    elif i_part == 1:
+        source, head_stride = k + i_batch * k_batch + i_position * k_row, k_head
     else:
-        source, head_stride = v + batch * v_batch + position * v_row, v_head
-    # Dimensions, then heads: the compiler sees that a row's numbers follow each other, and moves 16 bytes at a time.
-    head = (tl.program_id(2) * HEADS + tl.arange(0, HEADS))[:, None]
-    dim = tl.arange(0, 2 * PAIRS)[None, :]
-    inside = (head < heads) & (dim < 2 * half_dim)
-    values = tl.load(source + head * head_stride + dim, inside, 0.0)
-    if part < 2:
-        a, b = tl.split(values.to(tl.float32).reshape(HEADS, PAIRS, 2))
-        pair = tl.arange(0, PAIRS)
-        angle = position * 2 * half_dim + 2 * pair
-        c = tl.load(cos + angle, pair < half_dim, 0.0)[None, :]
-        s = tl.load(sin + angle + 1, pair < half_dim, 0.0)[None, :] * SIGN  # the even ones are its negative
-        values = tl.join(a * c - b * s, b * c + a * s).reshape(HEADS, 2 * PAIRS).to(values.dtype)
-    target = out + (row * 3 + part) * heads * 2 * half_dim + head * 2 * half_dim + dim
-    tl.store(target, values.to(out.dtype.element_ty), inside)
+        source, head_stride = v + i_batch * v_batch + i_position * v_row, v_head
+    # Heads, then dimensions: the compiler sees that a row's elements are contiguous, and moves 16 bytes at a time.
+    o_head = (tl.program_id(2) * HEADS + tl.arange(0, HEADS))[:, None]  # [HEADS, 1]
+    o_dim = tl.arange(0, 2 * PAIRS)[None, :]  # [1, 2 * PAIRS]
+    m_head = (o_head < heads) & (o_dim < 2 * half_dim)
+    b_x = tl.load(source + o_head * head_stride + o_dim, m_head, 0.0)  # [HEADS, 2 * PAIRS]
+    if i_part < 2:
+        b_even, b_odd = tl.split(b_x.to(tl.float32).reshape(HEADS, PAIRS, 2))  # [HEADS, PAIRS]
+        o_pair = tl.arange(0, PAIRS)
+        o_angle = i_position * 2 * half_dim + 2 * o_pair
+        b_cos = tl.load(cos + o_angle, o_pair < half_dim, 0.0)[None, :]
+        # The table holds -sin at even and sin at odd positions.
+        b_sin = tl.load(sin + o_angle + 1, o_pair < half_dim, 0.0)[None, :] * SIGN
+        b_rotated = tl.join(b_even * b_cos - b_odd * b_sin, b_odd * b_cos + b_even * b_sin)
+        b_x = b_rotated.reshape(HEADS, 2 * PAIRS).to(b_x.dtype)
+    target = out + (i_row * 3 + i_part) * heads * 2 * half_dim + o_head * 2 * half_dim + o_dim
+    tl.store(target, b_x.to(out.dtype.element_ty), m_head)
 
 
 @triton.jit
 def _swiglu(gate_up, out, width, BLOCK: tl.constexpr):
-    row = tl.program_id(0).to(tl.int64)
-    columns = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
-    inside = columns < width
-    gate = tl.load(gate_up + row * 2 * width + columns, inside, 0.0).to(tl.float32)
-    up = tl.load(gate_up + row * 2 * width + width + columns, inside, 0.0).to(tl.float32)
-    value = gate * tl.sigmoid(gate) * up
-    tl.store(out + row * width + columns, value.to(out.dtype.element_ty), inside)
+    """Part of one row: silu(gate) * up."""
+    i_row = tl.program_id(0).to(tl.int64)
+    o_column = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)  # [BLOCK]
+    m_column = o_column < width
+    b_gate = tl.load(gate_up + i_row * 2 * width + o_column, m_column, 0.0).to(tl.float32)
+    b_up = tl.load(gate_up + i_row * 2 * width + width + o_column, m_column, 0.0).to(tl.float32)
+    b_out = b_gate * tl.sigmoid(b_gate) * b_up
+    tl.store(out + i_row * width + o_column, b_out.to(out.dtype.element_ty), m_column)
 
 
 @triton.jit
 def _swiglu_backward(grad, gate_up, out, width, BLOCK: tl.constexpr):
-    row = tl.program_id(0).to(tl.int64)
-    columns = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
-    inside = columns < width
-    gate_at = row * 2 * width + columns
-    gate = tl.load(gate_up + gate_at, inside, 0.0).to(tl.float32)
-    up = tl.load(gate_up + gate_at + width, inside, 0.0).to(tl.float32)
-    d = tl.load(grad + row * width + columns, inside, 0.0).to(tl.float32)
-    share = tl.sigmoid(gate)
-    silu = gate * share
-    tl.store(out + gate_at, (d * up * (share + silu * (1 - share))).to(out.dtype.element_ty), inside)
-    tl.store(out + gate_at + width, (d * silu).to(out.dtype.element_ty), inside)
-    # The gradient has been read: its memory takes the gated product, which nobody kept.
-    tl.store(grad + row * width + columns, (silu * up).to(grad.dtype.element_ty), inside)
+    """Part of one row: the gradients of gate and up, and silu(gate) * up in place of `grad`."""
+    i_row = tl.program_id(0).to(tl.int64)
+    o_column = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)  # [BLOCK]
+    m_column = o_column < width
+    o_gate = i_row * 2 * width + o_column
+    b_gate = tl.load(gate_up + o_gate, m_column, 0.0).to(tl.float32)
+    b_up = tl.load(gate_up + o_gate + width, m_column, 0.0).to(tl.float32)
+    b_grad = tl.load(grad + i_row * width + o_column, m_column, 0.0).to(tl.float32)
+    b_sigmoid = tl.sigmoid(b_gate)
+    b_silu = b_gate * b_sigmoid
+    tl.store(out + o_gate, (b_grad * b_up * (b_sigmoid + b_silu * (1 - b_sigmoid))).to(out.dtype.element_ty), m_column)
+    tl.store(out + o_gate + width, (b_grad * b_silu).to(out.dtype.element_ty), m_column)
+    # `grad` has been read: its memory takes forward's output, which forward did not keep.
+    tl.store(grad + i_row * width + o_column, (b_silu * b_up).to(grad.dtype.element_ty), m_column)
 
 
 @triton.jit
 def _cross_entropy(logits, targets, losses, weight, vocabulary, ignored, BLOCK: tl.constexpr):
-    """Losses of rows; their logits become the gradient of the sum of `weight` times each."""
-    row = tl.program_id(0).to(tl.int64)
-    logits += row * vocabulary
-    target = tl.load(targets + row)
-    largest = tl.full((BLOCK,), float("-inf"), tl.float32)
-    total = tl.zeros((BLOCK,), tl.float32)
+    """The loss of one row; its logits become the gradient of `weight` times that loss."""
+    i_row = tl.program_id(0).to(tl.int64)
+    logits += i_row * vocabulary
+    target = tl.load(targets + i_row)
+    b_max = tl.full((BLOCK,), float("-inf"), tl.float32)  # running maximum and sum of every lane
+    b_sum = tl.zeros((BLOCK,), tl.float32)
     for start in range(0, vocabulary, BLOCK):
-        columns = start + tl.arange(0, BLOCK)
-        z = tl.load(logits + columns, columns < vocabulary, float("-inf")).to(tl.float32)
-        above = tl.maximum(largest, z)
-        # A lane that has seen nothing yet, or only -inf, has no difference to take.
-        shift = tl.where(above == float("-inf"), 0.0, above)
-        total = total * tl.exp(largest - shift) + tl.exp(z - shift)
-        largest = above
-    peak = tl.max(largest, 0)
-    lse = tl.log(tl.sum(total * tl.exp(largest - peak), 0)) + peak
-    known = (target >= 0) & (target < vocabulary)
-    hit = tl.load(logits + target, known, float("nan")).to(tl.float32)  # a target that is no token must not go unseen
+        o_column = start + tl.arange(0, BLOCK)  # [BLOCK]
+        b_logits = tl.load(logits + o_column, o_column < vocabulary, float("-inf")).to(tl.float32)
+        b_new_max = tl.maximum(b_max, b_logits)
+        # A lane that has seen nothing but -inf has no finite maximum to subtract.
+        b_shift = tl.where(b_new_max == float("-inf"), 0.0, b_new_max)
+        b_sum = b_sum * tl.exp(b_max - b_shift) + tl.exp(b_logits - b_shift)
+        b_max = b_new_max
+    row_max = tl.max(b_max, 0)
+    lse = tl.log(tl.sum(b_sum * tl.exp(b_max - row_max), 0)) + row_max
+    is_token = (target >= 0) & (target < vocabulary)
+    # A target outside the vocabulary must not pass unnoticed: its loss is NaN.
+    target_logit = tl.load(logits + target, is_token, float("nan")).to(tl.float32)
     counts = target != ignored
-    tl.store(losses + row, tl.where(counts, lse - hit, 0.0))
-    factor = tl.where(counts, tl.load(weight), 0.0)
+    tl.store(losses + i_row, tl.where(counts, lse - target_logit, 0.0))
+    row_weight = tl.where(counts, tl.load(weight), 0.0)
     for start in range(0, vocabulary, BLOCK):
-        columns = start + tl.arange(0, BLOCK)
-        inside = columns < vocabulary
-        z = tl.load(logits + columns, inside, 0.0).to(tl.float32)
-        gradient = (tl.exp(z - lse) - tl.where(columns == target, 1.0, 0.0)) * factor
-        tl.store(logits + columns, tl.where(counts, gradient, 0.0).to(logits.dtype.element_ty), inside)
+        o_column = start + tl.arange(0, BLOCK)  # [BLOCK]
+        m_column = o_column < vocabulary
+        b_logits = tl.load(logits + o_column, m_column, 0.0).to(tl.float32)
+        b_grad = (tl.exp(b_logits - lse) - tl.where(o_column == target, 1.0, 0.0)) * row_weight
+        tl.store(logits + o_column, tl.where(counts, b_grad, 0.0).to(logits.dtype.element_ty), m_column)
 
 
 @triton.jit
 def _adamw(
-    weights, rest, grads, mean, square, scalars, count, beta1, beta2, eps, decay,
+    weights, low_bits, grads, mean, square, scalars, count, beta1, beta2, eps, decay,
     SPLIT: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """`scalars`: learning rate, factor of the gradient, 1 - beta1^t, sqrt(1 - beta2^t), and 0 for no update."""
-    at = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
+    """BLOCK weights. `scalars`: see pointwise.adamw_."""
+    o_weight = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)  # [BLOCK]
     if tl.load(scalars + 4) != 0:
-        inside = at < count
+        m_weight = o_weight < count
         rate = tl.load(scalars)
-        g = tl.load(grads + at, inside, 0.0).to(tl.float32) * tl.load(scalars + 1)
-        m = tl.load(mean + at, inside, 0.0)
-        m += (g - m) * (1 - beta1)
-        v = tl.load(square + at, inside, 0.0) * beta2 + g * g * (1 - beta2)
+        b_grad = tl.load(grads + o_weight, m_weight, 0.0).to(tl.float32) * tl.load(scalars + 1)
+        b_mean = tl.load(mean + o_weight, m_weight, 0.0)
+        b_mean += (b_grad - b_mean) * (1 - beta1)
+        b_square = tl.load(square + o_weight, m_weight, 0.0) * beta2 + b_grad * b_grad * (1 - beta2)
         if SPLIT:
-            high = tl.load(weights + at, inside, 0.0).to(tl.int16, bitcast=True).to(tl.int32)
-            low = tl.load(rest + at, inside, 0).to(tl.int32)
-            w = ((high << 16) + low).to(tl.float32, bitcast=True)
+            b_high = tl.load(weights + o_weight, m_weight, 0.0).to(tl.int16, bitcast=True).to(tl.int32)
+            b_low = tl.load(low_bits + o_weight, m_weight, 0).to(tl.int32)
+            b_weight = ((b_high << 16) + b_low).to(tl.float32, bitcast=True)
         else:
-            w = tl.load(weights + at, inside, 0.0)
-        w *= 1 - rate * decay
-        w -= rate / tl.load(scalars + 2) * m / (tl.sqrt_rn(v) / tl.load(scalars + 3) + eps)
-        tl.store(mean + at, m, inside)
-        tl.store(square + at, v, inside)
+            b_weight = tl.load(weights + o_weight, m_weight, 0.0)
+        b_weight *= 1 - rate * decay
+        b_weight -= rate / tl.load(scalars + 2) * b_mean / (tl.sqrt_rn(b_square) / tl.load(scalars + 3) + eps)
+        tl.store(mean + o_weight, b_mean, m_weight)
+        tl.store(square + o_weight, b_square, m_weight)
         if SPLIT:
-            bits = w.to(tl.int32, bitcast=True)
-            high = (bits + 0x8000) >> 16
-            tl.store(weights + at, high.to(tl.int16).to(tl.bfloat16, bitcast=True), inside)
-            tl.store(rest + at, (bits - (high << 16)).to(tl.int16), inside)
+            b_bits = b_weight.to(tl.int32, bitcast=True)
+            b_high = (b_bits + 0x8000) >> 16
+            tl.store(weights + o_weight, b_high.to(tl.int16).to(tl.bfloat16, bitcast=True), m_weight)
+            tl.store(low_bits + o_weight, (b_bits - (b_high << 16)).to(tl.int16), m_weight)
         else:
-            tl.store(weights + at, w, inside)
+            tl.store(weights + o_weight, b_weight, m_weight)
 
 
 # -- launches ---------------------------------------------------------------------------------------------------------
 
 
 def _launch(kernel: Any, grid: tuple[int, ...], *arguments: Any, **meta: Any) -> None:
-    """Nothing to do for tensors without memory, such as those of a trace: what the kernel writes is there already."""
+    """Launch a kernel. Does nothing for tensors without memory, such as those of a trace: results are allocated."""
     if 0 in grid or not is_plain(arguments[0]):
         return
     with torch.cuda.device_of(arguments[0]):
@@ -225,64 +235,63 @@ def _warps(block: int) -> int:
 
 
 def add_norm(
-    x: Tensor, delta: Tensor | None, gain: Tensor, eps: float, out_x: Tensor, out_y: Tensor, rstd: Tensor
+    x: Tensor, delta: Tensor | None, gain: Tensor, eps: float, out_x: Tensor, out_y: Tensor, out_rstd: Tensor
 ) -> None:
     rows, width = x.shape
     block = triton.next_power_of_2(width)
     _launch(
-        _add_norm, (rows,), x, x if delta is None else delta, gain, out_x, out_y, rstd, width, eps,
-        ADDS=delta is not None, BLOCK=block, num_warps=_warps(block),
+        _add_norm, (rows,), x, x if delta is None else delta, gain, out_x, out_y, out_rstd, width, eps,
+        HAS_DELTA=delta is not None, BLOCK=block, num_warps=_warps(block),
     )  # fmt: skip
 
 
 def add_norm_backward(
-    grad_y: Tensor, grad_x: Tensor | None, x: Tensor, rstd: Tensor, gain: Tensor, out_x: Tensor, remake: bool
+    grad_y: Tensor, grad_x: Tensor | None, x: Tensor, rstd: Tensor, gain: Tensor, out_x: Tensor, recompute_y: bool
 ) -> Tensor:
-    """The gain's gradient, fp32."""
+    """Write the gradient of x and return the gain's, in fp32."""
     rows, width = x.shape
     block = triton.next_power_of_2(width)
-    programs = min(rows, ROW_PROGRAMS if rows < MANY_ROWS else 2 * ROW_PROGRAMS)
+    programs = min(rows, NORM_PROGRAMS if rows < MANY_ROWS else 2 * NORM_PROGRAMS)
     partial = torch.empty((programs, width), dtype=torch.float32, device=x.device)
     _launch(
-        _add_norm_backward, (len(partial),), grad_y, x if grad_x is None else grad_x, x, rstd, gain, out_x, partial,
-        rows, width, ADDS=grad_x is not None, REMAKES=remake, BLOCK=block, num_warps=8,
+        _add_norm_backward, (programs,), grad_y, x if grad_x is None else grad_x, x, rstd, gain, out_x, partial,
+        rows, width, HAS_GRAD_X=grad_x is not None, RECOMPUTES_Y=recompute_y, BLOCK=block, num_warps=8,
     )  # fmt: skip
-    total = torch.empty(width, dtype=torch.float32, device=x.device)
+    grad_gain = torch.empty(width, dtype=torch.float32, device=x.device)
     _launch(
-        _column_sums, (triton.cdiv(width, SUMMED[1]),), partial, total, len(partial), width,
-        ROWS=SUMMED[0], COLUMNS=SUMMED[1], num_warps=4,
+        _column_sums, (triton.cdiv(width, SUM_COLUMNS),), partial, grad_gain, programs, width,
+        ROWS=SUM_ROWS, COLUMNS=SUM_COLUMNS, num_warps=4,
     )  # fmt: skip
-    return total
+    return grad_gain
 
 
-def turn(q: Tensor, k: Tensor, v: Tensor | None, cos: Tensor, sin: Tensor, out: Tensor, sign: float) -> None:
-    """q, k, v: (batch, rows, heads, dim), any strides but the last; out: (batch, rows, 3, heads, dim). With v None its
-    part of `out` stays as it is."""
+def rotate(q: Tensor, k: Tensor, v: Tensor | None, cos: Tensor, sin: Tensor, out: Tensor, sign: float) -> None:
+    """Rotate q and k, and copy v. q, k, v: (batch, rows, heads, dim) with contiguous rows; out: (batch, rows, 3, heads,
+    dim). Without v its part of `out` stays as it is. sign: 1.0, or -1.0 to rotate backwards."""
     batch, length, heads, dim = q.shape
     pairs = triton.next_power_of_2(dim // 2)
-    together = max(1, min(TURNED // (2 * pairs), triton.next_power_of_2(heads)))
-    grid = (batch * length, 2 if v is None else 3, triton.cdiv(heads, together))
+    block_heads = max(1, min(ROTARY_ELEMENTS // (2 * pairs), triton.next_power_of_2(heads)))
+    grid = (batch * length, 2 if v is None else 3, triton.cdiv(heads, block_heads))
     third = k if v is None else v
     strides = [stride for t in (q, k, third) for stride in t.stride()[:3]]
     _launch(
-        _turn, grid, q, k, third, out, cos, sin, length, heads, dim // 2, *strides,
-        SIGN=sign, HEADS=together, PAIRS=pairs, num_warps=4,
+        _rotate, grid, q, k, third, out, cos, sin, length, heads, dim // 2, *strides,
+        SIGN=sign, HEADS=block_heads, PAIRS=pairs, num_warps=4,
     )  # fmt: skip
 
 
 def swiglu(gate_up: Tensor, out: Tensor) -> None:
     rows, width = out.shape
-    block = min(GATED, triton.next_power_of_2(width))
-    _launch(_swiglu, (rows, triton.cdiv(width, block)), gate_up, out, width, BLOCK=block, num_warps=_warps(block))
+    block = min(SWIGLU_COLUMNS, triton.next_power_of_2(width))
+    grid = (rows, triton.cdiv(width, block))
+    _launch(_swiglu, grid, gate_up, out, width, BLOCK=block, num_warps=_warps(block))
 
 
 def swiglu_backward(grad: Tensor, gate_up: Tensor, out: Tensor) -> None:
     rows, width = grad.shape
-    block = min(GATED, triton.next_power_of_2(width))
-    _launch(
-        _swiglu_backward, (rows, triton.cdiv(width, block)), grad, gate_up, out, width,
-        BLOCK=block, num_warps=_warps(block),
-    )  # fmt: skip
+    block = min(SWIGLU_COLUMNS, triton.next_power_of_2(width))
+    grid = (rows, triton.cdiv(width, block))
+    _launch(_swiglu_backward, grid, grad, gate_up, out, width, BLOCK=block, num_warps=_warps(block))
 
 
 def cross_entropy(logits: Tensor, targets: Tensor, losses: Tensor, weight: Tensor, ignored: int) -> None:
@@ -295,11 +304,11 @@ def cross_entropy(logits: Tensor, targets: Tensor, losses: Tensor, weight: Tenso
 
 
 def adamw(
-    weights: Tensor, rest: Tensor | None, grads: Tensor, mean: Tensor, square: Tensor, scalars: Tensor,
+    weights: Tensor, low_bits: Tensor | None, grads: Tensor, mean: Tensor, square: Tensor, scalars: Tensor,
     betas: tuple[float, float], eps: float, decay: float,
 ) -> None:  # fmt: skip
     count = weights.numel()
     _launch(
-        _adamw, (triton.cdiv(count, WEIGHTS),), weights, weights if rest is None else rest, grads, mean,
-        square, scalars, count, *betas, eps, decay, SPLIT=rest is not None, BLOCK=WEIGHTS, num_warps=4,
+        _adamw, (triton.cdiv(count, ADAMW_WEIGHTS),), weights, weights if low_bits is None else low_bits, grads, mean,
+        square, scalars, count, *betas, eps, decay, SPLIT=low_bits is not None, BLOCK=ADAMW_WEIGHTS, num_warps=4,
     )  # fmt: skip

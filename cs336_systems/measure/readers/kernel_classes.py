@@ -1,23 +1,22 @@
-"""What kind of work a kernel does, by its name: those of cuBLAS, CUTLASS, PyTorch, Triton, NCCL, and CPU operators.
-
-And the names of the ranges that tell the parts of attention apart.
-"""
+"""Classifies kernels by name: kernels of cuBLAS, CUTLASS, PyTorch, Triton and NCCL, and CPU operators."""
 
 import re
 from functools import cache
+
+from cs336_systems.predict.attention_model import OUTPUT, SCORES, SOFTMAX
 
 MATMUL, ATTENTION, ELEMENTWISE, REDUCTION = "matmul", "attention", "elementwise", "softmax/reduction"
 COPY, OPTIMIZER, COMMUNICATION, OTHER, UNKNOWN = "copy", "optimizer", "communication", "other", "unknown"
 KINDS = (MATMUL, ATTENTION, ELEMENTWISE, REDUCTION, COPY, OPTIMIZER, COMMUNICATION, OTHER, UNKNOWN)
 
-SCORES, SOFTMAX, OUTPUT = "attention scores", "attention softmax", "attention output"
+__all__ = ["KINDS", "OUTPUT", "SCORES", "SOFTMAX", "classify"]
 
-# The first that is found in the name counts, so what is special comes first: a fused optimizer is made of
-# multi_tensor_apply, a softmax is a reduction with an elementwise end, a cast is an elementwise kernel that copies.
+# The first match counts, so specific patterns come first: a fused optimizer uses multi_tensor_apply, a softmax is a
+# reduction with an elementwise epilogue, a cast is an elementwise kernel that copies.
 _PATTERNS: list[tuple[str, str]] = [
-    (ELEMENTWISE, r"^triton_poi_"),  # torch.compile's own: the words after it say what was fused, not what it does
+    (ELEMENTWISE, r"^triton_poi_"),  # torch.compile; the rest of the name lists what was fused
     (REDUCTION, r"^triton_(per|red)_"),
-    (ATTENTION, r"^(forward|backward|prepare|finish|grad_q|grad_kv|grad)_kernel$"),  # flash_triton.py's, hopper_*.py's
+    (ATTENTION, r"^(forward|backward|prepare|finish|grad_q|grad_kv|grad)_kernel$"),  # flash_triton.py, hopper_*.py
     (COMMUNICATION, r"nccl|gloo:|c10d::|all_?reduce|all_?gather|reduce_?scatter|broadcast_kernel"),
     (ATTENTION, r"flash|fmha|attention|sdpa|\bmha_|_attn_"),
     (OPTIMIZER, r"adam|lamb\b|sgd|multi_tensor|optimizer|_foreach_"),

@@ -1,13 +1,11 @@
-"""Records the kernels of a step with Nsight Systems (nsys), and reads what its exporter writes.
+"""Records the kernels of a step with Nsight Systems (nsys) and reads its SQLite export.
 
-A second opinion on what torch.profiler says, in the same form: trace.py tells how a kernel finds its phase and part.
-Ranges are those of NVTX here. One thing is missing: nsys does not say which operator of forward a kernel of backward
-belongs to, and the ranges of forward are closed by then. So the kernels of backward have no part, save those that
-compute forward again.
+The result has the form of a torch.profiler trace; trace.py explains how a kernel gets its phase and part. The ranges
+are NVTX ranges. nsys does not link a kernel of backward to an operator of forward, whose ranges are closed by then, so
+the kernels of backward have no part, except those that recompute forward.
 
-The exporter's tables: https://docs.nvidia.com/nsight-systems/UserGuide/index.html#sqlite-schema-reference. Times are
-nanoseconds, names are numbers of strings, and tables that would be empty are left out. No torch here: an export can be
-read on another machine.
+Schema: https://docs.nvidia.com/nsight-systems/UserGuide/index.html#sqlite-schema-reference. Times are nanoseconds,
+names are indices into a table of strings, and empty tables are omitted. No torch: an export can be read on any machine.
 """
 
 import json
@@ -26,14 +24,14 @@ from pathlib import Path
 from typing import IO, Any, NamedTuple
 
 from cs336_systems.config import RunConfig, UserError
-from cs336_systems.measure.readers.trace import PHASES, Kernel, Span, Trace, phase_at
+from cs336_systems.measure.readers.trace import PHASES, Kernel, Origin, Span, Trace, phase_at
 
 NS = 1e-9
 WITHOUT_NSYS = "leave out --nsys to use torch.profiler"
 EXPORT = "make one with: nsys export --type sqlite REPORT.nsys-rep"
 
 INSTALLED = ("/usr/local/cuda*/bin/nsys", "/opt/nvidia/nsight-systems*/*/bin/nsys")
-"""Where installers put it without a word to PATH. (The nsys inside of Nsight Compute cannot make reports.)"""
+"""Default folders of installers that do not extend PATH. (The nsys inside Nsight Compute cannot write reports.)"""
 OPTIONS = (
     "--capture-range=cudaProfilerApi",
     "--capture-range-end=stop",
@@ -43,11 +41,11 @@ OPTIONS = (
     "--force-overwrite=true",
 )
 GRACE = 10.0
-"""Seconds in which nsys may end the program that it runs, and itself."""
+"""Seconds that nsys has to terminate the program that it runs, and itself."""
 
 
 def find_nsys() -> str | None:
-    """The executable on PATH, else in the usual folders."""
+    """Return the executable on PATH, or in a default folder."""
     installed = [path for pattern in INSTALLED for path in sorted(glob(pattern), reverse=True)]
     return next(filter(None, map(shutil.which, ["nsys", *installed])), None)
 
@@ -56,16 +54,16 @@ def find_nsys() -> str | None:
 
 
 def profile_with_nsys(config: RunConfig, *, num_steps: int, folder: Path, nsys: str, timeout: float) -> Trace:
-    """Trace `num_steps` steps after the warm-up, in a process of their own; the report and its export go to `folder`.
+    """Trace `num_steps` steps after the warm-up in a separate process; the report and its export go to `folder`.
 
-    `timeout`: seconds that recording may take, and then exporting.
+    `timeout`: seconds for recording, and again for exporting.
     """
     if config.device_type != "cuda":
         raise UserError(f"nsys records the kernels of a GPU, and the device is {config.device!r}; {WITHOUT_NSYS}")
     folder.mkdir(parents=True, exist_ok=True)
     request, report, export = (folder / name for name in ("nsys_step.json", "nsys.nsys-rep", "nsys.sqlite"))
     request.write_text(json.dumps({"config": config.to_dict(), "num_steps": num_steps}))
-    # -P: a file in the working directory must not stand in for a standard module or for this package
+    # -P: a file in the working directory must not shadow a standard module or this package
     step = [sys.executable, "-P", "-m", "cs336_systems.measure.nsys_step", str(request)]
     _make(report, [nsys, "profile", *OPTIONS, "-o", str(folder / "nsys"), *step], timeout)
     to_export = ["--type", "sqlite", "--force-overwrite=true", "-o", str(export), str(report)]
@@ -74,9 +72,9 @@ def profile_with_nsys(config: RunConfig, *, num_steps: int, folder: Path, nsys: 
 
 
 def _make(made: Path, command: list[str], timeout: float) -> None:
-    """Run a command of nsys that makes a file."""
-    made.unlink(missing_ok=True)  # that of an earlier run must not stand in for it
-    # Files, not pipes: what nsys leaves behind when it is killed would hold a pipe open.
+    """Run an nsys command that writes the file `made`."""
+    made.unlink(missing_ok=True)  # a file of an earlier run must not be taken for the result
+    # Files, not pipes: a process that outlives a killed nsys would hold a pipe open.
     with tempfile.TemporaryFile() as output, tempfile.TemporaryFile() as errors:
         try:
             process = subprocess.Popen(
@@ -96,13 +94,13 @@ def _make(made: Path, command: list[str], timeout: float) -> None:
 
 
 def _environment() -> dict[str, str]:
-    """This package is found also where it is not installed."""
+    """Return the environment with this package on PYTHONPATH, for where it is not installed."""
     root = str(Path(__file__).resolve().parents[3])
     return {**os.environ, "PYTHONPATH": os.pathsep.join([root, *filter(None, [os.environ.get("PYTHONPATH")])])}
 
 
 def _exit_code(process: subprocess.Popen[bytes], timeout: float) -> int | None:
-    """None if it did not end in time; it has ended when this returns."""
+    """Return the exit code, or None after a timeout; the process has ended in either case."""
     try:
         return process.wait(timeout)
     except subprocess.TimeoutExpired:
@@ -113,7 +111,7 @@ def _exit_code(process: subprocess.Popen[bytes], timeout: float) -> int | None:
 
 
 def _end(process: subprocess.Popen[bytes]) -> None:
-    process.terminate()  # not killed at once: nsys passes this on to the program that it runs
+    process.terminate()  # not killed at once: nsys forwards the signal to the program that it runs
     try:
         process.wait(GRACE)
     except subprocess.TimeoutExpired:
@@ -130,19 +128,19 @@ def _last_line(file: IO[bytes]) -> str:
 # -- reading ----------------------------------------------------------------------------------------------------------
 
 _PUSH_POP_RANGE, _DOMAIN_CREATE = 59, 75
-"""Types of NVTX events: a range that a thread opened and closed; that a library named a domain for its own ranges."""
+"""Types of NVTX events: a push/pop range of a thread; the creation of a domain for a library's own ranges."""
 _COPIES = {1: "HtoD", 2: "DtoH", 8: "DtoD", 9: "HtoH", 10: "PtoP"}
 
 
 class _Work(NamedTuple):
-    """What ran on a GPU, in nanoseconds."""
+    """A kernel, copy or fill on a GPU; times in nanoseconds."""
 
     name: str
     start: int
     end: int
     process: int | None
     correlation: int | None
-    """The number of its launch. Each process counts its own."""
+    """The correlation id of its launch, unique within a process."""
 
 
 class _Launch(NamedTuple):
@@ -151,7 +149,7 @@ class _Launch(NamedTuple):
 
 
 def read_nsys(path: Path) -> Trace:
-    """Read what `nsys export --type sqlite` wrote."""
+    """Read the output of `nsys export --type sqlite`."""
     name = repr(str(path))
     if not path.is_file():
         raise UserError(f"cannot read {name}: no such file; {EXPORT}")
@@ -166,14 +164,14 @@ def read_nsys(path: Path) -> Trace:
 
 
 def _require_whole(database: sqlite3.Connection, path: Path) -> None:
-    """SQLite itself does not miss what is cut off the last page: it reads zeros there."""
+    """Raise for a truncated file; SQLite itself reads zeros for the missing part of the last page."""
     (pages,), (size,) = (database.execute(f"PRAGMA {name}").fetchone() for name in ("page_count", "page_size"))
     if path.stat().st_size < pages * size:
         raise sqlite3.DatabaseError(f"{path.stat().st_size} bytes of {pages * size}")
 
 
 class _Export:
-    """The tables, whatever of them this version of the exporter wrote."""
+    """The tables of an export; their columns differ by version of the exporter."""
 
     def __init__(self, database: sqlite3.Connection, name: str):
         self._database = database
@@ -181,11 +179,13 @@ class _Export:
         tables = {row[0] for row in database.execute("SELECT name FROM sqlite_master WHERE type = 'table'")}
         recorded = any(table == "NVTX_EVENTS" or table.startswith("CUPTI_") for table in tables)
         if "StringIds" not in tables or not recorded:
-            raise UserError(f"{name} was not made by nsys, or nsys saw nothing: no tables of CUDA and NVTX; {EXPORT}")
+            raise UserError(
+                f"{name} was not made by nsys, or nsys recorded nothing: no tables of CUDA and NVTX; {EXPORT}"
+            )
         self._strings = self.lookup("StringIds", "value")
 
     def rows(self, table: str, *columns: str) -> list[Any]:
-        """None for a column that is absent."""
+        """Return the rows of a table, with None for absent columns."""
         present = {row[1] for row in self._database.execute(f'PRAGMA table_info("{table}")')}
         if not present:
             return []
@@ -193,15 +193,15 @@ class _Export:
         return self._database.execute(f'SELECT {wanted} FROM "{table}"').fetchall()
 
     def timed(self, table: str, *columns: str) -> list[Any]:
-        """Start, end and `columns`, of all that has both a start and an end."""
+        """Return start, end and `columns` of the rows that have both a start and an end."""
         rows = self.rows(table, "start", "end", *columns)
-        return [row for row in rows if isinstance(row[0], int) and isinstance(row[1], int)]
+        return [row for row in rows for start, end, *_ in [row] if isinstance(start, int) and isinstance(end, int)]
 
     def lookup(self, table: str, column: str) -> dict[int, str]:
         return dict(self.rows(table, "id", column))
 
     def string(self, *numbers: int | None) -> str | None:
-        """The first that there is."""
+        """Return the first string that exists."""
         return next((self._strings[number] for number in numbers if number in self._strings), None)
 
 
@@ -209,7 +209,7 @@ def _trace(export: _Export) -> Trace:
     kernels = _kernels(export)
     if not kernels:
         raise UserError(
-            f"{export.name} holds no kernels: nothing ran on a GPU while nsys looked, or it could not trace CUDA; "
+            f"{export.name} holds no kernels: nothing ran on a GPU during the capture, or nsys could not trace CUDA; "
             f"record again with --trace=cuda,nvtx, or {WITHOUT_NSYS}"
         )
     launches = _launches(export)
@@ -217,16 +217,16 @@ def _trace(export: _Export) -> Trace:
     found = []
     for work in sorted([*kernels, *_copies(export), *_fills(export)], key=lambda work: work.start):
         launch = launches.get((work.process, work.correlation))
-        phase, part = host.at(launch) if launch else (None, None)
-        found.append(Kernel(work.name, work.start * NS, (work.end - work.start) * NS, phase, part))
+        origin = host.at(launch) if launch else Origin()
+        found.append(Kernel(work.name, work.start * NS, (work.end - work.start) * NS, *origin))
     return Trace(found, host.phases, on_gpu=True)
 
 
-_OF_LAUNCH = ("globalPid", "correlationId")
+_LAUNCH_COLUMNS = ("globalPid", "correlationId")
 
 
 def _kernels(export: _Export) -> list[_Work]:
-    rows = export.timed("CUPTI_ACTIVITY_KIND_KERNEL", *_OF_LAUNCH, "demangledName", "shortName", "mangledName")
+    rows = export.timed("CUPTI_ACTIVITY_KIND_KERNEL", *_LAUNCH_COLUMNS, "demangledName", "shortName", "mangledName")
     return [
         _Work(export.string(*names) or "kernel without a name", start, end, _process(process), correlation)
         for start, end, process, correlation, *names in rows
@@ -234,36 +234,36 @@ def _kernels(export: _Export) -> list[_Work]:
 
 
 def _copies(export: _Export) -> Iterator[_Work]:
-    """Named as torch.profiler names them: `Memcpy HtoD (Pageable -> Device)`."""
+    """Yield copies, named as in torch.profiler: `Memcpy HtoD (Pageable -> Device)`."""
     memory = export.lookup("ENUM_CUDA_MEM_KIND", "label")
-    rows = export.timed("CUPTI_ACTIVITY_KIND_MEMCPY", *_OF_LAUNCH, "copyKind", "srcKind", "dstKind")
+    rows = export.timed("CUPTI_ACTIVITY_KIND_MEMCPY", *_LAUNCH_COLUMNS, "copyKind", "srcKind", "dstKind")
     for start, end, process, correlation, kind, source, target in rows:
-        places = f"({memory[source]} -> {memory[target]})" if {source, target} <= memory.keys() else ""
-        name = " ".join(filter(None, ("Memcpy", _COPIES.get(kind), places)))
+        between = f"({memory[source]} -> {memory[target]})" if {source, target} <= memory.keys() else ""
+        name = " ".join(filter(None, ("Memcpy", _COPIES.get(kind), between)))
         yield _Work(name, start, end, _process(process), correlation)
 
 
 def _fills(export: _Export) -> Iterator[_Work]:
     memory = export.lookup("ENUM_CUDA_MEM_KIND", "label")
-    rows = export.timed("CUPTI_ACTIVITY_KIND_MEMSET", *_OF_LAUNCH, "memKind")
+    rows = export.timed("CUPTI_ACTIVITY_KIND_MEMSET", *_LAUNCH_COLUMNS, "memKind")
     for start, end, process, correlation, kind in rows:
         name = f"Memset ({memory[kind]})" if kind in memory else "Memset"
         yield _Work(name, start, end, _process(process), correlation)
 
 
 def _launches(export: _Export) -> dict[tuple[int | None, int | None], _Launch]:
-    """(process, number) -> the call, of the runtime or of the driver: both are in this table."""
+    """Return (process, correlation id) -> launch; the table holds calls of the runtime and of the driver."""
     rows = export.timed("CUPTI_ACTIVITY_KIND_RUNTIME", "globalTid", "correlationId")
     found: dict[tuple[int | None, int | None], _Launch] = {
         (_process(thread), correlation): _Launch(start * NS, thread) for start, _, thread, correlation in rows
     }
-    if len({process for process, _ in found}) == 1:  # then a kernel that does not name its process has this one
+    if len({process for process, _ in found}) == 1:  # kernels without a process id belong to this one
         found |= {(None, correlation): launch for (_, correlation), launch in found.items()}
     return found
 
 
 def _ranges(export: _Export) -> list[Span]:
-    """Without those of libraries (NCCL, CUB), which are in domains of their own and say nothing of the model."""
+    """Return the NVTX ranges, except those of libraries (NCCL, CUB), which have their own domains."""
     domains = {
         (_process(thread), domain)
         for kind, thread, domain in export.rows("NVTX_EVENTS", "eventType", "globalTid", "domainId")
@@ -279,12 +279,12 @@ def _ranges(export: _Export) -> list[Span]:
 
 
 def _process(number: int | None) -> int | None:
-    """Of a thread's or a process's global number: 24 bits of thread, and above them 24 bits of process."""
+    """Return the process of a global thread or process id: bits 24 to 47."""
     return None if number is None else number >> 24 & 0xFFFFFF
 
 
 class _Host:
-    """What the host was at when it launched something."""
+    """Finds the phase and part that the host was in at a launch."""
 
     def __init__(self, ranges: Iterable[Span]):
         self.phases: list[Span] = []
@@ -298,27 +298,32 @@ class _Host:
                 others[span.thread].append(span)
         self._parts = {thread: _innermost(spans) for thread, spans in others.items()}
 
-    def at(self, launch: _Launch) -> tuple[str | None, str | None]:
-        """The phase, which any thread of the process may have opened, and the part, which the launching one did."""
+    def at(self, launch: _Launch) -> Origin:
+        """Return the phase, opened by any thread of the process, and the part, opened by the launching thread."""
         parts = self._parts.get(launch.thread, [])
-        index = bisect_right(parts, launch.time, key=lambda change: change[0]) - 1
+        index = bisect_right(parts, launch.time, key=lambda change: change.time) - 1
         phase = phase_at(self._phases[_process(launch.thread)], launch.time)
-        return phase, parts[index][1] if index >= 0 else None
+        return Origin(phase, parts[index].part if index >= 0 else None)
 
 
-def _innermost(spans: list[Span]) -> list[tuple[float, str | None]]:
-    """When the innermost of a thread's ranges changes, and to which. They lie inside one another or apart."""
-    changes: list[tuple[float, str | None]] = []
+class _Change(NamedTuple):
+    time: float
+    part: str | None
+
+
+def _innermost(spans: list[Span]) -> list[_Change]:
+    """Return when the innermost of a thread's ranges changes, and to which; any two are nested or disjoint."""
+    changes: list[_Change] = []
     around: list[Span] = []
 
     def close(time: float) -> None:
         while around and around[-1].end <= time:
             end = around.pop().end
-            changes.append((end, around[-1].name if around else None))
+            changes.append(_Change(end, around[-1].name if around else None))
 
     for span in spans:
         close(span.start)
         around.append(span)
-        changes.append((span.start, span.name))
+        changes.append(_Change(span.start, span.name))
     close(float("inf"))
     return changes

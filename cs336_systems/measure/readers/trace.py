@@ -1,15 +1,16 @@
-"""A trace of kernels, whoever recorded it: each with the phase and the part of the model that launched it.
+"""Traces of kernels: each kernel with the phase and the part of the model that launched it.
 
-`read_chrome` reads what torch.profiler exports, `nsys.read_nsys` what Nsight Systems does. No torch here: a trace can
-be read on another machine.
+`read_chrome` reads traces of torch.profiler, `nsys.read_nsys` those of Nsight Systems. No torch: a trace can be read on
+any machine.
 
-How a kernel finds its phase. The host launches kernels from inside ranges (`forward`, `backward`, ...), and a kernel
-carries the number of its launch. Backward's kernels are launched by another thread, but while the range is open.
+Phase of a kernel. The host launches kernels inside ranges (`forward`, `backward`, ...), and a kernel carries the
+correlation id of its launch. Another thread launches the kernels of backward, but while the range is open.
 
-How it finds its part (`attention softmax`, ...). In forward by the range around the launch. In backward there is none:
-the profiler ties the operator that launched it to the forward operator whose gradient it computes, by an arrow and by a
-number that both carry, and that one lay in a range. Without a GPU the operators themselves stand in for kernels, each
-with the time it spent in no other.
+Part of a kernel (`attention softmax`, ...). In forward it is the range around the launch. Backward has no such ranges:
+the profiler links the operator that launched the kernel to the forward operator whose gradient it computes, by a flow
+event and by a sequence number, and the forward operator ran inside a range.
+
+Without a GPU the operators replace the kernels, each with its self time.
 """
 
 import gzip
@@ -23,24 +24,33 @@ from collections import defaultdict
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from cs336_systems.config import UserError
 from cs336_systems.measure.readers.kernel_classes import UNKNOWN, classify
+from cs336_systems.measure.readers.recorded_tables import KernelRow, KindRow, PartRow, flatten
+from cs336_systems.record import Metric
 
 PHASES = ("forward", "loss", "backward", "sync", "optimizer")
 WHOLE = "step"
-"""Stands in for a phase where a trace has none: somebody else's, without our ranges."""
+"""The phase of all kernels in a trace without this package's ranges."""
 US = 1e-6
 NAMES_KEPT = 12
-"""Kernels of a phase that are named in the records; the others are in its kinds' sums."""
+"""Kernel names that are recorded for each phase; the sums by kind include all kernels."""
 HALF_NS = 5e-10
-"""Profilers count nanoseconds: what is nearer than this is the same moment, rounded."""
+"""Profilers count nanoseconds: times closer than this are equal after rounding."""
+
+
+class Origin(NamedTuple):
+    """The phase and the part of the model that launched a kernel, as far as they are known."""
+
+    phase: str | None = None
+    part: str | None = None
 
 
 @dataclass(frozen=True)
 class Kernel:
-    """Times in seconds, on a clock that all of a trace share."""
+    """A kernel, with times in seconds on the trace's clock."""
 
     name: str
     start: float
@@ -59,7 +69,7 @@ class Kernel:
 
 @dataclass(frozen=True)
 class Span:
-    """A range of the host."""
+    """A range on the host."""
 
     name: str
     start: float
@@ -71,8 +81,8 @@ class Span:
 
 
 @dataclass(frozen=True)
-class Row:
-    """All kernels of one name, as `nsys stats` shows them."""
+class NamedKernels:
+    """All kernels of one name, as in `nsys stats`."""
 
     name: str
     durations: list[float]
@@ -86,39 +96,46 @@ class Row:
         return statistics.median(self.durations)
 
 
+class KindTotal(NamedTuple):
+    """The kernels of one kind."""
+
+    seconds: float
+    kernels: int
+
+
 @dataclass(frozen=True)
 class Trace:
     kernels: list[Kernel]
     phases: list[Span]
     on_gpu: bool
-    """Else the kernels are operators of the host."""
+    """Otherwise the kernels are operators of the host."""
 
     @property
     def steps(self) -> int:
-        """How many were traced: every step has each of its phases once."""
+        """The number of traced steps; every step has each of its phases once."""
         names = [span.name for span in self.phases]
         return max((names.count(name) for name in PHASES), default=0) or 1
 
     def of(self, phase: str | None) -> list[Kernel]:
         return [kernel for kernel in self.kernels if kernel.phase == phase]
 
-    def table(self, phase: str | None = None) -> list[Row]:
-        """Of one phase, or of all; the name that took most first."""
+    def table(self, phase: str | None = None) -> list[NamedKernels]:
+        """Return the kernels of one phase, or of all, by name; the largest total first."""
         durations: dict[str, list[float]] = defaultdict(list)
         for kernel in self.of(phase) if phase else self.kernels:
             durations[kernel.name].append(kernel.duration)
-        return sorted((Row(name, found) for name, found in durations.items()), key=lambda row: -row.total)
+        return sorted((NamedKernels(name, found) for name, found in durations.items()), key=lambda row: -row.total)
 
-    def by_kind(self, phase: str | None = None) -> dict[str, tuple[float, int]]:
-        """Kind -> seconds and number, of one phase or of all."""
-        found: dict[str, tuple[float, int]] = {}
+    def by_kind(self, phase: str | None = None) -> dict[str, KindTotal]:
+        """Return the totals of one phase, or of all, by kind."""
+        found: dict[str, KindTotal] = {}
         for kernel in self.of(phase) if phase else self.kernels:
             seconds, count = found.get(kernel.kind, (0.0, 0))
-            found[kernel.kind] = seconds + kernel.duration, count + 1
+            found[kernel.kind] = KindTotal(seconds + kernel.duration, count + 1)
         return found
 
     def by_part(self, phase: str) -> dict[tuple[str, str], float]:
-        """(part, kind) -> seconds."""
+        """Return the seconds of a phase by (part, kind)."""
         found: dict[tuple[str, str], float] = defaultdict(float)
         for kernel in self.of(phase):
             if kernel.part:
@@ -126,7 +143,7 @@ class Trace:
         return dict(found)
 
     def busy(self, phase: str) -> float:
-        """Seconds in which at least one of the phase's kernels ran."""
+        """Return the seconds during which at least one of the phase's kernels ran."""
         total, reached = 0.0, float("-inf")
         for kernel in sorted(self.of(phase), key=lambda kernel: kernel.start):
             total += max(0.0, kernel.end - max(kernel.start, reached))
@@ -135,47 +152,38 @@ class Trace:
 
 
 def phase_at(phases: Sequence[Span], time: float) -> str | None:
-    """`phases` do not overlap, and are sorted."""
+    """Return the phase at `time`; `phases` are sorted and do not overlap."""
     index = bisect_right(phases, time, key=lambda span: span.start) - 1
     return phases[index].name if index >= 0 and phases[index].holds(time) else None
 
 
-def trace_metrics(trace: Trace) -> list[list[Any]]:
-    """[metric, unit, samples] rows, of one step. Tables are samples row by row:
-
-    - kind_table: kind, kernels, seconds
-    - part_table: part of the model, kind, seconds
-    - kernel_table: name, kernels, total, median, least and greatest seconds; those that took most
-    """
+def trace_metrics(trace: Trace) -> list[Metric]:
+    """Return the metrics of one step; recorded_tables.py defines the rows of the tables."""
     steps = trace.steps
     seconds = {
         "kernel_time": sum(kernel.duration for kernel in trace.kernels),
         "unknown_kernel_time": sum(kernel.duration for kernel in trace.kernels if kernel.kind == UNKNOWN),
         "kernel_time_outside_phases": sum(kernel.duration for kernel in trace.of(None)),
     }
-    rows: list[list[Any]] = [[name, "s", [total / steps]] for name, total in seconds.items()]
-    rows.append(["kernels_on_gpu", "1", [int(trace.on_gpu)]])
+    metrics = [Metric(name, "s", [total / steps]) for name, total in seconds.items()]
+    metrics.append(Metric("kernels_on_gpu", "1", [int(trace.on_gpu)]))
     for phase in (*PHASES, WHOLE):
         if not trace.of(phase):
             continue
-        kinds = [[kind, n / steps, total / steps] for kind, (total, n) in trace.by_kind(phase).items()]
-        parts = [[part, kind, total / steps] for (part, kind), total in trace.by_part(phase).items()]
-        names = [
-            [
-                row.name,
-                len(row.durations) / steps,
-                row.total / steps,
-                row.median,
-                min(row.durations),
-                max(row.durations),
-            ]
-            for row in trace.table(phase)[:NAMES_KEPT]
-        ]
-        rows.append([f"busy_time: {phase}", "s", [trace.busy(phase) / steps]])
-        for table, found in (("kind", kinds), ("part", parts), ("kernel", names)):
-            if found:
-                rows.append([f"{table}_table: {phase}", "", [value for row in found for value in row]])
-    return rows
+        kinds = [KindRow(kind, n / steps, total / steps) for kind, (total, n) in trace.by_kind(phase).items()]
+        parts = [PartRow(part, kind, total / steps) for (part, kind), total in trace.by_part(phase).items()]
+        names = [_kernel_row(found, steps) for found in trace.table(phase)[:NAMES_KEPT]]
+        metrics.append(Metric(f"busy_time: {phase}", "s", [trace.busy(phase) / steps]))
+        for table, samples in (("kind", flatten(kinds)), ("part", flatten(parts)), ("kernel", flatten(names))):
+            if samples:
+                metrics.append(Metric(f"{table}_table: {phase}", "", samples))
+    return metrics
+
+
+def _kernel_row(found: NamedKernels, steps: int) -> KernelRow:
+    durations = found.durations
+    number, total = len(durations) / steps, found.total / steps
+    return KernelRow(found.name, number, total, found.median, min(durations), max(durations))
 
 
 # -- traces of torch.profiler -----------------------------------------------------------------------------------------
@@ -183,37 +191,38 @@ def trace_metrics(trace: Trace) -> list[list[Any]]:
 _ON_GPU = ("kernel", "gpu_memcpy", "gpu_memset")
 _LAUNCHES = ("cuda_runtime", "cuda_driver")
 _NOT_A_PART = re.compile(rf"({'|'.join(PHASES)})$|ProfilerStep|Optimizer\.")
-"""Ranges that say nothing of the model."""
+"""Ranges that do not name a part of the model."""
 
 
-_Moment = tuple[float, Any]
-"""A time and a thread."""
+class _Moment(NamedTuple):
+    time: float
+    thread: Any
 
 
 @dataclass
 class _Event:
-    """Something of the host that took time: an operator, or a range that somebody named."""
+    """An operator or a named range on the host."""
 
     name: str
     start: float
     end: float
     own: float
-    """Seconds that it spent in no other of its kind."""
+    """Self time: seconds outside of nested events of its kind."""
     sequence: int | None
     is_backward: bool
-    forward: "_Moment | None"
-    """When and where the operator began whose gradient this computes, if an arrow says so."""
+    forward: _Moment | None
+    """Start of the forward operator whose gradient this computes, if a flow event links them."""
     parent: "_Event | None" = None
 
 
 class _Nest:
-    """Events of a kind on one thread: they lie inside one another or apart."""
+    """The events of one kind on one thread: any two are nested or disjoint."""
 
     def __init__(self) -> None:
         self.events: list[_Event] = []
 
     def add(self, event: _Event) -> None:
-        """In the order of their starts, the longer first."""
+        """Add an event; events come by start, the longer first."""
         around = self.events[-1] if self.events else None
         while around is not None and around.end <= event.start + HALF_NS:
             around = around.parent
@@ -223,7 +232,7 @@ class _Nest:
         self.events.append(event)
 
     def at(self, time: float) -> _Event | None:
-        """The innermost around a moment."""
+        """Return the innermost event around `time`."""
         index = bisect_right(self.events, time, key=lambda event: event.start) - 1
         found = self.events[index] if index >= 0 else None
         while found is not None and found.end < time:
@@ -232,11 +241,11 @@ class _Nest:
 
 
 def read_chrome(path: Path) -> Trace:
-    events, arrows = _chrome_events(path)
+    events, links = _chrome_events(path)
     spans = sorted(map(_span, _of(events, "user_annotation")), key=lambda span: span.start)
     phases = [span for span in spans if span.name in PHASES]
     named = [event for event in _of(events, "user_annotation") if not _NOT_A_PART.match(event["name"])]
-    operators = _nests(_of(events, "cpu_op"), arrows)
+    operators = _nests(_of(events, "cpu_op"), links)
     attribute = _Attribution(phases, _nests(named), operators)
     works = _of(events, *_ON_GPU)
     if works:
@@ -248,7 +257,7 @@ def read_chrome(path: Path) -> Trace:
         kernels = [_gpu_kernel(event, launches, attribute) for event in works]
     else:
         kernels = [
-            Kernel(op.name, op.start, op.own, *attribute(op.start, thread, op))
+            Kernel(op.name, op.start, op.own, *attribute(_Moment(op.start, thread), op))
             for thread, nest in operators.items()
             for op in nest.events
             if op.own > 0
@@ -259,9 +268,9 @@ def read_chrome(path: Path) -> Trace:
 
 
 def _chrome_events(path: Path) -> tuple[list[dict[str, Any]], dict[_Moment, _Moment]]:
-    """What took time, and the arrows from operators of backward to those of forward; times in seconds since the first.
+    """Return the events, and the links from operators of backward to those of forward; seconds since the first event.
 
-    (A float of microseconds since the machine was started cannot tell nanoseconds apart.)
+    (A float of microseconds since boot cannot resolve nanoseconds.)
     """
     found = _trace_events(path)
     events = [event for event in found if event.get("ph") == "X"]
@@ -273,12 +282,12 @@ def _chrome_events(path: Path) -> tuple[list[dict[str, Any]], dict[_Moment, _Mom
     ends: dict[Any, dict[str, _Moment]] = defaultdict(dict)
     for event in _of(found, "fwdbwd"):
         if event.get("ph") in ("s", "f") and isinstance(event.get("ts"), int | float):
-            ends[event.get("id")][event["ph"]] = (event["ts"] - first) * US, event.get("tid")
-    return events, {arrow["f"]: arrow["s"] for arrow in ends.values() if len(arrow) == 2}
+            ends[event.get("id")][event["ph"]] = _Moment((event["ts"] - first) * US, event.get("tid"))
+    return events, {link["f"]: link["s"] for link in ends.values() if len(link) == 2}
 
 
 def _problem(event: dict[str, Any]) -> str | None:
-    """What keeps it from being read."""
+    """Return why an event cannot be read, or None."""
     numbers = (event.get("ts"), event.get("dur", 0))
     if not all(isinstance(number, int | float) and math.isfinite(number) for number in numbers):
         return "without a time"
@@ -318,12 +327,12 @@ def _span(event: dict[str, Any]) -> Span:
 
 def _gpu_kernel(event: dict[str, Any], launches: dict[Any, dict[str, Any]], attribute: "_Attribution") -> Kernel:
     launch = launches.get(event.get("args", {}).get("correlation"))
-    where = (None, None) if launch is None else attribute(launch["start"], launch["tid"])
-    return Kernel(event["name"], event["start"], event["duration"], *where)
+    origin = Origin() if launch is None else attribute(_Moment(launch["start"], launch["tid"]))
+    return Kernel(event["name"], event["start"], event["duration"], *origin)
 
 
-def _nests(events: list[dict[str, Any]], arrows: dict[_Moment, _Moment] | None = None) -> dict[Any, _Nest]:
-    """Thread -> its events."""
+def _nests(events: list[dict[str, Any]], links: dict[_Moment, _Moment] | None = None) -> dict[Any, _Nest]:
+    """Return the events of each thread."""
     nests: dict[Any, _Nest] = defaultdict(_Nest)
     for event in sorted(events, key=lambda event: (event["start"], -event["duration"])):
         span, arguments = _span(event), event.get("args", {})
@@ -335,48 +344,49 @@ def _nests(events: list[dict[str, Any]], arrows: dict[_Moment, _Moment] | None =
                 own=event["duration"],
                 sequence=arguments.get("Sequence number"),
                 is_backward=bool(arguments.get("Fwd thread id")),
-                forward=(arrows or {}).get((span.start, span.thread)),
+                forward=(links or {}).get(_Moment(span.start, span.thread)),
             )
         )
     return nests
 
 
 class _Attribution:
-    """(phase, part) of what the host launched at some time from some thread."""
+    """Finds the origin of a launch by its time and thread."""
 
     def __init__(self, phases: list[Span], parts: dict[Any, _Nest], operators: dict[Any, _Nest]):
         self._phases = phases
         self._parts = parts
         self._operators = operators
         self._forward: dict[int, _Moment] = {}
-        """Number of an operator -> when it began, and on which thread."""
+        """Sequence number of an operator -> its start."""
         for thread, nest in operators.items():
             for event in nest.events:
-                # Several carry the number of the next node; the last of them made it.
+                # Several operators carry the number of the next autograd node; the last of them creates it.
                 if event.sequence is not None and not event.is_backward:
-                    self._forward[event.sequence] = event.start, thread
+                    self._forward[event.sequence] = _Moment(event.start, thread)
 
-    def __call__(self, time: float, thread: Any, operator: _Event | None = None) -> tuple[str | None, str | None]:
-        phase = phase_at(self._phases, time)
-        part = self._part(time, thread)
+    def __call__(self, moment: _Moment, operator: _Event | None = None) -> Origin:
+        phase = phase_at(self._phases, moment.time)
+        part = self._part(moment)
         if part is None and phase == "backward":
-            part = self._part_of_forward(operator or self._innermost(time, thread))
-        return phase, part
+            part = self._part_of_forward(operator or _innermost(self._operators, moment))
+        return Origin(phase, part)
 
-    def _part(self, time: float, thread: Any) -> str | None:
-        found = self._parts[thread].at(time) if thread in self._parts else None
+    def _part(self, moment: _Moment) -> str | None:
+        found = _innermost(self._parts, moment)
         return found.name if found else None
-
-    def _innermost(self, time: float, thread: Any) -> _Event | None:
-        return self._operators[thread].at(time) if thread in self._operators else None
 
     def _part_of_forward(self, operator: _Event | None) -> str | None:
         by_number = None
         while operator is not None:
             if operator.forward is not None:
-                return self._part(*operator.forward)
+                return self._part(operator.forward)
             if operator.is_backward and by_number is None:
                 by_number = self._forward.get(operator.sequence)  # type: ignore[arg-type]
             operator = operator.parent
-        # Numbers are counted on each thread: where some are used twice, as by recomputation, arrows are safer.
-        return self._part(*by_number) if by_number else None
+        # Each thread counts its own sequence numbers. Recomputation reuses some of them, so links come first.
+        return self._part(by_number) if by_number else None
+
+
+def _innermost(nests: dict[Any, _Nest], moment: _Moment) -> _Event | None:
+    return nests[moment.thread].at(moment.time) if moment.thread in nests else None

@@ -1,7 +1,8 @@
-"""Triton's kernels between the matrix products under Triton's interpreter, on the CPU, in a process of its own.
+"""Runs the pointwise Triton kernels under Triton's interpreter, on the CPU, in a process of its own.
 
-Each function of `pointwise` runs twice on the same values: by its kernel, and by its formula in PyTorch. Reads a JSON
-list of runs (the arguments of `run`) from standard input; prints a JSON list: what was wrong, for each of them.
+Each function of `pointwise` runs twice on the same values: as its kernel and as its formula in PyTorch. Reads a JSON
+list of cases (arguments of `run`) from standard input; prints a JSON list: for each case the lines that say what is
+wrong.
 """
 
 import json
@@ -9,158 +10,147 @@ import math
 import sys
 import traceback
 from collections.abc import Callable
-from typing import Any
+from typing import Any, NamedTuple
 from unittest import mock
 
 import torch
 from torch import Tensor
 
-from cs336_systems.kernels.fused import pointwise
+from cs336_systems.kernels.fused import pointwise, pointwise_triton
 from cs336_systems.model import RotaryEmbedding
 from tests.unit.kernels.attention_cases import poisoned_memory
 from tests.unit.kernels.test_fused import FEW, LIMITS, check, lay, make, make_seeds, rotary
 
 Named = dict[str, Tensor | None]
 GUARD = 40
-
+"""Elements around every input that must neither be read nor written."""
 EXACT = {torch.float32: 1e-5, torch.float16: 2e-3, torch.bfloat16: 1e-2}
-"""Allowed difference relative to the norm: one rounding of the lowest precision there is."""
+"""Allowed difference relative to the norm: one rounding of the lowest precision in use."""
 
 
 def random(*shape: int, seed: int, dtype: torch.dtype = torch.float32) -> Tensor:
     return torch.randn(shape, generator=torch.Generator().manual_seed(seed)).to(dtype)
 
 
+class Case(NamedTuple):
+    inputs: Named
+    call: Callable[[Named], Named]
+    changed: tuple[str, ...] = ()
+    """Inputs that the call overwrites."""
+
+
 def guarded(x: Tensor) -> tuple[Tensor, Tensor]:
-    """The values amid memory that must not count and must stay as it is."""
+    """The values inside a larger buffer, and that buffer."""
     memory = torch.full((x.numel() + 2 * GUARD,), math.nan if x.is_floating_point() else 77, dtype=x.dtype)
     return memory[GUARD : GUARD + x.numel()].view(x.shape).copy_(x), memory
 
 
-def add_norm(rows: int, width: int, delta: bool, out: str, delta_dtype: str | None = None, **given: Any) -> Any:
-    dtype = given["dtype"]
-    inputs = {"x": random(rows, width, seed=1, dtype=dtype), "gain": random(width, seed=3)}
+def add_norm(rows: int, width: int, delta: bool, out: str, dtype: torch.dtype, delta_dtype: str | None = None) -> Case:
+    inputs: Named = {"x": random(rows, width, seed=1, dtype=dtype), "gain": random(width, seed=3)}
     if delta:
         inputs["delta"] = random(rows, width, seed=2, dtype=getattr(torch, delta_dtype) if delta_dtype else dtype)
 
     def call(t: Named) -> Named:
-        made = pointwise.add_norm(t["x"], t.get("delta"), t["gain"], 1e-3, getattr(torch, out))
-        return dict(zip(("total", "y", "rstd"), made, strict=True))
+        return pointwise.add_norm(t["x"], t.get("delta"), t["gain"], 1e-3, getattr(torch, out))._asdict()
 
-    return inputs, call, ()
+    return Case(inputs, call)
 
 
-def add_norm_backward(rows: int, width: int, adds: bool, remake: bool, dtype: torch.dtype) -> Any:
+def add_norm_backward(
+    rows: int, width: int, has_grad_x: bool, recompute_y: bool, dtype: torch.dtype, programs: int = 264
+) -> Case:
     x = random(rows, width, seed=1, dtype=dtype)
-    rstd = (x.float().square().mean(-1) + 1e-3).rsqrt()
-    inputs = {"x": x, "gain": random(width, seed=3), "grad_y": random(rows, width, seed=4, dtype=dtype)}
-    inputs |= {"grad_x": random(rows, width, seed=5, dtype=dtype)} if adds else {}
-    with mock.patch.object(pointwise, "_triton", return_value=None):
-        inputs["rstd"] = pointwise.add_norm(x, None, inputs["gain"], 1e-3, dtype)[2]
-    assert torch.allclose(inputs["rstd"].view(-1), rstd, rtol=1e-5)
+    inputs: Named = {"x": x, "gain": random(width, seed=3), "grad_y": random(rows, width, seed=4, dtype=dtype)}
+    inputs |= {"grad_x": random(rows, width, seed=5, dtype=dtype)} if has_grad_x else {}
+    inputs["rstd"] = (x.float().square().mean(-1) + 1e-3).rsqrt()
 
     def call(t: Named) -> Named:
-        made = pointwise.add_norm_backward(t["grad_y"], t.get("grad_x"), t["x"], t["rstd"], t["gain"], remake=remake)
-        return dict(zip(("dx", "dgain"), made, strict=True))
+        given = (t["grad_y"], t.get("grad_x"), t["x"], t["rstd"], t["gain"])
+        with mock.patch.object(pointwise_triton, "NORM_PROGRAMS", programs):
+            return pointwise.add_norm_backward(*given, recompute_y=recompute_y)._asdict()
 
-    return inputs, call, ("grad_y",) if remake else ()
+    return Case(inputs, call, ("grad_y",) if recompute_y else ())
 
 
-def turn(batch: int, rows: int, heads: int, dim: int, dtype: torch.dtype, context: int | None = None) -> Any:
-    rotate = RotaryEmbedding(context or rows, dim, 100.0)
-    inputs = {"qkv": random(batch, rows, 3, heads, dim, seed=1, dtype=dtype)}
+def rotate(batch: int, rows: int, heads: int, dim: int, dtype: torch.dtype, context: int | None = None) -> Case:
+    table = RotaryEmbedding(context or rows, dim, 100.0)
 
     def call(t: Named) -> Named:
-        pointwise.turn_(t["qkv"], rotate.cos, rotate.sin)
+        pointwise.rotate_(t["qkv"], table.cos, table.sin)
         return {}
 
-    return inputs, call, ("qkv",)
+    return Case({"qkv": random(batch, rows, 3, heads, dim, seed=1, dtype=dtype)}, call, ("qkv",))
 
 
-def turned_back(
-    batch: int, rows: int, heads: int, dim: int, dtype: torch.dtype, context: int | None = None, inside: bool = False
-) -> Any:
-    """`inside`: the heads are outside of the rows in memory, as attention leaves its gradients."""
-    rotate = RotaryEmbedding(context or rows, dim, 100.0)
-    shape = (batch, heads, rows, dim) if inside else (batch, rows, heads, dim)
-    inputs = {name: random(*shape, seed=number, dtype=dtype) for number, name in enumerate(("dq", "dk", "dv"))}
+def rotate_backward(
+    batch: int, rows: int, heads: int, dim: int, heads_first: bool, dtype: torch.dtype, context: int | None = None
+) -> Case:
+    """`heads_first`: the gradients are (batch, heads, rows, dim) in memory, as attention returns them."""
+    table = RotaryEmbedding(context or rows, dim, 100.0)
+    shape = (batch, heads, rows, dim) if heads_first else (batch, rows, heads, dim)
+    inputs: Named = {name: random(*shape, seed=number, dtype=dtype) for number, name in enumerate(("dq", "dk", "dv"))}
 
     def call(t: Named) -> Named:
-        given = [x.transpose(1, 2) if inside else x for x in t.values()]
-        return {"dqkv": pointwise.turned_back(*given, rotate.cos, rotate.sin)}
+        given = [x.transpose(1, 2) if heads_first else x for x in t.values()]
+        return {"dqkv": pointwise.rotate_backward(*given, table.cos, table.sin)}
 
-    return inputs, call, ()
-
-
-def swiglu(rows: int, width: int, dtype: torch.dtype) -> Any:
-    inputs = {"gate_up": 3 * random(rows, 2 * width, seed=1, dtype=dtype)}
-    return inputs, lambda t: {"out": pointwise.swiglu(t["gate_up"])}, ()
+    return Case(inputs, call)
 
 
-def swiglu_backward(rows: int, width: int, dtype: torch.dtype) -> Any:
-    inputs = {"gate_up": 3 * random(rows, 2 * width, seed=1, dtype=dtype)}
+def swiglu(rows: int, width: int, dtype: torch.dtype) -> Case:
+    gate_up = 3 * random(rows, 2 * width, seed=1, dtype=dtype)
+    return Case({"gate_up": gate_up}, lambda t: {"out": pointwise.swiglu(t["gate_up"])})
+
+
+def swiglu_backward(rows: int, width: int, dtype: torch.dtype) -> Case:
+    inputs: Named = {"gate_up": 3 * random(rows, 2 * width, seed=1, dtype=dtype)}
     inputs["grad"] = random(rows, width, seed=2, dtype=dtype)
-    return inputs, lambda t: {"dgate_up": pointwise.swiglu_backward(t["grad"], t["gate_up"])}, ("grad",)
+    return Case(inputs, lambda t: {"dgate_up": pointwise.swiglu_backward(t["grad"], t["gate_up"])}, ("grad",))
 
 
 def cross_entropy(
     rows: int, vocabulary: int, dtype: torch.dtype, size: float = 1.0, ignored: int = -100, bad: int | None = None
-) -> Any:
+) -> Case:
     targets = torch.randint(vocabulary, (rows,), generator=torch.Generator().manual_seed(2))
     targets[1::3] = ignored
     if bad is not None:
         targets[-1] = bad
-    inputs = {
-        "logits": size * random(rows, vocabulary, seed=1, dtype=dtype),
-        "targets": targets,
-        "weight": torch.tensor(0.3),
-    }
+    logits = size * random(rows, vocabulary, seed=1, dtype=dtype)
 
     def call(t: Named) -> Named:
         return {"losses": pointwise.cross_entropy_(t["logits"], t["targets"], t["weight"], ignored)}
 
-    return inputs, call, ("logits",)
+    return Case({"logits": logits, "targets": targets, "weight": torch.tensor(0.3)}, call, ("logits",))
 
 
-def adamw(count: int, split: bool, dtype: torch.dtype, grads: str | None = None, does: float = 1.0) -> Any:
+def adamw(count: int, split: bool, dtype: torch.dtype, grads: str = "float32", update: float = 1.0) -> Case:
     weights = random(count, seed=1)
     inputs: Named = {
-        "weights": weights.to(dtype),
-        "grads": random(count, seed=2).to(getattr(torch, grads) if grads else dtype),
+        "weights": weights,
+        "grads": random(count, seed=2).to(getattr(torch, grads)),
         "mean": 0.1 * random(count, seed=3),
         "square": 0.1 * random(count, seed=4).square(),
-        "scalars": torch.tensor([0.01, 0.7, 0.2, 0.3, does]),
+        "scalars": torch.tensor([0.01, 0.7, 0.2, 0.3, update]),
     }
     if split:
-        inputs["weights"], inputs["rest"] = (torch.empty(count, dtype=d) for d in (torch.bfloat16, torch.int16))
-        pointwise.split_(weights, inputs["weights"], inputs["rest"])
+        inputs["weights"], inputs["low_bits"] = (torch.empty(count, dtype=d) for d in (torch.bfloat16, torch.int16))
+        pointwise.split_(weights, inputs["weights"], inputs["low_bits"])
+        assert torch.equal(pointwise.united(inputs["weights"], inputs["low_bits"]), weights)
 
     def call(t: Named) -> Named:
-        given = [t["weights"], t.get("rest"), t["grads"], t["mean"], t["square"], t["scalars"]]
+        given = [t["weights"], t.get("low_bits"), t["grads"], t["mean"], t["square"], t["scalars"]]
         pointwise.adamw_(*given, (0.9, 0.95), 1e-8, 0.1)
         if not split:
             return {}
-        masters = pointwise.united(t["weights"], t["rest"])
-        assert bool(((masters - t["weights"]).abs() <= (masters - masters.bfloat16()).abs()).all())
-        return {"masters": masters}
+        whole = pointwise.united(t["weights"], t["low_bits"])
+        assert bool(((whole - t["weights"]).abs() <= (whole - whole.bfloat16()).abs()).all())
+        return {"whole": whole}
 
-    changed = ("weights", "rest", "mean", "square") if split else ("weights", "mean", "square")
-    return inputs, call, changed if does else ()
-
-
-def halves(count: int, dtype: torch.dtype) -> Any:
-    inputs = {"whole": random(count, seed=1, dtype=dtype)}
-
-    def call(t: Named) -> Named:
-        weights, rest = (torch.empty(count, dtype=d) for d in (torch.bfloat16, torch.int16))
-        pointwise.split_(t["whole"], weights, rest)
-        assert torch.equal(pointwise.united(weights, rest), t["whole"])
-        return {"weights": weights, "rest": rest}
-
-    return inputs, call, ()
+    changed = ("weights", *(("low_bits",) if split else ()), "mean", "square")
+    return Case(inputs, call, changed if update else ())
 
 
-FUNCTIONS = (add_norm, add_norm_backward, turn, turned_back, swiglu, swiglu_backward, cross_entropy, adamw, halves)
+FUNCTIONS = (add_norm, add_norm_backward, rotate, rotate_backward, swiglu, swiglu_backward, cross_entropy, adamw)
 
 
 def differences(name: str, found: Tensor | None, expected: Tensor | None, limit: float) -> list[str]:
@@ -178,7 +168,7 @@ def differences(name: str, found: Tensor | None, expected: Tensor | None, limit:
     return [] if error <= limit * size + 1e-9 else [f"{name} is off by {error:.2e} of {size:.2e}"]
 
 
-def by_kernel_and_formula(function: Callable[..., Any], dtype: torch.dtype, **options: Any) -> list[str]:
+def compare_kernel_with_formula(function: Callable[..., Case], dtype: torch.dtype, **options: Any) -> list[str]:
     inputs, call, changed = function(dtype=dtype, **options)
     results, wrong = [], []
     for by_kernel in (True, False):
@@ -194,11 +184,11 @@ def by_kernel_and_formula(function: Callable[..., Any], dtype: torch.dtype, **op
                     made = call(given)
         results.append(made | {name: given[name] for name in changed})
         for name, (_, memory) in placed.items():
-            place = slice(GUARD, memory.numel() - GUARD)
+            inside = slice(GUARD, memory.numel() - GUARD)
             if name in changed:
-                memory[place] = before[name][place]
+                memory[inside] = before[name][inside]
             if not torch.equal(memory.nan_to_num(7), before[name].nan_to_num(7)):
-                wrong.append(f"{name} has changed by the {'kernel' if by_kernel else 'formula'}")
+                wrong.append(f"the {'kernel' if by_kernel else 'formula'} has overwritten {name} or memory around it")
     found, expected = results
     limit = EXACT[torch.float32 if function is adamw else dtype]
     for name, x in expected.items():
@@ -207,14 +197,14 @@ def by_kernel_and_formula(function: Callable[..., Any], dtype: torch.dtype, **op
     return wrong
 
 
-def part(name: str, dtype: torch.dtype, layout: str, gain: str = "contiguous") -> list[str]:
-    """A fused part by its kernels; its tensors lie in memory as `layout` and, of the gain, `gain` say."""
-    tested = FEW[name]
-    if name == "rotary_heads":  # turned in place, it cannot be broadcast; its gradients can
+def node(part: str, dtype: torch.dtype, layout: str, gain: str | None = None) -> list[str]:
+    """Compare an autograd node, run by kernels, with its formula, for tensors of a layout and a gain of its own."""
+    tested = FEW[part]
+    if part == "rotary_heads":  # rotated in place, it cannot be broadcast; its gradients can
         tested = rotary(2, 5, 3, 8, layout="contiguous" if layout == "broadcast" else layout)
         inputs = make(tested, dtype)
     else:
-        inputs = {key: lay(x, gain if key == "gain" else layout) for key, x in make(tested, dtype).items()}
+        inputs = {key: lay(x, gain or layout if key == "gain" else layout) for key, x in make(tested, dtype).items()}
     seeds = [lay(x, layout) if x.dim() else x for x in make_seeds(tested, inputs, dtype)]
     try:
         check(tested, dtype, inputs=inputs, seeds=seeds, limit=LIMITS.get(dtype, 5e-3))
@@ -226,13 +216,11 @@ def part(name: str, dtype: torch.dtype, layout: str, gain: str = "contiguous") -
 def run(name: str, dtype: str, **options: Any) -> list[str]:
     functions = {function.__name__: function for function in FUNCTIONS}
     try:
-        if name in functions:
-            wrong = by_kernel_and_formula(functions[name], getattr(torch, dtype), **options)
-        else:
-            wrong = part(name.removeprefix("fused."), dtype=getattr(torch, dtype), **options)
+        if name == "node":
+            return node(dtype=getattr(torch, dtype), **options)
+        return compare_kernel_with_formula(functions[name], getattr(torch, dtype), **options)
     except Exception:
-        wrong = [traceback.format_exc()]
-    return [f"{name} {dtype} {options}: {line}" for line in wrong]
+        return [traceback.format_exc()]
 
 
 def main() -> None:

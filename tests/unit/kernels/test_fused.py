@@ -1,8 +1,9 @@
-"""Fused parts of a block, the model made of them, and the fast training step: on the CPU, against plain formulas.
+"""Fused parts of a block, the fused model, and the fast training step on the CPU, against plain formulas.
 
-Formulas are in float64 and autograd makes their gradients. The kernels themselves: test_pointwise_interpreter.py.
+Formulas are in float64, with gradients by autograd. test_pointwise_interpreter.py tests the Triton kernels.
 """
 
+import functools
 import math
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -19,7 +20,7 @@ from cs336_systems.step.train_step import TrainStep
 from tests.unit.kernels.attention_cases import LAYOUTS, poisoned_memory
 
 LIMITS = {torch.float32: 1e-5, torch.bfloat16: 1e-2}
-"""Allowed error relative to the norm: in bf16 a few roundings of 2^-9 on the way."""
+"""Allowed error relative to the norm: bf16 rounds a few times, by up to 2^-9."""
 DTYPES = pytest.mark.parametrize("dtype", LIMITS, ids=str)
 STRIDES = ("transposed", "padded_rows", "unaligned", "every_other", "broadcast")
 
@@ -34,7 +35,7 @@ def one_thread():
 
 @dataclass(frozen=True)
 class Part:
-    """A fused function of named tensors, and the formula it stands for."""
+    """A fused function of named tensors, and its formula."""
 
     shapes: dict[str, tuple[int, ...]]
     call: Callable
@@ -103,13 +104,12 @@ def swiglu_linear(*shape, rows):
 
 
 class Strided(torch.autograd.Function):
-    """The same values in other memory, no view of anything: what may be turned in place."""
+    """The same values in memory of another layout that is no view: rotary_heads may rotate it in place."""
 
     @staticmethod
     def forward(ctx, x, layout):
         laid = LAYOUTS[layout](x.clone())
-        place = (laid.storage_offset(), laid.shape, laid.stride())
-        return x.new_empty(0).set_(laid.untyped_storage(), *place)
+        return x.new_empty(0).set_(laid.untyped_storage(), laid.storage_offset(), laid.shape, laid.stride())
 
     @staticmethod
     def backward(ctx, grad):
@@ -159,32 +159,23 @@ FEW = {
 PARTS = {
     **FEW,
     "add_norm-no_delta": add_norm(2, 5, 24, delta=False),
-    "add_norm-1x1x7": add_norm(1, 1, 7, delta=True),
     "add_norm-1x1x1": add_norm(1, 1, 1, delta=True),
-    "add_norm-3x100": add_norm(3, 100, delta=True),
     "add_norm-1x70x1000": add_norm(1, 70, 1000, delta=False),
     "add_norm-eps": add_norm(2, 5, 24, delta=True, eps=0.5),
     "norm_linear-one_weight": norm_linear(2, 5, 24, delta=True, rows=(9,)),
-    "norm_linear-two_weights": norm_linear(2, 5, 24, delta=True, rows=(9, 16)),
     "norm_linear-no_delta": norm_linear(2, 5, 24, delta=False, rows=(9, 16, 3)),
     "norm_linear-1x1x7": norm_linear(1, 1, 7, delta=True, rows=(1, 2)),
     "norm_linear-6x100": norm_linear(6, 100, delta=False, rows=(31, 31, 31)),
-    "norm_linear-eps": norm_linear(2, 5, 24, delta=True, rows=(9,), eps=0.5),
     "linear-1x1x7": linear(1, 1, 7, rows=1),
-    "linear-6x100": linear(6, 100, rows=33),
     "swiglu_linear-1x1x7": swiglu_linear(1, 1, 7, rows=1),
-    "swiglu_linear-6x100": swiglu_linear(6, 100, rows=33),
     "rotary_heads-one_row": rotary(2, 1, 3, 8),
     "rotary_heads-one_head": rotary(2, 5, 1, 8),
-    "rotary_heads-batch_of_1": rotary(1, 5, 3, 8),
     "rotary_heads-dim_2": rotary(1, 5, 3, 2),
     "rotary_heads-dim_6": rotary(2, 7, 5, 6),
     "rotary_heads-longer_table": rotary(2, 5, 3, 8, context=9),
     "linear_cross_entropy-vocabulary_1": cross_entropy(2, 5, 24, vocabulary=1),
-    "linear_cross_entropy-vocabulary_2": cross_entropy(2, 5, 24, vocabulary=2),
     "linear_cross_entropy-vocabulary_5000": cross_entropy(2, 5, 24, vocabulary=5000),
     "linear_cross_entropy-1x1x7": cross_entropy(1, 1, 7, vocabulary=11),
-    "linear_cross_entropy-6x100": cross_entropy(6, 100, vocabulary=11),
 }
 
 
@@ -267,16 +258,14 @@ def test_like_the_formula(dtype, part):
 
 
 @by_name(FEW)
-@DTYPES
-def test_two_backward_calls_add_up(dtype, part):
-    check(part, dtype, calls=2)
+def test_gradients_of_two_calls_add_up(part):
+    check(part, calls=2)
 
 
 @by_name(FEW)
-@DTYPES
-def test_backward_twice_through_one_graph(dtype, part):
-    inputs = make(part, dtype)
-    seeds = make_seeds(part, inputs, dtype)
+def test_backward_twice_through_one_graph(part):
+    inputs = make(part)
+    seeds = make_seeds(part, inputs)
     leaves = {name: x.detach().requires_grad_() for name, x in inputs.items()}
     with poisoned_memory():
         outs = part.call(leaves)
@@ -284,21 +273,18 @@ def test_backward_twice_through_one_graph(dtype, part):
         backward(outs, [2 * seed for seed in seeds])
     found = {f"d{name}": leaf.grad for name, leaf in leaves.items()}
     expected = in_double(part, inputs, [3 * seed.double() for seed in seeds])
-    compare(found, {name: expected[name] for name in found}, LIMITS[dtype])
+    compare(found, {name: expected[name] for name in found}, LIMITS[torch.float32])
 
 
 @by_name({name: part for name, part in PARTS.items() if part.outputs > 1 and ("-" not in name or "no_delta" in name)})
-@DTYPES
-def test_an_output_that_the_loss_does_not_use(dtype, part):
-    inputs = make(part, dtype)
-    seeds = make_seeds(part, inputs, dtype)
+def test_an_output_that_the_loss_does_not_use(part):
+    inputs = make(part)
+    seeds = make_seeds(part, inputs)
     for used in range(part.outputs):
-        alone = [seed if number == used else None for number, seed in enumerate(seeds)]
-        check(part, dtype, inputs=inputs, seeds=alone)
+        check(part, inputs=inputs, seeds=[seed if number == used else None for number, seed in enumerate(seeds)])
 
 
-FROZEN = [("w0",), ("w2",), ("w0", "w1"), ("w0", "w1", "w2"), ("gain",), ("gain", "w0", "w1", "w2"), ("x",), ("delta",)]
-FROZEN += [("x", "delta"), ("x", "delta", "gain"), ("x", "delta", "gain", "w0", "w2"), ("x", "delta", "w0", "w1", "w2")]
+FROZEN = [("w0",), ("w0", "w1"), ("gain", "w0", "w1", "w2"), ("x", "delta", "gain"), ("x", "delta", "gain", "w0", "w2")]
 
 
 @pytest.mark.parametrize("frozen", FROZEN, ids="+".join)
@@ -334,48 +320,21 @@ def test_without_gradients(part):
 
 
 @by_name(FEW)
-def test_a_loss_times_3(part):
-    """The gradient that comes from above is neither 1 nor a tensor of its own."""
-    inputs = make(part)
-    leaves = {name: x.requires_grad_() for name, x in inputs.items()}
-    wide = {name: x.detach().double().requires_grad_() for name, x in inputs.items()}
-    for outs in (part.call(leaves), part.formula(wide)):
-        (sum(out.sum() for out in outs) * 3).backward()
-    compare({n: x.grad for n, x in leaves.items()}, {n: x.grad for n, x in wide.items()}, 1e-5)
-
-
-@by_name({name: part for name, part in FEW.items() if name != "rotary_heads"})
 def test_inputs_and_gradients_are_left_alone(part):
+    """Except for the input of rotary_heads, which is rotated in place."""
     inputs = make(part)
     seeds = make_seeds(part, inputs)
-    before = [x.clone() for x in (*inputs.values(), *seeds)]
-    versions = [x._version for x in (*inputs.values(), *seeds)]
+    kept = [*(() if "qkv" in inputs else inputs.values()), *seeds]
+    before = [(x.clone(), x._version) for x in kept]
     differentiate(part.call, inputs, seeds)
-    after = [*inputs.values(), *seeds]
-    assert all(torch.equal(*pair) for pair in zip(before, after, strict=True))
-    assert [x._version for x in after] == versions
+    assert all(torch.equal(x, old) and x._version == version for x, (old, version) in zip(kept, before, strict=True))
 
 
-def test_gradients_of_rotary_heads_are_left_alone():
-    inputs = make(FEW["rotary_heads"])
-    seeds = make_seeds(FEW["rotary_heads"], inputs)
-    before = [x.clone() for x in seeds]
-    differentiate(FEW["rotary_heads"].call, inputs, seeds)
-    assert all(torch.equal(*pair) for pair in zip(before, seeds, strict=True))
-
-
-def test_v_of_rotary_heads_is_as_it_was():
-    part = FEW["rotary_heads"]
-    inputs = make(part, torch.bfloat16)
-    v = part.call(inputs)[2]
-    assert torch.equal(v, part.formula(inputs)[2])
-
-
-# How the tensors lie in memory
+# Layouts of tensors in memory
 
 
 def lay(x, layout):
-    """`LAYOUTS` are of tensors with more dimensions. Rows of a matrix stay different ones."""
+    """Apply one of LAYOUTS, which expect more dimensions. The rows of a broadcast matrix stay different."""
     if x.dim() > 2 or (x.dim() == 2 and layout != "broadcast"):
         return LAYOUTS[layout](x)
     if layout == "broadcast":
@@ -389,8 +348,6 @@ def test_strides(part, layout):
     inputs = {name: lay(x, layout) for name, x in make(part).items()}
     seeds = [lay(x, layout) if x.dim() else x for x in make_seeds(part, inputs)]
     check(part, inputs=inputs, seeds=seeds)
-    check(part, inputs=inputs)
-    check(part, seeds=seeds)
 
 
 @pytest.mark.parametrize("layout", STRIDES)
@@ -400,24 +357,20 @@ def test_strides_of_rotary_heads(layout):
     check(part, inputs=inputs, seeds=[LAYOUTS[layout](x) for x in make_seeds(part, inputs)])
 
 
-@by_name({name: part for name, part in FEW.items() if part.outputs > 1})
-def test_one_gradient_for_all_outputs(part):
-    """As (a + b).sum() hands it back: a single number, with strides of 0."""
+@by_name(FEW)
+def test_expanded_gradients(part):
+    """As (a + b).sum() passes them: a single number with strides of 0."""
     inputs = make(part)
     ones = [torch.full((), 0.7).expand(x.shape) for x in make_seeds(part, inputs)]
     check(part, inputs=inputs, seeds=ones)
 
 
-PLACES = {
-    "one_behind_the_other": ([0, 1, 2], 0),
-    "in_another_order": ([2, 0, 1], 0),
-    "with_gaps": ([0, 1, 2], 24),
-}
+ORDERS = {"adjacent": ([0, 1, 2], 0), "in_another_order": ([2, 0, 1], 0), "with_gaps": ([0, 1, 2], 24)}
 
 
-@pytest.mark.parametrize(("order", "gap"), PLACES.values(), ids=list(PLACES))
+@pytest.mark.parametrize(("order", "gap"), ORDERS.values(), ids=list(ORDERS))
 @DTYPES
-def test_weights_in_one_memory(dtype, order, gap):
+def test_weights_in_one_buffer(dtype, order, gap):
     part = FEW["norm_linear"]
     inputs = make(part, dtype)
     memory, start = torch.full((1000,), math.nan, dtype=dtype), 0
@@ -431,8 +384,8 @@ def test_weights_in_one_memory(dtype, order, gap):
     assert (joined.data_ptr() == inputs["w0"].data_ptr()) == (order == [0, 1, 2] and not gap)
 
 
-def test_weights_that_only_seem_to_lie_behind_each_other():
-    """Their first elements are as far apart as whole matrices would be."""
+def test_weights_that_only_seem_adjacent():
+    """The distance of their first elements is that of adjacent matrices."""
     memory = torch.arange(64.0)
     cases = [
         [memory[:16].view(4, 4).T, memory[16:32].view(4, 4)],
@@ -465,9 +418,9 @@ def test_one_weight_twice():
 
 
 @pytest.mark.parametrize("inside", [False, True], ids=["backward_outside", "backward_inside"])
-@by_name({name: part for name, part in PARTS.items() if "-" not in name or "no_delta" in name or "one_weight" in name})
+@by_name(FEW)
 def test_autocast(part, inside):
-    """Weights are fp32, products bf16."""
+    """Weights are fp32, matmuls bf16."""
     inputs = make(part)
     seeds = make_seeds(part, inputs)
     leaves = {name: x.detach().requires_grad_() for name, x in inputs.items()}
@@ -487,7 +440,7 @@ def test_autocast(part, inside):
 
 @pytest.mark.parametrize("name", ["add_norm", "norm_linear"])
 def test_a_bf16_delta_to_an_fp32_stream(name):
-    """As under autocast: embeddings are fp32, what a block adds is a product."""
+    """As under autocast: embeddings are fp32, the output of a block is that of a matmul."""
     part = FEW[name]
     inputs = make(part)
     inputs["delta"] = inputs["delta"].bfloat16()
@@ -498,7 +451,7 @@ def test_a_bf16_delta_to_an_fp32_stream(name):
 @pytest.mark.parametrize("autocast", [False, True], ids=["plain", "autocast"])
 @pytest.mark.parametrize("name", ["add_norm", "norm_linear"])
 def test_an_fp32_gain_among_bf16_tensors(name, autocast):
-    """As PackedAdamW leaves the weights."""
+    """As PackedAdamW stores the weights."""
     part = FEW[name]
     inputs = make(part, torch.bfloat16)
     inputs["gain"] = inputs["gain"].float()
@@ -523,35 +476,31 @@ def test_a_bf16_input_to_fp32_weights_under_autocast(name):
 
 
 def with_ignored(count, value=-100, rows=(4, 6), vocabulary=11):
-    """All but `count` targets do not count."""
+    """Targets of which all but `count` are ignored."""
     targets = targets_of(vocabulary, *rows)
     order = torch.randperm(targets.numel(), generator=torch.Generator().manual_seed(3))
     targets.view(-1)[order[count:]] = value
     return targets
 
 
-@pytest.mark.parametrize("count", [24, 17, 1])
-@pytest.mark.parametrize("value", [-100, 3, -1, 11, 50], ids=str)
-@DTYPES
-def test_ignored_targets(dtype, value, count):
+@pytest.mark.parametrize(("value", "count"), [(-100, 17), (-100, 1), (3, 17), (-1, 17), (50, 1)])
+def test_ignored_targets(value, count):
     options = {} if value == -100 else {"ignored": value}
     targets = with_ignored(count, value)
     part = cross_entropy(4, 6, 24, vocabulary=11, targets=targets, **options)
-    found = check(part, dtype)
-    assert not found["dx"][targets == value].any()
+    assert not check(part)["dx"][targets == value].any()
 
 
-def test_no_target_counts():
-    """The mean of nothing, as in PyTorch."""
+def test_all_targets_ignored():
+    """NaN, as in PyTorch."""
     part = cross_entropy(4, 6, 24, vocabulary=11, targets=with_ignored(0))
     inputs = make(part)
     assert torch.equal(part.call(inputs)[0].isnan(), part.formula(inputs)[0].isnan())
 
 
-@pytest.mark.parametrize("size", [1, 4 * 11, 4 * 11 * 5, 4 * 11 * 23, 4 * 11 * 24])
-@pytest.mark.parametrize("count", [24, 5])
-def test_several_chunks_are_as_good_as_one(monkeypatch, count, size):
-    part = cross_entropy(4, 6, 24, vocabulary=11, targets=with_ignored(count))
+@pytest.mark.parametrize("size", [1, 4 * 11 * 5, 4 * 11 * 23], ids=["1_row", "5_rows", "23_rows"])
+def test_loss_in_chunks(monkeypatch, size):
+    part = cross_entropy(4, 6, 24, vocabulary=11, targets=with_ignored(15))
     inputs, seeds = make(part), [torch.tensor(3.0)]
     whole = differentiate(part.call, inputs, seeds)
     monkeypatch.setattr(fused, "CHUNK_BYTES", size)
@@ -565,9 +514,9 @@ def test_several_chunks_are_as_good_as_one(monkeypatch, count, size):
         assert torch.allclose(part.call(inputs)[0], whole["out0"], rtol=1e-6)
 
 
-@pytest.mark.parametrize("bad", [11, 12, 10**6, -1, -99])
+@pytest.mark.parametrize("bad", [11, 10**6, -1, -99])
 @pytest.mark.parametrize("size", [1, 1 << 20], ids=["many_chunks", "one_chunk"])
-def test_a_target_that_is_no_token(monkeypatch, size, bad):
+def test_a_target_outside_the_vocabulary(monkeypatch, size, bad):
     monkeypatch.setattr(fused, "CHUNK_BYTES", size)
     for place in (0, 23):
         targets = with_ignored(20)
@@ -578,7 +527,7 @@ def test_a_target_that_is_no_token(monkeypatch, size, bad):
         assert part.call({name: x.requires_grad_() for name, x in inputs.items()})[0].isnan()
 
 
-def test_what_is_ignored_by_default_is_no_token_otherwise():
+def test_minus_100_is_no_target_where_another_is_ignored():
     part = cross_entropy(4, 6, 24, vocabulary=11, targets=with_ignored(5), ignored=-1)
     assert part.call(make(part))[0].isnan()
 
@@ -597,7 +546,7 @@ def test_large_logits(dtype):
 
 
 class Largest(TorchDispatchMode):
-    """Elements of the largest tensor that is made."""
+    """Number of elements of the largest tensor that operators return."""
 
     elements = 0
 
@@ -652,18 +601,19 @@ def gradients_of(model, loss):
     return {name: parameter.grad.clone() for name, parameter in model.named_parameters()}
 
 
-def plain_results(tokens, targets):
+@functools.cache
+def plain_results(length=SHAPE.context_length, batch=2):
+    tokens, targets = batch_of(length, batch)
     model = model_of().double()
     logits = model(tokens)
     loss = F.cross_entropy(logits.flatten(0, 1), targets.flatten())
     return {"logits": logits.detach(), "loss": loss.detach()} | gradients_of(model, loss)
 
 
-@pytest.mark.parametrize(("length", "batch"), [(12, 2), (5, 2), (1, 1)], ids=str)
-@pytest.mark.parametrize("checkpoint_blocks", [0, 1, 2])
+@pytest.mark.parametrize(("checkpoint_blocks", "length", "batch"), [(0, 12, 2), (1, 5, 2), (2, 1, 1)], ids=str)
 def test_the_fused_model(checkpoint_blocks, length, batch):
     tokens, targets = batch_of(length, batch)
-    expected = plain_results(tokens, targets)
+    expected = plain_results(length, batch)
     model = model_of(checkpoint_blocks, fused=True)
     with poisoned_memory():
         logits, loss = model(tokens), model(tokens, targets)
@@ -676,17 +626,16 @@ def test_the_fused_model(checkpoint_blocks, length, batch):
 @pytest.mark.parametrize("checkpoint_blocks", [0, 2])
 def test_the_loss_of_the_unfused_model(checkpoint_blocks):
     tokens, targets = batch_of()
-    expected = plain_results(tokens, targets)
-    del expected["logits"]
+    expected = {name: x for name, x in plain_results().items() if name != "logits"}
     model = model_of(checkpoint_blocks)
     loss = model(tokens, targets)
     compare({"loss": loss.detach()} | gradients_of(model, loss), expected, 1e-5)
 
 
-@pytest.mark.parametrize("attention", ["auto", "flash_torch", "sdpa"])
+@pytest.mark.parametrize("attention", ["flash_torch", "sdpa"])
 def test_the_fused_model_with_every_attention(attention):
     tokens, targets = batch_of()
-    expected = plain_results(tokens, targets)
+    expected = plain_results()
     model = model_of(attention=attention, fused=True)
     loss = model(tokens, targets)
     found = {"logits": model(tokens).detach(), "loss": loss.detach()} | gradients_of(model, loss)
@@ -697,7 +646,7 @@ def test_checkpoints_within_checkpoints():
     tokens, targets = batch_of()
     model = model_of(3, fused=True)
     model.checkpoint_inner = 1
-    expected = plain_results(tokens, targets)
+    expected = plain_results()
     gradients = gradients_of(model, model(tokens, targets))
     compare(gradients, {name: expected[name] for name in gradients}, 1e-5)
 
@@ -713,7 +662,7 @@ def test_gradients_of_the_fused_model_add_up():
 
 def test_the_fused_model_without_gradients():
     tokens, targets = batch_of()
-    expected = plain_results(tokens, targets)
+    expected = plain_results()
     with torch.no_grad():
         model = model_of(fused=True)
         found = {"logits": model(tokens), "loss": model(tokens, targets)}
@@ -723,9 +672,9 @@ def test_the_fused_model_without_gradients():
 
 @pytest.mark.parametrize("checkpoint_blocks", [0, 2])
 def test_the_fused_model_under_autocast(checkpoint_blocks):
-    """As far from the truth as the plain one, and no further."""
+    """Its error is about that of the plain model."""
     tokens, targets = batch_of()
-    expected = plain_results(tokens, targets)
+    expected = plain_results()
     found = []
     for is_fused in (False, True):
         model = model_of(checkpoint_blocks, fused=is_fused)
@@ -752,42 +701,46 @@ def test_packing_order(is_fused):
     for block in model.layers:
         attn, ffn = block.attn, block.ffn
         for together in ((attn.q_proj, attn.k_proj, attn.v_proj), (ffn.w1, ffn.w3)):
-            places = [order.index(id(module.weight)) for module in together]
-            assert places == list(range(places[0], places[0] + len(places)))
+            indices = [order.index(id(module.weight)) for module in together]
+            assert indices == list(range(indices[0], indices[0] + len(indices)))
 
 
 # The fast step
 
 
-def losses_of(steps=5, **fields):
+@functools.cache
+def losses_of(steps=3, **fields):
     step = TrainStep.build(RunConfig(model=SHAPE, batch_size=2, **fields))
     batch = step.random_batch()
     return [step(*batch).item() for _ in range(steps)]
 
 
-FAST = ["kernels", "loss", "optimizer", "kernels,loss", "kernels,loss,optimizer", "on"]
+FAST = ["kernels", "loss", "optimizer", "kernels,loss", "on"]
+STEPS = {
+    **{fast: (fast, {}) for fast in FAST},
+    "clipped": ("on", {"max_grad_norm": 0.5}),
+    "clipped-optimizer": ("optimizer", {"max_grad_norm": 0.5}),
+    "checkpoints": ("on", {"checkpoint_blocks": 2}),
+    "checkpoints-kernels": ("kernels", {"checkpoint_blocks": 2}),
+}
 
 
-@pytest.mark.parametrize("fast", FAST)
-@pytest.mark.parametrize(
-    "fields", [{}, {"max_grad_norm": 0.5}, {"checkpoint_blocks": 2}], ids=["plain", "clipped", "checkpoints"]
-)
-def test_losses_of_the_fast_step(fields, fast):
+@pytest.mark.parametrize(("fast", "fields"), STEPS.values(), ids=list(STEPS))
+def test_losses_of_the_fast_step(fast, fields):
     expected = losses_of(**fields)
     assert expected[-1] < expected[0]
     assert losses_of(fast=fast, **fields) == pytest.approx(expected, rel=1e-5)
 
 
-@pytest.mark.parametrize("fast", FAST)
+@pytest.mark.parametrize("fast", ["kernels,loss", "on"])
 def test_losses_of_the_fast_step_in_bf16(fast):
     expected = losses_of(precision="bf16", max_grad_norm=1.0)
     assert losses_of(precision="bf16", max_grad_norm=1.0, fast=fast) == pytest.approx(expected, rel=5e-3)
 
 
-@pytest.mark.parametrize("fast", ["kernels", "loss", "kernels,loss"])
 @pytest.mark.parametrize("mode", ["inference", "forward", "forward-backward"])
-def test_other_modes(mode, fast):
-    config = RunConfig(model=SHAPE, batch_size=2, mode=mode, fast=fast)
+def test_modes_without_an_update(mode):
+    config = RunConfig(model=SHAPE, batch_size=2, mode=mode, fast="kernels,loss")
     step, plain = (TrainStep.build(c) for c in (config, RunConfig(model=SHAPE, batch_size=2, mode=mode)))
     batch = plain.random_batch()
     found, expected = step(*batch), plain(*batch)
@@ -798,7 +751,7 @@ def test_other_modes(mode, fast):
         compare(gradients[0], {name: x.double() for name, x in gradients[1].items()}, 1e-5)
 
 
-@pytest.mark.parametrize("fast", FAST)
+@pytest.mark.parametrize("fast", ["kernels", "loss", "on"])
 def test_accumulated_batches(fast):
     steps = [TrainStep.build(RunConfig(model=SHAPE, batch_size=2, fast=name)) for name in (fast, "off")]
     batches = [steps[1].random_batch() for _ in range(3)]
@@ -827,14 +780,14 @@ REFUSED = {
 
 
 @pytest.mark.parametrize("fields", REFUSED.values(), ids=list(REFUSED))
-def test_parts_that_cannot_be_had(fields):
+def test_refused_parts(fields):
     with pytest.raises(UserError) as refusal:
         RunConfig(model=SHAPE, **fields)
     assert "\n" not in str(refusal.value)
     assert "fast" in str(refusal.value)
 
 
-def test_on_is_all_that_can_be_had():
+def test_on_is_all_supported_parts():
     assert RunConfig(model=SHAPE, fast="on").fast_parts == {"kernels", "loss", "optimizer"}
     assert "kernels" not in RunConfig(model=SHAPE, fast="on", compile=True).fast_parts
     assert "optimizer" not in RunConfig(model=SHAPE, fast="on", precision="fp16").fast_parts

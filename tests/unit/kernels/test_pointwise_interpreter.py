@@ -1,7 +1,7 @@
-"""Triton's kernels between the matrix products without a GPU: against their formulas, under Triton's interpreter.
+"""The pointwise Triton kernels against their formulas, under Triton's interpreter. Needs no GPU.
 
-The interpreter knows nothing of races, alignment or shared memory. One process does all runs: it takes seconds to
-start, most runs do not take a tenth of one.
+The interpreter models neither races nor alignment nor shared memory. One process runs all cases: it takes seconds to
+start, most cases less than a tenth of one.
 """
 
 from importlib.util import find_spec
@@ -17,99 +17,63 @@ pytestmark = [
 ]
 
 DTYPES = ("float32", "float16")
-LAYOUTS = ("contiguous", "transposed", "padded_rows", "unaligned", "every_other", "broadcast")
-ROWS = [(1, 1), (1, 7), (5, 24), (3, 1000), (20, 33)]
-"""Rows and width: a single number, powers of two or not."""
-HEADS = [(1, 1, 1, 2), (2, 5, 3, 8), (1, 7, 1, 6), (1, 2, 5, 40), (1, 2, 20, 128)]
-"""Batch, rows, heads and their dimension."""
+LAYOUTS = ("transposed", "padded_rows", "unaligned", "every_other", "broadcast")
+ROWS = [{"rows": 1, "width": 1}, {"rows": 5, "width": 24}, {"rows": 3, "width": 1000}]
+HEADS = [
+    {"batch": 1, "rows": 1, "heads": 1, "dim": 2},
+    {"batch": 2, "rows": 3, "heads": 3, "dim": 8, "context": 9},
+    {"batch": 1, "rows": 2, "heads": 5, "dim": 40},
+    {"batch": 1, "rows": 2, "heads": 20, "dim": 128},
+]
+"""`context`: rows of the rotary table, where it has more than the tensors."""
 
 
-def runs_of(name, names, shapes, dtypes=DTYPES, **options):
-    shapes = [dict(zip(names, shape, strict=True)) for shape in shapes]
-    return [{"name": name, "dtype": dtype, **shape, **options} for dtype in dtypes for shape in shapes]
+def product(name, *options, dtypes=DTYPES):
+    """A case for each dtype and each combination of the lists of options."""
+    cases = [{"name": name, "dtype": dtype} for dtype in dtypes]
+    for choices in options:
+        cases = [case | choice for case in cases for choice in choices]
+    return cases
 
 
-def norms():
-    names = ("rows", "width")
-    runs = []
-    for delta in (False, True):
-        for out in DTYPES:
-            runs += runs_of("add_norm", names, ROWS, delta=delta, out=out)
-    options = {"delta": True, "delta_dtype": "float16", "out": "float16"}
-    return runs + runs_of("add_norm", names, ROWS, ["float32"], **options)
+def flags(name):
+    return [{name: False}, {name: True}]
 
 
-def gradients_of_norms():
-    names = ("rows", "width")
-    runs = []
-    for adds in (False, True):
-        for remake in (False, True):
-            runs += runs_of("add_norm_backward", names, ROWS, adds=adds, remake=remake)
-    more_than_programs = {"dtypes": ["float32"], "adds": True, "remake": True}
-    return runs + runs_of("add_norm_backward", names, [(600, 3)], **more_than_programs)
+CASES = [
+    *product("add_norm", ROWS, flags("delta"), [{"out": "float16"}]),
+    *product("add_norm", ROWS[1:2], [{"delta": True, "delta_dtype": "float16", "out": "float32"}], dtypes=["float32"]),
+    *product("add_norm_backward", [{"rows": 5, "width": 24}], flags("has_grad_x"), flags("recompute_y")),
+    *product("add_norm_backward", [{"rows": 8, "width": 100, "has_grad_x": True, "recompute_y": True, "programs": 3}]),
+    *product("rotate", HEADS),
+    *product("rotate_backward", HEADS, flags("heads_first")),
+    *product("swiglu", [*ROWS[:2], {"rows": 2, "width": 1025}]),
+    *product("swiglu_backward", [*ROWS[:2], {"rows": 2, "width": 1025}]),
+    *product("cross_entropy", [{"rows": 7, "vocabulary": n} for n in (1, 11, 4096, 4097)]),
+    *product("cross_entropy", [{"rows": 7, "vocabulary": 5000, "ignored": 3, "size": 1e4}]),
+    *product("cross_entropy", [{"rows": 7, "vocabulary": 11}], [{"bad": bad} for bad in (-1, -99, 11, 10**6)]),
+    *product("adamw", [{"count": n} for n in (7, 1024, 3000)], flags("split"), dtypes=["float32"]),
+    *product("adamw", [{"count": 1025, "split": True, "grads": "bfloat16"}], dtypes=["float32"]),
+    *product("adamw", [{"count": 1025, "update": 0.0}], flags("split"), dtypes=["float32"]),
+    # Autograd nodes convert tensors of any layout to what the kernels take.
+    *product("node", [{"part": name} for name in ("add_norm", "norm_linear", "swiglu_linear", "linear_cross_entropy")],
+             [{"layout": layout} for layout in LAYOUTS], dtypes=["float32"]),
+    *product("node", [{"part": "rotary_heads"}], [{"layout": x} for x in ("transposed", "broadcast")]),
+    *product("node", [{"part": "norm_linear", "layout": "contiguous", "gain": "every_other"}]),
+]  # fmt: skip
 
 
-def rotary_embedding():
-    names = ("batch", "rows", "heads", "dim")
-    runs = runs_of("turn", names, HEADS) + runs_of("turned_back", names, HEADS)
-    runs += runs_of("turned_back", names, HEADS, inside=True)
-    for name in ("turn", "turned_back"):
-        runs += runs_of(name, names, HEADS[1:3], context=9)
-    return runs
-
-
-def gates():
-    names, shapes = ("rows", "width"), [*ROWS, (2, 1024), (2, 1025), (1, 3000)]
-    return runs_of("swiglu", names, shapes) + runs_of("swiglu_backward", names, shapes)
-
-
-def losses():
-    names = ("rows", "vocabulary")
-    runs = runs_of("cross_entropy", names, [(1, 1), (1, 2), (7, 1), (7, 2), (7, 11), (5, 4096), (5, 4097), (3, 9000)])
-    runs += runs_of("cross_entropy", names, [(7, 11), (5, 5000)], ignored=3)
-    runs += runs_of("cross_entropy", names, [(7, 11), (5, 5000)], size=1e4)
-    for bad in (-1, -99, 11, 10**6):
-        runs += runs_of("cross_entropy", names, [(7, 11)], bad=bad)
-    return runs + runs_of("cross_entropy", names, [(4, 5000)], bad=5000)
-
-
-def updates():
-    names, shapes = ("count", "does"), [(count, does) for count in (1, 7, 1024, 1025, 3000) for does in (1.0, 0.0)]
-    runs = runs_of("adamw", names, shapes, ["float32"], split=False)
-    for grads in (*DTYPES, "bfloat16"):
-        runs += runs_of("adamw", names, shapes, ["float32"], split=True, grads=grads)
-    return runs + runs_of("halves", ["count"], [(1,), (1025,)], ["float32"])
-
-
-def strides(*parts, layouts=LAYOUTS, **options):
-    """Fused parts bring any tensor into the form that the kernels take."""
-    return [run for part in parts for run in runs_of(f"fused.{part}", ["layout"], [(x,) for x in layouts], **options)]
-
-
-RUNS = {
-    "norms": norms(),
-    "gradients of norms": gradients_of_norms(),
-    "rotary embedding": rotary_embedding(),
-    "gates": gates(),
-    "losses": losses(),
-    "updates": updates(),
-    "strides": strides("add_norm", "norm_linear", "swiglu_linear", "linear_cross_entropy"),
-    "strides of a gain": strides("add_norm", "norm_linear", layouts=["contiguous"], gain="every_other"),
-    "a gain of one number": strides("add_norm", "norm_linear", layouts=["contiguous"], gain="broadcast"),
-    "strides of heads": strides("rotary_heads"),
-}
+def case_id(case):
+    return "-".join(str(value) if isinstance(value, str) else f"{key}{value}" for key, value in case.items())
 
 
 @pytest.fixture(scope="module")
-def wrong():
-    """Lines by name."""
-    results = iter(interpret("tests.unit.kernels.interpret_pointwise", [run for runs in RUNS.values() for run in runs]))
-    lines = {name: [line for _ in runs for line in next(results)] for name, runs in RUNS.items()}
-    assert next(results, None) is None
-    return lines
+def failures():
+    """Case -> lines that say what is wrong."""
+    found = interpret("tests.unit.kernels.interpret_pointwise", CASES)
+    return dict(zip(map(case_id, CASES), found, strict=True))
 
 
-@pytest.mark.parametrize("name", RUNS)
-def test_like_the_formula(wrong, name):
-    assert RUNS[name]
-    assert not wrong[name], "\n".join(wrong[name])
+@pytest.mark.parametrize("name", map(case_id, CASES))
+def test_kernel_matches_the_formula(failures, name):
+    assert not failures[name], "\n".join(failures[name])

@@ -1,4 +1,4 @@
-"""Files that somebody else recorded: memory snapshots and traces, whole, damaged, and of other kinds."""
+"""`cs336 inspect`: memory snapshots and traces recorded elsewhere, complete, damaged, and of other kinds."""
 
 import gzip
 import json
@@ -29,7 +29,7 @@ def event(action, addr, size, time_us, of=()):
 
 
 def snapshot():
-    """One block from before that stays, one that goes; one made and freed, one made that stays, one without a line."""
+    """Blocks from before the history, kept and freed; blocks of the history, freed, kept, and without a line."""
     history = [
         event("alloc", 300, 4 * MIB, 1_000_000, IN_MODEL),
         event("segment_alloc", 0, 20 * MIB, 1_000_000),
@@ -53,7 +53,7 @@ def written(path: Path, content) -> Path:
     return path
 
 
-def test_a_snapshot_is_a_timeline(tmp_path):
+def test_snapshot_as_a_timeline(tmp_path):
     timeline = read_snapshot(written(tmp_path / "s.pickle", snapshot()))
     found = sorted((b.label, b.size, b.start, b.end, b.line) for b in timeline.blocks)
     assert found == sorted(
@@ -70,25 +70,25 @@ def test_a_snapshot_is_a_timeline(tmp_path):
 
 
 class Calls:
-    """What must not run when a file is read."""
+    """A pickle that calls a function when it is loaded."""
 
     def __reduce__(self):
-        return print, ("a snapshot was allowed to call a function",)
+        return print, ("called",)
 
 
 @pytest.mark.parametrize(
     ("content", "named"),
     [
-        (b"", "not a memory snapshot, or is cut off"),
-        (pickle.dumps(snapshot())[:-40], "cut off"),
-        (b"\x00\x01 something else", "not a memory snapshot"),
-        ([1, 2, 3], "no segments and device_traces"),
-        ({"segments": []}, "no segments and device_traces"),
-        ({"segments": [], "device_traces": []}, "holds no allocations"),
-        ({"segments": [], "device_traces": [], "more": Calls()}, "names builtins.print"),
+        pytest.param(b"", "not a memory snapshot, or is cut off", id="empty"),
+        pytest.param(pickle.dumps(snapshot())[:-40], "cut off", id="truncated"),
+        pytest.param(b"\x00\x01 something else", "not a memory snapshot", id="no pickle"),
+        pytest.param([1, 2, 3], "no segments and device_traces", id="a list"),
+        pytest.param({"segments": []}, "no segments and device_traces", id="no traces"),
+        pytest.param({"segments": [], "device_traces": []}, "holds no allocations", id="no allocations"),
+        pytest.param({"segments": [], "device_traces": [], "more": Calls()}, "names builtins.print", id="code"),
     ],
 )
-def test_files_that_are_no_snapshots(content, named, tmp_path, capsys):
+def test_an_unreadable_snapshot_is_a_user_error(content, named, tmp_path, capsys):
     path = written(tmp_path / "s.pickle", content)
     with pytest.raises(UserError, match=named) as caught:
         read_snapshot(path)
@@ -97,12 +97,12 @@ def test_files_that_are_no_snapshots(content, named, tmp_path, capsys):
     assert capsys.readouterr().out == ""
 
 
-def test_a_snapshot_that_is_not_there(tmp_path):
+def test_a_missing_snapshot(tmp_path):
     with pytest.raises(UserError, match="No such file"):
         read_snapshot(tmp_path / "none.pickle")
 
 
-def test_the_command_shows_a_snapshot_and_writes_its_page(tmp_path, capsys):
+def test_inspect_shows_a_snapshot_and_writes_its_page(tmp_path, capsys):
     path = written(tmp_path / "s.pickle", snapshot())
     assert main(["inspect", str(path)]) == 0
     shown = capsys.readouterr().out
@@ -111,8 +111,7 @@ def test_the_command_shows_a_snapshot_and_writes_its_page(tmp_path, capsys):
     assert "<html" in path.with_suffix(".html").read_text()
 
 
-def test_the_command_shows_a_trace_without_our_ranges(tmp_path, capsys):
-    """Somebody else's: all of it is one phase."""
+def test_inspect_shows_a_trace_without_phases(tmp_path, capsys):
     kernels = [
         {"ph": "X", "cat": "kernel", "name": name, "ts": ts, "dur": dur, "tid": 7, "args": {"correlation": n}}
         for n, (name, ts, dur) in enumerate([("sgemm_nn", 10, 30), ("cunn_SoftMaxForward", 50, 10)])
@@ -126,7 +125,7 @@ def test_the_command_shows_a_trace_without_our_ranges(tmp_path, capsys):
 
 
 @pytest.mark.parametrize("name", ["table.csv", "records.jsonl", "noend"])
-def test_the_command_names_a_file_of_another_kind(name, tmp_path, capsys):
+def test_inspect_names_a_file_of_another_kind(name, tmp_path, capsys):
     (tmp_path / name).write_text("x")
     assert main(["inspect", str(tmp_path / name)]) == 2
     said = capsys.readouterr()

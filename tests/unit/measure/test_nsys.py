@@ -597,7 +597,7 @@ def test_nsys_sees_the_measured_steps_and_none_of_the_warm_up(tmp_path, monkeypa
     call = TrainStep.__call__
 
     def watched(step, *batch, watch):
-        seen.append("step with parts" if ranges._looked_at else "step")
+        seen.append("step with parts" if ranges._enabled else "step")
         return call(step, *batch, watch=watch)
 
     monkeypatch.setattr(TrainStep, "__call__", watched)

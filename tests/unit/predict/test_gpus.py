@@ -1,84 +1,81 @@
-"""What is known of GPUs by their names, and that nothing is guessed."""
+"""The table of GPUs: lookups by driver name and by card name; unknown GPUs are never guessed."""
 
 import re
 
 import pytest
 
-from cs336_systems.experiments.ranks.layouts import NODES
-from cs336_systems.predict.gpus import _GPUS, Gpu, memory_bandwidth, peak_flops
-
-
-def test_peaks_are_known_by_name_and_never_guessed():
-    assert peak_flops("NVIDIA H200", "bf16") == 989.4e12
-    assert peak_flops("NVIDIA H100 PCIe", "bf16") == 756e12
-    assert peak_flops("NVIDIA H100 80GB HBM3", "tf32") == 494.7e12
-    assert peak_flops("NVIDIA H800 PCIe", "bf16") == 756e12
-    assert peak_flops("NVIDIA H20", "bf16") == 148e12
-    assert peak_flops("NVIDIA GeForce RTX 4090 D", "bf16") == 147e12
-    assert peak_flops("NVIDIA GeForce RTX 4090", "fp32") == 82.6e12
-    assert peak_flops("NVIDIA L40S", "bf16") == 362e12
-    assert peak_flops("Tesla V100-SXM2-16GB", "bf16") is None
-    assert peak_flops("NVIDIA RTX 9999", "bf16") is None
-    assert peak_flops(None, "fp32") is None
-    assert peak_flops("NVIDIA GeForce RTX 4090 Laptop GPU", "fp32") is None
-    assert peak_flops("NVIDIA GeForce RTX 3080 Ti", "fp32") is None
-
-
-def test_what_is_no_precision_is_a_mistake():
-    for name in ("int8", "bandwidth_", "index", ""):
-        with pytest.raises(KeyError):
-            peak_flops("NVIDIA H200", name)
+from cs336_systems.predict.gpus import CARDS, GPUS, find_by_driver_name, find_card, memory_bandwidth, peak_flops
 
 
 @pytest.mark.parametrize(
-    ("name", "gigabytes"),
+    ("name", "bf16", "bandwidth"),
     [
-        ("NVIDIA H200", 4800),
-        ("NVIDIA H200 NVL", 4800),
-        ("NVIDIA GH200 480GB", 4000),
-        ("NVIDIA GH200 144G HBM3e", None),
-        ("NVIDIA H100 80GB HBM3", 3350),
-        ("NVIDIA H100 PCIe", 2000),
-        ("NVIDIA H800 PCIe", 2000),
-        ("NVIDIA H800", 3350),
-        ("NVIDIA H20", 4000),
-        ("NVIDIA H20-3e", None),
-        ("NVIDIA A100-SXM4-80GB", 2039),
-        ("NVIDIA A800-SXM4-80GB", 2039),
-        ("NVIDIA A100 80GB PCIe", 1935),
-        ("NVIDIA A100-SXM4-40GB", 1555),
-        ("NVIDIA A100-PCIE-40GB", 1555),
-        ("A100", None),
-        ("NVIDIA GeForce RTX 5090", 1792),
-        ("NVIDIA GeForce RTX 5090 D", None),
-        ("NVIDIA GeForce RTX 4090", 1008),
-        ("NVIDIA GeForce RTX 4090 Laptop GPU", None),
-        ("NVIDIA GeForce RTX 3080", None),
-        ("Tesla V100-SXM2-16GB", 900),
-        ("Tesla V100S-PCIE-32GB", None),
-        ("NVIDIA RTX 9999", None),
-        ("", None),
-        (None, None),
+        ("NVIDIA H200", 989.4, 4800),
+        ("NVIDIA H200 NVL", 835.5, 4800),
+        ("NVIDIA GH200 480GB", 989.4, 4000),
+        ("NVIDIA GH200 144G HBM3e", 989.4, None),
+        ("NVIDIA H100 80GB HBM3", 989.4, 3350),
+        ("NVIDIA H100 PCIe", 756, 2000),
+        ("NVIDIA H800 PCIe", 756, 2000),
+        ("NVIDIA H800", 989.4, 3350),
+        ("NVIDIA H20", 148, 4000),
+        ("NVIDIA H20-3e", 148, None),
+        ("NVIDIA A100-SXM4-80GB", 312, 2039),
+        ("NVIDIA A800-SXM4-80GB", 312, 2039),
+        ("NVIDIA A100 80GB PCIe", 312, 1935),
+        ("NVIDIA A100-SXM4-40GB", 312, 1555),
+        ("NVIDIA A100-PCIE-40GB", 312, 1555),
+        ("A100", 312, None),
+        ("NVIDIA L40S", 362, 864),
+        ("NVIDIA GeForce RTX 5090", 209.5, 1792),
+        ("NVIDIA GeForce RTX 5090 D", None, None),
+        ("NVIDIA GeForce RTX 4090", 165.2, 1008),
+        ("NVIDIA GeForce RTX 4090 D", 147, 1008),
+        ("NVIDIA GeForce RTX 4090 Laptop GPU", None, None),
+        ("NVIDIA GeForce RTX 3080", 59.5, None),
+        ("NVIDIA GeForce RTX 3080 Ti", None, None),
+        ("Tesla V100-SXM2-16GB", None, 900),
+        ("Tesla V100S-PCIE-32GB", None, None),
+        ("NVIDIA RTX 9999", None, None),
+        ("", None, None),
+        (None, None, None),
     ],
 )
-def test_bandwidths_are_known_by_name_and_never_guessed(name, gigabytes):
-    assert memory_bandwidth(name) == (None if gigabytes is None else gigabytes * 1e9)
+def test_rates_by_driver_name(name, bf16, bandwidth):
+    assert peak_flops(name, "bf16") == (None if bf16 is None else bf16 * 1e12)
+    assert memory_bandwidth(name) == (None if bandwidth is None else bandwidth * 1e9)
 
 
-def test_every_entry_can_be_found_and_is_in_its_units():
-    """A pattern that an earlier one covers would never be used; a figure of ten times its unit would be a slip."""
-    for number, (pattern, gpu) in enumerate(_GPUS):
-        plain = re.sub(r"\\b|\(\?![^)]*\)", "", pattern)
-        for written, meant in ((r"\(([^|)]*)[^)]*\)\??", r"\1"), (r"\[18\]", "1"), (r"\|.*", "")):
-            plain = re.sub(written, meant, plain)
-        name = f"NVIDIA {plain}"
-        assert next(place for place, (other, _) in enumerate(_GPUS) if re.search(other, name)) == number, name
-        rates = [rate for rate in gpu[:4] if rate is not None]
-        assert rates == sorted(rates), name
-        assert all(5 < rate < 5000 for rate in rates)
-        assert gpu.bandwidth is None or 250 < gpu.bandwidth < 9000
+def test_rates_by_precision():
+    for precision, tera in (("fp32", 66.9), ("tf32", 494.7), ("fp16", 989.4)):
+        assert peak_flops("NVIDIA H200", precision) == tera * 1e12
+    for unknown in ("int8", "index", ""):
+        with pytest.raises(KeyError):
+            peak_flops("NVIDIA H200", unknown)
 
 
-def test_gpus_of_plans_are_in_the_table():
-    assert all(peak_flops(node.driver_name, "bf16") for node in NODES.values())
-    assert Gpu._fields[:4] == ("fp32", "tf32", "bf16", "fp16")
+@pytest.mark.parametrize("gpu", GPUS, ids=lambda gpu: gpu.name)
+def test_every_gpu_is_found_and_in_its_units(gpu):
+    """An earlier pattern must not cover a later one; a figure ten times off is a slip."""
+    plain = re.sub(r"\\b|\(\?![^)]*\)", "", gpu.driver_name)
+    for written, meant in ((r"\(([^|)]*)[^)]*\)\??", r"\1"), (r"\[18\]", "1"), (r"\|.*", "")):
+        plain = re.sub(written, meant, plain)
+    assert find_by_driver_name(f"NVIDIA {plain}") is gpu
+    peaks = [peak for peak in gpu.peaks if peak is not None]
+    assert peaks == sorted(peaks)
+    assert all(5 < peak < 5000 for peak in peaks)
+    for value, low, high in ((gpu.bandwidth, 250, 9000), (gpu.memory_gib, 9, 300), (gpu.link, 20, 2000)):
+        assert value is None or low < value < high
+    assert (gpu.link is None) == (gpu.network is None)
+
+
+@pytest.mark.parametrize("text", ["4090", "RTX 4090", "rtx4090", "NVIDIA GeForce RTX 4090", "rtx_4090"])
+def test_a_card_is_found_by_any_spelling(text):
+    assert find_card(text) is CARDS["4090"]
+
+
+def test_card_names_are_unique():
+    cards = [gpu.card for gpu in GPUS]
+    assert len(cards) == len(set(cards))
+    assert {"3080", "4090d", "2080ti", "a6000", "a100-40gb", "l40s", "h20", "t4", "v100"} <= CARDS.keys()
+    assert find_card("4070") is None

@@ -1,4 +1,4 @@
-"""Parallel layouts on paper: against the bytes that the wrappers hold and send, and against published answers."""
+"""Predicted parallel layouts, compared with the bytes that the wrappers hold and send, and with published answers."""
 
 import dataclasses
 
@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 
 from cs336_systems.cli import main
 from cs336_systems.config import ModelConfig, RunConfig, UserError
-from cs336_systems.experiments.ranks.layouts import NODES, PlanArguments, plan_config, plans
+from cs336_systems.experiments.ranks.layouts import NODE_CARDS, PlanArguments, plan_config, plans
 from cs336_systems.experiments.ranks.measure_arrangements import measure_arrangements
 from cs336_systems.parallel import fsdp
 from cs336_systems.predict import parallel_model
@@ -18,7 +18,7 @@ from cs336_systems.record import GIB, MIB
 MODEL = ModelConfig(vocab_size=96, context_length=8, d_model=16, num_layers=3, num_heads=2, d_ff=32)
 TENSORS = 9 * MODEL.num_layers + 3
 FLAG = 4
-"""Bytes that our buckets carry for each parameter, to tell which were used."""
+"""Bytes that buckets carry for each parameter, to mark which were used."""
 
 
 def cluster(gpus: int, **fields) -> Cluster:
@@ -29,7 +29,7 @@ def plan(strategy: str, gpus: int, config: RunConfig, **fields) -> Plan:
     return Plan(transformer(config), cluster(gpus, **fields), Strategy.parse(strategy))
 
 
-# -- against what the wrappers do -------------------------------------------------------------------------------------
+# -- compared with the wrappers ---------------------------------------------------------------------------------------
 
 
 @pytest.fixture(scope="module")
@@ -49,82 +49,82 @@ def sent(found: dict, arrangement: str) -> dict[str, int]:
 
 def planned(found: Plan) -> dict[str, float]:
     totals: dict[str, float] = {}
-    for message in found.messages:
-        totals[message.collective] = totals.get(message.collective, 0) + message.nbytes
+    for collective in found.collectives:
+        totals[collective.name] = totals.get(collective.name, 0) + collective.nbytes
     return totals
 
 
 @pytest.mark.xdist_group("ranks")
 @pytest.mark.parametrize(("arrangement", "strategy"), [("bucketed 25", "dp"), ("sharded", "zero1"), ("fsdp", "fsdp")])
-def test_bytes_are_those_that_the_wrappers_hold_and_send(measured, arrangement, strategy):
+def test_bytes_equal_those_of_the_wrappers(measured, arrangement, strategy):
     run, found = measured
     expected = plan(strategy, 2, run)
     for part in ("parameter", "gradient"):
         assert found[f"{arrangement}: {part}_memory"] == [expected.memory[part]], part
-    step_counts = 4 * TENSORS  # AdamW has one for each tensor
+    step_counts = 4 * TENSORS  # AdamW has one per tensor
     state = found[f"{arrangement}: optimizer_memory"][0]
     assert expected.memory["optimizer"] <= state <= 1.1 * expected.memory["optimizer"] + step_counts
 
-    real, paper = sent(found, arrangement), planned(expected)
-    if strategy == "zero1":  # each owner's messages together are an all-gather
+    real, predicted = sent(found, arrangement), planned(expected)
+    if strategy == "zero1":  # the broadcasts of all owners together are an all-gather
         real["all_gather"] = real.pop("broadcast")
     flags = FLAG * (2 * MODEL.num_layers + 1 if strategy == "fsdp" else TENSORS)
-    assert real == {**paper, "all_reduce": paper["all_reduce"] + flags}
+    assert real == {**predicted, "all_reduce": predicted["all_reduce"] + flags}
 
 
-def test_as_many_weights_are_whole_at_a_time_as_in_fsdp():
+def test_prefetch_depths_are_those_of_fsdp():
     assert (parallel_model.GATHERED_AHEAD, parallel_model.SCATTERED_AT_ONCE) == (fsdp.AHEAD, fsdp.SCATTERS)
 
 
-# -- against published answers ----------------------------------------------------------------------------------------
+# -- compared with published answers ----------------------------------------------------------------------------------
 
 XXL = {"d_model": 16384, "d_ff": 53248, "num_layers": 126, "num_heads": 128}
 
 
-def test_the_handouts_model_on_one_device():
+def test_handout_model_on_one_device():
     """Weights, gradients and Adam's two moments in fp32: 16 bytes for each of 2.2e11 parameters."""
     run = RunConfig(model=ModelConfig(**XXL, context_length=1), batch_size=1, precision="bf16")
     found = Plan(feed_forward(run), cluster(1), Strategy())
     parameters = 126 * 2 * 16384 * 53248
     assert sum(found.memory[part] for part in ("parameter", "gradient", "optimizer")) == 16 * parameters
     assert found.memory["activation"] == 126 * 2 * (16384 + 53248)
-    assert found.messages == []
+    assert found.collectives == []
     assert found.hidden == found.exposed
 
 
-def test_sharded_data_parallel_needs_the_ratio_of_rates_in_tokens():
-    """The Scaling Book: compute-bound from C / W tokens on each device, whatever the model."""
+def test_fsdp_is_compute_bound_from_the_ratio_of_rates_on():
+    """The Scaling Book: compute-bound from C / W tokens per device on, for any model."""
     run = RunConfig(model=ModelConfig(**XXL, context_length=4096), batch_size=1, precision="bf16")
     found = Plan(feed_forward(run), cluster(4096, node=1), Strategy(stage=3))
     assert found.least_tokens == pytest.approx(1e15 / 5e10 * 4095 / 4096)
 
 
-def test_the_handouts_mesh():
+def test_handout_mesh():
     """16 x 4 devices of 4.6e14 FLOP/s, 1.8e11 B/s an axis, two axes for the weights: solved by hand for forward, with
-    (n - 1) / n of an array sent and messages added up."""
+    (n - 1) / n of an array sent and the collectives in sequence."""
     run = RunConfig(model=ModelConfig(**XXL, context_length=1024), batch_size=1, precision="bf16")
     mesh = cluster(64, node=4, flops=4.6e14, link=1.8e11, network=3.6e11)
     found = Plan(feed_forward(run), mesh, Strategy(stage=3, tensor=4))
     d_ff, per_axis = 53248, 1.8e11
-    products = d_ff / 4.6e14  # of a token on each device, over 4 d_model
+    compute = d_ff / 4.6e14  # per token on each device, over 4 d_model
     activations = 4 * (3 / 4) / per_axis
     weights = (15 / 16) * d_ff / (4 * 2 * per_axis)
-    assert found.least_tokens == pytest.approx(weights / (products - activations))
+    assert found.least_tokens == pytest.approx(weights / (compute - activations))
     assert 300 < found.least_tokens < 400
 
 
-def test_stages_send_what_their_paper_says():
+def test_zero_stages_send_what_the_paper_says():
     """In units of the parameters, for many ranks: 2 for data parallel and stage 2, 3 for stages 3 and, here, 1."""
     run = RunConfig(model=ModelConfig(**XXL), precision="bf16")
     work = feed_forward(run)
     units = {
-        stage: sum(m.sent for m in Plan(work, cluster(10_000), Strategy(stage)).messages) / (2 * work.parameters)
+        stage: sum(m.sent for m in Plan(work, cluster(10_000), Strategy(stage)).collectives) / (2 * work.parameters)
         for stage in range(4)
     }
     assert units == {stage: pytest.approx(expected, rel=1e-3) for stage, expected in enumerate((2, 3, 2, 3))}
 
 
-# -- what must hold of any --------------------------------------------------------------------------------------------
+# -- invariants -------------------------------------------------------------------------------------------------------
 
 workloads = st.builds(
     Workload,
@@ -147,8 +147,8 @@ strategies = st.builds(Strategy, stage=st.integers(0, 3), tensor=st.sampled_from
 
 
 @given(workloads, strategies, st.integers(1, 5000))
-@settings(deadline=None)
-def test_the_smallest_cluster_is_the_smallest(work, strategy, replicas):
+@settings(max_examples=60, deadline=None)
+def test_one_replica_less_than_the_smallest_cluster_does_not_fit(work, strategy, replicas):
     needed = Plan(work, cluster(replicas * strategy.tensor), strategy).smallest_cluster
     if needed is None:
         assert not Plan(work, cluster(10**9 * strategy.tensor), strategy).fits
@@ -160,8 +160,8 @@ def test_the_smallest_cluster_is_the_smallest(work, strategy, replicas):
 
 
 @given(workloads, strategies, st.integers(1, 500))
-@settings(deadline=None)
-def test_with_the_tokens_needed_products_are_longest(work, strategy, replicas):
+@settings(max_examples=60, deadline=None)
+def test_compute_exceeds_communication_from_least_tokens_on(work, strategy, replicas):
     found = Plan(work, cluster(replicas * strategy.tensor), strategy)
     least = found.least_tokens
     if not least:
@@ -186,10 +186,10 @@ def test_with_the_tokens_needed_products_are_longest(work, strategy, replicas):
 
 
 @given(workloads, strategies)
-@settings(deadline=None)
-def test_one_gpu_sends_nothing_and_more_hold_less(work, strategy):
+@settings(max_examples=60, deadline=None)
+def test_one_replica_sends_nothing_and_more_hold_less(work, strategy):
     alone = Plan(work, cluster(strategy.tensor), strategy)
-    assert all(message.grows for message in alone.messages), "replicas of one have nothing to tell each other"
+    assert all(collective.grows for collective in alone.collectives), "a single replica only splits layers"
     more = Plan(work, cluster(8 * strategy.tensor), strategy)
     assert more.total <= alone.total
     assert alone.hidden <= alone.exposed
@@ -198,9 +198,9 @@ def test_one_gpu_sends_nothing_and_more_hold_less(work, strategy):
 # -- the command ------------------------------------------------------------------------------------------------------
 
 
-def test_defaults_of_every_card_are_known():
-    for name in NODES:
-        assert plan_config(PlanArguments(gpu=name, precision="bf16"))["flops"] > 1e13
+@pytest.mark.parametrize("card", NODE_CARDS)
+def test_rates_of_every_card_are_known(card):
+    assert plan_config(PlanArguments(gpu=card, precision="bf16"))["flops"] > 1e13
 
 
 def test_the_table_has_a_row_for_each_strategy(capsys):
@@ -237,6 +237,6 @@ def test_rates_can_be_given():
         ({"strategy": ()}, "--strategy"),
     ],
 )
-def test_mistakes_are_named(arguments, named):
+def test_invalid_arguments_are_named(arguments, named):
     with pytest.raises(UserError, match=named):
         plans(plan_config(PlanArguments(**arguments)))

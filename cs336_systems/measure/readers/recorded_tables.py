@@ -1,0 +1,79 @@
+"""Rows of the tables that are recorded as the samples of one metric, row after row. Writer and reader share them."""
+
+from collections.abc import Iterable, Sequence
+from itertools import chain
+from typing import Any, NamedTuple, TypeVar
+
+
+class KindRow(NamedTuple):
+    """A row of `kind_table: PHASE`: the kernels of one kind in one step."""
+
+    kind: str
+    kernels: float
+    seconds: float
+
+
+class PartRow(NamedTuple):
+    """A row of `part_table: PHASE`: the kernels of one kind that one part of the model launched in one step."""
+
+    part: str
+    kind: str
+    seconds: float
+
+
+class KernelRow(NamedTuple):
+    """A row of `kernel_table: PHASE`: the kernels of one name; number and total of one step."""
+
+    name: str
+    kernels: float
+    seconds: float
+    median: float
+    least: float
+    greatest: float
+
+
+class LabelRow(NamedTuple):
+    """A row of `part_memory`: bytes by label at the peak."""
+
+    label: str
+    size: int
+
+
+class BlockRow(NamedTuple):
+    """A row of `largest_blocks`."""
+
+    size: int
+    label: str
+    module: str
+    what: str
+    line: str
+
+
+class ModuleRow(NamedTuple):
+    """A row of `saved_by_module`: bytes that a module saves for backward."""
+
+    module: str
+    size: int
+
+
+class SavedRow(NamedTuple):
+    """A row of `largest_saved`: a tensor saved for backward."""
+
+    size: int
+    module: str
+    what: str
+    line: str
+
+
+Row = TypeVar("Row", KindRow, PartRow, KernelRow, LabelRow, BlockRow, ModuleRow, SavedRow)
+
+
+def flatten(rows: Iterable[tuple[Any, ...]]) -> list[Any]:
+    """Return the samples of a recorded table."""
+    return list(chain.from_iterable(rows))
+
+
+def rows_of(samples: Sequence[Any], row: type[Row]) -> list[Row]:
+    """Return the rows of a recorded table; an incomplete last row is dropped."""
+    width = len(row._fields)
+    return [row(*samples[start : start + width]) for start in range(0, len(samples) - width + 1, width)]
