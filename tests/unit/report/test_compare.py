@@ -6,7 +6,6 @@ import dataclasses
 import json
 import math
 import sys
-from collections import Counter
 
 import numpy as np
 import pytest
@@ -147,33 +146,9 @@ def test_interrupted_steps_do_not_hide_a_difference():
     assert shares(interrupted, factor=1.03)[1] >= 0.85
 
 
-@pytest.mark.parametrize(
-    ("degrees", "confidence", "t", "z"),
-    [
-        (1, 0.95, 12.706, 1.95996),
-        (9, 0.95, 2.262, 1.95996),
-        (4, 0.99, 4.604, 2.57583),
-        (9, 0.8, 1.383, 1.28155),
-        (100_000, 0.95, 1.962, 1.95996),
-    ],
-)
-def test_student_t_quantiles(degrees, confidence, t, z):
-    assert intervals._widening(degrees, confidence) == pytest.approx(t / z, rel=3e-4)
-
-
-@pytest.mark.parametrize("n", [2, 5, 10, 37])
-def test_medians_are_those_of_resamples(n):
-    """Which two of n samples are in the middle, drawn at once, against drawing all n and sorting."""
-    drawn = np.sort(np.random.default_rng(0).integers(0, n, (20_000, n)), axis=1)
-    plain = Counter(zip(drawn[:, (n - 1) // 2].tolist(), drawn[:, n // 2].tolist(), strict=True))
-    ours = Counter(intervals._middles(n, 0))
-    for share in (lambda pair: pair[0], lambda pair: pair[1], sum):
-        for limit in range(2 * n):
-            below = [
-                sum(count for pair, count in found.items() if share(pair) <= limit) / found.total()
-                for found in (plain, ours)
-            ]
-            assert below[0] == pytest.approx(below[1], abs=0.05)
+@pytest.mark.parametrize(("degrees", "confidence", "t_over_z"), [(1, 0.95, 6.483), (9, 0.8, 1.0792), (4, 0.99, 1.7874)])
+def test_student_t_quantiles(degrees, confidence, t_over_z):
+    assert intervals._widening(degrees, confidence) == pytest.approx(t_over_z, rel=3e-4)
 
 
 def test_intervals_are_repeatable_and_follow_unit_and_direction():
@@ -226,10 +201,6 @@ def test_one_sample_tells_nothing(a, b):
     assert shown == (["n = 1: cannot tell"], ["2.000"], [""])
     assert len(found.untold) == 1
     assert found.slower_by(5) == []
-
-
-def test_numbers_of_samples_that_differ_are_both_shown():
-    assert column(compare(cell(), cell(times()[:5])), "n") == ["10, 5"]
 
 
 @pytest.mark.parametrize(
@@ -357,7 +328,7 @@ def test_how_it_was_measured_is_noted_once():
     other = {"warmup_steps": 2, "num_steps": 5, "seed": 1, "device": "cuda:1"}
     b = [*cell(times()[:5], **other), *cell(times()[:5], size="large", **other)]
     found = compare([*cell(), *cell(size="large")], b)
-    assert column(found, "cell") == ["small", "large"]
+    assert (column(found, "cell"), column(found, "n")) == (["small", "large"], ["10, 5"] * 2)
     (note,) = notes(found, "measured differently")
     for part in ("warm-up 5 in A, 2 in B", "num_steps 10 in A, 5", "seed 0 in A, 1", "device cuda in A, cuda:1"):
         assert part in note
@@ -376,13 +347,10 @@ def test_where_it_was_measured_is_noted_once():
     assert "H100, H200" in found.table.title.en
 
 
-def test_the_same_machine_needs_no_note():
-    found = compare(cell(), cell(environment=dataclasses.replace(GPU, utc="later", sm_clock_mhz=1)))
+def test_the_time_of_day_and_the_name_of_a_size_do_not_matter():
+    found = compare(cell(size="2.7B"), cell(size="2026/xl", environment=dataclasses.replace(GPU, utc="later")))
+    assert len(found.rows) == 1
     assert not notes(found, "environment")
-
-
-def test_a_size_is_only_a_name():
-    assert len(compare(cell(size="2.7B"), cell(size="2026/xl")).rows) == 1
 
 
 def test_cells_that_differ_only_in_warm_up_stay_apart():
@@ -402,12 +370,10 @@ def test_ambiguous_cells_are_not_paired():
 
 
 def test_cells_of_one_file_are_counted_and_a_few_named():
-    more = [item for context in (64, 128, 256, 1024, 2048) for item in cell(context=context)]
+    more = [item for context in (64, 128, 256, 1024) for item in cell(context=context)]
     (note,) = notes(compare([*cell(), *more], cell()), "partner in B")
-    assert note == (
-        "5 cells of A without a partner in B: bench small 64 train-step fp32, bench small 128 train-step fp32, "
-        "bench small 256 train-step fp32, ..."
-    )
+    named = ", ".join(f"bench small {context} train-step fp32" for context in (64, 128, 256))
+    assert note == f"4 cells of A without a partner in B: {named}, ..."
 
 
 @pytest.mark.parametrize(
@@ -459,10 +425,11 @@ def test_work_without_a_shape_has_nothing_in_common():
 # -- what is wrong with records ---------------------------------------------------------------------------------------
 
 
-def test_a_cell_that_failed_on_one_side_is_shown():
+def test_a_cell_that_failed_or_was_interrupted_on_one_side_is_shown():
     found = compare(cell(), cell(status="oom: needs 99.9 GiB of 24.0 GiB"))
     assert (column(found, "A"), column(found, "B"), verdicts(found)) == (["100.0"], ["OOM"], ["failed in B"])
     assert notes(found, "failed in B: bench small 512 train-step fp32: oom: needs 99.9 GiB of 24.0 GiB")
+    assert verdicts(compare(cell(), [item for item in cell() if item.metric != CELL_TIME])) == ["failed in B"]
     back = compare(cell(status="error: crashed"), cell())
     assert (column(back, "A"), column(back, "B"), verdicts(back)) == (["error"], ["100.0"], ["failed in A"])
 
@@ -473,11 +440,6 @@ def test_a_cell_that_failed_on_both_sides_is_remarked_on():
     assert column(found, "cell") == ["small"]
     assert len(notes(found, "oom: too much")) == 2
     assert "failed in both" in refusal(failed, failed)
-
-
-def test_an_interrupted_cell_counts_as_failed():
-    found = compare(cell(), [item for item in cell() if item.metric != CELL_TIME])
-    assert verdicts(found) == ["failed in B"]
 
 
 @pytest.mark.parametrize("odd", [math.nan, math.inf, 0.0, -1.0, 1e-200, "fast"])
