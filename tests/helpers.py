@@ -78,7 +78,7 @@ def entries(
 
 
 def execute(
-    *command: str | Path, cwd: Path, timeout: float = 60, env: dict[str, str] | None = None, given: str | None = None
+    *command: str | Path, cwd: Path, timeout: float = 240, env: dict[str, str] | None = None, given: str | None = None
 ) -> subprocess.CompletedProcess[str]:
     """`given`: what it reads from its standard input."""
     return subprocess.run(
@@ -158,4 +158,4 @@ def running(command: list[str], cwd: Path) -> Iterator[Marked]:
     finally:
         for pid in marked.alive():
             os.kill(pid, signal.SIGKILL)
-        marked.process.wait(timeout=10)
+        marked.process.wait(timeout=120)

@@ -220,7 +220,9 @@ def _serve(seat: _Seat, environment: dict[str, str], connection: Any) -> None:
             with _group(store, seat.rank, seat.world_size, seat.backend, seat.timeout + 2 * GRACE):
                 _use_device(seat.rank, seat.device)
                 while True:
-                    connection.send(_answer(request))
+                    answer = _answer(request)
+                    sys.stdout.flush()  # the parent may end this process before Python does
+                    connection.send(answer)
                     request = connection.recv_bytes()
         except EOFError:
             pass

@@ -7,6 +7,7 @@ import os
 import re
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import TypeVar
 
@@ -150,9 +151,10 @@ def _section(
 
 
 def _all_text(table: Table) -> Table:
-    """The table with every cell as text: odd records may put anything into a row."""
+    """The table with every heading and cell as text: odd records may put anything there."""
+    columns = [replace(column, name=Text(*map(str, column.name))) for column in table.columns]
     rows = [[cell if isinstance(cell, Text) else str(cell) for cell in row] for row in table.rows]
-    return Table(table.title, table.columns, rows, table.notes)
+    return Table(table.title, columns, rows, table.notes)
 
 
 def _facts(records: Iterable[Record]) -> dict[Text, str]:

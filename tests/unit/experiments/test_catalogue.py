@@ -158,9 +158,9 @@ def test_every_grid_gives_cells_with_labels(preset, device):
         try:
             requests = cells([name], preset, RunConfig(device=device))
         except UserError as error:
-            assert "needs a CUDA GPU" in str(error)
-            assert device == "cpu"
-            continue
+            if device == "cpu" and "needs a CUDA GPU" in str(error):
+                continue
+            raise
         assert requests, name
         assert all(instrument.label(config, [name]) for _, config in requests)
 

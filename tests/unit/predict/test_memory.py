@@ -27,7 +27,10 @@ def measured_peak(config):
 
 
 CPU_CASES = [
-    *({"mode": m, "precision": p, "attention": a} for m, p, a in product(MODES, ("fp32", "bf16"), ("reference", "sdpa"))),
+    *(
+        {"mode": mode, "precision": precision, "attention": attention}
+        for mode, precision, attention in product(MODES, ("fp32", "bf16"), ("reference", "sdpa"))
+    ),
     {"precision": "fp16"},
     *({"mode": mode, "checkpoint_blocks": group} for group, mode in product((1, 2, 3), ("forward", "train-step"))),
 ]  # fmt: skip

@@ -1,4 +1,4 @@
-"""Two files of records against each other: how often its verdicts are wrong, what is paired, what is refused."""
+"""Two files of records compared: the error rate of verdicts, which cells are paired, which files are refused."""
 
 import contextlib
 import copy
@@ -6,7 +6,6 @@ import dataclasses
 import json
 import math
 import sys
-from collections import Counter
 
 import numpy as np
 import pytest
@@ -16,13 +15,13 @@ from hypothesis import strategies as st
 from cs336_systems import record
 from cs336_systems.cli import main
 from cs336_systems.config import RunConfig, UserError, model_config
-from cs336_systems.record import CELL_TIME, GIB, Environment
+from cs336_systems.record import CELL_TIME, GIB, Environment, Record
 from cs336_systems.report import intervals
 from cs336_systems.report.compare import compare, parse_percent
 from cs336_systems.report.intervals import ratio_of_medians
 from cs336_systems.table import FORMATS
 from tests import helpers
-from tests.helpers import CS336, clean_env, execute
+from tests.helpers import clean_env, execute
 
 GPU = Environment(gpu="H200", gpu_count=1, torch="2.11", driver="580", git_commit="a" * 40, git_dirty=False, tf32=False)
 STEADY = (0.100, 0.101, 0.099, 0.100, 0.102, 0.098, 0.100, 0.101, 0.099, 0.100)
@@ -48,7 +47,7 @@ def cell(
 
 def column(comparison, heading):
     table = comparison.table
-    (index,) = [i for i, found in enumerate(table.columns) if found.heading == heading]
+    (index,) = [i for i, found in enumerate(table.columns) if found.heading() == heading]
     return [row[index] for row in table.rows]
 
 
@@ -57,7 +56,7 @@ def verdicts(comparison):
 
 
 def notes(comparison, word):
-    return [note for note in comparison.table.notes if word in note]
+    return [note.en for note in comparison.table.notes if word in note.en]
 
 
 def refusal(*sides, **options):
@@ -68,7 +67,7 @@ def refusal(*sides, **options):
 
 # -- how often a verdict is wrong -------------------------------------------------------------------------------------
 
-PAIRS = 2000
+PAIRS = 1000
 
 
 def gaussian(generator, n):
@@ -117,23 +116,20 @@ def shares(noise, n_a=10, n_b=10, factor=1.0, confidence=0.95):
     return np.mean(high < 1), np.mean(low > 1), np.mean((factor < low) | (high < factor))
 
 
-@pytest.mark.parametrize("noise", [gaussian, lognormal, skewed, interrupted, two_levels])
-def test_without_a_difference_one_is_seldom_found(noise):
-    faster, slower, _ = shares(noise)
-    assert faster + slower <= 0.06
+NO_DIFFERENCE = {
+    **{noise.__name__: {"noise": noise} for noise in (gaussian, lognormal, skewed, interrupted, two_levels)},
+    # The plain percentile bootstrap finds one in 33% (2, 2), 20% (2, 10) and 10% (3, 3) of the pairs.
+    **{f"{a} and {b} samples": {"n_a": a, "n_b": b} for a, b in [(2, 2), (3, 3), (5, 5), (2, 10), (3, 10), (100, 100)]},
+    "80% confidence": {"confidence": 0.8},
+    "99% confidence": {"confidence": 0.99},
+}
 
 
-@pytest.mark.parametrize(("n_a", "n_b"), [(2, 2), (3, 3), (4, 4), (5, 5), (2, 10), (3, 10), (30, 10), (100, 100)])
-def test_nor_with_few_samples_or_many(n_a, n_b):
-    """Where the plain percentile bootstrap finds one in 33% (2, 2), 20% (2, 10) and 10% (3, 3) of the pairs."""
-    faster, slower, _ = shares(gaussian, n_a, n_b)
-    assert faster + slower <= 0.06
-
-
-@pytest.mark.parametrize("confidence", [0.8, 0.99])
-def test_nor_at_other_confidences(confidence):
-    faster, slower, _ = shares(gaussian, confidence=confidence)
-    assert faster + slower <= 1.2 * (1 - confidence)
+@pytest.mark.parametrize("case", NO_DIFFERENCE)
+def test_false_positives_are_as_rare_as_the_confidence_says(case):
+    options = {"noise": gaussian, "confidence": 0.95, **NO_DIFFERENCE[case]}
+    faster, slower, _ = shares(**options)
+    assert faster + slower <= 1.3 * (1 - options["confidence"])
 
 
 @pytest.mark.parametrize("factor", [1.03, 1 / 1.03])
@@ -145,52 +141,21 @@ def test_a_difference_of_three_percent_is_found(factor):
     assert missed <= 0.06
 
 
-def test_steps_that_the_machine_interrupted_do_not_hide_it():
-    """The mean's interval would: such a step moves it by 5%."""
+def test_interrupted_steps_do_not_hide_a_difference():
+    """They would hide it from an interval of means: such a step moves the mean by 5%."""
     assert shares(interrupted, factor=1.03)[1] >= 0.85
 
 
-@pytest.mark.parametrize(
-    ("degrees", "confidence", "t", "z"),
-    [
-        (1, 0.95, 12.706, 1.95996),
-        (2, 0.95, 4.303, 1.95996),
-        (9, 0.95, 2.262, 1.95996),
-        (30, 0.95, 2.042, 1.95996),
-        (4, 0.99, 4.604, 2.57583),
-        (9, 0.8, 1.383, 1.28155),
-        (100_000, 0.95, 1.962, 1.95996),
-    ],
-)
-def test_student_as_in_the_tables(degrees, confidence, t, z):
-    assert intervals._widening(degrees, confidence) == pytest.approx(t / z, rel=3e-4)
+@pytest.mark.parametrize(("degrees", "confidence", "t_over_z"), [(1, 0.95, 6.483), (9, 0.8, 1.0792), (4, 0.99, 1.7874)])
+def test_student_t_quantiles(degrees, confidence, t_over_z):
+    assert intervals._widening(degrees, confidence) == pytest.approx(t_over_z, rel=3e-4)
 
 
-@pytest.mark.parametrize("n", [2, 3, 4, 5, 10, 37])
-def test_medians_are_those_of_resamples(n):
-    """Which two of n samples are in the middle, drawn at once, against drawing all n and sorting."""
-    drawn = np.sort(np.random.default_rng(0).integers(0, n, (20_000, n)), axis=1)
-    plain = Counter(zip(drawn[:, (n - 1) // 2].tolist(), drawn[:, n // 2].tolist(), strict=True))
-    ours = Counter(intervals._middles(n, 0))
-    for share in (lambda pair: pair[0], lambda pair: pair[1], sum):
-        for limit in range(2 * n):
-            below = [
-                sum(count for pair, count in found.items() if share(pair) <= limit) / found.total()
-                for found in (plain, ours)
-            ]
-            assert below[0] == pytest.approx(below[1], abs=0.05)
-
-
-def test_the_same_samples_give_the_same_interval():
-    first = ratio_of_medians(times(), times(1.02))
+def test_intervals_are_repeatable_and_follow_unit_and_direction():
+    there = ratio_of_medians(times(), times(1.05))
     intervals._middles.cache_clear()
-    assert ratio_of_medians(times(), times(1.02)) == first
-    assert ratio_of_medians(times()[::-1], times(1.02)) == first
-
-
-def test_ratios_do_not_depend_on_the_unit_and_turn_over_with_the_sides():
-    there, scaled = ratio_of_medians(times(), times(1.05)), ratio_of_medians(times(1e6), times(1.05e6))
-    back = ratio_of_medians(times(1.05), times())
+    assert ratio_of_medians(times()[::-1], times(1.05)) == there
+    scaled, back = ratio_of_medians(times(1e6), times(1.05e6)), ratio_of_medians(times(1.05), times())
     assert dataclasses.astuple(scaled) == pytest.approx(dataclasses.astuple(there))
     assert back.value == pytest.approx(1 / there.value)
     assert (back.low, back.high) == pytest.approx((1 / there.high, 1 / there.low), rel=0.01)
@@ -198,7 +163,7 @@ def test_ratios_do_not_depend_on_the_unit_and_turn_over_with_the_sides():
 
 @settings(max_examples=50, deadline=None)
 @given(*[st.lists(st.floats(1e-90, 1e90), min_size=2, max_size=12)] * 2, st.sampled_from([0.5, 0.95, 0.999]))
-def test_intervals_hold_their_ratio(a, b, confidence):
+def test_intervals_contain_their_ratio(a, b, confidence):
     ratio = ratio_of_medians(a, b, confidence)
     assert 0 < ratio.low <= ratio.value * (1 + 1e-9)
     assert ratio.value <= ratio.high * (1 + 1e-9) < math.inf
@@ -232,32 +197,74 @@ def test_medians_are_compared():
 @pytest.mark.parametrize(("a", "b"), [((0.1,), times(2)), (times(), (0.2,)), ((0.1,), (0.2,))])
 def test_one_sample_tells_nothing(a, b):
     found = compare(cell(a), cell(b))
-    assert (verdicts(found), column(found, "B / A"), column(found, "95% low")) == (
-        ["n = 1: cannot tell"],
-        ["2.000"],
-        [""],
-    )
+    shown = (verdicts(found), column(found, "B / A"), column(found, "95% low"))
+    assert shown == (["n = 1: cannot tell"], ["2.000"], [""])
     assert len(found.untold) == 1
     assert found.slower_by(5) == []
-
-
-def test_numbers_of_samples_that_differ_are_both_shown():
-    assert column(compare(cell(), cell(times()[:5])), "n") == ["10, 5"]
 
 
 @pytest.mark.parametrize(
     ("metrics", "shown"),
     [
-        (["forward_time", "step_time", "step_event_time", "profiled_step_time"], ["step_time"]),
-        (["forward_time", "backward_time", "forward_backward_time"], ["forward_backward_time"]),
-        (["leaderboard_time", "flops"], ["leaderboard_time"]),
-        (["naive: step_time", "naive: sync_time", "flat: step_time"], ["naive: step_time", "flat: step_time"]),
-        (["flex_forward_time", "flex_forward_backward_time"], ["flex_forward_backward_time"]),
+        (["forward_time", "step_time", "step_event_time", "profiled_step_time"], "step_time"),
+        (["forward_time", "backward_time", "forward_backward_time"], "forward_backward_time"),
+        (["leaderboard_time", "flops"], "leaderboard_time"),
     ],
 )
-def test_what_is_compared_when_nothing_is_asked_for(metrics, shown):
+def test_the_headline_is_compared_by_default(metrics, shown):
     records = entries("x", {"heads": 4}, dict.fromkeys(metrics, STEADY))
-    assert column(compare(records, records), "metric") == shown
+    assert column(compare(records, records), "metric") == [shown]
+
+
+# -- variants ---------------------------------------------------------------------------------------------------------
+
+
+def with_variants(**factors):
+    """A cell of one sweep that measured several variants, each slower than STEADY by its factor."""
+    variants = [
+        Record("x", {"heads": 4}, metric, "s", times(factor), "ok", GPU, variant)
+        for variant, factor in factors.items()
+        for metric in ("forward_backward_time", "forward_time")
+    ]
+    return [*variants, Record("x", {"heads": 4}, CELL_TIME, "s", (9.0,), "ok", GPU)]
+
+
+def test_variants_are_paired_by_name():
+    found = compare(with_variants(naive=1, flat=1, old=1), with_variants(new=1, flat=2, naive=0.5))
+    assert column(found, "cell") == ["x, naive", "x, flat"]
+    assert column(found, "metric") == ["forward_backward_time"] * 2
+    assert column(found, "B / A") == ["0.500", "2.000"]
+    assert [row.variant for row in found.slower_by(50)] == ["flat"]
+
+
+def test_a_metric_of_variants_that_is_asked_for():
+    sides = with_variants(naive=1, flat=1), with_variants(naive=3, flat=1)
+    assert verdicts(compare(*sides, metrics=("forward_time",))) == ["slower", "no difference"]
+    assert "forward_time" in refusal(*sides, metrics=("loss_time",))
+
+
+def test_variants_of_a_failed_cell():
+    failed = entries("x", {"heads": 4}, {}, "oom: too much")
+    found = compare(with_variants(naive=1, flat=1), failed)
+    assert (column(found, "cell"), verdicts(found)) == (["x, naive", "x, flat"], ["failed in B"] * 2)
+
+
+def test_variants_of_schema_1_are_paired_with_those_of_schema_2(tmp_path):
+    config = {"implementations": ["sdpa", "sdpa_flash"], "heads": 4}
+    items = [Record("x", config, "step_time", "s", STEADY, "ok", GPU, name) for name in config["implementations"]]
+    items.append(Record("x", config, CELL_TIME, "s", (9.0,), "ok", GPU))
+    older = [{**json.loads(item.to_json()), "schema_version": 1} for item in items]
+    for item in older:
+        variant = item.pop("variant")
+        item["metric"] = f"{variant}_{item['metric']}" if variant else item["metric"]
+    (tmp_path / "a.jsonl").write_text("".join(json.dumps(item) + "\n" for item in older))
+    record.append(tmp_path / "b.jsonl", items)
+    found = compare(record.load(tmp_path / "a.jsonl").records, record.load(tmp_path / "b.jsonl").records)
+    assert column(found, "cell") == ["x, sdpa", "x, sdpa_flash"]
+    assert verdicts(found) == ["no difference"] * 2
+
+
+# -- metrics and names ------------------------------------------------------------------------------------------------
 
 
 def test_metrics_that_are_asked_for():
@@ -317,51 +324,33 @@ def test_rows_stand_experiment_by_experiment():
 # -- what is the same work --------------------------------------------------------------------------------------------
 
 
-def test_how_it_was_measured_is_said_once():
-    a = [*cell(), *cell(size="large")]
-    b = [
-        *cell(times()[:5], warmup_steps=2, num_steps=5, seed=1, device="cuda:1"),
-        *cell(times()[:5], size="large", warmup_steps=2, num_steps=5, seed=1, device="cuda:1"),
-    ]
-    found = compare(a, b)
-    assert column(found, "cell") == ["small", "large"]
+def test_how_it_was_measured_is_noted_once():
+    other = {"warmup_steps": 2, "num_steps": 5, "seed": 1, "device": "cuda:1"}
+    b = [*cell(times()[:5], **other), *cell(times()[:5], size="large", **other)]
+    found = compare([*cell(), *cell(size="large")], b)
+    assert (column(found, "cell"), column(found, "n")) == (["small", "large"], ["10, 5"] * 2)
     (note,) = notes(found, "measured differently")
-    for part in (
-        "warm-up 5 in A, 2 in B",
-        "num_steps 10 in A, 5 in B",
-        "seed 0 in A, 1 in B",
-        "device cuda in A, cuda:1",
-    ):
+    for part in ("warm-up 5 in A, 2 in B", "num_steps 10 in A, 5", "seed 0 in A, 1", "device cuda in A, cuda:1"):
         assert part in note
     assert not notes(found, "different work")
 
 
-def test_where_it_was_measured_is_said_once():
-    other = dataclasses.replace(
-        GPU, gpu="H100", torch="2.13", git_commit="b" * 40, git_dirty=True, triton="3.7", utc="9"
-    )
+def test_where_it_was_measured_is_noted_once():
+    changes = {"gpu": "H100", "torch": "2.13", "git_commit": "b" * 40, "git_dirty": True, "triton": "3.7", "utc": "9"}
+    other = dataclasses.replace(GPU, **changes)
     found = compare([*cell(), *cell(size="large")], [*cell(environment=other), *cell(size="large", environment=other)])
     (note,) = notes(found, "environment")
-    for part in (
-        "gpu H200 in A, H100 in B",
-        "torch 2.11 in A, 2.13 in B",
-        "triton unknown in A, 3.7 in B",
-        "no in A, yes",
-    ):
+    for part in ("gpu H200 in A, H100 in B", "torch 2.11 in A, 2.13", "triton unknown in A, 3.7", "no in A, yes"):
         assert part in note
     assert "git_commit aaaaaaaaaa in A, bbbbbbbbbb in B" in note
     assert "utc" not in note
-    assert "H100, H200" in found.table.title
+    assert "H100, H200" in found.table.title.en
 
 
-def test_the_same_place_needs_no_note():
-    found = compare(cell(), cell(environment=dataclasses.replace(GPU, utc="later", sm_clock_mhz=1)))
-    assert not notes(found, "environment")
-
-
-def test_a_size_is_only_a_name():
-    found = compare(cell(size="2.7B"), cell(size="2026/xl"))
+def test_the_time_of_day_and_the_name_of_a_size_do_not_matter():
+    found = compare(cell(size="2.7B"), cell(size="2026/xl", environment=dataclasses.replace(GPU, utc="later")))
     assert len(found.rows) == 1
+    assert not notes(found, "environment")
 
 
 def test_cells_that_differ_only_in_warm_up_stay_apart():
@@ -371,7 +360,7 @@ def test_cells_that_differ_only_in_warm_up_stay_apart():
     assert verdicts(found) == ["no difference"] * 2
 
 
-def test_nobody_guesses_which_of_several_is_meant():
+def test_ambiguous_cells_are_not_paired():
     a = [*cell(), *cell(warmup_steps=1), *cell(warmup_steps=2)]
     b = [*cell(), *cell(warmup_steps=3), *cell(warmup_steps=4)]
     found = compare(a, b)
@@ -381,12 +370,10 @@ def test_nobody_guesses_which_of_several_is_meant():
 
 
 def test_cells_of_one_file_are_counted_and_a_few_named():
-    more = [item for context in (64, 128, 256, 1024, 2048) for item in cell(context=context)]
+    more = [item for context in (64, 128, 256, 1024) for item in cell(context=context)]
     (note,) = notes(compare([*cell(), *more], cell()), "partner in B")
-    assert note == (
-        "5 cells of A without a partner in B: bench small 64 train-step fp32, bench small 128 train-step fp32, "
-        "bench small 256 train-step fp32, ..."
-    )
+    named = ", ".join(f"bench small {context} train-step fp32" for context in (64, 128, 256))
+    assert note == f"4 cells of A without a partner in B: {named}, ..."
 
 
 @pytest.mark.parametrize(
@@ -415,7 +402,7 @@ def test_different_work_is_refused(fields, named, way_out):
         assert "size, context, batch, mode and precision" in refusal(cell(), cell(**fields), different_work=True)
 
 
-def test_one_baseline_against_several_variants():
+def test_one_baseline_against_several_settings():
     variants = [*cell(times(0.9), fast="kernels"), *cell(times(0.5), fast="on")]
     found = compare(cell(), variants, different_work=True)
     assert column(found, "cell") == ["small fast off -> kernels", "small fast off -> on"]
@@ -438,10 +425,11 @@ def test_work_without_a_shape_has_nothing_in_common():
 # -- what is wrong with records ---------------------------------------------------------------------------------------
 
 
-def test_a_cell_that_failed_on_one_side_is_shown():
+def test_a_cell_that_failed_or_was_interrupted_on_one_side_is_shown():
     found = compare(cell(), cell(status="oom: needs 99.9 GiB of 24.0 GiB"))
     assert (column(found, "A"), column(found, "B"), verdicts(found)) == (["100.0"], ["OOM"], ["failed in B"])
     assert notes(found, "failed in B: bench small 512 train-step fp32: oom: needs 99.9 GiB of 24.0 GiB")
+    assert verdicts(compare(cell(), [item for item in cell() if item.metric != CELL_TIME])) == ["failed in B"]
     back = compare(cell(status="error: crashed"), cell())
     assert (column(back, "A"), column(back, "B"), verdicts(back)) == (["error"], ["100.0"], ["failed in A"])
 
@@ -454,12 +442,7 @@ def test_a_cell_that_failed_on_both_sides_is_remarked_on():
     assert "failed in both" in refusal(failed, failed)
 
 
-def test_an_interrupted_cell_counts_as_failed():
-    found = compare(cell(), [item for item in cell() if item.metric != CELL_TIME])
-    assert verdicts(found) == ["failed in B"]
-
-
-@pytest.mark.parametrize("odd", [math.nan, math.inf, -math.inf, 0.0, -1.0, 1e-200, "fast"])
+@pytest.mark.parametrize("odd", [math.nan, math.inf, 0.0, -1.0, 1e-200, "fast"])
 def test_samples_that_are_no_times(odd):
     for sides in ((cell(), cell((*STEADY, odd))), (cell((odd, *STEADY)), cell())):
         found = compare(*sides)
@@ -537,13 +520,9 @@ def test_percentages(text, percent):
 
 
 @pytest.mark.parametrize("text", ["0.05", "2.5", "-5%", "", "%", "5 %%", "five", "nan", "inf%", "1e3", "٣", "9" * 400])
-def test_what_is_no_percentage(text, capsys):
-    files(cell(), cell())
+def test_other_texts_are_no_percentages(text):
     with pytest.raises(UserError, match="percentage"):
         parse_percent(text)
-    assert exit_code("a.jsonl", "b.jsonl", f"--fail_if_slower={text}") == 2
-    said = capsys.readouterr()
-    assert (said.out, said.err.count("\n")) == ("", 1)
 
 
 @pytest.mark.parametrize(
@@ -553,9 +532,9 @@ def test_exit_codes(factor, limit, code, capsys):
     """At 1.052 the interval reaches below 1.05: slower, but not surely by more than that."""
     files(cell(), cell(times(factor)))
     assert exit_code("a.jsonl", "b.jsonl", *(["--fail_if_slower", limit] if limit else [])) == code
-    said = capsys.readouterr()
-    assert ("slower" if factor > 1 else "faster") in said.out
-    assert ("1 of 1 rows slower by more than 5%, such as: bench small" in said.err) == (code == 1)
+    printed = capsys.readouterr()
+    assert ("slower" if factor > 1 else "faster") in printed.out
+    assert ("1 of 1 rows slower by more than 5%, such as: bench small" in printed.err) == (code == 1)
 
 
 def test_a_limit_says_of_how_many_rows_it_knows_nothing(capsys):
@@ -568,10 +547,10 @@ def test_a_limit_says_of_how_many_rows_it_knows_nothing(capsys):
 def test_formats(format, capsys):
     files(cell(), cell(times(1.1), warmup_steps=3))
     assert exit_code("a.jsonl", "b.jsonl", "--format", format) == 0
-    said = capsys.readouterr()
-    assert all(word in said.out for word in ("1.100", "slower", "small", "step"))
-    assert ("warm-up 5 in A, 3 in B" in said.out) == (format != "csv")
-    assert ("warm-up 5 in A, 3 in B" in said.err) == (format == "csv"), "CSV has no place for notes"
+    printed = capsys.readouterr()
+    assert all(word in printed.out for word in ("1.100", "slower", "small", "step"))
+    assert ("warm-up 5 in A, 3 in B" in printed.out) == (format != "csv")
+    assert ("warm-up 5 in A, 3 in B" in printed.err) == (format == "csv"), "CSV has no place for notes"
 
 
 def test_flags_reach_the_comparison(capsys):
@@ -584,35 +563,43 @@ def test_flags_reach_the_comparison(capsys):
     assert all(word in printed for word in ("loss_time", "90% low", "reference in A, sdpa in B"))
 
 
-@pytest.mark.parametrize("argv", [[], ["a.jsonl"], ["a.jsonl", "b.jsonl", "c.jsonl"], ["a.jsonl", "missing.jsonl"]])
-def test_files_that_are_not_named_or_not_there(argv, capsys):
-    files(cell(), cell())
-    assert exit_code(*argv) == 2
-    said = capsys.readouterr()
-    assert (said.out, said.err.count("\n")) == ("", 1)
-
-
-BAD_FILES = {
-    "empty": b"",
-    "blank": b"\n\n",
-    "binary": bytes(range(256)) * 4,
-    "other": b"a,b\n1,2\n",
-    "list": b"[]\n",
-    "config": cell()[0].to_json().replace('"config":{', '"config":null,"old":{').encode() + b"\n",
-    "environment": cell()[0].to_json().replace('"environment":{', '"environment":[],"old":{').encode() + b"\n",
-    "metric": cell()[0].to_json().replace('"metric":"', '"metric":[],"old":"').encode() + b"\n",
-    "deep": b"[" * 100_000 + b"\n",
+BAD_ARGUMENTS = {
+    "no files": [],
+    "one file": ["a.jsonl"],
+    "three files": ["a.jsonl", "b.jsonl", "c.jsonl"],
+    "missing file": ["a.jsonl", "missing.jsonl"],
+    "folder": ["a.jsonl", "."],
+    "no percentage": ["a.jsonl", "b.jsonl", "--fail_if_slower=0.05"],
 }
 
 
-@pytest.mark.parametrize("content", BAD_FILES.values(), ids=BAD_FILES)
-def test_files_that_are_none_of_ours(content, capsys, tmp_path):
+@pytest.mark.parametrize("case", BAD_ARGUMENTS)
+def test_bad_arguments_are_one_line(case, capsys):
     files(cell(), cell())
-    (tmp_path / "odd.jsonl").write_bytes(content)
-    for argv in (["a.jsonl", "odd.jsonl"], ["odd.jsonl", "b.jsonl"], ["a.jsonl", str(tmp_path)]):
+    assert exit_code(*BAD_ARGUMENTS[case]) == 2
+    printed = capsys.readouterr()
+    assert (printed.out, printed.err.count("\n")) == ("", 1)
+
+
+LINE = cell()[0].to_json()
+BAD_FILES = {
+    "empty": b"",
+    "binary": bytes(range(256)) * 4,
+    "other": b"a,b\n1,2\n",
+    "config": LINE.replace('"config":{', '"config":null,"old":{').encode() + b"\n",
+    "environment": LINE.replace('"environment":{', '"environment":[],"old":{').encode() + b"\n",
+    "metric": LINE.replace('"metric":"', '"metric":[],"old":"').encode() + b"\n",
+}
+
+
+@pytest.mark.parametrize("case", BAD_FILES)
+def test_other_files_are_refused_in_one_line(case, capsys, tmp_path):
+    files(cell(), cell())
+    (tmp_path / "odd.jsonl").write_bytes(BAD_FILES[case])
+    for argv in (["a.jsonl", "odd.jsonl"], ["odd.jsonl", "b.jsonl"]):
         assert exit_code(*argv) == 2
-        said = capsys.readouterr()
-        assert (said.out, said.err.count("\n")) == ("", 1)
+        printed = capsys.readouterr()
+        assert (printed.out, printed.err.count("\n")) == ("", 1)
 
 
 def test_a_torn_line_is_remarked_on(capsys, tmp_path):
@@ -620,7 +607,8 @@ def test_a_torn_line_is_remarked_on(capsys, tmp_path):
     with open("b.jsonl", "a") as file:
         file.write('{"experiment":"ben')
     assert exit_code("a.jsonl", "b.jsonl") == 0
-    assert "torn" in capsys.readouterr().err
+    (line,) = capsys.readouterr().err.splitlines()
+    assert line.startswith("b.jsonl: the last line is torn")
 
 
 JSON = st.recursive(
@@ -637,7 +625,7 @@ PLACES = [
 ]
 
 
-@settings(max_examples=200, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(max_examples=80, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(
     changes=st.lists(st.tuples(st.sampled_from(PLACES), JSON), min_size=1, max_size=3),
     in_both=st.booleans(),
@@ -669,16 +657,15 @@ def replace(item, place, value):
         item[last] = value
 
 
-def test_as_a_user_meets_it(tmp_path):
-    """In a process of its own, without torch, and with the same words every time."""
+def test_output_does_not_depend_on_the_hash_seed_and_needs_no_torch(tmp_path):
     files([*cell(), *cell(size="large")], [*cell(times(1.2)), *cell(size="large")])
     argv = ["compare", "a.jsonl", "b.jsonl", "--fail_if_slower", "5%"]
-    outputs = set()
-    for seed in ("1", "2"):
-        result = execute(CS336, *argv, cwd=tmp_path, env=clean_env(PYTHONHASHSEED=seed))
-        assert result.returncode == 1, result.stderr
-        outputs.add(result.stdout)
-    assert len(outputs) == 1
-    program = f"import sys; from cs336_systems.cli import main; main({argv!r}); assert 'torch' not in sys.modules"
-    result = execute(sys.executable, "-c", program, cwd=tmp_path)
-    assert result.returncode == 0, result.stderr
+    program = (
+        f"import sys; from cs336_systems.cli import main; code = main({argv!r}); "
+        "assert 'torch' not in sys.modules; sys.exit(code)"
+    )
+    results = [
+        execute(sys.executable, "-c", program, cwd=tmp_path, env=clean_env(PYTHONHASHSEED=seed)) for seed in "12"
+    ]
+    assert [result.returncode for result in results] == [1, 1], results[0].stderr
+    assert results[0].stdout == results[1].stdout

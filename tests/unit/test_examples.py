@@ -1,0 +1,49 @@
+"""The examples run as their docstrings say."""
+
+import sys
+from pathlib import Path
+
+import pytest
+
+from cs336_systems import record
+from tests.helpers import ROOT, clean_env, entries, execute, tiny_config
+
+EXAMPLES = ROOT / "examples"
+
+
+def run_example(name: str, *words: str | Path, cwd: Path):
+    env = clean_env(PYTHONPATH=str(ROOT))
+    return execute(sys.executable, EXAMPLES / name, *words, cwd=cwd, env=env)
+
+
+def test_every_example_has_a_test():
+    named = Path(__file__).read_text()
+    assert [path.name for path in EXAMPLES.glob("*.py") if f'"{path.name}"' not in named] == []
+
+
+def test_benchmark_your_module(tmp_path):
+    done = run_example("benchmark_your_module.py", cwd=tmp_path)
+    assert done.returncode == 0, done.stderr
+    values = {line.split()[0]: float(line.split()[1]) for line in done.stdout.splitlines()}
+    assert {"forward", "backward", "optimizer", "step", "peak"} <= values.keys()
+    assert values["step"] >= values["backward"] > 0
+
+
+def test_train_data_parallel(tmp_path):
+    done = run_example("train_data_parallel.py", cwd=tmp_path)
+    assert done.returncode == 0, done.stderr
+    [line] = done.stdout.splitlines()
+    losses = [float(text) for text in line.removeprefix("2 ranks, losses: ").split(", ")]
+    assert len(losses) == 5
+    assert losses == sorted(losses, reverse=True)
+
+
+@pytest.mark.parametrize(("factor", "code"), [(1.01, 0), (1.2, 1)], ids=["as fast", "slower"])
+def test_regression_gate(factor, code, tmp_path):
+    steps = (0.100, 0.101, 0.099, 0.100, 0.102, 0.098, 0.100, 0.101, 0.099, 0.100)
+    for name, scale in (("before", 1.0), ("after", factor)):
+        metrics = {"step_time": tuple(scale * seconds for seconds in steps)}
+        record.append(tmp_path / f"{name}.jsonl", entries("bench", tiny_config(), metrics, "ok", record.Environment()))
+    done = run_example("regression_gate.py", "before.jsonl", "after.jsonl", cwd=tmp_path)
+    assert done.returncode == code, done.stderr
+    assert ("slower by more than 5%" in done.stderr) == bool(code)
