@@ -1,11 +1,13 @@
-# make bench: set up, measure, show tables, write a report.   make test: set up, lint, type check, test.
+# make bench: set up, measure, show tables, write a report.   make test: set up, lint, type check, all tests.
+# make check: lint, types and the fast tests, for every save.
+# make pages: docs/h200/index.html and docs/timeline-2.7B.html, from results/h200.
 # make soak: an hour of killed and resumed training runs; results/reliability/soak.json.
 PYTHON ?= python3.11
 VENV := .venv
 BIN := $(VENV)/bin
 INSTALLED := $(VENV)/.installed
 
-.PHONY: bench test soak lint clean install older-triton
+.PHONY: bench test check pages soak lint clean install older-triton
 
 bench: $(INSTALLED)
 	$(BIN)/cs336 run end_to_end precision peak_memory warmup accumulation autocast_dtypes memory_model --preset quick
@@ -13,6 +15,17 @@ bench: $(INSTALLED)
 
 test: lint
 	$(BIN)/pytest -n 2 --dist loadgroup
+
+# Fast tests: no processes, no compilers, no browser.
+check: lint
+	$(BIN)/pytest -n 2 -m 'not slow' tests/unit/test_*.py tests/unit/predict tests/unit/report tests/unit/experiments
+
+pages: $(INSTALLED)
+	$(BIN)/cs336 report results/h200 results/h200/loss_curves.jsonl --published -o docs/h200 --title "cs336_systems on an H200"
+	$(BIN)/python -c "from pathlib import Path; \
+	from cs336_systems.report.web.timeline_page import write_page; \
+	from cs336_systems.timeline import Timeline; \
+	write_page(Timeline.load(Path('results/h200/timelines/2.7B-train-step-fp32.json.gz')), Path('docs/timeline-2.7B.html'))"
 
 soak: $(INSTALLED)
 	$(BIN)/python -m tests.distributed.soak

@@ -8,14 +8,15 @@ from pathlib import Path
 from typing import Any
 
 from cs336_systems import __version__
-from cs336_systems.benchmark.benchmark import BenchArguments, bench
-from cs336_systems.benchmark.benchmark import __doc__ as bench_manual
 from cs336_systems.commands import guarded
 from cs336_systems.config import flag
-from cs336_systems.experiments.catalogue import EXPERIMENTS, PRESETS, RUNNABLE
-from cs336_systems.experiments.profiling import ProfileArguments
+from cs336_systems.experiments.bench_command import BenchArguments, bench
+from cs336_systems.experiments.bench_command import __doc__ as bench_manual
+from cs336_systems.experiments.catalogue import catalogue, runnable
+from cs336_systems.experiments.profile_command import ProfileArguments
 from cs336_systems.experiments.ranks.layouts import PlanArguments
 from cs336_systems.experiments.session import SessionArguments
+from cs336_systems.experiments.spec import PRESETS
 from cs336_systems.flags import Parser, add_flags, read_flags
 from cs336_systems.predict.fit import FitArguments
 from cs336_systems.predict.model_flags import ShapeArguments
@@ -39,24 +40,20 @@ def short_flag(default: Any, help: str, letter: str) -> Any:
 
 @dataclass(frozen=True)
 class RunArguments(SessionArguments):
-    names: tuple[str, ...] = operands(f"experiments: {', '.join(RUNNABLE)}", "NAME")
+    names: tuple[str, ...] = operands(f"experiments: {', '.join(runnable())}", "NAME")
     preset: str = flag("quick", "grid: quick (about a minute), course, full", PRESETS)
 
 
 def run(arguments: RunArguments) -> int:
-    """Named experiments of the catalogue; a cell that several ask for is measured once.
-
-    cs336 run end_to_end precision --preset quick
-    cs336 run end_to_end warmup precision compile peak_memory --preset course --output runs/h200/records.jsonl
-    """
+    """Measure named experiments; a cell that several ask for is measured once."""
     from cs336_systems.config import RunConfig, UserError
-    from cs336_systems.experiments.catalogue import cells
-    from cs336_systems.experiments.session import Requests, run_session
+    from cs336_systems.experiments.catalogue import Request, cells
+    from cs336_systems.experiments.session import run_session
 
     if not arguments.names:
-        raise UserError(f"name at least one experiment: {', '.join(RUNNABLE)}")
+        raise UserError(f"name at least one experiment: {', '.join(runnable())}")
 
-    def requests_on(device: str) -> Requests:
+    def requests_on(device: str) -> list[Request]:
         base = RunConfig(device=device, warmup_steps=arguments.warmup_steps, num_steps=arguments.num_steps)
         return cells(arguments.names, arguments.preset, base)
 
@@ -75,7 +72,7 @@ def profile(arguments: ProfileArguments) -> int:
     cs336 profile --size small --mode train-step
     cs336 profile --size 2.7B --precision bf16 --attention auto --only memory
     """
-    from cs336_systems.experiments.profiling import run_profile
+    from cs336_systems.experiments.profile_command import run_profile
 
     run_profile(arguments)
     return 0
@@ -94,7 +91,7 @@ def inspect(arguments: InspectArguments) -> int:
     cs336 inspect snapshot.pickle
     """
     from cs336_systems.config import UserError
-    from cs336_systems.experiments.profiling import inspected
+    from cs336_systems.experiments.profile_command import inspected
 
     if not arguments.files:
         raise UserError("name a trace (.json, .json.gz, .sqlite) or a memory snapshot (.pickle)")
@@ -117,7 +114,7 @@ def memory(arguments: MemoryArguments) -> int:
     cs336 memory --size 2.7B --context_length 512 --precision bf16
     cs336 memory --size xl --checkpoint_blocks 4 --trace
     """
-    from cs336_systems.benchmark.calculate_memory import memory_table
+    from cs336_systems.experiments.memory.calculator import memory_table
 
     config = arguments.run_config(device="cuda", model_factory=arguments.model)
     print(memory_table(config, trace=arguments.trace).render(arguments.format))
@@ -190,11 +187,11 @@ def table(arguments: TableArguments) -> int:
         raise UserError("name a file of records, such as runs/quick/records.jsonl")
     loaded = [load(name) for name in arguments.files]
     for remark in (remark for one in loaded for remark in one.remarks):
-        print(remark, file=sys.stderr)
+        print(remark.en, file=sys.stderr)
     records = [record for one in loaded for record in one.records]
     if arguments.experiments:
         records = [record for record in records if record.experiment in arguments.experiments]
-    text = "\n\n".join(found.render(arguments.format) for found in tables(records))
+    text = "\n\n".join(found.render(arguments.format) for found in tables(records, catalogue()))
     if arguments.output is None:
         print(text)
         return 0
@@ -225,9 +222,15 @@ def report(arguments: ReportArguments) -> int:
     from cs336_systems.report.build import write_report
 
     language: Any = arguments.lang  # one of its choices
-    folder = Path(arguments.output)
-    given = arguments.paths, folder, arguments.title, language, arguments.formats, arguments.published
-    for path in write_report(*given):
+    for path in write_report(
+        arguments.paths,
+        Path(arguments.output),
+        catalogue(),
+        title=arguments.title,
+        language=language,
+        formats=arguments.formats,
+        with_published=arguments.published,
+    ):
         print(path)
     return 0
 
@@ -334,11 +337,19 @@ def completion(arguments: CompletionArguments) -> int:
     print(
         f'_cs336() {{\n  local words="{" ".join(COMMANDS)}"\n  case "${{COMP_WORDS[1]}}" in\n{cases}\n  esac\n'
         f'  [ "$COMP_CWORD" -eq 1 ] && words="{" ".join(COMMANDS)}"\n'
-        f'  [ "${{COMP_WORDS[1]}}" = run ] && words="$words {" ".join(RUNNABLE)}"\n'
+        f'  [ "${{COMP_WORDS[1]}}" = run ] && words="$words {" ".join(runnable())}"\n'
         f'  COMPREPLY=($(compgen -W "$words" -- "${{COMP_WORDS[COMP_CWORD]}}"))\n}}\n'
         "complete -o default -F _cs336 cs336"
     )
     return 0
+
+
+def _run_manual() -> str:
+    one, *others = runnable()
+    return (
+        f"{run.__doc__}\n\ncs336 run {one} {others[1]} --preset quick\n"
+        f"cs336 run {' '.join([one, *others[:4]])} --preset course --output runs/h200/records.jsonl"
+    )
 
 
 @dataclass(frozen=True)
@@ -351,7 +362,7 @@ class Command:
 
 COMMANDS = {
     "bench": Command("time and memory of one configuration, or a sweep", BenchArguments, bench, bench_manual),
-    "run": Command("named experiments, with presets; resumes", RunArguments, run),
+    "run": Command("named experiments, with presets; resumes", RunArguments, run, _run_manual()),
     "profile": Command("kernels and memory of a step: tables, traces, a timeline", ProfileArguments, profile),
     "inspect": Command("a trace or a memory snapshot that somebody recorded", InspectArguments, inspect),
     "memory": Command("what a step needs, part by part, without a GPU", MemoryArguments, memory),
@@ -372,8 +383,8 @@ def main(argv: list[str] | None = None) -> int:
         prog="cs336",
         description=__import__("cs336_systems").__doc__,
         epilog="start here:\n  cs336 doctor\n  cs336 bench\n  cs336 fit --gpu 24GiB\n"
-        "  cs336 run end_to_end precision --preset quick\n\nexperiments of `run`:\n"
-        + "\n".join(f"  {name:18} {EXPERIMENTS[name].question}" for name in RUNNABLE),
+        f"  cs336 run {runnable()[0]} --preset quick\n\nexperiments of `run`:\n"
+        + "\n".join(f"  {name:18} {catalogue()[name].question.en}" for name in runnable()),
     )
     parser.add_argument("--version", action="version", version=f"cs336_systems {__version__}")
     subparsers = parser.add_subparsers(dest="command", metavar="command", required=True, parser_class=Parser)

@@ -2,7 +2,7 @@
 
 A file of records is JSON lines, append-only, one line per (experiment, configuration, variant, metric). Where two lines
 agree in these four, the later one counts. Base units are stored (s, B, B/s, FLOP/s, 1), raw samples only: means, ratios
-and speed-ups are derived when a file is read. A cell that failed is a record with no samples and its reason in `status`.
+and speed-ups are derived when a file is read. A failed cell is a record with no samples and its reason in `status`.
 """
 
 import dataclasses

@@ -25,15 +25,13 @@ from queue import Empty, Queue
 from typing import IO, Any
 
 from cs336_systems import record
-from cs336_systems.config import RunConfig, UserError
-from cs336_systems.experiments.catalogue import ATTENTION_INSTRUMENTS, EXPERIMENTS, KEEPING_FILES, STEP_INSTRUMENTS
+from cs336_systems.config import UserError
+from cs336_systems.experiments.catalogue import Request, catalogue
 from cs336_systems.experiments.progress import Progress
-from cs336_systems.predict.attention_model import AttentionShape, least_compiled, naive_peak
-from cs336_systems.predict.memory_model import estimate
-from cs336_systems.record import CELL_TIME, GIB, HEADLINES, Environment, Record
+from cs336_systems.experiments.spec import Config, Instrument
+from cs336_systems.record import CELL_TIME, GIB, HEADLINES, Environment, Metric, Record
 
 DEFAULT_TIMEOUT = 1800.0
-WARM_UP = RunConfig.warmup_steps
 LARGEST_LIMIT = 1e7
 FIT_MARGIN = 1.03
 """The memory model errs by up to 2%: a cell is skipped only when it is out of reach even so."""
@@ -43,68 +41,43 @@ FIT_MARGIN = 1.03
 class Cell:
     """Work to be measured once, and the experiments that asked for it, each with the configuration as it named it."""
 
-    instrument: str
-    config: dict[str, Any]
-    wanted_by: dict[str, dict[str, Any]] = field(default_factory=dict)
+    instrument: Instrument
+    config: Config
+    wanted_by: dict[str, Config] = field(default_factory=dict)
 
     @property
     def key(self) -> tuple[str, str]:
-        return (self.instrument, record.cell_key(self.config))
+        return (self.instrument.name, record.cell_key(self.config))
 
     @property
     def needs_fresh_process(self) -> bool:
-        """Where the cold start is the subject: little or no warm-up, or a compilation."""
-        return self.instrument in ("step", "fast_step") and (
-            self.config["warmup_steps"] < WARM_UP or self.config["compile"] or self.config["model_factory"] is not None
-        )
+        return self.instrument.needs_fresh_process(self.config)
 
     @property
     def slug(self) -> str:
-        """A folder's name for what it leaves behind besides records."""
+        """A folder name for the files it writes besides records."""
         return re.sub(r"[^\w.]+", "-", self.name)
 
     @property
     def name(self) -> str:
-        if self.instrument in ATTENTION_INSTRUMENTS:
-            implementation = self.config.get("implementation", "in turns")
-            return f"{self.instrument} {AttentionShape.of(self.config)} {implementation}"
-        if self.instrument == "checkpointing":
-            groups = f"{self.config['checkpoint_blocks']}/{self.config['inner']}"
-            return f"checkpointing {self.config['size']} {self.config['precision']} groups {groups}"
-        if self.instrument == "arrangements":
-            return f"{', '.join(self.wanted_by)} {self.config['size']}, {self.config['ranks']} ranks in turns"
-        if self.instrument not in STEP_INSTRUMENTS:
-            return " ".join([self.instrument, *(str(v) for v in self.config.values() if isinstance(v, str) and v)])
-        config = RunConfig.of(self.config)
-        extras = [f"warm-up {config.warmup_steps}"] if config.warmup_steps != WARM_UP else []
-        extras += [config.attention] if config.attention != "reference" else []
-        extras += ["compiled"] if config.compile else []
-        extras += [f"fast {config.fast}"] if config.fast != "off" else []
-        extras += [config.model_factory] if config.model_factory else []
-        extras += [f"checkpoint {config.checkpoint_blocks}"] if config.checkpoint_blocks else []
-        prefix = [] if self.instrument == "step" else [self.instrument]
-        shape = [config.size, str(config.model.context_length)]
-        return " ".join([*prefix, *shape, config.mode, config.precision, *extras])
+        label = self.instrument.label(self.config, list(self.wanted_by))
+        return f"{self.instrument.name} {label}" if self.instrument.label_has_name else label
 
 
-def _is_on_paper(config: dict[str, Any]) -> bool:
-    """Whether the memory model knows it."""
-    plain = not config["compile"] and config.get("fast", "off") == "off"
-    return plain and config["model_factory"] is None and not config.get("inner")
-
-
-def gather(requests: Iterable[tuple[str, dict[str, Any]]]) -> list[Cell]:
-    """(experiment, configuration) pairs as cells, the same work only once."""
+def gather(requests: Iterable[Request]) -> list[Cell]:
+    """(experiment, configuration) pairs as cells, equal work only once."""
     cells: dict[tuple[str, str], Cell] = {}
     for experiment, config in requests:
-        cell = Cell(EXPERIMENTS[experiment].instrument, config)
+        instrument = catalogue()[experiment].instrument
+        assert instrument is not None, f"{experiment} has no instrument"
+        cell = Cell(instrument, config)
         cells.setdefault(cell.key, cell).wanted_by[experiment] = config
     return list(cells.values())
 
 
 @dataclass(frozen=True)
 class Need:
-    """Bytes that a cell takes by a model on paper, and bytes that its device has."""
+    """Predicted bytes of a cell, and bytes that its device has."""
 
     predicted: int
     capacity: int
@@ -195,9 +168,9 @@ class Runner:
         """Records of complete cells in the file; one that crashed or timed out does not count, so it is tried again."""
         cells: dict[tuple[str, str, str], list[Record]] = {}
         for item in self.known.records:
-            if item.experiment in EXPERIMENTS:
-                instrument = EXPERIMENTS[item.experiment].instrument
-                cells.setdefault((instrument, item.cell, item.experiment), []).append(item)
+            experiment = catalogue().get(item.experiment)
+            if experiment is not None and experiment.instrument is not None:
+                cells.setdefault((experiment.instrument.name, item.cell, item.experiment), []).append(item)
         return {
             (instrument, key): records
             for (instrument, key, _), records in cells.items()
@@ -220,7 +193,8 @@ class Runner:
         match answer["event"]:
             case "measured":
                 environment = Environment.from_dict(answer["environment"])
-                return self._records(cell, answer["metrics"], "ok", answer["seconds"], environment)
+                metrics = [Metric(*metric) for metric in answer["metrics"]]
+                return self._records(cell, metrics, "ok", answer["seconds"], environment)
             case "user_error":
                 raise UserError(answer["message"])
         status = answer["status"]
@@ -232,10 +206,10 @@ class Runner:
         if self.worker is None or (cell.needs_fresh_process and self.worker.used):
             self._stop_worker()
             self.worker = Worker()
-        options: dict[str, Any] = self.options if cell.instrument == "step" else {}
-        if cell.instrument in KEEPING_FILES:
+        options: dict[str, Any] = self.options if cell.instrument.takes_peak_tflops else {}
+        if cell.instrument.keeps_files:
             options = {"folder": str(self.path.parent / "files" / cell.slug)}
-        request = {"instrument": cell.instrument, "config": cell.config, "options": options}
+        request = {"measure": cell.instrument.measure, "config": cell.config, "options": options}
         answer = self.worker.ask(request, self.timeout)
         if cell.needs_fresh_process or answer["event"] == "failure":
             self._stop_worker()
@@ -247,31 +221,21 @@ class Runner:
             self.worker = None
 
     def _need(self, cell: Cell) -> Need | None:
-        """None where nothing is known: of a user's model, of what a compiler keeps, of a device's memory."""
-        config = cell.config
-        on_cuda = config.get("device", "cpu").startswith("cuda")
+        """The memory that a cell needs of what its device has; None where either is not known."""
+        on_cuda = cell.config.get("device", "cpu").startswith("cuda")
         capacity = self.environment.gpu_memory if on_cuda else self.environment.memory
-        if capacity is None:
-            return None
-        match cell.instrument, config.get("implementation"):
-            case "step" | "kernels" | "memory" | "checkpointing", _ if _is_on_paper(config):
-                return Need(estimate(RunConfig.of(config)).peak, capacity)
-            case "pytorch_attention" | "flash", "reference":
-                keeps_graph = cell.instrument == "flash"  # to time backward alone
-                return Need(naive_peak(AttentionShape.of(config), on_cuda=on_cuda, keeps_graph=keeps_graph), capacity)
-            case "pytorch_attention" | "flash", "compiled":
-                return Need(least_compiled(AttentionShape.of(config)), capacity, at_least=True)
-        return None
+        memory = cell.instrument.memory(cell.config) if capacity is not None else None
+        return Need(memory.predicted, capacity, memory.at_least) if memory and capacity is not None else None
 
     def _records(
-        self, cell: Cell, metrics: list[list[Any]], status: str, seconds: float, environment: Environment
+        self, cell: Cell, metrics: list[Metric], status: str, seconds: float, environment: Environment
     ) -> list[Record]:
-        """All records of a cell for every experiment that wants it; the last one says that it is complete."""
-        end = [CELL_TIME, "s", [seconds] if status == "ok" else []]
+        """All records of a cell for every experiment that wants it; the last one marks it as complete."""
+        end = Metric(CELL_TIME, "s", [seconds] if status == "ok" else [])
         return [
-            Record(experiment, config, metric, unit, tuple(samples), status, environment)
+            Record(experiment, config, m.name, m.unit, tuple(m.samples), status, environment, m.variant)
             for experiment, config in cell.wanted_by.items()
-            for metric, unit, samples in [*metrics, end]
+            for m in [*metrics, end]
         ]
 
     def _refuse_other_machine(self) -> None:

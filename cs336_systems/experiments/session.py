@@ -5,18 +5,17 @@ import sys
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 from cs336_systems import record
 from cs336_systems.config import RunConfig, flag, flag_like
+from cs336_systems.experiments.catalogue import Request, catalogue
 from cs336_systems.experiments.runner import DEFAULT_TIMEOUT, Outcome, Runner, gather
 from cs336_systems.report.figures import pictures
 from cs336_systems.report.picture import save
 from cs336_systems.report.sections import tables
-from cs336_systems.report.web.timeline_page import timeline_picture, write_page
+from cs336_systems.report.timeline_picture import timeline_picture
+from cs336_systems.report.web.timeline_page import write_page
 from cs336_systems.timeline import TIMELINE_FILE, Timeline
-
-Requests = list[tuple[str, dict[str, Any]]]
 
 
 @dataclass(frozen=True)
@@ -32,7 +31,7 @@ class SessionArguments:
     force: bool = flag(False, "run cells again that the file already holds")
 
 
-def run_session(arguments: SessionArguments, path: Path, requests_on: Callable[[str], Requests]) -> Runner:
+def run_session(arguments: SessionArguments, path: Path, requests_on: Callable[[str], list[Request]]) -> Runner:
     """Measure the cells that `requests_on(device)` names, into `path`, and print their tables."""
     with Runner(path, force=arguments.force, timeout=arguments.timeout, peak_tflops=arguments.peak_tflops) as runner:
         if arguments.device is None and runner.device == "cpu":
@@ -40,9 +39,9 @@ def run_session(arguments: SessionArguments, path: Path, requests_on: Callable[[
         requests = requests_on(arguments.device or runner.device)
         outcome = runner.run(gather(requests))
     asked = _asked(path, {(experiment, record.cell_key(config)) for experiment, config in requests})
-    for table in tables(asked):
+    for table in tables(asked, catalogue()):
         print(table.render("terminal"), end="\n\n")
-    drawn = [*save(pictures(asked), path.parent / "figures"), *draw_timelines(path.parent / "files")]
+    drawn = [*save(pictures(asked, catalogue()), path.parent / "figures"), *draw_timelines(path.parent / "files")]
     if drawn:
         print(f"pictures: {', '.join(str(file) for file in drawn if file.suffix != '.svg')} (.png: and .svg)")
     _report_outcome(outcome, path)
@@ -72,7 +71,7 @@ def _asked(path: Path, wanted: set[tuple[str, str]]) -> list[record.Record]:
         return []
     loaded = record.load(path)
     for remark in loaded.remarks:
-        print(remark, file=sys.stderr)
+        print(remark.en, file=sys.stderr)
     return [item for item in loaded.records if (item.experiment, item.cell) in wanted]
 
 

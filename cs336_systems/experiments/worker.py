@@ -18,7 +18,6 @@ from queue import SimpleQueue
 from typing import Any
 
 from cs336_systems.config import UserError
-from cs336_systems.experiments.catalogue import INSTRUMENTS
 
 
 def main() -> None:
@@ -63,7 +62,7 @@ def _answer(request: dict[str, Any]) -> dict[str, Any]:
 
     from cs336_systems.measure.environment import capture
 
-    module, function = INSTRUMENTS[request["instrument"]].split(":")
+    module, function = request["measure"].split(":")
     start = timeit.default_timer()
     try:
         measure = getattr(importlib.import_module(module), function)

@@ -12,22 +12,18 @@ from typing import TypeVar
 
 from cs336_systems.config import UserError
 from cs336_systems.record import Loaded, Record, load
-from cs336_systems.report.cells import CellView, by_experiment, group, loss_curves
+from cs336_systems.report.cells import CellView, by_experiment, group
 from cs336_systems.report.chart_picture import picture
-from cs336_systems.report.charts import charts
 from cs336_systems.report.document import Document, Link, Section
-from cs336_systems.report.findings import findings
 from cs336_systems.report.picture import save
+from cs336_systems.report.presentation import Catalogue, Presentation, presentation_of
 from cs336_systems.report.published import PUBLISHED, published
-from cs336_systems.report.sections import tables_of
+from cs336_systems.report.sections import charts_of, findings_of, in_order, tables_of
 from cs336_systems.report.web.page import page
-from cs336_systems.report.words import QUESTIONS, TITLES, in_chinese
-from cs336_systems.table import Column, Table
+from cs336_systems.table import Table
 from cs336_systems.text import Language, Text
 
 PAGE = "index.html"
-TRAINING = Text("Training", "训练"), Text("How does the loss fall?", "损失如何下降？")
-"""Title and question of what `cs336 train` recorded: it is no experiment of the catalogue."""
 Part = TypeVar("Part")
 ENDINGS = {"latex": "tex", "typst": "typ"}
 
@@ -35,21 +31,24 @@ ENDINGS = {"latex": "tex", "typst": "typ"}
 def write_report(
     paths: Sequence[str],
     folder: Path,
+    catalogue: Catalogue,
+    *,
     title: str = "",
     language: Language = "en",
     formats: Sequence[str] = (),
     with_published: bool = False,
 ) -> list[Path]:
-    """Read, put together, write: the command. `paths`: files of records, or folders with a records.jsonl."""
+    """Write the report of files of records, or of folders with a records.jsonl; the written files, the page first."""
     if not paths:
         raise UserError("name a file of records, or a folder with one, such as runs/quick")
     files = [_records_file(Path(path)) for path in paths]
     links = [link for file in files for link in _links(file.parent / "files", folder)]
     with _all_kept():
         references = published() if with_published else ()
-        report = document([load(file, lenient=True) for file in files], title, links, references)
+        loaded = [load(file, lenient=True) for file in files]
+        report = document(loaded, catalogue, title=title, links=links, references=references)
         if not report.sections:
-            raise UserError(f"no records in {', '.join(map(str, files))}; make some with: cs336 run end_to_end")
+            raise UserError(f"no records in {', '.join(map(str, files))}; measure some with: cs336 bench")
         return write(report, folder, language=language, formats=formats)
 
 
@@ -84,29 +83,34 @@ def _links(files: Path, folder: Path) -> list[Link]:
 
 
 def document(
-    loaded: Sequence[Loaded], title: str = "", links: Sequence[Link] = (), references: Sequence[Record] = ()
+    loaded: Sequence[Loaded],
+    catalogue: Catalogue,
+    *,
+    title: str = "",
+    links: Sequence[Link] = (),
+    references: Sequence[Record] = (),
 ) -> Document:
-    """Of files that were read, several machines and runs side by side, `references` beside them.
+    """The report of loaded files, several machines and runs side by side, published `references` beside them.
 
-    `links` go to the section that their name begins with.
+    A link belongs to the section whose name its folder begins with.
     """
     records = [record for one in loaded for record in one.records]
     measured, others = by_experiment(_cells(loaded)), by_experiment(group(references, PUBLISHED))
-    order = [*(name for name in TITLES if name in measured), *sorted(measured.keys() - TITLES.keys())]
-    sections = [_section(name, measured[name], links, others.get(name, ())) for name in order]
-    known = [name for name in TITLES if name not in measured and name not in ("bench", "train")]
-    heading = Text(title) if title else Text("Where time and memory go", "时间与显存花在哪里")
+    sections = [
+        _section(presentation_of(name, catalogue), measured[name], links, others.get(name, ()))
+        for name in in_order(measured, catalogue)
+    ]
     return Document(
-        title=heading,
+        title=Text(title) if title else Text("Where time and memory go", "时间与显存花在哪里"),
         facts=_facts(records),
         sections=sections,
-        missing={name: f"cs336 run {name} --preset course" for name in known},
-        remarks=[Text(remark, in_chinese(remark)) for one in loaded for remark in one.remarks],
+        missing={one.name: one.command for one in catalogue.values() if one.name not in measured and one.command},
+        remarks=[remark for one in loaded for remark in one.remarks],
     )
 
 
 def _cells(loaded: Sequence[Loaded]) -> list[CellView]:
-    """Of all files. Those that hold the same work of one machine are different runs of it, and named."""
+    """The cells of all files. Files that hold the same work of one machine are different runs, and named."""
     held = [{(r.environment.machine, r.experiment, r.cell) for r in one.records} for one in loaded]
     times = Counter(itertools.chain(*held))
     names: Counter[str] = Counter()
@@ -120,11 +124,13 @@ def _cells(loaded: Sequence[Loaded]) -> list[CellView]:
     return found
 
 
-def _section(name: str, cells: Sequence[CellView], links: Sequence[Link], references: Sequence[CellView]) -> Section:
+def _section(
+    experiment: Presentation, cells: Sequence[CellView], links: Sequence[Link], references: Sequence[CellView]
+) -> Section:
     problems: list[Text] = []
 
     def safely(make: Callable[[], list[Part]]) -> list[Part]:
-        """Records may come from anywhere: what cannot be shown is named, and all else is shown."""
+        """Records may come from anywhere: a part that cannot be shown is named, and everything else is shown."""
         try:
             return make()
         except Exception as error:
@@ -132,56 +138,36 @@ def _section(name: str, cells: Sequence[CellView], links: Sequence[Link], refere
             problems.append(Text(f"Part of this cannot be shown ({what}).", f"部分内容无法显示（{what}）。"))
             return []
 
-    def made() -> list[Table]:
-        return _curves(cells) if name == "train" else tables_of(name, cells, references)
-
     return Section(
-        name=name,
-        title=TITLES.get(name, TRAINING[0] if name == "train" else Text(name)),
-        question=QUESTIONS.get(name, TRAINING[1] if name == "train" else Text("")),
-        tables=[_all_text(t) for t in safely(made)],
-        charts=safely(lambda: charts(name, cells)),
-        findings=[*safely(lambda: findings(name, cells)), *problems],
-        links=[link for link in links if Path(link.href).parent.name.startswith(name)],
+        name=experiment.name,
+        title=experiment.title,
+        question=experiment.question,
+        tables=[_all_text(table) for table in safely(lambda: tables_of(experiment, cells, references))],
+        charts=safely(lambda: charts_of(experiment, cells)),
+        findings=[*safely(lambda: findings_of(experiment, cells)), *problems],
+        links=[link for link in links if Path(link.href).parent.name.startswith(experiment.name)],
     )
 
 
 def _all_text(table: Table) -> Table:
-    """Of odd records a name or cell may be anything."""
-    columns = [Column(str(column.name), str(column.unit), column.numeric) for column in table.columns]
-    rows = [[str(cell) for cell in row] for row in table.rows]
-    return Table(str(table.title), columns, rows, [str(note) for note in table.notes])
+    """The table with every cell as text: odd records may put anything into a row."""
+    rows = [[cell if isinstance(cell, Text) else str(cell) for cell in row] for row in table.rows]
+    return Table(table.title, table.columns, rows, table.notes)
 
 
-def _curves(cells: Sequence[CellView]) -> list[Table]:
-    """Of a training run the ends of its curve: all of it is in the chart."""
-    columns = [
-        Column("run", numeric=False),
-        Column("steps"),
-        Column("first loss"),
-        Column("last loss"),
-        Column("least"),
-    ]
-    rows = []
-    for name, curve in loss_curves(cells).items():
-        values = list(curve.values())
-        rows.append([name, str(len(values)), *(f"{value:.4f}" for value in (values[0], values[-1], min(values)))])
-    return [Table("train: losses", columns, rows)] if rows else []
-
-
-def _facts(records: Iterable[Record]) -> dict[str, str]:
-    """What the header says: all values that occur, in the order in which they do."""
-    found: dict[str, dict[str, None]] = {}
+def _facts(records: Iterable[Record]) -> dict[Text, str]:
+    """Machine, versions, commit and date for the header: all values that occur, in order of appearance."""
+    found: dict[Text, dict[str, None]] = {}
     for record in records:
         environment = record.environment
         versions = {
-            "machine": environment.machine,
-            "torch": environment.torch,
-            "triton": environment.triton,
-            "driver": environment.driver,
-            "Python": environment.python,
-            "commit": environment.git_commit[:7] if environment.git_commit else None,
-            "date": environment.utc[:10] if environment.utc else None,
+            Text("machine"): environment.machine,
+            Text("torch"): environment.torch,
+            Text("triton"): environment.triton,
+            Text("driver"): environment.driver,
+            Text("Python"): environment.python,
+            Text("commit"): environment.git_commit[:7] if environment.git_commit else None,
+            Text("date"): environment.utc[:10] if environment.utc else None,
         }
         for name, value in versions.items():
             if value:
@@ -199,7 +185,7 @@ def write(report: Document, folder: Path, *, language: Language = "en", formats:
             raise UserError(f"unknown format {name!r}; choose from: html, {', '.join(_WRITERS)}")
     try:
         folder.mkdir(parents=True, exist_ok=True)
-        (folder / PAGE).write_text(page(report, language, in_chinese), encoding="utf-8")
+        (folder / PAGE).write_text(page(report, language), encoding="utf-8")
         return [folder / PAGE, *(path for name in formats for path in _WRITERS[name](report, folder, language))]
     except OSError as error:
         raise UserError(f"cannot write to {str(folder)!r}: {error.strerror}; choose another --output") from None
@@ -213,7 +199,7 @@ def _markdown(report: Document, folder: Path, language: Language) -> list[Path]:
 
 def markdown(report: Document, language: Language = "en") -> str:
     lines = [f"# {_plain(report.title.in_(language))}", ""]
-    lines += [f"- {_plain(name)}: {_plain(value)}" for name, value in report.facts.items()]
+    lines += [f"- {_plain(name.in_(language))}: {_plain(value)}" for name, value in report.facts.items()]
     for section in report.sections:
         lines += [
             "",
@@ -226,7 +212,7 @@ def markdown(report: Document, language: Language = "en") -> str:
         for chart in section.charts:
             lines += ["", f"![{_plain(chart.title.in_(language))}](images/{chart.name}.png)"]
         for table in section.tables:
-            lines += ["", _translated(table, language).render("md")]
+            lines += ["", table.render("md", language)]
     if report.missing:
         lines += ["", "## Not measured" if language == "en" else "## 未测量", ""]
         lines += [f"- {name}: `{command}`" for name, command in report.missing.items()]
@@ -239,16 +225,9 @@ def _plain(text: str) -> str:
     return re.sub(r"([\\`*_\[\]<>#|])", r"\\\1", " ".join(text.split()))
 
 
-def _translated(table: Table, language: Language) -> Table:
-    if language == "en":
-        return table
-    columns = [Column(in_chinese(column.name), column.unit, column.numeric) for column in table.columns]
-    return Table(in_chinese(table.title), columns, table.rows, [in_chinese(note) for note in table.notes])
-
-
 def tables_in(report: Document, format: str, language: Language = "en") -> list[str]:
     """All tables, in order."""
-    return [_translated(table, language).render(format) for s in report.sections for table in s.tables]
+    return [table.render(format, language) for s in report.sections for table in s.tables]
 
 
 def _csv(report: Document, folder: Path, language: Language) -> list[Path]:
@@ -259,7 +238,7 @@ def _csv(report: Document, folder: Path, language: Language) -> list[Path]:
         for number, table in enumerate(section.tables, start=1):
             name = re.sub(r"[^\w-]+", "-", section.name) or "section"
             path = folder / "csv" / f"{name}-{number}.csv"
-            path.write_text(_translated(table, language).render("csv"), encoding="utf-8")
+            path.write_text(table.render("csv", language), encoding="utf-8")
             written.append(path)
     return written
 

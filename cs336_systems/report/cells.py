@@ -1,17 +1,17 @@
-"""Records grouped into cells, and the quantities that are derived from them: rates, ratios, errors."""
+"""Records grouped into cells, and the quantities derived from them: rates, ratios, errors."""
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any
 
-from cs336_systems.record import CELL_TIME, Environment, Record, Statistics, summarize
+from cs336_systems.record import CELL_TIME, Environment, Metric, Record, Statistics, summarize
 
 PHASES = ("forward", "loss", "backward", "sync", "optimizer", "step")
 
 
 def fields_of(config: Mapping[str, Any]) -> dict[str, Any]:
-    """A configuration's own and its model's, side by side."""
+    """The fields of a configuration and of its model in one dictionary."""
     model = config.get("model")
     return {"fast": "off", **config, **model} if isinstance(model, Mapping) else dict(config)
 
@@ -23,20 +23,37 @@ class CellView:
     experiment: str
     config: Mapping[str, Any]
     metrics: Mapping[str, Record]
+    """The metrics of the cell itself; those of the variants it measured are in `variants`."""
     run: str = ""
-    """Where several runs of one machine are shown: which."""
+    """The run's name, where several runs of one machine are shown."""
+    variants: Mapping[str, Mapping[str, Record]] = field(default_factory=dict)
+    """Variant (an implementation, an arrangement, a strategy) -> its metrics."""
 
     @classmethod
-    def of(cls, experiment: str, config: Mapping[str, Any], rows: Iterable[Sequence[Any]]) -> "CellView":
-        """Of an instrument's answer that was never recorded: [metric, unit, samples] rows."""
-        whole = [*rows, (CELL_TIME, "s", [0.0])]
-        return cls(
-            experiment, config, {m: Record(experiment, config, m, unit, tuple(found)) for m, unit, found in whole}
-        )
+    def of(cls, experiment: str, config: Mapping[str, Any], metrics: Iterable[Metric]) -> "CellView":
+        """A cell made from an instrument's answer that was never recorded."""
+        whole = [*metrics, Metric(CELL_TIME, "s", [0.0])]
+        records = [Record(experiment, config, m.name, m.unit, tuple(m.samples), variant=m.variant) for m in whole]
+        return group(records)[0]
+
+    @property
+    def records(self) -> list[Record]:
+        return [*self.metrics.values(), *(record for own in self.variants.values() for record in own.values())]
+
+    def variant(self, name: str) -> "CellView":
+        """The same cell with the metrics of one variant."""
+        if name not in self._views:
+            end = {CELL_TIME: self.metrics[CELL_TIME]} if CELL_TIME in self.metrics else {}
+            self._views[name] = CellView(self.experiment, self.config, {**self.variants.get(name, {}), **end}, self.run)
+        return self._views[name]
+
+    @cached_property
+    def _views(self) -> dict[str, "CellView"]:
+        return {}
 
     @property
     def environment(self) -> Environment:
-        return next(iter(self.metrics.values())).environment
+        return self.records[0].environment
 
     @cached_property
     def machine(self) -> str:
@@ -55,9 +72,13 @@ class CellView:
         return self.status == "ok"
 
     @property
+    def is_oom(self) -> bool:
+        return self.status.startswith("oom")
+
+    @property
     def verdict(self) -> str:
-        """The status in a word or two, for a table; the whole of it belongs in a note."""
-        return "OOM" if self.status.startswith("oom") else self.status.split(":")[0]
+        """The status in a word or two, for a table; the full status belongs in a note."""
+        return "OOM" if self.is_oom else self.status.split(":")[0]
 
     def statistics(self, metric: str) -> Statistics | None:
         if metric not in self._statistics:
@@ -67,10 +88,11 @@ class CellView:
 
     @cached_property
     def _statistics(self) -> dict[str, Statistics | None]:
-        """Those asked for so far: tables, charts and findings ask for the same."""
+        """Statistics computed so far: tables, charts and findings ask for the same ones."""
         return {}
 
     def value(self, metric: str) -> float | None:
+        """The mean of a metric's samples."""
         found = self.statistics(metric)
         return found.mean if found else None
 
@@ -84,7 +106,7 @@ class CellView:
         return [list(samples[i : i + width]) for i in range(0, len(samples), width)]
 
     def get(self, name: str) -> Any:
-        """A field of the configuration, looked up in the run or in its model."""
+        """A field of the configuration or of its model."""
         return self.fields.get(name)
 
     @cached_property
@@ -114,46 +136,37 @@ class CellView:
 
     @cached_property
     def memory_error(self) -> float | None:
-        """Predicted peak over measured, less one."""
+        """Predicted peak over measured peak, less one."""
         predicted, measured = self.value("predicted_memory"), self.value("peak_memory")
         return predicted / measured - 1 if predicted and measured else None
 
 
 def by_machine(cells: Iterable[CellView]) -> dict[str, list[CellView]]:
-    """What two machines measured never stands in one column, chart or sentence."""
-    return _apart(cells, lambda cell: cell.machine)
+    """Group cells by machine: results of two machines never share a column, chart or sentence."""
+    return _grouped(cells, lambda cell: cell.machine)
 
 
 def by_experiment(cells: Iterable[CellView]) -> dict[str, list[CellView]]:
-    return _apart(cells, lambda cell: cell.experiment)
+    return _grouped(cells, lambda cell: cell.experiment)
 
 
-def _apart(cells: Iterable[CellView], key: Callable[[CellView], str]) -> dict[str, list[CellView]]:
-    """In the order in which they come."""
+def _grouped(cells: Iterable[CellView], key: Callable[[CellView], str]) -> dict[str, list[CellView]]:
+    """Keep the order in which the cells come."""
     found: dict[str, list[CellView]] = {}
     for cell in cells:
         found.setdefault(key(cell), []).append(cell)
     return found
 
 
-def loss_curves(cells: Iterable[CellView]) -> dict[str, dict[int, float]]:
-    """Run -> step -> loss, in the order of steps. A run's cells are the stretches between two lines of its log."""
-    runs: dict[str, dict[int, float]] = {}
-    for cell in cells:
-        if "loss" in cell.metrics:
-            name = str(cell.get("output") or "run").rstrip("/").rsplit("/", 1)[-1]
-            losses = enumerate(cell.metrics["loss"].numbers, start=cell.get("first_step") or 1)
-            runs.setdefault(name, {}).update(losses)
-    return {name: dict(sorted(curve.items())) for name, curve in runs.items()}
-
-
 def group(records: Iterable[Record], run: str = "") -> list[CellView]:
     """Cells in the order in which they were recorded."""
-    metrics: dict[tuple[str, str, str], dict[str, Record]] = {}
+    cells: dict[tuple[str, str, str], dict[str, dict[str, Record]]] = {}
     for record in records:
         key = (record.environment.machine, record.experiment, record.cell)
-        metrics.setdefault(key, {})[record.metric] = record
-    return [
-        CellView(experiment, next(iter(found.values())).config, found, run)
-        for (_, experiment, _), found in metrics.items()
-    ]
+        cells.setdefault(key, {}).setdefault(record.variant, {})[record.metric] = record
+    found = []
+    for (_, experiment, _), by_variant in cells.items():
+        config = next(iter(next(iter(by_variant.values())).values())).config
+        own = by_variant.pop("", {})
+        found.append(CellView(experiment, config, own, run, by_variant))
+    return found

@@ -1,7 +1,7 @@
-"""Two files of records against each other: for each cell in both the ratio of medians B / A, its interval, a verdict.
+"""Compares two files of records: for each cell in both the ratio of medians B / A, its interval and a verdict.
 
-Medians, because a step that the machine interrupted must not decide. Cells are the same when they do the same work;
-how often and where it was measured (steps, warm-up, seed, which GPU of several) may differ, and is said in a note.
+Medians, so that one interrupted step decides nothing. Cells are the same when they do the same work; how often and
+where it was measured (steps, warm-up, seed, which GPU of several) may differ, and a note says so.
 """
 
 import math
@@ -17,7 +17,8 @@ from cs336_systems.report.cells import CellView, fields_of, group
 from cs336_systems.report.intervals import Ratio, ratio_of_medians
 from cs336_systems.report.referee import remarks
 from cs336_systems.report.rows import FIELDS, as_text, gib, kernel_ms, title_of
-from cs336_systems.table import Column, Table
+from cs336_systems.table import Column, Table, word
+from cs336_systems.text import Text, say
 
 HOW_MEASURED = ("device", "warmup_steps", "num_steps", "seed", "warmup_ms", "rep_ms", "rounds", "calls")
 """Fields of a configuration that do not change the work; of the device only which one of its kind."""
@@ -44,17 +45,26 @@ class Pair:
     def sides(self) -> tuple[CellView, CellView]:
         return self.a, self.b
 
+    def of(self, variant: str) -> tuple[CellView, CellView]:
+        """The views of one variant; the cells themselves for ""."""
+        return (self.a.variant(variant), self.b.variant(variant)) if variant else self.sides
+
 
 @dataclass(frozen=True)
 class Row:
     """One metric of one pair."""
 
     pair: Pair
+    variant: str
     name: str
     metric: str
     unit: str
     ratio: Ratio | None
     verdict: str
+
+    @property
+    def sides(self) -> tuple[CellView, CellView]:
+        return self.pair.of(self.variant)
 
     @property
     def is_speed(self) -> bool:
@@ -258,15 +268,25 @@ def _name(pair: Pair, shown: Sequence[str]) -> str:
         texts = list(dict.fromkeys(_printable(as_text(cell.get(name))) for cell in pair.sides))
         text = " -> ".join(text or "none" for text in texts) if len(texts) > 1 else texts[0]
         speaks = name in ("size", "mode", "precision", "attention", "implementation", "model_factory")
-        words += [text if speaks else f"{FIELDS.get(name, name)} {text}"] if text else []
+        words += [text if speaks else f"{_field(name)} {text}"] if text else []
     return _printable(" ".join(words) or pair.a.name or pair.a.experiment, 120)
 
 
 def _rows(pair: Pair, name: str, metrics: Sequence[str], confidence: float) -> list[Row]:
-    """Of a pair that failed on one side, what the other has; of one that failed on both, nothing."""
+    """The rows of a pair: of the cells themselves, then of each variant that both measured.
+
+    A pair that failed on one side shows the values of the other; one that failed on both has no rows.
+    """
     whole = [cell for cell in pair.sides if cell.ok]
     if not whole:
         return []
+    shared = [variant for variant in whole[0].variants if all(variant in cell.variants for cell in whole)]
+    return [row for variant in ("", *shared) for row in _rows_of(pair, variant, name, metrics, confidence)]
+
+
+def _rows_of(pair: Pair, variant: str, name: str, metrics: Sequence[str], confidence: float) -> list[Row]:
+    whole = [cell for cell in pair.of(variant) if cell.ok]
+    name = _printable(f"{name}, {variant}", 120) if variant else name
     rows = []
     for metric in _chosen([m for m in whole[0].metrics if all(m in cell.metrics for cell in whole)], metrics):
         found = whole[0].metrics[metric]
@@ -274,19 +294,15 @@ def _rows(pair: Pair, name: str, metrics: Sequence[str], confidence: float) -> l
             continue  # words: nothing to divide
         failed = None, f"failed in {'B' if pair.a.ok else 'A'}"
         ratio, verdict = failed if len(whole) == 1 else _judged(found, whole[1].metrics[metric], confidence)
-        rows.append(Row(pair, name, metric, found.unit, ratio, verdict))
+        rows.append(Row(pair, variant, name, metric, found.unit, ratio, verdict))
     return rows
 
 
 def _chosen(have: Sequence[str], asked: Sequence[str]) -> list[str]:
-    """The metrics asked for, or the headline. Cells of several variants have it once for each: `naive: step_time`."""
-
-    def like(name: str) -> list[str]:
-        return [name] if name in have else [m for m in have if m.endswith((f": {name}", f"_{name}"))]
-
+    """The metrics asked for, or the headline."""
     if asked:
-        return list(dict.fromkeys(metric for name in asked for metric in like(name)))
-    return next((found for name in HEADLINES if (found := like(name))), [])
+        return [name for name in dict.fromkeys(asked) if name in have]
+    return next(([name] for name in HEADLINES if name in have), [])
 
 
 def _judged(a: Record, b: Record, confidence: float) -> tuple[Ratio | None, str]:
@@ -311,8 +327,9 @@ def _why_empty(pairs: Sequence[Pair], metrics: Sequence[str]) -> str:
         metric
         for pair in pairs
         if pair.a.ok and pair.b.ok
-        for metric, record in pair.a.metrics.items()
-        if metric in pair.b.metrics and record.numbers
+        for a, b in map(pair.of, ("", *pair.a.variants))
+        for metric, record in a.metrics.items()
+        if metric in b.metrics and record.numbers
     )
     wanted = " or ".join(metrics or HEADLINES)
     return f"no cell of A and B has {wanted}; choose a --metric that both have: {_some(have, 8) or 'there is none'}"
@@ -323,26 +340,30 @@ def _why_empty(pairs: Sequence[Pair], metrics: Sequence[str]) -> str:
 
 def _table(rows: Sequence[Row], notes: Sequence[str], confidence: float) -> Table:
     """The same columns whatever is compared, for programs that read it as CSV."""
-    columns = [Column(name, numeric=False) for name in ("experiment", "cell", "metric", "unit")]
-    columns += [Column(name) for name in ("A", "B", "n", "B / A")]
-    columns += [Column(f"{confidence * 100:g}% {end}") for end in ("low", "high")]
-    columns += [Column("verdict", numeric=False)]
+    names = (Text("experiment", "实验"), Text("cell", "配置"), Text("metric", "指标"), Text("unit", "单位"))
+    columns = [*map(word, names), *(Column(Text(name)) for name in ("A", "B", "n", "B / A"))]
+    columns += [Column(say("{}% {}", "{}% {}", f"{confidence * 100:g}", end)) for end in _ENDS]
+    columns += [word(Text("verdict", "结论"))]
     lines = [[row.pair.a.experiment, row.name, row.metric, _shown_unit(row.unit), *_values(row)] for row in rows]
     cells = [cell for row in rows for cell in row.pair.sides]
-    title = title_of("compare", "B / A of medians", cells, _telling([row.pair for row in rows]))
+    what = Text("B / A of medians", "中位数之比 B / A")
+    title = title_of("compare", what, cells, _telling([row.pair for row in rows]))
     return Table(
-        _printable(title, 400),
+        Text(*(_printable(text, 400) for text in title)),
         columns,
         [[_printable(text, 120) for text in line] for line in lines],
-        [_printable(note, 1000) for note in notes],
+        [Text(_printable(note, 1000)) for note in notes],
     )
+
+
+_ENDS = (Text("low", "下限"), Text("high", "上限"))
 
 
 def _values(row: Row) -> list[str]:
     ratio = row.ratio
-    counts = [str(len(cell.metrics[row.metric].samples)) for cell in row.pair.sides if row.metric in cell.metrics]
+    counts = [str(len(cell.metrics[row.metric].samples)) for cell in row.sides if row.metric in cell.metrics]
     return [
-        *(_median(cell, row) for cell in row.pair.sides),
+        *(_median(cell, row) for cell in row.sides),
         ", ".join(dict.fromkeys(counts)),
         *(_factor(value) for value in ((ratio.value, ratio.low, ratio.high) if ratio else (None,) * 3)),
         row.verdict,
@@ -367,6 +388,10 @@ def _factor(value: float | None) -> str:
 
 
 # -- notes ------------------------------------------------------------------------------------------------------------
+
+
+def _field(name: str) -> str:
+    return FIELDS[name].en if name in FIELDS else name
 
 
 def _printable(text: str, most: int = 60) -> str:
@@ -433,9 +458,7 @@ def _differing(
     for name in dict.fromkeys(name for described in (*a, *b) for name in described):
         ours, theirs = ({described.get(name, "none") for described in side} for side in (a, b))
         if worth(name, ours, theirs):
-            lines.append(
-                f"{_printable(FIELDS.get(name, name))} {_some(sorted(ours))} in A, {_some(sorted(theirs))} in B"
-            )
+            lines.append(f"{_printable(_field(name))} {_some(sorted(ours))} in A, {_some(sorted(theirs))} in B")
     return lines
 
 
@@ -464,6 +487,6 @@ def _oddities(rows: Sequence[Row]) -> list[str]:
     lines = []
     for side in (0, 1):
         cells = list({id(row.pair.sides[side]): row.pair.sides[side] for row in rows}.values())
-        found = remarks([cell for cell in cells if cell.ok], lambda cell: names[id(cell)])
-        lines += [f"{'AB'[side]}: {remark}" for remark in found]
+        found = remarks([cell for cell in cells if cell.ok], lambda cell: Text(names[id(cell)]))
+        lines += [f"{'AB'[side]}: {remark.text.en}" for remark in found]
     return lines

@@ -1,6 +1,6 @@
-"""A picture, and how all of them look: one palette that the colour-blind can read, SVG and PNG from one drawing.
+"""Pictures drawn by matplotlib: one palette, readable with colour blindness, and one style; SVG and PNG of a drawing.
 
-matplotlib takes half a second to import, so only drawing does it.
+matplotlib takes half a second to import, so it is imported only to draw.
 """
 
 import re
@@ -11,10 +11,12 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
+from cs336_systems.text import Language
+
 PALETTE = ("#0072b2", "#e69f00", "#009e73", "#cc79a7", "#56b4e9", "#d55e00", "#8c8c8c", "#f0e442")
-"""Okabe and Ito's, blue first."""
+"""The palette of Okabe and Ito, blue first."""
 MORE = ("#004f7c", "#7f5800", "#005b43", "#7a3f62")
-"""Dark ones of the first four, where eight are not enough."""
+"""Dark variants of the first four, for charts with more than eight series."""
 STYLE: dict[str, Any] = {
     "font.size": 9,
     "axes.titlesize": 10,
@@ -26,27 +28,27 @@ STYLE: dict[str, Any] = {
     "grid.color": "#e3e3e3",
     "grid.linewidth": 0.6,
     "legend.frameon": False,
-    "svg.fonttype": "none",  # text stays text: it can be searched, and is drawn by the reader's own fonts
-    "svg.hashsalt": "cs336",  # else the same picture would have other ids each time
+    "svg.fonttype": "none",  # text stays text: searchable, and in the fonts of the reader
+    "svg.hashsalt": "cs336",  # the same picture always has the same ids
 }
 
 CHINESE = ("Noto Sans CJK SC", "Noto Sans SC", "Source Han Sans SC", "WenQuanYi Micro Hei", "PingFang SC", "SimHei")
-"""Fonts that have Chinese letters; the first that is installed is used."""
+"""Fonts with Chinese characters; the first one that is installed is used."""
 
 
 @dataclass(frozen=True)
 class Picture:
     name: str
-    """Of its files, without an ending."""
+    """Name of its files, without suffix."""
     caption: str
     draw: Callable[[Any], None]
-    """On an empty matplotlib figure."""
+    """Draws on an empty matplotlib figure."""
     size: tuple[float, float] = (7.0, 3.6)
     """Inches."""
 
 
 def save(pictures: Sequence[Picture], folder: Path, formats: tuple[str, ...] = ("svg", "png")) -> list[Path]:
-    """Write every picture in every format; the files, in order."""
+    """Write every picture in every format and return the files in order."""
     if not pictures:
         return []
     import matplotlib
@@ -63,7 +65,7 @@ def save(pictures: Sequence[Picture], folder: Path, formats: tuple[str, ...] = (
             for format in formats:
                 folder.mkdir(parents=True, exist_ok=True)
                 path = folder / f"{picture.name}.{format}"
-                # Neither may hold the date: the same records give the same bytes.
+                # No date and no version: the same records give the same bytes.
                 metadata = {"Date": None} if format == "svg" else {"Software": None}
                 figure.savefig(path, dpi=160, metadata=metadata)
                 written.append(path)
@@ -74,8 +76,8 @@ def can_write_chinese() -> bool:
     return _chinese_font() is not None
 
 
-def letters(language: str) -> AbstractContextManager:
-    """Fonts that have the language's letters."""
+def fonts(language: Language) -> AbstractContextManager:
+    """A context with a font that has the characters of the language."""
     import matplotlib
 
     font = _chinese_font() if language == "zh" else None
@@ -90,7 +92,7 @@ def _chinese_font() -> str | None:
         installed = {font.name for font in font_manager.fontManager.ttflist}
         return next((name for name in CHINESE if name in installed), None)
 
-    if found() is None:  # matplotlib's list of fonts may be older than the font
+    if found() is None:  # the font may be newer than matplotlib's cached list
         for path in font_manager.findSystemFonts():
             if re.search(r"cjk|wqy|hans|simhei|pingfang", Path(path).name, re.IGNORECASE):
                 font_manager.fontManager.addfont(path)

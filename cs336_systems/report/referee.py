@@ -1,99 +1,191 @@
-"""Checks numbers before they are shown. A pure function of cells; what is off becomes one line under the table."""
+"""Checks numbers before they are shown: a pure function of cells; each doubt becomes a remark under the table."""
 
+import re
 from collections.abc import Callable, Iterable
+from dataclasses import dataclass, replace
+from enum import Enum
 
 from cs336_systems.record import CELL_TIME, cell_key, steady_from
 from cs336_systems.report.cells import CellView
+from cs336_systems.text import Text, listed, say
 
 COLD_RATIO = 1.5
 NOISY = 0.05
 CLOCK_TOLERANCE = 1.02
-"""Events and the host's clock differ by microseconds of launch; only more than this is odd."""
+"""CUDA events and the host's clock differ by microseconds of launch; only more than this is odd."""
+NAMED_ROWS = 3
 
-Check = Callable[[CellView], str | None]
+
+class Kind(Enum):
+    """The kinds of remarks, each with its sentence in English and Chinese."""
+
+    FAILED = ("{}", "{}")
+    INTERRUPTED = ("interrupted before it ended; run the same command again", "结束前被中断；请再次运行同一条命令")
+    ABOVE_PEAK = (
+        "{} of the hardware's peak: impossible, so the precision or the clock is not what it says",
+        "达到硬件峰值的 {}：不可能，精度或时钟与所说不符",
+    )
+    TF32_IN_FP32 = ("TF32 was on in an fp32 row", "fp32 行里开着 TF32")
+    TF32_ON_CPU = ("a CPU has no TF32: this is fp32 again", "CPU 没有 TF32：这仍是 fp32")
+    COLD = (
+        "the first measured step is far above the rest (cold): add --warmup_steps 5",
+        "第一个测量步远高于其余（冷启动）：加上 --warmup_steps 5",
+    )
+    COLD_AFTER_WARMUP = (
+        "the first measured step is far above the rest (cold): {} warm-up steps were too few",
+        "第一个测量步远高于其余（冷启动）：{} 步预热太少",
+    )
+    UNSTEADY = (
+        "step times vary by more than {} and never settle: look for other load on the machine",
+        "单步时间变动超过 {}，一直不稳定：检查机器上的其他负载",
+    )
+    NOISY = (
+        "step times vary by more than {} (std / mean): compare medians, or take more steps",
+        "单步时间变动超过 {}（标准差 / 均值）：比较中位数，或多测几步",
+    )
+    THROTTLED = ("the GPU held its clocks down ({})", "GPU 降频（{}）")
+    OTHER_PROCESSES = ("another process was using the GPU", "GPU 上有别的进程")
+    CLOCKS_DISAGREE = (
+        "the GPU's own time exceeds the wall clock's: the timing did not wait for the GPU",
+        "GPU 自己的时间超过墙钟：计时没有等待 GPU",
+    )
+    TWO_GRAPHS = (
+        "far more memory than one graph needs: were two alive?",
+        "显存远多于一个计算图所需：是否有两个同时存在？",
+    )
+    FORWARD_SLOWER = (
+        "forward alone is slower than forward and backward together",
+        "单独的前向比前向加后向还慢",
+    )
+    SEVERAL_MACHINES = ("results of {} machines in one table: {}", "一张表中有 {} 台机器的结果：{}")
 
 
-def remarks(cells: Iterable[CellView], name: Callable[[CellView], str] = lambda cell: cell.name) -> list[str]:
-    """One line for each thing that is off, with the cells it concerns; `name` is what a cell is called in its table."""
+ON_SPREAD = frozenset({Kind.NOISY, Kind.UNSTEADY})
+"""Remarks on the spread of step times; they do not belong under a table whose subject is not time."""
+
+
+@dataclass(frozen=True)
+class Remark:
+    kind: Kind
+    arguments: tuple[str | Text, ...] = ()
+    rows: tuple[Text, ...] = ()
+    """Names of the rows it concerns; empty for a remark on the table."""
+    on_all_rows: bool = False
+
+    @property
+    def text(self) -> Text:
+        said = say(*self.kind.value, *self.arguments)
+        if not self.rows:
+            return said
+        rows = listed(self.rows[:NAMED_ROWS], (", ", "，"))
+        if self.on_all_rows:
+            rows = Text("all rows", "所有行")
+        elif len(self.rows) > NAMED_ROWS:
+            rows = say("{} and {} more", "{} 及另外 {} 行", rows, str(len(self.rows) - NAMED_ROWS))
+        return say("{}: {}", "{}：{}", rows, said)
+
+
+Check = Callable[[CellView], Remark | None]
+
+
+def plain_name(cell: CellView) -> Text:
+    return Text(cell.name)
+
+
+def remarks(cells: Iterable[CellView], name: Callable[[CellView], Text] = plain_name) -> list[Remark]:
+    """One remark for each doubt, with the rows it concerns; `name` gives the name of a cell's row in its table."""
     cells = list(cells)
-    found: dict[str, list[str]] = {}
+    found: dict[Remark, list[Text]] = {}
     for cell in cells:
         for check in _CHECKS:
-            if text := check(cell):
-                found.setdefault(text, []).append(name(cell) or cell.experiment)
-    lines = [f"{_some(names, len(cells))}: {text}" for text, names in found.items()]
-    return lines + _backward_for_free(cells) + _several_machines(cells)
+            if remark := check(cell):
+                row = name(cell)
+                found.setdefault(remark, []).append(row if row.en else Text(cell.experiment))
+    on_rows = []
+    for remark, names in found.items():
+        rows = tuple(dict.fromkeys(names))
+        on_rows.append(replace(remark, rows=rows, on_all_rows=len(rows) == len(cells) > 1))
+    return on_rows + _forward_slower_than_both(cells) + _several_machines(cells)
 
 
-def _some(names: list[str], total: int) -> str:
-    names = list(dict.fromkeys(names))
-    if len(names) == total > 1:
-        return "all rows"
-    return ", ".join(names[:3]) + (f" and {len(names) - 3} more" if len(names) > 3 else "")
-
-
-def _failed(cell: CellView) -> str | None:
+def _failed(cell: CellView) -> Remark | None:
     if cell.ok:
         return None
-    return cell.status if CELL_TIME in cell.metrics else "interrupted before it ended; run the same command again"
+    return Remark(Kind.FAILED, (status_text(cell.status),)) if CELL_TIME in cell.metrics else Remark(Kind.INTERRUPTED)
 
 
-def _above_peak(cell: CellView) -> str | None:
-    if cell.mfu is None or cell.mfu <= 1:
-        return None
-    return f"{cell.mfu:.0%} of the hardware's peak: impossible, so the precision or the clock is not what it says"
+def status_text(status: str) -> Text:
+    """The status of a failed cell in both languages; details that a library reported stay as they are."""
+    kind, _, detail = status.partition(": ")
+    if kind == "oom":
+        if found := re.fullmatch(r"needs (?:at least )?(\S+) GiB of (\S+) GiB( \(predicted, not tried\))?", detail):
+            needed = f"需要{'至少' if 'at least' in detail else ''} {found[1]} GiB，共有 {found[2]} GiB"
+            return Text(status, f"显存不足：{needed}{'（预测，未尝试）' if found[3] else ''}")
+        return Text(status, "显存不足" if detail in ("", "out of memory") else f"显存不足：{detail}")
+    if found := re.fullmatch(r"timeout after (\S+) s", detail):
+        return Text(status, f"超时：超过 {found[1]} s")
+    if found := re.fullmatch(r"\w+: wrong result: (\w+) off by (\S+), more than (\S+) in (\w+)", detail):
+        return Text(status, f"结果错误：{found[1]} 偏差 {found[2]}，超过 {found[3]}（{found[4]}）")
+    return Text(status, f"出错：{detail}" if kind == "error" and detail else "")
 
 
-def _tf32_in_fp32(cell: CellView) -> str | None:
-    if cell.get("precision") == "fp32" and cell.get("device") != "cpu" and cell.environment.tf32:
-        return "TF32 was on in an fp32 row"
-    return None
+def _above_peak(cell: CellView) -> Remark | None:
+    return Remark(Kind.ABOVE_PEAK, (f"{cell.mfu:.0%}",)) if cell.mfu is not None and cell.mfu > 1 else None
 
 
-def _tf32_on_cpu(cell: CellView) -> str | None:
-    if cell.get("precision") == "tf32" and cell.get("device") == "cpu":
-        return "a CPU has no TF32: this is fp32 again"
-    return None
+def _tf32_in_fp32(cell: CellView) -> Remark | None:
+    on = cell.get("precision") == "fp32" and cell.get("device") != "cpu" and cell.environment.tf32
+    return Remark(Kind.TF32_IN_FP32) if on else None
 
 
-def _cold(cell: CellView) -> str | None:
+def _tf32_on_cpu(cell: CellView) -> Remark | None:
+    on_cpu = cell.get("precision") == "tf32" and cell.get("device") == "cpu"
+    return Remark(Kind.TF32_ON_CPU) if on_cpu else None
+
+
+def _cold(cell: CellView) -> Remark | None:
     steps = cell.metrics["step_time"].numbers if "step_time" in cell.metrics else []
     if len(steps) < 3 or steps[0] < COLD_RATIO * sorted(steps)[len(steps) // 2]:
         return None
     warmup = cell.get("warmup_steps")
-    advice = "add --warmup_steps 5" if warmup == 0 else f"{warmup} warm-up steps were too few"
-    return f"the first measured step is far above the rest (cold): {advice}"
+    return Remark(Kind.COLD) if warmup == 0 else Remark(Kind.COLD_AFTER_WARMUP, (str(warmup),))
 
 
-def _noisy(cell: CellView) -> str | None:
+def _noisy(cell: CellView) -> Remark | None:
     step = cell.statistics("step_time")
     if step is None or step.n < 3 or step.variation <= NOISY or _cold(cell):
         return None
-    if steady_from(cell.metrics["step_time"].numbers) is None:
-        return f"step times vary by more than {NOISY:.0%} and never settle: look for other load on the machine"
-    return f"step times vary by more than {NOISY:.0%} (std / mean): compare medians, or take more steps"
+    settles = steady_from(cell.metrics["step_time"].numbers) is not None
+    return Remark(Kind.NOISY if settles else Kind.UNSTEADY, (f"{NOISY:.0%}",))
 
 
-def _throttled(cell: CellView) -> str | None:
-    reasons = cell.environment.throttle_reasons
-    return f"the GPU held its clocks down ({', '.join(reasons)})" if reasons else None
+_THROTTLE_REASONS = {
+    "power cap": "功率上限",
+    "hardware slowdown": "硬件降速",
+    "thermal": "温度",
+    "thermal (software)": "温度（软件）",
+    "thermal (hardware)": "温度（硬件）",
+    "power brake": "外部限电",
+}
 
 
-def _company(cell: CellView) -> str | None:
-    return "another process was using the GPU" if cell.environment.other_gpu_processes else None
+def _throttled(cell: CellView) -> Remark | None:
+    reasons = [Text(reason, _THROTTLE_REASONS.get(reason, "")) for reason in cell.environment.throttle_reasons]
+    return Remark(Kind.THROTTLED, (listed(reasons),)) if reasons else None
 
 
-def _clocks_disagree(cell: CellView) -> str | None:
+def _other_processes(cell: CellView) -> Remark | None:
+    return Remark(Kind.OTHER_PROCESSES) if cell.environment.other_gpu_processes else None
+
+
+def _clocks_disagree(cell: CellView) -> Remark | None:
     wall, events = cell.value("step_time"), cell.value("step_event_time")
-    if wall and events and events > CLOCK_TOLERANCE * wall:
-        return "the GPU's own time exceeds the wall clock's: the timing did not wait for the GPU"
-    return None
+    return Remark(Kind.CLOCKS_DISAGREE) if wall and events and events > CLOCK_TOLERANCE * wall else None
 
 
-def _two_graphs(cell: CellView) -> str | None:
-    if cell.get("mode") == "forward" and cell.memory_error is not None and cell.memory_error < -0.3:
-        return "far more memory than one graph needs: were two alive?"
-    return None
+def _two_graphs(cell: CellView) -> Remark | None:
+    error = cell.memory_error if cell.get("mode") == "forward" else None
+    return Remark(Kind.TWO_GRAPHS) if error is not None and error < -0.3 else None
 
 
 _CHECKS: tuple[Check, ...] = (
@@ -104,28 +196,28 @@ _CHECKS: tuple[Check, ...] = (
     _cold,
     _noisy,
     _throttled,
-    _company,
+    _other_processes,
     _clocks_disagree,
     _two_graphs,
 )
 
 
-def _backward_for_free(cells: list[CellView]) -> list[str]:
+def _forward_slower_than_both(cells: list[CellView]) -> list[Remark]:
     """Forward alone cannot take longer than forward and backward together."""
     by_work: dict[tuple, dict[str, float]] = {}
     for cell in cells:
-        median = cell.statistics("step_time")
+        median = cell.median("step_time")
         if median is not None:
             others = cell_key({name: value for name, value in cell.config.items() if name != "mode"})
-            work = (cell.machine, others, cell.get("size"), cell.get("context_length"), cell.get("precision"))
-            by_work.setdefault(work, {})[str(cell.get("mode"))] = median.median
+            name = f"{cell.get('size')} {cell.get('context_length')} {cell.get('precision')}"
+            by_work.setdefault((cell.machine, others, name), {})[str(cell.get("mode"))] = median
     return [
-        f"{work[2]} {work[3]} {work[4]}: forward alone is slower than forward and backward together"
-        for work, modes in by_work.items()
+        Remark(Kind.FORWARD_SLOWER, rows=(Text(name),))
+        for (*_, name), modes in by_work.items()
         if modes.get("forward", 0) > modes.get("forward-backward", float("inf"))
     ]
 
 
-def _several_machines(cells: list[CellView]) -> list[str]:
+def _several_machines(cells: list[CellView]) -> list[Remark]:
     machines = sorted({cell.machine for cell in cells})
-    return [f"results of {len(machines)} machines in one table: {', '.join(machines)}"] if len(machines) > 1 else []
+    return [Remark(Kind.SEVERAL_MACHINES, (str(len(machines)), ", ".join(machines)))] if len(machines) > 1 else []

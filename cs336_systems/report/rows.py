@@ -1,33 +1,44 @@
-"""What the tables of all experiments share: how numbers are written, how rows and tables are named."""
+"""Shared by the tables of all experiments: how numbers are written, how rows and tables are named."""
 
 from collections.abc import Callable, Sequence
 from typing import Any
 
 from cs336_systems.record import GIB, Statistics
 from cs336_systems.report.cells import CellView
-from cs336_systems.report.referee import remarks
-from cs336_systems.table import Column, Table
+from cs336_systems.report.referee import ON_SPREAD, remarks
+from cs336_systems.table import Column, Table, word
+from cs336_systems.text import Text, listed, say
 
-# Fields of a configuration that may tell rows apart, with their headings. What is the same in all goes in the title.
 FIELDS = {
-    "size": "size",
-    "model_factory": "model",
-    "context_length": "context",
-    "batch_size": "batch",
-    "vocab_size": "vocabulary",
-    "mode": "mode",
-    "precision": "precision",
-    "attention": "attention",
-    "checkpoint_blocks": "checkpoint",
-    "compile": "compiled",
-    "fast": "fast",
-    "warmup_steps": "warm-up",
-    "heads": "heads",
-    "head_dim": "d",
-    "seq_len": "seq",
-    "is_causal": "causal",
-    "implementation": "implementation",
+    "size": Text("size", "规模"),
+    "model_factory": Text("model", "模型"),
+    "context_length": Text("context"),
+    "batch_size": Text("batch"),
+    "vocab_size": Text("vocabulary", "词表"),
+    "mode": Text("mode", "模式"),
+    "precision": Text("precision", "精度"),
+    "attention": Text("attention", "注意力"),
+    "checkpoint_blocks": Text("checkpoint", "检查点"),
+    "compile": Text("compiled", "编译"),
+    "fast": Text("fast", "fast 部分"),
+    "warmup_steps": Text("warm-up", "预热"),
+    "heads": Text("heads", "头数"),
+    "head_dim": Text("d"),
+    "seq_len": Text("seq"),
+    "is_causal": Text("causal", "因果"),
+    "implementation": Text("implementation", "实现"),
 }
+"""Fields that may distinguish rows, with their headings. Fields that are equal in all rows go in the title."""
+_IN_TITLE = {
+    **dict.fromkeys(("context_length", "batch_size", "heads", "head_dim", "seq_len", "is_causal"), True),
+    **dict.fromkeys(("mode", "precision"), False),
+    "attention": True,
+}
+"""Fields that a title names where all rows agree -> whether with their heading."""
+_USUAL = {"vocab_size": 10_000, "checkpoint_blocks": 0, "compile": False, "warmup_steps": 5, "model_factory": None}
+"""Fields that a title names only where all rows have another value than this."""
+_PACKAGED = ("cs336_systems.benchmark.", "cs336_systems.experiments.steps.")
+"""Prefixes of model factories of this package, which tables leave out."""
 
 
 # -- formatting -------------------------------------------------------------------------------------------------------
@@ -42,7 +53,7 @@ def ms(seconds: float | None) -> str:
 
 
 def kernel_ms(seconds: float | None) -> str:
-    """A kernel may take microseconds: three digits after the point until there are three before it."""
+    """Milliseconds of a kernel, which may take microseconds: three digits after the point below 100 ms."""
     return "" if seconds is None else number(seconds * 1e3, 3 if seconds < 0.1 else 1)
 
 
@@ -73,13 +84,22 @@ def ratio(over: float | None, under: float | None) -> str:
 def as_text(value: Any) -> str:
     if isinstance(value, bool):
         return "yes" if value else "no"
-    return "" if value is None else str(value).removeprefix("cs336_systems.benchmark.")
+    text = "" if value is None else str(value)
+    for prefix in _PACKAGED:
+        text = text.removeprefix(prefix)
+    return text
 
 
-# -- pieces -----------------------------------------------------------------------------------------------------------
+def shortened(name: str, limit: int = 90) -> str:
+    """A name of at most `limit` characters: those of C++ templates are far longer."""
+    return name if len(name) <= limit else name[: limit - 1] + "…"
+
+
+# -- rows -------------------------------------------------------------------------------------------------------------
 
 
 def varying(cells: Sequence[CellView], *, always: Sequence[str] = ("size",)) -> list[str]:
+    """Fields in which the cells differ, and those `always` shown."""
     return [name for name in FIELDS if name in always or _differs(cells, name)]
 
 
@@ -89,58 +109,53 @@ def _differs(cells: Sequence[CellView], name: str) -> bool:
 
 
 def key_columns(names: Sequence[str]) -> list[Column]:
-    return [Column(FIELDS[name], numeric=False) for name in names]
+    return [word(FIELDS[name]) for name in names]
 
 
 def keys(cell: CellView, names: Sequence[str]) -> list[str]:
     return [as_text(cell.get(name)) for name in names]
 
 
+def setting(name: str, value: str) -> Text:
+    """A field with its heading: `context 512`, `causal yes`."""
+    return say("{} {}", "{} {}", FIELDS[name], Text(value, {"yes": "是", "no": "否"}.get(value, "")))
+
+
 def title_of(
-    experiment: str,
-    what: str,
-    cells: Sequence[CellView],
-    shown: Sequence[str],
-    machines: Sequence[str] | None = None,
-) -> str:
-    """What the table holds, on which machine, and the settings that are the same in all rows, the usual ones unsaid."""
-    first = cells[0]
+    experiment: str, what: Text, cells: Sequence[CellView], shown: Sequence[str], machines: Sequence[str] | None = None
+) -> Text:
+    """The subject of a table, the machine, and the settings that all rows share, except the usual ones."""
     same = [name for name in FIELDS if name not in shown and not _differs(cells, name)]
+    first = cells[0]
     settings = [
-        f"{label} {as_text(first.get(name))}" if label else as_text(first.get(name))
-        for name, label in (
-            ("context_length", "context"),
-            ("batch_size", "batch"),
-            ("heads", "heads"),
-            ("head_dim", "d"),
-            ("seq_len", "seq"),
-            ("is_causal", "causal"),
-            ("mode", ""),
-            ("precision", ""),
-            ("attention", "attention"),
-        )
+        setting(name, as_text(first.get(name))) if labelled else Text(as_text(first.get(name)))
+        for name, labelled in _IN_TITLE.items()
         if name in same and first.get(name) is not None
     ]
-    unusual = {"vocab_size": 10_000, "checkpoint_blocks": 0, "compile": False, "warmup_steps": 5, "model_factory": None}
     settings += [
-        f"{FIELDS[name]} {as_text(first.get(name))}"
-        for name, usual in unusual.items()
+        setting(name, as_text(first.get(name)))
+        for name, usual in _USUAL.items()
         if name in same and first.get(name) not in (usual, None)
     ]
     named = sorted({cell.machine for cell in cells}) if machines is None else machines
-    where = ", ".join([*named, *settings])
-    return f"{experiment}: {what} · {where}" if where else f"{experiment}: {what}"
+    return titled(experiment, what, [*named, *settings])
+
+
+def titled(experiment: str, what: Text, where: Sequence[str | Text] = ()) -> Text:
+    """`experiment: subject · where it was measured`."""
+    subject = say("{}: {}", "{}：{}", experiment, what)
+    return say("{} · {}", "{} · {}", subject, listed(where, (", ", "，"))) if where else subject
 
 
 def cell_table(
-    what: str,
+    what: Text,
     cells: Sequence[CellView],
     shown: Sequence[str],
     columns: Sequence[Column],
-    row: Callable[[CellView], list[str]],
-    notes: Sequence[str] | None = None,
+    row: Callable[[CellView], Sequence[str | Text]],
+    notes: Sequence[Text] | None = None,
 ) -> Table:
-    """One row for each cell: its distinguishing fields, then `row`, or its verdict where it failed."""
+    """A table with one row per cell: its distinguishing fields, then `row`, or its verdict where it failed."""
     rows = []
     for cell in cells:
         values = row(cell) if cell.ok else [cell.verdict] + [""] * (len(columns) - 1)
@@ -149,20 +164,18 @@ def cell_table(
     return Table(title, [*key_columns(shown), *columns], rows, remarks_on(cells, shown) if notes is None else notes)
 
 
-def row_name(cell: CellView, shown: Sequence[str]) -> str:
-    """What tells a cell's row from the others, in words."""
-    return " ".join(
-        f"{FIELDS[field]} {text}" if text.isdigit() or text in ("yes", "no") else text
+def row_name(cell: CellView, shown: Sequence[str]) -> Text:
+    """The distinguishing fields of a cell's row in words; numbers and yes/no come with their heading."""
+    texts = [
+        setting(field, text) if text.isdigit() or text in ("yes", "no") else Text(text)
         for field, text in zip(shown, keys(cell, shown), strict=True)
         if text
-    )
+    ]
+    return listed(texts, (" ", " "))
 
 
-def remarks_beside_times(cells: Sequence[CellView], shown: Sequence[str]) -> list[str]:
-    """Of a table whose subject is not time."""
-    return [note for note in remarks_on(cells, shown) if "step times vary" not in note]
-
-
-def remarks_on(cells: Sequence[CellView], shown: Sequence[str]) -> list[str]:
-    """The referee's, with the cells named as in the table's rows."""
-    return remarks(cells, lambda cell: row_name(cell, shown))
+def remarks_on(cells: Sequence[CellView], shown: Sequence[str], *, on_spread: bool = True) -> list[Text]:
+    """The referee's remarks, with cells named as in the table's rows; without those on the spread of step times
+    where the table's subject is not time."""
+    found = remarks(cells, lambda cell: row_name(cell, shown))
+    return [remark.text for remark in found if on_spread or remark.kind not in ON_SPREAD]

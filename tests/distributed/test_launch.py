@@ -158,3 +158,18 @@ def test_an_environment_without_sense_is_named(as_torchrun, name, value, said):
     with pytest.raises(UserError, match=f"{name}.*{said}"):
         process_group(device="cpu", timeout=5.0).__enter__()
     assert time.monotonic() - start < 10
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="for machines without a GPU")
+@pytest.mark.parametrize(
+    ("arguments", "complaint"),
+    [
+        ({"backend": "nccl"}, "nccl needs CUDA"),
+        ({"device": "cuda"}, "sees none"),
+        ({"backend": "mpi"}, "'mpi'"),
+        ({"world_size": 0}, "at least 1, got 0"),
+    ],
+)
+def test_ranks_that_cannot_start_are_one_line(arguments, complaint):
+    with pytest.raises(UserError, match=complaint):
+        spawn(print, **{"world_size": 2, **arguments})

@@ -1,6 +1,6 @@
-"""The pictures of docs/images that charts of results/h200 give.
+"""Draws the pictures of docs/images from the charts of results/h200.
 
-python -m tests.golden.docs_images      # draw them anew; look at them before they are committed
+python -m tests.golden.docs_images      # redraws them; check them before committing
 """
 
 import dataclasses
@@ -21,7 +21,7 @@ CHARTS = {
     "kernels": "kernels-1",
     "memory": "memory-1",
 }
-"""File -> chart."""
+"""Name of a file -> name of its chart."""
 
 
 def drawn() -> list[Picture]:

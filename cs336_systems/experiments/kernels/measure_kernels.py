@@ -1,4 +1,4 @@
-"""Kernels of a step by phase, kind and name: the instrument of `kernels`, `attention_ops`, `profiler_agreement`."""
+"""Instrument: the kernels of a step by phase, kind and name."""
 
 from pathlib import Path
 from tempfile import TemporaryDirectory
@@ -9,6 +9,7 @@ from cs336_systems.measure.kernel_trace import profile_steps
 from cs336_systems.measure.readers.nsys import find_nsys, profile_with_nsys
 from cs336_systems.measure.readers.trace import PHASES, trace_metrics
 from cs336_systems.measure.timing import STEP, time_as_configured, time_queued
+from cs336_systems.record import Metric
 from cs336_systems.step.train_step import TrainStep
 
 TORCH, NSYS, BOTH = "torch", "nsys", "both"
@@ -16,28 +17,28 @@ NSYS_TIMEOUT = 600.0
 TRACED_STEPS = 2
 
 
-def measure_kernels(config: dict[str, Any], *, folder: str | None = None) -> list[list[Any]]:
-    """Times without a profiler, then the kernels with it; per step. The trace goes to `folder`.
+def measure_kernels(config: dict[str, Any], *, folder: str | None = None) -> list[Metric]:
+    """Time steps without a profiler, then record the kernels with it, per step. The trace goes to `folder`.
 
-    `profiler` in the configuration: torch's, nsys, or both (where nsys is installed), to hold one against the other and
-    against CUDA events of steps that run as in training.
+    `profiler` in the configuration is torch, nsys, or both (where nsys is installed), which compares the two with each
+    other and with CUDA events of steps that run as in training.
     """
     profiler = config.get("profiler", TORCH)
     run = RunConfig.of(config)
     nsys = find_nsys() if profiler != TORCH else None
     if profiler == NSYS and nsys is None:
-        raise UserError("nsys is not installed, or not on PATH; leave out --nsys, and torch.profiler serves")
+        raise UserError("nsys is not installed, or not on PATH; leave out --nsys to use torch.profiler")
     step = TrainStep.build(run)
     batch = step.random_batch()
     timings = time_as_configured(step, batch)
     metrics = timings.metrics
     if profiler == BOTH:
         queued = time_queued(lambda watch: step(*batch, watch=watch), device=step.device, num_steps=run.num_steps)
-        metrics += [[f"queued_{phase}_event_time", "s", samples] for phase, samples in queued.items()]
+        metrics += [Metric(f"queued_{phase}_event_time", "s", samples) for phase, samples in queued.items()]
     if profiler != NSYS:
         keep = Path(folder) / "trace.json.gz" if folder else None
         profile = profile_steps(step, batch, num_steps=TRACED_STEPS, keep=keep)
-        metrics += [["profiled_step_time", "s", profile.wall[STEP]], *trace_metrics(profile.trace)]
+        metrics += [Metric("profiled_step_time", "s", profile.wall[STEP]), *trace_metrics(profile.trace)]
     if nsys is not None:
         del step, batch  # the program that nsys runs needs the memory
         with TemporaryDirectory() as other:
@@ -45,5 +46,5 @@ def measure_kernels(config: dict[str, Any], *, folder: str | None = None) -> lis
             trace = profile_with_nsys(run, num_steps=TRACED_STEPS, folder=place, nsys=nsys, timeout=NSYS_TIMEOUT)
         if profiler == NSYS:
             metrics += trace_metrics(trace)
-        metrics += [[f"nsys_busy_time: {p}", "s", [trace.busy(p) / trace.steps]] for p in PHASES if trace.of(p)]
+        metrics += [Metric(f"nsys_busy_time: {p}", "s", [trace.busy(p) / trace.steps]) for p in PHASES if trace.of(p)]
     return metrics

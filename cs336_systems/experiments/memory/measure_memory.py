@@ -1,4 +1,4 @@
-"""Memory of a step: the instruments of `memory`, `checkpointing` and `saved_tensors`."""
+"""Instruments on the memory of a step: its peak and parts, recomputation, saved tensors, predictions."""
 
 from pathlib import Path
 from typing import Any
@@ -11,7 +11,8 @@ from cs336_systems.measure.memory_timeline import MOST_EVENTS, UNLABELLED, Memor
 from cs336_systems.measure.memory_trace import measure_peak, predict_by_tracing
 from cs336_systems.measure.saved_tensors import saved_tensors
 from cs336_systems.measure.timing import STEP, time_as_configured, time_steps
-from cs336_systems.predict.memory_model import estimate
+from cs336_systems.predict.memory_model import breakdown, estimate
+from cs336_systems.record import Metric
 from cs336_systems.step.train_step import TrainStep, Watch
 from cs336_systems.timeline import TIMELINE_FILE, Block
 
@@ -19,27 +20,29 @@ LARGEST_KEPT = 10
 SNAPSHOT_FILE = "snapshot.pickle"
 
 
-def measure_memory(config: dict[str, Any], *, folder: str | None = None) -> list[list[Any]]:
-    """The peak, measured and predicted; its parts and the largest blocks; and how slow each instrument makes a step.
+def measure_memory(config: dict[str, Any], *, folder: str | None = None) -> list[Metric]:
+    """Measure and predict the peak, its parts and largest blocks, and how much each instrument slows a step down.
 
-    Into `folder`: the timeline, and on CUDA the allocator's own snapshot, as memory_viz reads it.
+    `folder` receives the timeline, and on CUDA the allocator's own snapshot for memory_viz.
     """
     run = RunConfig.from_dict(config)
     if run.compile:
-        raise UserError("memory is followed operator by operator, and a compiled model has none; leave out --compile")
+        raise UserError(
+            "memory is traced operator by operator, which a compiled model does not have; leave out --compile"
+        )
     step = TrainStep.build(run)
     batch = step.random_batch()
     plain = time_as_configured(step, batch)
-    overheads: list[list[Any]] = []
+    overheads: list[Metric] = []
     if step.device.type == "cuda":
-        overheads.append(["history_step_time", "s", _snapshot(step, batch, folder)])
+        overheads.append(Metric("history_step_time", "s", _snapshot(step, batch, folder)))
     traces: list[MemoryTrace] = []
 
     def traced(watch: Watch) -> None:
         traces.append(trace_memory(step, batch))
 
     time = time_steps(traced, device=step.device, warmup_steps=0, num_steps=1)
-    overheads.append(["traced_step_time", "s", time.wall[STEP]])
+    overheads.append(Metric("traced_step_time", "s", time.wall[STEP]))
     (trace,) = traces
     if folder:
         Path(folder).mkdir(parents=True, exist_ok=True)
@@ -48,26 +51,26 @@ def measure_memory(config: dict[str, Any], *, folder: str | None = None) -> list
     return [
         *plain.metrics,
         *overheads,
-        ["peak_memory", "B", [measured]],
-        ["traced_peak_memory", "B", [trace.peak]],
-        ["unlabelled_memory", "B", [trace.parts.get(UNLABELLED, 0)]],
-        ["peak_phase", "", [trace.phase]],
-        ["part_memory", "B", [value for part in trace.parts.items() for value in part]],
-        ["largest_blocks", "B", [value for block in trace.largest[:LARGEST_KEPT] for value in _row(block)]],
+        Metric("peak_memory", "B", [measured]),
+        Metric("traced_peak_memory", "B", [trace.peak]),
+        Metric("unlabelled_memory", "B", [trace.parts.get(UNLABELLED, 0)]),
+        Metric("peak_phase", "", [trace.phase]),
+        Metric("part_memory", "B", [value for part in trace.parts.items() for value in part]),
+        Metric("largest_blocks", "B", [value for block in trace.largest[:LARGEST_KEPT] for value in _row(block)]),
         *predictions(run),
     ]
 
 
-def predictions(run: RunConfig) -> list[list[Any]]:
-    """By the closed form, where it knows the model, and by tracing."""
-    traced = [["predicted_by_tracing_memory", "B", [predict_by_tracing(run).peak]]]
+def predictions(run: RunConfig) -> list[Metric]:
+    """Predicted peaks: by the closed form, where it knows the model, and by tracing."""
+    traced = [Metric("predicted_by_tracing_memory", "B", [predict_by_tracing(run).peak])]
     if run.model_factory is not None or run.fast != "off":
         return traced
-    return [["predicted_memory", "B", [estimate(run).peak]], *traced]
+    return [Metric("predicted_memory", "B", [estimate(run).peak]), *traced]
 
 
-def measure_checkpointing(config: dict[str, Any]) -> list[list[Any]]:
-    """Peak and time of a step that recomputes groups of blocks, and inside a group again where `inner` says so."""
+def measure_recomputation(config: dict[str, Any]) -> list[Metric]:
+    """Measure a step that recomputes groups of blocks, and groups of `inner` blocks inside them."""
     run = RunConfig.of(config)
     inner = config["inner"]
 
@@ -79,12 +82,12 @@ def measure_checkpointing(config: dict[str, Any]) -> list[list[Any]]:
     batch = step.random_batch()
     timings = time_as_configured(step, batch)
     measured = measure_peak(step, batch) if timings.peak_memory is None else timings.peak_memory
-    closed_form = [] if inner else [["predicted_memory", "B", [estimate(run).peak]]]
+    closed_form = [] if inner else [Metric("predicted_memory", "B", [estimate(run).peak])]
     return [
         *timings.metrics,
-        ["peak_memory", "B", [measured]],
+        Metric("peak_memory", "B", [measured]),
         *closed_form,
-        ["predicted_by_tracing_memory", "B", [predict_by_tracing(run, prepare).peak]],
+        Metric("predicted_by_tracing_memory", "B", [predict_by_tracing(run, prepare).peak]),
     ]
 
 
@@ -93,7 +96,7 @@ def _row(block: Block) -> list[Any]:
 
 
 def _snapshot(step: TrainStep, batch: tuple[Tensor, Tensor], folder: str | None) -> list[float]:
-    """Seconds of one step while the allocator keeps its history, which goes to `folder`."""
+    """Seconds of one step while the allocator records its history, which is written to `folder`."""
     torch.cuda.memory._record_memory_history("all", context="all", stacks="python", max_entries=MOST_EVENTS)
     try:
         timings = time_steps(lambda watch: step(*batch, watch=watch), device=step.device, warmup_steps=0, num_steps=1)
@@ -105,7 +108,7 @@ def _snapshot(step: TrainStep, batch: tuple[Tensor, Tensor], folder: str | None)
     return timings.wall[STEP]
 
 
-def measure_saved_tensors(config: dict[str, Any]) -> list[list[Any]]:
+def measure_saved_tensors(config: dict[str, Any]) -> list[Metric]:
     run = RunConfig.from_dict(config)
     step = TrainStep.build(run)
     found = saved_tensors(step, step.random_batch())
@@ -115,9 +118,27 @@ def measure_saved_tensors(config: dict[str, Any]) -> list[list[Any]]:
         by_module[saved.module] = by_module.get(saved.module, 0) + saved.size
     largest = sorted(kept, key=lambda saved: -saved.size)[:LARGEST_KEPT]
     return [
-        ["saved_memory", "B", [sum(saved.size for saved in kept)]],
-        ["saved_tensors", "1", [len(kept)]],
-        ["saved_parameter_memory", "B", [sum(saved.size for saved in found if saved.is_parameter)]],
-        ["saved_by_module", "B", [value for item in by_module.items() for value in item]],
-        ["largest_saved", "B", [value for s in largest for value in (s.size, s.module, s.what, s.line)]],
+        Metric("saved_memory", "B", [sum(saved.size for saved in kept)]),
+        Metric("saved_tensors", "1", [len(kept)]),
+        Metric("saved_parameter_memory", "B", [sum(saved.size for saved in found if saved.is_parameter)]),
+        Metric("saved_by_module", "B", [value for item in by_module.items() for value in item]),
+        Metric("largest_saved", "B", [value for s in largest for value in (s.size, s.module, s.what, s.line)]),
+    ]
+
+
+def measure_prediction(config: dict[str, Any]) -> list[Metric]:
+    """Predict the memory of a step and of its parts; nothing runs on a device."""
+    run = RunConfig.from_dict(config)
+    full, traced = breakdown(run), predict_by_tracing(run)
+    return [
+        Metric("parameter_memory", "B", [full.parameters]),
+        Metric("gradient_memory", "B", [full.gradients]),
+        Metric("optimizer_memory", "B", [full.optimizer_state]),
+        Metric("activation_memory", "B", [full.activations]),
+        Metric("block_activation_memory", "B", [full.activations_per_block]),
+        Metric("residual_memory", "B", [full.residual]),
+        Metric("loss_memory", "B", [full.logits_and_loss]),
+        Metric("predicted_memory", "B", [full.peak.peak]),
+        Metric("traced_memory", "B", [traced.peak]),
+        Metric("peak_phase", "", [full.peak.where]),
     ]

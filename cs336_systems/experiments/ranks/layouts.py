@@ -1,16 +1,29 @@
-"""`cs336 plan`, and the instrument of the `parallel_plan` experiment: what a parallel layout needs."""
+"""`parallel_plan` and `cs336 plan`: which layout fits a large model on a cluster, and what does a step wait for?
 
+Predicted from the configuration (predict/parallel_model.py); nothing runs.
+"""
+
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
-from typing import Any
+from itertools import product
+from typing import Any, NamedTuple
 
 from cs336_systems.config import RunConfig, UserError, flag, flag_like
+from cs336_systems.experiments.ranks.multi_rank import failure_table
+from cs336_systems.experiments.spec import Config, Experiment, Instrument
 from cs336_systems.predict.fit import gpu_bytes, usable_bytes
 from cs336_systems.predict.gpus import GIGA, GPUS, TERA, find_card
 from cs336_systems.predict.model_flags import ShapeArguments
 from cs336_systems.predict.parallel_model import Cluster, Plan, Strategy, feed_forward, transformer
+from cs336_systems.record import GIB, Metric
 from cs336_systems.report.cells import CellView
-from cs336_systems.report.parallel import plan as plan_tables
-from cs336_systems.table import Table
+from cs336_systems.report.document import Chart, Limit, Point, Series
+from cs336_systems.report.phrases import MOST, safely, together
+from cs336_systems.report.presentation import Cells
+from cs336_systems.report.rows import ms, number, setting, titled
+from cs336_systems.report.terms import ACTIVATIONS, BACKWARD, FORWARD, GIB_TEXT, GRADIENTS, STEP
+from cs336_systems.table import Column, Table, word
+from cs336_systems.text import Text, listed, say
 
 STRATEGIES = ("dp", "zero1", "zero2", "zero3", "tp8", "zero3+tp8")
 COUNTED = {"transformer": transformer, "feed-forward": feed_forward}
@@ -24,11 +37,11 @@ NODE_CARDS = [gpu.card for gpu in GPUS if gpu.link is not None]
 class PlanArguments(ShapeArguments):
     size: str = flag("xxl", "a size's name; any of its fields may be replaced")
     batch_size: int = flag(1, "sequences for each GPU")
-    precision: str = flag("bf16", "fp32, or bf16 / fp16 for products and messages", ("fp32", "bf16", "fp16"))
+    precision: str = flag("bf16", "fp32, or bf16 / fp16 for matmuls and communication", ("fp32", "bf16", "fp16"))
     attention: str = flag("auto", "attention implementation", ("auto", "reference", "sdpa"))
-    checkpoint_blocks: int = flag(1, "recompute activations in groups of this many blocks (0: keep them all)")
+    checkpoint_blocks: int = flag(1, "recompute activations in groups of this many blocks (0: keep all)")
     mode: str = flag_like(RunConfig, "mode")
-    gpus: int = flag(1024, "GPUs in all")
+    gpus: int = flag(1024, "total number of GPUs")
     gpu: str = flag("h100", f"{', '.join(NODE_CARDS)}; or memory such as 95GB, with --tflops, --link and --network")
     strategy: tuple[str, ...] = flag(STRATEGIES, "dp, zero1, zero2, zero3 (= fsdp), tpN, or mixes such as zero3+tp8")
     count: str = flag("transformer", "the whole model, or two matrices a block as in the handout", tuple(COUNTED))
@@ -39,7 +52,7 @@ class PlanArguments(ShapeArguments):
 
 
 def plan_config(arguments: PlanArguments) -> dict[str, Any]:
-    """The configuration of a `parallel_plan` cell; what is not given is that of the GPU."""
+    """The configuration of a `parallel_plan` cell; rates that are not given are the GPU's."""
     for name in ("gpus", "node"):
         if getattr(arguments, name) < 1:
             raise UserError(f"--{name} must be at least 1, got {getattr(arguments, name)}")
@@ -65,7 +78,7 @@ def plan_config(arguments: PlanArguments) -> dict[str, Any]:
 
 
 def _rates(arguments: PlanArguments) -> dict[str, float]:
-    """FLOP/s and bytes per second: those given, else those of the GPU."""
+    """FLOP/s and bytes per second as given, or else the GPU's own."""
     rates: dict[str, float | None] = {"tflops": None, "link": None, "network": None}
     if gpu := find_card(arguments.gpu):
         rates = {"tflops": gpu.peaks.of(arguments.precision), "link": gpu.link, "network": gpu.network}
@@ -74,34 +87,261 @@ def _rates(arguments: PlanArguments) -> dict[str, float]:
         rate = rates[name] if given is None else given
         rates[name] = None if rate is None else rate * unit
     if missing := [f"--{name}" for name, rate in rates.items() if rate is None]:
-        raise UserError(f"what a {arguments.gpu!r} reaches is not known here: give {', '.join(missing)}")
+        raise UserError(f"the rates of {arguments.gpu!r} are not known: give {', '.join(missing)}")
     return {{"tflops": "flops"}.get(name, name): rate for name, rate in rates.items() if rate is not None}
 
 
-def plans(config: dict[str, Any]) -> list[Plan]:
+def plans(config: Mapping[str, Any]) -> list[Plan]:
     usable = usable_bytes(config["gpu_memory"])
     cluster = Cluster(config["gpus"], usable, config["flops"], config["node"], config["link"], config["network"])
     workload = COUNTED[config["count"]](RunConfig.of(config))
     return [Plan(workload, cluster, Strategy.parse(name)) for name in config["strategies"]]
 
 
-def measure_plan(config: dict[str, Any]) -> list[list[Any]]:
-    metrics: list[list[Any]] = []
+def measure_plan(config: dict[str, Any]) -> list[Metric]:
+    """Instrument of `parallel_plan`; one variant for each strategy."""
+    metrics: list[Metric] = []
     for plan in plans(config):
-        name = plan.strategy.name
-        metrics += [[f"{name}: {part}_memory", "B", [size]] for part, size in plan.memory.items()]
-        metrics += [[f"{name}: sent by collective: {c.name}, {c.purpose}", "B", [c.sent]] for c in plan.collectives]
-        for during in ("forward", "backward"):
-            metrics.append([f"{name}: {during}_compute_time", "s", [plan.compute(during)]])
-            metrics.append([f"{name}: {during}_communication_time", "s", [plan.communication(during)]])
-        metrics.append([f"{name}: fits", "1", [int(plan.fits)]])
-        for metric, value in (("least_tokens", plan.least_tokens), ("smallest_cluster", plan.smallest_cluster)):
+        found = [Metric(f"{part}_memory", "B", [size]) for part, size in plan.memory.items()]
+        found += [Metric(f"{SENT}{c.name}, {c.purpose}", "B", [c.sent]) for c in plan.collectives]
+        for during in PASSES:
+            found.append(Metric(f"{during}_compute_time", "s", [plan.compute(during)]))
+            found.append(Metric(f"{during}_communication_time", "s", [plan.communication(during)]))
+        found.append(Metric("fits", "1", [int(plan.fits)]))
+        for name, value in (("least_tokens", plan.least_tokens), ("smallest_cluster", plan.smallest_cluster)):
             if value is not None:
-                metrics.append([f"{name}: {metric}", "1", [value]])
+                found.append(Metric(name, "1", [value]))
+        metrics += [metric._replace(variant=plan.strategy.name) for metric in found]
     return metrics
 
 
 def tables_of(arguments: PlanArguments) -> list[Table]:
-    """As `cs336 run parallel_plan` would show it, without a run."""
+    """The tables of `cs336 run parallel_plan` without a run."""
     config = plan_config(arguments)
     return plan_tables([CellView.of("parallel_plan", config, measure_plan(config))])
+
+
+def _grid(preset: str, base: RunConfig) -> Iterable[Config]:
+    """The handout's exercise and the same shape as a whole model, on clusters of H100s."""
+    for count, gpus in product(("feed-forward", "transformer"), (1024,) if preset == "quick" else (64, 1024, 16384)):
+        yield plan_config(PlanArguments(gpus=gpus, count=count, context_length=4096))
+
+
+# -- what a cell holds ------------------------------------------------------------------------------------------------
+
+PASSES = {"forward": FORWARD, "backward": BACKWARD}
+SENT = "sent by collective: "
+PARTS = {
+    "parameter": Text("weights", "权重"),
+    "gradient": GRADIENTS,
+    "optimizer": Text("state", "状态"),
+    "activation": ACTIVATIONS,
+    "working": Text("working", "工作副本"),
+}
+"""Parts of the memory of a GPU, with their headings."""
+STRATEGY = Text("strategy", "布局")
+MATMULS = Text("matmuls", "矩阵乘")
+
+
+class Passes(NamedTuple):
+    """Seconds of a strategy's computation and communication, in forward and in backward."""
+
+    compute: list[float]
+    communication: list[float]
+
+    @classmethod
+    def of(cls, own: CellView) -> "Passes":
+        return cls(
+            [own.value(f"{during}_compute_time") or 0.0 for during in PASSES],
+            [own.value(f"{during}_communication_time") or 0.0 for during in PASSES],
+        )
+
+    @property
+    def overlapped(self) -> float:
+        """The step with all communication beside matmuls."""
+        return sum(map(max, self.compute, self.communication))
+
+    @property
+    def sequential(self) -> float:
+        return sum(self.compute) + sum(self.communication)
+
+    @property
+    def late(self) -> list[Text]:
+        """Passes in which communication takes longer than matmuls."""
+        pairs = zip(PASSES.values(), self.compute, self.communication, strict=True)
+        return [name for name, compute, communication in pairs if communication > compute]
+
+
+def _part_sizes(own: CellView) -> list[float]:
+    return [own.value(f"{part}_memory") or 0.0 for part in PARTS]
+
+
+def _where(cell: CellView) -> Text:
+    """The model and the cluster."""
+    only = Text(" ", " ")
+    if cell.get("count") != "transformer":
+        only = say(" ({} only) ", "（仅{}）", Text(cell.get("count"), "前馈"))
+    return say("{}{}on {} x {}", "{}{}在 {} x {} 上", cell.get("size"), only, f"{cell.get('gpus'):,}", cell.get("gpu"))
+
+
+# -- tables -----------------------------------------------------------------------------------------------------------
+
+
+def plan_tables(cells: Cells) -> list[Table]:
+    """Bytes on a GPU, bytes sent, and the bound of a step, by strategy."""
+    return [table for cell in cells if cell.ok for table in (_memory_table(cell), _time_table(cell))] or [
+        failure_table(cells)
+    ]
+
+
+def _title(cell: CellView, what: Text) -> Text:
+    tokens = f"{cell.get('batch_size') * cell.get('context_length'):,}"
+    where = [_where(cell), Text(cell.get("precision")), say("{} tokens on each", "每张 {} 个 token", tokens)]
+    if cell.get("count") == "transformer":
+        where.append(setting("checkpoint_blocks", str(cell.get("checkpoint_blocks") or "off")))
+    return titled(cell.experiment, what, where)
+
+
+def _memory_table(cell: CellView) -> Table:
+    columns = [word(STRATEGY), *(Column(head, "GiB") for head in (*PARTS.values(), Text("total", "合计")))]
+    columns += [word(Text("fits", "放得下")), Column(Text("GPUs needed", "所需 GPU"))]
+    rows = []
+    for name in cell.get("strategies"):
+        own = cell.variant(name)
+        sizes, needed = _part_sizes(own), own.value("smallest_cluster")
+        fits = Text("yes", "是") if own.value("fits") else Text("no", "否")
+        memory = [number(size / GIB) for size in (*sizes, sum(sizes))]
+        rows.append([name, *memory, fits, "-" if needed is None else f"{needed:,.0f}"])
+    notes = [
+        Text(
+            "working: low-precision copies of weights, or the few that are gathered at a time",
+            "工作副本：权重的低精度副本，或同一时刻收集起来的少数权重",
+        ),
+        Text(
+            "GPUs needed: the fewest on which it fits with as many sequences on each; -: no number is enough",
+            "所需 GPU：每张序列数不变时放得下的最少张数；-：多少都不够",
+        ),
+    ]
+    return Table(_title(cell, Text("bytes on each GPU", "每张 GPU 上的字节数")), columns, rows, notes)
+
+
+def _time_table(cell: CellView) -> Table:
+    heads = (MATMULS, Text("forward communication", "前向通信"), Text("backward communication", "后向通信"), STEP)
+    columns = [word(STRATEGY), Column(Text("sent", "发送"), "GB"), *(Column(head, "ms") for head in heads)]
+    columns += [Column(Text("tokens needed", "所需 token")), word(Text("waits for", "等待"))]
+    rows = []
+    for name in cell.get("strategies"):
+        own = cell.variant(name)
+        passes, needed = Passes.of(own), own.value("least_tokens")
+        sent = sum(own.value(metric) or 0.0 for metric in own.metrics if metric.startswith(SENT))
+        waits = MATMULS
+        if passes.late:
+            waits = say("communication in {}", "{}的通信", listed(passes.late, (" and ", "与")))
+        rows.append(
+            [
+                *(name, number(sent / 1e9), ms(sum(passes.compute)), *map(ms, passes.communication)),
+                say("{} to {}", "{} 到 {}", ms(passes.overlapped), ms(passes.sequential)),
+                "-" if needed is None else number(needed, 0),
+                waits,
+            ]
+        )
+    flops, link, network = cell.get("flops") / 1e12, cell.get("link") / GB, cell.get("network") / GB
+    notes = [
+        say(
+            "{} TFLOP/s, {} GB/s in a node of {}, {} GB/s of each GPU to other nodes; sent: by each GPU in a step",
+            "{} TFLOP/s，{} GB/s（{} 张 GPU 的节点内），每张 GPU 到其他节点 {} GB/s；发送：每张每步",
+            *(f"{flops:,.0f}", f"{link:g}", str(cell.get("node")), f"{network:g}"),
+        ),
+        Text(
+            "step: with all communication overlapped with matmuls, and with none",
+            "单步：通信全部与矩阵乘同时进行，以及全不同时进行",
+        ),
+        Text(
+            "tokens needed: on each GPU, for matmuls to take longer than communication; -: no number is enough",
+            "所需 token：每张 GPU 上使矩阵乘长于通信的 token 数；-：多少都不够",
+        ),
+    ]
+    what = Text("bytes sent, and what a step waits for", "发送的字节数，以及一步在等待什么")
+    return Table(_title(cell, what), columns, rows, notes)
+
+
+# -- charts -----------------------------------------------------------------------------------------------------------
+
+
+def plan_charts(cells: Cells) -> list[Chart]:
+    return [_chart(cell) for cell in cells if cell.ok]
+
+
+def _chart(cell: CellView) -> Chart:
+    sizes = {name: _part_sizes(cell.variant(name)) for name in cell.get("strategies")}
+    series = [
+        Series(head, [Point(name, parts[number] / GIB) for name, parts in sizes.items()])
+        for number, head in enumerate(PARTS.values())
+    ]
+    title = say("Bytes on each GPU: {}", "每张 GPU 的字节：{}", _where(cell))
+    limit = Limit(cell.get("gpu_memory") / GIB, say("memory of one {}", "一张 {} 的显存", cell.get("gpu")))
+    return Chart("", title, "stacked", STRATEGY, GIB_TEXT, series, horizontal=True, limit=limit)
+
+
+# -- findings ---------------------------------------------------------------------------------------------------------
+
+
+def _whole_models(cells: Cells) -> list[CellView]:
+    """Cells of the whole model, or all where only the exercise was predicted."""
+    fine = [cell for cell in cells if cell.ok]
+    return [cell for cell in fine if cell.get("count") == "transformer"] or fine
+
+
+def _fitting_layouts(cells: Cells) -> Text | None:
+    """The layouts that fit, and the fastest of them, on each cluster."""
+    said = None
+    for cell in _whole_models(cells)[:MOST]:
+        said = together(said, safely(_fastest_layout, cell))
+    return said
+
+
+def _fastest_layout(cell: CellView) -> Text:
+    names = list(cell.get("strategies"))
+    fitting = [name for name in names if cell.variant(name).value("fits")]
+    said = say(
+        "of {0} layouts of {1} {2} fit",
+        "{1}的 {0} 种布局中 {2} 种放得下",
+        str(len(names)),
+        _where(cell),
+        str(len(fitting)),
+    )
+    if not fitting:
+        return said
+    seconds = {name: Passes.of(cell.variant(name)).overlapped for name in fitting}
+    best = min(fitting, key=lambda name: seconds[name])
+    return say(
+        "{}: {} has the shortest step, {} ms, with {} GiB on a GPU",
+        "{}：{} 的一步最短，{} ms，每张 GPU {} GiB",
+        *(said, best, ms(seconds[best]), number(sum(_part_sizes(cell.variant(best))) / GIB, 1)),
+    )
+
+
+def _communication_bound(cells: Cells) -> Text | None:
+    """The layouts that wait for communication on the largest cluster."""
+    cell = max(_whole_models(cells), key=lambda cell: cell.get("gpus"))
+    late = [name for name in cell.get("strategies") if Passes.of(cell.variant(name)).late]
+    where = f"{cell.get('gpus'):,}"
+    if not late:
+        return say("on {} GPUs no layout waits for communication", "{} 张 GPU 上没有布局在等通信", where)
+    return say("on {} GPUs these wait for communication: {}", "{} 张 GPU 上等待通信的有：{}", where, listed(late))
+
+
+PARALLEL_PLAN = Experiment(
+    name="parallel_plan",
+    title=Text("Layouts of a large model on a cluster", "大模型在集群上的并行布局"),
+    question=Text(
+        "Which layout fits a large model on a cluster, and what does it wait for?",
+        "哪种布局能把大模型放进集群，它在等待什么？",
+    ),
+    instrument=Instrument("parallel_plan", "cs336_systems.experiments.ranks.layouts:measure_plan"),
+    grid=_grid,
+    tables=plan_tables,
+    charts=plan_charts,
+    findings=(_fitting_layouts, _communication_bound),
+    order=60,
+)

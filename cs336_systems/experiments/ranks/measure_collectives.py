@@ -1,4 +1,4 @@
-"""How long collectives take, by size and number of ranks: the instrument of the `collectives` experiment."""
+"""Instrument of the `collectives` experiment: times each collective at each size."""
 
 from collections.abc import Callable
 from typing import Any
@@ -9,29 +9,30 @@ import torch.distributed as dist
 from cs336_systems.measure.timing import STEP, time_steps
 from cs336_systems.parallel.collectives import all_gather, reduce_scatter
 from cs336_systems.parallel.launch import in_ranks, this_rank
+from cs336_systems.record import Metric
 from cs336_systems.step.train_step import Watch
 
-WARM_UP = 3
+WARMUP_CALLS = 3
 
 
-def measure_collectives(config: dict[str, Any]) -> list[list[Any]]:
-    """Seconds of each call of every collective at every size, the slowest rank's."""
+def measure_collectives(config: dict[str, Any]) -> list[Metric]:
+    """Seconds of each call on the slowest rank; one variant for each collective and size in bytes."""
     return in_ranks(_time, config)
 
 
-def _time(config: dict[str, Any]) -> list[list[Any]]:
+def _time(config: dict[str, Any]) -> list[Metric]:
     device = this_rank(config["device"]).device
     metrics = []
     for name in config["collectives"]:
         for size in config["sizes"]:
             run = _call(name, size // 4, device)
-            timings = time_steps(run, device=device, warmup_steps=WARM_UP, num_steps=config["calls"])
-            metrics.append([f"{name} {size}: time", "s", timings.wall[STEP]])
+            timings = time_steps(run, device=device, warmup_steps=WARMUP_CALLS, num_steps=config["calls"])
+            metrics.append(Metric("time", "s", timings.wall[STEP], variant=f"{name} {size}"))
     return metrics
 
 
 def _call(name: str, elements: int, device: torch.device) -> Callable[[Watch], Any]:
-    """On fp32. `elements` are those of the whole array: what all-gather ends with and reduce-scatter begins with."""
+    """A collective on fp32; `elements` counts the whole array: all-gather's output, reduce-scatter's input."""
     ranks = dist.get_world_size()
     part = torch.ones(elements // ranks, device=device)
     whole = torch.ones(elements // ranks * ranks, device=device)

@@ -1,28 +1,27 @@
-"""The Llama of the same shape in Hugging Face's transformers: the step that most people would take, as a rival.
+"""The Llama of the same shape in Hugging Face's transformers, which the fast step is compared with.
 
     cs336 bench --model cs336_systems.experiments.steps.llama:build --compile --precision bf16
 
 transformers is not installed with this package.
 """
 
-from torch import Tensor, nn
-
-
-class Logits(nn.Module):
-    """Logits alone, without the cache of keys and values that only sampling needs."""
-
-    def __init__(self, llama: nn.Module):
-        super().__init__()
-        self.llama = llama
-
-    def forward(self, tokens: Tensor) -> Tensor:
-        return self.llama(tokens, use_cache=False).logits
+from typing import Any
 
 
 def build(
     *, vocab_size: int, context_length: int, d_model: int, num_layers: int, num_heads: int, d_ff: int, rope_theta: float
-) -> nn.Module:
+) -> Any:
+    """A LlamaForCausalLM that returns logits alone, without the KV cache that only sampling needs."""
+    from torch import Tensor, nn
     from transformers import LlamaConfig, LlamaForCausalLM
+
+    class Logits(nn.Module):
+        def __init__(self, llama: nn.Module):
+            super().__init__()
+            self.llama = llama
+
+        def forward(self, tokens: Tensor) -> Tensor:
+            return self.llama(tokens, use_cache=False).logits
 
     config = LlamaConfig(
         vocab_size=vocab_size,

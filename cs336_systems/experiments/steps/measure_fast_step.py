@@ -1,29 +1,29 @@
-"""The step as it is fastest, in parts: what it takes, beside what the machine's matrix units give at their best."""
+"""Instrument: a training step, and the rate that the device's matrix units reach at their best."""
 
 import functools
 from typing import Any
 
 import torch
 
-from cs336_systems.benchmark.benchmark import measure_step
 from cs336_systems.config import RunConfig
+from cs336_systems.experiments.steps.measure_step import measure_step
 from cs336_systems.measure.timing import time_calls
-from cs336_systems.record import summarize
+from cs336_systems.record import Metric, summarize
 from cs336_systems.step.train_step import AUTOCAST_DTYPES
 
 LARGE = {"cuda": 8192, "cpu": 1024}
-"""Rows and columns of matrices that are large enough for the highest rate."""
+"""Rows and columns of square matrices that are large enough for the highest rate."""
 
 
-def measure_fast_step(config: dict[str, Any], peak_tflops: float | None = None) -> list[list[Any]]:
+def measure_fast_step(config: dict[str, Any], peak_tflops: float | None = None) -> list[Metric]:
     run = RunConfig.of(config)
     ceiling = matmul_ceiling(run.device, AUTOCAST_DTYPES.get(run.precision, torch.float32))
-    return [*measure_step(config, peak_tflops), ["matmul_ceiling", "FLOP/s", [ceiling]]]
+    return [*measure_step(config, peak_tflops), Metric("matmul_ceiling", "FLOP/s", [ceiling])]
 
 
 @functools.cache
 def matmul_ceiling(device: str, dtype: torch.dtype) -> float:
-    """FLOP/s of a product of large square matrices, measured now: what a step could have at most."""
+    """Measured FLOP/s of a large square matmul: an upper bound for a step."""
     where = torch.device(device)
     size = LARGE[where.type]
     a, b = (torch.randn(size, size, device=where, dtype=dtype) for _ in range(2))

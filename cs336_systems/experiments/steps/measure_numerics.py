@@ -1,4 +1,4 @@
-"""Two small experiments on number formats: adding up in different precisions, and dtypes under autocast."""
+"""Instruments on number formats: accumulation in different precisions, and dtypes under autocast."""
 
 from typing import Any
 
@@ -8,23 +8,24 @@ from torch import Tensor, nn
 
 from cs336_systems.config import ModelConfig
 from cs336_systems.model import TransformerLM
+from cs336_systems.record import Metric
 
 DTYPES = {"fp32": torch.float32, "fp16": torch.float16, "bf16": torch.bfloat16}
 
 
-def measure_accumulation(config: dict[str, Any]) -> list[list[Any]]:
-    """The sum of `count` terms of `value`, added one at a time to an accumulator."""
+def measure_accumulation(config: dict[str, Any]) -> list[Metric]:
+    """Add `count` terms of `value` to an accumulator, one at a time."""
     total = torch.tensor(0, dtype=DTYPES[config["accumulator"]])
     term = torch.tensor(config["value"], dtype=DTYPES[config["term"].split()[0]])
     if config["term"].endswith("cast to fp32"):
-        term = term.to(torch.float32)  # the rounding to fp16 has happened: this keeps it
+        term = term.to(torch.float32)  # keeps the rounding to fp16
     for _ in range(config["count"]):
         total += term
-    return [["sum", "1", [total.item()]], ["term", "1", [term.item()]]]
+    return [Metric("sum", "1", [total.item()]), Metric("term", "1", [term.item()])]
 
 
 class ToyModel(nn.Module):
-    """The handout's: fc1 -> relu -> LayerNorm -> fc2."""
+    """The handout's toy model: fc1 -> relu -> LayerNorm -> fc2."""
 
     def __init__(self, d_in: int = 20, d_out: int = 5):
         super().__init__()
@@ -36,8 +37,8 @@ class ToyModel(nn.Module):
         return self.fc2(self.ln(F.relu(self.fc1(x))))
 
 
-def measure_dtypes(config: dict[str, Any]) -> list[list[Any]]:
-    """The dtypes of parameters, outputs, logits, loss and gradients of one step, as hooks see them."""
+def measure_dtypes(config: dict[str, Any]) -> list[Metric]:
+    """Record the dtypes of parameters, outputs, logits, loss and gradients of one step by hooks."""
     device = torch.device(config["device"])
     model, inputs, targets = _toy(device) if config["model"] == "toy" else _transformer(device)
     seen: dict[str, str] = {"parameters": _name(next(model.parameters()))}
@@ -50,7 +51,7 @@ def measure_dtypes(config: dict[str, Any]) -> list[list[Any]]:
     loss.backward()
     gradient = next(p.grad for p in model.parameters() if p.grad is not None)
     seen |= {"logits": _name(logits), "loss": _name(loss), "gradients": _name(gradient)}
-    return [[f"dtype of {what}", "", [dtype]] for what, dtype in seen.items()]
+    return [Metric("dtype", "", [dtype], variant=tensor) for tensor, dtype in seen.items()]
 
 
 def _toy(device: torch.device) -> tuple[nn.Module, Tensor, Tensor]:

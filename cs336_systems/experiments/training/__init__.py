@@ -1,1 +1,1 @@
-"""What `cs336 train` records."""
+"""The records of `cs336 train`: loss curves."""

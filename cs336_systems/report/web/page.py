@@ -1,34 +1,31 @@
-"""A report as one HTML file that needs no network: both languages, light and dark, tables to sort, charts to point at.
+"""A report as one HTML file without network access: both languages, light and dark, sortable tables, charts in SVG.
 
-Without scripts it can still be read, in the language it was written in. No text of the records can run: all of it is
-escaped, links lead only to files beside the page and to http, and the page itself forbids scripts that are not its own.
+Without JavaScript the page is readable in the language it was written in. No text of the records can run as code: every
+text is escaped, links lead only to relative paths and http(s), and the page's policy forbids foreign scripts.
 """
 
-import base64
-import hashlib
-import json
 import re
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from html import escape
+from typing import NamedTuple
 
 from cs336_systems.report.document import Chart, Document, Link, Section
-from cs336_systems.report.web.page_script import EARLY_SCRIPT, SCRIPT
-from cs336_systems.report.web.page_style import STYLE
+from cs336_systems.report.web.assets import asset, embedded_json, policy
 from cs336_systems.report.web.svg import svg
 from cs336_systems.report.web.svg.placement import NARROW
 from cs336_systems.table import Column, Table
-from cs336_systems.text import LANGUAGES, Language, Text
+from cs336_systems.text import LANGUAGES, Language, Text, say
 
 FIRST_ROWS = 12
-"""Of a tall table; the others are shown when asked for."""
+"""Rows of a tall table that are visible before it is unfolded."""
 TALL = 16
-"""Rows from which on a table is tall: to fold away two or three would not be worth a button."""
+"""Minimum rows of a tall table: hiding only two or three rows would not be worth a button."""
 MANY_COLUMNS = 12
-"""From which on a table is set smaller."""
+"""Minimum columns of a table that is set in a smaller font."""
 LONG_CELL = 32
-"""Letters from which on a cell may have several lines: a kernel's name has hundreds."""
+"""Minimum characters of a cell that may wrap: the name of a kernel has hundreds."""
 MOST_ROWS = 2000
-"""A browser holds thousands of rows, not hundreds of thousands."""
+"""Maximum rows of a table on the page: browsers handle thousands, not hundreds of thousands."""
 
 _CONTENTS = Text("Contents", "目录")
 _MISSING = Text("Not measured yet", "尚未测量")
@@ -39,24 +36,29 @@ _SKIP = Text("Skip to the content", "跳到正文")
 _LANGUAGE = Text("Language", "语言")
 _THEME = Text("Theme", "主题")
 _THEMES = {"system": Text("System", "跟随系统"), "light": Text("Light", "浅色"), "dark": Text("Dark", "深色")}
-_COPY_MARKDOWN = Text("Copy as Markdown", "复制为 Markdown")
-_COPY_LATEX = Text("Copy as LaTeX", "复制为 LaTeX")
-_SCROLLED = Text("table", "表格")
+_COPY = (Text("Copy as Markdown", "复制为 Markdown"), Text("Copy as LaTeX", "复制为 LaTeX"))
 _SUMMARY = Text("In short", "概要")
 _FEWER = Text("Show fewer", "收起")
 _NOTHING = Text("There are no measurements in this report.", "此报告中没有测量结果。")
 
 
-def page(document: Document, language: Language = "en", translate: Callable[[str], str] = str) -> str:
-    """The whole file. `translate` gives the Chinese of what a table has in English: titles, headings, notes."""
-    return _Page(language, lambda english: Text(english, translate(english))).write(document)
+def page(document: Document, language: Language = "en") -> str:
+    """The whole file; `language` is the one it opens in."""
+    return _Page(language).write(document)
+
+
+class _Folded(NamedTuple):
+    """A table on the page: its id, title and HTML."""
+
+    anchor: str
+    title: Text
+    html: str
 
 
 class _Page:
-    def __init__(self, language: Language, both: Callable[[str], Text]):
+    def __init__(self, language: Language):
         self.language = language
-        self.both = both
-        self.copies: list[tuple[str, str]] = []
+        self.copies: list[list[str]] = []
         self.taken = {"main", "contents", "copies", "tooltip", "language", "theme", "summary", "missing", "remarks"}
 
     def write(self, document: Document) -> str:
@@ -67,11 +69,11 @@ class _Page:
             main.insert(0, _summary(document.sections, anchors))
             entries.insert(0, ("summary", _SUMMARY))
         if document.missing:
-            main.append(self._missing(document.missing))
+            main.append(_missing(document.missing))
             entries.append(("missing", _MISSING))
         if document.remarks:
-            remarks = "".join(f"<li>{_text(remark)}</li>" for remark in document.remarks)
-            main.append(f'<section id="remarks"><h2>{_text(_REMARKS)}</h2><ul>{remarks}</ul></section>')
+            items = _items(document.remarks)
+            main.append(f'<section id="remarks"><h2>{_text(_REMARKS)}</h2><ul>{items}</ul></section>')
             entries.append(("remarks", _REMARKS))
         body = (
             f'<a class="skip" href="#main">{_text(_SKIP)}</a>\n'
@@ -81,38 +83,31 @@ class _Page:
             f"{''.join(main) or f'<p>{_text(_NOTHING)}</p>'}</main>\n</div>\n"
             '<div id="tooltip" aria-hidden="true" hidden></div>\n'
         )
-        whole = f"{self._head(document.title)}<body>\n{body}{self._scripts()}</body>\n</html>\n"
-        return whole.encode("utf-8", "replace").decode(
-            "utf-8"
-        )  # half a character, from a broken log, can be in no file
+        scripts = (
+            f'<script id="copies" type="application/json">{embedded_json(self.copies)}</script>\n'
+            f"<script>{asset('page.js')}</script>\n"
+        )
+        whole = f"{self._head(document.title)}<body>\n{body}{scripts}</body>\n</html>\n"
+        return whole.encode("utf-8", "replace").decode("utf-8")  # lone surrogates of a broken log have no encoding
 
     def _head(self, title: Text) -> str:
-        policy = (
-            "default-src 'none'; img-src data:; style-src 'unsafe-inline'; base-uri 'none'; form-action 'none'; "
-            f"script-src {_fingerprint(EARLY_SCRIPT)} {_fingerprint(SCRIPT)}"
-        )
         lang = "zh-CN" if self.language == "zh" else "en"
+        early = asset("page_early.js")
         return (
             f'<!doctype html>\n<html lang="{lang}" data-language="{self.language}">\n<head>\n<meta charset="utf-8">\n'
-            f'<meta http-equiv="Content-Security-Policy" content="{policy}">\n'
+            f'<meta http-equiv="Content-Security-Policy" content="{policy(early, asset("page.js"))}">\n'
             '<meta name="viewport" content="width=device-width, initial-scale=1">\n'
-            f'<title data-en="{escape(title.en)}" data-zh="{escape(title.in_("zh"))}">'
-            f"{escape(title.in_(self.language))}</title>\n"
-            f'<link rel="icon" href="data:,">\n<style>{STYLE}</style>\n<script>{EARLY_SCRIPT}</script>\n</head>\n'
+            f"<title{_attributes('data-', title)}>{escape(title.in_(self.language))}</title>\n"
+            f'<link rel="icon" href="data:,">\n<style>{asset("page.css")}</style>\n'
+            f"<script>{early}</script>\n</head>\n"
         )
-
-    def _scripts(self) -> str:
-        # No text in it can end the element or open a comment.
-        data = json.dumps(self.copies, ensure_ascii=False, separators=(",", ":")).replace("<", "\\u003c")
-        return f'<script id="copies" type="application/json">{data}</script>\n<script>{SCRIPT}</script>\n'
 
     def _header(self, document: Document) -> str:
         facts = "".join(
-            f"<div><dt>{_text(self.both(name))}</dt><dd>{escape(value)}</dd></div>"
-            for name, value in document.facts.items()
+            f"<div><dt>{_text(name)}</dt><dd>{escape(value)}</dd></div>" for name, value in document.facts.items()
         )
         themes = "".join(
-            f'<option value="{value}"{_both_attributes("data-", name)}>{escape(name.in_(self.language))}</option>'
+            f'<option value="{value}"{_attributes("data-", name)}>{escape(name.in_(self.language))}</option>'
             for value, name in _THEMES.items()
         )
         languages = '<option value="en">English</option><option value="zh">中文</option>'
@@ -136,13 +131,12 @@ class _Page:
         return "\n".join([*parts, "</section>\n"])
 
     def _board(self, section: Section) -> list[str]:
-        """Findings and charts, two beside each other where the window is wide: the findings have a row to themselves
-        unless a chart would be left alone."""
+        """Findings and charts in two columns on a wide window. Findings take a whole row unless that would leave a
+        chart alone in its row."""
         cells = [self._figure(chart) for chart in section.charts]
         if section.findings:
             whole = "" if len(cells) % 2 else " whole"
-            items = "".join(f"<li>{_text(one)}</li>" for one in section.findings)
-            cells.insert(0, f'<ul class="findings{whole}">{items}</ul>')
+            cells.insert(0, f'<ul class="findings{whole}">{_items(section.findings)}</ul>')
         return ['<div class="board">', *cells, "</div>"] if cells else []
 
     def _figure(self, chart: Chart) -> str:
@@ -152,64 +146,44 @@ class _Page:
         )
 
     def _tables(self, section: Section) -> list[str]:
-        """The first one, or two that are short; the others together in one that can be opened."""
-        titles = [self._title(table, section.name) for table in section.tables]
-        anchors = [self._anchor(f"table-{table.title.split(' · ')[0]}") for table in section.tables]
-        tables = [self._table(*one) for one in zip(section.tables, titles, anchors, strict=True)]
+        """The first table, or the first two if both are short; the others are folded into one element."""
+        tables = []
+        for table in section.tables:
+            anchor = self._anchor(f"table-{table.title.en.split(' · ')[0]}")
+            title = _without_prefix(table.title, section.name)
+            tables.append(_Folded(anchor, title, self._table(table, title, anchor)))
         first = 2 if all(len(table.rows) < TALL for table in section.tables[:2]) else 1
-        return tables[:first] + _folded(list(zip(anchors, titles, tables, strict=True))[first:])
-
-    def _title(self, table: Table, section: str) -> Text:
-        """In both languages, without the name of the section it is in."""
-        both = self.both(table.title)
-        return Text(*(re.sub(f"^{re.escape(section)}(: |：)(?=.)", "", both.in_(one)) for one in LANGUAGES))
+        return [table.html for table in tables[:first]] + _folded(tables[first:])
 
     def _table(self, whole: Table, title: Text, anchor: str) -> str:
         table = _cut(whole)
         number = len(self.copies)
-        self.copies.append((table.render("md"), table.render("latex")))
+        self.copies.append([table.render(format) for format in ("md", "latex")])
         buttons = "".join(
             f'<button type="button" data-copy="{number} {format}">{_text(text)}</button>'
-            for format, text in enumerate((_COPY_MARKDOWN, _COPY_LATEX))
+            for format, text in enumerate(_COPY)
         )
-        heads = "".join(self._heading(column) for column in table.columns)
+        heads = "".join(_heading(column) for column in table.columns)
         rows = "\n".join(_row(row, table.columns) for row in table.rows)
-        region = Text(*(f"{title.in_(one)} ({_SCROLLED.in_(one)})" for one in LANGUAGES))
+        region = say("{} (table)", "{} (表格)", title)
         tall = len(table.rows) >= TALL
         dense = ' class="dense"' if len(table.columns) >= MANY_COLUMNS else ""
-        notes = "".join(f"<li>{_text(self.both(note))}</li>" for note in table.notes)
         return (
             f'<div class="table{" short" if tall else ""}" id="{anchor}"><h3>{_title(title)}</h3>'
             f'<div class="frame"><div class="scroll" tabindex="0" role="region"{self._aria(region)}><table{dense}>'
             f"<thead><tr>{heads}</tr></thead><tbody>\n{rows}\n</tbody></table></div></div>"
             + f'<div class="foot">{_rows_button(len(table.rows), anchor) if tall else ""}'
             + f'<div class="copy">{buttons}<output></output></div></div>'
-            + (f'<ul class="notes">{notes}</ul>' if notes else "")
+            + (f'<ul class="notes">{_items(table.notes)}</ul>' if table.notes else "")
             + "</div>"
-        )
-
-    def _heading(self, column: Column) -> str:
-        name = self.both(column.heading)
-        if name.in_("zh") == column.heading and column.unit:  # the name may be known where name and unit are not
-            name = Text(column.heading, f"{self.both(column.name).in_('zh')} ({column.unit})")
-        kind = ' class="r"' if column.numeric else ""
-        return f'<th scope="col"{kind}><button type="button">{_text(name)}</button></th>'
-
-    def _missing(self, missing: Mapping[str, str]) -> str:
-        items = "".join(
-            f"<li>{_text(self.both(name))}: <code>{escape(command)}</code></li>" for name, command in missing.items()
-        )
-        return (
-            f'<section id="missing"><h2>{_text(_MISSING)}</h2><p class="question">{_text(_MISSING_HELP)}</p>'
-            f'<ul class="missing">{items}</ul></section>'
         )
 
     def _aria(self, name: Text) -> str:
         label = f' aria-label="{escape(name.in_(self.language))}"'
-        return label + (_both_attributes("data-aria-", name) if name.in_("zh") != name.en else "")
+        return label + (_attributes("data-aria-", name) if name.in_("zh") != name.en else "")
 
     def _anchor(self, name: str) -> str:
-        """A name as an id that nothing else on the page has."""
+        """An id made from a name, unique on the page."""
         plain = re.sub(r"[^A-Za-z0-9_-]+", "-", name).strip("-") or "part"
         found, number = plain, 1
         while found in self.taken or f"{found}-title" in self.taken:
@@ -219,28 +193,34 @@ class _Page:
         return found
 
 
-def _text(text: Text) -> str:
-    """Escaped; in both languages where they differ, of which the page shows one."""
+def _text(text: str | Text) -> str:
+    """Escaped HTML. Where the languages differ it holds both, and the page shows one."""
+    if isinstance(text, str):
+        return escape(text)
     if text.in_("zh") == text.en:
         return escape(text.en)
     return f'<span class="en">{escape(text.en)}</span><span class="zh" lang="zh-CN">{escape(text.zh)}</span>'
 
 
-def _both_attributes(prefix: str, text: Text) -> str:
-    return f' {prefix}en="{escape(text.en)}" {prefix}zh="{escape(text.in_("zh"))}"'
+def _items(texts: Sequence[Text]) -> str:
+    return "".join(f"<li>{_text(text)}</li>" for text in texts)
+
+
+def _attributes(prefix: str, text: Text) -> str:
+    return "".join(f' {prefix}{language}="{escape(text.in_(language))}"' for language in LANGUAGES)
 
 
 def _contents(entries: Sequence[tuple[str, Text]]) -> str:
     items = "".join(f'<li><a href="#{anchor}">{_text(title)}</a></li>' for anchor, title in entries)
     return (
-        f'<nav id="contents" aria-label="{_CONTENTS.en}"{_both_attributes("data-aria-", _CONTENTS)}>'
+        f'<nav id="contents" aria-label="{_CONTENTS.en}"{_attributes("data-aria-", _CONTENTS)}>'
         f'<details open><summary>{_text(_CONTENTS)}<span class="here"></span></summary>'
         f"<ol>{items}</ol></details></nav>"
     )
 
 
 def _summary(sections: Sequence[Section], anchors: Sequence[str]) -> str:
-    """What comes first: of every section the first of its findings."""
+    """The first finding of every section, at the top of the page."""
     lines = "".join(
         f'<li><a href="#{anchor}">{_text(section.title)}</a><span>{_text(section.findings[0])}</span></li>'
         for section, anchor in zip(sections, anchors, strict=True)
@@ -249,36 +229,54 @@ def _summary(sections: Sequence[Section], anchors: Sequence[str]) -> str:
     return f'<section id="summary"><h2>{_text(_SUMMARY)}</h2><ul class="brief">{lines}</ul></section>\n'
 
 
-def _folded(tables: Sequence[tuple[str, Text, str]]) -> list[str]:
-    """Anchor, title and text of each. One alone is named by what opens it, several by a list inside."""
+def _missing(missing: Mapping[str, str]) -> str:
+    items = "".join(f"<li>{escape(name)}: <code>{escape(command)}</code></li>" for name, command in missing.items())
+    return (
+        f'<section id="missing"><h2>{_text(_MISSING)}</h2><p class="question">{_text(_MISSING_HELP)}</p>'
+        f'<ul class="missing">{items}</ul></section>'
+    )
+
+
+def _folded(tables: Sequence[_Folded]) -> list[str]:
+    """Tables inside one element that opens. A single table is named by its summary, several by a list of links."""
     if not tables:
         return []
     if len(tables) == 1:
-        name = Text("One more table: ", "另有一张表：")
-        summary, names = _text(name) + _title(tables[0][1]), ""
+        summary, names = _text(Text("One more table: ", "另有一张表：")) + _title(tables[0].title), ""
     else:
-        summary = _text(Text(f"{len(tables)} more tables", f"另有 {len(tables)} 张表"))
-        links = "".join(f'<li><a href="#{anchor}">{_title(title)}</a></li>' for anchor, title, _ in tables)
+        summary = _text(say("{} more tables", "另有 {} 张表", str(len(tables))))
+        links = "".join(f'<li><a href="#{table.anchor}">{_title(table.title)}</a></li>' for table in tables)
         names = f"<ol>{links}</ol>"
     return [
         f'<details class="others"><summary>{summary}</summary>{names}',
-        *(text for _, _, text in tables),
+        *(table.html for table in tables),
         "</details>",
     ]
 
 
+def _without_prefix(title: Text, section: str) -> Text:
+    """The title of a table without the name of its section in front."""
+    return Text(*(re.sub(f"^{re.escape(section)}(: |：)(?=.)", "", title.in_(one)) for one in LANGUAGES))
+
+
 def _title(title: Text) -> str:
-    """What a table shows, and smaller what it was measured on."""
+    """The subject of a table and, in smaller letters after the first " · ", its machine and configuration."""
     parts = {one: title.in_(one).split(" · ", 1) for one in LANGUAGES}
-    what, where = (Text(*("".join(parts[one][i : i + 1]) for one in LANGUAGES)) for i in (0, 1))
-    capital = what.en[:1].upper() + what.en[1:]
-    return _text(Text(capital, capital if what.in_("zh") == what.en else what.zh)) + (
+    subject, where = (Text(*("".join(parts[one][i : i + 1]) for one in LANGUAGES)) for i in (0, 1))
+    capital = subject.en[:1].upper() + subject.en[1:]
+    return _text(Text(capital, capital if subject.in_("zh") == subject.en else subject.zh)) + (
         f" <small>{_text(where)}</small>" if any(where) else ""
     )
 
 
+def _heading(column: Column) -> str:
+    kind = ' class="r"' if column.numeric else ""
+    name = Text(*(column.heading(one) for one in LANGUAGES))
+    return f'<th scope="col"{kind}><button type="button">{_text(name)}</button></th>'
+
+
 def _rows_button(count: int, anchor: str) -> str:
-    every = Text(f"Show all {count:,} rows", f"显示全部 {count:,} 行")
+    every = say("Show all {} rows", "显示全部 {} 行", f"{count:,}")
     return (
         f'<button type="button" class="rows" aria-expanded="false" aria-controls="{anchor}">'
         f'<span class="all">{_text(every)}</span><span class="few">{_text(_FEWER)}</span></button>'
@@ -288,16 +286,22 @@ def _rows_button(count: int, anchor: str) -> str:
 def _cut(table: Table) -> Table:
     if len(table.rows) <= MOST_ROWS:
         return table
-    note = f"the first {MOST_ROWS:,} of {len(table.rows):,} rows; all of them: --formats csv"
+    note = say(
+        "the first {} of {} rows; all of them: --formats csv",
+        "仅列出前 {} 行，共 {} 行；全部数据：--formats csv",
+        f"{MOST_ROWS:,}",
+        f"{len(table.rows):,}",
+    )
     return Table(table.title, table.columns, table.rows[:MOST_ROWS], [*table.notes, note])
 
 
-def _row(cells: Sequence[str], columns: Sequence[Column]) -> str:
+def _row(cells: Sequence[str | Text], columns: Sequence[Column]) -> str:
     found = []
     for index, cell in enumerate(cells):
         numeric = index < len(columns) and columns[index].numeric
-        kind = ' class="r"' if numeric else ' class="w"' if index and len(cell) > LONG_CELL else ""
-        text = escape(cell)
+        long = index > 0 and len(cell.en if isinstance(cell, Text) else cell) > LONG_CELL
+        kind = ' class="r"' if numeric else ' class="w"' if long else ""
+        text = _text(cell)
         found.append(f"<td{kind}>{text}</td>" if index else f'<th scope="row"{kind}><div>{text}</div></th>')
     return f"<tr>{''.join(found)}</tr>"
 
@@ -311,14 +315,10 @@ def _link(link: Link) -> str:
 
 
 def safe_href(href: str) -> str:
-    """The address if it is relative, http(s) or an anchor, else nothing. A browser drops line breaks and tabs in an
-    address and blanks before it, so they go first."""
+    """The address if it is relative, http(s) or an anchor, else "". Browsers ignore line breaks and tabs inside an
+    address and white space before it, so these are removed first."""
     clean = re.sub(r"[\t\r\n]", "", href).strip("".join(map(chr, range(33))))
     scheme = re.match(r"([^/?#\\]*?):", clean)
     if scheme and scheme[1].lower() not in ("http", "https"):
         return ""
     return "" if re.match(r"[/\\]{2}", clean) else clean
-
-
-def _fingerprint(script: str) -> str:
-    return f"'sha256-{base64.b64encode(hashlib.sha256(script.encode()).digest()).decode()}'"

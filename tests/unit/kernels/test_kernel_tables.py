@@ -242,9 +242,9 @@ def test_a_tuned_tile_is_chosen_before_the_shipped_one(tuned_file, monkeypatch):
 @pytest.mark.parametrize("kernel", KERNELS)
 @pytest.mark.parametrize("bits", [16, 32])
 def test_candidates_are_tiles_that_exist_once(kernel, bits):
-    from cs336_systems.experiments.attention.tune import _candidates
+    from cs336_systems.experiments.attention.measure_tiles import candidates
 
-    found = list(_candidates(kernel, bits))
+    found = list(candidates(kernel, bits))
     assert len(found) == len(set(found)) > 20
     # Triton 3.6 miscompiles a tile of 16 rows over 8 warps: an illegal access at run time.
     assert all(min(tile.block_m, tile.block_n) >= 32 for tile in found)

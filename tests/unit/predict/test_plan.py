@@ -36,7 +36,8 @@ def plan(strategy: str, gpus: int, config: RunConfig, **fields) -> Plan:
 def measured():
     run = RunConfig(model=MODEL, batch_size=2, warmup_steps=0, num_steps=1)
     own = {"ranks": 2, "backend": "gloo", "arrangements": ["bucketed 25", "sharded", "fsdp"], "rounds": 1, "link": None}
-    return run, {name: samples for name, _, samples in measure_arrangements({**run.to_dict(), **own})}
+    metrics = measure_arrangements({**run.to_dict(), **own})
+    return run, {f"{metric.variant}: {metric.name}": metric.samples for metric in metrics}
 
 
 def sent(found: dict, arrangement: str) -> dict[str, int]:

@@ -1,192 +1,199 @@
-"""A report as large and as varied as a real one, for the tests of its page."""
+"""Documents for the tests of the page, from a realistic sample to hostile texts, and a reader of the HTML."""
 
+import math
 import random
+import re
+from html import unescape
+from html.parser import HTMLParser
 
-from cs336_systems.report.document import Chart, Document, Link, Point, Section, Series
+from cs336_systems.report.document import Chart, Document, Limit, Link, Point, Section, Series
+from cs336_systems.report.web.svg.labels import LINE, text_width
 from cs336_systems.table import Column, Table
 from cs336_systems.text import Text
 
-LENGTHS = (128, 256, 512, 1024, 2048, 4096, 8192, 16384)
+EVIL = "</script><script>alert(1)</script><img src=x onerror=alert(1)>\"' onload=alert(1) <!-- & \ud800"
+LONG = "a very long name of a method that says everything there is to say about it, twice over " * 3
+NAMES = ["x", "融合的层归一化与残差相加" * 6, LONG, "w" * 200, "void at::native::elementwise_kernel<128, 4>"]
 OOM = Text("out of memory", "显存不足")
+KINDS = {
+    "lines": {"kind": "lines"},
+    "lines-log": {"kind": "lines", "log_x": True, "log_y": True},
+    "bars": {"kind": "bars"},
+    "bars-log": {"kind": "bars", "log_y": True},
+    "bars-horizontal": {"kind": "bars", "horizontal": True},
+    "stacked": {"kind": "stacked"},
+    "stacked-horizontal": {"kind": "stacked", "horizontal": True},
+}
+VOID = {"meta", "link", "rect", "path", "br", "img", "input"}
+LENGTHS = (128, 256, 512, 1024, 2048, 4096, 8192, 16384)
 
 
-def chinese(english: str) -> str:
-    known = {
-        "model": "模型",
-        "step time": "单步时间",
-        "machine": "机器",
-        "Attention forward and backward": "注意力的前向与反向",
-        "means of 10 steps": "10 步的平均值",
-    }
-    return known.get(english, english)
+# Reading HTML and SVG
+
+
+class Page(HTMLParser):
+    """Elements with their attributes and text. Parsing fails where elements do not nest."""
+
+    def __init__(self, html):
+        super().__init__()
+        self.elements, self.open = [], []
+        self.feed(html)
+        assert self.open == []
+
+    def handle_starttag(self, tag, attributes):
+        self.handle_startendtag(tag, attributes)
+        if tag not in VOID:
+            self.open.append(self.elements[-1])
+
+    def handle_startendtag(self, tag, attributes):
+        self.elements.append({"tag": tag, "text": "", "within": [e["tag"] for e in self.open], **dict(attributes)})
+
+    def handle_endtag(self, tag):
+        assert self.open.pop()["tag"] == tag
+
+    def handle_data(self, data):
+        for element in self.open:
+            element["text"] += data
+
+    def all(self, tag=None, **attributes):
+        names = {name.replace("_", "-"): value for name, value in attributes.items()}
+        return [
+            element
+            for element in self.elements
+            if tag in (None, element["tag"]) and all(element.get(name) == value for name, value in names.items())
+        ]
+
+
+def marks(drawing):
+    return [element for element in Page(drawing).elements if "data-value" in element]
+
+
+def coordinates(drawing):
+    """Every number of an attribute that positions something."""
+    found = re.findall(r' (?:x|y|width|height|d|transform|viewBox)="([^"]*)"', drawing)
+    assert not re.search(r"nan|inf", " ".join(found))
+    return [float(text) for value in found for text in re.findall(r"-?\d*\.?\d+(?:e-?\d+)?", value)]
+
+
+def boxes(drawing, language):
+    """Text, left, right, top and bottom of every horizontal line of text, by the estimated width."""
+    for element in re.finditer(r"<text ([^>]*)>(.*?)</text>", drawing):
+        attributes = dict(re.findall(r'([\w-]+)="([^"]*)"', element[1]))
+        shown = {"en", "zh"} & set(attributes.get("class", "").split()) or {language}
+        if "transform" in attributes or language not in shown:
+            continue
+        lines = re.sub(r"<title>.*?</title>", "", element[2]).replace("</tspan>", "").split("<tspan")
+        for i, line in enumerate(lines):
+            text = unescape(line.split(">", 1)[-1] if i else line)
+            width = text_width(text)
+            shift = {"middle": width / 2, "end": width}.get(attributes.get("text-anchor", ""), 0)
+            x, y = float(attributes["x"]) - shift, float(attributes["y"]) + i * LINE
+            yield text, x, x + width, y - 11, y + 3
+
+
+# Charts
+
+
+def chart(kind="lines", series=None, **fields):
+    points = [Point(x, y, std=0.5, n=10) for x, y in ((1, 2.0), (2, 5.0), (4, 3.0))]
+    given = series if series is not None else [Series(Text("first", "第一"), points), Series(Text("second"), points)]
+    return Chart("c", Text("Title", "标题"), kind, Text("size", "大小"), Text("time (ms)", "时间"), given, **fields)
+
+
+def with_points(*points, kind="lines", **fields):
+    return chart(kind, [Series(Text("only"), points)], **fields)
+
+
+def long_names(kind, **fields):
+    """Series and bars with the longest names, in a chart of any kind."""
+    points = [Point(10.0**i if kind == "lines" else name, 1e6 * (i + 1)) for i, name in enumerate(NAMES)]
+    series = [Series(Text(name, f"中文{name}"), points) for name in NAMES]
+    return Chart("long", Text("t"), kind, Text("长" * 150), Text(LONG), series, **fields)
 
 
 def scaling_chart(name="attention-time"):
-    """Lines on two logarithmic axes: error bars, a fitted line, and lengths at which memory ran out."""
+    """Lines on logarithmic axes, with error bars, a fitted line, and lengths that ran out of memory."""
 
     def times(factor, limit=99):
         for i, length in enumerate(LENGTHS):
-            if i >= limit:
-                yield Point(length, float("nan"), note=OOM)
-            else:
-                y = factor * (0.05 + (length / 2048) ** 2)
-                yield Point(length, y, std=y * 0.08, n=10)
+            y = factor * (0.05 + (length / 2048) ** 2)
+            yield Point(length, y, std=y * 0.08, n=10) if i < limit else Point(length, math.nan, note=OOM)
 
     series = [
         Series(Text("PyTorch", "PyTorch 朴素实现"), list(times(4.0, 6))),
         Series(Text("compiled", "编译后"), list(times(2.2, 7))),
         Series(Text("FlashAttention-2 (Triton)", "FlashAttention-2(Triton)"), list(times(0.6))),
-        Series(
-            Text("quadratic fit", "二次拟合"), [Point(n, 0.6 * (0.05 + (n / 2048) ** 2)) for n in LENGTHS], dashed=True
-        ),
+        Series(Text("quadratic fit", "二次拟合"), [Point(n, 0.6 * (0.05 + (n / 2048) ** 2)) for n in LENGTHS], True),
     ]
     title = Text("Attention, forward and backward, by sequence length", "注意力前向加反向的时间随序列长度的变化")
-    return Chart(
-        name,
-        title,
-        "lines",
-        Text("sequence length", "序列长度"),
-        Text("time (ms)", "时间(毫秒)"),
-        series,
-        log_x=True,
-        log_y=True,
-    )
+    axes = Text("sequence length", "序列长度"), Text("time (ms)", "时间(毫秒)")
+    return Chart(name, title, "lines", *axes, series, log_x=True, log_y=True)
 
 
-def loss_chart(name="loss", steps=120):
-    draw = random.Random(1)
-    series = [
-        Series(
-            Text(f"learning rate {rate}", f"学习率 {rate}"),
-            [
-                Point(step, 3 + 7 / (1 + step * rate * 40) + draw.uniform(-0.05, 0.05))
-                for step in range(0, steps * 10, 10)
-            ],
-        )
-        for rate in (1e-3, 3e-4)
-    ]
-    return Chart(
-        name,
-        Text("Training loss", "训练损失"),
-        "lines",
-        Text("step", "步"),
-        Text("loss (nats per token)", "损失(nat/词元)"),
-        series,
-    )
-
-
-def step_chart(name="step-time"):
+def step_chart(name="step-chart"):
     sizes = ("small", "medium", "large", "xl", "2.7B")
     series = [
-        Series(
-            Text(f"{precision}, {mode[0]}", f"{precision},{mode[1]}"),
-            [Point(size, base * (2 + i) ** 1.6, std=base * 0.4 * (i + 1), n=10) for i, size in enumerate(sizes[:-1])]
-            + [Point("2.7B", float("nan"), note=OOM) if precision == "float32" else Point("2.7B", base * 25, n=10)],
-        )
-        for base, precision, mode in (
-            (12.0, "float32", ("eager", "即时执行")),
-            (9.0, "float32", ("compiled", "编译")),
-            (5.0, "bfloat16", ("eager", "即时执行")),
-            (3.6, "bfloat16", ("compiled", "编译")),
-        )
-    ]
-    series.append(
-        Series(
-            Text("bound by memory traffic", "显存带宽下界"),
-            [Point(s, 2.0 * (i + 2)) for i, s in enumerate(sizes)],
-            True,
-        )
-    )
-    return Chart(
-        name,
-        Text("Time of a step by model size", "各模型规模的单步时间"),
-        "bars",
-        Text("model", "模型"),
-        Text("step time (ms)", "单步时间(毫秒)"),
-        series,
-    )
+        Series(Text(f"{precision}, eager", f"{precision},即时执行"),
+               [*(Point(size, base * (2 + i) ** 1.6, std=base * 0.4, n=10) for i, size in enumerate(sizes[:-1])), last])
+        for base, precision, last in ((12.0, "float32", Point("2.7B", math.nan, note=OOM)),
+                                      (5.0, "bfloat16", Point("2.7B", 125.0, n=10)))
+    ]  # fmt: skip
+    bound = [Point(size, 2.0 * (i + 2)) for i, size in enumerate(sizes)]
+    series.append(Series(Text("bound by memory traffic", "显存带宽下界"), bound, dashed=True))
+    axes = Text("model", "模型"), Text("step time (ms)", "单步时间(毫秒)")
+    return Chart(name, Text("Time of a step by model size", "各模型规模的单步时间"), "bars", *axes, series)
 
 
-def memory_chart(name="memory", horizontal=False):
+def memory_chart(name, horizontal=False):
     parts = (
         ("parameters", "参数"),
         ("gradients", "梯度"),
         ("optimizer state", "优化器状态"),
-        ("activations", "激活值"),
-        ("logits and loss", "logits 与损失"),
         ("temporary", "临时张量"),
     )
-    names = (
-        "one GPU, float32",
-        "DDP over 4 GPUs with buckets of 25 MB",
-        "optimizer state sharding",
-        "FSDP with mixed precision and activation checkpointing in every block",
-    )
+    names = ("one GPU", "DDP over 4 GPUs with buckets of 25 MB", "FSDP with activation checkpointing in every block")
     series = [
-        Series(
-            Text(*part),
-            [Point(name, (1.2 + i) * (0.9 if j % 2 else 1.6) / (1 + k * 0.5)) for k, name in enumerate(names)],
-        )
-        for j, (i, part) in enumerate(enumerate(parts))
+        Series(Text(*part), [Point(name, (1.2 + i) / (1 + k * 0.5)) for k, name in enumerate(names)])
+        for i, part in enumerate(parts)
     ]
-    return Chart(
-        name,
-        Text("Memory at the peak by what it holds", "显存峰值的组成"),
-        "stacked",
-        Text("method", "方法"),
-        Text("memory (GiB)", "显存(GiB)"),
-        series,
-        horizontal=horizontal,
-    )
-
-
-def kernel_chart(name="kernels"):
-    names = [
-        "ampere_bf16_s16816gemm_bf16_128x256_ldg8_f2f_stages_64x3_tn",
-        "void at::native::elementwise_kernel<128, 4, at::native::gpu_kernel_impl_nocast>",
-        "softmax",
-        "融合的层归一化与残差相加(前向)",
-        "adamw",
-    ]
-    return Chart(
-        name,
-        Text("Where the time of a step goes", "一步的时间花在哪些内核上"),
-        "bars",
-        Text("kernel", "内核"),
-        Text("time (ms)", "时间(毫秒)"),
-        [
-            Series(Text("forward", "前向"), [Point(n, 30 / (i + 1), std=1.5, n=10) for i, n in enumerate(names)]),
-            Series(
-                Text("backward", "反向"), [Point(n, 55 / (i + 1) ** 1.3, std=2.5, n=10) for i, n in enumerate(names)]
-            ),
-        ],
-        horizontal=True,
-    )
+    axes = Text("method", "方法"), Text("memory (GiB)", "显存(GiB)")
+    return Chart(name, Text("Peak memory by part", "显存峰值的组成"), "stacked", *axes, series, horizontal=horizontal)
 
 
 def many_bars(name="ranks", count=28):
     points = [Point(f"rank {i} on host {i // 8}", 10 + i % 5, std=0.5) for i in range(count)]
-    return Chart(
-        name,
-        Text("Time that ranks wait", "各进程的等待时间"),
-        "bars",
-        Text("rank", "进程"),
-        Text("wait (ms)", "等待(毫秒)"),
-        [Series(Text("all-reduce"), points)],
-    )
+    axes = Text("rank", "进程"), Text("wait (ms)", "等待(毫秒)")
+    return Chart(name, Text("Wait by rank", "各进程的等待时间"), "bars", *axes, [Series(Text("all-reduce"), points)])
+
+
+HAS = Limit(10.0, Text("GPU memory", "显存容量"))
+STEP = Chart(
+    "lanes", Text("Lanes", "泳道"), "spans", Text("wrapper", "封装"), Text("ms since"),
+    [
+        Series(Text("forward", "前向"), [Point("naive", 4.0, start=0.0), Point("flat", 4.0, start=0.0)]),
+        Series(Text("backward"), [Point("naive", 10.0, start=4.0), Point("flat", 8.0, start=4.0)]),
+        Series(Text("all-reduce"), [Point("naive", 12.0, start=10.0), Point("naive", 16.0, start=12.0)], lane=1),
+    ],
+)  # fmt: skip
+"""Spans of a data-parallel step, with communication in a second lane."""
+
+
+def stacked(*sizes, limit=HAS, **fields):
+    """Horizontal bars of two equal parts, of these total sizes, with a limit."""
+    points = [Point(f"bar {number}", size / 2) for number, size in enumerate(sizes)]
+    halves = [Series(Text(part), points) for part in "xy"]
+    axes = Text("strategy"), Text("GiB")
+    return Chart("plan", Text("Plan"), "stacked", *axes, halves, horizontal=True, limit=limit, **fields)
+
+
+# Documents
 
 
 def step_table(rows=12):
-    columns = [
-        Column("model", numeric=False),
-        Column("context"),
-        Column("step time", "ms"),
-        Column("speed-up"),
-        Column("share"),
-        Column("tokens per second"),
-        Column("peak memory", "GiB"),
-        Column("model FLOPs utilization"),
-    ]
+    heads = [("context", ""), ("step time", "ms"), ("speed-up", ""), ("share", ""), ("peak memory", "GiB")]
+    chinese = {"step time": "单步时间"}
+    columns = [Column(Text("model", "模型"), numeric=False)]
+    columns += [Column(Text(name, chinese.get(name, "")), unit) for name, unit in heads]
     draw = random.Random(2)
     sizes = ("small", "medium", "large", "xl", "2.7B")
     cells = [
@@ -196,29 +203,32 @@ def step_table(rows=12):
             f"{draw.uniform(5, 900):,.1f} ± {draw.uniform(0.1, 4):.1f}",
             f"{draw.uniform(0.9, 12):.2f}x",
             f"{draw.uniform(0, 100):.1f}%",
-            "" if i % 7 == 3 else f"{draw.uniform(1e3, 2e6):,.1f}",
-            "out of memory" if i % 7 == 3 else f"{draw.uniform(1, 130):.2f}",
-            f"{draw.uniform(10, 60):.1f}%",
+            OOM if i % 7 == 3 else f"{draw.uniform(1, 130):.2f}",
         ]
         for i in range(rows)
     ]
-    return Table("Attention forward and backward", columns, cells, ["means of 10 steps", "x against eager"])
+    notes = [Text("means of 10 steps", "10 步的平均值"), Text("x against eager")]
+    return Table(Text("Attention forward and backward", "注意力的前向与反向"), columns, cells, notes)
+
+
+def with_tables(*tables, name="s"):
+    return Document(Text("t"), sections=[Section(name, Text("s"), Text(""), tables=tables)])
+
+
+def with_charts(*charts):
+    return Document(Text("t"), sections=[Section("s", Text("s"), Text(""), charts=charts)])
 
 
 def sample() -> Document:
+    faster = Text("bfloat16 is 2.4x as fast as float32 at xl.", "在 xl 规模下,bfloat16 的速度是 float32 的 2.4 倍。")
     sections = [
         Section(
             "step-time",
             Text("Time of a training step", "训练一步的时间"),
             Text("How long does a step take, and what makes it faster?", "一步需要多久?什么能让它更快?"),
-            [
-                Text(
-                    "bfloat16 is 2.4x as fast as float32 at xl.", "在 xl 规模下,bfloat16 的速度是 float32 的 2.4 倍。"
-                ),
-                Text("Compiling saves 24% of the time at every size.", "编译在各规模上都节省 24% 的时间。"),
-            ],
+            [faster, Text("Compiling saves 24% of the time at every size.", "编译在各规模上都节省 24% 的时间。")],
             [step_table()],
-            [step_chart("step-chart"), loss_chart()],
+            [step_chart(), many_bars()],
             [Link(Text("trace", "时间线"), "traces/step.html"), Link(Text("guide"), "https://example.org/guide")],
         ),
         Section(
@@ -227,19 +237,12 @@ def sample() -> Document:
             Text("At which length does the naive one run out of memory?", "朴素实现在多长的序列上耗尽显存?"),
             [Text("PyTorch runs out of memory at 8192.", "PyTorch 在 8192 处显存不足。")],
             [step_table(30)],
-            [scaling_chart(), kernel_chart(), many_bars()],
+            [scaling_chart(), memory_chart("memory-across", horizontal=True), memory_chart("memory-up")],
         ),
-        Section(
-            "memory",
-            Text("Memory", "显存"),
-            Text("What holds the memory at the peak?", "峰值时显存被什么占用?"),
-            (),
-            [step_table(450)],
-            [memory_chart("memory-across", horizontal=True), memory_chart("memory-up")],
-        ),
+        Section("memory", Text("Memory", "显存"), Text("Why?", "为什么?"), (), [step_table(50)]),
     ]
-    facts = {"machine": "NVIDIA H200, 139.8 GiB", "torch": "2.11.0+cu128", "driver": "570.1", "commit": "0123abc"}
-    missing = {"ddp-overlap": "cs336 run ddp-overlap --preset course", "zero": "cs336 run zero --preset course"}
+    facts = {Text("machine", "机器"): "NVIDIA H200, 139.8 GiB", Text("commit"): "0123abc"}
+    missing = {"ddp-overlap": "cs336 run ddp-overlap --preset course"}
     remarks = [Text("2 lines could not be read.", "有 2 行无法读取。")]
     return Document(Text("Where time and memory go", "时间与显存花在哪里"), facts, sections, missing, remarks)
 
@@ -248,9 +251,9 @@ def many_tables() -> Document:
     """Sections with one table, two short ones, a tall one before others, and one far wider than a window."""
 
     def numbered(title: str, rows: int, columns: int = 4) -> Table:
-        heads = [Column("group", numeric=False), *(Column(f"column {i}", "ms") for i in range(1, columns))]
+        heads = [Column(Text("group"), numeric=False), *(Column(Text(f"column {i}"), "ms") for i in range(1, columns))]
         cells = [[f"group {i // 5}", *(f"{title} {i}.{j}" for j in range(1, columns))] for i in range(rows)]
-        return Table(f"{title} · NVIDIA H200, batch {rows}", heads, cells)
+        return Table(Text(f"{title} · NVIDIA H200, batch {rows}"), heads, cells)
 
     def section(name: str, *tables: Table) -> Section:
         finding = Text(f"{name} is 2 times as fast.", f"{name} 快 2 倍。")
@@ -260,7 +263,24 @@ def many_tables() -> Document:
         section("flash", numbered("tall", 40), *(numbered(title, 20) for title in ("forward", "backward", "peak"))),
         section("two", numbered("one", 5), numbered("other", 15)),
         section("three", numbered("first", 3), numbered("second", 3), numbered("last", 30)),
-        section("wide", numbered("wide", 60, columns=40)),
+        section("wide", numbered("wide", 30, columns=40)),
     ]
-    nothing_found = Section("silent", Text("Silent", "无话"), Text("Why?", "为什么？"), tables=[numbered("silent", 2)])
-    return Document(Text("Many tables", "许多表"), sections=[*sections, nothing_found])
+    return Document(Text("Many tables", "许多表"), sections=sections)
+
+
+def hostile_charts():
+    text, limit = Text(EVIL, EVIL + "中"), Limit(2.0, Text(EVIL, EVIL + "中"))
+    for kind in ("lines", "bars", "stacked", "spans"):
+        points = [Point(EVIL, 9e9, start=1.0, name=EVIL), Point(EVIL + "b", 1.0, start=0.5, name=EVIL)]
+        points.append(Point(EVIL + "c", math.nan, note=text))
+        series = [Series(text, points), Series(text, points, drawn="marks", over=0), Series(text, points, drawn="line")]
+        yield Chart(EVIL, text, kind, text, text, series, horizontal=True, places=[EVIL], limit=limit)
+
+
+def hostile_document() -> Document:
+    """A document in which every text tries to break out of its element."""
+    text = Text(EVIL, EVIL + "中")
+    table = Table(text, [Column(text, EVIL, numeric=False), Column(text)], [[EVIL, text]], [text])
+    links = [Link(text, EVIL), Link(text, "javascript:alert(1)"), Link(text, '#" onclick="alert(1)')]
+    section = Section(EVIL, text, text, [text], [table], list(hostile_charts()), links)
+    return Document(text, {text: EVIL}, [section], {EVIL: EVIL}, [text])

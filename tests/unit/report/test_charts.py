@@ -7,10 +7,15 @@ from dataclasses import replace
 
 import pytest
 
+<<<<<<< HEAD
 from cs336_systems import record
+from cs336_systems.record import CELL_TIME, GIB, Environment, Record
+from cs336_systems.report.cells import CellView, group
+=======
 from cs336_systems.experiments.ranks.layouts import PlanArguments, measure_plan, plan_config
 from cs336_systems.record import BUS_FACTOR, CELL_TIME, GIB, MIB, Environment, Record
-from cs336_systems.report.cells import CellView, group
+from cs336_systems.report.cells import CellView
+>>>>>>> wt-attention
 from cs336_systems.report.chart_picture import picture
 from cs336_systems.report.charts import charts
 from cs336_systems.report.document import Chart, Limit, Point, Series
@@ -21,8 +26,7 @@ from cs336_systems.text import Text
 from tests.golden.docs_images import CHARTS, FOLDER, drawn
 from tests.golden.report_goldens import some_records
 from tests.helpers import ROOT
-from tests.unit.report.test_page import EVIL, Page
-from tests.unit.report.test_svg import HAS, STEP, hostile_charts, stacked
+from tests.unit.report.page_cases import EVIL, HAS, STEP, Page, hostile_charts, stacked
 
 H200 = Environment(gpu="NVIDIA H200", gpu_count=1)
 
@@ -113,6 +117,7 @@ def test_the_rival_stands_where_its_time_puts_it():
     assert [name for _, name in sorted(tops)] == chart.places
 
 
+<<<<<<< HEAD
 # -- attention --------------------------------------------------------------------------------------------------------
 
 
@@ -189,8 +194,7 @@ def test_no_implementation_on_the_h200_is_above_the_roof():
         for series in chart.series[:-1]:
             assert all(0 < point.y < min(989.4, 4.8 * point.x) for point in series.points)
         assert sum(len(series.points) for series in chart.series[:-1]) > 25
-
-
+=======
 # -- ranks ------------------------------------------------------------------------------------------------------------
 
 
@@ -283,6 +287,7 @@ def test_a_plan_shows_what_one_gpu_has():
     assert chart.limit == Limit(24.0, Text("what one 24GiB has", "一张 24GiB 的显存"))
     totals = [sum(values(series)[name] for series in chart.series) for name in ("dp", "zero3")]
     assert totals[0] > totals[1] > 0
+>>>>>>> wt-attention
 
 
 # -- pictures ---------------------------------------------------------------------------------------------------------
@@ -340,7 +345,7 @@ def test_a_picture_shows_limit_lanes_and_what_goes_beyond(tmp_path):
     plan, lanes = save([picture(ODD["beyond"]), picture(STEP)], tmp_path, ("svg",))
     text = plan.read_text(encoding="utf-8")
     assert "→ 12,345" in text
-    assert "what one has" in text
+    assert HAS.text.en in text
     assert all(f">{name}<" in lanes.read_text(encoding="utf-8") for name in ("naive", "flat", "all-reduce", "0"))
 
 

@@ -42,34 +42,6 @@ def of(experiment: str, *records: list[Record]) -> list[str]:
 # -- records ----------------------------------------------------------------------------------------------------------
 
 
-def attention(experiment, implementation, size=(1, 1, 1024, 64), status="ok", *, precision="bf16", **metrics):
-    batch, heads, length, dim = size
-    config = {"batch_size": batch, "heads": heads, "seq_len": length, "head_dim": dim, "is_causal": True}
-    config |= {"precision": precision, "device": "cuda"}
-    config |= implementation if isinstance(implementation, dict) else {"implementation": implementation}
-    return entries(experiment, config, {name: (value,) for name, value in metrics.items()}, status)
-
-
-def flash(implementation, milliseconds, length=1024, dim=64, **metrics):
-    return attention("flash", implementation, (1, 1, length, dim), forward_backward_time=milliseconds / 1e3, **metrics)
-
-
-def rivals(size, **milliseconds):
-    """Forward takes a quarter of both."""
-    metrics = {f"{name}_forward_backward_time": value / 1e3 for name, value in milliseconds.items()}
-    metrics |= {f"{name}_forward_time": value / 4e3 for name, value in milliseconds.items()}
-    return attention("attention_rivals", {"implementations": list(milliseconds)}, size, **metrics)
-
-
-def steps_in_turns(**milliseconds):
-    """Two steps in each round."""
-    run = RunConfig(model=model_config("2.7B", context_length=4096), size="2.7B", device="cuda")
-    rounds = len(next(iter(milliseconds.values()))) // 2
-    config = {**run.to_dict(), "implementations": list(milliseconds), "rounds": rounds}
-    steps = {f"{name}_step_time": tuple(t / 1e3 for t in times) for name, times in milliseconds.items()}
-    return entries("attention_step", config, steps)
-
-
 def kernels(experiment, size="small", mode="inference", *, matmul=0.008, other=0.002, softmax=0.001, **metrics):
     """A forward of 10 ms kernels in 20 ms; attention: 3 ms scores, 1 ms mask, some softmax, 2 ms output."""
     parts = ("attention scores", "matmul", 0.003, "attention scores", "elementwise", 0.001)
@@ -107,40 +79,6 @@ def saved(mebibytes, **fields):
     return entries("saved_tensors", config, metrics)
 
 
-def ranks(experiment, arrangements, link=None, backend="gloo", **times):
-    """`times`: milliseconds of each arrangement's step; communication takes 200 ms."""
-    config = RunConfig(model=model_config("small"), size="small", device="cuda").to_dict()
-    config |= {"ranks": 2, "backend": backend, "arrangements": arrangements, "link": link, "rounds": 3}
-    metrics = {f"{name}: step_time": (value / 1e3,) * 3 for name, value in times.items()}
-    metrics |= {f"{name}: communication_time": (0.2,) * 3 for name in arrangements if name != "none"}
-    metrics |= {f"{name}: weight_error": (0.0,) for name in arrangements}
-    metrics |= {"none: backward_time": (0.1,) * 3, "none: gradient_memory": (8.0 * MIB,)}
-    for name in arrangements:
-        shares = {"sharded": (1, 1, 2), "fsdp": (2, 2, 2)}.get(name, (1, 1, 1))
-        for part, whole, share in zip(("parameter", "gradient", "optimizer"), (100, 100, 200), shares, strict=True):
-            metrics.setdefault(f"{name}: {part}_memory", (whole / share * MIB,))
-    return entries(experiment, config, metrics)
-
-
-def collectives(backend="gloo"):
-    config = {"backend": backend, "device": "cpu", "ranks": 2, "collectives": ["all_reduce"], "sizes": [10**6, 10**8]}
-    times = {size: 1e-3 + size / 1e9 for size in config["sizes"]}
-    return entries("collectives", config, {f"all_reduce {size}: time": (t,) * 3 for size, t in times.items()})
-
-
-def plan(gpus=1024, count="transformer", fits=True):
-    config = RunConfig(model=model_config("small"), size="xxl", device="cuda").to_dict()
-    config |= {"gpus": gpus, "gpu": "h100", "node": 8, "flops": 1e15, "link": 4e11, "network": 5e10}
-    config |= {"strategies": ["dp", "zero3"], "count": count}
-    metrics = {}
-    for name, held, sends in (("dp", 90, 0.1), ("zero3", 10, 0.5)):
-        metrics |= {f"{name}: {part}_memory": (held * GIB,) for part in ("parameter", "gradient", "optimizer")}
-        for during in ("forward", "backward"):
-            metrics |= {f"{name}: {during}_compute_time": (0.2,), f"{name}: {during}_communication_time": (sends,)}
-        metrics[f"{name}: fits"] = (int(fits and name == "zero3"),)
-    return entries("parallel_plan", config, metrics, environment=CPU)
-
-
 def memory_model(size, peak):
     names = ("parameter", "gradient", "optimizer", "activation", "loss", "traced")
     metrics = {f"{name}_memory": ((1 + i) * GIB,) for i, name in enumerate(names)}
@@ -171,7 +109,6 @@ FAST = [
     *cell("fast_step", size="2.7B", fast="off", metrics=step(0.3)),
     *cell("fast_step", size="2.7B", fast="on", metrics=step(0.2)),
 ]
-DDP = ["none", "naive", "bucketed 1", "torch DDP"]
 
 SAMPLES: dict[str, list[Record]] = {
     "bench": cell("bench"),
@@ -198,6 +135,7 @@ SAMPLES: dict[str, list[Record]] = {
     + checkpointing(4, 30.0, 1.25)
     + checkpointing(4, 20.0, 1.5, inner=1),
     "saved_tensors": saved(200) + saved(150, **SDPA) + saved(50, checkpoint_blocks=1) + saved(180, compile=True),
+<<<<<<< HEAD
     "pytorch_attention": attention(
         "pytorch_attention",
         "reference",
@@ -222,6 +160,7 @@ SAMPLES: dict[str, list[Record]] = {
         sdpa_flash=[300, 300, 300, 300, 300, 300],
         sdpa_cudnn=[180, 190, 190, 180, 300, 190],
     ),
+=======
     "collectives": collectives(),
     "ddp": ranks("ddp", DDP, none=100, naive=400, **{"bucketed 1": 200, "torch DDP": 250}),
     "bucket_model": ranks(
@@ -234,6 +173,7 @@ SAMPLES: dict[str, list[Record]] = {
     "optimizer_sharding": ranks("optimizer_sharding", ["ddp", "sharded"], ddp=200, sharded=300),
     "fsdp": ranks("fsdp", ["ddp", "fsdp", "torch fully_shard"], ddp=200, fsdp=100, **{"torch fully_shard": 150}),
     "parallel_plan": plan() + plan(64, fits=False) + plan(16384, "feed-forward"),
+>>>>>>> wt-attention
     "memory_model": memory_model("small", 9) + memory_model("2.7B", 30),
     "accumulation": accumulation("fp32", 10.002) + accumulation("fp16", 9.9531),
     "autocast_dtypes": dtypes("fp16") + dtypes("bf16"),
@@ -322,6 +262,7 @@ SAID = {
         ),
         "The largest is 4x8x8 float32 with 64.0 MiB, made at reference.py:23 in attention.",
     ],
+<<<<<<< HEAD
     "pytorch_attention": [
         "At 1024 tokens, d 64, forward takes 2.000 ms and backward 6.000; 2.00 GiB are held before backward.",
         "Compiled, forward is 2.0x and backward 1.00x as fast; its peak is 4.00 GiB against 8.00.",
@@ -351,6 +292,7 @@ SAID = {
             "in 3 of 3 rounds), 190.00 with sdpa_cudnn (0.95x, ahead of it in 1 of 3 rounds)."
         ),
     ],
+=======
     "collectives": [
         (
             "2 ranks of one machine through Gloo (cpu): all_reduce of 100 MB takes 101.00 ms, 0.99 GB/s over the "
@@ -390,6 +332,7 @@ SAID = {
         ),
         "On 1,024 GPUs these wait for messages: zero3.",
     ],
+>>>>>>> wt-attention
     "memory_model": [
         "2.7B needs 30.00 GiB: parameters 1.00, gradients 2.00, optimizer state 3.00, and what forward keeps.",
         "Of 2 configurations small needs the least, 9.00 GiB.",
@@ -469,14 +412,6 @@ def test_the_fastest_is_named_where_only_settings_differ():
     assert said[0].startswith(expected)
 
 
-def test_without_a_gpu_the_tiled_attention_stands_for_ours():
-    said = of("flash", flash("flash_torch", 2.0) + flash("reference", 1.0) + flash("sdpa", 0.5))
-    assert said == [
-        "bf16: flash_torch is the fastest of 3 in 0 of 1 shapes; "
-        "at 1024 tokens its speed is 0.25x that of sdpa, 0.50x that of reference."
-    ]
-
-
 def test_both_profilers_are_compared_where_both_ran():
     said = of("profiler_agreement", kernels("profiler_agreement", **{"nsys_busy_time: forward": (0.008,)}))
     assert said[-1] == "torch.profiler and nsys differ by 25.00% at most (small forward)."
@@ -487,14 +422,6 @@ def test_kernels_are_held_against_events_of_queued_steps():
     assert said[1] == (
         "Of steps that are not synchronised between phases kernels and CUDA events differ by 1.96% (small)."
     )
-
-
-def test_ranks_on_gpus_come_first_and_gloo_is_called_what_it_is():
-    said = of("collectives", collectives(), collectives("nccl"))
-    assert [text.split(":")[0] for text in said] == [
-        "2 ranks, nccl on cpu",
-        "2 ranks of one machine through Gloo (cpu)",
-    ]
 
 
 # -- data of any shape ------------------------------------------------------------------------------------------------
@@ -528,13 +455,6 @@ def test_odd_configurations_raise_nothing(experiment, value):
             findings(experiment, [CellView(experiment, {**one.config, name: value}, one.metrics)])
         findings(experiment, [CellView(experiment, dict.fromkeys(one.config, value), one.metrics)])
         findings(experiment, [CellView(experiment, {}, one.metrics)])
-
-
-@pytest.mark.parametrize("rounds", [-1, 0, 4, 8])
-def test_steps_that_do_not_make_up_their_rounds_say_nothing(rounds):
-    (one,) = group(steps_in_turns(flash_triton=[200] * 6, sdpa_flash=[300] * 6))
-    assert findings("attention_step", [one])
-    assert not findings("attention_step", [CellView("attention_step", {**one.config, "rounds": rounds}, one.metrics)])
 
 
 # -- this repository's own results ------------------------------------------------------------------------------------
@@ -618,12 +538,6 @@ def test_the_referees_remarks_are_translated(what):
 TRANSLATED = {
     "fast_step: the step by what is switched on · NVIDIA H200, context 512, batch 4, train-step, bf16": (
         "fast_step：按启用部分比较训练步 · NVIDIA H200，context 512，batch 4，train-step，bf16"
-    ),
-    "ddp: averaging gradients, emulated network of 0.1 GB/s and 5 ms · Xeon, 2 ranks, gloo, cpu, tiny, context 64, batch 4 on each rank": (  # noqa: E501
-        "ddp：梯度平均，模拟 0.1 GB/s、5 ms 的网络 · Xeon，2 个 rank，gloo，cpu，tiny，context 64，每个 rank batch 4"
-    ),
-    "parallel_plan: bytes on each GPU · xxl (feed-forward only) on 1,024 x h100, bf16, 4,096 tokens on each": (
-        "parallel_plan：每张 GPU 上的字节数 · xxl（仅前馈）在 1,024 x h100 上，bf16，每张 4,096 个 token"
     ),
     "small warm-up 0: the first measured step is far above the rest (cold): add --warmup_steps 5": (
         "small 预热 0：第一个测量步远高于其余（冷启动）：加上 --warmup_steps 5"

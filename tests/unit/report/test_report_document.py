@@ -66,19 +66,6 @@ def test_charts_of_the_h200_fit_their_questions():
     assert curves == dict.fromkeys(("fp32-eager", "bf16-eager", "bf16-fast", "fp32-fast"), 300)
 
 
-def test_out_of_memory_is_marked():
-    def cell(length, status="ok"):
-        config = {
-            "implementation": "reference", "head_dim": 64, "seq_len": length, "precision": "bf16", "device": "cuda",
-        }  # fmt: skip
-        time = [Record("flash", config, "forward_backward_time", "s", (0.001,), status)] if status == "ok" else []
-        return [*time, Record("flash", config, record.CELL_TIME, "s", (1.0,), status)]
-
-    (chart, *_) = charts("flash", group([*cell(128), *cell(65536, "oom: needs 200 GiB")]))
-    (series,) = chart.series
-    assert [point.note is not None for point in series.points] == [False, True]
-
-
 def test_two_machines_never_share_a_chart():
     twice = [
         Record(r.experiment, r.config, r.metric, r.unit, r.samples, r.status, Environment(gpu=gpu))

@@ -1,17 +1,16 @@
-"""A chart as inline SVG for a page: every mark can be pointed at, focused and read out, every text is in two languages.
+"""A chart as inline SVG for a page: every mark has a tooltip and takes the focus, every text is in both languages.
 
-Colours are not here: series i has the class `s0` to `s11`, and the page says what these look like on light and on dark.
-Texts that differ between languages stand twice, with the classes `en` and `zh`. What the page's script needs is in
-`data-` attributes: of a mark its series, label, value, std, n and note; of a series and its legend entry an index.
+Colours belong to page.css: series have the classes `s0` to `s11`. A text that differs between the languages appears
+twice, with the classes `en` and `zh`. The page's script reads `data-` attributes: series, label, value, std, n and note
+of a mark, the index of a series and of its legend entry.
 """
 
-from collections.abc import Sequence
 from html import escape
 
 from cs336_systems.report.document import Chart, Series
-from cs336_systems.report.web.svg.labels import LINE, SIZE, aria, line_count, widest, words, wrap
+from cs336_systems.report.web.svg.labels import LINE, SIZE, aria, line_count, text_elements, widest, wrap
 from cs336_systems.report.web.svg.marks import COLORS, LIMIT, Marks, patterns, swatch
-from cs336_systems.report.web.svg.placement import NAME_LINES, NARROW, WIDTH, Layout, is_drawn, place_known
+from cs336_systems.report.web.svg.placement import NAME_LINES, NARROW, WIDTH, Layout
 from cs336_systems.text import LANGUAGES, Language, Text
 
 EMPTY = Text("no data", "没有数据")
@@ -24,16 +23,11 @@ KINDS = {
 
 
 def svg(chart: Chart, width: int = WIDTH) -> str:
-    """One `<svg>` element; the title is only its accessible name, to be shown by the page."""
-    shown = [
-        (index, series)
-        for index, series in enumerate(chart.series)
-        if any(is_drawn(chart, point) or (point.note and place_known(chart, point)) for point in series.points)
-    ]
-    if not shown:
-        return _element(chart, width, 90, words(width / 2, 50, EMPTY, width, anchor="middle", kind="muted"))
-    legend, height = _legend(chart, shown, width)
-    layout = Layout(chart, shown, height, width)
+    """One `<svg>` element; the title is its accessible name, and the page shows it as a caption."""
+    if not chart.shown:
+        return _element(chart, width, 90, text_elements(width / 2, 50, EMPTY, width, anchor="middle", kind="muted"))
+    legend, height = _legend(chart, width)
+    layout = Layout(chart, height, width)
     parts = [patterns(layout), legend, _axes(layout), Marks(layout).draw()]
     return _element(chart, width, layout.height, "".join(parts))
 
@@ -61,12 +55,12 @@ def _accessible_name(chart: Chart, language: Language) -> str:
     return f"{title}. {kind} of {y} by {x}: " + ", ".join(names)
 
 
-def _legend(chart: Chart, shown: Sequence[tuple[int, Series]], width: int) -> tuple[str, float]:
-    """The entries from left to right in rows, each a button for the page's script, and the height of all."""
+def _legend(chart: Chart, width: int) -> tuple[str, float]:
+    """The legend and its height. Its entries are in rows, each a button for the page's script."""
     found, x, y, tallest = [], 0.0, 0.0, 0
-    entries: list[tuple[int, Series | None, Text]] = [(index, one, one.name) for index, one in shown if any(one.name)]
+    entries: list[tuple[int, Series | None, Text]] = [(i, one, one.name) for i, one in chart.shown if any(one.name)]
     if chart.limit:
-        entries.append((0, None, chart.limit.text))  # what is no series cannot be hidden
+        entries.append((0, None, chart.limit.text))  # the limit is no series and cannot be hidden
     for index, series, text in entries:
         room = min(widest(text), width - 44) + 1
         lines = line_count(text, room)
@@ -74,15 +68,15 @@ def _legend(chart: Chart, shown: Sequence[tuple[int, Series]], width: int) -> tu
         if x and x + taken > width + 14:
             x, y, tallest = 0.0, y + tallest * LINE + 8, 0
         tallest = max(tallest, lines)
-        middle, said = y + LINE / 2 + 2, words(x + 34, y + LINE - 3, text, room)
+        middle, label = y + LINE / 2 + 2, text_elements(x + 34, y + LINE - 3, text, room)
         if series is None:
-            found.append(f'<path{LIMIT} d="M{x + 3:.1f} {middle:.1f}h26"/>{said}')
+            found.append(f'<path{LIMIT} d="M{x + 3:.1f} {middle:.1f}h26"/>{label}')
         else:
             found.append(
                 f'<g class="entry s{chart.color_of(index) % COLORS}" role="button" tabindex="0" aria-pressed="true" '
                 f'data-toggle="{index}"{aria(text)}>'
                 f'<rect class="hit" x="{x:.1f}" y="{y:.1f}" width="{taken - 8:.1f}" height="{lines * LINE + 4}"/>'
-                f"{swatch(chart, index, series, x + 3, middle, width)}{said}</g>"
+                f"{swatch(chart, index, series, x + 3, middle, width)}{label}</g>"
             )
         x += taken
     return "".join(found), y + tallest * LINE + (8 if found else 0)
@@ -94,15 +88,15 @@ def _axes(at: Layout) -> str:
         place = at.along_value(tick)
         if at.horizontal:
             grid.append(f"M{place:.1f} {at.top:.1f}V{at.bottom:.1f}")
-            texts.append(words(place, at.bottom + LINE, Text(label), at.width, anchor="middle", kind="muted"))
+            texts.append(text_elements(place, at.bottom + LINE, Text(label), at.width, anchor="middle", kind="muted"))
         else:
             grid.append(f"M{at.left:.1f} {place:.1f}H{at.right:.1f}")
-            texts.append(words(at.left - 8, place + 5, Text(label), at.width, anchor="end", kind="muted"))
-    texts.append(words(0, at.above_y, at.above, at.width, most=2))
+            texts.append(text_elements(at.left - 8, place + 5, Text(label), at.width, anchor="end", kind="muted"))
+    texts.append(text_elements(0, at.above_y, at.above, at.width, most=2))
     middle = (at.left + at.right) / 2
-    texts.append(words(middle, at.below_y, at.below, at.below_room, anchor="middle", most=2))
+    texts.append(text_elements(middle, at.below_y, at.below, at.below_room, anchor="middle", most=2))
     for name, text in at.beyond_texts().items():
-        texts.append(words(at.right + 6, at.along_place(name) + 5, Text(text), at.width))
+        texts.append(text_elements(at.right + 6, at.along_place(name) + 5, Text(text), at.width))
     base = f"M{at.left:.1f} {at.top:.1f}V{at.bottom:.1f}"
     if not at.horizontal:
         zero = at.along_value(0) if at.has_zero() else at.bottom
@@ -125,15 +119,15 @@ def _names(at: Layout) -> str:
         for name in at.places or []:
             lines = len(wrap(name, at.name_room))
             y = at.along_place(name) + 5 - (lines - 1) * LINE / 2
-            found.append(words(at.left - 10, y, Text(name), at.name_room, anchor="end"))
+            found.append(text_elements(at.left - 10, y, Text(name), at.name_room, anchor="end"))
     elif at.places is None:
         for tick, name in list(zip(at.number_axis.ticks, at.names, strict=True))[:: at.stride]:
             y = at.bottom + LINE + 2
-            found.append(words(at.along_place(tick), y, Text(name), at.width, anchor="middle", kind="muted"))
+            found.append(text_elements(at.along_place(tick), y, Text(name), at.width, anchor="middle", kind="muted"))
     else:
-        y = at.bottom + (LINE if not at.turned else 14)
+        y = at.bottom + (LINE if not at.rotated else 14)
         for name in at.names[:: at.stride]:
-            middle = at.along_place(name) + (4 if at.turned else 0)
-            anchor, turn, most = ("end", -45, 1) if at.turned else ("middle", 0, NAME_LINES)
-            found.append(words(middle, y, Text(name), at.name_room, anchor=anchor, turn=turn, most=most))
+            middle = at.along_place(name) + (4 if at.rotated else 0)
+            anchor, angle, most = ("end", -45, 1) if at.rotated else ("middle", 0, NAME_LINES)
+            found.append(text_elements(middle, y, Text(name), at.name_room, anchor=anchor, angle=angle, most=most))
     return "".join(found)

@@ -1,4 +1,4 @@
-"""Texts in a drawing, in both languages: how wide they are, where they break, what a screen reader says."""
+"""Texts of a drawing in both languages: their width, their line breaks, their accessible names."""
 
 import re
 import unicodedata
@@ -8,13 +8,14 @@ from html import escape
 from cs336_systems.text import LANGUAGES, Text
 
 SIZE = 14
-"""Of the letters: 11 pixels where a phone shows the chart 560 wide."""
+"""Font size in units of the drawing: 11 pixels when the chart is shown 560 pixels wide."""
 LINE = 18
+"""Distance between the baselines of two lines."""
 
 
 @lru_cache(maxsize=4096)
 def text_width(text: str, size: float = SIZE) -> float:
-    """An estimate, on the large side, as nobody knows the reader's fonts; a Chinese character is as wide as two."""
+    """An estimate on the large side, because the reader's fonts are unknown."""
     return size * sum(map(_character_width, text))
 
 
@@ -29,8 +30,8 @@ def _character_width(char: str) -> float:
 
 
 def wrap(text: str, room: float, most: int = 4) -> list[str]:
-    """Lines no wider than `room`, broken at spaces, after signs and between Chinese characters, inside a word only if
-    it alone is too wide; cut with an ellipsis after `most`."""
+    """Breaks a text into at most `most` lines no wider than `room`, the last one cut with an ellipsis. Lines break at
+    spaces, after punctuation and between Chinese characters, and inside a word only if it does not fit alone."""
     if most == 1:
         return [shortened(text, room)]
     lines, line = [], ""
@@ -64,10 +65,10 @@ def widest(text: Text) -> float:
     return max(text_width(text.in_(language)) for language in LANGUAGES)
 
 
-def words(
-    x: float, y: float, text: Text, room: float, *, anchor: str = "start", kind: str = "", most: int = 4, turn: int = 0
+def text_elements(
+    x: float, y: float, text: Text, room: float, *, anchor: str = "start", kind: str = "", most: int = 4, angle: int = 0
 ) -> str:
-    """A text, its first line's baseline at `y`; once, or once for each language."""
+    """Text elements with the first baseline at `y`: one, or one for each language where they differ."""
     same = text.in_("zh") == text.en
     found = []
     for language in ("en",) if same else LANGUAGES:
@@ -80,13 +81,13 @@ def words(
             f'<text x="{x:.1f}" y="{y:.1f}"'
             + (f' class="{classes}"' if classes else "")
             + (f' text-anchor="{anchor}"' if anchor != "start" else "")
-            + (f' transform="rotate({turn} {x:.1f} {y:.1f})"' if turn else "")
+            + (f' transform="rotate({angle} {x:.1f} {y:.1f})"' if angle else "")
             + f">{cut}{spans}</text>"
         )
     return "".join(found)
 
 
 def aria(names: Text) -> str:
-    """The accessible name; where the languages differ the page's script puts the right one in its place."""
+    """Attributes of the accessible name; where the languages differ, the page's script switches between them."""
     both = "".join(f' data-aria-{language}="{escape(names.in_(language))}"' for language in LANGUAGES)
     return f' aria-label="{escape(names.en)}"' + (both if names.in_("zh") != names.en else "")

@@ -1,22 +1,22 @@
-"""What stands for the values in a drawing: lines, bars, spans, crosses. Each can be pointed at, focused, read out."""
+"""The marks of a drawing: lines, bars, spans, crosses. Each has a tooltip, takes the focus and has a name for screen
+readers."""
 
 import math
 import re
 from collections import Counter
 from html import escape
 
-from cs336_systems.report.document import Chart, Limit, Point, Series
+from cs336_systems.report.document import Chart, Limit, Point, Series, exact, finite
 from cs336_systems.report.web.svg.labels import aria
-from cs336_systems.report.web.svg.placement import NARROW, Layout, is_drawn, place_known, place_name, spread
-from cs336_systems.report.web.svg.scales import exact, finite
-from cs336_systems.text import LANGUAGES, Text
+from cs336_systems.report.web.svg.placement import NARROW, Layout, spread
+from cs336_systems.text import LANGUAGES, Language, Text
 
 DENSE = 60
-"""Points of a line from which on its markers are small."""
+"""Lines with more points than this have small markers."""
 MOST_MARKS = 400
-"""Of a line to be pointed at; one with more is drawn through all of its points."""
+"""Maximum markers of a line. The line itself passes through all of its points."""
 COLORS = 12
-"""How many classes the page defines; the next series starts over, with another marker or pattern."""
+"""Number of colour classes of page.css; further series repeat them with another marker or pattern."""
 MARKERS = (
     "M-4.5 0a4.5 4.5 0 1 0 9 0a4.5 4.5 0 1 0-9 0z",
     "M-4-4h8v8h-8z",
@@ -37,16 +37,16 @@ HATCHES = (
     "M4 0v8M0 4h8",
     "M2 2h3",
 )
-"""Of bars, drawn over the colour in 8 by 8: none, two slants, lines, dots."""
+"""Patterns over the colour of bars, in tiles of 8 by 8."""
 HOLLOW = ' style="fill:var(--page);stroke:var(--text);stroke-width:1.5"'
-"""Of marks on bars, of whatever colour these are."""
+"""Style of marks on bars: readable on any colour."""
 LIMIT = ' class="axis" style="stroke:var(--text);stroke-width:2"'
-UNSEEN = ' style="fill:transparent"'
-"""Of marks of a line that is drawn without them: they are seen when pointed at."""
+INVISIBLE = ' style="fill:transparent"'
+"""Style of the markers of a line drawn without them: visible only under the pointer."""
 
 
 def drawing_id(chart: Chart, what: str, width: int) -> str:
-    """The narrow drawing stands on the same page."""
+    """An id; the wide and the narrow drawing of a chart are on the same page."""
     return f"{what}-{re.sub(r'[^A-Za-z0-9_-]', '', chart.name)}{'-narrow' * (width == NARROW)}"
 
 
@@ -58,7 +58,7 @@ def marker(index: int) -> str:
 
 
 def swatch(chart: Chart, index: int, series: Series, x: float, y: float, width: int) -> str:
-    """A series' sample in the legend, 26 wide, its middle at `y`."""
+    """The sample of a series in the legend: 26 wide, centred at `y`."""
     mark = f'<path class="mark" transform="translate({x + 13:.1f} {y:.1f})" d="{marker(index)}"'
     if chart.kind == "lines":
         line = f'<path class="line{" dashed" if series.dashed else ""}" d="M{x:.1f} {y:.1f}h26"/>'
@@ -69,7 +69,7 @@ def swatch(chart: Chart, index: int, series: Series, x: float, y: float, width: 
 
 
 def patterns(layout: Layout) -> str:
-    """Bars have no markers: what tells them apart besides their colour is hatched over it."""
+    """Definitions of the hatches that distinguish bars besides their colour, and of the clip at the end of the axis."""
     chart = layout.chart
     if chart.kind == "lines":
         return ""
@@ -78,8 +78,8 @@ def patterns(layout: Layout) -> str:
         f'<pattern id="{hatch}-{index}" class="s{index % COLORS}" width="8" height="8" '
         f'patternUnits="userSpaceOnUse"><rect class="fill" width="8" height="8"/>'
         f'<path class="hatch" d="{HATCHES[index % len(HATCHES)]}"/></pattern>'
-        for index, series in layout.series
-        if index in layout.bars and not series.dashed and HATCHES[index % len(HATCHES)]
+        for index, series in chart.shown
+        if index in chart.bars and not series.dashed and HATCHES[index % len(HATCHES)]
     ]
     if layout.beyond:
         found.append(
@@ -106,31 +106,31 @@ class Marks:
         self.notes_at: Counter[float | str] = Counter()
 
     def draw(self) -> str:
-        """All series, and the limit over them."""
+        """All series, and the limit above them."""
         kinds = {"lines": self._line, "bars": self._bars, "stacked": self._stacked, "spans": self._spans}
         groups = []
-        for index, series in self.at.series:
+        for index, series in self.chart.shown:
             draw = self._on_bars if self.chart.on_bars(series) else kinds[self.chart.kind]
             marks = draw(index, series) + self._notes(index, series)
             groups.append(f'<g class="series s{self.chart.color_of(index) % COLORS}" data-index="{index}">{marks}</g>')
         whole = "".join(groups)
         if self.at.beyond:
             whole = f'<g clip-path="url(#{drawing_id(self.chart, "clip", self.at.width)})">{whole}</g>'
-        return whole + (self._limit(self.at.limit) if self.at.limit else "")
+        return whole + (self._limit(self.chart.shown_limit) if self.chart.shown_limit else "")
 
     def _drawn(self, series: Series) -> list[Point]:
-        return [point for point in series.points if is_drawn(self.chart, point)]
+        return [point for point in series.points if self.chart.can_draw(point)]
 
     def _line(self, index: int, series: Series) -> str:
-        points = [point for point in series.points if place_known(self.chart, point)]
+        points = [point for point in series.points if self.chart.has_place(point)]
         points.sort(key=lambda point: self.at.along_place(point.x))
         path, errors, marks, joined = [], [], [], False
         every = math.ceil(len(points) / MOST_MARKS)
         small = " scale(.4)" if len(points) > DENSE else ""
-        unseen = UNSEEN if series.drawn == "line" else ""
+        invisible = INVISIBLE if series.drawn == "line" else ""
         for place, point in enumerate(points):
-            if not is_drawn(self.chart, point):
-                joined = False  # a gap says that something was left out
+            if not self.chart.can_draw(point):
+                joined = False  # a gap shows that a point is missing
                 continue
             x, y = self.at.along_place(point.x), self.at.along_value(point.y)
             path.append(f"{'L' if joined else 'M'}{x:.1f} {y:.1f}")
@@ -139,7 +139,7 @@ class Marks:
                 continue
             errors.append(self._error(point, x))
             marks.append(
-                f'<path class="mark" transform="translate({x:.1f} {y:.1f}){small}" d="{marker(index)}"{unseen}'
+                f'<path class="mark" transform="translate({x:.1f} {y:.1f}){small}" d="{marker(index)}"{invisible}'
                 f"{_data(series, point)}/>"
             )
         kind = "line dashed" if series.dashed else "line"
@@ -151,7 +151,7 @@ class Marks:
         )
 
     def _error(self, point: Point, across: float, reach: float = 4) -> str:
-        """A path from the value less its std to the value plus it, across the bar's or the marker's middle."""
+        """The path of an error bar: one standard deviation to each side of the value."""
         if not spread(point):
             return ""
         low = self.at.along_value(point.y - spread(point))
@@ -163,7 +163,7 @@ class Marks:
         return f"M{across:.1f} {low:.1f}V{high:.1f}{ends}"
 
     def _bars(self, index: int, series: Series) -> str:
-        width = self.at.bar_width(len(self.at.bars))
+        width = self.at.bar_width(len(self.chart.bars))
         base = self.at.along_value(0 if self.at.has_zero() else self.at.value_axis.low)
         bars, errors = [], []
         for point in self._drawn(series):
@@ -185,7 +185,7 @@ class Marks:
                 self.at.along_value(max(begin, axis.low) if axis.log else begin),
                 self.at.along_value(end),
             )
-            for point, begin, end in self.at.stacks[index]
+            for point, begin, end in self.chart.stacks[index]
             if begin != end
         )
 
@@ -207,12 +207,12 @@ class Marks:
         self, index: int, series: Series, point: Point, middle: float, width: float, begin: float, end: float
     ) -> str:
         horizontal = self.at.horizontal
-        length = max(abs(end - begin), 1.5)  # a value of zero is a thin line
+        length = max(abs(end - begin), 1.5)  # a value of zero is drawn as a thin line
         near = min(begin, end) if abs(end - begin) >= 1.5 or horizontal else min(begin, end) - 1.5
         width = max(width, 1.0)
         box = (near, middle - width / 2, length, width)
         x, y, across, down = box if horizontal else (box[1], box[0], box[3], box[2])
-        place = (self.at.places or []).index(place_name(point.x))
+        place = self.chart.bar_names.index(point.place)
         way = 1 if (end - begin) * (1 if horizontal else -1) >= 0 else -1
         stacked = f' data-place="{place}" data-way="{way}"' if self.chart.kind == "stacked" else ""
         return (
@@ -231,10 +231,10 @@ class Marks:
         return "".join(found)
 
     def _notes(self, index: int, series: Series) -> str:
-        """Crosses at the far edge, where values too large to have been measured would be."""
+        """Crosses at the far edge of the plot, in place of values that could not be measured."""
         found = []
         for point in series.points:
-            if not point.note or not place_known(self.chart, point):
+            if not point.note or not self.chart.has_place(point):
                 continue
             if self.chart.kind == "lines":
                 x, y = self.at.along_place(point.x), self.at.top - 8 - 13 * self.notes_at[point.x]
@@ -258,8 +258,8 @@ class Marks:
 
 
 def _data(series: Series, point: Point) -> str:
-    """What the tooltip shows and a screen reader says."""
-    label = place_name(point.x) + (f" ({point.name})" if point.name else "")
+    """Attributes for the tooltip and for screen readers."""
+    label = point.place + (f" ({point.name})" if point.name else "")
     fields = {"series": series.name.en, "label": label, "value": "" if point.note else _value(point)}
     if series.name.in_("zh") != series.name.en:
         fields["series-zh"] = series.name.zh
@@ -269,7 +269,7 @@ def _data(series: Series, point: Point) -> str:
         fields["std"] = exact(point.std)
     if point.n is not None:
         fields["n"] = str(point.n)
-    said = Text(*(_said(series.name.in_(language), fields, point.note, language) for language in LANGUAGES))
+    said = Text(*(_spoken(series.name.in_(language), fields, point.note, language) for language in LANGUAGES))
     attributes = "".join(f' data-{name}="{escape(value)}"' for name, value in fields.items())
     return f'{attributes} tabindex="0" role="img"{aria(said)}'
 
@@ -278,8 +278,8 @@ def _value(point: Point) -> str:
     return exact(point.y) if point.start is None else f"{exact(point.start)} – {exact(point.y)}"
 
 
-def _said(name: str, fields: dict[str, str], note: Text | None, language: str) -> str:
-    value = note.in_("zh" if language == "zh" else "en") if note else fields["value"]
+def _spoken(name: str, fields: dict[str, str], note: Text | None, language: Language) -> str:
+    value = note.in_(language) if note else fields["value"]
     std = f" ± {fields['std']}" if "std" in fields else ""
     n = f", n = {fields['n']}" if "n" in fields else ""
     return f"{name}, {fields['label']}: {value}{std}{n}"

@@ -1,19 +1,14 @@
-"""Numbers as axes want them, and axes: from where to where, and which ticks."""
+"""The axes of a drawing: their range, their ticks, and the ticks as text."""
 
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-LEAST = 1e-150
-"""Nothing measured is as small, or one over it as large, and no quotient of two numbers between overflows."""
-
-
-def finite(value: float) -> bool:
-    return math.isfinite(value) and abs(value) < 1 / LEAST
+from cs336_systems.report.document import LEAST
 
 
 def number(value: float, digits: int = 3) -> str:
-    """As short as an axis wants it: 0.1, 20, 1k, 1024, 10M."""
+    """A number in the short form of axes: 0.1, 20, 1k, 1024, 10M."""
     size = abs(value)
     if size == 0:
         return "0"
@@ -28,14 +23,8 @@ def number(value: float, digits: int = 3) -> str:
     return f"{float(f'{value:.{digits}g}'):g}"
 
 
-def exact(value: float) -> str:
-    """Six digits, without an exponent unless it is far from one."""
-    text = f"{value:.6g}"
-    return f"{value:.0f}" if "e+" in text and abs(value) < 1e15 else text
-
-
 def numbers(values: Sequence[float]) -> list[str]:
-    """Of ticks: with so many digits that no two look the same."""
+    """Ticks as text, with enough digits that no two are equal."""
     for digits in range(3, 12):
         texts = [number(value, digits) for value in values]
         if len(set(texts)) == len(texts):
@@ -51,7 +40,7 @@ class Axis:
     ticks: Sequence[float]
 
     def share(self, value: float) -> float:
-        """How far along: 0 at the low end, 1 at the high one."""
+        """The position of a value on the axis: 0 at the low end, 1 at the high end."""
         if not self.log:
             return (value - self.low) / (self.high - self.low)
         value = min(max(value, self.low), self.high)
@@ -59,7 +48,7 @@ class Axis:
 
 
 def linear_axis(values: Sequence[float], *, zero: bool, snap: bool) -> Axis:
-    """From zero where that is near enough to the values, or asked for; snapped outward to ticks if asked for."""
+    """An axis that includes zero if `zero` is set or the values are close to it; `snap` extends it to whole ticks."""
     low, high = min(values), max(values)
     if zero or (snap and 0 <= low <= 0.6 * high):
         low, high = min(low, 0.0), max(high, 0.0)

@@ -1,0 +1,190 @@
+"""flash: time, memory and error of every attention implementation on a grid of shapes."""
+
+from collections.abc import Iterable, Mapping
+from functools import partial
+from itertools import product
+
+from cs336_systems.config import RunConfig
+from cs336_systems.experiments.attention.attention_charts import (
+    by_head_dim,
+    rate_by_length,
+    roofline,
+    time_by_length,
+)
+from cs336_systems.experiments.attention.implementations import (
+    MODULE,
+    OURS,
+    Row,
+    Size,
+    Times,
+    attention_config,
+    by_shape,
+    compilation_notes,
+    label_shape,
+    naive_memory,
+    side_by_side,
+)
+from cs336_systems.experiments.attention.naive_attention import longest
+from cs336_systems.experiments.spec import Config, Experiment, Instrument
+from cs336_systems.report.cells import CellView
+from cs336_systems.report.document import Chart
+from cs336_systems.report.phrases import having, median_of, span, times_text, together, value_of
+from cs336_systems.report.presentation import Cells
+from cs336_systems.report.rows import gib, keys, remarks_on, varying
+from cs336_systems.table import Table
+from cs336_systems.text import Text, listed, say
+
+ON_CPU = ("reference", "flash_torch", "compiled", "sdpa")
+ON_CUDA = (
+    "flash_triton", "flash_torch", "reference", "compiled", "sdpa_flash", "sdpa_cudnn", "sdpa_efficient", "flex",
+)  # fmt: skip
+HALF_PRECISION_ONLY = ("sdpa_flash", "sdpa_cudnn", "flex")
+"""The first two have no fp32; flex runs fp32 matmuls without tensor cores, so it is no rival there."""
+
+
+def grid(preset: str, base: RunConfig) -> Iterable[Config]:
+    """The implementations of one shape follow one another: they share the results that they are checked against."""
+    on_cpu = base.device_type == "cpu"
+    precisions: tuple[str, ...] = ("bf16", "fp32")
+    dims: tuple[int, ...] = (16, 32, 64, 128)
+    lengths = tuple(2**n for n in range(7, 17))
+    if preset == "quick":
+        precisions, dims, lengths = (("fp32",), (16, 64), (64, 256)) if on_cpu else (("bf16",), (64, 128), (1024, 4096))
+    for precision, dim, length, name in product(precisions, dims, lengths, ON_CPU if on_cpu else ON_CUDA):
+        if precision in ("bf16", "fp16") or name not in HALF_PRECISION_ONLY:
+            size = Size(1, 1, length, dim)
+            yield attention_config(base, size, precision, implementation=name, warmup_ms=5, rep_ms=20)
+
+
+def tables(cells: Cells) -> list[Table]:
+    """For each precision, times, rates, memory and errors with a row per shape."""
+    by_precision: dict[str, list[CellView]] = {}
+    for cell in sorted(cells, key=by_shape):
+        by_precision.setdefault(cell.get("precision"), []).append(cell)
+    return [table for chosen in by_precision.values() for table in _tables(chosen)]
+
+
+def _tables(cells: Cells) -> list[Table]:
+    shown = [name for name in varying(cells, always=("head_dim", "seq_len")) if name != "implementation"]
+    rows: dict[tuple, Row] = {}
+    for cell in cells:
+        texts = keys(cell, shown)
+        rows.setdefault((cell.machine, *texts), Row(texts, {})).views[cell.get("implementation")] = cell
+    notes = [
+        Text("times: medians, on a GPU of do_bench", "时间：中位数；GPU 上来自 do_bench"),
+        *compilation_notes(cells),
+        *remarks_on(cells, [*shown, "implementation"]),
+    ]
+    return side_by_side(cells, shown, list(rows.values()), notes)
+
+
+def charts(cells: Cells) -> list[Chart]:
+    """Time and rate against length, and the roofline of the widest head."""
+    groups = by_head_dim(cells)
+    times = Text("Attention forward and backward", "注意力前向与后向")
+    rates = Text("Attention, TFLOP/s", "注意力 TFLOP/s")
+    found = []
+    for group in groups:
+        found += [time_by_length(times, group, "forward_backward_time"), rate_by_length(rates, group)]
+    widest = groups[-1]
+    views = [(str(cell.get("implementation")), cell) for cell in widest.cells if cell.ok]
+    return [*found, *roofline(views, widest.where)]
+
+
+# -- findings ---------------------------------------------------------------------------------------------------------
+
+TimesByShape = Mapping[tuple[int, int], Times]
+"""(head dimension, tokens) -> forward and backward of each implementation."""
+SHOWN_RIVALS = ("sdpa_flash", "sdpa_cudnn", "sdpa_efficient", "sdpa", "reference")
+"""Rivals that a sentence has room for."""
+
+
+def _times(cells: Cells) -> TimesByShape:
+    found: dict[tuple[int, int], Times] = {}
+    for cell in cells:
+        seconds = median_of(cell, "forward_backward_time") if cell.ok else None
+        if seconds:
+            found.setdefault((cell.get("head_dim"), cell.get("seq_len")), {})[cell.get("implementation")] = seconds
+    return dict(sorted(found.items()))
+
+
+def speed(cells: Cells, which: int) -> Text | None:
+    """For the first or the second precision: where ours is the fastest, and how fast it is at the greatest length."""
+    precision = list(dict.fromkeys(cell.get("precision") for cell in cells))[which]
+    times = _times([cell for cell in cells if cell.get("precision") == precision])
+    ours = next(name for name in (*OURS, "flash_torch") if any(name in found for found in times.values()))
+    times = {shape: found for shape, found in times.items() if ours in found and len(found) > 1}
+    if not times:
+        return None
+    return say("{}: {}", "{}：{}", str(precision), together(_wins(times, ours), _longest_lead(times, ours)) or "")
+
+
+def _wins(times: TimesByShape, ours: str) -> Text:
+    ahead = {shape: min(found, key=lambda name: found[name]) == ours for shape, found in times.items()}
+    said = say(
+        "{0} is the fastest of {1} in {2} of {3} shapes",
+        "{0} 在 {3} 个形状中有 {2} 个是 {1} 种实现里最快的",
+        *(ours, str(max(map(len, times.values()))), str(sum(ahead.values())), str(len(times))),
+    )
+    each = [
+        say("from {0} tokens on with d {1}", "d {1} 从 {0} 个 token 起", str(start), str(dim))
+        for dim in dict.fromkeys(dim for dim, _ in times)
+        if (start := _ahead_from(ahead, dim))
+    ]
+    return say("{}: {}", "{}：{}", said, listed(each)) if each else said
+
+
+def _ahead_from(ahead: Mapping[tuple[int, int], bool], dim: int) -> int | None:
+    """The length from which on ours is always the fastest."""
+    start = None
+    for (found, length), is_first in ahead.items():
+        if found == dim:
+            start = (start or length) if is_first else None
+    return start
+
+
+def _longest_lead(times: TimesByShape, ours: str) -> Text | None:
+    """Speed against others at the greatest length, over all head dimensions."""
+    length = max(length for _, length in times)
+    chosen = [found for (_, seq), found in times.items() if seq == length]
+    each = []
+    for name in SHOWN_RIVALS:
+        ratios = [found[name] / found[ours] for found in chosen if name in found]
+        if ratios:
+            each.append(say("{0}x that of {1}", "{1} 的 {0} 倍", span(ratios, times_text), name))
+    where = (str(length), listed(each))
+    return say("at {} tokens its speed is {}", "{} 个 token 时速度是 {}", *where) if each else None
+
+
+def memory(cells: Cells) -> Text | None:
+    long = longest(having(cells, "peak_memory"))
+    where = [str(long[0].get(name)) for name in ("seq_len", "head_dim", "precision")]
+    same = [cell for cell in long if str(cell.get("precision")) == where[-1]]
+    by_name = {cell.get("implementation"): value_of(cell, "peak_memory") for cell in same}
+    ours = next((by_name[name] for name in (*OURS, "flash_torch") if by_name.get(name)), None)
+    naive = by_name.get("reference")
+    if not ours or not naive:
+        return None
+    return say(
+        "at {} tokens, d {}, {}, it needs {} GiB, naive attention {}",
+        "{} 个 token、d {}、{} 时需要 {} GiB，朴素注意力需要 {}",
+        *(*where, gib(ours), gib(naive)),
+    )
+
+
+FLASH = Experiment(
+    name="flash",
+    title=Text("Attention implementations side by side", "各种注意力实现并列"),
+    question=Text(
+        "How fast is each attention, how much memory, how exact?", "每种注意力实现有多快，用多少显存，有多精确？"
+    ),
+    instrument=Instrument(
+        "flash", f"{MODULE}:measure_flash", label=label_shape, memory=partial(naive_memory, keeps_graph=True)
+    ),
+    grid=grid,
+    tables=tables,
+    charts=charts,
+    findings=(partial(speed, which=0), partial(speed, which=1), memory),
+    statistic="median",
+    order=20,
+)

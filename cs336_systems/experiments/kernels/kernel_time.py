@@ -1,0 +1,438 @@
+"""Which kernels take the time, by phase and kind? And inside attention, what takes the time and what the FLOPs?"""
+
+from collections.abc import Iterable, Mapping, Sequence
+from itertools import product
+from typing import Any
+
+from cs336_systems.config import COURSE_SIZES, MODES, RunConfig
+from cs336_systems.experiments.spec import Config, Experiment, Instrument, label_step, run_config, step_memory
+from cs336_systems.measure.readers.kernel_classes import (
+    ELEMENTWISE,
+    KINDS,
+    MATMUL,
+    OUTPUT,
+    REDUCTION,
+    SCORES,
+    SOFTMAX,
+    classify,
+)
+from cs336_systems.report import terms
+from cs336_systems.report.cells import PHASES, CellView
+from cs336_systems.report.document import Chart, Point, Series
+from cs336_systems.report.phrases import extremes, in_mode, naming, span, value_of
+from cs336_systems.report.points import FEW
+from cs336_systems.report.presentation import Cells
+from cs336_systems.report.rows import (
+    key_columns,
+    keys,
+    ms,
+    number,
+    percent,
+    remarks_on,
+    row_name,
+    shortened,
+    title_of,
+    titled,
+    varying,
+)
+from cs336_systems.table import Column, Table, word
+from cs336_systems.text import Text, listed, say
+
+SOFTMAX_FLOPS = 3
+"""FLOPs of softmax for one score, as the handout counts: subtract the maximum, exponentiate, divide."""
+USUAL_CONTEXT = 512
+KIND_NAMES = {
+    kind: Text(kind, zh)
+    for kind, zh in {
+        "matmul": "矩阵乘",
+        "elementwise": "逐元素",
+        "softmax/reduction": "softmax/归约",
+        "attention": "注意力",
+        "copy": "拷贝",
+        "communication": "通信",
+        "optimizer": "优化器",
+        "other": "其他",
+        "unknown": "未知",
+    }.items()
+}
+
+# -- grids and instrument ---------------------------------------------------------------------------------------------
+
+
+def _grid(preset: str, base: RunConfig) -> Iterable[Config]:
+    if preset == "quick":
+        for mode in ("inference", "train-step"):
+            yield run_config(base, "small" if base.device_type == "cuda" else "tiny", mode=mode)
+        return
+    for size, context, mode in product(COURSE_SIZES, (128, 256, 512, 1024), ("inference", "train-step")):
+        yield run_config(base, size, context, mode=mode)
+
+
+def _inference_grid(preset: str, base: RunConfig) -> Iterable[Config]:
+    return (config for config in _grid(preset, base) if config["mode"] == "inference")
+
+
+KERNEL_PROFILE = Instrument(
+    name="kernels",
+    measure="cs336_systems.experiments.kernels.measure_kernels:measure_kernels",
+    label=label_step,
+    memory=step_memory,
+    keeps_files=True,
+)
+
+# -- recorded tables --------------------------------------------------------------------------------------------------
+
+
+def rows_of(cell: CellView, table: str, phase: str) -> list[list[Any]]:
+    """A table of a phase that was recorded row by row."""
+    return cell.rows(f"{table}_table: {phase}", {"kind": 3, "part": 3, "kernel": 6}[table])
+
+
+def phases_of(cell: CellView) -> list[str]:
+    return [phase for phase in PHASES if f"kind_table: {phase}" in cell.metrics]
+
+
+def kind_seconds(cell: CellView, phases: Sequence[str]) -> dict[str, float]:
+    """Kind of kernel -> seconds in these phases of a step."""
+    found = dict.fromkeys(KINDS, 0.0)
+    for phase in phases:
+        for kind, _, seconds in rows_of(cell, "kind", phase):
+            found[kind] += seconds
+    return found
+
+
+# -- tables -----------------------------------------------------------------------------------------------------------
+
+
+def kernel_tables(cells: Cells) -> list[Table]:
+    """Kernels by kind, and by name; of several cells only the kernel that takes most."""
+    ok = [cell for cell in cells if cell.ok]
+    tables = [_by_kind(cells)]
+    tables += [_shares_by_mode(ok)] if len({cell.get("mode") for cell in ok}) > 1 else []
+    if len(ok) == 1:
+        tables += [_by_name(ok[0], phase) for phase in phases_of(ok[0])]
+    else:
+        tables.append(_top(cells))
+    return tables
+
+
+def _by_kind(cells: Cells) -> Table:
+    shown = varying(cells)
+    used = [kind for kind in KINDS if any(kind_seconds(cell, phases_of(cell))[kind] for cell in cells if cell.ok)]
+    on_gpu = any(cell.value("kernels_on_gpu") for cell in cells if cell.ok)
+    columns = [word(terms.PHASE), Column(Text("wall", "墙钟"), "ms"), Column(Text("kernels", "内核"), "ms")]
+    columns += [Column(Text("GPU idle", "GPU 空闲"))] if on_gpu else []
+    columns += [Column(Text("launches", "启动次数")), *(Column(KIND_NAMES[kind]) for kind in used)]
+    rows = []
+    for cell in cells:
+        if not cell.ok:
+            rows.append([*keys(cell, shown), cell.verdict, *[""] * (len(columns) - 1)])
+        for phase in phases_of(cell):
+            seconds = kind_seconds(cell, [phase])
+            total = sum(seconds.values())
+            count = sum(n for _, n, _ in rows_of(cell, "kind", phase))
+            idle = [percent(_idle_share(cell, phase))] if on_gpu else []
+            shares = [percent(seconds[kind] / total if total else 0.0) for kind in used]
+            times = [ms(cell.value(f"{phase}_time")), ms(total)]
+            rows.append([*keys(cell, shown), phase, *times, *idle, number(count, 0), *shares])
+    title = title_of(cells[0].experiment, Text("time by kind of kernel", "各类内核的时间"), cells, shown)
+    return Table(title, [*key_columns(shown), *columns], rows, _kind_notes(cells, shown, on_gpu))
+
+
+def _kind_notes(cells: Cells, shown: Sequence[str], on_gpu: bool) -> list[Text]:
+    notes = [
+        Text(
+            "wall: without the profiler; kernels: their times added up, of one step; shares are of these",
+            "墙钟：不带分析器；内核：一步之内各内核时间之和；占比以此为准",
+        )
+    ]
+    if on_gpu:
+        notes.append(
+            Text(
+                "GPU idle: share of the phase, by CUDA events without the profiler, in which no kernel ran",
+                "GPU 空闲：不带分析器、以 CUDA event 计，阶段中没有内核运行的占比",
+            )
+        )
+    ok = [cell for cell in cells if cell.ok]
+    if any(not cell.value("kernels_on_gpu") for cell in ok):
+        notes.append(
+            Text(
+                "no GPU: CPU operators are shown in place of kernels, each with its self time",
+                "没有 GPU：以 CPU 算子代替内核，每个只计不在其他算子中的时间",
+            )
+        )
+    total = sum(cell.value("kernel_time") or 0.0 for cell in ok)
+    if total:
+        lost = [sum(cell.value(name) or 0.0 for cell in ok) / total for name in _UNASSIGNED]
+        notes.append(
+            say(
+                "of all kernel time {} is of a known kind and {} in a phase",
+                "全部内核时间中 {} 属于已知类别，{} 属于某个阶段",
+                *(f"{1 - share:.2%}" for share in lost),
+            )
+        )
+    return [*notes, *remarks_on(cells, shown)]
+
+
+_UNASSIGNED = ("unknown_kernel_time", "kernel_time_outside_phases")
+
+
+def _idle_share(cell: CellView, phase: str) -> float | None:
+    events, busy = cell.value(f"{phase}_event_time"), cell.value(f"busy_time: {phase}")
+    return max(0.0, 1 - busy / events) if events and busy is not None else None
+
+
+def _shares_by_mode(cells: Cells) -> Table:
+    """Shares of the main kinds of kernels for the same model in several modes."""
+    modes = list(dict.fromkeys(cell.get("mode") for cell in cells))
+    groups: dict[tuple, dict[str, CellView]] = {}
+    shown = [name for name in varying(cells) if name != "mode"]
+    for cell in cells:
+        groups.setdefault(tuple(keys(cell, shown)), {})[cell.get("mode")] = cell
+    kinds = (MATMUL, REDUCTION, ELEMENTWISE)
+    columns = [Column(say("{}, {}", "{}，{}", KIND_NAMES[kind], mode)) for kind in kinds for mode in modes]
+    rows = []
+    for key, by_mode in groups.items():
+        shares = []
+        for kind, mode in product(kinds, modes):
+            found = kind_seconds(by_mode[mode], phases_of(by_mode[mode])) if mode in by_mode else {}
+            shares.append(percent(found[kind] / sum(found.values())) if found else "")
+        rows.append([*key, *shares])
+    what = Text("share of kernel time by mode", "各模式下内核时间的占比")
+    title = title_of(cells[0].experiment, what, cells, [*shown, "mode"])
+    return Table(title, [*key_columns(shown), *columns], rows)
+
+
+def _top(cells: Cells) -> Table:
+    """The kernel that took most time, in forward and in forward with backward."""
+    shown = varying(cells)
+    columns = [word(Text("of", "范围")), Column(terms.SHARE), Column(Text("launches", "启动次数")), word(terms.KERNEL)]
+    rows = []
+    for cell in (cell for cell in cells if cell.ok):
+        both = [phase for phase in phases_of(cell) if phase != "optimizer"]
+        for what, phases in (("forward", ["forward"]), ("forward and backward", both)):
+            if what != "forward" and phases == ["forward"]:
+                continue
+            seconds: dict[str, float] = {}
+            counts: dict[str, float] = {}
+            for phase in phases:
+                for name, count, total, *_ in rows_of(cell, "kernel", phase):
+                    seconds[name] = seconds.get(name, 0.0) + total
+                    counts[name] = counts.get(name, 0.0) + count
+            if seconds:
+                name = max(seconds, key=lambda name: seconds[name])
+                share = seconds[name] / sum(kind_seconds(cell, phases).values())
+                rows.append([*keys(cell, shown), what, percent(share), number(counts[name], 0), shortened(name)])
+    what_text = Text("the kernel that takes most", "耗时最多的内核")
+    return Table(title_of(cells[0].experiment, what_text, cells, shown), [*key_columns(shown), *columns], rows)
+
+
+def _by_name(cell: CellView, phase: str) -> Table:
+    """The kernels of a phase in the columns of `nsys stats`."""
+    columns = [Column(terms.SHARE), Column(terms.TOTAL, "ms"), Column(Text("instances", "次数"))]
+    columns += [Column(name, "us") for name in (terms.MEAN, terms.MEDIAN, terms.MIN, terms.MAX)]
+    columns += [word(terms.KIND), word(terms.NAME)]
+    whole = sum(kind_seconds(cell, [phase]).values())
+    rows = []
+    for name, count, total, median, least, most in rows_of(cell, "kernel", phase):
+        times = [number(t * 1e6, 1) for t in (total / count, median, least, most)]
+        rows.append([percent(total / whole), ms(total), number(count, 0), *times, classify(name), shortened(name)])
+    what = say("{}, by name", "{}，按名称", terms.PHASE_NAMES.get(phase, Text(phase)))
+    return Table(titled(cell.experiment, what, [cell.machine, cell.name]), columns, rows)
+
+
+# -- charts -----------------------------------------------------------------------------------------------------------
+
+
+def _charts(cells: Cells) -> list[Chart]:
+    """Shares of the kinds at one context: a bar for each of several cells, or for each phase of a single one."""
+    ok = [cell for cell in cells if cell.ok]
+    contexts = {cell.get("context_length") for cell in ok}
+    context = USUAL_CONTEXT if USUAL_CONTEXT in contexts else min(contexts, default=0)
+    chosen = [cell for cell in ok if cell.get("context_length") == context]
+    shown = varying(chosen)
+    bars = {row_name(cell, shown).en: kind_seconds(cell, phases_of(cell)) for cell in chosen}
+    where, what = f"context {context}", terms.SIZE
+    if len(chosen) == 1:
+        where, what = f"{next(iter(bars))}, {where}", terms.PHASE
+        bars = {phase: kind_seconds(chosen[0], [phase]) for phase in phases_of(chosen[0])}
+    totals = {name: sum(seconds.values()) for name, seconds in bars.items()}
+    if not any(totals.values()) or len(bars) > FEW:
+        return []
+    series = []
+    for kind in KINDS:
+        shares = [(name, seconds[kind], totals[name]) for name, seconds in bars.items() if totals[name]]
+        if any(part for _, part, _ in shares):
+            named = [Point(f"{name}, {total * 1e3:,.1f} ms", 100 * part / total) for name, part, total in shares]
+            series.append(Series(KIND_NAMES[kind], named))
+    title = say("Kernel time by kind, {}", "各类内核的时间占比，{}", where)
+    share = Text("% of kernel time", "内核时间占比 %")
+    return [Chart("", title, "stacked", what, share, series, horizontal=True)]
+
+
+# -- findings ---------------------------------------------------------------------------------------------------------
+
+
+def _matmul_share(cells: Cells) -> Text | None:
+    said = []
+    fine = [cell for cell in cells if cell.ok]
+    for mode in dict.fromkeys(cell.get("mode") for cell in fine):
+        chosen = [cell for cell in fine if cell.get("mode") == mode]
+        name = naming(chosen)
+        shares = [(share, name(cell)) for cell in chosen if (share := _shares(cell).get(MATMUL))]
+        if shares:
+            said.append(say("{1} in {0}", "{0}中 {1}", in_mode(mode), extremes(shares, percent)))
+    return say("matmuls take, of kernel time, {}", "矩阵乘占内核时间：{}", listed(said)) if said else None
+
+
+def _shares(cell: CellView) -> Mapping[str, float]:
+    """Kind -> share of a step's kernel time."""
+    seconds = kind_seconds(cell, phases_of(cell))
+    total = sum(seconds.values())
+    return {kind: found / total for kind, found in seconds.items()} if total else {}
+
+
+def _other_kinds(cells: Cells) -> Text | None:
+    """State the largest share of each other kind in a step, above 2%."""
+    fine = [cell for cell in cells if cell.ok]
+    mode = next((mode for mode in reversed(MODES) if any(cell.get("mode") == mode for cell in fine)), None)
+    chosen = [cell for cell in fine if cell.get("mode") == mode]
+    most: dict[str, tuple[float, CellView]] = {}
+    for cell in chosen:
+        for kind, share in _shares(cell).items():
+            if kind != MATMUL and share > max(0.02, most.get(kind, (0.0, cell))[0]):
+                most[kind] = share, cell
+    name = naming(chosen)
+    each = [
+        say("{} up to {} ({})", "{}最多 {}（{}）", KIND_NAMES[kind], percent(share), name(cell))
+        for kind, (share, cell) in sorted(most.items(), key=lambda item: -item[1][0])[:3]
+    ]
+    return say("what else counts in {}: {}", "{}中其余的类别：{}", in_mode(mode), listed(each)) if each else None
+
+
+def _idle(cells: Cells) -> Text | None:
+    fine = [cell for cell in cells if cell.ok]
+    name = naming(fine)
+    found = []
+    for cell in fine:
+        if value_of(cell, "forward_event_time") and value_of(cell, "busy_time: forward"):
+            found.append((_idle_share(cell, "forward") or 0.0, name(cell)))
+    return say("in forward the GPU is idle for {}", "前向中 GPU 空闲 {}", extremes(found, percent)) if found else None
+
+
+KERNELS = Experiment(
+    name="kernels",
+    title=Text("Kernels by phase and kind", "各阶段、各类内核"),
+    question=Text("Which kernels take the time, by phase and kind?", "按阶段和类别，时间花在哪些内核上？"),
+    grid=_grid,
+    instrument=KERNEL_PROFILE,
+    profile=lambda run: None,
+    tables=kernel_tables,
+    charts=_charts,
+    findings=(_matmul_share, _other_kinds, _idle),
+    order=10,
+)
+
+# -- inside attention -------------------------------------------------------------------------------------------------
+
+
+def _attention_parts(cell: CellView) -> dict[tuple[str, bool], float]:
+    """(part of attention, is a matmul) -> seconds in forward."""
+    found = {(part, matmul): 0.0 for part in (SCORES, SOFTMAX, OUTPUT) for matmul in (True, False)}
+    for part, kind, seconds in rows_of(cell, "part", "forward"):
+        if part in (SCORES, SOFTMAX, OUTPUT):
+            found[part, kind == MATMUL] += seconds
+    return found
+
+
+def _attention_tables(cells: Cells) -> list[Table]:
+    """The three steps of naive attention in forward: time beside FLOPs."""
+    shown = varying(cells)
+    names = (
+        Text("scores matmul", "scores 矩阵乘"),
+        Text("scale and mask", "缩放与掩码"),
+        Text("softmax"),
+        Text("final matmul", "最后的矩阵乘"),
+    )
+    columns = [Column(name, "ms") for name in names]
+    columns += [Column(Text("matmul / softmax, time", "矩阵乘 / softmax，时间"))]
+    columns += [Column(Text("matmul / softmax, FLOPs", "矩阵乘 / softmax，FLOPs"))]
+    rows = []
+    for cell in cells:
+        if not cell.ok:
+            rows.append([*keys(cell, shown), cell.verdict, *[""] * 5])
+            continue
+        parts = _attention_parts(cell)
+        scores, around, final = parts[SCORES, True], parts[SCORES, False], parts[OUTPUT, True]
+        softmax = parts[SOFTMAX, True] + parts[SOFTMAX, False]
+        ratio = f"{scores / softmax:.2f}x" if softmax else ""
+        times = map(ms, (scores, around, softmax, final))
+        rows.append([*keys(cell, shown), *times, ratio, f"{_flops_ratio(cell):.1f}x"])
+    notes = [
+        Text(
+            "of all blocks, in one forward pass; ratios: the scores' matmul over softmax",
+            "一次前向中所有块之和；比值：scores 矩阵乘比 softmax",
+        ),
+        say(
+            "FLOPs: 2 head_dim for a score, {} for its softmax: bytes, not FLOPs, are what softmax waits for",
+            "FLOPs：每个 score 2 head_dim，其 softmax {}：softmax 等的是字节而不是 FLOPs",
+            str(SOFTMAX_FLOPS),
+        ),
+    ]
+    title = title_of(cells[0].experiment, Text("inside attention, forward", "注意力内部，前向"), cells, shown)
+    return [Table(title, [*key_columns(shown), *columns], rows, [*notes, *remarks_on(cells, shown)])]
+
+
+def _flops_ratio(cell: CellView) -> float:
+    """FLOPs of the scores' matmul over those of softmax."""
+    return 2 * cell.get("d_model") / cell.get("num_heads") / SOFTMAX_FLOPS
+
+
+def _time_against_flops(cells: Cells) -> Text | None:
+    fine = [cell for cell in cells if cell.ok]
+    name = naming(fine)
+    times, flops = [], []
+    for cell in fine:
+        parts = _attention_parts(cell)
+        if parts[SCORES, True] and parts[SOFTMAX, False]:
+            times.append((parts[SCORES, True] / parts[SOFTMAX, False], name(cell)))
+            flops.append(_flops_ratio(cell))
+    if not times:
+        return None
+    return say(
+        "the scores' matmul has {} times the FLOPs of softmax, but takes only {} times as long",
+        "scores 矩阵乘的 FLOPs 是 softmax 的 {} 倍，时间却只有 {} 倍",
+        *(span(flops, "{:.1f}".format), extremes(times, "{:.2f}".format)),
+    )
+
+
+def _around_matmuls(cells: Cells) -> Text | None:
+    fine = [cell for cell in cells if cell.ok]
+    name = naming(fine)
+    shares = []
+    for cell in fine:
+        parts = _attention_parts(cell)
+        rest = sum(seconds for (_, matmul), seconds in parts.items() if not matmul)
+        if rest:
+            shares.append((rest / sum(parts.values()), name(cell)))
+    if not shares:
+        return None
+    return say(
+        "scale, mask and softmax take {} of the time of attention",
+        "缩放、掩码与 softmax 占注意力时间的 {}",
+        extremes(shares, lambda share: percent(share, 0)),
+    )
+
+
+ATTENTION_OPS = Experiment(
+    name="attention_ops",
+    title=Text("Inside attention", "注意力内部"),
+    question=Text(
+        "Inside attention, what takes the time and what the FLOPs?", "注意力内部，时间花在哪里，FLOPs 花在哪里？"
+    ),
+    grid=_inference_grid,
+    instrument=KERNEL_PROFILE,
+    tables=_attention_tables,
+    findings=(_time_against_flops, _around_matmuls),
+    order=20,
+)

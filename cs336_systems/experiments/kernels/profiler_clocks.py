@@ -1,0 +1,143 @@
+"""Do the profiler, CUDA events and the wall clock agree, and what is the gap?"""
+
+from collections.abc import Iterable, Sequence
+
+from cs336_systems.config import RunConfig
+from cs336_systems.experiments.kernels.kernel_time import KERNEL_PROFILE, phases_of
+from cs336_systems.experiments.spec import Config, Experiment, require_gpu, run_config
+from cs336_systems.report import terms
+from cs336_systems.report.cells import PHASES, CellView
+from cs336_systems.report.phrases import extremes, having, scale_of, size_of, value_of
+from cs336_systems.report.presentation import Cells
+from cs336_systems.report.rows import key_columns, keys, ms, percent, remarks_on, title_of, varying
+from cs336_systems.table import Column, Table, word
+from cs336_systems.text import Text, say
+
+CLOCKS = ("{}_time", "{}_event_time", "queued_{}_event_time", "busy_time: {}", "nsys_busy_time: {}")
+NOTES = [
+    Text(
+        "queued: nothing is synchronised between phases, and the host launches ahead, as in training",
+        "排队：阶段之间不同步，主机提前启动，与训练时一样",
+    ),
+    Text(
+        "torch.profiler, nsys: time in which at least one kernel ran, in profiled steps; empty: nsys is not installed",
+        "torch.profiler、nsys：分析的步中至少有一个内核在运行的时间；空：未安装 nsys",
+    ),
+    Text(
+        "launch-bound: events less kernels: the GPU waits for the host to launch the next one",
+        "等待启动：CUDA event 减去内核：GPU 在等主机启动下一个",
+    ),
+    Text("step, profiled: how much longer a step takes while it is profiled", "单步，分析时：被分析时一步变慢多少"),
+]
+
+
+def _grid(preset: str, base: RunConfig) -> Iterable[Config]:
+    require_gpu(PROFILER_AGREEMENT.name, base, "its clocks are the GPU's")
+    for size in ("small",) if preset == "quick" else ("small", "large", "2.7B"):
+        yield {**run_config(base, size), "profiler": "both"}
+
+
+def _tables(cells: Cells) -> list[Table]:
+    shown = varying(cells)
+    columns = [word(terms.PHASE), Column(Text("wall clock", "墙钟"), "ms")]
+    columns += [Column(Text("CUDA events", "CUDA event 计时"), "ms")]
+    columns += [Column(Text("events, queued", "CUDA event（排队）"), "ms")]
+    columns += [Column(Text("torch.profiler"), "ms"), Column(Text("nsys"), "ms")]
+    columns += [Column(Text("kernels over queued events", "内核相对排队的 event"))]
+    columns += [Column(Text("launch-bound", "等待启动"), "ms"), Column(Text("step, profiled", "单步，分析时"))]
+    rows = []
+    for cell in (cell for cell in cells if cell.ok):
+        slower = (cell.value("profiled_step_time") or 0.0) / (cell.value("step_time") or 1.0)
+        times = {phase: [cell.value(name.format(phase)) for name in CLOCKS] for phase in phases_of(cell)}
+        whole = [None if None in clock else sum(filter(None, clock)) for clock in zip(*times.values(), strict=True)]
+        for phase, (wall, events, queued, busy, nsys) in {**times, "all": whole}.items():
+            reference = queued or events  # older records have no queued ones
+            excess = f"{busy / reference - 1:+.2%}" if busy and reference else ""
+            gap = ms(events - busy) if busy and events else ""
+            clocks = map(ms, (wall, events, queued, busy, nsys))
+            rows.append([*keys(cell, shown), phase, *clocks, excess, gap, f"{slower:.2f}x"])
+    what = Text("the same phases by four clocks", "四种时钟测同样的阶段")
+    title = title_of(cells[0].experiment, what, cells, shown)
+    return [Table(title, [*key_columns(shown), *columns], rows, [*NOTES, *remarks_on(cells, shown)])]
+
+
+def _busy_share(cells: Cells) -> Text | None:
+    """State the share of forward and backward in which a kernel runs."""
+    found = _kernels_over_events(cells, "{}_event_time", ("forward", "backward"))
+    if not found:
+        return None
+    return say(
+        "kernels fill {} of forward and backward by CUDA events: the rest is the GPU waiting for the host",
+        "以 CUDA event 计，内核占前向与后向的 {}：其余是 GPU 在等主机",
+        extremes(found, percent),
+    )
+
+
+def _queued(cells: Cells) -> Text | None:
+    """State how far kernels and events differ in steps that are not synchronised between phases."""
+    found = _kernels_over_events(cells, "queued_{}_event_time", PHASES)
+    if not found:
+        return None
+    return say(
+        "of steps that are not synchronised between phases kernels and CUDA events differ by {}",
+        "阶段之间不同步的步中，内核与 CUDA event 相差 {}",
+        extremes([(abs(share - 1), name) for share, name in found], lambda share: percent(share, 2)),
+    )
+
+
+def _kernels_over_events(cells: Cells, events: str, phases: Sequence[str]) -> list[tuple[float, Text]]:
+    """Kernel time over event time of each cell, over the phases that have both."""
+    found = []
+    for cell in sorted((cell for cell in cells if cell.ok), key=scale_of):
+        pairs = [(value_of(cell, f"busy_time: {phase}"), value_of(cell, events.format(phase))) for phase in phases]
+        both = [(kernels, seconds) for kernels, seconds in pairs if kernels and seconds]
+        if both:
+            found.append((sum(row[0] for row in both) / sum(row[1] for row in both), Text(size_of(cell))))
+    return found
+
+
+def _profiled(cells: Cells) -> Text | None:
+    found = [
+        ((value_of(cell, "profiled_step_time") or 0.0) / (value_of(cell, "step_time") or 1.0), Text(size_of(cell)))
+        for cell in having(cells, "profiled_step_time", "step_time")
+    ]
+    if not found:
+        return None
+    ratios = extremes(found, "{:.2f}".format)
+    return say("a step that is profiled takes {} times as long", "被分析时一步为 {} 倍长", ratios)
+
+
+def _nsys(cells: Cells) -> Text | None:
+    found = []
+    for cell in (cell for cell in cells if cell.ok):
+        for phase in phases_of(cell):
+            theirs, ours = value_of(cell, f"nsys_busy_time: {phase}"), value_of(cell, f"busy_time: {phase}")
+            if theirs and ours:
+                found.append((abs(ours / theirs - 1), _named(cell, phase)))
+    if not found:
+        return None
+    off, name = max(found, key=lambda pair: pair[0])
+    return say(
+        "torch.profiler and nsys differ by {} at most ({})",
+        "torch.profiler 与 nsys 最多相差 {}（{}）",
+        *(percent(off, 2), name),
+    )
+
+
+def _named(cell: CellView, phase: str) -> Text:
+    return say("{} {}", "{} {}", size_of(cell), terms.PHASE_NAMES.get(phase, Text(phase)))
+
+
+PROFILER_AGREEMENT = Experiment(
+    name="profiler_agreement",
+    title=Text("Agreement of profilers", "性能分析器的一致性"),
+    question=Text(
+        "Do the profiler, CUDA events and the clock agree, and what is the gap?",
+        "性能分析器、CUDA event 与时钟是否一致，差在哪里？",
+    ),
+    grid=_grid,
+    instrument=KERNEL_PROFILE,
+    tables=_tables,
+    findings=(_busy_share, _queued, _profiled, _nsys),
+    order=30,
+)

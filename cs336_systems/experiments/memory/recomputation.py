@@ -1,0 +1,232 @@
+"""How many blocks should be recomputed together, predicted and measured?"""
+
+import dataclasses
+import re
+from collections.abc import Iterable, Mapping, Sequence
+from itertools import product
+from typing import Any
+
+from cs336_systems.config import RunConfig, model_config
+from cs336_systems.experiments.spec import Config, Experiment, Instrument, step_memory
+from cs336_systems.record import GIB
+from cs336_systems.report import terms
+from cs336_systems.report.cells import CellView
+from cs336_systems.report.document import Chart, Series
+from cs336_systems.report.phrases import having, pairs_of, settings_of, span, speed_up, together, value_of
+from cs336_systems.report.points import joined, measured, series_of
+from cs336_systems.report.presentation import Cells
+from cs336_systems.report.rows import gib, ms, percent, remarks_on, title_of
+from cs336_systems.table import Column, Table
+from cs336_systems.text import Text, say
+
+GROUPS = ((0, 0), (1, 0), (2, 0), (4, 0), (8, 0), (16, 0), (4, 1), (8, 1), (8, 2), (16, 4))
+"""(blocks recomputed together, blocks recomputed together once more inside such a group; 0: none)."""
+
+# -- grid -------------------------------------------------------------------------------------------------------------
+
+
+def _grid(preset: str, base: RunConfig) -> Iterable[Config]:
+    quick = preset == "quick"
+    overrides = {"num_layers": 8, "vocab_size": 1000} if quick else {"context_length": 2048}
+    model = model_config("tiny" if quick else "2.7B", **overrides)
+    groups = ((0, 0), (1, 0), (2, 0), (4, 0), (4, 1)) if quick else GROUPS
+    for precision, (outer, inner) in product(("fp32",) if quick else ("fp32", "bf16"), groups):
+        run = dataclasses.replace(base, model=model, size="", precision=precision, checkpoint_blocks=outer)
+        yield {**run.to_dict(), "inner": inner}
+
+
+def _label(config: Mapping[str, Any], experiments: Sequence[str]) -> str:
+    return f"{config['size']} {config['precision']} groups {config['checkpoint_blocks']}/{config['inner']}"
+
+
+INSTRUMENT = Instrument(
+    name="checkpointing",
+    measure="cs336_systems.experiments.memory.measure_memory:measure_recomputation",
+    label=_label,
+    memory=step_memory,
+)
+
+# -- tables -----------------------------------------------------------------------------------------------------------
+
+
+def _tables(cells: Cells) -> list[Table]:
+    return [
+        _table([cell for cell in cells if cell.get("precision") == precision])
+        for precision in dict.fromkeys(cell.get("precision") for cell in cells)
+    ]
+
+
+def _table(cells: Cells) -> Table:
+    columns = [Column(Text("group", "组")), Column(Text("inside it", "组内")), Column(terms.STEP, "ms")]
+    columns += [Column(Text("over none", "相对不重计算"))]
+    columns += [Column(name, "GiB") for name in (terms.PEAK, terms.PREDICTED, terms.TRACED)]
+    columns += [Column(terms.ERROR), Column(Text("traced, error", "追踪，误差"))]
+    base = next((cell.value("step_time") for cell in cells if cell.ok and not cell.get("checkpoint_blocks")), None)
+    rows = []
+    for cell in sorted(cells, key=lambda cell: (cell.get("inner") > 0, cell.get("checkpoint_blocks"))):
+        group = [str(cell.get("checkpoint_blocks") or "none"), str(cell.get("inner") or "")]
+        if not cell.ok:
+            rows.append([*group, cell.verdict, *[""] * 6])
+            continue
+        step, peak = cell.value("step_time"), cell.value("peak_memory") or 1.0
+        found = [cell.value(name) for name in ("predicted_memory", "predicted_by_tracing_memory")]
+        errors = ["" if size is None else f"{size / peak - 1:+.2%}" for size in found]
+        over = f"{step / base:.2f}x" if step and base else ""
+        rows.append([*group, ms(step), over, *map(gib, (peak, *found)), *errors])
+    shown = ["checkpoint_blocks"]
+    title = title_of(cells[0].experiment, Text("blocks recomputed together", "一起重计算的块"), cells, shown)
+    return Table(title, columns, rows, [*_best(cells), *remarks_on(cells, shown, on_spread=False)])
+
+
+def _best(cells: Cells) -> list[Text]:
+    """Notes on the group with the least memory, predicted and measured."""
+    ok = [cell for cell in cells if cell.ok]
+    flat, nested = Text("flat", "不嵌套"), Text("of all", "全部")
+    notes = []
+    for what, chosen in ((flat, [cell for cell in ok if not cell.get("inner")]), (nested, ok)):
+        if chosen:
+            names = [_group_name(_least(chosen, metric)) for metric in ("predicted_by_tracing_memory", "peak_memory")]
+            notes.append(
+                say(
+                    "least memory, {}: groups of {} predicted, {} measured",
+                    "显存最少（{}）：预测每组 {}，实测 {}",
+                    *(what, *names),
+                )
+            )
+    return notes
+
+
+def _least(cells: Cells, metric: str) -> CellView:
+    """The simplest of the cells whose memory is within a thousandth of the least."""
+    least = min(cell.value(metric) or float("inf") for cell in cells)
+    near = [cell for cell in cells if (cell.value(metric) or float("inf")) <= 1.001 * least]
+    return min(near, key=lambda cell: (cell.get("inner"), cell.get("checkpoint_blocks") or float("inf")))
+
+
+def _group_name(cell: CellView) -> Text:
+    outer, inner = cell.get("checkpoint_blocks"), cell.get("inner")
+    if not outer:
+        return Text("none", "不重计算")
+    return say("{} with {} inside", "{}（组内 {}）", str(outer), str(inner)) if inner else Text(str(outer))
+
+
+# -- charts -----------------------------------------------------------------------------------------------------------
+
+
+def _charts(cells: Cells) -> list[Chart]:
+    ordered = sorted(cells, key=lambda cell: (cell.get("inner") > 0, cell.get("checkpoint_blocks"), cell.get("inner")))
+    precisions = list(dict.fromkeys(cell.get("precision") for cell in cells))
+    by_precision = [(str(p), [cell for cell in ordered if cell.get("precision") == p]) for p in precisions]
+    peaks = [
+        series_of(precision, (measured(cell, "peak_memory", _bar(cell), GIB) for cell in own))
+        for precision, own in by_precision
+    ]
+    peaks += [
+        Series(
+            say("{}: {}", "{}：{}", precision, terms.PREDICTED),
+            joined(measured(cell, "predicted_by_tracing_memory", _bar(cell), GIB) for cell in own),
+            drawn="marks",
+            over=number,
+        )
+        for number, (precision, own) in enumerate(by_precision)
+    ]
+    times = [
+        series_of(precision, (measured(cell, "step_time", _bar(cell)) for cell in own))
+        for precision, own in by_precision
+    ]
+    blocks = Text("blocks in a group; a/b: inside groups of a, of b", "每组块数；a/b 表示组内再分组")
+    peak, time = (
+        Text("Peak by blocks recomputed together", "峰值与重计算分组"),
+        Text("Step time by blocks recomputed together", "耗时与重计算分组"),
+    )
+    return [
+        Chart("", peak, "bars", blocks, terms.GIB_TEXT, peaks),
+        Chart("", time, "bars", blocks, terms.MS, times),
+    ]
+
+
+def _bar(cell: CellView) -> str:
+    inner = f"/{cell.get('inner')}" if cell.get("inner") else ""
+    return f"{cell.get('checkpoint_blocks') or 'none'}{inner}"
+
+
+# -- findings ---------------------------------------------------------------------------------------------------------
+
+
+def _least_memory(cells: Cells) -> Text | None:
+    said = None
+    for precision in dict.fromkeys(cell.get("precision") for cell in cells):
+        chosen = [cell for cell in cells if cell.get("precision") == precision]
+        said = together(said, _best_group(str(precision), chosen))
+    return said
+
+
+def _best_group(precision: str, cells: Cells) -> Text | None:
+    fine = [cell for cell in having(cells, "peak_memory") if cell.get("checkpoint_blocks")]
+    if not fine:
+        return None
+    best = _least(fine, "peak_memory")
+    said = say(
+        "in {} groups of {} need the least memory, {} GiB",
+        "{} 下每组 {} 块最省显存，{} GiB",
+        *(precision, str(best.get("checkpoint_blocks")), gib(value_of(best, "peak_memory"))),
+    )
+    whole = _without_recomputation(cells)
+    return say("{}, against {}", "{}，{}", said, whole) if whole else said
+
+
+def _without_recomputation(cells: Cells) -> Text | None:
+    for cell in (cell for cell in cells if not cell.get("checkpoint_blocks")):
+        if peak := value_of(cell, "peak_memory"):
+            return say("{} without", "不重计算为 {}", gib(peak))
+        if needed := re.match(r"oom: needs ([\d.,]+) GiB", cell.status):
+            return say("{} without, which do not fit", "不重计算为 {}，放不下", needed[1])
+    return None
+
+
+def _recompute_time(cells: Cells) -> Text | None:
+    """State what recomputing costs against none, and nesting against the same groups without it."""
+    fine = having(cells, "step_time")
+    flat = {settings_of(cell): cell for cell in fine if not cell.get("inner")}
+    nested = [_over(cell, base) for cell in fine if cell.get("inner") and (base := flat.get(settings_of(cell)))]
+    grouped = [_over(cell, base) for cell, base in pairs_of(list(flat.values()), "checkpoint_blocks", 0)]
+    said = None
+    for found, en, zh in (
+        (grouped, "recomputing makes a step {} times as long", "重计算使单步时间为 {} 倍"),
+        (nested, "nesting groups once more makes a step {} times as long", "组内再嵌套一层使单步时间为 {} 倍"),
+    ):
+        said = together(said, say(en, zh, span(found, "{:.2f}".format))) if found else said
+    return said
+
+
+def _over(cell: CellView, base: CellView) -> float:
+    return 1 / speed_up((cell, base))
+
+
+def _traced_prediction(cells: Cells) -> Text | None:
+    found = [
+        abs((value_of(cell, "predicted_by_tracing_memory") or 0.0) / (value_of(cell, "peak_memory") or 1.0) - 1)
+        for cell in having(cells, "peak_memory", "predicted_by_tracing_memory")
+    ]
+    if not found:
+        return None
+    return say(
+        "{} peaks predicted by tracing are off by {} at most",
+        "{} 个由追踪预测的峰值最大误差为 {}",
+        *(str(len(found)), percent(max(found), 2)),
+    )
+
+
+CHECKPOINTING = Experiment(
+    name="checkpointing",
+    title=Text("Recomputing activations", "激活重计算"),
+    question=Text(
+        "How many blocks should be recomputed together, predicted and measured?", "应当几块一组重计算，预测与实测如何？"
+    ),
+    grid=_grid,
+    instrument=INSTRUMENT,
+    tables=_tables,
+    charts=_charts,
+    findings=(_least_memory, _recompute_time, _traced_prediction),
+    order=20,
+)

@@ -1,0 +1,126 @@
+"""`cs336 profile` records kernels and memory of a step; `cs336 inspect` reads traces and snapshots from elsewhere."""
+
+import sys
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+from cs336_systems.config import RunConfig, UserError, flag, flag_like
+from cs336_systems.experiments.catalogue import Request, catalogue
+from cs336_systems.experiments.kernels.kernel_time import KERNELS, kernel_tables
+from cs336_systems.experiments.session import SessionArguments, new_run_file, run_session
+from cs336_systems.measure.readers.nsys import find_nsys, read_nsys
+from cs336_systems.measure.readers.snapshot import read_snapshot
+from cs336_systems.measure.readers.trace import WHOLE, Trace, read_chrome, trace_metrics
+from cs336_systems.predict.model_flags import ShapeArguments
+from cs336_systems.record import GIB, MIB
+from cs336_systems.report import terms
+from cs336_systems.report.cells import CellView
+from cs336_systems.report.web.timeline_page import write_page
+from cs336_systems.table import Column, Table, word
+from cs336_systems.text import Text, say
+from cs336_systems.timeline import Timeline
+
+LARGEST_SHOWN = 10
+
+
+def _profiles() -> list[str]:
+    """Names of the experiments that are part of a profile."""
+    return [name for name, experiment in catalogue().items() if experiment.profile is not None]
+
+
+@dataclass(frozen=True)
+class ProfileArguments(SessionArguments, ShapeArguments):
+    model: str | None = flag_like(RunConfig, "model_factory")
+    compile: bool = flag_like(RunConfig, "compile")
+    fast: str = flag_like(RunConfig, "fast")
+    nsys: bool = flag(False, "kernels by Nsight Systems instead of torch.profiler, where it is installed")
+    only: tuple[str, ...] = flag((), f"only these of {', '.join(_profiles())}")
+
+
+def run_profile(arguments: ProfileArguments) -> None:
+    """Measure the profiles asked for, and show them."""
+    wanted = arguments.only or tuple(_profiles())
+    for name in wanted:
+        if name not in _profiles():
+            raise UserError(f"--only {name!r}: choose from {', '.join(_profiles())}")
+    by_nsys = arguments.nsys and find_nsys() is not None
+    if arguments.nsys and not by_nsys:
+        print("nsys is not installed, or not on PATH: using torch.profiler", file=sys.stderr)
+
+    def requests_on(device: str) -> list[Request]:
+        run = _without_graph(_configured(arguments, device))
+        requests = []
+        for name in wanted:
+            check = catalogue()[name].profile
+            reason = check(run) if check else None
+            if reason is None:
+                own = {"profiler": "nsys"} if by_nsys and name == KERNELS.name else {}
+                requests.append((name, {**run.to_dict(), **own}))
+            elif name in arguments.only:
+                raise UserError(f"--only {','.join(arguments.only)}: {reason}")
+        return requests
+
+    requests_on(arguments.device or "cuda")  # reports mistakes before a process is started
+    run_session(arguments, Path(arguments.output) if arguments.output else new_run_file("profile"), requests_on)
+
+
+def _configured(arguments: ProfileArguments, device: str) -> RunConfig:
+    return arguments.run_config(
+        default_size="small" if device.startswith("cuda") else "tiny",
+        device=device,
+        model_factory=arguments.model,
+        compile=arguments.compile,
+        fast=arguments.fast,
+        warmup_steps=arguments.warmup_steps,
+        num_steps=arguments.num_steps,
+    )
+
+
+def _without_graph(run: RunConfig) -> RunConfig:
+    """The run without CUDA graphs, whose kernels cannot be attributed to a phase, module or line."""
+    if "graph" not in run.fast_parts:
+        return run
+    return replace(run, fast=",".join(run.fast_parts - {"graph"}) or "off")
+
+
+# -- traces and snapshots from elsewhere ------------------------------------------------------------------------------
+
+
+def inspected(path: Path) -> list[Table]:
+    """The tables of a file; for a snapshot also a page, written beside it."""
+    name = path.name.lower()
+    if name.endswith((".sqlite", ".db")):
+        return _kernel_tables(path, read_nsys(path))
+    if name.endswith((".json", ".json.gz")):
+        return _kernel_tables(path, read_chrome(path))
+    if name.endswith((".pickle", ".pkl")):
+        return _memory_tables(path, read_snapshot(path))
+    raise UserError(f"{str(path)!r}: traces end in .json, .json.gz or .sqlite, memory snapshots in .pickle")
+
+
+def _kernel_tables(path: Path, trace: Trace) -> list[Table]:
+    if all(kernel.phase is None for kernel in trace.kernels):
+        trace = replace(trace, kernels=[replace(kernel, phase=WHOLE) for kernel in trace.kernels])
+    return kernel_tables([CellView.of("trace", {"size": path.name}, trace_metrics(trace))])
+
+
+def _memory_tables(path: Path, timeline: Timeline) -> list[Table]:
+    page = path.with_suffix(".html")
+    try:
+        write_page(timeline, page)
+        written = say("open in a browser: {}", "用浏览器打开：{}", str(page))
+    except OSError as error:
+        reason = f"{str(page)!r}: {error.strerror}"
+        written = say("no page: cannot write {}", "没有页面：无法写入 {}", reason)
+    moment, peak = timeline.peak()
+    at_peak = Text("at the peak", "峰值处")
+    parts = [[label, f"{size / GIB:.3f}", f"{size / peak:.1%}"] for label, size in timeline.parts_at(moment).items()]
+    columns = [word(Text("made by", "产生者")), Column(at_peak, "GiB"), Column(terms.SHARE)]
+    largest = sorted(timeline.blocks, key=lambda block: -block.size)[:LARGEST_SHOWN]
+    blocks = [[f"{block.size / MIB:,.1f}", block.line or block.label] for block in largest]
+    title = say("snapshot: {}, peak {} GiB", "快照：{}，峰值 {} GiB", path.name, f"{peak / GIB:.3f}")
+    largest_title = Text("snapshot: the largest blocks", "快照：最大的块")
+    return [
+        Table(title, columns, parts, [written]),
+        Table(largest_title, [Column(terms.BYTES, "MiB"), word(terms.LINE)], blocks),
+    ]

@@ -1,0 +1,156 @@
+"""Shared by the experiments with several ranks: the instrument and grid of arrangements, titles, notes, findings.
+
+All arrangements of a cell train the same model on the same data in one group of ranks, interleaved one step at a time:
+a disturbance of the machine affects all of them. Comparisons are made within a round.
+"""
+
+import dataclasses
+import statistics
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from functools import partial
+from typing import Any
+
+from cs336_systems.config import RunConfig, model_config
+from cs336_systems.experiments.ranks.arrangement import TORCH_FSDP, Arrangement
+from cs336_systems.experiments.spec import Config, Instrument
+from cs336_systems.report.cells import CellView
+from cs336_systems.report.phrases import MOST, safely, together
+from cs336_systems.report.presentation import Cells, Sentence
+from cs336_systems.report.referee import remarks
+from cs336_systems.report.rows import setting, titled
+from cs336_systems.report.terms import STATUS
+from cs336_systems.table import Table, word
+from cs336_systems.text import Text, listed, say
+
+ARRANGEMENT = Text("arrangement", "方案")
+WEIGHT_ERROR = Text("weight error", "权重偏差")
+
+# -- instrument and grid ----------------------------------------------------------------------------------------------
+
+
+def _label(config: Mapping[str, Any], experiments: Sequence[str]) -> str:
+    return f"{', '.join(experiments)} {config['size']}, {config['ranks']} ranks, interleaved"
+
+
+INTERLEAVED = Instrument(
+    name="arrangements",
+    measure="cs336_systems.experiments.ranks.measure_arrangements:measure_arrangements",
+    label=_label,
+    label_has_name=False,
+)
+SMALL_MODEL = {
+    "context_length": 64,
+    "d_model": 256,
+    "d_ff": 1024,
+    "num_layers": 6,
+    "num_heads": 8,
+    "vocab_size": 4000,
+}
+"""The model of the quick preset and of the slow network."""
+SLOW_LINK = [5e-3, 1e8]
+"""Seconds and bytes per second: sending the gradients of the small model takes as long as its backward pass."""
+
+
+def arrangement_grid(
+    preset: str, base: RunConfig, arrangements: Iterable[Arrangement], link: list[float] | None = None
+) -> Iterable[Config]:
+    """Two ranks on the CPU, or sharing the GPU through Gloo, and with a GPU each through NCCL where there are two.
+
+    The quick preset and the emulated network (`link`) always run the small model on the CPU.
+    """
+    small = preset == "quick" or link is not None
+    model = model_config("tiny", **SMALL_MODEL) if small else model_config("small")
+    run = dataclasses.replace(base, model=model, size="", device="cpu" if small else base.device, warmup_steps=2)
+    for backend in ("gloo", "nccl") if run.device_type == "cuda" else ("gloo",):
+        # torch 2.11: fully_shard ends in a segmentation fault on CUDA through Gloo.
+        crashes = {TORCH_FSDP} if (backend, run.device_type) == ("gloo", "cuda") else set()
+        names = [arrangement.name for arrangement in arrangements if arrangement not in crashes]
+        own = {"ranks": 2, "backend": backend, "arrangements": names, "link": link}
+        yield {**run.to_dict(), **own, "rounds": 5 if preset == "quick" else 9}
+
+
+# -- cells ------------------------------------------------------------------------------------------------------------
+
+
+def arrangements_of(cell: CellView) -> list[Arrangement]:
+    return [Arrangement.named(name) for name in cell.get("arrangements")]
+
+
+def paired_steps(one: CellView, base: CellView, compare: Callable[[float, float], float]) -> float | None:
+    """The median over rounds of a comparison of step times within the round: common disturbances cancel."""
+    if "step_time" not in one.metrics or "step_time" not in base.metrics:
+        return None
+    pairs = zip(one.metrics["step_time"].numbers, base.metrics["step_time"].numbers, strict=True)
+    return statistics.median(compare(a, b) for a, b in pairs)
+
+
+# -- tables and charts ------------------------------------------------------------------------------------------------
+
+
+def table_per_cell(cells: Cells, make: Callable[[CellView], Table]) -> list[Table]:
+    """A table for each cell that succeeded, or one of the failures."""
+    return [make(cell) for cell in cells if cell.ok] or [failure_table(cells)]
+
+
+def failure_table(cells: Cells) -> Table:
+    rows = [[cell.verdict] for cell in cells]
+    return Table(Text(cells[0].experiment), [word(STATUS)], rows, [remark.text for remark in remarks(cells)])
+
+
+def cell_title(cell: CellView, what: Text) -> Text:
+    size, context, batch = (str(cell.get(name)) for name in ("size", "context_length", "batch_size"))
+    on_each = say("batch {} on each rank", "每个 rank batch {}", batch)
+    where: list[str | Text] = [cell.machine, _ranks(cell), size, setting("context_length", context), on_each]
+    return titled(cell.experiment, _with_network(cell, what), where)
+
+
+def chart_title(cell: CellView, what: Text) -> Text:
+    where = _with_network(cell, listed([str(cell.get("size")), _ranks(cell)], (", ", "，")))
+    return say("{}: {}", "{}：{}", what, where)
+
+
+def _ranks(cell: CellView) -> Text:
+    values = [str(cell.get(name)) for name in ("ranks", "backend", "device")]
+    return say("{} ranks, {}, {}", "{} 个 rank，{}，{}", *values)
+
+
+def _with_network(cell: CellView, said: Text) -> Text:
+    """Name the emulated network, where there is one."""
+    link = cell.get("link")
+    if not link:
+        return said
+    values = (f"{link[1] / 1e9:g}", f"{link[0] * 1e3:g}")
+    return say("{}, emulated network of {} GB/s and {} ms", "{}，模拟 {} GB/s、{} ms 的网络", said, *values)
+
+
+def gloo_notes(cells: Cells) -> list[Text]:
+    if all(cell.get("backend") == "nccl" for cell in cells):
+        return []
+    note = "Gloo between processes of one machine stands in for a network: these are not GPU-to-GPU numbers"
+    return [Text(note, "以一台机器上进程间的 Gloo 代替网络：并非 GPU 之间的通信数字")]
+
+
+# -- findings ---------------------------------------------------------------------------------------------------------
+
+
+def per_link(*facts: Callable[[CellView], Text | None]) -> tuple[Sentence, ...]:
+    """One sentence for each link between the ranks; links between GPUs come first."""
+
+    def sentence(cells: Cells, number: int) -> Text | None:
+        fine = sorted((cell for cell in cells if cell.ok), key=lambda cell: cell.get("backend") != "nccl")
+        cell = fine[number]
+        said = None
+        for fact in facts:
+            said = together(said, safely(fact, cell))
+        return say("{}: {}", "{}：{}", _link(cell), said) if said else None
+
+    return tuple(partial(sentence, number=number) for number in range(MOST))
+
+
+def _link(cell: CellView) -> Text:
+    """The link between the ranks; Gloo within one machine must not be taken for a network."""
+    ranks, backend, device = (str(cell.get(name)) for name in ("ranks", "backend", "device"))
+    said = say("{} ranks, {} on {}", "{} 个 rank、{}（{}）", ranks, backend, device)
+    if backend == "gloo":
+        said = say("{} ranks of one machine through Gloo ({})", "一台机器上 {} 个 rank、经 Gloo（{}）", ranks, device)
+    return _with_network(cell, said)

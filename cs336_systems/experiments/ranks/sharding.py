@@ -1,0 +1,168 @@
+"""`optimizer_sharding` and `fsdp`: what does sharding the optimizer state, or everything, save and cost?"""
+
+from collections.abc import Callable, Iterable
+from dataclasses import replace
+
+from cs336_systems.config import RunConfig
+from cs336_systems.experiments.ranks.arrangement import (
+    DDP,
+    FSDP,
+    PARTS,
+    SHARDED,
+    TORCH_FSDP,
+    TORCH_ZERO,
+    Arrangement,
+)
+from cs336_systems.experiments.ranks.multi_rank import (
+    ARRANGEMENT,
+    INTERLEAVED,
+    WEIGHT_ERROR,
+    arrangement_grid,
+    arrangements_of,
+    cell_title,
+    chart_title,
+    gloo_notes,
+    per_link,
+    table_per_cell,
+)
+from cs336_systems.experiments.spec import Config, Experiment
+from cs336_systems.record import MIB
+from cs336_systems.report.cells import CellView
+from cs336_systems.report.document import Chart, Point, Series
+from cs336_systems.report.phrases import median_of, times_text, value_of
+from cs336_systems.report.presentation import Cells
+from cs336_systems.report.rows import ms, number, percent
+from cs336_systems.report.terms import GRADIENTS, OPTIMIZER_STATE, PARAMETERS, PEAK, STEP
+from cs336_systems.table import Column, Table, word
+from cs336_systems.text import Text, say
+
+STATE_HEADS = (PARAMETERS, GRADIENTS, Text("state", "状态"), Text("total", "合计"), Text("formula", "公式"))
+ALLOCATOR_HEADS = {
+    "init": Text("init", "初始"),
+    "before_update": Text("before update", "更新前"),
+    "after_update": Text("after update", "更新后"),
+    "peak": PEAK,
+}
+"""Moments at which CUDA's allocator is asked, with their headings."""
+
+
+def _optimizer_grid(preset: str, base: RunConfig) -> Iterable[Config]:
+    return arrangement_grid(preset, base, (DDP, SHARDED, TORCH_ZERO))
+
+
+def _fsdp_grid(preset: str, base: RunConfig) -> Iterable[Config]:
+    return arrangement_grid(preset, base, (DDP, SHARDED, FSDP, TORCH_FSDP))
+
+
+# -- tables and charts ------------------------------------------------------------------------------------------------
+
+
+def sharding_tables(cells: Cells) -> list[Table]:
+    return table_per_cell(cells, _table)
+
+
+def _table(cell: CellView) -> Table:
+    """Memory on the fullest rank beside the formula's, and time."""
+    columns = [word(ARRANGEMENT), Column(STEP, "ms"), Column(Text("update", "更新"), "ms")]
+    columns += [Column(head, "MiB") for head in STATE_HEADS]
+    columns += [Column(Text("over ideal state", "相对理想状态")), Column(WEIGHT_ERROR)]
+    notes = [
+        Text(
+            "medians; memory on the fullest rank before the update; formula: sharded parts over the number of ranks",
+            "中位数；显存为最满的 rank 在更新之前的；公式：被分片的部分除以 rank 数",
+        ),
+        *gloo_notes([cell]),
+    ]
+    arrangements = arrangements_of(cell)
+    views = [cell.variant(arrangement.name) for arrangement in arrangements]
+    whole = {part: max(view.value(f"{part}_memory") or 0.0 for view in views) for part in PARTS}
+    moments = [moment for moment in ALLOCATOR_HEADS if f"{moment}_memory" in views[0].metrics]
+    if moments:
+        columns += [Column(ALLOCATOR_HEADS[moment], "MiB") for moment in moments]
+        note = "init, before and after the update, peak of the step: from CUDA's allocator, activations included"
+        notes.append(Text(note, "初始、更新前后、单步峰值：来自 CUDA 分配器，含激活"))
+    rows = []
+    for arrangement, own in zip(arrangements, views, strict=True):
+        sizes = [own.value(f"{part}_memory") or 0.0 for part in PARTS]
+        divisors = {part: cell.get("ranks") if part in arrangement.sharded_parts else 1 for part in PARTS}
+        formula = sum(whole[part] / divisors[part] for part in PARTS)
+        over_ideal = sizes[PARTS.index("optimizer")] / (whole["optimizer"] / divisors["optimizer"])
+        times = [own.median("step_time"), own.median("optimizer_time")]
+        memory = [number(size / MIB, 1) for size in (*sizes, sum(sizes), formula)]
+        allocated = [number((own.value(f"{moment}_memory") or 0.0) / MIB, 1) for moment in moments]
+        error = f"{own.value('weight_error'):.1e}"
+        rows.append([arrangement.name, *map(ms, times), *memory, f"{over_ideal:.3f}x", error, *allocated])
+    return Table(cell_title(cell, Text("memory and time", "显存与时间")), columns, rows, notes)
+
+
+def sharding_charts(cells: Cells) -> list[Chart]:
+    return [_chart(cell) for cell in cells if cell.ok]
+
+
+def _chart(cell: CellView) -> Chart:
+    series = []
+    for part, head in zip(PARTS, (PARAMETERS, GRADIENTS, OPTIMIZER_STATE), strict=True):
+        sizes = {name: cell.variant(name).value(f"{part}_memory") or 0.0 for name in cell.get("arrangements")}
+        series.append(Series(head, [Point(name, size / MIB) for name, size in sizes.items()]))
+    title = chart_title(cell, Text("Memory on the fullest rank", "占用最多的 rank"))
+    return Chart("", title, "stacked", ARRANGEMENT, Text("MiB"), series)
+
+
+# -- findings ---------------------------------------------------------------------------------------------------------
+
+
+def _saving_of(subject: Arrangement) -> Callable[[CellView], Text | None]:
+    """A fact that compares the arrangement with plain data parallel and with torch's own implementation."""
+    theirs = replace(subject, library="torch").name
+
+    def fact(cell: CellView) -> Text | None:
+        base, held = _held(cell, DDP.name), _held(cell, subject.name)
+        if not base or not held:
+            return None
+        said = say(
+            "{0} holds {1} MiB on a rank, {2} less than ddp ({3})",
+            "{0} 在每个 rank 上占 {1} MiB，比 ddp（{3}）少 {2}",
+            *(subject.name, number(held / MIB, 1), percent(1 - held / base, 0), number(base / MIB, 1)),
+        )
+        ours, plain, other = (median_of(cell.variant(name), "step_time") for name in (subject.name, DDP.name, theirs))
+        if ours and plain:
+            cost = (ms(ours), times_text(ours / plain))
+            said = say("{}, and takes {} ms a step, {} times as long", "{}，每步 {} ms，时间是其 {} 倍", said, *cost)
+        if other:
+            values = (theirs, number(_held(cell, theirs) / MIB, 1), ms(other))
+            said = say("{}; {} {} MiB and {} ms", "{}；{} 为 {} MiB、{} ms", said, *values)
+        return said
+
+    return fact
+
+
+def _held(cell: CellView, name: str) -> float:
+    return sum(value_of(cell.variant(name), f"{part}_memory") or 0.0 for part in PARTS)
+
+
+OPTIMIZER_SHARDING = Experiment(
+    name="optimizer_sharding",
+    title=Text("Sharded optimizer", "分片优化器"),
+    question=Text(
+        "What does sharding the optimizer state save, and cost?", "把优化器状态分到各 rank 节省什么，代价是什么？"
+    ),
+    instrument=INTERLEAVED,
+    grid=_optimizer_grid,
+    tables=sharding_tables,
+    charts=sharding_charts,
+    findings=per_link(_saving_of(SHARDED)),
+    statistic="median",
+    order=40,
+)
+FULLY_SHARDED = Experiment(
+    name="fsdp",
+    title=Text("Sharding everything", "全部分片"),
+    question=Text("What does sharding everything save, and cost?", "全部分片节省什么，代价是什么？"),
+    instrument=INTERLEAVED,
+    grid=_fsdp_grid,
+    tables=sharding_tables,
+    charts=sharding_charts,
+    findings=per_link(_saving_of(FSDP)),
+    statistic="median",
+    order=50,
+)

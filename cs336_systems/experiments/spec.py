@@ -1,0 +1,134 @@
+"""`Experiment` and `Instrument`: all that the runner, the command line and the report need to know of an experiment.
+
+A module of a topic folder defines experiments at its top level, and that is all it takes to add one:
+
+    STARTUP = Experiment(
+        name="startup",
+        title=Text("Start-up", "启动"),
+        question=Text("How long does the first step take?", "第一步要多久？"),
+        grid=lambda preset, base: [run_config(base, "tiny", warmup_steps=0)],
+        instrument=STEP,
+        tables=startup_tables,
+    )
+
+Such modules never import torch at their top level: the runner and the report import them. Modules named `measure_*`
+hold the instruments; only the worker process imports those.
+"""
+
+import dataclasses
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+from cs336_systems.config import RunConfig, UserError, model_config
+from cs336_systems.predict.memory_model import estimate
+from cs336_systems.report.presentation import Presentation
+
+PRESETS = ("quick", "course", "full")
+Config = dict[str, Any]
+Grid = Callable[[str, RunConfig], Iterable[Config]]
+"""(preset, base) -> configurations; `base` carries the device and whatever the user set for all cells."""
+
+
+class Memory(NamedTuple):
+    """Bytes that a cell needs, predicted without running it."""
+
+    predicted: int
+    at_least: bool = False
+    """The prediction is a lower bound."""
+
+
+def label_by_values(config: Mapping[str, Any], experiments: Sequence[str]) -> str:
+    """The words of a configuration, for progress lines."""
+    return " ".join(str(value) for value in config.values() if isinstance(value, str) and value)
+
+
+def unknown_memory(config: Mapping[str, Any]) -> Memory | None:
+    return None
+
+
+def never(config: Mapping[str, Any]) -> bool:
+    return False
+
+
+@dataclass(frozen=True)
+class Instrument:
+    """A function that measures one cell. Experiments that share an instrument share equal cells."""
+
+    name: str
+    measure: str
+    """`module:function`; the worker imports it and calls `function(config, **options) -> list[Metric]`."""
+    label: Callable[[Mapping[str, Any], Sequence[str]], str] = label_by_values
+    """(configuration, names of the experiments that ask for it) -> the cell's name in progress lines."""
+    label_has_name: bool = True
+    """The instrument's name comes before the label."""
+    memory: Callable[[Mapping[str, Any]], Memory | None] = unknown_memory
+    """The predicted need of a cell; a cell that cannot fit is not run. None where nothing is known."""
+    needs_fresh_process: Callable[[Mapping[str, Any]], bool] = never
+    """Whether the cold start is part of what is measured: little warm-up, a compilation, a user's model."""
+    takes_peak_tflops: bool = False
+    keeps_files: bool = False
+    """`measure` takes a `folder` for files too large for a record: traces, snapshots."""
+
+
+def _nothing(preset: str, base: RunConfig) -> Iterable[Config]:
+    return ()
+
+
+@dataclass(frozen=True, kw_only=True)
+class Experiment(Presentation):
+    """One experiment: what it asks, its grid of cells, the instrument that measures a cell, and how it is shown."""
+
+    instrument: Instrument | None = None
+    """None: another command records it."""
+    grid: Grid = _nothing
+    runnable: bool = True
+    """`cs336 run` offers it."""
+    profile: Callable[[RunConfig], str | None] | None = None
+    """For a part of `cs336 profile`: why a configuration cannot be profiled, or None. Otherwise None."""
+
+    @property
+    def command(self) -> str:
+        return f"cs336 run {self.name} --preset course" if self.runnable and self.instrument else ""
+
+
+# -- for grids --------------------------------------------------------------------------------------------------------
+
+
+def run_config(base: RunConfig, size: str, context: int | None = None, **fields: Any) -> Config:
+    """The configuration of a step of the named size."""
+    overrides = {"context_length": context} if context else {}
+    return dataclasses.replace(base, model=model_config(size, **overrides), size=size, **fields).to_dict()
+
+
+def require_gpu(experiment: str, base: RunConfig, reason: str) -> None:
+    if base.device_type != "cuda":
+        raise UserError(f"{experiment} needs a CUDA GPU: {reason}")
+
+
+# -- for instruments that run a training step -------------------------------------------------------------------------
+
+
+def label_step(config: Mapping[str, Any], experiments: Sequence[str]) -> str:
+    """Size, context, mode and precision, and whatever differs from the defaults."""
+    run = RunConfig.of(config)
+    extras = [f"warm-up {run.warmup_steps}"] if run.warmup_steps != RunConfig.warmup_steps else []
+    extras += [run.attention] if run.attention != "reference" else []
+    extras += ["compiled"] if run.compile else []
+    extras += [f"fast {run.fast}"] if run.fast != "off" else []
+    extras += [run.model_factory] if run.model_factory else []
+    extras += [f"checkpoint {run.checkpoint_blocks}"] if run.checkpoint_blocks else []
+    return " ".join([run.size, str(run.model.context_length), run.mode, run.precision, *extras])
+
+
+def step_memory(config: Mapping[str, Any]) -> Memory | None:
+    """The closed form's prediction; it knows neither a user's model, a compiler's choices nor the fast step."""
+    plain = not config["compile"] and config.get("fast", "off") == "off" and not config.get("inner")
+    if not plain or config["model_factory"] is not None:
+        return None
+    return Memory(estimate(RunConfig.of(config)).peak)
+
+
+def step_is_cold(config: Mapping[str, Any]) -> bool:
+    few = config["warmup_steps"] < RunConfig.warmup_steps
+    return few or config["compile"] or config["model_factory"] is not None

@@ -1,0 +1,219 @@
+"""What does each part of the fast step give?"""
+
+import dataclasses
+import importlib.util
+from collections.abc import Iterable
+from itertools import product
+from typing import Any
+
+from cs336_systems.config import FAST_PARTS, RunConfig
+from cs336_systems.experiments.spec import Config, Experiment, Instrument, label_step, run_config, step_is_cold
+from cs336_systems.experiments.steps.step_time import sizes
+from cs336_systems.report import terms
+from cs336_systems.report.cells import CellView
+from cs336_systems.report.document import Chart
+from cs336_systems.report.phrases import having, scale_of, settings_of, size_of, times_text, value_of
+from cs336_systems.report.points import measured, series_of
+from cs336_systems.report.presentation import Cells
+from cs336_systems.report.rows import as_text, cell_table, gib, ms, number, percent, ratio, varying
+from cs336_systems.table import Column, Table
+from cs336_systems.text import Text, listed, say
+
+LLAMA = "cs336_systems.experiments.steps.llama:build"
+"""Hugging Face's Llama of the same shape, measured where transformers is installed."""
+SHAPE = ("size", "context_length", "batch_size", "precision")
+
+# -- grid -------------------------------------------------------------------------------------------------------------
+
+
+def _grid(preset: str, base: RunConfig) -> Iterable[Config]:
+    """No part, each part alone, all but one, all; torch.compile; and Llama."""
+    on_cuda = base.device_type == "cuda"
+    base = dataclasses.replace(base, attention="auto", precision="bf16" if on_cuda else "fp32")
+    parts = [part for part in FAST_PARTS if on_cuda or part != "graph"]
+    without_one = [",".join(other for other in parts if other != part) for part in parts]
+    variants: list[dict[str, Any]] = [{"fast": fast} for fast in ("off", *parts, *without_one, "on")]
+    if importlib.util.find_spec("transformers") is not None:
+        variants.append({"compile": True, "model_factory": LLAMA})
+    chosen = sizes("quick", base)[:1] if preset == "quick" else ("small", "large", "2.7B")
+    yield run_config(base, chosen[0], compile=True)
+    for size, variant in product(chosen, variants):
+        yield run_config(base, size, **variant)
+    if preset != "quick":
+        for variant in variants:
+            if variant.get("fast") in ("off", "on") or "model_factory" in variant:
+                yield run_config(base, "large", 1024, batch_size=16, **variant)
+
+
+FAST_STEP_INSTRUMENT = Instrument(
+    name="fast_step",
+    measure="cs336_systems.experiments.steps.measure_fast_step:measure_fast_step",
+    label=label_step,
+    needs_fresh_process=step_is_cold,
+    takes_peak_tflops=True,
+)
+
+
+# -- tables and charts ------------------------------------------------------------------------------------------------
+
+
+def _tables(cells: Cells) -> list[Table]:
+    def work(cell: CellView) -> tuple:
+        return (cell.machine, *(cell.get(name) for name in SHAPE))
+
+    def is_plain(cell: CellView) -> bool:
+        return cell.get("fast") == "off" and not cell.get("compile") and not cell.get("model_factory")
+
+    bases = {work(cell): cell for cell in cells if is_plain(cell) and cell.ok}
+    columns = [
+        Column(terms.STEP, "ms"),
+        Column(terms.STD, "ms"),
+        Column(terms.SPEED_UP),
+        Column(terms.TOKENS_PER_SECOND),
+        Column(terms.MFU),
+        Column(Text("of the best matmul", "占最快矩阵乘")),
+        Column(terms.PEAK, "GiB"),
+        Column(terms.MEMORY),
+        Column(terms.PREDICTED),
+    ]
+
+    def row(cell: CellView) -> list[str]:
+        base = bases.get(work(cell))
+        step, rate, ceiling = cell.statistics("step_time"), cell.flops_per_second, cell.value("matmul_ceiling")
+        return [
+            ms(step.mean if step else None),
+            ms(step.std if step else None),
+            ratio(base.value("step_time") if base else None, cell.value("step_time")),
+            number(cell.tokens_per_second, 0),
+            percent(cell.mfu),
+            percent(rate / ceiling) if rate and ceiling else "",
+            gib(cell.value("peak_memory")),
+            ratio(cell.value("peak_memory"), base.value("peak_memory") if base else None),
+            f"{cell.memory_error:+.1%}" if cell.memory_error is not None else "",
+        ]
+
+    what = Text("the step by the parts that are on", "按启用部分比较训练步")
+    return [cell_table(what, cells, varying(cells, always=("size", "fast")), columns, row)]
+
+
+def _charts(cells: Cells) -> list[Chart]:
+    panels: dict[tuple, list[CellView]] = {}
+    for cell in cells:
+        if cell.ok:
+            panels.setdefault(tuple(cell.get(n) for n in ("size", "batch_size", "context_length")), []).append(cell)
+    found = []
+    for (size, batch, context), members in panels.items():
+        ordered = sorted(members, key=lambda cell: -(cell.value("step_time") or 0.0))
+        series = [
+            series_of(
+                text, (measured(c, "step_time", variant(c)) for c in ordered if bool(c.get("model_factory")) == other)
+            )
+            for text, other in ((Text("this package", "本工具"), False), (Text("rival", "对手"), True))
+        ]
+        where = f"{size}, {batch} x {context}"
+        title = Text(
+            f"A training step of {where} tokens by the parts that are on", f"{where} token 的训练步，按启用部分"
+        )
+        parts = Text("parts of the fast step", "启用的部分")
+        kept = [s for s in series if s.points]
+        # Stacked, so that each bar stands beside its name, the rival's among the others.
+        places = [variant(cell) for cell in ordered]
+        found.append(Chart("", title, "stacked", parts, terms.MS, kept, horizontal=True, places=places))
+    return found
+
+
+def variant(cell: CellView) -> str:
+    """The parts that a cell has switched on, in words."""
+    if cell.get("model_factory"):
+        name = "Llama of transformers" if cell.get("model_factory").endswith("llama:build") else "own model"
+        return f"{name}, compiled" if cell.get("compile") else name
+    parts = str(cell.get("fast")).replace(",", " + ")
+    return "compiled" if cell.get("compile") else {"off": "none", "on": "all"}.get(parts, parts)
+
+
+# -- findings ---------------------------------------------------------------------------------------------------------
+
+
+def _works(cells: Cells) -> list[list[CellView]]:
+    """Cells of the same model, context and batch together, the smallest first."""
+    found: dict[tuple, list[CellView]] = {}
+    for cell in sorted(having(cells, "step_time"), key=scale_of):
+        found.setdefault(settings_of(cell, "fast", "compile", "model_factory"), []).append(cell)
+    return list(found.values())
+
+
+def _fast(work: Cells) -> CellView | None:
+    return next((cell for cell in work if cell.get("fast") == "on"), None)
+
+
+def _rival(work: Cells) -> tuple[Text, CellView] | None:
+    """What the fast step is compared with: another model, else the plain step."""
+    for cell in work:
+        if cell.get("model_factory"):
+            name = as_text(cell.get("model_factory"))
+            llama = Text("the compiled Llama of transformers", "编译后的 transformers Llama")
+            return (llama if name.startswith("llama:") and cell.get("compile") else Text(name)), cell
+    plain = [cell for cell in work if cell.get("fast") == "off" and not cell.get("compile")]
+    return (Text("the plain step", "普通的一步"), plain[0]) if plain else None
+
+
+def _all_parts(cells: Cells) -> Text | None:
+    work = next((work for work in _works(cells) if _fast(work) and _rival(work)), [])
+    fast, rival = _fast(work), _rival(work)
+    if fast is None or rival is None:
+        return None
+    name, other = rival
+    times = [value_of(cell, "step_time") or 0.0 for cell in (fast, other)]
+    said = say(
+        "all parts together take {0} ms for {1}, {2}x faster than {3} ({4} ms)",
+        "{1} 全部启用时每步 {0} ms，速度是{3}（{4} ms）的 {2} 倍",
+        *(ms(times[0]), size_of(fast), times_text(times[1] / times[0]), name, ms(times[1])),
+    )
+    memory = [value_of(cell, "peak_memory") for cell in (fast, other)]
+    if not all(memory):
+        return said
+    return say("{}, with {} GiB against {}", "{}，显存 {} GiB，后者 {}", said, *map(gib, memory))
+
+
+def _other_works(cells: Cells) -> Text | None:
+    """The same comparison for all sizes but the first."""
+    said = []
+    for work in [work for work in _works(cells) if _fast(work) and _rival(work)][1:]:
+        fast, rival = _fast(work), _rival(work)
+        if fast and rival:
+            shape = f"{size_of(fast)} {fast.get('batch_size')} x {fast.get('context_length')}"
+            times = [value_of(cell, "step_time") or 0.0 for cell in (fast, rival[1])]
+            values = (shape, times_text(times[1] / times[0]), ms(times[0]))
+            said.append(say("{1}x for {0} ({2} ms)", "{0} 为 {1} 倍（{2} ms）", *values))
+    return say("for larger work it is {}", "更大的工作量下，{}", listed(said)) if said else None
+
+
+def _left_out_part(cells: Cells) -> Text | None:
+    """State the time of a step with each part left out alone."""
+    for work in _works(cells):
+        fast = _fast(work)
+        without: dict[str, float] = {}
+        for cell in work:
+            left = [part for part in FAST_PARTS if part not in str(cell.get("fast")).split(",")]
+            if len(left) == 1:
+                without[left[0]] = value_of(cell, "step_time") or 0.0
+        if fast and without:
+            ranked = sorted(without, key=lambda part: -without[part])
+            each = listed(say("{} {} ms", "{} {} ms", part, ms(without[part])) for part in ranked)
+            return say(
+                "of {} with one part left out, a step takes: {}", "{} 每步，缺某一部分时：{}", size_of(fast), each
+            )
+    return None
+
+
+FAST_STEP = Experiment(
+    name="fast_step",
+    title=Text("The fast step", "最快的训练步"),
+    question=Text("What does each part of the fast step give?", "最快训练步的每个部分各带来什么？"),
+    grid=_grid,
+    instrument=FAST_STEP_INSTRUMENT,
+    tables=_tables,
+    charts=_charts,
+    findings=(_all_parts, _other_works, _left_out_part),
+    order=50,
+)

@@ -1,0 +1,31 @@
+"""Shared by the charts of all experiments: units, names, and points made from statistics."""
+
+import math
+from collections.abc import Iterable
+
+from cs336_systems.record import Statistics
+from cs336_systems.report.cells import CellView
+from cs336_systems.report.document import Point, Series
+from cs336_systems.text import Text
+
+FEW = 24
+"""The largest number of bars that can be read in one chart."""
+
+
+def point(x: float | str, found: Statistics | None, unit: float = 1e-3) -> list[Point]:
+    """One point, or none where nothing was measured."""
+    if found is None or not math.isfinite(found.mean):
+        return []
+    return [Point(x, found.mean / unit, found.std / unit if found.n > 1 else None, found.n)]
+
+
+def measured(cell: CellView, metric: str, x: float | str, unit: float = 1e-3) -> list[Point]:
+    return point(x, cell.statistics(metric), unit)
+
+
+def joined(points: Iterable[list[Point]]) -> list[Point]:
+    return [point for found in points for point in found]
+
+
+def series_of(name: Text | str, points: Iterable[list[Point]]) -> Series:
+    return Series(name if isinstance(name, Text) else Text(name), joined(points))

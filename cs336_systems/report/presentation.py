@@ -1,0 +1,77 @@
+"""`Presentation`: how the records of one experiment are shown. The experiments fill it in; the report only reads it."""
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Literal
+
+from cs336_systems.report.cells import CellView
+from cs336_systems.report.document import Chart
+from cs336_systems.report.referee import remarks
+from cs336_systems.table import Column, Table, word
+from cs336_systems.text import Text
+
+Cells = Sequence[CellView]
+"""Cells of one experiment, measured on one machine."""
+MakeTables = Callable[[Cells], list[Table]]
+MakeCharts = Callable[[Cells], list[Chart]]
+Sentence = Callable[[Cells], Text | None]
+"""States one finding without its full stop, or returns None where the data do not show it."""
+
+
+def every_metric(cells: Cells) -> list[Table]:
+    """One table of every metric in its base unit, for an experiment that brings no tables of its own."""
+    columns = [word(Text("cell", "配置")), word(Text("metric", "指标")), word(Text("unit", "单位"))]
+    columns += [Column(Text("mean", "均值")), Column(Text("std", "标准差")), Column(Text("n"))]
+    rows = []
+    for cell in cells:
+        for view in (cell, *map(cell.variant, cell.variants)):
+            for metric, found in view.metrics.items():
+                stats = view.statistics(metric)
+                text = str(found.samples[0]) if found.samples else ""
+                values = [text, "", str(len(found.samples))]
+                if stats:
+                    values = [f"{stats.mean:.6g}", f"{stats.std:.3g}", str(stats.n)]
+                name = f"{found.variant}: {metric}" if found.variant else metric
+                rows.append([cell.name or cell.verdict, name, found.unit, *values])
+    return [Table(Text(cells[0].experiment), columns, rows, [remark.text for remark in remarks(cells)])]
+
+
+def no_charts(cells: Cells) -> list[Chart]:
+    return []
+
+
+@dataclass(frozen=True, kw_only=True)
+class Presentation:
+    """Title, question, tables, charts and findings of one experiment, in both languages."""
+
+    name: str
+    title: Text
+    question: Text
+    tables: MakeTables = every_metric
+    charts: MakeCharts = no_charts
+    findings: Sequence[Sentence] = ()
+    """At most three are shown, in this order."""
+    statistic: Literal["mean", "median"] = "mean"
+    """The statistic that the experiment's tables show; tables of several machines side by side show the same."""
+    identity: tuple[str, ...] = ()
+    """Fields that make work different, besides the usual ones: the warm-up, where that is the subject."""
+    charts_after_run: bool = True
+    """Draw the charts beside the records after a run."""
+    complete_cells_only: bool = True
+    """Charts leave out cells that did not end; a training run's cells have no end."""
+    order: int = 50
+    """Position among the experiments of its topic, in reports and lists."""
+
+    @property
+    def command(self) -> str:
+        """The command that measures it; empty where no command of its own does."""
+        return ""
+
+
+Catalogue = Mapping[str, Presentation]
+"""Experiments by name, in the order of the report."""
+
+
+def presentation_of(name: str, catalogue: Catalogue) -> Presentation:
+    """The experiment's own, or a plain one for records of an experiment that this version does not know."""
+    return catalogue.get(name) or Presentation(name=name, title=Text(name), question=Text(""))

@@ -1,0 +1,61 @@
+"""Headings and phrases shared by several topics; a topic's own words are written where it uses them."""
+
+from cs336_systems.text import Text
+
+# phases and statistics
+PHASE = Text("phase", "阶段")
+FORWARD = Text("forward", "前向")
+LOSS = Text("loss", "损失")
+BACKWARD = Text("backward", "后向")
+SYNC = Text("sync", "同步")
+OPTIMIZER = Text("optimizer", "优化器")
+STEP = Text("step", "单步")
+FORWARD_AND_BACKWARD = Text("forward and backward", "前向加后向")
+PHASE_NAMES = {
+    "forward": FORWARD,
+    "loss": LOSS,
+    "backward": BACKWARD,
+    "sync": SYNC,
+    "optimizer": OPTIMIZER,
+}
+MEAN = Text("mean", "均值")
+MEDIAN = Text("median", "中位数")
+STD = Text("std", "标准差")
+MIN = Text("min", "最小")
+MAX = Text("max", "最大")
+COUNT = Text("n")
+TOTAL = Text("total", "总计")
+SHARE = Text("share", "占比")
+ERROR = Text("error", "误差")
+NAME = Text("name", "名称")
+TIME = Text("time", "时间")
+STATUS = Text("status", "状态")
+MS = Text("ms", "毫秒")
+
+# time and rates
+TOKENS_PER_SECOND = Text("tokens/s")
+TFLOPS = Text("TFLOP/s")
+MFU = Text("MFU")
+SPEED_UP = Text("speed-up", "加速")
+
+# memory
+MEMORY = Text("memory", "显存")
+PEAK = Text("peak", "峰值")
+PEAK_MEMORY = Text("peak memory", "峰值显存")
+PREDICTED = Text("predicted", "预测")
+MEASURED = Text("measured", "实测")
+TRACED = Text("traced", "追踪")
+PEAK_IN = Text("peak in", "峰值所在阶段")
+PARAMETERS = Text("parameters", "参数")
+GRADIENTS = Text("gradients", "梯度")
+OPTIMIZER_STATE = Text("optimizer state", "优化器状态")
+ACTIVATIONS = Text("activations", "激活")
+MODULE = Text("module", "模块")
+LINE = Text("line", "代码行")
+GIB_TEXT = Text("GiB")
+
+SIZE = Text("size", "规模")
+BYTES = Text("size", "大小")
+KERNEL = Text("kernel", "内核")
+KIND = Text("kind", "类别")
+OUT_OF_MEMORY = Text("out of memory", "显存不足")

@@ -1,0 +1,43 @@
+"""`parallel_plan`: tables and chart of a plan; the formulas are tested in predict/test_plan.py."""
+
+from cs336_systems.config import RunConfig
+from cs336_systems.experiments.catalogue import cells
+from cs336_systems.experiments.ranks.layouts import PlanArguments, measure_plan, plan_config, tables_of
+from cs336_systems.report.cells import CellView
+from cs336_systems.report.document import Limit
+from cs336_systems.text import Text
+from tests.unit.experiments.ranks.samples import charts, plan_cell, tables, values
+
+ARGUMENTS = PlanArguments(size="xl", gpus=8, gpu="24GiB", tflops=100, link=25, network=3, strategy=("dp", "zero3+tp2"))
+
+
+def test_strategies_are_variants():
+    metrics = measure_plan(plan_config(ARGUMENTS))
+    assert list(dict.fromkeys(metric.variant for metric in metrics)) == ["dp", "zero3+tp2"]
+    assert {"parameter_memory", "forward_compute_time", "fits"} <= {metric.name for metric in metrics}
+    memory, times = tables_of(ARGUMENTS)
+    assert [row[0] for row in memory.rows] == [row[0] for row in times.rows] == ["dp", "zero3+tp2"]
+
+
+def test_the_chart_shows_the_memory_of_one_gpu():
+    config = plan_config(ARGUMENTS)
+    (chart,) = charts(CellView.of("parallel_plan", config, measure_plan(config)))
+    assert chart.limit == Limit(24.0, Text("memory of one 24GiB", "一张 24GiB 的显存"))
+    totals = [sum(values(series)[name] for series in chart.series) for name in ("dp", "zero3+tp2")]
+    assert totals[0] > totals[1] > 0
+
+
+def test_tables_tell_what_a_step_waits_for():
+    memory, times = tables([plan_cell(count="feed-forward")])
+    assert [(row[0], row[-2]) for row in memory.rows] == [("dp", Text("no", "否")), ("zero3", Text("yes", "是"))]
+    assert [row[-1].en for row in times.rows] == ["matmuls", "communication in forward and backward"]
+    assert [row[5].en for row in times.rows] == ["400.00 to 600.00", "1,000.0 to 1,400.0"]
+    assert memory.title.en.startswith("parallel_plan: bytes on each GPU · xxl (feed-forward only) on 1,024 x h100, ")
+    assert memory.title.zh.startswith("parallel_plan：每张 GPU 上的字节数 · xxl（仅前馈）在 1,024 x h100 上，")
+
+
+def test_grid_is_predicted_for_every_cluster():
+    found = [config for _, config in cells(["parallel_plan"], "course", RunConfig(device="cpu"))]
+    assert [(config["count"], config["gpus"]) for config in found] == [
+        (count, gpus) for count in ("feed-forward", "transformer") for gpus in (64, 1024, 16384)
+    ]
