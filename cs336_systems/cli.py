@@ -17,7 +17,7 @@ from cs336_systems.experiments.profile_command import ProfileArguments
 from cs336_systems.experiments.ranks.layouts import PlanArguments
 from cs336_systems.experiments.session import SessionArguments
 from cs336_systems.experiments.spec import PRESETS
-from cs336_systems.flags import Parser, add_flags, read_flags
+from cs336_systems.flags import Parser, add_flags, flags_of, read_flags
 from cs336_systems.predict.fit import FitArguments
 from cs336_systems.predict.model_flags import ShapeArguments
 from cs336_systems.table import FORMATS
@@ -329,7 +329,7 @@ def completion(arguments: CompletionArguments) -> int:
         print("autoload -U +X bashcompinit && bashcompinit")
     flags = {
         name: " ".join(
-            f"--{spec.name}" for spec in dataclasses.fields(command.arguments) if not spec.metadata.get("positional")
+            f"--{found.name}" for found in flags_of(command.arguments) if not found.spec.metadata.get("positional")
         )
         for name, command in COMMANDS.items()
     }

@@ -30,12 +30,12 @@ class Linear(nn.Linear):
         nn.init.trunc_normal_(self.weight, std=std, a=-3 * std, b=3 * std)
 
     def forward(self, x: Tensor) -> Tensor:
-        # A weight with memory for its gradient (PackedAdamW's) has it written there by the product itself.
+        # The fused matmul writes the gradient of a weight into its grad_memory, which PackedAdamW allocates.
         return fused.linear(x, self.weight) if hasattr(self.weight, "grad_memory") else super().forward(x)
 
 
 class Embedding(nn.Embedding):
-    """Truncated-normal rows, as the course initialises them."""
+    """A token embedding with truncated-normal weights, as the course initialises them."""
 
     def reset_parameters(self) -> None:
         nn.init.trunc_normal_(self.weight, std=1.0, a=-3, b=3)
@@ -51,14 +51,14 @@ class RMSNorm(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         y = F.rms_norm(x, x.shape[-1:], self.weight.to(x.dtype), eps=RMS_EPS)
-        # Every norm feeds several matmuls. Under autocast each of them would make a low-precision copy of its own and
-        # keep it for backward; one cast here serves them all.
+        # Every norm feeds several matmuls. Under autocast each of them would make and save a low-precision copy of its
+        # own; one cast here serves them all.
         device = x.device.type
         return y.to(torch.get_autocast_dtype(device)) if torch.is_autocast_enabled(device) else y
 
 
 class RotaryEmbedding(nn.Module):
-    """Turns pairs (2i, 2i+1) of a head's dimensions by position * theta^(-2i/K)."""
+    """Rotates the pairs (2i, 2i+1) of a head's dimensions by the angle position * theta^(-2i/K)."""
 
     cos: Tensor
     sin: Tensor
@@ -71,11 +71,11 @@ class RotaryEmbedding(nn.Module):
         self.reset_parameters()
 
     def reset_parameters(self) -> None:
-        """Fill the tables; also of a module that was built without memory, on the "meta" device."""
+        """Compute the tables, also after the module was built on the "meta" device."""
         context_length, _, head_dim = self.cos.shape
         frequencies = self.theta ** -(torch.arange(0, head_dim, 2, dtype=torch.float64) / head_dim)
         angles = torch.arange(context_length, dtype=torch.float64)[:, None] * frequencies  # (T, K/2)
-        # For the pair (a, b): out = (a, b) * (cos, cos) + (b, a) * (-sin, sin), so the signs live in the table.
+        # For the pair (a, b): out = (a, b) * (cos, cos) + (b, a) * (-sin, sin), so the signs are in the table.
         sin = torch.stack((-angles.sin(), angles.sin()), dim=-1).flatten(-2)  # (T, K)
         self.cos.copy_(angles.cos().repeat_interleave(2, dim=-1)[:, None])
         self.sin.copy_(sin[:, None])
@@ -83,7 +83,7 @@ class RotaryEmbedding(nn.Module):
     def forward(self, x: Tensor) -> Tensor:  # (B, T, H, K)
         cos, sin = self.cos[: x.shape[1]], self.sin[: x.shape[1]]
         swapped = x.unflatten(-1, (-1, 2)).flip(-1).flatten(-2)
-        # The table is fp32, so the rotation is done in fp32 whatever x is: angles do not survive bf16.
+        # The table is fp32, and so is the rotation, whatever x is: bf16 is too coarse for angles.
         return torch.addcmul(x * cos, swapped, sin).to(x.dtype)
 
 
@@ -108,7 +108,7 @@ class Attention(nn.Module):
         return self.output_proj(out.transpose(1, 2).flatten(-2))
 
     def fused(self, qkv: Tensor, rotate: RotaryEmbedding) -> Tensor:
-        """From the three projections side by side."""
+        """Compute attention from the concatenated projections of q, k and v."""
         q, k, v = fused.rotary_heads(qkv, rotate.cos, rotate.sin, self.num_heads)
         out = attention(q, k, v, is_causal=True, impl=self.impl)
         return fused.linear(out.transpose(1, 2).flatten(-2), self.output_proj.weight)
@@ -138,23 +138,22 @@ class Block(nn.Module):
         return x + self.ffn(self.ln2(x))
 
     def fused(self, x: Tensor, delta: Tensor | None, rotate: RotaryEmbedding) -> tuple[Tensor, Tensor]:
-        """The same by the fused kernels. The residual stream is x + delta: whoever reads it adds them."""
+        """Compute the block with fused kernels. The residual stream is x + delta; the next kernel adds them."""
         attn, ffn = self.attn, self.ffn
-        of_attention = (attn.q_proj.weight, attn.k_proj.weight, attn.v_proj.weight)
-        x, qkv = fused.norm_linear(x, delta, self.ln1.weight, RMS_EPS, *of_attention)
+        qkv_weights = (attn.q_proj.weight, attn.k_proj.weight, attn.v_proj.weight)
+        x, qkv = fused.norm_linear(x, delta, self.ln1.weight, RMS_EPS, *qkv_weights)
         delta = attn.fused(qkv, rotate)
         x, gate_up = fused.norm_linear(x, delta, self.ln2.weight, RMS_EPS, ffn.w1.weight, ffn.w3.weight)
         return x, fused.swiglu_linear(gate_up, ffn.w2.weight)
 
 
 class TransformerLM(nn.Module):
-    """`attention` names an implementation of `kernels.attention`; `checkpoint_blocks` = k keeps only the input of every
-    k-th block and recomputes the rest in backward (0: keep everything).
+    """The language model: embedding, blocks, final norm and head.
 
-    With `checkpoint_inner` = j, recomputing a group keeps only the input of every j-th of its blocks, and recomputes
-    the rest once more: less memory for a third forward pass.
-
-    With `fused` blocks run by the kernels of kernels/fused/nodes.py.
+    `attention` names an implementation of `kernels.attention`. `fused` computes the blocks with the kernels of
+    kernels/fused/nodes.py. `checkpoint_blocks` = k saves only the input of every k-th block and recomputes the rest in
+    backward (0: saves everything). `checkpoint_inner` = j recomputes such a group in groups of j blocks: less memory
+    for a third forward pass.
     """
 
     checkpoint_inner = 0
@@ -173,30 +172,30 @@ class TransformerLM(nn.Module):
         self.lm_head = Linear(config.d_model, config.vocab_size)
 
     def forward(self, tokens: Tensor, targets: Tensor | None = None) -> Tensor:
-        """Logits, (B, T) -> (B, T, V); with targets the mean loss, whose logits are never in memory as a whole."""
+        """Return logits, (B, T) -> (B, T, V); or, with targets, the mean loss without materialising all logits."""
         hidden = self._hidden(tokens)
         if targets is None:
             return self.lm_head(hidden)
         return fused.linear_cross_entropy(hidden, self.lm_head.weight, targets)
 
     def in_packing_order(self) -> list[nn.Parameter]:
-        """All parameters; weights that multiply the same input follow one another."""
-        gates = [cast(Block, block).ffn for block in self.layers]
-        for_one_input = {id(ffn.w3.weight): id(ffn.w1.weight) for ffn in gates}
+        """Return all parameters, with weights that multiply the same input next to each other."""
+        feed_forwards = [cast(Block, block).ffn for block in self.layers]
+        neighbour = {id(ffn.w3.weight): id(ffn.w1.weight) for ffn in feed_forwards}
         parameters = list(self.parameters())
-        place = {id(parameter): number for number, parameter in enumerate(parameters)}
-        return sorted(parameters, key=lambda p: place[for_one_input.get(id(p), id(p))])  # stable: w1, then w3
+        position = {id(parameter): number for number, parameter in enumerate(parameters)}
+        return sorted(parameters, key=lambda p: position[neighbour.get(id(p), id(p))])  # stable: w1, then w3
 
     def _hidden(self, tokens: Tensor) -> Tensor:
-        """After the last norm, (B, T, D)."""
+        """Return the hidden states after the last norm, (B, T, D)."""
         x: Tensor = self.token_embeddings(tokens)
         delta: Tensor | None = None
         group = self.checkpoint_blocks
         if group and torch.is_grad_enabled():
             for start in range(0, len(self.layers), group):
-                x, delta = _recomputed(self._group, x, delta, start, min(start + group, len(self.layers)))
+                x, delta = _recompute(self._group, x, delta, start, min(start + group, len(self.layers)))
         else:
-            for block in self.layers:  # here, so that nobody holds the first x while the others are computed
+            for block in self.layers:  # not in _blocks, whose caller would keep the first x alive
                 x, delta = self._block(block, x, delta)
         if self.is_fused:
             return fused.add_norm(x, delta, self.ln_final.weight, RMS_EPS)[1]
@@ -207,7 +206,7 @@ class TransformerLM(nn.Module):
         if not inner:
             return self._blocks(x, delta, start, stop)
         for begin in range(start, stop, inner):
-            x, delta = _recomputed(self._blocks, x, delta, begin, min(begin + inner, stop))
+            x, delta = _recompute(self._blocks, x, delta, begin, min(begin + inner, stop))
         return x, delta
 
     def _blocks(self, x: Tensor, delta: Tensor | None, start: int, stop: int) -> tuple[Tensor, Tensor | None]:
@@ -221,5 +220,5 @@ class TransformerLM(nn.Module):
         return block(x, self.rotate), None
 
 
-def _recomputed(run: Callable[..., Any], *arguments: Any) -> Any:
+def _recompute(run: Callable[..., Any], *arguments: Any) -> Any:
     return checkpoint(run, *arguments, use_reentrant=False, preserve_rng_state=False)

@@ -1,4 +1,4 @@
-"""How it computes: plain torch in, plain torch out. `attention` is the only dispatch."""
+"""Attention and fused kernels: plain torch in, plain torch out. `attention` chooses between its implementations."""
 
 from cs336_systems.kernels.flash.dispatch import attention
 from cs336_systems.kernels.flash.operators import FlashAttentionTorch, FlashAttentionTriton

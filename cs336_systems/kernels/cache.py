@@ -1,4 +1,4 @@
-"""What need not be worked out again for the next call of the same kind."""
+"""A dictionary of bounded size, for results by shape."""
 
 from typing import TypeVar
 
@@ -7,7 +7,7 @@ V = TypeVar("V")
 
 
 class Cache(dict[K, V]):
-    """Begins anew when it is full: shapes that change with every call must not fill the memory."""
+    """Is cleared when it is full, so that shapes that change with every call do not fill the memory."""
 
     LIMIT = 4096
 

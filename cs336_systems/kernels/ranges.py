@@ -1,4 +1,4 @@
-"""Names for the parts of a computation, seen in profiles. They cost nothing unless an instrument looks on."""
+"""Named ranges for the parts of a computation, for profilers. They cost nothing unless they are enabled."""
 
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
@@ -6,22 +6,23 @@ from contextlib import AbstractContextManager, ExitStack, contextmanager, nullco
 import torch
 from torch.profiler import record_function
 
-_looked_at = False
+_enabled = False
 
 
 @contextmanager
-def looked_at() -> Iterator[None]:
-    """While this is open, parts are ranges of the profiler, and of NVTX on a GPU."""
-    global _looked_at
-    before, _looked_at = _looked_at, True
+def ranges_enabled() -> Iterator[None]:
+    """Enable the ranges of `part`: ranges of torch's profiler, and of NVTX on a GPU."""
+    global _enabled
+    before, _enabled = _enabled, True
     try:
         yield
     finally:
-        _looked_at = before
+        _enabled = before
 
 
 def part(name: str) -> AbstractContextManager:
-    return _range(name) if _looked_at else nullcontext()
+    """A range around a part of a computation."""
+    return _range(name) if _enabled else nullcontext()
 
 
 @contextmanager

@@ -12,7 +12,7 @@ from torch import Tensor
 from torch.profiler import ProfilerActivity, profile
 
 from cs336_systems.config import RunConfig
-from cs336_systems.kernels.ranges import looked_at
+from cs336_systems.kernels.ranges import ranges_enabled
 from cs336_systems.measure.readers.trace import Trace, read_chrome
 from cs336_systems.measure.timing import STEP, Stopwatch
 from cs336_systems.step.train_step import TrainStep
@@ -54,7 +54,7 @@ def profile_steps(
 
 def part_ranges(config: RunConfig) -> AbstractContextManager:
     """Name the parts of the model in traces, except under torch.compile, where ranges would break the graph."""
-    return nullcontext() if config.compile else looked_at()
+    return nullcontext() if config.compile else ranges_enabled()
 
 
 def _compressed(path: Path) -> bytes:

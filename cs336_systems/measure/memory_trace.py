@@ -28,9 +28,9 @@ from torch.utils._pytree import tree_leaves, tree_map_only
 from cs336_systems.config import RunConfig
 from cs336_systems.kernels.fused import nodes as fused
 from cs336_systems.kernels.fused import pointwise
-from cs336_systems.kernels.fused.packed_adamw import PackedAdamW
 from cs336_systems.predict.allocator import CachingAllocator
 from cs336_systems.predict.memory_model import ROUNDING, MemoryEstimate, workspace
+from cs336_systems.step.optimizers import adapt
 from cs336_systems.step.train_step import TrainStep
 
 LABEL_OF_PHASE = {
@@ -171,9 +171,10 @@ def labelled(step: TrainStep, tracker: StorageTracker) -> Iterator[None]:
 
 
 def label_optimizer_state(step: TrainStep, tracker: StorageTracker) -> None:
-    states = step.optimizer.state.values() if step.optimizer is not None else ()
-    rests = step.optimizer.rests if isinstance(step.optimizer, PackedAdamW) else []
-    for tensor in tree_leaves([[list(state.values()) for state in states], rests]):
+    if step.optimizer is None:
+        return
+    states = [list(state.values()) for state in step.optimizer.state.values()]
+    for tensor in tree_leaves([states, adapt(step.optimizer).unlisted_state]):
         if isinstance(tensor, Tensor):
             tracker.track(tensor, "optimizer state", relabel=True)
 

@@ -1,13 +1,13 @@
-"""What the wrappers send, and when: stands between them and torch.distributed, and can make the wire slow.
+"""Records the collectives of this package's wrappers with their times, and can emulate a slow network.
 
-Torch's own wrappers send from C++, past this.
+torch's own wrappers call collectives from C++ and are not recorded.
 """
 
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 from unittest.mock import patch
 
 import torch.distributed as dist
@@ -15,45 +15,63 @@ from torch import Tensor
 
 from cs336_systems.parallel import collectives
 
-Link = tuple[float, float]
-"""Seconds for each message, and bytes per second."""
+
+class Link(NamedTuple):
+    """A network connection."""
+
+    latency: float
+    """Seconds for each collective."""
+    bandwidth: float
+    """Bytes per second."""
 
 
 @dataclass
 class Message:
+    """One collective, as this rank has seen it."""
+
     collective: str
     nbytes: int
-    """Of the whole array: what an all-gather ends with and a reduce-scatter begins with."""
+    """Size of the full array: the output of an all-gather, the input of a reduce-scatter."""
     start: float
     end: float | None = None
-    """None until it is over."""
+    """None until the collective has ended."""
+
+
+class _Patched(NamedTuple):
+    module: Any
+    function: str
+    full_array: int
+    """Position of the argument that holds the full array."""
+
+
+PATCHED = (
+    _Patched(dist, "all_reduce", 0),
+    _Patched(dist, "broadcast", 0),
+    _Patched(collectives, "all_gather", 0),
+    _Patched(collectives, "reduce_scatter", 1),
+)
 
 
 class Wire:
-    """A log of messages. With a `link`, all-reduces go one after another and each takes its time, most of it asleep."""
+    """A log of collectives. With a `link`, all-reduces run one after another and take as long as on that network."""
 
-    def __init__(self, link: Link | None = None):
+    def __init__(self, link: Sequence[float] | None = None):
         self.messages: list[Message] = []
-        self._link = link
+        self._link = None if link is None else Link(*link)
         self._free_at = 0.0
 
     @contextmanager
     def tapped(self) -> Iterator["Wire"]:
-        places: tuple[tuple[Any, str, int], ...] = (
-            (dist, "all_reduce", 0),
-            (dist, "broadcast", 0),
-            (collectives, "all_gather", 0),
-            (collectives, "reduce_scatter", 1),
-        )
+        """Record the collectives that are called inside."""
         with ExitStack() as stack:
-            for owner, name, whole in places:
-                send = self._tap(name, getattr(owner, name), whole)
-                stack.enter_context(patch.object(owner, name, send))
+            for module, name, full_array in PATCHED:
+                send = self._tap(name, getattr(module, name), full_array)
+                stack.enter_context(patch.object(module, name, send))
             yield self
 
-    def _tap(self, name: str, send: Callable[..., Any], whole: int) -> Callable[..., Any]:
+    def _tap(self, name: str, send: Callable[..., Any], full_array: int) -> Callable[..., Any]:
         def tapped(*args: Any, async_op: bool = False, **kwargs: Any) -> Any:
-            array: Tensor = args[whole] if args else kwargs["tensor"]
+            array: Tensor = args[full_array] if args else kwargs["tensor"]
             message = Message(name, array.nbytes, time.perf_counter())
             self.messages.append(message)
             until = self._slow(message) if self._link and name == "all_reduce" else 0.0
@@ -63,29 +81,28 @@ class Wire:
         return tapped
 
     def _slow(self, message: Message) -> float:
-        """When the message may arrive; it starts when the one before it has."""
+        """Return the time at which the collective may end; it starts when the one before it has ended."""
         assert self._link is not None
-        latency, bandwidth = self._link
         message.start = max(message.start, self._free_at)
-        self._free_at = message.start + latency + message.nbytes / bandwidth
+        self._free_at = message.start + self._link.latency + message.nbytes / self._link.bandwidth
         return self._free_at
 
 
 class _Sent:
-    """A `Work` that notes its end; and is not over before `until`."""
+    """A `Work` that records when it ends, and does not end before `until`."""
 
     def __init__(self, message: Message, work: Any, until: float):
         self._message, self._work, self._until = message, work, until
-        # Gloo's own thread calls this when the message is there; whoever waits may look much later. Its reduce-scatter
-        # has no future: of that the end is when somebody saw it.
+        # Gloo's thread calls this at the end of the collective; the caller may wait much later. Its reduce-scatter has
+        # no future: its end is recorded when the caller waits.
         with suppress(RuntimeError):
-            work.get_future().then(self._note)
+            work.get_future().then(self._record_end)
 
-    def _note(self, future: Any) -> None:
+    def _record_end(self, future: Any) -> None:
         if self._message.end is None:
             self._message.end = max(time.perf_counter(), self._until)
 
     def wait(self) -> None:
         self._work.wait()
         time.sleep(max(0.0, self._until - time.perf_counter()))
-        self._note(None)
+        self._record_end(None)

@@ -1,4 +1,4 @@
-"""How it spreads over ranks: data parallel in four variants, an optimizer with its state shared out, fully sharded."""
+"""Training on several ranks: data parallel in four variants, a sharded optimizer (ZeRO-1), fully sharded (FSDP)."""
 
 from cs336_systems.parallel.ddp import DDP, FlatDDP, NaiveDDP
 from cs336_systems.parallel.fsdp import FSDP, clip_grad_norm_, gather_full_params

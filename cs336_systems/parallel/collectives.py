@@ -1,6 +1,7 @@
-"""What the wrappers share: one model on all ranks, rank 0's values, and tensors that lie in one."""
+"""Functions that the wrappers share: checks of the model, broadcasts, and flat tensors with views."""
 
 from collections.abc import Callable, Iterable
+from itertools import zip_longest
 from typing import Any, TypeVar
 
 import torch
@@ -10,58 +11,52 @@ from torch import Tensor, nn
 T = TypeVar("T", bound=Tensor)
 
 BROADCAST_BYTES = 250 << 20
-"""A model is broadcast in pieces of this size: few messages, and little memory beside the model."""
+"""Size of the chunks in which a model is broadcast: few collectives, little memory beside the model."""
 
-# torch 2.13 has new names for these and warns of the old ones.
+# torch 2.13 renames these functions and warns about the old names.
 all_gather: Callable[..., Any] = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
 reduce_scatter: Callable[..., Any] = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
 
 
 def message_device() -> torch.device:
-    """Where tensors must lie that the group sends: NCCL knows only GPUs, and for Gloo main memory is nearest."""
+    """Return the device of tensors for collectives: the GPU for NCCL, the CPU for Gloo."""
     if dist.get_backend() == "nccl":
         return torch.device("cuda", torch.cuda.current_device())
     return torch.device("cpu")
 
 
 def require_same(module: nn.Module) -> None:
-    """ValueError, on every rank, unless all ranks hold a model of the same parameters and buffers.
+    """Raise a ValueError on every rank unless all ranks hold the same parameters and buffers.
 
-    Equal numbers of elements are not enough: a transposed weight would be averaged with one that is not.
+    Strides count as well: a transposed weight must not be averaged with one that is not.
     """
-    mine = [
+    own = [
         (name, f"{tuple(t.shape)}, strides {t.stride()}, {t.dtype}, {'trained' if t.requires_grad else 'frozen'}")
         for name, t in (*module.named_parameters(), *module.named_buffers())
     ]
-    every: list[Any] = [None] * dist.get_world_size()
-    dist.all_gather_object(every, mine)
-    for rank, theirs in enumerate(every):
-        for first, other in zip(every[0], theirs, strict=False):
-            if first != other:
+    by_rank: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(by_rank, own)
+    absent = (None, "absent")
+    for rank, others in enumerate(by_rank):
+        for (first, kind), (other, other_kind) in zip_longest(by_rank[0], others, fillvalue=absent):
+            if (first, kind) != (other, other_kind):
                 raise ValueError(
-                    f"ranks 0 and {rank} hold different models: {first[0]!r} is {first[1]} on rank 0, "
-                    f"{other[0]!r} is {other[1]} on rank {rank}; build the same model on every rank"
+                    f"ranks 0 and {rank} hold different models: {first or other!r} is {kind} on rank 0, "
+                    f"{other or first!r} is {other_kind} on rank {rank}; build the same model on every rank"
                 )
-        if len(theirs) != len(every[0]):
-            longer, shorter = (0, rank) if len(every[0]) > len(theirs) else (rank, 0)
-            extra = every[longer][len(every[shorter])][0]
-            raise ValueError(
-                f"ranks 0 and {rank} hold different models: rank {longer} has {extra!r}, which rank {shorter} has not; "
-                f"build the same model on every rank"
-            )
 
 
 def broadcast(tensors: Iterable[Tensor]) -> None:
-    """Overwrite tensors with those of rank 0, in few messages."""
-    for piece in (piece for kind in by_kind(tensors) for piece in pack(kind, BROADCAST_BYTES)):
-        flat = torch.cat([t.reshape(-1) for t in piece])
+    """Overwrite tensors with those of rank 0, in few broadcasts."""
+    for chunk in (chunk for kind in by_kind(tensors) for chunk in pack(kind, BROADCAST_BYTES)):
+        flat = torch.cat([t.reshape(-1) for t in chunk])
         dist.broadcast(flat, 0)
-        for t, part in zip(piece, flat.split([t.numel() for t in piece]), strict=True):
+        for t, part in zip(chunk, flat.split([t.numel() for t in chunk]), strict=True):
             t.copy_(part.view(t.shape))
 
 
 def by_kind(tensors: Iterable[T]) -> list[list[T]]:
-    """Those that can lie in one tensor: of one dtype, on one device."""
+    """Group tensors by dtype and device: those of a group fit into one flat tensor."""
     kinds: dict[tuple, list[T]] = {}
     for t in tensors:
         kinds.setdefault((t.dtype, t.device), []).append(t)
@@ -69,7 +64,7 @@ def by_kind(tensors: Iterable[T]) -> list[list[T]]:
 
 
 def pack(tensors: Iterable[T], limit: float) -> list[list[T]]:
-    """In order, each group of at most `limit` bytes; a tensor larger than that has one of its own."""
+    """Split tensors, in order, into groups of at most `limit` bytes; a larger tensor forms its own group."""
     groups: list[list[T]] = []
     room = 0.0
     for t in tensors:
@@ -82,8 +77,7 @@ def pack(tensors: Iterable[T], limit: float) -> list[list[T]]:
 
 
 def views(flat: Tensor, tensors: Iterable[Tensor]) -> list[Tensor]:
-    """Parts of `flat`, one behind another, with the shapes of `tensors` and their elements in the same order: a
-    transposed tensor has a transposed view."""
+    """Return consecutive views into `flat` with the shapes and the memory layouts of `tensors`."""
     found = []
     start = 0
     for t in tensors:

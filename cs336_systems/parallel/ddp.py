@@ -1,23 +1,23 @@
 """Data parallel training: every rank holds the whole model and a part of the batch; gradients are averaged.
 
-Four variants, which differ in how gradients are grouped into messages and when these are sent:
+The four variants differ in how gradients are grouped into all-reduces, and when these start:
 
-- `NaiveDDP(module)`: one message for each parameter, one after another, when backward is over.
-- `FlatDDP(module)`: one message for all parameters of a dtype, when backward is over.
-- `DDP(module)`: one for each parameter, sent as soon as its gradient is there, while backward goes on.
-- `DDP(module, bucket_size_mb=25)`: buckets of about that size, each sent when its last gradient is there.
+- `NaiveDDP(module)`: one for each parameter, one after another, after backward.
+- `FlatDDP(module)`: one for all parameters of a dtype, after backward.
+- `DDP(module)`: one for each parameter, as soon as its gradient is ready, while backward continues.
+- `DDP(module, bucket_size_mb=25)`: one for each bucket of about 25 MiB, when its last gradient is ready.
 
     model = DDP(model, bucket_size_mb=25)
     loss(model(x)).backward()
     model.finish_gradient_synchronization()
     optimizer.step()
 
-How it works. A bucket is one flat tensor; the gradients of its parameters are views into it, so that nothing is copied
-that autograd left there. Behind the gradients stands a flag for each parameter, 1 where this rank has a gradient: the
-sum over ranks tells a parameter that nobody used, whose gradient stays None, from one that others used.
+[Note: buckets] A bucket is one flat tensor, and the gradients of its parameters are views into it, so that autograd
+accumulates in place. After the gradients the tensor has one flag for each parameter, 1 if this rank has a gradient. The
+sum of the flags over ranks tells a parameter that no rank used, whose gradient stays None, from one that others used.
 
-Every rank sends the same buckets in the same order, whatever order its gradients come in, and `finish` sends what
-backward did not: a rank that did not use a parameter sends zeros for it. So ranks cannot wait for each other in vain.
+Every rank reduces the same buckets in the same order, whatever the order of its gradients, and `finish` reduces the
+buckets that backward did not; a rank that did not use a parameter contributes zeros. So no rank waits for ever.
 """
 
 import math
@@ -25,6 +25,7 @@ import weakref
 from abc import ABC, abstractmethod
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
+from enum import IntEnum
 from typing import Any
 
 import torch
@@ -37,8 +38,21 @@ from cs336_systems.parallel.collectives import broadcast, by_kind, pack, require
 MIB = 1 << 20
 
 
+class Gradients(IntEnum):
+    """How far the gradients of a step are synchronized; a later state includes the earlier ones."""
+
+    AVERAGED = 0
+    """No forward pass and no gradient since the last average."""
+    LOCAL = 1
+    """A forward pass or a gradient has come."""
+    SENT = 2
+    """A forward pass outside of `no_sync` has come: its backward may have sent buckets."""
+    ADDED_TO = 3
+    """A forward pass inside of `no_sync` followed: sent gradients may have grown since."""
+
+
 class DataParallel(nn.Module, ABC):
-    """What the variants share: one model on all ranks, buckets, and `no_sync`."""
+    """The base class of the variants: the same model on all ranks, buckets, and `no_sync`."""
 
     def __init__(self, module: nn.Module):
         super().__init__()
@@ -51,30 +65,28 @@ class DataParallel(nn.Module, ABC):
             broadcast([*module.parameters(), *module.buffers()])
 
     def _start(self) -> None:
-        """Set what belongs to this process and not to the model."""
+        """Set the runtime state, which belongs to this process and not to the model."""
         self._buckets: list[Bucket] = []
         self._trained: tuple[bool, ...] | None = None
         self._synchronizes = True
-        self._due = False
-        """Whether a forward pass or a gradient has come since gradients were last averaged."""
+        """False inside of `no_sync`."""
+        self._gradients = Gradients.AVERAGED
         self._next = 0
-        """The bucket that is sent next."""
+        """Index of the bucket that is sent next."""
         self._in_backward = False
-        self._synchronized, self._added = False, False
-        """Whether, since gradients were last averaged, a forward was to be synchronised, and one after it was not."""
         self._hooks: list[Any] = []
 
-    # A copy, or a pickled one, is a wrapper of its own: it makes its own buckets when it is used.
+    # A copy, or a pickled wrapper, creates its own buckets and hooks when it is used.
     def __getstate__(self) -> dict[str, Any]:
-        runtime = {"_buckets", "_trained", "_synchronizes", "_due", "_next", "_in_backward", "_synchronized", "_added"}
-        return {name: value for name, value in self.__dict__.items() if name not in {*runtime, "_hooks"}}
+        runtime = {"_buckets", "_trained", "_synchronizes", "_gradients", "_next", "_in_backward", "_hooks"}
+        return {name: value for name, value in self.__dict__.items() if name not in runtime}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         super().__setstate__(state)
         self._start()
 
     def state_dict(self, *args: Any, **kwargs: Any) -> Any:
-        """The module's own: a checkpoint does not know how it was trained."""
+        """Return the module's own state dict: checkpoints do not depend on the wrapper."""
         return self.module.state_dict(*args, **kwargs)
 
     def load_state_dict(self, *args: Any, **kwargs: Any) -> Any:
@@ -95,13 +107,15 @@ class DataParallel(nn.Module, ABC):
             buffers = _persistent_buffers(self.module)
             with torch.no_grad():
                 broadcast(buffers)
-        self._due = True
-        self._added |= self._synchronized and not self._synchronizes
-        self._synchronized |= self._synchronizes
+        if self._synchronizes:
+            reached = Gradients.SENT
+        else:
+            reached = Gradients.ADDED_TO if self._gradients >= Gradients.SENT else Gradients.LOCAL
+        self._gradients = max(self._gradients, reached)
 
     def _update_buckets(self) -> None:
-        """Make buckets of the parameters that are trained, again when other ones are."""
-        parameters = list(self.module.parameters())  # each tied parameter once
+        """Create buckets of the parameters that require gradients; anew when others do."""
+        parameters = list(self.module.parameters())  # a tied parameter appears once
         trained = tuple(p.requires_grad for p in parameters)
         if trained == self._trained:
             return
@@ -109,8 +123,8 @@ class DataParallel(nn.Module, ABC):
         self._next = 0
         self._buckets = [Bucket(group) for group in self._groups([p for p in parameters if p.requires_grad])]
         self._remove_hooks()
-        places = [(bucket, i) for bucket in self._buckets for i in range(len(bucket.parameters))]
-        self._hooks = [hook for bucket, i in places for hook in _hook(self, bucket, i)]
+        entries = [(bucket, i) for bucket in self._buckets for i in range(len(bucket.parameters))]
+        self._hooks = [hook for bucket, i in entries for hook in _register_hooks(self, bucket, i)]
 
     def _remove_hooks(self) -> None:
         for hook in self.__dict__.get("_hooks", ()):
@@ -120,11 +134,11 @@ class DataParallel(nn.Module, ABC):
 
     @abstractmethod
     def _groups(self, parameters: list[nn.Parameter]) -> Iterable[list[nn.Parameter]]:
-        """Which parameters share a bucket; in the order in which buckets are sent."""
+        """Group the parameters into buckets, in the order in which buckets are sent."""
 
     @contextmanager
     def no_sync(self) -> Iterator[None]:
-        """Backward passes inside add up on this rank; the next one outside, or `finish`, averages the sum."""
+        """Accumulate gradients locally inside; the next backward outside, or `finish`, averages the sum."""
         before, self._synchronizes = self._synchronizes, False
         try:
             yield
@@ -133,42 +147,42 @@ class DataParallel(nn.Module, ABC):
 
     @torch.no_grad()
     def finish_gradient_synchronization(self) -> None:
-        """Return when every gradient is the mean over ranks. For all ranks, after backward and before the update."""
-        if not self._due:
+        """Return when every gradient is the mean over ranks. All ranks call it after backward, before the update."""
+        if self._gradients is Gradients.AVERAGED:
             return
         if self._in_backward:
             self._drop_failed_backward()
-            raise RuntimeError("the last backward raised an error; what it left is dropped on this rank: run it again")
+            raise RuntimeError("the last backward raised an error: its gradients are dropped; run the step again")
         self._update_buckets()
         self._finish()
         self._reset()
 
     def _reset(self) -> None:
         self._next = 0
-        self._in_backward = self._due = self._synchronized = self._added = False
+        self._in_backward = False
+        self._gradients = Gradients.AVERAGED
 
     def _finish(self) -> None:
-        """Send and receive, one after another."""
+        """Average the buckets one after another."""
         for bucket in self._buckets:
             bucket.send()
             bucket.receive()
 
-    def _gradient_came(self, bucket: "Bucket", i: int) -> None:
-        self._due = True
+    def _gradient_is_ready(self, bucket: "Bucket", i: int) -> None:
+        self._gradients = max(self._gradients, Gradients.LOCAL)
         if not self._in_backward:
             self._in_backward = True
             Variable._execution_engine.queue_callback(self._backward_ended)
 
     def _backward_ended(self) -> None:
-        """Called by autograd, if backward did not raise."""
+        """Called by autograd unless backward raises."""
         self._in_backward = False
 
     @torch.no_grad()
     def _drop_failed_backward(self) -> None:
-        """Send what is left, as other ranks may be waiting for it, and drop all of it.
+        """Send the remaining buckets, for which other ranks may wait, and drop all gradients.
 
-        What is left is sent as NaN: where backward failed on this rank alone, others must not take for the mean what
-        lacks a part.
+        They are sent as NaN: if backward failed on this rank alone, the others must not use an incomplete mean.
         """
         if self._synchronizes:
             for bucket in self._buckets[self._next :]:
@@ -181,21 +195,24 @@ class DataParallel(nn.Module, ABC):
 
 
 class NaiveDDP(DataParallel):
-    """One all-reduce for each parameter, after backward, each waited for before the next."""
+    """One all-reduce for each parameter after backward, each completed before the next."""
 
     def _groups(self, parameters: list[nn.Parameter]) -> Iterable[list[nn.Parameter]]:
         return ([p] for p in parameters)
 
 
 class FlatDDP(DataParallel):
-    """One all-reduce for each dtype, after backward."""
+    """One all-reduce for each dtype after backward."""
 
     def _groups(self, parameters: list[nn.Parameter]) -> Iterable[list[nn.Parameter]]:
         return by_kind(parameters)
 
 
 class DDP(DataParallel):
-    """All-reduces that begin as gradients become ready, while backward goes on."""
+    """All-reduces that start as gradients become ready, while backward continues.
+
+    - `bucket_size_mb`: size of a bucket in MiB (2^20 bytes); None for one all-reduce for each parameter.
+    """
 
     def __init__(self, module: nn.Module, bucket_size_mb: float | None = None):
         if bucket_size_mb is not None and not bucket_size_mb > 0:
@@ -204,32 +221,32 @@ class DDP(DataParallel):
         super().__init__(module)
 
     def _groups(self, parameters: list[nn.Parameter]) -> Iterable[list[nn.Parameter]]:
-        """Backward comes to the last parameters first."""
+        """Fill buckets from the last parameter on: its gradient is ready first."""
         backwards = parameters[::-1]
         if self.bucket_size_mb is None:
             return ([p] for p in backwards)
         limit = self.bucket_size_mb * MIB
         groups = [group for kind in by_kind(backwards) for group in pack(kind, limit)]
-        place = {id(p): i for i, p in enumerate(backwards)}
-        return sorted(groups, key=lambda group: place[id(group[-1])])  # full, as backward goes, when its last one is
+        index = {id(p): i for i, p in enumerate(backwards)}
+        return sorted(groups, key=lambda group: index[id(group[-1])])  # by the gradient that completes the bucket
 
-    def _gradient_came(self, bucket: "Bucket", i: int) -> None:
-        super()._gradient_came(bucket, i)
+    def _gradient_is_ready(self, bucket: "Bucket", i: int) -> None:
+        super()._gradient_is_ready(bucket, i)
         if i not in bucket.missing:
             bucket.stale = True
         if not self._synchronizes:
             return
         bucket.missing.discard(i)
-        # One order on all ranks: a bucket waits for those before it.
+        # The order is the same on all ranks: a bucket waits for those before it.
         while self._next < len(self._buckets) and not self._buckets[self._next].missing:
             self._buckets[self._next].send()
             self._next += 1
 
     def _finish(self) -> None:
-        # Where gradients may have been added to after they were sent, all are averaged again: to which of them differs
-        # over ranks, and what is averaged already stays as it is.
-        added = self._added or any(bucket.stale for bucket in self._buckets[: self._next])
-        again = self._buckets if added else []
+        # If gradients may have grown after they were sent, all buckets are averaged again: ranks differ in which ones
+        # have grown, and the average of averaged gradients changes nothing.
+        stale = any(bucket.stale for bucket in self._buckets[: self._next])
+        again = self._buckets if stale or self._gradients is Gradients.ADDED_TO else []
         for bucket in self._buckets[self._next :]:
             bucket.send()
         for bucket in again:
@@ -243,7 +260,7 @@ class DDP(DataParallel):
 
 
 class Bucket:
-    """Gradients of one dtype that are averaged by one all-reduce."""
+    """Gradients of one dtype that one all-reduce averages."""
 
     def __init__(self, parameters: Sequence[nn.Parameter]):
         self.parameters = list(parameters)
@@ -253,12 +270,12 @@ class Bucket:
         self._used = self._tensor[elements:]
         self._work: dist.Work | None = None
         self.missing = set(range(len(parameters)))
-        """Parameters whose gradients have not come in this backward."""
+        """Indices of the parameters whose gradients are not ready in this backward."""
         self.stale = False
-        """Whether gradients were added to after the bucket was sent."""
+        """True if a gradient has grown after the bucket was sent."""
 
     def send(self, *, poisoned: bool = False) -> None:
-        """Begin to average. Divided before they are added, so that fp16 does not overflow."""
+        """Start the all-reduce. Gradients are divided before they are summed, so that fp16 does not overflow."""
         share = 1 / dist.get_world_size()
         used = [p.grad is not None for p in self.parameters]
         for p, view in zip(self.parameters, self._views, strict=True):
@@ -284,7 +301,7 @@ class Bucket:
             self._work = None
 
     def receive(self) -> None:
-        """Wait for the mean, and give it to parameters that only other ranks have used."""
+        """Wait for the mean, and set the gradients of parameters that only other ranks have used."""
         self.wait()
         if any(p.grad is None for p in self.parameters):
             for p, view, used in zip(self.parameters, self._views, self._used.tolist(), strict=True):
@@ -294,24 +311,24 @@ class Bucket:
         self.stale = False
 
 
-def _hook(wrapper: DataParallel, bucket: Bucket, i: int) -> tuple[Any, Any]:
-    """Before and after autograd adds to a parameter's gradient. A wrapper that is dropped must not live on in them."""
+def _register_hooks(wrapper: DataParallel, bucket: Bucket, i: int) -> tuple[Any, Any]:
+    """Register hooks before and after a gradient is accumulated; they do not keep the wrapper alive."""
     reference = weakref.ref(wrapper)
 
     def before(grad: Tensor) -> None:
-        bucket.wait()  # it would add to what is being averaged
+        bucket.wait()  # autograd must not add to a gradient that is being averaged
 
     def after(parameter: Tensor) -> None:
         wrapper = reference()
         if wrapper is not None:
-            wrapper._gradient_came(bucket, i)
+            wrapper._gradient_is_ready(bucket, i)
 
     parameter = bucket.parameters[i]
     return parameter.register_hook(before), parameter.register_post_accumulate_grad_hook(after)
 
 
 def _persistent_buffers(module: nn.Module) -> list[Tensor]:
-    """Those that a checkpoint keeps. The others are constants that each rank computes for itself, like RoPE's."""
+    """Return the buffers that checkpoints keep. The others are constants of each rank, such as RoPE's tables."""
     return [
         buffer
         for part in module.modules()

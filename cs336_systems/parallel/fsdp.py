@@ -1,4 +1,4 @@
-"""Fully sharded data parallel: every rank holds a part of each large weight, and the whole only while it is used.
+"""Fully sharded data parallel: every rank holds a part of each large weight, and all of it only during its use.
 
     model = FSDP(model, compute_dtype=torch.bfloat16)
     optimizer = torch.optim.AdamW(model.parameters())  # over shards
@@ -7,22 +7,24 @@
     clip_grad_norm_(model, 1.0)
     optimizer.step()
 
-Words. The *full* weight is what the module computes with. The *shard* is the rank's part of it, some of its rows: the
-parameter that the optimizer sees, in the dtype the model was built in. A weight is *gathered* while the full one is in
-memory. The *gradient shard* is the rank's rows of the mean gradient.
+[Note: FSDP tensors] Each weight of a Linear or Embedding module exists as four kinds of tensors:
 
-How it works. The weights of Linear and Embedding modules are sharded; what is small (norms, biases) is replicated and
-its gradients averaged at the end. A module's weight is gathered before its forward and freed after; gathered again
-before its backward, and freed when its gradient is there, which is then reduced and scattered. While one weight is in
-use the next ones are on their way: forward's order is remembered, and backward's is its reverse.
+- full: the weight that the module computes with, in `compute_dtype`. A parameter whose storage is allocated while the
+  weight is gathered and empty otherwise; autograd keeps a reference to it from forward to backward.
+- shard: this rank's rows, in the dtype of the model. The parameter that the optimizer and `state_dict` see.
+- gathered: the padded buffer of the all-gather, of which full is a view. Every rank sends the same number of rows.
+- gradient shard: this rank's rows of the mean gradient, in the dtype of the shard; the shard's `.grad`.
 
-The full weight is one parameter whose memory comes and goes. Autograd keeps a reference to it between forward and
-backward, and finds it filled again when it looks.
+[Note: FSDP schedule] A weight is gathered before its module's forward and freed after it, gathered again before the
+module's backward, and freed when its gradient is ready, which is then reduce-scattered. While one weight is in use the
+next ones are prefetched, in the order of the last forward, or in its reverse. Small parameters (norms, biases) are
+replicated; their gradients are averaged by `finish_gradient_synchronization`.
 """
 
 from collections import deque
 from collections.abc import Container, Iterable
-from typing import Any
+from enum import Enum, auto
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -33,19 +35,19 @@ from cs336_systems.parallel.collectives import broadcast, by_kind, require_same
 from cs336_systems.parallel.ddp import Bucket
 
 AHEAD = 2
-"""Weights that are gathered before they are needed, at most: enough to hide the sending, and little memory."""
+"""Largest number of prefetched weights: enough to hide the all-gathers, and little memory."""
 SCATTERS = 2
-"""Gradients that are being scattered at a time, at most: each holds a whole gradient."""
+"""Largest number of reduce-scatters in flight: each holds a full gradient."""
 
 
 class FSDP(nn.Module):
-    """`module`, changed in place: the weights of its Linear and Embedding modules become shards.
+    """Shard the weights of the Linear and Embedding modules of `module`, in place.
 
-    - `compute_dtype`: weights are sent, and used, in this dtype, and inputs of the sharded modules cast to it; shards
-      and their gradients keep the dtype the model was built in.
-    - A module on the "meta" device is given memory on `device` weight by weight, so that no rank ever holds all of it:
-      filled by the modules' own `reset_parameters()`.
-    - All ranks must use the same modules in the same order.
+    - `compute_dtype`: dtype in which weights are gathered and used, and to which inputs of the sharded modules are
+      cast; shards and their gradients keep the dtype of the model.
+    - `device`: where a module on the "meta" device is allocated. The modules' own `reset_parameters()` fill it weight
+      by weight, so that no rank ever holds the whole model.
+    - All ranks must run the same modules in the same order.
     """
 
     def __init__(
@@ -66,7 +68,7 @@ class FSDP(nn.Module):
         names = {weight: name for name, weight in module.named_parameters()}
         self._units = [
             Unit(
-                _whole(names[weight], weight, parts[0], torch.device(device)),
+                _full_weight(names[weight], weight, parts[0], torch.device(device)),
                 weight.requires_grad,
                 parts,
                 compute_dtype,
@@ -79,13 +81,13 @@ class FSDP(nn.Module):
             broadcast([*self._replicated, *module.buffers()])
         self._buckets: list[Bucket] = []
         self._order: list[Unit] = []
-        """In which forward used the units the last time."""
+        """The units in the order of the last forward."""
         self._used: list[Unit] = []
-        """Those that forward has used so far, in this pass."""
+        """The units that this forward has used so far."""
         self._to_come: list[Unit] | None = None
-        """Of these, those whose weight backward will want, the next one first; None until it begins."""
+        """The used units whose weight backward still needs, the next one first; None before backward."""
         self._biases: dict[nn.Module, nn.Parameter | None] = {}
-        """Those that a cast one stands in for, while their module runs."""
+        """The biases of modules that run with a cast copy."""
         self._scatters: deque[Unit] = deque()
         self._due = False
         for unit in self._units:
@@ -102,11 +104,11 @@ class FSDP(nn.Module):
             return self.module(*args, **kwargs)
         finally:
             if not _in_backward():
-                for unit in self._units:  # gathered for a pass that went another way than the last
+                for unit in self._units:  # prefetched, but not used in this forward
                     unit.free()
 
     def state_dict(self, *args: Any, **kwargs: Any) -> Any:
-        """The module's own, of this rank's shards; `gather_full_params` has the whole."""
+        """Return the module's state dict, with this rank's shards; `gather_full_params` returns full weights."""
         return self.module.state_dict(*args, **kwargs)
 
     def load_state_dict(self, *args: Any, **kwargs: Any) -> Any:
@@ -114,7 +116,7 @@ class FSDP(nn.Module):
 
     @torch.no_grad()
     def finish_gradient_synchronization(self) -> None:
-        """Return when every gradient is the mean over ranks, or this rank's shard of it. For all ranks together."""
+        """Return when every gradient is the mean over ranks, or its shard. All ranks call it together."""
         for unit in self._units:
             unit.free()
         if not self._due:
@@ -129,6 +131,10 @@ class FSDP(nn.Module):
             bucket.receive()
         self._due = False
 
+    def clip_grad_norm_(self, max_norm: float) -> Tensor:
+        """Clip the gradients by their norm over all ranks; return that norm. For all ranks together."""
+        return clip_grad_norm_(self, max_norm)
+
     # -- hooks --------------------------------------------------------------------------------------------------------
 
     def _register(self, unit: "Unit") -> None:
@@ -136,15 +142,15 @@ class FSDP(nn.Module):
             module.register_forward_pre_hook(
                 lambda m, args, kwargs: self._before_forward(unit, m, args, kwargs), with_kwargs=True
             )
-            # Recomputation of a checkpoint is ended by an exception: the weight must be put back all the same.
+            # Recomputation of a checkpoint ends with an exception: the hook must restore the shard all the same.
             module.register_forward_hook(
                 lambda m, args, kwargs, out: self._after_forward(unit, m, (*args, *kwargs.values()), out),
                 with_kwargs=True,
                 always_call=True,
             )
-        with torch.enable_grad():  # a hook can only be had by what requires a gradient, if only for now
+        with torch.enable_grad():  # a hook can only be registered while the tensor requires a gradient
             unit.full.requires_grad_(True)
-            unit.full.register_post_accumulate_grad_hook(lambda full: self._gradient_came(unit))
+            unit.full.register_post_accumulate_grad_hook(lambda full: self._gradient_is_ready(unit))
             unit.full.requires_grad_(unit.shard.requires_grad)
 
     def _before_forward(self, unit: "Unit", module: nn.Module, args: tuple, kwargs: dict) -> tuple[tuple, dict]:
@@ -161,14 +167,14 @@ class FSDP(nn.Module):
                 module._parameters["bias"] = _cast(module._parameters["bias"], unit.full.dtype)
         for x in (*args, *kwargs.values()):
             if isinstance(x, Tensor) and x.requires_grad and not unit.full.requires_grad:
-                x.register_hook(lambda grad: unit.free())  # a frozen weight has no gradient that would say it is done
+                x.register_hook(lambda grad: unit.free())  # a frozen weight has no gradient whose hook would free it
         return args, kwargs
 
     def _after_forward(self, unit: "Unit", module: nn.Module, inputs: tuple, out: Any) -> None:
         module._parameters["weight"] = unit.shard
         if module in self._biases:
             module._parameters["bias"] = self._biases.pop(module)
-        if not _in_backward():  # else its own backward comes next
+        if not _in_backward():  # recomputed: its own backward comes next
             unit.free()
         if not (isinstance(out, Tensor) and out.requires_grad and _needs_weight(module)):
             return
@@ -176,7 +182,7 @@ class FSDP(nn.Module):
 
         def before(grads: Any) -> None:
             nonlocal last
-            # Once in a backward: when the module's last node runs, its gradient may be there and the weight freed.
+            # Once per backward: when the module's last node runs, the gradient may be ready and the weight freed.
             if last != torch._C._current_graph_task_id():
                 last = torch._C._current_graph_task_id()
                 self._before_backward(unit)
@@ -194,7 +200,7 @@ class FSDP(nn.Module):
         unit.wait()
 
     def _gather_next(self, unit: "Unit") -> None:
-        """What followed the last time. Where another unit than `unit` was to come, that tells nothing any more."""
+        """Prefetch the units that followed `unit` in the last forward, unless this forward has another order."""
         expected = self._order[len(self._used) : len(self._used) + 1]
         self._used.append(unit)
         if expected and expected[0] is not unit:
@@ -209,16 +215,34 @@ class FSDP(nn.Module):
             unit.gather()
 
     @torch.no_grad()
-    def _gradient_came(self, unit: "Unit") -> None:
+    def _gradient_is_ready(self, unit: "Unit") -> None:
         self._due = True
         unit.free()
-        if unit in self._scatters:  # used by two backwards: its buffers are free when the first has been received
+        if unit in self._scatters:  # used by two backwards: the first reduce-scatter must end before the second
             self._scatters.remove(unit)
             unit.receive_gradient()
         unit.scatter_gradient()
         self._scatters.append(unit)
         while len(self._scatters) > SCATTERS:
             self._scatters.popleft().receive_gradient()
+
+
+class WeightState(Enum):
+    """Which tensors of a unit are in memory beside its shard."""
+
+    SHARDED = auto()
+    """None: the storage of the full weight is empty."""
+    GATHERING = auto()
+    """The full weight is allocated, and the all-gather is under way."""
+    GATHERED = auto()
+    """The full weight is allocated and filled."""
+
+
+class _ReduceScatter(NamedTuple):
+    work: dist.Work
+    gradient_shard: Tensor
+    full_gradient: Tensor
+    """The input, which must stay alive until the collective has ended."""
 
 
 class Unit:
@@ -231,83 +255,88 @@ class Unit:
         ranks, rank = dist.get_world_size(), dist.get_rank()
         rows = weight.shape[0]
         self._rows_each = -(-rows // ranks)
-        """Of every rank but the last ones, whose shards are shorter, or empty; they are sent at this length."""
+        """Rows of a shard in collectives. The last shards are shorter, or empty, and are padded to it."""
         begin, end = (min(i * self._rows_each, rows) for i in (rank, rank + 1))
         self.shard = nn.Parameter(weight[begin:end].clone(), requires_grad)
-        # For clip_grad_norm_, which may be given parameters alone, and for who saves them.
+        # Read by clip_grad_norm_, which may be given parameters alone, and by checkpoints.
         self.shard.is_shard = True  # type: ignore[attr-defined]
         self.shard.full_shape = weight.shape  # type: ignore[attr-defined]
-        self._padded = torch.empty(
+        self._gathered = torch.empty(
             ranks * self._rows_each, *weight.shape[1:], dtype=compute_dtype or weight.dtype, device=weight.device
         )
-        # `.data` counts its changes apart: autograd must not take the filling of a weight for a change of it.
-        self.full = nn.Parameter(self._padded.data[:rows], requires_grad)
-        self._nbytes = self._padded.untyped_storage().nbytes()
+        # `.data` has its own version counter: autograd must not see the filling of a weight as a change.
+        self.full = nn.Parameter(self._gathered.data[:rows], requires_grad)
+        self._nbytes = self._gathered.untyped_storage().nbytes()
         self._gathering: dist.Work | None = None
         self._sent: Tensor | None = None
-        self._scattering: tuple[dist.Work, Tensor, Tensor] | None = None
-        self._is_gathered = True
+        """The input of the all-gather, which must stay alive until it has ended."""
+        self._scattering: _ReduceScatter | None = None
+        self._state = WeightState.GATHERED
         self.free()
         for module in modules:
             module._parameters["weight"] = self.shard
 
     def gather(self) -> None:
-        """Begin to fill the full weight."""
-        if self._is_gathered:
+        """Start the all-gather of the full weight."""
+        if self._state is not WeightState.SHARDED:
             return
-        self._is_gathered = True
-        self._padded.untyped_storage().resize_(self._nbytes)
-        self._sent = self._padded_rows(self.shard.detach().to(self._padded.dtype))
-        self._gathering = collectives.all_gather(self._padded, self._sent, async_op=True)
+        self._state = WeightState.GATHERING
+        self._gathered.untyped_storage().resize_(self._nbytes)
+        self._sent = self._padded_rows(self.shard.detach().to(self._gathered.dtype))
+        self._gathering = collectives.all_gather(self._gathered, self._sent, async_op=True)
 
     def wait(self) -> None:
-        if self._gathering is not None:
+        """Wait for the all-gather, if one is under way."""
+        if self._state is WeightState.GATHERING:
+            assert self._gathering is not None
             self._gathering.wait()
             self._gathering, self._sent = None, None
+            self._state = WeightState.GATHERED
 
     def free(self) -> None:
-        if self._is_gathered:
+        """Release the storage of the full weight."""
+        if self._state is not WeightState.SHARDED:
             self.wait()
-            self._padded.untyped_storage().resize_(0)
-            self._is_gathered = False
+            self._gathered.untyped_storage().resize_(0)
+            self._state = WeightState.SHARDED
 
     def scatter_gradient(self) -> None:
-        """Begin to average the gradient of the full weight, of which this rank gets its rows."""
+        """Start the reduce-scatter of the full weight's gradient."""
         grad, self.full.grad = self.full.grad, None
         assert grad is not None
-        whole = grad.new_empty(self._padded.shape)
-        whole[grad.shape[0] :].zero_()
-        torch.mul(grad, 1 / dist.get_world_size(), out=whole[: grad.shape[0]])
-        part = whole.new_empty(self._rows_each, *whole.shape[1:])
-        self._scattering = collectives.reduce_scatter(part, whole, async_op=True), part, whole
+        padded = grad.new_empty(self._gathered.shape)
+        padded[grad.shape[0] :].zero_()
+        torch.mul(grad, 1 / dist.get_world_size(), out=padded[: grad.shape[0]])
+        shard = padded.new_empty(self._rows_each, *padded.shape[1:])
+        self._scattering = _ReduceScatter(collectives.reduce_scatter(shard, padded, async_op=True), shard, padded)
 
     def receive_gradient(self) -> None:
+        """Wait for the reduce-scatter and accumulate the gradient shard."""
         assert self._scattering is not None
-        work, part, _ = self._scattering
-        work.wait()
+        self._scattering.work.wait()
+        grad = self._scattering.gradient_shard[: self.shard.shape[0]].to(self.shard.dtype)
         self._scattering = None
-        grad = part[: self.shard.shape[0]].to(self.shard.dtype)
         self.shard.grad = grad if self.shard.grad is None else self.shard.grad.add_(grad)
 
-    def gathered_shards(self) -> Tensor:
-        """The full weight in the shards' own dtype, in memory of its own."""
+    def gather_shards(self) -> Tensor:
+        """Return the full weight in the dtype of the shards, in memory of its own."""
         rows = self.full.shape[0]
-        whole = self.shard.new_empty(self._padded.shape)
-        collectives.all_gather(whole, self._padded_rows(self.shard.detach()))
-        return whole[:rows]
+        gathered = self.shard.new_empty(self._gathered.shape)
+        collectives.all_gather(gathered, self._padded_rows(self.shard.detach()))
+        return gathered[:rows]
 
     def _padded_rows(self, rows: Tensor) -> Tensor:
         missing = self._rows_each - rows.shape[0]
         return torch.cat([rows, rows.new_zeros(missing, *rows.shape[1:])]) if missing else rows.contiguous()
 
 
-# -- what is sharded, and how it gets its memory ----------------------------------------------------------------------
+# -- which weights are sharded, and the meta device -------------------------------------------------------------------
 
 
 def _users(module: nn.Module) -> dict[nn.Parameter, list[nn.Module]]:
-    """Weight -> the Linear and Embedding modules that use it: torch's, and others of these names, like the course's.
+    """Map each weight to the Linear and Embedding modules that use it: torch's, and other classes of these names.
 
-    One that a module of another kind uses too is not sharded: nobody would gather it there.
+    A weight that a module of another kind uses as well is not sharded: it would not be gathered there.
     """
     found: dict[nn.Parameter, list[nn.Module]] = {}
     elsewhere = set()
@@ -322,23 +351,23 @@ def _users(module: nn.Module) -> dict[nn.Parameter, list[nn.Module]]:
 
 
 def _needs_weight(module: nn.Module) -> bool:
-    """Whether its backward does: that of an embedding only adds up rows."""
+    """Return True if the module's backward reads the weight; that of an embedding does not."""
     return not isinstance(module, nn.Embedding) and type(module).__name__ != "Embedding"
 
 
-def _whole(name: str, weight: nn.Parameter, user: nn.Module, device: torch.device) -> Tensor:
-    """Rank 0's weight; one on the "meta" device is made first."""
+def _full_weight(name: str, weight: nn.Parameter, user: nn.Module, device: torch.device) -> Tensor:
+    """Return rank 0's weight; one on the "meta" device is created first."""
     if weight.is_meta:
         user._parameters["weight"] = made = nn.Parameter(torch.empty_like(weight, device=device))
         _reset(name, user)
         weight = made
-    whole = weight.detach().clone()
-    dist.broadcast(whole, 0)
-    return whole
+    full = weight.detach().clone()
+    dist.broadcast(full, 0)
+    return full
 
 
 def _materialize(prefix: str, part: nn.Module, device: torch.device, keep: Container[Tensor]) -> None:
-    """Give memory and values to parameters and buffers on the "meta" device; not to those that will be sharded."""
+    """Allocate and fill parameters and buffers that are on the "meta" device, except those in `keep`."""
     tensors = {**part._parameters, **part._buffers}
     absent = {name: t for name, t in tensors.items() if t is not None and t.is_meta and t not in keep}
     for name, t in absent.items():
@@ -355,7 +384,7 @@ def _reset(name: str, part: nn.Module) -> None:
     reset = getattr(part, "reset_parameters", None)
     if reset is None:
         kind = type(part).__name__
-        raise ValueError(f"{name!r} is on the meta device, and {kind} has no reset_parameters() to give it values")
+        raise ValueError(f"{name!r} is on the meta device, and {kind} has no reset_parameters() to initialize it")
     reset()
 
 
@@ -368,7 +397,7 @@ def _cast(x: Any, dtype: torch.dtype) -> Any:
 
 
 def _nodes_between(inputs: Iterable[Any], out: Tensor) -> list[Any]:
-    """Of autograd's graph, those that a module has added: one of them will want its weight.
+    """Return the nodes of autograd's graph that a module has added; one of them reads its weight.
 
     A hook on the output itself would be lost when the output is changed in place.
     """
@@ -383,27 +412,27 @@ def _nodes_between(inputs: Iterable[Any], out: Tensor) -> list[Any]:
     return found
 
 
-# -- over all shards --------------------------------------------------------------------------------------------------
+# -- operations on all shards -----------------------------------------------------------------------------------------
 
 
 @torch.no_grad()
 def gather_full_params(wrapped: FSDP) -> dict[str, Tensor]:
-    """Name -> full parameter, in the dtype the model was built in. For all ranks together."""
+    """Return the full parameters by name, in the dtype of the model. All ranks call it together."""
     units = {unit.shard: unit for unit in wrapped._units}
-    whole: dict[nn.Parameter, Tensor] = {}
-    found = {}
+    full: dict[nn.Parameter, Tensor] = {}
+    by_name = {}
     for name, p in wrapped.module.named_parameters(remove_duplicate=False):
-        if p not in whole:
-            whole[p] = units[p].gathered_shards() if p in units else p.detach().clone()
-        found[name] = whole[p]
-    return found
+        if p not in full:
+            full[p] = units[p].gather_shards() if p in units else p.detach().clone()
+        by_name[name] = full[p]
+    return by_name
 
 
 @torch.no_grad()
 def clip_grad_norm_(wrapped: FSDP | Iterable[nn.Parameter], max_norm: float) -> Tensor:
-    """Scale gradients so that their norm over the whole model is at most `max_norm`; the norm they had.
+    """Scale gradients so that their norm over the whole model is at most `max_norm`; return the norm before.
 
-    Of shards every rank adds its part; what is replicated counts once. For all ranks together.
+    Shards of all ranks are summed, replicated parameters count once. All ranks call it together.
     """
     parameters = wrapped.parameters() if isinstance(wrapped, FSDP) else wrapped
     grads = [(p.grad, hasattr(p, "is_shard")) for p in parameters if p.grad is not None]

@@ -1,14 +1,14 @@
-"""Starts ranks: processes of this machine (`spawn`), or the ones that torchrun has started (`process_group`).
+"""Starts ranks on this machine (`spawn`), or joins the ranks that torchrun has started (`process_group`).
 
-    def work(scale):  # at the top level of a module: it is sent to other processes by name
+    def work(scale):  # defined at the top level of a module: other processes import it by name
         t = torch.full((3,), scale * dist.get_rank())
         dist.all_reduce(t)
         return t
 
-    spawn(work, 2, 10.0)  # what each rank returned: [tensor([10., 10., 10.]), tensor([10., 10., 10.])]
+    spawn(work, 2, 10.0)  # results by rank: [tensor([10., 10., 10.]), tensor([10., 10., 10.])]
 
-A rank that fails ends all the others, and its traceback is what the caller sees. When the time is over every rank says
-where it stands. No port is chosen here: ranks of one machine meet through a file.
+If a rank fails, the others are killed and RankError carries its traceback. If the time limit passes, RankError carries
+the stack of every rank. Ranks of one machine meet through a file, so no port is chosen.
 """
 
 import contextlib
@@ -28,25 +28,24 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from datetime import timedelta
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
 import torch.distributed as dist
 
 from cs336_systems.config import UserError
+from cs336_systems.parallel.peers import Peers, is_connection_error
 
 TIMEOUT = 600.0
-"""Seconds that `spawn` gives its ranks, unless told otherwise."""
-LAST_WORDS = 2.0
-"""Seconds in which ranks may say where they stand, or why they ended, before they are killed."""
-LOOKS_EVERY = 0.3
-"""Seconds between two looks whether a rank has lost its peers."""
+"""Default time limit of `spawn`, in seconds."""
+GRACE = 2.0
+"""Seconds in which the other ranks may report why they ended before they are killed."""
 
 
 @dataclass(frozen=True)
 class Rank:
-    """Which of the processes this is, and the device that is its own."""
+    """The number of this process in its group, and its device."""
 
     rank: int
     world_size: int
@@ -54,7 +53,7 @@ class Rank:
 
 
 class RankError(RuntimeError):
-    """A rank failed, died or took too long; the message has its traceback."""
+    """A rank failed, died or exceeded the time limit; the message carries its traceback."""
 
 
 def spawn(
@@ -65,74 +64,107 @@ def spawn(
     device: str = "cpu",
     timeout: float = TIMEOUT,
 ) -> list[Any]:
-    """Call `work(*arguments)` in `world_size` new processes that form a process group; what they returned, by rank."""
-    require_slots(world_size, backend, device)
-    # Ranks are forked from a process that has torch and nothing else: importing it takes seconds of each core.
-    context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload([__name__])
-    deadline = time.monotonic() + timeout
-    with tempfile.TemporaryDirectory(prefix="cs336-ranks-") as folder:
-        ranks = []
+    """Call `work(*arguments)` in `world_size` new processes that form a process group; return the results by rank."""
+    with Ranks(world_size, backend=backend, device=device, timeout=timeout) as ranks:
+        return ranks.call(work, *arguments)
+
+
+class Ranks:
+    """Processes of this machine that form a process group and run one function after another.
+
+    A call that fails ends the processes: collectives that some ranks have entered cannot be taken back.
+    """
+
+    def __init__(self, world_size: int, *, backend: str = "gloo", device: str = "cpu", timeout: float = TIMEOUT):
+        require_slots(world_size, backend, device)
+        # Ranks are forked from a server process that has imported torch: the import takes seconds of a core.
+        context = multiprocessing.get_context("forkserver")
+        context.set_forkserver_preload([__name__])
+        self.timeout = timeout
+        self._folder = tempfile.TemporaryDirectory(prefix="cs336-ranks-")
+        self._processes = []
         for rank in range(world_size):
-            receiver, sender = context.Pipe(duplex=False)
-            where = (rank, world_size, backend, device, timeout, folder, dict(os.environ))
-            process = context.Process(target=_serve, args=(where, work, arguments, sender), daemon=True)
+            connection, of_rank = context.Pipe()
+            stack = Path(self._folder.name) / f"stack-{rank}"
+            seat = _Seat(rank, world_size, backend, device, timeout, f"{self._folder.name}/store", stack)
+            process = context.Process(target=_serve, args=(seat, dict(os.environ), of_rank), daemon=True)
             process.start()
-            sender.close()
-            ranks.append(_Running(rank, process, receiver, Path(folder) / f"stack-{rank}"))
+            of_rank.close()
+            self._processes.append(_RankProcess(rank, process, connection, stack))
+
+    def call(self, work: Callable[..., Any], *arguments: Any) -> list[Any]:
+        """Return what `work(*arguments)` returns on each rank, by rank."""
+        # Pickled by value: tensors in shared memory would vanish with the process that made them.
+        request = pickle.dumps((work, arguments))
+        deadline = time.monotonic() + self.timeout
         try:
-            return _collect(ranks, deadline, timeout)
-        finally:
-            for running in ranks:
-                running.process.kill()
-                running.process.join()
-                running.receiver.close()
+            for process in self._processes:
+                with contextlib.suppress(BrokenPipeError):  # the rank has ended: reported below
+                    process.connection.send_bytes(request)
+            return _collect(self._processes, deadline, self.timeout)
+        except BaseException:
+            self.close()
+            raise
+
+    def close(self) -> None:
+        for process in self._processes:
+            process.process.kill()
+            process.process.join()
+            process.connection.close()
+        self._folder.cleanup()
+
+    def __enter__(self) -> "Ranks":
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
 
 
 @contextlib.contextmanager
 def process_group(backend: str | None = None, device: str | None = None, timeout: float = TIMEOUT) -> Iterator[Rank]:
-    """The group of torchrun's ranks, or of this process alone where torchrun is not at work; destroyed at the end.
+    """Join the group of torchrun's ranks, or form a group of this process alone without torchrun.
 
-    Ranks use NCCL, and a GPU each, where there are GPUs enough; else Gloo. `timeout`: seconds that a collective may
-    take before its ranks are told that a peer is missing. RankError, which names it, where one is.
+    Ranks use NCCL and one GPU each where there are enough GPUs, and Gloo otherwise. A collective that takes longer than
+    `timeout` seconds, or breaks, raises a RankError that names the missing rank.
     """
     by_torchrun = "TORCHELASTIC_RUN_ID" in os.environ
-    rank, world_size, local_rank, local_size = _places() if by_torchrun else (0, 1, 0, 1)
+    place = _torchrun_place() if by_torchrun else _Place(0, 1, 0, 1)
     device = device or ("cuda" if torch.cuda.is_available() else "cpu")
     if backend is None:
-        backend = "nccl" if device == "cuda" and local_size <= torch.cuda.device_count() else "gloo"
-    require_slots(local_size, backend, device)
+        backend = "nccl" if device == "cuda" and place.local_size <= torch.cuda.device_count() else "gloo"
+    require_slots(place.local_size, backend, device)
+    rank, world_size = place.rank, place.world_size
     store = _torchrun_store(rank, world_size, timeout) if by_torchrun else dist.HashStore()
-    with _group(store, rank, world_size, backend, timeout), _Peers(store, rank, world_size) as peers:
+    with _group(store, rank, world_size, backend, timeout), Peers(store, rank, world_size) as peers:
         try:
-            yield Rank(rank, world_size, _device_of(local_rank, device))
+            yield Rank(rank, world_size, _use_device(place.local_rank, device))
         except RuntimeError as error:
-            if world_size == 1 or not _is_echo(str(error)):
+            if world_size == 1 or not is_connection_error(str(error)):
                 raise
-            raise RankError(peers.who_is_gone()) from error
+            raise RankError(peers.describe_loss()) from error
 
 
 def this_rank(device: str = "cpu") -> Rank:
-    """Of a process that is in a group."""
+    """Describe this process, which is in a group."""
     rank = dist.get_rank()
-    return Rank(rank, dist.get_world_size(), _device_of(rank, device))
+    return Rank(rank, dist.get_world_size(), _use_device(rank, device))
 
 
 def in_ranks(work: Callable[..., Any], config: dict[str, Any]) -> Any:
-    """Rank 0's answer to `work(config)`, in the `ranks` of `config`, on its `backend` and `device`.
+    """Return rank 0's `work(config)`, run with the `ranks`, `backend` and `device` of `config`.
 
-    A grid of an experiment may ask for more ranks than this machine has GPUs: that cell fails, the others go on.
+    A grid may ask for more ranks than this machine has GPUs: that cell fails with a RankError, the others run.
     """
     device = config["device"].split(":")[0]
     try:
-        answers = spawn(work, config["ranks"], config, backend=config["backend"], device=device)
+        results = spawn(work, config["ranks"], config, backend=config["backend"], device=device)
     except UserError as error:
         raise RankError(str(error)) from None
-    return answers[0]
+    return results[0]
 
 
 def require_slots(world_size: int, backend: str, device: str) -> None:
-    """UserError for ranks that this machine cannot hold."""
+    """Raise a UserError if this machine cannot run these ranks."""
     if isinstance(world_size, bool) or not isinstance(world_size, int) or world_size < 1:
         raise UserError(f"the number of ranks must be a whole number of at least 1, got {world_size!r}")
     if backend not in ("gloo", "nccl"):
@@ -145,46 +177,78 @@ def require_slots(world_size: int, backend: str, device: str) -> None:
     if backend == "nccl" and device == "cpu":
         raise UserError("the backend nccl needs CUDA GPUs; use gloo for ranks on the CPU")
     if backend == "nccl" and world_size > gpus:
-        raise UserError(f"nccl wants a GPU for each of {world_size} ranks, this machine has {gpus}; use gloo, or fewer")
+        raise UserError(
+            f"nccl needs a GPU for each of {world_size} ranks, this machine has {gpus}; use gloo, or fewer ranks"
+        )
 
 
 # -- in a rank's process ----------------------------------------------------------------------------------------------
 
 
-def _serve(where: tuple, work: Callable[..., Any], arguments: tuple, sender: Any) -> None:
-    rank, world_size, backend, device, timeout, folder, environment = where
-    _as_if_new(environment, world_size)
-    threading.Thread(target=_end_with_parent, daemon=True).start()
-    with open(Path(folder) / f"stack-{rank}", "w") as stack:
+class _Seat(NamedTuple):
+    """The place of a spawned rank in its group."""
+
+    rank: int
+    world_size: int
+    backend: str
+    device: str
+    timeout: float
+    store: str
+    stack: Path
+    """File to which the rank writes its stack on SIGUSR1."""
+
+
+class _Answer(NamedTuple):
+    ok: bool
+    value: Any
+    """The pickled result, or the traceback."""
+
+
+def _serve(seat: _Seat, environment: dict[str, str], connection: Any) -> None:
+    """Join the group, then answer requests until the parent closes the connection."""
+    _take_over(environment, seat.world_size)
+    threading.Thread(target=_exit_with_parent, daemon=True).start()
+    with open(seat.stack, "w") as stack:
         faulthandler.register(signal.SIGUSR1, stack, all_threads=True)
-        answer: tuple[bool, Any]
         try:
+            # Read before the group is formed: a rank that waits for the others must not block the parent's write.
+            request = connection.recv_bytes()
             if sys.platform == "linux":  # ranks of one machine need no network
                 os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
-            store = dist.FileStore(f"{folder}/store", world_size)
-            # Longer than the parent waits: a rank that is kept waiting is to be found so when the time is over.
-            with _group(store, rank, world_size, backend, timeout + 2 * LAST_WORDS):
-                _device_of(rank, device)
-                # By value: tensors sent through shared memory would be gone with this process.
-                answer = True, pickle.dumps(work(*arguments))
+            store = dist.FileStore(seat.store, seat.world_size)
+            # Above the parent's limit: a rank that waits must still be waiting when the parent asks for its stack.
+            with _group(store, seat.rank, seat.world_size, seat.backend, seat.timeout + 2 * GRACE):
+                _use_device(seat.rank, seat.device)
+                while True:
+                    connection.send(_answer(request))
+                    request = connection.recv_bytes()
+        except EOFError:
+            pass
         except BaseException:
-            answer = False, traceback.format_exc()
-        sender.send(answer)
+            connection.send(_Answer(False, traceback.format_exc()))
 
 
-def _as_if_new(environment: dict[str, str], world_size: int) -> None:
-    """What a process takes over from the one it is forked from, and should have from its caller."""
+def _answer(request: bytes) -> _Answer:
+    try:
+        work, arguments = pickle.loads(request)
+        return _Answer(True, pickle.dumps(work(*arguments)))
+    except BaseException:
+        return _Answer(False, traceback.format_exc())
+
+
+def _take_over(environment: dict[str, str], world_size: int) -> None:
+    """Replace what the process inherits from the fork server by what its caller has."""
     os.environ.clear()
     os.environ.update(environment)
-    # Share the cores out, unless the user has: ranks that all start a thread per core wait for each other.
+    # Divide the cores among ranks, unless the user has: ranks with a thread per core each wait for one another.
     threads = os.environ.setdefault("OMP_NUM_THREADS", str(max(1, (os.cpu_count() or 1) // world_size))).split(",")[0]
-    if threads.isdigit() and int(threads) > 0:  # OpenMP, which has read the variable already, passes over others too
+    if threads.isdigit() and int(threads) > 0:  # OpenMP ignores other values as well
         torch.set_num_threads(int(threads))
-    np.random.seed()  # else all ranks draw the same
+    np.random.seed()  # forked processes would all draw the same numbers
 
 
-def _end_with_parent() -> None:
-    """A parent that is killed cannot end its ranks: they would wait, or compute, for nobody."""
+def _exit_with_parent() -> None:
+    """End this process when its parent ends, even by SIGKILL."""
     parent = multiprocessing.parent_process()
     assert parent is not None
     parent.join()
@@ -193,16 +257,15 @@ def _end_with_parent() -> None:
 
 @contextlib.contextmanager
 def _group(store: dist.Store, rank: int, world_size: int, backend: str, timeout: float) -> Iterator[None]:
-    dist.init_process_group(
-        backend, store=store, rank=rank, world_size=world_size, timeout=timedelta(seconds=max(1.0, timeout))
-    )
+    limit = timedelta(seconds=max(1.0, timeout))
+    dist.init_process_group(backend, store=store, rank=rank, world_size=world_size, timeout=limit)
     try:
         yield
     finally:
         dist.destroy_process_group()
 
 
-def _device_of(local_rank: int, device: str) -> torch.device:
+def _use_device(local_rank: int, device: str) -> torch.device:
     if device == "cpu":
         return torch.device("cpu")
     index = local_rank % torch.cuda.device_count()  # several ranks may share a GPU through Gloo
@@ -210,108 +273,50 @@ def _device_of(local_rank: int, device: str) -> torch.device:
     return torch.device("cuda", index)
 
 
-def _places() -> tuple[int, int, int, int]:
-    """Rank and world size, of all machines and of this one. torchrun sets all of them, so none is guessed."""
+# -- torchrun ---------------------------------------------------------------------------------------------------------
+
+
+class _Place(NamedTuple):
+    rank: int
+    world_size: int
+    local_rank: int
+    local_size: int
+
+
+def _torchrun_place() -> _Place:
+    """Read the place of this rank, all of which torchrun sets."""
     world_size, local_size = (_environment(name, least=1) for name in ("WORLD_SIZE", "LOCAL_WORLD_SIZE"))
     rank = _environment("RANK", least=0, below=world_size)
-    return rank, world_size, _environment("LOCAL_RANK", least=0, below=local_size), local_size
+    return _Place(rank, world_size, _environment("LOCAL_RANK", least=0, below=local_size), local_size)
 
 
 def _torchrun_store(rank: int, world_size: int, timeout: float) -> dist.Store:
-    """torchrun restarts its workers on the same store, where the addresses of dead ranks are still written (torch 2.13:
-    three of four restarts fail under Gloo). So every attempt writes under a name of its own."""
+    """Connect to torchrun's store, under a prefix of this attempt.
+
+    torchrun restarts its workers on the same store, which still holds the addresses of dead ranks (torch 2.13: three of
+    four restarts fail under Gloo).
+    """
     address, port = os.environ.get("MASTER_ADDR", ""), _environment("MASTER_PORT", least=1, below=1 << 16)
     attempt = _environment("TORCHELASTIC_RESTART_COUNT", 0, least=0)
     if not address:
         raise UserError("the environment variable MASTER_ADDR is not set; torchrun sets it")
     try:
         socket.getaddrinfo(address, port)
-    except OSError as error:  # torch would try again and again, for as long as it may wait
+    except OSError as error:  # torch would retry until the time limit
         raise UserError(f"no rendezvous at MASTER_ADDR {address!r}: {error.strerror}") from None
-    of_agent = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
+    agent_hosts = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
     try:
         store = dist.TCPStore(
-            address, port, world_size, is_master=rank == 0 and not of_agent, timeout=timedelta(seconds=timeout)
+            address, port, world_size, is_master=rank == 0 and not agent_hosts, timeout=timedelta(seconds=timeout)
         )
-    except RuntimeError as error:  # torch's DistNetworkError is one
+    except RuntimeError as error:  # DistNetworkError is one
         reason = " ".join(str(error).split())[:200]
         raise UserError(f"no rendezvous at MASTER_ADDR {address!r}, MASTER_PORT {port}: {reason}") from None
     return dist.PrefixStore(f"attempt-{attempt}", store)
 
 
-class _Peers:
-    """What ranks tell each other, by way of the store, when one of them is gone.
-
-    A dead rank breaks the connections of its neighbours only; the others wait for these until their time is over, and
-    would be taken for dead as well. So each has a thread that answers while it computes or waits, and that learns what
-    the first to notice has found: the store may be gone with it.
-    """
-
-    def __init__(self, store: dist.Store, rank: int, world_size: int):
-        self.store, self.rank, self.world_size = store, rank, world_size
-        self.gone = ""
-        """Who is, as one of the others has found."""
-        self._over = threading.Event()
-
-    def __enter__(self) -> "_Peers":
-        if self.world_size > 1:
-            # Over a connection of its own: a call that waits holds the other.
-            own: Any = self.store
-            threading.Thread(target=self._listen, args=(own.clone(),), daemon=True).start()
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self._over.set()
-
-    def _listen(self, store: dist.Store) -> None:
-        with contextlib.suppress(RuntimeError):  # the process that keeps the store has ended
-            if self._comes(store, "call"):
-                store.set(f"here-{self.rank}", "yes")
-                if self._comes(store, "gone"):
-                    self.gone = store.get("gone").decode()
-
-    def _comes(self, store: dist.Store, key: str) -> bool:
-        """Whether it did before all was over."""
-        while not store.check([key]):
-            if self._over.wait(LOOKS_EVERY):
-                return False
-        return True
-
-    def who_is_gone(self) -> str:
-        """Of ranks whose connections broke: those that do not answer; where all do, those that do not end as this."""
-        try:
-            found = self.gone or self._call()
-            if found:
-                self.store.set("gone", found)
-                time.sleep(3 * LOOKS_EVERY if self.rank == 0 else 0.0)  # it may keep the store: let others look
-        except RuntimeError:
-            found = self.gone
-            if not found:
-                return (
-                    f"rank {self.rank} of {self.world_size} lost its peers, and the process at MASTER_ADDR that knew "
-                    f"of all is gone, too"
-                )
-        if not found:
-            return (
-                f"rank {self.rank} of {self.world_size} lost a connection, though all ranks are there: "
-                f"look at the network"
-            )
-        return f"rank {found} of {self.world_size} died or does not answer; rank {self.rank} stops"
-
-    def _call(self) -> str:
-        until = time.monotonic() + LAST_WORDS
-        for key in (f"here-{self.rank}", f"ended-{self.rank}", "call"):
-            self.store.set(key, "yes")
-        dead = silent = list(range(self.world_size))
-        while silent and time.monotonic() < until and not self.gone:
-            dead = [rank for rank in dead if not self.store.check([f"here-{rank}"])]
-            silent = [rank for rank in silent if not self.store.check([f"ended-{rank}"])]
-            time.sleep(0.05)
-        return self.gone or ", ".join(map(str, dead or silent))
-
-
 def _environment(name: str, default: int | None = None, *, least: int, below: int | None = None) -> int:
-    """A whole number that torchrun has set."""
+    """Return the whole number in an environment variable of torchrun."""
     value = os.environ.get(name, "" if default is None else str(default))
     if not value:
         raise UserError(f"the environment variable {name} is not set; torchrun sets it")
@@ -328,75 +333,61 @@ def _environment(name: str, default: int | None = None, *, least: int, below: in
 # -- in the parent ----------------------------------------------------------------------------------------------------
 
 
-@dataclass
-class _Running:
+class _RankProcess(NamedTuple):
     rank: int
     process: Any
-    receiver: Any
+    connection: Any
     stack: Path
 
+    def receive(self) -> _Answer:
+        try:
+            return self.connection.recv()
+        except (EOFError, ConnectionResetError):  # the process ended without an answer
+            self.process.join(GRACE)
+            code = self.process.exitcode
+            how = f"was killed by {signal.Signals(-code).name}" if code and code < 0 else f"ended with exit code {code}"
+            return _Answer(False, f"the process {how}\n")
 
-def _collect(ranks: list[_Running], deadline: float, timeout: float) -> list[Any]:
-    world_size = len(ranks)
+
+def _collect(processes: list[_RankProcess], deadline: float, timeout: float) -> list[Any]:
+    """Wait for the answer of every rank; return the results by rank, or raise RankError."""
     results: dict[int, Any] = {}
-    waiting = {running.receiver: running for running in ranks}
-    while waiting:
+    failures: dict[int, str] = {}
+    waiting = {process.connection: process for process in processes}
+    # A dead rank makes its peers fail too, and they may answer first: the cause is the error that is no connection's.
+    while waiting and all(map(is_connection_error, failures.values())):
         ready = multiprocessing.connection.wait(list(waiting), max(0.0, deadline - time.monotonic()))
+        if not ready and failures:
+            break
         if not ready:
-            raise RankError(_out_of_time(list(waiting.values()), world_size, timeout))
-        failures = []
-        for receiver in ready:
-            running = waiting.pop(receiver)
-            good, answer = _answer_of(running)
-            if good:
-                results[running.rank] = pickle.loads(answer)
+            raise RankError(_describe_timeout(list(waiting.values()), len(processes), timeout))
+        for connection in ready:
+            process = waiting.pop(connection)
+            answer = process.receive()
+            if answer.ok:
+                results[process.rank] = pickle.loads(answer.value)
             else:
-                failures.append((running.rank, answer))
-        if failures:
-            raise RankError(_first_cause(failures, waiting, world_size))
-    return [results[rank] for rank in range(world_size)]
+                deadline = min(deadline, time.monotonic() + GRACE)
+                failures[process.rank] = answer.value
+    if failures:
+        raise RankError(_describe_failures(failures, len(processes)))
+    return [results[rank] for rank in range(len(processes))]
 
 
-def _answer_of(running: _Running) -> tuple[bool, Any]:
-    try:
-        return running.receiver.recv()
-    except EOFError:  # gone without a word
-        running.process.join(LAST_WORDS)
-        code = running.process.exitcode
-        cause = f"was killed by {signal.Signals(-code).name}" if code and code < 0 else f"ended with exit code {code}"
-        return False, f"it {cause}\n"
+def _describe_failures(failures: dict[int, str], world_size: int) -> str:
+    cause, *others = sorted(failures, key=lambda rank: is_connection_error(failures[rank]))
+    after = f"\n(then rank {', '.join(map(str, others))} failed too)" if others else ""
+    return f"rank {cause} of {world_size} failed:\n{failures[cause].rstrip()}{after}"
 
 
-def _first_cause(failures: list[tuple[int, str]], waiting: dict, world_size: int) -> str:
-    """A dead rank makes its peers fail too, and they may be heard first: wait a moment for the one without a word, or
-    whose error is not that of a lost connection."""
-    until = time.monotonic() + LAST_WORDS
-    while waiting and time.monotonic() < until and all(_is_echo(text) for _, text in failures):
-        for receiver in multiprocessing.connection.wait(list(waiting), max(0.0, until - time.monotonic())):
-            running = waiting.pop(receiver)
-            good, answer = _answer_of(running)
-            if not good:
-                failures.append((running.rank, answer))
-    failures.sort(key=lambda failure: _is_echo(failure[1]))
-    rank, text = failures[0]
-    others = ", ".join(str(other) for other, _ in failures[1:])
-    after = f"\n(then rank {others} failed too)" if others else ""
-    return f"rank {rank} of {world_size} failed:\n{text.rstrip()}{after}"
-
-
-def _is_echo(text: str) -> bool:
-    """Whether an error only says that a peer is gone."""
-    return any(words in text for words in ("Connection closed", "Connection reset", "Timed out", "gloo/transport"))
-
-
-def _out_of_time(late: list[_Running], world_size: int, timeout: float) -> str:
-    for running in late:
-        if running.process.is_alive():
-            os.kill(running.process.pid, signal.SIGUSR1)
-    time.sleep(min(LAST_WORDS, 0.5))
-    names = ", ".join(str(running.rank) for running in late)
-    lines = [f"rank {names} of {world_size} did not end within {timeout:g} s; where each stands:"]
-    for running in late:
-        said = running.stack.read_text().rstrip() if running.stack.exists() else ""
-        lines += [f"-- rank {running.rank}", said or "(no answer)"]
+def _describe_timeout(late: list[_RankProcess], world_size: int, timeout: float) -> str:
+    for process in late:
+        if process.process.is_alive():
+            os.kill(process.process.pid, signal.SIGUSR1)
+    time.sleep(0.5)
+    names = ", ".join(str(process.rank) for process in late)
+    lines = [f"rank {names} of {world_size} did not end within {timeout:g} s; the stack of each:"]
+    for process in late:
+        stack = process.stack.read_text().rstrip() if process.stack.exists() else ""
+        lines += [f"-- rank {process.rank}", stack or "(no answer)"]
     return "\n".join(lines)

@@ -1,4 +1,4 @@
-"""One training step, timed, profiled and trained by the same code; eager or as CUDA graphs."""
+"""One training step, which is timed, profiled and trained by the same code, eagerly or as CUDA graphs."""
 
 from cs336_systems.step.train_step import TrainStep
 

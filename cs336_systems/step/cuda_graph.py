@@ -1,7 +1,7 @@
-"""A training step as CUDA graphs: the device runs one launch after another without waiting for Python.
+"""A training step as CUDA graphs: the device executes it without waiting for Python to launch kernels.
 
-Three graphs, so that any number of micro batches can be added up: the gradients of the first, those of a later one, the
-update. The first steps run as they are, and count; they load the kernels and find the memory that a graph needs.
+Three graphs support any number of micro batches: the gradients of the first one, the gradients of a later one, and the
+update. The first steps run eagerly, and count as steps: they load the kernels and size the memory pools.
 """
 
 from collections.abc import Callable, Sequence
@@ -11,53 +11,55 @@ from torch import Tensor
 
 EAGER_STEPS = 2
 
+Batches = Sequence[tuple[Tensor, Tensor]]
+"""Inputs and targets of each micro batch."""
 Gradients = Callable[[Tensor, Tensor, float], Tensor]
 """(inputs, targets, factor of the gradient) -> detached loss."""
 
 
 class StepGraph:
-    """Called with the micro batches of a step. Those of another shape than the first run as they are.
+    """Captures a step on its first micro batches and replays it; batches of another shape run eagerly.
 
-    `gradients` must overwrite gradients that are None, and add to others; `drop` sets them to None.
+    `gradients` must overwrite gradients that are None and accumulate into others; `drop` sets them to None.
     """
 
     def __init__(self, gradients: Gradients, update: Callable[[], None], drop: Callable[[], None]):
         self._gradients, self._update, self._drop = gradients, update, drop
-        self._eager = 0
+        self._eager_steps = 0
         self._stream = torch.cuda.Stream()
-        self._parts: dict[str, torch.cuda.CUDAGraph] = {}
+        self._graphs: dict[str, torch.cuda.CUDAGraph] = {}
         self._losses: dict[str, Tensor] = {}
         self._inputs: Tensor | None = None
         self._targets: Tensor | None = None
         self._count = 0
         self.peak_memory = 0
-        """Bytes, while it was captured: a replay allocates nothing."""
+        """Peak bytes during capture; a replay allocates nothing."""
 
-    def __call__(self, batches: Sequence[tuple[Tensor, Tensor]]) -> Tensor:
-        """The mean loss, on the device."""
-        if self._eager < EAGER_STEPS or not self._is_captured_for(batches):
-            if self._eager < EAGER_STEPS or self._inputs is not None:
-                return self._as_it_is(batches)
-            self._capture(batches)
-        assert self._inputs is not None
-        assert self._targets is not None
+    def __call__(self, batches: Batches) -> Tensor:
+        """Run one step and return the mean loss, on the device."""
+        if self._eager_steps < EAGER_STEPS:
+            return self._run_eagerly(batches)
+        if self._inputs is None or self._targets is None:
+            self._inputs, self._targets = self._capture(batches)
+        elif not self._is_captured_for(batches):
+            return self._run_eagerly(batches)
         losses = []
         for number, (inputs, targets) in enumerate(batches):
             self._inputs.copy_(inputs)
             self._targets.copy_(targets)
             name = "later" if number else "first"
-            self._parts[name].replay()
+            self._graphs[name].replay()
             losses.append(self._losses[name].clone())
-        self._parts["update"].replay()
+        self._graphs["update"].replay()
         return torch.stack(losses).mean()
 
-    def _is_captured_for(self, batches: Sequence[tuple[Tensor, Tensor]]) -> bool:
-        inputs = self._inputs
-        return inputs is not None and len(batches) == self._count and all(b[0].shape == inputs.shape for b in batches)
+    def _is_captured_for(self, batches: Batches) -> bool:
+        assert self._inputs is not None
+        return len(batches) == self._count and all(inputs.shape == self._inputs.shape for inputs, _ in batches)
 
-    def _as_it_is(self, batches: Sequence[tuple[Tensor, Tensor]]) -> Tensor:
-        """On the stream that will capture, so that what autograd remembers of streams is right there, too."""
-        self._eager += 1
+    def _run_eagerly(self, batches: Batches) -> Tensor:
+        """Run on the stream of the later capture, because autograd nodes remember the stream they were made on."""
+        self._eager_steps += 1
         self._stream.wait_stream(torch.cuda.current_stream())
         with torch.cuda.stream(self._stream):
             self._drop()
@@ -67,17 +69,19 @@ class StepGraph:
         torch.cuda.current_stream().wait_stream(self._stream)
         return loss
 
-    def _capture(self, batches: Sequence[tuple[Tensor, Tensor]]) -> None:
+    def _capture(self, batches: Batches) -> tuple[Tensor, Tensor]:
+        """Capture the three graphs; return the buffers that they read inputs and targets from."""
         self._drop()
         torch.cuda.reset_peak_memory_stats()
         self._count = len(batches)
-        self._inputs, self._targets = batches[0][0].clone(), batches[0][1].clone()
+        inputs, targets = (tensor.clone() for tensor in batches[0])
         pool = torch.cuda.graph_pool_handle()
         for name in ("first", "later")[: self._count]:
-            self._parts[name] = torch.cuda.CUDAGraph()
-            with torch.cuda.graph(self._parts[name], pool=pool, stream=self._stream):
-                self._losses[name] = self._gradients(self._inputs, self._targets, 1 / self._count)
-        self._parts["update"] = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(self._parts["update"], pool=pool, stream=self._stream):
+            self._graphs[name] = torch.cuda.CUDAGraph()
+            with torch.cuda.graph(self._graphs[name], pool=pool, stream=self._stream):
+                self._losses[name] = self._gradients(inputs, targets, 1 / self._count)
+        self._graphs["update"] = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(self._graphs["update"], pool=pool, stream=self._stream):
             self._update()
         self.peak_memory = torch.cuda.max_memory_allocated()
+        return inputs, targets

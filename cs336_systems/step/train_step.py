@@ -1,22 +1,24 @@
 """One training step in named phases: forward, loss, backward, sync, optimizer.
 
 The same object is timed, profiled and trained. Each phase runs inside a profiler range of its own name
-(record_function, and NVTX on a GPU) and inside whatever context manager the caller's `watch` returns for that name: the
+(record_function, and NVTX on a GPU) and inside the context manager that the caller's `watch` returns for that name: the
 timer and the memory tracker are watchers.
 
     step = TrainStep.build(RunConfig(model=model_config("small"), device="cuda"))
-    loss = step(*step.random_batch())
+    loss = step(*step.random_batch())            # measured: the host never waits for the device
+    result = step.train([step.random_batch()])   # trained: checked, and agreed on by all ranks
 """
 
 import importlib
 import math
 import os
 import sys
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from typing import Any
+from dataclasses import dataclass
 
 import torch
+import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.profiler import record_function
@@ -25,17 +27,45 @@ from cs336_systems.config import ModelConfig, RunConfig, UserError
 from cs336_systems.kernels.flash.dispatch import best_fused, gluon_problem, triton_problem
 from cs336_systems.kernels.fused.packed_adamw import PackedAdamW
 from cs336_systems.model import TransformerLM
-from cs336_systems.step.cuda_graph import StepGraph
+from cs336_systems.parallel.collectives import message_device
+from cs336_systems.step.cuda_graph import Batches, StepGraph
+from cs336_systems.step.loss_scale import LossScale, Update
+from cs336_systems.step.optimizers import StepOptimizer, adapt
 
 Watch = Callable[[str], AbstractContextManager]
+Scaling = Callable[[Tensor], Tensor]
 
 AUTOCAST_DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16}
 
 
-class TrainStep:
-    """Runs the phases of `config.mode` on one batch. An optimizer the mode needs and is not given is AdamW."""
+@dataclass(frozen=True)
+class StepResult:
+    """The result of one training step, the same on all ranks."""
 
-    def __init__(self, model: nn.Module, config: RunConfig, optimizer: torch.optim.Optimizer | None = None):
+    loss: float
+    """Mean over micro batches and ranks."""
+    gradient_norm: float
+    """Norm over the whole model, before clipping."""
+    update: Update
+    stop: bool
+    """True if any rank asked to stop."""
+
+
+class TrainStep:
+    """Runs the phases of `config.mode`: micro batches, loss scaling, clipping, finite check and update.
+
+    The optimizer defaults to AdamW where the mode needs one. Calling the step measures one batch, and `train` trains;
+    both run eagerly or as CUDA graphs, under any wrapper of parallel/.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        config: RunConfig,
+        optimizer: torch.optim.Optimizer | None = None,
+        *,
+        loss_scale: LossScale | None = None,
+    ):
         self.model = model
         self.config = config
         self.device = torch.device(config.device)
@@ -45,15 +75,21 @@ class TrainStep:
         if optimizer is None and self.trains:
             optimizer = self._default_optimizer()
         self.optimizer = optimizer
+        self._adapted: StepOptimizer | None = adapt(optimizer) if optimizer is not None else None
+        # A measured step scales by GradScaler, whose decision stays on the device; `train` by `loss_scale`.
         self.scaler = torch.amp.GradScaler(self.device.type, enabled=config.precision == "fp16" and self.trains)
-        # A wrapper of parallel/ that overlaps communication with backward ends it in the sync phase.
+        self.loss_scale = loss_scale or LossScale.of(config.precision)
+        # Methods that wrappers of parallel/ may have: the end of communication that overlaps with backward, the norm
+        # of sharded gradients, and backward without communication.
         self._finish_sync = getattr(model, "finish_gradient_synchronization", None)
+        self._clip_sharded = getattr(model, "clip_grad_norm_", None)
+        self._no_sync: Callable[[], AbstractContextManager] = getattr(model, "no_sync", nullcontext)
         self._forward: Callable[..., Tensor] = torch.compile(model) if config.compile else model
-        self.graph = StepGraph(self._gradients_of, self._update, self._drop) if "graph" in self._parts else None
+        self.graph = StepGraph(self._captured_gradients, self._update, self._drop) if "graph" in self._parts else None
 
     @classmethod
     def build(cls, config: RunConfig) -> "TrainStep":
-        """A step on random weights."""
+        """Build a step with random weights."""
         require_device(config.device)
         torch.manual_seed(config.seed)
         with torch.device(config.device):
@@ -69,15 +105,17 @@ class TrainStep:
         return PackedAdamW(parameters, dtype=dtype, max_grad_norm=self.config.max_grad_norm)
 
     def random_batch(self) -> tuple[Tensor, Tensor]:
-        """Random tokens and targets, (batch, context) each."""
+        """Return random tokens and targets, (batch, context) each."""
         generator = torch.Generator().manual_seed(self.config.seed)
         shape = (2, self.config.batch_size, self.config.model.context_length)
         tokens = torch.randint(self.config.model.vocab_size, shape, generator=generator)
         inputs, targets = tokens.to(self.device)
         return inputs, targets
 
+    # -- the two ways to run a step -----------------------------------------------------------------------------------
+
     def __call__(self, inputs: Tensor, targets: Tensor, *, watch: Watch = nullcontext) -> Tensor | None:
-        """One step; the detached loss, or None in the modes that have none.
+        """Run one step for measurement; return the detached loss, or None in the modes that have none.
 
         Gradients are dropped before the step in forward-backward mode, and at its end in train-step mode.
         """
@@ -89,47 +127,81 @@ class TrainStep:
                 logits = self.logits(inputs)
             del logits
             return None
-        if self.graph is not None:
-            return self.train([(inputs, targets)])
         if mode == "forward-backward":
             self._drop()
-        loss = self._gradients(inputs, targets, watch)
-        if self.trains:
-            with self._phase("optimizer", watch):
-                self._update()
-        return loss
+            return self._accumulate([(inputs, targets)], self.scaler.scale, watch)
+        return self.launch([(inputs, targets)], watch=watch)
 
-    def _gradients(self, inputs: Tensor, targets: Tensor, watch: Watch) -> Tensor:
-        loss = self._one_batch(inputs, targets, self.scaler.scale, watch)
-        self._synchronize(watch)
-        return loss
+    def launch(self, batches: Batches, *, watch: Watch = nullcontext) -> Tensor:
+        """Run one step on micro batches of one size, update included, without waiting for the device.
 
-    def train(self, batches: Sequence[tuple[Tensor, Tensor]]) -> Tensor:
-        """One step on several batches of one size, update included: the mean loss, on the device."""
+        Returns the mean loss, on the device. CUDA graphs have no phases to watch.
+        """
         if self.graph is not None:
-            if isinstance(self.optimizer, PackedAdamW):
-                self.optimizer.upload_rates()
+            assert self._adapted is not None
+            self._adapted.upload_rates()
             return self.graph(batches)
-        loss = self.accumulate(batches)
-        self._update()
+        share = _times(1 / len(batches))
+        loss = self._accumulate(batches, lambda loss: self.scaler.scale(share(loss)), watch)
+        with self._phase("optimizer", watch):
+            self._update()
         return loss
 
-    def accumulate(
-        self, batches: Sequence[tuple[Tensor, Tensor]], *, loss_scale: float = 1.0, watch: Watch = nullcontext
-    ) -> Tensor:
-        """The mean loss of several batches of one size, and the gradient of it times `loss_scale`, over all ranks; the
-        update is the caller's. Only the last batch is sent, where the wrapper can wait with that."""
-        factor = loss_scale / len(batches)
-        no_sync: Any = getattr(self.model, "no_sync", nullcontext)
+    def train(
+        self, batches: Batches, *, learning_rate: float | None = None, stop: Callable[[], bool] = lambda: False
+    ) -> StepResult:
+        """Run one step on micro batches of one size; the update is left out on all ranks if it is not finite.
+
+        Loss, norm and decision are those of all ranks together. They agree by one small all-reduce, which also carries
+        the answer of `stop`: it is called after the backward pass and says if this rank is asked to stop.
+        `learning_rate` is set in all parameter groups first.
+        """
+        optimizer = self.optimizer
+        assert optimizer is not None
+        assert self._adapted is not None
+        if learning_rate is not None:
+            for group in optimizer.param_groups:
+                group["lr"] = learning_rate
+        if self._adapted.clips_itself:
+            loss = self.launch(batches)
+            assert self._adapted.grad_norm is not None, "the optimizer must check for finite gradients"
+            norm = self._adapted.grad_norm.item()
+        else:
+            loss = self._accumulate(batches, _times(self.loss_scale.value / len(batches)), nullcontext)
+            norm = self._unscale_and_clip()
+        mean, any_stop = _agree(loss.item(), stop())
+        update = self.loss_scale.update(math.isfinite(norm) and math.isfinite(mean))
+        if not self._adapted.clips_itself:
+            if update is Update.APPLIED:
+                optimizer.step()
+            optimizer.zero_grad(set_to_none=True)
+        return StepResult(mean, norm, update, any_stop)
+
+    def evaluate(self, inputs: Tensor, targets: Tensor) -> Tensor:
+        """Return the loss, without gradients."""
+        with torch.no_grad(), self.autocast():
+            if "loss" in self._parts:
+                return self._forward(inputs, targets)
+            return self.loss(self.logits(inputs), targets)
+
+    # -- gradients ----------------------------------------------------------------------------------------------------
+
+    def _accumulate(self, batches: Batches, scaling: Scaling, watch: Watch) -> Tensor:
+        """Add up the gradients of scaled losses, and average them over ranks once, after the last micro batch.
+
+        Returns the mean loss, on the device.
+        """
         losses = []
         for number, (inputs, targets) in enumerate(batches, start=1):
-            with no_sync() if number < len(batches) else nullcontext():
-                losses.append(self._one_batch(inputs, targets, lambda loss: loss * factor, watch))
-        self._synchronize(watch)
-        return torch.stack(losses).mean()
+            with self._no_sync() if number < len(batches) else nullcontext():
+                losses.append(self._one_batch(inputs, targets, scaling, watch))
+        if self._finish_sync is not None:
+            with self._phase("sync", watch):
+                self._finish_sync()
+        return losses[0] if len(losses) == 1 else torch.stack(losses).mean()
 
-    def _one_batch(self, inputs: Tensor, targets: Tensor, scaled: Callable[[Tensor], Tensor], watch: Watch) -> Tensor:
-        """Forward, loss, and backward of what `scaled` makes of the loss. The fused loss is part of forward."""
+    def _one_batch(self, inputs: Tensor, targets: Tensor, scaling: Scaling, watch: Watch) -> Tensor:
+        """Run forward, loss and the backward pass of the scaled loss. A fused loss belongs to the forward phase."""
         if "loss" in self._parts:
             with self._phase("forward", watch), self.autocast():
                 loss = self._forward(inputs, targets)
@@ -140,19 +212,14 @@ class TrainStep:
                 loss = self.loss(logits, targets)
                 del logits
         with self._phase("backward", watch):
-            scaled(loss).backward()
+            scaling(loss).backward()
         return loss.detach()
 
-    def _gradients_of(self, inputs: Tensor, targets: Tensor, factor: float) -> Tensor:
-        return self._one_batch(inputs, targets, lambda loss: loss * factor, nullcontext)
-
-    def _synchronize(self, watch: Watch) -> None:
-        if self._finish_sync is not None:
-            with self._phase("sync", watch):
-                self._finish_sync()
+    def _captured_gradients(self, inputs: Tensor, targets: Tensor, factor: float) -> Tensor:
+        return self._one_batch(inputs, targets, _times(factor), nullcontext)
 
     def logits(self, inputs: Tensor) -> Tensor:
-        """The forward pass in the configured precision."""
+        """Run the forward pass in the configured precision."""
         with self.autocast():
             logits = self._forward(inputs)
         expected = (*inputs.shape, self.config.model.vocab_size)
@@ -161,25 +228,35 @@ class TrainStep:
             raise UserError(f"the model must return logits of shape {expected}, got {got}")
         return logits
 
-    def evaluate(self, inputs: Tensor, targets: Tensor) -> Tensor:
-        """The loss, without gradients."""
-        with torch.no_grad(), self.autocast():
-            if "loss" in self._parts:
-                return self._forward(inputs, targets)
-            return self.loss(self.logits(inputs), targets)
-
     def loss(self, logits: Tensor, targets: Tensor) -> Tensor:
         return F.cross_entropy(logits.flatten(0, 1).float(), targets.flatten())
 
+    # -- the update ---------------------------------------------------------------------------------------------------
+
     def _update(self) -> None:
+        """Clip, update and drop the gradients; every decision stays on the device."""
         assert self.optimizer is not None
-        if self.config.max_grad_norm and not isinstance(self.optimizer, PackedAdamW):  # which clips by itself
+        assert self._adapted is not None
+        if self.config.max_grad_norm and not self._adapted.clips_itself:
             self.scaler.unscale_(self.optimizer)
-            nn.utils.clip_grad_norm_(self.model.parameters(), self.config.max_grad_norm)
+            self._clip(self.config.max_grad_norm)
         self.scaler.step(self.optimizer)
         self.scaler.update()
-        if self.graph is None:  # its graphs overwrite gradients, in the memory that these have
+        if self.graph is None:  # graphs overwrite gradients in the memory that they were captured with
             self.optimizer.zero_grad(set_to_none=True)
+
+    @torch.no_grad()
+    def _unscale_and_clip(self) -> float:
+        """Undo the loss scale and clip; return the norm, which is not finite if any gradient on any rank is not."""
+        if self.loss_scale.value != 1.0:
+            grads = [p.grad for p in self.model.parameters() if p.grad is not None]
+            torch._foreach_mul_(grads, 1 / self.loss_scale.value)
+        return self._clip(self.config.max_grad_norm or math.inf).item()
+
+    def _clip(self, max_norm: float) -> Tensor:
+        if self._clip_sharded is not None:
+            return self._clip_sharded(max_norm)
+        return nn.utils.clip_grad_norm_(self.model.parameters(), max_norm)
 
     def _drop(self) -> None:
         self.model.zero_grad(set_to_none=True)
@@ -195,8 +272,23 @@ class TrainStep:
             yield
 
 
+def _times(factor: float) -> Scaling:
+    """Return a multiplication by `factor`; by 1 it launches no kernel."""
+    return (lambda loss: loss) if factor == 1 else (lambda loss: loss * factor)
+
+
+def _agree(loss: float, stop: bool) -> tuple[float, bool]:
+    """Return the mean loss over ranks, and whether any rank asks to stop."""
+    if not dist.is_initialized():
+        return loss, stop
+    shared = torch.tensor([loss, float(stop)], dtype=torch.float64, device=message_device())
+    dist.all_reduce(shared)
+    total, stops = shared.tolist()
+    return total / dist.get_world_size(), bool(stops)
+
+
 def set_matmul_precision(precision: str) -> None:
-    """fp32 means fp32: TF32 is on only for the precision of that name, for matmuls and convolutions alike."""
+    """Enable TF32, for matmuls and convolutions, in the precision "tf32" only: fp32 means fp32."""
     torch.set_float32_matmul_precision("high" if precision == "tf32" else "highest")
     torch.backends.cudnn.allow_tf32 = precision == "tf32"
 
@@ -223,9 +315,9 @@ def require_attention(config: RunConfig) -> None:
 
 
 def build_model(config: RunConfig) -> nn.Module:
-    """Our Transformer, or the user's own module when the config names a factory."""
+    """Build our Transformer, or the user's own module if the config names a factory."""
     if config.model_factory is None:
-        # Inside a CUDA graph nothing is launched by Python, which is what "auto" avoids for small problems.
+        # "auto" avoids the launch overhead of Python for small problems; a CUDA graph has none.
         in_graph = "graph" in config.fast_parts and config.attention == "auto" and config.precision == "bf16"
         return TransformerLM(
             config.model,
@@ -246,11 +338,11 @@ def _best_in_graph(config: RunConfig) -> str:
 
 def _call_factory(spec: str, model: ModelConfig) -> nn.Module:
     module_name, factory_name = spec.split(":")
-    if os.getcwd() not in sys.path:  # last, so that a file there does not stand in for a standard module
+    if os.getcwd() not in sys.path:  # last, so that a file there does not shadow a standard module
         sys.path.append(os.getcwd())
     try:
         module = importlib.import_module(module_name)
-    except Exception as error:  # whatever the user's code raises while it is imported
+    except Exception as error:  # the user's code may raise anything while it is imported
         raise UserError(f"--model {spec}: cannot import {module_name!r}: {type(error).__name__}: {error}") from None
     factory = getattr(module, factory_name, None)
     if factory is None:
@@ -266,7 +358,7 @@ def _call_factory(spec: str, model: ModelConfig) -> nn.Module:
 
 
 def cosine_lr(step: int, *, peak: float, floor: float, warmup_steps: int, total_steps: int) -> float:
-    """Linear warm-up to `peak`, then half a cosine down to `floor` at `total_steps`, and `floor` after."""
+    """Return the learning rate: linear warm-up to `peak`, half a cosine to `floor` at `total_steps`, then `floor`."""
     if step < warmup_steps:
         return peak * step / warmup_steps
     if step >= total_steps:

@@ -1,1 +1,1 @@
-"""Training: data in a fixed order, a loop that loses nothing, checkpoints that are whole or not there."""
+"""Training: data in a reproducible order, a loop that survives faults, and atomic checkpoints."""

@@ -1,14 +1,14 @@
-"""Checkpoints that are whole or not there: written beside, hashed, and renamed into place when all of it is on disk.
+"""Atomic checkpoints: written under a temporary name, hashed, and renamed when everything is on disk.
 
     checkpoints/
       step-00000040/            renamed from step-00000040.tmp-<nonce> when it is complete
         __0_0.distcp ...        the tensors, written by all ranks (torch.distributed.checkpoint)
-        .metadata               where in these files each tensor lies
+        .metadata               the file and offset of each tensor
         manifest.json           size and SHA-256 of every file, the step, the configuration; written last
 
-Tensors are saved under the names they have in the unwrapped model, shards as parts of the whole. So a checkpoint can be
-loaded by another number of ranks, and under another wrapper. The newest whose files have the sizes and hashes of its
-manifest is the one that counts: torch itself does not notice a flipped byte.
+Tensors are saved under their names in the unwrapped model, shards as parts of the whole tensor: a checkpoint can be
+loaded by another number of ranks and under another wrapper. The newest checkpoint whose files have the sizes and
+hashes of its manifest is loaded: torch itself does not detect a flipped byte.
 """
 
 import hashlib
@@ -21,7 +21,7 @@ import warnings
 from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -33,17 +33,16 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import DTensor, Shard
 
 from cs336_systems.config import UserError
-from cs336_systems.kernels.fused.packed_adamw import PackedAdamW
-from cs336_systems.parallel import ShardedOptimizer
+from cs336_systems.step.optimizers import adapt
 
 FORMAT = 1
 MANIFEST = "manifest.json"
-_READ_AT_ONCE = 1 << 22
+_CHUNK_BYTES = 1 << 22
 
 
 @dataclass(frozen=True)
 class Checkpoint:
-    """One that is complete and verified."""
+    """A checkpoint that is complete and verified."""
 
     path: Path
     manifest: dict[str, Any]
@@ -54,23 +53,23 @@ class Checkpoint:
 
 
 class Store:
-    """The checkpoints of one training run. What it does it does on all ranks together."""
+    """The checkpoints of one training run. Every method is called by all ranks together."""
 
-    def __init__(self, folder: Path, *, keep: int = 2, keep_every: int = 0, beside: bool = False):
-        """`beside`: saves may run beside the training, so their messages need a group of their own."""
+    def __init__(self, folder: Path, *, keep: int = 2, keep_every: int = 0, is_async: bool = False):
+        """`is_async`: saves may run in a thread, so their communication needs a process group of its own."""
         self.folder = folder
         self.keep = keep
         self.keep_every = keep_every
-        self._ranks = _Ranks(dist.new_group(backend="gloo") if beside and dist.is_initialized() else None)
+        self._ranks = _Ranks(dist.new_group(backend="gloo") if is_async and dist.is_initialized() else None)
         self._thread: threading.Thread | None = None
         self._saved: Path | None = None
         self._damaged: set[Path] = set()
-        """Those that `newest` has found so; rank 0's."""
+        """Checkpoints that `newest` has found damaged, on rank 0."""
 
     # -- writing ------------------------------------------------------------------------------------------------------
 
     def prepare(self) -> None:
-        """Make the folder, and remove what an interrupted save has left."""
+        """Create the folder, and remove what an interrupted save has left."""
         problem = None
         if _rank() == 0:
             try:
@@ -82,19 +81,17 @@ class Store:
                     shutil.rmtree(stray, ignore_errors=True)
             except OSError as error:
                 problem = f"cannot write to {str(self.folder)!r}: {error.strerror}; choose another --output"
-        agreed(problem)
+        raise_together(problem)
 
     def save(self, state: dict[str, Any], manifest: dict[str, Any]) -> Path | None:
-        """Save `state`; `manifest` has at least the step. None if it could not be: the older ones are as they were."""
+        """Save `state`; `manifest` has at least the step. Return None if it failed: older checkpoints are untouched."""
         step = manifest["step"]
         final = self.folder / _name(step)
-        if self._ranks.from_first(
-            final.exists() and _verified(final)[1] is None
-        ):  # the same step was saved before a restart
+        if self._ranks.from_first(final.exists() and _verify(final).problem is None):  # saved before a restart
             return final
         unfinished = self.folder / self._ranks.from_first(f"{_name(step)}.tmp-{secrets.token_hex(4)}")
         problem = self._write(state, unfinished)
-        hashes = self._ranks.gathered(_hashes(unfinished, _own_files(unfinished)) if problem is None else {})
+        hashes = self._ranks.gather(_hashes(_own_files(unfinished)) if problem is None else {})
         if problem is None and _rank() == 0:
             files = {name: entry for part in hashes for name, entry in part.items()}
             try:
@@ -107,13 +104,13 @@ class Store:
         if problem := self._ranks.from_first(problem):
             if _rank() == 0:
                 shutil.rmtree(unfinished, ignore_errors=True)
-                warnings.warn(f"checkpoint of step {step} not saved: {problem}; training goes on", stacklevel=2)
+                warnings.warn(f"checkpoint of step {step} not saved: {problem}; training continues", stacklevel=2)
             return None
         self._tidy()
         return final
 
     def start(self, state: dict[str, Any], manifest: dict[str, Any]) -> None:
-        """Save beside what goes on; `state` must not change meanwhile. `finish` says how it went."""
+        """Save in a thread; `state` must not change until `finish` returns the result."""
         assert self._thread is None
 
         def work() -> None:
@@ -128,31 +125,31 @@ class Store:
         return self._thread is not None and self._thread.is_alive()
 
     def finish(self) -> Path | None:
-        """Wait for what was started: where it is, or None if it could not be saved."""
+        """Wait for the save in the thread; return its path, or None if it failed."""
         assert self._thread is not None
         self._thread.join()
         self._thread = None
         return self._saved
 
     def _write(self, state: dict[str, Any], folder: Path) -> str | None:
-        """Why it failed on some rank, on all ranks alike; None if it did not."""
+        """Write the tensors; return, on all ranks, why it failed on any of them, or None."""
         problem = None
         try:
             writer = FileSystemWriter(folder, single_file_per_rank=True, sync_files=True)
             dcp.save(state, storage_writer=writer, process_group=self._ranks.group, no_dist=not dist.is_initialized())
-        except CheckpointException as error:  # what happened on any rank, a full disk among it; not an Exception
+        except CheckpointException as error:  # a failure on any rank, such as a full disk; it is no Exception
             causes = [cause for cause, _ in error.failures.values()]
             problem = " ".join(str(causes[0] if causes else error).split())[:200]
         except Exception as error:
             problem = " ".join(str(error).split())[:200] or type(error).__name__
-        return next((found for found in self._ranks.gathered(problem) if found), None)
+        return next((found for found in self._ranks.gather(problem) if found), None)
 
     def _tidy(self) -> None:
-        """Remove what is neither among the last ones nor a multiple of `keep_every`."""
+        """Remove checkpoints that are neither among the latest nor of a multiple of `keep_every`."""
         if _rank() != 0:
             return
-        whole = [path for path in sorted(self.folder.glob("step-????????")) if path not in self._damaged]
-        for path in whole[: -self.keep]:
+        intact = [path for path in sorted(self.folder.glob("step-????????")) if path not in self._damaged]
+        for path in intact[: -self.keep]:
             if self.keep_every and _step_of(path) % self.keep_every == 0:
                 continue
             try:
@@ -163,60 +160,61 @@ class Store:
     # -- reading ------------------------------------------------------------------------------------------------------
 
     def newest(self) -> Checkpoint | None:
-        """The newest that is whole; rank 0 looks, and all ranks take what it found."""
+        """Return the newest intact checkpoint, which rank 0 looks for; None if there is none."""
         found, newer = None, None
         for path in sorted(self.folder.glob("step-????????"), reverse=True) if _rank() == 0 else ():
-            manifest, problem = _verified(path)
+            manifest, problem = _verify(path)
             if problem is None:
                 found = (str(path), manifest)
                 newer = manifest["format"] if manifest["format"] > FORMAT else None
                 break
             self._damaged.add(path)
-            warnings.warn(f"checkpoint {str(path)!r} is damaged and left out: {problem}", stacklevel=2)
+            warnings.warn(f"checkpoint {str(path)!r} is damaged and ignored: {problem}", stacklevel=2)
         found, newer = self._ranks.from_first((found, newer))
         if newer:
             raise UserError(f"{found[0]!r} was written by a newer cs336 (format {newer}): upgrade, or change --output")
         return Checkpoint(Path(found[0]), found[1]) if found else None
 
     def load(self, checkpoint: Checkpoint, state: dict[str, Any]) -> None:
-        """Fill the tensors of `state`."""
+        """Load into the tensors of `state`."""
         dcp.load(state, storage_reader=FileSystemReader(checkpoint.path), no_dist=not dist.is_initialized())
 
 
-# -- what is saved ----------------------------------------------------------------------------------------------------
+# -- tensors ----------------------------------------------------------------------------------------------------------
 
 
 def training_state(model: nn.Module, optimizer: torch.optim.Optimizer, *, as_copy: bool = False) -> dict[str, Tensor]:
-    """Tensors of the model and of AdamW, by name; those of shards as parts of the whole. They are the ones in use, so
-    loading into them is loading into the model; only of weights that are kept in low precision they are fp32 copies,
-    which `take_weights` gives back. `as_copy`: copies of all, in the host's memory, which training does not change.
+    """Return the tensors of the model and of AdamW by name, shards as parts of the whole.
+
+    They are the tensors in use, so that loading into them loads into the model; except weights that the optimizer keeps
+    as fp32 masters, which are copies that `load_masters` puts back. `as_copy` returns copies of all in host memory.
     """
     inner = getattr(model, "module", model)
     names = {p: name for name, p in inner.named_parameters()}
     shards = [p for p in names if hasattr(p, "is_shard")]
     device = "cpu" if as_copy else shards[0].device.type if shards else "cpu"
     mesh = init_device_mesh(device, (dist.get_world_size(),)) if shards else None
-    weights = optimizer.masters("cpu") if isinstance(optimizer, PackedAdamW) else {p: p.detach() for p in names}
-    state: dict[str, Tensor] = {f"model/{name}": _as_saved(weights[p], p, mesh, as_copy) for p, name in names.items()}
+    adapted = adapt(optimizer)
+    masters = adapted.masters("cpu")
+    state = {f"model/{name}": _as_saved(masters.get(p, p.detach()), p, mesh, as_copy) for p, name in names.items()}
     for name, buffer in inner.named_buffers():
         if _is_persistent(inner, name):
             state[f"buffer/{name}"] = _as_saved(buffer, buffer, mesh, as_copy)
-    owned = optimizer.owned if isinstance(optimizer, ShardedOptimizer) else names
-    for p in owned:
+    for p in adapted.owned:
         if p.requires_grad:
             moments = _adamw_state(optimizer, p)
             state |= {f"optimizer/{names[p]}/{name}": _as_saved(t, p, mesh, as_copy) for name, t in moments.items()}
     return state
 
 
-def take_weights(model: nn.Module, optimizer: torch.optim.Optimizer, state: dict[str, Tensor]) -> None:
-    """After `state`, of `training_state`, was loaded."""
-    if isinstance(optimizer, PackedAdamW):
-        optimizer.load_masters({p: state[f"model/{name}"] for name, p in model.named_parameters()})
+def load_masters(model: nn.Module, optimizer: torch.optim.Optimizer, state: dict[str, Tensor]) -> None:
+    """Give the optimizer its master weights after `state`, of `training_state`, was loaded."""
+    inner = getattr(model, "module", model)
+    adapt(optimizer).load_masters({p: state[f"model/{name}"] for name, p in inner.named_parameters()})
 
 
 def rng_state() -> dict[str, Tensor]:
-    """Of this rank."""
+    """Return the random state of this rank."""
     found = {f"rng/{_rank()}/cpu": torch.get_rng_state()}
     if torch.cuda.is_available():
         found[f"rng/{_rank()}/cuda"] = torch.cuda.get_rng_state()
@@ -229,7 +227,7 @@ def set_rng_state(state: dict[str, Tensor]) -> None:
 
 
 def _as_saved(tensor: Tensor, p: Tensor, mesh: DeviceMesh | None, as_copy: bool) -> Tensor:
-    """A tensor shaped like a shard as this rank's part of the whole; another as it is."""
+    """Return a tensor shaped like the shard `p` as this rank's part of the whole, any other as it is."""
     if as_copy:
         tensor = tensor.detach().to("cpu", copy=True)
     if not hasattr(p, "is_shard") or tensor.shape != p.shape:
@@ -240,7 +238,7 @@ def _as_saved(tensor: Tensor, p: Tensor, mesh: DeviceMesh | None, as_copy: bool)
 
 
 def _adamw_state(optimizer: torch.optim.Optimizer, p: Tensor) -> dict[str, Tensor]:
-    """As AdamW makes it in its first step: a checkpoint is loaded before there was one."""
+    """Return the state of `p`, created as in AdamW's first step: a checkpoint is loaded before it."""
     state = optimizer.state[p]
     if not state:
         fused = optimizer.param_groups[0].get("fused")
@@ -271,20 +269,20 @@ def _own_files(folder: Path) -> list[Path]:
     return [*mine, folder / ".metadata"] if _rank() == 0 else mine
 
 
-def _hashes(folder: Path, files: Iterable[Path]) -> dict[str, dict[str, Any]]:
+def _hashes(files: Iterable[Path]) -> dict[str, dict[str, Any]]:
     return {file.name: {"size": file.stat().st_size, "sha256": _sha256(file)} for file in files}
 
 
 def _sha256(path: Path) -> str:
     digest = hashlib.sha256()
     with path.open("rb") as file:
-        while piece := file.read(_READ_AT_ONCE):
-            digest.update(piece)
+        while chunk := file.read(_CHUNK_BYTES):
+            digest.update(chunk)
     return digest.hexdigest()
 
 
 def _publish(unfinished: Path, final: Path, manifest: dict[str, Any]) -> None:
-    """The manifest last, then the name; on disk in that order."""
+    """Write the manifest last, then rename the folder, each synced to disk before the next."""
     with (unfinished / MANIFEST).open("w") as file:
         json.dump({**manifest, "sha256": _digest(manifest)}, file, indent=1)
         file.flush()
@@ -306,33 +304,38 @@ def _sync_folder(folder: Path) -> None:
         os.close(descriptor)
 
 
-def _verified(path: Path) -> tuple[dict[str, Any], str | None]:
-    """The manifest, and what is wrong with the files it names, or None."""
+class _Verdict(NamedTuple):
+    manifest: dict[str, Any]
+    problem: str | None = None
+
+
+def _verify(path: Path) -> _Verdict:
+    """Check the manifest, and the size and hash of every file that it names."""
     try:
         manifest = json.loads((path / MANIFEST).read_text())
-        if manifest["format"] > FORMAT:  # what else it holds is not known here
-            return manifest, None
+        if manifest["format"] > FORMAT:  # its other entries are unknown
+            return _Verdict(manifest)
         digest, files = manifest.pop("sha256"), manifest["files"]
         if digest != _digest(manifest):
-            return {}, f"its {MANIFEST} has changed since it was written"
+            return _Verdict({}, f"its {MANIFEST} has changed since it was written")
     except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
-        return {}, f"its {MANIFEST} cannot be read ({error})"
+        return _Verdict({}, f"its {MANIFEST} cannot be read ({error})")
     for name, entry in files.items():
         file = path / name
         if not file.exists():
-            return manifest, f"{name} is missing"
+            return _Verdict(manifest, f"{name} is missing")
         if file.stat().st_size != entry["size"]:
-            return manifest, f"{name} has {file.stat().st_size} bytes instead of {entry['size']}"
+            return _Verdict(manifest, f"{name} has {file.stat().st_size} bytes instead of {entry['size']}")
         if _sha256(file) != entry["sha256"]:
-            return manifest, f"{name} has changed since it was written"
-    return manifest, None
+            return _Verdict(manifest, f"{name} has changed since it was written")
+    return _Verdict(manifest)
 
 
 # -- ranks ------------------------------------------------------------------------------------------------------------
 
 
-def agreed(problem: str | None) -> None:
-    """UserError on all ranks, if rank 0 has a problem."""
+def raise_together(problem: str | None) -> None:
+    """Raise UserError on all ranks if rank 0 has a problem."""
     if problem := _Ranks().from_first(problem):
         raise UserError(problem)
 
@@ -343,7 +346,7 @@ def _rank() -> int:
 
 @dataclass(frozen=True)
 class _Ranks:
-    """Those of a group (None: all), or this process alone."""
+    """The ranks of a group (None: all of them), or this process alone."""
 
     group: dist.ProcessGroup | None = None
 
@@ -354,7 +357,7 @@ class _Ranks:
         dist.broadcast_object_list(box, 0, group=self.group)
         return box[0]
 
-    def gathered(self, value: Any) -> list[Any]:
+    def gather(self, value: Any) -> list[Any]:
         if not dist.is_initialized():
             return [value]
         every: list[Any] = [None] * dist.get_world_size()

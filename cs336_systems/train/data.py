@@ -1,11 +1,10 @@
 """Tokens from a file, in an order that depends on the seed alone.
 
-Text is read as bytes: 256 tokens, no vocabulary to build. Files of tokens that somebody has made already are `.bin`
-(16-bit numbers, one after another) and `.npy`. None is read into memory.
+Text is read as bytes: 256 tokens, no vocabulary to build. Tokenized files are `.bin` (16-bit integers) or `.npy`. All
+are memory-mapped.
 
-The order. The training part is cut into sequences; every epoch goes through all of them once, shuffled. The n-th
-sequence of a run is a function of seed and n, so what a step trains on does not depend on how many ranks share it, nor
-on what was trained before a restart.
+The training part is cut into sequences, and every epoch visits each of them once, shuffled. The n-th sequence of a run
+is a function of seed and n, so the data of a step depends neither on the number of ranks nor on restarts.
 """
 
 import hashlib
@@ -19,14 +18,14 @@ from torch import Tensor
 
 from cs336_systems.config import UserError
 
-_SCANNED_AT_ONCE = 1 << 24
-_PLACES, _COMPARED = 64, 1 << 14
-"""Where a file is looked at to know it again, and how many tokens there."""
+_CHUNK = 1 << 24
+_PROBES, _PROBE_TOKENS = 64, 1 << 14
+"""The fingerprint of a file covers this many places, of this many tokens each."""
 
 
 @dataclass(frozen=True)
 class Corpus:
-    """A file of tokens, its last part kept for validation."""
+    """A file of tokens, the end of which is held out for validation."""
 
     path: Path
     tokens: np.ndarray
@@ -45,7 +44,7 @@ class Corpus:
                 )
         least, largest = _range(corpus.tokens)
         if least < 0:
-            raise UserError(f"--data {name!r} holds token {least}: tokens are numbers from 0 on")
+            raise UserError(f"--data {name!r} holds token {least}: tokens are integers of at least 0")
         if largest >= vocab_size:
             raise UserError(
                 f"--data {name!r} holds token {largest}, and --vocab_size is {vocab_size}; it must be larger"
@@ -54,11 +53,11 @@ class Corpus:
 
     @cached_property
     def fingerprint(self) -> str:
-        """Of the tokens, whatever the file is called: their number, and those at many places."""
+        """Hash of the number of tokens and of the tokens at evenly spaced places, whatever the name of the file."""
         digest = hashlib.sha256(str(len(self.tokens)).encode())
-        width = min(_COMPARED, len(self.tokens))
-        for place in range(_PLACES):
-            start = (len(self.tokens) - width) * place // (_PLACES - 1)
+        width = min(_PROBE_TOKENS, len(self.tokens))
+        for probe in range(_PROBES):
+            start = (len(self.tokens) - width) * probe // (_PROBES - 1)
             digest.update(np.ascontiguousarray(self.tokens[start : start + width]).astype(np.int64).tobytes())
         return digest.hexdigest()[:16]
 
@@ -68,7 +67,7 @@ class Corpus:
 
     @property
     def training_sequences(self) -> int:
-        """The last token of each is only a target, and the first input of the next."""
+        """Number of training sequences. The last target of one is the first input of the next."""
         return (self._training_tokens - 1) // self.context_length
 
     @property
@@ -76,18 +75,17 @@ class Corpus:
         return (len(self.tokens) - self._training_tokens - 1) // self.context_length
 
     def training(self, seed: int, first: int, count: int) -> tuple[Tensor, Tensor]:
-        """Inputs and targets of the sequences `first` to `first + count` of a run, (count, context) each."""
-        places = [shuffled(n, self.training_sequences, seed) for n in range(first, first + count)]
-        return self._sequences(places, 0)
+        """Return inputs and targets of the sequences `first` to `first + count` of a run, (count, context) each."""
+        return self._sequences([shuffled(n, self.training_sequences, seed) for n in range(first, first + count)], 0)
 
     def validation(self, first: int, count: int) -> tuple[Tensor, Tensor]:
-        """In the order of the file, from the beginning again when it is over."""
-        places = [n % self.validation_sequences for n in range(first, first + count)]
-        return self._sequences(places, self._training_tokens)
+        """Return validation sequences in the order of the file, starting over at its end."""
+        numbers = [n % self.validation_sequences for n in range(first, first + count)]
+        return self._sequences(numbers, self._training_tokens)
 
-    def _sequences(self, places: list[int], begin: int) -> tuple[Tensor, Tensor]:
+    def _sequences(self, numbers: list[int], begin: int) -> tuple[Tensor, Tensor]:
         length = self.context_length
-        starts = [begin + place * length for place in places]
+        starts = [begin + number * length for number in numbers]
         rows = np.stack([self.tokens[start : start + length + 1] for start in starts]).astype(np.int64)
         tokens = torch.from_numpy(rows)
         return tokens[:, :-1], tokens[:, 1:]
@@ -101,44 +99,44 @@ def _read(path: Path) -> np.ndarray:
             tokens = np.memmap(path, dtype=np.uint16 if path.suffix == ".bin" else np.uint8, mode="r")
     except OSError as error:
         raise UserError(f"cannot read --data {str(path)!r}: {error.strerror or error}") from None
-    except (ValueError, EOFError) as error:  # an empty file, or one of another kind
+    except (ValueError, EOFError) as error:  # an empty file, or one of another format
         raise UserError(f"--data {str(path)!r} holds no tokens: {error}") from None
     if tokens.ndim != 1 or not np.issubdtype(tokens.dtype, np.integer):
-        raise UserError(f"--data {str(path)!r} must be a list of whole numbers, got {tokens.dtype} of {tokens.shape}")
+        raise UserError(
+            f"--data {str(path)!r} must be a one-dimensional array of integers, got {tokens.dtype} of {tokens.shape}"
+        )
     return tokens
 
 
 def _range(tokens: np.ndarray) -> tuple[int, int]:
-    """The least and the largest."""
-    pieces = [tokens[i : i + _SCANNED_AT_ONCE] for i in range(0, len(tokens), _SCANNED_AT_ONCE)]
-    return min(int(piece.min()) for piece in pieces), max(int(piece.max()) for piece in pieces)
+    """Return the minimum and the maximum."""
+    chunks = [tokens[i : i + _CHUNK] for i in range(0, len(tokens), _CHUNK)]
+    return min(int(chunk.min()) for chunk in chunks), max(int(chunk.max()) for chunk in chunks)
 
-
-# -- the order --------------------------------------------------------------------------------------------------------
 
 _ROUNDS = 4
 
 
 def shuffled(n: int, count: int, seed: int) -> int:
-    """The n-th of `count` things that are gone through again and again, each time once and in another order.
+    """Return the n-th index of an endless sequence of epochs, each a random permutation of range(count).
 
-    A Feistel network: it permutes the numbers of an even number of bits, and those beyond `count` are sent through
-    again. Nothing is stored, so an epoch of a billion sequences costs no memory.
+    A Feistel network permutes the integers of an even number of bits; results beyond `count` go through it again. It
+    stores nothing, so an epoch of a billion sequences costs no memory.
     """
-    epoch, place = divmod(n, count)
+    epoch, index = divmod(n, count)
     half = max(1, (max(count - 1, 1).bit_length() + 1) // 2)
     mask = (1 << half) - 1
     while True:
-        left, right = place >> half, place & mask
-        for turn in range(_ROUNDS):
-            left, right = right, left ^ (_mixed(right, turn, epoch, seed) & mask)
-        place = left << half | right
-        if place < count:
-            return place
+        left, right = index >> half, index & mask
+        for number in range(_ROUNDS):
+            left, right = right, left ^ (_mix(right, number, epoch, seed) & mask)
+        index = left << half | right
+        if index < count:
+            return index
 
 
-def _mixed(*numbers: int) -> int:
-    """64 bits that look random (the mixing of SplitMix64)."""
+def _mix(*numbers: int) -> int:
+    """Return a 64-bit hash (the mixing function of SplitMix64)."""
     state = 0
     for number in numbers:
         state = (state + number + 0x9E3779B97F4A7C15) & 0xFFFFFFFFFFFFFFFF

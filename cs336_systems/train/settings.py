@@ -1,8 +1,13 @@
-"""What to train: the flags of `cs336 train`. No torch here, so that mistakes are told at once."""
+"""The settings of `cs336 train`, nested by concern; each field is a flag. No torch here: mistakes are reported at once.
+
+Flags and the manifests of checkpoints are flat and keep their names, where a field inside has a clearer one
+(`optimizer.lr_warmup_steps` is `--warmup_steps`).
+"""
 
 import dataclasses
 import math
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
 from typing import Any, ClassVar
@@ -17,127 +22,225 @@ from cs336_systems.config import (
     flag_like,
     model_config,
 )
+from cs336_systems.flags import build, flat, renamed
 
 PARALLEL = ("none", "ddp", "ddp-sharded", "fsdp")
 BYTES = 256
 LAUNCH_BOUND = 4 << 20
-"""Numbers in the residual stream of a micro batch. Without a CUDA graph, which ranks that talk to each other do not
-have, fewer are over before Python has launched the fused kernels: large lost 26%, 2.7B won 13% (H200, 2,048 tokens)."""
+"""Elements in the residual stream of a micro batch below which Python is slower than the fused kernels it launches.
+Ranks that communicate have no CUDA graph: large lost 26%, 2.7B won 13% (H200, 2,048 tokens)."""
+
+
+def _of_size(name: str, default: str = "the size's") -> Any:
+    """The flag of a field of ModelConfig, None by default."""
+    return flag(None, f"{flag_like(ModelConfig, name).metadata['help']} (default: {default})")
+
+
+class _Checked:
+    """Reports an invalid value by the name of its flag."""
+
+    def _require(self, holds: bool, name: str, requirement: str) -> None:
+        if not holds:
+            (spec,) = (spec for spec in dataclasses.fields(self) if spec.name == name)  # type: ignore[arg-type]
+            shown = spec.metadata.get("flag", name)
+            raise UserError(f"--{shown} must be {requirement}, got {getattr(self, name)}")
+
+    def _at_least(self, least: int, *names: str) -> None:
+        for name in names:
+            self._require(getattr(self, name) >= least, name, f"at least {least}")
 
 
 @dataclass(frozen=True)
-class TrainSettings:
-    data: str = flag("", "a text file (bytes are tokens), or tokens: .bin (16-bit) or .npy")
-    output: str = flag("runs/train", "folder of checkpoints and records; a run that is there goes on")
-    size: str = flag("tiny", "a size's name; any of its fields may be replaced")
-    vocab_size: int | None = flag(None, "vocabulary size (default: 256 for text, else 10000)")
-    context_length: int | None = flag(None, "tokens per sequence (default: the size's)")
-    d_model: int | None = flag(None, "width of the residual stream (default: the size's)")
-    num_layers: int | None = flag(None, "Transformer blocks (default: the size's)")
-    num_heads: int | None = flag(None, "attention heads (default: the size's)")
-    d_ff: int | None = flag(None, "inner width of the feed-forward network (default: the size's)")
-    steps: int = flag(200, "steps in all")
+class DataSettings(_Checked):
+    path: str = renamed("data", flag("", "a text file (bytes are tokens), or tokens: .bin (16-bit) or .npy"))
+    validation_share: float = flag(0.1, "share of the file, at its end, that is never trained on")
     batch_size: int = flag(8, "sequences in a step, over all ranks")
-    micro_batch_size: int = flag(8, "sequences that a rank computes with at a time; less is accumulated")
-    learning_rate: float = flag(1e-3, "at its peak")
-    final_share: float = flag(0.1, "of the peak, at the end of the cosine")
-    warmup_steps: int = flag(20, "steps until the peak")
-    weight_decay: float = flag(0.1, "of matrices; norms have none")
-    beta1: float = flag(0.9, "AdamW's")
-    beta2: float = flag(0.95, "AdamW's")
-    max_grad_norm: float = flag(1.0, "clip the gradient's norm to this (0: no clipping)")
+    micro_batch_size: int = flag(8, "sequences that a rank computes at a time; larger shares are accumulated")
+
+    def __post_init__(self) -> None:
+        if not self.path:
+            raise UserError("name a file to train on: --data text.txt")
+        if not Path(self.path).is_file():
+            raise UserError(f"no file {self.path!r}; --data is a text file, or tokens as .bin or .npy")
+        self._at_least(1, "batch_size", "micro_batch_size")
+        self._require(0 < self.validation_share < 1, "validation_share", "between 0 and 1")
+
+    @property
+    def is_text(self) -> bool:
+        return Path(self.path).suffix not in (".bin", ".npy")
+
+    def micro_batches(self, world_size: int) -> int:
+        """Return the number of micro batches of a rank in a step."""
+        if self.batch_size % world_size:
+            raise UserError(
+                f"--batch_size {self.batch_size} cannot be divided evenly among {world_size} ranks; "
+                f"use a multiple of {world_size}"
+            )
+        per_rank = self.batch_size // world_size
+        if per_rank <= self.micro_batch_size:
+            return 1
+        if per_rank % self.micro_batch_size:
+            raise UserError(
+                f"a rank has {per_rank} sequences of a step, which is not a multiple of --micro_batch_size "
+                f"{self.micro_batch_size}"
+            )
+        return per_rank // self.micro_batch_size
+
+
+@dataclass(frozen=True)
+class ShapeSettings:
+    size: str = flag("tiny", "name of a size; any of its fields may be replaced")
+    vocab_size: int | None = _of_size("vocab_size", "256 for text, else 10000")
+    context_length: int | None = _of_size("context_length")
+    d_model: int | None = _of_size("d_model")
+    num_layers: int | None = _of_size("num_layers")
+    num_heads: int | None = _of_size("num_heads")
+    d_ff: int | None = _of_size("d_ff")
+
+    def model(self, vocab_size: int | None) -> ModelConfig:
+        """Return the model; `vocab_size` is used where no flag sets one."""
+        given = {"vocab_size": vocab_size, **{name: v for name, v in vars(self).items() if v is not None}}
+        size = given.pop("size")
+        return model_config(size, **{name: value for name, value in given.items() if value is not None})
+
+
+@dataclass(frozen=True)
+class ComputeSettings(_Checked):
     precision: str = flag_like(RunConfig, "precision")
     attention: str = flag("auto", "attention implementation", ATTENTIONS)
-    checkpoint_blocks: int = flag_like(RunConfig, "checkpoint_blocks")
+    recompute_blocks: int = renamed("checkpoint_blocks", flag_like(RunConfig, "checkpoint_blocks"))
     compile: bool = flag_like(RunConfig, "compile")
     fast: str | None = flag(
         None, f"the fast step: on, off, or some of {','.join(FAST_PARTS)} (default: on for a GPU, off for a CPU)"
     )
-    parallel: str = flag("ddp", "how ranks share the work: none, ddp, ddp-sharded (ZeRO 1), fsdp", PARALLEL)
     device: str | None = flag(None, "cpu or cuda (default: cuda where there is one)")
-    rank_timeout: float = flag(600.0, "seconds that ranks wait for one that does not answer")
-    seed: int = flag(0, "of weights and of the order of sequences")
-    validation_share: float = flag(0.1, "of the file, its end: never trained on")
-    log_every: int = flag(10, "steps between lines")
-    eval_every: int = flag(50, "steps between evaluations (0: none)")
-    eval_batches: int = flag(4, "micro batches in an evaluation, on each rank")
-    save_every: int = flag(50, "steps between checkpoints")
-    async_save: bool = flag(False, "write checkpoints beside the training, from a copy in the host's memory")
-    keep: int = flag(2, "latest checkpoints that are kept")
-    keep_every: int = flag(0, "checkpoints of multiples of this step are kept, too (0: none)")
-    tensorboard: bool = flag(False, "write losses and rates for TensorBoard, too, into the output's folder")
-    most_skipped: int = flag(10, "end after this many steps in a row that were not finite")
-    loss_scale_growth: int = flag(2000, "good steps after which fp16's loss scale is doubled")
-    sample_prompt: str = flag("The ", "what a sample of text begins with")
-    sample_tokens: int = flag(60, "bytes of a sample at each evaluation")
-
-    FIXED: ClassVar[tuple[str, ...]] = ("batch_size", "seed", "validation_share", "precision")
-    """What a run must not change when it goes on, besides its model and its data: it would be another run."""
 
     def __post_init__(self) -> None:
-        if not self.data:
-            raise UserError("name a file to train on: --data text.txt")
-        if not Path(self.data).is_file():
-            raise UserError(f"no file {self.data!r}; --data is a text file, or tokens as .bin or .npy")
-        for name in ("steps", "batch_size", "micro_batch_size", "log_every", "eval_batches", "save_every", "keep"):
-            self._require(name, getattr(self, name) >= 1, "at least 1")
-        for name in ("warmup_steps", "eval_every", "keep_every", "sample_tokens", "checkpoint_blocks"):
-            self._require(name, getattr(self, name) >= 0, "at least 0")
-        for name in ("most_skipped", "loss_scale_growth"):
-            self._require(name, getattr(self, name) >= 1, "at least 1")
+        self._at_least(0, "recompute_blocks")
+
+
+@dataclass(frozen=True)
+class OptimizerSettings(_Checked):
+    learning_rate: float = flag(1e-3, "peak learning rate")
+    min_lr_share: float = renamed("final_share", flag(0.1, "minimum learning rate, as a share of the peak"))
+    lr_warmup_steps: int = renamed("warmup_steps", flag(20, "steps of linear warm-up to the peak learning rate"))
+    weight_decay: float = flag(0.1, "weight decay of matrices; norms have none")
+    beta1: float = flag(0.9, "AdamW's decay rate of the gradient's mean")
+    beta2: float = flag(0.95, "AdamW's decay rate of the squared gradient's mean")
+    max_grad_norm: float = flag(1.0, "clip the gradient's norm to this (0: no clipping)")
+    max_skipped: int = renamed("most_skipped", flag(10, "end after this many non-finite steps in a row"))
+    loss_scale_growth: int = flag(2000, "good steps after which the loss scale of fp16 is doubled")
+
+    def __post_init__(self) -> None:
+        rate = self.learning_rate
+        self._require(math.isfinite(rate) and rate > 0, "learning_rate", "above 0")
+        self._require(0 <= self.min_lr_share <= 1, "min_lr_share", "between 0 and 1")
+        self._at_least(0, "lr_warmup_steps")
+        self._at_least(1, "max_skipped", "loss_scale_growth")
         for name in ("max_grad_norm", "weight_decay"):
             value = getattr(self, name)
-            self._require(name, math.isfinite(value) and value >= 0, "a finite number of at least 0")
+            self._require(math.isfinite(value) and value >= 0, name, "a finite number of at least 0")
         for name in ("beta1", "beta2"):
-            self._require(name, 0 <= getattr(self, name) < 1, "at least 0 and below 1")
-        self._require("rank_timeout", math.isfinite(self.rank_timeout) and self.rank_timeout >= 1, "at least 1")
-        self._require("learning_rate", math.isfinite(self.learning_rate) and self.learning_rate > 0, "above 0")
-        self._require("validation_share", 0 < self.validation_share < 1, "between 0 and 1")
-        self._require("final_share", 0 <= self.final_share <= 1, "between 0 and 1")
-        self._require("warmup_steps", self.warmup_steps < self.steps, f"below --steps, {self.steps}")
-        _ = self.model  # its own mistakes are told now, too
+            self._require(0 <= getattr(self, name) < 1, name, "at least 0 and below 1")
 
-    def _require(self, name: str, holds: bool, what: str) -> None:
-        if not holds:
-            raise UserError(f"--{name} must be {what}, got {getattr(self, name)}")
+
+@dataclass(frozen=True)
+class ParallelSettings(_Checked):
+    wrapper: str = renamed(
+        "parallel", flag("ddp", "how ranks share the work: none, ddp, ddp-sharded (ZeRO 1), fsdp", PARALLEL)
+    )
+    rank_timeout: float = flag(600.0, "seconds to wait for a rank that does not respond")
+
+    def __post_init__(self) -> None:
+        self._require(math.isfinite(self.rank_timeout) and self.rank_timeout >= 1, "rank_timeout", "at least 1")
+
+
+@dataclass(frozen=True)
+class CheckpointSettings(_Checked):
+    save_every: int = flag(50, "steps between checkpoints")
+    async_save: bool = flag(False, "write checkpoints in a thread, from a copy in host memory")
+    keep: int = flag(2, "number of latest checkpoints to keep")
+    keep_every: int = flag(0, "also keep checkpoints of multiples of this step (0: none)")
+
+    def __post_init__(self) -> None:
+        self._at_least(1, "save_every", "keep")
+        self._at_least(0, "keep_every")
+
+
+@dataclass(frozen=True)
+class LogSettings(_Checked):
+    log_every: int = flag(10, "steps between log lines")
+    tensorboard: bool = flag(False, "also write metrics for TensorBoard, into the output folder")
+    eval_every: int = flag(50, "steps between evaluations (0: none)")
+    eval_batches: int = flag(4, "micro batches in an evaluation, on each rank")
+    sample_prompt: str = flag("The ", "prompt of the text sampled at each evaluation")
+    sample_tokens: int = flag(60, "bytes sampled at each evaluation")
+
+    def __post_init__(self) -> None:
+        self._at_least(1, "log_every", "eval_batches")
+        self._at_least(0, "eval_every", "sample_tokens")
+
+
+@dataclass(frozen=True)
+class TrainSettings(_Checked):
+    data: DataSettings = field(default_factory=DataSettings)
+    output: str = flag("runs/train", "folder of checkpoints and records; a run that is there is resumed")
+    steps: int = flag(200, "number of training steps")
+    seed: int = flag(0, "seed of the weights and of the order of sequences")
+    shape: ShapeSettings = field(default_factory=ShapeSettings)
+    compute: ComputeSettings = field(default_factory=ComputeSettings)
+    optimizer: OptimizerSettings = field(default_factory=OptimizerSettings)
+    parallel: ParallelSettings = field(default_factory=ParallelSettings)
+    checkpoint: CheckpointSettings = field(default_factory=CheckpointSettings)
+    log: LogSettings = field(default_factory=LogSettings)
+
+    FIXED: ClassVar[tuple[str, ...]] = ("batch_size", "seed", "validation_share", "precision")
+    """Flags that must not change when a run is resumed, besides its model and its data: it would be another run."""
+
+    def __post_init__(self) -> None:
+        self._at_least(1, "steps")
+        warmup = self.optimizer.lr_warmup_steps
+        if warmup >= self.steps:
+            raise UserError(f"--warmup_steps must be below --steps, {self.steps}, got {warmup}")
+        _ = self.model  # reports its own mistakes now, too
+
+    @classmethod
+    def from_flags(cls, values: Mapping[str, Any]) -> "TrainSettings":
+        """Build the settings from the values of flags."""
+        return build(cls, values)
 
     @property
     def folder(self) -> Path:
         return Path(self.output)
 
-    @property
-    def is_text(self) -> bool:
-        return Path(self.data).suffix not in (".bin", ".npy")
-
     @cached_property
     def model(self) -> ModelConfig:
-        names = ("vocab_size", "context_length", "d_model", "num_layers", "num_heads", "d_ff")
-        given = {name: getattr(self, name) for name in names if getattr(self, name) is not None}
-        return model_config(self.size, **({"vocab_size": BYTES} if self.is_text else {}) | given)
+        return self.shape.model(BYTES if self.data.is_text else None)
 
     def run_config(self, device: str, world_size: int) -> RunConfig:
-        """What a rank's step is, with those parts of the fast one that this way of sharing the work allows."""
-        fast = self.fast or ("on" if device.startswith("cuda") else "off")
+        """Return the configuration of a rank's step, with those parts of the fast step that its wrapper allows."""
+        compute = self.compute
+        fast = compute.fast or ("on" if device.startswith("cuda") else "off")
         config = RunConfig(
             model=self.model,
-            batch_size=self.micro_batch_size,
-            precision=self.precision,
-            attention=self.attention,
-            checkpoint_blocks=self.checkpoint_blocks,
-            compile=self.compile,
+            batch_size=self.data.micro_batch_size,
+            precision=compute.precision,
+            attention=compute.attention,
+            checkpoint_blocks=compute.recompute_blocks,
+            compile=compute.compile,
             fast=fast,
-            max_grad_norm=self.max_grad_norm,
+            max_grad_norm=self.optimizer.max_grad_norm,
             device=device,
             seed=self.seed,
         )
-        stream = config.tokens * self.model.d_model
-        pays = fast != "on" or stream >= LAUNCH_BOUND
-        allowed = FAST_PARTS if world_size == 1 else ("kernels", "loss") if self.parallel != "fsdp" and pays else ()
-        left_out = sorted(config.fast_parts - set(allowed))
-        if left_out and fast != "on":
+        wrapper, is_large = self.parallel.wrapper, config.tokens * self.model.d_model >= LAUNCH_BOUND
+        with_ranks = ("kernels", "loss") if wrapper != "fsdp" and (is_large or fast != "on") else ()
+        allowed = FAST_PARTS if world_size == 1 else with_ranks
+        excluded = sorted(config.fast_parts - set(allowed))
+        if excluded and fast != "on":
             raise UserError(
-                f"--fast {','.join(left_out)} cannot be had with {world_size} ranks and --parallel {self.parallel}; "
-                f"use --fast on for what can be"
+                f"--fast {','.join(excluded)} is not available with {world_size} ranks and --parallel {wrapper}; "
+                f"--fast on selects what is"
             )
         parts = [part for part in allowed if part in config.fast_parts]
         if "graph" in parts and "optimizer" not in parts:
@@ -146,22 +249,6 @@ class TrainSettings:
             parts.remove("graph")
         return dataclasses.replace(config, fast=",".join(parts) or "off")
 
-    def micro_batches(self, world_size: int) -> int:
-        """How many micro batches a rank goes through in a step."""
-        if self.batch_size % world_size:
-            raise UserError(
-                f"--batch_size {self.batch_size} cannot be shared out evenly among {world_size} ranks; "
-                f"use a multiple of {world_size}"
-            )
-        per_rank = self.batch_size // world_size
-        if per_rank <= self.micro_batch_size:
-            return 1
-        if per_rank % self.micro_batch_size:
-            raise UserError(
-                f"a rank has {per_rank} sequences of a step, which is no multiple of --micro_batch_size "
-                f"{self.micro_batch_size}"
-            )
-        return per_rank // self.micro_batch_size
-
     def to_dict(self) -> dict[str, Any]:
-        return {**dataclasses.asdict(self), "model": dataclasses.asdict(self.model)}
+        """Return the flat form, by flag, that manifests and records hold."""
+        return {**flat(self), "model": dataclasses.asdict(self.model)}

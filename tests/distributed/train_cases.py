@@ -1,13 +1,16 @@
-"""What the processes of the training tests do: sent to other processes by name, so all of it is at the top level.
+"""Runs of the trainer, faults that disturb them, and readers of what they leave behind.
 
-A `Run` says what one trainer does: which settings, where it stops, what goes wrong on the way. Ranks go through many of
-them in one start, and each gives an `Outcome`.
+A `Run` is one trainer with its settings and a fault; ranks perform many runs in one start, each with an `Outcome`. All
+of it is at the top level, because it is sent to other processes by name.
 """
 
 import contextlib
 import functools
+import hashlib
 import itertools
+import json
 import os
+import random
 import shutil
 import signal
 import sys
@@ -33,48 +36,75 @@ from cs336_systems.parallel.launch import Rank, this_rank
 from cs336_systems.train.loop import Trainer
 from cs336_systems.train.settings import TrainSettings
 
-NO_SPACE = OSError(28, "No space left on device")
+SHAPE = {"context_length": 16, "d_model": 16, "num_layers": 1, "num_heads": 2, "d_ff": 32}
+STEPS = 8
+
+
+def text_of(length: int, seed: int = 0) -> bytes:
+    letters = random.Random(seed)
+    return "".join(letters.choice("abcde fghij\n") for _ in range(length)).encode()
+
+
+def fields(output: Path, data: str = "short.txt", **changes: Any) -> dict[str, Any]:
+    """Return the flags of the smallest run; `data` is a file beside the output folder."""
+    return {
+        "data": str(output.parent / data),
+        "output": str(output),
+        **SHAPE,
+        "steps": STEPS,
+        "batch_size": 4,
+        "warmup_steps": 1,
+        "learning_rate": 1e-2,
+        "log_every": 1,
+        "eval_every": 0,
+        "save_every": 100,
+        "device": "cpu",
+        "parallel": "none",
+        **changes,
+    }
+
+
+# -- runs -------------------------------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True)
 class Run:
     fields: dict[str, Any]
-    """Of TrainSettings."""
     stop_after: int | None = None
     fault: str = ""
-    """A name of FAULTS."""
+    """A key of FAULTS."""
     trains: bool = True
-    """False: it only loads what is there."""
+    """False: the run only loads its checkpoint."""
 
 
 @dataclass
 class Outcome:
     code: int | None = None
     error: str = ""
-    """Of a UserError."""
+    """The message of a UserError."""
     crash: str = ""
-    """The traceback of any other: the other runs go on."""
-    said: str = ""
+    """The traceback of any other exception."""
+    printed: str = ""
     resumed_at: int = -1
     step: int = -1
     skipped: int = -1
     loss_scale: float = 0.0
     weights: dict[str, Tensor] = field(default_factory=dict)
-    """Whole ones, also of shards."""
+    """Full weights, gathered from shards."""
     states: list[Tensor] = field(default_factory=list)
-    """This rank's part of the optimizer's, in the order of its parameters."""
+    """This rank's part of the optimizer state."""
 
 
-def play(runs: dict[str, Run]) -> dict[str, Outcome]:
+def perform_all(runs: dict[str, Run]) -> dict[str, Outcome]:
     return {name: perform(run) for name, run in runs.items()}
 
 
 def perform(run: Run) -> Outcome:
     rank = this_rank("cpu")
     outcome = Outcome()
-    with heard(outcome):
+    with captured_output(outcome):
         try:
-            trainer = Trainer(TrainSettings(**run.fields), rank)
+            trainer = Trainer(TrainSettings.from_flags(run.fields), rank)
             trainer.resume()
             outcome.resumed_at = trainer.progress.step
             with FAULTS[run.fault](trainer, rank):
@@ -82,31 +112,28 @@ def perform(run: Run) -> Outcome:
         except UserError as error:
             outcome.error = str(error)
             return outcome
-        except BaseException:  # torch's CheckpointException is one
+        except BaseException:  # torch's CheckpointException is no Exception
             outcome.crash = traceback.format_exc()
             return outcome
     outcome.step, outcome.skipped = trainer.progress.step, trainer.progress.skipped
-    outcome.loss_scale = float(trainer.progress.loss_scale)
+    outcome.loss_scale = float(trainer.step.loss_scale.value)
     outcome.weights = weights_of(trainer.step.model)
-    outcome.states = states_of(trainer.optimizer)
+    optimizer = trainer.step.optimizer
+    parameters = [p for group in optimizer.param_groups for p in group["params"] if p in optimizer.state]
+    states = [optimizer.state[p] for p in parameters]
+    outcome.states = [torch.as_tensor(state[name]).clone() for state in states for name in sorted(state)]
     return outcome
 
 
 def weights_of(model: nn.Module) -> dict[str, Tensor]:
-    """A copy, by the names that the bare model has. For all ranks together."""
+    """Return a copy of the full weights by the names of the unwrapped model. For all ranks together."""
     found = gather_full_params(model) if isinstance(model, FSDP) else model.state_dict()
     return {name.removeprefix("module."): value.detach().clone() for name, value in found.items()}
 
 
-def states_of(optimizer: Any) -> list[Tensor]:
-    parameters = [p for group in optimizer.param_groups for p in group["params"]]
-    held = [optimizer.state[p] for p in parameters if p in optimizer.state]
-    return [torch.as_tensor(state[name]).clone() for state in held for name in sorted(state)]
-
-
 @contextlib.contextmanager
-def heard(outcome: Outcome) -> Iterator[None]:
-    """All that this process prints or warns of, by whatever way, into `outcome.said`."""
+def captured_output(outcome: Outcome) -> Iterator[None]:
+    """Collect what this process prints or warns of in `outcome.printed`."""
     with (
         tempfile.TemporaryFile("w+", buffering=1) as file,
         warnings.catch_warnings(record=True) as caught,
@@ -114,25 +141,37 @@ def heard(outcome: Outcome) -> Iterator[None]:
         contextlib.redirect_stderr(file),
     ):
         warnings.simplefilter("always")
-        kept = [(number, os.dup(number)) for number in (1, 2)]
-        for number, _ in kept:
-            os.dup2(file.fileno(), number)
         try:
             yield
         finally:
-            for number, copy in kept:
-                os.dup2(copy, number)
-                os.close(copy)
             file.flush()
             file.seek(0)
-            outcome.said = file.read() + "".join(f"{warning.message}\n" for warning in caught)
+            outcome.printed = file.read() + "".join(f"{warning.message}\n" for warning in caught)
 
 
-# -- what goes wrong --------------------------------------------------------------------------------------------------
+def command(argv: list[str], folder: str, variables: dict[str, str]) -> None:
+    """Run `cs336 ...` in this process, with its output in two files of `folder`."""
+    os.environ.update(variables)
+    torch.set_num_threads(1)
+    for number, name in ((1, "stdout"), (2, "stderr")):
+        file = os.open(Path(folder) / name, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o644)
+        os.dup2(file, number)
+        os.close(file)
+    signal.signal(signal.SIGINT, signal.default_int_handler)  # a background job would ignore Ctrl-C
+    sys.exit(main(argv))
 
 
-def at_forward(trainer: Trainer, when: Callable[[int], bool], do: Callable[[Tensor], None]) -> AbstractContextManager:
-    """`do` with the embedded tokens, in those training forwards of this trainer (from 1) that `when` names."""
+def argv_of(settings: dict[str, Any]) -> list[str]:
+    """Return the command line of a run."""
+    flags = [[f"--{name}"] if value is True else [f"--{name}", str(value)] for name, value in settings.items()]
+    return ["train", *itertools.chain.from_iterable(flags)]
+
+
+# -- faults -----------------------------------------------------------------------------------------------------------
+
+
+def at_forward(trainer: Trainer, when: Callable[[int], bool], do: Callable[[Tensor], Any]) -> AbstractContextManager:
+    """Call `do` with the embedded tokens, in those training forwards of this trainer (from 1) that `when` selects."""
     (embedding,) = (part for part in trainer.step.model.modules() if isinstance(part, nn.Embedding))
     forwards = itertools.count(1)
 
@@ -140,43 +179,40 @@ def at_forward(trainer: Trainer, when: Callable[[int], bool], do: Callable[[Tens
         if out.requires_grad and when(next(forwards)):
             do(out)
 
-    handle = embedding.register_forward_hook(hook)
     stack = contextlib.ExitStack()
-    stack.callback(handle.remove)
+    stack.callback(embedding.register_forward_hook(hook).remove)
     return stack
 
 
-def poisoned(
-    value: float, when: Callable[[int], bool], on: int, trainer: Trainer, rank: Rank
-) -> AbstractContextManager:
-    """`value` in the gradient on one rank, in one row of the embedding: under FSDP another rank owns that row."""
+def poison(value: float, when: Callable[[int], bool], on: int, trainer: Trainer, rank: Rank) -> AbstractContextManager:
+    """Put `value` into the gradient of one embedding row on one rank; under FSDP another rank may own that row."""
 
-    def poison(grad: Tensor) -> Tensor:
+    def poisoned(grad: Tensor) -> Tensor:
         grad = grad.clone()
         grad[0, 0] = value
         return grad
 
     if rank.rank != on:
         return contextlib.nullcontext()
-    return at_forward(trainer, when, lambda out: out.register_hook(poison) and None)
+    return at_forward(trainer, when, lambda out: out.register_hook(poisoned))
 
 
-def signalled(number: int, when: int, on: int, trainer: Trainer, rank: Rank) -> AbstractContextManager:
-    """One rank alone is asked to stop, in the middle of a step."""
+def send_signal(number: int, when: int, on: int, trainer: Trainer, rank: Rank) -> AbstractContextManager:
+    """Ask one rank to stop, in the middle of a step."""
     if rank.rank != on:
         return contextlib.nullcontext()
     return at_forward(trainer, lambda forward: forward == when, lambda out: os.kill(os.getpid(), number))
 
 
-def failing(
+def fail(
     owner: Any, name: str, times: int, where: Callable[..., bool], trainer: Trainer, rank: Rank
 ) -> AbstractContextManager:
-    """The first `times` calls of `owner.name` that `where` picks raise."""
+    """Let the first `times` calls of `owner.name` that `where` selects raise as on a full disk."""
     real, failed = getattr(owner, name), itertools.count()
 
     def stand_in(*args: Any, **kwargs: Any) -> Any:
         if where(rank, *args) and next(failed) < times:
-            raise NO_SPACE
+            raise OSError(28, "No space left on device")
         return real(*args, **kwargs)
 
     return mock.patch.object(owner, name, stand_in)
@@ -186,50 +222,69 @@ def anywhere(rank: Rank, *args: Any) -> bool:
     return True
 
 
-def on_rank_1(rank: Rank, *args: Any) -> bool:
-    return rank.rank == 1
-
-
-def into_its_place(rank: Rank, source: Any, target: Any, *args: Any) -> bool:
-    """Of a rename: from the temporary name of a checkpoint to its final one."""
+def is_publication(rank: Rank, source: Any, target: Any, *args: Any) -> bool:
+    """Select the rename of a checkpoint from its temporary to its final name."""
     return ".tmp-" in str(source) and Path(target).name.startswith("step-")
 
 
-def nothing(trainer: Trainer, rank: Rank) -> AbstractContextManager:
-    return contextlib.nullcontext()
-
-
-def first(forward: int) -> bool:
-    return forward == 1
-
-
 FAULTS: dict[str, Callable[[Trainer, Rank], AbstractContextManager]] = {
-    "": nothing,
-    "nan in the first step on rank 1": functools.partial(poisoned, float("nan"), first, 1),
-    "inf in the first step on rank 1": functools.partial(poisoned, float("inf"), first, 1),
-    "nan in every step": functools.partial(poisoned, float("nan"), lambda forward: True, 0),
-    "nan in every other step": functools.partial(poisoned, float("nan"), lambda forward: forward % 2 == 0, 0),
-    "SIGTERM on rank 1 in step 3": functools.partial(signalled, signal.SIGTERM, 3, 1),
-    "SIGINT on rank 0 in step 2": functools.partial(signalled, signal.SIGINT, 2, 0),
-    "one save": functools.partial(failing, torch.distributed.checkpoint, "save", 1, anywhere),
-    "every save": functools.partial(failing, torch.distributed.checkpoint, "save", 10**9, anywhere),
-    "one rename": functools.partial(failing, os, "rename", 1, into_its_place),
-    "one write": functools.partial(failing, FileSystemWriter, "write_data", 1, anywhere),
-    "one write on rank 1": functools.partial(failing, os, "fsync", 1, on_rank_1),
-    "one record": functools.partial(failing, record, "append", 1, anywhere),
-    "every delete": functools.partial(failing, shutil, "rmtree", 10**9, anywhere),
+    "": lambda trainer, rank: contextlib.nullcontext(),
+    "nan in the first step on rank 1": functools.partial(poison, float("nan"), lambda forward: forward == 1, 1),
+    "inf in the first step on rank 1": functools.partial(poison, float("inf"), lambda forward: forward == 1, 1),
+    "nan in every step": functools.partial(poison, float("nan"), lambda forward: True, 0),
+    "nan in every other step": functools.partial(poison, float("nan"), lambda forward: forward % 2 == 0, 0),
+    "SIGTERM on rank 1 in forward 3": functools.partial(send_signal, signal.SIGTERM, 3, 1),
+    "one save": functools.partial(fail, torch.distributed.checkpoint, "save", 1, anywhere),
+    "every save": functools.partial(fail, torch.distributed.checkpoint, "save", 10**9, anywhere),
+    "one rename": functools.partial(fail, os, "rename", 1, is_publication),
+    "one write": functools.partial(fail, FileSystemWriter, "write_data", 1, anywhere),
+    "one write on rank 1": functools.partial(fail, os, "fsync", 1, lambda rank, *args: rank.rank == 1),
+    "one record": functools.partial(fail, record, "append", 1, anywhere),
+    "every delete": functools.partial(fail, shutil, "rmtree", 10**9, anywhere),
 }
 
 
-# -- commands ---------------------------------------------------------------------------------------------------------
+# -- what a run leaves behind -----------------------------------------------------------------------------------------
 
 
-def command(argv: list[str], folder: str, cwd: str) -> None:
-    """`cs336 ...` as a process of its own; what it says goes into two files of `folder`."""
-    os.chdir(cwd)
-    for number, name in ((1, "stdout"), (2, "stderr")):
-        file = os.open(Path(folder) / name, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o644)
-        os.dup2(file, number)
-        os.close(file)
-    signal.signal(signal.SIGINT, signal.default_int_handler)  # a background job would ignore Ctrl-C
-    sys.exit(main(argv))
+def lines_of(output: str | Path) -> list[dict[str, Any]]:
+    """Return the complete lines of records.jsonl."""
+    lines = (Path(output) / "records.jsonl").read_text().split("\n")[:-1]
+    return [json.loads(line) for line in lines]
+
+
+def recorded(output: str | Path, metric: str) -> dict[int, float]:
+    """Return step -> value; later records replace earlier ones."""
+    found = {}
+    for line in lines_of(output):
+        if line["experiment"] == "train" and line["metric"] == metric:
+            first = line["config"]["first_step"]
+            found |= {first + i: float(sample) for i, sample in enumerate(line["samples"])}
+    return found
+
+
+def losses_of(output: str | Path) -> list[float]:
+    found = recorded(output, "loss")
+    assert list(found) == [*range(min(found), max(found) + 1)]
+    return list(found.values())
+
+
+def checkpoints(output: str | Path) -> dict[int, Path]:
+    found = (Path(output) / "checkpoints").glob("step-*")
+    return {int(path.name.removeprefix("step-")): path for path in sorted(found) if ".tmp" not in path.name}
+
+
+def newest(output: str | Path) -> int:
+    return max(checkpoints(output), default=0)
+
+
+def temporaries(output: str | Path) -> list[str]:
+    return [path.name for path in (Path(output) / "checkpoints").glob("*tmp*")]
+
+
+def digest(folder: Path) -> dict[str, str]:
+    return {
+        str(path.relative_to(folder)): hashlib.sha256(path.read_bytes()).hexdigest()
+        for path in sorted(folder.rglob("*"))
+        if path.is_file()
+    }

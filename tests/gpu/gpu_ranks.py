@@ -1,4 +1,6 @@
-"""Run in ranks that share a GPU: every wrapper trains the small model, beside one rank that has all the data."""
+"""Training of the small model with every wrapper, in ranks that share a GPU, compared with one rank."""
+
+from typing import NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -20,8 +22,15 @@ WRAPPERS = {
 }
 
 
-def differences() -> dict[str, tuple[float, float]]:
-    """Wrapper -> how far its weights, and its last loss, are from those of one rank."""
+class Difference(NamedTuple):
+    """Largest distance from the run of one rank."""
+
+    weights: float
+    loss: float
+
+
+def differences() -> dict[str, Difference]:
+    """Train with each wrapper, by name, and compare with one rank that has the whole batch."""
     set_matmul_precision("fp32")
     run = RunConfig(model=model_config("small"), device="cuda", mode="train-step", batch_size=2)
     data = torch.Generator().manual_seed(1)
@@ -50,5 +59,5 @@ def differences() -> dict[str, tuple[float, float]]:
     for name in WRAPPERS:
         weights, loss = weights_after(name)
         apart = max((a - b).abs().max().item() for a, b in zip(weights, expected, strict=True))
-        found[name] = apart, abs(loss - loss_alone)
+        found[name] = Difference(apart, abs(loss - loss_alone))
     return found

@@ -1,4 +1,4 @@
-"""Triton's attention kernels where they are meant to run: `pytest -m gpu tests/gpu/test_gpu_attention.py`.
+"""Triton's attention kernels on a GPU: `pytest -m gpu tests/gpu/test_gpu_attention.py`.
 
 Most of the time is Triton compiling; with several cores `-n 8` helps.
 """
@@ -57,8 +57,8 @@ def run(case, inputs, kernels="portable"):
 
 
 @pytest.fixture(autouse=True)
-def only_what_it_covers(request):
-    """The kernels for Hopper GPUs are held to the same tests as the others, where they take the case at all."""
+def skip_what_hopper_does_not_take(request):
+    """The Hopper kernels pass the same tests as the others, in the cases that they take."""
     given = request.node.callspec.params if hasattr(request.node, "callspec") else {}
     if given.get("kernels") != "hopper":
         return
@@ -68,7 +68,7 @@ def only_what_it_covers(request):
     band = resolve(case.is_causal, case.window, case.len_q, case.len_k)
     covered = is_hopper_head_dim(case.d) and band.lo is None and given.get("dtype", BF16) in HOPPER_DTYPES
     if not covered or 0 in (case.batch, case.len_q, case.len_k):
-        pytest.skip("the portable kernels' own")
+        pytest.skip("only the portable kernels take it")
 
 
 def assert_right(found, inputs, case):
@@ -92,7 +92,7 @@ def empty_gpu():
 
 @pytest.fixture(autouse=True)
 def ieee_fp32():
-    """The oracles' products in fp32 are fp32, not TF32, whatever ran before."""
+    """The oracles' fp32 matmuls do not use TF32, whatever ran before."""
     torch.set_float32_matmul_precision("highest")
     yield
     torch.set_float32_matmul_precision("highest")
@@ -101,7 +101,7 @@ def ieee_fp32():
 # Against the oracle
 
 TABLE = list(CASES.values())
-"""Everything in bf16; a share of it in what else makes another kernel, since each takes seconds to compile."""
+"""All cases in bf16, some in the other dtypes: each compiles kernels, which takes seconds."""
 MATRIX = [
     *((case, BF16, "portable") for case in TABLE),
     *((case, BF16, "deterministic") for case in TABLE[::3]),
@@ -135,7 +135,7 @@ LARGE = (
     Case(4224, 4224, is_causal=True),
     Case(799, 3),
     Case(3, 4111, heads=4),
-    # Blocks that do not come out even: their last ones may be cut into pieces, of keys or of queries.
+    # Numbers of blocks that do not fill the last round: split-KV, and split queries in backward.
     Case(1500, 1300, d=80, batch=3, heads=12, kv_heads=3),
     Case(1500, 1300, d=96, batch=3, heads=12, kv_heads=12),
     Case(3072, 3072, heads=8, kv_heads=8),
@@ -183,8 +183,8 @@ def test_large_logits(case, dtype, kernels):
 @pytest.mark.parametrize("d", [64, 128])
 @pytest.mark.parametrize("beyond", [30, 100, -100])
 def test_scores_far_from_those_seen_first(beyond, d, kernels):
-    """Hopper's kernel visits the last keys first, and stays with their largest score, as long as others exceed it by
-    2^64 at most (44 nats). Else it starts again, for those warpgroups that must."""
+    """The Hopper kernel visits the last keys first, and keeps their maximum as long as other scores exceed it by at
+    most 2^64 (44 nats). Else the warpgroups that overflowed make a second pass over the keys."""
     for case in (Case(512, 639, d, is_causal="bottom-right"), Case(300, 1300, d)):
         inputs = make_inputs(case, BF16, device="cuda")
         inputs.q[..., 0] = 0
@@ -200,8 +200,8 @@ def test_scores_far_from_those_seen_first(beyond, d, kernels):
 @pytest.mark.parametrize("d", [64, 128])
 @pytest.mark.parametrize("dtype", [BF16, FP16], ids=str)
 def test_scores_of_minus_infinity_seen_first(dtype, d, kernels):
-    """Over several tiles, which leave no maximum that others could be measured against: Hopper's kernel starts again,
-    and must not form -inf - -inf. Forward alone, since -inf times 0 makes NaN of dQ."""
+    """Several tiles of -inf leave no finite maximum: the Hopper kernel makes a second pass, and must not compute
+    -inf - -inf. Forward only, since -inf times 0 makes NaN of dQ."""
     for case in (Case(512, 639, d, is_causal="bottom-right"), Case(300, 1300, d)):
         inputs = make_inputs(case, dtype, device="cuda")
         inputs.q[..., 0] = inputs.q[..., 1] = math.sqrt(d)
@@ -236,7 +236,7 @@ def test_empty(case):
 
 
 def spot_check(q, k, v, dout, found, places):
-    """The truth of a few heads: a wrapped address reads another head's valid numbers, which no search for NaN finds."""
+    """Compare a few heads with the oracle: a wrapped address reads another head's valid numbers, which are not NaN."""
     for batch, head in places:
         one = (slice(batch, batch + 1), slice(head, head + 1))
         inputs = Inputs(q[one], k[one], v[one], dout[one], None)
@@ -277,7 +277,7 @@ def test_beyond_two_to_the_31(layout, kernels, empty_gpu):
 def test_a_thousand_seeds(magnitude, kernels):
     """A race or a missing barrier shows once in hundreds of runs, in a few elements: hence the largest error, too.
 
-    The limits: twice and more of what rounding P, dS, the output and the gradients to bf16 costs (0.0054 and 0.13).
+    The limits are at least twice the error of rounding P, dS, the output and the gradients to bf16 (0.0054 and 0.13).
     """
     seen, seeds = visible(PLAIN, "cuda"), 1000
     errors = torch.empty(seeds, 4, 2, device="cuda")
@@ -341,7 +341,7 @@ def test_fp32_and_tf32(precision, case):
 
 
 class Operators(TorchDispatchMode):
-    """Which operators ran, each with the arguments of its last call."""
+    """Records the operators that ran, each with the arguments of its last call."""
 
     def __init__(self):
         super().__init__()
@@ -357,7 +357,7 @@ def operators(impl):
 
 
 @pytest.mark.parametrize("dtype", [BF16, FP16], ids=str)
-def test_auto_is_ours_where_launching_is_not_the_cost(dtype):
+def test_auto_uses_the_fused_kernels_for_large_problems(dtype):
     best = "flash_hopper" if torch.cuda.get_device_capability() == (9, 0) else "flash_triton"
     for case, ours in ((LARGE[2], best), (LARGE[0], "flash_triton"), (PLAIN, None)):
         inputs = make_inputs(case, dtype, device="cuda")
@@ -369,14 +369,14 @@ def test_auto_is_ours_where_launching_is_not_the_cost(dtype):
 
 
 def operator_calls(case, layout, through_lse, kernels):
-    """The calls of both operators, as the package makes them, whatever arguments they take."""
+    """The calls of both operators, with the arguments that the package passes."""
     inputs = make_inputs(case, BF16, device="cuda", layout=layout, dout_layout=layout, through_lse=through_lse)
     with Operators() as seen:
         run(case, inputs, kernels)
     forward, backward = operators(KERNELS[kernels]["impl"])
     function, *arguments = seen.calls[forward]
     yield function, *tree_map_only(torch.Tensor, lambda x: x.detach().requires_grad_(), arguments)
-    function, *arguments = seen.calls[backward]  # Has no derivative of its own.
+    function, *arguments = seen.calls[backward]  # has no derivative
     yield function, *tree_map_only(torch.Tensor, torch.Tensor.detach, arguments)
 
 
@@ -384,7 +384,7 @@ def operator_calls(case, layout, through_lse, kernels):
 @pytest.mark.parametrize("through_lse", [False, True], ids=["out", "out+lse"])
 @pytest.mark.parametrize("layout", ["contiguous", "packed", "transposed"])
 @pytest.mark.parametrize("case", [PLAIN, WINDOW, Case(17, 17, d=40)], ids=describe)
-def test_operators_are_what_they_say(case, layout, through_lse, kernels):
+def test_operators_pass_opcheck(case, layout, through_lse, kernels):
     """Schema, shapes and strides under fake tensors, autograd, and the same again through AOTAutograd."""
     # dq of the Hopper kernels is added up in no fixed order: two calls differ in its last bits.
     tolerance = {"rtol": 1e-2, "atol": 1e-2} if kernels == "hopper" else {}
@@ -514,7 +514,7 @@ def test_on_the_other_gpu():
 @pytest.mark.parametrize("kernels", ["portable", "hopper"])
 @pytest.mark.parametrize("is_causal", [False, True])
 def test_counted_flops(is_causal, kernels):
-    """As PyTorch counts its own attention: the mask saves nothing, the backward is five products to two."""
+    """FLOPs are counted as for PyTorch's attention: a mask saves nothing, backward has five matmuls, forward two."""
     b, h, sq, sk, d = 2, 4, 128, 256, 64
     inputs = make_inputs(Case(sq, sk, d, batch=b, heads=h, kv_heads=h), BF16, device="cuda")
     leaves = [x.requires_grad_() for x in (inputs.q, inputs.k, inputs.v)]
@@ -532,7 +532,7 @@ def test_memory_is_linear_in_the_length(kernels, empty_gpu):
     case = Case(32768, 32768, is_causal=True, heads=1, kv_heads=1)
     before = torch.cuda.memory_allocated()
     inputs = make_inputs(case, BF16, device="cuda")
-    run(case, inputs, kernels)  # What a first call takes once is not counted.
+    run(case, inputs, kernels)  # allocations of the first call alone are not counted
     torch.cuda.reset_peak_memory_stats()
     run(case, inputs, kernels)
     assert torch.cuda.max_memory_allocated() - before < 200 * 2**20

@@ -9,9 +9,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from cs336_systems.benchmark.benchmark import BenchArguments
-from cs336_systems.benchmark.calculate_memory import CalculateArguments
 from cs336_systems.commands import guarded, run_command
 from cs336_systems.config import UserError, flag
+from cs336_systems.experiments.memory.calculator import CalculateArguments
 from cs336_systems.flags import Parser, add_flags, read_flags
 from cs336_systems.predict.fit import FitArguments
 from cs336_systems.predict.model_flags import ShapeArguments

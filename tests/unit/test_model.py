@@ -5,9 +5,8 @@ import math
 import pytest
 import torch
 
-from cs336_systems.config import ATTENTIONS, COURSE_SIZES, ModelConfig, RunConfig, model_config
+from cs336_systems.config import COURSE_SIZES, ModelConfig, RunConfig, model_config
 from cs336_systems.kernels import attention
-from cs336_systems.kernels.flash.dispatch import IMPLEMENTATIONS
 from cs336_systems.model import TransformerLM
 from cs336_systems.step.train_step import TrainStep
 
@@ -15,7 +14,7 @@ SHAPE = ModelConfig(vocab_size=97, context_length=24, d_model=48, num_layers=3, 
 
 
 def oracle_logits(weights, config, tokens):
-    """A pre-norm Transformer from the course's definitions: one sequence position at a time where that is clearer."""
+    """Compute a pre-norm Transformer from the course's definitions, one position at a time where that is clearer."""
     w = {name: tensor.double() for name, tensor in weights.items()}
 
     def norm(x, gain):
@@ -79,7 +78,7 @@ def test_logits_equal_the_oracle(model, tokens, impl):
 
 
 def test_shorter_sequences_use_the_first_positions(model, tokens):
-    """Causality and position tables: a prefix gives the prefix of the logits."""
+    """A prefix gives the prefix of the logits: causality, and the position tables."""
     torch.testing.assert_close(model(tokens[:, :7]), model(tokens)[:, :7], rtol=1e-4, atol=1e-4)
 
 
@@ -93,31 +92,22 @@ def test_future_tokens_do_not_matter(model, tokens):
 def test_parameter_names_are_the_course_staff_models():
     with torch.device("meta"):
         names = set(TransformerLM(ModelConfig(num_layers=1)).state_dict())
-    block = [
-        "ln1",
-        "ln2",
-        "attn.q_proj",
-        "attn.k_proj",
-        "attn.v_proj",
-        "attn.output_proj",
-        "ffn.w1",
-        "ffn.w2",
-        "ffn.w3",
-    ]
+    projections = ("attn.q_proj", "attn.k_proj", "attn.v_proj", "attn.output_proj", "ffn.w1", "ffn.w2", "ffn.w3")
+    block = ("ln1", "ln2", *projections)
     expected = ["token_embeddings", "ln_final", "lm_head", *(f"layers.0.{name}" for name in block)]
     assert names == {f"{name}.weight" for name in expected}
 
 
 @pytest.mark.parametrize("size", ["tiny", *COURSE_SIZES, "2026/10B"])
-def test_built_model_has_the_parameters_the_config_says(size):
+def test_parameter_count_of_the_config(size):
     config = model_config(size)
     with torch.device("meta"):
         model = TransformerLM(config)
     assert sum(parameter.numel() for parameter in model.parameters()) == config.parameters
 
 
-@pytest.mark.parametrize("group", [1, 2, 3, 5])
-def test_checkpointing_changes_no_gradient(model, tokens, group):
+@pytest.mark.parametrize("group", [1, 2, 5])
+def test_recomputation_changes_no_gradient(model, tokens, group):
     def gradients(checkpoint_blocks):
         model.checkpoint_blocks = checkpoint_blocks
         model.zero_grad()
@@ -143,10 +133,6 @@ def test_reference_attention_equals_sdpa(queries, keys, is_causal):
         strict=True,
     ):
         torch.testing.assert_close(a, b)
-
-
-def test_every_attention_of_the_configuration_is_implemented():
-    assert set(ATTENTIONS) == set(IMPLEMENTATIONS)
 
 
 def test_unknown_attention_names_the_choices():

@@ -45,7 +45,7 @@ class Problem:
     def draw(cls, precision: str, d: int, band: Band, device: torch.device) -> "Problem":
         dtype = AUTOCAST_DTYPES.get(precision, torch.float32)
         q, k, v, grad = (torch.randn(BATCH, HEADS, LENGTH, d, dtype=dtype, device=device) for _ in range(4))
-        out, lse = portable_launch.problem(q, k, v, band).forward(q, k, v, d**-0.5, band)
+        out, lse = portable_launch.Problem(q, k, v, band).forward(q, k, v, d**-0.5, band)
         return cls(q, k, v, grad, out, lse, (out.float() * grad.float()).sum(-1), band)
 
     def launcher(self, kernel: str, tile: Tile) -> tuple[Callable[[], None], list[Tensor]]:

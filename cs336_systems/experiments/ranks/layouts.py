@@ -245,7 +245,7 @@ def _time_table(cell: CellView) -> Table:
                 waits,
             ]
         )
-    flops, link, network = cell.get("flops") / 1e12, cell.get("link") / GB, cell.get("network") / GB
+    flops, link, network = cell.get("flops") / TERA, cell.get("link") / GIGA, cell.get("network") / GIGA
     notes = [
         say(
             "{} TFLOP/s, {} GB/s in a node of {}, {} GB/s of each GPU to other nodes; sent: by each GPU in a step",

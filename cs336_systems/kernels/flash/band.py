@@ -1,4 +1,4 @@
-"""Which keys a query sees: causal masks and sliding windows, aligned either way, are one band of the score matrix."""
+"""Causal masks and sliding windows, aligned either way, as one band of the score matrix."""
 
 from typing import NamedTuple
 
@@ -17,7 +17,7 @@ class Band(NamedTuple):
     hi: int | None = None
 
     def has_empty_rows(self, len_q: int, len_k: int) -> bool:
-        """Whether some query sees no key: its output is 0, its logsumexp -inf."""
+        """True if some query sees no key: its output is 0, its logsumexp -inf."""
         before_first = self.hi is not None and self.hi < 0 < len_q
         after_last = self.lo is not None and len_q - 1 + self.lo > len_k - 1
         crossed = self.lo is not None and self.hi is not None and self.lo > self.hi
@@ -31,7 +31,7 @@ class Band(NamedTuple):
 
 
 def visible(band: Band, queries: slice, keys: slice, device: torch.device) -> Tensor:
-    """(queries, keys), True where the key is seen."""
+    """Mask of shape (queries, keys), True where the query sees the key."""
     i = torch.arange(queries.start, queries.stop, device=device)[:, None]
     distance = torch.arange(keys.start, keys.stop, device=device) - i
     seen = torch.ones_like(distance, dtype=torch.bool)
@@ -43,7 +43,7 @@ def visible(band: Band, queries: slice, keys: slice, device: torch.device) -> Te
 
 
 def resolve(is_causal: bool | str, window: Window, len_q: int, len_k: int) -> Band:
-    """The band that `attention`'s arguments mean; ValueError where they mean none."""
+    """The band of `attention`'s arguments; ValueError where they are wrong."""
     if not isinstance(is_causal, bool) and is_causal not in ALIGNMENTS:
         raise ValueError(f"is_causal must be True, False, 'top-left' or 'bottom-right', got {is_causal!r}")
     left, right = _sides(window)

@@ -1,11 +1,11 @@
 """FlashAttention-2's tiling in plain PyTorch, on any device: the version to learn from, and the one for CPUs.
 
-Forward walks over tiles of keys and keeps, for each query, the largest score seen so far (m), the sum of exp(score - m)
-(l) and the weighted sum of values (acc). When a tile brings a larger score, what was summed under the old one is scaled
-by exp(m_old - m_new). Only the output and the logsumexp m + log(l) are kept.
+Forward makes one pass over tiles of keys and keeps, for each query, the running maximum of its scores (m), the sum of
+exp(score - m) (l) and the weighted sum of values (acc). When a tile has a larger score, the sums so far are rescaled by
+exp(m_old - m_new). Only the output and the logsumexp m + log(l) are saved.
 
-Backward forms the weights again, tile by tile, as P = exp(S - logsumexp). With dP = dO V^T the gradient of the scores
-is dS = P * (dP - D), where D = rowsum(O * dO) stands for the sum over the whole row that softmax's derivative needs.
+Backward computes the weights again, tile by tile, as P = exp(S - logsumexp). With dP = dO V^T the gradient of the
+scores is dS = P * (dP - D), where D = rowsum(O * dO) is the sum over the whole row in softmax's derivative.
 
 Shapes: q (batch, kv_heads, group, len_q, d); k, v (batch, kv_heads, 1, len_k, d): query heads that share a KV head are
 one dimension of q, so that grouped-query attention broadcasts and nothing is copied.
@@ -20,9 +20,9 @@ from cs336_systems.kernels.flash import strides as layout
 from cs336_systems.kernels.flash.band import Band, visible
 
 TILE_Q, TILE_K = 256, 512
-"""Small enough for a core's cache at common head dims; large enough that Python's share of the time is small."""
+"""Queries and keys of a tile: small enough for a core's cache at common head dims, large enough to hide Python."""
 MAX_TILES = 32
-"""Longer sequences get larger tiles: each tile costs a dozen kernel launches, which must not outweigh the work."""
+"""Maximum number of tiles along a sequence. Longer ones get larger tiles: each costs a dozen kernel launches."""
 
 
 def forward(q: Tensor, k: Tensor, v: Tensor, scale: float, band: Band) -> tuple[Tensor, Tensor]:
@@ -38,7 +38,7 @@ def forward(q: Tensor, k: Tensor, v: Tensor, scale: float, band: Band) -> tuple[
         acc = torch.zeros_like(q_tile)
         for columns in tiles:
             s = q_tile @ k[..., columns, :].to(lse.dtype).mT
-            _hide(s, rows, columns, band)
+            _mask(s, rows, columns, band)
             m_new = torch.maximum(m, s.amax(-1))
             shift = m_new.clamp_min(torch.finfo(m.dtype).min)  # a row that has seen no key: exp(-inf - shift) is 0
             p = torch.exp(s - shift[..., None])
@@ -66,7 +66,7 @@ def backward(
     wide = lse.dtype
     delta = (out.to(wide) * grad.to(wide)).sum(-1)
     if grad_lse is not None:
-        delta = delta - grad_lse.to(wide)  # d lse / d S is P, so its gradient joins D with the other sign
+        delta = delta - grad_lse.to(wide)  # d lse / d S is P, so its gradient is subtracted from D
     dq, dk, dv = (layout.empty_like(t, dtype=wide).zero_() for t in (q, k, v))
     q_all, grad_all, lse_all, delta_all, dq_all = (_group(t, k) for t in (q, grad, lse, delta, dq))
     k_all, v_all = k[:, :, None], v[:, :, None]
@@ -78,7 +78,7 @@ def backward(
         for columns in tiles:
             k_tile, v_tile = k_all[..., columns, :].to(wide), v_all[..., columns, :].to(wide)
             s = (q_tile * scale) @ k_tile.mT
-            _hide(s, rows, columns, band)
+            _mask(s, rows, columns, band)
             p = torch.exp(s - lse_tile)
             ds = p * (grad_tile @ v_tile.mT - delta_tile)
             dq_all[..., rows, :] += ds @ k_tile
@@ -98,7 +98,7 @@ def _group(t: Tensor, k: Tensor) -> Tensor:
 
 
 def _tiles(len_q: int, len_k: int, band: Band) -> Iterator[tuple[slice, list[slice]]]:
-    """Tiles of queries, each with the tiles of keys that any of its queries sees."""
+    """Slices of queries, each with the slices of keys that any of its queries sees."""
     tile_q, tile_k = max(TILE_Q, -(-len_q // MAX_TILES)), max(TILE_K, -(-len_k // MAX_TILES))
     for first in range(0, len_q, tile_q):
         last = min(first + tile_q, len_q) - 1
@@ -106,8 +106,8 @@ def _tiles(len_q: int, len_k: int, band: Band) -> Iterator[tuple[slice, list[sli
         yield slice(first, last + 1), [slice(n, min(n + tile_k, stop)) for n in range(start, stop, tile_k)]
 
 
-def _hide(s: Tensor, rows: slice, columns: slice, band: Band) -> None:
-    """-inf, in place, for the scores outside the band."""
+def _mask(s: Tensor, rows: slice, columns: slice, band: Band) -> None:
+    """Set the scores outside the band to -inf, in place."""
     first, last = columns.start - (rows.stop - 1), columns.stop - 1 - rows.start  # the smallest and largest j - i
     if (band.hi is None or last <= band.hi) and (band.lo is None or first >= band.lo):
         return

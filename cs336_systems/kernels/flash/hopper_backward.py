@@ -1,30 +1,32 @@
 """Attention backward for Hopper GPUs, in Gluon. How it works, drawn: docs/ATTENTION.md.
 
-A program owns 128 keys, 64 for each of two warpgroups, and visits the blocks of queries that see them. All is
-transposed: rows are keys, columns are queries, so that weights P and score gradients dS are operands of dV += P dO and
-dK += dS Q where they are, in registers.
+A program owns 128 keys, 64 for each of two consumer warpgroups, and visits the blocks of queries that see them. All is
+transposed: rows are keys, columns are queries, so that P and dS are operands of dV += P dO and dK += dS Q where they
+are, in registers.
 
     S = K Q^T    dP = V dO^T    P = exp2(S - lse)    dS = P (dP - delta)    dV += P dO    dK += dS Q    dQ += dS^T K
 
-Only dQ needs the dS of both warpgroups: they meet in shared memory, and each warpgroup forms half of dQ, one tile
-later, when the other has long stored its part. A third warpgroup, the producer, has the copy engine (TMA) bring the
-queries, and add each dQ to fp32 sums in global memory. The order of these additions differs from run to run, and so do
-the last bits of dQ; those of dK and dV do not.
+Only dQ needs the dS of both warpgroups: they exchange it through shared memory, and each warpgroup computes half of dQ
+one tile later, when the other has long stored its part. A third warpgroup, the producer, has the copy engine (TMA) load
+the queries, and add each dQ to fp32 sums in global memory. The order of these additions differs from run to run, and so
+do the last bits of dQ; those of dK and dV do not.
 
-A warpgroup begins a tile when the other has its dS of the tile before: left alone they fall into step, and want the
-tensor cores at the same time, and then the exponentials.
+The consumers run in ping-pong order: a warpgroup starts a tile when the other has its dS of the tile before. Without it
+they fall into step, and want the tensor cores at the same time, and then the exponentials.
 
-`prepare_kernel` makes what the loop reads for each query, and zeros for dQ; `finish_kernel` rounds dQ. Without a mask
-the last blocks of keys may be cut into pieces, as in forward, each a program for a part of the queries; `join_kernel`
-adds up what they have of dK and dV.
+`prepare_kernel` computes what the loop reads for each query, and zeros dQ; `finish_kernel` rounds dQ. Without a mask
+the queries of the last blocks of keys may be split over several programs, as the keys are in forward; `combine_kernel`
+adds up their dK and dV.
+
+Names: desc_ TMA descriptor, p_ pointer to global memory, s_ shared memory, b_ block in registers, m_ mask.
+Shapes: BLOCK_N = 128 keys of a program, ROWS = 64 of a warpgroup, BLOCK_M queries of a tile, D head dim padded to 64 or
+128, W warpgroup.
 """
 
 import triton
 import triton.language as tl
-from triton._C.libtriton import ir
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
-from triton.experimental.gluon.language._core import builtin
 from triton.experimental.gluon.language.nvidia.hopper import (
     fence_async_shared,
     mbarrier,
@@ -36,442 +38,524 @@ from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from cs336_systems.kernels.flash.hopper_forward import (
     LOG2E,
-    ONE,
     ROWS,
-    assignment,
+    SCALAR,
+    accumulator_layout,
     await_turn,
-    columns_of,
-    portion,
-    row_by_row,
-    share,
+    block_and_head,
+    split_of_program,
+    start_matmul,
+    tiles_of_split,
+    used_columns,
 )
+from cs336_systems.kernels.triton_compat import Value, aggregate, specialize_warps, tma_reduce_add
 
 BLOCK_N = gl.constexpr(128)
 STAGES = gl.constexpr(2)
-"""Of queries, and of dS: a tile is worked on, and the next is on its way, or the one before still read."""
+"""Buffers of queries, and of dS: one is worked on, the other is being loaded or still read."""
 WARP = gl.constexpr(32)
 HALF = gl.constexpr(64)
-"""Rows, and columns, of what a warpgroup forms of dQ."""
+"""Rows, and columns, of the part of dQ that a warpgroup computes."""
+BATCH, KV_HEAD, COLUMN, PARTIAL, PARKED = (gl.constexpr(i) for i in range(5))
+"""Slots of `Outputs.s_parked`, and their number."""
 
 
-@builtin
-def tma_reduce_add(desc, coord, src, _semantic=None):
-    """Add a tile in shared memory to one in global memory: Gluon's compiler has it, its language does not yet."""
-    coord = _semantic._convert_to_ir_values(coord, require_i64=False)
-    _semantic.builder.create_async_tma_reduce(ir.DESCRIPTOR_REDUCE_KIND.ADD, desc.handle, coord, src.handle)
+@aggregate
+class Config:
+    """Compile-time constants of the backward kernel."""
+
+    CAUSAL: gl.constexpr
+    EVEN: gl.constexpr
+    """len_k is a multiple of BLOCK_N."""
+    D: gl.constexpr
+    D_USED: gl.constexpr
+    """Columns that S and dP multiply; the others of D are zero padding."""
+    BLOCK_M: gl.constexpr
+    MASKED_TILES: gl.constexpr
+    """Blocks of queries that the mask may cut."""
+    GROUPED: gl.constexpr
+    """Query heads share keys."""
+    SPLIT: gl.constexpr
+    """Some programs see a part of the queries."""
 
 
-@gluon.jit(do_not_specialize=["order", "whole", "pieces"])
+@aggregate
+class Work:
+    """The block of keys and range of queries of a program."""
+
+    batch: Value
+    kv_head: Value
+    group: Value
+    """Query heads that share the keys."""
+    column: Value
+    """First key."""
+    first: Value
+    """First block of queries, of each query head."""
+    count: Value
+    """Blocks of queries of each query head."""
+    start: Value
+    """First tile, where the queries are split."""
+    tiles: Value
+    """Blocks of queries, of all query heads."""
+
+
+@aggregate
+class Sizes:
+    len_k: Value
+    hi: Value
+    """Query i sees keys up to i + hi."""
+    scale: Value
+
+
+@aggregate
+class Inputs:
+    """TMA descriptors of what the producer loads."""
+
+    q: Value
+    k: Value
+    v: Value
+    do: Value
+    lse: Value
+    delta: Value
+
+
+@aggregate
+class Buffers:
+    s_q: Value  # [STAGES, 1, 1, BLOCK_M, D]
+    s_do: Value  # [STAGES, 1, 1, BLOCK_M, D]
+    s_lse: Value  # [STAGES, BLOCK_M]
+    s_delta: Value  # [STAGES, BLOCK_M]
+    s_k: Value  # [1, 1, BLOCK_N, D]
+    s_v: Value  # [1, 1, 1, BLOCK_N, D]; one dimension more: see `_step`
+    s_ds: Value  # [STAGES, BLOCK_M, BLOCK_N], transposed, for dQ
+    s_dq: Value  # [2 * buffers of dQ, 4 * WARP, WARP]
+
+
+@aggregate
+class Barriers:
+    kv_full: Value
+    full: Value
+    """A stage of queries was loaded."""
+    done: Value
+    """Both consumers have read a stage's queries and stored its dS."""
+    dq_free: Value
+    """A buffer of dQ was added to global memory."""
+    ping_pong: Value
+
+
+@aggregate
+class Outputs:
+    desc_dk: Value
+    desc_dv: Value
+    s_parked: Value
+    """Numbers that only the code after the loop needs: in registers they would displace others during the loop."""
+
+
+@gluon.jit(do_not_specialize=["schedule", "unsplit", "splits"])
 def backward_kernel(
-    q_desc, k_desc, v_desc, do_desc, lse_desc, delta_desc, dq_desc, dk_desc, dv_desc, partial,
-    heads, group, len_k, padded, hi, scale, q_blocks, order, whole, pieces,
-    CAUSAL: gl.constexpr, EVEN: gl.constexpr, D: gl.constexpr, DEPTH: gl.constexpr, BLOCK_M: gl.constexpr,
-    DIAGONALS: gl.constexpr, GROUPED: gl.constexpr,
+    desc_q, desc_k, desc_v, desc_do, desc_lse, desc_delta, desc_dq, desc_dk, desc_dv, p_partial,
+    heads, group, len_k, padded, hi, scale, q_blocks, schedule, unsplit, splits,
+    CAUSAL: gl.constexpr, EVEN: gl.constexpr, D: gl.constexpr, D_USED: gl.constexpr, BLOCK_M: gl.constexpr,
+    MASKED_TILES: gl.constexpr, GROUPED: gl.constexpr,
 ):  # fmt: skip
-    """dK and dV of 128 keys, and their part of dQ; from the `whole`-th program on, those of a part of the queries, dK
-    and dV to `partial`. EVEN: len_k is a multiple of 128; GROUPED: heads share keys; DIAGONALS: in how many blocks of
-    queries a mask may cut; DEPTH: of the D columns the others are padding, and S and dP do without them."""
+    """dK and dV of BLOCK_N keys, and their part of dQ. Programs from `unsplit` on see one of `splits` parts of the
+    queries and write dK and dV to `p_partial`. `padded`: queries of a head in scratch memory."""
+    SPLIT: gl.constexpr = p_partial is not None
+    config = Config(
+        CAUSAL=CAUSAL, EVEN=EVEN, D=D, D_USED=D_USED, BLOCK_M=BLOCK_M, MASKED_TILES=MASKED_TILES, GROUPED=GROUPED,
+        SPLIT=SPLIT,
+    )  # fmt: skip
     unit = gl.program_id(0)
-    if partial is not None:
-        unit, piece, of = share(unit, whole, pieces)
-    block, _, batch, kv_head = assignment(unit, order)
+    if SPLIT:
+        unit, split, of = split_of_program(unit, unsplit, splits)
+    block, _, batch, kv_head = block_and_head(unit, schedule)
     column = block * BLOCK_N
     first = 0
     if CAUSAL:  # where no query sees these keys the last block is visited, and adds nothing
         first = gl.minimum(gl.maximum(column - hi, 0) // BLOCK_M, q_blocks - 1)
     start, tiles = 0, group * (q_blocks - first)
-    if partial is not None:
-        start, tiles = portion(tiles, piece, of)
-    place = (batch, kv_head, group, column, first, q_blocks - first, start, tiles)
-    problem = (len_k, hi, scale)
+    if SPLIT:
+        start, tiles = tiles_of_split(tiles, split, of)
+    work = Work(
+        batch=batch, kv_head=kv_head, group=group, column=column, first=first, count=q_blocks - first, start=start,
+        tiles=tiles,
+    )  # fmt: skip
+    sizes = Sizes(len_k=len_k, hi=hi, scale=scale)
 
-    q_smem = gl.allocate_shared_memory(q_desc.dtype, [STAGES, 1, 1, BLOCK_M, D], q_desc.layout)
-    do_smem = gl.allocate_shared_memory(q_desc.dtype, [STAGES, 1, 1, BLOCK_M, D], q_desc.layout)
-    k_smem = gl.allocate_shared_memory(k_desc.dtype, [1, 1, BLOCK_N, D], k_desc.layout)
-    v_smem = gl.allocate_shared_memory(v_desc.dtype, [1, 1, 1, BLOCK_N, D], v_desc.layout)  # why one more: `_tile`
-    lse_smem = gl.allocate_shared_memory(gl.float32, [STAGES, BLOCK_M], lse_desc.layout)
-    delta_smem = gl.allocate_shared_memory(gl.float32, [STAGES, BLOCK_M], delta_desc.layout)
-    DS_LAYOUT: gl.constexpr = gl.NVMMASharedLayout.get_default_for([BLOCK_M, BLOCK_N], q_desc.dtype)
-    ds_smem = gl.allocate_shared_memory(q_desc.dtype, [STAGES, BLOCK_M, BLOCK_N], DS_LAYOUT)  # transposed: for dQ
-    # Of two places for dQ one can be stored to while the other is read: measured, 2 to 3% faster for 128.
-    PLACES: gl.constexpr = 2 if D == 128 else 1
-    dq_smem = gl.allocate_shared_memory(gl.float32, [PLACES * 2, 4 * WARP, WARP], dq_desc.layout)
-    kv_bar = gl.allocate_shared_memory(gl.int64, [1], mbarrier.MBarrierLayout())
+    s_q = gl.allocate_shared_memory(desc_q.dtype, [STAGES, 1, 1, BLOCK_M, D], desc_q.layout)
+    s_do = gl.allocate_shared_memory(desc_q.dtype, [STAGES, 1, 1, BLOCK_M, D], desc_q.layout)
+    s_k = gl.allocate_shared_memory(desc_k.dtype, [1, 1, BLOCK_N, D], desc_k.layout)
+    s_v = gl.allocate_shared_memory(desc_v.dtype, [1, 1, 1, BLOCK_N, D], desc_v.layout)
+    s_lse = gl.allocate_shared_memory(gl.float32, [STAGES, BLOCK_M], desc_lse.layout)
+    s_delta = gl.allocate_shared_memory(gl.float32, [STAGES, BLOCK_M], desc_delta.layout)
+    DS_LAYOUT: gl.constexpr = gl.NVMMASharedLayout.get_default_for([BLOCK_M, BLOCK_N], desc_q.dtype)
+    s_ds = gl.allocate_shared_memory(desc_q.dtype, [STAGES, BLOCK_M, BLOCK_N], DS_LAYOUT)
+    # With two buffers of dQ one can be stored to while the other is read: measured, 2 to 3% faster for 128.
+    DQ_BUFFERS: gl.constexpr = 2 if D == 128 else 1
+    s_dq = gl.allocate_shared_memory(gl.float32, [DQ_BUFFERS * 2, 4 * WARP, WARP], desc_dq.layout)
+    kv_full = gl.allocate_shared_memory(gl.int64, [1], mbarrier.MBarrierLayout())
     full = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
     done = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
-    free = gl.allocate_shared_memory(gl.int64, [PLACES, 1], mbarrier.MBarrierLayout())
-    turns = gl.allocate_shared_memory(gl.int64, [2, 1], mbarrier.MBarrierLayout())
-    late = gl.allocate_shared_memory(gl.int64, [4, 1], gl.SwizzledSharedLayout(1, 1, 1, [0]))
-    _write(late, 0, batch)
-    _write(late, 1, kv_head)
-    _write(late, 2, column)
-    if partial is not None:  # where a piece goes
-        number = gl.program_id(0) - whole
-        address = partial.to(gl.int64, bitcast=True) + number.to(gl.int64) * (2 * BLOCK_N * D * 4)
-        _write(late, 3, gl.where(number < 0, 0, address))
-    mbarrier.init(kv_bar, count=1)
-    for i in gl.static_range(PLACES):
-        mbarrier.init(free.index(i), count=1)
+    dq_free = gl.allocate_shared_memory(gl.int64, [DQ_BUFFERS, 1], mbarrier.MBarrierLayout())
+    ping_pong = gl.allocate_shared_memory(gl.int64, [2, 1], mbarrier.MBarrierLayout())
+    s_parked = gl.allocate_shared_memory(gl.int64, [PARKED, 1], gl.SwizzledSharedLayout(1, 1, 1, [0]))
+    _park(s_parked, BATCH, batch)
+    _park(s_parked, KV_HEAD, kv_head)
+    _park(s_parked, COLUMN, column)
+    if SPLIT:  # address of the partial results; 0 for a program that is not split
+        number = gl.program_id(0) - unsplit
+        address = p_partial.to(gl.int64, bitcast=True) + number.to(gl.int64) * (2 * BLOCK_N * D * 4)
+        _park(s_parked, PARTIAL, gl.where(number < 0, 0, address))
+    mbarrier.init(kv_full, count=1)
+    for i in gl.static_range(DQ_BUFFERS):
+        mbarrier.init(dq_free.index(i), count=1)
     for w in gl.static_range(2):
-        mbarrier.init(turns.index(w), count=1)
+        mbarrier.init(ping_pong.index(w), count=1)
     for stage in gl.static_range(STAGES):
         mbarrier.init(full.index(stage), count=1)
         mbarrier.init(done.index(stage), count=2)
     fence_async_shared()
     gdc_wait()  # so far this ran beside `prepare_kernel`; `finish_kernel` will begin where multiprocessors are free
     gdc_launch_dependents()
-    descs = (q_desc, k_desc, v_desc, do_desc, lse_desc, delta_desc)
-    smem = (q_smem, do_smem, lse_smem, delta_smem, k_smem, v_smem, ds_smem, dq_smem)
-    bars = (kv_bar, full, done, free, turns)
-    outs = (dk_desc, dv_desc, late)
-    SPLIT: gl.constexpr = partial is not None
-    # Constants must stand in the call itself.
-    gl.warp_specialize(
-        [
-            (_produce, (descs, dq_desc, smem, bars, place, heads, padded, GROUPED, D, BLOCK_M)),
-            (
-                _consume,
-                (outs, smem, bars, place, problem, 0, CAUSAL, EVEN, D, DEPTH, BLOCK_M, DIAGONALS, GROUPED, SPLIT),
-            ),
-            (
-                _consume,
-                (outs, smem, bars, place, problem, 1, CAUSAL, EVEN, D, DEPTH, BLOCK_M, DIAGONALS, GROUPED, SPLIT),
-            ),
-        ],
-        [4, 4],
-        [240, 240],
-    )
+    inputs = Inputs(q=desc_q, k=desc_k, v=desc_v, do=desc_do, lse=desc_lse, delta=desc_delta)
+    buffers = Buffers(s_q=s_q, s_do=s_do, s_lse=s_lse, s_delta=s_delta, s_k=s_k, s_v=s_v, s_ds=s_ds, s_dq=s_dq)
+    barriers = Barriers(kv_full=kv_full, full=full, done=done, dq_free=dq_free, ping_pong=ping_pong)
+    outputs = Outputs(desc_dk=desc_dk, desc_dv=desc_dv, s_parked=s_parked)
+    specialize_warps(
+        _produce, (inputs, desc_dq, buffers, barriers, work, heads, padded, config),
+        _consume, (outputs, buffers, barriers, work, sizes, config),
+        2, 240,
+    )  # fmt: skip
+
+
+# -- producer ---------------------------------------------------------------------------------------------------------
 
 
 @gluon.jit
-def _produce(
-    descs, dq_desc, smem, bars, place, heads, padded, GROUPED: gl.constexpr, D: gl.constexpr, BLOCK_M: gl.constexpr
-):  # fmt: skip
-    """Brings queries, and takes dQ away."""
-    q_desc, k_desc, v_desc, do_desc, lse_desc, delta_desc = descs
-    q_smem, do_smem, lse_smem, delta_smem, k_smem, v_smem, _, dq_smem = smem
-    kv_bar, full, done, free, _ = bars
-    batch, kv_head, _, column, _, _, _, tiles = place
-    mbarrier.expect(kv_bar, 2 * BLOCK_N * D * 2)
-    tma.async_copy_global_to_shared(k_desc, [batch, kv_head, column, 0], kv_bar, k_smem)
-    tma.async_copy_global_to_shared(v_desc, [batch, kv_head, column, 0], kv_bar, v_smem.index(0))
-    for t in range(tiles + STAGES + 1):
+def _produce(inputs, desc_dq, buffers, barriers, work, heads, padded, config):
+    """Load keys and values, then queries tile by tile; add each tile's dQ to global memory."""
+    batch, kv_head = work.batch, work.kv_head
+    D: gl.constexpr = config.D
+    BLOCK_M: gl.constexpr = config.BLOCK_M
+    mbarrier.expect(barriers.kv_full, 2 * BLOCK_N * D * 2)
+    tma.async_copy_global_to_shared(inputs.k, [batch, kv_head, work.column, 0], barriers.kv_full, buffers.s_k)
+    tma.async_copy_global_to_shared(inputs.v, [batch, kv_head, work.column, 0], barriers.kv_full, buffers.s_v.index(0))
+    for t in range(work.tiles + STAGES + 1):
         slot = t % STAGES
-        mbarrier.wait(done.index(slot), (t // STAGES & 1) ^ 1)
-        if t < tiles:
-            head, row = _position(t, place, GROUPED, BLOCK_M)
+        mbarrier.wait(barriers.done.index(slot), (t // STAGES & 1) ^ 1)
+        if t < work.tiles:
+            head, row = _head_and_row(t, work, config)
             flat = (batch * heads + head) * padded + row
-            bar = full.index(slot)
+            bar = barriers.full.index(slot)
             mbarrier.expect(bar, 2 * BLOCK_M * D * 2 + 2 * BLOCK_M * 4)
-            tma.async_copy_global_to_shared(q_desc, [batch, head, row, 0], bar, q_smem.index(slot))
-            tma.async_copy_global_to_shared(lse_desc, [flat], bar, lse_smem.index(slot))
-            tma.async_copy_global_to_shared(do_desc, [batch, head, row, 0], bar, do_smem.index(slot))
-            tma.async_copy_global_to_shared(delta_desc, [flat], bar, delta_smem.index(slot))
-        _take_dq(t, dq_desc, dq_smem, free, place, heads, padded, GROUPED, D, BLOCK_M)
+            tma.async_copy_global_to_shared(inputs.q, [batch, head, row, 0], bar, buffers.s_q.index(slot))
+            tma.async_copy_global_to_shared(inputs.lse, [flat], bar, buffers.s_lse.index(slot))
+            tma.async_copy_global_to_shared(inputs.do, [batch, head, row, 0], bar, buffers.s_do.index(slot))
+            tma.async_copy_global_to_shared(inputs.delta, [flat], bar, buffers.s_delta.index(slot))
+        _add_dq(t, desc_dq, buffers.s_dq, barriers.dq_free, work, heads, padded, config)
 
 
 @gluon.jit
-def _take_dq(
-    t, dq_desc, dq_smem, free, place, heads, padded, GROUPED: gl.constexpr, D: gl.constexpr, BLOCK_M: gl.constexpr
-):  # fmt: skip
-    """The tile whose slot is free now, STAGES before t, left dQ of the tile before it."""
+def _add_dq(t, desc_dq, s_dq, dq_free, work, heads, padded, config):
+    """Add to global memory the dQ of the tile before the one whose stage has just become free, which is t - STAGES."""
     if t > STAGES:
-        PLACES: gl.constexpr = free.shape[0]
+        DQ_BUFFERS: gl.constexpr = dq_free.shape[0]
         tile = t - STAGES - 1
-        head, row = _position(tile, place, GROUPED, BLOCK_M)
-        block = ((place[0] * heads + head) * padded + row) // HALF * (D // HALF)
+        head, row = _head_and_row(tile, work, config)
+        block = ((work.batch * heads + head) * padded + row) // HALF * (config.D // HALF)
         for w in gl.static_range(2):
-            tma_reduce_add(dq_desc, [(block + w) * (4 * WARP), 0], dq_smem.index(tile % PLACES * 2 + w))
+            tma_reduce_add(desc_dq, [(block + w) * (4 * WARP), 0], s_dq.index(tile % DQ_BUFFERS * 2 + w))
         tma.store_wait(0)
-        mbarrier.arrive(free.index(tile % PLACES))
+        mbarrier.arrive(dq_free.index(tile % DQ_BUFFERS))
 
 
 @gluon.jit
-def _position(t, place, GROUPED: gl.constexpr, BLOCK_M: gl.constexpr):
-    """Head and first query of tile t: all blocks of a head, then the next of those that share these keys."""
-    _, kv_head, group, _, first, count, start, _ = place
-    t += start
-    head, block = kv_head, first + t
-    if GROUPED:
-        head, block = kv_head * group + t // count, first + t % count
-    return head, block * BLOCK_M
+def _head_and_row(t, work, config):
+    """Query head and first query of tile t: all blocks of a head, then those of the next head that shares the keys."""
+    t += work.start
+    head, block = work.kv_head, work.first + t
+    if config.GROUPED:
+        head, block = work.kv_head * work.group + t // work.count, work.first + t % work.count
+    return head, block * config.BLOCK_M
+
+
+# -- consumers --------------------------------------------------------------------------------------------------------
 
 
 @gluon.jit
-def _consume(
-    outs, smem, bars, place, problem,
-    W: gl.constexpr, CAUSAL: gl.constexpr, EVEN: gl.constexpr, D: gl.constexpr, DEPTH: gl.constexpr,
-    BLOCK_M: gl.constexpr, DIAGONALS: gl.constexpr, GROUPED: gl.constexpr, SPLIT: gl.constexpr,
-):  # fmt: skip
-    """The keys of warpgroup W."""
-    KV_LAYOUT: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, D, 16])
-    dk_desc, dv_desc, late = outs
-    v_smem = smem[5].index(0)
-    _, _, group, _, first, count, _, tiles = place
-    dk = gl.zeros((ROWS, D), gl.float32, KV_LAYOUT)
-    dv = gl.zeros((ROWS, D), gl.float32, KV_LAYOUT)
-    mbarrier.wait(bars[0], 0)
-    dk, dv = _tile(0, first * BLOCK_M, smem, bars, place, problem, dk, dv, CAUSAL, True, W, EVEN, D, DEPTH, BLOCK_M)
+def _consume(W: gl.constexpr, outputs, buffers, barriers, work, sizes, config):
+    """dK and dV of the keys of warpgroup W, and half of every dQ."""
+    D: gl.constexpr = config.D
+    BLOCK_M: gl.constexpr = config.BLOCK_M
+    KV_LAYOUT: gl.constexpr = accumulator_layout(D)
+    s_v = buffers.s_v.index(0)
+    group, first, count, tiles = work.group, work.first, work.count, work.tiles
+    b_dk = gl.zeros((ROWS, D), gl.float32, KV_LAYOUT)  # [ROWS, D]
+    b_dv = gl.zeros((ROWS, D), gl.float32, KV_LAYOUT)  # [ROWS, D]
+    mbarrier.wait(barriers.kv_full, 0)
+    b_dk, b_dv = _step(
+        0, first * BLOCK_M, buffers, barriers, work, sizes, b_dk, b_dv, config.CAUSAL, True, W, config
+    )  # fmt: skip
     # Tiles are counted from a constant on: else ptxas counts in registers of threads, moves the number to those of the
-    # warp for every product, and begins dQ after all exponentials, not among them. At 128 that took 6% longer.
-    if GROUPED and CAUSAL:  # the mask cuts the first blocks of every query head
-        t, cut = 1, gl.minimum(DIAGONALS, count)
+    # warp for every matmul, and starts dQ after all exponentials, not among them. At 128 that took 6% longer.
+    if config.GROUPED and config.CAUSAL:  # the mask cuts the first blocks of every query head
+        t, masked = 1, gl.minimum(config.MASKED_TILES, count)
         for head in range(group):
-            for block in range(gl.where(head == 0, 1, 0), cut):
+            for block in range(gl.where(head == 0, 1, 0), masked):
                 row = (first + block) * BLOCK_M
-                dk, dv = _tile(t, row, smem, bars, place, problem, dk, dv, True, False, W, EVEN, D, DEPTH, BLOCK_M)
+                b_dk, b_dv = _step(t, row, buffers, barriers, work, sizes, b_dk, b_dv, True, False, W, config)
                 t += 1
-            for _ in range(cut, count):
-                dk, dv = _tile(t, 0, smem, bars, place, problem, dk, dv, False, False, W, EVEN, D, DEPTH, BLOCK_M)
+            for _ in range(masked, count):
+                b_dk, b_dv = _step(t, 0, buffers, barriers, work, sizes, b_dk, b_dv, False, False, W, config)
                 t += 1
     else:
-        for t in gl.static_range(1, DIAGONALS):
+        for t in gl.static_range(1, config.MASKED_TILES):
             if t < tiles:
                 row = (first + t) * BLOCK_M
-                dk, dv = _tile(t, row, smem, bars, place, problem, dk, dv, True, False, W, EVEN, D, DEPTH, BLOCK_M)
-        for t in range(DIAGONALS, tiles):
-            dk, dv = _tile(t, 0, smem, bars, place, problem, dk, dv, False, False, W, EVEN, D, DEPTH, BLOCK_M)
+                b_dk, b_dv = _step(t, row, buffers, barriers, work, sizes, b_dk, b_dv, True, False, W, config)
+        for t in range(config.MASKED_TILES, tiles):
+            b_dk, b_dv = _step(t, 0, buffers, barriers, work, sizes, b_dk, b_dv, False, False, W, config)
 
-    if SPLIT:
-        _keep_piece(dv, 1, late, W, D)
-    # Of V each warpgroup reads only its own part, and has done so for the last time.
-    v_smem.reshape((BLOCK_N, D)).slice(W * ROWS, ROWS).store(dv.to(v_smem.dtype))
-    _send(dv_desc, v_smem.slice(W * ROWS, ROWS, dim=2), late, W)
+    if config.SPLIT:
+        _store_partial(b_dv, 1, outputs.s_parked, W, D)
+    # Each warpgroup reads only its own part of V, and has done so for the last time.
+    s_v.reshape((BLOCK_N, D)).slice(W * ROWS, ROWS).store(b_dv.to(s_v.dtype))
+    _store(outputs.desc_dv, s_v.slice(W * ROWS, ROWS, dim=2), outputs.s_parked, W)
     last = tiles - 1
-    mbarrier.wait(bars[2].index(last % STAGES), last // STAGES & 1)
-    dq_token = _half_of_dq(last, smem, W, D, BLOCK_M)
-    dk = dk * problem[2]
-    if SPLIT:
-        _keep_piece(dk, 0, late, W, D)
-    # Both are through the last queries, and no more will come.
-    spare = smem[0].index(W)
-    spare.reshape((BLOCK_M, D)).slice(0, ROWS).store(dk.to(v_smem.dtype))
-    _send(dk_desc, spare.slice(0, ROWS, dim=2), late, W)
-    dq = warpgroup_mma_wait(0, deps=[dq_token])
-    _store_dq(dq, last, smem[7], bars[3], W)
+    mbarrier.wait(barriers.done.index(last % STAGES), last // STAGES & 1)
+    dq_token = _start_half_of_dq(last, buffers, W, config)
+    b_dk = b_dk * sizes.scale
+    if config.SPLIT:
+        _store_partial(b_dk, 0, outputs.s_parked, W, D)
+    # Both warpgroups are done with the last queries, and no more will be loaded: their buffer takes dK.
+    s_dk = buffers.s_q.index(W)
+    s_dk.reshape((BLOCK_M, D)).slice(0, ROWS).store(b_dk.to(s_v.dtype))
+    _store(outputs.desc_dk, s_dk.slice(0, ROWS, dim=2), outputs.s_parked, W)
+    b_dq = warpgroup_mma_wait(0, deps=[dq_token])
+    _store_dq(b_dq, last, buffers.s_dq, barriers.dq_free, W)
     fence_async_shared()
-    mbarrier.arrive(bars[2].index((last + 1) % STAGES))
+    mbarrier.arrive(barriers.done.index((last + 1) % STAGES))
     tma.store_wait(0)
 
 
 @gluon.jit
-def _send(desc, part, late, W: gl.constexpr):
-    """What a warpgroup has stored in shared memory, to where its keys are."""
-    fence_async_shared()
-    batch, kv_head, column = _read(late, 0).to(gl.int32), _read(late, 1).to(gl.int32), _read(late, 2).to(gl.int32)
-    tma.async_copy_shared_to_global(desc, [batch, kv_head, column + W * ROWS, 0], part)
-
-
-@gluon.jit
-def _write(late, i: gl.constexpr, x):
-    """Keeps a number in shared memory until after the loop: in a register it would push others out of theirs."""
-    late.index(i).store(gl.full([1], x.to(gl.int64), gl.int64, ONE))
-
-
-@gluon.jit
-def _read(late, i: gl.constexpr):
-    return gl.sum(late.index(i).load(ONE), 0)
-
-
-@gluon.jit
-def _keep_piece(x, which: gl.constexpr, late, W: gl.constexpr, D: gl.constexpr):
-    """Stores dK (0) or dV (1) for `join_kernel` if it is but a piece. Masked, because a branch would cost the loop
-    registers; so a piece is also stored as if it were whole, and `join_kernel` overwrites that."""
-    target = _read(late, 3)
-    rows = (which * 2 + W) * ROWS + gl.arange(0, ROWS, layout=gl.SliceLayout(1, x.type.layout))
-    at = rows[:, None] * D + gl.arange(0, D, layout=gl.SliceLayout(0, x.type.layout))[None, :]
-    gl.store(target.to(gl.pointer_type(gl.float32), bitcast=True) + at, x, mask=target != 0)
-
-
-@gluon.jit
-def _tile(
-    t, row, smem, bars, place, problem, dk, dv,
-    MASKED: gl.constexpr, FIRST: gl.constexpr, W: gl.constexpr, EVEN: gl.constexpr, D: gl.constexpr,
-    DEPTH: gl.constexpr, BLOCK_M: gl.constexpr,
+def _step(
+    t, row, buffers, barriers, work, sizes, b_dk, b_dv,
+    MASKED: gl.constexpr, FIRST: gl.constexpr, W: gl.constexpr, config,
 ):  # fmt: skip
-    """One block of queries, from `row` on where it is MASKED; dQ of the block before, unless this is the FIRST."""
-    S_LAYOUT: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, BLOCK_M, 16])
-    OPERAND: gl.constexpr = gl.DotOperandLayout(0, dk.type.layout, 2)
-    q_smem, do_smem, lse_smem, delta_smem, k_smem, v_smem, ds_smem, dq_smem = smem
-    _, full, done, free, turns = bars
-    column = place[3]
-    len_k, hi, scale = problem
-    dtype: gl.constexpr = q_smem.dtype
+    """One block of queries, which begins at `row` where it is MASKED, and dQ of the block before unless it is FIRST."""
+    D: gl.constexpr = config.D
+    BLOCK_M: gl.constexpr = config.BLOCK_M
+    S_LAYOUT: gl.constexpr = accumulator_layout(BLOCK_M)
+    OPERAND: gl.constexpr = gl.DotOperandLayout(0, b_dk.type.layout, 2)
+    dtype: gl.constexpr = buffers.s_q.dtype
     slot = t % STAGES
-    mbarrier.wait(full.index(slot), t // STAGES & 1)
-    q = q_smem.index(slot).reshape((BLOCK_M, D))
-    do = do_smem.index(slot).reshape((BLOCK_M, D))
-    k = k_smem.reshape((BLOCK_N, D)).slice(W * ROWS, ROWS)
-    # V has one place, 0. Were that known to the compiler, it would keep V's matrix descriptors in registers over the
+    mbarrier.wait(barriers.full.index(slot), t // STAGES & 1)
+    s_q = buffers.s_q.index(slot).reshape((BLOCK_M, D))
+    s_do = buffers.s_do.index(slot).reshape((BLOCK_M, D))
+    s_k = buffers.s_k.reshape((BLOCK_N, D)).slice(W * ROWS, ROWS)
+    # V has one buffer, 0. Were that known to the compiler, it would keep V's matrix descriptors in registers over the
     # loop, 16 of them, and spill others.
-    v = v_smem.index(t >> 30).reshape((BLOCK_N, D)).slice(W * ROWS, ROWS)
+    s_v = buffers.s_v.index(t >> 30).reshape((BLOCK_N, D)).slice(W * ROWS, ROWS)
     zeros = gl.zeros((ROWS, BLOCK_M), gl.float32, S_LAYOUT)
-    await_turn(turns, t, W)
-    s_token = row_by_row(columns_of(k, DEPTH), q, zeros)
-    v = columns_of(v, DEPTH)
-    dp_token = row_by_row(v, do, zeros)
-    s = warpgroup_mma_wait(len(v), deps=[s_token])
-    # Not before: held over the products, it would push accumulators out of registers. So for delta.
-    lse = _of_queries(lse_smem.index(slot), BLOCK_M, S_LAYOUT)
-    if MASKED or not EVEN:
-        keys = column + W * ROWS + gl.arange(0, ROWS, layout=gl.SliceLayout(1, S_LAYOUT))[:, None]
-        seen = keys < len_k
+    await_turn(barriers.ping_pong, t, W)
+    s_token = start_matmul(used_columns(s_k, config.D_USED), s_q, zeros)
+    v_parts = used_columns(s_v, config.D_USED)
+    dp_token = start_matmul(v_parts, s_do, zeros)
+    b_s = warpgroup_mma_wait(len(v_parts), deps=[s_token])  # [ROWS, BLOCK_M]
+    # Not before: held over the matmuls, it would displace accumulators from registers. The same for delta.
+    b_lse = _of_queries(buffers.s_lse.index(slot), BLOCK_M, S_LAYOUT)  # [BLOCK_M]
+    if MASKED or not config.EVEN:
+        keys = work.column + W * ROWS + gl.arange(0, ROWS, layout=gl.SliceLayout(1, S_LAYOUT))[:, None]
+        m_s = keys < sizes.len_k
         if MASKED:
             queries = row + gl.arange(0, BLOCK_M, layout=gl.SliceLayout(0, S_LAYOUT))[None, :]
-            seen = seen & (keys <= queries + hi)
-        s = gl.where(seen, s, float("-inf"))
-    p = gl.exp2(s * (scale * LOG2E) - lse[None, :])
-    p16 = gl.convert_layout(p.to(dtype), OPERAND, assert_trivial=True)
-    dp = warpgroup_mma_wait(0, deps=[dp_token])
-    delta = _of_queries(delta_smem.index(slot), BLOCK_M, S_LAYOUT)
-    ds = (p * (dp - delta[None, :])).to(dtype)
-    ds16 = gl.convert_layout(ds, OPERAND, assert_trivial=True)
-    mbarrier.arrive(turns.index(W))
-    ds_place = ds_smem.index(slot).slice(W * ROWS, ROWS, dim=1)
+            m_s = m_s & (keys <= queries + sizes.hi)
+        b_s = gl.where(m_s, b_s, float("-inf"))
+    b_p = gl.exp2(b_s * (sizes.scale * LOG2E) - b_lse[None, :])
+    b_p16 = gl.convert_layout(b_p.to(dtype), OPERAND, assert_trivial=True)
+    b_dp = warpgroup_mma_wait(0, deps=[dp_token])  # [ROWS, BLOCK_M]
+    b_delta = _of_queries(buffers.s_delta.index(slot), BLOCK_M, S_LAYOUT)  # [BLOCK_M]
+    b_ds = (b_p * (b_dp - b_delta[None, :])).to(dtype)
+    b_ds16 = gl.convert_layout(b_ds, OPERAND, assert_trivial=True)
+    mbarrier.arrive(barriers.ping_pong.index(W))
+    s_ds = buffers.s_ds.index(slot).slice(W * ROWS, ROWS, dim=1)  # [BLOCK_M, ROWS]
     if FIRST:
-        dv_token = warpgroup_mma(p16, do, dv, is_async=True)
-        dk_token = warpgroup_mma(ds16, q, dk, is_async=True)
-        dv, dk, p16, ds16 = warpgroup_mma_wait(0, deps=[dv_token, dk_token, p16, ds16])
-        ds_place.store(gl.permute(ds, (1, 0)))
+        dv_token = warpgroup_mma(b_p16, s_do, b_dv, is_async=True)
+        dk_token = warpgroup_mma(b_ds16, s_q, b_dk, is_async=True)
+        b_dv, b_dk, b_p16, b_ds16 = warpgroup_mma_wait(0, deps=[dv_token, dk_token, b_p16, b_ds16])
+        s_ds.store(gl.permute(b_ds, (1, 0)))
     else:
         # Both have stored their dS of the tile before, and have read the one before that, which is overwritten here.
-        mbarrier.wait(done.index((t - 1) % STAGES), (t - 1) // STAGES & 1)
-        dq_token = _half_of_dq(t - 1, smem, W, D, BLOCK_M)
+        mbarrier.wait(barriers.done.index((t - 1) % STAGES), (t - 1) // STAGES & 1)
+        dq_token = _start_half_of_dq(t - 1, buffers, W, config)
         if D == 64:  # measured: here for 64, below for 128
-            ds_place.store(gl.permute(ds, (1, 0)))
-        dv_token = warpgroup_mma(p16, do, dv, is_async=True)
+            s_ds.store(gl.permute(b_ds, (1, 0)))
+        dv_token = warpgroup_mma(b_p16, s_do, b_dv, is_async=True)
         if D != 64:
-            ds_place.store(gl.permute(ds, (1, 0)))
-        dk_token = warpgroup_mma(ds16, q, dk, is_async=True)
-        dq = warpgroup_mma_wait(2, deps=[dq_token])
-        _store_dq(dq, t - 1, dq_smem, free, W)
-        dv, dk, p16, ds16 = warpgroup_mma_wait(0, deps=[dv_token, dk_token, p16, ds16])
+            s_ds.store(gl.permute(b_ds, (1, 0)))
+        dk_token = warpgroup_mma(b_ds16, s_q, b_dk, is_async=True)
+        b_dq = warpgroup_mma_wait(2, deps=[dq_token])
+        _store_dq(b_dq, t - 1, buffers.s_dq, barriers.dq_free, W)
+        b_dv, b_dk, b_p16, b_ds16 = warpgroup_mma_wait(0, deps=[dv_token, dk_token, b_p16, b_ds16])
     fence_async_shared()
-    # Also that the queries were read for the last time: the store above lies between their products and this.
-    mbarrier.arrive(done.index(slot))
-    return dk, dv
+    # Also that the queries were read for the last time: the store above lies between their matmuls and this.
+    mbarrier.arrive(barriers.done.index(slot))
+    return b_dk, b_dv
 
 
 @gluon.constexpr_function
 def _queries_of_threads(block_m):
-    """Four of every sixteen, by the lowest two bits of the thread's number."""
+    """Layout in which a thread has four of every sixteen queries, by the lowest two bits of its number."""
     far = [[1 << bit] for bit in range(4, block_m.bit_length() - 1)]
     return gl.DistributedLinearLayout([[1], [2], *far], [[4], [8], [0], [0], [0]], [[0], [0]], [], [block_m])
 
 
 @gluon.jit
-def _of_queries(rows, BLOCK_M: gl.constexpr, S_LAYOUT: gl.constexpr):
-    """A number for each query, in the order of `prepare_kernel`: a thread needs two neighbours of every eight, and has
-    those of sixteen side by side, to be read at once."""
-    x = gl.reshape(rows.load(_queries_of_threads(BLOCK_M)), [BLOCK_M // 16, 4, 2, 2])
+def _of_queries(s_rows, BLOCK_M: gl.constexpr, S_LAYOUT: gl.constexpr):
+    """One number for each query, in the order of `prepare_kernel`: a thread needs two neighbours of every eight, and
+    has those of sixteen side by side, to be read at once."""
+    x = gl.reshape(s_rows.load(_queries_of_threads(BLOCK_M)), [BLOCK_M // 16, 4, 2, 2])
     x = gl.reshape(gl.permute(x, (0, 2, 1, 3)), [BLOCK_M])
     return gl.convert_layout(x, gl.SliceLayout(0, S_LAYOUT), assert_trivial=True)
 
 
 @gluon.jit
-def _half_of_dq(t, smem, W: gl.constexpr, D: gl.constexpr, BLOCK_M: gl.constexpr):
-    """Of tile t, begun: half of its rows, or where it has but 64, half of its columns."""
-    LAYOUT: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, HALF, 16])
-    k = smem[4].reshape((BLOCK_N, D))
-    ds = smem[6].index(t % STAGES)
-    if BLOCK_M == 128:
-        ds = ds.slice(W * HALF, HALF)
+def _start_half_of_dq(t, buffers, W: gl.constexpr, config):
+    """Start half of dQ of tile t: half of its rows or, where it has only 64, half of its columns."""
+    s_k = buffers.s_k.reshape((BLOCK_N, config.D))
+    s_ds = buffers.s_ds.index(t % STAGES)
+    if config.BLOCK_M == 128:
+        s_ds = s_ds.slice(W * HALF, HALF)
     else:
-        k = k.slice(W * HALF, HALF, dim=1)
-    zeros = gl.zeros((HALF, HALF), gl.float32, LAYOUT)
-    return warpgroup_mma(ds, k, zeros, use_acc=False, is_async=True)
+        s_k = s_k.slice(W * HALF, HALF, dim=1)
+    zeros = gl.zeros((HALF, HALF), gl.float32, accumulator_layout(HALF))
+    return warpgroup_mma(s_ds, s_k, zeros, use_acc=False, is_async=True)
 
 
 @gluon.jit
-def _store_dq(dq, t, dq_smem, free, W: gl.constexpr):
-    """As it lies in registers: a row for each thread, of its 32 numbers. `finish_kernel` puts them in order."""
-    PLACES: gl.constexpr = free.shape[0]
-    mbarrier.wait(free.index(t % PLACES), ~(t // PLACES) & 1)  # what was there before was taken away
-    x = gl.reshape(dq, [4, 2, 8, HALF // 8, 4, 2])  # warp, row / 8 % 2, row % 8, column / 8, column / 2 % 4, column % 2
-    dq_smem.index(t % PLACES * 2 + W).store(gl.reshape(gl.permute(x, (0, 2, 4, 3, 1, 5)), [4 * WARP, WARP]))
+def _store_dq(b_dq, t, s_dq, dq_free, W: gl.constexpr):
+    """Store dQ in its register layout: a row for each thread, of its 32 numbers. `finish_kernel` puts them in order."""
+    DQ_BUFFERS: gl.constexpr = dq_free.shape[0]
+    mbarrier.wait(dq_free.index(t % DQ_BUFFERS), ~(t // DQ_BUFFERS) & 1)  # the buffer's last content was added
+    # warp, row / 8 % 2, row % 8, column / 8, column / 2 % 4, column % 2
+    x = gl.reshape(b_dq, [4, 2, 8, HALF // 8, 4, 2])
+    s_dq.index(t % DQ_BUFFERS * 2 + W).store(gl.reshape(gl.permute(x, (0, 2, 4, 3, 1, 5)), [4 * WARP, WARP]))
 
 
-# -- before and after -------------------------------------------------------------------------------------------------
+# -- after the loop ---------------------------------------------------------------------------------------------------
+
+
+@gluon.jit
+def _park(s_parked, slot: gl.constexpr, x):
+    s_parked.index(slot).store(gl.full([1], x.to(gl.int64), gl.int64, SCALAR))
+
+
+@gluon.jit
+def _parked(s_parked, slot: gl.constexpr):
+    return gl.sum(s_parked.index(slot).load(SCALAR), 0)
+
+
+@gluon.jit
+def _store(desc, s_rows, s_parked, W: gl.constexpr):
+    """Copy dK or dV of a warpgroup's keys from shared to global memory."""
+    fence_async_shared()
+    batch, kv_head = _parked(s_parked, BATCH).to(gl.int32), _parked(s_parked, KV_HEAD).to(gl.int32)
+    column = _parked(s_parked, COLUMN).to(gl.int32)
+    tma.async_copy_shared_to_global(desc, [batch, kv_head, column + W * ROWS, 0], s_rows)
+
+
+@gluon.jit
+def _store_partial(x, which: gl.constexpr, s_parked, W: gl.constexpr, D: gl.constexpr):
+    """Store a split program's dK (0) or dV (1) for `combine_kernel`. Masked, because a branch would cost the loop
+    registers; so it is also stored as if it were complete, and `combine_kernel` overwrites that."""
+    target = _parked(s_parked, PARTIAL)
+    rows = (which * 2 + W) * ROWS + gl.arange(0, ROWS, layout=gl.SliceLayout(1, x.type.layout))
+    at = rows[:, None] * D + gl.arange(0, D, layout=gl.SliceLayout(0, x.type.layout))[None, :]
+    gl.store(target.to(gl.pointer_type(gl.float32), bitcast=True) + at, x, mask=target != 0)
+
+
+# -- before and after the main kernel ---------------------------------------------------------------------------------
 
 
 @triton.jit
 def prepare_kernel(
-    out, grad, lse, grad_lse, scratch, copy, out_strides, grad_strides, heads, len_q, d, passes, queries,
+    p_o, p_do, p_lse, p_dlse, p_scratch, p_copy, o_strides, do_strides, heads, len_q, d, passes, queries,
     D: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """For BLOCK queries: lse in powers of 2, and delta = rowsum(O dO) less the gradient of lse; zeros for dQ; and where
-    TMA cannot read dO as it lies (expanded from one number, say), a `copy` of it. `queries`: of all heads, padded."""
+    """For BLOCK queries: lse in powers of 2, delta = rowsum(O dO) less the gradient of lse, zeros for dQ and, where TMA
+    cannot read dO's layout (expanded from one number, say), a copy of it. `queries`: of all heads, padded."""
     gdc_launch_dependents()
     program = tl.num_programs(0) - 1 - tl.program_id(0)  # forward has just left the last outputs in the L2 cache
     index, row = program // passes, program % passes * BLOCK
-    own, columns = row + tl.arange(0, BLOCK), tl.arange(0, D)
-    inside = own < len_q
-    tile = inside[:, None] & (columns < d)[None, :]
+    rows, columns = row + tl.arange(0, BLOCK), tl.arange(0, D)
+    m_rows = rows < len_q
+    m_tile = m_rows[:, None] & (columns < d)[None, :]
     batch, head = tl.cast(index // heads, tl.int64), tl.cast(index % heads, tl.int64)
-    far = tl.cast(own, tl.int64)[:, None]
-    o_at = batch * out_strides[0] + head * out_strides[1] + far * out_strides[2] + columns[None, :] * out_strides[3]
-    g_at = batch * grad_strides[0] + head * grad_strides[1] + far * grad_strides[2] + columns[None, :] * grad_strides[3]
-    o = tl.load(out + o_at, mask=tile, other=0.0)
-    g = tl.load(grad + g_at, mask=tile, other=0.0)
-    delta = tl.sum(o.to(tl.float32) * g.to(tl.float32), 1)
-    at = tl.cast(index, tl.int64) * len_q + own
-    if grad_lse is not None:
-        delta -= tl.load(grad_lse + at, mask=inside, other=0.0)
-    natural = tl.load(lse + at, mask=inside, other=0.0)
-    # A query that sees no key has -inf: with +inf in its place its weights are 0.
-    powers = tl.where(natural == float("-inf"), float("inf"), natural * 1.4426950408889634)
+    far = tl.cast(rows, tl.int64)[:, None]
+    o_at = batch * o_strides[0] + head * o_strides[1] + far * o_strides[2] + columns[None, :] * o_strides[3]
+    do_at = batch * do_strides[0] + head * do_strides[1] + far * do_strides[2] + columns[None, :] * do_strides[3]
+    b_o = tl.load(p_o + o_at, mask=m_tile, other=0.0)  # [BLOCK, D]
+    b_do = tl.load(p_do + do_at, mask=m_tile, other=0.0)  # [BLOCK, D]
+    b_delta = tl.sum(b_o.to(tl.float32) * b_do.to(tl.float32), 1)  # [BLOCK]
+    at = tl.cast(index, tl.int64) * len_q + rows
+    if p_dlse is not None:
+        b_delta -= tl.load(p_dlse + at, mask=m_rows, other=0.0)
+    b_lse = tl.load(p_lse + at, mask=m_rows, other=0.0)  # [BLOCK]
+    # A query that sees no key has -inf: with +inf instead its P is 0.
+    b_lse = tl.where(b_lse == float("-inf"), float("inf"), b_lse * 1.4426950408889634)
     # In every sixteen, (half, pair, place in the pair) becomes (pair, half, place in the pair): see `_of_queries`.
-    place = own // 16 * 16 + own % 8 // 2 * 4 + own % 16 // 8 * 2 + own % 2
+    place = rows // 16 * 16 + rows % 8 // 2 * 4 + rows % 16 // 8 * 2 + rows % 2
     before = tl.cast(index, tl.int64) * passes * BLOCK  # queries of other heads
-    tl.store(scratch + before + place, powers)
-    tl.store(scratch + queries + before + place, delta)
-    sums = scratch + 2 * tl.cast(queries, tl.int64)
+    tl.store(p_scratch + before + place, b_lse)
+    tl.store(p_scratch + queries + before + place, b_delta)
+    sums = p_scratch + 2 * tl.cast(queries, tl.int64)
     tl.store(sums + (before + row) * D + tl.arange(0, BLOCK * D), tl.zeros([BLOCK * D], tl.float32))
-    if copy is not None:
-        tl.store(copy + at[:, None] * d + columns[None, :], g, mask=tile)
+    if p_copy is not None:
+        tl.store(p_copy + at[:, None] * d + columns[None, :], b_do, mask=m_tile)
 
 
 @triton.jit
 def finish_kernel(
-    target, scratch, strides, heads, len_q, d, passes, queries, scale, D: tl.constexpr, BLOCK: tl.constexpr
+    p_dq, p_scratch, strides, heads, len_q, d, passes, queries, scale, D: tl.constexpr, BLOCK: tl.constexpr
 ):  # fmt: skip
-    """dQ of BLOCK queries, put in order, scaled and rounded, to where it belongs."""
+    """dQ of BLOCK queries: reordered, scaled, rounded and stored."""
     program = tl.num_programs(0) - 1 - tl.program_id(0)  # the last sums are still in the L2 cache
     index, row = program // passes, program % passes * BLOCK
     gdc_wait()
-    sums = scratch + 2 * tl.cast(queries, tl.int64)
-    x = tl.load(sums + (tl.cast(index, tl.int64) * passes * BLOCK + row) * D + tl.arange(0, BLOCK * D))
+    sums = p_scratch + 2 * tl.cast(queries, tl.int64)
+    b_dq = tl.load(sums + (tl.cast(index, tl.int64) * passes * BLOCK + row) * D + tl.arange(0, BLOCK * D))
     # Of 64 x 64: warp, row % 8, column / 2 % 4, column / 8, row / 8 % 2, column % 2. See `_store_dq`.
-    x = tl.reshape(x, [BLOCK // 64, D // 64, 4, 8, 4, 8, 2, 2])
-    x = tl.reshape(tl.permute(x, (0, 2, 6, 3, 1, 5, 4, 7)), [BLOCK, D])
-    own, columns = row + tl.arange(0, BLOCK), tl.arange(0, D)
-    tile = (own < len_q)[:, None] & (columns < d)[None, :]
+    b_dq = tl.reshape(b_dq, [BLOCK // 64, D // 64, 4, 8, 4, 8, 2, 2])
+    b_dq = tl.reshape(tl.permute(b_dq, (0, 2, 6, 3, 1, 5, 4, 7)), [BLOCK, D])
+    rows, columns = row + tl.arange(0, BLOCK), tl.arange(0, D)
+    m_tile = (rows < len_q)[:, None] & (columns < d)[None, :]
     batch, head = tl.cast(index // heads, tl.int64), tl.cast(index % heads, tl.int64)
-    at = batch * strides[0] + head * strides[1] + tl.cast(own, tl.int64)[:, None] * strides[2] + columns[None, :]
-    tl.store(target + at, (x * scale).to(target.dtype.element_ty), mask=tile)
+    at = batch * strides[0] + head * strides[1] + tl.cast(rows, tl.int64)[:, None] * strides[2] + columns[None, :]
+    tl.store(p_dq + at, (b_dq * scale).to(p_dq.dtype.element_ty), mask=m_tile)
 
 
-@gluon.jit(do_not_specialize=["order", "whole", "pieces"])
-def join_kernel(
-    dk, dv, partial, dk_strides, dv_strides, len_k, d, order, whole, pieces,
+@gluon.jit(do_not_specialize=["schedule", "unsplit", "splits"])
+def combine_kernel(
+    p_dk, p_dv, p_partial, dk_strides, dv_strides, len_k, d, schedule, unsplit, splits,
     D: gl.constexpr,
 ):  # fmt: skip
-    """dK, or dV, of 64 keys of a block that `backward_kernel` left in pieces."""
+    """dK, or dV, of 64 keys of a block whose queries `backward_kernel` split."""
     LAYOUT: gl.constexpr = gl.BlockedLayout([1, 4], [256 // D, D // 8], [4, 1], [1, 0])
     beyond, which, half = gl.program_id(0) // 4, gl.program_id(0) // 2 % 2, gl.program_id(0) % 2
-    block, _, batch, head = assignment(whole + beyond, order)
+    block, _, batch, head = block_and_head(unsplit + beyond, schedule)
     inside = half * ROWS + gl.arange(0, ROWS, layout=gl.SliceLayout(1, LAYOUT))
     columns = gl.arange(0, D, layout=gl.SliceLayout(0, LAYOUT))[None, :]
-    at = partial + (beyond * pieces * 2 + which) * (BLOCK_N * D) + inside[:, None] * D + columns
+    at = p_partial + (beyond * splits * 2 + which) * (BLOCK_N * D) + inside[:, None] * D + columns
     x = gl.zeros((ROWS, D), gl.float32, LAYOUT)
-    for piece in range(pieces):
-        x += gl.load(at + piece * (2 * BLOCK_N * D))
+    for split in range(splits):
+        x += gl.load(at + split * (2 * BLOCK_N * D))
     keys = (block * BLOCK_N + inside)[:, None]
-    tile = (keys < len_k) & (columns < d)
+    m_tile = (keys < len_k) & (columns < d)
     batch, head, far = batch.to(gl.int64), head.to(gl.int64), keys.to(gl.int64)
     if which == 0:
-        target = dk + batch * dk_strides[0] + head * dk_strides[1] + far * dk_strides[2] + columns
-        gl.store(target, x.to(dk.dtype.element_ty), mask=tile)
+        target = p_dk + batch * dk_strides[0] + head * dk_strides[1] + far * dk_strides[2] + columns
+        gl.store(target, x.to(p_dk.dtype.element_ty), mask=m_tile)
     else:
-        target = dv + batch * dv_strides[0] + head * dv_strides[1] + far * dv_strides[2] + columns
-        gl.store(target, x.to(dv.dtype.element_ty), mask=tile)
+        target = p_dv + batch * dv_strides[0] + head * dv_strides[1] + far * dv_strides[2] + columns
+        gl.store(target, x.to(p_dv.dtype.element_ty), mask=m_tile)

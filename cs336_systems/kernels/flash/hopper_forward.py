@@ -1,23 +1,27 @@
 """Attention forward for Hopper GPUs, in Gluon. How it works, drawn: docs/ATTENTION.md.
 
-A program owns the queries of two or three warpgroups, 64 each. One more warpgroup, the producer, has the copy engine
-(TMA) bring keys and values through a ring of stages in shared memory; it needs few registers, and the others get them.
+A program owns the queries of two or three consumer warpgroups, 64 each. One more warpgroup, the producer, has the copy
+engine (TMA) load keys and values into a ring of stages in shared memory; it needs few registers, and the consumers get
+them.
 
-Stage t holds the keys of tile t and the values of tile t - 1, because these are multiplied together: a warpgroup forms
-the scores of a tile and adds up the values of the tile before in one go, then turns the scores into weights while
-another warpgroup has the tensor cores. Weights never leave registers. Three warpgroups take turns: left alone they fall
-into step, and all want the tensor cores at the same time, and then the exponentials.
+Stage t holds the keys of tile t and the values of tile t - 1, because these are multiplied together: a consumer starts
+S = Q K^T of a tile and O += P V of the tile before, then computes the softmax of the scores while another consumer has
+the tensor cores. P never leaves registers. Three consumers run in ping-pong order: without it they fall into step, and
+all want the tensor cores at the same time, and then the exponentials.
 
 Tiles are visited from the last to the first: what a causal mask or the end of the keys cuts off lies in the first tile
-or two, which are peeled off, and the loop has no mask.
+or two, which are peeled off, and the main loop has no mask.
 
-Nor does it look for larger scores, unless weights are fp16. The maximum only keeps numbers in range, and bf16 has the
-range of fp32: whatever the largest score of the first tiles is, later ones may exceed it by 2^64 and all is as exact.
-After the last tile row sums tell whether they did. If so, which takes inputs far from any model's, the program starts
-again, and this time the maximum follows.
+Nor does it update the running maximum, unless P is fp16. The maximum only keeps numbers in range, and bf16 has the
+range of fp32: whatever the maximum of the first tiles is, later scores may exceed it by 2^64 and the result is as
+exact. After the last tile the row sums tell whether they overflowed. If so, which takes inputs far from any model's,
+the program makes a second pass over the keys with a running maximum.
 
-Without a mask all programs take equally long, and the last ones would leave most multiprocessors idle. These blocks are
-cut into pieces, each a program for a part of the keys; `join_kernel` puts their results together.
+Split-KV: without a mask all programs take equally long, and the last ones would leave most multiprocessors idle. The
+keys of these blocks are split over several programs; `combine_kernel` combines their partial results.
+
+Names: desc_ TMA descriptor, p_ pointer to global memory, s_ shared memory, b_ block in registers, m_ mask.
+Shapes: ROWS = 64 queries of a warpgroup, BLOCK_N keys of a tile, D head dim padded to 64 or 128, W warpgroup.
 """
 
 from triton.experimental import gluon
@@ -30,363 +34,463 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     warpgroup_mma_wait,
 )
 
+from cs336_systems.kernels.triton_compat import Value, aggregate, specialize_warps
+
 LOG2E = gl.constexpr(1.4426950408889634)
 LN2 = gl.constexpr(0.6931471805599453)
 ROWS = gl.constexpr(64)
-"""Of a warpgroup: what its matrix instruction takes."""
+"""Queries of a warpgroup: the rows of its matrix instruction."""
 SLACK = gl.constexpr(8.0)
-"""Powers of 2 by which a maximum that follows may be behind. Weights stay below 2^8, in range for fp16 too."""
+"""Powers of 2 by which the running maximum may be too small. P stays below 2^8, in range for fp16 too."""
 LIMIT = gl.constexpr(2.0**64)
-"""Of row sums under a maximum that does not follow. They are 1 at least, since it is one of the scores."""
+"""Row sums from here on count as overflow. Without a running maximum they are at least 1, which is the first maximum's
+own term."""
 LOWEST = gl.constexpr(-3.4028234663852886e38)
-ONE = gl.constexpr(gl.BlockedLayout([1], [32], [4], [0]))
-"""Of a number that all threads have."""
+SCALAR = gl.constexpr(gl.BlockedLayout([1], [32], [4], [0]))
+"""Layout of one number that all threads hold."""
 
 
-@gluon.jit(do_not_specialize=["order", "shift", "whole", "pieces"])
+@aggregate
+class Config:
+    """Compile-time constants of the forward kernel."""
+
+    CAUSAL: gl.constexpr
+    D: gl.constexpr
+    D_USED: gl.constexpr
+    """Columns that S = Q K^T multiplies; the others of D are zero padding."""
+    BLOCK_N: gl.constexpr
+    WARPGROUPS: gl.constexpr
+    """Consumers."""
+    STAGES: gl.constexpr
+    MASKED_TILES: gl.constexpr
+    """Tiles of a warpgroup that the mask may cut."""
+    PING_PONG: gl.constexpr
+    """A consumer starts its matmuls when the one before it has its scores."""
+    Q_IN_REGISTERS: gl.constexpr
+
+
+@aggregate
+class Work:
+    """The block of queries and range of keys of a program."""
+
+    batch: Value
+    head: Value
+    kv_head: Value
+    index: Value
+    """Number of the query head among those of all batches."""
+    row: Value
+    """First query; negative where the first block is not full."""
+    end: Value
+    """First query beyond the last warpgroup that has any."""
+    column: Value
+    """First key."""
+    tiles: Value
+    """Tiles of keys, counted from the last."""
+
+
+@aggregate
+class Sizes:
+    len_q: Value
+    len_k: Value
+    hi: Value
+    """Query i sees keys up to i + hi."""
+    factor: Value
+    """scale * log2(e)."""
+
+
+@aggregate
+class Outputs:
+    desc_o: Value
+    p_lse: Value
+    p_partial: Value
+    """Partial results of split-KV, for `combine_kernel`; None without."""
+    unsplit: Value
+    """Number of programs, the first ones, that see all their keys."""
+
+
+@aggregate
+class Pass:
+    """Buffers and barriers of one pass over the keys."""
+
+    s_q: Value  # [WARPGROUPS, 1, 1, ROWS, D]
+    s_k: Value  # [STAGES, 1, 1, BLOCK_N, D]
+    s_v: Value  # [STAGES, 1, 1, BLOCK_N, D]
+    q_full: Value
+    full: Value
+    """A stage was loaded."""
+    empty: Value
+    """All consumers are done with a stage."""
+    ping_pong: Value
+
+
+@aggregate
+class Retry:
+    """The second pass over the keys, after an overflow in the first. All None where the first has a running maximum."""
+
+    overflow: Value  # [WARPGROUPS, 1]
+    voted: Value
+    """Barrier: all consumers have written `overflow`."""
+    second: Value
+    """A Pass with barriers of its own."""
+
+
+@gluon.jit(do_not_specialize=["schedule", "shift", "unsplit", "splits"])
 def forward_kernel(
-    q_desc, k_desc, v_desc, out_desc, lse, partial,
-    group, len_q, len_k, hi, scale, blocks, order, shift, whole, pieces,
-    CAUSAL: gl.constexpr, D: gl.constexpr, DEPTH: gl.constexpr, BLOCK_N: gl.constexpr, WARPGROUPS: gl.constexpr,
-    STAGES: gl.constexpr, DIAGONALS: gl.constexpr, TURNS: gl.constexpr, HELD: gl.constexpr, REGISTERS: gl.constexpr,
+    desc_q, desc_k, desc_v, desc_o, p_lse, p_partial,
+    group, len_q, len_k, hi, scale, blocks, schedule, shift, unsplit, splits,
+    CAUSAL: gl.constexpr, D: gl.constexpr, D_USED: gl.constexpr, BLOCK_N: gl.constexpr, WARPGROUPS: gl.constexpr,
+    STAGES: gl.constexpr, MASKED_TILES: gl.constexpr, PING_PONG: gl.constexpr, Q_IN_REGISTERS: gl.constexpr,
+    REGISTERS: gl.constexpr,
 ):  # fmt: skip
-    """Output and logsumexp of 64 * WARPGROUPS queries; from the `whole`-th program on, those of a part of the keys, to
-    `partial`. The first block begins at -`shift`. DIAGONALS: in how many tiles of a warpgroup a mask may cut. TURNS: a
-    warpgroup multiplies when the one before it has its scores. HELD: queries are kept in registers. DEPTH: of the D
-    columns the others are padding, and scores do without them."""
+    """Output and logsumexp of ROWS * WARPGROUPS queries. The first block begins at -`shift`. Programs from `unsplit` on
+    see one of `splits` parts of the keys and write to `p_partial`."""
+    config = Config(
+        CAUSAL=CAUSAL, D=D, D_USED=D_USED, BLOCK_N=BLOCK_N, WARPGROUPS=WARPGROUPS, STAGES=STAGES,
+        MASKED_TILES=MASKED_TILES, PING_PONG=PING_PONG, Q_IN_REGISTERS=Q_IN_REGISTERS,
+    )  # fmt: skip
     unit = gl.program_id(0)
-    if partial is not None:
-        unit, piece, of = share(unit, whole, pieces)
-    block, index, batch, head = assignment(unit, order)
+    if p_partial is not None:
+        unit, split, of = split_of_program(unit, unsplit, splits)
+    block, index, batch, head = block_and_head(unit, schedule)
     if CAUSAL:
         block = blocks - 1 - block  # the last queries see the most keys
     row = block * (WARPGROUPS * ROWS) - shift
     end = gl.minimum(row + WARPGROUPS * ROWS, gl.cdiv(len_q, ROWS) * ROWS)
-    tiles = _tiles(end - 1, len_k, hi, CAUSAL, BLOCK_N)
+    tiles = _visible_tiles(end - 1, len_k, hi, CAUSAL, BLOCK_N)
     column = 0
-    if partial is not None:
-        start, tiles = portion(tiles, piece, of)
+    if p_partial is not None:
+        start, tiles = tiles_of_split(tiles, split, of)
         column = start * BLOCK_N
-    place = (batch, head, head // group, index, row, end, column, tiles)
-    problem = (len_q, len_k, hi, scale * LOG2E)
+    work = Work(
+        batch=batch, head=head, kv_head=head // group, index=index, row=row, end=end, column=column, tiles=tiles
+    )  # fmt: skip
+    sizes = Sizes(len_q=len_q, len_k=len_k, hi=hi, factor=scale * LOG2E)
 
-    q_smem = gl.allocate_shared_memory(q_desc.dtype, [WARPGROUPS, 1, 1, ROWS, D], q_desc.layout)
-    k_smem = gl.allocate_shared_memory(k_desc.dtype, [STAGES, 1, 1, BLOCK_N, D], k_desc.layout)
-    v_smem = gl.allocate_shared_memory(v_desc.dtype, [STAGES, 1, 1, BLOCK_N, D], v_desc.layout)
-    q_bars = gl.allocate_shared_memory(gl.int64, [WARPGROUPS, 1], mbarrier.MBarrierLayout())
+    s_q = gl.allocate_shared_memory(desc_q.dtype, [WARPGROUPS, 1, 1, ROWS, D], desc_q.layout)
+    s_k = gl.allocate_shared_memory(desc_k.dtype, [STAGES, 1, 1, BLOCK_N, D], desc_k.layout)
+    s_v = gl.allocate_shared_memory(desc_v.dtype, [STAGES, 1, 1, BLOCK_N, D], desc_v.layout)
+    q_full = gl.allocate_shared_memory(gl.int64, [WARPGROUPS, 1], mbarrier.MBarrierLayout())
     for w in gl.static_range(WARPGROUPS):
-        mbarrier.init(q_bars.index(w), count=1)
-    buffers = (q_smem, k_smem, v_smem, q_bars)
-    shared = buffers + _barriers(WARPGROUPS, STAGES, TURNS)
-    again = _again(buffers, WARPGROUPS, STAGES, TURNS) if q_desc.dtype == gl.bfloat16 else ()
-    walks = (shared, again)
+        mbarrier.init(q_full.index(w), count=1)
+    first = _pass(s_q, s_k, s_v, q_full, config)
+    retry = _retry(first, config)
     fence_async_shared()
 
-    outs = (out_desc, lse, partial, whole)
-    # Constants must stand in the call itself.
-    if WARPGROUPS == 3:
-        gl.warp_specialize(
-            [
-                (_produce, (q_desc, k_desc, v_desc, walks, place, D, BLOCK_N, WARPGROUPS, STAGES)),
-                (_consume, (outs, walks, place, problem, 0, CAUSAL, D, DEPTH, BLOCK_N, STAGES, DIAGONALS, TURNS, HELD)),
-                (_consume, (outs, walks, place, problem, 1, CAUSAL, D, DEPTH, BLOCK_N, STAGES, DIAGONALS, TURNS, HELD)),
-                (_consume, (outs, walks, place, problem, 2, CAUSAL, D, DEPTH, BLOCK_N, STAGES, DIAGONALS, TURNS, HELD)),
-            ],
-            [4, 4, 4],
-            [REGISTERS, REGISTERS, REGISTERS],
-        )
-    else:
-        gl.warp_specialize(
-            [
-                (_produce, (q_desc, k_desc, v_desc, walks, place, D, BLOCK_N, WARPGROUPS, STAGES)),
-                (_consume, (outs, walks, place, problem, 0, CAUSAL, D, DEPTH, BLOCK_N, STAGES, DIAGONALS, TURNS, HELD)),
-                (_consume, (outs, walks, place, problem, 1, CAUSAL, D, DEPTH, BLOCK_N, STAGES, DIAGONALS, TURNS, HELD)),
-            ],
-            [4, 4],
-            [REGISTERS, REGISTERS],
-        )
+    outputs = Outputs(desc_o=desc_o, p_lse=p_lse, p_partial=p_partial, unsplit=unsplit)
+    specialize_warps(
+        _produce, (desc_q, desc_k, desc_v, first, retry, work, config),
+        _consume, (outputs, first, retry, work, sizes, config),
+        WARPGROUPS, REGISTERS,
+    )  # fmt: skip
 
 
 @gluon.jit
-def _barriers(WARPGROUPS: gl.constexpr, STAGES: gl.constexpr, TURNS: gl.constexpr):
-    """Of one walk over the keys."""
-    full = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
-    empty = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
-    turns = gl.allocate_shared_memory(gl.int64, [WARPGROUPS, 1], mbarrier.MBarrierLayout())
-    for stage in gl.static_range(STAGES):
+def _pass(s_q, s_k, s_v, q_full, config):
+    full = gl.allocate_shared_memory(gl.int64, [config.STAGES, 1], mbarrier.MBarrierLayout())
+    empty = gl.allocate_shared_memory(gl.int64, [config.STAGES, 1], mbarrier.MBarrierLayout())
+    ping_pong = gl.allocate_shared_memory(gl.int64, [config.WARPGROUPS, 1], mbarrier.MBarrierLayout())
+    for stage in gl.static_range(config.STAGES):
         mbarrier.init(full.index(stage), count=1)
-        mbarrier.init(empty.index(stage), count=WARPGROUPS)
-    if TURNS:
-        for w in gl.static_range(WARPGROUPS):
-            mbarrier.init(turns.index(w), count=1)
-    return full, empty, turns
+        mbarrier.init(empty.index(stage), count=config.WARPGROUPS)
+    if config.PING_PONG:
+        for w in gl.static_range(config.WARPGROUPS):
+            mbarrier.init(ping_pong.index(w), count=1)
+    return Pass(s_q=s_q, s_k=s_k, s_v=s_v, q_full=q_full, full=full, empty=empty, ping_pong=ping_pong)
 
 
 @gluon.jit
-def _again(buffers, WARPGROUPS: gl.constexpr, STAGES: gl.constexpr, TURNS: gl.constexpr):
-    """What a second walk takes: which warpgroups want it, a barrier at which all have said so, and its own barriers."""
-    doubts = gl.allocate_shared_memory(gl.int32, [WARPGROUPS, 1], gl.SwizzledSharedLayout(1, 1, 1, [0]))
-    judged = gl.allocate_shared_memory(gl.int64, [1], mbarrier.MBarrierLayout())
-    mbarrier.init(judged, count=WARPGROUPS)
-    return doubts, judged, buffers + _barriers(WARPGROUPS, STAGES, TURNS)
+def _retry(first, config):
+    if first.s_q.dtype == gl.bfloat16:
+        overflow = gl.allocate_shared_memory(gl.int32, [config.WARPGROUPS, 1], gl.SwizzledSharedLayout(1, 1, 1, [0]))
+        voted = gl.allocate_shared_memory(gl.int64, [1], mbarrier.MBarrierLayout())
+        mbarrier.init(voted, count=config.WARPGROUPS)
+        second = _pass(first.s_q, first.s_k, first.s_v, first.q_full, config)
+        return Retry(overflow=overflow, voted=voted, second=second)
+    else:
+        return Retry(overflow=None, voted=None, second=None)
+
+
+# -- which work a program has -----------------------------------------------------------------------------------------
 
 
 @gluon.jit
-def share(program, whole, pieces):
-    """Which unit of work a program has, which piece of it, and of how many: the first `whole` programs have one each,
-    the others a piece of one."""
-    beyond = gl.maximum(program - whole, 0)
+def split_of_program(program, unsplit, splits):
+    """Unit of work of a program, its split of that unit, and the unit's number of splits: 1 for the first `unsplit`
+    programs, `splits` for the others."""
+    beyond = gl.maximum(program - unsplit, 0)
     of = 1
-    if program >= whole:
-        of = pieces
-    return program - beyond + beyond // pieces, beyond % of, of
+    if program >= unsplit:
+        of = splits
+    return program - beyond + beyond // splits, beyond % of, of
 
 
 @gluon.jit
-def portion(tiles, piece, of):
-    """The first tile of a piece, and how many it has."""
-    start = tiles * piece // of
-    return start, tiles * (piece + 1) // of - start
+def tiles_of_split(tiles, split, of):
+    """First tile of a split, and its number of tiles."""
+    start = tiles * split // of
+    return start, tiles * (split + 1) // of - start
 
 
 @gluon.jit
-def assignment(unit, order):
-    """Block, number of the head among all, batch and head of a unit of work: a block of every head of a section, then
-    the next block; then the next section. `order`: see `hopper_launch.order`."""
-    units, section, heads = order[0], order[1], order[2]
-    number = _quotient(unit, order[3], order[4])
-    inside = unit - number * units
-    block = _quotient(inside, order[5], order[6])
-    index = number * section + inside - block * section
-    batch = _quotient(index, order[7], order[8])
-    return block, index, batch, index - batch * heads
+def block_and_head(unit, schedule):
+    """Block, number of the head among all, batch, and head of a unit of work: a block of every head of a section, then
+    the next block; then the next section. `schedule`: a hopper_launch.Schedule."""
+    number = _quotient(unit, schedule.units_multiplier, schedule.units_shift)
+    inside = unit - number * schedule.units
+    block = _quotient(inside, schedule.section_multiplier, schedule.section_shift)
+    index = number * schedule.section + inside - block * schedule.section
+    batch = _quotient(index, schedule.heads_multiplier, schedule.heads_shift)
+    return block, index, batch, index - batch * schedule.heads
 
 
 @gluon.jit
 def _quotient(n, multiplier, shift):
-    """Three divisions one after another would take a tenth of the time that a program has beside its tiles."""
+    """Quotient by `hopper_launch.reciprocal`. Three divisions one after another would take a tenth of the time that a
+    program spends outside its tiles."""
     return ((n.to(gl.int64) * multiplier) >> shift).to(gl.int32)
 
 
 @gluon.jit
-def _tiles(last_row, len_k, hi, CAUSAL: gl.constexpr, BLOCK_N: gl.constexpr):
-    """How many tiles of keys the queries up to `last_row` see; one where they see none, so that all do something."""
+def _visible_tiles(last_row, len_k, hi, CAUSAL: gl.constexpr, BLOCK_N: gl.constexpr):
+    """Number of tiles of keys that the queries up to `last_row` see; at least 1, so that every program has work."""
     end = len_k
     if CAUSAL:
         end = gl.minimum(len_k, last_row + hi + 1)
     return gl.maximum(gl.cdiv(end, BLOCK_N), 1)
 
 
-@gluon.jit
-def _produce(
-    q_desc, k_desc, v_desc, walks, place,
-    D: gl.constexpr, BLOCK_N: gl.constexpr, WARPGROUPS: gl.constexpr, STAGES: gl.constexpr,
-):  # fmt: skip
-    shared, again = walks
-    q_smem, q_bars = shared[0], shared[3]
-    batch, head, _, _, row, _, _, _ = place
-    for w in gl.static_range(WARPGROUPS):
-        mbarrier.expect(q_bars.index(w), ROWS * D * 2)
-        tma.async_copy_global_to_shared(q_desc, [batch, head, row + w * ROWS, 0], q_bars.index(w), q_smem.index(w))
-        if w == 0:  # the first warpgroup begins while the queries of the others are on their way
-            _bring_first(k_desc, shared, place, D, BLOCK_N)
-    _bring_others(k_desc, v_desc, shared, place, D, BLOCK_N, STAGES)
-    if len(again) > 0:
-        doubts, judged, others = again
-        mbarrier.wait(judged, 0)
-        if _any(doubts):
-            _bring_first(k_desc, others, place, D, BLOCK_N)
-            _bring_others(k_desc, v_desc, others, place, D, BLOCK_N, STAGES)
+# -- producer ---------------------------------------------------------------------------------------------------------
 
 
 @gluon.jit
-def _bring_first(k_desc, shared, place, D: gl.constexpr, BLOCK_N: gl.constexpr):
-    _, k_smem, _, _, full, _, _ = shared
-    batch, _, kv_head, _, _, _, first_column, tiles = place
-    column = first_column + (tiles - 1) * BLOCK_N
-    mbarrier.expect(full.index(0), BLOCK_N * D * 2)
-    tma.async_copy_global_to_shared(k_desc, [batch, kv_head, column, 0], full.index(0), k_smem.index(0))
+def _produce(desc_q, desc_k, desc_v, first, retry, work, config):
+    """Load queries once, and keys and values for each pass."""
+    for w in gl.static_range(config.WARPGROUPS):
+        bar = first.q_full.index(w)
+        mbarrier.expect(bar, ROWS * config.D * 2)
+        row = work.row + w * ROWS
+        tma.async_copy_global_to_shared(desc_q, [work.batch, work.head, row, 0], bar, first.s_q.index(w))
+        if w == 0:  # the first consumer starts while the queries of the others are on their way
+            _load_first_keys(desc_k, first, work, config)
+    _load_tiles(desc_k, desc_v, first, work, config)
+    if retry.second is not None:
+        mbarrier.wait(retry.voted, 0)
+        if _any(retry.overflow):
+            _load_first_keys(desc_k, retry.second, work, config)
+            _load_tiles(desc_k, desc_v, retry.second, work, config)
 
 
 @gluon.jit
-def _bring_others(k_desc, v_desc, shared, place, D: gl.constexpr, BLOCK_N: gl.constexpr, STAGES: gl.constexpr):
-    """Keys of all tiles but the first, and the values of the tile before each."""
-    _, k_smem, v_smem, _, full, empty, _ = shared
-    batch, _, kv_head, _, _, _, first_column, tiles = place
-    TILE: gl.constexpr = BLOCK_N * D * 2  # bytes
-    for t in range(1, tiles + 1):
-        slot = t % STAGES
-        bar = full.index(slot)
-        mbarrier.wait(empty.index(slot), (t // STAGES & 1) ^ 1)
-        has_k = t < tiles
+def _load_first_keys(desc_k, over, work, config):
+    column = work.column + (work.tiles - 1) * config.BLOCK_N
+    bar = over.full.index(0)
+    mbarrier.expect(bar, config.BLOCK_N * config.D * 2)
+    tma.async_copy_global_to_shared(desc_k, [work.batch, work.kv_head, column, 0], bar, over.s_k.index(0))
+
+
+@gluon.jit
+def _load_tiles(desc_k, desc_v, over, work, config):
+    """Load the keys of all tiles but the first, and the values of the tile before each."""
+    BYTES: gl.constexpr = config.BLOCK_N * config.D * 2
+    batch, kv_head = work.batch, work.kv_head
+    for t in range(1, work.tiles + 1):
+        slot = t % config.STAGES
+        bar = over.full.index(slot)
+        mbarrier.wait(over.empty.index(slot), (t // config.STAGES & 1) ^ 1)
+        has_k = t < work.tiles
         if has_k:
-            mbarrier.expect(bar, 2 * TILE)
+            mbarrier.expect(bar, 2 * BYTES)
         else:
-            mbarrier.expect(bar, TILE)
-        column = first_column + (tiles - 1 - t) * BLOCK_N
-        tma.async_copy_global_to_shared(k_desc, [batch, kv_head, column, 0], bar, k_smem.index(slot), pred=has_k)
-        tma.async_copy_global_to_shared(v_desc, [batch, kv_head, column + BLOCK_N, 0], bar, v_smem.index(slot))
+            mbarrier.expect(bar, BYTES)
+        column = work.column + (work.tiles - 1 - t) * config.BLOCK_N
+        tma.async_copy_global_to_shared(desc_k, [batch, kv_head, column, 0], bar, over.s_k.index(slot), pred=has_k)
+        column += config.BLOCK_N
+        tma.async_copy_global_to_shared(desc_v, [batch, kv_head, column, 0], bar, over.s_v.index(slot))
 
 
 @gluon.jit
-def _any(doubts):
-    WARPGROUPS: gl.constexpr = doubts.shape[0]
-    found = gl.sum(doubts.index(0).load(ONE), 0)
+def _any(flags):
+    WARPGROUPS: gl.constexpr = flags.shape[0]
+    found = gl.sum(flags.index(0).load(SCALAR), 0)
     for w in gl.static_range(1, WARPGROUPS):
-        found += gl.sum(doubts.index(w).load(ONE), 0)
+        found += gl.sum(flags.index(w).load(SCALAR), 0)
     return found > 0
 
 
-@gluon.jit
-def _consume(
-    outs, walks, place, problem,
-    W: gl.constexpr, CAUSAL: gl.constexpr, D: gl.constexpr, DEPTH: gl.constexpr, BLOCK_N: gl.constexpr,
-    STAGES: gl.constexpr, DIAGONALS: gl.constexpr, TURNS: gl.constexpr, HELD: gl.constexpr,
-):  # fmt: skip
-    """The queries of warpgroup W, if it has any."""
-    shared, again = walks
-    FOLLOWS: gl.constexpr = len(again) == 0
-    row = place[4] + W * ROWS
-    own = (row >= 0) & (row < place[5])
-    doubt = _walk(
-        outs, shared, place, problem, own, W, CAUSAL, D, DEPTH, BLOCK_N, STAGES, DIAGONALS, TURNS, HELD, FOLLOWS
-    )
-    if not FOLLOWS:
-        doubts, judged, others = again
-        doubts.index(W).store(gl.full([1], doubt, gl.int32, ONE))
-        mbarrier.arrive(judged)
-        mbarrier.wait(judged, 0)
-        if _any(doubts):
-            own = doubt > 0
-            _walk(outs, others, place, problem, own, W, CAUSAL, D, DEPTH, BLOCK_N, STAGES, DIAGONALS, TURNS, HELD, True)
+# -- consumers --------------------------------------------------------------------------------------------------------
 
 
 @gluon.jit
-def _walk(
-    outs, shared, place, problem, own,
-    W: gl.constexpr, CAUSAL: gl.constexpr, D: gl.constexpr, DEPTH: gl.constexpr, BLOCK_N: gl.constexpr,
-    STAGES: gl.constexpr, DIAGONALS: gl.constexpr, TURNS: gl.constexpr, HELD: gl.constexpr, FOLLOWS: gl.constexpr,
-):  # fmt: skip
-    """Over all tiles, with the warpgroup's `own` queries or with none. 1: results are in doubt, and were not stored."""
-    _, _, _, _, full, empty, turns = shared
-    doubt = 0
-    if own:
-        doubt = _attend(
-            outs, shared, place, problem, W, CAUSAL, D, DEPTH, BLOCK_N, STAGES, DIAGONALS, TURNS, HELD, FOLLOWS
-        )
+def _consume(W: gl.constexpr, outputs, first, retry, work, sizes, config):
+    """Attention of the queries of warpgroup W, if it has any."""
+    RUNNING_MAX: gl.constexpr = retry.second is None
+    row = work.row + W * ROWS
+    has_queries = (row >= 0) & (row < work.end)
+    overflow = _visit_keys(W, outputs, first, work, sizes, config, has_queries, RUNNING_MAX)
+    if not RUNNING_MAX:
+        retry.overflow.index(W).store(gl.full([1], overflow, gl.int32, SCALAR))
+        mbarrier.arrive(retry.voted)
+        mbarrier.wait(retry.voted, 0)
+        if _any(retry.overflow):
+            _visit_keys(W, outputs, retry.second, work, sizes, config, overflow > 0, True)
+
+
+@gluon.jit
+def _visit_keys(W: gl.constexpr, outputs, over, work, sizes, config, active, RUNNING_MAX: gl.constexpr):
+    """One pass over the keys, in which a warpgroup that is not `active` only signals. Returns 1 after an overflow: then
+    nothing was stored."""
+    overflow = 0
+    if active:
+        overflow = _attend(W, outputs, over, work, sizes, config, RUNNING_MAX)
     else:
-        for t in range(place[7]):
-            _pass_on(t, full, empty, turns, W, STAGES, TURNS)
-    return doubt
+        for t in range(work.tiles):
+            _skip_tile(t, over, W, config)
+    return overflow
 
 
 @gluon.jit
-def _pass_on(t, full, empty, turns, W: gl.constexpr, STAGES: gl.constexpr, TURNS: gl.constexpr):
-    """What the others wait for of a warpgroup that has no use for tile t."""
-    mbarrier.wait(full.index(t % STAGES), t // STAGES & 1)
-    mbarrier.arrive(empty.index(t % STAGES))
-    if TURNS:
-        await_turn(turns, t, W)
-        mbarrier.arrive(turns.index(W))
+def _skip_tile(t, over, W: gl.constexpr, config):
+    """Signal what the other warpgroups wait for, on behalf of one that does not use tile t."""
+    mbarrier.wait(over.full.index(t % config.STAGES), t // config.STAGES & 1)
+    mbarrier.arrive(over.empty.index(t % config.STAGES))
+    if config.PING_PONG:
+        await_turn(over.ping_pong, t, W)
+        mbarrier.arrive(over.ping_pong.index(W))
 
 
 @gluon.jit
-def _attend(
-    outs, shared, place, problem,
-    W: gl.constexpr, CAUSAL: gl.constexpr, D: gl.constexpr, DEPTH: gl.constexpr, BLOCK_N: gl.constexpr,
-    STAGES: gl.constexpr, DIAGONALS: gl.constexpr, TURNS: gl.constexpr, HELD: gl.constexpr, FOLLOWS: gl.constexpr,
-):  # fmt: skip
-    S_LAYOUT: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, BLOCK_N, 16])
-    O_LAYOUT: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, D, 16])
+def _attend(W: gl.constexpr, outputs, over, work, sizes, config, RUNNING_MAX: gl.constexpr):
+    S_LAYOUT: gl.constexpr = accumulator_layout(config.BLOCK_N)
+    O_LAYOUT: gl.constexpr = accumulator_layout(config.D)
     P_LAYOUT: gl.constexpr = gl.DotOperandLayout(0, O_LAYOUT, 2)
     ROW_LAYOUT: gl.constexpr = gl.SliceLayout(1, O_LAYOUT)
-    q_smem, k_smem, v_smem, q_bars, full, empty, turns = shared
-    tiles = place[7]
-    len_q, len_k, hi, factor = problem
-    row = place[4] + W * ROWS
-    own = gl.minimum(_tiles(row + ROWS - 1, len_k, hi, CAUSAL, BLOCK_N), tiles)
+    STAGES: gl.constexpr = config.STAGES
+    tiles = work.tiles
+    row = work.row + W * ROWS
+    own = gl.minimum(_visible_tiles(row + ROWS - 1, sizes.len_k, sizes.hi, config.CAUSAL, config.BLOCK_N), tiles)
     first = tiles - own
-    q = columns_of(q_smem.index(W).reshape((ROWS, D)), DEPTH)
-    m = gl.full((ROWS,), float("-inf"), gl.float32, gl.SliceLayout(1, S_LAYOUT))
-    o = gl.zeros((ROWS, D), gl.float32, O_LAYOUT)
+    q = used_columns(over.s_q.index(W).reshape((ROWS, config.D)), config.D_USED)
+    b_m = gl.full((ROWS,), float("-inf"), gl.float32, gl.SliceLayout(1, S_LAYOUT))  # [ROWS], maximum, in powers of 2
+    b_o = gl.zeros((ROWS, config.D), gl.float32, O_LAYOUT)  # [ROWS, D]
 
     for t in range(first):  # only later queries see these
-        _pass_on(t, full, empty, turns, W, STAGES, TURNS)
-    mbarrier.wait(q_bars.index(W), 0)
-    if HELD:
+        _skip_tile(t, over, W, config)
+    mbarrier.wait(over.q_full.index(W), 0)
+    if config.Q_IN_REGISTERS:
         q = _loaded(q, gl.DotOperandLayout(0, S_LAYOUT, 2))
     slot = first % STAGES
-    mbarrier.wait(full.index(slot), first // STAGES & 1)
-    k = k_smem.index(slot).reshape((BLOCK_N, D))
-    zeros = gl.zeros((ROWS, BLOCK_N), gl.float32, S_LAYOUT)
-    if TURNS:
-        await_turn(turns, first, W)
-    s = warpgroup_mma_wait(0, deps=[row_by_row(q, k, zeros)])
-    mbarrier.arrive(empty.index(slot))
-    if TURNS:
-        mbarrier.arrive(turns.index(W))
-    s = _masked(s, row, place[6] + (own - 1) * BLOCK_N, len_k, hi, CAUSAL, BLOCK_N, S_LAYOUT)
-    p, m, _ = _softmax(s, m, factor, True)
-    l = _partial_sums(p, BLOCK_N)
-    weights = gl.convert_layout(p.to(q_smem.dtype), P_LAYOUT, assert_trivial=True)
+    mbarrier.wait(over.full.index(slot), first // STAGES & 1)
+    s_k = over.s_k.index(slot).reshape((config.BLOCK_N, config.D))
+    zeros = gl.zeros((ROWS, config.BLOCK_N), gl.float32, S_LAYOUT)
+    if config.PING_PONG:
+        await_turn(over.ping_pong, first, W)
+    b_s = warpgroup_mma_wait(0, deps=[start_matmul(q, s_k, zeros)])  # [ROWS, BLOCK_N]
+    mbarrier.arrive(over.empty.index(slot))
+    if config.PING_PONG:
+        mbarrier.arrive(over.ping_pong.index(W))
+    b_s = _masked(b_s, row, work.column + (own - 1) * config.BLOCK_N, sizes, config)
+    b_p, b_m, _ = _softmax(b_s, b_m, sizes.factor, True)
+    b_l = _partial_sums(b_p, config.BLOCK_N)  # [ROWS, 4], row sums
+    b_p16 = gl.convert_layout(b_p.to(over.s_q.dtype), P_LAYOUT, assert_trivial=True)
     begin = first + 1
-    if DIAGONALS > 1:
-        begin = gl.minimum(first + DIAGONALS, tiles)
+    if config.MASKED_TILES > 1:
+        begin = gl.minimum(first + config.MASKED_TILES, tiles)
         for t in range(first + 1, begin):
-            o, weights, m, l = _step(
-                t, q, shared, place, problem, o, weights, m, l, row, W, True, True, CAUSAL, D, BLOCK_N, STAGES, TURNS
-            )
-    m = gl.maximum(m, LOWEST)  # with -inf, of infinite inputs, further scores of -inf would make NaN
+            b_o, b_p16, b_m, b_l = _step(t, q, over, work, sizes, b_o, b_p16, b_m, b_l, row, W, config, True, True)
+    b_m = gl.maximum(b_m, LOWEST)  # with -inf, of infinite inputs, further scores of -inf would make NaN
     for t in range(begin, tiles):
-        o, weights, m, l = _step(
-            t, q, shared, place, problem, o, weights, m, l, row, W, False, FOLLOWS, CAUSAL, D, BLOCK_N, STAGES, TURNS
-        )
+        b_o, b_p16, b_m, b_l = _step(t, q, over, work, sizes, b_o, b_p16, b_m, b_l, row, W, config, False, RUNNING_MAX)
     slot = tiles % STAGES
-    mbarrier.wait(full.index(slot), tiles // STAGES & 1)
-    v = v_smem.index(slot).reshape((BLOCK_N, D))
-    o, weights = warpgroup_mma_wait(0, deps=[warpgroup_mma(weights, v, o, is_async=True), weights])
+    mbarrier.wait(over.full.index(slot), tiles // STAGES & 1)
+    s_v = over.s_v.index(slot).reshape((config.BLOCK_N, config.D))
+    b_o, b_p16 = warpgroup_mma_wait(0, deps=[warpgroup_mma(b_p16, s_v, b_o, is_async=True), b_p16])
 
-    m = gl.convert_layout(m, ROW_LAYOUT, assert_trivial=True)
-    l = gl.convert_layout(gl.sum(l, 1), ROW_LAYOUT, assert_trivial=True)
-    doubt = 0
-    if not FOLLOWS:
-        doubt = gl.max(gl.where(l < LIMIT, 0, 1), 0)
-        doubt = gl.where(begin < tiles, doubt, 0)  # over the first tiles the maximum did follow
-    if doubt == 0:
-        _store(o, m, l, outs, q_smem.index(W), place, len_q, row, D, q_smem.shape[0] * ROWS)
-    return doubt
+    b_m = gl.convert_layout(b_m, ROW_LAYOUT, assert_trivial=True)
+    b_l = gl.convert_layout(gl.sum(b_l, 1), ROW_LAYOUT, assert_trivial=True)  # [ROWS]
+    overflow = 0
+    if not RUNNING_MAX:
+        overflow = gl.max(gl.where(b_l < LIMIT, 0, 1), 0)
+        overflow = gl.where(begin < tiles, overflow, 0)  # the first tiles had a running maximum
+    if overflow == 0:
+        _store(b_o, b_m, b_l, outputs, over.s_q.index(W), work, sizes.len_q, row, config)
+    return overflow
 
 
 @gluon.jit
-def _store(o, m, l, outs, q_place, place, len_q, row, D: gl.constexpr, BLOCK: gl.constexpr):
-    """Output and logsumexp, by way of the queries' place: these were read for the last time."""
-    ROW_LAYOUT: gl.constexpr = gl.SliceLayout(1, o.type.layout)
-    out_desc, lse, partial, whole = outs
-    batch, head, _, index, block_row, _, _, _ = place
-    sees_none = l == 0.0
-    l = gl.where(sees_none, 1.0, l)
-    o = o / l[:, None]
-    natural = gl.where(sees_none, float("-inf"), (m + gl.log2(l)) * LN2)
-    if partial is None or gl.program_id(0) < whole:
-        q_place.reshape((ROWS, D)).store(o.to(q_place.dtype))
+def _step(
+    t, q, over, work, sizes, b_o, b_p16, b_m, b_l, row,
+    W: gl.constexpr, config, MASKED: gl.constexpr, RUNNING_MAX: gl.constexpr,
+):  # fmt: skip
+    """S and P of tile t, and O += P V of the tile before."""
+    S_LAYOUT: gl.constexpr = accumulator_layout(config.BLOCK_N)
+    slot = t % config.STAGES
+    mbarrier.wait(over.full.index(slot), t // config.STAGES & 1)
+    s_k = over.s_k.index(slot).reshape((config.BLOCK_N, config.D))
+    s_v = over.s_v.index(slot).reshape((config.BLOCK_N, config.D))
+    zeros = gl.zeros((ROWS, config.BLOCK_N), gl.float32, S_LAYOUT)
+    if config.PING_PONG:
+        await_turn(over.ping_pong, t, W)
+    s_token = start_matmul(q, s_k, zeros)
+    o_token = warpgroup_mma(b_p16, s_v, b_o, is_async=True)
+    b_s = warpgroup_mma_wait(1, deps=[s_token])  # [ROWS, BLOCK_N]
+    if config.PING_PONG:
+        mbarrier.arrive(over.ping_pong.index(W))
+    if MASKED:
+        b_s = _masked(b_s, row, work.column + (work.tiles - 1 - t) * config.BLOCK_N, sizes, config)
+    if RUNNING_MAX:
+        b_p, b_m, rescale = _softmax(b_s, b_m, sizes.factor, MASKED)
+        b_l = b_l * gl.convert_layout(rescale, gl.SliceLayout(1, b_l.type.layout), assert_trivial=True)[:, None]
+    else:
+        b_p = gl.exp2(b_s * sizes.factor - b_m[:, None])
+    b_l += _partial_sums(b_p, config.BLOCK_N)
+    next_p16 = gl.convert_layout(b_p.to(b_p16.dtype), b_p16.type.layout, assert_trivial=True)
+    # `next_p16` too, which nothing waits for: it keeps pairs of P in one register over the loop's end.
+    b_o, b_p16, next_p16 = warpgroup_mma_wait(0, deps=[o_token, b_p16, next_p16])
+    mbarrier.arrive(over.empty.index(slot))
+    if RUNNING_MAX:
+        b_o = _rescaled(b_o, rescale, config.D)
+    return b_o, next_p16, b_m, b_l
+
+
+@gluon.jit
+def _store(b_o, b_m, b_l, outputs, s_o, work, len_q, row, config):
+    """Store output and logsumexp. `s_o` is the buffer of the queries, which were read for the last time."""
+    ROW_LAYOUT: gl.constexpr = gl.SliceLayout(1, b_o.type.layout)
+    BLOCK: gl.constexpr = config.WARPGROUPS * ROWS
+    D: gl.constexpr = config.D
+    sees_none = b_l == 0.0
+    b_l = gl.where(sees_none, 1.0, b_l)
+    b_o = b_o / b_l[:, None]
+    b_lse = gl.where(sees_none, float("-inf"), (b_m + gl.log2(b_l)) * LN2)
+    if outputs.p_partial is None or gl.program_id(0) < outputs.unsplit:
+        s_o.reshape((ROWS, D)).store(b_o.to(s_o.dtype))
         fence_async_shared()
-        tma.async_copy_shared_to_global(out_desc, [batch, head, row, 0], q_place)
+        tma.async_copy_shared_to_global(outputs.desc_o, [work.batch, work.head, row, 0], s_o)
         rows = row + gl.arange(0, ROWS, layout=ROW_LAYOUT)  # not before the fence, which would wait for this store
-        gl.store(lse + index.to(gl.int64) * len_q + rows, natural, mask=rows < len_q)
+        gl.store(outputs.p_lse + work.index.to(gl.int64) * len_q + rows, b_lse, mask=rows < len_q)
         tma.store_wait(0)
     else:
-        rows = row - block_row + gl.arange(0, ROWS, layout=ROW_LAYOUT)
-        columns = gl.arange(0, D, layout=gl.SliceLayout(0, o.type.layout))
-        piece = partial + (gl.program_id(0) - whole) * (BLOCK * (D + 1))
-        gl.store(piece + rows[:, None] * D + columns[None, :], o)
-        gl.store(piece + BLOCK * D + rows, natural)
+        rows = row - work.row + gl.arange(0, ROWS, layout=ROW_LAYOUT)
+        columns = gl.arange(0, D, layout=gl.SliceLayout(0, b_o.type.layout))
+        p_split = outputs.p_partial + (gl.program_id(0) - outputs.unsplit) * (BLOCK * (D + 1))
+        gl.store(p_split + rows[:, None] * D + columns[None, :], b_o)
+        gl.store(p_split + BLOCK * D + rows, b_lse)
+
+
+# -- matmuls ----------------------------------------------------------------------------------------------------------
+
+
+@gluon.constexpr_function
+def accumulator_layout(columns):
+    """Register layout of a (64, columns) result of a warpgroup's matmul."""
+    return gl.NVMMADistributedLayout([3, 0], [4, 1], [16, columns, 16])
 
 
 @gluon.jit
-def columns_of(x, DEPTH: gl.constexpr):
-    """The first DEPTH columns of a tile in shared memory, in parts that are powers of 2."""
+def used_columns(x, D_USED: gl.constexpr):
+    """The first D_USED columns of a tile in shared memory, as one or two slices whose widths are powers of 2."""
     HALF: gl.constexpr = x.shape[1] // 2
-    return (x,) if x.shape[1] == DEPTH else (x.slice(0, HALF, dim=1), x.slice(HALF, DEPTH - HALF, dim=1))
+    return (x,) if x.shape[1] == D_USED else (x.slice(0, HALF, dim=1), x.slice(HALF, D_USED - HALF, dim=1))
 
 
 @gluon.jit
@@ -395,8 +499,8 @@ def _loaded(parts, LAYOUT: gl.constexpr):
 
 
 @gluon.jit
-def row_by_row(a, b, zeros):
-    """a b^T, begun; a by its `columns_of`, and as many of b's. One product for each part."""
+def start_matmul(a, b, zeros):
+    """Start a b^T, one matmul for each of the `used_columns` of a."""
     FIRST: gl.constexpr = a[0].shape[1]
     token = warpgroup_mma(a[0], b.slice(0, FIRST, dim=1).permute((1, 0)), zeros, use_acc=False, is_async=True)
     if len(a) > 1:
@@ -405,107 +509,69 @@ def row_by_row(a, b, zeros):
 
 
 @gluon.jit
-def await_turn(turns, t, W: gl.constexpr):
-    """Warpgroup W multiplies for tile t after the one before it has; the first, after the last has for tile t - 1."""
+def await_turn(ping_pong, t, W: gl.constexpr):
+    """Wait until warpgroup W - 1 has started tile t or, for the first warpgroup, until the last has started t - 1."""
     if W == 0:
-        mbarrier.wait(turns.index(turns.shape[0] - 1), t & 1 ^ 1)
+        mbarrier.wait(ping_pong.index(ping_pong.shape[0] - 1), t & 1 ^ 1)
     else:
-        mbarrier.wait(turns.index(W - 1), t & 1)
+        mbarrier.wait(ping_pong.index(W - 1), t & 1)
+
+
+# -- softmax ----------------------------------------------------------------------------------------------------------
 
 
 @gluon.jit
-def _step(
-    t, q, shared, place, problem, o, weights, m, l, row,
-    W: gl.constexpr, MASKED: gl.constexpr, FOLLOWS: gl.constexpr, CAUSAL: gl.constexpr, D: gl.constexpr,
-    BLOCK_N: gl.constexpr, STAGES: gl.constexpr, TURNS: gl.constexpr,
-):  # fmt: skip
-    """Scores and weights of tile t; the values of the tile before, by its weights. FOLLOWS: the maximum does."""
-    _, k_smem, v_smem, _, full, empty, turns = shared
-    column, tiles = place[6], place[7]
-    _, len_k, hi, factor = problem
-    S_LAYOUT: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, BLOCK_N, 16])
-    slot = t % STAGES
-    mbarrier.wait(full.index(slot), t // STAGES & 1)
-    k = k_smem.index(slot).reshape((BLOCK_N, D))
-    v = v_smem.index(slot).reshape((BLOCK_N, D))
-    zeros = gl.zeros((ROWS, BLOCK_N), gl.float32, S_LAYOUT)
-    if TURNS:
-        await_turn(turns, t, W)
-    s_token = row_by_row(q, k, zeros)
-    o_token = warpgroup_mma(weights, v, o, is_async=True)
-    s = warpgroup_mma_wait(1, deps=[s_token])
-    if TURNS:
-        mbarrier.arrive(turns.index(W))
-    if MASKED:
-        s = _masked(s, row, column + (tiles - 1 - t) * BLOCK_N, len_k, hi, CAUSAL, BLOCK_N, S_LAYOUT)
-    if FOLLOWS:
-        p, m, rescale = _softmax(s, m, factor, MASKED)
-        l = l * gl.convert_layout(rescale, gl.SliceLayout(1, l.type.layout), assert_trivial=True)[:, None]
-    else:
-        p = gl.exp2(s * factor - m[:, None])
-    l += _partial_sums(p, BLOCK_N)
-    new_weights = gl.convert_layout(p.to(weights.dtype), weights.type.layout, assert_trivial=True)
-    # The new weights also, which nothing waits for: it keeps pairs of them in one register over the loop's end.
-    o, weights, new_weights = warpgroup_mma_wait(0, deps=[o_token, weights, new_weights])
-    mbarrier.arrive(empty.index(slot))
-    if FOLLOWS:
-        o = _rescaled(o, rescale, D)
-    return o, new_weights, m, l
-
-
-@gluon.jit
-def _masked(
-    s, row, column, len_k, hi, CAUSAL: gl.constexpr, BLOCK_N: gl.constexpr, S_LAYOUT: gl.constexpr
-):  # fmt: skip
-    columns = column + gl.arange(0, BLOCK_N, layout=gl.SliceLayout(0, S_LAYOUT))[None, :]
-    seen = columns < len_k
-    if CAUSAL:
+def _masked(b_s, row, column, sizes, config):
+    S_LAYOUT: gl.constexpr = b_s.type.layout
+    columns = column + gl.arange(0, config.BLOCK_N, layout=gl.SliceLayout(0, S_LAYOUT))[None, :]
+    m_s = columns < sizes.len_k  # [ROWS, BLOCK_N] or [1, BLOCK_N]
+    if config.CAUSAL:
         rows = row + gl.arange(0, ROWS, layout=gl.SliceLayout(1, S_LAYOUT))[:, None]
-        seen = seen & (columns <= rows + hi)
-    return gl.where(seen, s, float("-inf"))
+        m_s = m_s & (columns <= rows + sizes.hi)
+    return gl.where(m_s, b_s, float("-inf"))
 
 
 @gluon.jit
-def _softmax(s, m, factor, MASKED: gl.constexpr):
-    """Weights of a tile, the running maximum (in powers of 2), and what all before is to be multiplied by.
+def _softmax(b_s, b_m, factor, MASKED: gl.constexpr):
+    """P of a tile, the running maximum (in powers of 2), and the factor for what was accumulated before.
 
-    The maximum only keeps numbers in range: one that is 2^SLACK too small does as well, and with it what was added up
-    so far can stay as it is. So it follows in steps.
+    The maximum only keeps numbers in range: one that is 2^SLACK too small does as well, and with it the accumulators
+    need no rescaling. So it is updated only when it is further behind.
     """
-    m_tile = gl.maximum(m, gl.max(s, 1) * factor)
+    m_tile = gl.maximum(b_m, gl.max(b_s, 1) * factor)
     if MASKED:
         m_new = m_tile
-        # Of a row that has seen no key yet the maximum is -inf, and -inf - -inf would be NaN.
+        # The maximum of a row that has seen no key yet is -inf, and -inf - -inf would be NaN.
         shift = gl.where(m_new == float("-inf"), 0.0, m_new)
-        rescale = gl.exp2(m - shift)
+        rescale = gl.exp2(b_m - shift)
     else:
-        grows = m_tile - m > SLACK
-        m_new = gl.where(grows, m_tile, m)
+        grows = m_tile - b_m > SLACK
+        m_new = gl.where(grows, m_tile, b_m)
         shift = m_new
-        rescale = gl.where(grows, gl.exp2(m - m_tile), 1.0)
-    return gl.exp2(s * factor - shift[:, None]), m_new, rescale
+        rescale = gl.where(grows, gl.exp2(b_m - m_tile), 1.0)
+    return gl.exp2(b_s * factor - shift[:, None]), m_new, rescale
 
 
 @gluon.jit
-def _partial_sums(p, BLOCK_N: gl.constexpr):
-    """Of the four threads that share a row, each for itself: they meet after the last tile."""
-    return gl.sum(gl.sum(gl.reshape(p, [ROWS, BLOCK_N // 8, 4, 2]), 3), 1)
+def _partial_sums(b_p, BLOCK_N: gl.constexpr):
+    """Row sums of the columns that each of the four threads of a row has; they are added up after the last tile."""
+    return gl.sum(gl.sum(gl.reshape(b_p, [ROWS, BLOCK_N // 8, 4, 2]), 3), 1)
 
 
 @gluon.jit
-def _rescaled(o, rescale, D: gl.constexpr):
-    """o * rescale, left out by a warp all of whose rows have 1."""
-    rescale = gl.convert_layout(rescale, gl.SliceLayout(1, o.type.layout), assert_trivial=True)
-    factors, _ = gl.broadcast(rescale[:, None], o)
+def _rescaled(b_o, rescale, D: gl.constexpr):
+    """b_o * rescale; a warp whose factors are all 1 skips it."""
+    rescale = gl.convert_layout(rescale, gl.SliceLayout(1, b_o.type.layout), assert_trivial=True)
+    factors, _ = gl.broadcast(rescale[:, None], b_o)
     return gl.inline_asm_elementwise(
-        _rescale_asm(D // 2), _constraints(D // 2), [o, factors], gl.float32, False, D // 2
+        _rescale_asm(D // 2), _constraints(D // 2), [b_o, factors], gl.float32, False, D // 2
     )
 
 
 @gluon.constexpr_function
 def _rescale_asm(count):
-    """PTX, since only there a warp can branch by itself. A thread has `count` elements of the output: pairs of columns,
-    of one row and of another in turn, so the first and the third factor are all that it has."""
+    """PTX, the only place where a single warp can branch. A thread has `count` elements of the output: pairs of
+    columns, alternately of one row and of another, so that its first and third factor are the only ones."""
     outs, ins, factors = (range(i * count, (i + 1) * count) for i in range(3))
     lines = [
         "{ .reg .pred p, q;",
@@ -525,38 +591,38 @@ def _constraints(count):
     return ",".join(["=&f"] * count + ["f"] * (2 * count))
 
 
-# -- pieces, put together ---------------------------------------------------------------------------------------------
+# -- split-KV ---------------------------------------------------------------------------------------------------------
 
 
-@gluon.jit(do_not_specialize=["order", "whole", "pieces"])
-def join_kernel(
-    out, lse, partial, strides, len_q, d, order, whole, pieces,
+@gluon.jit(do_not_specialize=["schedule", "unsplit", "splits"])
+def combine_kernel(
+    p_o, p_lse, p_partial, strides, len_q, d, schedule, unsplit, splits,
     D: gl.constexpr, BLOCK: gl.constexpr,
 ):  # fmt: skip
-    """Output and logsumexp of 64 queries of a block of BLOCK that `forward_kernel` left in pieces."""
+    """Output and logsumexp of 64 queries of a block of BLOCK whose keys `forward_kernel` split."""
     LAYOUT: gl.constexpr = gl.BlockedLayout([1, 4], [256 // D, D // 8], [4, 1], [1, 0])
     ROW_LAYOUT: gl.constexpr = gl.SliceLayout(1, LAYOUT)
-    beyond, group = gl.program_id(0) // (BLOCK // ROWS), gl.program_id(0) % (BLOCK // ROWS)
-    block, index, batch, head = assignment(whole + beyond, order)
-    inside = group * ROWS + gl.arange(0, ROWS, layout=ROW_LAYOUT)
+    beyond, part = gl.program_id(0) // (BLOCK // ROWS), gl.program_id(0) % (BLOCK // ROWS)
+    block, index, batch, head = block_and_head(unsplit + beyond, schedule)
+    inside = part * ROWS + gl.arange(0, ROWS, layout=ROW_LAYOUT)
     columns = gl.arange(0, D, layout=gl.SliceLayout(0, LAYOUT))
-    first = partial + beyond * pieces * (BLOCK * (D + 1))
-    m = gl.full((ROWS,), float("-inf"), gl.float32, ROW_LAYOUT)
-    for piece in range(pieces):
-        m = gl.maximum(m, gl.load(first + piece * (BLOCK * (D + 1)) + BLOCK * D + inside))
-    m = gl.where(m == float("-inf"), 0.0, m)  # a query that sees no key
-    l = gl.zeros((ROWS,), gl.float32, ROW_LAYOUT)
-    o = gl.zeros((ROWS, D), gl.float32, LAYOUT)
-    for piece in range(pieces):
-        at = first + piece * (BLOCK * (D + 1))
-        weight = gl.exp2((gl.load(at + BLOCK * D + inside) - m) * LOG2E)
-        l += weight
-        o += weight[:, None] * gl.load(at + inside[:, None] * D + columns[None, :])
+    first = p_partial + beyond * splits * (BLOCK * (D + 1))
+    b_m = gl.full((ROWS,), float("-inf"), gl.float32, ROW_LAYOUT)
+    for split in range(splits):
+        b_m = gl.maximum(b_m, gl.load(first + split * (BLOCK * (D + 1)) + BLOCK * D + inside))
+    b_m = gl.where(b_m == float("-inf"), 0.0, b_m)  # a query that sees no key
+    b_l = gl.zeros((ROWS,), gl.float32, ROW_LAYOUT)
+    b_o = gl.zeros((ROWS, D), gl.float32, LAYOUT)
+    for split in range(splits):
+        p_split = first + split * (BLOCK * (D + 1))
+        weight = gl.exp2((gl.load(p_split + BLOCK * D + inside) - b_m) * LOG2E)
+        b_l += weight
+        b_o += weight[:, None] * gl.load(p_split + inside[:, None] * D + columns[None, :])
     rows = block * BLOCK + inside
-    seen = rows < len_q
-    target = out + batch.to(gl.int64) * strides[0] + head.to(gl.int64) * strides[1]
+    m_q = rows < len_q
+    target = p_o + batch.to(gl.int64) * strides[0] + head.to(gl.int64) * strides[1]
     target += rows.to(gl.int64)[:, None] * strides[2] + columns[None, :]
-    o = o / gl.where(l == 0.0, 1.0, l)[:, None]
-    gl.store(target, o.to(out.dtype.element_ty), mask=seen[:, None] & (columns < d)[None, :])
-    natural = gl.where(l == 0.0, float("-inf"), m + gl.log2(l) * LN2)
-    gl.store(lse + index.to(gl.int64) * len_q + rows, natural, mask=seen)
+    b_o = b_o / gl.where(b_l == 0.0, 1.0, b_l)[:, None]
+    gl.store(target, b_o.to(p_o.dtype.element_ty), mask=m_q[:, None] & (columns < d)[None, :])
+    b_lse = gl.where(b_l == 0.0, float("-inf"), b_m + gl.log2(b_l) * LN2)
+    gl.store(p_lse + index.to(gl.int64) * len_q + rows, b_lse, mask=m_q)

@@ -1,15 +1,14 @@
 """Launches the kernels of hopper_forward.py and hopper_backward.py.
 
 They take 16-bit tensors, causal masks of any alignment or none, grouped heads, any lengths, and head dims up to 128
-that the copy engine can move, which it pads to 64 or 128 with zeros. `attention.hopper_problem` says so of a call; all
-else is flash_launch.py's.
+that the copy engine can move, padded to 64 or 128 with zeros. `dispatch.hopper_problem` checks a call for this;
+portable_launch.py takes the others.
 """
 
-import functools
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from types import MappingProxyType
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import triton
@@ -21,68 +20,65 @@ from cs336_systems.kernels.cache import Cache
 from cs336_systems.kernels.flash import hopper_backward, hopper_forward
 from cs336_systems.kernels.flash import strides as layout
 from cs336_systems.kernels.flash.band import Band
-from cs336_systems.kernels.flash.launch_plan import Description, Plan, suits_tma
+from cs336_systems.kernels.flash.launch_plan import Plan, suits_tma
+from cs336_systems.kernels.triton_compat import TensorDescription
 
 DTYPES = {torch.bfloat16: gl.bfloat16, torch.float16: gl.float16, torch.float32: gl.float32}
 L2_SHARE = {"forward": 32 << 20, "backward": 16 << 20}
-"""Bytes that the heads of a section read or add to again and again; with more in flight they evict each other's."""
+"""Bytes that the heads of a section may read or update repeatedly; with more they evict each other from L2."""
 ROWS = 64
-"""Of a warpgroup: what its matrix instruction takes."""
+"""Rows of a warpgroup's matrix instruction."""
 KEYS = 128
-"""In a tile of either kernel."""
-DEPTHS = (80, 96)
-"""Head dims, between the two that tiles have, up to which scores are multiplied: 64 and another power of 2."""
+"""Keys of a tile, in both kernels."""
+D_USED = (80, 96)
+"""Numbers of columns, between the two padded head dims, that S = Q K^T can multiply: 64 and a power of 2."""
 PREPARED, FINISHED = 32, 128
-"""Queries of a program that goes over them before backward, and of one that does after it. The number of queries is
-rounded up to a multiple of both."""
+"""Queries of a program of `prepare_kernel` and of `finish_kernel`. The number of queries is padded to a multiple of
+both."""
 
 
 @dataclass(frozen=True)
 class Shape:
-    """Of the forward kernel."""
+    """Shape of the forward kernel."""
 
     warpgroups: int
+    """Consumers."""
     stages: int
-    turns: bool
-    held: bool
-    """Queries are kept in registers."""
+    ping_pong: bool
+    q_in_registers: bool
     registers: int
+    """For each thread of a consumer."""
 
 
 FORWARD = {
-    64: Shape(3, 4, turns=True, held=False, registers=160),
-    128: Shape(2, 3, turns=False, held=True, registers=240),
+    64: Shape(3, 4, ping_pong=True, q_in_registers=False, registers=160),
+    128: Shape(2, 3, ping_pong=False, q_in_registers=True, registers=240),
 }
-"""By head dim. What a warpgroup holds of the output at 128 leaves registers for two of them, and for their queries."""
-PIECES = 16
-"""Into which a unit of work is cut at most."""
-ROUNDS_OF_PIECES = 4
-"""That multiprocessors work on pieces at most: each takes memory."""
-LEAST_SAVING = {"forward": 0.01, "backward": 0.04}
-"""Of the time, that makes pieces worth it: backward that may leave pieces is 1% slower where there are none."""
-STARTING, JOINING, PIECES_JOINED = 4, 2, 40
-"""What a program takes beside its tiles, what it takes to put pieces together, and how many of them for one more: in
-tiles, about 2 us each."""
+"""By padded head dim. At 128 the output accumulators leave registers for two consumers, and for their queries."""
 QUERIES = {64: 128, 128: 64}
-"""Head dim -> queries in a tile of backward: what registers hold beside the gradients of the keys."""
-
-
-def problem(q: Tensor, k: Tensor, v: Tensor, band: Band) -> "Problem":
-    """Attention of tensors like these. q: (batch, heads, len_q, d); k, v: (batch, kv_heads, len_k, d)."""
-    key = (layout.kind(q, k, v), band)
-    found = _known.get(key)
-    if found is None:
-        found = _known[key] = Problem(q, k, v, band)
-    return found
+"""Padded head dim -> queries of a tile in backward: what registers hold beside the gradients of the keys."""
+MAX_SPLITS = 16
+"""Maximum number of splits of a unit of work."""
+MAX_SPLIT_ROUNDS = 4
+"""Maximum number of rounds of split programs on all multiprocessors: each program takes memory."""
+MIN_SAVING = {"forward": 0.01, "backward": 0.04}
+"""Minimum relative saving that justifies splitting. Backward is 1% slower as a kernel that can split, even where
+nothing is split."""
+START_COST, COMBINE_COST, SPLITS_PER_COMBINE_COST = 4, 2, 40
+"""Cost of a program beside its tiles, of a combine kernel, and the number of splits that add one more: in tiles, about
+2 us each."""
 
 
 class Problem:
-    """What is known of tensors of certain shapes, strides and alignment."""
+    """Plans for attention of tensors with given shapes, strides and alignment.
+
+    q: (batch, heads, len_q, d); k, v: (batch, kv_heads, len_k, d).
+    """
 
     def __init__(self, q: Tensor, k: Tensor, v: Tensor, band: Band):
         (self.batch, self.heads, self.len_q, self.d), (_, self.kv_heads, self.len_k, _) = q.shape, k.shape
         self.block_d = 64 if self.d <= 64 else 128
-        self.depth = next((depth for depth in DEPTHS if self.d <= depth < self.block_d), self.block_d)
+        self.d_used = next((used for used in D_USED if self.d <= used < self.block_d), self.block_d)
         self.device = q.device.index
         self.group = self.heads // self.kv_heads
         self.padded = triton.cdiv(self.len_q, FINISHED) * FINISHED
@@ -92,6 +88,7 @@ class Problem:
         self._results = layout.Results(q, k, v)
         self._forward: Forward | None = None
         self._backward: Cache[tuple[Any, ...], Backward] = Cache()
+        """Layout of the gradient -> plans."""
 
     def forward(self, q: Tensor, k: Tensor, v: Tensor, scale: float, band: Band) -> tuple[Tensor, Tensor]:
         """Output, in q's layout, and logsumexp."""
@@ -100,10 +97,10 @@ class Problem:
         plans = self._forward
         if plans is None:
             plans = self._forward = self.plan_forward(tensors)
-        partial = None if plans.pieces is None else plans.pieces.room(q.device)
+        partial = None if plans.split is None else plans.split.allocate(q.device)
         plans.main(tensors, (lse, partial), scale)
-        if plans.pieces is not None:
-            plans.pieces.join((out,), (lse, partial))
+        if plans.split is not None:
+            plans.split.combine((out,), (lse, partial))
         return out, lse
 
     def backward(
@@ -114,34 +111,34 @@ class Problem:
         dq, dk, dv = self._results.gradients(q, k, v)
         if grad_lse is not None:
             grad_lse = grad_lse.contiguous()
-        key = layout.kind_of_gradient(grad, grad_lse, out, lse)
+        key = layout.gradient_layout_key(grad, grad_lse, out, lse)
         plans = self._backward.get(key)
         if plans is None:
             plans = self._backward[key] = self.plan_backward(q, k, v, out, grad, dq, dk, dv)
-        copy = torch.empty(q.shape, dtype=q.dtype, device=q.device) if plans.copies else None
+        copy = torch.empty(q.shape, dtype=q.dtype, device=q.device) if plans.copies_grad else None
         own = grad if copy is None else copy
         scratch = self.scratch(q.device)
         plans.prepare((out, grad), (lse, grad_lse, scratch, copy))
-        partial = None if plans.pieces is None else plans.pieces.room(q.device)
+        partial = None if plans.split is None else plans.split.allocate(q.device)
         plans.main((q, k, v, own, scratch, scratch, scratch, dk, dv), (partial,), scale)
         plans.finish((dq,), (scratch,), scale)
-        if plans.pieces is not None:
-            plans.pieces.join((dk, dv), (partial,))
+        if plans.split is not None:
+            plans.split.combine((dk, dv), (partial,))
         return dq, dk, dv
 
     def scratch(self, device: torch.device) -> Tensor:
-        """For every query: its logsumexp; its delta; and fp32 sums for dQ."""
+        """Memory for each query's logsumexp, its delta, and the fp32 sums of its dQ."""
         return torch.empty(self.all_queries * (2 + self.block_d), dtype=torch.float32, device=device)
 
     def plan_forward(self, tensors: Sequence[Tensor]) -> "Forward":
-        """tensors: q, k, v, out."""
+        """Plans for (q, k, v, out)."""
         d, shape, all_heads = self.block_d, FORWARD[self.block_d], self.batch * self.heads
         rows, groups = shape.warpgroups * ROWS, triton.cdiv(self.len_q, ROWS)
         blocks = triton.cdiv(groups, shape.warpgroups)
         # The block that is not full is the first, which sees the fewest keys, or the last, which starts last.
         shift = blocks * rows - groups * ROWS if self.causal else 0
         split = self._split("forward", blocks * all_heads, triton.cdiv(self.len_k, KEYS))
-        places = order(blocks, self.batch, self.heads, L2_SHARE["forward"] // (4 * d * self.len_k))
+        schedule = order(blocks, self.batch, self.heads, L2_SHARE["forward"] // (4 * d * self.len_k))
         main = self._plan(
             hopper_forward.forward_kernel,
             split.programs,
@@ -149,19 +146,19 @@ class Problem:
             [(1, 1, rows, d) for rows in (ROWS, KEYS, KEYS, ROWS)],
             before=(self.group, self.len_q, self.len_k, self.hi),
             after=(
-                *(blocks, places, shift, split.whole, split.pieces),
-                *(self.causal, d, self.depth, KEYS, shape.warpgroups, shape.stages, self._cut(ROWS, KEYS)),
-                *(shape.turns, shape.held, shape.registers),
+                *(blocks, schedule, shift, split.unsplit, split.splits),
+                *(self.causal, d, self.d_used, KEYS, shape.warpgroups, shape.stages, self._masked_tiles(ROWS, KEYS)),
+                *(shape.ping_pong, shape.q_in_registers, shape.registers),
             ),
         )
-        if split.cut == 0:
+        if split.split_units == 0:
             return Forward(main)
-        join = Plan(
-            hopper_forward.join_kernel, split.cut * shape.warpgroups, self.device, (), None,
-            before=(tensors[3].stride()[:3], self.len_q, self.d, places, split.whole, split.pieces),
+        combine = Plan(
+            hopper_forward.combine_kernel, split.split_units * shape.warpgroups, self.device, (), None,
+            before=(tensors[3].stride()[:3], self.len_q, self.d, schedule, split.unsplit, split.splits),
             after=(d, rows), options={"num_warps": 4},
         )  # fmt: skip
-        return Forward(main, Pieces(join, split.cut * split.pieces * rows * (d + 1)))
+        return Forward(main, SplitPlan(combine, split.split_units * split.splits * rows * (d + 1)))
 
     def plan_backward(
         self, q: Tensor, k: Tensor, v: Tensor, out: Tensor, grad: Tensor, dq: Tensor, dk: Tensor, dv: Tensor
@@ -170,29 +167,14 @@ class Problem:
         queries = QUERIES[d]
         even = self.len_k % KEYS == 0
         blocks, q_blocks = triton.cdiv(self.len_k, KEYS), triton.cdiv(self.len_q, queries)
-        copies, meta = not suits_tma(grad), torch.device("meta")
-        own = torch.empty(q.shape, dtype=q.dtype, device=meta) if copies else grad
+        copies_grad, meta = not suits_tma(grad), torch.device("meta")
+        own = torch.empty(q.shape, dtype=q.dtype, device=meta) if copies_grad else grad
         scratch = self.scratch(meta)
-        lse, sums = scratch[: self.all_queries], scratch[2 * self.all_queries :].view(-1, 32)  # 32: as a thread has it
-        prepare = Plan(
-            hopper_backward.prepare_kernel, self.all_queries // PREPARED, self.device, (), None,
-            before=(
-                *(out.stride(), grad.stride(), self.heads, self.len_q, self.d),
-                *(self.padded // PREPARED, self.all_queries),
-            ),
-            after=(d, PREPARED), options={"num_warps": 4},
-        )  # fmt: skip
-        finish = Plan(
-            hopper_backward.finish_kernel, self.all_queries // FINISHED, self.device, (), None,
-            before=(
-                *(dq.stride()[:3], self.heads, self.len_q, self.d),
-                *(self.padded // FINISHED, self.all_queries),
-            ),
-            after=(d, FINISHED), options={"num_warps": 8, "launch_pdl": True},
-        )  # fmt: skip
+        lse, sums = scratch[: self.all_queries], scratch[2 * self.all_queries :].view(-1, 32)  # a row: one thread's
+        prepare, finish = self._plan_prepare(out, grad), self._plan_finish(dq)
         split = self._split("backward", blocks * all_heads, q_blocks * self.group)
         fit = L2_SHARE["backward"] // (8 * d * self.len_q * self.group)
-        place = (order(blocks, self.batch, self.kv_heads, fit), split.whole, split.pieces)
+        schedule = (order(blocks, self.batch, self.kv_heads, fit), split.unsplit, split.splits)
         main = self._plan(
             hopper_backward.backward_kernel,
             split.programs,
@@ -203,35 +185,51 @@ class Problem:
             ],
             before=(self.heads, self.group, self.len_k, self.padded, self.hi),
             after=(
-                *(q_blocks, *place),
-                *(self.causal, even, d, self.depth, queries, self._cut(KEYS, queries), self.group > 1),
+                *(q_blocks, *schedule),
+                *(self.causal, even, d, self.d_used, queries, self._masked_tiles(KEYS, queries), self.group > 1),
             ),
             starts={4: 0, 5: self.all_queries, 6: 2 * self.all_queries},
             options={"launch_pdl": True},
         )
-        if split.cut == 0:
-            return Backward(prepare, main, finish, copies)
-        join = Plan(
-            hopper_backward.join_kernel, split.cut * 4, self.device, (), None,
-            before=(dk.stride()[:3], dv.stride()[:3], self.len_k, self.d, *place),
+        if split.split_units == 0:
+            return Backward(prepare, main, finish, copies_grad)
+        combine = Plan(
+            hopper_backward.combine_kernel, split.split_units * 4, self.device, (), None,
+            before=(dk.stride()[:3], dv.stride()[:3], self.len_k, self.d, *schedule),
             after=(d,), options={"num_warps": 4},
         )  # fmt: skip
-        return Backward(prepare, main, finish, copies, Pieces(join, split.cut * split.pieces * 2 * KEYS * d))
+        numbers = split.split_units * split.splits * 2 * KEYS * d
+        return Backward(prepare, main, finish, copies_grad, SplitPlan(combine, numbers))
+
+    def _plan_prepare(self, out: Tensor, grad: Tensor) -> Plan:
+        sizes = (self.heads, self.len_q, self.d, self.padded // PREPARED, self.all_queries)
+        return Plan(
+            hopper_backward.prepare_kernel, self.all_queries // PREPARED, self.device, (), None,
+            before=(out.stride(), grad.stride(), *sizes), after=(self.block_d, PREPARED), options={"num_warps": 4},
+        )  # fmt: skip
+
+    def _plan_finish(self, dq: Tensor) -> Plan:
+        sizes = (self.heads, self.len_q, self.d, self.padded // FINISHED, self.all_queries)
+        return Plan(
+            hopper_backward.finish_kernel, self.all_queries // FINISHED, self.device, (), None,
+            before=(dq.stride()[:3], *sizes), after=(self.block_d, FINISHED),
+            options={"num_warps": 8, "launch_pdl": True},
+        )  # fmt: skip
 
     def _split(self, kernel: str, units: int, tiles: int) -> "Split":
-        if self.causal:  # the last programs are the shortest, and the end is even
+        if self.causal:  # the last programs are the shortest, and all multiprocessors finish together
             return Split(units, units, 1)
-        return even_end(units, tiles, _multiprocessors(self.device), LEAST_SAVING[kernel])
+        return even_end(units, tiles, _multiprocessors(self.device), MIN_SAVING[kernel])
 
     def _plan(
         self, kernel: Any, programs: int, tensors: Sequence[Tensor], blocks: Sequence[tuple[int, ...]],
         before: tuple[Any, ...], after: tuple[Any, ...], starts: Mapping[int, int] = MappingProxyType({}),
         options: Mapping[str, int] = MappingProxyType({}),
     ) -> Plan:  # fmt: skip
-        """`starts`: tensor -> where it begins, of those that are parts of another."""
+        """A plan whose tensors TMA moves in `blocks`. `starts`: offsets of the tensors that are parts of others."""
         copied = tuple(i for i, t in enumerate(tensors) if not suits_tma(t))
-        descriptors = [
-            Description(
+        descriptions = [
+            TensorDescription(
                 TensorDescriptor,
                 t.new_empty(t.shape) if i in copied else t,
                 list(block),
@@ -240,78 +238,96 @@ class Problem:
             )
             for i, (t, block) in enumerate(zip(tensors, blocks, strict=True))
         ]
-        return Plan(kernel, programs, self.device, copied, descriptors, before, after, {"num_warps": 4, **options})
+        return Plan(kernel, programs, self.device, copied, descriptions, before, after, {"num_warps": 4, **options})
 
-    def _cut(self, own: int, visited: int) -> int:
-        """In how many of the tiles that it visits, `visited` wide, the diagonal may cut `own` rows of a program."""
+    def _masked_tiles(self, own: int, visited: int) -> int:
+        """Number of tiles of width `visited` that the causal diagonal may cut for `own` rows, at least 1."""
         if not self.causal:
             return 1
         shift = self.hi % visited  # where the diagonal begins in a tile; programs begin at multiples of `own`
         return max(1, *(triton.cdiv((start + shift) % visited + own, visited) for start in range(0, visited, own)))
 
 
+# -- splitting units of work ------------------------------------------------------------------------------------------
+
+
 @dataclass(frozen=True)
 class Split:
-    """Units of work that take equally long, for programs: the first `whole` have one each, others a piece of one."""
+    """Assignment of units of work, which take equally long, to programs: the first `unsplit` units have one each."""
 
     units: int
-    whole: int
-    pieces: int
-    """Of each unit that is not whole."""
+    unsplit: int
+    splits: int
+    """Programs of each of the other units."""
 
     @property
-    def cut(self) -> int:
-        """Units in pieces."""
-        return self.units - self.whole
+    def split_units(self) -> int:
+        return self.units - self.unsplit
 
     @property
     def programs(self) -> int:
-        return self.whole + self.cut * self.pieces
+        return self.unsplit + self.split_units * self.splits
 
 
-def even_end(units: int, tiles: int, multiprocessors: int, least_saving: float) -> Split:
-    """How to cut units of so many tiles each, so that all multiprocessors end at about the same time.
+def even_end(units: int, tiles: int, multiprocessors: int, min_saving: float) -> Split:
+    """The split of units of `tiles` tiles with which all multiprocessors finish at about the same time.
 
-    1.1 times as many units as there are multiprocessors would take twice as long as exactly as many.
+    Unsplit, 1.1 times as many units as multiprocessors would take twice as long as exactly as many.
     """
 
-    def end(split: Split) -> int:
-        """In tiles, were all of a round to begin together."""
-        rounds, pieces = (
-            triton.cdiv(split.whole, multiprocessors),
-            triton.cdiv(split.cut * split.pieces, multiprocessors),
-        )
-        joining = JOINING + split.cut * split.pieces // PIECES_JOINED if split.cut else 0
-        return rounds * (tiles + STARTING) + pieces * (triton.cdiv(tiles, split.pieces) + STARTING) + joining
+    def cost(split: Split) -> int:
+        """Estimated time in tiles, as if all programs of a round began together."""
+        split_programs = split.split_units * split.splits
+        rounds, split_rounds = (triton.cdiv(n, multiprocessors) for n in (split.unsplit, split_programs))
+        combining = COMBINE_COST + split_programs // SPLITS_PER_COMBINE_COST if split.split_units else 0
+        split_tiles = triton.cdiv(tiles, split.splits)
+        return rounds * (tiles + START_COST) + split_rounds * (split_tiles + START_COST) + combining
 
     uncut, rounds = Split(units, units, 1), units // multiprocessors
-    splits = [
-        Split(units, whole * multiprocessors, pieces)
+    candidates = [
+        Split(units, whole * multiprocessors, splits)
         for whole in range(rounds, max(rounds - 2, -1), -1)
-        for pieces in range(2, min(PIECES, tiles) + 1)
+        for splits in range(2, min(MAX_SPLITS, tiles) + 1)
     ]
-    small = [split for split in splits if split.cut * split.pieces <= ROUNDS_OF_PIECES * multiprocessors]
-    best = min([uncut, *small], key=end)
-    return best if end(best) <= (1 - least_saving) * end(uncut) else uncut
+    small = [split for split in candidates if split.split_units * split.splits <= MAX_SPLIT_ROUNDS * multiprocessors]
+    best = min([uncut, *small], key=cost)
+    return best if cost(best) <= (1 - min_saving) * cost(uncut) else uncut
 
 
-@functools.cache
 def _multiprocessors(device: int | None) -> int:
     return 132 if device is None else torch.cuda.get_device_properties(device).multi_processor_count
 
 
-def order(blocks: int, batch: int, heads: int, fit: int) -> tuple[int, ...]:
-    """In what order programs take the blocks of all heads, for `hopper_forward.assignment`: units of work in a section,
-    heads in a section, heads; and how to divide by each of these.
+# -- the order of units of work ---------------------------------------------------------------------------------------
 
-    Heads of a section run side by side: about as many as `fit` the L2 cache. All sections are alike, since a last one
-    of few heads would keep few multiprocessors busy.
+
+class Schedule(NamedTuple):
+    """Numbers with which `hopper_forward.block_and_head` finds a program's block and head."""
+
+    units: int
+    """Units of work in a section of heads."""
+    section: int
+    """Heads in a section, which run side by side."""
+    heads: int
+    units_multiplier: int
+    """The three numbers' `reciprocal`s."""
+    units_shift: int
+    section_multiplier: int
+    section_shift: int
+    heads_multiplier: int
+    heads_shift: int
+
+
+def order(blocks: int, batch: int, heads: int, fit: int) -> Schedule:
+    """The schedule of all blocks of all heads, in sections of about as many heads as `fit` the L2 cache.
+
+    All sections are equally large, since a last one of few heads would keep few multiprocessors busy.
     """
     all_heads = batch * heads
     divisors = [n for n in range(1, all_heads + 1) if all_heads % n == 0]
     section = min(divisors, key=lambda n: max(n, fit) / min(n, max(fit, 1)))
     numbers = (section * blocks, section, heads)
-    return (*numbers, *(part for n in numbers for part in reciprocal(n)))
+    return Schedule(*numbers, *(part for n in numbers for part in reciprocal(n)))
 
 
 def reciprocal(n: int) -> tuple[int, int]:
@@ -320,22 +336,25 @@ def reciprocal(n: int) -> tuple[int, int]:
     return -(-(1 << shift) // n), shift
 
 
+# -- plans of a call --------------------------------------------------------------------------------------------------
+
+
 @dataclass
-class Pieces:
-    """Of units that `main` does not finish."""
+class SplitPlan:
+    """The second step of a kernel that splits its work."""
 
-    join: Plan
+    combine: Plan
     numbers: int
-    """That they leave for `join`, all of them."""
+    """fp32 numbers that the splits write for `combine`."""
 
-    def room(self, device: torch.device) -> Tensor:
+    def allocate(self, device: torch.device) -> Tensor:
         return torch.empty(self.numbers, dtype=torch.float32, device=device)
 
 
 @dataclass
 class Forward:
     main: Plan
-    pieces: Pieces | None = None
+    split: SplitPlan | None = None
 
 
 @dataclass
@@ -343,9 +362,6 @@ class Backward:
     prepare: Plan
     main: Plan
     finish: Plan
-    copies: bool
-    """TMA cannot read the gradient as it lies: `prepare` makes a copy."""
-    pieces: Pieces | None = None
-
-
-_known: Cache[tuple[Any, ...], Problem] = Cache()
+    copies_grad: bool
+    """TMA cannot read the gradient's layout: `prepare` makes a copy."""
+    split: SplitPlan | None = None

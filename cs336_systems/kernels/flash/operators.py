@@ -1,65 +1,87 @@
 """The fused implementations as PyTorch operators, and as the two autograd Functions of the course's interface.
 
 As operators (`torch.ops.cs336.flash_triton_forward` and so on) they are opaque to torch.compile, which keeps a graph
-whole around them; each has its shape-only version, its gradient, its cast under autocast and its FLOPs.
+whole around them; each has its shape-only version, its gradient, its cast under autocast and its FLOPs. They are
+registered by dispatch.py.
 """
 
 import functools
-import importlib
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, NamedTuple, Protocol
 
 import torch
 from torch import Tensor, nn
 from torch.utils.flop_counter import register_flop_formula
 
-from cs336_systems.kernels.flash import flash_torch
+from cs336_systems.kernels.cache import Cache
 from cs336_systems.kernels.flash import strides as layout
 from cs336_systems.kernels.flash.band import Band, resolve
 
 CAST = (torch.float32, torch.float16, torch.bfloat16)
-LAUNCHERS = {"flash_triton": "flash_launch", "flash_hopper": "hopper_launch"}
+"""Dtypes that autocast casts."""
 
 _library = torch.library.Library("cs336", "DEF")
 
 
-Settings = tuple[str, Any, float, Band, bool]
-"""Which of OPERATORS; what has its `forward` and `backward`; the scale; the band; whether the logsumexp is wanted."""
+class Kernels(Protocol):
+    """A fused implementation for tensors of one layout."""
+
+    def forward(self, q: Tensor, k: Tensor, v: Tensor, scale: float, band: Band) -> tuple[Tensor, Tensor]:
+        """Output and logsumexp."""
+
+    def backward(
+        self, grad: Tensor, grad_lse: Tensor | None, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor,
+        scale: float, band: Band,
+    ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
+        """Gradients of q, k and v."""
+
+
+KernelsFor = Callable[[Tensor, Tensor, Tensor, Band], Kernels]
+"""Makes the kernels for tensors like q, k and v."""
+
+
+class Call(NamedTuple):
+    """A resolved call of a fused implementation, all but its tensors."""
+
+    name: str
+    kernels: Any
+    """Kernels, or Operators under tracing."""
+    scale: float
+    band: Band
+    return_lse: bool
 
 
 def fused(name: str, q: Tensor, k: Tensor, v: Tensor, scale: float, band: Band, return_lse: bool) -> Callable[..., Any]:
-    """Attention as a function of tensors that were checked, and lie as these do."""
+    """Attention by a fused implementation, as a function of tensors that were checked and have the layout of these."""
     dtype = autocast_dtype(q)
     if dtype is not None and any(t.dtype in CAST and t.dtype != dtype for t in (q, k, v)):
-        return functools.partial(_cast_first, name, scale, band, return_lse)
-    if is_watched(q):
-        settings = name, OPERATORS[name], scale, band, return_lse
-        return lambda q, k, v: _Flash.apply(q, k, v, settings)
-    return functools.partial(_run, (name, _bare(name, q, k, v, band), scale, band, return_lse))
+
+        def cast_first(q: Tensor, k: Tensor, v: Tensor) -> Any:
+            q, k, v = cast_for_autocast(q, k, v)
+            return fused(name, q, k, v, scale, band, return_lse)(q, k, v)
+
+        return cast_first
+    if is_traced(q):
+        call = Call(name, OPERATORS[name], scale, band, return_lse)
+        return lambda q, k, v: _Flash.apply(q, k, v, call)
+    return functools.partial(_run_eagerly, Call(name, kernels_for(name, q, k, v, band), scale, band, return_lse))
 
 
-def _cast_first(
-    name: str, scale: float, band: Band, return_lse: bool, q: Tensor, k: Tensor, v: Tensor
-) -> Tensor | tuple[Tensor, Tensor]:
-    q, k, v = cast_for_autocast(q, k, v)
-    return fused(name, q, k, v, scale, band, return_lse)(q, k, v)
-
-
-def _run(settings: Settings, q: Tensor, k: Tensor, v: Tensor) -> Tensor | tuple[Tensor, Tensor]:
+def _run_eagerly(call: Call, q: Tensor, k: Tensor, v: Tensor) -> Tensor | tuple[Tensor, Tensor]:
     if torch.is_grad_enabled() and (q.requires_grad or k.requires_grad or v.requires_grad):
-        return _with_graph(q, k, v, settings)
-    _, kernels, scale, band, return_lse = settings
+        return _apply(q, k, v, call)
+    _, kernels, scale, band, return_lse = call
     out, lse = kernels.forward(q, k, v, scale, band)
     return (out, lse) if return_lse else out
 
 
 class _Flash(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, q: Tensor, k: Tensor, v: Tensor, settings: Settings) -> Tensor | tuple[Tensor, Tensor]:
-        _, kernels, scale, band, return_lse = settings
+    def forward(ctx: Any, q: Tensor, k: Tensor, v: Tensor, call: Call) -> Tensor | tuple[Tensor, Tensor]:
+        _, kernels, scale, band, return_lse = call
         out, lse = kernels.forward(q, k, v, scale, band)
         ctx.save_for_backward(q, k, v, out, lse)
-        ctx.settings = settings
+        ctx.call = call
         if not return_lse:
             return out
         ctx.set_materialize_grads(False)  # either result may have no gradient, and zeros would cost a pass over it
@@ -67,42 +89,65 @@ class _Flash(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor | None, grad_lse: Tensor | None = None) -> Any:
-        dq, dk, dv = _gradients(ctx.settings, ctx.saved_tensors, grad, grad_lse)
+        dq, dk, dv = _gradients(ctx.call, ctx.saved_tensors, grad, grad_lse)
         return dq, dk, dv, None
 
 
-_with_graph: Callable[..., Any] = super(torch.autograd.Function, _Flash).apply
-"""`_Flash.apply` where `is_watched` is false, without what it does for those who watch."""
+_apply: Callable[..., Any] = super(torch.autograd.Function, _Flash).apply
+"""`_Flash.apply` without its handling of functorch transforms, for calls that are not traced."""
 
 
 def _gradients(
-    settings: Settings, saved: Sequence[Tensor], grad: Tensor | None, grad_lse: Tensor | None
+    call: Call, saved: Sequence[Tensor], grad: Tensor | None, grad_lse: Tensor | None
 ) -> tuple[Any, Any, Any]:
-    name, kernels, scale, band, _ = settings
+    name, kernels, scale, band, _ = call
     if grad is None:
         if grad_lse is None:
             return None, None, None
         grad = torch.zeros_like(saved[3])
-    if is_watched(grad):
+    if is_traced(grad):
         kernels = OPERATORS[name]
     return kernels.backward(grad, grad_lse, *saved, scale, band)
 
 
-# -- which kernels ----------------------------------------------------------------------------------------------------
+def is_traced(t: Tensor) -> bool:
+    """True if calls have to go through PyTorch's dispatcher: under torch.compile, a counter of FLOPs or memory, a
+    functorch transform, or with a tensor subclass. Else they skip it: an operator costs more than a small kernel."""
+    return (
+        torch.compiler.is_compiling()
+        or torch._C._len_torch_dispatch_stack() > 0
+        or torch._C._are_functorch_transforms_active()
+        or not is_plain(t)
+    )
 
 
-def _bare(name: str, q: Tensor, k: Tensor, v: Tensor, band: Band) -> Any:
-    return flash_torch if name == "flash_torch" else _launcher(name).problem(q, k, v, band)
+def is_plain(t: Tensor) -> bool:
+    """True unless `t` is of a subclass, such as the fake tensors of a trace."""
+    return type(t) in (Tensor, nn.Parameter)
 
 
-@functools.cache
-def _launcher(name: str) -> Any:
-    """The module; it imports triton, so only when it is called for."""
-    return importlib.import_module(f"cs336_systems.kernels.{LAUNCHERS[name]}")
+# -- kernels by layout ------------------------------------------------------------------------------------------------
+
+
+_factories: dict[str, KernelsFor] = {}
+_kernels: Cache[tuple[Any, ...], Kernels] = Cache()
+"""Name, layout, band and fp32 precision -> kernels with their launch plans, for calls that dispatch.py does not
+resolve: the operators and the course's Functions. One lookup for both passes saved 10 us."""
+
+
+def kernels_for(name: str, q: Tensor, k: Tensor, v: Tensor, band: Band) -> Kernels:
+    key = (name, layout.layout_key(q, k, v), band, torch.get_float32_matmul_precision())
+    found = _kernels.get(key)
+    if found is None:
+        found = _kernels[key] = _factories[name](q, k, v, band)
+    return found
+
+
+# -- operators --------------------------------------------------------------------------------------------------------
 
 
 class Operators:
-    """The kernels by way of PyTorch's dispatcher."""
+    """Kernels called by way of PyTorch's dispatcher."""
 
     def __init__(self, name: str):
         self._forward = getattr(torch.ops.cs336, f"{name}_forward").default
@@ -116,28 +161,12 @@ class Operators:
         return self._backward(*tensors, scale, *band)
 
 
-def is_watched(t: Tensor) -> bool:
-    """Whether anyone looks on: a compiler, a counter of FLOPs or memory, a transform, a tensor that is not plain.
-
-    They see operators. For nobody the operator would be called in vain, and a call costs more than a small kernel.
-    """
-    return (
-        torch.compiler.is_compiling()
-        or torch._C._len_torch_dispatch_stack() > 0
-        or torch._C._are_functorch_transforms_active()
-        or not is_plain(t)
-    )
+OPERATORS: dict[str, Operators] = {}
 
 
-def is_plain(t: Tensor) -> bool:
-    """Not a subclass, such as the fake tensors of a trace."""
-    return type(t) in (Tensor, nn.Parameter)
-
-
-# -- operators --------------------------------------------------------------------------------------------------------
-
-
-def _register(name: str) -> None:
+def register(name: str, kernels: KernelsFor) -> None:
+    """Define the operators of a fused implementation."""
+    _factories[name] = kernels
     _library.define(
         f"{name}_forward(Tensor q, Tensor k, Tensor v, float scale, int? lo, int? hi) -> (Tensor, Tensor)",
         tags=(torch.Tag.pt2_compliant_tag,),
@@ -154,13 +183,14 @@ def _register(name: str) -> None:
         q: Tensor, k: Tensor, v: Tensor, scale: float, lo: int | None, hi: int | None
     ) -> tuple[Tensor, Tensor]:
         band = Band(lo, hi)
-        return _bare(name, q, k, v, band).forward(q, k, v, scale, band)
+        return kernels_for(name, q, k, v, band).forward(q, k, v, scale, band)
 
-    def run_backward(*arguments: Any) -> tuple[Tensor, Tensor, Tensor]:
-        *tensors, scale, lo, hi = arguments
-        q, k, v = tensors[2:5]
+    def run_backward(
+        grad: Tensor, grad_lse: Tensor | None, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor,
+        scale: float, lo: int | None, hi: int | None,
+    ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
         band = Band(lo, hi)
-        return _bare(name, q, k, v, band).backward(*tensors, scale, band)
+        return kernels_for(name, q, k, v, band).backward(grad, grad_lse, q, k, v, out, lse, scale, band)
 
     for device in ("CPU", "CUDA"):
         _library.impl(f"{name}_forward", run_forward, device)
@@ -169,19 +199,19 @@ def _register(name: str) -> None:
     torch.library.register_fake(f"cs336::{name}_forward", _forward_shapes, lib=_library)
     torch.library.register_fake(f"cs336::{name}_backward", _backward_shapes, lib=_library)
 
-    def keep(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
-        ctx.save_for_backward(*inputs[:3], *output)
-        ctx.settings = inputs[3:]
+    def setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
+        q, k, v, scale, lo, hi = inputs
+        ctx.save_for_backward(q, k, v, *output)
+        ctx.call = Call(name, OPERATORS[name], scale, Band(lo, hi), True)
         ctx.set_materialize_grads(False)
 
     def gradients(ctx: Any, grad: Tensor | None, grad_lse: Tensor | None) -> tuple[Any, ...]:
-        scale, lo, hi = ctx.settings
-        settings = name, OPERATORS[name], scale, Band(lo, hi), True
-        return *_gradients(settings, ctx.saved_tensors, grad, grad_lse), None, None, None
+        return *_gradients(ctx.call, ctx.saved_tensors, grad, grad_lse), None, None, None
 
-    torch.library.register_autograd(f"cs336::{name}_forward", gradients, setup_context=keep, lib=_library)
+    torch.library.register_autograd(f"cs336::{name}_forward", gradients, setup_context=setup_context, lib=_library)
     register_flop_formula(forward_op)(_forward_flops)
     register_flop_formula(backward_op)(_backward_flops)
+    OPERATORS[name] = Operators(name)
 
 
 def _forward_shapes(
@@ -197,7 +227,7 @@ def _backward_shapes(
 
 
 def _with_cast(op: Callable, device: str) -> Callable:
-    """Under autocast fp32 becomes its dtype, as for torch's own attention."""
+    """The operator with inputs cast to autocast's dtype, as torch's own attention does."""
     excluded = torch._C.DispatchKeySet(getattr(torch._C.DispatchKey, f"Autocast{device}"))
 
     def cast_and_call(q: Tensor, k: Tensor, v: Tensor, *settings: Any) -> tuple[Tensor, Tensor]:
@@ -214,32 +244,26 @@ def cast_for_autocast(*tensors: Tensor) -> tuple[Tensor, ...]:
 
 
 def autocast_dtype(t: Tensor) -> torch.dtype | None:
-    """What autocast, where it is on, makes of those in CAST."""
-    if not torch._C._is_any_autocast_enabled():  # a tenth of the time that asking of one kind of device takes
+    """The dtype to which autocast casts, or None where it is off."""
+    if not torch._C._is_any_autocast_enabled():  # a tenth of the time that the query for one device type takes
         return None
     device = t.device.type
     return torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else None
 
 
-def _products(q: torch.Size, k: torch.Size) -> int:
-    """FLOPs of one matrix product over all scores; as in torch's counter, a mask does not make it less."""
+def _matmul_flops(q: torch.Size, k: torch.Size) -> int:
+    """FLOPs of one matmul over all scores; as in torch's counter, a mask does not reduce them."""
     batch, heads, len_q, d = q
     return 2 * batch * heads * len_q * k[2] * d
 
 
 def _forward_flops(q: torch.Size, k: torch.Size, *_: Any, **__: Any) -> int:
-    return 2 * _products(q, k)
+    return 2 * _matmul_flops(q, k)
 
 
 def _backward_flops(grad: torch.Size, grad_lse: Any, q: torch.Size, k: torch.Size, *_: Any, **__: Any) -> int:
-    """Five: the scores again, and two for each of forward's."""
-    return 5 * _products(q, k)
-
-
-OPERATORS = {}
-for _name in ("flash_torch", *LAUNCHERS):
-    _register(_name)
-    OPERATORS[_name] = Operators(_name)
+    """Five matmuls: the scores again, and two for each of forward's."""
+    return 5 * _matmul_flops(q, k)
 
 
 # -- the course's interface -------------------------------------------------------------------------------------------
@@ -261,7 +285,7 @@ class FlashAttentionTorch(torch.autograd.Function):
 
 
 class FlashAttentionTriton(torch.autograd.Function):
-    """The same by the Triton kernels."""
+    """`apply(q, k, v, is_causal=False)` on (..., seq, d), by the Triton kernels."""
 
     @staticmethod
     def forward(ctx: Any, q: Tensor, k: Tensor, v: Tensor, is_causal: bool = False) -> Tensor:
@@ -279,22 +303,22 @@ def _course_forward(ctx: Any, name: str, q: Tensor, k: Tensor, v: Tensor, is_cau
             f"got {tuple(q.shape)}, {tuple(k.shape)}, {tuple(v.shape)}"
         )
     scale, band = q.shape[-1] ** -0.5, resolve(is_causal, None, q.shape[-2], k.shape[-2])
-    four = _four(q), _four(k), _four(v)
-    kernels = OPERATORS[name] if is_watched(q) else _bare(name, *four, band)
+    four = _as_4d(q), _as_4d(k), _as_4d(v)
+    kernels = OPERATORS[name] if is_traced(q) else kernels_for(name, *four, band)
     out, lse = kernels.forward(*four, scale, band)
     out, lse = out.view(q.shape), lse.view(q.shape[:-1])
     ctx.save_for_backward(q, k, v, out, lse)
-    ctx.settings = name, kernels, scale, band, False
+    ctx.call = Call(name, kernels, scale, band, False)
     return out
 
 
 def _course_backward(ctx: Any, grad: Tensor) -> tuple[Any, ...]:
     q, k, v, out, lse = ctx.saved_tensors
-    four = _four(q), _four(k), _four(v), _four(out), lse.view(-1, 1, lse.shape[-1])
-    found = _gradients(ctx.settings, four, _four(grad), None)
+    four = _as_4d(q), _as_4d(k), _as_4d(v), _as_4d(out), lse.view(-1, 1, lse.shape[-1])
+    found = _gradients(ctx.call, four, _as_4d(grad), None)
     return *(g.view(t.shape) for g, t in zip(found, (q, k, v), strict=True)), None
 
 
-def _four(t: Tensor) -> Tensor:
+def _as_4d(t: Tensor) -> Tensor:
     """(..., seq, d) -> (batch, 1 head, seq, d)."""
     return t.reshape(-1, 1, *t.shape[-2:])

@@ -12,45 +12,41 @@ from cs336_systems.kernels.cache import Cache
 from cs336_systems.kernels.flash import flash_triton, tiles
 from cs336_systems.kernels.flash import strides as layout
 from cs336_systems.kernels.flash.band import Band
-from cs336_systems.kernels.flash.launch_plan import INTERPRETED, Description, Plan, suits_tma
+from cs336_systems.kernels.flash.launch_plan import Plan, suits_tma
 from cs336_systems.kernels.flash.tiles import LAUNCH_BOUND, WIDEST_GRAD, Key, Tile
+from cs336_systems.kernels.triton_compat import INTERPRETED, TensorDescription
 
-FP32_PRODUCTS = "tf32x3"
-"""How products of fp32 are formed where torch's own may not use TF32. "tf32x3" adds three TF32 products of the upper
+FP32_PRECISION = "tf32x3"
+"""`input_precision` of fp32 matmuls where torch's own may not use TF32. "tf32x3" adds three TF32 matmuls of the upper
 and lower halves of the operands, on the tensor cores, and its error is that of fp32; "ieee" multiplies and adds in
 fp32."""
 
 L2_SHARE = 16 << 20
-"""Bytes that the heads of a section read again and again; with more in flight they evict each other's."""
+"""Bytes that the heads of a section may read repeatedly; with more they evict each other from the L2 cache."""
 SMALLEST_FOR_DESCRIPTORS = 0 if INTERPRETED else 1 << 21
-"""Elements of q below which encoding descriptors for each call takes longer than they save."""
+"""Elements of q below which descriptors save less time than it takes to encode them."""
 LONG_FOR_DESCRIPTORS = 2048
-"""Keys from which they pay all the same: a program visits that many one tile after another."""
+"""Keys from which descriptors pay all the same: a program visits that many one tile after another."""
 WITH_TMA = (9, 10)
-"""Compute capabilities, by their first number, where descriptors help. Those of 12.x have the copy engine too, but no
-matrix instructions that read shared memory, and their tiles pass through registers either way."""
+"""Major compute capabilities on which descriptors help. 12.x has the copy engine too, but no matrix instructions that
+read shared memory, and its tiles pass through registers either way."""
 LARGEST_ROW_STRIDE = 1 << 22
-"""A tile's offsets are 32 bits wide: its rows times this must fit."""
-
-
-def problem(q: Tensor, k: Tensor, v: Tensor, band: Band) -> "Problem":
-    """Attention of tensors like these. q: (batch, heads, len_q, d); k, v: (batch, kv_heads, len_k, d)."""
-    key = (layout.kind(q, k, v), band, products() if q.dtype == torch.float32 else None)
-    found = _known.get(key)
-    if found is None:
-        found = _known[key] = Problem(q, k, v)
-    return found
+"""Offsets inside a tile are 32 bits wide: its rows times this must fit."""
 
 
 class Problem:
-    """What is known of tensors of certain shapes, strides and alignment: forward needs one plan, backward one for each
-    layout of its gradient."""
+    """Plans for attention of tensors with given shapes, strides and alignment.
 
-    def __init__(self, q: Tensor, k: Tensor, v: Tensor) -> None:
+    q: (batch, heads, len_q, d); k, v: (batch, kv_heads, len_k, d). Forward has one plan, backward one for each layout
+    of its gradient.
+    """
+
+    def __init__(self, q: Tensor, k: Tensor, v: Tensor, band: Band) -> None:
         self._results = layout.Results(q, k, v)
         self._has_keys = k.shape[2] > 0
         self._forward: list[Plan] | None = None
         self._backward: Cache[tuple[Any, ...], list[Plan]] = Cache()
+        """Layout of the gradient -> plans."""
 
     def forward(self, q: Tensor, k: Tensor, v: Tensor, scale: float, band: Band) -> tuple[Tensor, Tensor]:
         """Output, in q's layout, and logsumexp."""
@@ -73,7 +69,7 @@ class Problem:
         tensors = (q, k, v, out, grad, dq, dk, dv)
         if grad_lse is not None:
             grad_lse = grad_lse.contiguous()
-        key = layout.kind_of_gradient(grad, grad_lse, out, lse)
+        key = layout.gradient_layout_key(grad, grad_lse, out, lse)
         plans = self._backward.get(key)
         if plans is None:
             plans = self._backward[key] = _plan_backward(tensors, band)
@@ -89,16 +85,13 @@ class Problem:
         return dq, dk, dv
 
 
-_known: Cache[tuple[Any, ...], Problem] = Cache()
+def fp32_precision() -> str:
+    """`input_precision` of fp32 matmuls; torch's own setting decides whether it may be TF32."""
+    return FP32_PRECISION if torch.get_float32_matmul_precision() == "highest" else "tf32"
 
 
-def products() -> str:
-    """How products of fp32 are formed now: torch's own setting decides whether TF32 may be."""
-    return FP32_PRODUCTS if torch.get_float32_matmul_precision() == "highest" else "tf32"
-
-
-def _usable(t: Tensor) -> bool:
-    """The kernels want contiguous rows, and rows apart by neither 0 nor very far. They get a copy of what is not."""
+def _is_usable(t: Tensor) -> bool:
+    """True if the kernels can read `t`: contiguous rows, not too far apart. Else they get a copy."""
     return t.stride(-1) == 1 and 0 < t.stride(-2) < LARGEST_ROW_STRIDE
 
 
@@ -106,17 +99,17 @@ def _usable(t: Tensor) -> bool:
 
 
 SIDES = {"forward": "qkkq", "grad_q": "qkkqqq", "grad_kv": "qkkqkk", "grad": "qkkqqqkk"}
-"""Kernel -> for each tensor it moves in tiles whether its rows are queries or keys."""
+"""Kernel -> for each tensor it moves in tiles, whether its rows are queries or keys."""
 
 
-def plan(kernel: str, tensors: Sequence[Tensor], band: Band, tile: Tile | None = None) -> "Plan":
-    """`tensors`: those of SIDES, in the kernel's order; they begin with q and k."""
-    copied = tuple(i for i, t in enumerate(tensors) if not _usable(t))
-    tensors = [t if _usable(t) else t.contiguous() for t in tensors]
+def plan(kernel: str, tensors: Sequence[Tensor], band: Band, tile: Tile | None = None) -> Plan:
+    """The plan of a kernel for the tensors of SIDES, in the kernel's order; they begin with q and k."""
+    copied = tuple(i for i, t in enumerate(tensors) if not _is_usable(t))
+    tensors = [t if _is_usable(t) else t.contiguous() for t in tensors]
     q, k = tensors[:2]
     (batch, heads, len_q, d), (_, kv_heads, len_k, _) = q.shape, k.shape
     tile = tile or tiles.choose(tile_key(kernel, tensors, band), q.device, traits(kernel, tensors, band))
-    # A program owns a block of queries and reads keys again and again, or the other way round.
+    # A program owns a block of queries and reads keys repeatedly, or the other way round.
     if kernel == "grad_kv":
         owners, blocks = kv_heads, triton.cdiv(len_k, tile.block_n)
         bytes_read = 2 * len_q * d * q.element_size() * heads / kv_heads
@@ -126,37 +119,32 @@ def plan(kernel: str, tensors: Sequence[Tensor], band: Band, tile: Tile | None =
     by_descriptor = _by_descriptor(kernel, tensors)
     block_d = padded(d)
     programs = blocks * batch * owners
-    grid: tuple[Any, ...] = (blocks, batch * owners, max(1, min(batch * owners, int(L2_SHARE / bytes_read))))
+    schedule: tuple[int, ...] = (blocks, batch * owners, max(1, min(batch * owners, int(L2_SHARE / bytes_read))))
     if kernel == "grad":  # all blocks of keys come after all blocks of queries
         kv_blocks = triton.cdiv(len_k, tile.block_n)
         programs += kv_blocks * batch * kv_heads
-        grid = (blocks, kv_blocks, batch * heads, batch * kv_heads)
+        schedule = (blocks, kv_blocks, batch * heads, batch * kv_heads)
+    constants = (tile.block_m, tile.block_n, block_d, *(() if kernel == "grad" else (by_descriptor,)))
     rows = {"q": tile.block_m, "k": tile.block_n}
     return Plan(
         kernel=getattr(flash_triton, f"{kernel}_kernel"),
         programs=programs,
         device=q.device.index,
         copied=copied,
-        descriptors=[
-            Description(TensorDescriptor, t, [1, 1, rows[side], block_d])
+        descriptions=[
+            TensorDescription(TensorDescriptor, t, [1, 1, rows[side], block_d])
             for t, side in zip(tensors, SIDES[kernel], strict=True)
         ]
         if by_descriptor
         else None,
-        before=(
-            *(tuple(t.stride()[:3]) for t in tensors),
-            *(owners, heads // kv_heads, len_q, len_k, d, (band.lo, band.hi)),
-        ),
-        after=(
-            *(*grid, tile.block_m, tile.block_n, block_d, *(() if kernel == "grad" else (by_descriptor,))),
-            products() if q.dtype == torch.float32 else "ieee",
-        ),
+        before=(*(tuple(t.stride()[:3]) for t in tensors), owners, heads // kv_heads, len_q, len_k, d, band),
+        after=(*schedule, *constants, fp32_precision() if q.dtype == torch.float32 else "ieee"),
         options={"num_warps": tile.num_warps, "num_stages": tile.num_stages},
     )
 
 
 def padded(d: int) -> int:
-    """The head dim as the kernels see it: tensor cores want 16 at least, Triton's tiles want powers of 2."""
+    """The padded head dim: tensor cores take at least 16 columns, Triton's tiles are powers of 2."""
     return max(16, triton.next_power_of_2(d))
 
 
@@ -166,7 +154,7 @@ def tile_key(kernel: str, tensors: Sequence[Tensor], band: Band) -> Key:
 
 
 def traits(kernel: str, tensors: Sequence[Tensor], band: Band) -> frozenset[str]:
-    """See `tiles.choose`. Descriptors pad without registers."""
+    """The traits of a call for `tiles.choose`. Descriptors pad without registers."""
     q, k = tensors[:2]
     holds = {
         "window": band.lo is not None,
@@ -177,7 +165,7 @@ def traits(kernel: str, tensors: Sequence[Tensor], band: Band) -> frozenset[str]
 
 
 def _by_descriptor(kernel: str, tensors: Sequence[Tensor]) -> bool:
-    """Whether TMA can, and should, move all of these."""
+    """True if TMA can, and should, move all of these tensors."""
     q = tensors[0]
     return (
         kernel != "grad"
@@ -185,11 +173,11 @@ def _by_descriptor(kernel: str, tensors: Sequence[Tensor]) -> bool:
         and q.element_size() == 2
         and (q.numel() >= SMALLEST_FOR_DESCRIPTORS or tensors[1].shape[2] >= LONG_FOR_DESCRIPTORS)
         and all(map(suits_tma, tensors))
-    )  # fmt: skip
+    )
 
 
 def _plan_forward(tensors: Sequence[Tensor], band: Band) -> list[Plan]:
-    """None where there is nothing to attend to, or nobody who does."""
+    """No plan where there are no queries or no keys."""
     return [plan("forward", tensors, band)] if all(t.numel() for t in tensors) else []
 
 

@@ -1,4 +1,4 @@
-"""Attention as the formula says it: the oracle of the fused kernels, and the baseline they are measured against."""
+"""Naive attention: the oracle of the fused kernels, and the baseline they are measured against."""
 
 import math
 
@@ -26,14 +26,13 @@ def attention_reference(
 
 
 def attention_and_lse(q: Tensor, k: Tensor, v: Tensor, band: Band, scale: float) -> tuple[Tensor, Tensor]:
-    """The same for any band and grouped heads, with the logsumexp; rows that see no key give 0 and -inf."""
+    """Naive attention with any band and grouped heads, and its logsumexp; rows that see no key give 0 and -inf."""
     groups = q.shape[1] // k.shape[1] if k.shape[1] else 1
     k, v = (t.repeat_interleave(groups, dim=1) if groups > 1 else t for t in (k, v))
     logits = scores(q, k, band, scale).to(_wide(q.dtype))
     lse = torch.logsumexp(logits, dim=-1)
     if band.has_empty_rows(q.shape[2], k.shape[2]):
-        # softmax of a row of -inf is NaN, in its gradient too: such a row is given a key to look at, then its result
-        # is dropped.
+        # softmax of a row of -inf is NaN, in its gradient too: such a row gets scores of 0, then its result is dropped.
         empty = lse == -torch.inf
         logits = logits.masked_fill(empty[..., None], 0.0)
         lse = torch.logsumexp(logits, dim=-1).masked_fill(empty, -torch.inf)
@@ -45,7 +44,7 @@ def attention_and_lse(q: Tensor, k: Tensor, v: Tensor, band: Band, scale: float)
 
 def scores(q: Tensor, k: Tensor, band: Band, scale: float) -> Tensor:
     """q k^T * scale, -inf outside the band."""
-    # Scaling q instead of the scores, masking in place and keeping one name spares three (seq, seq) matrices.
+    # Scaling q instead of the scores, masking in place and reusing one name saves three (seq, seq) matrices.
     weights = (q * scale) @ k.transpose(-2, -1)
     if band.hi is not None:
         weights.masked_fill_(_ones_like_scores(weights).triu(band.hi + 1), -torch.inf)

@@ -1,4 +1,4 @@
-"""How tensors lie in memory: what kernels are compiled for, and how the results of the fused ones lie."""
+"""Memory layouts: cache keys for tensors that kernels treat alike, and layouts of the results."""
 
 from collections.abc import Callable
 from typing import Any
@@ -7,8 +7,8 @@ import torch
 from torch import Tensor
 
 
-def kind(q: Tensor, k: Tensor, v: Tensor) -> tuple[Any, ...]:
-    """All that plans for attention of these depend on: code is compiled for pointers aligned as theirs are."""
+def layout_key(q: Tensor, k: Tensor, v: Tensor) -> tuple[Any, ...]:
+    """Everything that plans for attention of q, k and v depend on. Alignment too: code is compiled for it."""
     return (
         q.dtype, k.dtype, v.dtype, q.device, k.device, v.device,
         q.shape, k.shape, v.shape, q.stride(), k.stride(), v.stride(),
@@ -16,8 +16,8 @@ def kind(q: Tensor, k: Tensor, v: Tensor) -> tuple[Any, ...]:
     )  # fmt: skip
 
 
-def kind_of_gradient(grad: Tensor, grad_lse: Tensor | None, out: Tensor, lse: Tensor) -> tuple[Any, ...]:
-    """... and those for its backward, beside q, k and v."""
+def gradient_layout_key(grad: Tensor, grad_lse: Tensor | None, out: Tensor, lse: Tensor) -> tuple[Any, ...]:
+    """Everything that plans for the backward depend on, beside q, k and v."""
     return (
         grad.stride(), out.stride(), grad.data_ptr() % 16, out.data_ptr() % 16, lse.data_ptr() % 16,
         None if grad_lse is None else grad_lse.data_ptr() % 16,
@@ -25,7 +25,7 @@ def kind_of_gradient(grad: Tensor, grad_lse: Tensor | None, out: Tensor, lse: Te
 
 
 def empty_like(t: Tensor, dtype: torch.dtype | None = None) -> Tensor:
-    """Uninitialised, without gaps, and with heads or rows outermost as `t` has them.
+    """An uninitialised tensor without gaps, with heads or rows outermost as in `t`.
 
     A model's q is often a transposed view of (batch, seq, heads, d), or of a part of that where q, k and v are one
     tensor; an output of that layout flattens without a copy.
@@ -38,13 +38,13 @@ def empty_like(t: Tensor, dtype: torch.dtype | None = None) -> Tensor:
 
 
 class Results:
-    """Memory for what attention of tensors like q, k and v gives."""
+    """Allocates the results of attention of tensors like q, k and v."""
 
     def __init__(self, q: Tensor, k: Tensor, v: Tensor):
         self.device = q.device
         self.rows = q.shape[:-1]
         self.row_strides = torch.empty(self.rows, device="meta").stride()
-        self.like_q, self.like_k, self.like_v = _maker(q), _maker(k), _maker(v)
+        self.like_q, self.like_k, self.like_v = _allocator(q), _allocator(k), _allocator(v)
 
     def logsumexp(self) -> Tensor:
         # Half the time that `torch.empty` takes.
@@ -54,7 +54,7 @@ class Results:
         return self.like_q(q), self.like_k(k), self.like_v(v)
 
 
-def _maker(t: Tensor) -> Callable[[Tensor], Tensor]:
-    """`empty_like`, or torch's own, which takes a third of the time, where it does the same."""
+def _allocator(t: Tensor) -> Callable[[Tensor], Tensor]:
+    """`torch.empty_like`, which takes a third of the time, where it gives the same layout; else `empty_like`."""
     shadow = torch.empty_strided(t.shape, t.stride(), dtype=t.dtype, device="meta")
     return torch.empty_like if torch.empty_like(shadow).stride() == empty_like(shadow).stride() else empty_like

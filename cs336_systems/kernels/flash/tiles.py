@@ -1,8 +1,16 @@
-"""Tile sizes of the Triton kernels: a table shipped with the package, and what `cs336 tune` found on this machine.
+"""Tile sizes of the portable Triton kernels, by *padded* head dim: 16, 32, 64, 128 or 256.
 
-Nothing is tuned when a kernel runs. A tile is looked up first among those tuned here, then in the table. The tiles of
-sm_90 were measured on an H200. Those of the other families fit their shared memory and are unmeasured: `cs336 tune` is
-for them. tests/test_kernel_tables.py compiles every one, and lists what spills registers.
+The kernels pad the head dim to a power of 2, at least 16, so d 72, 80 and 96 have the tiles of 128. `choose` takes the
+first tile that it finds, in this order:
+
+1. `_SPARING`: tiles for calls with a window, grouped heads or a padded head dim, where the tile of 2 or 3 would spill
+   registers. They come before tuned tiles, which were measured without these traits.
+2. Tiles that `cs336 tune` measured on this machine.
+3. `_SHIPPED`: the table of this package.
+
+Nothing is tuned when a kernel runs. The tiles of sm_90 were measured on an H200. Those of the other families fit their
+shared memory and are unmeasured: `cs336 tune` is for them. tests/unit/kernels/test_kernel_tables.py compiles every one,
+and lists what spills registers.
 """
 
 import functools
@@ -16,20 +24,21 @@ from typing import NamedTuple
 import torch
 
 KERNELS = ("forward", "grad_q", "grad_kv")
-"""Those whose tiles matter. A small problem has "grad" in place of the last two: by pointers, in 16 bits, and up to a
-head dim of 128."""
+"""Kernels of large problems. A small one has "grad" in place of the last two: with pointers, in 16 bits, up to a padded
+head dim of WIDEST_GRAD."""
 WIDEST_GRAD = 128
 BLOCK_DIMS = (16, 32, 64, 128, 256)
+"""Padded head dims."""
 LAUNCH_BOUND = 1 << 31
-"""Multiply-adds of one matrix product below which a call is over before Python has launched it, on a large GPU."""
+"""Multiply-adds of one matmul below which a call takes a large GPU less time than Python takes to launch it."""
 
 
 @dataclass(frozen=True)
 class Tile:
     block_m: int
-    """Queries."""
+    """Queries of a tile."""
     block_n: int
-    """Keys."""
+    """Keys of a tile."""
     num_warps: int
     num_stages: int
     """Depth of the load pipeline."""
@@ -40,18 +49,18 @@ class Key(NamedTuple):
     bits: int
     """Width of an element: 16 or 32."""
     block_d: int
-    """Head dim, padded to a power of 2."""
+    """Padded head dim, one of BLOCK_DIMS."""
     causal: bool
     descriptors: bool
-    """Whether TMA moves the tiles: then no registers are needed for addresses."""
+    """TMA moves the tiles, which needs no registers for addresses."""
 
 
 SHARED_MEMORY = {"sm_80": 163 << 10, "sm_90": 227 << 10, "sm_100": 227 << 10, "sm_120": 99 << 10}
-"""Family of GPUs -> bytes of shared memory that a block may use."""
+"""Family of GPUs -> bytes of shared memory that a program may use."""
 
 
 def family(capability: tuple[int, int]) -> str:
-    """That of a compute capability. sm_86 and sm_89 have as little shared memory as sm_120; so may cards not known."""
+    """Family of a compute capability. sm_86 and sm_89 have as little shared memory as sm_120; so may unknown GPUs."""
     match capability:
         case (8, 0) | (8, 7):
             return "sm_80"
@@ -63,26 +72,18 @@ def family(capability: tuple[int, int]) -> str:
 
 
 def choose(key: Key, device: torch.device, traits: frozenset[str] = frozenset()) -> Tile:
-    """`traits`: what of "window", "grouped" and "padded" holds of the call. Each takes registers, and where those that
-    a tile leaves are too few, another is used."""
+    """The tile for a call, in the order of the module's docstring. `traits`: which of "window", "grouped" and "padded"
+    hold for the call; each takes registers."""
     if device.type != "cuda":
         return INTERPRETED
     name = family(torch.cuda.get_device_capability(device))
-    return roomier(name, key, traits) or tuned(torch.cuda.get_device_name(device)).get(key) or shipped(name, key)
+    return sparing(name, key, traits) or tuned(torch.cuda.get_device_name(device)).get(key) or shipped(name, key)
 
 
-def roomier(name: str, key: Key, traits: frozenset[str]) -> Tile | None:
-    """The tile for calls of such traits, where they need one of their own."""
-    found = _ROOMIER.get(name, {}).get((key.kernel, _kind(key), key.block_d))
-    return Tile(*found[1]) if found and traits & found[0] else None
-
-
-def _kind(key: Key) -> str:
-    return "descriptors" if key.descriptors else "pointers" if key.bits == 16 else "fp32"
-
-
-INTERPRETED = Tile(32, 32, 4, 1)
-"""Triton's interpreter has no registers to run out of, and small tiles test more edges."""
+def sparing(name: str, key: Key, traits: frozenset[str]) -> Tile | None:
+    """The tile that leaves registers for such traits, where they need another than the usual one."""
+    found = _SPARING.get(name, {}).get((key.kernel, _kind(key), key.block_d))
+    return found.tile if found and traits & found.traits else None
 
 
 def shipped(name: str, key: Key) -> Tile:
@@ -91,14 +92,23 @@ def shipped(name: str, key: Key) -> Tile:
     return causal if key.causal else full
 
 
+def _kind(key: Key) -> str:
+    return "descriptors" if key.descriptors else "pointers" if key.bits == 16 else "fp32"
+
+
+INTERPRETED = Tile(32, 32, 4, 1)
+"""Tile under Triton's interpreter, which has no registers to run out of; small tiles test more edges."""
+
+
 def _tiles(*entries: tuple) -> list[tuple[Tile, Tile]]:
-    """One for each of BLOCK_DIMS ("grad": all but the last): a tile, or two, for full and for causal attention."""
+    """(full, causal) tiles for each padded head dim of BLOCK_DIMS ("grad": all but the last), from one tile for both or
+    one for each."""
     return [
         (Tile(*entry[0]), Tile(*entry[1])) if isinstance(entry[0], tuple) else (Tile(*entry),) * 2 for entry in entries
     ]
 
 
-# family -> how tiles are moved -> kernel -> a tile for each of BLOCK_DIMS: (queries, keys, warps, stages)
+# family -> how tiles are moved -> kernel -> (queries, keys, warps, stages) by padded head dim: 16, 32, 64, 128, 256
 _SHIPPED: dict[str, dict[str, dict[str, list[tuple[Tile, Tile]]]]] = {
     "sm_90": {
         "descriptors": {
@@ -169,21 +179,28 @@ _SHIPPED: dict[str, dict[str, dict[str, list[tuple[Tile, Tile]]]]] = {
     },
 }
 
+
+class _Sparing(NamedTuple):
+    traits: frozenset[str]
+    """Any of these makes the usual tile spill."""
+    tile: Tile
+
+
 _WINDOW, _GROUPED, _PADDED = (frozenset({trait}) for trait in ("window", "grouped", "padded"))
-# family -> (kernel, how tiles are moved, head dim) -> traits that do not fit, and the tile for them
-_ROOMIER: dict[str, dict[tuple[str, str, int], tuple[frozenset[str], tuple[int, int, int, int]]]] = {
+# family -> (kernel, how tiles are moved, padded head dim) -> traits, and (queries, keys, warps, stages) for them
+_SPARING: dict[str, dict[tuple[str, str, int], _Sparing]] = {
     "sm_90": {
-        ("forward", "pointers", 64): (_PADDED, (64, 32, 4, 2)),
-        ("forward", "pointers", 256): (_PADDED, (32, 16, 8, 2)),
-        ("grad_q", "pointers", 256): (_PADDED, (32, 32, 8, 2)),
-        ("grad_kv", "pointers", 128): (_WINDOW, (32, 64, 8, 2)),
-        ("grad_kv", "pointers", 256): (_PADDED | _WINDOW, (32, 16, 8, 1)),
-        ("grad", "pointers", 32): (_PADDED, (64, 64, 8, 1)),
-        ("grad", "pointers", 64): (_PADDED, (32, 64, 8, 1)),
-        ("grad", "pointers", 128): (_WINDOW, (32, 32, 8, 1)),
-        ("grad_kv", "descriptors", 64): (_WINDOW, (64, 64, 4, 3)),
-        ("grad_kv", "descriptors", 128): (_WINDOW, (32, 64, 4, 2)),
-        ("grad_kv", "descriptors", 256): (_WINDOW | _GROUPED, (16, 64, 8, 2)),
+        ("forward", "pointers", 64): _Sparing(_PADDED, Tile(64, 32, 4, 2)),
+        ("forward", "pointers", 256): _Sparing(_PADDED, Tile(32, 16, 8, 2)),
+        ("grad_q", "pointers", 256): _Sparing(_PADDED, Tile(32, 32, 8, 2)),
+        ("grad_kv", "pointers", 128): _Sparing(_WINDOW, Tile(32, 64, 8, 2)),
+        ("grad_kv", "pointers", 256): _Sparing(_PADDED | _WINDOW, Tile(32, 16, 8, 1)),
+        ("grad", "pointers", 32): _Sparing(_PADDED, Tile(64, 64, 8, 1)),
+        ("grad", "pointers", 64): _Sparing(_PADDED, Tile(32, 64, 8, 1)),
+        ("grad", "pointers", 128): _Sparing(_WINDOW, Tile(32, 32, 8, 1)),
+        ("grad_kv", "descriptors", 64): _Sparing(_WINDOW, Tile(64, 64, 4, 3)),
+        ("grad_kv", "descriptors", 128): _Sparing(_WINDOW, Tile(32, 64, 4, 2)),
+        ("grad_kv", "descriptors", 256): _Sparing(_WINDOW | _GROUPED, Tile(16, 64, 8, 2)),
     },
 }
 
@@ -192,14 +209,14 @@ _ROOMIER: dict[str, dict[tuple[str, str, int], tuple[frozenset[str], tuple[int, 
 
 
 def tuned_file() -> Path:
-    """Where `cs336 tune` keeps its findings."""
+    """The file in which `cs336 tune` stores tiles."""
     cache = os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
     return Path(os.environ.get("CS336_TILES") or Path(cache) / "cs336_systems" / "tiles.json")
 
 
 @functools.cache
 def tuned(gpu: str) -> Mapping[Key, Tile]:
-    """Of this GPU and this Triton: another version may want other tiles, or miscompile these."""
+    """Tiles tuned for this GPU and this Triton: another version may want other tiles, or miscompile these."""
     import triton
 
     try:
@@ -210,7 +227,7 @@ def tuned(gpu: str) -> Mapping[Key, Tile]:
 
 
 def keep(gpu: str, found: Mapping[Key, Tile]) -> None:
-    """Add to the file, in one step: a kernel that reads meanwhile sees the old file or the new one."""
+    """Add tiles to the file, atomically: a process that reads it meanwhile sees the old file or the new one."""
     import triton
 
     path = tuned_file()

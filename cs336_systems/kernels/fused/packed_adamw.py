@@ -2,19 +2,19 @@
 
     optimizer = PackedAdamW(model.parameters(), lr=3e-4, max_grad_norm=1.0)
     loss.backward()
-    optimizer.step()  # optimizer.grad_norm: the gradient's norm, on the device
+    optimizer.step()  # optimizer.grad_norm: the norm of the gradients, on the device
     optimizer.zero_grad()
 
-The parameters of the model become bf16 views of one long tensor, their gradients and moments views of others. A master
-weight is its bf16 value and the 16 bits that make it fp32 again, so nothing is stored twice: 14 bytes for a parameter,
-where autocast holds 16 and copies. An update reads 14 and writes 12.
+The parameters of the model become bf16 views of one flat tensor, their gradients and moments views of others. An fp32
+master weight is stored as its bf16 value and the remaining 16 bits: 14 bytes per parameter with gradient and moments,
+where autocast holds 16 and bf16 copies. An update reads 14 bytes and writes 12.
 
-Nothing here waits for the device, and all that changes from step to step is in its memory: a step can be captured in a
-CUDA graph. With `check_finite`, or clipping, a step whose gradient's norm is not finite leaves everything as it was,
+Nothing here waits for the device, and everything that changes from step to step is in device memory, so that a step can
+be captured in a CUDA graph. With `check_finite` or clipping, a step whose gradient norm is not finite changes nothing
 and is not counted.
 """
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -24,17 +24,20 @@ from torch import Tensor, nn
 from cs336_systems.kernels.fused import pointwise
 
 ALIGNED = 128
-"""Elements: every parameter begins at a multiple of it, as matrix kernels like best."""
+"""Alignment of each parameter in elements, for the loads of matrix kernels."""
 
 
 class PackedAdamW(torch.optim.Optimizer):
-    """Takes over the parameters' memory. Those of two dimensions and more become `dtype` (torch.bfloat16; or
-    torch.float32: left as they are), others stay fp32.
+    """AdamW that owns the memory of its parameters: those of two and more dimensions become `dtype` (torch.bfloat16, or
+    torch.float32 to keep them), others stay fp32.
 
-    Every parameter must get a gradient in every step; those that are frozen now are left alone. Weights that are loaded
-    later come in by `load_masters`: a module's own load_state_dict knows nothing of the bits beside them.
-    `max_grad_norm`: clip the norm over all groups (0: do not).
+    Every parameter must get a gradient in every step; parameters that are frozen now are left alone. Load weights by
+    `load_masters`: a module's load_state_dict would leave the low 16 bits of the masters as they were. `max_grad_norm`
+    clips the norm over all groups (0: no clipping).
     """
+
+    clips_itself = True
+    """The interface of step/optimizers.py: `step` clips, and leaves out an update that is not finite."""
 
     def __init__(
         self,
@@ -61,9 +64,9 @@ class PackedAdamW(torch.optim.Optimizer):
         self.device = first.device
         self._steps = torch.zeros((), device=self.device)
         self._rates = torch.zeros(len(self.param_groups), device=self.device)
-        self._sent: list[float] = []
+        self._uploaded: list[float] = []
         self.grad_norm: Tensor | None = None
-        """Of the last step, before clipping, over all parameters; None where it was not asked for."""
+        """Norm over all parameters in the last step, before clipping; None without `check_finite` and clipping."""
         self._packs: list[_Pack] = []
         for number in range(len(self.param_groups)):
             self._pack(number)
@@ -72,7 +75,7 @@ class PackedAdamW(torch.optim.Optimizer):
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         if self._is_packed:
-            raise RuntimeError("PackedAdamW takes all parameters when it is made: their memory is one piece")
+            raise RuntimeError("PackedAdamW takes all parameters when it is constructed: they share one flat tensor")
         super().add_param_group(param_group)
 
     def _pack(self, number: int) -> None:
@@ -82,24 +85,23 @@ class PackedAdamW(torch.optim.Optimizer):
             if not members:
                 continue
             if any(p.dtype != torch.float32 or p.device != self.device for p in members):
-                raise ValueError("PackedAdamW begins with fp32 parameters on one device")
+                raise ValueError("PackedAdamW needs fp32 parameters on one device")
             pack = _Pack.of(number, members, dtype)
             self._packs.append(pack)
             for view in pack.views:
                 state = {"step": self._steps, "exp_avg": view.of(pack.mean), "exp_avg_sq": view.of(pack.square)}
                 self.state[view.parameter] = state
                 view.parameter.grad_memory = view.of(pack.grads)  # type: ignore[attr-defined]
-                view.parameter.register_post_accumulate_grad_hook(_move_to_memory)
+                view.parameter.register_post_accumulate_grad_hook(_move_to_grad_memory)
 
     # -- a step -------------------------------------------------------------------------------------------------------
 
     def upload_rates(self) -> None:
-        """Send the groups' learning rates to the device, if they have changed; `step` does, unless it is being captured
-        or replayed."""
+        """Copy the groups' learning rates to the device if they have changed. `step` does so, unless it is captured."""
         rates = [float(group["lr"]) for group in self.param_groups]
-        if rates != self._sent:
+        if rates != self._uploaded:
             self._rates.copy_(torch.tensor(rates))
-            self._sent = rates
+            self._uploaded = rates
 
     @torch.no_grad()
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
@@ -125,7 +127,7 @@ class PackedAdamW(torch.optim.Optimizer):
         return loss
 
     def _norm_and_factor(self) -> tuple[Tensor, Tensor]:
-        """Whether the gradient is finite, 1 or 0, and what clipping multiplies it by."""
+        """Return 1 if the gradients are finite, else 0, and the factor by which clipping multiplies them."""
         one = torch.ones((), device=self.device)
         if not self.check_finite:
             return one, one
@@ -140,20 +142,25 @@ class PackedAdamW(torch.optim.Optimizer):
                 if view.parameter.grad is None:
                     raise RuntimeError(
                         f"a parameter of shape {tuple(view.parameter.shape)} got no gradient; PackedAdamW updates all "
-                        f"of them in one pass: use torch.optim.AdamW for a model that leaves some unused"
+                        f"parameters in one pass: use torch.optim.AdamW for a model that leaves some unused"
                     )
-                _move_to_memory(view.parameter)  # one that the caller has put there
+                _move_to_grad_memory(view.parameter)  # a gradient that the caller has assigned
 
-    # -- whole weights, for checkpoints -------------------------------------------------------------------------------
+    # -- weights and state, for checkpoints ---------------------------------------------------------------------------
 
     @property
-    def rests(self) -> list[Tensor]:
-        """The bits of the masters that the parameters do not have."""
+    def owned(self) -> list[Tensor]:
+        """All parameters: their state is on this rank."""
+        return [p for group in self.param_groups for p in group["params"]]
+
+    @property
+    def unlisted_state(self) -> list[Tensor]:
+        """The low 16 bits of the masters, which neither the parameters nor `state` hold."""
         return [pack.rest for pack in self._packs if pack.rest is not None]
 
     @torch.no_grad()
     def masters(self, device: torch.device | str | None = None) -> dict[nn.Parameter, Tensor]:
-        """A copy of every parameter's weights in fp32; on the host, say, if the device has no room for it."""
+        """Return a copy of every parameter's weights in fp32, on `device`: the host has room where the GPU has not."""
         return {
             view.parameter: view.master(pack).to(device or self.device, copy=pack.rest is None)
             for pack in self._packs
@@ -161,7 +168,8 @@ class PackedAdamW(torch.optim.Optimizer):
         }
 
     @torch.no_grad()
-    def load_masters(self, values: dict[nn.Parameter, Tensor]) -> None:
+    def load_masters(self, values: Mapping[nn.Parameter, Tensor]) -> None:
+        """Replace the weights of all parameters."""
         for pack in self._packs:
             for view in pack.views:
                 if view.parameter not in values:
@@ -169,17 +177,17 @@ class PackedAdamW(torch.optim.Optimizer):
                 view.set_master(pack, values[view.parameter])
 
     def state_dict(self) -> dict[str, Any]:
-        """As AdamW's: there each parameter counts its own steps."""
+        """Return the state in the form of torch's AdamW, where each parameter counts its own steps."""
         found = super().state_dict()
         found["state"] = {number: {**state, "step": state["step"].clone()} for number, state in found["state"].items()}
         return found
 
     @torch.no_grad()
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Of this class, or of torch's AdamW over the same groups."""
+        """Load a state of this class, or of torch's AdamW over the same groups."""
         groups = state_dict["param_groups"]
         if [len(g["params"]) for g in groups] != [len(g["params"]) for g in self.param_groups]:
-            raise ValueError("the optimizer's state is of other parameter groups")
+            raise ValueError("the optimizer's state belongs to other parameter groups")
         steps = set()
         for theirs, group in zip(groups, self.param_groups, strict=True):
             group.update({name: value for name, value in theirs.items() if name in self.defaults})
@@ -189,7 +197,7 @@ class PackedAdamW(torch.optim.Optimizer):
                         self.state[parameter][name].copy_(found[name])
                     steps.add(float(found["step"]))
         if len(steps) > 1:
-            raise ValueError(f"the optimizer's parameters have done different numbers of steps: {sorted(steps)}")
+            raise ValueError(f"parameters in the state differ in their number of steps: {sorted(steps)}")
         self._steps.fill_(steps.pop() if steps else 0.0)
         self.upload_rates()
 
@@ -206,8 +214,8 @@ def _among(parameter: nn.Parameter, others: list[nn.Parameter]) -> bool:
     return any(parameter is other for other in others)  # `in` would compare values
 
 
-def _move_to_memory(parameter: Tensor) -> None:
-    """Autograd has made a gradient of its own: it goes where the optimizer will look for it."""
+def _move_to_grad_memory(parameter: Tensor) -> None:
+    """Copy a gradient that autograd has allocated into the memory that the optimizer reads."""
     memory = parameter.grad_memory  # type: ignore[attr-defined]
     if parameter.grad is not None and parameter.grad is not memory:
         parameter.grad = memory.copy_(parameter.grad)
@@ -215,7 +223,7 @@ def _move_to_memory(parameter: Tensor) -> None:
 
 @dataclass
 class _View:
-    """A parameter's place in its pack."""
+    """The position of a parameter in its pack."""
 
     parameter: nn.Parameter
     start: int
@@ -238,7 +246,7 @@ class _View:
 
 @dataclass
 class _Pack:
-    """Parameters of one group and one dtype, one behind the other."""
+    """The parameters of one group and one dtype, packed into flat tensors."""
 
     group: int
     views: list[_View]

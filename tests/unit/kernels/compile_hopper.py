@@ -33,7 +33,7 @@ def compile_one(kernel: str, d: int, dtype: str, len_q: int, len_k: int, hi: int
         scratch = problem.scratch(q.device)
         tensors, pointers = (q, k, k, q, scratch, scratch, scratch, k, k), ()
         plans = problem.plan_backward(q, k, k, q, q, q, k, k)
-    plan, pointers = plans.main, (*pointers, numbers if plans.pieces else None)
+    plan, pointers = plans.main, (*pointers, numbers if plans.split else None)
     return plan.kernel.warmup(*plan.arguments(tensors, pointers, 0.125), grid=(1,), **plan.options)
 
 

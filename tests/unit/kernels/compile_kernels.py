@@ -61,9 +61,9 @@ def compile_one(
     least = 0 if descriptors else 1 << 62
     with mock.patch.multiple(flash_launch, SMALLEST_FOR_DESCRIPTORS=least, LONG_FOR_DESCRIPTORS=least):
         key, traits = (of(kernel, tensors, Band(*band)) for of in (flash_launch.tile_key, flash_launch.traits))
-        tile = tiles.roomier(family, key, traits) or tiles.shipped(family, key)
+        tile = tiles.sparing(family, key, traits) or tiles.shipped(family, key)
         plan = flash_launch.plan(kernel, tensors, Band(*band), tile)
-    assert (plan.descriptors is not None) == descriptors
+    assert (plan.descriptions is not None) == descriptors
     return resources(plan.kernel.warmup(*plan.arguments(tensors, rows, 0.125), grid=(1,), **plan.options))
 
 

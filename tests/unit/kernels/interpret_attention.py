@@ -1,7 +1,7 @@
-"""Triton's attention kernels under Triton's interpreter, on the CPU, in a process of its own.
+"""Runs Triton's attention kernels under Triton's interpreter, on the CPU, in a process of its own.
 
-TRITON_INTERPRET must be set before triton is imported, and another test may have imported it by then. Reads a JSON list
-of runs (the arguments of `run`) from standard input; prints one JSON object: how many ran, and what was wrong.
+TRITON_INTERPRET must be set before triton is imported, and another test may have imported it by then. Reads one case a
+line from standard input, as JSON (the arguments of `run`), and answers with a line: the JSON list of what is wrong.
 """
 
 import json
@@ -24,17 +24,12 @@ def run(fields: dict[str, Any], dtype: str, deterministic: bool, **options: obje
 
     try:
         with poisoned_memory():
-            wrong = failures(implementation, case, getattr(torch, dtype), **options)
+            return failures(implementation, case, getattr(torch, dtype), **options)
     except Exception:
-        wrong = [f"{case.name} {dtype}: {traceback.format_exc()}"]
-    return [f"deterministic={deterministic} {options} {line}" for line in wrong]
-
-
-def main() -> None:
-    torch.set_num_threads(1)
-    results = [run(**arguments) for arguments in json.load(sys.stdin)]
-    print(json.dumps({"runs": len(results), "wrong": [line for result in results for line in result]}))
+        return [f"{case.name} {dtype}: {traceback.format_exc()}"]
 
 
 if __name__ == "__main__":
-    main()
+    torch.set_num_threads(1)
+    for line in sys.stdin:
+        print(json.dumps(run(**json.loads(line))), flush=True)

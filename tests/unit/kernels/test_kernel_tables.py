@@ -143,11 +143,11 @@ def test_every_key_has_a_tile():
 
 def test_calls_that_need_more_registers_have_tiles_of_their_own():
     key = Key("grad_kv", 16, 64, True, True)
-    assert tiles.roomier("sm_90", key, frozenset()) is None
-    assert tiles.roomier("sm_90", key, frozenset({"grouped", "padded"})) is None
-    assert tiles.roomier("sm_90", key, frozenset({"window", "grouped"})) == Tile(64, 64, 4, 3)
-    assert tiles.roomier("sm_90", key._replace(descriptors=False), frozenset({"window"})) is None
-    assert tiles.roomier("sm_80", key, frozenset({"window"})) is None
+    assert tiles.sparing("sm_90", key, frozenset()) is None
+    assert tiles.sparing("sm_90", key, frozenset({"grouped", "padded"})) is None
+    assert tiles.sparing("sm_90", key, frozenset({"window", "grouped"})) == Tile(64, 64, 4, 3)
+    assert tiles.sparing("sm_90", key._replace(descriptors=False), frozenset({"window"})) is None
+    assert tiles.sparing("sm_80", key, frozenset({"window"})) is None
 
 
 @needs_triton

@@ -1,4 +1,4 @@
-"""What makes launching a kernel cheap to repeat, without a GPU: kept descriptors, memory for results, settled calls."""
+"""Cheap launches, without a GPU: encoded descriptors, launch arguments, memory for results, resolved calls."""
 
 from importlib.util import find_spec
 from types import SimpleNamespace
@@ -15,21 +15,21 @@ needs_triton = pytest.mark.skipif(find_spec("triton") is None, reason="needs tri
 
 
 class Descriptor:
-    """As much of a tensor descriptor as is asked for."""
+    """The fields of a tensor descriptor that the code reads."""
 
     def __init__(self, base, shape, strides, block_shape):
         self.base, self.shape, self.strides, self.block_shape = base, shape, strides, block_shape
 
 
 def described(t, **fields):
-    from cs336_systems.kernels.flash.launch_plan import Description
+    from cs336_systems.kernels.triton_compat import TensorDescription
 
-    return Description(Descriptor, t, [8, 8], **fields)
+    return TensorDescription(Descriptor, t, [8, 8], **fields)
 
 
 @pytest.fixture
 def driver():
-    """Triton's, with an encoder that counts: the real one asks CUDA."""
+    """Triton's driver with an encoder that counts its calls: the real one calls CUDA."""
     found = pytest.importorskip("triton.backends.nvidia.driver")
     encode = mock.Mock(side_effect=lambda arg, metadata: [("map", arg.base.data_ptr(), metadata), *arg.shape])
     with mock.patch.object(found, "make_tensordesc_arg", encode):
@@ -46,13 +46,13 @@ SIGNATURE = {"x": "tensordesc<fp32[8,8]>", "n": "i32", "y": "tensordesc<fp32[8,8
 
 @needs_triton
 def test_a_descriptor_is_encoded_once_for_each_address(driver):
-    from cs336_systems.kernels.flash.launch_plan import _launcher
+    from cs336_systems.kernels.triton_compat import _without_encoding
 
     raw, x, y = mock.Mock(), torch.zeros(16, 8), torch.zeros(16, 8)
     descriptions, kinds = [described(x), described(y)], ["kind of x", "kind of y"]
     theirs = wrapped(driver, SIGNATURE, kinds, raw)
-    ours = _launcher(theirs, descriptions, SimpleNamespace(tensordesc_meta=kinds))
-    assert ours.launch is raw, "what is beneath Triton's encoding"
+    ours = _without_encoding(theirs, descriptions, SimpleNamespace(tensordesc_meta=kinds))
+    assert ours.launch is raw, "the launcher below Triton's encoding"
     assert theirs.launch is not raw, "other kernels share the class, not the object"
     for _ in range(3):
         assert descriptions[0].encoded(x) == [("map", x.data_ptr(), "kind of x"), 16, 8]
@@ -63,8 +63,8 @@ def test_a_descriptor_is_encoded_once_for_each_address(driver):
 
 
 @needs_triton
-def test_what_triton_hides_otherwise_is_left_to_triton(driver):
-    from cs336_systems.kernels.flash.launch_plan import _launcher
+def test_an_unknown_launcher_encodes_descriptors_itself(driver):
+    from cs336_systems.kernels.triton_compat import _without_encoding
 
     x = torch.zeros(16, 8)
     one = {"x": "tensordesc<fp32[8,8]>"}
@@ -76,7 +76,7 @@ def test_what_triton_hides_otherwise_is_left_to_triton(driver):
         (wrapped(driver, one, [None], print), [None]),  # lowered to pointers
     ):
         description = described(x)
-        assert _launcher(launcher, [description], SimpleNamespace(tensordesc_meta=kinds)) is launcher
+        assert _without_encoding(launcher, [description], SimpleNamespace(tensordesc_meta=kinds)) is launcher
         (passed,) = description.encoded(x)
         assert isinstance(passed, Descriptor)
         assert passed.base is x
@@ -86,8 +86,8 @@ FIXED = ("code", "packed", None, None, None)
 SCRATCH = {"global_scratch_size": 0, "profile_scratch_size": 0}
 
 
-class AsInTriton36:
-    """Its launcher: what it was given comes after the constants, one by one."""
+class Triton36Launcher:
+    """Passes the kernel's arguments one by one, after the constants."""
 
     def __init__(self, launch):
         self.launch = launch
@@ -98,14 +98,14 @@ class AsInTriton36:
 
 @needs_triton
 @pytest.mark.parametrize("version", ["3.6", "installed"])
-def test_a_launch_passes_what_tritons_own_launcher_would(version):
+def test_direct_launch_passes_the_arguments_of_tritons_launcher(version):
     from triton.backends.nvidia.driver import CudaLauncher
 
-    from cs336_systems.kernels.flash.launch_plan import _direct
+    from cs336_systems.kernels.triton_compat import _direct
 
     raw = mock.Mock()
     if version == "3.6":
-        launcher = AsInTriton36(raw)
+        launcher = Triton36Launcher(raw)
     else:
         launcher = object.__new__(CudaLauncher)
         fields = ("num_ctas", "global_scratch_align", "profile_scratch_align", "launch_cooperative_grid", "launch_pdl")
@@ -123,8 +123,8 @@ def test_a_launch_passes_what_tritons_own_launcher_would(version):
 
 
 @needs_triton
-def test_a_launcher_of_another_kind_is_called_itself():
-    from cs336_systems.kernels.flash.launch_plan import _direct, _launch
+def test_an_unknown_launcher_is_called_itself():
+    from cs336_systems.kernels.triton_compat import _direct, launch_of
 
     def run(*arguments):
         called.append(arguments)
@@ -132,16 +132,16 @@ def test_a_launcher_of_another_kind_is_called_itself():
     called = []
     run.launch = print
     for launcher, metadata in (
-        (run, SCRATCH),  # does not pass on what it is given
-        (AsInTriton36(print), {**SCRATCH, "global_scratch_size": 8}),
-        (AsInTriton36(print), {}),
+        (run, SCRATCH),  # does not pass its arguments on
+        (Triton36Launcher(print), {**SCRATCH, "global_scratch_size": 8}),
+        (Triton36Launcher(print), {}),
         (SimpleNamespace(), SCRATCH),
     ):
         assert _direct(launcher, SimpleNamespace(**metadata), 7, FIXED) is None
     called.clear()
     metadata = SimpleNamespace(**SCRATCH)
     compiled = SimpleNamespace(run=run, function="code", packed_metadata="packed", metadata=metadata)
-    launch = _launch(compiled, 7, None)
+    launch = launch_of(compiled, 7, None)
     called.clear()
     launch.function(*launch.arguments("stream", (1, 2, 3)))
     assert called == [(7, 1, 1, "stream", *FIXED, 1, 2, 3)]
@@ -160,41 +160,42 @@ def stream():
 
 
 @needs_triton
-@pytest.mark.parametrize("as_one", [False, True])
-def test_what_a_plan_keeps_is_right_for_other_tensors_numbers_and_streams(as_one, stream):
-    from cs336_systems.kernels.flash.launch_plan import Launch
+@pytest.mark.parametrize("as_tuple", [False, True], ids=["one by one", "as a tuple"])
+def test_cached_arguments_depend_on_tensors_numbers_and_stream(as_tuple, stream):
+    from cs336_systems.kernels.triton_compat import Launch
 
     called = []
-    plan = plan_of(Launch(lambda *arguments: called.append(arguments), 7, ("code",), as_one))
+    plan = plan_of(Launch(lambda *arguments: called.append(arguments), 7, ("code",), as_tuple))
     x, y = torch.zeros(4), torch.zeros(4)
     for current in (5, 6, 5):
         stream.return_value = current
         for tensors, pointers, number in (((x,), (y, None), 0.5), ((y,), (x, None), 0.5), ((x,), (y, None), 0.25)):
             plan(tensors, pointers, number)
             own = (tensors[0].data_ptr(), pointers[0].data_ptr(), None, "before", number, "after")
-            assert called.pop() == (7, 1, 1, current, "code", *((own,) if as_one else own))
-    assert len(plan.known) == 6
+            assert called.pop() == (7, 1, 1, current, "code", *((own,) if as_tuple else own))
+    assert len(plan.cache) == 6
 
 
 @needs_triton
-def test_a_plan_keeps_no_tensor_alive(driver, stream):
-    """Where Triton encodes descriptors itself, arguments hold the tensors."""
-    from cs336_systems.kernels.flash.launch_plan import Launch, _launch
+def test_a_plan_caches_no_tensor(driver, stream):
+    """Arguments hold tensors if Triton encodes the descriptors."""
+    from cs336_systems.kernels.triton_compat import Launch, launch_of
 
     x = torch.zeros(16, 8)
     descriptions = [described(x)]
     metadata = SimpleNamespace(**SCRATCH, tensordesc_meta=None)
-    compiled = SimpleNamespace(run=AsInTriton36(print), function="code", packed_metadata="packed", metadata=metadata)
-    assert not _launch(compiled, 7, descriptions).takes_addresses
+    launcher = Triton36Launcher(print)
+    compiled = SimpleNamespace(run=launcher, function="code", packed_metadata="packed", metadata=metadata)
+    assert not launch_of(compiled, 7, descriptions).takes_addresses
     called = []
     plan = plan_of(Launch(lambda *arguments: called.append(arguments), 7, (), takes_addresses=False), descriptions)
     plan((x,), ())
     assert called[0][4].base is x
-    assert not plan.known
+    assert not plan.cache
 
 
 @needs_triton
-def test_a_description_of_a_part_begins_where_the_part_does():
+def test_a_description_of_a_part_starts_at_its_offset():
     whole = torch.arange(64.0)
     part = described(whole[16:48].view(4, 8), start=16)
     assert torch.equal(part(whole).base, whole[16:48].view(4, 8))
@@ -215,7 +216,7 @@ TENSORS = {
 
 
 @pytest.mark.parametrize("name", TENSORS)
-def test_results_lie_as_they_always_do(name):
+def test_results_have_the_layout_of_empty_like(name):
     t = TENSORS[name]
     found = layout.Results(t, t, t)
     for made in (found.like_q(t), *found.gradients(t, t, t)):
@@ -227,10 +228,10 @@ def test_results_lie_as_they_always_do(name):
     assert lse.is_contiguous()
 
 
-def test_where_nobody_wants_gradients_no_graph_is_built():
+def test_no_graph_without_gradients():
     q, k, v = (torch.randn(1, 2, 16, 8) for _ in range(3))
     with_graph = attention(q.clone().requires_grad_(), k, v, impl="flash_torch")
-    with mock.patch.object(flash_ops, "_with_graph", side_effect=AssertionError("a graph")):
+    with mock.patch.object(flash_ops, "_apply", side_effect=AssertionError("a graph")):
         with pytest.raises(AssertionError, match="a graph"):
             attention(q.clone().requires_grad_(), k, v, impl="flash_torch")
         plain = attention(q, k, v, impl="flash_torch")
@@ -244,7 +245,7 @@ def test_where_nobody_wants_gradients_no_graph_is_built():
 
 
 @pytest.mark.parametrize("impl", ["sdpa", "flash_torch", "reference"])
-def test_a_settled_call_means_the_same_every_time(impl):
+def test_a_resolved_call_gives_the_same_every_time(impl):
     q, k, v = (torch.randn(1, 2, 16, 8, dtype=torch.float64) for _ in range(3))
     for scale in (0.5, -0.5, 0.0):
         fields = {"is_causal": True, "scale": scale}
@@ -253,13 +254,13 @@ def test_a_settled_call_means_the_same_every_time(impl):
             torch.testing.assert_close(attention(q, k, v, impl=impl, **fields), expected)
 
 
-def test_a_call_is_settled_for_tensors_that_lie_alike():
-    """Kernels are compiled for strides and alignment: what was settled for one layout must not serve another."""
+def test_calls_are_resolved_for_each_layout():
+    """Kernels are compiled for strides and alignment: a call resolved for one layout must not serve another."""
     base = torch.randn(3, 2, 4, 16, 8)
     expected = attention(*base, impl="reference", is_causal=True)
     transposed = base.transpose(2, 3).contiguous().transpose(2, 3)
     shifted = torch.empty(base.numel() + 1)[1:].view_as(base).copy_(base)
-    kinds = {layout.kind(*tensors) for tensors in (base, transposed, shifted, base.clone())}
+    kinds = {layout.layout_key(*tensors) for tensors in (base, transposed, shifted, base.clone())}
     assert len(kinds) == 3
     for tensors in (base, transposed, shifted, base):
         for impl in ("flash_torch", "sdpa", "auto"):
@@ -267,8 +268,8 @@ def test_a_call_is_settled_for_tensors_that_lie_alike():
 
 
 @pytest.mark.parametrize("scale", [0.3, -0.3])
-def test_under_autocast_what_is_settled_follows_its_dtype(scale):
-    """Of either dtype, and of tensors that need the cast and those that have had it."""
+def test_resolved_calls_follow_the_dtype_of_autocast(scale):
+    """With either dtype, for tensors that need the cast, those that do not, and a mixture."""
     q, k, v = (torch.randn(1, 2, 16, 8) for _ in range(3))
     for dtype in (torch.bfloat16, torch.float16, torch.bfloat16):
         with torch.autocast("cpu", dtype=dtype):
@@ -278,7 +279,7 @@ def test_under_autocast_what_is_settled_follows_its_dtype(scale):
     assert attention(q, k, v, scale=scale, impl="flash_torch").dtype == torch.float32
 
 
-def test_under_transforms_the_error_is_torchs_own():
+def test_vmap_raises_torchs_own_error():
     q, k, v = (torch.randn(3, 1, 2, 16, 8) for _ in range(3))
     with pytest.raises(RuntimeError, match="setup_context"):
         torch.vmap(lambda q, k, v: attention(q, k, v, impl="flash_torch"))(q, k, v)

@@ -1,6 +1,7 @@
-"""PackedAdamW against torch.optim.AdamW that is fed the same gradients, and fp32 weights in two halves."""
+"""PackedAdamW against torch.optim.AdamW on the same gradients, and fp32 weights stored in two halves."""
 
 import copy
+import dataclasses
 import io
 import math
 import warnings
@@ -25,7 +26,7 @@ OPTIONS = [
     {"lr": 2e-2, "betas": (0.5, 0.9), "eps": 1e-6, "weight_decay": 0.5},
 ]
 DTYPES = pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
-NONE = pytest.mark.parametrize("to_none", [True, False], ids=["to_none", "to_zero"])
+TO_NONE = pytest.mark.parametrize("to_none", [True, False], ids=["to_none", "to_zero"])
 
 
 @pytest.fixture(autouse=True)
@@ -60,10 +61,9 @@ class Pair:
             )
         self.adamw = torch.optim.AdamW(groups_of(self.plain))
         self.max_grad_norm = max_grad_norm
-        self.norm = None
 
     def gradients(self, number, size=1.0):
-        """As exact as the parameters are: what autograd gives both."""
+        """Return random gradients in the precision of the parameters."""
         drawn = [size * random(*p.shape, seed=100 * number + i) for i, p in enumerate(self.ours)]
         return [g.to(p.dtype) for g, p in zip(drawn, self.ours, strict=True)]
 
@@ -74,16 +74,21 @@ class Pair:
                 loss.backward()
 
     def update(self):
-        if self.max_grad_norm:
-            self.norm = nn.utils.clip_grad_norm_(self.plain, self.max_grad_norm)
+        """Update both, and compare the norms."""
+        expected = nn.utils.clip_grad_norm_(self.plain, self.max_grad_norm or math.inf)
         self.packed.step()
         self.adamw.step()
+        if self.packed.grad_norm is not None:
+            torch.testing.assert_close(self.packed.grad_norm, expected, rtol=1e-5, atol=0)
+
+    def drop(self, to_none=True):
+        self.packed.zero_grad(to_none)
+        self.adamw.zero_grad(to_none)
 
     def step(self, number, size=1.0, to_none=True):
         self.backward(self.gradients(number, size))
         self.update()
-        self.packed.zero_grad(to_none)
-        self.adamw.zero_grad(to_none)
+        self.drop(to_none)
 
     def set_rates(self, factor):
         for optimizer in (self.packed, self.adamw):
@@ -95,69 +100,64 @@ class Pair:
         return [masters[p] for p in self.ours]
 
     def check(self, limit=1e-6):
-        for ours, plain in zip(self.masters(), self.plain, strict=True):
+        for p, ours, plain in zip(self.ours, self.masters(), self.plain, strict=True):
             assert ours.dtype == torch.float32
             torch.testing.assert_close(ours, plain.detach(), rtol=limit, atol=limit)
-        for p, master in zip(self.ours, self.masters(), strict=True):
-            assert_nearest(p.detach(), master)
+            assert_nearest(p.detach(), ours)
+
+    def everything(self):
+        """Return the bits of weights, masters and state."""
+        state = self.packed.state_dict()["state"]
+        tensors = [*self.ours, *self.masters(), *(x for values in state.values() for x in values.values())]
+        return [bits(x.reshape(-1)) for x in tensors]
 
 
 def assert_nearest(rounded, master):
-    """No other number of its kind is nearer; of two equally near ones either will do."""
+    """No other number of its dtype is nearer; of two equally near ones either is right."""
     error, least = (rounded.float() - master).abs(), (master.to(rounded.dtype).float() - master).abs()
     assert bool((error <= least).all())
+
+
+def assert_equal(found, expected):
+    assert all(torch.equal(*two) for two in zip(found, expected, strict=True))
 
 
 def bits(x):
     return x.detach().clone().contiguous().view({1: torch.int8, 2: torch.int16, 4: torch.int32}[x.element_size()])
 
 
-def everything(pair):
-    state = pair.packed.state_dict()["state"]
-    tensors = [*pair.ours, *pair.masters(), *(x for values in state.values() for x in values.values())]
-    return [bits(x.reshape(-1)) for x in tensors]
-
-
 def saved(state):
-    """As another process gets it."""
+    """Return the state as another process loads it."""
     file = io.BytesIO()
     torch.save(state, file)
     file.seek(0)
     return torch.load(file, weights_only=True)
 
 
-# Against torch
+# -- against torch ----------------------------------------------------------------------------------------------------
 
 
-@NONE
+@pytest.mark.parametrize("rate", [1.0, 1e-3], ids=["rate", "too small for bf16"])
+@TO_NONE
 @DTYPES
-def test_several_groups(dtype, to_none):
+def test_several_groups(dtype, to_none, rate):
     pair = Pair(dtype)
-    assert all(torch.equal(*two) for two in zip(pair.masters(), parameters(), strict=True))
-    for number in range(20):
-        pair.set_rates(1 - number / 30)
+    assert_equal(pair.masters(), parameters())
+    for number in range(15):
+        pair.set_rates(rate * (1 - number / 30))
         pair.step(number, to_none=to_none)
         assert pair.packed.grad_norm is None
     pair.check()
-    expected = [dtype if len(shape) > 1 else torch.float32 for shape in SHAPES]
-    assert [p.dtype for p in pair.ours] == expected
+    assert [p.dtype for p in pair.ours] == [dtype if len(shape) > 1 else torch.float32 for shape in SHAPES]
     assert [p.shape for p in pair.ours] == [torch.Size(shape) for shape in SHAPES]
 
 
-@DTYPES
-def test_a_step_too_small_for_bf16_is_not_lost(dtype):
-    pair = Pair(dtype)
-    pair.set_rates(1e-3)
-    for number in range(20):
-        pair.step(number)
-    pair.check()
-
-
-@pytest.mark.parametrize("params", ["list", "generator", "one_group"])
-def test_defaults_are_those_of_torch(params):
-    ours, plain = parameters(), parameters()
-    given = {"list": ours, "generator": iter(ours), "one_group": [{"params": ours}]}[params]
-    packed, adamw = PackedAdamW(given, dtype=torch.float32), torch.optim.AdamW(plain)
+def test_defaults_are_those_of_torch():
+    """Parameters come from an iterator, and some are not contiguous."""
+    ours = [*parameters(), nn.Parameter(random(6, 4, seed=1).T), nn.Parameter(random(3, 5, seed=2)[:, ::2])]
+    plain = [nn.Parameter(p.detach().clone()) for p in ours]
+    packed, adamw = PackedAdamW(iter(ours), dtype=torch.float32), torch.optim.AdamW(plain)
+    assert_equal(ours, plain)
     for number in range(5):
         for group in (ours, plain):
             sum((p * random(*p.shape, seed=number)).sum() for p in group).backward()
@@ -168,121 +168,74 @@ def test_defaults_are_those_of_torch(params):
         torch.testing.assert_close(a, b, rtol=1e-6, atol=1e-6)
 
 
-def test_parameters_that_are_not_contiguous():
-    ours = [nn.Parameter(random(6, 4, seed=1).T), nn.Parameter(random(1, 5, seed=2).expand(3, 5).clone()[:, ::2])]
-    before = [p.detach().clone() for p in ours]
-    packed = PackedAdamW(ours, dtype=torch.float32)
-    assert all(torch.equal(p, b) for p, b in zip(ours, before, strict=True))
-    plain = [nn.Parameter(b) for b in before]
-    adamw = torch.optim.AdamW(plain)
-    for group in (ours, plain):
-        sum((p * random(*p.shape, seed=3)).sum() for p in group).backward()
-    packed.step()
-    adamw.step()
-    for a, b in zip(ours, plain, strict=True):
-        torch.testing.assert_close(a, b, rtol=1e-6, atol=1e-6)
-
-
-# Norm, clipping, values that are not finite
-
-
-@pytest.mark.parametrize("size", [1e-3, 1.0, 100.0], ids=["below", "about", "above"])
+@pytest.mark.parametrize(
+    ("options", "size"),
+    [({"max_grad_norm": 2.0}, size) for size in (1e-3, 1.0, 100.0)] + [({"check_finite": True}, 1.0)],
+    ids=["below the limit", "about the limit", "above the limit", "norm without clipping"],
+)
 @DTYPES
-def test_clipping(dtype, size):
-    pair = Pair(dtype, max_grad_norm=2.0)
-    for number in range(10):
+def test_norm_and_clipping(dtype, options, size):
+    pair = Pair(dtype, **options)
+    for number in range(6):
         pair.step(number, size / 10 if number % 2 else size)
-        torch.testing.assert_close(pair.packed.grad_norm.cpu(), pair.norm, rtol=1e-5, atol=0)
-    pair.check()
-
-
-@DTYPES
-def test_norm_without_clipping(dtype):
-    pair = Pair(dtype, check_finite=True)
-    for number in range(5):
-        pair.backward(pair.gradients(number))
-        expected = nn.utils.get_total_norm([p.grad for p in pair.plain])
-        pair.update()
-        torch.testing.assert_close(pair.packed.grad_norm.cpu(), expected, rtol=1e-5, atol=0)
-        pair.packed.zero_grad()
-        pair.adamw.zero_grad()
+        assert pair.packed.grad_norm is not None
     pair.check()
 
 
 @pytest.mark.parametrize("bad", [math.nan, math.inf, -math.inf], ids=str)
 @pytest.mark.parametrize("options", [{"check_finite": True}, {"max_grad_norm": 1.0}], ids=["check_finite", "clipping"])
+@pytest.mark.parametrize("steps", [0, 2], ids=["first", "third"])
 @DTYPES
-def test_a_gradient_that_is_not_finite(dtype, options, bad):
+def test_a_gradient_that_is_not_finite_changes_nothing(dtype, steps, options, bad):
     pair = Pair(dtype, **options)
-    for number in range(3):
+    for number in range(steps):
         pair.step(number)
-    for place in (0, 1, 4, 6):
-        before = everything(pair)
+    for index in (0, 1, 6):
+        before = pair.everything()
         gradients = pair.gradients(50)
-        gradients[place].view(-1)[-1] = bad
+        gradients[index].view(-1)[-1] = bad
         pair.backward(gradients)
         pair.packed.step()
         assert not pair.packed.grad_norm.isfinite()
-        pair.packed.zero_grad()
-        pair.adamw.zero_grad()
-        assert all(torch.equal(*two) for two in zip(before, everything(pair), strict=True))
-    for number in range(3, 6):
+        pair.drop()
+        assert_equal(pair.everything(), before)
+    for number in range(steps, steps + 2):
         pair.step(number)
     pair.check()
 
 
-def test_the_first_gradient_is_not_finite():
-    pair = Pair(check_finite=True)
-    gradients = pair.gradients(0)
-    gradients[0][0, 0] = math.nan
-    pair.backward(gradients)
-    pair.packed.step()
-    pair.packed.zero_grad()
-    pair.adamw.zero_grad()
-    for number in range(3):
-        pair.step(number)
-    pair.check()
-
-
-def test_without_a_check_nothing_is_checked():
+def test_without_a_check_a_non_finite_gradient_is_applied():
     pair = Pair()
     gradients = pair.gradients(0)
     gradients[0][0, 0] = math.nan
     pair.backward(gradients)
-    pair.update()
+    pair.packed.step()
     assert pair.packed.grad_norm is None
     assert pair.ours[0][0, 0].isnan()
     assert int(pair.packed.state_dict()["state"][0]["step"]) == 1
 
 
-# State
+# -- state ------------------------------------------------------------------------------------------------------------
 
 
 @DTYPES
-def test_goes_on_in_torch(dtype):
+def test_torch_resumes_its_state(dtype):
     pair = Pair(dtype)
     for number in range(5):
         pair.step(number)
     pair.set_rates(0.5)
-    other = [nn.Parameter(master.clone()) for master in pair.masters()]
-    adamw = torch.optim.AdamW(groups_of(other))
-    adamw.load_state_dict(saved(pair.packed.state_dict()))
-    rates = [group["lr"] for group in adamw.param_groups]
-    assert rates == [group["lr"] for group in pair.packed.param_groups]
+    pair.plain = [nn.Parameter(master.clone()) for master in pair.masters()]
+    pair.adamw = torch.optim.AdamW(groups_of(pair.plain))
+    pair.adamw.load_state_dict(saved(pair.packed.state_dict()))
+    assert [g["lr"] for g in pair.adamw.param_groups] == [g["lr"] for g in pair.packed.param_groups]
     for number in range(5, 10):
-        for p, g in zip(other, pair.gradients(number), strict=True):
-            p.grad = g.float()
-        adamw.step()
         pair.step(number)
     pair.check()
-    steps = [values["step"].item() for values in adamw.state_dict()["state"].values()]
-    assert steps == [10] * len(SHAPES)
-    for ours, theirs in zip(pair.masters(), other, strict=True):
-        torch.testing.assert_close(ours, theirs.detach(), rtol=1e-6, atol=1e-6)
+    assert [state["step"].item() for state in pair.adamw.state_dict()["state"].values()] == [10] * len(SHAPES)
 
 
 @DTYPES
-def test_goes_on_from_torch(dtype):
+def test_it_resumes_the_state_of_torch(dtype):
     first, second = Pair(dtype), Pair(dtype)
     for number in range(5):
         first.step(number)
@@ -290,8 +243,7 @@ def test_goes_on_from_torch(dtype):
     second.step(77)
     second.packed.load_state_dict(saved(first.adamw.state_dict()))
     second.packed.load_masters({ours: plain.detach() for ours, plain in zip(second.ours, first.plain, strict=True)})
-    rates = [group["lr"] for group in second.packed.param_groups]
-    assert rates == [group["lr"] for group in first.adamw.param_groups]
+    assert [g["lr"] for g in second.packed.param_groups] == [g["lr"] for g in first.adamw.param_groups]
     second.plain, second.adamw = first.plain, first.adamw
     second.check(0)
     for number in range(5, 10):
@@ -300,111 +252,104 @@ def test_goes_on_from_torch(dtype):
 
 
 @DTYPES
-def test_goes_on_to_the_bit(dtype):
+def test_it_resumes_its_own_state_to_the_bit(dtype):
+    """Loading copies the state, and loading a pair's own masters changes nothing."""
     first, second = Pair(dtype), Pair(dtype)
     for number in range(5):
         first.step(number)
     second.step(77)
-    state, masters = saved(first.packed.state_dict()), first.masters()
-    second.packed.load_state_dict(state)
-    second.packed.load_masters(dict(zip(second.ours, masters, strict=True)))
-    for number in range(5, 8):
-        for two in zip(everything(first), everything(second), strict=True):
-            assert torch.equal(*two)
-        first.step(number)
-        second.step(number)
-    for two in zip(everything(first), everything(second), strict=True):
-        assert torch.equal(*two)
-
-
-def test_a_loaded_state_is_a_copy():
-    first, second = Pair(), Pair()
-    first.step(0)
-    state = copy.deepcopy(first.packed.state_dict())
+    state = saved(first.packed.state_dict())
     kept = copy.deepcopy(state)
     second.packed.load_state_dict(state)
-    second.step(1)
+    second.packed.load_masters(dict(zip(second.ours, first.masters(), strict=True)))
+    before = first.everything()
+    first.packed.load_masters(first.packed.masters())
+    assert_equal(first.everything(), before)
+    for number in range(5, 8):
+        assert_equal(second.everything(), first.everything())
+        first.step(number)
+        second.step(number)
     for number, values in kept["state"].items():
         assert all(torch.equal(x, state["state"][number][name]) for name, x in values.items())
 
 
+# -- how gradients arrive ---------------------------------------------------------------------------------------------
+
+
+@TO_NONE
 @DTYPES
-def test_loading_the_masters_changes_nothing(dtype):
-    pair = Pair(dtype)
-    for number in range(3):
-        pair.step(number)
-    before = everything(pair)
-    pair.packed.load_masters(pair.packed.masters())
-    assert all(torch.equal(*two) for two in zip(before, everything(pair), strict=True))
-
-
-# How gradients come
-
-
-@NONE
-@DTYPES
-def test_two_backward_calls_add_up(dtype, to_none):
-    """With powers of 2, so that no rounding depends on the order."""
+def test_two_backward_passes_accumulate(dtype, to_none):
+    """Gradients are powers of 2, so that no rounding depends on the order."""
     pair = Pair(dtype)
     for number in range(4):
         gradients = [torch.full_like(g, 2.0**-number).copysign(g) for g in pair.gradients(number)]
         pair.backward(gradients)
         pair.backward([2 * g for g in gradients])
-        assert all(torch.equal(p.grad, 3 * g) for p, g in zip(pair.ours, gradients, strict=True))
+        assert_equal([p.grad for p in pair.ours], [3 * g for g in gradients])
         pair.update()
-        pair.packed.zero_grad(to_none)
-        pair.adamw.zero_grad(to_none)
+        pair.drop(to_none)
         assert all((p.grad is None) if to_none else not p.grad.any() for p in pair.ours)
     pair.check()
 
 
 @pytest.mark.parametrize("steps", [0, 1])
-@pytest.mark.parametrize("number", range(len(SHAPES)), ids=map(str, SHAPES))
+@pytest.mark.parametrize("number", [0, 2, 6], ids=lambda number: str(SHAPES[number]))
 def test_a_missing_gradient(number, steps):
     pair = Pair(torch.bfloat16)
     for step in range(steps):
         pair.step(step)
-    before = everything(pair)
+    before = pair.everything()
     (sum((p * 2).sum().float() for i, p in enumerate(pair.ours) if i != number)).backward()
-    with pytest.raises(RuntimeError) as caught:
+    with pytest.raises(RuntimeError, match="got no gradient"):
         pair.packed.step()
-    assert "\n" not in str(caught.value)
-    assert all(torch.equal(*two) for two in zip(before, everything(pair), strict=True))
+    assert_equal(pair.everything(), before)
 
 
-@pytest.mark.parametrize("dtype", [torch.float16, torch.float64, torch.int32, None], ids=str)
+@pytest.mark.parametrize("way", ["assigned", "changed in place"])
+def test_gradients_of_the_caller(way):
+    pair = Pair()
+    for number in range(3):
+        pair.backward(pair.gradients(number))
+        for parameters in (pair.ours, pair.plain):
+            for p, g in zip(parameters, pair.gradients(number + 50), strict=True):
+                if way == "assigned":
+                    p.grad = g.clone()
+                else:
+                    p.grad.mul_(0.25).add_(0.1)
+        pair.update()
+        pair.drop()
+    pair.check()
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.float64, None], ids=str)
 def test_an_unknown_dtype(dtype):
-    with pytest.raises(ValueError) as caught:  # noqa: PT011
+    with pytest.raises(ValueError, match="bfloat16 or float32"):
         PackedAdamW(parameters(), dtype=dtype)
-    assert "\n" not in str(caught.value)
 
 
 @pytest.mark.parametrize("shape", [(3, 4), (3,)], ids=str)
 @DTYPES
 def test_fp64_parameters(dtype, shape):
-    with pytest.raises(ValueError) as caught:  # noqa: PT011
+    with pytest.raises(ValueError, match="fp32 parameters"):
         PackedAdamW([*parameters(), nn.Parameter(torch.zeros(shape, dtype=torch.float64))], dtype=dtype)
-    assert "\n" not in str(caught.value)
+
+
+# -- models -----------------------------------------------------------------------------------------------------------
 
 
 class Plain(nn.Module):
-    """What no fused part writes the gradients of."""
+    """A model without fused kernels."""
 
     def __init__(self):
         super().__init__()
         self.embedding, self.norm = nn.Embedding(11, 6), nn.LayerNorm(6)
         self.inner, self.head = nn.Linear(6, 9), nn.Linear(9, 11)
+        with torch.no_grad():
+            for number, p in enumerate(self.parameters()):
+                p.copy_(random(*p.shape, seed=number) * 0.5)
 
     def forward(self, tokens):
         return self.head(torch.tanh(self.inner(self.norm(self.embedding(tokens)))))
-
-
-def plain_model():
-    model = Plain()
-    with torch.no_grad():
-        for number, p in enumerate(model.parameters()):
-            p.copy_(random(*p.shape, seed=number) * 0.5)
-    return model
 
 
 def tokens_of(vocabulary, *shape, seed):
@@ -417,42 +362,27 @@ def loss_of(model, seed, autocast=False):
         return nn.functional.cross_entropy(model(tokens).flatten(0, 1).float(), targets.flatten())
 
 
-@NONE
-def test_a_model_without_fused_parts(to_none):
-    ours, plain = plain_model(), plain_model()
-    packed = PackedAdamW(ours.parameters(), lr=1e-2, dtype=torch.float32, max_grad_norm=0.5)
-    adamw = torch.optim.AdamW(plain.parameters(), lr=1e-2)
-    for number in range(20):
-        losses = []
-        for model, optimizer in ((ours, packed), (plain, adamw)):
-            loss = loss_of(model, number)
-            loss.backward()
-            losses.append(loss.item())
-            if optimizer is adamw:
-                nn.utils.clip_grad_norm_(plain.parameters(), 0.5)
-            optimizer.step()
-            optimizer.zero_grad(to_none)
-        assert losses[0] == pytest.approx(losses[1], rel=1e-5)
+@pytest.mark.parametrize("with_closure", [False, True], ids=["step", "closure"])
+@DTYPES
+def test_a_model_without_fused_kernels(dtype, with_closure):
+    losses = []
+    for optimizer_cls, options in ((PackedAdamW, {"dtype": dtype}), (torch.optim.AdamW, {})):
+        model, of_model = Plain(), []
+        optimizer = optimizer_cls(model.parameters(), lr=1e-2, **options)
 
-
-def test_a_model_without_fused_parts_in_bf16():
-    ours, plain = plain_model(), plain_model()
-    packed = PackedAdamW(ours.parameters(), lr=1e-2)
-    adamw = torch.optim.AdamW(plain.parameters(), lr=1e-2)
-    losses = {}
-    for name, model, optimizer in (("ours", ours, packed), ("plain", plain, adamw)):
-        losses[name] = []
-        for _ in range(20):
-            loss = loss_of(model, 0, autocast=True)
-            loss.backward()
-            optimizer.step()
+        def closure(model=model, optimizer=optimizer):
             optimizer.zero_grad()
-            losses[name].append(loss.item())
-    assert losses["ours"] == pytest.approx(losses["plain"], rel=2e-2)
-    assert losses["plain"][-1] < 0.8 * losses["plain"][0]
-    masters = packed.masters()
-    for p in ours.parameters():
-        assert_nearest(p.detach(), masters[p])
+            loss = loss_of(model, 0, autocast=dtype == torch.bfloat16)
+            loss.backward()
+            return loss
+
+        for _ in range(15):
+            of_model.append((optimizer.step(closure) if with_closure else closure()).item())
+            if not with_closure:
+                assert optimizer.step() is None
+        losses.append(of_model)
+    assert losses[0] == pytest.approx(losses[1], rel=1e-5 if dtype == torch.float32 else 2e-2)
+    assert losses[1][-1] < 0.85 * losses[1][0]
 
 
 SHAPE = ModelConfig(vocab_size=61, context_length=12, d_model=24, num_layers=3, num_heads=3, d_ff=40)
@@ -467,30 +397,28 @@ def fused_model(checkpoint_blocks=0):
 
 
 @pytest.mark.parametrize(
-    ("order", "checkpoint_blocks"),
+    ("order", "recompute_blocks"),
     [("packing", 0), ("packing", 2), ("module", 0), ("reversed", 0), ("two_groups", 0)],
 )
 @DTYPES
-def test_gradients_of_a_fused_model(dtype, order, checkpoint_blocks):
-    """Those that products write themselves and those that autograd adds up, over two backward calls."""
-    model, plain = fused_model(checkpoint_blocks), fused_model()
+def test_gradients_of_a_fused_model(dtype, order, recompute_blocks):
+    """Matmuls write some gradients in place, autograd accumulates others, over two backward passes."""
+    model, plain = fused_model(recompute_blocks), fused_model()
     ordered = model.in_packing_order() if order == "packing" else list(model.parameters())
     given = ordered[::-1] if order == "reversed" else ordered
     if order == "two_groups":
         given = [{"params": [p for i, p in enumerate(ordered) if i % 2 == odd]} for odd in (0, 1)]
     optimizer = PackedAdamW(given, dtype=dtype)
-    if dtype == torch.bfloat16:
-        with torch.no_grad():
-            for p, q in zip(plain.parameters(), model.parameters(), strict=True):
-                p.copy_(q)
+    with torch.no_grad():
+        for p, q in zip(plain.parameters(), model.parameters(), strict=True):
+            p.copy_(q)
     plain.double()
-    drops = (optimizer.zero_grad, lambda: optimizer.zero_grad(False), model.zero_grad, optimizer.zero_grad)
-    for drop in drops:
+    for drop in (optimizer.zero_grad, lambda: optimizer.zero_grad(False), model.zero_grad):
         for number in range(2):
             tokens, targets = (tokens_of(61, 2, 12, seed=10 * number + i) for i in range(2))
             with poisoned_memory():
                 (3 * model(tokens, targets)).backward()
-                model(tokens, targets)  # what nobody differentiates leaves no gradient
+                model(tokens, targets)  # without backward it leaves no gradient
             logits = plain(tokens).flatten(0, 1)
             (3 * nn.functional.cross_entropy(logits, targets.flatten())).backward()
         for (name, p), q in zip(model.named_parameters(), plain.parameters(), strict=True):
@@ -502,9 +430,9 @@ def test_gradients_of_a_fused_model(dtype, order, checkpoint_blocks):
 
 
 @DTYPES
-def test_weights_that_are_packed_together_are_one_matrix(dtype):
-    config = ModelConfig(vocab_size=61, context_length=12, d_model=32, num_layers=2, num_heads=2, d_ff=64)
-    model = TransformerLM(config, fused=True)
+def test_weights_packed_together_are_one_matrix(dtype):
+    """Their sizes are multiples of the alignment here."""
+    model = TransformerLM(dataclasses.replace(SHAPE, d_model=32, num_heads=2, d_ff=64), fused=True)
     optimizer = PackedAdamW(model.in_packing_order(), dtype=dtype)
     for block in model.layers:
         attn, ffn = block.attn, block.ffn
@@ -516,13 +444,23 @@ def test_weights_that_are_packed_together_are_one_matrix(dtype):
     assert optimizer.param_groups
 
 
+@pytest.mark.parametrize(
+    ("first", "second"),
+    [
+        (fused.linear, fused.linear),
+        (fused.linear, nn.functional.linear),
+        (nn.functional.linear, fused.linear),
+    ],
+    ids=["fused twice", "fused then plain", "plain then fused"],
+)
 @DTYPES
-def test_one_weight_in_two_products(dtype):
+def test_one_weight_in_two_matmuls(dtype, first, second):
+    """A fused matmul writes the gradient in place, a plain one leaves it to autograd."""
     weight, x = nn.Parameter(random(8, 8, seed=0) / 3), random(5, 8, seed=1).to(dtype)
     optimizer = PackedAdamW([weight], dtype=dtype)
     plain = nn.Parameter(weight.detach().double())
     for to_none in (True, False, True):
-        fused.linear(fused.linear(x, weight), weight).float().square().sum().backward()
+        second(first(x, weight), weight).float().square().sum().backward()
         ((x.double() @ plain.T) @ plain.T).square().sum().backward()
         error = (weight.grad.double() - plain.grad).norm() / plain.grad.norm()
         assert error < (1e-5 if dtype == torch.float32 else 2e-2)
@@ -530,89 +468,16 @@ def test_one_weight_in_two_products(dtype):
         plain.grad = None
 
 
-@DTYPES
-def test_a_weight_of_a_fused_and_of_a_plain_product(dtype):
-    """One writes the gradient where it belongs, the other leaves it to autograd; in either order."""
-    x = random(5, 8, seed=1).to(dtype)
-    for first, second in ((fused.linear, nn.functional.linear), (nn.functional.linear, fused.linear)):
-        weight = nn.Parameter(random(8, 8, seed=0) / 3)
-        optimizer = PackedAdamW([weight], dtype=dtype)
-        plain = nn.Parameter(weight.detach().double())
-        for to_none in (True, False, True):
-            second(first(x, weight), weight).float().square().sum().backward()
-            ((x.double() @ plain.T) @ plain.T).square().sum().backward()
-            error = (weight.grad.double() - plain.grad).norm() / plain.grad.norm()
-            assert error < (1e-5 if dtype == torch.float32 else 2e-2)
-            optimizer.zero_grad(to_none)
-            plain.grad = None
-
-
-def test_gradients_set_by_hand():
-    pair = Pair()
-    for number in range(3):
-        for parameters in (pair.ours, pair.plain):
-            for p, g in zip(parameters, pair.gradients(number), strict=True):
-                p.grad = g.clone()
-        pair.update()
-        pair.packed.zero_grad()
-    pair.check()
-
-
-def test_gradients_changed_in_place():
-    pair = Pair()
-    for number in range(3):
-        pair.backward(pair.gradients(number))
-        for parameters in (pair.ours, pair.plain):
-            for p in parameters:
-                p.grad.mul_(0.25).add_(0.1)
-        pair.update()
-        pair.packed.zero_grad()
-        pair.adamw.zero_grad()
-    pair.check()
-
-
-# How it is called
-
-
-def test_closures():
-    ours, plain = plain_model(), plain_model()
-    packed = PackedAdamW(ours.parameters(), lr=1e-2, dtype=torch.float32)
-    adamw = torch.optim.AdamW(plain.parameters(), lr=1e-2)
-    for number in range(5):
-        losses = []
-        for model, optimizer in ((ours, packed), (plain, adamw)):
-
-            def closure(model=model, optimizer=optimizer, number=number):
-                optimizer.zero_grad()
-                loss = loss_of(model, number)
-                loss.backward()
-                return loss
-
-            losses.append(optimizer.step(closure).item())
-        assert losses[0] == pytest.approx(losses[1], rel=1e-5)
-
-
-def test_a_closure_returns_what_it_returns():
-    pair = Pair()
-    pair.backward(pair.gradients(0))
-    assert pair.packed.step(lambda: "loss") == "loss"
-    pair.backward(pair.gradients(1))
-    assert pair.packed.step() is None
-
-
 SCHEDULERS = {
     "lambda": lambda optimizer: torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: 1 / (1 + step)),
-    "cosine": lambda optimizer: torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, 10),
-    "one_cycle": lambda optimizer: torch.optim.lr_scheduler.OneCycleLR(
-        optimizer, [1e-2, 3e-2, 2e-2], total_steps=12, cycle_momentum=False
-    ),
-    "one_cycle_with_momentum": lambda optimizer: torch.optim.lr_scheduler.OneCycleLR(optimizer, 1e-2, total_steps=12),
+    "one_cycle": lambda optimizer: torch.optim.lr_scheduler.OneCycleLR(optimizer, [1e-2, 3e-2, 2e-2], total_steps=12),
 }
 
 
 @pytest.mark.parametrize("make", SCHEDULERS.values(), ids=list(SCHEDULERS))
-def test_schedulers(make):
-    pair = Pair()
+def test_schedulers_and_hooks(make):
+    pair, calls = Pair(), []
+    pair.packed.register_step_post_hook(lambda *_: calls.append("after"))
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         schedulers = [make(optimizer) for optimizer in (pair.packed, pair.adamw)]
@@ -621,36 +486,29 @@ def test_schedulers(make):
             for scheduler in schedulers:
                 scheduler.step()
     assert schedulers[0].get_last_lr() == schedulers[1].get_last_lr()
+    assert calls == ["after"] * 10
+    assert "PackedAdamW" in repr(pair.packed)
     pair.check()
 
 
-def test_hooks_and_repr():
-    pair, calls = Pair(), []
-    pair.packed.register_step_post_hook(lambda *_: calls.append("after"))
-    pair.step(0)
-    assert calls == ["after"]
-    assert "PackedAdamW" in repr(pair.packed)
+# -- fp32 in two halves -----------------------------------------------------------------------------------------------
 
 
-# fp32 in two halves
-
-
-def whole(patterns):
+def from_bits(patterns):
     return torch.tensor(patterns, dtype=torch.int64).to(torch.int32).view(torch.float32)
 
 
 def halves(x):
-    weights, rest = torch.empty_like(x, dtype=torch.bfloat16), torch.empty_like(x, dtype=torch.int16)
-    pointwise.split_(x, weights, rest)
-    return weights, rest
+    weights, low = torch.empty_like(x, dtype=torch.bfloat16), torch.empty_like(x, dtype=torch.int16)
+    pointwise.split_(x, weights, low)
+    return weights, low
 
 
 MAGNITUDES = {
     "zero": 0,
     "smallest denormal": 1,
-    "denormal": 0x00001234,
     "denormal tie": 0x00008000,
-    "denormal below a tie": 0x00007FFF,
+    "below a denormal tie": 0x00007FFF,
     "largest denormal": 0x007FFFFF,
     "smallest normal": 0x00800000,
     "one": 0x3F800000,
@@ -671,30 +529,31 @@ MAGNITUDES = {
 @pytest.mark.parametrize("negative", [False, True], ids=["plus", "minus"])
 @pytest.mark.parametrize("pattern", MAGNITUDES.values(), ids=list(MAGNITUDES))
 def test_special_numbers_in_halves(pattern, negative):
-    x = whole([pattern | negative << 31])
-    weights, rest = halves(x)
-    assert torch.equal(bits(pointwise.united(weights, rest)), bits(x))
+    x = from_bits([pattern | negative << 31])
+    weights, low = halves(x)
+    assert torch.equal(bits(pointwise.united(weights, low)), bits(x))
     assert math.copysign(1, weights.item()) == (-1 if negative else 1)
     if pattern < 0x7F7F8000 or pattern == 0x7F800000:
         assert (bits(weights).item() & 0xFFFF) == (pattern + 0x8000) >> 16 | negative << 15
 
 
 @given(st.lists(st.integers(0, 2**32 - 1), min_size=1, max_size=50))
-@settings(max_examples=100, deadline=None, derandomize=True)
+@settings(max_examples=50, deadline=None, derandomize=True)
 def test_no_bit_is_lost(patterns):
-    x = whole(patterns)
+    x = from_bits(patterns)
     assert torch.equal(bits(pointwise.united(*halves(x))), bits(x))
 
 
 def test_random_bits_in_halves():
+    """Of two equally near values the one away from zero is chosen."""
     generator = torch.Generator().manual_seed(0)
-    patterns = torch.randint(-(2**31), 2**31, (1 << 18,), generator=generator)
+    patterns = torch.randint(-(2**31), 2**31, (1 << 16,), generator=generator)
     patterns = torch.cat([patterns, patterns & ~0xFFFF | 0x8000, patterns & ~0x7F800000])
     x = patterns.to(torch.int32).view(torch.float32)
-    weights, rest = halves(x)
-    assert torch.equal(bits(pointwise.united(weights, rest)), bits(x))
+    weights, low = halves(x)
+    assert torch.equal(bits(pointwise.united(weights, low)), bits(x))
     finite = x.abs() <= torch.finfo(torch.bfloat16).max
     assert_nearest(weights[finite], x[finite])
     ties = finite & ((patterns & 0xFFFF) == 0x8000)
-    assert ties.sum() > 1 << 17
+    assert ties.sum() > 1 << 15
     assert bool((weights[ties].float().abs() > x[ties].abs()).all())

@@ -1,5 +1,7 @@
-"""One training step: phases, modes, precisions, and that it really trains."""
+"""One training step: phases, modes, precisions, loss scaling, and that it trains."""
 
+import dataclasses
+import functools
 import math
 
 import pytest
@@ -7,6 +9,8 @@ import torch
 from torch import nn
 
 from cs336_systems.config import MODES, PRECISIONS, ModelConfig, RunConfig
+from cs336_systems.step.loss_scale import LossScale, Update
+from cs336_systems.step.optimizers import StepOptimizer, adapt
 from cs336_systems.step.train_step import TrainStep, cosine_lr, set_matmul_precision
 
 SHAPE = ModelConfig(vocab_size=61, context_length=16, d_model=32, num_layers=2, num_heads=2, d_ff=48)
@@ -20,7 +24,7 @@ PHASES_OF_MODE = {
 
 
 class Log:
-    """A watcher that writes down the phases."""
+    """A watcher that notes the phases."""
 
     def __init__(self):
         self.events = []
@@ -72,13 +76,14 @@ def test_a_wrapper_is_synchronised_between_backward_and_optimizer():
 
 @pytest.mark.parametrize("precision", PRECISIONS)
 def test_every_precision_learns_the_batch(precision):
-    """fp16 goes through the scaler, whose first steps may be skipped."""
-    step = step_of(precision=precision, max_grad_norm=1.0)
+    """fp16 scales the loss, and may skip its first steps."""
+    model = dataclasses.replace(SHAPE, num_layers=1, d_model=16, d_ff=16, context_length=8)
+    step = TrainStep.build(RunConfig(model=model, batch_size=2, precision=precision, max_grad_norm=1.0))
     for group in step.optimizer.param_groups:
-        group["lr"] = 1e-2
+        group["lr"] = 2e-2
     batch = step.random_batch()
-    losses = [step(*batch).item() for _ in range(25)]
-    assert losses[0] == pytest.approx(math.log(61), rel=0.15)
+    losses = [step(*batch).item() for _ in range(15)]
+    assert losses[0] == pytest.approx(math.log(61), rel=0.3)
     assert losses[-1] < 0.7 * losses[0]
     assert all(parameter.dtype == torch.float32 for parameter in step.model.parameters())
 
@@ -149,9 +154,61 @@ def test_cosine_schedule():
     assert all(lr(step) >= lr(step + 1) for step in range(10, 120))
 
 
-@pytest.mark.slow
-def test_compiled_step_gives_the_same_loss():
+def test_compiled_step_gives_the_same_loss(monkeypatch):
+    """By the backend that compiles no C++; the default one is tested where it is measured."""
+    monkeypatch.setattr(torch, "compile", functools.partial(torch.compile, backend="aot_eager"))
     plain, compiled = step_of(), step_of(compile=True)
     batch = plain.random_batch()
     for _ in range(2):
         torch.testing.assert_close(plain(*batch), compiled(*batch), rtol=1e-4, atol=1e-4)
+
+
+@pytest.mark.parametrize("fast", ["off", "optimizer", "loss"])
+@pytest.mark.parametrize("parts", [1, 2])
+def test_train_and_call_give_the_same_weights(parts, fast):
+    """Micro batches add up to the whole batch, and clipping and update are the same."""
+    called, trained = (step_of(max_grad_norm=0.5, fast=fast) for _ in range(2))
+    inputs, targets = called.random_batch()
+    for _ in range(3):
+        loss = called(inputs, targets)
+        result = trained.train([*zip(inputs.chunk(parts), targets.chunk(parts), strict=True)], learning_rate=1e-3)
+        assert result.loss == pytest.approx(loss.item(), rel=1e-5)
+        assert (result.update, result.stop) == (Update.APPLIED, False)
+        assert result.gradient_norm > 0.5
+    for a, b in zip(called.model.parameters(), trained.model.parameters(), strict=True):
+        torch.testing.assert_close(a, b, rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.parametrize(("precision", "outcome"), [("fp32", Update.SKIPPED), ("fp16", Update.RESCALED)])
+def test_train_leaves_out_a_non_finite_update(precision, outcome):
+    step = step_of(precision=precision)
+    before = [p.detach().clone() for p in step.model.parameters()]
+    handle = step.model.token_embeddings.weight.register_hook(lambda grad: grad * math.nan)
+    result = step.train([step.random_batch()], stop=lambda: True)
+    assert (result.update, result.stop, math.isnan(result.gradient_norm)) == (outcome, True, True)
+    assert step.loss_scale.value == (2.0**15 if precision == "fp16" else 1.0)
+    assert all(torch.equal(p, b) for p, b in zip(step.model.parameters(), before, strict=True))
+    assert all(p.grad is None for p in step.model.parameters())
+    handle.remove()
+    assert step.train([step.random_batch()]).update is Update.APPLIED
+
+
+def test_loss_scale_doubles_and_halves():
+    scale = LossScale.of("fp16", growth_interval=2)
+    outcomes = [scale.update(is_finite) for is_finite in (True, True, False, True, False)]
+    assert [outcome.value for outcome in outcomes] == ["applied", "applied", "rescaled", "applied", "rescaled"]
+    assert (scale.value, scale.good_steps) == (2.0**15, 0)
+    scale.value = 1.0
+    assert scale.update(False) is Update.SKIPPED
+    assert LossScale.of("bf16").update(False) is Update.SKIPPED
+
+
+def test_optimizers_share_one_interface():
+    plain, packed = step_of().optimizer, step_of(fast="optimizer", precision="bf16").optimizer
+    assert adapt(packed) is packed
+    assert isinstance(adapt(plain), StepOptimizer)
+    assert not adapt(plain).clips_itself
+    assert adapt(plain).masters() == {}
+    assert adapt(plain).unlisted_state == []
+    assert len(adapt(plain).owned) == len(adapt(packed).owned) == len(packed.masters())
+    assert [bits.dtype for bits in adapt(packed).unlisted_state] == [torch.int16]

@@ -1,0 +1,74 @@
+"""Builds the step of a training run: model, wrapper, optimizer and loss scale from the settings."""
+
+from collections.abc import Iterable
+from typing import Any
+
+import torch
+from torch import nn
+
+from cs336_systems.config import UserError
+from cs336_systems.kernels.fused.packed_adamw import PackedAdamW
+from cs336_systems.model import TransformerLM
+from cs336_systems.parallel import DDP, FSDP, ShardedOptimizer
+from cs336_systems.parallel.launch import Rank
+from cs336_systems.step.loss_scale import LossScale
+from cs336_systems.step.train_step import AUTOCAST_DTYPES, TrainStep, build_model, require_device
+from cs336_systems.train.settings import OptimizerSettings, TrainSettings
+
+BUCKET_MB = 25
+
+
+def build_step(settings: TrainSettings, rank: Rank) -> TrainStep:
+    """Build the step of this rank, with the initial weights of the seed."""
+    run = settings.run_config(str(rank.device), rank.world_size)
+    require_device(run.device)
+    torch.manual_seed(settings.seed)
+    with rank.device:
+        model = build_model(run)
+    optimizer: torch.optim.Optimizer
+    if "optimizer" in run.fast_parts:
+        optimizer = _packed_optimizer(model, settings)
+    else:
+        model = _wrap(model, settings, rank)
+        optimizer = _plain_optimizer(model, settings)
+    loss_scale = LossScale.of(run.precision, settings.optimizer.loss_scale_growth)
+    return TrainStep(model, run, optimizer, loss_scale=loss_scale)
+
+
+def _wrap(model: nn.Module, settings: TrainSettings, rank: Rank) -> nn.Module:
+    match settings.parallel.wrapper:
+        case "none":
+            if rank.world_size > 1:
+                raise UserError(f"--parallel none is for one rank, and there are {rank.world_size}; use ddp or fsdp")
+            return model
+        case "ddp" | "ddp-sharded":
+            return DDP(model, bucket_size_mb=BUCKET_MB)
+        case _:
+            return FSDP(model, compute_dtype=AUTOCAST_DTYPES.get(settings.compute.precision))
+
+
+def _packed_optimizer(model: nn.Module, settings: TrainSettings) -> PackedAdamW:
+    assert isinstance(model, TransformerLM)
+    return PackedAdamW(
+        _groups(model.in_packing_order(), settings.optimizer),
+        dtype=AUTOCAST_DTYPES.get(settings.compute.precision, torch.float32),
+        max_grad_norm=settings.optimizer.max_grad_norm,
+        check_finite=True,
+    )
+
+
+def _plain_optimizer(model: nn.Module, settings: TrainSettings) -> torch.optim.Optimizer:
+    groups = _groups(model.parameters(), settings.optimizer)
+    if settings.parallel.wrapper == "ddp-sharded":
+        return ShardedOptimizer(groups, torch.optim.AdamW, fused=True)
+    return torch.optim.AdamW(groups, fused=True)
+
+
+def _groups(parameters: Iterable[nn.Parameter], settings: OptimizerSettings) -> list[dict[str, Any]]:
+    """Return the parameter groups: matrices with weight decay, gains of norms without."""
+    every = list(parameters)
+    options = {"lr": settings.learning_rate, "betas": (settings.beta1, settings.beta2)}
+    return [
+        {"params": [p for p in every if p.dim() >= 2], "weight_decay": settings.weight_decay, **options},
+        {"params": [p for p in every if p.dim() < 2], "weight_decay": 0.0, **options},
+    ]

@@ -1,0 +1,108 @@
+"""The log of a training run: a line now and then, a record of every step, and TensorBoard on request."""
+
+import dataclasses
+import os
+import sys
+import warnings
+from typing import Any
+
+import torch
+
+from cs336_systems import record
+from cs336_systems.config import RunConfig
+from cs336_systems.measure.environment import capture
+from cs336_systems.parallel.launch import Rank
+from cs336_systems.predict.flops import model_flops
+from cs336_systems.predict.gpus import peak_flops
+from cs336_systems.record import GIB, Record
+from cs336_systems.train.settings import TrainSettings
+
+
+def show(text: str) -> None:
+    """Print a line. A closed pipe, as after `| head`, does not end the training."""
+    try:
+        print(text, flush=True)
+    except BrokenPipeError:
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+
+
+class RunLog:
+    """Writes the log of a run; only rank 0 has one."""
+
+    def __init__(self, settings: TrainSettings, rank: Rank, run: RunConfig):
+        self._settings = settings
+        self._path = settings.folder / "records.jsonl"
+        self._environment = capture(str(rank.device))
+        self._device = rank.device
+        self._flops = model_flops(dataclasses.replace(run, batch_size=settings.data.batch_size))
+        peak = peak_flops(self._environment.gpu, run.precision) if rank.device.type == "cuda" else None
+        self._peak = peak * rank.world_size if peak else None
+        self._pending: dict[str, list[float]] = {}
+        """Metric -> values of the steps since the last record."""
+        self._first = 0
+        self._board = _tensorboard(settings) if settings.log.tensorboard else None
+
+    def step(self, step: int, loss: float, norm: float, rate: float, seconds: float) -> None:
+        """Note a step that is done; print and record at the intervals of the settings."""
+        if not self._pending:
+            self._first = step
+        values = {"loss": loss, "gradient_norm": norm, "learning_rate": rate, "step_time": seconds}
+        for name, value in values.items():
+            self._pending.setdefault(name, []).append(value)
+        if step % self._settings.log.log_every and step != self._settings.steps:
+            return
+        self._show(step)
+        self.flush()
+
+    def flush(self) -> None:
+        """Record the steps since the last record."""
+        if not self._pending:
+            return
+        units = {"step_time": "s"}
+        self._append(self._first, {name: (units.get(name, "1"), values) for name, values in self._pending.items()})
+        self._pending = {}
+
+    def evaluation(self, step: int, loss: float) -> None:
+        show(f"step {step}: validation loss {loss:.4f}")
+        self._append(step, {"validation_loss": ("1", [loss])})
+
+    def _append(self, first: int, metrics: dict[str, tuple[str, list[float]]]) -> None:
+        config = {**self._settings.to_dict(), "first_step": first}
+        if self._board is not None:
+            for name, (_, values) in metrics.items():
+                for number, value in enumerate(values):
+                    self._board.add_scalar(name, value, first + number)
+            self._board.flush()
+        rows = [
+            Record("train", config, name, unit, tuple(values), "ok", self._environment)
+            for name, (unit, values) in metrics.items()
+        ]
+        try:
+            record.append(self._path, rows)
+        except OSError as error:
+            warnings.warn(f"{str(self._path)!r} not written: {error.strerror}; training continues", stacklevel=2)
+
+    def _show(self, step: int) -> None:
+        settings = self._settings
+        seconds = sum(self._pending["step_time"]) / len(self._pending["step_time"])
+        tokens = settings.data.batch_size * settings.model.context_length
+        left = int(seconds * (settings.steps - step))
+        parts = [
+            f"step {step}/{settings.steps}",
+            f"loss {self._pending['loss'][-1]:.4f}",
+            f"grad_norm {self._pending['gradient_norm'][-1]:.3f}",
+            f"lr {self._pending['learning_rate'][-1]:.2e}",
+            f"throughput(tps) {tokens / seconds:,.0f}",
+            f"tflops {self._flops / seconds / 1e12:.3g}",
+            f"mfu(%) {100 * self._flops / seconds / self._peak:.1f}" if self._peak else "mfu(%) N/A",
+        ]
+        if self._device.type == "cuda":
+            parts.append(f"memory/max_active(GiB) {torch.cuda.max_memory_allocated() / GIB:.2f}")
+        parts.append(f"ETA {left // 3600}:{left // 60 % 60:02d}:{left % 60:02d}")
+        show("  ".join(parts))
+
+
+def _tensorboard(settings: TrainSettings) -> Any:
+    from torch.utils.tensorboard import SummaryWriter
+
+    return SummaryWriter(str(settings.folder / "tensorboard"))

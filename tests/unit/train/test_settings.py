@@ -1,0 +1,170 @@
+"""The settings of training: flags, their flat form, and mistakes that are reported in one line."""
+
+import math
+
+import numpy as np
+import pytest
+
+from cs336_systems.cli import main
+from cs336_systems.config import UserError
+from cs336_systems.flags import flags_of
+from cs336_systems.train.settings import TrainSettings
+from tests.distributed.train_cases import digest, fields, text_of
+
+
+@pytest.fixture
+def output(tmp_path):
+    (tmp_path / "short.txt").write_bytes(text_of(330))
+    return tmp_path / "output"
+
+
+def settings_of(output, **changes) -> TrainSettings:
+    return TrainSettings.from_flags(fields(output, **changes))
+
+
+INVALID = [
+    ("data", "", "--data"),
+    ("data", "missing.txt", "missing.txt"),
+    ("data", ".", r"'\.'"),
+    ("steps", 0, "steps.*0"),
+    ("batch_size", 0, "batch_size.*0"),
+    ("micro_batch_size", -1, "micro_batch_size.*-1"),
+    *(("learning_rate", value, f"learning_rate.*{value}") for value in (0.0, -1.0, math.nan, math.inf)),
+    ("warmup_steps", 8, "warmup_steps.*8"),
+    ("warmup_steps", -1, "warmup_steps.*-1"),
+    *(("validation_share", value, f"validation_share.*{value}") for value in (0.0, 1.0, math.nan)),
+    ("final_share", 1.5, r"final_share.*1\.5"),
+    ("max_grad_norm", -1.0, "max_grad_norm.*-1"),
+    ("weight_decay", -0.5, r"weight_decay.*-0\.5"),
+    ("beta1", 1.0, r"beta1.*1\.0"),
+    ("beta2", -0.1, r"beta2.*-0\.1"),
+    ("rank_timeout", 0.5, r"rank_timeout.*0\.5"),
+    *((name, 0, f"{name}.*0") for name in ("save_every", "keep", "eval_batches", "most_skipped", "loss_scale_growth")),
+    *((name, -1, f"{name}.*-1") for name in ("keep_every", "eval_every", "sample_tokens", "checkpoint_blocks")),
+    ("size", "huge", "'huge'"),
+    ("d_model", 6, "6 / 2 = 3"),
+    ("num_layers", 0, "num_layers.*0"),
+]
+
+
+@pytest.mark.parametrize(("name", "value", "named"), INVALID, ids=lambda value: str(value))
+def test_an_invalid_value(name, value, named, output):
+    with pytest.raises(UserError, match=named) as caught:
+        TrainSettings.from_flags({**fields(output), name: value})
+    assert "\n" not in str(caught.value)
+
+
+def test_flags_have_the_names_of_the_flat_form(output):
+    """The manifests of checkpoints hold the flat form, so these names are part of a file format."""
+    settings = settings_of(output, final_share=0.25, checkpoint_blocks=2, most_skipped=3)
+    names = [found.name for found in flags_of(TrainSettings)]
+    assert len(set(names)) == len(names) == 41
+    flat = settings.to_dict()
+    assert flat.keys() == {*names, "model"}
+    assert (flat["final_share"], flat["warmup_steps"], flat["checkpoint_blocks"]) == (0.25, 1, 2)
+    assert (settings.optimizer.min_lr_share, settings.optimizer.lr_warmup_steps) == (0.25, 1)
+    assert (settings.compute.recompute_blocks, settings.optimizer.max_skipped) == (2, 3)
+    assert flat["model"]["vocab_size"] == 256
+    assert TrainSettings.from_flags({name: flat[name] for name in names}) == settings
+
+
+def test_help_names_the_minimum_learning_rate(capsys):
+    with pytest.raises(SystemExit):
+        main(["train", "--help"])
+    help_text = " ".join(capsys.readouterr().out.split())
+    assert "minimum learning rate, as a share of the peak" in help_text
+    assert "width of the residual stream (default: the size's)" in help_text
+
+
+def test_text_has_bytes_for_tokens(output):
+    model = settings_of(output).model
+    assert (model.vocab_size, model.d_model, model.context_length) == (256, 16, 16)
+    (output.parent / "t.bin").write_bytes(b"\0\0")
+    assert TrainSettings.from_flags({"data": str(output.parent / "t.bin")}).model.vocab_size == 10_000
+
+
+@pytest.mark.parametrize(
+    ("batch", "micro", "ranks", "expected"),
+    [(8, 8, 1, 1), (8, 2, 2, 2), (12, 1, 4, 3), (4, 8, 4, 1), (8, 8, 3, "8"), (2, 1, 4, "2"), (12, 5, 1, "5")],
+)
+def test_micro_batches(batch, micro, ranks, expected, output):
+    data = settings_of(output, batch_size=batch, micro_batch_size=micro).data
+    if isinstance(expected, int):
+        assert data.micro_batches(ranks) == expected
+    else:
+        with pytest.raises(UserError, match=expected):
+            data.micro_batches(ranks)
+
+
+FAST_PARTS = [
+    ("none", 1, "on", {"kernels", "loss", "optimizer"}),
+    ("ddp", 1, "on", {"kernels", "loss", "optimizer"}),
+    ("ddp", 2, "on", set()),
+    ("ddp", 2, "kernels,loss", {"kernels", "loss"}),
+    ("ddp-sharded", 2, "kernels", {"kernels"}),
+    ("fsdp", 2, "on", set()),
+    ("none", 1, None, set()),
+    ("ddp", 2, "optimizer", "optimizer is not available with 2 ranks"),
+    ("fsdp", 2, "loss", "loss is not available with 2 ranks"),
+    ("none", 1, "graph", "needs a CUDA GPU"),
+    ("none", 1, "everything", "everything"),
+]
+
+
+@pytest.mark.parametrize(("parallel", "ranks", "fast", "expected"), FAST_PARTS)
+def test_available_parts_of_the_fast_step(parallel, ranks, fast, expected, output):
+    settings = settings_of(output, parallel=parallel, fast=fast)
+    if isinstance(expected, str):
+        with pytest.raises(UserError, match=expected):
+            settings.run_config("cpu", ranks)
+    else:
+        assert settings.run_config("cpu", ranks).fast_parts == expected
+
+
+def test_a_gpu_runs_the_fast_step_by_default(output):
+    settings = settings_of(output, precision="bf16")
+    assert settings.run_config("cuda", 1).fast_parts == {"kernels", "loss", "optimizer", "graph"}
+    assert settings.run_config("cuda", 2).fast_parts == set()  # small: bound by launches
+    large = settings_of(output, precision="bf16", parallel="ddp", d_model=4096, context_length=2048)
+    assert large.run_config("cuda", 2).fast_parts == {"kernels", "loss"}
+    with pytest.raises(UserError, match="needs the optimizer"):
+        settings_of(output, fast="graph").run_config("cuda", 1)
+
+
+MISTAKES = [
+    ("data", None, "--data"),
+    ("data", "missing.txt", "'missing.txt'"),
+    ("data", "tiny.txt", "tiny.txt"),
+    ("data", "matrix.npy", "matrix.npy"),
+    ("vocab_size", 100, "100"),
+    ("output", "in-the-way.txt/below", "in-the-way.txt/below"),
+    ("parallel", "magic", "'magic'"),
+    ("precision", "fp7", "'fp7'"),
+    ("device", "tpu", "'tpu'"),
+    ("steps", 0, "steps"),
+    ("micro_batch_size", 3, "micro_batch_size 3"),
+    ("attention", "flash_triton", "flash_triton"),
+]
+
+
+@pytest.mark.parametrize(("name", "value", "named"), MISTAKES, ids=lambda value: str(value))
+def test_a_mistake_on_the_command_line(name, value, named, tmp_path, monkeypatch, capfd):
+    """It is reported in one line with exit code 2, and nothing is written."""
+    (tmp_path / "text.txt").write_bytes(text_of(1000))
+    (tmp_path / "tiny.txt").write_bytes(b"too short")
+    (tmp_path / "in-the-way.txt").write_bytes(b"in the way")
+    np.save(tmp_path / "matrix.npy", np.zeros((100, 100), int))
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
+    before = digest(tmp_path)
+    given = {**fields(tmp_path / "output", data="text.txt"), "output": "output", name: value}
+    argv = ["train", *(word for key, one in given.items() if one is not None for word in (f"--{key}", str(one)))]
+    try:
+        code = main(argv)
+    except SystemExit as error:
+        code = error.code
+    printed = capfd.readouterr()
+    assert (code, printed.out) == (2, "")
+    assert printed.err.count("\n") == 1, printed.err
+    assert named in printed.err
+    assert digest(tmp_path) == before
