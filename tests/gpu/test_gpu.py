@@ -1,4 +1,4 @@
-"""What only a GPU can show: run with `pytest -m gpu`."""
+"""Timing, memory, FLOPs and traces on a GPU: run with `pytest -m gpu`."""
 
 import gc
 from itertools import product
@@ -16,6 +16,7 @@ from cs336_systems.predict.memory_model import estimate
 from cs336_systems.step.train_step import TrainStep
 
 HUNGRY = "tests.gpu.hungry:build"
+"""A model that runs out of memory."""
 pytestmark = pytest.mark.gpu
 
 
@@ -45,7 +46,7 @@ def test_every_mode_and_precision(mode, precision):
 
 
 @pytest.mark.parametrize("attention", ["reference", "sdpa"])
-def test_loss_and_gradients_equal_the_cpus(attention):
+def test_loss_and_gradients_equal_those_of_a_cpu(attention):
     losses = {}
     for device in ("cpu", "cuda"):
         config = RunConfig(model=model_config("tiny"), device=device, mode="forward-backward", attention=attention)
@@ -78,8 +79,8 @@ def test_fp32_is_not_tf32():
 @pytest.mark.parametrize(("attention", "group"), [("reference", 0), ("sdpa", 0), ("reference", 3), ("sdpa", 1)])
 def test_predicted_peak(mode, precision, attention, group):
     gc.collect()
-    torch._C._cuda_clearCublasWorkspaces()  # the step would use what an earlier test got, and none be counted
-    others = torch.cuda.memory_allocated()  # what earlier tests of this process still hold
+    torch._C._cuda_clearCublasWorkspaces()  # otherwise the step would reuse those of an earlier test
+    others = torch.cuda.memory_allocated()  # held by earlier tests of this process
     step = step_of("small", mode=mode, precision=precision, attention=attention, checkpoint_blocks=group)
     batch = step.random_batch()
     timings = time_steps(lambda watch: step(*batch, watch=watch), device=step.device, warmup_steps=3, num_steps=2)
@@ -91,7 +92,7 @@ def test_predicted_peak(mode, precision, attention, group):
 
 @pytest.mark.parametrize("attention", ["reference", "sdpa"])
 @pytest.mark.parametrize("precision", ["fp32", "bf16"])
-def test_flops_by_torchs_counter(attention, precision):
+def test_flops_equal_torchs_counter(attention, precision):
     step = step_of(attention=attention, precision=precision)
     batch = step.random_batch()
     assert count_flops(lambda: step(*batch)) == executed_flops(step.config)
@@ -111,15 +112,13 @@ def test_out_of_memory_is_a_row(tmp_path):
 
     fits, not_predictable = (
         RunConfig(model=model_config("tiny"), device="cuda", num_steps=2).to_dict(),
-        RunConfig(
-            model=model_config("tiny"), device="cuda", num_steps=2, model_factory="tests.gpu.hungry:build"
-        ).to_dict(),
+        RunConfig(model=model_config("tiny"), device="cuda", num_steps=2, model_factory=HUNGRY).to_dict(),
     )
     path = tmp_path / "records.jsonl"
     with Runner(path, quiet=True) as runner:
         runner.run(gather([("bench", not_predictable), ("bench", fits)]))
     by_factory = {r.config["model_factory"]: r.status for r in load(path).records if r.metric == "cell_time"}
-    assert by_factory["tests.gpu.hungry:build"].startswith("oom")
+    assert by_factory[HUNGRY].startswith("oom")
     assert by_factory[None] == "ok"
 
 
@@ -134,7 +133,7 @@ def test_two_ranks_on_one_gpu_agree_with_one():
             assert loss < 1e-5, f"{name}: {loss}"
 
 
-def test_kernels_find_their_phase_kind_and_part(tmp_path):
+def test_phase_kind_and_part_of_kernels(tmp_path):
     from cs336_systems.measure.kernel_trace import profile_steps
     from cs336_systems.measure.readers.kernel_classes import OUTPUT, SCORES, SOFTMAX
 
@@ -174,7 +173,7 @@ def test_every_block_of_the_peak_has_a_label(precision, fields):
     batch = step.random_batch()
     timings = time_steps(lambda watch: step(*batch, watch=watch), device=step.device, warmup_steps=3, num_steps=2)
     trace = trace_memory(step, batch)
-    assert trace.peak == pytest.approx(timings.peak_memory, rel=0.01), "following it does not change it"
+    assert trace.peak == pytest.approx(timings.peak_memory, rel=0.01), "tracing does not change the peak"
     assert sum(trace.parts.values()) == trace.peak
     assert trace.parts.get(UNLABELLED, 0) < 0.02 * trace.peak
     assert trace.parts["parameters"] == pytest.approx(4 * step.config.model.parameters, rel=0.01)
@@ -182,7 +181,7 @@ def test_every_block_of_the_peak_has_a_label(precision, fields):
         assert trace.parts["optimizer state"] == pytest.approx(8 * step.config.model.parameters, rel=0.01)
 
 
-def test_the_snapshot_is_the_allocators_own(tmp_path):
+def test_the_snapshot_has_the_stacks_of_allocations(tmp_path):
     import pickle
 
     from cs336_systems.experiments.memory.measure_memory import SNAPSHOT_FILE, measure_memory
@@ -192,4 +191,4 @@ def test_the_snapshot_is_the_allocators_own(tmp_path):
     snapshot = pickle.loads((tmp_path / SNAPSHOT_FILE).read_bytes())
     assert {"segments", "device_traces"} <= snapshot.keys()
     frames = [frame["name"] for event in snapshot["device_traces"][0] for frame in event.get("frames", ())]
-    assert "scores" in frames, "with the functions that allocated"
+    assert "scores" in frames

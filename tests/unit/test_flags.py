@@ -1,4 +1,4 @@
-"""Command-line flags: both spellings, and every mistake one line on standard error with exit code 2."""
+"""Command-line flags: both spellings; user errors are one line on standard error with exit code 2."""
 
 import io
 import sys
@@ -9,9 +9,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from cs336_systems.benchmark.benchmark import BenchArguments
-from cs336_systems.benchmark.calculate_memory import CalculateArguments
 from cs336_systems.commands import guarded, run_command
 from cs336_systems.config import UserError, flag
+from cs336_systems.experiments.memory.calculator import CalculateArguments
 from cs336_systems.flags import Parser, add_flags, read_flags
 from cs336_systems.predict.fit import FitArguments
 from cs336_systems.predict.model_flags import ShapeArguments
@@ -57,7 +57,7 @@ def test_a_negative_number_is_a_value_and_not_a_flag():
     assert parse("--layers", "-3").layers == -3
 
 
-def test_a_zero_is_given_and_not_taken_for_the_default():
+def test_zero_is_not_taken_for_the_default():
     assert parse("--context_length", "0").context_length == 0
 
 
@@ -83,7 +83,7 @@ def test_a_switch_is_off_until_given(argv):
     assert parse(*argv).force_all is True
 
 
-# -- mistakes ---------------------------------------------------------------------------------------------------------
+# -- user errors ------------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
@@ -96,7 +96,7 @@ def test_a_switch_is_off_until_given(argv):
         (["--batch_sizes", "1,two,3"], "two"),
         (["--colour", "blue"], "--colour"),
         (["stray"], "stray"),
-        (["--layer", "3"], "--layer"),  # no abbreviations: they change their meaning when a flag is added
+        (["--layer", "3"], "--layer"),  # no abbreviations: a new flag would change their meaning
         (["--context_length"], "--context_length"),
         (["--force_all=yes"], "'yes'"),
         (["--device\n", "x"], "--device"),
@@ -105,7 +105,7 @@ def test_a_switch_is_off_until_given(argv):
     ],
     ids=lambda value: " ".join(value) if isinstance(value, list) else "",
 )
-def test_a_mistake_is_one_line_that_names_the_value(capsys, argv, named):
+def test_a_user_error_is_one_line_that_names_the_value(capsys, argv, named):
     with pytest.raises(SystemExit) as end:
         parse(*argv)
     out, err = capsys.readouterr()
@@ -117,7 +117,7 @@ def test_a_mistake_is_one_line_that_names_the_value(capsys, argv, named):
     assert named in err
 
 
-def test_a_bad_choice_is_answered_with_the_choices(capsys):
+def test_an_invalid_choice_lists_the_choices(capsys):
     with pytest.raises(SystemExit):
         parse("--mode", "sideways")
     err = capsys.readouterr().err
@@ -127,7 +127,7 @@ def test_a_bad_choice_is_answered_with_the_choices(capsys):
 
 @pytest.mark.parametrize("arguments", [Example, ShapeArguments, BenchArguments, FitArguments, CalculateArguments])
 def test_help_shows_every_flag(capsys, arguments):
-    """A lone % in a help text would end --help in a traceback."""
+    """A lone % in a help text would raise in --help."""
     with pytest.raises(SystemExit) as end:
         parse("--help", arguments=arguments)
     assert end.value.code == 0
@@ -135,7 +135,7 @@ def test_help_shows_every_flag(capsys, arguments):
     assert all(f"--{name}" in shown for name in arguments.__dataclass_fields__)
 
 
-def test_help_tells_defaults(capsys):
+def test_help_shows_defaults(capsys):
     with pytest.raises(SystemExit):
         parse("--help")
     shown = capsys.readouterr().out
@@ -147,7 +147,7 @@ def test_help_tells_defaults(capsys):
 # -- commands ---------------------------------------------------------------------------------------------------------
 
 
-def test_a_command_gets_its_arguments_and_its_exit_code_is_passed_on():
+def test_a_command_gets_its_arguments_and_returns_its_exit_code():
     seen = []
 
     def command(arguments):
@@ -170,7 +170,7 @@ def test_a_command_gets_its_arguments_and_its_exit_code_is_passed_on():
     ],
     ids=" ".join,
 )
-def test_a_configuration_that_cannot_be_is_one_line_and_exit_code_2(capsys, argv, named):
+def test_an_invalid_configuration_is_one_line_and_exit_code_2(capsys, argv, named):
     code = run_command("bench", None, ShapeArguments, lambda arguments: bool(arguments.run_config()), argv)
     out, err = capsys.readouterr()
     assert code == 2
@@ -187,7 +187,7 @@ def raises(error):
     return run
 
 
-def test_a_users_mistake_is_exit_code_2(capsys):
+def test_a_user_error_is_exit_code_2(capsys):
     assert guarded("prog", raises(UserError("no such thing 'x'"))) == 2
     assert capsys.readouterr().err == "prog: no such thing 'x'\n"
 
@@ -200,13 +200,13 @@ def test_ctrl_c_is_exit_code_130(capsys):
     assert err.startswith("prog: stopped")
 
 
-def test_a_reader_that_has_gone_is_no_failure(monkeypatch, tmp_path):
+def test_a_closed_pipe_is_no_failure(monkeypatch, tmp_path):
     monkeypatch.setattr(sys, "stderr", io.StringIO())
-    with (tmp_path / "out").open("w") as out:  # what it is pointed at instead is not pytest's own
+    with (tmp_path / "out").open("w") as out:  # redirects this file's descriptor, not pytest's
         monkeypatch.setattr(sys, "stdout", out)
         assert guarded("prog", raises(BrokenPipeError())) == 0
 
 
-def test_a_fault_of_ours_keeps_its_traceback():
+def test_an_internal_error_keeps_its_traceback():
     with pytest.raises(ZeroDivisionError):
         guarded("prog", lambda: 1 // 0)

@@ -1,6 +1,6 @@
-"""Memory of a step, block by block: the followed step, its file, what forward keeps, and nested recomputation.
+"""Memory of a step, block by block: the traced step, its file, tensors saved for backward, nested recomputation.
 
-Sizes are worked out here from the shapes, or counted once more by other means (autograd's own hooks).
+Expected sizes are computed from the shapes, or counted by autograd's own hooks.
 """
 
 import dataclasses
@@ -8,7 +8,7 @@ import functools
 import gzip
 import json
 import re
-from collections import Counter, defaultdict
+from collections import Counter
 from itertools import pairwise
 
 import pytest
@@ -26,13 +26,13 @@ from tests.helpers import MODEL
 SMALL = ModelConfig(vocab_size=96, context_length=64, d_model=32, num_layers=2, num_heads=4, d_ff=64)
 BATCH = 2
 SCORE_BYTES = BATCH * SMALL.num_heads * SMALL.context_length**2 * 4
-"""Larger than any other tensor of this model, so it cannot be mistaken."""
+"""Larger than any other tensor of this model."""
 LINE = re.compile(r"[\w./-]+\.py:\d+ in \S+")
 
 
 @pytest.fixture(scope="module", autouse=True)
 def one_thread():
-    """On a busy machine two threads spend their time waiting for each other."""
+    """Two threads wait for each other on a busy machine."""
     before = torch.get_num_threads()
     torch.set_num_threads(1)
     yield
@@ -40,7 +40,7 @@ def one_thread():
 
 
 def steady(config=None, **fields):
-    """A step that has run once: the first makes the optimizer's state."""
+    """Return a step that has run once, which creates the optimizer's state."""
     step = TrainStep.build(config or RunConfig(model=SMALL, batch_size=BATCH, **fields))
     batch = step.random_batch()
     step(*batch)
@@ -50,7 +50,9 @@ def steady(config=None, **fields):
 @pytest.fixture(scope="module")
 def trained():
     step, batch = steady()
-    return step, trace_memory(step, batch), measure_peak(step, batch)
+    found = trace_memory(step, batch)
+    assert_consistent(found, measure_peak(step, batch))
+    return step, found
 
 
 @pytest.fixture(scope="module")
@@ -58,8 +60,7 @@ def trace(trained):
     return trained[1]
 
 
-def in_phase(timeline, name):
-    """The middle of a phase is any time in it; here its begin and end."""
+def phase_of(timeline, name):
     [span] = [span for span in timeline.phases if span.name == name]
     return span
 
@@ -68,17 +69,12 @@ def assert_consistent(found, measured):
     assert found.peak == measured
     assert sum(found.parts.values()) == found.peak
     assert all(size > 0 for size in found.parts.values())
-    when, most = found.timeline.peak()
-    assert most == found.peak
-    assert found.timeline.parts_at(when) == found.parts
+    peak = found.timeline.peak()
+    assert peak.size == found.peak
+    assert found.timeline.parts_at(peak.time) == found.parts
 
 
-# -- a followed step --------------------------------------------------------------------------------------------------
-
-
-def test_parts_add_up_to_the_measured_peak(trained):
-    _, found, measured = trained
-    assert_consistent(found, measured)
+# -- a traced step ----------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
@@ -86,7 +82,6 @@ def test_parts_add_up_to_the_measured_peak(trained):
     [
         *({"mode": mode} for mode in MODES[:3]),
         {"precision": "bf16"},
-        {"precision": "bf16", "mode": "inference"},
         {"attention": "sdpa"},
         {"attention": "flash_torch"},
         {"checkpoint_blocks": 1},
@@ -95,29 +90,29 @@ def test_parts_add_up_to_the_measured_peak(trained):
     ],
     ids=str,
 )
-def test_parts_add_up_in_every_kind_of_step(fields):
+def test_parts_add_up_to_the_measured_peak(fields):
     step, batch = steady(**fields)
     found = trace_memory(step, batch)
     assert_consistent(found, measure_peak(step, batch))
     assert found.parts["parameters"] == 4 * SMALL.parameters
 
 
-def test_what_the_optimizer_and_the_gradients_take(trained):
-    """fp32: 4 bytes a parameter, 4 of its gradient, 8 of AdamW's moments; beyond that AdamW counts its steps."""
-    step, found, _ = trained
+def test_bytes_of_gradients_and_optimizer_state(trained):
+    """fp32: 4 bytes per parameter, 4 for its gradient, 8 for AdamW's moments, and AdamW's step counts."""
+    step, found = trained
     tensors = len(list(step.model.parameters()))
-    backward, optimizer = in_phase(found.timeline, "backward"), in_phase(found.timeline, "optimizer")
+    backward, optimizer = phase_of(found.timeline, "backward"), phase_of(found.timeline, "optimizer")
     parts = found.timeline.parts_at((backward.end + optimizer.start) / 2)
     assert parts["parameters"] == 4 * SMALL.parameters
     assert parts["gradients"] == 4 * SMALL.parameters
     assert 8 * SMALL.parameters <= parts["optimizer state"] <= 8 * SMALL.parameters + 8 * tensors
     assert parts.get("activations", 0) == 0
     after = found.timeline.parts_at(found.timeline.end + 1)
-    assert after.get("gradients", 0) == 0  # dropped by the step
+    assert after.get("gradients", 0) == 0
 
 
 def test_gradients_grow_in_backward_and_activations_shrink(trace):
-    span = in_phase(trace.timeline, "backward")
+    span = phase_of(trace.timeline, "backward")
     times = [span.start + (span.end - span.start) * i / 10 for i in range(11)]
     parts = [trace.timeline.parts_at(time) for time in times]
     gradients, activations = ([p.get(name, 0) for p in parts] for name in ("gradients", "activations"))
@@ -127,18 +122,18 @@ def test_gradients_grow_in_backward_and_activations_shrink(trace):
     assert activations[0] >= 2 * SCORE_BYTES
 
 
-def test_logits_and_loss(trace):
-    """Logits, their log-softmax and its gradient: all of one size, none an activation."""
+def test_labels_of_logits_and_loss(trace):
+    """Logits, their log-softmax and its gradient have one size, and none is an activation."""
     size = 4 * BATCH * SMALL.context_length * SMALL.vocab_size
     found = [block for block in trace.timeline.blocks if block.label == "logits and loss" and block.size == size]
     assert len(found) >= 2
     assert any(block.module == "lm_head" for block in found)
-    loss = in_phase(trace.timeline, "loss")
+    loss = phase_of(trace.timeline, "loss")
     assert trace.timeline.parts_at(loss.end)["logits and loss"] >= size
     assert not [b for b in trace.timeline.blocks if b.label == "activations" and b.module == "lm_head"]
 
 
-def test_the_score_matrix_is_found_where_it_was_made(trace):
+def test_module_and_line_of_the_score_matrix(trace):
     for layer in range(SMALL.num_layers):
         scores = [
             block
@@ -154,23 +149,23 @@ def test_the_score_matrix_is_found_where_it_was_made(trace):
         assert any("softmax" in block.what for block in scores)
 
 
-def test_activations_name_their_module_and_line(trained):
-    step, found, _ = trained
+def test_module_and_line_of_activations(trained):
+    step, found = trained
     modules = dict(step.model.named_modules())
-    span = in_phase(found.timeline, "forward")
-    made = [b for b in found.timeline.blocks if b.label == "activations" and span.start <= b.start <= span.end]
-    assert {block.module for block in made} <= set(modules)
+    span = phase_of(found.timeline, "forward")
+    saved = [b for b in found.timeline.blocks if b.label == "activations" and span.start <= b.start <= span.end]
+    assert {block.module for block in saved} <= set(modules)
     for expected in ("layers.0.attn", "layers.1.ffn", "layers.0.ffn.w1", "layers.1.attn.q_proj", "ln_final"):
-        assert expected in {block.module for block in made}
-    assert all(block.what and ".py:" in block.line for block in made)
+        assert expected in {block.module for block in saved}
+    assert all(block.what and ".py:" in block.line for block in saved)
     w1 = 4 * BATCH * SMALL.context_length * SMALL.d_ff
-    [block] = [b for b in made if b.module == "layers.0.ffn.w1" and b.size == w1]
+    [block] = [b for b in saved if b.module == "layers.0.ffn.w1" and b.size == w1]
     assert "model.py" in block.line or "linear.py" in block.line
     assert str(SMALL.d_ff) in block.what
 
 
-def test_what_was_there_before_is_there_all_the_time(trained):
-    step, found, _ = trained
+def test_parameters_and_buffers_are_allocated_throughout(trained):
+    step, found = trained
     blocks = [block for block in found.timeline.blocks if block.label == "parameters"]
     assert Counter(block.size for block in blocks) == Counter(p.nbytes for p in step.model.parameters())
     assert all(block.start == 0 and block.end is None for block in blocks)
@@ -183,26 +178,23 @@ def test_phases_are_in_order(trace):
     assert [span.name for span in spans] == ["forward", "loss", "backward", "optimizer"]
     assert all(span.start < span.end for span in spans)
     assert all(before.end <= after.start for before, after in pairwise(spans))
-    assert trace.phase in [span.name for span in spans]
-    when, _ = trace.timeline.peak()
-    [peak_phase] = [span.name for span in spans if span.start <= when <= span.end]
-    assert trace.phase == peak_phase
+    peak = trace.timeline.peak()
+    assert [trace.phase] == [span.name for span in spans if span.start <= peak.time <= span.end]
 
 
-def test_the_largest_blocks(trace):
-    """Of those made in the step, the largest first: what to look at when memory is short."""
+def test_the_largest_blocks_of_the_step(trace):
     sizes = [block.size for block in trace.largest]
-    made = sorted((block.size for block in trace.timeline.blocks if block.start > 0), reverse=True)
-    assert sizes == made[: len(sizes)]
+    during = sorted((block.size for block in trace.timeline.blocks if block.start > 0), reverse=True)
+    assert sizes == during[: len(sizes)]
     assert sizes[0] == SCORE_BYTES
     assert set(trace.largest) <= set(trace.timeline.blocks)
 
 
-def test_recomputed_activations_are_activations():
-    """Checkpointed: scores are made in forward and dropped, then again in backward and used."""
+def test_labels_of_recomputed_activations():
+    """With checkpointing, scores are freed in forward and recomputed in backward."""
     step, batch = steady(checkpoint_blocks=1)
     found = trace_memory(step, batch)
-    backward = in_phase(found.timeline, "backward")
+    backward = phase_of(found.timeline, "backward")
     again = [
         block
         for block in found.timeline.blocks
@@ -210,172 +202,130 @@ def test_recomputed_activations_are_activations():
     ]
     assert {block.label for block in again if "backward" not in block.what} == {"activations"}
     assert {block.module for block in again if block.label == "activations"} == {"layers.0.attn", "layers.1.attn"}
-    at_turn = found.timeline.parts_at(backward.start)
-    assert at_turn["activations"] < SCORE_BYTES * 2
+    assert found.timeline.parts_at(backward.start)["activations"] < SCORE_BYTES * 2
     assert found.timeline.parts_at(backward.end).get("activations", 0) == 0
 
 
 @pytest.mark.parametrize("fields", [{}, {"checkpoint_blocks": 1}, {"precision": "bf16"}], ids=str)
-def test_inference_leaves_nothing(fields):
+def test_inference_frees_all_activations(fields):
     step, batch = steady(mode="inference", **fields)
     found = trace_memory(step, batch)
-    left = Counter()
-    for block in found.timeline.blocks:
-        if block.end is None:
-            left[block.label] += block.size
-    assert left["activations"] == 0
-    assert left["logits and loss"] == 0
-    assert left["parameters"] == 4 * SMALL.parameters
+    assert_consistent(found, measure_peak(step, batch))
+    left = {block.label for block in found.timeline.blocks if block.end is None}
+    assert "parameters" in left
+    assert not left & {"activations", "logits and loss"}
     assert [span.name for span in found.timeline.phases] == ["forward"]
-    made = [block for block in found.timeline.blocks if block.size == SCORE_BYTES]
-    assert made  # they were there
-    assert all(block.end is not None for block in made if block.label != "parameters")
-    # Without a graph one layer's scores are gone before those of the next are made.
+    scores = [block for block in found.timeline.blocks if block.size == SCORE_BYTES]
+    assert scores
+    assert all(block.end is not None for block in scores)
+    # Without a graph one layer's scores are freed before those of the next layer are allocated.
     assert found.peak < measure_peak(*steady(mode="forward"))
 
 
-def test_following_a_step_changes_nothing_of_it():
+def test_tracing_does_not_change_the_step():
     step, batch = steady()
     twin, _ = steady()
     trace_memory(step, batch)
     twin(*batch)
     assert all(torch.equal(a, b) for a, b in zip(step.model.parameters(), twin.model.parameters(), strict=True))
     assert not any(module._forward_hooks or module._forward_pre_hooks for module in step.model.modules())
-    assert trace_memory(step, batch).peak == measure_peak(step, batch)  # and it can be followed again
 
 
-def test_a_step_that_failed_can_be_followed_again(monkeypatch):
-    """Out of memory in the middle of a step must not leave hooks or a patched torch behind."""
+def test_a_step_can_be_traced_again_after_a_failure(monkeypatch):
+    """Out of memory in the middle of a step must not leave hooks or patches behind."""
 
     def fail(x):
-        raise RuntimeError("out of luck")
+        raise RuntimeError("out of memory")
 
     step, batch = steady()
     with monkeypatch.context() as patch:
         patch.setattr(step.model.ln_final, "forward", fail)
-        with pytest.raises(RuntimeError, match="out of luck"):
+        with pytest.raises(RuntimeError, match="out of memory"):
             trace_memory(step, batch)
     found = trace_memory(step, batch)
     assert_consistent(found, measure_peak(step, batch))
     assert {"layers.0.attn", "layers.1.attn"} <= {block.module for block in found.timeline.blocks}
 
 
-def test_a_users_own_module(tmp_path, monkeypatch):
+def test_a_user_model(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
-    (tmp_path / "followed_model.py").write_text(MODEL)
-    step, batch = steady(model_factory="followed_model:build")
+    (tmp_path / "traced_model.py").write_text(MODEL)
+    step, batch = steady(model_factory="traced_model:build")
     found = trace_memory(step, batch)
     assert_consistent(found, measure_peak(step, batch))
     d, vocab = SMALL.d_model, SMALL.vocab_size
     assert found.parts["parameters"] == 4 * (vocab * d + d * d + d + d * vocab + vocab)
-    made = {b.module: b for b in found.timeline.blocks if b.label == "activations" and b.line}
-    assert {"embed", "mix"} <= set(made)
-    assert "head" not in made
-    assert "followed_model.py:" in "".join(block.line for block in found.timeline.blocks)
+    modules = {b.module for b in found.timeline.blocks if b.label == "activations" and b.line}
+    assert {"embed", "mix"} <= modules
+    assert "head" not in modules
+    assert any("traced_model.py:" in block.line for block in found.timeline.blocks)
 
 
-# -- its file ---------------------------------------------------------------------------------------------------------
+# -- the file ---------------------------------------------------------------------------------------------------------
+
+TIMELINES = {
+    "empty": Timeline("nothing", "cpu", []),
+    "unicode": Timeline('标题 "quoted"', "cpu", [Block("活动", 2**40, 0.0, None)], [Span("forward", 0.0, 1e-9)]),
+    "shared words": Timeline("one", "cpu", [Block("a", 0, 0.25, 0.5, "m", "w", "l"), Block("a", 1, 0.0, 0.0)]),
+}
 
 
-def test_a_followed_step_is_saved_and_loaded(trace, tmp_path):
+@pytest.mark.parametrize("name", ["traced", *TIMELINES])
+def test_a_timeline_survives_its_file(name, trace, tmp_path):
+    timeline = TIMELINES.get(name, trace.timeline)
     first, second = tmp_path / "a.json.gz", tmp_path / "b.json.gz"
-    trace.timeline.save(first)
+    timeline.save(first)
     loaded = Timeline.load(first)
-    assert loaded == trace.timeline
+    assert loaded == timeline
     loaded.save(second)
     assert first.read_bytes() == second.read_bytes()
 
 
-@pytest.mark.parametrize(
-    "timeline",
-    [
-        Timeline("nothing", "cpu", []),
-        Timeline("标题 \"quoted\"", "cpu", [Block("活动", 2**40, 0.0, None, "", "", "")], [Span("forward", 0.0, 1e-9)]),
-        Timeline("one", "cpu", [Block("a", 0, 0.25, 0.5, "m", "w", "l"), Block("a", 1, 0.0, 0.0)]),
-    ],
-    ids=["empty", "unicode", "shared words"],
-)  # fmt: skip
-def test_any_timeline_is_saved_and_loaded(timeline, tmp_path):
-    timeline.save(tmp_path / "t.json.gz")
-    assert Timeline.load(tmp_path / "t.json.gz") == timeline
+CHANGES = {
+    "newer version": lambda d: {**d, "version": d["version"] + 1},
+    "another format": lambda d: {**d, "format": "another"},
+    "no words": lambda d: {key: value for key, value in d.items() if key != "words"},
+    "too few words": lambda d: {**d, "words": []},
+    "a column too short": lambda d: {**d, "blocks": {**d["blocks"], "size": d["blocks"]["size"][:-1]}},
+    "a phase without times": lambda d: {**d, "phases": [["forward"]]},
+    "version is text": lambda d: {**d, "version": "one"},
+    "a list": lambda d: [d],
+    "null": lambda d: None,
+    "a trace": lambda d: {"traceEvents": []},
+}
+CONTENTS = {
+    **{f"cut at {share}": lambda data, share=share: data[: int(len(data) * share)] for share in (0, 0.01, 0.5, 0.99)},
+    "JSON": lambda data: b"{}",
+    "PNG": lambda data: b"\x89PNG\r\n\x1a\n",
+    "gzip header": lambda data: b"\x1f\x8b\x08\x00",
+    "gzip of something else": lambda data: gzip.compress(b"\xff\xfe", mtime=0),
+}
 
 
-def refused(path):
-    with pytest.raises(UserError) as caught:
+@pytest.mark.parametrize("name", ["missing", "folder", *CHANGES, *CONTENTS])
+def test_an_unreadable_timeline_is_a_user_error(name, tmp_path):
+    path = tmp_path / "timeline.json.gz"
+    TIMELINES["shared words"].save(path)
+    data = path.read_bytes()
+    path.unlink()
+    if name == "folder":
+        path.mkdir()
+    elif name in CHANGES:
+        path.write_bytes(gzip.compress(json.dumps(CHANGES[name](json.loads(gzip.decompress(data)))).encode()))
+    elif name in CONTENTS:
+        path.write_bytes(CONTENTS[name](data))
+    with pytest.raises(UserError, match="newer" if name == "newer version" else path.name) as caught:
         Timeline.load(path)
-    message = str(caught.value)
-    assert path.name in message
-    assert "\n" not in message
-    return message
+    assert "\n" not in str(caught.value)
 
 
-@pytest.mark.parametrize("share", [0, 0.01, 0.5, 0.99])
-def test_truncated_timelines(share, trace, tmp_path):
-    path = tmp_path / "cut.json.gz"
-    trace.timeline.save(path)
-    content = path.read_bytes()
-    path.write_bytes(content[: int(len(content) * share)])
-    refused(path)
+# -- tensors saved for backward ---------------------------------------------------------------------------------------
 
 
-def test_a_missing_timeline_and_a_folder(tmp_path):
-    refused(tmp_path / "absent.json.gz")
-    (tmp_path / "folder").mkdir()
-    refused(tmp_path / "folder")
-
-
-def document_of(trace, path):
-    trace.timeline.save(path)
-    return json.loads(gzip.decompress(path.read_bytes()))
-
-
-def test_a_timeline_of_a_newer_version(trace, tmp_path):
-    path = tmp_path / "newer.json.gz"
-    document = document_of(trace, path)
-    path.write_bytes(gzip.compress(json.dumps({**document, "version": document["version"] + 1}).encode()))
-    assert "newer" in refused(path)
-
-
-@pytest.mark.parametrize(
-    "change",
-    [
-        lambda d: {**d, "format": "another"},
-        lambda d: {key: value for key, value in d.items() if key != "words"},
-        lambda d: {**d, "words": []},
-        lambda d: {**d, "blocks": {**d["blocks"], "size": d["blocks"]["size"][:-1]}},
-        lambda d: {**d, "phases": [["forward"]]},
-        lambda d: {**d, "version": "one"},
-        lambda d: [d],
-        lambda d: "text",
-        lambda d: None,
-        lambda d: {"traceEvents": []},
-    ],
-    ids=range(10),
-)
-def test_foreign_documents(change, trace, tmp_path):
-    path = tmp_path / "foreign.json.gz"
-    document = document_of(trace, path)
-    path.write_bytes(gzip.compress(json.dumps(change(document)).encode()))
-    refused(path)
-
-
-@pytest.mark.parametrize(
-    "content",
-    [b"{}", b"\x89PNG\r\n\x1a\n", b"\x1f\x8b\x08\x00", gzip.compress(b"\xff\xfe", mtime=0)],
-    ids=["JSON", "PNG", "cut off", "gzip of something else"],
-)
-def test_foreign_files(content, tmp_path):
-    (tmp_path / "other.bin").write_bytes(content)
-    refused(tmp_path / "other.bin")
-
-
-# -- what forward keeps for backward ----------------------------------------------------------------------------------
-
-
-def kept_by_hooks(step, batch):
-    """Bytes of every storage that autograd saves: of parameters, and others."""
+def saved_by_hooks(step, batch):
+    """Return the bytes of every storage that autograd saves: of parameters, and of others."""
     storages = {}
-    tensors = []  # alive, so that no address is used twice
+    tensors = []  # keeps them allocated, so that no address is reused
 
     def pack(tensor):
         tensors.append(tensor)
@@ -403,12 +353,12 @@ def totals(found):
     [{}, {"attention": "sdpa"}, {"attention": "flash_torch"}, {"precision": "bf16"}, {"mode": "forward-backward"}],
     ids=str,
 )
-def test_saved_memory_is_that_of_the_hooks(fields):
+def test_saved_bytes_equal_those_of_the_hooks(fields):
     step, batch = steady(**fields)
-    assert totals(saved_tensors(step, batch)) == kept_by_hooks(step, batch)
+    assert totals(saved_tensors(step, batch)) == saved_by_hooks(step, batch)
 
 
-def test_the_reference_keeps_the_score_matrix():
+def test_reference_attention_saves_the_score_matrix():
     found = saved_tensors(*steady())
     scores = [item for item in found if item.size == SCORE_BYTES]
     assert sorted(item.module for item in scores) == ["layers.0.attn", "layers.1.attn"]
@@ -423,25 +373,25 @@ def test_the_reference_keeps_the_score_matrix():
 
 
 @pytest.mark.parametrize("attention", ["sdpa", "flash_torch"])
-def test_fused_attentions_do_not(attention):
+def test_fused_attentions_do_not_save_scores(attention):
     found = saved_tensors(*steady(attention=attention))
     assert max(item.size for item in found) < SCORE_BYTES / 2
     assert any(item.module.endswith("attn") for item in found)
 
 
-def test_parameters_are_told_apart():
+def test_saved_parameters_are_marked():
     step, batch = steady()
+    before = [p.detach().clone() for p in step.model.parameters()]
+    saved = Counter(item.size for item in saved_tensors(step, batch) if item.is_parameter)
     weights = Counter(p.nbytes for p in step.model.parameters() if p.dim() == 2)
-    found = saved_tensors(step, batch)
-    saved = Counter(item.size for item in found if item.is_parameter)
-    embedding = step.model.token_embeddings.weight.nbytes  # looked up: indices are kept, not the table
-    weights[embedding] -= 1
+    weights[step.model.token_embeddings.weight.nbytes] -= 1  # a lookup saves its indices, not the table
     assert all(saved[size] == count for size, count in weights.items() if count)
-    assert sum(saved.values()) == len(list(step.model.parameters())) - 1  # and the weights of the norms
+    assert sum(saved.values()) == len(before) - 1
+    assert all(torch.equal(a, b) for a, b in zip(before, step.model.parameters(), strict=True))
 
 
-def test_checkpointing_keeps_the_inputs_of_blocks():
-    """One residual tensor more for each layer more, and nothing else."""
+def test_checkpointing_saves_the_inputs_of_blocks():
+    """Each layer saves one residual tensor."""
     residual = 4 * BATCH * SMALL.context_length * SMALL.d_model
     kept = {}
     for layers in (2, 6):
@@ -454,22 +404,13 @@ def test_checkpointing_keeps_the_inputs_of_blocks():
     assert kept[2] < everything / 3
 
 
-def test_inference_keeps_nothing_and_is_refused():
+def test_inference_is_refused():
     with pytest.raises(UserError, match="inference") as caught:
         saved_tensors(*steady(mode="inference"))
     assert "\n" not in str(caught.value)
 
 
-def test_looking_at_what_is_kept_changes_nothing():
-    step, batch = steady()
-    before = [p.detach().clone() for p in step.model.parameters()]
-    first = saved_tensors(step, batch)
-    assert all(torch.equal(a, b) for a, b in zip(before, step.model.parameters(), strict=True))
-    assert totals(saved_tensors(step, batch)) == totals(first)
-    assert trace_memory(step, batch).peak == measure_peak(step, batch)
-
-
-# -- recomputation inside recomputation -------------------------------------------------------------------------------
+# -- nested recomputation ---------------------------------------------------------------------------------------------
 
 DEEP = ModelConfig(vocab_size=32, context_length=32, d_model=16, num_layers=8, num_heads=2, d_ff=32)
 SCORES_OF_DEEP = 4 * 4 * DEEP.num_heads * DEEP.context_length**2
@@ -493,52 +434,46 @@ def peak(group, inner):
     return measure_peak(*deep_step(group, inner))
 
 
-@pytest.mark.parametrize(("group", "inner"), [(4, 0), (4, 1), (5, 2), (8, 3), (2, 7), (20, 4), (0, 3)])
-def test_gradients_are_the_same_to_the_last_bit(group, inner):
-    """Also where groups do not divide the layers, and where the inner group is the larger or stands alone."""
+@pytest.mark.parametrize(("group", "inner"), [(4, 1), (5, 2), (2, 7), (20, 4), (0, 3)])
+def test_gradients_are_equal_to_the_bit(group, inner):
+    """Groups may not divide the layers, and the inner group may be larger or alone."""
     assert all(torch.equal(a, b) for a, b in zip(gradients(0, 0), gradients(group, inner), strict=True))
 
 
 @pytest.mark.parametrize(("group", "inner"), [(8, 2), (4, 1)])
-def test_nested_recomputation_takes_less(group, inner):
+def test_nested_recomputation_takes_less_memory(group, inner):
     assert peak(group, inner) < peak(group, 0) < peak(0, 0)
 
 
-def test_blocks_are_recomputed_as_often_as_asked():
+@pytest.mark.parametrize(("group", "inner", "times"), [(0, 0, 1), (4, 0, 2), (4, 1, 3)])
+def test_number_of_recomputations(group, inner, times):
     """Flat: forward and once more. Nested: forward, for the inner inputs, and for the block itself."""
-    for group, inner, times in ((0, 0, 1), (4, 0, 2), (4, 1, 3)):
-        step, batch = deep_step(group, inner)
-        calls = Counter()
-        for index, block in enumerate(step.model.layers):
-            block.register_forward_pre_hook(lambda *_, index=index, calls=calls: calls.update([index]))
-        step(*batch)
-        assert max(calls.values()) == times, (group, inner)
-        assert set(calls) == set(range(DEEP.num_layers))
+    step, batch = deep_step(group, inner)
+    calls = Counter()
+    for index, block in enumerate(step.model.layers):
+        block.register_forward_pre_hook(lambda *_, index=index: calls.update([index]))
+    step(*batch)
+    assert max(calls.values()) == times
+    assert set(calls) == set(range(DEEP.num_layers))
 
 
 @pytest.mark.parametrize(("group", "inner"), [(8, 0), (8, 2)])
 def test_nested_recomputation_is_predicted(group, inner):
-    seen = []
-
     def prepare(step):
-        seen.append(step)
         step.model.checkpoint_inner = inner
 
     config = RunConfig(model=DEEP, mode="forward-backward", checkpoint_blocks=group)
     assert predict_by_tracing(config, prepare).peak == pytest.approx(peak(group, inner), rel=1e-3)
-    [step] = seen
-    assert isinstance(step, TrainStep)
 
 
-def test_nested_recomputation_is_followed():
+def test_nested_recomputation_is_traced():
     """Each time a block runs, its scores are activations of its own attention."""
     step, batch = deep_step(8, 2)
     found = trace_memory(step, batch)
     assert_consistent(found, peak(8, 2))
-    made = defaultdict(Counter)
-    for block in found.timeline.blocks:
-        if block.size == SCORES_OF_DEEP and "softmax" in block.what and "backward" not in block.what:
-            made[block.label][block.module] += 1
-    assert set(made) == {"activations"}
-    assert set(made["activations"]) == {f"layers.{i}.attn" for i in range(DEEP.num_layers)}
-    assert max(made["activations"].values()) == 3
+    scores = [b for b in found.timeline.blocks if b.size == SCORES_OF_DEEP and "softmax" in b.what]
+    forward = [block for block in scores if "backward" not in block.what]
+    assert {block.label for block in forward} == {"activations"}
+    runs = Counter(block.module for block in forward)
+    assert set(runs) == {f"layers.{i}.attn" for i in range(DEEP.num_layers)}
+    assert max(runs.values()) == 3

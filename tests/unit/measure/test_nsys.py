@@ -1,11 +1,11 @@
-"""Kernels recorded by Nsight Systems: exports written here as its exporter does it, and an nsys that is a script."""
+"""Kernels recorded by Nsight Systems, with synthetic exports and a shell script in place of nsys."""
 
 import json
 import os
+import re
 import sqlite3
 import sys
-import time
-from contextlib import closing
+from contextlib import closing, nullcontext
 from pathlib import Path
 
 import pytest
@@ -14,45 +14,33 @@ from cs336_systems.config import RunConfig, UserError
 from cs336_systems.measure.readers import nsys
 from cs336_systems.measure.readers.kernel_classes import COPY, SOFTMAX
 from cs336_systems.measure.readers.nsys import find_nsys, profile_with_nsys, read_nsys
-from tests.helpers import execute, tiny_config
+from tests.helpers import tiny_config
 
-SCHEMA = """
-CREATE TABLE StringIds (id INTEGER NOT NULL PRIMARY KEY, value TEXT NOT NULL);
-CREATE TABLE ENUM_CUDA_MEM_KIND (id INTEGER NOT NULL PRIMARY KEY, name TEXT, label TEXT);
-CREATE TABLE NVTX_EVENTS (
-    start INTEGER NOT NULL, end INTEGER, eventType INTEGER NOT NULL, rangeId INTEGER, category INTEGER, color INTEGER,
-    text TEXT, globalTid INTEGER, endGlobalTid INTEGER, textId INTEGER, domainId INTEGER);
-CREATE TABLE CUPTI_ACTIVITY_KIND_RUNTIME (
-    start INTEGER NOT NULL, end INTEGER NOT NULL, eventClass INTEGER NOT NULL, globalTid INTEGER,
-    correlationId INTEGER, nameId INTEGER NOT NULL, returnValue INTEGER NOT NULL, callchainId INTEGER);
-CREATE TABLE CUPTI_ACTIVITY_KIND_KERNEL (
-    start INTEGER NOT NULL, end INTEGER NOT NULL, deviceId INTEGER NOT NULL, contextId INTEGER NOT NULL,
-    streamId INTEGER NOT NULL, correlationId INTEGER, globalPid INTEGER, demangledName INTEGER NOT NULL,
-    shortName INTEGER NOT NULL, mangledName INTEGER);
-CREATE TABLE CUPTI_ACTIVITY_KIND_MEMCPY (
-    start INTEGER NOT NULL, end INTEGER NOT NULL, deviceId INTEGER NOT NULL, contextId INTEGER NOT NULL,
-    streamId INTEGER NOT NULL, correlationId INTEGER, globalPid INTEGER, bytes INTEGER NOT NULL,
-    copyKind INTEGER NOT NULL, srcKind INTEGER, dstKind INTEGER);
-CREATE TABLE CUPTI_ACTIVITY_KIND_MEMSET (
-    start INTEGER NOT NULL, end INTEGER NOT NULL, deviceId INTEGER NOT NULL, contextId INTEGER NOT NULL,
-    streamId INTEGER NOT NULL, correlationId INTEGER, globalPid INTEGER, value INTEGER NOT NULL,
-    bytes INTEGER NOT NULL, memKind INTEGER);
-INSERT INTO ENUM_CUDA_MEM_KIND VALUES
-    (0, 'CUDA_MEMOPR_MEMORY_KIND_PAGEABLE', 'Pageable'), (2, 'CUDA_MEMOPR_MEMORY_KIND_DEVICE', 'Device');
+WORK = "start, end, deviceId, contextId, streamId, correlationId, globalPid"
+SCHEMA = f"""
+PRAGMA journal_mode = OFF; PRAGMA synchronous = OFF;
+CREATE TABLE StringIds (id INTEGER PRIMARY KEY, value TEXT);
+CREATE TABLE ENUM_CUDA_MEM_KIND (id INTEGER PRIMARY KEY, label TEXT);
+CREATE TABLE NVTX_EVENTS (start, end, eventType, text TEXT, globalTid, textId, domainId);
+CREATE TABLE CUPTI_ACTIVITY_KIND_RUNTIME (start, end, globalTid, correlationId);
+CREATE TABLE CUPTI_ACTIVITY_KIND_KERNEL ({WORK}, demangledName, shortName, mangledName);
+CREATE TABLE CUPTI_ACTIVITY_KIND_MEMCPY ({WORK}, copyKind, srcKind, dstKind);
+CREATE TABLE CUPTI_ACTIVITY_KIND_MEMSET ({WORK}, memKind);
+INSERT INTO ENUM_CUDA_MEM_KIND VALUES (0, 'Pageable'), (2, 'Device');
 """
-"""Of exporter version 3.16 (nsys 2024.6), without columns that say nothing here."""
+"""The tables of exporter version 3.16 (nsys 2024.6), without unused columns."""
 MACHINE = 1 << 48
 PUSH_POP, START_END, MARK, DOMAIN = 59, 60, 34, 75
 HOST_TO_DEVICE, PAGEABLE, DEVICE = 1, 0, 2
 
 
 class Recording:
-    """An export being written. Times in microseconds; processes and threads by small numbers."""
+    """Writes an export. Times in microseconds; processes and threads are small numbers."""
 
     def __init__(self, path: Path):
         self.path = path
         self.database = sqlite3.connect(path, isolation_level=None)
-        self.database.executescript("PRAGMA journal_mode = OFF; PRAGMA synchronous = OFF;" + SCHEMA)
+        self.database.executescript(SCHEMA)
         self.launched = 0
 
     def insert(self, table: str, **values) -> None:
@@ -77,25 +65,18 @@ class Recording:
         )
 
     def launch(self, at, *, process=7, thread=1, number=None) -> dict:
-        """What the work that is launched has to say of it."""
+        """Record a launch and return the columns that identify it."""
         self.launched += 1
         number = number or self.launched
-        self.insert(
-            "CUPTI_ACTIVITY_KIND_RUNTIME",
-            start=at * 1000,
-            end=at * 1000 + 500,
-            eventClass=0,
-            globalTid=MACHINE | process << 24 | thread,
-            correlationId=number,
-            nameId=self.string("cudaLaunchKernel_v7000"),
-            returnValue=0,
-        )
+        tid = MACHINE | process << 24 | thread
+        times = {"start": at * 1000, "end": at * 1000 + 500}
+        self.insert("CUPTI_ACTIVITY_KIND_RUNTIME", **times, globalTid=tid, correlationId=number)
         return {"correlationId": number, "globalPid": MACHINE | process << 24}
 
     def work(self, kind: str, ran: tuple, launch: dict, **values) -> None:
-        place = {"deviceId": 0, "contextId": 1, "streamId": 7}
+        stream = {"deviceId": 0, "contextId": 1, "streamId": 7}
         times = {"start": ran[0] * 1000, "end": ran[1] * 1000}
-        self.insert(f"CUPTI_ACTIVITY_KIND_{kind}", **times, **place, **launch, **values)
+        self.insert(f"CUPTI_ACTIVITY_KIND_{kind}", **times, **stream, **launch, **values)
 
     def kernel(self, name: str, at, ran: tuple, **launch) -> None:
         names = {"demangledName": self.string(f"void {name}<float>(int)"), "shortName": self.string(name)}
@@ -107,7 +88,7 @@ class Recording:
 
 
 def two_steps(recording: Recording) -> None:
-    """Each step takes 100 us on the host; its kernels begin 50 us late and end after it, in a queue."""
+    """Each step takes 100 us on the host; its kernels start 50 us later and end after it."""
     for at in (0, 1000):
         recording.range("forward", at, at + 30)
         recording.range("block", at + 5, at + 25)
@@ -132,15 +113,15 @@ def read(recording: Recording):
     return read_nsys(recording.close())
 
 
-def told(trace) -> list[tuple]:
+def origins(trace) -> list[tuple]:
     return [(kernel.name.split("<")[0].removeprefix("void "), kernel.phase, kernel.part) for kernel in trace.kernels]
 
 
 # -- reading ----------------------------------------------------------------------------------------------------------
 
 
-def test_kernels_have_the_phase_and_part_of_their_launch_wherever_they_ran(recording):
-    """All run after the ranges that launched them were left, and backward's come from another thread."""
+def test_phase_and_part_are_those_of_the_launch(recording):
+    """All kernels run after their ranges closed, and another thread launches those of backward."""
     two_steps(recording)
     trace = read(recording)
     step = [
@@ -150,19 +131,19 @@ def test_kernels_have_the_phase_and_part_of_their_launch_wherever_they_ran(recor
         ("gemm", "backward", None),
         ("multi_tensor_apply_kernel", "optimizer", None),
     ]
-    assert told(trace) == step * 2
+    assert origins(trace) == step * 2
     assert trace.steps == 2
     assert trace.on_gpu
 
 
-def test_times_are_seconds_and_durations_exact_however_late(recording):
+def test_times_are_seconds_and_durations_exact(recording):
     two_steps(recording)
     recording.kernel("late", 10**15, (10**15 + 1, 10**15 + 2))
     trace = read(recording)
     first, last = trace.kernels[0], trace.kernels[-1]
     assert (first.name, first.start) == ("void gemm<float>(int)", pytest.approx(50e-6))
     assert first.duration == pytest.approx(10e-6)
-    assert last.duration == pytest.approx(1e-6, rel=1e-9)  # the difference of its times in seconds is far off
+    assert last.duration == pytest.approx(1e-6, rel=1e-9)  # the difference of its times in seconds would be far off
     assert [(span.name, span.start, span.end) for span in trace.phases[:2]] == [
         ("forward", 0.0, pytest.approx(30e-6)),
         ("backward", pytest.approx(30e-6), pytest.approx(70e-6)),
@@ -170,12 +151,12 @@ def test_times_are_seconds_and_durations_exact_however_late(recording):
     assert trace.busy("forward") == pytest.approx(2 * 18e-6)
 
 
-def test_what_ran_is_sorted_by_time_and_copies_are_copies(recording):
+def test_kernels_copies_and_fills_are_sorted_by_time(recording):
     recording.range("forward", 0, 100)
-    recording.work("MEMSET", (30, 31), recording.launch(3), value=0, bytes=4, memKind=DEVICE)
+    recording.work("MEMSET", (30, 31), recording.launch(3), memKind=DEVICE)
     ends = {"srcKind": PAGEABLE, "dstKind": DEVICE}
-    recording.work("MEMCPY", (10, 20), recording.launch(1), bytes=4, copyKind=HOST_TO_DEVICE, **ends)
-    recording.work("MEMCPY", (21, 22), recording.launch(2), bytes=4, copyKind=77)
+    recording.work("MEMCPY", (10, 20), recording.launch(1), copyKind=HOST_TO_DEVICE, **ends)
+    recording.work("MEMCPY", (21, 22), recording.launch(2), copyKind=77)
     recording.kernel("gemm", 4, (40, 50))
     trace = read(recording)
     names = ["Memcpy HtoD (Pageable -> Device)", "Memcpy", "Memset (Device)", "void gemm<float>(int)"]
@@ -184,7 +165,7 @@ def test_what_ran_is_sorted_by_time_and_copies_are_copies(recording):
     assert {kernel.phase for kernel in trace.kernels} == {"forward"}
 
 
-def test_a_part_is_the_innermost_range_of_the_launching_thread(recording):
+def test_part_is_the_innermost_range_of_the_launching_thread(recording):
     recording.range("forward", 0, 100)
     recording.range("block", 10, 90)
     recording.range("inner", 10, 30)  # opened at the same moment
@@ -194,7 +175,7 @@ def test_a_part_is_the_innermost_range_of_the_launching_thread(recording):
     for at, name in ((9, "before"), (10, "first"), (30, "second"), (40, "third"), (50, "between"), (90, "after")):
         recording.kernel(name, at, (200 + at, 201 + at))
     recording.kernel("elsewhere", 65, (400, 401), thread=3)
-    assert told(read(recording)) == [
+    assert origins(read(recording)) == [
         ("before", "forward", None),
         ("first", "forward", "inner"),
         ("second", "forward", "next"),
@@ -205,56 +186,56 @@ def test_a_part_is_the_innermost_range_of_the_launching_thread(recording):
     ]
 
 
-def test_a_part_in_backward_is_that_of_recomputing(recording):
+def test_part_in_backward_is_that_of_recomputation(recording):
     recording.range("backward", 0, 100)
     recording.range(SOFTMAX, 10, 20, thread=2)
-    recording.kernel("cunn_SoftMaxForward", 15, (200, 201), thread=2)
-    recording.kernel("cunn_SoftMaxBackward", 25, (300, 301), thread=2)
-    assert told(read(recording)) == [
-        ("cunn_SoftMaxForward", "backward", SOFTMAX),
-        ("cunn_SoftMaxBackward", "backward", None),
-    ]
+    recording.kernel("recomputed", 15, (200, 201), thread=2)
+    recording.kernel("gradient", 25, (300, 301), thread=2)
+    assert origins(read(recording)) == [("recomputed", "backward", SOFTMAX), ("gradient", "backward", None)]
 
 
-def test_processes_count_their_launches_alike(recording):
-    """Ranks of one run: the same numbers, and phases at the same time."""
+def test_processes_with_equal_correlation_ids(recording):
+    """Ranks of one run have equal ids and simultaneous phases."""
     recording.range("forward", 0, 50, process=7)
     recording.range("forward", 0, 20, process=8)
     recording.range("backward", 20, 50, process=8)
     recording.range(SOFTMAX, 0, 50, process=7)
     recording.kernel("seven", 30, (100, 101), process=7, number=1)
     recording.kernel("eight", 30, (102, 103), process=8, number=1)
-    assert told(read(recording)) == [("seven", "forward", SOFTMAX), ("eight", "backward", None)]
+    assert origins(read(recording)) == [("seven", "forward", SOFTMAX), ("eight", "backward", None)]
 
 
-def test_ranges_of_libraries_are_no_parts(recording):
-    """CUB and NCCL name theirs in domains of their own."""
+def test_only_push_pop_ranges_outside_of_library_domains_count(recording):
+    """CUB and NCCL name their ranges in domains of their own."""
     recording.range("forward", 0, 100)
     recording.range("CCCL", -5, None, kind=DOMAIN, domain=3)
+    recording.range("still open", 1, None)
+    recording.range("start-end range", 2, 90, kind=START_END)
+    recording.range("mark", 3, 3, kind=MARK)
     recording.range("block", 10, 50)
     recording.range("cub::DeviceScan", 20, 30, domain=3)
     recording.range("of another process", 60, 70, process=8, domain=3)
+    recording.kernel("gemm", 5, (90, 91))
     recording.kernel("scan", 25, (100, 101))
     recording.kernel("other", 65, (110, 111), process=8)
-    assert told(read(recording)) == [("scan", "forward", "block"), ("other", None, "of another process")]
+    assert origins(read(recording)) == [
+        ("gemm", "forward", None),
+        ("scan", "forward", "block"),
+        ("other", None, "of another process"),
+    ]
 
 
-def test_only_ranges_that_a_thread_opened_and_closed_count(recording):
-    recording.range("forward", 0, 100)
-    recording.range("still open", 1, None)
-    recording.range("anywhere", 2, 90, kind=START_END)
-    recording.range("moment", 3, 3, kind=MARK)
-    recording.kernel("gemm", 10, (100, 101))
-    assert told(read(recording)) == [("gemm", "forward", None)]
-
-
-def test_a_kernel_outside_of_phases_or_without_a_launch_has_none(recording):
+def test_kernels_outside_of_phases_or_without_a_launch(recording):
     recording.range("forward", 0, 30)
     recording.kernel("last moment", 29, (49, 50))
     recording.kernel("too late", 30, (50, 51))
     recording.kernel("lost", 10, (60, 61))
     recording.database.execute("DELETE FROM CUPTI_ACTIVITY_KIND_RUNTIME WHERE correlationId = 3")
-    assert told(read(recording)) == [("last moment", "forward", None), ("too late", None, None), ("lost", None, None)]
+    assert origins(read(recording)) == [
+        ("last moment", "forward", None),
+        ("too late", None, None),
+        ("lost", None, None),
+    ]
 
 
 # -- other versions of the exporter -----------------------------------------------------------------------------------
@@ -295,23 +276,23 @@ def test_columns_may_be_absent(recording, table, column, name, part):
     assert (kernel.name, kernel.phase, kernel.part) == (name, "forward", part)
 
 
-def test_work_that_does_not_name_its_process_is_not_given_to_one_of_two(recording):
+def test_kernels_without_a_process_id_among_two_processes(recording):
     recording.range("forward", 0, 50, process=7)
     recording.range("backward", 0, 50, process=8)
     recording.kernel("gemm", 10, (60, 61), process=7, number=1)
     recording.kernel("gemm", 10, (62, 63), process=8, number=1)
     recording.database.execute("UPDATE CUPTI_ACTIVITY_KIND_KERNEL SET globalPid = NULL")
-    assert told(read(recording)) == [("gemm", None, None)] * 2
+    assert origins(read(recording)) == [("gemm", None, None)] * 2
 
 
 @pytest.mark.parametrize(
     ("column", "name"),
     [("copyKind", "Memcpy (Pageable -> Device)"), ("srcKind", "Memcpy HtoD"), (None, "Memcpy HtoD")],
 )
-def test_a_copy_says_what_is_known_of_it(recording, column, name):
+def test_names_of_copies_with_columns_missing(recording, column, name):
     ends = {"srcKind": PAGEABLE, "dstKind": DEVICE}
-    recording.work("MEMCPY", (10, 20), recording.launch(1), bytes=4, copyKind=HOST_TO_DEVICE, **ends)
-    recording.work("MEMSET", (30, 40), recording.launch(2), value=0, bytes=4)
+    recording.work("MEMCPY", (10, 20), recording.launch(1), copyKind=HOST_TO_DEVICE, **ends)
+    recording.work("MEMSET", (30, 40), recording.launch(2))
     recording.kernel("gemm", 3, (50, 51))
     if column:
         recording.database.execute(f"ALTER TABLE CUPTI_ACTIVITY_KIND_MEMCPY DROP COLUMN {column}")
@@ -322,18 +303,17 @@ def test_a_copy_says_what_is_known_of_it(recording, column, name):
     assert (fill.name, fill.kind) == ("Memset", COPY)
 
 
-def test_a_kernel_whose_name_is_lost_is_still_counted(recording):
+def test_a_kernel_without_a_name_is_counted(recording):
     two_steps(recording)
     recording.database.execute("DELETE FROM StringIds")
-    trace = read(recording)
-    assert {kernel.name for kernel in trace.kernels} == {"kernel without a name"}
+    assert {kernel.name for kernel in read(recording).kernels} == {"kernel without a name"}
 
 
-# -- files that cannot be read ----------------------------------------------------------------------------------------
+# -- unreadable files -------------------------------------------------------------------------------------------------
 
 
 def refusal(path: Path) -> str:
-    """The one line that a user sees; and no file came to be."""
+    """Return the message of the user error; reading leaves no files behind."""
     before = sorted(path.parent.iterdir())
     with pytest.raises(UserError) as caught:
         read_nsys(path)
@@ -344,22 +324,24 @@ def refusal(path: Path) -> str:
     return message
 
 
-def test_a_file_that_is_not_there(tmp_path):
+def test_missing_files(tmp_path):
     assert "no such file" in refusal(tmp_path / "absent.sqlite")
     assert "no such file" in refusal(tmp_path)
 
 
-def test_a_file_that_is_empty_or_no_database(tmp_path):
+@pytest.mark.parametrize(
+    ("content", "named"),
+    [(b"", "is empty; make one with: nsys export"), (b"a report" * 100, "not an export of nsys.*nsys export --type")],
+    ids=["empty", "no database"],
+)
+def test_files_that_are_no_database(tmp_path, content, named):
     path = tmp_path / "nsys.sqlite"
-    path.touch()
-    assert "is empty; make one with: nsys export" in refusal(path)
-    path.write_bytes(b"the report itself, not its export" * 100)
-    assert "not an export of nsys" in refusal(path)
-    assert "nsys export --type sqlite" in refusal(path)
+    path.write_bytes(content)
+    assert re.search(named, refusal(path))
 
 
 @pytest.mark.parametrize("kept", [0.001, 0.5, 0.999])
-def test_a_file_that_is_cut_off(recording, kept):
+def test_a_truncated_export(recording, kept):
     two_steps(recording)
     path = recording.close()
     data = path.read_bytes()
@@ -367,15 +349,14 @@ def test_a_file_that_is_cut_off(recording, kept):
     assert "cut off" in refusal(path)
 
 
-@pytest.mark.parametrize(
-    "tables",
-    [
-        "CREATE TABLE customers (id INTEGER)",
-        "CREATE TABLE StringIds (id INTEGER, value TEXT)",
-        # nvprof, which came before nsys
-        "CREATE TABLE StringTable (_id_ INTEGER, value TEXT); CREATE TABLE CUPTI_ACTIVITY_KIND_KERNEL (name INTEGER)",
-    ],
-)
+OTHER_TOOLS = {
+    "customers": "CREATE TABLE customers (id INTEGER)",
+    "strings only": "CREATE TABLE StringIds (id INTEGER, value TEXT)",
+    "nvprof": "CREATE TABLE StringTable (value TEXT); CREATE TABLE CUPTI_ACTIVITY_KIND_KERNEL (name INTEGER)",
+}
+
+
+@pytest.mark.parametrize("tables", OTHER_TOOLS.values(), ids=OTHER_TOOLS)
 def test_a_database_of_another_tool(tmp_path, tables):
     path = tmp_path / "other.sqlite"
     with closing(sqlite3.connect(path)) as database:
@@ -386,14 +367,14 @@ def test_a_database_of_another_tool(tmp_path, tables):
 @pytest.mark.parametrize("statement", ["DELETE FROM", "DROP TABLE"])
 def test_an_export_without_kernels(recording, statement):
     two_steps(recording)
-    recording.work("MEMSET", (30, 40), recording.launch(2), value=0, bytes=4)
+    recording.work("MEMSET", (30, 40), recording.launch(2))
     recording.database.execute(f"{statement} CUPTI_ACTIVITY_KIND_KERNEL")
     message = refusal(recording.close())
     assert "holds no kernels" in message
     assert "--trace=cuda,nvtx" in message
 
 
-def test_an_export_is_only_read(recording, monkeypatch):
+def test_an_export_is_opened_read_only(recording, monkeypatch):
     two_steps(recording)
     path = recording.close().rename(recording.path.with_name("100% of ?mode=rwc #2.sqlite"))
     before, listing = path.read_bytes(), list(path.parent.iterdir())
@@ -410,12 +391,6 @@ def test_an_export_is_only_read(recording, monkeypatch):
     assert (path.read_bytes(), list(path.parent.iterdir())) == (before, listing)
 
 
-def test_an_export_can_be_read_without_torch(tmp_path):
-    program = "import sys; import cs336_systems.measure.readers.nsys; assert 'torch' not in sys.modules"
-    result = execute(sys.executable, "-c", program, cwd=tmp_path)
-    assert result.returncode == 0, result.stderr
-
-
 # -- finding and running nsys -----------------------------------------------------------------------------------------
 
 
@@ -426,7 +401,7 @@ def script(path: Path, text: str) -> str:
     return str(path)
 
 
-def test_nsys_is_found_on_path_first_then_where_installers_put_it(tmp_path, monkeypatch):
+def test_nsys_is_found_on_path_then_in_default_folders(tmp_path, monkeypatch):
     monkeypatch.setattr(nsys, "INSTALLED", [str(tmp_path / "cuda*/bin/nsys"), str(tmp_path / "opt/*/bin/nsys")])
     monkeypatch.setenv("PATH", str(tmp_path / "path"))
     assert find_nsys() is None
@@ -440,16 +415,9 @@ def test_nsys_is_found_on_path_first_then_where_installers_put_it(tmp_path, monk
     assert find_nsys() == on_path
 
 
-def test_the_usual_folders_are_those_of_the_installers():
-    assert [Path(pattern).parts[:4] for pattern in nsys.INSTALLED] == [
-        ("/", "usr", "local", "cuda*"),
-        ("/", "opt", "nvidia", "nsight-systems*"),
-    ]
-
-
 CONFIG = RunConfig.from_dict(tiny_config(device="cuda:1", warmup_steps=3))
 
-OBEDIENT = """
+WORKING = """
 printf '%s\\n' "$@" > {folder}/arguments.$1
 case "$1" in
     profile) echo report > {folder}/out/nsys.nsys-rep ;;
@@ -474,7 +442,7 @@ def complaint(folder: Path, program: str, **options) -> str:
 
 @pytest.fixture
 def prepared(tmp_path):
-    """The folder of an nsys, with the export that it is to make."""
+    """The folder of an nsys script, with the export that it copies."""
     made = Recording(tmp_path / "prepared.sqlite")
     two_steps(made)
     made.close()
@@ -482,7 +450,7 @@ def prepared(tmp_path):
 
 
 def test_a_step_is_recorded_exported_and_read(prepared):
-    trace = profile(prepared, OBEDIENT)
+    trace = profile(prepared, WORKING)
     assert (len(trace.kernels), trace.steps) == (10, 2)
     out = prepared / "out"
     request = str(out / "nsys_step.json")
@@ -507,57 +475,56 @@ def test_a_step_is_recorded_exported_and_read(prepared):
     assert asked["num_steps"] == 2
 
 
-def test_the_package_is_found_by_the_program_that_nsys_runs(prepared, monkeypatch):
+def test_the_package_is_on_the_path_of_the_recorded_program(prepared, monkeypatch):
     monkeypatch.setenv("PYTHONPATH", "/somewhere/else")
-    profile(prepared, 'echo "$PYTHONPATH" > {folder}/path\n' + OBEDIENT)
+    profile(prepared, 'echo "$PYTHONPATH" > {folder}/path\n' + WORKING)
     root, other = (prepared / "path").read_text().strip().split(os.pathsep)
     assert (Path(root) / "cs336_systems/measure/nsys_step.py").is_file()
     assert other == "/somewhere/else"
 
 
-def test_a_recording_that_fails_says_why(prepared):
-    fails = "echo Collecting data...; echo first >&2; echo '  the GPU is   busy  ' >&2; exit 3"
-    assert complaint(prepared, fails).startswith("nsys profile ended with exit code 3: the GPU is busy;")
+FAILURES = {
+    "the last line of stderr": (
+        "echo Collecting data...; echo first >&2; echo '  the GPU is   busy  ' >&2; exit 3",
+        "nsys profile ended with exit code 3: the GPU is busy;",
+    ),
+    "a report in spite of the failure": (
+        WORKING + "echo out of memory >&2; exit 5",
+        "nsys profile ended with exit code 5: out of memory",
+    ),
+    "stdout where stderr is empty": (
+        "echo no permission; exit 1",
+        "nsys profile ended with exit code 1: no permission;",
+    ),
+    "no output": ("exit 1", "nsys profile ended with exit code 1; "),
+    "no report": ("echo 'cannot import' >&2", "nsys profile made no nsys.nsys-rep: cannot imp"),
+    "the export fails": (
+        "if [ $1 = export ]; then echo 'disk full' >&2; exit 1; fi\n" + WORKING,
+        "nsys export ended with exit code 1: disk full;",
+    ),
+    "no export": ("if [ $1 = export ]; then exit 0; fi\n" + WORKING, "nsys export made no nsys.sqlite; "),
+}
 
 
-def test_a_report_of_a_step_that_failed_does_not_count(prepared):
-    assert "exit code 5: out of memory" in complaint(prepared, OBEDIENT + "echo out of memory >&2; exit 5")
+@pytest.mark.parametrize(("program", "message"), FAILURES.values(), ids=FAILURES)
+def test_a_failure_of_nsys_is_a_user_error(prepared, program, message):
+    """Files of an earlier recording are not taken for its result."""
+    profile(prepared, WORKING)
+    assert complaint(prepared, program).startswith(message)
 
 
-def test_what_nsys_says_on_standard_output_serves_where_there_is_no_other(prepared):
-    assert complaint(prepared, "echo no permission; exit 1").startswith(
-        "nsys profile ended with exit code 1: no permission;"
-    )
-    assert complaint(prepared, "exit 1").startswith("nsys profile ended with exit code 1; ")
+HANGING = {
+    "terminated": "echo $$ > {folder}/pid; echo waiting >&2; exec sleep 600",
+    "killed": "echo $$ > {folder}/pid; trap '' TERM; echo waiting >&2; while :; do sleep 0.05; done",
+}
 
 
-def test_a_recording_without_a_report_fails_whatever_an_earlier_one_left(prepared):
-    """nsys ends well also where it could write a .qdstrm file only."""
-    profile(prepared, OBEDIENT)
-    assert complaint(prepared, "echo 'cannot import' >&2").startswith("nsys profile made no nsys.nsys-rep: cannot imp")
-
-
-def test_an_export_that_fails_says_why_whatever_an_earlier_one_left(prepared):
-    profile(prepared, OBEDIENT)
-    fails = "if [ $1 = export ]; then echo 'disk full' >&2; exit 1; fi\n" + OBEDIENT
-    assert complaint(prepared, fails).startswith("nsys export ended with exit code 1: disk full;")
-    silent = "if [ $1 = export ]; then exit 0; fi\n" + OBEDIENT
-    assert complaint(prepared, silent).startswith("nsys export made no nsys.sqlite; ")
-
-
-def test_a_recording_that_does_not_end_is_ended(prepared):
-    began = time.monotonic()
-    message = complaint(prepared, "echo $$ > {folder}/pid; echo waiting >&2; exec sleep 60", timeout=0.3)
-    assert message.startswith("nsys profile did not end in 0.3 s: waiting;")
-    assert time.monotonic() - began < 10
-    assert not Path(f"/proc/{(prepared / 'pid').read_text().strip()}").exists()
-
-
-def test_a_recording_that_will_not_end_is_killed(prepared, monkeypatch):
+@pytest.mark.parametrize("program", HANGING.values(), ids=HANGING)
+def test_a_recording_that_hangs_is_ended(prepared, monkeypatch, program):
     monkeypatch.setattr(nsys, "GRACE", 0.2)
-    deaf = "echo $$ > {folder}/pid; trap '' TERM; while :; do sleep 0.05; done"
-    assert "did not end in 0.3 s" in complaint(prepared, deaf, timeout=0.3)
-    assert not Path(f"/proc/{(prepared / 'pid').read_text().strip()}").exists()
+    assert complaint(prepared, program, timeout=1.0).startswith("nsys profile did not end in 1 s")
+    if (prepared / "pid").exists():  # a busy machine may not have started the script within the time limit
+        assert not Path(f"/proc/{(prepared / 'pid').read_text().strip()}").exists()
 
 
 def test_an_nsys_that_cannot_be_run(tmp_path):
@@ -569,9 +536,9 @@ def test_an_nsys_that_cannot_be_run(tmp_path):
             profile_with_nsys(CONFIG, num_steps=2, folder=tmp_path / "out", nsys=str(path), timeout=1)
 
 
-def test_there_is_nothing_to_record_on_a_cpu(prepared):
+def test_a_cpu_is_refused(prepared):
     config = RunConfig.from_dict(tiny_config(device="cpu"))
-    assert "the device is 'cpu'" in complaint(prepared, OBEDIENT, config=config)
+    assert "the device is 'cpu'" in complaint(prepared, WORKING, config=config)
     assert not (prepared / "out").exists()
 
 
@@ -587,17 +554,17 @@ def run_step(folder: Path, monkeypatch, request: dict) -> None:
     nsys_step.main()
 
 
-def test_nsys_sees_the_measured_steps_and_none_of_the_warm_up(tmp_path, monkeypatch):
+def test_the_capture_range_holds_the_measured_steps_only(tmp_path, monkeypatch):
     import torch
 
-    from cs336_systems.kernels import ranges
+    from cs336_systems.kernels.ranges import part
     from cs336_systems.step.train_step import TrainStep
 
     seen = []
     call = TrainStep.__call__
 
     def watched(step, *batch, watch):
-        seen.append("step with parts" if ranges._enabled else "step")
+        seen.append("step" if isinstance(part("any"), nullcontext) else "step with parts")
         return call(step, *batch, watch=watch)
 
     monkeypatch.setattr(TrainStep, "__call__", watched)
@@ -608,7 +575,7 @@ def test_nsys_sees_the_measured_steps_and_none_of_the_warm_up(tmp_path, monkeypa
     assert seen == ["step with parts"] * 2 + ["start"] + ["step with parts"] * 3 + ["stop"]
 
 
-def test_the_program_ends_with_one_line_where_the_user_can_help(tmp_path, monkeypatch):
+def test_a_user_error_in_the_recorded_program_is_one_line(tmp_path, monkeypatch):
     config = {**tiny_config(), "unheard": 1}
     with pytest.raises(SystemExit, match="unknown configuration fields: unheard"):
         run_step(tmp_path, monkeypatch, {"config": config, "num_steps": 1})

@@ -9,8 +9,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from cs336_systems.benchmark.calculate_memory import describe, memory_table
 from cs336_systems.config import MODES, PRECISIONS, ModelConfig, RunConfig, UserError, model_config
+from cs336_systems.experiments.memory.calculator import describe, memory_table
 from cs336_systems.predict.fit import LARGEST_BATCH, FitArguments, fit_table, gpu_bytes, largest_batch, usable_bytes
 from cs336_systems.predict.memory_model import breakdown, estimate
 from cs336_systems.record import GIB

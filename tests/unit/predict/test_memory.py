@@ -1,6 +1,7 @@
 """Peak memory by the closed form, by tracing and by measurement: all three agree."""
 
 import dataclasses
+from functools import cache
 from itertools import product
 
 import pytest
@@ -15,7 +16,8 @@ from cs336_systems.predict.memory_model import breakdown, estimate
 from cs336_systems.record import GIB, MIB
 from cs336_systems.step.train_step import TrainStep
 
-TINY = ModelConfig(vocab_size=900, context_length=64, d_model=96, num_layers=4, num_heads=3, d_ff=256)
+TINY = ModelConfig(vocab_size=900, context_length=64, d_model=96, num_layers=2, num_heads=3, d_ff=256)
+DEEP = dataclasses.replace(TINY, num_layers=4)
 
 
 def measured_peak(config):
@@ -26,26 +28,24 @@ def measured_peak(config):
     return measure_peak(step, batch)
 
 
+ATTENTIONS = ("reference", "sdpa")
 CPU_CASES = [
-    *(
-        {"mode": mode, "precision": precision, "attention": attention}
-        for mode, precision, attention in product(MODES, ("fp32", "bf16"), ("reference", "sdpa"))
-    ),
+    *({"mode": m, "precision": p, "attention": a} for m, p, a in product(MODES, ("fp32", "bf16"), ATTENTIONS)),
     {"precision": "fp16"},
     *({"mode": mode, "checkpoint_blocks": group} for group, mode in product((1, 2, 3), ("forward", "train-step"))),
-]  # fmt: skip
+]
 
 
 @pytest.mark.parametrize("fields", CPU_CASES, ids=lambda fields: " ".join(map(str, fields.values())))
 def test_closed_form_trace_and_measurement_agree_on_a_cpu(fields):
-    config = RunConfig(model=TINY, batch_size=2, **fields)
+    config = RunConfig(model=DEEP if "checkpoint_blocks" in fields else TINY, batch_size=2, **fields)
     measured = measured_peak(config)
     # Both predictions leave out the few scalars of the gradient scaler, which are real on a CPU.
     assert predict_by_tracing(config).peak == pytest.approx(measured, rel=2e-4)
     assert estimate(config).peak == pytest.approx(measured, rel=0.01)
 
 
-@settings(max_examples=12, deadline=None, derandomize=True)  # one in 100 unusual shapes is off by 5%: docs/LOG.md
+@settings(max_examples=8, deadline=None, derandomize=True)  # one in 100 unusual shapes is off by 5%: docs/LOG.md
 @given(
     heads=st.integers(1, 6),
     head_dim=st.sampled_from([8, 16, 24]),
@@ -82,8 +82,8 @@ H200_PEAKS_GIB = {
     ("2.7B", 512, "train-step", "fp32", "reference", 0): 57.728,
     ("2.7B", 512, "train-step", "bf16", "reference", 4): 52.337,
 }
-TRACED = [cell for cell in H200_PEAKS_GIB if cell[0] != "2.7B" or cell[-1]]
-"""Tracing takes a second per 2.7B model: once is enough."""
+TRACED = [cell for cell in H200_PEAKS_GIB if cell[0] in ("small", "xl")]
+"""Tracing a training step of a large model takes many seconds, and small models have the same operators."""
 
 
 def h200_config(cell):
@@ -165,11 +165,16 @@ def test_trace_of_a_user_model_equals_the_measurement(mode):
     assert predict_by_tracing(config).peak == pytest.approx(measured_peak(config), rel=0.01)
 
 
+@cache
+def traced_peak(config):
+    return predict_by_tracing(config).peak
+
+
 @pytest.mark.parametrize("attention", ["auto", "flash_torch", "flash_triton"])
 @pytest.mark.parametrize("precision", ["fp32", "bf16"])
 def test_fused_attentions_save_what_sdpa_saves(attention, precision):
     """All save q, k, v, the output and a logsumexp, and are traced without the GPU that they need."""
     sdpa = RunConfig(model=TINY, batch_size=2, device="cuda", precision=precision, attention="sdpa")
     ours = dataclasses.replace(sdpa, attention=attention)
-    assert predict_by_tracing(ours).peak == pytest.approx(predict_by_tracing(sdpa).peak, rel=1e-3)
+    assert traced_peak(ours) == pytest.approx(traced_peak(sdpa), rel=1e-3)
     assert estimate(ours).peak == estimate(sdpa).peak
