@@ -77,12 +77,12 @@ POINTWISE = [*((arch, "bf16", 2560, 80) for arch in SHARED_MEMORY), ("sm_90", "f
 """Architecture, dtype, width of the model, head dim."""
 SAMPLE = {
     "portable attention": [
-        {"arch": "sm_80", "kernel": "forward", "dtype": "bf16", "d": "64", "mask": "causal"},
+        {"arch": "sm_80", "kernel": "forward", "dtype": "bf16", "d": "16", "mask": "causal"},
         {"arch": "sm_90", "kernel": "forward", "dtype": "bf16", "d": "64", "mask": "causal", "loads": "tma"},
-        {"arch": "sm_100", "kernel": "forward", "dtype": "bf16", "d": "64", "mask": "causal", "loads": "pointers"},
+        {"arch": "sm_100", "kernel": "forward", "dtype": "bf16", "d": "16", "mask": "causal", "loads": "pointers"},
         {"arch": "sm_120", "kernel": "grad_q", "dtype": "bf16", "d": "64", "mask": "causal"},
     ],
-    "Hopper attention": [{"kernel": "forward", "dtype": "bf16", "d": "64", "mask": "causal"}],
+    "Hopper attention": [{"kernel": "forward", "dtype": "fp16", "d": "128", "mask": "causal"}],
     "pointwise": [{"arch": arch, "kernel": "cross_entropy"} for arch in ("sm_80", "sm_120")],
 }
 """Rows that every test run compiles: section -> columns to match."""

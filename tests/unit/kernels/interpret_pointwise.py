@@ -19,7 +19,7 @@ from torch import Tensor
 from cs336_systems.kernels.fused import pointwise, pointwise_triton
 from cs336_systems.model import RotaryEmbedding
 from tests.unit.kernels.attention_cases import poisoned_memory
-from tests.unit.kernels.test_fused import FEW, LIMITS, check, lay, make, make_seeds, rotary
+from tests.unit.kernels.fused_cases import FEW, LIMITS, check, lay, make, make_seeds, rotary
 
 Named = dict[str, Tensor | None]
 GUARD = 40

@@ -1,28 +1,40 @@
-"""Fused parts of a block, the fused model, and the fast training step on the CPU, against plain formulas.
+"""Fused parts of a block on the CPU against their formulas: values, gradients, layouts, autocast, loss.
 
-Formulas are in float64, with gradients by autograd. test_pointwise_interpreter.py tests the Triton kernels.
+test_pointwise_interpreter.py tests the Triton kernels, test_fused_model.py the model and the training step.
 """
 
-import functools
 import math
-from collections.abc import Callable
-from dataclasses import dataclass
 
 import pytest
 import torch
-import torch.nn.functional as F
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from cs336_systems.config import ModelConfig, RunConfig, UserError
 from cs336_systems.kernels.fused import nodes as fused
-from cs336_systems.model import RotaryEmbedding, TransformerLM
-from cs336_systems.step.train_step import TrainStep
 from tests.unit.kernels.attention_cases import LAYOUTS, poisoned_memory
+from tests.unit.kernels.fused_cases import (
+    FEW,
+    LIMITS,
+    PARTS,
+    backward,
+    check,
+    compare,
+    cross_entropy,
+    differentiate,
+    in_double,
+    lay,
+    make,
+    make_seeds,
+    norm_linear,
+    rotary,
+    targets_of,
+)
 
-LIMITS = {torch.float32: 1e-5, torch.bfloat16: 1e-2}
-"""Allowed error relative to the norm: bf16 rounds a few times, by up to 2^-9."""
 DTYPES = pytest.mark.parametrize("dtype", LIMITS, ids=str)
 STRIDES = ("transposed", "padded_rows", "unaligned", "every_other", "broadcast")
+
+
+def by_name(parts):
+    return pytest.mark.parametrize("part", parts.values(), ids=list(parts))
 
 
 @pytest.fixture(autouse=True)
@@ -31,219 +43,6 @@ def one_thread():
     torch.set_num_threads(1)
     yield
     torch.set_num_threads(threads)
-
-
-@dataclass(frozen=True)
-class Part:
-    """A fused function of named tensors, and its formula."""
-
-    shapes: dict[str, tuple[int, ...]]
-    call: Callable
-    formula: Callable
-    outputs: int = 1
-
-    @property
-    def weights(self):
-        return [name for name in self.shapes if name[0] == "w"]
-
-
-def norm(x, gain, eps):
-    return x / torch.sqrt((x * x).mean(-1, keepdim=True) + eps) * gain
-
-
-def total(t):
-    return t["x"] + t["delta"] if "delta" in t else t["x"]
-
-
-def side_by_side(t):
-    return torch.cat([t[name] for name in t if name[0] == "w"])
-
-
-def add_norm(*shape, delta, eps=1e-5):
-    return Part(
-        {"x": shape, **dict.fromkeys(["delta"] * delta, shape), "gain": shape[-1:]},
-        lambda t: fused.add_norm(t["x"], t.get("delta"), t["gain"], eps),
-        lambda t: (total(t), norm(total(t), t["gain"], eps)),
-        2,
-    )
-
-
-def norm_linear(*shape, delta, rows, eps=1e-5):
-    weights = {f"w{number}": (count, shape[-1]) for number, count in enumerate(rows)}
-
-    def call(t):
-        given = [t[name] for name in weights]
-        return fused.norm_linear(t["x"], t.get("delta"), t["gain"], eps, *given)
-
-    return Part(
-        {"x": shape, **dict.fromkeys(["delta"] * delta, shape), "gain": shape[-1:], **weights},
-        call,
-        lambda t: (total(t), norm(total(t), t["gain"], eps) @ side_by_side(t).T),
-        2,
-    )
-
-
-def linear(*shape, rows):
-    return Part(
-        {"x": shape, "w": (rows, shape[-1])},
-        lambda t: (fused.linear(t["x"], t["w"]),),
-        lambda t: (t["x"] @ t["w"].T,),
-    )
-
-
-def swiglu_linear(*shape, rows):
-    def formula(t):
-        gate, up = t["gate_up"].chunk(2, -1)
-        return ((gate * torch.sigmoid(gate) * up) @ t["w"].T,)
-
-    return Part(
-        {"gate_up": (*shape[:-1], 2 * shape[-1]), "w": (rows, shape[-1])},
-        lambda t: (fused.swiglu_linear(t["gate_up"], t["w"]),),
-        formula,
-    )
-
-
-class Strided(torch.autograd.Function):
-    """The same values in memory of another layout that is no view: rotary_heads may rotate it in place."""
-
-    @staticmethod
-    def forward(ctx, x, layout):
-        laid = LAYOUTS[layout](x.clone())
-        return x.new_empty(0).set_(laid.untyped_storage(), laid.storage_offset(), laid.shape, laid.stride())
-
-    @staticmethod
-    def backward(ctx, grad):
-        return grad, None
-
-
-def rotary(batch, rows, heads, dim, context=None, layout="contiguous"):
-    rotate = RotaryEmbedding(context or rows, dim, 100.0)
-
-    def formula(t):
-        q, k, v = t["qkv"].view(batch, rows, 3, heads, dim).unbind(2)
-        return tuple(x.transpose(1, 2) for x in (rotate(q), rotate(k), v))
-
-    def call(t):
-        return fused.rotary_heads(Strided.apply(t["qkv"], layout), rotate.cos, rotate.sin, heads)
-
-    return Part({"qkv": (batch, rows, 3 * heads * dim)}, call, formula, 3)
-
-
-def targets_of(vocabulary, *shape, seed=5):
-    return torch.randint(vocabulary, shape, generator=torch.Generator().manual_seed(seed))
-
-
-def cross_entropy(*shape, vocabulary, targets=None, **options):
-    targets = targets_of(vocabulary, *shape[:-1]) if targets is None else targets
-    ignored = options.get("ignored", -100)
-
-    def formula(t):
-        logits = (t["x"] @ t["w"].T).flatten(0, -2)
-        return (F.cross_entropy(logits, targets.flatten(), ignore_index=ignored),)
-
-    return Part(
-        {"x": shape, "w": (vocabulary, shape[-1])},
-        lambda t: (fused.linear_cross_entropy(t["x"], t["w"], targets, **options),),
-        formula,
-    )
-
-
-FEW = {
-    "add_norm": add_norm(2, 5, 24, delta=True),
-    "norm_linear": norm_linear(2, 5, 24, delta=True, rows=(9, 16, 3)),
-    "linear": linear(2, 5, 24, rows=7),
-    "swiglu_linear": swiglu_linear(2, 5, 24, rows=7),
-    "rotary_heads": rotary(2, 5, 3, 8),
-    "linear_cross_entropy": cross_entropy(2, 5, 24, vocabulary=11),
-}
-PARTS = {
-    **FEW,
-    "add_norm-no_delta": add_norm(2, 5, 24, delta=False),
-    "add_norm-1x1x1": add_norm(1, 1, 1, delta=True),
-    "add_norm-1x70x1000": add_norm(1, 70, 1000, delta=False),
-    "add_norm-eps": add_norm(2, 5, 24, delta=True, eps=0.5),
-    "norm_linear-one_weight": norm_linear(2, 5, 24, delta=True, rows=(9,)),
-    "norm_linear-no_delta": norm_linear(2, 5, 24, delta=False, rows=(9, 16, 3)),
-    "norm_linear-1x1x7": norm_linear(1, 1, 7, delta=True, rows=(1, 2)),
-    "norm_linear-6x100": norm_linear(6, 100, delta=False, rows=(31, 31, 31)),
-    "linear-1x1x7": linear(1, 1, 7, rows=1),
-    "swiglu_linear-1x1x7": swiglu_linear(1, 1, 7, rows=1),
-    "rotary_heads-one_row": rotary(2, 1, 3, 8),
-    "rotary_heads-one_head": rotary(2, 5, 1, 8),
-    "rotary_heads-dim_2": rotary(1, 5, 3, 2),
-    "rotary_heads-dim_6": rotary(2, 7, 5, 6),
-    "rotary_heads-longer_table": rotary(2, 5, 3, 8, context=9),
-    "linear_cross_entropy-vocabulary_1": cross_entropy(2, 5, 24, vocabulary=1),
-    "linear_cross_entropy-vocabulary_5000": cross_entropy(2, 5, 24, vocabulary=5000),
-    "linear_cross_entropy-1x1x7": cross_entropy(1, 1, 7, vocabulary=11),
-}
-
-
-def by_name(parts):
-    return pytest.mark.parametrize("part", parts.values(), ids=list(parts))
-
-
-def make(part, dtype=torch.float32, seed=0):
-    generator = torch.Generator().manual_seed(seed)
-
-    def random(name, shape):
-        x = torch.randn(shape, generator=generator)
-        return (x / math.sqrt(shape[-1]) if name[0] == "w" else 1 + 0.3 * x if name == "gain" else x).to(dtype)
-
-    return {name: random(name, shape) for name, shape in part.shapes.items()}
-
-
-def make_seeds(part, inputs, dtype=torch.float32):
-    generator = torch.Generator().manual_seed(9)
-    with torch.no_grad():
-        outs = part.formula({name: x.double() for name, x in inputs.items()})
-    return [torch.randn(x.shape, generator=generator).to(dtype) for x in outs]
-
-
-def backward(outs, seeds, **options):
-    used = [(out, seed) for out, seed in zip(outs, seeds, strict=True) if out.requires_grad and seed is not None]
-    roots, given = zip(*((out, seed.to(out.dtype)) for out, seed in used), strict=True)
-    torch.autograd.backward(roots, given, **options)
-
-
-def differentiate(function, inputs, seeds, frozen=(), calls=1):
-    leaves = {name: x.detach().requires_grad_(name not in frozen) for name, x in inputs.items()}
-    for _ in range(calls):
-        outs = function(leaves)
-        backward(outs, seeds)
-    found = {f"out{number}": out.detach() for number, out in enumerate(outs)}
-    return found | {f"d{name}": leaf.grad for name, leaf in leaves.items()}
-
-
-def in_double(part, inputs, seeds, **options):
-    wide = {name: x.double() for name, x in inputs.items()}
-    return differentiate(part.formula, wide, [None if s is None else s.double() for s in seeds], **options)
-
-
-def compare(found, expected, limit):
-    wrong = []
-    for name, truth in expected.items():
-        x = found[name]
-        if truth is None or x is None:
-            if any(y is not None and bool(y.any()) for y in (x, truth)):
-                wrong.append(f"{name} is {'missing' if x is None else 'not nothing'}")
-            continue
-        if x.shape != truth.shape:
-            wrong.append(f"{name} is {tuple(x.shape)} instead of {tuple(truth.shape)}")
-            continue
-        error, size = (x.double() - truth).norm().item(), truth.norm().item()
-        if not error <= limit * size + 1e-9 * math.sqrt(x.numel()):
-            wrong.append(f"{name} is off by {error:.2e} of {size:.2e}")
-    assert not wrong, "\n".join(wrong)
-
-
-def check(part, dtype=torch.float32, *, inputs=None, seeds=None, limit=None, **options):
-    inputs = inputs or make(part, dtype)
-    seeds = seeds or make_seeds(part, inputs, dtype)
-    with poisoned_memory():
-        found = differentiate(part.call, inputs, seeds, **options)
-    compare(found, in_double(part, inputs, seeds, **options), limit or LIMITS[dtype])
-    return found
 
 
 # Values and gradients
@@ -284,18 +83,9 @@ def test_an_output_that_the_loss_does_not_use(part):
         check(part, inputs=inputs, seeds=[seed if number == used else None for number, seed in enumerate(seeds)])
 
 
-FROZEN = [("w0",), ("w0", "w1"), ("gain", "w0", "w1", "w2"), ("x", "delta", "gain"), ("x", "delta", "gain", "w0", "w2")]
-
-
-@pytest.mark.parametrize("frozen", FROZEN, ids="+".join)
-def test_frozen_inputs_of_norm_linear(frozen):
-    part = FEW["norm_linear"]
-    found = check(part, frozen=frozen)
-    assert all((found[f"d{name}"] is None) == (name in frozen) for name in part.shapes)
-
-
-@by_name({name: part for name, part in FEW.items() if len(part.shapes) > 1 and name != "norm_linear"})
-def test_one_frozen_input(part):
+@by_name({name: part for name, part in FEW.items() if len(part.shapes) > 1})
+def test_frozen_inputs(part):
+    """Each input alone is frozen, and each alone is not."""
     for name in part.shapes:
         others = [other for other in part.shapes if other != name]
         assert check(part, frozen=(name,))[f"d{name}"] is None
@@ -331,15 +121,6 @@ def test_inputs_and_gradients_are_left_alone(part):
 
 
 # Layouts of tensors in memory
-
-
-def lay(x, layout):
-    """Apply one of LAYOUTS, which expect more dimensions. The rows of a broadcast matrix stay different."""
-    if x.dim() > 2 or (x.dim() == 2 and layout != "broadcast"):
-        return LAYOUTS[layout](x)
-    if layout == "broadcast":
-        return x[..., :1].expand(x.shape)
-    return x if layout == "contiguous" else LAYOUTS["every_other"](x)
 
 
 @pytest.mark.parametrize("layout", STRIDES)
@@ -575,237 +356,3 @@ def test_logits_are_never_whole(monkeypatch, trains):
     assert largest(part.call) >= rows * vocabulary
     monkeypatch.setattr(fused, "CHUNK_BYTES", 4 * vocabulary * 16)
     assert largest(part.call) <= max(16 * vocabulary, width * vocabulary)
-
-
-# The model
-
-SHAPE = ModelConfig(vocab_size=61, context_length=12, d_model=24, num_layers=3, num_heads=3, d_ff=40)
-
-
-def model_of(checkpoint_blocks=0, attention="reference", **options):
-    model = TransformerLM(SHAPE, attention=attention, checkpoint_blocks=checkpoint_blocks, **options)
-    generator = torch.Generator().manual_seed(1)
-    with torch.no_grad():
-        for parameter in model.parameters():
-            parameter.normal_(1.0 if parameter.dim() == 1 else 0.0, 0.3, generator=generator)
-    return model
-
-
-def batch_of(length=SHAPE.context_length, batch=2):
-    return targets_of(61, batch, length, seed=7), targets_of(61, batch, length, seed=8)
-
-
-def gradients_of(model, loss):
-    model.zero_grad()
-    loss.backward()
-    return {name: parameter.grad.clone() for name, parameter in model.named_parameters()}
-
-
-@functools.cache
-def plain_results(length=SHAPE.context_length, batch=2):
-    tokens, targets = batch_of(length, batch)
-    model = model_of().double()
-    logits = model(tokens)
-    loss = F.cross_entropy(logits.flatten(0, 1), targets.flatten())
-    return {"logits": logits.detach(), "loss": loss.detach()} | gradients_of(model, loss)
-
-
-@pytest.mark.parametrize(("checkpoint_blocks", "length", "batch"), [(0, 12, 2), (1, 5, 2), (2, 1, 1)], ids=str)
-def test_the_fused_model(checkpoint_blocks, length, batch):
-    tokens, targets = batch_of(length, batch)
-    expected = plain_results(length, batch)
-    model = model_of(checkpoint_blocks, fused=True)
-    with poisoned_memory():
-        logits, loss = model(tokens), model(tokens, targets)
-        by_logits = gradients_of(model, F.cross_entropy(logits.flatten(0, 1), targets.flatten()))
-        by_loss = gradients_of(model, loss)
-    for gradients in (by_logits, by_loss):
-        compare({"logits": logits.detach(), "loss": loss.detach()} | gradients, expected, 1e-5)
-
-
-@pytest.mark.parametrize("checkpoint_blocks", [0, 2])
-def test_the_loss_of_the_unfused_model(checkpoint_blocks):
-    tokens, targets = batch_of()
-    expected = {name: x for name, x in plain_results().items() if name != "logits"}
-    model = model_of(checkpoint_blocks)
-    loss = model(tokens, targets)
-    compare({"loss": loss.detach()} | gradients_of(model, loss), expected, 1e-5)
-
-
-@pytest.mark.parametrize("attention", ["flash_torch", "sdpa"])
-def test_the_fused_model_with_every_attention(attention):
-    tokens, targets = batch_of()
-    expected = plain_results()
-    model = model_of(attention=attention, fused=True)
-    loss = model(tokens, targets)
-    found = {"logits": model(tokens).detach(), "loss": loss.detach()} | gradients_of(model, loss)
-    compare(found, expected, 1e-5)
-
-
-def test_checkpoints_within_checkpoints():
-    tokens, targets = batch_of()
-    model = model_of(3, fused=True)
-    model.checkpoint_inner = 1
-    expected = plain_results()
-    gradients = gradients_of(model, model(tokens, targets))
-    compare(gradients, {name: expected[name] for name in gradients}, 1e-5)
-
-
-def test_gradients_of_the_fused_model_add_up():
-    tokens, targets = batch_of()
-    model = model_of(fused=True)
-    once = gradients_of(model, model(tokens, targets))
-    model(tokens, targets).backward()
-    twice = {name: parameter.grad for name, parameter in model.named_parameters()}
-    compare(twice, {name: 2 * x.double() for name, x in once.items()}, 1e-6)
-
-
-def test_the_fused_model_without_gradients():
-    tokens, targets = batch_of()
-    expected = plain_results()
-    with torch.no_grad():
-        model = model_of(fused=True)
-        found = {"logits": model(tokens), "loss": model(tokens, targets)}
-    assert not found["loss"].requires_grad
-    compare(found, {name: expected[name] for name in found}, 1e-5)
-
-
-@pytest.mark.parametrize("checkpoint_blocks", [0, 2])
-def test_the_fused_model_under_autocast(checkpoint_blocks):
-    """Its error is about that of the plain model."""
-    tokens, targets = batch_of()
-    expected = plain_results()
-    found = []
-    for is_fused in (False, True):
-        model = model_of(checkpoint_blocks, fused=is_fused)
-        with torch.autocast("cpu", torch.bfloat16):
-            logits, loss = model(tokens), model(tokens, targets)
-        found.append({"logits": logits.detach(), "loss": loss.detach()} | gradients_of(model, loss))
-    assert all(found[1][name].dtype == torch.float32 for name in expected if name not in ("logits", "loss"))
-    for name, truth in expected.items():
-        plain, ours = ((x[name].double() - truth).norm() / truth.norm() for x in found)
-        assert ours <= 1.5 * plain + 2**-8, name
-
-
-def test_names_of_the_weights():
-    plain, ours = model_of(), model_of(fused=True)
-    assert list(plain.state_dict()) == list(ours.state_dict())
-    ours.load_state_dict(plain.state_dict())
-
-
-@pytest.mark.parametrize("is_fused", [False, True], ids=["plain", "fused"])
-def test_packing_order(is_fused):
-    model = model_of(fused=is_fused)
-    order = [id(parameter) for parameter in model.in_packing_order()]
-    assert sorted(order) == sorted(id(parameter) for parameter in model.parameters())
-    for block in model.layers:
-        attn, ffn = block.attn, block.ffn
-        for together in ((attn.q_proj, attn.k_proj, attn.v_proj), (ffn.w1, ffn.w3)):
-            indices = [order.index(id(module.weight)) for module in together]
-            assert indices == list(range(indices[0], indices[0] + len(indices)))
-
-
-# The fast step
-
-
-@functools.cache
-def losses_of(steps=3, **fields):
-    step = TrainStep.build(RunConfig(model=SHAPE, batch_size=2, **fields))
-    batch = step.random_batch()
-    return [step(*batch).item() for _ in range(steps)]
-
-
-FAST = ["kernels", "loss", "optimizer", "kernels,loss", "on"]
-STEPS = {
-    **{fast: (fast, {}) for fast in FAST},
-    "clipped": ("on", {"max_grad_norm": 0.5}),
-    "clipped-optimizer": ("optimizer", {"max_grad_norm": 0.5}),
-    "checkpoints": ("on", {"checkpoint_blocks": 2}),
-    "checkpoints-kernels": ("kernels", {"checkpoint_blocks": 2}),
-}
-
-
-@pytest.mark.parametrize(("fast", "fields"), STEPS.values(), ids=list(STEPS))
-def test_losses_of_the_fast_step(fast, fields):
-    expected = losses_of(**fields)
-    assert expected[-1] < expected[0]
-    assert losses_of(fast=fast, **fields) == pytest.approx(expected, rel=1e-5)
-
-
-@pytest.mark.parametrize("fast", ["kernels,loss", "on"])
-def test_losses_of_the_fast_step_in_bf16(fast):
-    expected = losses_of(precision="bf16", max_grad_norm=1.0)
-    assert losses_of(precision="bf16", max_grad_norm=1.0, fast=fast) == pytest.approx(expected, rel=5e-3)
-
-
-@pytest.mark.parametrize("mode", ["inference", "forward", "forward-backward"])
-def test_modes_without_an_update(mode):
-    config = RunConfig(model=SHAPE, batch_size=2, mode=mode, fast="kernels,loss")
-    step, plain = (TrainStep.build(c) for c in (config, RunConfig(model=SHAPE, batch_size=2, mode=mode)))
-    batch = plain.random_batch()
-    found, expected = step(*batch), plain(*batch)
-    assert (found is None) == (expected is None) == (mode != "forward-backward")
-    if found is not None:
-        assert found.item() == pytest.approx(expected.item(), rel=1e-5)
-        gradients = [{n: p.grad for n, p in s.model.named_parameters()} for s in (step, plain)]
-        compare(gradients[0], {name: x.double() for name, x in gradients[1].items()}, 1e-5)
-
-
-@pytest.mark.parametrize("fast", ["kernels", "loss", "on"])
-def test_accumulated_batches(fast):
-    steps = [TrainStep.build(RunConfig(model=SHAPE, batch_size=2, fast=name)) for name in (fast, "off")]
-    batches = [steps[1].random_batch() for _ in range(3)]
-    losses = [step.accumulate(batches, loss_scale=4.0).item() for step in steps]
-    assert losses[0] == pytest.approx(losses[1], rel=1e-5)
-    gradients = [{n: p.grad for n, p in step.model.named_parameters()} for step in steps]
-    compare(gradients[0], {name: x.double() for name, x in gradients[1].items()}, 1e-5)
-
-
-REFUSED = {
-    "graph on a cpu": {"fast": "graph"},
-    "graph among others": {"fast": "kernels,loss,graph"},
-    "kernels and compile": {"fast": "kernels", "compile": True},
-    "optimizer in fp16": {"fast": "optimizer", "precision": "fp16"},
-    "kernels of another model": {"fast": "kernels", "model_factory": "package.module:build"},
-    "loss of another model": {"fast": "loss", "model_factory": "package.module:build"},
-    "optimizer of another model": {"fast": "optimizer", "model_factory": "package.module:build"},
-    "unknown": {"fast": "kernel"},
-    "unknown among others": {"fast": "kernels,speed"},
-    "capitals": {"fast": "Kernels"},
-    "on with others": {"fast": "on,kernels"},
-    "off with others": {"fast": "kernels,off"},
-    "nothing": {"fast": ""},
-    "nothing among others": {"fast": "kernels,,loss"},
-}
-
-
-@pytest.mark.parametrize("fields", REFUSED.values(), ids=list(REFUSED))
-def test_refused_parts(fields):
-    with pytest.raises(UserError) as refusal:
-        RunConfig(model=SHAPE, **fields)
-    assert "\n" not in str(refusal.value)
-    assert "fast" in str(refusal.value)
-
-
-def test_on_is_all_supported_parts():
-    assert RunConfig(model=SHAPE, fast="on").fast_parts == {"kernels", "loss", "optimizer"}
-    assert "kernels" not in RunConfig(model=SHAPE, fast="on", compile=True).fast_parts
-    assert "optimizer" not in RunConfig(model=SHAPE, fast="on", precision="fp16").fast_parts
-    assert RunConfig(model=SHAPE, fast="on", model_factory="package.module:build").fast_parts == frozenset()
-    assert RunConfig(model=SHAPE).fast_parts == frozenset()
-
-
-@pytest.mark.parametrize("text", ["loss,kernels", " kernels , loss ", "kernels, loss", "loss,kernels,loss"])
-def test_order_and_spaces_do_not_matter(text):
-    config = RunConfig(model=SHAPE, fast=text)
-    assert config.fast_parts == {"kernels", "loss"}
-    assert config == RunConfig(model=SHAPE, fast="kernels,loss")
-
-
-@pytest.mark.parametrize("fast", ["off", *FAST])
-def test_fast_in_a_dict(fast):
-    config = RunConfig(model=SHAPE, fast=fast)
-    values = config.to_dict()
-    assert ("fast" in values) == (fast != "off")
-    assert RunConfig.from_dict(values) == config
-    assert RunConfig.of(values).fast_parts == config.fast_parts
