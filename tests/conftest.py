@@ -1,6 +1,11 @@
 """GPU tests are skipped, with the reason, where there is no GPU."""
 
+import os
+
 import pytest
+
+# Before torch is imported: two threads on a shared core spend their time waiting for each other.
+os.environ.setdefault("OMP_NUM_THREADS", "1")
 
 
 def pytest_collection_modifyitems(items):

@@ -63,18 +63,17 @@ def run(folder: Path, *commands: str) -> list[str]:
 def test_a_new_module_is_a_new_experiment(extended):
     measure = "run matmul_rate --device cpu --output {}/records.jsonl"
     report = "report a -o {0} --lang {0} --formats md"
-    manual, first, again, other, table, comparison, *_ = run(
+    manual, first, again, table, comparison, *_ = run(
         extended,
         "run --help",
-        *(measure.format(output) for output in "aab"),
+        *[measure.format("a")] * 2,
         "table a/records.jsonl --format md",
-        "compare a/records.jsonl b/records.jsonl --metric matmul_time",
+        "compare a/records.jsonl a/records.jsonl --metric matmul_time",
         *(report.format(language) for language in ("en", "zh")),
     )
     assert "matmul_rate" in manual
     assert "2 cells measured" in first
     assert "2 taken from the file" in again
-    assert "2 cells measured" in other
     assert "matmul_rate: rate by size" in table
     assert "matmul_rate" in comparison
     for language, words in (("en", ["## Rate of a matmul"]), ("zh", ["## 矩阵乘的速率", "规模"])):
