@@ -146,6 +146,19 @@ def test_no_other_list_of_experiments_exists():
     assert [place for place in found if not any(path in place for path in allowed)] == []
 
 
+def test_the_architecture_page_says_where_each_experiment_is():
+    page = (ROOT / "ARCHITECTURE.md").read_text()
+    listed = {
+        name: f"{topic}/{path}"
+        for topic, row in re.findall(r"^\| `(\w+)/` \| (.+?) \|", page, re.M)
+        for path, names in re.findall(r"`(\w+\.py)`: ([\w, ]+)", row)
+        for name in names.split(", ")
+    }
+    assert listed.keys() == catalogue().keys()
+    for name, path in listed.items():
+        assert f'name="{name}"' in (PACKAGE / "experiments" / path).read_text()
+
+
 # -- grids ------------------------------------------------------------------------------------------------------------
 
 
