@@ -152,7 +152,7 @@ def test_the_architecture_page_says_where_each_experiment_is():
         name: f"{topic}/{path}"
         for topic, row in re.findall(r"^\| `(\w+)/` \| (.+?) \|", page, re.M)
         for path, names in re.findall(r"`(\w+\.py)`: ([\w, ]+)", row)
-        for name in names.split(", ")
+        for name in names.strip().split(", ")
     }
     assert listed.keys() == catalogue().keys()
     for name, path in listed.items():
