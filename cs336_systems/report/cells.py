@@ -100,10 +100,9 @@ class CellView:
         found = self.statistics(metric)
         return found.median if found else None
 
-    def rows(self, metric: str, width: int) -> list[list[Any]]:
-        """A table that was recorded row by row, `width` samples each."""
-        samples = self.metrics[metric].samples if metric in self.metrics else ()
-        return [list(samples[i : i + width]) for i in range(0, len(samples), width)]
+    def samples(self, metric: str) -> tuple[Any, ...]:
+        """The raw samples of a metric; none where it was not recorded."""
+        return self.metrics[metric].samples if metric in self.metrics else ()
 
     def get(self, name: str) -> Any:
         """A field of the configuration or of its model."""

@@ -1,7 +1,7 @@
 """attention_step: what a faster attention gives to a training step."""
 
 import dataclasses
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 
 from cs336_systems.config import RunConfig
 from cs336_systems.experiments.attention.implementations import (
@@ -113,10 +113,15 @@ def rounds_ahead(cell: CellView, ours: str, other: str) -> int:
     """
     rounds = cell.config["rounds"]
     steps = len(cell.variant(ours).metrics[STEP_TIME].samples) // rounds
-    mine, theirs = ([sum(times) for times in cell.variant(name).rows(STEP_TIME, steps)] for name in (ours, other))
+    mine, theirs = (_sums(cell.variant(name).samples(STEP_TIME), steps) for name in (ours, other))
     if len(mine) != rounds:
         raise ValueError(f"{rounds} rounds, and samples for {len(mine)}")
     return sum(a < b for a, b in zip(mine, theirs, strict=True))
+
+
+def _sums(samples: Sequence[float], width: int) -> list[float]:
+    """The sums of `width` consecutive samples each: the steps of one round."""
+    return [sum(samples[start : start + width]) for start in range(0, len(samples), width)]
 
 
 ATTENTION_STEP = Experiment(

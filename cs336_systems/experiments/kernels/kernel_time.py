@@ -2,7 +2,6 @@
 
 from collections.abc import Iterable, Mapping, Sequence
 from itertools import product
-from typing import Any
 
 from cs336_systems.config import COURSE_SIZES, MODES, RunConfig
 from cs336_systems.experiments.spec import Config, Experiment, Instrument, label_step, run_config, step_memory
@@ -16,6 +15,7 @@ from cs336_systems.measure.readers.kernel_classes import (
     SOFTMAX,
     classify,
 )
+from cs336_systems.measure.readers.recorded_tables import KernelRow, KindRow, PartRow, rows_of
 from cs336_systems.report import terms
 from cs336_systems.report.cells import PHASES, CellView
 from cs336_systems.report.document import Chart, Point, Series
@@ -83,9 +83,12 @@ KERNEL_PROFILE = Instrument(
 # -- recorded tables --------------------------------------------------------------------------------------------------
 
 
-def rows_of(cell: CellView, table: str, phase: str) -> list[list[Any]]:
-    """A table of a phase that was recorded row by row."""
-    return cell.rows(f"{table}_table: {phase}", {"kind": 3, "part": 3, "kernel": 6}[table])
+def _kinds(cell: CellView, phase: str) -> list[KindRow]:
+    return rows_of(cell.samples(f"kind_table: {phase}"), KindRow)
+
+
+def _kernels(cell: CellView, phase: str) -> list[KernelRow]:
+    return rows_of(cell.samples(f"kernel_table: {phase}"), KernelRow)
 
 
 def phases_of(cell: CellView) -> list[str]:
@@ -96,8 +99,8 @@ def kind_seconds(cell: CellView, phases: Sequence[str]) -> dict[str, float]:
     """Kind of kernel -> seconds in these phases of a step."""
     found = dict.fromkeys(KINDS, 0.0)
     for phase in phases:
-        for kind, _, seconds in rows_of(cell, "kind", phase):
-            found[kind] += seconds
+        for row in _kinds(cell, phase):
+            found[row.kind] += row.seconds
     return found
 
 
@@ -130,7 +133,7 @@ def _by_kind(cells: Cells) -> Table:
         for phase in phases_of(cell):
             seconds = kind_seconds(cell, [phase])
             total = sum(seconds.values())
-            count = sum(n for _, n, _ in rows_of(cell, "kind", phase))
+            count = sum(row.kernels for row in _kinds(cell, phase))
             idle = [percent(_idle_share(cell, phase))] if on_gpu else []
             shares = [percent(seconds[kind] / total if total else 0.0) for kind in used]
             times = [ms(cell.value(f"{phase}_time")), ms(total)]
@@ -216,9 +219,9 @@ def _top(cells: Cells) -> Table:
             seconds: dict[str, float] = {}
             counts: dict[str, float] = {}
             for phase in phases:
-                for name, count, total, *_ in rows_of(cell, "kernel", phase):
-                    seconds[name] = seconds.get(name, 0.0) + total
-                    counts[name] = counts.get(name, 0.0) + count
+                for row in _kernels(cell, phase):
+                    seconds[row.name] = seconds.get(row.name, 0.0) + row.seconds
+                    counts[row.name] = counts.get(row.name, 0.0) + row.kernels
             if seconds:
                 name = max(seconds, key=lambda name: seconds[name])
                 share = seconds[name] / sum(kind_seconds(cell, phases).values())
@@ -234,7 +237,7 @@ def _by_name(cell: CellView, phase: str) -> Table:
     columns += [word(terms.KIND), word(terms.NAME)]
     whole = sum(kind_seconds(cell, [phase]).values())
     rows = []
-    for name, count, total, median, least, most in rows_of(cell, "kernel", phase):
+    for name, count, total, median, least, most in _kernels(cell, phase):
         times = [number(t * 1e6, 1) for t in (total / count, median, least, most)]
         rows.append([percent(total / whole), ms(total), number(count, 0), *times, classify(name), shortened(name)])
     what = say("{}, by name", "{}，按名称", terms.PHASE_NAMES.get(phase, Text(phase)))
@@ -339,7 +342,7 @@ KERNELS = Experiment(
 def _attention_parts(cell: CellView) -> dict[tuple[str, bool], float]:
     """(part of attention, is a matmul) -> seconds in forward."""
     found = {(part, matmul): 0.0 for part in (SCORES, SOFTMAX, OUTPUT) for matmul in (True, False)}
-    for part, kind, seconds in rows_of(cell, "part", "forward"):
+    for part, kind, seconds in rows_of(cell.samples("part_table: forward"), PartRow):
         if part in (SCORES, SOFTMAX, OUTPUT):
             found[part, kind == MATMUL] += seconds
     return found

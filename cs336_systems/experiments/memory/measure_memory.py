@@ -9,6 +9,7 @@ from torch import Tensor
 from cs336_systems.config import RunConfig, UserError
 from cs336_systems.measure.memory_timeline import MOST_EVENTS, UNLABELLED, MemoryTrace, trace_memory
 from cs336_systems.measure.memory_trace import measure_peak, predict_by_tracing
+from cs336_systems.measure.readers.recorded_tables import BlockRow, SavedRow, flatten
 from cs336_systems.measure.saved_tensors import saved_tensors
 from cs336_systems.measure.timing import STEP, time_as_configured, time_steps
 from cs336_systems.predict.memory_model import breakdown, estimate
@@ -55,8 +56,8 @@ def measure_memory(config: dict[str, Any], *, folder: str | None = None) -> list
         Metric("traced_peak_memory", "B", [trace.peak]),
         Metric("unlabelled_memory", "B", [trace.parts.get(UNLABELLED, 0)]),
         Metric("peak_phase", "", [trace.phase]),
-        Metric("part_memory", "B", [value for part in trace.parts.items() for value in part]),
-        Metric("largest_blocks", "B", [value for block in trace.largest[:LARGEST_KEPT] for value in _row(block)]),
+        Metric("part_memory", "B", flatten(trace.parts.items())),
+        Metric("largest_blocks", "B", flatten(map(_row, trace.largest[:LARGEST_KEPT]))),
         *predictions(run),
     ]
 
@@ -91,8 +92,8 @@ def measure_recomputation(config: dict[str, Any]) -> list[Metric]:
     ]
 
 
-def _row(block: Block) -> list[Any]:
-    return [block.size, block.label, block.module, block.what, block.line]
+def _row(block: Block) -> BlockRow:
+    return BlockRow(block.size, block.label, block.module, block.what, block.line)
 
 
 def _snapshot(step: TrainStep, batch: tuple[Tensor, Tensor], folder: str | None) -> list[float]:
@@ -121,8 +122,8 @@ def measure_saved_tensors(config: dict[str, Any]) -> list[Metric]:
         Metric("saved_memory", "B", [sum(saved.size for saved in kept)]),
         Metric("saved_tensors", "1", [len(kept)]),
         Metric("saved_parameter_memory", "B", [sum(saved.size for saved in found if saved.is_parameter)]),
-        Metric("saved_by_module", "B", [value for item in by_module.items() for value in item]),
-        Metric("largest_saved", "B", [value for s in largest for value in (s.size, s.module, s.what, s.line)]),
+        Metric("saved_by_module", "B", flatten(by_module.items())),
+        Metric("largest_saved", "B", flatten(SavedRow(s.size, s.module, s.what, s.line) for s in largest)),
     ]
 
 

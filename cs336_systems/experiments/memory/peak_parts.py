@@ -6,8 +6,10 @@ from itertools import product
 from cs336_systems.config import COURSE_SIZES, RunConfig
 from cs336_systems.experiments.memory.memory_parts import part_name
 from cs336_systems.experiments.spec import Config, Experiment, Instrument, label_step, run_config, step_memory
+from cs336_systems.measure.readers.recorded_tables import BlockRow, LabelRow, rows_of
 from cs336_systems.record import GIB, MIB
 from cs336_systems.report import terms
+from cs336_systems.report.cells import CellView
 from cs336_systems.report.document import Chart, Point, Series
 from cs336_systems.report.phrases import having, naming, value_of, worst_prediction
 from cs336_systems.report.points import FEW, joined, measured
@@ -64,6 +66,17 @@ def _not_profiled(run: RunConfig) -> str | None:
     return None
 
 
+# -- recorded tables --------------------------------------------------------------------------------------------------
+
+
+def _labels(cell: CellView) -> list[LabelRow]:
+    return rows_of(cell.samples("part_memory"), LabelRow)
+
+
+def _blocks(cell: CellView) -> list[BlockRow]:
+    return rows_of(cell.samples("largest_blocks"), BlockRow)
+
+
 # -- tables -----------------------------------------------------------------------------------------------------------
 
 
@@ -83,7 +96,7 @@ def _peaks(cells: Cells) -> Table:
             rows.append([*keys(cell, shown), cell.verdict, *[""] * 6])
             continue
         peak = cell.value("peak_memory") or 1.0
-        together = sum(size for _, size in cell.rows("part_memory", 2)) / peak
+        together = sum(size for _, size in _labels(cell)) / peak
         rows.append(
             [
                 *keys(cell, shown),
@@ -107,10 +120,10 @@ def _peaks(cells: Cells) -> Table:
 
 def _parts(cells: Cells) -> Table:
     shown = varying(cells)
-    labels = list(dict.fromkeys(label for cell in cells for label, _ in cell.rows("part_memory", 2)))
+    labels = list(dict.fromkeys(label for cell in cells for label, _ in _labels(cell)))
     rows = []
     for cell in cells:
-        parts = dict(cell.rows("part_memory", 2))
+        parts = dict(_labels(cell))
         rows.append([*keys(cell, shown), *(gib(parts.get(label)) for label in labels)])
     title = title_of(cells[0].experiment, Text("what the peak is made of", "峰值由什么组成"), cells, shown)
     return Table(title, [*key_columns(shown), *(Column(part_name(label), "GiB") for label in labels)], rows)
@@ -123,7 +136,7 @@ def _largest(cells: Cells) -> Table:
     columns = [Column(terms.BYTES, "MiB"), *map(word, words)]
     rows = []
     for cell in cells:
-        for size, label, module, what, line in cell.rows("largest_blocks", 5)[: 10 if len(cells) == 1 else 2]:
+        for size, label, module, what, line in _blocks(cell)[: 10 if len(cells) == 1 else 2]:
             rows.append([*keys(cell, shown), number(size / MIB, 1), label, module, shortened(what), line])
     title = title_of(cells[0].experiment, Text("the largest blocks", "最大的块"), cells, shown)
     return Table(title, [*key_columns(shown), *columns], rows)
@@ -152,7 +165,7 @@ def _charts(cells: Cells) -> list[Chart]:
         return []
     shown = varying(chosen)
     names = [row_name(cell, shown).en for cell in chosen]
-    parts = [dict(cell.rows("part_memory", 2)) for cell in chosen]
+    parts = [dict(_labels(cell)) for cell in chosen]
     labels = list(dict.fromkeys(label for found in parts for label in found))
     sizes = {label: [found.get(label, 0) / GIB for found in parts] for label in labels}
     largest = max(map(sum, zip(*sizes.values(), strict=True)), default=0)
@@ -175,7 +188,7 @@ def _composition(cells: Cells) -> Text | None:
     fine = having(cells, "peak_memory")
     highest = max(fine, key=lambda cell: value_of(cell, "peak_memory") or 0.0)
     peak = value_of(highest, "peak_memory") or 1.0
-    parts = sorted(highest.rows("part_memory", 2), key=lambda part: -part[1])[:3]
+    parts = sorted(_labels(highest), key=lambda part: -part.size)[:3]
     if not parts:
         return None
     shares = listed(say("{} {}", "{} {}", percent(size / peak, 0), part_name(str(label))) for label, size in parts)
@@ -188,10 +201,10 @@ def _composition(cells: Cells) -> Text | None:
 
 def _largest_block(cells: Cells) -> Text | None:
     fine = [cell for cell in cells if cell.ok]
-    blocks = [(row, cell) for cell in fine for row in cell.rows("largest_blocks", 5)[:1]]
+    blocks = [(row, cell) for cell in fine for row in _blocks(cell)[:1]]
     if not blocks:
         return None
-    (size, label, _, what, line), cell = max(blocks, key=lambda pair: pair[0][0])
+    (size, label, _, what, line), cell = max(blocks, key=lambda pair: pair[0].size)
     made = say(", made at {}", "，由 {} 产生", str(line)) if line else Text("")
     return say(
         "the largest block of a step is {} MiB of {}: {}{} ({})",

@@ -5,6 +5,7 @@ from collections.abc import Iterable
 
 from cs336_systems.config import RunConfig, model_config
 from cs336_systems.experiments.spec import Config, Experiment, Instrument, label_step
+from cs336_systems.measure.readers.recorded_tables import SavedRow, rows_of
 from cs336_systems.record import MIB
 from cs336_systems.report import terms
 from cs336_systems.report.cells import CellView
@@ -45,7 +46,7 @@ def _tables(cells: Cells) -> list[Table]:
         kept = [number((cell.value("saved_memory") or 0.0) / MIB, 1), number(cell.value("saved_tensors"), 0)]
         parameters = number((cell.value("saved_parameter_memory") or 0.0) / MIB, 1)
         totals.append([*keys(cell, shown), *kept, parameters])
-        for size, module, what, line in cell.rows("largest_saved", 4)[:5]:
+        for size, module, what, line in rows_of(cell.samples("largest_saved"), SavedRow)[:5]:
             largest.append([*keys(cell, shown), number(size / MIB, 1), module, what, line])
     columns = [Column(Text("kept", "保留"), "MiB"), Column(Text("tensors", "张量数"))]
     columns += [Column(Text("parameters, too", "另有参数"), "MiB")]
@@ -95,10 +96,12 @@ def _variant(cell: CellView) -> Text:
 
 
 def _largest_kept(cells: Cells) -> Text | None:
-    rows = [row for cell in having(cells, "saved_memory") for row in cell.rows("largest_saved", 4)[:1]]
+    rows = [
+        row for cell in having(cells, "saved_memory") for row in rows_of(cell.samples("largest_saved"), SavedRow)[:1]
+    ]
     if not rows:
         return None
-    size, _, what, line = max(rows, key=lambda row: row[0])
+    size, _, what, line = max(rows, key=lambda row: row.size)
     return say(
         "the largest is {} with {} MiB, made at {}",
         "最大的是 {}，{} MiB，由 {} 产生",

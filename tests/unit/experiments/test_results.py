@@ -4,6 +4,7 @@ import pytest
 
 from cs336_systems.config import RunConfig
 from cs336_systems.experiments.catalogue import catalogue
+from cs336_systems.measure.readers.recorded_tables import BlockRow, LabelRow, rows_of
 from cs336_systems.predict.memory_model import estimate
 from cs336_systems.record import MIB, load
 from cs336_systems.report.cells import group
@@ -51,7 +52,7 @@ def test_peaks_are_predicted_and_labelled(cells):
     for cell in found:
         peak = cell.value("peak_memory")
         assert abs(cell.memory_error) < 0.02
-        assert sum(size for _, size in cell.rows("part_memory", 2)) == pytest.approx(peak, rel=0.01)
+        assert sum(size for _, size in rows_of(cell.samples("part_memory"), LabelRow)) == pytest.approx(peak, rel=0.01)
         assert cell.value("unlabelled_memory") < 0.02 * peak
 
 
@@ -64,7 +65,7 @@ def test_the_largest_block_of_forward_is_the_score_matrix_and_gone_with_flash(ce
             and (cell.get("mode"), cell.get("attention"), cell.get("context_length"), cell.get("precision"))
             == (mode, attention, 512, "fp32")
         ]
-        return cell.rows("largest_blocks", 5)
+        return rows_of(cell.samples("largest_blocks"), BlockRow)
 
     size, label, module, what, line = largest("forward", "reference")[0]
     assert (size, label, module) == (128 * MIB, "activations", "layers.0.attn")

@@ -45,7 +45,7 @@ def test_statistics_and_recorded_tables():
     assert (found.value("step_time"), found.median("step_time")) == pytest.approx((0.4, 0.2))
     assert [found.value(name) for name in ("empty", "absent")] == [None, None]
     assert math.isnan(found.value("diverged"))
-    assert (found.rows("table", 2), found.rows("absent", 2)) == ([["a", 1.0], ["b", 2.0]], [])
+    assert (found.samples("table"), found.samples("absent")) == (("a", 1.0, "b", 2.0), ())
 
 
 @pytest.mark.parametrize(
