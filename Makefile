@@ -18,7 +18,7 @@ test: lint
 
 # Fast tests: no processes, no compilers, no browser.
 check: lint
-	$(BIN)/pytest -n 2 -m 'not slow' tests/unit/test_*.py tests/unit/predict tests/unit/report tests/unit/experiments
+	$(BIN)/pytest -n 2 --dist loadgroup -m 'not slow' tests/unit/test_architecture.py tests/unit/test_config.py tests/unit/test_flags.py tests/unit/test_record.py tests/unit/test_table.py tests/unit/predict/test_fit.py tests/unit/predict/test_gpus.py tests/unit/predict/test_plan.py tests/unit/report/test_rows.py tests/unit/report/test_cells.py tests/unit/report/test_referee.py tests/unit/experiments/steps tests/unit/experiments/kernels tests/unit/experiments/memory
 
 pages: $(INSTALLED)
 	$(BIN)/cs336 report results/h200 results/h200/loss_curves.jsonl --published -o docs/h200 --title "cs336_systems on an H200"
