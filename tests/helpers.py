@@ -94,7 +94,7 @@ def execute(
 
 
 def interpret(module: str, runs: list[Any]) -> Any:
-    """What `module` says of `runs` under Triton's interpreter, in a process of its own: JSON in, JSON out."""
+    """Run `module` on `runs` under Triton's interpreter, in a process of its own: JSON in, JSON out."""
     env = clean_env(TRITON_INTERPRET="1")
     done = execute(sys.executable, "-m", module, cwd=ROOT, timeout=240, env=env, given=json.dumps(runs))
     assert done.returncode == 0, done.stderr[-2000:]
@@ -102,7 +102,7 @@ def interpret(module: str, runs: list[Any]) -> Any:
 
 
 def wait_until(condition: Callable[[], bool], seconds: float) -> bool:
-    """Whether `condition` came true in time."""
+    """Wait for `condition`; True if it came true in time."""
     deadline = time.monotonic() + seconds
     while not condition():
         if time.monotonic() > deadline:

@@ -39,7 +39,7 @@ class Import:
 
     @property
     def module(self) -> str:
-        """Of ours: the name below the package."""
+        """The name below the package, for a module of ours."""
         return self.name.removeprefix(OURS).removeprefix(".")
 
     @property

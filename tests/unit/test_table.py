@@ -147,7 +147,7 @@ def test_every_format_keeps_the_chinese_text_of_every_part(table, format):
 
 
 def screen(line):
-    """What stands in each column of the screen: Chinese characters fill two."""
+    """The characters by column of the screen: Chinese characters fill two."""
     return [part for char in line for part in ((char, "") if char in CHINESE else (char,))]
 
 

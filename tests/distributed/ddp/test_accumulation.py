@@ -29,7 +29,7 @@ pytestmark = pytest.mark.ranks(2)
 
 @every_variant
 def test_several_backwards_before_one_finish(name):
-    """What was averaged already must not be divided again; in turn, and with all forwards first."""
+    """Averaged gradients are not divided again; one micro batch after another, and with all forwards first."""
     pair = Pair(name)
     for step in range(2):
         pair.zero_grad()
@@ -154,7 +154,7 @@ def test_no_sync_applies_to_the_backward_inside(name):
 @pytest.mark.ranks(2, 4)
 @every_variant
 def test_no_sync_after_a_synchronised_backward(name):
-    """What was sent already grows on one rank only: finish has to average it again on all."""
+    """A gradient sent already grows on one rank only: finish averages it again on all."""
     plain, wrapped = wrapped_parts(name)
     everything = [(number, 2.0) for number in range(5)]
     for step, first in enumerate([[[], *[[(4, 2.0), (1, 1.0)]] * (world() - 1)], [everything] * world()]):

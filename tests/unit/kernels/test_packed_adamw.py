@@ -545,7 +545,7 @@ def test_no_bit_is_lost(patterns):
 
 
 def test_random_bits_in_halves():
-    """Of two equally near values the one away from zero is chosen."""
+    """Rounding to the nearest chooses the value away from zero in a tie."""
     generator = torch.Generator().manual_seed(0)
     patterns = torch.randint(-(2**31), 2**31, (1 << 16,), generator=generator)
     patterns = torch.cat([patterns, patterns & ~0xFFFF | 0x8000, patterns & ~0x7F800000])

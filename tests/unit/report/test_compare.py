@@ -106,7 +106,7 @@ def ends(a, b, confidence):
 
 
 def shares(noise, n_a=10, n_b=10, factor=1.0, confidence=0.95):
-    """Of the pairs, how many are found to be faster, slower, and to lie beside the true ratio."""
+    """The shares of pairs found faster, found slower, and whose interval misses the true ratio."""
     generator = np.random.default_rng(336)
     a, b = noise(generator, n_a), factor * noise(generator, n_b)
     low, high = ends(a, b, confidence)

@@ -193,7 +193,7 @@ def test_published_results_are_records():
 
 
 def test_published_results_give_the_speed_ups_of_the_write_ups():
-    """Those speed-ups are rounded."""
+    """The published speed-ups are rounded."""
     cells = group(published())
     passes = {
         (c.get("size"), c.get("precision")): c.value("backward_time") for c in cells if c.experiment == "precision"
