@@ -135,7 +135,7 @@ def test_an_operand_is_overwritten_while_it_is_read(lines: list[str], in_time: b
 
 
 def test_the_next_iteration_overwrites_an_operand() -> None:
-    """The code that Triton 3.7 and ptxas 12.8 make of `acc = tl.dot(a + 1, b, acc)` in a pipelined loop, shortened: the wait at
+    """Triton 3.7 and ptxas 12.8 on `acc = tl.dot(a + 1, b, acc)` in a pipelined loop, shortened: the wait at
     its end leaves the second group in flight, whose A the next iteration loads."""
     body = [
         "LDSM.16.M88.4 R104, [R11+UR11+0x18000]",
