@@ -17,8 +17,8 @@ def run_example(name: str, *words: str | Path, cwd: Path):
 
 
 def test_every_example_has_a_test():
-    named = Path(__file__).read_text()
-    assert [path.name for path in EXAMPLES.glob("*.py") if f'"{path.name}"' not in named] == []
+    named = Path(__file__).read_text() + (ROOT / "tests/distributed/test_course_adapters.py").read_text()
+    assert [path.name for path in EXAMPLES.glob("*.py") if path.stem not in named] == []
 
 
 def test_benchmark_your_module(tmp_path):
