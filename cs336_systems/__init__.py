@@ -3,7 +3,7 @@
 import importlib
 from typing import Any
 
-__version__ = "0.1.0"
+__version__ = "0.2.0.dev0"
 
 _PUBLIC = {
     "cs336_systems.config": ("ModelConfig", "RunConfig", "SIZES", "UserError", "model_config"),
