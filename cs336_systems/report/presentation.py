@@ -15,7 +15,8 @@ Cells = Sequence[CellView]
 MakeTables = Callable[[Cells], list[Table]]
 MakeCharts = Callable[[Cells], list[Chart]]
 Sentence = Callable[[Cells], Text | None]
-"""States one finding without its full stop, or returns None where the data do not show it."""
+"""States one finding without its full stop. Where the data do not show it, it returns None or raises what missing data
+raise: the maximum of nothing is a ValueError, an absent cell a LookupError."""
 
 
 def every_metric(cells: Cells) -> list[Table]:

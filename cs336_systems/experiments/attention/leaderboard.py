@@ -1,6 +1,6 @@
 """flash_leaderboard: attention timed the way the course's leaderboard timed it."""
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 
 from cs336_systems.config import RunConfig
 from cs336_systems.experiments.attention.implementations import (
@@ -14,14 +14,16 @@ from cs336_systems.experiments.attention.implementations import (
     worst_error,
 )
 from cs336_systems.experiments.spec import Config, Experiment, Instrument, require_gpu
+from cs336_systems.record import Statistics
+from cs336_systems.report import entries
 from cs336_systems.report.cells import CellView
 from cs336_systems.report.document import Chart
 from cs336_systems.report.phrases import having, times_text, value_of
 from cs336_systems.report.points import measured, series_of
 from cs336_systems.report.presentation import Cells
-from cs336_systems.report.rows import FIELDS, cell_table, kernel_ms, remarks_on, tflops, varying
+from cs336_systems.report.rows import FIELDS, kernel_ms, tflops, varying
 from cs336_systems.report.terms import ERROR, MEAN, MS, TFLOPS
-from cs336_systems.table import Column, Table
+from cs336_systems.table import Table
 from cs336_systems.text import Text, listed, say
 
 TIME = "leaderboard_time"
@@ -37,18 +39,20 @@ def grid(preset: str, base: RunConfig) -> Iterable[Config]:
 
 def tables(cells: Cells) -> list[Table]:
     shown = varying(cells, always=("implementation",))
+
+    def rate_of(cell: CellView) -> str:
+        seconds, flops = cell.value(TIME), cell.value("flops")
+        return tflops(flops / seconds if flops and seconds else None)
+
+    def of_time(show: Callable[[Statistics], float]) -> Callable[[CellView], str]:
+        return lambda cell: kernel_ms(show(found)) if (found := cell.statistics(TIME)) else ""
+
     columns = [
-        Column(MEAN, "ms"),
-        Column(Text("std of tenths", "十等份的标准差"), "ms"),
-        Column(TFLOPS),
-        Column(ERROR),
+        entries.of(MEAN, of_time(lambda found: found.mean), "ms"),
+        entries.of(Text("std of tenths", "十等份的标准差"), of_time(lambda found: found.std), "ms"),
+        entries.of(TFLOPS, rate_of),
+        entries.of(ERROR, lambda cell: exponential(worst_error(cell))),
     ]
-
-    def row(cell: CellView) -> list[str]:
-        time, flops = cell.statistics(TIME), cell.value("flops")
-        times = [kernel_ms(time.mean), kernel_ms(time.std)] if time else ["", ""]
-        return [*times, tflops(flops / time.mean if flops and time else None), exponential(worst_error(cell))]
-
     notes = [
         Text(
             "forward, sum and backward as the course timed them; mean of do_bench",
@@ -58,9 +62,10 @@ def tables(cells: Cells) -> list[Table]:
             "recorded are the means of ten equal parts of the run; std is the standard deviation of these",
             "保留的是整个运行十等份各自的均值：标准差由它们算出",
         ),
-        *remarks_on(cells, shown),
     ]
-    return [cell_table(Text("the course's leaderboard", "课程排行榜"), cells, shown, columns, row, notes)]
+    return [
+        entries.cell_table(Text("the course's leaderboard", "课程排行榜"), cells, columns, shown=shown, notes=notes)
+    ]
 
 
 def charts(cells: Cells) -> list[Chart]:

@@ -15,13 +15,14 @@ from cs336_systems.experiments.attention.implementations import (
     naive_memory,
 )
 from cs336_systems.experiments.spec import Config, Experiment, Instrument
+from cs336_systems.report import entries
 from cs336_systems.report.cells import CellView
 from cs336_systems.report.document import Chart
 from cs336_systems.report.phrases import having, pairs_of, speed_up, times_text, together, value_of
 from cs336_systems.report.presentation import Cells
-from cs336_systems.report.rows import FIELDS, as_text, cell_table, gib, kernel_ms, ratio, remarks_on, spread, varying
+from cs336_systems.report.rows import gib, kernel_ms, varying
 from cs336_systems.report.terms import BACKWARD, FORWARD, PEAK, PREDICTED
-from cs336_systems.table import Column, Table
+from cs336_systems.table import Table
 from cs336_systems.text import Text, say
 
 PASSES = ("forward_time", "backward_time")
@@ -44,37 +45,22 @@ def grid(preset: str, base: RunConfig) -> Iterable[Config]:
 def tables(cells: Cells) -> list[Table]:
     cells = sorted(cells, key=by_shape)
     shown = varying(cells, always=("head_dim", "seq_len", "implementation"))
+    eager = entries.baselines(cells, lambda cell: cell.get("implementation") == "reference", "implementation")
     columns = [
-        Column(FORWARD, "ms"),
-        Column(BACKWARD, "ms"),
-        Column(Text("before backward", "后向之前"), "GiB"),
-        Column(PEAK, "GiB"),
-        Column(PREDICTED, "GiB"),
-        Column(Text("forward speed-up", "前向加速")),
-        Column(Text("backward speed-up", "后向加速")),
+        entries.mean_and_std(FORWARD, "forward_time", kernel_ms),
+        entries.mean_and_std(BACKWARD, "backward_time", kernel_ms),
+        entries.gib(Text("before backward", "后向之前"), "memory_before_backward"),
+        entries.gib(PEAK, "peak_memory"),
+        entries.gib(PREDICTED, "predicted_memory"),
+        entries.speed_up(Text("forward speed-up", "前向加速"), "forward_time", eager),
+        entries.speed_up(Text("backward speed-up", "后向加速"), "backward_time", eager),
     ]
-
-    def work(cell: CellView) -> tuple:
-        return (cell.machine, *(as_text(cell.get(name)) for name in FIELDS if name != "implementation"))
-
-    eager = {work(cell): cell for cell in cells if cell.get("implementation") == "reference" and cell.ok}
-
-    def row(cell: CellView) -> list[str]:
-        base = eager.get(work(cell))
-        memory = ("memory_before_backward", "peak_memory", "predicted_memory")
-        return [
-            *(spread(cell.statistics(phase), kernel_ms) for phase in PASSES),
-            *(gib(cell.value(name)) for name in memory),
-            *(ratio(base.value(phase) if base else None, cell.value(phase)) for phase in PASSES),
-        ]
-
     notes = [
         Text("speed-up: over reference, the same formula run eagerly", "加速：相对 reference，即 eager 下的同一公式"),
         *compilation_notes(cells),
-        *remarks_on(cells, shown),
     ]
     what = Text("naive attention (mean ± std)", "朴素注意力（均值 ± 标准差）")
-    return [cell_table(what, cells, shown, columns, row, notes)]
+    return [entries.cell_table(what, cells, columns, shown=shown, notes=notes)]
 
 
 def charts(cells: Cells) -> list[Chart]:

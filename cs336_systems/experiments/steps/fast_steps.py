@@ -9,19 +9,20 @@ from typing import Any
 from cs336_systems.config import FAST_PARTS, RunConfig
 from cs336_systems.experiments.spec import Config, Experiment, Instrument, label_step, run_config, step_is_cold
 from cs336_systems.experiments.steps.step_time import sizes
-from cs336_systems.report import terms
-from cs336_systems.report.cells import CellView
+from cs336_systems.report import entries, terms
+from cs336_systems.report.cells import CellView, grouped
 from cs336_systems.report.document import Chart
-from cs336_systems.report.phrases import having, scale_of, settings_of, size_of, times_text, value_of
+from cs336_systems.report.phrases import having, scale_of, size_of, times_text, value_of
 from cs336_systems.report.points import measured, series_of
 from cs336_systems.report.presentation import Cells
-from cs336_systems.report.rows import as_text, cell_table, gib, ms, number, percent, ratio, varying
-from cs336_systems.table import Column, Table
+from cs336_systems.report.rows import as_text, gib, ms, number, percent, settings_of, signed, varying
+from cs336_systems.table import Table
 from cs336_systems.text import Text, listed, say
 
 LLAMA = "cs336_systems.experiments.steps.llama:build"
 """Hugging Face's Llama of the same shape, measured where transformers is installed."""
-SHAPE = ("size", "context_length", "batch_size", "precision")
+VARIED = ("fast", "compile", "model_factory")
+"""Fields in which steps of the same work differ."""
 
 # -- grid -------------------------------------------------------------------------------------------------------------
 
@@ -47,7 +48,7 @@ def _grid(preset: str, base: RunConfig) -> Iterable[Config]:
 
 FAST_STEP_INSTRUMENT = Instrument(
     name="fast_step",
-    measure="cs336_systems.experiments.steps.measure_fast_step:measure_fast_step",
+    measure="cs336_systems.experiments.steps.measure_step:measure_fast_step",
     label=label_step,
     needs_fresh_process=step_is_cold,
     takes_peak_tflops=True,
@@ -58,49 +59,32 @@ FAST_STEP_INSTRUMENT = Instrument(
 
 
 def _tables(cells: Cells) -> list[Table]:
-    def work(cell: CellView) -> tuple:
-        return (cell.machine, *(cell.get(name) for name in SHAPE))
-
     def is_plain(cell: CellView) -> bool:
         return cell.get("fast") == "off" and not cell.get("compile") and not cell.get("model_factory")
 
-    bases = {work(cell): cell for cell in cells if is_plain(cell) and cell.ok}
+    def of_best_matmul(cell: CellView) -> str:
+        rate, ceiling = cell.flops_per_second, cell.value("matmul_ceiling")
+        return percent(rate / ceiling) if rate and ceiling else ""
+
+    base_of = entries.baselines(cells, is_plain, *VARIED)
     columns = [
-        Column(terms.STEP, "ms"),
-        Column(terms.STD, "ms"),
-        Column(terms.SPEED_UP),
-        Column(terms.TOKENS_PER_SECOND),
-        Column(terms.MFU),
-        Column(Text("of the best matmul", "占最快矩阵乘")),
-        Column(terms.PEAK, "GiB"),
-        Column(terms.MEMORY),
-        Column(terms.PREDICTED),
+        entries.ms(terms.STEP, "step_time"),
+        entries.std(terms.STD, "step_time"),
+        entries.speed_up(terms.SPEED_UP, "step_time", base_of),
+        entries.of(terms.TOKENS_PER_SECOND, lambda cell: number(cell.tokens_per_second, 0)),
+        entries.of(terms.MFU, lambda cell: percent(cell.mfu)),
+        entries.of(Text("of the best matmul", "占最快矩阵乘"), of_best_matmul),
+        entries.gib(terms.PEAK, "peak_memory"),
+        entries.over_base(terms.MEMORY, "peak_memory", base_of),
+        entries.of(terms.PREDICTED, lambda cell: signed(cell.memory_error, 1)),
     ]
-
-    def row(cell: CellView) -> list[str]:
-        base = bases.get(work(cell))
-        step, rate, ceiling = cell.statistics("step_time"), cell.flops_per_second, cell.value("matmul_ceiling")
-        return [
-            ms(step.mean if step else None),
-            ms(step.std if step else None),
-            ratio(base.value("step_time") if base else None, cell.value("step_time")),
-            number(cell.tokens_per_second, 0),
-            percent(cell.mfu),
-            percent(rate / ceiling) if rate and ceiling else "",
-            gib(cell.value("peak_memory")),
-            ratio(cell.value("peak_memory"), base.value("peak_memory") if base else None),
-            f"{cell.memory_error:+.1%}" if cell.memory_error is not None else "",
-        ]
-
     what = Text("the step by the parts that are on", "按启用部分比较训练步")
-    return [cell_table(what, cells, varying(cells, always=("size", "fast")), columns, row)]
+    return [entries.cell_table(what, cells, columns, shown=varying(cells, always=("size", "fast")))]
 
 
 def _charts(cells: Cells) -> list[Chart]:
-    panels: dict[tuple, list[CellView]] = {}
-    for cell in cells:
-        if cell.ok:
-            panels.setdefault(tuple(cell.get(n) for n in ("size", "batch_size", "context_length")), []).append(cell)
+    fine = [cell for cell in cells if cell.ok]
+    panels = grouped(fine, lambda cell: tuple(cell.get(name) for name in ("size", "batch_size", "context_length")))
     found = []
     for (size, batch, context), members in panels.items():
         ordered = sorted(members, key=lambda cell: -(cell.value("step_time") or 0.0))
@@ -136,10 +120,8 @@ def variant(cell: CellView) -> str:
 
 def _works(cells: Cells) -> list[list[CellView]]:
     """Cells of the same model, context and batch together, the smallest first."""
-    found: dict[tuple, list[CellView]] = {}
-    for cell in sorted(having(cells, "step_time"), key=scale_of):
-        found.setdefault(settings_of(cell, "fast", "compile", "model_factory"), []).append(cell)
-    return list(found.values())
+    fine = sorted(having(cells, "step_time"), key=scale_of)
+    return list(grouped(fine, lambda cell: settings_of(cell, *VARIED)).values())
 
 
 def _fast(work: Cells) -> CellView | None:
