@@ -134,8 +134,6 @@ def extremes(found: Sequence[tuple[float, Text]], show: Callable[[float], str]) 
 def worst_prediction(cells: Cells) -> Text | None:
     """State the largest error of predicted peak memory."""
     fine = having(cells, "peak_memory", "predicted_memory")
-    if not fine:
-        return None
     worst = max(fine, key=lambda cell: abs(cell.memory_error or 0.0))
     values = [percent(abs(worst.memory_error or 0.0), 2)]
     values += [gib(value_of(worst, name)) for name in ("predicted_memory", "peak_memory")]

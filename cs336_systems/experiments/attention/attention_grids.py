@@ -102,8 +102,6 @@ def eager_cost(cells: Cells) -> Text | None:
 
 def compiled_gain(cells: Cells) -> Text | None:
     pairs = pairs_of(cells, "implementation", "reference", "backward_time")
-    if not pairs:
-        return None
     long = longest([cell for cell, _ in pairs])
     cell, base = pair = next(pair for pair in pairs if pair[0] in long)
     said = say(
@@ -119,8 +117,6 @@ def compiled_gain(cells: Cells) -> Text | None:
 
 def out_of_memory(cells: Cells) -> Text | None:
     failed = [cell for cell in cells if cell.is_oom]
-    if not failed:
-        return None
     shortest = min(cell.get("seq_len") or 0 for cell in failed)
     return say(
         "{} of {} do not fit in memory, the shortest of {} tokens",
@@ -224,8 +220,6 @@ def flash_speed(cells: Cells, which: int) -> Text | None:
     times = _times([cell for cell in cells if cell.get("precision") == precision])
     ours = next(name for name in (*OURS, "flash_torch") if any(name in found for found in times.values()))
     times = {shape: found for shape, found in times.items() if ours in found and len(found) > 1}
-    if not times:
-        return None
     return say("{}: {}", "{}：{}", str(precision), together(_wins(times, ours), _longest_lead(times, ours)) or "")
 
 

@@ -114,8 +114,6 @@ def against_fastest(cells: Cells) -> Text | None:
             used.add(found.ours)
             size = " x ".join(str(cell.get(name)) for name in ("batch_size", "heads", "seq_len", "head_dim"))
             leads.append((found.ratio, Text(f"{size}, {found.rival}")))
-    if not leads:
-        return None
     names = [Text(name) for name in OURS if name in used]
     return say(
         "{0} is ahead of the best rival in {1} of {2} shapes, forward and backward: {3} times as fast",
@@ -143,8 +141,6 @@ def against_each(cells: Cells) -> Text | None:
 
 def forward_alone(cells: Cells) -> Text | None:
     leads = [found.ratio for cell in cells if cell.ok and (found := lead(medians(cell, "forward_time")))]
-    if not leads:
-        return None
     return say(
         "forward alone is ahead of the best in {} of {}: {} times as fast",
         "单独的前向快于最快对手的有 {}/{} 个：速度为 {} 倍",
@@ -306,8 +302,6 @@ def step_charts(cells: Cells) -> list[Chart]:
 def step_speed(cells: Cells) -> Text | None:
     """Step times of the last cell: that of our fastest kernel, and those of its rivals."""
     fine = [cell for cell in cells if cell.ok and fastest(medians(cell, STEP_TIME), ours=True)]
-    if not fine:
-        return None
     cell = fine[-1]
     times = medians(cell, STEP_TIME)
     ours = fastest(times, ours=True)

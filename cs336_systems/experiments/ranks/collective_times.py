@@ -164,8 +164,6 @@ def _largest_array(cell: CellView) -> Text | None:
 def _fitted(cell: CellView) -> Text | None:
     fits = {name: fit(timings_of(cell, name)) for name in cell.get("collectives")}
     rates = [(rate, Text(name)) for name, line in fits.items() if (rate := line.gigabytes_per_second)]
-    if not rates:
-        return None
     latencies = span([line.latency * 1e6 for line in fits.values()], lambda latency: number(latency, 0))
     return say(
         "fitted bandwidth in GB/s: {}; latency {} us",

@@ -162,8 +162,6 @@ def _fastest(cell: CellView) -> Text | None:
 def _hidden(cell: CellView) -> Text | None:
     shares = {row.arrangement.name: row.hidden for row in exposures(cell)}
     found = {name: share for name, share in shares.items() if share is not None and isfinite(share)}
-    if not found:
-        return None
     most, least = max(found, key=lambda name: found[name]), min(found, key=lambda name: found[name])
     return say(
         "of communication {} hides {}, {} {}",

@@ -54,8 +54,6 @@ def _sums(cells: Cells) -> Text | None:
         total = value_of(cell, "sum") or 0.0
         values = (f"{cell.get('accumulator')} += {cell.get('term')}", f"{total:.4f}", f"{total / exact - 1:+.3%}")
         said.append((abs(total / exact - 1), say("{} gives {} ({})", "{} 得 {}（{}）", *values)))
-    if not said:
-        return None
     count, value = str(fine[0].get("count")), str(fine[0].get("value"))
     ranked = [text for _, text in sorted(said, key=lambda pair: -pair[0])]
     return say("{} added {} times, the worst first: {}", "{} 相加 {} 次，最差在前：{}", value, count, listed(ranked))
