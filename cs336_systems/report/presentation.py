@@ -36,10 +36,6 @@ def every_metric(cells: Cells) -> list[Table]:
     return [Table(Text(cells[0].experiment), columns, rows, [remark.text for remark in remarks(cells)])]
 
 
-def no_charts(cells: Cells) -> list[Chart]:
-    return []
-
-
 @dataclass(frozen=True, kw_only=True)
 class Presentation:
     """Title, question, tables, charts and findings of one experiment, in both languages."""
@@ -48,7 +44,7 @@ class Presentation:
     title: Text
     question: Text
     tables: MakeTables = every_metric
-    charts: MakeCharts = no_charts
+    charts: MakeCharts = lambda cells: []
     findings: Sequence[Sentence] = ()
     """At most three are shown, in this order."""
     statistic: Literal["mean", "median"] = "mean"

@@ -88,11 +88,7 @@ class Remark:
 Check = Callable[[CellView], Remark | None]
 
 
-def plain_name(cell: CellView) -> Text:
-    return Text(cell.name)
-
-
-def remarks(cells: Iterable[CellView], name: Callable[[CellView], Text] = plain_name) -> list[Remark]:
+def remarks(cells: Iterable[CellView], name: Callable[[CellView], Text] = lambda cell: Text(cell.name)) -> list[Remark]:
     """One remark for each doubt, with the rows it concerns; `name` gives the name of a cell's row in its table."""
     cells = list(cells)
     found: dict[Remark, list[Text]] = {}

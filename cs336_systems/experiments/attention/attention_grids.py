@@ -5,32 +5,29 @@ from functools import partial
 from itertools import product
 
 from cs336_systems.config import RunConfig
-from cs336_systems.experiments.attention.attention_charts import (
-    by_head_dim,
-    rate_by_length,
-    roofline,
-    time_by_length,
-)
 from cs336_systems.experiments.attention.implementations import (
     MODULE,
     OURS,
-    Row,
     Size,
     Times,
     attention_config,
+    by_head_dim,
     by_shape,
     compilation_notes,
     label_shape,
     naive_memory,
+    rate_by_length,
+    roofline,
     side_by_side,
+    time_by_length,
 )
 from cs336_systems.experiments.spec import Config, Experiment, Instrument
 from cs336_systems.report import entries
-from cs336_systems.report.cells import CellView
+from cs336_systems.report.cells import CellView, grouped
 from cs336_systems.report.document import Chart
 from cs336_systems.report.phrases import having, median_of, pairs_of, span, speed_up, times_text, together, value_of
 from cs336_systems.report.presentation import Cells
-from cs336_systems.report.rows import gib, kernel_ms, keys, remarks_on, varying
+from cs336_systems.report.rows import gib, kernel_ms, varying
 from cs336_systems.report.terms import BACKWARD, FORWARD, PEAK, PREDICTED
 from cs336_systems.table import Table
 from cs336_systems.text import Text, listed, say
@@ -166,24 +163,14 @@ def flash_grid(preset: str, base: RunConfig) -> Iterable[Config]:
 
 def flash_tables(cells: Cells) -> list[Table]:
     """For each precision, times, rates, memory and errors with a row per shape."""
-    by_precision: dict[str, list[CellView]] = {}
-    for cell in sorted(cells, key=by_shape):
-        by_precision.setdefault(cell.get("precision"), []).append(cell)
+    by_precision = grouped(sorted(cells, key=by_shape), lambda cell: cell.get("precision"))
     return [table for chosen in by_precision.values() for table in _tables_of(chosen)]
 
 
 def _tables_of(cells: Cells) -> list[Table]:
     shown = [name for name in varying(cells, always=("head_dim", "seq_len")) if name != "implementation"]
-    rows: dict[tuple, Row] = {}
-    for cell in cells:
-        texts = keys(cell, shown)
-        rows.setdefault((cell.machine, *texts), Row(texts, {})).views[cell.get("implementation")] = cell
-    notes = [
-        Text("times: medians, on a GPU of do_bench", "时间：中位数；GPU 上来自 do_bench"),
-        *compilation_notes(cells),
-        *remarks_on(cells, [*shown, "implementation"]),
-    ]
-    return side_by_side(cells, shown, list(rows.values()), notes)
+    timed = Text("times: medians, on a GPU of do_bench", "时间：中位数；GPU 上来自 do_bench")
+    return side_by_side(cells, shown, [timed, *compilation_notes(cells)])
 
 
 def flash_charts(cells: Cells) -> list[Chart]:

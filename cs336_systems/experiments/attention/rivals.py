@@ -5,21 +5,20 @@ from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 from cs336_systems.config import RunConfig
-from cs336_systems.experiments.attention.attention_charts import roofline, shape_name
 from cs336_systems.experiments.attention.implementations import (
     MODULE,
     OURS,
-    Row,
     Size,
     attention_config,
     contestants,
     exponential,
-    failure_notes,
     fastest,
     label_shape,
     lead,
     medians,
     rate,
+    roofline,
+    shape_name,
     side_by_side,
     time_quantity,
     views,
@@ -33,7 +32,7 @@ from cs336_systems.report.document import Chart, Point
 from cs336_systems.report.phrases import extremes, having, span, times_text, together, value_of
 from cs336_systems.report.points import measured, series_of
 from cs336_systems.report.presentation import Cells
-from cs336_systems.report.rows import FIELDS, kernel_ms, keys, ms, remarks_on, row_name, tflops, varying
+from cs336_systems.report.rows import FIELDS, kernel_ms, ms, row_name, tflops, varying
 from cs336_systems.report.terms import ERROR, MEAN, MS, TFLOPS
 from cs336_systems.table import Table
 from cs336_systems.text import Text, listed, say
@@ -70,16 +69,11 @@ def rivals_grid(preset: str, base: RunConfig) -> Iterable[Config]:
 
 def rivals_tables(cells: Cells) -> list[Table]:
     shown = varying(cells, always=("batch_size", "heads", "head_dim", "seq_len", "is_causal"))
-    rows = [Row(keys(cell, shown), views(cell)) for cell in cells]
-    notes = [
-        Text(
-            "times: medians over rounds of each round's median of do_bench, the implementations interleaved",
-            "时间：各轮 do_bench 中位数的中位数，各实现交替测量",
-        ),
-        *failure_notes(rows, shown),
-        *remarks_on(cells, shown),
-    ]
-    return side_by_side(cells, shown, rows, notes, with_lead=True)
+    note = Text(
+        "times: medians over rounds of each round's median of do_bench, the implementations interleaved",
+        "时间：各轮 do_bench 中位数的中位数，各实现交替测量",
+    )
+    return side_by_side(cells, shown, [note], with_lead=True)
 
 
 def rivals_charts(cells: Cells) -> list[Chart]:
@@ -265,19 +259,16 @@ def step_grid(preset: str, base: RunConfig) -> Iterable[Config]:
 def step_tables(cells: Cells) -> list[Table]:
     """Median step times; the notes have the extremes, which show how far to trust a lead."""
     shown = varying(cells, always=("size", "context_length"))
-    rows = [Row(keys(cell, shown), views(cell)) for cell in cells]
     notes = [
         Text(
             "medians of steps of one model on one batch, its attention implementations interleaved",
             "同一模型、同一批数据上各步的中位数，各注意力实现交替测量",
         ),
         *(_extremes(cell, row_name(cell, shown)) for cell in cells if cell.ok),
-        *failure_notes(rows, shown),
-        *remarks_on(cells, shown),
     ]
     step = time_quantity(Text("training step", "训练步"), STEP_TIME, ms)
-    with_lead = any(name in OURS for row in rows for name in row.views)
-    return side_by_side(cells, shown, rows, notes, with_lead=with_lead, quantities=(step,))
+    with_lead = any(name in OURS for cell in cells for name in views(cell))
+    return side_by_side(cells, shown, notes, with_lead=with_lead, quantities=(step,))
 
 
 def _extremes(cell: CellView, name: Text) -> Text:

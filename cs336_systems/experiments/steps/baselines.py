@@ -20,10 +20,9 @@ Pair = tuple[CellView, CellView]
 """A cell and its baseline."""
 
 
-def against(cells: Cells, field: str, baseline: Any, what: Text, extra: Sequence[entries.Entry] = ()) -> Table:
+def against(cells: Cells, field: str, baseline: Any, what: Text, extra: Sequence[entries.Entry] = ()) -> list[Table]:
     """Rows with their speed-up over the row that differs from them in `field` alone."""
     base_of = entries.baselines(cells, lambda cell: cell.get(field) == baseline, field)
-
     columns = [
         entries.ms(terms.FORWARD, "forward_time"),
         entries.ms(terms.BACKWARD, "backward_time"),
@@ -35,7 +34,7 @@ def against(cells: Cells, field: str, baseline: Any, what: Text, extra: Sequence
         entries.over_base(terms.MEMORY, "peak_memory", base_of),
         *extra,
     ]
-    return entries.cell_table(what, cells, columns, shown=varying(cells, always=("size", field)))
+    return [entries.cell_table(what, cells, columns, shown=varying(cells, always=("size", field)))]
 
 
 def speed_up_chart(cells: Cells, field: str, baseline: Any, title: Text) -> list[Chart]:
@@ -80,15 +79,6 @@ def _precision_grid(preset: str, base: RunConfig) -> Iterable[Config]:
         yield run_config(base, size, precision=precision, mode=mode)
 
 
-def _precision_tables(cells: Cells) -> list[Table]:
-    what = Text("time and memory against fp32", "时间与显存，与 fp32 相比")
-    return [against(cells, "precision", "fp32", what)]
-
-
-def _precision_charts(cells: Cells) -> list[Chart]:
-    return speed_up_chart(cells, "precision", "fp32", Text("Speed-up over fp32 by size", "各规模相对 fp32 的加速比"))
-
-
 def _precision_gains(cells: Cells) -> Text | None:
     pairs = pairs_of(cells, "precision", "fp32")
     said = None
@@ -105,8 +95,12 @@ PRECISION = Experiment(
     question=Text("What does lower precision give, in time and memory?", "降低精度在时间和显存上带来什么？"),
     grid=_precision_grid,
     instrument=STEP,
-    tables=_precision_tables,
-    charts=_precision_charts,
+    tables=lambda cells: against(
+        cells, "precision", "fp32", Text("time and memory against fp32", "时间与显存，与 fp32 相比")
+    ),
+    charts=lambda cells: speed_up_chart(
+        cells, "precision", "fp32", Text("Speed-up over fp32 by size", "各规模相对 fp32 的加速比")
+    ),
     findings=(_precision_gains,),
     order=30,
 )
@@ -128,11 +122,7 @@ def _compile_tables(cells: Cells) -> list[Table]:
         entries.of(Text("graph breaks", "图中断"), counted("graph_breaks", 0)),
     )
     what = Text("eager against torch.compile", "eager 与 torch.compile 对比")
-    return [against(cells, "compile", False, what, extra)]
-
-
-def _compile_charts(cells: Cells) -> list[Chart]:
-    return speed_up_chart(cells, "compile", False, Text("Speed-up by torch.compile", "torch.compile 的加速比"))
+    return against(cells, "compile", False, what, extra)
 
 
 def _compile_gains(cells: Cells) -> Text | None:
@@ -161,7 +151,9 @@ COMPILE = Experiment(
     grid=_compile_grid,
     instrument=STEP,
     tables=_compile_tables,
-    charts=_compile_charts,
+    charts=lambda cells: speed_up_chart(
+        cells, "compile", False, Text("Speed-up by torch.compile", "torch.compile 的加速比")
+    ),
     findings=(_compile_gains, _compile_cost),
     order=40,
 )
