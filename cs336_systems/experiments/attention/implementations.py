@@ -16,7 +16,7 @@ from cs336_systems.report.document import Chart, Point, Series
 from cs336_systems.report.points import joined, measured
 from cs336_systems.report.presentation import Cells
 from cs336_systems.report.rows import gib, kernel_ms, key_columns, keys, remarks_on, row_name, tflops, title_of
-from cs336_systems.report.terms import MS, OUT_OF_MEMORY, TFLOPS
+from cs336_systems.report.terms import FORWARD_AND_BACKWARD, MS, OUT_OF_MEMORY, TFLOPS
 from cs336_systems.table import Column, Table
 from cs336_systems.text import Text, say
 
@@ -161,7 +161,6 @@ def time_quantity(what: Text, metric: str, show: Callable[[float], str] = kernel
     return Quantity(say("{} (ms)", "{}（ms）", what), lambda view: view.median(metric), show, min, is_time=True)
 
 
-FORWARD_AND_BACKWARD = Text("forward and backward", "前向加后向")
 QUANTITIES = (
     time_quantity(FORWARD_AND_BACKWARD, "forward_backward_time"),
     time_quantity(Text("forward and backward, from a CUDA graph", "前向加后向，由 CUDA graph 重放"), "replayed_time"),

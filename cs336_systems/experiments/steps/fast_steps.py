@@ -12,7 +12,7 @@ from cs336_systems.experiments.steps.step_time import sizes
 from cs336_systems.report import entries, terms
 from cs336_systems.report.cells import CellView, grouped
 from cs336_systems.report.document import Chart
-from cs336_systems.report.phrases import having, scale_of, size_of, times_text, value_of
+from cs336_systems.report.phrases import having, known, scale_of, size_of, speed_up, times_text, value_of
 from cs336_systems.report.points import measured, series_of
 from cs336_systems.report.presentation import Cells
 from cs336_systems.report.rows import as_text, gib, ms, number, percent, settings_of, signed, varying
@@ -44,15 +44,6 @@ def _grid(preset: str, base: RunConfig) -> Iterable[Config]:
         for variant in variants:
             if variant.get("fast") in ("off", "on") or "model_factory" in variant:
                 yield run_config(base, "large", 1024, batch_size=16, **variant)
-
-
-FAST_STEP_INSTRUMENT = Instrument(
-    name="fast_step",
-    measure="cs336_systems.experiments.steps.measure_step:measure_fast_step",
-    label=label_step,
-    needs_fresh_process=step_is_cold,
-    takes_peak_tflops=True,
-)
 
 
 # -- tables and charts ------------------------------------------------------------------------------------------------
@@ -139,13 +130,15 @@ def _rival(work: Cells) -> tuple[Text, CellView] | None:
     return (Text("the plain step", "普通的一步"), plain[0]) if plain else None
 
 
+def _duels(cells: Cells) -> list[tuple[CellView, Text, CellView]]:
+    """The fast step, its rival's name and its rival, for each work that has both."""
+    works = _works(cells)
+    return [(fast, *rival) for work in works if (fast := _fast(work)) and (rival := _rival(work))]
+
+
 def _all_parts(cells: Cells) -> Text | None:
-    work = next((work for work in _works(cells) if _fast(work) and _rival(work)), [])
-    fast, rival = _fast(work), _rival(work)
-    if fast is None or rival is None:
-        return None
-    name, other = rival
-    times = [value_of(cell, "step_time") or 0.0 for cell in (fast, other)]
+    fast, name, other = _duels(cells)[0]
+    times = [known(cell, "step_time") for cell in (fast, other)]
     said = say(
         "all parts together take {0} ms for {1}, {2}x faster than {3} ({4} ms)",
         "{1} 全部启用时每步 {0} ms，速度是{3}（{4} ms）的 {2} 倍",
@@ -160,13 +153,10 @@ def _all_parts(cells: Cells) -> Text | None:
 def _other_works(cells: Cells) -> Text | None:
     """The same comparison for all sizes but the first."""
     said = []
-    for work in [work for work in _works(cells) if _fast(work) and _rival(work)][1:]:
-        fast, rival = _fast(work), _rival(work)
-        if fast and rival:
-            shape = f"{size_of(fast)} {fast.get('batch_size')} x {fast.get('context_length')}"
-            times = [value_of(cell, "step_time") or 0.0 for cell in (fast, rival[1])]
-            values = (shape, times_text(times[1] / times[0]), ms(times[0]))
-            said.append(say("{1}x for {0} ({2} ms)", "{0} 为 {1} 倍（{2} ms）", *values))
+    for fast, _, rival in _duels(cells)[1:]:
+        shape = f"{size_of(fast)} {fast.get('batch_size')} x {fast.get('context_length')}"
+        values = (shape, times_text(speed_up((fast, rival))), ms(known(fast, "step_time")))
+        said.append(say("{1}x for {0} ({2} ms)", "{0} 为 {1} 倍（{2} ms）", *values))
     return say("for larger work it is {}", "更大的工作量下，{}", listed(said)) if said else None
 
 
@@ -193,7 +183,13 @@ FAST_STEP = Experiment(
     title=Text("The fast step", "最快的训练步"),
     question=Text("What does each part of the fast step give?", "最快训练步的每个部分各带来什么？"),
     grid=_grid,
-    instrument=FAST_STEP_INSTRUMENT,
+    instrument=Instrument(
+        name="fast_step",
+        measure="cs336_systems.experiments.steps.measure_step:measure_fast_step",
+        label=label_step,
+        needs_fresh_process=step_is_cold,
+        takes_peak_tflops=True,
+    ),
     tables=_tables,
     charts=_charts,
     findings=(_all_parts, _other_works, _left_out_part),
