@@ -106,6 +106,13 @@ def naming(cells: Cells) -> Callable[[CellView], Text]:
     return name
 
 
+def named_values(cells: Cells, value: Callable[[CellView], float | None]) -> list[tuple[float, Text]]:
+    """The value of each cell that succeeded and has one, with the cell's name; for `extremes`."""
+    fine = [cell for cell in cells if cell.ok]
+    name = naming(fine)
+    return [(found, name(cell)) for cell in fine if (found := value(cell)) is not None and isfinite(found)]
+
+
 def pairs_of(cells: Cells, field: str, baseline: Any, metric: str = "step_time") -> list[tuple[CellView, CellView]]:
     """(cell, the cell that differs from it only in having the baseline value), by size."""
     fine = sorted(having(cells, metric), key=scale_of)

@@ -134,18 +134,12 @@ def title_of(
     experiment: str, what: Text, cells: Sequence[CellView], shown: Sequence[str], machines: Sequence[str] | None = None
 ) -> Text:
     """The subject of a table, the machine, and the settings that all rows share, except the usual ones."""
-    same = [name for name in FIELDS if name not in shown and not _differs(cells, name)]
     first = cells[0]
-    settings = [
-        setting(name, as_text(first.get(name))) if labelled else Text(as_text(first.get(name)))
-        for name, labelled in _IN_TITLE.items()
-        if name in same and first.get(name) is not None
-    ]
-    settings += [
-        setting(name, as_text(first.get(name)))
-        for name, usual in _USUAL.items()
-        if name in same and first.get(name) not in (usual, None)
-    ]
+    same = {name: first.get(name) for name in FIELDS if name not in shown and not _differs(cells, name)}
+    told = [name for name in _IN_TITLE if same.get(name) is not None]
+    told += [name for name, usual in _USUAL.items() if same.get(name) not in (usual, None)]
+    texts = [(name, as_text(same[name])) for name in told]
+    settings = [setting(name, text) if _IN_TITLE.get(name, True) else Text(text) for name, text in texts]
     named = sorted({cell.machine for cell in cells}) if machines is None else machines
     return titled(experiment, what, [*named, *settings])
 

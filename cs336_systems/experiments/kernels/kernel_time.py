@@ -18,9 +18,9 @@ from cs336_systems.measure.readers.kernel_classes import (
 )
 from cs336_systems.measure.readers.recorded_tables import KernelRow, KindRow, PartRow, rows_of
 from cs336_systems.report import terms
-from cs336_systems.report.cells import PHASES, CellView
+from cs336_systems.report.cells import PHASES, CellView, grouped
 from cs336_systems.report.document import Chart, Point, Series
-from cs336_systems.report.phrases import extremes, in_mode, naming, span, value_of
+from cs336_systems.report.phrases import extremes, in_mode, named_values, naming, span
 from cs336_systems.report.points import FEW
 from cs336_systems.report.presentation import Cells
 from cs336_systems.report.rows import (
@@ -278,11 +278,8 @@ def _charts(cells: Cells) -> list[Chart]:
 
 def _matmul_share(cells: Cells) -> Text | None:
     said = []
-    fine = [cell for cell in cells if cell.ok]
-    for mode in dict.fromkeys(cell.get("mode") for cell in fine):
-        chosen = [cell for cell in fine if cell.get("mode") == mode]
-        name = naming(chosen)
-        shares = [(share, name(cell)) for cell in chosen if (share := _shares(cell).get(MATMUL))]
+    for mode, chosen in grouped((cell for cell in cells if cell.ok), lambda cell: cell.get("mode")).items():
+        shares = named_values(chosen, lambda cell: _shares(cell).get(MATMUL) or None)
         if shares:
             said.append(say("{1} in {0}", "{0}中 {1}", in_mode(mode), extremes(shares, percent)))
     return say("matmuls take, of kernel time, {}", "矩阵乘占内核时间：{}", listed(said)) if said else None
@@ -314,12 +311,7 @@ def _other_kinds(cells: Cells) -> Text | None:
 
 
 def _idle(cells: Cells) -> Text | None:
-    fine = [cell for cell in cells if cell.ok]
-    name = naming(fine)
-    found = []
-    for cell in fine:
-        if value_of(cell, "forward_event_time") and value_of(cell, "busy_time: forward"):
-            found.append((_idle_share(cell, "forward") or 0.0, name(cell)))
+    found = named_values(cells, lambda cell: _idle_share(cell, "forward") if cell.value("busy_time: forward") else None)
     return say("in forward the GPU is idle for {}", "前向中 GPU 空闲 {}", extremes(found, percent))
 
 
@@ -391,34 +383,29 @@ def _flops_ratio(cell: CellView) -> float:
 
 
 def _time_against_flops(cells: Cells) -> Text | None:
-    fine = [cell for cell in cells if cell.ok]
-    name = naming(fine)
-    times, flops = [], []
-    for cell in fine:
+    def over_softmax(cell: CellView) -> float | None:
         parts = _attention_parts(cell)
-        if parts[SCORES, True] and parts[SOFTMAX, False]:
-            times.append((parts[SCORES, True] / parts[SOFTMAX, False], name(cell)))
-            flops.append(_flops_ratio(cell))
+        scores, softmax = parts[SCORES, True], parts[SOFTMAX, False]
+        return scores / softmax if scores and softmax else None
+
+    flops = [_flops_ratio(cell) for cell in cells if cell.ok and over_softmax(cell)]
     return say(
         "the scores' matmul has {} times the FLOPs of softmax, but takes only {} times as long",
         "scores 矩阵乘的 FLOPs 是 softmax 的 {} 倍，时间却只有 {} 倍",
-        *(span(flops, "{:.1f}".format), extremes(times, "{:.2f}".format)),
+        *(span(flops, "{:.1f}".format), extremes(named_values(cells, over_softmax), "{:.2f}".format)),
     )
 
 
 def _around_matmuls(cells: Cells) -> Text | None:
-    fine = [cell for cell in cells if cell.ok]
-    name = naming(fine)
-    shares = []
-    for cell in fine:
+    def share_of_rest(cell: CellView) -> float | None:
         parts = _attention_parts(cell)
         rest = sum(seconds for (_, matmul), seconds in parts.items() if not matmul)
-        if rest:
-            shares.append((rest / sum(parts.values()), name(cell)))
+        return rest / sum(parts.values()) if rest else None
+
     return say(
         "scale, mask and softmax take {} of the time of attention",
         "缩放、掩码与 softmax 占注意力时间的 {}",
-        extremes(shares, lambda share: percent(share, 0)),
+        extremes(named_values(cells, share_of_rest), lambda share: percent(share, 0)),
     )
 
 

@@ -136,15 +136,12 @@ OPTIMIZER_SHARDING = Experiment(
     statistic="median",
     order=40,
 )
-FULLY_SHARDED = Experiment(
+FULLY_SHARDED = replace(
+    OPTIMIZER_SHARDING,
     name="fsdp",
     title=Text("Sharding everything", "全部分片"),
     question=Text("What does sharding everything save, and cost?", "全部分片节省什么，代价是什么？"),
-    instrument=INTERLEAVED,
     grid=partial(arrangement_grid, arrangements=(DDP, SHARDED, FSDP, TORCH_FSDP)),
-    tables=tables_per_cell(_table),
-    charts=charts_per_cell(_chart),
     findings=per_link(_saving_of(FSDP)),
-    statistic="median",
     order=50,
 )

@@ -1,6 +1,7 @@
 """How long does a step take, by size, by warm-up, and by another timer? Also shows what `cs336 bench` measured."""
 
 from collections.abc import Callable, Iterable
+from dataclasses import replace
 from itertools import product
 from math import isfinite
 
@@ -25,6 +26,7 @@ from cs336_systems.report.phrases import (
     having,
     known,
     median_of,
+    named_values,
     naming,
     scale_of,
     size_of,
@@ -185,9 +187,7 @@ def _by_speed(first: CellView, fine: Cells) -> Text:
 
 
 def _mfu(cells: Cells) -> Text | None:
-    fine = _whole_steps(cells)
-    name = naming(fine)
-    found = [(cell.mfu, name(cell)) for cell in fine if cell.mfu and isfinite(cell.mfu)]
+    found = named_values(_whole_steps(cells), lambda cell: cell.mfu)
     return say("MFU: {}", "MFU 为 {}", extremes(found, percent))
 
 
@@ -204,16 +204,13 @@ END_TO_END = Experiment(
     findings=(_step, _mfu, worst_prediction),
     order=10,
 )
-BENCH = Experiment(
+BENCH = replace(
+    END_TO_END,
     name="bench",
     title=Text("Single configurations", "单个配置"),
     question=Text("How long does a step take, and how much memory?", "一步要多久，用多少显存？"),
-    instrument=STEP,
     runnable=False,
-    tables=_tables,
-    charts=_charts,
     charts_after_run=False,
-    findings=(_step, _mfu, worst_prediction),
     order=90,
 )
 """Cells of `cs336 bench`."""
@@ -245,7 +242,8 @@ def _warmup_tables(cells: Cells) -> list[Table]:
 
 def _all_steps(cell: CellView) -> list[float]:
     """Seconds of the warm-up steps and of the measured ones."""
-    return [seconds for name in ("warmup_time", "step_time") for seconds in cell.samples(name)]
+    recorded = [cell.metrics[name] for name in ("warmup_time", "step_time") if name in cell.metrics]
+    return [seconds for record in recorded for seconds in record.numbers]
 
 
 def _warmup_charts(cells: Cells) -> list[Chart]:
