@@ -3,11 +3,8 @@
 from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
+from cs336_systems.report import rows
 from cs336_systems.report.cells import CellView
-from cs336_systems.report.rows import failed_row, ratio, remarks_on, rows_table, settings_of
-from cs336_systems.report.rows import gib as as_gib
-from cs336_systems.report.rows import ms as as_ms
-from cs336_systems.report.rows import spread as as_spread
 from cs336_systems.table import Column, Table
 from cs336_systems.text import Text
 
@@ -25,19 +22,19 @@ def of(name: Text, text: Callable[[CellView], str | Text], unit: str = "") -> En
 
 def ms(name: Text, metric: str) -> Entry:
     """The mean of a time."""
-    return of(name, lambda cell: as_ms(cell.value(metric)), "ms")
+    return of(name, lambda cell: rows.ms(cell.value(metric)), "ms")
 
 
 def std(name: Text, metric: str) -> Entry:
-    return of(name, lambda cell: as_ms(found.std if (found := cell.statistics(metric)) else None), "ms")
+    return of(name, lambda cell: rows.ms(found.std if (found := cell.statistics(metric)) else None), "ms")
 
 
-def mean_and_std(name: Text, metric: str, show: Callable[[float | None], str] = as_ms) -> Entry:
-    return of(name, lambda cell: as_spread(cell.statistics(metric), show), "ms")
+def mean_and_std(name: Text, metric: str, show: Callable[[float | None], str] = rows.ms) -> Entry:
+    return of(name, lambda cell: rows.spread(cell.statistics(metric), show), "ms")
 
 
 def gib(name: Text, metric: str) -> Entry:
-    return of(name, lambda cell: as_gib(cell.value(metric)), "GiB")
+    return of(name, lambda cell: rows.gib(cell.value(metric)), "GiB")
 
 
 def cell_table(
@@ -52,11 +49,11 @@ def cell_table(
     """A table with one row per cell, or its verdict where it failed; the referee's remarks follow the notes."""
     columns = [column for column, _ in entries]
 
-    def rows(cell: CellView) -> list[Sequence[str | Text]]:
-        return [[text(cell) for _, text in entries] if cell.ok else failed_row(cell, columns)]
+    def row(cell: CellView) -> list[Sequence[str | Text]]:
+        return [[text(cell) for _, text in entries] if cell.ok else rows.failed_row(cell, columns)]
 
-    notes = [*notes, *remarks_on(cells, shown, on_spread=on_spread)]
-    return rows_table(what, cells, columns, rows, shown=shown, notes=notes)
+    notes = [*notes, *rows.remarks_on(cells, shown, on_spread=on_spread)]
+    return rows.rows_table(what, cells, columns, row, shown=shown, notes=notes)
 
 
 # -- one setting against its baseline ---------------------------------------------------------------------------------
@@ -67,17 +64,17 @@ FindBase = Callable[[CellView], CellView | None]
 
 def baselines(cells: Sequence[CellView], is_base: Callable[[CellView], bool], *without: str) -> FindBase:
     """A function that finds the baseline among the cells: the cell that differs only in the fields `without`."""
-    found = {settings_of(cell, *without): cell for cell in cells if cell.ok and is_base(cell)}
-    return lambda cell: found.get(settings_of(cell, *without))
+    found = {rows.settings_of(cell, *without): cell for cell in cells if cell.ok and is_base(cell)}
+    return lambda cell: found.get(rows.settings_of(cell, *without))
 
 
 def speed_up(name: Text, metric: str, base_of: FindBase) -> Entry:
     """A speed-up: the baseline's time over the cell's."""
-    return of(name, lambda cell: ratio(_value(base_of(cell), metric), cell.value(metric)))
+    return of(name, lambda cell: rows.ratio(_value(base_of(cell), metric), cell.value(metric)))
 
 
 def over_base(name: Text, metric: str, base_of: FindBase) -> Entry:
-    return of(name, lambda cell: ratio(cell.value(metric), _value(base_of(cell), metric)))
+    return of(name, lambda cell: rows.ratio(cell.value(metric), _value(base_of(cell), metric)))
 
 
 def _value(cell: CellView | None, metric: str) -> float | None:

@@ -5,7 +5,7 @@ from itertools import product
 
 from cs336_systems.config import RunConfig
 from cs336_systems.experiments.spec import Config, Experiment, Instrument
-from cs336_systems.report.cells import CellView
+from cs336_systems.report.cells import CellView, grouped
 from cs336_systems.report.phrases import having, together, value_of
 from cs336_systems.report.presentation import Cells
 from cs336_systems.report.referee import remarks
@@ -80,8 +80,7 @@ def _dtypes_grid(preset: str, base: RunConfig) -> Iterable[Config]:
 
 def _dtypes_tables(cells: Cells) -> list[Table]:
     found = []
-    for model in dict.fromkeys(cell.get("model") for cell in cells):
-        tried = [cell for cell in cells if cell.get("model") == model]
+    for model, tried in grouped(cells, lambda cell: cell.get("model")).items():
         chosen = [cell for cell in tried if cell.ok]
         tensors = dict.fromkeys(tensor for cell in chosen for tensor in cell.variants)
         columns = [word(Text("tensor", "张量"))]
