@@ -10,9 +10,8 @@ from cs336_systems import record
 from cs336_systems.config import RunConfig, flag, flag_like
 from cs336_systems.experiments.catalogue import Request, catalogue
 from cs336_systems.experiments.runner import DEFAULT_TIMEOUT, Outcome, Runner, gather
-from cs336_systems.report.figures import pictures
 from cs336_systems.report.picture import save
-from cs336_systems.report.sections import tables
+from cs336_systems.report.sections import pictures, tables
 from cs336_systems.report.timeline_picture import timeline_picture
 from cs336_systems.report.web.timeline_page import write_page
 from cs336_systems.timeline import TIMELINE_FILE, Timeline

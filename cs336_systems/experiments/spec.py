@@ -43,14 +43,6 @@ def label_by_values(config: Mapping[str, Any], experiments: Sequence[str]) -> st
     return " ".join(str(value) for value in config.values() if isinstance(value, str) and value)
 
 
-def unknown_memory(config: Mapping[str, Any]) -> Memory | None:
-    return None
-
-
-def never(config: Mapping[str, Any]) -> bool:
-    return False
-
-
 @dataclass(frozen=True)
 class Instrument:
     """A function that measures one cell. Experiments that share an instrument share equal cells."""
@@ -62,17 +54,13 @@ class Instrument:
     """(configuration, names of the experiments that ask for it) -> the cell's name in progress lines."""
     label_has_name: bool = True
     """The instrument's name comes before the label."""
-    memory: Callable[[Mapping[str, Any]], Memory | None] = unknown_memory
+    memory: Callable[[Mapping[str, Any]], Memory | None] = lambda config: None
     """The predicted need of a cell; a cell that cannot fit is not run. None where nothing is known."""
-    needs_fresh_process: Callable[[Mapping[str, Any]], bool] = never
+    needs_fresh_process: Callable[[Mapping[str, Any]], bool] = lambda config: False
     """Whether the cold start is part of what is measured: little warm-up, a compilation, a user's model."""
     takes_peak_tflops: bool = False
     keeps_files: bool = False
     """`measure` takes a `folder` for files too large for a record: traces, snapshots."""
-
-
-def _nothing(preset: str, base: RunConfig) -> Iterable[Config]:
-    return ()
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -81,7 +69,7 @@ class Experiment(Presentation):
 
     instrument: Instrument | None = None
     """None: another command records it."""
-    grid: Grid = _nothing
+    grid: Grid = lambda preset, base: ()
     runnable: bool = True
     """`cs336 run` offers it."""
     profile: Callable[[RunConfig], str | None] | None = None

@@ -1,9 +1,9 @@
 """Records grouped into cells, and the quantities derived from them: rates, ratios, errors."""
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Hashable, Iterable, Mapping
 from dataclasses import dataclass, field
 from functools import cached_property
-from typing import Any
+from typing import Any, TypeVar
 
 from cs336_systems.record import CELL_TIME, Environment, Metric, Record, Statistics, summarize
 
@@ -140,21 +140,24 @@ class CellView:
         return predicted / measured - 1 if predicted and measured else None
 
 
-def by_machine(cells: Iterable[CellView]) -> dict[str, list[CellView]]:
-    """Group cells by machine: results of two machines never share a column, chart or sentence."""
-    return _grouped(cells, lambda cell: cell.machine)
+Key = TypeVar("Key", bound=Hashable)
 
 
-def by_experiment(cells: Iterable[CellView]) -> dict[str, list[CellView]]:
-    return _grouped(cells, lambda cell: cell.experiment)
-
-
-def _grouped(cells: Iterable[CellView], key: Callable[[CellView], str]) -> dict[str, list[CellView]]:
-    """Keep the order in which the cells come."""
-    found: dict[str, list[CellView]] = {}
+def grouped(cells: Iterable[CellView], key: Callable[[CellView], Key]) -> dict[Key, list[CellView]]:
+    """Cells by key, in the order in which they come."""
+    found: dict[Key, list[CellView]] = {}
     for cell in cells:
         found.setdefault(key(cell), []).append(cell)
     return found
+
+
+def by_machine(cells: Iterable[CellView]) -> dict[str, list[CellView]]:
+    """Group cells by machine: results of two machines never share a column, chart or sentence."""
+    return grouped(cells, lambda cell: cell.machine)
+
+
+def by_experiment(cells: Iterable[CellView]) -> dict[str, list[CellView]]:
+    return grouped(cells, lambda cell: cell.experiment)
 
 
 def group(records: Iterable[Record], run: str = "") -> list[CellView]:

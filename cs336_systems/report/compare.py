@@ -13,7 +13,7 @@ from typing import Any
 
 from cs336_systems.config import UserError
 from cs336_systems.record import HEADLINES, Record, cell_key
-from cs336_systems.report.cells import CellView, fields_of, group
+from cs336_systems.report.cells import CellView, fields_of, group, grouped
 from cs336_systems.report.intervals import Ratio, ratio_of_medians
 from cs336_systems.report.referee import remarks
 from cs336_systems.report.rows import FIELDS, as_text, gib, kernel_ms, title_of
@@ -212,20 +212,13 @@ def _pair_up(a: Sequence[CellView], b: Sequence[CellView], different_work: bool)
         keys += [(_same_shape_and_experiment, True), (_same_shape, True)]
     for key, one_to_many in keys:
         taken = {id(cell) for pair in pairs for cell in pair.sides}
-        groups_a, groups_b = (_grouped((cell for cell in cells if id(cell) not in taken), key) for cells in (a, b))
+        groups_a, groups_b = (grouped((cell for cell in cells if id(cell) not in taken), key) for cells in (a, b))
         for found in groups_a.keys() & groups_b.keys() - {None}:
             ours, theirs = groups_a[found], groups_b[found]
             if min(len(ours), len(theirs)) == 1 and (one_to_many or len(ours) == len(theirs)):
                 pairs += [Pair(x, y) for x in ours for y in theirs]
     places = {id(cell): place for cells in (a, b) for place, cell in enumerate(cells)}
     return sorted(pairs, key=lambda pair: (places[id(pair.a)], places[id(pair.b)]))
-
-
-def _grouped(cells: Iterable[CellView], key: Key) -> dict[Hashable, list[CellView]]:
-    found: dict[Hashable, list[CellView]] = {}
-    for cell in cells:
-        found.setdefault(key(cell), []).append(cell)
-    return found
 
 
 def _why_none(a: Sequence[CellView], b: Sequence[CellView], different_work: bool) -> str:

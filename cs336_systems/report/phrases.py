@@ -6,8 +6,9 @@ from math import isfinite
 from typing import Any, TypeVar
 
 from cs336_systems.report.cells import CellView
+from cs336_systems.report.entries import baselines
 from cs336_systems.report.presentation import Cells
-from cs336_systems.report.rows import FIELDS, as_text, gib, number, percent, row_name, varying
+from cs336_systems.report.rows import as_text, gib, number, percent, row_name, varying
 from cs336_systems.text import Text, say
 
 MOST = 3
@@ -67,6 +68,14 @@ def value_of(cell: CellView, metric: str) -> float | None:
     return found if found is not None and isfinite(found) and found > 0 else None
 
 
+def known(cell: CellView, metric: str) -> float:
+    """The same where it must be there; a LookupError leaves the sentence out."""
+    found = value_of(cell, metric)
+    if found is None:
+        raise LookupError(metric)
+    return found
+
+
 def median_of(cell: CellView, metric: str) -> float | None:
     found = cell.median(metric)
     return found if found is not None and isfinite(found) and found > 0 else None
@@ -97,16 +106,18 @@ def naming(cells: Cells) -> Callable[[CellView], Text]:
     return name
 
 
-def settings_of(cell: CellView, *without: str) -> tuple[str, ...]:
-    return tuple(as_text(cell.get(name)) for name in FIELDS if name not in without)
+def named_values(cells: Cells, value: Callable[[CellView], float | None]) -> list[tuple[float, Text]]:
+    """The value of each cell that succeeded and has one, with the cell's name; for `extremes`."""
+    fine = [cell for cell in cells if cell.ok]
+    name = naming(fine)
+    return [(found, name(cell)) for cell in fine if (found := value(cell)) is not None and isfinite(found)]
 
 
 def pairs_of(cells: Cells, field: str, baseline: Any, metric: str = "step_time") -> list[tuple[CellView, CellView]]:
     """(cell, the cell that differs from it only in having the baseline value), by size."""
     fine = sorted(having(cells, metric), key=scale_of)
-    bases = {settings_of(cell, field): cell for cell in fine if cell.get(field) == baseline}
-    own = [cell for cell in fine if cell.get(field) != baseline]
-    return [(cell, bases[key]) for cell in own if (key := settings_of(cell, field)) in bases]
+    base_of = baselines(fine, lambda cell: cell.get(field) == baseline, field)
+    return [(cell, base) for cell in fine if cell.get(field) != baseline and (base := base_of(cell))]
 
 
 def speed_up(pair: tuple[CellView, CellView], metric: str = "step_time") -> float:
@@ -130,8 +141,6 @@ def extremes(found: Sequence[tuple[float, Text]], show: Callable[[float], str]) 
 def worst_prediction(cells: Cells) -> Text | None:
     """State the largest error of predicted peak memory."""
     fine = having(cells, "peak_memory", "predicted_memory")
-    if not fine:
-        return None
     worst = max(fine, key=lambda cell: abs(cell.memory_error or 0.0))
     values = [percent(abs(worst.memory_error or 0.0), 2)]
     values += [gib(value_of(worst, name)) for name in ("predicted_memory", "peak_memory")]

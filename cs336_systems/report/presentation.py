@@ -15,7 +15,8 @@ Cells = Sequence[CellView]
 MakeTables = Callable[[Cells], list[Table]]
 MakeCharts = Callable[[Cells], list[Chart]]
 Sentence = Callable[[Cells], Text | None]
-"""States one finding without its full stop, or returns None where the data do not show it."""
+"""States one finding without its full stop. Where the data do not show it, it returns None or raises what missing data
+raise: the maximum of nothing is a ValueError, an absent cell a LookupError."""
 
 
 def every_metric(cells: Cells) -> list[Table]:
@@ -35,10 +36,6 @@ def every_metric(cells: Cells) -> list[Table]:
     return [Table(Text(cells[0].experiment), columns, rows, [remark.text for remark in remarks(cells)])]
 
 
-def no_charts(cells: Cells) -> list[Chart]:
-    return []
-
-
 @dataclass(frozen=True, kw_only=True)
 class Presentation:
     """Title, question, tables, charts and findings of one experiment, in both languages."""
@@ -47,7 +44,7 @@ class Presentation:
     title: Text
     question: Text
     tables: MakeTables = every_metric
-    charts: MakeCharts = no_charts
+    charts: MakeCharts = lambda cells: []
     findings: Sequence[Sentence] = ()
     """At most three are shown, in this order."""
     statistic: Literal["mean", "median"] = "mean"

@@ -88,11 +88,7 @@ class Remark:
 Check = Callable[[CellView], Remark | None]
 
 
-def plain_name(cell: CellView) -> Text:
-    return Text(cell.name)
-
-
-def remarks(cells: Iterable[CellView], name: Callable[[CellView], Text] = plain_name) -> list[Remark]:
+def remarks(cells: Iterable[CellView], name: Callable[[CellView], Text] = lambda cell: Text(cell.name)) -> list[Remark]:
     """One remark for each doubt, with the rows it concerns; `name` gives the name of a cell's row in its table."""
     cells = list(cells)
     found: dict[Remark, list[Text]] = {}
@@ -129,20 +125,6 @@ def status_text(status: str) -> Text:
     return Text(status, f"出错：{detail}" if kind == "error" and detail else "")
 
 
-def _above_peak(cell: CellView) -> Remark | None:
-    return Remark(Kind.ABOVE_PEAK, (f"{cell.mfu:.0%}",)) if cell.mfu is not None and cell.mfu > 1 else None
-
-
-def _tf32_in_fp32(cell: CellView) -> Remark | None:
-    on = cell.get("precision") == "fp32" and cell.get("device") != "cpu" and cell.environment.tf32
-    return Remark(Kind.TF32_IN_FP32) if on else None
-
-
-def _tf32_on_cpu(cell: CellView) -> Remark | None:
-    on_cpu = cell.get("precision") == "tf32" and cell.get("device") == "cpu"
-    return Remark(Kind.TF32_ON_CPU) if on_cpu else None
-
-
 def _cold(cell: CellView) -> Remark | None:
     steps = cell.metrics["step_time"].numbers if "step_time" in cell.metrics else []
     if len(steps) < 3 or steps[0] < COLD_RATIO * sorted(steps)[len(steps) // 2]:
@@ -174,31 +156,34 @@ def _throttled(cell: CellView) -> Remark | None:
     return Remark(Kind.THROTTLED, (listed(reasons),)) if reasons else None
 
 
-def _other_processes(cell: CellView) -> Remark | None:
-    return Remark(Kind.OTHER_PROCESSES) if cell.environment.other_gpu_processes else None
+def _above_peak(cell: CellView) -> Remark | None:
+    return Remark(Kind.ABOVE_PEAK, (f"{cell.mfu:.0%}",)) if cell.mfu is not None and cell.mfu > 1 else None
 
 
-def _clocks_disagree(cell: CellView) -> Remark | None:
+def _if(condition: Callable[[CellView], bool], kind: Kind) -> Check:
+    return lambda cell: Remark(kind) if condition(cell) else None
+
+
+def _tf32_in_fp32(cell: CellView) -> bool:
+    return cell.get("precision") == "fp32" and cell.get("device") != "cpu" and bool(cell.environment.tf32)
+
+
+def _clocks_disagree(cell: CellView) -> bool:
     wall, events = cell.value("step_time"), cell.value("step_event_time")
-    return Remark(Kind.CLOCKS_DISAGREE) if wall and events and events > CLOCK_TOLERANCE * wall else None
-
-
-def _two_graphs(cell: CellView) -> Remark | None:
-    error = cell.memory_error if cell.get("mode") == "forward" else None
-    return Remark(Kind.TWO_GRAPHS) if error is not None and error < -0.3 else None
+    return bool(wall and events and events > CLOCK_TOLERANCE * wall)
 
 
 _CHECKS: tuple[Check, ...] = (
     _failed,
     _above_peak,
-    _tf32_in_fp32,
-    _tf32_on_cpu,
+    _if(_tf32_in_fp32, Kind.TF32_IN_FP32),
+    _if(lambda cell: cell.get("precision") == "tf32" and cell.get("device") == "cpu", Kind.TF32_ON_CPU),
     _cold,
     _noisy,
     _throttled,
-    _other_processes,
-    _clocks_disagree,
-    _two_graphs,
+    _if(lambda cell: bool(cell.environment.other_gpu_processes), Kind.OTHER_PROCESSES),
+    _if(_clocks_disagree, Kind.CLOCKS_DISAGREE),
+    _if(lambda cell: cell.get("mode") == "forward" and (cell.memory_error or 0.0) < -0.3, Kind.TWO_GRAPHS),
 )
 
 

@@ -1,6 +1,6 @@
 """Shared by the tables of all experiments: how numbers are written, how rows and tables are named."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 from cs336_systems.record import GIB, Statistics
@@ -77,6 +77,11 @@ def percent(share: float | None, digits: int = 1) -> str:
     return "N/A" if share is None else f"{share:.{digits}%}"
 
 
+def signed(share: float | None, digits: int) -> str:
+    """A relative error with its sign."""
+    return "" if share is None else f"{share:+.{digits}%}"
+
+
 def ratio(over: float | None, under: float | None) -> str:
     return f"{over / under:.2f}x" if over and under else ""
 
@@ -108,6 +113,10 @@ def _differs(cells: Sequence[CellView], name: str) -> bool:
     return any(cell.get(name) != first for cell in cells)
 
 
+def settings_of(cell: CellView, *without: str) -> tuple[str, ...]:
+    return tuple(as_text(cell.get(name)) for name in FIELDS if name not in without)
+
+
 def key_columns(names: Sequence[str]) -> list[Column]:
     return [word(FIELDS[name]) for name in names]
 
@@ -125,18 +134,12 @@ def title_of(
     experiment: str, what: Text, cells: Sequence[CellView], shown: Sequence[str], machines: Sequence[str] | None = None
 ) -> Text:
     """The subject of a table, the machine, and the settings that all rows share, except the usual ones."""
-    same = [name for name in FIELDS if name not in shown and not _differs(cells, name)]
     first = cells[0]
-    settings = [
-        setting(name, as_text(first.get(name))) if labelled else Text(as_text(first.get(name)))
-        for name, labelled in _IN_TITLE.items()
-        if name in same and first.get(name) is not None
-    ]
-    settings += [
-        setting(name, as_text(first.get(name)))
-        for name, usual in _USUAL.items()
-        if name in same and first.get(name) not in (usual, None)
-    ]
+    same = {name: first.get(name) for name in FIELDS if name not in shown and not _differs(cells, name)}
+    told = [name for name in _IN_TITLE if same.get(name) is not None]
+    told += [name for name, usual in _USUAL.items() if same.get(name) not in (usual, None)]
+    texts = [(name, as_text(same[name])) for name in told]
+    settings = [setting(name, text) if _IN_TITLE.get(name, True) else Text(text) for name, text in texts]
     named = sorted({cell.machine for cell in cells}) if machines is None else machines
     return titled(experiment, what, [*named, *settings])
 
@@ -145,23 +148,6 @@ def titled(experiment: str, what: Text, where: Sequence[str | Text] = ()) -> Tex
     """`experiment: subject · where it was measured`."""
     subject = say("{}: {}", "{}：{}", experiment, what)
     return say("{} · {}", "{} · {}", subject, listed(where, (", ", "，"))) if where else subject
-
-
-def cell_table(
-    what: Text,
-    cells: Sequence[CellView],
-    shown: Sequence[str],
-    columns: Sequence[Column],
-    row: Callable[[CellView], Sequence[str | Text]],
-    notes: Sequence[Text] | None = None,
-) -> Table:
-    """A table with one row per cell: its distinguishing fields, then `row`, or its verdict where it failed."""
-    rows = []
-    for cell in cells:
-        values = row(cell) if cell.ok else [cell.verdict] + [""] * (len(columns) - 1)
-        rows.append([*keys(cell, shown), *values])
-    title = title_of(cells[0].experiment, what, cells, shown)
-    return Table(title, [*key_columns(shown), *columns], rows, remarks_on(cells, shown) if notes is None else notes)
 
 
 def row_name(cell: CellView, shown: Sequence[str]) -> Text:
@@ -174,8 +160,29 @@ def row_name(cell: CellView, shown: Sequence[str]) -> Text:
     return listed(texts, (" ", " "))
 
 
-def remarks_on(cells: Sequence[CellView], shown: Sequence[str], *, on_spread: bool = True) -> list[Text]:
+def remarks_on(cells: Sequence[CellView], shown: Sequence[str] | None = None, *, on_spread: bool = True) -> list[Text]:
     """The referee's remarks, with cells named as in the table's rows; without those on the spread of step times
     where the table's subject is not time."""
-    found = remarks(cells, lambda cell: row_name(cell, shown))
+    named = varying(cells) if shown is None else shown
+    found = remarks(cells, lambda cell: row_name(cell, named))
     return [remark.text for remark in found if on_spread or remark.kind not in ON_SPREAD]
+
+
+def failed_row(cell: CellView, columns: Sequence[Column]) -> list[str | Text]:
+    return [cell.verdict, *[""] * (len(columns) - 1)]
+
+
+def rows_table(
+    what: Text,
+    cells: Sequence[CellView],
+    columns: Sequence[Column],
+    rows: Callable[[CellView], Iterable[Sequence[str | Text]]],
+    *,
+    shown: Sequence[str] | None = None,
+    notes: Sequence[Text] = (),
+) -> Table:
+    """A table with the rows that `rows` gives for each cell, behind the cell's distinguishing fields."""
+    shown = varying(cells) if shown is None else shown
+    lines = [[*keys(cell, shown), *row] for cell in cells for row in rows(cell)]
+    title = title_of(cells[0].experiment, what, cells, shown)
+    return Table(title, [*key_columns(shown), *columns], lines, notes)

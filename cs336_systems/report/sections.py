@@ -8,8 +8,10 @@ from functools import partial
 from cs336_systems.config import MODES, PRECISIONS
 from cs336_systems.record import Record
 from cs336_systems.report.cells import CellView, by_experiment, by_machine, group
+from cs336_systems.report.chart_picture import picture
 from cs336_systems.report.document import Chart
 from cs336_systems.report.phrases import MOST, ended, safely
+from cs336_systems.report.picture import Picture
 from cs336_systems.report.presentation import Catalogue, Cells, Presentation, Sentence, presentation_of
 from cs336_systems.report.side_by_side import side_by_side
 from cs336_systems.table import Table
@@ -62,6 +64,16 @@ def _named(chart: Chart, experiment: str, others: Sequence[Chart], machine: str)
     if name in {other.name for other in others}:
         name += f"-{len(others) + 1}"
     return replace(chart, name=name, title=title)
+
+
+def pictures(records: Iterable[Record], catalogue: Catalogue) -> list[Picture]:
+    """The pictures that the records of a run give: those of its charts."""
+    return [
+        picture(chart)
+        for name, cells in by_experiment(group(records)).items()
+        if presentation_of(name, catalogue).charts_after_run
+        for chart in charts_of(presentation_of(name, catalogue), cells)
+    ]
 
 
 def findings_of(experiment: Presentation, cells: Sequence[CellView]) -> list[Text]:

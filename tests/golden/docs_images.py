@@ -7,8 +7,8 @@ import dataclasses
 
 from cs336_systems import record
 from cs336_systems.experiments.catalogue import catalogue
-from cs336_systems.report.figures import pictures
 from cs336_systems.report.picture import Picture, save
+from cs336_systems.report.sections import pictures
 from tests.golden.report_goldens import H200
 from tests.helpers import ROOT
 

@@ -181,7 +181,7 @@ def test_no_module_hides_one_of_the_standard_library():
 
 def test_modules_that_must_not_import_torch(tmp_path):
     modules = ["cli", "experiments.runner", "predict.memory_model", "predict.attention_model"]
-    modules += ["predict.parallel_model", "measure.readers.trace", "measure.readers.nsys", "report.figures"]
+    modules += ["predict.parallel_model", "measure.readers.trace", "measure.readers.nsys", "report.sections"]
     program = "import sys\n" + "".join(
         f"import {OURS}.{module}\nassert not {{'torch', 'matplotlib'}} & sys.modules.keys(), {module!r}\n"
         for module in modules

@@ -2,7 +2,7 @@
 
 `measure_pytorch_attention` times naive attention, eager and compiled; `measure_flash` one implementation;
 `measure_rivals` several, interleaved; `measure_leaderboard` one the way the course timed it. All share the inputs, the
-implementations and the clock below.
+implementations and the clock below. `measure_attention_step` times training steps, their attention interleaved.
 """
 
 import importlib
@@ -17,17 +17,18 @@ import torch
 import torch._dynamo.config
 import torch._functorch.config
 import torch.nn.functional as F
-from torch import Tensor
+from torch import Tensor, nn
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
-from cs336_systems.config import ATTENTIONS
+from cs336_systems.config import ATTENTIONS, RunConfig
 from cs336_systems.experiments.steps.measure_step import disable_compile_caches
 from cs336_systems.kernels import attention
 from cs336_systems.kernels.flash.reference import attention_reference
-from cs336_systems.measure.timing import time_calls, time_steps
+from cs336_systems.measure.timing import STEP, time_calls, time_steps
+from cs336_systems.model import Attention
 from cs336_systems.predict.attention_model import AttentionShape, naive_peak
 from cs336_systems.record import Metric
-from cs336_systems.step.train_step import AUTOCAST_DTYPES, Watch, require_device, set_matmul_precision
+from cs336_systems.step.train_step import AUTOCAST_DTYPES, TrainStep, Watch, require_device, set_matmul_precision
 
 Results = dict[str, Tensor]
 """out, dq, dk and dv by name."""
@@ -42,6 +43,9 @@ SCORES_AT_ONCE = 2**25
 
 LEADERBOARD_PARTS = 10
 """Means that are recorded in place of thousands of samples."""
+
+STEPS_PER_ROUND = 2
+"""Steps timed per round, after one that is not timed: it meets the caches and clocks that another left behind."""
 
 
 # -- implementations --------------------------------------------------------------------------------------------------
@@ -403,3 +407,40 @@ def means_of_parts(times: list[float], parts: int = LEADERBOARD_PARTS) -> list[f
     size = len(times) // parts
     times = times[len(times) % parts :]
     return [statistics.fmean(times[start : start + size]) for start in range(0, len(times), size)]
+
+
+def measure_attention_step(config: dict[str, Any]) -> list[Metric]:
+    """Time steps of one model on one batch, so that the implementations differ in nothing else."""
+    step = TrainStep.build(RunConfig.of(config))
+    batch = step.random_batch()
+
+    def step_times(name: str) -> list[float]:
+        with attention_set_to(step.model, name):
+            return time_steps(
+                lambda watch: step(*batch, watch=watch), device=step.device, warmup_steps=1, num_steps=STEPS_PER_ROUND
+            ).wall[STEP]
+
+    failed: list[Metric] = []
+    able: list[str] = []
+    for name in config["implementations"]:
+        try:
+            step_times(name)  # compilation happens here
+        except Exception as error:  # a failure is a result, and does not end the others
+            failed.append(failure_of(name, error))
+        else:
+            able.append(name)
+    times: defaultdict[str, list[float]] = defaultdict(list)
+    for name in interleave(able, config["rounds"]):
+        times[name] += step_times(name)
+    return failed + [Metric("step_time", "s", samples, variant=name) for name, samples in times.items()]
+
+
+@contextmanager
+def attention_set_to(model: nn.Module, name: str) -> Iterator[None]:
+    """Set the model's attention implementation; an SDPA backend is forced inside the context."""
+    backend = SDPA_BACKENDS.get(name)
+    for module in model.modules():
+        if isinstance(module, Attention):
+            module.impl = name if backend is None else "sdpa"
+    with nullcontext() if backend is None else sdpa_kernel(backend):
+        yield

@@ -1,36 +1,44 @@
-"""attention_rivals: our kernels against the fastest others, all measured interleaved in one process."""
+"""Our kernels against the fastest others: interleaved, as the course timed them, and inside a training step."""
 
-from collections.abc import Iterable, Sequence
+import dataclasses
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 from cs336_systems.config import RunConfig
-from cs336_systems.experiments.attention.attention_charts import roofline, shape_name
 from cs336_systems.experiments.attention.implementations import (
     MODULE,
     OURS,
-    Row,
     Size,
     attention_config,
     contestants,
-    failure_notes,
+    exponential,
     fastest,
     label_shape,
     lead,
     medians,
     rate,
+    roofline,
+    shape_name,
     side_by_side,
+    time_quantity,
     views,
+    worst_error,
 )
-from cs336_systems.experiments.spec import Config, Experiment, Instrument, require_gpu
+from cs336_systems.experiments.spec import Config, Experiment, Instrument, label_step, require_gpu, run_config
+from cs336_systems.record import Statistics
+from cs336_systems.report import entries
 from cs336_systems.report.cells import CellView
 from cs336_systems.report.document import Chart, Point
-from cs336_systems.report.phrases import extremes, span, times_text
-from cs336_systems.report.points import series_of
+from cs336_systems.report.phrases import extremes, having, span, times_text, together, value_of
+from cs336_systems.report.points import measured, series_of
 from cs336_systems.report.presentation import Cells
-from cs336_systems.report.rows import keys, remarks_on, varying
-from cs336_systems.report.terms import TFLOPS
+from cs336_systems.report.rows import FIELDS, kernel_ms, ms, row_name, tflops, varying
+from cs336_systems.report.terms import ERROR, MEAN, MS, TFLOPS
 from cs336_systems.table import Table
 from cs336_systems.text import Text, listed, say
+
+# -- attention_rivals: interleaved in one process ---------------------------------------------------------------------
+
 
 SHAPES = (
     (Size(1, 16, 16384, 64), True),
@@ -44,7 +52,7 @@ SHAPES = (
 """Size and causal mask: long, medium, and that of the small model."""
 
 
-def grid(preset: str, base: RunConfig) -> Iterable[Config]:
+def rivals_grid(preset: str, base: RunConfig) -> Iterable[Config]:
     require_gpu("attention_rivals", base, "the rivals are GPU kernels")
     # Without flex: it takes longer to compile than all others to run, and `flash` and the leaderboard measure it.
     rivals = [name for name in contestants() if name != "flex"]
@@ -59,21 +67,16 @@ def grid(preset: str, base: RunConfig) -> Iterable[Config]:
         yield attention_config(base, size, "bf16", is_causal=is_causal, warmup_ms=20, rep_ms=60, **fields)
 
 
-def tables(cells: Cells) -> list[Table]:
+def rivals_tables(cells: Cells) -> list[Table]:
     shown = varying(cells, always=("batch_size", "heads", "head_dim", "seq_len", "is_causal"))
-    rows = [Row(keys(cell, shown), views(cell)) for cell in cells]
-    notes = [
-        Text(
-            "times: medians over rounds of each round's median of do_bench, the implementations interleaved",
-            "时间：各轮 do_bench 中位数的中位数，各实现交替测量",
-        ),
-        *failure_notes(rows, shown),
-        *remarks_on(cells, shown),
-    ]
-    return side_by_side(cells, shown, rows, notes, with_lead=True)
+    note = Text(
+        "times: medians over rounds of each round's median of do_bench, the implementations interleaved",
+        "时间：各轮 do_bench 中位数的中位数，各实现交替测量",
+    )
+    return side_by_side(cells, shown, [note], with_lead=True)
 
 
-def charts(cells: Cells) -> list[Chart]:
+def rivals_charts(cells: Cells) -> list[Chart]:
     """Rates as bars, and a roofline per precision."""
     by_cell = [(cell, views(cell)) for cell in cells if cell.ok]
     names = list(dict.fromkeys(name for _, own in by_cell for name in own))
@@ -92,9 +95,6 @@ def _bar(cell: CellView, view: CellView) -> list[Point]:
     return [Point(shape_name(cell), per_second / 1e12)] if per_second else []
 
 
-# -- findings ---------------------------------------------------------------------------------------------------------
-
-
 def _won(ratios: Sequence[float]) -> tuple[str, str]:
     return str(sum(ratio > 1 for ratio in ratios)), str(len(ratios))
 
@@ -108,8 +108,6 @@ def against_fastest(cells: Cells) -> Text | None:
             used.add(found.ours)
             size = " x ".join(str(cell.get(name)) for name in ("batch_size", "heads", "seq_len", "head_dim"))
             leads.append((found.ratio, Text(f"{size}, {found.rival}")))
-    if not leads:
-        return None
     names = [Text(name) for name in OURS if name in used]
     return say(
         "{0} is ahead of the best rival in {1} of {2} shapes, forward and backward: {3} times as fast",
@@ -137,8 +135,6 @@ def against_each(cells: Cells) -> Text | None:
 
 def forward_alone(cells: Cells) -> Text | None:
     leads = [found.ratio for cell in cells if cell.ok and (found := lead(medians(cell, "forward_time")))]
-    if not leads:
-        return None
     return say(
         "forward alone is ahead of the best in {} of {}: {} times as fast",
         "单独的前向快于最快对手的有 {}/{} 个：速度为 {} 倍",
@@ -154,10 +150,199 @@ ATTENTION_RIVALS = Experiment(
         "交替测量时，我们的内核是否比最快的其他实现更快？",
     ),
     instrument=Instrument("attention_rivals", f"{MODULE}:measure_rivals", label=label_shape),
-    grid=grid,
-    tables=tables,
-    charts=charts,
+    grid=rivals_grid,
+    tables=rivals_tables,
+    charts=rivals_charts,
     findings=(against_fastest, against_each, forward_alone),
     statistic="median",
     order=30,
+)
+
+# -- flash_leaderboard: the course's timing ---------------------------------------------------------------------------
+
+
+TIME = "leaderboard_time"
+
+
+def leaderboard_grid(preset: str, base: RunConfig) -> Iterable[Config]:
+    require_gpu("flash_leaderboard", base, "the course timed it on one")
+    warmup_ms, rep_ms = (200, 1000) if preset == "quick" else (1000, 10_000)
+    for name in contestants():
+        size = Size(1, 16, 16384, 64)
+        yield attention_config(base, size, "bf16", implementation=name, warmup_ms=warmup_ms, rep_ms=rep_ms)
+
+
+def leaderboard_tables(cells: Cells) -> list[Table]:
+    shown = varying(cells, always=("implementation",))
+
+    def rate_of(cell: CellView) -> str:
+        seconds, flops = cell.value(TIME), cell.value("flops")
+        return tflops(flops / seconds if flops and seconds else None)
+
+    def of_time(show: Callable[[Statistics], float]) -> Callable[[CellView], str]:
+        return lambda cell: kernel_ms(show(found)) if (found := cell.statistics(TIME)) else ""
+
+    columns = [
+        entries.of(MEAN, of_time(lambda found: found.mean), "ms"),
+        entries.of(Text("std of tenths", "十等份的标准差"), of_time(lambda found: found.std), "ms"),
+        entries.of(TFLOPS, rate_of),
+        entries.of(ERROR, lambda cell: exponential(worst_error(cell))),
+    ]
+    notes = [
+        Text(
+            "forward, sum and backward as the course timed them; mean of do_bench",
+            "按课程的方式对前向、求和与后向计时；do_bench 的均值",
+        ),
+        Text(
+            "recorded are the means of ten equal parts of the run; std is the standard deviation of these",
+            "保留的是整个运行十等份各自的均值：标准差由它们算出",
+        ),
+    ]
+    return [
+        entries.cell_table(Text("the course's leaderboard", "课程排行榜"), cells, columns, shown=shown, notes=notes)
+    ]
+
+
+def leaderboard_charts(cells: Cells) -> list[Chart]:
+    times = series_of(Text("time", "耗时"), (measured(cell, TIME, str(cell.get("implementation"))) for cell in cells))
+    title = Text("The course's leaderboard test", "课程排行榜测试")
+    return [Chart("", title, "bars", FIELDS["implementation"], MS, [times], horizontal=True)]
+
+
+def leaderboard_speed(cells: Cells) -> Text | None:
+    times = {str(cell.get("implementation")): value_of(cell, TIME) or 0.0 for cell in having(cells, TIME)}
+    name = fastest(times, ours=True)
+    if name is None:
+        return None
+    ours = times.pop(name)
+    said = say("{} takes {} ms", "{} 为 {} ms", name, kernel_ms(ours))
+    each = [
+        say("{0}x that of {1} ({2} ms)", "{1}（{2} ms）的 {0} 倍", times_text(seconds / ours), name, kernel_ms(seconds))
+        for name, seconds in times.items()
+    ]
+    return say("{}; its speed is {}", "{}；速度是 {}", said, listed(each)) if each else said
+
+
+FLASH_LEADERBOARD = Experiment(
+    name="flash_leaderboard",
+    title=Text("The course's leaderboard", "课程排行榜"),
+    question=Text(
+        "How fast is attention as the course's leaderboard timed it?", "按课程排行榜的计时方式，注意力有多快？"
+    ),
+    instrument=Instrument("flash_leaderboard", f"{MODULE}:measure_leaderboard", label=label_shape),
+    grid=leaderboard_grid,
+    tables=leaderboard_tables,
+    charts=leaderboard_charts,
+    findings=(leaderboard_speed,),
+    order=40,
+)
+
+# -- attention_step: inside a training step ---------------------------------------------------------------------------
+
+
+STEP_TIME = "step_time"
+
+
+def step_grid(preset: str, base: RunConfig) -> Iterable[Config]:
+    """Long contexts: the longer the context, the larger attention's share of a step."""
+    on_cuda = base.device_type == "cuda"
+    names = ["flash_hopper", "flash_triton", "sdpa_flash", "sdpa_cudnn"] if on_cuda else ["flash_torch", "sdpa"]
+    run = dataclasses.replace(base, precision="bf16" if on_cuda else base.precision, batch_size=1)
+    sizes: tuple[tuple[str, int | None], ...] = (("small", 4096), ("large", 4096), ("2.7B", 4096))
+    if preset == "quick":
+        sizes = (("small", 1024),) if on_cuda else (("tiny", None),)
+    for size, context in sizes:
+        # A multiple of the number of names: each then follows each other equally often.
+        yield {**run_config(run, size, context), "implementations": names, "rounds": 2 * len(names)}
+
+
+def step_tables(cells: Cells) -> list[Table]:
+    """Median step times; the notes have the extremes, which show how far to trust a lead."""
+    shown = varying(cells, always=("size", "context_length"))
+    notes = [
+        Text(
+            "medians of steps of one model on one batch, its attention implementations interleaved",
+            "同一模型、同一批数据上各步的中位数，各注意力实现交替测量",
+        ),
+        *(_extremes(cell, row_name(cell, shown)) for cell in cells if cell.ok),
+    ]
+    step = time_quantity(Text("training step", "训练步"), STEP_TIME, ms)
+    with_lead = any(name in OURS for cell in cells for name in views(cell))
+    return side_by_side(cells, shown, notes, with_lead=with_lead, quantities=(step,))
+
+
+def _extremes(cell: CellView, name: Text) -> Text:
+    found = {name: view.statistics(STEP_TIME) for name, view in views(cell).items()}
+    each = ", ".join(f"{name} {ms(stats.min)} - {ms(stats.max)}" for name, stats in found.items() if stats)
+    return say("minimum and maximum in ms, {}: {}", "最小与最大（ms），{}：{}", name, each)
+
+
+def step_charts(cells: Cells) -> list[Chart]:
+    names = dict.fromkeys(name for cell in cells if cell.ok for name in views(cell))
+    series = [
+        series_of(
+            name,
+            (measured(c.variant(name), STEP_TIME, f"{c.get('size')}, {c.get('context_length')}") for c in cells),
+        )
+        for name in names
+    ]
+    title = Text("A training step, attention implementations interleaved", "训练步，各注意力实现交替测量")
+    return [Chart("", title, "bars", Text("size, context", "规模，上下文"), MS, series, horizontal=True)]
+
+
+def step_speed(cells: Cells) -> Text | None:
+    """Step times of the last cell: that of our fastest kernel, and those of its rivals."""
+    fine = [cell for cell in cells if cell.ok and fastest(medians(cell, STEP_TIME), ours=True)]
+    cell = fine[-1]
+    times = medians(cell, STEP_TIME)
+    ours = fastest(times, ours=True)
+    assert ours is not None
+    each = [
+        say(
+            "{} with {} ({}x, ahead of it in {} of {} rounds)",
+            "用 {1} 为 {0}（{2} 倍，{4} 轮中有 {3} 轮更快）",
+            *(ms(seconds), name, f"{seconds / times[ours]:.2f}"),
+            *(str(rounds_ahead(cell, ours, name)), str(cell.config["rounds"])),
+        )
+        for name, seconds in times.items()
+        if name not in OURS
+    ]
+    said = say(
+        "{}, context {}: a step takes {} ms with {}",
+        "{0}、上下文 {1}：用 {3} 时一步 {2} ms",
+        *(str(cell.get("size")), str(cell.get("context_length")), ms(times[ours]), ours),
+    )
+    return together(said, listed(each)) if each else said
+
+
+def rounds_ahead(cell: CellView, ours: str, other: str) -> int:
+    """The number of rounds in which ours is faster.
+
+    Clocks and the host drift from round to round, within one round for both alike: this can separate two
+    implementations whose step times, taken together, overlap.
+    """
+    rounds = cell.config["rounds"]
+    steps = len(cell.variant(ours).metrics[STEP_TIME].samples) // rounds
+    mine, theirs = (_sums(cell.variant(name).samples(STEP_TIME), steps) for name in (ours, other))
+    if len(mine) != rounds:
+        raise ValueError(f"{rounds} rounds, and samples for {len(mine)}")
+    return sum(a < b for a, b in zip(mine, theirs, strict=True))
+
+
+def _sums(samples: Sequence[float], width: int) -> list[float]:
+    """The sums of `width` consecutive samples each: the steps of one round."""
+    return [sum(samples[start : start + width]) for start in range(0, len(samples), width)]
+
+
+ATTENTION_STEP = Experiment(
+    name="attention_step",
+    title=Text("A training step by its attention", "不同注意力下的训练步"),
+    question=Text("What does a faster attention give to a training step?", "更快的注意力能给训练步带来多少？"),
+    instrument=Instrument("attention_step", f"{MODULE}:measure_attention_step", label=label_step),
+    grid=step_grid,
+    tables=step_tables,
+    charts=step_charts,
+    findings=(step_speed,),
+    statistic="median",
+    order=50,
 )

@@ -1,5 +1,6 @@
 """Which kernels take the time, by phase and kind? And inside attention, what takes the time and what the FLOPs?"""
 
+from collections import defaultdict
 from collections.abc import Iterable, Mapping, Sequence
 from itertools import product
 
@@ -17,12 +18,13 @@ from cs336_systems.measure.readers.kernel_classes import (
 )
 from cs336_systems.measure.readers.recorded_tables import KernelRow, KindRow, PartRow, rows_of
 from cs336_systems.report import terms
-from cs336_systems.report.cells import PHASES, CellView
+from cs336_systems.report.cells import PHASES, CellView, grouped
 from cs336_systems.report.document import Chart, Point, Series
-from cs336_systems.report.phrases import extremes, in_mode, naming, span, value_of
+from cs336_systems.report.phrases import extremes, in_mode, named_values, naming, span
 from cs336_systems.report.points import FEW
 from cs336_systems.report.presentation import Cells
 from cs336_systems.report.rows import (
+    failed_row,
     key_columns,
     keys,
     ms,
@@ -30,6 +32,7 @@ from cs336_systems.report.rows import (
     percent,
     remarks_on,
     row_name,
+    rows_table,
     shortened,
     title_of,
     titled,
@@ -120,29 +123,28 @@ def kernel_tables(cells: Cells) -> list[Table]:
 
 
 def _by_kind(cells: Cells) -> Table:
-    shown = varying(cells)
     used = [kind for kind in KINDS if any(kind_seconds(cell, phases_of(cell))[kind] for cell in cells if cell.ok)]
     on_gpu = any(cell.value("kernels_on_gpu") for cell in cells if cell.ok)
     columns = [word(terms.PHASE), Column(Text("wall", "墙钟"), "ms"), Column(Text("kernels", "内核"), "ms")]
     columns += [Column(Text("GPU idle", "GPU 空闲"))] if on_gpu else []
     columns += [Column(Text("launches", "启动次数")), *(Column(KIND_NAMES[kind]) for kind in used)]
-    rows = []
-    for cell in cells:
+
+    def rows(cell: CellView) -> Iterable[list[str | Text]]:
         if not cell.ok:
-            rows.append([*keys(cell, shown), cell.verdict, *[""] * (len(columns) - 1)])
+            yield failed_row(cell, columns)
         for phase in phases_of(cell):
             seconds = kind_seconds(cell, [phase])
             total = sum(seconds.values())
-            count = sum(row.kernels for row in _kinds(cell, phase))
             idle = [percent(_idle_share(cell, phase))] if on_gpu else []
+            count = number(sum(row.kernels for row in _kinds(cell, phase)), 0)
             shares = [percent(seconds[kind] / total if total else 0.0) for kind in used]
-            times = [ms(cell.value(f"{phase}_time")), ms(total)]
-            rows.append([*keys(cell, shown), phase, *times, *idle, number(count, 0), *shares])
-    title = title_of(cells[0].experiment, Text("time by kind of kernel", "各类内核的时间"), cells, shown)
-    return Table(title, [*key_columns(shown), *columns], rows, _kind_notes(cells, shown, on_gpu))
+            yield [phase, ms(cell.value(f"{phase}_time")), ms(total), *idle, count, *shares]
+
+    what = Text("time by kind of kernel", "各类内核的时间")
+    return rows_table(what, cells, columns, rows, notes=_kind_notes(cells, on_gpu))
 
 
-def _kind_notes(cells: Cells, shown: Sequence[str], on_gpu: bool) -> list[Text]:
+def _kind_notes(cells: Cells, on_gpu: bool) -> list[Text]:
     notes = [
         Text(
             "wall: without the profiler; kernels: their times added up, of one step; shares are of these",
@@ -174,7 +176,7 @@ def _kind_notes(cells: Cells, shown: Sequence[str], on_gpu: bool) -> list[Text]:
                 *(f"{1 - share:.2%}" for share in lost),
             )
         )
-    return [*notes, *remarks_on(cells, shown)]
+    return [*notes, *remarks_on(cells)]
 
 
 _UNASSIGNED = ("unknown_kernel_time", "kernel_time_outside_phases")
@@ -208,26 +210,24 @@ def _shares_by_mode(cells: Cells) -> Table:
 
 def _top(cells: Cells) -> Table:
     """The kernel that took most time, in forward and in forward with backward."""
-    shown = varying(cells)
     columns = [word(Text("of", "范围")), Column(terms.SHARE), Column(Text("launches", "启动次数")), word(terms.KERNEL)]
-    rows = []
-    for cell in (cell for cell in cells if cell.ok):
+
+    def rows(cell: CellView) -> Iterable[list[str]]:
         both = [phase for phase in phases_of(cell) if phase != "optimizer"]
         for what, phases in (("forward", ["forward"]), ("forward and backward", both)):
-            if what != "forward" and phases == ["forward"]:
+            if not cell.ok or (what != "forward" and phases == ["forward"]):
                 continue
-            seconds: dict[str, float] = {}
-            counts: dict[str, float] = {}
-            for phase in phases:
-                for row in _kernels(cell, phase):
-                    seconds[row.name] = seconds.get(row.name, 0.0) + row.seconds
-                    counts[row.name] = counts.get(row.name, 0.0) + row.kernels
+            seconds: defaultdict[str, float] = defaultdict(float)
+            counts: defaultdict[str, float] = defaultdict(float)
+            for row in (row for phase in phases for row in _kernels(cell, phase)):
+                seconds[row.name] += row.seconds
+                counts[row.name] += row.kernels
             if seconds:
                 name = max(seconds, key=lambda name: seconds[name])
                 share = seconds[name] / sum(kind_seconds(cell, phases).values())
-                rows.append([*keys(cell, shown), what, percent(share), number(counts[name], 0), shortened(name)])
-    what_text = Text("the kernel that takes most", "耗时最多的内核")
-    return Table(title_of(cells[0].experiment, what_text, cells, shown), [*key_columns(shown), *columns], rows)
+                yield [what, percent(share), number(counts[name], 0), shortened(name)]
+
+    return rows_table(Text("the kernel that takes most", "耗时最多的内核"), cells, columns, rows)
 
 
 def _by_name(cell: CellView, phase: str) -> Table:
@@ -278,11 +278,8 @@ def _charts(cells: Cells) -> list[Chart]:
 
 def _matmul_share(cells: Cells) -> Text | None:
     said = []
-    fine = [cell for cell in cells if cell.ok]
-    for mode in dict.fromkeys(cell.get("mode") for cell in fine):
-        chosen = [cell for cell in fine if cell.get("mode") == mode]
-        name = naming(chosen)
-        shares = [(share, name(cell)) for cell in chosen if (share := _shares(cell).get(MATMUL))]
+    for mode, chosen in grouped((cell for cell in cells if cell.ok), lambda cell: cell.get("mode")).items():
+        shares = named_values(chosen, lambda cell: _shares(cell).get(MATMUL) or None)
         if shares:
             said.append(say("{1} in {0}", "{0}中 {1}", in_mode(mode), extremes(shares, percent)))
     return say("matmuls take, of kernel time, {}", "矩阵乘占内核时间：{}", listed(said)) if said else None
@@ -314,13 +311,8 @@ def _other_kinds(cells: Cells) -> Text | None:
 
 
 def _idle(cells: Cells) -> Text | None:
-    fine = [cell for cell in cells if cell.ok]
-    name = naming(fine)
-    found = []
-    for cell in fine:
-        if value_of(cell, "forward_event_time") and value_of(cell, "busy_time: forward"):
-            found.append((_idle_share(cell, "forward") or 0.0, name(cell)))
-    return say("in forward the GPU is idle for {}", "前向中 GPU 空闲 {}", extremes(found, percent)) if found else None
+    found = named_values(cells, lambda cell: _idle_share(cell, "forward") if cell.value("busy_time: forward") else None)
+    return say("in forward the GPU is idle for {}", "前向中 GPU 空闲 {}", extremes(found, percent))
 
 
 KERNELS = Experiment(
@@ -350,7 +342,6 @@ def _attention_parts(cell: CellView) -> dict[tuple[str, bool], float]:
 
 def _attention_tables(cells: Cells) -> list[Table]:
     """The three steps of naive attention in forward: time beside FLOPs."""
-    shown = varying(cells)
     names = (
         Text("scores matmul", "scores 矩阵乘"),
         Text("scale and mask", "缩放与掩码"),
@@ -360,17 +351,17 @@ def _attention_tables(cells: Cells) -> list[Table]:
     columns = [Column(name, "ms") for name in names]
     columns += [Column(Text("matmul / softmax, time", "矩阵乘 / softmax，时间"))]
     columns += [Column(Text("matmul / softmax, FLOPs", "矩阵乘 / softmax，FLOPs"))]
-    rows = []
-    for cell in cells:
+
+    def rows(cell: CellView) -> Iterable[list[str | Text]]:
         if not cell.ok:
-            rows.append([*keys(cell, shown), cell.verdict, *[""] * 5])
-            continue
+            yield failed_row(cell, columns)
+            return
         parts = _attention_parts(cell)
         scores, around, final = parts[SCORES, True], parts[SCORES, False], parts[OUTPUT, True]
         softmax = parts[SOFTMAX, True] + parts[SOFTMAX, False]
-        ratio = f"{scores / softmax:.2f}x" if softmax else ""
-        times = map(ms, (scores, around, softmax, final))
-        rows.append([*keys(cell, shown), *times, ratio, f"{_flops_ratio(cell):.1f}x"])
+        over = f"{scores / softmax:.2f}x" if softmax else ""
+        yield [*map(ms, (scores, around, softmax, final)), over, f"{_flops_ratio(cell):.1f}x"]
+
     notes = [
         Text(
             "of all blocks, in one forward pass; ratios: the scores' matmul over softmax",
@@ -382,8 +373,8 @@ def _attention_tables(cells: Cells) -> list[Table]:
             str(SOFTMAX_FLOPS),
         ),
     ]
-    title = title_of(cells[0].experiment, Text("inside attention, forward", "注意力内部，前向"), cells, shown)
-    return [Table(title, [*key_columns(shown), *columns], rows, [*notes, *remarks_on(cells, shown)])]
+    what = Text("inside attention, forward", "注意力内部，前向")
+    return [rows_table(what, cells, columns, rows, notes=[*notes, *remarks_on(cells)])]
 
 
 def _flops_ratio(cell: CellView) -> float:
@@ -392,38 +383,29 @@ def _flops_ratio(cell: CellView) -> float:
 
 
 def _time_against_flops(cells: Cells) -> Text | None:
-    fine = [cell for cell in cells if cell.ok]
-    name = naming(fine)
-    times, flops = [], []
-    for cell in fine:
+    def over_softmax(cell: CellView) -> float | None:
         parts = _attention_parts(cell)
-        if parts[SCORES, True] and parts[SOFTMAX, False]:
-            times.append((parts[SCORES, True] / parts[SOFTMAX, False], name(cell)))
-            flops.append(_flops_ratio(cell))
-    if not times:
-        return None
+        scores, softmax = parts[SCORES, True], parts[SOFTMAX, False]
+        return scores / softmax if scores and softmax else None
+
+    flops = [_flops_ratio(cell) for cell in cells if cell.ok and over_softmax(cell)]
     return say(
         "the scores' matmul has {} times the FLOPs of softmax, but takes only {} times as long",
         "scores 矩阵乘的 FLOPs 是 softmax 的 {} 倍，时间却只有 {} 倍",
-        *(span(flops, "{:.1f}".format), extremes(times, "{:.2f}".format)),
+        *(span(flops, "{:.1f}".format), extremes(named_values(cells, over_softmax), "{:.2f}".format)),
     )
 
 
 def _around_matmuls(cells: Cells) -> Text | None:
-    fine = [cell for cell in cells if cell.ok]
-    name = naming(fine)
-    shares = []
-    for cell in fine:
+    def share_of_rest(cell: CellView) -> float | None:
         parts = _attention_parts(cell)
         rest = sum(seconds for (_, matmul), seconds in parts.items() if not matmul)
-        if rest:
-            shares.append((rest / sum(parts.values()), name(cell)))
-    if not shares:
-        return None
+        return rest / sum(parts.values()) if rest else None
+
     return say(
         "scale, mask and softmax take {} of the time of attention",
         "缩放、掩码与 softmax 占注意力时间的 {}",
-        extremes(shares, lambda share: percent(share, 0)),
+        extremes(named_values(cells, share_of_rest), lambda share: percent(share, 0)),
     )
 
 

@@ -7,9 +7,9 @@ from cs336_systems.experiments.kernels.kernel_time import KERNEL_PROFILE, phases
 from cs336_systems.experiments.spec import Config, Experiment, require_gpu, run_config
 from cs336_systems.report import terms
 from cs336_systems.report.cells import PHASES, CellView
-from cs336_systems.report.phrases import extremes, having, scale_of, size_of, value_of
+from cs336_systems.report.phrases import extremes, having, known, scale_of, size_of, value_of
 from cs336_systems.report.presentation import Cells
-from cs336_systems.report.rows import key_columns, keys, ms, percent, remarks_on, title_of, varying
+from cs336_systems.report.rows import ms, percent, remarks_on, rows_table
 from cs336_systems.table import Column, Table, word
 from cs336_systems.text import Text, say
 
@@ -38,15 +38,16 @@ def _grid(preset: str, base: RunConfig) -> Iterable[Config]:
 
 
 def _tables(cells: Cells) -> list[Table]:
-    shown = varying(cells)
     columns = [word(terms.PHASE), Column(Text("wall clock", "墙钟"), "ms")]
     columns += [Column(Text("CUDA events", "CUDA event 计时"), "ms")]
     columns += [Column(Text("events, queued", "CUDA event（排队）"), "ms")]
     columns += [Column(Text("torch.profiler"), "ms"), Column(Text("nsys"), "ms")]
     columns += [Column(Text("kernels over queued events", "内核相对排队的 event"))]
     columns += [Column(Text("launch-bound", "等待启动"), "ms"), Column(Text("step, profiled", "单步，分析时"))]
-    rows = []
-    for cell in (cell for cell in cells if cell.ok):
+
+    def rows(cell: CellView) -> Iterable[list[str]]:
+        if not cell.ok:
+            return
         slower = (cell.value("profiled_step_time") or 0.0) / (cell.value("step_time") or 1.0)
         times = {phase: [cell.value(name.format(phase)) for name in CLOCKS] for phase in phases_of(cell)}
         whole = [None if None in clock else sum(filter(None, clock)) for clock in zip(*times.values(), strict=True)]
@@ -54,18 +55,15 @@ def _tables(cells: Cells) -> list[Table]:
             reference = queued or events  # older records have no queued ones
             excess = f"{busy / reference - 1:+.2%}" if busy and reference else ""
             gap = ms(events - busy) if busy and events else ""
-            clocks = map(ms, (wall, events, queued, busy, nsys))
-            rows.append([*keys(cell, shown), phase, *clocks, excess, gap, f"{slower:.2f}x"])
+            yield [phase, *map(ms, (wall, events, queued, busy, nsys)), excess, gap, f"{slower:.2f}x"]
+
     what = Text("the same phases by four clocks", "四种时钟测同样的阶段")
-    title = title_of(cells[0].experiment, what, cells, shown)
-    return [Table(title, [*key_columns(shown), *columns], rows, [*NOTES, *remarks_on(cells, shown)])]
+    return [rows_table(what, cells, columns, rows, notes=[*NOTES, *remarks_on(cells)])]
 
 
 def _busy_share(cells: Cells) -> Text | None:
     """State the share of forward and backward in which a kernel runs."""
     found = _kernels_over_events(cells, "{}_event_time", ("forward", "backward"))
-    if not found:
-        return None
     return say(
         "kernels fill {} of forward and backward by CUDA events: the rest is the GPU waiting for the host",
         "以 CUDA event 计，内核占前向与后向的 {}：其余是 GPU 在等主机",
@@ -76,8 +74,6 @@ def _busy_share(cells: Cells) -> Text | None:
 def _queued(cells: Cells) -> Text | None:
     """State how far kernels and events differ in steps that are not synchronised between phases."""
     found = _kernels_over_events(cells, "queued_{}_event_time", PHASES)
-    if not found:
-        return None
     return say(
         "of steps that are not synchronised between phases kernels and CUDA events differ by {}",
         "阶段之间不同步的步中，内核与 CUDA event 相差 {}",
@@ -98,11 +94,9 @@ def _kernels_over_events(cells: Cells, events: str, phases: Sequence[str]) -> li
 
 def _profiled(cells: Cells) -> Text | None:
     found = [
-        ((value_of(cell, "profiled_step_time") or 0.0) / (value_of(cell, "step_time") or 1.0), Text(size_of(cell)))
+        (known(cell, "profiled_step_time") / known(cell, "step_time"), Text(size_of(cell)))
         for cell in having(cells, "profiled_step_time", "step_time")
     ]
-    if not found:
-        return None
     ratios = extremes(found, "{:.2f}".format)
     return say("a step that is profiled takes {} times as long", "被分析时一步为 {} 倍长", ratios)
 
@@ -114,8 +108,6 @@ def _nsys(cells: Cells) -> Text | None:
             theirs, ours = value_of(cell, f"nsys_busy_time: {phase}"), value_of(cell, f"busy_time: {phase}")
             if theirs and ours:
                 found.append((abs(ours / theirs - 1), _named(cell, phase)))
-    if not found:
-        return None
     off, name = max(found, key=lambda pair: pair[0])
     return say(
         "torch.profiler and nsys differ by {} at most ({})",

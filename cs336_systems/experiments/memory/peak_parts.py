@@ -1,39 +1,48 @@
-"""What is memory made of at its peak, and which line allocated it?"""
+"""What is memory made of at its peak, what does forward keep for backward, and what follows from the configuration?"""
 
+import dataclasses
 from collections.abc import Iterable
 from itertools import product
 
-from cs336_systems.config import COURSE_SIZES, RunConfig
-from cs336_systems.experiments.memory.memory_parts import part_name
+from cs336_systems.config import COURSE_SIZES, RunConfig, model_config
 from cs336_systems.experiments.spec import Config, Experiment, Instrument, label_step, run_config, step_memory
-from cs336_systems.measure.readers.recorded_tables import BlockRow, LabelRow, rows_of
+from cs336_systems.measure.readers.recorded_tables import BlockRow, LabelRow, SavedRow, rows_of
 from cs336_systems.record import GIB, MIB
-from cs336_systems.report import terms
+from cs336_systems.report import entries, terms
 from cs336_systems.report.cells import CellView
 from cs336_systems.report.document import Chart, Point, Series
-from cs336_systems.report.phrases import having, naming, value_of, worst_prediction
+from cs336_systems.report.phrases import having, known, naming, value_of, worst_prediction
 from cs336_systems.report.points import FEW, joined, measured
 from cs336_systems.report.presentation import Cells
-from cs336_systems.report.rows import (
-    gib,
-    key_columns,
-    keys,
-    ms,
-    number,
-    percent,
-    remarks_on,
-    row_name,
-    shortened,
-    title_of,
-    varying,
-)
+from cs336_systems.report.rows import gib, ms, number, percent, row_name, rows_table, shortened, signed, varying
 from cs336_systems.table import Column, Table, word
 from cs336_systems.text import Text, listed, say
 
+MODULE = "cs336_systems.experiments.memory.measure_memory"
+PART_NAMES = {
+    "parameters": terms.PARAMETERS,
+    "gradients": terms.GRADIENTS,
+    "optimizer state": terms.OPTIMIZER_STATE,
+    "activations": terms.ACTIVATIONS,
+    "weight casts": Text("weight casts", "权重的低精度副本"),
+    "logits and loss": Text("logits and loss", "logits 与损失"),
+    "temporary": Text("temporary", "临时"),
+    "workspace": Text("workspace", "工作区"),
+    "buffers": Text("buffers", "缓冲区"),
+    "inputs": Text("inputs", "输入"),
+    "allocator rounding": Text("allocator rounding", "分配器取整"),
+    "unlabelled": Text("unlabelled", "无标签"),
+}
+"""Parts of memory as closed form, trace and timeline label them."""
 SMALL_PART = 0.01
 """Share of the largest bar below which parts are drawn together as one."""
 
-# -- grid -------------------------------------------------------------------------------------------------------------
+
+def part_name(label: str) -> Text:
+    return PART_NAMES.get(label, Text(label))
+
+
+# -- memory: the parts of the peak ------------------------------------------------------------------------------------
 
 
 def _grid(preset: str, base: RunConfig) -> Iterable[Config]:
@@ -51,22 +60,13 @@ def _grid(preset: str, base: RunConfig) -> Iterable[Config]:
             yield run_config(base, size, mode=mode)
 
 
-MEMORY_PROFILE = Instrument(
-    name="memory",
-    measure="cs336_systems.experiments.memory.measure_memory:measure_memory",
-    label=label_step,
-    memory=step_memory,
-    keeps_files=True,
-)
-
-
 def _not_profiled(run: RunConfig) -> str | None:
     if run.compile:
         return "memory is traced operator by operator, which a compiled model does not have: leave out --compile"
     return None
 
 
-# -- recorded tables --------------------------------------------------------------------------------------------------
+PEAK_PHASE = entries.Entry(word(terms.PEAK_IN), lambda cell: str(cell.samples("peak_phase")[0]))
 
 
 def _labels(cell: CellView) -> list[LabelRow]:
@@ -77,86 +77,64 @@ def _blocks(cell: CellView) -> list[BlockRow]:
     return rows_of(cell.samples("largest_blocks"), BlockRow)
 
 
-# -- tables -----------------------------------------------------------------------------------------------------------
-
-
 def _tables(cells: Cells) -> list[Table]:
     ok = [cell for cell in cells if cell.ok]
     return [_peaks(cells), *([_parts(ok), _largest(ok), _overheads(ok)] if ok else [])]
 
 
 def _peaks(cells: Cells) -> Table:
-    shown = varying(cells)
-    columns = [Column(terms.MEASURED, "GiB"), Column(terms.PREDICTED, "GiB"), Column(terms.ERROR)]
-    columns += [Column(terms.TRACED, "GiB"), word(terms.PEAK_IN)]
-    columns += [Column(Text("parts / measured", "各部分 / 实测")), Column(part_name("unlabelled"))]
-    rows = []
-    for cell in cells:
-        if not cell.ok:
-            rows.append([*keys(cell, shown), cell.verdict, *[""] * 6])
-            continue
-        peak = cell.value("peak_memory") or 1.0
-        together = sum(size for _, size in _labels(cell)) / peak
-        rows.append(
-            [
-                *keys(cell, shown),
-                gib(cell.value("peak_memory")),
-                gib(cell.value("predicted_memory")),
-                "" if cell.memory_error is None else f"{cell.memory_error:+.2%}",
-                gib(cell.value("predicted_by_tracing_memory")),
-                str(cell.metrics["peak_phase"].samples[0]),
-                percent(together, 2),
-                percent((cell.value("unlabelled_memory") or 0.0) / peak, 2),
-            ]
-        )
+    def of_peak(size: float | None, cell: CellView) -> str:
+        return percent((size or 0.0) / (cell.value("peak_memory") or 1.0), 2)
+
+    columns = [
+        entries.gib(terms.MEASURED, "peak_memory"),
+        entries.gib(terms.PREDICTED, "predicted_memory"),
+        entries.of(terms.ERROR, lambda cell: signed(cell.memory_error, 2)),
+        entries.gib(terms.TRACED, "predicted_by_tracing_memory"),
+        PEAK_PHASE,
+        entries.of(
+            Text("parts / measured", "各部分 / 实测"),
+            lambda cell: of_peak(sum(size for _, size in _labels(cell)), cell),
+        ),
+        entries.of(part_name("unlabelled"), lambda cell: of_peak(cell.value("unlabelled_memory"), cell)),
+    ]
     note = Text(
         "measured: without instruments; predicted: from the configuration; traced: from its operators, no GPU",
         "实测：不带仪器；预测：仅由配置；追踪：由其算子，无需 GPU",
     )
-    title = title_of(cells[0].experiment, Text("the peak", "峰值"), cells, shown)
-    notes = [note, *remarks_on(cells, shown, on_spread=False)]
-    return Table(title, [*key_columns(shown), *columns], rows, notes)
+    return entries.cell_table(Text("the peak", "峰值"), cells, columns, notes=[note], on_spread=False)
 
 
 def _parts(cells: Cells) -> Table:
-    shown = varying(cells)
     labels = list(dict.fromkeys(label for cell in cells for label, _ in _labels(cell)))
-    rows = []
-    for cell in cells:
-        parts = dict(_labels(cell))
-        rows.append([*keys(cell, shown), *(gib(parts.get(label)) for label in labels)])
-    title = title_of(cells[0].experiment, Text("what the peak is made of", "峰值由什么组成"), cells, shown)
-    return Table(title, [*key_columns(shown), *(Column(part_name(label), "GiB") for label in labels)], rows)
+    columns = [Column(part_name(label), "GiB") for label in labels]
+    what = Text("what the peak is made of", "峰值由什么组成")
+    return rows_table(what, cells, columns, lambda cell: [list(map(gib, map(dict(_labels(cell)).get, labels)))])
 
 
 def _largest(cells: Cells) -> Table:
     """The largest blocks that a step allocated; the two largest of each cell where there are several."""
-    shown = varying(cells)
     words = (Text("label", "标签"), terms.MODULE, Text("made by", "产生者"), terms.LINE)
     columns = [Column(terms.BYTES, "MiB"), *map(word, words)]
-    rows = []
-    for cell in cells:
+
+    def rows(cell: CellView) -> Iterable[list[str]]:
         for size, label, module, what, line in _blocks(cell)[: 10 if len(cells) == 1 else 2]:
-            rows.append([*keys(cell, shown), number(size / MIB, 1), label, module, shortened(what), line])
-    title = title_of(cells[0].experiment, Text("the largest blocks", "最大的块"), cells, shown)
-    return Table(title, [*key_columns(shown), *columns], rows)
+            yield [number(size / MIB, 1), label, module, shortened(what), line]
+
+    return rows_table(Text("the largest blocks", "最大的块"), cells, columns, rows)
 
 
 def _overheads(cells: Cells) -> Table:
-    shown = varying(cells)
     columns = [Column(terms.STEP, "ms"), Column(Text("with the allocator's history", "记录分配器历史"))]
     columns += [Column(Text("traced block by block", "逐块跟踪"))]
-    rows = []
-    for cell in cells:
+
+    def rows(cell: CellView) -> Iterable[list[str]]:
         step = cell.value("step_time")
         slower = [cell.value(name) for name in ("history_step_time", "traced_step_time")]
-        ratios = ["" if seconds is None or not step else f"{seconds / step:.1f}x" for seconds in slower]
-        rows.append([*keys(cell, shown), ms(step), *ratios])
+        yield [ms(step), *("" if seconds is None or not step else f"{seconds / step:.1f}x" for seconds in slower)]
+
     what = Text("how much slower a step is under each instrument", "每种仪器使一步变慢多少")
-    return Table(title_of(cells[0].experiment, what, cells, shown), [*key_columns(shown), *columns], rows)
-
-
-# -- charts -----------------------------------------------------------------------------------------------------------
+    return rows_table(what, cells, columns, rows)
 
 
 def _charts(cells: Cells) -> list[Chart]:
@@ -181,13 +159,10 @@ def _charts(cells: Cells) -> list[Chart]:
     return [Chart("", title, "stacked", terms.SIZE, terms.GIB_TEXT, series, horizontal=True)]
 
 
-# -- findings ---------------------------------------------------------------------------------------------------------
-
-
 def _composition(cells: Cells) -> Text | None:
     fine = having(cells, "peak_memory")
-    highest = max(fine, key=lambda cell: value_of(cell, "peak_memory") or 0.0)
-    peak = value_of(highest, "peak_memory") or 1.0
+    highest = max(fine, key=lambda cell: known(cell, "peak_memory"))
+    peak = known(highest, "peak_memory")
     parts = sorted(_labels(highest), key=lambda part: -part.size)[:3]
     if not parts:
         return None
@@ -202,8 +177,6 @@ def _composition(cells: Cells) -> Text | None:
 def _largest_block(cells: Cells) -> Text | None:
     fine = [cell for cell in cells if cell.ok]
     blocks = [(row, cell) for cell in fine for row in _blocks(cell)[:1]]
-    if not blocks:
-        return None
     (size, label, _, what, line), cell = max(blocks, key=lambda pair: pair[0].size)
     made = say(", made at {}", "，由 {} 产生", str(line)) if line else Text("")
     return say(
@@ -220,10 +193,190 @@ MEMORY = Experiment(
         "What is memory made of at its peak, and which line made it?", "峰值处的显存由什么组成，是哪一行代码产生的？"
     ),
     grid=_grid,
-    instrument=MEMORY_PROFILE,
+    instrument=Instrument("memory", f"{MODULE}:measure_memory", label=label_step, memory=step_memory, keeps_files=True),
     profile=_not_profiled,
     tables=_tables,
     charts=_charts,
     findings=(worst_prediction, _composition, _largest_block),
     order=10,
+)
+
+# -- saved_tensors: what forward keeps for backward -------------------------------------------------------------------
+
+NAIVE = Text("naive attention", "朴素注意力")
+
+
+def _saved_grid(preset: str, base: RunConfig) -> Iterable[Config]:
+    """One block, so that the list of saved tensors stays readable."""
+    size = "tiny" if preset == "quick" and base.device_type == "cpu" else "2.7B"
+    model = model_config(size, num_layers=1)
+    for fields in (
+        {"attention": "reference"},
+        {"attention": "auto"},
+        {"attention": "reference", "compile": True},
+        {"attention": "reference", "checkpoint_blocks": 1},
+    ):
+        for precision in ("fp32",) if preset == "quick" else ("fp32", "bf16"):
+            yield dataclasses.replace(base, model=model, size="", precision=precision, **fields).to_dict()
+
+
+def _saved_not_profiled(run: RunConfig) -> str | None:
+    return "mode 'inference' keeps nothing for backward; use another --mode" if run.mode == "inference" else None
+
+
+def _saved_tables(cells: Cells) -> list[Table]:
+    shown = varying(cells, always=("size", "attention", "compile", "checkpoint_blocks"))
+    kept = [
+        entries.of(Text("kept", "保留"), lambda cell: _mib(cell.value("saved_memory")), "MiB"),
+        entries.of(Text("tensors", "张量数"), lambda cell: number(cell.value("saved_tensors"), 0)),
+        entries.of(Text("parameters, too", "另有参数"), lambda cell: _mib(cell.value("saved_parameter_memory")), "MiB"),
+    ]
+    note = Text(
+        "memory that several operators keep counts once; parameters would be there anyway",
+        "多个算子共同保留的内存只计一次；参数本来就在",
+    )
+    columns = [Column(terms.BYTES, "MiB"), *map(word, (terms.MODULE, Text("what", "内容"), terms.LINE))]
+
+    def largest(cell: CellView) -> Iterable[list[str]]:
+        for size, *words in _saved(cell)[:5] if cell.ok else ():
+            yield [_mib(size), *words]
+
+    what = Text("kept for backward", "为后向保留")
+    return [
+        entries.cell_table(what, cells, kept, shown=shown, notes=[note], on_spread=False),
+        rows_table(Text("the five largest", "最大的五个"), cells, columns, largest, shown=shown),
+    ]
+
+
+def _saved(cell: CellView) -> list[SavedRow]:
+    return rows_of(cell.samples("largest_saved"), SavedRow)
+
+
+def _mib(size: float | None) -> str:
+    return number((size or 0.0) / MIB, 1)
+
+
+def _kept(cells: Cells) -> Text | None:
+    fine = having(cells, "saved_memory")
+    base = next(cell for cell in fine if _variant(cell) == NAIVE)
+    others = [cell for cell in fine if cell is not base and cell.get("precision") == base.get("precision")]
+    whole = known(base, "saved_memory")
+    each = [
+        say("{} {} ({})", "{} {}（{}）", _variant(cell), _mib(kept), percent(kept / whole, 0))
+        for cell in others
+        if (kept := value_of(cell, "saved_memory"))
+    ]
+    count = base.get("num_layers")
+    said = say(
+        "of {} in {} naive attention keeps {} MiB for backward",
+        "{}在 {} 下，朴素注意力为后向保留 {} MiB",
+        Text(f"{count} block" if count == 1 else f"{count} blocks", f"{count} 个块"),
+        *(str(base.get("precision")), _mib(whole)),
+    )
+    return say("{}, {}", "{}，{}", said, listed(each)) if each else said
+
+
+def _variant(cell: CellView) -> Text:
+    if cell.get("checkpoint_blocks"):
+        return Text("checkpointed", "检查点")
+    if cell.get("compile"):
+        return Text("compiled", "编译")
+    return NAIVE if cell.get("attention") == "reference" else Text("fused attention", "融合注意力")
+
+
+def _largest_kept(cells: Cells) -> Text | None:
+    rows = [row for cell in having(cells, "saved_memory") for row in _saved(cell)[:1]]
+    size, _, what, line = max(rows, key=lambda row: row.size)
+    return say(
+        "the largest is {} with {} MiB, made at {}",
+        "最大的是 {}，{} MiB，由 {} 产生",
+        *(str(what), _mib(size), str(line)),
+    )
+
+
+SAVED_TENSORS = Experiment(
+    name="saved_tensors",
+    title=Text("Tensors kept for backward", "为后向保存的张量"),
+    question=Text("What does forward keep for backward?", "前向为后向保留了什么？"),
+    grid=_saved_grid,
+    instrument=Instrument("saved_tensors", f"{MODULE}:measure_saved_tensors", label=label_step),
+    profile=_saved_not_profiled,
+    tables=_saved_tables,
+    findings=(_kept, _largest_kept),
+    order=30,
+)
+
+# -- memory_model: from the configuration alone -----------------------------------------------------------------------
+
+PREDICTED_PARTS = {
+    "parameter_memory": terms.PARAMETERS,
+    "gradient_memory": terms.GRADIENTS,
+    "optimizer_memory": terms.OPTIMIZER,
+    "activation_memory": terms.ACTIVATIONS,
+    "loss_memory": Text("logits, loss", "logits、损失"),
+    "predicted_memory": terms.PEAK,
+    "traced_memory": Text("peak, traced", "峰值，追踪"),
+}
+
+
+def _model_grid(preset: str, base: RunConfig) -> Iterable[Config]:
+    """Predictions are for a GPU, whatever device this machine has."""
+    gpu = dataclasses.replace(base, device="cuda")
+    sizes = ("small", "2.7B") if preset == "quick" else COURSE_SIZES
+    contexts = (128, 256, 512) if preset != "quick" else (512,)
+    for size, context, precision in product(sizes, contexts, ("fp32", "bf16")):
+        yield run_config(gpu, size, context, precision=precision)
+
+
+def _model_tables(cells: Cells) -> list[Table]:
+    def mib(heading: Text, metric: str) -> entries.Entry:
+        return entries.of(heading, lambda cell: number((cell.value(metric) or 0) / MIB, 0), "MiB")
+
+    columns = [
+        *(entries.gib(heading, metric) for metric, heading in PREDICTED_PARTS.items()),
+        mib(Text("per block", "每块"), "block_activation_memory"),
+        mib(Text("residual tensor", "残差张量"), "residual_memory"),
+        PEAK_PHASE,
+    ]
+    return [
+        entries.cell_table(
+            Text("predicted for a CUDA GPU, none needed", "对 CUDA GPU 的预测，无需 GPU"), cells, columns
+        )
+    ]
+
+
+def _largest_model(cells: Cells) -> Text | None:
+    """State what the largest model needs, from its configuration alone."""
+    fine = sorted(having(cells, "predicted_memory"), key=lambda cell: known(cell, "predicted_memory"))
+    cell = fine[-1]
+    metrics = {"parameters": "parameter", "gradients": "gradient", "optimizer state": "optimizer"}
+    sizes = {label: size for label, part in metrics.items() if (size := value_of(cell, f"{part}_memory"))}
+    said = say("{} needs {} GiB", "{} 需要 {} GiB", naming(fine)(cell), gib(known(cell, "predicted_memory")))
+    if not sizes:
+        return said
+    parts = listed(say("{} {}", "{} {}", PART_NAMES[label], gib(size)) for label, size in sizes.items())
+    return say("{}: {}, and what forward keeps", "{}：{}，以及前向保留的部分", said, parts)
+
+
+def _smallest_need(cells: Cells) -> Text | None:
+    fine = having(cells, "predicted_memory")
+    if len(fine) < 2:
+        return None
+    least = min(fine, key=lambda cell: known(cell, "predicted_memory"))
+    return say(
+        "of {} configurations {} needs the least, {} GiB",
+        "{} 个配置中 {} 需要最少，{} GiB",
+        *(str(len(fine)), naming(fine)(least), gib(known(least, "predicted_memory"))),
+    )
+
+
+MEMORY_MODEL = Experiment(
+    name="memory_model",
+    title=Text("Memory from the configuration alone", "仅由配置算出的显存"),
+    question=Text("What needs how much memory, before a GPU is paid for?", "付钱租 GPU 之前：什么需要多少显存？"),
+    grid=_model_grid,
+    instrument=Instrument("memory_model", f"{MODULE}:measure_prediction"),
+    tables=_model_tables,
+    findings=(_largest_model, _smallest_need),
+    order=40,
 )

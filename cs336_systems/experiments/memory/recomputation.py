@@ -10,12 +10,12 @@ from cs336_systems.config import RunConfig, model_config
 from cs336_systems.experiments.spec import Config, Experiment, Instrument, step_memory
 from cs336_systems.record import GIB
 from cs336_systems.report import terms
-from cs336_systems.report.cells import CellView
-from cs336_systems.report.document import Chart, Series
-from cs336_systems.report.phrases import having, pairs_of, settings_of, span, speed_up, together, value_of
-from cs336_systems.report.points import joined, measured, series_of
+from cs336_systems.report.cells import CellView, grouped
+from cs336_systems.report.document import Chart, Point, Series
+from cs336_systems.report.phrases import having, known, pairs_of, span, speed_up, together, value_of
+from cs336_systems.report.points import joined, measured
 from cs336_systems.report.presentation import Cells
-from cs336_systems.report.rows import gib, ms, percent, remarks_on, title_of
+from cs336_systems.report.rows import gib, ms, percent, remarks_on, settings_of, title_of
 from cs336_systems.table import Column, Table
 from cs336_systems.text import Text, say
 
@@ -39,21 +39,11 @@ def _label(config: Mapping[str, Any], experiments: Sequence[str]) -> str:
     return f"{config['size']} {config['precision']} groups {config['checkpoint_blocks']}/{config['inner']}"
 
 
-INSTRUMENT = Instrument(
-    name="checkpointing",
-    measure="cs336_systems.experiments.memory.measure_memory:measure_recomputation",
-    label=_label,
-    memory=step_memory,
-)
-
 # -- tables -----------------------------------------------------------------------------------------------------------
 
 
 def _tables(cells: Cells) -> list[Table]:
-    return [
-        _table([cell for cell in cells if cell.get("precision") == precision])
-        for precision in dict.fromkeys(cell.get("precision") for cell in cells)
-    ]
+    return [_table(own) for own in grouped(cells, lambda cell: cell.get("precision")).values()]
 
 
 def _table(cells: Cells) -> Table:
@@ -115,30 +105,19 @@ def _group_name(cell: CellView) -> Text:
 
 def _charts(cells: Cells) -> list[Chart]:
     ordered = sorted(cells, key=lambda cell: (cell.get("inner") > 0, cell.get("checkpoint_blocks"), cell.get("inner")))
-    precisions = list(dict.fromkeys(cell.get("precision") for cell in cells))
-    by_precision = [(str(p), [cell for cell in ordered if cell.get("precision") == p]) for p in precisions]
-    peaks = [
-        series_of(precision, (measured(cell, "peak_memory", _bar(cell), GIB) for cell in own))
-        for precision, own in by_precision
-    ]
-    peaks += [
-        Series(
-            say("{}: {}", "{}：{}", precision, terms.PREDICTED),
-            joined(measured(cell, "predicted_by_tracing_memory", _bar(cell), GIB) for cell in own),
-            drawn="marks",
-            over=number,
-        )
-        for number, (precision, own) in enumerate(by_precision)
-    ]
-    times = [
-        series_of(precision, (measured(cell, "step_time", _bar(cell)) for cell in own))
-        for precision, own in by_precision
-    ]
+    by_precision = grouped(ordered, lambda cell: str(cell.get("precision")))
+
+    def points(own: Cells, metric: str, unit: float) -> list[Point]:
+        return joined(measured(cell, metric, _bar(cell), unit) for cell in own)
+
+    peaks = [Series(Text(name), points(own, "peak_memory", GIB)) for name, own in by_precision.items()]
+    for number, (name, own) in enumerate(by_precision.items()):
+        predicted = points(own, "predicted_by_tracing_memory", GIB)
+        peaks.append(Series(say("{}: {}", "{}：{}", name, terms.PREDICTED), predicted, drawn="marks", over=number))
+    times = [Series(Text(name), points(own, "step_time", 1e-3)) for name, own in by_precision.items()]
     blocks = Text("blocks in a group; a/b: inside groups of a, of b", "每组块数；a/b 表示组内再分组")
-    peak, time = (
-        Text("Peak by blocks recomputed together", "峰值与重计算分组"),
-        Text("Step time by blocks recomputed together", "耗时与重计算分组"),
-    )
+    peak = Text("Peak by blocks recomputed together", "峰值与重计算分组")
+    time = Text("Step time by blocks recomputed together", "耗时与重计算分组")
     return [
         Chart("", peak, "bars", blocks, terms.GIB_TEXT, peaks),
         Chart("", time, "bars", blocks, terms.MS, times),
@@ -155,9 +134,8 @@ def _bar(cell: CellView) -> str:
 
 def _least_memory(cells: Cells) -> Text | None:
     said = None
-    for precision in dict.fromkeys(cell.get("precision") for cell in cells):
-        chosen = [cell for cell in cells if cell.get("precision") == precision]
-        said = together(said, _best_group(str(precision), chosen))
+    for precision, own in grouped(cells, lambda cell: str(cell.get("precision"))).items():
+        said = together(said, _best_group(precision, own))
     return said
 
 
@@ -205,11 +183,9 @@ def _over(cell: CellView, base: CellView) -> float:
 
 def _traced_prediction(cells: Cells) -> Text | None:
     found = [
-        abs((value_of(cell, "predicted_by_tracing_memory") or 0.0) / (value_of(cell, "peak_memory") or 1.0) - 1)
+        abs(known(cell, "predicted_by_tracing_memory") / known(cell, "peak_memory") - 1)
         for cell in having(cells, "peak_memory", "predicted_by_tracing_memory")
     ]
-    if not found:
-        return None
     return say(
         "{} peaks predicted by tracing are off by {} at most",
         "{} 个由追踪预测的峰值最大误差为 {}",
@@ -224,7 +200,12 @@ CHECKPOINTING = Experiment(
         "How many blocks should be recomputed together, predicted and measured?", "应当几块一组重计算，预测与实测如何？"
     ),
     grid=_grid,
-    instrument=INSTRUMENT,
+    instrument=Instrument(
+        "checkpointing",
+        "cs336_systems.experiments.memory.measure_memory:measure_recomputation",
+        label=_label,
+        memory=step_memory,
+    ),
     tables=_tables,
     charts=_charts,
     findings=(_least_memory, _recompute_time, _traced_prediction),

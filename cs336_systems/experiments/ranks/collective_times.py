@@ -5,7 +5,7 @@ from itertools import product
 from typing import NamedTuple
 
 from cs336_systems.config import RunConfig
-from cs336_systems.experiments.ranks.multi_rank import failure_table, gloo_notes, per_link
+from cs336_systems.experiments.ranks.multi_rank import charts_per_cell, failure_table, gloo_notes, per_link
 from cs336_systems.experiments.spec import Config, Experiment, Instrument
 from cs336_systems.record import BUS_FACTOR
 from cs336_systems.report.cells import CellView
@@ -118,10 +118,6 @@ def collective_tables(cells: Cells) -> list[Table]:
 # -- charts -----------------------------------------------------------------------------------------------------------
 
 
-def collective_charts(cells: Cells) -> list[Chart]:
-    return [_chart(cell) for cell in cells if cell.ok]
-
-
 def _chart(cell: CellView) -> Chart:
     series = []
     for name in cell.get("collectives"):
@@ -168,8 +164,6 @@ def _largest_array(cell: CellView) -> Text | None:
 def _fitted(cell: CellView) -> Text | None:
     fits = {name: fit(timings_of(cell, name)) for name in cell.get("collectives")}
     rates = [(rate, Text(name)) for name, line in fits.items() if (rate := line.gigabytes_per_second)]
-    if not rates:
-        return None
     latencies = span([line.latency * 1e6 for line in fits.values()], lambda latency: number(latency, 0))
     return say(
         "fitted bandwidth in GB/s: {}; latency {} us",
@@ -184,10 +178,10 @@ COLLECTIVE_TIMES = Experiment(
     question=Text(
         "How long does a collective take, and what does the link give?", "一次集合通信要多久，链路能给多少带宽？"
     ),
-    instrument=Instrument("collectives", "cs336_systems.experiments.ranks.measure_collectives:measure_collectives"),
+    instrument=Instrument("collectives", "cs336_systems.experiments.ranks.measure_ranks:measure_collectives"),
     grid=_grid,
     tables=collective_tables,
-    charts=collective_charts,
+    charts=charts_per_cell(_chart),
     findings=per_link(_largest_array, _fitted),
     order=10,
 )

@@ -1,36 +1,41 @@
-"""`ddp`: what does averaging gradients cost, and how much of it is hidden behind the backward pass?
+"""`ddp` and `bucket_model`: what does averaging gradients cost, how much of it is hidden, and which bucket is best?
 
 Between processes of one machine communication takes the cores that backward needs, and hides nothing. A second cell
 emulates a network: its all-reduces take as long as they would on one of that latency and bandwidth (measure/wire.py).
 """
 
 from collections.abc import Iterable
+from dataclasses import dataclass
+from functools import partial
 from math import isfinite
 from typing import NamedTuple
 
 from cs336_systems.config import RunConfig
-from cs336_systems.experiments.ranks.arrangement import NONE, TORCH_DDP, Arrangement
 from cs336_systems.experiments.ranks.multi_rank import (
     ARRANGEMENT,
     INTERLEAVED,
+    NONE,
     SLOW_LINK,
+    TORCH_DDP,
     WEIGHT_ERROR,
+    Arrangement,
     arrangement_grid,
     arrangements_of,
     cell_title,
     chart_title,
+    charts_per_cell,
     gloo_notes,
     paired_steps,
     per_link,
-    table_per_cell,
+    tables_per_cell,
 )
 from cs336_systems.experiments.spec import Config, Experiment
+from cs336_systems.record import MIB
 from cs336_systems.report.cells import CellView
 from cs336_systems.report.document import Chart, Point, Series
 from cs336_systems.report.phrases import median_of, times_text
-from cs336_systems.report.presentation import Cells
-from cs336_systems.report.rows import ms, percent
-from cs336_systems.report.terms import BACKWARD, MS, PHASE_NAMES, STEP, SYNC
+from cs336_systems.report.rows import ms, number, percent
+from cs336_systems.report.terms import BACKWARD, MEASURED, MS, PHASE_NAMES, PREDICTED, STEP, SYNC
 from cs336_systems.table import Column, Table, word
 from cs336_systems.text import Text, say
 
@@ -71,13 +76,6 @@ def exposures(cell: CellView) -> list[Exposure]:
     return found
 
 
-# -- tables -----------------------------------------------------------------------------------------------------------
-
-
-def ddp_tables(cells: Cells) -> list[Table]:
-    return table_per_cell(cells, _table)
-
-
 def _table(cell: CellView) -> Table:
     heads = (STEP, BACKWARD, SYNC, Text("communication", "通信"), EXPOSED)
     columns = [word(ARRANGEMENT), *(Column(head, "ms") for head in heads)]
@@ -113,13 +111,6 @@ def _table(cell: CellView) -> Table:
     return Table(cell_title(cell, Text("averaging gradients", "梯度平均")), columns, rows, notes)
 
 
-# -- charts -----------------------------------------------------------------------------------------------------------
-
-
-def ddp_charts(cells: Cells) -> list[Chart]:
-    return [chart for cell in cells if cell.ok for chart in (_exposed(cell), _lanes(cell))]
-
-
 def _exposed(cell: CellView) -> Chart:
     rows = exposures(cell)
     alone = [Point(row.arrangement.name, 1e3 * row.alone) for row in rows if row.alone is not None]
@@ -151,9 +142,6 @@ def _lanes(cell: CellView) -> Chart:
     return Chart("lanes", chart_title(cell, title), "spans", WRAPPER, since, series)
 
 
-# -- findings ---------------------------------------------------------------------------------------------------------
-
-
 def _fastest(cell: CellView) -> Text | None:
     names = [one.name for one in arrangements_of(cell) if one != NONE and one.library == "ours"]
     times = {name: seconds for name in names if (seconds := median_of(cell.variant(name), "step_time"))}
@@ -174,8 +162,6 @@ def _fastest(cell: CellView) -> Text | None:
 def _hidden(cell: CellView) -> Text | None:
     shares = {row.arrangement.name: row.hidden for row in exposures(cell)}
     found = {name: share for name, share in shares.items() if share is not None and isfinite(share)}
-    if not found:
-        return None
     most, least = max(found, key=lambda name: found[name]), min(found, key=lambda name: found[name])
     return say(
         "of communication {} hides {}, {} {}",
@@ -192,9 +178,143 @@ DDP = Experiment(
     ),
     instrument=INTERLEAVED,
     grid=_grid,
-    tables=ddp_tables,
-    charts=ddp_charts,
+    tables=tables_per_cell(_table),
+    charts=charts_per_cell(_exposed, _lanes),
     findings=per_link(_fastest, _hidden),
     statistic="median",
     order=20,
+)
+
+# -- bucket_model -----------------------------------------------------------------------------------------------------
+# The prediction follows the buckets through a backward pass on an emulated network. Letters: S bytes of gradients in
+# n buckets, bandwidth w, overhead o of each collective.
+
+BUCKETS = [Arrangement("bucketed", bucket_size_mb=size) for size in (0.5, 1, 2, 4, 8, 16, 32)]
+
+
+def exposed(total: float, bucket: float, backward: float, latency: float, bandwidth: float) -> float:
+    """Seconds from the end of backward to the end of the last bucket's all-reduce."""
+    sent, free_at = 0.0, 0.0
+    while sent < total:
+        size = min(bucket, total - sent)
+        sent += size
+        free_at = max(free_at, backward * sent / total) + latency + size / bandwidth
+    return free_at - backward
+
+
+@dataclass(frozen=True)
+class BucketRow:
+    """A bucket size in bytes, the number of buckets, exposed seconds from three sources, and seconds of a step."""
+
+    size: float
+    count: int
+    predicted: float
+    formula: float
+    measured: float
+    step: float
+
+
+def bucket_rows(cell: CellView) -> list[BucketRow]:
+    latency, bandwidth = cell.get("link")
+    baseline, total, rows = cell.variant(NONE.name), _gradient_bytes(cell), []
+    backward = baseline.median("backward_time") or 0.0
+    for arrangement in arrangements_of(cell):
+        if arrangement.bucket_size_mb is not None:
+            size, own = arrangement.bucket_size_mb * MIB, cell.variant(arrangement.name)
+            count = -int(-total // size)
+            row = BucketRow(
+                size,
+                count,
+                predicted=exposed(total, size, backward, latency, bandwidth),
+                formula=total / (count * bandwidth) + count * latency,
+                measured=paired_steps(own, baseline, lambda a, b: a - b) or 0.0,
+                step=own.median("step_time") or 0.0,
+            )
+            rows.append(row)
+    return rows
+
+
+def _gradient_bytes(cell: CellView) -> float:
+    return cell.variant(NONE.name).value("gradient_memory") or 0.0
+
+
+def _bucket_table(cell: CellView) -> Table:
+    columns = [
+        Column(Text("bucket", "桶"), "MB"),
+        Column(Text("buckets", "桶数")),
+        Column(Text("predicted exposed", "未掩盖，预测"), "ms"),
+        Column(Text("formula", "按公式"), "ms"),
+        Column(Text("measured exposed", "未掩盖，实测"), "ms"),
+        Column(STEP, "ms"),
+    ]
+    found, rows = bucket_rows(cell), []
+    for row in found:
+        times = [ms(seconds) for seconds in (row.predicted, row.formula, row.measured, row.step)]
+        rows.append([number(row.size / MIB, 1), str(row.count), *times])
+    predicted, measured = _best(found)
+    latency, bandwidth = cell.get("link")
+    ideal = (_gradient_bytes(cell) * bandwidth * latency) ** 0.5 / MIB
+    notes = [
+        say(
+            "best bucket: {} MB predicted, {} MB measured; sqrt(S w o) = {} MB",
+            "最好的桶：预测 {} MB，实测 {} MB；sqrt(S w o) = {} MB",
+            *(f"{predicted.size / MIB:g}", f"{measured.size / MIB:g}", f"{ideal:.1f}"),
+        ),
+        Text(
+            "predicted: gradients arrive evenly over backward, and full buckets are sent one after another",
+            "预测：梯度在后向中均匀产生，桶满即发送，一个接一个",
+        ),
+        Text(
+            "formula: last bucket + overheads, S / (n w) + n o, assuming that all else is hidden",
+            "按公式：最后一个桶 + 各次开销，S / (n w) + n o，假定其余全被掩盖",
+        ),
+    ]
+    return Table(cell_title(cell, Text("which bucket size", "桶的大小")), columns, rows, notes)
+
+
+def _best(rows: list[BucketRow]) -> tuple[BucketRow, BucketRow]:
+    """The best row as predicted, and as measured."""
+    return min(rows, key=lambda row: row.predicted), min(rows, key=lambda row: row.measured)
+
+
+def _bucket_chart(cell: CellView) -> Chart:
+    rows = bucket_rows(cell)
+    series = [
+        Series(MEASURED, [Point(row.size / MIB, 1e3 * row.measured) for row in rows]),
+        Series(PREDICTED, [Point(row.size / MIB, 1e3 * row.predicted) for row in rows], dashed=True),
+        Series(Text("S / (n w) + n o"), [Point(row.size / MIB, 1e3 * row.formula) for row in rows], dashed=True),
+    ]
+    title = chart_title(cell, Text("Exposed communication by bucket size", "未掩盖的通信与桶大小"))
+    return Chart("", title, "lines", Text("bucket, MB", "桶 MB"), MS, series, log_x=True)
+
+
+def _best_bucket(cell: CellView) -> Text | None:
+    predicted, measured = _best(bucket_rows(cell))
+    return say(
+        "the best bucket is {} MB predicted ({} ms exposed) and {} MB measured ({} ms)",
+        "最好的桶预测为 {} MB（未掩盖 {} ms），实测 {} MB（{} ms）",
+        *(f"{predicted.size / MIB:g}", ms(predicted.predicted), f"{measured.size / MIB:g}", ms(measured.measured)),
+    )
+
+
+def _worst_prediction(cell: CellView) -> Text | None:
+    rows = [row for row in bucket_rows(cell) if row.measured > 0 and row.predicted > 0]
+    worst = max(rows, key=lambda row: abs(row.predicted / row.measured - 1))
+    return say(
+        "of {} sizes the prediction is worst for {} MB: {} ms, measured {}",
+        "{} 种大小中预测最差的是 {} MB：{} ms，实测 {}",
+        *(str(len(rows)), f"{worst.size / MIB:g}", ms(worst.predicted), ms(worst.measured)),
+    )
+
+
+BUCKET_MODEL = Experiment(
+    name="bucket_model",
+    title=Text("Bucket size", "桶的大小"),
+    question=Text("Which bucket size is best, predicted and measured?", "桶取多大最好，预测与实测如何？"),
+    instrument=INTERLEAVED,
+    grid=partial(arrangement_grid, arrangements=[NONE, *BUCKETS], link=SLOW_LINK),
+    tables=tables_per_cell(_bucket_table),
+    charts=charts_per_cell(_bucket_chart),
+    findings=per_link(_best_bucket, _worst_prediction),
+    order=30,
 )

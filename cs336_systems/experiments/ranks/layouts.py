@@ -9,7 +9,7 @@ from itertools import product
 from typing import Any, NamedTuple
 
 from cs336_systems.config import RunConfig, UserError, flag, flag_like
-from cs336_systems.experiments.ranks.multi_rank import failure_table
+from cs336_systems.experiments.ranks.multi_rank import charts_per_cell, tables_per_cell
 from cs336_systems.experiments.spec import Config, Experiment, Instrument
 from cs336_systems.predict.fit import gpu_bytes, usable_bytes
 from cs336_systems.predict.gpus import GIGA, GPUS, TERA, find_card
@@ -118,7 +118,7 @@ def measure_plan(config: dict[str, Any]) -> list[Metric]:
 def tables_of(arguments: PlanArguments) -> list[Table]:
     """The tables of `cs336 run parallel_plan` without a run."""
     config = plan_config(arguments)
-    return plan_tables([CellView.of("parallel_plan", config, measure_plan(config))])
+    return list(PARALLEL_PLAN.tables([CellView.of(PARALLEL_PLAN.name, config, measure_plan(config))]))
 
 
 def _grid(preset: str, base: RunConfig) -> Iterable[Config]:
@@ -185,13 +185,6 @@ def _where(cell: CellView) -> Text:
 
 
 # -- tables -----------------------------------------------------------------------------------------------------------
-
-
-def plan_tables(cells: Cells) -> list[Table]:
-    """Bytes on a GPU, bytes sent, and the bound of a step, by strategy."""
-    return [table for cell in cells if cell.ok for table in (_memory_table(cell), _time_table(cell))] or [
-        failure_table(cells)
-    ]
 
 
 def _title(cell: CellView, what: Text) -> Text:
@@ -268,10 +261,6 @@ def _time_table(cell: CellView) -> Table:
 # -- charts -----------------------------------------------------------------------------------------------------------
 
 
-def plan_charts(cells: Cells) -> list[Chart]:
-    return [_chart(cell) for cell in cells if cell.ok]
-
-
 def _chart(cell: CellView) -> Chart:
     sizes = {name: _part_sizes(cell.variant(name)) for name in cell.get("strategies")}
     series = [
@@ -340,8 +329,8 @@ PARALLEL_PLAN = Experiment(
     ),
     instrument=Instrument("parallel_plan", "cs336_systems.experiments.ranks.layouts:measure_plan"),
     grid=_grid,
-    tables=plan_tables,
-    charts=plan_charts,
+    tables=tables_per_cell(_memory_table, _time_table),
+    charts=charts_per_cell(_chart),
     findings=(_fitting_layouts, _communication_bound),
     order=60,
 )

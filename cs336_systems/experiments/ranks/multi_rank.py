@@ -1,4 +1,4 @@
-"""Shared by the experiments with several ranks: the instrument and grid of arrangements, titles, notes, findings.
+"""Shared by the experiments with several ranks: arrangements, their instrument and grid, titles, notes, findings.
 
 All arrangements of a cell train the same model on the same data in one group of ranks, interleaved one step at a time:
 a disturbance of the machine affects all of them. Comparisons are made within a round.
@@ -7,20 +7,87 @@ a disturbance of the machine affects all of them. Comparisons are made within a 
 import dataclasses
 import statistics
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
 from functools import partial
-from typing import Any
+from typing import Any, Literal
 
-from cs336_systems.config import RunConfig, model_config
-from cs336_systems.experiments.ranks.arrangement import TORCH_FSDP, Arrangement
+from cs336_systems.config import RunConfig, UserError, model_config
 from cs336_systems.experiments.spec import Config, Instrument
 from cs336_systems.report.cells import CellView
+from cs336_systems.report.document import Chart
 from cs336_systems.report.phrases import MOST, safely, together
-from cs336_systems.report.presentation import Cells, Sentence
+from cs336_systems.report.presentation import Cells, MakeCharts, MakeTables, Sentence
 from cs336_systems.report.referee import remarks
 from cs336_systems.report.rows import setting, titled
 from cs336_systems.report.terms import STATUS
 from cs336_systems.table import Table, word
 from cs336_systems.text import Text, listed, say
+
+Wrapper = Literal["none", "naive", "flat", "overlapped", "bucketed", "fsdp"]
+Part = Literal["parameter", "gradient", "optimizer"]
+PARTS: tuple[Part, ...] = ("parameter", "gradient", "optimizer")
+"""Parts of the training state whose memory is measured."""
+
+
+@dataclass(frozen=True)
+class Arrangement:
+    """A wrapper and an optimizer, from this package or from torch."""
+
+    wrapper: Wrapper = "none"
+    optimizer: Literal["AdamW", "sharded"] = "AdamW"
+    bucket_size_mb: float | None = None
+    """Size of a bucket in MiB (`bucketed` only); None: the default size."""
+    library: Literal["ours", "torch"] = "ours"
+    """The origin of the sharded optimizer where there is one, otherwise of the wrapper."""
+
+    @property
+    def name(self) -> str:
+        """The variant's name in records, and the row's in tables."""
+        if self.bucket_size_mb is not None:
+            return f"{_BUCKETED}{self.bucket_size_mb:g}"
+        return _NAMES[self]
+
+    @classmethod
+    def named(cls, name: str) -> "Arrangement":
+        """The arrangement that a record or a configuration names."""
+        try:
+            if name.startswith(_BUCKETED):
+                return cls("bucketed", bucket_size_mb=float(name.removeprefix(_BUCKETED)))
+            return _BY_NAME[name]
+        except (KeyError, ValueError):
+            known = ", ".join([*_BY_NAME, f"{_BUCKETED}25"])
+            raise UserError(f"unknown arrangement {name!r}; choose from: {known}") from None
+
+    @property
+    def sharded_parts(self) -> tuple[Part, ...]:
+        """Parts of the training state that are divided by the number of ranks."""
+        if self.wrapper == "fsdp":
+            return PARTS
+        return ("optimizer",) if self.optimizer == "sharded" else ()
+
+
+NONE = Arrangement()
+DDP = Arrangement("bucketed")
+TORCH_DDP = Arrangement("bucketed", library="torch")
+SHARDED = Arrangement("bucketed", "sharded")
+TORCH_ZERO = Arrangement("bucketed", "sharded", library="torch")
+FSDP = Arrangement("fsdp")
+TORCH_FSDP = Arrangement("fsdp", library="torch")
+
+_BUCKETED = "bucketed "
+_NAMES = {
+    NONE: "none",
+    Arrangement("naive"): "naive",
+    Arrangement("flat"): "flat",
+    Arrangement("overlapped"): "overlap",
+    DDP: "ddp",
+    TORCH_DDP: "torch DDP",
+    SHARDED: "sharded",
+    TORCH_ZERO: "torch ZeRO",
+    FSDP: "fsdp",
+    TORCH_FSDP: "torch fully_shard",
+}
+_BY_NAME = {name: arrangement for arrangement, name in _NAMES.items()}
 
 ARRANGEMENT = Text("arrangement", "方案")
 WEIGHT_ERROR = Text("weight error", "权重偏差")
@@ -34,7 +101,7 @@ def _label(config: Mapping[str, Any], experiments: Sequence[str]) -> str:
 
 INTERLEAVED = Instrument(
     name="arrangements",
-    measure="cs336_systems.experiments.ranks.measure_arrangements:measure_arrangements",
+    measure="cs336_systems.experiments.ranks.measure_ranks:measure_arrangements",
     label=_label,
     label_has_name=False,
 )
@@ -87,9 +154,13 @@ def paired_steps(one: CellView, base: CellView, compare: Callable[[float, float]
 # -- tables and charts ------------------------------------------------------------------------------------------------
 
 
-def table_per_cell(cells: Cells, make: Callable[[CellView], Table]) -> list[Table]:
-    """A table for each cell that succeeded, or one of the failures."""
-    return [make(cell) for cell in cells if cell.ok] or [failure_table(cells)]
+def tables_per_cell(*makers: Callable[[CellView], Table]) -> MakeTables:
+    """The tables of each cell that succeeded, or one of the failures."""
+    return lambda cells: [make(cell) for cell in cells if cell.ok for make in makers] or [failure_table(cells)]
+
+
+def charts_per_cell(*makers: Callable[[CellView], Chart]) -> MakeCharts:
+    return lambda cells: [make(cell) for cell in cells if cell.ok for make in makers]
 
 
 def failure_table(cells: Cells) -> Table:

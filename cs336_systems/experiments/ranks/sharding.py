@@ -1,36 +1,34 @@
 """`optimizer_sharding` and `fsdp`: what does sharding the optimizer state, or everything, save and cost?"""
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from dataclasses import replace
+from functools import partial
 
-from cs336_systems.config import RunConfig
-from cs336_systems.experiments.ranks.arrangement import (
+from cs336_systems.experiments.ranks.multi_rank import (
+    ARRANGEMENT,
     DDP,
     FSDP,
+    INTERLEAVED,
     PARTS,
     SHARDED,
     TORCH_FSDP,
     TORCH_ZERO,
-    Arrangement,
-)
-from cs336_systems.experiments.ranks.multi_rank import (
-    ARRANGEMENT,
-    INTERLEAVED,
     WEIGHT_ERROR,
+    Arrangement,
     arrangement_grid,
     arrangements_of,
     cell_title,
     chart_title,
+    charts_per_cell,
     gloo_notes,
     per_link,
-    table_per_cell,
+    tables_per_cell,
 )
-from cs336_systems.experiments.spec import Config, Experiment
+from cs336_systems.experiments.spec import Experiment
 from cs336_systems.record import MIB
 from cs336_systems.report.cells import CellView
 from cs336_systems.report.document import Chart, Point, Series
 from cs336_systems.report.phrases import median_of, times_text, value_of
-from cs336_systems.report.presentation import Cells
 from cs336_systems.report.rows import ms, number, percent
 from cs336_systems.report.terms import GRADIENTS, OPTIMIZER_STATE, PARAMETERS, PEAK, STEP
 from cs336_systems.table import Column, Table, word
@@ -46,19 +44,7 @@ ALLOCATOR_HEADS = {
 """Moments at which CUDA's allocator is asked, with their headings."""
 
 
-def _optimizer_grid(preset: str, base: RunConfig) -> Iterable[Config]:
-    return arrangement_grid(preset, base, (DDP, SHARDED, TORCH_ZERO))
-
-
-def _fsdp_grid(preset: str, base: RunConfig) -> Iterable[Config]:
-    return arrangement_grid(preset, base, (DDP, SHARDED, FSDP, TORCH_FSDP))
-
-
 # -- tables and charts ------------------------------------------------------------------------------------------------
-
-
-def sharding_tables(cells: Cells) -> list[Table]:
-    return table_per_cell(cells, _table)
 
 
 def _table(cell: CellView) -> Table:
@@ -93,10 +79,6 @@ def _table(cell: CellView) -> Table:
         error = f"{own.value('weight_error'):.1e}"
         rows.append([arrangement.name, *map(ms, times), *memory, f"{over_ideal:.3f}x", error, *allocated])
     return Table(cell_title(cell, Text("memory and time", "显存与时间")), columns, rows, notes)
-
-
-def sharding_charts(cells: Cells) -> list[Chart]:
-    return [_chart(cell) for cell in cells if cell.ok]
 
 
 def _chart(cell: CellView) -> Chart:
@@ -147,22 +129,19 @@ OPTIMIZER_SHARDING = Experiment(
         "What does sharding the optimizer state save, and cost?", "把优化器状态分到各 rank 节省什么，代价是什么？"
     ),
     instrument=INTERLEAVED,
-    grid=_optimizer_grid,
-    tables=sharding_tables,
-    charts=sharding_charts,
+    grid=partial(arrangement_grid, arrangements=(DDP, SHARDED, TORCH_ZERO)),
+    tables=tables_per_cell(_table),
+    charts=charts_per_cell(_chart),
     findings=per_link(_saving_of(SHARDED)),
     statistic="median",
     order=40,
 )
-FULLY_SHARDED = Experiment(
+FULLY_SHARDED = replace(
+    OPTIMIZER_SHARDING,
     name="fsdp",
     title=Text("Sharding everything", "全部分片"),
     question=Text("What does sharding everything save, and cost?", "全部分片节省什么，代价是什么？"),
-    instrument=INTERLEAVED,
-    grid=_fsdp_grid,
-    tables=sharding_tables,
-    charts=sharding_charts,
+    grid=partial(arrangement_grid, arrangements=(DDP, SHARDED, FSDP, TORCH_FSDP)),
     findings=per_link(_saving_of(FSDP)),
-    statistic="median",
     order=50,
 )

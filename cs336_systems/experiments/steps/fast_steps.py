@@ -9,19 +9,20 @@ from typing import Any
 from cs336_systems.config import FAST_PARTS, RunConfig
 from cs336_systems.experiments.spec import Config, Experiment, Instrument, label_step, run_config, step_is_cold
 from cs336_systems.experiments.steps.step_time import sizes
-from cs336_systems.report import terms
-from cs336_systems.report.cells import CellView
+from cs336_systems.report import entries, terms
+from cs336_systems.report.cells import CellView, grouped
 from cs336_systems.report.document import Chart
-from cs336_systems.report.phrases import having, scale_of, settings_of, size_of, times_text, value_of
+from cs336_systems.report.phrases import having, known, scale_of, size_of, speed_up, times_text, value_of
 from cs336_systems.report.points import measured, series_of
 from cs336_systems.report.presentation import Cells
-from cs336_systems.report.rows import as_text, cell_table, gib, ms, number, percent, ratio, varying
-from cs336_systems.table import Column, Table
+from cs336_systems.report.rows import as_text, gib, ms, number, percent, settings_of, signed, varying
+from cs336_systems.table import Table
 from cs336_systems.text import Text, listed, say
 
 LLAMA = "cs336_systems.experiments.steps.llama:build"
 """Hugging Face's Llama of the same shape, measured where transformers is installed."""
-SHAPE = ("size", "context_length", "batch_size", "precision")
+VARIED = ("fast", "compile", "model_factory")
+"""Fields in which steps of the same work differ."""
 
 # -- grid -------------------------------------------------------------------------------------------------------------
 
@@ -45,62 +46,36 @@ def _grid(preset: str, base: RunConfig) -> Iterable[Config]:
                 yield run_config(base, "large", 1024, batch_size=16, **variant)
 
 
-FAST_STEP_INSTRUMENT = Instrument(
-    name="fast_step",
-    measure="cs336_systems.experiments.steps.measure_fast_step:measure_fast_step",
-    label=label_step,
-    needs_fresh_process=step_is_cold,
-    takes_peak_tflops=True,
-)
-
-
 # -- tables and charts ------------------------------------------------------------------------------------------------
 
 
 def _tables(cells: Cells) -> list[Table]:
-    def work(cell: CellView) -> tuple:
-        return (cell.machine, *(cell.get(name) for name in SHAPE))
-
     def is_plain(cell: CellView) -> bool:
         return cell.get("fast") == "off" and not cell.get("compile") and not cell.get("model_factory")
 
-    bases = {work(cell): cell for cell in cells if is_plain(cell) and cell.ok}
+    def of_best_matmul(cell: CellView) -> str:
+        rate, ceiling = cell.flops_per_second, cell.value("matmul_ceiling")
+        return percent(rate / ceiling) if rate and ceiling else ""
+
+    base_of = entries.baselines(cells, is_plain, *VARIED)
     columns = [
-        Column(terms.STEP, "ms"),
-        Column(terms.STD, "ms"),
-        Column(terms.SPEED_UP),
-        Column(terms.TOKENS_PER_SECOND),
-        Column(terms.MFU),
-        Column(Text("of the best matmul", "占最快矩阵乘")),
-        Column(terms.PEAK, "GiB"),
-        Column(terms.MEMORY),
-        Column(terms.PREDICTED),
+        entries.ms(terms.STEP, "step_time"),
+        entries.std(terms.STD, "step_time"),
+        entries.speed_up(terms.SPEED_UP, "step_time", base_of),
+        entries.of(terms.TOKENS_PER_SECOND, lambda cell: number(cell.tokens_per_second, 0)),
+        entries.of(terms.MFU, lambda cell: percent(cell.mfu)),
+        entries.of(Text("of the best matmul", "占最快矩阵乘"), of_best_matmul),
+        entries.gib(terms.PEAK, "peak_memory"),
+        entries.over_base(terms.MEMORY, "peak_memory", base_of),
+        entries.of(terms.PREDICTED, lambda cell: signed(cell.memory_error, 1)),
     ]
-
-    def row(cell: CellView) -> list[str]:
-        base = bases.get(work(cell))
-        step, rate, ceiling = cell.statistics("step_time"), cell.flops_per_second, cell.value("matmul_ceiling")
-        return [
-            ms(step.mean if step else None),
-            ms(step.std if step else None),
-            ratio(base.value("step_time") if base else None, cell.value("step_time")),
-            number(cell.tokens_per_second, 0),
-            percent(cell.mfu),
-            percent(rate / ceiling) if rate and ceiling else "",
-            gib(cell.value("peak_memory")),
-            ratio(cell.value("peak_memory"), base.value("peak_memory") if base else None),
-            f"{cell.memory_error:+.1%}" if cell.memory_error is not None else "",
-        ]
-
     what = Text("the step by the parts that are on", "按启用部分比较训练步")
-    return [cell_table(what, cells, varying(cells, always=("size", "fast")), columns, row)]
+    return [entries.cell_table(what, cells, columns, shown=varying(cells, always=("size", "fast")))]
 
 
 def _charts(cells: Cells) -> list[Chart]:
-    panels: dict[tuple, list[CellView]] = {}
-    for cell in cells:
-        if cell.ok:
-            panels.setdefault(tuple(cell.get(n) for n in ("size", "batch_size", "context_length")), []).append(cell)
+    fine = [cell for cell in cells if cell.ok]
+    panels = grouped(fine, lambda cell: tuple(cell.get(name) for name in ("size", "batch_size", "context_length")))
     found = []
     for (size, batch, context), members in panels.items():
         ordered = sorted(members, key=lambda cell: -(cell.value("step_time") or 0.0))
@@ -136,10 +111,8 @@ def variant(cell: CellView) -> str:
 
 def _works(cells: Cells) -> list[list[CellView]]:
     """Cells of the same model, context and batch together, the smallest first."""
-    found: dict[tuple, list[CellView]] = {}
-    for cell in sorted(having(cells, "step_time"), key=scale_of):
-        found.setdefault(settings_of(cell, "fast", "compile", "model_factory"), []).append(cell)
-    return list(found.values())
+    fine = sorted(having(cells, "step_time"), key=scale_of)
+    return list(grouped(fine, lambda cell: settings_of(cell, *VARIED)).values())
 
 
 def _fast(work: Cells) -> CellView | None:
@@ -157,13 +130,15 @@ def _rival(work: Cells) -> tuple[Text, CellView] | None:
     return (Text("the plain step", "普通的一步"), plain[0]) if plain else None
 
 
+def _duels(cells: Cells) -> list[tuple[CellView, Text, CellView]]:
+    """The fast step, its rival's name and its rival, for each work that has both."""
+    works = _works(cells)
+    return [(fast, *rival) for work in works if (fast := _fast(work)) and (rival := _rival(work))]
+
+
 def _all_parts(cells: Cells) -> Text | None:
-    work = next((work for work in _works(cells) if _fast(work) and _rival(work)), [])
-    fast, rival = _fast(work), _rival(work)
-    if fast is None or rival is None:
-        return None
-    name, other = rival
-    times = [value_of(cell, "step_time") or 0.0 for cell in (fast, other)]
+    fast, name, other = _duels(cells)[0]
+    times = [known(cell, "step_time") for cell in (fast, other)]
     said = say(
         "all parts together take {0} ms for {1}, {2}x faster than {3} ({4} ms)",
         "{1} 全部启用时每步 {0} ms，速度是{3}（{4} ms）的 {2} 倍",
@@ -178,13 +153,10 @@ def _all_parts(cells: Cells) -> Text | None:
 def _other_works(cells: Cells) -> Text | None:
     """The same comparison for all sizes but the first."""
     said = []
-    for work in [work for work in _works(cells) if _fast(work) and _rival(work)][1:]:
-        fast, rival = _fast(work), _rival(work)
-        if fast and rival:
-            shape = f"{size_of(fast)} {fast.get('batch_size')} x {fast.get('context_length')}"
-            times = [value_of(cell, "step_time") or 0.0 for cell in (fast, rival[1])]
-            values = (shape, times_text(times[1] / times[0]), ms(times[0]))
-            said.append(say("{1}x for {0} ({2} ms)", "{0} 为 {1} 倍（{2} ms）", *values))
+    for fast, _, rival in _duels(cells)[1:]:
+        shape = f"{size_of(fast)} {fast.get('batch_size')} x {fast.get('context_length')}"
+        values = (shape, times_text(speed_up((fast, rival))), ms(known(fast, "step_time")))
+        said.append(say("{1}x for {0} ({2} ms)", "{0} 为 {1} 倍（{2} ms）", *values))
     return say("for larger work it is {}", "更大的工作量下，{}", listed(said)) if said else None
 
 
@@ -211,7 +183,13 @@ FAST_STEP = Experiment(
     title=Text("The fast step", "最快的训练步"),
     question=Text("What does each part of the fast step give?", "最快训练步的每个部分各带来什么？"),
     grid=_grid,
-    instrument=FAST_STEP_INSTRUMENT,
+    instrument=Instrument(
+        name="fast_step",
+        measure="cs336_systems.experiments.steps.measure_step:measure_fast_step",
+        label=label_step,
+        needs_fresh_process=step_is_cold,
+        takes_peak_tflops=True,
+    ),
     tables=_tables,
     charts=_charts,
     findings=(_all_parts, _other_works, _left_out_part),

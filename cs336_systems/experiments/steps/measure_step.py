@@ -1,21 +1,34 @@
-"""Instrument: time and memory of one training step, as configured."""
+"""Instruments of the topic: a training step as configured, the rate of a large matmul beside it, `do_bench` on the same
+callables; accumulation in different precisions, and dtypes under autocast."""
 
+import functools
+import gc
 import statistics
+from collections.abc import Callable
 from typing import Any
 
 import torch
 import torch._functorch.config
+import torch.nn.functional as F
+from torch import Tensor, nn
 from torch._dynamo.utils import counters
 
-from cs336_systems.config import RunConfig
+from cs336_systems.config import ModelConfig, RunConfig
 from cs336_systems.measure import memory_trace
 from cs336_systems.measure.flop_counter import count_flops
-from cs336_systems.measure.timing import STEP, time_as_configured
+from cs336_systems.measure.timing import STEP, time_as_configured, time_calls
+from cs336_systems.model import TransformerLM
 from cs336_systems.predict.flops import model_flops
 from cs336_systems.predict.gpus import peak_flops
 from cs336_systems.predict.memory_model import estimate
-from cs336_systems.record import Metric
-from cs336_systems.step.train_step import TrainStep, require_attention
+from cs336_systems.record import Metric, summarize
+from cs336_systems.step.train_step import AUTOCAST_DTYPES, TrainStep, require_attention
+
+LARGE = {"cuda": 8192, "cpu": 1024}
+"""Rows and columns of square matrices that are large enough for the highest rate."""
+CALLS = 10
+"""Calls that `do_bench` times."""
+DTYPES = {"fp32": torch.float32, "fp16": torch.float16, "bf16": torch.bfloat16}
 
 
 def measure_step(config: dict[str, Any], peak_tflops: float | None = None) -> list[Metric]:
@@ -69,3 +82,120 @@ def _memory_metrics(run: RunConfig, step: TrainStep, batch: Any, measured: int |
     by_closed_form = run.model_factory is None and run.fast == "off"
     predicted = estimate(run).peak if by_closed_form else memory_trace.predict_by_tracing(run).peak
     return [Metric("peak_memory", "B", [measured]), Metric("predicted_memory", "B", [predicted])]
+
+
+# -- beside a step: the best matmul, another timer --------------------------------------------------------------------
+
+
+def measure_fast_step(config: dict[str, Any], peak_tflops: float | None = None) -> list[Metric]:
+    run = RunConfig.of(config)
+    ceiling = matmul_ceiling(run.device, AUTOCAST_DTYPES.get(run.precision, torch.float32))
+    return [*measure_step(config, peak_tflops), Metric("matmul_ceiling", "FLOP/s", [ceiling])]
+
+
+@functools.cache
+def matmul_ceiling(device: str, dtype: torch.dtype) -> float:
+    """Measured FLOP/s of a large square matmul: an upper bound for a step."""
+    where = torch.device(device)
+    size = LARGE[where.type]
+    a, b = (torch.randn(size, size, device=where, dtype=dtype) for _ in range(2))
+    torch.mm(a, b)
+    times = time_calls(lambda: torch.mm(a, b), device=where, warmup_ms=100, rep_ms=300)
+    return 2 * size**3 / summarize(times).mean
+
+
+def measure_agreement(config: dict[str, Any]) -> list[Metric]:
+    run = RunConfig.from_dict(config)
+    step = TrainStep.build(run)
+    inputs, targets = step.random_batch()
+    timings = time_as_configured(step, (inputs, targets))
+    metrics = timings.metrics
+    expected = {phase: sum(samples) / len(samples) for phase, samples in timings.wall.items()}
+    for phase, call, gradients in _callables(step, inputs, targets):
+        # do_bench takes the number of repetitions as a time
+        expected_ms = expected[phase] * 1e3
+        samples = time_calls(
+            call, device=step.device, warmup_ms=3 * expected_ms, rep_ms=CALLS * expected_ms, gradients=gradients
+        )
+        metrics.append(Metric(f"do_bench_{phase}_time", "s", samples))
+        gc.collect()
+    return metrics
+
+
+def _callables(step: TrainStep, inputs: torch.Tensor, targets: torch.Tensor) -> Any:
+    """Yield (phase, callable, tensors whose gradients are dropped before each call). A generator, so that a retained
+    graph is not alive beside the next callable."""
+    yield "forward", lambda: step.logits(inputs), ()
+    yield "backward", _repeated_backward(step, inputs, targets), list(step.model.parameters())
+    step.model.zero_grad(set_to_none=True)
+    yield "step", lambda: step(inputs, targets), ()
+
+
+def _repeated_backward(step: TrainStep, inputs: torch.Tensor, targets: torch.Tensor) -> Callable[[], None]:
+    loss = step.loss(step.logits(inputs), targets)
+    return lambda: loss.backward(retain_graph=True)
+
+
+# -- number formats ---------------------------------------------------------------------------------------------------
+
+
+def measure_accumulation(config: dict[str, Any]) -> list[Metric]:
+    """Add `count` terms of `value` to an accumulator, one at a time."""
+    total = torch.tensor(0, dtype=DTYPES[config["accumulator"]])
+    term = torch.tensor(config["value"], dtype=DTYPES[config["term"].split()[0]])
+    if config["term"].endswith("cast to fp32"):
+        term = term.to(torch.float32)  # keeps the rounding to fp16
+    for _ in range(config["count"]):
+        total += term
+    return [Metric("sum", "1", [total.item()]), Metric("term", "1", [term.item()])]
+
+
+class ToyModel(nn.Module):
+    """The handout's toy model: fc1 -> relu -> LayerNorm -> fc2."""
+
+    def __init__(self, d_in: int = 20, d_out: int = 5):
+        super().__init__()
+        self.fc1 = nn.Linear(d_in, 10, bias=False)
+        self.ln = nn.LayerNorm(10)
+        self.fc2 = nn.Linear(10, d_out, bias=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.fc2(self.ln(F.relu(self.fc1(x))))
+
+
+def measure_dtypes(config: dict[str, Any]) -> list[Metric]:
+    """Record the dtypes of parameters, outputs, logits, loss and gradients of one step by hooks."""
+    device = torch.device(config["device"])
+    model, inputs, targets = _toy(device) if config["model"] == "toy" else _transformer(device)
+    seen: dict[str, str] = {"parameters": _name(next(model.parameters()))}
+    for name, module in model.named_modules():
+        if not list(module.children()) and (name.startswith("layers.0.") or "layers" not in name):
+            module.register_forward_hook(_remember(seen, f"{name} output"))
+    with torch.autocast(device.type, DTYPES[config["autocast"]]):
+        logits = model(inputs)
+        loss = F.cross_entropy(logits.flatten(0, -2), targets.flatten())
+    loss.backward()
+    gradient = next(p.grad for p in model.parameters() if p.grad is not None)
+    seen |= {"logits": _name(logits), "loss": _name(loss), "gradients": _name(gradient)}
+    return [Metric("dtype", "", [dtype], variant=tensor) for tensor, dtype in seen.items()]
+
+
+def _toy(device: torch.device) -> tuple[nn.Module, Tensor, Tensor]:
+    return ToyModel().to(device), torch.randn(8, 20, device=device), torch.randint(5, (8,), device=device)
+
+
+def _transformer(device: torch.device) -> tuple[nn.Module, Tensor, Tensor]:
+    shape = ModelConfig(vocab_size=64, context_length=16, d_model=32, num_layers=1, num_heads=2, d_ff=64)
+    tokens = torch.randint(64, (2, 16), device=device)
+    return TransformerLM(shape, attention="reference").to(device), tokens, tokens
+
+
+def _remember(seen: dict[str, str], what: str) -> Any:
+    def hook(module: nn.Module, inputs: Any, output: Any) -> None:
+        seen.setdefault(what, _name(output))
+
+    return hook
+
+
+def _name(tensor: Tensor) -> str:
+    return str(tensor.dtype).removeprefix("torch.")

@@ -5,7 +5,7 @@ from itertools import product
 
 from cs336_systems.config import RunConfig
 from cs336_systems.experiments.spec import Config, Experiment, Instrument
-from cs336_systems.report.cells import CellView
+from cs336_systems.report.cells import CellView, grouped
 from cs336_systems.report.phrases import having, together, value_of
 from cs336_systems.report.presentation import Cells
 from cs336_systems.report.referee import remarks
@@ -54,8 +54,6 @@ def _sums(cells: Cells) -> Text | None:
         total = value_of(cell, "sum") or 0.0
         values = (f"{cell.get('accumulator')} += {cell.get('term')}", f"{total:.4f}", f"{total / exact - 1:+.3%}")
         said.append((abs(total / exact - 1), say("{} gives {} ({})", "{} 得 {}（{}）", *values)))
-    if not said:
-        return None
     count, value = str(fine[0].get("count")), str(fine[0].get("value"))
     ranked = [text for _, text in sorted(said, key=lambda pair: -pair[0])]
     return say("{} added {} times, the worst first: {}", "{} 相加 {} 次，最差在前：{}", value, count, listed(ranked))
@@ -66,7 +64,7 @@ ACCUMULATION = Experiment(
     title=Text("Adding up in low precision", "低精度下的累加"),
     question=Text("Where does precision get lost when adding up?", "累加时精度在哪里丢失？"),
     grid=_accumulation_grid,
-    instrument=Instrument("accumulation", "cs336_systems.experiments.steps.measure_numerics:measure_accumulation"),
+    instrument=Instrument("accumulation", "cs336_systems.experiments.steps.measure_step:measure_accumulation"),
     tables=_accumulation_tables,
     findings=(_sums,),
     order=80,
@@ -82,8 +80,7 @@ def _dtypes_grid(preset: str, base: RunConfig) -> Iterable[Config]:
 
 def _dtypes_tables(cells: Cells) -> list[Table]:
     found = []
-    for model in dict.fromkeys(cell.get("model") for cell in cells):
-        tried = [cell for cell in cells if cell.get("model") == model]
+    for model, tried in grouped(cells, lambda cell: cell.get("model")).items():
         chosen = [cell for cell in tried if cell.ok]
         tensors = dict.fromkeys(tensor for cell in chosen for tensor in cell.variants)
         columns = [word(Text("tensor", "张量"))]
@@ -131,7 +128,7 @@ AUTOCAST_DTYPES = Experiment(
     title=Text("Types under autocast", "autocast 下的类型"),
     question=Text("Which dtype has what under autocast?", "autocast 下什么是哪种类型？"),
     grid=_dtypes_grid,
-    instrument=Instrument("autocast_dtypes", "cs336_systems.experiments.steps.measure_numerics:measure_dtypes"),
+    instrument=Instrument("autocast_dtypes", "cs336_systems.experiments.steps.measure_step:measure_dtypes"),
     tables=_dtypes_tables,
     findings=(_float32_tensors,),
     order=81,

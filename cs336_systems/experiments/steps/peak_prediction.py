@@ -5,17 +5,16 @@ from itertools import product
 
 from cs336_systems.config import RunConfig
 from cs336_systems.experiments.spec import Config, Experiment, run_config
-from cs336_systems.experiments.steps.instruments import STEP
-from cs336_systems.experiments.steps.step_time import sizes
+from cs336_systems.experiments.steps.step_time import STEP, sizes
 from cs336_systems.record import GIB
-from cs336_systems.report import terms
+from cs336_systems.report import entries, terms
 from cs336_systems.report.cells import CellView
 from cs336_systems.report.document import Chart
 from cs336_systems.report.phrases import having, worst_prediction
 from cs336_systems.report.points import FEW, measured, series_of
 from cs336_systems.report.presentation import Cells
-from cs336_systems.report.rows import cell_table, gib, keys, percent, remarks_on, row_name, varying
-from cs336_systems.table import Column, Table
+from cs336_systems.report.rows import keys, percent, row_name, signed, varying
+from cs336_systems.table import Table
 from cs336_systems.text import Text, say
 
 
@@ -52,20 +51,18 @@ def _tables(cells: Cells) -> list[Table]:
 
 def _prediction_table(what: Text, cells: Cells) -> Table:
     shown = varying(cells)
-    columns = [Column(terms.MEASURED, "GiB"), Column(terms.PREDICTED, "GiB"), Column(terms.ERROR)]
-
-    def row(cell: CellView) -> list[str]:
-        error = cell.memory_error
-        peaks = [gib(cell.value("peak_memory")), gib(cell.value("predicted_memory"))]
-        return [*peaks, "" if error is None else f"{error:+.2%}"]
-
+    columns = [
+        entries.gib(terms.MEASURED, "peak_memory"),
+        entries.gib(terms.PREDICTED, "predicted_memory"),
+        entries.of(terms.ERROR, lambda cell: signed(cell.memory_error, 2)),
+    ]
     judged = [(abs(cell.memory_error), cell) for cell in cells if cell.memory_error is not None]
-    notes = remarks_on(cells, shown, on_spread=False)
+    notes = []
     if judged:
         error, worst = max(judged, key=lambda pair: pair[0])
         values = (str(len(judged)), f"{error:.2%}", " ".join(keys(worst, shown)))
-        notes = [say("worst of {}: {} ({})", "{} 个中最差：{}（{}）", *values), *notes]
-    return cell_table(what, cells, shown, columns, row, notes)
+        notes = [say("worst of {}: {} ({})", "{} 个中最差：{}（{}）", *values)]
+    return entries.cell_table(what, cells, columns, notes=notes, on_spread=False)
 
 
 def _charts(cells: Cells) -> list[Chart]:
@@ -86,8 +83,6 @@ def _saving_memory(cells: Cells) -> Text | None:
     fine = having(cells, "peak_memory", "predicted_memory")
     saving = [abs(cell.memory_error or 0.0) for cell in fine if not _is_plain(cell)]
     plain = [abs(cell.memory_error or 0.0) for cell in fine if _is_plain(cell)]
-    if not saving or not plain:
-        return None
     return say(
         "those with fused attention or checkpointing ({}) are off by {} at most, the plain ones ({}) by {}",
         "使用融合注意力或检查点的（{} 个）最大误差 {}，普通的（{} 个）{}",

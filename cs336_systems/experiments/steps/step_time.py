@@ -1,22 +1,36 @@
-"""How long do forward, backward and the optimizer take, by size? Also shows what `cs336 bench` measured."""
+"""How long does a step take, by size, by warm-up, and by another timer? Also shows what `cs336 bench` measured."""
 
 from collections.abc import Callable, Iterable
+from dataclasses import replace
 from itertools import product
 from math import isfinite
 
 from cs336_systems.config import COURSE_SIZES, MODES, RunConfig
-from cs336_systems.experiments.spec import Config, Experiment, run_config
-from cs336_systems.experiments.steps.instruments import STEP
-from cs336_systems.report import terms
+from cs336_systems.experiments.spec import (
+    Config,
+    Experiment,
+    Instrument,
+    label_step,
+    require_gpu,
+    run_config,
+    step_is_cold,
+    step_memory,
+)
+from cs336_systems.record import steady_from
+from cs336_systems.report import entries, terms
 from cs336_systems.report.cells import PHASES, CellView
-from cs336_systems.report.document import Chart
+from cs336_systems.report.document import Chart, Point, Series
 from cs336_systems.report.phrases import (
     MODE_WORDS,
     extremes,
     having,
+    known,
+    median_of,
+    named_values,
     naming,
     scale_of,
-    settings_of,
+    size_of,
+    speed_up,
     times_text,
     together,
     value_of,
@@ -25,23 +39,32 @@ from cs336_systems.report.phrases import (
 from cs336_systems.report.points import FEW, measured, series_of
 from cs336_systems.report.presentation import Cells
 from cs336_systems.report.rows import (
-    cell_table,
-    gib,
-    key_columns,
-    keys,
+    failed_row,
     ms,
     number,
     percent,
     ratio,
+    remarks_on,
     row_name,
+    rows_table,
+    settings_of,
+    signed,
     tflops,
-    title_of,
     varying,
 )
 from cs336_systems.table import Column, Table, word
-from cs336_systems.text import Text, say
+from cs336_systems.text import Text, listed, say
 
-# -- grid -------------------------------------------------------------------------------------------------------------
+STEP = Instrument(
+    name="step",
+    measure="cs336_systems.experiments.steps.measure_step:measure_step",
+    label=label_step,
+    label_has_name=False,
+    memory=step_memory,
+    needs_fresh_process=step_is_cold,
+    takes_peak_tflops=True,
+)
+"""Times a training step; several experiments share it."""
 
 
 def sizes(preset: str, base: RunConfig) -> tuple[str, ...]:
@@ -51,13 +74,13 @@ def sizes(preset: str, base: RunConfig) -> tuple[str, ...]:
     return ("small", "medium") if base.device_type == "cuda" else ("tiny",)
 
 
+# -- end_to_end and bench: by size ------------------------------------------------------------------------------------
+
+
 def _grid(preset: str, base: RunConfig) -> Iterable[Config]:
     contexts: tuple[int | None, ...] = (512, 128, 256, 1024) if preset == "full" else (None,)
     for context, size, mode in product(contexts, sizes(preset, base), MODES):
         yield run_config(base, size, context, mode=mode)
-
-
-# -- tables -----------------------------------------------------------------------------------------------------------
 
 
 def _tables(cells: Cells) -> list[Table]:
@@ -65,52 +88,36 @@ def _tables(cells: Cells) -> list[Table]:
 
 
 def _by_phase(cells: Cells) -> Table:
-    shown = varying(cells)
     statistics = (terms.MEAN, terms.STD, terms.MIN, terms.MAX)
     columns = [word(terms.PHASE), *(Column(name, "ms") for name in statistics), Column(terms.COUNT)]
-    rows = []
-    for cell in cells:
+
+    def rows(cell: CellView) -> Iterable[list[str | Text]]:
         if not cell.ok:
-            rows.append([*keys(cell, shown), cell.verdict, *[""] * 5])
+            yield failed_row(cell, columns)
         # A step of one phase has no sum: the row of the step would repeat the phase's.
         phases = [phase for phase in PHASES if f"{phase}_time" in cell.metrics]
         for phase in phases[:-1] if len(phases) == 2 else phases:
-            found = cell.statistics(f"{phase}_time")
-            if found:
-                times = (found.mean, found.std, found.min, found.max)
-                rows.append([*keys(cell, shown), phase, *map(ms, times), str(found.n)])
-    title = title_of(cells[0].experiment, Text("time by phase", "各阶段时间"), cells, shown)
-    return Table(title, [*key_columns(shown), *columns], rows)
+            if found := cell.statistics(f"{phase}_time"):
+                yield [phase, *map(ms, (found.mean, found.std, found.min, found.max)), str(found.n)]
+
+    return rows_table(Text("time by phase", "各阶段时间"), cells, columns, rows)
 
 
 def _throughput(cells: Cells) -> Table:
+    def backward_over_forward(cell: CellView) -> str:
+        return ratio(cell.value("backward_time"), cell.value("forward_time"))
+
     columns = [
-        Column(terms.STEP, "ms"),
-        Column(terms.TOKENS_PER_SECOND),
-        Column(terms.TFLOPS),
-        Column(terms.MFU),
-        Column(Text("backward / forward", "后向 / 前向")),
-        Column(terms.PEAK, "GiB"),
-        Column(terms.PREDICTED, "GiB"),
-        Column(terms.ERROR),
+        entries.ms(terms.STEP, "step_time"),
+        entries.of(terms.TOKENS_PER_SECOND, lambda cell: number(cell.tokens_per_second, 0)),
+        entries.of(terms.TFLOPS, lambda cell: tflops(cell.flops_per_second)),
+        entries.of(terms.MFU, lambda cell: percent(cell.mfu)),
+        entries.of(Text("backward / forward", "后向 / 前向"), backward_over_forward),
+        entries.gib(terms.PEAK, "peak_memory"),
+        entries.gib(terms.PREDICTED, "predicted_memory"),
+        entries.of(terms.ERROR, lambda cell: signed(cell.memory_error, 1)),
     ]
-
-    def row(cell: CellView) -> list[str]:
-        return [
-            ms(cell.value("step_time")),
-            number(cell.tokens_per_second, 0),
-            tflops(cell.flops_per_second),
-            percent(cell.mfu),
-            ratio(cell.value("backward_time"), cell.value("forward_time")),
-            gib(cell.value("peak_memory")),
-            gib(cell.value("predicted_memory")),
-            f"{cell.memory_error:+.1%}" if cell.memory_error is not None else "",
-        ]
-
-    return cell_table(Text("throughput and memory", "吞吐与显存"), cells, varying(cells), columns, row)
-
-
-# -- charts -----------------------------------------------------------------------------------------------------------
+    return entries.cell_table(Text("throughput and memory", "吞吐与显存"), cells, columns)
 
 
 def _charts(cells: Cells) -> list[Chart]:
@@ -128,9 +135,6 @@ def _charts(cells: Cells) -> list[Chart]:
     return [Chart("", title, "stacked", terms.SIZE, terms.MS, kept, horizontal=len(chosen) > 6)]
 
 
-# -- findings ---------------------------------------------------------------------------------------------------------
-
-
 def _whole_steps(cells: Cells) -> list[CellView]:
     """Training steps where there are any, else the longest mode measured; by size."""
     fine = sorted(having(cells, "step_time"), key=scale_of)
@@ -141,13 +145,11 @@ def _whole_steps(cells: Cells) -> list[CellView]:
 
 def _step(cells: Cells) -> Text | None:
     fine = _whole_steps(cells)
-    if not fine:
-        return None
     large = fine[-1]
     small = next(cell for cell in fine if settings_of(cell, "size") == settings_of(large, "size"))
     if scale_of(small) < scale_of(large):
         return together(_by_size(small, large, naming(fine)), _backward(large))
-    first = min(fine, key=lambda cell: value_of(cell, "step_time") or 0.0)
+    first = min(fine, key=lambda cell: known(cell, "step_time"))
     return together(_by_speed(first, fine), _backward(first))
 
 
@@ -159,7 +161,7 @@ def _backward(cell: CellView) -> Text | None:
 
 
 def _by_size(small: CellView, large: CellView, name: Callable[[CellView], Text]) -> Text:
-    times = [value_of(cell, "step_time") or 0.0 for cell in (large, small)]
+    times = [known(cell, "step_time") for cell in (large, small)]
     return say(
         "{0}'s {1} takes {2} ms, {3} times {4}'s ({5} ms)",
         "{0} 的{1}为 {2} ms，是 {4}（{5} ms）的 {3} 倍",
@@ -169,8 +171,8 @@ def _by_size(small: CellView, large: CellView, name: Callable[[CellView], Text])
 
 
 def _by_speed(first: CellView, fine: Cells) -> Text:
-    last = max(fine, key=lambda cell: value_of(cell, "step_time") or 0.0)
-    times = [value_of(cell, "step_time") or 0.0 for cell in (first, last)]
+    last = max(fine, key=lambda cell: known(cell, "step_time"))
+    times = [known(cell, "step_time") for cell in (first, last)]
     if len(fine) == 1:
         rate = number(first.tokens_per_second, 0)
         return say(
@@ -185,10 +187,8 @@ def _by_speed(first: CellView, fine: Cells) -> Text:
 
 
 def _mfu(cells: Cells) -> Text | None:
-    fine = _whole_steps(cells)
-    name = naming(fine)
-    found = [(cell.mfu, name(cell)) for cell in fine if cell.mfu and isfinite(cell.mfu)]
-    return say("MFU: {}", "MFU 为 {}", extremes(found, percent)) if found else None
+    found = named_values(_whole_steps(cells), lambda cell: cell.mfu)
+    return say("MFU: {}", "MFU 为 {}", extremes(found, percent))
 
 
 END_TO_END = Experiment(
@@ -204,16 +204,183 @@ END_TO_END = Experiment(
     findings=(_step, _mfu, worst_prediction),
     order=10,
 )
-BENCH = Experiment(
+BENCH = replace(
+    END_TO_END,
     name="bench",
     title=Text("Single configurations", "单个配置"),
     question=Text("How long does a step take, and how much memory?", "一步要多久，用多少显存？"),
-    instrument=STEP,
     runnable=False,
-    tables=_tables,
-    charts=_charts,
     charts_after_run=False,
-    findings=(_step, _mfu, worst_prediction),
     order=90,
 )
 """Cells of `cs336 bench`."""
+
+# -- warmup: too few steps before measuring ---------------------------------------------------------------------------
+
+
+def _warmup_grid(preset: str, base: RunConfig) -> Iterable[Config]:
+    chosen = sizes("quick", base)[:1] if preset == "quick" else COURSE_SIZES if preset == "full" else ("small", "2.7B")
+    for size, steps in product(chosen, (0, 1, 2, 5)):
+        yield run_config(base, size, warmup_steps=steps)
+
+
+def _warmup_tables(cells: Cells) -> list[Table]:
+    def settled(cell: CellView) -> str:
+        steady = steady_from(_all_steps(cell))
+        return "never" if steady is None else str(steady + 1)
+
+    columns = [
+        entries.mean_and_std(terms.FORWARD, "forward_time"),
+        entries.mean_and_std(terms.BACKWARD, "backward_time"),
+        entries.mean_and_std(terms.STEP, "step_time"),
+        entries.of(Text("first step", "首步"), lambda cell: ms(_all_steps(cell)[0]), "ms"),
+        entries.of(Text("steady from step", "从第几步起稳定"), settled),
+    ]
+    what = Text("mean ± std by warm-up steps", "各预热步数下的均值 ± 标准差")
+    return [entries.cell_table(what, cells, columns, shown=varying(cells, always=("size", "warmup_steps")))]
+
+
+def _all_steps(cell: CellView) -> list[float]:
+    """Seconds of the warm-up steps and of the measured ones."""
+    recorded = [cell.metrics[name] for name in ("warmup_time", "step_time") if name in cell.metrics]
+    return [seconds for record in recorded for seconds in record.numbers]
+
+
+def _warmup_charts(cells: Cells) -> list[Chart]:
+    """Step times without warm-up, by size: measuring may begin where a curve becomes flat."""
+    series = []
+    for cell in cells:
+        if cell.ok and cell.get("warmup_steps") == 0:
+            times = cell.metrics["step_time"].numbers
+            points = [Point(number, 1e3 * seconds) for number, seconds in enumerate(times, start=1)]
+            series.append(Series(Text(str(cell.get("size"))), points))
+    title = Text("Steps from a cold start, without warm-up", "无预热时从冷启动开始的各步")
+    return [Chart("", title, "lines", Text("step", "步"), terms.MS, series, log_y=True)]
+
+
+def _first_step(cells: Cells) -> Text | None:
+    """Compare the first step without warm-up with a steady one, for every size."""
+    fine = sorted(having(cells, "step_time"), key=scale_of)
+    said = []
+    for cold in (cell for cell in fine if cell.get("warmup_steps") == 0):
+        steady = median_of(_warmest(cold, fine), "step_time")
+        first = cold.metrics["step_time"].numbers[0]
+        if steady and isfinite(first):
+            values = (size_of(cold), times_text(first / steady), ms(first), ms(steady))
+            said.append(
+                say("{1} times as long for {0} ({2} against {3} ms)", "{0} 为 {1} 倍（{2} 与 {3} ms）", *values)
+            )
+    return (
+        None
+        if not said
+        else say(
+            "without warm-up the first step takes, against a steady one, {}",
+            "不预热时首步与稳定一步之比：{}",
+            listed(said),
+        )
+    )
+
+
+def _warmest(cell: CellView, cells: Cells) -> CellView:
+    """The run of the same work with the most warm-up steps."""
+    same = [other for other in cells if settings_of(other, "warmup_steps") == settings_of(cell, "warmup_steps")]
+    return max(same, key=lambda other: other.get("warmup_steps"))
+
+
+def _distorted_mean(cells: Cells) -> Text | None:
+    """State how far the cold first step shifts the mean, for the size where it does most."""
+    fine = having(cells, "step_time")
+    pairs = [(_warmest(cell, fine), cell) for cell in fine if cell.get("warmup_steps") == 0]
+    warm, cold = max(pairs, key=speed_up)
+    if warm is cold:
+        return None
+    means = [known(cell, "step_time") for cell in (cold, warm)]
+    off = percent(means[0] / means[1] - 1, 0)
+    return say(
+        "it puts the mean of {0} off by {1}: {2} ms, after {4} warm-up steps {3} ms",
+        "它使 {0} 的均值偏差 {1}：{2} ms，预热 {4} 步后为 {3} ms",
+        *(size_of(cold), off, ms(means[0]), ms(means[1]), str(warm.get("warmup_steps"))),
+    )
+
+
+def _steady(cells: Cells) -> Text | None:
+    fine = having(cells, "step_time")
+    settled = [(steady_from(_all_steps(cell)), cell) for cell in fine]
+    known_from = [(first + 1, cell) for first, cell in settled if first is not None]
+    latest, cell = max(known_from, key=lambda pair: pair[0])
+    return say(
+        "of {} runs {} settle, the last from step {} on ({})",
+        "{} 次运行中 {} 次稳定，最晚从第 {} 步起（{}）",
+        *(str(len(fine)), str(len(known_from)), str(latest), naming(fine)(cell)),
+    )
+
+
+WARMUP = Experiment(
+    name="warmup",
+    title=Text("Warm-up", "预热"),
+    question=Text("What do too few warm-up steps do to the numbers?", "预热步数太少会怎样影响数字？"),
+    grid=_warmup_grid,
+    instrument=STEP,
+    identity=("warmup_steps",),
+    tables=_warmup_tables,
+    charts=_warmup_charts,
+    findings=(_first_step, _distorted_mean, _steady),
+    order=20,
+)
+
+# -- timing_agreement: another timer ----------------------------------------------------------------------------------
+
+
+def _timer_grid(preset: str, base: RunConfig) -> Iterable[Config]:
+    require_gpu(TIMING_AGREEMENT.name, base, "do_bench times with CUDA events")
+    for size in ("small",) if preset == "quick" else ("small", "large", "2.7B"):
+        yield run_config(base, size)
+
+
+def _timer_tables(cells: Cells) -> list[Table]:
+    columns = [word(terms.PHASE), Column(Text("wall clock", "墙钟"), "ms")]
+    columns += [Column(Text("CUDA events", "CUDA event 计时"), "ms"), Column(Text("do_bench"), "ms")]
+    columns += [Column(Text("wall over do_bench", "墙钟相对 do_bench"))]
+
+    def rows(cell: CellView) -> Iterable[list[str]]:
+        for phase in ("forward", "backward", "step"):
+            names = (f"{phase}_time", f"{phase}_event_time", f"do_bench_{phase}_time")
+            wall, events, other = (cell.value(name) for name in names)
+            excess = f"{wall / other - 1:+.2%}" if wall and other else ("" if cell.ok else cell.verdict)
+            yield [phase, ms(wall), ms(events), ms(other), excess]
+
+    what = Text("the same work by three clocks (means)", "三种时钟测同样的工作（均值）")
+    return [rows_table(what, cells, columns, rows, notes=remarks_on(cells))]
+
+
+def _largest_difference(cells: Cells) -> Text | None:
+    found = []
+    for cell in sorted((cell for cell in cells if cell.ok), key=scale_of):
+        for phase in ("forward", "backward", "step"):
+            wall, other = (value_of(cell, name) for name in (f"{phase}_time", f"do_bench_{phase}_time"))
+            if wall and other:
+                name = say("{} {}", "{} {}", size_of(cell), {**terms.PHASE_NAMES, "step": terms.STEP}[phase])
+                found.append((abs(wall / other - 1), name, cell))
+    off, name, _ = max(found, key=lambda row: row[0])
+    said = say(
+        "the clock and do_bench differ by {} at most ({})", "墙钟与 do_bench 最多相差 {}（{}）", percent(off, 2), name
+    )
+    largest = found[-1][2]
+    own = [off for off, _, cell in found if cell is largest]
+    if len(own) == len(found):
+        return said
+    return together(said, say("for {} by {}", "{} 最多 {}", size_of(largest), percent(max(own), 2)))
+
+
+TIMING_AGREEMENT = Experiment(
+    name="timing_agreement",
+    title=Text("Agreement of timers", "计时的一致性"),
+    question=Text(
+        "Does another timer give the same times for the same work?", "换一个计时器，同样的工作是否得到同样的时间？"
+    ),
+    grid=_timer_grid,
+    instrument=Instrument("agreement", "cs336_systems.experiments.steps.measure_step:measure_agreement"),
+    tables=_timer_tables,
+    findings=(_largest_difference,),
+    order=70,
+)

@@ -3,11 +3,13 @@
 import heapq
 import re
 from collections.abc import Iterable, Sequence
+from functools import partial
 from html import escape
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
+from cs336_systems.report.rows import shortened
 from cs336_systems.report.timeline_reduction import Reduced, label_colors, reduce, size_text, unit
 from cs336_systems.report.web.assets import asset, embedded_json, policy
 from cs336_systems.timeline import Block, Span, Timeline
@@ -77,8 +79,7 @@ def _nanoseconds(time: float) -> int:
     return round(time * 1e9)
 
 
-def _clip(word: str) -> str:
-    return word if len(word) <= WORD_LENGTH else word[: WORD_LENGTH - 1] + "…"
+_clip = partial(shortened, limit=WORD_LENGTH)
 
 
 def _when(phases: Sequence[Span], time: float) -> tuple[int, str]:

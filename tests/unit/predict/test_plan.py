@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 from cs336_systems.cli import main
 from cs336_systems.config import ModelConfig, RunConfig, UserError
 from cs336_systems.experiments.ranks.layouts import NODE_CARDS, PlanArguments, plan_config, plans
-from cs336_systems.experiments.ranks.measure_arrangements import measure_arrangements
+from cs336_systems.experiments.ranks.measure_ranks import measure_arrangements
 from cs336_systems.parallel import fsdp
 from cs336_systems.predict import parallel_model
 from cs336_systems.predict.parallel_model import Cluster, Plan, Strategy, Workload, feed_forward, transformer

@@ -8,8 +8,8 @@ import pytest
 from cs336_systems.experiments.catalogue import catalogue
 from cs336_systems.report.chart_picture import picture
 from cs336_systems.report.document import Chart, Limit, Point, Series
-from cs336_systems.report.figures import pictures
 from cs336_systems.report.picture import save
+from cs336_systems.report.sections import pictures
 from cs336_systems.text import Text
 from tests.unit.experiments.steps.samples import SAMPLES
 from tests.unit.report.page_cases import EVIL, HAS, STEP, hostile_charts, stacked

@@ -3,10 +3,9 @@
 import pytest
 
 from cs336_systems.record import GIB, summarize
-from cs336_systems.report import rows
+from cs336_systems.report import entries, rows
 from cs336_systems.report.cells import group
 from cs336_systems.report.rows import row_name, title_of, varying
-from cs336_systems.table import Column
 from cs336_systems.text import Text
 from tests.unit.report.step_cells import OOM, cell
 
@@ -72,8 +71,9 @@ def test_numbers_and_yes_or_no_in_a_row_name_have_their_heading():
 
 def test_a_row_has_its_fields_then_its_values_or_its_verdict():
     cells = group([*cell(), *cell(size="xl", status=OOM)])
-    columns = [Column(Text("step"), "ms"), Column(Text("peak"), "GiB")]
-    table = rows.cell_table(Text("subject"), cells, ["size"], columns, lambda cell: [cell.get("precision"), "1"])
+    columns = [entries.of(Text("step"), lambda cell: cell.get("precision"), "ms")]
+    columns += [entries.of(Text("peak"), lambda cell: "1", "GiB")]
+    table = entries.cell_table(Text("subject"), cells, columns)
     assert table.rows == [["small", "fp32", "1"], ["xl", "OOM", ""]]
     assert [column.heading("zh") for column in table.columns] == ["规模", "step (ms)", "peak (GiB)"]
     assert [note.en for note in table.notes] == [f"xl: {OOM}"]

@@ -4,6 +4,7 @@ readers."""
 import math
 import re
 from collections import Counter
+from collections.abc import Iterator
 from html import escape
 
 from cs336_systems.report.document import Chart, Limit, Point, Series, exact, finite
@@ -107,10 +108,10 @@ class Marks:
 
     def draw(self) -> str:
         """All series, and the limit above them."""
-        kinds = {"lines": self._line, "bars": self._bars, "stacked": self._stacked, "spans": self._spans}
         groups = []
         for index, series in self.chart.shown:
-            draw = self._on_bars if self.chart.on_bars(series) else kinds[self.chart.kind]
+            draw = self._line if self.chart.kind == "lines" else self._bars
+            draw = self._on_bars if self.chart.on_bars(series) else draw
             marks = draw(index, series) + self._notes(index, series)
             groups.append(f'<g class="series s{self.chart.color_of(index) % COLORS}" data-index="{index}">{marks}</g>')
         whole = "".join(groups)
@@ -163,45 +164,30 @@ class Marks:
         return f"M{across:.1f} {low:.1f}V{high:.1f}{ends}"
 
     def _bars(self, index: int, series: Series) -> str:
-        width = self.at.bar_width(len(self.chart.bars))
-        base = self.at.along_value(0 if self.at.has_zero() else self.at.value_axis.low)
-        bars, errors = [], []
-        for point in self._drawn(series):
-            middle = self.at.beside(index, point.x)
-            bars.append(self._bar(index, series, point, middle, width - 1, base, self.at.along_value(point.y)))
-            errors.append(self._error(point, middle, min(4, width / 3)))
+        found, errors = [], []
+        for point, middle, width, begin, end in self._boxes(index, series):
+            ends = self.at.along_value(begin), self.at.along_value(end)
+            found.append(self._bar(index, series, point, middle, width, *ends))
+            if self.chart.kind == "bars":
+                errors.append(self._error(point, middle, min(4, (width + 1) / 3)))
         error = "".join(errors)
-        return "".join(bars) + (f'<path class="error over" d="{error}"/>' if error else "")
+        return "".join(found) + (f'<path class="error over" d="{error}"/>' if error else "")
 
-    def _stacked(self, index: int, series: Series) -> str:
-        axis = self.at.value_axis
-        return "".join(
-            self._bar(
-                index,
-                series,
-                point,
-                self.at.along_place(point.x),
-                self.at.bar_width(1),
-                self.at.along_value(max(begin, axis.low) if axis.log else begin),
-                self.at.along_value(end),
-            )
-            for point, begin, end in self.chart.stacks[index]
-            if begin != end
-        )
-
-    def _spans(self, index: int, series: Series) -> str:
-        return "".join(
-            self._bar(
-                index,
-                series,
-                point,
-                self.at.lane(series, point.x),
-                16.0,
-                self.at.along_value(point.start or 0.0),
-                self.at.along_value(point.y),
-            )
-            for point in self._drawn(series)
-        )
+    def _boxes(self, index: int, series: Series) -> Iterator[tuple[Point, float, float, float, float]]:
+        """Each bar: its point, the middle of its width, its width, and the values between which it lies."""
+        at, axis = self.at, self.at.value_axis
+        if self.chart.kind == "stacked":
+            for point, begin, end in self.chart.stacks[index]:
+                if begin != end:
+                    bottom = max(begin, axis.low) if axis.log else begin
+                    yield point, at.along_place(point.x), at.bar_width(1), bottom, end
+            return
+        for point in self._drawn(series):
+            if self.chart.kind == "spans":
+                yield point, at.lane(series, point.x), 16.0, point.start or 0.0, point.y
+            else:
+                base = 0 if at.has_zero() else axis.low
+                yield point, at.beside(index, point.x), at.bar_width(len(self.chart.bars)) - 1, base, point.y
 
     def _bar(
         self, index: int, series: Series, point: Point, middle: float, width: float, begin: float, end: float

@@ -8,7 +8,7 @@ import torch
 
 from cs336_systems import model as model_module
 from cs336_systems.config import ModelConfig, RunConfig
-from cs336_systems.experiments.attention import measure_attention_step as instrument
+from cs336_systems.experiments.attention import measure_attention as instrument
 from cs336_systems.step.train_step import TrainStep
 from tests.unit.experiments.attention.attention_cells import grid
 
@@ -39,8 +39,8 @@ def test_implementations_are_interleaved_and_have_their_own_steps(used):
     names, rounds = ["flash_torch", "sdpa"], 4
     found = measure(names, rounds, batch_size=2)
     assert found.keys() == {(name, "step_time") for name in names}
-    assert all(len(times) == rounds * instrument.STEPS and min(times) > 0 for times in found.values())
-    calls = (1 + instrument.STEPS) * SMALL.num_layers
+    assert all(len(times) == rounds * instrument.STEPS_PER_ROUND and min(times) > 0 for times in found.values())
+    calls = (1 + instrument.STEPS_PER_ROUND) * SMALL.num_layers
     assert Counter(used) == dict.fromkeys(names, (rounds + 1) * calls)
     assert used[2 * calls :: calls] == ["flash_torch", "sdpa", "sdpa", "flash_torch"] * 2
 

@@ -4,8 +4,8 @@ import pytest
 
 from cs336_systems.config import RunConfig, UserError
 from cs336_systems.experiments.catalogue import catalogue, cells
-from cs336_systems.experiments.ranks.arrangement import PARTS, Arrangement
-from cs336_systems.experiments.ranks.measure_arrangements import measure_arrangements
+from cs336_systems.experiments.ranks.measure_ranks import measure_arrangements
+from cs336_systems.experiments.ranks.multi_rank import PARTS, Arrangement
 from cs336_systems.experiments.runner import gather
 from cs336_systems.experiments.spec import PRESETS
 from cs336_systems.record import CELL_TIME, Record

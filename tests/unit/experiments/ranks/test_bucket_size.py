@@ -2,7 +2,7 @@
 
 import pytest
 
-from cs336_systems.experiments.ranks.bucket_size import exposed
+from cs336_systems.experiments.ranks.ddp_overlap import exposed
 from tests.unit.experiments.ranks.samples import SAMPLES, charts, tables, values
 
 

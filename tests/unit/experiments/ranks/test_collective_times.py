@@ -5,7 +5,7 @@ import pytest
 from cs336_systems.config import RunConfig
 from cs336_systems.experiments.catalogue import cells
 from cs336_systems.experiments.ranks.collective_times import COLLECTIVES, Timing, fit
-from cs336_systems.experiments.ranks.measure_collectives import measure_collectives
+from cs336_systems.experiments.ranks.measure_ranks import measure_collectives
 from cs336_systems.experiments.spec import PRESETS
 from cs336_systems.record import BUS_FACTOR, Metric
 from cs336_systems.report.cells import CellView

@@ -4,7 +4,7 @@ import pytest
 
 from cs336_systems.config import RunConfig
 from cs336_systems.experiments.catalogue import cells
-from cs336_systems.experiments.steps.measure_numerics import measure_accumulation, measure_dtypes
+from cs336_systems.experiments.steps.measure_step import measure_accumulation, measure_dtypes
 
 
 def test_an_fp16_accumulator_drifts_and_an_fp32_one_keeps_the_error_of_its_terms():

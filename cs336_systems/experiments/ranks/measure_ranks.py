@@ -1,10 +1,10 @@
-"""Instrument of the experiments that compare arrangements: trains them in one group of ranks, interleaved.
+"""Instruments with several ranks: arrangements trained in one group, interleaved; collectives timed at each size.
 
 `link` emulates a network: all-reduces take as long as they would on one of that latency and bandwidth.
 """
 
 import time
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field
 from typing import Any
@@ -14,17 +14,18 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from cs336_systems.config import RunConfig
-from cs336_systems.experiments.ranks.arrangement import Arrangement
+from cs336_systems.experiments.ranks.multi_rank import Arrangement
 from cs336_systems.measure.timing import STEP, time_steps
 from cs336_systems.measure.wire import Link, Wire
 from cs336_systems.parallel import DDP, FSDP, FlatDDP, NaiveDDP, ShardedOptimizer, gather_full_params
-from cs336_systems.parallel.collectives import message_device
+from cs336_systems.parallel.collectives import all_gather, message_device, reduce_scatter
 from cs336_systems.parallel.launch import in_ranks, this_rank
 from cs336_systems.record import Metric
-from cs336_systems.step.train_step import TrainStep, build_model
+from cs336_systems.step.train_step import TrainStep, Watch, build_model
 
 DEFAULT_BUCKET_MB = 25
 LEARNING_RATE = 1e-3
+WARMUP_CALLS = 3
 
 
 @dataclass
@@ -243,3 +244,36 @@ def _weights(model: nn.Module) -> list[Tensor]:
     if isinstance(model, FSDP):
         return list(gather_full_params(model).values())
     return [p.full_tensor().detach() if hasattr(p, "full_tensor") else p.detach() for p in model.parameters()]
+
+
+# -- collectives ------------------------------------------------------------------------------------------------------
+
+
+def measure_collectives(config: dict[str, Any]) -> list[Metric]:
+    """Seconds of each call on the slowest rank; one variant for each collective and size in bytes."""
+    return in_ranks(_time_collectives, config)
+
+
+def _time_collectives(config: dict[str, Any]) -> list[Metric]:
+    device = this_rank(config["device"]).device
+    metrics = []
+    for name in config["collectives"]:
+        for size in config["sizes"]:
+            run = _call(name, size // 4, device)
+            timings = time_steps(run, device=device, warmup_steps=WARMUP_CALLS, num_steps=config["calls"])
+            metrics.append(Metric("time", "s", timings.wall[STEP], variant=f"{name} {size}"))
+    return metrics
+
+
+def _call(name: str, elements: int, device: torch.device) -> Callable[[Watch], Any]:
+    """A collective on fp32; `elements` counts the whole array: all-gather's output, reduce-scatter's input."""
+    ranks = dist.get_world_size()
+    part = torch.ones(elements // ranks, device=device)
+    whole = torch.ones(elements // ranks * ranks, device=device)
+    calls: dict[str, Callable[[Watch], Any]] = {
+        "all_reduce": lambda watch: dist.all_reduce(whole),
+        "broadcast": lambda watch: dist.broadcast(whole, 0),
+        "all_gather": lambda watch: all_gather(whole, part),
+        "reduce_scatter": lambda watch: reduce_scatter(part, whole),
+    }
+    return calls[name]

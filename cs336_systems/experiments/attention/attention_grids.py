@@ -1,38 +1,143 @@
-"""flash: time, memory and error of every attention implementation on a grid of shapes."""
+"""Every attention implementation on a grid of shapes: naive attention by itself, and all of them side by side."""
 
 from collections.abc import Iterable, Mapping
 from functools import partial
 from itertools import product
 
 from cs336_systems.config import RunConfig
-from cs336_systems.experiments.attention.attention_charts import (
-    by_head_dim,
-    rate_by_length,
-    roofline,
-    time_by_length,
-)
 from cs336_systems.experiments.attention.implementations import (
     MODULE,
     OURS,
-    Row,
     Size,
     Times,
     attention_config,
+    by_head_dim,
     by_shape,
     compilation_notes,
     label_shape,
     naive_memory,
+    rate_by_length,
+    roofline,
     side_by_side,
+    time_by_length,
 )
-from cs336_systems.experiments.attention.naive_attention import longest
 from cs336_systems.experiments.spec import Config, Experiment, Instrument
-from cs336_systems.report.cells import CellView
+from cs336_systems.report import entries
+from cs336_systems.report.cells import CellView, grouped
 from cs336_systems.report.document import Chart
-from cs336_systems.report.phrases import having, median_of, span, times_text, together, value_of
+from cs336_systems.report.phrases import having, median_of, pairs_of, span, speed_up, times_text, together, value_of
 from cs336_systems.report.presentation import Cells
-from cs336_systems.report.rows import gib, keys, remarks_on, varying
+from cs336_systems.report.rows import gib, kernel_ms, varying
+from cs336_systems.report.terms import BACKWARD, FORWARD, PEAK, PREDICTED
 from cs336_systems.table import Table
 from cs336_systems.text import Text, listed, say
+
+# -- pytorch_attention: naive attention, eager and compiled -----------------------------------------------------------
+
+
+PASSES = ("forward_time", "backward_time")
+
+
+def naive_grid(preset: str, base: RunConfig) -> Iterable[Config]:
+    """100 passes per cell, unless --num_steps says otherwise."""
+    batch, passes = 8, 100 if base.num_steps == RunConfig.num_steps else base.num_steps
+    dims: tuple[int, ...] = (16, 32, 64, 128)
+    lengths: tuple[int, ...] = (256, 1024, 4096, 8192, 16384)
+    if preset == "quick":
+        dims, lengths, passes = (16, 64), (1024, 4096), base.num_steps
+        if base.device_type == "cpu":
+            batch, lengths = 2, (64, 256)
+    for dim, length, name in product(dims, lengths, ("reference", "compiled")):
+        fields = {"implementation": name, "warmup_steps": base.warmup_steps, "num_steps": passes}
+        yield attention_config(base, Size(batch, 1, length, dim), "fp32", is_causal=False, **fields)
+
+
+def naive_tables(cells: Cells) -> list[Table]:
+    cells = sorted(cells, key=by_shape)
+    shown = varying(cells, always=("head_dim", "seq_len", "implementation"))
+    eager = entries.baselines(cells, lambda cell: cell.get("implementation") == "reference", "implementation")
+    columns = [
+        entries.mean_and_std(FORWARD, "forward_time", kernel_ms),
+        entries.mean_and_std(BACKWARD, "backward_time", kernel_ms),
+        entries.gib(Text("before backward", "后向之前"), "memory_before_backward"),
+        entries.gib(PEAK, "peak_memory"),
+        entries.gib(PREDICTED, "predicted_memory"),
+        entries.speed_up(Text("forward speed-up", "前向加速"), "forward_time", eager),
+        entries.speed_up(Text("backward speed-up", "后向加速"), "backward_time", eager),
+    ]
+    notes = [
+        Text("speed-up: over reference, the same formula run eagerly", "加速：相对 reference，即 eager 下的同一公式"),
+        *compilation_notes(cells),
+    ]
+    what = Text("naive attention (mean ± std)", "朴素注意力（均值 ± 标准差）")
+    return [entries.cell_table(what, cells, columns, shown=shown, notes=notes)]
+
+
+def naive_charts(cells: Cells) -> list[Chart]:
+    what = Text("Naive attention, backward", "朴素注意力，后向")
+    return [time_by_length(what, group, "backward_time") for group in by_head_dim(cells)]
+
+
+def longest(cells: Cells) -> list[CellView]:
+    """Cells with the most tokens and, among these, the widest heads."""
+    shape = max((cell.get("seq_len"), cell.get("head_dim")) for cell in cells)
+    return [cell for cell in cells if (cell.get("seq_len"), cell.get("head_dim")) == shape]
+
+
+def eager_cost(cells: Cells) -> Text | None:
+    by_name = {cell.get("implementation"): cell for cell in longest(having(cells, *PASSES))}
+    cell = by_name.get("reference") or next(iter(by_name.values()))
+    said = say(
+        "at {} tokens, d {}, forward takes {} ms and backward {}",
+        "{} 个 token、d {} 时前向 {} ms，后向 {}",
+        *(str(cell.get("seq_len")), str(cell.get("head_dim"))),
+        *(kernel_ms(value_of(cell, phase)) for phase in PASSES),
+    )
+    kept = value_of(cell, "memory_before_backward")
+    return together(said, say("{} GiB are held before backward", "后向之前占用 {} GiB", gib(kept))) if kept else said
+
+
+def compiled_gain(cells: Cells) -> Text | None:
+    pairs = pairs_of(cells, "implementation", "reference", "backward_time")
+    long = longest([cell for cell, _ in pairs])
+    cell, base = pair = next(pair for pair in pairs if pair[0] in long)
+    said = say(
+        "{}, forward is {}x and backward {}x as fast",
+        "{} 的前向速度为 {} 倍，后向 {} 倍",
+        *(str(cell.get("implementation")), *(times_text(speed_up(pair, phase)) for phase in PASSES)),
+    )
+    peaks = [value_of(found, "peak_memory") for found in (cell, base)]
+    if not all(peaks):
+        return said
+    return together(said, say("its peak is {} GiB against {}", "峰值 {} GiB，原为 {}", *map(gib, peaks)))
+
+
+def out_of_memory(cells: Cells) -> Text | None:
+    failed = [cell for cell in cells if cell.is_oom]
+    shortest = min(cell.get("seq_len") or 0 for cell in failed)
+    return say(
+        "{} of {} do not fit in memory, the shortest of {} tokens",
+        "{} 个（共 {} 个）显存不足，最短的为 {} 个 token",
+        *(str(len(failed)), str(len(cells)), str(shortest)),
+    )
+
+
+PYTORCH_ATTENTION = Experiment(
+    name="pytorch_attention",
+    title=Text("Naive attention", "朴素注意力"),
+    question=Text("What does naive attention cost, eager and compiled?", "朴素注意力在 eager 与编译下各要多少代价？"),
+    instrument=Instrument(
+        "pytorch_attention", f"{MODULE}:measure_pytorch_attention", label=label_shape, memory=naive_memory
+    ),
+    grid=naive_grid,
+    tables=naive_tables,
+    charts=naive_charts,
+    findings=(eager_cost, compiled_gain, out_of_memory),
+    order=10,
+)
+
+# -- flash: time, memory and error of every implementation ------------------------------------------------------------
+
 
 ON_CPU = ("reference", "flash_torch", "compiled", "sdpa")
 ON_CUDA = (
@@ -42,7 +147,7 @@ HALF_PRECISION_ONLY = ("sdpa_flash", "sdpa_cudnn", "flex")
 """The first two have no fp32; flex runs fp32 matmuls without tensor cores, so it is no rival there."""
 
 
-def grid(preset: str, base: RunConfig) -> Iterable[Config]:
+def flash_grid(preset: str, base: RunConfig) -> Iterable[Config]:
     """The implementations of one shape follow one another: they share the results that they are checked against."""
     on_cpu = base.device_type == "cpu"
     precisions: tuple[str, ...] = ("bf16", "fp32")
@@ -56,29 +161,19 @@ def grid(preset: str, base: RunConfig) -> Iterable[Config]:
             yield attention_config(base, size, precision, implementation=name, warmup_ms=5, rep_ms=20)
 
 
-def tables(cells: Cells) -> list[Table]:
+def flash_tables(cells: Cells) -> list[Table]:
     """For each precision, times, rates, memory and errors with a row per shape."""
-    by_precision: dict[str, list[CellView]] = {}
-    for cell in sorted(cells, key=by_shape):
-        by_precision.setdefault(cell.get("precision"), []).append(cell)
-    return [table for chosen in by_precision.values() for table in _tables(chosen)]
+    by_precision = grouped(sorted(cells, key=by_shape), lambda cell: cell.get("precision"))
+    return [table for chosen in by_precision.values() for table in _tables_of(chosen)]
 
 
-def _tables(cells: Cells) -> list[Table]:
+def _tables_of(cells: Cells) -> list[Table]:
     shown = [name for name in varying(cells, always=("head_dim", "seq_len")) if name != "implementation"]
-    rows: dict[tuple, Row] = {}
-    for cell in cells:
-        texts = keys(cell, shown)
-        rows.setdefault((cell.machine, *texts), Row(texts, {})).views[cell.get("implementation")] = cell
-    notes = [
-        Text("times: medians, on a GPU of do_bench", "时间：中位数；GPU 上来自 do_bench"),
-        *compilation_notes(cells),
-        *remarks_on(cells, [*shown, "implementation"]),
-    ]
-    return side_by_side(cells, shown, list(rows.values()), notes)
+    timed = Text("times: medians, on a GPU of do_bench", "时间：中位数；GPU 上来自 do_bench")
+    return side_by_side(cells, shown, [timed, *compilation_notes(cells)])
 
 
-def charts(cells: Cells) -> list[Chart]:
+def flash_charts(cells: Cells) -> list[Chart]:
     """Time and rate against length, and the roofline of the widest head."""
     groups = by_head_dim(cells)
     times = Text("Attention forward and backward", "注意力前向与后向")
@@ -90,8 +185,6 @@ def charts(cells: Cells) -> list[Chart]:
     views = [(str(cell.get("implementation")), cell) for cell in widest.cells if cell.ok]
     return [*found, *roofline(views, widest.where)]
 
-
-# -- findings ---------------------------------------------------------------------------------------------------------
 
 TimesByShape = Mapping[tuple[int, int], Times]
 """(head dimension, tokens) -> forward and backward of each implementation."""
@@ -108,14 +201,12 @@ def _times(cells: Cells) -> TimesByShape:
     return dict(sorted(found.items()))
 
 
-def speed(cells: Cells, which: int) -> Text | None:
+def flash_speed(cells: Cells, which: int) -> Text | None:
     """For the first or the second precision: where ours is the fastest, and how fast it is at the greatest length."""
     precision = list(dict.fromkeys(cell.get("precision") for cell in cells))[which]
     times = _times([cell for cell in cells if cell.get("precision") == precision])
     ours = next(name for name in (*OURS, "flash_torch") if any(name in found for found in times.values()))
     times = {shape: found for shape, found in times.items() if ours in found and len(found) > 1}
-    if not times:
-        return None
     return say("{}: {}", "{}：{}", str(precision), together(_wins(times, ours), _longest_lead(times, ours)) or "")
 
 
@@ -156,7 +247,7 @@ def _longest_lead(times: TimesByShape, ours: str) -> Text | None:
     return say("at {} tokens its speed is {}", "{} 个 token 时速度是 {}", *where) if each else None
 
 
-def memory(cells: Cells) -> Text | None:
+def flash_memory(cells: Cells) -> Text | None:
     long = longest(having(cells, "peak_memory"))
     where = [str(long[0].get(name)) for name in ("seq_len", "head_dim", "precision")]
     same = [cell for cell in long if str(cell.get("precision")) == where[-1]]
@@ -181,10 +272,10 @@ FLASH = Experiment(
     instrument=Instrument(
         "flash", f"{MODULE}:measure_flash", label=label_shape, memory=partial(naive_memory, keeps_graph=True)
     ),
-    grid=grid,
-    tables=tables,
-    charts=charts,
-    findings=(partial(speed, which=0), partial(speed, which=1), memory),
+    grid=flash_grid,
+    tables=flash_tables,
+    charts=flash_charts,
+    findings=(partial(flash_speed, which=0), partial(flash_speed, which=1), flash_memory),
     statistic="median",
     order=20,
 )

@@ -1,0 +1,159 @@
+"""What do lower precision and torch.compile give, and cost, against fp32 and against eager?"""
+
+from collections.abc import Callable, Iterable, Sequence
+from itertools import product
+from typing import Any
+
+from cs336_systems.config import MODES, PRECISIONS, RunConfig
+from cs336_systems.experiments.spec import Config, Experiment, run_config
+from cs336_systems.experiments.steps.step_time import STEP, sizes
+from cs336_systems.report import entries, terms
+from cs336_systems.report.cells import CellView
+from cs336_systems.report.document import Chart, Point, Series
+from cs336_systems.report.phrases import having, known, naming, pairs_of, size_of, span, speed_up, times_text, together
+from cs336_systems.report.presentation import Cells
+from cs336_systems.report.rows import number, varying
+from cs336_systems.table import Table
+from cs336_systems.text import Text, listed, say
+
+Pair = tuple[CellView, CellView]
+"""A cell and its baseline."""
+
+
+def against(cells: Cells, field: str, baseline: Any, what: Text, extra: Sequence[entries.Entry] = ()) -> list[Table]:
+    """Rows with their speed-up over the row that differs from them in `field` alone."""
+    base_of = entries.baselines(cells, lambda cell: cell.get(field) == baseline, field)
+    columns = [
+        entries.ms(terms.FORWARD, "forward_time"),
+        entries.ms(terms.BACKWARD, "backward_time"),
+        entries.ms(terms.OPTIMIZER, "optimizer_time"),
+        entries.ms(terms.STEP, "step_time"),
+        entries.std(terms.STD, "step_time"),
+        entries.speed_up(terms.SPEED_UP, "step_time", base_of),
+        entries.gib(terms.PEAK, "peak_memory"),
+        entries.over_base(terms.MEMORY, "peak_memory", base_of),
+        *extra,
+    ]
+    return [entries.cell_table(what, cells, columns, shown=varying(cells, always=("size", field)))]
+
+
+def speed_up_chart(cells: Cells, field: str, baseline: Any, title: Text) -> list[Chart]:
+    """Bars of the speed-up of each value of `field` over the baseline, by size."""
+    chosen = [cell for cell in cells if cell.ok and cell.get("mode") == "train-step"]
+    values = [v for v in dict.fromkeys(cell.get(field) for cell in chosen) if v != baseline]
+    sizes = list(dict.fromkeys(cell.get("size") for cell in chosen))
+    by = {(cell.get("size"), cell.get(field)): cell.value("step_time") for cell in chosen}
+    series = []
+    for value in values:
+        pairs = [(size, by.get((size, baseline)), by.get((size, value))) for size in sizes]
+        points = [Point(str(size), base / time) for size, base, time in pairs if base and time]
+        series.append(Series(Text("compiled", "编译") if value is True else Text(str(value)), points))
+    times = Text(f"times as fast as {'eager' if baseline is False else baseline}", "加速比")
+    return [Chart("", title, "bars", terms.SIZE, times, series)]
+
+
+def speed_ups(pairs: Sequence[Pair]) -> Text:
+    """The speed-ups of the largest size and of the smallest."""
+    name = naming([cell for cell, _ in pairs])
+    chosen = [pairs[-1], *([pairs[0]] if len(pairs) > 1 else [])]
+    return listed(say("{} {}x", "{} {} 倍", name(pair[0]), times_text(speed_up(pair))) for pair in chosen)
+
+
+def with_memory(said: Text, pairs: Sequence[Pair], base: str) -> Text:
+    """A sentence with the ratio of peak memories added where it was measured."""
+    ratios = [1 / speed_up(pair, "peak_memory") for pair in pairs if len(having(pair, "peak_memory")) == 2]
+    if not ratios:
+        return said
+    times = span(ratios, "{:.2f}".format)
+    return say("{0}, with {1} times the memory of {2}", "{0}，显存为 {2} 的 {1} 倍", said, times, base)
+
+
+# -- precision --------------------------------------------------------------------------------------------------------
+
+
+def _precision_grid(preset: str, base: RunConfig) -> Iterable[Config]:
+    quick_on_cpu = preset == "quick" and base.device_type == "cpu"
+    precisions = PRECISIONS if preset == "full" or quick_on_cpu else ("fp32", "bf16")
+    modes = MODES if quick_on_cpu else ("train-step",)
+    for size, precision, mode in product(sizes(preset, base), precisions, modes):
+        yield run_config(base, size, precision=precision, mode=mode)
+
+
+def _precision_gains(cells: Cells) -> Text | None:
+    pairs = pairs_of(cells, "precision", "fp32")
+    said = None
+    for precision in dict.fromkeys(cell.get("precision") for cell, _ in pairs):
+        chosen = [pair for pair in pairs if pair[0].get("precision") == precision]
+        own = say("{} speeds up {}", "{} 的加速：{}", precision, speed_ups(chosen))
+        said = together(said, with_memory(own, chosen, "fp32"))
+    return said
+
+
+PRECISION = Experiment(
+    name="precision",
+    title=Text("Precision", "精度"),
+    question=Text("What does lower precision give, in time and memory?", "降低精度在时间和显存上带来什么？"),
+    grid=_precision_grid,
+    instrument=STEP,
+    tables=lambda cells: against(
+        cells, "precision", "fp32", Text("time and memory against fp32", "时间与显存，与 fp32 相比")
+    ),
+    charts=lambda cells: speed_up_chart(
+        cells, "precision", "fp32", Text("Speed-up over fp32 by size", "各规模相对 fp32 的加速比")
+    ),
+    findings=(_precision_gains,),
+    order=30,
+)
+
+# -- torch.compile ----------------------------------------------------------------------------------------------------
+
+
+def _compile_grid(preset: str, base: RunConfig) -> Iterable[Config]:
+    for size, compiled in product(sizes(preset, base), (False, True)):
+        yield run_config(base, size, compile=compiled)
+
+
+def _compile_tables(cells: Cells) -> list[Table]:
+    def counted(metric: str, digits: int) -> Callable[[CellView], str]:
+        return lambda cell: "" if cell.value(metric) is None else number(cell.value(metric), digits)
+
+    extra = (
+        entries.of(Text("compile time", "编译时间"), counted("compile_time", 1), "s"),
+        entries.of(Text("graph breaks", "图中断"), counted("graph_breaks", 0)),
+    )
+    what = Text("eager against torch.compile", "eager 与 torch.compile 对比")
+    return against(cells, "compile", False, what, extra)
+
+
+def _compile_gains(cells: Cells) -> Text | None:
+    pairs = pairs_of(cells, "compile", False)
+    said = say("torch.compile speeds up {}", "torch.compile 的加速：{}", speed_ups(pairs))
+    return with_memory(said, pairs, "eager")
+
+
+def _compile_cost(cells: Cells) -> Text | None:
+    pairs = [pair for pair in pairs_of(cells, "compile", False) if having(pair[:1], "compile_time")]
+    worst, _ = max(pairs, key=lambda pair: known(pair[0], "compile_time"))
+    seconds = number(known(worst, "compile_time"), 1)
+    said = say("compiling takes up to {} s ({})", "编译最多用 {} s（{}）", seconds, size_of(worst))
+    cell, base = pairs[-1]
+    saved = known(base, "step_time") - known(cell, "step_time")
+    if saved <= 0:
+        return said
+    steps = number(known(cell, "compile_time") / saved, 0)
+    return together(said, say("for {} {} steps earn it back", "{} 需 {} 步才能收回", size_of(cell), steps))
+
+
+COMPILE = Experiment(
+    name="compile",
+    title=Text("torch.compile"),
+    question=Text("What does torch.compile give, and cost?", "torch.compile 带来什么，代价是什么？"),
+    grid=_compile_grid,
+    instrument=STEP,
+    tables=_compile_tables,
+    charts=lambda cells: speed_up_chart(
+        cells, "compile", False, Text("Speed-up by torch.compile", "torch.compile 的加速比")
+    ),
+    findings=(_compile_gains, _compile_cost),
+    order=40,
+)

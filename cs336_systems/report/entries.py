@@ -1,0 +1,81 @@
+"""Tables with one row per cell: each column is one object with its heading, its unit and the text of a cell in it."""
+
+from collections.abc import Callable, Sequence
+from typing import NamedTuple
+
+from cs336_systems.report import rows
+from cs336_systems.report.cells import CellView
+from cs336_systems.table import Column, Table
+from cs336_systems.text import Text
+
+
+class Entry(NamedTuple):
+    """A column, and the function that gives a cell's text in it."""
+
+    column: Column
+    text: Callable[[CellView], str | Text]
+
+
+def of(name: Text, text: Callable[[CellView], str | Text], unit: str = "") -> Entry:
+    return Entry(Column(name, unit), text)
+
+
+def ms(name: Text, metric: str) -> Entry:
+    """The mean of a time."""
+    return of(name, lambda cell: rows.ms(cell.value(metric)), "ms")
+
+
+def std(name: Text, metric: str) -> Entry:
+    return of(name, lambda cell: rows.ms(found.std if (found := cell.statistics(metric)) else None), "ms")
+
+
+def mean_and_std(name: Text, metric: str, show: Callable[[float | None], str] = rows.ms) -> Entry:
+    return of(name, lambda cell: rows.spread(cell.statistics(metric), show), "ms")
+
+
+def gib(name: Text, metric: str) -> Entry:
+    return of(name, lambda cell: rows.gib(cell.value(metric)), "GiB")
+
+
+def cell_table(
+    what: Text,
+    cells: Sequence[CellView],
+    entries: Sequence[Entry],
+    *,
+    shown: Sequence[str] | None = None,
+    notes: Sequence[Text] = (),
+    on_spread: bool = True,
+) -> Table:
+    """A table with one row per cell, or its verdict where it failed; the referee's remarks follow the notes."""
+    columns = [column for column, _ in entries]
+
+    def row(cell: CellView) -> list[Sequence[str | Text]]:
+        return [[text(cell) for _, text in entries] if cell.ok else rows.failed_row(cell, columns)]
+
+    notes = [*notes, *rows.remarks_on(cells, shown, on_spread=on_spread)]
+    return rows.rows_table(what, cells, columns, row, shown=shown, notes=notes)
+
+
+# -- one setting against its baseline ---------------------------------------------------------------------------------
+
+FindBase = Callable[[CellView], CellView | None]
+"""Finds the cell that a cell is compared with."""
+
+
+def baselines(cells: Sequence[CellView], is_base: Callable[[CellView], bool], *without: str) -> FindBase:
+    """A function that finds the baseline among the cells: the cell that differs only in the fields `without`."""
+    found = {rows.settings_of(cell, *without): cell for cell in cells if cell.ok and is_base(cell)}
+    return lambda cell: found.get(rows.settings_of(cell, *without))
+
+
+def speed_up(name: Text, metric: str, base_of: FindBase) -> Entry:
+    """A speed-up: the baseline's time over the cell's."""
+    return of(name, lambda cell: rows.ratio(_value(base_of(cell), metric), cell.value(metric)))
+
+
+def over_base(name: Text, metric: str, base_of: FindBase) -> Entry:
+    return of(name, lambda cell: rows.ratio(cell.value(metric), _value(base_of(cell), metric)))
+
+
+def _value(cell: CellView | None, metric: str) -> float | None:
+    return cell.value(metric) if cell else None
