@@ -222,7 +222,7 @@ def report(arguments: ReportArguments) -> int:
     from cs336_systems.report.build import write_report
 
     language: Any = arguments.lang  # one of its choices
-    for path in write_report(
+    written = write_report(
         arguments.paths,
         Path(arguments.output),
         catalogue(),
@@ -230,7 +230,10 @@ def report(arguments: ReportArguments) -> int:
         language=language,
         formats=arguments.formats,
         with_published=arguments.published,
-    ):
+    )
+    for line in written.summary:
+        print(line.in_(language))
+    for path in reversed(written.files):  # the page last, where it is seen
         print(path)
     return 0
 

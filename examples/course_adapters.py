@@ -58,7 +58,7 @@ def ddp_bucketed_on_train_batch_start(ddp_model: DDP, optimizer: Optimizer) -> N
     """Nothing to prepare: the wrapper resets its buckets when a synchronization ends."""
 
 
-# -- 2026: data parallel under a shorter name, and fully sharded data parallel ------------------------------------------
+# -- 2026: data parallel under a shorter name, and fully sharded data parallel ----------------------------------------
 
 
 def get_ddp(module: nn.Module) -> nn.Module:

@@ -9,7 +9,7 @@ from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import TypeVar
+from typing import NamedTuple, TypeVar
 
 from cs336_systems.config import UserError
 from cs336_systems.record import Loaded, Record, load
@@ -22,11 +22,19 @@ from cs336_systems.report.published import PUBLISHED, published
 from cs336_systems.report.sections import charts_of, findings_of, in_order, tables_of
 from cs336_systems.report.web.page import page
 from cs336_systems.table import Table
-from cs336_systems.text import Language, Text
+from cs336_systems.text import Language, Text, say
 
 PAGE = "index.html"
 Part = TypeVar("Part")
 ENDINGS = {"latex": "tex", "typst": "typ"}
+SUMMARY_LINES = 5
+
+
+class Written(NamedTuple):
+    """The files of a report, the page first, and its main findings in a few lines."""
+
+    files: list[Path]
+    summary: list[Text]
 
 
 def write_report(
@@ -38,8 +46,8 @@ def write_report(
     language: Language = "en",
     formats: Sequence[str] = (),
     with_published: bool = False,
-) -> list[Path]:
-    """Write the report of files of records, or of folders with a records.jsonl; the written files, the page first."""
+) -> Written:
+    """Write the report of files of records, or of folders with a records.jsonl."""
     if not paths:
         raise UserError("name a file of records, or a folder with one, such as runs/quick")
     files = [_records_file(Path(path)) for path in paths]
@@ -50,7 +58,13 @@ def write_report(
         report = document(loaded, catalogue, title=title, links=links, references=references)
         if not report.sections:
             raise UserError(f"no records in {', '.join(map(str, files))}; measure some with: cs336 bench")
-        return write(report, folder, language=language, formats=formats)
+        return Written(write(report, folder, language=language, formats=formats), summary(report))
+
+
+def summary(report: Document) -> list[Text]:
+    """The first finding of each section, the first sections first."""
+    found = [(section.title, section.findings[0]) for section in report.sections if section.findings]
+    return [say("{}: {}", "{}：{}", *each) for each in found[:SUMMARY_LINES]]
 
 
 @contextlib.contextmanager

@@ -322,9 +322,11 @@ PREDICTED_PARTS = {
 def _model_grid(preset: str, base: RunConfig) -> Iterable[Config]:
     """Predictions are for a GPU, whatever device this machine has."""
     gpu = dataclasses.replace(base, device="cuda")
-    sizes = ("small", "2.7B") if preset == "quick" else COURSE_SIZES
-    contexts = (128, 256, 512) if preset != "quick" else (512,)
-    for size, context, precision in product(sizes, contexts, ("fp32", "bf16")):
+    if preset == "quick":
+        for size, precision in (("small", "fp32"), ("small", "bf16"), ("2.7B", "bf16")):
+            yield run_config(gpu, size, 512, precision=precision)
+        return
+    for size, context, precision in product(COURSE_SIZES, (128, 256, 512), ("fp32", "bf16")):
         yield run_config(gpu, size, context, precision=precision)
 
 
