@@ -33,7 +33,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.autograd import Variable
 
-from cs336_systems.parallel.collectives import broadcast, by_kind, pack, require_same, views
+from cs336_systems.parallel.collectives import broadcast, by_kind, pack, persistent_buffers, require_same, views
 
 MIB = 1 << 20
 
@@ -104,9 +104,8 @@ class DataParallel(nn.Module, ABC):
             self._drop_failed_backward()
         self._update_buckets()
         if self._synchronizes:
-            buffers = _persistent_buffers(self.module)
             with torch.no_grad():
-                broadcast(buffers)
+                broadcast(persistent_buffers(self.module).values())
         if self._synchronizes:
             reached = Gradients.SENT
         else:
@@ -325,13 +324,3 @@ def _register_hooks(wrapper: DataParallel, bucket: Bucket, i: int) -> tuple[Any,
 
     parameter = bucket.parameters[i]
     return parameter.register_hook(before), parameter.register_post_accumulate_grad_hook(after)
-
-
-def _persistent_buffers(module: nn.Module) -> list[Tensor]:
-    """Return the buffers that checkpoints keep. The others are constants of each rank, such as RoPE's tables."""
-    return [
-        buffer
-        for part in module.modules()
-        for name, buffer in part._buffers.items()
-        if buffer is not None and name not in part._non_persistent_buffers_set
-    ]

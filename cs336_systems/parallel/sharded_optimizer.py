@@ -21,7 +21,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.optim import Optimizer
 
-from cs336_systems.parallel.collectives import message_device, views
+from cs336_systems.parallel.collectives import communication_device, views
 
 CHUNKS = 4
 """Chunks of one owner: enough to overlap update and broadcast, few enough that each is large."""
@@ -266,6 +266,6 @@ def _from_owner(owner: int, described: Any, value: Any) -> Any:
     if not isinstance(described, Tensor):
         return described
     received = value.detach().clone() if dist.get_rank() == owner else torch.empty_like(described, device="cpu")
-    received = received.to(message_device())
+    received = received.to(communication_device())
     dist.broadcast(received, owner)
     return received.cpu()

@@ -5,7 +5,7 @@ from dataclasses import dataclass
 import torch
 import torch.distributed as dist
 
-from cs336_systems.parallel.collectives import message_device
+from cs336_systems.parallel.collectives import communication_device
 from cs336_systems.parallel.launch import Rank
 from cs336_systems.step import TrainStep
 from cs336_systems.train.data import Corpus
@@ -23,7 +23,7 @@ class Evaluator:
     def validation_loss(self) -> float:
         """Return the mean loss over the micro batches of all ranks."""
         count, size = self.settings.log.eval_batches, self.settings.data.micro_batch_size
-        total = torch.zeros((), dtype=torch.float64, device=message_device())
+        total = torch.zeros((), dtype=torch.float64, device=communication_device())
         for number in range(count):
             first = (number * self.rank.world_size + self.rank.rank) * size
             inputs, targets = self.corpus.validation(first, size)
