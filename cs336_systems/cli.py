@@ -1,9 +1,9 @@
 """`cs336 <command>`: one function per command. What it needs is imported inside it, so that --help is instant."""
 
-import dataclasses
 import sys
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import MISSING, dataclass
+from inspect import cleandoc
 from pathlib import Path
 from typing import Any
 
@@ -64,7 +64,9 @@ def profile(arguments: ProfileArguments) -> None:
 
 @dataclass(frozen=True)
 class InspectArguments:
-    files: tuple[str, ...] = flag((), "traces of torch.profiler (.json, .json.gz) or nsys (.sqlite), snapshots", positional=True, metavar="FILE")
+    files: tuple[str, ...] = flag(
+        (), "traces of torch.profiler (.json, .json.gz) or nsys (.sqlite), snapshots", positional=True, metavar="FILE"
+    )
     format: str = flag("terminal", "table format", FORMATS)
 
 
@@ -356,7 +358,8 @@ def main(argv: list[str] | None = None) -> int:
     subparsers = parser.add_subparsers(dest="command", metavar="command", required=True, parser_class=Parser)
     for name, command in COMMANDS.items():
         manual = command.manual or command.function.__doc__
-        add_flags(subparsers.add_parser(name, help=command.summary, description=inspect.cleandoc(manual or "")), command.arguments)
+        subparser = subparsers.add_parser(name, help=command.summary, description=cleandoc(manual or ""))
+        add_flags(subparser, command.arguments)
     namespace = parser.parse_args(argv)
     command = COMMANDS[namespace.command]
     return guarded(f"cs336 {namespace.command}", lambda: command.function(read_flags(command.arguments, namespace)))
