@@ -29,8 +29,7 @@ from cs336_systems.kernels.fused.packed_adamw import PackedAdamW
 from cs336_systems.model import TransformerLM
 from cs336_systems.parallel.collectives import communication_device
 from cs336_systems.step.cuda_graph import Batches, StepGraph
-from cs336_systems.step.loss_scale import LossScale, Update
-from cs336_systems.step.optimizers import StepOptimizer, adapt
+from cs336_systems.step.updates import LossScale, Update, adapt
 
 Watch = Callable[[str], AbstractContextManager]
 Scaling = Callable[[Tensor], Tensor]
@@ -75,7 +74,7 @@ class TrainStep:
         if optimizer is None and self.trains:
             optimizer = self._default_optimizer()
         self.optimizer = optimizer
-        self._adapted: StepOptimizer | None = adapt(optimizer) if optimizer is not None else None
+        self._adapted = adapt(optimizer) if optimizer is not None else None
         # A measured step scales by GradScaler, whose decision stays on the device; `train` by `loss_scale`.
         self.scaler = torch.amp.GradScaler(self.device.type, enabled=config.precision == "fp16" and self.trains)
         self.loss_scale = loss_scale or LossScale.of(config.precision)

@@ -33,7 +33,7 @@ from torch.distributed.tensor import DTensor, Shard
 
 from cs336_systems.config import UserError
 from cs336_systems.parallel.collectives import persistent_buffers
-from cs336_systems.step.optimizers import adapt
+from cs336_systems.step.updates import adapt
 
 FORMAT = 1
 MANIFEST = "manifest.json"

@@ -10,7 +10,7 @@ from torch import Tensor
 from cs336_systems.config import UserError
 from cs336_systems.parallel.launch import Rank
 from cs336_systems.step import TrainStep
-from cs336_systems.step.loss_scale import LossScale, Update
+from cs336_systems.step.updates import LossScale, Update
 from cs336_systems.train.checkpoint import (
     Checkpoint,
     Store,

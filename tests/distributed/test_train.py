@@ -28,7 +28,7 @@ import torch.nn.functional as F
 
 from cs336_systems.model import TransformerLM
 from cs336_systems.parallel.launch import Rank, process_group, spawn
-from cs336_systems.step.loss_scale import LossScale
+from cs336_systems.step.updates import LossScale
 from cs336_systems.train.checkpoint import Store, _digest
 from cs336_systems.train.loop import STOPPED, Trainer
 from cs336_systems.train.saving import Progress

@@ -37,7 +37,7 @@ class PackedAdamW(torch.optim.Optimizer):
     """
 
     clips_itself = True
-    """The interface of step/optimizers.py: `step` clips, and leaves out an update that is not finite."""
+    """The interface of step/updates.py: `step` clips, and leaves out an update that is not finite."""
 
     def __init__(
         self,
