@@ -25,6 +25,28 @@ def communication_device() -> torch.device:
     return torch.device("cpu")
 
 
+class Wrapper(nn.Module):
+    """The base class of models over ranks: the same model on all of them, and its own state dict."""
+
+    def __init__(self, module: nn.Module):
+        super().__init__()
+        require_group(type(self).__name__)
+        require_same(module)
+        self.module = module
+
+    def state_dict(self, *args: Any, **kwargs: Any) -> Any:
+        """Return the module's own state dict: checkpoints do not depend on the wrapper."""
+        return self.module.state_dict(*args, **kwargs)
+
+    def load_state_dict(self, *args: Any, **kwargs: Any) -> Any:
+        return self.module.load_state_dict(*args, **kwargs)
+
+
+def require_group(name: str) -> None:
+    if not dist.is_initialized():
+        raise RuntimeError(f"{name} needs a process group; call dist.init_process_group first")
+
+
 def require_same(module: nn.Module) -> None:
     """Raise a ValueError on every rank unless all ranks hold the same parameters and buffers.
 

@@ -33,7 +33,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.autograd import Variable
 
-from cs336_systems.parallel.collectives import broadcast, by_kind, pack, persistent_buffers, require_same, views
+from cs336_systems.parallel.collectives import Wrapper, broadcast, by_kind, pack, persistent_buffers, views
 
 MIB = 1 << 20
 
@@ -51,16 +51,12 @@ class Gradients(IntEnum):
     """A forward pass inside of `no_sync` followed: sent gradients may have grown since."""
 
 
-class DataParallel(nn.Module, ABC):
-    """The base class of the variants: the same model on all ranks, buckets, and `no_sync`."""
+class DataParallel(Wrapper, ABC):
+    """The base class of the variants: buckets and `no_sync`."""
 
     def __init__(self, module: nn.Module):
-        super().__init__()
-        if not dist.is_initialized():
-            raise RuntimeError(f"{type(self).__name__} needs a process group; call dist.init_process_group first")
-        self.module = module
+        super().__init__(module)
         self._start()
-        require_same(module)
         with torch.no_grad():
             broadcast([*module.parameters(), *module.buffers()])
 
@@ -84,13 +80,6 @@ class DataParallel(nn.Module, ABC):
     def __setstate__(self, state: dict[str, Any]) -> None:
         super().__setstate__(state)
         self._start()
-
-    def state_dict(self, *args: Any, **kwargs: Any) -> Any:
-        """Return the module's own state dict: checkpoints do not depend on the wrapper."""
-        return self.module.state_dict(*args, **kwargs)
-
-    def load_state_dict(self, *args: Any, **kwargs: Any) -> Any:
-        return self.module.load_state_dict(*args, **kwargs)
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         self._before_forward()
