@@ -305,7 +305,6 @@ class _Host:
 
     def at(self, launch: Moment) -> Origin:
         """Return the phase, opened by any thread of the process, and the part, opened by the launching thread."""
-        part = innermost(
-            self._parts, launch._replace(time=launch.time + HALF_NS)
-        )  # not a range that ends at the launch
+        after = launch._replace(time=launch.time + HALF_NS)  # a range that ends at the launch is closed
+        part = innermost(self._parts, after)
         return Origin(phase_at(self._phases[_process(launch.thread)], launch.time), part.name if part else None)
