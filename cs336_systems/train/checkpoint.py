@@ -17,8 +17,6 @@ import os
 import secrets
 import shutil
 import warnings
-from collections.abc import Iterable
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -39,16 +37,11 @@ FORMAT = 1
 MANIFEST = "manifest.json"
 
 
-@dataclass(frozen=True)
-class Checkpoint:
+class Checkpoint(NamedTuple):
     """A checkpoint that is complete and verified."""
 
     path: Path
     manifest: dict[str, Any]
-
-    @property
-    def step(self) -> int:
-        return self.manifest["step"]
 
 
 class Store:
@@ -88,7 +81,7 @@ class Store:
             return final
         unfinished = self.folder / from_first(f"{_name(step)}.tmp-{secrets.token_hex(4)}", self._group)
         problem = self._write(state, unfinished)
-        hashes = gather(_hashes(_own_files(unfinished)) if problem is None else {}, self._group)
+        hashes = gather(_own_hashes(unfinished) if problem is None else {}, self._group)
         if problem is None and dist.get_rank() == 0:
             files = {name: entry for part in hashes for name, entry in part.items()}
             try:
@@ -125,7 +118,7 @@ class Store:
             return
         intact = [path for path in sorted(self.folder.glob("step-????????")) if path not in self._damaged]
         for path in intact[: -self.keep]:
-            if self.keep_every and _step_of(path) % self.keep_every == 0:
+            if self.keep_every and int(path.name.removeprefix("step-")) % self.keep_every == 0:
                 continue
             try:
                 shutil.rmtree(path)
@@ -229,16 +222,10 @@ def _name(step: int) -> str:
     return f"step-{step:08d}"
 
 
-def _step_of(path: Path) -> int:
-    return int(path.name.removeprefix("step-"))
-
-
-def _own_files(folder: Path) -> list[Path]:
-    mine = sorted(folder.glob(f"__{dist.get_rank()}_*.distcp"))
-    return [*mine, folder / ".metadata"] if dist.get_rank() == 0 else mine
-
-
-def _hashes(files: Iterable[Path]) -> dict[str, dict[str, Any]]:
+def _own_hashes(folder: Path) -> dict[str, dict[str, Any]]:
+    """Return the size and hash of the files that this rank has written."""
+    files = sorted(folder.glob(f"__{dist.get_rank()}_*.distcp"))
+    files += [folder / ".metadata"] if dist.get_rank() == 0 else []
     return {file.name: {"size": file.stat().st_size, "sha256": _sha256(file)} for file in files}
 
 
