@@ -1,9 +1,9 @@
 """`cs336 <command>`: one function per command. What it needs is imported inside it, so that --help is instant."""
 
-import dataclasses
 import sys
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import MISSING, dataclass
+from inspect import cleandoc
 from pathlib import Path
 from typing import Any
 
@@ -24,27 +24,13 @@ from cs336_systems.table import FORMATS
 from cs336_systems.train.settings import TrainSettings
 
 
-def operands(help: str, metavar: str) -> Any:
-    return dataclasses.field(default=(), metadata={"help": help, "positional": True, "metavar": metavar})
-
-
-def operand(help: str, metavar: str) -> Any:
-    """One that must be given."""
-    return dataclasses.field(metadata={"help": help, "positional": True, "metavar": metavar})
-
-
-def short_flag(default: Any, help: str, letter: str) -> Any:
-    """A flag that also goes by one letter."""
-    return dataclasses.field(default=default, metadata={"help": help, "short": letter})
-
-
 @dataclass(frozen=True)
 class RunArguments(SessionArguments):
-    names: tuple[str, ...] = operands(f"experiments: {', '.join(runnable())}", "NAME")
+    names: tuple[str, ...] = flag((), f"experiments: {', '.join(runnable())}", positional=True, metavar="NAME")
     preset: str = flag("quick", "grid: quick (about a minute), course, full", PRESETS)
 
 
-def run(arguments: RunArguments) -> int:
+def run(arguments: RunArguments) -> None:
     """Measure named experiments; a cell that several ask for is measured once."""
     from cs336_systems.config import RunConfig, UserError
     from cs336_systems.experiments.catalogue import Request, cells
@@ -63,10 +49,9 @@ def run(arguments: RunArguments) -> int:
     if runner.device == "cpu":
         names = " ".join(arguments.names)
         print(f"next, on a machine with a GPU: cs336 run {names} --preset course")
-    return 0
 
 
-def profile(arguments: ProfileArguments) -> int:
+def profile(arguments: ProfileArguments) -> None:
     """Kernels and memory of a step: tables, a trace for Perfetto, a snapshot for memory_viz, a timeline to look into.
 
     cs336 profile --size small --mode train-step
@@ -75,16 +60,17 @@ def profile(arguments: ProfileArguments) -> int:
     from cs336_systems.experiments.profile_command import run_profile
 
     run_profile(arguments)
-    return 0
 
 
 @dataclass(frozen=True)
 class InspectArguments:
-    files: tuple[str, ...] = operands("traces of torch.profiler (.json, .json.gz) or nsys (.sqlite), snapshots", "FILE")
+    files: tuple[str, ...] = flag(
+        (), "traces of torch.profiler (.json, .json.gz) or nsys (.sqlite), snapshots", positional=True, metavar="FILE"
+    )
     format: str = flag("terminal", "table format", FORMATS)
 
 
-def inspect(arguments: InspectArguments) -> int:
+def inspect(arguments: InspectArguments) -> None:
     """Show a trace or a memory snapshot recorded elsewhere: kernels as tables, memory as tables and a page.
 
     cs336 inspect trace.json.gz nsys.sqlite
@@ -98,7 +84,6 @@ def inspect(arguments: InspectArguments) -> int:
     for file in arguments.files:
         for found in inspected(Path(file)):
             print(found.render(arguments.format), end="\n\n")
-    return 0
 
 
 @dataclass(frozen=True)
@@ -108,7 +93,7 @@ class MemoryArguments(ShapeArguments):
     format: str = flag("terminal", "table format", FORMATS)
 
 
-def memory(arguments: MemoryArguments) -> int:
+def memory(arguments: MemoryArguments) -> None:
     """Predict the memory of a step part by part, and where its peak is; no GPU needed.
 
     cs336 memory --size 2.7B --context_length 512 --precision bf16
@@ -118,15 +103,9 @@ def memory(arguments: MemoryArguments) -> int:
 
     config = arguments.run_config(device="cuda", model_factory=arguments.model)
     print(memory_table(config, trace=arguments.trace).render(arguments.format))
-    return 0
 
 
-@dataclass(frozen=True)
-class _FitArguments(FitArguments):
-    format: str = flag("terminal", "table format", FORMATS)
-
-
-def fit(arguments: _FitArguments) -> int:
+def fit(arguments: FitArguments) -> None:
     """Which sizes, contexts and batches fit on a GPU, and the largest that does; predicted in seconds without one.
 
     cs336 fit --gpu 24GiB
@@ -135,15 +114,9 @@ def fit(arguments: _FitArguments) -> int:
     from cs336_systems.predict.fit import fit_table
 
     print(fit_table(arguments).render(arguments.format))
-    return 0
 
 
-@dataclass(frozen=True)
-class _PlanArguments(PlanArguments):
-    format: str = flag("terminal", "table format", FORMATS)
-
-
-def plan(arguments: _PlanArguments) -> int:
+def plan(arguments: PlanArguments) -> None:
     """Predict memory and communication of a parallel layout, from one GPU to thousands.
 
     cs336 plan --size 2.7B --gpus 16 --gpu a100 --context_length 2048
@@ -152,7 +125,6 @@ def plan(arguments: _PlanArguments) -> int:
     from cs336_systems.experiments.ranks.layouts import tables_of
 
     print("\n\n".join(found.render(arguments.format) for found in tables_of(arguments)))
-    return 0
 
 
 def train(settings: TrainSettings) -> int:
@@ -168,13 +140,13 @@ def train(settings: TrainSettings) -> int:
 
 @dataclass(frozen=True)
 class TableArguments:
-    files: tuple[str, ...] = operands("files of records", "FILE")
+    files: tuple[str, ...] = flag((), "files of records", positional=True, metavar="FILE")
     format: str = flag("terminal", "output format", FORMATS)
     experiments: tuple[str, ...] = flag((), "only these experiments")
     output: str | None = flag(None, "write here instead of to the screen")
 
 
-def table(arguments: TableArguments) -> int:
+def table(arguments: TableArguments) -> None:
     """Records as tables.
 
     cs336 table runs/quick/records.jsonl --format md
@@ -194,25 +166,24 @@ def table(arguments: TableArguments) -> int:
     text = "\n\n".join(found.render(arguments.format) for found in tables(records, catalogue()))
     if arguments.output is None:
         print(text)
-        return 0
+        return
     try:
         Path(arguments.output).write_text(text + "\n")
     except OSError as error:
         raise UserError(f"cannot write {arguments.output!r}: {error.strerror}") from None
-    return 0
 
 
 @dataclass(frozen=True)
 class ReportArguments:
-    paths: tuple[str, ...] = operands("files of records, or folders that hold one", "PATH")
-    output: str = short_flag("report", "folder to write to", "-o")
+    paths: tuple[str, ...] = flag((), "files of records, or folders that hold one", positional=True, metavar="PATH")
+    output: str = flag("report", "folder to write to", short="-o")
     formats: tuple[str, ...] = flag((), "besides the page: md (with pictures), csv, latex, typst")
     lang: str = flag("en", "language; the page can be switched", ("en", "zh"))
     title: str = flag("", "heading of the report")
     published: bool = flag(False, "beside the same work: what write-ups of the course give for other GPUs")
 
 
-def report(arguments: ReportArguments) -> int:
+def report(arguments: ReportArguments) -> None:
     """Records as a write-up: one page that opens anywhere, and tables for papers. Several machines side by side.
 
     cs336 report runs/quick -o report
@@ -235,13 +206,12 @@ def report(arguments: ReportArguments) -> int:
         print(line.in_(language))
     for path in reversed(written.files):  # the page last, where it is seen
         print(path)
-    return 0
 
 
 @dataclass(frozen=True)
 class CompareArguments:
-    a: str = operand("file of records: before", "A")
-    b: str = operand("file of records: after", "B")
+    a: str = flag(MISSING, "file of records: before", positional=True, metavar="A")
+    b: str = flag(MISSING, "file of records: after", positional=True, metavar="B")
     metric: tuple[str, ...] = flag((), "what to compare, such as step_time,peak_memory (default: the time of a step)")
     experiments: tuple[str, ...] = flag((), "only these experiments")
     fail_if_slower: str | None = flag(None, "exit code 1 if some row of B is slower by more than this, such as 5%%")
@@ -293,7 +263,7 @@ class TuneArguments:
     format: str = flag("terminal", "table format", FORMATS)
 
 
-def tune(arguments: TuneArguments) -> int:
+def tune(arguments: TuneArguments) -> None:
     """Find the fastest tiles of the Triton attention kernels for this GPU, and keep them for later runs.
 
     cs336 tune --head_dims 64,128 --seconds 120
@@ -301,7 +271,6 @@ def tune(arguments: TuneArguments) -> int:
     from cs336_systems.experiments.attention.tune import tune as search
 
     print(search(arguments.head_dims, arguments.precisions, arguments.seconds).render(arguments.format))
-    return 0
 
 
 @dataclass(frozen=True)
@@ -309,7 +278,7 @@ class DoctorArguments:
     pass
 
 
-def doctor(arguments: DoctorArguments) -> int:
+def doctor(arguments: DoctorArguments) -> None:
     """Show what this machine has, what is missing, and how to fix it."""
     from cs336_systems.measure.doctor import examine
 
@@ -319,7 +288,6 @@ def doctor(arguments: DoctorArguments) -> int:
         print(
             f"{finding.mark:4} {finding.what:{width}}  {finding.seen}" + (f"  -> {finding.fix}" if finding.fix else "")
         )
-    return 0
 
 
 @dataclass(frozen=True)
@@ -327,7 +295,7 @@ class CompletionArguments:
     shell: str = flag("bash", "the shell to complete in", ("bash", "zsh"))
 
 
-def completion(arguments: CompletionArguments) -> int:
+def completion(arguments: CompletionArguments) -> None:
     """A completion script for your shell:  source <(cs336 completion)"""
     if arguments.shell == "zsh":
         print("autoload -U +X bashcompinit && bashcompinit")
@@ -345,7 +313,6 @@ def completion(arguments: CompletionArguments) -> int:
         f'  COMPREPLY=($(compgen -W "$words" -- "${{COMP_WORDS[COMP_CWORD]}}"))\n}}\n'
         "complete -o default -F _cs336 cs336"
     )
-    return 0
 
 
 def _run_manual() -> str:
@@ -360,7 +327,7 @@ def _run_manual() -> str:
 class Command:
     summary: str
     arguments: type
-    function: Callable[[Any], int]
+    function: Callable[[Any], int | None]
     manual: str | None = None
 
 
@@ -370,8 +337,8 @@ COMMANDS = {
     "profile": Command("kernels and memory of a step: tables, traces, a timeline", ProfileArguments, profile),
     "inspect": Command("a trace or a memory snapshot recorded elsewhere", InspectArguments, inspect),
     "memory": Command("what a step needs, part by part, without a GPU", MemoryArguments, memory),
-    "fit": Command("what fits on a given GPU", _FitArguments, fit),
-    "plan": Command("memory and communication of a parallel layout, one GPU to thousands", _PlanArguments, plan),
+    "fit": Command("what fits on a given GPU", FitArguments, fit),
+    "plan": Command("memory and communication of a parallel layout, one GPU to thousands", PlanArguments, plan),
     "train": Command("train a language model; resumes, survives faults", TrainSettings, train),
     "table": Command("records as terminal, Markdown, CSV, LaTeX or Typst tables", TableArguments, table),
     "report": Command("records as a page, Markdown, CSV, LaTeX, Typst; English or Chinese", ReportArguments, report),
@@ -394,17 +361,11 @@ def main(argv: list[str] | None = None) -> int:
     subparsers = parser.add_subparsers(dest="command", metavar="command", required=True, parser_class=Parser)
     for name, command in COMMANDS.items():
         manual = command.manual or command.function.__doc__
-        add_flags(subparsers.add_parser(name, help=command.summary, description=_dedent(manual)), command.arguments)
+        subparser = subparsers.add_parser(name, help=command.summary, description=cleandoc(manual or ""))
+        add_flags(subparser, command.arguments)
     namespace = parser.parse_args(argv)
     command = COMMANDS[namespace.command]
     return guarded(f"cs336 {namespace.command}", lambda: command.function(read_flags(command.arguments, namespace)))
-
-
-def _dedent(manual: str | None) -> str:
-    lines = (manual or "").strip().splitlines()
-    return "\n".join(
-        line.removeprefix("    ") if line.startswith("    ") and index else line for index, line in enumerate(lines)
-    )
 
 
 if __name__ == "__main__":

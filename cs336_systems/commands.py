@@ -11,20 +11,20 @@ from cs336_systems.flags import Parser, add_flags, read_flags
 
 
 def run_command(
-    program: str, manual: str | None, arguments: type, function: Callable[[Any], int], argv: list[str] | None
+    program: str, manual: str | None, arguments: type, function: Callable[[Any], int | None], argv: list[str] | None
 ) -> int:
     parser = Parser(prog=program, description=manual)
     add_flags(parser, arguments)
     return guarded(program, lambda: function(read_flags(arguments, parser.parse_args(argv))))
 
 
-def guarded(program: str, run: Callable[[], int]) -> int:
-    """Call `run` and return its exit code: 2 for user errors, 130 for Ctrl-C."""
+def guarded(program: str, run: Callable[[], int | None]) -> int:
+    """Call `run` and return its exit code (None: 0); 2 for user errors, 130 for Ctrl-C."""
     for stream in (sys.stdout, sys.stderr):
         if isinstance(stream, io.TextIOWrapper):
             stream.reconfigure(errors="replace")  # unsupported characters become question marks
     try:
-        code = run()
+        code = run() or 0
         sys.stdout.flush()
         return code
     except UserError as error:

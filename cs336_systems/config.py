@@ -11,7 +11,7 @@ so its names carry the year (`2026/xl`).
 import dataclasses
 import math
 import re
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -28,9 +28,9 @@ class UserError(ValueError):
     """An error that the user can fix: shown as one line with exit code 2 and no traceback."""
 
 
-def flag(default: Any, help: str, choices: tuple[str, ...] | None = None) -> Any:
-    """Return a dataclass field that is also a command-line flag (see flags.py)."""
-    return field(default=default, metadata={"help": help, "choices": choices})
+def flag(default: Any, help: str, choices: tuple[str, ...] | None = None, **metadata: Any) -> Any:
+    """Return a dataclass field that is also a command-line flag; `flags.add_flags` lists the metadata."""
+    return field(default=default, metadata={"help": help, "choices": choices, **metadata})
 
 
 def flag_like(owner: type, name: str) -> Any:
@@ -39,11 +39,11 @@ def flag_like(owner: type, name: str) -> Any:
     return field(default=spec.default, metadata=spec.metadata)
 
 
-def _positive(owner: Any, *names: str) -> None:
+def _at_least(least: int, owner: Any, *names: str) -> None:
     for name in names:
         value = getattr(owner, name)
-        if isinstance(value, bool) or not isinstance(value, int) or value < 1:
-            raise UserError(f"{name} must be a whole number of at least 1, got {value!r}")
+        if isinstance(value, bool) or not isinstance(value, int) or value < least:
+            raise UserError(f"{name} must be a whole number of at least {least}, got {value!r}")
 
 
 def _one_of(name: str, value: str, choices: tuple[str, ...]) -> None:
@@ -64,7 +64,7 @@ class ModelConfig:
     rope_theta: float = flag(10_000.0, "base of the rotary position embedding")
 
     def __post_init__(self) -> None:
-        _positive(self, "vocab_size", "context_length", "d_model", "num_layers", "num_heads", "d_ff")
+        _at_least(1, self, "vocab_size", "context_length", "d_model", "num_layers", "num_heads", "d_ff")
         if isinstance(self.rope_theta, bool) or not (
             isinstance(self.rope_theta, int | float) and math.isfinite(self.rope_theta) and self.rope_theta > 0
         ):
@@ -120,11 +120,8 @@ class RunConfig:
     model_factory: str | None = flag(None, "package.module:factory of your own nn.Module")
 
     def __post_init__(self) -> None:
-        _positive(self, "batch_size", "num_steps")
-        for name in ("warmup_steps", "checkpoint_blocks"):
-            value = getattr(self, name)
-            if isinstance(value, bool) or not isinstance(value, int) or value < 0:
-                raise UserError(f"{name} must be a whole number of at least 0, got {value!r}")
+        _at_least(1, self, "batch_size", "num_steps")
+        _at_least(0, self, "warmup_steps", "checkpoint_blocks")
         _one_of("mode", self.mode, MODES)
         _one_of("precision", self.precision, PRECISIONS)
         _one_of("attention", self.attention, ATTENTIONS)
@@ -237,19 +234,16 @@ def model_config(size: str, **overrides: Any) -> ModelConfig:
 
 def canonical_size(size: str, model: ModelConfig) -> str:
     """Return the name to show for `model`: `size` if the model still has the shape of that size."""
-    for name, shape in SIZES.items():
-        if name.lower() == size.lower() and _is_shape(model, shape):
-            return name
-    return size_name(model)
+    return next((name for name in _sizes_of(model) if name.lower() == size.lower()), size_name(model))
 
 
 def size_name(model: ModelConfig) -> str:
     """Return the first name in SIZES with this shape, or the shape itself."""
+    return next(_sizes_of(model), f"{model.d_model}/{model.d_ff}/{model.num_layers}/{model.num_heads}")
+
+
+def _sizes_of(model: ModelConfig) -> Iterator[str]:
+    """Yield the names in SIZES that have the shape of `model`, whatever its context."""
     for name, shape in SIZES.items():
-        if _is_shape(model, shape):
-            return name
-    return f"{model.d_model}/{model.d_ff}/{model.num_layers}/{model.num_heads}"
-
-
-def _is_shape(model: ModelConfig, shape: Mapping[str, int]) -> bool:
-    return all(getattr(model, name) == value for name, value in shape.items() if name != "context_length")
+        if all(getattr(model, key) == value for key, value in shape.items() if key != "context_length"):
+            yield name

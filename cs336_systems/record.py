@@ -10,7 +10,6 @@ import hashlib
 import json
 import math
 import os
-import random
 import statistics
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -25,7 +24,6 @@ SCHEMA_VERSION = 2
 """2 has `variant`. Version 1 had it in front of the metric's name; it is split off when such a file is read."""
 CELL_TIME = "cell_time"
 """The metric every cell ends with: seconds from start to end, set-up included. A cell is complete when it is there."""
-UNITS = ("s", "B", "B/s", "FLOP", "FLOP/s", "1", "")
 MIB = 2**20
 GIB = 2**30
 
@@ -364,18 +362,6 @@ def percentile(samples: Sequence[float], percent: float) -> float:
     position = (len(ordered) - 1) * percent / 100
     below, above = math.floor(position), math.ceil(position)
     return ordered[below] + (ordered[above] - ordered[below]) * (position - below)
-
-
-def bootstrap_interval(
-    samples: Sequence[float], *, confidence: float = 0.95, resamples: int = 2000, seed: int = 0
-) -> tuple[float, float]:
-    """Percentile bootstrap confidence interval of the mean; the same samples always give the same interval."""
-    if not samples:
-        raise ValueError("no samples")
-    generator = random.Random(seed)
-    means = sorted(statistics.fmean(generator.choices(samples, k=len(samples))) for _ in range(resamples))
-    tail = (1 - confidence) / 2 * 100
-    return percentile(means, tail), percentile(means, 100 - tail)
 
 
 def steady_from(samples: Sequence[float], tolerance: float = 0.05) -> int | None:

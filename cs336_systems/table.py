@@ -50,45 +50,33 @@ class Table:
 
         return PlainTable(
             title=text(self.title),
-            heads=[Head(text(column.name), text(column.unit), column.numeric) for column in self.columns],
+            columns=[Column(Text(text(c.name)), text(c.unit), c.numeric) for c in self.columns],
             rows=[[text(cell) for cell in row] for row in self.rows],
             notes=[text(note) for note in self.notes],
         )
-
-
-class Head(NamedTuple):
-    """The heading of a column in one language."""
-
-    name: str
-    unit: str
-    numeric: bool
-
-    @property
-    def whole(self) -> str:
-        return f"{self.name} ({self.unit})" if self.unit else self.name
 
 
 class PlainTable(NamedTuple):
     """A table in one language."""
 
     title: str
-    heads: list[Head]
+    columns: list[Column]
     rows: list[list[str]]
     notes: list[str]
 
 
 def _terminal(table: PlainTable) -> str:
     """Aligned columns, headings over two lines. Never wrapped: a number broken over two lines misleads."""
-    heads = [(head.name, f"({head.unit})" if head.unit else "") for head in table.heads]
+    heads = [(column.name.en, f"({column.unit})" if column.unit else "") for column in table.columns]
     grid = [[name for name, _ in heads], *([[unit for _, unit in heads]] if any(unit for _, unit in heads) else [])]
     lines = [*grid, *table.rows]
     widths = [max(_width(line[index]) for line in lines) for index in range(len(heads))]
 
     def draw(cells: Sequence[str]) -> str:
         padded = []
-        for cell, width, head in zip(cells, widths, table.heads, strict=True):
+        for cell, width, column in zip(cells, widths, table.columns, strict=True):
             padding = " " * (width - _width(cell))
-            padded.append(padding + cell if head.numeric else cell + padding)
+            padded.append(padding + cell if column.numeric else cell + padding)
         return "  ".join(padded).rstrip()
 
     rule = "─" * (sum(widths) + 2 * (len(widths) - 1))
@@ -108,8 +96,8 @@ def _markdown(table: PlainTable) -> str:
     def row(cells: Sequence[str]) -> str:
         return "| " + " | ".join(text(cell.replace("\\", "\\\\").replace("|", "\\|")) for cell in cells) + " |"
 
-    lines = [f"**{text(table.title)}**", "", row([head.whole for head in table.heads])]
-    lines.append("|" + "|".join("---:" if head.numeric else ":---" for head in table.heads) + "|")
+    lines = [f"**{text(table.title)}**", "", row([column.heading() for column in table.columns])]
+    lines.append("|" + "|".join("---:" if column.numeric else ":---" for column in table.columns) + "|")
     lines += [row(cells) for cells in table.rows]
     if table.notes:
         lines += ["", *(f"- {text(note)}" for note in table.notes)]
@@ -122,7 +110,7 @@ def _csv(table: PlainTable) -> str:
     # Python 3.11 does not quote a lone carriage return, and readers split the row at it.
     quote_all = any("\r" in cell for cell in cells)
     writer = csv.writer(text, lineterminator="\n", quoting=csv.QUOTE_ALL if quote_all else csv.QUOTE_MINIMAL)
-    writer.writerow([head.whole for head in table.heads])
+    writer.writerow([column.heading() for column in table.columns])
     writer.writerows(table.rows)
     return text.getvalue().rstrip("\n")
 
@@ -144,14 +132,14 @@ def _latex_text(text: str) -> str:
 
 
 def _latex(table: PlainTable) -> str:
-    alignment = "".join("r" if head.numeric else "l" for head in table.heads)
+    alignment = "".join("r" if column.numeric else "l" for column in table.columns)
 
     def row(cells: Sequence[str]) -> str:
         return "    " + " & ".join(_latex_text(cell) for cell in cells) + r" \\"
 
     lines = [r"\begin{table}", r"  \centering", rf"  \caption{{{_latex_text(table.title)}}}"]
     lines += [rf"  \begin{{tabular}}{{{alignment}}}", r"    \toprule"]
-    lines += [row([head.whole for head in table.heads]), r"    \midrule"]
+    lines += [row([column.heading() for column in table.columns]), r"    \midrule"]
     lines += [*(row(cells) for cells in table.rows), r"    \bottomrule", r"  \end{tabular}"]
     lines += [rf"  \par\footnotesize {_latex_text(note)}" for note in table.notes]
     return "\n".join([*lines, r"\end{table}"])
@@ -164,9 +152,9 @@ def _typst_text(text: str) -> str:
 
 
 def _typst(table: PlainTable) -> str:
-    alignment = ", ".join("right" if head.numeric else "left" for head in table.heads)
-    lines = ["#figure(", "  table(", f"    columns: {len(table.heads)},", f"    align: ({alignment},),"]
-    lines.append("    table.header(" + ", ".join(_typst_text(head.whole) for head in table.heads) + "),")
+    alignment = ", ".join("right" if column.numeric else "left" for column in table.columns)
+    lines = ["#figure(", "  table(", f"    columns: {len(table.columns)},", f"    align: ({alignment},),"]
+    lines.append("    table.header(" + ", ".join(_typst_text(column.heading()) for column in table.columns) + "),")
     lines += ["    " + ", ".join(_typst_text(cell) for cell in cells) + "," for cells in table.rows]
     lines += ["  ),", f"  caption: {_typst_text(table.title)},", ")"]
     lines += [_typst_text(note)[1:-1] for note in table.notes]

@@ -8,7 +8,6 @@ import gzip
 import json
 import zlib
 from collections import Counter
-from collections.abc import Iterable
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -69,10 +68,11 @@ class Timeline:
 
     def peak(self) -> Peak:
         """Return the first moment at which the allocated bytes were highest."""
-        events = sorted(_events(self.blocks), key=lambda event: (event[0], event[1] > 0))
+        events = [(block.start, block.size) for block in self.blocks]
+        events += [(block.end, -block.size) for block in self.blocks if block.end is not None]
         now = most = 0
         when = 0.0
-        for time, change in events:
+        for time, change in sorted(events, key=lambda event: (event[0], event[1] > 0)):
             now += change
             if now > most:
                 most, when = now, time
@@ -132,10 +132,3 @@ class Timeline:
                 raise
             reason = " ".join(str(error).split())
             raise UserError(f"{str(path)!r} is not a memory timeline, or is cut off: {reason}") from None
-
-
-def _events(blocks: Iterable[Block]) -> Iterable[tuple[float, int]]:
-    for block in blocks:
-        yield block.start, block.size
-        if block.end is not None:
-            yield block.end, -block.size

@@ -3,22 +3,22 @@
 import sys
 from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from cs336_systems.config import RunConfig, UserError, flag, flag_like
 from cs336_systems.experiments.catalogue import Request, catalogue
 from cs336_systems.experiments.kernels.kernel_time import KERNELS, kernel_tables
 from cs336_systems.experiments.session import SessionArguments, new_run_file, run_session
-from cs336_systems.measure.readers.nsys import find_nsys, read_nsys
-from cs336_systems.measure.readers.snapshot import read_snapshot
-from cs336_systems.measure.readers.trace import WHOLE, Trace, read_chrome, trace_metrics
 from cs336_systems.predict.model_flags import ShapeArguments
 from cs336_systems.record import GIB, MIB
 from cs336_systems.report import terms
 from cs336_systems.report.cells import CellView
-from cs336_systems.report.web.timeline_page import write_page
 from cs336_systems.table import Column, Table, word
 from cs336_systems.text import Text, say
 from cs336_systems.timeline import Timeline
+
+if TYPE_CHECKING:
+    from cs336_systems.measure.readers.trace import Trace
 
 LARGEST_SHOWN = 10
 
@@ -39,6 +39,8 @@ class ProfileArguments(SessionArguments, ShapeArguments):
 
 def run_profile(arguments: ProfileArguments) -> None:
     """Measure the profiles asked for, and show them."""
+    from cs336_systems.measure.readers.nsys import find_nsys
+
     wanted = arguments.only or tuple(_profiles())
     for name in wanted:
         if name not in _profiles():
@@ -88,6 +90,10 @@ def _without_graph(run: RunConfig) -> RunConfig:
 
 def inspected(path: Path) -> list[Table]:
     """The tables of a file; for a snapshot also a page, written beside it."""
+    from cs336_systems.measure.readers.nsys import read_nsys
+    from cs336_systems.measure.readers.snapshot import read_snapshot
+    from cs336_systems.measure.readers.trace import read_chrome
+
     name = path.name.lower()
     if name.endswith((".sqlite", ".db")):
         return _kernel_tables(path, read_nsys(path))
@@ -98,13 +104,17 @@ def inspected(path: Path) -> list[Table]:
     raise UserError(f"{str(path)!r}: traces end in .json, .json.gz or .sqlite, memory snapshots in .pickle")
 
 
-def _kernel_tables(path: Path, trace: Trace) -> list[Table]:
+def _kernel_tables(path: Path, trace: "Trace") -> list[Table]:
+    from cs336_systems.measure.readers.trace import WHOLE, trace_metrics
+
     if all(kernel.phase is None for kernel in trace.kernels):
         trace = replace(trace, kernels=[replace(kernel, phase=WHOLE) for kernel in trace.kernels])
     return kernel_tables([CellView.of("trace", {"size": path.name}, trace_metrics(trace))])
 
 
 def _memory_tables(path: Path, timeline: Timeline) -> list[Table]:
+    from cs336_systems.report.web.timeline_page import write_page
+
     page = path.with_suffix(".html")
     try:
         write_page(timeline, page)

@@ -10,10 +10,6 @@ from cs336_systems import record
 from cs336_systems.config import RunConfig, flag, flag_like
 from cs336_systems.experiments.catalogue import Request, catalogue
 from cs336_systems.experiments.runner import DEFAULT_TIMEOUT, Outcome, Runner, gather
-from cs336_systems.report.picture import save
-from cs336_systems.report.sections import pictures, tables
-from cs336_systems.report.timeline_picture import timeline_picture
-from cs336_systems.report.web.timeline_page import write_page
 from cs336_systems.timeline import TIMELINE_FILE, Timeline
 
 
@@ -32,6 +28,9 @@ class SessionArguments:
 
 def run_session(arguments: SessionArguments, path: Path, requests_on: Callable[[str], list[Request]]) -> Runner:
     """Measure the cells that `requests_on(device)` names, into `path`, and print their tables."""
+    from cs336_systems.report.picture import save
+    from cs336_systems.report.sections import pictures, tables
+
     with Runner(path, force=arguments.force, timeout=arguments.timeout, peak_tflops=arguments.peak_tflops) as runner:
         if arguments.device is None and runner.device == "cpu":
             print("no CUDA GPU found: running on the CPU", file=sys.stderr)
@@ -49,6 +48,10 @@ def run_session(arguments: SessionArguments, path: Path, requests_on: Callable[[
 
 def draw_timelines(folder: Path) -> list[Path]:
     """A page and a picture beside every timeline that an instrument has left, unless they are there."""
+    from cs336_systems.report.picture import save
+    from cs336_systems.report.timeline_picture import timeline_picture
+    from cs336_systems.report.web.timeline_page import write_page
+
     drawn = []
     for file in sorted(folder.rglob(TIMELINE_FILE)):
         page = file.with_name("timeline.html")

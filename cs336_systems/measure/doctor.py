@@ -22,7 +22,24 @@ class Finding:
 
 
 def examine() -> list[Finding]:
-    return [_torch(), _gpu(), *_gpu_state(), _triton(), _nvml(), _nsys(), _compiler(), *_host()]
+    triton = (capture().triton or "present") if importlib.util.find_spec("triton") else None
+    nvml = "bindings present" if importlib.util.find_spec("pynvml") else None
+    compiler = next((name for name in ("g++", "clang++", "c++") if shutil.which(name)), None)
+    return [
+        _torch(),
+        _gpu(),
+        *_gpu_state(),
+        _optional("triton", triton, "pip install triton (Linux); torch.compile on a GPU needs it"),
+        _optional("NVML", nvml, "pip install nvidia-ml-py, to record clocks and throttling"),
+        _optional("nsys", find_nsys() and "present", "torch.profiler is used instead"),
+        _optional("C++ compiler", compiler, "torch.compile on a CPU needs one: apt-get install g++"),
+        *_host(),
+    ]
+
+
+def _optional(what: str, seen: str | None, fix: str) -> Finding:
+    """A part that nothing depends on; `seen` is None where it is absent."""
+    return Finding("ok", what, seen) if seen else Finding("note", what, "absent", fix)
 
 
 def _torch() -> Finding:
@@ -65,31 +82,6 @@ def _gpu_state() -> list[Finding]:
     mark = "ok" if free > 0.9 * total else "note"
     findings.append(Finding(mark, "GPU memory", f"{free / GIB:.1f} of {total / GIB:.1f} GiB free"))
     return findings
-
-
-def _triton() -> Finding:
-    if importlib.util.find_spec("triton") is None:
-        return Finding("note", "triton", "absent", "pip install triton (Linux); torch.compile on a GPU needs it")
-    return Finding("ok", "triton", capture().triton or "present")
-
-
-def _nvml() -> Finding:
-    if importlib.util.find_spec("pynvml") is None:
-        return Finding("note", "NVML", "absent", "pip install nvidia-ml-py, to record clocks and throttling")
-    return Finding("ok", "NVML", "bindings present")
-
-
-def _nsys() -> Finding:
-    if find_nsys():
-        return Finding("ok", "nsys", "present")
-    return Finding("note", "nsys", "absent", "torch.profiler is used instead")
-
-
-def _compiler() -> Finding:
-    found = next((name for name in ("g++", "clang++", "c++") if shutil.which(name)), None)
-    if found:
-        return Finding("ok", "C++ compiler", found)
-    return Finding("note", "C++ compiler", "absent", "torch.compile on a CPU needs one: apt-get install g++")
 
 
 def _host() -> list[Finding]:

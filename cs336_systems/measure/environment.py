@@ -7,7 +7,6 @@ import os
 import platform
 import socket
 import subprocess
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -68,37 +67,25 @@ def _gpu(index: int) -> dict[str, Any]:
 
 
 def _nvml(index: int) -> dict[str, Any]:
-    """Return driver, clocks, throttling and other processes on the GPU; empty where NVML is not available."""
+    """Return driver, clocks, throttling and other processes on the GPU, as far as NVML can tell."""
+    try:
+        import pynvml as nvml
+    except ImportError:
+        return {}
     values: dict[str, Any] = {}
-    with contextlib.suppress(ImportError), _nvml_session() as nvml:
-        if nvml is None:
-            return values
-        uuid = str(torch.cuda.get_device_properties(index).uuid)
-        with contextlib.suppress(nvml.NVMLError):
-            handle = nvml.nvmlDeviceGetHandleByUUID(uuid if uuid.startswith("GPU-") else f"GPU-{uuid}")
-            values["driver"] = nvml.nvmlSystemGetDriverVersion()
-            values["sm_clock_mhz"] = nvml.nvmlDeviceGetClockInfo(handle, nvml.NVML_CLOCK_SM)
-            values["sm_clock_max_mhz"] = nvml.nvmlDeviceGetMaxClockInfo(handle, nvml.NVML_CLOCK_SM)
-            reasons = nvml.nvmlDeviceGetCurrentClocksThrottleReasons(handle)
-            values["throttle_reasons"] = tuple(name for bit, name in _THROTTLE_REASONS.items() if reasons & bit)
-            processes = nvml.nvmlDeviceGetComputeRunningProcesses(handle)
-            values["other_gpu_processes"] = sum(process.pid != os.getpid() for process in processes)
+    uuid = str(torch.cuda.get_device_properties(index).uuid)
+    with contextlib.suppress(nvml.NVMLError), contextlib.ExitStack() as stack:
+        nvml.nvmlInit()
+        stack.callback(nvml.nvmlShutdown)
+        handle = nvml.nvmlDeviceGetHandleByUUID(uuid if uuid.startswith("GPU-") else f"GPU-{uuid}")
+        values["driver"] = nvml.nvmlSystemGetDriverVersion()
+        values["sm_clock_mhz"] = nvml.nvmlDeviceGetClockInfo(handle, nvml.NVML_CLOCK_SM)
+        values["sm_clock_max_mhz"] = nvml.nvmlDeviceGetMaxClockInfo(handle, nvml.NVML_CLOCK_SM)
+        reasons = nvml.nvmlDeviceGetCurrentClocksThrottleReasons(handle)
+        values["throttle_reasons"] = tuple(name for bit, name in _THROTTLE_REASONS.items() if reasons & bit)
+        processes = nvml.nvmlDeviceGetComputeRunningProcesses(handle)
+        values["other_gpu_processes"] = sum(process.pid != os.getpid() for process in processes)
     return values
-
-
-@contextlib.contextmanager
-def _nvml_session() -> Iterator[Any]:
-    import pynvml
-
-    try:
-        pynvml.nvmlInit()
-    except pynvml.NVMLError:
-        yield None
-        return
-    try:
-        yield pynvml
-    finally:
-        pynvml.nvmlShutdown()
 
 
 def _git() -> dict[str, Any]:

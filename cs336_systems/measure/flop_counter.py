@@ -5,22 +5,13 @@ from collections.abc import Callable
 import torch
 from torch.utils.flop_counter import FlopCounterMode, sdpa_backward_flop_count, sdpa_flop_count
 
-Shape = tuple[int, ...]
-
-
-def _forward(q: Shape, k: Shape, v: Shape, *_: object, **__: object) -> int:
-    return sdpa_flop_count(q, k, v)
-
-
-def _backward(grad: Shape, q: Shape, k: Shape, v: Shape, *_: object, **__: object) -> int:
-    return sdpa_backward_flop_count(grad, q, k, v)
-
-
 _aten = torch.ops.aten
 # torch's counter lacks the CPU's fused attention operators; its own formulas apply to them.
 _CPU_ATTENTION = {
-    _aten._scaled_dot_product_flash_attention_for_cpu: _forward,
-    _aten._scaled_dot_product_flash_attention_for_cpu_backward: _backward,
+    _aten._scaled_dot_product_flash_attention_for_cpu: lambda q, k, v, *_, **__: sdpa_flop_count(q, k, v),
+    _aten._scaled_dot_product_flash_attention_for_cpu_backward: lambda grad, q, k, v, *_, **__: (
+        sdpa_backward_flop_count(grad, q, k, v)
+    ),
 }
 
 

@@ -106,7 +106,8 @@ def trace_memory(step: TrainStep, batch: tuple[Tensor, Tensor], *, largest: int 
             history.stop()
     blocks = _storage_blocks(log, begin) if history is None else _allocator_blocks(log, history, begin)
     phases = [Span(span.name, span.start - begin, span.end - begin) for span in log.phases]
-    timeline = Timeline(_title(step), _device_name(step.device), blocks, phases)
+    device = "CPU" if history is None else torch.cuda.get_device_name(step.device)
+    timeline = Timeline(_title(step), device, blocks, phases)
     moment, requested = timeline.peak()
     parts = timeline.parts_at(moment)
     peak = requested if history is None else history.peak
@@ -124,10 +125,6 @@ def _title(step: TrainStep) -> str:
     return (
         f"{run.model_factory or run.size}, {run.mode}, {run.precision}, {shape}, attention {run.attention}{recomputed}"
     )
-
-
-def _device_name(device: torch.device) -> str:
-    return torch.cuda.get_device_name(device) if device.type == "cuda" else "CPU"
 
 
 def _both(first: Watch, second: Watch) -> Watch:

@@ -30,8 +30,8 @@ from cs336_systems.kernels.fused import nodes as fused
 from cs336_systems.kernels.fused import pointwise
 from cs336_systems.predict.allocator import CachingAllocator
 from cs336_systems.predict.memory_model import ROUNDING, MemoryEstimate, workspace
-from cs336_systems.step.optimizers import adapt
 from cs336_systems.step.train_step import TrainStep
+from cs336_systems.step.updates import adapt
 
 LABEL_OF_PHASE = {
     "forward": "activations",

@@ -2,7 +2,6 @@
 
 from contextlib import ExitStack
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -42,13 +41,10 @@ def saved_tensors(step: TrainStep, batch: tuple[Tensor, Tensor]) -> list[Saved]:
             held.append(tensor.detach())
         return tensor
 
-    def unpack(tensor: Any) -> Any:
-        return tensor
-
     with ExitStack() as stack:
         if not step.config.compile:  # a compiled model does not call its modules
             stack.enter_context(modules.following(step.model))
-        stack.enter_context(torch.autograd.graph.saved_tensors_hooks(pack, unpack))
+        stack.enter_context(torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor))
         loss = step.loss(step.logits(batch[0]), batch[1])
     del loss
     return list(found.values())

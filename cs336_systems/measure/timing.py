@@ -13,7 +13,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from cs336_systems.parallel.collectives import message_device
+from cs336_systems.parallel.collectives import communication_device
 from cs336_systems.record import Metric
 from cs336_systems.step.train_step import TrainStep, Watch
 
@@ -178,6 +178,6 @@ def _step(run: Callable[[Watch], object], stopwatch: Stopwatch) -> None:
 def _max_over_ranks(samples: dict[str, list[float]]) -> dict[str, list[float]]:
     if not dist.is_initialized() or dist.get_world_size() == 1 or not samples:
         return samples
-    table = torch.tensor([samples[name] for name in samples], dtype=torch.float64, device=message_device())
+    table = torch.tensor([samples[name] for name in samples], dtype=torch.float64, device=communication_device())
     dist.all_reduce(table, op=dist.ReduceOp.MAX)
     return dict(zip(samples, table.tolist(), strict=True))

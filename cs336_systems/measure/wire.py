@@ -26,7 +26,7 @@ class Link(NamedTuple):
 
 
 @dataclass
-class Message:
+class Transfer:
     """One collective, as this rank has seen it."""
 
     collective: str
@@ -56,7 +56,7 @@ class Wire:
     """A log of collectives. With a `link`, all-reduces run one after another and take as long as on that network."""
 
     def __init__(self, link: Sequence[float] | None = None):
-        self.messages: list[Message] = []
+        self.transfers: list[Transfer] = []
         self._link = None if link is None else Link(*link)
         self._free_at = 0.0
 
@@ -72,35 +72,35 @@ class Wire:
     def _tap(self, name: str, send: Callable[..., Any], full_array: int) -> Callable[..., Any]:
         def tapped(*args: Any, async_op: bool = False, **kwargs: Any) -> Any:
             array: Tensor = args[full_array] if args else kwargs["tensor"]
-            message = Message(name, array.nbytes, time.perf_counter())
-            self.messages.append(message)
-            until = self._slow(message) if self._link and name == "all_reduce" else 0.0
-            sent = _Sent(message, send(*args, async_op=True, **kwargs), until)
+            transfer = Transfer(name, array.nbytes, time.perf_counter())
+            self.transfers.append(transfer)
+            until = self._slow(transfer) if self._link and name == "all_reduce" else 0.0
+            sent = _Sent(transfer, send(*args, async_op=True, **kwargs), until)
             return sent if async_op else sent.wait()
 
         return tapped
 
-    def _slow(self, message: Message) -> float:
+    def _slow(self, transfer: Transfer) -> float:
         """Return the time at which the collective may end; it starts when the one before it has ended."""
         assert self._link is not None
-        message.start = max(message.start, self._free_at)
-        self._free_at = message.start + self._link.latency + message.nbytes / self._link.bandwidth
+        transfer.start = max(transfer.start, self._free_at)
+        self._free_at = transfer.start + self._link.latency + transfer.nbytes / self._link.bandwidth
         return self._free_at
 
 
 class _Sent:
     """A `Work` that records when it ends, and does not end before `until`."""
 
-    def __init__(self, message: Message, work: Any, until: float):
-        self._message, self._work, self._until = message, work, until
+    def __init__(self, transfer: Transfer, work: Any, until: float):
+        self._transfer, self._work, self._until = transfer, work, until
         # Gloo's thread calls this at the end of the collective; the caller may wait much later. Its reduce-scatter has
         # no future: its end is recorded when the caller waits.
         with suppress(RuntimeError):
             work.get_future().then(self._record_end)
 
     def _record_end(self, future: Any) -> None:
-        if self._message.end is None:
-            self._message.end = max(time.perf_counter(), self._until)
+        if self._transfer.end is None:
+            self._transfer.end = max(time.perf_counter(), self._until)
 
     def wait(self) -> None:
         self._work.wait()

@@ -18,11 +18,33 @@ all_gather: Callable[..., Any] = getattr(dist, "all_gather_single", None) or dis
 reduce_scatter: Callable[..., Any] = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
 
 
-def message_device() -> torch.device:
+def communication_device() -> torch.device:
     """Return the device of tensors for collectives: the GPU for NCCL, the CPU for Gloo."""
     if dist.get_backend() == "nccl":
         return torch.device("cuda", torch.cuda.current_device())
     return torch.device("cpu")
+
+
+class Wrapper(nn.Module):
+    """The base class of models over ranks: the same model on all of them, and its own state dict."""
+
+    def __init__(self, module: nn.Module):
+        super().__init__()
+        require_group(type(self).__name__)
+        require_same(module)
+        self.module = module
+
+    def state_dict(self, *args: Any, **kwargs: Any) -> Any:
+        """Return the module's own state dict: checkpoints do not depend on the wrapper."""
+        return self.module.state_dict(*args, **kwargs)
+
+    def load_state_dict(self, *args: Any, **kwargs: Any) -> Any:
+        return self.module.load_state_dict(*args, **kwargs)
+
+
+def require_group(name: str) -> None:
+    if not dist.is_initialized():
+        raise RuntimeError(f"{name} needs a process group; call dist.init_process_group first")
 
 
 def require_same(module: nn.Module) -> None:
@@ -53,6 +75,16 @@ def broadcast(tensors: Iterable[Tensor]) -> None:
         dist.broadcast(flat, 0)
         for t, part in zip(chunk, flat.split([t.numel() for t in chunk]), strict=True):
             t.copy_(part.view(t.shape))
+
+
+def persistent_buffers(module: nn.Module) -> dict[str, Tensor]:
+    """Return the buffers that checkpoints keep, by name. The others are constants, such as RoPE's tables."""
+    return {
+        f"{prefix}.{name}".lstrip("."): buffer
+        for prefix, part in module.named_modules()
+        for name, buffer in part._buffers.items()
+        if buffer is not None and name not in part._non_persistent_buffers_set
+    }
 
 
 def by_kind(tensors: Iterable[T]) -> list[list[T]]:

@@ -33,7 +33,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.autograd import Variable
 
-from cs336_systems.parallel.collectives import broadcast, by_kind, pack, require_same, views
+from cs336_systems.parallel.collectives import Wrapper, broadcast, by_kind, pack, persistent_buffers, views
 
 MIB = 1 << 20
 
@@ -51,16 +51,12 @@ class Gradients(IntEnum):
     """A forward pass inside of `no_sync` followed: sent gradients may have grown since."""
 
 
-class DataParallel(nn.Module, ABC):
-    """The base class of the variants: the same model on all ranks, buckets, and `no_sync`."""
+class DataParallel(Wrapper, ABC):
+    """The base class of the variants: buckets and `no_sync`."""
 
     def __init__(self, module: nn.Module):
-        super().__init__()
-        if not dist.is_initialized():
-            raise RuntimeError(f"{type(self).__name__} needs a process group; call dist.init_process_group first")
-        self.module = module
+        super().__init__(module)
         self._start()
-        require_same(module)
         with torch.no_grad():
             broadcast([*module.parameters(), *module.buffers()])
 
@@ -85,13 +81,6 @@ class DataParallel(nn.Module, ABC):
         super().__setstate__(state)
         self._start()
 
-    def state_dict(self, *args: Any, **kwargs: Any) -> Any:
-        """Return the module's own state dict: checkpoints do not depend on the wrapper."""
-        return self.module.state_dict(*args, **kwargs)
-
-    def load_state_dict(self, *args: Any, **kwargs: Any) -> Any:
-        return self.module.load_state_dict(*args, **kwargs)
-
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         self._before_forward()
         return self.module(*args, **kwargs)
@@ -104,9 +93,8 @@ class DataParallel(nn.Module, ABC):
             self._drop_failed_backward()
         self._update_buckets()
         if self._synchronizes:
-            buffers = _persistent_buffers(self.module)
             with torch.no_grad():
-                broadcast(buffers)
+                broadcast(persistent_buffers(self.module).values())
         if self._synchronizes:
             reached = Gradients.SENT
         else:
@@ -325,13 +313,3 @@ def _register_hooks(wrapper: DataParallel, bucket: Bucket, i: int) -> tuple[Any,
 
     parameter = bucket.parameters[i]
     return parameter.register_hook(before), parameter.register_post_accumulate_grad_hook(after)
-
-
-def _persistent_buffers(module: nn.Module) -> list[Tensor]:
-    """Return the buffers that checkpoints keep. The others are constants of each rank, such as RoPE's tables."""
-    return [
-        buffer
-        for part in module.modules()
-        for name, buffer in part._buffers.items()
-        if buffer is not None and name not in part._non_persistent_buffers_set
-    ]

@@ -31,7 +31,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from cs336_systems.parallel import collectives
-from cs336_systems.parallel.collectives import broadcast, by_kind, require_same
+from cs336_systems.parallel.collectives import Wrapper, broadcast, by_kind
 from cs336_systems.parallel.ddp import Bucket
 
 AHEAD = 2
@@ -40,7 +40,7 @@ SCATTERS = 2
 """Largest number of reduce-scatters in flight: each holds a full gradient."""
 
 
-class FSDP(nn.Module):
+class FSDP(Wrapper):
     """Shard the weights of the Linear and Embedding modules of `module`, in place.
 
     - `compute_dtype`: dtype in which weights are gathered and used, and to which inputs of the sharded modules are
@@ -48,6 +48,7 @@ class FSDP(nn.Module):
     - `device`: where a module on the "meta" device is allocated. The modules' own `reset_parameters()` fill it weight
       by weight, so that no rank ever holds the whole model.
     - All ranks must run the same modules in the same order.
+    - `state_dict` returns this rank's shards; `gather_full_params` returns full weights.
     """
 
     def __init__(
@@ -57,11 +58,7 @@ class FSDP(nn.Module):
         *,
         device: torch.device | str = "cpu",
     ):
-        super().__init__()
-        if not dist.is_initialized():
-            raise RuntimeError("FSDP needs a process group; call dist.init_process_group first")
-        require_same(module)
-        self.module = module
+        super().__init__(module)
         users = _users(module)
         for prefix, part in module.named_modules():
             _materialize(prefix, part, torch.device(device), keep=users)
@@ -106,13 +103,6 @@ class FSDP(nn.Module):
             if not _in_backward():
                 for unit in self._units:  # prefetched, but not used in this forward
                     unit.free()
-
-    def state_dict(self, *args: Any, **kwargs: Any) -> Any:
-        """Return the module's state dict, with this rank's shards; `gather_full_params` returns full weights."""
-        return self.module.state_dict(*args, **kwargs)
-
-    def load_state_dict(self, *args: Any, **kwargs: Any) -> Any:
-        return self.module.load_state_dict(*args, **kwargs)
 
     @torch.no_grad()
     def finish_gradient_synchronization(self) -> None:

@@ -21,7 +21,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.optim import Optimizer
 
-from cs336_systems.parallel.collectives import message_device, views
+from cs336_systems.parallel.collectives import communication_device, require_group, views
 
 CHUNKS = 4
 """Chunks of one owner: enough to overlap update and broadcast, few enough that each is large."""
@@ -42,8 +42,7 @@ class ShardedOptimizer(Optimizer):
     """
 
     def __init__(self, params: Iterable[Any], optimizer_cls: type[Optimizer], **kwargs: Any):
-        if not dist.is_initialized():
-            raise RuntimeError("ShardedOptimizer needs a process group; call dist.init_process_group first")
+        require_group(type(self).__name__)
         if not (isinstance(optimizer_cls, type) and issubclass(optimizer_cls, Optimizer)):
             raise TypeError(f"optimizer_cls must be a torch.optim.Optimizer class, got {optimizer_cls!r}")
         self._optimizer_cls, self._kwargs = optimizer_cls, kwargs
@@ -266,6 +265,6 @@ def _from_owner(owner: int, described: Any, value: Any) -> Any:
     if not isinstance(described, Tensor):
         return described
     received = value.detach().clone() if dist.get_rank() == owner else torch.empty_like(described, device="cpu")
-    received = received.to(message_device())
+    received = received.to(communication_device())
     dist.broadcast(received, owner)
     return received.cpu()

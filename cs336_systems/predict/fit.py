@@ -9,7 +9,7 @@ from cs336_systems.config import COURSE_SIZES, RunConfig, UserError, flag, flag_
 from cs336_systems.predict.gpus import CARDS, find_card
 from cs336_systems.predict.memory_model import estimate
 from cs336_systems.record import GIB
-from cs336_systems.table import Column, Table, word
+from cs336_systems.table import FORMATS, Column, Table, word
 from cs336_systems.text import Text, say
 
 CONTEXT_RESERVE = 0.6 * GIB
@@ -29,6 +29,7 @@ class FitArguments:
     precision: str = flag_like(RunConfig, "precision")
     attention: str = flag_like(RunConfig, "attention")
     checkpoint_blocks: int = flag_like(RunConfig, "checkpoint_blocks")
+    format: str = flag("terminal", "table format", FORMATS)
 
 
 def gpu_bytes(text: str) -> int:

@@ -9,7 +9,7 @@ from cs336_systems.config import RunConfig
 
 
 def forward_flops(config: RunConfig) -> int:
-    return _linear_flops(config) + _attention_flops(config)
+    return 2 * config.tokens * config.model.linear_parameters + _attention_flops(config)
 
 
 def model_flops(config: RunConfig) -> int:
@@ -28,10 +28,6 @@ def executed_flops(config: RunConfig) -> int:
     if config.checkpoint_blocks:
         flops += _recomputed_flops(config)
     return flops
-
-
-def _linear_flops(config: RunConfig) -> int:
-    return 2 * config.tokens * config.model.linear_parameters
 
 
 def _attention_flops(config: RunConfig) -> int:

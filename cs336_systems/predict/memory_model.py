@@ -120,16 +120,14 @@ class Tensors:
     def gain(self) -> int:
         return self._bytes(self.config.model.d_model, 4)
 
-    def block_parameters(self) -> int:
-        return 4 * self.square(4) + 3 * self.wide(4) + 2 * self.gain()
-
     @cached_property
     def parameter_rounding(self) -> int:
         block = [self.gain(), *[self.square(4)] * 4, self.gain(), *[self.wide(4)] * 3]
         return self.rounding([self.embedding(4), *block * self.config.model.num_layers, self.gain(), self.embedding(4)])
 
     def parameters(self) -> int:
-        return self.config.model.num_layers * self.block_parameters() + 2 * self.embedding(4) + self.gain()
+        block = 4 * self.square(4) + 3 * self.wide(4) + 2 * self.gain()
+        return self.config.model.num_layers * block + 2 * self.embedding(4) + self.gain()
 
     def optimizer_state(self) -> int:
         """Bytes of AdamW's two moments and its step count per parameter tensor."""
@@ -233,12 +231,10 @@ class SimulatedStep:
 
     # -- allocator rounding -----------------------------------------------------------------------------------------
 
-    def _kept_rounding(self, *, keep: bool) -> int:
-        """Rounding of the tensors that a block keeps in forward: saved tensors and autocast's weight copies."""
-        return self._kept_roundings[keep]
-
     @cached_property
-    def _kept_roundings(self) -> dict[bool, int]:
+    def _kept_rounding(self) -> dict[bool, int]:
+        """Rounding of the tensors that a block keeps in forward, by whether it saves activations: these, if it does,
+        and autocast's weight copies."""
         t, layers = self.t, self.config.model.num_layers
         square, wide = ([t.square(2)], [t.wide(2)]) if t.low_precision else ([], [])
         r, r4, hidden = t.residual(t.s), t.residual(4), t.hidden()
@@ -323,7 +319,7 @@ class SimulatedStep:
         if group:
             # Autocast frees its copies on exit, except those that a graph saves: the head's.
             ledger.drop("weight casts", layers * self.block_casts)
-            ledger.drop(ROUNDING, layers * self._kept_rounding(keep=False))
+            ledger.drop(ROUNDING, layers * self._kept_rounding[False])
 
     def _cast(self, size: int, *, beside: int = 0) -> None:
         """Add autocast's copy of a weight, kept until autocast exits, while `beside` temporary bytes are allocated."""
@@ -342,7 +338,7 @@ class SimulatedStep:
         t, ledger = self.t, self.ledger
         r, r4, hidden = t.residual(t.s), t.residual(4), t.hidden()
         start = ledger.live["activations"]
-        ledger.add(ROUNDING, self._kept_rounding(keep=keep))
+        ledger.add(ROUNDING, self._kept_rounding[keep])
         self._norm_forward(keep=keep)
         self._cast(3 * t.square(2))
         ledger.touch(5 * r + 2 * r4 + (r if t.low_precision else 0))  # q, k, v, rotated q, and k being rotated
@@ -443,7 +439,7 @@ class SimulatedStep:
     def _block_backward(self) -> None:
         """Run a block's backward: free its activations and its input, add its gradients."""
         ledger, t = self.ledger, self.t
-        ledger.drop(ROUNDING, self._kept_rounding(keep=True))
+        ledger.drop(ROUNDING, self._kept_rounding[True])
         ledger.add(ROUNDING, t.parameter_rounding // self.config.model.num_layers)
         r, hidden = t.residual(t.s), t.hidden()
         cast_copy = r if t.low_precision else 0

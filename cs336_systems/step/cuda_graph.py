@@ -41,7 +41,7 @@ class StepGraph:
             return self._run_eagerly(batches)
         if self._inputs is None or self._targets is None:
             self._inputs, self._targets = self._capture(batches)
-        elif not self._is_captured_for(batches):
+        elif len(batches) != self._count or any(inputs.shape != self._inputs.shape for inputs, _ in batches):
             return self._run_eagerly(batches)
         losses = []
         for number, (inputs, targets) in enumerate(batches):
@@ -52,10 +52,6 @@ class StepGraph:
             losses.append(self._losses[name].clone())
         self._graphs["update"].replay()
         return torch.stack(losses).mean()
-
-    def _is_captured_for(self, batches: Batches) -> bool:
-        assert self._inputs is not None
-        return len(batches) == self._count and all(inputs.shape == self._inputs.shape for inputs, _ in batches)
 
     def _run_eagerly(self, batches: Batches) -> Tensor:
         """Run on the stream of the later capture, because autograd nodes remember the stream they were made on."""

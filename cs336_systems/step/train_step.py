@@ -27,10 +27,9 @@ from cs336_systems.config import ModelConfig, RunConfig, UserError
 from cs336_systems.kernels.flash.dispatch import best_fused, gluon_problem, triton_problem
 from cs336_systems.kernels.fused.packed_adamw import PackedAdamW
 from cs336_systems.model import TransformerLM
-from cs336_systems.parallel.collectives import message_device
+from cs336_systems.parallel.collectives import communication_device
 from cs336_systems.step.cuda_graph import Batches, StepGraph
-from cs336_systems.step.loss_scale import LossScale, Update
-from cs336_systems.step.optimizers import StepOptimizer, adapt
+from cs336_systems.step.updates import LossScale, Update, adapt
 
 Watch = Callable[[str], AbstractContextManager]
 Scaling = Callable[[Tensor], Tensor]
@@ -75,7 +74,7 @@ class TrainStep:
         if optimizer is None and self.trains:
             optimizer = self._default_optimizer()
         self.optimizer = optimizer
-        self._adapted: StepOptimizer | None = adapt(optimizer) if optimizer is not None else None
+        self._adapted = adapt(optimizer) if optimizer is not None else None
         # A measured step scales by GradScaler, whose decision stays on the device; `train` by `loss_scale`.
         self.scaler = torch.amp.GradScaler(self.device.type, enabled=config.precision == "fp16" and self.trains)
         self.loss_scale = loss_scale or LossScale.of(config.precision)
@@ -281,7 +280,7 @@ def _agree(loss: float, stop: bool) -> tuple[float, bool]:
     """Return the mean loss over ranks, and whether any rank asks to stop."""
     if not dist.is_initialized():
         return loss, stop
-    shared = torch.tensor([loss, float(stop)], dtype=torch.float64, device=message_device())
+    shared = torch.tensor([loss, float(stop)], dtype=torch.float64, device=communication_device())
     dist.all_reduce(shared)
     total, stops = shared.tolist()
     return total / dist.get_world_size(), bool(stops)

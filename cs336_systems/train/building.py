@@ -11,8 +11,8 @@ from cs336_systems.kernels.fused.packed_adamw import PackedAdamW
 from cs336_systems.model import TransformerLM
 from cs336_systems.parallel import DDP, FSDP, ShardedOptimizer
 from cs336_systems.parallel.launch import Rank
-from cs336_systems.step.loss_scale import LossScale
 from cs336_systems.step.train_step import AUTOCAST_DTYPES, TrainStep, build_model, require_device
+from cs336_systems.step.updates import LossScale
 from cs336_systems.train.settings import OptimizerSettings, TrainSettings
 
 BUCKET_MB = 25

@@ -16,10 +16,7 @@ import json
 import os
 import secrets
 import shutil
-import threading
 import warnings
-from collections.abc import Iterable
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -33,23 +30,18 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import DTensor, Shard
 
 from cs336_systems.config import UserError
-from cs336_systems.step.optimizers import adapt
+from cs336_systems.parallel.collectives import persistent_buffers
+from cs336_systems.step.updates import adapt
 
 FORMAT = 1
 MANIFEST = "manifest.json"
-_CHUNK_BYTES = 1 << 22
 
 
-@dataclass(frozen=True)
-class Checkpoint:
+class Checkpoint(NamedTuple):
     """A checkpoint that is complete and verified."""
 
     path: Path
     manifest: dict[str, Any]
-
-    @property
-    def step(self) -> int:
-        return self.manifest["step"]
 
 
 class Store:
@@ -60,9 +52,7 @@ class Store:
         self.folder = folder
         self.keep = keep
         self.keep_every = keep_every
-        self._ranks = _Ranks(dist.new_group(backend="gloo") if is_async and dist.is_initialized() else None)
-        self._thread: threading.Thread | None = None
-        self._saved: Path | None = None
+        self._group = dist.new_group(backend="gloo") if is_async else None
         self._damaged: set[Path] = set()
         """Checkpoints that `newest` has found damaged, on rank 0."""
 
@@ -71,7 +61,7 @@ class Store:
     def prepare(self) -> None:
         """Create the folder, and remove what an interrupted save has left."""
         problem = None
-        if _rank() == 0:
+        if dist.get_rank() == 0:
             try:
                 self.folder.mkdir(parents=True, exist_ok=True)
                 probe = self.folder / f".write-{secrets.token_hex(4)}"
@@ -87,12 +77,12 @@ class Store:
         """Save `state`; `manifest` has at least the step. Return None if it failed: older checkpoints are untouched."""
         step = manifest["step"]
         final = self.folder / _name(step)
-        if self._ranks.from_first(final.exists() and _verify(final).problem is None):  # saved before a restart
+        if from_first(final.exists() and _verify(final).problem is None, self._group):  # saved before a restart
             return final
-        unfinished = self.folder / self._ranks.from_first(f"{_name(step)}.tmp-{secrets.token_hex(4)}")
+        unfinished = self.folder / from_first(f"{_name(step)}.tmp-{secrets.token_hex(4)}", self._group)
         problem = self._write(state, unfinished)
-        hashes = self._ranks.gather(_hashes(_own_files(unfinished)) if problem is None else {})
-        if problem is None and _rank() == 0:
+        hashes = gather(_own_hashes(unfinished) if problem is None else {}, self._group)
+        if problem is None and dist.get_rank() == 0:
             files = {name: entry for part in hashes for name, entry in part.items()}
             try:
                 if final.exists():  # a damaged one of the same step
@@ -101,56 +91,34 @@ class Store:
                 self._damaged.discard(final)
             except OSError as error:
                 problem = str(error)
-        if problem := self._ranks.from_first(problem):
-            if _rank() == 0:
+        if problem := from_first(problem, self._group):
+            if dist.get_rank() == 0:
                 shutil.rmtree(unfinished, ignore_errors=True)
                 warnings.warn(f"checkpoint of step {step} not saved: {problem}; training continues", stacklevel=2)
             return None
         self._tidy()
         return final
 
-    def start(self, state: dict[str, Any], manifest: dict[str, Any]) -> None:
-        """Save in a thread; `state` must not change until `finish` returns the result."""
-        assert self._thread is None
-
-        def work() -> None:
-            self._saved = self.save(state, manifest)
-
-        self._saved = None
-        self._thread = threading.Thread(target=work, daemon=True)
-        self._thread.start()
-
-    @property
-    def is_saving(self) -> bool:
-        return self._thread is not None and self._thread.is_alive()
-
-    def finish(self) -> Path | None:
-        """Wait for the save in the thread; return its path, or None if it failed."""
-        assert self._thread is not None
-        self._thread.join()
-        self._thread = None
-        return self._saved
-
     def _write(self, state: dict[str, Any], folder: Path) -> str | None:
         """Write the tensors; return, on all ranks, why it failed on any of them, or None."""
         problem = None
         try:
             writer = FileSystemWriter(folder, single_file_per_rank=True, sync_files=True)
-            dcp.save(state, storage_writer=writer, process_group=self._ranks.group, no_dist=not dist.is_initialized())
+            dcp.save(state, storage_writer=writer, process_group=self._group)
         except CheckpointException as error:  # a failure on any rank, such as a full disk; it is no Exception
             causes = [cause for cause, _ in error.failures.values()]
             problem = " ".join(str(causes[0] if causes else error).split())[:200]
         except Exception as error:
             problem = " ".join(str(error).split())[:200] or type(error).__name__
-        return next((found for found in self._ranks.gather(problem) if found), None)
+        return next((found for found in gather(problem, self._group) if found), None)
 
     def _tidy(self) -> None:
         """Remove checkpoints that are neither among the latest nor of a multiple of `keep_every`."""
-        if _rank() != 0:
+        if dist.get_rank() != 0:
             return
         intact = [path for path in sorted(self.folder.glob("step-????????")) if path not in self._damaged]
         for path in intact[: -self.keep]:
-            if self.keep_every and _step_of(path) % self.keep_every == 0:
+            if self.keep_every and int(path.name.removeprefix("step-")) % self.keep_every == 0:
                 continue
             try:
                 shutil.rmtree(path)
@@ -162,7 +130,7 @@ class Store:
     def newest(self) -> Checkpoint | None:
         """Return the newest intact checkpoint, which rank 0 looks for; None if there is none."""
         found, newer = None, None
-        for path in sorted(self.folder.glob("step-????????"), reverse=True) if _rank() == 0 else ():
+        for path in sorted(self.folder.glob("step-????????"), reverse=True) if dist.get_rank() == 0 else ():
             manifest, problem = _verify(path)
             if problem is None:
                 found = (str(path), manifest)
@@ -170,14 +138,14 @@ class Store:
                 break
             self._damaged.add(path)
             warnings.warn(f"checkpoint {str(path)!r} is damaged and ignored: {problem}", stacklevel=2)
-        found, newer = self._ranks.from_first((found, newer))
+        found, newer = from_first((found, newer), self._group)
         if newer:
             raise UserError(f"{found[0]!r} was written by a newer cs336 (format {newer}): upgrade, or change --output")
         return Checkpoint(Path(found[0]), found[1]) if found else None
 
     def load(self, checkpoint: Checkpoint, state: dict[str, Any]) -> None:
         """Load into the tensors of `state`."""
-        dcp.load(state, storage_reader=FileSystemReader(checkpoint.path), no_dist=not dist.is_initialized())
+        dcp.load(state, storage_reader=FileSystemReader(checkpoint.path))
 
 
 # -- tensors ----------------------------------------------------------------------------------------------------------
@@ -197,9 +165,8 @@ def training_state(model: nn.Module, optimizer: torch.optim.Optimizer, *, as_cop
     adapted = adapt(optimizer)
     masters = adapted.masters("cpu")
     state = {f"model/{name}": _as_saved(masters.get(p, p.detach()), p, mesh, as_copy) for p, name in names.items()}
-    for name, buffer in inner.named_buffers():
-        if _is_persistent(inner, name):
-            state[f"buffer/{name}"] = _as_saved(buffer, buffer, mesh, as_copy)
+    for name, buffer in persistent_buffers(inner).items():
+        state[f"buffer/{name}"] = _as_saved(buffer, buffer, mesh, as_copy)
     for p in adapted.owned:
         if p.requires_grad:
             moments = _adamw_state(optimizer, p)
@@ -215,9 +182,9 @@ def load_masters(model: nn.Module, optimizer: torch.optim.Optimizer, state: dict
 
 def rng_state() -> dict[str, Tensor]:
     """Return the random state of this rank."""
-    found = {f"rng/{_rank()}/cpu": torch.get_rng_state()}
+    found = {f"rng/{dist.get_rank()}/cpu": torch.get_rng_state()}
     if torch.cuda.is_available():
-        found[f"rng/{_rank()}/cuda"] = torch.cuda.get_rng_state()
+        found[f"rng/{dist.get_rank()}/cuda"] = torch.cuda.get_rng_state()
     return found
 
 
@@ -248,11 +215,6 @@ def _adamw_state(optimizer: torch.optim.Optimizer, p: Tensor) -> dict[str, Tenso
     return state
 
 
-def _is_persistent(module: nn.Module, name: str) -> bool:
-    *path, last = name.split(".")
-    return last not in module.get_submodule(".".join(path))._non_persistent_buffers_set
-
-
 # -- files ------------------------------------------------------------------------------------------------------------
 
 
@@ -260,25 +222,16 @@ def _name(step: int) -> str:
     return f"step-{step:08d}"
 
 
-def _step_of(path: Path) -> int:
-    return int(path.name.removeprefix("step-"))
-
-
-def _own_files(folder: Path) -> list[Path]:
-    mine = sorted(folder.glob(f"__{_rank()}_*.distcp"))
-    return [*mine, folder / ".metadata"] if _rank() == 0 else mine
-
-
-def _hashes(files: Iterable[Path]) -> dict[str, dict[str, Any]]:
+def _own_hashes(folder: Path) -> dict[str, dict[str, Any]]:
+    """Return the size and hash of the files that this rank has written."""
+    files = sorted(folder.glob(f"__{dist.get_rank()}_*.distcp"))
+    files += [folder / ".metadata"] if dist.get_rank() == 0 else []
     return {file.name: {"size": file.stat().st_size, "sha256": _sha256(file)} for file in files}
 
 
 def _sha256(path: Path) -> str:
-    digest = hashlib.sha256()
     with path.open("rb") as file:
-        while chunk := file.read(_CHUNK_BYTES):
-            digest.update(chunk)
-    return digest.hexdigest()
+        return hashlib.file_digest(file, "sha256").hexdigest()
 
 
 def _publish(unfinished: Path, final: Path, manifest: dict[str, Any]) -> None:
@@ -336,30 +289,19 @@ def _verify(path: Path) -> _Verdict:
 
 def raise_together(problem: str | None) -> None:
     """Raise UserError on all ranks if rank 0 has a problem."""
-    if problem := _Ranks().from_first(problem):
+    if problem := from_first(problem):
         raise UserError(problem)
 
 
-def _rank() -> int:
-    return dist.get_rank() if dist.is_initialized() else 0
+def from_first(value: Any, group: dist.ProcessGroup | None = None) -> Any:
+    """Return rank 0's value, on all ranks."""
+    box = [value]
+    dist.broadcast_object_list(box, 0, group=group)
+    return box[0]
 
 
-@dataclass(frozen=True)
-class _Ranks:
-    """The ranks of a group (None: all of them), or this process alone."""
-
-    group: dist.ProcessGroup | None = None
-
-    def from_first(self, value: Any) -> Any:
-        if not dist.is_initialized():
-            return value
-        box = [value]
-        dist.broadcast_object_list(box, 0, group=self.group)
-        return box[0]
-
-    def gather(self, value: Any) -> list[Any]:
-        if not dist.is_initialized():
-            return [value]
-        every: list[Any] = [None] * dist.get_world_size()
-        dist.all_gather_object(every, value, group=self.group)
-        return every
+def gather(value: Any, group: dist.ProcessGroup | None = None) -> list[Any]:
+    """Return the values of all ranks, by rank."""
+    every: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(every, value, group=group)
+    return every

@@ -18,16 +18,18 @@ import time
 from collections.abc import Iterator
 from typing import Any
 
+import torch
+import torch.distributed as dist
 from torch import Tensor
 
 from cs336_systems.config import UserError
+from cs336_systems.parallel.collectives import communication_device
 from cs336_systems.parallel.launch import Rank, RankError, process_group
-from cs336_systems.step.loss_scale import Update
 from cs336_systems.step.train_step import cosine_lr, require_attention
+from cs336_systems.step.updates import Update
 from cs336_systems.train.building import build_step
 from cs336_systems.train.checkpoint import raise_together
 from cs336_systems.train.data import Corpus
-from cs336_systems.train.evaluation import Evaluator
 from cs336_systems.train.run_log import RunLog, show
 from cs336_systems.train.saving import Progress, Saver
 from cs336_systems.train.settings import TrainSettings
@@ -76,7 +78,6 @@ class Trainer:
         self.progress = Progress()
         self.saver = Saver(settings, rank, self.corpus, self.step)
         self.log = RunLog(settings, rank, self.step.config) if rank.rank == 0 else None
-        self.evaluator = Evaluator(settings, rank, self.corpus, self.step)
 
     def resume(self) -> None:
         """Continue from the newest intact checkpoint, if there is one."""
@@ -136,12 +137,39 @@ class Trainer:
         return [(a.to(device), b.to(device)) for a, b in parts]
 
     def _evaluate(self) -> None:
-        loss = self.evaluator.validation_loss()
+        """Report the validation loss and a sampled text. Neither changes the run."""
+        loss = self._validation_loss()
         if self.log is not None:
             self.log.evaluation(self.progress.step, loss)
         if self.settings.data.is_text:
-            text = self.evaluator.sample(self.settings.log.sample_prompt, self.settings.log.sample_tokens)
-            self._show(f"sample: {text!r}")
+            self._show(f"sample: {self._sample()!r}")
+
+    @torch.no_grad()
+    def _validation_loss(self) -> float:
+        """Return the mean loss over the micro batches of all ranks."""
+        count, size = self.settings.log.eval_batches, self.settings.data.micro_batch_size
+        total = torch.zeros((), dtype=torch.float64, device=communication_device())
+        for number in range(count):
+            first = (number * self.rank.world_size + self.rank.rank) * size
+            inputs, targets = self.corpus.validation(first, size)
+            total += self.step.evaluate(inputs.to(self.rank.device), targets.to(self.rank.device)).to(total)
+        dist.all_reduce(total)
+        return total.item() / (count * self.rank.world_size)
+
+    @torch.no_grad()
+    def _sample(self) -> str:
+        """Return the prompt and the bytes after it, each drawn from the model's distribution."""
+        model, log = self.settings.model, self.settings.log
+        tokens = [byte for byte in log.sample_prompt.encode() if byte < model.vocab_size] or [0]
+        generator = torch.Generator().manual_seed(self.settings.seed)  # the run's own random state stays as it is
+        for _ in range(log.sample_tokens):
+            recent = torch.tensor([tokens[-model.context_length :]], device=self.rank.device)
+            with self.step.autocast():  # not compiled: every prefix has another length
+                logits = self.step.model(recent)[0, -1, :256].float().cpu()
+            if not logits.isfinite().all():
+                return "(the model's logits are not finite)"
+            tokens.append(int(torch.multinomial(torch.softmax(logits, dim=-1), 1, generator=generator)))
+        return bytes(tokens).decode(errors="replace")
 
     def _save(self, *, wait: bool) -> None:
         if self.log is not None:

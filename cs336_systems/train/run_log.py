@@ -40,7 +40,11 @@ class RunLog:
         self._pending: dict[str, list[float]] = {}
         """Metric -> values of the steps since the last record."""
         self._first = 0
-        self._board = _tensorboard(settings) if settings.log.tensorboard else None
+        self._board: Any = None
+        if settings.log.tensorboard:
+            from torch.utils.tensorboard import SummaryWriter
+
+            self._board = SummaryWriter(str(settings.folder / "tensorboard"))
 
     def step(self, step: int, loss: float, norm: float, rate: float, seconds: float) -> None:
         """Note a step that is done; print and record at the intervals of the settings."""
@@ -100,9 +104,3 @@ class RunLog:
             parts.append(f"memory/max_active(GiB) {torch.cuda.max_memory_allocated() / GIB:.2f}")
         parts.append(f"ETA {left // 3600}:{left // 60 % 60:02d}:{left % 60:02d}")
         show("  ".join(parts))
-
-
-def _tensorboard(settings: TrainSettings) -> Any:
-    from torch.utils.tensorboard import SummaryWriter
-
-    return SummaryWriter(str(settings.folder / "tensorboard"))

@@ -1,19 +1,20 @@
 """Saves a run and resumes it: weights, optimizer state, random state, and progress."""
 
+import threading
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import torch.distributed as dist
 from torch import Tensor
 
 from cs336_systems.config import UserError
 from cs336_systems.parallel.launch import Rank
 from cs336_systems.step import TrainStep
-from cs336_systems.step.loss_scale import LossScale, Update
+from cs336_systems.step.updates import LossScale, Update
 from cs336_systems.train.checkpoint import (
     Checkpoint,
     Store,
+    gather,
     load_masters,
     rng_state,
     set_rng_state,
@@ -66,6 +67,9 @@ class Saver:
         """Step of the last checkpoint that was saved."""
         self._saving: int | None = None
         """Step of the checkpoint that is being written."""
+        self._thread: threading.Thread | None = None
+        self._saved: Path | None = None
+        """The path that the last save has written, or None if it failed."""
         self.store.prepare()
 
     def resume(self) -> Progress | None:
@@ -90,37 +94,40 @@ class Saver:
         in_background = self.settings.checkpoint.async_save and not wait
         own_rng = rng_state()
         state = {**training_state(self.step.model, self._optimizer, as_copy=in_background), **own_rng}
-        names: list[Any] = [None] * self.rank.world_size
-        dist.all_gather_object(names, list(own_rng))
         manifest = {
             "step": progress.step,
             "progress": progress.to_manifest(self.step.loss_scale),
             "settings": self.settings.to_dict(),
             "data": self.corpus.fingerprint,
             "world_size": self.rank.world_size,
-            "rng": [name for of_rank in names for name in of_rank],
+            "rng": [name for names in gather(list(own_rng)) for name in names],
         }
-        self._saving = progress.step
+
+        def write() -> None:
+            self._saved = self.store.save(state, manifest)
+
+        self._saving, self._saved = progress.step, None
         if in_background:
-            self.store.start(state, manifest)
+            self._thread = threading.Thread(target=write, daemon=True)
+            self._thread.start()
         else:
-            self._note_saved(self.store.save(state, manifest))
+            write()
+            self.finish()
 
     def finish(self) -> None:
-        """Wait for a save in the background, if there is one."""
-        if self._saving is not None:
-            self._note_saved(self.store.finish())
+        """Wait for a save in the background, if there is one, and report the save."""
+        if self._thread is not None:
+            self._thread.join()
+            self._thread = None
+        if self._saved is not None:
+            self.saved_at = self._saving
+            self._show(f"saved {self._saved}")
+            self._saved = None
 
     def poll(self) -> None:
         """Report a save in the background that is done."""
-        if self._saving is not None and not self.store.is_saving:
+        if self._thread is not None and not self._thread.is_alive():
             self.finish()
-
-    def _note_saved(self, path: Path | None) -> None:
-        if path is not None:
-            self.saved_at = self._saving
-            self._show(f"saved {path}")
-        self._saving = None
 
     @property
     def _optimizer(self) -> Any:

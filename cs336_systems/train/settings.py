@@ -6,7 +6,6 @@ Flags and the manifests of checkpoints are flat and keep their names, where a fi
 
 import dataclasses
 import math
-from collections.abc import Mapping
 from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
@@ -22,7 +21,7 @@ from cs336_systems.config import (
     flag_like,
     model_config,
 )
-from cs336_systems.flags import build, flat, renamed
+from cs336_systems.flags import flat, renamed
 
 PARALLEL = ("none", "ddp", "ddp-sharded", "fsdp")
 BYTES = 256
@@ -203,11 +202,6 @@ class TrainSettings(_Checked):
         if warmup >= self.steps:
             raise UserError(f"--warmup_steps must be below --steps, {self.steps}, got {warmup}")
         _ = self.model  # reports its own mistakes now, too
-
-    @classmethod
-    def from_flags(cls, values: Mapping[str, Any]) -> "TrainSettings":
-        """Build the settings from the values of flags."""
-        return build(cls, values)
 
     @property
     def folder(self) -> Path:

@@ -48,6 +48,7 @@ import torch.distributed.checkpoint as dcp
 from torch import Tensor
 from torch.distributed.checkpoint import FileSystemReader
 
+from cs336_systems.flags import build
 from cs336_systems.measure.environment import capture
 from cs336_systems.parallel.launch import spawn, this_rank
 from cs336_systems.record import MIB
@@ -525,7 +526,7 @@ def quiet() -> Iterator[None]:
 
 def stalls_of(settings: dict[str, Any]) -> list[float]:
     """Return the seconds that each save kept the training waiting. Runs in a rank."""
-    trainer = Trainer(TrainSettings.from_flags(settings), this_rank())
+    trainer = Trainer(build(TrainSettings, settings), this_rank())
     stalls, save = [], trainer.saver.save
 
     def timed(*args: Any, **kwargs: Any) -> None:
@@ -560,7 +561,7 @@ def thousand_steps(lab: Lab, trials: int) -> list[Figure]:
 
 def growth(settings: dict[str, Any]) -> tuple[dict[str, int], dict[str, int]]:
     """Return the resources of this rank after 100 steps, and at the end."""
-    trainer = Trainer(TrainSettings.from_flags(settings), this_rank())
+    trainer = Trainer(build(TrainSettings, settings), this_rank())
     with quiet():
         trainer.run(stop_after=100)
         before = resources()

@@ -26,9 +26,10 @@ import pytest
 import torch
 import torch.nn.functional as F
 
+from cs336_systems.flags import build
 from cs336_systems.model import TransformerLM
 from cs336_systems.parallel.launch import Rank, process_group, spawn
-from cs336_systems.step.loss_scale import LossScale
+from cs336_systems.step.updates import LossScale
 from cs336_systems.train.checkpoint import Store, _digest
 from cs336_systems.train.loop import STOPPED, Trainer
 from cs336_systems.train.saving import Progress
@@ -127,7 +128,7 @@ def copied(settings: dict[str, Any], name: str) -> dict[str, Any]:
 def test_against_a_plain_loop(place, alone):
     """Norms have no weight decay, and the first steps see the first sequences of the run."""
     changes = {"micro_batch_size": 2, "num_layers": 2, "weight_decay": 0.3, "max_grad_norm": 0.5, "beta2": 0.9}
-    settings = TrainSettings.from_flags(fields(place / "plain", **changes))
+    settings = build(TrainSettings, fields(place / "plain", **changes))
     trainer = Trainer(settings, alone)
     model = TransformerLM(settings.model)
     initial = weights_of(trainer.step.model)
@@ -389,7 +390,7 @@ def test_a_damaged_checkpoint_is_not_loaded(name, damage, two_saved):
     with pytest.warns(UserWarning, match="step-00000004.* damaged") as caught:
         found = Store(path.parents[1]).newest()
     assert found is not None
-    assert found.step == 2
+    assert found.manifest["step"] == 2
     assert name in str(caught[0].message) or damage == "exchanged"
 
 
@@ -408,7 +409,7 @@ def test_a_changed_byte_of_the_manifest_is_detected(two_saved):
         path.write_bytes(data)
         with pytest.warns(UserWarning, match="step-00000004.* damaged"):
             found = Store(path.parents[1]).newest()
-        if found is None or found.step != 2:
+        if found is None or found.manifest["step"] != 2:
             accepted.append(intact[max(0, i - 20) : i + 10])
     assert accepted == []
 

@@ -31,6 +31,7 @@ from torch.distributed.checkpoint import FileSystemWriter
 from cs336_systems import record
 from cs336_systems.cli import main
 from cs336_systems.config import UserError
+from cs336_systems.flags import build
 from cs336_systems.parallel.fsdp import FSDP, gather_full_params
 from cs336_systems.parallel.launch import Rank, this_rank
 from cs336_systems.train.loop import Trainer
@@ -104,7 +105,7 @@ def perform(run: Run) -> Outcome:
     outcome = Outcome()
     with captured_output(outcome):
         try:
-            trainer = Trainer(TrainSettings.from_flags(run.fields), rank)
+            trainer = Trainer(build(TrainSettings, run.fields), rank)
             trainer.resume()
             outcome.resumed_at = trainer.progress.step
             with FAULTS[run.fault](trainer, rank):

@@ -13,8 +13,8 @@ from cs336_systems.kernels.fused import pointwise
 from cs336_systems.measure.memory_trace import predict_by_tracing
 from cs336_systems.measure.timing import time_as_configured
 from cs336_systems.model import TransformerLM
-from cs336_systems.step.loss_scale import Update
 from cs336_systems.step.train_step import TrainStep
+from cs336_systems.step.updates import Update
 from tests.unit.kernels.attention_cases import poisoned_memory
 
 pytestmark = pytest.mark.gpu

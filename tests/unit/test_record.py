@@ -15,11 +15,9 @@ from cs336_systems.config import UserError
 from cs336_systems.record import (
     CELL_TIME,
     SCHEMA_VERSION,
-    UNITS,
     Environment,
     Record,
     append,
-    bootstrap_interval,
     cell_key,
     drop_torn_line,
     latest,
@@ -47,7 +45,7 @@ records = st.builds(
     experiment=st.text(),
     config=configs,
     metric=st.text(),
-    unit=st.sampled_from(UNITS),
+    unit=st.sampled_from(("s", "B", "B/s", "FLOP", "FLOP/s", "1", "")),
     samples=samples,
     status=st.one_of(st.sampled_from(["ok", "oom: needs 30.1 GiB of 24.0 GiB", "error: 出错了"]), st.text()),
     environment=environments,
@@ -341,32 +339,11 @@ def test_statistics_are_those_of_numpy(values, percent):
 def test_statistics_at_the_edges():
     assert summarize([9.0, 10.0, 11.0]).variation == pytest.approx(0.1)
     assert summarize([0.0, 0.0]).variation == 0
-    for statistic in (summarize, bootstrap_interval):
-        with pytest.raises(ValueError, match="no samples"):
-            statistic([])
+    with pytest.raises(ValueError, match="no samples"):
+        summarize([])
     for diverged in ([1.0, INF], [INF, INF], [1.0, 2.0, NAN], [-INF, INF]):
         assert summarize(diverged).n == len(diverged)
         assert math.isnan(summarize(diverged).mean)
-
-
-@settings(max_examples=25, deadline=None)
-@given(st.lists(st.floats(0.01, 100), min_size=1, max_size=30))
-def test_the_bootstrap_interval_contains_the_mean_and_is_always_the_same(values):
-    low, high = bootstrap_interval(values)
-    mean, rounding = float(np.mean(values)), 1e-9 * max(values)
-    assert low - rounding <= mean <= high + rounding
-    assert min(values) - rounding <= low
-    assert high <= max(values) + rounding
-    assert bootstrap_interval(list(values)) == (low, high)
-
-
-def test_the_bootstrap_interval_is_that_of_the_normal_approximation_for_many_samples():
-    values = np.random.default_rng(0).normal(10, 2, size=400)
-    low, high = bootstrap_interval(values.tolist())
-    half = 1.96 * values.std(ddof=1) / 20
-    assert (low, high) == pytest.approx((values.mean() - half, values.mean() + half), abs=0.15 * half)
-    lower, higher = bootstrap_interval(values.tolist(), confidence=0.5)
-    assert low < lower < higher < high
 
 
 @pytest.mark.parametrize(

@@ -1,7 +1,6 @@
 """Shared by the attention experiments: implementations by name, cells, tables and charts of implementations."""
 
 import dataclasses
-import importlib.metadata
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from math import isfinite
 from typing import Any, NamedTuple
@@ -30,10 +29,12 @@ BEST = "*"
 
 def contestants() -> list[str]:
     """Our kernels and the rivals. FlashAttention-4 is optional and takes part where it is installed."""
+    from importlib import metadata  # takes 20 ms of every command's start
+
     try:
-        importlib.metadata.version("flash-attn-4")
+        metadata.version("flash-attn-4")
         missing = ""
-    except importlib.metadata.PackageNotFoundError:
+    except metadata.PackageNotFoundError:
         missing = "flash_attention_4"
     return [name for name in ("flash_hopper", "flash_triton", *RIVALS) if name != missing]
 

@@ -22,7 +22,7 @@ from cs336_systems.report.phrases import MOST, safely, together
 from cs336_systems.report.presentation import Cells
 from cs336_systems.report.rows import ms, number, setting, titled
 from cs336_systems.report.terms import ACTIVATIONS, BACKWARD, FORWARD, GIB_TEXT, GRADIENTS, STEP
-from cs336_systems.table import Column, Table, word
+from cs336_systems.table import FORMATS, Column, Table, word
 from cs336_systems.text import Text, listed, say
 
 STRATEGIES = ("dp", "zero1", "zero2", "zero3", "tp8", "zero3+tp8")
@@ -49,6 +49,7 @@ class PlanArguments(ShapeArguments):
     node: int = flag(8, "GPUs that the fast link joins")
     link: float | None = flag(None, "GB/s, one way, between GPUs of a node")
     network: float | None = flag(None, "GB/s, one way, of each GPU to other nodes")
+    format: str = flag("terminal", "table format", FORMATS)
 
 
 def plan_config(arguments: PlanArguments) -> dict[str, Any]:

@@ -18,7 +18,7 @@ from cs336_systems.experiments.ranks.multi_rank import Arrangement
 from cs336_systems.measure.timing import STEP, time_steps
 from cs336_systems.measure.wire import Link, Wire
 from cs336_systems.parallel import DDP, FSDP, FlatDDP, NaiveDDP, ShardedOptimizer, gather_full_params
-from cs336_systems.parallel.collectives import all_gather, message_device, reduce_scatter
+from cs336_systems.parallel.collectives import all_gather, communication_device, reduce_scatter
 from cs336_systems.parallel.launch import in_ranks, this_rank
 from cs336_systems.record import Metric
 from cs336_systems.step.train_step import TrainStep, Watch, build_model
@@ -192,12 +192,12 @@ def _lanes(step: TrainStep, batch: Tensor, link: Link | None) -> list[Metric]:
         Metric("phase_start", "s", [start - begin for _, start, _ in phases]),
         Metric("phase_end", "s", [end - begin for *_, end in phases]),
     ]
-    if sent := [message for message in wire.messages if message.end is not None]:
+    if sent := [transfer for transfer in wire.transfers if transfer.end is not None]:
         metrics += [
-            Metric("message", "", [message.collective for message in sent]),
-            Metric("message_size", "B", [message.nbytes for message in sent]),
-            Metric("message_start", "s", [message.start - begin for message in sent]),
-            Metric("message_end", "s", [message.end - begin for message in sent if message.end is not None]),
+            Metric("message", "", [transfer.collective for transfer in sent]),
+            Metric("message_size", "B", [transfer.nbytes for transfer in sent]),
+            Metric("message_start", "s", [transfer.start - begin for transfer in sent]),
+            Metric("message_end", "s", [transfer.end - begin for transfer in sent if transfer.end is not None]),
         ]
     return metrics
 
@@ -221,7 +221,7 @@ def _state_memory(step: TrainStep, batch: Tensor) -> dict[str, int]:
 
 def _largest_over_ranks(sizes: dict[str, int]) -> dict[str, int]:
     """The maximum of each size; all ranks have the same names in the same order."""
-    largest = torch.tensor(list(sizes.values()), device=message_device())
+    largest = torch.tensor(list(sizes.values()), device=communication_device())
     dist.all_reduce(largest, op=dist.ReduceOp.MAX)
     return dict(zip(sizes, largest.tolist(), strict=True))
 

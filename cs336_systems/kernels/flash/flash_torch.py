@@ -28,7 +28,7 @@ MAX_TILES = 32
 def forward(q: Tensor, k: Tensor, v: Tensor, scale: float, band: Band) -> tuple[Tensor, Tensor]:
     """Output in q's dtype and logsumexp, natural logarithm, of q (batch, heads, len_q, d) and grouped k, v."""
     out = layout.empty_like(q)
-    lse = q.new_empty(q.shape[:-1], dtype=_accumulator(q))
+    lse = q.new_empty(q.shape[:-1], dtype=torch.promote_types(q.dtype, torch.float32))
     grouped_out, grouped_lse = _group(out, k), _group(lse, k)
     q, k, v = _group(q, k), k[:, :, None], v[:, :, None]
     for rows, tiles in _tiles(q.shape[-2], k.shape[-2], band):
@@ -85,10 +85,6 @@ def backward(
             dk[..., columns, :] += (ds.mT @ q_tile).sum(2)
             dv[..., columns, :] += (p.mT @ grad_tile).sum(2)
     return (dq * scale).to(q.dtype), (dk * scale).to(k.dtype), dv.to(v.dtype)
-
-
-def _accumulator(q: Tensor) -> torch.dtype:
-    return torch.promote_types(q.dtype, torch.float32)
 
 
 def _group(t: Tensor, k: Tensor) -> Tensor:

@@ -37,7 +37,7 @@ class PackedAdamW(torch.optim.Optimizer):
     """
 
     clips_itself = True
-    """The interface of step/optimizers.py: `step` clips, and leaves out an update that is not finite."""
+    """The interface of step/updates.py: `step` clips, and leaves out an update that is not finite."""
 
     def __init__(
         self,
@@ -80,8 +80,8 @@ class PackedAdamW(torch.optim.Optimizer):
 
     def _pack(self, number: int) -> None:
         params: list[nn.Parameter] = [p for p in self.param_groups[number]["params"] if p.requires_grad]
-        low = [p for p in params if p.dim() >= 2 and self.dtype != torch.float32]
-        for members, dtype in ((low, self.dtype), ([p for p in params if not _among(p, low)], torch.float32)):
+        for dtype in dict.fromkeys((self.dtype, torch.float32)):
+            members = [p for p in params if (self.dtype if p.dim() >= 2 else torch.float32) == dtype]
             if not members:
                 continue
             if any(p.dtype != torch.float32 or p.device != self.device for p in members):
@@ -208,10 +208,6 @@ def _check_ranges(group: dict[str, Any]) -> None:
             raise ValueError(f"{name} must be at least 0, got {group[name]}")
     if not all(0 <= beta < 1 for beta in group["betas"]):
         raise ValueError(f"betas must be at least 0 and below 1, got {group['betas']}")
-
-
-def _among(parameter: nn.Parameter, others: list[nn.Parameter]) -> bool:
-    return any(parameter is other for other in others)  # `in` would compare values
 
 
 def _move_to_grad_memory(parameter: Tensor) -> None:

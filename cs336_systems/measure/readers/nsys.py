@@ -15,7 +15,6 @@ import sqlite3
 import subprocess
 import sys
 import tempfile
-from bisect import bisect_right
 from collections import defaultdict
 from collections.abc import Iterable, Iterator
 from contextlib import closing
@@ -24,7 +23,19 @@ from pathlib import Path
 from typing import IO, Any, NamedTuple
 
 from cs336_systems.config import RunConfig, UserError
-from cs336_systems.measure.readers.trace import PHASES, Kernel, Origin, Span, Trace, phase_at
+from cs336_systems.measure.readers.trace import (
+    HALF_NS,
+    PHASES,
+    Event,
+    Kernel,
+    Moment,
+    Nest,
+    Origin,
+    Span,
+    Trace,
+    innermost,
+    phase_at,
+)
 
 NS = 1e-9
 WITHOUT_NSYS = "leave out --nsys to use torch.profiler"
@@ -143,11 +154,6 @@ class _Work(NamedTuple):
     """The correlation id of its launch, unique within a process."""
 
 
-class _Launch(NamedTuple):
-    time: float
-    thread: int | None
-
-
 def read_nsys(path: Path) -> Trace:
     """Read the output of `nsys export --type sqlite`."""
     name = repr(str(path))
@@ -251,11 +257,11 @@ def _fills(export: _Export) -> Iterator[_Work]:
         yield _Work(name, start, end, _process(process), correlation)
 
 
-def _launches(export: _Export) -> dict[tuple[int | None, int | None], _Launch]:
+def _launches(export: _Export) -> dict[tuple[int | None, int | None], Moment]:
     """Return (process, correlation id) -> launch; the table holds calls of the runtime and of the driver."""
     rows = export.timed("CUPTI_ACTIVITY_KIND_RUNTIME", "globalTid", "correlationId")
-    found: dict[tuple[int | None, int | None], _Launch] = {
-        (_process(thread), correlation): _Launch(start * NS, thread) for start, _, thread, correlation in rows
+    found: dict[tuple[int | None, int | None], Moment] = {
+        (_process(thread), correlation): Moment(start * NS, thread) for start, _, thread, correlation in rows
     }
     if len({process for process, _ in found}) == 1:  # kernels without a process id belong to this one
         found |= {(None, correlation): launch for (_, correlation), launch in found.items()}
@@ -289,41 +295,16 @@ class _Host:
     def __init__(self, ranges: Iterable[Span]):
         self.phases: list[Span] = []
         self._phases: defaultdict[int | None, list[Span]] = defaultdict(list)
-        others: defaultdict[int | None, list[Span]] = defaultdict(list)
+        self._parts: defaultdict[int | None, Nest] = defaultdict(Nest)
         for span in sorted(ranges, key=lambda span: (span.start, -span.end)):
             if span.name in PHASES:
                 self.phases.append(span)
                 self._phases[_process(span.thread)].append(span)
             else:
-                others[span.thread].append(span)
-        self._parts = {thread: _innermost(spans) for thread, spans in others.items()}
+                self._parts[span.thread].add(Event(span.name, span.start, span.end))
 
-    def at(self, launch: _Launch) -> Origin:
+    def at(self, launch: Moment) -> Origin:
         """Return the phase, opened by any thread of the process, and the part, opened by the launching thread."""
-        parts = self._parts.get(launch.thread, [])
-        index = bisect_right(parts, launch.time, key=lambda change: change.time) - 1
-        phase = phase_at(self._phases[_process(launch.thread)], launch.time)
-        return Origin(phase, parts[index].part if index >= 0 else None)
-
-
-class _Change(NamedTuple):
-    time: float
-    part: str | None
-
-
-def _innermost(spans: list[Span]) -> list[_Change]:
-    """Return when the innermost of a thread's ranges changes, and to which; any two are nested or disjoint."""
-    changes: list[_Change] = []
-    around: list[Span] = []
-
-    def close(time: float) -> None:
-        while around and around[-1].end <= time:
-            end = around.pop().end
-            changes.append(_Change(end, around[-1].name if around else None))
-
-    for span in spans:
-        close(span.start)
-        around.append(span)
-        changes.append(_Change(span.start, span.name))
-    close(float("inf"))
-    return changes
+        after = launch._replace(time=launch.time + HALF_NS)  # a range that ends at the launch is closed
+        part = innermost(self._parts, after)
+        return Origin(phase_at(self._phases[_process(launch.thread)], launch.time), part.name if part else None)

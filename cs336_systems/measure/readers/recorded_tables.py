@@ -49,13 +49,6 @@ class BlockRow(NamedTuple):
     line: str
 
 
-class ModuleRow(NamedTuple):
-    """A row of `saved_by_module`: bytes that a module saves for backward."""
-
-    module: str
-    size: int
-
-
 class SavedRow(NamedTuple):
     """A row of `largest_saved`: a tensor saved for backward."""
 
@@ -65,7 +58,7 @@ class SavedRow(NamedTuple):
     line: str
 
 
-Row = TypeVar("Row", KindRow, PartRow, KernelRow, LabelRow, BlockRow, ModuleRow, SavedRow)
+Row = TypeVar("Row", KindRow, PartRow, KernelRow, LabelRow, BlockRow, SavedRow)
 
 
 def flatten(rows: Iterable[tuple[Any, ...]]) -> list[Any]:

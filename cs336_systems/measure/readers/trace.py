@@ -194,34 +194,36 @@ _NOT_A_PART = re.compile(rf"({'|'.join(PHASES)})$|ProfilerStep|Optimizer\.")
 """Ranges that do not name a part of the model."""
 
 
-class _Moment(NamedTuple):
+class Moment(NamedTuple):
+    """A time on a thread of the host."""
+
     time: float
     thread: Any
 
 
 @dataclass
-class _Event:
+class Event:
     """An operator or a named range on the host."""
 
     name: str
     start: float
     end: float
-    own: float
+    own: float = 0.0
     """Self time: seconds outside of nested events of its kind."""
-    sequence: int | None
-    is_backward: bool
-    forward: _Moment | None
+    sequence: int | None = None
+    is_backward: bool = False
+    forward: Moment | None = None
     """Start of the forward operator whose gradient this computes, if a flow event links them."""
-    parent: "_Event | None" = None
+    parent: "Event | None" = None
 
 
-class _Nest:
+class Nest:
     """The events of one kind on one thread: any two are nested or disjoint."""
 
     def __init__(self) -> None:
-        self.events: list[_Event] = []
+        self.events: list[Event] = []
 
-    def add(self, event: _Event) -> None:
+    def add(self, event: Event) -> None:
         """Add an event; events come by start, the longer first."""
         around = self.events[-1] if self.events else None
         while around is not None and around.end <= event.start + HALF_NS:
@@ -231,7 +233,7 @@ class _Nest:
             around.own -= event.own
         self.events.append(event)
 
-    def at(self, time: float) -> _Event | None:
+    def at(self, time: float) -> Event | None:
         """Return the innermost event around `time`."""
         index = bisect_right(self.events, time, key=lambda event: event.start) - 1
         found = self.events[index] if index >= 0 else None
@@ -257,7 +259,7 @@ def read_chrome(path: Path) -> Trace:
         kernels = [_gpu_kernel(event, launches, attribute) for event in works]
     else:
         kernels = [
-            Kernel(op.name, op.start, op.own, *attribute(_Moment(op.start, thread), op))
+            Kernel(op.name, op.start, op.own, *attribute(Moment(op.start, thread), op))
             for thread, nest in operators.items()
             for op in nest.events
             if op.own > 0
@@ -267,7 +269,7 @@ def read_chrome(path: Path) -> Trace:
     return Trace(kernels, phases, bool(works))
 
 
-def _chrome_events(path: Path) -> tuple[list[dict[str, Any]], dict[_Moment, _Moment]]:
+def _chrome_events(path: Path) -> tuple[list[dict[str, Any]], dict[Moment, Moment]]:
     """Return the events, and the links from operators of backward to those of forward; seconds since the first event.
 
     (A float of microseconds since boot cannot resolve nanoseconds.)
@@ -279,10 +281,10 @@ def _chrome_events(path: Path) -> tuple[list[dict[str, Any]], dict[_Moment, _Mom
     first = min((event["ts"] for event in events), default=0.0)
     for event in events:
         event["start"], event["duration"] = (event["ts"] - first) * US, event.get("dur", 0) * US
-    ends: dict[Any, dict[str, _Moment]] = defaultdict(dict)
+    ends: dict[Any, dict[str, Moment]] = defaultdict(dict)
     for event in _of(found, "fwdbwd"):
         if event.get("ph") in ("s", "f") and isinstance(event.get("ts"), int | float):
-            ends[event.get("id")][event["ph"]] = _Moment((event["ts"] - first) * US, event.get("tid"))
+            ends[event.get("id")][event["ph"]] = Moment((event["ts"] - first) * US, event.get("tid"))
     return events, {link["f"]: link["s"] for link in ends.values() if len(link) == 2}
 
 
@@ -327,24 +329,24 @@ def _span(event: dict[str, Any]) -> Span:
 
 def _gpu_kernel(event: dict[str, Any], launches: dict[Any, dict[str, Any]], attribute: "_Attribution") -> Kernel:
     launch = launches.get(event.get("args", {}).get("correlation"))
-    origin = Origin() if launch is None else attribute(_Moment(launch["start"], launch["tid"]))
+    origin = Origin() if launch is None else attribute(Moment(launch["start"], launch["tid"]))
     return Kernel(event["name"], event["start"], event["duration"], *origin)
 
 
-def _nests(events: list[dict[str, Any]], links: dict[_Moment, _Moment] | None = None) -> dict[Any, _Nest]:
+def _nests(events: list[dict[str, Any]], links: dict[Moment, Moment] | None = None) -> dict[Any, Nest]:
     """Return the events of each thread."""
-    nests: dict[Any, _Nest] = defaultdict(_Nest)
+    nests: dict[Any, Nest] = defaultdict(Nest)
     for event in sorted(events, key=lambda event: (event["start"], -event["duration"])):
         span, arguments = _span(event), event.get("args", {})
         nests[span.thread].add(
-            _Event(
+            Event(
                 span.name,
                 span.start,
                 span.end,
                 own=event["duration"],
                 sequence=arguments.get("Sequence number"),
                 is_backward=bool(arguments.get("Fwd thread id")),
-                forward=(links or {}).get(_Moment(span.start, span.thread)),
+                forward=(links or {}).get(Moment(span.start, span.thread)),
             )
         )
     return nests
@@ -353,30 +355,30 @@ def _nests(events: list[dict[str, Any]], links: dict[_Moment, _Moment] | None = 
 class _Attribution:
     """Finds the origin of a launch by its time and thread."""
 
-    def __init__(self, phases: list[Span], parts: dict[Any, _Nest], operators: dict[Any, _Nest]):
+    def __init__(self, phases: list[Span], parts: dict[Any, Nest], operators: dict[Any, Nest]):
         self._phases = phases
         self._parts = parts
         self._operators = operators
-        self._forward: dict[int, _Moment] = {}
+        self._forward: dict[int, Moment] = {}
         """Sequence number of an operator -> its start."""
         for thread, nest in operators.items():
             for event in nest.events:
                 # Several operators carry the number of the next autograd node; the last of them creates it.
                 if event.sequence is not None and not event.is_backward:
-                    self._forward[event.sequence] = _Moment(event.start, thread)
+                    self._forward[event.sequence] = Moment(event.start, thread)
 
-    def __call__(self, moment: _Moment, operator: _Event | None = None) -> Origin:
+    def __call__(self, moment: Moment, operator: Event | None = None) -> Origin:
         phase = phase_at(self._phases, moment.time)
         part = self._part(moment)
         if part is None and phase == "backward":
-            part = self._part_of_forward(operator or _innermost(self._operators, moment))
+            part = self._part_of_forward(operator or innermost(self._operators, moment))
         return Origin(phase, part)
 
-    def _part(self, moment: _Moment) -> str | None:
-        found = _innermost(self._parts, moment)
+    def _part(self, moment: Moment) -> str | None:
+        found = innermost(self._parts, moment)
         return found.name if found else None
 
-    def _part_of_forward(self, operator: _Event | None) -> str | None:
+    def _part_of_forward(self, operator: Event | None) -> str | None:
         by_number = None
         while operator is not None:
             if operator.forward is not None:
@@ -388,5 +390,6 @@ class _Attribution:
         return self._part(by_number) if by_number else None
 
 
-def _innermost(nests: dict[Any, _Nest], moment: _Moment) -> _Event | None:
+def innermost(nests: dict[Any, Nest], moment: Moment) -> Event | None:
+    """Return the innermost event around a moment, on its thread."""
     return nests[moment.thread].at(moment.time) if moment.thread in nests else None

@@ -67,7 +67,7 @@ def test_a_sample_is_the_maximum_over_ranks(monkeypatch):
     monkeypatch.setattr(dist, "get_world_size", lambda: 2)
     monkeypatch.setattr(dist, "barrier", lambda: barriers.append(1))
     monkeypatch.setattr(dist, "all_reduce", all_reduce)
-    monkeypatch.setattr(timing, "message_device", lambda: CPU)
+    monkeypatch.setattr(timing, "communication_device", lambda: CPU)
     timings = time_steps(lambda watch: None, device=CPU, warmup_steps=1, num_steps=3)
     assert len(barriers) == 4
     first, second, third = timings.wall["step"]

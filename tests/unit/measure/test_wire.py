@@ -29,7 +29,7 @@ def test_an_emulated_network_takes_its_time_and_overlaps_with_work(group_of_one,
             work.wait()
         assert time.perf_counter() - start >= 0.02
     assert dist.all_reduce is before
-    first, second = (message.end - start for message in wire.messages)
+    first, second = (transfer.end - start for transfer in wire.transfers)
     assert first >= 0.01
     assert second >= first + 0.009, "one after another"
 
@@ -41,11 +41,11 @@ def test_every_collective_of_ours_is_logged_and_done(group_of_one):
         dist.broadcast(whole, 0)
         collectives.all_gather(whole, part)
         collectives.reduce_scatter(part, whole.double().float(), async_op=True).wait()
-    assert [(m.collective, m.nbytes) for m in wire.messages] == [
+    assert [(m.collective, m.nbytes) for m in wire.transfers] == [
         ("all_reduce", 32),
         ("broadcast", 32),
         ("all_gather", 32),
         ("reduce_scatter", 32),
     ]
-    assert all(m.start <= m.end for m in wire.messages)
+    assert all(m.start <= m.end for m in wire.transfers)
     assert torch.equal(whole, torch.zeros(8))

@@ -106,7 +106,7 @@ def test_the_search_stops_at_the_limit():
 def test_a_cell_is_the_largest_batch_and_its_peak():
     arguments = FitArguments(gpu="2GiB", sizes=("tiny", "small"), context_lengths=(64, 256), precision="bf16")
     table = fit_table(arguments).plain()
-    assert [head.whole for head in table.heads] == ["size", "context 64", "context 256"]
+    assert [column.heading() for column in table.columns] == ["size", "context 64", "context 256"]
     assert [row[0] for row in table.rows] == ["tiny", "small"]
     for size, *cells in table.rows:
         for context, cell in zip((64, 256), cells, strict=True):
@@ -141,7 +141,7 @@ def test_a_table_where_nothing_fits_and_one_where_all_does():
 
 def test_the_table_in_chinese():
     table = fit_table(FitArguments(gpu="24GiB", sizes=("medium",), context_lengths=(4096,))).plain("zh")
-    assert [head.whole for head in table.heads] == ["规模", "上下文 4096"]
+    assert [column.heading() for column in table.columns] == ["规模", "上下文 4096"]
     assert "最大 batch" in table.title
     assert table.notes[0] == "以上配置都放不下"
     assert "--attention sdpa" in table.notes[-1]
@@ -224,7 +224,7 @@ def test_the_description_names_the_run_in_both_languages():
 def test_the_memory_table_shows_the_breakdown(mode, precision):
     config = on_gpu("small", mode=mode, precision=precision)
     table, full = memory_table(config, trace=False).plain(), breakdown(config)
-    assert [head.whole for head in table.heads] == ["part", "in full (GiB)", "at the peak (GiB)"]
+    assert [column.heading() for column in table.columns] == ["part", "in full (GiB)", "at the peak (GiB)"]
     rows = {name: (in_full, at_peak) for name, in_full, at_peak in table.rows}
     assert len(rows) == len(table.rows)
     assert list(rows)[-1] == "peak"

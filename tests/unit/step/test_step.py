@@ -9,9 +9,8 @@ import torch
 from torch import nn
 
 from cs336_systems.config import MODES, PRECISIONS, ModelConfig, RunConfig
-from cs336_systems.step.loss_scale import LossScale, Update
-from cs336_systems.step.optimizers import StepOptimizer, adapt
 from cs336_systems.step.train_step import TrainStep, cosine_lr, set_matmul_precision
+from cs336_systems.step.updates import LossScale, PlainOptimizer, Update, adapt
 
 SHAPE = ModelConfig(vocab_size=61, context_length=16, d_model=32, num_layers=2, num_heads=2, d_ff=48)
 
@@ -206,7 +205,7 @@ def test_loss_scale_doubles_and_halves():
 def test_optimizers_share_one_interface():
     plain, packed = step_of().optimizer, step_of(fast="optimizer", precision="bf16").optimizer
     assert adapt(packed) is packed
-    assert isinstance(adapt(plain), StepOptimizer)
+    assert isinstance(adapt(plain), PlainOptimizer)
     assert not adapt(plain).clips_itself
     assert adapt(plain).masters() == {}
     assert adapt(plain).unlisted_state == []

@@ -7,7 +7,7 @@ import pytest
 
 from cs336_systems.cli import main
 from cs336_systems.config import UserError
-from cs336_systems.flags import flags_of
+from cs336_systems.flags import build, flags_of
 from cs336_systems.train.settings import TrainSettings
 from tests.distributed.train_cases import digest, fields, text_of
 
@@ -19,7 +19,7 @@ def output(tmp_path):
 
 
 def settings_of(output, **changes) -> TrainSettings:
-    return TrainSettings.from_flags(fields(output, **changes))
+    return build(TrainSettings, fields(output, **changes))
 
 
 INVALID = [
@@ -50,7 +50,7 @@ INVALID = [
 @pytest.mark.parametrize(("name", "value", "named"), INVALID, ids=lambda value: str(value))
 def test_an_invalid_value(name, value, named, output):
     with pytest.raises(UserError, match=named) as caught:
-        TrainSettings.from_flags({**fields(output), name: value})
+        build(TrainSettings, {**fields(output), name: value})
     assert "\n" not in str(caught.value)
 
 
@@ -65,7 +65,7 @@ def test_flags_have_the_names_of_the_flat_form(output):
     assert (settings.optimizer.min_lr_share, settings.optimizer.lr_warmup_steps) == (0.25, 1)
     assert (settings.compute.recompute_blocks, settings.optimizer.max_skipped) == (2, 3)
     assert flat["model"]["vocab_size"] == 256
-    assert TrainSettings.from_flags({name: flat[name] for name in names}) == settings
+    assert build(TrainSettings, {name: flat[name] for name in names}) == settings
 
 
 def test_help_names_the_minimum_learning_rate(capsys):
@@ -80,7 +80,7 @@ def test_text_has_bytes_for_tokens(output):
     model = settings_of(output).model
     assert (model.vocab_size, model.d_model, model.context_length) == (256, 16, 16)
     (output.parent / "t.bin").write_bytes(b"\0\0")
-    assert TrainSettings.from_flags({"data": str(output.parent / "t.bin")}).model.vocab_size == 10_000
+    assert build(TrainSettings, {"data": str(output.parent / "t.bin")}).model.vocab_size == 10_000
 
 
 @pytest.mark.parametrize(
