@@ -12,6 +12,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+from cs336_systems.cli import main
 from cs336_systems.config import ModelConfig, RunConfig
 from cs336_systems.record import CELL_TIME, Environment, Record
 
@@ -91,6 +92,35 @@ def execute(
         timeout=timeout,
         check=False,
     )
+
+
+def exit_code(argv: list[str]) -> int:
+    """Run `cs336 ...` in this process."""
+    try:
+        return main(argv)
+    except SystemExit as exit:
+        return exit.code
+
+
+def files(folder: Path) -> dict[str, bytes]:
+    """Contents of all files, by name."""
+    found = (path for path in folder.rglob("*") if path.is_file() and path.suffix != ".pyc")
+    return {str(path.relative_to(folder)): path.read_bytes() for path in found}
+
+
+def assert_refused(argv: list[str], named: list[str], capture: Any) -> str:
+    """Exit code 2, nothing printed but one line that names what was wrong, no file made or changed.
+
+    `capture`: pytest's capsys or capfd.
+    """
+    before = files(Path.cwd())
+    code = exit_code(argv)
+    printed = capture.readouterr()
+    assert (code, printed.out, printed.err.count("\n")) == (2, "", 1), printed
+    assert printed.err.startswith("cs336")
+    assert all(word in printed.err for word in named), printed.err
+    assert files(Path.cwd()) == before
+    return printed.err
 
 
 def interpret(module: str, runs: list[Any]) -> Any:

@@ -68,6 +68,10 @@ def in_two_for_users(model: nn.Module) -> list[dict[str, Any]]:
     return [{"params": rest, "decay": 0.5, "note": "kept"}, {"params": first, "plan": (2.0,)}]
 
 
+def each_its_own(model: nn.Module) -> list[dict[str, Any]]:
+    return [{"params": [p]} for p in model.parameters()]
+
+
 def give_gradients(parameters: Iterable[Tensor], step: int, without: Iterable[int] = (), scale: float = 1.0) -> None:
     """Set the gradients of trainable parameters in the layout of autograd; None for the numbers in `without`."""
     for i, p in enumerate(parameters):

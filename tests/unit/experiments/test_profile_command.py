@@ -11,21 +11,15 @@ from pathlib import Path
 import pytest
 
 from cs336_systems import record
-from cs336_systems.cli import main
 from cs336_systems.config import RunConfig
-from cs336_systems.experiments import runner as runner_module
 from cs336_systems.experiments.catalogue import cells
 from cs336_systems.measure.readers.trace import read_chrome
 from cs336_systems.timeline import Timeline
-from tests.helpers import CS336, MODEL, SHAPE, TINY, clean_env, execute
+from tests.helpers import CS336, MODEL, SHAPE, TINY, clean_env, execute, files
 
 PROFILE_EXPERIMENTS = ("kernels", "memory", "checkpointing", "saved_tensors")
 PARAMETER_BYTES = 4 * (2 * 64 * 16 + 4 * 16 * 16 + 3 * 16 * 32 + 3 * 16)
 ONE_STEP = ["--num_steps", "1"]
-
-
-def files(folder: Path) -> set[str]:
-    return {str(path.relative_to(folder)) for path in folder.rglob("*") if path.is_file() and path.suffix != ".pyc"}
 
 
 # -- the files and records of one profile -----------------------------------------------------------------------------
@@ -150,58 +144,6 @@ def test_memory_alone_of_a_users_own_model(tmp_path):
     assert {"embed", "mix", "head"} <= {block.module for block in timeline.blocks}
 
 
-# -- mistakes ---------------------------------------------------------------------------------------------------------
-
-
-@pytest.fixture
-def elsewhere(tmp_path, monkeypatch):
-    def start():
-        pytest.fail("a worker was started for something that cannot be run")
-
-    monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr(runner_module, "Worker", start)
-    return tmp_path
-
-
-def assert_refused(argv, named, capsys, folder):
-    before = files(folder)
-    try:
-        code = main(argv)
-    except SystemExit as exit:
-        code = exit.code
-    printed = capsys.readouterr()
-    assert (code, printed.out, printed.err.count("\n")) == (2, "", 1), printed
-    assert printed.err.startswith(f"cs336 {argv[0]}: ")
-    assert all(word in printed.err for word in named), printed.err
-    assert files(folder) == before
-
-
-@pytest.mark.parametrize(
-    ("argv", "named"),
-    [
-        (["--only", "kernel"], ["'kernel'", "kernels", "memory", "saved_tensors"]),
-        (["--only", "memory,astrology"], ["'astrology'", "saved_tensors"]),
-        (["--mode", "inference", "--only", "saved_tensors"], ["inference", "saved_tensors"]),
-        (["--mode", "inference", "--only", "kernels,saved_tensors"], ["inference", "saved_tensors"]),
-        (["--compile", "--only", "memory"], ["--compile"]),
-        (["--num_steps", "0"], ["num_steps", "0"]),
-        (["--d_model", "6", "--num_heads", "2"], ["6 / 2 = 3"]),
-        (["--mode", "sideways"], ["'sideways'"]),
-        (["--device", "tpu"], ["'tpu'"]),
-        (["--model", "mine"], ["'mine'"]),
-        (["--output", "file/records.jsonl"], ["'file/records.jsonl'"]),
-        (["--output", "folder"], ["'folder'"]),
-    ],
-    ids=lambda value: " ".join(value),
-)
-def test_mistakes(argv, named, elsewhere, capsys):
-    """Reported before a process is started. Below a regular file not even root can write."""
-    (elsewhere / "file").write_text("in the way")
-    (elsewhere / "folder").mkdir()
-    assert_refused(["profile", *TINY, "--output", "out/records.jsonl", *argv], named, capsys, elsewhere)
-    assert not (elsewhere / "out").exists()
-
-
 # -- experiments ------------------------------------------------------------------------------------------------------
 
 
@@ -216,6 +158,7 @@ def test_grids(name, device):
             (name, device, 1)
         }
         assert len({json.dumps(request, sort_keys=True) for request in requests}) == len(requests)
+    assert cells(["profiler_agreement"], "quick", RunConfig(device="cuda"))
 
 
 def test_quick_grids_are_small_and_have_both_sides_of_a_comparison():
@@ -227,9 +170,3 @@ def test_quick_grids_are_small_and_have_both_sides_of_a_comparison():
     assert {"inference", "train-step"} <= modes["kernels"] & modes["memory"]
     assert "inference" not in modes["saved_tensors"]
     assert len({config["checkpoint_blocks"] for config in grids["checkpointing"]}) >= 3
-
-
-def test_the_agreement_of_profilers_needs_a_gpu(elsewhere, capsys):
-    argv = ["run", "profiler_agreement", "--preset", "quick", "--device", "cpu"]
-    assert_refused(argv, ["profiler_agreement"], capsys, elsewhere)
-    assert cells(["profiler_agreement"], "quick", RunConfig(device="cuda"))

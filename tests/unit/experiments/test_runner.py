@@ -24,6 +24,7 @@ from cs336_systems.experiments.runner import Outcome, Runner, gather
 from cs336_systems.record import CELL_TIME, Environment
 from tests.helpers import CPU_ONLY, CS336, MODEL, TINY, running, tiny_config, wait_until
 
+pytestmark = pytest.mark.usefixtures("elsewhere")
 MACHINE = Environment(cpu="a processor", memory=16 * 2**30, torch="2.0", python="3.11", utc="2025-01-01T00:00:00+00:00")
 
 
@@ -57,13 +58,6 @@ def scripted(monkeypatch):
     kind.answer = staticmethod(lambda request: measured(len(kind.asked)))
     monkeypatch.setattr(runner_module, "Worker", kind)
     return kind
-
-
-@pytest.fixture(autouse=True)
-def in_a_folder_of_its_own(tmp_path, monkeypatch):
-    monkeypatch.chdir(tmp_path)
-    for name, value in CPU_ONLY.items():
-        monkeypatch.setenv(name, value)
 
 
 def run(path, *requests, **options) -> Outcome:

@@ -3,20 +3,18 @@
 import pytest
 
 from cs336_systems.record import GIB
-from cs336_systems.table import FORMATS
 from tests.unit.experiments.attention.attention_cells import (
     OOM,
     WRONG,
     about,
-    column,
     flash_cell,
     leaderboard_cell,
-    notes,
     passes_cell,
     rivals_cell,
     step_cell,
     tables,
 )
+from tests.unit.report.step_cells import column, notes
 
 
 def test_eager_and_compiled_are_compared():
@@ -183,22 +181,3 @@ def test_no_lead_column_without_ours():
     """On a CPU the step compares flash_torch and sdpa."""
     (table,) = tables(step_cell(flash_torch=[2, 2, 2], sdpa=[1, 1, 1]))
     assert [c.heading() for c in table.columns] == ["size", "context", "flash_torch", "sdpa"]
-
-
-@pytest.mark.parametrize("format", FORMATS)
-@pytest.mark.parametrize("status", ["ok", OOM])
-def test_every_table_renders_in_both_languages(format, status):
-    made = [
-        passes_cell("reference", status=status),
-        flash_cell("reference", status=status),
-        rivals_cell(status=status, **MEASURED),
-        leaderboard_cell("flex", 0.1, status=status),
-        step_cell(flash_hopper=[1.0], sdpa_cudnn=[2.0]),
-    ]
-    for cell in made:
-        for table in tables(cell):
-            assert {len(row) for row in table.rows} == {len(table.columns)}
-            assert table.render(format, "en")
-            assert table.render(format, "zh")
-            assert table.title.zh != table.title.en
-            assert all(note.zh for note in table.notes)

@@ -3,7 +3,8 @@
 import pytest
 
 from cs336_systems.experiments.ranks.bucket_size import exposed
-from tests.unit.experiments.ranks.samples import SAMPLES, charts, tables, values
+from tests.unit.experiments.ranks.samples import SAMPLES, charts, tables
+from tests.unit.report.step_cells import values
 
 
 @pytest.mark.parametrize(
