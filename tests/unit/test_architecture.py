@@ -179,10 +179,10 @@ def test_no_module_hides_one_of_the_standard_library():
     assert names & set(sys.stdlib_module_names) == set()
 
 
-def test_modules_that_must_not_import_torch(tmp_path):
+def test_modules_and_names_that_must_not_import_torch(tmp_path):
     modules = ["cli", "experiments.runner", "predict.memory_model", "predict.attention_model"]
     modules += ["predict.parallel_model", "measure.readers.trace", "measure.readers.nsys", "report.figures"]
-    program = "import sys\n" + "".join(
+    program = f"import sys; from {OURS} import RunConfig, load\nassert 'torch' not in sys.modules\n" + "".join(
         f"import {OURS}.{module}\nassert not {{'torch', 'matplotlib'}} & sys.modules.keys(), {module!r}\n"
         for module in modules
     )
