@@ -73,16 +73,13 @@ def place(tmp_path_factory) -> Path:
 
 
 @pytest.fixture(scope="module", autouse=True)
-def one_thread() -> Iterator[None]:
-    """One thread, as ranks and commands have; and processes that are forked with torch imported."""
+def forked_with_torch() -> Iterator[None]:
+    """Processes are forked with torch imported."""
     multiprocessing.forkserver.set_forkserver_preload([command.__module__])
     multiprocessing.forkserver.ensure_running()
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
     logging.disable(logging.DEBUG)  # torch logs every tensor of a checkpoint, and pytest would keep it all
     yield
     logging.disable(logging.NOTSET)
-    torch.set_num_threads(before)
 
 
 @pytest.fixture(scope="module")

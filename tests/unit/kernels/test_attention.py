@@ -43,15 +43,6 @@ FEW = (
 )
 
 
-@pytest.fixture(autouse=True)
-def one_thread():
-    """Small matmuls: with several threads, workers spend their time waiting for each other."""
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(threads)
-
-
 def implementation(impl, **options):
     return lambda q, k, v, **mask: attention(q, k, v, impl=impl, return_lse=True, **options, **mask)
 

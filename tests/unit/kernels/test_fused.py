@@ -37,14 +37,6 @@ def by_name(parts):
     return pytest.mark.parametrize("part", parts.values(), ids=list(parts))
 
 
-@pytest.fixture(autouse=True)
-def one_thread():
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(threads)
-
-
 # Values and gradients
 
 

@@ -13,15 +13,6 @@ from cs336_systems.step.train_step import TrainStep
 from tests.unit.kernels.attention_cases import poisoned_memory
 from tests.unit.kernels.fused_cases import compare, targets_of
 
-
-@pytest.fixture(autouse=True)
-def one_thread():
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(threads)
-
-
 # The model
 
 SHAPE = ModelConfig(vocab_size=61, context_length=12, d_model=24, num_layers=3, num_heads=3, d_ff=40)

@@ -30,15 +30,6 @@ SCORE_BYTES = BATCH * SMALL.num_heads * SMALL.context_length**2 * 4
 LINE = re.compile(r"[\w./-]+\.py:\d+ in \S+")
 
 
-@pytest.fixture(scope="module", autouse=True)
-def one_thread():
-    """Two threads wait for each other on a busy machine."""
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
-
-
 def steady(config=None, **fields):
     """Return a step that has run once, which creates the optimizer's state."""
     step = TrainStep.build(config or RunConfig(model=SMALL, batch_size=BATCH, **fields))
