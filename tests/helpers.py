@@ -144,17 +144,18 @@ def wait_until(condition: Callable[[], bool], seconds: float) -> bool:
 class Marked:
     """A command in a session of its own, whose processes and all they start can be found by a mark they inherit."""
 
-    def __init__(self, command: list[str], cwd: Path):
+    def __init__(self, command: list[str], cwd: Path, log: Path | None = None, **variables: str):
+        """`log`: a file for both outputs; without it, standard error goes to a file in `cwd`."""
         self.mark = f"CS336_TEST_MARK={uuid.uuid4().hex}"
-        self.log = cwd / "stderr.txt"
+        self.log = log or cwd / "stderr.txt"
         name, value = self.mark.split("=")
-        with open(self.log, "w") as log:
+        with open(self.log, "w") as file:
             self.process = subprocess.Popen(
                 command,
                 cwd=cwd,
-                env=clean_env(**{name: value}),
-                stdout=subprocess.DEVNULL,
-                stderr=log,
+                env=clean_env(**{name: value}, **variables),
+                stdout=file if log else subprocess.DEVNULL,
+                stderr=file,
                 start_new_session=True,
                 # A shell's background job ignores Ctrl-C and would pass that on to this process.
                 preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),

@@ -1,7 +1,6 @@
 """The fast step on a GPU: its Triton kernels against formulas in fp64, its CUDA graph against the step without one."""
 
 import dataclasses
-import gc
 
 import pytest
 import torch
@@ -17,7 +16,7 @@ from cs336_systems.step.loss_scale import Update
 from cs336_systems.step.train_step import TrainStep
 from tests.unit.kernels.attention_cases import poisoned_memory
 
-pytestmark = pytest.mark.gpu
+pytestmark = [pytest.mark.gpu, pytest.mark.usefixtures("clean_gpu")]
 
 SHAPES = {
     "narrow": model_config("tiny", d_model=96, num_heads=4, d_ff=200, vocab_size=301, context_length=77),
@@ -25,16 +24,6 @@ SHAPES = {
     "2.7B": model_config("2.7B", num_layers=1),
 }
 WITHOUT_GRAPH = "kernels,loss,optimizer"
-
-
-@pytest.fixture(autouse=True)
-def clean_gpu():
-    torch.manual_seed(0)
-    yield
-    gc.collect()
-    torch.cuda.synchronize()
-    torch._C._cuda_clearCublasWorkspaces()
-    torch.cuda.empty_cache()
 
 
 def relative(found, expected):

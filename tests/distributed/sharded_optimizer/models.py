@@ -25,20 +25,6 @@ class Loose(nn.Module):
         self.items = nn.ParameterList(tensors)
 
 
-class Tied(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.embed = nn.Embedding(11, 4)
-        self.mix = nn.Linear(4, 4)
-        self.head = nn.Linear(4, 11, bias=False)
-        for i, p in enumerate(self.parameters()):
-            p.data = noise(p.shape, i).float()
-        self.head.weight = self.embed.weight
-
-    def forward(self, tokens: Tensor) -> Tensor:
-        return self.head(self.mix(self.embed(tokens)).tanh())
-
-
 def noise(shape: Shape, *seed: int) -> Tensor:
     """Random numbers that are the same on every rank."""
     generator = torch.Generator().manual_seed(sum(part * 1009**power for power, part in enumerate(seed, 1)))

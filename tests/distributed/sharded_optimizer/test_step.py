@@ -14,13 +14,13 @@ from torch.optim.optimizer import register_optimizer_step_post_hook
 
 from cs336_systems.parallel import DDP, ShardedOptimizer
 from tests.distributed.compare import rank
+from tests.distributed.fsdp.models import VOCABULARY, Tied
 from tests.distributed.sharded_optimizer.models import (
     ADAMW,
     MIXTURE,
     Counting,
     Loose,
     Pair,
-    Tied,
     Wandering,
     each_its_own,
     in_two,
@@ -288,7 +288,7 @@ def test_tied_weights_after_data_parallel(arrange):
     pair = Pair(Tied(), AdamW, arrange)
     wrapped = [DDP(module) for module in pair.models]
     for step in range(2):
-        tokens = (torch.arange(6) * (2 + rank()) + step) % 11
+        tokens = (torch.arange(6) * (2 + rank()) + step) % VOCABULARY
         for (_, optimizer), model in zip(pair, wrapped, strict=True):
             optimizer.zero_grad()
             nn.functional.cross_entropy(model(tokens), tokens.roll(-1)).backward()

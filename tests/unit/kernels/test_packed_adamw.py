@@ -10,12 +10,12 @@ import pytest
 import torch
 from torch import nn
 
-from cs336_systems.config import ModelConfig
 from cs336_systems.kernels.fused import nodes as fused
 from cs336_systems.kernels.fused import pointwise
 from cs336_systems.kernels.fused.packed_adamw import PackedAdamW
 from cs336_systems.model import TransformerLM
 from tests.unit.kernels.attention_cases import poisoned_memory
+from tests.unit.kernels.fused_cases import SHAPE, model_of, targets_of
 
 SHAPES = [(7, 5), (3,), (), (1, 1), (130, 3), (2, 3, 4), (129,)]
 OPTIONS = [
@@ -342,12 +342,8 @@ class Plain(nn.Module):
         return self.head(torch.tanh(self.inner(self.norm(self.embedding(tokens)))))
 
 
-def tokens_of(vocabulary, *shape, seed):
-    return torch.randint(vocabulary, shape, generator=torch.Generator().manual_seed(seed))
-
-
 def loss_of(model, seed, autocast=False):
-    tokens, targets = tokens_of(11, 4, 5, seed=seed), tokens_of(11, 4, 5, seed=seed + 100)
+    tokens, targets = targets_of(11, 4, 5, seed=seed), targets_of(11, 4, 5, seed=seed + 100)
     with torch.autocast("cpu", torch.bfloat16, enabled=autocast):
         return nn.functional.cross_entropy(model(tokens).flatten(0, 1).float(), targets.flatten())
 
@@ -375,11 +371,8 @@ def test_a_model_without_fused_kernels(dtype, with_closure):
     assert losses[1][-1] < 0.85 * losses[1][0]
 
 
-SHAPE = ModelConfig(vocab_size=61, context_length=12, d_model=24, num_layers=3, num_heads=3, d_ff=40)
-
-
 def fused_model(checkpoint_blocks=0):
-    model = TransformerLM(SHAPE, attention="reference", checkpoint_blocks=checkpoint_blocks, fused=True)
+    model = model_of(checkpoint_blocks, fused=True)
     with torch.no_grad():
         for number, p in enumerate(model.parameters()):
             p.copy_(random(*p.shape, seed=number) * 0.3 + (p.dim() == 1))
@@ -405,7 +398,7 @@ def test_gradients_of_a_fused_model(dtype, order, recompute_blocks):
     plain.double()
     for drop in (optimizer.zero_grad, lambda: optimizer.zero_grad(False), model.zero_grad):
         for number in range(2):
-            tokens, targets = (tokens_of(61, 2, 12, seed=10 * number + i) for i in range(2))
+            tokens, targets = (targets_of(61, 2, 12, seed=10 * number + i) for i in range(2))
             with poisoned_memory():
                 (3 * model(tokens, targets)).backward()
                 model(tokens, targets)  # without backward it leaves no gradient
