@@ -660,11 +660,6 @@ def test_evaluation_on_ranks_does_not_change_the_run(parallel, two_ranks, place)
 
 
 @every_parallel
-def test_non_finite_steps_end_all_ranks(parallel, two_ranks):
-    assert all("2 steps in a row" in outcome.error for outcome in two_ranks[f"{parallel} all bad"])
-
-
-@every_parallel
 def test_a_disk_that_is_full_for_one_rank(parallel, two_ranks, place):
     """Nothing is left of the first of four saves; the others are intact."""
     found = two_ranks[f"{parallel} full disk"]
@@ -741,7 +736,8 @@ def test_a_damaged_shard_is_not_loaded_on_any_rank(parallel, resumed):
 
 
 @every_parallel
-def test_mistakes_are_reported_on_all_ranks(parallel, two_ranks, resumed):
+def test_mistakes_and_non_finite_steps_end_all_ranks(parallel, two_ranks, resumed):
+    assert all("2 steps in a row" in outcome.error for outcome in two_ranks[f"{parallel} all bad"])
     assert all("batch_size 3" in outcome.error for outcome in two_ranks[f"{parallel} odd batch"])
     assert all("num_layers" in outcome.error for outcome in resumed[f"{parallel} refused"])
     assert all((outcome.crash, "format" in outcome.error) == ("", True) for outcome in resumed["newer"])

@@ -21,6 +21,7 @@ from tests.unit.kernels.attention_cases import (
     Case,
     Inputs,
     check,
+    check_autocast,
     compare,
     differentiate,
     make_inputs,
@@ -400,15 +401,7 @@ def test_two_devices():
 
 @pytest.mark.parametrize("kernels", ["portable", "hopper"])
 def test_autocast(kernels):
-    inputs = make_inputs(PLAIN, FP32, device="cuda")
-    leaves = [x.requires_grad_() for x in (inputs.q, inputs.k, inputs.v)]
-    with torch.autocast("cuda", BF16):
-        out = attention(*leaves, is_causal=True, **KERNELS[kernels])
-    assert out.dtype == BF16
-    gradients = torch.autograd.grad(out, leaves, inputs.dout.to(BF16))
-    assert [x.dtype for x in gradients] == [FP32] * 3
-    found = {"out": out.detach(), **{f"d{name}": x.to(BF16) for name, x in zip("qkv", gradients, strict=True)}}
-    assert_right(found, inputs.cast(BF16), PLAIN)
+    check_autocast(lambda q, k, v: attention(q, k, v, is_causal=True, **KERNELS[kernels]), PLAIN, "cuda")
 
 
 @pytest.mark.parametrize("compiled", [False, True], ids=["eager", "compiled"])

@@ -115,43 +115,56 @@ def test_tied_weights(optimizer):
     assert pair.module.head.weight is pair.module.embed.weight
 
 
-@pytest.mark.parametrize("order", [[0, 0], [0, 1, 0], [1, 0, 0, 1, 1]])
-def test_modules_used_twice(order):
-    Pair(partial(Stack, 2, order), adamw).train(2)
+def under_two_names() -> nn.Module:
+    module = Stack(2, [0, 1, 2])
+    module.layers.append(module.layers[0])
+    return module
 
 
-def test_a_module_under_two_names():
-    def make() -> nn.Module:
-        module = Stack(2, [0, 1, 2])
-        module.layers.append(module.layers[0])
-        return module
+def wasted(step: int, module: nn.Module) -> None:
+    """A weight may be prefetched for a backward that never comes, and must not stay in memory."""
+    module.wasted = [[1, 2], [0], [], [3]][step]
 
-    Pair(make).train(2)
+
+def reordered(step: int, module: nn.Module) -> None:
+    """The module that was prefetched does not run, or runs later, or twice."""
+    module.order = [[0, 1, 2, 3], [3, 2, 1, 0], [0], [], [2, 2], [0, 1, 2, 3], [1, 3], [0, 1, 2, 3]][step]
+
+
+def refrozen(step: int, module: nn.Module) -> None:
+    if step == 1:
+        freeze(module, "layers.1.weight", "layers.3.bias", "head.weight")
+    if step == 2:
+        freeze(module, "layers.2.weight", "layers.2.bias", "layers.1.weight", requires_grad=True)
+    if step == 3:
+        freeze(module, "embed.weight", "head.weight", "layers.3.bias", requires_grad=True)
+        freeze(module, "layers.0.weight")
+    if step == 4:
+        freeze(module, *(name for name, _ in module.named_parameters() if "head" not in name))
+
+
+STACKS: dict[str, tuple[Any, ...]] = {
+    "used_twice": (partial(Stack, 2, [0, 0]), 2),
+    "used_twice_with_another_between": (partial(Stack, 2, [0, 1, 0]), 2),
+    "used_five_times": (partial(Stack, 2, [1, 0, 0, 1, 1]), 2),
+    "under_two_names": (under_two_names, 2),
+    "outputs_not_used": (partial(Stack, 4, [0, 3]), 4, wasted),
+    "another_order_in_each_step": (Stack, 8, reordered),
+    "frozen_and_unfrozen": (partial(Stack, frozen=["embed.weight", "layers.2.weight", "layers.2.bias"]), 5, refrozen),
+}
+"""Model, number of steps, and what changes it before each step."""
+
+
+@pytest.mark.parametrize("name", STACKS)
+def test_modules_that_run_in_other_ways(name):
+    make, *training = STACKS[name]
+    Pair(make, adamw).train(*training)
 
 
 def test_unused_parameters_have_no_gradient():
     pair = Pair(partial(Stack, 4, [0, 3]))
     pair.train(2)
     assert all(p.grad is None for number in (1, 2) for p in pair.module.layers[number].parameters())
-
-
-def test_modules_whose_output_is_not_used():
-    """Their weight may be prefetched for a backward that never comes, and must not stay in memory."""
-
-    def before(step: int, module: nn.Module) -> None:
-        module.wasted = [[1, 2], [0], [], [3]][step]
-
-    Pair(partial(Stack, 4, [0, 3]), adamw).train(4, before)
-
-
-def test_another_order_in_each_step():
-    """The module that was prefetched does not run, or runs later, or twice."""
-    orders = [[0, 1, 2, 3], [3, 2, 1, 0], [0], [], [2, 2], [0, 1, 2, 3], [1, 3], [0, 1, 2, 3]]
-
-    def before(step: int, module: nn.Module) -> None:
-        module.order = orders[step]
-
-    Pair(Stack, adamw).train(len(orders), before)
 
 
 def test_a_shorter_pass_before_the_update():
@@ -199,21 +212,6 @@ def test_frozen_parameters(names):
     for name, p in pair.module.named_parameters():
         assert p.requires_grad == (name not in names), name
         assert (p.grad is None) == (name in names), name
-
-
-def test_frozen_and_unfrozen_during_training():
-    def before(step: int, module: nn.Module) -> None:
-        if step == 1:
-            freeze(module, "layers.1.weight", "layers.3.bias", "head.weight")
-        if step == 2:
-            freeze(module, "layers.2.weight", "layers.2.bias", "layers.1.weight", requires_grad=True)
-        if step == 3:
-            freeze(module, "embed.weight", "head.weight", "layers.3.bias", requires_grad=True)
-            freeze(module, "layers.0.weight")
-        if step == 4:
-            freeze(module, *(name for name, _ in module.named_parameters() if "head" not in name))
-
-    Pair(partial(Stack, frozen=["embed.weight", "layers.2.weight", "layers.2.bias"]), adamw).train(5, before)
 
 
 class Branches(nn.Module):

@@ -18,6 +18,7 @@ from tests.unit.kernels.attention_cases import (
     LAYOUTS,
     Case,
     check,
+    check_autocast,
     compare,
     differentiate,
     make_inputs,
@@ -269,16 +270,7 @@ def test_backward_is_repeatable(impl):
 
 @pytest.mark.parametrize("impl", EVERY)
 def test_autocast(impl):
-    inputs = make_inputs(PLAIN, torch.float32)
-    leaves = [x.requires_grad_() for x in (inputs.q, inputs.k, inputs.v)]
-    with torch.autocast("cpu", torch.bfloat16):
-        out = attention(*leaves, impl=impl, is_causal=True)
-    assert out.dtype == torch.bfloat16
-    gradients = torch.autograd.grad(out, leaves, inputs.dout.bfloat16())
-    assert [x.dtype for x in gradients] == [torch.float32] * 3
-    found = {"out": out.detach(), **{f"d{n}": x.bfloat16() for n, x in zip("qkv", gradients, strict=True)}}
-    wrong = compare(found, inputs.cast(torch.bfloat16), PLAIN)
-    assert not wrong, wrong
+    check_autocast(lambda q, k, v: attention(q, k, v, impl=impl, is_causal=True), PLAIN)
 
 
 @by_name([PLAIN, BLIND, CASES["2x4-kv2-113x113-d64-causal"]])
@@ -312,22 +304,16 @@ def test_course_function(leading, lengths, is_causal):
     assert not wrong, wrong
 
 
-def test_course_function_is_not_causal_by_default():
-    inputs = make_inputs(Case(20, 20, d=16), torch.float32)
-    q, k, v = (x[0].requires_grad_() for x in (inputs.q, inputs.k, inputs.v))
-    out = FlashAttentionTorch.apply(q, k, v)
-    assert torch.equal(out, FlashAttentionTorch.apply(q, k, v, False))
-    assert not torch.allclose(out, FlashAttentionTorch.apply(q, k, v, True))
-    out.sum().backward()
-    assert q.grad.isfinite().all()
-
-
-def test_course_function_has_no_gradient_for_is_causal():
+def test_course_function_is_not_causal_by_default_and_has_no_gradient_for_is_causal():
     inputs = make_inputs(Case(20, 20, d=16), torch.float32)
     leaves = [x[0].requires_grad_() for x in (inputs.q, inputs.k, inputs.v)]
-    out = FlashAttentionTorch.apply(*leaves, True)
+    out, causal = FlashAttentionTorch.apply(*leaves), FlashAttentionTorch.apply(*leaves, True)
+    assert torch.equal(out, FlashAttentionTorch.apply(*leaves, False))
+    assert not torch.allclose(out, causal)
+    out.sum().backward()
+    assert leaves[0].grad.isfinite().all()
     with torch.no_grad():
-        *gradients, last = out.grad_fn.apply(inputs.dout[0])
+        *gradients, last = causal.grad_fn.apply(inputs.dout[0])
     assert last is None
     assert [x.shape for x in gradients] == [x.shape for x in leaves]
 
