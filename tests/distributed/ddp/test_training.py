@@ -10,18 +10,15 @@ from cs336_systems.parallel import DDP, FlatDDP, NaiveDDP
 from tests.distributed.compare import assert_close, rank, world
 from tests.distributed.ddp.models import (
     VARIANTS,
-    Branches,
     Net,
     Pair,
     Parts,
     Tied,
     all_reduces,
-    branch_loss,
     compare_parts,
     double_loss,
     every_variant,
     share,
-    weigh,
     whole_numbers,
     wrapped_parts,
 )
@@ -107,18 +104,6 @@ def test_state_dict_is_the_modules_own(name):
     whole_numbers(Net(), 3).load_state_dict(pair.wrapped.state_dict())
     with pytest.raises(RuntimeError, match=r"module\.first\.weight"):
         pair.wrapped.load_state_dict({f"module.{key}": tensor for key, tensor in other.state_dict().items()})
-
-
-@pytest.mark.ranks(2, 4)
-def test_unused_parameters(name):
-    """Ranks use different parameters, others in each step; one that no rank uses has no gradient."""
-    for set_to_none in (True, False):
-        Pair(name, Branches, branch_loss).train(set_to_none=set_to_none)
-
-    def loss(module: nn.Module, step: int, of_rank: int) -> Tensor:
-        return weigh(module(share(step, of_rank), of_rank + step))
-
-    Pair(name, Branches, loss).train(4)
 
 
 def test_a_rank_that_does_not_call_backward(name):

@@ -89,12 +89,6 @@ def test_float32(impl, case):
         check(implementation(impl), case, torch.float32, through_lse=through_lse)
 
 
-@by_name(FEW)
-@pytest.mark.parametrize("impl", OURS)
-def test_float64(impl, case):
-    check(implementation(impl), case, torch.float64, through_lse=True)
-
-
 @by_name([case for number, case in enumerate(CASES.values()) if number % 3 == 0 or case in FEW])
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16], ids=str)
 @pytest.mark.parametrize("impl", OURS)
@@ -141,15 +135,8 @@ def random_cases(draw):
 @given(case=random_cases(), seed=st.integers(0, 1000), through_lse=st.booleans())
 @settings(max_examples=60, deadline=None)
 def test_random_shapes_and_masks(case, seed, through_lse):
-    check(implementation("flash_torch"), case, torch.float64, seed=seed, through_lse=through_lse)
-
-
-@pytest.mark.parametrize("is_causal", [False, True])
-@pytest.mark.parametrize("impl", OURS)
-def test_gradients_by_finite_differences(impl, is_causal):
-    inputs = make_inputs(Case(3, 4, 2, heads=2, kv_heads=1), torch.float64)
-    leaves = [x.requires_grad_() for x in (inputs.q, inputs.k, inputs.v)]
-    assert torch.autograd.gradcheck(lambda q, k, v: implementation(impl)(q, k, v, is_causal=is_causal), leaves)
+    for impl in OURS:
+        check(implementation(impl), case, torch.float64, seed=seed, through_lse=through_lse)
 
 
 # Edges
@@ -198,16 +185,6 @@ def test_short_and_large(impl, length, dtype):
         check(implementation(impl), Case(length, length, is_causal=is_causal), dtype, magnitude=5, large=True)
 
 
-@pytest.mark.parametrize("impl", OURS)
-def test_equal_keys_weigh_the_same(impl):
-    inputs = make_inputs(Case(113, 203), torch.float32)
-    k = (30 * inputs.k[:, :, :1]).expand_as(inputs.k)
-    out, lse = implementation(impl)(inputs.q, k, inputs.v)
-    assert torch.allclose(out, inputs.v.mean(2, keepdim=True).expand_as(out), atol=1e-5)
-    scores = (inputs.q.double() * k[:, :, :1].double()).sum(-1) / 8
-    assert torch.allclose(lse.double(), scores + math.log(203), rtol=1e-6, atol=1e-4)
-
-
 # Memory layouts
 
 
@@ -217,21 +194,6 @@ def test_strides(impl, layout):
     function = implementation(impl) if impl in OURS else without_lse(impl)
     check(function, PLAIN, torch.float32, layout=layout, dout_layout=layout)
     check(function, PLAIN, torch.float32, layout="heads_inside", dout_layout=layout)
-
-
-@pytest.mark.parametrize("impl", OURS)
-def test_slices_of_packed_qkv_and_a_gradient_of_ones(impl):
-    """A model with one projection slices it like this; out.sum() gives a gradient with stride 0."""
-    packed = make_inputs(Case(113, 113, heads=12), torch.float32).q.view(1, 113, 3, 4, 64).requires_grad_()
-    gradients = {}
-    for name, dtype in ((impl, torch.float32), ("oracle", torch.float64)):
-        q, k, v = (x.transpose(1, 2) for x in packed.to(dtype).unbind(2))
-        if name == "oracle":
-            out, _ = naive(q, k, v, visible(Case(113, 113, is_causal=True)))
-        else:
-            out = attention(q, k, v, is_causal=True, impl=name)
-        (gradients[name],) = torch.autograd.grad(out.sum(), packed)
-    assert relative_error(gradients[impl], gradients["oracle"].double()) < 1e-5
 
 
 @pytest.mark.parametrize("impl", OURS)

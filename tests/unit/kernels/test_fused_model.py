@@ -1,7 +1,6 @@
 """The fused model and the fast training step on the CPU, against the plain ones."""
 
 import functools
-from contextlib import nullcontext
 
 import pytest
 import torch
@@ -134,16 +133,6 @@ def test_modes_without_an_update(mode):
         assert found.item() == pytest.approx(expected.item(), rel=1e-5)
         gradients = [{n: p.grad for n, p in s.model.named_parameters()} for s in (step, plain)]
         compare(gradients[0], {name: x.double() for name, x in gradients[1].items()}, 1e-5)
-
-
-@pytest.mark.parametrize("fast", ["kernels", "loss", "on"])
-def test_accumulated_batches(fast):
-    steps = [TrainStep.build(RunConfig(model=SHAPE, batch_size=2, fast=name)) for name in (fast, "off")]
-    batches = [steps[1].random_batch() for _ in range(3)]
-    losses = [step._accumulate(batches, lambda loss: loss * 4.0, nullcontext).item() for step in steps]
-    assert losses[0] == pytest.approx(losses[1], rel=1e-5)
-    gradients = [{n: p.grad for n, p in step.model.named_parameters()} for step in steps]
-    compare(gradients[0], {name: x.double() for name, x in gradients[1].items()}, 1e-5)
 
 
 REFUSED = {
