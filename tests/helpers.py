@@ -12,8 +12,10 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+import pytest
+
 from cs336_systems.cli import main
-from cs336_systems.config import ModelConfig, RunConfig
+from cs336_systems.config import ModelConfig, RunConfig, UserError
 from cs336_systems.record import CELL_TIME, Environment, Record
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -129,6 +131,16 @@ def interpret(module: str, runs: list[Any]) -> Any:
     done = execute(sys.executable, "-m", module, cwd=ROOT, timeout=240, env=env, given=json.dumps(runs))
     assert done.returncode == 0, done.stderr[-2000:]
     return json.loads(done.stdout.splitlines()[-1])
+
+
+@contextmanager
+def refused(*named: str) -> Iterator[None]:
+    """A user error, in one line that has all of `named`."""
+    with pytest.raises(UserError) as caught:
+        yield
+    message = str(caught.value)
+    assert all(part in message for part in named), message
+    assert len(message.splitlines()) == 1
 
 
 def wait_until(condition: Callable[[], bool], seconds: float) -> bool:

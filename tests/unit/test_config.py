@@ -21,6 +21,7 @@ from cs336_systems.config import (
     size_name,
 )
 from cs336_systems.record import cell_key
+from tests.helpers import refused
 
 quick = settings(max_examples=60, deadline=None)
 WHOLE_NUMBERS = ("vocab_size", "context_length", "d_model", "num_layers", "num_heads", "d_ff")
@@ -112,15 +113,9 @@ def test_a_shape_is_valid_or_the_error_names_its_numbers(shape):
         model = ModelConfig(**shape)
         assert model.head_dim * model.num_heads == model.d_model
         return
-    with pytest.raises(UserError) as refusal:
+    odd = [f"= {shape['d_model'] // shape['num_heads']} is odd"] if divisible else []
+    with refused("d_model", "num_heads", str(shape["d_model"]), str(shape["num_heads"]), *odd):
         ModelConfig(**shape)
-    message = str(refusal.value)
-    assert "d_model" in message
-    assert "num_heads" in message
-    assert str(shape["d_model"]) in message
-    assert str(shape["num_heads"]) in message
-    if divisible:
-        assert f"= {shape['d_model'] // shape['num_heads']} is odd" in message
 
 
 INF, NAN = float("inf"), float("nan")
@@ -166,12 +161,8 @@ CHOICES = {
     ("name", "value"), [(name, value) for name, (values, _) in CHOICES.items() for value in values], ids=repr
 )
 def test_an_unknown_choice_is_named_with_all_choices(name, value):
-    with pytest.raises(UserError) as refusal:
+    with refused(repr(value), *CHOICES[name][1]):
         model_config(value) if name == "size" else RunConfig(**{name: value})
-    message = str(refusal.value)
-    assert repr(value) in message
-    assert all(choice in message for choice in CHOICES[name][1])
-    assert len(message.splitlines()) == 1
 
 
 def test_an_integer_rope_theta_gives_the_same_cell_as_the_float():
@@ -188,21 +179,19 @@ def test_known_devices_are_accepted(value):
 @given(st.text())
 def test_any_error_message_is_a_single_line(text):
     """Values are shown with repr, so that a newline or an escape sequence in them cannot break the line."""
-    refused = f"no choice {text} at all"
+    unknown = f"no choice {text} at all"
     attempts = [
-        lambda: model_config(refused),
-        lambda: RunConfig(mode=refused),
-        lambda: RunConfig(precision=refused),
-        lambda: RunConfig(attention=refused),
-        lambda: RunConfig(device=refused),
-        lambda: RunConfig(model_factory=refused),
-        lambda: ModelConfig(d_model=refused),
+        lambda: model_config(unknown),
+        lambda: RunConfig(mode=unknown),
+        lambda: RunConfig(precision=unknown),
+        lambda: RunConfig(attention=unknown),
+        lambda: RunConfig(device=unknown),
+        lambda: RunConfig(model_factory=unknown),
+        lambda: ModelConfig(d_model=unknown),
     ]
     for attempt in attempts:
-        with pytest.raises(UserError) as refusal:
+        with refused(repr(unknown)):
             attempt()
-        assert len(str(refusal.value).splitlines()) == 1
-        assert repr(refused) in str(refusal.value)
 
 
 # -- round trip -------------------------------------------------------------------------------------------------------
@@ -233,9 +222,8 @@ def test_every_field_but_the_size_name_is_in_the_cell_key(config, name):
     ids=repr,
 )
 def test_an_invalid_dictionary_is_refused_in_a_single_line(changes):
-    with pytest.raises(UserError) as refusal:
+    with refused():
         RunConfig.from_dict({**RunConfig().to_dict(), **changes})
-    assert len(str(refusal.value).splitlines()) == 1
     with pytest.raises(UserError, match="without a valid model"):
         RunConfig.from_dict({})
 

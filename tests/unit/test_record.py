@@ -28,6 +28,7 @@ from cs336_systems.record import (
     steady_from,
     summarize,
 )
+from tests.helpers import refused
 
 INF, NAN = float("inf"), float("nan")
 quick = settings(max_examples=60, deadline=None)
@@ -207,12 +208,8 @@ def test_missing_and_empty_files(tmp_path):
 def test_a_newer_schema_is_refused_with_both_versions(tmp_path):
     path = tmp_path / "future.jsonl"
     append(path, [record("x", 1.0), record("y", 1.0, schema_version=SCHEMA_VERSION + 41)])
-    with pytest.raises(UserError, match=r"future\.jsonl, line 2: ") as refusal:
+    with refused("future.jsonl, line 2: ", f"version {SCHEMA_VERSION + 41}", f"up to {SCHEMA_VERSION}"):
         load(path)
-    message = str(refusal.value)
-    assert f"version {SCHEMA_VERSION + 41}" in message
-    assert f"up to {SCHEMA_VERSION}" in message
-    assert len(message.splitlines()) == 1
 
 
 COMPLETE = json.loads(record("x", 1.0).to_json())
@@ -251,11 +248,8 @@ def test_an_unreadable_line_is_one_clear_error(tmp_path, case):
     path = tmp_path / "foreign.dat"
     data, line = FOREIGN[case]
     path.write_bytes(data)
-    with pytest.raises(UserError) as refusal:
+    with refused(f"{path}, line {line}: "):
         load(path)
-    message = str(refusal.value)
-    assert message.startswith(f"{path}, line {line}: ")
-    assert len(message.splitlines()) == 1
 
 
 def test_lenient_loading_leaves_unreadable_lines_out_and_remarks_on_them(tmp_path):

@@ -17,7 +17,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch.profiler import ProfilerActivity, record_function
 
-from cs336_systems.config import ModelConfig, RunConfig, UserError
+from cs336_systems.config import ModelConfig, RunConfig
 from cs336_systems.measure import kernel_trace
 from cs336_systems.measure.kernel_trace import profile_steps
 from cs336_systems.measure.readers import trace
@@ -26,7 +26,7 @@ from cs336_systems.measure.readers.recorded_tables import KernelRow, KindRow, Pa
 from cs336_systems.measure.readers.trace import read_chrome, trace_metrics
 from cs336_systems.record import Metric
 from cs336_systems.step.train_step import TrainStep
-from tests.helpers import PACKAGE, ROOT
+from tests.helpers import PACKAGE, ROOT, refused
 
 H200 = ROOT / "tests" / "golden" / "trace_h200.json.gz"
 PHASES = ("forward", "loss", "backward", "sync", "optimizer")
@@ -653,10 +653,8 @@ def test_an_unreadable_file_is_a_user_error(name, tmp_path):
         path.mkdir()
     elif name in DAMAGED:
         path.write_bytes(DAMAGED[name])
-    with pytest.raises(UserError) as caught:
+    with refused(path.name):
         read_chrome(path)
-    assert path.name in str(caught.value)
-    assert "\n" not in str(caught.value)
 
 
 # -- profiles of this CPU ---------------------------------------------------------------------------------------------
