@@ -2,7 +2,6 @@
 
 import pytest
 
-from cs336_systems.experiments import runner
 from tests.helpers import CPU_ONLY
 
 
@@ -20,4 +19,4 @@ def no_worker(monkeypatch):
     def start():
         pytest.fail("a worker was started for a configuration that cannot be run")
 
-    monkeypatch.setattr(runner, "Worker", start)
+    monkeypatch.setattr("cs336_systems.experiments.runner.Worker", start)
