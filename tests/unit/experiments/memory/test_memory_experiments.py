@@ -3,7 +3,7 @@
 import pytest
 
 from cs336_systems.record import GIB
-from tests.unit.experiments.memory.samples import SAMPLES, memory, recomputed, saved
+from tests.unit.experiments.memory.samples import SAMPLES, memory, predicted, recomputed, saved
 from tests.unit.report.step_cells import OOM, charts, column, notes, rows, stated, tables, values
 
 STATED = {
@@ -120,3 +120,10 @@ def test_saved_tensors_and_the_largest():
         ("1", "OOM", "", ""),
     ]
     assert rows(largest, "size (MiB)", "module", "what") == [("64.0", "layers.0.attn", "4x8x8 float32")]
+
+
+def test_the_memory_model_part_by_part():
+    (table,) = tables(predicted())
+    parts = ("parameters", "gradients", "optimizer", "activations", "logits, loss", "peak", "peak, traced")
+    assert rows(table, *(f"{part} (GiB)" for part in parts)) == [tuple(f"{i}.00" for i in range(1, 8))]
+    assert rows(table, "per block (MiB)", "residual tensor (MiB)", "peak in") == [("192", "6", "backward")]

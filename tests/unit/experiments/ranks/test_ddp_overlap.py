@@ -26,6 +26,18 @@ def test_table_compares_with_no_wrapper_and_with_torch():
     assert table.rows[1] == ["naive", "400.00", "", "", "200.00", "300.00", percent(-0.5, 0), "1.60x", "0.0e+00"]
 
 
+def test_title_names_the_emulated_network():
+    (table,) = tables([arrangement_cell("ddp", TIMES, link=[5e-3, 1e8])])
+    assert table.title.en == (
+        "ddp: averaging gradients, emulated network of 0.1 GB/s and 5 ms · unknown machine, 2 ranks, gloo, cuda, "
+        "small, context 512, batch 4 on each rank"
+    )
+    assert table.title.zh == (
+        "ddp：梯度平均，模拟 0.1 GB/s、5 ms 的网络 · unknown machine，2 个 rank，gloo，cuda，"
+        "small，context 512，每个 rank batch 4"
+    )
+
+
 def test_exposed_communication_and_lanes():
     exposed, lanes = charts(arrangement_cell("ddp", TIMES, metrics=LANES))
     alone, felt = map(values, exposed.series)
