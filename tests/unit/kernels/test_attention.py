@@ -139,6 +139,14 @@ def test_random_shapes_and_masks(case, seed, through_lse):
         check(implementation(impl), case, torch.float64, seed=seed, through_lse=through_lse)
 
 
+@pytest.mark.parametrize("is_causal", [False, True])
+@pytest.mark.parametrize("impl", OURS)
+def test_gradients_by_finite_differences(impl, is_causal):
+    inputs = make_inputs(Case(3, 4, 2, heads=2, kv_heads=1), torch.float64)
+    leaves = [x.requires_grad_() for x in (inputs.q, inputs.k, inputs.v)]
+    assert torch.autograd.gradcheck(lambda q, k, v: implementation(impl)(q, k, v, is_causal=is_causal), leaves)
+
+
 # Edges
 
 
