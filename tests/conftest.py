@@ -5,7 +5,7 @@ import os
 import pytest
 
 # Before torch is imported: two threads on a shared core spend their time waiting for each other.
-os.environ.setdefault("OMP_NUM_THREADS", "1")
+os.environ["OMP_NUM_THREADS"] = "1"
 
 
 def pytest_collection_modifyitems(items):

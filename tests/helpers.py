@@ -12,7 +12,10 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-from cs336_systems.config import ModelConfig, RunConfig
+import pytest
+
+from cs336_systems.cli import main
+from cs336_systems.config import ModelConfig, RunConfig, UserError
 from cs336_systems.record import CELL_TIME, Environment, Record
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -93,12 +96,51 @@ def execute(
     )
 
 
+def exit_code(argv: list[str]) -> int:
+    """Run `cs336 ...` in this process."""
+    try:
+        return main(argv)
+    except SystemExit as exit:
+        return exit.code
+
+
+def files(folder: Path) -> dict[str, bytes]:
+    """Contents of all files, by name."""
+    found = (path for path in folder.rglob("*") if path.is_file() and path.suffix != ".pyc")
+    return {str(path.relative_to(folder)): path.read_bytes() for path in found}
+
+
+def assert_refused(argv: list[str], named: list[str], capture: Any) -> str:
+    """Exit code 2, nothing printed but one line that names what was wrong, no file made or changed.
+
+    `capture`: pytest's capsys or capfd.
+    """
+    before = files(Path.cwd())
+    code = exit_code(argv)
+    printed = capture.readouterr()
+    assert (code, printed.out, printed.err.count("\n")) == (2, "", 1), printed
+    assert printed.err.startswith("cs336")
+    assert all(word in printed.err for word in named), printed.err
+    assert files(Path.cwd()) == before
+    return printed.err
+
+
 def interpret(module: str, runs: list[Any]) -> Any:
     """Run `module` on `runs` under Triton's interpreter, in a process of its own: JSON in, JSON out."""
     env = clean_env(TRITON_INTERPRET="1")
     done = execute(sys.executable, "-m", module, cwd=ROOT, timeout=240, env=env, given=json.dumps(runs))
     assert done.returncode == 0, done.stderr[-2000:]
     return json.loads(done.stdout.splitlines()[-1])
+
+
+@contextmanager
+def refused(*named: str) -> Iterator[None]:
+    """A user error, in one line that has all of `named`."""
+    with pytest.raises(UserError) as caught:
+        yield
+    message = str(caught.value)
+    assert all(part in message for part in named), message
+    assert len(message.splitlines()) == 1
 
 
 def wait_until(condition: Callable[[], bool], seconds: float) -> bool:
@@ -114,17 +156,18 @@ def wait_until(condition: Callable[[], bool], seconds: float) -> bool:
 class Marked:
     """A command in a session of its own, whose processes and all they start can be found by a mark they inherit."""
 
-    def __init__(self, command: list[str], cwd: Path):
+    def __init__(self, command: list[str], cwd: Path, log: Path | None = None, **variables: str):
+        """`log`: a file for both outputs; without it, standard error goes to a file in `cwd`."""
         self.mark = f"CS336_TEST_MARK={uuid.uuid4().hex}"
-        self.log = cwd / "stderr.txt"
+        self.log = log or cwd / "stderr.txt"
         name, value = self.mark.split("=")
-        with open(self.log, "w") as log:
+        with open(self.log, "w") as file:
             self.process = subprocess.Popen(
                 command,
                 cwd=cwd,
-                env=clean_env(**{name: value}),
-                stdout=subprocess.DEVNULL,
-                stderr=log,
+                env=clean_env(**{name: value}, **variables),
+                stdout=file if log else subprocess.DEVNULL,
+                stderr=file,
                 start_new_session=True,
                 # A shell's background job ignores Ctrl-C and would pass that on to this process.
                 preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),

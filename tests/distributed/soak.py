@@ -36,7 +36,6 @@ import subprocess
 import sys
 import tempfile
 import time
-import uuid
 import warnings
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
@@ -56,7 +55,7 @@ from cs336_systems.train.loop import Trainer
 from cs336_systems.train.settings import TrainSettings
 from tests.distributed.train_cases import Run, argv_of, checkpoints, losses_of, perform_all, temporaries, text_of
 from tests.distributed.train_cases import fields as tiny_fields
-from tests.helpers import CPU_ONLY, ROOT, Marked, clean_env
+from tests.helpers import CPU_ONLY, ROOT, Marked
 
 TORCHRUN = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node", "2"]
 CS336 = ["-m", "cs336_systems"]
@@ -104,16 +103,6 @@ class Figure:
 
 class Job(Marked):
     """A command, its output in one file, and the ranks it starts."""
-
-    def __init__(self, command: list[str], log: Path, variables: dict[str, str]):
-        self.mark = f"CS336_SOAK_MARK={uuid.uuid4().hex}"
-        self.log = log
-        name, value = self.mark.split("=")
-        env = clean_env(**{name: value}, **variables)
-        with log.open("w") as file:
-            self.process = subprocess.Popen(
-                command, cwd=ROOT, env=env, stdout=file, stderr=subprocess.STDOUT, start_new_session=True
-            )
 
     def text(self, since: int = 0) -> str:
         return self.log.read_bytes()[since:].decode(errors="replace")
@@ -163,7 +152,7 @@ class Job(Marked):
 
 @contextlib.contextmanager
 def started(command: list[str], log: Path, **variables: str) -> Iterator[Job]:
-    job = Job(command, log, variables)
+    job = Job(command, ROOT, log, **variables)
     try:
         yield job
     finally:

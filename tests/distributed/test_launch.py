@@ -1,17 +1,21 @@
 """Starting ranks: results, reports of failures, and processes that end with their parent."""
 
+import math
 import os
 import signal
 import socket
 import sys
+import time
+from functools import partial
 
 import pytest
 import torch
 import torch.distributed as dist
 
 from cs336_systems.config import UserError
+from cs336_systems.parallel import DDP, FSDP, FlatDDP, NaiveDDP
 from cs336_systems.parallel.launch import RankError, Ranks, process_group, spawn
-from tests.helpers import ROOT, clean_env, execute, running, wait_until
+from tests.helpers import ROOT, running, wait_until
 
 pytestmark = pytest.mark.xdist_group("ranks")
 PATIENCE = 240.0
@@ -30,12 +34,6 @@ def failing_on_rank_1():
     dist.all_reduce(torch.zeros(1))
 
 
-def exiting():
-    if dist.get_rank() == 0:
-        os._exit(7)
-    dist.barrier()  # fails, too, as its peer is gone
-
-
 def test_results_come_by_rank_and_by_value():
     with Ranks(2) as ranks:
         for factor in (10.0, 20.0):
@@ -44,15 +42,67 @@ def test_results_come_by_rank_and_by_value():
             assert one.item() == other.item() == factor
 
 
+def ending_before_a_barrier(end):
+    if dist.get_rank() == 0:
+        end()
+    dist.barrier()  # fails, too, as its peer is gone
+
+
+def end_with_code_7():
+    os._exit(7)
+
+
+def end_by_a_signal():
+    os.kill(os.getpid(), signal.SIGKILL)
+
+
 def test_the_cause_is_reported():
     with pytest.raises(RankError, match="rank 1 of 2 failed") as caught:
         spawn(failing_on_rank_1, 2)
     assert "ZeroDivisionError: the cause" in str(caught.value)
 
 
-def test_a_rank_that_exits_is_reported_and_not_its_peer():
-    with pytest.raises(RankError, match=r"rank 0 of 2 failed:\nthe process ended with exit code 7"):
-        spawn(exiting, 2)
+@pytest.mark.parametrize(("end", "cause"), [(end_with_code_7, "exit code 7"), (end_by_a_signal, "SIGKILL")])
+def test_a_rank_that_ends_is_reported_and_not_its_peer(end, cause):
+    """At once, and not after the time limit of the others."""
+    with pytest.raises(RankError, match=rf"rank 0 of 2 failed(.|\n)*{cause}"):
+        spawn(ending_before_a_barrier, 2, end)
+
+
+def stalled():
+    time.sleep(300)
+
+
+def stalling_on_rank_1():
+    if dist.get_rank() == 1:
+        stalled()
+    dist.barrier()
+
+
+def test_a_rank_that_stalls():
+    """The report has the stack of every rank."""
+    with Ranks(2) as group:
+        group.call(scaled_sum, 1.0)  # started, and this module imported
+        group.timeout = 10.0
+        with pytest.raises(RankError, match="did not end within 10 s") as caught:
+            group.call(stalling_on_rank_1)
+    waiting, stalling = str(caught.value).split("-- rank 1")
+    assert "in stalled" in stalling
+    assert "in barrier" in waiting
+    assert "in stalled" not in waiting
+
+
+@pytest.mark.parametrize(
+    ("wrap", "error"),
+    [
+        *((wrap, (RuntimeError, "process group")) for wrap in (NaiveDDP, FlatDDP, DDP, FSDP)),
+        *((partial(DDP, bucket_size_mb=size), (ValueError, "bucket_size_mb must be above 0"))
+          for size in (0, -1.0, -math.inf, math.nan)),
+    ],
+)  # fmt: skip
+def test_wrappers_outside_of_a_group_and_with_bad_buckets(wrap, error):
+    with pytest.raises(error[0], match=error[1]):
+        wrap(torch.nn.Linear(2, 2))
 
 
 SLEEPING = """
@@ -77,28 +127,6 @@ def test_ranks_end_with_their_parent(tmp_path):
         os.kill(marked.process.pid, signal.SIGKILL)
         marked.process.wait(timeout=PATIENCE)
         assert wait_until(lambda: not marked.alive(), PATIENCE)
-
-
-UNDER_TORCHRUN = """
-import torch
-import torch.distributed as dist
-from cs336_systems.parallel import process_group
-
-with process_group(device="cpu") as rank:
-    found = torch.ones(1)
-    dist.all_reduce(found)
-    assert rank.world_size == found.item() == 2
-    open(f"rank-{rank.rank}", "w").close()
-assert not dist.is_initialized()
-"""
-
-
-def test_torchruns_ranks_form_a_group(tmp_path):
-    (tmp_path / "work.py").write_text(f"import sys; sys.path.insert(0, {str(ROOT)!r})\n{UNDER_TORCHRUN}")
-    torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node=2", "work.py"]
-    done = execute(*torchrun, cwd=tmp_path, env=clean_env(), timeout=PATIENCE)
-    assert done.returncode == 0, done.stderr[-2000:]
-    assert sorted(path.name for path in tmp_path.glob("rank-*")) == ["rank-0", "rank-1"]
 
 
 def test_a_process_alone_is_a_group_of_one():

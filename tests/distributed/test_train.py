@@ -41,7 +41,6 @@ from tests.distributed.train_cases import (
     argv_of,
     checkpoints,
     command,
-    digest,
     fields,
     lines_of,
     losses_of,
@@ -53,7 +52,7 @@ from tests.distributed.train_cases import (
     text_of,
     weights_of,
 )
-from tests.helpers import CPU_ONLY, execute, wait_until
+from tests.helpers import CPU_ONLY, execute, files, wait_until
 
 pytestmark = pytest.mark.xdist_group("ranks")  # one at a time: a test has up to three busy processes
 
@@ -74,16 +73,13 @@ def place(tmp_path_factory) -> Path:
 
 
 @pytest.fixture(scope="module", autouse=True)
-def one_thread() -> Iterator[None]:
-    """One thread, as ranks and commands have; and processes that are forked with torch imported."""
+def forked_with_torch() -> Iterator[None]:
+    """Processes are forked with torch imported."""
     multiprocessing.forkserver.set_forkserver_preload([command.__module__])
     multiprocessing.forkserver.ensure_running()
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
     logging.disable(logging.DEBUG)  # torch logs every tensor of a checkpoint, and pytest would keep it all
     yield
     logging.disable(logging.NOTSET)
-    torch.set_num_threads(before)
 
 
 @pytest.fixture(scope="module")
@@ -297,10 +293,10 @@ def test_fast_and_plain_step_resume_each_other(place, alone, tmp_path):
 def test_a_finished_run_can_be_made_longer(place, alone):
     settings = fields(place / "longer", steps=4)
     assert perform(Run(settings)).code == 0
-    before = digest(place / "longer")
+    before = files(place / "longer")
     again = perform(Run(settings))
     assert (again.code, again.resumed_at, again.step) == (0, 4, 4)
-    assert digest(place / "longer") == before
+    assert files(place / "longer") == before
     longer = perform(Run({**settings, "steps": 6, "save_every": 1, "eval_every": 2}))
     assert (longer.code, longer.resumed_at, longer.step) == (0, 4, 6)
     assert len(losses_of(settings["output"])) == 6
@@ -476,14 +472,14 @@ def test_a_save_that_fails_does_not_end_the_run(is_async, fault, two_saved, alon
     """Steps 6 and 8 are saved; of the first one, or of both, nothing is left."""
     settings, _, four = two_saved
     full = {**copied(settings, "full"), "keep": 5, "async_save": is_async}
-    older = {step: digest(path) for step, path in checkpoints(full["output"]).items()}
+    older = {step: files(path) for step, path in checkpoints(full["output"]).items()}
     found = perform(Run(full, fault=fault))
     assert (found.crash, found.error, found.resumed_at, found.step) == ("", "", 4, 8)
     assert found.code == (1 if fault == "every save" else 0)
     assert "No space left on device" in found.printed
     assert sorted(checkpoints(full["output"])) == ([2, 4] if fault == "every save" else [2, 4, 8])
     assert temporaries(full["output"]) == []
-    assert {step: digest(checkpoints(full["output"])[step]) for step in older} == older
+    assert {step: files(checkpoints(full["output"])[step]) for step in older} == older
     assert_same(loaded(full), four if fault == "every save" else found)
     assert len(losses_of(full["output"])) == 8
 
@@ -538,12 +534,12 @@ def test_another_run_is_refused(changes, two_saved, place):
     settings, _, _ = two_saved
     if "data" in changes:
         changes = {"data": str(place / changes["data"])}
-    before = digest(Path(settings["output"]))
+    before = files(Path(settings["output"]))
     found = perform(Run({**settings, **changes}))
     assert all(name in found.error for name in changes), found.error
     assert not any(other in found.error for other in {*TrainSettings.FIXED} - changes.keys()), found.error
     assert "\n" not in found.error
-    assert digest(Path(settings["output"])) == before
+    assert files(Path(settings["output"])) == before
 
 
 def test_settings_that_do_not_define_the_run_may_change(two_saved):
@@ -562,9 +558,9 @@ def test_a_checkpoint_of_a_newer_format_is_refused(two_saved):
     """It is not ignored: the run would continue from an older one, and overwrite it."""
     newer = copied(two_saved[0], "newer")
     make_newer(newer["output"])
-    before = digest(Path(newer["output"]))
+    before = files(Path(newer["output"]))
     assert "format 2" in perform(Run(newer)).error
-    assert digest(Path(newer["output"])) == before
+    assert files(Path(newer["output"])) == before
 
 
 # -- on ranks: all runs in three starts -------------------------------------------------------------------------------
@@ -664,11 +660,6 @@ def test_evaluation_on_ranks_does_not_change_the_run(parallel, two_ranks, place)
 
 
 @every_parallel
-def test_non_finite_steps_end_all_ranks(parallel, two_ranks):
-    assert all("2 steps in a row" in outcome.error for outcome in two_ranks[f"{parallel} all bad"])
-
-
-@every_parallel
 def test_a_disk_that_is_full_for_one_rank(parallel, two_ranks, place):
     """Nothing is left of the first of four saves; the others are intact."""
     found = two_ranks[f"{parallel} full disk"]
@@ -745,7 +736,8 @@ def test_a_damaged_shard_is_not_loaded_on_any_rank(parallel, resumed):
 
 
 @every_parallel
-def test_mistakes_are_reported_on_all_ranks(parallel, two_ranks, resumed):
+def test_mistakes_and_non_finite_steps_end_all_ranks(parallel, two_ranks, resumed):
+    assert all("2 steps in a row" in outcome.error for outcome in two_ranks[f"{parallel} all bad"])
     assert all("batch_size 3" in outcome.error for outcome in two_ranks[f"{parallel} odd batch"])
     assert all("num_layers" in outcome.error for outcome in resumed[f"{parallel} refused"])
     assert all((outcome.crash, "format" in outcome.error) == ("", True) for outcome in resumed["newer"])

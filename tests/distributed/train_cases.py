@@ -6,7 +6,6 @@ of it is at the top level, because it is sent to other processes by name.
 
 import contextlib
 import functools
-import hashlib
 import itertools
 import json
 import os
@@ -281,11 +280,3 @@ def newest(output: str | Path) -> int:
 
 def temporaries(output: str | Path) -> list[str]:
     return [path.name for path in (Path(output) / "checkpoints").glob("*tmp*")]
-
-
-def digest(folder: Path) -> dict[str, str]:
-    return {
-        str(path.relative_to(folder)): hashlib.sha256(path.read_bytes()).hexdigest()
-        for path in sorted(folder.rglob("*"))
-        if path.is_file()
-    }

@@ -17,16 +17,7 @@ from cs336_systems.step.train_step import TrainStep
 
 HUNGRY = "tests.gpu.hungry:build"
 """A model that runs out of memory."""
-pytestmark = pytest.mark.gpu
-
-
-@pytest.fixture(autouse=True)
-def clean_gpu():
-    yield
-    gc.collect()
-    torch.cuda.synchronize()
-    torch._C._cuda_clearCublasWorkspaces()
-    torch.cuda.empty_cache()
+pytestmark = [pytest.mark.gpu, pytest.mark.usefixtures("clean_gpu")]
 
 
 def step_of(size="tiny", **fields):

@@ -1,7 +1,6 @@
 """The fast step on a GPU: its Triton kernels against formulas in fp64, its CUDA graph against the step without one."""
 
 import dataclasses
-import gc
 
 import pytest
 import torch
@@ -15,9 +14,9 @@ from cs336_systems.measure.timing import time_as_configured
 from cs336_systems.model import TransformerLM
 from cs336_systems.step.train_step import TrainStep
 from cs336_systems.step.updates import Update
-from tests.unit.kernels.attention_cases import poisoned_memory
+from tests.unit.kernels.attention_cases import poisoned_memory, relative_error
 
-pytestmark = pytest.mark.gpu
+pytestmark = [pytest.mark.gpu, pytest.mark.usefixtures("clean_gpu")]
 
 SHAPES = {
     "narrow": model_config("tiny", d_model=96, num_heads=4, d_ff=200, vocab_size=301, context_length=77),
@@ -25,20 +24,6 @@ SHAPES = {
     "2.7B": model_config("2.7B", num_layers=1),
 }
 WITHOUT_GRAPH = "kernels,loss,optimizer"
-
-
-@pytest.fixture(autouse=True)
-def clean_gpu():
-    torch.manual_seed(0)
-    yield
-    gc.collect()
-    torch.cuda.synchronize()
-    torch._C._cuda_clearCublasWorkspaces()
-    torch.cuda.empty_cache()
-
-
-def relative(found, expected):
-    return ((found.double() - expected.double()).norm() / expected.double().norm()).item()
 
 
 def batch_of(config, rows=3, seed=0):
@@ -75,7 +60,9 @@ def test_model_against_fp64(name, dtype, bound):
     with poisoned_memory():
         loss, found = gradients(fast, inputs, targets, fused_loss=True)
     assert loss.item() == pytest.approx(expected_loss.item(), rel=bound / 10)
-    wrong = {n: relative(found[n], expected[n]) for n in expected if relative(found[n], expected[n]) > bound}
+    wrong = {
+        n: relative_error(found[n], expected[n]) for n in expected if relative_error(found[n], expected[n]) > bound
+    }
     assert wrong == {}
 
 
@@ -95,8 +82,8 @@ def test_loss_in_chunks(vocabulary, monkeypatch):
         (loss * 3).backward()
         assert loss.item() == pytest.approx(expected.item(), rel=5e-3, abs=1e-6)
         if vocabulary > 1:  # else there is nothing to learn
-            assert relative(x.grad, exact[0].grad) < 0.02
-            assert relative(weight.grad, exact[1].grad) < 0.02
+            assert relative_error(x.grad, exact[0].grad) < 0.02
+            assert relative_error(weight.grad, exact[1].grad) < 0.02
 
 
 @pytest.mark.parametrize("count", [1, 1023, 1 << 20])

@@ -120,52 +120,47 @@ def breaches(rule) -> list[str]:
     ]
 
 
-def test_parts_import_from_lower_levels_only():
-    def allowed(module: str, found: Import) -> bool:
-        if found.top != OURS:
-            return True
-        part = module.split(".")[0]
-        if LEVEL[found.part] == LEVEL[part]:
-            return found.part == part or part in PEERS
-        return LEVEL[found.part] < LEVEL[part]
-
-    assert breaches(allowed) == []
+def from_lower_levels_only(module: str, found: Import) -> bool:
+    if found.top != OURS:
+        return True
+    part = module.split(".")[0]
+    if LEVEL[found.part] == LEVEL[part]:
+        return found.part == part or part in PEERS
+    return LEVEL[found.part] < LEVEL[part]
 
 
-def test_the_lowest_level_needs_only_the_standard_library_and_rich():
-    def allowed(module: str, found: Import) -> bool:
-        return LEVEL[module.split(".")[0]] > 0 or found.top in {*sys.stdlib_module_names, "rich", OURS}
-
-    assert breaches(allowed) == []
+def the_standard_library_and_rich_on_the_lowest_level(module: str, found: Import) -> bool:
+    return LEVEL[module.split(".")[0]] > 0 or found.top in {*sys.stdlib_module_names, "rich", OURS}
 
 
-def test_the_report_reads_records_and_nothing_else():
+def records_and_nothing_else_in_the_report(module: str, found: Import) -> bool:
     """Nobody calls the report, and it runs nothing: its tables can be made anywhere from the file alone."""
-
-    def allowed(module: str, found: Import) -> bool:
-        if not module.startswith("report"):
-            return True
-        draws = module == "report.picture" and found.top in ("matplotlib", "cycler")
-        return (
-            draws
-            or found.top in sys.stdlib_module_names
-            or (found.top == OURS and (LEVEL[found.part] == 0 or found.part == "report"))
-        )
-
-    assert breaches(allowed) == []
+    if not module.startswith("report"):
+        return True
+    draws = module == "report.picture" and found.top in ("matplotlib", "cycler")
+    ours = found.top == OURS and (LEVEL[found.part] == 0 or found.part == "report")
+    return draws or ours or found.top in sys.stdlib_module_names
 
 
-def test_predictions_and_readers_of_files_need_no_torch():
+def no_torch_in_predictions_and_readers_of_files(module: str, found: Import) -> bool:
     """`predict` and `measure.readers` are levels without torch, not lists of exceptions."""
+    if not module.startswith(("predict", "measure.readers")):
+        return True
+    ours = found.top == OURS and (LEVEL[found.part] == 0 or found.module.startswith("measure.readers"))
+    return ours or found.top in sys.stdlib_module_names
 
-    def allowed(module: str, found: Import) -> bool:
-        if not module.startswith(("predict", "measure.readers")):
-            return True
-        return found.top in sys.stdlib_module_names or (
-            found.top == OURS and (LEVEL[found.part] == 0 or found.module.startswith("measure.readers"))
-        )
 
-    assert breaches(allowed) == []
+@pytest.mark.parametrize(
+    "rule",
+    [
+        from_lower_levels_only,
+        the_standard_library_and_rich_on_the_lowest_level,
+        records_and_nothing_else_in_the_report,
+        no_torch_in_predictions_and_readers_of_files,
+    ],
+)
+def test_imports(rule):
+    assert breaches(rule) == []
 
 
 def test_no_module_hides_one_of_the_standard_library():
@@ -179,10 +174,10 @@ def test_no_module_hides_one_of_the_standard_library():
     assert names & set(sys.stdlib_module_names) == set()
 
 
-def test_modules_that_must_not_import_torch(tmp_path):
+def test_modules_and_names_that_must_not_import_torch(tmp_path):
     modules = ["cli", "experiments.runner", "predict.memory_model", "predict.attention_model"]
     modules += ["predict.parallel_model", "measure.readers.trace", "measure.readers.nsys", "report.sections"]
-    program = "import sys\n" + "".join(
+    program = f"import sys; from {OURS} import RunConfig, load\nassert 'torch' not in sys.modules\n" + "".join(
         f"import {OURS}.{module}\nassert not {{'torch', 'matplotlib'}} & sys.modules.keys(), {module!r}\n"
         for module in modules
     )

@@ -6,7 +6,6 @@ import pytest
 import torch
 
 from cs336_systems.config import COURSE_SIZES, ModelConfig, RunConfig, model_config
-from cs336_systems.kernels import attention
 from cs336_systems.model import TransformerLM
 from cs336_systems.step.train_step import TrainStep
 
@@ -82,13 +81,6 @@ def test_shorter_sequences_use_the_first_positions(model, tokens):
     torch.testing.assert_close(model(tokens[:, :7]), model(tokens)[:, :7], rtol=1e-4, atol=1e-4)
 
 
-def test_future_tokens_do_not_matter(model, tokens):
-    changed = tokens.clone()
-    changed[:, 12:] = (changed[:, 12:] + 1) % SHAPE.vocab_size
-    assert torch.equal(model(tokens)[:, :12], model(changed)[:, :12])
-    assert not torch.equal(model(tokens)[:, 12:], model(changed)[:, 12:])
-
-
 def test_parameter_names_are_the_course_staff_models():
     with torch.device("meta"):
         names = set(TransformerLM(ModelConfig(num_layers=1)).state_dict())
@@ -106,38 +98,18 @@ def test_parameter_count_of_the_config(size):
     assert sum(parameter.numel() for parameter in model.parameters()) == config.parameters
 
 
-@pytest.mark.parametrize("group", [1, 2, 5])
-def test_recomputation_changes_no_gradient(model, tokens, group):
-    def gradients(checkpoint_blocks):
-        model.checkpoint_blocks = checkpoint_blocks
+@pytest.mark.parametrize(("group", "inner"), [(1, 0), (2, 0), (5, 0), (2, 1), (3, 2), (2, 7), (20, 2), (0, 3)])
+def test_recomputation_changes_no_gradient(model, tokens, group, inner):
+    """Groups may not divide the layers, and the inner group may be larger or alone."""
+
+    def gradients(checkpoint_blocks, checkpoint_inner):
+        model.checkpoint_blocks, model.checkpoint_inner = checkpoint_blocks, checkpoint_inner
         model.zero_grad()
         model(tokens).square().mean().backward()
         return {name: parameter.grad.clone() for name, parameter in model.named_parameters()}
 
-    expected, found = gradients(0), gradients(group)
+    expected, found = gradients(0, 0), gradients(group, inner)
     assert all(torch.equal(found[name], expected[name]) for name in expected)
-
-
-@pytest.mark.parametrize(("queries", "keys"), [(5, 5), (7, 3), (3, 7), (1, 1)])
-@pytest.mark.parametrize("is_causal", [False, True])
-def test_reference_attention_equals_sdpa(queries, keys, is_causal):
-    torch.manual_seed(0)
-    q, k, v = (torch.randn(2, 3, n, 8, dtype=torch.float64, requires_grad=True) for n in (queries, keys, keys))
-    found = attention(q, k, v, is_causal=is_causal, impl="reference")
-    expected = attention(q, k, v, is_causal=is_causal, impl="sdpa")
-    torch.testing.assert_close(found, expected)
-    weight = torch.randn_like(found)
-    for a, b in zip(
-        torch.autograd.grad((found * weight).sum(), (q, k, v)),
-        torch.autograd.grad((expected * weight).sum(), (q, k, v)),
-        strict=True,
-    ):
-        torch.testing.assert_close(a, b)
-
-
-def test_unknown_attention_names_the_choices():
-    with pytest.raises(ValueError, match="reference, flash_torch, flash_triton, flash_hopper, sdpa"):
-        attention(*torch.zeros(3, 1, 1, 2, 2), impl="flash")
 
 
 def test_weights_are_the_same_for_the_same_seed():

@@ -1,12 +1,10 @@
 """The names that `cs336_systems` exports: imported on first use, the same objects as in their modules."""
 
 import importlib
-import sys
 
 import pytest
 
 import cs336_systems
-from tests.helpers import ROOT, execute
 
 MODULES = {
     "config": ["ModelConfig", "RunConfig", "SIZES"],
@@ -31,14 +29,3 @@ def test_every_exported_name_exists():
     assert [name for name in cs336_systems.__all__ if not hasattr(cs336_systems, name)] == []
     with pytest.raises(AttributeError, match="no attribute 'nothing'"):
         _ = cs336_systems.nothing
-
-
-def test_importing_the_package_does_not_import_torch():
-    program = (
-        "import sys, cs336_systems; from cs336_systems import RunConfig, load\n"
-        "assert 'torch' not in sys.modules\n"
-        "from cs336_systems import TransformerLM\n"
-        "assert 'torch' in sys.modules"
-    )
-    done = execute(sys.executable, "-c", program, cwd=ROOT)
-    assert done.returncode == 0, done.stderr

@@ -24,10 +24,9 @@ from tests.distributed.ddp.models import (
     wrapped_parts,
 )
 
-pytestmark = pytest.mark.ranks(2)
+pytestmark = [pytest.mark.ranks(2), every_variant]
 
 
-@every_variant
 def test_several_backwards_before_one_finish(name):
     """Averaged gradients are not divided again; one micro batch after another, and with all forwards first."""
     pair = Pair(name)
@@ -44,7 +43,6 @@ def test_several_backwards_before_one_finish(name):
         pair.finish(f"forwards first, step {step}")
 
 
-@every_variant
 def test_backward_twice_through_one_graph(name):
     pair = Pair(name)
     loss = plain_loss(pair.wrapped, 0, rank())
@@ -54,7 +52,6 @@ def test_backward_twice_through_one_graph(name):
     pair.finish()
 
 
-@every_variant
 def test_two_steps_after_two_forwards(name):
     """No forward comes between the first finish and the second backward."""
     pair = Pair(name)
@@ -64,7 +61,6 @@ def test_two_steps_after_two_forwards(name):
         pair.finish(f"step {step}")
 
 
-@every_variant
 def test_gradients_that_are_not_zeroed(name):
     """They may also have been scaled in between, as by clipping."""
     pair = Pair(name, Branches, branch_loss)
@@ -77,7 +73,6 @@ def test_gradients_that_are_not_zeroed(name):
                     p.grad.mul_(0.5)
 
 
-@every_variant
 def test_finish_twice(name):
     """The second does nothing, even if ranks have changed their gradients since."""
     pair = Pair(name)
@@ -93,7 +88,6 @@ def test_finish_twice(name):
             p.grad.sub_(rank())
 
 
-@every_variant
 def test_validation_between_backward_and_finish(name):
     pair = Pair(name)
     for step in range(2):
@@ -103,7 +97,6 @@ def test_validation_between_backward_and_finish(name):
         pair.finish(f"step {step}")
 
 
-@every_variant
 def test_autograd_grad_leaves_gradients_alone(name):
     pair = Pair(name)
     found = torch.autograd.grad(plain_loss(pair.wrapped, 0, rank()), list(pair.wrapped.parameters()))
@@ -115,7 +108,6 @@ def test_autograd_grad_leaves_gradients_alone(name):
     pair.finish("a step")
 
 
-@every_variant
 def test_no_sync(name):
     """Local gradients until the last micro batch, or until `finish` alone."""
     pair = Pair(name)
@@ -136,7 +128,6 @@ def test_no_sync(name):
             assert log
 
 
-@every_variant
 def test_no_sync_applies_to_the_backward_inside(name):
     """Not to the forward inside."""
     pair = Pair(name)
@@ -152,7 +143,6 @@ def test_no_sync_applies_to_the_backward_inside(name):
 
 
 @pytest.mark.ranks(2, 4)
-@every_variant
 def test_no_sync_after_a_synchronised_backward(name):
     """A gradient sent already grows on one rank only: finish averages it again on all."""
     plain, wrapped = wrapped_parts(name)
@@ -167,7 +157,6 @@ def test_no_sync_after_a_synchronised_backward(name):
         compare_parts(f"step {step}", wrapped, plain)
 
 
-@every_variant
 def test_no_sync_nested_and_left_by_an_exception(name):
     """The state from before is restored."""
     pair = Pair(name)
@@ -184,7 +173,6 @@ def test_no_sync_nested_and_left_by_an_exception(name):
 
 
 @pytest.mark.ranks(1, 2, 4)
-@every_variant
 def test_random_sequences(name):
     """Any parameters in any order on any rank, also none or in no_sync alone; gradients kept, zeroed or dropped.
 

@@ -1,7 +1,6 @@
 """Which all-reduces the wrappers send, when they send them, and the life of a wrapper."""
 
 import copy
-import math
 import weakref
 from functools import partial
 
@@ -22,7 +21,7 @@ from tests.distributed.ddp.models import (
     wrapped_parts,
 )
 
-ranks = pytest.mark.ranks(2)
+pytestmark = pytest.mark.ranks(2)
 
 
 class Equal(nn.Module):
@@ -43,7 +42,6 @@ class Equal(nn.Module):
         return x.sum()
 
 
-@ranks
 @pytest.mark.parametrize(("number", "doubles"), [(6, 0), (6, 2), (1, 0)])
 @every_variant
 def test_number_of_all_reduces(name, number, doubles):
@@ -61,7 +59,6 @@ def test_number_of_all_reduces(name, number, doubles):
         assert len(log) in VARIANTS[name].all_reduces(number, 2 if doubles else 1), log
 
 
-@ranks
 @every_variant
 def test_overlap_with_backward(name):
     """All-reduces are asynchronous and begin before backward has come to the first half of the parameters."""
@@ -84,7 +81,6 @@ def test_overlap_with_backward(name):
             assert names.index("all_reduce") < during.index(("gradient", number // 2))
 
 
-@ranks
 def test_buckets_are_sent_in_reverse_order_of_registration():
     """The order must not depend on that of the gradients, which differs over ranks."""
     for order in (range(5), reversed(range(5))):
@@ -93,18 +89,6 @@ def test_buckets_are_sent_in_reverse_order_of_registration():
             wrapped([(number, 1.0) for number in order]).backward()
             wrapped.finish_gradient_synchronization()
         assert [sent.elements for _, sent in log] == [n + 1 for n in (6, 1, 5, 4, 3)]  # and a flag each
-
-
-@pytest.mark.parametrize("size", [0, -1.0, -math.inf, math.nan])
-def test_bucket_size_must_be_positive(size):
-    with pytest.raises(ValueError, match="bucket_size_mb must be above 0"):
-        DDP(Net(), bucket_size_mb=size)
-
-
-@pytest.mark.parametrize("name", VARIANTS)
-def test_needs_a_process_group(name):
-    with pytest.raises(RuntimeError, match="needs a process group"):
-        VARIANTS[name].wrap(Net())
 
 
 def counts(pair: Pair, step: int) -> tuple[int, int]:
@@ -117,7 +101,6 @@ def counts(pair: Pair, step: int) -> tuple[int, int]:
     return during, len(log)
 
 
-@ranks
 @every_variant
 def test_deep_copies(name):
     """A copy is a wrapper of its own: own parameters, buckets, hooks and no_sync."""
@@ -140,7 +123,6 @@ def test_deep_copies(name):
         assert counts(twin, 3) == found
 
 
-@ranks
 @pytest.mark.parametrize("previous", ["flat", "overlapped", "one_bucket"])
 @every_variant
 def test_hooks_are_removed_with_their_wrapper(name, previous):
@@ -158,7 +140,6 @@ def test_hooks_are_removed_with_their_wrapper(name, previous):
     assert counts(Pair(name, wrap=lambda _: VARIANTS[name].wrap(module)), 2) == counts(Pair(name), 2)
 
 
-@ranks
 @every_variant
 def test_two_wrappers_in_one_loss(name):
     one, two = Pair(name), Pair(name)
@@ -170,7 +151,6 @@ def test_two_wrappers_in_one_loss(name):
         two.finish(f"second, step {step}")
 
 
-@ranks
 @pytest.mark.parametrize("compiled", ["inside", "outside"])
 @pytest.mark.parametrize("name", ["flat", "buckets"])
 def test_compiled(name, compiled):

@@ -1,20 +1,16 @@
-"""Recomputed activations, NaN, and backward passes, ranks and models that fail."""
+"""Recomputed activations, NaN, and backward passes and models that fail."""
 
 import itertools
-import os
-import signal
-import time
 
 import pytest
 import torch
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
-from cs336_systems.parallel.launch import RankError, Ranks, spawn
 from tests.distributed.compare import assert_close, rank, world
 from tests.distributed.ddp.models import VARIANTS, Net, Pair, double_loss, every_variant, plain_loss, share, weigh
 
-ranks = pytest.mark.ranks(2)
+pytestmark = pytest.mark.ranks(2)
 
 
 class Checkpointed(nn.Module):
@@ -35,7 +31,6 @@ class Checkpointed(nn.Module):
         return x
 
 
-@ranks
 @pytest.mark.parametrize("reentrant", [False, True])
 @every_variant
 def test_activation_checkpointing(name, reentrant):
@@ -52,7 +47,6 @@ def test_activation_checkpointing(name, reentrant):
     assert max(p.grad.abs().max() for p in pair.plain.parameters()) > 0
 
 
-@ranks
 @every_variant
 def test_nan_reaches_all_ranks(name):
     """And only in the step in which it arose: the buffers are used again."""
@@ -115,7 +109,6 @@ def good_step(pair: Pair, step: int, dropped: bool = False) -> None:
             p.sub_(p.grad / 4)
 
 
-@ranks
 @every_variant
 def test_backward_breaks_on_all_ranks(name):
     """What it left is dropped by the next forward, also on top of gradients of the step before."""
@@ -159,7 +152,6 @@ def test_backward_breaks_on_one_rank(name):
         assert spoiled >= 2
 
 
-@ranks
 @every_variant
 def test_sparse_gradients_are_refused(name):
     wrapped = VARIANTS[name].wrap(nn.Sequential(nn.Embedding(5, 2, sparse=True), nn.Linear(2, 2)))
@@ -170,59 +162,3 @@ def test_sparse_gradients_are_refused(name):
 
     with pytest.raises(ValueError, match="sparse"):
         step()
-
-
-class Deadly(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx, x: Tensor, now: bool) -> Tensor:
-        ctx.now = now
-        return x.clone()
-
-    @staticmethod
-    def backward(ctx, gradient: Tensor):
-        if ctx.now:
-            os.kill(os.getpid(), signal.SIGKILL)
-        return gradient, None
-
-
-def killed_in_backward() -> None:
-    """Half of the gradients are there when it dies: those of the second layer."""
-    wrapped = VARIANTS["overlapped"].wrap(Net())
-    for step in range(3):
-        wrapped.zero_grad()
-        hidden = Deadly.apply(wrapped.module.first.weight, step == 1 and rank() == 1)
-        (plain_loss(wrapped, step, rank()) + hidden.sum()).backward()
-        wrapped.finish_gradient_synchronization()
-
-
-@pytest.mark.xdist_group("ranks")
-def test_a_rank_that_is_killed():
-    """Reported at once, and not after the time limit of the others."""
-    with pytest.raises(RankError, match=r"rank 1 of 2 failed(.|\n)*SIGKILL"):
-        spawn(killed_in_backward, 2)
-
-
-def forget_to_finish() -> None:
-    time.sleep(300)
-
-
-def stalled_in_a_step() -> None:
-    wrapped = VARIANTS["flat"].wrap(Net())
-    plain_loss(wrapped, 0, rank()).backward()
-    if rank() == 1:
-        forget_to_finish()
-    wrapped.finish_gradient_synchronization()
-
-
-@pytest.mark.xdist_group("ranks")
-def test_a_rank_that_stalls():
-    """The report has the stack of every rank."""
-    with Ranks(2) as group:
-        group.call(rank)  # started, and this module imported
-        group.timeout = 10.0
-        with pytest.raises(RankError, match="did not end within 10 s") as caught:
-            group.call(stalled_in_a_step)
-    waiting, stalled = str(caught.value).split("-- rank 1")
-    assert "in forget_to_finish" in stalled
-    assert "in finish_gradient_synchronization" in waiting
-    assert "in forget_to_finish" not in waiting

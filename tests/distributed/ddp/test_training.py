@@ -10,33 +10,28 @@ from cs336_systems.parallel import DDP, FlatDDP, NaiveDDP
 from tests.distributed.compare import assert_close, rank, world
 from tests.distributed.ddp.models import (
     VARIANTS,
-    Branches,
     Net,
     Pair,
     Parts,
     Tied,
     all_reduces,
-    branch_loss,
     compare_parts,
     double_loss,
     every_variant,
     share,
-    weigh,
     whole_numbers,
     wrapped_parts,
 )
 
-pytestmark = pytest.mark.ranks(2)
+pytestmark = [pytest.mark.ranks(2), every_variant]
 
 
 @pytest.mark.ranks(1, 2, 4)
-@every_variant
 def test_sgd_on_the_whole_batch(name):
     Pair(name).train()
     Pair(name).train(set_to_none=False)
 
 
-@every_variant
 def test_arguments_and_results_are_the_modules_own(name):
     class Talkative(nn.Module):
         def __init__(self) -> None:
@@ -82,7 +77,6 @@ class Everything(nn.Module):
         self.register_buffer("nothing", None)
 
 
-@every_variant
 def test_parameters_and_buffers_start_from_rank_0(name):
     """In place: an optimizer that was made before keeps its parameters."""
     module, expected = Everything(rank()), Everything(0)
@@ -98,7 +92,6 @@ def test_parameters_and_buffers_start_from_rank_0(name):
     assert not module.frozen.requires_grad
 
 
-@every_variant
 def test_state_dict_is_the_modules_own(name):
     """A prefix `module.` would tie checkpoints to the wrapper."""
     pair, other = Pair(name), whole_numbers(Net(), 7)
@@ -113,20 +106,6 @@ def test_state_dict_is_the_modules_own(name):
         pair.wrapped.load_state_dict({f"module.{key}": tensor for key, tensor in other.state_dict().items()})
 
 
-@pytest.mark.ranks(2, 4)
-@every_variant
-def test_unused_parameters(name):
-    """Ranks use different parameters, others in each step; one that no rank uses has no gradient."""
-    for set_to_none in (True, False):
-        Pair(name, Branches, branch_loss).train(set_to_none=set_to_none)
-
-    def loss(module: nn.Module, step: int, of_rank: int) -> Tensor:
-        return weigh(module(share(step, of_rank), of_rank + step))
-
-    Pair(name, Branches, loss).train(4)
-
-
-@every_variant
 def test_a_rank_that_does_not_call_backward(name):
     """It sends zeros: the others would wait for ever. In the second step its loss has no parameters."""
     plain, wrapped = wrapped_parts(name)
@@ -139,7 +118,6 @@ def test_a_rank_that_does_not_call_backward(name):
         compare_parts(f"step {step}", wrapped, plain)
 
 
-@every_variant
 def test_finish_without_backward(name):
     pair = Pair(name)
     pair.finish("before any forward")
@@ -148,7 +126,6 @@ def test_finish_without_backward(name):
     pair.train(1)
 
 
-@every_variant
 def test_frozen_parameters(name):
     """Frozen from the start, and frozen and unfrozen later: the buckets are made anew."""
 
@@ -166,7 +143,6 @@ def test_frozen_parameters(name):
     Pair(name).train(5, before=before)
 
 
-@every_variant
 def test_everything_frozen(name):
     wrapped, plain = VARIANTS[name].wrap(whole_numbers(Net(), rank()).requires_grad_(False)), whole_numbers(Net(), 0)
     with all_reduces() as log:
@@ -175,14 +151,9 @@ def test_everything_frozen(name):
     assert not log
 
 
-@every_variant
 def test_tied_weights_and_modules_used_twice(name):
-    """Autograd adds to such a gradient several times; it is averaged once."""
+    """Autograd adds to such a gradient several times; it is averaged once and sent once."""
     Pair(name, lambda: Tied().double(), double_loss).train(2)
-
-
-@every_variant
-def test_tied_weights_are_sent_once(name):
     pair = Pair(name, Tied)
     with all_reduces() as log:
         pair.backward(0)
@@ -194,7 +165,6 @@ def test_tied_weights_are_sent_once(name):
 
 
 @pytest.mark.ranks(2, 4)
-@every_variant
 def test_mixed_dtypes(name):
     """Each dtype is missing on some rank in some step."""
     dtypes = (torch.float32, torch.float64, torch.bfloat16, torch.float16)
@@ -205,7 +175,6 @@ def test_mixed_dtypes(name):
     Pair(name, lambda: Parts(dtypes), loss).train(4)
 
 
-@every_variant
 def test_parameters_that_are_not_contiguous(name):
     class Transposed(nn.Module):
         def __init__(self) -> None:
@@ -221,7 +190,6 @@ def test_parameters_that_are_not_contiguous(name):
         Pair(name, Transposed).train(2, set_to_none=set_to_none)
 
 
-@every_variant
 def test_parameters_without_elements(name):
     class Hollow(Net):
         def __init__(self) -> None:
@@ -236,7 +204,6 @@ def test_parameters_without_elements(name):
     Pair(name, Hollow).train(2)
 
 
-@every_variant
 def test_buffers_come_from_rank_0(name):
     """Before every synchronised forward, and not in `no_sync`."""
 

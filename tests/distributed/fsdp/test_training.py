@@ -28,16 +28,10 @@ from tests.distributed.fsdp.models import (
     tokens,
 )
 
-ranks = pytest.mark.ranks(2)
+pytestmark = pytest.mark.ranks(2)
 optimizers = pytest.mark.parametrize("optimizer", [sgd, adamw])
 
 
-def test_needs_a_process_group():
-    with pytest.raises(RuntimeError, match="process group"):
-        FSDP(nn.Linear(2, 2))
-
-
-@ranks
 def test_ranks_with_different_models():
     with pytest.raises(ValueError, match="ranks 0 and 1 hold different models"):
         FSDP(nn.Linear(2, 3 + rank()))
@@ -105,7 +99,6 @@ class Odd(nn.Module):
         return self.head(self.flat(self.scale(self.projection(self.embed(tokens)))))
 
 
-@ranks
 def test_which_modules_are_sharded():
     pair = Pair(Odd)
     assert pair.sharded == {"embed.weight", "projection.weight", "head.0.0.weight"}
@@ -113,7 +106,6 @@ def test_which_modules_are_sharded():
     pair.train(2)
 
 
-@ranks
 @optimizers
 def test_tied_weights(optimizer):
     """One shard for both modules, which the optimizer sees once."""
@@ -123,51 +115,58 @@ def test_tied_weights(optimizer):
     assert pair.module.head.weight is pair.module.embed.weight
 
 
-@ranks
-@pytest.mark.parametrize("order", [[0, 0], [0, 1, 0], [1, 0, 0, 1, 1]])
-def test_modules_used_twice(order):
-    Pair(partial(Stack, 2, order), adamw).train(2)
+def under_two_names() -> nn.Module:
+    module = Stack(2, [0, 1, 2])
+    module.layers.append(module.layers[0])
+    return module
 
 
-@ranks
-def test_a_module_under_two_names():
-    def make() -> nn.Module:
-        module = Stack(2, [0, 1, 2])
-        module.layers.append(module.layers[0])
-        return module
-
-    Pair(make).train(2)
+def wasted(step: int, module: nn.Module) -> None:
+    """A weight may be prefetched for a backward that never comes, and must not stay in memory."""
+    module.wasted = [[1, 2], [0], [], [3]][step]
 
 
-@ranks
+def reordered(step: int, module: nn.Module) -> None:
+    """The module that was prefetched does not run, or runs later, or twice."""
+    module.order = [[0, 1, 2, 3], [3, 2, 1, 0], [0], [], [2, 2], [0, 1, 2, 3], [1, 3], [0, 1, 2, 3]][step]
+
+
+def refrozen(step: int, module: nn.Module) -> None:
+    if step == 1:
+        freeze(module, "layers.1.weight", "layers.3.bias", "head.weight")
+    if step == 2:
+        freeze(module, "layers.2.weight", "layers.2.bias", "layers.1.weight", requires_grad=True)
+    if step == 3:
+        freeze(module, "embed.weight", "head.weight", "layers.3.bias", requires_grad=True)
+        freeze(module, "layers.0.weight")
+    if step == 4:
+        freeze(module, *(name for name, _ in module.named_parameters() if "head" not in name))
+
+
+STACKS: dict[str, tuple[Any, ...]] = {
+    "used_twice": (partial(Stack, 2, [0, 0]), 2),
+    "used_twice_with_another_between": (partial(Stack, 2, [0, 1, 0]), 2),
+    "used_five_times": (partial(Stack, 2, [1, 0, 0, 1, 1]), 2),
+    "under_two_names": (under_two_names, 2),
+    "outputs_not_used": (partial(Stack, 4, [0, 3]), 4, wasted),
+    "another_order_in_each_step": (Stack, 8, reordered),
+    "frozen_and_unfrozen": (partial(Stack, frozen=["embed.weight", "layers.2.weight", "layers.2.bias"]), 5, refrozen),
+}
+"""Model, number of steps, and what changes it before each step."""
+
+
+@pytest.mark.parametrize("name", STACKS)
+def test_modules_that_run_in_other_ways(name):
+    make, *training = STACKS[name]
+    Pair(make, adamw).train(*training)
+
+
 def test_unused_parameters_have_no_gradient():
     pair = Pair(partial(Stack, 4, [0, 3]))
     pair.train(2)
     assert all(p.grad is None for number in (1, 2) for p in pair.module.layers[number].parameters())
 
 
-@ranks
-def test_modules_whose_output_is_not_used():
-    """Their weight may be prefetched for a backward that never comes, and must not stay in memory."""
-
-    def before(step: int, module: nn.Module) -> None:
-        module.wasted = [[1, 2], [0], [], [3]][step]
-
-    Pair(partial(Stack, 4, [0, 3]), adamw).train(4, before)
-
-
-@ranks
-def test_another_order_in_each_step():
-    """The module that was prefetched does not run, or runs later, or twice."""
-    orders = [[0, 1, 2, 3], [3, 2, 1, 0], [0], [], [2, 2], [0, 1, 2, 3], [1, 3], [0, 1, 2, 3]]
-
-    def before(step: int, module: nn.Module) -> None:
-        module.order = orders[step]
-
-    Pair(Stack, adamw).train(len(orders), before)
-
-
-@ranks
 def test_a_shorter_pass_before_the_update():
     """A weight that was prefetched and not used then must not be used after the update."""
     pair = Pair(Stack)
@@ -184,7 +183,6 @@ def test_a_shorter_pass_before_the_update():
         pair.step(f"step {step}")
 
 
-@ranks
 def test_a_forward_that_raises():
     """The weights that were prefetched for the rest of it are freed."""
     pair = Pair(Stack)
@@ -198,7 +196,6 @@ def test_a_forward_that_raises():
     pair.train(1, start=1)
 
 
-@ranks
 @pytest.mark.parametrize(
     "names",
     [
@@ -217,22 +214,6 @@ def test_frozen_parameters(names):
         assert (p.grad is None) == (name in names), name
 
 
-@ranks
-def test_frozen_and_unfrozen_during_training():
-    def before(step: int, module: nn.Module) -> None:
-        if step == 1:
-            freeze(module, "layers.1.weight", "layers.3.bias", "head.weight")
-        if step == 2:
-            freeze(module, "layers.2.weight", "layers.2.bias", "layers.1.weight", requires_grad=True)
-        if step == 3:
-            freeze(module, "embed.weight", "head.weight", "layers.3.bias", requires_grad=True)
-            freeze(module, "layers.0.weight")
-        if step == 4:
-            freeze(module, *(name for name, _ in module.named_parameters() if "head" not in name))
-
-    Pair(partial(Stack, frozen=["embed.weight", "layers.2.weight", "layers.2.bias"]), adamw).train(5, before)
-
-
 class Branches(nn.Module):
     """A Linear of each dtype, side by side: the error of one is not in another."""
 
@@ -245,7 +226,6 @@ class Branches(nn.Module):
         return torch.cat([branch(x.to(branch.bias.dtype)).double() for branch in self.branches], dim=-1)
 
 
-@ranks
 def test_mixed_dtypes():
     """Each branch is as exact as its dtype; gradients and weights stay in it."""
     pair = Pair(Branches, inputs=floats, tolerance=0.02)
@@ -262,7 +242,6 @@ def test_mixed_dtypes():
 # -- passes -----------------------------------------------------------------------------------------------------------
 
 
-@ranks
 @pytest.mark.parametrize("make", [Net, Tied, partial(Stack, 2, [0, 1, 0])], ids=["net", "tied", "used_twice"])
 def test_gradient_accumulation(make):
     """Several backwards and one finish, a finish after each, and gradients that are not zeroed."""
@@ -282,7 +261,6 @@ def test_gradient_accumulation(make):
     pair.finish("added to the last step's")
 
 
-@ranks
 @pytest.mark.parametrize("order", [(0, 1), (1, 0), None], ids=["in_order", "reversed", "together"])
 @pytest.mark.parametrize("make", [Net, Tied], ids=["net", "tied"])
 def test_two_forwards_before_backward(make, order):
@@ -300,7 +278,6 @@ def test_two_forwards_before_backward(make, order):
         pair.step("after")
 
 
-@ranks
 @pytest.mark.parametrize("reentrant", [False, True])
 def test_recomputed_activations(reentrant):
     """Recomputation runs forward hooks inside of backward, and may end them with an exception."""
@@ -312,7 +289,6 @@ def test_recomputed_activations(reentrant):
     pair.finish("two passes and one finish")
 
 
-@ranks
 def test_no_grad_between_passes():
     """Before training, between forward and backward, and after a forward that no backward follows."""
     pair = Pair(Net, adamw)
@@ -333,7 +309,6 @@ def test_no_grad_between_passes():
         pair.step("after")
 
 
-@ranks
 def test_finish_twice():
     """The second does nothing, like one before any backward."""
     pair = Pair(Net)
@@ -360,7 +335,6 @@ class Calls(nn.Module):
         return {"both": (self.left(x) * scale, self.right(extra["y"])), "scale": scale}
 
 
-@ranks
 def test_arguments_and_their_gradients():
     """An input's gradient is that of this rank's own loss."""
     pair = Pair(Calls, inputs=floats)
@@ -377,7 +351,6 @@ def test_arguments_and_their_gradients():
         assert_close("an input's gradient", ours / world(), part(theirs), 1e-6)
 
 
-@ranks
 def test_two_wrapped_models_at_once():
     one, two = Pair(Net), Pair(Stack, adamw)
     for step in range(2):
@@ -408,7 +381,6 @@ class InPlace(nn.Module):
         return self.head(y.tanh_())
 
 
-@ranks
 @pytest.mark.parametrize("bias", [False, True])
 def test_outputs_changed_in_place(bias):
     """Hooks on the output would be lost. All-gathers are late: a weight that was not waited for is NaN."""
@@ -423,7 +395,6 @@ def test_outputs_changed_in_place(bias):
 # -- the norm of the gradient -----------------------------------------------------------------------------------------
 
 
-@ranks
 @pytest.mark.parametrize("make", [Net, Tied, partial(Stack, 3, [0, 2])], ids=["net", "tied", "unused"])
 def test_clip_grad_norm(make):
     """Replicated parameters count once. Takes the wrapper, a generator or a list."""
@@ -444,7 +415,6 @@ def test_clip_grad_norm(make):
         pair.step(f"step {step}")
 
 
-@ranks
 def test_clip_grad_norm_of_some_parameters():
     """Also of one whose shard is empty on a rank."""
     pair = Pair(Net)

@@ -25,20 +25,6 @@ class Loose(nn.Module):
         self.items = nn.ParameterList(tensors)
 
 
-class Tied(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.embed = nn.Embedding(11, 4)
-        self.mix = nn.Linear(4, 4)
-        self.head = nn.Linear(4, 11, bias=False)
-        for i, p in enumerate(self.parameters()):
-            p.data = noise(p.shape, i).float()
-        self.head.weight = self.embed.weight
-
-    def forward(self, tokens: Tensor) -> Tensor:
-        return self.head(self.mix(self.embed(tokens)).tanh())
-
-
 def noise(shape: Shape, *seed: int) -> Tensor:
     """Random numbers that are the same on every rank."""
     generator = torch.Generator().manual_seed(sum(part * 1009**power for power, part in enumerate(seed, 1)))
@@ -66,6 +52,10 @@ def in_two(model: nn.Module) -> list[dict[str, Any]]:
 def in_two_for_users(model: nn.Module) -> list[dict[str, Any]]:
     first, *rest = model.parameters()
     return [{"params": rest, "decay": 0.5, "note": "kept"}, {"params": first, "plan": (2.0,)}]
+
+
+def each_its_own(model: nn.Module) -> list[dict[str, Any]]:
+    return [{"params": [p]} for p in model.parameters()]
 
 
 def give_gradients(parameters: Iterable[Tensor], step: int, without: Iterable[int] = (), scale: float = 1.0) -> None:

@@ -19,6 +19,7 @@ from tests.distributed.sharded_optimizer.models import (
     Pair,
     Wandering,
     assert_same,
+    each_its_own,
     give_gradients,
     in_two,
     in_two_for_users,
@@ -172,10 +173,6 @@ def test_state_dict_hooks():
 
 
 # -- shares and communication -----------------------------------------------------------------------------------------
-
-
-def each_its_own(model: nn.Module) -> list[dict[str, Any]]:
-    return [{"params": [p]} for p in model.parameters()]
 
 
 def reversed_parameters(model: nn.Module) -> list[nn.Parameter]:

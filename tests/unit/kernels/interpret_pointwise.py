@@ -19,7 +19,7 @@ from torch import Tensor
 from cs336_systems.kernels.fused import pointwise, pointwise_triton
 from cs336_systems.model import RotaryEmbedding
 from tests.unit.kernels.attention_cases import poisoned_memory
-from tests.unit.kernels.fused_cases import FEW, LIMITS, check, lay, make, make_seeds, rotary
+from tests.unit.kernels.fused_cases import LIMITS, check, laid
 
 Named = dict[str, Tensor | None]
 GUARD = 40
@@ -199,13 +199,7 @@ def compare_kernel_with_formula(function: Callable[..., Case], dtype: torch.dtyp
 
 def node(part: str, dtype: torch.dtype, layout: str, gain: str | None = None) -> list[str]:
     """Compare an autograd node, run by kernels, with its formula, for tensors of a layout and a gain of its own."""
-    tested = FEW[part]
-    if part == "rotary_heads":  # rotated in place, it cannot be broadcast; its gradients can
-        tested = rotary(2, 5, 3, 8, layout="contiguous" if layout == "broadcast" else layout)
-        inputs = make(tested, dtype)
-    else:
-        inputs = {key: lay(x, gain or layout if key == "gain" else layout) for key, x in make(tested, dtype).items()}
-    seeds = [lay(x, layout) if x.dim() else x for x in make_seeds(tested, inputs, dtype)]
+    tested, inputs, seeds = laid(part, layout, dtype, gain)
     try:
         check(tested, dtype, inputs=inputs, seeds=seeds, limit=LIMITS.get(dtype, 5e-3))
     except AssertionError as error:

@@ -10,7 +10,7 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from cs336_systems.kernels.fused import nodes as fused
-from tests.unit.kernels.attention_cases import LAYOUTS, poisoned_memory
+from tests.unit.kernels.attention_cases import poisoned_memory
 from tests.unit.kernels.fused_cases import (
     FEW,
     LIMITS,
@@ -21,11 +21,10 @@ from tests.unit.kernels.fused_cases import (
     cross_entropy,
     differentiate,
     in_double,
-    lay,
+    laid,
     make,
     make_seeds,
     norm_linear,
-    rotary,
     targets_of,
 )
 
@@ -35,14 +34,6 @@ STRIDES = ("transposed", "padded_rows", "unaligned", "every_other", "broadcast")
 
 def by_name(parts):
     return pytest.mark.parametrize("part", parts.values(), ids=list(parts))
-
-
-@pytest.fixture(autouse=True)
-def one_thread():
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(threads)
 
 
 # Values and gradients
@@ -124,18 +115,10 @@ def test_inputs_and_gradients_are_left_alone(part):
 
 
 @pytest.mark.parametrize("layout", STRIDES)
-@by_name({name: part for name, part in FEW.items() if name != "rotary_heads"})
-def test_strides(part, layout):
-    inputs = {name: lay(x, layout) for name, x in make(part).items()}
-    seeds = [lay(x, layout) if x.dim() else x for x in make_seeds(part, inputs)]
+@pytest.mark.parametrize("name", FEW)
+def test_strides(name, layout):
+    part, inputs, seeds = laid(name, layout)
     check(part, inputs=inputs, seeds=seeds)
-
-
-@pytest.mark.parametrize("layout", STRIDES)
-def test_strides_of_rotary_heads(layout):
-    part = rotary(2, 5, 3, 8, layout="contiguous" if layout == "broadcast" else layout)
-    inputs = make(part)
-    check(part, inputs=inputs, seeds=[LAYOUTS[layout](x) for x in make_seeds(part, inputs)])
 
 
 @by_name(FEW)

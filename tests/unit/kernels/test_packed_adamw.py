@@ -8,16 +8,14 @@ import warnings
 
 import pytest
 import torch
-from hypothesis import given, settings
-from hypothesis import strategies as st
 from torch import nn
 
-from cs336_systems.config import ModelConfig
 from cs336_systems.kernels.fused import nodes as fused
 from cs336_systems.kernels.fused import pointwise
 from cs336_systems.kernels.fused.packed_adamw import PackedAdamW
 from cs336_systems.model import TransformerLM
 from tests.unit.kernels.attention_cases import poisoned_memory
+from tests.unit.kernels.fused_cases import SHAPE, model_of, targets_of
 
 SHAPES = [(7, 5), (3,), (), (1, 1), (130, 3), (2, 3, 4), (129,)]
 OPTIONS = [
@@ -27,14 +25,6 @@ OPTIONS = [
 ]
 DTYPES = pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 TO_NONE = pytest.mark.parametrize("to_none", [True, False], ids=["to_none", "to_zero"])
-
-
-@pytest.fixture(autouse=True)
-def one_thread():
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(threads)
 
 
 def random(*shape, seed):
@@ -352,12 +342,8 @@ class Plain(nn.Module):
         return self.head(torch.tanh(self.inner(self.norm(self.embedding(tokens)))))
 
 
-def tokens_of(vocabulary, *shape, seed):
-    return torch.randint(vocabulary, shape, generator=torch.Generator().manual_seed(seed))
-
-
 def loss_of(model, seed, autocast=False):
-    tokens, targets = tokens_of(11, 4, 5, seed=seed), tokens_of(11, 4, 5, seed=seed + 100)
+    tokens, targets = targets_of(11, 4, 5, seed=seed), targets_of(11, 4, 5, seed=seed + 100)
     with torch.autocast("cpu", torch.bfloat16, enabled=autocast):
         return nn.functional.cross_entropy(model(tokens).flatten(0, 1).float(), targets.flatten())
 
@@ -385,11 +371,8 @@ def test_a_model_without_fused_kernels(dtype, with_closure):
     assert losses[1][-1] < 0.85 * losses[1][0]
 
 
-SHAPE = ModelConfig(vocab_size=61, context_length=12, d_model=24, num_layers=3, num_heads=3, d_ff=40)
-
-
 def fused_model(checkpoint_blocks=0):
-    model = TransformerLM(SHAPE, attention="reference", checkpoint_blocks=checkpoint_blocks, fused=True)
+    model = model_of(checkpoint_blocks, fused=True)
     with torch.no_grad():
         for number, p in enumerate(model.parameters()):
             p.copy_(random(*p.shape, seed=number) * 0.3 + (p.dim() == 1))
@@ -415,7 +398,7 @@ def test_gradients_of_a_fused_model(dtype, order, recompute_blocks):
     plain.double()
     for drop in (optimizer.zero_grad, lambda: optimizer.zero_grad(False), model.zero_grad):
         for number in range(2):
-            tokens, targets = (tokens_of(61, 2, 12, seed=10 * number + i) for i in range(2))
+            tokens, targets = (targets_of(61, 2, 12, seed=10 * number + i) for i in range(2))
             with poisoned_memory():
                 (3 * model(tokens, targets)).backward()
                 model(tokens, targets)  # without backward it leaves no gradient
@@ -535,13 +518,6 @@ def test_special_numbers_in_halves(pattern, negative):
     assert math.copysign(1, weights.item()) == (-1 if negative else 1)
     if pattern < 0x7F7F8000 or pattern == 0x7F800000:
         assert (bits(weights).item() & 0xFFFF) == (pattern + 0x8000) >> 16 | negative << 15
-
-
-@given(st.lists(st.integers(0, 2**32 - 1), min_size=1, max_size=50))
-@settings(max_examples=50, deadline=None, derandomize=True)
-def test_no_bit_is_lost(patterns):
-    x = from_bits(patterns)
-    assert torch.equal(bits(pointwise.united(*halves(x))), bits(x))
 
 
 def test_random_bits_in_halves():

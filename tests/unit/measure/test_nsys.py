@@ -241,39 +241,32 @@ def test_kernels_outside_of_phases_or_without_a_launch(recording):
 # -- other versions of the exporter -----------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(
-    ("table", "phase", "part"),
-    [
-        ("NVTX_EVENTS", None, None),
-        ("CUPTI_ACTIVITY_KIND_RUNTIME", None, None),
-        ("CUPTI_ACTIVITY_KIND_MEMCPY", "forward", SOFTMAX),
-        ("CUPTI_ACTIVITY_KIND_MEMSET", "forward", SOFTMAX),
-        ("ENUM_CUDA_MEM_KIND", "forward", SOFTMAX),
-    ],
-)
-def test_tables_may_be_absent(recording, table, phase, part):
-    two_steps(recording)
-    recording.database.execute(f"DROP TABLE {table}")
-    trace = read(recording)
-    assert len(trace.kernels) == 10
-    assert (trace.kernels[1].phase, trace.kernels[1].part) == (phase, part)
+FULL = "void cunn_SoftMaxForward<float>(int)"
+ABSENT = {
+    "TABLE NVTX_EVENTS": (FULL, None, None),
+    "TABLE CUPTI_ACTIVITY_KIND_RUNTIME": (FULL, None, None),
+    "TABLE CUPTI_ACTIVITY_KIND_MEMCPY": (FULL, "forward", SOFTMAX),
+    "TABLE CUPTI_ACTIVITY_KIND_MEMSET": (FULL, "forward", SOFTMAX),
+    "TABLE ENUM_CUDA_MEM_KIND": (FULL, "forward", SOFTMAX),
+    "COLUMN CUPTI_ACTIVITY_KIND_KERNEL.demangledName": ("cunn_SoftMaxForward", "forward", SOFTMAX),
+    "COLUMN CUPTI_ACTIVITY_KIND_KERNEL.shortName": (FULL, "forward", SOFTMAX),
+    "COLUMN CUPTI_ACTIVITY_KIND_KERNEL.globalPid": (FULL, "forward", SOFTMAX),
+    "COLUMN NVTX_EVENTS.domainId": (FULL, "forward", SOFTMAX),
+    "COLUMN NVTX_EVENTS.textId": (FULL, "forward", ""),
+}
+"""What is absent -> name, phase and part of the second kernel."""
 
 
-@pytest.mark.parametrize(
-    ("table", "column", "name", "part"),
-    [
-        ("CUPTI_ACTIVITY_KIND_KERNEL", "demangledName", "cunn_SoftMaxForward", SOFTMAX),
-        ("CUPTI_ACTIVITY_KIND_KERNEL", "shortName", "void cunn_SoftMaxForward<float>(int)", SOFTMAX),
-        ("CUPTI_ACTIVITY_KIND_KERNEL", "globalPid", "void cunn_SoftMaxForward<float>(int)", SOFTMAX),
-        ("NVTX_EVENTS", "domainId", "void cunn_SoftMaxForward<float>(int)", SOFTMAX),
-        ("NVTX_EVENTS", "textId", "void cunn_SoftMaxForward<float>(int)", ""),
-    ],
-)
-def test_columns_may_be_absent(recording, table, column, name, part):
+@pytest.mark.parametrize("absent", ABSENT)
+def test_tables_and_columns_may_be_absent(recording, absent):
     two_steps(recording)
-    recording.database.execute(f"ALTER TABLE {table} DROP COLUMN {column}")
-    kernel = read(recording).kernels[1]
-    assert (kernel.name, kernel.phase, kernel.part) == (name, "forward", part)
+    kind, (table, *column) = absent.split()[0], absent.split()[1].split(".")
+    recording.database.execute(
+        f"DROP TABLE {table}" if kind == "TABLE" else f"ALTER TABLE {table} DROP COLUMN {column[0]}"
+    )
+    kernels = read(recording).kernels
+    assert len(kernels) == 10
+    assert (kernels[1].name, kernels[1].phase, kernels[1].part) == ABSENT[absent]
 
 
 def test_kernels_without_a_process_id_among_two_processes(recording):

@@ -13,7 +13,6 @@ from hypothesis import HealthCheck, example, given, settings
 from hypothesis import strategies as st
 
 from cs336_systems import record
-from cs336_systems.cli import main
 from cs336_systems.config import RunConfig, UserError, model_config
 from cs336_systems.record import CELL_TIME, GIB, Environment, Record
 from cs336_systems.report import intervals
@@ -21,8 +20,9 @@ from cs336_systems.report.compare import compare, parse_percent
 from cs336_systems.report.intervals import ratio_of_medians
 from cs336_systems.table import FORMATS
 from tests import helpers
-from tests.helpers import clean_env, execute
+from tests.helpers import assert_refused, clean_env, execute, exit_code
 
+pytestmark = pytest.mark.usefixtures("elsewhere")
 GPU = Environment(gpu="H200", gpu_count=1, torch="2.11", driver="580", git_commit="a" * 40, git_dirty=False, tf32=False)
 STEADY = (0.100, 0.101, 0.099, 0.100, 0.102, 0.098, 0.100, 0.101, 0.099, 0.100)
 
@@ -285,12 +285,6 @@ def test_a_rate_that_falls_is_slower():
     assert (len(found.slower_by(80)), len(found.slower_by(120))) == (1, 0)
 
 
-def test_a_metric_that_is_not_there_is_refused_with_those_that_are():
-    message = refusal(cell(), cell(metrics={"loss_time": STEADY}), metrics=("loss_time",))
-    assert "loss_time" in message
-    assert "step_time" in message
-
-
 def test_cells_without_a_time_are_refused_or_remarked_on():
     sums = entries("accumulation", {"term": "fp16"}, {"sum": (9.9,), "kind": ("a word",)})
     assert "--metric" in refusal(sums, sums)
@@ -416,12 +410,6 @@ def test_the_same_work_comes_before_different_work():
     assert column(found, "cell") == ["small reference -> auto", "small sdpa"]
 
 
-def test_work_without_a_shape_has_nothing_in_common():
-    a, b = (entries("x", {"knob": knob}, {"step_time": STEADY}) for knob in (3, 4))
-    assert "knob 3 in A, 4 in B" in refusal(a, b)
-    assert "nothing to compare" in refusal(a, b, different_work=True)
-
-
 # -- what is wrong with records ---------------------------------------------------------------------------------------
 
 
@@ -463,12 +451,6 @@ def test_records_with_fields_of_the_wrong_type_are_left_out(sample):
     assert notes(found, "b.jsonl: 1 record with fields of the wrong type left out")
 
 
-def test_no_records_are_refused():
-    assert "'a.jsonl' holds no records" in refusal([], cell(), files=("a.jsonl", "b.jsonl"))
-    assert "'b.jsonl' holds no records" in refusal(cell(), [], files=("a.jsonl", "b.jsonl"))
-    assert "no experiment astrology; it has: bench" in refusal(cell(), cell(), experiments=("astrology",))
-
-
 HOSTILE = "\x1b[31m\n| a | b |\r\\end{table}#`$<b>\u202e\ud800" + 500 * "x"
 
 
@@ -489,29 +471,37 @@ def test_hostile_names(format):
     assert "\x1b" not in refusal(a, cell())
 
 
-@pytest.mark.parametrize("confidence", [0.0, 0.49, 1.0, -1.0, 95.0, math.nan])
-def test_confidences_that_cannot_be(confidence):
-    assert repr(confidence) in refusal(cell(), cell(), confidence=confidence)
+AB = {"files": ("a.jsonl", "b.jsonl")}
+KNOBS = [entries("x", {"knob": knob}, {"step_time": STEADY}) for knob in (3, 4)]
+REFUSED = {
+    "first file empty": ([], cell(), AB, ["'a.jsonl' holds no records"]),
+    "second file empty": (cell(), [], AB, ["'b.jsonl' holds no records"]),
+    "no such experiment": (cell(), cell(), {"experiments": ("astrology",)}, ["no experiment astrology; it has: bench"]),
+    "no such metric": (
+        *(cell(), cell(metrics={"loss_time": STEADY})),
+        *({"metrics": ("loss_time",)}, ["loss_time", "step_time"]),
+    ),
+    "no shape": (*KNOBS, {}, ["knob 3 in A, 4 in B"]),
+    "no shape, loosely": (*KNOBS, {"different_work": True}, ["nothing to compare"]),
+    **{
+        f"confidence {value}": (cell(), cell(), {"confidence": value}, [repr(value)])
+        for value in (0.0, 0.49, 1.0, -1.0, 95.0, math.nan)
+    },
+}
+
+
+@pytest.mark.parametrize("case", REFUSED)
+def test_refusals_name_the_reason(case):
+    a, b, options, named = REFUSED[case]
+    assert all(word in refusal(a, b, **options) for word in named)
 
 
 # -- the command line -------------------------------------------------------------------------------------------------
 
 
-@pytest.fixture(autouse=True)
-def in_another_folder(tmp_path, monkeypatch):
-    monkeypatch.chdir(tmp_path)
-
-
 def files(a, b):
     for name, records in (("a.jsonl", a), ("b.jsonl", b)):
         record.append(name, records)
-
-
-def exit_code(*argv: str) -> int:
-    try:
-        return main(["compare", *argv])
-    except SystemExit as exit:
-        return exit.code
 
 
 @pytest.mark.parametrize(("text", "percent"), [("5%", 5), ("5", 5), ("0", 0), ("0.5%", 0.5), (" 12.25% ", 12.25)])
@@ -531,7 +521,7 @@ def test_other_texts_are_no_percentages(text):
 def test_exit_codes(factor, limit, code, capsys):
     """At 1.052 the interval reaches below 1.05: slower, but not surely by more than that."""
     files(cell(), cell(times(factor)))
-    assert exit_code("a.jsonl", "b.jsonl", *(["--fail_if_slower", limit] if limit else [])) == code
+    assert exit_code(["compare", "a.jsonl", "b.jsonl", *(["--fail_if_slower", limit] if limit else [])]) == code
     printed = capsys.readouterr()
     assert ("slower" if factor > 1 else "faster") in printed.out
     assert ("1 of 1 rows slower by more than 5%, such as: bench small" in printed.err) == (code == 1)
@@ -539,14 +529,14 @@ def test_exit_codes(factor, limit, code, capsys):
 
 def test_a_limit_says_of_how_many_rows_it_knows_nothing(capsys):
     files([*cell(), *cell((0.1,), size="large")], [*cell(), *cell((0.9,), size="large")])
-    assert exit_code("a.jsonl", "b.jsonl", "--fail_if_slower", "5%") == 0
+    assert exit_code(["compare", "a.jsonl", "b.jsonl", "--fail_if_slower", "5%"]) == 0
     assert "cannot tell in 1 of 2 rows" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize("format", FORMATS)
 def test_formats(format, capsys):
     files(cell(), cell(times(1.1), warmup_steps=3))
-    assert exit_code("a.jsonl", "b.jsonl", "--format", format) == 0
+    assert exit_code(["compare", "a.jsonl", "b.jsonl", "--format", format]) == 0
     printed = capsys.readouterr()
     assert all(word in printed.out for word in ("1.100", "slower", "small", "step"))
     assert ("warm-up 5 in A, 3 in B" in printed.out) == (format != "csv")
@@ -555,10 +545,10 @@ def test_formats(format, capsys):
 
 def test_flags_reach_the_comparison(capsys):
     files(cell(metrics={"loss_time": STEADY}), cell(attention="sdpa", metrics={"loss_time": STEADY}))
-    assert exit_code("a.jsonl", "b.jsonl") == 2
+    assert exit_code(["compare", "a.jsonl", "b.jsonl"]) == 2
     flags = ["--different_work", "--metric", "loss_time", "--experiments", "bench", "--confidence", "0.9"]
     capsys.readouterr()
-    assert exit_code("a.jsonl", "b.jsonl", *flags) == 0
+    assert exit_code(["compare", "a.jsonl", "b.jsonl", *flags]) == 0
     printed = capsys.readouterr().out
     assert all(word in printed for word in ("loss_time", "90% low", "reference in A, sdpa in B"))
 
@@ -573,14 +563,6 @@ BAD_ARGUMENTS = {
 }
 
 
-@pytest.mark.parametrize("case", BAD_ARGUMENTS)
-def test_bad_arguments_are_one_line(case, capsys):
-    files(cell(), cell())
-    assert exit_code(*BAD_ARGUMENTS[case]) == 2
-    printed = capsys.readouterr()
-    assert (printed.out, printed.err.count("\n")) == ("", 1)
-
-
 LINE = cell()[0].to_json()
 BAD_FILES = {
     "empty": b"",
@@ -592,21 +574,20 @@ BAD_FILES = {
 }
 
 
-@pytest.mark.parametrize("case", BAD_FILES)
-def test_other_files_are_refused_in_one_line(case, capsys, tmp_path):
+@pytest.mark.parametrize("case", [*BAD_ARGUMENTS, *BAD_FILES])
+def test_mistakes_are_one_line(case, capsys, tmp_path):
     files(cell(), cell())
-    (tmp_path / "odd.jsonl").write_bytes(BAD_FILES[case])
-    for argv in (["a.jsonl", "odd.jsonl"], ["odd.jsonl", "b.jsonl"]):
-        assert exit_code(*argv) == 2
-        printed = capsys.readouterr()
-        assert (printed.out, printed.err.count("\n")) == ("", 1)
+    (tmp_path / "odd.jsonl").write_bytes(BAD_FILES.get(case, b""))
+    either_side = [["a.jsonl", "odd.jsonl"], ["odd.jsonl", "b.jsonl"]]
+    for argv in [BAD_ARGUMENTS[case]] if case in BAD_ARGUMENTS else either_side:
+        assert_refused(["compare", *argv], [], capsys)
 
 
 def test_a_torn_line_is_remarked_on(capsys, tmp_path):
     files(cell(), cell())
     with open("b.jsonl", "a") as file:
         file.write('{"experiment":"ben')
-    assert exit_code("a.jsonl", "b.jsonl") == 0
+    assert exit_code(["compare", "a.jsonl", "b.jsonl"]) == 0
     (line,) = capsys.readouterr().err.splitlines()
     assert line.startswith("b.jsonl: the last line is torn")
 

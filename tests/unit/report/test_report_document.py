@@ -11,23 +11,18 @@ from cs336_systems.cli import main
 from cs336_systems.experiments.catalogue import catalogue
 from cs336_systems.record import Environment, Loaded, Record
 from cs336_systems.report.build import document, markdown, write
-from cs336_systems.report.cells import by_experiment, group
-from cs336_systems.report.sections import charts_of
 from cs336_systems.table import Column, Table
 from cs336_systems.text import LANGUAGES, Text
-from tests.golden.report_goldens import FOLDER, H200, goldens, records_of, some_document, some_records
+from tests.golden.report_goldens import FOLDER, goldens, records_of, some_document, some_records
+from tests.helpers import assert_refused
 
+pytestmark = pytest.mark.usefixtures("elsewhere")
 HOSTILE = "<script>alert(1)</script>\"'&$\\input{x}#eval(1)_*`|\n# h"
 
 
 @pytest.fixture(scope="module")
 def report():
     return some_document()
-
-
-@pytest.fixture(autouse=True)
-def in_another_folder(tmp_path, monkeypatch):
-    monkeypatch.chdir(tmp_path)
 
 
 @pytest.mark.parametrize("name", goldens())
@@ -49,23 +44,6 @@ def test_markdown_names_missing_experiments_with_their_commands():
     assert "cs336 run warmup" not in text
 
 
-def test_charts_of_the_h200():
-    every = [r for name in ("records.jsonl", "loss_curves.jsonl") for r in record.load(H200 / name).records]
-    found = {name: charts_of(catalogue()[name], cells) for name, cells in by_experiment(group(every)).items()}
-    assert {name for name, drawn in found.items() if drawn} >= {
-        *("end_to_end", "warmup", "precision", "compile", "fast_step", "peak_memory", "kernels", "memory"),
-        *("checkpointing", "pytorch_attention", "flash", "attention_rivals", "flash_leaderboard", "ddp"),
-        *("optimizer_sharding", "fsdp", "train"),
-    }
-    names = [chart.name for drawn in found.values() for chart in drawn]
-    assert len(names) == len(set(names))
-    (speed,) = found["precision"]
-    assert [point.x for point in speed.series[0].points] == ["small", "medium", "large", "xl", "2.7B"]
-    assert speed.series[0].points[-1].y == pytest.approx(5.8, abs=0.05)
-    curves = {series.name.en: len(series.points) for series in found["train"][0].series}
-    assert curves == dict.fromkeys(("fp32-eager", "bf16-eager", "bf16-fast", "fp32-fast"), 300)
-
-
 # -- the command ------------------------------------------------------------------------------------------------------
 
 
@@ -84,29 +62,20 @@ def test_all_formats_in_chinese(tmp_path):
     assert (out / "images" / "end-to-end-1.png").stat().st_size > 5000
 
 
-MISTAKES = {
-    "no file": ([], "name a file of records"),
-    "missing file": (["missing.jsonl"], "missing.jsonl"),
-    "empty file": (["empty.jsonl"], "no records in"),
-    "output below a file": (["good.jsonl", "-o", "good.jsonl/below"], "good.jsonl/below"),
-    "unknown format": (["good.jsonl", "--formats", "pdf"], "'pdf'"),
-    "unknown language": (["good.jsonl", "--lang", "fr"], "fr"),
-}
-
-
-@pytest.mark.parametrize("case", MISTAKES)
-def test_mistakes_are_one_line(case, tmp_path, capsys):
-    words, named = MISTAKES[case]
+@pytest.mark.parametrize(
+    ("words", "named"),
+    [
+        (["empty.jsonl"], "no records in"),
+        (["good.jsonl", "-o", "good.jsonl/below"], "good.jsonl/below"),
+        (["good.jsonl", "--formats", "pdf"], "'pdf'"),
+        (["good.jsonl", "--lang", "fr"], "fr"),
+    ],
+    ids=["empty file", "output below a file", "unknown format", "unknown language"],
+)
+def test_mistakes(words, named, tmp_path, capsys):
     (tmp_path / "empty.jsonl").write_text("")
     record.append(tmp_path / "good.jsonl", records_of("warmup"))
-    try:
-        code = main(["report", *words])
-    except SystemExit as exit:
-        code = exit.code
-    printed = capsys.readouterr().err
-    assert (code, printed.count("\n")) == (2, 1), printed
-    assert named in printed
-    assert not (tmp_path / "report").exists()
+    assert_refused(["report", *words], [named], capsys)
 
 
 def test_records_from_anywhere(tmp_path):

@@ -18,8 +18,11 @@ from cs336_systems.table import FORMATS
 from cs336_systems.text import Text
 from tests.golden.docs_images import CHARTS
 from tests.helpers import ROOT
+from tests.unit.experiments.attention.attention_cells import SAMPLES as ATTENTION
+from tests.unit.experiments.attention.attention_cells import records_of
 from tests.unit.experiments.kernels.samples import SAMPLES as KERNELS
 from tests.unit.experiments.memory.samples import SAMPLES as MEMORY
+from tests.unit.experiments.ranks.samples import SAMPLES as RANKS
 from tests.unit.experiments.steps.samples import SAMPLES as STEPS
 from tests.unit.report.step_cells import (
     CHINESE,
@@ -38,6 +41,7 @@ from tests.unit.report.step_cells import (
 )
 
 SAMPLES = {**STEPS, **KERNELS, **MEMORY}
+SAMPLES |= {name: records_of(cells) for name, cells in {**ATTENTION, **RANKS}.items()}
 OTHER = dataclasses.replace(GPU, gpu="RTX 4090")
 
 
@@ -48,8 +52,8 @@ def test_every_table_renders_in_every_format_and_language(experiment):
     assert found
     for table in [*found, *tables(failed)]:
         assert {len(row) for row in table.rows} <= {len(table.columns)}
-        for format in FORMATS:
-            assert table.render(format, "en") != table.render(format, "zh")
+        for format in FORMATS:  # names of implementations alone are the same in both languages
+            assert table.render(format, "en") != table.render(format, "zh") or format == "csv"
 
 
 # -- order ------------------------------------------------------------------------------------------------------------
@@ -230,15 +234,26 @@ def test_numbers_of_findings_are_those_of_the_tables(h200_tables, h200_findings)
         shown[experiment] = shown.get(experiment, "") + " ".join(str(text) for row in table.rows for text in row)
     medians = {"warmup": ("52.31", "995.85")}  # the table has means
     for experiment, texts in h200_findings.items():
-        for number in re.findall(r"([\d.,]+) (?:ms|MiB)\b", " ".join(text.en for text in texts)):
+        for number in re.findall(r"([\d.,]+) (?:ms|[MG]iB)\b", " ".join(text.en for text in texts)):
             assert number in shown[experiment] or number in medians.get(experiment, ()), (experiment, number)
 
 
-def test_the_charts_of_the_documents_exist(h200):
-    cells = by_experiment(group(h200))
-    drawn = [chart for name, own in cells.items() for chart in charts_of(catalogue()[name], own)]
+def test_charts(h200):
+    """Those of the documents are among them."""
+    found = {name: charts_of(catalogue()[name], cells) for name, cells in by_experiment(group(h200)).items()}
+    assert {name for name, drawn in found.items() if drawn} >= {
+        *("end_to_end", "warmup", "precision", "compile", "fast_step", "peak_memory", "kernels", "memory"),
+        *("checkpointing", "pytorch_attention", "flash", "attention_rivals", "flash_leaderboard", "ddp"),
+        *("optimizer_sharding", "fsdp", "train"),
+    }
+    drawn = list(itertools.chain(*found.values()))
     names = [chart.name for chart in drawn]
     assert set(CHARTS.values()) <= set(names)
     assert len(set(names)) == len(names)
     assert all(re.fullmatch(r"[\w-]+", name) for name in names)
     assert all(CHINESE.search(chart.title.zh) for chart in drawn)
+    (speed,) = found["precision"]
+    assert [point.x for point in speed.series[0].points] == ["small", "medium", "large", "xl", "2.7B"]
+    assert speed.series[0].points[-1].y == pytest.approx(5.8, abs=0.05)
+    curves = {series.name.en: len(series.points) for series in found["train"][0].series}
+    assert curves == dict.fromkeys(("fp32-eager", "bf16-eager", "bf16-fast", "fp32-fast"), 300)

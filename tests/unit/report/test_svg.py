@@ -410,17 +410,6 @@ def test_bars_far_beyond_the_limit_are_cut_and_labelled():
         assert ">→" not in whole
 
 
-@pytest.mark.parametrize("value", [0.0, -5.0, math.nan, math.inf, -math.inf, 1e-300, 1e300])
-@pytest.mark.parametrize("fields", [{}, {"log_y": True}], ids=["linear", "log"])
-def test_limits_of_odd_values(value, fields):
-    limit = Limit(value, Text("l"))
-    for kind in ("lines", "bars", "stacked"):
-        drawing = svg(chart(kind, limit=limit, **fields))
-        assert all(map(math.isfinite, coordinates(drawing)))
-        assert len(marks(drawing)) >= 6
-    assert all(map(math.isfinite, coordinates(svg(stacked(1.0, 2.0, limit=limit, **fields)))))
-
-
 # Any chart
 
 

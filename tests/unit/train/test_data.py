@@ -12,6 +12,7 @@ from hypothesis import strategies as st
 
 from cs336_systems.config import UserError
 from cs336_systems.train.data import Corpus, shuffled
+from tests.helpers import refused
 
 CONTEXT = 16
 
@@ -126,9 +127,8 @@ BAD_FILES = {
 @pytest.mark.parametrize("name", BAD_FILES)
 def test_a_file_that_cannot_be_used(name, tmp_path):
     BAD_FILES[name](tmp_path / name)
-    with pytest.raises(UserError, match=name) as caught:
+    with refused(name):
         open_corpus(tmp_path / name)
-    assert "\n" not in str(caught.value)
 
 
 @pytest.mark.parametrize("position", [0, 450, 899, 999])

@@ -9,7 +9,8 @@ from cs336_systems.cli import main
 from cs336_systems.config import UserError
 from cs336_systems.flags import build, flags_of
 from cs336_systems.train.settings import TrainSettings
-from tests.distributed.train_cases import digest, fields, text_of
+from tests.distributed.train_cases import argv_of, fields, text_of
+from tests.helpers import assert_refused
 
 
 @pytest.fixture
@@ -148,23 +149,11 @@ MISTAKES = [
 
 
 @pytest.mark.parametrize(("name", "value", "named"), MISTAKES, ids=lambda value: str(value))
-def test_a_mistake_on_the_command_line(name, value, named, tmp_path, monkeypatch, capfd):
-    """It is reported in one line with exit code 2, and nothing is written."""
-    (tmp_path / "text.txt").write_bytes(text_of(1000))
-    (tmp_path / "tiny.txt").write_bytes(b"too short")
-    (tmp_path / "in-the-way.txt").write_bytes(b"in the way")
-    np.save(tmp_path / "matrix.npy", np.zeros((100, 100), int))
-    monkeypatch.chdir(tmp_path)
-    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
-    before = digest(tmp_path)
-    given = {**fields(tmp_path / "output", data="text.txt"), "output": "output", name: value}
-    argv = ["train", *(word for key, one in given.items() if one is not None for word in (f"--{key}", str(one)))]
-    try:
-        code = main(argv)
-    except SystemExit as error:
-        code = error.code
-    printed = capfd.readouterr()
-    assert (code, printed.out) == (2, "")
-    assert printed.err.count("\n") == 1, printed.err
-    assert named in printed.err
-    assert digest(tmp_path) == before
+def test_a_mistake_on_the_command_line(name, value, named, elsewhere, capfd):
+    (elsewhere / "text.txt").write_bytes(text_of(1000))
+    (elsewhere / "tiny.txt").write_bytes(b"too short")
+    (elsewhere / "in-the-way.txt").write_bytes(b"in the way")
+    np.save(elsewhere / "matrix.npy", np.zeros((100, 100), int))
+    given = {**fields(elsewhere / "output", data="text.txt"), "output": "output", name: value}
+    given = {name: value for name, value in given.items() if value is not None}
+    assert_refused(argv_of(given), [named], capfd)

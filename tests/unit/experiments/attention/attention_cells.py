@@ -1,6 +1,7 @@
 """Hand-made cells of the attention experiments."""
 
 import dataclasses
+from collections.abc import Iterable
 from typing import Any
 
 from cs336_systems.config import RunConfig, model_config
@@ -44,6 +45,10 @@ def make_cell(
 
 def _unit(metric: str) -> str:
     return {"flops": "FLOP", "status": ""}.get(metric, "B" if "memory" in metric else "1" if "error" in metric else "s")
+
+
+def records_of(cells: Iterable[CellView]) -> list[Record]:
+    return [record for cell in cells for record in cell.records]
 
 
 def metrics_of(variant: str = "", **values: Any) -> list[Metric]:
@@ -109,6 +114,42 @@ def step_cell(rounds=3, **implementations):
     return make_cell("attention_step", config, metrics)
 
 
+# -- samples ---------------------------------------------------------------------------------------------------------
+
+
+def both_passes(milliseconds):
+    """Forward takes a quarter of both."""
+    return {"forward_backward_time": milliseconds / 1e3, "forward_time": milliseconds / 4e3}
+
+
+def interleaved(size, **milliseconds):
+    return rivals_cell(size, **{name: both_passes(value) for name, value in milliseconds.items()})
+
+
+SAMPLES = {
+    "pytorch_attention": [
+        passes_cell("reference", 0.002, 0.006, peak=8 * GIB),
+        passes_cell("compiled", 0.001, 0.006, peak=4 * GIB),
+        passes_cell("reference", size=(8, 1, 4096, 64), status=OOM),
+    ],
+    "flash": [
+        flash_cell("flash_triton", 1.0),
+        flash_cell("sdpa_flash", 0.5),
+        flash_cell("flash_triton", 2.0, (1, 1, 4096, 64), peak_memory=GIB),
+        flash_cell("sdpa_flash", 3.0, (1, 1, 4096, 64)),
+        flash_cell("reference", 20.0, (1, 1, 4096, 64), peak_memory=7 * GIB),
+    ],
+    "attention_rivals": [
+        interleaved((1, 16, 4096, 64), flash_triton=2.0, sdpa_flash=3.0, sdpa_cudnn=1.8),
+        interleaved((4, 12, 512, 64), flash_triton=0.2, sdpa_flash=0.1, sdpa_cudnn=0.4),
+    ],
+    "flash_leaderboard": [leaderboard_cell("flash_triton", 0.004), leaderboard_cell("sdpa_flash", 0.006)],
+    "attention_step": [
+        step_cell(flash_triton=[200] * 6, sdpa_flash=[300] * 6, sdpa_cudnn=[190, 190, 190, 190, 205, 205])
+    ],
+}
+
+
 # -- reading tables ---------------------------------------------------------------------------------------------------
 
 
@@ -116,15 +157,6 @@ def tables(*made: CellView) -> list[Table]:
     return tables_of(catalogue()[made[0].experiment], made)
 
 
-def column(table: Table, heading: str) -> list[str]:
-    (index,) = [i for i, found in enumerate(table.columns) if found.heading() == heading]
-    return [str(row[index]) for row in table.rows]
-
-
 def about(found: list[Table], what: str) -> Table:
     (table,) = [table for table in found if table.title.en.split(": ")[1].startswith(f"{what} ·")]
     return table
-
-
-def notes(table: Table) -> list[str]:
-    return [note.en for note in table.notes]

@@ -1,6 +1,5 @@
 """Grids of the attention experiments, cell names, and memory needs."""
 
-import dataclasses
 import importlib.metadata
 import itertools
 from collections import Counter
@@ -9,12 +8,12 @@ import pytest
 
 from cs336_systems import record
 from cs336_systems.config import RunConfig, UserError
-from cs336_systems.experiments import runner as runner_module
 from cs336_systems.experiments.attention.measure_attention import IMPLEMENTATIONS
 from cs336_systems.experiments.catalogue import catalogue
-from cs336_systems.experiments.runner import Cell, Runner, gather
+from cs336_systems.experiments.runner import Cell
 from cs336_systems.predict.attention_model import AttentionShape
 from tests.unit.experiments.attention.attention_cells import H200, attention_config, grid
+from tests.unit.experiments.scripted_worker import run
 
 ALONE = ("pytorch_attention", "flash", "attention_rivals", "flash_leaderboard")
 """Experiments that measure attention alone."""
@@ -131,37 +130,20 @@ def test_cell_names():
     }
 
 
-class OutOfMemoryWorker:
-    """Stands in for a worker on a GPU of 24 GiB where every cell runs out of memory."""
-
-    asked: list[str]
-
-    def __init__(self):
-        self.used = False
-        self.machine = {"event": "ready", "device": "cuda", "environment": dataclasses.asdict(H200)}
-
-    def ask(self, request, timeout):
-        self.asked.append(request["config"]["implementation"])
-        return {"event": "failure", "status": "oom"}
-
-    def stop(self):
-        pass
-
-
-def test_a_cell_that_cannot_fit_is_not_run_and_states_its_need(tmp_path, monkeypatch):
-    monkeypatch.setattr(runner_module, "Worker", OutOfMemoryWorker)
-    OutOfMemoryWorker.asked = []
+def test_a_cell_that_cannot_fit_is_not_run_and_states_its_need(tmp_path, scripted):
+    """On a GPU of 24 GiB, where every cell runs out of memory."""
+    scripted.device, scripted.environment = "cuda", H200
+    scripted.answer = staticmethod(lambda request: {"event": "failure", "status": "oom"})
     naive = [c for c in grid("pytorch_attention") if (c["seq_len"], c["head_dim"]) == (16384, 64)]
     fused = attention_config("flash_torch", device="cuda")
-    with Runner(tmp_path / "r.jsonl", quiet=True) as runner:
-        runner.run(gather([*(("pytorch_attention", config) for config in naive), ("flash", fused)]))
+    run(tmp_path / "r.jsonl", *(("pytorch_attention", config) for config in naive), ("flash", fused))
     statuses = {r.config["implementation"]: r.status for r in record.load(tmp_path / "r.jsonl").records}
     assert statuses == {
         "reference": "oom: needs 32.3 GiB of 24.0 GiB (predicted, not tried)",
         "compiled": "oom: needs at least 16.2 GiB of 24.0 GiB",
         "flash_torch": "oom: out of memory",
     }
-    assert OutOfMemoryWorker.asked == ["compiled", "flash_torch"]
+    assert [request["config"]["implementation"] for request in scripted.asked] == ["compiled", "flash_torch"]
 
 
 def test_flash_needs_memory_for_the_graph_it_keeps():

@@ -3,20 +3,18 @@
 import pytest
 
 from cs336_systems.record import GIB
-from cs336_systems.table import FORMATS
 from tests.unit.experiments.attention.attention_cells import (
     OOM,
     WRONG,
     about,
-    column,
     flash_cell,
     leaderboard_cell,
-    notes,
     passes_cell,
     rivals_cell,
     step_cell,
     tables,
 )
+from tests.unit.report.step_cells import column, notes
 
 
 def test_eager_and_compiled_are_compared():
@@ -36,13 +34,6 @@ def test_eager_and_compiled_are_compared():
     assert f"d 64 seq 16384 reference: {OOM}" in notes(table)
     for setting in ("batch 8", "fp32", "causal no", "H200"):
         assert setting in table.title.en
-
-
-def test_rows_are_sorted_by_head_dim_then_length():
-    sizes = [(8, 1, length, dim) for length, dim in [(1024, 64), (256, 128), (16384, 16), (256, 64)]]
-    (table,) = tables(*(passes_cell("reference", size=size) for size in sizes))
-    rows = list(zip(column(table, "d"), column(table, "seq"), strict=True))
-    assert rows == [("16", "16384"), ("64", "256"), ("64", "1024"), ("128", "256")]
 
 
 def test_flash_has_implementations_as_columns_and_marks_the_best():
@@ -71,14 +62,6 @@ def test_flash_has_implementations_as_columns_and_marks_the_best():
     memory = about(found, "peak memory (GiB)")
     assert (column(memory, "flash_triton")[0], column(memory, "reference")[:2]) == ("2.00", ["9.00", "OOM"])
     assert column(about(found, "largest error against float64"), "sdpa_flash")[0] == "5.0e-03"
-
-
-def test_each_precision_has_its_own_flash_tables():
-    found = tables(flash_cell("reference", 1.0), flash_cell("reference", 2.0, precision="fp32"))
-    both = [table for table in found if table.title.en.startswith("flash: forward and backward (ms)")]
-    assert {table.title.en.split(", ")[-1]: column(table, "reference") for table in both} == {
-        "fp32": ["2.000"], "bf16": ["1.000"],
-    }  # fmt: skip
 
 
 def test_a_quantity_that_was_not_measured_has_no_table():
@@ -183,22 +166,3 @@ def test_no_lead_column_without_ours():
     """On a CPU the step compares flash_torch and sdpa."""
     (table,) = tables(step_cell(flash_torch=[2, 2, 2], sdpa=[1, 1, 1]))
     assert [c.heading() for c in table.columns] == ["size", "context", "flash_torch", "sdpa"]
-
-
-@pytest.mark.parametrize("format", FORMATS)
-@pytest.mark.parametrize("status", ["ok", OOM])
-def test_every_table_renders_in_both_languages(format, status):
-    made = [
-        passes_cell("reference", status=status),
-        flash_cell("reference", status=status),
-        rivals_cell(status=status, **MEASURED),
-        leaderboard_cell("flex", 0.1, status=status),
-        step_cell(flash_hopper=[1.0], sdpa_cudnn=[2.0]),
-    ]
-    for cell in made:
-        for table in tables(cell):
-            assert {len(row) for row in table.rows} == {len(table.columns)}
-            assert table.render(format, "en")
-            assert table.render(format, "zh")
-            assert table.title.zh != table.title.en
-            assert all(note.zh for note in table.notes)

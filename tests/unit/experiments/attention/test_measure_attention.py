@@ -18,13 +18,12 @@ from cs336_systems import record
 from cs336_systems.experiments import worker
 from cs336_systems.experiments.attention import measure_attention as instrument
 from cs336_systems.experiments.catalogue import catalogue
-from cs336_systems.experiments.runner import Runner, gather
 from cs336_systems.measure.memory_trace import StorageTracker
 from cs336_systems.measure.timing import FEW_CALLS, time_calls
 from cs336_systems.predict.attention_model import AttentionShape, naive_peak
 from cs336_systems.report.sections import tables
-from tests.helpers import CPU_ONLY
 from tests.unit.experiments.attention.attention_cells import attention_config, grid, passes_config
+from tests.unit.experiments.scripted_worker import run
 
 CPU = torch.device("cpu")
 RESULTS = ("out", "dq", "dk", "dv")
@@ -264,21 +263,13 @@ def test_the_predicted_naive_peak_equals_the_traced_one(size, is_causal, precisi
 # -- runs -------------------------------------------------------------------------------------------------------------
 
 
-def run_on_cpu(path, requests):
-    with pytest.MonkeyPatch.context() as patch:
-        for name, value in CPU_ONLY.items():
-            patch.setenv(name, value)
-        with Runner(path, quiet=True) as runner:
-            outcome = runner.run(gather(requests))
-    return outcome, record.load(path).records
-
-
 @pytest.mark.timeout(120)
-def test_quick_presets_run_on_a_cpu(tmp_path):
+def test_quick_presets_run_on_a_cpu(elsewhere):
     """All but the compiled cells, which take seconds each to compile."""
     requests = [(name, c) for name in ("pytorch_attention", "flash") for c in grid(name, "quick", "cpu")]
     requests = [(name, config) for name, config in requests if config["implementation"] != "compiled"]
-    outcome, records = run_on_cpu(tmp_path / "r.jsonl", requests)
+    outcome = run(elsewhere / "r.jsonl", *requests)
+    records = record.load(elsewhere / "r.jsonl").records
     assert (outcome.done, outcome.failed) == (4 + 12, 0), {r.status for r in records}
     found = tables(records, catalogue())
     assert {table.title.en.split(":")[0] for table in found} == {"pytorch_attention", "flash"}

@@ -62,12 +62,6 @@ def test_kernels_of_a_single_cell_are_listed_by_name():
     ]
 
 
-def test_of_several_cells_the_kernel_that_takes_most_is_named():
-    _, by_mode, top = tables(SAMPLES["kernels"])
-    assert column(by_mode, "matmul, inference") == ["80.0%", "90.0%"]
-    assert rows(top, "size", "mode", "of", "share", "kernel")[0] == ("small", "inference", "forward", "80.0%", "gemm")
-
-
 def by_phase(size, **milliseconds):
     """Phase -> milliseconds of matmul and of copies."""
     kinds = {

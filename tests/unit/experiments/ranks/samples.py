@@ -62,7 +62,3 @@ def tables(cells):
 
 def charts(*cells):
     return charts_of(catalogue()[cells[0].experiment], cells)
-
-
-def values(series):
-    return {point.x: point.y for point in series.points}

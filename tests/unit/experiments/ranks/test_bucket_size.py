@@ -3,7 +3,8 @@
 import pytest
 
 from cs336_systems.experiments.ranks.ddp_overlap import exposed
-from tests.unit.experiments.ranks.samples import SAMPLES, charts, tables, values
+from tests.unit.experiments.ranks.samples import SAMPLES, charts, tables
+from tests.unit.report.step_cells import values
 
 
 @pytest.mark.parametrize(

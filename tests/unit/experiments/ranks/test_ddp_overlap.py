@@ -6,7 +6,8 @@ import pytest
 
 from cs336_systems.record import Metric
 from cs336_systems.report.rows import percent
-from tests.unit.experiments.ranks.samples import SAMPLES, arrangement_cell, charts, tables, values
+from tests.unit.experiments.ranks.samples import SAMPLES, arrangement_cell, charts, tables
+from tests.unit.report.step_cells import values
 
 TIMES = {"none": 10, "naive": 15, "torch DDP": 15}
 LANES = [

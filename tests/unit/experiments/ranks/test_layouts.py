@@ -6,7 +6,8 @@ from cs336_systems.experiments.ranks.layouts import PlanArguments, measure_plan,
 from cs336_systems.report.cells import CellView
 from cs336_systems.report.document import Limit
 from cs336_systems.text import Text
-from tests.unit.experiments.ranks.samples import charts, plan_cell, tables, values
+from tests.unit.experiments.ranks.samples import charts, plan_cell, tables
+from tests.unit.report.step_cells import values
 
 ARGUMENTS = PlanArguments(size="xl", gpus=8, gpu="24GiB", tflops=100, link=25, network=3, strategy=("dp", "zero3+tp2"))
 

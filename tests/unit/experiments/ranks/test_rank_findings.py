@@ -1,15 +1,10 @@
-"""Findings of the experiments with several ranks: the sentences, in both languages, and odd data."""
-
-import dataclasses
-import re
+"""Findings of the experiments with several ranks: the sentences, in both languages."""
 
 import pytest
 
-from cs336_systems.experiments.catalogue import catalogue
-from cs336_systems.record import CELL_TIME
-from cs336_systems.report.cells import group
-from cs336_systems.report.sections import findings_of
+from tests.unit.experiments.attention.attention_cells import records_of
 from tests.unit.experiments.ranks.samples import SAMPLES, collective_cell
+from tests.unit.report.step_cells import stated
 
 SAID = {
     "collectives": [
@@ -41,42 +36,14 @@ SAID = {
 }
 
 
-def numbers(text):
-    return sorted(re.findall(r"\d+(?:[.,]\d+)*", text))
-
-
-def findings(cells):
-    return findings_of(catalogue()[cells[0].experiment], cells)
-
-
 @pytest.mark.parametrize("experiment", SAMPLES)
 def test_findings_of_a_sample(experiment):
-    found = findings(SAMPLES[experiment])
-    assert [text.en for text in found] == SAID[experiment]
-    for text in found:
-        assert numbers(text.en) == numbers(text.zh)
-        assert text.zh.endswith("。")
+    assert stated(records_of(SAMPLES[experiment])) == SAID[experiment]
 
 
 def test_ranks_on_gpus_come_first_and_gloo_is_named():
-    said = findings([collective_cell(), collective_cell(backend="nccl")])
-    assert [text.en.split(":")[0] for text in said] == [
+    said = stated(records_of([collective_cell(), collective_cell(backend="nccl")]))
+    assert [text.split(":")[0] for text in said] == [
         "2 ranks, nccl on cpu",
         "2 ranks of one machine through Gloo (cpu)",
     ]
-
-
-@pytest.mark.parametrize("experiment", SAMPLES)
-@pytest.mark.parametrize("samples", [(), (float("nan"),), (0.0,), (-1.0, -2.0), ("text",), (None,)], ids=repr)
-def test_odd_samples_raise_nothing(experiment, samples):
-    records = [record for cell in SAMPLES[experiment] for record in cell.records]
-    for metric in {record.metric for record in records} - {CELL_TIME}:
-        findings(group(dataclasses.replace(r, samples=samples) if r.metric == metric else r for r in records))
-    findings(group(dataclasses.replace(record, samples=samples) for record in records))
-
-
-@pytest.mark.parametrize("experiment", SAMPLES)
-def test_missing_metrics_raise_nothing(experiment):
-    records = [record for cell in SAMPLES[experiment] for record in cell.records]
-    for metric in {record.metric for record in records}:
-        findings(group(record for record in records if record.metric != metric))

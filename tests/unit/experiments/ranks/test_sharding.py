@@ -3,7 +3,8 @@
 import pytest
 
 from cs336_systems.record import MIB, Metric
-from tests.unit.experiments.ranks.samples import SAMPLES, arrangement_cell, charts, tables, values
+from tests.unit.experiments.ranks.samples import SAMPLES, arrangement_cell, charts, tables
+from tests.unit.report.step_cells import values
 
 
 def test_formula_divides_the_sharded_parts_by_the_ranks():

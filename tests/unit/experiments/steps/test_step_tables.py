@@ -32,14 +32,6 @@ def test_throughput_and_memory_are_empty_where_not_measured():
     ]
 
 
-def test_phases_with_their_spread():
-    phases, _ = tables(cell(metrics={"step_time": (0.1, 0.2, 0.3, 0.4)}))
-    assert column(phases, "phase") == ["forward", "backward", "optimizer", "step"]
-    spread = rows(phases, "mean (ms)", "std (ms)", "min (ms)", "max (ms)", "n")
-    assert spread[0] == ("30.00", "1.00", "29.00", "31.00", "3")
-    assert spread[3] == ("250.00", "129.10", "100.00", "400.00", "4")
-
-
 def test_a_step_of_a_single_phase_is_shown_once():
     phases, _ = tables(cell(mode="forward", metrics={"backward_time": None, "optimizer_time": None}))
     assert column(phases, "phase") == ["forward"]
@@ -170,22 +162,6 @@ def test_settings_that_save_memory_have_a_table_of_their_own():
 
 
 # -- accumulation, autocast_dtypes ------------------------------------------------------------------------------------
-
-
-def test_sums_by_accumulator():
-    (table,) = tables(accumulation("fp16", 9.953125), accumulation("fp32", 10.002136))
-    assert rows(table, "accumulator", "one term is", "sum") == [
-        ("fp16", "0.0100021", "9.9531"),
-        ("fp32", "0.0100021", "10.0021"),
-    ]
-
-
-def test_dtypes_under_autocast_have_a_table_for_each_model():
-    toy, transformer = tables(dtypes("fp16"), dtypes("bf16"), dtypes("bf16", "transformer"))
-    assert toy.rows == [["fc1 output", "fp16loat", "bf16loat"], ["loss", "float32", "float32"]]
-    assert [column.heading() for column in toy.columns] == ["tensor", "autocast fp16", "autocast bf16"]
-    assert "transformer" in transformer.title.en
-    assert len(transformer.columns) == 2
 
 
 @pytest.mark.parametrize("make", [lambda name, **end: accumulation(name, 10.0, **end), dtypes], ids=["sum", "dtype"])

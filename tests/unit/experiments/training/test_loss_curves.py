@@ -2,12 +2,9 @@
 
 from cs336_systems.experiments.catalogue import catalogue, runnable
 from cs336_systems.experiments.training.loss_curves import loss_curves
-from cs336_systems.record import Environment, Record, load
+from cs336_systems.record import Environment, Record
 from cs336_systems.report.cells import group
 from cs336_systems.report.sections import charts_of, tables_of
-from tests.helpers import ROOT
-
-CURVES = ROOT / "results" / "h200" / "loss_curves.jsonl"
 
 
 def stretch(run, first_step, losses, utc="2026-01-01T00:00:00"):
@@ -32,12 +29,6 @@ def test_table_and_chart_of_unfinished_cells():
     (chart,) = charts_of(catalogue()["train"], cells)
     assert [point.y for point in chart.series[0].points] == [3.0, 1.0, 2.0]
     assert tables_of(catalogue()["train"], group([Record("train", {}, "step_time", "s", (1.0,))])) == []
-
-
-def test_curves_of_the_recorded_runs():
-    (chart,) = charts_of(catalogue()["train"], group(load(CURVES).records))
-    found = {series.name.en: len(series.points) for series in chart.series}
-    assert found == dict.fromkeys(("fp32-eager", "bf16-eager", "bf16-fast", "fp32-fast"), 300)
 
 
 def test_training_comes_last_and_is_not_run():
