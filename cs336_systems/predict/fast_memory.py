@@ -6,13 +6,10 @@ are extrapolated.
 """
 
 from collections import Counter
-from functools import lru_cache
 
-from cs336_systems.config import ModelConfig, RunConfig
-from cs336_systems.predict.fast_nodes import (
-    ACTIVATIONS, CASTS, GRADIENTS, PACK_ALIGNMENT, TEMPORARY, Nodes, PlainNodes,
-)  # fmt: skip
-from cs336_systems.predict.memory_model import ROUNDING, MemoryEstimate, Tensors, workspace
+from cs336_systems.config import RunConfig
+from cs336_systems.predict.fast_nodes import ACTIVATIONS, CASTS, GRADIENTS, PACK_ALIGNMENT, TEMPORARY, PlainNodes
+from cs336_systems.predict.memory_model import ROUNDING, Breakdown, MemoryEstimate, Tensors, simulated_parts, workspace
 from cs336_systems.predict.simulated_memory import Block, Memory, Node, Repetitions, Snapshot, Tape
 
 CHUNK_BYTES = 512 << 20
@@ -23,12 +20,6 @@ GROUPS = (2, 2)
 """Blocks, and groups of recomputed blocks, that are simulated at the beginning and at the end."""
 
 
-def simulated_parts(config: RunConfig) -> frozenset[str]:
-    """Return the parts of the fast step that change its memory. A graph allocates what the eager step does."""
-    inactive = {"graph"} if config.mode in ("forward-backward", "train-step") else {"graph", "loss"}
-    return config.fast_parts - inactive
-
-
 def fast_estimate(config: RunConfig) -> MemoryEstimate:
     """Return the peak of one steady-state fast step."""
     memory = FastStep(config).run()
@@ -36,11 +27,6 @@ def fast_estimate(config: RunConfig) -> MemoryEstimate:
     if beyond := memory.peak - sum(parts.values()):
         parts[ROUNDING] = beyond
     return MemoryEstimate(parts, memory.peak, memory.where)
-
-
-@lru_cache
-def _parameter_rounding(model: ModelConfig) -> int:
-    return Tensors(RunConfig(model=model, device="cuda")).parameter_rounding
 
 
 class FastStep(PlainNodes):
@@ -81,7 +67,7 @@ class FastStep(PlainNodes):
             return held + packed_state(memory, self.config)
         trains = self.config.mode == "train-step"
         sizes = {"parameters": t.parameters(), "optimizer state": t.optimizer_state() if trains else 0}
-        rounding = _parameter_rounding(self.config.model) * (3 if trains else 1) if t.on_cuda else 0
+        rounding = t.parameter_rounding * (3 if trains else 1)
         memory.add(Snapshot(Counter(sizes), sum(sizes.values()) + rounding), 1)
         return held
 
@@ -126,27 +112,22 @@ class FastStep(PlainNodes):
         return self.add_norm(self.x, self.delta, tape) if self.fused else self.norm(self.x, tape)
 
     def _blocks_forward(self, count: int, tape: Tape | None) -> None:
-        """Run blocks; the tape gets a node for those that are extrapolated."""
         blocks = Repetitions(count, *BLOCKS)
-        marks: list[int] = []
+        change: list[Snapshot] = []
 
         def body(number: int) -> None:
-            if tape is not None and number == count - BLOCKS[1] and blocks.skipped:
+            if tape is not None and blocks.is_after_skipped(number):
                 tape.append(Node(lambda: self._skip_backward(change[0], blocks.skipped, blocks.skipped), ()))
             self._block(tape)
 
-        change: list[Snapshot] = []
-        found = blocks.run(self.memory, body)
-        if found is not None:
-            change.append(found)
-        del marks
+        change += blocks.run(self.memory, body)
 
     def _skip_backward(self, saved: Snapshot, times: int, blocks: int) -> None:
         """Free what `times` extrapolated repetitions saved, and add the gradients of their blocks."""
         self.memory.add(saved, -times)
         if not self.packed:
             size = self.t.block_parameters()
-            rounding = _parameter_rounding(self.config.model) / self.config.model.num_layers if self.t.on_cuda else 0
+            rounding = self.t.parameter_rounding / self.config.model.num_layers
             self.memory.add(Snapshot(Counter({GRADIENTS: size}), size + rounding), blocks)
 
     # -- recomputation ------------------------------------------------------------------------------------------------
@@ -159,20 +140,16 @@ class FastStep(PlainNodes):
         change: list[Snapshot] = []
 
         def body(number: int) -> None:
-            if groups.skipped and number == count - GROUPS[1]:
+            if groups.is_after_skipped(number):
                 tape.append(Node(lambda: self._skip_backward(change[0], groups.skipped, groups.skipped * group), ()))
             size = min(group, layers - number * group)
-            inputs = (self.x, self.delta)
-            tape.append(Node(lambda x, delta: self._group_backward(size, x, delta), inputs))
-            del inputs
+            tape.append(Node(lambda x, delta: self._group_backward(size, x, delta), (self.x, self.delta)))
             self._blocks_forward(size, None)
 
-        found = groups.run(self.memory, body)
-        if found is not None:
-            # Autocast frees its copies of weights when it exits, not backward.
-            saved = found.live.copy()
-            copies = saved.pop(CASTS, 0)
-            change.append(Snapshot(saved, found.total - copies))
+        for found in groups.run(self.memory, body):
+            # Autocast frees its copies of weights when it exits, before backward.
+            kept = Counter({label: size for label, size in found.live.items() if label != CASTS})
+            change.append(Snapshot(kept, found.total - found.live[CASTS]))
 
     def _group_backward(self, size: int, x: Block, delta: Block | None) -> None:
         """Recompute a group of blocks from its input, and run its backward pass."""
@@ -188,7 +165,8 @@ class FastStep(PlainNodes):
         """Free autocast's copies of weights that nothing saves, those of extrapolated blocks included."""
         self.autocast_cache.clear()
         if self.config.checkpoint_blocks and self.config.mode != "inference" and not self.fused:
-            kept = 0 if "loss" in self.parts or not (self.low and not self.packed) else self.t.embedding(2)
+            head_saves_one = self.low and not self.packed and "loss" not in self.parts
+            kept = self.t.embedding(2) if head_saves_one else 0
             copies = self.memory.live[CASTS] - kept
             self.memory.add(Snapshot(Counter({CASTS: copies}), copies), -1)
 
@@ -197,8 +175,7 @@ class FastStep(PlainNodes):
     def _head(self, hidden: Block, tape: Tape | None) -> Block:
         """Form all logits."""
         self.label = LOGITS
-        cast_hidden = self.low and self.fused and self.rw == 4
-        if cast_hidden:
+        if self.fused and self.rw != self.s:
             if tape is not None:
                 tape.append(Node(self._hidden_cast_backward, ()))
             hidden = self.memory.new(ACTIVATIONS, self.rows * self.d, self.s)
@@ -227,12 +204,12 @@ class FastStep(PlainNodes):
 
     def _fused_loss(self, hidden: Block, tape: Tape) -> None:
         """Cross entropy of logits that are formed in chunks, and its gradients."""
-        if self.low and self.fused and self.rw == 4:
+        x = hidden
+        if self.fused and self.rw != self.s:
             tape.append(Node(self._hidden_cast_backward, ()))
-            hidden = self.stream()
-        matrix = self.cast(self.table) if self.low and not self.packed else None
-        vocabulary = self.config.model.vocab_size
-        chunks = max(1, -(-self.rows * vocabulary * self.s // CHUNK_BYTES))
+            x = self.stream()
+        matrix = self.joined(self.table)
+        vocabulary, chunks = self.config.model.vocab_size, loss_chunks(self.config)
         grad_x = self.stream()
         grad_weight: Block | None = None
         size, logits = -(-self.rows // chunks), None
@@ -245,16 +222,15 @@ class FastStep(PlainNodes):
                 grad_weight = self.new(self.table, 4 if wide else self.s, LOGITS)
             elif wide:
                 self.new(self.table, 4, LOGITS)
-        del logits, matrix
+        del logits, matrix, x
         tape.append(Node(self._fused_loss_backward, (grad_x, grad_weight)))
 
     def _fused_loss_backward(self, grad_x: Block, grad_weight: Block) -> None:
-        width = grad_weight.size // self.t.embedding(1) or 1
-        is_fp32 = grad_weight.size >= self.t.embedding(4)
+        is_fp32 = grad_weight.size == self.t.embedding(4)
         scaled = self.new(self.table, 4 if is_fp32 else self.s, GRADIENTS if is_fp32 and not self.packed else TEMPORARY)
         if not self.packed:
             self.gradients.append(scaled if is_fp32 else self.new(self.table, 4, GRADIENTS))
-        del scaled, width
+        del scaled
         self.grad = self.stream()
 
     def _embedding_backward(self) -> None:
@@ -262,6 +238,46 @@ class FastStep(PlainNodes):
         if not self.packed:
             self.gradients.append(grad)
         self.grad_x = self.grad = None
+
+
+def loss_chunks(config: RunConfig) -> int:
+    """Return the number of pieces in which the fused loss forms the logits."""
+    return max(1, -(-config.tokens * config.model.vocab_size * Tensors(config).s // CHUNK_BYTES))
+
+
+def fast_breakdown(config: RunConfig) -> Breakdown:
+    """Return the parts of the fast step's memory in full."""
+    step, tape = FastStep(config), Tape()
+    t, packed, held = step.t, step.packed, step._held()
+    before, gradients = step.memory.snapshot(), t.parameters()
+    step.x = step.stream(step.rw)
+    step._block(tape)
+    one = step.memory.snapshot()
+    step._block(tape)
+    block = step.memory.snapshot().since(one, 1).live
+    layers, group = config.model.num_layers, config.checkpoint_blocks
+    inputs = t.residual(step.rw) + (t.residual(t.s) if step.fused else 0)
+    saved = -(-layers // group) * inputs if group else layers * block[ACTIVATIONS]
+    with_graph, with_gradients = config.mode != "inference", config.mode in ("forward-backward", "train-step")
+    logits = t.logits(t.s) + (t.logits(4) if with_gradients else 0)
+    if "loss" in step.parts:
+        chunks = loss_chunks(config)
+        logits = min(2, chunks) * t.logits(t.s) // chunks + t.embedding(4 if chunks > 1 else t.s)
+    if packed:
+        gradients = before.live[GRADIENTS]
+    del held
+    return Breakdown(
+        parameters=before.live["parameters"],
+        gradients=gradients if with_gradients else 0,
+        optimizer_state=before.live["optimizer state"],
+        residual=t.residual(step.rw),
+        activations_per_block=block[ACTIVATIONS] if with_graph else 0,
+        activations=saved + 2 * t.residual(step.rw) if with_graph else 0,
+        logits_and_loss=logits,
+        weight_casts=0 if packed else layers * block[CASTS] + (t.embedding(2) if t.low_precision else 0),
+        workspace=workspace(config),
+        peak=fast_estimate(config),
+    )
 
 
 # -- the packed optimizer ---------------------------------------------------------------------------------------------
@@ -282,10 +298,8 @@ def packed_sizes(config: RunConfig) -> tuple[int, int]:
 def packed_state(memory: Memory, config: RunConfig) -> list[Block]:
     """Allocate the flat tensors of PackedAdamW: weights, their low 16 bits, gradients, moments."""
     matrices, gains = packed_sizes(config)
-    if not Tensors(config).low_precision:
-        packs = [(matrices + gains, 4)]
-    else:
-        packs = [(matrices, 2), (gains, 4)]
+    low = Tensors(config).low_precision
+    packs = [(matrices, 2), (gains, 4)] if low else [(matrices + gains, 4)]
     held = []
     for size, width in packs:
         if width == 2:

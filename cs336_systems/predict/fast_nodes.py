@@ -6,6 +6,7 @@ input there; `grad_x` is the gradient of the residual stream.
 """
 
 from collections.abc import Callable
+from functools import partial
 
 from cs336_systems.config import RunConfig
 from cs336_systems.predict.memory_model import Tensors
@@ -307,29 +308,26 @@ class PlainNodes(Nodes):
     # -- norms and the residual stream --------------------------------------------------------------------------------
 
     def norm(self, x: Block, tape: Tape | None) -> Block:
-        """RMSNorm in fp32, where a branch begins; its output is cast to the matmul's width."""
+        """RMSNorm in the stream's width, where a branch begins; its output is cast to the matmul's width."""
         if tape is not None:
             tape.append(Node(self._add_backward, ()))
-        wide_x = x if self.rw == 4 else self.stream(4)
         rstd = self.new(self.rows, 4)
-        y = self.stream(4)
+        y = self.stream(self.rw)
         if tape is not None:
-            tape.append(Node(self._norm_backward, (wide_x, rstd)))
-        del wide_x, rstd
-        return self.stream() if self.low else y
+            tape.append(Node(self._norm_backward, (x, rstd)))
+        del rstd
+        return y if self.rw == self.s else self.stream()
 
     def _norm_backward(self, x: Block, rstd: Block) -> None:
-        if self.low:
-            self.grad = self.stream(4)
+        if self.rw != self.s:
+            self.grad = self.stream(self.rw)
         grad = self.take_grad()
-        self.grad = self.stream(4)
+        self.grad = self.stream(self.rw)
         self.gain_gradient()
         del grad
 
     def _add_backward(self) -> None:
         """Add the gradient of a branch to that of the stream."""
-        if self.rw != 4:
-            self.grad = self.stream()
         self.grad_x = self.take_grad() if self.grad_x is None else self.stream(self.rw)
         self.grad = None
 
@@ -342,7 +340,9 @@ class PlainNodes(Nodes):
         total = self._joined_stream(tape)
         del branch
         branch = self.feed_forward(self.norm(total, tape), tape)
-        return self._joined_stream(tape)
+        out = self._joined_stream(tape)
+        del branch
+        return out
 
     def _joined_stream(self, tape: Tape | None) -> Block:
         if tape is not None:
@@ -365,7 +365,7 @@ class PlainNodes(Nodes):
         q, k, v = (self._head_projection(x, tape) for _ in range(3))
         q, k = self._rotate(q), self._rotate(k)
         if tape is not None:
-            tape += [Node(lambda: self._rotate_backward(number), ()) for number in (0, 1)]
+            tape += [Node(partial(self._rotate_backward, number), ()) for number in (0, 1)]
         out = self.attention(q, k, v, tape)
         return self.matmul(self.rows_first(out), self.d, self.d, tape)
 

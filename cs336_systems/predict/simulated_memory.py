@@ -109,12 +109,16 @@ class Repetitions:
     def skipped(self) -> int:
         return max(0, self.count - self.head - self.tail)
 
-    def run(self, memory: Memory, body: Callable[[int], None]) -> Snapshot | None:
-        """Run `body(number)` for each; return the change in each that was skipped."""
+    def is_after_skipped(self, number: int) -> bool:
+        """Whether this is the first repetition after the extrapolated ones."""
+        return self.skipped > 0 and number == self.count - self.tail
+
+    def run(self, memory: Memory, body: Callable[[int], None]) -> list[Snapshot]:
+        """Run `body(number)` for each. Return the change in each that was extrapolated, if any was."""
         if not self.skipped:
             for number in range(self.count):
                 body(number)
-            return None
+            return []
         body(0)
         before = memory.snapshot()
         for number in range(1, self.head):
@@ -123,4 +127,4 @@ class Repetitions:
         memory.add(change, self.skipped)
         for number in range(self.count - self.tail, self.count):
             body(number)
-        return change
+        return [change]
