@@ -16,8 +16,9 @@ CHUNK_BYTES = 512 << 20
 """Equal to the constant of kernels/fused/nodes.py; a test compares them."""
 LOGITS = "logits and loss"
 BLOCKS = (3, 1)
-GROUPS = (2, 2)
-"""Blocks, and groups of recomputed blocks, that are simulated at the beginning and at the end."""
+BLOCKS_OF_GROUP = (2, 1)
+GROUPS = (2, 1)
+"""Blocks, blocks of a group that is recomputed, and such groups, that are simulated at the beginning and the end."""
 
 
 def fast_estimate(config: RunConfig) -> MemoryEstimate:
@@ -112,7 +113,7 @@ class FastStep(PlainNodes):
         return self.add_norm(self.x, self.delta, tape) if self.fused else self.norm(self.x, tape)
 
     def _blocks_forward(self, count: int, tape: Tape | None) -> None:
-        blocks = Repetitions(count, *BLOCKS)
+        blocks = Repetitions(count, *(BLOCKS_OF_GROUP if self.config.checkpoint_blocks else BLOCKS))
         change: list[Snapshot] = []
 
         def body(number: int) -> None:
@@ -136,7 +137,8 @@ class FastStep(PlainNodes):
         """Run groups of blocks of which only the inputs are saved."""
         layers = self.config.model.num_layers
         count = -(-layers // group)
-        groups = Repetitions(count, *GROUPS)
+        head, tail = GROUPS
+        groups = Repetitions(count, head, tail + (layers % group > 0))  # the last may be smaller than those before
         change: list[Snapshot] = []
 
         def body(number: int) -> None:

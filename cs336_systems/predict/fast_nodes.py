@@ -19,7 +19,7 @@ ACTIVATIONS, TEMPORARY, CASTS, GRADIENTS = "activations", "temporary", "weight c
 
 
 class Nodes:
-    """What all nodes share: sizes, the gradients that flow, weights and their gradients."""
+    """Fused nodes and attention; and sizes, weights and the gradients that flow, which all nodes share."""
 
     def __init__(self, config: RunConfig, *, packed: bool):
         self.config, model = config, config.model
@@ -66,7 +66,7 @@ class Nodes:
     # -- weights ------------------------------------------------------------------------------------------------------
 
     def _is_view(self, sizes: tuple[int, ...]) -> bool:
-        """Whether weights of these sizes are one matrix of the optimizer's memory."""
+        """Return True if weights of these sizes are one matrix of the optimizer's memory."""
         return self.packed and all(size % PACK_ALIGNMENT == 0 for size in sizes[:-1])
 
     def joined(self, *sizes: int) -> Block | None:

@@ -4,11 +4,12 @@ import dataclasses
 import re
 from collections.abc import Iterator
 from dataclasses import dataclass
+from functools import lru_cache
 from itertools import product
 from typing import NamedTuple
 
 from cs336_systems.config import COURSE_SIZES, RunConfig, UserError, flag
-from cs336_systems.predict.building import building_peak
+from cs336_systems.predict.building_memory import building_peak
 from cs336_systems.predict.gpus import CARDS, find_card
 from cs336_systems.predict.memory_model import estimate
 from cs336_systems.predict.model_flags import ShapeArguments
@@ -20,6 +21,8 @@ CONTEXT_RESERVE = 0.6 * GIB
 """Memory that CUDA takes before the first tensor: its context, its kernels, and the allocator's fragments."""
 MODEL_ERROR = 0.02
 LARGEST_BATCH = 65536
+SECOND_BATCH = 8
+"""Batch at which the search looks after 1; rounding hides the slope between smaller ones."""
 LARGEST_GPU = 1024 * GIB
 LARGEST_BARE_NUMBER = 512
 """A larger number without a unit is the name of a card, such as 3060, and not its memory in GiB."""
@@ -53,21 +56,23 @@ def usable_bytes(capacity: float) -> float:
     return (capacity - CONTEXT_RESERVE) / (1 + MODEL_ERROR)
 
 
+@lru_cache(maxsize=4096)
+def step_peak(config: RunConfig, batch: int) -> int:
+    """Return the peak bytes of a step with this batch."""
+    return estimate(dataclasses.replace(config, batch_size=batch)).peak
+
+
 def largest_batch(config: RunConfig, budget: float) -> int:
     """Return the largest batch, up to LARGEST_BATCH, whose peak is within `budget` bytes; 0 if one sequence is not.
 
     The peak is close to a straight line over the batch, so interpolation finds it in a few predictions.
     """
-
-    def peak(batch: int) -> int:
-        return estimate(dataclasses.replace(config, batch_size=batch)).peak
-
-    first = peak(1)
+    first = step_peak(config, 1)
     if first > budget:
         return 0
-    low, low_peak, guess = 1, first, 2
+    low, low_peak, guess = 1, first, SECOND_BATCH
     while True:
-        if (found := peak(guess)) > budget:
+        if (found := step_peak(config, guess)) > budget:
             high, high_peak = guess, found
             break
         low, low_peak = guess, found
@@ -80,7 +85,7 @@ def largest_batch(config: RunConfig, budget: float) -> int:
         rounds += 1
         inside = int((budget - low_peak) * (high - low) / (high_peak - low_peak))
         guess = (low + high) // 2 if rounds % 3 == 0 else min(max(low + inside, low + 1), high - 1)
-        if (found := peak(guess)) > budget:
+        if (found := step_peak(config, guess)) > budget:
             high, high_peak = guess, found
         else:
             low, low_peak = guess, found
@@ -88,7 +93,7 @@ def largest_batch(config: RunConfig, budget: float) -> int:
 
 
 class Cell(NamedTuple):
-    """What fits of one configuration."""
+    """The batch that fits of one configuration, and its peak."""
 
     config: RunConfig
     """With the batch that fits, or with the smallest that was tried."""
@@ -104,11 +109,11 @@ class Cell(NamedTuple):
         """Return the largest batch that fits; with `batch`, whether that one does."""
         building = building_peak(config).peak
         if batch:
-            fits = batch if estimate(dataclasses.replace(config, batch_size=batch)).peak <= budget else 0
+            fits = batch if step_peak(config, batch) <= budget else 0
         else:
             fits = largest_batch(config, budget) if building <= budget else 0
         chosen = dataclasses.replace(config, batch_size=fits or batch or 1)
-        step = estimate(chosen).peak
+        step = step_peak(config, chosen.batch_size)
         return cls(chosen, fits if building <= budget else 0, max(step, building), building > step)
 
     def __str__(self) -> str:
@@ -168,8 +173,9 @@ def _table(arguments: FitArguments, gpu: str, capacity: int, is_named: bool) -> 
 
 def _rendered(arguments: FitArguments, first: Text, rows: list[Row], where: Text, notes: list[Text]) -> Table:
     title = say(
-        "largest batch (peak GiB) {}: {}, {}, attention {}, checkpoint {}{}",
-        "最大 batch（峰值 GiB）{}：{}，{}，注意力 {}，激活重计算 {}{}",
+        "{} (peak GiB) {}: {}, {}, attention {}, checkpoint {}{}",
+        "{}（峰值 GiB）{}：{}，{}，注意力 {}，激活重计算 {}{}",
+        Text("batch") if arguments.batch_size else Text("largest batch", "最大 batch"),
         where,
         arguments.mode,
         arguments.precision,
@@ -180,10 +186,10 @@ def _rendered(arguments: FitArguments, first: Text, rows: list[Row], where: Text
     contexts = [say("context {}", "上下文 {}", str(context)) for context in _contexts(arguments)]
     columns = [word(first), *(Column(heading) for heading in contexts)]
     cells = [[row.name, *map(str, row.cells)] for row in rows]
-    return Table(title, columns, cells, [*_notes(rows, first), *notes])
+    return Table(title, columns, cells, [*_notes(rows, first, asked=arguments.batch_size > 0), *notes])
 
 
-def _notes(rows: list[Row], first: Text) -> Iterator[Text]:
+def _notes(rows: list[Row], first: Text, *, asked: bool) -> Iterator[Text]:
     cells = [cell for row in rows for cell in row.cells]
     fitting = [cell.config for cell in cells if cell.batch]
     best = max(fitting, key=lambda config: (config.model.parameters, config.model.context_length), default=None)
@@ -197,9 +203,13 @@ def _notes(rows: list[Row], first: Text) -> Iterator[Text]:
             str(best.model.context_length),
             str(best.batch_size),
         )
-    yield Text(
-        "`-`: does not fit even with one sequence; the figure is what that would need",
-        "`-`：batch 为 1 也放不下；括号内是此时所需的显存",
+    yield (
+        Text("`-`: does not fit; the figure is what it would need", "`-`：放不下；括号内是所需的显存")
+        if asked
+        else Text(
+            "`-`: does not fit even with one sequence; the figure is what that would need",
+            "`-`：batch 为 1 也放不下；括号内是此时所需的显存",
+        )
     )
     if any(cell.is_building for cell in cells):
         yield Text(

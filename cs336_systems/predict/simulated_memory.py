@@ -39,8 +39,9 @@ class Memory:
 
     @property
     def total(self) -> int:
-        allocated = self.live.total() if self.allocator is None else self.allocator.allocated
-        return allocated + (0 if self.allocator is None else round(self._extrapolated))
+        if self.allocator is None:
+            return self.live.total()
+        return self.allocator.allocated + round(self._extrapolated)
 
     def new(self, label: str, elements: int, width: int) -> "Block":
         """Allocate a tensor."""
@@ -110,7 +111,7 @@ class Repetitions:
         return max(0, self.count - self.head - self.tail)
 
     def is_after_skipped(self, number: int) -> bool:
-        """Whether this is the first repetition after the extrapolated ones."""
+        """Return True for the first repetition after the extrapolated ones."""
         return self.skipped > 0 and number == self.count - self.tail
 
     def run(self, memory: Memory, body: Callable[[int], None]) -> list[Snapshot]:

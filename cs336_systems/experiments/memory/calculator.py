@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from cs336_systems.config import RunConfig, flag
-from cs336_systems.predict.building import building_peak
+from cs336_systems.predict.building_memory import building_peak
 from cs336_systems.predict.memory_model import Breakdown, breakdown
 from cs336_systems.predict.model_flags import ShapeArguments
 from cs336_systems.record import GIB, MIB
