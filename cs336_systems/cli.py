@@ -97,11 +97,12 @@ def memory(arguments: MemoryArguments) -> None:
     """Predict the memory of a step part by part, and where its peak is; no GPU needed.
 
     cs336 memory --size 2.7B --context_length 512 --precision bf16
+    cs336 memory --size 2.7B --precision bf16 --attention auto --fast on
     cs336 memory --size xl --checkpoint_blocks 4 --trace
     """
     from cs336_systems.experiments.memory.calculator import memory_table
 
-    config = arguments.run_config(device="cuda", model_factory=arguments.model)
+    config = arguments.predicted_config(model_factory=arguments.model)
     print(memory_table(config, trace=arguments.trace).render(arguments.format))
 
 
@@ -110,16 +111,18 @@ def fit(arguments: FitArguments) -> None:
 
     cs336 fit --gpu 24GiB
     cs336 fit --gpu 4090 --precision bf16 --attention sdpa --checkpoint_blocks 1
+    cs336 fit --gpu 4090,h100,24GiB --d_model 2048 --num_layers 24 --num_heads 16 --d_ff 5504 --fast on --precision bf16
     """
-    from cs336_systems.predict.fit import fit_table
+    from cs336_systems.predict.fit import fit_tables
 
-    print(fit_table(arguments).render(arguments.format))
+    print("\n\n".join(found.render(arguments.format) for found in fit_tables(arguments)))
 
 
 def plan(arguments: PlanArguments) -> None:
     """Predict memory and communication of a parallel layout, from one GPU to thousands.
 
     cs336 plan --size 2.7B --gpus 16 --gpu a100 --context_length 2048
+    cs336 plan --size 2.7B --gpus 4 --gpu 4090
     cs336 plan --size xxl --gpus 1024 --gpu h100 --strategy zero3,tp8,zero3+tp8 --context_length 8192
     """
     from cs336_systems.experiments.ranks.layouts import tables_of

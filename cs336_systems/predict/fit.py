@@ -1,13 +1,18 @@
-"""Predicts which model sizes, context lengths and batch sizes fit on a GPU."""
+"""Predicts which model sizes, context lengths and batch sizes fit on a GPU, in a step and while the model is built."""
 
 import dataclasses
 import re
+from collections.abc import Iterator
 from dataclasses import dataclass
+from functools import lru_cache
 from itertools import product
+from typing import NamedTuple
 
-from cs336_systems.config import COURSE_SIZES, RunConfig, UserError, flag, flag_like, model_config
+from cs336_systems.config import COURSE_SIZES, RunConfig, UserError, flag
+from cs336_systems.predict.building_memory import building_peak
 from cs336_systems.predict.gpus import CARDS, find_card
 from cs336_systems.predict.memory_model import estimate
+from cs336_systems.predict.model_flags import ShapeArguments
 from cs336_systems.record import GIB
 from cs336_systems.table import FORMATS, Column, Table, word
 from cs336_systems.text import Text, say
@@ -16,19 +21,20 @@ CONTEXT_RESERVE = 0.6 * GIB
 """Memory that CUDA takes before the first tensor: its context, its kernels, and the allocator's fragments."""
 MODEL_ERROR = 0.02
 LARGEST_BATCH = 65536
+SECOND_BATCH = 8
+"""Batch at which the search looks after 1; rounding hides the slope between smaller ones."""
 LARGEST_GPU = 1024 * GIB
+LARGEST_BARE_NUMBER = 512
+"""A larger number without a unit is the name of a card, such as 3060, and not its memory in GiB."""
 CONTEXT_LENGTHS = (128, 256, 512, 1024, 2048, 4096)
 
 
 @dataclass(frozen=True)
-class FitArguments:
-    gpu: str = flag("24GiB", "memory, such as 24GiB or 80GB, or a card: 4090, A100, H200, ...")
-    sizes: tuple[str, ...] = flag((), "sizes to try (default: the course's five)")
+class FitArguments(ShapeArguments):
+    gpu: str = flag("24GiB", "memory, such as 24GiB or 80GB, or a card: 4090, A100, H200, ...; or several: 4090,h100")
+    sizes: tuple[str, ...] = flag((), "sizes to try (default: the course's five, or the one shape that is given)")
     context_lengths: tuple[int, ...] = flag((), "context lengths to try (default: 128 ... 4096)")
-    mode: str = flag_like(RunConfig, "mode")
-    precision: str = flag_like(RunConfig, "precision")
-    attention: str = flag_like(RunConfig, "attention")
-    checkpoint_blocks: int = flag_like(RunConfig, "checkpoint_blocks")
+    batch_size: int = flag(0, "sequences per step (0: find the largest that fits)")
     format: str = flag("terminal", "table format", FORMATS)
 
 
@@ -37,9 +43,10 @@ def gpu_bytes(text: str) -> int:
     gpu = find_card(text)
     if gpu is not None and gpu.memory_gib is not None:
         return int(gpu.memory_gib * GIB)
-    if match := re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*(gib|gb|g)?\s*", text.lower()):
+    match = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*(gib|gb|g)?\s*", text.lower())
+    if match and not (match[2] is None and float(match[1]) > LARGEST_BARE_NUMBER):
         size = float(match[1]) * (10**9 if match[2] == "gb" else GIB)
-        if not 1 <= size <= LARGEST_GPU:  # 4070 is a card that is not in the table, not four thousand GiB
+        if not 1 <= size <= LARGEST_GPU:
             raise UserError(f"--gpu {text!r}: memory must be above 0 and at most {LARGEST_GPU // GIB} GiB, as in 24GiB")
         return int(size)
     raise UserError(f"unknown --gpu {text!r}; give its memory, such as 24GiB, or one of: {', '.join(CARDS)}")
@@ -50,82 +57,172 @@ def usable_bytes(capacity: float) -> float:
     return (capacity - CONTEXT_RESERVE) / (1 + MODEL_ERROR)
 
 
+@lru_cache(maxsize=4096)
+def step_peak(config: RunConfig, batch: int) -> int:
+    """Return the peak bytes of a step with this batch."""
+    return estimate(dataclasses.replace(config, batch_size=batch)).peak
+
+
 def largest_batch(config: RunConfig, budget: float) -> int:
-    """Return the largest batch, up to LARGEST_BATCH, whose peak is within `budget` bytes; 0 if one sequence is not."""
+    """Return the largest batch, up to LARGEST_BATCH, whose peak is within `budget` bytes; 0 if one sequence is not.
 
-    def fits(batch: int) -> bool:
-        return estimate(dataclasses.replace(config, batch_size=batch)).peak <= budget
-
-    if not fits(1):
+    The peak is close to a straight line over the batch, so interpolation finds it in a few predictions.
+    """
+    first = step_peak(config, 1)
+    if first > budget:
         return 0
-    low, high = 1, 2
-    while fits(high):
-        if high == LARGEST_BATCH:
-            return high
-        low, high = high, 2 * high
+    low, low_peak, guess = 1, first, SECOND_BATCH
+    while True:
+        if (found := step_peak(config, guess)) > budget:
+            high, high_peak = guess, found
+            break
+        low, low_peak = guess, found
+        if low == LARGEST_BATCH:
+            return low
+        slope = max((low_peak - first) / (low - 1), 1.0)
+        guess = min(max(low + int((budget - low_peak) / slope) + 1, low + 1), LARGEST_BATCH)
+    rounds = 0
     while high - low > 1:
-        middle = (low + high) // 2
-        low, high = (middle, high) if fits(middle) else (low, middle)
+        rounds += 1
+        inside = int((budget - low_peak) * (high - low) / (high_peak - low_peak))
+        guess = (low + high) // 2 if rounds % 3 == 0 else min(max(low + inside, low + 1), high - 1)
+        if (found := step_peak(config, guess)) > budget:
+            high, high_peak = guess, found
+        else:
+            low, low_peak = guess, found
     return low
+
+
+class Cell(NamedTuple):
+    """The batch that fits of one configuration, and its peak."""
+
+    config: RunConfig
+    """With the batch that fits, or with the smallest that was tried."""
+    batch: int
+    """0 if none fits."""
+    peak: int
+    """Of a step, or of building, whichever is larger."""
+    is_building: bool
+    """Building the model needs more than a step."""
+
+    @classmethod
+    def of(cls, config: RunConfig, budget: float, batch: int = 0) -> "Cell":
+        """Return the largest batch that fits; with `batch`, whether that one does."""
+        building = building_peak(config).peak
+        if batch:
+            fits = batch if step_peak(config, batch) <= budget else 0
+        else:
+            fits = largest_batch(config, budget) if building <= budget else 0
+        chosen = dataclasses.replace(config, batch_size=fits or batch or 1)
+        step = step_peak(config, chosen.batch_size)
+        return cls(chosen, fits if building <= budget else 0, max(step, building), building > step)
+
+    def __str__(self) -> str:
+        return f"{self.batch or '-'} ({self.peak / GIB:.1f}{'*' if self.is_building else ''})"
+
+
+class Row(NamedTuple):
+    name: str
+    cells: list[Cell]
+
+
+def fit_tables(arguments: FitArguments) -> list[Table]:
+    """Return a table for each GPU; for one shape on several GPUs, one table with a row for each GPU."""
+    names = [name.strip() for name in arguments.gpu.split(",") if name.strip()] or [arguments.gpu]
+    gpus = {name: gpu_bytes(name) for name in names}
+    if len(gpus) == 1 or len(_sizes(arguments)) > 1:
+        return [_table(arguments, name, capacity, len(gpus) > 1) for name, capacity in gpus.items()]
+    rows = [Row(name, _row(arguments, "", usable_bytes(capacity)).cells) for name, capacity in gpus.items()]
+    shape = rows[0].cells[0].config
+    return [_rendered(arguments, Text("GPU"), rows, say("of {}", "{}", shape.size), [])]
 
 
 def fit_table(arguments: FitArguments) -> Table:
     """Return the largest batch and its peak for every size and context length."""
-    capacity = gpu_bytes(arguments.gpu)
+    return fit_tables(arguments)[0]
+
+
+def _sizes(arguments: FitArguments) -> tuple[str, ...]:
+    """Return the sizes to try; an empty name stands for the shape that is given."""
+    return arguments.sizes or (("",) if arguments.has_shape else COURSE_SIZES)
+
+
+def _contexts(arguments: FitArguments) -> tuple[int, ...]:
+    given = (arguments.context_length,) if arguments.context_length is not None else CONTEXT_LENGTHS
+    return arguments.context_lengths or given
+
+
+def _row(arguments: FitArguments, size: str, budget: float) -> Row:
+    cells = []
+    for context in _contexts(arguments):
+        own = {"size": size} if size else {}
+        config = arguments.predicted_config(**own, context_length=context, batch_size=arguments.batch_size or 1)
+        cells.append(Cell.of(config, budget, arguments.batch_size))
+    return Row(cells[0].config.size, cells)
+
+
+def _table(arguments: FitArguments, gpu: str, capacity: int, is_named: bool) -> Table:
     budget = usable_bytes(capacity)
-    contexts = arguments.context_lengths or CONTEXT_LENGTHS
-    shared = {name: getattr(arguments, name) for name in ("mode", "precision", "attention", "checkpoint_blocks")}
-    base = RunConfig(device="cuda", batch_size=1, **shared)
-    rows: list[list[str]] = []
-    fitting: list[RunConfig] = []
-    failing: list[RunConfig] = []
-    for size in arguments.sizes or COURSE_SIZES:
-        row = [size]
-        for context in contexts:
-            config = dataclasses.replace(base, model=model_config(size, context_length=context), size=size)
-            batch = largest_batch(config, budget)
-            chosen = dataclasses.replace(config, batch_size=max(batch, 1))
-            row.append(f"{batch or '-'} ({estimate(chosen).peak / GIB:.1f})")
-            (fitting if batch else failing).append(chosen)
-        rows.append(row)
-    headings = [say("context {}", "上下文 {}", str(context)) for context in contexts]
+    rows = [_row(arguments, size, budget) for size in _sizes(arguments)]
+    where = say("on {} GiB", "（{} GiB 显存）", f"{capacity / GIB:.1f}")
+    if is_named:
+        where = say("on {}, {} GiB", "（{}，{} GiB 显存）", gpu, f"{capacity / GIB:.1f}")
+    failing = [next((cell for cell in row.cells if not cell.batch), None) for row in rows]
+    notes = _suggestions([cell.config for cell in failing if cell is not None], budget)
+    return _rendered(arguments, Text("size", "规模"), rows, where, notes)
+
+
+def _rendered(arguments: FitArguments, first: Text, rows: list[Row], where: Text, notes: list[Text]) -> Table:
     title = say(
-        "largest batch (peak GiB) on {} GiB: {}, {}, attention {}, checkpoint {}",
-        "{} GiB 显存可容纳的最大 batch（峰值 GiB）：{}，{}，注意力 {}，激活重计算 {}",
-        f"{capacity / GIB:.1f}",
+        "{} (peak GiB) {}: {}, {}, attention {}, checkpoint {}{}",
+        "{}（峰值 GiB）{}：{}，{}，注意力 {}，激活重计算 {}{}",
+        Text("batch") if arguments.batch_size else Text("largest batch", "最大 batch"),
+        where,
         arguments.mode,
         arguments.precision,
         arguments.attention,
         str(arguments.checkpoint_blocks) if arguments.checkpoint_blocks else Text("off", "关闭"),
+        Text("") if arguments.fast == "off" else say(", fast {}", "，快速步 {}", arguments.fast),
     )
-    columns = [word(Text("size", "规模")), *(Column(heading) for heading in headings)]
-    return Table(title, columns, rows, [*_notes(fitting), *_suggestions(failing, budget)])
+    contexts = [say("context {}", "上下文 {}", str(context)) for context in _contexts(arguments)]
+    columns = [word(first), *(Column(heading) for heading in contexts)]
+    cells = [[row.name, *map(str, row.cells)] for row in rows]
+    return Table(title, columns, cells, [*_notes(rows, first, asked=arguments.batch_size > 0), *notes])
 
 
-def _notes(fitting: list[RunConfig]) -> list[Text]:
+def _notes(rows: list[Row], first: Text, *, asked: bool) -> Iterator[Text]:
+    cells = [cell for row in rows for cell in row.cells]
+    fitting = [cell.config for cell in cells if cell.batch]
     best = max(fitting, key=lambda config: (config.model.parameters, config.model.context_length), default=None)
-    largest = Text("none of these fits", "以上配置都放不下")
-    if best is not None:
-        largest = say(
+    if best is None:
+        yield Text("none of these fits", "以上配置都放不下")
+    elif first.en == "size":
+        yield say(
             "largest model that fits: {}, up to context {} with batch {}",
             "放得下的最大模型：{}，上下文可到 {}，batch {}",
             best.size,
             str(best.model.context_length),
             str(best.batch_size),
         )
-    return [
-        largest,
-        Text(
+    yield (
+        Text("`-`: does not fit; the figure is what it would need", "`-`：放不下；括号内是所需的显存")
+        if asked
+        else Text(
             "`-`: does not fit even with one sequence; the figure is what that would need",
             "`-`：batch 为 1 也放不下；括号内是此时所需的显存",
-        ),
-        say(
-            "{} GiB are left to CUDA itself and {} to the model's error",
-            "为 CUDA 自身预留 {} GiB，为模型误差预留 {}",
-            f"{CONTEXT_RESERVE / GIB:.1f}",
-            f"{MODEL_ERROR:.0%}",
-        ),
-    ]
+        )
+    )
+    if any(cell.is_building for cell in cells):
+        yield Text(
+            "`*`: building the model is the peak: fp32 weights beside the packed optimizer's memory",
+            "`*`：峰值出现在构建模型时：fp32 权重与打包优化器的内存同时存在",
+        )
+    yield say(
+        "{} GiB are left to CUDA itself and {} to the model's error",
+        "为 CUDA 自身预留 {} GiB，为模型误差预留 {}",
+        f"{CONTEXT_RESERVE / GIB:.1f}",
+        f"{MODEL_ERROR:.0%}",
+    )
 
 
 def _suggestions(failing: list[RunConfig], budget: float) -> list[Text]:
@@ -133,20 +230,22 @@ def _suggestions(failing: list[RunConfig], budget: float) -> list[Text]:
     changes: tuple[dict, ...] = (
         {"attention": "sdpa"},
         {"attention": "sdpa", "precision": "bf16"},
+        {"attention": "sdpa", "precision": "bf16", "fast": "on"},
         {"attention": "sdpa", "checkpoint_blocks": 1},
         {"attention": "sdpa", "precision": "bf16", "checkpoint_blocks": 1},
+        {"attention": "sdpa", "precision": "bf16", "fast": "on", "checkpoint_blocks": 1},
     )
     for config, change in product(failing, changes):
-        if batch := largest_batch(dataclasses.replace(config, **change), budget):
-            flags = " ".join(f"--{name} {value}" for name, value in change.items())
+        cell = Cell.of(dataclasses.replace(config, batch_size=1, **change), budget)
+        if cell.batch:
             return [
                 say(
                     "{} at context {} would fit with {} (batch {})",
                     "{}、上下文 {} 加上 {} 即可放下（batch {}）",
                     config.size,
                     str(config.model.context_length),
-                    flags,
-                    str(batch),
+                    " ".join(f"--{name} {value}" for name, value in change.items()),
+                    str(cell.batch),
                 )
             ]
     return []

@@ -10,6 +10,8 @@ from dataclasses import dataclass
 from typing import NamedTuple
 
 TERA, GIGA = 1e12, 1e9
+PCIE_LINK, ETHERNET = 25.0, 3.0
+"""GB/s, one way, that `plan` assumes where a GPU's interconnect is not in the table: PCIe 4.0 x16, and 25 Gb/s."""
 
 
 class Peaks(NamedTuple):
@@ -34,7 +36,7 @@ class GPU:
     bandwidth: float | None = None
     """GB/s of its memory. None where data sheets differ, or where one name stands for cards with different memory."""
     memory_gib: float | None = None
-    """GiB that the driver reports; a GPU without it cannot be chosen by card name."""
+    """GiB that CUDA reports, with ECC where it is on by default; a GPU without it cannot be chosen by card name."""
     link: float | None = None
     """GB/s, one way, to the other GPUs of a node of eight: NVLink or PCIe."""
     network: float | None = None
@@ -60,27 +62,27 @@ _V100 = Peaks(15.7, None, None, 125.0)
 GPUS = (
     GPU("GB200", r"GB200", Peaks(80.0, 1250.0, 2500.0, 2500.0), 8000.0),
     GPU("B200", r"\bB200", _B200, memory_gib=178.4, link=900, network=50),
-    GPU("H200 NVL", r"H200 NVL", _H100_NVL, 4800.0),
-    GPU("GH200 480GB", r"GH200 480GB", _H100, 4000.0),
+    GPU("H200 NVL", r"H200 NVL", _H100_NVL, 4800.0, memory_gib=139.8),
+    GPU("GH200 480GB", r"GH200 480GB", _H100, 4000.0, memory_gib=94.5),
     GPU("GH200", r"GH200", _H100),
     GPU("H200", r"H200", _H100, 4800.0, memory_gib=139.8, link=450, network=50),
     GPU("H100", r"H100 80GB HBM3|H100 SXM", _H100, 3350.0, memory_gib=79.2, link=450, network=50),
     GPU("H800", r"H800(?! PCIe)", _H100, 3350.0, memory_gib=79.2, link=200, network=50),
-    GPU("H100 NVL", r"H100 NVL", _H100_NVL, 3900.0),
-    GPU("H100 PCIe", r"H100 PCIe|H800 PCIe", Peaks(51.2, 378.0, 756.0, 756.0), 2000.0),
-    GPU("H20-3e", r"\bH20-3e", _H20),
+    GPU("H100 NVL", r"H100 NVL", _H100_NVL, 3900.0, memory_gib=93.0),
+    GPU("H100 PCIe", r"H100 PCIe|H800 PCIe", Peaks(51.2, 378.0, 756.0, 756.0), 2000.0, memory_gib=79.2),
+    GPU("H20-3e", r"\bH20-3e", _H20, memory_gib=139.8),
     GPU("H20", r"\bH20\b", _H20, 4000.0, memory_gib=95.1, link=450, network=50),
-    GPU("A100-SXM4-80GB", r"A[18]00-SXM4-80GB", _A100, 2039.0),
-    GPU("A100-PCIE-80GB", r"A[18]00 80GB PCIe", _A100, 1935.0),
+    GPU("A100-SXM4-80GB", r"A[18]00-SXM4-80GB", _A100, 2039.0, memory_gib=79.2),
+    GPU("A100-PCIE-80GB", r"A[18]00 80GB PCIe", _A100, 1935.0, memory_gib=79.2),
     GPU("A100-40GB", r"A100-(SXM4|PCIE)-40GB", _A100, 1555.0, memory_gib=39.4),
     GPU("A100", r"A100", _A100, memory_gib=79.2, link=300, network=25),
     GPU("A800", r"A800", _A100, memory_gib=79.2, link=200, network=25),
-    GPU("RTX PRO 6000 Workstation", r"RTX PRO 6000 Blackwell (Max-Q )?Workstation", _PRO_6000, 1792.0),
-    GPU("RTX PRO 6000", r"RTX PRO 6000 Blackwell", _PRO_6000),
-    GPU("RTX 6000 Ada", r"RTX 6000 Ada", Peaks(91.1, 182.1, 364.2, 364.2), 960.0),
+    GPU("RTX PRO 6000 Workstation", r"RTX PRO 6000 Blackwell (Max-Q )?Workstation", _PRO_6000, 1792.0, 94.9),
+    GPU("RTX PRO 6000", r"RTX PRO 6000 Blackwell", _PRO_6000, memory_gib=94.9),
+    GPU("RTX 6000 Ada", r"RTX 6000 Ada", Peaks(91.1, 182.1, 364.2, 364.2), 960.0, memory_gib=44.4),
     GPU("L40S", r"L40S", Peaks(91.6, 183.0, 362.0, 362.0), 864.0, memory_gib=44.4),
-    GPU("L40", r"L40\b", Peaks(90.5, 90.5, 181.0, 181.0), 864.0),
-    GPU("L20", r"\bL20\b", Peaks(59.8, 59.8, 119.5, 119.5), 864.0),
+    GPU("L40", r"L40\b", Peaks(90.5, 90.5, 181.0, 181.0), 864.0, memory_gib=44.4),
+    GPU("L20", r"\bL20\b", Peaks(59.8, 59.8, 119.5, 119.5), 864.0, memory_gib=44.4),
     GPU("L4", r"\bL4\b", Peaks(30.3, 60.0, 121.0, 121.0), 300.0, memory_gib=22.0),
     GPU("RTX A6000", r"RTX A6000", Peaks(38.7, 77.4, 154.8, 154.8), 768.0, memory_gib=47.4),
     GPU("A40", r"\bA40\b", Peaks(37.4, 74.8, 149.7, 149.7), 696.0, memory_gib=44.4),
@@ -88,12 +90,12 @@ GPUS = (
     GPU("A10", r"\bA10\b", Peaks(31.2, 62.5, 125.0, 125.0), 600.0, memory_gib=22.1),
     GPU("A30", r"\bA30\b", Peaks(10.3, 82.0, 165.0, 165.0), 933.0, memory_gib=23.6),
     GPU("RTX 5090", r"RTX 5090(?! D)", Peaks(104.8, 104.8, 209.5, 209.5), 1792.0, 31.4, link=50, network=3),
-    GPU("RTX 5080", r"RTX 5080", Peaks(56.3, 56.3, 112.6, 112.6), 960.0),
+    GPU("RTX 5080", r"RTX 5080", Peaks(56.3, 56.3, 112.6, 112.6), 960.0, memory_gib=15.5),
     GPU("RTX 4090 D", r"RTX 4090 D", Peaks(73.5, 73.5, 147.0, 147.0), 1008.0, memory_gib=23.5),
     GPU("RTX 4090", r"RTX 4090", Peaks(82.6, 82.6, 165.2, 165.2), 1008.0, memory_gib=23.5, link=25, network=3),
-    GPU("RTX 4080 SUPER", r"RTX 4080 SUPER", Peaks(52.2, 52.2, 104.4, 104.4), 736.0),
+    GPU("RTX 4080 SUPER", r"RTX 4080 SUPER", Peaks(52.2, 52.2, 104.4, 104.4), 736.0, memory_gib=15.7),
     GPU("RTX 4080", r"RTX 4080", Peaks(48.7, 48.7, 97.5, 97.5), 716.8, memory_gib=15.7),
-    GPU("RTX 3090 Ti", r"RTX 3090 Ti", Peaks(40.0, 40.0, 80.0, 80.0), 1008.0),
+    GPU("RTX 3090 Ti", r"RTX 3090 Ti", Peaks(40.0, 40.0, 80.0, 80.0), 1008.0, memory_gib=23.6),
     GPU("RTX 3090", r"RTX 3090", Peaks(35.6, 35.6, 71.2, 71.2), 936.0, memory_gib=23.7),
     GPU("RTX 3080", r"RTX 3080(?! Ti)", Peaks(29.8, 29.8, 59.5, 59.5), memory_gib=9.8),
     GPU("RTX 2080 Ti", r"RTX 2080 Ti", Peaks(13.4, None, None, 53.8), 616.0, memory_gib=10.7),

@@ -10,9 +10,9 @@ always fp32.
 
 from collections import Counter
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cached_property, lru_cache
 
-from cs336_systems.config import RunConfig
+from cs336_systems.config import ModelConfig, RunConfig
 from cs336_systems.predict.allocator import ALIGNMENT, CachingAllocator, round_up
 from cs336_systems.record import MIB
 
@@ -120,10 +120,9 @@ class Tensors:
     def gain(self) -> int:
         return self._bytes(self.config.model.d_model, 4)
 
-    @cached_property
+    @property
     def parameter_rounding(self) -> int:
-        block = [self.gain(), *[self.square(4)] * 4, self.gain(), *[self.wide(4)] * 3]
-        return self.rounding([self.embedding(4), *block * self.config.model.num_layers, self.gain(), self.embedding(4)])
+        return _parameter_rounding(self.config.model) if self.on_cuda else 0
 
     def parameters(self) -> int:
         block = 4 * self.square(4) + 3 * self.wide(4) + 2 * self.gain()
@@ -139,6 +138,13 @@ class Tensors:
 
     def buffers(self) -> int:
         return 2 * self._bytes(self.config.model.context_length * self.config.model.head_dim, 4)
+
+
+@lru_cache
+def _parameter_rounding(model: ModelConfig) -> int:
+    t = Tensors(RunConfig(model=model, device="cuda"))
+    block = [t.gain(), *[t.square(4)] * 4, t.gain(), *[t.wide(4)] * 3]
+    return t.rounding([t.embedding(4), *block * model.num_layers, t.gain(), t.embedding(4)])
 
 
 class Ledger:
@@ -479,8 +485,19 @@ class SimulatedStep:
         ledger.add("activations", r)
 
 
+def simulated_parts(config: RunConfig) -> frozenset[str]:
+    """Return the parts of the fast step that change its memory. A graph allocates what the eager step does."""
+    inactive = {"graph"} if config.mode in ("forward-backward", "train-step") else {"graph", "loss"}
+    return config.fast_parts - inactive
+
+
 def estimate(config: RunConfig) -> MemoryEstimate:
-    """Return the peak of one steady-state step. Not for compiled models, where Inductor chooses what to save."""
+    """Return the peak of one steady-state step, plain or fast. Not for compiled models, where Inductor chooses what to
+    save."""
+    if simulated_parts(config):
+        from cs336_systems.predict.fast_memory import fast_estimate
+
+        return fast_estimate(config)
     ledger = SimulatedStep(config).run()
     parts = {label: size for label, size in ledger.peak_parts.items() if size}
     return MemoryEstimate(parts, ledger.peak, ledger.where)
@@ -505,6 +522,10 @@ class Breakdown:
 
 
 def breakdown(config: RunConfig) -> Breakdown:
+    if simulated_parts(config):
+        from cs336_systems.predict.fast_memory import fast_breakdown
+
+        return fast_breakdown(config)
     step = SimulatedStep(config)
     t, layers = step.t, config.model.num_layers
     with_graph = config.mode != "inference"

@@ -1,10 +1,21 @@
-"""Command-line flags for a model's shape, shared by all commands that build a model."""
+"""Command-line flags for a model's shape and its step, shared by all commands that build or predict a model."""
 
 import dataclasses
 from dataclasses import dataclass
 from typing import Any
 
-from cs336_systems.config import ModelConfig, RunConfig, canonical_size, flag, flag_like, model_config
+from cs336_systems.config import ModelConfig, RunConfig, UserError, canonical_size, flag, flag_like, model_config
+
+SHAPE_FIELDS = ("d_model", "num_layers", "num_heads", "d_ff")
+LIMITS = {
+    "num_layers": 2_000,
+    "d_model": 1_000_000,
+    "d_ff": 10_000_000,
+    "vocab_size": 100_000_000,
+    "context_length": 100_000_000,
+    "batch_size": 100_000_000,
+}
+"""Largest values for which a prediction is made: far beyond every model, and answered at once."""
 
 
 @dataclass(frozen=True)
@@ -24,6 +35,12 @@ class ShapeArguments:
     precision: str = flag_like(RunConfig, "precision")
     attention: str = flag_like(RunConfig, "attention")
     checkpoint_blocks: int = flag_like(RunConfig, "checkpoint_blocks")
+    fast: str = flag_like(RunConfig, "fast")
+
+    @property
+    def has_shape(self) -> bool:
+        """True if a size or a field of the shape is given."""
+        return bool(self.size) or any(getattr(self, name) is not None for name in SHAPE_FIELDS)
 
     def run_config(self, *, default_size: str = "small", **fields: Any) -> RunConfig:
         """Return the configuration; `fields` of the run or the model override the arguments."""
@@ -31,9 +48,18 @@ class ShapeArguments:
         given = {name: getattr(self, name) for name in model_fields if getattr(self, name) is not None}
         given |= {name: fields.pop(name) for name in model_fields & fields.keys()}
         # A shape without a size name starts from `small`, as in the course's own script.
-        shape_given = given.keys() & {"d_model", "num_layers", "num_heads", "d_ff"}
+        shape_given = given.keys() & set(SHAPE_FIELDS)
         size = fields.pop("size", self.size) or ("small" if shape_given else default_size)
         model = model_config(size, **given)
-        names = ("batch_size", "mode", "precision", "attention", "checkpoint_blocks")
+        names = ("batch_size", "mode", "precision", "attention", "checkpoint_blocks", "fast")
         run = {name: getattr(self, name) for name in names}
         return RunConfig(model=model, size=canonical_size(size, model), **{**run, **fields})
+
+    def predicted_config(self, **fields: Any) -> RunConfig:
+        """Return the configuration on a GPU, for a prediction; raise UserError for sizes beyond LIMITS."""
+        config = self.run_config(device="cuda", **fields)
+        for name, limit in LIMITS.items():
+            value = getattr(config if name == "batch_size" else config.model, name)
+            if value > limit:
+                raise UserError(f"--{name} {value:,} is too large for a prediction: at most {limit:,}")
+        return config

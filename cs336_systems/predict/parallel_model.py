@@ -15,7 +15,7 @@ from functools import cached_property
 
 from cs336_systems.config import RunConfig, UserError
 from cs336_systems.predict.flops import executed_flops, forward_flops
-from cs336_systems.predict.memory_model import SimulatedStep
+from cs336_systems.predict.memory_model import SimulatedStep, breakdown, simulated_parts
 from cs336_systems.record import BUS_FACTOR
 
 FP32 = 4
@@ -65,6 +65,13 @@ class Strategy:
                 )
         return cls(stage, tensor)
 
+    def within(self, gpus: int) -> "Strategy":
+        """Return this strategy with groups that divide `gpus`: halved until they do."""
+        tensor = self.tensor
+        while gpus % tensor:
+            tensor = max(1, tensor // 2)
+        return Strategy(self.stage, tensor)
+
     @property
     def name(self) -> str:
         data = f"zero{self.stage}" if self.stage else "dp"
@@ -113,6 +120,11 @@ def transformer(config: RunConfig) -> Workload:
     blocks_saved = min(group, layers) if group else layers
     inputs = -(-layers // group) * t.residual(4) if group else 0
     ends = 2 * t.residual(4) + t.residual(t.s)  # the first block's input, the last norm's input and output
+    activations = blocks_saved * step.block_saved + inputs + ends + t.logits(t.s) + t.logits(FP32)
+    if simulated_parts(config):
+        full = breakdown(config)
+        kept = blocks_saved * full.activations_per_block if group else 0  # one group is recomputed at a time
+        activations = full.activations + kept + full.logits_and_loss
     forward = float(forward_flops(config))
     return Workload(
         blocks=layers,
@@ -126,7 +138,7 @@ def transformer(config: RunConfig) -> Workload:
         stream=config.tokens * model.d_model * t.s,
         forward=forward,
         backward=executed_flops(config) - forward,
-        activations=blocks_saved * step.block_saved + inputs + ends + t.logits(t.s) + t.logits(FP32),
+        activations=activations,
         # Attention and feed-forward each need an all-gather and a reduce-scatter, the traffic of one all-reduce; the
         # embedding, or the head in backward, needs one more.
         reductions=2 * layers + 1,

@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from cs336_systems.config import RunConfig, flag
+from cs336_systems.predict.building_memory import building_peak
 from cs336_systems.predict.memory_model import Breakdown, breakdown
 from cs336_systems.predict.model_flags import ShapeArguments
 from cs336_systems.record import GIB, MIB
@@ -76,7 +77,11 @@ def _notes(config: RunConfig, full: Breakdown) -> dict[str, Text]:
             "该时刻存活的部分；全部梯度为 {} GiB",
             f"{full.gradients / GIB:.2f}",
         ),
-        "optimizer state": Text("momentum + variance = 2 x parameters", "momentum + variance = 2 × 参数大小"),
+        "optimizer state": (
+            Text("momentum, variance, low 16 bits of the weights", "momentum、variance 与权重的低 16 位")
+            if "optimizer" in config.fast_parts
+            else Text("momentum + variance = 2 x parameters", "momentum + variance = 2 × 参数大小")
+        ),
         "activations": say(
             "alive at that moment; forward keeps {} GiB in all, {} MiB in each block",
             "该时刻存活的部分；前向共保存 {} GiB，每层 {} MiB",
@@ -121,10 +126,11 @@ def memory_table(config: RunConfig, *, trace: bool) -> Table:
     rows.append(["peak", *(["", _gib(full.peak.peak)] if full else []), *([_gib(traced.peak)] if traced else [])])
     name = config.model_factory or config.size
     title = say(
-        "memory of {}: {}, {}, attention {}, batch {}, context {}",
-        "{} 的显存：{}，{}，注意力 {}，batch {}，context {}",
+        "memory of {}: {}, {}, attention {}, batch {}, context {}{}",
+        "{} 的显存：{}，{}，注意力 {}，batch {}，context {}{}",
         *(name, config.mode, config.precision, config.attention),
         *(str(config.batch_size), str(config.model.context_length)),
+        Text("") if config.fast == "off" else say(", fast {}", "，快速步 {}", config.fast),
     )
     return Table(title, columns, rows, _table_notes(config, full, traced))
 
@@ -148,6 +154,7 @@ def _table_notes(config: RunConfig, full: Breakdown | None, traced: Any) -> list
             )
         )
         notes.append(say("{} parameters", "{} 个参数", f"{config.model.parameters:,}"))
+        notes += _building_notes(config, full.peak.peak)
     if traced is None:
         notes.append(
             Text(
@@ -156,6 +163,20 @@ def _table_notes(config: RunConfig, full: Breakdown | None, traced: Any) -> list
             )
         )
     return notes
+
+
+def _building_notes(config: RunConfig, step: int) -> list[Text]:
+    """Say what building the model needs, where that is more than a step."""
+    building = building_peak(config)
+    if building.peak <= step:
+        return []
+    return [
+        say(
+            "building the model needs more than a step: {} GiB, with fp32 weights beside the optimizer's memory",
+            "构建模型所需显存多于一步：{} GiB，此时 fp32 权重与优化器的内存同时存在",
+            f"{building.peak / GIB:.3f}",
+        )
+    ]
 
 
 def _traced(config: RunConfig) -> Any:

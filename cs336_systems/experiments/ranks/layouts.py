@@ -12,7 +12,7 @@ from cs336_systems.config import RunConfig, UserError, flag, flag_like
 from cs336_systems.experiments.ranks.multi_rank import charts_per_cell, tables_per_cell
 from cs336_systems.experiments.spec import Config, Experiment, Instrument
 from cs336_systems.predict.fit import gpu_bytes, usable_bytes
-from cs336_systems.predict.gpus import GIGA, GPUS, TERA, find_card
+from cs336_systems.predict.gpus import ETHERNET, GIGA, PCIE_LINK, TERA, find_card
 from cs336_systems.predict.model_flags import ShapeArguments
 from cs336_systems.predict.parallel_model import Cluster, Plan, Strategy, feed_forward, transformer
 from cs336_systems.record import GIB, Metric
@@ -29,10 +29,6 @@ STRATEGIES = ("dp", "zero1", "zero2", "zero3", "tp8", "zero3+tp8")
 COUNTED = {"transformer": transformer, "feed-forward": feed_forward}
 
 
-NODE_CARDS = [gpu.card for gpu in GPUS if gpu.link is not None]
-"""GPUs whose interconnect is known."""
-
-
 @dataclass(frozen=True)
 class PlanArguments(ShapeArguments):
     size: str = flag("xxl", "a size's name; any of its fields may be replaced")
@@ -42,13 +38,16 @@ class PlanArguments(ShapeArguments):
     checkpoint_blocks: int = flag(1, "recompute activations in groups of this many blocks (0: keep all)")
     mode: str = flag_like(RunConfig, "mode")
     gpus: int = flag(1024, "total number of GPUs")
-    gpu: str = flag("h100", f"{', '.join(NODE_CARDS)}; or memory such as 95GB, with --tflops, --link and --network")
+    fast: str = flag("off", "the fast step: on, off, or kernels,loss (its optimizer and graph are for one GPU)")
+    gpu: str = flag("h100", "4090, A100, H200, ...; or memory such as 95GB, with --tflops")
     strategy: tuple[str, ...] = flag(STRATEGIES, "dp, zero1, zero2, zero3 (= fsdp), tpN, or mixes such as zero3+tp8")
     count: str = flag("transformer", "the whole model, or two matrices a block as in the handout", tuple(COUNTED))
     tflops: float | None = flag(None, "TFLOP/s that a GPU reaches (default: its dense peak)")
     node: int = flag(8, "GPUs that the fast link joins")
-    link: float | None = flag(None, "GB/s, one way, between GPUs of a node")
-    network: float | None = flag(None, "GB/s, one way, of each GPU to other nodes")
+    link: float | None = flag(None, f"GB/s, one way, between GPUs of a node (default: the GPU's, else {PCIE_LINK:g})")
+    network: float | None = flag(
+        None, f"GB/s, one way, of a GPU to other nodes (default: the GPU's, else {ETHERNET:g})"
+    )
     format: str = flag("terminal", "table format", FORMATS)
 
 
@@ -64,8 +63,11 @@ def plan_config(arguments: PlanArguments) -> dict[str, Any]:
     if not arguments.strategy:
         raise UserError(f"--strategy names none; try {','.join(STRATEGIES)}")
     memory = gpu_bytes(arguments.gpu)
-    rates = _rates(arguments)
-    run = arguments.run_config(default_size="xxl", device="cuda")
+    rates, assumed = _rates(arguments)
+    run = arguments.predicted_config(default_size="xxl", fast=_fast(arguments))
+    strategies, left_out = _strategies(arguments)
+    # A cell without notes keeps the key that it has had before there were any.
+    notes = {"assumed": assumed, "left_out": left_out}
     return {
         **run.to_dict(),
         "gpus": arguments.gpus,
@@ -73,23 +75,43 @@ def plan_config(arguments: PlanArguments) -> dict[str, Any]:
         "gpu_memory": memory,
         "node": arguments.node,
         **rates,
-        "strategies": [Strategy.parse(text).name for text in arguments.strategy],
+        "strategies": strategies,
         "count": arguments.count,
+        **{name: value for name, value in notes.items() if value},
     }
 
 
-def _rates(arguments: PlanArguments) -> dict[str, float]:
-    """FLOP/s and bytes per second as given, or else the GPU's own."""
-    rates: dict[str, float | None] = {"tflops": None, "link": None, "network": None}
-    if gpu := find_card(arguments.gpu):
-        rates = {"tflops": gpu.peaks.of(arguments.precision), "link": gpu.link, "network": gpu.network}
-    for name, unit in (("tflops", TERA), ("link", GIGA), ("network", GIGA)):
-        given = getattr(arguments, name)
-        rate = rates[name] if given is None else given
-        rates[name] = None if rate is None else rate * unit
-    if missing := [f"--{name}" for name, rate in rates.items() if rate is None]:
-        raise UserError(f"the rates of {arguments.gpu!r} are not known: give {', '.join(missing)}")
-    return {{"tflops": "flops"}.get(name, name): rate for name, rate in rates.items() if rate is not None}
+def _rates(arguments: PlanArguments) -> tuple[dict[str, float], list[str]]:
+    """FLOP/s and bytes per second as given, or else the GPU's own, or else assumed; and the names of the assumed."""
+    gpu = find_card(arguments.gpu)
+    own = (gpu.peaks.of(arguments.precision), gpu.link, gpu.network) if gpu else (None, None, None)
+    tflops = arguments.tflops or own[0]
+    if tflops is None:
+        lacks = f"has no {arguments.precision}; take another --precision, or" if gpu else "is no known card:"
+        raise UserError(f"--gpu {arguments.gpu!r} {lacks} give --tflops")
+    link, network = arguments.link or own[1], arguments.network or own[2]
+    assumed = [name for name, rate in (("link", link), ("network", network)) if rate is None]
+    rates = {"flops": tflops * TERA, "link": (link or PCIE_LINK) * GIGA, "network": (network or ETHERNET) * GIGA}
+    return rates, assumed
+
+
+def _fast(arguments: PlanArguments) -> str:
+    """The parts of the fast step that many GPUs can use."""
+    if arguments.fast == "on":
+        return "kernels,loss"
+    if one_gpu := [part for part in ("optimizer", "graph") if part in arguments.fast]:
+        raise UserError(f"--fast {one_gpu[0]} is for one GPU; use --fast kernels,loss")
+    return arguments.fast
+
+
+def _strategies(arguments: PlanArguments) -> tuple[list[str], list[str]]:
+    """The names of the layouts; and of those, if none was asked for, that do not divide the GPUs and are replaced."""
+    asked = [Strategy.parse(text) for text in arguments.strategy]
+    if arguments.strategy != STRATEGIES:
+        return [strategy.name for strategy in asked], []
+    fitting = [strategy.within(arguments.gpus) for strategy in asked]
+    names = list(dict.fromkeys(strategy.name for strategy in fitting))
+    return names, [strategy.name for strategy in asked if strategy.name not in names]
 
 
 def plans(config: Mapping[str, Any]) -> list[Plan]:
@@ -193,6 +215,8 @@ def _title(cell: CellView, what: Text) -> Text:
     where = [_where(cell), Text(cell.get("precision")), say("{} tokens on each", "每张 {} 个 token", tokens)]
     if cell.get("count") == "transformer":
         where.append(setting("checkpoint_blocks", str(cell.get("checkpoint_blocks") or "off")))
+        if (fast := cell.config.get("fast", "off")) != "off":
+            where.append(setting("fast", fast))
     return titled(cell.experiment, what, where)
 
 
@@ -255,8 +279,35 @@ def _time_table(cell: CellView) -> Table:
             "所需 token：每张 GPU 上使矩阵乘长于通信的 token 数；-：多少都不够",
         ),
     ]
+    notes += _assumptions(cell)
     what = Text("bytes sent, and what a step waits for", "发送的字节数，以及一步在等待什么")
     return Table(_title(cell, what), columns, rows, notes)
+
+
+def _assumptions(cell: CellView) -> list[Text]:
+    """Notes on rates that are not known, and on layouts that do not divide the GPUs."""
+    notes = []
+    words = {
+        "link": Text("PCIe 4.0 x16 in a node", "节点内 PCIe 4.0 x16"),
+        "network": Text("25 Gb/s", "节点间 25 Gb/s"),
+    }
+    if assumed := cell.config.get("assumed"):
+        notes.append(
+            say(
+                "the interconnect of {} is not known; assumed: {} (--link and --network set it)",
+                "{} 的互连未知，假定为 {}（可用 --link 与 --network 指定）",
+                *(cell.get("gpu"), listed(words[name] for name in assumed)),
+            )
+        )
+    if left_out := cell.config.get("left_out"):
+        notes.append(
+            say(
+                "groups of {} do not divide {} GPUs: shown with smaller groups, or left out",
+                "{} 的分组不能整除 {} 张 GPU：改用更小的分组，或省略",
+                *(listed(left_out), str(cell.get("gpus"))),
+            )
+        )
+    return notes
 
 
 # -- charts -----------------------------------------------------------------------------------------------------------

@@ -11,8 +11,17 @@ from hypothesis import strategies as st
 
 from cs336_systems.config import MODES, PRECISIONS, ModelConfig, RunConfig, UserError, model_config
 from cs336_systems.experiments.memory.calculator import describe, memory_table
-from cs336_systems.predict.fit import LARGEST_BATCH, FitArguments, fit_table, gpu_bytes, largest_batch, usable_bytes
+from cs336_systems.predict.fit import (
+    LARGEST_BATCH,
+    FitArguments,
+    fit_table,
+    fit_tables,
+    gpu_bytes,
+    largest_batch,
+    usable_bytes,
+)
 from cs336_systems.predict.memory_model import breakdown, estimate
+from cs336_systems.predict.model_flags import LIMITS
 from cs336_systems.record import GIB
 from tests.helpers import refused
 
@@ -49,17 +58,19 @@ def test_memory_by_number_or_card(text, size):
     assert gpu_bytes(text) == size
 
 
-@pytest.mark.parametrize("text", ["", "nonsense", "-24", "1e3GiB", "24MB", "24GiB!", "inf", "nan", "RTX 3060"])
+@pytest.mark.parametrize(
+    "text",
+    ["", "nonsense", "-24", "1e3GiB", "24MB", "24GiB!", "inf", "nan", "RTX 3060", "3060", "4070", "960", "9" * 400],
+)
 def test_an_unknown_gpu_is_named_and_the_known_ones_listed(text):
     with refused(repr(text), "24GiB", "4090", "h200"):
         gpu_bytes(text)
 
 
 @pytest.mark.parametrize(
-    "text", ["0", "0GiB", "0.0", "0.0000000000001GB", "4070", "1080", "9" * 400], ids=lambda text: text[:8]
+    "text", ["0", "0GiB", "0.0", "0.0000000000001GB", "4070GiB", "9" * 400 + "GB"], ids=lambda text: text[:8]
 )
 def test_impossible_amounts_of_memory_are_refused(text):
-    """A card that is not in the table is not thousands of GiB."""
     with pytest.raises(UserError, match="must be above 0"):
         gpu_bytes(text)
 
@@ -127,6 +138,42 @@ def test_notes_name_the_largest_model_and_a_way_to_fit_the_next():
     flags["checkpoint_blocks"] = int(flags.get("checkpoint_blocks", 0))
     config = on_gpu(found[1], context=int(found[2]), **flags)
     assert int(found[4]) == largest_batch(config, usable_bytes(24 * GIB)) > 0
+
+
+def test_a_shape_of_ones_own_is_one_row_and_several_gpus_are_rows():
+    shape = {"d_model": 512, "num_layers": 6, "num_heads": 8, "d_ff": 1536, "vocab_size": 50304}
+    (table,) = fit_tables(FitArguments(gpu="4090, 8GiB,h100", context_lengths=(256, 512), **shape))
+    assert [row[0] for row in table.rows] == ["4090", "8GiB", "h100"]
+    assert "512/1536/6/8" in table.title.en
+    batches = [int(row[1].split()[0]) for row in table.rows]
+    assert batches[1] < batches[0] < batches[2]
+    tables = fit_tables(FitArguments(gpu="4090,h100", sizes=("tiny", "small"), context_length=128))
+    assert [len(found.rows) for found in tables] == [2, 2]
+    assert "on h100, 79.2 GiB" in tables[1].title.en
+    assert [row[0] for row in fit_table(FitArguments(size="xl", context_length=128)).rows] == ["xl"]
+
+
+def test_a_given_batch_fits_or_does_not():
+    table = fit_table(FitArguments(gpu="24GiB", sizes=("small", "xl"), context_length=512, batch_size=8)).plain()
+    config = on_gpu("small", context=512)
+    assert [row[1] for row in table.rows] == [f"8 ({peak(config, 8) / GIB:.1f})", table.rows[1][1]]
+    assert table.rows[1][1].startswith("- (")
+    assert table.title.startswith("batch (peak GiB)")
+
+
+def test_building_the_model_is_said_where_it_is_the_peak():
+    fields = {"precision": "bf16", "attention": "auto", "fast": "on", "context_length": 128}
+    table = fit_table(FitArguments(gpu="h100", size="2.7B", vocab_size=151936, batch_size=1, **fields)).plain()
+    assert re.fullmatch(r"1 \(73\.7\*\)|1 \(73\.8\*\)", table.rows[0][1])
+    assert any("building the model" in note for note in table.notes)
+    small = fit_table(FitArguments(gpu="70GiB", size="2.7B", vocab_size=151936, **fields)).plain()
+    assert small.rows[0][1].startswith("- (")
+
+
+@pytest.mark.parametrize("name", LIMITS)
+def test_absurd_sizes_end_at_once(name):
+    with pytest.raises(UserError, match=name):
+        fit_table(FitArguments(**{name: 10**12, **({"num_heads": 2} if name == "d_model" else {})}))
 
 
 def test_a_table_where_nothing_fits_and_one_where_all_does():

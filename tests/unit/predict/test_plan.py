@@ -8,10 +8,11 @@ from hypothesis import strategies as st
 
 from cs336_systems.cli import main
 from cs336_systems.config import ModelConfig, RunConfig, UserError
-from cs336_systems.experiments.ranks.layouts import NODE_CARDS, PlanArguments, plan_config, plans
+from cs336_systems.experiments.ranks.layouts import STRATEGIES, PlanArguments, plan_config, plans, tables_of
 from cs336_systems.experiments.ranks.measure_ranks import measure_arrangements
 from cs336_systems.parallel import fsdp
 from cs336_systems.predict import parallel_model
+from cs336_systems.predict.gpus import CARDS
 from cs336_systems.predict.parallel_model import Cluster, Plan, Strategy, Workload, feed_forward, transformer
 from cs336_systems.record import GIB, MIB
 
@@ -198,9 +199,61 @@ def test_one_replica_sends_nothing_and_more_hold_less(work, strategy):
 # -- the command ------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("card", NODE_CARDS)
-def test_rates_of_every_card_are_known(card):
-    assert plan_config(PlanArguments(gpu=card, precision="bf16"))["flops"] > 1e13
+@pytest.mark.parametrize("card", CARDS)
+def test_every_card_can_be_planned_for(card):
+    precision = "bf16" if CARDS[card].peaks.bf16 else "fp16"
+    config = plan_config(PlanArguments(gpu=card, precision=precision))
+    assert config["flops"] > 1e13
+    assert ("assumed" in config) == (CARDS[card].link is None)
+
+
+def test_an_unknown_interconnect_is_assumed_and_said():
+    config = plan_config(PlanArguments(size="small", gpu="l40s", gpus=4))
+    assert (config["link"], config["network"], config["assumed"]) == (25e9, 3e9, ["link", "network"])
+    assert any(
+        "PCIe 4.0 x16" in note.en for note in tables_of(PlanArguments(size="small", gpu="l40s", gpus=4))[1].notes
+    )
+    given = plan_config(PlanArguments(size="small", gpu="24GiB", tflops=100, link=50, network=12))
+    assert "assumed" not in given
+
+
+@pytest.mark.parametrize(
+    ("wrong", "message"),
+    [
+        ({"gpu": "24GiB"}, "--tflops"),
+        ({"gpu": "v100"}, "has no bf16"),
+        ({"gpu": "3060"}, "unknown --gpu '3060'"),
+        ({"fast": "optimizer"}, "one GPU"),
+        ({"num_layers": 1_000_000}, "at most 2,000"),
+        ({"gpus": 4, "strategy": ("tp8",)}, "groups of 8"),
+    ],
+    ids=str,
+)
+def test_what_cannot_be_planned_is_said(wrong, message):
+    with pytest.raises(UserError, match=message):
+        plans(plan_config(PlanArguments(**wrong)))
+
+
+@pytest.mark.parametrize(
+    ("gpus", "tensor"), [(1, None), (3, None), (4, "tp4"), (6, "tp2"), (8, "tp8"), (12, "tp4"), (1024, "tp8")]
+)
+def test_any_number_of_gpus_has_a_plan(gpus, tensor):
+    """Layouts that nobody asked for are adapted to the number of GPUs, or left out."""
+    config = plan_config(PlanArguments(size="small", gpus=gpus, gpu="4090"))
+    layouts = [name for name in config["strategies"] if "tp" in name]
+    assert layouts == ([f"dp+{tensor}", f"zero3+{tensor}"] if tensor else [])
+    assert ("left_out" in config) == (tensor != "tp8")
+    assert len(plans(config)) == len(config["strategies"])
+    assert len(STRATEGIES) == 6
+
+
+def test_the_fast_step_keeps_fewer_activations():
+    def activations(**fields):
+        found = plans(plan_config(PlanArguments(size="medium", gpus=8, context_length=1024, **fields)))
+        return found[0].memory["activation"]
+
+    for group in (0, 4):
+        assert activations(fast="on", checkpoint_blocks=group) < activations(checkpoint_blocks=group)
 
 
 def test_the_table_has_a_row_for_each_strategy(capsys):
@@ -224,8 +277,8 @@ def test_rates_can_be_given():
 @pytest.mark.parametrize(
     ("arguments", "named"),
     [
-        ({"gpu": "95GB"}, "--tflops, --link, --network"),
-        ({"gpu": "t4"}, "--link, --network"),
+        ({"gpu": "95GB"}, "--tflops"),
+        ({"gpu": "t4"}, "--precision"),
         ({"gpu": "tpu"}, "'tpu'"),
         ({"gpus": 0}, "--gpus must be at least 1, got 0"),
         ({"node": 0}, "--node"),

@@ -1,0 +1,312 @@
+"""Peak memory of the fast step, computed from the configuration in milliseconds: no torch, no GPU.
+
+`fast_estimate` simulates one steady-state step, for every subset of `config.FAST_PARTS`, as it runs on a GPU. Tests
+compare it with a trace of the real operators (memory_trace.py) and with an H200. Blocks between the first and the last
+are extrapolated.
+"""
+
+from collections import Counter
+
+from cs336_systems.config import RunConfig
+from cs336_systems.predict.fast_nodes import ACTIVATIONS, CASTS, GRADIENTS, PACK_ALIGNMENT, TEMPORARY, PlainNodes
+from cs336_systems.predict.memory_model import ROUNDING, Breakdown, MemoryEstimate, Tensors, simulated_parts, workspace
+from cs336_systems.predict.simulated_memory import Block, Memory, Node, Repetitions, Snapshot, Tape
+
+CHUNK_BYTES = 512 << 20
+"""Equal to the constant of kernels/fused/nodes.py; a test compares them."""
+LOGITS = "logits and loss"
+BLOCKS = (3, 1)
+BLOCKS_OF_GROUP = (2, 1)
+GROUPS = (2, 1)
+"""Blocks, blocks of a group that is recomputed, and such groups, that are simulated at the beginning and the end."""
+
+
+def fast_estimate(config: RunConfig) -> MemoryEstimate:
+    """Return the peak of one steady-state fast step."""
+    memory = FastStep(config).run()
+    parts = {label: size for label, size in memory.peak_parts.items() if size}
+    if beyond := memory.peak - sum(parts.values()):
+        parts[ROUNDING] = beyond
+    return MemoryEstimate(parts, memory.peak, memory.where)
+
+
+class FastStep(PlainNodes):
+    """Simulates one step."""
+
+    def __init__(self, config: RunConfig):
+        self.parts = simulated_parts(config)
+        super().__init__(config, packed="optimizer" in self.parts)
+        self.fused = "kernels" in self.parts
+        self.x: Block | None = None
+        self.delta: Block | None = None
+        """The residual stream is their sum."""
+
+    def run(self) -> Memory:
+        held = self._held()
+        memory, mode = self.memory, self.config.mode
+        memory.phase = "forward"
+        tape = None if mode == "inference" else Tape()
+        result = self._forward(tape)
+        if mode in ("forward-backward", "train-step"):
+            assert tape is not None
+            memory.phase = "backward"
+            del result
+            self.label = TEMPORARY
+            tape.run_backward()
+            memory.phase = "optimizer"
+            memory.update_peak()
+        del held
+        return memory
+
+    # -- memory that a step finds -------------------------------------------------------------------------------------
+
+    def _held(self) -> list[Block]:
+        t, memory = self.t, self.memory
+        held = [memory.new("buffers", t.buffers(), 1), memory.new("inputs", t.inputs(), 1)]
+        held.append(memory.new("workspace", workspace(self.config), 1))
+        if self.packed:
+            return held + packed_state(memory, self.config)
+        trains = self.config.mode == "train-step"
+        sizes = {"parameters": t.parameters(), "optimizer state": t.optimizer_state() if trains else 0}
+        rounding = t.parameter_rounding * (3 if trains else 1)
+        memory.add(Snapshot(Counter(sizes), sum(sizes.values()) + rounding), 1)
+        return held
+
+    # -- forward ------------------------------------------------------------------------------------------------------
+
+    def _forward(self, tape: Tape | None) -> Block | None:
+        """Run the forward pass; return the logits, if all are formed."""
+        if tape is not None:
+            tape.append(Node(self._embedding_backward, ()))
+        self.x = self.stream(self.rw)
+        group = self.config.checkpoint_blocks
+        if group and tape is not None:
+            self._groups_forward(group, tape)
+        else:
+            self._blocks_forward(self.config.model.num_layers, tape)
+        hidden = self._last_norm(tape)
+        self.x = self.delta = None
+        if "loss" in self.parts:
+            assert tape is not None
+            self._fused_loss(hidden, tape)
+            self._leave_autocast()
+            return None
+        logits = self._head(hidden, tape)
+        del hidden
+        self._leave_autocast()
+        if self.config.mode in ("forward-backward", "train-step"):
+            assert tape is not None
+            self.memory.phase = "loss"
+            self._loss(logits, tape)
+            return None
+        return logits
+
+    def _block(self, tape: Tape | None) -> None:
+        assert self.x is not None
+        if self.fused:
+            self.x, self.delta = self.fused_block(self.x, self.delta, tape)
+        else:
+            self.x = self.plain_block(self.x, tape)
+
+    def _last_norm(self, tape: Tape | None) -> Block:
+        assert self.x is not None
+        return self.add_norm(self.x, self.delta, tape) if self.fused else self.norm(self.x, tape)
+
+    def _blocks_forward(self, count: int, tape: Tape | None) -> None:
+        blocks = Repetitions(count, *(BLOCKS_OF_GROUP if self.config.checkpoint_blocks else BLOCKS))
+        change: list[Snapshot] = []
+
+        def body(number: int) -> None:
+            if tape is not None and blocks.is_after_skipped(number):
+                tape.append(Node(lambda: self._skip_backward(change[0], blocks.skipped, blocks.skipped), ()))
+            self._block(tape)
+
+        change += blocks.run(self.memory, body)
+
+    def _skip_backward(self, saved: Snapshot, times: int, blocks: int) -> None:
+        """Free what `times` extrapolated repetitions saved, and add the gradients of their blocks."""
+        self.memory.add(saved, -times)
+        if not self.packed:
+            size = self.t.block_parameters()
+            rounding = self.t.parameter_rounding / self.config.model.num_layers
+            self.memory.add(Snapshot(Counter({GRADIENTS: size}), size + rounding), blocks)
+
+    # -- recomputation ------------------------------------------------------------------------------------------------
+
+    def _groups_forward(self, group: int, tape: Tape) -> None:
+        """Run groups of blocks of which only the inputs are saved."""
+        layers = self.config.model.num_layers
+        count = -(-layers // group)
+        head, tail = GROUPS
+        groups = Repetitions(count, head, tail + (layers % group > 0))  # the last may be smaller than those before
+        change: list[Snapshot] = []
+
+        def body(number: int) -> None:
+            if groups.is_after_skipped(number):
+                tape.append(Node(lambda: self._skip_backward(change[0], groups.skipped, groups.skipped * group), ()))
+            size = min(group, layers - number * group)
+            tape.append(Node(lambda x, delta: self._group_backward(size, x, delta), (self.x, self.delta)))
+            self._blocks_forward(size, None)
+
+        for found in groups.run(self.memory, body):
+            # Autocast frees its copies of weights when it exits, before backward.
+            kept = Counter({label: size for label, size in found.live.items() if label != CASTS})
+            change.append(Snapshot(kept, found.total - found.live[CASTS]))
+
+    def _group_backward(self, size: int, x: Block, delta: Block | None) -> None:
+        """Recompute a group of blocks from its input, and run its backward pass."""
+        tape = Tape()
+        self.label, self.x, self.delta = ACTIVATIONS, x, delta
+        self._blocks_forward(size, tape)
+        self.x = self.delta = None
+        self.autocast_cache.clear()
+        self.label = TEMPORARY
+        tape.run_backward()
+
+    def _leave_autocast(self) -> None:
+        """Free autocast's copies of weights that nothing saves, those of extrapolated blocks included."""
+        self.autocast_cache.clear()
+        if self.config.checkpoint_blocks and self.config.mode != "inference" and not self.fused:
+            head_saves_one = self.low and not self.packed and "loss" not in self.parts
+            kept = self.t.embedding(2) if head_saves_one else 0
+            copies = self.memory.live[CASTS] - kept
+            self.memory.add(Snapshot(Counter({CASTS: copies}), copies), -1)
+
+    # -- head and loss ------------------------------------------------------------------------------------------------
+
+    def _head(self, hidden: Block, tape: Tape | None) -> Block:
+        """Form all logits."""
+        self.label = LOGITS
+        if self.fused and self.rw != self.s:
+            if tape is not None:
+                tape.append(Node(self._hidden_cast_backward, ()))
+            hidden = self.memory.new(ACTIVATIONS, self.rows * self.d, self.s)
+        return self.matmul(hidden, self.d, self.config.model.vocab_size, tape)
+
+    def _hidden_cast_backward(self) -> None:
+        self.grad = self.stream(4)
+
+    def _loss(self, logits: Block, tape: Tape) -> None:
+        """Cross entropy in fp32 of all logits."""
+        size = logits.size // self.s
+        wide = self.new(size, 4) if self.low else logits
+        log_softmax = self.new(size, 4)
+        del wide
+
+        def backward(log_softmax: Block) -> None:
+            picked = self.new(size, 4, LOGITS)
+            self.grad = self.new(size, 4, LOGITS)
+            del picked
+
+        def cast_backward() -> None:
+            if self.low:
+                self.grad = self.new(size, label=LOGITS)
+
+        tape += [Node(cast_backward, ()), Node(backward, (log_softmax,))]
+
+    def _fused_loss(self, hidden: Block, tape: Tape) -> None:
+        """Cross entropy of logits that are formed in chunks, and its gradients."""
+        x = hidden
+        if self.fused and self.rw != self.s:
+            tape.append(Node(self._hidden_cast_backward, ()))
+            x = self.stream()
+        matrix = self.joined(self.table)
+        vocabulary, chunks = self.config.model.vocab_size, loss_chunks(self.config)
+        grad_x = self.stream()
+        grad_weight: Block | None = None
+        size, logits = -(-self.rows // chunks), None
+        for start in range(0, self.rows, size):
+            logits, before = self.new(min(size, self.rows - start) * vocabulary, label=LOGITS), logits
+            self.new(size, 4)
+            del before
+            wide = chunks > 1 and self.low
+            if grad_weight is None:
+                grad_weight = self.new(self.table, 4 if wide else self.s, LOGITS)
+            elif wide:
+                self.new(self.table, 4, LOGITS)
+        del logits, matrix, x
+        tape.append(Node(self._fused_loss_backward, (grad_x, grad_weight)))
+
+    def _fused_loss_backward(self, grad_x: Block, grad_weight: Block) -> None:
+        is_fp32 = grad_weight.size == self.t.embedding(4)
+        scaled = self.new(self.table, 4 if is_fp32 else self.s, GRADIENTS if is_fp32 and not self.packed else TEMPORARY)
+        if not self.packed:
+            self.gradients.append(scaled if is_fp32 else self.new(self.table, 4, GRADIENTS))
+        del scaled
+        self.grad = self.stream()
+
+    def _embedding_backward(self) -> None:
+        grad = self.new(self.table, self.rw, TEMPORARY if self.packed else GRADIENTS)
+        if not self.packed:
+            self.gradients.append(grad)
+        self.grad_x = self.grad = None
+
+
+def loss_chunks(config: RunConfig) -> int:
+    """Return the number of pieces in which the fused loss forms the logits."""
+    return max(1, -(-config.tokens * config.model.vocab_size * Tensors(config).s // CHUNK_BYTES))
+
+
+def fast_breakdown(config: RunConfig) -> Breakdown:
+    """Return the parts of the fast step's memory in full."""
+    step, tape = FastStep(config), Tape()
+    t, packed, held = step.t, step.packed, step._held()
+    before, gradients = step.memory.snapshot(), t.parameters()
+    step.x = step.stream(step.rw)
+    step._block(tape)
+    one = step.memory.snapshot()
+    step._block(tape)
+    block = step.memory.snapshot().since(one, 1).live
+    layers, group = config.model.num_layers, config.checkpoint_blocks
+    inputs = t.residual(step.rw) + (t.residual(t.s) if step.fused else 0)
+    saved = -(-layers // group) * inputs if group else layers * block[ACTIVATIONS]
+    with_graph, with_gradients = config.mode != "inference", config.mode in ("forward-backward", "train-step")
+    logits = t.logits(t.s) + (t.logits(4) if with_gradients else 0)
+    if "loss" in step.parts:
+        chunks = loss_chunks(config)
+        logits = min(2, chunks) * t.logits(t.s) // chunks + t.embedding(4 if chunks > 1 else t.s)
+    if packed:
+        gradients = before.live[GRADIENTS]
+    del held
+    return Breakdown(
+        parameters=before.live["parameters"],
+        gradients=gradients if with_gradients else 0,
+        optimizer_state=before.live["optimizer state"],
+        residual=t.residual(step.rw),
+        activations_per_block=block[ACTIVATIONS] if with_graph else 0,
+        activations=saved + 2 * t.residual(step.rw) if with_graph else 0,
+        logits_and_loss=logits,
+        weight_casts=0 if packed else layers * block[CASTS] + (t.embedding(2) if t.low_precision else 0),
+        workspace=workspace(config),
+        peak=fast_estimate(config),
+    )
+
+
+# -- the packed optimizer ---------------------------------------------------------------------------------------------
+
+
+def packed_sizes(config: RunConfig) -> tuple[int, int]:
+    """Return the elements of the packed matrices and of the packed gains of norms, each aligned."""
+
+    def aligned(size: int) -> int:
+        return -(-size // PACK_ALIGNMENT) * PACK_ALIGNMENT
+
+    model = config.model
+    square, wide = aligned(model.d_model**2), aligned(model.d_model * model.d_ff)
+    matrices = model.num_layers * (4 * square + 3 * wide) + 2 * aligned(model.vocab_size * model.d_model)
+    return matrices, (2 * model.num_layers + 1) * aligned(model.d_model)
+
+
+def packed_state(memory: Memory, config: RunConfig) -> list[Block]:
+    """Allocate the flat tensors of PackedAdamW: weights, their low 16 bits, gradients, moments."""
+    matrices, gains = packed_sizes(config)
+    low = Tensors(config).low_precision
+    packs = [(matrices, 2), (gains, 4)] if low else [(matrices + gains, 4)]
+    held = []
+    for size, width in packs:
+        if width == 2:
+            held.append(memory.new("optimizer state", size, 2))
+        held.append(memory.new("parameters", size, width))
+        held.append(memory.new(GRADIENTS, size, width))
+        held += [memory.new("optimizer state", size, 4) for _ in range(2)]
+    return held

@@ -1,0 +1,435 @@
+"""The nodes of a Transformer block, forward and backward, as allocations: fused ones and those of torch. No torch.
+
+Each mirrors one operation of model.py or kernels/fused/nodes.py as it runs on a GPU. Forward allocates results and,
+with a tape, saves what backward reads. Backward takes the gradient of its output from `grad` and leaves that of its
+input there; `grad_x` is the gradient of the residual stream.
+"""
+
+from collections.abc import Callable
+from functools import partial
+
+from cs336_systems.config import RunConfig
+from cs336_systems.predict.memory_model import Tensors
+from cs336_systems.predict.simulated_memory import Block, Memory, Node, Tape
+
+PACK_ALIGNMENT = 128
+NORM_PROGRAMS, MANY_ROWS = 264, 8192
+"""Equal to the constants of kernels/fused; a test compares them."""
+ACTIVATIONS, TEMPORARY, CASTS, GRADIENTS = "activations", "temporary", "weight casts", "gradients"
+
+
+class Nodes:
+    """Fused nodes and attention; and sizes, weights and the gradients that flow, which all nodes share."""
+
+    def __init__(self, config: RunConfig, *, packed: bool):
+        self.config, model = config, config.model
+        self.t = Tensors(config)
+        self.memory = Memory(on_cuda=self.t.on_cuda)
+        self.packed = packed
+        self.low = self.t.low_precision
+        self.s = self.t.s
+        """Bytes per element in matmuls."""
+        self.rw = self.s if packed else 4
+        """Bytes per element of the residual stream: the embedding's, which is in low precision when packed."""
+        self.rows, self.d, self.f = config.tokens, model.d_model, model.d_ff
+        self.square, self.wide, self.table = self.d**2, self.d * self.f, model.vocab_size * self.d
+        self.label = ACTIVATIONS
+        self.autocast_cache: list[Block] = []
+        self.gradients: list[Block] = []
+        self.grad_x: Block | None = None
+        self.grad: Block | None = None
+        self.head_grads: list[Block] = []
+        """Gradients of q, k and v."""
+        self.weight_grad: Block | None = None
+        self.partial: Block | None = None
+        self.pending: Block | None = None
+
+    def new(self, elements: int, width: int | None = None, label: str | None = None) -> Block:
+        return self.memory.new(label or self.label, elements, width or self.s)
+
+    def stream(self, width: int | None = None) -> Block:
+        """Allocate a tensor of the residual stream's shape."""
+        return self.new(self.rows * self.d, width)
+
+    def scores(self, width: int) -> Block:
+        model = self.config.model
+        return self.new(self.config.batch_size * model.num_heads * model.context_length**2, width)
+
+    def take_grad(self) -> Block | None:
+        grad, self.grad = self.grad, None
+        return grad
+
+    def take_grad_x(self) -> Block | None:
+        grad, self.grad_x = self.grad_x, None
+        return grad
+
+    # -- weights ------------------------------------------------------------------------------------------------------
+
+    def _is_view(self, sizes: tuple[int, ...]) -> bool:
+        """Return True if weights of these sizes are one matrix of the optimizer's memory."""
+        return self.packed and all(size % PACK_ALIGNMENT == 0 for size in sizes[:-1])
+
+    def joined(self, *sizes: int) -> Block | None:
+        """Copy weights into one matrix of the matmul's width; None where they are already that."""
+        if self._is_view(sizes) or (len(sizes) == 1 and not self.low):
+            return None
+        copies = self.low and not self.packed
+        if len(sizes) > 1 and copies:
+            parts = [self.new(size, label=CASTS) for size in sizes]
+            matrix = self.new(sum(sizes), label=CASTS)
+            parts.clear()
+            return matrix
+        return self.new(sum(sizes), label=CASTS)
+
+    def weight_gradients(self, *sizes: int) -> None:
+        if self._is_view(sizes):
+            return
+        found = self.new(sum(sizes), label=TEMPORARY if self.low or self.packed else GRADIENTS)
+        if not self.packed:
+            self.gradients += [self.new(size, 4, GRADIENTS) for size in sizes] if self.low else [found]
+
+    def gain_gradient(self) -> None:
+        gain = self.new(self.d, 4, TEMPORARY if self.packed else GRADIENTS)
+        if not self.packed:
+            self.gradients.append(gain)
+
+    # -- fused nodes --------------------------------------------------------------------------------------------------
+
+    def add_norm(self, x: Block, delta: Block | None, tape: Tape | None) -> Block:
+        """The last norm: x + delta, and its norm."""
+        y, rstd = self.stream(self.rw), self.new(self.rows, 4)
+        total = x if delta is None else self.stream(self.rw)
+        if tape is not None:
+            tape.append(Node(self._add_norm_backward, (total, rstd)))
+        return y
+
+    def _add_norm_backward(self, total: Block, rstd: Block) -> None:
+        grad_y = self.take_grad()
+        self.grad_x = self._norm_gradients()
+        del grad_y
+        self.grad = self._delta_gradient()
+
+    def _norm_gradients(self) -> Block:
+        dx = self.stream(self.rw)
+        programs = min(self.rows, NORM_PROGRAMS if self.rows < MANY_ROWS else 2 * NORM_PROGRAMS)
+        partial = self.new(programs * self.d, 4)
+        self.gain_gradient()
+        del partial
+        return dx
+
+    def _delta_gradient(self) -> Block | None:
+        """The gradient of delta: that of x, cast where their widths differ."""
+        return self.grad_x if self.rw == self.s else self.stream()
+
+    def norm_linear(
+        self, x: Block, delta: Block | None, sizes: tuple[int, ...], tape: Tape | None
+    ) -> tuple[Block, Block]:
+        y, rstd = self.stream(), self.new(self.rows, 4)
+        total = x if delta is None else self.stream(self.rw)
+        matrix = self.joined(*sizes)
+        out = self.new(self.rows * (sum(sizes) // self.d))
+        del y
+        if tape is not None:
+
+            def backward(total: Block, rstd: Block, matrix: Block | None) -> None:
+                self._norm_linear_backward(sizes, has_delta=delta_given)
+
+            delta_given = delta is not None
+            tape.append(Node(backward, (total, rstd, matrix)))
+        return total, out
+
+    def _norm_linear_backward(self, sizes: tuple[int, ...], *, has_delta: bool) -> None:
+        grad_total, grad_out = self.take_grad_x(), self.take_grad()
+        grad_y = self.stream()
+        self.grad_x = self._norm_gradients()
+        self.weight_gradients(*sizes)
+        del grad_y, grad_out, grad_total
+        self.grad = self._delta_gradient() if has_delta else None
+
+    def linear(self, x: Block, d_in: int, d_out: int, tape: Tape | None) -> Block:
+        """The fused matmul, of an input that is already of the matmul's width."""
+        matrix = self.joined(d_in * d_out)
+        out = self.new(self.rows * d_out)
+        if tape is not None:
+
+            def backward(x: Block, matrix: Block | None) -> None:
+                grad = self.take_grad()
+                self.grad = self.new(self.rows * d_in)
+                self.weight_gradients(d_in * d_out)
+                del grad
+
+            tape.append(Node(backward, (x, matrix)))
+        return out
+
+    def swiglu_linear(self, gate_up: Block, tape: Tape | None) -> Block:
+        matrix = self.joined(self.wide)
+        gated = self.new(self.rows * self.f)
+        out = self.stream()
+        del gated
+        if tape is not None:
+            tape.append(Node(self._swiglu_linear_backward, (gate_up, matrix)))
+        return out
+
+    def _swiglu_linear_backward(self, gate_up: Block, matrix: Block | None) -> None:
+        grad = self.take_grad()
+        grad_gated = self.new(self.rows * self.f)
+        self.grad = self.new(self.rows * 2 * self.f)
+        self.weight_gradients(self.wide)
+        del grad_gated, grad
+
+    def rotary_heads(self, tape: Tape | None) -> None:
+        """Rotate q and k in place."""
+        if tape is not None:
+            tape.append(Node(self._rotary_heads_backward, ()))
+
+    def _rotary_heads_backward(self) -> None:
+        self.grad = self.new(3 * self.rows * self.d)
+        if not self.t.fused_attention:
+            self.stream()  # a contiguous copy of dk
+        self.head_grads.clear()
+
+    def fused_block(self, x: Block, delta: Block | None, tape: Tape | None) -> tuple[Block, Block]:
+        x, qkv = self.norm_linear(x, delta, (self.square,) * 3, tape)
+        self.rotary_heads(tape)
+        delta = self._fused_attention(qkv, tape)
+        x, gate_up = self.norm_linear(x, delta, (self.wide,) * 2, tape)
+        return x, self.swiglu_linear(gate_up, tape)
+
+    def _fused_attention(self, qkv: Block, tape: Tape | None) -> Block:
+        out = self.attention(qkv, qkv, qkv, tape)
+        return self.linear(self.rows_first(out), self.d, self.d, tape)
+
+    # -- attention ----------------------------------------------------------------------------------------------------
+
+    def attention(self, q: Block, k: Block, v: Block, tape: Tape | None) -> Block:
+        """Attention of q, k and v, which may be views of one block."""
+        if not self.t.fused_attention:
+            return self._naive_attention(tape)
+        out = self.stream()
+        logsumexp = self.memory.new(self.label, self.t.logsumexp(), 1)
+        if tape is not None:
+            tape.append(Node(self._attention_backward, (q, k, v, out, logsumexp)))
+        return out
+
+    def rows_first(self, out: Block) -> Block:
+        """The output of attention, (batch, rows, heads * dim): a copy of what naive attention returns."""
+        return out if self.t.fused_attention else self.stream()
+
+    def _attention_backward(self, *saved: Block) -> None:
+        grad = self.take_grad()
+        self.head_grads += [self.stream() for _ in range(3)]
+        del grad
+
+    def _naive_attention(self, tape: Tape | None) -> Block:
+        scaled, q, k = self.stream(), self.stream(), self.stream()  # contiguous copies of q and k for the matmul
+        scores = self.scores(self.s)
+        queries_and_keys = (q, k) if tape is not None else ()
+        del scaled, q, k
+        ones = self.memory.new(self.label, self.t.mask(), 1)
+        mask = self.memory.new(self.label, self.t.mask(), 1)
+        del ones
+        if tape is not None:
+            tape.append(Node(self._scores_backward, (*queries_and_keys, mask)))
+        del mask, queries_and_keys
+        wide = self.scores(4) if self.low else None
+        weights = self.scores(4)
+        del wide, scores
+        low = self.scores(self.s) if self.low else None
+        v, out = self.stream(), self.stream()
+        if tape is not None:
+            tape.append(Node(self._softmax_backward, (weights,)))
+            tape.append(Node(self._output_backward, (low, v)))
+        return out
+
+    def _output_backward(self, low: Block | None, v: Block) -> None:
+        grad = self.take_grad()
+        heads_first = self.stream()
+        del grad
+        self.head_grads.append(self.stream())
+        self.grad = self.scores(self.s)
+        del heads_first
+
+    def _softmax_backward(self, weights: Block) -> None:
+        if self.low:
+            self.grad = self.scores(4)
+        grad = self.take_grad()
+        self.grad = self.scores(4)
+        self.scores(4)  # CUDA's kernel allocates grad * output
+        del grad
+
+    def _scores_backward(self, q: Block, k: Block, mask: Block) -> None:
+        if self.low:
+            self.grad = self.scores(self.s)
+        self.grad = self.scores(self.s)  # masked
+        dk, scaled = self.stream(), self.stream()
+        self.grad = None
+        self.head_grads[:0] = [self.stream(), dk]
+        del dk, scaled
+
+
+class PlainNodes(Nodes):
+    """The operations of torch between the matmuls, and the matmuls whose weights autocast copies."""
+
+    def cast(self, size: int) -> Block | None:
+        """Autocast's copy of a weight, which it keeps until it exits."""
+        if not self.low or self.packed:
+            return None
+        self.autocast_cache.append(self.new(size, label=CASTS))
+        return self.autocast_cache[-1]
+
+    def matmul(
+        self, x: Block, d_in: int, d_out: int, tape: Tape | None, after: Callable[[], None] | None = None
+    ) -> Block:
+        """A projection: the fused matmul with packed weights, else torch's. `after` follows its backward."""
+        if self.packed:
+            if tape is not None and after is not None:
+                tape.append(Node(after, ()))
+            return self.linear(x, d_in, d_out, tape)
+        matrix = self.cast(d_in * d_out)
+        if tape is not None:
+
+            def backward(x: Block, matrix: Block | None) -> None:
+                grad = self.take_grad()
+                self.weight_grad = self.new(d_in * d_out, label=TEMPORARY if self.low else GRADIENTS)
+                self.grad = self.new(self.rows * d_in)
+                del grad
+
+            def accumulate() -> None:
+                found, self.weight_grad = self.weight_grad, None
+                assert found is not None
+                self.gradients.append(self.new(d_in * d_out, 4, GRADIENTS) if self.low else found)
+
+            tape.append(Node(accumulate, ()))
+            if after is not None:
+                tape.append(Node(after, ()))
+            tape.append(Node(backward, (x, matrix)))
+        return self.new(self.rows * d_out)
+
+    # -- norms and the residual stream --------------------------------------------------------------------------------
+
+    def norm(self, x: Block, tape: Tape | None) -> Block:
+        """RMSNorm in the stream's width, where a branch begins; its output is cast to the matmul's width."""
+        if tape is not None:
+            tape.append(Node(self._add_backward, ()))
+        rstd = self.new(self.rows, 4)
+        y = self.stream(self.rw)
+        if tape is not None:
+            tape.append(Node(self._norm_backward, (x, rstd)))
+        del rstd
+        return y if self.rw == self.s else self.stream()
+
+    def _norm_backward(self, x: Block, rstd: Block) -> None:
+        if self.rw != self.s:
+            self.grad = self.stream(self.rw)
+        grad = self.take_grad()
+        self.grad = self.stream(self.rw)
+        self.gain_gradient()
+        del grad
+
+    def _add_backward(self) -> None:
+        """Add the gradient of a branch to that of the stream."""
+        self.grad_x = self.take_grad() if self.grad_x is None else self.stream(self.rw)
+        self.grad = None
+
+    def _branch_backward(self) -> None:
+        """The gradient of a branch's end: that of the stream, cast to the matmul's width."""
+        self.grad = self.grad_x if self.rw == self.s else self.stream()
+
+    def plain_block(self, x: Block, tape: Tape | None) -> Block:
+        branch = self.plain_attention(self.norm(x, tape), tape)
+        total = self._joined_stream(tape)
+        del branch
+        branch = self.feed_forward(self.norm(total, tape), tape)
+        out = self._joined_stream(tape)
+        del branch
+        return out
+
+    def _joined_stream(self, tape: Tape | None) -> Block:
+        if tape is not None:
+            tape.append(Node(self._branch_backward, ()))
+        return self.stream(self.rw)
+
+    def _merge(self) -> None:
+        """Add up the gradients of an input that several matmuls read."""
+        found = self.take_grad()
+        self.partial = found if self.partial is None else self.stream()
+
+    def _merged(self) -> None:
+        self.grad, self.partial = self.partial, None
+
+    # -- attention and feed-forward -----------------------------------------------------------------------------------
+
+    def plain_attention(self, x: Block, tape: Tape | None) -> Block:
+        if tape is not None:
+            tape.append(Node(self._merged, ()))
+        q, k, v = (self._head_projection(x, tape) for _ in range(3))
+        q, k = self._rotate(q), self._rotate(k)
+        if tape is not None:
+            tape += [Node(partial(self._rotate_backward, number), ()) for number in (0, 1)]
+        out = self.attention(q, k, v, tape)
+        return self.matmul(self.rows_first(out), self.d, self.d, tape)
+
+    def _head_projection(self, x: Block, tape: Tape | None) -> Block:
+        out = self.matmul(x, self.d, self.d, tape, after=self._merge)
+        if tape is not None:
+            tape.append(Node(self._next_head_gradient, ()))
+        return out
+
+    def _next_head_gradient(self) -> None:
+        self.grad = self.head_grads.pop()
+        if not self.t.fused_attention:
+            self.grad = self.stream()  # a contiguous copy
+
+    def _rotate(self, x: Block) -> Block:
+        swapped = self.stream()
+        product = self.stream(4)
+        out = self.stream(4)
+        del product
+        if not self.low:
+            return out
+        low = self.stream()
+        del out, swapped
+        return low
+
+    def _rotate_backward(self, number: int) -> None:
+        wide = self.head_grads[number]
+        if self.low:
+            wide = self.stream(4)
+            self.head_grads[number] = wide
+        by_sin = self.stream(4)
+        if self.low:
+            by_sin = self.stream()
+        by_cos = self.stream(4)
+        if self.low:
+            by_cos = self.stream()
+        self.head_grads[number] = by_cos
+        del wide
+        swapped = self.stream()
+        del by_sin
+        self.head_grads[number] = self.stream()
+        del by_cos, swapped
+
+    def feed_forward(self, x: Block, tape: Tape | None) -> Block:
+        if tape is not None:
+            tape.append(Node(self._merged, ()))
+        return self.matmul(self._gated(x, tape), self.f, self.d, tape)
+
+    def _gated(self, x: Block, tape: Tape | None) -> Block:
+        gate = self.matmul(x, self.d, self.f, tape, after=self._merge)
+        silu = self.new(self.rows * self.f)
+        if tape is not None:
+            tape.append(Node(self._silu_backward, (gate,)))
+        del gate
+        up = self.matmul(x, self.d, self.f, tape, after=self._merge)
+        if tape is not None:
+            tape.append(Node(self._product_backward, (silu, up)))
+        return self.new(self.rows * self.f)
+
+    def _product_backward(self, silu: Block, up: Block) -> None:
+        grad = self.take_grad()
+        self.grad, self.pending = self.new(self.rows * self.f), self.new(self.rows * self.f)
+        del grad
+
+    def _silu_backward(self, gate: Block) -> None:
+        self.grad = self.new(self.rows * self.f)
+        self.pending = None

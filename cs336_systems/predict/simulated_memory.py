@@ -1,0 +1,131 @@
+"""Memory of a simulated step: blocks that are freed with their last reference, and repetitions that are extrapolated.
+
+A simulated step is written like the step itself: it allocates a `Block` where PyTorch allocates a tensor, and CPython
+frees it where PyTorch frees the tensor. No torch.
+"""
+
+from collections import Counter
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import NamedTuple
+
+from cs336_systems.predict.allocator import ALIGNMENT, CachingAllocator, round_up
+
+
+@dataclass(frozen=True)
+class Snapshot:
+    """Allocated bytes, or their change."""
+
+    live: Counter[str]
+    """Bytes of tensors by label."""
+    total: float
+    """With the rounding of CUDA's allocator."""
+
+    def since(self, before: "Snapshot", times: int) -> "Snapshot":
+        """Return the mean change in each of `times` repetitions."""
+        live = Counter({label: (size - before.live[label]) // times for label, size in self.live.items()})
+        return Snapshot(live, (self.total - before.total) / times)
+
+
+class Memory:
+    """Allocated bytes by label, and their peak. On CUDA the total is that of the caching allocator's blocks."""
+
+    def __init__(self, *, on_cuda: bool):
+        self.allocator = CachingAllocator() if on_cuda else None
+        self.live: Counter[str] = Counter()
+        self.phase = ""
+        self.peak, self.where, self.peak_parts = 0, "", dict[str, int]()
+        self._extrapolated = 0.0
+
+    @property
+    def total(self) -> int:
+        if self.allocator is None:
+            return self.live.total()
+        return self.allocator.allocated + round(self._extrapolated)
+
+    def new(self, label: str, elements: int, width: int) -> "Block":
+        """Allocate a tensor."""
+        size = elements * width
+        return Block(self, label, size if self.allocator is None else round_up(size, ALIGNMENT))
+
+    def update_peak(self) -> None:
+        if (total := self.total) > self.peak:
+            self.peak, self.where, self.peak_parts = total, self.phase, dict(self.live)
+
+    def snapshot(self) -> Snapshot:
+        return Snapshot(self.live.copy(), self.total)
+
+    def add(self, change: Snapshot, times: int) -> None:
+        """Add a change of memory `times` times without simulating it."""
+        for label, size in change.live.items():
+            self.live[label] += times * size
+        self._extrapolated += times * change.total
+        self.update_peak()
+
+
+class Block:
+    """The memory of a tensor and of its views."""
+
+    __slots__ = ("address", "label", "memory", "size")
+
+    def __init__(self, memory: Memory, label: str, size: int):
+        self.memory, self.label, self.size = memory, label, size
+        memory.live[label] += size
+        self.address = -1 if memory.allocator is None else memory.allocator.allocate(size)
+        memory.update_peak()
+
+    def __del__(self) -> None:
+        self.memory.live[self.label] -= self.size
+        if self.memory.allocator is not None:
+            self.memory.allocator.release(self.address)
+
+
+class Node(NamedTuple):
+    """A node of the backward pass with the blocks that it saves; None stands for memory that others own."""
+
+    backward: Callable[..., None]
+    saved: tuple[Block | None, ...]
+
+
+class Tape(list[Node]):
+    """The nodes of a forward pass in order."""
+
+    def run_backward(self) -> None:
+        while self:
+            node = self.pop()
+            node.backward(*node.saved)
+            del node  # frees what it saves before the next node allocates
+
+
+@dataclass(frozen=True)
+class Repetitions:
+    """Numbers of the repetitions to simulate, out of `count` alike; those between `head` and `tail` are extrapolated
+    from those of `head`, the first excluded."""
+
+    count: int
+    head: int
+    tail: int
+
+    @property
+    def skipped(self) -> int:
+        return max(0, self.count - self.head - self.tail)
+
+    def is_after_skipped(self, number: int) -> bool:
+        """Return True for the first repetition after the extrapolated ones."""
+        return self.skipped > 0 and number == self.count - self.tail
+
+    def run(self, memory: Memory, body: Callable[[int], None]) -> list[Snapshot]:
+        """Run `body(number)` for each. Return the change in each that was extrapolated, if any was."""
+        if not self.skipped:
+            for number in range(self.count):
+                body(number)
+            return []
+        body(0)
+        before = memory.snapshot()
+        for number in range(1, self.head):
+            body(number)
+        change = memory.snapshot().since(before, self.head - 1)
+        memory.add(change, self.skipped)
+        for number in range(self.count - self.tail, self.count):
+            body(number)
+        return [change]
