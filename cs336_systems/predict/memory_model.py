@@ -120,13 +120,15 @@ class Tensors:
     def gain(self) -> int:
         return self._bytes(self.config.model.d_model, 4)
 
+    def block_parameters(self) -> int:
+        return 4 * self.square(4) + 3 * self.wide(4) + 2 * self.gain()
+
     @property
     def parameter_rounding(self) -> int:
         return _parameter_rounding(self.config.model) if self.on_cuda else 0
 
     def parameters(self) -> int:
-        block = 4 * self.square(4) + 3 * self.wide(4) + 2 * self.gain()
-        return self.config.model.num_layers * block + 2 * self.embedding(4) + self.gain()
+        return self.config.model.num_layers * self.block_parameters() + 2 * self.embedding(4) + self.gain()
 
     def optimizer_state(self) -> int:
         """Bytes of AdamW's two moments and its step count per parameter tensor."""
