@@ -17,9 +17,10 @@ from cs336_systems.experiments.profile_command import ProfileArguments
 from cs336_systems.experiments.ranks.layouts import PlanArguments
 from cs336_systems.experiments.session import SessionArguments
 from cs336_systems.experiments.spec import PRESETS
+from cs336_systems.files import write_failure
 from cs336_systems.flags import Parser, add_flags, flags_of, read_flags
 from cs336_systems.predict.fit import FitArguments
-from cs336_systems.predict.model_flags import ShapeArguments
+from cs336_systems.predict.model_flags import OWN_MODEL, ShapeArguments
 from cs336_systems.table import FORMATS
 from cs336_systems.train.settings import TrainSettings
 
@@ -59,11 +60,11 @@ def run(arguments: RunArguments) -> int:
 
     requests_on(arguments.device or "cuda")  # reports mistakes before a process is started
     path = Path(arguments.output or f"runs/{arguments.preset}/records.jsonl")
-    runner = run_session(arguments, path, requests_on)
-    if runner.device == "cpu":
+    session = run_session(arguments, path, requests_on)
+    if session.device == "cpu":
         names = " ".join(arguments.names)
         print(f"next, on a machine with a GPU: cs336 run {names} --preset course")
-    return 0
+    return session.code
 
 
 def profile(arguments: ProfileArguments) -> int:
@@ -74,8 +75,7 @@ def profile(arguments: ProfileArguments) -> int:
     """
     from cs336_systems.experiments.profile_command import run_profile
 
-    run_profile(arguments)
-    return 0
+    return run_profile(arguments)
 
 
 @dataclass(frozen=True)
@@ -103,7 +103,7 @@ def inspect(arguments: InspectArguments) -> int:
 
 @dataclass(frozen=True)
 class MemoryArguments(ShapeArguments):
-    model: str | None = flag(None, "package.module:factory of your own nn.Module (traced)")
+    model: str | None = flag(None, f"{OWN_MODEL} (traced)", excludes=("attention", "checkpoint_blocks"))
     trace: bool = flag(False, "also trace every operator of a step, without touching memory (imports torch)")
     format: str = flag("terminal", "table format", FORMATS)
 
@@ -168,7 +168,7 @@ def train(settings: TrainSettings) -> int:
 
 @dataclass(frozen=True)
 class TableArguments:
-    files: tuple[str, ...] = operands("files of records", "FILE")
+    files: tuple[str, ...] = operands("files of records, or folders that hold one", "PATH")
     format: str = flag("terminal", "output format", FORMATS)
     experiments: tuple[str, ...] = flag((), "only these experiments")
     output: str | None = flag(None, "write here instead of to the screen")
@@ -180,25 +180,25 @@ def table(arguments: TableArguments) -> int:
     cs336 table runs/quick/records.jsonl --format md
     """
     from cs336_systems.config import UserError
-    from cs336_systems.record import load
+    from cs336_systems.record import chosen, load
     from cs336_systems.report.sections import tables
 
     if not arguments.files:
         raise UserError("name a file of records, such as runs/quick/records.jsonl")
-    loaded = [load(name) for name in arguments.files]
+    loaded = [load(name, lenient=True) for name in arguments.files]
     for remark in (remark for one in loaded for remark in one.remarks):
         print(remark.en, file=sys.stderr)
-    records = [record for one in loaded for record in one.records]
-    if arguments.experiments:
-        records = [record for record in records if record.experiment in arguments.experiments]
+    records = chosen([record for one in loaded for record in one.records], arguments.experiments)
+    if not records:
+        raise UserError(f"no records in {', '.join(arguments.files)}; measure some with: cs336 bench")
     text = "\n\n".join(found.render(arguments.format) for found in tables(records, catalogue()))
     if arguments.output is None:
         print(text)
         return 0
     try:
-        Path(arguments.output).write_text(text + "\n")
+        Path(arguments.output).write_text(text + "\n", encoding="utf-8")
     except OSError as error:
-        raise UserError(f"cannot write {arguments.output!r}: {error.strerror}") from None
+        raise write_failure(error, arguments.output) from None
     return 0
 
 
@@ -208,7 +208,7 @@ class ReportArguments:
     output: str = short_flag("report", "folder to write to", "-o")
     formats: tuple[str, ...] = flag((), "besides the page: md (with pictures), csv, latex, typst")
     lang: str = flag("en", "language; the page can be switched", ("en", "zh"))
-    title: str = flag("", "heading of the report")
+    title: str = flag("", "heading of the report", may_be_empty=True)
     published: bool = flag(False, "beside the same work: what write-ups of the course give for other GPUs")
 
 
@@ -237,8 +237,8 @@ def report(arguments: ReportArguments) -> int:
 
 @dataclass(frozen=True)
 class CompareArguments:
-    a: str = operand("file of records: before", "A")
-    b: str = operand("file of records: after", "B")
+    a: str = operand("file of records, or folder that holds one: before", "A")
+    b: str = operand("file of records, or folder that holds one: after", "B")
     metric: tuple[str, ...] = flag((), "what to compare, such as step_time,peak_memory (default: the time of a step)")
     experiments: tuple[str, ...] = flag((), "only these experiments")
     fail_if_slower: str | None = flag(None, "exit code 1 if some row of B is slower by more than this, such as 5%%")
@@ -258,7 +258,7 @@ def compare(arguments: CompareArguments) -> int:
     from cs336_systems.report.compare import parse_percent
 
     limit = None if arguments.fail_if_slower is None else parse_percent(arguments.fail_if_slower)
-    a, b = load(arguments.a), load(arguments.b)
+    a, b = load(arguments.a, lenient=True), load(arguments.b, lenient=True)
     found = compare_records(
         a.records,
         b.records,
@@ -319,14 +319,20 @@ def doctor(arguments: DoctorArguments) -> int:
     return 0
 
 
+SHELLS = ("bash", "zsh")
+
+
 @dataclass(frozen=True)
 class CompletionArguments:
-    shell: str = flag("bash", "the shell to complete in", ("bash", "zsh"))
+    name: str | None = dataclasses.field(
+        default=None, metadata={"help": "bash (default) or zsh", "choices": SHELLS, "positional": True}
+    )
+    shell: str | None = flag(None, "the shell to complete in", SHELLS, excludes=("name",))
 
 
 def completion(arguments: CompletionArguments) -> int:
-    """A completion script for your shell:  source <(cs336 completion)"""
-    if arguments.shell == "zsh":
+    """A completion script for your shell:  source <(cs336 completion bash)"""
+    if "zsh" in (arguments.name, arguments.shell):
         print("autoload -U +X bashcompinit && bashcompinit")
     flags = {
         name: " ".join(
@@ -392,9 +398,15 @@ def main(argv: list[str] | None = None) -> int:
     for name, command in COMMANDS.items():
         manual = command.manual or command.function.__doc__
         add_flags(subparsers.add_parser(name, help=command.summary, description=_dedent(manual)), command.arguments)
-    namespace = parser.parse_args(argv)
-    command = COMMANDS[namespace.command]
-    return guarded(f"cs336 {namespace.command}", lambda: command.function(read_flags(command.arguments, namespace)))
+    words = sys.argv[1:] if argv is None else argv
+    named = next((word for word in words if word in COMMANDS), None)
+
+    def run_command() -> int:
+        namespace = parser.parse_args(words)
+        command = COMMANDS[namespace.command]
+        return command.function(read_flags(command.arguments, namespace))
+
+    return guarded(f"cs336 {named}" if named else "cs336", run_command, ["cs336", *words])
 
 
 def _dedent(manual: str | None) -> str:

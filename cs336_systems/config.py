@@ -11,7 +11,7 @@ so its names carry the year (`2026/xl`).
 import dataclasses
 import math
 import re
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -25,12 +25,36 @@ writes the low-precision weights; the step captured as a CUDA graph."""
 
 
 class UserError(ValueError):
-    """An error that the user can fix: shown as one line with exit code 2 and no traceback."""
+    """An error that the user can fix: shown as one line with exit code 2 and no traceback.
+
+    `arguments` are those names in the message that are flags on the command line, which adds the dashes.
+    """
+
+    def __init__(self, message: str, *arguments: str):
+        super().__init__(message)
+        self.arguments = arguments
 
 
-def flag(default: Any, help: str, choices: tuple[str, ...] | None = None) -> Any:
+def nearest(name: str, choices: Iterable[str]) -> str:
+    """Return "; did you mean ...?" with the choice that is most like `name`; "" if none is."""
+    import difflib
+
+    by_lower = {choice.lower(): choice for choice in choices}
+    found = difflib.get_close_matches(name.lower()[:100], by_lower, n=1, cutoff=0.7)
+    return f"; did you mean {by_lower[found[0]]!r}?" if found else ""
+
+
+def flag(
+    default: Any,
+    help: str,
+    choices: tuple[str, ...] | None = None,
+    *,
+    excludes: tuple[str, ...] = (),
+    may_be_empty: bool = False,
+) -> Any:
     """Return a dataclass field that is also a command-line flag (see flags.py)."""
-    return field(default=default, metadata={"help": help, "choices": choices})
+    metadata = {"help": help, "choices": choices, "excludes": excludes, "may_be_empty": may_be_empty}
+    return field(default=default, metadata=metadata)
 
 
 def flag_like(owner: type, name: str) -> Any:
@@ -43,12 +67,12 @@ def _positive(owner: Any, *names: str) -> None:
     for name in names:
         value = getattr(owner, name)
         if isinstance(value, bool) or not isinstance(value, int) or value < 1:
-            raise UserError(f"{name} must be a whole number of at least 1, got {value!r}")
+            raise UserError(f"{name} must be a whole number of at least 1, got {value!r}", name)
 
 
 def _one_of(name: str, value: str, choices: tuple[str, ...]) -> None:
     if value not in choices:
-        raise UserError(f"unknown {name} {value!r}; choose one of: {', '.join(choices)}")
+        raise UserError(f"unknown {name} {value!r}{nearest(value, choices)}; choose one of: {', '.join(choices)}", name)
 
 
 @dataclass(frozen=True)
@@ -68,12 +92,13 @@ class ModelConfig:
         if isinstance(self.rope_theta, bool) or not (
             isinstance(self.rope_theta, int | float) and math.isfinite(self.rope_theta) and self.rope_theta > 0
         ):
-            raise UserError(f"rope_theta must be a finite number above 0, got {self.rope_theta!r}")
+            raise UserError(f"rope_theta must be a finite number above 0, got {self.rope_theta!r}", "rope_theta")
         object.__setattr__(self, "rope_theta", float(self.rope_theta))
         if self.d_model % self.num_heads:
             raise UserError(
                 f"d_model {self.d_model} is not divisible by num_heads {self.num_heads}; "
-                f"change one so that each head gets a whole number of dimensions"
+                f"change one so that each head gets a whole number of dimensions",
+                *("d_model", "num_heads"),
             )
         if self.head_dim % 2:
             raise UserError(
@@ -124,16 +149,18 @@ class RunConfig:
         for name in ("warmup_steps", "checkpoint_blocks"):
             value = getattr(self, name)
             if isinstance(value, bool) or not isinstance(value, int) or value < 0:
-                raise UserError(f"{name} must be a whole number of at least 0, got {value!r}")
+                raise UserError(f"{name} must be a whole number of at least 0, got {value!r}", name)
         _one_of("mode", self.mode, MODES)
         _one_of("precision", self.precision, PRECISIONS)
         _one_of("attention", self.attention, ATTENTIONS)
         if not (math.isfinite(self.max_grad_norm) and self.max_grad_norm >= 0):
-            raise UserError(f"max_grad_norm must be a finite number of at least 0, got {self.max_grad_norm!r}")
-        if not re.fullmatch(r"cpu|cuda(:\d+)?", self.device):
-            raise UserError(f"unknown device {self.device!r}; use cpu, cuda or cuda:N")
-        if self.model_factory is not None and not re.fullmatch(r"[\w.]+:\w+", self.model_factory):
-            raise UserError(f"--model {self.model_factory!r} is not of the form package.module:factory")
+            value = self.max_grad_norm
+            raise UserError(f"max_grad_norm must be a finite number of at least 0, got {value!r}", "max_grad_norm")
+        if not re.fullmatch(r"cpu|cuda(:\d{1,4})?", self.device):
+            raise UserError(f"unknown device {self.device!r}; use cpu, cuda or cuda:N", "device")
+        factory = self.model_factory
+        if factory is not None and not re.fullmatch(r"[\w.]+:\w+", factory):
+            raise UserError(f"model_factory {factory!r} is not of the form package.module:factory", "model_factory")
         if not self.size:
             object.__setattr__(self, "size", size_name(self.model))
         object.__setattr__(self, "fast", self._checked_fast())
@@ -141,27 +168,29 @@ class RunConfig:
     def _checked_fast(self) -> str:
         """Return `fast` in its shortest form; raise UserError for a part that this configuration does not support."""
         if not isinstance(self.fast, str):
-            raise UserError(f"fast must be on, off, or some of {', '.join(FAST_PARTS)}, got {self.fast!r}")
+            raise UserError(f"fast must be on, off, or some of {', '.join(FAST_PARTS)}, got {self.fast!r}", "fast")
         if self.fast in ("on", "off"):
             return self.fast
         asked = self.fast.replace(" ", "").split(",")
         if unknown := [part for part in asked if part not in FAST_PARTS]:
-            raise UserError(f"--fast {self.fast!r}: {unknown[0]!r} is none of: on, off, {', '.join(FAST_PARTS)}")
+            meant = nearest(unknown[0], ("on", "off", *FAST_PARTS))
+            known = f"on, off, {', '.join(FAST_PARTS)}"
+            raise UserError(f"fast {self.fast!r}: {unknown[0]!r} is none of: {known}{meant}", "fast")
         for part in asked:
             if problem := self._fast_conflict(part):
-                raise UserError(f"--fast {part}: {problem}")
+                raise UserError(f"fast {part}: {problem}", "fast", "model_factory", "compile", "mode", "precision")
         return ",".join(part for part in FAST_PARTS if part in asked)
 
     def _fast_conflict(self, part: str) -> str | None:
         """Return why a part of the fast step is not supported here, or None."""
         if self.model_factory is not None:
-            return "supports this package's model only, not --model"
+            return "supports this package's model only, not model_factory"
         if part in ("kernels", "graph") and self.compile:
-            return "cannot be combined with --compile"
+            return "cannot be combined with compile"
         if part in ("optimizer", "graph") and self.mode != "train-step":
-            return f"needs --mode train-step, not {self.mode}"
+            return f"needs mode train-step, not {self.mode}"
         if part in ("optimizer", "graph") and self.precision == "fp16":
-            return "has no loss scaling, which fp16 needs; use --precision bf16"
+            return "has no loss scaling, which fp16 needs; use precision bf16"
         if part == "graph" and self.device_type != "cuda":
             return "needs a CUDA GPU"
         return None
@@ -231,7 +260,7 @@ def model_config(size: str, **overrides: Any) -> ModelConfig:
     """Return the model of a named size with any fields overridden; names are case-insensitive."""
     by_lower = {name.lower(): name for name in SIZES}
     if size.lower() not in by_lower:
-        raise UserError(f"unknown size {size!r}; choose one of: {', '.join(SIZES)}")
+        raise UserError(f"unknown size {size!r}{nearest(size, SIZES)}; choose one of: {', '.join(SIZES)}", "size")
     return ModelConfig(**{**SIZES[by_lower[size.lower()]], **overrides})
 
 

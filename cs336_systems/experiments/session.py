@@ -5,8 +5,10 @@ import sys
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
+from typing import NamedTuple
 
 from cs336_systems import record
+from cs336_systems.commands import Interrupted, interrupt_raises
 from cs336_systems.config import RunConfig, flag, flag_like
 from cs336_systems.experiments.catalogue import Request, catalogue
 from cs336_systems.experiments.runner import DEFAULT_TIMEOUT, Outcome, Runner, gather
@@ -31,8 +33,25 @@ class SessionArguments:
     force: bool = flag(False, "run cells again that the file already holds")
 
 
-def run_session(arguments: SessionArguments, path: Path, requests_on: Callable[[str], list[Request]]) -> Runner:
+class Session(NamedTuple):
+    """How a session ended."""
+
+    device: str
+    """The device that this machine measures on when none is named."""
+    code: int
+    """Exit code: 1 if no cell that was asked for has results."""
+
+
+def run_session(arguments: SessionArguments, path: Path, requests_on: Callable[[str], list[Request]]) -> Session:
     """Measure the cells that `requests_on(device)` names, into `path`, and print their tables."""
+    try:
+        with interrupt_raises():
+            return _run_session(arguments, path, requests_on)
+    except KeyboardInterrupt:
+        raise Interrupted(path) from None
+
+
+def _run_session(arguments: SessionArguments, path: Path, requests_on: Callable[[str], list[Request]]) -> Session:
     with Runner(path, force=arguments.force, timeout=arguments.timeout, peak_tflops=arguments.peak_tflops) as runner:
         if arguments.device is None and runner.device == "cpu":
             print("no CUDA GPU found: running on the CPU", file=sys.stderr)
@@ -45,7 +64,7 @@ def run_session(arguments: SessionArguments, path: Path, requests_on: Callable[[
     if drawn:
         print(f"pictures: {', '.join(str(file) for file in drawn if file.suffix != '.svg')} (.png: and .svg)")
     _report_outcome(outcome, path)
-    return runner
+    return Session(runner.device, 0 if any(item.ok for item in asked) else 1)
 
 
 def draw_timelines(folder: Path) -> list[Path]:
@@ -76,7 +95,8 @@ def _asked(path: Path, wanted: set[tuple[str, str]]) -> list[record.Record]:
 
 
 def _report_outcome(outcome: Outcome, path: Path) -> None:
-    parts = [f"{outcome.done} cell{'' if outcome.done == 1 else 's'} measured"]
+    measured = outcome.done - outcome.failed
+    parts = [f"{measured} cell{'' if measured == 1 else 's'} measured"]
     if outcome.reused:
         parts.append(f"{outcome.reused} taken from the file")
     if outcome.failed:

@@ -6,6 +6,8 @@ from typing import Any
 
 from cs336_systems.config import ModelConfig, RunConfig, canonical_size, flag, flag_like, model_config
 
+OWN_MODEL = "package.module:factory of your own nn.Module, which has its own attention and recomputation"
+
 
 @dataclass(frozen=True)
 class ShapeArguments:

@@ -11,7 +11,7 @@ from collections.abc import Callable, Hashable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from cs336_systems.config import UserError
+from cs336_systems.config import UserError, nearest
 from cs336_systems.record import HEADLINES, Record, cell_key
 from cs336_systems.report.cells import CellView, fields_of, group
 from cs336_systems.report.intervals import Ratio, ratio_of_medians
@@ -148,8 +148,9 @@ def _cells(records: Iterable[Record], file: str, experiments: Sequence[str]) -> 
     have = list(dict.fromkeys(record.experiment for record in usable))
     if not have:
         raise UserError(f"{file!r} holds no records that can be compared")
-    if experiments and not set(experiments) & set(have):
-        raise UserError(f"{file!r} has no experiment {', '.join(experiments)}; it has: {_some(have, 8)}")
+    for name in experiments:
+        if name not in have:
+            raise UserError(f"{file!r} has no experiment {name}{nearest(name, have)}; it has: {_some(have, 8)}")
     wanted = [record for record in usable if not experiments or record.experiment in experiments]
     cells = sorted(group(wanted), key=lambda cell: have.index(cell.experiment))
     odd = [record for record in records if not _is_usable(record)]

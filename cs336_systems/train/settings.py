@@ -26,6 +26,7 @@ from cs336_systems.flags import build, flat, renamed
 
 PARALLEL = ("none", "ddp", "ddp-sharded", "fsdp")
 BYTES = 256
+WARMUP_STEPS = 20
 LAUNCH_BOUND = 4 << 20
 """Elements in the residual stream of a micro batch below which Python is slower than the fused kernels it launches.
 Ranks that communicate have no CUDA graph: large lost 26%, 2.7B won 13% (H200, 2,048 tokens)."""
@@ -123,7 +124,10 @@ class ComputeSettings(_Checked):
 class OptimizerSettings(_Checked):
     learning_rate: float = flag(1e-3, "peak learning rate")
     min_lr_share: float = renamed("final_share", flag(0.1, "minimum learning rate, as a share of the peak"))
-    lr_warmup_steps: int = renamed("warmup_steps", flag(20, "steps of linear warm-up to the peak learning rate"))
+    lr_warmup_steps: int | None = renamed(
+        "warmup_steps", flag(None, f"steps of linear warm-up to the peak learning rate (default: {WARMUP_STEPS})")
+    )
+    """None: WARMUP_STEPS, or a tenth of a run that is not longer; TrainSettings fills it in."""
     weight_decay: float = flag(0.1, "weight decay of matrices; norms have none")
     beta1: float = flag(0.9, "AdamW's decay rate of the gradient's mean")
     beta2: float = flag(0.95, "AdamW's decay rate of the squared gradient's mean")
@@ -135,7 +139,7 @@ class OptimizerSettings(_Checked):
         rate = self.learning_rate
         self._require(math.isfinite(rate) and rate > 0, "learning_rate", "above 0")
         self._require(0 <= self.min_lr_share <= 1, "min_lr_share", "between 0 and 1")
-        self._at_least(0, "lr_warmup_steps")
+        self._require((self.lr_warmup_steps or 0) >= 0, "lr_warmup_steps", "at least 0")
         self._at_least(1, "max_skipped", "loss_scale_growth")
         for name in ("max_grad_norm", "weight_decay"):
             value = getattr(self, name)
@@ -173,7 +177,7 @@ class LogSettings(_Checked):
     tensorboard: bool = flag(False, "also write metrics for TensorBoard, into the output folder")
     eval_every: int = flag(50, "steps between evaluations (0: none)")
     eval_batches: int = flag(4, "micro batches in an evaluation, on each rank")
-    sample_prompt: str = flag("The ", "prompt of the text sampled at each evaluation")
+    sample_prompt: str = flag("The ", "prompt of the text sampled at each evaluation", may_be_empty=True)
     sample_tokens: int = flag(60, "bytes sampled at each evaluation")
 
     def __post_init__(self) -> None:
@@ -200,6 +204,9 @@ class TrainSettings(_Checked):
     def __post_init__(self) -> None:
         self._at_least(1, "steps")
         warmup = self.optimizer.lr_warmup_steps
+        if warmup is None:
+            warmup = WARMUP_STEPS if self.steps > WARMUP_STEPS else self.steps // 10
+            object.__setattr__(self, "optimizer", dataclasses.replace(self.optimizer, lr_warmup_steps=warmup))
         if warmup >= self.steps:
             raise UserError(f"--warmup_steps must be below --steps, {self.steps}, got {warmup}")
         _ = self.model  # reports its own mistakes now, too
