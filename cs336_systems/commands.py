@@ -10,6 +10,7 @@ import os
 import re
 import shlex
 import signal
+import stat
 import sys
 import threading
 import warnings
@@ -173,12 +174,23 @@ def _machine_failure(error: OSError) -> str:
     remedy = remedies.get(error.errno or 0, "")
     if error.filename is not None:
         return f"{os.fsdecode(error.filename)!r}: {reason}{remedy}"
-    try:
-        sys.stdout.flush()  # what could not be written is still in its buffer
-    except OSError:
+    if _is_output_blocked():
         _discard_output()
         return f"cannot write to standard output: {reason}"
     return f"{reason}{remedy}"
+
+
+def _is_output_blocked() -> bool:
+    """Return whether standard output, redirected to a file, cannot be written: such an error names no file."""
+    try:
+        sys.stdout.flush()  # what could not be written is still in its buffer
+        if not sys.stdout.isatty() and not stat.S_ISFIFO(os.fstat(sys.stdout.fileno()).st_mode):
+            os.write(sys.stdout.fileno(), b"\n")  # with PYTHONUNBUFFERED there is no buffer
+    except io.UnsupportedOperation:  # not a file of this process, as in a test
+        return False
+    except OSError:
+        return True
+    return False
 
 
 def _has_current_directory() -> bool:

@@ -35,6 +35,10 @@ class Parser(argparse.ArgumentParser):
         print(f"{self.prog}: {one_line(message + self._suggestion(message))}; see {self.prog} --help", file=sys.stderr)
         raise SystemExit(2)
 
+    def _print_message(self, message: str, file: Any = None) -> None:
+        """Print, and raise what goes wrong: argparse would ignore it."""
+        (file or sys.stderr).write(message)
+
     def parse_known_args(self, args: Any = None, namespace: Any = None) -> Any:
         """Refuse unknown arguments here: a subcommand knows its own flags, and so the one that was meant."""
         found, unknown = super().parse_known_args(args, namespace)

@@ -9,7 +9,7 @@ from typing import NamedTuple
 
 from cs336_systems import record
 from cs336_systems.commands import Interrupted, interrupt_raises
-from cs336_systems.config import RunConfig, flag, flag_like
+from cs336_systems.config import RunConfig, UserError, flag, flag_like
 from cs336_systems.experiments.catalogue import Request, catalogue
 from cs336_systems.experiments.runner import DEFAULT_TIMEOUT, Outcome, Runner, gather
 from cs336_systems.report.figures import pictures
@@ -60,11 +60,27 @@ def _run_session(arguments: SessionArguments, path: Path, requests_on: Callable[
     asked = _asked(path, {(experiment, record.cell_key(config)) for experiment, config in requests})
     for table in tables(asked, catalogue()):
         print(table.render("terminal"), end="\n\n")
-    drawn = [*save(pictures(asked, catalogue()), path.parent / "figures"), *draw_timelines(path.parent / "files")]
+    drawn = _drawn(asked, path.parent)
     if drawn:
         print(f"pictures: {', '.join(str(file) for file in drawn if file.suffix != '.svg')} (.png: and .svg)")
     _report_outcome(outcome, path)
     return Session(runner.device, 0 if any(item.ok for item in asked) else 1)
+
+
+def _drawn(asked: list[record.Record], folder: Path) -> list[Path]:
+    """Draw what can be drawn: the measurements are on disk, and a full one, or a damaged file, must not hide them."""
+    drawn: list[Path] = []
+    for draw in (
+        lambda: save(pictures(asked, catalogue()), folder / "figures"),
+        lambda: draw_timelines(folder / "files"),
+    ):
+        try:
+            drawn += draw()
+        except UserError as error:
+            print(f"not drawn: {error}", file=sys.stderr)
+        except OSError as error:
+            print(f"not drawn: cannot write to {str(folder)!r}: {error.strerror}", file=sys.stderr)
+    return drawn
 
 
 def draw_timelines(folder: Path) -> list[Path]:
