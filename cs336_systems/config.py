@@ -23,6 +23,12 @@ FAST_PARTS = ("kernels", "loss", "optimizer", "graph")
 """Parts of the fast step: fused kernels between the matmuls; a loss that never forms the full logits; an optimizer that
 writes the low-precision weights; the step captured as a CUDA graph."""
 
+LARGEST_NUMBER = 2**31 - 1
+LARGEST = {"num_layers": 10_000}
+"""Upper bounds: larger numbers are mistakes, and a prediction of a million blocks would take hours."""
+SEEDS = range(-(2**63), 2**64)
+"""Seeds that torch accepts."""
+
 
 class UserError(ValueError):
     """An error that the user can fix: shown as one line with exit code 2 and no traceback.
@@ -36,12 +42,12 @@ class UserError(ValueError):
 
 
 def nearest(name: str, choices: Iterable[str]) -> str:
-    """Return "; did you mean ...?" with the choice that is most like `name`; "" if none is."""
+    """Return " (did you mean ...?)" with the choice that is most like `name`; "" if none is."""
     import difflib
 
     by_lower = {choice.lower(): choice for choice in choices}
     found = difflib.get_close_matches(name.lower()[:100], by_lower, n=1, cutoff=0.7)
-    return f"; did you mean {by_lower[found[0]]!r}?" if found else ""
+    return f" (did you mean {by_lower[found[0]]!r}?)" if found else ""
 
 
 def flag(
@@ -68,6 +74,13 @@ def _positive(owner: Any, *names: str) -> None:
         value = getattr(owner, name)
         if isinstance(value, bool) or not isinstance(value, int) or value < 1:
             raise UserError(f"{name} must be a whole number of at least 1, got {value!r}", name)
+        if value > LARGEST.get(name, LARGEST_NUMBER):
+            raise UserError(f"{name} must be at most {LARGEST.get(name, LARGEST_NUMBER)}, got {value}", name)
+
+
+def require_seed(seed: int) -> None:
+    if isinstance(seed, int) and seed not in SEEDS:
+        raise UserError(f"seed must be a 64-bit number, got {seed}", "seed")
 
 
 def _one_of(name: str, value: str, choices: tuple[str, ...]) -> None:
@@ -153,6 +166,7 @@ class RunConfig:
         _one_of("mode", self.mode, MODES)
         _one_of("precision", self.precision, PRECISIONS)
         _one_of("attention", self.attention, ATTENTIONS)
+        require_seed(self.seed)
         if not (math.isfinite(self.max_grad_norm) and self.max_grad_norm >= 0):
             value = self.max_grad_norm
             raise UserError(f"max_grad_norm must be a finite number of at least 0, got {value!r}", "max_grad_norm")
@@ -172,10 +186,12 @@ class RunConfig:
         if self.fast in ("on", "off"):
             return self.fast
         asked = self.fast.replace(" ", "").split(",")
+        if {"on", "off"} & set(asked):
+            raise UserError(f"fast {self.fast!r}: on and off cannot be combined with anything", "fast")
         if unknown := [part for part in asked if part not in FAST_PARTS]:
             meant = nearest(unknown[0], ("on", "off", *FAST_PARTS))
             known = f"on, off, {', '.join(FAST_PARTS)}"
-            raise UserError(f"fast {self.fast!r}: {unknown[0]!r} is none of: {known}{meant}", "fast")
+            raise UserError(f"fast {self.fast!r}: {unknown[0]!r}{meant} is none of: {known}", "fast")
         for part in asked:
             if problem := self._fast_conflict(part):
                 raise UserError(f"fast {part}: {problem}", "fast", "model_factory", "compile", "mode", "precision")

@@ -56,8 +56,6 @@ def require_regular(path: Path) -> None:
 
 def read_failure(error: OSError, path: str | Path) -> UserError:
     """Return the error to raise in place of one that came up while reading `path`."""
-    if isinstance(error, FileNotFoundError):
-        return UserError(f"no file {str(path)!r}")
     return UserError(f"cannot read {str(path)!r}: {error.strerror or error}")
 
 

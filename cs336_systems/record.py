@@ -11,6 +11,7 @@ import json
 import math
 import os
 import random
+import shlex
 import statistics
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -243,7 +244,7 @@ def load(path: str | Path, *, lenient: bool = False) -> Loaded:
     """
     path = records_file(path)
     if not path.exists():
-        raise UserError(f"no file {str(path)!r}; make one with: cs336 bench --output {path}")
+        raise UserError(f"no file {str(path)!r}; make one with: cs336 bench --output {shlex.quote(str(path))}")
     data = read_input(path)
     lines = data.split(b"\n")
     torn = lines.pop()

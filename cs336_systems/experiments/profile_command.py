@@ -45,6 +45,8 @@ def run_profile(arguments: ProfileArguments) -> int:
             raise UserError(f"--only {name!r}{nearest(name, _profiles())}; choose from: {', '.join(_profiles())}")
     if arguments.nsys and KERNELS.name not in wanted:
         raise UserError(f"--nsys records kernels, and --only {','.join(wanted)} leaves them out; drop one of the two")
+    if arguments.peak_tflops is not None:
+        raise UserError("--peak_tflops is for MFU, which a profile does not show; leave it out")
     by_nsys = arguments.nsys and find_nsys() is not None
     if arguments.nsys and not by_nsys:
         print("nsys is not installed, or not on PATH: using torch.profiler", file=sys.stderr)

@@ -166,7 +166,8 @@ class Trainer:
             self._show(f"stopped after step {done}; the same command resumes from step {saved}")
             return STOPPED
         if saved != done:
-            self._show(f"all {steps} steps are done, but the last checkpoint is of step {saved}")
+            last = f"the last checkpoint is of step {saved}" if saved else "no checkpoint was saved"
+            self._show(f"all {steps} steps are done, but {last}")
             return 1
         self._show(f"done: {steps} steps")
         return 0

@@ -21,6 +21,7 @@ from cs336_systems.config import (
     flag,
     flag_like,
     model_config,
+    require_seed,
 )
 from cs336_systems.flags import build, flat, renamed
 
@@ -62,7 +63,8 @@ class DataSettings(_Checked):
         if not self.path:
             raise UserError("name a file to train on: --data text.txt")
         if not Path(self.path).is_file():
-            raise UserError(f"no file {self.path!r}; --data is a text file, or tokens as .bin or .npy")
+            problem = f"{self.path!r} is not a regular file" if Path(self.path).exists() else f"no file {self.path!r}"
+            raise UserError(f"{problem}; --data is a text file, or tokens as .bin or .npy")
         self._at_least(1, "batch_size", "micro_batch_size")
         self._require(0 < self.validation_share < 1, "validation_share", "between 0 and 1")
 
@@ -137,7 +139,7 @@ class OptimizerSettings(_Checked):
 
     def __post_init__(self) -> None:
         rate = self.learning_rate
-        self._require(math.isfinite(rate) and rate > 0, "learning_rate", "above 0")
+        self._require(math.isfinite(rate) and rate > 0, "learning_rate", "a finite number above 0")
         self._require(0 <= self.min_lr_share <= 1, "min_lr_share", "between 0 and 1")
         self._require((self.lr_warmup_steps or 0) >= 0, "lr_warmup_steps", "at least 0")
         self._at_least(1, "max_skipped", "loss_scale_growth")
@@ -156,7 +158,9 @@ class ParallelSettings(_Checked):
     rank_timeout: float = flag(600.0, "seconds to wait for a rank that does not respond")
 
     def __post_init__(self) -> None:
-        self._require(math.isfinite(self.rank_timeout) and self.rank_timeout >= 1, "rank_timeout", "at least 1")
+        self._require(
+            math.isfinite(self.rank_timeout) and self.rank_timeout >= 1, "rank_timeout", "a finite number of at least 1"
+        )
 
 
 @dataclass(frozen=True)
@@ -203,6 +207,7 @@ class TrainSettings(_Checked):
 
     def __post_init__(self) -> None:
         self._at_least(1, "steps")
+        require_seed(self.seed)
         warmup = self.optimizer.lr_warmup_steps
         if warmup is None:
             warmup = WARMUP_STEPS if self.steps > WARMUP_STEPS else self.steps // 10

@@ -152,6 +152,8 @@ class _Launch(NamedTuple):
 def read_nsys(path: Path) -> Trace:
     """Read the output of `nsys export --type sqlite`."""
     name = repr(str(path))
+    if not path.exists():
+        raise UserError(f"cannot read {name}: no such file; {EXPORT}")
     require_regular(path)
     if not path.stat().st_size:
         raise UserError(f"{name} is empty; {EXPORT}")
