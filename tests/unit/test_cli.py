@@ -186,6 +186,15 @@ def test_models_that_cannot_be_used(name, kept_worker, capsys):
     assert f"{name}:build" in shown or name == "wrong_shape"
 
 
+def test_nothing_measured_is_exit_code_1(kept_worker, capsys):
+    """A cell that does not fit was not measured, now or when its record is read again."""
+    for _ in range(2):
+        assert exit_code(["bench", "--size", "xxl", "--device", "cpu", "--output", "r.jsonl"]) == 1
+        printed = capsys.readouterr()
+        assert "OOM" in printed.out
+        assert "0 cells measured" in printed.out
+
+
 def test_an_attention_that_cannot_run_here(kept_worker, capsys):
     named = ["--attention flash_triton: the Triton kernels need a CUDA GPU, not 'cpu'; use --attention auto"]
     assert_refused(["bench", *TINY, "--attention", "flash_triton"], named, capsys)
