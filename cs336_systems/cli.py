@@ -340,6 +340,7 @@ def completion(arguments: CompletionArguments) -> int:
         )
         for name, command in COMMANDS.items()
     }
+    flags["completion"] += f" {' '.join(SHELLS)}"
     cases = "\n".join(f'    {name}) words="{words}" ;;' for name, words in flags.items())
     print(
         f'_cs336() {{\n  local words="{" ".join(COMMANDS)}"\n  case "${{COMP_WORDS[1]}}" in\n{cases}\n  esac\n'

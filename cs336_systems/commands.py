@@ -24,6 +24,12 @@ from cs336_systems.flags import Parser, add_flags, one_line, read_flags
 FLAG_OF = {"model_factory": "model"}
 """Names of arguments whose flag has another name."""
 
+PATH_MISTAKES = (
+    *(errno.EACCES, errno.EPERM, errno.EROFS),
+    *(errno.ENAMETOOLONG, errno.ENOTDIR, errno.EISDIR, errno.ELOOP),
+)
+"""Errors of the operating system that another path avoids: mistakes of the user."""
+
 
 class Interrupted(KeyboardInterrupt):
     """Ctrl-C in a run that can be resumed; `path` is the file of what was finished."""
@@ -60,7 +66,7 @@ def guarded(program: str, run: Callable[[], int], started_by: Sequence[str] = ()
             _discard_output()
             return 0
         except OSError as error:
-            return _fail(program, _machine_failure(error), 1)
+            return _fail(program, _machine_failure(error), 2 if error.errno in PATH_MISTAKES else 1)
         except MemoryError:
             return _fail(program, "out of memory: this process needs more than the machine, or its limit, allows", 1)
         except ModuleNotFoundError as error:
@@ -73,7 +79,8 @@ def flags_named(error: UserError) -> str:
     """Return the message with the arguments that it names written as flags."""
     text = str(error)
     for name in error.arguments:
-        text = re.sub(rf"(?<![\w'-]){name}(?![\w'])", f"--{FLAG_OF.get(name, name)}", text)
+        # Not inside a quoted value or a path.
+        text = re.sub(rf"(?<![\w'/.-]){name}(?![\w'/.-])", f"--{FLAG_OF.get(name, name)}", text)
     return text
 
 

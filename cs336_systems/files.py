@@ -64,7 +64,7 @@ def write_failure(error: OSError, path: str | Path) -> Exception:
     folder without permission, or a failure of the machine, such as a full disk."""
     if error.errno in MACHINE_FAILURES:
         return OSError(error.errno, error.strerror, str(path))
-    return UserError(f"cannot write to {str(path)!r}: {error.strerror or error}; choose another --output")
+    return UserError(f"cannot write to {str(path)!r}: {error.strerror or error}; choose another output", "output")
 
 
 def _require_kind(path: Path, mode: int, *kinds: int) -> None:

@@ -106,7 +106,7 @@ def compare(
 ) -> Comparison:
     """Cells that both have, a row for each cell and metric. UserError where there is nothing to compare."""
     if not 0.5 <= confidence <= 0.999:
-        raise UserError(f"--confidence must be between 0.5 and 0.999, got {confidence!r}")
+        raise UserError(f"confidence must be between 0.5 and 0.999, got {confidence!r}", "confidence")
     (cells_a, odd_a), (cells_b, odd_b) = (
         _cells(records, file, experiments) for records, file in zip((a, b), files, strict=True)
     )

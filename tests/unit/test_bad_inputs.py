@@ -557,6 +557,14 @@ def test_a_long_or_unprintable_value_is_shown_shortened_and_escaped(capsys):
     assert capsys.readouterr().err.count("\n") == 1
 
 
+@pytest.mark.parametrize(
+    "command", ["table {}", "report {}", "bench --output {}", "train --data {}", "inspect {}.json"]
+)
+def test_a_name_that_is_too_long(command, capsys):
+    assert exit_code(command.format("x" * 300)) == 2
+    assert "File name too long" in capsys.readouterr().err
+
+
 def test_there_are_enough_inputs():
     assert len({command for command, _ in ALL_REFUSED}) == len(ALL_REFUSED)
     assert len(ALL_REFUSED) > 250

@@ -404,13 +404,14 @@ COMPLETIONS = {
     "t": {"table", "train", "tune"},
     "bench --prec": {"--precision", "--precisions"},
     "run auto": {"autocast_dtypes"},
+    "completion z": {"zsh"},
     "bench --nothing": set(),
 }
 
 
 @pytest.mark.skipif(shutil.which("bash") is None, reason="needs bash")
 def test_completion_in_bash(capsys, tmp_path):
-    assert exit_code(["completion"]) == 0
+    assert exit_code(["completion", "bash"]) == 0
     (tmp_path / "completion.bash").write_text(capsys.readouterr().out)
     script = "set -eu; source completion.bash; complete -p cs336 >&2\n" + "".join(
         f"COMP_WORDS=(cs336 {words}); COMP_CWORD={len(words.split())}; COMPREPLY=(); _cs336 || true\n"
