@@ -322,6 +322,8 @@ def _judged(a: Record, b: Record, confidence: float) -> tuple[Ratio | None, str]
 
 
 def _why_empty(pairs: Sequence[Pair], metrics: Sequence[str]) -> str:
+    if all(pair.a.experiment == "train" for pair in pairs):
+        return "A and B are training runs, which have no cells to compare; side by side: cs336 report A B"
     if not any(cell.ok for pair in pairs for cell in pair.sides):
         return f"all {len(pairs)} cells that A and B have in common failed in both: nothing to compare"
     have = dict.fromkeys(
