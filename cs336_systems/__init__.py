@@ -1,7 +1,8 @@
 """Measure where the time and memory of training a Transformer go, and make it faster."""
 
-import importlib
-from typing import Any
+TYPE_CHECKING = False
+if TYPE_CHECKING:  # at run time `typing` would take longer to import than all of this package's root
+    from typing import Any
 
 __version__ = "0.2.0.dev0"
 
@@ -26,7 +27,9 @@ _MODULE_OF = {name: module for module, names in _PUBLIC.items() for name in name
 __all__ = sorted(_MODULE_OF)
 
 
-def __getattr__(name: str) -> Any:
+def __getattr__(name: str) -> "Any":
+    import importlib
+
     if name not in _MODULE_OF:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     return getattr(importlib.import_module(_MODULE_OF[name]), name)

@@ -17,9 +17,10 @@ from cs336_systems.experiments.profile_command import ProfileArguments
 from cs336_systems.experiments.ranks.layouts import PlanArguments
 from cs336_systems.experiments.session import SessionArguments
 from cs336_systems.experiments.spec import PRESETS
+from cs336_systems.files import write_failure
 from cs336_systems.flags import Parser, add_flags, flags_of, read_flags
 from cs336_systems.predict.fit import FitArguments
-from cs336_systems.predict.model_flags import ShapeArguments
+from cs336_systems.predict.model_flags import OWN_MODEL, ShapeArguments
 from cs336_systems.table import FORMATS
 from cs336_systems.train.settings import TrainSettings
 
@@ -30,7 +31,7 @@ class RunArguments(SessionArguments):
     preset: str = flag("quick", "grid: quick (about a minute), course, full", PRESETS)
 
 
-def run(arguments: RunArguments) -> None:
+def run(arguments: RunArguments) -> int:
     """Measure named experiments; a cell that several ask for is measured once."""
     from cs336_systems.config import RunConfig, UserError
     from cs336_systems.experiments.catalogue import Request, cells
@@ -45,13 +46,14 @@ def run(arguments: RunArguments) -> None:
 
     requests_on(arguments.device or "cuda")  # reports mistakes before a process is started
     path = Path(arguments.output or f"runs/{arguments.preset}/records.jsonl")
-    runner = run_session(arguments, path, requests_on)
-    if runner.device == "cpu":
+    session = run_session(arguments, path, requests_on)
+    if session.device == "cpu":
         names = " ".join(arguments.names)
         print(f"next, on a machine with a GPU: cs336 run {names} --preset course")
+    return session.code
 
 
-def profile(arguments: ProfileArguments) -> None:
+def profile(arguments: ProfileArguments) -> int:
     """Kernels and memory of a step: tables, a trace for Perfetto, a snapshot for memory_viz, a timeline to look into.
 
     cs336 profile --size small --mode train-step
@@ -59,7 +61,7 @@ def profile(arguments: ProfileArguments) -> None:
     """
     from cs336_systems.experiments.profile_command import run_profile
 
-    run_profile(arguments)
+    return run_profile(arguments)
 
 
 @dataclass(frozen=True)
@@ -88,7 +90,7 @@ def inspect(arguments: InspectArguments) -> None:
 
 @dataclass(frozen=True)
 class MemoryArguments(ShapeArguments):
-    model: str | None = flag(None, "package.module:factory of your own nn.Module (traced)")
+    model: str | None = flag(None, f"{OWN_MODEL} (traced)", excludes=("attention", "checkpoint_blocks"))
     trace: bool = flag(False, "also trace every operator of a step, without touching memory (imports torch)")
     format: str = flag("terminal", "table format", FORMATS)
 
@@ -143,7 +145,7 @@ def train(settings: TrainSettings) -> int:
 
 @dataclass(frozen=True)
 class TableArguments:
-    files: tuple[str, ...] = flag((), "files of records", positional=True, metavar="FILE")
+    files: tuple[str, ...] = flag((), "files of records, or folders that hold one", positional=True, metavar="PATH")
     format: str = flag("terminal", "output format", FORMATS)
     experiments: tuple[str, ...] = flag((), "only these experiments")
     output: str | None = flag(None, "write here instead of to the screen")
@@ -155,25 +157,25 @@ def table(arguments: TableArguments) -> None:
     cs336 table runs/quick/records.jsonl --format md
     """
     from cs336_systems.config import UserError
-    from cs336_systems.record import load
+    from cs336_systems.record import chosen, load
     from cs336_systems.report.sections import tables
 
     if not arguments.files:
         raise UserError("name a file of records, such as runs/quick/records.jsonl")
-    loaded = [load(name) for name in arguments.files]
+    loaded = [load(name, lenient=True) for name in arguments.files]
     for remark in (remark for one in loaded for remark in one.remarks):
         print(remark.en, file=sys.stderr)
-    records = [record for one in loaded for record in one.records]
-    if arguments.experiments:
-        records = [record for record in records if record.experiment in arguments.experiments]
+    records = chosen([record for one in loaded for record in one.records], arguments.experiments)
+    if not records:
+        raise UserError(f"no records in {', '.join(arguments.files)}; measure some with: cs336 bench")
     text = "\n\n".join(found.render(arguments.format) for found in tables(records, catalogue()))
     if arguments.output is None:
         print(text)
         return
     try:
-        Path(arguments.output).write_text(text + "\n")
+        Path(arguments.output).write_text(text + "\n", encoding="utf-8")
     except OSError as error:
-        raise UserError(f"cannot write {arguments.output!r}: {error.strerror}") from None
+        raise write_failure(error, arguments.output) from None
 
 
 @dataclass(frozen=True)
@@ -182,7 +184,7 @@ class ReportArguments:
     output: str = flag("report", "folder to write to", short="-o")
     formats: tuple[str, ...] = flag((), "besides the page: md (with pictures), csv, latex, typst")
     lang: str = flag("en", "language; the page can be switched", ("en", "zh"))
-    title: str = flag("", "heading of the report")
+    title: str = flag("", "heading of the report", may_be_empty=True)
     published: bool = flag(False, "beside the same work: what write-ups of the course give for other GPUs")
 
 
@@ -213,8 +215,8 @@ def report(arguments: ReportArguments) -> None:
 
 @dataclass(frozen=True)
 class CompareArguments:
-    a: str = flag(MISSING, "file of records: before", positional=True, metavar="A")
-    b: str = flag(MISSING, "file of records: after", positional=True, metavar="B")
+    a: str = flag(MISSING, "file of records, or folder that holds one: before", positional=True, metavar="A")
+    b: str = flag(MISSING, "file of records, or folder that holds one: after", positional=True, metavar="B")
     metric: tuple[str, ...] = flag((), "what to compare, such as step_time,peak_memory (default: the time of a step)")
     experiments: tuple[str, ...] = flag((), "only these experiments")
     fail_if_slower: str | None = flag(None, "exit code 1 if some row of B is slower by more than this, such as 5%%")
@@ -234,7 +236,7 @@ def compare(arguments: CompareArguments) -> int:
     from cs336_systems.report.compare import parse_percent
 
     limit = None if arguments.fail_if_slower is None else parse_percent(arguments.fail_if_slower)
-    a, b = load(arguments.a), load(arguments.b)
+    a, b = load(arguments.a, lenient=True), load(arguments.b, lenient=True)
     found = compare_records(
         a.records,
         b.records,
@@ -293,14 +295,18 @@ def doctor(arguments: DoctorArguments) -> None:
         )
 
 
+SHELLS = ("bash", "zsh")
+
+
 @dataclass(frozen=True)
 class CompletionArguments:
-    shell: str = flag("bash", "the shell to complete in", ("bash", "zsh"))
+    name: str | None = flag(None, "bash (default) or zsh", SHELLS, positional=True)
+    shell: str | None = flag(None, "the shell to complete in", SHELLS, excludes=("name",))
 
 
 def completion(arguments: CompletionArguments) -> None:
-    """A completion script for your shell:  source <(cs336 completion)"""
-    if arguments.shell == "zsh":
+    """A completion script for your shell:  source <(cs336 completion bash)"""
+    if "zsh" in (arguments.name, arguments.shell):
         print("autoload -U +X bashcompinit && bashcompinit")
     flags = {
         name: " ".join(
@@ -308,6 +314,7 @@ def completion(arguments: CompletionArguments) -> None:
         )
         for name, command in COMMANDS.items()
     }
+    flags["completion"] += f" {' '.join(SHELLS)}"
     cases = "\n".join(f'    {name}) words="{words}" ;;' for name, words in flags.items())
     print(
         f'_cs336() {{\n  local words="{" ".join(COMMANDS)}"\n  case "${{COMP_WORDS[1]}}" in\n{cases}\n  esac\n'
@@ -366,9 +373,15 @@ def main(argv: list[str] | None = None) -> int:
         manual = command.manual or command.function.__doc__
         subparser = subparsers.add_parser(name, help=command.summary, description=cleandoc(manual or ""))
         add_flags(subparser, command.arguments)
-    namespace = parser.parse_args(argv)
-    command = COMMANDS[namespace.command]
-    return guarded(f"cs336 {namespace.command}", lambda: command.function(read_flags(command.arguments, namespace)))
+    words = sys.argv[1:] if argv is None else argv
+    named = next((word for word in words if word in COMMANDS), None)
+
+    def run_command() -> int | None:
+        namespace = parser.parse_args(words)
+        command = COMMANDS[namespace.command]
+        return command.function(read_flags(command.arguments, namespace))
+
+    return guarded(f"cs336 {named}" if named else "cs336", run_command, ["cs336", *words])
 
 
 if __name__ == "__main__":

@@ -11,7 +11,7 @@ so its names carry the year (`2026/xl`).
 import dataclasses
 import math
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -23,9 +23,31 @@ FAST_PARTS = ("kernels", "loss", "optimizer", "graph")
 """Parts of the fast step: fused kernels between the matmuls; a loss that never forms the full logits; an optimizer that
 writes the low-precision weights; the step captured as a CUDA graph."""
 
+LARGEST_NUMBER = 2**31 - 1
+LARGEST = {"num_layers": 10_000}
+"""Upper bounds: larger numbers are mistakes, and a prediction of a million blocks would take hours."""
+SEEDS = range(-(2**63), 2**64)
+"""Seeds that torch accepts."""
+
 
 class UserError(ValueError):
-    """An error that the user can fix: shown as one line with exit code 2 and no traceback."""
+    """An error that the user can fix: shown as one line with exit code 2 and no traceback.
+
+    `arguments` are those names in the message that are flags on the command line, which adds the dashes.
+    """
+
+    def __init__(self, message: str, *arguments: str):
+        super().__init__(message)
+        self.arguments = arguments
+
+
+def nearest(name: str, choices: Iterable[str]) -> str:
+    """Return " (did you mean ...?)" with the choice that is most like `name`; "" if none is."""
+    import difflib
+
+    by_lower = {choice.lower(): choice for choice in choices}
+    found = difflib.get_close_matches(name.lower()[:100], by_lower, n=1, cutoff=0.7)
+    return f" (did you mean {by_lower[found[0]]!r}?)" if found else ""
 
 
 def flag(default: Any, help: str, choices: tuple[str, ...] | None = None, **metadata: Any) -> Any:
@@ -43,12 +65,19 @@ def _at_least(least: int, owner: Any, *names: str) -> None:
     for name in names:
         value = getattr(owner, name)
         if isinstance(value, bool) or not isinstance(value, int) or value < least:
-            raise UserError(f"{name} must be a whole number of at least {least}, got {value!r}")
+            raise UserError(f"{name} must be a whole number of at least {least}, got {value!r}", name)
+        if value > LARGEST.get(name, LARGEST_NUMBER):
+            raise UserError(f"{name} must be at most {LARGEST.get(name, LARGEST_NUMBER)}, got {value}", name)
+
+
+def require_seed(seed: int) -> None:
+    if isinstance(seed, int) and seed not in SEEDS:
+        raise UserError(f"seed must be a 64-bit number, got {seed}", "seed")
 
 
 def _one_of(name: str, value: str, choices: tuple[str, ...]) -> None:
     if value not in choices:
-        raise UserError(f"unknown {name} {value!r}; choose one of: {', '.join(choices)}")
+        raise UserError(f"unknown {name} {value!r}{nearest(value, choices)}; choose one of: {', '.join(choices)}", name)
 
 
 @dataclass(frozen=True)
@@ -68,12 +97,13 @@ class ModelConfig:
         if isinstance(self.rope_theta, bool) or not (
             isinstance(self.rope_theta, int | float) and math.isfinite(self.rope_theta) and self.rope_theta > 0
         ):
-            raise UserError(f"rope_theta must be a finite number above 0, got {self.rope_theta!r}")
+            raise UserError(f"rope_theta must be a finite number above 0, got {self.rope_theta!r}", "rope_theta")
         object.__setattr__(self, "rope_theta", float(self.rope_theta))
         if self.d_model % self.num_heads:
             raise UserError(
                 f"d_model {self.d_model} is not divisible by num_heads {self.num_heads}; "
-                f"change one so that each head gets a whole number of dimensions"
+                f"change one so that each head gets a whole number of dimensions",
+                *("d_model", "num_heads"),
             )
         if self.head_dim % 2:
             raise UserError(
@@ -125,12 +155,15 @@ class RunConfig:
         _one_of("mode", self.mode, MODES)
         _one_of("precision", self.precision, PRECISIONS)
         _one_of("attention", self.attention, ATTENTIONS)
+        require_seed(self.seed)
         if not (math.isfinite(self.max_grad_norm) and self.max_grad_norm >= 0):
-            raise UserError(f"max_grad_norm must be a finite number of at least 0, got {self.max_grad_norm!r}")
-        if not re.fullmatch(r"cpu|cuda(:\d+)?", self.device):
-            raise UserError(f"unknown device {self.device!r}; use cpu, cuda or cuda:N")
-        if self.model_factory is not None and not re.fullmatch(r"[\w.]+:\w+", self.model_factory):
-            raise UserError(f"--model {self.model_factory!r} is not of the form package.module:factory")
+            value = self.max_grad_norm
+            raise UserError(f"max_grad_norm must be a finite number of at least 0, got {value!r}", "max_grad_norm")
+        if not re.fullmatch(r"cpu|cuda(:\d{1,4})?", self.device):
+            raise UserError(f"unknown device {self.device!r}; use cpu, cuda or cuda:N", "device")
+        factory = self.model_factory
+        if factory is not None and not re.fullmatch(r"[\w.]+:\w+", factory):
+            raise UserError(f"model_factory {factory!r} is not of the form package.module:factory", "model_factory")
         if not self.size:
             object.__setattr__(self, "size", size_name(self.model))
         object.__setattr__(self, "fast", self._checked_fast())
@@ -138,27 +171,31 @@ class RunConfig:
     def _checked_fast(self) -> str:
         """Return `fast` in its shortest form; raise UserError for a part that this configuration does not support."""
         if not isinstance(self.fast, str):
-            raise UserError(f"fast must be on, off, or some of {', '.join(FAST_PARTS)}, got {self.fast!r}")
+            raise UserError(f"fast must be on, off, or some of {', '.join(FAST_PARTS)}, got {self.fast!r}", "fast")
         if self.fast in ("on", "off"):
             return self.fast
         asked = self.fast.replace(" ", "").split(",")
+        if {"on", "off"} & set(asked):
+            raise UserError(f"fast {self.fast!r}: on and off cannot be combined with anything", "fast")
         if unknown := [part for part in asked if part not in FAST_PARTS]:
-            raise UserError(f"--fast {self.fast!r}: {unknown[0]!r} is none of: on, off, {', '.join(FAST_PARTS)}")
+            meant = nearest(unknown[0], ("on", "off", *FAST_PARTS))
+            known = f"on, off, {', '.join(FAST_PARTS)}"
+            raise UserError(f"fast {self.fast!r}: {unknown[0]!r}{meant} is none of: {known}", "fast")
         for part in asked:
             if problem := self._fast_conflict(part):
-                raise UserError(f"--fast {part}: {problem}")
+                raise UserError(f"fast {part}: {problem}", "fast", "model_factory", "compile", "mode", "precision")
         return ",".join(part for part in FAST_PARTS if part in asked)
 
     def _fast_conflict(self, part: str) -> str | None:
         """Return why a part of the fast step is not supported here, or None."""
         if self.model_factory is not None:
-            return "supports this package's model only, not --model"
+            return "supports this package's model only, not model_factory"
         if part in ("kernels", "graph") and self.compile:
-            return "cannot be combined with --compile"
+            return "cannot be combined with compile"
         if part in ("optimizer", "graph") and self.mode != "train-step":
-            return f"needs --mode train-step, not {self.mode}"
+            return f"needs mode train-step, not {self.mode}"
         if part in ("optimizer", "graph") and self.precision == "fp16":
-            return "has no loss scaling, which fp16 needs; use --precision bf16"
+            return "has no loss scaling, which fp16 needs; use precision bf16"
         if part == "graph" and self.device_type != "cuda":
             return "needs a CUDA GPU"
         return None
@@ -228,7 +265,7 @@ def model_config(size: str, **overrides: Any) -> ModelConfig:
     """Return the model of a named size with any fields overridden; names are case-insensitive."""
     by_lower = {name.lower(): name for name in SIZES}
     if size.lower() not in by_lower:
-        raise UserError(f"unknown size {size!r}; choose one of: {', '.join(SIZES)}")
+        raise UserError(f"unknown size {size!r}{nearest(size, SIZES)}; choose one of: {', '.join(SIZES)}", "size")
     return ModelConfig(**{**SIZES[by_lower[size.lower()]], **overrides})
 
 

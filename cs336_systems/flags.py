@@ -6,11 +6,24 @@ exit code 2. Standard library only, so `--help` answers at once.
 
 import argparse
 import dataclasses
+import re
 import sys
 import typing
 from collections.abc import Iterator, Mapping
 from types import UnionType
 from typing import Any, NamedTuple, NoReturn
+
+from cs336_systems.config import UserError, nearest
+
+LONGEST_WORD = 300
+"""Characters of a word in an error message; of longer ones the middle is left out."""
+
+
+def one_line(message: str) -> str:
+    """Return a message as one line of printable characters, in which no word is endless."""
+    text = "".join(char if char.isprintable() else ascii(char)[1:-1] for char in " ".join(message.split()))
+    half = LONGEST_WORD // 2
+    return re.sub(rf"\S{{{LONGEST_WORD + 1},}}", lambda word: f"{word[0][:half]}...{word[0][-half:]}", text)
 
 
 class Parser(argparse.ArgumentParser):
@@ -19,9 +32,27 @@ class Parser(argparse.ArgumentParser):
         super().__init__(**{**defaults, **kwargs})
 
     def error(self, message: str) -> NoReturn:
-        message = " ".join(message.split())
-        print(f"{self.prog}: {message}; see {self.prog} --help", file=sys.stderr)
+        print(f"{self.prog}: {one_line(message + self._suggestion(message))}; see {self.prog} --help", file=sys.stderr)
         raise SystemExit(2)
+
+    def _print_message(self, message: str, file: Any = None) -> None:
+        """Print, and raise what goes wrong: argparse would ignore it."""
+        (file or sys.stderr).write(message)
+
+    def parse_known_args(self, args: Any = None, namespace: Any = None) -> Any:
+        """Refuse unknown arguments here: a subcommand knows its own flags, and so the one that was meant."""
+        found, unknown = super().parse_known_args(args, namespace)
+        if unknown:
+            self.error(f"unrecognized arguments: {' '.join(unknown)}")
+        return found, unknown
+
+    def _suggestion(self, message: str) -> str:
+        """Return the known name that is nearest to an unknown one in the message."""
+        if choice := re.search(r"invalid choice: '(.*?)' \(choose from (.*)\)", message):
+            return nearest(choice[1], re.findall(r"[^\s',]+", choice[2]))
+        if flag := re.match(r"unrecognized arguments: (-+[^\s=]+)", message):
+            return nearest(flag[1], self._option_string_actions)
+        return ""
 
 
 class Flag(NamedTuple):
@@ -50,7 +81,8 @@ def flags_of(arguments: type) -> Iterator[Flag]:
 def add_flags(parser: argparse.ArgumentParser, arguments: type) -> None:
     """Add one flag for each field of the dataclass.
 
-    `metadata` holds `help`, `choices`, `short` (one letter), `positional` for operands, and `flag` for another name.
+    `metadata` holds `help`, `choices`, `short` (one letter), `positional` for operands, `flag` for another name,
+    `excludes` for flags that must not be given with it, and `may_be_empty` for texts.
     """
     for found in flags_of(arguments):
         _add_flag(parser, *found)
@@ -60,8 +92,9 @@ def _add_flag(parser: argparse.ArgumentParser, spec: dataclasses.Field, hint: An
     help_text = spec.metadata.get("help", "")
     choices = spec.metadata.get("choices")
     if spec.metadata.get("positional"):
-        nargs = "*" if typing.get_origin(hint) is tuple else None
-        parser.add_argument(name, nargs=nargs, metavar=spec.metadata.get("metavar"), help=help_text)
+        nargs = "*" if typing.get_origin(hint) is tuple else "?" if spec.default is None else None
+        metavar = spec.metadata.get("metavar")
+        parser.add_argument(name, nargs=nargs, metavar=metavar, help=help_text, type=_text, choices=choices)
         return
     names = [f"--{name}", f"--{name.replace('_', '-')}"]
     names = names[:1] if names[0] == names[1] else names
@@ -73,9 +106,12 @@ def _add_flag(parser: argparse.ArgumentParser, spec: dataclasses.Field, hint: An
     if default is not None:
         help_text += f" (default: {default})"
     kind = _item_type(hint)
+    if kind is str and not spec.metadata.get("may_be_empty"):
+        kind = _text
     repeated = typing.get_origin(hint) is tuple
     parser.add_argument(
         *names,
+        action=_StoreOnce if repeated else "store",
         type=_comma_list(kind) if repeated else kind,
         choices=choices if not repeated else None,
         metavar=None if choices and not repeated else ("A,B,..." if repeated else name.upper()),
@@ -93,17 +129,44 @@ def _item_type(hint: Any) -> Any:
     return hint
 
 
-def _comma_list(kind: type) -> Any:
-    def parse(text: str) -> tuple:
-        return tuple(kind(part.strip()) for part in text.split(",") if part.strip())
+def _text(value: str) -> str:
+    if not value:
+        raise argparse.ArgumentTypeError("the value is empty")
+    return value
 
-    parse.__name__ = f"comma-separated {kind.__name__}"
+
+def _comma_list(kind: Any) -> Any:
+    def parse(text: str) -> tuple:
+        found = tuple(kind(part.strip()) for part in text.split(",") if part.strip())
+        if not found:
+            raise argparse.ArgumentTypeError(f"{text!r} names nothing")
+        return found
+
+    parse.__name__ = f"comma-separated {kind.__name__.replace('_text', 'str')}"
     return parse
+
+
+class _StoreOnce(argparse.Action):
+    """Refuses a list that is given twice: the second would replace the first."""
+
+    def __call__(self, parser: Any, namespace: argparse.Namespace, values: Any, option_string: Any = None) -> None:
+        if (before := getattr(namespace, self.dest)) is not None:
+            together = ",".join(map(str, (*before, *values)))
+            raise argparse.ArgumentError(self, f"given twice; write one list: {option_string} {together}")
+        setattr(namespace, self.dest, values)
 
 
 def read_flags(arguments: type, namespace: argparse.Namespace) -> Any:
     """Return the dataclass with the values given on the command line; other fields keep their defaults."""
     given = {name: value for name, value in vars(namespace).items() if value is not None}
+    shown = {
+        found.name: str(given.get(found.name)) if found.spec.metadata.get("positional") else f"--{found.name}"
+        for found in flags_of(arguments)
+    }
+    for found in flags_of(arguments):
+        for other in found.spec.metadata.get("excludes", ()):
+            if found.name in given and other in given:
+                raise UserError(f"{shown[found.name]} and {shown[other]} exclude each other; leave one out")
     return build(arguments, {name: tuple(value) if isinstance(value, list) else value for name, value in given.items()})
 
 

@@ -10,6 +10,7 @@ import hashlib
 import json
 import math
 import os
+import shlex
 import statistics
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -17,7 +18,8 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from cs336_systems.config import UserError
+from cs336_systems.config import UserError, nearest
+from cs336_systems.files import read_input
 from cs336_systems.text import Text, say
 
 SCHEMA_VERSION = 2
@@ -226,20 +228,22 @@ def append(path: str | Path, records: Iterable[Record]) -> None:
         while view:
             view = view[os.write(descriptor, view) :]
         os.fsync(descriptor)
+    except OSError as error:
+        raise OSError(error.errno, error.strerror, str(path)) from None  # such as a full disk: of which file
     finally:
         os.close(descriptor)
 
 
 def load(path: str | Path, *, lenient: bool = False) -> Loaded:
-    """Read a file of records. A torn last line is left out and remarked on; anything else unreadable is an error, or,
-    for who is `lenient`, left out and remarked on as well."""
-    path = Path(path)
-    try:
-        data = path.read_bytes()
-    except FileNotFoundError:
-        raise UserError(f"no file {str(path)!r}; make one with: cs336 bench --output {path}") from None
-    except OSError as error:
-        raise UserError(f"cannot read {str(path)!r}: {error.strerror}") from None
+    """Read a file of records, or the records.jsonl of a folder.
+
+    A torn last line is left out and remarked on. Anything else unreadable is an error, or, if `lenient`, left out and
+    remarked on as well, as long as some lines can be read.
+    """
+    path = records_file(path)
+    if not path.exists():
+        raise UserError(f"no file {str(path)!r}; make one with: cs336 bench --output {shlex.quote(str(path))}")
+    data = read_input(path)
     lines = data.split(b"\n")
     torn = lines.pop()
     remarks = [say(*_TORN, path.name)] if torn else []
@@ -253,12 +257,29 @@ def load(path: str | Path, *, lenient: bool = False) -> Loaded:
                 if not lenient:
                     raise
                 unreadable.append(str(error))
+    if unreadable and not records:
+        raise UserError(unreadable[0])
     if unreadable:
         remarks.append(say(*_UNREADABLE, path.name, str(len(unreadable)), unreadable[0]))
-    if torn and not records and not lenient and not _RECORD_START.startswith(torn[: len(_RECORD_START)]):
+    if torn and not records and not _RECORD_START.startswith(torn[: len(_RECORD_START)]):
         _parse(torn, f"{path}, line {len(lines) + 1}")  # not the start of a record of ours: some other file
     name = path.absolute().parent.name if path.stem == "records" else path.stem
     return Loaded(latest(records), remarks, name)
+
+
+def records_file(path: str | Path) -> Path:
+    """Return the file of records that `path` names: a folder stands for the records.jsonl in it."""
+    path = Path(path)
+    return path / "records.jsonl" if path.is_dir() else path
+
+
+def chosen(records: list[Record], experiments: Sequence[str]) -> list[Record]:
+    """Return the records of the named experiments, or all if none is named; raise UserError for a name without any."""
+    have = dict.fromkeys(record.experiment for record in records)
+    for name in experiments:
+        if name not in have:
+            raise UserError(f"no records of the experiment {name!r}{nearest(name, have)}; there are: {', '.join(have)}")
+    return [record for record in records if not experiments or record.experiment in experiments]
 
 
 _TORN = (

@@ -21,22 +21,22 @@ from typing import Any
 from cs336_systems.config import RunConfig, flag, flag_like
 from cs336_systems.experiments.session import SessionArguments, new_run_file, run_session
 from cs336_systems.experiments.steps.step_time import BENCH
-from cs336_systems.predict.model_flags import ShapeArguments
+from cs336_systems.predict.model_flags import OWN_MODEL, ShapeArguments
 
 
 @dataclass(frozen=True)
 class BenchArguments(SessionArguments, ShapeArguments):
-    sizes: tuple[str, ...] = flag((), "sweep over these sizes")
-    context_lengths: tuple[int, ...] = flag((), "sweep over these context lengths")
-    modes: tuple[str, ...] = flag((), "sweep over these modes")
-    precisions: tuple[str, ...] = flag((), "sweep over these precisions")
-    attentions: tuple[str, ...] = flag((), "sweep over these attention implementations")
+    sizes: tuple[str, ...] = flag((), "sweep over these sizes", excludes=("size",))
+    context_lengths: tuple[int, ...] = flag((), "sweep over these context lengths", excludes=("context_length",))
+    modes: tuple[str, ...] = flag((), "sweep over these modes", excludes=("mode",))
+    precisions: tuple[str, ...] = flag((), "sweep over these precisions", excludes=("precision",))
+    attentions: tuple[str, ...] = flag((), "sweep over these attention implementations", excludes=("attention",))
     compile: bool = flag_like(RunConfig, "compile")
     fast: str = flag_like(RunConfig, "fast")
-    forward_only: bool = flag(False, "time the forward pass alone (same as --mode forward)")
+    forward_only: bool = flag(False, "time the forward pass alone (same as --mode forward)", excludes=("mode", "modes"))
     max_grad_norm: float = flag_like(RunConfig, "max_grad_norm")
     seed: int = flag_like(RunConfig, "seed")
-    model: str | None = flag_like(RunConfig, "model_factory")
+    model: str | None = flag(None, OWN_MODEL, excludes=("attention", "attentions", "checkpoint_blocks"))
 
     def configs(self, device: str) -> list[RunConfig]:
         """The configurations of the sweep; a plain call has one."""
@@ -67,7 +67,6 @@ def bench(arguments: BenchArguments) -> int:
     """Measure the cells of the sweep and print their tables."""
     arguments.configs(arguments.device or "cpu")  # reports mistakes before a process is started
     path = Path(arguments.output) if arguments.output else new_run_file("bench")
-    run_session(
+    return run_session(
         arguments, path, lambda device: [(BENCH.name, config.to_dict()) for config in arguments.configs(device)]
-    )
-    return 0
+    ).code

@@ -6,7 +6,7 @@ from collections.abc import Iterable
 from functools import cache
 
 from cs336_systems import experiments as package
-from cs336_systems.config import RunConfig, UserError
+from cs336_systems.config import RunConfig, UserError, nearest
 from cs336_systems.experiments.spec import PRESETS, Config, Experiment
 
 TOPICS = ("steps", "kernels", "memory", "attention", "ranks", "training")
@@ -42,7 +42,8 @@ def cells(names: Iterable[str], preset: str, base: RunConfig) -> list[Request]:
     requests: list[Request] = []
     for name in names:
         if name not in runnable():
-            raise UserError(f"unknown experiment {name!r}; choose from: {', '.join(runnable())}")
+            meant = nearest(name, runnable())
+            raise UserError(f"unknown experiment {name!r}{meant}; choose from: {', '.join(runnable())}")
         requests += [(name, config) for config in catalogue()[name].grid(preset, base)]
     return requests
 

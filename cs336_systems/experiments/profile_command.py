@@ -5,11 +5,11 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from cs336_systems.config import RunConfig, UserError, flag, flag_like
+from cs336_systems.config import RunConfig, UserError, flag, flag_like, nearest
 from cs336_systems.experiments.catalogue import Request, catalogue
 from cs336_systems.experiments.kernels.kernel_time import KERNELS, kernel_tables
 from cs336_systems.experiments.session import SessionArguments, new_run_file, run_session
-from cs336_systems.predict.model_flags import ShapeArguments
+from cs336_systems.predict.model_flags import OWN_MODEL, ShapeArguments
 from cs336_systems.record import GIB, MIB
 from cs336_systems.report import terms
 from cs336_systems.report.cells import CellView
@@ -30,21 +30,25 @@ def _profiles() -> list[str]:
 
 @dataclass(frozen=True)
 class ProfileArguments(SessionArguments, ShapeArguments):
-    model: str | None = flag_like(RunConfig, "model_factory")
+    model: str | None = flag(None, OWN_MODEL, excludes=("attention", "checkpoint_blocks"))
     compile: bool = flag_like(RunConfig, "compile")
     fast: str = flag_like(RunConfig, "fast")
     nsys: bool = flag(False, "kernels by Nsight Systems instead of torch.profiler, where it is installed")
     only: tuple[str, ...] = flag((), f"only these of {', '.join(_profiles())}")
 
 
-def run_profile(arguments: ProfileArguments) -> None:
-    """Measure the profiles asked for, and show them."""
+def run_profile(arguments: ProfileArguments) -> int:
+    """Measure the profiles asked for, show them, and return the exit code."""
     from cs336_systems.measure.readers.nsys import find_nsys
 
     wanted = arguments.only or tuple(_profiles())
     for name in wanted:
         if name not in _profiles():
-            raise UserError(f"--only {name!r}: choose from {', '.join(_profiles())}")
+            raise UserError(f"--only {name!r}{nearest(name, _profiles())}; choose from: {', '.join(_profiles())}")
+    if arguments.nsys and KERNELS.name not in wanted:
+        raise UserError(f"--nsys records kernels, and --only {','.join(wanted)} leaves them out; drop one of the two")
+    if arguments.peak_tflops is not None:
+        raise UserError("--peak_tflops is for MFU, which a profile does not show; leave it out")
     by_nsys = arguments.nsys and find_nsys() is not None
     if arguments.nsys and not by_nsys:
         print("nsys is not installed, or not on PATH: using torch.profiler", file=sys.stderr)
@@ -63,7 +67,8 @@ def run_profile(arguments: ProfileArguments) -> None:
         return requests
 
     requests_on(arguments.device or "cuda")  # reports mistakes before a process is started
-    run_session(arguments, Path(arguments.output) if arguments.output else new_run_file("profile"), requests_on)
+    path = Path(arguments.output) if arguments.output else new_run_file("profile")
+    return run_session(arguments, path, requests_on).code
 
 
 def _configured(arguments: ProfileArguments, device: str) -> RunConfig:

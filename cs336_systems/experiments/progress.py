@@ -10,7 +10,7 @@ class Progress:
         self.total = total
         self.quiet = quiet
         self.done = 0
-        self.started = time.monotonic()
+        self.started = self.begun = time.monotonic()
         self.bar: Any = None
 
     def __enter__(self) -> "Progress":
@@ -30,8 +30,11 @@ class Progress:
             self.bar.stop()
 
     def begin(self, name: str) -> None:
+        self.begun = time.monotonic()
         if self.bar is not None:
             self.bar.update(self.task, description=name)
+        elif not self.quiet:
+            print(f"[{self.done + 1}/{self.total}] {name}: started", file=sys.stderr, flush=True)
 
     def end(self, name: str, headline: str) -> None:
         self.done += 1
@@ -41,8 +44,10 @@ class Progress:
             self.bar.console.print(f"{name}: {headline}", markup=False, highlight=False)
             self.bar.advance(self.task)
             return
-        left = (time.monotonic() - self.started) / self.done * (self.total - self.done)
-        print(f"[{self.done}/{self.total}] {name}: {headline}  ({_duration(left)} left)", file=sys.stderr, flush=True)
+        now = time.monotonic()
+        took, left = now - self.begun, (now - self.started) / self.done * (self.total - self.done)
+        place, times = f"[{self.done}/{self.total}]", f"took {_duration(took)}, {_duration(left)} left"
+        print(f"{place} {name}: {headline}  ({times})", file=sys.stderr, flush=True)
 
 
 def _duration(seconds: float) -> str:

@@ -5,9 +5,11 @@ import sys
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
+from typing import NamedTuple
 
 from cs336_systems import record
-from cs336_systems.config import RunConfig, flag, flag_like
+from cs336_systems.commands import Interrupted, interrupt_raises
+from cs336_systems.config import RunConfig, UserError, flag, flag_like
 from cs336_systems.experiments.catalogue import Request, catalogue
 from cs336_systems.experiments.runner import DEFAULT_TIMEOUT, Outcome, Runner, gather
 from cs336_systems.timeline import TIMELINE_FILE, Timeline
@@ -26,10 +28,26 @@ class SessionArguments:
     force: bool = flag(False, "run cells again that the file already holds")
 
 
-def run_session(arguments: SessionArguments, path: Path, requests_on: Callable[[str], list[Request]]) -> Runner:
+class Session(NamedTuple):
+    """How a session ended."""
+
+    device: str
+    """The device that this machine measures on when none is named."""
+    code: int
+    """Exit code: 1 if no cell that was asked for has results."""
+
+
+def run_session(arguments: SessionArguments, path: Path, requests_on: Callable[[str], list[Request]]) -> Session:
     """Measure the cells that `requests_on(device)` names, into `path`, and print their tables."""
-    from cs336_systems.report.picture import save
-    from cs336_systems.report.sections import pictures, tables
+    try:
+        with interrupt_raises():
+            return _run_session(arguments, path, requests_on)
+    except KeyboardInterrupt:
+        raise Interrupted(path) from None
+
+
+def _run_session(arguments: SessionArguments, path: Path, requests_on: Callable[[str], list[Request]]) -> Session:
+    from cs336_systems.report.sections import tables
 
     with Runner(path, force=arguments.force, timeout=arguments.timeout, peak_tflops=arguments.peak_tflops) as runner:
         if arguments.device is None and runner.device == "cpu":
@@ -39,11 +57,30 @@ def run_session(arguments: SessionArguments, path: Path, requests_on: Callable[[
     asked = _asked(path, {(experiment, record.cell_key(config)) for experiment, config in requests})
     for table in tables(asked, catalogue()):
         print(table.render("terminal"), end="\n\n")
-    drawn = [*save(pictures(asked, catalogue()), path.parent / "figures"), *draw_timelines(path.parent / "files")]
+    drawn = _drawn(asked, path.parent)
     if drawn:
         print(f"pictures: {', '.join(str(file) for file in drawn if file.suffix != '.svg')} (.png: and .svg)")
     _report_outcome(outcome, path)
-    return runner
+    return Session(runner.device, 0 if any(item.ok for item in asked) else 1)
+
+
+def _drawn(asked: list[record.Record], folder: Path) -> list[Path]:
+    """Draw what can be drawn: the measurements are on disk, and a full one, or a damaged file, must not hide them."""
+    from cs336_systems.report.picture import save
+    from cs336_systems.report.sections import pictures
+
+    drawn: list[Path] = []
+    for draw in (
+        lambda: save(pictures(asked, catalogue()), folder / "figures"),
+        lambda: draw_timelines(folder / "files"),
+    ):
+        try:
+            drawn += draw()
+        except UserError as error:
+            print(f"not drawn: {error}", file=sys.stderr)
+        except OSError as error:
+            print(f"not drawn: cannot write to {str(folder)!r}: {error.strerror}", file=sys.stderr)
+    return drawn
 
 
 def draw_timelines(folder: Path) -> list[Path]:
@@ -78,7 +115,8 @@ def _asked(path: Path, wanted: set[tuple[str, str]]) -> list[record.Record]:
 
 
 def _report_outcome(outcome: Outcome, path: Path) -> None:
-    parts = [f"{outcome.done} cell{'' if outcome.done == 1 else 's'} measured"]
+    measured = outcome.done - outcome.failed
+    parts = [f"{measured} cell{'' if measured == 1 else 's'} measured"]
     if outcome.reused:
         parts.append(f"{outcome.reused} taken from the file")
     if outcome.failed:

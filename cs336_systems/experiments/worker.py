@@ -68,7 +68,7 @@ def _answer(request: dict[str, Any]) -> dict[str, Any]:
         measure = getattr(importlib.import_module(module), function)
         metrics = measure(request["config"], **request["options"])
     except UserError as error:
-        return {"event": "user_error", "message": str(error)}
+        return {"event": "user_error", "message": str(error), "arguments": error.arguments}
     except (torch.OutOfMemoryError, MemoryError):
         return {"event": "failure", "status": "oom"}
     except Exception as error:

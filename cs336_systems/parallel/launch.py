@@ -173,7 +173,7 @@ def require_slots(world_size: int, backend: str, device: str) -> None:
         raise UserError(f"unknown device {device!r} for ranks; use cpu or cuda")
     gpus = torch.cuda.device_count()
     if device == "cuda" and gpus == 0:
-        raise UserError(f"ranks on CUDA GPUs: torch {torch.__version__} sees none; use --device cpu")
+        raise UserError(f"ranks on CUDA GPUs: torch {torch.__version__} sees none; use device cpu", "device")
     if backend == "nccl" and device == "cpu":
         raise UserError("the backend nccl needs CUDA GPUs; use gloo for ranks on the CPU")
     if backend == "nccl" and world_size > gpus:

@@ -17,6 +17,8 @@ LIMITS = {
 }
 """Largest values for which a prediction is made: far beyond every model, and answered at once."""
 
+OWN_MODEL = "package.module:factory of your own nn.Module, which has its own attention and recomputation"
+
 
 @dataclass(frozen=True)
 class ShapeArguments:

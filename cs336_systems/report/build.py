@@ -11,8 +11,9 @@ from dataclasses import replace
 from pathlib import Path
 from typing import NamedTuple, TypeVar
 
-from cs336_systems.config import UserError
-from cs336_systems.record import Loaded, Record, load
+from cs336_systems.config import UserError, nearest
+from cs336_systems.files import write_failure
+from cs336_systems.record import Loaded, Record, load, records_file
 from cs336_systems.report.cells import CellView, by_experiment, group
 from cs336_systems.report.chart_picture import picture
 from cs336_systems.report.document import Document, Link, Section
@@ -50,7 +51,8 @@ def write_report(
     """Write the report of files of records, or of folders with a records.jsonl."""
     if not paths:
         raise UserError("name a file of records, or a folder with one, such as runs/quick")
-    files = [_records_file(Path(path)) for path in paths]
+    _require_formats(formats)
+    files = [records_file(path) for path in paths]
     links = [link for file in files for link in _links(file.parent / "files", folder)]
     with _all_kept():
         references = published() if with_published else ()
@@ -77,10 +79,6 @@ def _all_kept() -> Iterator[None]:
     finally:
         if was_on:
             gc.enable()
-
-
-def _records_file(path: Path) -> Path:
-    return path / "records.jsonl" if path.is_dir() else path
 
 
 def _links(files: Path, folder: Path) -> list[Link]:
@@ -196,15 +194,21 @@ def _facts(records: Iterable[Record]) -> dict[Text, str]:
 
 def write(report: Document, folder: Path, *, language: Language = "en", formats: Sequence[str] = ()) -> list[Path]:
     """The page, and what else is asked for: md (with pictures), csv, latex, typst. The files, the page first."""
-    for name in formats:
-        if name not in _WRITERS:
-            raise UserError(f"unknown format {name!r}; choose from: html, {', '.join(_WRITERS)}")
+    _require_formats(formats)
     try:
         folder.mkdir(parents=True, exist_ok=True)
         (folder / PAGE).write_text(page(report, language), encoding="utf-8")
-        return [folder / PAGE, *(path for name in formats for path in _WRITERS[name](report, folder, language))]
+        writers = [_WRITERS[name] for name in formats if name != "html"]
+        return [folder / PAGE, *(path for writer in writers for path in writer(report, folder, language))]
     except OSError as error:
-        raise UserError(f"cannot write to {str(folder)!r}: {error.strerror}; choose another --output") from None
+        raise write_failure(error, folder) from None
+
+
+def _require_formats(names: Sequence[str]) -> None:
+    known = ("html", *_WRITERS)
+    for name in names:
+        if name not in known:
+            raise UserError(f"unknown format {name!r}{nearest(name, known)}; choose from: {', '.join(known)}")
 
 
 def _markdown(report: Document, folder: Path, language: Language) -> list[Path]:

@@ -11,7 +11,7 @@ from collections.abc import Callable, Hashable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from cs336_systems.config import UserError
+from cs336_systems.config import UserError, nearest
 from cs336_systems.record import HEADLINES, Record, cell_key
 from cs336_systems.report.cells import CellView, fields_of, group, grouped
 from cs336_systems.report.intervals import Ratio, ratio_of_medians
@@ -106,7 +106,7 @@ def compare(
 ) -> Comparison:
     """Cells that both have, a row for each cell and metric. UserError where there is nothing to compare."""
     if not 0.5 <= confidence <= 0.999:
-        raise UserError(f"--confidence must be between 0.5 and 0.999, got {confidence!r}")
+        raise UserError(f"confidence must be between 0.5 and 0.999, got {confidence!r}", "confidence")
     (cells_a, odd_a), (cells_b, odd_b) = (
         _cells(records, file, experiments) for records, file in zip((a, b), files, strict=True)
     )
@@ -148,8 +148,9 @@ def _cells(records: Iterable[Record], file: str, experiments: Sequence[str]) -> 
     have = list(dict.fromkeys(record.experiment for record in usable))
     if not have:
         raise UserError(f"{file!r} holds no records that can be compared")
-    if experiments and not set(experiments) & set(have):
-        raise UserError(f"{file!r} has no experiment {', '.join(experiments)}; it has: {_some(have, 8)}")
+    for name in experiments:
+        if name not in have:
+            raise UserError(f"{file!r} has no experiment {name}{nearest(name, have)}; it has: {_some(have, 8)}")
     wanted = [record for record in usable if not experiments or record.experiment in experiments]
     cells = sorted(group(wanted), key=lambda cell: have.index(cell.experiment))
     odd = [record for record in records if not _is_usable(record)]
@@ -314,6 +315,8 @@ def _judged(a: Record, b: Record, confidence: float) -> tuple[Ratio | None, str]
 
 
 def _why_empty(pairs: Sequence[Pair], metrics: Sequence[str]) -> str:
+    if all(pair.a.experiment == "train" for pair in pairs):
+        return "A and B are training runs, which have no cells to compare; side by side: cs336 report A B"
     if not any(cell.ok for pair in pairs for cell in pair.sides):
         return f"all {len(pairs)} cells that A and B have in common failed in both: nothing to compare"
     have = dict.fromkeys(

@@ -296,10 +296,10 @@ def require_device(device: str) -> None:
     if not device.startswith("cuda"):
         return
     if not torch.cuda.is_available():
-        raise UserError(f"device {device!r} is absent: torch {torch.__version__} sees no CUDA GPU; use --device cpu")
+        raise UserError(f"device {device!r} is absent: torch {torch.__version__} sees no CUDA GPU; use cpu", "device")
     index = torch.device(device).index or 0
     if index >= torch.cuda.device_count():
-        raise UserError(f"device {device!r} is absent: this machine has {torch.cuda.device_count()} GPU(s)")
+        raise UserError(f"device {device!r} is absent: this machine has {torch.cuda.device_count()} GPU(s)", "device")
 
 
 def require_attention(config: RunConfig) -> None:
@@ -310,7 +310,7 @@ def require_attention(config: RunConfig) -> None:
     if problem is None and config.attention == "flash_hopper":
         problem = gluon_problem(device)
     if problem is not None:
-        raise UserError(f"--attention {config.attention}: {problem}; use --attention auto")
+        raise UserError(f"attention {config.attention}: {problem}; use attention auto", "attention")
 
 
 def build_model(config: RunConfig) -> nn.Module:
@@ -342,17 +342,20 @@ def _call_factory(spec: str, model: ModelConfig) -> nn.Module:
     try:
         module = importlib.import_module(module_name)
     except Exception as error:  # the user's code may raise anything while it is imported
-        raise UserError(f"--model {spec}: cannot import {module_name!r}: {type(error).__name__}: {error}") from None
+        reason = f"{type(error).__name__}: {error}"
+        raise UserError(f"model_factory {spec}: cannot import {module_name!r}: {reason}", "model_factory") from None
     factory = getattr(module, factory_name, None)
     if factory is None:
-        raise UserError(f"--model {spec}: {module_name!r} has no {factory_name!r}")
+        raise UserError(f"model_factory {spec}: {module_name!r} has no {factory_name!r}", "model_factory")
     fields = dict(vars(model))
     try:
         built = factory(**fields)
     except TypeError as error:
-        raise UserError(f"--model {spec}: must accept the fields {', '.join(fields)}: {error}") from None
+        problem = f"must accept the fields {', '.join(fields)}: {error}"
+        raise UserError(f"model_factory {spec}: {problem}", "model_factory") from None
     if not isinstance(built, nn.Module):
-        raise UserError(f"--model {spec}: must return a torch.nn.Module, got {type(built).__name__}")
+        problem = f"must return a torch.nn.Module, got {type(built).__name__}"
+        raise UserError(f"model_factory {spec}: {problem}", "model_factory")
     return built
 
 

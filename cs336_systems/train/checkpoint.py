@@ -11,6 +11,8 @@ loaded by another number of ranks and under another wrapper. The newest checkpoi
 hashes of its manifest is loaded: torch itself does not detect a flipped byte.
 """
 
+import contextlib
+import errno
 import hashlib
 import json
 import os
@@ -31,6 +33,7 @@ from torch.distributed.tensor import DTensor, Shard
 
 from cs336_systems.config import UserError
 from cs336_systems.parallel.collectives import persistent_buffers
+from cs336_systems.record import MIB
 from cs336_systems.step.updates import adapt
 
 FORMAT = 1
@@ -107,9 +110,9 @@ class Store:
             dcp.save(state, storage_writer=writer, process_group=self._group)
         except CheckpointException as error:  # a failure on any rank, such as a full disk; it is no Exception
             causes = [cause for cause, _ in error.failures.values()]
-            problem = " ".join(str(causes[0] if causes else error).split())[:200]
+            problem = _reason(causes[0] if causes else error, state, self.folder)
         except Exception as error:
-            problem = " ".join(str(error).split())[:200] or type(error).__name__
+            problem = _reason(error, state, self.folder)
         return next((found for found in gather(problem, self._group) if found), None)
 
     def _tidy(self) -> None:
@@ -220,6 +223,17 @@ def _adamw_state(optimizer: torch.optim.Optimizer, p: Tensor) -> dict[str, Tenso
 
 def _name(step: int) -> str:
     return f"step-{step:08d}"
+
+
+def _reason(error: BaseException, state: dict[str, Any], folder: Path) -> str:
+    """Return why a save failed. On a full disk torch's own message is about positions in a file."""
+    needed = sum(value.nbytes for value in state.values() if isinstance(value, Tensor))
+    with contextlib.suppress(OSError):
+        free = shutil.disk_usage(folder).free
+        if free < needed:
+            sizes = f"{free / MIB:.1f} MiB are free in {str(folder)!r}, a checkpoint takes {needed / MIB:.1f}"
+            return f"{os.strerror(errno.ENOSPC)} ({sizes})"
+    return " ".join(str(error).split())[:200] or type(error).__name__
 
 
 def _own_hashes(folder: Path) -> dict[str, dict[str, Any]]:

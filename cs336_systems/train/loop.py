@@ -93,9 +93,10 @@ class Trainer:
         with _Signals() as signals:
             while progress.step < settings.steps:
                 stop = self._train_step(signals) or progress.step == stop_after
-                if settings.log.eval_every and progress.step % settings.log.eval_every == 0:
+                is_done = progress.step == settings.steps
+                if settings.log.eval_every and (is_done or progress.step % settings.log.eval_every == 0):
                     self._evaluate()
-                is_last = stop or progress.step == settings.steps
+                is_last = stop or is_done
                 if is_last or progress.step % settings.checkpoint.save_every == 0:
                     self._save(wait=is_last)
                 else:
@@ -115,7 +116,7 @@ class Trainer:
             progress.step,
             peak=optimizer.learning_rate,
             floor=optimizer.learning_rate * optimizer.min_lr_share,
-            warmup_steps=optimizer.lr_warmup_steps,
+            warmup_steps=optimizer.lr_warmup_steps or 0,
             total_steps=settings.steps,
         )
         result = self.step.train(self._batches(), learning_rate=rate, stop=lambda: signals.stop)
@@ -193,7 +194,8 @@ class Trainer:
             self._show(f"stopped after step {done}; the same command resumes from step {saved}")
             return STOPPED
         if saved != done:
-            self._show(f"all {steps} steps are done, but the last checkpoint is of step {saved}")
+            last = f"the last checkpoint is of step {saved}" if saved else "no checkpoint was saved"
+            self._show(f"all {steps} steps are done, but {last}")
             return 1
         self._show(f"done: {steps} steps")
         return 0

@@ -20,11 +20,13 @@ from cs336_systems.config import (
     flag,
     flag_like,
     model_config,
+    require_seed,
 )
 from cs336_systems.flags import flat, renamed
 
 PARALLEL = ("none", "ddp", "ddp-sharded", "fsdp")
 BYTES = 256
+WARMUP_STEPS = 20
 LAUNCH_BOUND = 4 << 20
 """Elements in the residual stream of a micro batch below which Python is slower than the fused kernels it launches.
 Ranks that communicate have no CUDA graph: large lost 26%, 2.7B won 13% (H200, 2,048 tokens)."""
@@ -60,7 +62,8 @@ class DataSettings(_Checked):
         if not self.path:
             raise UserError("name a file to train on: --data text.txt")
         if not Path(self.path).is_file():
-            raise UserError(f"no file {self.path!r}; --data is a text file, or tokens as .bin or .npy")
+            problem = f"{self.path!r} is not a regular file" if Path(self.path).exists() else f"no file {self.path!r}"
+            raise UserError(f"{problem}; --data is a text file, or tokens as .bin or .npy")
         self._at_least(1, "batch_size", "micro_batch_size")
         self._require(0 < self.validation_share < 1, "validation_share", "between 0 and 1")
 
@@ -122,7 +125,10 @@ class ComputeSettings(_Checked):
 class OptimizerSettings(_Checked):
     learning_rate: float = flag(1e-3, "peak learning rate")
     min_lr_share: float = renamed("final_share", flag(0.1, "minimum learning rate, as a share of the peak"))
-    lr_warmup_steps: int = renamed("warmup_steps", flag(20, "steps of linear warm-up to the peak learning rate"))
+    lr_warmup_steps: int | None = renamed(
+        "warmup_steps", flag(None, f"steps of linear warm-up to the peak learning rate (default: {WARMUP_STEPS})")
+    )
+    """None: WARMUP_STEPS, or a tenth of a run that is not longer; TrainSettings fills it in."""
     weight_decay: float = flag(0.1, "weight decay of matrices; norms have none")
     beta1: float = flag(0.9, "AdamW's decay rate of the gradient's mean")
     beta2: float = flag(0.95, "AdamW's decay rate of the squared gradient's mean")
@@ -132,9 +138,9 @@ class OptimizerSettings(_Checked):
 
     def __post_init__(self) -> None:
         rate = self.learning_rate
-        self._require(math.isfinite(rate) and rate > 0, "learning_rate", "above 0")
+        self._require(math.isfinite(rate) and rate > 0, "learning_rate", "a finite number above 0")
         self._require(0 <= self.min_lr_share <= 1, "min_lr_share", "between 0 and 1")
-        self._at_least(0, "lr_warmup_steps")
+        self._require((self.lr_warmup_steps or 0) >= 0, "lr_warmup_steps", "at least 0")
         self._at_least(1, "max_skipped", "loss_scale_growth")
         for name in ("max_grad_norm", "weight_decay"):
             value = getattr(self, name)
@@ -151,7 +157,9 @@ class ParallelSettings(_Checked):
     rank_timeout: float = flag(600.0, "seconds to wait for a rank that does not respond")
 
     def __post_init__(self) -> None:
-        self._require(math.isfinite(self.rank_timeout) and self.rank_timeout >= 1, "rank_timeout", "at least 1")
+        self._require(
+            math.isfinite(self.rank_timeout) and self.rank_timeout >= 1, "rank_timeout", "a finite number of at least 1"
+        )
 
 
 @dataclass(frozen=True)
@@ -172,7 +180,7 @@ class LogSettings(_Checked):
     tensorboard: bool = flag(False, "also write metrics for TensorBoard, into the output folder")
     eval_every: int = flag(50, "steps between evaluations (0: none)")
     eval_batches: int = flag(4, "micro batches in an evaluation, on each rank")
-    sample_prompt: str = flag("The ", "prompt of the text sampled at each evaluation")
+    sample_prompt: str = flag("The ", "prompt of the text sampled at each evaluation", may_be_empty=True)
     sample_tokens: int = flag(60, "bytes sampled at each evaluation")
 
     def __post_init__(self) -> None:
@@ -198,7 +206,11 @@ class TrainSettings(_Checked):
 
     def __post_init__(self) -> None:
         self._at_least(1, "steps")
+        require_seed(self.seed)
         warmup = self.optimizer.lr_warmup_steps
+        if warmup is None:
+            warmup = WARMUP_STEPS if self.steps > WARMUP_STEPS else self.steps // 10
+            object.__setattr__(self, "optimizer", dataclasses.replace(self.optimizer, lr_warmup_steps=warmup))
         if warmup >= self.steps:
             raise UserError(f"--warmup_steps must be below --steps, {self.steps}, got {warmup}")
         _ = self.model  # reports its own mistakes now, too

@@ -173,6 +173,13 @@ def test_records(place, alone):
     assert all(line["environment"]["torch"] for line in lines_of(output))
 
 
+@pytest.mark.parametrize(("steps", "eval_every", "at"), [(3, 50, [3]), (5, 4, [4, 5]), (3, 0, [])])
+def test_a_run_ends_with_an_evaluation(steps, eval_every, at, place, alone):
+    settings = fields(place / f"end-{steps}-{eval_every}", steps=steps, eval_every=eval_every, sample_tokens=1)
+    assert perform(Run(settings)).code == 0
+    assert list(recorded(settings["output"], "validation_loss")) == at
+
+
 @pytest.mark.parametrize("is_installed", [False, True])
 def test_tensorboard(is_installed, place, monkeypatch, alone):
     written = []

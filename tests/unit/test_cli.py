@@ -157,6 +157,15 @@ def test_models_that_cannot_be_used(name, kept_worker, capsys):
     assert f"{name}:build" in shown or name == "wrong_shape"
 
 
+def test_nothing_measured_is_exit_code_1(kept_worker, capsys):
+    """A cell that does not fit was not measured, now or when its record is read again."""
+    for _ in range(2):
+        assert exit_code(["bench", "--size", "xxl", "--device", "cpu", "--output", "r.jsonl"]) == 1
+        printed = capsys.readouterr()
+        assert "OOM" in printed.out
+        assert "0 cells measured" in printed.out
+
+
 def test_an_attention_that_cannot_run_here(kept_worker, capsys):
     named = ["--attention flash_triton: the Triton kernels need a CUDA GPU, not 'cpu'; use --attention auto"]
     assert_refused(["bench", *TINY, "--attention", "flash_triton"], named, capsys)
@@ -355,13 +364,14 @@ COMPLETIONS = {
     "t": {"table", "train", "tune"},
     "bench --prec": {"--precision", "--precisions"},
     "run auto": {"autocast_dtypes"},
+    "completion z": {"zsh"},
     "bench --nothing": set(),
 }
 
 
 @pytest.mark.skipif(shutil.which("bash") is None, reason="needs bash")
 def test_completion_in_bash(capsys, tmp_path):
-    assert exit_code(["completion"]) == 0
+    assert exit_code(["completion", "bash"]) == 0
     (tmp_path / "completion.bash").write_text(capsys.readouterr().out)
     script = "set -eu; source completion.bash; complete -p cs336 >&2\n" + "".join(
         f"COMP_WORDS=(cs336 {words}); COMP_CWORD={len(words.split())}; COMPREPLY=(); _cs336 || true\n"

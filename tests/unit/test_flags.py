@@ -1,8 +1,10 @@
 """Command-line flags: both spellings; user errors are one line on standard error with exit code 2."""
 
+import errno
 import io
 import shlex
 import sys
+import warnings
 from dataclasses import dataclass
 
 import pytest
@@ -10,8 +12,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from cs336_systems.benchmark.benchmark import BenchArguments
-from cs336_systems.commands import guarded, run_command
-from cs336_systems.config import flag
+from cs336_systems.commands import Interrupted, flags_named, guarded, run_command
+from cs336_systems.config import RunConfig, UserError, flag
 from cs336_systems.experiments.memory.calculator import CalculateArguments
 from cs336_systems.flags import Parser, add_flags, read_flags
 from cs336_systems.predict.fit import FitArguments
@@ -158,6 +160,49 @@ def test_a_closed_pipe_is_no_failure(monkeypatch, tmp_path):
     with (tmp_path / "out").open("w") as out:  # redirects this file's descriptor, not pytest's
         monkeypatch.setattr(sys, "stdout", out)
         assert guarded("prog", raises(BrokenPipeError())) == 0
+
+
+def test_a_failure_of_the_machine_is_exit_code_1(capsys):
+    full = OSError(errno.ENOSPC, "No space left on device", "runs/records.jsonl")
+    assert guarded("prog", raises(full)) == 1
+    message = "prog: 'runs/records.jsonl': No space left on device; free some space, or choose another place\n"
+    assert capsys.readouterr().err == message
+    assert guarded("prog", raises(MemoryError())) == 1
+    assert capsys.readouterr().err.startswith("prog: out of memory")
+    assert guarded("prog", raises(ModuleNotFoundError("No module named 'torch'", name="torch"))) == 1
+    assert capsys.readouterr().err == "prog: the package 'torch' is not installed; pip install torch\n"
+
+
+def test_an_interrupted_run_names_the_command_that_continues_it(capsys, tmp_path):
+    path = tmp_path / "re cords.jsonl"
+    words = ["cs336", "bench", "--sizes", "tiny,small"]
+    assert guarded("cs336 bench", raises(Interrupted(path)), words) == 130
+    assert "stopped before the first cell" in capsys.readouterr().err
+    path.write_text("")
+    assert guarded("cs336 bench", raises(Interrupted(path)), words) == 130
+    assert f"cs336 bench --sizes tiny,small --output '{path}'\n" in capsys.readouterr().err
+    assert guarded("cs336 bench", raises(Interrupted(path)), [*words, f"--output={path}", "--force"]) == 130
+    assert capsys.readouterr().err.count("--output") == 1
+
+
+def test_arguments_of_the_library_are_flags_on_the_command_line():
+    with pytest.raises(UserError) as caught:
+        RunConfig(model_factory="mine")
+    assert str(caught.value).startswith("model_factory 'mine'")
+    assert flags_named(caught.value).startswith("--model 'mine'")
+    with pytest.raises(UserError) as caught:
+        RunConfig(fast="kernels", compile=True)
+    assert "--" not in str(caught.value)
+    assert flags_named(caught.value) == "--fast kernels: cannot be combined with --compile"
+
+
+def test_a_warning_is_one_line(capsys):
+    def warn():
+        print(warnings.formatwarning("the disk\nis slow", UserWarning, "file.py", 1), end="")
+        return 0
+
+    assert guarded("prog", warn) == 0
+    assert capsys.readouterr().out == "prog: the disk is slow\n"
 
 
 def test_an_internal_error_keeps_its_traceback():

@@ -199,7 +199,10 @@ def test_missing_and_empty_files(tmp_path):
     assert load(path).records == load(path).remarks == []
     with pytest.raises(UserError, match=r"no file '.*nowhere\.jsonl'.*cs336 bench --output"):
         load(tmp_path / "nowhere.jsonl")
-    with pytest.raises(UserError, match="cannot read"):
+    assert load(tmp_path).records == []  # a folder stands for its records.jsonl
+    path.unlink()
+    path.mkdir()
+    with pytest.raises(UserError, match=r"cannot read .* a folder"):
         load(tmp_path)
 
 

@@ -98,7 +98,7 @@ def system_language() -> Language:
 
 def calculate(arguments: CalculateArguments) -> int:
     # The write-up that this answers to computed the 2.7B model at context 256.
-    fields = {} if arguments.context_length or arguments.size else {"context_length": 256}
+    fields = {} if arguments.context_length is not None or arguments.size else {"context_length": 256}
     config = arguments.run_config(default_size="2.7B", device="cuda", **fields)
     language: Language = "zh" if (arguments.lang or system_language()) == "zh" else "en"
     print(describe(config, language))

@@ -6,6 +6,7 @@ registered by dispatch.py.
 """
 
 import functools
+import os
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple, Protocol
 
@@ -301,6 +302,10 @@ def _course_forward(ctx: Any, name: str, q: Tensor, k: Tensor, v: Tensor, is_cau
         raise ValueError(
             f"q, k and v must be (..., seq, d) with the same leading dimensions and d, "
             f"got {tuple(q.shape)}, {tuple(k.shape)}, {tuple(v.shape)}"
+        )
+    if name == "flash_triton" and q.is_cpu and os.environ.get("TRITON_INTERPRET") != "1":
+        raise ValueError(
+            "FlashAttentionTriton runs on a CUDA GPU and these tensors are on the CPU; use FlashAttentionTorch"
         )
     scale, band = q.shape[-1] ** -0.5, resolve(is_causal, None, q.shape[-2], k.shape[-2])
     four = _as_4d(q), _as_4d(k), _as_4d(v)

@@ -23,6 +23,7 @@ from pathlib import Path
 from typing import IO, Any, NamedTuple
 
 from cs336_systems.config import RunConfig, UserError
+from cs336_systems.files import require_regular
 from cs336_systems.measure.readers.trace import (
     HALF_NS,
     PHASES,
@@ -157,8 +158,9 @@ class _Work(NamedTuple):
 def read_nsys(path: Path) -> Trace:
     """Read the output of `nsys export --type sqlite`."""
     name = repr(str(path))
-    if not path.is_file():
+    if not path.exists():
         raise UserError(f"cannot read {name}: no such file; {EXPORT}")
+    require_regular(path)
     if not path.stat().st_size:
         raise UserError(f"{name} is empty; {EXPORT}")
     try:

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from cs336_systems.config import UserError
+from cs336_systems.files import read_input
 from cs336_systems.timeline import Block, Timeline
 
 EARLIER = "allocated before the recording"
@@ -68,10 +69,9 @@ class _OnlyData(pickle.Unpickler):
 
 
 def _unpickled(path: Path) -> dict[str, Any]:
+    data = read_input(path)
     try:
-        snapshot = _OnlyData(io.BytesIO(path.read_bytes())).load()
-    except OSError as error:
-        raise UserError(f"cannot read {str(path)!r}: {error.strerror}") from None
+        snapshot = _OnlyData(io.BytesIO(data)).load()
     except Exception as error:  # a damaged pickle can raise any exception
         reason = " ".join(str(error).split()) or type(error).__name__
         raise UserError(f"{str(path)!r} is not a memory snapshot, or is cut off: {reason}") from None

@@ -27,6 +27,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from cs336_systems.config import UserError
+from cs336_systems.files import read_input
 from cs336_systems.measure.readers.kernel_classes import UNKNOWN, classify
 from cs336_systems.measure.readers.recorded_tables import KernelRow, KindRow, PartRow, flatten
 from cs336_systems.record import Metric
@@ -301,17 +302,15 @@ def _problem(event: dict[str, Any]) -> str | None:
 
 
 def _trace_events(path: Path) -> list[dict[str, Any]]:
+    data = read_input(path)
     try:
-        data = path.read_bytes()
         data = gzip.decompress(data) if data[:2] == b"\x1f\x8b" else data
         document = json.loads(data)
-    except OSError as error:
-        if error.strerror:
-            raise UserError(f"cannot read {str(path)!r}: {error.strerror}") from None
+    except gzip.BadGzipFile as error:
         raise UserError(f"{str(path)!r} is cut off: {error}") from None
     except (EOFError, zlib.error):
         raise UserError(f"{str(path)!r} is cut off; record it again") from None
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:
         raise UserError(f"{str(path)!r} is not a trace of torch.profiler, or is cut off: {error}") from None
     events = document.get("traceEvents") if isinstance(document, dict) else None
     if not isinstance(events, list) or not all(isinstance(event, dict) for event in events):

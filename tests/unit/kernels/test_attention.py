@@ -11,7 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from cs336_systems.config import ATTENTIONS
-from cs336_systems.kernels import FlashAttentionTorch, attention
+from cs336_systems.kernels import FlashAttentionTorch, FlashAttentionTriton, attention
 from cs336_systems.kernels.flash.dispatch import IMPLEMENTATIONS
 from tests.unit.kernels.attention_cases import (
     CASES,
@@ -369,3 +369,10 @@ def test_triton_needs_a_gpu():
     with pytest.raises(ValueError, match="cpu") as caught:
         attention(*torch.zeros(3, *Q), impl="flash_triton")
     assert "\n" not in str(caught.value)
+
+
+def test_the_triton_function_on_a_cpu_names_the_other(monkeypatch):
+    monkeypatch.delenv("TRITON_INTERPRET", raising=False)
+    q = torch.randn(2, 8, 16)
+    with pytest.raises(ValueError, match=r"on the CPU; use FlashAttentionTorch$"):
+        FlashAttentionTriton.apply(q, q, q, True)

@@ -319,7 +319,7 @@ def refusal(path: Path) -> str:
 
 def test_missing_files(tmp_path):
     assert "no such file" in refusal(tmp_path / "absent.sqlite")
-    assert "no such file" in refusal(tmp_path)
+    assert "a folder" in refusal(tmp_path)
 
 
 @pytest.mark.parametrize(

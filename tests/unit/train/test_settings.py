@@ -55,6 +55,13 @@ def test_an_invalid_value(name, value, named, output):
     assert "\n" not in str(caught.value)
 
 
+@pytest.mark.parametrize(("steps", "warmup"), [(1, 0), (3, 0), (10, 1), (20, 2), (21, 20), (200, 20)])
+def test_the_default_warmup_is_below_the_steps(steps, warmup, output):
+    given = {name: value for name, value in fields(output, steps=steps).items() if name != "warmup_steps"}
+    settings = TrainSettings.from_flags(given)
+    assert settings.optimizer.lr_warmup_steps == settings.to_dict()["warmup_steps"] == warmup
+
+
 def test_flags_have_the_names_of_the_flat_form(output):
     """The manifests of checkpoints hold the flat form, so these names are part of a file format."""
     settings = settings_of(output, final_share=0.25, checkpoint_blocks=2, most_skipped=3)
