@@ -58,7 +58,7 @@ def test_an_invalid_value(name, value, named, output):
 @pytest.mark.parametrize(("steps", "warmup"), [(1, 0), (3, 0), (10, 1), (20, 2), (21, 20), (200, 20)])
 def test_the_default_warmup_is_below_the_steps(steps, warmup, output):
     given = {name: value for name, value in fields(output, steps=steps).items() if name != "warmup_steps"}
-    settings = TrainSettings.from_flags(given)
+    settings = build(TrainSettings, given)
     assert settings.optimizer.lr_warmup_steps == settings.to_dict()["warmup_steps"] == warmup
 
 
