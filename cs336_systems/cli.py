@@ -18,7 +18,7 @@ from cs336_systems.experiments.ranks.layouts import PlanArguments
 from cs336_systems.experiments.session import SessionArguments
 from cs336_systems.experiments.spec import PRESETS
 from cs336_systems.files import write_failure
-from cs336_systems.flags import Parser, add_flags, flags_of, read_flags
+from cs336_systems.flags import Parser, add_flags, flags_of, one_line, read_flags
 from cs336_systems.predict.fit import FitArguments
 from cs336_systems.predict.model_flags import OWN_MODEL, ShapeArguments
 from cs336_systems.table import FORMATS
@@ -46,7 +46,7 @@ def run(arguments: RunArguments) -> int:
 
     requests_on(arguments.device or "cuda")  # reports mistakes before a process is started
     path = Path(arguments.output or f"runs/{arguments.preset}/records.jsonl")
-    session = run_session(arguments, path, requests_on)
+    session = run_session(arguments, path, requests_on, skip_slow=arguments.preset == "quick")
     if session.device == "cpu":
         names = " ".join(arguments.names)
         print(f"next, on a machine with a GPU: cs336 run {names} --preset course")
@@ -208,7 +208,7 @@ def report(arguments: ReportArguments) -> None:
         with_published=arguments.published,
     )
     for line in written.summary:
-        print(line.in_(language))
+        print(one_line(line.in_(language)))
     for path in reversed(written.files):  # the page last, where it is seen
         print(path)
 

@@ -20,6 +20,7 @@ import threading
 import time
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
+from functools import cached_property
 from pathlib import Path
 from queue import Empty, Queue
 from typing import IO, Any
@@ -35,6 +36,9 @@ DEFAULT_TIMEOUT = 1800.0
 LARGEST_LIMIT = 1e7
 FIT_MARGIN = 1.03
 """The memory model errs by up to 2%: a cell is skipped only when it is out of reach even so."""
+SLOWDOWN = "cs336_systems.measure.environment:measure_slowdown"
+TOO_SLOW = 20.0
+"""A quick run leaves out precisions in which this CPU takes so many times as long as in fp32."""
 
 
 @dataclass
@@ -111,6 +115,7 @@ class Runner:
         force: bool = False,
         timeout: float = DEFAULT_TIMEOUT,
         peak_tflops: float | None = None,
+        skip_slow: bool = False,
         quiet: bool = False,
     ):
         for name, value in (("timeout", timeout), ("peak_tflops", peak_tflops)):
@@ -120,6 +125,7 @@ class Runner:
         self.force = force
         self.timeout = timeout
         self.options = {"peak_tflops": peak_tflops} if peak_tflops else {}
+        self.skip_slow = skip_slow
         self.quiet = quiet
         self.worker: Worker | None = None
         _require_writable(self.path)
@@ -189,6 +195,8 @@ class Runner:
         need = self._need(cell)
         if need is not None and not need.fits:
             return self._records(cell, [], f"oom: {need} (predicted, not tried)", 0.0, self.environment)
+        if reason := self._too_slow(cell):
+            return self._records(cell, [], f"skipped: {reason}", 0.0, self.environment)
         answer = self._ask(cell)
         match answer["event"]:
             case "measured":
@@ -201,6 +209,21 @@ class Runner:
         if status == "oom":
             status = f"oom: {need or 'out of memory'}"
         return self._records(cell, [], status, answer.get("seconds", 0.0), self.environment)
+
+    def _too_slow(self, cell: Cell) -> str | None:
+        """Why a quick run leaves a cell out: this CPU emulates its precision."""
+        precision, on_cpu = cell.config.get("precision"), cell.config.get("device") == "cpu"
+        if not (self.skip_slow and on_cpu and "num_steps" in cell.config and precision in ("bf16", "fp16")):
+            return None
+        times = self._slowdowns.get(precision, 1.0)
+        return f"a {precision} matmul takes {times:.0f}x as long as in fp32 on this CPU" if times > TOO_SLOW else None
+
+    @cached_property
+    def _slowdowns(self) -> dict[str, float]:
+        """Time of a matmul in low precision over that in fp32, by precision."""
+        self.worker = self.worker or Worker()
+        answer = self.worker.ask({"measure": SLOWDOWN, "config": {}, "options": {}}, self.timeout)
+        return {name: samples[0] for name, _, samples, *_ in answer.get("metrics", ())}
 
     def _ask(self, cell: Cell) -> dict[str, Any]:
         if self.worker is None or (cell.needs_fresh_process and self.worker.used):

@@ -37,19 +37,29 @@ class Session(NamedTuple):
     """Exit code: 1 if no cell that was asked for has results."""
 
 
-def run_session(arguments: SessionArguments, path: Path, requests_on: Callable[[str], list[Request]]) -> Session:
+Requests = Callable[[str], list[Request]]
+"""The cells asked for, by device."""
+
+
+def run_session(arguments: SessionArguments, path: Path, requests_on: Requests, *, skip_slow: bool = False) -> Session:
     """Measure the cells that `requests_on(device)` names, into `path`, and print their tables."""
     try:
         with interrupt_raises():
-            return _run_session(arguments, path, requests_on)
+            return _run_session(arguments, path, requests_on, skip_slow)
     except KeyboardInterrupt:
         raise Interrupted(path) from None
 
 
-def _run_session(arguments: SessionArguments, path: Path, requests_on: Callable[[str], list[Request]]) -> Session:
+def _run_session(arguments: SessionArguments, path: Path, requests_on: Requests, skip_slow: bool) -> Session:
     from cs336_systems.report.sections import tables
 
-    with Runner(path, force=arguments.force, timeout=arguments.timeout, peak_tflops=arguments.peak_tflops) as runner:
+    with Runner(
+        path,
+        force=arguments.force,
+        timeout=arguments.timeout,
+        peak_tflops=arguments.peak_tflops,
+        skip_slow=skip_slow,
+    ) as runner:
         if arguments.device is None and runner.device == "cpu":
             print("no CUDA GPU found: running on the CPU", file=sys.stderr)
         requests = requests_on(arguments.device or runner.device)
@@ -120,6 +130,6 @@ def _report_outcome(outcome: Outcome, path: Path) -> None:
     if outcome.reused:
         parts.append(f"{outcome.reused} taken from the file")
     if outcome.failed:
-        parts.append(f"{outcome.failed} failed or did not fit")
+        parts.append(f"{outcome.failed} failed, did not fit or were skipped")
     print(f"{', '.join(parts)}, in {outcome.seconds:.0f} s on {outcome.environment.machine}")
     print(f"records: {path}    as a table: cs336 table {path} --format md")

@@ -7,12 +7,14 @@ import os
 import platform
 import socket
 import subprocess
+import timeit
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 import torch
 
-from cs336_systems.record import Environment
+from cs336_systems.record import Environment, Metric
 
 _THROTTLE_REASONS = {
     0x0000000000000004: "power cap",
@@ -105,6 +107,22 @@ def _git() -> dict[str, Any]:
         return {"git_commit": git("rev-parse", "HEAD"), "git_dirty": bool(git("status", "--porcelain", "-uno"))}
     except (OSError, subprocess.SubprocessError):
         return {}
+
+
+def measure_slowdown(config: Mapping[str, Any]) -> list[Metric]:
+    """Instrument of quick runs: how many times longer than in fp32 a matmul takes in low precision on this CPU.
+
+    A CPU without instructions for a type emulates it, hundreds of times slower.
+    """
+
+    def seconds(dtype: torch.dtype) -> float:
+        a = torch.ones(128, 128, dtype=dtype)
+        return min(timeit.repeat(lambda: a @ a, number=1, repeat=4))
+
+    return [
+        Metric(precision, "1", [seconds(getattr(torch, name)) / seconds(torch.float32)])
+        for precision, name in (("bf16", "bfloat16"), ("fp16", "float16"))
+    ]
 
 
 def _cpu_model() -> str | None:

@@ -18,7 +18,8 @@ import pytest
 from cs336_systems import record
 from cs336_systems.config import RunConfig, UserError, model_config
 from cs336_systems.experiments.catalogue import catalogue
-from cs336_systems.experiments.runner import Runner, gather
+from cs336_systems.experiments.runner import SLOWDOWN, Runner, gather
+from cs336_systems.measure.environment import measure_slowdown
 from cs336_systems.record import CELL_TIME
 from tests.helpers import CPU_ONLY, CS336, MODEL, TINY, running, tiny_config, wait_until
 from tests.unit.experiments.scripted_worker import MACHINE, measured, run
@@ -130,6 +131,27 @@ def test_a_cell_that_cannot_fit_is_not_tried(tmp_path, scripted):
     assert (row.metric, row.samples, row.environment) == (CELL_TIME, (), MACHINE)
     assert re.fullmatch(r"oom: needs \d{3,}\.\d GiB of 16\.0 GiB \(predicted, not tried\)", row.status)
     assert run(path, ("bench", config)).reused == 1
+
+
+@pytest.mark.parametrize("skip_slow", [True, False], ids=["quick run", "other runs"])
+def test_a_quick_run_leaves_out_precisions_that_the_cpu_emulates(skip_slow, tmp_path, scripted):
+    path, low, plain = tmp_path / "r.jsonl", tiny_config(precision="bf16"), tiny_config()
+
+    def answer(request):
+        if request["measure"] == SLOWDOWN:
+            return {"event": "measured", "metrics": [["bf16", "1", [180.0], ""], ["fp16", "1", [2.0], ""]]}
+        return measured(0.5)
+
+    scripted.answer = staticmethod(answer)
+    half = tiny_config(precision="fp16")
+    run(path, ("bench", low), ("bench", plain), ("bench", half), skip_slow=skip_slow)
+    statuses = {item.config["precision"]: item.status for item in record.load(path).records if item.metric == CELL_TIME}
+    reason = "skipped: a bf16 matmul takes 180x as long as in fp32 on this CPU"
+    assert statuses == {"bf16": reason if skip_slow else "ok", "fp32": "ok", "fp16": "ok"}
+
+
+def test_how_much_slower_low_precision_is():
+    assert {metric.name: metric.samples[0] > 0 for metric in measure_slowdown({})} == {"bf16": True, "fp16": True}
 
 
 def test_failures_are_tried_again_and_cells_that_ran_out_of_memory_are_not(tmp_path, scripted):

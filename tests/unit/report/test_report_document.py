@@ -78,6 +78,15 @@ def test_mistakes(words, named, tmp_path, capsys):
     assert_refused(["report", *words], [named], capsys)
 
 
+def test_the_command_ends_with_findings_and_the_page(tmp_path, capsys):
+    record.append(tmp_path / "good.jsonl", records_of("warmup"))
+    assert main(["report", "good.jsonl", "-o", "out", "--formats", "md"]) == 0
+    *findings, _, page = [line for line in capsys.readouterr().out.splitlines() if not line.endswith(".png")]
+    assert page == "out/index.html"
+    assert 1 <= len(findings) <= 5
+    assert findings[0].startswith("Warm-up: ")
+
+
 def test_records_from_anywhere(tmp_path):
     """Unreadable lines, odd fields, NaN, unknown experiments, hostile names: shown or named, never run."""
     environment = Environment(gpu=HOSTILE, torch=HOSTILE)
