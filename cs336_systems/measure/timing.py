@@ -30,12 +30,15 @@ class Timings:
     warmup: list[float] = field(default_factory=list)
     peak_memory: int | None = None
     """Peak bytes of CUDA memory allocated during the measured steps."""
+    reserved_memory: int | None = None
+    """Peak bytes that the caching allocator held during the measured steps, free blocks included."""
 
     @property
     def metrics(self) -> list[Metric]:
         wall = [Metric(f"{phase}_time", "s", samples) for phase, samples in self.wall.items()]
         events = [Metric(f"{phase}_event_time", "s", samples) for phase, samples in self.events.items()]
-        return [*wall, *events, Metric("warmup_time", "s", self.warmup)]
+        reserved = [] if self.reserved_memory is None else [Metric("reserved_memory", "B", [self.reserved_memory])]
+        return [*wall, *events, Metric("warmup_time", "s", self.warmup), *reserved]
 
 
 class Stopwatch:
@@ -77,12 +80,13 @@ def time_steps(run: Callable[[Watch], object], *, device: torch.device, warmup_s
         torch.cuda.reset_peak_memory_stats(device)
     for _ in range(num_steps):
         _step(run, stopwatch)
-    peak = torch.cuda.max_memory_allocated(device) if device.type == "cuda" else None
+    on_cuda = device.type == "cuda"
     return Timings(
         wall=_max_over_ranks(dict(stopwatch.wall)),
         events=_max_over_ranks(dict(stopwatch.events)),
         warmup=list(cold.wall[STEP]),
-        peak_memory=peak,
+        peak_memory=torch.cuda.max_memory_allocated(device) if on_cuda else None,
+        reserved_memory=torch.cuda.max_memory_reserved(device) if on_cuda else None,
     )
 
 

@@ -3,7 +3,7 @@
 from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
-from cs336_systems.report import rows
+from cs336_systems.report import rows, terms
 from cs336_systems.report.cells import CellView
 from cs336_systems.table import Column, Table
 from cs336_systems.text import Text
@@ -35,6 +35,12 @@ def mean_and_std(name: Text, metric: str, show: Callable[[float | None], str] = 
 
 def gib(name: Text, metric: str) -> Entry:
     return of(name, lambda cell: rows.gib(cell.value(metric)), "GiB")
+
+
+def reserved(cells: Sequence[CellView]) -> list[Entry]:
+    """The memory that the caching allocator held at most; no column where no cell has it, as on a CPU."""
+    metric = "reserved_memory"
+    return [gib(terms.RESERVED, metric)] if any(metric in cell.metrics for cell in cells) else []
 
 
 def cell_table(

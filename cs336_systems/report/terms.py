@@ -41,6 +41,7 @@ SPEED_UP = Text("speed-up", "加速")
 # memory
 MEMORY = Text("memory", "显存")
 PEAK = Text("peak", "峰值")
+RESERVED = Text("reserved", "已预留")
 PEAK_MEMORY = Text("peak memory", "峰值显存")
 PREDICTED = Text("predicted", "预测")
 MEASURED = Text("measured", "实测")

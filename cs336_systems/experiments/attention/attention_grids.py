@@ -61,6 +61,7 @@ def naive_tables(cells: Cells) -> list[Table]:
         entries.mean_and_std(BACKWARD, "backward_time", kernel_ms),
         entries.gib(Text("before backward", "后向之前"), "memory_before_backward"),
         entries.gib(PEAK, "peak_memory"),
+        *entries.reserved(cells),
         entries.gib(PREDICTED, "predicted_memory"),
         entries.speed_up(Text("forward speed-up", "前向加速"), "forward_time", eager),
         entries.speed_up(Text("backward speed-up", "后向加速"), "backward_time", eager),

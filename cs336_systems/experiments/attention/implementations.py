@@ -169,6 +169,7 @@ QUANTITIES = (
     time_quantity(Text("backward", "后向"), "backward_time"),
     Quantity(Text("forward and backward (TFLOP/s)", "前向加后向（TFLOP/s）"), rate, tflops, max),
     Quantity(Text("peak memory (GiB)", "峰值显存（GiB）"), lambda view: view.value("peak_memory"), gib),
+    Quantity(Text("reserved memory (GiB)", "预留显存（GiB）"), lambda view: view.value("reserved_memory"), gib),
     Quantity(Text("largest error against float64", "相对 float64 的最大误差"), worst_error, exponential),
 )
 

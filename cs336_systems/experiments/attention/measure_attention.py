@@ -251,6 +251,7 @@ def measure_flash(config: dict[str, Any]) -> list[Metric]:
             torch.cuda.reset_peak_memory_stats(device)
             attend(q, k, v).backward(grad)
             metrics += _memory_metrics(config["implementation"], shape, torch.cuda.max_memory_allocated(device))
+            metrics.append(Metric("reserved_memory", "B", [torch.cuda.max_memory_reserved(device)]))
         for phase, call in _calls(attend, inputs):
             metrics.append(Metric(f"{phase}_time", "s", _times(call, config, device, inputs)))
     return [*metrics, Metric("flops", "FLOP", [shape.flops])]

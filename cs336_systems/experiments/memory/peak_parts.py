@@ -91,6 +91,7 @@ def _peaks(cells: Cells) -> Table:
         entries.gib(terms.PREDICTED, "predicted_memory"),
         entries.of(terms.ERROR, lambda cell: signed(cell.memory_error, 2)),
         entries.gib(terms.TRACED, "predicted_by_tracing_memory"),
+        *entries.reserved(cells),
         PEAK_PHASE,
         entries.of(
             Text("parts / measured", "各部分 / 实测"),

@@ -55,6 +55,7 @@ def _prediction_table(what: Text, cells: Cells) -> Table:
         entries.gib(terms.MEASURED, "peak_memory"),
         entries.gib(terms.PREDICTED, "predicted_memory"),
         entries.of(terms.ERROR, lambda cell: signed(cell.memory_error, 2)),
+        *entries.reserved(cells),
     ]
     judged = [(abs(cell.memory_error), cell) for cell in cells if cell.memory_error is not None]
     notes = []

@@ -114,6 +114,7 @@ def _throughput(cells: Cells) -> Table:
         entries.of(terms.MFU, lambda cell: percent(cell.mfu)),
         entries.of(Text("backward / forward", "后向 / 前向"), backward_over_forward),
         entries.gib(terms.PEAK, "peak_memory"),
+        *entries.reserved(cells),
         entries.gib(terms.PREDICTED, "predicted_memory"),
         entries.of(terms.ERROR, lambda cell: signed(cell.memory_error, 1)),
     ]
