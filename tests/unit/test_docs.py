@@ -92,6 +92,22 @@ def test_make_targets_exist(page: Path) -> None:
     assert all(re.search(rf"^{target}:", makefile, re.M) for target in asked)
 
 
+EXAMPLES = {"cs336_systems/experiments/steps/matmul_rate.py", "tests/adapters.py"}
+"""A file that the reader is shown how to add, and one of the course's."""
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))
+def test_modules_exist(page: Path) -> None:
+    """A page that names a module by a path of two or more parts, or by its file, names one that is there."""
+    files = [
+        path.as_posix()
+        for top in ("cs336_systems", "tests", "examples", "tools")
+        for path in (ROOT / top).rglob("*.py")
+    ]
+    named = set(re.findall(r"(?<![\w/*{}])\w[\w/]*\.py\b", page.read_text(encoding="utf-8")))
+    assert [name for name in sorted(named - EXAMPLES) if not any(file.endswith("/" + name) for file in files)] == []
+
+
 # -- both READMEs -----------------------------------------------------------------------------------------------------
 
 ENGLISH, CHINESE = (ROOT / name for name in ("README.md", "README.zh-CN.md"))
