@@ -106,7 +106,7 @@ def interrupt_raises() -> Iterator[None]:
 def _resume_advice(path: Path, started_by: Sequence[str]) -> str:
     """Return the command that continues an interrupted run."""
     if not path.exists():
-        return "stopped before the first cell was finished"
+        return "stopped before the first cell was finished; nothing was kept, and the same command starts over"
     words = list(started_by)
     if not any(word == "--output" or word.startswith("--output=") for word in words):
         words += ["--output", str(path)]

@@ -104,7 +104,8 @@ def _add_flag(parser: argparse.ArgumentParser, spec: dataclasses.Field, hint: An
         return
     default = spec.default if spec.default not in (None, "", ()) else None
     if default is not None:
-        help_text += f" (default: {default})"
+        shown = ",".join(map(str, default)) if isinstance(default, tuple) else default
+        help_text += f" (default: {shown})"
     kind = _item_type(hint)
     if kind is str and not spec.metadata.get("may_be_empty"):
         kind = _text

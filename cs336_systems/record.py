@@ -24,6 +24,8 @@ from cs336_systems.text import Text, say
 
 SCHEMA_VERSION = 2
 """2 has `variant`. Version 1 had it in front of the metric's name; it is split off when such a file is read."""
+RECORDS = "records.jsonl"
+"""The file of records in a folder."""
 CELL_TIME = "cell_time"
 """The metric every cell ends with: seconds from start to end, set-up included. A cell is complete when it is there."""
 MIB = 2**20
@@ -242,6 +244,9 @@ def load(path: str | Path, *, lenient: bool = False) -> Loaded:
     """
     path = records_file(path)
     if not path.exists():
+        folder = path.parent  # named by the user, or where the file was expected
+        if path.name == RECORDS and (inside := [*folder.glob("*.jsonl"), *folder.glob(f"*/{RECORDS}")]):
+            raise UserError(f"no file {str(path)!r}; name one of: {', '.join(sorted(map(str, inside))[:4])}")
         raise UserError(f"no file {str(path)!r}; make one with: cs336 bench --output {shlex.quote(str(path))}")
     data = read_input(path)
     lines = data.split(b"\n")
@@ -270,7 +275,7 @@ def load(path: str | Path, *, lenient: bool = False) -> Loaded:
 def records_file(path: str | Path) -> Path:
     """Return the file of records that `path` names: a folder stands for the records.jsonl in it."""
     path = Path(path)
-    return path / "records.jsonl" if path.is_dir() else path
+    return path / RECORDS if path.is_dir() else path
 
 
 def chosen(records: list[Record], experiments: Sequence[str]) -> list[Record]:

@@ -43,7 +43,10 @@ def cells(names: Iterable[str], preset: str, base: RunConfig) -> list[Request]:
     for name in names:
         if name not in runnable():
             meant = nearest(name, runnable())
-            raise UserError(f"unknown experiment {name!r}{meant}; choose from: {', '.join(runnable())}")
+            known = ", ".join(runnable())
+            raise UserError(
+                f"unknown experiment {name!r}{meant}; choose from: {known} (docs/COURSE.md: by problem of the handouts)"
+            )
         requests += [(name, config) for config in catalogue()[name].grid(preset, base)]
     return requests
 

@@ -131,8 +131,9 @@ def fit_tables(arguments: FitArguments) -> list[Table]:
     names = [name.strip() for name in arguments.gpu.split(",") if name.strip()] or [arguments.gpu]
     gpus = {name: gpu_bytes(name) for name in names}
     if len(gpus) == 1 or len(_sizes(arguments)) > 1:
-        return [_table(arguments, name, capacity, len(gpus) > 1) for name, capacity in gpus.items()]
-    rows = [Row(name, _row(arguments, "", usable_bytes(capacity)).cells) for name, capacity in gpus.items()]
+        return [_table(arguments, name, capacity, find_card(name) is not None) for name, capacity in gpus.items()]
+    named = {f"{name}, {size / GIB:.1f} GiB" if find_card(name) else name: size for name, size in gpus.items()}
+    rows = [Row(name, _row(arguments, "", usable_bytes(capacity)).cells) for name, capacity in named.items()]
     shape = rows[0].cells[0].config
     return [_rendered(arguments, Text("GPU"), rows, say("of {}", "{}", shape.size), [])]
 

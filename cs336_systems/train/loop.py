@@ -46,6 +46,7 @@ def train(settings: TrainSettings) -> int:
             corpus = _open_corpus(settings, rank)  # before anything is written
             with _exclusive(settings, rank):
                 trainer = Trainer(settings, rank, corpus)
+                trainer.introduce()
                 trainer.resume()
                 return trainer.run()
     except RankError as error:
@@ -78,6 +79,12 @@ class Trainer:
         self.progress = Progress()
         self.saver = Saver(settings, rank, self.corpus, self.step)
         self.log = RunLog(settings, rank, self.step.config) if rank.rank == 0 else None
+
+    def introduce(self) -> None:
+        """Show what is trained, on what: the first step may take a while."""
+        parameters, tokens = self.settings.model.parameters, len(self.corpus.tokens)
+        ranks = f"{self.rank.world_size} rank{'' if self.rank.world_size == 1 else 's'} on {self.rank.device}"
+        self._show(f"training {parameters:,} parameters on {tokens:,} tokens of {self.corpus.path}; {ranks}")
 
     def resume(self) -> None:
         """Continue from the newest intact checkpoint, if there is one."""

@@ -86,6 +86,11 @@ class Saver:
         set_rng_state({name: value for name, value in state.items() if name.startswith("rng/")})
         progress = Progress.from_manifest(found.manifest["progress"], self.step.loss_scale)
         self._show(f"resumed at step {progress.step} from {found.path}")
+        before = found.manifest["settings"]
+        now = {name: value for name, value in self.settings.to_dict().items() if name in before}
+        changed = [f"{name} was {before[name]} and is {value}" for name, value in now.items() if before[name] != value]
+        if changed:
+            self._show(f"changed since that checkpoint: {'; '.join(changed)}")
         return progress
 
     def save(self, progress: Progress, *, wait: bool) -> None:
