@@ -35,14 +35,13 @@ def read_input(path: Path) -> bytes:
 
 def _first_byte(descriptor: int, path: Path) -> bytes:
     """Return the first byte of a pipe, or none if its writer is not ready yet; the rest can be read by blocking."""
+    first = None
     with contextlib.suppress(BlockingIOError):
         first = os.read(descriptor, 1)
-        if not first:
-            raise UserError(f"cannot read {str(path)!r}: it is a pipe that nothing is written to")
-        os.set_blocking(descriptor, True)
-        return first
+    if first == b"":
+        raise UserError(f"cannot read {str(path)!r}: it is a pipe that nothing is written to")
     os.set_blocking(descriptor, True)
-    return b""
+    return first or b""
 
 
 def require_regular(path: Path) -> None:

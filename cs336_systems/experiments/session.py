@@ -111,7 +111,7 @@ def draw_timelines(folder: Path) -> list[Path]:
 
 def new_run_file(command: str) -> Path:
     stamp = datetime.datetime.now().strftime("%Y%m%d-%H%M%S")
-    return Path("runs") / f"{command}-{stamp}" / "records.jsonl"
+    return Path("runs") / f"{command}-{stamp}" / record.RECORDS
 
 
 def _asked(path: Path, wanted: set[tuple[str, str]]) -> list[record.Record]:

@@ -218,7 +218,7 @@ class FSDP(Wrapper):
 
 
 class WeightState(Enum):
-    """Which tensors of a unit are in memory beside its shard."""
+    """The tensors of a unit that are in memory beside its shard."""
 
     SHARDED = auto()
     """None: the storage of the full weight is empty."""

@@ -6,7 +6,7 @@ by one, and frees each. For a large model and a small batch this needs more memo
 
 from cs336_systems.config import RunConfig
 from cs336_systems.predict.fast_memory import packed_sizes
-from cs336_systems.predict.memory_model import MemoryEstimate, Tensors, estimate
+from cs336_systems.predict.memory_model import MemoryEstimate, Tensors
 
 SPLIT_BYTES = 12
 """Bytes per element of the int32 temporaries in which a weight is split into bf16 and its low 16 bits."""
@@ -41,8 +41,3 @@ def _largest_split(config: RunConfig) -> int:
         largest = max(largest, SPLIT_BYTES * size - 4 * freed)
         freed += size
     return largest
-
-
-def needed(config: RunConfig) -> MemoryEstimate:
-    """Return the larger of the peaks of a step and of building it."""
-    return max(estimate(config), building_peak(config), key=lambda found: found.peak)

@@ -131,16 +131,11 @@ def fit_tables(arguments: FitArguments) -> list[Table]:
     names = [name.strip() for name in arguments.gpu.split(",") if name.strip()] or [arguments.gpu]
     gpus = {name: gpu_bytes(name) for name in names}
     if len(gpus) == 1 or len(_sizes(arguments)) > 1:
-        return [_table(arguments, name, capacity, find_card(name) is not None) for name, capacity in gpus.items()]
+        return [_table(arguments, name, capacity) for name, capacity in gpus.items()]
     named = {f"{name}, {size / GIB:.1f} GiB" if find_card(name) else name: size for name, size in gpus.items()}
     rows = [Row(name, _row(arguments, "", usable_bytes(capacity)).cells) for name, capacity in named.items()]
     shape = rows[0].cells[0].config
     return [_rendered(arguments, Text("GPU"), rows, say("of {}", "{}", shape.size), [])]
-
-
-def fit_table(arguments: FitArguments) -> Table:
-    """Return the largest batch and its peak for every size and context length."""
-    return fit_tables(arguments)[0]
 
 
 def _sizes(arguments: FitArguments) -> tuple[str, ...]:
@@ -162,11 +157,11 @@ def _row(arguments: FitArguments, size: str, budget: float) -> Row:
     return Row(cells[0].config.size, cells)
 
 
-def _table(arguments: FitArguments, gpu: str, capacity: int, is_named: bool) -> Table:
+def _table(arguments: FitArguments, gpu: str, capacity: int) -> Table:
     budget = usable_bytes(capacity)
     rows = [_row(arguments, size, budget) for size in _sizes(arguments)]
     where = say("on {} GiB", "（{} GiB 显存）", f"{capacity / GIB:.1f}")
-    if is_named:
+    if find_card(gpu):
         where = say("on {}, {} GiB", "（{}，{} GiB 显存）", gpu, f"{capacity / GIB:.1f}")
     failing = [next((cell for cell in row.cells if not cell.batch), None) for row in rows]
     notes = _suggestions([cell.config for cell in failing if cell is not None], budget)

@@ -14,7 +14,7 @@ from cs336_systems.measure.environment import capture
 from cs336_systems.parallel.launch import Rank
 from cs336_systems.predict.flops import model_flops
 from cs336_systems.predict.gpus import peak_flops
-from cs336_systems.record import GIB, Record
+from cs336_systems.record import GIB, RECORDS, Record
 from cs336_systems.train.settings import TrainSettings
 
 
@@ -31,7 +31,7 @@ class RunLog:
 
     def __init__(self, settings: TrainSettings, rank: Rank, run: RunConfig):
         self._settings = settings
-        self._path = settings.folder / "records.jsonl"
+        self._path = settings.folder / RECORDS
         self._environment = capture(str(rank.device))
         self._device = rank.device
         self._flops = model_flops(dataclasses.replace(run, batch_size=settings.data.batch_size))

@@ -1,6 +1,7 @@
 """Saves a run and resumes it: weights, optimizer state, random state, and progress."""
 
 import threading
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -86,10 +87,8 @@ class Saver:
         set_rng_state({name: value for name, value in state.items() if name.startswith("rng/")})
         progress = Progress.from_manifest(found.manifest["progress"], self.step.loss_scale)
         self._show(f"resumed at step {progress.step} from {found.path}")
-        before = found.manifest["settings"]
-        now = {name: value for name, value in self.settings.to_dict().items() if name in before}
-        changed = [f"{name} was {before[name]} and is {value}" for name, value in now.items() if before[name] != value]
-        if changed:
+        before, now = found.manifest["settings"], self.settings.to_dict()
+        if changed := _changes({name: (before[name], now[name]) for name in now if name in before}):
             self._show(f"changed since that checkpoint: {'; '.join(changed)}")
         return progress
 
@@ -143,12 +142,17 @@ class Saver:
             show(text)
 
 
+def _changes(pairs: Mapping[str, tuple[Any, Any]]) -> list[str]:
+    """Name each setting whose value before differs from the value now."""
+    return [f"{name} was {old} and is {new}" for name, (old, new) in pairs.items() if old != new]
+
+
 def _require_same_run(settings: TrainSettings, corpus: Corpus, found: Checkpoint) -> None:
     """Raise UserError naming each setting whose change would make this another run."""
     before, now = found.manifest["settings"], settings.to_dict()
     pairs = {name: (before.get(name), now[name]) for name in TrainSettings.FIXED}
     pairs |= {name: (before["model"].get(name), value) for name, value in now["model"].items()}
-    changes = [f"{name} was {old} and is {new}" for name, (old, new) in pairs.items() if old != new]
+    changes = _changes(pairs)
     if found.manifest["data"] != corpus.fingerprint:
         changes.append(f"data {settings.data.path!r} has other tokens than {before['data']!r} had")
     if changes:

@@ -1,4 +1,4 @@
-"""Which all-reduces the wrappers send, when they send them, and the life of a wrapper."""
+"""The all-reduces that the wrappers send, when they send them, and the life of a wrapper."""
 
 import copy
 import weakref
