@@ -19,7 +19,7 @@ from cs336_systems.report.terms import FORWARD_AND_BACKWARD, MS, OUT_OF_MEMORY, 
 from cs336_systems.table import Column, Table
 from cs336_systems.text import Text, say
 
-OURS = ("flash_hopper", "flash_triton", "auto")
+OURS = ("auto", "flash_hopper", "flash_triton")
 """The kernels of this project, and its own choice among them; all other implementations are rivals."""
 RIVALS = ("sdpa_flash", "sdpa_cudnn", "flash_attention_4", "flex")
 MODULE = "cs336_systems.experiments.attention.measure_attention"
