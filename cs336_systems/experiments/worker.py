@@ -4,7 +4,6 @@ One JSON line in on standard input for each cell, one JSON line out on what was 
 runner replaces the process, so that no cell inherits another's broken state.
 """
 
-import contextlib
 import dataclasses
 import gc
 import importlib
@@ -85,14 +84,10 @@ def _answer(request: dict[str, Any]) -> dict[str, Any]:
 
 def _clean_up() -> None:
     """Leave nothing of this cell to the next: no tensors, no cached blocks, no cuBLAS workspaces."""
-    import torch
+    from cs336_systems.measure.timing import release_memory
 
     gc.collect()
-    if torch.cuda.is_available():
-        torch.cuda.synchronize()
-        with contextlib.suppress(AttributeError):
-            torch._C._cuda_clearCublasWorkspaces()
-        torch.cuda.empty_cache()
+    release_memory()
 
 
 if __name__ == "__main__":

@@ -6,7 +6,7 @@ Short calls are timed by Triton's do_bench (`time_calls`).
 import timeit
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 
 import torch
@@ -88,6 +88,15 @@ def time_steps(run: Callable[[Watch], object], *, device: torch.device, warmup_s
         peak_memory=torch.cuda.max_memory_allocated(device) if on_cuda else None,
         reserved_memory=torch.cuda.max_memory_reserved(device) if on_cuda else None,
     )
+
+
+def release_memory() -> None:
+    """Return cached blocks and cuBLAS workspaces to the GPU, so that what is measured next does not count them."""
+    if torch.cuda.is_available():
+        torch.cuda.synchronize()
+        with suppress(AttributeError):
+            torch._C._cuda_clearCublasWorkspaces()
+        torch.cuda.empty_cache()
 
 
 def time_queued(run: Callable[[Watch], object], *, device: torch.device, num_steps: int) -> dict[str, list[float]]:

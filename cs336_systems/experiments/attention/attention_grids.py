@@ -142,9 +142,10 @@ PYTORCH_ATTENTION = Experiment(
 
 ON_CPU = ("reference", "flash_torch", "compiled", "sdpa")
 ON_CUDA = (
-    "auto", "flash_triton", "flash_torch", "reference", "compiled", "sdpa_flash", "sdpa_cudnn", "sdpa_efficient", "flex",
+    "auto", "flash_triton", "flash_torch", "reference", "compiled",
+    "sdpa_flash", "sdpa_cudnn", "sdpa_efficient", "flex",
 )  # fmt: skip
-"""`auto` is the fastest of our kernels that the GPU has."""
+"""`auto` chooses by the GPU and the shape, as in training."""
 HALF_PRECISION_ONLY = ("sdpa_flash", "sdpa_cudnn", "flex")
 """The first two have no fp32; flex runs fp32 matmuls without tensor cores, so it is no rival there."""
 

@@ -24,7 +24,7 @@ from cs336_systems.config import ATTENTIONS, RunConfig
 from cs336_systems.experiments.steps.measure_step import disable_compile_caches
 from cs336_systems.kernels import attention
 from cs336_systems.kernels.flash.reference import attention_reference
-from cs336_systems.measure.timing import STEP, time_calls, time_steps
+from cs336_systems.measure.timing import STEP, release_memory, time_calls, time_steps
 from cs336_systems.model import Attention
 from cs336_systems.predict.attention_model import AttentionShape, naive_peak
 from cs336_systems.record import Metric
@@ -187,7 +187,10 @@ def attention_in_float64(q: Tensor, k: Tensor, v: Tensor, grad: Tensor, *, is_ca
 def _exact(shape: AttentionShape, device: torch.device, seed: int) -> Results:
     """Exact results, in host memory: on the GPU they would count towards the measured peak."""
     exact = attention_in_float64(*draw(shape, device, seed), is_causal=shape.is_causal)
-    return {name: tensor.cpu() for name, tensor in exact.items()}
+    found = {name: tensor.cpu() for name, tensor in exact.items()}
+    del exact
+    release_memory()
+    return found
 
 
 def _errors(results: Results, exact: Results, precision: str) -> list[Metric]:
@@ -208,11 +211,7 @@ def _check(attend: Attend, inputs: Sequence[Tensor], exact: Results, precision: 
     q, k, v, grad = inputs
     out = attend(q, k, v)
     dq, dk, dv = torch.autograd.grad(out, (q, k, v), grad)
-    errors = _errors({"out": out, "dq": dq, "dk": dk, "dv": dv}, exact, precision)
-    del out, dq, dk, dv
-    if q.device.type == "cuda":  # the memory of the float64 results is not part of what is reserved for attention
-        torch.cuda.empty_cache()
-    return errors
+    return _errors({"out": out, "dq": dq, "dk": dk, "dv": dv}, exact, precision)
 
 
 # -- instruments ------------------------------------------------------------------------------------------------------
@@ -232,6 +231,7 @@ def measure_pytorch_attention(config: dict[str, Any]) -> list[Metric]:
 
     with implementation(config["implementation"], shape, device) as attend:
         errors = _check(attend, inputs, _exact(shape, device, config["seed"]), shape.precision)
+        release_memory()  # the check compares in float64
         timings = time_steps(
             forward_backward, device=device, warmup_steps=config["warmup_steps"], num_steps=config["num_steps"]
         )
@@ -252,6 +252,7 @@ def measure_flash(config: dict[str, Any]) -> list[Metric]:
     with implementation(config["implementation"], shape, device) as attend:
         metrics = _check(attend, inputs, _exact(shape, device, config["seed"]), shape.precision)
         if device.type == "cuda":
+            release_memory()  # the check compares in float64
             torch.cuda.reset_peak_memory_stats(device)
             attend(q, k, v).backward(grad)
             metrics += _memory_metrics(config["implementation"], shape, torch.cuda.max_memory_allocated(device))
