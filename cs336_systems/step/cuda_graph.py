@@ -4,7 +4,8 @@ Three graphs support any number of micro batches: the gradients of the first one
 update. The first steps run eagerly, and count as steps: they load the kernels and size the memory pools.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 
 import torch
 from torch import Tensor
@@ -26,6 +27,7 @@ class StepGraph:
     def __init__(self, gradients: Gradients, update: Callable[[], None], drop: Callable[[], None]):
         self._gradients, self._update, self._drop = gradients, update, drop
         self._eager_steps = 0
+        self._is_eager = True
         self._stream = torch.cuda.Stream()
         self._graphs: dict[str, torch.cuda.CUDAGraph] = {}
         self._losses: dict[str, Tensor] = {}
@@ -35,14 +37,22 @@ class StepGraph:
         self.peak_memory = 0
         """Peak bytes during capture; a replay allocates nothing."""
 
-    def __call__(self, batches: Batches) -> Tensor:
-        """Run one step and return the mean loss, on the device."""
-        if self._eager_steps < EAGER_STEPS:
-            return self._run_eagerly(batches)
-        if self._inputs is None or self._targets is None:
+    def gradients(self, batches: Batches) -> Tensor:
+        """Compute the gradients of a step and return the mean loss, on the device. Earlier gradients are overwritten.
+
+        The first steps run eagerly, on the stream of the later capture: autograd nodes remember the stream they were
+        made on. So do batches of another shape.
+        """
+        if self._eager_steps >= EAGER_STEPS and self._inputs is None:
             self._inputs, self._targets = self._capture(batches)
-        elif len(batches) != self._count or any(inputs.shape != self._inputs.shape for inputs, _ in batches):
-            return self._run_eagerly(batches)
+        self._is_eager = self._inputs is None or self._differs(batches)
+        if self._is_eager:
+            with self._on_stream():
+                self._drop()
+                eager = [self._gradients(inputs, targets, 1 / len(batches)) for inputs, targets in batches]
+                return torch.stack(eager).mean()
+        assert self._inputs is not None
+        assert self._targets is not None
         losses = []
         for number, (inputs, targets) in enumerate(batches):
             self._inputs.copy_(inputs)
@@ -50,20 +60,27 @@ class StepGraph:
             name = "later" if number else "first"
             self._graphs[name].replay()
             losses.append(self._losses[name].clone())
-        self._graphs["update"].replay()
         return torch.stack(losses).mean()
 
-    def _run_eagerly(self, batches: Batches) -> Tensor:
-        """Run on the stream of the later capture, because autograd nodes remember the stream they were made on."""
+    def update(self) -> None:
+        """Update the weights with the gradients that were computed last."""
+        if not self._is_eager:
+            self._graphs["update"].replay()
+            return
         self._eager_steps += 1
+        with self._on_stream():
+            self._update()
+
+    def _differs(self, batches: Batches) -> bool:
+        assert self._inputs is not None
+        return len(batches) != self._count or any(inputs.shape != self._inputs.shape for inputs, _ in batches)
+
+    @contextmanager
+    def _on_stream(self) -> Iterator[None]:
         self._stream.wait_stream(torch.cuda.current_stream())
         with torch.cuda.stream(self._stream):
-            self._drop()
-            losses = [self._gradients(inputs, targets, 1 / len(batches)) for inputs, targets in batches]
-            self._update()
-            loss = torch.stack(losses).mean()
+            yield
         torch.cuda.current_stream().wait_stream(self._stream)
-        return loss
 
     def _capture(self, batches: Batches) -> tuple[Tensor, Tensor]:
         """Capture the three graphs; return the buffers that they read inputs and targets from."""

@@ -29,6 +29,7 @@ from cs336_systems.kernels.fused.packed_adamw import PackedAdamW
 from cs336_systems.model import TransformerLM
 from cs336_systems.parallel.collectives import communication_device
 from cs336_systems.step.cuda_graph import Batches, StepGraph
+from cs336_systems.step.replay import Replay
 from cs336_systems.step.updates import LossScale, Update, adapt
 
 Watch = Callable[[str], AbstractContextManager]
@@ -136,41 +137,49 @@ class TrainStep:
 
         Returns the mean loss, on the device. CUDA graphs have no phases to watch.
         """
-        if self.graph is not None:
-            assert self._adapted is not None
-            self._adapted.upload_rates()
-            return self.graph(batches)
-        share = _times(1 / len(batches))
-        loss = self._accumulate(batches, lambda loss: self.scaler.scale(share(loss)), watch)
-        with self._phase("optimizer", watch):
-            self._update()
+        loss = self._gradients(batches, watch)
+        self._apply(watch)
         return loss
 
     def train(
-        self, batches: Batches, *, learning_rate: float | None = None, stop: Callable[[], bool] = lambda: False
+        self,
+        batches: Batches,
+        *,
+        learning_rate: float | None = None,
+        stop: Callable[[], bool] = lambda: False,
+        replay: bool = False,
     ) -> StepResult:
         """Run one step on micro batches of one size; the update is left out on all ranks if it is not finite.
 
         Loss, norm and decision are those of all ranks together. They agree by one small all-reduce, which also carries
         the answer of `stop`: it is called after the backward pass and says if this rank is asked to stop.
-        `learning_rate` is set in all parameter groups first.
+        `learning_rate` is set in all parameter groups first. With `replay` the gradients are computed twice, and
+        ReplayError is raised on all ranks, before the update, if the two results differ in one bit.
         """
-        optimizer = self.optimizer
+        optimizer, adapted = self.optimizer, self._adapted
         assert optimizer is not None
-        assert self._adapted is not None
+        assert adapted is not None
         if learning_rate is not None:
             for group in optimizer.param_groups:
                 group["lr"] = learning_rate
-        if self._adapted.clips_itself:
-            loss = self.launch(batches)
-            assert self._adapted.grad_norm is not None, "the optimizer must check for finite gradients"
-            norm = self._adapted.grad_norm.item()
+
+        def run() -> Tensor:
+            if adapted.clips_itself:
+                return self._gradients(batches)
+            return self._accumulate(batches, _times(self.loss_scale.value / len(batches)), nullcontext)
+
+        # Graphs overwrite gradients in the memory that they were captured with.
+        drop = self._drop if self.graph is None else lambda: None
+        loss = Replay(self.model, optimizer, adapted.unlisted_state).check(run, drop) if replay else run()
+        if adapted.clips_itself:
+            self._apply()
+            assert adapted.grad_norm is not None, "the optimizer must check for finite gradients"
+            norm = adapted.grad_norm.item()
         else:
-            loss = self._accumulate(batches, _times(self.loss_scale.value / len(batches)), nullcontext)
             norm = self._unscale_and_clip()
         mean, any_stop = _agree(loss.item(), stop())
         update = self.loss_scale.update(math.isfinite(norm) and math.isfinite(mean))
-        if not self._adapted.clips_itself:
+        if not adapted.clips_itself:
             if update is Update.APPLIED:
                 optimizer.step()
             optimizer.zero_grad(set_to_none=True)
@@ -184,6 +193,13 @@ class TrainStep:
             return self.loss(self.logits(inputs), targets)
 
     # -- gradients ----------------------------------------------------------------------------------------------------
+
+    def _gradients(self, batches: Batches, watch: Watch = nullcontext) -> Tensor:
+        """Compute the gradients of a step whose decisions stay on the device; return the mean loss."""
+        if self.graph is not None:
+            return self.graph.gradients(batches)
+        share = _times(1 / len(batches))
+        return self._accumulate(batches, lambda loss: self.scaler.scale(share(loss)), watch)
 
     def _accumulate(self, batches: Batches, scaling: Scaling, watch: Watch) -> Tensor:
         """Add up the gradients of scaled losses, and average them over ranks once, after the last micro batch.
@@ -231,6 +247,16 @@ class TrainStep:
         return F.cross_entropy(logits.flatten(0, 1).float(), targets.flatten())
 
     # -- the update ---------------------------------------------------------------------------------------------------
+
+    def _apply(self, watch: Watch = nullcontext) -> None:
+        """Run the update as a phase of its own, or as a CUDA graph."""
+        if self.graph is None:
+            with self._phase("optimizer", watch):
+                self._update()
+            return
+        assert self._adapted is not None
+        self._adapted.upload_rates()
+        self.graph.update()
 
     def _update(self) -> None:
         """Clip, update and drop the gradients; every decision stays on the device."""

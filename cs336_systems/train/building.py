@@ -1,12 +1,14 @@
 """Builds the step of a training run: model, wrapper, optimizer and loss scale from the settings."""
 
+import dataclasses
 from collections.abc import Iterable
 from typing import Any
 
 import torch
 from torch import nn
 
-from cs336_systems.config import UserError
+from cs336_systems.config import RunConfig, UserError
+from cs336_systems.kernels.flash.dispatch import triton_problem
 from cs336_systems.kernels.fused.packed_adamw import PackedAdamW
 from cs336_systems.model import TransformerLM
 from cs336_systems.parallel import DDP, FSDP, ShardedOptimizer
@@ -22,6 +24,8 @@ def build_step(settings: TrainSettings, rank: Rank) -> TrainStep:
     """Build the step of this rank, with the initial weights of the seed."""
     run = settings.run_config(str(rank.device), rank.world_size)
     require_device(run.device)
+    if settings.faults.replay_every:
+        run = dataclasses.replace(run, attention=_repeatable_attention(run))
     torch.manual_seed(settings.seed)
     with rank.device:
         model = build_model(run)
@@ -33,6 +37,18 @@ def build_step(settings: TrainSettings, rank: Rank) -> TrainStep:
         optimizer = _plain_optimizer(model, settings)
     loss_scale = LossScale.of(run.precision, settings.optimizer.loss_scale_growth)
     return TrainStep(model, run, optimizer, loss_scale=loss_scale)
+
+
+def _repeatable_attention(run: RunConfig) -> str:
+    """Return an implementation whose gradients are equal in every run, as a comparison of two runs needs."""
+    if not run.device.startswith("cuda") or run.attention not in ("auto", "flash_hopper", "sdpa"):
+        return run.attention
+    if run.attention != "auto":
+        raise UserError(
+            f"--replay_every compares two runs to the bit, and the gradients of --attention {run.attention} differ "
+            f"from run to run; use --attention auto"
+        )
+    return "flash_triton" if triton_problem(torch.device(run.device)) is None else "reference"
 
 
 def _wrap(model: nn.Module, settings: TrainSettings, rank: Rank) -> nn.Module:

@@ -25,6 +25,8 @@ from torch import Tensor
 from cs336_systems.config import UserError
 from cs336_systems.parallel.collectives import communication_device
 from cs336_systems.parallel.launch import Rank, RankError, process_group
+from cs336_systems.step.module_trace import Tracer
+from cs336_systems.step.replay import ReplayError
 from cs336_systems.step.train_step import cosine_lr, require_attention
 from cs336_systems.step.updates import Update
 from cs336_systems.train.building import build_step
@@ -52,6 +54,9 @@ def train(settings: TrainSettings) -> int:
     except RankError as error:
         print(f"cs336 train: {error}; the same command resumes from the last checkpoint", file=sys.stderr)
         return 1
+    except ReplayError as error:
+        print(f"cs336 train: {error}", file=sys.stderr)
+        return 1
 
 
 def _open_corpus(settings: TrainSettings, rank: Rank) -> Corpus:
@@ -78,6 +83,7 @@ class Trainer:
         self.step = build_step(settings, rank)
         self.progress = Progress()
         self.saver = Saver(settings, rank, self.corpus, self.step)
+        self.tracer = Tracer() if settings.faults.find_nan else None
         self.log = RunLog(settings, rank, self.step.config) if rank.rank == 0 else None
 
     def introduce(self) -> None:
@@ -126,19 +132,34 @@ class Trainer:
             warmup_steps=optimizer.lr_warmup_steps or 0,
             total_steps=settings.steps,
         )
-        result = self.step.train(self._batches(), learning_rate=rate, stop=lambda: signals.stop)
+        replay_every = settings.faults.replay_every
+        replay = replay_every > 0 and (progress.step + 1) % replay_every == 0
+        batches = self._batches(progress.step)
+        try:
+            result = self.step.train(batches, learning_rate=rate, stop=lambda: signals.stop, replay=replay)
+        except ReplayError as error:
+            self.saver.finish()
+            raise ReplayError(
+                f"step {progress.step + 1}: {error}; it was not applied, and the last checkpoint is of step "
+                f"{self.saver.saved_at}. Check this machine (on a GPU: nvidia-smi -q -d ECC,ROW_REMAPPER) before you "
+                f"resume"
+            ) from None
         progress.count(result.update)
         if result.update is Update.SKIPPED:
             self._show(f"step {progress.step}: loss or gradient is not finite; weights left as they were")
+        if self.tracer is not None:
+            text = self.tracer.explain(self.step, result, batches, lambda: self._batches(max(progress.step - 2, 0)))
+            if text:
+                self._show(f"step {progress.step}: {text}")
         if self.log is not None:
             self.log.step(progress.step, result.loss, result.gradient_norm, rate, time.perf_counter() - begin)
         return result.stop
 
-    def _batches(self) -> list[tuple[Tensor, Tensor]]:
-        """Return this rank's share of the step's sequences, in micro batches."""
+    def _batches(self, step: int) -> list[tuple[Tensor, Tensor]]:
+        """Return this rank's share of the sequences of a step, in micro batches."""
         data, device = self.settings.data, self.rank.device
         per_rank = data.batch_size // self.rank.world_size
-        first = self.progress.step * data.batch_size + self.rank.rank * per_rank
+        first = step * data.batch_size + self.rank.rank * per_rank
         inputs, targets = self.corpus.training(self.settings.seed, first, per_rank)
         count = data.micro_batches(self.rank.world_size)
         parts = zip(inputs.chunk(count), targets.chunk(count), strict=True)

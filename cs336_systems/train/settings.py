@@ -175,6 +175,19 @@ class CheckpointSettings(_Checked):
 
 
 @dataclass(frozen=True)
+class FaultSettings(_Checked):
+    replay_every: int = flag(
+        0, "run every N-th step twice and stop if the gradients differ in one bit: finds faulty hardware (0: never)"
+    )
+    find_nan: bool = flag(
+        False, "name the module where a value that is not finite, or a jump of the gradient's norm, comes from"
+    )
+
+    def __post_init__(self) -> None:
+        self._at_least(0, "replay_every")
+
+
+@dataclass(frozen=True)
 class LogSettings(_Checked):
     log_every: int = flag(10, "steps between log lines")
     tensorboard: bool = flag(False, "also write metrics for TensorBoard, into the output folder")
@@ -199,6 +212,7 @@ class TrainSettings(_Checked):
     optimizer: OptimizerSettings = field(default_factory=OptimizerSettings)
     parallel: ParallelSettings = field(default_factory=ParallelSettings)
     checkpoint: CheckpointSettings = field(default_factory=CheckpointSettings)
+    faults: FaultSettings = field(default_factory=FaultSettings)
     log: LogSettings = field(default_factory=LogSettings)
 
     FIXED: ClassVar[tuple[str, ...]] = ("batch_size", "seed", "validation_share", "precision")

@@ -12,6 +12,8 @@ from cs336_systems.kernels.fused import pointwise
 from cs336_systems.measure.memory_trace import predict_by_tracing
 from cs336_systems.measure.timing import time_as_configured
 from cs336_systems.model import TransformerLM
+from cs336_systems.step.module_trace import Tracer
+from cs336_systems.step.replay import ReplayError
 from cs336_systems.step.train_step import TrainStep
 from cs336_systems.step.updates import Update
 from tests.unit.kernels.attention_cases import poisoned_memory, relative_error
@@ -164,6 +166,51 @@ def test_graph_trains_as_the_eager_step():
         results.append([step.train(batch, learning_rate=1e-3) for batch in batches])
     assert results[0] == results[1]
     assert all(result.update is Update.APPLIED and result.gradient_norm > 0 for result in results[0])
+
+
+@pytest.mark.parametrize("fast", ["on", WITHOUT_GRAPH, "off"])
+@pytest.mark.parametrize("precision", ["bf16", "fp32"])
+def test_a_replayed_step_is_the_same_step_and_finds_a_flipped_bit(fast, precision):
+    """The first steps of a graph run eagerly; the flipped bit is in a gradient, then in a weight, of a later one."""
+    config = SHAPES["small"]
+    run = RunConfig(model=config, batch_size=3, device="cuda", precision=precision, fast=fast, max_grad_norm=0.5)
+    run = dataclasses.replace(run, attention="flash_triton")
+    batches = [[batch_of(config, seed=number), batch_of(config, seed=number + 100)] for number in range(12)]
+    results = []
+    for replay in (False, True):
+        step = TrainStep.build(run)
+        results.append([step.train(batch, learning_rate=1e-3, replay=replay) for batch in batches])
+    assert results[0] == results[1]
+    for pool in ([p.grad_memory if hasattr(p, "grad_memory") else None, p] for p in step.model.parameters()):
+        for tensor in (tensor for tensor in pool if tensor is not None):
+            _flip_after_the_first_run(step, tensor.detach())
+            with pytest.raises(ReplayError):
+                step.train(batches[0], replay=True)
+
+
+def _flip_after_the_first_run(step, tensor):
+    name = "_gradients" if step._adapted.clips_itself else "_accumulate"
+    inner = getattr(type(step), name)
+
+    def run(*arguments):
+        loss = inner(step, *arguments)
+        tensor.view(-1).view({2: torch.int16, 4: torch.int32}[tensor.element_size()])[-1] ^= 1
+        setattr(step, name, lambda *again: inner(step, *again))
+        return loss
+
+    setattr(step, name, run)
+
+
+def test_the_module_of_a_captured_step_that_is_not_finite():
+    _, _, step = trained("on", max_grad_norm=1.0)
+    with torch.no_grad():
+        step.model.layers[0].ffn.w2.weight.view(-1)[5] = torch.inf
+    batch = [batch_of(SHAPES["narrow"])]
+    result = step.train(batch)
+    assert result.update is Update.SKIPPED
+    assert (
+        Tracer().explain(step, result, batch, lambda: batch) == "not finite first in the weight layers.0.ffn.w2.weight"
+    )
 
 
 def test_batches_of_another_shape_run_without_the_graph():
