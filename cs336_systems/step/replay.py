@@ -1,10 +1,10 @@
 """Finds silent corruption: the gradients of a step are computed twice from one state and must be equal to the bit.
 
-Two fingerprints are compared, not the tensors: a second copy of all gradients may not fit. A fingerprint is two 64-bit
-sums over the bits of a tensor, one weighted by row and one by column, so any single flipped bit changes both. Weights
-and optimizer state are compared as well: a flipped bit in a row of the embedding that no token reads leaves the
-gradients as they are. Ranks that hold the same weights compare them with each other, which also finds a bit that
-flipped in an earlier step.
+Fingerprints are compared, not the tensors: a second copy of all gradients may not fit. A fingerprint is two 64-bit
+numbers, one by rows and one by columns of a tensor's bits, and any single flipped bit changes both. Weights and
+optimizer state are compared as well: a flipped bit in a row of the embedding that no token reads leaves the gradients
+as they are. Ranks that hold the same weights compare them with each other, which also finds a bit that flipped in an
+earlier step.
 """
 
 from collections.abc import Callable, Mapping
@@ -15,6 +15,8 @@ from torch import Tensor, nn
 
 BITS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 """Integer dtype by bytes of an element."""
+WIDTH = 4096
+"""Columns of the matrix that a fingerprint sees in a tensor."""
 
 
 Fingerprint = tuple[int, ...]
@@ -68,17 +70,22 @@ def fingerprints(tensors: Mapping[str, Tensor]) -> dict[str, Fingerprint]:
 
 @torch.no_grad()
 def _sums(tensor: Tensor) -> Tensor:
-    """Return the sums over the bits of a tensor, weighted by odd numbers, modulo 2^64.
+    """Return two numbers that any single bit of a tensor changes.
 
-    Such a sum changes with any single bit: an odd multiple of a power of two is not 0 modulo 2^64.
+    The bits are seen as a matrix whose rows, then columns, are combined by XOR, and the results are added with odd
+    weights modulo 2^64: an odd multiple of a number that is not 0 modulo 2^64 is not 0 either.
     """
-    bits = tensor.detach().view(BITS[tensor.element_size()])
-    matrix = bits.reshape(1, -1) if bits.dim() < 2 else bits.flatten(0, -2)
-    return torch.stack([_weighted(matrix.sum(dim, dtype=torch.int64)) for dim in (0, 1)])
+    flat = tensor.detach().reshape(-1).view(BITS[tensor.element_size()])
+    whole = flat.numel() // WIDTH * WIDTH
+    parts = [flat[:whole].view(-1, WIDTH), flat[whole:].view(1, -1)]
+    none = torch.zeros((), dtype=torch.int64, device=flat.device)  # a rank may own no row of a tensor
+    sums = [[_weighted(part, dim) for part in parts if part.numel()] for dim in (0, 1)]
+    return torch.stack([sum(found, start=none) for found in sums])
 
 
-def _weighted(sums: Tensor) -> Tensor:
-    return (sums * (2 * torch.arange(len(sums), device=sums.device) + 1)).sum()
+def _weighted(bits: Tensor, dim: int) -> Tensor:
+    combined = torch.hash_tensor(bits, dim).view(torch.int64)  # in one pass: `sum` would first copy all bits to int64
+    return (combined * (2 * torch.arange(len(combined), device=bits.device) + 1)).sum()
 
 
 def _first_difference(before: Mapping[str, Fingerprint], after: Mapping[str, Fingerprint]) -> str | None:

@@ -103,14 +103,14 @@ def test_a_replayed_run_is_the_same_run(build):
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64])
-@pytest.mark.parametrize("shape", [(), (5,), (3, 4), (2, 3, 4)])
+@pytest.mark.parametrize("shape", [(), (0, 3), (5,), (3, 4), (2, 3, 4), (3, 4097)])
 def test_a_fingerprint_changes_with_each_single_bit(dtype, shape):
     tensor = torch.randn(shape, dtype=dtype)
     if tensor.dim() == 2:
         tensor = tensor.t()  # not contiguous
     before = fingerprints({"x": tensor})
     bits = tensor.view({2: torch.int16, 4: torch.int32, 8: torch.int64}[tensor.element_size()])
-    for place in range(tensor.numel()):
+    for place in random.Random(0).sample(range(tensor.numel()), min(tensor.numel(), 25)):
         for bit in (0, 3, 8 * tensor.element_size() - 1):
             mask = torch.zeros_like(bits).reshape(-1)
             mask[place] = 1 << bit if bit < 8 * tensor.element_size() - 1 else torch.iinfo(bits.dtype).min
