@@ -474,7 +474,7 @@ def test_leftovers_of_a_killed_save_are_removed_and_not_loaded(two_saved):
 # -- saves that fail --------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("fault", ["one save", "one rename", "one write", "every save"])
+@pytest.mark.parametrize("fault", ["one save", "one rename", "one write", "one hash", "every save"])
 @pytest.mark.parametrize("is_async", [False, True], ids=["sync", "async"])
 def test_a_save_that_fails_does_not_end_the_run(is_async, fault, two_saved, alone):
     """Steps 6 and 8 are saved; of the first one, or of both, nothing is left."""
