@@ -25,6 +25,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.checkpoint.metadata import BytesStorageMetadata
 
+from cs336_systems.config import UserError
 from cs336_systems.train import checkpoint_files
 from cs336_systems.train.checkpoint import DamagedCheckpointError, Store, rng_state
 from cs336_systems.train.checkpoint_files import HashedFiles, digest_of
@@ -113,6 +114,16 @@ def change_place(path: Path, **changes: Any) -> None:
         first = next(iter(metadata.storage_data.values()))
         for name, value in changes.items():
             setattr(first, name, value)
+
+    change_metadata(path, change)
+
+
+def share_a_place(path: Path) -> None:
+    """Have two tensors of one shape read the same bytes."""
+
+    def change(metadata: Any) -> None:
+        first, second = (key for key in metadata.storage_data if "exp_avg" in key.fqn)
+        metadata.storage_data[second] = metadata.storage_data[first]
 
     change_metadata(path, change)
 
@@ -216,6 +227,11 @@ FORGERIES: dict[str, Callable[[Path, Path], object]] = {
     ),
     "a place outside of the file": lambda path, _: change_place(path, offset=10**9),
     "a negative place": lambda path, _: change_place(path, offset=-1),
+    "two tensors at one place": lambda path, _: share_a_place(path),
+    "bytes that belong to no tensor": lambda path, _: (
+        (path / SHARD).write_bytes((path / SHARD).read_bytes() + b"more"),
+        rehash(path),
+    ),
     "an overlap": lambda path, _: change_place(path, length=10**4),
     "a place that is a text": lambda path, _: change_place(path, offset="0"),
     "a file in another folder": lambda path, _: change_place(path, relative_path="../step-00000001/__0_0.distcp"),
@@ -323,6 +339,8 @@ def survive_mutations(folder: Path, count: int, seed: int = 0) -> Counter[str]:
                     rehash(path)
             try:
                 outcomes[{0: "noticed", 2: "loaded right"}.get(loaded_step(path.parent), "loaded wrong")] += 1
+            except UserError as error:  # a format that is newer, with a digest that holds
+                outcomes["noticed" if "newer cs336" in str(error) else f"refused: {error}"] += 1
             except BaseException as error:  # torch's CheckpointException is no Exception
                 outcomes[f"crash: {type(error).__name__}: {error}"] += 1
             for file, data in intact.items():
