@@ -166,7 +166,7 @@ class Store:
 
     def newest(self) -> Checkpoint | None:
         """Return the newest intact checkpoint; None if there is none."""
-        for path in reversed(from_first(self._listed(), self._group)):
+        for path in reversed(self._listed()):
             if path in self._damaged:
                 continue
             manifest, problem = self._verify(path)
@@ -203,12 +203,16 @@ class Store:
             raise DamagedCheckpointError(f"checkpoint {str(checkpoint.path)!r} is damaged: {problem}")
 
     def _listed(self) -> list[Path]:
-        """Return the checkpoints that rank 0 sees, oldest first; a folder that cannot be read has none."""
+        """Return the checkpoints that rank 0 sees, oldest first; raise UserError on all ranks if it cannot."""
+        paths, problem = [], None
         try:
-            return checkpoints_in(self.folder) if dist.get_rank() == 0 else []
-        except OSError as error:
-            warnings.warn(f"cannot read {str(self.folder)!r}: {error.strerror}", stacklevel=3)
-            return []
+            paths = checkpoints_in(self.folder) if dist.get_rank() == 0 else []
+        except OSError as error:  # a run that has checkpoints must not start anew
+            problem = f"cannot read {str(self.folder)!r}: {error.strerror}"
+        paths, problem = from_first((paths, problem), self._group)
+        if problem:
+            raise UserError(problem)
+        return paths
 
     def _verify(self, path: Path) -> "_Verdict":
         """Check a checkpoint: rank 0 its manifest and names, all ranks together the contents of its files."""

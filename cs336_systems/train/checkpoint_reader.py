@@ -396,7 +396,7 @@ def _stored(file: IO[bytes], part: Part) -> Iterator[tuple[IO[bytes], tuple[int,
                 raise DamageError("a tensor has another number of bytes than its shape")
             with archive.open(values) as stream:
                 yield stream, strides
-    except (zipfile.BadZipFile, KeyError, ValueError, RuntimeError, NotImplementedError, EOFError) as error:
+    except (zipfile.BadZipFile, KeyError, ValueError, RuntimeError, EOFError) as error:
         raise DamageError(f"a tensor in it cannot be read ({error})") from None
 
 

@@ -139,6 +139,18 @@ def test_a_newer_format_counts_only_with_its_digest(folder):
         Store(folder).newest()
 
 
+def test_a_folder_that_cannot_be_read_is_an_error(folder, monkeypatch):
+    """A run that has checkpoints must not start anew."""
+
+    def refuse(path):
+        raise PermissionError(13, "Permission denied", str(path))
+
+    monkeypatch.setattr(Path, "iterdir", refuse)
+    with pytest.raises(UserError, match=r"cannot read .*checkpoints.*Permission denied"):
+        Store(folder).newest()
+    assert Store(folder / "none").newest() is None
+
+
 @pytest.mark.parametrize("name", ["step-best.bak", "step-3", "step-000000003", "step-0000000x", "step-00000003.old"])
 def test_other_names_are_no_checkpoints(name, folder):
     """They are neither loaded, nor do they count among those to keep, nor are they removed."""
