@@ -15,7 +15,6 @@ import warnings
 import zipfile
 from collections import Counter
 from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -364,18 +363,6 @@ def no_unpickling() -> Iterator[None]:
 # -- saves that fail --------------------------------------------------------------------------------------------------
 
 
-def _raises(owner: Any, name: str, where: Callable[..., bool], act: Callable[..., None]) -> AbstractContextManager:
-    """Call `act` before the first call of `owner.name` that `where` selects."""
-    real, calls = getattr(owner, name), itertools.count()
-
-    def stand_in(*args: Any, **kwargs: Any) -> Any:
-        if where(*map(str, args)) and next(calls) == 0:
-            act(*args)
-        return real(*args, **kwargs)
-
-    return mock.patch.object(owner, name, stand_in)
-
-
 PHASES: dict[str, tuple[Any, str, Callable[..., bool]]] = {
     "creating the temporary folder": (Path, "mkdir", lambda path, *_: ".tmp-" in path),
     "writing shards": (HashedFiles, "create_stream", lambda _, path, *__: path.endswith(".distcp")),
@@ -391,6 +378,14 @@ PHASES: dict[str, tuple[Any, str, Callable[..., bool]]] = {
     "renaming an old checkpoint": (os, "rename", lambda source, target: ".tmp-" in target and ".tmp-" not in source),
     "removing an old checkpoint": (shutil, "rmtree", lambda *_: True),
 }
+ON_EVERY_RANK = (
+    "creating the temporary folder",
+    "writing shards",
+    "syncing shards",
+    "looking for the files",
+    "hashing",
+)
+"""Phases that are not rank 0's alone."""
 AFTER_RENAME = (*PHASES,)[-4:]
 """Phases at which the checkpoint is in place."""
 ERRORS = {name: getattr(errno, name) for name in ("ENOSPC", "EIO", "EACCES")}
@@ -398,27 +393,44 @@ VANISHED = "vanished"
 """The temporary folder is removed by someone else."""
 
 
-def failing(phase: str, error: str, folder: Path) -> AbstractContextManager:
-    """Let one call of a phase fail on this rank."""
+def faults(on: int) -> list[tuple[str, str]]:
+    """Return the phases of a save and the errors that they can meet on the rank `on`."""
+    phases = PHASES if on == 0 else ON_EVERY_RANK
+    without_folder = ("creating the temporary folder", *AFTER_RENAME[:3])
+    vanishing = [(phase, VANISHED) for phase in phases if phase not in without_folder]
+    return [*itertools.product(phases, ERRORS), *vanishing]
+
+
+@contextlib.contextmanager
+def failing(phase: str, error: str, folder: Path) -> Iterator[None]:
+    """Let one call of a phase fail on this rank; raise if there is none."""
     owner, name, where = PHASES[phase]
+    real, calls = getattr(owner, name), itertools.count()
+    is_placed = False
 
-    def act(*args: Any) -> None:
-        if error != VANISHED:
-            raise OSError(ERRORS[error], os.strerror(ERRORS[error]), str(folder))
-        for path in folder.glob("*.tmp-*"):
-            os.rename(path, folder.parent / f"taken-{path.name}")
+    def stand_in(*args: Any, **kwargs: Any) -> Any:
+        nonlocal is_placed
+        if where(*map(str, args)) and next(calls) == 0:
+            if error != VANISHED:
+                is_placed = True
+                raise OSError(ERRORS[error], os.strerror(ERRORS[error]), str(folder))
+            for path in folder.glob("*.tmp-*"):
+                is_placed = True
+                Path.replace(path, folder.parent / f"taken-{path.name}")
+        return real(*args, **kwargs)
 
-    return _raises(owner, name, where, act)
+    with mock.patch.object(owner, name, stand_in):
+        yield
+    if not is_placed:
+        raise AssertionError(f"{error} while {phase} did not happen")
 
 
-def saves_with_faults(
-    folder: Path, on: int = 0, errors: tuple[str, ...] = (*ERRORS, VANISHED), phases: tuple[str, ...] = (*PHASES,)
-) -> list[str]:
+def saves_with_faults(folder: Path, on: int, chosen: list[tuple[str, str]]) -> list[str]:
     """Save twice, the second time with each fault on the rank `on`; return what was not as it must be."""
     wrong: list[str] = []
     first = folder / f"first-{on}"
     assert save(first, 1) is not None
-    for number, (phase, error) in enumerate(itertools.product(phases, errors)):
+    for number, (phase, error) in enumerate(chosen):
         path = folder / f"{on}-{number}" / "checkpoints"
         if dist.get_rank() == 0:
             shutil.copytree(first, path)
@@ -432,11 +444,11 @@ def _save_with_fault(store: Store, phase: str, error: str) -> list[str]:
     """`error`: empty on a rank without a fault."""
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
-        with failing(phase, error, store.folder) if error else contextlib.nullcontext():
-            try:
+        try:
+            with failing(phase, error, store.folder) if error else contextlib.nullcontext():
                 saved = save(store, 2)
-            except BaseException as raised:  # torch's CheckpointException is no Exception
-                return [f"raised {type(raised).__name__}: {raised}"]
+        except BaseException as raised:  # torch's CheckpointException is no Exception
+            return [f"raised {type(raised).__name__}: {raised}"]
         lines = [str(warning.message) for warning in caught]
         caught.clear()
         step = loaded_step(store)

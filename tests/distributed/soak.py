@@ -55,7 +55,7 @@ from cs336_systems.parallel.launch import process_group, spawn, this_rank
 from cs336_systems.record import MIB
 from cs336_systems.train.loop import Trainer
 from cs336_systems.train.settings import TrainSettings
-from tests.distributed.checkpoint_cases import ERRORS, PHASES, VANISHED, saves_with_faults, survive_mutations
+from tests.distributed.checkpoint_cases import faults, saves_with_faults, survive_mutations
 from tests.distributed.train_cases import Run, argv_of, checkpoints, losses_of, perform_all, temporaries, text_of
 from tests.distributed.train_cases import fields as tiny_fields
 from tests.helpers import CPU_ONLY, ROOT, Marked
@@ -638,11 +638,11 @@ def random_changes(lab: Lab, trials: int) -> list[Figure]:
 
 
 def faults_in_saves(lab: Lab, trials: int) -> list[Figure]:
-    errors = (*ERRORS, VANISHED)
     for on in (0, 1):
-        for failure in spawn(saves_with_faults, 2, lab.folder, on, errors, timeout=HANG)[0]:
+        by_rank = spawn(saves_with_faults, 2, lab.folder, on, faults(on), timeout=HANG)
+        for failure in itertools.chain.from_iterable(by_rank):
             lab.note(failure)
-    return [Figure("faults", 2 * len(PHASES) * len(errors)), Figure("not survived", len(lab.failures), 0)]
+    return [Figure("faults", len(faults(0) + faults(1))), Figure("not survived", len(lab.failures), 0)]
 
 
 # -- the command ------------------------------------------------------------------------------------------------------

@@ -5,7 +5,9 @@ import os
 import pickle
 import shutil
 import signal
+import warnings
 from pathlib import Path
+from unittest import mock
 
 import pytest
 import torch
@@ -204,15 +206,33 @@ def test_other_pickles_are_refused(data):
 
 def test_faults_at_every_phase_of_a_save(tmp_path):
     """The save fails in one line or succeeds; a good checkpoint remains, and the next save succeeds."""
-    assert cases.saves_with_faults(tmp_path) == []
+    assert cases.saves_with_faults(tmp_path, 0, cases.faults(0)) == []
 
 
-def test_every_fault_is_placed(tmp_path):
-    """An error that no phase meets would show nothing."""
-    for phase in cases.PHASES:
-        folder = tmp_path / phase / "checkpoints"
-        store = Store(folder, keep=1)
-        assert cases.save(store, 1) is not None
-        with cases.failing(phase, "EIO", folder), pytest.warns(UserWarning, match=r"Input/output error"):
-            saved = cases.save(store, 2)
-        assert (saved is None) == (phase not in cases.AFTER_RENAME[1:]), phase
+@pytest.mark.parametrize("phase", cases.PHASES)
+def test_a_fault_is_reported_with_its_reason(phase, folder):
+    store = Store(folder, keep=1)
+    with cases.failing(phase, "EIO", folder), pytest.warns(UserWarning, match=r"Input/output error"):
+        saved = cases.save(store, 3)
+    assert (saved is None) == (phase not in cases.AFTER_RENAME[1:])
+
+
+@pytest.mark.parametrize("phase", [phase for phase in cases.PHASES if phase not in cases.AFTER_RENAME])
+def test_the_whole_folder_vanishes_in_a_save(phase, folder):
+    """Only this save is lost: the next one creates the folder again."""
+    owner, name, where = cases.PHASES[phase]
+    real, taken = getattr(owner, name), folder.with_name("taken")
+
+    def stand_in(*args, **kwargs):
+        if where(*map(str, args)) and not taken.exists():
+            folder.replace(taken)
+        return real(*args, **kwargs)
+
+    store = Store(folder)
+    with mock.patch.object(owner, name, stand_in), warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        saved = cases.save(store, 3)
+    assert taken.exists()
+    assert [len(str(warning.message).splitlines()) for warning in caught] == ([1] if saved is None else [])
+    assert cases.save(store, 4) == folder / name_of(4)
+    assert cases.loaded_step(store) == 4
