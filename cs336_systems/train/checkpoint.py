@@ -7,18 +7,18 @@
         manifest.json           size and SHA-256 of every file, the step, the configuration; written last
 
 Tensors are saved under their names in the unwrapped model, shards as parts of the whole tensor: a checkpoint can be
-loaded by another number of ranks and under another wrapper. The newest checkpoint whose files have the sizes and
-hashes of its manifest is loaded: torch itself does not detect a flipped byte.
+loaded by another number of ranks and under another wrapper. The newest checkpoint that is exactly as its manifest says
+is loaded. Hashes detect damage; they do not say who has written a checkpoint, so its files are read as data only
+(`checkpoint_files`, `checkpoint_reader`).
 """
 
 import contextlib
 import errno
-import hashlib
-import json
 import os
 import secrets
 import shutil
 import warnings
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -26,18 +26,36 @@ import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from torch import Tensor, nn
-from torch.distributed.checkpoint import FileSystemReader, FileSystemWriter
+from torch.distributed.checkpoint import FileSystemWriter
 from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import DTensor, Shard
 
 from cs336_systems.config import UserError
+from cs336_systems.flags import one_line
 from cs336_systems.parallel.collectives import persistent_buffers
 from cs336_systems.record import MIB
 from cs336_systems.step.updates import adapt
-
-FORMAT = 1
-MANIFEST = "manifest.json"
+from cs336_systems.train.checkpoint_files import (
+    FORMAT,
+    METADATA,
+    DamageError,
+    HashedFiles,
+    checkpoints_in,
+    is_ours,
+    is_temporary,
+    name_of,
+    problem_of,
+    publish,
+    read_manifest,
+    read_metadata,
+    remove,
+    require_entries,
+    require_file,
+    step_of,
+    temporary_name,
+)
+from cs336_systems.train.checkpoint_reader import Index, Reader, check_parts, read_index
 
 
 class Checkpoint(NamedTuple):
@@ -45,6 +63,10 @@ class Checkpoint(NamedTuple):
 
     path: Path
     manifest: dict[str, Any]
+
+
+class DamagedCheckpointError(UserError):
+    """A checkpoint that cannot be loaded. Nothing of it was loaded; `Store.newest` finds the one before it."""
 
 
 class Store:
@@ -57,7 +79,7 @@ class Store:
         self.keep_every = keep_every
         self._group = dist.new_group(backend="gloo") if is_async else None
         self._damaged: set[Path] = set()
-        """Checkpoints that `newest` has found damaged, on rank 0."""
+        """Checkpoints that were found damaged."""
 
     # -- writing ------------------------------------------------------------------------------------------------------
 
@@ -70,8 +92,9 @@ class Store:
                 probe = self.folder / f".write-{secrets.token_hex(4)}"
                 probe.touch()
                 probe.unlink()
-                for stray in self.folder.glob("step-*.tmp-*"):
-                    shutil.rmtree(stray, ignore_errors=True)
+                for stray in self.folder.iterdir():
+                    if is_temporary(stray.name):
+                        shutil.rmtree(stray, ignore_errors=True)
             except OSError as error:
                 problem = f"cannot write to {str(self.folder)!r}: {error.strerror}; choose another --output"
         raise_together(problem)
@@ -79,76 +102,148 @@ class Store:
     def save(self, state: dict[str, Any], manifest: dict[str, Any]) -> Path | None:
         """Save `state`; `manifest` has at least the step. Return None if it failed: older checkpoints are untouched."""
         step = manifest["step"]
-        final = self.folder / _name(step)
-        if from_first(final.exists() and _verify(final).problem is None, self._group):  # saved before a restart
-            return final
-        unfinished = self.folder / from_first(f"{_name(step)}.tmp-{secrets.token_hex(4)}", self._group)
-        problem = self._write(state, unfinished)
-        hashes = gather(_own_hashes(unfinished) if problem is None else {}, self._group)
+        final = self.folder / name_of(step)
+        if from_first(os.path.lexists(final), self._group):
+            verdict = self._verify(final)
+            if verdict.problem is None and verdict.manifest["format"] == FORMAT and final not in self._damaged:
+                return final  # saved before a restart
+        unfinished = self.folder / from_first(temporary_name(step), self._group)
+        problem, hashes = self._write(state, unfinished)
+        problem = problem or self._see(unfinished, hashes)
         if problem is None and dist.get_rank() == 0:
-            files = {name: entry for part in hashes for name, entry in part.items()}
-            try:
-                if final.exists():  # a damaged one of the same step
-                    shutil.rmtree(final)
-                _publish(unfinished, final, {"format": FORMAT, **manifest, "files": files})
-                self._damaged.discard(final)
-            except OSError as error:
-                problem = str(error)
+            files = {name: entry for written in hashes for name, entry in written.items()}
+            problem = _failure_of(publish, unfinished, final, {"format": FORMAT, **manifest, "files": files})
         if problem := from_first(problem, self._group):
+            shutil.rmtree(unfinished, ignore_errors=True)  # on every rank: a folder that is not shared has several
             if dist.get_rank() == 0:
-                shutil.rmtree(unfinished, ignore_errors=True)
                 warnings.warn(f"checkpoint of step {step} not saved: {problem}; training continues", stacklevel=2)
             return None
+        self._damaged.discard(final)
         self._tidy()
         return final
 
-    def _write(self, state: dict[str, Any], folder: Path) -> str | None:
-        """Write the tensors; return, on all ranks, why it failed on any of them, or None."""
+    def _write(self, state: dict[str, Any], folder: Path) -> tuple[str | None, list[dict[str, Any]]]:
+        """Write the tensors; return, on all ranks, why it failed on any of them, and the hashes by rank."""
         problem = None
+        files = HashedFiles()
         try:
-            writer = FileSystemWriter(folder, single_file_per_rank=True, sync_files=True)
+            writer = FileSystemWriter(folder, single_file_per_rank=True, sync_files=False)
+            writer.fs = files
             dcp.save(state, storage_writer=writer, process_group=self._group)
         except CheckpointException as error:  # a failure on any rank, such as a full disk; it is no Exception
             causes = [cause for cause, _ in error.failures.values()]
             problem = _reason(causes[0] if causes else error, state, self.folder)
         except Exception as error:
             problem = _reason(error, state, self.folder)
-        return next((found for found in gather(problem, self._group) if found), None)
+        found = gather((problem, files.written), self._group)
+        return next((problem for problem, _ in found if problem), None), [written for _, written in found]
+
+    def _see(self, folder: Path, hashes: list[dict[str, Any]]) -> str | None:
+        """Return, on all ranks, which files are not seen as they were written, or None.
+
+        Rank 0 looks for every file and its size; each rank hashes the files of the rank before it.
+        """
+        rank, problem = dist.get_rank(), None
+        before = (rank - 1) % len(hashes)
+        if rank == 0:
+            problem = next(filter(None, (_unseen(folder, files, who, rank) for who, files in enumerate(hashes))), None)
+        problem = problem or _unseen(folder, hashes[before], before, rank, with_hash=True)
+        return next(filter(None, gather(problem, self._group)), None)
 
     def _tidy(self) -> None:
         """Remove checkpoints that are neither among the latest nor of a multiple of `keep_every`."""
         if dist.get_rank() != 0:
             return
-        intact = [path for path in sorted(self.folder.glob("step-????????")) if path not in self._damaged]
-        for path in intact[: -self.keep]:
-            if self.keep_every and int(path.name.removeprefix("step-")) % self.keep_every == 0:
-                continue
-            try:
-                shutil.rmtree(path)
-            except OSError as error:
-                warnings.warn(f"old checkpoint {str(path)!r} not removed: {error.strerror}", stacklevel=2)
+        try:
+            intact = [path for path in checkpoints_in(self.folder) if path not in self._damaged and is_ours(path)]
+            for path in intact[: -self.keep]:
+                if not (self.keep_every and (step_of(path.name) or 0) % self.keep_every == 0):
+                    remove(path)
+        except OSError as error:
+            warnings.warn(f"an old checkpoint in {str(self.folder)!r} not removed: {error.strerror}", stacklevel=2)
 
     # -- reading ------------------------------------------------------------------------------------------------------
 
     def newest(self) -> Checkpoint | None:
-        """Return the newest intact checkpoint, which rank 0 looks for; None if there is none."""
-        found, newer = None, None
-        for path in sorted(self.folder.glob("step-????????"), reverse=True) if dist.get_rank() == 0 else ():
-            manifest, problem = _verify(path)
-            if problem is None:
-                found = (str(path), manifest)
-                newer = manifest["format"] if manifest["format"] > FORMAT else None
-                break
-            self._damaged.add(path)
-            warnings.warn(f"checkpoint {str(path)!r} is damaged and ignored: {problem}", stacklevel=2)
-        found, newer = from_first((found, newer), self._group)
-        if newer:
-            raise UserError(f"{found[0]!r} was written by a newer cs336 (format {newer}): upgrade, or change --output")
-        return Checkpoint(Path(found[0]), found[1]) if found else None
+        """Return the newest intact checkpoint; None if there is none."""
+        for path in reversed(self._listed()):
+            if path in self._damaged:
+                continue
+            manifest, problem = self._verify(path)
+            if problem is not None:
+                self._ignore(path, problem)
+                continue
+            if manifest["format"] > FORMAT:
+                newer = f"format {manifest['format']}"
+                raise UserError(f"{str(path)!r} was written by a newer cs336 ({newer}): upgrade, or change --output")
+            return Checkpoint(path, manifest)
+        return None
 
     def load(self, checkpoint: Checkpoint, state: dict[str, Any]) -> None:
-        """Load into the tensors of `state`."""
-        dcp.load(state, storage_reader=FileSystemReader(checkpoint.path))
+        """Load into the tensors of `state`; raise DamagedCheckpointError, before any is changed, if it does not fit."""
+        index: Index | None = None
+
+        def check() -> None:
+            nonlocal index
+            index = _index(checkpoint.path, checkpoint.manifest)
+            index.require(state)
+
+        self._require_intact(checkpoint, problem_of(check))
+        assert index is not None
+        reader = Reader(checkpoint.path, index)
+        rng = {name: value for name, value in state.items() if name.startswith("rng/")}
+        _load(rng, reader)  # first: torch refuses some random states, and the model must be as it was then
+        self._require_intact(checkpoint, rng_problem(rng))
+        _load({name: value for name, value in state.items() if name not in rng}, reader)
+
+    def _require_intact(self, checkpoint: Checkpoint, problem: str | None) -> None:
+        """Raise DamagedCheckpointError on all ranks if any has a problem, and have `newest` ignore the checkpoint."""
+        if problem := self._first_problem(problem):
+            self._ignore(checkpoint.path, problem)
+            raise DamagedCheckpointError(f"checkpoint {str(checkpoint.path)!r} is damaged: {problem}")
+
+    def _listed(self) -> list[Path]:
+        """Return the checkpoints that rank 0 sees, oldest first; raise UserError on all ranks if it cannot."""
+        paths, problem = [], None
+        try:
+            paths = checkpoints_in(self.folder) if dist.get_rank() == 0 else []
+        except OSError as error:  # a run that has checkpoints must not start anew
+            problem = f"cannot read {str(self.folder)!r}: {error.strerror}"
+        paths, problem = from_first((paths, problem), self._group)
+        if problem:
+            raise UserError(problem)
+        return paths
+
+    def _verify(self, path: Path) -> "_Verdict":
+        """Check a checkpoint: rank 0 its manifest and names, all ranks together the contents of its files."""
+        manifest: dict[str, Any] = {}
+
+        def check() -> None:
+            manifest.update(read_manifest(path))
+            if manifest["format"] <= FORMAT:  # the entries of a newer one are unknown
+                require_entries(path, manifest)
+
+        problem = problem_of(check) if dist.get_rank() == 0 else None
+        manifest, problem = from_first((manifest, problem), self._group)
+        if problem is not None or manifest["format"] > FORMAT:
+            return _Verdict(manifest, problem)
+        share = sorted(manifest["files"])[dist.get_rank() :: dist.get_world_size()]
+        return _Verdict(manifest, self._first_problem(problem_of(lambda: _check_files(path, manifest, share))))
+
+    def _first_problem(self, problem: str | None) -> str | None:
+        """Return, on all ranks, the problem of the first rank that has one."""
+        found = enumerate(gather(problem, self._group))
+        return next((f"{each} (rank {rank})" if rank else each for rank, each in found if each), None)
+
+    def _ignore(self, path: Path, problem: str) -> None:
+        self._damaged.add(path)
+        if dist.get_rank() == 0:
+            warnings.warn(f"checkpoint {str(path)!r} is damaged and ignored: {problem}", stacklevel=3)
+
+
+class _Verdict(NamedTuple):
+    manifest: dict[str, Any]
+    problem: str | None = None
 
 
 # -- tensors ----------------------------------------------------------------------------------------------------------
@@ -196,6 +291,16 @@ def set_rng_state(state: dict[str, Tensor]) -> None:
         (torch.cuda.set_rng_state if name.endswith("cuda") else torch.set_rng_state)(value)
 
 
+def rng_problem(state: dict[str, Tensor]) -> str | None:
+    """Return why torch refuses this random state, or None."""
+    for name, value in state.items():
+        try:
+            torch.Generator("cuda" if name.endswith("cuda") else "cpu").set_state(value)
+        except RuntimeError as error:
+            return one_line(f"{name}: {error}")
+    return None
+
+
 def _as_saved(tensor: Tensor, p: Tensor, mesh: DeviceMesh | None, as_copy: bool) -> Tensor:
     """Return a tensor shaped like the shard `p` as this rank's part of the whole, any other as it is."""
     if as_copy:
@@ -221,10 +326,6 @@ def _adamw_state(optimizer: torch.optim.Optimizer, p: Tensor) -> dict[str, Tenso
 # -- files ------------------------------------------------------------------------------------------------------------
 
 
-def _name(step: int) -> str:
-    return f"step-{step:08d}"
-
-
 def _reason(error: BaseException, state: dict[str, Any], folder: Path) -> str:
     """Return why a save failed. On a full disk torch's own message is about positions in a file."""
     needed = sum(value.nbytes for value in state.values() if isinstance(value, Tensor))
@@ -236,66 +337,58 @@ def _reason(error: BaseException, state: dict[str, Any], folder: Path) -> str:
     return " ".join(str(error).split())[:200] or type(error).__name__
 
 
-def _own_hashes(folder: Path) -> dict[str, dict[str, Any]]:
-    """Return the size and hash of the files that this rank has written."""
-    files = sorted(folder.glob(f"__{dist.get_rank()}_*.distcp"))
-    files += [folder / ".metadata"] if dist.get_rank() == 0 else []
-    return {file.name: {"size": file.stat().st_size, "sha256": _sha256(file)} for file in files}
-
-
-def _sha256(path: Path) -> str:
-    with path.open("rb") as file:
-        return hashlib.file_digest(file, "sha256").hexdigest()
-
-
-def _publish(unfinished: Path, final: Path, manifest: dict[str, Any]) -> None:
-    """Write the manifest last, then rename the folder, each synced to disk before the next."""
-    with (unfinished / MANIFEST).open("w") as file:
-        json.dump({**manifest, "sha256": _digest(manifest)}, file, indent=1)
-        file.flush()
-        os.fsync(file.fileno())
-    _sync_folder(unfinished)
-    os.rename(unfinished, final)
-    _sync_folder(final.parent)
-
-
-def _digest(manifest: dict[str, Any]) -> str:
-    return hashlib.sha256(json.dumps(manifest, sort_keys=True).encode()).hexdigest()
-
-
-def _sync_folder(folder: Path) -> None:
-    descriptor = os.open(folder, os.O_RDONLY)
+def _failure_of(work: Callable[..., object], *arguments: Any) -> str | None:
+    """Return why `work(*arguments)` failed, or None. A rank that raised would leave the others waiting."""
     try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)
+        work(*arguments)
+    except Exception as error:
+        return one_line(str(error)) or type(error).__name__
+    return None
 
 
-class _Verdict(NamedTuple):
-    manifest: dict[str, Any]
-    problem: str | None = None
-
-
-def _verify(path: Path) -> _Verdict:
-    """Check the manifest, and the size and hash of every file that it names."""
-    try:
-        manifest = json.loads((path / MANIFEST).read_text())
-        if manifest["format"] > FORMAT:  # its other entries are unknown
-            return _Verdict(manifest)
-        digest, files = manifest.pop("sha256"), manifest["files"]
-        if digest != _digest(manifest):
-            return _Verdict({}, f"its {MANIFEST} has changed since it was written")
-    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
-        return _Verdict({}, f"its {MANIFEST} cannot be read ({error})")
+def _unseen(folder: Path, files: dict[str, Any], writer: int, rank: int, *, with_hash: bool = False) -> str | None:
+    """Return which of the files that `writer` has written this rank does not see with their sizes, or hashes."""
+    remedy = "; --output must be on a file system that all ranks share" if writer != rank else ""
     for name, entry in files.items():
-        file = path / name
-        if not file.exists():
-            return _Verdict(manifest, f"{name} is missing")
-        if file.stat().st_size != entry["size"]:
-            return _Verdict(manifest, f"{name} has {file.stat().st_size} bytes instead of {entry['size']}")
-        if _sha256(file) != entry["sha256"]:
-            return _Verdict(manifest, f"{name} has changed since it was written")
-    return _Verdict(manifest)
+        try:
+            if with_hash:
+                require_file(folder / name, entry)
+            elif (size := (folder / name).lstat().st_size) != entry["size"]:
+                raise DamageError(f"{name} has {size} bytes instead of {entry['size']}")
+        except (DamageError, FileNotFoundError) as error:
+            reason = str(error) if isinstance(error, DamageError) else f"{name} is missing"
+            return f"rank {rank} does not see what rank {writer} has written: {reason}{remedy}"
+        except Exception as error:
+            reason = getattr(error, "strerror", None) or one_line(str(error))
+            return f"rank {rank} cannot read {name} of rank {writer}: {reason}"
+    return None
+
+
+def _load(state: dict[str, Any], reader: Reader) -> None:
+    """Load into the tensors of `state`; raise UserError if a file has changed since it was verified."""
+    try:
+        dcp.load(state, storage_reader=reader)
+    except CheckpointException as error:  # no Exception; of some ranks or all
+        causes = [one_line(str(cause)) or type(cause).__name__ for cause, _ in error.failures.values()]
+        path, reason = str(reader.checkpoint_id), causes[0] if causes else "unknown reason"
+        raise UserError(f"cannot load {path!r}: {reason}; start the same command again") from None
+
+
+def _index(path: Path, manifest: dict[str, Any]) -> Index:
+    """Return the index of a checkpoint, verified against its manifest."""
+    sizes = {name: entry["size"] for name, entry in manifest["files"].items() if name != METADATA}
+    return read_index(read_metadata(path, manifest), sizes)
+
+
+def _check_files(path: Path, manifest: dict[str, Any], names: list[str]) -> None:
+    """Raise DamageError unless these files have the hashes of the manifest, and hold the tensors of the index.
+
+    Hashes are not enough: someone else may have computed them.
+    """
+    index = _index(path, manifest)
+    for name in names:
+        require_file(path / name, manifest["files"][name])
+        check_parts(path, index, name)
 
 
 # -- ranks ------------------------------------------------------------------------------------------------------------

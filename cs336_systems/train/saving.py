@@ -1,5 +1,6 @@
 """Saves a run and resumes it: weights, optimizer state, random state, and progress."""
 
+import contextlib
 import threading
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -9,11 +10,13 @@ from typing import Any
 from torch import Tensor
 
 from cs336_systems.config import UserError
+from cs336_systems.flags import one_line
 from cs336_systems.parallel.launch import Rank
 from cs336_systems.step import TrainStep
 from cs336_systems.step.updates import LossScale, Update
 from cs336_systems.train.checkpoint import (
     Checkpoint,
+    DamagedCheckpointError,
     Store,
     gather,
     load_masters,
@@ -75,9 +78,13 @@ class Saver:
 
     def resume(self) -> Progress | None:
         """Load the newest intact checkpoint, or return None if there is none."""
-        found = self.store.newest()
-        if found is None:
-            return None
+        while (found := self.store.newest()) is not None:
+            with contextlib.suppress(DamagedCheckpointError):  # reported; the one before it is next
+                return self._load(found)
+        return None
+
+    def _load(self, found: Checkpoint) -> Progress:
+        """Continue from a checkpoint; raise DamagedCheckpointError, with the run as it was, if it does not fit."""
         _require_same_run(self.settings, self.corpus, found)
         # A rank has a random state of its own if it took part in the save, on the same kind of device.
         own_rng = {name: value for name, value in rng_state().items() if name in found.manifest["rng"]}
@@ -144,7 +151,7 @@ class Saver:
 
 def _changes(pairs: Mapping[str, tuple[Any, Any]]) -> list[str]:
     """Name each setting whose value before differs from the value now."""
-    return [f"{name} was {old} and is {new}" for name, (old, new) in pairs.items() if old != new]
+    return [one_line(f"{name} was {old} and is {new}") for name, (old, new) in pairs.items() if old != new]
 
 
 def _require_same_run(settings: TrainSettings, corpus: Corpus, found: Checkpoint) -> None:

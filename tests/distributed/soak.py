@@ -13,6 +13,8 @@
     R16  memory, open files, threads and shared memory after 100 steps and after 1,000
     R17  losses of 200 steps of ddp, ddp-sharded and fsdp against one process
     R18  an environment that cannot work: one line that names the variable
+    R19  random changes of manifests, indices and shards, half of them with hashes that match
+    R20  each error at each phase of a save, on either of two ranks
 
 In R3, R4 and R8 one folder is killed and resumed again and again. The losses, weights, moments and random state of its
 finished run must equal those of an undisturbed run to the bit. Prints a line for each check and writes all figures to a
@@ -49,10 +51,11 @@ from torch.distributed.checkpoint import FileSystemReader
 
 from cs336_systems.flags import build
 from cs336_systems.measure.environment import capture
-from cs336_systems.parallel.launch import spawn, this_rank
+from cs336_systems.parallel.launch import process_group, spawn, this_rank
 from cs336_systems.record import MIB
 from cs336_systems.train.loop import Trainer
 from cs336_systems.train.settings import TrainSettings
+from tests.distributed.checkpoint_cases import faults, saves_with_faults, survive_mutations
 from tests.distributed.train_cases import Run, argv_of, checkpoints, losses_of, perform_all, temporaries, text_of
 from tests.distributed.train_cases import fields as tiny_fields
 from tests.helpers import CPU_ONLY, ROOT, Marked
@@ -620,6 +623,28 @@ def bad_environments(lab: Lab, trials: int) -> list[Figure]:
     return [Figure("reported", reported, len(cases), exact=True)]
 
 
+# -- changed checkpoints and failing disks ----------------------------------------------------------------------------
+
+
+def random_changes(lab: Lab, trials: int) -> list[Figure]:
+    with process_group("gloo", "cpu"):
+        found = survive_mutations(lab.folder, trials)
+    allowed = ("noticed", "loaded right")
+    for outcome in found.keys() - set(allowed):
+        lab.note(f"{found[outcome]} times {outcome}")
+    return [Figure("noticed or loaded right", sum(found[name] for name in allowed), trials, exact=True)] + [
+        Figure(name, found[name]) for name in allowed
+    ]
+
+
+def faults_in_saves(lab: Lab, trials: int) -> list[Figure]:
+    for on in (0, 1):
+        by_rank = spawn(saves_with_faults, 2, lab.folder, on, faults(on), timeout=HANG)
+        for failure in itertools.chain.from_iterable(by_rank):
+            lab.note(failure)
+    return [Figure("faults", len(faults(0) + faults(1))), Figure("not survived", len(lab.failures), 0)]
+
+
 # -- the command ------------------------------------------------------------------------------------------------------
 
 
@@ -641,6 +666,8 @@ CHECKS = {
     "R16": Check("1,000 steps", thousand_steps),
     "R17": Check("losses against one process", same_losses),
     "R18": Check("environments that cannot work", bad_environments),
+    "R19": Check("random changes of checkpoints", random_changes, 2000),
+    "R20": Check("faults at each phase of a save", faults_in_saves),
 }
 
 
@@ -672,7 +699,9 @@ def carry_out(name: str, check: Check, trials: int) -> dict[str, Any]:
 def main(argv: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--only", default=",".join(CHECKS), help="checks, separated by commas")
-    parser.add_argument("--trials", type=int, help="trials of R1, R2, R3, R4 and R8: 10, 12, 100, 100 and 20")
+    parser.add_argument(
+        "--trials", type=int, help="trials of R1, R2, R3, R4, R8 and R19: 10, 12, 100, 100, 20 and 2,000"
+    )
     parser.add_argument("--output", type=Path, default=Path("results/reliability/soak.json"))
     arguments = parser.parse_args(argv)
     names = [name.strip() for name in arguments.only.split(",") if name.strip()]

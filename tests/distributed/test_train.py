@@ -30,7 +30,8 @@ from cs336_systems.flags import build
 from cs336_systems.model import TransformerLM
 from cs336_systems.parallel.launch import Rank, process_group, spawn
 from cs336_systems.step.updates import LossScale
-from cs336_systems.train.checkpoint import Store, _digest
+from cs336_systems.train.checkpoint import Store
+from cs336_systems.train.checkpoint_files import digest_of
 from cs336_systems.train.loop import STOPPED, Trainer
 from cs336_systems.train.saving import Progress
 from cs336_systems.train.settings import TrainSettings
@@ -326,7 +327,7 @@ def test_a_manifest_of_the_first_version_is_resumed(two_saved):
     assert OLD_SETTINGS.keys() <= manifest["settings"].keys()
     literal = {"format": 1, "step": 4, "progress": OLD_PROGRESS, "settings": {**OLD_SETTINGS, "model": OLD_MODEL}}
     literal |= {name: manifest[name] for name in ("data", "world_size", "rng", "files")}
-    path.write_text(json.dumps({**literal, "sha256": _digest(literal)}))
+    path.write_text(json.dumps({**literal, "sha256": digest_of(literal)}))
     assert_same(loaded(old), four)
     scale = LossScale.of("fp16")
     progress = Progress.from_manifest({**OLD_PROGRESS, "loss_scale": 512.0, "skipped": 2}, scale)
@@ -464,8 +465,8 @@ def test_leftovers_of_a_killed_save_are_removed_and_not_loaded(two_saved):
     settings, _, four = two_saved
     strewn = copied(settings, "strewn")
     folder = checkpoints(strewn["output"])[4].parent
-    shutil.copytree(folder / "step-00000004", folder / "step-00000006.tmp-123")
-    (folder / "step-00000008.tmp-99").mkdir()
+    shutil.copytree(folder / "step-00000004", folder / "step-00000006.tmp-0123abcd")
+    (folder / "step-00000008.tmp-99999999").mkdir()
     assert_same(loaded(strewn), four)
     assert sorted(path.name for path in folder.glob("step-*")) == ["step-00000002", "step-00000004"]
 
@@ -473,7 +474,7 @@ def test_leftovers_of_a_killed_save_are_removed_and_not_loaded(two_saved):
 # -- saves that fail --------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("fault", ["one save", "one rename", "one write", "every save"])
+@pytest.mark.parametrize("fault", ["one save", "one rename", "one write", "one hash", "every save"])
 @pytest.mark.parametrize("is_async", [False, True], ids=["sync", "async"])
 def test_a_save_that_fails_does_not_end_the_run(is_async, fault, two_saved, alone):
     """Steps 6 and 8 are saved; of the first one, or of both, nothing is left."""
@@ -520,7 +521,10 @@ def test_a_delete_that_fails_is_a_warning(place, alone):
     found = perform(Run(settings, fault="every delete"))
     assert (found.code, found.step) == (0, STEPS)
     assert "No space left on device" in found.printed
-    assert sorted(checkpoints(settings["output"])) == [4, 8]
+    assert sorted(checkpoints(settings["output"])) == [8]
+    assert len(temporaries(settings["output"])) == 1  # what is left of step 4, which is no checkpoint any more
+    assert loaded(settings).resumed_at == 8
+    assert temporaries(settings["output"]) == []
 
 
 # -- another run in the same folder -----------------------------------------------------------------------------------
@@ -558,7 +562,9 @@ def test_settings_that_do_not_define_the_run_may_change(two_saved):
 def make_newer(output: str | Path) -> None:
     path = checkpoints(output)[newest(output)] / "manifest.json"
     manifest = json.loads(path.read_text())
-    path.write_text(json.dumps({**manifest, "format": manifest["format"] + 1}))
+    del manifest["sha256"]
+    manifest["format"] += 1
+    path.write_text(json.dumps({**manifest, "sha256": digest_of(manifest)}))
 
 
 def test_a_checkpoint_of_a_newer_format_is_refused(two_saved):

@@ -6,6 +6,7 @@ of it is at the top level, because it is sent to other processes by name.
 
 import contextlib
 import functools
+import hashlib
 import itertools
 import json
 import os
@@ -239,6 +240,7 @@ FAULTS: dict[str, Callable[[Trainer, Rank], AbstractContextManager]] = {
     "one rename": functools.partial(fail, os, "rename", 1, is_publication),
     "one write": functools.partial(fail, FileSystemWriter, "write_data", 1, anywhere),
     "one write on rank 1": functools.partial(fail, os, "fsync", 1, lambda rank, *args: rank.rank == 1),
+    "one hash": functools.partial(fail, hashlib, "file_digest", 1, anywhere),
     "one record": functools.partial(fail, record, "append", 1, anywhere),
     "every delete": functools.partial(fail, shutil, "rmtree", 10**9, anywhere),
 }

@@ -1,0 +1,472 @@
+"""Reads the files of torch.distributed.checkpoint as data: nothing that a file names is imported or called.
+
+torch stores the index of a checkpoint, `.metadata`, as a pickle, and each tensor as a zip archive with a pickle of its
+shape. A pickle is a program that may call any function. `parse_pickle` interprets only the instructions that torch's
+own files consist of, keeps classes and functions as names, and returns plain values, from which `read_metadata` and
+`Reader` build tensors after checking every number against the sizes of the files.
+"""
+
+import contextlib
+import io
+import math
+import pickletools
+import sys
+import zipfile
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import IO, Any, NamedTuple, cast
+
+import torch
+from torch import Tensor
+from torch.distributed.checkpoint import FileSystemReader
+from torch.distributed.checkpoint.metadata import (
+    ChunkStorageMetadata,
+    Metadata,
+    MetadataIndex,
+    TensorProperties,
+    TensorStorageMetadata,
+)
+from torch.distributed.checkpoint.planner import LoadItemType, LoadPlan, LoadPlanner, ReadItem
+from torch.futures import Future
+
+from cs336_systems.train.checkpoint_files import DamageError, open_regular
+
+_DCP = "torch.distributed.checkpoint"
+_STORAGES = {
+    "torch.float64": "torch.DoubleStorage",
+    "torch.float32": "torch.FloatStorage",
+    "torch.float16": "torch.HalfStorage",
+    "torch.bfloat16": "torch.BFloat16Storage",
+    "torch.int64": "torch.LongStorage",
+    "torch.int32": "torch.IntStorage",
+    "torch.int16": "torch.ShortStorage",
+    "torch.int8": "torch.CharStorage",
+    "torch.uint8": "torch.ByteStorage",
+    "torch.bool": "torch.BoolStorage",
+}
+"""The dtypes of tensors, and the names of their storages in a tensor's pickle."""
+_INDEX_NAMES = {
+    *(f"{_DCP}.metadata.{name}" for name in ("Metadata", "TensorStorageMetadata", "TensorProperties", "StorageMeta")),
+    *(f"{_DCP}.metadata.{name}" for name in ("ChunkStorageMetadata", "MetadataIndex", "_MEM_FORMAT_ENCODING")),
+    f"{_DCP}.filesystem._StorageInfo",
+    *_STORAGES,
+    "torch.Size",
+    "torch.serialization._get_layout",
+    "pathlib.PosixPath",
+    "pathlib._local.PosixPath",  # Python 3.13
+}
+"""What `.metadata` may name."""
+_TENSOR_NAMES = {"torch._utils._rebuild_tensor_v2", "collections.OrderedDict", *_STORAGES.values()}
+"""What the pickle of a tensor may name."""
+
+_MOST_DIMENSIONS = 16
+_MOST_BYTES = 2**50
+"""Limit of a size or an offset: products of them stay small integers."""
+_TENSOR_PICKLE_BYTES = 2**16
+_BLOCK = 2**23
+"""Bytes read at a time."""
+
+
+# -- pickles ----------------------------------------------------------------------------------------------------------
+
+
+class _Object:
+    """An object in a pickle: the class or function that would make it, its arguments, and the state given to it."""
+
+    def __init__(self, made_by: str, arguments: Any):
+        self.made_by, self.arguments, self.state = made_by, arguments, None
+
+
+class _Name(str):
+    """A class or function that a pickle names."""
+
+
+class _Pairs(list[tuple[Any, Any]]):
+    """A dictionary in a pickle. Its keys are not hashed: they may be chosen to collide."""
+
+
+_PERSISTENT = "persistent_load"
+
+
+def parse_pickle(data: bytes, names: set[str]) -> Any:
+    """Return the value of a pickle that names nothing but `names`; raise DamageError for any other."""
+    machine = _Machine(names)
+    end = 0
+    try:
+        for opcode, argument, position in pickletools.genops(data):
+            machine.apply(opcode.name, argument)
+            end = (position or 0) + 1
+        (value,) = machine.stack
+    except (ValueError, IndexError, TypeError, AttributeError, OverflowError) as error:
+        raise DamageError(f"its pickle cannot be read ({error})") from None
+    if end != len(data) or machine.below:
+        raise DamageError("its pickle has more than one value")
+    return value
+
+
+class _Machine:
+    """The stack and the memo of a pickle."""
+
+    def __init__(self, names: set[str]):
+        self.names = names
+        self.stack: list[Any] = []
+        self.below: list[list[Any]] = []
+        """The stacks below each mark."""
+        self.memo: list[Any] = []
+
+    def apply(self, code: str, argument: Any) -> None:
+        """Carry out an instruction of the protocols 2 to 5."""
+        match code:
+            case "PROTO" | "FRAME" | "STOP":
+                pass
+            case "NONE" | "NEWTRUE" | "NEWFALSE":
+                self.stack.append({"NONE": None, "NEWTRUE": True, "NEWFALSE": False}[code])
+            case "BININT" | "BININT1" | "BININT2" | "LONG1" | "SHORT_BINUNICODE" | "BINUNICODE":
+                self.stack.append(argument)
+            case "EMPTY_LIST" | "EMPTY_DICT" | "EMPTY_TUPLE":
+                self.stack.append({"EMPTY_LIST": [], "EMPTY_DICT": _Pairs(), "EMPTY_TUPLE": ()}[code])
+            case "MARK":
+                self.below.append(self.stack)
+                self.stack = []
+            case "TUPLE":
+                items = self._since_mark()  # before the stack is looked up: it becomes the one below the mark
+                self.stack.append(tuple(items))
+            case "TUPLE1" | "TUPLE2" | "TUPLE3":
+                self.stack.append(tuple(self._take(int(code[-1]))))
+            case "MEMOIZE" | "BINPUT" | "LONG_BINPUT":
+                if argument not in (None, len(self.memo)):
+                    raise ValueError("its memo has gaps")
+                self.memo.append(self.stack[-1])
+            case "BINGET" | "LONG_BINGET":
+                self.stack.append(self.memo[argument])
+            case "APPEND" | "APPENDS":
+                self._extend(list, self._take(1) if code == "APPEND" else self._since_mark())
+            case "SETITEM" | "SETITEMS":
+                flat = self._take(2) if code == "SETITEM" else self._since_mark()
+                self._extend(_Pairs, list(zip(flat[::2], flat[1::2], strict=True)))
+            case _:
+                self._make(code, argument)
+
+    def _make(self, code: str, argument: Any) -> None:
+        """Carry out an instruction that names a class or function, or applies one."""
+        match code:
+            case "GLOBAL" | "STACK_GLOBAL":
+                words = argument.split(" ") if code == "GLOBAL" else self._take(2)
+                name = ".".join(words)
+                if name not in self.names:
+                    raise ValueError(f"it names {name[:80]!r}")
+                self.stack.append(_Name(name))
+            case "REDUCE" | "NEWOBJ":
+                made_by, arguments = self._take(2)
+                if not isinstance(made_by, _Name):
+                    raise ValueError("it calls a value")
+                self.stack.append(_Object(made_by, arguments))
+            case "BINPERSID":
+                self.stack.append(_Object(_PERSISTENT, self._take(1)[0]))
+            case "BUILD":
+                (state,) = self._take(1)
+                if not isinstance(self.stack[-1], _Object):
+                    raise ValueError("it gives a state to a value")
+                self.stack[-1].state = state
+            case _:
+                raise ValueError(f"unexpected instruction {code}")
+
+    def _take(self, count: int) -> list[Any]:
+        taken = self.stack[-count:]
+        if len(taken) < count:
+            raise ValueError("its stack is too short")
+        del self.stack[-count:]
+        return taken
+
+    def _since_mark(self) -> list[Any]:
+        taken, self.stack = self.stack, self.below.pop()
+        return taken
+
+    def _extend(self, kind: type, values: list[Any]) -> None:
+        if type(self.stack[-1]) is not kind:
+            raise ValueError("it adds to a value that is no container")
+        cast(list[Any], self.stack[-1]).extend(values)
+
+
+def _fields(value: Any, made_by: str) -> dict[str, Any]:
+    """Return the attributes of an object of the class `made_by`."""
+    if not isinstance(value, _Object) or value.made_by != made_by:
+        raise DamageError(f"it has something else in place of a {made_by.rpartition('.')[2]}")
+    return _dictionary(value.state)
+
+
+def _dictionary(value: Any) -> dict[str, Any]:
+    """Return a dictionary that has strings as keys, each once."""
+    if not isinstance(value, _Pairs) or not all(type(key) is str for key, _ in value):
+        raise DamageError("it has something else in place of a dictionary")
+    found = dict(value)
+    if len(found) != len(value):
+        raise DamageError("it names something twice")
+    return found
+
+
+def _whole(value: Any) -> int:
+    if type(value) is not int or not 0 <= value <= _MOST_BYTES:
+        raise DamageError("it has a size or an offset that cannot be")
+    return value
+
+
+def _shape(value: Any) -> tuple[int, ...]:
+    """Return a tuple of sizes or offsets."""
+    if type(value) is not tuple or len(value) > _MOST_DIMENSIONS:
+        raise DamageError("it has something else in place of a shape")
+    return tuple(_whole(size) for size in value)
+
+
+def _size(value: Any) -> tuple[int, ...]:
+    """Return the numbers of a torch.Size."""
+    if not isinstance(value, _Object) or value.made_by != "torch.Size" or len(value.arguments) != 1:
+        raise DamageError("it has something else in place of a torch.Size")
+    return _shape(value.arguments[0])
+
+
+# -- the index --------------------------------------------------------------------------------------------------------
+
+
+class Place(NamedTuple):
+    """Where a part of a tensor is stored."""
+
+    file: str
+    begin: int
+    length: int
+
+
+class Part(NamedTuple):
+    """A tensor, or a range of rows of one."""
+
+    place: Place
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+
+
+class Index(NamedTuple):
+    """The tensors of a checkpoint, and their parts by the name of the tensor and the part's first position."""
+
+    tensors: dict[str, TensorStorageMetadata]
+    parts: dict[tuple[str, tuple[int, ...]], Part]
+
+    def require(self, state: Mapping[str, Any]) -> None:
+        """Raise DamageError unless every tensor of `state` is there, with its shape and dtype."""
+        for name, tensor in state.items():
+            found = self.tensors.get(name)
+            if found is None:
+                raise DamageError(f"{name} is not in it")
+            expected, stored = (tuple(tensor.shape), tensor.dtype), (tuple(found.size), found.properties.dtype)
+            if expected != stored:
+                raise DamageError(f"{name} is {_described(*stored)} instead of {_described(*expected)}")
+
+
+def _described(shape: tuple[int, ...], dtype: torch.dtype) -> str:
+    return f"{str(dtype).removeprefix('torch.')} of shape {list(shape)}"
+
+
+def read_index(data: bytes, sizes: Mapping[str, int]) -> Index:
+    """Read the contents of `.metadata`; `sizes` are those of the files with tensors.
+
+    Raise DamageError unless the parts of each tensor are consecutive ranges of its rows, as torch writes them for
+    tensors that are whole or sharded by rows, and every file consists of parts, one after another.
+    """
+    root = _fields(parse_pickle(data, _INDEX_NAMES), f"{_DCP}.metadata.Metadata")
+    tensors = {name: _tensor(value) for name, value in _dictionary(root.get("state_dict_metadata")).items()}
+    stored = root.get("storage_data")
+    if not isinstance(stored, _Pairs):
+        raise DamageError("it has no places of tensors")
+    places = dict(_placed(key, value, sizes) for key, value in stored)
+    if len(places) != len(stored):
+        raise DamageError("it names a part of a tensor twice")
+    parts = {}
+    for name, tensor in tensors.items():
+        for chunk in tensor.chunks:
+            key = name, tuple(chunk.offsets)
+            if key not in places:
+                raise DamageError(f"it does not say where {name} is")
+            parts[key] = Part(places.pop(key), tuple(chunk.sizes), tensor.properties.dtype)
+    if places:
+        raise DamageError("it has places of unknown tensors")
+    spans: dict[str, list[tuple[int, int]]] = {file: [] for file in sizes}
+    for part in parts.values():
+        spans[part.place.file].append((part.place.begin, part.place.length))
+    for file, size in sizes.items():
+        _require_consecutive(spans[file], size, file)
+    return Index(tensors, parts)
+
+
+def _tensor(value: Any) -> TensorStorageMetadata:
+    fields = _fields(value, f"{_DCP}.metadata.TensorStorageMetadata")
+    properties, size, chunks = fields.get("properties"), _size(fields.get("size")), fields.get("chunks")
+    if not isinstance(properties, _Object) or properties.made_by != f"{_DCP}.metadata.TensorProperties":
+        raise DamageError("it has something else in place of TensorProperties")
+    dtype = properties.state[0] if type(properties.state) is tuple and properties.state else None
+    if not isinstance(dtype, _Name) or dtype not in _STORAGES or type(chunks) is not list:
+        raise DamageError("it has something else in place of a tensor's properties")
+    found = [_fields(chunk, f"{_DCP}.metadata.ChunkStorageMetadata") for chunk in chunks]
+    pairs = [(_size(chunk.get("offsets")), _size(chunk.get("sizes"))) for chunk in found]
+    if not size and pairs != [((), ())]:
+        raise DamageError("it has parts of a single number")
+    if any(any(begin[1:]) or len(begin) != len(size) or part[1:] != size[1:] for begin, part in pairs):
+        raise DamageError("it has parts that are no ranges of rows")
+    if size:
+        _require_consecutive([(begin[0], part[0]) for begin, part in pairs], size[0], "a tensor")
+    return TensorStorageMetadata(
+        TensorProperties(dtype=getattr(torch, dtype.removeprefix("torch."))),
+        torch.Size(size),
+        [ChunkStorageMetadata(torch.Size(begin), torch.Size(part)) for begin, part in pairs],
+    )
+
+
+def _placed(key: Any, value: Any, sizes: Mapping[str, int]) -> tuple[tuple[str, tuple[int, ...]], Place]:
+    """Return the name and first position of a part, and its place."""
+    index, info = _fields(key, f"{_DCP}.metadata.MetadataIndex"), _fields(value, f"{_DCP}.filesystem._StorageInfo")
+    name, file = index.get("fqn"), info.get("relative_path")
+    if type(name) is not str or type(file) is not str or file not in sizes:
+        raise DamageError("it names a file that is not there")
+    if info.get("transform_descriptors") is not None:
+        raise DamageError("its tensors are transformed")
+    return (name, _size(index.get("offset"))), Place(file, _whole(info.get("offset")), _whole(info.get("length")))
+
+
+def _require_consecutive(spans: list[tuple[int, int]], end: int, what: str) -> None:
+    """Raise DamageError unless the spans, of begin and length, cover 0 to `end` once."""
+    position = 0
+    for begin, length in sorted(spans):
+        if begin != position:
+            raise DamageError(f"it has a gap or an overlap in {what}")
+        position += length
+    if position != end:
+        raise DamageError(f"it does not describe all of {what}")
+
+
+# -- tensors ----------------------------------------------------------------------------------------------------------
+
+
+class _Slice(io.RawIOBase):
+    """A range of a file, as a file. A read never asks for more bytes than there are."""
+
+    def __init__(self, file: IO[bytes], place: Place):
+        self._file, self._begin, self._length, self._position = file, place.begin, place.length, 0
+
+    def seekable(self) -> bool:
+        return True
+
+    def readable(self) -> bool:
+        return True
+
+    def tell(self) -> int:
+        return self._position
+
+    def seek(self, offset: int, whence: int = io.SEEK_SET) -> int:
+        start = {io.SEEK_SET: 0, io.SEEK_CUR: self._position, io.SEEK_END: self._length}[whence]
+        if start + offset < 0:
+            raise OSError("position before the start")
+        self._position = start + offset
+        return self._position
+
+    def read(self, size: int = -1) -> bytes:
+        left = max(0, self._length - self._position)
+        self._file.seek(self._begin + self._position)
+        data = self._file.read(left if size < 0 else min(size, left))
+        self._position += len(data)
+        return data
+
+
+@contextlib.contextmanager
+def _stored(file: IO[bytes], part: Part) -> Iterator[tuple[IO[bytes], tuple[int, ...]]]:
+    """Open the bytes of a tensor that torch.save has written into a range of `file`; yield them and the strides.
+
+    The archive is not compressed, so its contents cannot be larger than the file. zipfile compares their CRC-32 when
+    the last byte is read.
+    """
+    try:
+        with zipfile.ZipFile(_Slice(file, part.place)) as archive:
+            members = {info.filename.partition("/")[2]: info for info in archive.infolist()}
+            if any(info.compress_type != zipfile.ZIP_STORED for info in members.values()):
+                raise DamageError("it is compressed")
+            pickled, values = members["data.pkl"], members["data/0"]
+            if pickled.file_size > _TENSOR_PICKLE_BYTES:
+                raise DamageError("the description of a tensor is too long")
+            if archive.read(members["byteorder"]) != sys.byteorder.encode():
+                raise DamageError(f"its numbers are not {sys.byteorder}-endian")
+            strides = _strides(parse_pickle(archive.read(pickled), _TENSOR_NAMES), part)
+            if values.file_size != math.prod(part.shape) * part.dtype.itemsize:
+                raise DamageError("a tensor has another number of bytes than its shape")
+            with archive.open(values) as stream:
+                yield stream, strides
+    except (zipfile.BadZipFile, KeyError, ValueError, RuntimeError, EOFError) as error:
+        raise DamageError(f"a tensor in it cannot be read ({error})") from None
+
+
+def _strides(tensor: Any, part: Part) -> tuple[int, ...]:
+    """Return the strides of a tensor, whose pickle must describe `part`, stored without gaps."""
+    storage = ("storage", _STORAGES[str(part.dtype)], "0", "cpu", math.prod(part.shape))
+    is_tensor = isinstance(tensor, _Object) and tensor.made_by == "torch._utils._rebuild_tensor_v2"
+    arguments = tensor.arguments if is_tensor and type(tensor.arguments) is tuple else ()
+    if len(arguments) != 6 or not isinstance(arguments[0], _Object) or arguments[0].made_by != _PERSISTENT:
+        raise DamageError("something in it is no tensor")
+    shape, strides = _shape(arguments[2]), _shape(arguments[3])
+    if (arguments[0].arguments, arguments[1], shape) != (storage, 0, part.shape) or len(strides) != len(shape):
+        raise DamageError("a tensor in it differs from its description")
+    step = 1
+    for stride, size in sorted(pair for pair in zip(strides, shape, strict=True) if pair[1] != 1):
+        if stride != step and 0 not in shape:
+            raise DamageError("a tensor in it has gaps or overlaps")
+        step *= size
+    return strides
+
+
+def check_parts(path: Path, index: Index, file_name: str) -> None:
+    """Read every tensor of a file, and raise DamageError unless it is as `index` says and its checksum holds."""
+    with open_regular(path / file_name) as file:
+        for part in index.parts.values():
+            if part.place.file == file_name:
+                with _stored(file, part) as (stream, _):
+                    while stream.read(_BLOCK):
+                        pass
+
+
+def _read_tensor(file: IO[bytes], part: Part) -> Tensor:
+    with _stored(file, part) as (stream, strides):
+        buffer = torch.empty(math.prod(part.shape) * part.dtype.itemsize, dtype=torch.uint8)
+        view, position = buffer.numpy().data, 0
+        while block := stream.read(_BLOCK):
+            view[position : position + len(block)] = block
+            position += len(block)
+    return buffer.view(part.dtype).as_strided(part.shape, strides)
+
+
+class Reader(FileSystemReader):
+    """Reads tensors for torch.distributed.checkpoint.load."""
+
+    def __init__(self, path: Path, index: Index):
+        super().__init__(path)
+        self._folder, self._index = path, index
+
+    def read_metadata(self, *args: Any, **kwargs: Any) -> Metadata:
+        return Metadata(
+            dict(self._index.tensors),
+            storage_data={MetadataIndex(*key): part.place for key, part in self._index.parts.items()},
+        )
+
+    def read_data(self, plan: LoadPlan, planner: LoadPlanner) -> Future[None]:
+        by_file: dict[str, list[tuple[ReadItem, Part]]] = {}
+        for item in plan.items:
+            if item.type != LoadItemType.TENSOR:
+                raise DamageError("something in it is no tensor")
+            part = self._index.parts[item.storage_index.fqn, tuple(item.storage_index.offset or ())]
+            by_file.setdefault(part.place.file, []).append((item, part))
+        for name, items in by_file.items():
+            with open_regular(self._folder / name) as file:
+                for item, part in items:
+                    rows = _read_tensor(file, part)
+                    for dimension, (begin, length) in enumerate(zip(item.storage_offsets, item.lengths, strict=True)):
+                        rows = rows.narrow(dimension, begin, length)
+                    target = planner.resolve_tensor(item).detach()
+                    target.copy_(rows)
+                    planner.commit_tensor(item, target)
+        done: Future[None] = Future()
+        done.set_result(None)
+        return done
