@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import NamedTuple, TypeVar
 
 from cs336_systems.config import UserError, nearest
-from cs336_systems.files import write_failure
+from cs336_systems.files import write_failure, write_file
 from cs336_systems.record import Loaded, Record, load, records_file
 from cs336_systems.report.cells import CellView, by_experiment, group
 from cs336_systems.report.chart_picture import picture
@@ -56,7 +56,7 @@ def write_report(
     links = [link for file in files for link in _links(file.parent / "files", folder)]
     with _all_kept():
         references = published() if with_published else ()
-        loaded = [load(file, lenient=True) for file in files]
+        loaded = [load(file) for file in files]
         report = document(loaded, catalogue, title=title, links=links, references=references)
         if not report.sections:
             raise UserError(f"no records in {', '.join(map(str, files))}; measure some with: cs336 bench")
@@ -197,7 +197,7 @@ def write(report: Document, folder: Path, *, language: Language = "en", formats:
     _require_formats(formats)
     try:
         folder.mkdir(parents=True, exist_ok=True)
-        (folder / PAGE).write_text(page(report, language), encoding="utf-8")
+        write_file(folder / PAGE, page(report, language))
         writers = [_WRITERS[name] for name in formats if name != "html"]
         return [folder / PAGE, *(path for writer in writers for path in writer(report, folder, language))]
     except OSError as error:
@@ -213,7 +213,7 @@ def _require_formats(names: Sequence[str]) -> None:
 
 def _markdown(report: Document, folder: Path, language: Language) -> list[Path]:
     pictures = save([picture(c, language) for s in report.sections for c in s.charts], folder / "images", ("png",))
-    (folder / "report.md").write_text(markdown(report, language), encoding="utf-8")
+    write_file(folder / "report.md", markdown(report, language))
     return [folder / "report.md", *pictures]
 
 
@@ -258,7 +258,7 @@ def _csv(report: Document, folder: Path, language: Language) -> list[Path]:
         for number, table in enumerate(section.tables, start=1):
             name = re.sub(r"[^\w-]+", "-", section.name) or "section"
             path = folder / "csv" / f"{name}-{number}.csv"
-            path.write_text(table.render("csv", language), encoding="utf-8")
+            write_file(path, table.render("csv", language))
             written.append(path)
     return written
 
@@ -266,7 +266,7 @@ def _csv(report: Document, folder: Path, language: Language) -> list[Path]:
 def _one_file(format: str) -> Callable[[Document, Path, Language], list[Path]]:
     def write_all(report: Document, folder: Path, language: Language) -> list[Path]:
         path = folder / f"tables.{ENDINGS[format]}"
-        path.write_text("\n\n".join(tables_in(report, format, language)) + "\n", encoding="utf-8")
+        write_file(path, "\n\n".join(tables_in(report, format, language)) + "\n")
         return [path]
 
     return write_all
