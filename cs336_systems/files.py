@@ -35,8 +35,6 @@ MOST_ITEMS = LARGEST_FILE // 256
 """Events, rows or blocks of a file: one takes 256 bytes or more in real files, and about as much memory."""
 MOST_MEMORY = 768 << 20
 """Bytes by which a reader may grow this process, which then stays below 1 GiB."""
-LONGEST_TIME = 8.0
-"""Seconds for the queries of one database."""
 LONGEST_NAME = 4000
 """Characters of a name that are kept; kernels of C++ templates have names of up to 2,000."""
 

@@ -28,9 +28,11 @@ from cs336_systems.files import (
     LARGEST_FILE,
     LONGEST_NAME,
     MOST_ITEMS,
+    LimitError,
     decompressed,
     foreign,
     is_number,
+    limit,
     read_input,
     require_at_most,
 )
@@ -292,7 +294,8 @@ class _Events:
         if not isinstance(event, dict):
             raise ValueError("it has no list of traceEvents")
         self._count += 1
-        require_at_most(self._count, self._most, "events")
+        if self._count > self._most:
+            raise LimitError(f"it has more than {self._most:,} events")
         category, phase = event.get("cat"), event.get("ph")
         if phase == "X":
             if problem := _problem(event):
@@ -360,7 +363,8 @@ class _Events:
 
     def gpu_kernels(self, attribute: "_Attribution") -> list[Kernel]:
         """Return the kernels, copies and fills on a GPU, with the origins of their launches."""
-        launches = {raw.correlation: raw for raw in self.kept["launches"] if raw.correlation is not None}
+        launches: dict[int | None, _Raw] = {raw.correlation: raw for raw in self.kept["launches"]}
+        launches.pop(None, None)
         found = []
         for raw in self.kept["works"]:
             launch = launches.get(raw.correlation)
@@ -396,7 +400,7 @@ def _self_times(operators: dict[Any, Nest], attribute: "_Attribution") -> list[K
 
 def _read_events(path: Path, is_own: bool) -> _Events:
     largest = UNLIMITED if is_own else LARGEST_FILE
-    events = _Events(UNLIMITED if is_own else MOST_ITEMS)
+    events = _Events(UNLIMITED if is_own else limit(MOST_ITEMS))
     try:
         for event in items_of(decompressed(read_input(path, largest), largest), "traceEvents"):
             events.add(event)
