@@ -23,7 +23,7 @@ from cs336_systems.report.published import PUBLISHED, published
 from cs336_systems.report.sections import charts_of, findings_of, in_order, tables_of
 from cs336_systems.report.web.page import page
 from cs336_systems.table import Table
-from cs336_systems.text import Language, Text, say
+from cs336_systems.text import Language, Text, printable, say
 
 PAGE = "index.html"
 Part = TypeVar("Part")
@@ -242,7 +242,7 @@ def markdown(report: Document, language: Language = "en") -> str:
 
 def _plain(text: str) -> str:
     """A name must not become a heading, a link or HTML."""
-    return re.sub(r"([\\`*_\[\]<>#|])", r"\\\1", " ".join(text.split()))
+    return re.sub(r"([\\`*_\[\]<>#|]|:(?=//)|(?<=\bwww)\.)", r"\\\1", printable(" ".join(text.split())))
 
 
 def tables_in(report: Document, format: str, language: Language = "en") -> list[str]:

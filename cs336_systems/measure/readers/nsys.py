@@ -8,6 +8,7 @@ Schema: https://docs.nvidia.com/nsight-systems/UserGuide/index.html#sqlite-schem
 names are indices into a table of strings, and empty tables are omitted. No torch: an export can be read on any machine.
 """
 
+import itertools
 import json
 import os
 import shutil
@@ -28,6 +29,7 @@ from cs336_systems.files import LONGEST_NAME, MOST_ITEMS, foreign, limit, requir
 from cs336_systems.measure.readers.trace import (
     HALF_NS,
     PHASES,
+    UNLIMITED,
     Event,
     Kernel,
     Moment,
@@ -82,7 +84,7 @@ def profile_with_nsys(config: RunConfig, *, num_steps: int, folder: Path, nsys: 
     _make(report, [nsys, "profile", *OPTIONS, "-o", str(folder / "nsys"), *step], timeout)
     to_export = ["--type", "sqlite", "--force-overwrite=true", "-o", str(export), str(report)]
     _make(export, [nsys, "export", *to_export], timeout)
-    return read_nsys(export)
+    return read_nsys(export, is_own=True)
 
 
 def _make(made: Path, command: list[str], timeout: float) -> None:
@@ -161,8 +163,8 @@ class _Work(NamedTuple):
     """The correlation id of its launch, unique within a process."""
 
 
-def read_nsys(path: Path) -> Trace:
-    """Read the output of `nsys export --type sqlite`."""
+def read_nsys(path: Path, *, is_own: bool = False) -> Trace:
+    """Read the output of `nsys export --type sqlite`; one that this process has had made may have any size."""
     name = repr(str(path))
     if not path.exists():
         raise UserError(f"cannot read {name}: no such file; {EXPORT}")
@@ -171,8 +173,11 @@ def read_nsys(path: Path) -> Trace:
         raise UserError(f"{name} is empty; {EXPORT}")
     try:
         with foreign(path, "an export of nsys"), closing(_opened(path)) as database:
+            if not is_own:
+                end = time.monotonic() + limit(LONGEST_TIME)
+                database.set_progress_handler(lambda: time.monotonic() > end, 1000)
             _require_whole(database, path)
-            return _trace(_Export(database, name))
+            return _trace(_Export(database, name, UNLIMITED if is_own else MOST_ITEMS))
     except UserError as error:
         raise UserError(str(error) if EXPORT in str(error) else f"{error}; {EXPORT}") from None
 
@@ -182,8 +187,6 @@ def _opened(path: Path) -> sqlite3.Connection:
     database = sqlite3.connect(f"{path.absolute().as_uri()}?mode=ro&immutable=1", uri=True)
     database.execute("PRAGMA trusted_schema = OFF")
     database.setlimit(sqlite3.SQLITE_LIMIT_LENGTH, LARGEST_ROW)
-    end = time.monotonic() + limit(LONGEST_TIME)
-    database.set_progress_handler(lambda: time.monotonic() > end, 1000)
     return database
 
 
@@ -203,8 +206,9 @@ def _require_whole(database: sqlite3.Connection, path: Path) -> None:
 class _Export:
     """The tables of an export; their columns differ by version of the exporter."""
 
-    def __init__(self, database: sqlite3.Connection, name: str):
+    def __init__(self, database: sqlite3.Connection, name: str, most_rows: int):
         self._database = database
+        self._most = most_rows
         self.name = name
         # Not views, whose queries may be endless, and not virtual tables, which have no page of their own.
         stored = database.execute("SELECT name FROM sqlite_master WHERE type = 'table' AND rootpage > 0")
@@ -222,8 +226,9 @@ class _Export:
             return []
         present = {row[1] for row in self._database.execute(f'PRAGMA table_info("{table}")')}
         wanted = ", ".join(f'"{column}"' if column in present else "NULL" for column in columns)
-        found = self._database.execute(f'SELECT {wanted} FROM "{table}"').fetchmany(limit(MOST_ITEMS) + 1)
-        require_at_most(len(found), MOST_ITEMS, f"rows in {table}")
+        cursor = self._database.execute(f'SELECT {wanted} FROM "{table}"')
+        found = list(itertools.islice(cursor, limit(self._most) + 1))
+        require_at_most(len(found), self._most, f"rows in {table}")
         kinds = [str if column in _TEXTS else int for column in columns]
         for row in found:
             for value, kind, column in zip(row, kinds, columns, strict=True):
