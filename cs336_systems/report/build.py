@@ -1,18 +1,15 @@
 """A report from files of records: `document` puts it together, `write` writes it in every format."""
 
-import contextlib
-import gc
 import itertools
 import os
 import re
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import replace
+from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 from typing import NamedTuple, TypeVar
 
 from cs336_systems.config import UserError, nearest
-from cs336_systems.files import write_failure, write_file
+from cs336_systems.files import all_kept, write_failure, write_file
 from cs336_systems.record import Loaded, Record, load, records_file
 from cs336_systems.report.cells import CellView, by_experiment, group
 from cs336_systems.report.chart_picture import picture
@@ -22,7 +19,6 @@ from cs336_systems.report.presentation import Catalogue, Presentation, presentat
 from cs336_systems.report.published import PUBLISHED, published
 from cs336_systems.report.sections import charts_of, findings_of, in_order, tables_of
 from cs336_systems.report.web.page import page
-from cs336_systems.table import Table
 from cs336_systems.text import Language, Text, printable, say
 
 PAGE = "index.html"
@@ -54,7 +50,7 @@ def write_report(
     _require_formats(formats)
     files = [records_file(path) for path in paths]
     links = [link for file in files for link in _links(file.parent / "files", folder)]
-    with _all_kept():
+    with all_kept():
         references = published() if with_published else ()
         loaded = [load(file) for file in files]
         report = document(loaded, catalogue, title=title, links=links, references=references)
@@ -67,18 +63,6 @@ def summary(report: Document) -> list[Text]:
     """The first finding of each section, the first sections first."""
     found = [(section.title, section.findings[0]) for section in report.sections if section.findings]
     return [say("{}: {}", "{}：{}", *each) for each in found[:SUMMARY_LINES]]
-
-
-@contextlib.contextmanager
-def _all_kept() -> Iterator[None]:
-    """A large file is millions of small objects, none of them garbage: looking for some took a quarter of the time."""
-    was_on = gc.isenabled()
-    gc.disable()
-    try:
-        yield
-    finally:
-        if was_on:
-            gc.enable()
 
 
 def _links(files: Path, folder: Path) -> list[Link]:
@@ -155,18 +139,11 @@ def _section(
         name=experiment.name,
         title=experiment.title,
         question=experiment.question,
-        tables=[_all_text(table) for table in safely(lambda: tables_of(experiment, cells, references))],
+        tables=safely(lambda: tables_of(experiment, cells, references)),
         charts=safely(lambda: charts_of(experiment, cells)),
         findings=[*safely(lambda: findings_of(experiment, cells)), *problems],
         links=[link for link in links if Path(link.href).parent.name.startswith(experiment.name)],
     )
-
-
-def _all_text(table: Table) -> Table:
-    """The table with every heading and cell as text: odd records may put anything there."""
-    columns = [replace(column, name=Text(*map(str, column.name))) for column in table.columns]
-    rows = [[cell if isinstance(cell, Text) else str(cell) for cell in row] for row in table.rows]
-    return Table(table.title, columns, rows, table.notes)
 
 
 def _facts(records: Iterable[Record]) -> dict[Text, str]:
