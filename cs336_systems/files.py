@@ -79,7 +79,7 @@ def foreign(path: Path, what: str) -> Iterator[None]:
     except MemoryError:
         raise _too_large(path, f"it needs more than {limit(MOST_MEMORY) >> 20} MiB of memory") from None
     except (EOFError, zlib.error, gzip.BadGzipFile) as error:
-        raise UserError(f"{name} is not {what}, or is cut off: {error}") from None
+        raise UserError(f"{name} is cut off: {error}") from None
     except OSError as error:
         raise read_failure(error, path) from None
     except Exception as error:  # a damaged file can raise any exception

@@ -3,7 +3,7 @@
     python -m tests.unit.hostile_files
 
 Valid small files are changed at random places (seeded), or built to exhaust memory, time or a stack. Each must be
-answered in one line, in less than 10 s, in less than 1 GiB, without torch. The program prints what was not, and exits
+answered in one line, in less than 10 s of processor time, in less than 1 GiB, without torch. The program prints what was not, and exits
 with 1. `make soak` runs it with the limits that users have; the tests with an eighth of them (CS336_READ_LIMIT=0.125),
 on files that are an eighth as large.
 """
@@ -391,13 +391,13 @@ def answer(case: Case, folder: Path) -> str | None:
 
     path = case.write(folder)
     out, err = io.StringIO(), io.StringIO()
-    start = time.monotonic()
+    start = time.process_time()  # not of the clock: other processes use this machine, too
     with contextlib.redirect_stdout(out), contextlib.redirect_stderr(err):
         try:
             code: Any = read_timeline(path) if case.command == "timeline" else main([case.command, str(path)])
         except BaseException:
             code = traceback.format_exc()
-    seconds = time.monotonic() - start
+    seconds = time.process_time() - start
     memory = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
     path.unlink()
     said = err.getvalue()

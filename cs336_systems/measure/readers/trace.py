@@ -267,7 +267,7 @@ class Nest:
 
 
 class _Raw(NamedTuple):
-    """What is kept of an event; times in microseconds on the trace's clock."""
+    """The fields of an event that are kept; times in microseconds on the trace's clock."""
 
     name: str
     time: float
