@@ -3,9 +3,9 @@
     python -m tests.unit.hostile_files
 
 Valid small files are changed at random places (seeded), or built to exhaust memory, time or a stack. Each must be
-answered in one line, in less than 10 s of processor time, in less than 1 GiB, without torch. The program prints what was not, and exits
-with 1. `make soak` runs it with the limits that users have; the tests with an eighth of them (CS336_READ_LIMIT=0.125),
-on files that are an eighth as large.
+answered in one line, in less than 10 s of processor time and 1 GiB, without torch. The program prints what was not, and
+exits with 1. `make soak` runs it with the limits that users have, the tests with an eighth of them
+(CS336_READ_LIMIT=0.125), on files that are an eighth as large.
 """
 
 import contextlib

@@ -24,12 +24,10 @@ def test_records_of_a_full_disk_are_written_when_there_is_room(tmp_path, monkeyp
     def full(*_):
         raise OSError(errno.ENOSPC, "No space left on device")
 
-    with (
-        monkeypatch.context() as patched,
-        pytest.warns(UserWarning, match="No space left on device; training continues"),
-    ):
+    with monkeypatch.context() as patched:
         patched.setattr(record, "append_lines", full)
-        log.evaluation(2, 2.0)
+        with pytest.warns(UserWarning, match="No space left on device; training continues"):
+            log.evaluation(2, 2.0)
     log.evaluation(3, 1.0)
     loaded = record.load(path)
     assert [item.samples for item in loaded.records] == [(3.0,), (2.0,), (1.0,)]
