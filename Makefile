@@ -28,6 +28,7 @@ pages: $(INSTALLED)
 	write_page(Timeline.load(Path('results/h200/timelines/2.7B-train-step-fp32.json.gz')), Path('docs/timeline-2.7B.html'))"
 
 soak: $(INSTALLED)
+	$(BIN)/python -m tests.unit.hostile_files
 	$(BIN)/python -m tests.distributed.soak
 
 lint: $(INSTALLED)

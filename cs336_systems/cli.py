@@ -17,7 +17,7 @@ from cs336_systems.experiments.profile_command import ProfileArguments
 from cs336_systems.experiments.ranks.layouts import PlanArguments
 from cs336_systems.experiments.session import SessionArguments
 from cs336_systems.experiments.spec import PRESETS
-from cs336_systems.files import write_failure
+from cs336_systems.files import write_failure, write_file
 from cs336_systems.flags import Parser, add_flags, flags_of, one_line, read_flags
 from cs336_systems.predict.fit import FitArguments
 from cs336_systems.predict.model_flags import OWN_MODEL, ShapeArguments
@@ -162,9 +162,9 @@ def table(arguments: TableArguments) -> None:
 
     if not arguments.files:
         raise UserError("name a file of records, such as runs/quick/records.jsonl")
-    loaded = [load(name, lenient=True) for name in arguments.files]
+    loaded = [load(name) for name in arguments.files]
     for remark in (remark for one in loaded for remark in one.remarks):
-        print(remark.en, file=sys.stderr)
+        print(one_line(remark.en), file=sys.stderr)
     records = chosen([record for one in loaded for record in one.records], arguments.experiments)
     if not records:
         raise UserError(f"no records in {', '.join(arguments.files)}; measure some with: cs336 bench")
@@ -173,7 +173,7 @@ def table(arguments: TableArguments) -> None:
         print(text)
         return
     try:
-        Path(arguments.output).write_text(text + "\n", encoding="utf-8")
+        write_file(Path(arguments.output), text + "\n")
     except OSError as error:
         raise write_failure(error, arguments.output) from None
 
@@ -236,7 +236,7 @@ def compare(arguments: CompareArguments) -> int:
     from cs336_systems.report.compare import parse_percent
 
     limit = None if arguments.fail_if_slower is None else parse_percent(arguments.fail_if_slower)
-    a, b = load(arguments.a, lenient=True), load(arguments.b, lenient=True)
+    a, b = load(arguments.a), load(arguments.b)
     found = compare_records(
         a.records,
         b.records,
@@ -256,7 +256,7 @@ def compare(arguments: CompareArguments) -> int:
         names = ", ".join(f"{row.pair.a.experiment} {row.name}" for row in slower[:5])
         aside.append(f"{len(slower)} of {len(found.rows)} rows slower by more than {limit:g}%, such as: {names}")
     for line in aside:
-        print(line, file=sys.stderr)
+        print(one_line(line), file=sys.stderr)
     return 1 if slower else 0
 
 

@@ -1,36 +1,185 @@
-"""Reads files that users name, and explains why one cannot be read or written. Standard library only."""
+"""Reads files that users name, writes files whole or not at all, and explains why neither is possible.
+
+A file that someone else made may hold anything. `foreign` is the guard around every reader of one: it limits memory and
+turns whatever goes wrong into one line that names the file. Standard library only.
+"""
 
 import contextlib
 import errno
+import gc
+import gzip
+import io
+import json
 import os
+import secrets
 import stat
+import sys
+import time
+import zlib
+from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 from cs336_systems.config import UserError
 
 MACHINE_FAILURES = (errno.ENOSPC, errno.EDQUOT, errno.EIO, errno.EMFILE, errno.ENFILE, errno.ENOMEM)
 """Errors that another path would not have avoided, or not for long."""
 
+# -- limits of foreign files ------------------------------------------------------------------------------------------
 
-def read_input(path: Path) -> bytes:
+LARGEST_FILE = 256 << 20
+"""Bytes of a file, and bytes after decompression. Traces and snapshots of a few steps have up to 200 MB; parsing this
+much takes 5 s. A gzip file of 6 MB can hold 6 GB."""
+LARGEST_VALUE = 16 << 20
+"""Bytes of one line of records or one event of a trace; real ones have up to 10 KB."""
+MOST_ITEMS = LARGEST_FILE // 512
+"""Events, rows or blocks of a file. Half a million take 8 s; an event of a real trace has about 512 bytes."""
+MOST_MEMORY = 768 << 20
+"""Bytes by which a reader may grow this process, which then stays below 1 GiB."""
+LONGEST_NAME = 4000
+"""Characters of a name that are kept; kernels of C++ templates have names of up to 2,000."""
+
+RAISED_BY = "CS336_READ_LIMIT"
+"""The environment variable that multiplies these limits."""
+
+
+class LimitError(ValueError):
+    """A file exceeds one of the limits."""
+
+
+def limit(value: int) -> int:
+    """Return a limit, multiplied by what the user has set."""
+    text = os.environ.get(RAISED_BY, "1")
+    try:
+        factor = float(text)
+    except ValueError:
+        factor = 0.0
+    if not 0 < factor <= 1e6:
+        raise UserError(f"{RAISED_BY}={text!r} must be a number above 0, such as 4")
+    return int(value * factor)
+
+
+def require_at_most(count: int, most: int, what: str) -> None:
+    """Raise LimitError for more than `most` of something, such as "bytes"; `most` is before multiplication."""
+    if count > limit(most):
+        raise LimitError(f"it has more than {limit(most):,} {what}")
+
+
+@contextlib.contextmanager
+def foreign(path: Path, what: str) -> Iterator[None]:
+    """Read and check a file that may hold anything; any failure inside is a UserError that says it is not `what`."""
+    name = repr(str(path))
+    try:
+        with all_kept(), _limited_memory():
+            yield
+    except UserError:
+        raise
+    except LimitError as error:
+        raise _too_large(path, error) from None
+    except MemoryError:
+        raise _too_large(path, f"it needs more than {limit(MOST_MEMORY) >> 20} MiB of memory") from None
+    except (EOFError, zlib.error, gzip.BadGzipFile) as error:
+        raise UserError(f"{name} is cut off: {error}") from None
+    except OSError as error:
+        raise read_failure(error, path) from None
+    except Exception as error:  # a damaged file can raise any exception
+        raise UserError(f"{name} is not {what}, or is cut off: {_reason(error)}") from None
+
+
+def _too_large(path: Path, reason: LimitError | str) -> UserError:
+    return UserError(f"{str(path)!r} is not read: {reason}; {RAISED_BY}=4 raises all limits fourfold")
+
+
+def _reason(error: Exception) -> str:
+    text = " ".join(str(error).split())[:200]
+    if isinstance(error, KeyError):
+        return f"it has no {text}"
+    return text or type(error).__name__
+
+
+@contextlib.contextmanager
+def all_kept() -> Iterator[None]:
+    """A large file is millions of small objects, none of them garbage: looking for some takes a third of the time."""
+    was_on = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if was_on:
+            gc.enable()
+
+
+@contextlib.contextmanager
+def _limited_memory() -> Iterator[None]:
+    """Let allocations beyond MOST_MEMORY fail with MemoryError, on Linux.
+
+    Not where torch is loaded: threads of its libraries allocate, too. Commands that read foreign files do not load it.
+    """
+    if sys.platform != "linux" or "torch" in sys.modules:
+        yield
+        return
+    import resource
+
+    before = resource.getrlimit(resource.RLIMIT_AS)
+    used = int(Path("/proc/self/statm").read_text().split()[0]) * resource.getpagesize()
+    lowest = min(used + limit(MOST_MEMORY), *(bound for bound in before if bound != resource.RLIM_INFINITY), 2**62)
+    resource.setrlimit(resource.RLIMIT_AS, (lowest, before[1]))
+    try:
+        yield
+    finally:
+        resource.setrlimit(resource.RLIMIT_AS, before)
+
+
+# -- reading ----------------------------------------------------------------------------------------------------------
+
+
+def read_input(path: Path, most: int = LARGEST_FILE) -> bytes:
     """Return the bytes of a file, or of a pipe such as `<(zcat records.gz)`; raise UserError if that is not possible.
 
     A FIFO without a writer and a device would block for ever.
     """
     try:
-        descriptor = os.open(path, os.O_RDONLY | getattr(os, "O_NONBLOCK", 0))
+        descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC | getattr(os, "O_NONBLOCK", 0))
     except OSError as error:
         raise read_failure(error, path) from None
     try:
-        mode = os.fstat(descriptor).st_mode
-        _require_kind(path, mode, stat.S_IFREG, stat.S_IFIFO)
-        first = _first_byte(descriptor, path) if stat.S_ISFIFO(mode) else b""
+        status = os.fstat(descriptor)
+        _require_kind(path, status.st_mode, stat.S_IFREG, stat.S_IFIFO)
+        require_at_most(status.st_size, most, "bytes")
+        first = _first_byte(descriptor, path) if stat.S_ISFIFO(status.st_mode) else b""
         with open(descriptor, "rb", closefd=False) as file:
-            return first + file.read()
+            return file.read() if status.st_size else first + b"".join(_pieces(file, most))
+    except LimitError as error:
+        raise _too_large(path, error) from None
     except OSError as error:
         raise read_failure(error, path) from None
     finally:
         os.close(descriptor)
+
+
+def decompressed(data: bytes, most: int = LARGEST_FILE) -> Iterator[bytes]:
+    """Return the bytes of a file in pieces, decompressed if it is a gzip file; raise LimitError beyond the limit."""
+    source = io.BytesIO(data)
+    stream: Any = gzip.GzipFile(fileobj=source) if data[:2] == b"\x1f\x8b" else source
+    return _pieces(stream, most)
+
+
+def _pieces(stream: Any, most: int) -> Iterator[bytes]:
+    total = 0
+    while piece := stream.read(1 << 20):
+        total += len(piece)
+        require_at_most(total, most, "bytes")
+        yield piece
+
+
+def read_json(path: Path, most: int) -> Any:
+    """Return the value of a JSON file that may be gzipped."""
+    return json.loads(b"".join(decompressed(read_input(path, most), most)))
+
+
+def is_number(value: Any, least: float = -1e18, most: float = 1e18) -> bool:
+    """Return whether a value of a file is a finite number in these bounds; an integer of 400 digits is not."""
+    return type(value) in (int, float) and least <= value <= most
 
 
 def _first_byte(descriptor: int, path: Path) -> bytes:
@@ -58,15 +207,128 @@ def read_failure(error: OSError, path: str | Path) -> UserError:
     return UserError(f"cannot read {str(path)!r}: {error.strerror or error}")
 
 
+def _require_kind(path: Path, mode: int, *kinds: int) -> None:
+    if stat.S_IFMT(mode) not in kinds:
+        names = {stat.S_IFDIR: "a folder", stat.S_IFIFO: "a pipe", stat.S_IFSOCK: "a socket"}
+        raise UserError(f"cannot read {str(path)!r}: it is {names.get(stat.S_IFMT(mode), 'a device')}, not a file")
+
+
+# -- writing ----------------------------------------------------------------------------------------------------------
+
+
+@contextlib.contextmanager
+def replacing(path: Path) -> Iterator[Path]:
+    """Give a new file in the folder of `path` to write to; it replaces `path` at the end, unless there was an error.
+
+    A process that is killed, or a full disk, leaves the old file as it was.
+    """
+    path = Path(os.path.realpath(path))  # a link stays one
+    if path.exists() and not path.is_file():  # /dev/stdout, a pipe: nothing to replace
+        yield path
+        return
+    fresh = path.with_name(f".tmp-{os.getpid()}-{secrets.token_hex(4)}{path.suffix}")
+    try:
+        yield fresh
+        with open(fresh, "rb+") as file:
+            if path.exists():
+                os.fchmod(file.fileno(), stat.S_IMODE(path.stat().st_mode))
+            os.fsync(file.fileno())
+        fresh.replace(path)
+    except OSError as error:
+        raise OSError(error.errno, error.strerror, str(path)) from None  # not the name that nobody knows
+    finally:
+        fresh.unlink(missing_ok=True)
+
+
+def write_file(path: Path, content: str | bytes) -> None:
+    """Write a file, whole or not at all; characters that have no UTF-8 are replaced by `?`."""
+    with replacing(path) as fresh:
+        fresh.write_bytes(content.encode("utf-8", "replace") if isinstance(content, str) else content)
+
+
+def append_lines(path: Path, data: bytes) -> None:
+    """Append whole lines in one write and force them to disk; a failed append leaves the file as it was.
+
+    A torn last line, which a killed writer left, is cut off first. Two writers wait for each other.
+    """
+    flags = os.O_RDWR | os.O_APPEND | os.O_CREAT | os.O_CLOEXEC | getattr(os, "O_NONBLOCK", 0)
+    descriptor = os.open(path, flags, 0o644)
+    try:
+        if not stat.S_ISREG(os.fstat(descriptor).st_mode):
+            raise OSError(errno.EINVAL, "it is not a regular file")
+        _wait_for_writers(descriptor)
+        size = _whole_lines(descriptor)
+        if size < os.fstat(descriptor).st_size:
+            os.ftruncate(descriptor, size)
+        try:
+            view = memoryview(data)
+            while view:
+                view = view[os.write(descriptor, view) :]
+            os.fsync(descriptor)
+        except OSError:
+            with contextlib.suppress(OSError):  # then the next writer cuts off what is left
+                os.ftruncate(descriptor, size)
+            raise
+    except OSError as error:
+        raise OSError(error.errno, error.strerror, str(path)) from None  # such as a full disk: of which file
+    finally:
+        os.close(descriptor)
+
+
+def _wait_for_writers(descriptor: int) -> None:
+    """Lock a file against other processes that append to it, until it is closed.
+
+    This kind of lock is independent of `locked`, which a run holds on its file of records while it appends to it.
+    """
+    with contextlib.suppress(ImportError):  # no such locks on Windows
+        import fcntl
+
+        end = time.monotonic() + 10  # a writer that is stopped in the middle must not stop this one, too
+        while True:
+            try:
+                return fcntl.lockf(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            except (BlockingIOError, PermissionError):
+                if time.monotonic() > end:
+                    raise OSError(errno.EBUSY, "another process has been writing to it for 10 s") from None
+                time.sleep(0.01)
+
+
+def _whole_lines(descriptor: int) -> int:
+    """Return the bytes up to the end of the last whole line."""
+    end = os.fstat(descriptor).st_size
+    while end:
+        begin = max(0, end - (1 << 16))
+        found = os.pread(descriptor, end - begin, begin).rfind(b"\n")
+        if found >= 0:
+            return begin + found + 1
+        end = begin
+    return 0
+
+
+@contextlib.contextmanager
+def locked(path: Path, *, follow_links: bool = False) -> Iterator[None]:
+    """Hold the lock of a file, which is created if it is not there and never changed; BlockingIOError if it is held."""
+    flags = os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | getattr(os, "O_NONBLOCK", 0)
+    try:
+        descriptor = os.open(path, flags if follow_links else flags | getattr(os, "O_NOFOLLOW", 0), 0o644)
+    except OSError as error:
+        reason = "it is a symbolic link" if error.errno == errno.ELOOP and path.is_symlink() else error.strerror
+        raise OSError(error.errno, f"{path.name}: {reason}", str(path)) from None
+    try:
+        if not stat.S_ISREG(os.fstat(descriptor).st_mode):
+            raise OSError(errno.EINVAL, f"{path.name}: it is not a regular file", str(path))
+        with contextlib.suppress(ImportError):  # no such locks on Windows
+            import fcntl
+
+            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        yield
+    finally:
+        os.close(descriptor)
+
+
 def write_failure(error: OSError, path: str | Path) -> Exception:
     """Return the error to raise in place of one that came up while writing to `path`: a mistake of the user, such as a
     folder without permission, or a failure of the machine, such as a full disk."""
     if error.errno in MACHINE_FAILURES:
         return OSError(error.errno, error.strerror, str(path))
     return UserError(f"cannot write to {str(path)!r}: {error.strerror or error}; choose another output", "output")
-
-
-def _require_kind(path: Path, mode: int, *kinds: int) -> None:
-    if stat.S_IFMT(mode) not in kinds:
-        names = {stat.S_IFDIR: "a folder", stat.S_IFIFO: "a pipe", stat.S_IFSOCK: "a socket"}
-        raise UserError(f"cannot read {str(path)!r}: it is {names.get(stat.S_IFMT(mode), 'a device')}, not a file")

@@ -14,6 +14,7 @@ from types import UnionType
 from typing import Any, NamedTuple, NoReturn
 
 from cs336_systems.config import UserError, nearest
+from cs336_systems.text import printable
 
 LONGEST_WORD = 300
 """Characters of a word in an error message; of longer ones the middle is left out."""
@@ -21,7 +22,7 @@ LONGEST_WORD = 300
 
 def one_line(message: str) -> str:
     """Return a message as one line of printable characters, in which no word is endless."""
-    text = "".join(char if char.isprintable() else ascii(char)[1:-1] for char in " ".join(message.split()))
+    text = printable(" ".join(message.split()))
     half = LONGEST_WORD // 2
     return re.sub(rf"\S{{{LONGEST_WORD + 1},}}", lambda word: f"{word[0][:half]}...{word[0][-half:]}", text)
 

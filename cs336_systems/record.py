@@ -5,21 +5,22 @@ agree in these four, the later one counts. Base units are stored (s, B, B/s, FLO
 and speed-ups are derived when a file is read. A failed cell is a record with no samples and its reason in `status`.
 """
 
+import contextlib
 import dataclasses
 import hashlib
+import io
 import json
 import math
-import os
 import shlex
 import statistics
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
-from functools import cached_property
+from functools import cache, cached_property
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, get_type_hints
 
 from cs336_systems.config import UserError, nearest
-from cs336_systems.files import read_input
+from cs336_systems.files import LARGEST_VALUE, LimitError, append_lines, foreign, is_number, read_input, require_at_most
 from cs336_systems.text import Text, say
 
 SCHEMA_VERSION = 2
@@ -63,12 +64,22 @@ class Environment:
     @property
     def machine(self) -> str:
         """Its GPU, or its CPU where it has none."""
-        return str(self.gpu or self.cpu or "unknown machine")  # a file may hold anything
+        return self.gpu or self.cpu or "unknown machine"
 
     @classmethod
     def from_dict(cls, values: Mapping[str, Any]) -> "Environment":
         """From JSON, which has lists where this has tuples."""
-        return cls(**{**values, "throttle_reasons": tuple(values.get("throttle_reasons", ()))})
+        found = cls(**{**values, "throttle_reasons": tuple(values.get("throttle_reasons", ()))})
+        for name, kind in _environment_kinds().items():
+            if not isinstance(getattr(found, name), kind):
+                raise ValueError(f"its {name} is {getattr(found, name)!r:.40}")
+        return found
+
+
+@cache
+def _environment_kinds() -> dict[str, Any]:
+    hints = get_type_hints(Environment)
+    return {name: tuple if name == "throttle_reasons" else kind for name, kind in hints.items()}
 
 
 class Metric(NamedTuple):
@@ -130,6 +141,8 @@ class Record:
             config = {**config, "model_factory": _MOVED[config["model_factory"]]}
         if before is not None and before.config == config:
             config = before.config
+        else:
+            _require_shallow(config, DEEPEST)
         variant, metric = values.get("variant", ""), values["metric"]
         if version < 2:
             variant, metric = _split_variant(config, metric)
@@ -148,6 +161,21 @@ class Record:
         if before is not None and before.config is config:
             record.__dict__["cell"] = before.cell  # what the cached property would work out again
         return record
+
+
+DEEPEST = 10
+"""Levels of a configuration in a file; ours have two."""
+
+
+def _require_shallow(value: Any, levels: int) -> None:
+    """Raise ValueError for a value that is nested more deeply, or has a number that no quotient can be formed of."""
+    if isinstance(value, dict | list):
+        if not levels:
+            raise ValueError(f"its config is nested more than {DEEPEST} levels deep")
+        for item in value.values() if isinstance(value, dict) else value:
+            _require_shallow(item, levels - 1)
+    elif isinstance(value, int) and not -1e300 < value < 1e300:
+        raise ValueError("its config has an integer of more than 300 digits")
 
 
 _MOVED = {"cs336_systems.benchmark.llama:build": "cs336_systems.experiments.steps.llama:build"}
@@ -189,9 +217,11 @@ def _encode(sample: float | str) -> float | str:
     return sample if math.isfinite(sample) else repr(sample)
 
 
-def _decode(sample: float | str) -> float | str:
+def _decode(sample: Any) -> float | str:
     if isinstance(sample, str):
         return sample[1:] if sample.startswith("=") else float(sample)
+    if not is_number(sample, -1e300, 1e300) and not isinstance(sample, float):
+        raise ValueError(f"a sample is {sample!r:.40}")
     return sample
 
 
@@ -224,23 +254,13 @@ def append(path: str | Path, records: Iterable[Record]) -> None:
     text = "".join(record.to_json() + "\n" for record in records)
     path = Path(path)
     path.parent.mkdir(parents=True, exist_ok=True)
-    descriptor = os.open(path, os.O_WRONLY | os.O_APPEND | os.O_CREAT, 0o644)
-    try:
-        view = memoryview(text.encode())
-        while view:
-            view = view[os.write(descriptor, view) :]
-        os.fsync(descriptor)
-    except OSError as error:
-        raise OSError(error.errno, error.strerror, str(path)) from None  # such as a full disk: of which file
-    finally:
-        os.close(descriptor)
+    append_lines(path, text.encode())
 
 
-def load(path: str | Path, *, lenient: bool = False) -> Loaded:
+def load(path: str | Path) -> Loaded:
     """Read a file of records, or the records.jsonl of a folder.
 
-    A torn last line is left out and remarked on. Anything else unreadable is an error, or, if `lenient`, left out and
-    remarked on as well, as long as some lines can be read.
+    Lines that cannot be read are left out and remarked on, as long as some can be.
     """
     path = records_file(path)
     if not path.exists():
@@ -248,28 +268,44 @@ def load(path: str | Path, *, lenient: bool = False) -> Loaded:
         if path.name == RECORDS and (inside := [*folder.glob("*.jsonl"), *folder.glob(f"*/{RECORDS}")]):
             raise UserError(f"no file {str(path)!r}; name one of: {', '.join(sorted(map(str, inside))[:4])}")
         raise UserError(f"no file {str(path)!r}; make one with: cs336 bench --output {shlex.quote(str(path))}")
-    data = read_input(path)
-    lines = data.split(b"\n")
-    torn = lines.pop()
-    remarks = [say(*_TORN, path.name)] if torn else []
+    with foreign(path, "a file of records"):
+        records, remarks = _read_lines(path)
+        name = path.absolute().parent.name if path.stem == "records" else path.stem
+        return Loaded(latest(records), remarks, name)
+
+
+def _read_lines(path: Path) -> tuple[list[Record], list[Text]]:
     records: list[Record] = []
     unreadable = []
-    for number, line in enumerate(lines, start=1):
-        if line.strip():
-            try:
-                records.append(_parse(line, f"{path}, line {number}", records[-1] if records else None))
-            except UserError as error:
-                if not lenient:
-                    raise
-                unreadable.append(str(error))
+    torn, where = b"", ""
+    for number, line in enumerate(io.BytesIO(read_input(path)), start=1):
+        where, before = f"{path}, line {number}", records[-1] if records else None
+        if not line.endswith(b"\n"):
+            torn = line
+            break
+        if not line.strip():
+            continue
+        try:
+            records.append(_parse(line, where, before))
+        except UserError as error:
+            unreadable.append(str(error))
+            if rest := _after_tear(line):
+                with contextlib.suppress(UserError):
+                    records.append(_parse(rest, where, before))
     if unreadable and not records:
         raise UserError(unreadable[0])
+    if torn and not records and not _RECORD_START.startswith(torn[: len(_RECORD_START)]):
+        _parse(torn, where)  # not the start of a record of ours: some other file
+    remarks = [say(*_TORN, path.name)] if torn else []
     if unreadable:
         remarks.append(say(*_UNREADABLE, path.name, str(len(unreadable)), unreadable[0]))
-    if torn and not records and not _RECORD_START.startswith(torn[: len(_RECORD_START)]):
-        _parse(torn, f"{path}, line {len(lines) + 1}")  # not the start of a record of ours: some other file
-    name = path.absolute().parent.name if path.stem == "records" else path.stem
-    return Loaded(latest(records), remarks, name)
+    return records, remarks
+
+
+def _after_tear(line: bytes) -> bytes:
+    """Return the record at the end of a line that a killed writer began and another one continued."""
+    start = line.rfind(_RECORD_START)
+    return line[start:] if start > 0 else b""
 
 
 def records_file(path: str | Path) -> Path:
@@ -297,27 +333,17 @@ _RECORD_START = b'{"experiment":"'
 
 def _parse(line: bytes, where: str, before: Record | None = None) -> Record:
     try:
+        require_at_most(len(line), LARGEST_VALUE, "bytes")
         values = json.loads(line)
         if not isinstance(values, dict):
             raise ValueError("not a JSON object")
         return Record.from_dict(values, before)
     except UserError as error:
         raise UserError(f"{where}: {error}") from None
+    except LimitError as error:
+        raise UserError(f"{where}: {error}") from None
     except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
         raise UserError(f"{where}: not a record of cs336_systems ({error}); is this the right file?") from None
-
-
-def drop_torn_line(path: str | Path) -> bool:
-    """Cut off an unfinished last line so that the next append starts on a line of its own. True if there was one."""
-    path = Path(path)
-    if not path.exists():
-        return False
-    data = path.read_bytes()
-    end = data.rfind(b"\n") + 1
-    if end == len(data):
-        return False
-    os.truncate(path, end)
-    return True
 
 
 def latest(records: Iterable[Record]) -> list[Record]:

@@ -8,7 +8,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
-from cs336_systems.text import Language, Text
+from cs336_systems.text import Language, Text, printable
 
 FORMATS = ("terminal", "md", "csv", "latex", "typst")
 
@@ -42,11 +42,14 @@ class Table:
         return _RENDERERS[format](self.plain(language, keep_lines=format == "csv"))
 
     def plain(self, language: Language = "en", *, keep_lines: bool = False) -> "PlainTable":
-        """The table in one language. A line break inside a cell would end its row in every format but CSV."""
+        """The table in one language. A line break inside a cell would end its row in every format but CSV.
+
+        Names in it may come from foreign files: no control character reaches a terminal.
+        """
 
         def text(value: str | Text) -> str:
             said = value.in_(language) if isinstance(value, Text) else value
-            return said if keep_lines else " ".join(said.splitlines())
+            return printable(said, "\n") if keep_lines else printable(" ".join(said.splitlines()))
 
         return PlainTable(
             title=text(self.title),
@@ -91,10 +94,11 @@ def _width(text: str) -> int:
 
 def _markdown(table: PlainTable) -> str:
     def text(raw: str) -> str:
-        return raw.replace("<", "&lt;")  # Markdown lets HTML through, and a name may be any
+        """Escaped: a name must not become a link, an image, code or HTML, which Markdown lets through."""
+        return re.sub(r"([\\\[\]`]|:(?=//)|(?<=\bwww)\.)", r"\\\1", raw).replace("<", "&lt;")
 
     def row(cells: Sequence[str]) -> str:
-        return "| " + " | ".join(text(cell.replace("\\", "\\\\").replace("|", "\\|")) for cell in cells) + " |"
+        return "| " + " | ".join(text(cell).replace("|", "\\|") for cell in cells) + " |"
 
     lines = [f"**{text(table.title)}**", "", row([column.heading() for column in table.columns])]
     lines.append("|" + "|".join("---:" if column.numeric else ":---" for column in table.columns) + "|")
@@ -104,14 +108,20 @@ def _markdown(table: PlainTable) -> str:
     return "\n".join(lines)
 
 
+_NUMBER = re.compile(r"[-+]?[\d,]*\.?\d+(e[-+]?\d+)?( ?[%x])?( ± [\d.,]+)?|-", re.IGNORECASE)
+
+
+def _csv_cell(text: str) -> str:
+    """A cell that no spreadsheet runs: one that begins like a formula, and is no number, gets an apostrophe."""
+    is_formula = text.lstrip()[:1] in tuple("=+-@＝＋－＠") and not _NUMBER.fullmatch(text)
+    return f"'{text}" if is_formula else text
+
+
 def _csv(table: PlainTable) -> str:
     text = io.StringIO()
-    cells = [cell for row in table.rows for cell in row]
-    # Python 3.11 does not quote a lone carriage return, and readers split the row at it.
-    quote_all = any("\r" in cell for cell in cells)
-    writer = csv.writer(text, lineterminator="\n", quoting=csv.QUOTE_ALL if quote_all else csv.QUOTE_MINIMAL)
-    writer.writerow([column.heading() for column in table.columns])
-    writer.writerows(table.rows)
+    writer = csv.writer(text, lineterminator="\n")
+    for row in ([column.heading() for column in table.columns], *table.rows):
+        writer.writerow([_csv_cell(cell) for cell in row])
     return text.getvalue().rstrip("\n")
 
 

@@ -6,6 +6,7 @@
 A text without Chinese is a name that both languages share (`Text("MFU")`).
 """
 
+import unicodedata
 from collections.abc import Iterable
 from typing import Literal, NamedTuple
 
@@ -37,3 +38,15 @@ def listed(values: Iterable[str | Text], separators: tuple[str, str] = (", ", "ã
     """Join values by each language's own separator."""
     texts = as_texts(values)
     return Text(separators[0].join(text.en for text in texts), separators[1].join(text.in_("zh") for text in texts))
+
+
+def printable(text: str, keep: str = "") -> str:
+    """Return a text from a file with control characters, escape sequences and marks that reorder a line written out as
+    `\\x1b`, except the characters of `keep`: a terminal would obey them."""
+    if text.isprintable():
+        return text
+    return "".join(char if _is_harmless(char) or char in keep else ascii(char)[1:-1] for char in text)
+
+
+def _is_harmless(char: str) -> bool:
+    return char.isprintable() or unicodedata.category(char) == "Zs"  # the wide space of Chinese texts, say

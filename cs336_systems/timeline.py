@@ -6,17 +6,27 @@ A file holds one Timeline as gzipped JSON by column: a step has ten thousand blo
 import dataclasses
 import gzip
 import json
-import zlib
 from collections import Counter
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, NamedTuple
 
 from cs336_systems.config import UserError
+from cs336_systems.files import (
+    MOST_ITEMS,
+    decompressed,
+    foreign,
+    is_number,
+    read_input,
+    require_at_most,
+    write_file,
+)
 
 FORMAT = "cs336 memory timeline"
 VERSION = 1
 TIMELINE_FILE = "timeline.json.gz"
+LARGEST_TIMELINE = 64 << 20
+"""Bytes, compressed and decompressed: a million blocks have 40 MB. As values of Python they take ten times that."""
 _WORDS = ("label", "module", "what", "line")
 """Columns of text, stored as indices into a list of words."""
 
@@ -103,32 +113,46 @@ class Timeline:
             "blocks": columns,
         }
         # mtime=0: the same timeline gives the same bytes.
-        path.write_bytes(gzip.compress(json.dumps(document, separators=(",", ":")).encode(), mtime=0))
+        write_file(path, gzip.compress(json.dumps(document, separators=(",", ":")).encode(), mtime=0))
 
     @classmethod
     def load(cls, path: Path) -> "Timeline":
-        try:
-            document = json.loads(gzip.decompress(path.read_bytes()))
+        """Read a file of `save`; raise UserError for any other."""
+        with foreign(path, "a memory timeline"):
+            data = read_input(path, LARGEST_TIMELINE)
+            if not data.startswith(b"\x1f\x8b"):
+                raise ValueError("it is not gzipped")
+            document = json.loads(b"".join(decompressed(data, LARGEST_TIMELINE)))
             if document["format"] != FORMAT:
                 raise ValueError("unknown format")
             if document["version"] > VERSION:
                 raise UserError(f"{str(path)!r} is of version {document['version']}, newer than this cs336: upgrade it")
             words, columns = document["words"], document["blocks"]
+            require_at_most(len(columns["size"]), MOST_ITEMS, "blocks")
             for name in _WORDS:
                 columns[name] = [words[index] for index in columns[name]]
             rows = zip(*(columns[spec.name] for spec in dataclasses.fields(Block)), strict=True)
-            return cls(
+            found = cls(
                 document["title"],
                 document["device"],
                 [Block(*row) for row in rows],
                 [Span(*row) for row in document["phases"]],
             )
-        except OSError as error:
-            if error.strerror:
-                raise UserError(f"cannot read {str(path)!r}: {error.strerror}") from None
-            raise UserError(f"{str(path)!r} is not a memory timeline: {error}") from None
-        except (ValueError, KeyError, TypeError, IndexError, EOFError, zlib.error) as error:
-            if isinstance(error, UserError):
-                raise
-            reason = " ".join(str(error).split())
-            raise UserError(f"{str(path)!r} is not a memory timeline, or is cut off: {reason}") from None
+            found.check()
+            return found
+
+    def check(self) -> None:
+        """Raise ValueError for values that cannot be drawn: a file may hold any."""
+        texts = [self.title, self.device, *(span.name for span in self.phases)]
+        if not all(isinstance(text, str) for text in texts):
+            raise ValueError("its title, device and phases are not all texts")
+        for span in self.phases:
+            if not (is_number(span.start, 0) and is_number(span.end, span.start)):
+                raise ValueError(f"the phase {span.name[:40]!r} lasts from {span.start!r:.40} to {span.end!r:.40}")
+        for block in self.blocks:
+            if not (is_number(block.start, 0) and (block.end is None or is_number(block.end, block.start))):
+                raise ValueError(f"a block is allocated from {block.start!r:.40} to {block.end!r:.40}")
+            if not (isinstance(block.size, int) and is_number(block.size, 0)):
+                raise ValueError(f"a block has a size of {block.size!r:.40}")
+            if not all(isinstance(text, str) for text in (block.label, block.module, block.what, block.line)):
+                raise ValueError("the words of a block are not all texts")

@@ -23,13 +23,14 @@ from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
 from queue import Empty, Queue
-from typing import IO, Any
+from typing import Any
 
 from cs336_systems import record
 from cs336_systems.config import UserError
 from cs336_systems.experiments.catalogue import Request, catalogue
 from cs336_systems.experiments.progress import Progress
 from cs336_systems.experiments.spec import Config, Instrument
+from cs336_systems.files import locked
 from cs336_systems.record import CELL_TIME, GIB, HEADLINES, Environment, Metric, Record
 
 DEFAULT_TIMEOUT = 1800.0
@@ -149,7 +150,6 @@ class Runner:
         outcome = Outcome(environment=self.environment)
         start = time.monotonic()
         with _exclusive(self.path):
-            record.drop_torn_line(self.path)
             self.known = record.load(self.path)  # again: another run may have ended since
             finished = {} if self.force else self._finished()
             todo = []
@@ -377,13 +377,14 @@ def _require_writable(path: Path) -> None:
 def _exclusive(path: Path) -> Iterator[None]:
     """One run at a time may write to a file. A run that records nothing leaves no file behind."""
     new_folder = not path.parent.exists()
-    try:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        handle = open(path, "ab")  # noqa: SIM115 (closed below)
-    except OSError as error:
-        raise UserError(f"--output {str(path)!r}: {error.strerror}; choose another place") from None
-    with handle:
-        _lock(handle, path)
+    with contextlib.ExitStack() as stack:
+        try:
+            path.parent.mkdir(parents=True, exist_ok=True)
+            stack.enter_context(locked(path, follow_links=True))
+        except BlockingIOError:
+            raise UserError(f"another run is writing to {str(path)!r}; wait for it or choose --output") from None
+        except OSError as error:
+            raise UserError(f"--output {str(path)!r}: {error.strerror}; choose another place") from None
         try:
             yield
         finally:
@@ -392,13 +393,3 @@ def _exclusive(path: Path) -> Iterator[None]:
                 if new_folder:
                     with contextlib.suppress(OSError):
                         path.parent.rmdir()
-
-
-def _lock(handle: IO[bytes], path: Path) -> None:
-    with contextlib.suppress(ImportError):  # no such locks on Windows
-        import fcntl
-
-        try:
-            fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
-            raise UserError(f"another run is writing to {str(path)!r}; wait for it or choose --output") from None

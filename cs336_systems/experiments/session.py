@@ -12,6 +12,7 @@ from cs336_systems.commands import Interrupted, interrupt_raises
 from cs336_systems.config import RunConfig, UserError, flag, flag_like
 from cs336_systems.experiments.catalogue import Request, catalogue
 from cs336_systems.experiments.runner import DEFAULT_TIMEOUT, Outcome, Runner, gather
+from cs336_systems.flags import one_line
 from cs336_systems.timeline import TIMELINE_FILE, Timeline
 
 
@@ -86,8 +87,6 @@ def _drawn(asked: list[record.Record], folder: Path) -> list[Path]:
     ):
         try:
             drawn += draw()
-        except UserError as error:
-            print(f"not drawn: {error}", file=sys.stderr)
         except OSError as error:
             print(f"not drawn: cannot write to {str(folder)!r}: {error.strerror}", file=sys.stderr)
     return drawn
@@ -103,7 +102,11 @@ def draw_timelines(folder: Path) -> list[Path]:
     for file in sorted(folder.rglob(TIMELINE_FILE)):
         page = file.with_name("timeline.html")
         if not page.exists() or page.stat().st_mtime < file.stat().st_mtime:
-            timeline = Timeline.load(file)
+            try:
+                timeline = Timeline.load(file)
+            except UserError as error:  # damaged, or of a newer version: the others can be drawn
+                print(f"not drawn: {one_line(str(error))}", file=sys.stderr)
+                continue
             write_page(timeline, page)
             drawn += [page, *save([timeline_picture(timeline, "timeline")], file.parent)]
     return drawn
@@ -120,7 +123,7 @@ def _asked(path: Path, wanted: set[tuple[str, str]]) -> list[record.Record]:
         return []
     loaded = record.load(path)
     for remark in loaded.remarks:
-        print(remark.en, file=sys.stderr)
+        print(one_line(remark.en), file=sys.stderr)
     return [item for item in loaded.records if (item.experiment, item.cell) in wanted]
 
 

@@ -12,6 +12,7 @@ from torch import Tensor
 from torch.profiler import ProfilerActivity, profile
 
 from cs336_systems.config import RunConfig
+from cs336_systems.files import write_file
 from cs336_systems.kernels.ranges import ranges_enabled
 from cs336_systems.measure.readers.trace import Trace, read_chrome
 from cs336_systems.measure.timing import STEP, Stopwatch
@@ -45,10 +46,10 @@ def profile_steps(
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder) / "trace.json"
         profiler.export_chrome_trace(str(path))
-        trace = read_chrome(path)
+        trace = read_chrome(path, is_own=True)
         if keep is not None:
             keep.parent.mkdir(parents=True, exist_ok=True)
-            keep.write_bytes(_compressed(path))
+            write_file(keep, _compressed(path))
     return Profile(trace, dict(stopwatch.wall))
 
 

@@ -1,18 +1,15 @@
 """A report from files of records: `document` puts it together, `write` writes it in every format."""
 
-import contextlib
-import gc
 import itertools
 import os
 import re
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import replace
+from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 from typing import NamedTuple, TypeVar
 
 from cs336_systems.config import UserError, nearest
-from cs336_systems.files import write_failure
+from cs336_systems.files import all_kept, write_failure, write_file
 from cs336_systems.record import Loaded, Record, load, records_file
 from cs336_systems.report.cells import CellView, by_experiment, group
 from cs336_systems.report.chart_picture import picture
@@ -22,8 +19,7 @@ from cs336_systems.report.presentation import Catalogue, Presentation, presentat
 from cs336_systems.report.published import PUBLISHED, published
 from cs336_systems.report.sections import charts_of, findings_of, in_order, tables_of
 from cs336_systems.report.web.page import page
-from cs336_systems.table import Table
-from cs336_systems.text import Language, Text, say
+from cs336_systems.text import Language, Text, printable, say
 
 PAGE = "index.html"
 Part = TypeVar("Part")
@@ -54,9 +50,9 @@ def write_report(
     _require_formats(formats)
     files = [records_file(path) for path in paths]
     links = [link for file in files for link in _links(file.parent / "files", folder)]
-    with _all_kept():
+    with all_kept():
         references = published() if with_published else ()
-        loaded = [load(file, lenient=True) for file in files]
+        loaded = [load(file) for file in files]
         report = document(loaded, catalogue, title=title, links=links, references=references)
         if not report.sections:
             raise UserError(f"no records in {', '.join(map(str, files))}; measure some with: cs336 bench")
@@ -67,18 +63,6 @@ def summary(report: Document) -> list[Text]:
     """The first finding of each section, the first sections first."""
     found = [(section.title, section.findings[0]) for section in report.sections if section.findings]
     return [say("{}: {}", "{}：{}", *each) for each in found[:SUMMARY_LINES]]
-
-
-@contextlib.contextmanager
-def _all_kept() -> Iterator[None]:
-    """A large file is millions of small objects, none of them garbage: looking for some took a quarter of the time."""
-    was_on = gc.isenabled()
-    gc.disable()
-    try:
-        yield
-    finally:
-        if was_on:
-            gc.enable()
 
 
 def _links(files: Path, folder: Path) -> list[Link]:
@@ -155,18 +139,11 @@ def _section(
         name=experiment.name,
         title=experiment.title,
         question=experiment.question,
-        tables=[_all_text(table) for table in safely(lambda: tables_of(experiment, cells, references))],
+        tables=safely(lambda: tables_of(experiment, cells, references)),
         charts=safely(lambda: charts_of(experiment, cells)),
         findings=[*safely(lambda: findings_of(experiment, cells)), *problems],
         links=[link for link in links if Path(link.href).parent.name.startswith(experiment.name)],
     )
-
-
-def _all_text(table: Table) -> Table:
-    """The table with every heading and cell as text: odd records may put anything there."""
-    columns = [replace(column, name=Text(*map(str, column.name))) for column in table.columns]
-    rows = [[cell if isinstance(cell, Text) else str(cell) for cell in row] for row in table.rows]
-    return Table(table.title, columns, rows, table.notes)
 
 
 def _facts(records: Iterable[Record]) -> dict[Text, str]:
@@ -197,7 +174,7 @@ def write(report: Document, folder: Path, *, language: Language = "en", formats:
     _require_formats(formats)
     try:
         folder.mkdir(parents=True, exist_ok=True)
-        (folder / PAGE).write_text(page(report, language), encoding="utf-8")
+        write_file(folder / PAGE, page(report, language))
         writers = [_WRITERS[name] for name in formats if name != "html"]
         return [folder / PAGE, *(path for writer in writers for path in writer(report, folder, language))]
     except OSError as error:
@@ -213,7 +190,7 @@ def _require_formats(names: Sequence[str]) -> None:
 
 def _markdown(report: Document, folder: Path, language: Language) -> list[Path]:
     pictures = save([picture(c, language) for s in report.sections for c in s.charts], folder / "images", ("png",))
-    (folder / "report.md").write_text(markdown(report, language), encoding="utf-8")
+    write_file(folder / "report.md", markdown(report, language))
     return [folder / "report.md", *pictures]
 
 
@@ -242,7 +219,7 @@ def markdown(report: Document, language: Language = "en") -> str:
 
 def _plain(text: str) -> str:
     """A name must not become a heading, a link or HTML."""
-    return re.sub(r"([\\`*_\[\]<>#|])", r"\\\1", " ".join(text.split()))
+    return re.sub(r"([\\`*_\[\]<>#|]|:(?=//)|(?<=\bwww)\.)", r"\\\1", printable(" ".join(text.split())))
 
 
 def tables_in(report: Document, format: str, language: Language = "en") -> list[str]:
@@ -258,7 +235,7 @@ def _csv(report: Document, folder: Path, language: Language) -> list[Path]:
         for number, table in enumerate(section.tables, start=1):
             name = re.sub(r"[^\w-]+", "-", section.name) or "section"
             path = folder / "csv" / f"{name}-{number}.csv"
-            path.write_text(table.render("csv", language), encoding="utf-8")
+            write_file(path, table.render("csv", language))
             written.append(path)
     return written
 
@@ -266,7 +243,7 @@ def _csv(report: Document, folder: Path, language: Language) -> list[Path]:
 def _one_file(format: str) -> Callable[[Document, Path, Language], list[Path]]:
     def write_all(report: Document, folder: Path, language: Language) -> list[Path]:
         path = folder / f"tables.{ENDINGS[format]}"
-        path.write_text("\n\n".join(tables_in(report, format, language)) + "\n", encoding="utf-8")
+        write_file(path, "\n\n".join(tables_in(report, format, language)) + "\n")
         return [path]
 
     return write_all

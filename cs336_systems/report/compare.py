@@ -18,7 +18,7 @@ from cs336_systems.report.intervals import Ratio, ratio_of_medians
 from cs336_systems.report.referee import remarks
 from cs336_systems.report.rows import FIELDS, as_text, gib, kernel_ms, title_of
 from cs336_systems.table import Column, Table, word
-from cs336_systems.text import Text, say
+from cs336_systems.text import Text, printable, say
 
 HOW_MEASURED = ("device", "warmup_steps", "num_steps", "seed", "warmup_ms", "rep_ms", "rounds", "calls")
 """Fields of a configuration that do not change the work; of the device only which one of its kind."""
@@ -84,7 +84,7 @@ class Comparison:
 
     def slower_by(self, percent: float) -> list[Row]:
         if not any(row.is_speed for row in self.rows):
-            metrics = ", ".join(dict.fromkeys(_printable(row.metric) for row in self.rows))
+            metrics = ", ".join(dict.fromkeys(_short(row.metric) for row in self.rows))
             raise UserError(f"--fail_if_slower is for times, and {metrics} is none; name another --metric")
         return [row for row in self.rows if row.is_slower_by(percent)]
 
@@ -259,11 +259,11 @@ def _telling(pairs: Sequence[Pair]) -> list[str]:
 def _name(pair: Pair, shown: Sequence[str]) -> str:
     words = []
     for name in shown:
-        texts = list(dict.fromkeys(_printable(as_text(cell.get(name))) for cell in pair.sides))
+        texts = list(dict.fromkeys(_short(as_text(cell.get(name))) for cell in pair.sides))
         text = " -> ".join(text or "none" for text in texts) if len(texts) > 1 else texts[0]
         speaks = name in ("size", "mode", "precision", "attention", "implementation", "model_factory")
         words += [text if speaks else f"{_field(name)} {text}"] if text else []
-    return _printable(" ".join(words) or pair.a.name or pair.a.experiment, 120)
+    return _short(" ".join(words) or pair.a.name or pair.a.experiment, 120)
 
 
 def _rows(pair: Pair, name: str, metrics: Sequence[str], confidence: float) -> list[Row]:
@@ -280,7 +280,7 @@ def _rows(pair: Pair, name: str, metrics: Sequence[str], confidence: float) -> l
 
 def _rows_of(pair: Pair, variant: str, name: str, metrics: Sequence[str], confidence: float) -> list[Row]:
     whole = [cell for cell in pair.of(variant) if cell.ok]
-    name = _printable(f"{name}, {variant}", 120) if variant else name
+    name = _short(f"{name}, {variant}", 120) if variant else name
     rows = []
     for metric in _chosen([m for m in whole[0].metrics if all(m in cell.metrics for cell in whole)], metrics):
         found = whole[0].metrics[metric]
@@ -345,10 +345,10 @@ def _table(rows: Sequence[Row], notes: Sequence[str], confidence: float) -> Tabl
     what = Text("B / A of medians", "中位数之比 B / A")
     title = title_of("compare", what, cells, _telling([row.pair for row in rows]))
     return Table(
-        Text(*(_printable(text, 400) for text in title)),
+        Text(*(_short(text, 400) for text in title)),
         columns,
-        [[_printable(text, 120) for text in line] for line in lines],
-        [Text(_printable(note, 1000)) for note in notes],
+        [[_short(text, 120) for text in line] for line in lines],
+        [Text(_short(note, 1000)) for note in notes],
     )
 
 
@@ -390,15 +390,15 @@ def _field(name: str) -> str:
     return FIELDS[name].en if name in FIELDS else name
 
 
-def _printable(text: str, most: int = 60) -> str:
-    """A name from a file may hold anything: escapes that repaint a terminal, a whole book."""
-    text = "".join(char if char.isprintable() else "?" for char in text)
+def _short(text: str, most: int = 60) -> str:
+    """Return a name from a file, which may be a whole book, shortened; a table would be as wide."""
+    text = printable(text)
     return text if len(text) <= most else text[: most - 3] + "..."
 
 
 def _some(names: Iterable[str], most: int = 3) -> str:
     """Up to `most` of them; the same name only once."""
-    names = list(dict.fromkeys(_printable(name) for name in names))
+    names = list(dict.fromkeys(_short(name) for name in names))
     return ", ".join(names[:most]) + (", ..." if len(names) > most else "")
 
 
@@ -454,7 +454,7 @@ def _differing(
     for name in dict.fromkeys(name for described in (*a, *b) for name in described):
         ours, theirs = ({described.get(name, "none") for described in side} for side in (a, b))
         if worth(name, ours, theirs):
-            lines.append(f"{_printable(_field(name))} {_some(sorted(ours))} in A, {_some(sorted(theirs))} in B")
+            lines.append(f"{_short(_field(name))} {_some(sorted(ours))} in A, {_some(sorted(theirs))} in B")
     return lines
 
 
@@ -464,7 +464,7 @@ def _failures(pairs: Sequence[Pair]) -> list[str]:
         for cell in (pair.sides[side] for pair in pairs):
             if not cell.ok:
                 failed.setdefault(("AB"[side], cell.status), []).append(_title(cell))
-    return [f"failed in {side}: {_some(names)}: {_printable(status, 200)}" for (side, status), names in failed.items()]
+    return [f"failed in {side}: {_some(names)}: {_short(status, 200)}" for (side, status), names in failed.items()]
 
 
 def _left_out(cells: Sequence[CellView], kept: Iterable[CellView], why: str) -> list[str]:

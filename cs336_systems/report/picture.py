@@ -11,6 +11,7 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
+from cs336_systems.files import replacing
 from cs336_systems.text import Language
 
 PALETTE = ("#0072b2", "#e69f00", "#009e73", "#cc79a7", "#56b4e9", "#d55e00", "#8c8c8c", "#f0e442")
@@ -67,7 +68,8 @@ def save(pictures: Sequence[Picture], folder: Path, formats: tuple[str, ...] = (
                 path = folder / f"{picture.name}.{format}"
                 # No date and no version: the same records give the same bytes.
                 metadata = {"Date": None} if format == "svg" else {"Software": None}
-                figure.savefig(path, dpi=160, metadata=metadata)
+                with replacing(path) as fresh:
+                    figure.savefig(fresh, format=format, dpi=160, metadata=metadata)
                 written.append(path)
     return written
 

@@ -5,7 +5,8 @@ from collections.abc import Iterable, Sequence
 from dataclasses import replace
 from functools import partial
 
-from cs336_systems.config import MODES, PRECISIONS
+from cs336_systems.config import MODES, PRECISIONS, UserError
+from cs336_systems.files import is_number
 from cs336_systems.record import Record
 from cs336_systems.report.cells import CellView, by_experiment, by_machine, group
 from cs336_systems.report.chart_picture import picture
@@ -27,11 +28,16 @@ def in_order(names: Iterable[str], catalogue: Catalogue) -> list[str]:
 def tables(records: Iterable[Record], catalogue: Catalogue) -> list[Table]:
     """The tables of every experiment that the records hold; rows by size, context, mode and so on."""
     found = by_experiment(group(records))
-    return [
-        table
-        for name in in_order(found, catalogue)
-        for table in tables_of(presentation_of(name, catalogue), found[name])
-    ]
+    tables: list[Table] = []
+    for name in in_order(found, catalogue):
+        try:
+            tables += tables_of(presentation_of(name, catalogue), found[name])
+        except UserError:
+            raise
+        except Exception as error:  # records may come from anywhere
+            what = f"{type(error).__name__}: {error}"[:200]
+            raise UserError(f"the records of {name!r} cannot be shown ({what}); choose other --experiments") from error
+    return tables
 
 
 def tables_of(experiment: Presentation, cells: Sequence[CellView], references: Sequence[CellView] = ()) -> list[Table]:
@@ -42,7 +48,15 @@ def tables_of(experiment: Presentation, cells: Sequence[CellView], references: S
     machines = [sorted(chosen, key=_position) for chosen in by_machine(cells).values()]
     shared = side_by_side(experiment, [*itertools.chain(*machines), *sorted(references, key=_position)])
     own = [table for chosen in machines for table in experiment.tables(chosen)]
-    return [*shared, *own] if len(machines) > 1 else [*own, *shared]
+    found = [*shared, *own] if len(machines) > 1 else [*own, *shared]
+    return list(map(_all_text, found))
+
+
+def _all_text(table: Table) -> Table:
+    """The table with every heading and cell as text: odd records may put anything there."""
+    columns = [replace(column, name=Text(*map(str, column.name))) for column in table.columns]
+    rows = [[cell if isinstance(cell, Text) else str(cell) for cell in row] for row in table.rows]
+    return Table(table.title, columns, rows, table.notes)
 
 
 def charts_of(experiment: Presentation, cells: Sequence[CellView]) -> list[Chart]:
@@ -103,12 +117,16 @@ def _position(cell: CellView) -> tuple:
         value = cell.get(name)
         return order.index(value) if value in order else len(order)
 
+    def number(name: str) -> float:
+        value = cell.get(name)
+        return value if is_number(value) else int(value is True)
+
     numbers = ("d_model", "num_layers", "context_length", "batch_size")
     return (
         cell.machine,
-        *(cell.get(name) or 0 for name in numbers),
+        *map(number, numbers),
         place("mode", MODES),
         place("precision", PRECISIONS),
         str(cell.get("attention")),
-        *(cell.get(name) or 0 for name in ("checkpoint_blocks", "compile", "warmup_steps")),
+        *map(number, ("checkpoint_blocks", "compile", "warmup_steps")),
     )

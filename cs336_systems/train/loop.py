@@ -9,7 +9,6 @@ command resumes it.
 """
 
 import contextlib
-import fcntl
 import importlib.util
 import os
 import signal
@@ -23,6 +22,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from cs336_systems.config import UserError
+from cs336_systems.files import locked
 from cs336_systems.parallel.collectives import communication_device
 from cs336_systems.parallel.launch import Rank, RankError, process_group
 from cs336_systems.step.module_trace import Tracer
@@ -241,8 +241,7 @@ def _exclusive(settings: TrainSettings, rank: Rank) -> Iterator[None]:
         if rank.rank == 0:
             try:
                 settings.folder.mkdir(parents=True, exist_ok=True)
-                lock = stack.enter_context((settings.folder / ".lock").open("w"))
-                fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                stack.enter_context(locked(settings.folder / ".lock"))
             except BlockingIOError:
                 problem = f"another run is training in {str(settings.folder)!r}; choose another --output"
             except OSError as error:

@@ -39,6 +39,8 @@ class RunLog:
         self._peak = peak * rank.world_size if peak else None
         self._pending: dict[str, list[float]] = {}
         """Metric -> values of the steps since the last record."""
+        self._unwritten: list[Record] = []
+        """Records that could not be written, as to a full disk; they are written with the next ones."""
         self._first = 0
         self._board: Any = None
         if settings.log.tensorboard:
@@ -77,12 +79,13 @@ class RunLog:
                 for number, value in enumerate(values):
                     self._board.add_scalar(name, value, first + number)
             self._board.flush()
-        rows = [
+        self._unwritten += [
             Record("train", config, name, unit, tuple(values), "ok", self._environment)
             for name, (unit, values) in metrics.items()
         ]
         try:
-            record.append(self._path, rows)
+            record.append(self._path, self._unwritten)
+            self._unwritten = []
         except OSError as error:
             warnings.warn(f"{str(self._path)!r} not written: {error.strerror}; training continues", stacklevel=2)
 

@@ -276,6 +276,7 @@ REFUSED = {
         train --data text.txt --device tpu          | 'tpu'
         train --data text.txt --device cuda         | use --device cpu
         train --data text.txt --output good.jsonl   | cannot write to 'good.jsonl'
+        train --data text.txt --output linked       | .lock: it is a symbolic link
         train --data text.txt --output ''           | --output: the value is empty
         train --data text.txt --max_grad_norm inf   | --max_grad_norm must be
         train --data text.txt --weight_decay nan    | --weight_decay must be
@@ -469,6 +470,8 @@ def prepare(folder: Path) -> None:
         (folder / name).write_bytes(content)
     for ending in ("jsonl", "json", "sqlite", "txt"):
         os.mkfifo(folder / f"fifo.{ending}")
+    (folder / "linked").mkdir()
+    (folder / "linked" / ".lock").symlink_to(folder / "good.jsonl")
     with sqlite3.connect(folder / "other.sqlite") as database:
         database.execute("CREATE TABLE a (b)")
     database.close()

@@ -1,8 +1,11 @@
 """Records: everything written can be read back, in both schema versions, wherever a file was cut off."""
 
 import dataclasses
+import errno
 import json
 import math
+import os
+import re
 import tempfile
 from pathlib import Path
 
@@ -19,7 +22,6 @@ from cs336_systems.record import (
     Record,
     append,
     cell_key,
-    drop_torn_line,
     latest,
     load,
     percentile,
@@ -184,7 +186,6 @@ def test_a_file_cut_at_any_byte_keeps_the_records_before_the_cut(tmp_path):
         assert exactly(loaded.records) == exactly(whole), cut
         assert len(loaded.remarks) == torn, cut
         assert all("torn" in remark.en and "不完整" in remark.zh for remark in loaded.remarks)
-        assert drop_torn_line(path) is torn, cut
         append(path, [added])
         loaded = load(path)
         assert exactly(loaded.records) == exactly([*whole, added]), cut
@@ -193,8 +194,6 @@ def test_a_file_cut_at_any_byte_keeps_the_records_before_the_cut(tmp_path):
 
 def test_missing_and_empty_files(tmp_path):
     path = tmp_path / "records.jsonl"
-    assert not drop_torn_line(path)
-    assert not path.exists()
     path.write_bytes(b"")
     assert load(path).records == load(path).remarks == []
     with pytest.raises(UserError, match=r"no file '.*nowhere\.jsonl'.*cs336 bench --output"):
@@ -208,8 +207,8 @@ def test_missing_and_empty_files(tmp_path):
 
 def test_a_newer_schema_is_refused_with_both_versions(tmp_path):
     path = tmp_path / "future.jsonl"
-    append(path, [record("x", 1.0), record("y", 1.0, schema_version=SCHEMA_VERSION + 41)])
-    with refused("future.jsonl, line 2: ", f"version {SCHEMA_VERSION + 41}", f"up to {SCHEMA_VERSION}"):
+    append(path, [record("y", 1.0, schema_version=SCHEMA_VERSION + 41)])
+    with refused("future.jsonl, line 1: ", f"version {SCHEMA_VERSION + 41}", f"up to {SCHEMA_VERSION}"):
         load(path)
 
 
@@ -238,7 +237,11 @@ FOREIGN = {
     "unknown environment": (changed(environment={"colour": "blue"}), 1),
     "variant of another type": (changed(variant=[]), 1),
     "deeply nested": (b"[" * 100_000 + b"\n", 1),
-    "second line": (changed() + b"size,step_ms\n", 2),
+    "a sample of 400 digits": (changed(samples=[10**400]), 1),
+    "a sample that is a list": (changed(samples=[[1]]), 1),
+    "a GPU that is a list": (changed(environment={"gpu": ["H200"]}), 1),
+    "a configuration of many levels": (changed(config={"a": [[[[[[[[[[1]]]]]]]]]]}), 1),
+    "an integer of 400 digits": (changed(config={"a": 10**400}), 1),
     "after blank lines": (b"\n\nsize,step_ms\n", 3),
     "after blank lines, without line end": (b"\n\nsize,step_ms", 3),
 }
@@ -253,13 +256,77 @@ def test_an_unreadable_line_is_one_clear_error(tmp_path, case):
         load(path)
 
 
-def test_lenient_loading_leaves_unreadable_lines_out_and_remarks_on_them(tmp_path):
+def test_unreadable_lines_are_left_out_and_remarked_on(tmp_path):
     path = tmp_path / "records.jsonl"
     path.write_bytes(b"no JSON\n" + changed() + changed(schema_version=99))
-    loaded = load(path, lenient=True)
+    loaded = load(path)
     assert len(loaded.records) == 1
     assert "2 lines left out" in loaded.remarks[0].en
+    assert "records.jsonl, line 1: " in loaded.remarks[0].en
     assert "2 行" in loaded.remarks[0].zh
+
+
+def test_a_record_behind_a_torn_one_on_the_same_line_is_read(tmp_path):
+    """A writer that did not cut off the torn line of another one left such files."""
+    path = tmp_path / "records.jsonl"
+    first, second, third = (record(name, 1.0, config={"name": name}).to_json() for name in ("a", "b", "c"))
+    path.write_text(f"{first}\n{first[:60]}{second}\n{third}\n")
+    loaded = load(path)
+    assert [item.metric for item in loaded.records] == ["a", "b", "c"]
+    assert "line 2: " in loaded.remarks[0].en
+
+
+@pytest.mark.parametrize("failing", ["write", "fsync"])
+@pytest.mark.parametrize("torn", [b"", b'{"experiment":"tr'], ids=["whole", "torn"])
+def test_a_failed_append_is_undone(tmp_path, monkeypatch, failing, torn):
+    """A full disk takes some of the bytes, then none; the file is as it was, less a torn line."""
+    path = tmp_path / "records.jsonl"
+    append(path, [record("a", 1.0)])
+    before = path.read_bytes()
+    path.write_bytes(before + torn)
+    write = os.write
+
+    def some(descriptor, data):
+        if len(data) < 200:
+            raise OSError(errno.ENOSPC, "No space left on device")
+        return write(descriptor, bytes(data[:100]))
+
+    def none(descriptor):
+        raise OSError(errno.EIO, "Input/output error")
+
+    with monkeypatch.context() as patched:
+        patched.setattr(os, failing, {"write": some, "fsync": none}[failing])
+        with pytest.raises(OSError, match=re.escape(str(path))):
+            append(path, [record("b", *range(200))])
+    assert path.read_bytes() == before
+    append(path, [record("b", 2.0)])
+    assert [item.metric for item in load(path).records] == ["a", "b"]
+    assert load(path).remarks == []
+
+
+def test_writers_do_not_interleave(tmp_path):
+    """Four processes append to one file, with writes of a few bytes each; every line is whole."""
+    path = tmp_path / "records.jsonl"
+
+    def work(number):
+        write = os.write
+        os.write = lambda descriptor, data: write(descriptor, bytes(data[:64]))
+        for turn in range(10):
+            append(path, [record("loss", 1.0, config={"writer": number, "turn": turn})])
+
+    children = []
+    for number in range(4):
+        child = os.fork()
+        if child == 0:
+            try:
+                work(number)
+            finally:
+                os._exit(0)
+        children.append(child)
+    for child in children:
+        os.waitpid(child, 0)
+    loaded = load(path)
+    assert (len(loaded.records), loaded.remarks) == (40, [])
 
 
 def test_an_error_message_with_undecodable_bytes_does_not_stop_a_run(tmp_path):

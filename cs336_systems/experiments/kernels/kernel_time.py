@@ -201,7 +201,7 @@ def _shares_by_mode(cells: Cells) -> Table:
         shares = []
         for kind, mode in product(kinds, modes):
             found = kind_seconds(by_mode[mode], phases_of(by_mode[mode])) if mode in by_mode else {}
-            shares.append(percent(found[kind] / sum(found.values())) if found else "")
+            shares.append(percent(found[kind] / (sum(found.values()) or 1.0)) if found else "")
         rows.append([*key, *shares])
     what = Text("share of kernel time by mode", "各模式下内核时间的占比")
     title = title_of(cells[0].experiment, what, cells, [*shown, "mode"])
@@ -224,7 +224,7 @@ def _top(cells: Cells) -> Table:
                 counts[row.name] += row.kernels
             if seconds:
                 name = max(seconds, key=lambda name: seconds[name])
-                share = seconds[name] / sum(kind_seconds(cell, phases).values())
+                share = seconds[name] / (sum(kind_seconds(cell, phases).values()) or 1.0)
                 yield [what, percent(share), number(counts[name], 0), shortened(name)]
 
     return rows_table(Text("the kernel that takes most", "耗时最多的内核"), cells, columns, rows)
@@ -235,7 +235,7 @@ def _by_name(cell: CellView, phase: str) -> Table:
     columns = [Column(terms.SHARE), Column(terms.TOTAL, "ms"), Column(Text("instances", "次数"))]
     columns += [Column(name, "us") for name in (terms.MEAN, terms.MEDIAN, terms.MIN, terms.MAX)]
     columns += [word(terms.KIND), word(terms.NAME)]
-    whole = sum(kind_seconds(cell, [phase]).values())
+    whole = sum(kind_seconds(cell, [phase]).values()) or 1.0  # a foreign trace may hold no time at all
     rows = []
     for name, count, total, median, least, most in _kernels(cell, phase):
         times = [number(t * 1e6, 1) for t in (total / count, median, least, most)]

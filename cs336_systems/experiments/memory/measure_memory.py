@@ -7,6 +7,7 @@ import torch
 from torch import Tensor
 
 from cs336_systems.config import RunConfig, UserError
+from cs336_systems.files import replacing
 from cs336_systems.measure.memory_timeline import MOST_EVENTS, UNLABELLED, MemoryTrace, trace_memory
 from cs336_systems.measure.memory_trace import measure_peak, predict_by_tracing
 from cs336_systems.measure.readers.recorded_tables import BlockRow, SavedRow, flatten
@@ -103,7 +104,8 @@ def _snapshot(step: TrainStep, batch: tuple[Tensor, Tensor], folder: str | None)
         timings = time_steps(lambda watch: step(*batch, watch=watch), device=step.device, warmup_steps=0, num_steps=1)
         if folder:
             Path(folder).mkdir(parents=True, exist_ok=True)
-            torch.cuda.memory._dump_snapshot(str(Path(folder) / SNAPSHOT_FILE))
+            with replacing(Path(folder) / SNAPSHOT_FILE) as fresh:
+                torch.cuda.memory._dump_snapshot(str(fresh))
     finally:
         torch.cuda.memory._record_memory_history(None)
     return timings.wall[STEP]

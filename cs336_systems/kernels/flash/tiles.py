@@ -16,12 +16,15 @@ and lists what spills registers.
 import functools
 import json
 import os
+import warnings
 from collections.abc import Mapping
 from dataclasses import astuple, dataclass
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
+
+from cs336_systems.files import read_json, write_file
 
 KERNELS = ("forward", "grad_q", "grad_kv")
 """Kernels of large problems. A small one has "grad" in place of the last two: with pointers, in 16 bits, up to a padded
@@ -214,31 +217,61 @@ def tuned_file() -> Path:
     return Path(os.environ.get("CS336_TILES") or Path(cache) / "cs336_systems" / "tiles.json")
 
 
+LARGEST_TUNED_FILE = 1 << 20
+"""Bytes of a file of tuned tiles; an entry has 100, and a GPU a few dozen entries."""
+
+
 @functools.cache
 def tuned(gpu: str) -> Mapping[Key, Tile]:
     """Tiles tuned for this GPU and this Triton: another version may want other tiles, or miscompile these."""
-    import triton
-
     try:
-        found = json.loads(tuned_file().read_text())
-        return {Key(*key): Tile(*tile) for key, tile in found[f"{gpu}, triton {triton.__version__}"]}
-    except (OSError, ValueError, KeyError, TypeError):
+        entries = _tuned_entries().get(_section(gpu), [])
+        return {_checked_key(key): _checked_tile(tile) for key, tile in entries}
+    except (ValueError, TypeError, AttributeError, RecursionError) as error:
+        reason = " ".join(str(error).split())[:200]
+        warnings.warn(
+            f"tuned tiles of {str(tuned_file())!r} are not used: {reason}; run cs336 tune again", stacklevel=2
+        )
         return {}
 
 
 def keep(gpu: str, found: Mapping[Key, Tile]) -> None:
     """Add tiles to the file, atomically: a process that reads it meanwhile sees the old file or the new one."""
+    entries = {**tuned(gpu), **found}
+    try:
+        known = dict(_tuned_entries())
+    except (ValueError, TypeError, RecursionError):
+        known = {}
+    known[_section(gpu)] = [[list(key), list(astuple(tile))] for key, tile in entries.items()]
+    path = tuned_file()
+    path.parent.mkdir(parents=True, exist_ok=True)
+    write_file(path, json.dumps(known, indent=1))
+    tuned.cache_clear()
+
+
+def _tuned_entries() -> dict[str, Any]:
+    """GPU and Triton version -> [key, tile] pairs, unchecked."""
+    return read_json(tuned_file(), LARGEST_TUNED_FILE) if tuned_file().exists() else {}
+
+
+def _section(gpu: str) -> str:
     import triton
 
-    path = tuned_file()
-    try:
-        known = dict(json.loads(path.read_text()))
-    except (OSError, ValueError, TypeError):
-        known = {}
-    entries = {**tuned(gpu), **found}
-    known[f"{gpu}, triton {triton.__version__}"] = [[list(key), list(astuple(tile))] for key, tile in entries.items()]
-    path.parent.mkdir(parents=True, exist_ok=True)
-    fresh = path.with_name(f"{path.name}.{os.getpid()}")
-    fresh.write_text(json.dumps(known, indent=1))
-    fresh.replace(path)
-    tuned.cache_clear()
+    return f"{gpu}, triton {triton.__version__}"
+
+
+def _checked_key(values: list[Any]) -> Key:
+    key = Key(*values)
+    known = key.kernel in (*KERNELS, "grad") and key.bits in (16, 32) and key.block_d in BLOCK_DIMS
+    if not (known and isinstance(key.causal, bool) and isinstance(key.descriptors, bool)):
+        raise ValueError(f"there is no kernel {values!r:.80}")
+    return key
+
+
+def _checked_tile(values: list[int]) -> Tile:
+    """Return a tile that a kernel can be compiled for; a file may hold any numbers."""
+    tile = Tile(*values)
+    blocks = {tile.block_m, tile.block_n} <= {16, 32, 64, 128, 256}
+    if not (blocks and tile.num_warps in (1, 2, 4, 8, 16) and tile.num_stages in range(1, 9)):
+        raise ValueError(f"{values!r:.80} is not a tile")
+    return tile

@@ -8,6 +8,7 @@ Schema: https://docs.nvidia.com/nsight-systems/UserGuide/index.html#sqlite-schem
 names are indices into a table of strings, and empty tables are omitted. No torch: an export can be read on any machine.
 """
 
+import itertools
 import json
 import os
 import shutil
@@ -15,6 +16,7 @@ import sqlite3
 import subprocess
 import sys
 import tempfile
+import time
 from collections import defaultdict
 from collections.abc import Iterable, Iterator
 from contextlib import closing
@@ -23,10 +25,11 @@ from pathlib import Path
 from typing import IO, Any, NamedTuple
 
 from cs336_systems.config import RunConfig, UserError
-from cs336_systems.files import require_regular
+from cs336_systems.files import LONGEST_NAME, MOST_ITEMS, foreign, limit, require_at_most, require_regular, write_file
 from cs336_systems.measure.readers.trace import (
     HALF_NS,
     PHASES,
+    UNLIMITED,
     Event,
     Kernel,
     Moment,
@@ -37,6 +40,7 @@ from cs336_systems.measure.readers.trace import (
     innermost,
     phase_at,
 )
+from cs336_systems.text import printable
 
 NS = 1e-9
 WITHOUT_NSYS = "leave out --nsys to use torch.profiler"
@@ -74,13 +78,13 @@ def profile_with_nsys(config: RunConfig, *, num_steps: int, folder: Path, nsys: 
         raise UserError(f"nsys records the kernels of a GPU, and the device is {config.device!r}; {WITHOUT_NSYS}")
     folder.mkdir(parents=True, exist_ok=True)
     request, report, export = (folder / name for name in ("nsys_step.json", "nsys.nsys-rep", "nsys.sqlite"))
-    request.write_text(json.dumps({"config": config.to_dict(), "num_steps": num_steps}))
+    write_file(request, json.dumps({"config": config.to_dict(), "num_steps": num_steps}))
     # -P: a file in the working directory must not shadow a standard module or this package
     step = [sys.executable, "-P", "-m", "cs336_systems.measure.nsys_step", str(request)]
     _make(report, [nsys, "profile", *OPTIONS, "-o", str(folder / "nsys"), *step], timeout)
     to_export = ["--type", "sqlite", "--force-overwrite=true", "-o", str(export), str(report)]
     _make(export, [nsys, "export", *to_export], timeout)
-    return read_nsys(export)
+    return read_nsys(export, is_own=True)
 
 
 def _make(made: Path, command: list[str], timeout: float) -> None:
@@ -141,6 +145,10 @@ def _last_line(file: IO[bytes]) -> str:
 
 _PUSH_POP_RANGE, _DOMAIN_CREATE = 59, 75
 """Types of NVTX events: a push/pop range of a thread; the creation of a domain for a library's own ranges."""
+_TEXTS = ("value", "label", "text")
+"""Columns of text; all others that are read hold integers."""
+LATEST = 2**62
+"""Nanoseconds before which times lie: after 146 years."""
 _COPIES = {1: "HtoD", 2: "DtoH", 8: "DtoD", 9: "HtoH", 10: "PtoP"}
 
 
@@ -155,8 +163,8 @@ class _Work(NamedTuple):
     """The correlation id of its launch, unique within a process."""
 
 
-def read_nsys(path: Path) -> Trace:
-    """Read the output of `nsys export --type sqlite`."""
+def read_nsys(path: Path, *, is_own: bool = False) -> Trace:
+    """Read the output of `nsys export --type sqlite`; one that this process has had made may have any size."""
     name = repr(str(path))
     if not path.exists():
         raise UserError(f"cannot read {name}: no such file; {EXPORT}")
@@ -164,11 +172,28 @@ def read_nsys(path: Path) -> Trace:
     if not path.stat().st_size:
         raise UserError(f"{name} is empty; {EXPORT}")
     try:
-        with closing(sqlite3.connect(f"{path.absolute().as_uri()}?mode=ro", uri=True)) as database:
+        with foreign(path, "an export of nsys"), closing(_opened(path)) as database:
+            if not is_own:
+                end = time.monotonic() + limit(LONGEST_TIME)
+                database.set_progress_handler(lambda: time.monotonic() > end, 1000)
             _require_whole(database, path)
-            return _trace(_Export(database, name))
-    except sqlite3.DatabaseError as error:
-        raise UserError(f"{name} is not an export of nsys, or is cut off ({error}); {EXPORT}") from None
+            return _trace(_Export(database, name, UNLIMITED if is_own else MOST_ITEMS))
+    except UserError as error:
+        raise UserError(str(error) if EXPORT in str(error) else f"{error}; {EXPORT}") from None
+
+
+def _opened(path: Path) -> sqlite3.Connection:
+    """Open a database for reading only, without its journals, and such that nothing in it is carried out."""
+    database = sqlite3.connect(f"{path.absolute().as_uri()}?mode=ro&immutable=1", uri=True)
+    database.execute("PRAGMA trusted_schema = OFF")
+    database.setlimit(sqlite3.SQLITE_LIMIT_LENGTH, LARGEST_ROW)
+    return database
+
+
+LARGEST_ROW = 1 << 20
+"""Bytes of a row or of a text in it; the longest ones are names of kernels."""
+LONGEST_TIME = 8
+"""Seconds for all queries: tables are read once, from start to end, a million rows a second."""
 
 
 def _require_whole(database: sqlite3.Connection, path: Path) -> None:
@@ -181,12 +206,15 @@ def _require_whole(database: sqlite3.Connection, path: Path) -> None:
 class _Export:
     """The tables of an export; their columns differ by version of the exporter."""
 
-    def __init__(self, database: sqlite3.Connection, name: str):
+    def __init__(self, database: sqlite3.Connection, name: str, most_rows: int):
         self._database = database
+        self._most = most_rows
         self.name = name
-        tables = {row[0] for row in database.execute("SELECT name FROM sqlite_master WHERE type = 'table'")}
-        recorded = any(table == "NVTX_EVENTS" or table.startswith("CUPTI_") for table in tables)
-        if "StringIds" not in tables or not recorded:
+        # Not views, whose queries may be endless, and not virtual tables, which have no page of their own.
+        stored = database.execute("SELECT name FROM sqlite_master WHERE type = 'table' AND rootpage > 0")
+        self._tables = {row[0] for row in stored}
+        recorded = any(table == "NVTX_EVENTS" or table.startswith("CUPTI_") for table in self._tables)
+        if "StringIds" not in self._tables or not recorded:
             raise UserError(
                 f"{name} was not made by nsys, or nsys recorded nothing: no tables of CUDA and NVTX; {EXPORT}"
             )
@@ -194,19 +222,32 @@ class _Export:
 
     def rows(self, table: str, *columns: str) -> list[Any]:
         """Return the rows of a table, with None for absent columns."""
-        present = {row[1] for row in self._database.execute(f'PRAGMA table_info("{table}")')}
-        if not present:
+        if table not in self._tables:
             return []
+        present = {row[1] for row in self._database.execute(f'PRAGMA table_info("{table}")')}
         wanted = ", ".join(f'"{column}"' if column in present else "NULL" for column in columns)
-        return self._database.execute(f'SELECT {wanted} FROM "{table}"').fetchall()
+        cursor = self._database.execute(f'SELECT {wanted} FROM "{table}"')
+        found = list(itertools.islice(cursor, limit(self._most) + 1))
+        require_at_most(len(found), self._most, f"rows in {table}")
+        kinds = [str if column in _TEXTS else int for column in columns]
+        for row in found:
+            for value, kind, column in zip(row, kinds, columns, strict=True):
+                if value is not None and type(value) is not kind:
+                    raise ValueError(f"{table}.{column} holds {value!r:.40}")
+        return found
 
     def timed(self, table: str, *columns: str) -> list[Any]:
         """Return start, end and `columns` of the rows that have both a start and an end."""
         rows = self.rows(table, "start", "end", *columns)
-        return [row for row in rows for start, end, *_ in [row] if isinstance(start, int) and isinstance(end, int)]
+        found = [row for row in rows for start, end, *_ in [row] if start is not None and end is not None]
+        for start, end, *_ in found:
+            if not -LATEST < start <= end < LATEST:
+                raise ValueError(f"a row of {table} lasts from {start} to {end} ns")
+        return found
 
     def lookup(self, table: str, column: str) -> dict[int, str]:
-        return dict(self.rows(table, "id", column))
+        rows = self.rows(table, "id", column)
+        return {number: printable(text[:LONGEST_NAME]) for number, text in rows if text is not None}
 
     def string(self, *numbers: int | None) -> str | None:
         """Return the first string that exists."""
@@ -278,7 +319,7 @@ def _ranges(export: _Export) -> list[Span]:
         if kind == _DOMAIN_CREATE
     }
     return [
-        Span(text or export.string(number) or "", start * NS, end * NS, thread)
+        Span(printable((text or export.string(number) or "")[:LONGEST_NAME]), start * NS, end * NS, thread)
         for start, end, kind, thread, domain, text, number in export.timed(
             "NVTX_EVENTS", "eventType", "globalTid", "domainId", "text", "textId"
         )

@@ -13,24 +13,34 @@ event and by a sequence number, and the forward operator ran inside a range.
 Without a GPU the operators replace the kernels, each with its self time.
 """
 
-import gzip
-import json
 import math
 import re
 import statistics
-import zlib
 from bisect import bisect_right
 from collections import defaultdict
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
 
 from cs336_systems.config import UserError
-from cs336_systems.files import read_input
+from cs336_systems.files import (
+    LARGEST_FILE,
+    LONGEST_NAME,
+    MOST_ITEMS,
+    LimitError,
+    decompressed,
+    foreign,
+    is_number,
+    limit,
+    read_input,
+    require_at_most,
+)
+from cs336_systems.measure.readers.json_stream import items_of
 from cs336_systems.measure.readers.kernel_classes import UNKNOWN, classify
 from cs336_systems.measure.readers.recorded_tables import KernelRow, KindRow, PartRow, flatten
 from cs336_systems.record import Metric
+from cs336_systems.text import printable
 
 PHASES = ("forward", "loss", "backward", "sync", "optimizer")
 WHOLE = "step"
@@ -49,7 +59,7 @@ class Origin(NamedTuple):
     part: str | None = None
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, slots=True)
 class Kernel:
     """A kernel, with times in seconds on the trace's clock."""
 
@@ -189,8 +199,18 @@ def _kernel_row(found: NamedKernels, steps: int) -> KernelRow:
 
 # -- traces of torch.profiler -----------------------------------------------------------------------------------------
 
-_ON_GPU = ("kernel", "gpu_memcpy", "gpu_memset")
-_LAUNCHES = ("cuda_runtime", "cuda_driver")
+_GROUPS = {
+    **dict.fromkeys(("kernel", "gpu_memcpy", "gpu_memset"), "works"),
+    **dict.fromkeys(("cuda_runtime", "cuda_driver"), "launches"),
+    "user_annotation": "ranges",
+    "cpu_op": "operators",
+}
+"""Categories of events that are read -> where they are kept."""
+MOST_CHARACTERS = 1 << 24
+"""Characters of the different names of a trace; a real one has a few thousand names."""
+UNLIMITED = 1 << 62
+DEEPEST = 100
+"""Levels of nested ranges or operators; real ones have up to 30, and the time to find one grows with them."""
 _NOT_A_PART = re.compile(rf"({'|'.join(PHASES)})$|ProfilerStep|Optimizer\.")
 """Ranges that do not name a part of the model."""
 
@@ -202,7 +222,7 @@ class Moment(NamedTuple):
     thread: Any
 
 
-@dataclass
+@dataclass(slots=True)
 class Event:
     """An operator or a named range on the host."""
 
@@ -216,6 +236,7 @@ class Event:
     forward: Moment | None = None
     """Start of the forward operator whose gradient this computes, if a flow event links them."""
     parent: "Event | None" = None
+    depth: int = 1
 
 
 class Nest:
@@ -230,8 +251,10 @@ class Nest:
         while around is not None and around.end <= event.start + HALF_NS:
             around = around.parent
         if around is not None:
-            event.parent = around
+            event.parent, event.depth = around, around.depth + 1
             around.own -= event.own
+            if event.depth > DEEPEST:
+                raise ValueError(f"its ranges are nested more than {DEEPEST} levels deep")
         self.events.append(event)
 
     def at(self, time: float) -> Event | None:
@@ -243,112 +266,165 @@ class Nest:
         return found
 
 
-def read_chrome(path: Path) -> Trace:
-    events, links = _chrome_events(path)
-    spans = sorted(map(_span, _of(events, "user_annotation")), key=lambda span: span.start)
-    phases = [span for span in spans if span.name in PHASES]
-    named = [event for event in _of(events, "user_annotation") if not _NOT_A_PART.match(event["name"])]
-    operators = _nests(_of(events, "cpu_op"), links)
-    attribute = _Attribution(phases, _nests(named), operators)
-    works = _of(events, *_ON_GPU)
-    if works:
-        launches = {
-            event["args"]["correlation"]: event
-            for event in _of(events, *_LAUNCHES)
-            if "correlation" in event.get("args", {})
+class _Raw(NamedTuple):
+    """The fields of an event that are kept; times in microseconds on the trace's clock."""
+
+    name: str
+    time: float
+    duration: float
+    thread: int | str
+    correlation: int | None
+    sequence: int | None
+    is_backward: bool
+
+
+class _Events:
+    """The events of a trace by group, and the links from operators of backward to those of forward."""
+
+    def __init__(self, most: int) -> None:
+        self.kept: dict[str, list[_Raw]] = {group: [] for group in _GROUPS.values()}
+        self._first = math.inf
+        self._flows: dict[int | str, dict[str, tuple[float, int | str]]] = defaultdict(dict)
+        self._names: dict[str, str] = {}
+        self._characters = 0
+        self._count, self._most = 0, most
+
+    def add(self, event: Any) -> None:
+        """Keep what is needed of an event; raise ValueError if it cannot be read."""
+        if not isinstance(event, dict):
+            raise ValueError("it has no list of traceEvents")
+        self._count += 1
+        if self._count > self._most:
+            raise LimitError(f"it has more than {self._most:,} events")
+        category, phase = event.get("cat"), event.get("ph")
+        if phase == "X":
+            if problem := _problem(event):
+                raise ValueError(f"an event {problem}")
+            self._first = min(self._first, event["ts"])
+            if isinstance(category, str) and category in _GROUPS:
+                self.kept[_GROUPS[category]].append(self._raw(event))
+        elif category == "fwdbwd" and phase in ("s", "f"):
+            time, thread, number = event.get("ts"), event.get("tid"), event.get("id")
+            if is_number(time) and _is_id(thread) and _is_id(number):
+                self._flows[number][phase] = (time, thread)  # type: ignore[index, assignment]
+
+    def _raw(self, event: dict[str, Any]) -> _Raw:
+        arguments = event.get("args", {})
+        correlation, sequence = arguments.get("correlation"), arguments.get("Sequence number")
+        return _Raw(
+            self._shared(event["name"]),
+            event["ts"],
+            event.get("dur", 0),
+            event["tid"],
+            correlation if _is_id(correlation) else None,
+            sequence if _is_id(sequence) else None,
+            bool(arguments.get("Fwd thread id")),
+        )
+
+    def _shared(self, name: str) -> str:
+        """Return a name, of which a trace has many copies, made printable."""
+        name = name[:LONGEST_NAME]
+        if name not in self._names:
+            self._characters += len(name)
+            require_at_most(self._characters, MOST_CHARACTERS, "characters of names")
+            self._names[name] = printable(name)
+        return self._names[name]
+
+    def _seconds(self, time: float) -> float:
+        """Return seconds since the first event: a float of microseconds since boot cannot resolve nanoseconds."""
+        return (time - self._first) * US
+
+    def span(self, raw: _Raw) -> Span:
+        start = self._seconds(raw.time)
+        return Span(raw.name, start, start + raw.duration * US, raw.thread)
+
+    def nests(self, events: list[_Raw]) -> dict[Any, Nest]:
+        """Return the events of each thread."""
+        links = {
+            Moment(self._seconds(link["f"][0]), link["f"][1]): Moment(self._seconds(link["s"][0]), link["s"][1])
+            for link in self._flows.values()
+            if len(link) == 2
         }
-        kernels = [_gpu_kernel(event, launches, attribute) for event in works]
-    else:
-        kernels = [
-            Kernel(op.name, op.start, op.own, *attribute(Moment(op.start, thread), op))
-            for thread, nest in operators.items()
-            for op in nest.events
-            if op.own > 0
-        ]
+        nests: dict[Any, Nest] = defaultdict(Nest)
+        for raw in sorted(events, key=lambda raw: (self._seconds(raw.time), -raw.duration)):
+            span = self.span(raw)
+            nests[raw.thread].add(
+                Event(
+                    raw.name,
+                    span.start,
+                    span.end,
+                    own=raw.duration * US,
+                    sequence=raw.sequence,
+                    is_backward=raw.is_backward,
+                    forward=links.get(Moment(span.start, raw.thread)),
+                )
+            )
+        return nests
+
+    def gpu_kernels(self, attribute: "_Attribution") -> list[Kernel]:
+        """Return the kernels, copies and fills on a GPU, with the origins of their launches."""
+        launches: dict[int | None, _Raw] = {raw.correlation: raw for raw in self.kept["launches"]}
+        launches.pop(None, None)
+        found = []
+        for raw in self.kept["works"]:
+            launch = launches.get(raw.correlation)
+            origin = Origin() if launch is None else attribute(Moment(self._seconds(launch.time), launch.thread))
+            found.append(Kernel(raw.name, self._seconds(raw.time), raw.duration * US, *origin))
+        return found
+
+
+def read_chrome(path: Path, *, is_own: bool = False) -> Trace:
+    """Read a trace of torch.profiler; one that this process has just recorded (`is_own`) may have any size."""
+    with foreign(path, "a trace of torch.profiler"):
+        events = _read_events(path, is_own)
+        spans = sorted(map(events.span, events.kept["ranges"]), key=lambda span: span.start)
+        phases = [span for span in spans if span.name in PHASES]
+        parts = events.nests([raw for raw in events.kept["ranges"] if not _NOT_A_PART.match(raw.name)])
+        operators = events.nests(events.kept["operators"])
+        attribute = _Attribution(phases, parts, operators)
+        on_gpu = bool(events.kept["works"])
+        kernels = events.gpu_kernels(attribute) if on_gpu else _self_times(operators, attribute)
     if not kernels:
         raise UserError(f"{str(path)!r} holds no kernels and no operators: was anything run while it was recorded?")
-    return Trace(kernels, phases, bool(works))
+    return Trace(kernels, phases, on_gpu)
 
 
-def _chrome_events(path: Path) -> tuple[list[dict[str, Any]], dict[Moment, Moment]]:
-    """Return the events, and the links from operators of backward to those of forward; seconds since the first event.
+def _self_times(operators: dict[Any, Nest], attribute: "_Attribution") -> list[Kernel]:
+    return [
+        Kernel(op.name, op.start, op.own, *attribute(Moment(op.start, thread), op))
+        for thread, nest in operators.items()
+        for op in nest.events
+        if op.own > 0
+    ]
 
-    (A float of microseconds since boot cannot resolve nanoseconds.)
-    """
-    found = _trace_events(path)
-    events = [event for event in found if event.get("ph") == "X"]
-    if problem := next(filter(None, map(_problem, events)), None):
-        raise UserError(f"{str(path)!r} is not a trace of torch.profiler: an event {problem}")
-    first = min((event["ts"] for event in events), default=0.0)
-    for event in events:
-        event["start"], event["duration"] = (event["ts"] - first) * US, event.get("dur", 0) * US
-    ends: dict[Any, dict[str, Moment]] = defaultdict(dict)
-    for event in _of(found, "fwdbwd"):
-        if event.get("ph") in ("s", "f") and isinstance(event.get("ts"), int | float):
-            ends[event.get("id")][event["ph"]] = Moment((event["ts"] - first) * US, event.get("tid"))
-    return events, {link["f"]: link["s"] for link in ends.values() if len(link) == 2}
+
+def _read_events(path: Path, is_own: bool) -> _Events:
+    largest = UNLIMITED if is_own else LARGEST_FILE
+    events = _Events(UNLIMITED if is_own else limit(MOST_ITEMS))
+    try:
+        for event in items_of(decompressed(read_input(path, largest), largest), "traceEvents"):
+            events.add(event)
+    except KeyError:
+        raise UserError(f"{str(path)!r} is not a trace of torch.profiler: it has no list of traceEvents") from None
+    return events
+
+
+def _is_id(value: Any) -> bool:
+    """Return whether a value can name a thread, a launch or a link."""
+    return is_number(value) or (isinstance(value, str) and len(value) < 100)
 
 
 def _problem(event: dict[str, Any]) -> str | None:
     """Return why an event cannot be read, or None."""
-    numbers = (event.get("ts"), event.get("dur", 0))
-    if not all(isinstance(number, int | float) and math.isfinite(number) for number in numbers):
+    if not is_number(event.get("ts")):
         return "without a time"
+    if not is_number(event.get("dur", 0), 0):
+        return f"that lasts {event['dur']!r:.40} microseconds"
     if not isinstance(event.get("name"), str):
         return "without a name"
     if not isinstance(event.get("args", {}), dict):
         return f"whose arguments are {type(event['args']).__name__}"
-    return None if "tid" in event else "without a thread"
-
-
-def _trace_events(path: Path) -> list[dict[str, Any]]:
-    data = read_input(path)
-    try:
-        data = gzip.decompress(data) if data[:2] == b"\x1f\x8b" else data
-        document = json.loads(data)
-    except gzip.BadGzipFile as error:
-        raise UserError(f"{str(path)!r} is cut off: {error}") from None
-    except (EOFError, zlib.error):
-        raise UserError(f"{str(path)!r} is cut off; record it again") from None
-    except (ValueError, RecursionError) as error:
-        raise UserError(f"{str(path)!r} is not a trace of torch.profiler, or is cut off: {error}") from None
-    events = document.get("traceEvents") if isinstance(document, dict) else None
-    if not isinstance(events, list) or not all(isinstance(event, dict) for event in events):
-        raise UserError(f"{str(path)!r} is not a trace of torch.profiler: it has no list of traceEvents")
-    return events
-
-
-def _of(events: Iterable[dict[str, Any]], *categories: str) -> list[dict[str, Any]]:
-    return [event for event in events if event.get("cat") in categories]
-
-
-def _span(event: dict[str, Any]) -> Span:
-    return Span(event["name"], event["start"], event["start"] + event["duration"], event["tid"])
-
-
-def _gpu_kernel(event: dict[str, Any], launches: dict[Any, dict[str, Any]], attribute: "_Attribution") -> Kernel:
-    launch = launches.get(event.get("args", {}).get("correlation"))
-    origin = Origin() if launch is None else attribute(Moment(launch["start"], launch["tid"]))
-    return Kernel(event["name"], event["start"], event["duration"], *origin)
-
-
-def _nests(events: list[dict[str, Any]], links: dict[Moment, Moment] | None = None) -> dict[Any, Nest]:
-    """Return the events of each thread."""
-    nests: dict[Any, Nest] = defaultdict(Nest)
-    for event in sorted(events, key=lambda event: (event["start"], -event["duration"])):
-        span, arguments = _span(event), event.get("args", {})
-        nests[span.thread].add(
-            Event(
-                span.name,
-                span.start,
-                span.end,
-                own=event["duration"],
-                sequence=arguments.get("Sequence number"),
-                is_backward=bool(arguments.get("Fwd thread id")),
-                forward=(links or {}).get(Moment(span.start, span.thread)),
-            )
-        )
-    return nests
+    return None if _is_id(event.get("tid")) else "without a thread"
 
 
 class _Attribution:

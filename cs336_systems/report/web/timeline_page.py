@@ -9,6 +9,7 @@ from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
+from cs336_systems.files import write_file
 from cs336_systems.report.rows import shortened
 from cs336_systems.report.timeline_reduction import Reduced, label_colors, reduce, size_text, unit
 from cs336_systems.report.web.assets import asset, embedded_json, policy
@@ -40,7 +41,7 @@ def write_page(timeline: Timeline, path: Path) -> None:
     }
     # One pass: a title that contains a placeholder is not expanded.
     page = re.sub(r"\{\{(\w+)\}\}", lambda found: fields[found[1]], asset("timeline.html"))
-    path.write_text(page, encoding="utf-8", errors="replace")
+    write_file(path, page)
 
 
 def _page_data(reduced: Reduced, phases: Sequence[Span], peak_time: float, peak: int) -> dict[str, Any]:

@@ -1,6 +1,9 @@
 """The shipped tiles, the file of tuned tiles, and `cs336 tune`, without a GPU."""
 
 import itertools
+import json
+import os
+from contextlib import nullcontext
 from importlib.util import find_spec
 from unittest import mock
 
@@ -100,13 +103,50 @@ def test_tiles_of_another_triton_are_not_used(tuned_file, monkeypatch):
 
 
 @needs_triton
-@pytest.mark.parametrize("text", ["", "{", "[]", '{"A, triton 3": 5}', "null"])
+@pytest.mark.parametrize("text", ["", "{", "[]", '{"A": 5}', "null", "[" * 10**5, '{"A": NaN, "A": [[1]]', " " * 2**21])
 def test_a_broken_file_of_tuned_tiles_is_ignored(tuned_file, text):
     tuned_file.parent.mkdir()
     tuned_file.write_text(text)
-    assert tiles.tuned("A") == {}
+    with nullcontext() if text == '{"A": 5}' else pytest.warns(UserWarning, match=r"tiles\.json.*cs336 tune"):
+        assert tiles.tuned("A") == {}
     tiles.keep("A", {KEY: Tile(64, 32, 4, 1)})
     assert tiles.tuned("A") == {KEY: Tile(64, 32, 4, 1)}
+
+
+ENTRIES = {
+    "a number": 5,
+    "an empty pair": [[]],
+    "texts": [["key", "tile"]],
+    "a dictionary": {"key": "tile"},
+    "an unknown kernel": [[["os", 16, 64, True, True], [64, 64, 4, 2]]],
+    "a head dim that is not padded": [[["forward", 16, 80, True, True], [64, 64, 4, 2]]],
+    "causal as a text": [[["forward", 16, 64, "yes", True], [64, 64, 4, 2]]],
+    "a tile of no queries": [[list(KEY), [0, 64, 4, 2]]],
+    "a tile of a billion keys": [[list(KEY), [64, 10**9, 4, 2]]],
+    "a negative number of stages": [[list(KEY), [64, 64, 4, -1]]],
+    "a tile of three numbers": [[list(KEY), [64, 64, 4]]],
+    "a tile of texts": [[list(KEY), ["64", "64", "4", "2"]]],
+    "400 digits": [[list(KEY), [64, 64, 4, 10**400]]],
+    "lists in a tile": [[list(KEY), [[64], 64, 4, 2]]],
+}
+
+
+@needs_triton
+@pytest.mark.parametrize("name", ENTRIES)
+def test_tuned_tiles_that_no_kernel_can_have_are_not_used(tuned_file, name):
+    tuned_file.parent.mkdir()
+    tuned_file.write_text(json.dumps({tiles._section("A"): ENTRIES[name]}))
+    with pytest.warns(UserWarning, match=r"tiles\.json.*cs336 tune"):
+        assert tiles.tuned("A") == {}
+
+
+@needs_triton
+@pytest.mark.parametrize("kind", ["folder", "pipe"])
+def test_a_file_of_tuned_tiles_that_is_no_file(tuned_file, kind):
+    tuned_file.parent.mkdir()
+    os.mkfifo(tuned_file) if kind == "pipe" else tuned_file.mkdir()
+    with pytest.warns(UserWarning, match="not used"):
+        assert tiles.tuned("A") == {}
 
 
 @needs_triton

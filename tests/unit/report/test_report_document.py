@@ -108,7 +108,7 @@ def test_records_from_anywhere(tmp_path):
     assert main(["report", "records.jsonl", "-o", "out", "--formats", "md,csv,latex,typst"]) == 0
     text = {name: (tmp_path / "out" / name).read_text(encoding="utf-8") for name in ("index.html", "report.md")}
     tables = {name: (tmp_path / "out" / name).read_text(encoding="utf-8") for name in ("tables.tex", "tables.typ")}
-    assert "3 lines left out" in text["index.html"]
+    assert "4 lines left out" in text["index.html"]
     assert "<script>alert" not in text["index.html"]
     assert "<script>" not in text["report.md"].replace("\\<", "")  # escaped is text
     assert "\\input{x}" not in tables["tables.tex"]
