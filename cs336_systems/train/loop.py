@@ -24,9 +24,10 @@ from torch import Tensor
 
 from cs336_systems.config import UserError
 from cs336_systems.parallel.collectives import communication_device
-from cs336_systems.parallel.launch import Rank, RankError, process_group
+from cs336_systems.parallel.launch import Rank, RankError, default_device, process_group
 from cs336_systems.step.train_step import cosine_lr, require_attention
 from cs336_systems.step.updates import Update
+from cs336_systems.train.agreement import facts_of, read_once_per_host, require_shared, together
 from cs336_systems.train.building import build_step
 from cs336_systems.train.checkpoint import raise_together
 from cs336_systems.train.data import Corpus
@@ -40,11 +41,13 @@ STOPPED = 75
 
 def train(settings: TrainSettings) -> int:
     """Train to the end, or until asked to stop; return the exit code."""
-    device = settings.compute.device and settings.compute.device.split(":")[0]
+    device = (settings.compute.device or default_device()).split(":")[0]
+    limit = settings.parallel.rank_timeout
     try:
-        with process_group(device=device, timeout=settings.parallel.rank_timeout) as rank:
+        with process_group(device=device, timeout=limit, facts=facts_of(settings, device)) as rank:
             corpus = _open_corpus(settings, rank)  # before anything is written
             with _exclusive(settings, rank):
+                require_shared(settings.folder)
                 trainer = Trainer(settings, rank, corpus)
                 trainer.introduce()
                 trainer.resume()
@@ -55,17 +58,20 @@ def train(settings: TrainSettings) -> int:
 
 
 def _open_corpus(settings: TrainSettings, rank: Rank) -> Corpus:
-    """Open the data; raise UserError for settings that would fail later."""
+    """Open the data; raise UserError, on all ranks, for settings that would fail later on any of them."""
+    together(lambda: _require_possible(settings, rank))
+    data, model = settings.data, settings.model
+    corpus = together(
+        lambda: Corpus.open(data.path, context_length=model.context_length, validation_share=data.validation_share)
+    )
+    return corpus.checked(read_once_per_host(corpus.tokens), model.vocab_size)
+
+
+def _require_possible(settings: TrainSettings, rank: Rank) -> None:
     settings.data.micro_batches(rank.world_size)
     if settings.log.tensorboard and importlib.util.find_spec("tensorboard") is None:
         raise UserError("--tensorboard: it is not installed; pip install tensorboard, or leave the flag out")
     require_attention(settings.run_config(str(rank.device), rank.world_size))
-    return Corpus.open(
-        settings.data.path,
-        context_length=settings.model.context_length,
-        vocab_size=settings.model.vocab_size,
-        validation_share=settings.data.validation_share,
-    )
 
 
 class Trainer:
@@ -82,9 +88,9 @@ class Trainer:
 
     def introduce(self) -> None:
         """Show what is trained, on what: the first step may take a while."""
-        parameters, tokens = self.settings.model.parameters, len(self.corpus.tokens)
+        parameters, tokens = self.settings.model.parameters, self.corpus.tokens.count
         ranks = f"{self.rank.world_size} rank{'' if self.rank.world_size == 1 else 's'} on {self.rank.device}"
-        self._show(f"training {parameters:,} parameters on {tokens:,} tokens of {self.corpus.path}; {ranks}")
+        self._show(f"training {parameters:,} parameters on {tokens:,} tokens of {self.corpus.tokens.path}; {ranks}")
 
     def resume(self) -> None:
         """Continue from the newest intact checkpoint, if there is one."""
