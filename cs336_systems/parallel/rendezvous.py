@@ -105,7 +105,7 @@ def tell_failure(message: str) -> None:
 
 
 def differences(values: Mapping[int, Mapping[str, str]]) -> list[str]:
-    """Return `NAME: VALUE on ranks ..., VALUE on rank ...` for each name whose value differs between ranks."""
+    """Return `NAME: VALUE on ranks ... and VALUE on rank ...` for each name whose value differs between ranks."""
     names = dict.fromkeys(name for found in values.values() for name in found)
     return [f"{name}: {shown}" for name in names if (shown := _difference(name, values))]
 
@@ -118,7 +118,7 @@ def _difference(name: str, values: Mapping[int, Mapping[str, str]]) -> str:
         return ""
     shown = [f"{value} on {ranks_named(ranks)}" for value, ranks in by_value.items()][:MOST_VALUES]
     others = len(by_value) - len(shown)
-    return ", ".join(shown) + (f" and {others} other values" if others else "")
+    return " and ".join([*shown, *([f"{others} other values"] if others else [])])
 
 
 # -- the store --------------------------------------------------------------------------------------------------------
