@@ -11,6 +11,7 @@ command resumes it.
 import contextlib
 import fcntl
 import importlib.util
+import math
 import os
 import signal
 import sys
@@ -37,6 +38,8 @@ from cs336_systems.train.settings import TrainSettings
 
 STOPPED = 75
 """Exit code of a run that was asked to stop and can be resumed: sysexits' "temporary failure, try again"."""
+DIVERGED = 2.0
+"""Losses above this multiple of that of a uniform guess at the end of a run are a failure."""
 
 
 def train(settings: TrainSettings) -> int:
@@ -84,6 +87,8 @@ class Trainer:
         self.step = build_step(settings, rank)
         self.progress = Progress()
         self.saver = Saver(settings, rank, self.corpus, self.step)
+        self._loss, self._norm = 0.0, 0.0
+        """Of the last step; the loss is the validation loss if it was evaluated."""
         self.log = RunLog(settings, rank, self.step.config) if rank.rank == 0 else None
 
     def introduce(self) -> None:
@@ -134,6 +139,7 @@ class Trainer:
         )
         result = self.step.train(self._batches(), learning_rate=rate, stop=lambda: signals.stop)
         progress.count(result.update)
+        self._loss, self._norm = result.loss, result.gradient_norm
         if result.update is Update.SKIPPED:
             self._show(f"step {progress.step}: loss or gradient is not finite; weights left as they were")
         if self.log is not None:
@@ -152,7 +158,7 @@ class Trainer:
 
     def _evaluate(self) -> None:
         """Report the validation loss and a sampled text. Neither changes the run."""
-        loss = self._validation_loss()
+        loss = self._loss = self._validation_loss()
         if self.log is not None:
             self.log.evaluation(self.progress.step, loss)
         if self.settings.data.is_text:
@@ -210,8 +216,20 @@ class Trainer:
             last = f"the last checkpoint is of step {saved}" if saved else "no checkpoint was saved"
             self._show(f"all {steps} steps are done, but {last}")
             return 1
+        if ruin := self._ruin():
+            self._show(f"all {steps} steps are done, but the run has diverged: {ruin}; try a smaller --learning_rate")
+            return 1
         self._show(f"done: {steps} steps")
         return 0
+
+    def _ruin(self) -> str:
+        """Return why the model of a finished run is of no use, or an empty string."""
+        guess = math.log(self.settings.model.vocab_size)
+        if not self._loss < DIVERGED * guess:  # NaN is not below it, either
+            return f"the last loss is {self._loss:.4g}, and guessing gives {guess:.4g}"
+        if 2 * self.progress.skipped > self.progress.step:
+            return f"{self.progress.skipped} steps were skipped as not finite"
+        return "the gradient is 0" if self._norm == 0 else ""
 
     def _show(self, text: str) -> None:
         if self.rank.rank == 0:
