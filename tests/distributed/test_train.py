@@ -12,6 +12,7 @@ import multiprocessing
 import multiprocessing.forkserver
 import os
 import random
+import re
 import shutil
 import signal
 import socket
@@ -31,6 +32,7 @@ from cs336_systems.model import TransformerLM
 from cs336_systems.parallel.launch import Rank, process_group, spawn
 from cs336_systems.step.updates import LossScale
 from cs336_systems.train.checkpoint import Store, _digest
+from cs336_systems.train.data import TokenFile
 from cs336_systems.train.loop import STOPPED, Trainer
 from cs336_systems.train.saving import Progress
 from cs336_systems.train.settings import TrainSettings
@@ -246,6 +248,17 @@ def test_single_non_finite_steps_are_skipped(precision, fast, place, alone):
     assert all(bool(value.isfinite().all()) for value in found.weights.values())
 
 
+@pytest.mark.parametrize(
+    ("learning_rate", "reason"), [(1e6, "skipped|gradient is 0"), (20.0, "last loss is .* guessing gives 5.545")]
+)
+def test_a_finished_run_that_has_diverged_is_a_failure(learning_rate, reason, place, alone):
+    """It has a checkpoint, and its exit code says that the model is of no use."""
+    settings = fields(place / f"diverged-{learning_rate}", learning_rate=learning_rate)
+    found = perform(Run(settings))
+    assert (found.code, newest(settings["output"])) == (1, STEPS)
+    assert re.search(rf"diverged: .*({reason}).*--learning_rate", found.printed), found.printed
+
+
 # -- stop and resume on one rank --------------------------------------------------------------------------------------
 
 
@@ -333,6 +346,26 @@ def test_a_manifest_of_the_first_version_is_resumed(two_saved):
     progress = Progress.from_manifest({**OLD_PROGRESS, "loss_scale": 512.0, "skipped": 2}, scale)
     assert (progress, scale.value, scale.good_steps) == (Progress(4, 2, 0), 512.0, 4)
     assert progress.to_manifest(scale) == {**OLD_PROGRESS, "loss_scale": 512.0, "skipped": 2}
+
+
+def test_one_changed_token_of_8_mb_is_refused(place, alone):
+    """A checkpoint of the first version is resumed where its 64 samples agree, and saved with the new fingerprint."""
+    text = bytearray(text_of(1000) * 8000)
+    (place / "large.txt").write_bytes(text)
+    settings = fields(place / "large", data="large.txt")
+    assert perform(Run(settings, stop_after=2)).code == STOPPED
+    text[1_234_567] ^= 1
+    (place / "large.txt").write_bytes(text)
+    assert "large.txt' has other tokens than" in perform(Run(settings)).error
+    path = checkpoints(settings["output"])[2] / "manifest.json"
+    manifest = json.loads(path.read_text())
+    del manifest["sha256"]
+    manifest["data"] = TokenFile(place / "large.txt").probes()
+    path.write_text(json.dumps({**manifest, "sha256": _digest(manifest)}))
+    found = perform(Run(settings))
+    assert (found.code, found.resumed_at) == (0, 2)
+    saved = json.loads((checkpoints(settings["output"])[STEPS] / "manifest.json").read_text())
+    assert saved["data"] == TokenFile(place / "large.txt").summary().fingerprint
 
 
 # -- damaged checkpoints ----------------------------------------------------------------------------------------------
