@@ -58,7 +58,7 @@ def is_under_torchrun() -> bool:
 
 @dataclass(frozen=True)
 class Facts:
-    """What ranks compare before they form a group: names and values as they are shown."""
+    """Names and values that ranks compare before they form a group."""
 
     required: Mapping[str, str] = field(default_factory=dict)
     """Must be equal on all ranks."""
@@ -169,7 +169,7 @@ def _environment(name: str, *, least: int, below: int | None = None) -> int:
 
 
 class Entry(NamedTuple):
-    """What a rank brings to the meeting."""
+    """The entry of a rank in the store."""
 
     nonce: str
     world_size: int
@@ -180,7 +180,7 @@ class Entry(NamedTuple):
 
 
 class Verdict(NamedTuple):
-    """What all ranks learn from the meeting."""
+    """The outcome of the meeting, equal on all ranks."""
 
     group: str
     expected: int

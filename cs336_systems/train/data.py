@@ -29,7 +29,7 @@ _CHUNK = 1 << 22
 _THREADS = 16
 """Most threads that hash."""
 _PROBES, _PROBE_TOKENS = 64, 1 << 14
-"""The fingerprint of version 0.1 covers this many places, of this many tokens each."""
+"""The fingerprint of earlier versions covers this many places, of this many tokens each."""
 _OLD_DIGITS = 16
 
 
@@ -100,7 +100,7 @@ class TokenFile:
         return Tokens(hashlib.sha256(tokens.data).hexdigest(), least, largest)
 
     def probes(self) -> str:
-        """Return the fingerprint of version 0.1: a hash of the tokens at evenly spaced places."""
+        """Return the fingerprint of earlier versions: a hash of the tokens at evenly spaced places."""
         digest = hashlib.sha256(str(self.count).encode())
         width = min(_PROBE_TOKENS, self.count)
         for probe in range(_PROBES):
@@ -180,7 +180,7 @@ class Corpus:
         return replace(self, fingerprint=found.fingerprint)
 
     def has_fingerprint(self, fingerprint: object) -> bool:
-        """Return whether these are the tokens of a checkpoint, which may have been written by version 0.1."""
+        """Return whether these are the tokens of a checkpoint, which may have been written by the first version."""
         if isinstance(fingerprint, str) and len(fingerprint) == _OLD_DIGITS:
             return fingerprint == self._probes
         return fingerprint == self.fingerprint

@@ -177,7 +177,7 @@ def test_one_changed_token_of_8_mb_changes_the_fingerprint(position, tmp_path_fa
 
 
 def test_a_fingerprint_of_the_first_version_is_recognized(tmp_path):
-    """It covers 64 places only. The literal was computed by version 0.1."""
+    """It covers 64 places only. The literal was computed by the first version."""
     tokens = (np.arange(200_000) * 7919 % 251).astype("<u2")
     tokens.tofile(tmp_path / "t.bin")
     corpus = open_corpus(tmp_path / "t.bin")
