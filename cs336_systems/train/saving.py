@@ -160,7 +160,7 @@ def _require_same_run(settings: TrainSettings, corpus: Corpus, found: Checkpoint
     pairs = {name: (before.get(name), now[name]) for name in TrainSettings.FIXED}
     pairs |= {name: (before["model"].get(name), value) for name, value in now["model"].items()}
     changes = _changes(pairs)
-    if found.manifest["data"] != corpus.fingerprint:
+    if not corpus.has_fingerprint(found.manifest["data"]):
         changes.append(f"data {settings.data.path!r} has other tokens than {before['data']!r} had")
     if changes:
         raise UserError(f"{str(found.path)!r} belongs to another run: {'; '.join(changes)}; choose another --output")

@@ -15,6 +15,7 @@
     R18  an environment that cannot work: one line that names the variable
     R19  random changes of manifests, indices and shards, half of them with hashes that match
     R20  each error at each phase of a save, on either of two ranks
+    R24  two torchruns, as on two nodes: a rank is killed on one, then on the other
 
 In R3, R4 and R8 one folder is killed and resumed again and again. The losses, weights, moments and random state of its
 finished run must equal those of an undisturbed run to the bit. Prints a line for each check and writes all figures to a
@@ -117,17 +118,21 @@ class Job(Marked):
     def last_step(self, since: int = 0) -> int | None:
         return self.last(r"^step (\d+)/", since)
 
-    def ranks(self, attempt: int = 0) -> dict[int, int]:
-        """Return rank -> process id of torchrun's own children in this attempt."""
+    def children(self) -> dict[int, dict[str, str]]:
+        """Return the process ids of torchrun's own children, and the environment of each."""
         found = {}
         for pid in self.alive():
             with contextlib.suppress(OSError):
                 variables = Path(f"/proc/{pid}/environ").read_bytes().decode(errors="replace").split("\0")
                 parent = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[1]
-                ours = dict(entry.split("=", 1) for entry in variables if "=" in entry)
-                if int(parent) == self.process.pid and ours.get("TORCHELASTIC_RESTART_COUNT") == str(attempt):
-                    found[int(ours["RANK"])] = pid
+                if int(parent) == self.process.pid:
+                    found[pid] = dict(entry.split("=", 1) for entry in variables if "=" in entry)
         return found
+
+    def ranks(self, attempt: int = 0) -> dict[int, int]:
+        """Return rank -> process id of torchrun's own children in this attempt."""
+        each = self.children().items()
+        return {int(ours["RANK"]): pid for pid, ours in each if ours.get("TORCHELASTIC_RESTART_COUNT") == str(attempt)}
 
     def wait(self) -> int:
         try:
@@ -454,6 +459,32 @@ def restarted_by_torchrun(lab: Lab, trials: int) -> list[Figure]:
     return [Figure("finished as undisturbed", equal, trials, exact=True), Figure("kills in each", RESTARTS)]
 
 
+def restarted_on_two_nodes(lab: Lab, trials: int) -> list[Figure]:
+    """Two torchruns with a rank each, as on two nodes: a rank is killed on one, then on the other."""
+    equal = 0
+    for variant in itertools.islice(itertools.cycle(VARIANTS), trials):
+        if len(lab.failures) >= GIVE_UP:
+            break
+        settings = lab.fields(**variant)
+        with lab.trial(variant, settings):
+            with socket.socket() as free:
+                free.bind(("127.0.0.1", 0))
+                endpoint = f"127.0.0.1:{free.getsockname()[1]}"
+            nodes = f"--nnodes 2 --nproc_per_node 1 --rdzv_backend c10d --rdzv_endpoint {endpoint} --rdzv_id soak"
+            torchrun = [sys.executable, "-m", "torch.distributed.run", *nodes.split(), f"--max-restarts={RESTARTS}"]
+            command, logs = [*torchrun, *CS336, *argv_of(settings)], [lab.folder / f"node-{n}.txt" for n in (0, 1)]
+            with started(command, logs[0]) as one, started(command, logs[1]) as other:
+                for job in (one, other):
+                    before = max(checkpoints(settings["output"]), default=0)
+                    job.until(lambda b=before, o=settings["output"]: max(checkpoints(o), default=0) > b)
+                    kill(*job.children())
+                for job in (one, other):
+                    job.require_success()
+            lab.require_undisturbed(settings)
+            equal += 1
+    return [Figure("finished as undisturbed", equal, trials, exact=True), Figure("kills in each", 2)]
+
+
 SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1)
 
 
@@ -589,7 +620,6 @@ def same_losses(lab: Lab, trials: int) -> list[Figure]:
 
 TORCHELASTIC = {
     "TORCHELASTIC_RUN_ID": "soak",
-    "TORCHELASTIC_RESTART_COUNT": "0",
     "TORCHELASTIC_USE_AGENT_STORE": "False",
     "RANK": "0",
     "WORLD_SIZE": "2",
@@ -609,7 +639,7 @@ def bad_environments(lab: Lab, trials: int) -> list[Figure]:
         cases: list[tuple[str, str | None]] = [("MASTER_PORT", used), ("MASTER_ADDR", "no-such-host.invalid")]
         cases += [(name, None) for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT")]
         cases += [("RANK", "two"), ("RANK", "2"), ("RANK", "-1"), ("WORLD_SIZE", "0"), ("LOCAL_RANK", "x")]
-        cases += [("MASTER_PORT", "70000"), ("MASTER_PORT", "http"), ("TORCHELASTIC_RESTART_COUNT", "x")]
+        cases += [("MASTER_PORT", "70000"), ("MASTER_PORT", "http")]
         reported = 0
         for name, value in cases:
             settings = lab.fields(steps=2)
@@ -668,6 +698,7 @@ CHECKS = {
     "R18": Check("environments that cannot work", bad_environments),
     "R19": Check("random changes of checkpoints", random_changes, 2000),
     "R20": Check("faults at each phase of a save", faults_in_saves),
+    "R24": Check("restarts on two nodes", restarted_on_two_nodes, 10),
 }
 
 
@@ -700,7 +731,7 @@ def main(argv: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--only", default=",".join(CHECKS), help="checks, separated by commas")
     parser.add_argument(
-        "--trials", type=int, help="trials of R1, R2, R3, R4, R8 and R19: 10, 12, 100, 100, 20 and 2,000"
+        "--trials", type=int, help="trials of R1, R2, R3, R4, R8, R19 and R24: 10, 12, 100, 100, 20, 2,000 and 10"
     )
     parser.add_argument("--output", type=Path, default=Path("results/reliability/soak.json"))
     arguments = parser.parse_args(argv)

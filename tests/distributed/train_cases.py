@@ -5,6 +5,7 @@ of it is at the top level, because it is sent to other processes by name.
 """
 
 import contextlib
+import ctypes
 import functools
 import hashlib
 import itertools
@@ -160,6 +161,19 @@ def command(argv: list[str], folder: str, variables: dict[str, str]) -> None:
         os.close(file)
     signal.signal(signal.SIGINT, signal.default_int_handler)  # a background job would ignore Ctrl-C
     sys.exit(main(argv))
+
+
+def with_private_output(argv: list[str], folder: str, variables: dict[str, str]) -> None:
+    """Run `command`; on rank 1 the output folder is a file system that other processes do not see."""
+    if variables["RANK"] == "1":
+        output = argv[argv.index("--output") + 1].encode()
+        libc = ctypes.CDLL(None, use_errno=True)
+        recursive_and_private = 0x4000 | 0x40000  # MS_REC | MS_PRIVATE
+        failed = libc.unshare(0x00020000)  # CLONE_NEWNS
+        failed = failed or libc.mount(None, b"/", None, recursive_and_private, None)
+        failed = failed or libc.mount(b"tmpfs", output, b"tmpfs", 0, None)
+        assert not failed, os.strerror(ctypes.get_errno())
+    command(argv, folder, variables)
 
 
 def argv_of(settings: dict[str, Any]) -> list[str]:
