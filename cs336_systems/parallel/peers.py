@@ -21,7 +21,8 @@ POLL_INTERVAL = 0.3
 
 def is_connection_error(text: str) -> bool:
     """True for an error that is only the consequence of another rank's end."""
-    return any(words in text for words in ("Connection closed", "Connection reset", "Timed out", "gloo/transport"))
+    consequences = ("Connection closed", "Connection reset", "Timed out", "gloo/transport", "caused pair closure")
+    return any(words in text for words in consequences)
 
 
 class Peers:

@@ -62,7 +62,7 @@ class Progress:
         return cls(entry["step"], entry["skipped"], entry["skipped_in_a_row"])
 
 
-class _SaveThread(threading.Thread):
+class SaveThread(threading.Thread):
     """A save in the background: `path` of the checkpoint, or the `problem` that ended it with an exception."""
 
     def __init__(self, store: Store, state: dict[str, Any], manifest: dict[str, Any], device: torch.device):
@@ -114,7 +114,7 @@ class Saver:
         )
         self.saved_at: int | None = None
         """Step of the last checkpoint that was saved."""
-        self._thread: _SaveThread | None = None
+        self._thread: SaveThread | None = None
         """The last save, until it is reported."""
         self._copies: dict[str, Tensor] = {}
         """Copies of all tensors in host memory, used again by the next asynchronous save."""
@@ -196,7 +196,7 @@ class Saver:
             "init": self._init,
             "validation_loss": validation_loss if math.isfinite(validation_loss or 0.0) else None,
         }
-        self._thread = _SaveThread(self.store, state, manifest, self.rank.device)
+        self._thread = SaveThread(self.store, state, manifest, self.rank.device)
         self._thread.start()
         if not in_background:
             self.finish()

@@ -170,7 +170,7 @@ def _require_same_tensors(path: Path, file: Any, state: dict[str, Tensor]) -> No
     problems = [problem for name, value in state.items() if (problem := _mismatch(name, value, file, set(names)))]
     problems += [f"{name!r} is not a tensor of the model" for name in names if name not in state]
     if problems:
-        others = f" (and {len(problems) - 1} others differ)" if len(problems) > 1 else ""
+        others = f" (and {len(problems) - 1} more)" if len(problems) > 1 else ""
         raise UserError(f"--init {str(path)!r} does not fit the model: {problems[0]}{others}")
 
 
