@@ -71,7 +71,7 @@ def whole(place, alone) -> Outcome:
 
 
 def test_training_goes_on_while_a_save_is_stalled(place, whole):
-    """The save of step 2 waits until step 7 is in its forward: those of steps 4 and 6 are left out, each with a line."""
+    """The save of step 2 waits until step 7 is in its forward; those of steps 4 and 6 are left out, with a line."""
     output = place / "stalled"
     found = perform(Run(fields(output, save_every=2, keep=9, async_save=True), fault="stalled disk"))
     assert (found.crash, found.code, found.step) == ("", 0, STEPS)
