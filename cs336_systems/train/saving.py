@@ -196,6 +196,8 @@ class Saver:
             "init": self._init,
             "validation_loss": validation_loss if math.isfinite(validation_loss or 0.0) else None,
         }
+        if self.rank.device.type == "cuda":
+            torch.cuda.synchronize()  # copies and the last update are asynchronous, and the thread uses another stream
         self._thread = SaveThread(self.store, state, manifest, self.rank.device)
         self._thread.start()
         if not in_background:
