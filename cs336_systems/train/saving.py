@@ -223,7 +223,9 @@ class Saver:
         return not running
 
     def _wait(self) -> None:
-        """Wait for this rank's part of the save, as long as it makes progress."""
+        """Wait for this rank's part of the save, as long as it makes progress; once more for one that was given up."""
+        if self._thread is not None and self.store.is_given_up:
+            self._thread.join(self._timeout / 2)  # other ranks, which need not wait, wait for this one in a collective
         while self._status().running and not self._status().overdue and self._thread is not None:
             self._thread.join(min(1.0, self._timeout / 10))
 

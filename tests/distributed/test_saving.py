@@ -99,7 +99,7 @@ def test_a_save_without_progress_has_failed(is_async, place, whole):
 
 def test_the_last_save_gives_up_on_a_stalled_one(place, alone):
     """The disk is back after the run has ended. The run reports what is saved, and does not hang."""
-    settings = fields(place / "last", save_every=2, steps=4)
+    settings = fields(place / "last", save_every=2, steps=4, rank_timeout=1.0)
     found = perform(Run(settings, fault="stalled disk, overdue"))
     assert (found.crash, found.code, newest(settings["output"])) == ("", 1, 0)
     assert "step 4 not saved: the save of step 2 is still running on rank 0" in found.printed
