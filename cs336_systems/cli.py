@@ -136,11 +136,33 @@ def train(settings: TrainSettings) -> int:
     """Train a language model on a file; goes on where it was when it is called again. Under torchrun on many ranks.
 
     cs336 train --data README.md --steps 200 --output runs/readme
+    cs336 train --data README.md --init weights.safetensors --output runs/tuned
     torchrun --nproc_per_node 2 -m cs336_systems train --data README.md --parallel fsdp --device cpu
     """
     from cs336_systems.train.loop import train as run_training
 
     return run_training(settings)
+
+
+@dataclass(frozen=True)
+class ExportArguments:
+    run: str = flag(MISSING, "folder of a run of cs336 train, or of one checkpoint", positional=True, metavar="RUN")
+    file: str = flag(MISSING, "file to write, such as weights.safetensors", positional=True, metavar="FILE")
+    step: int | None = flag(None, "export the checkpoint of this step (default: the newest)")
+    dtype: str = flag("fp32", "element type; checkpoints hold fp32", ("fp32", "bf16", "fp16"))
+    force: bool = flag(False, "overwrite the file")
+
+
+def export(arguments: ExportArguments) -> None:
+    """Write the weights of a training run as a safetensors file; no GPU and no training data needed.
+
+    cs336 export runs/readme weights.safetensors
+    cs336 export runs/readme weights.safetensors --step 100 --dtype bf16
+    """
+    from cs336_systems.train.weights import export as write_weights
+
+    run, file = Path(arguments.run), Path(arguments.file)
+    print(write_weights(run, file, step=arguments.step, dtype=arguments.dtype, force=arguments.force))
 
 
 @dataclass(frozen=True)
@@ -349,6 +371,7 @@ COMMANDS = {
     "fit": Command("what fits on a given GPU", FitArguments, fit),
     "plan": Command("memory and communication of a parallel layout, one GPU to thousands", PlanArguments, plan),
     "train": Command("train a language model; resumes, survives faults", TrainSettings, train),
+    "export": Command("weights of a training run as a safetensors file", ExportArguments, export),
     "table": Command("records as terminal, Markdown, CSV, LaTeX or Typst tables", TableArguments, table),
     "report": Command("records as a page, Markdown, CSV, LaTeX, Typst; English or Chinese", ReportArguments, report),
     "compare": Command("two files of records: what is faster or slower, beyond noise", CompareArguments, compare),

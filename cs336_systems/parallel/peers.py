@@ -40,7 +40,10 @@ class RankError(RuntimeError):
 
 def is_connection_error(text: str) -> bool:
     """True for an error that is only the consequence of another rank's end."""
-    words = ("Connection closed", "Connection reset", "Timed out", "gloo/transport", "ncclRemoteError")
+    words = (
+        *("Connection closed", "Connection reset", "caused pair closure"),
+        *("Timed out", "gloo/transport", "ncclRemoteError"),
+    )
     return any(word in text for word in words)
 
 

@@ -16,6 +16,7 @@ import signal
 import sys
 import time
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -37,6 +38,7 @@ from cs336_systems.train.data import Corpus
 from cs336_systems.train.run_log import RunLog, show
 from cs336_systems.train.saving import Progress, Saver
 from cs336_systems.train.settings import TrainSettings
+from cs336_systems.train.weights import require_weights
 
 STOPPED = 75
 """Exit code of a run that was asked to stop and can be resumed: sysexits' "temporary failure, try again"."""
@@ -80,6 +82,8 @@ def _require_possible(settings: TrainSettings, rank: Rank) -> None:
     if settings.log.tensorboard and importlib.util.find_spec("tensorboard") is None:
         raise UserError("--tensorboard: it is not installed; pip install tensorboard, or leave the flag out")
     require_attention(settings.run_config(str(rank.device), rank.world_size))
+    if settings.init is not None and rank.rank == 0:  # which reads them for all
+        require_weights(Path(settings.init), settings.model)
 
 
 class Trainer:
@@ -102,9 +106,12 @@ class Trainer:
         parameters, tokens = self.settings.model.parameters, self.corpus.tokens.count
         ranks = f"{self.rank.world_size} rank{'' if self.rank.world_size == 1 else 's'} on {self.rank.device}"
         self._show(f"training {parameters:,} parameters on {tokens:,} tokens of {self.corpus.tokens.path}; {ranks}")
+        if self.settings.checkpoint.keep_best and self.settings.first_compared == self.settings.steps:
+            every = f"evaluated every {self.settings.log.eval_every}, saved every {self.settings.checkpoint.save_every}"
+            self._show(f"--keep_best: only the last step is both evaluated and saved ({every} steps)")
 
     def resume(self) -> None:
-        """Continue from the newest intact checkpoint, if there is one."""
+        """Continue from the newest intact checkpoint or the one of `--resume_from`, if there is one."""
         self.progress = self.saver.resume() or self.progress
 
     def run(self, stop_after: int | None = None) -> int:
@@ -118,11 +125,12 @@ class Trainer:
             while progress.step < settings.steps:
                 stop = self._train_step(signals) or progress.step == stop_after
                 is_done = progress.step == settings.steps
+                validation_loss = None
                 if settings.log.eval_every and (is_done or progress.step % settings.log.eval_every == 0):
-                    self._evaluate()
+                    validation_loss = self._evaluate()
                 is_last = stop or is_done
                 if is_last or progress.step % settings.checkpoint.save_every == 0:
-                    self._save(wait=is_last)
+                    self._save(wait=is_last, validation_loss=validation_loss)
                 else:
                     saver.poll()
                 self._require_finite_steps()
@@ -177,13 +185,14 @@ class Trainer:
         parts = zip(inputs.chunk(count), targets.chunk(count), strict=True)
         return [(a.to(device), b.to(device)) for a, b in parts]
 
-    def _evaluate(self) -> None:
-        """Report the validation loss and a sampled text. Neither changes the run."""
+    def _evaluate(self) -> float:
+        """Report the validation loss, which is returned, and a sampled text. Neither changes the run."""
         loss = self._loss = self._validation_loss()
         if self.log is not None:
             self.log.evaluation(self.progress.step, loss)
         if self.settings.data.is_text:
             self._show(f"sample: {self._sample()!r}")
+        return loss
 
     @torch.no_grad()
     def _validation_loss(self) -> float:
@@ -212,10 +221,10 @@ class Trainer:
             tokens.append(int(torch.multinomial(torch.softmax(logits, dim=-1), 1, generator=generator)))
         return bytes(tokens).decode(errors="replace")
 
-    def _save(self, *, wait: bool) -> None:
+    def _save(self, *, wait: bool, validation_loss: float | None) -> None:
         if self.log is not None:
             self.log.flush()  # a killed run resumes from here and would never record these steps
-        self.saver.save(self.progress, wait=wait)
+        self.saver.save(self.progress, wait=wait, validation_loss=validation_loss)
 
     def _require_finite_steps(self) -> None:
         """Raise UserError after too many non-finite steps in a row."""

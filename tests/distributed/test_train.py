@@ -923,17 +923,26 @@ def start_each(start):
     return begin
 
 
-@pytest.mark.parametrize(("number", "timeout"), [(signal.SIGKILL, 60), (signal.SIGSTOP, 10)], ids=["dies", "stalls"])
-def test_a_missing_rank_is_named_by_the_others(number, timeout, start_each, place):
-    """No torchrun is there to end them."""
-    settings = fields(place / f"gone-{number}", parallel="ddp", batch_size=3, steps=100_000, rank_timeout=timeout)
+@pytest.mark.parametrize(
+    ("number", "timeout", "in_a_save"),
+    [(signal.SIGKILL, 60, False), (signal.SIGSTOP, 10, False), (signal.SIGKILL, 60, True)],
+    ids=["dies", "stalls", "dies in an asynchronous save"],
+)
+def test_a_missing_rank_is_named_by_the_others(number, timeout, in_a_save, start_each, place):
+    """No torchrun is there to end them. What their saves see of it is not reported."""
+    output = place / f"gone-{number}-{in_a_save}"
+    settings = fields(output, parallel="ddp", batch_size=3, steps=100_000, rank_timeout=timeout)
+    settings |= {"async_save": True, "save_every": 1} if in_a_save else {}
     ranks = start_each([settings] * 3)
     assert ranks[0].reaches(lambda: "step 3/" in ranks[0].printed("stdout")), ranks[0].printed("stderr")
+    if in_a_save:
+        assert ranks[0].reaches(lambda: bool(temporaries(output)))
     os.kill(ranks[1].process.pid, number)
     for rank in (ranks[0], ranks[2]):
         assert rank.wait() == 1
         assert "rank 1 of 3 died or does not answer" in rank.printed("stderr")
         assert "Traceback" not in rank.printed("stderr")
+        assert "closed" not in rank.printed("stderr")
 
 
 def assert_refused_by_all(ranks: list[Command], *named: str) -> None:
