@@ -31,7 +31,7 @@ def test_pytorch_attention_has_the_grid_of_the_course():
 
 def test_flash_has_every_shape_and_no_unsupported_precision():
     configs = grid("flash")
-    assert len(configs) == 10 * 4 * (8 + 5)
+    assert len(configs) == 10 * 4 * (9 + 6)
     assert {c["seq_len"] for c in configs} == {2**n for n in range(7, 17)}
     assert {c["head_dim"] for c in configs} == {16, 32, 64, 128}
     fp32, bf16 = ({c["implementation"] for c in configs if c["precision"] == name} for name in ("fp32", "bf16"))
@@ -57,7 +57,7 @@ def test_flash_on_a_cpu_has_no_gpu_kernels():
 
 def test_quick_grids_are_small():
     sizes = {name: len(grid(name, "quick")) for name in ALONE}
-    assert sizes == {"pytorch_attention": 8, "flash": 32, "attention_rivals": 1, "flash_leaderboard": 5}
+    assert sizes == {"pytorch_attention": 8, "flash": 36, "attention_rivals": 1, "flash_leaderboard": 5}
 
 
 def test_shapes_of_rivals_and_leaderboard():
@@ -123,7 +123,7 @@ def test_cell_names():
         names[experiment] = Cell(instrument, grid(experiment)[0]).name
     assert names == {
         "pytorch_attention": "pytorch_attention 8x1x256x16 fp32 reference",
-        "flash": "flash 1x1x128x16 bf16 causal flash_triton",
+        "flash": "flash 1x1x128x16 bf16 causal auto",
         "attention_rivals": "attention_rivals 1x16x16384x64 bf16 causal interleaved",
         "flash_leaderboard": "flash_leaderboard 1x16x16384x64 bf16 causal flash_hopper",
         "attention_step": "attention_step small 4096 train-step bf16",
