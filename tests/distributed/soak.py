@@ -24,7 +24,6 @@ JSON file, which keeps the results of checks that were not run. Times are report
 import argparse
 import contextlib
 import dataclasses
-import hashlib
 import itertools
 import json
 import os
@@ -38,16 +37,12 @@ import subprocess
 import sys
 import tempfile
 import time
-import warnings
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 import torch
-import torch.distributed.checkpoint as dcp
-from torch import Tensor
-from torch.distributed.checkpoint import FileSystemReader
 
 from cs336_systems.flags import build
 from cs336_systems.measure.environment import capture
@@ -56,7 +51,17 @@ from cs336_systems.record import MIB
 from cs336_systems.train.loop import Trainer
 from cs336_systems.train.settings import TrainSettings
 from tests.distributed.checkpoint_cases import faults, saves_with_faults, survive_mutations
-from tests.distributed.train_cases import Run, argv_of, checkpoints, losses_of, perform_all, temporaries, text_of
+from tests.distributed.train_cases import (
+    Run,
+    argv_of,
+    checkpoints,
+    is_same_run,
+    losses_of,
+    newest_intact,
+    perform_all,
+    temporaries,
+    text_of,
+)
 from tests.distributed.train_cases import fields as tiny_fields
 from tests.helpers import CPU_ONLY, ROOT, Marked
 
@@ -214,44 +219,6 @@ class Lab:
             self.undisturbed[wrapper] = expected["output"]
         if not is_same_run(settings["output"], self.undisturbed[wrapper], STEPS):
             raise TrialError("the result differs from that of an undisturbed run")
-
-
-# -- checkpoints ------------------------------------------------------------------------------------------------------
-
-
-def is_intact(checkpoint: Path) -> bool:
-    """Compare the hashes of the manifest, by other code than that under test."""
-    try:
-        files = json.loads((checkpoint / "manifest.json").read_text())["files"]
-        hashes = {name: hashlib.sha256((checkpoint / name).read_bytes()).hexdigest() for name in files}
-        return all(hashes[name] == entry["sha256"] for name, entry in files.items())
-    except (OSError, ValueError):
-        return False
-
-
-def newest_intact(output: str) -> int:
-    return max((step for step, path in checkpoints(output).items() if is_intact(path)), default=0)
-
-
-def state_of(checkpoint: Path) -> dict[str, Tensor]:
-    """Return all tensors: weights, moments and random state of all ranks."""
-    reader = FileSystemReader(checkpoint)
-    entries = reader.read_metadata().state_dict_metadata
-    state = {name: torch.empty(entry.size, dtype=entry.properties.dtype) for name, entry in entries.items()}
-    with warnings.catch_warnings():
-        warnings.filterwarnings("ignore", "torch.distributed is disabled")  # as it should be here
-        dcp.load(state, storage_reader=reader, no_dist=True)
-    return state
-
-
-def is_same_run(output: str, other: str, steps: int) -> bool:
-    """Compare losses, weights, moments and random state to the bit."""
-    found, expected = (state_of(checkpoints(each)[steps]) for each in (output, other))
-    return (
-        found.keys() == expected.keys()
-        and all(torch.equal(value, expected[name]) for name, value in found.items())
-        and losses_of(output) == losses_of(other)
-    )
 
 
 # -- stops ------------------------------------------------------------------------------------------------------------
