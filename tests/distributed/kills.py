@@ -12,6 +12,7 @@ import contextlib
 import ctypes
 import dataclasses
 import faulthandler
+import gc
 import itertools
 import json
 import math
@@ -84,13 +85,10 @@ class Way(NamedTuple):
         return f"{self.wrapper} on {self.ranks}{' async' * self.is_async}"
 
 
-FIXED = [
-    Way(*one, is_async) for one in (("none", 1), ("ddp", 2), ("ddp-sharded", 2), ("fsdp", 2)) for is_async in (0, 1)
-]
-OTHERS = [
-    Way(*one) for one in itertools.product(("ddp", "ddp-sharded", "fsdp"), (1, 2, 3), (False, True)) if one[1] != 2
-]
-EVERY = FIXED + OTHERS
+WRAPPERS = ("ddp", "ddp-sharded", "fsdp")
+FIXED = [Way("none", 1, False), Way("none", 1, True)]
+FIXED += [Way(wrapper, 2, is_async) for wrapper in WRAPPERS for is_async in (False, True)]
+EVERY = FIXED + [Way(*one) for one in itertools.product(WRAPPERS, (1, 3), (False, True))]
 CHANGING = None
 VARIANTS = [*FIXED, CHANGING, CHANGING, CHANGING]
 """Each new run takes the next one: a way, or CHANGING, where each start takes a random way of EVERY."""
@@ -152,6 +150,8 @@ class End:
 def serve() -> None:
     libc = ctypes.CDLL(None)
     libc.prctl(36, 1, 0, 0, 0)  # PR_SET_CHILD_SUBREAPER: what outlives a rank is found here
+    gc.collect()
+    gc.freeze()  # a collection in a rank would copy the memory that it shares with this process
     assert len(os.listdir("/proc/self/task")) == 1, "a process with threads cannot fork ranks"
     for line in sys.stdin:
         print(json.dumps(dataclasses.asdict(perform(Start(**json.loads(line)), libc))), flush=True)
@@ -238,7 +238,8 @@ class Forker:
         self.process = subprocess.Popen(words, cwd=ROOT, env=env, stdin=subprocess.PIPE, stdout=subprocess.PIPE)
 
     def perform(self, start: Start) -> End:
-        assert self.process.stdin is not None and self.process.stdout is not None
+        assert self.process.stdin is not None
+        assert self.process.stdout is not None
         self.process.stdin.write(json.dumps(dataclasses.asdict(start)).encode() + b"\n")
         self.process.stdin.flush()
         answer = self.process.stdout.readline()
@@ -565,7 +566,10 @@ def _is_torn(path: Path) -> bool:
 
 def _tail(seen: Seen) -> str:
     """Return the last output of each rank."""
-    texts = [" | ".join((out + err).strip().splitlines()[-40:])[-2500:] for out, err in zip(seen.printed, seen.errors)]
+    texts = [
+        " | ".join((out + err).strip().splitlines()[-40:])[-2500:]
+        for out, err in zip(seen.printed, seen.errors, strict=True)
+    ]
     return "; ".join(f"rank {rank}: {text}" for rank, text in enumerate(texts))
 
 

@@ -15,10 +15,11 @@
     R18  an environment that cannot work: one line that names the variable
     R19  random changes of manifests, indices and shards, half of them with hashes that match
     R20  each error at each phase of a save, on either of two ranks
+    R23  ranks are killed at chosen calls of the operating system and at random times; wrapper and ranks change
 
-In R3, R4 and R8 one folder is killed and resumed again and again. The losses, weights, moments and random state of its
-finished run must equal those of an undisturbed run to the bit. Prints a line for each check and writes all figures to a
-JSON file, which keeps the results of checks that were not run. Times are reported and have no limit.
+In R3, R4, R8 and R23 one folder is killed and resumed again and again. The losses, weights, moments and random state of
+its finished run must equal those of an undisturbed run to the bit. Prints a line for each check and writes all figures
+to a JSON file, which keeps the results of checks that were not run. Times are reported and have no limit.
 """
 
 import argparse
@@ -51,6 +52,8 @@ from cs336_systems.record import MIB
 from cs336_systems.train.loop import Trainer
 from cs336_systems.train.settings import TrainSettings
 from tests.distributed.checkpoint_cases import faults, saves_with_faults, survive_mutations
+from tests.distributed.kills import CALLS, TOLERANCE, Campaign
+from tests.distributed.kills import SAVE_EVERY as KILLS_SAVE_EVERY
 from tests.distributed.train_cases import (
     Run,
     argv_of,
@@ -612,6 +615,31 @@ def faults_in_saves(lab: Lab, trials: int) -> list[Figure]:
     return [Figure("faults", len(faults(0) + faults(1))), Figure("not survived", len(lab.failures), 0)]
 
 
+# -- kills at calls of the operating system ---------------------------------------------------------------------------
+
+
+def killed_at_calls(lab: Lab, trials: int) -> list[Figure]:
+    tally = Campaign(lab.folder, trials, GIVE_UP, lab.note).run()
+    kills = sum(tally.kills.values())
+    return [
+        Figure("kills", kills),
+        Figure("resumed", tally.resumed, kills, exact=True),
+        Figure("runs as undisturbed", tally.equal, tally.runs - tally.changing, exact=True),
+        Figure("runs with other wrappers and ranks as undisturbed", tally.close, tally.changing, exact=True),
+        Figure("their largest difference", tally.difference, TOLERANCE),
+        *(
+            Figure(f"lost steps{' with async_save' * is_async}", lost, KILLS_SAVE_EVERY * (2 if is_async else 1))
+            for is_async, lost in tally.lost.items()
+        ),
+        Figure("ranks ended without SIGTERM after the kill of one", tally.ended_alone),
+        Figure("slowest start", tally.slowest, unit="s"),
+        *(Figure(f"at {call}" if call in CALLS else call, count) for call, count in tally.kills.most_common()),
+        *(Figure(f"{moment} the call", count) for moment, count in tally.moments.most_common()),
+        *(Figure(f"in a {phase}", count) for phase, count in tally.phases.most_common()),
+        *(Figure(f"of {way}", count) for way, count in sorted(tally.ways.items())),
+    ]
+
+
 # -- the command ------------------------------------------------------------------------------------------------------
 
 
@@ -635,6 +663,7 @@ CHECKS = {
     "R18": Check("environments that cannot work", bad_environments),
     "R19": Check("random changes of checkpoints", random_changes, 2000),
     "R20": Check("faults at each phase of a save", faults_in_saves),
+    "R23": Check("kills at calls of the operating system", killed_at_calls, 1000),
 }
 
 
@@ -667,7 +696,7 @@ def main(argv: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--only", default=",".join(CHECKS), help="checks, separated by commas")
     parser.add_argument(
-        "--trials", type=int, help="trials of R1, R2, R3, R4, R8 and R19: 10, 12, 100, 100, 20 and 2,000"
+        "--trials", type=int, help="trials of R1, R2, R3, R4, R8, R19 and R23: 10, 12, 100, 100, 20, 2,000 and 1,000"
     )
     parser.add_argument("--output", type=Path, default=Path("results/reliability/soak.json"))
     arguments = parser.parse_args(argv)
