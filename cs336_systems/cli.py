@@ -1,5 +1,6 @@
 """`cs336 <command>`: one function per command. What it needs is imported inside it, so that --help is instant."""
 
+import os
 import sys
 from collections.abc import Callable
 from dataclasses import MISSING, dataclass
@@ -8,8 +9,8 @@ from pathlib import Path
 from typing import Any
 
 from cs336_systems import __version__
-from cs336_systems.commands import guarded
-from cs336_systems.config import flag
+from cs336_systems.commands import flags_named, guarded
+from cs336_systems.config import UserError, flag
 from cs336_systems.experiments.bench_command import BenchArguments, bench
 from cs336_systems.experiments.bench_command import __doc__ as bench_manual
 from cs336_systems.experiments.catalogue import catalogue, runnable
@@ -33,7 +34,7 @@ class RunArguments(SessionArguments):
 
 def run(arguments: RunArguments) -> int:
     """Measure named experiments; a cell that several ask for is measured once."""
-    from cs336_systems.config import RunConfig, UserError
+    from cs336_systems.config import RunConfig
     from cs336_systems.experiments.catalogue import Request, cells
     from cs336_systems.experiments.session import run_session
 
@@ -78,7 +79,6 @@ def inspect(arguments: InspectArguments) -> None:
     cs336 inspect trace.json.gz nsys.sqlite
     cs336 inspect snapshot.pickle
     """
-    from cs336_systems.config import UserError
     from cs336_systems.experiments.profile_command import inspected
 
     if not arguments.files:
@@ -136,11 +136,33 @@ def train(settings: TrainSettings) -> int:
     """Train a language model on a file; goes on where it was when it is called again. Under torchrun on many ranks.
 
     cs336 train --data README.md --steps 200 --output runs/readme
+    cs336 train --data README.md --init weights.safetensors --output runs/tuned
     torchrun --nproc_per_node 2 -m cs336_systems train --data README.md --parallel fsdp --device cpu
     """
     from cs336_systems.train.loop import train as run_training
 
     return run_training(settings)
+
+
+@dataclass(frozen=True)
+class ExportArguments:
+    run: str = flag(MISSING, "folder of a run of cs336 train, or of one checkpoint", positional=True, metavar="RUN")
+    file: str = flag(MISSING, "file to write, such as weights.safetensors", positional=True, metavar="FILE")
+    step: int | None = flag(None, "export the checkpoint of this step (default: the newest)")
+    dtype: str = flag("fp32", "element type; checkpoints hold fp32", ("fp32", "bf16", "fp16"))
+    force: bool = flag(False, "overwrite the file")
+
+
+def export(arguments: ExportArguments) -> None:
+    """Write the weights of a training run as a safetensors file; no GPU and no training data needed.
+
+    cs336 export runs/readme weights.safetensors
+    cs336 export runs/readme weights.safetensors --step 100 --dtype bf16
+    """
+    from cs336_systems.train.weights import export as write_weights
+
+    run, file = Path(arguments.run), Path(arguments.file)
+    print(write_weights(run, file, step=arguments.step, dtype=arguments.dtype, force=arguments.force))
 
 
 @dataclass(frozen=True)
@@ -156,7 +178,6 @@ def table(arguments: TableArguments) -> None:
 
     cs336 table runs/quick/records.jsonl --format md
     """
-    from cs336_systems.config import UserError
     from cs336_systems.record import chosen, load
     from cs336_systems.report.sections import tables
 
@@ -350,6 +371,7 @@ COMMANDS = {
     "fit": Command("what fits on a given GPU", FitArguments, fit),
     "plan": Command("memory and communication of a parallel layout, one GPU to thousands", PlanArguments, plan),
     "train": Command("train a language model; resumes, survives faults", TrainSettings, train),
+    "export": Command("weights of a training run as a safetensors file", ExportArguments, export),
     "table": Command("records as terminal, Markdown, CSV, LaTeX or Typst tables", TableArguments, table),
     "report": Command("records as a page, Markdown, CSV, LaTeX, Typst; English or Chinese", ReportArguments, report),
     "compare": Command("two files of records: what is faster or slower, beyond noise", CompareArguments, compare),
@@ -375,13 +397,30 @@ def main(argv: list[str] | None = None) -> int:
         add_flags(subparser, command.arguments)
     words = sys.argv[1:] if argv is None else argv
     named = next((word for word in words if word in COMMANDS), None)
+    mistakes: list[str] = []
 
     def run_command() -> int | None:
-        namespace = parser.parse_args(words)
-        command = COMMANDS[namespace.command]
-        return command.function(read_flags(command.arguments, namespace))
+        try:
+            namespace = parser.parse_args(words)
+            command = COMMANDS[namespace.command]
+            arguments = read_flags(command.arguments, namespace)
+        except (UserError, SystemExit) as error:
+            mistakes.extend([flags_named(error)] if isinstance(error, UserError) else getattr(error, "__notes__", ()))
+            raise
+        return command.function(arguments)
 
-    return guarded(f"cs336 {named}" if named else "cs336", run_command, ["cs336", *words])
+    try:
+        return guarded(f"cs336 {named}" if named else "cs336", run_command, ["cs336", *words])
+    finally:
+        if mistakes and named == "train" and "TORCHELASTIC_RUN_ID" in os.environ:
+            _tell_other_ranks(mistakes[0])
+
+
+def _tell_other_ranks(mistake: str) -> None:
+    """Tell the other ranks of torchrun, which may have another command line, why this one does not come."""
+    from cs336_systems.parallel.rendezvous import tell_failure
+
+    tell_failure(mistake)
 
 
 if __name__ == "__main__":

@@ -33,8 +33,11 @@ class Parser(argparse.ArgumentParser):
         super().__init__(**{**defaults, **kwargs})
 
     def error(self, message: str) -> NoReturn:
-        print(f"{self.prog}: {one_line(message + self._suggestion(message))}; see {self.prog} --help", file=sys.stderr)
-        raise SystemExit(2)
+        line = one_line(message + self._suggestion(message))
+        print(f"{self.prog}: {line}; see {self.prog} --help", file=sys.stderr)
+        mistake = SystemExit(2)
+        mistake.add_note(line)
+        raise mistake
 
     def _print_message(self, message: str, file: Any = None) -> None:
         """Print, and raise what goes wrong: argparse would ignore it."""

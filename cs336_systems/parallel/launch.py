@@ -18,7 +18,6 @@ import multiprocessing.connection
 import os
 import pickle
 import signal
-import socket
 import sys
 import tempfile
 import threading
@@ -35,7 +34,8 @@ import torch
 import torch.distributed as dist
 
 from cs336_systems.config import UserError
-from cs336_systems.parallel.peers import Peers, is_connection_error
+from cs336_systems.parallel.peers import Peers, RankError, error_line, is_connection_error
+from cs336_systems.parallel.rendezvous import Facts, Place, is_under_torchrun, join, tell_failure, torchrun_place
 
 TIMEOUT = 600.0
 """Default time limit of `spawn`, in seconds."""
@@ -50,10 +50,6 @@ class Rank:
     rank: int
     world_size: int
     device: torch.device
-
-
-class RankError(RuntimeError):
-    """A rank failed, died or exceeded the time limit; the message carries its traceback."""
 
 
 def spawn(
@@ -121,27 +117,44 @@ class Ranks:
 
 
 @contextlib.contextmanager
-def process_group(backend: str | None = None, device: str | None = None, timeout: float = TIMEOUT) -> Iterator[Rank]:
+def process_group(
+    backend: str | None = None, device: str | None = None, timeout: float = TIMEOUT, facts: Facts | None = None
+) -> Iterator[Rank]:
     """Join the group of torchrun's ranks, or form a group of this process alone without torchrun.
 
-    Ranks use NCCL and one GPU each where there are enough GPUs, and Gloo otherwise. A collective that takes longer than
-    `timeout` seconds, or breaks, raises a RankError that names the missing rank.
+    Ranks use NCCL and one GPU each where there are enough GPUs, and Gloo otherwise. All ranks must have the same
+    `facts`, else all raise a UserError that names the differences. A collective that takes longer than `timeout`
+    seconds, or breaks, raises a RankError that names the missing rank. If a rank leaves with an exception, the others
+    raise an error that carries its message.
     """
-    by_torchrun = "TORCHELASTIC_RUN_ID" in os.environ
-    place = _torchrun_place() if by_torchrun else _Place(0, 1, 0, 1)
-    device = device or ("cuda" if torch.cuda.is_available() else "cpu")
+    place = torchrun_place() if is_under_torchrun() else Place()
+    device = device or default_device()
     if backend is None:
         backend = "nccl" if device == "cuda" and place.local_size <= torch.cuda.device_count() else "gloo"
-    require_slots(place.local_size, backend, device)
-    rank, world_size = place.rank, place.world_size
-    store = _torchrun_store(rank, world_size, timeout) if by_torchrun else dist.HashStore()
-    with _group(store, rank, world_size, backend, timeout), Peers(store, rank, world_size) as peers:
+    try:
+        require_slots(place.local_size, backend, device)
+    except UserError as error:
+        tell_failure(error_line(error))
+        raise
+    rank, world_size, facts = place.rank, place.world_size, facts or Facts()
+    facts = Facts({**facts.required, "the backend of the group": backend}, facts.expected)
+    store = join(place, facts, timeout) if is_under_torchrun() else dist.HashStore()
+    peers = Peers(store, rank, world_size, hosts_store=place.hosts_store)
+    with peers, contextlib.ExitStack() as group:
         try:
+            group.enter_context(_group(store, rank, world_size, backend, timeout))
             yield Rank(rank, world_size, _use_device(place.local_rank, device))
-        except RuntimeError as error:
-            if world_size == 1 or not is_connection_error(str(error)):
-                raise
-            raise RankError(peers.describe_loss()) from error
+        except BaseException as error:
+            # Before the group is destroyed: that breaks the connections of the others.
+            if world_size > 1 and not isinstance(error, UserError) and is_connection_error(str(error)):
+                raise peers.loss() from error
+            peers.report(error)
+            raise
+
+
+def default_device() -> str:
+    """Return the kind of device that ranks use unless they are told otherwise."""
+    return "cuda" if torch.cuda.is_available() else "cpu"
 
 
 def this_rank(device: str = "cpu") -> Rank:
@@ -273,63 +286,6 @@ def _use_device(local_rank: int, device: str) -> torch.device:
     index = local_rank % torch.cuda.device_count()  # several ranks may share a GPU through Gloo
     torch.cuda.set_device(index)
     return torch.device("cuda", index)
-
-
-# -- torchrun ---------------------------------------------------------------------------------------------------------
-
-
-class _Place(NamedTuple):
-    rank: int
-    world_size: int
-    local_rank: int
-    local_size: int
-
-
-def _torchrun_place() -> _Place:
-    """Read the place of this rank, all of which torchrun sets."""
-    world_size, local_size = (_environment(name, least=1) for name in ("WORLD_SIZE", "LOCAL_WORLD_SIZE"))
-    rank = _environment("RANK", least=0, below=world_size)
-    return _Place(rank, world_size, _environment("LOCAL_RANK", least=0, below=local_size), local_size)
-
-
-def _torchrun_store(rank: int, world_size: int, timeout: float) -> dist.Store:
-    """Connect to torchrun's store, under a prefix of this attempt.
-
-    torchrun restarts its workers on the same store, which still holds the addresses of dead ranks (torch 2.13: three of
-    four restarts fail under Gloo).
-    """
-    address, port = os.environ.get("MASTER_ADDR", ""), _environment("MASTER_PORT", least=1, below=1 << 16)
-    attempt = _environment("TORCHELASTIC_RESTART_COUNT", 0, least=0)
-    if not address:
-        raise UserError("the environment variable MASTER_ADDR is not set; torchrun sets it")
-    try:
-        socket.getaddrinfo(address, port)
-    except OSError as error:  # torch would retry until the time limit
-        raise UserError(f"no rendezvous at MASTER_ADDR {address!r}: {error.strerror}") from None
-    agent_hosts = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
-    try:
-        store = dist.TCPStore(
-            address, port, world_size, is_master=rank == 0 and not agent_hosts, timeout=timedelta(seconds=timeout)
-        )
-    except RuntimeError as error:  # DistNetworkError is one
-        reason = " ".join(str(error).split())[:200]
-        raise UserError(f"no rendezvous at MASTER_ADDR {address!r}, MASTER_PORT {port}: {reason}") from None
-    return dist.PrefixStore(f"attempt-{attempt}", store)
-
-
-def _environment(name: str, default: int | None = None, *, least: int, below: int | None = None) -> int:
-    """Return the whole number in an environment variable of torchrun."""
-    value = os.environ.get(name, "" if default is None else str(default))
-    if not value:
-        raise UserError(f"the environment variable {name} is not set; torchrun sets it")
-    try:
-        number = int(value)
-    except ValueError:
-        raise UserError(f"the environment variable {name} must be a whole number, got {value!r}") from None
-    if number < least or (below is not None and number >= below):
-        bound = f" and below {below}" if below is not None else ""
-        raise UserError(f"the environment variable {name} must be at least {least}{bound}, got {number}")
-    return number
 
 
 # -- in the parent ----------------------------------------------------------------------------------------------------

@@ -2,6 +2,7 @@
 
 import dataclasses
 from collections.abc import Iterable
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -16,12 +17,13 @@ from cs336_systems.parallel.launch import Rank
 from cs336_systems.step.train_step import AUTOCAST_DTYPES, TrainStep, build_model, require_device
 from cs336_systems.step.updates import LossScale
 from cs336_systems.train.settings import OptimizerSettings, TrainSettings
+from cs336_systems.train.weights import load_weights
 
 BUCKET_MB = 25
 
 
 def build_step(settings: TrainSettings, rank: Rank) -> TrainStep:
-    """Build the step of this rank, with the initial weights of the seed."""
+    """Build the step of this rank, with the initial weights of the seed or of `--init`."""
     run = settings.run_config(str(rank.device), rank.world_size)
     require_device(run.device)
     if settings.faults.replay_every:
@@ -29,6 +31,8 @@ def build_step(settings: TrainSettings, rank: Rank) -> TrainStep:
     torch.manual_seed(settings.seed)
     with rank.device:
         model = build_model(run)
+    if settings.init is not None:
+        load_weights(Path(settings.init), model, settings.model)
     optimizer: torch.optim.Optimizer
     if "optimizer" in run.fast_parts:
         optimizer = _packed_optimizer(model, settings)

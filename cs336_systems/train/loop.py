@@ -10,11 +10,13 @@ command resumes it.
 
 import contextlib
 import importlib.util
+import math
 import os
 import signal
 import sys
 import time
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -24,29 +26,35 @@ from torch import Tensor
 from cs336_systems.config import UserError
 from cs336_systems.files import locked
 from cs336_systems.parallel.collectives import communication_device
-from cs336_systems.parallel.launch import Rank, RankError, process_group
+from cs336_systems.parallel.launch import Rank, RankError, default_device, process_group
 from cs336_systems.step.module_trace import Tracer
 from cs336_systems.step.replay import ReplayError
 from cs336_systems.step.train_step import cosine_lr, require_attention
 from cs336_systems.step.updates import Update
+from cs336_systems.train.agreement import facts_of, read_once_per_host, require_shared, together
 from cs336_systems.train.building import build_step
 from cs336_systems.train.checkpoint import raise_together
 from cs336_systems.train.data import Corpus
 from cs336_systems.train.run_log import RunLog, show
 from cs336_systems.train.saving import Progress, Saver
 from cs336_systems.train.settings import TrainSettings
+from cs336_systems.train.weights import require_weights
 
 STOPPED = 75
 """Exit code of a run that was asked to stop and can be resumed: sysexits' "temporary failure, try again"."""
+DIVERGED = 2.0
+"""Losses above this multiple of that of a uniform guess at the end of a run are a failure."""
 
 
 def train(settings: TrainSettings) -> int:
     """Train to the end, or until asked to stop; return the exit code."""
-    device = settings.compute.device and settings.compute.device.split(":")[0]
+    device = (settings.compute.device or default_device()).split(":")[0]
+    limit = settings.parallel.rank_timeout
     try:
-        with process_group(device=device, timeout=settings.parallel.rank_timeout) as rank:
+        with process_group(device=device, timeout=limit, facts=facts_of(settings, device)) as rank:
             corpus = _open_corpus(settings, rank)  # before anything is written
             with _exclusive(settings, rank):
+                require_shared(settings.folder)
                 trainer = Trainer(settings, rank, corpus)
                 trainer.introduce()
                 trainer.resume()
@@ -60,17 +68,22 @@ def train(settings: TrainSettings) -> int:
 
 
 def _open_corpus(settings: TrainSettings, rank: Rank) -> Corpus:
-    """Open the data; raise UserError for settings that would fail later."""
+    """Open the data; raise UserError, on all ranks, for settings that would fail later on any of them."""
+    together(lambda: _require_possible(settings, rank))
+    data, model = settings.data, settings.model
+    corpus = together(
+        lambda: Corpus.open(data.path, context_length=model.context_length, validation_share=data.validation_share)
+    )
+    return corpus.checked(read_once_per_host(corpus.tokens), model.vocab_size)
+
+
+def _require_possible(settings: TrainSettings, rank: Rank) -> None:
     settings.data.micro_batches(rank.world_size)
     if settings.log.tensorboard and importlib.util.find_spec("tensorboard") is None:
         raise UserError("--tensorboard: it is not installed; pip install tensorboard, or leave the flag out")
     require_attention(settings.run_config(str(rank.device), rank.world_size))
-    return Corpus.open(
-        settings.data.path,
-        context_length=settings.model.context_length,
-        vocab_size=settings.model.vocab_size,
-        validation_share=settings.data.validation_share,
-    )
+    if settings.init is not None and rank.rank == 0:  # which reads them for all
+        require_weights(Path(settings.init), settings.model)
 
 
 class Trainer:
@@ -84,16 +97,21 @@ class Trainer:
         self.progress = Progress()
         self.saver = Saver(settings, rank, self.corpus, self.step)
         self.tracer = Tracer() if settings.faults.find_nan else None
+        self._loss, self._norm = 0.0, 0.0
+        """Of the last step; the loss is the validation loss if it was evaluated."""
         self.log = RunLog(settings, rank, self.step.config) if rank.rank == 0 else None
 
     def introduce(self) -> None:
         """Show what is trained, on what: the first step may take a while."""
-        parameters, tokens = self.settings.model.parameters, len(self.corpus.tokens)
+        parameters, tokens = self.settings.model.parameters, self.corpus.tokens.count
         ranks = f"{self.rank.world_size} rank{'' if self.rank.world_size == 1 else 's'} on {self.rank.device}"
-        self._show(f"training {parameters:,} parameters on {tokens:,} tokens of {self.corpus.path}; {ranks}")
+        self._show(f"training {parameters:,} parameters on {tokens:,} tokens of {self.corpus.tokens.path}; {ranks}")
+        if self.settings.checkpoint.keep_best and self.settings.first_compared == self.settings.steps:
+            every = f"evaluated every {self.settings.log.eval_every}, saved every {self.settings.checkpoint.save_every}"
+            self._show(f"--keep_best: only the last step is both evaluated and saved ({every} steps)")
 
     def resume(self) -> None:
-        """Continue from the newest intact checkpoint, if there is one."""
+        """Continue from the newest intact checkpoint or the one of `--resume_from`, if there is one."""
         self.progress = self.saver.resume() or self.progress
 
     def run(self, stop_after: int | None = None) -> int:
@@ -107,11 +125,12 @@ class Trainer:
             while progress.step < settings.steps:
                 stop = self._train_step(signals) or progress.step == stop_after
                 is_done = progress.step == settings.steps
+                validation_loss = None
                 if settings.log.eval_every and (is_done or progress.step % settings.log.eval_every == 0):
-                    self._evaluate()
+                    validation_loss = self._evaluate()
                 is_last = stop or is_done
                 if is_last or progress.step % settings.checkpoint.save_every == 0:
-                    self._save(wait=is_last)
+                    self._save(wait=is_last, validation_loss=validation_loss)
                 else:
                     saver.poll()
                 self._require_finite_steps()
@@ -145,6 +164,7 @@ class Trainer:
                 f"resume"
             ) from None
         progress.count(result.update)
+        self._loss, self._norm = result.loss, result.gradient_norm
         if result.update is Update.SKIPPED:
             self._show(f"step {progress.step}: loss or gradient is not finite; weights left as they were")
         if self.tracer is not None:
@@ -165,13 +185,14 @@ class Trainer:
         parts = zip(inputs.chunk(count), targets.chunk(count), strict=True)
         return [(a.to(device), b.to(device)) for a, b in parts]
 
-    def _evaluate(self) -> None:
-        """Report the validation loss and a sampled text. Neither changes the run."""
-        loss = self._validation_loss()
+    def _evaluate(self) -> float:
+        """Report the validation loss, which is returned, and a sampled text. Neither changes the run."""
+        loss = self._loss = self._validation_loss()
         if self.log is not None:
             self.log.evaluation(self.progress.step, loss)
         if self.settings.data.is_text:
             self._show(f"sample: {self._sample()!r}")
+        return loss
 
     @torch.no_grad()
     def _validation_loss(self) -> float:
@@ -200,10 +221,10 @@ class Trainer:
             tokens.append(int(torch.multinomial(torch.softmax(logits, dim=-1), 1, generator=generator)))
         return bytes(tokens).decode(errors="replace")
 
-    def _save(self, *, wait: bool) -> None:
+    def _save(self, *, wait: bool, validation_loss: float | None) -> None:
         if self.log is not None:
             self.log.flush()  # a killed run resumes from here and would never record these steps
-        self.saver.save(self.progress, wait=wait)
+        self.saver.save(self.progress, wait=wait, validation_loss=validation_loss)
 
     def _require_finite_steps(self) -> None:
         """Raise UserError after too many non-finite steps in a row."""
@@ -225,8 +246,20 @@ class Trainer:
             last = f"the last checkpoint is of step {saved}" if saved else "no checkpoint was saved"
             self._show(f"all {steps} steps are done, but {last}")
             return 1
+        if ruin := self._ruin():
+            self._show(f"all {steps} steps are done, but the run has diverged: {ruin}; try a smaller --learning_rate")
+            return 1
         self._show(f"done: {steps} steps")
         return 0
+
+    def _ruin(self) -> str:
+        """Return why the model of a finished run is of no use, or an empty string."""
+        guess = math.log(self.settings.model.vocab_size)
+        if not self._loss < DIVERGED * guess:  # NaN is not below it, either
+            return f"the last loss is {self._loss:.4g}, and guessing gives {guess:.4g}"
+        if 2 * self.progress.skipped > self.progress.step:
+            return f"{self.progress.skipped} steps were skipped as not finite"
+        return "the gradient is 0" if self._norm == 0 else ""
 
     def _show(self, text: str) -> None:
         if self.rank.rank == 0:

@@ -165,13 +165,17 @@ class ParallelSettings(_Checked):
 @dataclass(frozen=True)
 class CheckpointSettings(_Checked):
     save_every: int = flag(50, "steps between checkpoints")
-    async_save: bool = flag(False, "write checkpoints in a thread, from a copy in host memory")
+    async_save: bool = flag(False, "write checkpoints while training goes on, from a copy in host memory")
     keep: int = flag(2, "number of latest checkpoints to keep")
     keep_every: int = flag(0, "also keep checkpoints of multiples of this step (0: none)")
+    keep_best: int = flag(0, "also keep this many checkpoints of lowest validation loss")
+    resume_from: str | None = flag(
+        None, "checkpoint to resume from: a step of this run, or the folder of another run or of one of its checkpoints"
+    )
 
     def __post_init__(self) -> None:
         self._at_least(1, "save_every", "keep")
-        self._at_least(0, "keep_every")
+        self._at_least(0, "keep_every", "keep_best")
 
 
 @dataclass(frozen=True)
@@ -207,6 +211,9 @@ class TrainSettings(_Checked):
     output: str = flag("runs/train", "folder of checkpoints and records; a run that is there is resumed")
     steps: int = flag(200, "number of training steps")
     seed: int = flag(0, "seed of the weights and of the order of sequences")
+    init: str | None = flag(
+        None, "start from the weights of this safetensors file, such as one of cs336 export", excludes=("resume_from",)
+    )
     shape: ShapeSettings = field(default_factory=ShapeSettings)
     compute: ComputeSettings = field(default_factory=ComputeSettings)
     optimizer: OptimizerSettings = field(default_factory=OptimizerSettings)
@@ -227,6 +234,8 @@ class TrainSettings(_Checked):
             object.__setattr__(self, "optimizer", dataclasses.replace(self.optimizer, lr_warmup_steps=warmup))
         if warmup >= self.steps:
             raise UserError(f"--warmup_steps must be below --steps, {self.steps}, got {warmup}")
+        if self.checkpoint.keep_best and not self.log.eval_every:
+            raise UserError("--keep_best compares validation losses, which --eval_every 0 turns off; give another one")
         _ = self.model  # reports its own mistakes now, too
 
     @property
@@ -236,6 +245,11 @@ class TrainSettings(_Checked):
     @cached_property
     def model(self) -> ModelConfig:
         return self.shape.model(BYTES if self.data.is_text else None)
+
+    @property
+    def first_compared(self) -> int:
+        """The first step that is both evaluated and saved, which `--keep_best` needs."""
+        return min(self.steps, math.lcm(self.checkpoint.save_every, self.log.eval_every or self.steps))
 
     def run_config(self, device: str, world_size: int) -> RunConfig:
         """Return the configuration of a rank's step, with those parts of the fast step that its wrapper allows."""

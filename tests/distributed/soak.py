@@ -9,13 +9,14 @@
     R4   all ranks and torchrun are killed in a save; the run is started again
     R7   SIGTERM, SIGINT and SIGUSR1 to torchrun in a start, a step, an evaluation and a save
     R8   torchrun restarts the ranks by itself, three times in a job
-    R15  how long a save of 25 million parameters and their AdamW state stalls the training
+    R15  how long a save of 25 million parameters and their AdamW state stalls the training, also on a disk that stalls
     R16  memory, open files, threads and shared memory after 100 steps and after 1,000
     R17  losses of 200 steps of ddp, ddp-sharded and fsdp against one process
     R18  an environment that cannot work: one line that names the variable
     R19  random changes of manifests, indices and shards, half of them with hashes that match
     R20  each error at each phase of a save, on either of two ranks
     R23  ranks are killed at chosen calls of the operating system and at random times; wrapper and ranks change
+    R24  two torchruns, as on two nodes: a rank is killed on one, then on the other
 
 In R3, R4, R8 and R23 one folder is killed and resumed again and again. The losses, weights, moments and random state of
 its finished run must equal those of an undisturbed run to the bit. Prints a line for each check and writes all figures
@@ -37,11 +38,13 @@ import statistics
 import subprocess
 import sys
 import tempfile
+import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import torch
 
@@ -50,6 +53,7 @@ from cs336_systems.measure.environment import capture
 from cs336_systems.parallel.launch import process_group, spawn, this_rank
 from cs336_systems.record import MIB
 from cs336_systems.train.loop import Trainer
+from cs336_systems.train.saving import SaveThread
 from cs336_systems.train.settings import TrainSettings
 from tests.distributed.checkpoint_cases import faults, saves_with_faults, survive_mutations
 from tests.distributed.kills import CALLS, TOLERANCE, Campaign
@@ -125,17 +129,21 @@ class Job(Marked):
     def last_step(self, since: int = 0) -> int | None:
         return self.last(r"^step (\d+)/", since)
 
-    def ranks(self, attempt: int = 0) -> dict[int, int]:
-        """Return rank -> process id of torchrun's own children in this attempt."""
+    def children(self) -> dict[int, dict[str, str]]:
+        """Return the process ids of torchrun's own children, and the environment of each."""
         found = {}
         for pid in self.alive():
             with contextlib.suppress(OSError):
                 variables = Path(f"/proc/{pid}/environ").read_bytes().decode(errors="replace").split("\0")
                 parent = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[1]
-                ours = dict(entry.split("=", 1) for entry in variables if "=" in entry)
-                if int(parent) == self.process.pid and ours.get("TORCHELASTIC_RESTART_COUNT") == str(attempt):
-                    found[int(ours["RANK"])] = pid
+                if int(parent) == self.process.pid:
+                    found[pid] = dict(entry.split("=", 1) for entry in variables if "=" in entry)
         return found
+
+    def ranks(self, attempt: int = 0) -> dict[int, int]:
+        """Return rank -> process id of torchrun's own children in this attempt."""
+        each = self.children().items()
+        return {int(ours["RANK"]): pid for pid, ours in each if ours.get("TORCHELASTIC_RESTART_COUNT") == str(attempt)}
 
     def wait(self) -> int:
         try:
@@ -377,9 +385,9 @@ class Disturbance:
         return [
             Figure("resumed", tally.resumed, tally.kills, exact=True),
             Figure("runs as undisturbed", tally.equal, tally.runs, exact=True),
-            # An asynchronous save may last until the next one is due.
+            # An asynchronous save may last until the next two are due: the first of them is left out.
             *(
-                Figure(f"lost steps{' with async_save' * is_async}", lost, SAVE_EVERY * (2 if is_async else 1))
+                Figure(f"lost steps{' with async_save' * is_async}", lost, SAVE_EVERY * (4 if is_async else 1))
                 for is_async, lost in sorted(tally.lost.items())
             ),
             Figure("processes gone after", tally.gone, unit="s"),
@@ -422,6 +430,32 @@ def restarted_by_torchrun(lab: Lab, trials: int) -> list[Figure]:
             lab.require_undisturbed(settings)
             equal += 1
     return [Figure("finished as undisturbed", equal, trials, exact=True), Figure("kills in each", RESTARTS)]
+
+
+def restarted_on_two_nodes(lab: Lab, trials: int) -> list[Figure]:
+    """Two torchruns with a rank each, as on two nodes: a rank is killed on one, then on the other."""
+    equal = 0
+    for variant in itertools.islice(itertools.cycle(VARIANTS), trials):
+        if len(lab.failures) >= GIVE_UP:
+            break
+        settings = lab.fields(**variant)
+        with lab.trial(variant, settings):
+            with socket.socket() as free:
+                free.bind(("127.0.0.1", 0))
+                endpoint = f"127.0.0.1:{free.getsockname()[1]}"
+            nodes = f"--nnodes 2 --nproc_per_node 1 --rdzv_backend c10d --rdzv_endpoint {endpoint} --rdzv_id soak"
+            torchrun = [sys.executable, "-m", "torch.distributed.run", *nodes.split(), f"--max-restarts={RESTARTS}"]
+            command, logs = [*torchrun, *CS336, *argv_of(settings)], [lab.folder / f"node-{n}.txt" for n in (0, 1)]
+            with started(command, logs[0]) as one, started(command, logs[1]) as other:
+                for job in (one, other):
+                    before = max(checkpoints(settings["output"]), default=0)
+                    job.until(lambda b=before, o=settings["output"]: max(checkpoints(o), default=0) > b)
+                    kill(*job.children())
+                for job in (one, other):
+                    job.require_success()
+            lab.require_undisturbed(settings)
+            equal += 1
+    return [Figure("finished as undisturbed", equal, trials, exact=True), Figure("kills in each", 2)]
 
 
 SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1)
@@ -467,6 +501,8 @@ def end_by(lab: Lab, settings: dict[str, Any], number: signal.Signals, kind: str
 
 LARGE = {"context_length": 32, "d_model": 512, "num_layers": 8, "num_heads": 8, "d_ff": 1344, "batch_size": 2}
 """25 million parameters with a text's 256 tokens."""
+STALLED = 20.0
+"""Seconds that a disk stalls for."""
 
 
 def stall_of_a_save(lab: Lab, trials: int) -> list[Figure]:
@@ -477,7 +513,12 @@ def stall_of_a_save(lab: Lab, trials: int) -> list[Figure]:
         kind = " with async_save" * is_async
         figures += [Figure(f"stall{kind}", statistics.median(stalls), unit="s")]
         figures += [Figure(f"longest stall{kind}", max(stalls), unit="s")]
-    return figures
+    settings = lab.fields(**LARGE, steps=96, save_every=8, async_save=True)
+    (stalls,) = spawn(stalls_of, 1, settings, STALLED, timeout=4 * HANG)
+    return [
+        *figures,
+        Figure(f"longest stall with async_save and a disk that stalls for {STALLED:g} s", max(stalls), unit="s"),
+    ]
 
 
 @contextlib.contextmanager
@@ -486,10 +527,15 @@ def quiet() -> Iterator[None]:
         yield
 
 
-def stalls_of(settings: dict[str, Any]) -> list[float]:
-    """Return the seconds that each save kept the training waiting. Runs in a rank."""
+def stalls_of(settings: dict[str, Any], disk_stalls: float = 0.0) -> list[float]:
+    """Return the seconds that each save kept the training waiting, on a disk that may stall once. Runs in a rank."""
     trainer = Trainer(build(TrainSettings, settings), this_rank())
-    stalls, save = [], trainer.saver.save
+    stalls, save, fsync, pauses = [], trainer.saver.save, os.fsync, iter([disk_stalls])
+
+    def late(descriptor: int) -> None:
+        if isinstance(threading.current_thread(), SaveThread):
+            time.sleep(next(pauses, 0.0))
+        fsync(descriptor)
 
     def timed(*args: Any, **kwargs: Any) -> None:
         begin = time.perf_counter()
@@ -497,7 +543,7 @@ def stalls_of(settings: dict[str, Any]) -> list[float]:
         stalls.append(time.perf_counter() - begin)
 
     trainer.saver.save = timed  # type: ignore[method-assign]
-    with quiet():
+    with quiet(), mock.patch.object(os, "fsync", late):
         assert trainer.run() == 0
     return stalls[:-1]  # the last is always waited for
 
@@ -559,7 +605,6 @@ def same_losses(lab: Lab, trials: int) -> list[Figure]:
 
 TORCHELASTIC = {
     "TORCHELASTIC_RUN_ID": "soak",
-    "TORCHELASTIC_RESTART_COUNT": "0",
     "TORCHELASTIC_USE_AGENT_STORE": "False",
     "RANK": "0",
     "WORLD_SIZE": "2",
@@ -579,7 +624,7 @@ def bad_environments(lab: Lab, trials: int) -> list[Figure]:
         cases: list[tuple[str, str | None]] = [("MASTER_PORT", used), ("MASTER_ADDR", "no-such-host.invalid")]
         cases += [(name, None) for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT")]
         cases += [("RANK", "two"), ("RANK", "2"), ("RANK", "-1"), ("WORLD_SIZE", "0"), ("LOCAL_RANK", "x")]
-        cases += [("MASTER_PORT", "70000"), ("MASTER_PORT", "http"), ("TORCHELASTIC_RESTART_COUNT", "x")]
+        cases += [("MASTER_PORT", "70000"), ("MASTER_PORT", "http")]
         reported = 0
         for name, value in cases:
             settings = lab.fields(steps=2)
@@ -664,6 +709,7 @@ CHECKS = {
     "R19": Check("random changes of checkpoints", random_changes, 2000),
     "R20": Check("faults at each phase of a save", faults_in_saves),
     "R23": Check("kills at calls of the operating system", killed_at_calls, 1000),
+    "R24": Check("restarts on two nodes", restarted_on_two_nodes, 10),
 }
 
 
@@ -696,7 +742,9 @@ def main(argv: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--only", default=",".join(CHECKS), help="checks, separated by commas")
     parser.add_argument(
-        "--trials", type=int, help="trials of R1, R2, R3, R4, R8, R19 and R23: 10, 12, 100, 100, 20, 2,000 and 1,000"
+        "--trials",
+        type=int,
+        help="trials of R1, R2, R3, R4, R8, R19, R23 and R24: 10, 12, 100, 100, 20, 2,000, 1,000 and 10",
     )
     parser.add_argument("--output", type=Path, default=Path("results/reliability/soak.json"))
     arguments = parser.parse_args(argv)

@@ -165,7 +165,6 @@ def test_a_port_in_use_is_one_line(as_torchrun):
         ("MASTER_PORT", "70000", "below 65536, got 70000"),
         ("MASTER_ADDR", None, "is not set"),
         ("MASTER_ADDR", "no-such-host.invalid", "no-such-host.invalid"),
-        ("TORCHELASTIC_RESTART_COUNT", "x", "must be a whole number, got 'x'"),
     ],
 )
 def test_an_invalid_environment_is_named(as_torchrun, name, value, reported):

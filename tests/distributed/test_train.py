@@ -12,6 +12,7 @@ import multiprocessing
 import multiprocessing.forkserver
 import os
 import random
+import re
 import shutil
 import signal
 import socket
@@ -32,6 +33,7 @@ from cs336_systems.parallel.launch import Rank, process_group, spawn
 from cs336_systems.step.updates import LossScale
 from cs336_systems.train.checkpoint import Store
 from cs336_systems.train.checkpoint_files import digest_of
+from cs336_systems.train.data import TokenFile
 from cs336_systems.train.loop import STOPPED, Trainer
 from cs336_systems.train.saving import Progress
 from cs336_systems.train.settings import TrainSettings
@@ -52,6 +54,7 @@ from tests.distributed.train_cases import (
     temporaries,
     text_of,
     weights_of,
+    with_private_output,
 )
 from tests.helpers import CPU_ONLY, execute, files, wait_until
 
@@ -246,6 +249,17 @@ def test_single_non_finite_steps_are_skipped(precision, fast, place, alone):
     assert all(bool(value.isfinite().all()) for value in found.weights.values())
 
 
+@pytest.mark.parametrize(
+    ("learning_rate", "reason"), [(1e6, "skipped|gradient is 0"), (20.0, "last loss is .* guessing gives 5.545")]
+)
+def test_a_finished_run_that_has_diverged_is_a_failure(learning_rate, reason, place, alone):
+    """It has a checkpoint, and its exit code says that the model is of no use."""
+    settings = fields(place / f"diverged-{learning_rate}", learning_rate=learning_rate)
+    found = perform(Run(settings))
+    assert (found.code, newest(settings["output"])) == (1, STEPS)
+    assert re.search(rf"diverged: .*({reason}).*--learning_rate", found.printed), found.printed
+
+
 # -- stop and resume on one rank --------------------------------------------------------------------------------------
 
 
@@ -333,6 +347,26 @@ def test_a_manifest_of_the_first_version_is_resumed(two_saved):
     progress = Progress.from_manifest({**OLD_PROGRESS, "loss_scale": 512.0, "skipped": 2}, scale)
     assert (progress, scale.value, scale.good_steps) == (Progress(4, 2, 0), 512.0, 4)
     assert progress.to_manifest(scale) == {**OLD_PROGRESS, "loss_scale": 512.0, "skipped": 2}
+
+
+def test_one_changed_token_of_8_mb_is_refused(place, alone):
+    """A checkpoint of the first version is resumed where its 64 samples agree, and saved with the new fingerprint."""
+    text = bytearray(text_of(1000) * 8000)
+    (place / "large.txt").write_bytes(text)
+    settings = fields(place / "large", data="large.txt")
+    assert perform(Run(settings, stop_after=2)).code == STOPPED
+    text[1_234_567] ^= 1
+    (place / "large.txt").write_bytes(text)
+    assert "large.txt' has other tokens than" in perform(Run(settings)).error
+    path = checkpoints(settings["output"])[2] / "manifest.json"
+    manifest = json.loads(path.read_text())
+    del manifest["sha256"]
+    manifest["data"] = TokenFile(place / "large.txt").probes()
+    path.write_text(json.dumps({**manifest, "sha256": digest_of(manifest)}))
+    found = perform(Run(settings))
+    assert (found.code, found.resumed_at) == (0, 2)
+    saved = json.loads((checkpoints(settings["output"])[STEPS] / "manifest.json").read_text())
+    assert saved["data"] == TokenFile(place / "large.txt").summary().fingerprint
 
 
 # -- damaged checkpoints ----------------------------------------------------------------------------------------------
@@ -772,12 +806,12 @@ def test_a_signal_to_one_rank_stops_all_in_the_same_step(parallel, two_ranks, re
 class Command:
     """`cs336 train` in a forked process, which starts in a moment and can be killed at any."""
 
-    def __init__(self, settings: dict[str, Any], folder: Path, variables: dict[str, str]):
+    def __init__(self, settings: dict[str, Any], folder: Path, variables: dict[str, str], target: Any = command):
         self.folder = folder
         folder.mkdir(parents=True, exist_ok=True)
         context = multiprocessing.get_context("forkserver")
         arguments = (argv_of(settings), str(folder), {**CPU_ONLY, **variables})
-        self.process = context.Process(target=command, args=arguments, daemon=True)
+        self.process = context.Process(target=target, args=arguments, daemon=True)
         self.process.start()
 
     @property
@@ -800,8 +834,8 @@ class Command:
 def start(tmp_path):
     with contextlib.ExitStack() as stack:
 
-        def begin(settings: dict[str, Any], name: str = "printed", **variables: str) -> Command:
-            made = Command(settings, tmp_path / name, variables)
+        def begin(settings: dict[str, Any], name: str = "printed", target: Any = command, **variables: str) -> Command:
+            made = Command(settings, tmp_path / name, variables, target)
             stack.callback(made.process.join)
             stack.callback(made.process.kill)
             return made
@@ -870,18 +904,96 @@ def test_under_torchrun(two_ranks, place, tmp_path):
     assert losses_of(settings["output"]) == losses_of(place / "ddp-whole")
 
 
-@pytest.mark.parametrize(("number", "timeout"), [(signal.SIGKILL, 60), (signal.SIGSTOP, 10)], ids=["dies", "stalls"])
-def test_a_missing_rank_is_named_by_the_others(number, timeout, start, place):
-    """No torchrun is there to end them."""
-    settings = fields(place / f"gone-{number}", parallel="ddp", batch_size=3, steps=100_000, rank_timeout=timeout)
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        common = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free.getsockname()[1]), "TORCHELASTIC_RUN_ID": "test"}
-    common |= {"WORLD_SIZE": "3", "LOCAL_WORLD_SIZE": "3"}
-    ranks = [start(settings, f"rank-{rank}", RANK=str(rank), LOCAL_RANK=str(rank), **common) for rank in range(3)]
+@pytest.fixture
+def start_each(start):
+    """Return a function that starts the command of each rank, with settings of its own, as torchrun would."""
+
+    def begin(each: list[dict[str, Any]], target: Any = command) -> list[Command]:
+        with socket.socket() as free:
+            free.bind(("127.0.0.1", 0))
+            port = free.getsockname()[1]
+        common = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "TORCHELASTIC_RUN_ID": "test"}
+        common |= dict.fromkeys(("WORLD_SIZE", "LOCAL_WORLD_SIZE"), str(len(each)))
+        numbered = ((rank, settings, str(rank)) for rank, settings in enumerate(each))
+        return [
+            start(settings, f"rank-{rank}", target, RANK=number, LOCAL_RANK=number, **common)
+            for rank, settings, number in numbered
+        ]
+
+    return begin
+
+
+@pytest.mark.parametrize(
+    ("number", "timeout", "in_a_save"),
+    [(signal.SIGKILL, 60, False), (signal.SIGSTOP, 10, False), (signal.SIGKILL, 60, True)],
+    ids=["dies", "stalls", "dies in an asynchronous save"],
+)
+def test_a_missing_rank_is_named_by_the_others(number, timeout, in_a_save, start_each, place):
+    """No torchrun is there to end them. What their saves see of it is not reported."""
+    output = place / f"gone-{number}-{in_a_save}"
+    settings = fields(output, parallel="ddp", batch_size=3, steps=100_000, rank_timeout=timeout)
+    settings |= {"async_save": True, "save_every": 1} if in_a_save else {}
+    ranks = start_each([settings] * 3)
     assert ranks[0].reaches(lambda: "step 3/" in ranks[0].printed("stdout")), ranks[0].printed("stderr")
+    if in_a_save:
+        assert ranks[0].reaches(lambda: bool(temporaries(output)))
     os.kill(ranks[1].process.pid, number)
     for rank in (ranks[0], ranks[2]):
         assert rank.wait() == 1
         assert "rank 1 of 3 died or does not answer" in rank.printed("stderr")
         assert "Traceback" not in rank.printed("stderr")
+        assert "closed" not in rank.printed("stderr")
+
+
+def assert_refused_by_all(ranks: list[Command], *named: str) -> None:
+    """Exit code 2 and one line on every rank, which has all of `named`."""
+    for rank in ranks:
+        assert rank.wait() == 2, rank.printed("stderr")
+        printed = rank.printed("stderr")
+        assert printed.count("\n") == 1
+        assert all(text in printed for text in named), printed
+
+
+@pytest.mark.parametrize(
+    ("changes", "named"),
+    [
+        ({"learning_rate": 0.5}, "ranks differ in --learning_rate: 0.01 on ranks 0, 2 and 0.5 on rank 1; start all"),
+        ({"steps": 0}, "--steps must be at least 1, got 0"),
+        ({"data": "missing.txt"}, "no file 'missing.txt'"),
+        ({"output": "elsewhere"}, "elsewhere on rank 1"),
+    ],
+    ids=lambda value: next(iter(value)) if isinstance(value, dict) else "",
+)
+def test_a_rank_with_another_command_line(changes, named, start_each, place):
+    """The ranks name it, also where it ends before it meets them; nothing is written."""
+    settings = fields(place / "unlike", parallel="ddp", batch_size=3)
+    ranks = start_each([settings, {**settings, **changes}, settings])
+    assert_refused_by_all(ranks, named)
+    if "ranks differ" not in named and "output" not in changes:
+        assert_refused_by_all([ranks[0], ranks[2]], "rank 1 of 3 failed: ")
+    assert not (place / "unlike").exists()
+
+
+def test_data_that_shrinks_under_one_rank(start_each, place, tmp_path):
+    """The others give its error as the cause of their end."""
+    copies = [tmp_path / f"copy-{rank}.txt" for rank in range(3)]
+    for copy in copies:
+        shutil.copy(place / "long.txt", copy)
+    settings = fields(place / "shrinks", parallel="ddp", batch_size=3, steps=100_000)
+    ranks = start_each([{**settings, "data": str(copy)} for copy in copies])
+    assert ranks[0].reaches(lambda: "step 3/" in ranks[0].printed("stdout")), ranks[0].printed("stderr")
+    os.truncate(copies[1], 100)
+    assert_refused_by_all(ranks, f"--data '{copies[1]}' has become shorter than the 5,000 tokens it had")
+    assert_refused_by_all([ranks[0], ranks[2]], "rank 1 of 3 failed: ")
+
+
+def test_an_output_folder_of_each_node(start_each, place, tmp_path):
+    """A tmpfs of its own for rank 1, as a disk of another node would be."""
+    if execute("unshare", "-m", "true", cwd=tmp_path).returncode:
+        pytest.skip("needs the right to mount")
+    folder = tmp_path / "mounted"
+    folder.mkdir()
+    settings = fields(folder, data=str(place / "long.txt"), parallel="ddp", batch_size=2)
+    named = f"--output '{folder}': rank 1 cannot see what rank 0 writes there; --output must be on a file system that"
+    assert_refused_by_all(start_each([settings] * 2, with_private_output), named)
+    assert [path.name for path in folder.iterdir()] == [".lock"]

@@ -5,16 +5,19 @@ of it is at the top level, because it is sent to other processes by name.
 """
 
 import contextlib
+import ctypes
 import functools
 import hashlib
 import itertools
 import json
+import math
 import os
 import random
 import shutil
 import signal
 import sys
 import tempfile
+import threading
 import traceback
 import warnings
 from collections.abc import Callable, Iterator
@@ -36,10 +39,13 @@ from cs336_systems.flags import build
 from cs336_systems.parallel.fsdp import FSDP, gather_full_params
 from cs336_systems.parallel.launch import Rank, this_rank
 from cs336_systems.train.loop import Trainer
+from cs336_systems.train.saving import SaveThread
 from cs336_systems.train.settings import TrainSettings
 
 SHAPE = {"context_length": 16, "d_model": 16, "num_layers": 1, "num_heads": 2, "d_ff": 32}
 STEPS = 8
+STALLED = 120.0
+"""Seconds after which a training that is held by a stalled save is taken to hang."""
 
 
 def text_of(length: int, seed: int = 0) -> bytes:
@@ -163,6 +169,19 @@ def command(argv: list[str], folder: str, variables: dict[str, str]) -> None:
     sys.exit(main(argv))
 
 
+def with_private_output(argv: list[str], folder: str, variables: dict[str, str]) -> None:
+    """Run `command`; on rank 1 the output folder is a file system that other processes do not see."""
+    if variables["RANK"] == "1":
+        output = argv[argv.index("--output") + 1].encode()
+        libc = ctypes.CDLL(None, use_errno=True)
+        recursive_and_private = 0x4000 | 0x40000  # MS_REC | MS_PRIVATE
+        failed = libc.unshare(0x00020000)  # CLONE_NEWNS
+        failed = failed or libc.mount(None, b"/", None, recursive_and_private, None)
+        failed = failed or libc.mount(b"tmpfs", output, b"tmpfs", 0, None)
+        assert not failed, os.strerror(ctypes.get_errno())
+    command(argv, folder, variables)
+
+
 def argv_of(settings: dict[str, Any]) -> list[str]:
     """Return the command line of a run."""
     flags = [[f"--{name}"] if value is True else [f"--{name}", str(value)] for name, value in settings.items()]
@@ -220,6 +239,29 @@ def fail(
     return mock.patch.object(owner, name, stand_in)
 
 
+def stall(on: int, until: int, is_overdue: bool, trainer: Trainer, rank: Rank) -> AbstractContextManager:
+    """Let the saves of one rank wait in fsync until the training is in its forward `until`.
+
+    `is_overdue`: the time limit of the save passes at once.
+    """
+    released, real = threading.Event(), os.fsync
+
+    def stand_in(descriptor: int) -> None:
+        if isinstance(threading.current_thread(), SaveThread) and not released.is_set():
+            if is_overdue:
+                trainer.saver.store.progress_at = -math.inf
+            assert released.wait(STALLED), "the training did not go on"
+        real(descriptor)
+
+    if rank.rank != on:
+        return contextlib.nullcontext()
+    stack = contextlib.ExitStack()
+    stack.enter_context(mock.patch.object(os, "fsync", stand_in))
+    stack.callback(released.set)
+    stack.enter_context(at_forward(trainer, lambda forward: forward == until, lambda out: released.set()))
+    return stack
+
+
 def anywhere(rank: Rank, *args: Any) -> bool:
     return True
 
@@ -243,6 +285,9 @@ FAULTS: dict[str, Callable[[Trainer, Rank], AbstractContextManager]] = {
     "one write on rank 1": functools.partial(fail, os, "fsync", 1, lambda rank, *args: rank.rank == 1),
     "one hash": functools.partial(fail, hashlib, "file_digest", 1, anywhere),
     "one record": functools.partial(fail, record, "append", 1, anywhere),
+    "stalled disk": functools.partial(stall, 0, 7, False),
+    "stalled disk on rank 1": functools.partial(stall, 1, 7, False),
+    "stalled disk, overdue": functools.partial(stall, 0, 7, True),
     "every delete": functools.partial(fail, shutil, "rmtree", 10**9, anywhere),
 }
 

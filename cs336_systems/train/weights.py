@@ -1,0 +1,189 @@
+"""Weights as safetensors files: `cs336 export` writes one from a checkpoint, `cs336 train --init` starts from one.
+
+Tensors have the names of the unwrapped model. The metadata of the file holds the configuration of the model as JSON and
+the step. A file from elsewhere needs no metadata, only the names and shapes of the model.
+"""
+
+import dataclasses
+import json
+import os
+import secrets
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from safetensors import SafetensorError, safe_open
+from safetensors.torch import save_file
+from torch import Tensor, nn
+
+from cs336_systems.config import ModelConfig, UserError
+from cs336_systems.files import require_regular, write_failure
+from cs336_systems.model import TransformerLM
+from cs336_systems.parallel.launch import process_group
+from cs336_systems.train.checkpoint import Checkpoint, Store, located, raise_together
+
+DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
+_READABLE = ("F32", "BF16", "F16")
+"""Element types of a file that a model can be started from: each converts to fp32 exactly."""
+_FREE = ("context_length",)
+"""Fields of ModelConfig that may differ: no weight depends on the length."""
+
+
+# -- out --------------------------------------------------------------------------------------------------------------
+
+
+def export(run: Path, target: Path, *, step: int | None = None, dtype: str = "fp32", force: bool = False) -> str:
+    """Write the weights of a run's newest checkpoint, or of that of `step`; return a line that says what was written.
+
+    The file appears when it is complete: it is written under a temporary name, forced to disk and renamed.
+    """
+    if not force and os.path.lexists(target):
+        raise UserError(f"{str(target)!r} exists; --force overwrites it")
+    with process_group("gloo", "cpu"):
+        found = _checkpoint(run, step)
+        state, config = _saved_weights(found)
+    tensors = {name: _converted(name, value, dtype) for name, value in state.items()}
+    metadata = {"format": "pt", "model": json.dumps(dataclasses.asdict(config)), "step": str(found.manifest["step"])}
+    _write(tensors, target, metadata)
+    count = sum(value.numel() for value in tensors.values())
+    return f"{target}: {count:,} weights in {dtype}, from {found.path}"
+
+
+def _checkpoint(run: Path, step: int | None) -> Checkpoint:
+    folder, named = located(run)
+    if named is not None and step not in (None, named):
+        raise UserError(f"{str(run)!r} is the checkpoint of another step than --step {step}; name the run's folder")
+    if not folder.is_dir():
+        raise UserError(f"no folder {str(folder)!r}; name the --output of a run of cs336 train")
+    store, step = Store(folder), named if step is None else step
+    found = store.newest() if step is None else store.at(step)
+    if found is None:
+        raise UserError(f"no intact checkpoint in {str(folder)!r}; name the --output of a run of cs336 train")
+    return found
+
+
+def _saved_weights(found: Checkpoint) -> tuple[dict[str, Tensor], ModelConfig]:
+    """Read the weights and persistent buffers, under the names of the model's state dict."""
+    config = ModelConfig(**found.manifest["settings"]["model"])
+    with torch.device("meta"):
+        model = TransformerLM(config)
+    parameters = {name for name, _ in model.named_parameters()}
+    state = {
+        f"{'model' if name in parameters else 'buffer'}/{name}": torch.empty(value.shape, dtype=value.dtype)
+        for name, value in model.state_dict().items()
+    }
+    Store(found.path.parent).load(found, state)
+    return {name.partition("/")[2]: value for name, value in state.items()}, config
+
+
+def _converted(name: str, value: Tensor, dtype: str) -> Tensor:
+    if not value.is_floating_point():
+        return value
+    converted = value.to(DTYPES[dtype])
+    if not torch.equal(converted.isfinite(), value.isfinite()):
+        raise UserError(f"{name!r} has weights beyond the range of {dtype}; use --dtype bf16 or fp32")
+    return converted
+
+
+def _write(tensors: dict[str, Tensor], target: Path, metadata: dict[str, str]) -> None:
+    temporary = target.with_name(f"{target.name}.tmp-{secrets.token_hex(4)}")
+    try:
+        save_file(tensors, temporary, metadata)
+        with temporary.open("rb") as file:
+            os.fsync(file.fileno())
+        os.replace(temporary, target)
+        folder = os.open(target.parent, os.O_RDONLY)
+        try:
+            os.fsync(folder)
+        finally:
+            os.close(folder)
+    except OSError as error:
+        raise write_failure(error, target) from None
+    except SafetensorError as error:  # an error of the operating system, without its number
+        raise UserError(f"cannot write to {str(target)!r}: {_reason(error)}; choose another place") from None
+    finally:
+        temporary.unlink(missing_ok=True)
+
+
+# -- in ---------------------------------------------------------------------------------------------------------------
+
+
+def load_weights(path: Path, model: nn.Module, config: ModelConfig) -> None:
+    """Replace the weights of a model that is not wrapped yet by those of a file, which rank 0 reads.
+
+    The wrappers give rank 0's weights to all ranks, and the packed optimizer takes its fp32 masters from the model.
+    Raises UserError on all ranks if the file does not fit.
+    """
+    problem = None
+    if dist.get_rank() == 0:
+        try:
+            _load(path, model.state_dict(), config)
+        except UserError as error:
+            problem = str(error)
+    raise_together(problem)
+
+
+def require_weights(path: Path, config: ModelConfig) -> None:
+    """Raise UserError if a file cannot be read or does not fit the model; read its header only."""
+    with torch.device("meta"):
+        model = TransformerLM(config)
+    _load(path, model.state_dict(), config)
+
+
+@torch.no_grad()
+def _load(path: Path, state: dict[str, Tensor], config: ModelConfig) -> None:
+    require_regular(path)
+    try:
+        with safe_open(path, framework="pt") as file:
+            _require_same_config(path, (file.metadata() or {}).get("model"), config)
+            _require_same_tensors(path, file, state)
+            for name, value in state.items():
+                if value.device.type != "meta":
+                    value.copy_(file.get_tensor(name))
+    except (SafetensorError, OSError) as error:
+        raise UserError(f"--init {str(path)!r} cannot be read as safetensors: {_reason(error)}") from None
+
+
+def _require_same_config(path: Path, text: str | None, config: ModelConfig) -> None:
+    """Raise UserError naming what differs if the file is of another model; not all of it shows in the shapes."""
+    if text is None:
+        return
+    try:
+        saved = json.loads(text)
+        pairs = {name: (saved[name], value) for name, value in dataclasses.asdict(config).items() if name in saved}
+    except (ValueError, TypeError, RecursionError):
+        raise UserError(f"--init {str(path)!r} has metadata that is not the configuration of a model") from None
+    different = [
+        f"{name} is {str(there)[:20]} there and {here} here"
+        for name, (there, here) in pairs.items()
+        if name not in _FREE and there != here
+    ]
+    if different:
+        raise UserError(
+            f"--init {str(path)!r} is of another model: {'; '.join(different)}; give the flags of its shape"
+        )
+
+
+def _require_same_tensors(path: Path, file: Any, state: dict[str, Tensor]) -> None:
+    names = list(file.keys())
+    problems = [problem for name, value in state.items() if (problem := _mismatch(name, value, file, set(names)))]
+    problems += [f"{name!r} is not a tensor of the model" for name in names if name not in state]
+    if problems:
+        others = f" (and {len(problems) - 1} more)" if len(problems) > 1 else ""
+        raise UserError(f"--init {str(path)!r} does not fit the model: {problems[0]}{others}")
+
+
+def _mismatch(name: str, value: Tensor, file: Any, names: set[str]) -> str | None:
+    if name not in names:
+        return f"{name!r} is missing"
+    found = file.get_slice(name)
+    if (shape := tuple(found.get_shape())) != tuple(value.shape):
+        return f"{name!r} has the shape {shape} instead of {tuple(value.shape)}"
+    if value.is_floating_point() and found.get_dtype() not in _READABLE:
+        return f"{name!r} has the element type {found.get_dtype()}, which is none of {', '.join(_READABLE)}"
+    return None
+
+
+def _reason(error: Exception) -> str:
+    return " ".join(str(error).split())[:200] or type(error).__name__

@@ -1,0 +1,241 @@
+"""`cs336 export` and `cs336 train --init`: a round trip to the bit, conversions, and every file that does not fit."""
+
+import dataclasses
+import hashlib
+import json
+import struct
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors import safe_open
+from safetensors.torch import load_file, save_file
+
+from cs336_systems.cli import main
+from cs336_systems.config import ModelConfig
+from cs336_systems.model import TransformerLM
+from cs336_systems.parallel.launch import process_group
+from tests.distributed.train_cases import SHAPE, Outcome, Run, argv_of, checkpoints, fields, perform, text_of
+from tests.helpers import assert_refused, files
+
+MODEL = ModelConfig(vocab_size=256, **SHAPE)
+
+
+def performed(run: Run) -> Outcome:
+    with process_group("gloo", "cpu"):
+        return perform(run)
+
+
+@pytest.fixture(scope="module")
+def place(tmp_path_factory) -> Path:
+    folder = tmp_path_factory.mktemp("weights")
+    (folder / "short.txt").write_bytes(text_of(330))
+    return folder
+
+
+@pytest.fixture(scope="module")
+def trained(place) -> tuple[str, Outcome]:
+    """The folder of a run with checkpoints of steps 2 and 4, and the weights of step 4."""
+    settings = fields(place / "trained", save_every=2, steps=4)
+    return settings["output"], performed(Run(settings))
+
+
+@pytest.fixture
+def exported(trained, elsewhere) -> Path:
+    assert main(["export", trained[0], "weights.safetensors"]) == 0
+    return elsewhere / "weights.safetensors"
+
+
+def saved(weights: dict[str, torch.Tensor], path: Path, **metadata: str) -> None:
+    save_file({name: value.contiguous() for name, value in weights.items()}, path, metadata)
+
+
+# -- out --------------------------------------------------------------------------------------------------------------
+
+
+def test_exported_weights_are_those_of_the_newest_checkpoint(trained, exported, capsys):
+    found = load_file(exported)
+    assert found.keys() == trained[1].weights.keys()
+    assert all(torch.equal(value, trained[1].weights[name]) for name, value in found.items())
+    TransformerLM(MODEL).load_state_dict(found)
+    with safe_open(exported, framework="pt") as file:
+        metadata = file.metadata()
+    assert (json.loads(metadata["model"]), metadata["step"]) == (dataclasses.asdict(MODEL), "4")
+
+
+def test_an_earlier_step_in_another_dtype(trained, exported, elsewhere, capsys):
+    """By its number and by its folder. The conversion rounds as torch does."""
+    assert main(["export", trained[0], "two.safetensors", "--step", "2"]) == 0
+    assert main(["export", str(checkpoints(trained[0])[2]), "half.safetensors", "--dtype", "bf16"]) == 0
+    assert "step-00000002" in capsys.readouterr().out
+    two, half, four = (load_file(elsewhere / f"{name}.safetensors") for name in ("two", "half", "weights"))
+    assert any(not torch.equal(value, four[name]) for name, value in two.items())
+    assert all(torch.equal(half[name], value.bfloat16()) for name, value in two.items())
+
+
+def test_an_existing_file_is_overwritten_only_by_force(trained, exported, elsewhere, capfd):
+    capfd.readouterr()
+    assert_refused(["export", trained[0], "weights.safetensors", "--dtype", "fp16"], ["'weights.safetensors'"], capfd)
+    assert main(["export", trained[0], "weights.safetensors", "--dtype", "fp16", "--force"]) == 0
+    assert {value.dtype for value in load_file(exported).values()} == {torch.float16}
+    assert [path.name for path in elsewhere.iterdir()] == ["weights.safetensors"]
+
+
+@pytest.mark.parametrize(
+    ("words", "named"),
+    [
+        (["missing", "w"], "'missing'"),
+        ([".", "w"], "no intact checkpoint in '.'"),
+        (["RUN", "w", "--step", "3"], "there are: 2, 4"),
+        (["RUN/checkpoints/step-00000002", "w", "--step", "4"], "--step 4"),
+        (["RUN", "no-folder/w"], "no-folder/w"),
+        (["RUN", "w", "--dtype", "fp7"], "'fp7'"),
+    ],
+    ids=lambda value: " ".join(value) if isinstance(value, list) else "",
+)
+def test_a_mistake_in_an_export(words, named, trained, elsewhere, capfd):
+    assert_refused(["export", *(word.replace("RUN", trained[0]) for word in words)], [named], capfd)
+
+
+def test_a_damaged_checkpoint_is_not_exported(trained, elsewhere, capfd, monkeypatch):
+    monkeypatch.setattr("cs336_systems.train.checkpoint_files.hashlib.file_digest", lambda *_: hashlib.sha256())
+    assert_refused(["export", trained[0], "w", "--step", "4"], ["step-00000004", "damaged"], capfd)
+
+
+def test_weights_beyond_fp16_are_not_exported_as_infinity(trained, elsewhere, capfd, monkeypatch):
+    monkeypatch.setattr("cs336_systems.train.weights._saved_weights", lambda found: ({"a": torch.tensor([1e6])}, MODEL))
+    assert_refused(["export", trained[0], "w", "--dtype", "fp16"], ["beyond the range of fp16"], capfd)
+
+
+# -- in ---------------------------------------------------------------------------------------------------------------
+
+
+def begun(place: Path, name: str, path: Path, **changes: Any) -> Outcome:
+    """The state of a run that was started from a file and has trained no step."""
+    return performed(Run(fields(place / name, init=str(path), **changes), trains=False))
+
+
+@pytest.mark.parametrize(
+    "changes", [{}, {"fast": "on", "precision": "bf16"}, {"seed": 5}], ids=["plain", "fast", "seed"]
+)
+def test_a_run_starts_from_the_weights_to_the_bit(changes, trained, exported, place, tmp_path):
+    """The first checkpoint of the fast step has the fp32 masters, which bf16 weights alone would not give."""
+    settings = fields(tmp_path / "begun", **{"data": str(place / "short.txt"), "init": str(exported), **changes})
+    settings |= {"learning_rate": 1e-30, "weight_decay": 0.0, "steps": 1, "warmup_steps": 0}
+    outcome = performed(Run(settings))
+    assert (outcome.code, outcome.error, outcome.resumed_at) == (0, "", 0)
+    assert main(["export", settings["output"], str(tmp_path / "after")]) == 0
+    after, before = load_file(tmp_path / "after"), load_file(exported)
+    assert all(torch.equal(value, before[name]) for name, value in after.items())
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_low_precision_weights_are_loaded_as_their_values(dtype, trained, place, tmp_path):
+    half = {name: value.to(dtype) for name, value in trained[1].weights.items()}
+    saved(half, tmp_path / "half")  # no metadata: a file from elsewhere
+    outcome = begun(place, "half", tmp_path / "half")
+    assert all(torch.equal(value, half[name].float()) for name, value in outcome.weights.items())
+
+
+def renamed(weights):
+    weights["other.weight"] = weights.pop(next(iter(weights)))
+
+
+def lacking(weights):
+    del weights[next(iter(weights))], weights[max(weights)]
+
+
+def reshaped(weights):
+    weights[next(iter(weights))] = torch.zeros(3, 5)
+
+
+def integers(weights):
+    weights[next(iter(weights))] = weights[next(iter(weights))].long()
+
+
+@pytest.mark.parametrize(
+    ("change", "named"),
+    [
+        (renamed, ["is missing", "(and 1 more)"]),
+        (lacking, ["is missing", "(and 1 more)"]),
+        (reshaped, ["(3, 5) instead of"]),
+        (integers, ["I64"]),
+        (lambda weights: weights.update(extra=torch.zeros(1)), ["'extra' is not a tensor of the model"]),
+    ],
+)
+def test_weights_that_do_not_fit(change, named, trained, place, tmp_path):
+    weights = dict(trained[1].weights)
+    first = next(iter(weights))
+    change(weights)
+    saved(weights, tmp_path / "w")
+    outcome = begun(place, "unfit", tmp_path / "w")
+    assert all(word in outcome.error for word in named), outcome.error
+    assert first in outcome.error or "extra" in weights
+    assert "\n" not in outcome.error
+
+
+def test_another_model_is_named_by_its_flags(trained, place, exported):
+    """Heads do not show in any shape. A context of another length is no other model."""
+    assert "num_heads is 2 there and 4 here" in begun(place, "heads", exported, num_heads=4).error
+    several = begun(place, "several", exported, d_model=32, d_ff=64).error
+    assert "d_model is 16 there and 32 here; d_ff is 32 there and 64 here" in several
+    assert begun(place, "longer", exported, context_length=8).error == ""
+
+
+def header(value: Any, length: int | None = None) -> bytes:
+    text = value if isinstance(value, bytes) else json.dumps(value).encode()
+    return struct.pack("<Q", len(text) if length is None else length) + text
+
+
+MALFORMED = {
+    "empty": b"",
+    "text": b"not a safetensors file, but a text of some length",
+    "header beyond the file": header(b"{}", 1 << 20),
+    "header of 2**63 bytes": header(b"{}", 1 << 63),
+    "no JSON": header(b"{" * 50),
+    "deep": header(b"[" * 100_000),
+    "offsets beyond the file": header({"a": {"dtype": "F32", "shape": [4], "data_offsets": [0, 16]}}),
+    "overlapping": header({n: {"dtype": "F32", "shape": [1], "data_offsets": [0, 4]} for n in "ab"}) + bytes(8),
+    "shape against offsets": header({"a": {"dtype": "F32", "shape": [9], "data_offsets": [0, 4]}}) + bytes(4),
+    "unknown dtype": header({"a": {"dtype": "F7", "shape": [1], "data_offsets": [0, 4]}}) + bytes(4),
+    "metadata no model": header({"__metadata__": {"model": "[1]"}}),
+    "metadata deep": header({"__metadata__": {"model": "[" * 100_000}}),
+}
+
+
+@pytest.mark.parametrize("name", [*MALFORMED, "truncated", "folder", "absent"])
+def test_a_malformed_file_is_one_line_and_nothing_is_written(name, exported, elsewhere, capfd):
+    path, content = elsewhere / "w", exported.read_bytes()
+    if name == "folder":
+        path.mkdir()
+    elif name != "absent":
+        path.write_bytes(content[:-1] if name == "truncated" else MALFORMED[name])
+    (elsewhere / "text.txt").write_bytes(text_of(400))
+    capfd.readouterr()
+    settings = {**fields(elsewhere / "output", data="text.txt"), "output": "output", "init": "w"}
+    assert_refused(argv_of(settings), ["w'"], capfd)
+
+
+def test_init_is_for_the_start_only(trained, exported, place, tmp_path, capsys):
+    """A folder with checkpoints is resumed. Weights that the run did not start from are refused."""
+    settings = fields(tmp_path / "run", data=str(place / "short.txt"), init=str(exported), save_every=2)
+    assert performed(Run(settings, stop_after=4)).code == 75
+    plain = {name: value for name, value in settings.items() if name != "init"}
+    assert performed(Run(plain, stop_after=6)).resumed_at == 4
+    again = performed(Run(settings))
+    assert (again.code, again.resumed_at) == (0, 6)
+    assert "not loaded again" in again.printed
+    before = files(tmp_path / "run")
+    other = exported.with_name("other.safetensors")
+    other.write_bytes(exported.read_bytes())
+    refused = performed(Run({**settings, "init": str(other)}))
+    assert all(name in refused.error for name in (str(other), str(exported))), refused.error
+    assert "random weights" in performed(Run({**settings, "output": trained[0], "init": str(other)})).error
+    assert files(tmp_path / "run") == before
+
+
+def test_init_and_resume_from_exclude_each_other(exported, place, elsewhere, capfd):
+    capfd.readouterr()
+    settings = fields(place / "both", init=str(exported), resume_from="4")
+    assert_refused(argv_of(settings), ["--init", "--resume_from"], capfd)
