@@ -236,6 +236,8 @@ class Forker:
         variables = {"LD_PRELOAD": str(library), "GLOO_SOCKET_IFNAME": "lo", "CS336_GIT_COMMIT": "soak"}
         words, env = [sys.executable, "-m", "tests.distributed.kills"], clean_env(**variables)
         self.process = subprocess.Popen(words, cwd=ROOT, env=env, stdin=subprocess.PIPE, stdout=subprocess.PIPE)
+        self.store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+        """As torchrun keeps one over all restarts."""
 
     def perform(self, start: Start) -> End:
         assert self.process.stdin is not None
@@ -372,7 +374,6 @@ class Campaign:
     def run(self) -> Tally:
         (self.folder / "text.txt").write_bytes(text_of(5000))
         library = build_library(self.folder)
-        self._store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
         forkers = [Forker(library) for _ in range(WORKERS)]
         try:
             with concurrent.futures.ThreadPoolExecutor(WORKERS) as threads:
@@ -446,10 +447,12 @@ class Campaign:
         counts = {call: count for call, count in self.counts[way][rank].items() if count}
         if rank == 0 and _is_torn(output / record.RECORDS):  # the next append cuts the last line off
             counts["truncate"] = 1
-        call = "truncate" if "truncate" in counts and chance.random() < 0.5 else chance.choice(list(counts))
+        # A write can be hit at three moments and any other call at two; each of them is as likely.
+        points = [(call, moment) for call in counts for moment in MOMENTS if call == "write" or moment != "halfway"]
+        rare = [point for point in points if point[0] == "truncate"]
+        call, moment = chance.choice(rare if rare and chance.random() < 0.5 else points)
         number = chance.randint(1, math.ceil(counts[call] / REACH))
-        moments = MOMENTS if call == "write" else ("before", "after")
-        return Kill(rank, call, number, chance.choice(moments), everyone=everyone)
+        return Kill(rank, call, number, moment, everyone=everyone)
 
     def _start(
         self, forker: Forker, way: Way, output: Path, kill: Kill | None, patience: float = 0.1
@@ -461,12 +464,12 @@ class Campaign:
         flags = fields(output, "text.txt", **RUN, parallel=way.wrapper, **is_async)
         torchrun = {
             "TORCHELASTIC_RUN_ID": "kills",
-            "TORCHELASTIC_RESTART_COUNT": str(attempt),  # as if one torchrun started all of them
+            "TORCHELASTIC_RESTART_COUNT": str(attempt),
             "TORCHELASTIC_USE_AGENT_STORE": "True",
             "WORLD_SIZE": str(way.ranks),
             "LOCAL_WORLD_SIZE": str(way.ranks),
             "MASTER_ADDR": "127.0.0.1",
-            "MASTER_PORT": str(self._store.port),
+            "MASTER_PORT": str(forker.store.port),
         }
         variables = {} if way.wrapper == "none" else torchrun
         plan = None if kill is None else dataclasses.asdict(kill)
