@@ -6,6 +6,7 @@
 #include <dlfcn.h>
 #include <errno.h>
 #include <fcntl.h>
+#include <fnmatch.h>
 #include <signal.h>
 #include <stdarg.h>
 #include <stdio.h>
@@ -18,8 +19,13 @@
 enum kind { OPEN, WRITE, FSYNC, CLOSE, RENAME, MKDIR, UNLINK, RMDIR, LINK, STAT, LOCK, TRUNCATE, KINDS };
 enum moment { BEFORE, HALFWAY, AFTER }; /* HALFWAY: half of the bytes of a write are written */
 
+/* Files are told apart by their names: the first pattern that matches. */
+static const char *const patterns[] = {"manifest.json", ".metadata*",   "*.distcp", "records.jsonl", ".lock",
+                                       ".shared-*",     "step-*.tmp-*", "step-*",   "*"};
+#define FILES (int)(sizeof patterns / sizeof *patterns)
+
 struct report {
-    long counts[KINDS];
+    long counts[KINDS][FILES];
     long is_killed;
     char where[1024]; /* path of the call at which the process was killed */
 };
@@ -27,16 +33,17 @@ struct report {
 static struct report *report;
 static char folder[1024];
 static pid_t owner;
-static struct { int kind, moment, everyone; long number; } plan;
+static struct { int kind, file, moment, everyone; long number; } plan;
 
-void kill_at_call(const char *file, const char *below, int kind, long number, int moment, int everyone) {
-    int descriptor = syscall(SYS_openat, AT_FDCWD, file, O_RDWR | O_CREAT, 0644);
+/* Kill at the call with this number, from 1, of those of this kind that concern this kind of file; kind -1: at none. */
+void kill_at_call(const char *counts, const char *below, int kind, int file, long number, int moment, int everyone) {
+    int descriptor = syscall(SYS_openat, AT_FDCWD, counts, O_RDWR | O_CREAT, 0644);
     if (syscall(SYS_ftruncate, descriptor, sizeof *report) != 0) _exit(70);
     struct report *shared = mmap(0, sizeof *report, PROT_READ | PROT_WRITE, MAP_SHARED, descriptor, 0);
     syscall(SYS_close, descriptor);
     if (shared == MAP_FAILED) _exit(70);
     snprintf(folder, sizeof folder, "%s", below);
-    plan.kind = kind, plan.number = number, plan.moment = moment, plan.everyone = everyone;
+    plan.kind = kind, plan.file = file, plan.number = number, plan.moment = moment, plan.everyone = everyone;
     owner = getpid();
     report = shared;
 }
@@ -64,8 +71,10 @@ static int is_due(enum kind kind, int descriptor, const char *path) {
     errno = before;
     size_t shared = strlen(folder);
     if (strncmp(name, folder, shared) != 0 || (name[shared] != '/' && name[shared] != 0)) return 0;
-    long number = __atomic_add_fetch(&report->counts[kind], 1, __ATOMIC_SEQ_CST);
-    if ((int)kind != plan.kind || number != plan.number) return 0;
+    int file = 0;
+    while (fnmatch(patterns[file], strrchr(name, '/') + 1, 0) != 0) file++;
+    long number = __atomic_add_fetch(&report->counts[kind][file], 1, __ATOMIC_SEQ_CST);
+    if ((int)kind != plan.kind || file != plan.file || number != plan.number) return 0;
     snprintf(report->where, sizeof report->where, "%s", name + shared);
     if (plan.moment == BEFORE) die();
     return 1;

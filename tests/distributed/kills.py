@@ -53,9 +53,11 @@ from tests.helpers import ROOT, clean_env
 
 CALLS = ("open", "write", "fsync", "close", "rename", "mkdir", "unlink", "rmdir", "link", "stat", "lock", "truncate")
 """In the order of `enum kind` of kill_at_call.c."""
+FILES = ("manifest", "index", "tensors", "records", "lock", "shared test", "temporary", "checkpoint", "folder")
+"""In the order of `patterns`."""
 MOMENTS = ("before", "halfway", "after")
 """In the order of `enum moment`. Only a write can be cut off halfway."""
-REPORT = struct.Struct(f"{len(CALLS)}ll1024s")
+REPORT = struct.Struct(f"{len(CALLS) * len(FILES)}ll1024s")
 """`struct report`."""
 HANG = 120.0
 """Seconds after which a start that needs two is taken to hang: each rank shows its stack and exits."""
@@ -107,15 +109,16 @@ class Kill:
 
     rank: int
     call: str = ""
+    file: str = "folder"
     number: int = 0
-    """Of the calls of this kind, from 1."""
+    """Of the calls of this kind that concern this kind of file, from 1."""
     moment: str = "before"
     delay: float = 0.0
     everyone: bool = False
     """Kill all ranks at once; else only this one."""
 
     def __str__(self) -> str:
-        when = f"{self.moment} {self.call} {self.number}" if self.call else f"after {self.delay:.3f} s"
+        when = f"{self.moment} {self.call} {self.number} of {self.file}" if self.call else f"after {self.delay:.3f} s"
         return f"{'all ranks' if self.everyone else f'rank {self.rank}'} {when} of rank {self.rank}"
 
 
@@ -222,7 +225,8 @@ def be_rank(start: Start, rank: int, libc: ctypes.CDLL) -> None:
     call = CALLS.index(kill.call) if kill.call and kill.rank == rank else -1
     faulthandler.dump_traceback_later(HANG, exit=True, file=2)
     paths = (os.fsencode(path) for path in (folder / "calls", start.output))
-    libc.kill_at_call(*paths, call, ctypes.c_long(kill.number), MOMENTS.index(kill.moment), kill.everyone)
+    file, number = FILES.index(kill.file), ctypes.c_long(kill.number)
+    libc.kill_at_call(*paths, call, file, number, MOMENTS.index(kill.moment), kill.everyone)
     command(start.argv, str(folder), {**start.variables, "RANK": str(rank), "LOCAL_RANK": str(rank)})
 
 
@@ -268,6 +272,7 @@ class Tally:
 
     kills: Counter[str] = field(default_factory=Counter)
     """By call, or "random time"."""
+    files: Counter[str] = field(default_factory=Counter)
     moments: Counter[str] = field(default_factory=Counter)
     phases: Counter[str] = field(default_factory=Counter)
     ways: Counter[str] = field(default_factory=Counter)
@@ -297,7 +302,8 @@ class Seen:
 
     printed: list[str]
     errors: list[str]
-    counts: list[dict[str, int]]
+    counts: list[dict[tuple[str, str], int]]
+    """Rank -> call and file -> number of calls."""
     is_killed: bool
     where: str
     """Path of the call at which a rank was killed."""
@@ -310,7 +316,7 @@ class Seen:
         return cls(
             texts["stdout"],
             texts["stderr"],
-            [dict(zip(CALLS, report, strict=False)) for report in reports],
+            [dict(zip(itertools.product(CALLS, FILES), report, strict=False)) for report in reports],
             bool(killed),
             killed[0][-1].rstrip(b"\0").decode() if killed else "",
         )
@@ -335,13 +341,13 @@ class Seen:
         found = self.last(r"^resumed at step (\d+)")
         return found if found is not None or first is None else int(first[2] or int(first[1]) - 1)
 
-    def phase(self, call: str) -> str:
-        if self.where.endswith(record.RECORDS):
+    def phase(self, kill: Kill) -> str:
+        if kill.file == "records":
             return "record"
         if self.step is None:
             return "start"
-        is_removal = call in ("unlink", "rmdir") or (call == "rename" and ".tmp-" not in self.where)
-        return "tidying" if is_removal else "save"
+        is_removal = kill.call in ("unlink", "rmdir") or (kill.call, kill.file) == ("rename", "checkpoint")
+        return "removal" if is_removal else "save"
 
 
 def _report(path: Path) -> tuple[Any, ...]:
@@ -362,7 +368,7 @@ class Campaign:
     give_up: int
     note: Callable[[str], None]
     tally: Tally = field(default_factory=Tally)
-    counts: dict[Way, list[dict[str, int]]] = field(default_factory=dict)
+    counts: dict[Way, list[dict[tuple[str, str], int]]] = field(default_factory=dict)
     """Calls of an undisturbed run, by rank."""
     seconds: dict[Way, float] = field(default_factory=dict)
     """Duration of the last start that was not killed."""
@@ -441,18 +447,17 @@ class Campaign:
         shutil.rmtree(output)
 
     def _choose(self, way: Way, output: Path, chance: random.Random) -> Kill:
-        rank, everyone = chance.randrange(way.ranks), way.ranks > 1 and chance.random() < 0.5
+        everyone = way.ranks > 1 and chance.random() < 0.5
         if chance.random() < RANDOM_SHARE:
-            return Kill(rank, delay=chance.uniform(0, self.seconds[way] * 2 / REACH), everyone=everyone)
-        counts = {call: count for call, count in self.counts[way][rank].items() if count}
-        if rank == 0 and _is_torn(output / record.RECORDS):  # the next append cuts the last line off
-            counts["truncate"] = 1
-        # A write can be hit at three moments and any other call at two; each of them is as likely.
-        points = [(call, moment) for call in counts for moment in MOMENTS if call == "write" or moment != "halfway"]
-        rare = [point for point in points if point[0] == "truncate"]
-        call, moment = chance.choice(rare if rare and chance.random() < 0.5 else points)
-        number = chance.randint(1, math.ceil(counts[call] / REACH))
-        return Kill(rank, call, number, moment, everyone=everyone)
+            delay = chance.uniform(0, self.seconds[way] * 2 / REACH)
+            return Kill(chance.randrange(way.ranks), delay=delay, everyone=everyone)
+        counts = {(rank, *point): n for rank, each in enumerate(self.counts[way]) for point, n in each.items() if n}
+        if _is_torn(output / record.RECORDS) and chance.random() < 0.5:  # the next append cuts the last line off
+            counts = {(0, "truncate", "records"): 1}
+        points = [(point, moment) for point in counts for moment in MOMENTS if "write" in point or moment != "halfway"]
+        point, moment = chance.choice(points)
+        number = chance.randint(1, math.ceil(counts[point] / REACH))
+        return Kill(*point, number, moment, everyone=everyone)
 
     def _start(
         self, forker: Forker, way: Way, output: Path, kill: Kill | None, patience: float = 0.1
@@ -497,7 +502,8 @@ class Campaign:
             tally.kills[kill.call or "random time"] += 1
             if kill.call:
                 tally.moments[kill.moment] += 1
-                tally.phases[seen.phase(kill.call)] += 1
+                tally.files[kill.file] += 1
+                tally.phases[seen.phase(kill)] += 1
             tally.ways[f"{way.wrapper}{' async' * way.is_async}" if variant else "changing"] += 1
             tally.ended_alone += way.ranks > 1 and not kill.everyone and not end.is_terminated
             return True

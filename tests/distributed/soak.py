@@ -679,9 +679,10 @@ def killed_at_calls(lab: Lab, trials: int) -> list[Figure]:
         Figure("ranks ended without SIGTERM after the kill of one", tally.ended_alone),
         Figure("slowest start", tally.slowest, unit="s"),
         *(Figure(f"at {call}" if call in CALLS else call, count) for call, count in tally.kills.most_common()),
+        *(Figure(f"of {file}", count) for file, count in tally.files.most_common()),
         *(Figure(f"{moment} the call", count) for moment, count in tally.moments.most_common()),
         *(Figure(f"in a {phase}", count) for phase, count in tally.phases.most_common()),
-        *(Figure(f"of {way}", count) for way, count in sorted(tally.ways.items())),
+        *(Figure(way, count) for way, count in sorted(tally.ways.items())),
     ]
 
 
