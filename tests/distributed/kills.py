@@ -221,7 +221,7 @@ def be_rank(start: Start, rank: int, libc: ctypes.CDLL) -> None:
     """Run the command of the start as one of its ranks; does not return."""
     kill = Kill(**start.kill) if start.kill else Kill(rank=-1)
     folder = Path(start.folder) / str(rank)
-    folder.mkdir(parents=True)
+    folder.mkdir()
     call = CALLS.index(kill.call) if kill.call and kill.rank == rank else -1
     faulthandler.dump_traceback_later(HANG, exit=True, file=2)
     paths = (os.fsencode(path) for path in (folder / "calls", start.output))
@@ -291,7 +291,7 @@ class Tally:
     difference: float = 0.0
     """Largest relative difference of those."""
     lost: dict[bool, int] = field(default_factory=lambda: {False: 0, True: 0})
-    """Most steps lost, by whether saves were asynchronous."""
+    """Most steps lost that were not to be saved by a save that was left out, by whether saves were asynchronous."""
     slowest: float = 0.0
     """Most seconds of a start."""
 
@@ -478,6 +478,7 @@ class Campaign:
         }
         variables = {} if way.wrapper == "none" else torchrun
         plan = None if kill is None else dataclasses.asdict(kill)
+        folder.mkdir()
         start = Start(argv_of(flags), way.ranks, str(output), str(folder), variables, plan, patience)
         end = forker.perform(start)
         seen = Seen.of(folder, way.ranks)
@@ -514,10 +515,13 @@ class Campaign:
         damaged = [step for step, path in checkpoints(output).items() if not is_intact(path)]
         if kept < reported or damaged:
             raise FailedTrialError(f"step {kept} is the newest, {reported} was saved, damaged are {damaged}")
-        # An asynchronous save may last until the next one is due, or longer; then the next one is left out.
-        lost, left_out = max(seen.step or 0, before) - kept, seen.errors[0].count("is still running on rank")
-        limit = SAVE_EVERY * (2 + left_out if way.is_async else 1)
-        if lost > limit:
+        # An asynchronous save may last until the next one is due, or longer: then that one is left out, and reported.
+        left_out = seen.errors[0].count("is still running on rank")
+        lost, limit = (
+            max(seen.step or 0, before) - kept - SAVE_EVERY * left_out,
+            SAVE_EVERY * (2 if way.is_async else 1),
+        )
+        if lost > limit or (left_out and not way.is_async):
             raise FailedTrialError(f"{lost} steps are lost, more than {limit}")
         if (output / record.RECORDS).exists():
             record.load(output)
