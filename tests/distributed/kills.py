@@ -454,7 +454,8 @@ class Campaign:
         counts = {(rank, *point): n for rank, each in enumerate(self.counts[way]) for point, n in each.items() if n}
         if _is_torn(output / record.RECORDS) and chance.random() < 0.5:  # the next append cuts the last line off
             counts = {(0, "truncate", "records"): 1}
-        points = [(point, moment) for point in counts for moment in MOMENTS if "write" in point or moment != "halfway"]
+        points = [(point, moment) for point in counts for moment in ("before", "after")]
+        points += 4 * [(point, "halfway") for point in counts if "write" in point]  # leaves a torn file
         point, moment = chance.choice(points)
         number = chance.randint(1, math.ceil(counts[point] / REACH))
         return Kill(*point, number, moment, everyone=everyone)
