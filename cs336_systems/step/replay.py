@@ -1,110 +1,111 @@
 """Finds silent corruption: the gradients of a step are computed twice from one state and must be equal to the bit.
 
-Fingerprints are compared, not the tensors: a second copy of all gradients may not fit. A fingerprint is two 64-bit
-numbers, one by rows and one by columns of a tensor's bits, and any single flipped bit changes both. Weights and
-optimizer state are compared as well: a flipped bit in a row of the embedding that no token reads leaves the gradients
-as they are. Ranks that hold the same weights compare them with each other, which also finds a bit that flipped in an
-earlier step.
+Checksums are compared, not the tensors: a second copy of all gradients may not fit. Weights and optimizer state are
+compared as well: a flipped bit in a row of the embedding that no token reads leaves the gradients as they are. Ranks
+that hold the same weights compare them with each other, which also finds a bit that flipped in an earlier step.
 """
 
+import hashlib
 from collections.abc import Callable, Mapping
+from typing import NamedTuple
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-BITS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
-"""Integer dtype by bytes of an element."""
-WIDTH = 4096
-"""Columns of the matrix that a fingerprint sees in a tensor."""
-
-
-Fingerprint = tuple[int, ...]
+from cs336_systems.kernels.fused.packed_adamw import PackedAdamW
+from cs336_systems.kernels.fused.pointwise import CHECKED, checksums
+from cs336_systems.step.updates import PlainOptimizer
 
 
 class ReplayError(RuntimeError):
     """A step gave two results. The same on all ranks; nothing was updated."""
 
 
-class Replay:
-    """Compares two runs of a step. `model` may be wrapped; `extra` is optimizer state that `Optimizer.state` lacks."""
+class _Part(NamedTuple):
+    """One tensor of the state, or of the gradients."""
 
-    def __init__(self, model: nn.Module, optimizer: torch.optim.Optimizer, extra: list[Tensor]):
-        self._parameters = dict(getattr(model, "module", model).named_parameters())
-        self._optimizer, self._extra = optimizer, extra
+    kind: str
+    """Such as "gradient" or "exp_avg"."""
+    sums: Tensor
+    starts: list[tuple[int, nn.Parameter]]
+    """Where each parameter starts in it."""
+
+
+class Replay:
+    """Compares two runs of a step. The model may be wrapped."""
+
+    def __init__(self, model: nn.Module, optimizer: PackedAdamW | PlainOptimizer):
+        inner = getattr(model, "module", model)
+        self._names = {parameter: name for name, parameter in inner.named_parameters()}
+        self._optimizer = optimizer
 
     def check(self, run: Callable[[], Tensor], drop: Callable[[], None]) -> Tensor:
         """Compute gradients by `run` twice, `drop` between; return the loss, or raise ReplayError on all ranks."""
-        state = fingerprints(self._state())
-        before = fingerprints({"the loss": run(), **self._gradients()})
+        state = self._summed(gradients=False)
+        first = checksums(run())
+        gradients = self._summed(gradients=True)
         drop()
         loss = run()
-        after = fingerprints({"the loss": loss, **self._gradients()})
-        found = _first_difference(before, after) or _first_difference(state, fingerprints(self._state()))
-        shared = [name for name, p in self._parameters.items() if not hasattr(p, "is_shard")]
-        _raise_together(found, {name: state[f"the weight {name}"] for name in shared})
+        again, state_again = (self._summed(gradients=of) for of in (True, False))
+        found = self._difference(gradients, again) or self._difference(state, state_again)
+        if found is None and not torch.equal(first, checksums(loss)):
+            found = "the loss"
+        _raise_together(found, self._replicated(state))
         return loss
 
-    def _gradients(self) -> dict[str, Tensor]:
-        return {f"the gradient of {name}": p.grad for name, p in self._parameters.items() if p.grad is not None}
+    def _summed(self, *, gradients: bool) -> list[_Part]:
+        """Return the checksums of the gradients, or of the weights and the optimizer's state."""
+        wanted = [part for part in self._optimizer.flat if (part[0] == "gradient") == gradients]
+        return [_Part(kind, checksums(tensor), starts) for kind, tensor, starts in wanted]
 
-    def _state(self) -> dict[str, Tensor]:
-        """Return weights and optimizer state, with names for messages."""
-        found = {f"the weight {name}": p.detach() for name, p in self._parameters.items()}
-        for name, parameter in self._parameters.items():
-            for kind, value in self._optimizer.state.get(parameter, {}).items():
-                if isinstance(value, Tensor):
-                    found[f"the optimizer's {kind} of {name}"] = value
-        return found | {f"the low bits of the weights, part {n}": tensor for n, tensor in enumerate(self._extra)}
+    def _difference(self, before: list[_Part], after: list[_Part]) -> str | None:
+        """Return the name of the first tensor that differs."""
+        if len(before) == len(after) and torch.equal(_joined(before), _joined(after)):
+            return None
+        for one, other in zip(before, after, strict=False):
+            if not torch.equal(one.sums, other.sums):
+                block = int((one.sums != other.sums).nonzero()[0])
+                return f"the {one.kind} of {self._owners(one, block * CHECKED)}"
+        return "the number of gradients"
 
+    def _owners(self, part: _Part, first: int) -> str:
+        """Name the parameters of CHECKED elements of a part."""
+        ends = [start + parameter.numel() for start, parameter in part.starts]
+        within = [
+            self._names.get(parameter, "a parameter")
+            for (start, parameter), end in zip(part.starts, ends, strict=True)
+            if start < first + CHECKED and end > first
+        ]
+        return within[0] if len(within) == 1 else f"one of {len(within)} parameters from {within[0]} to {within[-1]}"
 
-def fingerprints(tensors: Mapping[str, Tensor]) -> dict[str, Fingerprint]:
-    """Return the two sums of each tensor; the host waits for the device once."""
-    if not tensors:
-        return {}
-    devices = {tensor.device for tensor in tensors.values()}
-    main = next((device for device in devices if device.type != "cpu"), torch.device("cpu"))
-    sums = torch.stack([_sums(tensor).to(main, non_blocking=True) for tensor in tensors.values()]).tolist()
-    return {name: tuple(pair) for name, pair in zip(tensors, sums, strict=True)}
-
-
-@torch.no_grad()
-def _sums(tensor: Tensor) -> Tensor:
-    """Return two numbers that any single bit of a tensor changes.
-
-    The bits are seen as a matrix whose rows, then columns, are combined by XOR, and the results are added with odd
-    weights modulo 2^64: an odd multiple of a number that is not 0 modulo 2^64 is not 0 either.
-    """
-    flat = tensor.detach().reshape(-1).view(BITS[tensor.element_size()])
-    whole = flat.numel() // WIDTH * WIDTH
-    parts = [flat[:whole].view(-1, WIDTH), flat[whole:].view(1, -1)]
-    none = torch.zeros((), dtype=torch.int64, device=flat.device)  # a rank may own no row of a tensor
-    sums = [[_weighted(part, dim) for part in parts if part.numel()] for dim in (0, 1)]
-    return torch.stack([sum(found, start=none) for found in sums])
-
-
-def _weighted(bits: Tensor, dim: int) -> Tensor:
-    combined = torch.hash_tensor(bits, dim).view(torch.int64)  # in one pass: `sum` would first copy all bits to int64
-    return (combined * (2 * torch.arange(len(combined), device=bits.device) + 1)).sum()
+    def _replicated(self, parts: list[_Part]) -> dict[str, str]:
+        """Return hashes of the weights that every rank holds whole, by name."""
+        if not dist.is_initialized() or dist.get_world_size() == 1:
+            return {}
+        weights = {part.starts[0][1]: part.sums for part in parts if part.kind == "weight"}
+        return {
+            self._names[parameter]: hashlib.sha256(str(sums.tolist()).encode()).hexdigest()
+            for parameter, sums in weights.items()
+            if parameter in self._names and not hasattr(parameter, "is_shard")
+        }
 
 
-def _first_difference(before: Mapping[str, Fingerprint], after: Mapping[str, Fingerprint]) -> str | None:
-    return next((name for name in before if before[name] != after.get(name)), None)
+def _joined(parts: list[_Part]) -> Tensor:
+    return torch.cat([part.sums for part in parts])
 
 
-def _raise_together(found: str | None, weights: Mapping[str, Fingerprint]) -> None:
+def _raise_together(found: str | None, weights: Mapping[str, str]) -> None:
     """Raise ReplayError on all ranks if one has found a difference, or if their weights differ."""
-    if not dist.is_initialized() or dist.get_world_size() == 1:
-        if found:
-            raise ReplayError(f"two runs of it gave different results, first seen in {found}")
-        return
-    every: list[tuple[str | None, Mapping[str, Fingerprint]]] = [(None, {})] * dist.get_world_size()
-    dist.all_gather_object(every, (found, weights))
-    bad = [f"{name} on rank {rank}" for rank, (name, _) in enumerate(every) if name]
+    every: list[tuple[str | None, Mapping[str, str]]] = [(found, weights)]
+    if dist.is_initialized():
+        every *= dist.get_world_size()
+        dist.all_gather_object(every, (found, weights))
+    bad = [f"{name} on rank {rank}" if len(every) > 1 else name for rank, (name, _) in enumerate(every) if name]
     if bad:
         raise ReplayError(f"two runs of it gave different results, first seen in {', '.join(bad)}")
     for name in weights:
-        groups: dict[Fingerprint, list[int]] = {}
+        groups: dict[str, list[int]] = {}
         for rank, (_, theirs) in enumerate(every):
             groups.setdefault(theirs[name], []).append(rank)
         if len(groups) > 1:

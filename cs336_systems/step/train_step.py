@@ -170,7 +170,7 @@ class TrainStep:
 
         # Graphs overwrite gradients in the memory that they were captured with.
         drop = self._drop if self.graph is None else lambda: None
-        loss = Replay(self.model, optimizer, adapted.unlisted_state).check(run, drop) if replay else run()
+        loss = Replay(self.model, adapted).check(run, drop) if replay else run()
         if adapted.clips_itself:
             self._apply()
             assert adapted.grad_norm is not None, "the optimizer must check for finite gradients"

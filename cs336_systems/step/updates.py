@@ -83,6 +83,17 @@ class PlainOptimizer:
         return getattr(self.optimizer, "owned", every)
 
     @property
+    def flat(self) -> list[tuple[str, Tensor, list[tuple[int, nn.Parameter]]]]:
+        """Weights, gradients and state on this rank: kind, tensor, and the parameter that it belongs to."""
+        found = []
+        for group in self.optimizer.param_groups:
+            for p in group["params"]:
+                state = {kind: value for kind, value in self.optimizer.state.get(p, {}).items() if kind != "step"}
+                tensors = {"weight": p.detach(), "gradient": p.grad, **state}
+                found += [(kind, tensor, [(0, p)]) for kind, tensor in tensors.items() if tensor is not None]
+        return found
+
+    @property
     def unlisted_state(self) -> list[Tensor]:
         """Tensors kept between steps that `Optimizer.state` does not hold: none."""
         return []

@@ -29,6 +29,7 @@ from cs336_systems.kernels.flash import portable_launch, tiles
 from cs336_systems.kernels.flash.band import Band
 from cs336_systems.kernels.flash.tiles import BLOCK_DIMS, KERNELS, SHARED_MEMORY, WIDEST_GRAD, Key
 from cs336_systems.kernels.fused import pointwise_triton
+from cs336_systems.kernels.fused.pointwise import CHECKED, INTEGERS
 from tests.helpers import PACKAGE
 from tests.unit.kernels import sass
 
@@ -224,6 +225,8 @@ def _call_pointwise(dtype: torch.dtype, width: int, head_dim: int) -> None:
     flat, moment, scalars = tensor(1 << 20), tensor(1 << 20, dtype=wide), tensor(5, dtype=wide)
     low_bits = tensor(1 << 20, dtype=torch.int16) if dtype == torch.bfloat16 else None
     pointwise_triton.adamw(flat, low_bits, flat, moment, moment, scalars, (0.9, 0.95), 1e-8, 0.1)
+    bits = tensor(1 << 20, dtype=INTEGERS[dtype.itemsize])
+    pointwise_triton.checksums(bits, tensor(1 << 6, dtype=torch.int64), CHECKED)
 
 
 def _row(section: str, *values: Any) -> Row:

@@ -158,6 +158,17 @@ class PackedAdamW(torch.optim.Optimizer):
         """The low 16 bits of the masters, which neither the parameters nor `state` hold."""
         return [pack.rest for pack in self._packs if pack.rest is not None]
 
+    @property
+    def flat(self) -> list[tuple[str, Tensor, list[tuple[int, nn.Parameter]]]]:
+        """The packed tensors: kind, tensor, and where each parameter starts in it."""
+        found = []
+        for pack in self._packs:
+            starts = [(view.start, view.parameter) for view in pack.views]
+            kinds = {"weight": pack.weights, "low bits": pack.rest, "gradient": pack.grads}
+            kinds |= {"exp_avg": pack.mean, "exp_avg_sq": pack.square}
+            found += [(kind, tensor, starts) for kind, tensor in kinds.items() if tensor is not None]
+        return found
+
     @torch.no_grad()
     def masters(self, device: torch.device | str | None = None) -> dict[nn.Parameter, Tensor]:
         """Return a copy of every parameter's weights in fp32, on `device`: the host has room where the GPU has not."""

@@ -15,6 +15,10 @@ from cs336_systems.kernels.flash.operators import is_plain
 
 IGNORED = -100
 """Target that does not count towards the loss, as in torch."""
+CHECKED = 16384
+"""Elements that one checksum covers."""
+INTEGERS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+"""Integer dtype by bytes of an element."""
 
 
 def _triton(t: Tensor) -> Any:
@@ -169,6 +173,20 @@ def adamw_(
     whole.addcdiv_(mean, (square.sqrt() / root_correction).add_(eps), value=-rate / correction)
     if low_bits is not None:
         split_(whole, weights, low_bits)
+
+
+def checksums(tensor: Tensor) -> Tensor:
+    """A 64-bit number for every CHECKED elements of a tensor, and any single bit of them changes it: the sum modulo
+    2^64 of their bits as integers, with odd weights. An odd multiple of a power of two is not 0 modulo 2^64."""
+    bits = tensor.detach().reshape(-1).view(INTEGERS[tensor.element_size()])
+    out = torch.empty(-(-len(bits) // CHECKED), dtype=torch.int64, device=bits.device)
+    if len(bits) and (kernels := _triton(bits)):
+        kernels.checksums(bits, out, CHECKED)
+        return out
+    weights = 2 * torch.arange(CHECKED, device=bits.device) + 1
+    for number, block in enumerate(bits.split(CHECKED) if len(bits) else ()):
+        out[number] = (block.long() * weights[: len(block)]).sum()
+    return out
 
 
 def split_(whole: Tensor, weights: Tensor, low_bits: Tensor) -> None:

@@ -28,6 +28,8 @@ LOGITS = 2048
 """Logits that a program holds at a time."""
 ADAMW_WEIGHTS = 1024
 """Weights that a program updates."""
+CHECKSUM_ELEMENTS = 1024
+"""Elements that a program of a checksum reads at a time."""
 
 
 @triton.jit
@@ -219,6 +221,19 @@ def _adamw(
             tl.store(weights + o_weight, b_weight, m_weight)
 
 
+@triton.jit
+def _checksums(bits, out, count, ELEMENTS: tl.constexpr, BLOCK: tl.constexpr):
+    """ELEMENTS integers: their sum, each times an odd number, modulo 2^64."""
+    i_program = tl.program_id(0).to(tl.int64)
+    o_block = tl.arange(0, BLOCK)  # [BLOCK]
+    b_sum = tl.zeros([BLOCK], tl.int64)
+    for start in range(0, ELEMENTS, BLOCK):
+        o_bits = i_program * ELEMENTS + start + o_block
+        b_bits = tl.load(bits + o_bits, o_bits < count, 0).to(tl.int64)
+        b_sum += b_bits * (2 * (start + o_block) + 1).to(tl.int64)
+    tl.store(out + i_program, tl.sum(b_sum, 0))
+
+
 # -- launches ---------------------------------------------------------------------------------------------------------
 
 
@@ -311,4 +326,11 @@ def adamw(
     _launch(
         _adamw, (triton.cdiv(count, ADAMW_WEIGHTS),), weights, weights if low_bits is None else low_bits, grads, mean,
         square, scalars, count, *betas, eps, decay, SPLIT=low_bits is not None, BLOCK=ADAMW_WEIGHTS, num_warps=4,
+    )  # fmt: skip
+
+
+def checksums(bits: Tensor, out: Tensor, elements: int) -> None:
+    """Write one sum for every `elements` integers of `bits`."""
+    _launch(
+        _checksums, (len(out),), bits, out, len(bits), ELEMENTS=elements, BLOCK=CHECKSUM_ELEMENTS, num_warps=4,
     )  # fmt: skip

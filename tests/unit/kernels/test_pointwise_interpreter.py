@@ -55,6 +55,7 @@ CASES = [
     *product("adamw", [{"count": n} for n in (7, 1024, 3000)], flags("split"), dtypes=["float32"]),
     *product("adamw", [{"count": 1025, "split": True, "grads": "bfloat16"}], dtypes=["float32"]),
     *product("adamw", [{"count": 1025, "update": 0.0}], flags("split"), dtypes=["float32"]),
+    *product("checksums", [{"count": n} for n in (1, 1025, 16384, 40000)], dtypes=[*DTYPES, "float64"]),
     # Autograd nodes convert tensors of any layout to what the kernels take.
     *product("node", [{"part": name} for name in ("add_norm", "norm_linear", "swiglu_linear", "linear_cross_entropy")],
              [{"layout": layout} for layout in LAYOUTS], dtypes=["float32"]),

@@ -8,7 +8,8 @@ from torch import Tensor
 
 from cs336_systems.config import ModelConfig, RunConfig
 from cs336_systems.kernels.fused.packed_adamw import PackedAdamW
-from cs336_systems.step.replay import ReplayError, fingerprints
+from cs336_systems.kernels.fused.pointwise import CHECKED, checksums
+from cs336_systems.step.replay import ReplayError
 from cs336_systems.step.train_step import TrainStep
 
 SHAPE = ModelConfig(vocab_size=61, context_length=8, d_model=16, num_layers=1, num_heads=2, d_ff=24)
@@ -102,24 +103,24 @@ def test_a_replayed_run_is_the_same_run(build):
     assert all(torch.equal(a, b) for a, b in zip(weights, replayed, strict=True))
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64])
-@pytest.mark.parametrize("shape", [(), (0, 3), (5,), (3, 4), (2, 3, 4), (3, 4097)])
-def test_a_fingerprint_changes_with_each_single_bit(dtype, shape):
-    tensor = torch.randn(shape, dtype=dtype)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64, torch.int8])
+@pytest.mark.parametrize("shape", [(), (0, 3), (5,), (3, 4), (2, 3, 4), (3, CHECKED // 2 + 1)])
+def test_a_checksum_changes_with_each_single_bit(dtype, shape):
+    tensor = torch.randn(shape).mul(50).to(dtype)
     if tensor.dim() == 2:
         tensor = tensor.t()  # not contiguous
-    before = fingerprints({"x": tensor})
-    bits = tensor.view({2: torch.int16, 4: torch.int32, 8: torch.int64}[tensor.element_size()])
+    before = checksums(tensor)
+    assert len(before) == -(-tensor.numel() // CHECKED)
+    bits = tensor.reshape(-1).view({1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}[tensor.itemsize])
     for place in random.Random(0).sample(range(tensor.numel()), min(tensor.numel(), 25)):
-        for bit in (0, 3, 8 * tensor.element_size() - 1):
-            mask = torch.zeros_like(bits).reshape(-1)
-            mask[place] = 1 << bit if bit < 8 * tensor.element_size() - 1 else torch.iinfo(bits.dtype).min
-            changed = (bits ^ mask.view(bits.shape)).view(dtype)
-            assert all(a != b for a, b in zip(before["x"], fingerprints({"x": changed})["x"], strict=True))
+        for bit in (0, 3, 8 * tensor.itemsize - 1):
+            changed = bits.clone()
+            changed[place] ^= 1 << bit if bit < 8 * tensor.itemsize - 1 else torch.iinfo(bits.dtype).min
+            differs = checksums(changed) != before
+            assert differs.nonzero().tolist() == [[place // CHECKED]]
 
 
-def test_swapped_elements_change_a_fingerprint():
-    tensor = torch.arange(12, dtype=torch.float32).reshape(3, 4)
-    swapped = tensor.clone()
-    swapped[0, 1], swapped[2, 3] = tensor[2, 3], tensor[0, 1]
-    assert fingerprints({"x": tensor}) != fingerprints({"x": swapped})
+def test_swapped_elements_change_a_checksum():
+    tensor = torch.arange(12, dtype=torch.float32)
+    swapped = tensor[torch.tensor([0, 11, 2, 3, 4, 5, 6, 7, 8, 9, 10, 1])]
+    assert not torch.equal(checksums(tensor), checksums(swapped))

@@ -117,7 +117,7 @@ def test_a_tensor_of_another_shape_is_refused_before_anything_is_loaded(folder):
 
 def test_a_random_state_that_torch_refuses_is_found_before_anything_is_loaded(tmp_path):
     folder = tmp_path / "checkpoints"
-    (own,) = rng_state()
+    own = next(iter(rng_state()))
     Store(folder).save({**cases.tiny_state(1), own: torch.zeros_like(rng_state()[own])}, cases.tiny_manifest(1))
     store, state = Store(folder), {**cases.tiny_state(0), **rng_state()}
     with pytest.warns(UserWarning, match="damaged"), pytest.raises(DamagedCheckpointError, match=own):
