@@ -56,8 +56,7 @@ from cs336_systems.train.loop import Trainer
 from cs336_systems.train.saving import SaveThread
 from cs336_systems.train.settings import TrainSettings
 from tests.distributed.checkpoint_cases import faults, saves_with_faults, survive_mutations
-from tests.distributed.kills import CALLS, TOLERANCE, Campaign
-from tests.distributed.kills import SAVE_EVERY as KILLS_SAVE_EVERY
+from tests.distributed.kills import AT_RANDOM, PROBLEMS, TOLERANCE, Campaign
 from tests.distributed.train_cases import (
     Run,
     argv_of,
@@ -666,23 +665,25 @@ def faults_in_saves(lab: Lab, trials: int) -> list[Figure]:
 def killed_at_calls(lab: Lab, trials: int) -> list[Figure]:
     tally = Campaign(lab.folder, trials, GIVE_UP, lab.note).run()
     kills = sum(tally.kills.values())
+    counts = [
+        *((call if call == AT_RANDOM else f"at {call}", count) for call, count in tally.kills.most_common()),
+        *((f"{moment} the call", count) for moment, count in tally.moments.most_common()),
+        *((f"call on {file}", count) for file, count in tally.files.most_common()),
+        *((f"call in {phase}", count) for phase, count in tally.phases.most_common()),
+        *((f"under {way}", count) for way, count in sorted(tally.ways.items())),
+        ("one rank killed, the others left alone", tally.left_alone),
+        ("the others ended by themselves", tally.ended_alone),
+    ]
     return [
         Figure("kills", kills),
         Figure("resumed", tally.resumed, kills, exact=True),
-        Figure("runs as undisturbed", tally.equal, tally.runs - tally.changing, exact=True),
-        Figure("runs with other wrappers and ranks as undisturbed", tally.close, tally.changing, exact=True),
+        *(Figure(problem, tally.problems[problem], 0) for problem in PROBLEMS),
+        Figure("runs as undisturbed to the bit", tally.equal, tally.runs - tally.changing, exact=True),
+        Figure("runs as undisturbed with changing wrappers and ranks", tally.close, tally.changing, exact=True),
         Figure("their largest difference", tally.difference, TOLERANCE),
-        *(
-            Figure(f"lost steps{' with async_save' * is_async}", lost, KILLS_SAVE_EVERY * (2 if is_async else 1))
-            for is_async, lost in tally.lost.items()
-        ),
-        Figure("ranks ended without SIGTERM after the kill of one", tally.ended_alone),
+        *(Figure(f"lost steps{' with async_save' * is_async}", lost) for is_async, lost in tally.lost.items()),
         Figure("slowest start", tally.slowest, unit="s"),
-        *(Figure(f"at {call}" if call in CALLS else call, count) for call, count in tally.kills.most_common()),
-        *(Figure(f"of {file}", count) for file, count in tally.files.most_common()),
-        *(Figure(f"{moment} the call", count) for moment, count in tally.moments.most_common()),
-        *(Figure(f"in a {phase}", count) for phase, count in tally.phases.most_common()),
-        *(Figure(way, count) for way, count in sorted(tally.ways.items())),
+        *(Figure(name, count) for name, count in counts),
     ]
 
 
