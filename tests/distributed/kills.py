@@ -137,7 +137,7 @@ class Campaign:
     counts: dict[Way, list[dict[tuple[str, str], int]]] = field(default_factory=dict)
     """Calls of an undisturbed run, by rank."""
     seconds: dict[Way, float] = field(default_factory=dict)
-    """Duration of the last start that was not killed."""
+    """Duration of an undisturbed start, as it was lately."""
     failures: int = 0
     _lock: threading.RLock = field(default_factory=threading.RLock)
     _numbers: Iterator[int] = field(default_factory=itertools.count)
@@ -203,6 +203,8 @@ class Campaign:
                 if kill is not None and (seen.is_killed if kill.call else -signal.SIGKILL in end.codes):
                     self._count(way, variant, kill, end, seen, patience)
                     waiting += 1
+                if kill is not None and not kill.call:
+                    self._learn(way, seen.resumed_at is None, is_done)
                 _require_clean_end(end, seen)
                 _require_resumed(output, before, strays, seen)
                 self._require_kept(way, output, before, seen)
@@ -230,6 +232,11 @@ class Campaign:
         point, moment = chance.choice(points)
         number = chance.randint(1, math.ceil(counts[point] / REACH))
         return Kill(*point, number, moment, everyone=everyone)
+
+    def _learn(self, way: Way, was_early: bool, was_late: bool) -> None:
+        """Adapt the times of kills to how busy the machine is: some hit before the training, few after its end."""
+        with self._lock:
+            self.seconds[way] *= 1.1 if was_early else 0.7 if was_late else 1.0
 
     def _start(
         self, forker: Forker, way: Way, output: Path, kill: Kill | None, patience: float = 0.1
