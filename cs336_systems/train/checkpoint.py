@@ -16,7 +16,6 @@ import contextlib
 import errno
 import math
 import os
-import secrets
 import shutil
 import time
 import warnings
@@ -119,9 +118,9 @@ class Store:
         if dist.get_rank() == 0:
             try:
                 self.folder.mkdir(parents=True, exist_ok=True)
-                probe = self.folder / f".write-{secrets.token_hex(4)}"
-                probe.touch()
-                probe.unlink()
+                probe = self.folder / temporary_name(0)  # removed by the next start if this one is killed here
+                probe.mkdir()
+                probe.rmdir()
                 for stray in self.folder.iterdir():
                     if is_temporary(stray.name):
                         shutil.rmtree(stray, ignore_errors=True)

@@ -15,17 +15,17 @@
     R18  an environment that cannot work: one line that names the variable
     R19  random changes of manifests, indices and shards, half of them with hashes that match
     R20  each error at each phase of a save, on either of two ranks
+    R23  ranks are killed at chosen calls of the operating system and at random times; wrapper and ranks change
     R24  two torchruns, as on two nodes: a rank is killed on one, then on the other
 
-In R3, R4 and R8 one folder is killed and resumed again and again. The losses, weights, moments and random state of its
-finished run must equal those of an undisturbed run to the bit. Prints a line for each check and writes all figures to a
-JSON file, which keeps the results of checks that were not run. Times are reported and have no limit.
+In R3, R4, R8 and R23 one folder is killed and resumed again and again. The losses, weights, moments and random state of
+its finished run must equal those of an undisturbed run to the bit. Prints a line for each check and writes all figures
+to a JSON file, which keeps the results of checks that were not run. Times are reported and have no limit.
 """
 
 import argparse
 import contextlib
 import dataclasses
-import hashlib
 import itertools
 import json
 import os
@@ -40,7 +40,6 @@ import sys
 import tempfile
 import threading
 import time
-import warnings
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -48,9 +47,6 @@ from typing import Any
 from unittest import mock
 
 import torch
-import torch.distributed.checkpoint as dcp
-from torch import Tensor
-from torch.distributed.checkpoint import FileSystemReader
 
 from cs336_systems.flags import build
 from cs336_systems.measure.environment import capture
@@ -60,7 +56,18 @@ from cs336_systems.train.loop import Trainer
 from cs336_systems.train.saving import SaveThread
 from cs336_systems.train.settings import TrainSettings
 from tests.distributed.checkpoint_cases import faults, saves_with_faults, survive_mutations
-from tests.distributed.train_cases import Run, argv_of, checkpoints, losses_of, perform_all, temporaries, text_of
+from tests.distributed.kills import AT_RANDOM, PROBLEMS, TOLERANCE, Campaign
+from tests.distributed.train_cases import (
+    Run,
+    argv_of,
+    checkpoints,
+    is_same_run,
+    losses_of,
+    newest_intact,
+    perform_all,
+    temporaries,
+    text_of,
+)
 from tests.distributed.train_cases import fields as tiny_fields
 from tests.helpers import CPU_ONLY, ROOT, Marked
 
@@ -222,44 +229,6 @@ class Lab:
             self.undisturbed[wrapper] = expected["output"]
         if not is_same_run(settings["output"], self.undisturbed[wrapper], STEPS):
             raise TrialError("the result differs from that of an undisturbed run")
-
-
-# -- checkpoints ------------------------------------------------------------------------------------------------------
-
-
-def is_intact(checkpoint: Path) -> bool:
-    """Compare the hashes of the manifest, by other code than that under test."""
-    try:
-        files = json.loads((checkpoint / "manifest.json").read_text())["files"]
-        hashes = {name: hashlib.sha256((checkpoint / name).read_bytes()).hexdigest() for name in files}
-        return all(hashes[name] == entry["sha256"] for name, entry in files.items())
-    except (OSError, ValueError):
-        return False
-
-
-def newest_intact(output: str) -> int:
-    return max((step for step, path in checkpoints(output).items() if is_intact(path)), default=0)
-
-
-def state_of(checkpoint: Path) -> dict[str, Tensor]:
-    """Return all tensors: weights, moments and random state of all ranks."""
-    reader = FileSystemReader(checkpoint)
-    entries = reader.read_metadata().state_dict_metadata
-    state = {name: torch.empty(entry.size, dtype=entry.properties.dtype) for name, entry in entries.items()}
-    with warnings.catch_warnings():
-        warnings.filterwarnings("ignore", "torch.distributed is disabled")  # as it should be here
-        dcp.load(state, storage_reader=reader, no_dist=True)
-    return state
-
-
-def is_same_run(output: str, other: str, steps: int) -> bool:
-    """Compare losses, weights, moments and random state to the bit."""
-    found, expected = (state_of(checkpoints(each)[steps]) for each in (output, other))
-    return (
-        found.keys() == expected.keys()
-        and all(torch.equal(value, expected[name]) for name, value in found.items())
-        and losses_of(output) == losses_of(other)
-    )
 
 
 # -- stops ------------------------------------------------------------------------------------------------------------
@@ -690,6 +659,34 @@ def faults_in_saves(lab: Lab, trials: int) -> list[Figure]:
     return [Figure("faults", len(faults(0) + faults(1))), Figure("not survived", len(lab.failures), 0)]
 
 
+# -- kills at calls of the operating system ---------------------------------------------------------------------------
+
+
+def killed_at_calls(lab: Lab, trials: int) -> list[Figure]:
+    tally = Campaign(lab.folder, trials, GIVE_UP, lab.note).run()
+    kills = sum(tally.kills.values())
+    counts = [
+        *((call if call == AT_RANDOM else f"at {call}", count) for call, count in tally.kills.most_common()),
+        *((f"{moment} the call", count) for moment, count in tally.moments.most_common()),
+        *((f"call on {file}", count) for file, count in tally.files.most_common()),
+        *((f"call in {phase}", count) for phase, count in tally.phases.most_common()),
+        *((f"under {way}", count) for way, count in sorted(tally.ways.items())),
+        ("one rank killed, the others left alone", tally.left_alone),
+        ("the others ended by themselves", tally.ended_alone),
+    ]
+    return [
+        Figure("kills", kills),
+        Figure("resumed", tally.resumed, kills, exact=True),
+        *(Figure(problem, tally.problems[problem], 0) for problem in PROBLEMS),
+        Figure("runs as undisturbed to the bit", tally.equal, tally.runs - tally.changing, exact=True),
+        Figure("runs as undisturbed with changing wrappers and ranks", tally.close, tally.changing, exact=True),
+        Figure("their largest difference", tally.difference, TOLERANCE),
+        *(Figure(f"lost steps{' with async_save' * is_async}", lost) for is_async, lost in tally.lost.items()),
+        Figure("slowest start", tally.slowest, unit="s"),
+        *(Figure(name, count) for name, count in counts),
+    ]
+
+
 # -- the command ------------------------------------------------------------------------------------------------------
 
 
@@ -713,6 +710,7 @@ CHECKS = {
     "R18": Check("environments that cannot work", bad_environments),
     "R19": Check("random changes of checkpoints", random_changes, 2000),
     "R20": Check("faults at each phase of a save", faults_in_saves),
+    "R23": Check("kills at calls of the operating system", killed_at_calls, 1000),
     "R24": Check("restarts on two nodes", restarted_on_two_nodes, 10),
 }
 
@@ -746,7 +744,9 @@ def main(argv: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--only", default=",".join(CHECKS), help="checks, separated by commas")
     parser.add_argument(
-        "--trials", type=int, help="trials of R1, R2, R3, R4, R8, R19 and R24: 10, 12, 100, 100, 20, 2,000 and 10"
+        "--trials",
+        type=int,
+        help="trials of R1, R2, R3, R4, R8, R19, R23 and R24: 10, 12, 100, 100, 20, 2,000, 1,000 and 10",
     )
     parser.add_argument("--output", type=Path, default=Path("results/reliability/soak.json"))
     arguments = parser.parse_args(argv)

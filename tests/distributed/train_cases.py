@@ -28,8 +28,9 @@ from typing import Any
 from unittest import mock
 
 import torch
+import torch.distributed.checkpoint as dcp
 from torch import Tensor, nn
-from torch.distributed.checkpoint import FileSystemWriter
+from torch.distributed.checkpoint import FileSystemReader, FileSystemWriter
 
 from cs336_systems import record
 from cs336_systems.cli import main
@@ -327,3 +328,38 @@ def newest(output: str | Path) -> int:
 
 def temporaries(output: str | Path) -> list[str]:
     return [path.name for path in (Path(output) / "checkpoints").glob("*tmp*")]
+
+
+def is_intact(checkpoint: Path) -> bool:
+    """Compare the hashes of the manifest, by other code than that under test."""
+    try:
+        files = json.loads((checkpoint / "manifest.json").read_text())["files"]
+        hashes = {name: hashlib.sha256((checkpoint / name).read_bytes()).hexdigest() for name in files}
+        return all(hashes[name] == entry["sha256"] for name, entry in files.items())
+    except (OSError, ValueError):
+        return False
+
+
+def newest_intact(output: str) -> int:
+    return max((step for step, path in checkpoints(output).items() if is_intact(path)), default=0)
+
+
+def state_of(checkpoint: Path) -> dict[str, Tensor]:
+    """Return all tensors: weights, moments and random state of all ranks."""
+    reader = FileSystemReader(checkpoint)
+    entries = reader.read_metadata().state_dict_metadata
+    state = {name: torch.empty(entry.size, dtype=entry.properties.dtype) for name, entry in entries.items()}
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", "torch.distributed is disabled")  # as it should be here
+        dcp.load(state, storage_reader=reader, no_dist=True)
+    return state
+
+
+def is_same_run(output: str, other: str, steps: int) -> bool:
+    """Compare losses, weights, moments and random state to the bit."""
+    found, expected = (state_of(checkpoints(each)[steps]) for each in (output, other))
+    return (
+        found.keys() == expected.keys()
+        and all(torch.equal(value, expected[name]) for name, value in found.items())
+        and losses_of(output) == losses_of(other)
+    )

@@ -164,6 +164,15 @@ def test_other_names_are_no_checkpoints(name, folder):
     assert {path.name for path in folder.iterdir()} == {name, name_of(3), "step-00000009.tmp-notes"}
 
 
+def test_what_a_killed_start_has_left_is_removed(folder):
+    """A start tests whether it can write to the folder, and may be killed before it has tidied up."""
+    with mock.patch.object(Path, "rmdir", side_effect=KeyboardInterrupt), pytest.raises(KeyboardInterrupt):
+        Store(folder).prepare()
+    assert len([*folder.iterdir()]) == 3
+    Store(folder).prepare()
+    assert {path.name for path in folder.iterdir()} == {name_of(1), name_of(2)}
+
+
 def test_a_damaged_folder_of_the_same_step_is_moved_aside(folder):
     (folder / name_of(2) / "notes.txt").write_text("mine")
     assert cases.save(folder, 2) is not None
