@@ -223,8 +223,8 @@ def test_replacing_keeps_links_modes_and_devices(tmp_path):
 
 
 def test_no_module_writes_files_in_another_way():
-    """Exceptions: checkpoints, which are folders, the stacks of hanging ranks, which outlive their process, and the files
-    that show whether a folder is shared."""
+    """Exceptions: checkpoints, which are folders, the stacks of hanging ranks, which outlive their process, and files that
+    show whether a folder is shared."""
     pattern = re.compile(r"\.write_text\(|\.write_bytes\(|savefig\((?!fresh)|open\([^)]*\"w")
     found = {
         str(path.relative_to(ROOT / "cs336_systems"))
