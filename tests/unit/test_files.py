@@ -223,7 +223,7 @@ def test_replacing_keeps_links_modes_and_devices(tmp_path):
 
 
 def test_no_module_writes_files_in_another_way():
-    """Exceptions: checkpoints, which are folders, the stacks of hanging ranks, which outlive their process, and files that
+    """Exceptions: checkpoints, which are folders; the stacks of hanging ranks, which outlive their process; files that
     show whether a folder is shared."""
     pattern = re.compile(r"\.write_text\(|\.write_bytes\(|savefig\((?!fresh)|open\([^)]*\"w")
     found = {
