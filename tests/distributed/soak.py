@@ -109,7 +109,8 @@ class Figure:
     def __str__(self) -> str:
         unit = f" {self.unit}" if self.unit else ""
         limit = "" if self.limit is None else f" of {self.limit:g}" if self.exact else f" (<= {self.limit:g})"
-        return f"{self.name} {self.value:.3g}{unit}{limit}"
+        value = f"{self.value:,}" if isinstance(self.value, int) else f"{self.value:.3g}"
+        return f"{self.name} {value}{unit}{limit}"
 
 
 # -- processes --------------------------------------------------------------------------------------------------------
