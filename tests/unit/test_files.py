@@ -21,7 +21,6 @@ from cs336_systems.config import RunConfig
 from cs336_systems.experiments.session import draw_timelines
 from cs336_systems.files import foreign, locked, read_input, replacing, write_file
 from cs336_systems.measure.readers.json_stream import items_of
-from cs336_systems.measure.readers.plain_pickle import load_plain
 from cs336_systems.record import CELL_TIME, Environment, Record
 from cs336_systems.report.picture import Picture, save
 from cs336_systems.table import Table, word
@@ -86,17 +85,6 @@ def test_a_stream_gives_what_json_gives_wherever_it_is_cut_into_pieces(size):
 def test_a_stream_refuses_what_is_no_such_list(text):
     with pytest.raises((KeyError, ValueError)):
         list(items_of(iter([text.encode()]), "e"))
-
-
-@pytest.mark.parametrize("protocol", [2, 3, 4, 5])
-def test_plain_data_survives_pickling(protocol):
-    shared = ["shared", 1]
-    data = {
-        "a": [None, True, False, 0, 255, 65535, -1, 2**40, 1.5, "模型", "x" * 300],
-        "b": (1, (), (2, 3, 4)),
-    }
-    data |= {"c": shared, "d": shared, "e": {}, "f": [], "g": list(range(300)), "h": tuple(range(10))}
-    assert load_plain(pickle.dumps(data, protocol)) == data
 
 
 # -- output -----------------------------------------------------------------------------------------------------------

@@ -8,19 +8,21 @@ from pathlib import Path
 from typing import Any
 
 from cs336_systems.config import UserError
-from cs336_systems.files import LONGEST_NAME, MOST_ITEMS, foreign, is_number, read_input, require_at_most
-from cs336_systems.measure.readers.plain_pickle import load_plain
+from cs336_systems.files import LONGEST_NAME, MOST_ITEMS, foreign, is_number, limit, read_input, require_at_most
+from cs336_systems.plain_pickle import load_plain
 from cs336_systems.text import printable
 from cs336_systems.timeline import Block, Timeline
 
 EARLIER = "allocated before the recording"
+MOST_INSTRUCTIONS = 16_000_000
+"""Instructions of a pickle; an event has about 25, and MOST_ITEMS are read. This many take 4 s."""
 MOST_FRAMES = 100
 """Frames of a stack, from the innermost, among which user code is looked for."""
 
 
 def read_snapshot(path: Path) -> Timeline:
     with foreign(path, "a memory snapshot"):
-        snapshot = load_plain(read_input(path))
+        snapshot = load_plain(read_input(path), most=limit(MOST_INSTRUCTIONS))
         if not (isinstance(snapshot, dict) and {"segments", "device_traces"} <= snapshot.keys()):
             raise UserError(f"{str(path)!r} is not a memory snapshot: it has no segments and device_traces")
         events = list(_all_of(_dicts(trace, "a history of events") for trace in snapshot["device_traces"]))
