@@ -11,6 +11,7 @@ import gzip
 import io
 import json
 import os
+import reprlib
 import secrets
 import stat
 import sys
@@ -180,6 +181,11 @@ def read_json(path: Path, most: int) -> Any:
 def is_number(value: Any, least: float = -1e18, most: float = 1e18) -> bool:
     """Return whether a value of a file is a finite number in these bounds; an integer of 400 digits is not."""
     return type(value) in (int, float) and least <= value <= most
+
+
+def shown(value: Any) -> str:
+    """Return a value of a file for a message. The repr of a small pickle may have gigabytes: lists can be shared."""
+    return reprlib.repr(value)[:40]
 
 
 def _first_byte(descriptor: int, path: Path) -> bytes:
