@@ -22,6 +22,7 @@ from typing import NamedTuple
 import torch.distributed as dist
 
 from cs336_systems.config import UserError
+from cs336_systems.files import reason_of
 from cs336_systems.parallel.peers import RankError, ranks_named, within
 
 TELL_WITHIN = 60.0
@@ -146,8 +147,7 @@ def _connect(place: Place, timeout: float, where: str) -> dist.Store:
             f"no rendezvous at {where}: connected, but no answer within {timeout:g} s; is this the port of torchrun?"
         ) from None
     except RuntimeError as error:  # DistNetworkError is one
-        reason = " ".join(str(error).split())[:200]
-        raise UserError(f"no rendezvous at {where}: {reason}") from None
+        raise UserError(f"no rendezvous at {where}: {reason_of(error)}") from None
 
 
 def _environment(name: str, *, least: int, below: int | None = None) -> int:

@@ -13,6 +13,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from cs336_systems.parallel.collectives import gather
+
 BITS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 """Integer dtype by bytes of an element."""
 WIDTH = 4096
@@ -98,8 +100,7 @@ def _raise_together(found: str | None, weights: Mapping[str, Fingerprint]) -> No
         if found:
             raise ReplayError(f"two runs of it gave different results, first seen in {found}")
         return
-    every: list[tuple[str | None, Mapping[str, Fingerprint]]] = [(None, {})] * dist.get_world_size()
-    dist.all_gather_object(every, (found, weights))
+    every = gather((found, weights))
     bad = [f"{name} on rank {rank}" for rank, (name, _) in enumerate(every) if name]
     if bad:
         raise ReplayError(f"two runs of it gave different results, first seen in {', '.join(bad)}")

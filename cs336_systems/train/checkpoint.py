@@ -35,8 +35,9 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import DTensor, Shard
 
 from cs336_systems.config import UserError
+from cs336_systems.files import reason_of
 from cs336_systems.flags import one_line
-from cs336_systems.parallel.collectives import persistent_buffers
+from cs336_systems.parallel.collectives import from_first, gather, on_first, persistent_buffers
 from cs336_systems.record import MIB
 from cs336_systems.step.updates import adapt
 from cs336_systems.train.checkpoint_files import (
@@ -115,8 +116,8 @@ class Store:
 
     def prepare(self) -> None:
         """Create the folder, and remove what an interrupted save has left."""
-        problem = None
-        if dist.get_rank() == 0:
+
+        def make() -> None:
             try:
                 self.folder.mkdir(parents=True, exist_ok=True)
                 probe = self.folder / f".write-{secrets.token_hex(4)}"
@@ -127,7 +128,9 @@ class Store:
                         shutil.rmtree(stray, ignore_errors=True)
             except OSError as error:
                 problem = f"cannot write to {str(self.folder)!r}: {error.strerror}; choose another --output"
-        raise_together(problem)
+                raise UserError(problem) from None
+
+        on_first(make)
 
     def save(self, state: dict[str, Any], manifest: dict[str, Any]) -> Path | None:
         """Save `state`; `manifest` has at least the step. Return None if it failed: older checkpoints are untouched."""
@@ -205,8 +208,8 @@ class Store:
 
     def set_aside(self, step: int) -> Path | None:
         """Move checkpoints later than `step` out of the folder; return where they are, None if there are none."""
-        target, problem = None, None
-        if dist.get_rank() == 0:
+
+        def move() -> Path | None:
             later = [path for path in checkpoints_in(self.folder) if (step_of(path.name) or 0) > step]
             number = 1
             while (folder := self.folder.with_name(f"superseded-{number}")).exists():
@@ -214,12 +217,13 @@ class Store:
             try:
                 for path in reversed(later):
                     folder.mkdir(exist_ok=True)
-                    target = folder
                     os.rename(path, folder / path.name)
             except OSError as error:
                 problem = f"cannot move the checkpoints after step {step} to {str(folder)!r}: {error.strerror}"
-        raise_together(problem)
-        return from_first(target)
+                raise UserError(problem) from None
+            return folder if later else None
+
+        return on_first(move)
 
     # -- reading ------------------------------------------------------------------------------------------------------
 
@@ -278,15 +282,14 @@ class Store:
 
     def _listed(self) -> list[Path]:
         """Return the checkpoints that rank 0 sees, oldest first; raise UserError on all ranks if it cannot."""
-        paths, problem = [], None
-        try:
-            paths = checkpoints_in(self.folder) if dist.get_rank() == 0 else []
-        except OSError as error:  # a run that has checkpoints must not start anew
-            problem = f"cannot read {str(self.folder)!r}: {error.strerror}"
-        paths, problem = from_first((paths, problem), self._group)
-        if problem:
-            raise UserError(problem)
-        return paths
+
+        def find() -> list[Path]:
+            try:
+                return checkpoints_in(self.folder)
+            except OSError as error:  # a run that has checkpoints must not start anew
+                raise UserError(f"cannot read {str(self.folder)!r}: {error.strerror}") from None
+
+        return on_first(find, self._group)
 
     def _verify(self, path: Path) -> "_Verdict":
         """Check a checkpoint: rank 0 its manifest and names, all ranks together the contents of its files."""
@@ -438,7 +441,7 @@ def _reason(error: BaseException, state: dict[str, Any], folder: Path) -> str:
         if free < needed:
             sizes = f"{free / MIB:.1f} MiB are free in {str(folder)!r}, a checkpoint takes {needed / MIB:.1f}"
             return f"{os.strerror(errno.ENOSPC)} ({sizes})"
-    return " ".join(str(error).split())[:200] or type(error).__name__
+    return reason_of(error)
 
 
 def _failure_of(work: Callable[..., object], *arguments: Any) -> str | None:
@@ -493,26 +496,3 @@ def _check_files(path: Path, manifest: dict[str, Any], names: list[str]) -> None
     for name in names:
         require_file(path / name, manifest["files"][name])
         check_parts(path, index, name)
-
-
-# -- ranks ------------------------------------------------------------------------------------------------------------
-
-
-def raise_together(problem: str | None) -> None:
-    """Raise UserError on all ranks if rank 0 has a problem."""
-    if problem := from_first(problem):
-        raise UserError(problem)
-
-
-def from_first(value: Any, group: dist.ProcessGroup | None = None) -> Any:
-    """Return rank 0's value, on all ranks."""
-    box = [value]
-    dist.broadcast_object_list(box, 0, group=group)
-    return box[0]
-
-
-def gather(value: Any, group: dist.ProcessGroup | None = None) -> list[Any]:
-    """Return the values of all ranks, by rank."""
-    every: list[Any] = [None] * dist.get_world_size()
-    dist.all_gather_object(every, value, group=group)
-    return every

@@ -29,7 +29,7 @@ from torch.distributed.checkpoint.planner import LoadItemType, LoadPlan, LoadPla
 from torch.futures import Future
 
 from cs336_systems.plain_pickle import PERSISTENT, Made, Name, load_plain
-from cs336_systems.train.checkpoint_files import DamageError, open_regular
+from cs336_systems.train.checkpoint_files import DamageError, opened
 
 _DCP = "torch.distributed.checkpoint"
 _STORAGES = {
@@ -307,7 +307,7 @@ def _strides(tensor: Any, part: Part) -> tuple[int, ...]:
 
 def check_parts(path: Path, index: Index, file_name: str) -> None:
     """Read every tensor of a file, and raise DamageError unless it is as `index` says and its checksum holds."""
-    with open_regular(path / file_name) as file:
+    with opened(path / file_name) as file:
         for part in index.parts.values():
             if part.place.file == file_name:
                 with _stored(file, part) as (stream, _):
@@ -346,7 +346,7 @@ class Reader(FileSystemReader):
             part = self._index.parts[item.storage_index.fqn, tuple(item.storage_index.offset or ())]
             by_file.setdefault(part.place.file, []).append((item, part))
         for name, items in by_file.items():
-            with open_regular(self._folder / name) as file:
+            with opened(self._folder / name) as file:
                 for item, part in items:
                     rows = _read_tensor(file, part)
                     for dimension, (begin, length) in enumerate(zip(item.storage_offsets, item.lengths, strict=True)):
