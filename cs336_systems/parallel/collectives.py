@@ -12,7 +12,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from cs336_systems.config import UserError
-from cs336_systems.parallel.peers import error_line, ranks_named
+from cs336_systems.parallel.peers import error_line, ranks_by_value, ranks_named
 
 Result = TypeVar("Result")
 T = TypeVar("T", bound=Tensor)
@@ -70,9 +70,7 @@ def together(work: Callable[[], Result]) -> Result:
         result = work()
     except UserError as error:
         problem = error_line(error)
-    ranks: dict[str, list[int]] = {}
-    for rank, found in enumerate(gather(problem)):
-        ranks.setdefault(found, []).append(rank)
+    ranks = ranks_by_value(enumerate(gather(problem)))
     if len(ranks) == 1 and problem:
         raise UserError(problem)  # the same on all ranks
     ranks.pop("", None)

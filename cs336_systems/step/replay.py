@@ -14,6 +14,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from cs336_systems.parallel.collectives import gather
+from cs336_systems.parallel.peers import ranks_by_value, ranks_named
 
 BITS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 """Integer dtype by bytes of an element."""
@@ -105,9 +106,7 @@ def _raise_together(found: str | None, weights: Mapping[str, Fingerprint]) -> No
     if bad:
         raise ReplayError(f"two runs of it gave different results, first seen in {', '.join(bad)}")
     for name in weights:
-        groups: dict[Fingerprint, list[int]] = {}
-        for rank, (_, theirs) in enumerate(every):
-            groups.setdefault(theirs[name], []).append(rank)
+        groups = ranks_by_value((rank, theirs[name]) for rank, (_, theirs) in enumerate(every))
         if len(groups) > 1:
-            sides = " and ".join(f"rank {', '.join(map(str, ranks))}" for ranks in groups.values())
+            sides = " and ".join(map(ranks_named, groups.values()))
             raise ReplayError(f"the weight {name} differs between {sides}")

@@ -20,7 +20,7 @@ import secrets
 import shutil
 import time
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from datetime import timedelta
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -40,16 +40,17 @@ from cs336_systems.flags import one_line
 from cs336_systems.parallel.collectives import from_first, gather, on_first, persistent_buffers
 from cs336_systems.record import MIB
 from cs336_systems.step.updates import adapt
+from cs336_systems.train.agreement import MUST_BE_SHARED
 from cs336_systems.train.checkpoint_files import (
     FORMAT,
     METADATA,
     DamageError,
     HashedFiles,
+    attempt,
     checkpoints_in,
     is_ours,
     is_temporary,
     name_of,
-    problem_of,
     publish,
     read_manifest,
     read_metadata,
@@ -259,14 +260,8 @@ class Store:
 
     def load(self, checkpoint: Checkpoint, state: dict[str, Any]) -> None:
         """Load into the tensors of `state`; raise DamagedCheckpointError, before any is changed, if it does not fit."""
-        index: Index | None = None
-
-        def check() -> None:
-            nonlocal index
-            index = _index(checkpoint.path, checkpoint.manifest)
-            index.require(state)
-
-        self._require_intact(checkpoint, problem_of(check))
+        index, problem = attempt(lambda: _index(checkpoint.path, checkpoint.manifest, state))
+        self._require_intact(checkpoint, problem)
         assert index is not None
         reader = Reader(checkpoint.path, index)
         rng = {name: value for name, value in state.items() if name.startswith("rng/")}
@@ -293,19 +288,19 @@ class Store:
 
     def _verify(self, path: Path) -> "_Verdict":
         """Check a checkpoint: rank 0 its manifest and names, all ranks together the contents of its files."""
-        manifest: dict[str, Any] = {}
 
-        def check() -> None:
-            manifest.update(read_manifest(path))
+        def read() -> dict[str, Any]:
+            manifest = read_manifest(path)
             if manifest["format"] <= FORMAT:  # the entries of a newer one are unknown
                 require_entries(path, manifest)
+            return manifest
 
-        problem = problem_of(check) if dist.get_rank() == 0 else None
-        manifest, problem = from_first((manifest, problem), self._group)
+        manifest, problem = from_first(attempt(read) if dist.get_rank() == 0 else None, self._group)
         if problem is not None or manifest["format"] > FORMAT:
-            return _Verdict(manifest, problem)
+            return _Verdict(manifest or {}, problem)
         share = sorted(manifest["files"])[dist.get_rank() :: dist.get_world_size()]
-        return _Verdict(manifest, self._first_problem(problem_of(lambda: _check_files(path, manifest, share))))
+        _, problem = attempt(lambda: _check_files(path, manifest, share))
+        return _Verdict(manifest, self._first_problem(problem))
 
     def _first_problem(self, problem: str | None) -> str | None:
         """Return, on all ranks, the problem of the first rank that has one."""
@@ -455,7 +450,7 @@ def _failure_of(work: Callable[..., object], *arguments: Any) -> str | None:
 
 def _unseen(folder: Path, files: dict[str, Any], writer: int, rank: int, *, with_hash: bool = False) -> str | None:
     """Return which of the files that `writer` has written this rank does not see with their sizes, or hashes."""
-    remedy = "; --output must be on a file system that all ranks share" if writer != rank else ""
+    remedy = f"; {MUST_BE_SHARED}" if writer != rank else ""
     for name, entry in files.items():
         try:
             if with_hash:
@@ -481,10 +476,12 @@ def _load(state: dict[str, Any], reader: Reader) -> None:
         raise UserError(f"cannot load {path!r}: {reason}; start the same command again") from None
 
 
-def _index(path: Path, manifest: dict[str, Any]) -> Index:
-    """Return the index of a checkpoint, verified against its manifest."""
+def _index(path: Path, manifest: dict[str, Any], state: Mapping[str, Any] | None = None) -> Index:
+    """Return the index of a checkpoint, verified against its manifest; raise DamageError if it does not fit `state`."""
     sizes = {name: entry["size"] for name, entry in manifest["files"].items() if name != METADATA}
-    return read_index(read_metadata(path, manifest), sizes)
+    index = read_index(read_metadata(path, manifest), sizes)
+    index.require(state or {})
+    return index
 
 
 def _check_files(path: Path, manifest: dict[str, Any], names: list[str]) -> None:

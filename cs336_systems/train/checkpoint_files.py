@@ -16,12 +16,14 @@ import shutil
 import stat
 from collections.abc import Callable, Generator
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 from torch.distributed.checkpoint.filesystem import FileSystem
 
 from cs336_systems.files import open_regular, require_shallow, sync_folder
 from cs336_systems.flags import one_line
+
+T = TypeVar("T")
 
 FORMAT = 1
 MANIFEST = "manifest.json"
@@ -151,19 +153,18 @@ def digest_of(manifest: dict[str, Any]) -> str:
 # -- verifying --------------------------------------------------------------------------------------------------------
 
 
-def problem_of(check: Callable[[], object]) -> str | None:
-    """Return why a check has failed, in one line, or None."""
+def attempt(read: Callable[[], T]) -> tuple[T | None, str | None]:
+    """Return what `read` returns, and None; or None, and in one line why it failed."""
     try:
-        check()
+        return read(), None
     except DamageError as error:
-        return one_line(str(error))
+        return None, one_line(str(error))
     except FileNotFoundError as error:
-        return f"{Path(error.filename or '').name} is missing"
+        return None, f"{Path(error.filename or '').name} is missing"
     except OSError as error:
-        return f"{Path(error.filename or '').name} cannot be read ({error.strerror or error})".strip()
+        return None, f"{Path(error.filename or '').name} cannot be read ({error.strerror or error})".strip()
     except Exception as error:  # whatever a crafted file leads to
-        return one_line(f"it cannot be read ({type(error).__name__}: {error})")
-    return None
+        return None, one_line(f"it cannot be read ({type(error).__name__}: {error})")
 
 
 def opened(path: Path) -> io.BufferedReader:
@@ -216,7 +217,7 @@ def require_entries(path: Path, manifest: dict[str, Any]) -> None:
 
 def is_ours(path: Path) -> bool:
     """Tell if the folder has exactly the files of a checkpoint of ours, without reading them."""
-    return problem_of(lambda: require_entries(path, read_manifest(path))) is None
+    return attempt(lambda: require_entries(path, read_manifest(path)))[1] is None
 
 
 def read_metadata(path: Path, manifest: dict[str, Any]) -> bytes:

@@ -70,7 +70,7 @@ _BLOCK = 2**23
 # -- pickles ----------------------------------------------------------------------------------------------------------
 
 
-def parse_pickle(data: bytes, names: set[str]) -> Any:
+def _parse_pickle(data: bytes, names: set[str]) -> Any:
     """Return the value of a pickle that names nothing but `names`; raise DamageError for any other."""
     try:
         return load_plain(data, names)
@@ -158,7 +158,7 @@ def read_index(data: bytes, sizes: Mapping[str, int]) -> Index:
     Raise DamageError unless the parts of each tensor are consecutive ranges of its rows, as torch writes them for
     tensors that are whole or sharded by rows, and every file consists of parts, one after another.
     """
-    root = _fields(parse_pickle(data, _INDEX_NAMES), f"{_DCP}.metadata.Metadata")
+    root = _fields(_parse_pickle(data, _INDEX_NAMES), f"{_DCP}.metadata.Metadata")
     tensors = {name: _tensor(value) for name, value in _dictionary(root.get("state_dict_metadata")).items()}
     stored = root.get("storage_data")
     if type(stored) is not dict:
@@ -278,7 +278,7 @@ def _stored(file: IO[bytes], part: Part) -> Iterator[tuple[IO[bytes], tuple[int,
                 raise DamageError("the description of a tensor is too long")
             if archive.read(members["byteorder"]) != sys.byteorder.encode():
                 raise DamageError(f"its numbers are not {sys.byteorder}-endian")
-            strides = _strides(parse_pickle(archive.read(pickled), _TENSOR_NAMES), part)
+            strides = _strides(_parse_pickle(archive.read(pickled), _TENSOR_NAMES), part)
             if values.file_size != math.prod(part.shape) * part.dtype.itemsize:
                 raise DamageError("a tensor has another number of bytes than its shape")
             with archive.open(values) as stream:

@@ -7,6 +7,7 @@ the step. A file from elsewhere needs no metadata, only the names and shapes of 
 import dataclasses
 import json
 import os
+from collections.abc import Container
 from pathlib import Path
 from typing import Any
 
@@ -150,15 +151,15 @@ def _require_same_config(path: Path, text: str | None, config: ModelConfig) -> N
 
 
 def _require_same_tensors(path: Path, file: Any, state: dict[str, Tensor]) -> None:
-    names = list(file.keys())
-    problems = [problem for name, value in state.items() if (problem := _mismatch(name, value, file, set(names)))]
+    names = dict.fromkeys(file.keys())
+    problems = [problem for name, value in state.items() if (problem := _mismatch(name, value, file, names))]
     problems += [f"{name!r} is not a tensor of the model" for name in names if name not in state]
     if problems:
         others = f" (and {len(problems) - 1} more)" if len(problems) > 1 else ""
         raise UserError(f"--init {str(path)!r} does not fit the model: {problems[0]}{others}")
 
 
-def _mismatch(name: str, value: Tensor, file: Any, names: set[str]) -> str | None:
+def _mismatch(name: str, value: Tensor, file: Any, names: Container[str]) -> str | None:
     if name not in names:
         return f"{name!r} is missing"
     found = file.get_slice(name)
