@@ -11,6 +11,7 @@ import gzip
 import io
 import json
 import os
+import reprlib
 import secrets
 import stat
 import sys
@@ -83,18 +84,17 @@ def foreign(path: Path, what: str) -> Iterator[None]:
     except OSError as error:
         raise read_failure(error, path) from None
     except Exception as error:  # a damaged file can raise any exception
-        raise UserError(f"{name} is not {what}, or is cut off: {_reason(error)}") from None
+        reason = f"it has no {reason_of(error)}" if isinstance(error, KeyError) else reason_of(error)
+        raise UserError(f"{name} is not {what}, or is cut off: {reason}") from None
 
 
 def _too_large(path: Path, reason: LimitError | str) -> UserError:
     return UserError(f"{str(path)!r} is not read: {reason}; {RAISED_BY}=4 raises all limits fourfold")
 
 
-def _reason(error: Exception) -> str:
-    text = " ".join(str(error).split())[:200]
-    if isinstance(error, KeyError):
-        return f"it has no {text}"
-    return text or type(error).__name__
+def reason_of(error: BaseException) -> str:
+    """Return the message of an error as one line that is not long, or else its type."""
+    return " ".join(str(error).split())[:200] or type(error).__name__
 
 
 @contextlib.contextmanager
@@ -182,6 +182,11 @@ def is_number(value: Any, least: float = -1e18, most: float = 1e18) -> bool:
     return type(value) in (int, float) and least <= value <= most
 
 
+def shown(value: Any) -> str:
+    """Return a value of a file for a message. The repr of a small pickle may have gigabytes: lists can be shared."""
+    return reprlib.repr(value)[:40]
+
+
 def _first_byte(descriptor: int, path: Path) -> bytes:
     """Return the first byte of a pipe, or none if its writer is not ready yet; the rest can be read by blocking."""
     first = None
@@ -191,6 +196,36 @@ def _first_byte(descriptor: int, path: Path) -> bytes:
         raise UserError(f"cannot read {str(path)!r}: it is a pipe that nothing is written to")
     os.set_blocking(descriptor, True)
     return first or b""
+
+
+def require_shallow(value: Any, levels: int, what: str) -> None:
+    """Raise ValueError for a value of a JSON file that is nested more deeply, or has an integer that no float holds."""
+    inside = [value]
+    for _ in range(levels):
+        inside = [
+            part
+            for whole in inside
+            if isinstance(whole, dict | list)
+            for part in (whole.values() if isinstance(whole, dict) else whole)
+        ]
+        if any(isinstance(part, int) and not -1e300 < part < 1e300 for part in inside):
+            raise ValueError(f"{what} has an integer of more than 300 digits")
+    if any(isinstance(part, dict | list) for part in inside):
+        raise ValueError(f"{what} is nested more than {levels} levels deep")
+
+
+def open_regular(path: Path, flags: int = os.O_RDONLY, *, follow_links: bool = False) -> int:
+    """Open a regular file and return its descriptor; raise OSError for a link or a FIFO, which is not waited for."""
+    flags |= os.O_CLOEXEC | getattr(os, "O_NONBLOCK", 0) | (0 if follow_links else getattr(os, "O_NOFOLLOW", 0))
+    try:
+        descriptor = os.open(path, flags, 0o644)
+    except OSError as error:
+        reason = "it is a symbolic link" if error.errno == errno.ELOOP and path.is_symlink() else error.strerror
+        raise OSError(error.errno, reason, str(path)) from None
+    if not stat.S_ISREG(os.fstat(descriptor).st_mode):
+        os.close(descriptor)
+        raise OSError(errno.EINVAL, "it is not a regular file", str(path))
+    return descriptor
 
 
 def require_regular(path: Path) -> None:
@@ -240,6 +275,15 @@ def replacing(path: Path) -> Iterator[Path]:
         fresh.unlink(missing_ok=True)
 
 
+def sync_folder(folder: Path) -> None:
+    """Force the names of a folder's files to disk."""
+    descriptor = os.open(folder, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
+
+
 def write_file(path: Path, content: str | bytes) -> None:
     """Write a file, whole or not at all; characters that have no UTF-8 are replaced by `?`."""
     with replacing(path) as fresh:
@@ -251,11 +295,8 @@ def append_lines(path: Path, data: bytes) -> None:
 
     A torn last line, which a killed writer left, is cut off first. Two writers wait for each other.
     """
-    flags = os.O_RDWR | os.O_APPEND | os.O_CREAT | os.O_CLOEXEC | getattr(os, "O_NONBLOCK", 0)
-    descriptor = os.open(path, flags, 0o644)
+    descriptor = open_regular(path, os.O_RDWR | os.O_APPEND | os.O_CREAT, follow_links=True)
     try:
-        if not stat.S_ISREG(os.fstat(descriptor).st_mode):
-            raise OSError(errno.EINVAL, "it is not a regular file")
         _wait_for_writers(descriptor)
         size = _whole_lines(descriptor)
         if size < os.fstat(descriptor).st_size:
@@ -308,15 +349,11 @@ def _whole_lines(descriptor: int) -> int:
 @contextlib.contextmanager
 def locked(path: Path, *, follow_links: bool = False) -> Iterator[None]:
     """Hold the lock of a file, which is created if it is not there and never changed; BlockingIOError if it is held."""
-    flags = os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | getattr(os, "O_NONBLOCK", 0)
     try:
-        descriptor = os.open(path, flags if follow_links else flags | getattr(os, "O_NOFOLLOW", 0), 0o644)
+        descriptor = open_regular(path, os.O_RDWR | os.O_CREAT, follow_links=follow_links)
     except OSError as error:
-        reason = "it is a symbolic link" if error.errno == errno.ELOOP and path.is_symlink() else error.strerror
-        raise OSError(error.errno, f"{path.name}: {reason}", str(path)) from None
+        raise OSError(error.errno, f"{path.name}: {error.strerror}", str(path)) from None
     try:
-        if not stat.S_ISREG(os.fstat(descriptor).st_mode):
-            raise OSError(errno.EINVAL, f"{path.name}: it is not a regular file", str(path))
         with contextlib.suppress(ImportError):  # no such locks on Windows
             import fcntl
 

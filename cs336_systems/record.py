@@ -20,7 +20,16 @@ from pathlib import Path
 from typing import Any, NamedTuple, get_type_hints
 
 from cs336_systems.config import UserError, nearest
-from cs336_systems.files import LARGEST_VALUE, LimitError, append_lines, foreign, is_number, read_input, require_at_most
+from cs336_systems.files import (
+    LARGEST_VALUE,
+    LimitError,
+    append_lines,
+    foreign,
+    is_number,
+    read_input,
+    require_at_most,
+    require_shallow,
+)
 from cs336_systems.text import Text, say
 
 SCHEMA_VERSION = 2
@@ -142,7 +151,7 @@ class Record:
         if before is not None and before.config == config:
             config = before.config
         else:
-            _require_shallow(config, DEEPEST)
+            require_shallow(config, DEEPEST, "its config")
         variant, metric = values.get("variant", ""), values["metric"]
         if version < 2:
             variant, metric = _split_variant(config, metric)
@@ -165,17 +174,6 @@ class Record:
 
 DEEPEST = 10
 """Levels of a configuration in a file; ours have two."""
-
-
-def _require_shallow(value: Any, levels: int) -> None:
-    """Raise ValueError for a value that is nested more deeply, or has a number that no quotient can be formed of."""
-    if isinstance(value, dict | list):
-        if not levels:
-            raise ValueError(f"its config is nested more than {DEEPEST} levels deep")
-        for item in value.values() if isinstance(value, dict) else value:
-            _require_shallow(item, levels - 1)
-    elif isinstance(value, int) and not -1e300 < value < 1e300:
-        raise ValueError("its config has an integer of more than 300 digits")
 
 
 _MOVED = {"cs336_systems.benchmark.llama:build": "cs336_systems.experiments.steps.llama:build"}

@@ -19,6 +19,7 @@ from cs336_systems.files import (
     is_number,
     read_input,
     require_at_most,
+    shown,
     write_file,
 )
 
@@ -148,11 +149,11 @@ class Timeline:
             raise ValueError("its title, device and phases are not all texts")
         for span in self.phases:
             if not (is_number(span.start, 0) and is_number(span.end, span.start)):
-                raise ValueError(f"the phase {span.name[:40]!r} lasts from {span.start!r:.40} to {span.end!r:.40}")
+                raise ValueError(f"the phase {span.name[:40]!r} lasts from {shown(span.start)} to {shown(span.end)}")
         for block in self.blocks:
             if not (is_number(block.start, 0) and (block.end is None or is_number(block.end, block.start))):
-                raise ValueError(f"a block is allocated from {block.start!r:.40} to {block.end!r:.40}")
+                raise ValueError(f"a block is allocated from {shown(block.start)} to {shown(block.end)}")
             if not (isinstance(block.size, int) and is_number(block.size, 0)):
-                raise ValueError(f"a block has a size of {block.size!r:.40}")
+                raise ValueError(f"a block has a size of {shown(block.size)}")
             if not all(isinstance(text, str) for text in (block.label, block.module, block.what, block.line)):
                 raise ValueError("the words of a block are not all texts")

@@ -1,4 +1,7 @@
-"""Functions that the wrappers share: checks of the model, broadcasts, and flat tensors with views."""
+"""Functions that all ranks call together: exchange of objects, errors of one rank raised on all, broadcasts of tensors.
+
+Also functions that the wrappers share: checks of the model, and flat tensors with views.
+"""
 
 from collections.abc import Callable, Iterable
 from itertools import zip_longest
@@ -8,6 +11,10 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from cs336_systems.config import UserError
+from cs336_systems.parallel.peers import error_line, ranks_by_value, ranks_named
+
+Result = TypeVar("Result")
 T = TypeVar("T", bound=Tensor)
 
 BROADCAST_BYTES = 250 << 20
@@ -23,6 +30,56 @@ def communication_device() -> torch.device:
     if dist.get_backend() == "nccl":
         return torch.device("cuda", torch.cuda.current_device())
     return torch.device("cpu")
+
+
+# -- objects ----------------------------------------------------------------------------------------------------------
+
+
+def gather(value: Any, group: dist.ProcessGroup | None = None) -> list[Any]:
+    """Return the values of all ranks, by rank."""
+    every: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(every, value, group=group)
+    return every
+
+
+def from_first(value: Any, group: dist.ProcessGroup | None = None) -> Any:
+    """Return rank 0's value, on all ranks."""
+    box = [value]
+    dist.broadcast_object_list(box, 0, group=group)
+    return box[0]
+
+
+def on_first(work: Callable[[], Result], group: dist.ProcessGroup | None = None) -> Result:
+    """Call `work` on rank 0 and return its result, or raise its UserError, on all ranks."""
+    result, problem = None, None
+    if dist.get_rank() == 0:
+        try:
+            result = work()
+        except UserError as error:
+            problem = str(error)
+    result, problem = from_first((result, problem), group)
+    if problem is not None:
+        raise UserError(problem)
+    return result
+
+
+def together(work: Callable[[], Result]) -> Result:
+    """Return `work()`. If it raises UserError on some rank, raise one on all ranks that names the rank."""
+    result, problem = None, ""
+    try:
+        result = work()
+    except UserError as error:
+        problem = error_line(error)
+    ranks = ranks_by_value(enumerate(gather(problem)))
+    if len(ranks) == 1 and problem:
+        raise UserError(problem)  # the same on all ranks
+    ranks.pop("", None)
+    if ranks:
+        raise UserError("; ".join(f"on {ranks_named(which)}: {found}" for found, which in ranks.items()))
+    return result  # type: ignore[return-value]
+
+
+# -- models -----------------------------------------------------------------------------------------------------------
 
 
 class Wrapper(nn.Module):
@@ -56,8 +113,7 @@ def require_same(module: nn.Module) -> None:
         (name, f"{tuple(t.shape)}, strides {t.stride()}, {t.dtype}, {'trained' if t.requires_grad else 'frozen'}")
         for name, t in (*module.named_parameters(), *module.named_buffers())
     ]
-    by_rank: list[Any] = [None] * dist.get_world_size()
-    dist.all_gather_object(by_rank, own)
+    by_rank = gather(own)
     absent = (None, "absent")
     for rank, others in enumerate(by_rank):
         for (first, kind), (other, other_kind) in zip_longest(by_rank[0], others, fillvalue=absent):

@@ -13,7 +13,7 @@ import os
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Hashable, Iterable
 from concurrent.futures import Future
 from typing import Any, TypeVar
 
@@ -28,10 +28,20 @@ POLL_INTERVAL = 0.3
 """Seconds between two looks at the store."""
 LEAVE_WITHIN = 30.0
 """Seconds in which a rank must leave the group after another rank has failed; then its process is ended."""
+CONNECTION_ERRORS = (
+    "Connection closed",
+    "Connection reset",
+    "caused pair closure",
+    "Timed out",
+    "gloo/transport",
+    "ncclRemoteError",
+)
+"""Parts of messages of torch, Gloo and NCCL."""
 LONGEST_REASON = 400
 """Characters of another rank's error that are shown."""
 
 T = TypeVar("T")
+V = TypeVar("V", bound=Hashable)
 
 
 class RankError(RuntimeError):
@@ -40,11 +50,7 @@ class RankError(RuntimeError):
 
 def is_connection_error(text: str) -> bool:
     """True for an error that is only the consequence of another rank's end."""
-    words = (
-        *("Connection closed", "Connection reset", "caused pair closure"),
-        *("Timed out", "gloo/transport", "ncclRemoteError"),
-    )
-    return any(word in text for word in words)
+    return any(words in text for words in CONNECTION_ERRORS)
 
 
 def ranks_named(ranks: Iterable[int]) -> str:
@@ -57,6 +63,14 @@ def ranks_named(ranks: Iterable[int]) -> str:
             runs.append([rank])
     is_one = len(runs) == 1 and len(runs[0]) == 1
     return f"rank{'' if is_one else 's'} " + ", ".join("-".join(map(str, run)) for run in runs)
+
+
+def ranks_by_value(values: Iterable[tuple[int, V]]) -> dict[V, list[int]]:
+    """Return the ranks of each value, from pairs of a rank and its value."""
+    found: dict[V, list[int]] = {}
+    for rank, value in values:
+        found.setdefault(value, []).append(rank)
+    return found
 
 
 def in_background(work: Callable[[], T]) -> Future[T]:

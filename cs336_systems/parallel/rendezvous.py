@@ -22,7 +22,8 @@ from typing import NamedTuple
 import torch.distributed as dist
 
 from cs336_systems.config import UserError
-from cs336_systems.parallel.peers import RankError, ranks_named, within
+from cs336_systems.files import reason_of
+from cs336_systems.parallel.peers import RankError, ranks_by_value, ranks_named, within
 
 TELL_WITHIN = 60.0
 """Seconds that a rank with an error of its own waits for the other ranks to come and hear of it."""
@@ -111,9 +112,7 @@ def differences(values: Mapping[int, Mapping[str, str]]) -> list[str]:
 
 
 def _difference(name: str, values: Mapping[int, Mapping[str, str]]) -> str:
-    by_value: dict[str, list[int]] = {}
-    for rank, found in sorted(values.items()):
-        by_value.setdefault(found.get(name, "unknown"), []).append(rank)
+    by_value = ranks_by_value((rank, found.get(name, "unknown")) for rank, found in sorted(values.items()))
     if len(by_value) == 1:
         return ""
     shown = [f"{value} on {ranks_named(ranks)}" for value, ranks in by_value.items()][:MOST_VALUES]
@@ -146,8 +145,7 @@ def _connect(place: Place, timeout: float, where: str) -> dist.Store:
             f"no rendezvous at {where}: connected, but no answer within {timeout:g} s; is this the port of torchrun?"
         ) from None
     except RuntimeError as error:  # DistNetworkError is one
-        reason = " ".join(str(error).split())[:200]
-        raise UserError(f"no rendezvous at {where}: {reason}") from None
+        raise UserError(f"no rendezvous at {where}: {reason_of(error)}") from None
 
 
 def _environment(name: str, *, least: int, below: int | None = None) -> int:
@@ -206,13 +204,16 @@ class Meeting:
         entries = self._collect(deadline)
         verdict = judge(self._mine.nonce, entries)
         self._store.set(f"{verdict.group}/verdict", json.dumps(verdict))
-        until = time.monotonic() + GRACE
-        # A store in this process must not end before the others have read the problem.
-        unheard = list(entries) if self._place.hosts_store and (verdict.problem or verdict.absent) else []
-        while unheard[1:] and time.monotonic() < until:
-            unheard = [rank for rank in unheard if rank == 0 or not self._has_answered("heard", entries[rank])]
-            time.sleep(0.02)
+        if self._place.hosts_store and (verdict.problem or verdict.absent):
+            self._wait_until_heard([entry for rank, entry in entries.items() if rank])
         return verdict
+
+    def _wait_until_heard(self, entries: list[Entry]) -> None:
+        """Wait for the other ranks to read the verdict: a store in this process must not end before."""
+        until = time.monotonic() + GRACE
+        while entries and time.monotonic() < until:
+            entries = [entry for entry in entries if not self._has_answered("heard", entry)]
+            time.sleep(0.02)
 
     def _collect(self, deadline: float) -> dict[int, Entry]:
         """Return the entries of the ranks that came, on rank 0."""
@@ -267,10 +268,7 @@ class Meeting:
 def judge(group: str, entries: Mapping[int, Entry]) -> Verdict:
     """Return the verdict over the entries of the ranks that came."""
     expected = max(entry.world_size for entry in entries.values())
-    failures: dict[str, list[int]] = {}
-    for rank, entry in sorted(entries.items()):
-        if entry.failure:
-            failures.setdefault(entry.failure, []).append(rank)
+    failures = ranks_by_value((rank, entry.failure) for rank, entry in sorted(entries.items()) if entry.failure)
     if failures:
         causes = (f"{ranks_named(ranks)} of {expected} failed: {failure}" for failure, ranks in failures.items())
         return Verdict(group, expected, problem="; ".join(causes))

@@ -21,7 +21,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.optim import Optimizer
 
-from cs336_systems.parallel.collectives import communication_device, require_group, views
+from cs336_systems.parallel.collectives import communication_device, gather, require_group, views
 
 CHUNKS = 4
 """Chunks of one owner: enough to overlap update and broadcast, few enough that each is large."""
@@ -131,10 +131,8 @@ class ShardedOptimizer(Optimizer):
         index = {p: i for i, p in enumerate(p for group in self.param_groups for p in group["params"])}
         own = {index[p]: state for p, state in self.state.items()}
         described = {i: {name: _described(value) for name, value in state.items()} for i, state in own.items()}
-        by_rank: list[Any] = [None] * dist.get_world_size()
-        dist.all_gather_object(by_rank, described)
         full: dict[int, dict[str, Any]] = {}
-        for owner, states in enumerate(by_rank):
+        for owner, states in enumerate(gather(described)):
             for i, state in states.items():
                 full[i] = {name: _from_owner(owner, value, own.get(i, {}).get(name)) for name, value in state.items()}
         groups = [{**group, "params": [index[p] for p in group["params"]]} for group in self.param_groups]

@@ -15,6 +15,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from cs336_systems.parallel.collectives import gather
 from cs336_systems.step.cuda_graph import Batches
 from cs336_systems.step.train_step import StepResult, TrainStep
 from cs336_systems.step.updates import Update
@@ -107,9 +108,7 @@ def _named(found: str | None) -> str | None:
     """Return the finding of the first rank that has one."""
     if not dist.is_initialized() or dist.get_world_size() == 1:
         return found
-    every: list[str | None] = [None] * dist.get_world_size()
-    dist.all_gather_object(every, found)
-    return next((f"{text} (rank {rank})" for rank, text in enumerate(every) if text), None)
+    return next((f"{text} (rank {rank})" for rank, text in enumerate(gather(found)) if text), None)
 
 
 class _Values:

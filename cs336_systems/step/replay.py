@@ -15,6 +15,8 @@ from torch import Tensor, nn
 
 from cs336_systems.kernels.fused.packed_adamw import PackedAdamW
 from cs336_systems.kernels.fused.pointwise import CHECKED, checksums
+from cs336_systems.parallel.collectives import gather
+from cs336_systems.parallel.peers import ranks_by_value, ranks_named
 from cs336_systems.step.updates import PlainOptimizer
 
 
@@ -97,17 +99,12 @@ def _joined(parts: list[_Part]) -> Tensor:
 
 def _raise_together(found: str | None, weights: Mapping[str, str]) -> None:
     """Raise ReplayError on all ranks if one has found a difference, or if their weights differ."""
-    every: list[tuple[str | None, Mapping[str, str]]] = [(found, weights)]
-    if dist.is_initialized():
-        every *= dist.get_world_size()
-        dist.all_gather_object(every, (found, weights))
+    every = gather((found, weights)) if dist.is_initialized() else [(found, weights)]
     bad = [f"{name} on rank {rank}" if len(every) > 1 else name for rank, (name, _) in enumerate(every) if name]
     if bad:
         raise ReplayError(f"two runs of it gave different results, first seen in {', '.join(bad)}")
     for name in weights:
-        groups: dict[str, list[int]] = {}
-        for rank, (_, theirs) in enumerate(every):
-            groups.setdefault(theirs[name], []).append(rank)
+        groups = ranks_by_value((rank, theirs[name]) for rank, (_, theirs) in enumerate(every))
         if len(groups) > 1:
-            sides = " and ".join(f"rank {', '.join(map(str, ranks))}" for ranks in groups.values())
+            sides = " and ".join(map(ranks_named, groups.values()))
             raise ReplayError(f"the weight {name} differs between {sides}")

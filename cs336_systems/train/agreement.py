@@ -7,20 +7,18 @@ import os
 import platform
 import secrets
 import time
-from collections.abc import Callable, Iterable
 from concurrent.futures import wait
 from functools import cache
 from pathlib import Path
-from typing import TypeVar
 
 import torch.distributed as dist
 
 from cs336_systems import __version__
 from cs336_systems.config import UserError
 from cs336_systems.flags import flat
-from cs336_systems.parallel.peers import error_line, in_background, ranks_named
+from cs336_systems.parallel.collectives import from_first, gather, together
+from cs336_systems.parallel.peers import in_background, ranks_named
 from cs336_systems.parallel.rendezvous import Facts, differences
-from cs336_systems.train.checkpoint import from_first, gather
 from cs336_systems.train.data import TokenFile, Tokens
 from cs336_systems.train.settings import TrainSettings
 
@@ -39,8 +37,6 @@ HEARTBEAT = 5.0
 NONCE = ".shared-"
 """How the names of files begin that show whether a folder is shared."""
 MUST_BE_SHARED = "--output must be on a file system that all ranks share"
-
-T = TypeVar("T")
 
 
 def facts_of(settings: TrainSettings, device: str) -> Facts:
@@ -82,29 +78,6 @@ def _source_hash() -> str:
     for path in sorted(package.rglob("*.py")):
         digest.update(f"{path.relative_to(package)}\0".encode() + hashlib.sha256(path.read_bytes()).digest())
     return digest.hexdigest()[:12]
-
-
-def together(work: Callable[[], T]) -> T:
-    """Return `work()`. If it raises UserError on some rank, raise one on all ranks that names the rank."""
-    result, problem = None, ""
-    try:
-        result = work()
-    except UserError as error:
-        problem = error_line(error)
-    _raise_named(gather(problem))
-    return result  # type: ignore[return-value]
-
-
-def _raise_named(problems: Iterable[str]) -> None:
-    """Raise UserError if there is a problem on any rank; `problems` are by rank, empty where there is none."""
-    by_text: dict[str, list[int]] = {}
-    for rank, problem in enumerate(problems):
-        by_text.setdefault(problem, []).append(rank)
-    if len(by_text) == 1 and "" not in by_text:
-        raise UserError(*by_text)  # the same on all ranks
-    by_text.pop("", None)
-    if by_text:
-        raise UserError("; ".join(f"on {ranks_named(ranks)}: {problem}" for problem, ranks in by_text.items()))
 
 
 # -- data -------------------------------------------------------------------------------------------------------------

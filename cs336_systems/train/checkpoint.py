@@ -19,7 +19,7 @@ import os
 import shutil
 import time
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from datetime import timedelta
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -34,20 +34,22 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import DTensor, Shard
 
 from cs336_systems.config import UserError
+from cs336_systems.files import reason_of
 from cs336_systems.flags import one_line
-from cs336_systems.parallel.collectives import persistent_buffers
+from cs336_systems.parallel.collectives import from_first, gather, on_first, persistent_buffers
 from cs336_systems.record import MIB
 from cs336_systems.step.updates import adapt
+from cs336_systems.train.agreement import MUST_BE_SHARED
 from cs336_systems.train.checkpoint_files import (
     FORMAT,
     METADATA,
     DamageError,
     HashedFiles,
+    attempt,
     checkpoints_in,
     is_ours,
     is_temporary,
     name_of,
-    problem_of,
     publish,
     read_manifest,
     read_metadata,
@@ -114,8 +116,8 @@ class Store:
 
     def prepare(self) -> None:
         """Create the folder, and remove what an interrupted save has left."""
-        problem = None
-        if dist.get_rank() == 0:
+
+        def make() -> None:
             try:
                 self.folder.mkdir(parents=True, exist_ok=True)
                 probe = self.folder / temporary_name(0)  # removed by the next start if this one is killed here
@@ -126,7 +128,9 @@ class Store:
                         shutil.rmtree(stray, ignore_errors=True)
             except OSError as error:
                 problem = f"cannot write to {str(self.folder)!r}: {error.strerror}; choose another --output"
-        raise_together(problem)
+                raise UserError(problem) from None
+
+        on_first(make)
 
     def save(self, state: dict[str, Any], manifest: dict[str, Any]) -> Path | None:
         """Save `state`; `manifest` has at least the step. Return None if it failed: older checkpoints are untouched."""
@@ -204,8 +208,8 @@ class Store:
 
     def set_aside(self, step: int) -> Path | None:
         """Move checkpoints later than `step` out of the folder; return where they are, None if there are none."""
-        target, problem = None, None
-        if dist.get_rank() == 0:
+
+        def move() -> Path | None:
             later = [path for path in checkpoints_in(self.folder) if (step_of(path.name) or 0) > step]
             number = 1
             while (folder := self.folder.with_name(f"superseded-{number}")).exists():
@@ -213,12 +217,13 @@ class Store:
             try:
                 for path in reversed(later):
                     folder.mkdir(exist_ok=True)
-                    target = folder
                     os.rename(path, folder / path.name)
             except OSError as error:
                 problem = f"cannot move the checkpoints after step {step} to {str(folder)!r}: {error.strerror}"
-        raise_together(problem)
-        return from_first(target)
+                raise UserError(problem) from None
+            return folder if later else None
+
+        return on_first(move)
 
     # -- reading ------------------------------------------------------------------------------------------------------
 
@@ -254,14 +259,8 @@ class Store:
 
     def load(self, checkpoint: Checkpoint, state: dict[str, Any]) -> None:
         """Load into the tensors of `state`; raise DamagedCheckpointError, before any is changed, if it does not fit."""
-        index: Index | None = None
-
-        def check() -> None:
-            nonlocal index
-            index = _index(checkpoint.path, checkpoint.manifest)
-            index.require(state)
-
-        self._require_intact(checkpoint, problem_of(check))
+        index, problem = attempt(lambda: _index(checkpoint.path, checkpoint.manifest, state))
+        self._require_intact(checkpoint, problem)
         assert index is not None
         reader = Reader(checkpoint.path, index)
         rng = {name: value for name, value in state.items() if name.startswith("rng/")}
@@ -277,31 +276,30 @@ class Store:
 
     def _listed(self) -> list[Path]:
         """Return the checkpoints that rank 0 sees, oldest first; raise UserError on all ranks if it cannot."""
-        paths, problem = [], None
-        try:
-            paths = checkpoints_in(self.folder) if dist.get_rank() == 0 else []
-        except OSError as error:  # a run that has checkpoints must not start anew
-            problem = f"cannot read {str(self.folder)!r}: {error.strerror}"
-        paths, problem = from_first((paths, problem), self._group)
-        if problem:
-            raise UserError(problem)
-        return paths
+
+        def find() -> list[Path]:
+            try:
+                return checkpoints_in(self.folder)
+            except OSError as error:  # a run that has checkpoints must not start anew
+                raise UserError(f"cannot read {str(self.folder)!r}: {error.strerror}") from None
+
+        return on_first(find, self._group)
 
     def _verify(self, path: Path) -> "_Verdict":
         """Check a checkpoint: rank 0 its manifest and names, all ranks together the contents of its files."""
-        manifest: dict[str, Any] = {}
 
-        def check() -> None:
-            manifest.update(read_manifest(path))
+        def read() -> dict[str, Any]:
+            manifest = read_manifest(path)
             if manifest["format"] <= FORMAT:  # the entries of a newer one are unknown
                 require_entries(path, manifest)
+            return manifest
 
-        problem = problem_of(check) if dist.get_rank() == 0 else None
-        manifest, problem = from_first((manifest, problem), self._group)
+        manifest, problem = from_first(attempt(read) if dist.get_rank() == 0 else None, self._group)
         if problem is not None or manifest["format"] > FORMAT:
-            return _Verdict(manifest, problem)
+            return _Verdict(manifest or {}, problem)
         share = sorted(manifest["files"])[dist.get_rank() :: dist.get_world_size()]
-        return _Verdict(manifest, self._first_problem(problem_of(lambda: _check_files(path, manifest, share))))
+        _, problem = attempt(lambda: _check_files(path, manifest, share))
+        return _Verdict(manifest, self._first_problem(problem))
 
     def _first_problem(self, problem: str | None) -> str | None:
         """Return, on all ranks, the problem of the first rank that has one."""
@@ -437,7 +435,7 @@ def _reason(error: BaseException, state: dict[str, Any], folder: Path) -> str:
         if free < needed:
             sizes = f"{free / MIB:.1f} MiB are free in {str(folder)!r}, a checkpoint takes {needed / MIB:.1f}"
             return f"{os.strerror(errno.ENOSPC)} ({sizes})"
-    return " ".join(str(error).split())[:200] or type(error).__name__
+    return reason_of(error)
 
 
 def _failure_of(work: Callable[..., object], *arguments: Any) -> str | None:
@@ -451,7 +449,7 @@ def _failure_of(work: Callable[..., object], *arguments: Any) -> str | None:
 
 def _unseen(folder: Path, files: dict[str, Any], writer: int, rank: int, *, with_hash: bool = False) -> str | None:
     """Return which of the files that `writer` has written this rank does not see with their sizes, or hashes."""
-    remedy = "; --output must be on a file system that all ranks share" if writer != rank else ""
+    remedy = f"; {MUST_BE_SHARED}" if writer != rank else ""
     for name, entry in files.items():
         try:
             if with_hash:
@@ -477,10 +475,12 @@ def _load(state: dict[str, Any], reader: Reader) -> None:
         raise UserError(f"cannot load {path!r}: {reason}; start the same command again") from None
 
 
-def _index(path: Path, manifest: dict[str, Any]) -> Index:
-    """Return the index of a checkpoint, verified against its manifest."""
+def _index(path: Path, manifest: dict[str, Any], state: Mapping[str, Any] | None = None) -> Index:
+    """Return the index of a checkpoint, verified against its manifest; raise DamageError if it does not fit `state`."""
     sizes = {name: entry["size"] for name, entry in manifest["files"].items() if name != METADATA}
-    return read_index(read_metadata(path, manifest), sizes)
+    index = read_index(read_metadata(path, manifest), sizes)
+    index.require(state or {})
+    return index
 
 
 def _check_files(path: Path, manifest: dict[str, Any], names: list[str]) -> None:
@@ -492,26 +492,3 @@ def _check_files(path: Path, manifest: dict[str, Any], names: list[str]) -> None
     for name in names:
         require_file(path / name, manifest["files"][name])
         check_parts(path, index, name)
-
-
-# -- ranks ------------------------------------------------------------------------------------------------------------
-
-
-def raise_together(problem: str | None) -> None:
-    """Raise UserError on all ranks if rank 0 has a problem."""
-    if problem := from_first(problem):
-        raise UserError(problem)
-
-
-def from_first(value: Any, group: dist.ProcessGroup | None = None) -> Any:
-    """Return rank 0's value, on all ranks."""
-    box = [value]
-    dist.broadcast_object_list(box, 0, group=group)
-    return box[0]
-
-
-def gather(value: Any, group: dist.ProcessGroup | None = None) -> list[Any]:
-    """Return the values of all ranks, by rank."""
-    every: list[Any] = [None] * dist.get_world_size()
-    dist.all_gather_object(every, value, group=group)
-    return every

@@ -16,11 +16,14 @@ import shutil
 import stat
 from collections.abc import Callable, Generator
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 from torch.distributed.checkpoint.filesystem import FileSystem
 
+from cs336_systems.files import open_regular, require_shallow, sync_folder
 from cs336_systems.flags import one_line
+
+T = TypeVar("T")
 
 FORMAT = 1
 MANIFEST = "manifest.json"
@@ -28,7 +31,7 @@ METADATA = ".metadata"
 """The index of the tensors, by torch.distributed.checkpoint."""
 
 _MANIFEST_BYTES = 2**22
-_MANIFEST_DEPTH = 6
+_MANIFEST_DEPTH = 5
 _METADATA_BYTES = 2**26
 """Hundreds of thousands of shards; reading it takes 50 times its size in memory."""
 _PLAIN_NAME = re.compile(r"[A-Za-z0-9._-]{1,200}")
@@ -127,11 +130,11 @@ def publish(unfinished: Path, final: Path, manifest: dict[str, Any]) -> None:
         json.dump({**manifest, "sha256": digest_of(manifest)}, file, indent=1)
         file.flush()
         os.fsync(file.fileno())
-    _sync_folder(unfinished)
+    sync_folder(unfinished)
     if os.path.lexists(final):
         os.rename(final, final.with_name(f"damaged-{final.name}-{secrets.token_hex(4)}"))
     os.rename(unfinished, final)
-    _sync_folder(final.parent)
+    sync_folder(final.parent)
 
 
 def remove(checkpoint: Path) -> None:
@@ -147,57 +150,44 @@ def digest_of(manifest: dict[str, Any]) -> str:
     return hashlib.sha256(json.dumps(manifest, sort_keys=True).encode()).hexdigest()
 
 
-def _sync_folder(folder: Path) -> None:
-    descriptor = os.open(folder, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)
-
-
 # -- verifying --------------------------------------------------------------------------------------------------------
 
 
-def problem_of(check: Callable[[], object]) -> str | None:
-    """Return why a check has failed, in one line, or None."""
+def attempt(read: Callable[[], T]) -> tuple[T | None, str | None]:
+    """Return what `read` returns, and None; or None, and in one line why it failed."""
     try:
-        check()
+        return read(), None
     except DamageError as error:
-        return one_line(str(error))
+        return None, one_line(str(error))
     except FileNotFoundError as error:
-        return f"{Path(error.filename or '').name} is missing"
+        return None, f"{Path(error.filename or '').name} is missing"
     except OSError as error:
-        return f"{Path(error.filename or '').name} cannot be read ({error.strerror or error})".strip()
+        return None, f"{Path(error.filename or '').name} cannot be read ({error.strerror or error})".strip()
     except Exception as error:  # whatever a crafted file leads to
-        return one_line(f"it cannot be read ({type(error).__name__}: {error})")
-    return None
+        return None, one_line(f"it cannot be read ({type(error).__name__}: {error})")
 
 
-def open_regular(path: Path) -> io.BufferedReader:
-    """Open a regular file. A link is not followed, and a FIFO not waited for."""
-    if not stat.S_ISREG(path.lstat().st_mode):
+def opened(path: Path) -> io.BufferedReader:
+    """Open a regular file for reading."""
+    if not stat.S_ISREG(path.lstat().st_mode):  # not even opened: some devices act on it
         raise DamageError(f"{path.name} is not a regular file")
-    descriptor = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC)
-    file = open(descriptor, "rb")  # noqa: SIM115 - the caller closes it
-    if not stat.S_ISREG(os.fstat(descriptor).st_mode):  # exchanged meanwhile
-        file.close()
-        raise DamageError(f"{path.name} is not a regular file")
-    return file
+    return open(open_regular(path), "rb")  # it may have been exchanged meanwhile
 
 
 def read_manifest(path: Path) -> dict[str, Any]:
     """Return the manifest of a checkpoint if its digest holds. Its format may be a newer one."""
     if not stat.S_ISDIR(path.lstat().st_mode):
         raise DamageError("it is not a folder")
-    with open_regular(path / MANIFEST) as file:
+    with opened(path / MANIFEST) as file:
         data = file.read(_MANIFEST_BYTES + 1)
     if len(data) > _MANIFEST_BYTES:
         raise DamageError(f"its {MANIFEST} has more than {_MANIFEST_BYTES} bytes")
     try:
         manifest = json.loads(data)
+        require_shallow(manifest, _MANIFEST_DEPTH, "it")
     except (ValueError, RecursionError) as error:
         raise DamageError(f"its {MANIFEST} cannot be read ({error})") from None
-    if not isinstance(manifest, dict) or not _is_shallow(manifest):
+    if not isinstance(manifest, dict):
         raise DamageError(f"its {MANIFEST} has an unknown structure")
     if manifest.pop("sha256", None) != digest_of(manifest):
         raise DamageError(f"its {MANIFEST} has changed since it was written")
@@ -227,7 +217,7 @@ def require_entries(path: Path, manifest: dict[str, Any]) -> None:
 
 def is_ours(path: Path) -> bool:
     """Tell if the folder has exactly the files of a checkpoint of ours, without reading them."""
-    return problem_of(lambda: require_entries(path, read_manifest(path))) is None
+    return attempt(lambda: require_entries(path, read_manifest(path)))[1] is None
 
 
 def read_metadata(path: Path, manifest: dict[str, Any]) -> bytes:
@@ -235,7 +225,7 @@ def read_metadata(path: Path, manifest: dict[str, Any]) -> bytes:
     expected = manifest["files"][METADATA]
     if expected["size"] > _METADATA_BYTES:
         raise DamageError(f"{METADATA} has more than {_METADATA_BYTES} bytes")
-    with open_regular(path / METADATA) as file:
+    with opened(path / METADATA) as file:
         data = file.read(_METADATA_BYTES + 1)
     _require_same(METADATA, {"size": len(data), "sha256": hashlib.sha256(data).hexdigest()}, expected)
     return data
@@ -243,7 +233,7 @@ def read_metadata(path: Path, manifest: dict[str, Any]) -> bytes:
 
 def require_file(path: Path, expected: dict[str, Any]) -> None:
     """Raise DamageError unless the file has this size and hash."""
-    with open_regular(path) as file:
+    with opened(path) as file:
         _require_same(path.name, {"size": os.fstat(file.fileno()).st_size}, expected)
         _require_same(path.name, {"sha256": hashlib.file_digest(file, "sha256").hexdigest()}, expected)
 
@@ -253,18 +243,6 @@ def _require_same(name: str, found: dict[str, Any], expected: dict[str, Any]) ->
         raise DamageError(f"{name} has {found['size']} bytes instead of {expected['size']}")
     if found.get("sha256", expected["sha256"]) != expected["sha256"]:
         raise DamageError(f"{name} has changed since it was written")
-
-
-def _is_shallow(value: Any) -> bool:
-    level = [value]
-    for _ in range(_MANIFEST_DEPTH):
-        level = [
-            part
-            for whole in level
-            if isinstance(whole, dict | list)
-            for part in (whole.values() if isinstance(whole, dict) else whole)
-        ]
-    return not level
 
 
 def _is_count(value: Any) -> bool:

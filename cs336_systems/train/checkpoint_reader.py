@@ -1,20 +1,19 @@
 """Reads the files of torch.distributed.checkpoint as data: nothing that a file names is imported or called.
 
 torch stores the index of a checkpoint, `.metadata`, as a pickle, and each tensor as a zip archive with a pickle of its
-shape. A pickle is a program that may call any function. `parse_pickle` interprets only the instructions that torch's
-own files consist of, keeps classes and functions as names, and returns plain values, from which `read_metadata` and
-`Reader` build tensors after checking every number against the sizes of the files.
+shape. A pickle is a program that may call any function; here it is read by `plain_pickle`, which keeps classes and
+functions as names. `read_index` and `Reader` build tensors from it after checking every number against the sizes of the
+files.
 """
 
 import contextlib
 import io
 import math
-import pickletools
 import sys
 import zipfile
 from collections.abc import Iterator, Mapping
 from pathlib import Path
-from typing import IO, Any, NamedTuple, cast
+from typing import IO, Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -29,7 +28,8 @@ from torch.distributed.checkpoint.metadata import (
 from torch.distributed.checkpoint.planner import LoadItemType, LoadPlan, LoadPlanner, ReadItem
 from torch.futures import Future
 
-from cs336_systems.train.checkpoint_files import DamageError, open_regular
+from cs336_systems.plain_pickle import PERSISTENT, Made, Name, load_plain
+from cs336_systems.train.checkpoint_files import DamageError, opened
 
 _DCP = "torch.distributed.checkpoint"
 _STORAGES = {
@@ -56,7 +56,7 @@ _INDEX_NAMES = {
     "pathlib._local.PosixPath",  # Python 3.13
 }
 """What `.metadata` may name."""
-_TENSOR_NAMES = {"torch._utils._rebuild_tensor_v2", "collections.OrderedDict", *_STORAGES.values()}
+_TENSOR_NAMES = {"torch._utils._rebuild_tensor_v2", "collections.OrderedDict", PERSISTENT, *_STORAGES.values()}
 """What the pickle of a tensor may name."""
 
 _MOST_DIMENSIONS = 16
@@ -70,139 +70,26 @@ _BLOCK = 2**23
 # -- pickles ----------------------------------------------------------------------------------------------------------
 
 
-class _Object:
-    """An object in a pickle: the class or function that would make it, its arguments, and the state given to it."""
-
-    def __init__(self, made_by: str, arguments: Any):
-        self.made_by, self.arguments, self.state = made_by, arguments, None
-
-
-class _Name(str):
-    """A class or function that a pickle names."""
-
-
-class _Pairs(list[tuple[Any, Any]]):
-    """A dictionary in a pickle. Its keys are not hashed: they may be chosen to collide."""
-
-
-_PERSISTENT = "persistent_load"
-
-
-def parse_pickle(data: bytes, names: set[str]) -> Any:
+def _parse_pickle(data: bytes, names: set[str]) -> Any:
     """Return the value of a pickle that names nothing but `names`; raise DamageError for any other."""
-    machine = _Machine(names)
-    end = 0
     try:
-        for opcode, argument, position in pickletools.genops(data):
-            machine.apply(opcode.name, argument)
-            end = (position or 0) + 1
-        (value,) = machine.stack
-    except (ValueError, IndexError, TypeError, AttributeError, OverflowError) as error:
+        return load_plain(data, names)
+    except ValueError as error:
         raise DamageError(f"its pickle cannot be read ({error})") from None
-    if end != len(data) or machine.below:
-        raise DamageError("its pickle has more than one value")
-    return value
-
-
-class _Machine:
-    """The stack and the memo of a pickle."""
-
-    def __init__(self, names: set[str]):
-        self.names = names
-        self.stack: list[Any] = []
-        self.below: list[list[Any]] = []
-        """The stacks below each mark."""
-        self.memo: list[Any] = []
-
-    def apply(self, code: str, argument: Any) -> None:
-        """Carry out an instruction of the protocols 2 to 5."""
-        match code:
-            case "PROTO" | "FRAME" | "STOP":
-                pass
-            case "NONE" | "NEWTRUE" | "NEWFALSE":
-                self.stack.append({"NONE": None, "NEWTRUE": True, "NEWFALSE": False}[code])
-            case "BININT" | "BININT1" | "BININT2" | "LONG1" | "SHORT_BINUNICODE" | "BINUNICODE":
-                self.stack.append(argument)
-            case "EMPTY_LIST" | "EMPTY_DICT" | "EMPTY_TUPLE":
-                self.stack.append({"EMPTY_LIST": [], "EMPTY_DICT": _Pairs(), "EMPTY_TUPLE": ()}[code])
-            case "MARK":
-                self.below.append(self.stack)
-                self.stack = []
-            case "TUPLE":
-                items = self._since_mark()  # before the stack is looked up: it becomes the one below the mark
-                self.stack.append(tuple(items))
-            case "TUPLE1" | "TUPLE2" | "TUPLE3":
-                self.stack.append(tuple(self._take(int(code[-1]))))
-            case "MEMOIZE" | "BINPUT" | "LONG_BINPUT":
-                if argument not in (None, len(self.memo)):
-                    raise ValueError("its memo has gaps")
-                self.memo.append(self.stack[-1])
-            case "BINGET" | "LONG_BINGET":
-                self.stack.append(self.memo[argument])
-            case "APPEND" | "APPENDS":
-                self._extend(list, self._take(1) if code == "APPEND" else self._since_mark())
-            case "SETITEM" | "SETITEMS":
-                flat = self._take(2) if code == "SETITEM" else self._since_mark()
-                self._extend(_Pairs, list(zip(flat[::2], flat[1::2], strict=True)))
-            case _:
-                self._make(code, argument)
-
-    def _make(self, code: str, argument: Any) -> None:
-        """Carry out an instruction that names a class or function, or applies one."""
-        match code:
-            case "GLOBAL" | "STACK_GLOBAL":
-                words = argument.split(" ") if code == "GLOBAL" else self._take(2)
-                name = ".".join(words)
-                if name not in self.names:
-                    raise ValueError(f"it names {name[:80]!r}")
-                self.stack.append(_Name(name))
-            case "REDUCE" | "NEWOBJ":
-                made_by, arguments = self._take(2)
-                if not isinstance(made_by, _Name):
-                    raise ValueError("it calls a value")
-                self.stack.append(_Object(made_by, arguments))
-            case "BINPERSID":
-                self.stack.append(_Object(_PERSISTENT, self._take(1)[0]))
-            case "BUILD":
-                (state,) = self._take(1)
-                if not isinstance(self.stack[-1], _Object):
-                    raise ValueError("it gives a state to a value")
-                self.stack[-1].state = state
-            case _:
-                raise ValueError(f"unexpected instruction {code}")
-
-    def _take(self, count: int) -> list[Any]:
-        taken = self.stack[-count:]
-        if len(taken) < count:
-            raise ValueError("its stack is too short")
-        del self.stack[-count:]
-        return taken
-
-    def _since_mark(self) -> list[Any]:
-        taken, self.stack = self.stack, self.below.pop()
-        return taken
-
-    def _extend(self, kind: type, values: list[Any]) -> None:
-        if type(self.stack[-1]) is not kind:
-            raise ValueError("it adds to a value that is no container")
-        cast(list[Any], self.stack[-1]).extend(values)
 
 
 def _fields(value: Any, made_by: str) -> dict[str, Any]:
     """Return the attributes of an object of the class `made_by`."""
-    if not isinstance(value, _Object) or value.made_by != made_by:
+    if not isinstance(value, Made) or value.made_by != made_by:
         raise DamageError(f"it has something else in place of a {made_by.rpartition('.')[2]}")
     return _dictionary(value.state)
 
 
 def _dictionary(value: Any) -> dict[str, Any]:
-    """Return a dictionary that has strings as keys, each once."""
-    if not isinstance(value, _Pairs) or not all(type(key) is str for key, _ in value):
+    """Return a dictionary that has strings as keys."""
+    if type(value) is not dict or not all(type(key) is str for key in value):
         raise DamageError("it has something else in place of a dictionary")
-    found = dict(value)
-    if len(found) != len(value):
-        raise DamageError("it names something twice")
-    return found
+    return value
 
 
 def _whole(value: Any) -> int:
@@ -220,7 +107,7 @@ def _shape(value: Any) -> tuple[int, ...]:
 
 def _size(value: Any) -> tuple[int, ...]:
     """Return the numbers of a torch.Size."""
-    if not isinstance(value, _Object) or value.made_by != "torch.Size" or len(value.arguments) != 1:
+    if not isinstance(value, Made) or value.made_by != "torch.Size" or len(value.arguments) != 1:
         raise DamageError("it has something else in place of a torch.Size")
     return _shape(value.arguments[0])
 
@@ -271,12 +158,12 @@ def read_index(data: bytes, sizes: Mapping[str, int]) -> Index:
     Raise DamageError unless the parts of each tensor are consecutive ranges of its rows, as torch writes them for
     tensors that are whole or sharded by rows, and every file consists of parts, one after another.
     """
-    root = _fields(parse_pickle(data, _INDEX_NAMES), f"{_DCP}.metadata.Metadata")
+    root = _fields(_parse_pickle(data, _INDEX_NAMES), f"{_DCP}.metadata.Metadata")
     tensors = {name: _tensor(value) for name, value in _dictionary(root.get("state_dict_metadata")).items()}
     stored = root.get("storage_data")
-    if not isinstance(stored, _Pairs):
+    if type(stored) is not dict:
         raise DamageError("it has no places of tensors")
-    places = dict(_placed(key, value, sizes) for key, value in stored)
+    places = dict(_placed(key, value, sizes) for key, value in stored.items())
     if len(places) != len(stored):
         raise DamageError("it names a part of a tensor twice")
     parts = {}
@@ -299,10 +186,10 @@ def read_index(data: bytes, sizes: Mapping[str, int]) -> Index:
 def _tensor(value: Any) -> TensorStorageMetadata:
     fields = _fields(value, f"{_DCP}.metadata.TensorStorageMetadata")
     properties, size, chunks = fields.get("properties"), _size(fields.get("size")), fields.get("chunks")
-    if not isinstance(properties, _Object) or properties.made_by != f"{_DCP}.metadata.TensorProperties":
+    if not isinstance(properties, Made) or properties.made_by != f"{_DCP}.metadata.TensorProperties":
         raise DamageError("it has something else in place of TensorProperties")
     dtype = properties.state[0] if type(properties.state) is tuple and properties.state else None
-    if not isinstance(dtype, _Name) or dtype not in _STORAGES or type(chunks) is not list:
+    if not isinstance(dtype, Name) or dtype not in _STORAGES or type(chunks) is not list:
         raise DamageError("it has something else in place of a tensor's properties")
     found = [_fields(chunk, f"{_DCP}.metadata.ChunkStorageMetadata") for chunk in chunks]
     pairs = [(_size(chunk.get("offsets")), _size(chunk.get("sizes"))) for chunk in found]
@@ -391,7 +278,7 @@ def _stored(file: IO[bytes], part: Part) -> Iterator[tuple[IO[bytes], tuple[int,
                 raise DamageError("the description of a tensor is too long")
             if archive.read(members["byteorder"]) != sys.byteorder.encode():
                 raise DamageError(f"its numbers are not {sys.byteorder}-endian")
-            strides = _strides(parse_pickle(archive.read(pickled), _TENSOR_NAMES), part)
+            strides = _strides(_parse_pickle(archive.read(pickled), _TENSOR_NAMES), part)
             if values.file_size != math.prod(part.shape) * part.dtype.itemsize:
                 raise DamageError("a tensor has another number of bytes than its shape")
             with archive.open(values) as stream:
@@ -403,9 +290,9 @@ def _stored(file: IO[bytes], part: Part) -> Iterator[tuple[IO[bytes], tuple[int,
 def _strides(tensor: Any, part: Part) -> tuple[int, ...]:
     """Return the strides of a tensor, whose pickle must describe `part`, stored without gaps."""
     storage = ("storage", _STORAGES[str(part.dtype)], "0", "cpu", math.prod(part.shape))
-    is_tensor = isinstance(tensor, _Object) and tensor.made_by == "torch._utils._rebuild_tensor_v2"
+    is_tensor = isinstance(tensor, Made) and tensor.made_by == "torch._utils._rebuild_tensor_v2"
     arguments = tensor.arguments if is_tensor and type(tensor.arguments) is tuple else ()
-    if len(arguments) != 6 or not isinstance(arguments[0], _Object) or arguments[0].made_by != _PERSISTENT:
+    if len(arguments) != 6 or not isinstance(arguments[0], Made) or arguments[0].made_by != PERSISTENT:
         raise DamageError("something in it is no tensor")
     shape, strides = _shape(arguments[2]), _shape(arguments[3])
     if (arguments[0].arguments, arguments[1], shape) != (storage, 0, part.shape) or len(strides) != len(shape):
@@ -420,7 +307,7 @@ def _strides(tensor: Any, part: Part) -> tuple[int, ...]:
 
 def check_parts(path: Path, index: Index, file_name: str) -> None:
     """Read every tensor of a file, and raise DamageError unless it is as `index` says and its checksum holds."""
-    with open_regular(path / file_name) as file:
+    with opened(path / file_name) as file:
         for part in index.parts.values():
             if part.place.file == file_name:
                 with _stored(file, part) as (stream, _):
@@ -459,7 +346,7 @@ class Reader(FileSystemReader):
             part = self._index.parts[item.storage_index.fqn, tuple(item.storage_index.offset or ())]
             by_file.setdefault(part.place.file, []).append((item, part))
         for name, items in by_file.items():
-            with open_regular(self._folder / name) as file:
+            with opened(self._folder / name) as file:
                 for item, part in items:
                     rows = _read_tensor(file, part)
                     for dimension, (begin, length) in enumerate(zip(item.storage_offsets, item.lengths, strict=True)):

@@ -25,15 +25,14 @@ from torch import Tensor
 
 from cs336_systems.config import UserError
 from cs336_systems.files import locked
-from cs336_systems.parallel.collectives import communication_device
+from cs336_systems.parallel.collectives import communication_device, on_first, together
 from cs336_systems.parallel.launch import Rank, RankError, default_device, process_group
 from cs336_systems.step.module_trace import Tracer
 from cs336_systems.step.replay import ReplayError
 from cs336_systems.step.train_step import cosine_lr, require_attention
 from cs336_systems.step.updates import Update
-from cs336_systems.train.agreement import facts_of, read_once_per_host, require_shared, together
+from cs336_systems.train.agreement import facts_of, read_once_per_host, require_shared
 from cs336_systems.train.building import build_step
-from cs336_systems.train.checkpoint import raise_together
 from cs336_systems.train.data import Corpus
 from cs336_systems.train.run_log import RunLog, show
 from cs336_systems.train.saving import Progress, Saver
@@ -53,7 +52,7 @@ def train(settings: TrainSettings) -> int:
     try:
         with process_group(device=device, timeout=limit, facts=facts_of(settings, device)) as rank:
             corpus = _open_corpus(settings, rank)  # before anything is written
-            with _exclusive(settings, rank):
+            with _exclusive(settings.folder):
                 require_shared(settings.folder)
                 trainer = Trainer(settings, rank, corpus)
                 trainer.introduce()
@@ -267,19 +266,21 @@ class Trainer:
 
 
 @contextlib.contextmanager
-def _exclusive(settings: TrainSettings, rank: Rank) -> Iterator[None]:
+def _exclusive(folder: Path) -> Iterator[None]:
     """Lock the output folder: two runs in one folder would overwrite each other's checkpoints."""
-    problem = None
     with contextlib.ExitStack() as stack:
-        if rank.rank == 0:
+
+        def lock() -> None:
             try:
-                settings.folder.mkdir(parents=True, exist_ok=True)
-                stack.enter_context(locked(settings.folder / ".lock"))
+                folder.mkdir(parents=True, exist_ok=True)
+                stack.enter_context(locked(folder / ".lock"))
             except BlockingIOError:
-                problem = f"another run is training in {str(settings.folder)!r}; choose another --output"
+                raise UserError(f"another run is training in {str(folder)!r}; choose another --output") from None
             except OSError as error:
-                problem = f"cannot write to {str(settings.folder)!r}: {error.strerror}; choose another --output"
-        raise_together(problem)
+                problem = f"cannot write to {str(folder)!r}: {error.strerror}; choose another --output"
+                raise UserError(problem) from None
+
+        on_first(lock)
         yield
 
 

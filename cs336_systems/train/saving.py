@@ -13,7 +13,9 @@ import torch
 from torch import Tensor
 
 from cs336_systems.config import UserError
+from cs336_systems.files import reason_of
 from cs336_systems.flags import one_line
+from cs336_systems.parallel.collectives import gather
 from cs336_systems.parallel.launch import Rank
 from cs336_systems.parallel.peers import is_connection_error
 from cs336_systems.step import TrainStep
@@ -22,7 +24,6 @@ from cs336_systems.train.checkpoint import (
     Checkpoint,
     DamagedCheckpointError,
     Store,
-    gather,
     load_masters,
     located,
     rng_state,
@@ -81,7 +82,7 @@ class SaveThread(threading.Thread):
         try:
             self.path = self._store.save(self._state, self._manifest)
         except BaseException as error:  # torch's CheckpointException is no Exception
-            self.problem = " ".join(str(error).split())[:200] or type(error).__name__
+            self.problem = reason_of(error)
             self._store.discard(self.step)
         self._state = {}
 

@@ -7,21 +7,21 @@ the step. A file from elsewhere needs no metadata, only the names and shapes of 
 import dataclasses
 import json
 import os
-import secrets
+from collections.abc import Container
 from pathlib import Path
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 from torch import Tensor, nn
 
 from cs336_systems.config import ModelConfig, UserError
-from cs336_systems.files import require_regular, write_failure
+from cs336_systems.files import reason_of, replacing, require_regular, sync_folder, write_failure
 from cs336_systems.model import TransformerLM
+from cs336_systems.parallel.collectives import on_first
 from cs336_systems.parallel.launch import process_group
-from cs336_systems.train.checkpoint import Checkpoint, Store, located, raise_together
+from cs336_systems.train.checkpoint import Checkpoint, Store, located
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 _READABLE = ("F32", "BF16", "F16")
@@ -87,23 +87,14 @@ def _converted(name: str, value: Tensor, dtype: str) -> Tensor:
 
 
 def _write(tensors: dict[str, Tensor], target: Path, metadata: dict[str, str]) -> None:
-    temporary = target.with_name(f"{target.name}.tmp-{secrets.token_hex(4)}")
     try:
-        save_file(tensors, temporary, metadata)
-        with temporary.open("rb") as file:
-            os.fsync(file.fileno())
-        os.replace(temporary, target)
-        folder = os.open(target.parent, os.O_RDONLY)
-        try:
-            os.fsync(folder)
-        finally:
-            os.close(folder)
+        with replacing(target) as fresh:
+            save_file(tensors, fresh, metadata)
+        sync_folder(target.resolve().parent)
     except OSError as error:
         raise write_failure(error, target) from None
     except SafetensorError as error:  # an error of the operating system, without its number
-        raise UserError(f"cannot write to {str(target)!r}: {_reason(error)}; choose another place") from None
-    finally:
-        temporary.unlink(missing_ok=True)
+        raise UserError(f"cannot write to {str(target)!r}: {reason_of(error)}; choose another place") from None
 
 
 # -- in ---------------------------------------------------------------------------------------------------------------
@@ -115,13 +106,7 @@ def load_weights(path: Path, model: nn.Module, config: ModelConfig) -> None:
     The wrappers give rank 0's weights to all ranks, and the packed optimizer takes its fp32 masters from the model.
     Raises UserError on all ranks if the file does not fit.
     """
-    problem = None
-    if dist.get_rank() == 0:
-        try:
-            _load(path, model.state_dict(), config)
-        except UserError as error:
-            problem = str(error)
-    raise_together(problem)
+    on_first(lambda: _load(path, model.state_dict(), config))
 
 
 def require_weights(path: Path, config: ModelConfig) -> None:
@@ -142,7 +127,7 @@ def _load(path: Path, state: dict[str, Tensor], config: ModelConfig) -> None:
                 if value.device.type != "meta":
                     value.copy_(file.get_tensor(name))
     except (SafetensorError, OSError) as error:
-        raise UserError(f"--init {str(path)!r} cannot be read as safetensors: {_reason(error)}") from None
+        raise UserError(f"--init {str(path)!r} cannot be read as safetensors: {reason_of(error)}") from None
 
 
 def _require_same_config(path: Path, text: str | None, config: ModelConfig) -> None:
@@ -166,15 +151,15 @@ def _require_same_config(path: Path, text: str | None, config: ModelConfig) -> N
 
 
 def _require_same_tensors(path: Path, file: Any, state: dict[str, Tensor]) -> None:
-    names = list(file.keys())
-    problems = [problem for name, value in state.items() if (problem := _mismatch(name, value, file, set(names)))]
+    names = dict.fromkeys(file.keys())
+    problems = [problem for name, value in state.items() if (problem := _mismatch(name, value, file, names))]
     problems += [f"{name!r} is not a tensor of the model" for name in names if name not in state]
     if problems:
         others = f" (and {len(problems) - 1} more)" if len(problems) > 1 else ""
         raise UserError(f"--init {str(path)!r} does not fit the model: {problems[0]}{others}")
 
 
-def _mismatch(name: str, value: Tensor, file: Any, names: set[str]) -> str | None:
+def _mismatch(name: str, value: Tensor, file: Any, names: Container[str]) -> str | None:
     if name not in names:
         return f"{name!r} is missing"
     found = file.get_slice(name)
@@ -183,7 +168,3 @@ def _mismatch(name: str, value: Tensor, file: Any, names: set[str]) -> str | Non
     if value.is_floating_point() and found.get_dtype() not in _READABLE:
         return f"{name!r} has the element type {found.get_dtype()}, which is none of {', '.join(_READABLE)}"
     return None
-
-
-def _reason(error: Exception) -> str:
-    return " ".join(str(error).split())[:200] or type(error).__name__

@@ -373,7 +373,7 @@ PHASES: dict[str, tuple[Any, str, Callable[..., bool]]] = {
     "hashing": (hashlib, "file_digest", lambda *_: True),
     "writing the manifest": (Path, "open", lambda path, *_: path.endswith("manifest.json")),
     "renaming": (os, "rename", lambda source, target: ".tmp-" in source and ".tmp-" not in target),
-    "syncing the folder": (checkpoint_files, "_sync_folder", lambda folder: ".tmp-" not in folder),
+    "syncing the folder": (checkpoint_files, "sync_folder", lambda folder: ".tmp-" not in folder),
     "listing old checkpoints": (Path, "iterdir", lambda *_: True),
     "renaming an old checkpoint": (os, "rename", lambda source, target: ".tmp-" in target and ".tmp-" not in source),
     "removing an old checkpoint": (shutil, "rmtree", lambda *_: True),

@@ -19,10 +19,11 @@ import torch.distributed as dist
 from cs336_systems.config import UserError
 from cs336_systems.flags import build, flat
 from cs336_systems.parallel import peers, rendezvous
+from cs336_systems.parallel.collectives import together
 from cs336_systems.parallel.peers import Peers, RankError, in_background, ranks_named
 from cs336_systems.parallel.rendezvous import Entry, Facts, Meeting, Place, join
 from cs336_systems.train import agreement
-from cs336_systems.train.agreement import VARIABLES, facts_of, read_once_per_host, require_shared, together
+from cs336_systems.train.agreement import VARIABLES, facts_of, read_once_per_host, require_shared
 from cs336_systems.train.data import TokenFile
 from cs336_systems.train.settings import TrainSettings
 from tests.distributed.train_cases import fields

@@ -240,16 +240,18 @@ def fail(
 
 
 def stall(on: int, until: int, is_overdue: bool, trainer: Trainer, rank: Rank) -> AbstractContextManager:
-    """Let the saves of one rank wait in fsync until the training is in its forward `until`.
+    """Let the saves of one rank wait in fsync until the training is in its forward `until`. The training waits for the
+    first save, of step 2, to come that far.
 
     `is_overdue`: the time limit of the save passes at once.
     """
-    released, real = threading.Event(), os.fsync
+    reached, released, real = threading.Event(), threading.Event(), os.fsync
 
     def stand_in(descriptor: int) -> None:
         if isinstance(threading.current_thread(), SaveThread) and not released.is_set():
             if is_overdue:
                 trainer.saver.store.progress_at = -math.inf
+            reached.set()
             assert released.wait(STALLED), "the training did not go on"
         real(descriptor)
 
@@ -258,6 +260,7 @@ def stall(on: int, until: int, is_overdue: bool, trainer: Trainer, rank: Rank) -
     stack = contextlib.ExitStack()
     stack.enter_context(mock.patch.object(os, "fsync", stand_in))
     stack.callback(released.set)
+    stack.enter_context(at_forward(trainer, lambda forward: forward == 3, lambda out: reached.wait(STALLED)))
     stack.enter_context(at_forward(trainer, lambda forward: forward == until, lambda out: released.set()))
     return stack
 

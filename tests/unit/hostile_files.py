@@ -266,6 +266,18 @@ def many_traces() -> bytes:
     return pickle.dumps({"segments": [], "device_traces": [events] * 200_000}, protocol=4)
 
 
+def laughs(of: str, name: str) -> bytes:
+    """A snapshot in which a value has 2^30 parts, each of them a list that is there twice; it has 400 bytes."""
+    document = snapshot()
+    value: list[Any] = []
+    for _ in range(30):
+        value = [value, value]
+    event = document["device_traces"][0][1]
+    target = event if of == "event" else event["frames"][1]
+    target[name] = value
+    return pickle.dumps(document)
+
+
 def same_hash() -> bytes:
     """A dictionary of integers that all have the same hash: 20,000 insertions take 200 million comparisons."""
     keys = b"".join(
@@ -308,6 +320,8 @@ def pickles() -> Iterator[Case]:
     yield Case("lists.pickle", _repeated(b"]" * MIB, 200, b"\x80\x04"), "inspect", NOT_READ)
     yield Case("marks.pickle", _repeated(b"(" * MIB, 20, b"\x80\x04"), "inspect", "levels deep")
     yield Case("many.pickle", many_traces(), "inspect", NOT_READ)
+    for of, name in (("event", "time_us"), ("event", "addr"), ("event", "size"), ("frame", "name"), ("frame", "line")):
+        yield Case(f"{name}.pickle", laughs(of, name), "inspect", "is not a memory snapshot")
     yield Case("hash.pickle", same_hash(), "inspect", "a key that is not a text")
     file = "harmed"
     for number, code in enumerate(HOSTILE_CODE):

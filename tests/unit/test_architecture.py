@@ -12,7 +12,7 @@ from tests.helpers import PACKAGE, ROOT, execute
 
 OURS = PACKAGE.name
 LEVELS = {
-    0: ("", "config", "record", "text", "table", "flags", "commands", "files", "timeline", "predict"),
+    0: ("", "config", "record", "text", "table", "flags", "commands", "files", "plain_pickle", "timeline", "predict"),
     1: ("kernels", "parallel"),
     2: ("model", "step"),
     3: ("measure",),

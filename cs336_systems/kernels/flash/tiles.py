@@ -24,7 +24,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-from cs336_systems.files import read_json, write_file
+from cs336_systems.files import read_json, reason_of, write_file
 
 KERNELS = ("forward", "grad_q", "grad_kv")
 """Kernels of large problems. A small one has "grad" in place of the last two: with pointers, in 16 bits, up to a padded
@@ -228,10 +228,8 @@ def tuned(gpu: str) -> Mapping[Key, Tile]:
         entries = _tuned_entries().get(_section(gpu), [])
         return {_checked_key(key): _checked_tile(tile) for key, tile in entries}
     except (ValueError, TypeError, AttributeError, RecursionError) as error:
-        reason = " ".join(str(error).split())[:200]
-        warnings.warn(
-            f"tuned tiles of {str(tuned_file())!r} are not used: {reason}; run cs336 tune again", stacklevel=2
-        )
+        where, reason = str(tuned_file()), reason_of(error)
+        warnings.warn(f"tuned tiles of {where!r} are not used: {reason}; run cs336 tune again", stacklevel=2)
         return {}
 
 

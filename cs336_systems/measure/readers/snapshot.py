@@ -8,19 +8,21 @@ from pathlib import Path
 from typing import Any
 
 from cs336_systems.config import UserError
-from cs336_systems.files import LONGEST_NAME, MOST_ITEMS, foreign, is_number, read_input, require_at_most
-from cs336_systems.measure.readers.plain_pickle import load_plain
+from cs336_systems.files import LONGEST_NAME, MOST_ITEMS, foreign, is_number, limit, read_input, require_at_most, shown
+from cs336_systems.plain_pickle import load_plain
 from cs336_systems.text import printable
 from cs336_systems.timeline import Block, Timeline
 
 EARLIER = "allocated before the recording"
+MOST_INSTRUCTIONS = 16_000_000
+"""Instructions of a pickle; an event has about 25, and MOST_ITEMS are read. This many take 4 s."""
 MOST_FRAMES = 100
 """Frames of a stack, from the innermost, among which user code is looked for."""
 
 
 def read_snapshot(path: Path) -> Timeline:
     with foreign(path, "a memory snapshot"):
-        snapshot = load_plain(read_input(path))
+        snapshot = load_plain(read_input(path), most=limit(MOST_INSTRUCTIONS))
         if not (isinstance(snapshot, dict) and {"segments", "device_traces"} <= snapshot.keys()):
             raise UserError(f"{str(path)!r} is not a memory snapshot: it has no segments and device_traces")
         events = list(_all_of(_dicts(trace, "a history of events") for trace in snapshot["device_traces"]))
@@ -54,7 +56,7 @@ def _blocks(events: list[dict[str, Any]], held: Iterable[dict[str, Any]]) -> lis
     labels = _Labels()
     for event in events:
         if not is_number(event.get("time_us", 0)):
-            raise ValueError(f"an event at the time {event['time_us']!r:.40}")
+            raise ValueError(f"an event at the time {shown(event['time_us'])}")
     first = min((event["time_us"] for event in events if "time_us" in event), default=0)
     found: list[Block] = []
     live: dict[int, tuple[dict[str, Any], float]] = {}
@@ -77,7 +79,7 @@ def _blocks(events: list[dict[str, Any]], held: Iterable[dict[str, Any]]) -> lis
 def _address(value: Any) -> int:
     """Return an address; integers beyond 64 bits can be chosen such that a dictionary of them is slow."""
     if not (isinstance(value, int) and 0 <= value < 2**64):
-        raise ValueError(f"a block at the address {value!r:.40}")
+        raise ValueError(f"a block at the address {shown(value)}")
     return value
 
 
@@ -103,8 +105,10 @@ class _Labels:
         frame = next((frame for frame in frames if _is_user_code(frame["filename"])), None)
         if frame is None:
             return "unlabelled", ""
-        file, name = Path(frame["filename"]).name, frame["name"]
-        file, name, line = (printable(str(value)[:200]) for value in (file, name, frame["line"]))
+        if not isinstance(frame["name"], str) or not is_number(frame["line"]):
+            raise ValueError(f"a frame of {shown(frame['name'])}, line {shown(frame['line'])}")
+        file, name = (printable(text[:200]) for text in (Path(frame["filename"]).name, frame["name"]))
+        line = frame["line"]
         return f"{file}: {name}", f"{file}:{line} in {name}"
 
 

@@ -15,8 +15,7 @@ import torch
 from cs336_systems.config import UserError
 from cs336_systems.parallel.launch import process_group
 from cs336_systems.train.checkpoint import DamagedCheckpointError, Store, rng_state
-from cs336_systems.train.checkpoint_files import DamageError, name_of
-from cs336_systems.train.checkpoint_reader import parse_pickle
+from cs336_systems.train.checkpoint_files import name_of
 from tests.distributed import checkpoint_cases as cases
 
 MUTATIONS = int(os.environ.get("CS336_MUTATIONS", "300"))
@@ -179,38 +178,6 @@ def test_a_damaged_folder_of_the_same_step_is_moved_aside(folder):
     assert cases.loaded_step(folder) == 2
     (aside,) = folder.glob("damaged-*")
     assert (aside / "notes.txt").read_text() == "mine"
-
-
-@pytest.mark.parametrize(
-    "data",
-    [pickle.dumps(value, protocol) for value in ([1, "a", None, True], {"a": (1, 2, 3, 4)}) for protocol in (2, 4, 5)],
-    ids=lambda data: f"protocol {data[1]}, {data[-6:]!r}",
-)
-def test_plain_pickles_are_parsed(data):
-    value = parse_pickle(data, set())
-    assert (dict(value) if isinstance(pickle.loads(data), dict) else value) == pickle.loads(data)
-
-
-@pytest.mark.parametrize(
-    "data",
-    [
-        pickle.dumps(torch.Size([1])),
-        pickle.dumps(1.5),
-        pickle.dumps(1) + b"x",
-        b"\x80\x04K\x01K\x02.",
-        b"\x80\x04(K\x01.",
-        b"\x80\x04h\x05.",
-        b"\x80\x04K\x01K\x01R.",
-        b"\x80\x04K\x01}b.",
-        b"\x80\x04K\x01K\x01a.",
-        b"(dK\x01.",
-        b"",
-        b".",
-    ],
-)
-def test_other_pickles_are_refused(data):
-    with pytest.raises(DamageError):
-        parse_pickle(data, {"os.system"})
 
 
 def test_faults_at_every_phase_of_a_save(tmp_path):
