@@ -263,10 +263,11 @@ def replacing(path: Path) -> Iterator[Path]:
         return
     fresh = path.with_name(f".tmp-{os.getpid()}-{secrets.token_hex(4)}{path.suffix}")
     try:
+        fresh.touch()
+        mode = stat.S_IMODE((path if path.exists() else fresh).stat().st_mode)
         yield fresh
         with open(fresh, "rb+") as file:
-            if path.exists():
-                os.fchmod(file.fileno(), stat.S_IMODE(path.stat().st_mode))
+            os.fchmod(file.fileno(), mode)  # a library may have made another file, for the owner alone
             os.fsync(file.fileno())
         fresh.replace(path)
     except OSError as error:

@@ -141,11 +141,21 @@ def _connect(place: Place, timeout: float, where: str) -> dist.Store:
     try:
         return within(timeout + GRACE, connect)
     except TimeoutError:
+        if not _listens(address, port):
+            raise RankError(f"nothing listens at {where} after {timeout:g} s; was rank 0 started?") from None
         raise UserError(
             f"no rendezvous at {where}: connected, but no answer within {timeout:g} s; is this the port of torchrun?"
         ) from None
     except RuntimeError as error:  # DistNetworkError is one
         raise UserError(f"no rendezvous at {where}: {reason_of(error)}") from None
+
+
+def _listens(address: str, port: int) -> bool:
+    try:
+        socket.create_connection((address, port), 2.0).close()
+    except OSError:
+        return False
+    return True
 
 
 def _environment(name: str, *, least: int, below: int | None = None) -> int:

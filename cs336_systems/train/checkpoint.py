@@ -229,7 +229,7 @@ class Store:
 
     def newest(self) -> Checkpoint | None:
         """Return the newest intact checkpoint; None if there is none."""
-        for path in reversed(self._listed()):
+        for path in reversed(self.listed()):
             if path in self._damaged:
                 continue
             manifest, problem = self._verify(path)
@@ -241,7 +241,7 @@ class Store:
 
     def at(self, step: int) -> Checkpoint:
         """Return the checkpoint of a step; raise UserError if it is missing or damaged."""
-        paths = {step_of(path.name): path for path in self._listed()}
+        paths = {step_of(path.name): path for path in self.listed()}
         if step not in paths:
             there = ", ".join(map(str, paths)) or "none"
             raise UserError(f"no checkpoint of step {step} in {str(self.folder)!r}; there are: {there}")
@@ -274,7 +274,7 @@ class Store:
             self._ignore(checkpoint.path, problem)
             raise DamagedCheckpointError(f"checkpoint {str(checkpoint.path)!r} is damaged: {problem}")
 
-    def _listed(self) -> list[Path]:
+    def listed(self) -> list[Path]:
         """Return the checkpoints that rank 0 sees, oldest first; raise UserError on all ranks if it cannot."""
 
         def find() -> list[Path]:

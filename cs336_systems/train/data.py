@@ -71,7 +71,10 @@ class TokenFile:
             except OSError as error:
                 raise UserError(f"cannot read --data {str(self.path)!r}: {error.strerror}") from None
             if not part:
-                raise UserError(f"--data {str(self.path)!r} has become shorter than the {self.count:,} tokens it had")
+                raise UserError(
+                    f"--data {str(self.path)!r} has become shorter than the {self.count:,} tokens it had; "
+                    "restore it, and the same command resumes from the last checkpoint"
+                )
             parts.append(part)
             wanted, position = wanted - len(part), position + len(part)
         return np.frombuffer(b"".join(parts), self._dtype)
@@ -117,7 +120,10 @@ class TokenFile:
                 f"--data {str(self.path)!r} was changed while it was trained on; "
                 "restore it, and the same command resumes from the last checkpoint"
             )
-        warnings.warn(f"--data {str(self.path)!r} was written to; its tokens are the same", stacklevel=2)
+        said = "its tokens are the same"
+        if now.size > self._seen.size:
+            said = "what was added is not used, and resuming this run needs the file as it was"
+        warnings.warn(f"--data {str(self.path)!r} was written to; {said}", stacklevel=2)
         self._seen = now
 
     def _state(self) -> "_State":

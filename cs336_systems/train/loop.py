@@ -128,7 +128,9 @@ class Trainer:
                 if settings.log.eval_every and (is_done or progress.step % settings.log.eval_every == 0):
                     validation_loss = self._evaluate()
                 is_last = stop or is_done
-                if is_last or progress.step % settings.checkpoint.save_every == 0:
+                # After skipped steps the weights are those of the last good step, which older checkpoints may lead to.
+                is_due = progress.step % settings.checkpoint.save_every == 0 and not progress.skipped_in_a_row
+                if is_last or is_due:
                     self._save(wait=is_last, validation_loss=validation_loss)
                 else:
                     saver.poll()
@@ -166,7 +168,7 @@ class Trainer:
         self._loss, self._norm = result.loss, result.gradient_norm
         if result.update is Update.SKIPPED:
             self._show(f"step {progress.step}: loss or gradient is not finite; weights left as they were")
-        if self.tracer is not None:
+        if self.tracer is not None and progress.skipped_in_a_row <= 1:  # once for steps in a row
             text = self.tracer.explain(self.step, result, batches, lambda: self._batches(max(progress.step - 2, 0)))
             if text:
                 self._show(f"step {progress.step}: {text}")
@@ -233,7 +235,8 @@ class Trainer:
         self.saver.finish()
         raise UserError(
             f"{count} steps in a row had a loss or gradient that is not finite; the last checkpoint is of step "
-            f"{self.saver.saved_at}, in {str(self.saver.store.folder)!r}; try a smaller --learning_rate"
+            f"{self.saver.saved_at}, in {str(self.saver.store.folder)!r}; try a smaller --learning_rate, and "
+            f"--resume_from an earlier step if it fails again"
         )
 
     def _exit_code(self) -> int:

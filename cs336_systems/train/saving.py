@@ -135,6 +135,11 @@ class Saver:
             except DamagedCheckpointError:  # reported; the one before it is next
                 if self.settings.checkpoint.resume_from is not None:
                     raise
+        if left := len(self.store.listed()):
+            raise UserError(
+                f"there are checkpoints in {str(self.store.folder)!r} ({left}), and none can be loaded; repair one, or "
+                f"choose another --output"
+            )
         return None
 
     def _load(self, found: Checkpoint) -> Progress:
@@ -168,6 +173,8 @@ class Saver:
             self._show(f"--resume_from {asked} was done before; this run goes on from its newest checkpoint")
             return newest
         own = self.store.folder
+        if not asked.isdecimal() and not Path(asked).exists():
+            raise UserError(f"--resume_from {asked!r}: no such step or path; name a step, or another run's --output")
         folder, step = (own, int(asked)) if asked.isdecimal() else located(Path(asked))
         is_own = folder.resolve() == own.resolve()
         if newest is not None and not is_own:
@@ -180,6 +187,11 @@ class Saver:
         if found is None:
             raise UserError(
                 f"--resume_from {asked!r}: no intact checkpoint there; name a step, or another run's --output"
+            )
+        if found.manifest["step"] >= self.settings.steps:
+            raise UserError(
+                f"--resume_from {asked!r} is of step {found.manifest['step']}, and --steps is {self.settings.steps}: "
+                f"nothing would be trained"
             )
         return found
 
@@ -310,7 +322,9 @@ def _require_same_run(settings: TrainSettings, corpus: Corpus, found: Checkpoint
     if not corpus.has_fingerprint(found.manifest["data"]):
         changes.append(f"data {settings.data.path!r} has other tokens than {before['data']!r} had")
     if changes:
-        raise UserError(f"{str(found.path)!r} belongs to another run: {'; '.join(changes)}; choose another --output")
+        asked = settings.checkpoint.resume_from is not None
+        way_out = "restore what differs" if asked else "restore what differs, or choose another --output"
+        raise UserError(f"{str(found.path)!r} belongs to another run: {'; '.join(changes)}; {way_out}")
     started_from = found.manifest.get("init")
     if settings.init is not None and settings.init != started_from:
         raise UserError(

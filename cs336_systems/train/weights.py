@@ -38,6 +38,9 @@ def export(run: Path, target: Path, *, step: int | None = None, dtype: str = "fp
 
     The file appears when it is complete: it is written under a temporary name, forced to disk and renamed.
     """
+    if target.is_dir() or not target.parent.is_dir():
+        problem = f"{str(target)!r} is a folder" if target.is_dir() else f"no folder {str(target.parent)!r}"
+        raise UserError(f"{problem}; name a file to write, in a folder that exists")
     if not force and os.path.lexists(target):
         raise UserError(f"{str(target)!r} exists; --force overwrites it")
     with process_group("gloo", "cpu"):

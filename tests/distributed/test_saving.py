@@ -246,7 +246,9 @@ def test_a_checkpoint_that_cannot_be_resumed_from(place, whole):
     assert "batch_size was 4 and is 8" in perform_refused({**same, "resume_from": "4", "batch_size": 8})
     assert files(output) == before
     empty = fields(place / "empty")
-    assert "no intact checkpoint" in perform_refused({**empty, "resume_from": str(place / "nowhere")})
+    assert "no such step or path" in perform_refused({**empty, "resume_from": str(place / "nowhere")})
+    assert "no intact checkpoint" in perform_refused({**empty, "resume_from": str(place)})
+    assert "nothing would be trained" in perform_refused({**same, "resume_from": "4", "steps": 4})
     assert "there are: none" in perform_refused({**empty, "resume_from": "4"})
     other = {**empty, "resume_from": path, "data": str(place / "other.txt")}
     assert "other tokens" in perform_refused(other)
