@@ -18,7 +18,7 @@ from cs336_systems.train.checkpoint import DamagedCheckpointError, Store, rng_st
 from cs336_systems.train.checkpoint_files import name_of
 from tests.distributed import checkpoint_cases as cases
 
-MUTATIONS = int(os.environ.get("CS336_MUTATIONS", "300"))
+MUTATIONS = int(os.environ.get("CS336_MUTATIONS", "200"))
 
 
 @pytest.fixture(scope="module", autouse=True)
