@@ -206,7 +206,7 @@ _KINDS = {
     **dict.fromkeys(("config", "environment"), dict),
     "samples": list,
 }
-"""What a line must have, and of which type: a file may have been written by anything."""
+"""The entries that a line must have, and their types: a file may have been written by anything."""
 
 
 def _encode(sample: float | str) -> float | str:

@@ -47,9 +47,9 @@ from cs336_systems.train.checkpoint_files import (
     HashedFiles,
     attempt,
     checkpoints_in,
-    is_ours,
     is_temporary,
     name_of,
+    own_manifest,
     publish,
     read_manifest,
     read_metadata,
@@ -158,8 +158,9 @@ class Store:
     def discard(self, step: int) -> None:
         """Remove what an unfinished save of `step` has left; only rank 0 does."""
         if dist.get_rank() == 0:
-            for stray in self.folder.glob(f"{name_of(step)}.tmp-*"):
-                shutil.rmtree(stray, ignore_errors=True)
+            for stray in self.folder.glob(f"{name_of(step)}.*"):
+                if is_temporary(stray.name):
+                    shutil.rmtree(stray, ignore_errors=True)
 
     def _write(self, state: dict[str, Any], folder: Path) -> tuple[str | None, list[dict[str, Any]]]:
         """Write the tensors; return, on all ranks, why it failed on any of them, and the hashes by rank."""
@@ -195,12 +196,13 @@ class Store:
         if dist.get_rank() != 0:
             return
         try:
-            intact = [path for path in checkpoints_in(self.folder) if path not in self._damaged and is_ours(path)]
-            losses = {path: loss for path in intact if self.keep_best and (loss := _validation_loss(path)) is not None}
-            best = sorted(losses, key=lambda path: (losses[path], -(step_of(path.name) or 0)))[: self.keep_best]
-            kept = {saved, *intact[-self.keep :], *best}
-            for path in intact:
-                is_multiple = self.keep_every and (step_of(path.name) or 0) % self.keep_every == 0
+            paths = [path for path in checkpoints_in(self.folder) if path not in self._damaged]
+            manifests = {path: manifest for path in paths if (manifest := own_manifest(path)) is not None}
+            losses = {path: loss for path, found in manifests.items() if (loss := _validation_loss(found)) is not None}
+            best = sorted(losses, key=lambda path: (losses[path], -manifests[path]["step"]))[: self.keep_best]
+            kept = {saved, *list(manifests)[-self.keep :], *best}
+            for path, manifest in manifests.items():
+                is_multiple = self.keep_every and manifest["step"] % self.keep_every == 0
                 if path not in kept and not is_multiple:
                     remove(path)
         except OSError as error:
@@ -418,12 +420,9 @@ def located(path: Path) -> tuple[Path, int | None]:
     return (path / "checkpoints" if (path / "checkpoints").is_dir() else path), None
 
 
-def _validation_loss(path: Path) -> float | None:
+def _validation_loss(manifest: Mapping[str, Any]) -> float | None:
     """Return the validation loss in the manifest of a checkpoint, None if there is none."""
-    try:
-        loss = read_manifest(path).get("validation_loss")
-    except (OSError, DamageError):
-        return None
+    loss = manifest.get("validation_loss")
     return loss if isinstance(loss, float) and math.isfinite(loss) else None
 
 

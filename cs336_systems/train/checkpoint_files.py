@@ -215,9 +215,15 @@ def require_entries(path: Path, manifest: dict[str, Any]) -> None:
         raise DamageError(f"{min(missing)} is missing")
 
 
-def is_ours(path: Path) -> bool:
-    """Tell if the folder has exactly the files of a checkpoint of ours, without reading them."""
-    return attempt(lambda: require_entries(path, read_manifest(path)))[1] is None
+def own_manifest(path: Path) -> dict[str, Any] | None:
+    """Return the manifest of a folder with exactly the files of a checkpoint of ours, unread; None for any other."""
+
+    def read() -> dict[str, Any]:
+        manifest = read_manifest(path)
+        require_entries(path, manifest)
+        return manifest
+
+    return attempt(read)[0]
 
 
 def read_metadata(path: Path, manifest: dict[str, Any]) -> bytes:

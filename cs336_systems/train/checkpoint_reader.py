@@ -55,9 +55,9 @@ _INDEX_NAMES = {
     "pathlib.PosixPath",
     "pathlib._local.PosixPath",  # Python 3.13
 }
-"""What `.metadata` may name."""
+"""Classes and functions that `.metadata` may name."""
 _TENSOR_NAMES = {"torch._utils._rebuild_tensor_v2", "collections.OrderedDict", PERSISTENT, *_STORAGES.values()}
-"""What the pickle of a tensor may name."""
+"""Classes and functions that the pickle of a tensor may name."""
 
 _MOST_DIMENSIONS = 16
 _MOST_BYTES = 2**50

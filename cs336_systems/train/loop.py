@@ -97,7 +97,7 @@ class Trainer:
         self.saver = Saver(settings, rank, self.corpus, self.step)
         self.tracer = Tracer() if settings.faults.find_nan else None
         self._loss, self._norm = 0.0, 0.0
-        """Of the last step; the loss is the validation loss if it was evaluated."""
+        """Results of the last step; the loss is the validation loss if it was evaluated."""
         self.log = RunLog(settings, rank, self.step.config) if rank.rank == 0 else None
 
     def introduce(self) -> None:

@@ -51,7 +51,7 @@ class Kill:
     call: str = ""
     file: str = "folder"
     number: int = 0
-    """Of the calls of this kind that concern this kind of file, from 1."""
+    """The number of the call, from 1, among those of this kind on this kind of file."""
     moment: str = "before"
     delay: float = 0.0
     everyone: bool = False
@@ -86,10 +86,10 @@ class End:
     codes: list[int]
     """Exit codes by rank; negative: the signal that has killed it."""
     left: bool = False
-    """Whether a process has outlived the ranks."""
+    """True if a process has outlived the ranks."""
     seconds: float = 0.0
     is_terminated: bool = False
-    """Whether ranks needed a SIGTERM to end."""
+    """True if ranks needed a SIGTERM to end."""
 
 
 # -- in the process that forks, and in the ranks -----------------------------------------------------------------------
@@ -215,7 +215,7 @@ def build_library(folder: Path) -> Path:
 
 @dataclass
 class Seen:
-    """What a start has printed, and what its calls were."""
+    """The output of a start, and the number of its calls."""
 
     printed: list[str]
     errors: list[str]

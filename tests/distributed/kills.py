@@ -39,10 +39,10 @@ REACH = 3
 RUN = {"steps": STEPS, "save_every": SAVE_EVERY, "batch_size": 6}  # which can be divided by 1, 2 and 3 ranks
 RUN |= {"keep_best": 1, "eval_every": 2 * SAVE_EVERY, "eval_batches": 1, "sample_tokens": 1}
 RANDOM_SHARE = 0.3
-"""Of the kills, at a random time."""
+"""Share of the kills that come at a random time."""
 TOLERANCE = 1e-6
 EXPECTED_NAMES = re.compile(rf"\.lock|{record.RECORDS}|checkpoints|step-\d{{8}}")
-"""Of the files in the folders of a finished run."""
+"""Names of the files in the folders of a finished run."""
 PATIENCE = 6.0
 """Seconds that ranks have to end by themselves after one was killed; every other time, torchrun's 0.1 s."""
 WORKERS = 3
@@ -94,7 +94,7 @@ class FailedTrialError(Exception):
 
 @dataclass
 class Tally:
-    """What all trials have shown."""
+    """The results of all trials."""
 
     kills: Counter[str] = field(default_factory=Counter)
     """By call, or AT_RANDOM."""

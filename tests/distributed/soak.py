@@ -412,50 +412,54 @@ def all_killed_in_a_save(lab: Lab, trials: int) -> list[Figure]:
     return [*figures, Figure(kills.name, min(kills.value, trials), trials, exact=True)]
 
 
-def restarted_by_torchrun(lab: Lab, trials: int) -> list[Figure]:
-    chance = random.Random(8)
+def finished_as_undisturbed(lab: Lab, trials: int, disturb: Callable[[dict[str, Any]], None]) -> Figure:
+    """Disturb one run after another, each to its end, and count those that equal an undisturbed run."""
     equal = 0
     for variant in itertools.islice(itertools.cycle(VARIANTS), trials):
         if len(lab.failures) >= GIVE_UP:
             break
         settings = lab.fields(**variant)
         with lab.trial(variant, settings):
-            with lab.torchrun(settings, f"--max-restarts={RESTARTS}") as job:
-                for attempt in range(RESTARTS):
-                    job.until(lambda job=job, attempt=attempt: len(job.ranks(attempt)) == 2)
-                    since, pids = job.log.stat().st_size, job.ranks(attempt)
-                    await_moment(job, settings["output"], chance, chance.choice(("start", "step", "save")), since)
-                    kill_one(job, pids, chance)
-                job.require_success()
+            disturb(settings)
             lab.require_undisturbed(settings)
             equal += 1
-    return [Figure("finished as undisturbed", equal, trials, exact=True), Figure("kills in each", RESTARTS)]
+    return Figure("finished as undisturbed", equal, trials, exact=True)
+
+
+def restarted_by_torchrun(lab: Lab, trials: int) -> list[Figure]:
+    chance = random.Random(8)
+
+    def disturb(settings: dict[str, Any]) -> None:
+        with lab.torchrun(settings, f"--max-restarts={RESTARTS}") as job:
+            for attempt in range(RESTARTS):
+                job.until(lambda attempt=attempt: len(job.ranks(attempt)) == 2)
+                since, pids = job.log.stat().st_size, job.ranks(attempt)
+                await_moment(job, settings["output"], chance, chance.choice(("start", "step", "save")), since)
+                kill_one(job, pids, chance)
+            job.require_success()
+
+    return [finished_as_undisturbed(lab, trials, disturb), Figure("kills in each", RESTARTS)]
 
 
 def restarted_on_two_nodes(lab: Lab, trials: int) -> list[Figure]:
     """Two torchruns with a rank each, as on two nodes: a rank is killed on one, then on the other."""
-    equal = 0
-    for variant in itertools.islice(itertools.cycle(VARIANTS), trials):
-        if len(lab.failures) >= GIVE_UP:
-            break
-        settings = lab.fields(**variant)
-        with lab.trial(variant, settings):
-            with socket.socket() as free:
-                free.bind(("127.0.0.1", 0))
-                endpoint = f"127.0.0.1:{free.getsockname()[1]}"
-            nodes = f"--nnodes 2 --nproc_per_node 1 --rdzv_backend c10d --rdzv_endpoint {endpoint} --rdzv_id soak"
-            torchrun = [sys.executable, "-m", "torch.distributed.run", *nodes.split(), f"--max-restarts={RESTARTS}"]
-            command, logs = [*torchrun, *CS336, *argv_of(settings)], [lab.folder / f"node-{n}.txt" for n in (0, 1)]
-            with started(command, logs[0]) as one, started(command, logs[1]) as other:
-                for job in (one, other):
-                    before = max(checkpoints(settings["output"]), default=0)
-                    job.until(lambda b=before, o=settings["output"]: max(checkpoints(o), default=0) > b)
-                    kill(*job.children())
-                for job in (one, other):
-                    job.require_success()
-            lab.require_undisturbed(settings)
-            equal += 1
-    return [Figure("finished as undisturbed", equal, trials, exact=True), Figure("kills in each", 2)]
+
+    def disturb(settings: dict[str, Any]) -> None:
+        with socket.socket() as free:
+            free.bind(("127.0.0.1", 0))
+            endpoint = f"127.0.0.1:{free.getsockname()[1]}"
+        nodes = f"--nnodes 2 --nproc_per_node 1 --rdzv_backend c10d --rdzv_endpoint {endpoint} --rdzv_id soak"
+        torchrun = [sys.executable, "-m", "torch.distributed.run", *nodes.split(), f"--max-restarts={RESTARTS}"]
+        command, logs = [*torchrun, *CS336, *argv_of(settings)], [lab.folder / f"node-{n}.txt" for n in (0, 1)]
+        with started(command, logs[0]) as one, started(command, logs[1]) as other:
+            for job in (one, other):
+                before = max(checkpoints(settings["output"]), default=0)
+                job.until(lambda b=before: max(checkpoints(settings["output"]), default=0) > b)
+                kill(*job.children())
+            for job in (one, other):
+                job.require_success()
+
+    return [finished_as_undisturbed(lab, trials, disturb), Figure("kills in each", 2)]
 
 
 SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1)

@@ -111,7 +111,7 @@ def good_step(pair: Pair, step: int, dropped: bool = False) -> None:
 
 @every_variant
 def test_backward_breaks_on_all_ranks(name):
-    """What it left is dropped by the next forward, also on top of gradients of the step before."""
+    """The next forward drops what the broken one left, also on top of gradients of the step before."""
     pair = Pair(name, Fragile)
     broken_backward(pair, 0)
     good_step(pair, 1, dropped=True)

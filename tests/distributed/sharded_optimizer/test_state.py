@@ -222,7 +222,7 @@ def test_equal_shares_of_added_parameters():
 @ranks
 @arrangements
 def test_parameters_are_sent_once_in_few_broadcasts(arrange, dtypes):
-    """Those that are frozen from the start are not sent; those frozen later may be sent with others."""
+    """Parameters frozen from the start are not sent; parameters frozen later may be sent with others."""
     parameters = list((model := transformer_of(dtypes)).parameters())
     for p in parameters[:9]:
         p.requires_grad_(False)

@@ -239,7 +239,7 @@ def test_numbers_of_findings_are_those_of_the_tables(h200_tables, h200_findings)
 
 
 def test_charts(h200):
-    """Those of the documents are among them."""
+    """The charts of the documents are among them."""
     found = {name: charts_of(catalogue()[name], cells) for name, cells in by_experiment(group(h200)).items()}
     assert {name for name, drawn in found.items() if drawn} >= {
         *("end_to_end", "warmup", "precision", "compile", "fast_step", "peak_memory", "kernels", "memory"),
