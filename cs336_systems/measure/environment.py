@@ -112,17 +112,23 @@ def _git() -> dict[str, Any]:
 def measure_slowdown(config: Mapping[str, Any]) -> list[Metric]:
     """Instrument of quick runs: how many times longer than in fp32 a matmul takes in low precision on this CPU.
 
-    A CPU without instructions for a type emulates it, hundreds of times slower.
+    A CPU without instructions for a type emulates it, hundreds of times slower. One thread, and the least of many: on a
+    busy machine threads wait for each other, which hides the difference.
     """
 
-    def seconds(dtype: torch.dtype) -> float:
+    def seconds(dtype: torch.dtype, repeat: int) -> float:
         a = torch.ones(128, 128, dtype=dtype)
-        return min(timeit.repeat(lambda: a @ a, number=1, repeat=4))
+        return min(timeit.repeat(lambda: a @ a, number=1, repeat=repeat))
 
-    return [
-        Metric(precision, "1", [seconds(getattr(torch, name)) / seconds(torch.float32)])
-        for precision, name in (("bf16", "bfloat16"), ("fp16", "float16"))
-    ]
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    try:
+        return [
+            Metric(precision, "1", [seconds(getattr(torch, name), 4) / seconds(torch.float32, 20)])
+            for precision, name in (("bf16", "bfloat16"), ("fp16", "float16"))
+        ]
+    finally:
+        torch.set_num_threads(threads)
 
 
 def _cpu_model() -> str | None:
