@@ -28,16 +28,17 @@ def _draw(figure: Any, chart: Chart, language: Language) -> None:
         language = "en"  # without a font every character would be a box
     with fonts(language):
         axes = figure.subplots()
-        {"lines": _lines, "bars": _bars, "stacked": _stacked, "spans": _spans}[chart.kind](axes, chart, language)
+        kinds = {"lines": _lines, "bars": _bars, "stacked": _stacked, "spans": _spans, "dots": _dots}
+        kinds[chart.kind](axes, chart, language)
         if chart.kind != "lines":
-            _name_bars(axes, chart)
-        _limit(axes, chart, language)
+            _name_bars(axes, chart, language)
+        _limits(axes, chart, language)
         x, y = _plain(chart.x.in_(language)), _plain(chart.y.in_(language))
         axes.set(xlabel=y if chart.sideways else x, ylabel="" if chart.sideways else y)
         axes.set_title(_plain(chart.title.in_(language)))
         names = [_plain(series.name.in_(language)) for _, series in chart.shown]
-        names += [_plain(chart.shown_limit.text.in_(language))] if chart.shown_limit else []
-        if len(names) > 1:
+        names += [_plain(limit.text.in_(language)) for limit in chart.shown_limits]
+        if chart.has_legend:
             # matplotlib lists lines before bars; the order of the series is restored.
             found = sorted(zip(*axes.get_legend_handles_labels(), strict=True), key=lambda pair: names.index(pair[1]))
             figure.legend(*zip(*found, strict=True), loc="outside lower center", ncols=_columns(names))
@@ -59,7 +60,7 @@ def _columns(names: Sequence[str]) -> int:
 
 
 def _style(chart: Chart, number: int, language: Language) -> dict[str, Any]:
-    color, series = COLORS[chart.color_of(number) % len(COLORS)], chart.series[number]
+    color, series = COLORS[chart.color_of(number)], chart.series[number]
     return {"color": color, "label": _plain(series.name.in_(language))}
 
 
@@ -82,7 +83,7 @@ def _lines(axes: Any, chart: Chart, language: Language) -> None:
     for number, series in chart.shown:  # crosses at the top edge, whose position is now known
         for point in series.points:
             if point.note and chart.has_place(point):
-                axes.plot([point.x], [1.0], "x", color=COLORS[number % len(COLORS)], clip_on=False,
+                axes.plot([point.x], [1.0], "x", color=COLORS[chart.color_of(number)], clip_on=False,
                           transform=axes.get_xaxis_transform())  # fmt: skip
 
 
@@ -123,11 +124,11 @@ def _stacked(axes: Any, chart: Chart, language: Language) -> None:
             axes.barh(rows, lengths, 0.65, left=starts, **style)
         else:
             axes.bar(rows, lengths, 0.65, bottom=starts, **style)
-    if chart.limit and chart.cut_at:
+    if chart.limits and chart.cut_at:
         ends = dict.fromkeys(chart.bar_names, 0.0)
         for part in itertools.chain.from_iterable(chart.stacks.values()):
             ends[part.point.place] = max(ends[part.point.place], part.end)
-        shown = max(1.15 * chart.limit.value, 1.05 * min(max(ends.values(), default=0.0), chart.cut_at))
+        shown = max(1.15 * chart.limits[0].value, 1.05 * min(max(ends.values(), default=0.0), chart.cut_at))
         axes.set_xlim(0, shown)
         for row, end in enumerate(ends.values()):
             if end > shown:
@@ -149,14 +150,34 @@ def _spans(axes: Any, chart: Chart, language: Language) -> None:
     axes.set_xlim(left=lowest)
 
 
-def _limit(axes: Any, chart: Chart, language: Language) -> None:
-    if limit := chart.shown_limit:
-        line = axes.axvline if chart.sideways else axes.axhline
-        line(limit.value, color=INK, linewidth=1.3, label=_plain(limit.text.in_(language)))
+def _dots(axes: Any, chart: Chart, language: Language) -> None:
+    step = 0.7 / max(1, len(chart.bars))
+    for number, series in chart.shown:
+        shift = (chart.bars.index(number) - (len(chart.bars) - 1) / 2) * step
+        points = [point for point in series.points if chart.can_draw(point)]
+        rows = [chart.bar_names.index(point.place) + shift for point in points]
+        style = _style(chart, number, language)
+        for row, point in zip(rows, points, strict=True):
+            if point.low is not None and point.high is not None:
+                axes.plot([point.low, point.high], [row, row], color=style["color"], linewidth=1.2)
+        axes.plot(
+            [p.y for p in points], rows, linestyle="", marker=MARKERS[number % len(MARKERS)], markersize=4, **style
+        )
+    if chart.log_y:
+        axes.set_xscale("log")
 
 
-def _name_bars(axes: Any, chart: Chart) -> None:
-    names = [_plain(name) for name in chart.bar_names]
+def _limits(axes: Any, chart: Chart, language: Language) -> None:
+    line = axes.axvline if chart.sideways else axes.axhline
+    for limit in chart.shown_limits:
+        style = "--" if limit.dashed else "-"
+        line(limit.value, color=INK, linewidth=1.3, linestyle=style, label=_plain(limit.text.in_(language)))
+    for event in chart.events:
+        axes.axvline(event.x, color=INK, linewidth=0.8, linestyle=":")
+
+
+def _name_bars(axes: Any, chart: Chart, language: Language) -> None:
+    names = [_plain(chart.labels[name].in_(language)) for name in chart.bar_names]
     if chart.sideways:
         axes.set_yticks(range(len(names)), names, fontsize=8)
         axes.invert_yaxis()

@@ -11,6 +11,7 @@ from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Literal, NamedTuple
 
+from cs336_systems.report.names import COLORS, color_of_name
 from cs336_systems.table import Table
 from cs336_systems.text import Text
 
@@ -30,9 +31,25 @@ def exact(value: float) -> str:
     return f"{value:.0f}" if "e+" in text and abs(value) < 1e15 else text
 
 
+def precise(value: float, digits: int | None = None) -> str:
+    """A value as tables write it: two digits after the point, one from 1,000 on, three significant ones below 0.1."""
+    if digits is None:
+        if value != 0 and abs(value) < 0.1:
+            return exact(float(f"{value:.3g}"))
+        digits = 2 if abs(value) < 1000 else 1
+    return exact(value) if abs(value) >= 1e12 else f"{value:,.{digits}f}"
+
+
+def short(value: float) -> str:
+    """A value on its bar: three significant digits, all those before the point."""
+    if value == 0 or abs(value) >= 100:
+        return exact(value) if abs(value) >= 1e12 else f"{value:,.0f}"
+    return exact(float(f"{value:.3g}"))
+
+
 @dataclass(frozen=True)
 class Point:
-    x: float | str
+    x: float | str | Text
     """A number on the axis of a line chart, or the name of a bar."""
     y: float
     std: float | None = None
@@ -43,11 +60,20 @@ class Point:
     """Start of a span, which ends at y."""
     name: str = ""
     """Further identification of the point, for example the shape that has this arithmetic intensity."""
+    low: float | None = None
+    """Lower end of its interval (`dots`), such as a confidence interval."""
+    high: float | None = None
 
     @property
     def place(self) -> str:
-        """Its x as text: the name of its bar, the label in its tooltip."""
-        return self.x if isinstance(self.x, str) else exact(self.x)
+        """Its x as text: the name of its bar in English, the label in its tooltip."""
+        return self.label.en
+
+    @property
+    def label(self) -> Text:
+        if isinstance(self.x, Text):
+            return self.x
+        return Text(self.x if isinstance(self.x, str) else exact(self.x))
 
 
 @dataclass(frozen=True)
@@ -66,9 +92,19 @@ class Series:
 
 @dataclass(frozen=True)
 class Limit:
-    """A line across the chart at a value that every bar is compared with."""
+    """A line across the chart at a value that every bar or curve is compared with."""
 
     value: float
+    text: Text
+    dashed: bool = False
+    """Not measured: a floor, a prediction."""
+
+
+@dataclass(frozen=True)
+class Event:
+    """Something that happened at one x of a line chart, such as a restart: a vertical line."""
+
+    x: float
     text: Text
 
 
@@ -83,33 +119,39 @@ class Part(NamedTuple):
 @dataclass(frozen=True)
 class Chart:
     """`lines`: x are numbers. `bars`: x are names, series are side by side. `stacked`: series are parts of one bar.
-    `spans`: x are the names of rows, points last from `start` to y."""
+    `spans`: x are the names of rows, points last from `start` to y. `dots`: x are the names of rows, a point is a dot
+    at y, with a line from `low` to `high`; a series may have many points in a row."""
 
     name: str
     """Name of its file and anchor: letters, digits, '-' and '_'."""
     title: Text
-    kind: Literal["lines", "bars", "stacked", "spans"]
+    kind: Literal["lines", "bars", "stacked", "spans", "dots"]
     x: Text
     y: Text
     series: Sequence[Series]
     log_x: bool = False
     log_y: bool = False
     horizontal: bool = False
-    """Horizontal bars, for long names; spans are always horizontal."""
+    """Horizontal bars, for long names; spans and dots are always horizontal."""
     places: Sequence[str] = ()
-    """Names of bars in their order; names that are not listed follow in order of appearance."""
-    limit: Limit | None = None
+    """English names of bars in their order; names that are not listed follow in order of appearance."""
+    limits: Sequence[Limit] = ()
+    events: Sequence[Event] = ()
+    digits: int | None = None
+    """Digits after the point of a value, as in the table beside it; None: as `precise` chooses."""
+    note: Text | None = None
+    """Smaller text below the title: the statistic that is drawn, how it was measured."""
 
     @property
     def sideways(self) -> bool:
         """True if values grow to the right, beside names that are listed from top to bottom."""
-        return (self.horizontal and self.kind != "lines") or self.kind == "spans"
+        return (self.horizontal and self.kind != "lines") or self.kind in ("spans", "dots")
 
     @property
     def cut_at(self) -> float | None:
         """The value beyond which stacked bars are cut off, so that bars within the limit stay readable. None if no
         bar is cut, also where crosses occupy that end of the axis."""
-        value = self.limit.value if self.limit else 0.0
+        value = self.limits[0].value if self.limits else 0.0
         notes = any(point.note for series in self.series for point in series.points)
         level = self.kind == "stacked" and self.horizontal and not self.log_y and not notes
         return FAR * value if level and math.isfinite(value) and value > 0 else None
@@ -150,14 +192,24 @@ class Chart:
         first = [name for name in dict.fromkeys(self.places) if name in found]
         return [*first, *(name for name in found if name not in self.places)]
 
+    @cached_property
+    def labels(self) -> dict[str, Text]:
+        """The names of bars in both languages, by their English name."""
+        return {point.place: point.label for _, series in self.shown for point in series.points}
+
     @property
-    def shown_limit(self) -> Limit | None:
-        """The limit, if it has a place on the axis."""
-        return self.limit if self.limit and self._on_axis(self.limit.value) else None
+    def shown_limits(self) -> list[Limit]:
+        """The limits that have a place on the axis."""
+        return [limit for limit in self.limits if self._on_axis(limit.value)]
+
+    @property
+    def has_legend(self) -> bool:
+        """False for a single series: the title names it."""
+        return len([series for _, series in self.shown if any(series.name)]) > 1 or bool(self.limits)
 
     def has_place(self, point: Point) -> bool:
         """True if the point has a position on the axis of x."""
-        if isinstance(point.x, str):
+        if isinstance(point.x, str | Text):
             return True
         return finite(point.x) and (point.x > LEAST or not self.log_x or self.kind != "lines")
 
@@ -177,9 +229,19 @@ class Chart:
         return self.kind in ("bars", "stacked") and series.drawn == "marks"
 
     def color_of(self, number: int) -> int:
-        """Index of the series whose colour series `number` has."""
+        """Number of the colour of a series: that of its category in every chart, else the next that is free."""
         over = self.series[number].over
-        return number if over is None or self.kind != "lines" else over
+        return self._colors[number if over is None or self.kind != "lines" else over]
+
+    @cached_property
+    def _colors(self) -> list[int]:
+        fixed = [color_of_name(series.name.en) for series in self.series]
+        free = [color for color in range(COLORS) if color not in fixed] or [*range(COLORS)]
+        found, taken = [], 0
+        for color in fixed:
+            found.append(free[taken % len(free)] if color is None else color)
+            taken += color is None
+        return found
 
 
 def beyond_text(end: float) -> str:
@@ -194,6 +256,26 @@ class Link:
 
 
 @dataclass(frozen=True)
+class Highlight:
+    """A result for the first screen: a large number, and what it is compared with."""
+
+    rank: int
+    """Smaller comes first; the first screen has room for five."""
+    value: Text
+    """The large number with its unit: "1.3x", "0.5%"."""
+    what: Text
+    """What it is, such as "attention, against FlashAttention-4"."""
+    detail: Text
+    """Both values and the settings, such as "2.7B, 4 x 512 tokens: 93.1 ms, 124.6 ms"."""
+    ratio: float | None = None
+    """For the chart of speed-ups: the rival's time over ours, above 1 where ours is faster."""
+    bar: Text | None = None
+    """The name of its bar in that chart."""
+    section: str = ""
+    """Name of the section that it comes from."""
+
+
+@dataclass(frozen=True)
 class Section:
     name: str
     """Name of the experiment."""
@@ -204,6 +286,8 @@ class Section:
     tables: Sequence[Table] = ()
     charts: Sequence[Chart] = ()
     links: Sequence[Link] = ()
+    group: Text | None = None
+    """Heading that it stands under, with others."""
 
 
 @dataclass(frozen=True)
@@ -216,3 +300,9 @@ class Document:
     """Experiments without records -> the command that measures them."""
     remarks: Sequence[Text] = ()
     """Remarks on the records as a whole: lines that could not be read, cells that were interrupted."""
+    highlights: Sequence[Highlight] = ()
+    """The large numbers of the first screen."""
+    hero: Chart | None = None
+    """The chart of the first screen."""
+    trust: Text | None = None
+    """Why the numbers can be trusted, in one line."""

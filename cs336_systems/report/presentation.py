@@ -5,7 +5,7 @@ from dataclasses import dataclass
 from typing import Literal
 
 from cs336_systems.report.cells import CellView
-from cs336_systems.report.document import Chart
+from cs336_systems.report.document import Chart, Highlight
 from cs336_systems.report.referee import remarks
 from cs336_systems.table import Column, Table, word
 from cs336_systems.text import Text
@@ -14,6 +14,7 @@ Cells = Sequence[CellView]
 """Cells of one experiment, measured on one machine."""
 MakeTables = Callable[[Cells], list[Table]]
 MakeCharts = Callable[[Cells], list[Chart]]
+MakeHighlights = Callable[[Cells], list[Highlight]]
 Sentence = Callable[[Cells], Text | None]
 """States one finding without its full stop. Where the data do not show it, it returns None or raises what missing data
 raise: the maximum of nothing is a ValueError, an absent cell a LookupError."""
@@ -47,6 +48,12 @@ class Presentation:
     charts: MakeCharts = lambda cells: []
     findings: Sequence[Sentence] = ()
     """At most three are shown, in this order."""
+    highlights: MakeHighlights = lambda cells: []
+    """Results for the first screen."""
+    trust: Sentence = lambda cells: None
+    """Why numbers can be trusted, without a full stop; those of all experiments are one line of the first screen."""
+    group: Literal["speed", "attention", "memory", "ranks", "training", "trust", ""] = ""
+    """The heading that its section stands under."""
     statistic: Literal["mean", "median"] = "mean"
     """The statistic that the experiment's tables show; tables of several machines side by side show the same."""
     identity: tuple[str, ...] = ()

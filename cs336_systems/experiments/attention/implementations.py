@@ -356,7 +356,7 @@ def roofline(views: Iterable[tuple[str, CellView]], where: str) -> list[Chart]:
     if first is None:
         return []
     series = [Series(Text(name), found, drawn="marks") for name, found in points.items()]
-    reached = [float(point.x) for found in points.values() for point in found]
+    reached = [x for found in points.values() for point in found if isinstance(x := point.x, float)]
     title = Text(f"Roofline, forward and backward, {where}", f"屋顶线，前向与后向，{where}")
     axes = INTENSITY, TFLOPS
     return [Chart("roofline", title, "lines", *axes, [*series, *_roof(first, reached)], log_x=True, log_y=True)]

@@ -321,7 +321,7 @@ def _chart(cell: CellView) -> Chart:
     ]
     title = say("Bytes on each GPU: {}", "每张 GPU 的字节：{}", _where(cell))
     limit = Limit(cell.get("gpu_memory") / GIB, say("memory of one {}", "一张 {} 的显存", cell.get("gpu")))
-    return Chart("", title, "stacked", STRATEGY, GIB_TEXT, series, horizontal=True, limit=limit)
+    return Chart("", title, "stacked", STRATEGY, GIB_TEXT, series, horizontal=True, limits=[limit])
 
 
 # -- findings ---------------------------------------------------------------------------------------------------------

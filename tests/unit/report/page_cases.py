@@ -178,12 +178,12 @@ STEP = Chart(
 """Spans of a data-parallel step, with communication in a second lane."""
 
 
-def stacked(*sizes, limit=HAS, **fields):
+def stacked(*sizes, limits=(HAS,), **fields):
     """Horizontal bars of two equal parts, of these total sizes, with a limit."""
     points = [Point(f"bar {number}", size / 2) for number, size in enumerate(sizes)]
     halves = [Series(Text(part), points) for part in "xy"]
     axes = Text("strategy"), Text("GiB")
-    return Chart("plan", Text("Plan"), "stacked", *axes, halves, horizontal=True, limit=limit, **fields)
+    return Chart("plan", Text("Plan"), "stacked", *axes, halves, horizontal=True, limits=limits, **fields)
 
 
 # Documents
@@ -274,7 +274,7 @@ def hostile_charts():
         points = [Point(EVIL, 9e9, start=1.0, name=EVIL), Point(EVIL + "b", 1.0, start=0.5, name=EVIL)]
         points.append(Point(EVIL + "c", math.nan, note=text))
         series = [Series(text, points), Series(text, points, drawn="marks", over=0), Series(text, points, drawn="line")]
-        yield Chart(EVIL, text, kind, text, text, series, horizontal=True, places=[EVIL], limit=limit)
+        yield Chart(EVIL, text, kind, text, text, series, horizontal=True, places=[EVIL], limits=[limit])
 
 
 def hostile_document() -> Document:

@@ -31,8 +31,8 @@ def drawn(one, folder) -> str:
 ODD = {
     "nothing": chart("lines"),
     "no spans": chart("spans", of_one("a", math.nan)),
-    "no limit": stacked(8.0, limit=Limit(math.nan, Text("l"))),
-    "over nothing": chart("bars", of_one("x", 4.0), of_one("x", 4.0, drawn="marks", over=7), limit=HAS),
+    "no limit": stacked(8.0, limits=[Limit(math.nan, Text("l"))]),
+    "over nothing": chart("bars", of_one("x", 4.0), of_one("x", 4.0, drawn="marks", over=7), limits=[HAS]),
     "only marks": chart("stacked", of_one("x", 4.0, drawn="marks")),
     "one point": chart("lines", of_one(1, 2.0, drawn="marks"), log_x=True, log_y=True),
     "dollars": chart("bars", of_one("$^$", 1.0), of_one("$^$", 2.0), title=r"$\frac$"),
@@ -53,7 +53,7 @@ def test_every_kind_with_hostile_names_becomes_a_picture(hostile, tmp_path):
         for place, point in enumerate(hostile.series[0].points)
     ]
     series = [replace(one, name=text, points=points) for one in hostile.series]
-    odd = replace(hostile, name="c", title=text, x=text, y=text, series=series, limit=Limit(2.0, text))
+    odd = replace(hostile, name="c", title=text, x=text, y=text, series=series, limits=[Limit(2.0, text)])
     assert "<script>" not in drawn(odd, tmp_path)
 
 

@@ -6,9 +6,9 @@ import re
 import pytest
 
 from cs336_systems.report.document import Document, Link, Section
+from cs336_systems.report.names import COLORS
 from cs336_systems.report.web.assets import asset
 from cs336_systems.report.web.page import MOST_ROWS, page, safe_href
-from cs336_systems.report.web.svg.marks import COLORS
 from cs336_systems.table import Column, Table
 from cs336_systems.text import Text
 from tests.unit.report import page_cases

@@ -10,9 +10,9 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from cs336_systems.report.document import FAR, Chart, Limit, Point, Series
+from cs336_systems.report.names import COLORS
 from cs336_systems.report.web.svg import svg
 from cs336_systems.report.web.svg.labels import text_width
-from cs336_systems.report.web.svg.marks import COLORS
 from cs336_systems.report.web.svg.placement import NARROW, WIDTH
 from cs336_systems.report.web.svg.scales import number
 from cs336_systems.text import Text
@@ -375,7 +375,7 @@ def limit_marks(drawing):
 @pytest.mark.parametrize("kind", ["lines", "bars", "stacked"])
 @pytest.mark.parametrize("horizontal", [False, True])
 def test_a_limit_is_a_named_line(kind, horizontal):
-    drawing = svg(chart(kind, horizontal=horizontal, limit=HAS))
+    drawing = svg(chart(kind, horizontal=horizontal, limits=[HAS]))
     (mark,) = limit_marks(drawing)
     assert mark["data-value"] == "10"
     assert mark["aria-label"] == "GPU memory, –: 10"
@@ -454,7 +454,7 @@ def test_any_chart_can_be_drawn(any_chart):
 @given(st.lists(st.floats(0.1, 1e6), min_size=1, max_size=8), st.floats(0.1, 1e6))
 @settings(max_examples=30, deadline=None)
 def test_only_bars_beyond_the_axis_are_cut(sizes, limit):
-    found = Page(svg(stacked(*sizes, limit=Limit(limit, Text("l")))))
+    found = Page(svg(stacked(*sizes, limits=[Limit(limit, Text("l"))])))
     arrows = [e for e in found.all("text") if e["text"].startswith("→")]
     assert not arrows or max(sizes) > FAR * limit * 0.999
     assert len(arrows) >= sum(size > 2.5 * FAR * limit for size in sizes)

@@ -7,9 +7,9 @@ of a mark, the index of a series and of its legend entry.
 
 from html import escape
 
-from cs336_systems.report.document import Chart, Series
-from cs336_systems.report.web.svg.labels import LINE, SIZE, aria, line_count, text_elements, widest, wrap
-from cs336_systems.report.web.svg.marks import COLORS, LIMIT, Marks, patterns, swatch
+from cs336_systems.report.document import Chart, Limit, Series
+from cs336_systems.report.web.svg.labels import LINE, SIZE, aria, line_count, text_elements, widest
+from cs336_systems.report.web.svg.marks import Marks, limit_style, patterns, swatch
 from cs336_systems.report.web.svg.placement import NAME_LINES, NARROW, WIDTH, Layout
 from cs336_systems.text import LANGUAGES, Language, Text
 
@@ -19,6 +19,7 @@ KINDS = {
     "bars": Text("Bar chart", "条形图"),
     "stacked": Text("Stacked bar chart", "堆叠条形图"),
     "spans": Text("Spans", "时间段图"),
+    "dots": Text("Dot plot", "点图"),
 }
 
 
@@ -47,7 +48,7 @@ def _element(chart: Chart, width: int, height: float, inside: str) -> str:
 
 
 def _accessible_name(chart: Chart, language: Language) -> str:
-    texts = [*(series.name for series in chart.series), *([chart.limit.text] if chart.limit else [])]
+    texts = [*(series.name for series in chart.series), *(limit.text for limit in chart.limits)]
     names = [text.in_(language) for text in texts if text.in_(language)]
     title, kind, x, y = (text.in_(language) for text in (chart.title, KINDS[chart.kind], chart.x, chart.y))
     if language == "zh":
@@ -57,10 +58,11 @@ def _accessible_name(chart: Chart, language: Language) -> str:
 
 def _legend(chart: Chart, width: int) -> tuple[str, float]:
     """The legend and its height. Its entries are in rows, each a button for the page's script."""
+    if not chart.has_legend:
+        return "", 0.0
     found, x, y, tallest = [], 0.0, 0.0, 0
-    entries: list[tuple[int, Series | None, Text]] = [(i, one, one.name) for i, one in chart.shown if any(one.name)]
-    if chart.limit:
-        entries.append((0, None, chart.limit.text))  # the limit is no series and cannot be hidden
+    entries: list[tuple[int, Series | Limit, Text]] = [(i, one, one.name) for i, one in chart.shown if any(one.name)]
+    entries += [(0, limit, limit.text) for limit in chart.limits]  # no series, and cannot be hidden
     for index, series, text in entries:
         room = min(widest(text), width - 44) + 1
         lines = line_count(text, room)
@@ -69,11 +71,11 @@ def _legend(chart: Chart, width: int) -> tuple[str, float]:
             x, y, tallest = 0.0, y + tallest * LINE + 8, 0
         tallest = max(tallest, lines)
         middle, label = y + LINE / 2 + 2, text_elements(x + 34, y + LINE - 3, text, room)
-        if series is None:
-            found.append(f'<path{LIMIT} d="M{x + 3:.1f} {middle:.1f}h26"/>{label}')
+        if isinstance(series, Limit):
+            found.append(f'<path{limit_style(series)} d="M{x + 3:.1f} {middle:.1f}h26"/>{label}')
         else:
             found.append(
-                f'<g class="entry s{chart.color_of(index) % COLORS}" role="button" tabindex="0" aria-pressed="true" '
+                f'<g class="entry s{chart.color_of(index)}" role="button" tabindex="0" aria-pressed="true" '
                 f'data-toggle="{index}"{aria(text)}>'
                 f'<rect class="hit" x="{x:.1f}" y="{y:.1f}" width="{taken - 8:.1f}" height="{lines * LINE + 4}"/>'
                 f"{swatch(chart, index, series, x + 3, middle, width)}{label}</g>"
@@ -117,9 +119,9 @@ def _names(at: Layout) -> str:
     found = []
     if at.horizontal:
         for name in at.places or []:
-            lines = len(wrap(name, at.name_room))
-            y = at.along_place(name) + 5 - (lines - 1) * LINE / 2
-            found.append(text_elements(at.left - 10, y, Text(name), at.name_room, anchor="end"))
+            label = at.chart.labels[name]
+            y = at.along_place(name) + 5 - (line_count(label, at.name_room) - 1) * LINE / 2
+            found.append(text_elements(at.left - 10, y, label, at.name_room, anchor="end"))
     elif at.places is None:
         for tick, name in list(zip(at.number_axis.ticks, at.names, strict=True))[:: at.stride]:
             y = at.bottom + LINE + 2
@@ -129,5 +131,6 @@ def _names(at: Layout) -> str:
         for name in at.names[:: at.stride]:
             middle = at.along_place(name) + (4 if at.rotated else 0)
             anchor, angle, most = ("end", -45, 1) if at.rotated else ("middle", 0, NAME_LINES)
-            found.append(text_elements(middle, y, Text(name), at.name_room, anchor=anchor, angle=angle, most=most))
+            label = at.chart.labels[name]
+            found.append(text_elements(middle, y, label, at.name_room, anchor=anchor, angle=angle, most=most))
     return "".join(found)

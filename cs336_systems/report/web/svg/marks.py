@@ -16,8 +16,6 @@ DENSE = 60
 """Lines with more points than this have small markers."""
 MOST_MARKS = 400
 """Maximum markers of a line. The line itself passes through all of its points."""
-COLORS = 12
-"""Number of colour classes of page.css; further series repeat them with another marker or pattern."""
 MARKERS = (
     "M-4.5 0a4.5 4.5 0 1 0 9 0a4.5 4.5 0 1 0-9 0z",
     "M-4-4h8v8h-8z",
@@ -41,9 +39,12 @@ HATCHES = (
 """Patterns over the colour of bars, in tiles of 8 by 8."""
 HOLLOW = ' style="fill:var(--page);stroke:var(--text);stroke-width:1.5"'
 """Style of marks on bars: readable on any colour."""
-LIMIT = ' class="axis" style="stroke:var(--text);stroke-width:2"'
 INVISIBLE = ' style="fill:transparent"'
 """Style of the markers of a line drawn without them: visible only under the pointer."""
+
+
+def limit_style(limit: Limit) -> str:
+    return f' class="bound{" dashed" * limit.dashed}"'
 
 
 def drawing_id(chart: Chart, what: str, width: int) -> str:
@@ -61,6 +62,8 @@ def marker(index: int) -> str:
 def swatch(chart: Chart, index: int, series: Series, x: float, y: float, width: int) -> str:
     """The sample of a series in the legend: 26 wide, centred at `y`."""
     mark = f'<path class="mark" transform="translate({x + 13:.1f} {y:.1f})" d="{marker(index)}"'
+    if chart.kind == "dots":
+        return f"{mark}/>"
     if chart.kind == "lines":
         line = f'<path class="line{" dashed" if series.dashed else ""}" d="M{x:.1f} {y:.1f}h26"/>'
         return {"both": f"{line}{mark}/>", "line": line, "marks": f"{mark}/>"}[series.drawn]
@@ -76,7 +79,7 @@ def patterns(layout: Layout) -> str:
         return ""
     hatch, clip = (drawing_id(chart, what, layout.width) for what in ("hatch", "clip"))
     found = [
-        f'<pattern id="{hatch}-{index}" class="s{index % COLORS}" width="8" height="8" '
+        f'<pattern id="{hatch}-{index}" class="s{chart.color_of(index)}" width="8" height="8" '
         f'patternUnits="userSpaceOnUse"><rect class="fill" width="8" height="8"/>'
         f'<path class="hatch" d="{HATCHES[index % len(HATCHES)]}"/></pattern>'
         for index, series in chart.shown
@@ -104,20 +107,20 @@ class Marks:
     def __init__(self, layout: Layout):
         self.at = layout
         self.chart = layout.chart
-        self.notes_at: Counter[float | str] = Counter()
+        self.notes_at: Counter[str] = Counter()
 
     def draw(self) -> str:
         """All series, and the limit above them."""
         groups = []
         for index, series in self.chart.shown:
             draw = self._line if self.chart.kind == "lines" else self._bars
-            draw = self._on_bars if self.chart.on_bars(series) else draw
+            draw = self._on_bars if self.chart.on_bars(series) else self._dots if self.chart.kind == "dots" else draw
             marks = draw(index, series) + self._notes(index, series)
-            groups.append(f'<g class="series s{self.chart.color_of(index) % COLORS}" data-index="{index}">{marks}</g>')
+            groups.append(f'<g class="series s{self.chart.color_of(index)}" data-index="{index}">{marks}</g>')
         whole = "".join(groups)
         if self.at.beyond:
             whole = f'<g clip-path="url(#{drawing_id(self.chart, "clip", self.at.width)})">{whole}</g>'
-        return whole + (self._limit(self.chart.shown_limit) if self.chart.shown_limit else "")
+        return whole + "".join(map(self._limit, self.chart.shown_limits))
 
     def _drawn(self, series: Series) -> list[Point]:
         return [point for point in series.points if self.chart.can_draw(point)]
@@ -207,6 +210,24 @@ class Marks:
             f"{stacked}{_data(series, point)}/>"
         )
 
+    def _dots(self, index: int, series: Series) -> str:
+        """Dots beside the names of their rows, with their intervals; a row of many dots has small ones."""
+        points = self._drawn(series)
+        crowded = len(points) > 2 * len({point.place for point in points})
+        lines, marks = [], []
+        for point in points:
+            x, y = self.at.along_value(point.y), self.at.beside(index, point.x)
+            if point.low is not None and point.high is not None:
+                low, high = (self.at.along_value(end) for end in (point.low, point.high))
+                lines.append(f"M{low:.1f} {y:.1f}H{high:.1f}M{low:.1f} {y - 4:.1f}v8M{high:.1f} {y - 4:.1f}v8")
+            small = " scale(.55)" if crowded else ""
+            marks.append(
+                f'<path class="mark" transform="translate({x:.1f} {y:.1f}){small}" d="{marker(index)}"'
+                f"{_data(series, point)}/>"
+            )
+        line = f'<path class="line" d="{"".join(lines)}"/>' if lines else ""
+        return line + "".join(marks)
+
     def _on_bars(self, index: int, series: Series) -> str:
         found = []
         for point in self._drawn(series):
@@ -223,8 +244,8 @@ class Marks:
             if not point.note or not self.chart.has_place(point):
                 continue
             if self.chart.kind == "lines":
-                x, y = self.at.along_place(point.x), self.at.top - 8 - 13 * self.notes_at[point.x]
-                self.notes_at[point.x] += 1
+                x, y = self.at.along_place(point.x), self.at.top - 8 - 13 * self.notes_at[point.place]
+                self.notes_at[point.place] += 1
             elif self.at.horizontal:
                 x, y = self.at.right + 10, self.at.beside(index, point.x)
             else:
@@ -240,7 +261,7 @@ class Marks:
         if not self.at.horizontal:
             path = f"M{self.at.left:.1f} {at:.1f}H{self.at.right:.1f}"
         said = _data(Series(limit.text, ()), Point("–", limit.value))
-        return f'<g class="limit"><path{LIMIT} d="{path}"/><path class="mark" d="{path}"{said}/></g>'
+        return f'<g class="limit"><path{limit_style(limit)} d="{path}"/><path class="mark" d="{path}"{said}/></g>'
 
 
 def _data(series: Series, point: Point) -> str:

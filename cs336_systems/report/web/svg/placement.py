@@ -7,8 +7,9 @@ from collections.abc import Sequence
 from itertools import pairwise
 
 from cs336_systems.report.document import Chart, Point, Series, beyond_text, finite
-from cs336_systems.report.web.svg.labels import LINE, line_count, text_width, wrap
+from cs336_systems.report.web.svg.labels import LINE, line_count, text_width, widest
 from cs336_systems.report.web.svg.scales import Axis, linear_axis, log_axis, numbers
+from cs336_systems.text import Text
 
 WIDTH = 720
 NARROW = 400
@@ -33,13 +34,13 @@ class Layout:
         self.width = width
         self.horizontal = chart.sideways
         points = [point for _, series in chart.shown for point in series.points if chart.has_place(point)]
-        by_name = chart.kind != "lines" or any(isinstance(point.x, str) for point in points)
+        by_name = chart.kind != "lines" or any(isinstance(point.x, str | Text) for point in points)
         self.places = chart.bar_names if by_name else None
         self.value_axis = self._values(points)
         self.value_labels = numbers(self.value_axis.ticks)
         self.beyond = self._beyond()
         if not by_name:
-            values = [float(point.x) for point in points]
+            values = [float(point.x) for point in points if not isinstance(point.x, Text)]
             self.number_axis = (
                 log_axis(values, snap=False) if chart.log_x else linear_axis(values, zero=False, snap=False)
             )
@@ -57,15 +58,17 @@ class Layout:
         elif chart.kind == "spans":
             values = [end for point in drawn for end in (point.start or 0.0, point.y)]
         else:
-            values = [end for p in drawn for end in (p.y - spread(p), p.y + spread(p))]
-        if chart.shown_limit:
+            values = [
+                end for p in drawn for end in (p.y - spread(p), p.y + spread(p), p.low, p.high) if end is not None
+            ]
+        if chart.shown_limits:
             farthest = math.inf if chart.cut_at is None else chart.cut_at
-            values = [*(min(value, farthest) for value in values), chart.shown_limit.value]
+            values = [*(min(value, farthest) for value in values), *(limit.value for limit in chart.shown_limits)]
         if chart.log_y:
             # A std close to its mean would extend the axis decades below all values.
             least = min((p.y for p in drawn), default=1.0)
             return log_axis([least, *(max(value, least / 5) for value in values)], snap=True)
-        return linear_axis(values or [0.0, 1.0], zero=chart.kind != "lines", snap=True)
+        return linear_axis(values or [0.0, 1.0], zero=chart.kind not in ("lines", "dots"), snap=True)
 
     def _beyond(self) -> dict[str, float]:
         """Bars that continue beyond the axis -> where they end."""
@@ -90,9 +93,10 @@ class Layout:
         self.right = self.width - 16.0
         if self.horizontal:
             names = self.places or []
-            room = min(max(map(text_width, names), default=0), NAMES_SHARE * self.width) + 2
+            labels = [chart.labels[name] for name in names]
+            room = min(max(map(widest, labels), default=0), NAMES_SHARE * self.width) + 2
             self.name_room = room
-            lines = max(len(wrap(name, room)) for name in names)
+            lines = max(line_count(label, room) for label in labels)
             self.slot = max(lines * LINE, self._thickness()) + 12.0
             self.left = max(room + 12, text_width(self.value_labels[0]) / 2)
             self.right -= text_width(self.value_labels[-1]) / 2 + (14 if any(p.note for p in points) else 0)
@@ -108,7 +112,11 @@ class Layout:
 
     def _thickness(self) -> float:
         """Height of the bars or lanes beside one name."""
-        return {"bars": len(self.chart.bars) * 16, "spans": len(self.chart.lanes) * LANE}.get(self.chart.kind, 24)
+        return {
+            "bars": len(self.chart.bars) * 16,
+            "dots": len(self.chart.bars) * 16,
+            "spans": len(self.chart.lanes) * LANE,
+        }.get(self.chart.kind, 24)
 
     def beyond_texts(self) -> dict[str, str]:
         return {name: beyond_text(end) for name, end in self.beyond.items()}
@@ -124,15 +132,16 @@ class Layout:
             return LINE
         self.names = self.places
         self.slot = (self.right - self.left) / len(self.names)
+        labels = [self.chart.labels[name] for name in self.names]
         whole_words = max(text_width(word) for name in self.names for word in [*re.split(r"\s+", name), ""])
-        lines = max(len(wrap(name, self.slot - 8, NAME_LINES + 1)) for name in self.names)
+        lines = max(line_count(label, self.slot - 8, NAME_LINES + 1) for label in labels)
         self.rotated = whole_words > self.slot - 8 or lines > NAME_LINES
         self.stride = 1
         self.name_room = self.slot - 8
         if not self.rotated:
             return LINE * lines
         self.name_room = 190
-        widths = [min(text_width(name), self.name_room) * 0.72 for name in self.names]
+        widths = [min(widest(label), self.name_room) * 0.72 for label in labels]
         for index, width in enumerate(widths):
             self.left = max(self.left, width - self.slot * (index + 0.4))
         self.slot = (self.right - self.left) / len(self.names)
@@ -157,11 +166,12 @@ class Layout:
             return self.left + share * (self.right - self.left)
         return self.bottom - share * (self.bottom - self.top)
 
-    def along_place(self, x: float | str) -> float:
+    def along_place(self, x: float | str | Text) -> float:
         """The middle of a bar's slot, or the position of a number: inside the ends, so that no marker is cut."""
         if self.places is not None:
             start = self.top if self.horizontal else self.left
             return start + self.slot * (self.places.index(Point(x, 0).place) + 0.5)
+        assert not isinstance(x, Text)
         return self.left + 16 + self.number_axis.share(float(x)) * (self.right - self.left - 32)
 
     def has_zero(self) -> bool:
@@ -170,13 +180,13 @@ class Layout:
     def bar_width(self, count: int) -> float:
         return min(self.slot * 0.82 / max(count, 1), 56)
 
-    def beside(self, index: int | None, x: float | str) -> float:
+    def beside(self, index: int | None, x: float | str | Text) -> float:
         """The middle of a series' bar among the bars of one slot; the middle of the slot if it has none."""
         if index not in self.chart.bars:
             return self.along_place(x)
         bars = self.chart.bars
         return self.along_place(x) + self.bar_width(len(bars)) * (bars.index(index) - (len(bars) - 1) / 2)
 
-    def lane(self, series: Series, x: float | str) -> float:
+    def lane(self, series: Series, x: float | str | Text) -> float:
         lanes = self.chart.lanes
         return self.along_place(x) + LANE * (lanes.index(series.lane) - (len(lanes) - 1) / 2)

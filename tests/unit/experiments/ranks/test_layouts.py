@@ -23,7 +23,7 @@ def test_strategies_are_variants():
 def test_the_chart_shows_the_memory_of_one_gpu():
     config = plan_config(ARGUMENTS)
     (chart,) = charts(CellView.of("parallel_plan", config, measure_plan(config)))
-    assert chart.limit == Limit(24.0, Text("memory of one 24GiB", "一张 24GiB 的显存"))
+    assert chart.limits == [Limit(24.0, Text("memory of one 24GiB", "一张 24GiB 的显存"))]
     totals = [sum(values(series)[name] for series in chart.series) for name in ("dp", "zero3+tp2")]
     assert totals[0] > totals[1] > 0
 
