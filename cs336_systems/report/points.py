@@ -35,7 +35,7 @@ def series_of(name: Text | str, points: Iterable[list[Point]]) -> Series:
 
 
 def bar_name(cell: CellView, shown: Sequence[str]) -> Text:
-    """What a chart calls a cell: the values of the fields `shown`, in readers' words."""
+    """The name of a cell in a chart: the values of the fields `shown`, in readers' words."""
     return listed(filter(any, (_value_name(name, cell) for name in shown)), (", ", "，"))
 
 

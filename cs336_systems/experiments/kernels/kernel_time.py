@@ -252,8 +252,8 @@ IDLE_SHARE = Text("% of the time without a kernel", "没有内核运行的时间
 
 
 def _charts(cells: Cells) -> list[Chart]:
-    """Shares of the kinds at one context: a chart for each mode, and the share of time without a kernel."""
-    chosen = at_one_context(cells)
+    """Shares of the kinds at one context: a chart for each mode, training steps first; the time without a kernel."""
+    chosen = sorted(at_one_context(cells), key=lambda cell: cell.get("mode") != MODES[-1])
     if len(chosen) > FEW:
         return []
     modes = grouped(chosen, lambda cell: cell.get("mode"))

@@ -75,7 +75,8 @@ def _tables(cells: Cells) -> list[Table]:
 
 
 def _charts(cells: Cells) -> list[Chart]:
-    works = _works(cells)
+    """Models of the same batch and context together, the smallest first."""
+    works = sorted(_works(cells), key=lambda work: work[0].get("batch_size") * work[0].get("context_length"))
     return [*map(_build_up, works), *_savings(works)]
 
 

@@ -124,7 +124,7 @@ def _throughput(cells: Cells) -> Table:
 
 
 def _charts(cells: Cells) -> list[Chart]:
-    """Of training steps, or of the longest mode measured: phases, MFU and tokens/s by size, every single step."""
+    """Phases, MFU and tokens/s by size, and every single step: of training steps, or of the longest mode measured."""
     chosen = _whole_steps(cells)
     if not chosen or len(chosen) > FEW:
         return []
