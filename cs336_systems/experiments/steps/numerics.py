@@ -53,7 +53,7 @@ def _accumulation_charts(cells: Cells) -> list[Chart]:
     for cell in fine:
         exact = cell.get("value") * cell.get("count")
         points.append(Point(f"{cell.get('accumulator')} += {cell.get('term')}", 100 * (known(cell, "sum") / exact - 1)))
-    title = Text("Error of a long sum", "长和的误差")
+    title = Text("Error of a long sum", "多次累加之和的误差")
     note = listed(dict.fromkeys(_terms(cell) for cell in fine))
     names, y = Text("accumulator += term", "累加器 += 加数"), Text("% of the exact sum", "相对精确和的 %")
     return [Chart("", title, "bars", names, y, [Series(title, points)], horizontal=True, digits=3, note=note)]

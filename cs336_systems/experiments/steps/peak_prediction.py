@@ -80,7 +80,7 @@ def _charts(cells: Cells) -> list[Chart]:
     limits = [Limit(error, Text(f"{error:+}%"), dashed=True) for error in (-USUAL_ERROR, USUAL_ERROR)]
     places = [_kind(cell).en for cell in sorted(fine, key=_position)]
     note = say("{} predictions; 0: as measured", "{} 个预测；0：与实测一致", str(len(fine)))
-    kind = Text("step", "步")
+    kind = Text("kind of step", "步的类型")
     return [Chart("", title, "dots", kind, y, series, places=places, limits=limits, digits=2, note=note)]
 
 
