@@ -12,14 +12,14 @@ FEW = 24
 """The largest number of bars that can be read in one chart."""
 
 
-def point(x: float | str, found: Statistics | None, unit: float = 1e-3) -> list[Point]:
+def point(x: float | str | Text, found: Statistics | None, unit: float = 1e-3) -> list[Point]:
     """One point, or none where nothing was measured."""
     if found is None or not math.isfinite(found.mean):
         return []
     return [Point(x, found.mean / unit, found.std / unit if found.n > 1 else None, found.n)]
 
 
-def measured(cell: CellView, metric: str, x: float | str, unit: float = 1e-3) -> list[Point]:
+def measured(cell: CellView, metric: str, x: float | str | Text, unit: float = 1e-3) -> list[Point]:
     return point(x, cell.statistics(metric), unit)
 
 

@@ -85,7 +85,8 @@ def charts(*records: Iterable[Record]) -> list[Chart]:
 
 
 def values(series: Series) -> dict[float | str, float]:
-    return {point.x: point.y for point in series.points}
+    """The values by number, or by the English name of the bar."""
+    return {point.x.en if isinstance(point.x, Text) else point.x: point.y for point in series.points}
 
 
 def numbers(text: str) -> list[str]:
