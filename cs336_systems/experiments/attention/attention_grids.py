@@ -189,7 +189,8 @@ def flash_charts(cells: Cells) -> list[Chart]:
 
 def memory_highlight(cells: Cells) -> list[Highlight]:
     """The memory of our attention beside that of naive attention, at the greatest length."""
-    long = longest(having(cells, "peak_memory"))
+    fine = having(cells, "peak_memory")
+    long = longest(fine) if fine else []
     for same in grouped(long, lambda cell: cell.get("precision")).values():
         by_name = {cell.get("implementation"): value_of(cell, "peak_memory") for cell in same}
         ours = next((by_name[name] for name in OURS if by_name.get(name)), None)

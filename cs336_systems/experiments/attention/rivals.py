@@ -118,6 +118,8 @@ def _times(title: Text, cells: Cells, metric: str) -> Chart:
 def rivals_highlights(cells: Cells) -> list[Highlight]:
     """Our speed against each rival on the shape with the most FLOPs, with a causal mask where that was measured."""
     fine = [cell for cell in cells if cell.ok and lead(medians(cell, BOTH))]
+    if not fine:
+        return []
     cell = max(fine, key=lambda cell: (bool(cell.get("is_causal")), cell.value("flops") or 0.0))
     times = medians(cell, BOTH)
     ours = min(times[name] for name in times if name in OURS)
