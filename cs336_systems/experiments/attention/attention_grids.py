@@ -197,7 +197,7 @@ def memory_highlight(cells: Cells) -> list[Highlight]:
         naive = by_name.get("reference")
         if ours and naive:
             length, dim = f"{same[0].get('seq_len'):,}", str(same[0].get("head_dim"))
-            what = say("attention at {} tokens, forward and backward", "{} 个 token 的注意力，前向加后向", length)
+            what = say("memory of attention at {} tokens", "{} 个 token 的注意力的显存", length)
             values = (gib(naive), gib(ours), dim, str(same[0].get("precision")))
             detail = say("naive {} GiB, ours {} GiB (d {}, {})", "朴素 {} GiB，本项目 {} GiB（d {}，{}）", *values)
             return [Highlight(45, Text(f"{gib(ours)} GiB"), what, detail)]

@@ -189,7 +189,7 @@ def _highlights(cells: Cells) -> list[Highlight]:
 
 
 def _against_naive(cell: CellView, best: Arrangement, seconds: float, naive: float) -> Highlight:
-    what = say("a step with {}, against naive DDP", "{}的训练步，相对朴素 DDP", best.label)
+    what = say("training step with {}, against naive DDP", "训练步（{}），相对朴素 DDP", best.label)
     detail = say("{}: {} ms, {} ms", "{}：{} ms，{} ms", chart_place(cell), ms(seconds), ms(naive))
     return Highlight(65, Text(f"{times_text(naive / seconds)}x"), what, detail)
 

@@ -191,21 +191,25 @@ def highlights(*cells):
     return catalogue()[cells[0].experiment].highlights(cells)
 
 
-def test_highlights_compare_with_each_rival_on_the_largest_causal_shape():
+def test_highlights_compare_with_each_rival_on_the_largest_causal_shape_or_the_leaderboards():
     times = {"flash_triton": 2.0, "flash_hopper": 1.0, "sdpa_flash": 3.0, "flash_attention_4": 1.1}
     made = {name: {"forward_backward_time": seconds / 1e3} for name, seconds in times.items()}
     double = {name: {"forward_backward_time": seconds / 500} for name, seconds in times.items()}
-    found = highlights(
+    cells = [
         rivals_cell((1, 16, 2048, 64), flops=1e11, **double),
         rivals_cell((1, 16, 16384, 128), flops=1e12, **made),
         rivals_cell((1, 16, 16384, 128), flops=2e12, is_causal=False, **double),
-    )
+    ]
+    found = highlights(*cells)
     assert [(one.rank, one.value.en, one.what.en) for one in found] == [
         (10, "1.10x", "attention, against FlashAttention-4"),
-        (12, "3.0x", "attention, against FlashAttention-2 (SDPA)"),
+        (12, "3.00x", "attention, against FlashAttention-2 (SDPA)"),
     ]
     assert [one.ratio for one in found] == pytest.approx([1.1, 3.0])
     assert found[0].detail.en == "forward and backward, 1 x 16k, d 128, causal: 1.000 ms, 1.100 ms"
+    found = highlights(*cells, rivals_cell((1, 16, 16384, 64), flops=5e11, **double))
+    assert found[0].detail.en == "forward and backward, 1 x 16k, d 64, causal: 2.000 ms, 2.200 ms"
+    assert highlights(rivals_cell(flash_triton={"forward_backward_time": 1e-3})) == [], "no rival"
 
 
 def test_memory_is_compared_with_naive_attention_at_the_greatest_length():

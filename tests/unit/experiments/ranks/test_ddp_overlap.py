@@ -57,7 +57,7 @@ def spans(chart):
 
 
 def test_lanes_draw_phases_at_their_medians_and_move_collectives_with_them():
-    """Forward takes 4 ms in the recorded step, usually 2; backward 6 ms, usually 3. The all-reduce begins in backward."""
+    """The recorded step's forward takes 4 ms, usually 2; backward 6 ms, usually 3. The all-reduce begins in backward."""
     usual = [Metric("forward_time", "s", [0.002, 0.002, 0.02], "naive"), Metric("backward_time", "s", [0.003], "naive")]
     sent = [Metric("message", "", ["all_reduce"], "naive"), Metric("message_start", "s", [0.006], "naive")]
     sent.append(Metric("message_end", "s", [0.012], "naive"))
@@ -77,7 +77,7 @@ def test_the_highlight_compares_the_fastest_wrapper_with_naive():
     cells = [arrangement_cell("ddp", times), arrangement_cell("ddp", times, link=[5e-3, 1e8])]
     (found,) = catalogue()["ddp"].highlights(cells)
     assert (found.rank, found.value.en, found.ratio) == (65, "2.0x", None)
-    assert found.what.en == "a step with 25 MB buckets, against naive DDP"
+    assert found.what.en == "training step with 25 MB buckets, against naive DDP"
     assert found.detail.en.endswith("200.00 ms, 400.00 ms")
     assert catalogue()["ddp"].highlights([arrangement_cell("ddp", {"none": 1, "naive": 2})]) == []
     assert catalogue()["ddp"].highlights(cells[1:]) == [], "an emulated network is no result"
