@@ -145,7 +145,8 @@ def _importance(cell: CellView) -> tuple[bool, bool, float]:
 
 
 def interleaved(cells: Cells) -> Text | None:
-    return Text("rivals interleaved in the same process", "与各对手在同一进程内交替测量")
+    said = Text("rivals interleaved in the same process", "与各对手在同一进程内交替测量")
+    return said if any(cell.ok for cell in cells) else None
 
 
 def _won(ratios: Sequence[float]) -> tuple[str, str]:

@@ -339,7 +339,8 @@ def _bucket_chart(cell: CellView) -> Chart:
         Series(Text("S / (n w) + n o"), [Point(row.size / MIB, 1e3 * row.formula) for row in rows], dashed=True),
     ]
     title = chart_title(cell, Text("Exposed communication by bucket size", "未掩盖的通信与桶大小"))
-    return Chart("", title, "lines", Text("bucket, MB", "桶 MB"), MS, series, log_x=True)
+    note = Text("medians of differences within a round", "同一轮内差值的中位数")
+    return Chart("", title, "lines", Text("bucket, MB", "桶，MB"), MS, series, log_x=True, digits=2, note=note)
 
 
 def _best_bucket(cell: CellView) -> Text | None:

@@ -209,7 +209,11 @@ def test_highlights_compare_with_each_rival_on_the_largest_causal_shape_or_the_l
     assert found[0].detail.en == "forward and backward, 1 x 16k, d 128, causal: 1.000 ms, 1.100 ms"
     found = highlights(*cells, rivals_cell((1, 16, 16384, 64), flops=5e11, **double))
     assert found[0].detail.en == "forward and backward, 1 x 16k, d 64, causal: 2.000 ms, 2.200 ms"
-    assert highlights(rivals_cell(flash_triton={"forward_backward_time": 1e-3})) == [], "no rival"
+    alone = rivals_cell(flash_triton={"forward_backward_time": 1e-3})
+    assert highlights(alone) == [], "no rival"
+    trust = catalogue()["attention_rivals"].trust
+    assert trust([alone])
+    assert trust([]) is None
 
 
 def test_memory_is_compared_with_naive_attention_at_the_greatest_length():

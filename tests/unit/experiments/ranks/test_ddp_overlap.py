@@ -57,7 +57,7 @@ def spans(chart):
 
 
 def test_lanes_draw_phases_at_their_medians_and_move_collectives_with_them():
-    """The recorded step's forward takes 4 ms, usually 2; backward 6 ms, usually 3. The all-reduce begins in backward."""
+    """The recorded step's forward takes 4 ms, usually 2; backward 6 ms, usually 3. The all-reduce starts there."""
     usual = [Metric("forward_time", "s", [0.002, 0.002, 0.02], "naive"), Metric("backward_time", "s", [0.003], "naive")]
     sent = [Metric("message", "", ["all_reduce"], "naive"), Metric("message_start", "s", [0.006], "naive")]
     sent.append(Metric("message_end", "s", [0.012], "naive"))
