@@ -168,6 +168,7 @@ def time_quantity(what: Text, metric: str, show: Callable[[float], str] = kernel
     return Quantity(say("{} (ms)", "{}（ms）", what), lambda view: view.median(metric), show, min, is_time=True)
 
 
+ERRORS = Quantity(Text("largest error against float64", "相对 float64 的最大误差"), worst_error, exponential)
 QUANTITIES = (
     time_quantity(FORWARD_AND_BACKWARD, "forward_backward_time"),
     time_quantity(Text("forward and backward, from a CUDA graph", "前向加后向，由 CUDA graph 重放"), "replayed_time"),
@@ -176,7 +177,7 @@ QUANTITIES = (
     Quantity(Text("forward and backward (TFLOP/s)", "前向加后向（TFLOP/s）"), rate, tflops, max),
     Quantity(Text("peak memory (GiB)", "峰值显存（GiB）"), lambda view: view.value("peak_memory"), gib),
     Quantity(Text("reserved memory (GiB)", "预留显存（GiB）"), lambda view: view.value("reserved_memory"), gib),
-    Quantity(Text("largest error against float64", "相对 float64 的最大误差"), worst_error, exponential),
+    ERRORS,
 )
 
 
