@@ -1,7 +1,8 @@
 """`train`: curves of runs, put together from the cells that `cs336 train` records."""
 
-from cs336_systems.experiments.catalogue import catalogue, runnable
 from cs336_systems.experiments.training.loss_curves import loss_curves
+
+from cs336_systems.experiments.catalogue import catalogue, runnable
 from cs336_systems.record import Environment, Record
 from cs336_systems.report.cells import group
 from cs336_systems.report.sections import charts_of, tables_of
