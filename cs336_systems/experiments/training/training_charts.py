@@ -63,10 +63,8 @@ def training_charts(cells: Cells) -> list[Chart]:
 
 def _charts_of_one(run: Run) -> list[Chart]:
     restarts = _restarts(run)
-    loss = [
-        *_measured(run, run.losses, LOSS, run.smoothed_losses, RUNNING_MEAN, run.skipped),
-        *_marks(run.drawn(run.validation)),
-    ]
+    loss = _measured(run, run.losses, LOSS, run.smoothed_losses, RUNNING_MEAN, run.skipped)
+    validation = Series(VALIDATION, _points(thinned(run.drawn(run.validation))), drawn="marks")
     speed = _medians(run, run.speeds, TOKENS_PER_SECOND)
     mfu = statistics.median(run.utilization.values()) if run.utilization else None
     on_mfu = say("median MFU {}", "MFU 中位数 {}", percent(mfu)) if mfu else None
