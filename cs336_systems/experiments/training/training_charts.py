@@ -205,7 +205,7 @@ def on_window(runs: Sequence[Run], statistic: tuple[str, str] = MEDIANS) -> Text
 
 
 def _note(runs: Sequence[Run], statistic: tuple[str, str], *more: Text | None) -> Text | None:
-    """What is drawn: the statistic of lines, and from which step on."""
+    """The statistic of lines, and the step that a chart begins with."""
     first = max(run.drawn_from for run in runs)
     is_cut = any(len(run.losses) >= LONG for run in runs)
     start = say("from step {} on", "从第 {} 步起", number(first, 0)) if is_cut else None

@@ -43,7 +43,7 @@ def _runs(cells: Cells) -> list[Run]:
 
 
 def outcome(cells: Cells) -> Text | None:
-    """What became of the loss, or which of several runs ends lowest."""
+    """The fall of the loss, or the best and the worst of several runs."""
     runs = _runs(cells)
     return _outcome_of(runs[0]) if len(runs) == 1 else _comparison(runs)
 
