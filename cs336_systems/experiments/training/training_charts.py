@@ -206,9 +206,8 @@ def on_window(runs: Sequence[Run], statistic: tuple[str, str] = MEDIANS) -> Text
 
 def _note(runs: Sequence[Run], statistic: tuple[str, str], *more: Text | None) -> Text | None:
     """The statistic of lines, and the step that a chart begins with."""
-    first = max(run.drawn_from for run in runs)
-    is_cut = any(len(run.losses) >= LONG for run in runs)
-    start = say("from step {} on", "从第 {} 步起", number(first, 0)) if is_cut else None
+    cut = [run.drawn_from for run in runs if len(run.losses) >= LONG]
+    start = say("from step {} on", "从第 {} 步起", span(cut, lambda step: number(step, 0))) if cut else None
     return _joined([on_window(runs, statistic), start, *more])
 
 
