@@ -1,25 +1,28 @@
 """Shared by the charts of all experiments: units, names, and points made from statistics."""
 
 import math
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 
 from cs336_systems.record import Statistics
 from cs336_systems.report.cells import CellView
 from cs336_systems.report.document import Point, Series
-from cs336_systems.text import Text
+from cs336_systems.report.names import implementation_name, size_name
+from cs336_systems.report.phrases import MODE_WORDS
+from cs336_systems.report.rows import as_text, setting
+from cs336_systems.text import Text, listed, say
 
 FEW = 24
 """The largest number of bars that can be read in one chart."""
 
 
-def point(x: float | str, found: Statistics | None, unit: float = 1e-3) -> list[Point]:
+def point(x: float | str | Text, found: Statistics | None, unit: float = 1e-3) -> list[Point]:
     """One point, or none where nothing was measured."""
     if found is None or not math.isfinite(found.mean):
         return []
     return [Point(x, found.mean / unit, found.std / unit if found.n > 1 else None, found.n)]
 
 
-def measured(cell: CellView, metric: str, x: float | str, unit: float = 1e-3) -> list[Point]:
+def measured(cell: CellView, metric: str, x: float | str | Text, unit: float = 1e-3) -> list[Point]:
     return point(x, cell.statistics(metric), unit)
 
 
@@ -29,3 +32,30 @@ def joined(points: Iterable[list[Point]]) -> list[Point]:
 
 def series_of(name: Text | str, points: Iterable[list[Point]]) -> Series:
     return Series(name if isinstance(name, Text) else Text(name), joined(points))
+
+
+def bar_name(cell: CellView, shown: Sequence[str]) -> Text:
+    """The name of a cell in a chart: the values of the fields `shown`, in readers' words."""
+    return listed(filter(any, (_value_name(name, cell) for name in shown)), (", ", "，"))
+
+
+def _value_name(field: str, cell: CellView) -> Text:
+    value = cell.get(field)
+    if field == "size":
+        return size_name(value)
+    if field == "attention":
+        return say("attention: {}", "注意力：{}", implementation_name(value))
+    if field == "implementation":
+        return implementation_name(value)
+    if field == "mode":
+        return MODE_WORDS.get(str(value), Text(str(value)))
+    if field == "compile":
+        return Text("compiled", "编译") if value else Text("eager")
+    text = as_text(value)
+    return setting(field, text) if text.isdigit() or text in ("yes", "no") else Text(text)
+
+
+def means_of(cells: Iterable[CellView], metric: str = "step_time") -> Text:
+    """The statistic that charts of means draw, with the number of steps where it is the same everywhere."""
+    counts = {found.n for cell in cells if (found := cell.statistics(metric))}
+    return say("means of {} steps", "{} 步的均值", str(*counts)) if len(counts) == 1 else Text("means", "均值")

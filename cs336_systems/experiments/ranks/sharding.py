@@ -84,10 +84,11 @@ def _table(cell: CellView) -> Table:
 def _chart(cell: CellView) -> Chart:
     series = []
     for part, head in zip(PARTS, (PARAMETERS, GRADIENTS, OPTIMIZER_STATE), strict=True):
-        sizes = {name: cell.variant(name).value(f"{part}_memory") or 0.0 for name in cell.get("arrangements")}
-        series.append(Series(head, [Point(name, size / MIB) for name, size in sizes.items()]))
-    title = chart_title(cell, Text("Memory on the fullest rank", "占用最多的 rank"))
-    return Chart("", title, "stacked", ARRANGEMENT, Text("MiB"), series)
+        sizes = {one.label: cell.variant(one.name).value(f"{part}_memory") or 0.0 for one in arrangements_of(cell)}
+        series.append(Series(head, [Point(label, size / MIB) for label, size in sizes.items()]))
+    title = chart_title(cell, Text("Memory on the fullest rank", "占用最多的 rank 的显存"))
+    note = Text("training state before the update, without activations", "更新之前的训练状态，不含激活")
+    return Chart("", title, "stacked", ARRANGEMENT, Text("MiB"), series, digits=1, note=note)
 
 
 # -- findings ---------------------------------------------------------------------------------------------------------
@@ -132,6 +133,7 @@ OPTIMIZER_SHARDING = Experiment(
     grid=partial(arrangement_grid, arrangements=(DDP, SHARDED, TORCH_ZERO)),
     tables=tables_per_cell(_table),
     charts=charts_per_cell(_chart),
+    group="ranks",
     findings=per_link(_saving_of(SHARDED)),
     statistic="median",
     order=40,
