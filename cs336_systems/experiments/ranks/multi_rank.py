@@ -89,6 +89,27 @@ _NAMES = {
 }
 _BY_NAME = {name: arrangement for arrangement, name in _NAMES.items()}
 
+_READ_AS = {
+    NONE: Text("one rank alone", "单个 rank"),
+    Arrangement("naive"): Text("naive DDP", "朴素 DDP"),
+    Arrangement("flat"): Text("flat DDP", "展平 DDP"),
+    Arrangement("overlapped"): Text("overlapped DDP", "重叠 DDP"),
+    DDP: Text("DDP"),
+    TORCH_DDP: Text("PyTorch's DDP", "PyTorch 的 DDP"),
+    SHARDED: Text("DDP with a sharded optimizer", "优化器分片的 DDP"),
+    TORCH_ZERO: Text("PyTorch's ZeRO", "PyTorch 的 ZeRO"),
+    FSDP: Text("FSDP"),
+    TORCH_FSDP: Text("PyTorch's FSDP", "PyTorch 的 FSDP"),
+}
+
+
+def arrangement_name(arrangement: Arrangement) -> Text:
+    """The name of an arrangement for readers."""
+    if arrangement.bucket_size_mb is not None:
+        return say("DDP with buckets of {} MB", "{} MB 分桶的 DDP", f"{arrangement.bucket_size_mb:g}")
+    return _READ_AS[arrangement]
+
+
 ARRANGEMENT = Text("arrangement", "方案")
 WEIGHT_ERROR = Text("weight error", "权重偏差")
 
@@ -170,7 +191,7 @@ def failure_table(cells: Cells) -> Table:
 
 def cell_title(cell: CellView, what: Text) -> Text:
     size, context, batch = (str(cell.get(name)) for name in ("size", "context_length", "batch_size"))
-    on_each = say("batch {} on each rank", "每个 rank batch {}", batch)
+    on_each = say("batch {} on each rank", "每个 rank 批大小 {}", batch)
     where: list[str | Text] = [cell.machine, _ranks(cell), size, setting("context_length", context), on_each]
     return titled(cell.experiment, _with_network(cell, what), where)
 
@@ -220,8 +241,10 @@ def per_link(*facts: Callable[[CellView], Text | None]) -> tuple[Sentence, ...]:
 
 def _link(cell: CellView) -> Text:
     """The link between the ranks; Gloo within one machine must not be taken for a network."""
-    ranks, backend, device = (str(cell.get(name)) for name in ("ranks", "backend", "device"))
-    said = say("{} ranks, {} on {}", "{} 个 rank、{}（{}）", ranks, backend, device)
+    backend = str(cell.get("backend"))
+    device = "GPU" if str(cell.get("device")).startswith("cuda") else "CPU"
+    values = (str(cell.get("ranks")), {"gloo": "Gloo", "nccl": "NCCL"}.get(backend, backend), device)
+    said = say("{} ranks through {} ({})", "{} 个 rank，{}（{}）", *values)
     if backend == "gloo":
-        said = say("{} ranks of one machine through Gloo ({})", "一台机器上 {} 个 rank、经 Gloo（{}）", ranks, device)
-    return _with_network(cell, said)
+        said = say("{} ranks of one machine through {} ({})", "单机 {} 个 rank，{}（{}）", *values)
+    return say("{}, emulated slow network", "{}，模拟的慢速网络", said) if cell.get("link") else said
