@@ -14,6 +14,7 @@ from cs336_systems.record import Loaded, Record, load, records_file
 from cs336_systems.report.cells import CellView, by_experiment, group
 from cs336_systems.report.chart_picture import picture
 from cs336_systems.report.document import Document, Link, Section
+from cs336_systems.report.first_screen import hero_of, highlights_of, numbers_of, trust_of
 from cs336_systems.report.picture import save
 from cs336_systems.report.presentation import Catalogue, Presentation, presentation_of
 from cs336_systems.report.published import PUBLISHED, published
@@ -25,6 +26,15 @@ PAGE = "index.html"
 Part = TypeVar("Part")
 ENDINGS = {"latex": "tex", "typst": "typ"}
 SUMMARY_LINES = 5
+GROUPS = {
+    "speed": Text("Speed", "速度"),
+    "attention": Text("Attention", "注意力"),
+    "memory": Text("Memory", "显存"),
+    "ranks": Text("Ranks", "多进程"),
+    "training": Text("Training", "训练"),
+    "trust": Text("Trust", "可信度"),
+}
+"""Headings of the report, in order."""
 
 
 class Written(NamedTuple):
@@ -93,16 +103,20 @@ def document(
     """
     records = [record for one in loaded for record in one.records]
     measured, others = by_experiment(_cells(loaded)), by_experiment(group(references, PUBLISHED))
-    sections = [
-        _section(presentation_of(name, catalogue), measured[name], links, others.get(name, ()))
-        for name in in_order(measured, catalogue)
-    ]
+    experiments = {name: presentation_of(name, catalogue) for name in in_order(measured, catalogue)}
+    order = [*GROUPS, ""]
+    names = sorted(experiments, key=lambda name: order.index(experiments[name].group))
+    sections = [_section(experiments[name], measured[name], links, others.get(name, ())) for name in names]
+    highlights = highlights_of(experiments, {name: measured[name] for name in names})
     return Document(
         title=Text(title) if title else Text("Where time and memory go", "时间与显存花在哪里"),
         facts=_facts(records),
         sections=sections,
         missing={one.name: one.command for one in catalogue.values() if one.name not in measured and one.command},
         remarks=[remark for one in loaded for remark in one.remarks],
+        highlights=numbers_of(highlights),
+        hero=hero_of(highlights, sections),
+        trust=trust_of(experiments.values(), measured),
     )
 
 
@@ -139,6 +153,7 @@ def _section(
         name=experiment.name,
         title=experiment.title,
         question=experiment.question,
+        group=GROUPS.get(experiment.group),
         tables=safely(lambda: tables_of(experiment, cells, references)),
         charts=safely(lambda: charts_of(experiment, cells)),
         findings=[*safely(lambda: findings_of(experiment, cells)), *problems],

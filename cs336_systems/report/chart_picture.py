@@ -158,8 +158,8 @@ def _dots(axes: Any, chart: Chart, language: Language) -> None:
         rows = [chart.bar_names.index(point.place) + shift for point in points]
         style = _style(chart, number, language)
         for row, point in zip(rows, points, strict=True):
-            if point.low is not None and point.high is not None:
-                axes.plot([point.low, point.high], [row, row], color=style["color"], linewidth=1.2)
+            if interval := chart.interval_of(point):
+                axes.plot(interval, [row, row], color=style["color"], linewidth=1.2)
         axes.plot(
             [p.y for p in points], rows, linestyle="", marker=MARKERS[number % len(MARKERS)], markersize=4, **style
         )

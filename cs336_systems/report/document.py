@@ -32,12 +32,15 @@ def exact(value: float) -> str:
 
 
 def precise(value: float, digits: int | None = None) -> str:
-    """A value as tables write it: two digits after the point, one from 1,000 on, three significant ones below 0.1."""
+    """A value as tables write it: whole numbers as they are, two digits after the point, one from 1,000 on, and three
+    significant digits below 0.1."""
+    if abs(value) >= 1e12 or not math.isfinite(value):
+        return exact(value)
     if digits is None:
-        if value != 0 and abs(value) < 0.1:
+        if 0 < abs(value) < 0.1:
             return exact(float(f"{value:.3g}"))
-        digits = 2 if abs(value) < 1000 else 1
-    return exact(value) if abs(value) >= 1e12 else f"{value:,.{digits}f}"
+        digits = 0 if value == int(value) else 2 if abs(value) < 1000 else 1
+    return f"{value:,.{digits}f}"
 
 
 def short(value: float) -> str:
@@ -218,6 +221,12 @@ class Chart:
         ends = [point.y] if self.kind != "spans" else [math.nan if point.start is None else point.start, point.y]
         return self.has_place(point) and not point.note and all(map(self._on_axis, ends))
 
+    def interval_of(self, point: Point) -> tuple[float, float] | None:
+        """The ends of a point's interval, if both have a position on the axis."""
+        if point.low is None or point.high is None or not all(map(self._on_axis, (point.low, point.high))):
+            return None
+        return point.low, point.high
+
     def _has_mark(self, point: Point) -> bool:
         return self.can_draw(point) or (point.note is not None and self.has_place(point))
 
@@ -231,7 +240,8 @@ class Chart:
     def color_of(self, number: int) -> int:
         """Number of the colour of a series: that of its category in every chart, else the next that is free."""
         over = self.series[number].over
-        return self._colors[number if over is None or self.kind != "lines" else over]
+        refers = self.kind == "lines" and over is not None and over < len(self.series)
+        return self._colors[over if refers and over is not None else number]
 
     @cached_property
     def _colors(self) -> list[int]:

@@ -14,7 +14,7 @@ from cs336_systems.report.document import Chart
 from cs336_systems.report.phrases import MOST, ended, safely
 from cs336_systems.report.picture import Picture
 from cs336_systems.report.presentation import Catalogue, Cells, Presentation, Sentence, presentation_of
-from cs336_systems.report.side_by_side import side_by_side
+from cs336_systems.report.side_by_side import charts_of_shared, compared, side_by_side
 from cs336_systems.table import Table
 from cs336_systems.text import Text, say
 
@@ -60,10 +60,13 @@ def _all_text(table: Table) -> Table:
 
 
 def charts_of(experiment: Presentation, cells: Sequence[CellView]) -> list[Chart]:
-    """The charts of each machine that have points, with file names of their own."""
+    """The charts of each machine that have points, with file names of their own; of several machines those of the work
+    that they share come first."""
     shown = [cell for cell in cells if cell.ok or cell.is_oom or not experiment.complete_cells_only]
     machines = by_machine(shown)
     found: list[Chart] = []
+    for chart in charts_of_shared(experiment, shown):
+        found.append(_named(chart, experiment.name, found, ""))
     for machine, chosen in machines.items():
         for chart in experiment.charts(chosen):
             if any(series.points for series in chart.series):
@@ -97,7 +100,7 @@ def findings_of(experiment: Presentation, cells: Sequence[CellView]) -> list[Tex
         machine = safely(lambda cell: cell.machine, cell) if cell.records else None
         if machine:
             machines.setdefault(machine, []).append(cell)
-    found = []
+    found = [ended(one.sentence) for one in safely(partial(compared, experiment), cells) or []][:MOST]
     for machine, chosen in machines.items():
         stated = (safely(partial(_stated, sentence), chosen) for sentence in experiment.findings)
         texts = [text for text in stated if text is not None][:MOST]

@@ -1,14 +1,29 @@
 """The same work on several machines or in several runs: one row per piece of work, one column per machine or run."""
 
+import math
 import re
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
 from cs336_systems.report.cells import CellView, by_machine
+from cs336_systems.report.document import Chart, Highlight, Limit, Point, Series
+from cs336_systems.report.points import FEW
 from cs336_systems.report.presentation import Presentation
 from cs336_systems.report.published import PUBLISHED
-from cs336_systems.report.rows import FIELDS, as_text, gib, kernel_ms, key_columns, keys, ms, ratio, title_of, varying
+from cs336_systems.report.rows import (
+    FIELDS,
+    as_text,
+    gib,
+    kernel_ms,
+    key_columns,
+    keys,
+    ms,
+    ratio,
+    row_name,
+    title_of,
+    varying,
+)
 from cs336_systems.table import Column, Table, word
 from cs336_systems.text import Text, say
 
@@ -24,9 +39,16 @@ QUANTITIES = {
 """Metric -> subject of its table."""
 SHAPE = ("d_model", "num_layers", "num_heads", "d_ff", "ranks", "backend", "fast", "inner")
 """Fields that make work different, besides those that tables show."""
+TIMES = ("step_time", "leaderboard_time", "forward_backward_time", "backward_time", "forward_time")
+MEMORIES = ("peak_memory", "memory_before_backward")
+"""Quantities, the most important first: one time and one memory are drawn and put into words."""
 PASSES = ("forward_time", "backward_time")
 ONE_PASS = ("forward-backward", "train-step")
 """Modes whose forward and backward are the same work."""
+WIDE = 30
+"""Values that differ by more than this factor are drawn on a logarithmic axis."""
+SAME = 1.02
+"""A geometric mean below this factor is no difference worth a number."""
 STATISTICS = {"mean": Text("means", "均值"), "median": Text("medians", "中位数")}
 PUBLISHED_NOTE = Text(
     "published: from write-ups of the course's assignment, on software they do not name",
@@ -49,16 +71,33 @@ class MachineColumn:
     values: dict[tuple, float] = field(default_factory=dict)
 
 
+class Shared(NamedTuple):
+    """A quantity that at least two machines have of the same work."""
+
+    metric: str
+    rows: dict[tuple, Row]
+    machines: dict[str, MachineColumn]
+
+    def ratios(self, other: str) -> dict[tuple, float]:
+        """The values of a machine over those of the first, for the rows that both have."""
+        first, values = next(iter(self.machines.values())).values, self.machines[other].values
+        return {key: values[key] / first[key] for key in self.rows if key in values and first.get(key)}
+
+
 def side_by_side(experiment: Presentation, cells: Sequence[CellView]) -> list[Table]:
     """A table of each quantity that at least two machines have of the same work; none where there is one machine."""
+    return [_table(experiment, found) for found in shared_work(experiment, cells)]
+
+
+def shared_work(experiment: Presentation, cells: Sequence[CellView]) -> list[Shared]:
     machines = by_machine(cells)
     if len(machines) < 2:
         return []
-    tables = (_table(experiment, metric, machines) for metric in QUANTITIES)
-    return [table for table in tables if table is not None]
+    found = (_shared(experiment, metric, machines) for metric in QUANTITIES)
+    return [one for one in found if one is not None]
 
 
-def _table(experiment: Presentation, metric: str, machines: dict[str, list[CellView]]) -> Table | None:
+def _shared(experiment: Presentation, metric: str, machines: dict[str, list[CellView]]) -> Shared | None:
     rows: dict[tuple, Row] = {}
     columns = {machine: MachineColumn() for machine in machines}
     for machine, cells in machines.items():
@@ -75,34 +114,33 @@ def _table(experiment: Presentation, metric: str, machines: dict[str, list[CellV
     if not shared:
         return None
     present = {m: column for m, column in columns.items() if any(key in column.values for key in shared)}
-    return _written(experiment, metric, shared, present)
+    return Shared(metric, shared, present)
 
 
-def _written(
-    experiment: Presentation, metric: str, rows: dict[tuple, Row], machines: dict[str, MachineColumn]
-) -> Table:
+# -- tables -----------------------------------------------------------------------------------------------------------
+
+
+def _table(experiment: Presentation, shared: Shared) -> Table:
+    """Settings that differ, then ratios, then values."""
+    metric, rows, machines = shared
     cells = [row.cell for row in rows.values()]
-    unsaid = ["warmup_steps", *(["mode"] if metric in PASSES else [])]
-    always = ("size",) if any(cell.get("size") for cell in cells) else ()
-    telling = [
-        name for name in varying(cells, always=always) if name not in unsaid or "warmup_steps" in experiment.identity
-    ]
+    telling, unsaid = _telling(experiment, shared)
     with_variants = any(row.variant for row in rows.values())
     first, *others = machines
-    unit = "GiB" if "memory" in metric else "ms"
+    unit = _unit(metric)
     columns = [
         *key_columns(telling),
         *([word(Text("of", "范围"))] if with_variants else []),
-        *(Column(_named(machine), unit) for machine in machines),
         *(Column(Text(f"{_short(other)} / {_short(first)}")) for other in others),
+        *(Column(_named(machine), unit) for machine in machines),
     ]
     base = machines[first].values
     lines = [
         [
             *keys(row.cell, telling),
             *([row.variant] if with_variants else []),
-            *(column.texts.get(key, "") for column in machines.values()),
             *(ratio(machines[other].values.get(key), base.get(key)) for other in others),
+            *(column.texts.get(key, "") for column in machines.values()),
         ]
         for key, row in rows.items()
     ]
@@ -111,6 +149,130 @@ def _written(
     if any(machine.endswith(PUBLISHED) for machine in machines):
         notes.append(PUBLISHED_NOTE)
     return Table(title_of(experiment.name, what, cells, [*telling, *unsaid], machines=()), columns, lines, notes)
+
+
+def _telling(experiment: Presentation, shared: Shared) -> tuple[list[str], list[str]]:
+    """The settings that tell the rows apart, and those that are left out: a pass is the same in two modes."""
+    cells = [row.cell for row in shared.rows.values()]
+    unsaid = ["warmup_steps"]
+    if shared.metric in PASSES and all(cell.get("mode") in ONE_PASS for cell in cells):
+        unsaid.append("mode")
+    always = ("size",) if any(cell.get("size") for cell in cells) else ()
+    telling = [
+        name for name in varying(cells, always=always) if name not in unsaid or "warmup_steps" in experiment.identity
+    ]
+    return telling, unsaid
+
+
+def _unit(metric: str) -> str:
+    return "GiB" if "memory" in metric else "ms"
+
+
+# -- charts -----------------------------------------------------------------------------------------------------------
+
+
+def charts_of_shared(experiment: Presentation, cells: Sequence[CellView]) -> list[Chart]:
+    """Ratios to the first machine, and all values, of the main quantities that machines share."""
+    return [chart for shared in _main(shared_work(experiment, cells)) for chart in _charts(experiment, shared)]
+
+
+def _main(found: Sequence[Shared]) -> list[Shared]:
+    """The most important time and the most important memory."""
+    by_metric = {shared.metric: shared for shared in found}
+    chosen = (next((by_metric[name] for name in names if name in by_metric), None) for names in (TIMES, MEMORIES))
+    return [shared for shared in chosen if shared is not None]
+
+
+def _charts(experiment: Presentation, shared: Shared) -> list[Chart]:
+    first, *others = shared.machines
+    telling, _ = _telling(experiment, shared)
+    rows = dict([*shared.rows.items()][:FEW])
+    names = {key: _row_label(row, telling) for key, row in rows.items()}
+    note = STATISTICS[experiment.statistic]
+    if len(rows) < len(shared.rows):
+        note = say("{}; the first {} of {} rows", "{}；前 {} 行，共 {} 行", note, str(len(rows)), str(len(shared.rows)))
+    ratios = [
+        Series(
+            Text(_short(other)),
+            [Point(names[key], value) for key, value in shared.ratios(other).items() if key in rows],
+        )
+        for other in others
+    ]
+    values = [
+        Series(
+            Text(_short(machine)),
+            [Point(names[key], column.values[key] / _scale(shared.metric)) for key in rows if key in column.values],
+        )
+        for machine, column in shared.machines.items()
+    ]
+    work, what = Text("work", "工作负载"), QUANTITIES[shared.metric]
+    over = say("{}, over that of {}", "{}，与 {} 之比", what, _short(first))
+    level = Limit(1.0, say("as {}", "与 {} 相同", _short(first)))
+    return [
+        Chart(f"{shared.metric}-ratio", over, "dots", work, Text("ratio", "比值"), ratios,
+              log_y=_is_wide(ratios), limits=[level], note=note, digits=2),
+        Chart(f"{shared.metric}-values", say("{}, side by side", "{}，并列", what), "bars", work,
+              Text(_unit(shared.metric)), values, log_y=_is_wide(values), horizontal=True, note=note),
+    ]  # fmt: skip
+
+
+def _row_label(row: Row, telling: Sequence[str]) -> Text:
+    name = row_name(row.cell, telling)
+    return say("{} {}", "{} {}", name, row.variant) if row.variant else name
+
+
+def _is_wide(series: Sequence[Series]) -> bool:
+    """True if values differ by more than a linear axis can show."""
+    values = [point.y for one in series for point in one.points]
+    return min(values, default=0.0) > 0 and max(values) / min(values) > WIDE
+
+
+# -- in words ---------------------------------------------------------------------------------------------------------
+
+
+class Compared(NamedTuple):
+    """A quantity of one machine against that of the first: a sentence, and a number for the first screen."""
+
+    sentence: Text
+    highlight: Highlight
+
+
+def compared(experiment: Presentation, cells: Sequence[CellView]) -> list[Compared]:
+    """Each other machine against the first, by the main quantities that they share."""
+    return [
+        _compared(shared, other, list(ratios.values()))
+        for shared in _main(shared_work(experiment, cells))
+        for other in [*shared.machines][1:]
+        if (ratios := shared.ratios(other))
+    ]
+
+
+def _compared(shared: Shared, other: str, ratios: Sequence[float]) -> Compared:
+    """The geometric mean of all ratios, stated such that it is above 1."""
+    mean = math.exp(sum(map(math.log, ratios)) / len(ratios))
+    first, second = _short(next(iter(shared.machines))), _short(other)
+    less, more = (second, first) if mean < 1 else (first, second)
+    factor = f"{max(mean, 1 / mean):.2f}"
+    what = QUANTITIES[shared.metric]
+    if max(mean, 1 / mean) < SAME:
+        short = say(
+            "{}: {} and {} are equal within {}", "{}：{} 与 {} 相差不到 {}", what, second, first, f"{SAME - 1:.0%}"
+        )
+        sentence = short
+    elif _unit(shared.metric) == "ms":
+        short = say("{}: {} is faster than {}", "{}：{} 快于 {}", what, less, more)
+        sentence = say(
+            "{0}: {1} is {3} times as fast as {2}", "{0}：{1} 的速度是 {2} 的 {3} 倍", what, less, more, factor
+        )
+    else:
+        short = say("{}: {} needs more than {}", "{}：{} 多于 {}", what, more, less)
+        sentence = say("{0}: {1} needs {3} times as much as {2}", "{0}：{1} 是 {2} 的 {3} 倍", what, more, less, factor)
+    count = say("geometric mean of {}", "{} 项的几何平均", str(len(ratios)))
+    rank = [*TIMES, *MEMORIES].index(shared.metric)
+    return Compared(say("{} ({})", "{}（{}）", sentence, count), Highlight(rank, Text(f"{factor}x"), short, count))
+
+
+# -- cells ------------------------------------------------------------------------------------------------------------
 
 
 def _named(machine: str) -> Text:

@@ -9,7 +9,7 @@ from collections.abc import Mapping, Sequence
 from html import escape
 from typing import NamedTuple
 
-from cs336_systems.report.document import Chart, Document, Link, Section
+from cs336_systems.report.document import Chart, Document, Highlight, Link, Section
 from cs336_systems.report.web.assets import asset, embedded_json, policy
 from cs336_systems.report.web.svg import svg
 from cs336_systems.report.web.svg.placement import NARROW
@@ -28,8 +28,6 @@ MOST_ROWS = 2000
 """Maximum rows of a table on the page: browsers handle thousands, not hundreds of thousands."""
 
 _CONTENTS = Text("Contents", "目录")
-_MISSING = Text("Not measured yet", "尚未测量")
-_MISSING_HELP = Text("Run these to fill the report:", "运行以下命令补全报告:")
 _REMARKS = Text("Remarks on the data", "数据说明")
 _LINKS = Text("See also", "另见")
 _SKIP = Text("Skip to the content", "跳到正文")
@@ -37,7 +35,11 @@ _LANGUAGE = Text("Language", "语言")
 _THEME = Text("Theme", "主题")
 _THEMES = {"system": Text("System", "跟随系统"), "light": Text("Light", "浅色"), "dark": Text("Dark", "深色")}
 _COPY = (Text("Copy as Markdown", "复制为 Markdown"), Text("Copy as LaTeX", "复制为 LaTeX"))
+_FIRST_ROW = (4, 7)
+"""Lines before the rows of a table in Markdown and in LaTeX: the script copies rows in the order shown."""
 _SUMMARY = Text("In short", "概要")
+_FACTS = Text("Versions and commits", "版本与提交")
+_OTHERS = Text("More", "其他")
 _FEWER = Text("Show fewer", "收起")
 _NOTHING = Text("There are no measurements in this report.", "此报告中没有测量结果。")
 
@@ -55,26 +57,42 @@ class _Folded(NamedTuple):
     html: str
 
 
+class _Entry(NamedTuple):
+    """A line of the contents."""
+
+    anchor: str
+    title: Text
+    is_group: bool = False
+
+
 class _Page:
     def __init__(self, language: Language):
         self.language = language
         self.copies: list[list[str]] = []
+        self.level = 2
         self.taken = {"main", "contents", "copies", "tooltip", "language", "theme", "summary", "missing", "remarks"}
 
     def write(self, document: Document) -> str:
-        anchors = [self._anchor(section.name) for section in document.sections]
-        main = [self._section(one, anchor) for one, anchor in zip(document.sections, anchors, strict=True)]
-        entries = [(anchor, one.title) for one, anchor in zip(document.sections, anchors, strict=True)]
-        if any(section.findings for section in document.sections):
-            main.insert(0, _summary(document.sections, anchors))
-            entries.insert(0, ("summary", _SUMMARY))
-        if document.missing:
-            main.append(_missing(document.missing))
-            entries.append(("missing", _MISSING))
+        anchors = {id(section): self._anchor(section.name) for section in document.sections}
+        groups = _grouped(document.sections)
+        main, entries = [], []
+        if summary := self._summary(document, anchors):
+            main.append(summary)
+            entries.append(_Entry("summary", _SUMMARY))
+        for group, sections in groups:
+            level = 2
+            if group:
+                level, anchor = 3, self._anchor(f"group-{group.en}")
+                main.append(f'<h2 class="group" id="{anchor}">{_text(group)}</h2>\n')
+                entries.append(_Entry(anchor, group, is_group=True))
+            main += [self._section(section, anchors[id(section)], level) for section in sections]
+            entries += [_Entry(anchors[id(section)], section.title) for section in sections]
         if document.remarks:
             items = _items(document.remarks)
             main.append(f'<section id="remarks"><h2>{_text(_REMARKS)}</h2><ul>{items}</ul></section>')
-            entries.append(("remarks", _REMARKS))
+            entries.append(_Entry("remarks", _REMARKS))
+        if document.missing:
+            main.append(_missing(document.missing))
         body = (
             f'<a class="skip" href="#main">{_text(_SKIP)}</a>\n'
             f"{self._header(document)}\n"
@@ -106,6 +124,7 @@ class _Page:
         facts = "".join(
             f"<div><dt>{_text(name)}</dt><dd>{escape(value)}</dd></div>" for name, value in document.facts.items()
         )
+        first = _text(next(iter(document.facts.values()), ""))
         themes = "".join(
             f'<option value="{value}"{_attributes("data-", name)}>{escape(name.in_(self.language))}</option>'
             for value, name in _THEMES.items()
@@ -115,19 +134,52 @@ class _Page:
             f'<header><div class="top"><h1>{_text(document.title)}</h1><div class="controls">'
             f'<select id="language"{self._aria(_LANGUAGE)}>{languages}</select>'
             f'<select id="theme"{self._aria(_THEME)}>{themes}</select></div></div>'
-            + (f'<dl class="facts">{facts}</dl>' if facts else "")
+            + (
+                f'<details class="facts"><summary><b>{first}</b> <small>{_text(_FACTS)}</small></summary>'
+                f"<dl>{facts}</dl></details>"
+                if facts
+                else ""
+            )
             + "</header>"
         )
 
-    def _section(self, section: Section, anchor: str) -> str:
+    def _summary(self, document: Document, anchors: Mapping[int, str]) -> str:
+        """The first screen: large numbers, one chart, why to trust them; all first findings are folded below."""
+        by_name = {section.name: anchors[id(section)] for section in document.sections}
+        numbers = "".join(_number(one, by_name.get(one.section, "")) for one in document.highlights)
+        hero = self._figure(document.hero) if document.hero else ""
+        found = [(anchors[id(section)], section) for section in document.sections if section.findings]
+        lines = "".join(
+            f'<li><a href="#{anchor}">{_text(section.title)}</a><span>{_text(section.findings[0])}</span></li>'
+            for anchor, section in found
+        )
+        if not (numbers or hero or lines):
+            return ""
+        brief = f'<ul class="brief">{lines}</ul>' if lines else ""
+        if numbers or hero:
+            every = say("All findings, one line each ({})", "全部结论，每条一行（{}）", str(len(found)))
+            brief = f'<details class="all"><summary>{_text(every)}</summary>{brief}</details>' if brief else ""
+        return (
+            f'<section id="summary" aria-labelledby="summary-title"><h2 id="summary-title">{_text(_SUMMARY)}</h2>'
+            + (f'<ul class="numbers">{numbers}</ul>' if numbers else "")
+            + (f'<div class="hero">{hero}</div>' if hero else "")
+            + (f'<p class="trust">{_text(document.trust)}</p>' if document.trust else "")
+            + f"{brief}</section>\n"
+        )
+
+    def _section(self, section: Section, anchor: str, level: int) -> str:
         heading = f"{anchor}-title"
-        parts = [f'<section id="{anchor}" aria-labelledby="{heading}"><h2 id="{heading}">{_text(section.title)}</h2>']
+        self.level = level
+        parts = [
+            f'<section id="{anchor}" aria-labelledby="{heading}">'
+            f'<h{level} class="title" id="{heading}">{_text(section.title)}</h{level}>'
+        ]
         if any(section.question):
             parts.append(f'<p class="question">{_text(section.question)}</p>')
         parts += [*self._board(section), *self._tables(section)]
         if section.links:
             links = "".join(f"<li>{_link(link)}</li>" for link in section.links)
-            parts.append(f'<h3 class="see">{_text(_LINKS)}</h3><ul class="links">{links}</ul>')
+            parts.append(f'{_heading_of(level + 1, _text(_LINKS), "see")}<ul class="links">{links}</ul>')
         return "\n".join([*parts, "</section>\n"])
 
     def _board(self, section: Section) -> list[str]:
@@ -140,8 +192,9 @@ class _Page:
         return ['<div class="board">', *cells, "</div>"] if cells else []
 
     def _figure(self, chart: Chart) -> str:
+        note = f"<small>{_text(chart.note)}</small>" if chart.note else ""
         return (
-            f'<figure id="{self._anchor(chart.name)}"><figcaption>{_text(chart.title)}</figcaption>'
+            f'<figure id="{self._anchor(chart.name)}"><figcaption>{_text(chart.title)}{note}</figcaption>'
             f'<div class="frame"><div class="plot">{svg(chart)}{svg(chart, NARROW)}</div></div></figure>'
         )
 
@@ -160,7 +213,7 @@ class _Page:
         number = len(self.copies)
         self.copies.append([table.render(format) for format in ("md", "latex")])
         buttons = "".join(
-            f'<button type="button" data-copy="{number} {format}">{_text(text)}</button>'
+            f'<button type="button" data-copy="{number} {format} {_FIRST_ROW[format]}">{_text(text)}</button>'
             for format, text in enumerate(_COPY)
         )
         heads = "".join(_heading(column) for column in table.columns)
@@ -169,7 +222,7 @@ class _Page:
         tall = len(table.rows) >= TALL
         dense = ' class="dense"' if len(table.columns) >= MANY_COLUMNS else ""
         return (
-            f'<div class="table{" short" if tall else ""}" id="{anchor}"><h3>{_title(title)}</h3>'
+            f'<div class="table{" short" if tall else ""}" id="{anchor}">{_heading_of(self.level + 1, _title(title))}'
             f'<div class="frame"><div class="scroll" tabindex="0" role="region"{self._aria(region)}><table{dense}>'
             f"<thead><tr>{heads}</tr></thead><tbody>\n{rows}\n</tbody></table></div></div>"
             + f'<div class="foot">{_rows_button(len(table.rows), anchor) if tall else ""}'
@@ -210,8 +263,30 @@ def _attributes(prefix: str, text: Text) -> str:
     return "".join(f' {prefix}{language}="{escape(text.in_(language))}"' for language in LANGUAGES)
 
 
-def _contents(entries: Sequence[tuple[str, Text]]) -> str:
-    items = "".join(f'<li><a href="#{anchor}">{_text(title)}</a></li>' for anchor, title in entries)
+def _heading_of(level: int, inside: str, kind: str = "") -> str:
+    return f"<h{level}{f' class={kind}' if kind else ''}>{inside}</h{level}>"
+
+
+def _grouped(sections: Sequence[Section]) -> list[tuple[Text | None, list[Section]]]:
+    """Sections under their headings, in order of appearance. No headings where all would stand under one."""
+    groups: dict[Text, list[Section]] = {}
+    for section in sections:
+        groups.setdefault(section.group or _OTHERS, []).append(section)
+    return [*groups.items()] if len(groups) > 1 else [(None, [*sections])]
+
+
+def _number(highlight: Highlight, anchor: str) -> str:
+    inside = (
+        f"<b>{_text(highlight.value)}</b><span>{_text(highlight.what)}</span><small>{_text(highlight.detail)}</small>"
+    )
+    return f'<li><a href="#{anchor}">{inside}</a></li>' if anchor else f"<li><div>{inside}</div></li>"
+
+
+def _contents(entries: Sequence[_Entry]) -> str:
+    items = "".join(
+        f'<li{" class=group" if is_group else ""}><a href="#{anchor}">{_text(title)}</a></li>'
+        for anchor, title, is_group in entries
+    )
     return (
         f'<nav id="contents" aria-label="{_CONTENTS.en}"{_attributes("data-aria-", _CONTENTS)}>'
         f'<details open><summary>{_text(_CONTENTS)}<span class="here"></span></summary>'
@@ -219,22 +294,14 @@ def _contents(entries: Sequence[tuple[str, Text]]) -> str:
     )
 
 
-def _summary(sections: Sequence[Section], anchors: Sequence[str]) -> str:
-    """The first finding of every section, at the top of the page."""
-    lines = "".join(
-        f'<li><a href="#{anchor}">{_text(section.title)}</a><span>{_text(section.findings[0])}</span></li>'
-        for section, anchor in zip(sections, anchors, strict=True)
-        if section.findings
-    )
-    return f'<section id="summary"><h2>{_text(_SUMMARY)}</h2><ul class="brief">{lines}</ul></section>\n'
-
-
 def _missing(missing: Mapping[str, str]) -> str:
+    """One folded line: what was not measured, with the commands that measure it."""
     items = "".join(f"<li>{escape(name)}: <code>{escape(command)}</code></li>" for name, command in missing.items())
-    return (
-        f'<section id="missing"><h2>{_text(_MISSING)}</h2><p class="question">{_text(_MISSING_HELP)}</p>'
-        f'<ul class="missing">{items}</ul></section>'
-    )
+    count = str(len(missing))
+    title = say("Not measured: {} experiments", "未测量：{} 项实验", count)
+    if len(missing) == 1:
+        title = Text("Not measured: 1 experiment", title.zh)
+    return f'<details id="missing"><summary>{_text(title)}</summary><ul class="missing">{items}</ul></details>\n'
 
 
 def _folded(tables: Sequence[_Folded]) -> list[str]:

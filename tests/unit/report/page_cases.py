@@ -65,7 +65,14 @@ class Page(HTMLParser):
 
 
 def marks(drawing):
-    return [element for element in Page(drawing).elements if "data-value" in element]
+    """Every mark, with the name of its series, which its group has."""
+    found, name = [], {}
+    for element in Page(drawing).elements:
+        if element["tag"] == "g" and "data-series" in element:
+            name = {key: value for key, value in element.items() if key.startswith("data-series")}
+        if "data-value" in element:
+            found.append({**name, **element})
+    return found
 
 
 def coordinates(drawing):

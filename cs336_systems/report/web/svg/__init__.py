@@ -1,8 +1,8 @@
 """A chart as inline SVG for a page: every mark has a tooltip and takes the focus, every text is in both languages.
 
 Colours belong to page.css: series have the classes `s0` to `s11`. A text that differs between the languages appears
-twice, with the classes `en` and `zh`. The page's script reads `data-` attributes: series, label, value, std, n and note
-of a mark, the index of a series and of its legend entry.
+twice, with the classes `en` and `zh`. The page's script reads `data-` attributes: label, value, std, n and note of a
+mark, name and index of a series, the axis of values. It makes marks and legend entries reachable by keyboard.
 """
 
 from html import escape
@@ -30,10 +30,10 @@ def svg(chart: Chart, width: int = WIDTH) -> str:
     legend, height = _legend(chart, width)
     layout = Layout(chart, height, width)
     parts = [patterns(layout), legend, _axes(layout), Marks(layout).draw()]
-    return _element(chart, width, layout.height, "".join(parts))
+    return _element(chart, width, layout.height, "".join(parts), _scale(layout))
 
 
-def _element(chart: Chart, width: int, height: float, inside: str) -> str:
+def _element(chart: Chart, width: int, height: float, inside: str, scale: str = "") -> str:
     names = Text(*(_accessible_name(chart, language) for language in LANGUAGES))
     axes = "".join(
         f' data-{axis}-{language}="{escape(text.in_(language))}"'
@@ -43,8 +43,16 @@ def _element(chart: Chart, width: int, height: float, inside: str) -> str:
     kind = f"{chart.kind} narrow" if width == NARROW else chart.kind
     return (
         f'<svg class="chart {kind}" viewBox="0 0 {width} {height:.0f}" width="100%" font-size="{SIZE}" '
-        f'role="img"{aria(names)}{axes}{" data-horizontal" if chart.horizontal else ""}>{inside}</svg>'
+        f'role="img"{aria(names)}{axes}{" data-horizontal" if chart.sideways else ""}{scale}>{inside}</svg>'
     )
+
+
+def _scale(at: Layout) -> str:
+    """The axis of values for the script, which rescales it when series are hidden: its range and where it is drawn."""
+    axis = at.value_axis
+    keeps_zero = at.chart.kind not in ("lines", "dots")
+    numbers = (axis.low, axis.high, at.along_value(axis.low), at.along_value(axis.high))
+    return f' data-scale="{" ".join(f"{number:.6g}" for number in numbers)} {int(axis.log)} {int(keeps_zero)}"'
 
 
 def _accessible_name(chart: Chart, language: Language) -> str:
@@ -75,8 +83,7 @@ def _legend(chart: Chart, width: int) -> tuple[str, float]:
             found.append(f'<path{limit_style(series)} d="M{x + 3:.1f} {middle:.1f}h26"/>{label}')
         else:
             found.append(
-                f'<g class="entry s{chart.color_of(index)}" role="button" tabindex="0" aria-pressed="true" '
-                f'data-toggle="{index}"{aria(text)}>'
+                f'<g class="entry s{chart.color_of(index)}" data-toggle="{index}">'
                 f'<rect class="hit" x="{x:.1f}" y="{y:.1f}" width="{taken - 8:.1f}" height="{lines * LINE + 4}"/>'
                 f"{swatch(chart, index, series, x + 3, middle, width)}{label}</g>"
             )
@@ -85,15 +92,15 @@ def _legend(chart: Chart, width: int) -> tuple[str, float]:
 
 
 def _axes(at: Layout) -> str:
-    grid, texts = [], []
-    for tick, label in zip(at.value_axis.ticks, at.value_labels, strict=True):
-        place = at.along_value(tick)
+    grid, ticks, texts = [], [], []
+    for number, (tick, whole) in enumerate(zip(at.value_axis.ticks, at.value_labels, strict=True)):
+        place, label = at.along_value(tick), whole if number % at.value_stride == 0 else ""
         if at.horizontal:
             grid.append(f"M{place:.1f} {at.top:.1f}V{at.bottom:.1f}")
-            texts.append(text_elements(place, at.bottom + LINE, Text(label), at.width, anchor="middle", kind="muted"))
+            ticks.append(text_elements(place, at.bottom + LINE, Text(label), at.width, anchor="middle", kind="muted"))
         else:
             grid.append(f"M{at.left:.1f} {place:.1f}H{at.right:.1f}")
-            texts.append(text_elements(at.left - 8, place + 5, Text(label), at.width, anchor="end", kind="muted"))
+            ticks.append(text_elements(at.left - 8, place + 5, Text(label), at.width, anchor="end", kind="muted"))
     texts.append(text_elements(0, at.above_y, at.above, at.width, most=2))
     middle = (at.left + at.right) / 2
     texts.append(text_elements(middle, at.below_y, at.below, at.below_room, anchor="middle", most=2))
@@ -105,8 +112,10 @@ def _axes(at: Layout) -> str:
         base = f"M{at.left:.1f} {zero:.1f}H{at.right:.1f}"
     elif at.has_zero():
         base = f"M{at.along_value(0):.1f} {at.top:.1f}V{at.bottom:.1f}"
-    lines = f'<path class="grid" d="{"".join(grid)}"/><path class="axis" d="{base}{_tick_marks(at)}"/>'
-    return lines + "".join(texts) + _names(at)
+    marks = _tick_marks(at)
+    lines = f'<path class="grid" d="{"".join(grid)}"/><path class="axis base" d="{base}"/>'
+    lines += f'<path class="axis" d="{marks}"/>' if marks else ""
+    return f'{lines}<g class="ticks">{"".join(ticks)}</g>{"".join(texts)}{_names(at)}'
 
 
 def _tick_marks(at: Layout) -> str:

@@ -1,5 +1,5 @@
-"""The marks of a drawing: lines, bars, spans, crosses. Each has a tooltip, takes the focus and has a name for screen
-readers."""
+"""The marks of a drawing: lines, bars, spans, dots, crosses. Each carries its value for the tooltip and for screen
+readers; the values of bars are written at their ends."""
 
 import math
 import re
@@ -7,10 +7,10 @@ from collections import Counter
 from collections.abc import Iterator
 from html import escape
 
-from cs336_systems.report.document import Chart, Limit, Point, Series, exact, finite
-from cs336_systems.report.web.svg.labels import aria
-from cs336_systems.report.web.svg.placement import NARROW, Layout, spread
-from cs336_systems.text import LANGUAGES, Language, Text
+from cs336_systems.report.document import Chart, Event, Limit, Point, Series, finite, precise
+from cs336_systems.report.web.svg.labels import text_elements, text_width
+from cs336_systems.report.web.svg.placement import NARROW, BarValue, Layout, spread
+from cs336_systems.text import LANGUAGES, Text
 
 DENSE = 60
 """Lines with more points than this have small markers."""
@@ -116,11 +116,12 @@ class Marks:
             draw = self._line if self.chart.kind == "lines" else self._bars
             draw = self._on_bars if self.chart.on_bars(series) else self._dots if self.chart.kind == "dots" else draw
             marks = draw(index, series) + self._notes(index, series)
-            groups.append(f'<g class="series s{self.chart.color_of(index)}" data-index="{index}">{marks}</g>')
+            name = _in_both("series", series.name)
+            groups.append(f'<g class="series s{self.chart.color_of(index)}" data-index="{index}"{name}>{marks}</g>')
         whole = "".join(groups)
         if self.at.beyond:
             whole = f'<g clip-path="url(#{drawing_id(self.chart, "clip", self.at.width)})">{whole}</g>'
-        return whole + "".join(map(self._limit, self.chart.shown_limits))
+        return whole + self._values() + "".join(map(self._limit, self.chart.shown_limits)) + self._events()
 
     def _drawn(self, series: Series) -> list[Point]:
         return [point for point in series.points if self.chart.can_draw(point)]
@@ -144,7 +145,7 @@ class Marks:
             errors.append(self._error(point, x))
             marks.append(
                 f'<path class="mark" transform="translate({x:.1f} {y:.1f}){small}" d="{marker(index)}"{invisible}'
-                f"{_data(series, point)}/>"
+                f"{self._data(point)}/>"
             )
         kind = "line dashed" if series.dashed else "line"
         error = "".join(errors)
@@ -207,7 +208,7 @@ class Marks:
         return (
             f'<rect x="{x:.1f}" y="{y:.1f}" width="{across:.1f}" height="{down:.1f}"'
             f"{_fill(self.chart, index, series, self.at.width)}"
-            f"{stacked}{_data(series, point)}/>"
+            f"{stacked}{self._data(point)}/>"
         )
 
     def _dots(self, index: int, series: Series) -> str:
@@ -217,13 +218,13 @@ class Marks:
         lines, marks = [], []
         for point in points:
             x, y = self.at.along_value(point.y), self.at.beside(index, point.x)
-            if point.low is not None and point.high is not None:
-                low, high = (self.at.along_value(end) for end in (point.low, point.high))
+            if interval := self.chart.interval_of(point):
+                low, high = map(self.at.along_value, interval)
                 lines.append(f"M{low:.1f} {y:.1f}H{high:.1f}M{low:.1f} {y - 4:.1f}v8M{high:.1f} {y - 4:.1f}v8")
             small = " scale(.55)" if crowded else ""
             marks.append(
                 f'<path class="mark" transform="translate({x:.1f} {y:.1f}){small}" d="{marker(index)}"'
-                f"{_data(series, point)}/>"
+                f"{self._data(point)}/>"
             )
         line = f'<path class="line" d="{"".join(lines)}"/>' if lines else ""
         return line + "".join(marks)
@@ -234,7 +235,7 @@ class Marks:
             along, across = self.at.along_value(point.y), self.at.beside(series.over, point.x)
             x, y = (along, across) if self.at.horizontal else (across, along)
             place = f'transform="translate({x:.1f} {y:.1f})"'
-            found.append(f'<path class="mark" {place} d="{marker(index)}"{HOLLOW}{_data(series, point)}/>')
+            found.append(f'<path class="mark" {place} d="{marker(index)}"{HOLLOW}{self._data(point)}/>')
         return "".join(found)
 
     def _notes(self, index: int, series: Series) -> str:
@@ -250,9 +251,7 @@ class Marks:
                 x, y = self.at.right + 10, self.at.beside(index, point.x)
             else:
                 x, y = self.at.beside(index, point.x), self.at.top - 8
-            found.append(
-                f'<path class="cross" transform="translate({x:.1f} {y:.1f})" d="{CROSS}"{_data(series, point)}/>'
-            )
+            found.append(f'<path class="cross" transform="translate({x:.1f} {y:.1f})" d="{CROSS}"{self._data(point)}/>')
         return "".join(found)
 
     def _limit(self, limit: Limit) -> str:
@@ -260,33 +259,72 @@ class Marks:
         path = f"M{at:.1f} {self.at.top:.1f}V{self.at.bottom:.1f}"
         if not self.at.horizontal:
             path = f"M{self.at.left:.1f} {at:.1f}H{self.at.right:.1f}"
-        said = _data(Series(limit.text, ()), Point("–", limit.value))
-        return f'<g class="limit"><path{limit_style(limit)} d="{path}"/><path class="mark" d="{path}"{said}/></g>'
+        name, said = _in_both("series", limit.text), self._data(Point("–", limit.value))
+        return f'<g class="limit"{name}><path{limit_style(limit)} d="{path}"/><path class="mark" d="{path}"{said}/></g>'
+
+    def _values(self) -> str:
+        """The values of bars at their ends, and the sums of stacked ones."""
+        return "".join(
+            f'<g class="value{" turned" * self.at.turned}" data-at="{value.at:.1f}" data-for="{value.key}">'
+            + self._value_text(value)
+            + "</g>"
+            for value in self.at.bar_values
+        )
+
+    def _value_text(self, value: BarValue) -> str:
+        at, text = self.at, Text(value.text)
+        if at.horizontal:
+            x = value.at + 6 if value.up else value.at - 6
+            return text_elements(x, value.across + 4.5, text, at.width, anchor="start" if value.up else "end")
+        if at.turned:
+            return text_elements(value.across + 4, value.at - 5, text, at.width, angle=-90)
+        y = value.at - 5 if value.up else value.at + 14
+        return text_elements(value.across, y, text, at.width, anchor="middle")
+
+    def _events(self) -> str:
+        """Dotted vertical lines, each with its text at the top unless the text before it is in the way."""
+        at, free, found = self.at, -math.inf, []
+        for event in sorted(self.chart.events, key=lambda event: event.x):
+            if self.chart.kind != "lines" or not self._inside(event):
+                continue
+            x = at.along_place(event.x)
+            width = max(text_width(event.text.in_(language)) for language in LANGUAGES)
+            anchor, left = ("end", x - 4 - width) if x + width > at.right else ("start", x + 4)
+            label = ""
+            if left > free:
+                label = text_elements(
+                    x + (4 if anchor == "start" else -4), at.top + 11, event.text, at.width, anchor=anchor
+                )
+                free = left + width + 6
+            found.append(f'<path class="event" d="M{x:.1f} {at.top:.1f}V{at.bottom:.1f}"/>{label}')
+        return f'<g class="events">{"".join(found)}</g>' if found else ""
+
+    def _inside(self, event: Event) -> bool:
+        axis = None if self.at.places is not None else self.at.number_axis
+        return axis is not None and axis.low <= event.x <= axis.high
+
+    def _data(self, point: Point) -> str:
+        """Attributes for the tooltip and for screen readers."""
+        fields = {"value": "" if point.note else self._value(point)}
+        name = f" ({point.name})" if point.name else ""
+        label = Text(*(point.label.in_(language) + name for language in LANGUAGES))
+        if point.note:
+            fields |= {"note": point.note.en, "note-zh": point.note.in_("zh")}
+        elif point.std is not None and finite(point.std):
+            fields["std"] = precise(point.std, self.chart.digits)
+        if point.n is not None:
+            fields["n"] = str(point.n)
+        return _in_both("label", label) + "".join(f' data-{name}="{escape(value)}"' for name, value in fields.items())
+
+    def _value(self, point: Point) -> str:
+        ends = [point.start, point.y] if point.start is not None else [point.y]
+        said = " – ".join(precise(end, self.chart.digits) for end in ends)
+        if not (interval := self.chart.interval_of(point)):
+            return said
+        return f"{said} ({' – '.join(precise(end, self.chart.digits) for end in interval)})"
 
 
-def _data(series: Series, point: Point) -> str:
-    """Attributes for the tooltip and for screen readers."""
-    label = point.place + (f" ({point.name})" if point.name else "")
-    fields = {"series": series.name.en, "label": label, "value": "" if point.note else _value(point)}
-    if series.name.in_("zh") != series.name.en:
-        fields["series-zh"] = series.name.zh
-    if point.note:
-        fields |= {"note": point.note.en, "note-zh": point.note.in_("zh")}
-    elif point.std is not None and finite(point.std):
-        fields["std"] = exact(point.std)
-    if point.n is not None:
-        fields["n"] = str(point.n)
-    said = Text(*(_spoken(series.name.in_(language), fields, point.note, language) for language in LANGUAGES))
-    attributes = "".join(f' data-{name}="{escape(value)}"' for name, value in fields.items())
-    return f'{attributes} tabindex="0" role="img"{aria(said)}'
-
-
-def _value(point: Point) -> str:
-    return exact(point.y) if point.start is None else f"{exact(point.start)} – {exact(point.y)}"
-
-
-def _spoken(name: str, fields: dict[str, str], note: Text | None, language: Language) -> str:
-    value = note.in_(language) if note else fields["value"]
-    std = f" ± {fields['std']}" if "std" in fields else ""
-    n = f", n = {fields['n']}" if "n" in fields else ""
-    return f"{name}, {fields['label']}: {value}{std}{n}"
+def _in_both(name: str, text: Text) -> str:
+    """A data attribute, and another one for the Chinese text where it differs."""
+    chinese = f' data-{name}-zh="{escape(text.zh)}"' if text.in_("zh") != text.en else ""
+    return f' data-{name}="{escape(text.en)}"{chinese}'

@@ -5,8 +5,9 @@ import re
 from collections import Counter
 from collections.abc import Sequence
 from itertools import pairwise
+from typing import NamedTuple
 
-from cs336_systems.report.document import Chart, Point, Series, beyond_text, finite
+from cs336_systems.report.document import Chart, Point, Series, beyond_text, finite, short
 from cs336_systems.report.web.svg.labels import LINE, line_count, text_width, widest
 from cs336_systems.report.web.svg.scales import Axis, linear_axis, log_axis, numbers
 from cs336_systems.text import Text
@@ -19,6 +20,8 @@ NAMES_SHARE = 0.35
 """Maximum share of the width for names beside bars."""
 NAME_LINES = 5
 """Maximum lines of a name below its bars; longer names are rotated."""
+TURNED_ROOM = 11
+"""Minimum width of a bar whose value stands on it, turned."""
 LANE = 18
 """Height of a lane of spans with the gap below it."""
 
@@ -26,6 +29,19 @@ LANE = 18
 def spread(point: Point) -> float:
     """The standard deviation, or 0 where it is unknown."""
     return point.std if point.std is not None and finite(point.std) and point.std > 0 else 0.0
+
+
+class BarValue(NamedTuple):
+    """The text at the end of a bar."""
+
+    text: str
+    at: float
+    """Where the bar ends, along the axis of values."""
+    across: float
+    up: bool
+    """The bar grows from zero towards larger values."""
+    key: str
+    """Which bar it belongs to: the index of its series, or the number of its place where bars are stacked."""
 
 
 class Layout:
@@ -58,9 +74,7 @@ class Layout:
         elif chart.kind == "spans":
             values = [end for point in drawn for end in (point.start or 0.0, point.y)]
         else:
-            values = [
-                end for p in drawn for end in (p.y - spread(p), p.y + spread(p), p.low, p.high) if end is not None
-            ]
+            values = [end for p in drawn for end in (p.y - spread(p), p.y + spread(p), *(chart.interval_of(p) or ()))]
         if chart.shown_limits:
             farthest = math.inf if chart.cut_at is None else chart.cut_at
             values = [*(min(value, farthest) for value in values), *(limit.value for limit in chart.shown_limits)]
@@ -88,6 +102,7 @@ class Layout:
         self.above_y = legend_height + LINE
         self.top = self.above_y + LINE * (line_count(above, self.width, 2) - 1) + 18
         stacked_notes = Counter(p.x for p in points if p.note) if chart.kind == "lines" else Counter()
+        self.turned = False
         if any(p.note for p in points) and not self.horizontal:
             self.top += 16 + 13 * (max(stacked_notes.values(), default=1) - 1)
         self.right = self.width - 16.0
@@ -101,10 +116,12 @@ class Layout:
             self.left = max(room + 12, text_width(self.value_labels[0]) / 2)
             self.right -= text_width(self.value_labels[-1]) / 2 + (14 if any(p.note for p in points) else 0)
             self.right = min(self.right, self.width - 8 - max(map(text_width, self.beyond_texts().values()), default=0))
+            self.right -= max((text_width(text) for text in self._value_texts()), default=-8) + 8
             self.bottom = self.top + self.slot * len(names)
             self.below_y = self.bottom + 2 * LINE + 6
         else:
             self.left = max(map(text_width, self.value_labels)) + 12.0
+            self.top += self._turn_values()
             self.bottom = self.top + PLOT_HEIGHT
             self.below_y = self.bottom + self._lay_out_names() + LINE + 6
         self.below_room = min(self.left + self.right, 2 * self.width - self.left - self.right)
@@ -118,6 +135,57 @@ class Layout:
             "spans": len(self.chart.lanes) * LANE,
         }.get(self.chart.kind, 24)
 
+    def _ends(self) -> list[tuple[Point, float, str, float | str | Text, int | None]]:
+        """The ends of bars that have their value written: point, end, key, place, series."""
+        chart = self.chart
+        if chart.kind == "bars":
+            return [
+                (point, point.y, str(index), point.x, index)
+                for index in chart.bars
+                for point in chart.series[index].points
+                if chart.can_draw(point)
+            ]
+        if chart.kind != "stacked":
+            return []
+        sums: dict[tuple[str, bool], tuple[Point, float]] = {}
+        for parts in chart.stacks.values():
+            for part in parts:
+                sums[part.point.place, part.end < 0] = (part.point, part.end)
+        places = chart.bar_names
+        return [
+            (point, end, f"place {places.index(point.place)}", point.x, None)
+            for point, end in sums.values()
+            if point.place not in self.beyond
+        ]
+
+    def _value_texts(self) -> list[str]:
+        return [short(end) for _, end, *_ in self._ends()]
+
+    def _turn_values(self) -> float:
+        """Decides how the values of upright bars are written; returns the room that they need above the bars."""
+        texts = self._value_texts()
+        if not texts or not self.places:
+            return 0
+        self.slot = (self.right - self.left) / len(self.places)
+        widest_text = max(map(text_width, texts))
+        self.turned = widest_text > self._bar_thickness()
+        return widest_text if self.turned else 14
+
+    def _bar_thickness(self) -> float:
+        return self.bar_width(len(self.chart.bars) if self.chart.kind == "bars" else 1)
+
+    @property
+    def bar_values(self) -> list[BarValue]:
+        """The values of bars; none where bars are too thin for text."""
+        chart, found = self.chart, []
+        if chart.kind not in ("bars", "stacked") or self._bar_thickness() < TURNED_ROOM:
+            return []
+        for point, end, key, x, index in self._ends():
+            reach = spread(point) if chart.kind == "bars" else 0.0
+            at = self.along_value(end + reach if end >= 0 else end - reach)
+            found.append(BarValue(short(end), at, self.beside(index, x), end >= 0, key))
+        return found
+
     def beyond_texts(self) -> dict[str, str]:
         return {name: beyond_text(end) for name, end in self.beyond.items()}
 
@@ -128,7 +196,7 @@ class Layout:
             self.names = numbers(self.number_axis.ticks)
             self.right = min(self.right, self.width - text_width(self.names[-1]) / 2 if self.names else self.width)
             self.rotated = False
-            self.stride = self._number_stride()
+            self.stride = _stride([self.along_place(tick) for tick in self.number_axis.ticks], self.names)
             return LINE
         self.names = self.places
         self.slot = (self.right - self.left) / len(self.names)
@@ -148,15 +216,11 @@ class Layout:
         self.stride = math.ceil(24 / self.slot)
         return max(widths) + 14
 
-    def _number_stride(self) -> int:
-        """The smallest stride at which no two numbers touch."""
-        centres = [self.along_place(tick) for tick in self.number_axis.ticks]
-        for stride in range(1, len(centres) + 1):
-            kept = list(zip(centres, self.names, strict=True))[::stride]
-            ends = [(x - text_width(name) / 2, x + text_width(name) / 2) for x, name in kept]
-            if all(after[0] - before[1] > 8 for before, after in pairwise(ends)):
-                return stride
-        return 1
+    @property
+    def value_stride(self) -> int:
+        """Every how many ticks of the axis of values a number is written."""
+        ticks = self.value_axis.ticks
+        return _stride([self.along_value(tick) for tick in ticks], self.value_labels) if self.horizontal else 1
 
     # From values to coordinates
 
@@ -190,3 +254,13 @@ class Layout:
     def lane(self, series: Series, x: float | str | Text) -> float:
         lanes = self.chart.lanes
         return self.along_place(x) + LANE * (lanes.index(series.lane) - (len(lanes) - 1) / 2)
+
+
+def _stride(centres: Sequence[float], texts: Sequence[str]) -> int:
+    """The smallest stride at which no two texts in a row touch."""
+    for stride in range(1, len(centres) + 1):
+        kept = list(zip(centres, texts, strict=True))[::stride]
+        ends = [(x - text_width(text) / 2, x + text_width(text) / 2) for x, text in kept]
+        if all(after[0] - before[1] > 8 for before, after in pairwise(ends)):
+            return stride
+    return 1

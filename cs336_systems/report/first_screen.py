@@ -1,0 +1,79 @@
+"""The first screen of a report: large numbers, one chart, and one line on why to trust them."""
+
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import replace
+from functools import partial
+
+from cs336_systems.report.cells import CellView
+from cs336_systems.report.document import Chart, Highlight, Limit, Point, Section, Series
+from cs336_systems.report.phrases import ended, safely
+from cs336_systems.report.presentation import Presentation
+from cs336_systems.report.side_by_side import compared
+from cs336_systems.text import Text, listed
+
+MOST_NUMBERS = 5
+MOST_BARS = 10
+"""Speed-ups in the chart of the first screen."""
+
+
+def highlights_of(experiments: Mapping[str, Presentation], cells: Mapping[str, Sequence[CellView]]) -> list[Highlight]:
+    """The results of all experiments that could stand on the first screen, the most important first.
+
+    Of several machines or runs these are comparisons of what they share.
+    """
+    found: list[Highlight] = []
+    for name, chosen in cells.items():
+        machines = {safely(lambda cell: cell.machine, cell) for cell in chosen if cell.records}
+        make = experiments[name].highlights if len(machines) == 1 else partial(_comparisons, experiments[name])
+        fine = [cell for cell in chosen if cell.ok or not experiments[name].complete_cells_only]
+        found += [replace(one, section=name) for one in safely(make, fine) or []]
+    return sorted(found, key=lambda highlight: highlight.rank)
+
+
+def _comparisons(experiment: Presentation, cells: Sequence[CellView]) -> list[Highlight]:
+    return [found.highlight for found in compared(experiment, cells)]
+
+
+def numbers_of(highlights: Sequence[Highlight]) -> list[Highlight]:
+    """The large numbers: the first of each section in turn, until the screen is full."""
+    chosen: list[Highlight] = []
+    left = [*highlights]
+    while left and len(chosen) < MOST_NUMBERS:
+        seen: set[str] = set()
+        for highlight in [*left]:
+            if highlight.section not in seen and len(chosen) < MOST_NUMBERS:
+                seen.add(highlight.section)
+                chosen.append(highlight)
+                left.remove(highlight)
+    return sorted(chosen, key=lambda highlight: highlight.rank)
+
+
+def hero_of(highlights: Sequence[Highlight], sections: Sequence[Section]) -> Chart | None:
+    """The speed-ups as bars; where there are not two of them, the first chart of the first section that has one."""
+    faster = [(one.bar, one.ratio) for one in highlights if one.bar and one.ratio]
+    if len(faster) < 2:
+        return next((replace(chart, name="hero") for section in sections for chart in section.charts), None)
+    points = [Point(name, ratio) for name, ratio in faster[:MOST_BARS]]
+    return Chart(
+        "hero",
+        Text("Speed against the fastest others", "与最快的其他实现相比的速度"),
+        "bars",
+        Text("work, and what it is compared with", "工作负载与对比对象"),
+        Text("times as fast", "速度倍数"),
+        [Series(Text("ours", "本项目"), points)],
+        horizontal=True,
+        limits=[Limit(1.0, Text("as fast as the other", "与对方同速"))],
+        note=Text(
+            "the other's time over ours: above 1, ours is faster", "对方耗时 / 本项目耗时：大于 1 表示本项目更快"
+        ),
+    )
+
+
+def trust_of(experiments: Iterable[Presentation], cells: Mapping[str, Sequence[CellView]]) -> Text | None:
+    """Why the numbers can be trusted: one phrase of each experiment that has one."""
+    stated = [
+        said
+        for experiment in experiments
+        if (said := safely(experiment.trust, [cell for cell in cells[experiment.name] if cell.ok])) is not None
+    ]
+    return ended(listed(stated, ("; ", "；"))) if stated else None
