@@ -115,7 +115,7 @@ def disturbed(records: list[Record], seed: int) -> list[Record]:
     found = []
     for cell in kept:
         status = chance.choice(STATUSES)
-        names = [name for name in FIELDS if name in cell.config and cell.get("arrangements") is None]
+        names = [name for name in FIELDS if name in cell.config and cell.get("strategies") is None]
         names = [name for name in names if chance.random() < 0.1]
         config = {**cell.config, **{name: chance.choice(FIELDS[name]) for name in names}}
         for one in cell.records:
