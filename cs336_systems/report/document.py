@@ -154,7 +154,7 @@ class Chart:
     def cut_at(self) -> float | None:
         """The value beyond which stacked bars are cut off, so that bars within the limit stay readable. None if no
         bar is cut, also where crosses occupy that end of the axis."""
-        value = self.limits[0].value if self.limits else 0.0
+        value = next((limit.value for limit in self.limits if not limit.dashed), 0.0)
         notes = any(point.note for series in self.series for point in series.points)
         level = self.kind == "stacked" and self.horizontal and not self.log_y and not notes
         return FAR * value if level and math.isfinite(value) and value > 0 else None

@@ -33,16 +33,15 @@ _COLORS = {
     **dict.fromkeys(("ours, portable", "backward", "predicted", "parameters"), 1),
     **dict.fromkeys(("ours, in PyTorch", "optimizer", "optimizer state"), 2),
     **dict.fromkeys(("FlashAttention-4", "gradients", "loss"), 3),
-    **dict.fromkeys(("cuDNN", "activations", "softmax"), 5),
+    **dict.fromkeys(("cuDNN", "activations", "softmax", "softmax/reduction"), 5),
     **dict.fromkeys(("FlashAttention-2 (SDPA)", "sync", "communication"), 4),
-    **dict.fromkeys(("naive", "rival", "other", "idle"), 6),
-    **dict.fromkeys(("FlexAttention",), 7),
-    **dict.fromkeys(("memory-efficient (SDPA)",), 9),
-    **dict.fromkeys(("naive, compiled",), 11),
+    **dict.fromkeys(("naive", "rival", "other", "idle", "PyTorch", "fp32"), 6),
+    **dict.fromkeys(("FlexAttention", "elementwise"), 7),
+    **dict.fromkeys(("memory-efficient (SDPA)", "copy"), 9),
+    **dict.fromkeys(("naive, compiled", "attention"), 11),
     **dict.fromkeys(("SDPA",), 8),
-    **dict.fromkeys(("fp32",), 8),
     **dict.fromkeys(("bf16",), 0),
-    **dict.fromkeys(("fp16",), 10),
+    **dict.fromkeys(("fp16", "step"), 10),
 }
 """English name of a category -> its colour."""
 

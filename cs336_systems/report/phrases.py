@@ -8,10 +8,11 @@ from typing import Any, TypeVar
 from cs336_systems.report.cells import CellView
 from cs336_systems.report.entries import baselines
 from cs336_systems.report.names import size_name
+from cs336_systems.report.points import bar_name
 from cs336_systems.report.presentation import Cells
-from cs336_systems.report.rows import gib, number, percent, row_words, varying
+from cs336_systems.report.rows import gib, number, percent, varying
 from cs336_systems.report.terms import MODE_WORDS
-from cs336_systems.text import Text, listed, say
+from cs336_systems.text import Text, say
 
 MOST = 3
 """Findings shown for one machine."""
@@ -61,7 +62,7 @@ def in_mode(mode: Any) -> Text:
 
 def times_text(ratio: float) -> str:
     """A ratio: two digits after the point below 2, none from 10 on."""
-    return number(ratio, 0 if ratio >= 10 else 1 if ratio >= 2 else 2)
+    return number(ratio, 0 if ratio >= 9.95 else 1 if ratio >= 1.995 else 2)
 
 
 def ratio_text(ratio: float) -> str:
@@ -107,7 +108,8 @@ def naming(cells: Cells) -> Callable[[CellView], Text]:
     shown = varying(cells)
 
     def name(cell: CellView) -> Text:
-        return listed(row_words(cell, shown), (", ", "，")) if row_words(cell, shown) else size_of(cell)
+        found = bar_name(cell, shown)
+        return found if found.en else size_of(cell)
 
     return name
 

@@ -5,7 +5,7 @@ from typing import Any
 
 from cs336_systems.record import GIB, Statistics
 from cs336_systems.report.cells import CellView
-from cs336_systems.report.names import attention_name, size_name
+from cs336_systems.report.names import attention_name, implementation_name, size_name
 from cs336_systems.report.referee import ON_SPREAD, remarks
 from cs336_systems.report.terms import MODE_WORDS
 from cs336_systems.table import Column, Table, word
@@ -168,8 +168,10 @@ def _word(field: str, value: Any, text: str) -> Text:
             return size_name(value)
         case "mode":
             return MODE_WORDS.get(text) or Text(text)
-        case "attention" | "implementation":
+        case "attention":
             return attention_name(value)
+        case "implementation":
+            return implementation_name(value)
         case "compile" if isinstance(value, bool):
             return Text("compiled", "编译") if value else Text("eager")
         case "is_causal" if isinstance(value, bool):

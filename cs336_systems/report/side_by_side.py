@@ -2,10 +2,11 @@
 
 import math
 import re
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
+from cs336_systems.record import GIB
 from cs336_systems.report.cells import CellView, by_machine
 from cs336_systems.report.document import Chart, Highlight, Limit, Point, Series
 from cs336_systems.report.points import FEW
@@ -191,20 +192,13 @@ def _charts(experiment: Presentation, shared: Shared) -> list[Chart]:
     note = STATISTICS[experiment.statistic]
     if len(rows) < len(shared.rows):
         note = say("{}; the first {} of {} rows", "{}；前 {} 行，共 {} 行", note, str(len(rows)), str(len(shared.rows)))
-    ratios = [
-        Series(
-            Text(_short(other)),
-            [Point(names[key], value) for key, value in shared.ratios(other).items() if key in rows],
-        )
-        for other in others
-    ]
-    values = [
-        Series(
-            Text(_short(machine)),
-            [Point(names[key], column.values[key] / _scale(shared.metric)) for key in rows if key in column.values],
-        )
-        for machine, column in shared.machines.items()
-    ]
+    scale = GIB if _unit(shared.metric) == "GiB" else 1e-3
+
+    def series(machine: str, found: Mapping[tuple, float], scale: float = 1.0) -> Series:
+        return Series(Text(_short(machine)), [Point(names[key], found[key] / scale) for key in rows if key in found])
+
+    ratios = [series(other, shared.ratios(other)) for other in others]
+    values = [series(machine, column.values, scale) for machine, column in shared.machines.items()]
     work, what = Text("work", "工作负载"), QUANTITIES[shared.metric]
     over = say("{}, over that of {}", "{}，与 {} 之比", what, _short(first))
     level = Limit(1.0, say("as {}", "与 {} 相同", _short(first)))

@@ -40,9 +40,9 @@ from cs336_systems.report.phrases import (
     together,
     with_time,
 )
-from cs336_systems.report.points import measured, series_of
+from cs336_systems.report.points import bar_name, measured, series_of
 from cs336_systems.report.presentation import Cells
-from cs336_systems.report.rows import FIELDS, kernel_ms, ms, row_name, row_words, tflops, varying
+from cs336_systems.report.rows import FIELDS, kernel_ms, ms, row_name, tflops, varying
 from cs336_systems.report.terms import ERROR, MEAN, MS, TFLOPS
 from cs336_systems.table import Table
 from cs336_systems.text import Text, listed, say
@@ -315,7 +315,7 @@ def step_speed(cells: Cells) -> Text | None:
         "with {}, a training step takes {} ms ({})",
         "使用 {} 时训练步用时 {} ms（{}）",
         *(attention_name(ours), ms(times[ours])),
-        listed(row_words(cell, ("size", "context_length")), (", ", "，")),
+        bar_name(cell, ("size", "context_length")),
     )
     for name in (name for name in times if name not in OURS):
         said = together(said, _step_against(cell, ours, name, times[name] / times[ours]))

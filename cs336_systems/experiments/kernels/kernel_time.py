@@ -20,8 +20,19 @@ from cs336_systems.measure.readers.recorded_tables import KernelRow, KindRow, Pa
 from cs336_systems.report import terms
 from cs336_systems.report.cells import PHASES, CellView, grouped
 from cs336_systems.report.document import Chart, Point, Series
-from cs336_systems.report.phrases import compared, in_mode, named_values, naming, ranging, span, together
-from cs336_systems.report.points import FEW
+from cs336_systems.report.names import size_name
+from cs336_systems.report.phrases import (
+    MODE_WORDS,
+    compared,
+    in_mode,
+    named_values,
+    naming,
+    ranging,
+    scale_of,
+    span,
+    together,
+)
+from cs336_systems.report.points import FEW, bar_name
 from cs336_systems.report.presentation import Cells
 from cs336_systems.report.rows import (
     failed_row,
@@ -31,8 +42,8 @@ from cs336_systems.report.rows import (
     number,
     percent,
     remarks_on,
-    row_name,
     rows_table,
+    setting,
     shortened,
     title_of,
     titled,
@@ -247,30 +258,73 @@ def _by_name(cell: CellView, phase: str) -> Table:
 # -- charts -----------------------------------------------------------------------------------------------------------
 
 
+IDLE_SHARE = Text("% of the time without a kernel", "没有内核运行的时间占比 %")
+
+
 def _charts(cells: Cells) -> list[Chart]:
-    """Shares of the kinds at one context: a bar for each of several cells, or for each phase of a single one."""
-    ok = [cell for cell in cells if cell.ok]
-    contexts = {cell.get("context_length") for cell in ok}
-    context = USUAL_CONTEXT if USUAL_CONTEXT in contexts else min(contexts, default=0)
-    chosen = [cell for cell in ok if cell.get("context_length") == context]
-    shown = varying(chosen)
-    bars = {row_name(cell, shown).en: kind_seconds(cell, phases_of(cell)) for cell in chosen}
-    where, what = f"context {context}", terms.SIZE
-    if len(chosen) == 1:
-        where, what = f"{next(iter(bars))}, {where}", terms.PHASE
-        bars = {phase: kind_seconds(chosen[0], [phase]) for phase in phases_of(chosen[0])}
-    totals = {name: sum(seconds.values()) for name, seconds in bars.items()}
-    if not any(totals.values()) or len(bars) > FEW:
+    """Shares of the kinds at one context: a chart for each mode, training steps first; the time without a kernel."""
+    chosen = sorted(at_one_context(cells), key=lambda cell: cell.get("mode") != MODES[-1])
+    if len(chosen) > FEW:
         return []
+    modes = grouped(chosen, lambda cell: cell.get("mode"))
+    return [*map(_kinds_chart, modes.values()), _idle_chart(modes)]
+
+
+def at_one_context(cells: Cells) -> list[CellView]:
+    """Cells of the usual context length, or of the shortest, by size."""
+    fine = sorted((cell for cell in cells if cell.ok), key=scale_of)
+    contexts = {cell.get("context_length") for cell in fine}
+    context = USUAL_CONTEXT if USUAL_CONTEXT in contexts else min(contexts, default=0)
+    return [cell for cell in fine if cell.get("context_length") == context]
+
+
+def _kinds_chart(cells: Cells) -> Chart:
+    """A bar for each of several cells, or for each phase of a single one."""
+    shown = varying(cells)
+    bars = {bar_name(cell, shown): kind_seconds(cell, phases_of(cell)) for cell in cells}
+    where, what = [_where(cells[0])], terms.SIZE
+    if len(cells) == 1:
+        where, what = [*bars, *where], terms.PHASE
+        bars = {terms.PHASE_NAMES[phase]: kind_seconds(cells[0], [phase]) for phase in phases_of(cells[0])}
     series = []
     for kind in KINDS:
-        shares = [(name, seconds[kind], totals[name]) for name, seconds in bars.items() if totals[name]]
-        if any(part for _, part, _ in shares):
-            named = [Point(f"{name}, {total * 1e3:,.1f} ms", 100 * part / total) for name, part, total in shares]
-            series.append(Series(KIND_NAMES[kind], named))
-    title = say("Kernel time by kind, {}", "各类内核的时间占比，{}", where)
+        points = [
+            Point(say("{}, {} ms", "{}，{} ms", name, number(1e3 * total, 1)), 100 * seconds[kind] / total)
+            for name, seconds in bars.items()
+            if (total := sum(seconds.values()))
+        ]
+        if any(point.y for point in points):
+            series.append(Series(KIND_NAMES[kind], points))
+    title = say("Kernel time by kind: {}", "各类内核的时间占比：{}", listed(where, (", ", "，")))
     share = Text("% of kernel time", "内核时间占比 %")
-    return [Chart("", title, "stacked", what, share, series, horizontal=True)]
+    note = Text("beside each name: its kernel time in one step", "名称旁：一步的内核时间")
+    return Chart("", title, "stacked", what, share, series, horizontal=True, digits=1, note=note)
+
+
+def _where(cell: CellView) -> Text:
+    context = setting("context_length", str(cell.get("context_length")))
+    return say("{}, {}", "{}，{}", MODE_WORDS.get(str(cell.get("mode")), Text("step", "一步")), context)
+
+
+def _idle_chart(modes: Mapping[str, Cells]) -> Chart:
+    """The share of a step's phases in which no kernel ran, by size and mode."""
+    series = []
+    for mode, members in modes.items():
+        found = [(size_name(cell.get("size")), _idle_in_step(cell)) for cell in members]
+        points = [Point(size, 100 * share) for size, share in found if share is not None]
+        series.append(Series(MODE_WORDS.get(str(mode), Text(str(mode))), points))
+    title = Text("GPU idle during a step", "一步中 GPU 的空闲")
+    note = Text("CUDA events less kernels, with a wait after every phase", "CUDA event 减去内核时间，每个阶段之后等待")
+    return Chart("", title, "bars", terms.SIZE, IDLE_SHARE, series, horizontal=True, digits=1, note=note)
+
+
+def _idle_in_step(cell: CellView) -> float | None:
+    """The same as `_idle_share`, of all phases together."""
+    pairs = [(cell.value(f"{phase}_event_time"), cell.value(f"busy_time: {phase}")) for phase in phases_of(cell)]
+    both = [(events, busy) for events, busy in pairs if events and busy is not None]
+    if not both or not cell.value("kernels_on_gpu"):
+        return None
+    return max(0.0, 1 - sum(busy for _, busy in both) / sum(events for events, _ in both))
 
 
 # -- findings ---------------------------------------------------------------------------------------------------------
@@ -329,6 +383,7 @@ KERNELS = Experiment(
     tables=kernel_tables,
     charts=_charts,
     findings=(_matmul_share, _other_kinds, _idle),
+    group="speed",
     order=10,
 )
 
@@ -344,15 +399,24 @@ def _attention_parts(cell: CellView) -> dict[tuple[str, bool], float]:
     return found
 
 
+OPERATIONS = (
+    Text("scores matmul", "scores 矩阵乘"),
+    Text("scale and mask", "缩放与掩码"),
+    Text("softmax"),
+    Text("final matmul", "最后的矩阵乘"),
+)
+
+
+def _operations(cell: CellView) -> list[float]:
+    """Seconds of each of `OPERATIONS`."""
+    parts = _attention_parts(cell)
+    softmax = parts[SOFTMAX, True] + parts[SOFTMAX, False]
+    return [parts[SCORES, True], parts[SCORES, False], softmax, parts[OUTPUT, True]]
+
+
 def _attention_tables(cells: Cells) -> list[Table]:
     """The three steps of naive attention in forward: time beside FLOPs."""
-    names = (
-        Text("scores matmul", "scores 矩阵乘"),
-        Text("scale and mask", "缩放与掩码"),
-        Text("softmax"),
-        Text("final matmul", "最后的矩阵乘"),
-    )
-    columns = [Column(name, "ms") for name in names]
+    columns = [Column(name, "ms") for name in OPERATIONS]
     columns += [Column(Text("matmul / softmax, time", "矩阵乘 / softmax，时间"))]
     columns += [Column(Text("matmul / softmax, FLOPs", "矩阵乘 / softmax，FLOPs"))]
 
@@ -360,9 +424,7 @@ def _attention_tables(cells: Cells) -> list[Table]:
         if not cell.ok:
             yield failed_row(cell, columns)
             return
-        parts = _attention_parts(cell)
-        scores, around, final = parts[SCORES, True], parts[SCORES, False], parts[OUTPUT, True]
-        softmax = parts[SOFTMAX, True] + parts[SOFTMAX, False]
+        scores, around, softmax, final = _operations(cell)
         over = f"{scores / softmax:.2f}x" if softmax else ""
         yield [*map(ms, (scores, around, softmax, final)), over, f"{_flops_ratio(cell):.1f}x"]
 
@@ -379,6 +441,21 @@ def _attention_tables(cells: Cells) -> list[Table]:
     ]
     what = Text("inside attention, forward", "注意力内部，前向")
     return [rows_table(what, cells, columns, rows, notes=[*notes, *remarks_on(cells)])]
+
+
+def _attention_charts(cells: Cells) -> list[Chart]:
+    chosen = at_one_context(cells)
+    if not chosen or len(chosen) > FEW:
+        return []
+    shown = varying(chosen)
+    times = [(bar_name(cell, shown), _operations(cell)) for cell in chosen]
+    series = [
+        Series(name, [Point(bar, 1e3 * seconds[index]) for bar, seconds in times if any(seconds)])
+        for index, name in enumerate(OPERATIONS)
+    ]
+    title = say("Inside attention: {}", "注意力内部：{}", _where(chosen[0]))
+    note = Text("all blocks, one forward pass", "一次前向中所有块之和")
+    return [Chart("", title, "stacked", terms.SIZE, terms.MS, series, horizontal=True, note=note)]
 
 
 def _flops_ratio(cell: CellView) -> float:
@@ -425,6 +502,8 @@ ATTENTION_OPS = Experiment(
     grid=_inference_grid,
     instrument=KERNEL_PROFILE,
     tables=_attention_tables,
+    charts=_attention_charts,
     findings=(_time_against_flops, _around_matmuls),
+    group="attention",
     order=20,
 )

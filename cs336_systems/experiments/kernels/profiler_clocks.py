@@ -3,10 +3,11 @@
 from collections.abc import Iterable, Sequence
 
 from cs336_systems.config import RunConfig
-from cs336_systems.experiments.kernels.kernel_time import KERNEL_PROFILE, phases_of
+from cs336_systems.experiments.kernels.kernel_time import IDLE_SHARE, KERNEL_PROFILE, phases_of
 from cs336_systems.experiments.spec import Config, Experiment, require_gpu, run_config
 from cs336_systems.report import terms
 from cs336_systems.report.cells import PHASES, CellView
+from cs336_systems.report.document import Chart, Point, Series
 from cs336_systems.report.phrases import (
     compared,
     error_text,
@@ -69,6 +70,21 @@ def _tables(cells: Cells) -> list[Table]:
 
     what = Text("the same phases by four clocks", "四种时钟测同样的阶段")
     return [rows_table(what, cells, columns, rows, notes=[*NOTES, *remarks_on(cells)])]
+
+
+def _charts(cells: Cells) -> list[Chart]:
+    """The share of a step in which no kernel runs, with and without a wait after every phase."""
+    clocks = {
+        Text("wait after every phase", "每个阶段之后等待"): "{}_event_time",
+        Text("as in training", "与训练时一样"): "queued_{}_event_time",
+    }
+    series = []
+    for name, events in clocks.items():
+        found = _kernels_over_events(cells, events, PHASES)
+        series.append(Series(name, [Point(size, 100 * max(0.0, 1 - share)) for share, size in found]))
+    title = Text("GPU idle during a training step", "训练步中 GPU 的空闲")
+    note = Text("CUDA events less kernels; means", "CUDA event 减去内核时间；均值")
+    return [Chart("", title, "bars", terms.SIZE, IDLE_SHARE, series, horizontal=True, digits=1, note=note)]
 
 
 def _busy_share(cells: Cells) -> Text | None:
@@ -141,6 +157,8 @@ PROFILER_AGREEMENT = Experiment(
     grid=_grid,
     instrument=KERNEL_PROFILE,
     tables=_tables,
+    charts=_charts,
     findings=(_busy_share, _queued, _profiled, _nsys),
+    group="trust",
     order=30,
 )

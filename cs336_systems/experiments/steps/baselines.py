@@ -9,8 +9,9 @@ from cs336_systems.config import PRECISIONS, RunConfig
 from cs336_systems.experiments.spec import Config, Experiment, run_config
 from cs336_systems.experiments.steps.step_time import STEP, sizes
 from cs336_systems.report import entries, terms
-from cs336_systems.report.cells import CellView
-from cs336_systems.report.document import Chart, Point, Series
+from cs336_systems.report.cells import CellView, grouped
+from cs336_systems.report.document import Chart, Highlight, Limit, Point, Series
+from cs336_systems.report.names import size_name
 from cs336_systems.report.phrases import (
     MOST,
     compared,
@@ -19,12 +20,15 @@ from cs336_systems.report.phrases import (
     memory_beside,
     named_speed_ups,
     pairs_of,
+    scale_of,
     size_of,
     speed_up,
+    times_text,
     together,
 )
+from cs336_systems.report.points import bar_name, means_of
 from cs336_systems.report.presentation import Cells
-from cs336_systems.report.rows import number, varying
+from cs336_systems.report.rows import ms, number, varying
 from cs336_systems.table import Table
 from cs336_systems.text import Text, say
 
@@ -49,19 +53,37 @@ def against(cells: Cells, field: str, baseline: Any, what: Text, extra: Sequence
     return [entries.cell_table(what, cells, columns, shown=varying(cells, always=("size", field)))]
 
 
-def speed_up_chart(cells: Cells, field: str, baseline: Any, title: Text) -> list[Chart]:
+def speed_up_chart(cells: Cells, field: str, baseline: Any, title: Text) -> Chart:
     """Bars of the speed-up of each value of `field` over the baseline, by size."""
-    chosen = [cell for cell in cells if cell.ok and cell.get("mode") == "train-step"]
-    values = [v for v in dict.fromkeys(cell.get(field) for cell in chosen) if v != baseline]
-    sizes = list(dict.fromkeys(cell.get("size") for cell in chosen))
-    by = {(cell.get("size"), cell.get(field)): cell.value("step_time") for cell in chosen}
+    pairs = [pair for pair in pairs_of(cells, field, baseline) if pair[0].get("mode") == "train-step"]
     series = []
-    for value in values:
-        pairs = [(size, by.get((size, baseline)), by.get((size, value))) for size in sizes]
-        points = [Point(str(size), base / time) for size, base, time in pairs if base and time]
-        series.append(Series(Text("compiled", "编译") if value is True else Text(str(value)), points))
-    times = Text(f"times as fast as {'eager' if baseline is False else baseline}", "加速比")
-    return [Chart("", title, "bars", terms.SIZE, times, series)]
+    for members in grouped((cell for cell, _ in pairs), lambda cell: cell.get(field)).values():
+        points = [Point(size_name(pair[0].get("size")), speed_up(pair)) for pair in pairs if pair[0] in members]
+        series.append(Series(bar_name(members[0], [field]), points))
+    base = Text("eager") if baseline is False else Text(str(baseline))
+    times = say("times as fast as {}", "速度为 {} 的倍数", base)
+    note = say("training steps; ratios of {}", "训练步；{}之比", means_of(cells))
+    limits = [Limit(1.0, base)]
+    return Chart("", title, "bars", terms.SIZE, times, series, horizontal=True, digits=2, note=note, limits=limits)
+
+
+def largest_pair(cells: Cells, field: str, value: Any, baseline: Any) -> Pair | None:
+    """The largest model's training step with this value, and its baseline."""
+    pairs = [pair for pair in pairs_of(cells, field, baseline) if pair[0].get("mode") == "train-step"]
+    return next((pair for pair in reversed(pairs) if pair[0].get(field) == value), None)
+
+
+def highlight(rank: int, pair: Pair | None, what: Text, base: Text) -> list[Highlight]:
+    """The speed-up of a pair for the first screen; where it is none, how much slower."""
+    if pair is None:
+        return []
+    gain = speed_up(pair)
+    size, times = size_name(pair[0].get("size")), [ms(known(cell, "step_time")) for cell in pair]
+    value = Text(f"{times_text(max(gain, 1 / gain))}x")
+    faster = say("faster with {} than with {}", "{} 与 {} 的速度之比", what, base)
+    slower = say("slower with {} than with {}", "{} 与 {} 的步时之比", what, base)
+    detail = say("{} training step: {} ms against {} ms", "{} 训练步：{} ms 对 {} ms", size, *times)
+    return [Highlight(rank, value, faster if gain >= 1 else slower, detail)]
 
 
 def compared_with(ours: Text, other: Text, pairs: Sequence[Pair]) -> Text | None:
@@ -98,10 +120,14 @@ PRECISION = Experiment(
     tables=lambda cells: against(
         cells, "precision", "fp32", Text("time and memory against fp32", "时间与显存，与 fp32 相比")
     ),
-    charts=lambda cells: speed_up_chart(
-        cells, "precision", "fp32", Text("Speed-up over fp32 by size", "各规模相对 fp32 的加速比")
-    ),
+    charts=lambda cells: [
+        speed_up_chart(cells, "precision", "fp32", Text("Speed-up over fp32 by size", "各规模相对 fp32 的加速比"))
+    ],
     findings=tuple(partial(_precision_gain, which=number) for number in range(MOST)),
+    highlights=lambda cells: highlight(
+        60, largest_pair(cells, "precision", "bf16", "fp32"), Text("bf16"), Text("fp32")
+    ),
+    group="speed",
     order=30,
 )
 
@@ -123,6 +149,17 @@ def _compile_tables(cells: Cells) -> list[Table]:
     )
     what = Text("eager against torch.compile", "eager 与 torch.compile 对比")
     return against(cells, "compile", False, what, extra)
+
+
+def _compile_charts(cells: Cells) -> list[Chart]:
+    compiled = sorted(having(cells, "compile_time"), key=scale_of)
+    points = [Point(size_name(cell.get("size")), known(cell, "compile_time")) for cell in compiled]
+    title = Text("Compile time", "编译时间")
+    note = Text("the first step, less a steady one", "首步减去稳定的一步")
+    return [
+        speed_up_chart(cells, "compile", False, Text("Speed-up by torch.compile", "torch.compile 的加速比")),
+        Chart("", title, "bars", terms.SIZE, Text("s"), [Series(title, points)], horizontal=True, digits=1, note=note),
+    ]
 
 
 def _compile_gains(cells: Cells) -> Text | None:
@@ -150,9 +187,11 @@ COMPILE = Experiment(
     grid=_compile_grid,
     instrument=STEP,
     tables=_compile_tables,
-    charts=lambda cells: speed_up_chart(
-        cells, "compile", False, Text("Speed-up by torch.compile", "torch.compile 的加速比")
-    ),
+    charts=_compile_charts,
     findings=(_compile_gains, _compile_cost),
+    highlights=lambda cells: highlight(
+        70, largest_pair(cells, "compile", True, False), Text("torch.compile"), Text("eager PyTorch")
+    ),
+    group="speed",
     order=40,
 )

@@ -2,7 +2,7 @@
 
 import dataclasses
 import importlib.util
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from itertools import product
 from typing import Any
 
@@ -11,7 +11,8 @@ from cs336_systems.experiments.spec import Config, Experiment, Instrument, label
 from cs336_systems.experiments.steps.step_time import sizes
 from cs336_systems.report import entries, terms
 from cs336_systems.report.cells import CellView, grouped
-from cs336_systems.report.document import Chart
+from cs336_systems.report.document import Chart, Highlight, Limit, Point, Series
+from cs336_systems.report.names import size_name
 from cs336_systems.report.phrases import (
     beside,
     compared,
@@ -20,15 +21,16 @@ from cs336_systems.report.phrases import (
     scale_of,
     size_of,
     speed_up,
+    times_text,
     together,
     value_of,
     with_time,
 )
-from cs336_systems.report.points import measured, series_of
+from cs336_systems.report.points import means_of, measured, series_of
 from cs336_systems.report.presentation import Cells
 from cs336_systems.report.rows import as_text, gib, ms, number, percent, settings_of, signed, varying
 from cs336_systems.table import Table
-from cs336_systems.text import Text, say
+from cs336_systems.text import Text, listed, say
 
 LLAMA = "cs336_systems.experiments.steps.llama:build"
 """Hugging Face's Llama of the same shape, measured where transformers is installed."""
@@ -85,36 +87,157 @@ def _tables(cells: Cells) -> list[Table]:
 
 
 def _charts(cells: Cells) -> list[Chart]:
-    fine = [cell for cell in cells if cell.ok]
-    panels = grouped(fine, lambda cell: tuple(cell.get(name) for name in ("size", "batch_size", "context_length")))
-    found = []
-    for (size, batch, context), members in panels.items():
-        ordered = sorted(members, key=lambda cell: -(cell.value("step_time") or 0.0))
-        series = [
-            series_of(
-                text, (measured(c, "step_time", variant(c)) for c in ordered if bool(c.get("model_factory")) == other)
-            )
-            for text, other in ((Text("this package", "本工具"), False), (Text("rival", "对手"), True))
-        ]
-        where = f"{size}, {batch} x {context}"
-        title = Text(
-            f"A training step of {where} tokens by the parts that are on", f"{where} token 的训练步，按启用部分"
+    """Models of the same batch and context together, the smallest first."""
+    works = sorted(_works(cells), key=lambda work: work[0].get("batch_size") * work[0].get("context_length"))
+    return [*map(_build_up, works), *_savings(works)]
+
+
+EAGER, COMPILED = Text("eager PyTorch"), Text("torch.compile")
+_LOSS_AND_OPTIMIZER = Text("+ fused loss, optimizer", "+ 融合损失、优化器")
+STAGES = {
+    frozenset(): EAGER,
+    frozenset({"graph"}): Text("+ CUDA graph"),
+    frozenset({"loss", "optimizer"}): _LOSS_AND_OPTIMIZER,  # of a CPU, which has no graphs
+    frozenset({"graph", "loss", "optimizer"}): _LOSS_AND_OPTIMIZER,
+    frozenset(FAST_PARTS): Text("all parts (+ kernels)", "全部（+ 融合内核）"),
+}
+"""Parts that are on -> the name of the bar: from eager PyTorch to all parts, as far as the grid measures the way."""
+PLACES = [EAGER.en, COMPILED.en, *dict.fromkeys(name.en for name in STAGES.values() if name != EAGER)]
+"""Bars from the top down, in every chart."""
+PART_NAMES = {
+    "graph": Text("CUDA graph"),
+    "optimizer": Text("fused optimizer", "融合优化器"),
+    "kernels": Text("fused kernels", "融合内核"),
+    "loss": Text("fused loss", "融合损失"),
+}
+
+
+def _parts(cell: CellView) -> frozenset[str]:
+    fast = str(cell.get("fast"))
+    return frozenset({"off": (), "on": FAST_PARTS}.get(fast, fast.split(",")))
+
+
+def _stage(cell: CellView) -> Text | None:
+    """The name of a cell's bar. None: another model, or parts that are no stage of the build-up."""
+    if cell.get("model_factory"):
+        return None
+    return COMPILED if cell.get("compile") else STAGES.get(_parts(cell))
+
+
+def _build_up(work: Cells) -> Chart:
+    """A step from eager PyTorch to all parts, with the rival and the floor as lines across."""
+    staged = [(cell, name) for cell in work if (name := _stage(cell))]
+    series = [
+        series_of(
+            text, (measured(cell, "step_time", name) for cell, name in staged if (name in (EAGER, COMPILED)) == plain)
         )
-        parts = Text("parts of the fast step", "启用的部分")
-        kept = [s for s in series if s.points]
-        # Stacked, so that each bar stands beside its name, the rival's among the others.
-        places = [variant(cell) for cell in ordered]
-        found.append(Chart("", title, "stacked", parts, terms.MS, kept, horizontal=True, places=places))
+        for text, plain in ((Text("PyTorch"), True), (Text("this package", "本项目"), False))
+    ]
+    title = say("A training step of {} tokens", "{} token 的训练步", _work_name(work[0]))
+    order = Text("parts marked + add up, without torch.compile", "带 + 的部分逐条累加，不含 torch.compile")
+    return Chart(
+        "",
+        title,
+        "stacked",  # so that each bar stands beside its name
+        Text("parts that are on", "启用的部分"),
+        terms.MS,
+        series,
+        horizontal=True,
+        places=PLACES,
+        limits=_lines_across(work),
+        note=listed((str(work[0].get("precision")), means_of(work), order), ("; ", "；")),
+    )
+
+
+def _lines_across(work: Cells) -> list[Limit]:
+    """The other model's step, and the floor: the step's FLOPs at the rate of a large matmul."""
+    found = []
+    for cell in work:
+        if cell.get("model_factory"):
+            seconds = known(cell, "step_time")
+            found.append(Limit(seconds * 1e3, say("{}: {} ms", "{}：{} ms", _model_name(cell), ms(seconds))))
+    own = [cell for cell in work if not cell.get("model_factory")]
+    floor = next((floor for cell in reversed(own) if (floor := _floor(cell))), None)
+    if floor:
+        text = say(
+            "floor (FLOPs at a large matmul's rate): {} ms", "下限（FLOPs 除以大矩阵乘的速率）：{} ms", ms(floor)
+        )
+        found.append(Limit(floor * 1e3, text, dashed=True))
     return found
 
 
-def variant(cell: CellView) -> str:
-    """The parts that a cell has switched on, in words."""
-    if cell.get("model_factory"):
-        name = "Llama of transformers" if cell.get("model_factory").endswith("llama:build") else "own model"
-        return f"{name}, compiled" if cell.get("compile") else name
-    parts = str(cell.get("fast")).replace(",", " + ")
-    return "compiled" if cell.get("compile") else {"off": "none", "on": "all"}.get(parts, parts)
+def _floor(cell: CellView) -> float | None:
+    flops, rate = value_of(cell, "flops"), value_of(cell, "matmul_ceiling")
+    return flops / rate if flops and rate else None
+
+
+def _model_name(cell: CellView) -> Text:
+    factory = cell.get("model_factory")
+    name = Text("Llama of transformers", "transformers 的 Llama") if factory == LLAMA else Text(as_text(factory))
+    return say("{}, compiled", "{}，编译", name) if cell.get("compile") else name
+
+
+def _work_name(cell: CellView) -> Text:
+    shape = f"{cell.get('batch_size')} x {cell.get('context_length')}"
+    return say("{}, {}", "{}，{}", size_name(cell.get("size")), shape)
+
+
+def _savings(works: Sequence[Cells]) -> list[Chart]:
+    """How much longer a step takes with one part left out, by part."""
+    series = []
+    for work in works:
+        fast = _fast(work)
+        if fast:
+            there = [part for part in PART_NAMES if any(part in _parts(cell) for cell in work if cell is not fast)]
+            without = {frozenset(there) - _parts(cell): cell for cell in work if not cell.get("model_factory")}
+            pairs = [(part, without[frozenset({part})]) for part in there if frozenset({part}) in without]
+            points = [
+                Point(PART_NAMES[part], 1e3 * (known(cell, "step_time") - known(fast, "step_time")))
+                for part, cell in pairs
+            ]
+            series.append(Series(_work_name(fast), points))
+    title = Text("Time that each part saves", "每个部分节省的时间")
+    note = Text(
+        "the step without this part, less the step with all parts (means)", "缺这一部分的一步减去全部启用的一步（均值）"
+    )
+    what = Text("part", "部分")
+    places = [name.en for name in PART_NAMES.values()]
+    return [Chart("", title, "bars", what, terms.MS, series, horizontal=True, places=places, note=note)]
+
+
+# -- first screen -----------------------------------------------------------------------------------------------------
+
+
+def _highlights(cells: Cells) -> list[Highlight]:
+    """The fast step against its rival, the largest model first, and its MFU."""
+    duels = sorted(_duels(cells), key=lambda duel: -scale_of(duel[0]))
+    return [*(_against_rival(20 if i == 0 else 25, *duel) for i, duel in enumerate(duels)), *_best_mfu(cells)]
+
+
+def _against_rival(rank: int, fast: CellView, _: Text, rival: CellView) -> Highlight:
+    ratio = speed_up((fast, rival))
+    compiled_llama = rival.get("model_factory") == LLAMA and rival.get("compile")
+    name = _model_name(rival) if rival.get("model_factory") else EAGER
+    name = Text("compiled Llama", "编译后的 Llama") if compiled_llama else name
+    times = [ms(known(cell, "step_time")) for cell in (fast, rival)]
+    slower = say("{}x slower", "耗时 {} 倍", times_text(1 / ratio))
+    return Highlight(
+        rank,
+        Text(f"{times_text(ratio)}x") if ratio >= 1 else slower,
+        say("{} step against {}", "{} 训练步，对比：{}", size_name(fast.get("size")), name),
+        say("{} tokens: {} ms against {} ms", "{} token：{} ms 对 {} ms", _work_name(fast), *times),
+        ratio=ratio,
+        bar=say("training step, {}", "训练步，{}", _work_name(fast)),
+    )
+
+
+def _best_mfu(cells: Cells) -> list[Highlight]:
+    found = [(fast.mfu, fast) for work in _works(cells) if (fast := _fast(work)) and fast.mfu]
+    if not found:
+        return []
+    share, best = max(found, key=lambda pair: pair[0])
+    detail = say("{} tokens: {} ms a step", "{} token：每步 {} ms", _work_name(best), ms(known(best, "step_time")))
+    return [Highlight(40, Text(percent(share)), Text("MFU of the fast step", "最快训练步的 MFU"), detail)]
 
 
 # -- findings ---------------------------------------------------------------------------------------------------------
@@ -175,15 +298,6 @@ def _other_works(cells: Cells) -> Text | None:
     return compared(work, names.pop() if len(names) == 1 else Text("its rival", "对手"), found)
 
 
-PART_NAMES = {
-    "kernels": Text("the fused kernels", "融合内核"),
-    "loss": Text("the fused loss", "融合损失"),
-    "optimizer": Text("the fused optimizer", "融合优化器"),
-    "graph": Text("the CUDA graph", "CUDA graph"),
-}
-"""Parts of the fast step in a sentence."""
-
-
 def _left_out_part(cells: Cells) -> Text | None:
     """State the time of a step without the part that gives most, and without the part that gives least."""
     for work in _works(cells):
@@ -196,11 +310,11 @@ def _left_out_part(cells: Cells) -> Text | None:
         if fast and without:
             most, least = (pick(without, key=lambda part: without[part]) for pick in (max, min))
             said = say(
-                "without {0} a step of {1} takes {2} ms",
+                "without the {0} a step of {1} takes {2} ms",
                 "去掉 {0} 时 {1} 每步 {2} ms",
                 *(PART_NAMES[most], size_of(fast), ms(without[most])),
             )
-            other = say("without {} {} ms", "去掉 {} 时为 {} ms", PART_NAMES[least], ms(without[least]))
+            other = say("without the {} {} ms", "去掉 {} 时为 {} ms", PART_NAMES[least], ms(without[least]))
             return say("{}, {}", "{}，{}", said, other) if most != least else said
     return None
 
@@ -220,5 +334,7 @@ FAST_STEP = Experiment(
     tables=_tables,
     charts=_charts,
     findings=(_all_parts, _other_works, _left_out_part),
+    highlights=_highlights,
+    group="speed",
     order=50,
 )

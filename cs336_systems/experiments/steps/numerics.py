@@ -6,10 +6,11 @@ from itertools import product
 from cs336_systems.config import RunConfig
 from cs336_systems.experiments.spec import Config, Experiment, Instrument
 from cs336_systems.report.cells import CellView, grouped
+from cs336_systems.report.document import Chart, Point, Series
 from cs336_systems.report.phrases import having, known, together
 from cs336_systems.report.presentation import Cells
 from cs336_systems.report.referee import remarks
-from cs336_systems.report.rows import number, percent, titled
+from cs336_systems.report.rows import percent, titled
 from cs336_systems.report.terms import GRADIENTS, LOSS, PARAMETERS
 from cs336_systems.table import Column, Table, word
 from cs336_systems.text import Text, listed, say
@@ -46,6 +47,22 @@ def _accumulation_tables(cells: Cells) -> list[Table]:
     return [Table(title, columns, rows, [*notes, *(remark.text for remark in remarks(cells))])]
 
 
+def _accumulation_charts(cells: Cells) -> list[Chart]:
+    """Errors of the sums, in the order of the table."""
+    fine, points = having(cells, "sum"), []
+    for cell in fine:
+        exact = cell.get("value") * cell.get("count")
+        points.append(Point(f"{cell.get('accumulator')} += {cell.get('term')}", 100 * (known(cell, "sum") / exact - 1)))
+    title = Text("Error of a long sum", "多次累加之和的误差")
+    note = listed(dict.fromkeys(_terms(cell) for cell in fine))
+    names, y = Text("accumulator += term", "累加器 += 加数"), Text("% of the exact sum", "相对精确和的 %")
+    return [Chart("", title, "bars", names, y, [Series(title, points)], horizontal=True, digits=3, note=note)]
+
+
+def _terms(cell: CellView) -> Text:
+    return say("{} added {} times", "{} 相加 {} 次", str(cell.get("value")), str(cell.get("count")))
+
+
 def _sums(cells: Cells) -> Text | None:
     """State the worst sum and the best one."""
     fine = having(cells, "sum")
@@ -54,8 +71,7 @@ def _sums(cells: Cells) -> Text | None:
         return known(cell, "sum") / (cell.get("value") * cell.get("count")) - 1
 
     worst, best = (pick(fine, key=lambda cell: abs(error(cell))) for pick in (max, min))
-    added = (str(worst.get("value")), number(worst.get("count"), 0))
-    said = say("{}: {}", "{}：{}", say("{} added {} times", "{} 相加 {} 次", *added), _sum(worst, error(worst)))
+    said = say("{}: {}", "{}：{}", _terms(worst), _sum(worst, error(worst)))
     return together(said, _sum(best, error(best))) if best is not worst else said
 
 
@@ -77,7 +93,9 @@ ACCUMULATION = Experiment(
     grid=_accumulation_grid,
     instrument=Instrument("accumulation", "cs336_systems.experiments.steps.measure_step:measure_accumulation"),
     tables=_accumulation_tables,
+    charts=_accumulation_charts,
     findings=(_sums,),
+    group="trust",
     order=80,
 )
 
@@ -162,5 +180,6 @@ AUTOCAST_DTYPES = Experiment(
     instrument=Instrument("autocast_dtypes", "cs336_systems.experiments.steps.measure_step:measure_dtypes"),
     tables=_dtypes_tables,
     findings=(_float32_tensors,),
+    group="trust",
     order=81,
 )

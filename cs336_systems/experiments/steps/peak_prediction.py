@@ -3,19 +3,21 @@
 from collections.abc import Iterable
 from itertools import product
 
-from cs336_systems.config import RunConfig
+from cs336_systems.config import MODES, RunConfig
 from cs336_systems.experiments.spec import Config, Experiment, run_config
 from cs336_systems.experiments.steps.step_time import STEP, sizes
-from cs336_systems.record import GIB
 from cs336_systems.report import entries, terms
-from cs336_systems.report.cells import CellView
-from cs336_systems.report.document import Chart
-from cs336_systems.report.phrases import error_text, having, worst_prediction
-from cs336_systems.report.points import FEW, measured, series_of
+from cs336_systems.report.cells import CellView, grouped
+from cs336_systems.report.document import Chart, Highlight, Limit, Point, Series
+from cs336_systems.report.names import size_name
+from cs336_systems.report.phrases import MODE_WORDS, error_text, having, scale_of, worst_prediction
 from cs336_systems.report.presentation import Cells
-from cs336_systems.report.rows import keys, row_name, signed, varying
+from cs336_systems.report.rows import gib, keys, percent, signed, varying
 from cs336_systems.table import Table
-from cs336_systems.text import Text, say
+from cs336_systems.text import Text, listed, say
+
+USUAL_ERROR = 2
+"""Percent; the chart of errors has lines there."""
 
 
 def _grid(preset: str, base: RunConfig) -> Iterable[Config]:
@@ -67,16 +69,71 @@ def _prediction_table(what: Text, cells: Cells) -> Table:
 
 
 def _charts(cells: Cells) -> list[Chart]:
-    plain = [cell for cell in cells if cell.get("mode") == "train-step" and _is_plain(cell)]
-    if not plain or len(plain) > FEW:
-        return []
-    shown = varying(plain)
+    """Errors of the predictions: a row for each kind of step, a dot for each model and context."""
+    fine = sorted(having(cells, "peak_memory", "predicted_memory"), key=scale_of)
     series = [
-        series_of(text, (measured(cell, metric, row_name(cell, shown).en, GIB) for cell in plain))
-        for text, metric in ((terms.MEASURED, "peak_memory"), (terms.PREDICTED, "predicted_memory"))
+        Series(Text(str(precision)), [_error(cell) for cell in members])
+        for precision, members in grouped(fine, lambda cell: cell.get("precision")).items()
     ]
-    title = Text("Peak memory of a training step, measured and predicted", "训练步峰值显存：实测与预测")
-    return [Chart("", title, "bars", terms.SIZE, terms.GIB_TEXT, series, horizontal=True)]
+    title = Text("Error of predicted peak memory", "峰值显存预测的误差")
+    y = Text("% of the measured peak", "相对实测峰值的 %")
+    limits = [Limit(error, Text(f"{error:+}%"), dashed=True) for error in (-USUAL_ERROR, USUAL_ERROR)]
+    places = [_kind(cell).en for cell in sorted(fine, key=_position)]
+    note = say("{} predictions; 0: as measured", "{} 个预测；0：与实测一致", str(len(fine)))
+    kind = Text("kind of step", "步的类型")
+    return [Chart("", title, "dots", kind, y, series, places=places, limits=limits, digits=2, note=note)]
+
+
+def _error(cell: CellView) -> Point:
+    shape = say("{} {}", "{} {}", size_name(cell.get("size")), str(cell.get("context_length")))
+    return Point(_kind(cell), 100 * (cell.memory_error or 0.0), name=shape.en)
+
+
+def _kind(cell: CellView) -> Text:
+    """The mode, and what saves memory."""
+    saving = [Text("SDPA")] if cell.get("attention") != "reference" else []
+    saving += [Text("checkpointing", "检查点")] if cell.get("checkpoint_blocks") else []
+    return listed((MODE_WORDS.get(str(cell.get("mode")), Text("step", "一步")), *saving), (", ", "，"))
+
+
+def _position(cell: CellView) -> tuple[bool, int]:
+    """Sort key of a row: short modes first, then what saves memory."""
+    mode = cell.get("mode")
+    return not _is_plain(cell), MODES.index(mode) if mode in MODES else len(MODES)
+
+
+# -- first screen -----------------------------------------------------------------------------------------------------
+
+
+def _errors(cells: Cells) -> tuple[list[float], CellView]:
+    """The relative errors, the largest last, and the cell that has it."""
+    fine = sorted(having(cells, "peak_memory", "predicted_memory"), key=lambda cell: abs(cell.memory_error or 0.0))
+    return [abs(cell.memory_error or 0.0) for cell in fine], fine[-1]
+
+
+def _highlights(cells: Cells) -> list[Highlight]:
+    if not having(cells, "peak_memory", "predicted_memory"):
+        return []
+    errors, worst = _errors(cells)
+    what = say("largest error of {} predicted peaks", "{} 个峰值预测中的最大误差", str(len(errors)))
+    sizes = [gib(worst.value(name)) for name in ("predicted_memory", "peak_memory")]
+    name = say("{}, {}", "{}，{}", size_name(worst.get("size")), _kind(worst))
+    detail = say("{}: {} GiB predicted, {} GiB measured", "{}：预测 {} GiB，实测 {} GiB", name, *sizes)
+    return [Highlight(30, Text(_shown(errors[-1])), what, detail)]
+
+
+def _shown(error: float) -> str:
+    return percent(error) if error >= 0.0005 else "<0.1%"
+
+
+def _within(cells: Cells) -> Text | None:
+    errors, _ = _errors(cells)
+    return say(
+        "{} peak memories predicted within {}",
+        "{} 个峰值显存的预测误差不超过 {}",
+        str(len(errors)),
+        _shown(errors[-1]).lstrip("<"),
+    )
 
 
 def _saving_memory(cells: Cells) -> Text | None:
@@ -100,5 +157,8 @@ PEAK_MEMORY = Experiment(
     tables=_tables,
     charts=_charts,
     findings=(worst_prediction, _saving_memory),
+    highlights=_highlights,
+    trust=_within,
+    group="trust",
     order=60,
 )

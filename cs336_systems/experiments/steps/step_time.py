@@ -1,9 +1,10 @@
 """How long does a step take, by size, by warm-up, and by another timer? Also shows what `cs336 bench` measured."""
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
 from itertools import product
 from math import isfinite
+from statistics import median
 
 from cs336_systems.config import COURSE_SIZES, MODES, RunConfig
 from cs336_systems.experiments.spec import (
@@ -18,8 +19,9 @@ from cs336_systems.experiments.spec import (
 )
 from cs336_systems.record import steady_from
 from cs336_systems.report import entries, terms
-from cs336_systems.report.cells import PHASES, CellView
-from cs336_systems.report.document import Chart, Point, Series
+from cs336_systems.report.cells import PHASES, CellView, grouped
+from cs336_systems.report.document import Chart, Highlight, Point, Series
+from cs336_systems.report.names import size_name
 from cs336_systems.report.phrases import (
     beside,
     compared,
@@ -30,29 +32,30 @@ from cs336_systems.report.phrases import (
     known,
     longer,
     median_of,
+    mode_name,
     named_values,
     naming,
     ranging,
     scale_of,
     size_of,
     speed_up,
+    times_text,
     together,
     value_of,
     with_name,
     with_time,
     worst_prediction,
 )
-from cs336_systems.report.points import FEW, measured, series_of
+from cs336_systems.report.points import FEW, bar_name, means_of, measured, series_of
 from cs336_systems.report.presentation import Cells
 from cs336_systems.report.rows import (
     failed_row,
+    keys,
     ms,
     number,
     percent,
     ratio,
     remarks_on,
-    row_name,
-    row_words,
     rows_table,
     settings_of,
     signed,
@@ -129,18 +132,65 @@ def _throughput(cells: Cells) -> Table:
 
 
 def _charts(cells: Cells) -> list[Chart]:
-    chosen = [cell for cell in cells if cell.ok and cell.get("mode") in (None, "train-step")] or [*cells]
-    if len(chosen) > FEW:
+    """Phases, MFU and tokens/s by size, and every single step: of training steps, or of the longest mode measured."""
+    chosen = _whole_steps(cells)
+    if not chosen or len(chosen) > FEW:
         return []
-    shown = varying(chosen)
-    named = [(cell, row_name(cell, shown).en) for cell in chosen]
+    what = mode_name(chosen[0].get("mode"))
+    found = [_phases_chart(chosen, what), _deviations(chosen)]
+    if len(chosen) > 1:
+        mfu = say("MFU: {}", "MFU：{}", what)
+        rate = say("Tokens per second: {}", "每秒处理的 token 数：{}", what)
+        percent_of_peak = Text("% of the dense peak", "占稠密峰值的 %")
+        found += [
+            _by_size_chart(chosen, mfu, percent_of_peak, lambda cell: 100 * cell.mfu if cell.mfu else None, 1),
+            _by_size_chart(chosen, rate, terms.TOKENS_PER_SECOND, lambda cell: cell.tokens_per_second, 0),
+        ]
+    return found
+
+
+def _phases_chart(cells: Cells, what: Text) -> Chart:
+    shown = varying(cells)
     series = [
-        series_of(name, (measured(cell, f"{phase}_time", row) for cell, row in named))
+        series_of(name, (measured(cell, f"{phase}_time", bar_name(cell, shown)) for cell in cells))
         for phase, name in terms.PHASE_NAMES.items()
     ]
-    title = Text("A training step by phase", "训练步各阶段耗时")
+    title = say("Time by phase: {}", "各阶段时间：{}", what)
     kept = [one for one in series if one.points]
-    return [Chart("", title, "stacked", terms.SIZE, terms.MS, kept, horizontal=len(chosen) > 6)]
+    return Chart("", title, "stacked", _bars_are(shown), terms.MS, kept, horizontal=True, note=means_of(cells))
+
+
+def _by_size_chart(cells: Cells, title: Text, y: Text, value: Callable[[CellView], float | None], digits: int) -> Chart:
+    """Bars by size, a series for each value of the other settings that differ; of one size, bars by those settings."""
+    shown = varying(cells, always=())
+    named = ["size"] if "size" in shown else shown
+    others = [name for name in shown if name not in named]
+    series = []
+    for members in grouped(cells, lambda cell: tuple(keys(cell, others))).values():
+        points = [Point(bar_name(cell, named), found) for cell in members if (found := value(cell))]
+        series.append(Series(bar_name(members[0], others) if others else y, points))
+    note = say("from {}", "由 {}计算", means_of(cells))
+    return Chart("", title, "bars", _bars_are(named), y, series, horizontal=True, digits=digits, note=note)
+
+
+def _bars_are(named: Sequence[str]) -> Text:
+    """The heading of bars that are named by these fields."""
+    return terms.SIZE if named == ["size"] else Text("configuration", "配置")
+
+
+def _deviations(cells: Cells) -> Chart:
+    """Every step as its distance from the mean of its configuration, which tables show."""
+    shown, steps, medians = varying(cells), [], []
+    for cell in cells:
+        name, mean = bar_name(cell, shown), known(cell, "step_time")
+        times = cell.metrics["step_time"].numbers
+        steps += [Point(name, 100 * (seconds / mean - 1)) for seconds in times if isfinite(seconds)]
+        medians.append(Point(name, 100 * ((cell.median("step_time") or mean) / mean - 1)))
+    series = [Series(Text("one step", "一步"), steps), Series(terms.MEDIAN, medians)]
+    title = Text("How far single steps are from their mean", "单步时间与均值的偏差")
+    away = Text("% from the mean", "与均值的偏差 %")
+    note = Text("0: the mean of the configuration", "0：该配置的均值")
+    return Chart("", title, "dots", _bars_are(shown), away, series, digits=2, note=note)
 
 
 def _whole_steps(cells: Cells) -> list[CellView]:
@@ -181,7 +231,7 @@ def _by_speed(first: CellView, fine: Cells) -> Text:
     last = max(fine, key=lambda cell: known(cell, "step_time"))
     times = [known(cell, "step_time") for cell in (first, last)]
     if len(fine) == 1:
-        settings = listed(row_words(first, ("size", "context_length", "precision")), (", ", "，"))
+        settings = bar_name(first, ("size", "context_length", "precision"))
         return say(
             "{} takes {} ms, {} tokens/s ({})",
             "{} 用时 {} ms，{} tokens/s（{}）",
@@ -201,6 +251,44 @@ def _mfu(cells: Cells) -> Text | None:
     return ranging("MFU is {}", "MFU 为 {}", named_values(_whole_steps(cells), lambda cell: cell.mfu), percent)
 
 
+# -- end_to_end and bench: first screen -------------------------------------------------------------------------------
+
+
+def _highlights(cells: Cells) -> list[Highlight]:
+    """Tokens per second and time of a step: of the largest model, with its fastest settings."""
+    steps = _whole_steps(cells)
+    if not steps:
+        return []
+    largest = max(steps, key=lambda cell: (scale_of(cell), cell.tokens_per_second))
+    return [_rate(largest), _time(largest)]
+
+
+def _rate(cell: CellView) -> Highlight:
+    shape = f"{cell.get('batch_size')} x {cell.get('context_length')}"
+    detail = say("{} tokens a step, {}", "每步 {} token，{}", shape, str(cell.get("precision")))
+    value = say("{} tokens/s", "{} tokens/s", number(cell.tokens_per_second, 0))
+    return Highlight(50, value, _step_name(cell), detail)
+
+
+def _time(cell: CellView) -> Highlight:
+    phases = [(name, value_of(cell, f"{phase}_time")) for phase, name in terms.PHASE_NAMES.items()]
+    detail = listed(say("{} {}", "{} {}", name, ms(seconds)) for name, seconds in phases if seconds)
+    return Highlight(51, Text(f"{ms(known(cell, 'step_time'))} ms"), _step_name(cell), say("{} ms", "{} ms", detail))
+
+
+def _step_name(cell: CellView) -> Text:
+    return say("{}, {}", "{} {}", size_name(cell.get("size")), mode_name(cell.get("mode")))
+
+
+def _noise(cells: Cells) -> Text | None:
+    """State how much the steps of one configuration vary."""
+    found = [cell.statistics("step_time") for cell in _whole_steps(cells)]
+    spreads = [one.std / one.mean for one in found if one and one.n > 1]
+    return say(
+        "step times vary by {} (median standard deviation)", "步时波动 {}（标准差的中位数）", percent(median(spreads))
+    )
+
+
 END_TO_END = Experiment(
     name="end_to_end",
     title=Text("Time of a step by size", "各规模的单步时间"),
@@ -212,6 +300,9 @@ END_TO_END = Experiment(
     tables=_tables,
     charts=_charts,
     findings=(_step, _mfu, worst_prediction),
+    highlights=_highlights,
+    trust=_noise,
+    group="speed",
     order=10,
 )
 BENCH = replace(
@@ -221,6 +312,7 @@ BENCH = replace(
     question=Text("How long does a step take, and how much memory?", "一步用多少时间，占多少显存？"),
     runnable=False,
     charts_after_run=False,
+    trust=lambda cells: None,  # that of end_to_end says it
     order=90,
 )
 """Cells of `cs336 bench`."""
@@ -257,15 +349,57 @@ def _all_steps(cell: CellView) -> list[float]:
 
 
 def _warmup_charts(cells: Cells) -> list[Chart]:
-    """Step times without warm-up, by size: measuring may begin where a curve becomes flat."""
+    fine = sorted(having(cells, "step_time"), key=scale_of)
+    return [_from_cold(fine), _shifted_means(fine)]
+
+
+def _from_cold(cells: Cells) -> Chart:
+    """Steps without warm-up over a steady one, by size: measuring may begin where a curve reaches 1."""
     series = []
-    for cell in cells:
-        if cell.ok and cell.get("warmup_steps") == 0:
-            times = cell.metrics["step_time"].numbers
-            points = [Point(number, 1e3 * seconds) for number, seconds in enumerate(times, start=1)]
-            series.append(Series(Text(str(cell.get("size"))), points))
+    for cell, steady in _cold_and_steady(cells):
+        times = cell.metrics["step_time"].numbers
+        points = [Point(number, seconds / steady) for number, seconds in enumerate(times, start=1)]
+        series.append(Series(size_name(cell.get("size")), points))
     title = Text("Steps from a cold start, without warm-up", "无预热时从冷启动开始的各步")
-    return [Chart("", title, "lines", Text("step", "步"), terms.MS, series, log_y=True)]
+    y = Text("times a steady step", "稳定一步的倍数")
+    note = Text("a steady step: the median after the most warm-up steps", "稳定一步：预热步数最多时的中位数")
+    return Chart("", title, "lines", Text("step", "步"), y, series, note=note)
+
+
+def _shifted_means(cells: Cells) -> Chart:
+    """How far too few warm-up steps put the mean off."""
+    series = []
+    for members in grouped(cells, lambda cell: settings_of(cell, "warmup_steps")).values():
+        warm = _warmest(members[0], members)
+        others = sorted((cell for cell in members if cell is not warm), key=lambda cell: cell.get("warmup_steps"))
+        points = [
+            Point(str(cell.get("warmup_steps")), 100 * (known(cell, "step_time") / known(warm, "step_time") - 1))
+            for cell in others
+        ]
+        series.append(Series(size_name(warm.get("size")), points))
+    title = Text("Error of the mean by warm-up steps", "预热步数对均值的影响")
+    steps, y = Text("warm-up steps", "预热步数"), Text("% off the mean", "均值偏差 %")
+    note = say("{}, against the mean after the most warm-up steps", "{}，与预热步数最多时的均值相比", means_of(cells))
+    return Chart("", title, "bars", steps, y, series, digits=1, note=note)
+
+
+def _cold_and_steady(cells: Cells) -> list[tuple[CellView, float]]:
+    """Runs without warm-up, with the median step of the same work after the most warm-up steps."""
+    cold = [cell for cell in cells if cell.get("warmup_steps") == 0]
+    found = [(cell, median_of(_warmest(cell, cells), "step_time")) for cell in cold]
+    return [(cell, steady) for cell, steady in found if steady]
+
+
+def _cold_highlight(cells: Cells) -> list[Highlight]:
+    """The first step without warm-up over a steady one, where that is most."""
+    fine = having(cells, "step_time")
+    found = [(cell.metrics["step_time"].numbers[0], steady, cell) for cell, steady in _cold_and_steady(fine)]
+    if not found:
+        return []
+    first, steady, cell = max(found, key=lambda row: row[0] / row[1])
+    what = Text("first step without warm-up, against a steady one", "不预热的首步与稳定一步之比")
+    detail = say("{}: {} ms against {} ms", "{}：{} ms 对 {} ms", size_name(cell.get("size")), ms(first), ms(steady))
+    return [Highlight(70, Text(f"{times_text(first / steady)}x"), what, detail)]
 
 
 def _first_step(cells: Cells) -> Text | None:
@@ -338,6 +472,8 @@ WARMUP = Experiment(
     tables=_warmup_tables,
     charts=_warmup_charts,
     findings=(_first_step, _distorted_mean, _steady),
+    highlights=_cold_highlight,
+    group="trust",
     order=20,
 )
 
@@ -350,13 +486,23 @@ def _timer_grid(preset: str, base: RunConfig) -> Iterable[Config]:
         yield run_config(base, size)
 
 
+TIMED = ("forward", "backward", "step")
+"""What both timers time."""
+
+
+def _excess(cell: CellView, phase: str) -> float | None:
+    """Wall clock over do_bench, less one."""
+    wall, other = (value_of(cell, name) for name in (f"{phase}_time", f"do_bench_{phase}_time"))
+    return wall / other - 1 if wall and other else None
+
+
 def _timer_tables(cells: Cells) -> list[Table]:
     columns = [word(terms.PHASE), Column(Text("wall clock", "墙钟"), "ms")]
     columns += [Column(Text("CUDA events", "CUDA event 计时"), "ms"), Column(Text("do_bench"), "ms")]
     columns += [Column(Text("wall over do_bench", "墙钟相对 do_bench"))]
 
     def rows(cell: CellView) -> Iterable[list[str]]:
-        for phase in ("forward", "backward", "step"):
+        for phase in TIMED:
             names = (f"{phase}_time", f"{phase}_event_time", f"do_bench_{phase}_time")
             wall, events, other = (cell.value(name) for name in names)
             excess = f"{wall / other - 1:+.2%}" if wall and other else ("" if cell.ok else cell.verdict)
@@ -364,6 +510,27 @@ def _timer_tables(cells: Cells) -> list[Table]:
 
     what = Text("the same work by three clocks (means)", "三种时钟测同样的工作（均值）")
     return [rows_table(what, cells, columns, rows, notes=remarks_on(cells))]
+
+
+def _timer_charts(cells: Cells) -> list[Chart]:
+    fine = sorted((cell for cell in cells if cell.ok), key=scale_of)
+    series = []
+    for phase in TIMED:
+        found = [(size_name(cell.get("size")), _excess(cell, phase)) for cell in fine]
+        points = [Point(size, 100 * excess) for size, excess in found if excess is not None]
+        series.append(Series({**terms.PHASE_NAMES, "step": terms.STEP}[phase], points))
+    title = Text("Wall clock over do_bench", "墙钟相对 do_bench")
+    y = Text("% longer by the wall clock", "墙钟多出的 %")
+    note = Text("means; the wall clock waits for the GPU after every phase", "均值；墙钟在每个阶段之后等待 GPU")
+    return [Chart("", title, "bars", terms.SIZE, y, series, horizontal=True, digits=2, note=note)]
+
+
+def _agreement(cells: Cells) -> Text | None:
+    """State the largest difference of the two timers for the model where they agree best, and for the other."""
+    fine = [cell for cell in cells if cell.ok]
+    found = [([abs(off) for phase in TIMED if (off := _excess(cell, phase)) is not None], cell) for cell in fine]
+    worst = [(max(offs), size_name(cell.get("size"))) for offs, cell in found if offs]
+    return ranging("wall clock and do_bench agree within {}", "墙钟与 do_bench 的差别不超过 {}", worst, percent)
 
 
 def _largest_difference(cells: Cells) -> Text | None:
@@ -394,6 +561,9 @@ TIMING_AGREEMENT = Experiment(
     grid=_timer_grid,
     instrument=Instrument("agreement", "cs336_systems.experiments.steps.measure_step:measure_agreement"),
     tables=_timer_tables,
+    charts=_timer_charts,
     findings=(_largest_difference,),
+    trust=_agreement,
+    group="trust",
     order=70,
 )

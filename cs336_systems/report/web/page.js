@@ -181,14 +181,20 @@
   // Copy buttons
   const copies = JSON.parse(element("copies").textContent);
   async function copy(button) {
-    const [table, format] = button.dataset.copy.split(" ").map(Number);
+    const [table, format, first] = button.dataset.copy.split(" ").map(Number);
     const message = button.parentElement.querySelector("output");
-    const text = copies[table][format];
+    const text = inShownOrder(copies[table][format], first, button.closest(".table").querySelector("tbody").rows);
     let done = true;
     try { await navigator.clipboard.writeText(text); } catch { done = copyBySelecting(text, button); }
     message.textContent = words[root.dataset.language][done ? "copied" : "failed"];
     clearTimeout(message.timer);
     message.timer = setTimeout(() => { message.textContent = ""; }, 4000);
+  }
+  // The rows of a rendered table, one line each from `first` on, in the order that the page shows.
+  function inShownOrder(text, first, rows) {
+    const lines = text.split("\n");
+    const order = [...rows].map((row, index) => Number(row.dataset.order ?? index));
+    return [...lines.slice(0, first), ...order.map((index) => lines[first + index]), ...lines.slice(first + order.length)].join("\n");
   }
   function copyBySelecting(text, button) {
     const area = document.createElement("textarea");
@@ -204,63 +210,273 @@
     return done;
   }
 
-  // Charts: hiding a series moves down the parts stacked on it.
-  function toggle(entry) {
-    const shown = entry.ariaPressed === "false";
-    entry.setAttribute("aria-pressed", String(shown));
-    const chart = entry.closest("svg");
-    chart.querySelector(`.series[data-index="${entry.dataset.toggle}"]`).classList.toggle("off", !shown);
-    if (!chart.classList.contains("stacked")) return;
-    const across = chart.dataset.horizontal !== undefined;
-    const missing = new Map();
-    for (const bar of all(".series rect", chart)) {
-      const key = `${bar.dataset.place} ${bar.dataset.way}`;
-      const by = missing.get(key) ?? 0;
-      if (bar.parentElement.classList.contains("off")) {
-        missing.set(key, by + Number(bar.getAttribute(across ? "width" : "height")));
-      } else {
-        const move = by * Number(bar.dataset.way) * (across ? -1 : 1);
-        bar.style.transform = move ? (across ? `translateX(${move}px)` : `translateY(${move}px)`) : "";
-      }
+  // Charts: marks and legend entries take the focus, one tab stop for each; arrow keys move on from there.
+  for (const chart of all("svg.chart")) {
+    chart.setAttribute("role", "group");
+    chart.querySelector("[data-value]")?.setAttribute("tabindex", "0");
+    all(".entry", chart).forEach((entry, index) => {
+      entry.setAttribute("role", "button");
+      entry.setAttribute("aria-pressed", "true");
+      entry.setAttribute("tabindex", index ? "-1" : "0");
+    });
+  }
+  function moveFocus(from, to) {
+    if (!to) return;
+    from.setAttribute("tabindex", "-1");
+    to.setAttribute("tabindex", "0");
+    to.focus();
+  }
+  const isShown = (mark) => !mark.closest(".off");
+  const sideways = (chart) => chart.dataset.horizontal !== undefined;
+  // The centre of a mark, in units of the drawing.
+  function centre(mark) {
+    if (mark.tagName === "rect") {
+      const [x, y, width, height] = ["x", "y", "width", "height"].map((name) => Number(mark.getAttribute(name)));
+      return { x: x + width / 2, y: y + height / 2 };
     }
+    const found = /translate\(([-\d.e]+) ([-\d.e]+)\)/.exec(mark.getAttribute("transform") ?? "");
+    if (found) return { x: Number(found[1]), y: Number(found[2]) };
+    const box = mark.getBBox();
+    return { x: box.x + box.width / 2, y: box.y + box.height / 2 };
+  }
+  function move(mark, key) {
+    const chart = mark.closest("svg");
+    const own = all("[data-value]", mark.parentElement);
+    const along = { ArrowRight: 1, ArrowLeft: -1 }[key];
+    if (along) return moveFocus(mark, own[(own.indexOf(mark) + along + own.length) % own.length]);
+    // Up and down: the nearest mark of the next series.
+    const groups = all(".series, .limit", chart).filter((group) => isShown(group) && group.querySelector("[data-value]"));
+    const next = groups[(groups.indexOf(mark.parentElement) + (key === "ArrowDown" ? 1 : -1) + groups.length) % groups.length];
+    const axis = sideways(chart) ? "y" : "x";
+    const at = centre(mark)[axis];
+    const others = all("[data-value]", next);
+    moveFocus(mark, others.reduce((a, b) => (Math.abs(centre(b)[axis] - at) < Math.abs(centre(a)[axis] - at) ? b : a)));
   }
 
-  const tooltip = element("tooltip");
-  function hideTooltip() { tooltip.hidden = true; }
-  function showTooltip(mark) {
-    const chinese = root.dataset.language === "zh";
-    const chart = mark.closest("svg").dataset;
-    const { series, seriesZh, label, value, std, n, note, noteZh } = mark.dataset;
-    const lines = [`${chinese ? chart.xZh : chart.xEn}: ${label}`];
-    if (note === undefined) lines.push(`${chinese ? chart.yZh : chart.yEn}: ${value}${std ? ` ± ${std}` : ""}`);
-    else lines.push(chinese ? noteZh : note);
-    if (n !== undefined) lines.push(`n = ${n}`);
-    const name = document.createElement("b");
-    name.textContent = (chinese && seriesZh) || series;
-    tooltip.replaceChildren(name, ...lines.map((line) => {
-      const row = document.createElement("div");
-      row.textContent = line;
-      return row;
+  // Hiding a series closes the gap in stacked bars, and the axis of values fits what is left.
+  function toggle(entry) {
+    const chart = entry.closest("svg");
+    const shown = entry.ariaPressed === "false";
+    entry.setAttribute("aria-pressed", String(shown));
+    chart.querySelector(`.series[data-index="${entry.dataset.toggle}"]`).classList.toggle("off", !shown);
+    hideTooltip();
+    redraw(chart);
+  }
+  // Attributes as they were drawn: every redraw starts from them.
+  const drawn = new WeakMap();
+  function original(element, name) {
+    if (!drawn.has(element)) drawn.set(element, {});
+    const kept = drawn.get(element);
+    kept[name] ??= element.getAttribute(name) ?? "";
+    return kept[name];
+  }
+  function redraw(chart) {
+    if (!chart.dataset.scale) return;
+    const [low, high, from, to, log, keepsZero] = chart.dataset.scale.split(" ").map(Number);
+    const across = sideways(chart);
+    const [begin, size] = across ? ["x", "width"] : ["y", "height"];
+    const forth = (value) => (log ? Math.log(value / low) / Math.log(high / low) : (value - low) / (high - low));
+    const back = (place) => {
+      const share = (place - from) / (to - from);
+      return log ? low * (high / low) ** share : low + share * (high - low);
+    };
+    const hidden = all(".series.off", chart).length > 0;
+    // Stacked parts move by the lengths of hidden parts below them.
+    const missing = new Map();
+    const moves = new Map();
+    for (const bar of all(".series rect[data-place]", chart)) {
+      const key = `${bar.dataset.place} ${bar.dataset.way}`;
+      const by = missing.get(key) ?? 0;
+      if (isShown(bar)) moves.set(bar, by * Number(bar.dataset.way) * (across ? -1 : 1));
+      else missing.set(key, by + Number(original(bar, size)));
+    }
+    const ends = [];
+    for (const mark of all(".series [data-value]", chart).filter(isShown)) {
+      if (mark.matches(".cross")) continue;
+      if (mark.tagName === "rect") {
+        const at = Number(original(mark, begin)) + (moves.get(mark) ?? 0);
+        ends.push(at, at + Number(original(mark, size)));
+      } else {
+        const found = /translate\(([-\d.e]+) ([-\d.e]+)\)/.exec(original(mark, "transform"));
+        if (found) ends.push(Number(found[across ? 1 : 2]));
+      }
+    }
+    let axis = { low, high, ticks: null };
+    if (hidden && ends.length) {
+      const values = ends.map(back).filter((value) => Number.isFinite(value) && (!log || value > 0));
+      for (const limit of all(".limit [data-value]", chart)) {
+        const value = Number(limit.dataset.value.replaceAll(",", ""));
+        if (Number.isFinite(value) && (!log || value > 0)) values.push(value);
+      }
+      if (keepsZero && !log) values.push(0);
+      axis = niceAxis(Math.min(...values), Math.max(...values), log);
+    }
+    // Both scales are linear in the drawing (or in its logarithm): one straight line maps old places to new ones.
+    const [first, last] = [forth(axis.low), forth(axis.high)].map((share) => from + share * (to - from));
+    const factor = (to - from) / (last - first || 1);
+    const place = (at) => from + (at - first) * factor;
+    for (const bar of all(".series rect", chart)) {
+      const at = Number(original(bar, begin)) + (moves.get(bar) ?? 0);
+      const [start, end] = [place(at), place(at + Number(original(bar, size)))];
+      bar.setAttribute(begin, Math.min(start, end).toFixed(1));
+      bar.setAttribute(size, Math.abs(end - start).toFixed(1));
+    }
+    const moved = (text) => text.replace(/translate\(([-\d.e]+) ([-\d.e]+)\)/, (_, x, y) => (
+      across ? `translate(${place(Number(x)).toFixed(1)} ${y})` : `translate(${x} ${place(Number(y)).toFixed(1)})`
+    ));
+    for (const mark of all(".series [transform]:not(.cross)", chart)) mark.setAttribute("transform", moved(original(mark, "transform")));
+    for (const path of all(".series path:not([transform]), .limit path, .base", chart)) {
+      path.setAttribute("d", movedPath(original(path, "d"), across, place));
+    }
+    for (const value of all(".value", chart)) {
+      const own = value.dataset.for.startsWith("place") ? null : chart.querySelector(`.series[data-index="${value.dataset.for}"]`);
+      value.classList.toggle("off", own ? !isShown(own) : hidden);
+      const at = Number(value.dataset.at);
+      const by = place(at) - at;
+      value.setAttribute("transform", across ? `translate(${by.toFixed(1)} 0)` : `translate(0 ${by.toFixed(1)})`);
+    }
+    drawTicks(chart, axis, across, (value) => place(from + forth(value) * (to - from)));
+  }
+  // Absolute commands along the axis of values move; relative ones run across it.
+  function movedPath(path, across, place) {
+    return path.replace(/([MLHV])([-\d.e]+)(?: ([-\d.e]+))?/g, (whole, command, a, b) => {
+      const [x, y] = [Number(a), Number(b)];
+      if (command === "H") return across ? `H${place(x).toFixed(1)}` : whole;
+      if (command === "V") return across ? whole : `V${place(x).toFixed(1)}`;
+      return across ? `${command}${place(x).toFixed(1)} ${b}` : `${command}${a} ${place(y).toFixed(1)}`;
+    });
+  }
+  function niceAxis(low, high, log) {
+    if (log) {
+      const marks = [];
+      for (let power = -20; power <= 20; power += 1) for (const step of [1, 2, 5]) marks.push(Number(`${step}e${power}`));
+      const [from, to] = [marks.findLast((mark) => mark <= low * 1.000001), marks.find((mark) => mark >= high * 0.999999)];
+      const ticks = marks.filter((mark) => mark >= from && mark <= to);
+      return { low: from, high: to > from ? to : from * 2, ticks: ticks.length > 9 ? ticks.filter((_, index) => index % 3 === 0) : ticks };
+    }
+    const size = high - low || Math.abs(high) || 1;
+    const power = 10 ** Math.floor(Math.log10(size / 5));
+    const step = [1, 2, 5, 10].map((factor) => factor * power).find((found) => found >= size / 5 * 0.999);
+    const [first, last] = [Math.floor(low / step + 1e-9), Math.ceil(high / step - 1e-9)];
+    const ticks = [];
+    for (let k = first; k <= Math.max(last, first + 1); k += 1) ticks.push(Number((k * step).toPrecision(12)));
+    return { low: ticks[0], high: ticks.at(-1), ticks };
+  }
+  function shortNumber(value) {
+    const size = Math.abs(value);
+    for (const [scale, letter] of [[1e12, "T"], [1e9, "G"], [1e6, "M"], [1e3, "k"]]) {
+      if (size >= scale) return `${Number((value / scale).toPrecision(3))}${letter}`;
+    }
+    return size && size < 1e-3 ? value.toExponential(0) : String(Number(value.toPrecision(3)));
+  }
+  function drawTicks(chart, axis, across, place) {
+    const grid = chart.querySelector(".grid");
+    const group = chart.querySelector(".ticks");
+    const before = original(grid, "d");
+    if (!drawn.get(grid).texts) drawn.get(grid).texts = [...group.childNodes];
+    if (!axis.ticks) {
+      grid.setAttribute("d", before);
+      group.replaceChildren(...drawn.get(grid).texts);
+      return;
+    }
+    const [, a, b, end] = /M([-\d.]+) ([-\d.]+)[HV]([-\d.]+)/.exec(before);
+    grid.setAttribute("d", axis.ticks.map((tick) => {
+      const at = place(tick).toFixed(1);
+      return across ? `M${at} ${b}V${end}` : `M${a} ${at}H${end}`;
+    }).join(""));
+    const model = drawn.get(grid).texts[0];
+    group.replaceChildren(...axis.ticks.map((tick) => {
+      const text = model.cloneNode(false);
+      text.textContent = shortNumber(tick);
+      text.setAttribute(across ? "x" : "y", (place(tick) + (across ? 0 : 5)).toFixed(1));
+      return text;
     }));
+  }
+
+  // Tooltips: all series at the nearest x; in dots and spans the nearest mark.
+  const tooltip = element("tooltip");
+  let hair = null;
+  function hideTooltip() {
+    tooltip.hidden = true;
+    hair?.remove();
+    hair = null;
+  }
+  const inLanguage = (data, name) => (root.dataset.language === "zh" && data[`${name}Zh`]) || data[name];
+  function valueText(mark) {
+    const { value, std, n } = mark.dataset;
+    if (mark.dataset.note !== undefined) return inLanguage(mark.dataset, "note");
+    return `${value}${std ? ` ± ${std}` : ""}${n !== undefined ? ` (n = ${n})` : ""}`;
+  }
+  const seriesName = (mark) => inLanguage(mark.parentElement.dataset, "series") ?? "";
+  function line(text, tag = "div") {
+    const row = document.createElement(tag);
+    row.textContent = text;
+    return row;
+  }
+  function showTooltip(marks, at) {
+    const chart = marks[0].closest("svg");
+    const names = chart.dataset;
+    const zh = root.dataset.language === "zh";
+    const label = inLanguage(marks[0].dataset, "label");
+    const several = all(".series", chart).length > 1;
+    const rows = marks.map((mark) => {
+      const row = line("");
+      row.className = `row ${mark.parentElement.getAttribute("class")}`;
+      row.append(line("", "i"), line(several || mark.closest(".limit") ? seriesName(mark) : zh ? names.yZh : names.yEn, "span"), line(valueText(mark), "span"));
+      return row;
+    });
+    const title = label === "–" ? "" : `${zh ? names.xZh : names.xEn}: ${label}`;
+    const unit = several ? [line(zh ? names.yZh : names.yEn, "small")] : [];
+    tooltip.replaceChildren(...(title ? [line(title, "b")] : []), ...rows, ...unit);
     tooltip.hidden = false;
-    const at = mark.getBoundingClientRect();
     const { width, height } = tooltip.getBoundingClientRect();
-    const left = Math.min(Math.max(at.left + at.width / 2 - width / 2, 6), innerWidth - width - 6);
+    const left = Math.min(Math.max(at.x - width / 2, 6), innerWidth - width - 6);
     const above = at.top - height - 8;
     tooltip.style.left = `${left}px`;
     tooltip.style.top = `${Math.min(above > 6 ? above : at.bottom + 8, innerHeight - height - 6)}px`;
   }
-
-  // Each series is one tab stop; arrow keys move along it.
-  for (const series of all(".series")) {
-    all("[data-value]", series).slice(1).forEach((mark) => mark.setAttribute("tabindex", "-1"));
+  function describe(mark) {
+    const box = mark.getBoundingClientRect();
+    mark.setAttribute("role", "img");
+    mark.setAttribute("aria-label", `${seriesName(mark)}, ${inLanguage(mark.dataset, "label")}: ${valueText(mark)}`);
+    showTooltip([mark], { x: box.left + box.width / 2, top: box.top, bottom: box.bottom });
   }
-  function moveAlong(mark, by) {
-    const marks = all("[data-value]", mark.parentElement);
-    const next = marks[(marks.indexOf(mark) + by + marks.length) % marks.length];
-    mark.setAttribute("tabindex", "-1");
-    next.setAttribute("tabindex", "0");
-    next.focus();
+  function point(event) {
+    const chart = event.target.closest?.("svg.chart");
+    if (!chart || event.target.closest(".entry")) return hideTooltip();
+    const limit = event.target.closest(".limit [data-value]");
+    const pointer = { x: event.clientX, top: event.clientY - 8, bottom: event.clientY + 12 };
+    if (limit) return showTooltip([limit], pointer);
+    const marks = all(".series [data-value]", chart).filter(isShown).map((mark) => ({ mark, ...centre(mark) }));
+    const matrix = chart.getScreenCTM();
+    const grid = chart.querySelector(".grid")?.getBBox();
+    if (!marks.length || !matrix || !grid) return hideTooltip();
+    const { x, y } = new DOMPoint(event.clientX, event.clientY).matrixTransform(matrix.inverse());
+    const inside = x > grid.x - 24 && x < grid.x + grid.width + 24 && y > grid.y - 24 && y < grid.y + grid.height + 24;
+    if (!inside) return hideTooltip();
+    if (chart.matches(".dots, .spans")) {
+      const over = event.target.closest(".series [data-value]");
+      const near = over ? { mark: over, far: 0 } : marks.map((one) => ({ ...one, far: Math.hypot(one.x - x, one.y - y) })).reduce((a, b) => (b.far < a.far ? b : a));
+      return near.far < 24 ? showTooltip([near.mark], pointer) : hideTooltip();
+    }
+    const axis = sideways(chart) ? "y" : "x";
+    const at = axis === "y" ? y : x;
+    const nearest = marks.reduce((a, b) => (Math.abs(b[axis] - at) < Math.abs(a[axis] - at) ? b : a));
+    const found = new Map();
+    for (const one of marks) {
+      const group = one.mark.parentElement;
+      const far = Math.abs(one[axis] - nearest[axis]);
+      const same = chart.matches(".lines") ? far < 8 : one.mark.dataset.label === nearest.mark.dataset.label;
+      if (same && !(found.get(group)?.far <= far)) found.set(group, { ...one, far });
+    }
+    hideTooltip();
+    if (chart.matches(".lines")) {
+      hair = document.createElementNS(chart.namespaceURI, "path");
+      hair.setAttribute("class", "hair");
+      hair.setAttribute("d", `M${nearest.x.toFixed(1)} ${grid.y}v${grid.height}`);
+      chart.append(hair);
+    }
+    showTooltip([...found.values()].map((one) => one.mark), pointer);
   }
 
   document.addEventListener("click", (event) => {
@@ -273,25 +489,30 @@
     else if (event.target.closest('a[href^="#"]')) reveal(event.target.closest("a").hash);
   });
   document.addEventListener("keydown", (event) => {
-    const target = event.target.closest?.(".entry, [data-value]");
+    const target = event.target.closest?.(".entry, [data-value], thead button");
     if (event.key === "Escape") hideTooltip();
     if (!target) return;
+    const step = { ArrowRight: 1, ArrowDown: 1, ArrowLeft: -1, ArrowUp: -1 }[event.key];
     if (target.matches(".entry") && (event.key === "Enter" || event.key === " ")) toggle(target);
-    else if (target.matches("[data-value]") && event.key === "ArrowRight") moveAlong(target, 1);
-    else if (target.matches("[data-value]") && event.key === "ArrowLeft") moveAlong(target, -1);
-    else return;
+    else if (!step) return;
+    else if (target.matches("[data-value]")) move(target, event.key);
+    else {
+      const row = target.matches(".entry") ? all(".entry", target.closest("svg")) : all("button", target.closest("tr"));
+      moveFocus(target, row[(row.indexOf(target) + step + row.length) % row.length]);
+    }
     event.preventDefault();
   });
-  for (const [on, off] of [["pointerover", "pointerout"], ["focusin", "focusout"]]) {
-    document.addEventListener(on, (event) => {
-      const mark = event.target.closest?.("[data-value]");
-      if (mark) showTooltip(mark);
-    });
-    document.addEventListener(off, (event) => { if (event.target.closest?.("[data-value]")) hideTooltip(); });
-  }
+  for (const head of all("thead")) all("button", head).slice(1).forEach((button) => button.setAttribute("tabindex", "-1"));
+  document.addEventListener("pointermove", point);
+  document.addEventListener("pointerdown", point);
+  document.addEventListener("focusin", (event) => {
+    const mark = event.target.closest?.("[data-value]");
+    if (mark) describe(mark);
+  });
+  document.addEventListener("focusout", (event) => { if (event.target.closest?.("[data-value]")) hideTooltip(); });
   document.addEventListener("scroll", () => {
     const mark = document.activeElement?.closest?.("[data-value]");
-    if (mark && !tooltip.hidden) showTooltip(mark);
+    if (mark && !tooltip.hidden) describe(mark);
     else hideTooltip();
   }, true);
 

@@ -10,7 +10,7 @@ from cs336_systems.experiments.catalogue import catalogue
 from cs336_systems.record import GIB, Environment, Record
 from cs336_systems.report import sections
 from cs336_systems.report.cells import group
-from cs336_systems.report.document import Chart, Series
+from cs336_systems.report.document import Chart, Highlight, Series
 from cs336_systems.report.sections import charts_of, findings_of
 from cs336_systems.table import Table
 from cs336_systems.text import Text
@@ -85,7 +85,30 @@ def charts(*records: Iterable[Record]) -> list[Chart]:
 
 
 def values(series: Series) -> dict[float | str, float]:
-    return {point.x: point.y for point in series.points}
+    """The values of a series by x, or by the English name of the bar."""
+    return {point.place if isinstance(point.x, Text) else point.x: point.y for point in series.points}
+
+
+def highlights(*records: Iterable[Record]) -> list[Highlight]:
+    found = [*itertools.chain(*records)]
+    return catalogue()[found[0].experiment].highlights(group(found))
+
+
+def large_numbers(*records: Iterable[Record]) -> list[tuple[int, str, str, str]]:
+    """Rank and English texts of the results for the first screen; the Chinese must have the same numbers."""
+    found = highlights(*records)
+    for one in found:
+        for text in (one.value, one.what, one.detail):
+            assert numbers(text.en) == numbers(text.in_("zh")), text
+        assert CHINESE.search(one.what.zh), one
+    return [(one.rank, one.value.en, one.what.en, one.detail.en) for one in found]
+
+
+def trusted(*records: Iterable[Record]) -> str | None:
+    found = [*itertools.chain(*records)]
+    said = catalogue()[found[0].experiment].trust(group(found))
+    assert said is None or numbers(said.en) == numbers(said.zh)
+    return said and said.en
 
 
 def numbers(text: str) -> list[str]:

@@ -253,7 +253,7 @@ def test_charts(h200):
     assert all(re.fullmatch(r"[\w-]+", name) for name in names)
     assert all(CHINESE.search(chart.title.zh) for chart in drawn)
     (speed,) = found["precision"]
-    assert [point.x for point in speed.series[0].points] == ["small", "medium", "large", "xl", "2.7B"]
+    assert [point.place for point in speed.series[0].points] == ["small", "medium", "large", "xl", "2.7B"]
     assert speed.series[0].points[-1].y == pytest.approx(5.8, abs=0.05)
     curves = {series.name.en: len(series.points) for series in found["train"][0].series}
     assert curves == dict.fromkeys(("fp32-eager", "bf16-eager", "bf16-fast", "fp32-fast"), 300)

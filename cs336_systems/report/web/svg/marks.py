@@ -81,9 +81,9 @@ def patterns(layout: Layout) -> str:
     found = [
         f'<pattern id="{hatch}-{index}" class="s{chart.color_of(index)}" width="8" height="8" '
         f'patternUnits="userSpaceOnUse"><rect class="fill" width="8" height="8"/>'
-        f'<path class="hatch" d="{HATCHES[index % len(HATCHES)]}"/></pattern>'
+        f'<path class="hatch" d="{_hatch(chart, index)}"/></pattern>'
         for index, series in chart.shown
-        if index in chart.bars and not series.dashed and HATCHES[index % len(HATCHES)]
+        if index in chart.bars and not series.dashed and _hatch(chart, index)
     ]
     if layout.beyond:
         found.append(
@@ -96,8 +96,14 @@ def patterns(layout: Layout) -> str:
 def _fill(chart: Chart, index: int, series: Series, width: int) -> str:
     if series.dashed:
         return ' class="hollow"'
-    hatched = HATCHES[index % len(HATCHES)]
+    hatched = _hatch(chart, index)
     return f' class="bar" fill="url(#{drawing_id(chart, "hatch", width)}-{index})"' if hatched else ' class="bar fill"'
+
+
+def _hatch(chart: Chart, index: int) -> str:
+    """The pattern of bars whose colour an earlier series has, too; empty for the first series of a colour."""
+    earlier = [before for before in chart.bars if before < index and chart.color_of(before) == chart.color_of(index)]
+    return HATCHES[len(earlier) % len(HATCHES)]
 
 
 # Marks

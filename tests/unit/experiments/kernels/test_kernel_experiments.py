@@ -73,19 +73,37 @@ def by_phase(size, **milliseconds):
 
 
 def test_the_chart_of_one_cell_has_a_bar_for_each_phase():
-    (chart,) = charts(by_phase("small", forward=(3, 1), backward=(9, 1), optimizer=(0, 0)))
+    chart, *_ = charts(by_phase("small", forward=(3, 1), backward=(9, 1), optimizer=(0, 0)))
     matmul, copy = chart.series
     assert values(matmul) == {"forward, 4.0 ms": 75.0, "backward, 10.0 ms": 90.0}
     assert values(copy) == pytest.approx({"forward, 4.0 ms": 25.0, "backward, 10.0 ms": 10.0})
-    assert "small" in chart.title.en
+    assert chart.title.en.endswith("small, training step, context 512")
 
 
-def test_the_chart_of_several_cells_has_a_bar_for_each_at_one_context():
-    (chart,) = charts(
-        by_phase("small", forward=(3, 1)), by_phase("xl", forward=(9, 1), backward=(9, 1)), profiled(context=128)
+def test_each_mode_has_a_chart_with_a_bar_for_each_size_at_one_context():
+    training, inference, _ = charts(
+        by_phase("xl", forward=(9, 1), backward=(9, 1)),
+        by_phase("small", forward=(3, 1)),
+        profiled(),
+        profiled(context=128),
     )
-    assert values(chart.series[0]) == {"small, 4.0 ms": 75.0, "xl, 20.0 ms": 90.0}
-    assert charts(by_phase("small", forward=(0, 0))) == []
+    assert values(training.series[0]) == {"small, 4.0 ms": 75.0, "xl, 20.0 ms": 90.0}
+    assert training.bar_names == ["small, 4.0 ms", "xl, 20.0 ms"]
+    assert inference.title.en.endswith("small, inference, context 512")
+
+
+def test_the_share_of_a_step_without_a_kernel():
+    both = {
+        "kind_table: backward": ("copy", 3.0, 0.004),
+        "backward_event_time": (0.01,),
+        "busy_time: backward": (0.008,),
+    }
+    *_, chart = charts(profiled(mode="train-step", **both), profiled(size="xl", mode="inference", matmul=0.013))
+    assert {series.name.en: values(series) for series in chart.series} == {
+        "training step": pytest.approx({"small": 40.0}),
+        "inference": pytest.approx({"xl": 25.0}),
+    }
+    assert len(charts(profiled(kernels_on_gpu=(0.0,)))) == 1, "a CPU has no idle GPU"
 
 
 # -- attention_ops, profiler_agreement --------------------------------------------------------------------------------
@@ -96,6 +114,19 @@ def test_time_and_flops_inside_attention():
     headings = ("scores matmul (ms)", "scale and mask (ms)", "softmax (ms)", "final matmul (ms)")
     assert rows(table, *headings)[0] == ("3.00", "1.00", "1.00", "2.00")
     assert rows(table, "matmul / softmax, time", "matmul / softmax, FLOPs") == [("3.00x", "42.7x"), ("1.50x", "53.3x")]
+
+
+def test_operations_inside_attention_are_stacked():
+    (chart,) = charts(SAMPLES["attention_ops"])
+    assert {series.name.en: values(series)["2.7B"] for series in chart.series} == pytest.approx(
+        {"scores matmul": 3.0, "scale and mask": 1.0, "softmax": 2.0, "final matmul": 2.0}
+    )
+
+
+def test_the_gpu_is_idle_for_less_as_in_training():
+    (chart,) = charts(profiled("profiler_agreement", **{"queued_forward_event_time": (0.0125,)}))
+    waiting, queued = map(values, chart.series)
+    assert (waiting, queued) == (pytest.approx({"small": 50.0}), pytest.approx({"small": 20.0}))
 
 
 def test_kernels_are_compared_with_queued_events_where_there_are_any():
