@@ -61,8 +61,8 @@ def in_mode(mode: Any) -> Text:
 
 
 def times_text(ratio: float) -> str:
-    """A ratio: two digits after the point below 2, none from 10 on."""
-    return number(ratio, 0 if ratio >= 9.95 else 1 if ratio >= 1.995 else 2)
+    """A ratio with as many digits as distinguish it from 1."""
+    return number(ratio, 0 if ratio >= 9.95 else 1 if ratio >= 1.15 else 2)
 
 
 def ratio_text(ratio: float) -> str:

@@ -1,5 +1,7 @@
 """Rows: how numbers are written, how rows and tables are named."""
 
+import re
+
 import pytest
 
 from cs336_systems.record import GIB, summarize
@@ -59,14 +61,21 @@ def test_different_work_differs_in_a_column_or_in_the_title(field):
 def test_the_title_names_the_machine_and_the_settings_of_all_rows():
     assert title(cell(mode="forward"), cell(mode="train-step")) == Text(
         "bench: subject · H200, context 512, batch 4, fp32, attention reference",
-        "bench：主题 · H200，context 512，batch 4，fp32，注意力 reference",
+        "bench：主题 · H200，上下文长度 512，批大小 4，fp32，注意力 reference",
     )
 
 
-def test_numbers_and_yes_or_no_in_a_row_name_have_their_heading():
-    (found,) = group(cell(compile=True, context=128))
-    name = row_name(found, ["size", "context_length", "compile"])
-    assert name == Text("small context 128 compiled yes", "small context 128 编译 是")
+def test_a_row_is_named_in_words():
+    (found,) = group(cell(compile=True, context=128, mode="forward", attention="reference"))
+    name = row_name(found, ["size", "context_length", "mode", "attention", "compile"])
+    words = ("small context 128 forward naive attention compiled", "small 上下文长度 128 前向 朴素注意力 编译")
+    assert name == Text(*words)
+
+
+@pytest.mark.parametrize("field", DIFFERENCES)
+def test_a_name_has_no_identifiers(field):
+    (found,) = group(cell(**DIFFERENCES[field]))
+    assert not re.search(r"_|-step|:|/", row_name(found, ["size", field]).en)
 
 
 def test_a_row_has_its_fields_then_its_values_or_its_verdict():

@@ -15,7 +15,7 @@ STATED = {
     ],
     "flash": [
         "In bf16, our portable kernel is the fastest of 3 implementations in 1 of 2 shapes: at every head dim from "
-        "4096 tokens on. At 4096 tokens it is 1.50 times as fast as FlashAttention-2 in SDPA (head dim 64).",
+        "4096 tokens on. At 4096 tokens it is 1.5 times as fast as FlashAttention-2 in SDPA (head dim 64).",
         "At 4096 tokens, head dim 64, our portable kernel needs 1.00 GiB, naive attention 7.00 GiB.",
     ],
     "attention_rivals": [
@@ -26,10 +26,10 @@ STATED = {
         "as the fastest rival.",
     ],
     "flash_leaderboard": [
-        "Our portable kernel takes 4.000 ms: 1.50 times as fast as FlashAttention-2 in SDPA (6.000 ms).",
+        "Our portable kernel takes 4.000 ms: 1.5 times as fast as FlashAttention-2 in SDPA (6.000 ms).",
     ],
     "attention_step": [
-        "With our portable kernel, a training step takes 200.00 ms (2.7B, context 4096). It is 1.50 times as fast as "
+        "With our portable kernel, a training step takes 200.00 ms (2.7B, context 4096). It is 1.5 times as fast as "
         "with FlashAttention-2 in SDPA (faster in 3 of 3 rounds). It takes 1.05 times as long as with cuDNN (slower "
         "in 2 of 3 rounds).",
     ],
@@ -47,8 +47,8 @@ def test_findings(experiment):
 
 def test_without_a_gpu_flash_torch_is_ours():
     assert stated(flash_cell("flash_torch", 2.0), flash_cell("reference", 1.0), flash_cell("sdpa", 0.5))[0] == (
-        "bf16: flash_torch is the fastest of 3 in 0 of 1 shapes; "
-        "at 1024 tokens its speed is 0.25x that of sdpa, 0.50x that of reference."
+        "In bf16, our attention in PyTorch is the fastest of 3 implementations in none of 1 shapes. "
+        "At 1024 tokens it takes 4.0 times as long as SDPA (head dim 64)."
     )
 
 

@@ -34,7 +34,7 @@ def test_title_names_the_emulated_network():
     )
     assert table.title.zh == (
         "ddp：梯度平均，模拟 0.1 GB/s、5 ms 的网络 · unknown machine，2 个 rank，gloo，cuda，"
-        "small，context 512，每个 rank batch 4"
+        "small，上下文长度 512，每个 rank 批大小 4"
     )
 
 

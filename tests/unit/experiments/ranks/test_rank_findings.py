@@ -13,8 +13,8 @@ SAID = {
     ],
     "ddp": [
         "2 ranks of one machine through Gloo (GPU): DDP with buckets of 1 MB is the fastest of our 2 wrappers with "
-        "200.00 ms a step. It is 2.0 times as fast as naive DDP (400.00 ms). It is 1.25 times as fast as PyTorch's "
-        "DDP (250.00 ms). DDP with buckets of 1 MB hides 50% of its communication, naive DDP hides no communication.",
+        "200.00 ms a step. It is 2.0 times as fast as naive DDP (400.00 ms). It is 1.2 times as fast as PyTorch's DDP"
+        " (250.00 ms). DDP with buckets of 1 MB hides 50% of its communication, naive DDP hides no communication.",
     ],
     "bucket_model": [
         "2 ranks of one machine through Gloo (GPU), emulated slow network: the best bucket has 1 MB, as predicted. It"
@@ -22,7 +22,7 @@ SAID = {
     ],
     "optimizer_sharding": [
         "2 ranks of one machine through Gloo (GPU): DDP with a sharded optimizer holds 300.0 MiB on a rank, 25% less "
-        "than DDP (400.0 MiB). A step takes 300.00 ms: 1.50 times as long as with DDP.",
+        "than DDP (400.0 MiB). A step takes 300.00 ms: 1.5 times as long as with DDP.",
     ],
     "fsdp": [
         "2 ranks of one machine through Gloo (GPU): FSDP holds 200.0 MiB on a rank, 50% less than DDP (400.0 MiB). A "
@@ -44,6 +44,6 @@ def test_findings_of_a_sample(experiment):
 def test_ranks_on_gpus_come_first_and_gloo_is_named():
     said = stated(records_of([collective_cell(), collective_cell(backend="nccl")]))
     assert [text.split(":")[0] for text in said] == [
-        "2 ranks, nccl on cpu",
-        "2 ranks of one machine through Gloo (cpu)",
+        "2 ranks through NCCL (CPU)",
+        "2 ranks of one machine through Gloo (CPU)",
     ]

@@ -26,7 +26,7 @@ STATED = {
         "All 2 runs settle, the last from step 2 on (small, 0 warm-up steps).",
     ],
     "precision": [
-        "bf16 is 1.25 (small) to 3.0 (2.7B) times as fast as fp32. Its peak memory is 0.90 to 1.00 times that of fp32.",
+        "bf16 is 1.2 (small) to 3.0 (2.7B) times as fast as fp32. Its peak memory is 0.90 to 1.00 times that of fp32.",
     ],
     "compile": [
         "A compiled step is 1.11 times as fast as an eager one (small). Its peak memory is that of an eager one, "
@@ -36,7 +36,7 @@ STATED = {
     "fast_step": [
         "The fast step of small takes 10.00 ms: 4.0 times as fast as the compiled Llama of transformers (40.00 ms). "
         "Its peak memory is 5.00 GiB against 10.00 GiB.",
-        "For larger work the fast step is 1.50 times as fast as the plain step (2.7B, 4 x 512 tokens).",
+        "For larger work the fast step is 1.5 times as fast as the plain step (2.7B, 4 x 512 tokens).",
         "Without the CUDA graph a step of small takes 50.00 ms, without the fused kernels 20.00 ms.",
     ],
     "peak_memory": [
@@ -48,8 +48,8 @@ STATED = {
         "most.",
     ],
     "accumulation": [
-        "0.01 added 1,000 times: fp16 terms in an fp16 accumulator give 9.9531, 0.469% too low. fp16 terms in an fp32"
-        " accumulator give 10.0020, 0.020% too high.",
+        "0.01 added 1000 times: fp16 terms in an fp16 accumulator give 9.9531, 0.469% too low. fp16 terms in an fp32 "
+        "accumulator give 10.0020, 0.020% too high.",
     ],
     "autocast_dtypes": [
         "Under autocast to fp16 and bf16, 1 of 2 tensors of the toy model are float32: loss.",
@@ -70,19 +70,23 @@ def test_a_failed_cell_costs_its_sentences_only():
 
 def test_contexts_are_named_where_they_differ():
     grid = [cell("end_to_end", size=size, context=context) for size in ("small", "2.7B") for context in (128, 512)]
-    assert stated(*grid)[0].startswith("2.7B context 512's training step takes 100.00 ms, 1.00 times small context 512")
+    assert stated(*grid)[0].startswith(
+        "A training step of 2.7B, context 512 takes 100.00 ms: as fast as that of small, "
+    )
 
 
 def test_the_fastest_is_named_where_only_settings_differ():
     said = stated(cell("bench"), cell("bench", attention="sdpa", metrics=step(0.05)))[0]
-    fastest = "Of 2 configurations small sdpa is the fastest with 50.00 ms a step, 2.0 times as fast as small reference"
+    fastest = (
+        "The fastest of 2 configurations takes 50.00 ms a step (small, SDPA). It is 2.0 times as fast as the slowest"
+    )
     assert said.startswith(fastest)
 
 
 def test_without_another_model_the_plain_step_is_the_rival():
     plain, fast = (cell("fast_step", fast=fast, metrics=step(time)) for fast, time in (("off", 0.1), ("on", 0.05)))
-    assert stated(plain, fast)[0].startswith("All parts together take 50.00 ms for small, 2.0x faster than the plain")
+    assert "2.0 times as fast as the plain step (100.00 ms)" in stated(plain, fast)[0]
     own = cell("fast_step", model_factory="mine:build", metrics=step(0.2))
-    assert "4.0x faster than mine:build (200.00 ms)" in stated(plain, own, fast)[0]
+    assert "4.0 times as fast as the other eager model (200.00 ms)" in stated(plain, own, fast)[0]
     eager = cell("fast_step", model_factory=LLAMA, metrics=step(0.2))
-    assert "than llama:build" in stated(plain, eager, fast)[0]
+    assert "as the eager Llama of transformers" in stated(plain, eager, fast)[0]
