@@ -12,12 +12,13 @@ from cs336_systems.predict.gpus import memory_bandwidth, peak_flops
 from cs336_systems.record import CELL_TIME
 from cs336_systems.report.cells import CellView
 from cs336_systems.report.document import Chart, Point, Series
+from cs336_systems.report.names import implementation_name
 from cs336_systems.report.points import joined, measured
 from cs336_systems.report.presentation import Cells
 from cs336_systems.report.rows import gib, kernel_ms, key_columns, keys, remarks_on, row_name, tflops, title_of
 from cs336_systems.report.terms import FORWARD_AND_BACKWARD, MS, OUT_OF_MEMORY, TFLOPS
 from cs336_systems.table import Column, Table
-from cs336_systems.text import Text, say
+from cs336_systems.text import Text, listed, say
 
 OURS = ("auto", "flash_hopper", "flash_triton")
 """The kernels of this project, and its own choice among them; all other implementations are rivals."""
@@ -195,7 +196,7 @@ def side_by_side(
     """
     rows, named = _rows(cells, shown), [*shown, "implementation"]
     names = list(dict.fromkeys(name for row in rows for name in row.views))
-    notes = [*notes, *_failure_notes(rows, shown), *remarks_on(cells, named)]
+    notes = [*notes, _names_note(names), *_failure_notes(rows, shown), *remarks_on(cells, named)]
     found: list[Table] = []
     for quantity in quantities:
         values = [{name: quantity.of(view) for name, view in row.views.items()} for row in rows]
@@ -242,6 +243,12 @@ def _marked(names: Sequence[str], row: Row, values: Mapping[str, float | None], 
 def _lead_text(times: Mapping[str, float | None]) -> str:
     found = lead({name: time for name, time in times.items() if time})
     return f"{found.ratio:.2f}x" if found else ""
+
+
+def _names_note(names: Sequence[str]) -> Text:
+    """What sentences and charts call the columns, whose names are those that flags take."""
+    each = (say("{}: {}", "{}：{}", name, implementation_name(name)) for name in names)
+    return say("in words: {}", "各列名称：{}", listed(each, ("; ", "；")))
 
 
 def _failure_notes(rows: Sequence[Row], shown: Sequence[str]) -> list[Text]:

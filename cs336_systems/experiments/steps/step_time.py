@@ -23,12 +23,12 @@ from cs336_systems.report.cells import PHASES, CellView, grouped
 from cs336_systems.report.document import Chart, Highlight, Point, Series
 from cs336_systems.report.names import size_name
 from cs336_systems.report.phrases import (
+    SAME,
     beside,
     compared,
     error_text,
     having,
     in_mode,
-    is_same,
     known,
     longer,
     median_of,
@@ -436,14 +436,12 @@ def _distorted_mean(cells: Cells) -> Text | None:
         return None
     means = [known(cell, "step_time") for cell in (cold, warm)]
     ratio = means[0] / means[1]
-    if is_same(ratio):
-        return say("it changes the mean of {} by less than 2%", "它使 {} 的均值变化不到 2%", size_of(cold))
-    raised = Text("raises", "升高") if ratio > 1 else Text("lowers", "降低")
+    if ratio <= SAME:
+        return say("it does not raise the mean of {}", "它没有抬高 {} 的均值", size_of(cold))
     return say(
-        "it {1} the mean of {0} by {2}, from {4} ms to {3} ms",
-        "它使 {0} 的均值{1} {2}：由 {4} ms 变为 {3} ms",
-        *(size_of(cold), raised, percent(abs(ratio - 1), 0)),
-        *(ms(seconds) for seconds in means),
+        "it raises the mean of {} by {}, from {} ms to {} ms",
+        "它使 {} 的均值升高 {}：由 {} ms 变为 {} ms",
+        *(size_of(cold), percent(ratio - 1, 0), ms(means[1]), ms(means[0])),
     )
 
 
@@ -452,7 +450,7 @@ def _steady(cells: Cells) -> Text | None:
     settled = [(steady_from(_all_steps(cell)), cell) for cell in fine]
     known_from = [(first + 1, cell) for first, cell in settled if first is not None]
     if not known_from:
-        return say("none of {} runs settles", "{} 次运行均未稳定", str(len(fine))) if fine else None
+        return say("of {} runs none settles", "{} 次运行均未稳定", str(len(fine))) if fine else None
     latest, cell = max(known_from, key=lambda pair: pair[0])
     if len(fine) == 1:
         return say("the run settles from step {} on", "运行从第 {} 步起趋于稳定", str(latest))
