@@ -35,17 +35,12 @@ def _comparisons(experiment: Presentation, cells: Sequence[CellView]) -> list[Hi
 
 
 def numbers_of(highlights: Sequence[Highlight]) -> list[Highlight]:
-    """The large numbers: the first of each section in turn, until the screen is full."""
-    chosen: list[Highlight] = []
-    left = [*highlights]
-    while left and len(chosen) < MOST_NUMBERS:
-        seen: set[str] = set()
-        for highlight in [*left]:
-            if highlight.section not in seen and len(chosen) < MOST_NUMBERS:
-                seen.add(highlight.section)
-                chosen.append(highlight)
-                left.remove(highlight)
-    return sorted(chosen, key=lambda highlight: highlight.rank)
+    """The large numbers: of each section the first speed-up and the first other result, until the screen is full."""
+    firsts: dict[tuple[str, bool], Highlight] = {}
+    for highlight in highlights:
+        firsts.setdefault((highlight.section, highlight.ratio is None), highlight)
+    others = [highlight for highlight in highlights if highlight not in firsts.values()]
+    return sorted([*firsts.values(), *others][:MOST_NUMBERS], key=lambda highlight: highlight.rank)
 
 
 def hero_of(highlights: Sequence[Highlight], sections: Sequence[Section]) -> Chart | None:

@@ -28,22 +28,22 @@ IMPLEMENTATIONS = {
 }
 """Implementations of attention."""
 
-_COLORS = {
-    **dict.fromkeys(("ours", "ours, Hopper", "this package", "measured", "forward", "matmul"), 0),
-    **dict.fromkeys(("ours, portable", "backward", "predicted", "parameters"), 1),
-    **dict.fromkeys(("ours, in PyTorch", "optimizer", "optimizer state"), 2),
-    **dict.fromkeys(("FlashAttention-4", "gradients", "loss"), 3),
-    **dict.fromkeys(("cuDNN", "activations", "softmax", "softmax/reduction"), 5),
-    **dict.fromkeys(("FlashAttention-2 (SDPA)", "sync", "communication"), 4),
-    **dict.fromkeys(("naive", "rival", "other", "idle", "PyTorch", "fp32"), 6),
-    **dict.fromkeys(("FlexAttention", "elementwise"), 7),
-    **dict.fromkeys(("memory-efficient (SDPA)", "copy"), 9),
-    **dict.fromkeys(("naive, compiled", "attention"), 11),
-    **dict.fromkeys(("SDPA",), 8),
-    **dict.fromkeys(("bf16",), 0),
-    **dict.fromkeys(("fp16", "step"), 10),
-}
-"""English name of a category -> its colour."""
+_CATEGORIES = (
+    ("ours", "ours, Hopper", "this package", "measured", "forward", "matmul", "bf16"),
+    ("ours, portable", "backward", "predicted", "parameters"),
+    ("ours, in PyTorch", "optimizer", "optimizer state"),
+    ("FlashAttention-4", "gradients", "loss"),
+    ("FlashAttention-2 (SDPA)", "sync", "communication", "communication alone"),
+    ("cuDNN", "activations", "softmax", "softmax/reduction", "exposed", "validation"),
+    ("naive", "rival", "other", "idle", "PyTorch", "fp32", "single steps"),
+    ("FlexAttention", "elementwise", "weight casts", "all-gather"),
+    ("SDPA", "broadcast"),
+    ("memory-efficient (SDPA)", "copy", "logits and loss", "all-reduce"),
+    ("fp16", "step"),
+    ("naive, compiled", "attention", "temporary", "reduce-scatter"),
+)
+"""English names of categories, by colour. Names that share a colour never share a chart."""
+_COLORS = {name: color for color, names in enumerate(_CATEGORIES) for name in names}
 
 
 def color_of_name(name: str) -> int | None:

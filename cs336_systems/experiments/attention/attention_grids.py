@@ -16,7 +16,7 @@ from cs336_systems.experiments.attention.implementations import (
     compilation_notes,
     label_shape,
     naive_memory,
-    rate_by_length,
+    rates_by_length,
     roofline,
     side_by_side,
     time_by_length,
@@ -24,9 +24,17 @@ from cs336_systems.experiments.attention.implementations import (
 from cs336_systems.experiments.spec import Config, Experiment, Instrument
 from cs336_systems.report import entries
 from cs336_systems.report.cells import CellView, grouped
-from cs336_systems.report.document import Chart
+from cs336_systems.report.document import Chart, Highlight
 from cs336_systems.report.names import attention_name
-from cs336_systems.report.phrases import compared, having, median_of, pairs_of, speed_up, together, value_of
+from cs336_systems.report.phrases import (
+    compared,
+    having,
+    median_of,
+    pairs_of,
+    speed_up,
+    together,
+    value_of,
+)
 from cs336_systems.report.presentation import Cells
 from cs336_systems.report.rows import gib, kernel_ms, row_words, varying
 from cs336_systems.report.terms import BACKWARD, FORWARD, PEAK, PREDICTED
@@ -77,7 +85,9 @@ def naive_tables(cells: Cells) -> list[Table]:
 
 def naive_charts(cells: Cells) -> list[Chart]:
     what = Text("Naive attention, backward", "朴素注意力，后向")
-    return [time_by_length(what, group, "backward_time") for group in by_head_dim(cells)]
+    batch, passes = (str(cells[0].get(name)) for name in ("batch_size", "num_steps"))
+    statistic = say("means of {} passes, batch {}, 1 head", "{} 次的均值，batch {}，1 个头", passes, batch)
+    return [time_by_length(what, group, "backward_time", statistic) for group in by_head_dim(cells)]
 
 
 def longest(cells: Cells) -> list[CellView]:
@@ -144,6 +154,7 @@ PYTORCH_ATTENTION = Experiment(
     grid=naive_grid,
     tables=naive_tables,
     charts=naive_charts,
+    group="attention",
     findings=(eager_cost, compiled_gain, out_of_memory),
     order=10,
 )
@@ -188,16 +199,28 @@ def _tables_of(cells: Cells) -> list[Table]:
 
 
 def flash_charts(cells: Cells) -> list[Chart]:
-    """Time and rate against length, and the roofline of the widest head."""
+    """Rates by length, forward and backward apart, and the roofline of the widest head."""
     groups = by_head_dim(cells)
-    times = Text("Attention forward and backward", "注意力前向与后向")
-    rates = Text("Attention, TFLOP/s", "注意力 TFLOP/s")
-    found = []
-    for group in groups:
-        found += [time_by_length(times, group, "forward_backward_time"), rate_by_length(rates, group)]
-    widest = groups[-1]
-    views = [(str(cell.get("implementation")), cell) for cell in widest.cells if cell.ok]
-    return [*found, *roofline(views, widest.where)]
+    statistic = Text("medians, batch 1, 1 head", "中位数，batch 1，1 个头")
+    found = [rates_by_length(group, metric, statistic) for group in groups for metric in PASSES]
+    return [*found, *roofline(groups[-1])]
+
+
+def memory_highlight(cells: Cells) -> list[Highlight]:
+    """The memory of our attention beside that of naive attention, at the greatest length."""
+    fine = having(cells, "peak_memory")
+    long = longest(fine) if fine else []
+    for same in grouped(long, lambda cell: cell.get("precision")).values():
+        by_name = {cell.get("implementation"): value_of(cell, "peak_memory") for cell in same}
+        ours = next((by_name[name] for name in OURS if by_name.get(name)), None)
+        naive = by_name.get("reference")
+        if ours and naive:
+            length, dim = f"{same[0].get('seq_len'):,}", str(same[0].get("head_dim"))
+            what = say("memory of attention at {} tokens", "{} 个 token 的注意力的显存", length)
+            values = (gib(naive), gib(ours), dim, str(same[0].get("precision")))
+            detail = say("naive {} GiB, ours {} GiB (d {}, {})", "朴素 {} GiB，本项目 {} GiB（d {}，{}）", *values)
+            return [Highlight(45, Text(f"{gib(ours)} GiB"), what, detail)]
+    return []
 
 
 TimesByShape = Mapping[tuple[int, int], Times]
@@ -300,6 +323,8 @@ FLASH = Experiment(
     grid=flash_grid,
     tables=flash_tables,
     charts=flash_charts,
+    highlights=memory_highlight,
+    group="attention",
     findings=(partial(flash_speed, which=0), partial(flash_speed, which=1), flash_memory),
     statistic="median",
     order=20,

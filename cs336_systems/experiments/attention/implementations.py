@@ -10,8 +10,8 @@ from cs336_systems.experiments.spec import Config, Memory
 from cs336_systems.predict.attention_model import AttentionShape, least_compiled, naive_peak
 from cs336_systems.predict.gpus import memory_bandwidth, peak_flops
 from cs336_systems.record import CELL_TIME
-from cs336_systems.report.cells import CellView
-from cs336_systems.report.document import Chart, Point, Series
+from cs336_systems.report.cells import CellView, grouped
+from cs336_systems.report.document import Chart, Limit, Point, Series
 from cs336_systems.report.names import implementation_name
 from cs336_systems.report.points import joined, measured
 from cs336_systems.report.presentation import Cells
@@ -118,10 +118,15 @@ def verdict(view: CellView) -> str:
     return "error" if view.ok else view.verdict
 
 
-def rate(view: CellView) -> float | None:
-    """FLOP/s of forward and backward."""
-    seconds, flops = view.median("forward_backward_time"), view.value("flops")
-    return flops / seconds if flops and seconds else None
+BOTH = "forward_backward_time"
+SHARES = {"forward_time": 2 / 7, "backward_time": 5 / 7}
+"""Shares of the FLOPs of forward and backward: a fused backward runs five matmuls for forward's two."""
+
+
+def rate(view: CellView, metric: str = BOTH) -> float | None:
+    """FLOP/s of forward, of backward or of both."""
+    seconds, flops = view.median(metric), view.value("flops")
+    return SHARES.get(metric, 1.0) * flops / seconds if flops and seconds else None
 
 
 def worst_error(view: CellView) -> float | None:
@@ -163,6 +168,7 @@ def time_quantity(what: Text, metric: str, show: Callable[[float], str] = kernel
     return Quantity(say("{} (ms)", "{}（ms）", what), lambda view: view.median(metric), show, min, is_time=True)
 
 
+ERRORS = Quantity(Text("largest error against float64", "相对 float64 的最大误差"), worst_error, exponential)
 QUANTITIES = (
     time_quantity(FORWARD_AND_BACKWARD, "forward_backward_time"),
     time_quantity(Text("forward and backward, from a CUDA graph", "前向加后向，由 CUDA graph 重放"), "replayed_time"),
@@ -171,7 +177,7 @@ QUANTITIES = (
     Quantity(Text("forward and backward (TFLOP/s)", "前向加后向（TFLOP/s）"), rate, tflops, max),
     Quantity(Text("peak memory (GiB)", "峰值显存（GiB）"), lambda view: view.value("peak_memory"), gib),
     Quantity(Text("reserved memory (GiB)", "预留显存（GiB）"), lambda view: view.value("reserved_memory"), gib),
-    Quantity(Text("largest error against float64", "相对 float64 的最大误差"), worst_error, exponential),
+    ERRORS,
 )
 
 
@@ -284,9 +290,35 @@ def by_shape(cell: CellView) -> tuple:
     return (cell.machine, cell.get("head_dim"), cell.get("seq_len"))
 
 
-# -- charts: time and rate against length, the roofline ---------------------------------------------------------------
+# -- charts: rates side by side, time against length, the roofline ----------------------------------------------------
 
 TOKENS = Text("tokens", "序列长度")
+CAUSAL = Text("causal", "因果")
+MOST_SERIES = 6
+"""The largest number of bars of one shape that can be told apart."""
+FILLED = 0.15
+"""A chart begins at the length where the fastest implementation reaches this share of its highest rate: shorter ones
+leave most of the GPU idle."""
+IN_CHARTS = ("flash_attention_4", "sdpa_cudnn", "sdpa_flash", "sdpa", "flex", "sdpa_efficient", "reference", "compiled")
+"""Rivals in the order of charts."""
+RATES = {
+    "forward_time": (
+        Text("Attention forward", "注意力前向"),
+        Text(
+            "FLOPs as in the FlashAttention papers: 4 x tokens² x d x heads x batch, half of that if causal",
+            "FLOPs 按 FlashAttention 论文计：4 x 长度² x d x 头数 x batch，因果掩码减半",
+        ),
+    ),
+    "backward_time": (
+        Text("Attention backward", "注意力后向"),
+        Text("FLOPs as in the FlashAttention papers: 2.5 x forward", "FLOPs 按 FlashAttention 论文计：前向的 2.5 倍"),
+    ),
+    BOTH: (
+        Text("Attention forward and backward", "注意力前向加后向"),
+        Text("FLOPs as in the FlashAttention papers: 3.5 x forward", "FLOPs 按 FlashAttention 论文计：前向的 3.5 倍"),
+    ),
+}
+"""Metric -> title of the chart of its rates, and how FLOPs are counted."""
 WRITE_SCORES = ("reference", "compiled")
 """Implementations that write whole seq x seq matrices."""
 INTENSITY = Text(
@@ -300,10 +332,15 @@ def shape_name(cell: CellView) -> str:
     return f"{sizes}{' causal' if cell.get('is_causal') else ''}"
 
 
+def length_name(length: int) -> str:
+    """A number of tokens as papers write it: 16k."""
+    return str(length) if length % 1024 else f"{length // 1024}k"
+
+
 class Group(NamedTuple):
     """The cells of one head dimension in one precision, by length."""
 
-    where: str
+    where: Text
     cells: Cells
 
 
@@ -312,78 +349,135 @@ def by_head_dim(cells: Cells) -> list[Group]:
     precisions = {cell.get("precision") for cell in cells}
     precision = "bf16" if "bf16" in precisions else next(iter(precisions))
     dims = sorted({cell.get("head_dim") for cell in cells})
-    return [
-        Group(
-            f"d = {dim}, {precision}",
-            sorted(
-                (c for c in cells if c.get("head_dim") == dim and c.get("precision") == precision),
-                key=lambda cell: cell.get("seq_len"),
-            ),
-        )
-        for dim in ([dim for dim in (64, 128) if dim in dims] or dims[-1:])
+    groups = []
+    for dim in [dim for dim in (64, 128) if dim in dims] or dims[-1:]:
+        chosen = [cell for cell in cells if cell.get("head_dim") == dim and cell.get("precision") == precision]
+        mask = [CAUSAL] if chosen and chosen[0].get("is_causal") else []
+        where = listed([f"d {dim}", *mask, str(precision)], (", ", "，"))
+        groups.append(Group(where, sorted(chosen, key=lambda cell: cell.get("seq_len"))))
+    return groups
+
+
+class Contest(NamedTuple):
+    """Implementations side by side in a chart: their name on the axis, a view of each, and the metric compared."""
+
+    name: Text
+    views: Mapping[str, CellView]
+    metric: str
+
+
+def contestants_shown(contest: Contest) -> dict[Text, CellView]:
+    """The fastest of our kernels as "ours", then the rivals."""
+    views = contest.views
+    seconds = {name: view.median(contest.metric) for name, view in views.items() if not failure(view)}
+    ours = fastest({name: found for name, found in seconds.items() if found}, ours=True)
+    own = {"auto": views[ours]} if ours else {name: views[name] for name in ("flash_torch",) if name in views}
+    found = own | {name: views[name] for name in IN_CHARTS if name in views}
+    return {implementation_name(name): found[name] for name in list(found)[:MOST_SERIES]}
+
+
+def contest_series(contests: Iterable[Contest], value: Callable[[CellView, str], float | None]) -> list[Series]:
+    """A series per implementation; where the memory did not suffice, a note instead of a value."""
+    found: dict[Text, list[Point]] = {}
+    for contest in contests:
+        for name, view in contestants_shown(contest).items():
+            points = found.setdefault(name, [])
+            if view.is_oom:
+                points.append(Point(contest.name, 0.0, note=OUT_OF_MEMORY))
+            elif drawn := None if failure(view) else value(view, contest.metric):
+                points.append(Point(contest.name, drawn))
+    return [Series(name, points) for name, points in found.items()]
+
+
+def rates_chart(contests: Sequence[Contest], where: Text, x: Text, statistic: Text) -> Chart:
+    """TFLOP/s side by side, and the GPU's peak."""
+
+    def teraflops(view: CellView, metric: str) -> float | None:
+        found = rate(view, metric)
+        return found / 1e12 if found else None
+
+    what, convention = RATES[contests[0].metric]
+    title, note = say("{}, {}", "{}，{}", what, where), say("{}; {}", "{}；{}", statistic, convention)
+    limits = _peak_limit(next(iter(contests[0].views.values())))
+    series = contest_series(contests, teraflops)
+    return Chart("", title, "bars", x, TFLOPS, series, limits=limits, digits=1, note=note)
+
+
+def rates_by_length(group: Group, metric: str, statistic: Text) -> Chart:
+    """TFLOP/s at every length that fills the GPU."""
+    by_length = grouped(group.cells, lambda cell: cell.get("seq_len"))
+    contests = [
+        Contest(Text(length_name(length)), {str(cell.get("implementation")): cell for cell in cells}, metric)
+        for length, cells in by_length.items()
     ]
+    best = [max(rate(view, metric) or 0.0 for view in contest.views.values()) for contest in contests]
+    first = next(index for index, found in enumerate(best) if found >= FILLED * max(best))
+    return rates_chart(contests[first:], group.where, TOKENS, statistic)
 
 
-def time_by_length(what: Text, group: Group, metric: str) -> Chart:
+def _peak_limit(view: CellView) -> list[Limit]:
+    peak = _peak(view)
+    if peak is None:
+        return []
+    values = (str(view.environment.gpu), str(view.get("precision")), f"{peak / 1e12:,.0f}")
+    return [Limit(peak / 1e12, say("peak of {}, {}: {} TFLOP/s", "{} 的 {} 峰值：{} TFLOP/s", *values), dashed=True)]
+
+
+def _peak(view: CellView) -> float | None:
+    """Dense FLOP/s of the GPU that a cell ran on; None for a CPU or an unknown GPU."""
+    precision, on_cpu = view.get("precision"), view.get("device") == "cpu"
+    tf32 = precision == "fp32" and view.environment.tf32
+    return None if on_cpu else peak_flops(view.environment.gpu, "tf32" if tf32 else precision)
+
+
+def time_by_length(what: Text, group: Group, metric: str, statistic: Text) -> Chart:
+    """A line per implementation."""
+
     def points(cell: CellView) -> list[Point]:
         x = cell.get("seq_len")
         return [Point(x, 0.0, note=OUT_OF_MEMORY)] if cell.is_oom else measured(cell, metric, x)
 
-    return _by_length(what, group, MS, points)
-
-
-def rate_by_length(what: Text, group: Group) -> Chart:
-    def points(cell: CellView) -> list[Point]:
-        found = rate(cell) if cell.ok else None
-        return [Point(cell.get("seq_len"), found / 1e12)] if found else []
-
-    return _by_length(what, group, TFLOPS, points)
-
-
-def _by_length(what: Text, group: Group, unit: Text, points: Callable[[CellView], list[Point]]) -> Chart:
-    """A line per implementation."""
-    names = dict.fromkeys(str(cell.get("implementation")) for cell in group.cells)
-    series = [
-        Series(Text(name), joined(points(cell) for cell in group.cells if cell.get("implementation") == name))
-        for name in names
-    ]
+    by_name = grouped(group.cells, lambda cell: str(cell.get("implementation")))
+    series = [Series(implementation_name(name), joined(map(points, own))) for name, own in by_name.items()]
     title = say("{}, {}", "{}，{}", what, group.where)
-    return Chart("", title, "lines", TOKENS, unit, series, log_x=True, log_y=True)
+    return Chart("", title, "lines", TOKENS, MS, series, log_x=True, log_y=True, note=statistic)
 
 
-def roofline(views: Iterable[tuple[str, CellView]], where: str) -> list[Chart]:
-    """Rates of implementations under the bounds of memory and arithmetic, a point per shape; no chart for a CPU."""
-    points: dict[str, list[Point]] = {}
-    first = None
-    for name, view in views:
-        found = rate(view)
-        if found and view.get("device") != "cpu":
-            points.setdefault(name, []).append(Point(_intensity(view, name), found / 1e12, name=shape_name(view)))
-            first = first or view
-    if first is None:
+def roofline(group: Group) -> list[Chart]:
+    """Rates of implementations under the bounds of memory and arithmetic, a point per length; no chart for a CPU."""
+    points: dict[Text, list[Point]] = {}
+    for cells in grouped(group.cells, lambda cell: cell.get("seq_len")).values():
+        contest = Contest(Text(""), {str(cell.get("implementation")): cell for cell in cells}, BOTH)
+        for name, view in contestants_shown(contest).items():
+            found = rate(view)
+            if found and view.get("device") != "cpu":
+                points.setdefault(name, []).append(Point(_intensity(view), found / 1e12, name=shape_name(view)))
+    if not points:
         return []
-    series = [Series(Text(name), found, drawn="marks") for name, found in points.items()]
+    series = [Series(name, found, drawn="marks") for name, found in points.items()]
     reached = [x for found in points.values() for point in found if isinstance(x := point.x, float)]
-    title = Text(f"Roofline, forward and backward, {where}", f"屋顶线，前向与后向，{where}")
-    axes = INTENSITY, TFLOPS
-    return [Chart("roofline", title, "lines", *axes, [*series, *_roof(first, reached)], log_x=True, log_y=True)]
+    title = say("Roofline, forward and backward, {}", "屋顶线，前向加后向，{}", group.where)
+    note, series = (
+        Text("medians, a point per length", "中位数，每个长度一个点"),
+        [*series, *_roof(group.cells[0], reached)],
+    )
+    return [Chart("roofline", title, "lines", INTENSITY, TFLOPS, series, log_x=True, log_y=True, note=note)]
 
 
-def _intensity(view: CellView, implementation: str) -> float:
+def _intensity(view: CellView) -> float:
     """FLOPs per byte of the least traffic.
 
     Inputs, output and gradients move once; where scores and weights are written, these and their gradients move once
     out and once in.
     """
     shape = AttentionShape.of(view.config)
-    scores = 8 * shape.scores(shape.width) if implementation in WRITE_SCORES else 0
+    scores = 8 * shape.scores(shape.width) if view.get("implementation") in WRITE_SCORES else 0
     return (view.value("flops") or 0.0) / (8 * shape.tensor + scores)
 
 
 def _roof(cell: CellView, reached: Sequence[float]) -> list[Series]:
     """The smaller of peak and bandwidth times intensity, with both parts in view; none for an unknown GPU."""
-    gpu, precision = cell.environment.gpu, cell.get("precision")
-    peak = peak_flops(gpu, "tf32" if precision == "fp32" and cell.environment.tf32 else precision)
+    gpu, peak = cell.environment.gpu, _peak(cell)
     bandwidth = memory_bandwidth(gpu)
     if peak is None or bandwidth is None:
         return []

@@ -6,30 +6,36 @@ from typing import Any
 
 from cs336_systems.config import RunConfig
 from cs336_systems.experiments.attention.implementations import (
+    BOTH,
+    CAUSAL,
+    IN_CHARTS,
     MODULE,
     OURS,
+    Contest,
     Size,
     attention_config,
+    contest_series,
     contestants,
     exponential,
+    failure,
     fastest,
     label_shape,
     lead,
+    length_name,
     medians,
-    rate,
-    roofline,
-    shape_name,
+    rates_chart,
     side_by_side,
     time_quantity,
     views,
     worst_error,
 )
 from cs336_systems.experiments.spec import Config, Experiment, Instrument, label_step, require_gpu, run_config
+from cs336_systems.predict.attention_model import AttentionShape
 from cs336_systems.record import Statistics
 from cs336_systems.report import entries
 from cs336_systems.report.cells import CellView
-from cs336_systems.report.document import Chart, Point
-from cs336_systems.report.names import attention_name
+from cs336_systems.report.document import Chart, Highlight, Point, Series
+from cs336_systems.report.names import attention_name, implementation_name, size_name
 from cs336_systems.report.phrases import (
     SAME,
     beside,
@@ -38,20 +44,23 @@ from cs336_systems.report.phrases import (
     is_same,
     known,
     together,
+    value_of,
     with_time,
 )
 from cs336_systems.report.points import bar_name, measured, series_of
 from cs336_systems.report.presentation import Cells
 from cs336_systems.report.rows import FIELDS, kernel_ms, ms, row_name, tflops, varying
-from cs336_systems.report.terms import ERROR, MEAN, MS, TFLOPS
+from cs336_systems.report.terms import ERROR, FORWARD_AND_BACKWARD, MEAN, MS, STEP, TFLOPS
 from cs336_systems.table import Table
 from cs336_systems.text import Text, listed, say
 
 # -- attention_rivals: interleaved in one process ---------------------------------------------------------------------
 
 
+LEADERBOARD = Size(1, 16, 16384, 64)
+"""The shape of the course's leaderboard, with a causal mask."""
 SHAPES = (
-    (Size(1, 16, 16384, 64), True),
+    (LEADERBOARD, True),
     (Size(1, 16, 16384, 128), True),
     (Size(1, 16, 16384, 64), False),
     (Size(1, 16, 16384, 128), False),
@@ -86,23 +95,68 @@ def rivals_tables(cells: Cells) -> list[Table]:
     return side_by_side(cells, shown, [note], with_lead=True)
 
 
+REPLAYED = "replayed_time"
+SHAPE = Text("batch x tokens, head dim, mask", "batch x 长度，头维度，掩码")
+MEDIANS = Text("medians over rounds, implementations interleaved", "各轮的中位数，各实现交替测量")
+
+
 def rivals_charts(cells: Cells) -> list[Chart]:
-    """Rates as bars, and a roofline per precision."""
-    by_cell = [(cell, views(cell)) for cell in cells if cell.ok]
-    names = list(dict.fromkeys(name for _, own in by_cell for name in own))
-    series = [series_of(name, (_bar(cell, own[name]) for cell, own in by_cell if name in own)) for name in names]
-    title = Text("Forward and backward, TFLOP/s, implementations interleaved", "前向与后向 TFLOP/s，各实现交替测量")
-    shape = Text("batch x heads x tokens x d", "batch x 头数 x 长度 x d")
-    found = [Chart("", title, "bars", shape, TFLOPS, series, horizontal=True)]
-    for precision in dict.fromkeys(cell.get("precision") for cell in cells):
-        chosen = [own for cell, own in by_cell if cell.get("precision") == precision]
-        found += roofline([(name, own[name]) for name in names for own in chosen if name in own], precision)
+    """TFLOP/s of shapes that keep the GPU busy, and the times of those that the host may launch too slowly."""
+    fine = [cell for cell in cells if cell.ok]
+    short = [cell for cell in fine if any(REPLAYED in view.metrics for view in views(cell).values())]
+    long = [cell for cell in fine if cell not in short]
+    found = []
+    for metric in ("forward_time", BOTH) if long else ():
+        contests = [Contest(_shape(cell), views(cell), metric) for cell in long]
+        found.append(rates_chart(contests, Text(str(long[0].get("precision"))), SHAPE, MEDIANS))
+    by_host = Text("Short sequences, forward and backward", "短序列，前向加后向")
+    by_graph = Text("Short sequences, forward and backward, as a CUDA graph", "短序列，前向加后向，作为 CUDA graph")
+    return [*found, *(_times(what, short, metric) for what, metric in ((by_host, BOTH), (by_graph, REPLAYED)))]
+
+
+def _shape(cell: CellView) -> Text:
+    size = f"{cell.get('batch_size')} x {length_name(cell.get('seq_len'))}"
+    return listed([size, f"d {cell.get('head_dim')}", *([CAUSAL] if cell.get("is_causal") else [])], (", ", "，"))
+
+
+def _times(title: Text, cells: Cells, metric: str) -> Chart:
+    def milliseconds(view: CellView, metric: str) -> float | None:
+        seconds = view.median(metric)
+        return seconds * 1e3 if seconds else None
+
+    series = contest_series([Contest(_shape(cell), views(cell), metric) for cell in cells], milliseconds)
+    return Chart("", title, "bars", SHAPE, MS, series, digits=3, note=MEDIANS)
+
+
+def rivals_highlights(cells: Cells) -> list[Highlight]:
+    """Our speed against each rival on the leaderboard's shape, or else on the causal one with the most FLOPs."""
+    fine = [cell for cell in cells if cell.ok and lead(medians(cell, BOTH))]
+    if not fine:
+        return []
+    cell = max(fine, key=_importance)
+    times = medians(cell, BOTH)
+    ours = min(times[name] for name in times if name in OURS)
+    found = []
+    for number, name in enumerate(name for name in IN_CHARTS if name in times):
+        rival, ratio = implementation_name(name), times[name] / ours
+        detail = say(
+            "forward and backward, {}: {} ms, {} ms",
+            "前向加后向，{}：{} ms，{} ms",
+            *(_shape(cell), kernel_ms(ours), kernel_ms(times[name])),
+        )
+        what = say("attention, against {}", "注意力，相对 {}", rival)
+        found.append(Highlight(10 + 2 * number, Text(f"{ratio:.2f}x"), what, detail, ratio, what))
     return found
 
 
-def _bar(cell: CellView, view: CellView) -> list[Point]:
-    per_second = rate(view)
-    return [Point(shape_name(cell), per_second / 1e12)] if per_second else []
+def _importance(cell: CellView) -> tuple[bool, bool, float]:
+    causal = bool(cell.get("is_causal"))
+    return causal and AttentionShape.of(cell.config).size == LEADERBOARD, causal, cell.value("flops") or 0.0
+
+
+def interleaved(cells: Cells) -> Text | None:
+    said = Text("rivals interleaved in the same process", "与各对手在同一进程内交替测量")
+    return said if any(cell.ok for cell in cells) else None
 
 
 FASTEST_RIVAL = Text("the fastest rival", "最快对手")
@@ -119,21 +173,20 @@ def _leads(cells: Cells, metric: str) -> list[tuple[float, Text]]:
     return [(found.ratio, _shape(cell)) for cell in fine if (found := lead(medians(cell, metric)))]
 
 
-def _shape(cell: CellView) -> Text:
-    sizes = [str(cell.get(name)) for name in ("batch_size", "seq_len", "head_dim")]
-    return say("{} x {} tokens, head dim {}", "{} x {} 个 token，头维度 {}", *sizes)
+def leads_over_fastest(cells: Cells, metric: str, what: Text) -> Text:
+    """State in how many shapes ours is faster than the fastest rival, and by how much."""
+    leads = _leads(cells, metric)
+    won, shapes = _won([ratio for ratio, _ in leads])
+    said = say(
+        "in {}, our attention is faster than the fastest rival in {} of {} shapes",
+        "{0}：本项目的注意力在 {2} 个形状中有 {1} 个快于最快对手",
+        *(what, won, shapes),
+    )
+    return together(said, compared(Text("it", "它"), FASTEST_RIVAL, leads)) or said
 
 
 def against_fastest(cells: Cells) -> Text | None:
-    """Our lead over the fastest rival, forward and backward together."""
-    leads = _leads(cells, "forward_backward_time")
-    won, shapes = _won([ratio for ratio, _ in leads])
-    said = say(
-        "in forward and backward together, our attention is faster than the fastest rival in {} of {} shapes",
-        "前向加后向，本项目的注意力在 {1} 个形状中有 {0} 个快于最快对手",
-        *(won, shapes),
-    )
-    return together(said, compared(Text("it", "它"), FASTEST_RIVAL, leads))
+    return leads_over_fastest(cells, "forward_backward_time", FORWARD_AND_BACKWARD)
 
 
 def against_each(cells: Cells) -> Text | None:
@@ -167,6 +220,9 @@ ATTENTION_RIVALS = Experiment(
     grid=rivals_grid,
     tables=rivals_tables,
     charts=rivals_charts,
+    highlights=rivals_highlights,
+    trust=interleaved,
+    group="attention",
     findings=(against_fastest, against_each, forward_alone),
     statistic="median",
     order=30,
@@ -182,8 +238,7 @@ def leaderboard_grid(preset: str, base: RunConfig) -> Iterable[Config]:
     require_gpu("flash_leaderboard", base, "the course timed it on one")
     warmup_ms, rep_ms = (200, 1000) if preset == "quick" else (1000, 10_000)
     for name in contestants():
-        size = Size(1, 16, 16384, 64)
-        yield attention_config(base, size, "bf16", implementation=name, warmup_ms=warmup_ms, rep_ms=rep_ms)
+        yield attention_config(base, LEADERBOARD, "bf16", implementation=name, warmup_ms=warmup_ms, rep_ms=rep_ms)
 
 
 def leaderboard_tables(cells: Cells) -> list[Table]:
@@ -218,9 +273,18 @@ def leaderboard_tables(cells: Cells) -> list[Table]:
 
 
 def leaderboard_charts(cells: Cells) -> list[Chart]:
-    times = series_of(Text("time", "耗时"), (measured(cell, TIME, str(cell.get("implementation"))) for cell in cells))
-    title = Text("The course's leaderboard test", "课程排行榜测试")
-    return [Chart("", title, "bars", FIELDS["implementation"], MS, [times], horizontal=True)]
+    """Bars from the fastest to the slowest, ours in their own colour."""
+    ranked = sorted(having(cells, TIME), key=lambda cell: value_of(cell, TIME) or 0.0)
+    names = [implementation_name(cell.get("implementation")) for cell in ranked]
+    points = [(cell, measured(cell, TIME, name)) for cell, name in zip(ranked, names, strict=True)]
+    series = [
+        series_of(who, (own for cell, own in points if (cell.get("implementation") in OURS) == is_ours))
+        for who, is_ours in ((implementation_name("auto"), True), (Text("rival", "对手"), False))
+    ]
+    title = say("The course's leaderboard: {}, bf16", "课程排行榜：{}，bf16", _shape(cells[0]))
+    note = Text("means; forward, sum and backward, 16 heads", "均值；前向、求和与后向，16 个头")
+    places, what = [name.en for name in names], FIELDS["implementation"]
+    return [Chart("", title, "stacked", what, MS, series, horizontal=True, places=places, digits=3, note=note)]
 
 
 def leaderboard_speed(cells: Cells) -> Text | None:
@@ -247,6 +311,7 @@ FLASH_LEADERBOARD = Experiment(
     grid=leaderboard_grid,
     tables=leaderboard_tables,
     charts=leaderboard_charts,
+    group="attention",
     findings=(leaderboard_speed,),
     order=40,
 )
@@ -292,16 +357,23 @@ def _extremes(cell: CellView, name: Text) -> Text:
 
 
 def step_charts(cells: Cells) -> list[Chart]:
-    names = dict.fromkeys(name for cell in cells if cell.ok for name in views(cell))
-    series = [
-        series_of(
-            name,
-            (measured(c.variant(name), STEP_TIME, f"{c.get('size')}, {c.get('context_length')}") for c in cells),
-        )
-        for name in names
-    ]
-    title = Text("A training step, attention implementations interleaved", "训练步，各注意力实现交替测量")
-    return [Chart("", title, "bars", Text("size, context", "规模，上下文"), MS, series, horizontal=True)]
+    """A chart per model: median steps, with a line from the fastest to the slowest."""
+    note = Text(
+        "medians, interleaved; lines from the fastest to the slowest step", "中位数，交替测量；横线为最快到最慢的步"
+    )
+    found = []
+    for cell in (cell for cell in cells if cell.ok):
+        own = {name: view.statistics(STEP_TIME) for name, view in views(cell).items() if not failure(view)}
+        dots = [_dot(implementation_name(name), stats) for name, stats in own.items() if stats]
+        values = (size_name(cell.get("size")), str(cell.get("context_length")))
+        title = say("Training step by its attention: {}, context {}", "不同注意力下的训练步：{}，上下文 {}", *values)
+        found.append(Chart("", title, "dots", FIELDS["attention"], MS, [Series(STEP, dots)], note=note))
+    return found
+
+
+def _dot(name: Text, stats: Statistics) -> Point:
+    low, middle, high = (1e3 * value for value in (stats.min, stats.median, stats.max))
+    return Point(name, middle, n=stats.n, low=low, high=high)
 
 
 def step_speed(cells: Cells) -> Text | None:
@@ -359,6 +431,7 @@ ATTENTION_STEP = Experiment(
     grid=step_grid,
     tables=step_tables,
     charts=step_charts,
+    group="attention",
     findings=(step_speed,),
     statistic="median",
     order=50,

@@ -1,20 +1,23 @@
 """What is memory made of at its peak, what does forward keep for backward, and what follows from the configuration?"""
 
 import dataclasses
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from itertools import product
 
-from cs336_systems.config import COURSE_SIZES, RunConfig, model_config
+from cs336_systems.config import COURSE_SIZES, MODES, RunConfig, model_config
 from cs336_systems.experiments.spec import Config, Experiment, Instrument, label_step, run_config, step_memory
 from cs336_systems.measure.readers.recorded_tables import BlockRow, LabelRow, SavedRow, rows_of
 from cs336_systems.record import GIB, MIB
 from cs336_systems.report import entries, terms
-from cs336_systems.report.cells import CellView
-from cs336_systems.report.document import Chart, Point, Series
+from cs336_systems.report.cells import CellView, grouped
+from cs336_systems.report.document import Chart, Limit, Point, Series
+from cs336_systems.report.names import implementation_name, size_name
 from cs336_systems.report.phrases import (
+    MODE_WORDS,
     having,
     known,
     naming,
+    scale_of,
     size_of,
     together,
     value_of,
@@ -23,7 +26,18 @@ from cs336_systems.report.phrases import (
 )
 from cs336_systems.report.points import FEW, joined, measured
 from cs336_systems.report.presentation import Cells
-from cs336_systems.report.rows import gib, ms, number, percent, row_name, rows_table, shortened, signed, varying
+from cs336_systems.report.rows import (
+    FIELDS,
+    as_text,
+    gib,
+    ms,
+    number,
+    percent,
+    rows_table,
+    shortened,
+    signed,
+    varying,
+)
 from cs336_systems.table import Column, Table, word
 from cs336_systems.text import Text, listed, say
 
@@ -45,6 +59,8 @@ PART_NAMES = {
 """Parts of memory as closed form, trace and timeline label them."""
 SMALL_PART = 0.01
 """Share of the largest bar below which parts are drawn together as one."""
+LOW = 0.25
+"""Share of the GPU's memory below which bars are too low to be compared with it."""
 
 
 def part_name(label: str) -> Text:
@@ -148,25 +164,63 @@ def _overheads(cells: Cells) -> Table:
 
 
 def _charts(cells: Cells) -> list[Chart]:
-    chosen = [cell for cell in cells if cell.ok]
-    if not chosen or len(chosen) > FEW:
-        return []
-    shown = varying(chosen)
-    names = [row_name(cell, shown).en for cell in chosen]
-    parts = [dict(_labels(cell)) for cell in chosen]
-    labels = list(dict.fromkeys(label for found in parts for label in found))
+    """A chart per mode, that of a training step first."""
+    by_mode = grouped(sorted(cells, key=_place), lambda cell: str(cell.get("mode")))
+    modes = sorted(by_mode, key=lambda mode: -MODES.index(mode) if mode in MODES else 0)
+    return [_parts_chart(by_mode[mode], MODE_WORDS.get(mode, Text(mode))) for mode in modes]
+
+
+def _place(cell: CellView) -> tuple:
+    return scale_of(cell), cell.get("context_length"), cell.get("precision") != "fp32", cell.get("attention") == "auto"
+
+
+def _parts_chart(cells: Cells, mode: Text) -> Chart:
+    shown = [name for name in varying(cells, always=("context_length",)) if name not in ("mode", "vocab_size")]
+    names = [_bar_name(cell, shown) for cell in cells]
+    series = _part_series(cells, names) if len(cells) <= FEW else []
+    highest = max((value_of(cell, "peak_memory") or 0.0 for cell in cells), default=0.0)
+    title = say("What the peak is made of: {}", "峰值由什么组成：{}", mode)
+    note = Text("at the peak of one step; attention is naive unless named", "一步的峰值时刻；未注明者为朴素注意力")
+    axis = listed((FIELDS[name] for name in shown), (", ", "，"))
+    limits = gpu_limit(cells, highest)
+    return Chart("", title, "stacked", axis, terms.GIB_TEXT, series, limits=limits, digits=2, note=note)
+
+
+def _bar_name(cell: CellView, shown: Sequence[str]) -> Text:
+    words = {"size": size_name(cell.get("size")), "attention": implementation_name(cell.get("attention"))}
+    plain = {"attention": "reference", "checkpoint_blocks": 0, "compile": False}
+    told = [name for name in shown if cell.get(name) != plain.get(name, "")]
+    return listed((words.get(name) or as_text(cell.get(name)) for name in told), (", ", "，"))
+
+
+def _part_series(cells: Cells, names: Sequence[Text]) -> list[Series]:
+    """The parts in the order of `PART_NAMES`, small ones together; a cell that did not fit has a note."""
+    parts = [dict(_labels(cell)) for cell in cells]
+    labels = sorted({label for found in parts for label in found}, key=_part_place)
     sizes = {label: [found.get(label, 0) / GIB for found in parts] for label in labels}
     largest = max(map(sum, zip(*sizes.values(), strict=True)), default=0)
     small = [sizes.pop(label) for label in labels if max(sizes[label]) < SMALL_PART * largest]
-    series = [Series(part_name(str(label)), list(map(Point, names, found))) for label, found in sizes.items()]
-    if small:
-        series.append(Series(Text("other", "其余"), list(map(Point, names, map(sum, zip(*small, strict=True))))))
-    if series:
-        pairs = zip(chosen, names, strict=True)
-        predicted = joined(measured(cell, "predicted_memory", name, GIB) for cell, name in pairs)
-        series.append(Series(Text("predicted peak", "预测的峰值"), predicted, drawn="marks"))
-    title = Text("What the peak is made of", "峰值由什么组成")
-    return [Chart("", title, "stacked", terms.SIZE, terms.GIB_TEXT, series, horizontal=True)]
+    found = [(part_name(label), own) for label, own in sizes.items()]
+    found += [(Text("other", "其余"), list(map(sum, zip(*small, strict=True))))] if small else []
+    series = [Series(name, [Point(*pair) for pair in zip(names, own, strict=True) if pair[1]]) for name, own in found]
+    failed = [
+        Point(name, 0.0, note=terms.OUT_OF_MEMORY) for cell, name in zip(cells, names, strict=True) if cell.is_oom
+    ]
+    return [*series, Series(Text(""), failed)] if failed else series
+
+
+def _part_place(label: str) -> int:
+    known = list(PART_NAMES)
+    return known.index(label) if label in known else len(known)
+
+
+def gpu_limit(cells: Cells, highest: float) -> list[Limit]:
+    """The memory of the GPU, unless all bars would be too low to read beside it."""
+    memory = cells[0].environment.gpu_memory
+    if not memory or (highest < memory * LOW and not any(cell.is_oom for cell in cells)):
+        return []
+    text = say("memory of {}: {} GiB", "{} 的显存：{} GiB", str(cells[0].environment.gpu), f"{memory / GIB:.1f}")
+    return [Limit(memory / GIB, text)]
 
 
 def _composition(cells: Cells) -> Text | None:
@@ -213,6 +267,7 @@ MEMORY = Experiment(
     profile=_not_profiled,
     tables=_tables,
     charts=_charts,
+    group="memory",
     findings=(worst_prediction, _composition, _largest_block),
     order=10,
 )
@@ -272,6 +327,19 @@ def _mib(size: float | None) -> str:
     return number((size or 0.0) / MIB, 1)
 
 
+def _saved_charts(cells: Cells) -> list[Chart]:
+    by_precision = grouped(having(cells, "saved_memory"), lambda cell: str(cell.get("precision")))
+    series = [
+        Series(Text(precision), joined(measured(cell, "saved_memory", _variant(cell), MIB) for cell in own))
+        for precision, own in by_precision.items()
+    ]
+    size = size_name(cells[0].get("size"))
+    values = (size, str(cells[0].get("batch_size")), str(cells[0].get("context_length")))
+    title = say("Kept for backward: {}, {} x {} tokens", "为后向保留：{}，{} x {} 个 token", *values)
+    note = Text("memory of saved tensors, parameters not counted", "所保存张量的显存，不含参数")
+    return [Chart("", title, "bars", Text("how it runs", "运行方式"), Text("MiB"), series, digits=1, note=note)]
+
+
 def _kept(cells: Cells) -> Text | None:
     fine = having(cells, "saved_memory")
     base = next(cell for cell in fine if _variant(cell) == NAIVE)
@@ -316,6 +384,8 @@ SAVED_TENSORS = Experiment(
     instrument=Instrument("saved_tensors", f"{MODULE}:measure_saved_tensors", label=label_step),
     profile=_saved_not_profiled,
     tables=_saved_tables,
+    charts=_saved_charts,
+    group="memory",
     findings=(_kept, _largest_kept),
     order=30,
 )
@@ -396,6 +466,7 @@ MEMORY_MODEL = Experiment(
     grid=_model_grid,
     instrument=Instrument("memory_model", f"{MODULE}:measure_prediction"),
     tables=_model_tables,
+    group="memory",
     findings=(_largest_model, _smallest_need),
     order=40,
 )

@@ -7,17 +7,28 @@ from itertools import product
 from typing import Any
 
 from cs336_systems.config import RunConfig, model_config
+from cs336_systems.experiments.memory.peak_parts import gpu_limit
 from cs336_systems.experiments.spec import Config, Experiment, Instrument, step_memory
 from cs336_systems.record import GIB
 from cs336_systems.report import terms
 from cs336_systems.report.cells import CellView, grouped
 from cs336_systems.report.document import Chart, Point, Series
-from cs336_systems.report.phrases import compared, error_text, having, known, pairs_of, speed_up, together, value_of
+from cs336_systems.report.names import size_name
+from cs336_systems.report.phrases import (
+    compared,
+    error_text,
+    having,
+    known,
+    pairs_of,
+    speed_up,
+    together,
+    value_of,
+)
 from cs336_systems.report.points import joined, measured
 from cs336_systems.report.presentation import Cells
 from cs336_systems.report.rows import gib, ms, remarks_on, settings_of, title_of
 from cs336_systems.table import Column, Table
-from cs336_systems.text import Text, say
+from cs336_systems.text import Text, listed, say
 
 GROUPS = ((0, 0), (1, 0), (2, 0), (4, 0), (8, 0), (16, 0), (4, 1), (8, 1), (8, 2), (16, 4))
 """(blocks recomputed together, blocks recomputed together once more inside such a group; 0: none)."""
@@ -104,29 +115,67 @@ def _group_name(cell: CellView) -> Text:
 
 
 def _charts(cells: Cells) -> list[Chart]:
+    """For each precision, time against memory; then the peaks, measured and predicted."""
     ordered = sorted(cells, key=lambda cell: (cell.get("inner") > 0, cell.get("checkpoint_blocks"), cell.get("inner")))
     by_precision = grouped(ordered, lambda cell: str(cell.get("precision")))
+    return [*map(_trade_off, by_precision.values()), _peaks(ordered, by_precision)]
 
-    def points(own: Cells, metric: str, unit: float) -> list[Point]:
-        return joined(measured(cell, metric, _bar(cell), unit) for cell in own)
 
-    peaks = [Series(Text(name), points(own, "peak_memory", GIB)) for name, own in by_precision.items()]
-    for number, (name, own) in enumerate(by_precision.items()):
-        predicted = points(own, "predicted_by_tracing_memory", GIB)
-        peaks.append(Series(say("{}: {}", "{}：{}", name, terms.PREDICTED), predicted, drawn="marks", over=number))
-    times = [Series(Text(name), points(own, "step_time", 1e-3)) for name, own in by_precision.items()]
-    blocks = Text("blocks in a group; a/b: inside groups of a, of b", "每组块数；a/b 表示组内再分组")
-    peak = Text("Peak by blocks recomputed together", "峰值与重计算分组")
-    time = Text("Step time by blocks recomputed together", "耗时与重计算分组")
-    return [
-        Chart("", peak, "bars", blocks, terms.GIB_TEXT, peaks),
-        Chart("", time, "bars", blocks, terms.MS, times),
+def _trade_off(cells: Cells) -> Chart:
+    fine = sorted(having(cells, "peak_memory", "step_time"), key=lambda cell: known(cell, "peak_memory"))
+    flat = [_place(cell) for cell in fine if not cell.get("inner")]
+    nested = [_place(cell) for cell in fine if cell.get("inner")]
+    series = [
+        Series(Text("one level of groups", "一层分组"), flat),
+        Series(Text("groups inside groups", "组内再分组"), nested, drawn="marks"),
     ]
+    front = best_trade_off([*flat, *nested])
+    if len(front) > 1:
+        series.append(Series(Text("best trade-off", "最佳权衡"), front, drawn="line"))
+    title = say("Recomputation, time against memory: {}", "重计算，时间与显存：{}", _settings(cells[0]))
+    along = listed((_bar(cell) for cell in fine if not cell.get("inner")), (", ", "、"))
+    note = say("means; blocks in a group, along the line: {}", "均值；沿线各点的每组块数：{}", along)
+    return Chart("", title, "lines", Text("peak, GiB", "峰值，GiB"), terms.MS, series, digits=1, note=note)
 
 
-def _bar(cell: CellView) -> str:
-    inner = f"/{cell.get('inner')}" if cell.get("inner") else ""
-    return f"{cell.get('checkpoint_blocks') or 'none'}{inner}"
+def _settings(cell: CellView) -> Text:
+    size, precision = size_name(cell.get("size")), str(cell.get("precision"))
+    values = (size, str(cell.get("batch_size")), str(cell.get("context_length")), precision)
+    return say("{}, {} x {} tokens, {}", "{}，{} x {} 个 token，{}", *values)
+
+
+def _place(cell: CellView) -> Point:
+    return Point(known(cell, "peak_memory") / GIB, 1e3 * known(cell, "step_time"), name=_bar(cell).en)
+
+
+def best_trade_off(points: Iterable[Point]) -> list[Point]:
+    """The points that no other beats in both time and memory, by memory."""
+    found: list[Point] = []
+    for point in sorted(points, key=lambda point: (point.x, point.y)):
+        if not found or point.y < found[-1].y:
+            found.append(point)
+    return found
+
+
+def _peaks(cells: Cells, by_precision: Mapping[str, Cells]) -> Chart:
+    def points(own: Cells, metric: str) -> list[Point]:
+        return joined(measured(cell, metric, _bar(cell), GIB) for cell in own)
+
+    series = []
+    for name, own in by_precision.items():
+        failed = [Point(_bar(cell), 0.0, note=terms.OUT_OF_MEMORY) for cell in own if cell.is_oom]
+        series.append(Series(Text(name), [*failed, *points(own, "peak_memory")]))
+    highest = max((value_of(cell, "peak_memory") or 0.0 for cell in cells), default=0.0)
+    title = Text("Peak by blocks recomputed together", "峰值与一起重计算的块数")
+    x = Text(
+        "blocks in a group; 8/2: groups of 8, and inside them of 2", "每组块数；8/2：每组 8 块，组内再以 2 块为一组"
+    )
+    return Chart("", title, "bars", x, terms.GIB_TEXT, series, limits=gpu_limit(cells, highest), digits=2)
+
+
+def _bar(cell: CellView) -> Text:
+    outer, inner = cell.get("checkpoint_blocks"), cell.get("inner")
+    return Text(f"{outer}/{inner}" if inner else str(outer)) if outer else Text("none", "不重计算")
 
 
 # -- findings ---------------------------------------------------------------------------------------------------------
@@ -214,6 +263,7 @@ CHECKPOINTING = Experiment(
     ),
     tables=_tables,
     charts=_charts,
+    group="memory",
     findings=(_least_memory, _recompute_time, _traced_prediction),
     order=20,
 )

@@ -5,7 +5,13 @@ from itertools import product
 from typing import NamedTuple
 
 from cs336_systems.config import RunConfig
-from cs336_systems.experiments.ranks.multi_rank import charts_per_cell, failure_table, gloo_notes, per_link
+from cs336_systems.experiments.ranks.multi_rank import (
+    charts_per_cell,
+    collective_name,
+    failure_table,
+    gloo_notes,
+    per_link,
+)
 from cs336_systems.experiments.spec import Config, Experiment, Instrument
 from cs336_systems.record import BUS_FACTOR
 from cs336_systems.report.cells import CellView
@@ -125,18 +131,18 @@ def _chart(cell: CellView) -> Chart:
         factor = BUS_FACTOR[name](cell.get("ranks")) / 1e9
         if seen:
             points = [Point(size / 1e6, size / seconds * factor) for size, seconds in seen]
-            series.append(Series(Text(name), points, drawn="marks"))
+            series.append(Series(collective_name(name), points, drawn="marks"))
         if len(seen) > 1:
             points = [Point(size / 1e6, size / seconds * factor) for size, seconds in _curve(seen)]
-            name_of_fit = say("{}: fit", "{}：拟合", name)
+            name_of_fit = say("{}: fit", "{}：拟合", collective_name(name))
             series.append(Series(name_of_fit, points, dashed=True, drawn="line", over=len(series) - 1))
-    title = say(
-        "Bus bandwidth by size, {} ranks, {}; fit: latency + size / bandwidth",
-        "总线带宽与数组大小，{} 个 rank，{}；拟合：延迟 + 大小 / 带宽",
-        *(str(cell.get("ranks")), cell.get("backend")),
+    values = (str(cell.get("ranks")), cell.get("backend"))
+    title = say("Bus bandwidth by size: {} ranks, {}", "总线带宽与数组大小：{} 个 rank，{}", *values)
+    note = Text(
+        "medians of the slowest rank; fit: latency + size / bandwidth", "最慢 rank 的中位数；拟合：延迟 + 大小 / 带宽"
     )
-    axes = Text("size of the whole array, MB", "整个数组 MB"), Text("busbw, GB/s")
-    return Chart("", title, "lines", *axes, series, log_x=True, log_y=True)
+    axes = Text("size of the whole array, MB", "整个数组，MB"), Text("busbw, GB/s")
+    return Chart("", title, "lines", *axes, series, log_x=True, log_y=True, note=note)
 
 
 def _curve(seen: Sequence[Timing]) -> list[Timing]:
@@ -181,6 +187,7 @@ COLLECTIVE_TIMES = Experiment(
     grid=_grid,
     tables=collective_tables,
     charts=charts_per_cell(_chart),
+    group="ranks",
     findings=per_link(_largest_array, _fitted),
     order=10,
 )

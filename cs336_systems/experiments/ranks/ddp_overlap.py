@@ -4,9 +4,10 @@ Between processes of one machine communication takes the cores that backward nee
 emulates a network: its all-reduces take as long as they would on one of that latency and bandwidth (measure/wire.py).
 """
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from functools import partial
+from itertools import pairwise
 from math import isfinite
 from typing import NamedTuple
 
@@ -20,11 +21,12 @@ from cs336_systems.experiments.ranks.multi_rank import (
     WEIGHT_ERROR,
     Arrangement,
     arrangement_grid,
-    arrangement_name,
     arrangements_of,
     cell_title,
+    chart_place,
     chart_title,
     charts_per_cell,
+    collective_name,
     gloo_notes,
     paired_steps,
     per_link,
@@ -33,8 +35,9 @@ from cs336_systems.experiments.ranks.multi_rank import (
 from cs336_systems.experiments.spec import Config, Experiment
 from cs336_systems.record import MIB
 from cs336_systems.report.cells import CellView
-from cs336_systems.report.document import Chart, Point, Series
-from cs336_systems.report.phrases import compared, median_of, together, with_time
+from cs336_systems.report.document import Chart, Highlight, Point, Series
+from cs336_systems.report.phrases import compared, median_of, times_text, together, with_time
+from cs336_systems.report.presentation import Cells
 from cs336_systems.report.rows import ms, number, percent
 from cs336_systems.report.terms import BACKWARD, MEASURED, MS, PHASE_NAMES, PREDICTED, STEP, SYNC
 from cs336_systems.table import Column, Table, word
@@ -115,34 +118,81 @@ def _table(cell: CellView) -> Table:
 
 def _exposed(cell: CellView) -> Chart:
     rows = exposures(cell)
-    alone = [Point(row.arrangement.name, 1e3 * row.alone) for row in rows if row.alone is not None]
-    exposed = [Point(row.arrangement.name, 1e3 * max(0.0, row.exposed)) for row in rows if row.exposed is not None]
+    alone = [Point(row.arrangement.label, 1e3 * row.alone) for row in rows if row.alone is not None]
+    exposed = [Point(row.arrangement.label, 1e3 * max(0.0, row.exposed)) for row in rows if row.exposed is not None]
     series = [Series(Text("communication alone", "单独通信"), alone), Series(EXPOSED, exposed)]
-    return Chart("", chart_title(cell, TITLE), "bars", WRAPPER, MS, series)
+    note = Text(
+        "medians; exposed: how much longer a step is than without a wrapper",
+        "中位数；未掩盖：单步比不封装时长出的时间",
+    )
+    return Chart("", chart_title(cell, TITLE), "bars", WRAPPER, MS, series, digits=2, note=note)
 
 
 def _lanes(cell: CellView) -> Chart:
-    """One step of each wrapper: computation above, communication below."""
+    """A step of each wrapper: computation above, communication below."""
     lanes: list[dict[str, list[Point]]] = [{phase: [] for phase in PHASE_NAMES}, {}]
     for name, metrics in cell.variants.items():
-        if "message_start" not in metrics:
+        if "phase_start" not in metrics:
             continue
+        place = _at_medians(cell.variant(name))
         for lane, kind in zip(lanes, ("phase", "message"), strict=True):
-            starts, ends = metrics[f"{kind}_start"].numbers, metrics[f"{kind}_end"].numbers
-            for what, start, end in zip(metrics[kind].samples, starts, ends, strict=True):
-                lane.setdefault(str(what), []).append(Point(name, 1e3 * end, start=1e3 * start))
+            whats, starts, ends = (cell.variant(name).samples(f"{kind}{what}") for what in ("", "_start", "_end"))
+            for what, start, end in zip(whats, starts, ends, strict=True):
+                span = Point(Arrangement.named(name).label, 1e3 * place(end), start=1e3 * place(start))
+                lane.setdefault(str(what), []).append(span)
     series = [
-        Series(PHASE_NAMES.get(what) or Text(what.replace("_", "-")), points, lane=number)
+        Series(PHASE_NAMES.get(what) or collective_name(what), points, lane=number)
         for number, lane in enumerate(lanes)
         for what, points in lane.items()
         if points
     ]
-    title = Text("Computation and communication in one step of each wrapper", "各封装一步中的计算与通信")
-    since = Text(
-        "ms since the step began; above: computation, below: communication",
-        "自该步开始的时间（ms）；上：计算，下：通信",
+    title = Text("Computation and communication in a step", "一步中的计算与通信")
+    since = Text("ms of the host's clock; above: computation, below: communication", "主机时钟，ms；上：计算，下：通信")
+    note = Text(
+        "phases: medians; collectives: of one step, placed within its phases (those of torch are not recorded)",
+        "阶段：中位数；集合通信：来自其中一步，按其在阶段中的位置绘制（未记录 torch 的）",
     )
-    return Chart("lanes", chart_title(cell, title), "spans", WRAPPER, since, series)
+    return Chart("lanes", chart_title(cell, title), "spans", WRAPPER, since, series, note=note)
+
+
+def _at_medians(own: CellView) -> Callable[[float], float]:
+    """A function from a time of the recorded step to the same place in a step whose phases take their median times.
+
+    One recorded step may be far from the usual: a phase of it can take three times its median.
+    """
+    knots, shift = [(0.0, 0.0)], 0.0
+    for phase, start, end in zip(*(own.samples(name) for name in ("phase", "phase_start", "phase_end")), strict=True):
+        usual = own.median(f"{phase}_time")
+        knots.append((start, start + shift))
+        shift += (end - start if usual is None else usual) - (end - start)
+        knots.append((end, end + shift))
+
+    def place(seconds: float) -> float:
+        for (left, at), (right, then) in pairwise(knots):
+            if seconds <= right:
+                return at + (then - at) * (seconds - left) / (right - left) if right > left else then
+        return seconds + shift
+
+    return place
+
+
+def _highlights(cells: Cells) -> list[Highlight]:
+    """The fastest of our wrappers beside the one that averages parameter by parameter after backward."""
+    fine = sorted((c for c in cells if c.ok and not c.get("link")), key=lambda c: c.get("backend") != "nccl")
+    for cell in fine[:1]:
+        ours = [one for one in arrangements_of(cell) if one != NONE and one.library == "ours"]
+        times = {one: seconds for one in ours if (seconds := median_of(cell.variant(one.name), "step_time"))}
+        naive = times.pop(Arrangement("naive"), None)
+        best = min(times, key=lambda one: times[one], default=None)
+        if naive and best:
+            return [_against_naive(cell, best, times[best], naive)]
+    return []
+
+
+def _against_naive(cell: CellView, best: Arrangement, seconds: float, naive: float) -> Highlight:
+    what = say("training step with {}, against naive DDP", "训练步（{}），相对朴素 DDP", best.label)
+    detail = say("{}: {} ms, {} ms", "{}：{} ms，{} ms", chart_place(cell), ms(seconds), ms(naive))
+    return Highlight(65, Text(f"{times_text(naive / seconds)}x"), what, detail)
 
 
 def _fastest(cell: CellView) -> Text | None:
@@ -152,12 +202,12 @@ def _fastest(cell: CellView) -> Text | None:
     said: Text | None = say(
         "{} is the fastest of our {} wrappers with {} ms a step",
         "{} 在本项目的 {} 种封装中最快，每步 {} ms",
-        *(arrangement_name(best), str(len(times)), ms(times[best])),
+        *(best.label, str(len(times)), ms(times[best])),
     )
     for other in (NAIVE, TORCH_DDP):
         seconds = median_of(cell.variant(other.name), "step_time")
         if seconds and other != best:
-            name = with_time(arrangement_name(other), ms(seconds))
+            name = with_time(other.label, ms(seconds))
             said = together(said, compared(Text("it", "它"), name, [(seconds / times[best], Text(""))]))
     return said
 
@@ -172,7 +222,7 @@ def _hidden(cell: CellView) -> Text | None:
 
 def _hides(arrangement: Arrangement, share: float) -> Text:
     """State the share of communication that a wrapper hides: noise may put it below 0 or above 1."""
-    name = arrangement_name(arrangement)
+    name = arrangement.label
     if share < 0.005:
         return say("{} hides no communication", "{} 未能掩盖通信", name)
     if share > 0.995:
@@ -190,6 +240,8 @@ DDP = Experiment(
     grid=_grid,
     tables=tables_per_cell(_table),
     charts=charts_per_cell(_exposed, _lanes),
+    highlights=_highlights,
+    group="ranks",
     findings=per_link(_fastest, _hidden),
     statistic="median",
     order=20,
@@ -295,7 +347,8 @@ def _bucket_chart(cell: CellView) -> Chart:
         Series(Text("S / (n w) + n o"), [Point(row.size / MIB, 1e3 * row.formula) for row in rows], dashed=True),
     ]
     title = chart_title(cell, Text("Exposed communication by bucket size", "未掩盖的通信与桶大小"))
-    return Chart("", title, "lines", Text("bucket, MB", "桶 MB"), MS, series, log_x=True)
+    note = Text("medians of differences within a round", "同一轮内差值的中位数")
+    return Chart("", title, "lines", Text("bucket, MB", "桶，MB"), MS, series, log_x=True, digits=2, note=note)
 
 
 def _best_bucket(cell: CellView) -> Text | None:
@@ -329,6 +382,7 @@ BUCKET_MODEL = Experiment(
     grid=partial(arrangement_grid, arrangements=[NONE, *BUCKETS], link=SLOW_LINK),
     tables=tables_per_cell(_bucket_table),
     charts=charts_per_cell(_bucket_chart),
+    group="ranks",
     findings=per_link(_best_bucket, _worst_prediction),
     order=30,
 )

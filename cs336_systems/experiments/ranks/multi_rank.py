@@ -15,6 +15,7 @@ from cs336_systems.config import RunConfig, UserError, model_config
 from cs336_systems.experiments.spec import Config, Instrument
 from cs336_systems.report.cells import CellView
 from cs336_systems.report.document import Chart
+from cs336_systems.report.names import size_name
 from cs336_systems.report.phrases import MOST, safely, together
 from cs336_systems.report.presentation import Cells, MakeCharts, MakeTables, Sentence
 from cs336_systems.report.referee import remarks
@@ -46,6 +47,13 @@ class Arrangement:
         if self.bucket_size_mb is not None:
             return f"{_BUCKETED}{self.bucket_size_mb:g}"
         return _NAMES[self]
+
+    @property
+    def label(self) -> Text:
+        """Its name in charts and sentences."""
+        if self.bucket_size_mb is not None:
+            return say("bucketed DDP ({} MB)", "分桶 DDP（{} MB）", f"{self.bucket_size_mb:g}")
+        return _LABELS.get(self, Text(self.name))
 
     @classmethod
     def named(cls, name: str) -> "Arrangement":
@@ -87,28 +95,19 @@ _NAMES = {
     FSDP: "fsdp",
     TORCH_FSDP: "torch fully_shard",
 }
-_BY_NAME = {name: arrangement for arrangement, name in _NAMES.items()}
-
-_READ_AS = {
-    NONE: Text("one rank alone", "单个 rank"),
+_LABELS = {
+    NONE: Text("no wrapper", "不封装"),
     Arrangement("naive"): Text("naive DDP", "朴素 DDP"),
     Arrangement("flat"): Text("flat DDP", "展平 DDP"),
     Arrangement("overlapped"): Text("overlapped DDP", "重叠 DDP"),
-    DDP: Text("DDP"),
-    TORCH_DDP: Text("PyTorch's DDP", "PyTorch 的 DDP"),
-    SHARDED: Text("DDP with a sharded optimizer", "优化器分片的 DDP"),
-    TORCH_ZERO: Text("PyTorch's ZeRO", "PyTorch 的 ZeRO"),
-    FSDP: Text("FSDP"),
-    TORCH_FSDP: Text("PyTorch's FSDP", "PyTorch 的 FSDP"),
+    DDP: Text("our DDP", "本项目 DDP"),
+    SHARDED: Text("our sharded optimizer", "本项目分片优化器"),
+    FSDP: Text("our FSDP", "本项目 FSDP"),
+    TORCH_DDP: Text("PyTorch DDP"),
+    TORCH_ZERO: Text("PyTorch ZeRO"),
+    TORCH_FSDP: Text("PyTorch FSDP"),
 }
-
-
-def arrangement_name(arrangement: Arrangement) -> Text:
-    """The name of an arrangement for readers."""
-    if arrangement.bucket_size_mb is not None:
-        return say("DDP with buckets of {} MB", "{} MB 分桶的 DDP", f"{arrangement.bucket_size_mb:g}")
-    return _READ_AS[arrangement]
-
+_BY_NAME = {name: arrangement for arrangement, name in _NAMES.items()}
 
 ARRANGEMENT = Text("arrangement", "方案")
 WEIGHT_ERROR = Text("weight error", "权重偏差")
@@ -197,8 +196,20 @@ def cell_title(cell: CellView, what: Text) -> Text:
 
 
 def chart_title(cell: CellView, what: Text) -> Text:
-    where = _with_network(cell, listed([str(cell.get("size")), _ranks(cell)], (", ", "，")))
-    return say("{}: {}", "{}：{}", what, where)
+    return say("{}: {}", "{}：{}", what, chart_place(cell))
+
+
+def chart_place(cell: CellView) -> Text:
+    """The model, the ranks and their link."""
+    ranks, backend = (str(cell.get(name)) for name in ("ranks", "backend"))
+    one_gpu = str(cell.get("device")).startswith("cuda") and cell.environment.gpu_count == 1
+    shared = say("{} ranks sharing one GPU, {}", "{} 个 rank 共用一块 GPU，{}", ranks, backend)
+    where = listed([size_name(cell.get("size")), shared if one_gpu else _ranks(cell)], (", ", "，"))
+    return _with_network(cell, where)
+
+
+def collective_name(name: str) -> Text:
+    return Text(name.replace("_", "-"))
 
 
 def _ranks(cell: CellView) -> Text:

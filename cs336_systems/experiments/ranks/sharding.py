@@ -16,7 +16,6 @@ from cs336_systems.experiments.ranks.multi_rank import (
     WEIGHT_ERROR,
     Arrangement,
     arrangement_grid,
-    arrangement_name,
     arrangements_of,
     cell_title,
     chart_title,
@@ -85,10 +84,11 @@ def _table(cell: CellView) -> Table:
 def _chart(cell: CellView) -> Chart:
     series = []
     for part, head in zip(PARTS, (PARAMETERS, GRADIENTS, OPTIMIZER_STATE), strict=True):
-        sizes = {name: cell.variant(name).value(f"{part}_memory") or 0.0 for name in cell.get("arrangements")}
-        series.append(Series(head, [Point(name, size / MIB) for name, size in sizes.items()]))
-    title = chart_title(cell, Text("Memory on the fullest rank", "占用最多的 rank"))
-    return Chart("", title, "stacked", ARRANGEMENT, Text("MiB"), series)
+        sizes = {one.label: cell.variant(one.name).value(f"{part}_memory") or 0.0 for one in arrangements_of(cell)}
+        series.append(Series(head, [Point(label, size / MIB) for label, size in sizes.items()]))
+    title = chart_title(cell, Text("Memory on the fullest rank", "占用最多的 rank 的显存"))
+    note = Text("training state before the update, without activations", "更新之前的训练状态，不含激活")
+    return Chart("", title, "stacked", ARRANGEMENT, Text("MiB"), series, digits=1, note=note)
 
 
 # -- findings ---------------------------------------------------------------------------------------------------------
@@ -105,14 +105,14 @@ def _saving_of(subject: Arrangement) -> Callable[[CellView], Text | None]:
         said: Text | None = say(
             "{} holds {} MiB on a rank, {}",
             "{} 在每个 rank 上占用 {} MiB，{}",
-            *(arrangement_name(subject), number(held / MIB, 1), _memory_beside(held, base)),
+            *(subject.label, number(held / MIB, 1), _memory_beside(held, base)),
         )
         ours, plain, other = (median_of(cell.variant(one.name), "step_time") for one in (subject, DDP, theirs))
         if ours and plain:
-            cost = beside(plain / ours, say("with {}", "{}", arrangement_name(DDP)))
+            cost = beside(plain / ours, say("with {}", "{}", DDP.label))
             said = together(said, say("a step takes {} ms: {}", "每步 {} ms，{}", ms(ours), cost))
         if other:
-            values = (arrangement_name(theirs), number(_held(cell, theirs.name) / MIB, 1), ms(other))
+            values = (theirs.label, number(_held(cell, theirs.name) / MIB, 1), ms(other))
             said = together(said, say("{} holds {} MiB and takes {} ms", "{} 占用 {} MiB，每步 {} ms", *values))
         return said
 
@@ -121,7 +121,7 @@ def _saving_of(subject: Arrangement) -> Callable[[CellView], Text | None]:
 
 def _memory_beside(held: float, base: float) -> Text:
     """Compare the memory with that of plain data parallel."""
-    other = say("{} ({} MiB)", "{}（{} MiB）", arrangement_name(DDP), number(base / MIB, 1))
+    other = say("{} ({} MiB)", "{}（{} MiB）", DDP.label, number(base / MIB, 1))
     if is_same(held / base):
         return say("as much as {}", "与 {} 相同", other)
     share = percent(abs(1 - held / base), 0)
@@ -145,6 +145,7 @@ OPTIMIZER_SHARDING = Experiment(
     grid=partial(arrangement_grid, arrangements=(DDP, SHARDED, TORCH_ZERO)),
     tables=tables_per_cell(_table),
     charts=charts_per_cell(_chart),
+    group="ranks",
     findings=per_link(_saving_of(SHARDED)),
     statistic="median",
     order=40,

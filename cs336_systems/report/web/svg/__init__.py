@@ -69,7 +69,8 @@ def _legend(chart: Chart, width: int) -> tuple[str, float]:
     if not chart.has_legend:
         return "", 0.0
     found, x, y, tallest = [], 0.0, 0.0, 0
-    entries: list[tuple[int, Series | Limit, Text]] = [(i, one, one.name) for i, one in chart.shown if any(one.name)]
+    named = [(index, series) for index, series in chart.shown if any(series.name)]
+    entries: list[tuple[int, Series | Limit, Text]] = [(i, one, one.name) for i, one in named if len(named) > 1]
     entries += [(0, limit, limit.text) for limit in chart.limits]  # no series, and cannot be hidden
     for index, series, text in entries:
         room = min(widest(text), width - 44) + 1

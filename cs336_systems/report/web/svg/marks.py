@@ -14,7 +14,7 @@ from cs336_systems.text import LANGUAGES, Text
 
 DENSE = 60
 """Lines with more points than this have small markers."""
-MOST_MARKS = 400
+MOST_MARKS = 120
 """Maximum markers of a line. The line itself passes through all of its points."""
 MARKERS = (
     "M-4.5 0a4.5 4.5 0 1 0 9 0a4.5 4.5 0 1 0-9 0z",

@@ -242,7 +242,7 @@ class Layout:
         return not self.value_axis.log and self.value_axis.low <= 0 <= self.value_axis.high
 
     def bar_width(self, count: int) -> float:
-        return min(self.slot * 0.82 / max(count, 1), 56)
+        return min(self.slot * 0.82 / max(count, 1), 28 if self.horizontal else 56)
 
     def beside(self, index: int | None, x: float | str | Text) -> float:
         """The middle of a series' bar among the bars of one slot; the middle of the slot if it has none."""

@@ -5,12 +5,14 @@ from cs336_systems.record import GIB, MIB, Record
 from tests.unit.report.step_cells import CPU, cell, entries
 
 
-def memory(context=512, peak=10.0, **metrics) -> list[Record]:
+def memory(context=512, peak=10.0, status="ok", **given) -> list[Record]:
+    """`given`: fields of the configuration, and metrics."""
+    run = {name: given.pop(name) for name in ("mode", "attention", "precision") if name in given}
     parts = ("parameters", 2.0 * GIB, "activations", (peak - 2.0) * GIB)
     blocks = (64.0 * MIB, "activations", "layers.0.attn", "aten::bmm 4x8", "reference.py:49 in scores")
     found = {"peak_memory": (peak * GIB,), "part_memory": parts, "largest_blocks": blocks, "peak_phase": ("forward",)}
     found |= {"traced_step_time": (1.5,), "unlabelled_memory": (0.1 * GIB,)}
-    return cell("memory", context=context, metrics={**found, **metrics})
+    return cell("memory", context=context, status=status, metrics={**found, **given}, **run)
 
 
 def recomputed(blocks, peak, seconds, inner=0, status="ok", precision="fp32", predicted=None) -> list[Record]:

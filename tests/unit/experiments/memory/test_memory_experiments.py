@@ -54,13 +54,32 @@ def test_peaks_parts_blocks_and_overheads():
 
 def test_small_parts_are_drawn_as_one_and_nothing_is_lost():
     parts = ("weights", 60 * GIB, "a", GIB / 10, "b", GIB / 5)
-    (chart,) = charts(memory(part_memory=parts, predicted_memory=(61 * GIB,)))
-    weights, other, marks = chart.series
-    assert [series.name.en for series in chart.series] == ["weights", "other", "predicted peak"]
-    assert sum(values(series)["small"] for series in (weights, other)) == pytest.approx(60.3)
-    assert values(marks) == {"small": 61.0}
-    assert chart.on_bars(marks)
+    (chart,) = charts(memory(part_memory=parts))
+    weights, other = chart.series
+    assert [series.name.en for series in chart.series] == ["weights", "other"]
+    assert sum(values(series)["512"] for series in (weights, other)) == pytest.approx(60.3)
     assert charts(memory(part_memory=())) == []
+
+
+def test_each_mode_has_a_chart_with_bars_by_context():
+    step, inference = charts(memory(512), memory(256, mode="inference"), memory(256))
+    assert [chart.title.en.split(": ")[1] for chart in (step, inference)] == ["training step", "inference"]
+    assert step.bar_names == ["256", "512"]
+    assert [series.name.en for series in step.series] == ["parameters", "activations"]
+
+
+def test_bars_are_named_by_what_differs():
+    (chart,) = charts(memory(attention="auto", precision="bf16"), memory(precision="bf16"), memory())
+    assert chart.bar_names == ["512, fp32", "512, bf16", "512, bf16, ours"]
+    assert chart.x.en == "context, precision, attention"
+
+
+def test_what_did_not_fit_has_a_note_and_the_gpu_is_a_limit():
+    (chart,) = charts(memory(256, peak=10.0), memory(512, status=OOM))
+    assert [point.place for series in chart.series for point in series.points if point.note] == ["512"]
+    assert [limit.value for limit in chart.limits] == [140.0]
+    (low,) = charts(memory(peak=5.0))
+    assert low.limits == [], "bars would be too low to read"
 
 
 # -- checkpointing ----------------------------------------------------------------------------------------------------
@@ -94,22 +113,29 @@ def test_a_plain_step_that_does_not_fit_is_stated_with_what_it_needs():
     assert said[0].endswith("20.00 GiB, against 64.5 GiB without recomputation, which does not fit.")
 
 
-def test_predicted_peaks_are_marks_on_their_bars():
-    peaks, times = charts(
-        recomputed(0, 30, 0.5, predicted=31),
-        recomputed(4, 10, 0.5, inner=1, predicted=11),
-        recomputed(0, 20, 0.5, precision="bf16", predicted=21),
-        recomputed(2, 8, 0.5, precision="bf16", predicted=9),
+def test_time_is_drawn_against_memory_for_each_precision():
+    fp32, bf16, peaks = charts(
+        recomputed(0, 30, 0.4),
+        recomputed(1, 8, 0.5),
+        recomputed(4, 10, 0.6, inner=1),
+        recomputed(2, 9, 0.5, precision="bf16"),
     )
-    assert [(series.name.en, series.drawn, series.over) for series in peaks.series] == [
-        ("fp32", "both", None),
-        ("bf16", "both", None),
-        ("fp32: predicted", "marks", 0),
-        ("bf16: predicted", "marks", 1),
-    ]
-    assert values(peaks.series[2]) == {"none": 31.0, "4/1": 11.0}
-    assert values(peaks.series[3]) == {"none": 21.0, "2": 9.0}
-    assert [values(series) for series in times.series] == [{"none": 500, "4/1": 500}, {"none": 500, "2": 500}]
+    flat, nested, best = fp32.series
+    assert [(point.name, point.x, point.y) for point in flat.points] == [("1", 8.0, 500.0), ("none", 30.0, 400.0)]
+    assert [point.name for point in nested.points] == ["4/1"]
+    assert [point.name for point in best.points] == ["1", "none"], "what no other beats in both"
+    assert len(bf16.series[0].points) == 1
+    assert len(bf16.series) == 2, "one point is no trade-off"
+    assert {series.name.en: values(series) for series in peaks.series} == {
+        "fp32": {"none": 30.0, "1": 8.0, "4/1": 10.0},
+        "bf16": {"2": 9.0},
+    }
+
+
+def test_a_step_without_recomputation_that_does_not_fit_is_marked():
+    *_, peaks = charts(recomputed(0, 0, 0, status=OOM), recomputed(1, 20.0, 1.3))
+    assert [point.place for series in peaks.series for point in series.points if point.note] == ["none"]
+    assert peaks.limits
 
 
 # -- saved_tensors, memory_model --------------------------------------------------------------------------------------
@@ -129,3 +155,11 @@ def test_the_memory_model_part_by_part():
     parts = ("parameters", "gradients", "optimizer", "activations", "logits, loss", "peak", "peak, traced")
     assert rows(table, *(f"{part} (GiB)" for part in parts)) == [tuple(f"{i}.00" for i in range(1, 8))]
     assert rows(table, "per block (MiB)", "residual tensor (MiB)", "peak in") == [("192", "6", "backward")]
+
+
+def test_kept_memory_is_drawn_by_how_the_block_runs():
+    (chart,) = charts(saved(200), saved(50, checkpoint_blocks=1), saved(100, precision="bf16"))
+    assert {series.name.en: values(series) for series in chart.series} == {
+        "fp32": {"naive attention": 200.0, "checkpointed": 50.0},
+        "bf16": {"naive attention": 100.0},
+    }

@@ -1,10 +1,13 @@
 """`ddp`: exposed communication and the lanes of a step."""
 
 import re
+from dataclasses import replace
 
 import pytest
 
-from cs336_systems.record import Metric
+from cs336_systems.experiments.catalogue import catalogue
+from cs336_systems.record import Environment, Metric
+from cs336_systems.report.cells import group
 from cs336_systems.report.rows import percent
 from tests.unit.experiments.ranks.samples import SAMPLES, arrangement_cell, charts, tables
 from tests.unit.report.step_cells import values
@@ -41,13 +44,51 @@ def test_title_names_the_emulated_network():
 def test_exposed_communication_and_lanes():
     exposed, lanes = charts(arrangement_cell("ddp", TIMES, metrics=LANES))
     alone, felt = map(values, exposed.series)
-    assert alone == {"naive": 200, "torch DDP": 200}
-    assert felt == {"naive": pytest.approx(5), "torch DDP": pytest.approx(5)}
+    assert alone == {"naive DDP": 200, "torch DDP": 200}
+    assert felt == {"naive DDP": pytest.approx(5), "torch DDP": pytest.approx(5)}
     assert (lanes.kind, lanes.name) == ("spans", "ddp-lanes")
     kinds = [(series.name.en, series.lane) for series in lanes.series]
     assert kinds == [("forward", 0), ("backward", 0), ("all-reduce", 1)]
-    spans = [(point.x, point.start, point.y) for series in lanes.series for point in series.points]
-    assert spans == [("naive", 0, 4), ("naive", 4, 10), ("naive", 10, 12), ("naive", 12, 15)]
+    assert spans(lanes) == [("naive DDP", *ends) for ends in ((0, 4), (4, 10), (10, 12), (12, 15))]
+
+
+def spans(chart):
+    return [(point.place, point.start, point.y) for series in chart.series for point in series.points]
+
+
+def test_lanes_draw_phases_at_their_medians_and_move_collectives_with_them():
+    """The recorded step's forward takes 4 ms, usually 2; backward 6 ms, usually 3. The all-reduce starts there."""
+    usual = [Metric("forward_time", "s", [0.002, 0.002, 0.02], "naive"), Metric("backward_time", "s", [0.003], "naive")]
+    sent = [Metric("message", "", ["all_reduce"], "naive"), Metric("message_start", "s", [0.006], "naive")]
+    sent.append(Metric("message_end", "s", [0.012], "naive"))
+    _, lanes = charts(arrangement_cell("ddp", TIMES, metrics=[*LANES[:3], *usual, *sent]))
+    drawn = [(start, end) for _, start, end in spans(lanes)]
+    assert drawn == [pytest.approx(ends) for ends in ((0, 2), (2, 5), (3, 7))]
+
+
+def test_a_wrapper_without_recorded_collectives_has_its_phases():
+    phases = [metric._replace(variant="torch DDP") for metric in LANES[:3]]
+    _, lanes = charts(arrangement_cell("ddp", TIMES, metrics=[*LANES, *phases]))
+    assert lanes.bar_names == ["naive DDP", "torch DDP"]
+
+
+def test_the_highlight_compares_the_fastest_wrapper_with_naive():
+    times = {"none": 100, "naive": 400, "overlap": 300, "bucketed 25": 200, "torch DDP": 50}
+    cells = [arrangement_cell("ddp", times), arrangement_cell("ddp", times, link=[5e-3, 1e8])]
+    (found,) = catalogue()["ddp"].highlights(cells)
+    assert (found.rank, found.value.en, found.ratio) == (65, "2.0x", None)
+    assert found.what.en == "training step with 25 MB buckets, against naive DDP"
+    assert found.detail.en.endswith("200.00 ms, 400.00 ms")
+    assert catalogue()["ddp"].highlights([arrangement_cell("ddp", {"none": 1, "naive": 2})]) == []
+    assert catalogue()["ddp"].highlights(cells[1:]) == [], "an emulated network is no result"
+
+
+def test_titles_say_that_ranks_share_a_gpu():
+    (cell,) = SAMPLES["ddp"]
+    one = Environment(gpu="NVIDIA H200", gpu_count=1)
+    records = [replace(record, environment=one) for record in cell.records]
+    (exposed,) = charts(*group(records))
+    assert exposed.title.en == "Averaging gradients: small, 2 ranks sharing one GPU, gloo"
 
 
 def test_charts_of_several_cells_have_different_names():

@@ -12,21 +12,22 @@ SAID = {
         "busiest link. The fitted bandwidth is 1.00 GB/s (all-reduce), the latency 1,000 us.",
     ],
     "ddp": [
-        "2 ranks of one machine through Gloo (GPU): DDP with buckets of 1 MB is the fastest of our 2 wrappers with "
-        "200.00 ms a step. It is 2.0 times as fast as naive DDP (400.00 ms). It is 1.2 times as fast as PyTorch's DDP"
-        " (250.00 ms). DDP with buckets of 1 MB hides 50% of its communication, naive DDP hides no communication.",
+        "2 ranks of one machine through Gloo (GPU): bucketed DDP (1 MB) is the fastest of our 2 wrappers with 200.00 "
+        "ms a step. It is 2.0 times as fast as naive DDP (400.00 ms). It is 1.2 times as fast as PyTorch DDP (250.00 "
+        "ms). Bucketed DDP (1 MB) hides 50% of its communication, naive DDP hides no communication.",
     ],
     "bucket_model": [
         "2 ranks of one machine through Gloo (GPU), emulated slow network: the best bucket has 1 MB, as predicted. It"
         " leaves 30.00 ms exposed. Of 2 sizes the prediction is worst for 1 MB: 11.49 ms, measured 30.00 ms.",
     ],
     "optimizer_sharding": [
-        "2 ranks of one machine through Gloo (GPU): DDP with a sharded optimizer holds 300.0 MiB on a rank, 25% less "
-        "than DDP (400.0 MiB). A step takes 300.00 ms: 1.5 times as long as with DDP.",
+        "2 ranks of one machine through Gloo (GPU): our sharded optimizer holds 300.0 MiB on a rank, 25% less than "
+        "our DDP (400.0 MiB). A step takes 300.00 ms: 1.5 times as long as with our DDP.",
     ],
     "fsdp": [
-        "2 ranks of one machine through Gloo (GPU): FSDP holds 200.0 MiB on a rank, 50% less than DDP (400.0 MiB). A "
-        "step takes 100.00 ms: 2.0 times as fast as with DDP. PyTorch's FSDP holds 400.0 MiB and takes 150.00 ms.",
+        "2 ranks of one machine through Gloo (GPU): our FSDP holds 200.0 MiB on a rank, 50% less than our DDP (400.0 "
+        "MiB). A step takes 100.00 ms: 2.0 times as fast as with our DDP. PyTorch FSDP holds 400.0 MiB and takes "
+        "150.00 ms.",
     ],
     "parallel_plan": [
         "Of 2 layouts of xxl on 1,024 x h100 1 fit: zero3 has the shortest step, 1,000.0 ms, with 30.0 GiB on a GPU. "

@@ -42,4 +42,4 @@ def test_allocator_columns_are_there_on_cuda_only():
 def test_chart_stacks_parameters_gradients_and_state(experiment):
     (chart,) = charts(arrangement_cell(experiment, {"ddp": 200, "fsdp": 100}))
     assert chart.kind == "stacked"
-    assert [values(series) for series in chart.series] == [{"ddp": a, "fsdp": a / 2} for a in (100, 100, 200)]
+    assert [values(series) for series in chart.series] == [{"our DDP": a, "our FSDP": a / 2} for a in (100, 100, 200)]
