@@ -153,12 +153,17 @@ def titled(experiment: str, what: Text, where: Sequence[str | Text] = ()) -> Tex
 
 
 def row_name(cell: CellView, shown: Sequence[str]) -> Text:
-    """The distinguishing fields of a cell's row in words."""
-    return listed(row_words(cell, shown), (" ", " "))
+    """The distinguishing fields of a cell's row as in its table; numbers and yes/no come with their heading."""
+    texts = [
+        setting(field, text) if text.isdigit() or text in ("yes", "no") else Text(text)
+        for field, text in zip(shown, keys(cell, shown), strict=True)
+        if text
+    ]
+    return listed(texts, (" ", " "))
 
 
 def row_words(cell: CellView, shown: Sequence[str]) -> list[Text]:
-    """Each distinguishing field of a cell's row in words; numbers and yes/no come with their heading."""
+    """The same in readers' words, for sentences and charts."""
     return [_word(field, cell.get(field), text) for field, text in zip(shown, keys(cell, shown), strict=True) if text]
 
 

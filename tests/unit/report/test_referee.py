@@ -140,6 +140,6 @@ def test_a_remark_names_three_rows_at_most():
 def test_rows_are_named_as_in_their_table():
     cells = group([*cell(warmup_steps=0, metrics={"step_time": COLD}), *cell()])
     assert remarks_on(cells, ["size", "warmup_steps"])[0] == Text(
-        "small 0 warm-up steps: the first measured step is far above the rest (cold): add --warmup_steps 5",
-        "small 预热 0 步：第一个测量步远高于其余（冷启动）：加上 --warmup_steps 5",
+        "small warm-up 0: the first measured step is far above the rest (cold): add --warmup_steps 5",
+        "small 预热 0：第一个测量步远高于其余（冷启动）：加上 --warmup_steps 5",
     )

@@ -7,7 +7,7 @@ import pytest
 from cs336_systems.record import GIB, summarize
 from cs336_systems.report import entries, rows
 from cs336_systems.report.cells import group
-from cs336_systems.report.rows import row_name, title_of, varying
+from cs336_systems.report.rows import row_name, row_words, title_of, varying
 from cs336_systems.text import Text
 from tests.unit.report.step_cells import OOM, cell
 
@@ -65,17 +65,27 @@ def test_the_title_names_the_machine_and_the_settings_of_all_rows():
     )
 
 
-def test_a_row_is_named_in_words():
-    (found,) = group(cell(compile=True, context=128, mode="forward", attention="reference"))
-    name = row_name(found, ["size", "context_length", "mode", "attention", "compile"])
-    words = ("small context 128 forward naive attention compiled", "small 上下文长度 128 前向 朴素注意力 编译")
-    assert name == Text(*words)
+def test_numbers_and_yes_or_no_in_a_row_name_have_their_heading():
+    (found,) = group(cell(compile=True, context=128))
+    name = row_name(found, ["size", "context_length", "compile"])
+    assert name == Text("small context 128 compiled yes", "small 上下文长度 128 编译 是")
+
+
+def test_words_for_a_row():
+    (found,) = group(cell(compile=True, context=128, attention="reference"))
+    assert row_words(found, ["size", "context_length", "mode", "attention", "compile"]) == [
+        Text("small"),
+        Text("context 128", "上下文长度 128"),
+        Text("training step", "训练步"),
+        Text("naive attention", "朴素注意力"),
+        Text("compiled", "编译"),
+    ]
 
 
 @pytest.mark.parametrize("field", DIFFERENCES)
-def test_a_name_has_no_identifiers(field):
+def test_words_for_a_row_have_no_identifiers(field):
     (found,) = group(cell(**DIFFERENCES[field]))
-    assert not re.search(r"_|-step|:|/", row_name(found, ["size", field]).en)
+    assert not any(re.search(r"_|-step|:|/", word.en) for word in row_words(found, ["size", field]))
 
 
 def test_a_row_has_its_fields_then_its_values_or_its_verdict():

@@ -160,6 +160,6 @@ def test_the_memory_model_part_by_part():
 def test_kept_memory_is_drawn_by_how_the_block_runs():
     (chart,) = charts(saved(200), saved(50, checkpoint_blocks=1), saved(100, precision="bf16"))
     assert {series.name.en: values(series) for series in chart.series} == {
-        "fp32": {"naive attention": 200.0, "checkpointed": 50.0},
+        "fp32": {"naive attention": 200.0, "recomputation": 50.0},
         "bf16": {"naive attention": 100.0},
     }

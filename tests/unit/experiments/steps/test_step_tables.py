@@ -147,7 +147,7 @@ def test_the_worst_prediction_is_named():
         ("medium", "10.00", "9.75", "-2.50%"),
         ("xl", "OOM", "", ""),
     ]
-    assert notes(table) == ["worst of 2: 2.50% (medium inference bf16)", f"xl training step fp32: {OOM}"]
+    assert notes(table) == ["worst of 2: 2.50% (medium inference bf16)", f"xl train-step fp32: {OOM}"]
 
 
 def test_settings_that_save_memory_have_a_table_of_their_own():
