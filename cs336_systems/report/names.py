@@ -55,6 +55,24 @@ def implementation_name(name: Any) -> Text:
     return IMPLEMENTATIONS.get(str(name)) or Text(str(name))
 
 
+ATTENTION_NAMES = {
+    "auto": Text("our attention", "本项目的注意力"),
+    "flash_hopper": Text("our Hopper kernel", "本项目的 Hopper 内核"),
+    "flash_triton": Text("our portable kernel", "本项目的通用内核"),
+    "flash_torch": Text("our attention in PyTorch", "本项目的 PyTorch 注意力"),
+    "sdpa_flash": Text("FlashAttention-2 in SDPA", "SDPA 的 FlashAttention-2"),
+    "sdpa_efficient": Text("memory-efficient SDPA"),
+    "reference": Text("naive attention", "朴素注意力"),
+    "compiled": Text("compiled naive attention", "编译后的朴素注意力"),
+}
+"""Implementations whose names need a noun in a sentence."""
+
+
+def attention_name(name: Any) -> Text:
+    """The name of an attention implementation in a sentence."""
+    return ATTENTION_NAMES.get(str(name)) or implementation_name(name)
+
+
 def size_name(size: Any) -> Text:
     """The name of a model's size: `2560/10240/1/32` (d_model/d_ff/layers/heads) is "2.7B, 1 block"."""
     found = re.fullmatch(r"(\d+)/(\d+)/(\d+)/(\d+)", str(size))
@@ -67,7 +85,7 @@ def size_name(size: Any) -> Text:
             if model.num_layers == layers:
                 return Text(name)
             return say("{}, {}", "{}，{}", name, blocks(layers))
-    return Text(str(size))
+    return say("width {}, {}", "宽度 {}，{}", str(width), blocks(layers))
 
 
 def blocks(number: int) -> Text:

@@ -14,25 +14,21 @@ from cs336_systems.experiments.attention.implementations import (
     attention_config,
     contestants,
     label_shape,
-    lead,
     length_name,
-    medians,
     rates_chart,
     side_by_side,
     time_quantity,
     views,
 )
-from cs336_systems.experiments.attention.rivals import MEDIANS
+from cs336_systems.experiments.attention.rivals import MEDIANS, leads_over_fastest
 from cs336_systems.experiments.spec import Config, Experiment, Instrument, require_gpu
 from cs336_systems.report.cells import grouped
 from cs336_systems.report.document import Chart
-from cs336_systems.report.names import implementation_name
-from cs336_systems.report.phrases import span
 from cs336_systems.report.presentation import Cells
 from cs336_systems.report.rows import varying
 from cs336_systems.report.terms import BACKWARD, FORWARD
 from cs336_systems.table import Table
-from cs336_systems.text import Text, listed, say
+from cs336_systems.text import Text, say
 
 PASSES = ("forward_time", "backward_time")
 WIDTH = 2048
@@ -72,26 +68,12 @@ def charts(cells: Cells) -> list[Chart]:
     return found
 
 
-def ahead(cells: Cells, metric: str, what: Text) -> Text | None:
-    """In how many shapes ours is the fastest, and by how much."""
-    leads = [found for cell in cells if cell.ok and (found := lead(medians(cell, metric)))]
-    if not leads:
-        return None
-    rivals = listed(implementation_name(name) for name in dict.fromkeys(found.rival for found in leads))
-    return say(
-        "{}: ours is the fastest in {} of {} shapes, at {} times the speed of the best rival ({})",
-        "{}：{} / {} 个形状中本项目最快，速度为最快对手的 {} 倍（{}）",
-        *(what, str(sum(found.ratio > 1 for found in leads)), str(len(leads))),
-        *(span([found.ratio for found in leads], "{:.2f}".format), rivals),
-    )
-
-
 def forward_lead(cells: Cells) -> Text | None:
-    return ahead(cells, PASSES[0], FORWARD)
+    return leads_over_fastest(cells, PASSES[0], FORWARD)
 
 
 def backward_lead(cells: Cells) -> Text | None:
-    return ahead(cells, PASSES[1], BACKWARD)
+    return leads_over_fastest(cells, PASSES[1], BACKWARD)
 
 
 ATTENTION_LENGTHS = Experiment(

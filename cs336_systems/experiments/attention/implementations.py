@@ -202,7 +202,7 @@ def side_by_side(
     """
     rows, named = _rows(cells, shown), [*shown, "implementation"]
     names = list(dict.fromkeys(name for row in rows for name in row.views))
-    notes = [*notes, *_failure_notes(rows, shown), *remarks_on(cells, named)]
+    notes = [*notes, _names_note(names), *_failure_notes(rows, shown), *remarks_on(cells, named)]
     found: list[Table] = []
     for quantity in quantities:
         values = [{name: quantity.of(view) for name, view in row.views.items()} for row in rows]
@@ -249,6 +249,12 @@ def _marked(names: Sequence[str], row: Row, values: Mapping[str, float | None], 
 def _lead_text(times: Mapping[str, float | None]) -> str:
     found = lead({name: time for name, time in times.items() if time})
     return f"{found.ratio:.2f}x" if found else ""
+
+
+def _names_note(names: Sequence[str]) -> Text:
+    """What sentences and charts call the columns, whose names are those that flags take."""
+    each = (say("{}: {}", "{}：{}", name, implementation_name(name)) for name in names)
+    return say("in words: {}", "各列名称：{}", listed(each, ("; ", "；")))
 
 
 def _failure_notes(rows: Sequence[Row], shown: Sequence[str]) -> list[Text]:

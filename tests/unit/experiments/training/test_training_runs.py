@@ -232,8 +232,8 @@ def test_findings_of_one_run():
     records = [*whole("a", [3.0, 2.5, 2.0], validation=[2.0, 2.5]), *started("a", 0, FIRST), *started("a", 2, SECOND)]
     assert [text.en for text in findings_of(TRAIN, group(records))] == [
         "3 steps, 96 tokens: the loss fell from 3.000 to 2.000.",
-        "The validation loss is lowest at step 2, 2.000; at the end it is 2.500.",
-        "64 tokens/s, 50.0% MFU; 1 restart, no step skipped.",
+        "The validation loss is lowest at step 2, 2.000. At the end it is 2.500.",
+        "64 tokens/s, 50.0% MFU. 1 restart, no step skipped.",
     ]
 
 
