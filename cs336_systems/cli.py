@@ -244,17 +244,22 @@ class CompareArguments:
     different_work: bool = flag(False, "pair cells that agree only in size, context, batch, mode and precision")
     confidence: float = flag(0.95, "of the intervals and verdicts")
     format: str = flag("terminal", "output format", FORMATS)
+    output: str | None = flag(None, "folder to write a page to, with a forest plot and the table", short="-o")
 
 
 def compare(arguments: CompareArguments) -> int:
     """Two files of records: for each cell in both, how much slower or faster B is, and whether that is more than noise.
+    The largest changes come first, what is undecided last, the geometric mean at the end.
 
     cs336 compare before/records.jsonl after/records.jsonl
     cs336 compare before/records.jsonl after/records.jsonl --fail_if_slower 5%
+    cs336 compare before/records.jsonl after/records.jsonl --output comparison
     """
     from cs336_systems.record import load
+    from cs336_systems.report.build import write
     from cs336_systems.report.compare import compare as compare_records
     from cs336_systems.report.compare import parse_percent
+    from cs336_systems.report.compare_output import document, on_screen, table
 
     limit = None if arguments.fail_if_slower is None else parse_percent(arguments.fail_if_slower)
     a, b = load(arguments.a), load(arguments.b)
@@ -268,13 +273,17 @@ def compare(arguments: CompareArguments) -> int:
         different_work=arguments.different_work,
     )
     slower = [] if limit is None else found.slower_by(limit)
-    print(found.table.render(arguments.format))
-    notes = found.table.notes if arguments.format == "csv" else ()  # CSV has no place for them
+    whole = table(found)
+    print(on_screen(found, sys.stdout) if arguments.format == "terminal" else whole.render(arguments.format))
+    notes = whole.notes if arguments.format == "csv" else ()  # CSV has no place for them
     aside = [text.en for text in (*a.remarks, *b.remarks, *notes)]
+    if arguments.output is not None:
+        (page,) = write(document(found), Path(arguments.output))
+        aside.append(f"open in a browser: {page}")
     if limit is not None and found.untold:
         aside.append(f"--fail_if_slower cannot tell in {len(found.untold)} of {len(found.rows)} rows")
     if slower:
-        names = ", ".join(f"{row.pair.a.experiment} {row.name}" for row in slower[:5])
+        names = ", ".join(f"{row.pair.a.experiment} {row.name.en}" for row in slower[:5])
         aside.append(f"{len(slower)} of {len(found.rows)} rows slower by more than {limit:g}%, such as: {names}")
     for line in aside:
         print(one_line(line), file=sys.stderr)

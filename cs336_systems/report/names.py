@@ -40,6 +40,8 @@ _COLORS = {
     **dict.fromkeys(("memory-efficient (SDPA)",), 9),
     **dict.fromkeys(("naive, compiled",), 11),
     **dict.fromkeys(("SDPA",), 8),
+    **dict.fromkeys(("ratio of medians",), 0),
+    **dict.fromkeys(("geometric mean",), 5),
     **dict.fromkeys(("fp32",), 8),
     **dict.fromkeys(("bf16",), 0),
     **dict.fromkeys(("fp16",), 10),
