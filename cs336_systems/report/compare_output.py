@@ -225,7 +225,7 @@ def _rows(found: Comparison, width: int, paint: Callable[[str, Text], str]) -> l
 def _values(row: Row, unit: str) -> list[str]:
     """Ratio, interval, both medians and verdict; the medians with their unit, if one is given."""
     medians = [f"{_median(cell, row)} {short(unit)}".rstrip() for cell in row.sides]
-    return [_factor(row.ratio and row.ratio.value), _interval(row.ratio).en, *medians, row.verdict.en]
+    return [_factor(row.ratio.value if row.ratio else None), _interval(row.ratio).en, *medians, row.verdict.en]
 
 
 def _head(side: str, units: Sequence[str]) -> str:
@@ -314,5 +314,5 @@ def _largest(row: Row) -> Text:
     return say(
         "the largest change: {}, {} in A and {} {} in B, a ratio of {}",
         "变化最大：{}，A 为 {}，B 为 {} {}，比值 {}",
-        *(row.label, a, b, _shown_unit(row.unit), _factor(row.ratio and row.ratio.value)),
+        *(row.label, a, b, _shown_unit(row.unit), _factor(row.ratio.value if row.ratio else None)),
     )
