@@ -15,7 +15,7 @@ from cs336_systems.experiments.bench_command import BenchArguments, bench
 from cs336_systems.experiments.bench_command import __doc__ as bench_manual
 from cs336_systems.experiments.catalogue import catalogue, runnable
 from cs336_systems.experiments.profile_command import ProfileArguments
-from cs336_systems.experiments.ranks.layouts import PlanArguments
+from cs336_systems.experiments.ranks.plan_cells import PlanArguments
 from cs336_systems.experiments.session import SessionArguments
 from cs336_systems.experiments.spec import PRESETS
 from cs336_systems.files import write_failure, write_file
@@ -121,15 +121,24 @@ def fit(arguments: FitArguments) -> None:
 
 
 def plan(arguments: PlanArguments) -> None:
-    """Predict memory and communication of a parallel layout, from one GPU to thousands.
+    """Predict memory and communication of parallel layouts, from one GPU to thousands, and recommend one.
 
     cs336 plan --size 2.7B --gpus 16 --gpu a100 --context_length 2048
     cs336 plan --size 2.7B --gpus 4 --gpu 4090
     cs336 plan --size xxl --gpus 1024 --gpu h100 --strategy zero3,tp8,zero3+tp8 --context_length 8192
     """
-    from cs336_systems.experiments.ranks.layouts import tables_of
+    from cs336_systems.experiments.ranks.layouts import PARALLEL_PLAN
+    from cs336_systems.experiments.ranks.plan_cells import planned
+    from cs336_systems.experiments.ranks.recommended_layout import recommendation
 
-    print("\n\n".join(found.render(arguments.format) for found in tables_of(arguments)))
+    cell = planned(arguments)
+    shown = [found.render(arguments.format) for found in PARALLEL_PLAN.tables([cell])]
+    advice = recommendation(cell).en
+    if arguments.format in ("terminal", "md"):
+        print("\n\n".join([*shown, advice]))
+    else:
+        print("\n\n".join(shown))
+        print(advice, file=sys.stderr)
 
 
 def train(settings: TrainSettings) -> int:
