@@ -55,10 +55,11 @@ def run(arguments: RunArguments) -> int:
 
 
 def profile(arguments: ProfileArguments) -> int:
-    """Kernels and memory of a step: tables, a trace for Perfetto, a snapshot for memory_viz, a timeline to look into.
+    """Kernels and memory of a step: tables and charts, and files to look into: a trace for Perfetto (kernels), a page
+    with a timeline (memory), and on a GPU a snapshot for memory_viz. The last lines say where they are.
 
     cs336 profile --size small --mode train-step
-    cs336 profile --size 2.7B --precision bf16 --attention auto --only memory
+    cs336 profile --size 2.7B --precision bf16 --attention auto --only memory --output runs/memory
     """
     from cs336_systems.experiments.profile_command import run_profile
 

@@ -35,7 +35,7 @@ _COLORS = {
     **dict.fromkeys(("FlashAttention-4", "gradients", "loss"), 3),
     **dict.fromkeys(("cuDNN", "activations", "softmax"), 5),
     **dict.fromkeys(("FlashAttention-2 (SDPA)", "sync", "communication"), 4),
-    **dict.fromkeys(("naive", "rival", "other", "idle"), 6),
+    **dict.fromkeys(("naive", "rival", "other", "idle", "working"), 6),
     **dict.fromkeys(("FlexAttention",), 7),
     **dict.fromkeys(("memory-efficient (SDPA)",), 9),
     **dict.fromkeys(("naive, compiled",), 11),

@@ -151,7 +151,8 @@ REFUSED = {
         profile --num_steps 0                       | --num_steps must be
         profile --compile --fast kernels            | cannot be combined with --compile
         profile --device gpu                        | 'gpu'
-        profile --output folder                     | 'folder' is a folder
+        profile --output good.jsonl/x               | cannot write to
+        profile --output /dev/null                  | not a regular file
         profile --model a:b --attention sdpa        | exclude each other
     """,
     "inspect": """
