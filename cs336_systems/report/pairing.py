@@ -227,8 +227,8 @@ def _spelled(pair: Pair, name: str, *, for_readers: bool = False) -> Text:
     if not any(values):
         return Text("")
     heading = _shortened(field_name(name), 60)
-    if for_readers and len(values) == 1 and values[0] in _ANSWERS:
-        return say(_IN_WORDS[values[0]], "{} {}", heading, _ANSWERS[values[0]])
+    if for_readers and len(values) == 1 and values[0] in _IN_WORDS:
+        return say(*_IN_WORDS[values[0]], heading)
     rename = _READERS.get(name, Text) if for_readers else Text
     texts = [_ANSWERS.get(value) or _shortened(rename(value), 60) for value in values]
     said = listed(texts, (" -> ", " -> "))
@@ -236,7 +236,7 @@ def _spelled(pair: Pair, name: str, *, for_readers: bool = False) -> Text:
 
 
 _ANSWERS = {"yes": Text("yes", "是"), "no": Text("no", "否"), "": Text("none", "无")}
-_IN_WORDS = {"yes": "{}", "no": "not {}"}
+_IN_WORDS = {"yes": ("{}", "{}"), "no": ("not {}", "{}：否")}
 
 
 def field_name(name: str) -> Text:

@@ -403,7 +403,7 @@ ODD = """
     table crlf.jsonl                                | bench: time by phase
     table bom.jsonl                                 | bench: time by phase
     table good.jsonl --experiments bench,           | bench: time by phase
-    compare folder good.jsonl                       | B / A of medians
+    compare folder good.jsonl                       | B / A of the medians
     completion                                      | complete -o default -F _cs336 cs336
     completion bash                                 | complete -o default -F _cs336 cs336
     completion zsh                                  | bashcompinit
