@@ -29,17 +29,17 @@ IMPLEMENTATIONS = {
 """Implementations of attention."""
 
 _CATEGORIES = (
-    ("ours", "ours, Hopper", "this package", "measured", "forward", "matmul", "bf16"),
+    ("ours", "ours, Hopper", "this package", "measured", "forward", "matmul", "bf16", "ratio of medians"),
     ("ours, portable", "backward", "predicted", "parameters"),
     ("ours, in PyTorch", "optimizer", "optimizer state"),
     ("FlashAttention-4", "gradients", "loss"),
     ("FlashAttention-2 (SDPA)", "sync", "communication", "communication alone"),
-    ("cuDNN", "activations", "softmax", "softmax/reduction", "exposed", "validation"),
-    ("naive", "rival", "other", "idle", "PyTorch", "fp32", "single steps"),
+    ("cuDNN", "activations", "softmax", "softmax/reduction", "exposed", "validation", "geometric mean"),
+    ("naive", "rival", "other", "idle", "PyTorch", "fp32", "single steps", "working"),
     ("FlexAttention", "elementwise", "weight casts", "all-gather"),
     ("SDPA", "broadcast"),
     ("memory-efficient (SDPA)", "copy", "logits and loss", "all-reduce"),
-    ("fp16", "step"),
+    ("fp16",),
     ("naive, compiled", "attention", "temporary", "reduce-scatter"),
 )
 """English names of categories, by colour. Names that share a colour never share a chart."""

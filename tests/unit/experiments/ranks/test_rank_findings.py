@@ -30,9 +30,9 @@ SAID = {
         "150.00 ms.",
     ],
     "parallel_plan": [
-        "Of 2 layouts of xxl on 1,024 x h100 1 fit: zero3 has the shortest step, 1,000.0 ms, with 30.0 GiB on a GPU. "
-        "Of 2 layouts of xxl on 64 x h100 0 fit.",
-        "On 1,024 GPUs these wait for communication: zero3.",
+        "1 of 2 layouts of xxl on 1,024 x H100 fit: ZeRO-3 is the one to take, 1,000.0 ms a step with 30.0 GiB on each "
+        "GPU; none of 2 layouts of xxl on 64 x H100 fits.",
+        "On 1,024 GPUs these wait for communication: ZeRO-3.",
     ],
 }
 
