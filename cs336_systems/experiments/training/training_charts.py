@@ -81,10 +81,13 @@ def _charts_of_one(run: Run) -> list[Chart]:
             note=_note([run], MEDIANS, on_mfu),
             events=[*restarts, *_saves(run)],
             digits=0,
+            from_zero=True,
         ),
         _norm_chart([run], norms, restarts),
         _rate_chart([run]),
-        _lines("memory", MEMORY_TITLE, GIB_TEXT, [_line(MEMORY, thinned(memory))], note=on_memory, digits=2),
+        _lines(
+            "memory", MEMORY_TITLE, GIB_TEXT, [_line(MEMORY, thinned(memory))], note=on_memory, digits=2, from_zero=True
+        ),
     ]
 
 
@@ -114,7 +117,16 @@ def _charts_of_several(runs: Sequence[Run]) -> list[Chart]:
             can_be_log=False,
         ),
         _lines("validation", VALIDATION_TITLE, VALIDATION_LOSS, validation, digits=4),
-        _lines("speed", SPEED_TITLE, TOKENS_PER_SECOND, speed, note=_note(runs, MEDIANS), events=events, digits=0),
+        _lines(
+            "speed",
+            SPEED_TITLE,
+            TOKENS_PER_SECOND,
+            speed,
+            note=_note(runs, MEDIANS),
+            events=events,
+            digits=0,
+            from_zero=True,
+        ),
         _norm_chart(runs, norms),
         _rate_chart(runs),
     ]
@@ -131,10 +143,22 @@ def _lines(
     events: Sequence[Event] = (),
     digits: int | None = None,
     can_be_log: bool = True,
+    from_zero: bool = False,
 ) -> Chart:
-    log = can_be_log and _needs_log(series)
+    log = can_be_log and not from_zero and _needs_log(series)
     return Chart(
-        name, title, "lines", STEP, y, series, log_y=log, note=note, limits=limits, events=events, digits=digits
+        name,
+        title,
+        "lines",
+        STEP,
+        y,
+        series,
+        log_y=log,
+        note=note,
+        limits=limits,
+        events=events,
+        digits=digits,
+        from_zero=from_zero,
     )
 
 

@@ -220,5 +220,6 @@ TRAINING = Experiment(
     highlights=training_highlights,
     group="training",
     runnable=False,
+    machines_together=True,
     complete_cells_only=False,
 )

@@ -328,6 +328,7 @@
     for (const path of all(".series path:not([transform]), .limit path, .base", chart)) {
       path.setAttribute("d", movedPath(original(path, "d"), across, place));
     }
+    all(".names", chart).forEach((names) => names.classList.toggle("off", hidden));
     for (const value of all(".value", chart)) {
       const own = value.dataset.for.startsWith("place") ? null : chart.querySelector(`.series[data-index="${value.dataset.for}"]`);
       value.classList.toggle("off", own ? !isShown(own) : hidden);

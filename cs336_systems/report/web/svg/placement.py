@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from itertools import pairwise
 from typing import NamedTuple
 
-from cs336_systems.report.document import Chart, Point, Series, beyond_text, finite, short
+from cs336_systems.report.document import Chart, Point, Series, beyond_text, finite
 from cs336_systems.report.web.svg.labels import LINE, line_count, text_width, widest
 from cs336_systems.report.web.svg.scales import Axis, linear_axis, log_axis, numbers
 from cs336_systems.text import Text
@@ -82,6 +82,8 @@ class Layout:
             # A std close to its mean would extend the axis decades below all values.
             least = min((p.y for p in drawn), default=1.0)
             return log_axis([least, *(max(value, least / 5) for value in values)], snap=True)
+        if chart.from_zero:
+            values = [*values, 0.0]
         return linear_axis(values or [0.0, 1.0], zero=chart.kind not in ("lines", "dots"), snap=True)
 
     def _beyond(self) -> dict[str, float]:
@@ -151,6 +153,9 @@ class Layout:
         for parts in chart.stacks.values():
             for part in parts:
                 sums[part.point.place, part.end < 0] = (part.point, part.end)
+        ends = [end for _, end in sums.values()]
+        if len(ends) > 1 and max(ends) - min(ends) <= 1e-6 * abs(max(ends)):
+            return []  # shares of a whole: 100 on every bar says nothing
         places = chart.bar_names
         return [
             (point, end, f"place {places.index(point.place)}", point.x, None)
@@ -159,7 +164,7 @@ class Layout:
         ]
 
     def _value_texts(self) -> list[str]:
-        return [short(end) for _, end, *_ in self._ends()]
+        return self.chart.texts_of([end for _, end, *_ in self._ends()])
 
     def _turn_values(self) -> float:
         """Decides how the values of upright bars are written; returns the room that they need above the bars."""
@@ -180,10 +185,13 @@ class Layout:
         chart, found = self.chart, []
         if chart.kind not in ("bars", "stacked") or self._bar_thickness() < TURNED_ROOM:
             return []
-        for point, end, key, x, index in self._ends():
+        for text, (point, end, key, x, index) in zip(self._value_texts(), self._ends(), strict=True):
             reach = spread(point) if chart.kind == "bars" else 0.0
-            at = self.along_value(end + reach if end >= 0 else end - reach)
-            found.append(BarValue(short(end), at, self.beside(index, x), end >= 0, key))
+            # Beside a bar that grows to the left its name would be in the way: the value stands on the other side.
+            at = self.along_value(max(end + reach, 0.0) if self.horizontal and self.has_zero() else end + reach)
+            if end < 0 and not self.horizontal:
+                at = self.along_value(end - reach)
+            found.append(BarValue(text, at, self.beside(index, x), end >= 0 or self.horizontal, key))
         return found
 
     def beyond_texts(self) -> dict[str, str]:
@@ -246,9 +254,9 @@ class Layout:
 
     def beside(self, index: int | None, x: float | str | Text) -> float:
         """The middle of a series' bar among the bars of one slot; the middle of the slot if it has none."""
-        if index not in self.chart.bars:
-            return self.along_place(x)
         bars = self.chart.bars
+        if index not in bars or self.chart.kind == "stacked" or (self.chart.kind == "dots" and len(bars) <= 2):
+            return self.along_place(x)
         return self.along_place(x) + self.bar_width(len(bars)) * (bars.index(index) - (len(bars) - 1) / 2)
 
     def lane(self, series: Series, x: float | str | Text) -> float:
