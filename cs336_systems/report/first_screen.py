@@ -48,7 +48,7 @@ def hero_of(highlights: Sequence[Highlight], sections: Sequence[Section]) -> Cha
     """The speed-ups as bars; where there are not two of them, the first chart of the first section that has one."""
     faster = [(one.bar, one.ratio) for one in highlights if one.bar and one.ratio]
     if len(faster) < 2:
-        return next((replace(chart, name="hero") for section in sections for chart in section.charts), None)
+        return next((chart for section in sections for chart in section.charts), None)
     points = [Point(name, ratio) for name, ratio in faster[:MOST_BARS]]
     return Chart(
         "hero",

@@ -227,7 +227,7 @@ def _against_rival(rank: int, fast: CellView, _: Text, rival: CellView) -> Highl
         say("{} step against {}", "{} 训练步，对比：{}", size_name(fast.get("size")), name),
         say("{} tokens: {} ms against {} ms", "{} token：{} ms 对 {} ms", _work_name(fast), *times),
         ratio=ratio,
-        bar=say("{} step, against {}", "{} 训练步，对比 {}", _work_name(fast), name),
+        bar=say("step of {}, against {}", "{} 训练步，对比 {}", _work_name(fast), name),
     )
 
 

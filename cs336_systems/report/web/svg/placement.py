@@ -103,6 +103,8 @@ class Layout:
         self.above, self.below = above, below
         self.above_y = legend_height + LINE
         self.top = self.above_y + LINE * (line_count(above, self.width, 2) - 1) + 18
+        if not any(above):
+            self.top = legend_height + 12
         stacked_notes = Counter(p.x for p in points if p.note) if chart.kind == "lines" else Counter()
         self.turned = False
         if any(p.note for p in points) and not self.horizontal:
