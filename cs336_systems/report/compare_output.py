@@ -15,6 +15,7 @@ from cs336_systems.report.pairing import short, some, telling
 from cs336_systems.report.phrases import ended
 from cs336_systems.report.points import FEW
 from cs336_systems.report.rows import gib, kernel_ms, title_of
+from cs336_systems.report.side_by_side import QUANTITIES
 from cs336_systems.table import Column, Table, word
 from cs336_systems.text import Text, listed, say
 
@@ -133,7 +134,9 @@ def _with_metrics(rows: Sequence[Row], names: Sequence[Text]) -> list[Text]:
     """The names, with the metric where a cell has several."""
     counts = Counter((id(row.pair), row.variant) for row in rows)
     return [
-        say("{}, {}", "{}，{}", name, short(row.metric)) if counts[id(row.pair), row.variant] > 1 else name
+        say("{}, {}", "{}，{}", name, QUANTITIES.get(row.metric) or short(row.metric))
+        if counts[id(row.pair), row.variant] > 1
+        else name
         for row, name in zip(rows, names, strict=True)
     ]
 

@@ -45,10 +45,11 @@ def numbers_of(highlights: Sequence[Highlight]) -> list[Highlight]:
 
 
 def hero_of(highlights: Sequence[Highlight], sections: Sequence[Section]) -> Chart | None:
-    """The speed-ups as bars; where there are not two of them, the first chart of the first section that has one."""
+    """The speed-ups as bars; where there are not two of them, the first chart that is not too tall for a screen."""
     faster = [(one.bar, one.ratio) for one in highlights if one.bar and one.ratio]
     if len(faster) < 2:
-        return next((chart for section in sections for chart in section.charts), None)
+        charts = (chart for section in sections for chart in section.charts)
+        return next((chart for chart in charts if not chart.sideways or len(chart.bar_names) <= MOST_BARS), None)
     points = [Point(name, ratio) for name, ratio in faster[:MOST_BARS]]
     return Chart(
         "hero",

@@ -179,7 +179,8 @@ class _Page:
         parts += [*self._board(section), *self._tables(section)]
         if section.links:
             links = "".join(f"<li>{_link(link)}</li>" for link in section.links)
-            parts.append(f'{_heading_of(level + 1, _text(_LINKS), "see")}<ul class="links">{links}</ul>')
+            heading = _heading_of(level + 1, _text(_LINKS), "see") if len(parts) > 2 else ""
+            parts.append(f'{heading}<ul class="links">{links}</ul>')
         return "\n".join([*parts, "</section>\n"])
 
     def _board(self, section: Section) -> list[str]:
