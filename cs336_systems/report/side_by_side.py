@@ -31,11 +31,11 @@ from cs336_systems.text import Text, listed, say
 
 QUANTITIES = {
     "forward_time": Text("forward", "前向"),
-    "backward_time": Text("backward", "后向"),
-    "forward_backward_time": Text("forward and backward", "前向加后向"),
+    "backward_time": Text("backward", "反向"),
+    "forward_backward_time": Text("forward and backward", "前向加反向"),
     "step_time": Text("step", "单步"),
     "leaderboard_time": Text("leaderboard", "排行榜"),
-    "memory_before_backward": Text("memory before backward", "后向之前的显存"),
+    "memory_before_backward": Text("memory before backward", "反向之前的显存"),
     "peak_memory": Text("peak memory", "峰值显存"),
 }
 """Metric -> subject of its table."""
