@@ -73,4 +73,4 @@ def trust_of(experiments: Iterable[Presentation], cells: Mapping[str, Sequence[C
     ]
     if not stated:
         return None
-    return ended(say("why to trust it: {}", "为何可信：{}", listed(stated, ("; ", "；"))))
+    return ended(say("how far to trust it: {}", "可信度：{}", listed(stated, ("; ", "；"))))

@@ -400,8 +400,9 @@ def _cold_highlight(cells: Cells) -> list[Highlight]:
         return []
     first, steady, cell = max(found, key=lambda row: row[0] / row[1])
     what = Text("first step without warm-up, against a steady one", "不预热的首步与稳定一步之比")
-    detail = say("{}: {} ms against {} ms", "{}：{} ms 对 {} ms", size_name(cell.get("size")), ms(first), ms(steady))
-    return [Highlight(70, Text(f"{times_text(first / steady)}x"), what, detail)]
+    values = (size_name(cell.get("size")), ms(first), ms(steady))
+    detail = say("{}: first {} ms, steady {} ms", "{}：首步 {} ms，稳定一步 {} ms", *values)
+    return [Highlight(70, Text(f"{times_text(first / steady)}x"), what, detail)] if first > steady else []
 
 
 def _first_step(cells: Cells) -> Text | None:
