@@ -121,7 +121,8 @@ class Layout:
             self.bottom = self.top + self.slot * len(names)
             self.below_y = self.bottom + 2 * LINE + 6
         else:
-            self.left = max(map(text_width, self.value_labels)) + 12.0
+            others = ["0.05"] if len(chart.shown) > 1 else []  # on the axis of what is left when series are hidden
+            self.left = max(map(text_width, [*self.value_labels, *others])) + 12.0
             self.top += self._turn_values()
             self.bottom = self.top + PLOT_HEIGHT
             self.names_y = self.bottom + self._room_below_zero()
