@@ -170,12 +170,32 @@
   // A link to a folded table opens it, also when the address already ends in that anchor.
   function reveal(hash) {
     const target = element(hash.slice(1));
+    if (!target) return;
     const closed = [];
     for (let at = target; at; at = at.parentElement) {
       if (at.matches("details:not([open])") && !nav.contains(at)) closed.push(at);
     }
     closed.forEach((one) => { one.open = true; });
     if (closed.length) target.scrollIntoView({ behavior: "instant" });
+    settle(target);
+  }
+  // Sections have their true height only near the window: where scrolling ends, the target may have moved.
+  let settling = 0;
+  for (const name of ["wheel", "touchmove", "keydown"]) addEventListener(name, () => { settling += 1; }, { passive: true });
+  function settle(target) {
+    settling += 1;
+    const own = settling;
+    let [left, calm, before] = [120, 0, -1];
+    const check = () => {
+      if (own !== settling) return; // the reader has moved on
+      const at = scrollY;
+      if (at === before) target.scrollIntoView({ behavior: "instant" });
+      calm = at === before && scrollY === at ? calm + 1 : 0;
+      before = scrollY;
+      left -= 1;
+      if (calm < 4 && left) requestAnimationFrame(check);
+    };
+    requestAnimationFrame(check);
   }
   addEventListener("hashchange", () => reveal(location.hash));
 
@@ -405,7 +425,7 @@
     const size = high - low || Math.abs(high) || 1;
     const power = 10 ** Math.floor(Math.log10(size / 5));
     const step = [1, 2, 5, 10].map((factor) => factor * power).find((found) => found >= size / 5 * 0.999);
-    const [first, last] = [Math.floor(low / step + 1e-9), Math.ceil(high / step - 1e-9)];
+    const [first, last] = [Math.floor(low / step + 0.01), Math.ceil(high / step - 0.01)]; // places are rounded
     const ticks = [];
     for (let k = first; k <= Math.max(last, first + 1); k += 1) ticks.push(Number((k * step).toPrecision(12)));
     return { low: ticks[0], high: ticks.at(-1), ticks };
