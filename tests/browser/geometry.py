@@ -1,5 +1,7 @@
 """Scripts that find what overlaps on a page, by the boxes of its elements in the browser's own fonts."""
 
+WIDTHS = (1600, 1400, 1024, 768, 390)
+"""Windows, from a large screen to a phone."""
 _TOUCH = """
   const across = (a, b) => Math.min(a.right, b.right) - Math.max(a.left, b.left);
   const down = (a, b) => Math.min(a.bottom, b.bottom) - Math.max(a.top, b.top);

@@ -10,12 +10,11 @@ from cs336_systems import record
 from cs336_systems.experiments.catalogue import catalogue
 from cs336_systems.report.build import document
 from cs336_systems.report.web.page import page
-from tests.browser.geometry import COLLISIONS, LAY_OUT, OVERLAPS
+from tests.browser.geometry import COLLISIONS, LAY_OUT, OVERLAPS, WIDTHS
 from tests.golden.report_goldens import H200
 from tests.unit.report import page_cases
 
 pytestmark = pytest.mark.xdist_group("browser")  # one browser for all
-WIDTHS = (1600, 1400, 1024, 768, 390)
 STOPS = """[...document.querySelectorAll("a[href], button, select, summary, [tabindex]")]
   .filter((e) => e.tabIndex >= 0 && e.checkVisibility() && getComputedStyle(e).display !== "none")"""
 TWO_FRAMES = "await new Promise((done) => requestAnimationFrame(() => requestAnimationFrame(done)))"

@@ -9,7 +9,7 @@ from cs336_systems.report.document import Document, Point, Series
 from cs336_systems.report.web.page import page
 from cs336_systems.table import Column, Table
 from cs336_systems.text import Text
-from tests.browser.geometry import OVERLAPS
+from tests.browser.geometry import COLLISIONS, LAY_OUT, OVERLAPS, WIDTHS
 from tests.unit.report import page_cases
 from tests.unit.report.page_cases import KINDS, STEP, chart, long_names, stacked, with_charts, with_points, with_tables
 
@@ -277,9 +277,24 @@ def test_texts_of_charts_do_not_overlap_in_the_browsers_fonts(browser, write):
     for number, fields in enumerate(KINDS.values()):
         charts += [replace(long_names(**fields), name=f"long-{number}", x=Text("长" * 90)), chart(**fields)]
     browser.open(write(with_charts(*charts)))
-    for language in ("en", "zh"):
-        browser.choose("language", language)
-        assert browser.run(OVERLAPS) == []
+    browser.run(LAY_OUT)
+    for width in WIDTHS:
+        browser.resize(width)
+        for language in ("en", "zh"):
+            browser.choose("language", language)
+            assert browser.run(OVERLAPS) == []
+            assert browser.run(COLLISIONS) == []
+
+
+@pytest.mark.parametrize("case", [page_cases.sample, page_cases.first_screen, page_cases.many_tables])
+def test_parts_of_the_page_do_not_overlap(browser, write, case):
+    browser.open(write(case()))
+    browser.run(LAY_OUT)
+    for width in WIDTHS:
+        browser.resize(width)
+        for language in ("en", "zh"):
+            browser.choose("language", language)
+            assert browser.run(COLLISIONS) == []
 
 
 def test_spans_limits_and_cut_bars(browser, write):
@@ -368,6 +383,19 @@ def test_tables_are_copied(sample, clipboard):
         message = sample.one(".copy output", "e.textContent")
         assert message == ("could not copy" if clipboard == "denied and no selection" else "copied")
     assert sample.run("document.querySelectorAll('textarea').length") == 0
+
+
+def test_copies_have_the_rows_in_the_order_shown(sample):
+    sample.run("navigator.clipboard.writeText = async (text) => { window.copied = text; }")
+    for _ in range(2):
+        sample.click("thead button", 1)
+    shown = sample.each("#table-Attention-forward-and-backward tbody tr", "e.cells[2].innerText")
+    table = page_cases.step_table()
+    assert shown != [row[2] for row in table.rows]
+    by_time = {row[2]: row for row in table.rows}
+    for index, format in enumerate(("md", "latex")):
+        sample.click(".copy button", index)
+        assert sample.run("copied") == replace(table, rows=[by_time[text] for text in shown]).render(format)
 
 
 # Navigation and layout

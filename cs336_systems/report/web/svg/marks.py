@@ -246,8 +246,7 @@ class Marks:
                 lines.append(f"M{low} {y:.1f}H{high}M{low} {y - 4:.1f}v8M{high} {y - 4:.1f}v8")
             small = " scale(.55)" if crowded else ""
             marks.append(
-                f'<path class="mark" transform="translate({x} {y:.1f}){small}" d="{marker(index)}"'
-                f"{self._data(point)}/>"
+                f'<path class="mark" transform="translate({x} {y:.1f}){small}" d="{marker(index)}"{self._data(point)}/>'
             )
         line = f'<path class="line" d="{"".join(lines)}"/>' if lines else ""
         return line + "".join(marks)
@@ -289,9 +288,7 @@ class Marks:
         """The values of bars at their ends, and the sums of stacked ones."""
         return "".join(
             f'<g class="value{" turned" * self.at.turned}" data-at="{fine(value.at, self.at.base)}" '
-            f'data-{"sum" if self.chart.kind == "stacked" else "for"}="{value.key}">'
-            + self._value_text(value)
-            + "</g>"
+            f'data-{"sum" if self.chart.kind == "stacked" else "for"}="{value.key}">' + self._value_text(value) + "</g>"
             for value in self.at.bar_values
         )
 
