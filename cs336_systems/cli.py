@@ -15,7 +15,7 @@ from cs336_systems.experiments.bench_command import BenchArguments, bench
 from cs336_systems.experiments.bench_command import __doc__ as bench_manual
 from cs336_systems.experiments.catalogue import catalogue, runnable
 from cs336_systems.experiments.profile_command import ProfileArguments
-from cs336_systems.experiments.ranks.layouts import PlanArguments
+from cs336_systems.experiments.ranks.plan_cells import PlanArguments
 from cs336_systems.experiments.session import SessionArguments
 from cs336_systems.experiments.spec import PRESETS
 from cs336_systems.files import write_failure, write_file
@@ -55,10 +55,11 @@ def run(arguments: RunArguments) -> int:
 
 
 def profile(arguments: ProfileArguments) -> int:
-    """Kernels and memory of a step: tables, a trace for Perfetto, a snapshot for memory_viz, a timeline to look into.
+    """Kernels and memory of a step: tables and charts, and files to look into: a trace for Perfetto (kernels), a page
+    with a timeline (memory), and on a GPU a snapshot for memory_viz. The last lines say where they are.
 
     cs336 profile --size small --mode train-step
-    cs336 profile --size 2.7B --precision bf16 --attention auto --only memory
+    cs336 profile --size 2.7B --precision bf16 --attention auto --only memory --output runs/memory
     """
     from cs336_systems.experiments.profile_command import run_profile
 
@@ -121,15 +122,24 @@ def fit(arguments: FitArguments) -> None:
 
 
 def plan(arguments: PlanArguments) -> None:
-    """Predict memory and communication of a parallel layout, from one GPU to thousands.
+    """Predict memory and communication of parallel layouts, from one GPU to thousands, and recommend one.
 
     cs336 plan --size 2.7B --gpus 16 --gpu a100 --context_length 2048
     cs336 plan --size 2.7B --gpus 4 --gpu 4090
     cs336 plan --size xxl --gpus 1024 --gpu h100 --strategy zero3,tp8,zero3+tp8 --context_length 8192
     """
-    from cs336_systems.experiments.ranks.layouts import tables_of
+    from cs336_systems.experiments.ranks.layouts import PARALLEL_PLAN
+    from cs336_systems.experiments.ranks.plan_cells import planned
+    from cs336_systems.experiments.ranks.recommended_layout import recommendation
 
-    print("\n\n".join(found.render(arguments.format) for found in tables_of(arguments)))
+    cell = planned(arguments)
+    shown = [found.render(arguments.format) for found in PARALLEL_PLAN.tables([cell])]
+    advice = recommendation(cell).en
+    if arguments.format in ("terminal", "md"):
+        print("\n\n".join([*shown, advice]))
+    else:
+        print("\n\n".join(shown))
+        print(advice, file=sys.stderr)
 
 
 def train(settings: TrainSettings) -> int:
@@ -244,17 +254,22 @@ class CompareArguments:
     different_work: bool = flag(False, "pair cells that agree only in size, context, batch, mode and precision")
     confidence: float = flag(0.95, "of the intervals and verdicts")
     format: str = flag("terminal", "output format", FORMATS)
+    output: str | None = flag(None, "folder to write a page to, with a forest plot and the table", short="-o")
 
 
 def compare(arguments: CompareArguments) -> int:
     """Two files of records: for each cell in both, how much slower or faster B is, and whether that is more than noise.
+    The largest changes come first, what is undecided last, the geometric mean at the end.
 
     cs336 compare before/records.jsonl after/records.jsonl
     cs336 compare before/records.jsonl after/records.jsonl --fail_if_slower 5%
+    cs336 compare before/records.jsonl after/records.jsonl --output comparison
     """
     from cs336_systems.record import load
+    from cs336_systems.report.build import write
     from cs336_systems.report.compare import compare as compare_records
     from cs336_systems.report.compare import parse_percent
+    from cs336_systems.report.compare_output import document, on_screen, table
 
     limit = None if arguments.fail_if_slower is None else parse_percent(arguments.fail_if_slower)
     a, b = load(arguments.a), load(arguments.b)
@@ -268,13 +283,17 @@ def compare(arguments: CompareArguments) -> int:
         different_work=arguments.different_work,
     )
     slower = [] if limit is None else found.slower_by(limit)
-    print(found.table.render(arguments.format))
-    notes = found.table.notes if arguments.format == "csv" else ()  # CSV has no place for them
+    whole = table(found)
+    print(on_screen(found, sys.stdout) if arguments.format == "terminal" else whole.render(arguments.format))
+    notes = whole.notes if arguments.format == "csv" else ()  # CSV has no place for them
     aside = [text.en for text in (*a.remarks, *b.remarks, *notes)]
+    if arguments.output is not None:
+        (page,) = write(document(found), Path(arguments.output))
+        aside.append(f"open in a browser: {page}")
     if limit is not None and found.untold:
         aside.append(f"--fail_if_slower cannot tell in {len(found.untold)} of {len(found.rows)} rows")
     if slower:
-        names = ", ".join(f"{row.pair.a.experiment} {row.name}" for row in slower[:5])
+        names = ", ".join(f"{row.pair.a.experiment} {row.name.en}" for row in slower[:5])
         aside.append(f"{len(slower)} of {len(found.rows)} rows slower by more than {limit:g}%, such as: {names}")
     for line in aside:
         print(one_line(line), file=sys.stderr)

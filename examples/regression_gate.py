@@ -10,6 +10,7 @@ import sys
 
 from cs336_systems.record import load
 from cs336_systems.report.compare import compare
+from cs336_systems.report.compare_output import on_screen
 
 LIMIT = 5.0
 """Percent."""
@@ -17,10 +18,10 @@ LIMIT = 5.0
 
 def gate(before: str, after: str) -> int:
     comparison = compare(load(before).records, load(after).records, files=(before, after))
-    print(comparison.table.render("terminal"))
+    print(on_screen(comparison, sys.stdout))
     slower = comparison.slower_by(LIMIT)
     for row in slower:
-        print(f"slower by more than {LIMIT:g}%: {row.name}", file=sys.stderr)
+        print(f"slower by more than {LIMIT:g}%: {row.name.en}", file=sys.stderr)
     return 1 if slower else 0
 
 

@@ -10,7 +10,7 @@ from cs336_systems.experiments.catalogue import Request, catalogue
 from cs336_systems.experiments.kernels.kernel_time import KERNELS, kernel_tables
 from cs336_systems.experiments.session import SessionArguments, new_run_file, run_session
 from cs336_systems.predict.model_flags import OWN_MODEL, ShapeArguments
-from cs336_systems.record import GIB, MIB
+from cs336_systems.record import GIB, MIB, RECORDS
 from cs336_systems.report import terms
 from cs336_systems.report.cells import CellView
 from cs336_systems.table import Column, Table, word
@@ -35,6 +35,11 @@ class ProfileArguments(SessionArguments, ShapeArguments):
     fast: str = flag_like(RunConfig, "fast")
     nsys: bool = flag(False, "kernels by Nsight Systems instead of torch.profiler, where it is installed")
     only: tuple[str, ...] = flag((), f"only these of {', '.join(_profiles())}")
+    output: str | None = flag(
+        None,
+        "folder for records.jsonl, figures/ and files/ (traces, timelines), or a .jsonl file in it; cells that it "
+        "already holds are not run again (default: under runs/)",
+    )
 
 
 def run_profile(arguments: ProfileArguments) -> int:
@@ -67,8 +72,14 @@ def run_profile(arguments: ProfileArguments) -> int:
         return requests
 
     requests_on(arguments.device or "cuda")  # reports mistakes before a process is started
-    path = Path(arguments.output) if arguments.output else new_run_file("profile")
+    path = _records_path(Path(arguments.output)) if arguments.output else new_run_file("profile")
     return run_session(arguments, path, requests_on).code
+
+
+def _records_path(output: Path) -> Path:
+    """The file of records that --output stands for: a new name is a folder unless it ends in .jsonl."""
+    is_folder = output.is_dir() or not (output.exists() or output.suffix == ".jsonl")
+    return output / RECORDS if is_folder else output
 
 
 def _configured(arguments: ProfileArguments, device: str) -> RunConfig:

@@ -1,8 +1,9 @@
 """From a command to its tables: settle the device, run the cells, show what they gave. Serves `bench` and `run`."""
 
 import datetime
+import shlex
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import NamedTuple
@@ -64,32 +65,35 @@ def _run_session(arguments: SessionArguments, path: Path, requests_on: Requests,
         if arguments.device is None and runner.device == "cpu":
             print("no CUDA GPU found: running on the CPU", file=sys.stderr)
         requests = requests_on(arguments.device or runner.device)
-        outcome = runner.run(gather(requests))
+        cells = gather(requests)
+        outcome = runner.run(cells)
     asked = _asked(path, {(experiment, record.cell_key(config)) for experiment, config in requests})
     for table in tables(asked, catalogue()):
         print(table.render("terminal"), end="\n\n")
-    drawn = _drawn(asked, path.parent)
-    if drawn:
-        print(f"pictures: {', '.join(str(file) for file in drawn if file.suffix != '.svg')} (.png: and .svg)")
-    _report_outcome(outcome, path)
+    figures = _drawn(asked, path.parent)
+    _report_outcome(outcome)
+    folders = {path.parent / "files" / cell.slug for cell in cells if cell.instrument.keeps_files}
+    for line in written_files(path, figures, sorted(folders)):
+        print(line)
     return Session(runner.device, 0 if any(item.ok for item in asked) else 1)
 
 
 def _drawn(asked: list[record.Record], folder: Path) -> list[Path]:
-    """Draw what can be drawn: the measurements are on disk, and a full one, or a damaged file, must not hide them."""
+    """Draw what can be drawn and return the charts: the measurements are on disk, and a full one, or a damaged file,
+    must not hide them."""
     from cs336_systems.report.picture import save
     from cs336_systems.report.sections import pictures
 
-    drawn: list[Path] = []
+    charts: list[Path] = []
     for draw in (
-        lambda: save(pictures(asked, catalogue()), folder / "figures"),
+        lambda: charts.extend(save(pictures(asked, catalogue()), folder / "figures")),
         lambda: draw_timelines(folder / "files"),
     ):
         try:
-            drawn += draw()
+            draw()
         except OSError as error:
             print(f"not drawn: cannot write to {str(folder)!r}: {error.strerror}", file=sys.stderr)
-    return drawn
+    return charts
 
 
 def draw_timelines(folder: Path) -> list[Path]:
@@ -127,7 +131,7 @@ def _asked(path: Path, wanted: set[tuple[str, str]]) -> list[record.Record]:
     return [item for item in loaded.records if (item.experiment, item.cell) in wanted]
 
 
-def _report_outcome(outcome: Outcome, path: Path) -> None:
+def _report_outcome(outcome: Outcome) -> None:
     measured = outcome.done - outcome.failed
     parts = [f"{measured} cell{'' if measured == 1 else 's'} measured"]
     if outcome.reused:
@@ -135,4 +139,40 @@ def _report_outcome(outcome: Outcome, path: Path) -> None:
     if outcome.failed:
         parts.append(f"{outcome.failed} failed, did not fit or were skipped")
     print(f"{', '.join(parts)}, in {outcome.seconds:.0f} s on {outcome.environment.machine}")
-    print(f"records: {path}    as a table: cs336 table {path} --format md")
+
+
+HOW_TO_OPEN = {
+    "trace.json.gz": "drop it into https://ui.perfetto.dev",
+    "timeline.html": "open it in a browser",
+    "snapshot.pickle": "drop it into https://docs.pytorch.org/memory_viz",
+    "nsys.nsys-rep": "open it in Nsight Systems (nsys-ui)",
+}
+"""The files that instruments leave for people, and what opens them."""
+
+
+def written_files(path: Path, figures: Sequence[Path], folders: Sequence[Path]) -> list[str]:
+    """Lines that name the files of a session and how to open them; files of one kind share a line.
+
+    `folders` are those of its cells, with what instruments have left there.
+    """
+    shown = {path: f"as a page: cs336 report {shlex.quote(str(path))}"}
+    charts = [figure for figure in figures if figure.suffix == ".png"]
+    if charts:
+        shown[_pattern(charts)] = f"{len(charts)} chart{'s' * (len(charts) != 1)}, also as .svg"
+    for name, how in HOW_TO_OPEN.items():
+        found = [folder / name for folder in folders if (folder / name).is_file()]
+        if found:
+            shown[_pattern(found)] = how if len(found) == 1 else f"{len(found)} files; {how}"
+    names = {str(file.relative_to(path.parent)): how for file, how in shown.items()}
+    width = max(map(len, names))
+    return [f"files in {path.parent}:", *(f"  {name:{width}}  {how}" for name, how in names.items())]
+
+
+def _pattern(files: Sequence[Path]) -> Path:
+    """The one file, or a pattern for several."""
+    first = files[0]
+    if len(files) == 1:
+        return first
+    names, folders = {file.name for file in files}, {file.parent for file in files}
+    last = first.name if len(names) == 1 else f"*{first.suffix}"
+    return first.parent / last if len(folders) == 1 else first.parent.parent / "*" / last

@@ -49,8 +49,9 @@ class Strategy:
 
     @classmethod
     def parse(cls, text: str) -> "Strategy":
+        """Return the strategy of a name, such as `zero3+tp8`, or of a title, such as `ZeRO-3 + TP 8`."""
         stage, tensor = 0, 1
-        for part in text.lower().split("+"):
+        for part in re.sub(r"[\s-]", "", text.lower()).split("+"):
             if part in ("dp", "ddp", "none"):
                 stage = 0
             elif part == "fsdp":
@@ -76,6 +77,12 @@ class Strategy:
     def name(self) -> str:
         data = f"zero{self.stage}" if self.stage else "dp"
         return f"{data}+tp{self.tensor}" if self.tensor > 1 else data
+
+    @property
+    def title(self) -> str:
+        """The name as papers write it."""
+        data = f"ZeRO-{self.stage}" if self.stage else "DP"
+        return f"{data} + TP {self.tensor}" if self.tensor > 1 else data
 
 
 @dataclass(frozen=True)

@@ -80,6 +80,8 @@ def _lines(axes: Any, chart: Chart, language: Language) -> None:
         axes.set_xscale("log")
     if chart.log_y:
         axes.set_yscale("log")
+    if chart.from_zero:
+        axes.set_ylim(bottom=0)
     for number, series in chart.shown:  # crosses at the top edge, whose position is now known
         for point in series.points:
             if point.note and chart.has_place(point):

@@ -1,53 +1,35 @@
 """Compares two files of records: for each cell in both the ratio of medians B / A, its interval and a verdict.
 
-Medians, so that one interrupted step decides nothing. Cells are the same when they do the same work; how often and
-where it was measured (steps, warm-up, seed, which GPU of several) may differ, and a note says so.
+Medians, so that one interrupted step decides nothing. pairing.py says which cells are compared, compare_output.py shows
+the result: as a table, on a terminal, as a page with a forest plot.
 """
 
 import math
 import re
-from collections import Counter
-from collections.abc import Callable, Hashable, Iterable, Sequence
+from collections.abc import Hashable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from functools import partial
 
-from cs336_systems.config import UserError, nearest
+from cs336_systems.config import UserError
 from cs336_systems.record import HEADLINES, Record, cell_key
-from cs336_systems.report.cells import CellView, fields_of, group, grouped
-from cs336_systems.report.intervals import Ratio, ratio_of_medians
+from cs336_systems.report.cells import CellView
+from cs336_systems.report.intervals import Ratio, geometric_mean, ratio_of_medians
+from cs336_systems.report.pairing import MOST, Names, Pair, differences, pair_up, short, some, title, usable_cells
 from cs336_systems.report.referee import remarks
-from cs336_systems.report.rows import FIELDS, as_text, gib, kernel_ms, title_of
-from cs336_systems.table import Column, Table, word
-from cs336_systems.text import Text, printable, say
+from cs336_systems.text import Text, say
 
-HOW_MEASURED = ("device", "warmup_steps", "num_steps", "seed", "warmup_ms", "rep_ms", "rounds", "calls")
-"""Fields of a configuration that do not change the work; of the device only which one of its kind."""
-IMPLIED = ("d_model", "d_ff", "num_layers", "num_heads")
-"""Fields of a model that its size stands for."""
-_ATTENTION = ("heads", "head_dim", "seq_len", "is_causal")
-AGREED = (*IMPLIED, "vocab_size", "context_length", "batch_size", "mode", "precision", *_ATTENTION)
-"""Fields in which cells of different work must agree to be compared."""
-PASSING = ("utc", "sm_clock_mhz", "memory", "gpu_memory")
-"""Fields of an environment that change all the time, or that the machine's name implies."""
-LEAST, MOST = 1e-100, 1e100
-"""Samples beyond are no measurement, and their ratios no numbers."""
+LEAST = 1 / MOST
+"""Smaller samples are no measurement, and their ratios no numbers."""
 
-
-# -- what is compared -------------------------------------------------------------------------------------------------
-
-
-@dataclass(frozen=True)
-class Pair:
-    a: CellView
-    b: CellView
-
-    @property
-    def sides(self) -> tuple[CellView, CellView]:
-        return self.a, self.b
-
-    def of(self, variant: str) -> tuple[CellView, CellView]:
-        """The views of one variant; the cells themselves for ""."""
-        return (self.a.variant(variant), self.b.variant(variant)) if variant else self.sides
+FASTER, SLOWER = Text("faster", "更快"), Text("slower", "更慢")
+LESS, MORE = Text("less", "更少"), Text("more", "更多")
+DECIDED = (FASTER, SLOWER, LESS, MORE)
+"""Verdicts whose interval does not contain 1."""
+UNDECIDED = Text("undecided", "不显著")
+UNITS_DIFFER = Text("undecided: units differ", "无法判断：单位不同")
+INVALID = Text("undecided: invalid values", "无法判断：数值无效")
+ONE_SAMPLE = Text("undecided: n = 1", "无法判断：n = 1")
+FAILED = {side: Text(f"failed in {side}", f"{side} 失败") for side in "AB"}
 
 
 @dataclass(frozen=True)
@@ -56,11 +38,14 @@ class Row:
 
     pair: Pair
     variant: str
-    name: str
+    name: Text
+    """As records and flags spell it."""
+    label: Text
+    """As charts and sentences spell it."""
     metric: str
     unit: str
     ratio: Ratio | None
-    verdict: str
+    verdict: Text
 
     @property
     def sides(self) -> tuple[CellView, CellView]:
@@ -70,28 +55,82 @@ class Row:
     def is_speed(self) -> bool:
         return self.unit == "s" or self.unit.endswith("/s")
 
+    @property
+    def change(self) -> float:
+        """The distance of the ratio from 1: as large for 2 as for 1/2."""
+        return abs(math.log(self.ratio.value)) if self.ratio else 0.0
+
     def is_slower_by(self, percent: float) -> bool:
         """With all of the interval."""
         if not self.is_speed or self.ratio is None or self.ratio.low is None or self.ratio.high is None:
             return False
         return (self.ratio.low if self.unit == "s" else 1 / self.ratio.high) > 1 + percent / 100
 
+    @property
+    def _order(self) -> tuple[int, float]:
+        """Failures first, then the largest changes, then what is undecided."""
+        groups = (self.verdict in FAILED.values(), self.verdict in DECIDED, self.ratio is not None, True)
+        return groups.index(True), -self.change
+
+    @property
+    def _measurement(self) -> Hashable:
+        """Equal for rows of one measurement, which a file may hold under several experiments."""
+        samples = (cell.samples(self.metric) for cell in self.sides)
+        return (*(cell_key(cell.config) for cell in self.sides), self.variant, self.metric, *samples)
+
+
+@dataclass(frozen=True)
+class Mean:
+    """The geometric mean of the ratios of one unit."""
+
+    unit: str
+    ratio: Ratio
+    count: int
+
+    @property
+    def verdict(self) -> Text:
+        return _verdict(self.unit, self.ratio)
+
 
 @dataclass(frozen=True)
 class Comparison:
-    table: Table
+    files: tuple[str, str]
     rows: Sequence[Row]
+    """Failures first, then the largest changes; those that are undecided last."""
+    confidence: float
+    differences: Sequence[Text] = ()
+    """What differs between A and B in settings and surroundings."""
+    remarks: Sequence[Text] = ()
+    """What failed, what is left out, what is odd."""
 
     def slower_by(self, percent: float) -> list[Row]:
         if not any(row.is_speed for row in self.rows):
-            metrics = ", ".join(dict.fromkeys(_short(row.metric) for row in self.rows))
+            metrics = ", ".join(dict.fromkeys(short(row.metric) for row in self.rows))
             raise UserError(f"--fail_if_slower is for times, and {metrics} is none; name another --metric")
         return [row for row in self.rows if row.is_slower_by(percent)]
 
     @property
     def untold(self) -> list[Row]:
-        """Rows without a verdict: a limit says nothing about them."""
+        """Rows without an interval: a limit says nothing about them."""
         return [row for row in self.rows if row.ratio is None or row.ratio.low is None]
+
+    @property
+    def means(self) -> list[Mean]:
+        """The geometric mean of the times, of the rates and of the bytes, where several have an interval."""
+        by_unit: dict[str, list[Ratio]] = {}
+        for row in self.rows:
+            if row.ratio and row.ratio.low is not None and (row.is_speed or row.unit == "B"):
+                by_unit.setdefault(row.unit, []).append(row.ratio)
+        return [Mean(unit, geometric_mean(found), len(found)) for unit, found in by_unit.items() if len(found) > 1]
+
+    @property
+    def counts(self) -> dict[Text, int]:
+        """Verdict -> number of rows, also of verdicts that no row has; all that are undecided together, and last."""
+        verdicts = [row.verdict if row.verdict in (*FAILED.values(), *DECIDED) else UNDECIDED for row in self.rows]
+        possible = [*((FASTER, SLOWER) if row.is_speed else (LESS, MORE) for row in self.rows)]
+        asked = dict.fromkeys(verdict for pair in possible for verdict in pair)
+        failed = [verdict for verdict in FAILED.values() if verdict in verdicts]
+        return {verdict: verdicts.count(verdict) for verdict in (*failed, *asked, UNDECIDED)}
 
 
 def compare(
@@ -108,27 +147,33 @@ def compare(
     if not 0.5 <= confidence <= 0.999:
         raise UserError(f"confidence must be between 0.5 and 0.999, got {confidence!r}", "confidence")
     (cells_a, odd_a), (cells_b, odd_b) = (
-        _cells(records, file, experiments) for records, file in zip((a, b), files, strict=True)
+        usable_cells(records, file, experiments) for records, file in zip((a, b), files, strict=True)
     )
-    pairs = _pair_up(cells_a, cells_b, different_work)
-    if not pairs:
-        raise UserError(_why_none(cells_a, cells_b, different_work))
-    rows = [row for pair, name in _named(pairs) for row in _rows(pair, name, metrics, confidence)]
-    if not rows:
+    pairs = pair_up(cells_a, cells_b, different_work)
+    names = Names(pairs)
+    every = [row for pair in pairs for row in _rows(pair, names, metrics, confidence)]
+    if not every:
         raise UserError(_why_empty(pairs, metrics))
+    rows = list({row._measurement: row for row in reversed(every)}.values())[::-1]
     notes = [
-        f"A: {files[0]}, B: {files[1]}",
-        _summary(rows, confidence),
-        *_differences(pairs),
+        *_repeated(len(every) - len(rows)),
         *_failures(pairs),
-        *_left_out([pair.a for pair in pairs], (row.pair.a for row in rows), "with nothing to compare in both"),
-        *_left_out(cells_a, (pair.a for pair in pairs), "of A without a partner in B"),
-        *_left_out(cells_b, (pair.b for pair in pairs), "of B without a partner in A"),
+        *_left_out(
+            [pair.a for pair in pairs],
+            (row.pair.a for row in every),
+            Text("with nothing to compare in both", "两边没有可比较的指标"),
+        ),
+        *_left_out(
+            cells_a, (pair.a for pair in pairs), Text("of A without a partner in B", "仅 A 有，B 中没有对应配置")
+        ),
+        *_left_out(
+            cells_b, (pair.b for pair in pairs), Text("of B without a partner in A", "仅 B 有，A 中没有对应配置")
+        ),
         *odd_a,
         *odd_b,
-        *_oddities(rows),
+        *_oddities([row.pair for row in rows], names),
     ]
-    return Comparison(_table(rows, notes, confidence), rows)
+    return Comparison(files, sorted(rows, key=lambda row: row._order), confidence, differences(pairs), notes)
 
 
 def parse_percent(text: str) -> float:
@@ -138,158 +183,33 @@ def parse_percent(text: str) -> float:
     return float(text.strip().removesuffix("%"))
 
 
-# -- cells ------------------------------------------------------------------------------------------------------------
-
-
-def _cells(records: Iterable[Record], file: str, experiments: Sequence[str]) -> tuple[list[CellView], list[str]]:
-    """The cells asked for, experiment by experiment, and remarks on the file."""
-    records = list(records)
-    usable = [record for record in records if _is_usable(record)]
-    have = list(dict.fromkeys(record.experiment for record in usable))
-    if not have:
-        raise UserError(f"{file!r} holds no records that can be compared")
-    for name in experiments:
-        if name not in have:
-            raise UserError(f"{file!r} has no experiment {name}{nearest(name, have)}; it has: {_some(have, 8)}")
-    wanted = [record for record in usable if not experiments or record.experiment in experiments]
-    cells = sorted(group(wanted), key=lambda cell: have.index(cell.experiment))
-    odd = [record for record in records if not _is_usable(record)]
-    return cells, [f"{file}: {_counted(odd, 'record')} with fields of the wrong type left out"] if odd else []
-
-
-def _is_usable(record: Record) -> bool:
-    """Check that every field has the right type: a file may have been written by anything."""
-    environment = record.environment
-    fields = fields_of(record.config)
-    return (
-        all(isinstance(text, str) for text in environment.throttle_reasons)
-        and all(isinstance(name, str | None) for name in (environment.gpu, environment.cpu))
-        and not any(isinstance(fields.get(name), list | dict) for name in FIELDS)
-        and all(_is_sample(sample) for sample in record.samples)
-    )
-
-
-def _is_sample(sample: Any) -> bool:
-    if isinstance(sample, str):
-        return True
-    if isinstance(sample, bool) or not isinstance(sample, int | float):
-        return False
-    return not abs(sample) > MOST or abs(sample) == math.inf  # larger ones overflow where they are added up
-
-
-def _device_type(cell: CellView) -> str:
-    return as_text(cell.get("device")).split(":")[0]
-
-
-Key = Callable[[CellView], Hashable]
-
-
-def _exactly(cell: CellView) -> Hashable:
-    return cell.experiment, cell_key(cell.config)
-
-
-def _same_work(cell: CellView) -> Hashable:
-    work = {name: value for name, value in cell.config.items() if name not in HOW_MEASURED}
-    return cell.experiment, cell_key(work), _device_type(cell)
-
-
-def _same_shape(cell: CellView) -> Hashable:
-    """None where a configuration has no shape: such cells have nothing in common."""
-    values = tuple(as_text(cell.get(name)) for name in AGREED)
-    return values if any(values) else None
-
-
-def _same_shape_and_experiment(cell: CellView) -> Hashable:
-    shape = _same_shape(cell)
-    return shape and (cell.experiment, shape)
-
-
-def _pair_up(a: Sequence[CellView], b: Sequence[CellView], different_work: bool) -> list[Pair]:
-    """The most alike first. One baseline may stand against several others of different work; several against several
-    are left alone, as nothing says which belongs to which."""
-    pairs: list[Pair] = []
-    keys: list[tuple[Key, bool]] = [(_exactly, False), (_same_work, False)]
-    if different_work:
-        keys += [(_same_shape_and_experiment, True), (_same_shape, True)]
-    for key, one_to_many in keys:
-        taken = {id(cell) for pair in pairs for cell in pair.sides}
-        groups_a, groups_b = (grouped((cell for cell in cells if id(cell) not in taken), key) for cells in (a, b))
-        for found in groups_a.keys() & groups_b.keys() - {None}:
-            ours, theirs = groups_a[found], groups_b[found]
-            if min(len(ours), len(theirs)) == 1 and (one_to_many or len(ours) == len(theirs)):
-                pairs += [Pair(x, y) for x in ours for y in theirs]
-    places = {id(cell): place for cells in (a, b) for place, cell in enumerate(cells)}
-    return sorted(pairs, key=lambda pair: (places[id(pair.a)], places[id(pair.b)]))
-
-
-def _why_none(a: Sequence[CellView], b: Sequence[CellView], different_work: bool) -> str:
-    if different_work:
-        return "no cell of A agrees with one of B in size, context, batch, mode and precision: nothing to compare"
-    how = {*HOW_MEASURED} - {"device"}
-    differing = _differing(
-        list(map(_described, a)), list(map(_described, b)), lambda name, x, y: name not in how and not x & y
-    )
-    reason = f"A and B did different work ({'; '.join(differing[:4]) or 'no configuration is in both'})"
-    return reason + ("; --different_work compares all the same" if _pair_up(a, b, True) else ": nothing to compare")
-
-
 # -- rows -------------------------------------------------------------------------------------------------------------
 
 
-def _named(pairs: Sequence[Pair]) -> list[tuple[Pair, str]]:
-    """Each with what tells it from the others of its experiment, in words."""
-    by_experiment: dict[str, list[Pair]] = {}
-    for pair in pairs:
-        by_experiment.setdefault(pair.a.experiment, []).append(pair)
-    shown = {experiment: _telling(found) for experiment, found in by_experiment.items()}
-    return [(pair, _name(pair, shown[pair.a.experiment])) for pair in pairs]
-
-
-def _telling(pairs: Sequence[Pair]) -> list[str]:
-    """The fields that differ from cell to cell within A or within B, and the size always."""
-    sides = [[pair.a for pair in pairs], [pair.b for pair in pairs]]
-    names = sorted({name for side in sides for cell in side for name in cell.fields} - {"model", *IMPLIED})
-
-    def differs(name: str) -> bool:
-        return any(len({as_text(cell.get(name)) for cell in side}) > 1 for side in sides)
-
-    return [name for name in dict.fromkeys([*FIELDS, *names]) if name == "size" or differs(name)]
-
-
-def _name(pair: Pair, shown: Sequence[str]) -> str:
-    words = []
-    for name in shown:
-        texts = list(dict.fromkeys(_short(as_text(cell.get(name))) for cell in pair.sides))
-        text = " -> ".join(text or "none" for text in texts) if len(texts) > 1 else texts[0]
-        speaks = name in ("size", "mode", "precision", "attention", "implementation", "model_factory")
-        words += [text if speaks else f"{_field(name)} {text}"] if text else []
-    return _short(" ".join(words) or pair.a.name or pair.a.experiment, 120)
-
-
-def _rows(pair: Pair, name: str, metrics: Sequence[str], confidence: float) -> list[Row]:
+def _rows(pair: Pair, names: Names, metrics: Sequence[str], confidence: float) -> Iterator[Row]:
     """The rows of a pair: of the cells themselves, then of each variant that both measured.
 
     A pair that failed on one side shows the values of the other; one that failed on both has no rows.
     """
     whole = [cell for cell in pair.sides if cell.ok]
     if not whole:
-        return []
+        return
     shared = [variant for variant in whole[0].variants if all(variant in cell.variants for cell in whole)]
-    return [row for variant in ("", *shared) for row in _rows_of(pair, variant, name, metrics, confidence)]
+    for variant in ("", *shared):
+        yield from _rows_of(pair, variant, names, metrics, confidence)
 
 
-def _rows_of(pair: Pair, variant: str, name: str, metrics: Sequence[str], confidence: float) -> list[Row]:
+def _rows_of(pair: Pair, variant: str, names: Names, metrics: Sequence[str], confidence: float) -> Iterator[Row]:
     whole = [cell for cell in pair.of(variant) if cell.ok]
-    name = _short(f"{name}, {variant}", 120) if variant else name
-    rows = []
     for metric in _chosen([m for m in whole[0].metrics if all(m in cell.metrics for cell in whole)], metrics):
         found = whole[0].metrics[metric]
         if not any(cell.metrics[metric].numbers for cell in whole):
             continue  # words: nothing to divide
-        failed = None, f"failed in {'B' if pair.a.ok else 'A'}"
-        ratio, verdict = failed if len(whole) == 1 else _judged(found, whole[1].metrics[metric], confidence)
-        rows.append(Row(pair, variant, name, metric, found.unit, ratio, verdict))
-    return rows
+        ratio, verdict = None, FAILED["B" if pair.a.ok else "A"]
+        if len(whole) == 2:
+            ratio, verdict = _judged(found, whole[1].metrics[metric], confidence)
+        name, label = names.of(pair, variant), names.for_readers(pair, variant)
+        yield Row(pair, variant, name, label, metric, found.unit, ratio, verdict)
 
 
 def _chosen(have: Sequence[str], asked: Sequence[str]) -> list[str]:
@@ -299,19 +219,21 @@ def _chosen(have: Sequence[str], asked: Sequence[str]) -> list[str]:
     return next(([name] for name in HEADLINES if name in have), [])
 
 
-def _judged(a: Record, b: Record, confidence: float) -> tuple[Ratio | None, str]:
+def _judged(a: Record, b: Record, confidence: float) -> tuple[Ratio | None, Text]:
     if a.unit != b.unit:
-        return None, "units differ: cannot tell"
+        return None, UNITS_DIFFER
     samples = (*a.samples, *b.samples)
     if not (a.samples and b.samples and all(isinstance(s, int | float) and LEAST < s < MOST for s in samples)):
-        return None, "not all finite and above 0: cannot tell"
+        return None, INVALID
     ratio = ratio_of_medians(a.numbers, b.numbers, confidence)
+    return ratio, _verdict(a.unit, ratio)
+
+
+def _verdict(unit: str, ratio: Ratio) -> Text:
     if ratio.low is None or ratio.high is None:
-        return ratio, "n = 1: cannot tell"
-    more, less = ("slower", "faster") if a.unit == "s" else ("more", "less")
-    if a.unit.endswith("/s"):
-        more, less = "faster", "slower"
-    return ratio, more if ratio.low > 1 else less if ratio.high < 1 else "no difference"
+        return ONE_SAMPLE
+    above, below = (SLOWER, FASTER) if unit == "s" else (FASTER, SLOWER) if unit.endswith("/s") else (MORE, LESS)
+    return above if ratio.low > 1 else below if ratio.high < 1 else UNDECIDED
 
 
 def _why_empty(pairs: Sequence[Pair], metrics: Sequence[str]) -> str:
@@ -328,161 +250,48 @@ def _why_empty(pairs: Sequence[Pair], metrics: Sequence[str]) -> str:
         if metric in b.metrics and record.numbers
     )
     wanted = " or ".join(metrics or HEADLINES)
-    return f"no cell of A and B has {wanted}; choose a --metric that both have: {_some(have, 8) or 'there is none'}"
+    return f"no cell of A and B has {wanted}; choose a --metric that both have: {some(have, 8) or 'there is none'}"
 
 
-# -- the table --------------------------------------------------------------------------------------------------------
+# -- remarks ----------------------------------------------------------------------------------------------------------
 
 
-def _table(rows: Sequence[Row], notes: Sequence[str], confidence: float) -> Table:
-    """The same columns whatever is compared, for programs that read it as CSV."""
-    names = (Text("experiment", "实验"), Text("cell", "配置"), Text("metric", "指标"), Text("unit", "单位"))
-    columns = [*map(word, names), *(Column(Text(name)) for name in ("A", "B", "n", "B / A"))]
-    columns += [Column(say("{}% {}", "{}% {}", f"{confidence * 100:g}", end)) for end in _ENDS]
-    columns += [word(Text("verdict", "结论"))]
-    lines = [[row.pair.a.experiment, row.name, row.metric, _shown_unit(row.unit), *_values(row)] for row in rows]
-    cells = [cell for row in rows for cell in row.pair.sides]
-    what = Text("B / A of medians", "中位数之比 B / A")
-    title = title_of("compare", what, cells, _telling([row.pair for row in rows]))
-    return Table(
-        Text(*(_short(text, 400) for text in title)),
-        columns,
-        [[_short(text, 120) for text in line] for line in lines],
-        [Text(_short(note, 1000)) for note in notes],
-    )
+def _repeated(number: int) -> list[Text]:
+    if not number:
+        return []
+    english = f"{number} row{'s' * (number != 1)} left out: the same measurements under other experiments"
+    return [Text(english, f"略去 {number} 行：其他实验名下的相同测量")]
 
 
-_ENDS = (Text("low", "下限"), Text("high", "上限"))
-
-
-def _values(row: Row) -> list[str]:
-    ratio = row.ratio
-    counts = [str(len(cell.metrics[row.metric].samples)) for cell in row.sides if row.metric in cell.metrics]
-    return [
-        *(_median(cell, row) for cell in row.sides),
-        ", ".join(dict.fromkeys(counts)),
-        *(_factor(value) for value in ((ratio.value, ratio.low, ratio.high) if ratio else (None,) * 3)),
-        row.verdict,
-    ]
-
-
-def _median(cell: CellView, row: Row) -> str:
-    if not cell.ok:
-        return cell.verdict
-    found = cell.statistics(row.metric)
-    if found is None:
-        return ""
-    return kernel_ms(found.median) if row.unit == "s" else gib(found.median) if row.unit == "B" else f"{found.median:g}"
-
-
-def _shown_unit(unit: str) -> str:
-    return {"s": "ms", "B": "GiB", "1": ""}.get(unit, unit)
-
-
-def _factor(value: float | None) -> str:
-    return "" if value is None else f"{value:.3f}" if 0.01 < value < 1000 else f"{value:.3g}"
-
-
-# -- notes ------------------------------------------------------------------------------------------------------------
-
-
-def _field(name: str) -> str:
-    return FIELDS[name].en if name in FIELDS else name
-
-
-def _short(text: str, most: int = 60) -> str:
-    """Return a name from a file, which may be a whole book, shortened; a table would be as wide."""
-    text = printable(text)
-    return text if len(text) <= most else text[: most - 3] + "..."
-
-
-def _some(names: Iterable[str], most: int = 3) -> str:
-    """Up to `most` of them; the same name only once."""
-    names = list(dict.fromkeys(_short(name) for name in names))
-    return ", ".join(names[:most]) + (", ..." if len(names) > most else "")
-
-
-def _counted(items: Sequence[Any], what: str) -> str:
-    return f"{len(items)} {what}" + "s" * (len(items) != 1)
-
-
-def _summary(rows: Sequence[Row], confidence: float) -> str:
-    counts = ", ".join(f"{count} {verdict}" for verdict, count in Counter(row.verdict for row in rows).items())
-    chance = (1 - confidence) * sum(row.ratio is not None for row in rows)
-    return (
-        f"{counts}. Intervals ({confidence * 100:g}%) are by bootstrap over the steps of one run on each side: what "
-        "changes from run to run is not in them" + (f"; up to {chance:.0f} rows may differ by chance" * (chance >= 1))
-    )
-
-
-def _differences(pairs: Sequence[Pair]) -> list[str]:
-    """Notes on differences of work, of how it was measured and of where; each once for all rows."""
-    a, b = ([_described(pair.sides[side]) for pair in pairs] for side in (0, 1))
-    there, here = ([_surroundings(pair.sides[side]) for pair in pairs] for side in (0, 1))
-    found = {name for x, y in zip(a, b, strict=True) for name in x.keys() | y.keys() if x.get(name) != y.get(name)}
-    how = found & {*HOW_MEASURED, "size"}
-    if any(_device_type(pair.a) != _device_type(pair.b) for pair in pairs):
-        how.discard("device")
-    differing = {
-        "different work": _differing(a, b, lambda name, *_: name in found - how),
-        "measured differently": _differing(a, b, lambda name, *_: name in how),
-        "environment": _differing(there, here, lambda _, x, y: x != y),
-    }
-    return [f"{what}: {'; '.join(lines)}" for what, lines in differing.items() if lines]
-
-
-def _described(cell: CellView) -> dict[str, str]:
-    """The fields of the configuration that may differ, as text."""
-    names = dict.fromkeys([*FIELDS, *sorted(cell.fields.keys() - {"model", *IMPLIED})])
-    texts = {name: as_text(cell.get(name)) for name in names}
-    return {"experiment": cell.experiment, **{name: text for name, text in texts.items() if text}}
-
-
-def _surroundings(cell: CellView) -> dict[str, str]:
-    """The fields of the environment that may differ, as text."""
-    values = {name: value for name, value in vars(cell.environment).items() if name not in PASSING}
-    values["git_commit"] = as_text(values["git_commit"])[:10]
-    values["throttle_reasons"] = ", ".join(values["throttle_reasons"]) or "none"
-    return {name: as_text(value) or "unknown" for name, value in values.items()}
-
-
-def _differing(
-    a: Sequence[dict[str, str]], b: Sequence[dict[str, str]], worth: Callable[[str, set[str], set[str]], bool]
-) -> list[str]:
-    """`precision fp32 in A, bf16 in B` for each name that is worth it by its values in A and in B."""
-    lines = []
-    for name in dict.fromkeys(name for described in (*a, *b) for name in described):
-        ours, theirs = ({described.get(name, "none") for described in side} for side in (a, b))
-        if worth(name, ours, theirs):
-            lines.append(f"{_short(_field(name))} {_some(sorted(ours))} in A, {_some(sorted(theirs))} in B")
-    return lines
-
-
-def _failures(pairs: Sequence[Pair]) -> list[str]:
+def _failures(pairs: Sequence[Pair]) -> list[Text]:
     failed: dict[tuple[str, str], list[str]] = {}
     for side in (0, 1):
         for cell in (pair.sides[side] for pair in pairs):
             if not cell.ok:
-                failed.setdefault(("AB"[side], cell.status), []).append(_title(cell))
-    return [f"failed in {side}: {_some(names)}: {_short(status, 200)}" for (side, status), names in failed.items()]
+                failed.setdefault(("AB"[side], cell.status), []).append(title(cell))
+    return [
+        say("{}: {}: {}", "{}：{}：{}", FAILED[side], some(names), short(status, 200))
+        for (side, status), names in failed.items()
+    ]
 
 
-def _left_out(cells: Sequence[CellView], kept: Iterable[CellView], why: str) -> list[str]:
+def _left_out(cells: Sequence[CellView], kept: Iterable[CellView], why: Text) -> list[Text]:
     ids = {id(cell) for cell in kept}
     left = [cell for cell in cells if id(cell) not in ids]
-    return [f"{_counted(left, 'cell')} {why}: {_some(map(_title, left))}"] if left else []
+    count = Text(f"{len(left)} cell{'s' * (len(left) != 1)}", f"{len(left)} 个配置")
+    return [say("{} {}: {}", "{}{}：{}", count, why, some(map(title, left)))] if left else []
 
 
-def _title(cell: CellView) -> str:
-    return f"{cell.experiment} {cell.name}".strip()
-
-
-def _oddities(rows: Sequence[Row]) -> list[str]:
+def _oddities(pairs: Sequence[Pair], names: Names) -> list[Text]:
     """The referee's remarks on either side."""
-    names = {id(cell): row.name for row in rows for cell in row.pair.sides}
     lines = []
     for side in (0, 1):
-        cells = list({id(row.pair.sides[side]): row.pair.sides[side] for row in rows}.values())
-        found = remarks([cell for cell in cells if cell.ok], lambda cell: Text(names[id(cell)]))
-        lines += [f"{'AB'[side]}: {remark.text.en}" for remark in found]
+        named = {id(pair.sides[side]): names.of(pair) for pair in pairs}
+        cells = list({id(pair.sides[side]): pair.sides[side] for pair in pairs if pair.sides[side].ok}.values())
+        found = remarks(cells, partial(_name_in, named))
+        lines += [say("{}: {}", "{}：{}", "AB"[side], remark.text) for remark in found]
     return lines
+
+
+def _name_in(names: Mapping[int, Text], cell: CellView) -> Text:
+    return names[id(cell)]

@@ -45,9 +45,10 @@ def precise(value: float, digits: int | None = None) -> str:
 
 def short(value: float) -> str:
     """A value on its bar: three significant digits, all those before the point."""
-    if value == 0 or abs(value) >= 100:
-        return exact(value) if abs(value) >= 1e12 else f"{value:,.0f}"
-    return exact(float(f"{value:.3g}"))
+    size = abs(value)
+    if size >= 1e12 or 0 < size < 0.1:
+        return exact(float(f"{value:.3g}"))
+    return f"{value:,.{0 if size >= 100 or size == 0 else 1 if size >= 10 else 2}f}"
 
 
 @dataclass(frozen=True)
@@ -140,6 +141,8 @@ class Chart:
     """English names of bars in their order; names that are not listed follow in order of appearance."""
     limits: Sequence[Limit] = ()
     events: Sequence[Event] = ()
+    from_zero: bool = False
+    """The axis of values of a line chart starts at zero."""
     digits: int | None = None
     """Digits after the point of a value, as in the table beside it; None: as `precise` chooses."""
     note: Text | None = None
@@ -195,6 +198,11 @@ class Chart:
         first = [name for name in dict.fromkeys(self.places) if name in found]
         return [*first, *(name for name in found if name not in self.places)]
 
+    def texts_of(self, values: Sequence[float]) -> list[str]:
+        """Values as they are written on bars. Whole numbers stay whole where all are."""
+        whole = all(value == int(value) for value in values)
+        return [f"{value:,.0f}" if whole and abs(value) < 1e12 else short(value) for value in values]
+
     @cached_property
     def labels(self) -> dict[str, Text]:
         """The names of bars in both languages, by their English name."""
@@ -208,7 +216,13 @@ class Chart:
     @property
     def has_legend(self) -> bool:
         """False for a single series: the title names it."""
-        return len([series for _, series in self.shown if any(series.name)]) > 1 or bool(self.limits)
+        return len([series for _, series in self.shown if any(series.name)]) > 1 or bool(self.limits or self.notes)
+
+    @cached_property
+    def notes(self) -> list[Text]:
+        """What crosses in place of values mean."""
+        points = (point for _, series in self.shown for point in series.points)
+        return list(dict.fromkeys(point.note for point in points if point.note and self.has_place(point)))
 
     def has_place(self, point: Point) -> bool:
         """True if the point has a position on the axis of x."""

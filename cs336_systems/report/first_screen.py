@@ -24,7 +24,8 @@ def highlights_of(experiments: Mapping[str, Presentation], cells: Mapping[str, S
     found: list[Highlight] = []
     for name, chosen in cells.items():
         machines = {safely(lambda cell: cell.machine, cell) for cell in chosen if cell.records}
-        make = experiments[name].highlights if len(machines) == 1 else partial(_comparisons, experiments[name])
+        is_one = len(machines) == 1 or experiments[name].machines_together
+        make = experiments[name].highlights if is_one else partial(_comparisons, experiments[name])
         fine = [cell for cell in chosen if cell.ok or not experiments[name].complete_cells_only]
         found += [replace(one, section=name) for one in safely(make, fine) or []]
     return sorted(found, key=lambda highlight: highlight.rank)
@@ -47,13 +48,13 @@ def hero_of(highlights: Sequence[Highlight], sections: Sequence[Section]) -> Cha
     """The speed-ups as bars; where there are not two of them, the first chart of the first section that has one."""
     faster = [(one.bar, one.ratio) for one in highlights if one.bar and one.ratio]
     if len(faster) < 2:
-        return next((replace(chart, name="hero") for section in sections for chart in section.charts), None)
+        return next((chart for section in sections for chart in section.charts), None)
     points = [Point(name, ratio) for name, ratio in faster[:MOST_BARS]]
     return Chart(
         "hero",
         Text("Speed against the fastest others", "与最快的其他实现相比的速度"),
         "bars",
-        Text("work, and what it is compared with", "工作负载与对比对象"),
+        Text(""),
         Text("times as fast", "速度倍数"),
         [Series(Text("ours", "本项目"), points)],
         horizontal=True,

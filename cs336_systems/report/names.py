@@ -29,17 +29,17 @@ IMPLEMENTATIONS = {
 """Implementations of attention."""
 
 _CATEGORIES = (
-    ("ours", "ours, Hopper", "this package", "measured", "forward", "matmul", "bf16"),
+    ("ours", "ours, Hopper", "this package", "measured", "forward", "matmul", "bf16", "ratio of medians"),
     ("ours, portable", "backward", "predicted", "parameters"),
     ("ours, in PyTorch", "optimizer", "optimizer state"),
     ("FlashAttention-4", "gradients", "loss"),
     ("FlashAttention-2 (SDPA)", "sync", "communication", "communication alone"),
-    ("cuDNN", "activations", "softmax", "softmax/reduction", "exposed"),
-    ("naive", "rival", "other", "idle", "PyTorch", "fp32"),
+    ("cuDNN", "activations", "softmax", "softmax/reduction", "exposed", "validation", "geometric mean"),
+    ("naive", "rival", "other", "idle", "PyTorch", "fp32", "single steps", "working"),
     ("FlexAttention", "elementwise", "weight casts", "all-gather"),
     ("SDPA", "broadcast"),
     ("memory-efficient (SDPA)", "copy", "logits and loss", "all-reduce"),
-    ("fp16", "step"),
+    ("fp16",),
     ("naive, compiled", "attention", "temporary", "reduce-scatter"),
 )
 """English names of categories, by colour. Names that share a colour never share a chart."""
@@ -55,6 +55,24 @@ def implementation_name(name: Any) -> Text:
     return IMPLEMENTATIONS.get(str(name)) or Text(str(name))
 
 
+ATTENTION_NAMES = {
+    "auto": Text("our attention", "本项目的注意力"),
+    "flash_hopper": Text("our Hopper kernel", "本项目的 Hopper 内核"),
+    "flash_triton": Text("our portable kernel", "本项目的通用内核"),
+    "flash_torch": Text("our attention in PyTorch", "本项目的 PyTorch 注意力"),
+    "sdpa_flash": Text("FlashAttention-2 in SDPA", "SDPA 的 FlashAttention-2"),
+    "sdpa_efficient": Text("memory-efficient SDPA"),
+    "reference": Text("naive attention", "朴素注意力"),
+    "compiled": Text("compiled naive attention", "编译后的朴素注意力"),
+}
+"""Implementations whose names need a noun in a sentence."""
+
+
+def attention_name(name: Any) -> Text:
+    """The name of an attention implementation in a sentence."""
+    return ATTENTION_NAMES.get(str(name)) or implementation_name(name)
+
+
 def size_name(size: Any) -> Text:
     """The name of a model's size: `2560/10240/1/32` (d_model/d_ff/layers/heads) is "2.7B, 1 block"."""
     found = re.fullmatch(r"(\d+)/(\d+)/(\d+)/(\d+)", str(size))
@@ -67,7 +85,7 @@ def size_name(size: Any) -> Text:
             if model.num_layers == layers:
                 return Text(name)
             return say("{}, {}", "{}，{}", name, blocks(layers))
-    return Text(str(size))
+    return say("width {}, {}", "宽度 {}，{}", str(width), blocks(layers))
 
 
 def blocks(number: int) -> Text:

@@ -7,8 +7,11 @@ from typing import Any, TypeVar
 
 from cs336_systems.report.cells import CellView
 from cs336_systems.report.entries import baselines
+from cs336_systems.report.names import size_name
+from cs336_systems.report.points import bar_name
 from cs336_systems.report.presentation import Cells
-from cs336_systems.report.rows import as_text, gib, number, percent, row_name, varying
+from cs336_systems.report.rows import gib, number, percent, varying
+from cs336_systems.report.terms import MODE_WORDS
 from cs336_systems.text import Text, say
 
 MOST = 3
@@ -30,36 +33,41 @@ def safely(make: Callable[[Given], Answer], given: Given) -> Answer | None:
 
 
 def together(first: Text | None, second: Text | None) -> Text | None:
-    """Join two halves of a sentence, or return the one there is."""
+    """Two sentences, or the one there is; the last one has no full stop."""
     if first is None or second is None:
         return first or second
-    return say("{}; {}", "{}；{}", first, second)
+    return say("{}. {}", "{}。{}", first, _capital(second))
+
+
+def _capital(text: Text) -> Text:
+    """The sentence with a capital, unless it begins with a name such as bf16 or cuDNN."""
+    first = text.en.split(maxsplit=1)[0].rstrip(",:;")
+    return Text(text.en[:1].upper() + text.en[1:], text.zh) if first.isalpha() and first.islower() else text
 
 
 def ended(text: Text) -> Text:
-    """The sentence with a capital, unless it begins with a name, and a full stop."""
-    first = text.en.split(maxsplit=1)[0].rstrip(",:;")
-    en = text.en[:1].upper() + text.en[1:] if first.isalpha() else text.en
-    # A bracket of Chinese has its space built in.
-    return Text(f"{en}.", re.sub(r"(?<=）) (?=[\u4e00-\u9fff])", "", f"{text.in_('zh')}。"))
+    """The sentence with a capital, and a full stop; Chinese without the spaces that templates leave in it."""
+    zh = re.sub(r"(?<=[\u4e00-\u9fff）]) (?=[\u4e00-\u9fff（])", "", text.in_("zh"))
+    return Text(f"{_capital(text).en}.", f"{zh}。")
 
 
-MODE_WORDS = {
-    "inference": Text("inference", "推理"),
-    "forward": Text("forward", "前向"),
-    "forward-backward": Text("forward and backward", "前向加后向"),
-    "train-step": Text("training step", "训练步"),
-}
+def mode_name(mode: Any) -> Text:
+    return MODE_WORDS.get(str(mode), Text("step", "训练步"))
 
 
 def in_mode(mode: Any) -> Text:
-    found = MODE_WORDS.get(str(mode), Text("step", "一步"))
+    found = mode_name(mode)
     return Text(f"a {found.en}", found.zh) if found.en.endswith("step") else found
 
 
 def times_text(ratio: float) -> str:
     """A ratio with as many digits as distinguish it from 1."""
-    return number(ratio, 0 if ratio >= 10 else 1 if ratio >= 1.15 else 2)
+    return number(ratio, 0 if ratio >= 9.95 else 1 if ratio >= 1.15 else 2)
+
+
+def ratio_text(ratio: float) -> str:
+    """A ratio that may be far below 1."""
+    return f"{ratio:.2g}" if ratio < 0.1 else times_text(ratio)
 
 
 def value_of(cell: CellView, metric: str) -> float | None:
@@ -91,17 +99,17 @@ def scale_of(cell: CellView) -> float:
     return width * width * layers if isinstance(width, int) and isinstance(layers, int) else 0
 
 
-def size_of(cell: CellView) -> str:
-    return as_text(cell.get("size")) or cell.name or "?"
+def size_of(cell: CellView) -> Text:
+    return size_name(cell.get("size")) if cell.get("size") else Text("the model", "该模型")
 
 
 def naming(cells: Cells) -> Callable[[CellView], Text]:
-    """A function that names a cell's row among these cells."""
+    """A function that names a cell among these cells."""
     shown = varying(cells)
 
     def name(cell: CellView) -> Text:
-        text = row_name(cell, shown)
-        return text if text.en else Text(size_of(cell))
+        found = bar_name(cell, shown)
+        return found if found.en else size_of(cell)
 
     return name
 
@@ -125,33 +133,132 @@ def speed_up(pair: tuple[CellView, CellView], metric: str = "step_time") -> floa
     return (value_of(base, metric) or 0.0) / (value_of(cell, metric) or 1.0)
 
 
+def named_speed_ups(pairs: Sequence[tuple[CellView, CellView]], metric: str = "step_time") -> list[tuple[float, Text]]:
+    """The speed-up of each pair with the cell's name; for `compared`."""
+    name = naming([cell for cell, _ in pairs])
+    return [(speed_up(pair, metric), name(pair[0])) for pair in pairs]
+
+
 def span(values: Sequence[float], show: Callable[[float], str]) -> Text:
     least, most = show(min(values)), show(max(values))
     return Text(least) if least == most else say("{} to {}", "{} 到 {}", least, most)
 
 
-def extremes(found: Sequence[tuple[float, Text]], show: Callable[[float], str]) -> Text:
-    """The smallest and the largest value, each with its name."""
+Named = Sequence[tuple[float, Text]]
+"""A value of each cell with the cell's name; the name is empty where none is to be shown."""
+
+
+def ranging(en: str, zh: str, found: Named, show: Callable[[float], str], *others: str | Text) -> Text:
+    """A sentence with the smallest and the largest value as its first argument, each with its name in brackets.
+
+    Where one value is all there is, its name is at the end.
+    """
     (least, least_name), (most, most_name) = (pick(found, key=lambda pair: pair[0]) for pick in (min, max))
-    if len(found) == 1:
-        return say("{} ({})", "{}（{}）", show(least), least_name)
-    return say("{} ({}) to {} ({})", "{}（{}）到 {}（{}）", show(least), least_name, show(most), most_name)
+    if show(least) == show(most):
+        return with_name(say(en, zh, show(least), *others), _only_name(found))
+    ends = (with_name(Text(show(least)), least_name), with_name(Text(show(most)), most_name))
+    return say(en, zh, say("{} to {}", "{} 到 {}", *ends), *others)
+
+
+def _only_name(found: Named) -> Text:
+    return found[0][1] if len(found) == 1 else Text("")
+
+
+def with_name(said: Text, name: Text) -> Text:
+    return say("{} ({})", "{}（{}）", said, name) if name.en else said
+
+
+# -- comparisons ------------------------------------------------------------------------------------------------------
+
+SAME = 1.02
+"""Times or sizes within this factor of each other are called equal."""
+WITHIN = Text("within 2%", "相差不超过 2%")
+
+
+def is_same(ratio: float) -> bool:
+    return 1 / SAME <= ratio <= SAME
+
+
+def compared(ours: Text, other: Text, found: Named) -> Text:
+    """State how fast `ours` is beside `other`, from the other's time over ours in each cell.
+
+    "X is 1.30 times as fast as Y", "X takes 1.40 times as long as Y", "X is as fast as Y, within 2%", or the best and
+    the worst where cells differ in that.
+    """
+    if not all(isfinite(ratio) and ratio > 0 for ratio, _ in found):
+        raise ValueError("ratios of times must be finite and above 0")
+    worst, best = (pick(found, key=lambda pair: pair[0]) for pick in (min, max))
+    if is_same(worst[0]) and is_same(best[0]):
+        same = with_name(say("{} is as fast as {}", "{} 与 {} 一样快", ours, other), _only_name(found))
+        return say("{}, {}", "{}，{}", same, WITHIN)
+    if worst[0] > SAME:
+        return ranging("{1} is {0} times as fast as {2}", "{1} 的速度是 {2} 的 {0} 倍", found, times_text, ours, other)
+    if best[0] < 1 / SAME:
+        longer = [(1 / ratio, name) for ratio, name in found]
+        return ranging(
+            "{1} takes {0} times as long as {2}", "{1} 的用时是 {2} 的 {0} 倍", longer, times_text, ours, other
+        )
+    return say("{}, and {}", "{}，{}", _at_best(ours, other, *best), _at_worst(*worst))
+
+
+def _at_best(ours: Text, other: Text, ratio: float, name: Text) -> Text:
+    if is_same(ratio):
+        return with_name(say("{} is at best as fast as {}", "{} 最好时与 {} 一样快", ours, other), name)
+    values = (ours, times_text(ratio), other)
+    return with_name(say("{} is at best {} times as fast as {}", "{0} 最好时速度是 {2} 的 {1} 倍", *values), name)
+
+
+def _at_worst(ratio: float, name: Text) -> Text:
+    if is_same(ratio):
+        return with_name(Text("at worst as fast", "最差时一样快"), name)
+    return with_name(say("at worst takes {} times as long", "最差时用时是其 {} 倍", times_text(1 / ratio)), name)
+
+
+def beside(ratio: float, other: Text) -> Text:
+    """The same as part of a sentence that has stated a time: "1.30 times as fast as Y"."""
+    if is_same(ratio):
+        return say("as fast as {}, {}", "与 {} 一样快，{}", other, WITHIN)
+    if ratio > 1:
+        return say("{1} times as fast as {0}", "速度是 {0} 的 {1} 倍", other, times_text(ratio))
+    return say("{1} times as long as {0}", "是 {0} 的 {1} 倍", other, times_text(1 / ratio))
+
+
+def longer(one: Text, other: Text, ratio: float) -> Text:
+    """State which takes longer, from the time of `one` over that of the other."""
+    if is_same(ratio):
+        return say("{} takes as long as {}, {}", "{} 与 {} 用时相同，{}", one, other, WITHIN)
+    if ratio < 1:
+        one, other, ratio = other, one, 1 / ratio
+    return say("{} takes {} times as long as {}", "{0} 的用时是 {2} 的 {1} 倍", one, times_text(ratio), other)
+
+
+def memory_beside(ratios: Sequence[float], other: Text) -> Text | None:
+    """State the peak memory over that of `other`; None where there is none."""
+    if not ratios:
+        return None
+    if all(map(is_same, ratios)):
+        return say("its peak memory is that of {}, {}", "峰值显存与 {} 相同，{}", other, WITHIN)
+    times = span(ratios, ratio_text)
+    return say("its peak memory is {1} times that of {0}", "峰值显存是 {0} 的 {1} 倍", other, times)
+
+
+def with_time(name: Text, milliseconds: str) -> Text:
+    return say("{} ({} ms)", "{}（{} ms）", name, milliseconds)
+
+
+def error_text(error: float) -> Text:
+    """A relative error without its sign."""
+    return Text("less than 0.01%", "不到 0.01%") if error < 5e-5 else Text(percent(error, 2))
 
 
 def worst_prediction(cells: Cells) -> Text | None:
     """State the largest error of predicted peak memory."""
     fine = having(cells, "peak_memory", "predicted_memory")
     worst = max(fine, key=lambda cell: abs(cell.memory_error or 0.0))
-    values = [percent(abs(worst.memory_error or 0.0), 2)]
-    values += [gib(value_of(worst, name)) for name in ("predicted_memory", "peak_memory")]
-    if len(fine) == 1:
-        return say(
-            "the predicted peak is off by {}: {} GiB, measured {}", "预测的峰值误差 {}：{} GiB，实测 {}", *values
-        )
-    return say(
-        "the worst of {0} predicted peaks is off by {2} ({1}: {3} GiB, measured {4})",
-        "{0} 个峰值预测的最大误差为 {2}（{1}：{3} GiB，实测 {4}）",
-        str(len(fine)),
-        naming(fine)(worst),
-        *values,
-    )
+    error = error_text(abs(worst.memory_error or 0.0))
+    said = say("the predicted peak is off by {}", "预测的峰值误差 {}", error)
+    if len(fine) > 1:
+        said = say("the worst of {} predicted peaks is off by {}", "{} 个峰值预测的最大误差 {}", str(len(fine)), error)
+    sizes = [gib(value_of(worst, name)) for name in ("predicted_memory", "peak_memory")]
+    values = say("{} GiB predicted, {} GiB measured", "预测 {} GiB，实测 {} GiB", *sizes)
+    return with_name(say("{}: {}", "{}：{}", said, values), naming(fine)(worst) if len(fine) > 1 else Text(""))

@@ -6,9 +6,7 @@ from collections.abc import Iterable, Sequence
 from cs336_systems.record import Statistics
 from cs336_systems.report.cells import CellView
 from cs336_systems.report.document import Point, Series
-from cs336_systems.report.names import implementation_name, size_name
-from cs336_systems.report.phrases import MODE_WORDS
-from cs336_systems.report.rows import as_text, setting
+from cs336_systems.report.rows import row_words
 from cs336_systems.text import Text, listed, say
 
 FEW = 24
@@ -36,23 +34,7 @@ def series_of(name: Text | str, points: Iterable[list[Point]]) -> Series:
 
 def bar_name(cell: CellView, shown: Sequence[str]) -> Text:
     """The name of a cell in a chart: the values of the fields `shown`, in readers' words."""
-    return listed(filter(any, (_value_name(name, cell) for name in shown)), (", ", "，"))
-
-
-def _value_name(field: str, cell: CellView) -> Text:
-    value = cell.get(field)
-    if field == "size":
-        return size_name(value)
-    if field == "attention":
-        return say("attention: {}", "注意力：{}", implementation_name(value))
-    if field == "implementation":
-        return implementation_name(value)
-    if field == "mode":
-        return MODE_WORDS.get(str(value), Text(str(value)))
-    if field == "compile":
-        return Text("compiled", "编译") if value else Text("eager")
-    text = as_text(value)
-    return setting(field, text) if text.isdigit() or text in ("yes", "no") else Text(text)
+    return listed(row_words(cell, shown), (", ", "，"))
 
 
 def means_of(cells: Iterable[CellView], metric: str = "step_time") -> Text:

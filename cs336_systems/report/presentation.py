@@ -60,6 +60,8 @@ class Presentation:
     """Fields that make work different, besides the usual ones: the warm-up, where that is the subject."""
     charts_after_run: bool = True
     """Draw the charts beside the records after a run."""
+    machines_together: bool = False
+    """One chart and one sentence for the cells of all machines: training runs are compared wherever they ran."""
     complete_cells_only: bool = True
     """Charts leave out cells that did not end; a training run's cells have no end."""
     order: int = 50

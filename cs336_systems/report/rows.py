@@ -5,15 +5,17 @@ from typing import Any
 
 from cs336_systems.record import GIB, Statistics
 from cs336_systems.report.cells import CellView
+from cs336_systems.report.names import attention_name, implementation_name, size_name
 from cs336_systems.report.referee import ON_SPREAD, remarks
+from cs336_systems.report.terms import MODE_WORDS
 from cs336_systems.table import Column, Table, word
 from cs336_systems.text import Text, listed, say
 
 FIELDS = {
     "size": Text("size", "规模"),
     "model_factory": Text("model", "模型"),
-    "context_length": Text("context"),
-    "batch_size": Text("batch"),
+    "context_length": Text("context", "上下文长度"),
+    "batch_size": Text("batch", "批大小"),
     "vocab_size": Text("vocabulary", "词表"),
     "mode": Text("mode", "模式"),
     "precision": Text("precision", "精度"),
@@ -23,8 +25,8 @@ FIELDS = {
     "fast": Text("fast", "fast 部分"),
     "warmup_steps": Text("warm-up", "预热"),
     "heads": Text("heads", "头数"),
-    "head_dim": Text("d"),
-    "seq_len": Text("seq"),
+    "head_dim": Text("d", "头维度"),
+    "seq_len": Text("seq", "序列长度"),
     "is_causal": Text("causal", "因果"),
     "implementation": Text("implementation", "实现"),
 }
@@ -151,13 +153,52 @@ def titled(experiment: str, what: Text, where: Sequence[str | Text] = ()) -> Tex
 
 
 def row_name(cell: CellView, shown: Sequence[str]) -> Text:
-    """The distinguishing fields of a cell's row in words; numbers and yes/no come with their heading."""
+    """The distinguishing fields of a cell's row as in its table; numbers and yes/no come with their heading."""
     texts = [
         setting(field, text) if text.isdigit() or text in ("yes", "no") else Text(text)
         for field, text in zip(shown, keys(cell, shown), strict=True)
         if text
     ]
     return listed(texts, (" ", " "))
+
+
+def row_words(cell: CellView, shown: Sequence[str]) -> list[Text]:
+    """The same in readers' words, for sentences and charts."""
+    return [_word(field, cell.get(field), text) for field, text in zip(shown, keys(cell, shown), strict=True) if text]
+
+
+def _word(field: str, value: Any, text: str) -> Text:
+    match field:
+        case "size":
+            return size_name(value)
+        case "mode":
+            return MODE_WORDS.get(text) or Text(text)
+        case "attention":
+            return attention_name(value)
+        case "implementation":
+            return implementation_name(value)
+        case "compile" if isinstance(value, bool):
+            return Text("compiled", "编译") if value else Text("eager")
+        case "is_causal" if isinstance(value, bool):
+            return Text("causal", "因果") if value else Text("not causal", "非因果")
+        case "checkpoint_blocks" if text.isdigit():
+            groups = say("recomputed in groups of {}", "每 {} 块一组重计算", text)
+            return groups if value else Text("no recomputation", "不重计算")
+        case "warmup_steps" if text.isdigit():
+            return Text(f"{text} warm-up step{'' if text == '1' else 's'}", f"预热 {text} 步")
+        case "model_factory":
+            llama = text.startswith("llama:")
+            return Text("Llama of transformers", "transformers 的 Llama") if llama else Text("own model", "自定义模型")
+        case "fast":
+            whole = {"off": Text("plain step", "普通训练步"), "on": Text("fast step", "最快训练步")}
+            return whole.get(text) or Text(text.replace(",", " + "))
+        case "head_dim":
+            return say("head dim {}", "头维度 {}", text)
+        case "seq_len":
+            return say("{} tokens", "{} 个 token", text)
+        case "heads":
+            return say("{} heads", "{} 个头", text)
+    return setting(field, text) if text.isdigit() or text in ("yes", "no") else Text(text)
 
 
 def remarks_on(cells: Sequence[CellView], shown: Sequence[str] | None = None, *, on_spread: bool = True) -> list[Text]:

@@ -45,6 +45,8 @@ def tables_of(experiment: Presentation, cells: Sequence[CellView], references: S
 
     With several machines the shared tables come first; published results (`references`) alone come last.
     """
+    if experiment.machines_together:
+        return list(map(_all_text, experiment.tables(sorted(cells, key=_position))))
     machines = [sorted(chosen, key=_position) for chosen in by_machine(cells).values()]
     shared = side_by_side(experiment, [*itertools.chain(*machines), *sorted(references, key=_position)])
     own = [table for chosen in machines for table in experiment.tables(chosen)]
@@ -60,14 +62,14 @@ def _all_text(table: Table) -> Table:
 
 
 def charts_of(experiment: Presentation, cells: Sequence[CellView]) -> list[Chart]:
-    """The charts of each machine that have points, with file names of their own; of several machines those of the work
-    that they share come first."""
+    """The charts that have points, with file names of their own: those of the work that several machines share, else
+    those of each machine."""
     shown = [cell for cell in cells if cell.ok or cell.is_oom or not experiment.complete_cells_only]
-    machines = by_machine(shown)
+    machines = {"": shown} if experiment.machines_together else by_machine(shown)
     found: list[Chart] = []
-    for chart in charts_of_shared(experiment, shown):
+    for chart in charts_of_shared(experiment, shown) if len(machines) > 1 else ():
         found.append(_named(chart, experiment.name, found, ""))
-    for machine, chosen in machines.items():
+    for machine, chosen in machines.items() if not found else ():
         for chart in experiment.charts(chosen):
             if any(series.points for series in chart.series):
                 found.append(_named(chart, experiment.name, found, machine if len(machines) > 1 else ""))
@@ -99,8 +101,9 @@ def findings_of(experiment: Presentation, cells: Sequence[CellView]) -> list[Tex
     for cell in cells:
         machine = safely(lambda cell: cell.machine, cell) if cell.records else None
         if machine:
-            machines.setdefault(machine, []).append(cell)
-    found = [ended(one.sentence) for one in safely(partial(compared, experiment), cells) or []][:MOST]
+            machines.setdefault("" if experiment.machines_together else machine, []).append(cell)
+    compare = partial(compared, experiment)
+    found = [ended(one.sentence) for one in (safely(compare, cells) or [] if len(machines) > 1 else [])][:MOST]
     for machine, chosen in machines.items():
         stated = (safely(partial(_stated, sentence), chosen) for sentence in experiment.findings)
         texts = [text for text in stated if text is not None][:MOST]

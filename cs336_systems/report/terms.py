@@ -18,19 +18,25 @@ PHASE_NAMES = {
     "sync": SYNC,
     "optimizer": OPTIMIZER,
 }
+MODE_WORDS = {
+    "inference": Text("inference", "推理"),
+    "forward": FORWARD,
+    "forward-backward": FORWARD_AND_BACKWARD,
+    "train-step": Text("training step", "训练步"),
+}
 MEAN = Text("mean", "均值")
 MEDIAN = Text("median", "中位数")
 STD = Text("std", "标准差")
 MIN = Text("min", "最小")
 MAX = Text("max", "最大")
-COUNT = Text("n")
+COUNT = Text("n", "样本数")
 TOTAL = Text("total", "总计")
 SHARE = Text("share", "占比")
 ERROR = Text("error", "误差")
 NAME = Text("name", "名称")
 TIME = Text("time", "时间")
 STATUS = Text("status", "状态")
-MS = Text("ms", "毫秒")
+MS = Text("ms")
 
 # time and rates
 TOKENS_PER_SECOND = Text("tokens/s")

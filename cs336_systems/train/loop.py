@@ -120,6 +120,8 @@ class Trainer:
             self._show(f"nothing to do: all {settings.steps} steps are done")
             return 0
         saver.saved_at = progress.step
+        if self.log is not None:
+            self.log.start(progress.step)
         with _Signals() as signals:
             while progress.step < settings.steps:
                 stop = self._train_step(signals) or progress.step == stop_after
@@ -225,7 +227,10 @@ class Trainer:
     def _save(self, *, wait: bool, validation_loss: float | None) -> None:
         if self.log is not None:
             self.log.flush()  # a killed run resumes from here and would never record these steps
+        begin = time.perf_counter()
         self.saver.save(self.progress, wait=wait, validation_loss=validation_loss)
+        if self.log is not None and self.saver.has(self.progress.step):
+            self.log.saved(self.progress.step, time.perf_counter() - begin)
 
     def _require_finite_steps(self) -> None:
         """Raise UserError after too many non-finite steps in a row."""

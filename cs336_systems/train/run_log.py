@@ -3,7 +3,9 @@
 import dataclasses
 import os
 import sys
+import time
 import warnings
+from collections.abc import Mapping
 from typing import Any
 
 import torch
@@ -16,6 +18,9 @@ from cs336_systems.predict.flops import model_flops
 from cs336_systems.predict.gpus import peak_flops
 from cs336_systems.record import GIB, RECORDS, Record
 from cs336_systems.train.settings import TrainSettings
+
+Metrics = Mapping[str, tuple[str, list[float]]]
+"""Metric -> its unit and the values of steps in a row."""
 
 
 def show(text: str) -> None:
@@ -37,16 +42,29 @@ class RunLog:
         self._flops = model_flops(dataclasses.replace(run, batch_size=settings.data.batch_size))
         peak = peak_flops(self._environment.gpu, run.precision) if rank.device.type == "cuda" else None
         self._peak = peak * rank.world_size if peak else None
+        self._ranks = rank.world_size
+        self._begin = time.perf_counter()
         self._pending: dict[str, list[float]] = {}
         """Metric -> values of the steps since the last record."""
         self._unwritten: list[Record] = []
-        """Records that could not be written, as to a full disk; they are written with the next ones."""
+        """Records that wait for the next write: those that could not be written, as to a full disk, and events."""
         self._first = 0
         self._board: Any = None
         if settings.log.tensorboard:
             from torch.utils.tensorboard import SummaryWriter
 
             self._board = SummaryWriter(str(settings.folder / "tensorboard"))
+
+    def start(self, step: int) -> None:
+        """Note the step after which this process begins. It is written with its first steps, as a cell of its own that
+        no later start replaces: all processes but the first are restarts."""
+        peak = {"peak_flops": ("FLOP/s", [self._peak])} if self._peak else {}
+        metrics = {"ranks": ("1", [float(self._ranks)]), "flops": ("FLOP", [float(self._flops)]), **peak}
+        self._note(step + 1, metrics, started=self._environment.utc)
+
+    def saved(self, step: int, seconds: float) -> None:
+        """Note a checkpoint, and how long training waited for it."""
+        self._note(step, {"save_time": ("s", [seconds])})
 
     def step(self, step: int, loss: float, norm: float, rate: float, seconds: float) -> None:
         """Note a step that is done; print and record at the intervals of the settings."""
@@ -61,33 +79,45 @@ class RunLog:
         self.flush()
 
     def flush(self) -> None:
-        """Record the steps since the last record."""
-        if not self._pending:
-            return
-        units = {"step_time": "s"}
-        self._append(self._first, {name: (units.get(name, "1"), values) for name, values in self._pending.items()})
-        self._pending = {}
+        """Record the steps and events since the last record."""
+        if self._pending:
+            units = {"step_time": "s"}
+            metrics = {name: (units.get(name, "1"), values) for name, values in self._pending.items()}
+            metrics["elapsed_time"] = ("s", [time.perf_counter() - self._begin])
+            if self._device.type == "cuda":
+                metrics["peak_memory"] = ("B", [float(torch.cuda.max_memory_allocated(self._device))])
+                torch.cuda.reset_peak_memory_stats(self._device)
+            self._append(self._first, metrics)
+            self._pending = {}
+        elif self._unwritten:
+            self._write()
 
     def evaluation(self, step: int, loss: float) -> None:
         show(f"step {step}: validation loss {loss:.4f}")
         self._append(step, {"validation_loss": ("1", [loss])})
 
-    def _append(self, first: int, metrics: dict[str, tuple[str, list[float]]]) -> None:
-        config = {**self._settings.to_dict(), "first_step": first}
+    def _append(self, first: int, metrics: Metrics) -> None:
         if self._board is not None:
             for name, (_, values) in metrics.items():
                 for number, value in enumerate(values):
                     self._board.add_scalar(name, value, first + number)
             self._board.flush()
+        self._note(first, metrics)
+        self._write()
+
+    def _note(self, first: int, metrics: Metrics, **more: str | None) -> None:
+        config = {**self._settings.to_dict(), "first_step": first, **more}
         self._unwritten += [
             Record("train", config, name, unit, tuple(values), "ok", self._environment)
             for name, (unit, values) in metrics.items()
         ]
+
+    def _write(self) -> None:
         try:
             record.append(self._path, self._unwritten)
             self._unwritten = []
         except OSError as error:
-            warnings.warn(f"{str(self._path)!r} not written: {error.strerror}; training continues", stacklevel=2)
+            warnings.warn(f"{str(self._path)!r} not written: {error.strerror}; training continues", stacklevel=3)
 
     def _show(self, step: int) -> None:
         settings = self._settings
@@ -104,6 +134,6 @@ class RunLog:
             f"mfu(%) {100 * self._flops / seconds / self._peak:.1f}" if self._peak else "mfu(%) N/A",
         ]
         if self._device.type == "cuda":
-            parts.append(f"memory/max_active(GiB) {torch.cuda.max_memory_allocated() / GIB:.2f}")
+            parts.append(f"memory/max_active(GiB) {torch.cuda.max_memory_allocated(self._device) / GIB:.2f}")
         parts.append(f"ETA {left // 3600}:{left // 60 % 60:02d}:{left % 60:02d}")
         show("  ".join(parts))

@@ -225,6 +225,10 @@ class Saver:
         if not in_background:
             self.finish()
 
+    def has(self, step: int) -> bool:
+        """Return True if the checkpoint of a step is saved, or is being written."""
+        return self.saved_at == step or (self._thread is not None and self._thread.step == step)
+
     def finish(self) -> None:
         """Wait for the save that is running, if there is one, up to the time limit, and report it."""
         self._wait()

@@ -111,10 +111,10 @@ def test_tooltips_of_the_pointer_and_of_the_focus(sample):
     assert sample.visible(".hair") == 1
     sample.mouse("mouseMoved", 2, 2)
     assert (sample.tooltip(), sample.visible(".hair")) == (None, 0)
-    sample.point_at("#attention-time .cross")
+    sample.point_at("#attention-time .series .cross")
     assert sample.tooltip()[:3] == ["sequence length: 8192", "PyTorch", "out of memory"]
     sample.choose("language", "zh")
-    sample.point_at("#attention-time .cross")
+    sample.point_at("#attention-time .series .cross")
     assert sample.tooltip()[:3] == ["序列长度: 8192", "PyTorch 朴素实现", "显存不足"]
     assert sample.tooltip()[-1] == "时间(毫秒)"
 
@@ -219,13 +219,13 @@ def test_stacked_parts_close_the_gap_of_a_hidden_part(sample, figure, edge):
         return sample.each(f"#{figure} svg:not(.narrow) .value:not(.off)", "e.textContent")
 
     before = edges()
-    assert sums() == ["10.8", "7.2", "5.4"]
+    assert sums() == ["10.8", "7.20", "5.40"]
     sample.click(f"#{figure} .entry")
     assert edges()[0] == pytest.approx(before[0], abs=1)
-    assert sums() == ["9.6", "6.4", "4.8"]  # without the parameters
+    assert sums() == ["9.60", "6.40", "4.80"]  # without the parameters
     sample.click(f"#{figure} .entry")
     assert edges() == pytest.approx(before, abs=0.1)
-    assert sums() == ["10.8", "7.2", "5.4"]
+    assert sums() == ["10.8", "7.20", "5.40"]
 
 
 TICKS = "[...e.querySelectorAll('.ticks text')].map(t => t.textContent)"

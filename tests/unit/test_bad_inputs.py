@@ -151,7 +151,8 @@ REFUSED = {
         profile --num_steps 0                       | --num_steps must be
         profile --compile --fast kernels            | cannot be combined with --compile
         profile --device gpu                        | 'gpu'
-        profile --output folder                     | 'folder' is a folder
+        profile --output good.jsonl/x               | cannot write to
+        profile --output /dev/null                  | not a regular file
         profile --model a:b --attention sdpa        | exclude each other
     """,
     "inspect": """
@@ -402,7 +403,7 @@ ODD = """
     table crlf.jsonl                                | bench: time by phase
     table bom.jsonl                                 | bench: time by phase
     table good.jsonl --experiments bench,           | bench: time by phase
-    compare folder good.jsonl                       | B / A of medians
+    compare folder good.jsonl                       | B / A of the medians
     completion                                      | complete -o default -F _cs336 cs336
     completion bash                                 | complete -o default -F _cs336 cs336
     completion zsh                                  | bashcompinit

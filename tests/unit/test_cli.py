@@ -103,10 +103,11 @@ def test_mistakes(argv, named, no_worker, capsys):
 @pytest.mark.parametrize("command", [["bench", *TINY], ["run", "accumulation"], ["profile", *TINY]], ids=lambda x: x[0])
 @pytest.mark.parametrize("output", ["file/below.jsonl", "file/deeper/below.jsonl", "folder"])
 def test_output_that_cannot_be_written(command, output, no_worker, capsys, tmp_path):
-    """Below a regular file nobody can write, not even root."""
+    """Below a regular file nobody can write, not even root. `profile` takes a folder, and a folder is in its place."""
     (tmp_path / "file").write_text("in the way")
-    (tmp_path / "folder").mkdir()
-    assert_refused([*command, "--output", output], [f"'{output}'"], capsys)
+    taken = "folder/records.jsonl" if command[0] == "profile" and output == "folder" else output
+    (tmp_path / "folder" / "records.jsonl").mkdir(parents=True)
+    assert_refused([*command, "--output", output], [f"'{taken}'"], capsys)
     assert (tmp_path / "file").read_text() == "in the way"
 
 

@@ -25,9 +25,18 @@ from cs336_systems.experiments.spec import Config, Experiment, Instrument
 from cs336_systems.report import entries
 from cs336_systems.report.cells import CellView, grouped
 from cs336_systems.report.document import Chart, Highlight
-from cs336_systems.report.phrases import having, median_of, pairs_of, span, speed_up, times_text, together, value_of
+from cs336_systems.report.names import attention_name
+from cs336_systems.report.phrases import (
+    compared,
+    having,
+    median_of,
+    pairs_of,
+    speed_up,
+    together,
+    value_of,
+)
 from cs336_systems.report.presentation import Cells
-from cs336_systems.report.rows import gib, kernel_ms, varying
+from cs336_systems.report.rows import gib, kernel_ms, row_words, varying
 from cs336_systems.report.terms import BACKWARD, FORWARD, PEAK, PREDICTED
 from cs336_systems.table import Table
 from cs336_systems.text import Text, listed, say
@@ -87,40 +96,48 @@ def longest(cells: Cells) -> list[CellView]:
     return [cell for cell in cells if (cell.get("seq_len"), cell.get("head_dim")) == shape]
 
 
+def _shape(cell: CellView) -> Text:
+    return listed(row_words(cell, ("seq_len", "head_dim")), (", ", "、"))
+
+
 def eager_cost(cells: Cells) -> Text | None:
     by_name = {cell.get("implementation"): cell for cell in longest(having(cells, *PASSES))}
     cell = by_name.get("reference") or next(iter(by_name.values()))
     said = say(
-        "at {} tokens, d {}, forward takes {} ms and backward {}",
-        "{} 个 token、d {} 时前向 {} ms，后向 {}",
-        *(str(cell.get("seq_len")), str(cell.get("head_dim"))),
+        "at {}, forward of {} takes {} ms and backward {} ms",
+        "{} 时，{} 的前向用时 {} ms，后向 {} ms",
+        *(_shape(cell), attention_name(cell.get("implementation"))),
         *(kernel_ms(value_of(cell, phase)) for phase in PASSES),
     )
     kept = value_of(cell, "memory_before_backward")
-    return together(said, say("{} GiB are held before backward", "后向之前占用 {} GiB", gib(kept))) if kept else said
+    return together(said, say("before backward it holds {} GiB", "后向之前占用 {} GiB", gib(kept))) if kept else said
 
 
 def compiled_gain(cells: Cells) -> Text | None:
+    """Compare forward and backward of the longest shape, compiled and eager."""
     pairs = pairs_of(cells, "implementation", "reference", "backward_time")
     long = longest([cell for cell, _ in pairs])
     cell, base = pair = next(pair for pair in pairs if pair[0] in long)
-    said = say(
-        "{}, forward is {}x and backward {}x as fast",
-        "{} 的前向速度为 {} 倍，后向 {} 倍",
-        *(str(cell.get("implementation")), *(times_text(speed_up(pair, phase)) for phase in PASSES)),
+    names = (
+        (Text("compiled forward", "编译版前向"), Text("eager forward", "eager 版前向")),
+        (Text("compiled backward", "编译版后向"), Text("eager backward", "eager 版后向")),
     )
+    said = None
+    for phase, (ours, other) in zip(PASSES, names, strict=True):
+        said = together(said, compared(ours, other, [(speed_up(pair, phase), Text(""))]))
     peaks = [value_of(found, "peak_memory") for found in (cell, base)]
     if not all(peaks):
         return said
-    return together(said, say("its peak is {} GiB against {}", "峰值 {} GiB，原为 {}", *map(gib, peaks)))
+    memory = say("peak memory is {} GiB, eager {} GiB", "峰值显存 {} GiB，eager 为 {} GiB", *map(gib, peaks))
+    return together(said, memory)
 
 
 def out_of_memory(cells: Cells) -> Text | None:
     failed = [cell for cell in cells if cell.is_oom]
     shortest = min(cell.get("seq_len") or 0 for cell in failed)
     return say(
-        "{} of {} do not fit in memory, the shortest of {} tokens",
-        "{} 个（共 {} 个）显存不足，最短的为 {} 个 token",
+        "{} of {} cells ran out of memory, the shortest at {} tokens",
+        "{1} 个配置中有 {0} 个显存不足，最短的为 {2} 个 token",
         *(str(len(failed)), str(len(cells)), str(shortest)),
     )
 
@@ -128,7 +145,9 @@ def out_of_memory(cells: Cells) -> Text | None:
 PYTORCH_ATTENTION = Experiment(
     name="pytorch_attention",
     title=Text("Naive attention", "朴素注意力"),
-    question=Text("What does naive attention cost, eager and compiled?", "朴素注意力在 eager 与编译下各要多少代价？"),
+    question=Text(
+        "What does naive attention cost, eager and compiled?", "朴素注意力在 eager 与编译模式下的开销各是多少？"
+    ),
     instrument=Instrument(
         "pytorch_attention", f"{MODULE}:measure_pytorch_attention", label=label_shape, memory=naive_memory
     ),
@@ -206,8 +225,6 @@ def memory_highlight(cells: Cells) -> list[Highlight]:
 
 TimesByShape = Mapping[tuple[int, int], Times]
 """(head dimension, tokens) -> forward and backward of each implementation."""
-SHOWN_RIVALS = ("sdpa_flash", "sdpa_cudnn", "sdpa_efficient", "sdpa", "reference")
-"""Rivals that a sentence has room for."""
 
 
 def _times(cells: Cells) -> TimesByShape:
@@ -225,22 +242,30 @@ def flash_speed(cells: Cells, which: int) -> Text | None:
     times = _times([cell for cell in cells if cell.get("precision") == precision])
     ours = next(name for name in (*OURS, "flash_torch") if any(name in found for found in times.values()))
     times = {shape: found for shape, found in times.items() if ours in found and len(found) > 1}
-    return say("{}: {}", "{}：{}", str(precision), together(_wins(times, ours), _longest_lead(times, ours)) or "")
+    wins = say("in {}, {}", "{} 下，{}", str(precision), _wins(times, ours))
+    return together(wins, _longest_lead(times, ours))
 
 
 def _wins(times: TimesByShape, ours: str) -> Text:
     ahead = {shape: min(found, key=lambda name: found[name]) == ours for shape, found in times.items()}
+    values = (attention_name(ours), str(max(map(len, times.values()))), str(sum(ahead.values())), str(len(times)))
+    if not any(ahead.values()):
+        return say(
+            "{0} is the fastest of {1} implementations in none of {3} shapes",
+            "{0} 在 {3} 个形状中均不是 {1} 种实现里最快的",
+            *values,
+        )
     said = say(
-        "{0} is the fastest of {1} in {2} of {3} shapes",
+        "{0} is the fastest of {1} implementations in {2} of {3} shapes",
         "{0} 在 {3} 个形状中有 {2} 个是 {1} 种实现里最快的",
-        *(ours, str(max(map(len, times.values()))), str(sum(ahead.values())), str(len(times))),
+        *values,
     )
-    each = [
-        say("from {0} tokens on with d {1}", "d {1} 从 {0} 个 token 起", str(start), str(dim))
-        for dim in dict.fromkeys(dim for dim, _ in times)
-        if (start := _ahead_from(ahead, dim))
-    ]
-    return say("{}: {}", "{}：{}", said, listed(each)) if each else said
+    starts = [_ahead_from(ahead, dim) for dim in dict.fromkeys(dim for dim, _ in times)]
+    if None in starts:
+        return said
+    start = str(max(filter(None, starts)))
+    everywhere = say("at every head dim from {} tokens on", "{} 个 token 起在所有头维度上最快", start)
+    return say("{}: {}", "{}：{}", said, everywhere)
 
 
 def _ahead_from(ahead: Mapping[tuple[int, int], bool], dim: int) -> int | None:
@@ -253,39 +278,44 @@ def _ahead_from(ahead: Mapping[tuple[int, int], bool], dim: int) -> int | None:
 
 
 def _longest_lead(times: TimesByShape, ours: str) -> Text | None:
-    """Speed against others at the greatest length, over all head dimensions."""
+    """Speed against the fastest other implementation at the greatest length, over all head dimensions."""
     length = max(length for _, length in times)
-    chosen = [found for (_, seq), found in times.items() if seq == length]
-    each = []
-    for name in SHOWN_RIVALS:
-        ratios = [found[name] / found[ours] for found in chosen if name in found]
-        if ratios:
-            each.append(say("{0}x that of {1}", "{1} 的 {0} 倍", span(ratios, times_text), name))
-    where = (str(length), listed(each))
-    return say("at {} tokens its speed is {}", "{} 个 token 时速度是 {}", *where) if each else None
+    leads = []
+    for (dim, seq), found in times.items():
+        others = [name for name in found if name not in (ours, *OURS)]
+        if seq == length and others:
+            rival = min(others, key=lambda name: found[name])
+            leads.append((found[rival] / found[ours], say("head dim {}", "头维度 {}", str(dim)), rival))
+    if not leads:
+        return None
+    rivals = {rival for *_, rival in leads}
+    other = attention_name(rivals.pop()) if len(rivals) == 1 else Text("the fastest other", "其他最快的实现")
+    subject = say("at {} tokens it", "{} 个 token 时，它", str(length))
+    return compared(subject, other, [(ratio, name) for ratio, name, _ in leads])
 
 
 def flash_memory(cells: Cells) -> Text | None:
     long = longest(having(cells, "peak_memory"))
-    where = [str(long[0].get(name)) for name in ("seq_len", "head_dim", "precision")]
-    same = [cell for cell in long if str(cell.get("precision")) == where[-1]]
-    by_name = {cell.get("implementation"): value_of(cell, "peak_memory") for cell in same}
-    ours = next((by_name[name] for name in (*OURS, "flash_torch") if by_name.get(name)), None)
+    same = [cell for cell in long if cell.get("precision") == long[0].get("precision")]
+    by_name = {str(cell.get("implementation")): cell for cell in same}
+    ours = next((by_name[name] for name in (*OURS, "flash_torch") if name in by_name), None)
     naive = by_name.get("reference")
     if not ours or not naive:
         return None
     return say(
-        "at {} tokens, d {}, {}, it needs {} GiB, naive attention {}",
-        "{} 个 token、d {}、{} 时需要 {} GiB，朴素注意力需要 {}",
-        *(*where, gib(ours), gib(naive)),
+        "at {}, {} needs {} GiB, naive attention {} GiB",
+        "{} 时，{} 需要 {} GiB，朴素注意力需要 {} GiB",
+        *(_shape(ours), attention_name(ours.get("implementation"))),
+        *(gib(value_of(cell, "peak_memory")) for cell in (ours, naive)),
     )
 
 
 FLASH = Experiment(
     name="flash",
-    title=Text("Attention implementations side by side", "各种注意力实现并列"),
+    title=Text("Attention implementations side by side", "各注意力实现对比"),
     question=Text(
-        "How fast is each attention, how much memory, how exact?", "每种注意力实现有多快，用多少显存，有多精确？"
+        "How fast and how exact is each attention, and how much memory does it need?",
+        "各注意力实现的速度、显存和精度如何？",
     ),
     instrument=Instrument(
         "flash", f"{MODULE}:measure_flash", label=label_shape, memory=partial(naive_memory, keeps_graph=True)

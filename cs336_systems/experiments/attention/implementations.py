@@ -168,6 +168,7 @@ def time_quantity(what: Text, metric: str, show: Callable[[float], str] = kernel
     return Quantity(say("{} (ms)", "{}（ms）", what), lambda view: view.median(metric), show, min, is_time=True)
 
 
+ERRORS = Quantity(Text("largest error against float64", "相对 float64 的最大误差"), worst_error, exponential)
 QUANTITIES = (
     time_quantity(FORWARD_AND_BACKWARD, "forward_backward_time"),
     time_quantity(Text("forward and backward, from a CUDA graph", "前向加后向，由 CUDA graph 重放"), "replayed_time"),
@@ -176,7 +177,7 @@ QUANTITIES = (
     Quantity(Text("forward and backward (TFLOP/s)", "前向加后向（TFLOP/s）"), rate, tflops, max),
     Quantity(Text("peak memory (GiB)", "峰值显存（GiB）"), lambda view: view.value("peak_memory"), gib),
     Quantity(Text("reserved memory (GiB)", "预留显存（GiB）"), lambda view: view.value("reserved_memory"), gib),
-    Quantity(Text("largest error against float64", "相对 float64 的最大误差"), worst_error, exponential),
+    ERRORS,
 )
 
 
@@ -201,7 +202,7 @@ def side_by_side(
     """
     rows, named = _rows(cells, shown), [*shown, "implementation"]
     names = list(dict.fromkeys(name for row in rows for name in row.views))
-    notes = [*notes, *_failure_notes(rows, shown), *remarks_on(cells, named)]
+    notes = [*notes, _names_note(names), *_failure_notes(rows, shown), *remarks_on(cells, named)]
     found: list[Table] = []
     for quantity in quantities:
         values = [{name: quantity.of(view) for name, view in row.views.items()} for row in rows]
@@ -248,6 +249,12 @@ def _marked(names: Sequence[str], row: Row, values: Mapping[str, float | None], 
 def _lead_text(times: Mapping[str, float | None]) -> str:
     found = lead({name: time for name, time in times.items() if time})
     return f"{found.ratio:.2f}x" if found else ""
+
+
+def _names_note(names: Sequence[str]) -> Text:
+    """What sentences and charts call the columns, whose names are those that flags take."""
+    each = (say("{}: {}", "{}：{}", name, implementation_name(name)) for name in names)
+    return say("in words: {}", "各列名称：{}", listed(each, ("; ", "；")))
 
 
 def _failure_notes(rows: Sequence[Row], shown: Sequence[str]) -> list[Text]:

@@ -295,6 +295,7 @@ def measure_rivals(config: dict[str, Any]) -> list[Metric]:
     next one: see `interleave`. Rivals are compiled for this very shape, which is their fastest form.
 
     With `replayed` in the configuration they are also timed as CUDA graphs: small problems are bound by the host.
+    `phases` are what is timed, else forward, and forward and backward together.
     """
     shape, device = _prepare(config)
     inputs = draw(shape, device, config["seed"])
@@ -313,7 +314,7 @@ def measure_rivals(config: dict[str, Any]) -> list[Metric]:
     medians: defaultdict[tuple[str, str], list[float]] = defaultdict(list)
     for name in interleave(able, config["rounds"]):
         with implementation(name, shape, device, dynamic=False) as attend:
-            for phase, call in _calls(attend, inputs, ("forward", "forward_backward")):
+            for phase, call in _calls(attend, inputs, config.get("phases", ("forward", "forward_backward"))):
                 medians[name, f"{phase}_time"].append(statistics.median(_times(call, config, device, inputs)))
     if config.get("replayed"):
         graphs = {name: _captured(name, shape, device, inputs) for name in able}

@@ -35,12 +35,22 @@ from cs336_systems.record import Statistics
 from cs336_systems.report import entries
 from cs336_systems.report.cells import CellView
 from cs336_systems.report.document import Chart, Highlight, Point, Series
-from cs336_systems.report.names import implementation_name, size_name
-from cs336_systems.report.phrases import extremes, having, span, times_text, together, value_of
-from cs336_systems.report.points import measured, series_of
+from cs336_systems.report.names import attention_name, implementation_name, size_name
+from cs336_systems.report.phrases import (
+    SAME,
+    beside,
+    compared,
+    having,
+    is_same,
+    known,
+    together,
+    value_of,
+    with_time,
+)
+from cs336_systems.report.points import bar_name, measured, series_of
 from cs336_systems.report.presentation import Cells
 from cs336_systems.report.rows import FIELDS, kernel_ms, ms, row_name, tflops, varying
-from cs336_systems.report.terms import ERROR, MEAN, MS, STEP, TFLOPS
+from cs336_systems.report.terms import ERROR, FORWARD_AND_BACKWARD, MEAN, MS, STEP, TFLOPS
 from cs336_systems.table import Table
 from cs336_systems.text import Text, listed, say
 
@@ -149,26 +159,34 @@ def interleaved(cells: Cells) -> Text | None:
     return said if any(cell.ok for cell in cells) else None
 
 
-def _won(ratios: Sequence[float]) -> tuple[str, str]:
-    return str(sum(ratio > 1 for ratio in ratios)), str(len(ratios))
+FASTEST_RIVAL = Text("the fastest rival", "最快对手")
+
+
+def _won(ratios: Sequence[float]) -> list[str]:
+    """The number of shapes in which ours is faster by more than noise, and that of all."""
+    return [str(sum(ratio > SAME for ratio in ratios)), str(len(ratios))]
+
+
+def _leads(cells: Cells, metric: str) -> list[tuple[float, Text]]:
+    """The lead over the fastest rival in each shape, with the shape's name."""
+    fine = [cell for cell in cells if cell.ok]
+    return [(found.ratio, _shape(cell)) for cell in fine if (found := lead(medians(cell, metric)))]
+
+
+def leads_over_fastest(cells: Cells, metric: str, what: Text) -> Text:
+    """State in how many shapes ours is faster than the fastest rival, and by how much."""
+    leads = _leads(cells, metric)
+    won, shapes = _won([ratio for ratio, _ in leads])
+    said = say(
+        "in {}, our attention is faster than the fastest rival in {} of {} shapes",
+        "{0}：本项目的注意力在 {2} 个形状中有 {1} 个快于最快对手",
+        *(what, won, shapes),
+    )
+    return together(said, compared(Text("it", "它"), FASTEST_RIVAL, leads)) or said
 
 
 def against_fastest(cells: Cells) -> Text | None:
-    """Our lead over the fastest rival, forward and backward together."""
-    used, leads = set(), []
-    for cell in cells:
-        found = lead(medians(cell, "forward_backward_time")) if cell.ok else None
-        if found:
-            used.add(found.ours)
-            size = " x ".join(str(cell.get(name)) for name in ("batch_size", "heads", "seq_len", "head_dim"))
-            leads.append((found.ratio, Text(f"{size}, {found.rival}")))
-    names = [Text(name) for name in OURS if name in used]
-    return say(
-        "{0} is ahead of the best rival in {1} of {2} shapes, forward and backward: {3} times as fast",
-        "前向加后向，{0} 在 {2} 个形状中有 {1} 个快于最快的对手：速度为 {3} 倍",
-        names[0] if len(names) == 1 else say("the faster of {}", "{} 中较快者", listed(names)),
-        *(*_won([ratio for ratio, _ in leads]), extremes(leads, "{:.2f}".format)),
-    )
+    return leads_over_fastest(cells, "forward_backward_time", FORWARD_AND_BACKWARD)
 
 
 def against_each(cells: Cells) -> Text | None:
@@ -181,19 +199,14 @@ def against_each(cells: Cells) -> Text | None:
         for name in (name for name in times if name not in OURS):
             ratios.setdefault(name, []).append(times[name] / times[ours])
     each = [
-        say("{} in {} of {} (at best {}x)", "{} {}/{} 个（最多 {} 倍）", name, *_won(found), times_text(max(found)))
+        say("than {} in {} of {} shapes", "{} {}/{}", attention_name(name), *_won(found))
         for name, found in ratios.items()
     ]
-    return say("it is ahead of {}", "分别快于 {}", listed(each)) if each else None
+    return say("it is faster {}", "它快于各对手的形状数：{}", listed(each)) if each else None
 
 
 def forward_alone(cells: Cells) -> Text | None:
-    leads = [found.ratio for cell in cells if cell.ok and (found := lead(medians(cell, "forward_time")))]
-    return say(
-        "forward alone is ahead of the best in {} of {}: {} times as fast",
-        "单独的前向快于最快对手的有 {}/{} 个：速度为 {} 倍",
-        *(*_won(leads), span(leads, "{:.2f}".format)),
-    )
+    return compared(Text("forward alone", "单独前向"), FASTEST_RIVAL, _leads(cells, "forward_time"))
 
 
 ATTENTION_RIVALS = Experiment(
@@ -201,7 +214,7 @@ ATTENTION_RIVALS = Experiment(
     title=Text("Attention interleaved with the fastest kernels", "与最快实现交替对比"),
     question=Text(
         "Is our kernel faster than the fastest others, measured interleaved?",
-        "交替测量时，我们的内核是否比最快的其他实现更快？",
+        "交替测量时，本项目的内核是否快于其他最快的实现？",
     ),
     instrument=Instrument("attention_rivals", f"{MODULE}:measure_rivals", label=label_shape),
     grid=rivals_grid,
@@ -275,17 +288,17 @@ def leaderboard_charts(cells: Cells) -> list[Chart]:
 
 
 def leaderboard_speed(cells: Cells) -> Text | None:
-    times = {str(cell.get("implementation")): value_of(cell, TIME) or 0.0 for cell in having(cells, TIME)}
-    name = fastest(times, ours=True)
-    if name is None:
+    times = {str(cell.get("implementation")): known(cell, TIME) for cell in having(cells, TIME)}
+    ours, rival = fastest(times, ours=True), fastest(times, ours=False)
+    if ours is None:
         return None
-    ours = times.pop(name)
-    said = say("{} takes {} ms", "{} 为 {} ms", name, kernel_ms(ours))
-    each = [
-        say("{0}x that of {1} ({2} ms)", "{1}（{2} ms）的 {0} 倍", times_text(seconds / ours), name, kernel_ms(seconds))
-        for name, seconds in times.items()
-    ]
-    return say("{}; its speed is {}", "{}；速度是 {}", said, listed(each)) if each else said
+    said = say("{} takes {} ms", "{} 用时 {} ms", attention_name(ours), kernel_ms(times[ours]))
+    if rival is None:
+        return said
+    name = with_time(attention_name(rival), kernel_ms(times[rival]))
+    said = say("{}: {}", "{}，{}", said, beside(times[rival] / times[ours], name))
+    others = [(times[name] / times[ours], attention_name(name)) for name in times if name not in (*OURS, rival)]
+    return together(said, compared(Text("it", "它"), Text("the others", "其余实现"), others)) if others else said
 
 
 FLASH_LEADERBOARD = Experiment(
@@ -370,22 +383,25 @@ def step_speed(cells: Cells) -> Text | None:
     times = medians(cell, STEP_TIME)
     ours = fastest(times, ours=True)
     assert ours is not None
-    each = [
-        say(
-            "{} with {} ({}x, ahead of it in {} of {} rounds)",
-            "用 {1} 为 {0}（{2} 倍，{4} 轮中有 {3} 轮更快）",
-            *(ms(seconds), name, f"{seconds / times[ours]:.2f}"),
-            *(str(rounds_ahead(cell, ours, name)), str(cell.config["rounds"])),
-        )
-        for name, seconds in times.items()
-        if name not in OURS
-    ]
-    said = say(
-        "{}, context {}: a step takes {} ms with {}",
-        "{0}、上下文 {1}：用 {3} 时一步 {2} ms",
-        *(str(cell.get("size")), str(cell.get("context_length")), ms(times[ours]), ours),
+    said: Text | None = say(
+        "with {}, a training step takes {} ms ({})",
+        "使用 {} 时训练步用时 {} ms（{}）",
+        *(attention_name(ours), ms(times[ours])),
+        bar_name(cell, ("size", "context_length")),
     )
-    return together(said, listed(each)) if each else said
+    for name in (name for name in times if name not in OURS):
+        said = together(said, _step_against(cell, ours, name, times[name] / times[ours]))
+    return said
+
+
+def _step_against(cell: CellView, ours: str, other: str, ratio: float) -> Text:
+    """Compare a step with one that uses another implementation; where they differ, with the rounds that agree."""
+    rounds, ahead = cell.config["rounds"], rounds_ahead(cell, ours, other)
+    said = compared(Text("it", "它"), say("with {}", "使用 {} 时", attention_name(other)), [(ratio, Text(""))])
+    if is_same(ratio):
+        return said
+    agree, of = (str(ahead), Text("faster", "更快")) if ratio > 1 else (str(rounds - ahead), Text("slower", "更慢"))
+    return say("{} ({} in {} of {} rounds)", "{0}（{3} 轮中 {2} 轮{1}）", said, of, agree, str(rounds))
 
 
 def rounds_ahead(cell: CellView, ours: str, other: str) -> int:
@@ -409,8 +425,8 @@ def _sums(samples: Sequence[float], width: int) -> list[float]:
 
 ATTENTION_STEP = Experiment(
     name="attention_step",
-    title=Text("A training step by its attention", "不同注意力下的训练步"),
-    question=Text("What does a faster attention give to a training step?", "更快的注意力能给训练步带来多少？"),
+    title=Text("A training step by its attention", "不同注意力实现下的训练步"),
+    question=Text("How much faster is a training step with a faster attention?", "更快的注意力能让训练步快多少？"),
     instrument=Instrument("attention_step", f"{MODULE}:measure_attention_step", label=label_step),
     grid=step_grid,
     tables=step_tables,

@@ -21,7 +21,17 @@ from cs336_systems.report import terms
 from cs336_systems.report.cells import PHASES, CellView, grouped
 from cs336_systems.report.document import Chart, Point, Series
 from cs336_systems.report.names import size_name
-from cs336_systems.report.phrases import MODE_WORDS, extremes, in_mode, named_values, naming, scale_of, span
+from cs336_systems.report.phrases import (
+    MODE_WORDS,
+    compared,
+    in_mode,
+    named_values,
+    naming,
+    ranging,
+    scale_of,
+    span,
+    together,
+)
 from cs336_systems.report.points import FEW, bar_name
 from cs336_systems.report.presentation import Cells
 from cs336_systems.report.rows import (
@@ -321,12 +331,13 @@ def _idle_in_step(cell: CellView) -> float | None:
 
 
 def _matmul_share(cells: Cells) -> Text | None:
-    said = []
+    said = None
     for mode, chosen in grouped((cell for cell in cells if cell.ok), lambda cell: cell.get("mode")).items():
         shares = named_values(chosen, lambda cell: _shares(cell).get(MATMUL) or None)
         if shares:
-            said.append(say("{1} in {0}", "{0}中 {1}", in_mode(mode), extremes(shares, percent)))
-    return say("matmuls take, of kernel time, {}", "矩阵乘占内核时间：{}", listed(said)) if said else None
+            own = ("in {1} matmuls take {0} of kernel time", "{1}中矩阵乘占内核时间的 {0}")
+            said = together(said, ranging(*own, shares, percent, in_mode(mode)))
+    return said
 
 
 def _shares(cell: CellView) -> Mapping[str, float]:
@@ -337,7 +348,7 @@ def _shares(cell: CellView) -> Mapping[str, float]:
 
 
 def _other_kinds(cells: Cells) -> Text | None:
-    """State the largest share of each other kind in a step, above 2%."""
+    """State the largest shares of the two other kinds that take most of a step, above 2%."""
     fine = [cell for cell in cells if cell.ok]
     mode = next((mode for mode in reversed(MODES) if any(cell.get("mode") == mode for cell in fine)), None)
     chosen = [cell for cell in fine if cell.get("mode") == mode]
@@ -348,20 +359,23 @@ def _other_kinds(cells: Cells) -> Text | None:
                 most[kind] = share, cell
     name = naming(chosen)
     each = [
-        say("{} up to {} ({})", "{}最多 {}（{}）", KIND_NAMES[kind], percent(share), name(cell))
-        for kind, (share, cell) in sorted(most.items(), key=lambda item: -item[1][0])[:3]
+        say("{} kernels take up to {} ({})", "{} 内核最多占 {}（{}）", KIND_NAMES[kind], percent(share), name(cell))
+        for kind, (share, cell) in sorted(most.items(), key=lambda item: -item[1][0])[:2]
     ]
-    return say("what else counts in {}: {}", "{}中其余的类别：{}", in_mode(mode), listed(each)) if each else None
+    if not each:
+        return None
+    shares = listed(each, (" and ", "，"))
+    return say("apart from matmuls, in {} {}", "除矩阵乘外，{} 中 {}", in_mode(mode), shares)
 
 
 def _idle(cells: Cells) -> Text | None:
     found = named_values(cells, lambda cell: _idle_share(cell, "forward") if cell.value("busy_time: forward") else None)
-    return say("in forward the GPU is idle for {}", "前向中 GPU 空闲 {}", extremes(found, percent))
+    return ranging("in forward the GPU is idle for {} of the time", "前向中 GPU 空闲时间占 {}", found, percent)
 
 
 KERNELS = Experiment(
     name="kernels",
-    title=Text("Kernels by phase and kind", "各阶段、各类内核"),
+    title=Text("Kernels by phase and kind", "各阶段与各类别的内核"),
     question=Text("Which kernels take the time, by phase and kind?", "按阶段和类别，时间花在哪些内核上？"),
     grid=_grid,
     instrument=KERNEL_PROFILE,
@@ -456,11 +470,13 @@ def _time_against_flops(cells: Cells) -> Text | None:
         return scores / softmax if scores and softmax else None
 
     flops = [_flops_ratio(cell) for cell in cells if cell.ok and over_softmax(cell)]
-    return say(
-        "the scores' matmul has {} times the FLOPs of softmax, but takes only {} times as long",
-        "scores 矩阵乘的 FLOPs 是 softmax 的 {} 倍，时间却只有 {} 倍",
-        *(span(flops, "{:.1f}".format), extremes(named_values(cells, over_softmax), "{:.2f}".format)),
+    said = say(
+        "the scores' matmul has {} times the FLOPs of softmax",
+        "scores 矩阵乘的 FLOPs 是 softmax 的 {} 倍",
+        span(flops, "{:.1f}".format),
     )
+    slower = [(1 / ratio, name) for ratio, name in named_values(cells, over_softmax)]
+    return together(said, compared(Text("it", "它"), Text("softmax"), slower))
 
 
 def _around_matmuls(cells: Cells) -> Text | None:
@@ -469,10 +485,11 @@ def _around_matmuls(cells: Cells) -> Text | None:
         rest = sum(seconds for (_, matmul), seconds in parts.items() if not matmul)
         return rest / sum(parts.values()) if rest else None
 
-    return say(
+    return ranging(
         "scale, mask and softmax take {} of the time of attention",
         "缩放、掩码与 softmax 占注意力时间的 {}",
-        extremes(named_values(cells, share_of_rest), lambda share: percent(share, 0)),
+        named_values(cells, share_of_rest),
+        lambda share: percent(share, 0),
     )
 
 

@@ -8,7 +8,17 @@ from cs336_systems.experiments.spec import Config, Experiment, require_gpu, run_
 from cs336_systems.report import terms
 from cs336_systems.report.cells import PHASES, CellView
 from cs336_systems.report.document import Chart, Point, Series
-from cs336_systems.report.phrases import extremes, having, known, scale_of, size_of, value_of
+from cs336_systems.report.phrases import (
+    compared,
+    error_text,
+    having,
+    known,
+    ranging,
+    scale_of,
+    size_of,
+    together,
+    value_of,
+)
 from cs336_systems.report.presentation import Cells
 from cs336_systems.report.rows import ms, percent, remarks_on, rows_table
 from cs336_systems.table import Column, Table, word
@@ -80,20 +90,22 @@ def _charts(cells: Cells) -> list[Chart]:
 def _busy_share(cells: Cells) -> Text | None:
     """State the share of forward and backward in which a kernel runs."""
     found = _kernels_over_events(cells, "{}_event_time", ("forward", "backward"))
-    return say(
-        "kernels fill {} of forward and backward by CUDA events: the rest is the GPU waiting for the host",
-        "以 CUDA event 计，内核占前向与后向的 {}：其余是 GPU 在等主机",
-        extremes(found, percent),
+    said = ranging(
+        "by CUDA events, kernels run for {} of forward and backward",
+        "以 CUDA event 计，内核运行时间占前向与后向的 {}",
+        *(found, percent),
     )
+    return together(said, Text("the rest of the time the GPU waits for the host", "其余时间 GPU 在等待主机"))
 
 
 def _queued(cells: Cells) -> Text | None:
     """State how far kernels and events differ in steps that are not synchronised between phases."""
     found = _kernels_over_events(cells, "queued_{}_event_time", PHASES)
-    return say(
-        "of steps that are not synchronised between phases kernels and CUDA events differ by {}",
-        "阶段之间不同步的步中，内核与 CUDA event 相差 {}",
-        extremes([(abs(share - 1), name) for share, name in found], lambda share: percent(share, 2)),
+    return ranging(
+        "without synchronisation between phases, kernels and CUDA events differ by {}",
+        "阶段之间不同步时，内核与 CUDA event 相差 {}",
+        [(abs(share - 1), name) for share, name in found],
+        lambda share: percent(share, 2),
     )
 
 
@@ -104,17 +116,16 @@ def _kernels_over_events(cells: Cells, events: str, phases: Sequence[str]) -> li
         pairs = [(value_of(cell, f"busy_time: {phase}"), value_of(cell, events.format(phase))) for phase in phases]
         both = [(kernels, seconds) for kernels, seconds in pairs if kernels and seconds]
         if both:
-            found.append((sum(row[0] for row in both) / sum(row[1] for row in both), Text(size_of(cell))))
+            found.append((sum(row[0] for row in both) / sum(row[1] for row in both), size_of(cell)))
     return found
 
 
 def _profiled(cells: Cells) -> Text | None:
     found = [
-        (known(cell, "profiled_step_time") / known(cell, "step_time"), Text(size_of(cell)))
+        (known(cell, "step_time") / known(cell, "profiled_step_time"), size_of(cell))
         for cell in having(cells, "profiled_step_time", "step_time")
     ]
-    ratios = extremes(found, "{:.2f}".format)
-    return say("a step that is profiled takes {} times as long", "被分析时一步为 {} 倍长", ratios)
+    return compared(Text("a profiled step", "带分析器时单步"), Text("one without the profiler", "不带分析器时"), found)
 
 
 def _nsys(cells: Cells) -> Text | None:
@@ -128,12 +139,12 @@ def _nsys(cells: Cells) -> Text | None:
     return say(
         "torch.profiler and nsys differ by {} at most ({})",
         "torch.profiler 与 nsys 最多相差 {}（{}）",
-        *(percent(off, 2), name),
+        *(error_text(off), name),
     )
 
 
 def _named(cell: CellView, phase: str) -> Text:
-    return say("{} {}", "{} {}", size_of(cell), terms.PHASE_NAMES.get(phase, Text(phase)))
+    return say("{}, {}", "{}，{}", size_of(cell), terms.PHASE_NAMES.get(phase, Text(phase)))
 
 
 PROFILER_AGREEMENT = Experiment(
@@ -141,7 +152,7 @@ PROFILER_AGREEMENT = Experiment(
     title=Text("Agreement of profilers", "性能分析器的一致性"),
     question=Text(
         "Do the profiler, CUDA events and the clock agree, and what is the gap?",
-        "性能分析器、CUDA event 与时钟是否一致，差在哪里？",
+        "性能分析器、CUDA event 与墙钟是否一致，差异来自哪里？",
     ),
     grid=_grid,
     instrument=KERNEL_PROFILE,

@@ -12,7 +12,18 @@ from cs336_systems.report import entries, terms
 from cs336_systems.report.cells import CellView, grouped
 from cs336_systems.report.document import Chart, Limit, Point, Series
 from cs336_systems.report.names import implementation_name, size_name
-from cs336_systems.report.phrases import MODE_WORDS, having, known, naming, scale_of, value_of, worst_prediction
+from cs336_systems.report.phrases import (
+    MODE_WORDS,
+    having,
+    known,
+    naming,
+    scale_of,
+    size_of,
+    together,
+    value_of,
+    with_name,
+    worst_prediction,
+)
 from cs336_systems.report.points import FEW, joined, measured
 from cs336_systems.report.presentation import Cells
 from cs336_systems.report.rows import (
@@ -219,10 +230,10 @@ def _composition(cells: Cells) -> Text | None:
     parts = sorted(_labels(highest), key=lambda part: -part.size)[:3]
     if not parts:
         return None
-    shares = listed(say("{} {}", "{} {}", percent(size / peak, 0), part_name(str(label))) for label, size in parts)
+    shares = listed(say("{} {}", "{1} {0}", percent(size / peak, 0), part_name(str(label))) for label, size in parts)
     return say(
-        "at the highest peak, {} GiB ({}), are {}",
-        "最高的峰值 {} GiB（{}）中：{}",
+        "the highest peak is {} GiB ({}): {}",
+        "最高的峰值为 {} GiB（{}）：{}",
         *(gib(peak), naming(fine)(highest), shares),
     )
 
@@ -230,18 +241,24 @@ def _composition(cells: Cells) -> Text | None:
 def _largest_block(cells: Cells) -> Text | None:
     fine = [cell for cell in cells if cell.ok]
     blocks = [(row, cell) for cell in fine for row in _blocks(cell)[:1]]
-    (size, label, _, what, line), cell = max(blocks, key=lambda pair: pair[0].size)
-    made = say(", made at {}", "，由 {} 产生", str(line)) if line else Text("")
-    return say(
-        "the largest block of a step is {} MiB of {}: {}{} ({})",
-        "一步中最大的块为 {} MiB 的{}：{}{}（{}）",
-        *(number(size / MIB, 1), part_name(str(label)), str(what), made, naming(fine)(cell)),
+    (size, label, _, _, line), cell = max(blocks, key=lambda pair: pair[0].size)
+    said = say(
+        "the largest block of a step is {} MiB of {}{}",
+        "一步中最大的一块显存为 {} MiB {}{}",
+        *(number(size / MIB, 1), part_name(str(label)), _made_at(str(line))),
     )
+    return with_name(said, naming(fine)(cell))
+
+
+def _made_at(line: str) -> Text:
+    """File and line that made a tensor, as the end of a sentence; empty where they are not known."""
+    place = line.split(" in ")[0]
+    return say(", made at {}", "，由 {} 产生", place) if place else Text("")
 
 
 MEMORY = Experiment(
     name="memory",
-    title=Text("What the peak is made of", "峰值由什么组成"),
+    title=Text("What the peak is made of", "峰值显存的组成"),
     question=Text(
         "What is memory made of at its peak, and which line made it?", "峰值处的显存由什么组成，是哪一行代码产生的？"
     ),
@@ -328,26 +345,24 @@ def _kept(cells: Cells) -> Text | None:
     base = next(cell for cell in fine if _variant(cell) == NAIVE)
     others = [cell for cell in fine if cell is not base and cell.get("precision") == base.get("precision")]
     whole = known(base, "saved_memory")
+    said = say(
+        "naive attention keeps {} MiB for backward ({}, {})",
+        "朴素注意力为后向保留 {} MiB（{}，{}）",
+        *(_mib(whole), size_of(base), str(base.get("precision"))),
+    )
     each = [
-        say("{} {} ({})", "{} {}（{}）", _variant(cell), _mib(kept), percent(kept / whole, 0))
+        say("{} keeps {}", "{} 保留 {}", _variant(cell), percent(kept / whole, 0))
         for cell in others
         if (kept := value_of(cell, "saved_memory"))
     ]
-    count = base.get("num_layers")
-    said = say(
-        "of {} in {} naive attention keeps {} MiB for backward",
-        "{}在 {} 下，朴素注意力为后向保留 {} MiB",
-        Text(f"{count} block" if count == 1 else f"{count} blocks", f"{count} 个块"),
-        *(str(base.get("precision")), _mib(whole)),
-    )
-    return say("{}, {}", "{}，{}", said, listed(each)) if each else said
+    return together(said, say("compared with that, {}", "相比之下，{}", listed(each))) if each else said
 
 
 def _variant(cell: CellView) -> Text:
     if cell.get("checkpoint_blocks"):
-        return Text("checkpointed", "检查点")
+        return Text("recomputation", "重计算")
     if cell.get("compile"):
-        return Text("compiled", "编译")
+        return Text("torch.compile")
     return NAIVE if cell.get("attention") == "reference" else Text("fused attention", "融合注意力")
 
 
@@ -355,9 +370,9 @@ def _largest_kept(cells: Cells) -> Text | None:
     rows = [row for cell in having(cells, "saved_memory") for row in _saved(cell)[:1]]
     size, _, what, line = max(rows, key=lambda row: row.size)
     return say(
-        "the largest is {} with {} MiB, made at {}",
-        "最大的是 {}，{} MiB，由 {} 产生",
-        *(str(what), _mib(size), str(line)),
+        "the largest tensor kept has {} MiB ({}){}",
+        "保留的最大张量为 {} MiB（{}）{}",
+        *(_mib(size), str(what), _made_at(str(line))),
     )
 
 
@@ -422,11 +437,12 @@ def _largest_model(cells: Cells) -> Text | None:
     cell = fine[-1]
     metrics = {"parameters": "parameter", "gradients": "gradient", "optimizer state": "optimizer"}
     sizes = {label: size for label, part in metrics.items() if (size := value_of(cell, f"{part}_memory"))}
-    said = say("{} needs {} GiB", "{} 需要 {} GiB", naming(fine)(cell), gib(known(cell, "predicted_memory")))
+    peak = gib(known(cell, "predicted_memory"))
+    said = say("the largest model needs {} GiB ({})", "最大的模型需要 {} GiB（{}）", peak, naming(fine)(cell))
     if not sizes:
         return said
-    parts = listed(say("{} {}", "{} {}", PART_NAMES[label], gib(size)) for label, size in sizes.items())
-    return say("{}: {}, and what forward keeps", "{}：{}，以及前向保留的部分", said, parts)
+    each = (say("{} GiB of {}", "{1} {0} GiB", gib(size), PART_NAMES[label]) for label, size in sizes.items())
+    return together(said, say("it holds {}", "其中 {}", listed(each)))
 
 
 def _smallest_need(cells: Cells) -> Text | None:
@@ -435,16 +451,18 @@ def _smallest_need(cells: Cells) -> Text | None:
         return None
     least = min(fine, key=lambda cell: known(cell, "predicted_memory"))
     return say(
-        "of {} configurations {} needs the least, {} GiB",
-        "{} 个配置中 {} 需要最少，{} GiB",
-        *(str(len(fine)), naming(fine)(least), gib(known(least, "predicted_memory"))),
+        "the smallest of {} configurations needs {} GiB ({})",
+        "{} 个配置中需求最小的为 {} GiB（{}）",
+        *(str(len(fine)), gib(known(least, "predicted_memory")), naming(fine)(least)),
     )
 
 
 MEMORY_MODEL = Experiment(
     name="memory_model",
     title=Text("Memory from the configuration alone", "仅由配置算出的显存"),
-    question=Text("What needs how much memory, before a GPU is paid for?", "付钱租 GPU 之前：什么需要多少显存？"),
+    question=Text(
+        "How much memory does a model need, before a GPU is rented?", "租用 GPU 之前：一个模型需要多少显存？"
+    ),
     grid=_model_grid,
     instrument=Instrument("memory_model", f"{MODULE}:measure_prediction"),
     tables=_model_tables,

@@ -14,10 +14,19 @@ from cs336_systems.report import terms
 from cs336_systems.report.cells import CellView, grouped
 from cs336_systems.report.document import Chart, Point, Series
 from cs336_systems.report.names import size_name
-from cs336_systems.report.phrases import having, known, pairs_of, span, speed_up, together, value_of
+from cs336_systems.report.phrases import (
+    compared,
+    error_text,
+    having,
+    known,
+    pairs_of,
+    speed_up,
+    together,
+    value_of,
+)
 from cs336_systems.report.points import joined, measured
 from cs336_systems.report.presentation import Cells
-from cs336_systems.report.rows import gib, ms, percent, remarks_on, settings_of, title_of
+from cs336_systems.report.rows import gib, ms, remarks_on, settings_of, title_of
 from cs336_systems.table import Column, Table
 from cs336_systems.text import Text, listed, say
 
@@ -185,20 +194,29 @@ def _best_group(precision: str, cells: Cells) -> Text | None:
         return None
     best = _least(fine, "peak_memory")
     said = say(
-        "in {} groups of {} need the least memory, {} GiB",
-        "{} 下每组 {} 块最省显存，{} GiB",
-        *(precision, str(best.get("checkpoint_blocks")), gib(value_of(best, "peak_memory"))),
+        "in {} {} need the least memory of all groups: {} GiB",
+        "{} 下各种分组中 {} 最省显存：{} GiB",
+        *(precision, _groups(best), gib(value_of(best, "peak_memory"))),
     )
     whole = _without_recomputation(cells)
-    return say("{}, against {}", "{}，{}", said, whole) if whole else said
+    return say("{}, {}", "{}，{}", said, whole) if whole else said
+
+
+def _groups(cell: CellView) -> Text:
+    """The groups of a cell that recomputes, in a sentence."""
+    sizes = (str(cell.get("checkpoint_blocks")), str(cell.get("inner")))
+    if cell.get("inner"):
+        return say("groups of {} with groups of {} inside", "每组 {} 块、内层每组 {} 块", *sizes)
+    return say("groups of {}", "每组 {} 块", sizes[0])
 
 
 def _without_recomputation(cells: Cells) -> Text | None:
     for cell in (cell for cell in cells if not cell.get("checkpoint_blocks")):
         if peak := value_of(cell, "peak_memory"):
-            return say("{} without", "不重计算为 {}", gib(peak))
+            return say("against {} GiB without recomputation", "不重计算时为 {} GiB", gib(peak))
         if needed := re.match(r"oom: needs ([\d.,]+) GiB", cell.status):
-            return say("{} without, which do not fit", "不重计算为 {}，放不下", needed[1])
+            en = "against {} GiB without recomputation, which does not fit"
+            return say(en, "不重计算时需要 {} GiB，放不下", needed[1])
     return None
 
 
@@ -206,19 +224,17 @@ def _recompute_time(cells: Cells) -> Text | None:
     """State what recomputing costs against none, and nesting against the same groups without it."""
     fine = having(cells, "step_time")
     flat = {settings_of(cell): cell for cell in fine if not cell.get("inner")}
-    nested = [_over(cell, base) for cell in fine if cell.get("inner") and (base := flat.get(settings_of(cell)))]
-    grouped = [_over(cell, base) for cell, base in pairs_of(list(flat.values()), "checkpoint_blocks", 0)]
-    said = None
-    for found, en, zh in (
-        (grouped, "recomputing makes a step {} times as long", "重计算使单步时间为 {} 倍"),
-        (nested, "nesting groups once more makes a step {} times as long", "组内再嵌套一层使单步时间为 {} 倍"),
-    ):
-        said = together(said, say(en, zh, span(found, "{:.2f}".format))) if found else said
-    return said
+    nested = [_pair(cell, base) for cell in fine if cell.get("inner") and (base := flat.get(settings_of(cell)))]
+    grouped = [_pair(*pair) for pair in pairs_of(list(flat.values()), "checkpoint_blocks", 0)]
+    step, plain = Text("a step with recomputation", "重计算时每步"), Text("one without", "不重计算时")
+    deeper, flat_step = Text("a step with nested groups", "嵌套分组时每步"), Text("one without nesting", "不嵌套时")
+    said = compared(step, plain, grouped) if grouped else None
+    return together(said, compared(deeper, flat_step, nested)) if nested else said
 
 
-def _over(cell: CellView, base: CellView) -> float:
-    return 1 / speed_up((cell, base))
+def _pair(cell: CellView, base: CellView) -> tuple[float, Text]:
+    """The speed-up over the baseline with the cell's group, for `compared`."""
+    return speed_up((cell, base)), say("{}, {}", "{}，{}", _groups(cell), str(cell.get("precision")))
 
 
 def _traced_prediction(cells: Cells) -> Text | None:
@@ -226,11 +242,10 @@ def _traced_prediction(cells: Cells) -> Text | None:
         abs(known(cell, "predicted_by_tracing_memory") / known(cell, "peak_memory") - 1)
         for cell in having(cells, "peak_memory", "predicted_by_tracing_memory")
     ]
-    return say(
-        "{} peaks predicted by tracing are off by {} at most",
-        "{} 个由追踪预测的峰值最大误差为 {}",
-        *(str(len(found)), percent(max(found), 2)),
-    )
+    values = (str(len(found)), error_text(max(found)))
+    if len(found) == 1:
+        return say("the peak predicted by tracing is off by {}", "由追踪预测的峰值误差 {}", values[1])
+    return say("{} peaks predicted by tracing are off by {} at most", "{} 个由追踪预测的峰值最大误差 {}", *values)
 
 
 CHECKPOINTING = Experiment(

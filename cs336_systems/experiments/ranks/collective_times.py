@@ -16,7 +16,7 @@ from cs336_systems.experiments.spec import Config, Experiment, Instrument
 from cs336_systems.record import BUS_FACTOR
 from cs336_systems.report.cells import CellView
 from cs336_systems.report.document import Chart, Point, Series
-from cs336_systems.report.phrases import extremes, span
+from cs336_systems.report.phrases import ranging, span, together
 from cs336_systems.report.presentation import Cells
 from cs336_systems.report.referee import remarks
 from cs336_systems.report.rows import ms, number, percent, titled
@@ -160,29 +160,28 @@ def _largest_array(cell: CellView) -> Text | None:
     name = "all_reduce" if "all_reduce" in cell.get("collectives") else cell.get("collectives")[0]
     size, seconds = max(timings_of(cell, name))
     bus = size / seconds / 1e9 * BUS_FACTOR[name](cell.get("ranks"))
-    return say(
-        "{} of {} MB takes {} ms, {} GB/s over the busiest link",
-        "{} 传 {} MB 用 {} ms，最忙的链路 {} GB/s",
-        *(name, f"{size / 1e6:g}", ms(seconds), number(bus)),
-    )
+    values = (_named(name), f"{size / 1e6:g}", ms(seconds))
+    said = say("{} of {} MB takes {} ms", "{} 传输 {} MB 用时 {} ms", *values)
+    return together(said, say("that is {} GB/s over the busiest link", "最忙的链路为 {} GB/s", number(bus)))
 
 
 def _fitted(cell: CellView) -> Text | None:
     fits = {name: fit(timings_of(cell, name)) for name in cell.get("collectives")}
-    rates = [(rate, Text(name)) for name, line in fits.items() if (rate := line.gigabytes_per_second)]
+    rates = [(rate, _named(name)) for name, line in fits.items() if (rate := line.gigabytes_per_second)]
     latencies = span([line.latency * 1e6 for line in fits.values()], lambda latency: number(latency, 0))
-    return say(
-        "fitted bandwidth in GB/s: {}; latency {} us",
-        "拟合的带宽（GB/s）：{}；延迟 {} us",
-        *(extremes(rates, number), latencies),
-    )
+    bandwidth = ranging("the fitted bandwidth is {} GB/s", "拟合的带宽为 {} GB/s", rates, number)
+    return say("{}, the latency {} us", "{}，延迟 {} us", bandwidth, latencies)
+
+
+def _named(collective: str) -> Text:
+    return Text(collective.replace("_", "-"))
 
 
 COLLECTIVE_TIMES = Experiment(
     name="collectives",
     title=Text("Collectives", "集合通信"),
     question=Text(
-        "How long does a collective take, and what does the link give?", "一次集合通信要多久，链路能给多少带宽？"
+        "How long does a collective take, and what does the link give?", "一次集合通信用时多少，链路能提供多少带宽？"
     ),
     instrument=Instrument("collectives", "cs336_systems.experiments.ranks.measure_ranks:measure_collectives"),
     grid=_grid,

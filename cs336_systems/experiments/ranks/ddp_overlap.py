@@ -36,7 +36,7 @@ from cs336_systems.experiments.spec import Config, Experiment
 from cs336_systems.record import MIB
 from cs336_systems.report.cells import CellView
 from cs336_systems.report.document import Chart, Highlight, Point, Series
-from cs336_systems.report.phrases import median_of, times_text
+from cs336_systems.report.phrases import compared, median_of, times_text, together, with_time
 from cs336_systems.report.presentation import Cells
 from cs336_systems.report.rows import ms, number, percent
 from cs336_systems.report.terms import BACKWARD, MEASURED, MS, PHASE_NAMES, PREDICTED, STEP, SYNC
@@ -46,11 +46,12 @@ from cs336_systems.text import Text, say
 TITLE = Text("Averaging gradients", "梯度平均")
 EXPOSED = Text("exposed", "未掩盖")
 WRAPPER = Text("wrapper", "封装")
+NAIVE = Arrangement("naive")
 
 
 def _grid(preset: str, base: RunConfig) -> Iterable[Config]:
     """On the machine's own link and on a slow network, where torch's all-reduces, sent from C++, cannot be slowed."""
-    ours = [NONE, Arrangement("naive"), Arrangement("flat"), Arrangement("overlapped")]
+    ours = [NONE, NAIVE, Arrangement("flat"), Arrangement("overlapped")]
     ours += [Arrangement("bucketed", bucket_size_mb=size) for size in (5, 25)]
     yield from arrangement_grid(preset, base, [*ours, TORCH_DDP])
     yield from arrangement_grid(preset, base, ours, SLOW_LINK)
@@ -195,31 +196,38 @@ def _against_naive(cell: CellView, best: Arrangement, seconds: float, naive: flo
 
 
 def _fastest(cell: CellView) -> Text | None:
-    names = [one.name for one in arrangements_of(cell) if one != NONE and one.library == "ours"]
-    times = {name: seconds for name in names if (seconds := median_of(cell.variant(name), "step_time"))}
-    best = min(times, key=lambda name: times[name])
-    said = say(
-        "{} is the fastest of {}, {} ms a step",
-        "{} 是 {} 种中最快的，每步 {} ms",
-        *(best, str(len(times)), ms(times[best])),
+    ours = [one for one in arrangements_of(cell) if one != NONE and one.library == "ours"]
+    times = {one: seconds for one in ours if (seconds := median_of(cell.variant(one.name), "step_time"))}
+    best = min(times, key=lambda one: times[one])
+    said: Text | None = say(
+        "{} is the fastest of our {} wrappers with {} ms a step",
+        "{} 在本项目的 {} 种封装中最快，每步 {} ms",
+        *(best.label, str(len(times)), ms(times[best])),
     )
-    if "naive" in times and best != "naive":
-        values = (times_text(times["naive"] / times[best]), ms(times["naive"]))
-        said = say("{}, {} times as fast as naive ({} ms)", "{}，速度是 naive 的 {} 倍（{} ms）", said, *values)
-    if theirs := median_of(cell.variant(TORCH_DDP.name), "step_time"):
-        said = say("{}; torch DDP takes {} ms", "{}；torch DDP 为 {} ms", said, ms(theirs))
+    for other in (NAIVE, TORCH_DDP):
+        seconds = median_of(cell.variant(other.name), "step_time")
+        if seconds and other != best:
+            name = with_time(other.label, ms(seconds))
+            said = together(said, compared(Text("it", "它"), name, [(seconds / times[best], Text(""))]))
     return said
 
 
 def _hidden(cell: CellView) -> Text | None:
-    shares = {row.arrangement.name: row.hidden for row in exposures(cell)}
-    found = {name: share for name, share in shares.items() if share is not None and isfinite(share)}
-    most, least = max(found, key=lambda name: found[name]), min(found, key=lambda name: found[name])
-    return say(
-        "of communication {} hides {}, {} {}",
-        "通信中 {} 掩盖 {}，{} 掩盖 {}",
-        *(most, percent(found[most], 0), least, percent(found[least], 0)),
-    )
+    shares = {row.arrangement: row.hidden for row in exposures(cell)}
+    found = {one: share for one, share in shares.items() if share is not None and isfinite(share)}
+    most, least = max(found, key=lambda one: found[one]), min(found, key=lambda one: found[one])
+    said = _hides(most, found[most])
+    return say("{}, {}", "{}，{}", said, _hides(least, found[least])) if least != most else said
+
+
+def _hides(arrangement: Arrangement, share: float) -> Text:
+    """State the share of communication that a wrapper hides: noise may put it below 0 or above 1."""
+    name = arrangement.label
+    if share < 0.005:
+        return say("{} hides no communication", "{} 未能掩盖通信", name)
+    if share > 0.995:
+        return say("{} hides all of its communication", "{} 掩盖了全部通信", name)
+    return say("{} hides {} of its communication", "{} 掩盖了 {} 的通信", name, percent(share, 0))
 
 
 DDP = Experiment(
@@ -345,27 +353,31 @@ def _bucket_chart(cell: CellView) -> Chart:
 
 def _best_bucket(cell: CellView) -> Text | None:
     predicted, measured = _best(bucket_rows(cell))
-    return say(
-        "the best bucket is {} MB predicted ({} ms exposed) and {} MB measured ({} ms)",
-        "最好的桶预测为 {} MB（未掩盖 {} ms），实测 {} MB（{} ms）",
-        *(f"{predicted.size / MIB:g}", ms(predicted.predicted), f"{measured.size / MIB:g}", ms(measured.measured)),
-    )
+    sizes = [f"{row.size / MIB:g}" for row in (measured, predicted)]
+    said = say("the best bucket has {} MB, as predicted", "最好的桶为 {} MB，与预测一致", sizes[0])
+    if predicted is not measured:
+        said = say("the best bucket has {} MB, predicted {} MB", "最好的桶为 {} MB，预测为 {} MB", *sizes)
+    if measured.measured <= 0:
+        return said
+    return together(said, say("it leaves {} ms exposed", "其未掩盖的通信为 {} ms", ms(measured.measured)))
 
 
 def _worst_prediction(cell: CellView) -> Text | None:
     rows = [row for row in bucket_rows(cell) if row.measured > 0 and row.predicted > 0]
     worst = max(rows, key=lambda row: abs(row.predicted / row.measured - 1))
+    if len(rows) < 2:
+        return None
     return say(
-        "of {} sizes the prediction is worst for {} MB: {} ms, measured {}",
-        "{} 种大小中预测最差的是 {} MB：{} ms，实测 {}",
+        "of {} sizes the prediction is worst for {} MB: {} ms, measured {} ms",
+        "{} 种大小中预测误差最大的是 {} MB：预测 {} ms，实测 {} ms",
         *(str(len(rows)), f"{worst.size / MIB:g}", ms(worst.predicted), ms(worst.measured)),
     )
 
 
 BUCKET_MODEL = Experiment(
     name="bucket_model",
-    title=Text("Bucket size", "桶的大小"),
-    question=Text("Which bucket size is best, predicted and measured?", "桶取多大最好，预测与实测如何？"),
+    title=Text("Bucket size", "分桶大小"),
+    question=Text("Which bucket size is best, predicted and measured?", "分桶多大最好，预测与实测是否一致？"),
     instrument=INTERLEAVED,
     grid=partial(arrangement_grid, arrangements=[NONE, *BUCKETS], link=SLOW_LINK),
     tables=tables_per_cell(_bucket_table),

@@ -50,9 +50,9 @@ class Arrangement:
 
     @property
     def label(self) -> Text:
-        """Its name in charts."""
+        """Its name in charts and sentences."""
         if self.bucket_size_mb is not None:
-            return say("{} MB buckets", "{} MB 的桶", f"{self.bucket_size_mb:g}")
+            return say("bucketed DDP ({} MB)", "分桶 DDP（{} MB）", f"{self.bucket_size_mb:g}")
         return _LABELS.get(self, Text(self.name))
 
     @classmethod
@@ -103,6 +103,9 @@ _LABELS = {
     DDP: Text("our DDP", "本项目 DDP"),
     SHARDED: Text("our sharded optimizer", "本项目分片优化器"),
     FSDP: Text("our FSDP", "本项目 FSDP"),
+    TORCH_DDP: Text("PyTorch DDP"),
+    TORCH_ZERO: Text("PyTorch ZeRO"),
+    TORCH_FSDP: Text("PyTorch FSDP"),
 }
 _BY_NAME = {name: arrangement for arrangement, name in _NAMES.items()}
 
@@ -187,7 +190,7 @@ def failure_table(cells: Cells) -> Table:
 
 def cell_title(cell: CellView, what: Text) -> Text:
     size, context, batch = (str(cell.get(name)) for name in ("size", "context_length", "batch_size"))
-    on_each = say("batch {} on each rank", "每个 rank batch {}", batch)
+    on_each = say("batch {} on each rank", "每个 rank 批大小 {}", batch)
     where: list[str | Text] = [cell.machine, _ranks(cell), size, setting("context_length", context), on_each]
     return titled(cell.experiment, _with_network(cell, what), where)
 
@@ -249,8 +252,10 @@ def per_link(*facts: Callable[[CellView], Text | None]) -> tuple[Sentence, ...]:
 
 def _link(cell: CellView) -> Text:
     """The link between the ranks; Gloo within one machine must not be taken for a network."""
-    ranks, backend, device = (str(cell.get(name)) for name in ("ranks", "backend", "device"))
-    said = say("{} ranks, {} on {}", "{} 个 rank、{}（{}）", ranks, backend, device)
+    backend = str(cell.get("backend"))
+    device = "GPU" if str(cell.get("device")).startswith("cuda") else "CPU"
+    values = (str(cell.get("ranks")), {"gloo": "Gloo", "nccl": "NCCL"}.get(backend, backend), device)
+    said = say("{} ranks through {} ({})", "{} 个 rank，{}（{}）", *values)
     if backend == "gloo":
-        said = say("{} ranks of one machine through Gloo ({})", "一台机器上 {} 个 rank、经 Gloo（{}）", ranks, device)
-    return _with_network(cell, said)
+        said = say("{} ranks of one machine through {} ({})", "单机 {} 个 rank，{}（{}）", *values)
+    return say("{}, emulated slow network", "{}，模拟的慢速网络", said) if cell.get("link") else said

@@ -28,7 +28,7 @@ from cs336_systems.experiments.spec import Experiment
 from cs336_systems.record import MIB
 from cs336_systems.report.cells import CellView
 from cs336_systems.report.document import Chart, Point, Series
-from cs336_systems.report.phrases import median_of, times_text, value_of
+from cs336_systems.report.phrases import beside, is_same, median_of, together, value_of
 from cs336_systems.report.rows import ms, number, percent
 from cs336_systems.report.terms import GRADIENTS, OPTIMIZER_STATE, PARAMETERS, PEAK, STEP
 from cs336_systems.table import Column, Table, word
@@ -96,27 +96,38 @@ def _chart(cell: CellView) -> Chart:
 
 def _saving_of(subject: Arrangement) -> Callable[[CellView], Text | None]:
     """A fact that compares the arrangement with plain data parallel and with torch's own implementation."""
-    theirs = replace(subject, library="torch").name
+    theirs = replace(subject, library="torch")
 
     def fact(cell: CellView) -> Text | None:
         base, held = _held(cell, DDP.name), _held(cell, subject.name)
         if not base or not held:
             return None
-        said = say(
-            "{0} holds {1} MiB on a rank, {2} less than ddp ({3})",
-            "{0} 在每个 rank 上占 {1} MiB，比 ddp（{3}）少 {2}",
-            *(subject.name, number(held / MIB, 1), percent(1 - held / base, 0), number(base / MIB, 1)),
+        said: Text | None = say(
+            "{} holds {} MiB on a rank, {}",
+            "{} 在每个 rank 上占用 {} MiB，{}",
+            *(subject.label, number(held / MIB, 1), _memory_beside(held, base)),
         )
-        ours, plain, other = (median_of(cell.variant(name), "step_time") for name in (subject.name, DDP.name, theirs))
+        ours, plain, other = (median_of(cell.variant(one.name), "step_time") for one in (subject, DDP, theirs))
         if ours and plain:
-            cost = (ms(ours), times_text(ours / plain))
-            said = say("{}, and takes {} ms a step, {} times as long", "{}，每步 {} ms，时间是其 {} 倍", said, *cost)
+            cost = beside(plain / ours, say("with {}", "{}", DDP.label))
+            said = together(said, say("a step takes {} ms: {}", "每步 {} ms，{}", ms(ours), cost))
         if other:
-            values = (theirs, number(_held(cell, theirs) / MIB, 1), ms(other))
-            said = say("{}; {} {} MiB and {} ms", "{}；{} 为 {} MiB、{} ms", said, *values)
+            values = (theirs.label, number(_held(cell, theirs.name) / MIB, 1), ms(other))
+            said = together(said, say("{} holds {} MiB and takes {} ms", "{} 占用 {} MiB，每步 {} ms", *values))
         return said
 
     return fact
+
+
+def _memory_beside(held: float, base: float) -> Text:
+    """Compare the memory with that of plain data parallel."""
+    other = say("{} ({} MiB)", "{}（{} MiB）", DDP.label, number(base / MIB, 1))
+    if is_same(held / base):
+        return say("as much as {}", "与 {} 相同", other)
+    share = percent(abs(1 - held / base), 0)
+    if held > base:
+        return say("{} more than {}", "比 {1} 多 {0}", share, other)
+    return say("{} less than {}", "比 {1} 少 {0}", share, other)
 
 
 def _held(cell: CellView, name: str) -> float:
@@ -125,9 +136,10 @@ def _held(cell: CellView, name: str) -> float:
 
 OPTIMIZER_SHARDING = Experiment(
     name="optimizer_sharding",
-    title=Text("Sharded optimizer", "分片优化器"),
+    title=Text("Sharded optimizer", "优化器状态分片"),
     question=Text(
-        "What does sharding the optimizer state save, and cost?", "把优化器状态分到各 rank 节省什么，代价是什么？"
+        "What does sharding the optimizer state save, and cost?",
+        "把优化器状态分片到各 rank 能节省多少显存，代价是什么？",
     ),
     instrument=INTERLEAVED,
     grid=partial(arrangement_grid, arrangements=(DDP, SHARDED, TORCH_ZERO)),
@@ -142,7 +154,9 @@ FULLY_SHARDED = replace(
     OPTIMIZER_SHARDING,
     name="fsdp",
     title=Text("Sharding everything", "全部分片"),
-    question=Text("What does sharding everything save, and cost?", "全部分片节省什么，代价是什么？"),
+    question=Text(
+        "What does sharding everything save, and cost?", "参数、梯度和优化器状态全部分片能节省多少，代价是什么？"
+    ),
     grid=partial(arrangement_grid, arrangements=(DDP, SHARDED, FSDP, TORCH_FSDP)),
     findings=per_link(_saving_of(FSDP)),
     order=50,

@@ -1,6 +1,7 @@
 """What do lower precision and torch.compile give, and cost, against fp32 and against eager?"""
 
 from collections.abc import Callable, Iterable, Sequence
+from functools import partial
 from itertools import product
 from typing import Any
 
@@ -12,13 +13,15 @@ from cs336_systems.report.cells import CellView, grouped
 from cs336_systems.report.document import Chart, Highlight, Limit, Point, Series
 from cs336_systems.report.names import size_name
 from cs336_systems.report.phrases import (
+    MOST,
+    compared,
     having,
     known,
-    naming,
+    memory_beside,
+    named_speed_ups,
     pairs_of,
     scale_of,
     size_of,
-    span,
     speed_up,
     times_text,
     together,
@@ -27,7 +30,7 @@ from cs336_systems.report.points import bar_name, means_of
 from cs336_systems.report.presentation import Cells
 from cs336_systems.report.rows import ms, number, varying
 from cs336_systems.table import Table
-from cs336_systems.text import Text, listed, say
+from cs336_systems.text import Text, say
 
 Pair = tuple[CellView, CellView]
 """A cell and its baseline."""
@@ -83,20 +86,10 @@ def highlight(rank: int, pair: Pair | None, what: Text, base: Text) -> list[High
     return [Highlight(rank, value, faster if gain >= 1 else slower, detail)]
 
 
-def speed_ups(pairs: Sequence[Pair]) -> Text:
-    """The speed-ups of the largest size and of the smallest."""
-    name = naming([cell for cell, _ in pairs])
-    chosen = [pairs[-1], *([pairs[0]] if len(pairs) > 1 else [])]
-    return listed(say("{} {}x", "{} {} 倍", name(pair[0]), times_text(speed_up(pair))) for pair in chosen)
-
-
-def with_memory(said: Text, pairs: Sequence[Pair], base: str) -> Text:
-    """A sentence with the ratio of peak memories added where it was measured."""
+def compared_with(ours: Text, other: Text, pairs: Sequence[Pair]) -> Text | None:
+    """Compare the step times of pairs, and their peak memory where it was measured."""
     ratios = [1 / speed_up(pair, "peak_memory") for pair in pairs if len(having(pair, "peak_memory")) == 2]
-    if not ratios:
-        return said
-    times = span(ratios, "{:.2f}".format)
-    return say("{0}, with {1} times the memory of {2}", "{0}，显存为 {2} 的 {1} 倍", said, times, base)
+    return together(compared(ours, other, named_speed_ups(pairs)), memory_beside(ratios, other))
 
 
 # -- precision --------------------------------------------------------------------------------------------------------
@@ -110,20 +103,18 @@ def _precision_grid(preset: str, base: RunConfig) -> Iterable[Config]:
         yield run_config(base, size, precision=precision, mode=mode)
 
 
-def _precision_gains(cells: Cells) -> Text | None:
+def _precision_gain(cells: Cells, which: int) -> Text | None:
+    """Compare the first, second or third lower precision with fp32."""
     pairs = pairs_of(cells, "precision", "fp32")
-    said = None
-    for precision in dict.fromkeys(cell.get("precision") for cell, _ in pairs):
-        chosen = [pair for pair in pairs if pair[0].get("precision") == precision]
-        own = say("{} speeds up {}", "{} 的加速：{}", precision, speed_ups(chosen))
-        said = together(said, with_memory(own, chosen, "fp32"))
-    return said
+    precision = list(dict.fromkeys(cell.get("precision") for cell, _ in pairs))[which]
+    chosen = [pair for pair in pairs if pair[0].get("precision") == precision]
+    return compared_with(Text(str(precision)), Text("fp32"), chosen)
 
 
 PRECISION = Experiment(
     name="precision",
     title=Text("Precision", "精度"),
-    question=Text("What does lower precision give, in time and memory?", "降低精度在时间和显存上带来什么？"),
+    question=Text("How much time and memory does lower precision save?", "降低精度能节省多少时间和显存？"),
     grid=_precision_grid,
     instrument=STEP,
     tables=lambda cells: against(
@@ -132,7 +123,7 @@ PRECISION = Experiment(
     charts=lambda cells: [
         speed_up_chart(cells, "precision", "fp32", Text("Speed-up over fp32 by size", "各规模相对 fp32 的加速比"))
     ],
-    findings=(_precision_gains,),
+    findings=tuple(partial(_precision_gain, which=number) for number in range(MOST)),
     highlights=lambda cells: highlight(
         60, largest_pair(cells, "precision", "bf16", "fp32"), Text("bf16"), Text("fp32")
     ),
@@ -172,28 +163,27 @@ def _compile_charts(cells: Cells) -> list[Chart]:
 
 
 def _compile_gains(cells: Cells) -> Text | None:
-    pairs = pairs_of(cells, "compile", False)
-    said = say("torch.compile speeds up {}", "torch.compile 的加速：{}", speed_ups(pairs))
-    return with_memory(said, pairs, "eager")
+    step, eager = Text("a compiled step", "编译后训练步"), Text("an eager one", "eager")
+    return compared_with(step, eager, pairs_of(cells, "compile", False))
 
 
 def _compile_cost(cells: Cells) -> Text | None:
     pairs = [pair for pair in pairs_of(cells, "compile", False) if having(pair[:1], "compile_time")]
     worst, _ = max(pairs, key=lambda pair: known(pair[0], "compile_time"))
     seconds = number(known(worst, "compile_time"), 1)
-    said = say("compiling takes up to {} s ({})", "编译最多用 {} s（{}）", seconds, size_of(worst))
+    said = say("compiling takes up to {} s ({})", "编译最多需要 {} s（{}）", seconds, size_of(worst))
     cell, base = pairs[-1]
     saved = known(base, "step_time") - known(cell, "step_time")
     if saved <= 0:
-        return said
+        return together(said, say("for {} it never pays off", "{} 无法收回编译时间", size_of(cell)))
     steps = number(known(cell, "compile_time") / saved, 0)
-    return together(said, say("for {} {} steps earn it back", "{} 需 {} 步才能收回", size_of(cell), steps))
+    return together(said, say("for {} it pays off after {} steps", "{} 在 {} 步之后收回编译时间", size_of(cell), steps))
 
 
 COMPILE = Experiment(
     name="compile",
     title=Text("torch.compile"),
-    question=Text("What does torch.compile give, and cost?", "torch.compile 带来什么，代价是什么？"),
+    question=Text("What does torch.compile give, and cost?", "torch.compile 的收益和代价是什么？"),
     grid=_compile_grid,
     instrument=STEP,
     tables=_compile_tables,

@@ -13,7 +13,19 @@ from cs336_systems.report import entries, terms
 from cs336_systems.report.cells import CellView, grouped
 from cs336_systems.report.document import Chart, Highlight, Limit, Point, Series
 from cs336_systems.report.names import size_name
-from cs336_systems.report.phrases import having, known, scale_of, size_of, speed_up, times_text, value_of
+from cs336_systems.report.phrases import (
+    beside,
+    compared,
+    having,
+    known,
+    scale_of,
+    size_of,
+    speed_up,
+    times_text,
+    together,
+    value_of,
+    with_time,
+)
 from cs336_systems.report.points import means_of, measured, series_of
 from cs336_systems.report.presentation import Cells
 from cs336_systems.report.rows import as_text, gib, ms, number, percent, settings_of, signed, varying
@@ -215,7 +227,7 @@ def _against_rival(rank: int, fast: CellView, _: Text, rival: CellView) -> Highl
         say("{} step against {}", "{} 训练步，对比：{}", size_name(fast.get("size")), name),
         say("{} tokens: {} ms against {} ms", "{} token：{} ms 对 {} ms", _work_name(fast), *times),
         ratio=ratio,
-        bar=say("training step, {}", "训练步，{}", _work_name(fast)),
+        bar=say("step of {}, against {}", "{} 训练步，对比 {}", _work_name(fast), name),
     )
 
 
@@ -245,11 +257,12 @@ def _rival(work: Cells) -> tuple[Text, CellView] | None:
     """The rival of the fast step: another model, else the plain step."""
     for cell in work:
         if cell.get("model_factory"):
-            name = as_text(cell.get("model_factory"))
-            llama = Text("the compiled Llama of transformers", "编译后的 transformers Llama")
-            return (llama if name.startswith("llama:") and cell.get("compile") else Text(name)), cell
+            built = Text("compiled", "编译后的") if cell.get("compile") else Text("eager")
+            if as_text(cell.get("model_factory")).startswith("llama:"):
+                return say("the {} Llama of transformers", "{} transformers Llama", built), cell
+            return say("the other {} model", "另一个 {} 模型", built), cell
     plain = [cell for cell in work if cell.get("fast") == "off" and not cell.get("compile")]
-    return (Text("the plain step", "普通的一步"), plain[0]) if plain else None
+    return (Text("the plain step", "普通训练步"), plain[0]) if plain else None
 
 
 def _duels(cells: Cells) -> list[tuple[CellView, Text, CellView]]:
@@ -262,48 +275,54 @@ def _all_parts(cells: Cells) -> Text | None:
     fast, name, other = _duels(cells)[0]
     times = [known(cell, "step_time") for cell in (fast, other)]
     said = say(
-        "all parts together take {0} ms for {1}, {2}x faster than {3} ({4} ms)",
-        "{1} 全部启用时每步 {0} ms，速度是{3}（{4} ms）的 {2} 倍",
-        *(ms(times[0]), size_of(fast), times_text(times[1] / times[0]), name, ms(times[1])),
+        "the fast step of {} takes {} ms: {}",
+        "{} 的最快训练步用时 {} ms，{}",
+        *(size_of(fast), ms(times[0]), beside(times[1] / times[0], with_time(name, ms(times[1])))),
     )
     memory = [value_of(cell, "peak_memory") for cell in (fast, other)]
     if not all(memory):
         return said
-    return say("{}, with {} GiB against {}", "{}，显存 {} GiB，后者 {}", said, *map(gib, memory))
+    sizes = say("its peak memory is {} GiB against {} GiB", "其峰值显存为 {} GiB，后者为 {} GiB", *map(gib, memory))
+    return together(said, sizes)
 
 
 def _other_works(cells: Cells) -> Text | None:
     """The same comparison for all sizes but the first."""
-    said = []
-    for fast, _, rival in _duels(cells)[1:]:
-        shape = f"{size_of(fast)} {fast.get('batch_size')} x {fast.get('context_length')}"
-        values = (shape, times_text(speed_up((fast, rival))), ms(known(fast, "step_time")))
-        said.append(say("{1}x for {0} ({2} ms)", "{0} 为 {1} 倍（{2} ms）", *values))
-    return say("for larger work it is {}", "更大的工作量下，{}", listed(said)) if said else None
+    duels = _duels(cells)[1:]
+    names = {name for _, name, _ in duels}
+    found = []
+    for fast, _, rival in duels:
+        shape = (size_of(fast), str(fast.get("batch_size")), str(fast.get("context_length")))
+        found.append((speed_up((fast, rival)), say("{}, {} x {} tokens", "{}，{} x {} 个 token", *shape)))
+    work = Text("for larger work the fast step", "工作量更大时，最快训练步")
+    return compared(work, names.pop() if len(names) == 1 else Text("its rival", "对手"), found)
 
 
 def _left_out_part(cells: Cells) -> Text | None:
-    """State the time of a step with each part left out alone."""
+    """State the time of a step without the part that gives most, and without the part that gives least."""
     for work in _works(cells):
         fast = _fast(work)
         without: dict[str, float] = {}
         for cell in work:
             left = [part for part in FAST_PARTS if part not in str(cell.get("fast")).split(",")]
             if len(left) == 1:
-                without[left[0]] = value_of(cell, "step_time") or 0.0
+                without[left[0]] = known(cell, "step_time")
         if fast and without:
-            ranked = sorted(without, key=lambda part: -without[part])
-            each = listed(say("{} {} ms", "{} {} ms", part, ms(without[part])) for part in ranked)
-            return say(
-                "of {} with one part left out, a step takes: {}", "{} 每步，缺某一部分时：{}", size_of(fast), each
+            most, least = (pick(without, key=lambda part: without[part]) for pick in (max, min))
+            said = say(
+                "without the {0} a step of {1} takes {2} ms",
+                "去掉 {0} 时 {1} 每步 {2} ms",
+                *(PART_NAMES[most], size_of(fast), ms(without[most])),
             )
+            other = say("without the {} {} ms", "去掉 {} 时为 {} ms", PART_NAMES[least], ms(without[least]))
+            return say("{}, {}", "{}，{}", said, other) if most != least else said
     return None
 
 
 FAST_STEP = Experiment(
     name="fast_step",
     title=Text("The fast step", "最快的训练步"),
-    question=Text("What does each part of the fast step give?", "最快训练步的每个部分各带来什么？"),
+    question=Text("What does each part of the fast step give?", "最快训练步的每个部分各有多少收益？"),
     grid=_grid,
     instrument=Instrument(
         name="fast_step",

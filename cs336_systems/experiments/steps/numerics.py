@@ -7,10 +7,10 @@ from cs336_systems.config import RunConfig
 from cs336_systems.experiments.spec import Config, Experiment, Instrument
 from cs336_systems.report.cells import CellView, grouped
 from cs336_systems.report.document import Chart, Point, Series
-from cs336_systems.report.phrases import having, known, together, value_of
+from cs336_systems.report.phrases import having, known, together
 from cs336_systems.report.presentation import Cells
 from cs336_systems.report.referee import remarks
-from cs336_systems.report.rows import titled
+from cs336_systems.report.rows import percent, titled
 from cs336_systems.report.terms import GRADIENTS, LOSS, PARAMETERS
 from cs336_systems.table import Column, Table, word
 from cs336_systems.text import Text, listed, say
@@ -64,16 +64,26 @@ def _terms(cell: CellView) -> Text:
 
 
 def _sums(cells: Cells) -> Text | None:
+    """State the worst sum and the best one."""
     fine = having(cells, "sum")
-    said = []
-    for cell in fine:
-        exact = cell.get("value") * cell.get("count")
-        total = value_of(cell, "sum") or 0.0
-        values = (f"{cell.get('accumulator')} += {cell.get('term')}", f"{total:.4f}", f"{total / exact - 1:+.3%}")
-        said.append((abs(total / exact - 1), say("{} gives {} ({})", "{} 得 {}（{}）", *values)))
-    count, value = str(fine[0].get("count")), str(fine[0].get("value"))
-    ranked = [text for _, text in sorted(said, key=lambda pair: -pair[0])]
-    return say("{} added {} times, the worst first: {}", "{} 相加 {} 次，最差在前：{}", value, count, listed(ranked))
+
+    def error(cell: CellView) -> float:
+        return known(cell, "sum") / (cell.get("value") * cell.get("count")) - 1
+
+    worst, best = (pick(fine, key=lambda cell: abs(error(cell))) for pick in (max, min))
+    said = say("{}: {}", "{}：{}", _terms(worst), _sum(worst, error(worst)))
+    return together(said, _sum(best, error(best))) if best is not worst else said
+
+
+def _sum(cell: CellView, error: float) -> Text:
+    off = Text("correct to 0.001%", "误差不到 0.001%")
+    if abs(error) >= 5e-6:
+        off = say(*(("{} too high", "偏高 {}") if error > 0 else ("{} too low", "偏低 {}")), percent(abs(error), 3))
+    return say(
+        "{1} terms in an {0} accumulator give {2}, {3}",
+        "{0} 累加器加 {1} 加数得 {2}，{3}",
+        *(str(cell.get("accumulator")), str(cell.get("term")), f"{known(cell, 'sum'):,.4f}", off),
+    )
 
 
 ACCUMULATION = Experiment(
@@ -116,11 +126,22 @@ def _dtype(cell: CellView, tensor: str) -> str:
 
 
 _TENSORS = {"parameters": PARAMETERS, "loss": LOSS, "gradients": GRADIENTS}
+_MODULES = {
+    "fc1": Text("first linear layer", "第一个线性层"),
+    "fc2": Text("second linear layer", "第二个线性层"),
+    "ln": Text("LayerNorm"),
+    "ln_final": Text("final norm", "最后的归一化层"),
+    "token_embeddings": Text("token embedding", "词嵌入"),
+    "rotate": Text("rotary embedding", "旋转位置编码"),
+    "lm_head": Text("output layer", "输出层"),
+}
 
 
 def _tensor_name(tensor: str) -> Text:
     if tensor.endswith(" output"):
-        return Text(tensor, f"{tensor.removesuffix(' output')} 的输出")
+        module = tensor.removesuffix(" output")
+        name = _MODULES.get(module) or Text(module.replace("_", " ").replace(".", " "))
+        return say("output of the {}", "{} 的输出", name)
     return _TENSORS.get(tensor, Text(tensor))
 
 
@@ -132,20 +153,29 @@ def _float32_tensors(cells: Cells) -> Text | None:
         found.setdefault((str(cell.get("model")), len(cell.variants), full), []).append(cell)
     said = None
     for (model, count, full), chosen in found.items():
-        own = say(
-            "under autocast to {0}, {3} of {1} tensors of the {2} model are float32: {4}",
-            "{0} autocast 下，{2} 模型的 {1} 个张量中 {3} 个为 float32：{4}",
-            *("/".join(str(cell.get("autocast")) for cell in chosen), str(count), model, str(len(full))),
-            listed(map(_tensor_name, full)),
-        )
+        dtypes = listed((str(cell.get("autocast")) for cell in chosen), (" and ", " 和 "))
+        values = (dtypes, str(count), model, str(len(full)))
+        if full:
+            names = listed(map(_tensor_name, full))
+            own = say(
+                "under autocast to {0}, {3} of {1} tensors of the {2} model are float32: {4}",
+                "{0} autocast 下，{2} 模型的 {1} 个张量中有 {3} 个为 float32：{4}",
+                *(*values, names),
+            )
+        else:
+            own = say(
+                "under autocast to {0}, none of {1} tensors of the {2} model is float32",
+                "{0} autocast 下，{2} 模型的 {1} 个张量均不为 float32",
+                *values,
+            )
         said = together(said, own)
     return said
 
 
 AUTOCAST_DTYPES = Experiment(
     name="autocast_dtypes",
-    title=Text("Types under autocast", "autocast 下的类型"),
-    question=Text("Which dtype has what under autocast?", "autocast 下什么是哪种类型？"),
+    title=Text("Dtypes under autocast", "autocast 下的数据类型"),
+    question=Text("Which tensors stay in float32 under autocast?", "autocast 下哪些张量保持 float32？"),
     grid=_dtypes_grid,
     instrument=Instrument("autocast_dtypes", "cs336_systems.experiments.steps.measure_step:measure_dtypes"),
     tables=_dtypes_tables,

@@ -10,7 +10,7 @@ from cs336_systems.report import entries, terms
 from cs336_systems.report.cells import CellView, grouped
 from cs336_systems.report.document import Chart, Highlight, Limit, Point, Series
 from cs336_systems.report.names import size_name
-from cs336_systems.report.phrases import MODE_WORDS, having, scale_of, worst_prediction
+from cs336_systems.report.phrases import MODE_WORDS, error_text, having, scale_of, worst_prediction
 from cs336_systems.report.presentation import Cells
 from cs336_systems.report.rows import gib, keys, percent, signed, varying
 from cs336_systems.table import Table
@@ -142,9 +142,9 @@ def _saving_memory(cells: Cells) -> Text | None:
     saving = [abs(cell.memory_error or 0.0) for cell in fine if not _is_plain(cell)]
     plain = [abs(cell.memory_error or 0.0) for cell in fine if _is_plain(cell)]
     return say(
-        "those with fused attention or checkpointing ({}) are off by {} at most, the plain ones ({}) by {}",
-        "使用融合注意力或检查点的（{} 个）最大误差 {}，普通的（{} 个）{}",
-        *(str(len(saving)), percent(max(saving), 2), str(len(plain)), percent(max(plain), 2)),
+        "peaks with fused attention or recomputation ({}) are off by {} at most, the others ({}) by {}",
+        "使用融合注意力或重计算的 {} 个峰值最大误差 {}，其余 {} 个最大误差 {}",
+        *(str(len(saving)), error_text(max(saving)), str(len(plain)), error_text(max(plain))),
     )
 
 

@@ -23,19 +23,27 @@ from cs336_systems.report.cells import PHASES, CellView, grouped
 from cs336_systems.report.document import Chart, Highlight, Point, Series
 from cs336_systems.report.names import size_name
 from cs336_systems.report.phrases import (
-    MODE_WORDS,
-    extremes,
+    SAME,
+    beside,
+    compared,
+    error_text,
     having,
+    in_mode,
     known,
+    longer,
     median_of,
+    mode_name,
     named_values,
     naming,
+    ranging,
     scale_of,
     size_of,
     speed_up,
     times_text,
     together,
     value_of,
+    with_name,
+    with_time,
     worst_prediction,
 )
 from cs336_systems.report.points import FEW, bar_name, means_of, measured, series_of
@@ -128,7 +136,7 @@ def _charts(cells: Cells) -> list[Chart]:
     chosen = _whole_steps(cells)
     if not chosen or len(chosen) > FEW:
         return []
-    what = MODE_WORDS.get(str(chosen[0].get("mode")), Text("step", "一步"))
+    what = mode_name(chosen[0].get("mode"))
     found = [_phases_chart(chosen, what), _deviations(chosen)]
     if len(chosen) > 1:
         mfu = say("MFU: {}", "MFU：{}", what)
@@ -205,18 +213,17 @@ def _step(cells: Cells) -> Text | None:
 
 def _backward(cell: CellView) -> Text | None:
     forward, backward = (value_of(cell, f"{phase}_time") for phase in ("forward", "backward"))
-    if not forward or not backward:
-        return None
-    return say("backward takes {} times forward", "后向是前向的 {} 倍", times_text(backward / forward))
+    return longer(terms.BACKWARD, terms.FORWARD, backward / forward) if forward and backward else None
 
 
 def _by_size(small: CellView, large: CellView, name: Callable[[CellView], Text]) -> Text:
     times = [known(cell, "step_time") for cell in (large, small)]
+    mode = in_mode(large.get("mode"))
+    other = with_time(Text(f"that of {name(small).en}", name(small).in_("zh")), ms(times[1]))
     return say(
-        "{0}'s {1} takes {2} ms, {3} times {4}'s ({5} ms)",
-        "{0} 的{1}为 {2} ms，是 {4}（{5} ms）的 {3} 倍",
-        *(name(large), MODE_WORDS.get(str(large.get("mode")), Text("step", "一步")), ms(times[0])),
-        *(times_text(times[0] / times[1]), name(small), ms(times[1])),
+        "{0} of {1} takes {2} ms: {3}",
+        "{1} 的 {0} 用时 {2} ms，{3}",
+        *(mode, name(large), ms(times[0]), beside(times[1] / times[0], other)),
     )
 
 
@@ -224,21 +231,24 @@ def _by_speed(first: CellView, fine: Cells) -> Text:
     last = max(fine, key=lambda cell: known(cell, "step_time"))
     times = [known(cell, "step_time") for cell in (first, last)]
     if len(fine) == 1:
-        rate = number(first.tokens_per_second, 0)
+        settings = bar_name(first, ("size", "context_length", "precision"))
         return say(
-            "a step of {} takes {} ms: {} tokens/s", "{} 每步 {} ms：{} tokens/s", first.name, ms(times[0]), rate
+            "{} takes {} ms, {} tokens/s ({})",
+            "{} 用时 {} ms，{} tokens/s（{}）",
+            *(in_mode(first.get("mode")), ms(times[0]), number(first.tokens_per_second, 0), settings),
         )
     name = naming(fine)
-    return say(
-        "of {0} configurations {1} is the fastest with {2} ms a step, {3} times as fast as {4} ({5} ms)",
-        "{0} 个配置中 {1} 最快，每步 {2} ms，速度是 {4}（{5} ms）的 {3} 倍",
-        *(str(len(fine)), name(first), ms(times[0]), times_text(times[1] / times[0]), name(last), ms(times[1])),
+    fastest = say(
+        "the fastest of {} configurations takes {} ms a step ({})",
+        "{} 个配置中最快的每步 {} ms（{}）",
+        *(str(len(fine)), ms(times[0]), name(first)),
     )
+    slowest = [(times[1] / times[0], name(last))]
+    return together(fastest, compared(Text("it", "它"), Text("the slowest", "最慢配置"), slowest)) or fastest
 
 
 def _mfu(cells: Cells) -> Text | None:
-    found = named_values(_whole_steps(cells), lambda cell: cell.mfu)
-    return say("MFU: {}", "MFU 为 {}", extremes(found, percent))
+    return ranging("MFU is {}", "MFU 为 {}", named_values(_whole_steps(cells), lambda cell: cell.mfu), percent)
 
 
 # -- end_to_end and bench: first screen -------------------------------------------------------------------------------
@@ -267,8 +277,7 @@ def _time(cell: CellView) -> Highlight:
 
 
 def _step_name(cell: CellView) -> Text:
-    what = MODE_WORDS.get(str(cell.get("mode")), Text("step", "一步"))
-    return say("{}, {}", "{} {}", size_name(cell.get("size")), what)
+    return say("{}, {}", "{} {}", size_name(cell.get("size")), mode_name(cell.get("mode")))
 
 
 def _noise(cells: Cells) -> Text | None:
@@ -282,9 +291,9 @@ def _noise(cells: Cells) -> Text | None:
 
 END_TO_END = Experiment(
     name="end_to_end",
-    title=Text("Time of a step by size", "各规模一步的时间"),
+    title=Text("Time of a step by size", "各规模的单步时间"),
     question=Text(
-        "How long do forward, backward and the optimizer take, by size?", "各规模的前向、后向和优化器各要多久？"
+        "How long do forward, backward and the optimizer take, by size?", "各规模下前向、后向和优化器各用多少时间？"
     ),
     grid=_grid,
     instrument=STEP,
@@ -300,7 +309,7 @@ BENCH = replace(
     END_TO_END,
     name="bench",
     title=Text("Single configurations", "单个配置"),
-    question=Text("How long does a step take, and how much memory?", "一步要多久，用多少显存？"),
+    question=Text("How long does a step take, and how much memory?", "一步用多少时间，占多少显存？"),
     runnable=False,
     charts_after_run=False,
     trust=lambda cells: None,  # that of end_to_end says it
@@ -396,24 +405,20 @@ def _cold_highlight(cells: Cells) -> list[Highlight]:
 def _first_step(cells: Cells) -> Text | None:
     """Compare the first step without warm-up with a steady one, for every size."""
     fine = sorted(having(cells, "step_time"), key=scale_of)
-    said = []
+    name = naming([cell for cell in fine if cell.get("warmup_steps") == 0])
+    found = []
     for cold in (cell for cell in fine if cell.get("warmup_steps") == 0):
         steady = median_of(_warmest(cold, fine), "step_time")
         first = cold.metrics["step_time"].numbers[0]
-        if steady and isfinite(first):
-            values = (size_of(cold), times_text(first / steady), ms(first), ms(steady))
-            said.append(
-                say("{1} times as long for {0} ({2} against {3} ms)", "{0} 为 {1} 倍（{2} 与 {3} ms）", *values)
-            )
-    return (
-        None
-        if not said
-        else say(
-            "without warm-up the first step takes, against a steady one, {}",
-            "不预热时首步与稳定一步之比：{}",
-            listed(said),
-        )
-    )
+        if steady and isfinite(first) and first > 0:
+            found.append((steady / first, name(cold), first, steady))
+    _, where, first, steady = min(found, key=lambda row: row[0])
+    subject = Text("without warm-up the first step", "不预热时首步")
+    said = compared(subject, Text("a steady one", "稳定步"), [(ratio, own) for ratio, own, *_ in found])
+    times = say("it takes {} ms, a steady one {} ms", "首步 {} ms，稳定后 {} ms", ms(first), ms(steady))
+    if len(found) > 1:
+        times = say("for {} {}", "{} {}", where, times)
+    return together(said, times)
 
 
 def _warmest(cell: CellView, cells: Cells) -> CellView:
@@ -430,11 +435,13 @@ def _distorted_mean(cells: Cells) -> Text | None:
     if warm is cold:
         return None
     means = [known(cell, "step_time") for cell in (cold, warm)]
-    off = percent(means[0] / means[1] - 1, 0)
+    ratio = means[0] / means[1]
+    if ratio <= SAME:
+        return say("it does not raise the mean of {}", "它没有抬高 {} 的均值", size_of(cold))
     return say(
-        "it puts the mean of {0} off by {1}: {2} ms, after {4} warm-up steps {3} ms",
-        "它使 {0} 的均值偏差 {1}：{2} ms，预热 {4} 步后为 {3} ms",
-        *(size_of(cold), off, ms(means[0]), ms(means[1]), str(warm.get("warmup_steps"))),
+        "it raises the mean of {} by {}, from {} ms to {} ms",
+        "它使 {} 的均值升高 {}：由 {} ms 变为 {} ms",
+        *(size_of(cold), percent(ratio - 1, 0), ms(means[1]), ms(means[0])),
     )
 
 
@@ -442,18 +449,21 @@ def _steady(cells: Cells) -> Text | None:
     fine = having(cells, "step_time")
     settled = [(steady_from(_all_steps(cell)), cell) for cell in fine]
     known_from = [(first + 1, cell) for first, cell in settled if first is not None]
+    if not known_from:
+        return say("of {} runs none settles", "{} 次运行均未稳定", str(len(fine))) if fine else None
     latest, cell = max(known_from, key=lambda pair: pair[0])
-    return say(
-        "of {} runs {} settle, the last from step {} on ({})",
-        "{} 次运行中 {} 次稳定，最晚从第 {} 步起（{}）",
-        *(str(len(fine)), str(len(known_from)), str(latest), naming(fine)(cell)),
-    )
+    if len(fine) == 1:
+        return say("the run settles from step {} on", "运行从第 {} 步起趋于稳定", str(latest))
+    runs = say("{} of {} runs settle", "{1} 次运行中 {0} 次趋于稳定", str(len(known_from)), str(len(fine)))
+    if len(known_from) == len(fine):
+        runs = say("all {} runs settle", "{} 次运行全部趋于稳定", str(len(fine)))
+    return with_name(say("{}, the last from step {} on", "{}，最晚从第 {} 步起", runs, str(latest)), naming(fine)(cell))
 
 
 WARMUP = Experiment(
     name="warmup",
     title=Text("Warm-up", "预热"),
-    question=Text("What do too few warm-up steps do to the numbers?", "预热步数太少会怎样影响数字？"),
+    question=Text("What do too few warm-up steps do to the numbers?", "预热步数过少对结果有什么影响？"),
     grid=_warmup_grid,
     instrument=STEP,
     identity=("warmup_steps",),
@@ -518,7 +528,7 @@ def _agreement(cells: Cells) -> Text | None:
     fine = [cell for cell in cells if cell.ok]
     found = [([abs(off) for phase in TIMED if (off := _excess(cell, phase)) is not None], cell) for cell in fine]
     worst = [(max(offs), size_name(cell.get("size"))) for offs, cell in found if offs]
-    return say("wall clock and do_bench agree within {}", "墙钟与 do_bench 的差别不超过 {}", extremes(worst, percent))
+    return ranging("wall clock and do_bench agree within {}", "墙钟与 do_bench 的差别不超过 {}", worst, percent)
 
 
 def _largest_difference(cells: Cells) -> Text | None:
@@ -527,24 +537,24 @@ def _largest_difference(cells: Cells) -> Text | None:
         for phase in ("forward", "backward", "step"):
             wall, other = (value_of(cell, name) for name in (f"{phase}_time", f"do_bench_{phase}_time"))
             if wall and other:
-                name = say("{} {}", "{} {}", size_of(cell), {**terms.PHASE_NAMES, "step": terms.STEP}[phase])
+                name = say("{}, {}", "{}，{}", size_of(cell), {**terms.PHASE_NAMES, "step": terms.STEP}[phase])
                 found.append((abs(wall / other - 1), name, cell))
     off, name, _ = max(found, key=lambda row: row[0])
-    said = say(
-        "the clock and do_bench differ by {} at most ({})", "墙钟与 do_bench 最多相差 {}（{}）", percent(off, 2), name
-    )
+    timers = Text("the wall clock and Triton's timer", "墙钟与 Triton 的计时器")
+    said = say("{} differ by {} at most", "{}最多相差 {}", timers, error_text(off))
     largest = found[-1][2]
     own = [off for off, _, cell in found if cell is largest]
     if len(own) == len(found):
-        return said
-    return together(said, say("for {} by {}", "{} 最多 {}", size_of(largest), percent(max(own), 2)))
+        return with_name(said, name)
+    by = say("for {} they differ by {} at most", "{} 最多相差 {}", size_of(largest), error_text(max(own)))
+    return together(with_name(said, name), by)
 
 
 TIMING_AGREEMENT = Experiment(
     name="timing_agreement",
-    title=Text("Agreement of timers", "计时的一致性"),
+    title=Text("Agreement of timers", "计时器的一致性"),
     question=Text(
-        "Does another timer give the same times for the same work?", "换一个计时器，同样的工作是否得到同样的时间？"
+        "Does another timer give the same times for the same work?", "换一个计时器，同样的工作测得的时间是否相同？"
     ),
     grid=_timer_grid,
     instrument=Instrument("agreement", "cs336_systems.experiments.steps.measure_step:measure_agreement"),

@@ -1,1 +1,1 @@
-"""The records of `cs336 train`: loss curves."""
+"""The records of `cs336 train`: curves, speed, restarts."""

@@ -373,6 +373,7 @@
     const base = chart.querySelector(".base");
     const zero = !log && axis.low <= 0 && axis.high >= 0 ? placed(forth(0)) : from;
     base.setAttribute("d", movedPath(original(base, "d"), across, () => zero));
+    all(".names", chart).forEach((names) => names.classList.toggle("off", hidden));
     for (const value of all(".value", chart)) moveValue(value, chart, across, hidden, sums, placed, axis.high, to);
     drawTicks(chart, axis, across, (tick) => placed(forth(tick)));
   }
@@ -387,21 +388,30 @@
   function moveValue(value, chart, across, hidden, sums, placed, high, to) {
     const { at, sum } = value.dataset;
     const found = sums.get(sum);
+    const whole = [...sums.values()].every((one) => Math.abs(one.sum - Math.round(one.sum)) < 1e-9);
     const shown = sum === undefined ? isShown(chart.querySelector(`.series[data-index="${value.dataset.for}"]`)) : found;
     value.classList.toggle("off", !shown);
     if (!shown) return;
-    if (found) writeSum(value.querySelector("text"), hidden ? found.sum : null, high);
-    const end = placed(found && hidden ? found.at : Number(at));
+    if (found) writeSum(value.querySelector("text"), hidden ? found.sum : null, high, whole);
+    const atZero = across && sum?.endsWith("-1"); // beside the names of the bars there is no room
+    const end = placed(found && hidden && !atZero ? found.at : Number(at));
     const by = (across ? Math.min(end, to) : end) - Number(at);
     value.setAttribute("transform", across ? `translate(${by.toFixed(1)} 0)` : `translate(0 ${by.toFixed(1)})`);
   }
   const asNumber = (text) => Number(text.replaceAll(",", ""));
   // The sum of a stacked bar, as the drawing writes it; an arrow where the bar is cut. Null: as drawn.
-  function writeSum(text, sum, high) {
+  function writeSum(text, sum, high, whole) {
     if (!drawn.has(text)) drawn.set(text, { text: text.textContent });
-    const size = Math.abs(sum);
-    const short = size >= 100 ? Math.round(sum).toLocaleString("en") : String(Number(sum?.toPrecision(3)));
-    text.textContent = sum === null ? drawn.get(text).text : `${sum > high * 1.000001 ? "→ " : ""}${short}`;
+    if (sum === null) text.textContent = drawn.get(text).text;
+    else if (sum > high * 1.000001) text.textContent = `→ ${sum >= 100 ? Math.round(sum).toLocaleString("en") : Number(sum.toPrecision(3))}`;
+    else text.textContent = onBar(sum, whole);
+  }
+  // As `Chart.texts_of`.
+  function onBar(value, whole) {
+    const size = Math.abs(value);
+    if (!whole && size > 0 && size < 0.1) return String(Number(value.toPrecision(3)));
+    const count = whole || size >= 100 || !size ? 0 : size >= 10 ? 1 : 2;
+    return value.toLocaleString("en", { minimumFractionDigits: count, maximumFractionDigits: count });
   }
   // Absolute commands along the axis of values move; relative ones run across it.
   function movedPath(path, across, place) {
@@ -415,6 +425,10 @@
   function niceAxis(low, high, log) {
     if (log) {
       if (high / low < 1 + 1e-9) [low, high] = [low / 3, high * 3];
+      if (low > 0.6 * high) { // powers of ten would leave one or two ticks
+        const axis = niceAxis(low, high, false);
+        if (axis.low > 0) return axis;
+      }
       const steps = Math.log10(high / low) > 2.5 ? [1] : [1, 2, 5];
       const [least, most] = [Math.floor(Math.log10(low)) - 1, Math.ceil(Math.log10(high)) + 1];
       const marks = [];

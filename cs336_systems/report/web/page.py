@@ -158,7 +158,7 @@ class _Page:
         brief = f'<ul class="brief">{lines}</ul>' if lines else ""
         if numbers or hero:
             every = say("All findings, one line each ({})", "全部结论，每条一行（{}）", str(len(found)))
-            brief = f'<details class="all"><summary>{_text(every)}</summary>{brief}</details>' if brief else ""
+            brief = f'<details class="all"><summary>{_text(every)}</summary>{brief}</details>' if len(found) > 1 else ""
         return (
             f'<section id="summary" aria-labelledby="summary-title"><h2 id="summary-title">{_text(_SUMMARY)}</h2>'
             + (f'<ul class="numbers">{numbers}</ul>' if numbers else "")
@@ -276,8 +276,11 @@ def _grouped(sections: Sequence[Section]) -> list[tuple[Text | None, list[Sectio
 
 
 def _number(highlight: Highlight, anchor: str) -> str:
+    value = {one: highlight.value.in_(one).partition(" ") for one in LANGUAGES}
+    number, unit = (Text(*(value[one][part] for one in LANGUAGES)) for part in (0, 2))
     inside = (
-        f"<b>{_text(highlight.value)}</b><span>{_text(highlight.what)}</span><small>{_text(highlight.detail)}</small>"
+        f"<b>{_text(number)}{f' <i>{_text(unit)}</i>' if any(unit) else ''}</b>"
+        f"<span>{_text(highlight.what)}</span><small>{_text(highlight.detail)}</small>"
     )
     return f'<li><a href="#{anchor}">{inside}</a></li>' if anchor else f"<li><div>{inside}</div></li>"
 

@@ -12,6 +12,8 @@ import pytest
 from cs336_systems import record
 from cs336_systems.config import RunConfig
 from cs336_systems.experiments.catalogue import cells
+from cs336_systems.experiments.profile_command import _records_path
+from cs336_systems.experiments.session import written_files
 from cs336_systems.measure.readers.trace import read_chrome
 from cs336_systems.timeline import Timeline
 from tests.helpers import CS336, MODEL, SHAPE, TINY, clean_env, execute, files
@@ -29,7 +31,7 @@ def profiled(tmp_path_factory):
     """With --nsys, which is not on PATH: torch.profiler records the kernels, and a line says so."""
     folder = tmp_path_factory.mktemp("profile")
     env = clean_env(PATH="/usr/bin:/bin")
-    result = execute(CS336, "profile", *TINY, *ONE_STEP, "--nsys", "--output", "out/records.jsonl", cwd=folder, env=env)
+    result = execute(CS336, "profile", *TINY, *ONE_STEP, "--nsys", "--output", "out", cwd=folder, env=env)
     assert result.returncode == 0, result.stderr
     return folder / "out", result
 
@@ -115,6 +117,51 @@ def test_tables_are_printed(profiled):
     words = ("aten::mm", "matmul", "forward", "backward", "parameters", "activations", "layers.0")
     assert [word for word in words if word not in result.stdout] == []
     assert "Traceback" not in result.stderr
+
+
+def test_the_last_lines_name_every_file_for_people_and_how_to_open_it(profiled):
+    """All but what a page is made from, and pictures that are there in two formats."""
+    folder, result = profiled
+    listed = result.stdout.splitlines()
+    first = listed.index("files in out:")
+    named = [line.split()[0] for line in listed[first + 1 :]]
+    found = {name for pattern in named for name in files(folder) if Path(name).match(pattern)}
+    aside = {name for name in files(folder) if Path(name).suffix == ".svg"}
+    aside |= {name for name in files(folder) if Path(name).name in ("timeline.json.gz", "timeline.png")}
+    assert found == set(files(folder)) - aside
+    hints = dict(zip(named, listed[first + 1 :], strict=True))
+    assert all(any(word in hints[name] for word in ("perfetto", "browser", "cs336 report", "charts")) for name in named)
+
+
+@pytest.mark.parametrize(
+    ("output", "path"),
+    [
+        ("out", "out/records.jsonl"),
+        ("there", "there/records.jsonl"),
+        ("mine.jsonl", "mine.jsonl"),
+        ("taken", "taken"),
+        ("v0.2", "v0.2/records.jsonl"),
+    ],
+)
+def test_output_is_a_folder_or_a_file_of_records(output, path, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    Path("there").mkdir()
+    Path("taken").touch()
+    assert _records_path(Path(output)) == Path(path)
+
+
+def test_files_of_one_kind_share_a_line(tmp_path):
+    folders = [tmp_path / "files" / name for name in "ab"]
+    for folder in folders:
+        folder.mkdir(parents=True)
+        (folder / "trace.json.gz").touch()
+    (folders[0] / "snapshot.pickle").touch()
+    lines = written_files(tmp_path / "records.jsonl", [tmp_path / "figures" / "x.png"], [*folders, tmp_path / "none"])
+    assert lines[0] == f"files in {tmp_path}:"
+    assert [line.split()[0] for line in lines[1:]] == [
+        *("records.jsonl", "figures/x.png", "files/*/trace.json.gz", "files/a/snapshot.pickle")
+    ]
+    assert "2 files" in lines[3]
 
 
 @pytest.mark.skipif(shutil.which("nsys", path="/usr/bin:/bin") is not None, reason="nsys is installed")

@@ -8,8 +8,9 @@ from hypothesis import strategies as st
 
 from cs336_systems.cli import main
 from cs336_systems.config import ModelConfig, RunConfig, UserError
-from cs336_systems.experiments.ranks.layouts import STRATEGIES, PlanArguments, plan_config, plans, tables_of
+from cs336_systems.experiments.ranks.layouts import tables_of
 from cs336_systems.experiments.ranks.measure_ranks import measure_arrangements
+from cs336_systems.experiments.ranks.plan_cells import STRATEGIES, PlanArguments, plan_config, plans
 from cs336_systems.parallel import fsdp
 from cs336_systems.predict import parallel_model
 from cs336_systems.predict.gpus import CARDS
@@ -263,9 +264,15 @@ def test_the_table_has_a_row_for_each_strategy(capsys):
         == 0
     )
     shown = capsys.readouterr().out
-    for name in ("dp", "zero3", "dp+tp2", "zero1+tp4"):
-        assert shown.count(f"\n{name} ") == 2, name
+    for name in ("DP", "ZeRO-3", "DP + TP 2", "ZeRO-1 + TP 4"):
+        assert shown.count(f"\n{name}  ") == 2, name
     assert "165 TFLOP/s, 25 GB/s in a node of 8" in shown
+
+
+@pytest.mark.parametrize("name", ["dp", "zero1", "zero3", "dp+tp2", "zero3+tp8"])
+def test_a_layout_can_be_given_as_the_tables_write_it(name):
+    strategy = Strategy.parse(name)
+    assert (strategy.name, Strategy.parse(strategy.title)) == (name, strategy)
 
 
 def test_rates_can_be_given():

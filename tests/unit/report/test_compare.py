@@ -13,42 +13,23 @@ from hypothesis import HealthCheck, example, given, settings
 from hypothesis import strategies as st
 
 from cs336_systems import record
-from cs336_systems.config import RunConfig, UserError, model_config
-from cs336_systems.record import CELL_TIME, GIB, Environment, Record
+from cs336_systems.config import UserError
+from cs336_systems.record import CELL_TIME, GIB, Record
 from cs336_systems.report import intervals
 from cs336_systems.report.compare import compare, parse_percent
-from cs336_systems.report.intervals import ratio_of_medians
+from cs336_systems.report.compare_output import table
+from cs336_systems.report.intervals import Ratio, geometric_mean, ratio_of_medians
 from cs336_systems.table import FORMATS
-from tests import helpers
 from tests.helpers import assert_refused, clean_env, execute, exit_code
+from tests.unit.report.compare_cells import GPU, STEADY, cell, entries, times
 
 pytestmark = pytest.mark.usefixtures("elsewhere")
-GPU = Environment(gpu="H200", gpu_count=1, torch="2.11", driver="580", git_commit="a" * 40, git_dirty=False, tf32=False)
-STEADY = (0.100, 0.101, 0.099, 0.100, 0.102, 0.098, 0.100, 0.101, 0.099, 0.100)
-
-
-def times(factor=1.0):
-    return tuple(factor * seconds for seconds in STEADY)
-
-
-def entries(experiment, config, metrics, status="ok", environment=GPU):
-    return helpers.entries(experiment, config, metrics, status, environment)
-
-
-def cell(
-    steps=STEADY, experiment="bench", *, size="small", context=512, status="ok", environment=GPU, metrics=(), **run
-):
-    """A cell whose steps took so long, with more metrics and other fields of its configuration."""
-    config = RunConfig(
-        model=model_config(size, context_length=context), size=size, **{"device": "cuda", **run}
-    ).to_dict()
-    return entries(experiment, config, {"step_time": steps, **dict(metrics)}, status, environment)
 
 
 def column(comparison, heading):
-    table = comparison.table
-    (index,) = [i for i, found in enumerate(table.columns) if found.heading() == heading]
-    return [row[index] for row in table.rows]
+    found = table(comparison).plain()
+    (index,) = [i for i, column in enumerate(found.columns) if column.heading() == heading]
+    return [row[index] for row in found.rows]
 
 
 def verdicts(comparison):
@@ -56,7 +37,7 @@ def verdicts(comparison):
 
 
 def notes(comparison, word):
-    return [note.en for note in comparison.table.notes if word in note.en]
+    return [note.en for note in table(comparison).notes if word in note.en]
 
 
 def refusal(*sides, **options):
@@ -175,10 +156,10 @@ def test_intervals_contain_their_ratio(a, b, confidence):
 @pytest.mark.parametrize(
     ("factor", "verdict", "shown"),
     [
-        (1.0, "no difference", "1.000"),
+        (1.0, "undecided", "1.000"),
         (1.05, "slower", "1.050"),
         (0.95, "faster", "0.950"),
-        (1.001, "no difference", "1.001"),
+        (1.001, "undecided", "1.001"),
     ],
 )
 def test_verdicts(factor, verdict, shown):
@@ -191,14 +172,14 @@ def test_verdicts(factor, verdict, shown):
 
 def test_medians_are_compared():
     found = compare(cell((0.1,) * 10), cell((*[0.1] * 9, 5.0)))
-    assert (column(found, "A"), column(found, "B"), verdicts(found)) == (["100.0"], ["100.0"], ["no difference"])
+    assert (column(found, "A"), column(found, "B"), verdicts(found)) == (["100.0"], ["100.0"], ["undecided"])
 
 
 @pytest.mark.parametrize(("a", "b"), [((0.1,), times(2)), (times(), (0.2,)), ((0.1,), (0.2,))])
 def test_one_sample_tells_nothing(a, b):
     found = compare(cell(a), cell(b))
     shown = (verdicts(found), column(found, "B / A"), column(found, "95% low"))
-    assert shown == (["n = 1: cannot tell"], ["2.000"], [""])
+    assert shown == (["undecided: n = 1"], ["2.000"], [""])
     assert len(found.untold) == 1
     assert found.slower_by(5) == []
 
@@ -239,7 +220,7 @@ def test_variants_are_paired_by_name():
 
 def test_a_metric_of_variants_that_is_asked_for():
     sides = with_variants(naive=1, flat=1), with_variants(naive=3, flat=1)
-    assert verdicts(compare(*sides, metrics=("forward_time",))) == ["slower", "no difference"]
+    assert verdicts(compare(*sides, metrics=("forward_time",))) == ["slower", "undecided"]
     assert "forward_time" in refusal(*sides, metrics=("loss_time",))
 
 
@@ -261,7 +242,7 @@ def test_variants_of_schema_1_are_paired_with_those_of_schema_2(tmp_path):
     record.append(tmp_path / "b.jsonl", items)
     found = compare(record.load(tmp_path / "a.jsonl").records, record.load(tmp_path / "b.jsonl").records)
     assert column(found, "cell") == ["x, sdpa", "x, sdpa_flash"]
-    assert verdicts(found) == ["no difference"] * 2
+    assert verdicts(found) == ["undecided"] * 2
 
 
 # -- metrics and names ------------------------------------------------------------------------------------------------
@@ -308,11 +289,113 @@ def test_rows_are_named_by_what_tells_them_apart():
     assert column(compare(homemade, homemade), "cell") == ["knob 3", "knob 4"]
 
 
-def test_rows_stand_experiment_by_experiment():
-    records = [*cell(), *cell(experiment="precision"), *cell(size="large"), *cell(size="large", experiment="precision")]
-    found = compare(records, list(reversed(records)))
-    assert column(found, "experiment") == ["bench", "bench", "precision", "precision"]
-    assert column(compare(records, records, experiments=("precision",)), "experiment") == ["precision"] * 2
+def test_names_have_no_more_fields_than_tell_rows_apart():
+    """Lists, and how it was measured, only where nothing else differs."""
+
+    def rivals(shape, **fields):
+        return entries("x", {"size": shape, **fields}, {"step_time": STEADY})
+
+    records = [*rivals("a", rounds=3, implementations=[1]), *rivals("b", rounds=4, implementations=[2])]
+    assert column(compare(records, records), "cell") == ["a", "b"]
+    records = [*rivals("a", rounds=3, implementations=[1]), *rivals("a", rounds=3, implementations=[2])]
+    assert column(compare(records, records), "cell") == ["a implementations [1]", "a implementations [2]"]
+
+
+def test_one_experiment_of_several():
+    records = [*cell(), *cell(experiment="precision", precision="bf16")]
+    assert column(compare(records, records), "experiment") == ["bench", "precision"]
+    assert column(compare(records, records, experiments=("precision",)), "experiment") == ["precision"]
+
+
+def test_a_measurement_that_several_experiments_share_is_one_row():
+    """`run` measures a cell once and records it under every experiment that asks for it."""
+    a, b = ([*cell(times(factor)), *cell(times(factor), experiment="precision")] for factor in (1, 2))
+    found = compare(a, b)
+    assert (column(found, "experiment"), column(found, "B / A")) == (["bench"], ["2.000"])
+    assert notes(found, "1 row left out: the same measurements under other experiments")
+    assert len(compare(a, [*cell(), *cell(times(2), experiment="precision")]).rows) == 2
+
+
+# -- order and mean ---------------------------------------------------------------------------------------------------
+
+
+def several(*factors, **fields):
+    """Two sides with a cell for each factor."""
+    contexts = [2 ** (5 + number) for number in range(len(factors))]
+    b = [
+        item for context, factor in zip(contexts, factors, strict=True) for item in cell(times(factor), context=context)
+    ]
+    return [item for context in contexts for item in cell(context=context)], b
+
+
+def test_the_largest_change_comes_first_and_the_undecided_last():
+    a, b = several(1.001, 1.1, 0.5, 1.0, 1.3)
+    failed = cell(context=8, status="oom: too much")
+    one_sample = cell((0.5,), context=16)
+    odd = cell((math.nan,), context=17)
+    found = compare([*a, *cell(context=8), *cell(context=16), *cell(context=17)], [*b, *failed, *one_sample, *odd])
+    assert column(found, "B / A") == ["", "0.500", "1.300", "1.100", "5.000", "1.001", "1.000", ""]
+    assert verdicts(found)[:2] == ["failed in B", "faster"]
+    assert {verdict.en: count for verdict, count in found.counts.items()} == {
+        **{"failed in B": 1, "faster": 1, "slower": 2, "undecided": 4}
+    }
+
+
+@settings(max_examples=30, deadline=None)
+@given(st.lists(st.floats(0.2, 5), min_size=1, max_size=8), st.randoms())
+def test_the_order_does_not_depend_on_the_files(factors, random):
+    a, b = several(*factors)
+    mixed_a, mixed_b = (random.sample(side, len(side)) for side in (a, b))
+    here, there = compare(a, b), compare(mixed_a, mixed_b)
+    assert sorted(row.name for row in here.rows) == sorted({row.name for row in there.rows})
+    for found in (here, there):
+        groups = [(row.verdict.en == "undecided", -row.change) for row in found.rows]
+        assert groups == sorted(groups)
+    assert [row.change for row in here.rows] == [row.change for row in there.rows]
+
+
+RATIOS = st.builds(
+    lambda value, below, above: Ratio(value, value / below, value * above),
+    st.floats(1e-90, 1e90),
+    st.floats(1, 10),
+    st.floats(1, 10),
+)
+
+
+@settings(max_examples=200, deadline=None)
+@given(st.lists(RATIOS, min_size=1, max_size=20))
+def test_the_geometric_mean_is_among_the_ratios(ratios):
+    mean = geometric_mean(ratios)
+    slack = 1 + 1e-9
+    assert min(r.value for r in ratios) / slack <= mean.value <= max(r.value for r in ratios) * slack
+    assert min(r.low for r in ratios) / slack <= mean.low <= mean.value * slack
+    assert mean.value / slack <= mean.high <= max(r.high for r in ratios) * slack
+    back = geometric_mean([Ratio(1 / r.value, 1 / r.high, 1 / r.low) for r in ratios])
+    assert (back.value, back.low, back.high) == pytest.approx((1 / mean.value, 1 / mean.high, 1 / mean.low))
+
+
+def test_geometric_means():
+    assert geometric_mean([Ratio(2.0, 1.0, 4.0)] * 4) == Ratio(*map(pytest.approx, (2.0, 2**0.5, 2**1.5)))
+    assert geometric_mean([Ratio(0.5), Ratio(2.0, 1.9, 2.1)]) == Ratio(pytest.approx(1.0))
+
+
+def test_a_mean_for_each_unit():
+    def side(factor):
+        more = {"peak_memory": (factor * GIB,) * 3}
+        return [item for context in (64, 128) for item in cell(times(factor), context=context, metrics=more)]
+
+    found = compare(side(1), side(2), metrics=("step_time", "peak_memory"))
+    means = {(mean.unit, round(mean.ratio.value, 6), mean.count, mean.verdict.en) for mean in found.means}
+    assert means == {("B", 2, 2, "more"), ("s", 2, 2, "slower")}
+    assert compare(cell(), cell()).means == [], "one row is its own mean"
+
+
+@pytest.mark.parametrize("odd", [(0.1,), (math.nan, 0.1, 0.2)])
+def test_rows_without_an_interval_are_not_in_the_mean(odd):
+    a, b = several(1.5, 1.5)
+    found = compare([*a, *cell(context=8)], [*b, *cell(odd, context=8)])
+    (mean,) = found.means
+    assert (round(mean.ratio.value, 6), mean.count) == (1.5, 2)
 
 
 # -- what is the same work --------------------------------------------------------------------------------------------
@@ -338,7 +421,7 @@ def test_where_it_was_measured_is_noted_once():
         assert part in note
     assert "git_commit aaaaaaaaaa in A, bbbbbbbbbb in B" in note
     assert "utc" not in note
-    assert "H100, H200" in found.table.title.en
+    assert "H100, H200" in table(found).title.en
 
 
 def test_the_time_of_day_and_the_name_of_a_size_do_not_matter():
@@ -351,7 +434,7 @@ def test_cells_that_differ_only_in_warm_up_stay_apart():
     records = [*cell(experiment="warmup", warmup_steps=0), *cell(times(2), experiment="warmup", warmup_steps=5)]
     found = compare(records, records)
     assert column(found, "cell") == ["small warm-up 0", "small warm-up 5"]
-    assert verdicts(found) == ["no difference"] * 2
+    assert verdicts(found) == ["undecided"] * 2
 
 
 def test_ambiguous_cells_are_not_paired():
@@ -399,8 +482,8 @@ def test_different_work_is_refused(fields, named, way_out):
 def test_one_baseline_against_several_settings():
     variants = [*cell(times(0.9), fast="kernels"), *cell(times(0.5), fast="on")]
     found = compare(cell(), variants, different_work=True)
-    assert column(found, "cell") == ["small fast off -> kernels", "small fast off -> on"]
-    assert column(found, "B / A") == ["0.900", "0.500"]
+    assert column(found, "cell") == ["small fast off -> on", "small fast off -> kernels"]
+    assert column(found, "B / A") == ["0.500", "0.900"]
 
 
 def test_the_same_work_comes_before_different_work():
@@ -434,14 +517,14 @@ def test_a_cell_that_failed_on_both_sides_is_remarked_on():
 def test_samples_that_are_no_times(odd):
     for sides in ((cell(), cell((*STEADY, odd))), (cell((odd, *STEADY)), cell())):
         found = compare(*sides)
-        assert verdicts(found) == ["not all finite and above 0: cannot tell"]
+        assert verdicts(found) == ["undecided: invalid values"]
         assert found.slower_by(5) == []
-        assert all(found.table.render(format) for format in FORMATS)
+        assert all(table(found).render(format) for format in FORMATS)
 
 
 def test_units_that_differ():
     other = [dataclasses.replace(item, unit="ms") for item in cell()]
-    assert verdicts(compare(cell(), other)) == ["units differ: cannot tell"]
+    assert verdicts(compare(cell(), other)) == ["undecided: units differ"]
 
 
 @pytest.mark.parametrize("sample", [None, True, [], {}, 10**400, 1e200])
@@ -465,7 +548,7 @@ def test_hostile_names(format):
         ]
 
     a, b = (dressed([*cell(), *cell(mode="forward"), *cell(mode=mode)]) for mode in ("inference", "forward-backward"))
-    text = compare(a, b, files=(HOSTILE, HOSTILE)).table.render(format)
+    text = table(compare(a, b, files=(HOSTILE, HOSTILE))).render(format)
     assert not any(char in text for char in "\x1b\r\u202e\ud800")
     assert max(map(len, text.splitlines())) < 2500
     assert "\x1b" not in refusal(a, cell())
@@ -550,7 +633,7 @@ def test_flags_reach_the_comparison(capsys):
     capsys.readouterr()
     assert exit_code(["compare", "a.jsonl", "b.jsonl", *flags]) == 0
     printed = capsys.readouterr().out
-    assert all(word in printed for word in ("loss_time", "90% low", "reference in A, sdpa in B"))
+    assert all(word in printed for word in ("loss_time", "90% interval", "reference in A, sdpa in B"))
 
 
 BAD_ARGUMENTS = {
@@ -626,7 +709,7 @@ def test_any_value_anywhere_is_no_traceback(changes, in_both, loosely, tmp_path)
     with contextlib.suppress(UserError):
         found = compare(record.load("a.jsonl").records, record.load("b.jsonl").records, different_work=loosely)
         assert found.slower_by(5) == []
-        assert all(found.table.render(format) for format in FORMATS)
+        assert all(table(found).render(format) for format in FORMATS)
 
 
 def replace(item, place, value):

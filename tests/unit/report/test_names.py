@@ -40,7 +40,11 @@ def test_the_shape_of_a_size_has_its_name(name):
     assert size_name(custom(name, 5)).en == f"{name}, 5 blocks"
 
 
-@pytest.mark.parametrize("size", ["7/8/1/1", "tiny", None, "1/2/3"])
+def test_another_shape_is_named_by_its_width():
+    assert size_name("7/8/1/1") == Text("width 7, 1 block", "宽度 7，1 块")
+
+
+@pytest.mark.parametrize("size", ["tiny", None, "1/2/3"])
 def test_other_sizes_keep_their_name(size):
     assert size_name(size) == Text(str(size))
 

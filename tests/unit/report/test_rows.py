@@ -1,11 +1,13 @@
 """Rows: how numbers are written, how rows and tables are named."""
 
+import re
+
 import pytest
 
 from cs336_systems.record import GIB, summarize
 from cs336_systems.report import entries, rows
 from cs336_systems.report.cells import group
-from cs336_systems.report.rows import row_name, title_of, varying
+from cs336_systems.report.rows import row_name, row_words, title_of, varying
 from cs336_systems.text import Text
 from tests.unit.report.step_cells import OOM, cell
 
@@ -59,14 +61,31 @@ def test_different_work_differs_in_a_column_or_in_the_title(field):
 def test_the_title_names_the_machine_and_the_settings_of_all_rows():
     assert title(cell(mode="forward"), cell(mode="train-step")) == Text(
         "bench: subject · H200, context 512, batch 4, fp32, attention reference",
-        "bench：主题 · H200，context 512，batch 4，fp32，注意力 reference",
+        "bench：主题 · H200，上下文长度 512，批大小 4，fp32，注意力 reference",
     )
 
 
 def test_numbers_and_yes_or_no_in_a_row_name_have_their_heading():
     (found,) = group(cell(compile=True, context=128))
     name = row_name(found, ["size", "context_length", "compile"])
-    assert name == Text("small context 128 compiled yes", "small context 128 编译 是")
+    assert name == Text("small context 128 compiled yes", "small 上下文长度 128 编译 是")
+
+
+def test_words_for_a_row():
+    (found,) = group(cell(compile=True, context=128, attention="reference"))
+    assert row_words(found, ["size", "context_length", "mode", "attention", "compile"]) == [
+        Text("small"),
+        Text("context 128", "上下文长度 128"),
+        Text("training step", "训练步"),
+        Text("naive attention", "朴素注意力"),
+        Text("compiled", "编译"),
+    ]
+
+
+@pytest.mark.parametrize("field", DIFFERENCES)
+def test_words_for_a_row_have_no_identifiers(field):
+    (found,) = group(cell(**DIFFERENCES[field]))
+    assert not any(re.search(r"_|-step|:|/", word.en) for word in row_words(found, ["size", field]))
 
 
 def test_a_row_has_its_fields_then_its_values_or_its_verdict():

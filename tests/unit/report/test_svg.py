@@ -428,19 +428,28 @@ def written(drawing):
 def test_bars_have_their_values_at_their_ends(horizontal):
     points = [Point("a", 1234.5, std=100.0), Point("b", 0.01234), Point("c", 99.96)]
     drawing = svg(with_points(*points, kind="bars", horizontal=horizontal))
-    assert written(drawing).keys() == {"1,234", "0.0123", "100"}
+    assert written(drawing).keys() == {"1,234", "0.0123", "100.0"}
     longest = box(marks(drawing)[0])
     end = written(drawing)["1,234"]
     assert end > longest[2] if horizontal else end < longest[1]  # beyond the error bar
     shorter = box(marks(drawing)[2])
-    assert written(drawing)["100"] == pytest.approx(shorter[2] if horizontal else shorter[1], abs=0.2)
+    assert written(drawing)["100.0"] == pytest.approx(shorter[2] if horizontal else shorter[1], abs=0.2)
+
+
+def test_whole_values_are_written_whole_where_all_are():
+    assert written(svg(with_points(Point("a", 7.0), Point("b", 12.0), kind="bars"))).keys() == {"7", "12"}
+
+
+def test_bars_of_equal_sums_have_none_written():
+    shares = [Series(Text(n), [Point("a", y), Point("b", 100 - y)]) for n, y in (("x", 30.0), ("y", 70.0))]
+    assert written(svg(chart("stacked", shares))) == {}
 
 
 def test_stacked_bars_have_their_sums_above_and_below_zero():
     parts = [Series(Text(n), [Point("a", y), Point("b", -y)]) for n, y in (("x", 1.0), ("y", 2.5))]
     drawing = svg(chart("stacked", [*parts, Series(Text("z"), [Point("b", 7.0)])]))
     ends = {end for mark in marks(drawing) for end in (box(mark)[1], box(mark)[3])}
-    assert written(drawing).keys() == {"3.5", "-3.5", "7"}
+    assert written(drawing).keys() == {"3.50", "-3.50", "7.00"}
     assert all(min(abs(end - at) for end in ends) < 0.2 for at in written(drawing).values())
 
 

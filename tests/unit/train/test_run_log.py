@@ -1,5 +1,6 @@
-"""The records of a training run on a disk that fails for a while."""
+"""The records of a training run: what they hold, and a disk that fails for a while."""
 
+import dataclasses
 import errno
 
 import pytest
@@ -13,10 +14,48 @@ from cs336_systems.train.settings import TrainSettings
 from tests.distributed.train_cases import fields, text_of
 
 
+def run_log(folder):
+    (folder / "short.txt").write_bytes(text_of(330))
+    settings = build(TrainSettings, fields(folder / "output"))
+    return RunLog(settings, Rank(0, 1, torch.device("cpu")), settings.run_config("cpu", 1))
+
+
+def test_starts_and_saves_are_written_with_the_next_steps(tmp_path):
+    path = tmp_path / "output" / record.RECORDS
+    log = run_log(tmp_path)
+    log.start(4)
+    log.saved(5, 0.5)
+    assert not path.exists()  # nothing of its own is written for them
+    log.step(5, 2.0, 1.0, 1e-3, 0.1)
+    log.flush()
+    found = {item.metric: (item.config["first_step"], item.samples[0]) for item in record.load(path).records}
+    assert found["ranks"] == (5, 1.0)
+    assert found["flops"][1] > 0
+    assert found["save_time"] == (5, 0.5)
+    assert found["loss"] == (5, 2.0)
+    assert found["elapsed_time"][1] > 0
+    assert "peak_memory" not in found  # of a GPU only
+    log.saved(6, 0.5)
+    log.flush()
+    assert [item.config["first_step"] for item in record.load(path).records if item.metric == "save_time"] == [5, 6]
+
+
+def test_every_start_is_kept(tmp_path):
+    """Also several from the same step: a record of the same cell would replace the one before."""
+    path = tmp_path / "output" / record.RECORDS
+    for second in range(3):
+        log = run_log(tmp_path)
+        log._environment = dataclasses.replace(log._environment, utc=f"2026-01-01T00:00:0{second}+00:00")
+        log.start(0)
+        log.step(1, 2.0, 1.0, 1e-3, 0.1)
+        log.flush()
+    records = record.load(path).records
+    assert len([item for item in records if item.metric == "ranks"]) == 3
+    assert len([item for item in records if item.metric == "loss"]) == 1
+
+
 def test_records_of_a_full_disk_are_written_when_there_is_room(tmp_path, monkeypatch):
-    (tmp_path / "short.txt").write_bytes(text_of(330))
-    settings = build(TrainSettings, fields(tmp_path / "output"))
-    log = RunLog(settings, Rank(0, 1, torch.device("cpu")), settings.run_config("cpu", 1))
+    log = run_log(tmp_path)
     path = tmp_path / "output" / record.RECORDS
     log.evaluation(1, 3.0)
     path.write_bytes(path.read_bytes() + b'{"experiment":"tra')  # a run that was killed

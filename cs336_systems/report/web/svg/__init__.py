@@ -9,7 +9,7 @@ from html import escape
 
 from cs336_systems.report.document import Chart, Limit, Series
 from cs336_systems.report.web.svg.labels import LINE, SIZE, aria, line_count, text_elements, widest
-from cs336_systems.report.web.svg.marks import Marks, limit_style, patterns, swatch
+from cs336_systems.report.web.svg.marks import CROSS, Marks, limit_style, patterns, swatch
 from cs336_systems.report.web.svg.placement import NAME_LINES, NARROW, WIDTH, Layout
 from cs336_systems.text import LANGUAGES, Language, Text
 
@@ -50,7 +50,7 @@ def _element(chart: Chart, width: int, height: float, inside: str, scale: str = 
 def _scale(at: Layout) -> str:
     """The axis of values for the script, which rescales it when series are hidden: its range and where it is drawn."""
     axis = at.value_axis
-    keeps_zero = at.chart.kind not in ("lines", "dots")
+    keeps_zero = at.chart.from_zero or at.chart.kind not in ("lines", "dots")
     numbers = (axis.low, axis.high, at.along_value(axis.low), at.along_value(axis.high))
     return f' data-scale="{" ".join(f"{number:.12g}" for number in numbers)} {int(axis.log)} {int(keeps_zero)}"'
 
@@ -70,8 +70,9 @@ def _legend(chart: Chart, width: int) -> tuple[str, float]:
         return "", 0.0
     found, x, y, tallest = [], 0.0, 0.0, 0
     named = [(index, series) for index, series in chart.shown if any(series.name)]
-    entries: list[tuple[int, Series | Limit, Text]] = [(i, one, one.name) for i, one in named if len(named) > 1]
+    entries: list[tuple[int, Series | Limit | None, Text]] = [(i, one, one.name) for i, one in named if len(named) > 1]
     entries += [(0, limit, limit.text) for limit in chart.limits]  # no series, and cannot be hidden
+    entries += [(0, None, note) for note in chart.notes]
     for index, series, text in entries:
         room = min(widest(text), width - 44) + 1
         lines = line_count(text, room)
@@ -80,7 +81,10 @@ def _legend(chart: Chart, width: int) -> tuple[str, float]:
             x, y, tallest = 0.0, y + tallest * LINE + 8, 0
         tallest = max(tallest, lines)
         middle, label = y + LINE / 2 + 2, text_elements(x + 34, y + LINE - 3, text, room)
-        if isinstance(series, Limit):
+        if series is None:
+            cross = f'<path class="cross s6" transform="translate({x + 16:.1f} {middle:.1f})" d="{CROSS}"/>'
+            found.append(f"{cross}{label}")
+        elif isinstance(series, Limit):
             found.append(f'<path{limit_style(series)} d="M{x + 3:.1f} {middle:.1f}h26"/>{label}')
         else:
             found.append(
@@ -129,7 +133,7 @@ def _names(at: Layout) -> str:
         for name in at.places or []:
             label = at.chart.labels[name]
             y = at.along_place(name) + 5 - (line_count(label, at.name_room) - 1) * LINE / 2
-            found.append(text_elements(at.names_x, y, label, at.name_room, anchor="end"))
+            found.append(text_elements(at.left - 10, y, label, at.name_room, anchor="end"))
     elif at.places is None:
         for tick, name in list(zip(at.number_axis.ticks, at.names, strict=True))[:: at.stride]:
             y = at.bottom + LINE + 2

@@ -12,6 +12,8 @@ from cs336_systems.report.web.svg.labels import text_elements, text_width
 from cs336_systems.report.web.svg.placement import NARROW, BarValue, Layout, spread
 from cs336_systems.text import LANGUAGES, Text
 
+MOST_NAMES = 16
+"""Maximum points whose names stand beside them."""
 DENSE = 60
 """Lines with more points than this have small markers."""
 MOST_MARKS = 120
@@ -137,7 +139,9 @@ class Marks:
         whole = "".join(groups)
         if self.at.beyond:
             whole = f'<g clip-path="url(#{drawing_id(self.chart, "clip", self.at.width)})">{whole}</g>'
-        return whole + self._values() + "".join(map(self._limit, self.chart.shown_limits)) + self._events()
+        named = self._names() if self.chart.kind == "lines" else ""
+        limits = "".join(map(self._limit, self.chart.shown_limits))
+        return whole + named + self._values() + limits + self._events()
 
     def _along(self, value: float) -> str:
         """The place of a value, as text."""
@@ -302,6 +306,23 @@ class Marks:
             return text_elements(value.across + 4, y, text, at.width, anchor=anchor, angle=-90)
         y = value.at - 5 if value.up else value.at + 14
         return text_elements(value.across, y, text, at.width, anchor="middle")
+
+    def _names(self) -> str:
+        """The names of a few points beside their marks, each unless another text is in the way."""
+        points = [point for _, series in self.chart.shown for point in self._drawn(series) if point.name]
+        if len(points) > MOST_NAMES:
+            return ""
+        taken: list[tuple[float, float, float]] = []
+        found = []
+        for point in points:
+            x, y, width = self.at.along_place(point.x) + 8, self.at.along_value(point.y) - 7, text_width(point.name)
+            if x + width > self.at.right:
+                x -= width + 16
+            free = all(abs(y - other_y) > 14 or x > right or x + width < left for left, right, other_y in taken)
+            if free:
+                taken.append((x, x + width, y))
+                found.append(text_elements(x, y, Text(point.name), self.at.width, kind="muted"))
+        return f'<g class="names">{"".join(found)}</g>' if found else ""
 
     def _events(self) -> str:
         """Dotted vertical lines, each with its text at the top unless the text before it is in the way."""

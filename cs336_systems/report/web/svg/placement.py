@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from itertools import pairwise
 from typing import NamedTuple
 
-from cs336_systems.report.document import Chart, Point, Series, beyond_text, finite, short
+from cs336_systems.report.document import Chart, Point, Series, beyond_text, finite
 from cs336_systems.report.web.svg.labels import LINE, line_count, text_width, widest
 from cs336_systems.report.web.svg.scales import Axis, linear_axis, log_axis, numbers
 from cs336_systems.text import Text
@@ -83,6 +83,8 @@ class Layout:
             # A std close to its mean would extend the axis decades below all values.
             least = min((p.y for p in drawn), default=1.0)
             return log_axis([least, *(max(value, least / 5) for value in values)], snap=True)
+        if chart.from_zero:
+            values = [*values, 0.0]
         return linear_axis(values or [0.0, 1.0], zero=chart.kind not in ("lines", "dots"), snap=True)
 
     def _beyond(self) -> dict[str, float]:
@@ -102,6 +104,8 @@ class Layout:
         self.above, self.below = above, below
         self.above_y = legend_height + LINE
         self.top = self.above_y + LINE * (line_count(above, self.width, 2) - 1) + 18
+        if not any(above):
+            self.top = legend_height + 12
         stacked_notes = Counter(p.x for p in points if p.note) if chart.kind == "lines" else Counter()
         self.turned = False
         if any(p.note for p in points) and not self.horizontal:
@@ -114,8 +118,7 @@ class Layout:
             self.name_room = room
             lines = max(line_count(label, room) for label in labels)
             self.slot = max(lines * LINE, self._thickness()) + 12.0
-            self.left = max(room + 12 + self._room_below_zero(), text_width(self.value_labels[0]) / 2)
-            self.names_x = self.left - 10 - self._room_below_zero()
+            self.left = max(room + 12, text_width(self.value_labels[0]) / 2)
             self.right -= text_width(self.value_labels[-1]) / 2 + (14 if any(p.note for p in points) else 0)
             self.right -= max((text_width(text) for text in self._value_texts()), default=-8) + 8
             self.bottom = self.top + self.slot * len(names)
@@ -154,6 +157,9 @@ class Layout:
         for parts in chart.stacks.values():
             for part in parts:
                 sums[part.point.place, part.end < 0] = (part.point, part.end)
+        ends = [end for _, end in sums.values()]
+        if len(ends) > 1 and max(ends) - min(ends) <= 1e-6 * abs(max(ends)):
+            return []  # shares of a whole: 100 on every bar says nothing
         places = chart.bar_names
         return [
             (point, end, f"{places.index(point.place)} {-1 if down else 1}", point.x, None)
@@ -161,10 +167,11 @@ class Layout:
         ]
 
     def _value_texts(self) -> list[str]:
-        return [self._value_text(point, end) for point, end, *_ in self._ends()]
-
-    def _value_text(self, point: Point, end: float) -> str:
-        return beyond_text(end) if point.place in self.beyond and end > 0 else short(end)
+        texts = self.chart.texts_of([end for _, end, *_ in self._ends()])
+        return [
+            beyond_text(end) if point.place in self.beyond and end > 0 else text
+            for text, (point, end, *_) in zip(texts, self._ends(), strict=True)
+        ]
 
     def _turn_values(self) -> float:
         """Decides how the values of upright bars are written; returns the room that they need above the bars."""
@@ -177,11 +184,10 @@ class Layout:
         return widest_text if self.turned else 14
 
     def _room_below_zero(self) -> float:
-        """The room between the plot and the names that values of negative bars need."""
-        widths = [text_width(short(end)) for _, end, *_ in self._ends() if end < 0]
-        if not widths:
-            return 0
-        return max(widths) + 8 if self.horizontal or self.turned else 16
+        """The room between the plot and the names below it that values of negative bars need."""
+        ends = zip(self._value_texts(), self._ends(), strict=True)
+        widths = [text_width(text) for text, (_, end, *_) in ends if end < 0]
+        return 0 if not widths else max(widths) + 8 if self.turned else 16
 
     def _bar_thickness(self) -> float:
         return self.bar_width(len(self.chart.bars) if self.chart.kind == "bars" else 1)
@@ -192,10 +198,14 @@ class Layout:
         chart, found = self.chart, []
         if chart.kind not in ("bars", "stacked") or self._bar_thickness() < TURNED_ROOM:
             return []
-        for point, end, key, x, index in self._ends():
+        for text, (point, end, key, x, index) in zip(self._value_texts(), self._ends(), strict=True):
             reach = spread(point) if chart.kind == "bars" else 0.0
-            at = self.along_value(min(end + reach, self.value_axis.high) if end >= 0 else end - reach)
-            found.append(BarValue(self._value_text(point, end), at, self.beside(index, x), end >= 0, key))
+            far = min(end + reach, self.value_axis.high)
+            # Beside a bar that grows to the left its name would be in the way: the value stands on the other side.
+            at = self.along_value(max(far, 0.0) if self.horizontal and self.has_zero() else far)
+            if end < 0 and not self.horizontal:
+                at = self.along_value(end - reach)
+            found.append(BarValue(text, at, self.beside(index, x), end >= 0 or self.horizontal, key))
         return found
 
     def _lay_out_names(self) -> float:
@@ -260,9 +270,9 @@ class Layout:
 
     def beside(self, index: int | None, x: float | str | Text) -> float:
         """The middle of a series' bar among the bars of one slot; the middle of the slot if it has none."""
-        if index not in self.chart.bars:
-            return self.along_place(x)
         bars = self.chart.bars
+        if index not in bars or self.chart.kind == "stacked" or (self.chart.kind == "dots" and len(bars) <= 2):
+            return self.along_place(x)
         return self.along_place(x) + self.bar_width(len(bars)) * (bars.index(index) - (len(bars) - 1) / 2)
 
     def lane(self, series: Series, x: float | str | Text) -> float:

@@ -6,6 +6,9 @@ from dataclasses import dataclass
 
 from cs336_systems.report.document import LEAST
 
+FEW_TICKS = 4
+"""A logarithmic axis whose ends differ by less than this factor has the ticks of a linear one."""
+
 
 def number(value: float, digits: int = 3) -> str:
     """A number in the short form of axes: 0.1, 20, 1k, 1024, 10M."""
@@ -76,6 +79,10 @@ def log_axis(values: Sequence[float], *, snap: bool) -> Axis:
     if all(math.log2(value).is_integer() and value >= 1 for value in values) and not snap:
         powers = range(math.ceil(math.log2(low)), math.floor(math.log2(high)) + 1)
         return Axis(low, high, True, [2.0**power for power in powers])
+    if snap and high / low < FEW_TICKS:  # powers of ten would leave one or two ticks
+        axis = linear_axis([low, high], zero=False, snap=True)
+        if axis.low > 0:
+            return Axis(axis.low, axis.high, True, axis.ticks)
     decades = math.log10(high / low)
     exponents = range(math.floor(math.log10(low)) - 1, math.ceil(math.log10(high)) + 2)
     marks = [float(f"{m}e{e}") for e in exponents for m in ((1, 2, 5) if decades <= 2.5 else (1,))]

@@ -7,19 +7,20 @@ from tests.unit.report.step_cells import OOM, charts, column, notes, rows, state
 
 STATED = {
     "kernels": [
-        "Matmuls take, of kernel time, 80.0% (small) to 90.0% (2.7B) in inference, 80.0% (small) to 90.0% (2.7B) in a "
-        "training step.",
-        "What else counts in a training step: elementwise up to 20.0% (small).",
-        "In forward the GPU is idle for 0.0% (2.7B inference) to 50.0% (2.7B train-step).",
+        "In inference matmuls take 80.0% (small) to 90.0% (2.7B) of kernel time. In a training step matmuls take "
+        "80.0% (small) to 90.0% (2.7B) of kernel time.",
+        "Apart from matmuls, in a training step elementwise kernels take up to 20.0% (small).",
+        "In forward the GPU is idle for 0.0% (2.7B, inference) to 50.0% (2.7B, training step) of the time.",
     ],
     "attention_ops": [
-        "The scores' matmul has 42.7 to 53.3 times the FLOPs of softmax, but takes only 1.50 (2.7B) to 3.00 (small) "
-        "times as long.",
+        "The scores' matmul has 42.7 to 53.3 times the FLOPs of softmax. It takes 1.5 (2.7B) to 3.0 (small) times as "
+        "long as softmax.",
         "Scale, mask and softmax take 29% (small) to 38% (2.7B) of the time of attention.",
     ],
     "profiler_agreement": [
-        "Kernels fill 50.0% (small) of forward and backward by CUDA events: the rest is the GPU waiting for the host.",
-        "A step that is profiled takes 1.50 (small) times as long.",
+        "By CUDA events, kernels run for 50.0% of forward and backward (small). The rest of the time the GPU waits "
+        "for the host.",
+        "A profiled step takes 1.5 times as long as one without the profiler (small).",
     ],
 }
 
@@ -136,13 +137,13 @@ def test_kernels_are_compared_with_queued_events_where_there_are_any():
     queued = profiled("profiler_agreement", **{"queued_forward_event_time": (0.0102,)})
     assert column(tables(queued)[0], "kernels over queued events")[0] == "-1.96%"
     assert stated(queued)[1] == (
-        "Of steps that are not synchronised between phases kernels and CUDA events differ by 1.96% (small)."
+        "Without synchronisation between phases, kernels and CUDA events differ by 1.96% (small)."
     )
 
 
 def test_both_profilers_are_compared_where_both_ran():
     said = stated(profiled("profiler_agreement", **{"nsys_busy_time: forward": (0.008,)}))
-    assert said[-1] == "torch.profiler and nsys differ by 25.00% at most (small forward)."
+    assert said[-1] == "torch.profiler and nsys differ by 25.00% at most (small, forward)."
 
 
 @pytest.mark.parametrize("experiment", SAMPLES)

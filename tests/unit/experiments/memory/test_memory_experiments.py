@@ -8,25 +8,27 @@ from tests.unit.report.step_cells import OOM, charts, column, notes, rows, state
 
 STATED = {
     "memory": [
-        "The worst of 2 predicted peaks is off by 8.18% (small context 1024: 10.10 GiB, measured 11.00).",
-        "At the highest peak, 11.00 GiB (small context 1024), are 82% activations, 18% parameters.",
-        "The largest block of a step is 64.0 MiB of activations: aten::bmm 4x8, made at reference.py:49 in scores "
-        "(small context 512).",
+        "The worst of 2 predicted peaks is off by 8.18%: 10.10 GiB predicted, 11.00 GiB measured (small, context "
+        "1024).",
+        "The highest peak is 11.00 GiB (small, context 1024): 82% activations, 18% parameters.",
+        "The largest block of a step is 64.0 MiB of activations, made at reference.py:49 (small, context 512).",
     ],
     "checkpointing": [
-        "In fp32 groups of 1 need the least memory, 20.00 GiB, against 60.00 without.",
-        "Recomputing makes a step 1.25 to 1.30 times as long; nesting groups once more makes a step 1.20 times as "
-        "long.",
-        "4 peaks predicted by tracing are off by 0.00% at most.",
+        "In fp32 groups of 1 need the least memory of all groups: 20.00 GiB, against 60.00 GiB without recomputation.",
+        "A step with recomputation takes 1.2 (groups of 4, fp32) to 1.3 (groups of 1, fp32) times as long as one "
+        "without. A step with nested groups takes 1.2 times as long as one without nesting (groups of 4 with groups "
+        "of 1 inside, fp32).",
+        "4 peaks predicted by tracing are off by less than 0.01% at most.",
     ],
     "saved_tensors": [
-        "Of 1 block in fp32 naive attention keeps 200.0 MiB for backward, fused attention 150.0 (75%), checkpointed "
-        "50.0 (25%), compiled 180.0 (90%).",
-        "The largest is 4x8x8 float32 with 64.0 MiB, made at reference.py:23 in attention.",
+        "Naive attention keeps 200.0 MiB for backward (small, 1 block, fp32). Compared with that, fused attention "
+        "keeps 75%, recomputation keeps 25%, torch.compile keeps 90%.",
+        "The largest tensor kept has 64.0 MiB (4x8x8 float32), made at reference.py:23.",
     ],
     "memory_model": [
-        "2.7B needs 30.00 GiB: parameters 1.00, gradients 2.00, optimizer state 3.00, and what forward keeps.",
-        "Of 2 configurations small needs the least, 9.00 GiB.",
+        "The largest model needs 30.00 GiB (2.7B). It holds 1.00 GiB of parameters, 2.00 GiB of gradients, 3.00 GiB "
+        "of optimizer state.",
+        "The smallest of 2 configurations needs 9.00 GiB (small).",
     ],
 }
 
@@ -108,7 +110,7 @@ def test_precisions_have_tables_of_their_own():
 
 def test_a_plain_step_that_does_not_fit_is_stated_with_what_it_needs():
     said = stated(recomputed(0, 0, 0, status=OOM), recomputed(1, 20.0, 1.3))
-    assert said[0] == "In fp32 groups of 1 need the least memory, 20.00 GiB, against 64.5 without, which do not fit."
+    assert said[0].endswith("20.00 GiB, against 64.5 GiB without recomputation, which does not fit.")
 
 
 def test_time_is_drawn_against_memory_for_each_precision():
@@ -158,6 +160,6 @@ def test_the_memory_model_part_by_part():
 def test_kept_memory_is_drawn_by_how_the_block_runs():
     (chart,) = charts(saved(200), saved(50, checkpoint_blocks=1), saved(100, precision="bf16"))
     assert {series.name.en: values(series) for series in chart.series} == {
-        "fp32": {"naive attention": 200.0, "checkpointed": 50.0},
+        "fp32": {"naive attention": 200.0, "recomputation": 50.0},
         "bf16": {"naive attention": 100.0},
     }

@@ -37,15 +37,15 @@ def test_title_names_the_emulated_network():
     )
     assert table.title.zh == (
         "ddp：梯度平均，模拟 0.1 GB/s、5 ms 的网络 · unknown machine，2 个 rank，gloo，cuda，"
-        "small，context 512，每个 rank batch 4"
+        "small，上下文长度 512，每个 rank 批大小 4"
     )
 
 
 def test_exposed_communication_and_lanes():
     exposed, lanes = charts(arrangement_cell("ddp", TIMES, metrics=LANES))
     alone, felt = map(values, exposed.series)
-    assert alone == {"naive DDP": 200, "torch DDP": 200}
-    assert felt == {"naive DDP": pytest.approx(5), "torch DDP": pytest.approx(5)}
+    assert alone == {"naive DDP": 200, "PyTorch DDP": 200}
+    assert felt == {"naive DDP": pytest.approx(5), "PyTorch DDP": pytest.approx(5)}
     assert (lanes.kind, lanes.name) == ("spans", "ddp-lanes")
     kinds = [(series.name.en, series.lane) for series in lanes.series]
     assert kinds == [("forward", 0), ("backward", 0), ("all-reduce", 1)]
@@ -69,7 +69,7 @@ def test_lanes_draw_phases_at_their_medians_and_move_collectives_with_them():
 def test_a_wrapper_without_recorded_collectives_has_its_phases():
     phases = [metric._replace(variant="torch DDP") for metric in LANES[:3]]
     _, lanes = charts(arrangement_cell("ddp", TIMES, metrics=[*LANES, *phases]))
-    assert lanes.bar_names == ["naive DDP", "torch DDP"]
+    assert lanes.bar_names == ["naive DDP", "PyTorch DDP"]
 
 
 def test_the_highlight_compares_the_fastest_wrapper_with_naive():
@@ -77,7 +77,7 @@ def test_the_highlight_compares_the_fastest_wrapper_with_naive():
     cells = [arrangement_cell("ddp", times), arrangement_cell("ddp", times, link=[5e-3, 1e8])]
     (found,) = catalogue()["ddp"].highlights(cells)
     assert (found.rank, found.value.en, found.ratio) == (65, "2.0x", None)
-    assert found.what.en == "training step with 25 MB buckets, against naive DDP"
+    assert found.what.en == "training step with bucketed DDP (25 MB), against naive DDP"
     assert found.detail.en.endswith("200.00 ms, 400.00 ms")
     assert catalogue()["ddp"].highlights([arrangement_cell("ddp", {"none": 1, "naive": 2})]) == []
     assert catalogue()["ddp"].highlights(cells[1:]) == [], "an emulated network is no result"

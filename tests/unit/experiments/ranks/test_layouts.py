@@ -2,9 +2,9 @@
 
 from cs336_systems.config import RunConfig
 from cs336_systems.experiments.catalogue import cells
-from cs336_systems.experiments.ranks.layouts import PlanArguments, measure_plan, plan_config, tables_of
+from cs336_systems.experiments.ranks.layouts import tables_of
+from cs336_systems.experiments.ranks.plan_cells import PlanArguments, measure_plan, plan_config
 from cs336_systems.report.cells import CellView
-from cs336_systems.report.document import Limit
 from cs336_systems.text import Text
 from tests.unit.experiments.ranks.samples import charts, plan_cell, tables
 from tests.unit.report.step_cells import values
@@ -17,24 +17,28 @@ def test_strategies_are_variants():
     assert list(dict.fromkeys(metric.variant for metric in metrics)) == ["dp", "zero3+tp2"]
     assert {"parameter_memory", "forward_compute_time", "fits"} <= {metric.name for metric in metrics}
     memory, times = tables_of(ARGUMENTS)
-    assert [row[0] for row in memory.rows] == [row[0] for row in times.rows] == ["dp", "zero3+tp2"]
+    assert [row[0] for row in memory.rows] == [row[0] for row in times.rows] == ["DP", "ZeRO-3 + TP 2"]
 
 
 def test_the_chart_shows_the_memory_of_one_gpu():
     config = plan_config(ARGUMENTS)
     (chart,) = charts(CellView.of("parallel_plan", config, measure_plan(config)))
-    assert chart.limits == [Limit(24.0, Text("memory of one 24GiB", "一张 24GiB 的显存"))]
-    totals = [sum(values(series)[name] for series in chart.series) for name in ("dp", "zero3+tp2")]
-    assert totals[0] > totals[1] > 0
+    (limit,) = chart.limits
+    assert 22.5 < limit.value < 24
+    totals = {name: sum(values(series)[name] for series in chart.series) for name in chart.bar_names}
+    fits = {row[0]: row[-2].en == "yes" for row in tables_of(ARGUMENTS)[0].rows}
+    assert (
+        fits == {name: total <= limit.value for name, total in totals.items()} == {"DP": False, "ZeRO-3 + TP 2": True}
+    )
 
 
 def test_tables_tell_what_a_step_waits_for():
     memory, times = tables([plan_cell(count="feed-forward")])
-    assert [(row[0], row[-2]) for row in memory.rows] == [("dp", Text("no", "否")), ("zero3", Text("yes", "是"))]
+    assert [(row[0], row[-2]) for row in memory.rows] == [("DP", Text("no", "否")), ("ZeRO-3", Text("yes", "是"))]
     assert [row[-1].en for row in times.rows] == ["matmuls", "communication in forward and backward"]
     assert [row[5].en for row in times.rows] == ["400.00 to 600.00", "1,000.0 to 1,400.0"]
-    assert memory.title.en.startswith("parallel_plan: bytes on each GPU · xxl (feed-forward only) on 1,024 x h100, ")
-    assert memory.title.zh.startswith("parallel_plan：每张 GPU 上的字节数 · xxl（仅前馈）在 1,024 x h100 上，")
+    assert memory.title.en.startswith("parallel_plan: memory on each GPU · xxl (feed-forward only) on 1,024 x H100, ")
+    assert memory.title.zh.startswith("parallel_plan：每张 GPU 的显存 · xxl（仅前馈）在 1,024 x H100 上，")
 
 
 def test_grid_is_predicted_for_every_cluster():

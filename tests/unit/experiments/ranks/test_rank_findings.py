@@ -8,30 +8,31 @@ from tests.unit.report.step_cells import stated
 
 SAID = {
     "collectives": [
-        "2 ranks of one machine through Gloo (cpu): all_reduce of 100 MB takes 101.00 ms, 0.99 GB/s over the "
-        "busiest link; fitted bandwidth in GB/s: 1.00 (all_reduce); latency 1,000 us.",
+        "2 ranks of one machine through Gloo (CPU): all-reduce of 100 MB takes 101.00 ms. That is 0.99 GB/s over the "
+        "busiest link. The fitted bandwidth is 1.00 GB/s (all-reduce), the latency 1,000 us.",
     ],
     "ddp": [
-        "2 ranks of one machine through Gloo (cuda): bucketed 1 is the fastest of 2, 200.00 ms a step, 2.0 times as "
-        "fast as naive (400.00 ms); torch DDP takes 250.00 ms; of communication bucketed 1 hides 50%, naive -50%.",
+        "2 ranks of one machine through Gloo (GPU): bucketed DDP (1 MB) is the fastest of our 2 wrappers with 200.00 "
+        "ms a step. It is 2.0 times as fast as naive DDP (400.00 ms). It is 1.2 times as fast as PyTorch DDP (250.00 "
+        "ms). Bucketed DDP (1 MB) hides 50% of its communication, naive DDP hides no communication.",
     ],
     "bucket_model": [
-        "2 ranks of one machine through Gloo (cuda), emulated network of 0.1 GB/s and 1 ms: the best bucket is 1 MB "
-        "predicted (11.49 ms exposed) and 1 MB measured (30.00 ms); of 2 sizes the prediction is worst for 1 MB: "
-        "11.49 ms, measured 30.00.",
+        "2 ranks of one machine through Gloo (GPU), emulated slow network: the best bucket has 1 MB, as predicted. It"
+        " leaves 30.00 ms exposed. Of 2 sizes the prediction is worst for 1 MB: 11.49 ms, measured 30.00 ms.",
     ],
     "optimizer_sharding": [
-        "2 ranks of one machine through Gloo (cuda): sharded holds 300.0 MiB on a rank, 25% less than ddp (400.0), "
-        "and takes 300.00 ms a step, 1.5 times as long.",
+        "2 ranks of one machine through Gloo (GPU): our sharded optimizer holds 300.0 MiB on a rank, 25% less than "
+        "our DDP (400.0 MiB). A step takes 300.00 ms: 1.5 times as long as with our DDP.",
     ],
     "fsdp": [
-        "2 ranks of one machine through Gloo (cuda): fsdp holds 200.0 MiB on a rank, 50% less than ddp (400.0), and "
-        "takes 100.00 ms a step, 0.50 times as long; torch fully_shard 400.0 MiB and 150.00 ms.",
+        "2 ranks of one machine through Gloo (GPU): our FSDP holds 200.0 MiB on a rank, 50% less than our DDP (400.0 "
+        "MiB). A step takes 100.00 ms: 2.0 times as fast as with our DDP. PyTorch FSDP holds 400.0 MiB and takes "
+        "150.00 ms.",
     ],
     "parallel_plan": [
-        "Of 2 layouts of xxl on 1,024 x h100 1 fit: zero3 has the shortest step, 1,000.0 ms, with 30.0 GiB on a GPU; "
-        "of 2 layouts of xxl on 64 x h100 0 fit.",
-        "On 1,024 GPUs these wait for communication: zero3.",
+        "1 of 2 layouts of xxl on 1,024 x H100 fit: ZeRO-3 is the one to take, 1,000.0 ms a step with 30.0 GiB on each "
+        "GPU; none of 2 layouts of xxl on 64 x H100 fits.",
+        "On 1,024 GPUs these wait for communication: ZeRO-3.",
     ],
 }
 
@@ -44,6 +45,6 @@ def test_findings_of_a_sample(experiment):
 def test_ranks_on_gpus_come_first_and_gloo_is_named():
     said = stated(records_of([collective_cell(), collective_cell(backend="nccl")]))
     assert [text.split(":")[0] for text in said] == [
-        "2 ranks, nccl on cpu",
-        "2 ranks of one machine through Gloo (cpu)",
+        "2 ranks through NCCL (CPU)",
+        "2 ranks of one machine through Gloo (CPU)",
     ]

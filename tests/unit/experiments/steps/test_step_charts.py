@@ -37,7 +37,7 @@ def test_contexts_are_series_and_a_single_size_is_named_by_what_differs():
     *_, rate = charts(*(cell("end_to_end", size=s, context=c) for s in ("small", "xl") for c in (128, 512)))
     assert [series.name.en for series in rate.series] == ["context 128", "context 512"]
     *_, rate = charts(cell(), cell(attention="flash_hopper"))
-    assert rate.bar_names == ["attention: naive", "attention: ours, Hopper"]
+    assert rate.bar_names == ["naive attention", "our Hopper kernel"]
 
 
 def test_without_a_known_peak_there_is_no_mfu():

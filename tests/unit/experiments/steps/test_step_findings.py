@@ -8,42 +8,52 @@ from tests.unit.report.step_cells import OOM, cell, stated, step
 
 STATED = {
     "bench": [
-        "A step of small 512 train-step fp32 takes 100.00 ms: 20,480 tokens/s; backward takes 2.0 times forward.",
-        "MFU: 50.0% (small).",
-        "The predicted peak is off by 1.00%: 10.10 GiB, measured 10.00.",
+        "A training step takes 100.00 ms, 20,480 tokens/s (small, context 512, fp32). Backward takes 2.0 times as "
+        "long as forward.",
+        "MFU is 50.0% (small).",
+        "The predicted peak is off by 1.00%: 10.10 GiB predicted, 10.00 GiB measured.",
     ],
     "end_to_end": [
-        "2.7B's training step takes 400.00 ms, 4.0 times small's (100.00 ms); backward takes 2.0 times forward.",
-        "MFU: 12.5% (2.7B) to 50.0% (small).",
-        "The worst of 2 predicted peaks is off by 1.00% (small: 10.10 GiB, measured 10.00).",
+        "A training step of 2.7B takes 400.00 ms: 4.0 times as long as that of small (100.00 ms). Backward takes 2.0 "
+        "times as long as forward.",
+        "MFU is 12.5% (2.7B) to 50.0% (small).",
+        "The worst of 2 predicted peaks is off by 1.00%: 10.10 GiB predicted, 10.00 GiB measured (small).",
     ],
     "warmup": [
-        "Without warm-up the first step takes, against a steady one, 9.0 times as long for small (900.00 against "
-        "100.00 ms).",
-        "It puts the mean of small off by 267%: 366.67 ms, after 5 warm-up steps 100.00 ms.",
-        "Of 2 runs 2 settle, the last from step 2 on (small warm-up 0).",
+        "Without warm-up the first step takes 9.0 times as long as a steady one (small). It takes 900.00 ms, a steady"
+        " one 100.00 ms.",
+        "It raises the mean of small by 267%, from 100.00 ms to 366.67 ms.",
+        "All 2 runs settle, the last from step 2 on (small, 0 warm-up steps).",
     ],
-    "precision": ["bf16 speeds up 2.7B 3.0x, small 1.2x, with 0.90 to 1.00 times the memory of fp32."],
+    "precision": [
+        "bf16 is 1.2 (small) to 3.0 (2.7B) times as fast as fp32. Its peak memory is 0.90 to 1.00 times that of fp32.",
+    ],
     "compile": [
-        "torch.compile speeds up small 1.11x, with 1.00 times the memory of eager.",
-        "Compiling takes up to 20.0 s (small); for small 2,000 steps earn it back.",
+        "A compiled step is 1.11 times as fast as an eager one (small). Its peak memory is that of an eager one, "
+        "within 2%.",
+        "Compiling takes up to 20.0 s (small). For small it pays off after 2,000 steps.",
     ],
     "fast_step": [
-        "All parts together take 10.00 ms for small, 4.0x faster than the compiled Llama of transformers (40.00 ms), "
-        "with 5.00 GiB against 10.00.",
-        "For larger work it is 1.5x for 2.7B 4 x 512 (200.00 ms).",
-        "Of small with one part left out, a step takes: graph 50.00 ms, kernels 20.00 ms.",
+        "The fast step of small takes 10.00 ms: 4.0 times as fast as the compiled Llama of transformers (40.00 ms). "
+        "Its peak memory is 5.00 GiB against 10.00 GiB.",
+        "For larger work the fast step is 1.5 times as fast as the plain step (2.7B, 4 x 512 tokens).",
+        "Without the CUDA graph a step of small takes 50.00 ms, without the fused kernels 20.00 ms.",
     ],
     "peak_memory": [
-        "The worst of 2 predicted peaks is off by 5.00% (small sdpa: 9.50 GiB, measured 10.00).",
-        "Those with fused attention or checkpointing (1) are off by 5.00% at most, the plain ones (1) by 1.00%.",
+        "The worst of 2 predicted peaks is off by 5.00%: 9.50 GiB predicted, 10.00 GiB measured (small, SDPA).",
+        "Peaks with fused attention or recomputation (1) are off by 5.00% at most, the others (1) by 1.00%.",
     ],
-    "timing_agreement": ["The clock and do_bench differ by 25.00% at most (small step); for 2.7B by 1.01%."],
+    "timing_agreement": [
+        "The wall clock and Triton's timer differ by 25.00% at most (small, step). For 2.7B they differ by 1.01% at "
+        "most.",
+    ],
     "accumulation": [
-        "0.01 added 1000 times, the worst first: fp16 += fp16 gives 9.9531 (-0.469%), fp32 += fp16 gives 10.0020 "
-        "(+0.020%).",
+        "0.01 added 1000 times: fp16 terms in an fp16 accumulator give 9.9531, 0.469% too low. fp16 terms in an fp32 "
+        "accumulator give 10.0020, 0.020% too high.",
     ],
-    "autocast_dtypes": ["Under autocast to fp16/bf16, 1 of 2 tensors of the toy model are float32: loss."],
+    "autocast_dtypes": [
+        "Under autocast to fp16 and bf16, 1 of 2 tensors of the toy model are float32: loss.",
+    ],
 }
 
 
@@ -60,19 +70,23 @@ def test_a_failed_cell_costs_its_sentences_only():
 
 def test_contexts_are_named_where_they_differ():
     grid = [cell("end_to_end", size=size, context=context) for size in ("small", "2.7B") for context in (128, 512)]
-    assert stated(*grid)[0].startswith("2.7B context 512's training step takes 100.00 ms, 1.00 times small context 512")
+    assert stated(*grid)[0].startswith(
+        "A training step of 2.7B, context 512 takes 100.00 ms: as fast as that of small, "
+    )
 
 
 def test_the_fastest_is_named_where_only_settings_differ():
     said = stated(cell("bench"), cell("bench", attention="sdpa", metrics=step(0.05)))[0]
-    fastest = "Of 2 configurations small sdpa is the fastest with 50.00 ms a step, 2.0 times as fast as small reference"
+    fastest = (
+        "The fastest of 2 configurations takes 50.00 ms a step (small, SDPA). It is 2.0 times as fast as the slowest"
+    )
     assert said.startswith(fastest)
 
 
 def test_without_another_model_the_plain_step_is_the_rival():
     plain, fast = (cell("fast_step", fast=fast, metrics=step(time)) for fast, time in (("off", 0.1), ("on", 0.05)))
-    assert stated(plain, fast)[0].startswith("All parts together take 50.00 ms for small, 2.0x faster than the plain")
+    assert "2.0 times as fast as the plain step (100.00 ms)" in stated(plain, fast)[0]
     own = cell("fast_step", model_factory="mine:build", metrics=step(0.2))
-    assert "4.0x faster than mine:build (200.00 ms)" in stated(plain, own, fast)[0]
+    assert "4.0 times as fast as the other eager model (200.00 ms)" in stated(plain, own, fast)[0]
     eager = cell("fast_step", model_factory=LLAMA, metrics=step(0.2))
-    assert "than llama:build" in stated(plain, eager, fast)[0]
+    assert "as the eager Llama of transformers" in stated(plain, eager, fast)[0]

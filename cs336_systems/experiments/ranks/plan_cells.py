@@ -1,0 +1,210 @@
+"""Plans of parallel layouts: the flags of `cs336 plan`, the cells that it predicts, and what such a cell holds.
+
+Predicted from the configuration (predict/parallel_model.py); nothing runs.
+"""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+from cs336_systems.config import RunConfig, UserError, flag, flag_like
+from cs336_systems.predict.fit import gpu_bytes, usable_bytes
+from cs336_systems.predict.gpus import ETHERNET, GIGA, PCIE_LINK, TERA, find_card
+from cs336_systems.predict.model_flags import ShapeArguments
+from cs336_systems.predict.parallel_model import Cluster, Plan, Strategy, feed_forward, transformer
+from cs336_systems.record import Metric
+from cs336_systems.report.cells import CellView
+from cs336_systems.report.terms import ACTIVATIONS, BACKWARD, FORWARD, GRADIENTS, PARAMETERS
+from cs336_systems.table import FORMATS
+from cs336_systems.text import Text, say
+
+STRATEGIES = ("dp", "zero1", "zero2", "zero3", "tp8", "zero3+tp8")
+COUNTED = {"transformer": transformer, "feed-forward": feed_forward}
+
+
+@dataclass(frozen=True)
+class PlanArguments(ShapeArguments):
+    size: str = flag("xxl", "a size's name; any of its fields may be replaced")
+    batch_size: int = flag(1, "sequences for each GPU")
+    precision: str = flag("bf16", "fp32, or bf16 / fp16 for matmuls and communication", ("fp32", "bf16", "fp16"))
+    attention: str = flag("auto", "attention implementation", ("auto", "reference", "sdpa"))
+    checkpoint_blocks: int = flag(1, "recompute activations in groups of this many blocks (0: keep all)")
+    mode: str = flag_like(RunConfig, "mode")
+    gpus: int = flag(1024, "total number of GPUs")
+    fast: str = flag("off", "the fast step: on, off, or kernels,loss (its optimizer and graph are for one GPU)")
+    gpu: str = flag("h100", "4090, A100, H200, ...; or memory such as 95GB, with --tflops")
+    strategy: tuple[str, ...] = flag(STRATEGIES, "dp, zero1, zero2, zero3 (= fsdp), tpN, or mixes such as zero3+tp8")
+    count: str = flag("transformer", "the whole model, or two matrices a block as in the handout", tuple(COUNTED))
+    tflops: float | None = flag(None, "TFLOP/s that a GPU reaches (default: its dense peak)")
+    node: int = flag(8, "GPUs that the fast link joins")
+    link: float | None = flag(None, f"GB/s, one way, between GPUs of a node (default: the GPU's, else {PCIE_LINK:g})")
+    network: float | None = flag(
+        None, f"GB/s, one way, of a GPU to other nodes (default: the GPU's, else {ETHERNET:g})"
+    )
+    format: str = flag("terminal", "table format", FORMATS)
+
+
+def plan_config(arguments: PlanArguments) -> dict[str, Any]:
+    """The configuration of a `parallel_plan` cell; rates that are not given are the GPU's."""
+    for name in ("gpus", "node"):
+        if getattr(arguments, name) < 1:
+            raise UserError(f"--{name} must be at least 1, got {getattr(arguments, name)}")
+    for name in ("tflops", "link", "network"):
+        value = getattr(arguments, name)
+        if value is not None and not 0 < value < float("inf"):
+            raise UserError(f"--{name} must be above 0, got {value}")
+    if not arguments.strategy:
+        raise UserError(f"--strategy names none; try {','.join(STRATEGIES)}")
+    memory = gpu_bytes(arguments.gpu)
+    rates, assumed = _rates(arguments)
+    run = arguments.predicted_config(default_size="xxl", fast=_fast(arguments))
+    strategies, left_out = _strategies(arguments)
+    # A cell without notes keeps the key that it has had before there were any.
+    notes = {"assumed": assumed, "left_out": left_out}
+    return {
+        **run.to_dict(),
+        "gpus": arguments.gpus,
+        "gpu": arguments.gpu,
+        "gpu_memory": memory,
+        "node": arguments.node,
+        **rates,
+        "strategies": strategies,
+        "count": arguments.count,
+        **{name: value for name, value in notes.items() if value},
+    }
+
+
+def _rates(arguments: PlanArguments) -> tuple[dict[str, float], list[str]]:
+    """FLOP/s and bytes per second as given, or else the GPU's own, or else assumed; and the names of the assumed."""
+    gpu = find_card(arguments.gpu)
+    own = (gpu.peaks.of(arguments.precision), gpu.link, gpu.network) if gpu else (None, None, None)
+    tflops = arguments.tflops or own[0]
+    if tflops is None:
+        lacks = f"has no {arguments.precision}; take another --precision, or" if gpu else "is no known card:"
+        raise UserError(f"--gpu {arguments.gpu!r} {lacks} give --tflops")
+    link, network = arguments.link or own[1], arguments.network or own[2]
+    assumed = [name for name, rate in (("link", link), ("network", network)) if rate is None]
+    rates = {"flops": tflops * TERA, "link": (link or PCIE_LINK) * GIGA, "network": (network or ETHERNET) * GIGA}
+    return rates, assumed
+
+
+def _fast(arguments: PlanArguments) -> str:
+    """The parts of the fast step that many GPUs can use."""
+    if arguments.fast == "on":
+        return "kernels,loss"
+    if one_gpu := [part for part in ("optimizer", "graph") if part in arguments.fast]:
+        raise UserError(f"--fast {one_gpu[0]} is for one GPU; use --fast kernels,loss")
+    return arguments.fast
+
+
+def _strategies(arguments: PlanArguments) -> tuple[list[str], list[str]]:
+    """The names of the layouts; and of those, if none was asked for, that do not divide the GPUs and are replaced."""
+    asked = [Strategy.parse(text) for text in arguments.strategy]
+    if arguments.strategy != STRATEGIES:
+        return [strategy.name for strategy in asked], []
+    fitting = [strategy.within(arguments.gpus) for strategy in asked]
+    names = list(dict.fromkeys(strategy.name for strategy in fitting))
+    return names, [strategy.name for strategy in asked if strategy.name not in names]
+
+
+def plans(config: Mapping[str, Any]) -> list[Plan]:
+    usable = usable_bytes(config["gpu_memory"])
+    cluster = Cluster(config["gpus"], usable, config["flops"], config["node"], config["link"], config["network"])
+    workload = COUNTED[config["count"]](RunConfig.of(config))
+    return [Plan(workload, cluster, Strategy.parse(name)) for name in config["strategies"]]
+
+
+def measure_plan(config: dict[str, Any]) -> list[Metric]:
+    """Instrument of `parallel_plan`; one variant for each strategy."""
+    metrics: list[Metric] = []
+    for plan in plans(config):
+        found = [Metric(f"{part}_memory", "B", [size]) for part, size in plan.memory.items()]
+        found += [Metric(f"{SENT}{c.name}, {c.purpose}", "B", [c.sent]) for c in plan.collectives]
+        for during in PASSES:
+            found.append(Metric(f"{during}_compute_time", "s", [plan.compute(during)]))
+            found.append(Metric(f"{during}_communication_time", "s", [plan.communication(during)]))
+        found.append(Metric("fits", "1", [int(plan.fits)]))
+        for name, value in (("least_tokens", plan.least_tokens), ("smallest_cluster", plan.smallest_cluster)):
+            if value is not None:
+                found.append(Metric(name, "1", [value]))
+        metrics += [metric._replace(variant=plan.strategy.name) for metric in found]
+    return metrics
+
+
+def planned(arguments: PlanArguments) -> CellView:
+    """The cell that `cs336 run parallel_plan` would record, without a run."""
+    config = plan_config(arguments)
+    return CellView.of("parallel_plan", config, measure_plan(config))
+
+
+# -- what a cell holds ------------------------------------------------------------------------------------------------
+
+PASSES = {"forward": FORWARD, "backward": BACKWARD}
+SENT = "sent by collective: "
+PARTS = {
+    "parameter": PARAMETERS,
+    "gradient": GRADIENTS,
+    "optimizer": Text("optimizer", "优化器状态"),
+    "activation": ACTIVATIONS,
+    "working": Text("working", "工作副本"),
+}
+"""Parts of the memory of a GPU, with their headings."""
+
+
+class Passes(NamedTuple):
+    """Seconds of a strategy's computation and communication, in forward and in backward."""
+
+    compute: list[float]
+    communication: list[float]
+
+    @classmethod
+    def of(cls, own: CellView) -> "Passes":
+        return cls(
+            [own.value(f"{during}_compute_time") or 0.0 for during in PASSES],
+            [own.value(f"{during}_communication_time") or 0.0 for during in PASSES],
+        )
+
+    @property
+    def overlapped(self) -> float:
+        """The step with all communication beside matmuls."""
+        return sum(map(max, self.compute, self.communication))
+
+    @property
+    def sequential(self) -> float:
+        return sum(self.compute) + sum(self.communication)
+
+    @property
+    def late(self) -> list[Text]:
+        """Passes in which communication takes longer than matmuls."""
+        pairs = zip(PASSES.values(), self.compute, self.communication, strict=True)
+        return [name for name, compute, communication in pairs if communication > compute]
+
+
+def part_sizes(own: CellView) -> list[float]:
+    return [own.value(f"{part}_memory") or 0.0 for part in PARTS]
+
+
+def total(cell: CellView, name: str) -> float:
+    return sum(part_sizes(cell.variant(name)))
+
+
+def fitting_layouts(cell: CellView) -> list[str]:
+    return [name for name in cell.get("strategies") if cell.variant(name).value("fits")]
+
+
+def layout_name(name: str) -> str:
+    """The name of a layout for readers."""
+    return Strategy.parse(name).title
+
+
+def gpu_name(cell: CellView) -> str:
+    card = find_card(cell.get("gpu"))
+    return card.name if card else str(cell.get("gpu"))
+
+
+def where(cell: CellView) -> Text:
+    """The model and the cluster."""
+    only = Text(" ", " ")
+    if cell.get("count") != "transformer":
+        only = say(" ({} only) ", "（仅{}）", Text(cell.get("count"), "前馈"))
+    return say("{}{}on {} x {}", "{}{}在 {} x {} 上", cell.get("size"), only, f"{cell.get('gpus'):,}", gpu_name(cell))

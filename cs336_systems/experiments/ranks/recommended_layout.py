@@ -1,0 +1,163 @@
+"""The recommendation that `cs336 plan` ends with: the layout to take, or the smallest change with which one fits."""
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any
+
+from cs336_systems.config import UserError
+from cs336_systems.experiments.ranks.plan_cells import STRATEGIES, Passes, fitting_layouts, layout_name, plans, total
+from cs336_systems.predict.fit import gpu_bytes, usable_bytes
+from cs336_systems.predict.gpus import CARDS
+from cs336_systems.predict.parallel_model import Strategy
+from cs336_systems.record import GIB
+from cs336_systems.report.cells import CellView
+from cs336_systems.report.rows import number
+from cs336_systems.text import Text, say
+
+SAME = 1.01
+"""Times whose ratio is smaller count as the same: the prediction knows no better."""
+
+
+def recommendation(cell: CellView) -> Text:
+    """The layout to take and why, or the smallest change with which one fits: a sentence or two."""
+    fitting = fitting_layouts(cell)
+    return _recommended(cell, *best_layout(cell, fitting)) if fitting else _nothing_fits(cell)
+
+
+def best_layout(cell: CellView, fitting: Sequence[str]) -> tuple[str, Text]:
+    """The layout with the shortest step, of several the one that communicates least, then the smallest; and why."""
+    times = {name: Passes.of(cell.variant(name)) for name in fitting}
+
+    def shortest(names: Sequence[str], seconds: Callable[[Passes], float]) -> list[str]:
+        least = min(seconds(times[name]) for name in names)
+        return [name for name in names if seconds(times[name]) <= SAME * least]
+
+    fastest = shortest(fitting, lambda passes: passes.overlapped)
+    quietest = shortest(fastest, lambda passes: passes.sequential)
+    if cell.get("gpus") == 1:
+        return fitting[0], Text("on one GPU there is nothing to shard", "单张 GPU 无需切分")
+    if len(fitting) == 1:
+        return fitting[0], Text("it is the only layout that fits", "只有它放得下")
+    if len(fastest) == 1:
+        why = say(
+            "it has the shortest step of the {} layouts that fit", "在放得下的 {} 种布局中单步最短", str(len(fitting))
+        )
+        return fastest[0], why
+    if len(quietest) == 1:
+        why = Text("of the layouts that fit with the shortest step it communicates least", "在单步最短的布局中通信最少")
+        return quietest[0], why
+    return min(quietest, key=lambda name: total(cell, name)), Text(
+        "no layout that fits has a shorter step or communicates less, and it leaves the most room",
+        "没有单步更短或通信更少的布局，且余量最大",
+    )
+
+
+def _recommended(cell: CellView, best: str, why: Text) -> Text:
+    passes, used, usable = Passes.of(cell.variant(best)), total(cell, best), usable_bytes(cell.get("gpu_memory"))
+    sizes = [number(size / GIB, 1) for size in (used, usable, usable - used)]
+    return say(
+        "Recommended: {}, because {}. It needs {} of {} GiB usable on each GPU ({} GiB to spare), and a step takes {}.",
+        "推荐 {}：{}。每张 GPU 需要 {} GiB，可用 {} GiB（余 {} GiB）；单步 {}。",
+        layout_name(best),
+        why,
+        *sizes,
+        _step(passes),
+    )
+
+
+def _step(passes: Passes) -> Text:
+    shortest, longest = (number(s * 1e3, 0 if s >= 0.1 else 1) for s in (passes.overlapped, passes.sequential))
+    if shortest == longest:
+        return Text(f"{shortest} ms")
+    return say(
+        "{} to {} ms, with and without overlap of communication and matmuls",
+        "{} 到 {} ms（通信与矩阵乘从完全重叠到完全不重叠）",
+        *(shortest, longest),
+    )
+
+
+# -- where nothing fits -----------------------------------------------------------------------------------------------
+
+
+def _nothing_fits(cell: CellView) -> Text:
+    least = min(cell.get("strategies"), key=lambda name: total(cell, name))
+    sizes = (total(cell, least), usable_bytes(cell.get("gpu_memory")))
+    said = say(
+        "No layout fits: the smallest, {}, needs {} GiB on each GPU, and {} GiB are usable.",
+        "没有布局放得下：最小的 {} 每张 GPU 需要 {} GiB，而可用 {} GiB。",
+        layout_name(least),
+        *(number(size / GIB, 1) for size in sizes),
+    )
+    change = _smallest_change(cell.config)
+    if change is None:
+        return say("{} Take a smaller model or a shorter context.", "{}请使用更小的模型或更短的上下文。", said)
+    return say("{} The smallest change with which one fits: {}", "{}使其放得下的最小改动：{}", said, change)
+
+
+def _smallest_change(config: Mapping[str, Any]) -> str | None:
+    """The flags with which a layout fits: those that cost nothing first, then time, then more or larger GPUs."""
+    for flags in _changes(config):
+        if _smallest_fitting({**config, **flags}) is not None:
+            return " ".join(f"--{name} {_FLAGS.get(value, value)}" for name, value in flags.items())
+    return _other_layout(config) or _more_gpus(config) or _larger_gpu(config)
+
+
+_SAVING = {"attention": "auto", "fast": "kernels,loss", "checkpoint_blocks": 1}
+"""Settings of a step that save memory, the fastest first."""
+_FLAGS = {"kernels,loss": "on"}
+"""Values as flags have them."""
+
+
+def _changes(config: Mapping[str, Any]) -> Iterator[dict[str, Any]]:
+    """Settings that save memory, one by one and together; smaller batches, and these with all of them."""
+    saving = {name: value for name, value in _SAVING.items() if config.get(name) != value}
+    yield from ({name: value} for name, value in saving.items())
+    yield saving
+    yield from ({**more, "batch_size": _largest_batch({**config, **more})} for more in ({}, saving))
+
+
+def _largest_batch(config: Mapping[str, Any]) -> int:
+    """The largest batch with which a layout fits, below that of `config`; 1 if none does."""
+    fits, too_large = 1, config["batch_size"]
+    while too_large - fits > 1:
+        middle = (fits + too_large) // 2
+        if _smallest_fitting({**config, "batch_size": middle}) is None:
+            too_large = middle
+        else:
+            fits = middle
+    return fits
+
+
+def _smallest_fitting(config: Mapping[str, Any]) -> str | None:
+    """The layout that fits with the least memory, or None."""
+    try:
+        found = [plan for plan in plans(config) if plan.fits]
+    except UserError:  # settings that do not go together
+        return None
+    return min(found, key=lambda plan: plan.total).strategy.name if found else None
+
+
+def _other_layout(config: Mapping[str, Any]) -> str | None:
+    """A layout that was not asked for, on the same GPUs."""
+    others = dict.fromkeys(Strategy.parse(name).within(config["gpus"]).name for name in STRATEGIES)
+    fitting = _smallest_fitting({**config, "strategies": list(others)})
+    return f"--strategy {fitting}" if fitting else None
+
+
+def _more_gpus(config: Mapping[str, Any]) -> str | None:
+    """The fewest GPUs on which a layout fits, of those asked for and of the usual ones."""
+    needed: dict[str, int] = {}
+    for strategy in map(Strategy.parse, (*config["strategies"], *STRATEGIES)):
+        (plan,) = plans({**config, "gpus": strategy.tensor, "strategies": [strategy.name]})
+        if plan.smallest_cluster is not None and plan.smallest_cluster > config["gpus"]:
+            needed[strategy.name] = plan.smallest_cluster
+    if not needed:
+        return None
+    best = min(needed, key=lambda name: needed[name])
+    return f"--gpus {needed[best]} --strategy {best}"
+
+
+def _larger_gpu(config: Mapping[str, Any]) -> str | None:
+    """The known GPU with the least memory on which a layout fits."""
+    by_memory = sorted(CARDS, key=lambda name: (gpu_bytes(name), CARDS[name].link is None))
+    fitting = (name for name in by_memory if _smallest_fitting({**config, "gpu_memory": gpu_bytes(name)}))
+    return next((f"--gpu {name}" for name in fitting), None)

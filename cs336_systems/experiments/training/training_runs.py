@@ -1,0 +1,225 @@
+"""`train`: how does the loss fall, how fast, and what interrupted it?
+
+`cs336 train` records a cell for each stretch between two lines of its log; charts and tables show whole runs.
+"""
+
+from collections.abc import Sequence
+
+from cs336_systems.experiments.spec import Experiment
+from cs336_systems.experiments.training.curves import Run, runs_of
+from cs336_systems.experiments.training.training_charts import training_charts
+from cs336_systems.experiments.training.training_tables import (
+    best_step,
+    last_of,
+    lowest_of,
+    median_of,
+    mfu_text,
+    speed_text,
+    tokens_text,
+    training_tables,
+)
+from cs336_systems.report.document import Highlight
+from cs336_systems.report.names import size_name
+from cs336_systems.report.phrases import span, together
+from cs336_systems.report.presentation import Cells
+from cs336_systems.report.rows import number, ratio
+from cs336_systems.text import Text, listed, say
+
+RANK = 70
+"""Of its first result on the first screen: after comparisons of speed and memory."""
+NEAR = 0.02
+"""A validation loss at the end that is this much above the lowest is worth a word."""
+
+
+def _runs(cells: Cells) -> list[Run]:
+    """At least one run; a ValueError leaves the sentence out."""
+    runs = [run for run in runs_of(cells) if run.smoothed_losses]
+    if not runs:
+        raise ValueError("no run has a finite loss")
+    return runs
+
+
+# -- findings ---------------------------------------------------------------------------------------------------------
+
+
+def outcome(cells: Cells) -> Text | None:
+    """The fall of the loss, or the best and the worst of several runs."""
+    runs = _runs(cells)
+    return _outcome_of(runs[0]) if len(runs) == 1 else _comparison(runs)
+
+
+def validation(cells: Cells) -> Text | None:
+    """The validation loss of a run; of several runs, how fast they are."""
+    runs = _runs(cells)
+    return _validation_of(runs[0]) if len(runs) == 1 else _speeds(runs)
+
+
+def course(cells: Cells) -> Text | None:
+    """Speed, restarts and skipped steps."""
+    runs = _runs(cells)
+    return together(_speed_of(runs[0]) if len(runs) == 1 else None, _interruptions(runs))
+
+
+def _outcome_of(run: Run) -> Text:
+    first, *_, last = [*run.smoothed_losses.values()] * 2
+    way = Text("fell", "降到") if last < first else Text("rose", "升到") if last > first else Text("went", "变为")
+    return say(
+        "{0}: the loss {1} from {2} to {3}", "{0}：损失从 {2} {1} {3}", _extent(run), way, _loss(first), _loss(last)
+    )
+
+
+def _extent(run: Run) -> Text:
+    steps = Text("1 step", "1 步") if len(run.losses) == 1 else _counted(len(run.losses), "steps", "步")
+    return listed([steps, say("{} tokens", "{} 个 token", tokens_text(run))] if run.tokens else [steps], (", ", "，"))
+
+
+def _validation_of(run: Run) -> Text | None:
+    best, last = lowest_of(run.validation), last_of(run.validation)
+    if best is None or last is None:
+        return None
+    if best == last:
+        return say("the validation loss at the end, {}, is its lowest", "最终验证损失 {} 也是最低值", _loss(best))
+    found = say(
+        "the validation loss is lowest at step {}, {}", "验证损失在第 {} 步最低，为 {}", best_step(run), _loss(best)
+    )
+    rise = say("at the end it is {}", "最终为 {}", _loss(last)) if last > (1 + NEAR) * best else None
+    return together(found, rise)
+
+
+def _speed_of(run: Run) -> Text | None:
+    if not run.speeds:
+        return None
+    speed = say("{} tokens/s", "{} tokens/s", speed_text(run))
+    return say("{}, {} MFU", "{}，MFU {}", speed, mfu_text(run)) if run.utilization else speed
+
+
+def _interruptions(runs: Sequence[Run]) -> Text:
+    restarts = sum(len(run.restarts) for run in runs)
+    times = Text("1 restart", "重启 1 次") if restarts == 1 else Text(f"{restarts:,} restarts", f"重启 {restarts:,} 次")
+    found = listed([times if restarts else Text("no restart", "没有重启"), _skipped(*runs)], (", ", "，"))
+    return say("in {0} runs: {1}", "{0} 个运行：{1}", str(len(runs)), found) if len(runs) > 1 else found
+
+
+def _skipped(*runs: Run) -> Text:
+    count = sum(len(run.skipped) for run in runs)
+    steps = Text("1 step", "1 步") if count == 1 else _counted(count, "steps", "步")
+    return say("{} skipped", "跳过 {}", steps) if count else Text("no step skipped", "没有跳过任何一步")
+
+
+def _comparison(runs: Sequence[Run]) -> Text:
+    """By the lowest validation loss where every run has one, else by the last loss."""
+    validated = all(run.validation for run in runs)
+    results = {run.name: _result(run, validated) for run in runs}
+    low, high = (pick(results, key=results.__getitem__) for pick in (min, max))
+    what = Text("lowest validation loss", "最低验证损失") if validated else Text("loss at the end", "最终损失")
+    values = (what, _loss(results[low]), low, _loss(results[high]), high)
+    if len(set(map(_loss, results.values()))) == 1:
+        found = say("the {} is {} in all runs", "所有运行的{}都是 {}", *values[:2])
+    elif len(runs) == 2:
+        found = say("the {} is {} in {}, {} in {}", "{}：{}（{}），{}（{}）", *values)
+    else:
+        found = say(
+            "the {} is {} in {}, the best run, and {} in {}, the worst", "{}：最好 {}（{}），最差 {}（{}）", *values
+        )
+    return together(found, _rise(runs)) or found
+
+
+def _rise(runs: Sequence[Run]) -> Text | None:
+    """The validation losses at the end, where runs end far above their lowest."""
+    ends = [last_of(run.validation) or 0.0 for run in runs if run.validation]
+    lowest = [lowest_of(run.validation) or 0.0 for run in runs if run.validation]
+    if not any(end > (1 + NEAR) * low for end, low in zip(ends, lowest, strict=True)):
+        return None
+    return say("at the end it is {}", "最终为 {}", span(ends, _loss))
+
+
+def _result(run: Run, validated: bool) -> float:
+    """The number that runs are compared by."""
+    found = lowest_of(run.validation) if validated else last_of(run.smoothed_losses)
+    assert found is not None
+    return found
+
+
+def _speeds(runs: Sequence[Run]) -> Text | None:
+    """The fastest run and the slowest, where they differ by more than rounding."""
+    timed = [(speed, run) for run in runs if (speed := median_of(run.speeds))]
+    (least, slow), (most, fast) = (pick(timed, key=lambda pair: pair[0]) for pick in (min, max))
+    if speed_text(slow) == speed_text(fast):
+        return None
+    return say(
+        "the fastest run is {}, {} tokens/s ({}); the slowest {}, {}",
+        "最快的是 {}，{} tokens/s（{}）；最慢的是 {}，{}",
+        *(fast.name, speed_text(fast), ratio(most, least), slow.name, speed_text(slow)),
+    )
+
+
+def _counted(count: int, en: str, zh: str) -> Text:
+    return Text(f"{count:,} {en}", f"{count:,} {zh}")
+
+
+def _loss(value: float) -> str:
+    return number(value, 3)
+
+
+# -- first screen -----------------------------------------------------------------------------------------------------
+
+
+def training_highlights(cells: Cells) -> list[Highlight]:
+    """Results of the best run."""
+    runs = runs_of(cells)
+    fine = [run for run in runs if run.smoothed_losses]
+    if not fine:
+        return []
+    validated = all(run.validation for run in fine)
+    best = min(fine, key=lambda run: _result(run, validated))
+    return [
+        Highlight(RANK + place, value, what, _in_run(detail, best, runs))
+        for place, (value, what, detail) in enumerate(_results(best, validated))
+    ]
+
+
+def _results(run: Run, validated: bool) -> list[tuple[Text, Text, Text]]:
+    """Value, subject and detail of each."""
+    what = Text("lowest validation loss", "最低验证损失") if validated else Text("loss at the end", "最终损失")
+    found = [(Text(_loss(_result(run, validated))), what, _extent(run))]
+    if run.speeds:
+        text = Text("training speed, median of steps", "训练速度，各步的中位数")
+        found.append((say("{} tokens/s", "{} tokens/s", speed_text(run)), text, _work(run)))
+    if run.utilization:
+        text = Text("of the peak FLOP/s (MFU), median of steps", "峰值 FLOP/s 利用率（MFU），各步的中位数")
+        found.append((Text(mfu_text(run)), text, _work(run)))
+    if run.restarts:
+        text = Text("restart survived" if len(run.restarts) == 1 else "restarts survived", "次重启后继续训练")
+        found.append((Text(str(len(run.restarts))), text, _skipped(run)))
+    return found
+
+
+def _work(run: Run) -> Text:
+    """The model, the tokens of a step, the precision and the number of ranks, as far as they are known."""
+    size, batch, context, precision = map(run.get, ("size", "batch_size", "context_length", "precision"))
+    step = [say("{} x {} tokens", "{} x {} token", str(batch), str(context))] if run.tokens_per_step else []
+    ranks = [_counted(count, "ranks", "个 rank") for count in list(run.ranks.values())[-1:] if count > 1]
+    named = [size_name(size)] if size else []
+    return listed([*named, *step, *([Text(str(precision))] if precision else []), *ranks], (", ", "，"))
+
+
+def _in_run(detail: Text, run: Run, runs: Sequence[Run]) -> Text:
+    return say("{}: {}", "{}：{}", run.name, detail) if len(runs) > 1 else detail
+
+
+TRAINING = Experiment(
+    name="train",
+    title=Text("Training", "训练"),
+    question=Text(
+        "How does the loss fall, how fast is training, and what interrupted it?",
+        "损失如何下降？训练速度如何？有没有中断？",
+    ),
+    tables=training_tables,
+    charts=training_charts,
+    findings=(outcome, validation, course),
+    highlights=training_highlights,
+    group="training",
+    runnable=False,
+    machines_together=True,
+    complete_cells_only=False,
+)
