@@ -1,6 +1,6 @@
 # make bench: set up, measure, show tables, write a report.   make test: set up, lint, type check, all tests.
 # make check: lint, types and the fast tests, for every save.
-# make pages: docs/h200/index.html and docs/timeline-2.7B.html, from results/h200.
+# make pages: site/, pages of results/h200 for static hosting.
 # make soak: an hour of killed and resumed training runs; results/reliability/soak.json.
 PYTHON ?= python3.11
 VENV := .venv
@@ -21,11 +21,7 @@ check: lint
 	$(BIN)/pytest -n 2 --dist loadgroup -m 'not slow' tests/unit/test_architecture.py tests/unit/test_config.py tests/unit/test_flags.py tests/unit/test_record.py tests/unit/test_table.py tests/unit/predict/test_fit.py tests/unit/predict/test_gpus.py tests/unit/predict/test_plan.py tests/unit/report/test_rows.py tests/unit/report/test_cells.py tests/unit/report/test_referee.py tests/unit/experiments/steps tests/unit/experiments/kernels tests/unit/experiments/memory
 
 pages: $(INSTALLED)
-	$(BIN)/cs336 report results/h200 results/h200/loss_curves.jsonl --published -o docs/h200 --title "cs336_systems on an H200"
-	$(BIN)/python -c "from pathlib import Path; \
-	from cs336_systems.report.web.timeline_page import write_page; \
-	from cs336_systems.timeline import Timeline; \
-	write_page(Timeline.load(Path('results/h200/timelines/2.7B-train-step-fp32.json.gz')), Path('docs/timeline-2.7B.html'))"
+	$(BIN)/python tools/pages.py
 
 soak: $(INSTALLED)
 	$(BIN)/python -m tests.unit.hostile_files

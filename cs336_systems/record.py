@@ -134,7 +134,7 @@ class Record:
 
     @classmethod
     def from_dict(cls, values: Mapping[str, Any], before: "Record | None" = None) -> "Record":
-        """`before`: the record of the line above. Most have its configuration: they share it, and its key."""
+        """`before`: the record of the line above. Most have its configuration and environment: they share these."""
         version = values.get("schema_version")
         if not isinstance(version, int):
             raise ValueError("it has no schema_version")
@@ -145,7 +145,11 @@ class Record:
         for name, kind in _KINDS.items():
             if not isinstance(values.get(name), kind):
                 raise ValueError(f"its {name} is {values.get(name)!r:.40}")
-        config, environment = values["config"], Environment.from_dict(values["environment"])
+        config, given = values["config"], values["environment"]
+        if before is not None and before.__dict__.get("given_environment") == given:
+            given, environment = before.__dict__["given_environment"], before.environment
+        else:
+            environment = Environment.from_dict(given)
         if config.get("model_factory") in _MOVED:
             config = {**config, "model_factory": _MOVED[config["model_factory"]]}
         if before is not None and before.config == config:
@@ -162,11 +166,12 @@ class Record:
             config=config,
             metric=metric,
             unit=values["unit"],
-            samples=tuple(_decode(sample) for sample in values["samples"]),
+            samples=_decoded(values["samples"]),
             status=values["status"],
             environment=environment,
             variant=variant,
         )
+        record.__dict__["given_environment"] = given  # as it was read, for the record of the line below
         if before is not None and before.config is config:
             record.__dict__["cell"] = before.cell  # what the cached property would work out again
         return record
@@ -213,6 +218,12 @@ def _encode(sample: float | str) -> float | str:
     if isinstance(sample, str):
         return "=" + sample
     return sample if math.isfinite(sample) else repr(sample)
+
+
+def _decoded(samples: list[Any]) -> tuple[float | str, ...]:
+    if all(type(sample) is float for sample in samples):
+        return tuple(samples)
+    return tuple(map(_decode, samples))
 
 
 def _decode(sample: Any) -> float | str:

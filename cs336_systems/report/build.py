@@ -172,8 +172,7 @@ def _section(
 def _facts(records: Iterable[Record]) -> dict[Text, str]:
     """Machine, versions, commit and date for the header: all values that occur, in order of appearance."""
     found: dict[Text, dict[str, None]] = {}
-    for record in records:
-        environment = record.environment
+    for environment in {id(record.environment): record.environment for record in records}.values():
         versions = {
             Text("machine"): environment.machine,
             Text("torch"): environment.torch,

@@ -9,12 +9,13 @@ from typing import TextIO
 
 from cs336_systems.report.cells import CellView
 from cs336_systems.report.compare import DECIDED, FASTER, LESS, MORE, SLOWER, Comparison, Mean, Row
-from cs336_systems.report.document import Chart, Document, Limit, Point, Section, Series
+from cs336_systems.report.document import Chart, Document, Highlight, Limit, Point, Section, Series
 from cs336_systems.report.intervals import Ratio
 from cs336_systems.report.pairing import short, some, telling
 from cs336_systems.report.phrases import ended
 from cs336_systems.report.points import FEW
 from cs336_systems.report.rows import gib, kernel_ms, title_of
+from cs336_systems.report.side_by_side import QUANTITIES
 from cs336_systems.table import Column, Table, word
 from cs336_systems.text import Text, listed, say
 
@@ -133,7 +134,9 @@ def _with_metrics(rows: Sequence[Row], names: Sequence[Text]) -> list[Text]:
     """The names, with the metric where a cell has several."""
     counts = Counter((id(row.pair), row.variant) for row in rows)
     return [
-        say("{}, {}", "{}，{}", name, short(row.metric)) if counts[id(row.pair), row.variant] > 1 else name
+        say("{}, {}", "{}，{}", name, QUANTITIES.get(row.metric) or short(row.metric))
+        if counts[id(row.pair), row.variant] > 1
+        else name
         for row, name in zip(rows, names, strict=True)
     ]
 
@@ -306,7 +309,16 @@ def document(found: Comparison) -> Document:
     )
     machines = dict.fromkeys(cell.machine for row in found.rows for cell in row.pair.sides)
     facts = {Text("A"): found.files[0], Text("B"): found.files[1], Text("machine", "机器"): ", ".join(machines)}
-    return Document(Text("Comparison of two runs", "两次运行的对比"), facts, [section])
+    numbers = [
+        Highlight(
+            rank,
+            Text(_factor(mean.ratio.value)),
+            Text("B / A, geometric mean", "B / A，几何平均"),
+            mean_text(mean, found),
+        )
+        for rank, mean in enumerate(found.means)
+    ]
+    return Document(Text("Comparison of two runs", "两次运行的对比"), facts, [section], highlights=numbers)
 
 
 def _largest(row: Row) -> Text:

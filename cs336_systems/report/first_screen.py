@@ -9,7 +9,7 @@ from cs336_systems.report.document import Chart, Highlight, Limit, Point, Sectio
 from cs336_systems.report.phrases import ended, safely
 from cs336_systems.report.presentation import Presentation
 from cs336_systems.report.side_by_side import compared
-from cs336_systems.text import Text, listed
+from cs336_systems.text import Text, listed, say
 
 MOST_NUMBERS = 5
 MOST_BARS = 10
@@ -45,23 +45,22 @@ def numbers_of(highlights: Sequence[Highlight]) -> list[Highlight]:
 
 
 def hero_of(highlights: Sequence[Highlight], sections: Sequence[Section]) -> Chart | None:
-    """The speed-ups as bars; where there are not two of them, the first chart of the first section that has one."""
+    """The speed-ups as bars; where there are not two of them, the first chart that is not too tall for a screen."""
     faster = [(one.bar, one.ratio) for one in highlights if one.bar and one.ratio]
     if len(faster) < 2:
-        return next((chart for section in sections for chart in section.charts), None)
+        charts = (chart for section in sections for chart in section.charts)
+        return next((chart for chart in charts if not chart.sideways or len(chart.bar_names) <= MOST_BARS), None)
     points = [Point(name, ratio) for name, ratio in faster[:MOST_BARS]]
     return Chart(
         "hero",
-        Text("Speed against the fastest others", "与最快的其他实现相比的速度"),
+        Text("Speed against other implementations", "相对其他实现的加速比"),
         "bars",
         Text(""),
-        Text("times as fast", "速度倍数"),
+        Text("times as fast", "加速比"),
         [Series(Text("ours", "本项目"), points)],
         horizontal=True,
-        limits=[Limit(1.0, Text("as fast as the other", "与对方同速"))],
-        note=Text(
-            "the other's time over ours: above 1, ours is faster", "对方耗时 / 本项目耗时：大于 1 表示本项目更快"
-        ),
+        limits=[Limit(1.0, Text("1: as fast as the other", "1：持平"))],
+        note=Text("time of the other over ours: above 1, ours is faster", "对比实现用时 / 本项目用时：大于 1 表示更快"),
     )
 
 
@@ -72,4 +71,6 @@ def trust_of(experiments: Iterable[Presentation], cells: Mapping[str, Sequence[C
         for experiment in experiments
         if (said := safely(experiment.trust, [cell for cell in cells[experiment.name] if cell.ok])) is not None
     ]
-    return ended(listed(stated, ("; ", "；"))) if stated else None
+    if not stated:
+        return None
+    return ended(say("why to trust it: {}", "为何可信：{}", listed(stated, ("; ", "；"))))

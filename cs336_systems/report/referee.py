@@ -55,7 +55,7 @@ class Kind(Enum):
     )
     FORWARD_SLOWER = (
         "forward alone is slower than forward and backward together",
-        "单独的前向比前向加后向还慢",
+        "单独的前向比前向加反向还慢",
     )
     SEVERAL_MACHINES = ("results of {} machines in one table: {}", "一张表中有 {} 台机器的结果：{}")
 

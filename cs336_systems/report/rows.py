@@ -20,7 +20,7 @@ FIELDS = {
     "mode": Text("mode", "模式"),
     "precision": Text("precision", "精度"),
     "attention": Text("attention", "注意力"),
-    "checkpoint_blocks": Text("checkpoint", "检查点"),
+    "checkpoint_blocks": Text("checkpoint", "重计算"),
     "compile": Text("compiled", "编译"),
     "fast": Text("fast", "fast 部分"),
     "warmup_steps": Text("warm-up", "预热"),

@@ -9,6 +9,7 @@ from typing import NamedTuple
 from cs336_systems.record import GIB
 from cs336_systems.report.cells import CellView, by_machine
 from cs336_systems.report.document import Chart, Highlight, Limit, Point, Series
+from cs336_systems.report.names import implementation_name
 from cs336_systems.report.points import FEW
 from cs336_systems.report.presentation import Presentation
 from cs336_systems.report.published import PUBLISHED
@@ -21,20 +22,20 @@ from cs336_systems.report.rows import (
     keys,
     ms,
     ratio,
-    row_name,
+    row_words,
     title_of,
     varying,
 )
 from cs336_systems.table import Column, Table, word
-from cs336_systems.text import Text, say
+from cs336_systems.text import Text, listed, say
 
 QUANTITIES = {
     "forward_time": Text("forward", "前向"),
-    "backward_time": Text("backward", "后向"),
-    "forward_backward_time": Text("forward and backward", "前向加后向"),
+    "backward_time": Text("backward", "反向"),
+    "forward_backward_time": Text("forward and backward", "前向加反向"),
     "step_time": Text("step", "单步"),
     "leaderboard_time": Text("leaderboard", "排行榜"),
-    "memory_before_backward": Text("memory before backward", "后向之前的显存"),
+    "memory_before_backward": Text("memory before backward", "反向之前的显存"),
     "peak_memory": Text("peak memory", "峰值显存"),
 }
 """Metric -> subject of its table."""
@@ -200,19 +201,23 @@ def _charts(experiment: Presentation, shared: Shared) -> list[Chart]:
     ratios = [series(other, shared.ratios(other)) for other in others]
     values = [series(machine, column.values, scale) for machine, column in shared.machines.items()]
     work, what = Text("work", "工作负载"), QUANTITIES[shared.metric]
-    over = say("{}, over that of {}", "{}，与 {} 之比", what, _short(first))
+    over = say("{}: ratio to {}", "{}：与 {} 之比", _capital(what), _short(first))
     level = Limit(1.0, say("as {}", "与 {} 相同", _short(first)))
     return [
         Chart(f"{shared.metric}-ratio", over, "dots", work, Text("ratio", "比值"), ratios,
               log_y=_is_wide(ratios), limits=[level], note=note, digits=2),
-        Chart(f"{shared.metric}-values", say("{}, side by side", "{}，并列", what), "bars", work,
+        Chart(f"{shared.metric}-values", say("{}, side by side", "{}，并列", _capital(what)), "bars", work,
               Text(_unit(shared.metric)), values, log_y=_is_wide(values), horizontal=True, note=note),
     ]  # fmt: skip
 
 
+def _capital(text: Text) -> Text:
+    return Text(text.en[:1].upper() + text.en[1:], text.zh)
+
+
 def _row_label(row: Row, telling: Sequence[str]) -> Text:
-    name = row_name(row.cell, telling)
-    return say("{} {}", "{} {}", name, row.variant) if row.variant else name
+    variant = [implementation_name(row.variant)] if row.variant else []
+    return listed([*row_words(row.cell, telling), *variant], (", ", "，"))
 
 
 def _is_wide(series: Sequence[Series]) -> bool:

@@ -6,11 +6,11 @@ from cs336_systems.text import Text
 PHASE = Text("phase", "阶段")
 FORWARD = Text("forward", "前向")
 LOSS = Text("loss", "损失")
-BACKWARD = Text("backward", "后向")
+BACKWARD = Text("backward", "反向")
 SYNC = Text("sync", "同步")
 OPTIMIZER = Text("optimizer", "优化器")
 STEP = Text("step", "单步")
-FORWARD_AND_BACKWARD = Text("forward and backward", "前向加后向")
+FORWARD_AND_BACKWARD = Text("forward and backward", "前向加反向")
 PHASE_NAMES = {
     "forward": FORWARD,
     "loss": LOSS,

@@ -32,6 +32,7 @@ from cs336_systems.report.phrases import (
     median_of,
     pairs_of,
     speed_up,
+    times_text,
     together,
     value_of,
 )
@@ -68,12 +69,12 @@ def naive_tables(cells: Cells) -> list[Table]:
     columns = [
         entries.mean_and_std(FORWARD, "forward_time", kernel_ms),
         entries.mean_and_std(BACKWARD, "backward_time", kernel_ms),
-        entries.gib(Text("before backward", "后向之前"), "memory_before_backward"),
+        entries.gib(Text("before backward", "反向之前"), "memory_before_backward"),
         entries.gib(PEAK, "peak_memory"),
         *entries.reserved(cells),
         entries.gib(PREDICTED, "predicted_memory"),
         entries.speed_up(Text("forward speed-up", "前向加速"), "forward_time", eager),
-        entries.speed_up(Text("backward speed-up", "后向加速"), "backward_time", eager),
+        entries.speed_up(Text("backward speed-up", "反向加速"), "backward_time", eager),
     ]
     notes = [
         Text("speed-up: over reference, the same formula run eagerly", "加速：相对 reference，即 eager 下的同一公式"),
@@ -84,7 +85,7 @@ def naive_tables(cells: Cells) -> list[Table]:
 
 
 def naive_charts(cells: Cells) -> list[Chart]:
-    what = Text("Naive attention, backward", "朴素注意力，后向")
+    what = Text("Naive attention, backward", "朴素注意力，反向")
     batch, passes = (str(cells[0].get(name)) for name in ("batch_size", "num_steps"))
     statistic = say("means of {} passes, batch {}, 1 head", "{} 次的均值，batch {}，1 个头", passes, batch)
     return [time_by_length(what, group, "backward_time", statistic) for group in by_head_dim(cells)]
@@ -105,12 +106,12 @@ def eager_cost(cells: Cells) -> Text | None:
     cell = by_name.get("reference") or next(iter(by_name.values()))
     said = say(
         "at {}, forward of {} takes {} ms and backward {} ms",
-        "{} 时，{} 的前向用时 {} ms，后向 {} ms",
+        "{} 时，{} 的前向用时 {} ms，反向 {} ms",
         *(_shape(cell), attention_name(cell.get("implementation"))),
         *(kernel_ms(value_of(cell, phase)) for phase in PASSES),
     )
     kept = value_of(cell, "memory_before_backward")
-    return together(said, say("before backward it holds {} GiB", "后向之前占用 {} GiB", gib(kept))) if kept else said
+    return together(said, say("before backward it holds {} GiB", "反向之前占用 {} GiB", gib(kept))) if kept else said
 
 
 def compiled_gain(cells: Cells) -> Text | None:
@@ -120,7 +121,7 @@ def compiled_gain(cells: Cells) -> Text | None:
     cell, base = pair = next(pair for pair in pairs if pair[0] in long)
     names = (
         (Text("compiled forward", "编译版前向"), Text("eager forward", "eager 版前向")),
-        (Text("compiled backward", "编译版后向"), Text("eager backward", "eager 版后向")),
+        (Text("compiled backward", "编译版反向"), Text("eager backward", "eager 版反向")),
     )
     said = None
     for phase, (ours, other) in zip(PASSES, names, strict=True):
@@ -216,10 +217,12 @@ def memory_highlight(cells: Cells) -> list[Highlight]:
         naive = by_name.get("reference")
         if ours and naive:
             length, dim = f"{same[0].get('seq_len'):,}", str(same[0].get("head_dim"))
-            what = say("memory of attention at {} tokens", "{} 个 token 的注意力的显存", length)
-            values = (gib(naive), gib(ours), dim, str(same[0].get("precision")))
-            detail = say("naive {} GiB, ours {} GiB (d {}, {})", "朴素 {} GiB，本项目 {} GiB（d {}，{}）", *values)
-            return [Highlight(45, Text(f"{gib(ours)} GiB"), what, detail)]
+            what = say(
+                "less memory than naive attention at {} tokens", "{} token 时注意力显存少于朴素实现的倍数", length
+            )
+            values = (gib(ours), gib(naive), dim, str(same[0].get("precision")))
+            detail = say("ours {} GiB, naive {} GiB (d {}, {})", "本项目 {} GiB，朴素实现 {} GiB（d {}，{}）", *values)
+            return [Highlight(45, Text(f"{times_text(naive / ours)}x"), what, detail)] if naive > ours else []
     return []
 
 

@@ -171,10 +171,10 @@ def time_quantity(what: Text, metric: str, show: Callable[[float], str] = kernel
 ERRORS = Quantity(Text("largest error against float64", "相对 float64 的最大误差"), worst_error, exponential)
 QUANTITIES = (
     time_quantity(FORWARD_AND_BACKWARD, "forward_backward_time"),
-    time_quantity(Text("forward and backward, from a CUDA graph", "前向加后向，由 CUDA graph 重放"), "replayed_time"),
+    time_quantity(Text("forward and backward, from a CUDA graph", "前向加反向，由 CUDA graph 重放"), "replayed_time"),
     time_quantity(Text("forward", "前向"), "forward_time"),
-    time_quantity(Text("backward", "后向"), "backward_time"),
-    Quantity(Text("forward and backward (TFLOP/s)", "前向加后向（TFLOP/s）"), rate, tflops, max),
+    time_quantity(Text("backward", "反向"), "backward_time"),
+    Quantity(Text("forward and backward (TFLOP/s)", "前向加反向（TFLOP/s）"), rate, tflops, max),
     Quantity(Text("peak memory (GiB)", "峰值显存（GiB）"), lambda view: view.value("peak_memory"), gib),
     Quantity(Text("reserved memory (GiB)", "预留显存（GiB）"), lambda view: view.value("reserved_memory"), gib),
     ERRORS,
@@ -310,11 +310,11 @@ RATES = {
         ),
     ),
     "backward_time": (
-        Text("Attention backward", "注意力后向"),
+        Text("Attention backward", "注意力反向"),
         Text("FLOPs as in the FlashAttention papers: 2.5 x forward", "FLOPs 按 FlashAttention 论文计：前向的 2.5 倍"),
     ),
     BOTH: (
-        Text("Attention forward and backward", "注意力前向加后向"),
+        Text("Attention forward and backward", "注意力前向加反向"),
         Text("FLOPs as in the FlashAttention papers: 3.5 x forward", "FLOPs 按 FlashAttention 论文计：前向的 3.5 倍"),
     ),
 }
@@ -456,7 +456,7 @@ def roofline(group: Group) -> list[Chart]:
         return []
     series = [Series(name, found, drawn="marks") for name, found in points.items()]
     reached = [x for found in points.values() for point in found if isinstance(x := point.x, float)]
-    title = say("Roofline, forward and backward, {}", "屋顶线，前向加后向，{}", group.where)
+    title = say("Roofline, forward and backward, {}", "屋顶线，前向加反向，{}", group.where)
     note, series = (
         Text("medians, a point per length", "中位数，每个长度一个点"),
         [*series, *_roof(group.cells[0], reached)],

@@ -109,8 +109,8 @@ def rivals_charts(cells: Cells) -> list[Chart]:
     for metric in ("forward_time", BOTH) if long else ():
         contests = [Contest(_shape(cell), views(cell), metric) for cell in long]
         found.append(rates_chart(contests, Text(str(long[0].get("precision"))), SHAPE, MEDIANS))
-    by_host = Text("Short sequences, forward and backward", "短序列，前向加后向")
-    by_graph = Text("Short sequences, forward and backward, as a CUDA graph", "短序列，前向加后向，作为 CUDA graph")
+    by_host = Text("Short sequences, forward and backward", "短序列，前向加反向")
+    by_graph = Text("Short sequences, forward and backward, as a CUDA graph", "短序列，前向加反向，作为 CUDA graph")
     return [*found, *(_times(what, short, metric) for what, metric in ((by_host, BOTH), (by_graph, REPLAYED)))]
 
 
@@ -140,12 +140,15 @@ def rivals_highlights(cells: Cells) -> list[Highlight]:
     for number, name in enumerate(name for name in IN_CHARTS if name in times):
         rival, ratio = implementation_name(name), times[name] / ours
         detail = say(
-            "forward and backward, {}: {} ms, {} ms",
-            "前向加后向，{}：{} ms，{} ms",
-            *(_shape(cell), kernel_ms(ours), kernel_ms(times[name])),
+            "forward and backward, {}: ours {} ms, {} {} ms",
+            "前向加反向，{}：本项目 {} ms，{} {} ms",
+            *(_shape(cell), kernel_ms(ours), rival, kernel_ms(times[name])),
         )
         what = say("attention, against {}", "注意力，相对 {}", rival)
-        found.append(Highlight(10 + 2 * number, Text(f"{ratio:.2f}x"), what, detail, ratio, what))
+        bar = say(
+            "attention, {} tokens, against {}", "注意力，{} token，相对 {}", length_name(cell.get("seq_len")), rival
+        )
+        found.append(Highlight(10 + 2 * number, Text(f"{ratio:.2f}x"), what, detail, ratio, bar))
     return found
 
 
@@ -155,7 +158,7 @@ def _importance(cell: CellView) -> tuple[bool, bool, float]:
 
 
 def interleaved(cells: Cells) -> Text | None:
-    said = Text("rivals interleaved in the same process", "与各对手在同一进程内交替测量")
+    said = Text("attention and its rivals ran in turn in one process", "本项目与各对手的注意力在同一进程内交替计时")
     return said if any(cell.ok for cell in cells) else None
 
 
@@ -260,7 +263,7 @@ def leaderboard_tables(cells: Cells) -> list[Table]:
     notes = [
         Text(
             "forward, sum and backward as the course timed them; mean of do_bench",
-            "按课程的方式对前向、求和与后向计时；do_bench 的均值",
+            "按课程的方式对前向、求和与反向计时；do_bench 的均值",
         ),
         Text(
             "recorded are the means of ten equal parts of the run; std is the standard deviation of these",
@@ -282,7 +285,7 @@ def leaderboard_charts(cells: Cells) -> list[Chart]:
         for who, is_ours in ((implementation_name("auto"), True), (Text("rival", "对手"), False))
     ]
     title = say("The course's leaderboard: {}, bf16", "课程排行榜：{}，bf16", _shape(cells[0]))
-    note = Text("means; forward, sum and backward, 16 heads", "均值；前向、求和与后向，16 个头")
+    note = Text("means; forward, sum and backward, 16 heads", "均值；前向、求和与反向，16 个头")
     places, what = [name.en for name in names], FIELDS["implementation"]
     return [Chart("", title, "stacked", what, MS, series, horizontal=True, places=places, digits=3, note=note)]
 

@@ -92,7 +92,7 @@ def _busy_share(cells: Cells) -> Text | None:
     found = _kernels_over_events(cells, "{}_event_time", ("forward", "backward"))
     said = ranging(
         "by CUDA events, kernels run for {} of forward and backward",
-        "以 CUDA event 计，内核运行时间占前向与后向的 {}",
+        "以 CUDA event 计，内核运行时间占前向与反向的 {}",
         *(found, percent),
     )
     return together(said, Text("the rest of the time the GPU waits for the host", "其余时间 GPU 在等待主机"))

@@ -312,7 +312,7 @@ def _saved_tables(cells: Cells) -> list[Table]:
         for size, *words in _saved(cell)[:5] if cell.ok else ():
             yield [_mib(size), *words]
 
-    what = Text("kept for backward", "为后向保留")
+    what = Text("kept for backward", "为反向保留")
     return [
         entries.cell_table(what, cells, kept, shown=shown, notes=[note], on_spread=False),
         rows_table(Text("the five largest", "最大的五个"), cells, columns, largest, shown=shown),
@@ -335,7 +335,7 @@ def _saved_charts(cells: Cells) -> list[Chart]:
     ]
     size = size_name(cells[0].get("size"))
     values = (size, str(cells[0].get("batch_size")), str(cells[0].get("context_length")))
-    title = say("Kept for backward: {}, {} x {} tokens", "为后向保留：{}，{} x {} 个 token", *values)
+    title = say("Kept for backward: {}, {} x {} tokens", "为反向保留：{}，{} x {} 个 token", *values)
     note = Text("memory of saved tensors, parameters not counted", "所保存张量的显存，不含参数")
     return [Chart("", title, "bars", Text("how it runs", "运行方式"), Text("MiB"), series, digits=1, note=note)]
 
@@ -347,7 +347,7 @@ def _kept(cells: Cells) -> Text | None:
     whole = known(base, "saved_memory")
     said = say(
         "naive attention keeps {} MiB for backward ({}, {})",
-        "朴素注意力为后向保留 {} MiB（{}，{}）",
+        "朴素注意力为反向保留 {} MiB（{}，{}）",
         *(_mib(whole), size_of(base), str(base.get("precision"))),
     )
     each = [
@@ -378,8 +378,8 @@ def _largest_kept(cells: Cells) -> Text | None:
 
 SAVED_TENSORS = Experiment(
     name="saved_tensors",
-    title=Text("Tensors kept for backward", "为后向保存的张量"),
-    question=Text("What does forward keep for backward?", "前向为后向保留了什么？"),
+    title=Text("Tensors kept for backward", "为反向保存的张量"),
+    question=Text("What does forward keep for backward?", "前向为反向保留了什么？"),
     grid=_saved_grid,
     instrument=Instrument("saved_tensors", f"{MODULE}:measure_saved_tensors", label=label_step),
     profile=_saved_not_profiled,

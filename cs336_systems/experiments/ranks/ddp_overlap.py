@@ -109,7 +109,7 @@ def _table(cell: CellView) -> Table:
         ),
         Text(
             "hidden: 1 - exposed / communication; negative where communication takes cores from backward",
-            "被掩盖：1 - 未掩盖 / 通信；通信占用后向的核时会低于 0",
+            "被掩盖：1 - 未掩盖 / 通信；通信占用反向的核时会低于 0",
         ),
         *gloo_notes([cell]),
     ]
@@ -324,7 +324,7 @@ def _bucket_table(cell: CellView) -> Table:
         ),
         Text(
             "predicted: gradients arrive evenly over backward, and full buckets are sent one after another",
-            "预测：梯度在后向中均匀产生，桶满即发送，一个接一个",
+            "预测：梯度在反向中均匀产生，桶满即发送，一个接一个",
         ),
         Text(
             "formula: last bucket + overheads, S / (n w) + n o, assuming that all else is hidden",

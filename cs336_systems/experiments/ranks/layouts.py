@@ -84,7 +84,7 @@ def _memory_table(cell: CellView) -> Table:
 
 
 def _time_table(cell: CellView) -> Table:
-    heads = (MATMULS, Text("forward communication", "前向通信"), Text("backward communication", "后向通信"), STEP)
+    heads = (MATMULS, Text("forward communication", "前向通信"), Text("backward communication", "反向通信"), STEP)
     columns = [word(LAYOUT), Column(Text("sent", "发送"), "GB"), *(Column(head, "ms") for head in heads)]
     columns += [Column(Text("tokens needed", "所需 token")), word(Text("waits for", "等待"))]
     rows: list[list[str | Text]] = []

@@ -223,11 +223,15 @@ def _against_rival(rank: int, fast: CellView, _: Text, rival: CellView) -> Highl
     slower = say("{}x slower", "耗时 {} 倍", times_text(1 / ratio))
     return Highlight(
         rank,
-        Text(f"{times_text(ratio)}x") if ratio >= 1 else slower,
-        say("{} step against {}", "{} 训练步，对比：{}", size_name(fast.get("size")), name),
-        say("{} tokens: {} ms against {} ms", "{} token：{} ms 对 {} ms", _work_name(fast), *times),
+        Text(f"{ratio:.2f}x") if ratio >= 1 else slower,
+        say("{} step, against {}", "{} 训练步，相对{}", size_name(fast.get("size")), name),
+        say(
+            "{0} tokens, {4}: ours {1} ms, {2} {3} ms",
+            "{0} token，{4}：本项目 {1} ms，{2} {3} ms",
+            *(_work_name(fast), times[0], name, times[1], str(fast.get("precision"))),
+        ),
         ratio=ratio,
-        bar=say("step of {}, against {}", "{} 训练步，对比 {}", _work_name(fast), name),
+        bar=say("step of {}, against {}", "{} 训练步，相对{}", _work_name(fast), name),
     )
 
 
@@ -236,8 +240,10 @@ def _best_mfu(cells: Cells) -> list[Highlight]:
     if not found:
         return []
     share, best = max(found, key=lambda pair: pair[0])
-    detail = say("{} tokens: {} ms a step", "{} token：每步 {} ms", _work_name(best), ms(known(best, "step_time")))
-    return [Highlight(40, Text(percent(share)), Text("MFU of the fast step", "最快训练步的 MFU"), detail)]
+    values = (_work_name(best), str(best.get("precision")), ms(known(best, "step_time")))
+    detail = say("{} tokens, {}: {} ms a step", "{} token，{}：每步 {} ms", *values)
+    what = Text("of the GPU's peak FLOP/s in a step (MFU)", "训练步达到的 GPU 峰值占比（MFU）")
+    return [Highlight(40, Text(percent(share)), what, detail)]
 
 
 # -- findings ---------------------------------------------------------------------------------------------------------

@@ -92,7 +92,7 @@ def _error(cell: CellView) -> Point:
 def _kind(cell: CellView) -> Text:
     """The mode, and what saves memory."""
     saving = [Text("SDPA")] if cell.get("attention") != "reference" else []
-    saving += [Text("checkpointing", "检查点")] if cell.get("checkpoint_blocks") else []
+    saving += [Text("checkpointing", "激活重计算")] if cell.get("checkpoint_blocks") else []
     return listed((MODE_WORDS.get(str(cell.get("mode")), Text("step", "一步")), *saving), (", ", "，"))
 
 
@@ -115,7 +115,7 @@ def _highlights(cells: Cells) -> list[Highlight]:
     if not having(cells, "peak_memory", "predicted_memory"):
         return []
     errors, worst = _errors(cells)
-    what = say("largest error of {} predicted peaks", "{} 个峰值预测中的最大误差", str(len(errors)))
+    what = say("largest error of {} predicted peak memories", "峰值显存预测的最大误差（共 {} 项）", str(len(errors)))
     sizes = [gib(worst.value(name)) for name in ("predicted_memory", "peak_memory")]
     name = say("{}, {}", "{}，{}", size_name(worst.get("size")), _kind(worst))
     detail = say("{}: {} GiB predicted, {} GiB measured", "{}：预测 {} GiB，实测 {} GiB", name, *sizes)

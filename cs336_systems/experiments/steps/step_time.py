@@ -122,7 +122,7 @@ def _throughput(cells: Cells) -> Table:
         entries.of(terms.TOKENS_PER_SECOND, lambda cell: number(cell.tokens_per_second, 0)),
         entries.of(terms.TFLOPS, lambda cell: tflops(cell.flops_per_second)),
         entries.of(terms.MFU, lambda cell: percent(cell.mfu)),
-        entries.of(Text("backward / forward", "后向 / 前向"), backward_over_forward),
+        entries.of(Text("backward / forward", "反向 / 前向"), backward_over_forward),
         entries.gib(terms.PEAK, "peak_memory"),
         *entries.reserved(cells),
         entries.gib(terms.PREDICTED, "predicted_memory"),
@@ -285,7 +285,9 @@ def _noise(cells: Cells) -> Text | None:
     found = [cell.statistics("step_time") for cell in _whole_steps(cells)]
     spreads = [one.std / one.mean for one in found if one and one.n > 1]
     return say(
-        "step times vary by {} (median standard deviation)", "步时波动 {}（标准差的中位数）", percent(median(spreads))
+        "steps of one configuration vary by {} of their mean",
+        "同一配置的单步时间波动为均值的 {}",
+        percent(median(spreads)),
     )
 
 
@@ -293,7 +295,7 @@ END_TO_END = Experiment(
     name="end_to_end",
     title=Text("Time of a step by size", "各规模的单步时间"),
     question=Text(
-        "How long do forward, backward and the optimizer take, by size?", "各规模下前向、后向和优化器各用多少时间？"
+        "How long do forward, backward and the optimizer take, by size?", "各规模下前向、反向和优化器各用多少时间？"
     ),
     grid=_grid,
     instrument=STEP,
@@ -524,11 +526,15 @@ def _timer_charts(cells: Cells) -> list[Chart]:
 
 
 def _agreement(cells: Cells) -> Text | None:
-    """State the largest difference of the two timers for the model where they agree best, and for the other."""
-    fine = [cell for cell in cells if cell.ok]
+    """State the largest difference of the two timers for the largest model: small ones wait for the host."""
+    fine = sorted((cell for cell in cells if cell.ok), key=scale_of)
     found = [([abs(off) for phase in TIMED if (off := _excess(cell, phase)) is not None], cell) for cell in fine]
-    worst = [(max(offs), size_name(cell.get("size"))) for offs, cell in found if offs]
-    return ranging("wall clock and do_bench agree within {}", "墙钟与 do_bench 的差别不超过 {}", worst, percent)
+    offs, cell = [pair for pair in found if pair[0]][-1]
+    return say(
+        "wall clock and Triton's do_bench differ by {1} at most for {0}",
+        "{0} 的墙钟时间与 Triton do_bench 最多相差 {1}",
+        *(size_name(cell.get("size")), percent(max(offs))),
+    )
 
 
 def _largest_difference(cells: Cells) -> Text | None:

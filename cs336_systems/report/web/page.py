@@ -33,7 +33,11 @@ _LINKS = Text("See also", "另见")
 _SKIP = Text("Skip to the content", "跳到正文")
 _LANGUAGE = Text("Language", "语言")
 _THEME = Text("Theme", "主题")
-_THEMES = {"system": Text("System", "跟随系统"), "light": Text("Light", "浅色"), "dark": Text("Dark", "深色")}
+_THEMES = {
+    "system": Text("Theme: system", "主题：跟随系统"),
+    "light": Text("Theme: light", "主题：浅色"),
+    "dark": Text("Theme: dark", "主题：深色"),
+}
 _COPY = (Text("Copy as Markdown", "复制为 Markdown"), Text("Copy as LaTeX", "复制为 LaTeX"))
 _FIRST_ROW = (4, 7)
 """Lines before the rows of a table in Markdown and in LaTeX: the script copies rows in the order shown."""
@@ -179,7 +183,8 @@ class _Page:
         parts += [*self._board(section), *self._tables(section)]
         if section.links:
             links = "".join(f"<li>{_link(link)}</li>" for link in section.links)
-            parts.append(f'{_heading_of(level + 1, _text(_LINKS), "see")}<ul class="links">{links}</ul>')
+            heading = _heading_of(level + 1, _text(_LINKS), "see") if len(parts) > 2 else ""
+            parts.append(f'{heading}<ul class="links">{links}</ul>')
         return "\n".join([*parts, "</section>\n"])
 
     def _board(self, section: Section) -> list[str]:

@@ -7,6 +7,7 @@ import re
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from tools.pages import CHARTS
 
 from cs336_systems.config import MODES
 from cs336_systems.experiments.catalogue import catalogue
@@ -16,7 +17,6 @@ from cs336_systems.report.presentation import Presentation, every_metric, presen
 from cs336_systems.report.sections import charts_of, findings_of, in_order
 from cs336_systems.table import FORMATS
 from cs336_systems.text import Text
-from tests.golden.docs_images import CHARTS
 from tests.helpers import ROOT
 from tests.unit.experiments.attention.attention_cells import SAMPLES as ATTENTION
 from tests.unit.experiments.attention.attention_cells import records_of

@@ -18,6 +18,8 @@ NARROW = 400
 PLOT_HEIGHT = 290
 NAMES_SHARE = 0.35
 """Maximum share of the width for names beside bars."""
+WIDER_SHARE = 0.48
+"""The same for dots, whose rows are many and whose names are long."""
 NAME_LINES = 5
 """Maximum lines of a name below its bars; longer names are rotated."""
 TURNED_ROOM = 11
@@ -114,10 +116,11 @@ class Layout:
         if self.horizontal:
             names = self.places or []
             labels = [chart.labels[name] for name in names]
-            room = min(max(map(widest, labels), default=0), NAMES_SHARE * self.width) + 2
+            share = NAMES_SHARE if chart.kind != "dots" else WIDER_SHARE
+            room = min(max(map(widest, labels), default=0), share * self.width) + 2
             self.name_room = room
             lines = max(line_count(label, room) for label in labels)
-            self.slot = max(lines * LINE, self._thickness()) + 12.0
+            self.slot = max(lines * LINE, self._thickness()) + (8.0 if chart.kind == "dots" else 12.0)
             self.left = max(room + 12, text_width(self.value_labels[0]) / 2)
             self.right -= text_width(self.value_labels[-1]) / 2 + (14 if any(p.note for p in points) else 0)
             self.right -= max((text_width(text) for text in self._value_texts()), default=-8) + 8

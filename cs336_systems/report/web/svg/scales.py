@@ -80,9 +80,10 @@ def log_axis(values: Sequence[float], *, snap: bool) -> Axis:
         powers = range(math.ceil(math.log2(low)), math.floor(math.log2(high)) + 1)
         return Axis(low, high, True, [2.0**power for power in powers])
     if snap and high / low < FEW_TICKS:  # powers of ten would leave one or two ticks
-        axis = linear_axis([low, high], zero=False, snap=True)
-        if axis.low > 0:
-            return Axis(axis.low, axis.high, True, axis.ticks)
+        step = _step((high - low) / 5)
+        first, last = math.floor(low / step + 1e-9), math.ceil(high / step - 1e-9)
+        if first > 0:
+            return Axis(first * step, last * step, True, [float(f"{k * step:.12g}") for k in range(first, last + 1)])
     decades = math.log10(high / low)
     exponents = range(math.floor(math.log10(low)) - 1, math.ceil(math.log10(high)) + 2)
     marks = [float(f"{m}e{e}") for e in exponents for m in ((1, 2, 5) if decades <= 2.5 else (1,))]
