@@ -147,6 +147,10 @@ class Marks:
         """The place of a value, as text."""
         return fine(self.at.along_value(value), self.at.base)
 
+    def _exact(self, place: float) -> str:
+        """A place that may be that of zero itself: the script may enlarge its rounding error, too."""
+        return fine(place, self.at.base) if abs(place - self.at.base) > 1e-6 else f"{place:.6f}"
+
     def _drawn(self, series: Series) -> list[Point]:
         return [point for point in series.points if self.chart.can_draw(point)]
 
@@ -291,7 +295,7 @@ class Marks:
     def _values(self) -> str:
         """The values of bars at their ends, and the sums of stacked ones."""
         return "".join(
-            f'<g class="value{" turned" * self.at.turned}" data-at="{fine(value.at, self.at.base)}" '
+            f'<g class="value{" turned" * self.at.turned}" data-at="{self._exact(value.at)}" '
             f'data-{"sum" if self.chart.kind == "stacked" else "for"}="{value.key}">' + self._value_text(value) + "</g>"
             for value in self.at.bar_values
         )
