@@ -32,7 +32,7 @@ def _draw(figure: Any, timeline: Timeline) -> None:
     colors = label_colors(reduced.labels)
     # Areas share their edges; antialiasing would draw pale lines between them.
     axes.stackplot(times, rows, labels=reduced.labels, colors=colors, step="post", linewidth=0, antialiased=False)
-    axes.set(xlabel="ms since the step began", ylabel=name, xlim=(times[0], times[-1]), ylim=(0, 1.14 * peak / scale))
+    axes.set(xlabel="ms since the step began, by the host's clock while tracing", ylabel=name, xlim=(times[0], times[-1]), ylim=(0, 1.14 * peak / scale))
     _mark_peak(axes, peak_time * 1e3, peak / scale, f"peak {size_text(peak)}")
     axes.set_title(title, pad=6 + _mark_phases(axes, timeline.phases))
     handles, labels = axes.get_legend_handles_labels()

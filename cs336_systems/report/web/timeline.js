@@ -242,7 +242,7 @@
       below.fillRect(x, plot.bottom, 1, 5);
       below.fillText(text, Math.min(x, width - below.measureText(text).width / 2), plot.bottom + 14);
     }
-    below.fillText("ms since the step began", (plot.left + plot.right) / 2, height - 9);
+    below.fillText("ms since the step began, by the host's clock while tracing", (plot.left + plot.right) / 2, height - 9);
   }
 
   function drawArea(label) {
