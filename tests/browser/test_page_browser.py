@@ -332,7 +332,7 @@ def test_the_language_is_switched_and_kept(sample, path):
     assert (sample.visible(".en"), sample.visible(".zh")) == (0, english)
     assert sample.run("[document.documentElement.lang, document.title]") == ["zh-CN", "时间与显存花在哪里"]
     assert "注意力前向加反向" in sample.one(chart, "e.ariaLabel")
-    assert sample.run("theme.options[1].textContent") == "浅色"
+    assert sample.run("theme.options[1].textContent") == "主题：浅色"
     sample.open(path, fresh=False)
     assert sample.run("document.documentElement.dataset.language + language.value") == "zhzh"
     sample.choose("language", "en")

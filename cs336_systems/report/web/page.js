@@ -425,7 +425,7 @@
   function niceAxis(low, high, log) {
     if (log) {
       if (high / low < 1 + 1e-9) [low, high] = [low / 3, high * 3];
-      if (low > 0.6 * high) { // powers of ten would leave one or two ticks
+      if (high / low < 4) { // powers of ten would leave one or two ticks
         const axis = niceAxis(low, high, false);
         if (axis.low > 0) return axis;
       }
