@@ -7,7 +7,6 @@ import re
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from tools.pages import CHARTS
 
 from cs336_systems.config import MODES
 from cs336_systems.experiments.catalogue import catalogue
@@ -39,6 +38,7 @@ from tests.unit.report.step_cells import (
     step,
     tables,
 )
+from tools.pages import CHARTS
 
 SAMPLES = {**STEPS, **KERNELS, **MEMORY}
 SAMPLES |= {name: records_of(cells) for name, cells in {**ATTENTION, **RANKS}.items()}
