@@ -1,5 +1,6 @@
 """One headless Chromium for all tests of the pages, driven over its DevTools pipe."""
 
+import base64
 import contextlib
 import json
 import os
@@ -10,7 +11,8 @@ from pathlib import Path
 import pytest
 
 CHROMIUM = next(filter(None, map(shutil.which, ("chromium", "chromium-browser", "google-chrome"))), None)
-KEY_CODES = {"Enter": 13, " ": 32, "Tab": 9, "ArrowRight": 39, "ArrowLeft": 37, "Escape": 27}
+KEY_CODES = {"Enter": 13, " ": 32, "Tab": 9, "Escape": 27}
+KEY_CODES |= {"ArrowLeft": 37, "ArrowUp": 38, "ArrowRight": 39, "ArrowDown": 40}
 TEXT = {"Enter": "\r", " ": " "}
 
 
@@ -141,11 +143,16 @@ class Browser:
         self.call("Input.dispatchMouseEvent", type=kind, x=x, y=y, **more)
         self.frame()
 
+    def show(self, selector, index=0):
+        """Scroll an element into view. What is off the screen has no layout, so this takes two frames."""
+        self.one(selector, "e.scrollIntoView({block: 'center'})", index)
+        self.frame()
+        self.frame()
+
     def point_at(self, selector, index=0):
         """Scroll an element into view and move the pointer to its middle, from outside of all elements."""
         self.mouse("mouseMoved", 2, 2)
-        self.one(selector, "e.scrollIntoView({block: 'center'})", index)
-        self.frame()
+        self.show(selector, index)
         left, top, right, bottom = self.box(selector, index)
         self.mouse("mouseMoved", (left + right) / 2, (top + bottom) / 2)
         return (left + right) / 2, (top + bottom) / 2
@@ -164,6 +171,9 @@ class Browser:
     def choose(self, select, value):
         self.run(f"{select}.value = {value!r}; {select}.dispatchEvent(new Event('change'))")
         self.frame()
+
+    def print_pdf(self, **options):
+        return base64.b64decode(self.call("Page.printToPDF", printBackground=True, **options)["data"])
 
     def tooltip(self):
         return self.run("tooltip.hidden ? null : tooltip.innerText.split('\\n')")

@@ -5,10 +5,11 @@ from dataclasses import replace
 
 import pytest
 
-from cs336_systems.report.document import Document, Point
+from cs336_systems.report.document import Document, Point, Series
 from cs336_systems.report.web.page import page
 from cs336_systems.table import Column, Table
 from cs336_systems.text import Text
+from tests.browser.geometry import COLLISIONS, LAY_OUT, OVERLAPS, WIDTHS
 from tests.unit.report import page_cases
 from tests.unit.report.page_cases import KINDS, STEP, chart, long_names, stacked, with_charts, with_points, with_tables
 
@@ -103,29 +104,75 @@ def test_headings_sort_by_value_by_name_and_by_keyboard(browser, write):
 
 def test_tooltips_of_the_pointer_and_of_the_focus(sample):
     sample.point_at("#attention-time .series path.mark", 3)
-    assert sample.tooltip() == ["PyTorch", "sequence length: 1024", "time (ms): 1.2 ± 0.096", "n = 10"]
+    assert sample.tooltip() == [
+        *("sequence length: 1024", "PyTorch", "1.20 ± 0.096 (n = 10)", "compiled", "0.66 ± 0.0528 (n = 10)"),
+        *("FlashAttention-2 (Triton)", "0.18 ± 0.0144 (n = 10)", "quadratic fit", "0.18", "time (ms)"),
+    ]
+    assert sample.visible(".hair") == 1
     sample.mouse("mouseMoved", 2, 2)
-    assert sample.tooltip() is None
-    sample.point_at("#attention-time .cross")
-    assert sample.tooltip() == ["PyTorch", "sequence length: 8192", "out of memory"]
+    assert (sample.tooltip(), sample.visible(".hair")) == (None, 0)
+    sample.point_at("#attention-time .series .cross")
+    assert sample.tooltip()[:3] == ["sequence length: 8192", "PyTorch", "out of memory"]
     sample.choose("language", "zh")
-    sample.point_at("#attention-time .cross")
-    assert sample.tooltip() == ["PyTorch 朴素实现", "序列长度: 8192", "显存不足"]
-    sample.choose("language", "en")
-    sample.mouse("mouseMoved", 2, 2)
+    sample.point_at("#attention-time .series .cross")
+    assert sample.tooltip()[:3] == ["序列长度: 8192", "PyTorch 朴素实现", "显存不足"]
+    assert sample.tooltip()[-1] == "时间(毫秒)"
 
-    sample.one("#attention-time svg:not(.narrow) .entry", "e.focus()", -1)
+
+def test_the_tooltip_of_a_bar_lists_its_group_and_that_of_a_dot_is_its_own(browser, write):
+    rows = [Series(Text(name), [Point("a", y), Point("b", y + 1)]) for name, y in (("x", 1.0), ("y", 5.0))]
+    charts = [replace(chart(kind, rows), name=kind) for kind in ("bars", "stacked", "dots")]
+    browser.open(write(with_charts(*charts)))
+    for kind in ("bars", "stacked"):
+        browser.point_at(f"#{kind} .series rect", 1)
+        assert browser.tooltip() == ["size: b", "x", "2", "y", "6", "time (ms)"]
+    browser.point_at("#dots .series .mark", 1)
+    assert browser.tooltip() == ["size: b", "x", "2", "time (ms)"]
+    browser.click("#bars .entry")
+    browser.point_at("#bars .series:not(.off) rect", 1)
+    assert browser.tooltip() == ["size: b", "y", "6", "time (ms)"]
+
+
+def test_arrow_keys_move_along_and_between_series(sample):
+    chart = "#attention-time svg:not(.narrow)"
+    sample.one(f"{chart} .entry", "e.focus()")
     for key, series, length in (
         ("Tab", "PyTorch", 128),
         ("ArrowRight", "PyTorch", 256),
         ("ArrowLeft", "PyTorch", 128),
         ("ArrowLeft", "PyTorch", 16384),
-        ("Tab", "compiled", 128),
+        ("ArrowDown", "compiled", 16384),
+        ("ArrowLeft", "compiled", 8192),
+        ("ArrowDown", "FlashAttention-2 (Triton)", 8192),
+        ("ArrowUp", "compiled", 8192),
     ):
         sample.key(key)
-        assert sample.tooltip()[:2] == [series, f"sequence length: {length}"]
+        assert sample.tooltip()[:2] == [f"sequence length: {length}", series]
+        name = sample.run("document.activeElement.ariaLabel")
+        assert name.startswith(f"{series}, {length}: ")
+        left, top, right, _ = sample.box("#tooltip")
+        mark = sample.run("(b => [b.left, b.top])(document.activeElement.getBoundingClientRect())")
+        assert left <= mark[0] <= right
+        assert top < mark[1]
+    assert len(sample.each(f"{chart} [data-value][tabindex='0']", "0")) == 1
     sample.key("Escape")
     assert sample.tooltip() is None
+    sample.key("Tab")
+    assert sample.run("document.activeElement.closest('#attention-time')") is None  # one tab stop
+
+
+def test_arrow_keys_move_between_entries_and_headings(sample):
+    for row, count in (
+        ("#attention-time svg:not(.narrow) .entry", 4),
+        ("#table-Attention-forward-and-backward thead button", 6),
+    ):
+        assert len(sample.each(row, "0")) == count
+        assert sample.each(row, "e.tabIndex") == [0, *[-1] * (count - 1)]
+        sample.one(row, "e.focus()")
+        for key, place in (("ArrowRight", 1), ("ArrowLeft", 0), ("ArrowLeft", count - 1)):
+            sample.key(key)
+            assert sample.one(row, "e === document.activeElement", place)
+        assert sample.each(row, "e.tabIndex") == [*[-1] * (count - 1), 0]
 
 
 @pytest.mark.parametrize(("width", "drawings"), [(390, "svg.narrow"), (1400, "svg:not(.narrow)")])
@@ -133,7 +180,7 @@ def test_tooltips_stay_in_the_window(browser, path, width, drawings):
     browser.open(path, width=width, height=844)
     marks = f"{drawings} [data-value]"
     for index in range(0, len(browser.each(marks, "0")), 17):
-        browser.one(marks, "e.focus()", index)
+        browser.one(marks, "(e.setAttribute('tabindex', '0'), e.focus())", index)
         browser.frame()
         left, top, right, bottom = browser.box("#tooltip")
         assert 0 <= left < right <= width
@@ -155,6 +202,11 @@ def test_a_legend_entry_hides_and_shows_its_series(sample):
     assert state() == (4, "true")
     sample.key(" ")
     assert state() == (3, "false")
+    stops = sample.each("#attention-time svg:not(.narrow) [data-value][tabindex='0']", "e.parentElement.dataset.series")
+    assert stops == ["compiled"]  # a chart keeps its tab stop
+    sample.resize(390)
+    sample.frame()
+    assert sample.visible("#attention-time svg.narrow .series") == 3  # in the drawing for phones, too
 
 
 @pytest.mark.parametrize(("figure", "edge"), [("memory-across", 0), ("memory-up", 3)])
@@ -163,25 +215,61 @@ def test_stacked_parts_close_the_gap_of_a_hidden_part(sample, figure, edge):
         count = len(sample.each(f"#{figure} .series:not(.off)", "0"))
         return [sample.box(f"#{figure} .series:not(.off) rect:first-of-type", index)[edge] for index in range(count)]
 
+    def sums():
+        return sample.each(f"#{figure} svg:not(.narrow) .value:not(.off)", "e.textContent")
+
     before = edges()
+    assert sums() == ["10.8", "7.20", "5.40"]
     sample.click(f"#{figure} .entry")
     assert edges()[0] == pytest.approx(before[0], abs=1)
+    assert sums() == ["9.60", "6.40", "4.80"]  # without the parameters
     sample.click(f"#{figure} .entry")
     assert edges() == pytest.approx(before, abs=0.1)
+    assert sums() == ["10.8", "7.20", "5.40"]
 
 
-OVERLAPS = """[...document.querySelectorAll("svg")].flatMap((svg) => {
-  const view = svg.getBoundingClientRect();
-  const texts = [...svg.querySelectorAll("text")].filter(e => e.checkVisibility() && !e.hasAttribute("transform"));
-  const boxes = texts.map(e => [e.textContent, e.getBoundingClientRect()]);
-  const found = boxes.filter(([, b]) => b.left < view.left - 2 || b.right > view.right + 2
-    || b.top < view.top - 2 || b.bottom > view.bottom + 2).map(([text]) => "outside: " + text);
-  boxes.forEach(([text, a], i) => boxes.slice(i + 1).forEach(([other, b]) => {
-    if (Math.min(a.right, b.right) - Math.max(a.left, b.left) > 1 &&
-        Math.min(a.bottom, b.bottom) - Math.max(a.top, b.top) > 5) found.push(text + " on " + other);
-  }));
-  return found;
-})"""
+TICKS = "[...e.querySelectorAll('.ticks text')].map(t => t.textContent)"
+PLACES = """(grid => [...e.querySelectorAll('.series:not(.off) [data-value]')].map(m => m.getBoundingClientRect())
+  .map(b => e.matches('[data-horizontal]') ? (b.right - grid.left) / grid.width : (grid.bottom - b.top) / grid.height)
+)(e.querySelector('.grid').getBoundingClientRect())"""
+"""Where the marks of a drawing end, from 0 to 1 along the axis of values."""
+
+
+@pytest.mark.parametrize("fields", [*KINDS.values(), {"kind": "dots"}, {"kind": "dots", "log_y": True}], ids=str)
+def test_hiding_series_draws_the_axis_of_the_others(browser, write, fields):
+    """As in a chart without them, also if they are a thousand times as large."""
+
+    def times(size):
+        xs = (2**i if fields["kind"] == "lines" else f"bar {i}" for i in range(4))
+        interval = {"low": size, "high": size * 6} if fields["kind"] == "dots" else {"std": size / 5}
+        return Series(Text(f"times {size}"), [Point(x, size * (i + 2), **interval) for i, x in enumerate(xs)])
+
+    whole = chart(series=[times(1000.0), times(1.3), times(0.004)], **fields)
+    parts = [replace(whole, name=f"from-{first}", series=whole.series[first:]) for first in range(3)]
+    browser.open(write(with_charts(*parts)))
+    for first in (1, 2):
+        browser.click("#from-0 svg:not(.narrow) .entry", first - 1)
+        for expression in (PLACES,) if fields["kind"] == "dots" or "horizontal" in fields else (TICKS, PLACES):
+            found, expected = (browser.one(f"#from-{n} svg:not(.narrow)", expression) for n in (0, first))
+            assert found == (expected if expression == TICKS else pytest.approx(expected, abs=0.02))
+        assert browser.run(OVERLAPS) == []
+    for entry in (0, 1):
+        browser.click("#from-0 svg:not(.narrow) .entry", entry)
+    assert browser.one("#from-0 svg:not(.narrow)", TICKS)[-1] == browser.one("#from-0 svg.narrow", TICKS)[-1]
+    assert browser.errors == []
+
+
+def test_a_cut_bar_that_shrinks_below_the_cut_has_its_whole_length(browser, write):
+    browser.open(write(with_charts(replace(stacked(93.0, 8.0), name="plan"))))
+    texts = "#plan svg:not(.narrow) .value"
+    assert browser.each(texts, "e.textContent") == ["→ 93", "8"]
+    series = list(stacked(93.0, 8.0).series)
+    series[0] = replace(series[0], points=[Point("bar 0", 80.0), Point("bar 1", 4.0)])
+    series[1] = replace(series[1], points=[Point("bar 0", 13.0), Point("bar 1", 4.0)])
+    browser.open(write(with_charts(replace(stacked(1.0), series=series))))
+    browser.click(".entry")
+    assert browser.each(texts, "e.textContent") == ["13", "4"]
+    assert browser.box(texts)[0] == pytest.approx(browser.box("#plan .series:not(.off) rect")[2], abs=9)
 
 
 def test_texts_of_charts_do_not_overlap_in_the_browsers_fonts(browser, write):
@@ -189,24 +277,39 @@ def test_texts_of_charts_do_not_overlap_in_the_browsers_fonts(browser, write):
     for number, fields in enumerate(KINDS.values()):
         charts += [replace(long_names(**fields), name=f"long-{number}", x=Text("长" * 90)), chart(**fields)]
     browser.open(write(with_charts(*charts)))
-    for language in ("en", "zh"):
-        browser.choose("language", language)
-        assert browser.run(OVERLAPS) == []
+    browser.run(LAY_OUT)
+    for width in WIDTHS:
+        browser.resize(width)
+        for language in ("en", "zh"):
+            browser.choose("language", language)
+            assert browser.run(OVERLAPS) == []
+            assert browser.run(COLLISIONS) == []
+
+
+@pytest.mark.parametrize("case", [page_cases.sample, page_cases.first_screen, page_cases.many_tables])
+def test_parts_of_the_page_do_not_overlap(browser, write, case):
+    browser.open(write(case()))
+    browser.run(LAY_OUT)
+    for width in WIDTHS:
+        browser.resize(width)
+        for language in ("en", "zh"):
+            browser.choose("language", language)
+            assert browser.run(COLLISIONS) == []
 
 
 def test_spans_limits_and_cut_bars(browser, write):
     browser.open(write(with_charts(STEP, stacked(12_345.0, 36.0, 8.0))))
     assert browser.run(OVERLAPS) == []
     assert not any(browser.each(".plot", "e.scrollWidth > e.clientWidth + 1"))  # a cut bar does not widen the page
-    for mark, text in (
-        ("[data-series=backward]", "backwardwrapper: naivems since: 4 – 10"),
-        (".limit [data-value]", "GPU memorystrategy: –GiB: 10"),
+    for figure, key, text in (
+        ("lanes", "ArrowDown", "wrapper: naivebackward4 – 10ms since"),
+        ("plan", "ArrowUp", "GPU memory10GiB"),
     ):
-        browser.one(mark, "e.focus()")
-        browser.frame()
+        browser.one(f"#{figure} svg:not(.narrow) [data-value][tabindex='0']", "e.focus()")
+        browser.key(key)
         assert browser.run("tooltip.textContent") == text
     browser.key("ArrowRight")
-    assert browser.run("document.activeElement.dataset.series") == "GPU memory"
+    assert browser.run("document.activeElement.parentElement.dataset.series") == "GPU memory"
     browser.click(".entry", 3)
     assert [browser.visible(selector) for selector in (".entry", ".series.off", ".limit path")] == [5, 0, 2]
     assert browser.errors == []
@@ -229,7 +332,7 @@ def test_the_language_is_switched_and_kept(sample, path):
     assert (sample.visible(".en"), sample.visible(".zh")) == (0, english)
     assert sample.run("[document.documentElement.lang, document.title]") == ["zh-CN", "时间与显存花在哪里"]
     assert "注意力前向加反向" in sample.one(chart, "e.ariaLabel")
-    assert sample.run("theme.options[1].textContent") == "浅色"
+    assert sample.run("theme.options[1].textContent") == "主题：浅色"
     sample.open(path, fresh=False)
     assert sample.run("document.documentElement.dataset.language + language.value") == "zhzh"
     sample.choose("language", "en")
@@ -282,6 +385,19 @@ def test_tables_are_copied(sample, clipboard):
     assert sample.run("document.querySelectorAll('textarea').length") == 0
 
 
+def test_copies_have_the_rows_in_the_order_shown(sample):
+    sample.run("navigator.clipboard.writeText = async (text) => { window.copied = text; }")
+    for _ in range(2):
+        sample.click("thead button", 1)
+    shown = sample.each("#table-Attention-forward-and-backward tbody tr", "e.cells[2].innerText")
+    table = page_cases.step_table()
+    assert shown != [row[2] for row in table.rows]
+    by_time = {row[2]: row for row in table.rows}
+    for index, format in enumerate(("md", "latex")):
+        sample.click(".copy button", index)
+        assert sample.run("copied") == replace(table, rows=[by_time[text] for text in shown]).render(format)
+
+
 # Navigation and layout
 
 
@@ -298,7 +414,7 @@ def test_contents_lead_to_their_sections(sample):
         assert 0 <= sample.box(f"#{link}")[1] < 40
         assert sample.box("nav")[1] >= 0
     assert sample.one("nav [aria-current]", "e.hash") == "#memory"
-    assert sample.visible("nav a") == 6
+    assert sample.visible("nav a") == 5
 
 
 def test_contents_are_folded_on_a_phone(browser, tables_path):
@@ -325,8 +441,8 @@ def test_screen_readers_get_names(sample):
     sample.call("Accessibility.disable")
     names = {(n.get("role", {}).get("value"), n.get("name", {}).get("value")) for n in nodes if not n["ignored"]}
     assert ("navigation", "Contents") in names
-    assert any(role == "image" and name.startswith("Attention, forward and backward") for role, name in names)
-    assert any(name == "PyTorch, 1024: 1.2 ± 0.096, n = 10" for _, name in names)
+    assert any(role == "group" and name.startswith("Attention, forward and backward") for role, name in names)
+    assert ("image", "PyTorch, 128: 0.22 ± 0.0173 (n = 10)") in names  # the tab stop
     assert any(name == "PyTorch" and role in ("button", "ToggleButton") for role, name in names)
 
 
@@ -418,6 +534,7 @@ def test_a_folded_table_ends_below_a_row(browser, tables_path, width):
     browser.each("details", "e.open = true")
     browser.frame()
     for table in ("table-tall", "table-forward", "table-last", "table-wide"):
+        browser.show(f"#{table}")
         assert len(rows_seen(browser, table)) == 12, table
         end = browser.one(f"#{table} .scroll", "e.getBoundingClientRect().top + e.clientTop + e.clientHeight")
         assert browser.box(f"#{table} tbody tr", 12)[1] - end >= -1, table
@@ -490,6 +607,7 @@ def test_a_shadow_marks_the_side_on_which_a_table_continues(browser, tables_path
         return browser.one(f"#{table} .frame", opacity)
 
     browser.open(tables_path, width=width)
+    browser.show("#table-wide")
     for scroll, expected in ((0, [0, 1]), (300, [1, 1]), (1e6, [1, 0])):
         browser.one("#table-wide .scroll", f"e.scrollLeft = {scroll}")
         browser.frame()
@@ -509,11 +627,14 @@ def test_print_shows_everything_on_white(browser, path, tables_path):
     browser.open(path, scheme="dark")
     browser.choose("theme", "dark")
     browser.click(".entry")
+    browser.run("dispatchEvent(new Event('beforeprint'))")
     browser.media("print", scheme="dark")
     assert browser.visible("select, .copy button, nav") == 0
     assert browser.run(BACKGROUND) == LIGHT
     assert browser.visible(".series") == len(browser.each("svg:not(.narrow) .series", "0"))
     assert browser.visible("tbody tr") == 12 + 30 + 50
+    browser.run("dispatchEvent(new Event('afterprint'))")
+    assert browser.each(".series.off", "e.dataset.index") == ["0", "0"]  # in both drawings
 
     browser.open(tables_path)
     browser.media("print")

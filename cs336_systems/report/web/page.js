@@ -20,6 +20,7 @@
     const name = chosen === "zh" ? "ariaZh" : "ariaEn";
     for (const one of all("[data-aria-zh]")) one.setAttribute("aria-label", one.dataset[name]);
     for (const one of all("option[data-zh]")) one.textContent = one.dataset[chosen];
+    all('[data-value][tabindex="0"]').forEach(nameMark);
     hideTooltip();
   }
   language.addEventListener("change", () => { setLanguage(language.value); keep("report-language", language.value); });
@@ -169,12 +170,32 @@
   // A link to a folded table opens it, also when the address already ends in that anchor.
   function reveal(hash) {
     const target = element(hash.slice(1));
+    if (!target) return;
     const closed = [];
     for (let at = target; at; at = at.parentElement) {
       if (at.matches("details:not([open])") && !nav.contains(at)) closed.push(at);
     }
     closed.forEach((one) => { one.open = true; });
     if (closed.length) target.scrollIntoView({ behavior: "instant" });
+    settle(target);
+  }
+  // Sections have their true height only near the window: where scrolling ends, the target may have moved.
+  let settling = 0;
+  for (const name of ["wheel", "touchmove", "keydown"]) addEventListener(name, () => { settling += 1; }, { passive: true });
+  function settle(target) {
+    settling += 1;
+    const own = settling;
+    let [left, calm, before] = [120, 0, -1];
+    const check = () => {
+      if (own !== settling) return; // the reader has moved on
+      const at = scrollY;
+      if (at === before) target.scrollIntoView({ behavior: "instant" });
+      calm = at === before && scrollY === at ? calm + 1 : 0;
+      before = scrollY;
+      left -= 1;
+      if (calm < 4 && left) requestAnimationFrame(check);
+    };
+    requestAnimationFrame(check);
   }
   addEventListener("hashchange", () => reveal(location.hash));
 
@@ -220,21 +241,26 @@
       entry.setAttribute("tabindex", index ? "-1" : "0");
     });
   }
+  function stopAt(mark) {
+    if (!mark) return;
+    mark.setAttribute("tabindex", "0");
+    if (mark.dataset.value !== undefined) nameMark(mark);
+  }
   function moveFocus(from, to) {
-    if (!to) return;
     from.setAttribute("tabindex", "-1");
-    to.setAttribute("tabindex", "0");
+    stopAt(to);
     to.focus();
   }
   const isShown = (mark) => !mark.closest(".off");
   const sideways = (chart) => chart.dataset.horizontal !== undefined;
+  const translation = /translate\(([-\d.e]+) ([-\d.e]+)\)/;
   // The centre of a mark, in units of the drawing.
   function centre(mark) {
     if (mark.tagName === "rect") {
       const [x, y, width, height] = ["x", "y", "width", "height"].map((name) => Number(mark.getAttribute(name)));
       return { x: x + width / 2, y: y + height / 2 };
     }
-    const found = /translate\(([-\d.e]+) ([-\d.e]+)\)/.exec(mark.getAttribute("transform") ?? "");
+    const found = translation.exec(mark.getAttribute("transform") ?? "");
     if (found) return { x: Number(found[1]), y: Number(found[2]) };
     const box = mark.getBBox();
     return { x: box.x + box.width / 2, y: box.y + box.height / 2 };
@@ -253,14 +279,21 @@
     moveFocus(mark, others.reduce((a, b) => (Math.abs(centre(b)[axis] - at) < Math.abs(centre(a)[axis] - at) ? b : a)));
   }
 
-  // Hiding a series closes the gap in stacked bars, and the axis of values fits what is left.
+  // Hiding a series closes the gap in stacked bars, and the axis of values fits what is left. The wide and the narrow
+  // drawing of a chart show the same series.
   function toggle(entry) {
-    const chart = entry.closest("svg");
     const shown = entry.ariaPressed === "false";
-    entry.setAttribute("aria-pressed", String(shown));
-    chart.querySelector(`.series[data-index="${entry.dataset.toggle}"]`).classList.toggle("off", !shown);
     hideTooltip();
-    redraw(chart);
+    for (const chart of all("svg", entry.closest(".plot"))) {
+      chart.querySelector(`[data-toggle="${entry.dataset.toggle}"]`).setAttribute("aria-pressed", String(shown));
+      const series = chart.querySelector(`.series[data-index="${entry.dataset.toggle}"]`);
+      series.classList.toggle("off", !shown);
+      redraw(chart);
+      const stop = chart.querySelector('[data-value][tabindex="0"]');
+      if (isShown(stop)) continue;
+      stop.removeAttribute("tabindex");
+      stopAt(all("[data-value]", chart).find(isShown) ?? stop);
+    }
   }
   // Attributes as they were drawn: every redraw starts from them.
   const drawn = new WeakMap();
@@ -270,77 +303,119 @@
     kept[name] ??= element.getAttribute(name) ?? "";
     return kept[name];
   }
+  const pathSteps = /([MLHV])([-\d.e]+)(?: ([-\d.e]+))?/g;
+  const THIN = 1.5; // minimum length of a bar
+  // The places of a mark along the axis of values, as drawn; of a bar both ends.
+  function endsOf(mark, across) {
+    if (mark.tagName === "rect") {
+      const at = Number(original(mark, across ? "x" : "y")) + (mark.dataset.size && !across ? THIN : 0);
+      return [at, at + lengthOf(mark, across)];
+    }
+    const found = translation.exec(original(mark, "transform"));
+    if (found) return [Number(found[across ? 1 : 2])];
+    return [...original(mark, "d").matchAll(pathSteps)].flatMap(([, command, a, b]) => (
+      command === (across ? "H" : "V") ? [Number(a)] : "ML".includes(command) ? [Number(across ? a : b)] : []
+    ));
+  }
+  const lengthOf = (bar, across) => Number(bar.dataset.size ?? original(bar, across ? "width" : "height"));
+  // Bars from zero on, stacked ones without their hidden parts: both ends of each, and the sums and ends of stacks.
+  function restack(chart, across, zero) {
+    const ends = new Map();
+    const sums = new Map();
+    for (const bar of all(".series rect[data-way]", chart).filter(isShown)) {
+      const key = `${bar.dataset.place} ${bar.dataset.way}`;
+      const { sum, at } = (bar.dataset.place && sums.get(key)) || { sum: 0, at: zero };
+      const end = at + lengthOf(bar, across) * Number(bar.dataset.way) * (across ? 1 : -1);
+      ends.set(bar, [Math.min(at, end), Math.max(at, end)]);
+      sums.set(key, { sum: sum + asNumber(bar.dataset.value), at: end });
+    }
+    return [ends, sums];
+  }
   function redraw(chart) {
     if (!chart.dataset.scale) return;
     const [low, high, from, to, log, keepsZero] = chart.dataset.scale.split(" ").map(Number);
     const across = sideways(chart);
     const [begin, size] = across ? ["x", "width"] : ["y", "height"];
-    const forth = (value) => (log ? Math.log(value / low) / Math.log(high / low) : (value - low) / (high - low));
-    const back = (place) => {
-      const share = (place - from) / (to - from);
+    const forth = (value) => from + (to - from) * (log ? Math.log(value / low) / Math.log(high / low) : (value - low) / (high - low));
+    const back = (at) => {
+      const share = (at - from) / (to - from);
       return log ? low * (high / low) ** share : low + share * (high - low);
     };
     const hidden = all(".series.off", chart).length > 0;
-    // Stacked parts move by the lengths of hidden parts below them.
-    const missing = new Map();
-    const moves = new Map();
-    for (const bar of all(".series rect[data-place]", chart)) {
-      const key = `${bar.dataset.place} ${bar.dataset.way}`;
-      const by = missing.get(key) ?? 0;
-      if (isShown(bar)) moves.set(bar, by * Number(bar.dataset.way) * (across ? -1 : 1));
-      else missing.set(key, by + Number(original(bar, size)));
-    }
-    const ends = [];
-    for (const mark of all(".series [data-value]", chart).filter(isShown)) {
-      if (mark.matches(".cross")) continue;
-      if (mark.tagName === "rect") {
-        const at = Number(original(mark, begin)) + (moves.get(mark) ?? 0);
-        ends.push(at, at + Number(original(mark, size)));
-      } else {
-        const found = /translate\(([-\d.e]+) ([-\d.e]+)\)/.exec(original(mark, "transform"));
-        if (found) ends.push(Number(found[across ? 1 : 2]));
-      }
-    }
+    const [stacked, sums] = restack(chart, across, !log && low <= 0 && high >= 0 ? forth(0) : from);
+    const places = (mark) => stacked.get(mark) ?? endsOf(mark, across);
     let axis = { low, high, ticks: null };
-    if (hidden && ends.length) {
-      const values = ends.map(back).filter((value) => Number.isFinite(value) && (!log || value > 0));
-      for (const limit of all(".limit [data-value]", chart)) {
-        const value = Number(limit.dataset.value.replaceAll(",", ""));
-        if (Number.isFinite(value) && (!log || value > 0)) values.push(value);
-      }
-      if (keepsZero && !log) values.push(0);
-      axis = niceAxis(Math.min(...values), Math.max(...values), log);
+    const values = hidden ? all(".series rect, .series path:not(.cross)", chart).filter(isShown).flatMap(places)
+      .filter((end) => !log || Math.abs(end - from) > 0.1) // on a logarithmic axis bars begin at its end
+      .map((end) => Math.min(back(end), chart.querySelector("clipPath") ? high : Infinity)) : [];
+    if (values.length) {
+      values.push(...all(".limit [data-value]", chart).map((limit) => asNumber(limit.dataset.value)));
+      axis = fitted(Math.min(...values), Math.max(...values), log, keepsZero);
     }
     // Both scales are linear in the drawing (or in its logarithm): one straight line maps old places to new ones.
-    const [first, last] = [forth(axis.low), forth(axis.high)].map((share) => from + share * (to - from));
-    const factor = (to - from) / (last - first || 1);
-    const place = (at) => from + (at - first) * factor;
+    const [first, last] = [forth(axis.low), forth(axis.high)];
+    const stretched = (at) => from + (at - first) * (to - from) / (last - first);
+    const [least, most] = [Math.min(from, to), Math.max(from, to)];
+    const placed = (at) => (log ? Math.min(Math.max(stretched(at), least), most) : stretched(at));
     for (const bar of all(".series rect", chart)) {
-      const at = Number(original(bar, begin)) + (moves.get(bar) ?? 0);
-      const [start, end] = [place(at), place(at + Number(original(bar, size)))];
-      bar.setAttribute(begin, Math.min(start, end).toFixed(1));
-      bar.setAttribute(size, Math.abs(end - start).toFixed(1));
+      const [start, end] = places(bar).map(placed).sort((a, b) => a - b);
+      const thin = end - start < THIN;
+      bar.setAttribute(begin, (thin && !across ? start - THIN : start).toFixed(1));
+      bar.setAttribute(size, Math.max(end - start, THIN).toFixed(1));
     }
-    const moved = (text) => text.replace(/translate\(([-\d.e]+) ([-\d.e]+)\)/, (_, x, y) => (
-      across ? `translate(${place(Number(x)).toFixed(1)} ${y})` : `translate(${x} ${place(Number(y)).toFixed(1)})`
+    const moved = (text) => text.replace(translation, (_, x, y) => (
+      across ? `translate(${placed(Number(x)).toFixed(1)} ${y})` : `translate(${x} ${placed(Number(y)).toFixed(1)})`
     ));
     for (const mark of all(".series [transform]:not(.cross)", chart)) mark.setAttribute("transform", moved(original(mark, "transform")));
-    for (const path of all(".series path:not([transform]), .limit path, .base", chart)) {
-      path.setAttribute("d", movedPath(original(path, "d"), across, place));
+    for (const path of all(".series path:not([transform]), .limit path", chart)) {
+      path.setAttribute("d", movedPath(original(path, "d"), across, placed));
     }
+    const base = chart.querySelector(".base");
+    const zero = !log && axis.low <= 0 && axis.high >= 0 ? placed(forth(0)) : from;
+    base.setAttribute("d", movedPath(original(base, "d"), across, () => zero));
     all(".names", chart).forEach((names) => names.classList.toggle("off", hidden));
-    for (const value of all(".value", chart)) {
-      const own = value.dataset.for.startsWith("place") ? null : chart.querySelector(`.series[data-index="${value.dataset.for}"]`);
-      value.classList.toggle("off", own ? !isShown(own) : hidden);
-      const at = Number(value.dataset.at);
-      const by = place(at) - at;
-      value.setAttribute("transform", across ? `translate(${by.toFixed(1)} 0)` : `translate(0 ${by.toFixed(1)})`);
-    }
-    drawTicks(chart, axis, across, (value) => place(from + forth(value) * (to - from)));
+    for (const value of all(".value", chart)) moveValue(value, chart, across, hidden, sums, placed, axis.high, to);
+    drawTicks(chart, axis, across, (tick) => placed(forth(tick)));
+  }
+  // The axis of what is shown, by the rules of scales.py. Places are rounded: what is almost zero is zero.
+  function fitted(least, most, log, keepsZero) {
+    if (log) return niceAxis(least, most, true);
+    const [low, high] = [least, most].map((end) => (Math.abs(end) < 0.005 * Math.max(Math.abs(least), Math.abs(most)) ? 0 : end));
+    const withZero = keepsZero || (low >= 0 && low <= 0.6 * high);
+    return niceAxis(withZero ? Math.min(low, 0) : low, withZero ? Math.max(high, 0) : high, false);
+  }
+  // The value at the end of a bar follows it; the sum of a stacked bar is that of its visible parts.
+  function moveValue(value, chart, across, hidden, sums, placed, high, to) {
+    const { at, sum } = value.dataset;
+    const found = sums.get(sum);
+    const whole = [...sums.values()].every((one) => Math.abs(one.sum - Math.round(one.sum)) < 1e-9);
+    const shown = sum === undefined ? isShown(chart.querySelector(`.series[data-index="${value.dataset.for}"]`)) : found;
+    value.classList.toggle("off", !shown);
+    if (!shown) return;
+    if (found) writeSum(value.querySelector("text"), hidden ? found.sum : null, high, whole);
+    const atZero = across && sum?.endsWith("-1"); // beside the names of the bars there is no room
+    const end = placed(found && hidden && !atZero ? found.at : Number(at));
+    const by = (across ? Math.min(end, to) : end) - Number(at);
+    value.setAttribute("transform", across ? `translate(${by.toFixed(1)} 0)` : `translate(0 ${by.toFixed(1)})`);
+  }
+  const asNumber = (text) => Number(text.replaceAll(",", ""));
+  // The sum of a stacked bar, as the drawing writes it; an arrow where the bar is cut. Null: as drawn.
+  function writeSum(text, sum, high, whole) {
+    if (!drawn.has(text)) drawn.set(text, { text: text.textContent });
+    if (sum === null) text.textContent = drawn.get(text).text;
+    else if (sum > high * 1.000001) text.textContent = `→ ${sum >= 100 ? Math.round(sum).toLocaleString("en") : Number(sum.toPrecision(3))}`;
+    else text.textContent = onBar(sum, whole);
+  }
+  // As `Chart.texts_of`.
+  function onBar(value, whole) {
+    const size = Math.abs(value);
+    if (!whole && size > 0 && size < 0.1) return String(Number(value.toPrecision(3)));
+    const count = whole || size >= 100 || !size ? 0 : size >= 10 ? 1 : 2;
+    return value.toLocaleString("en", { minimumFractionDigits: count, maximumFractionDigits: count });
   }
   // Absolute commands along the axis of values move; relative ones run across it.
   function movedPath(path, across, place) {
-    return path.replace(/([MLHV])([-\d.e]+)(?: ([-\d.e]+))?/g, (whole, command, a, b) => {
+    return path.replace(pathSteps, (whole, command, a, b) => {
       const [x, y] = [Number(a), Number(b)];
       if (command === "H") return across ? `H${place(x).toFixed(1)}` : whole;
       if (command === "V") return across ? whole : `V${place(x).toFixed(1)}`;
@@ -349,47 +424,70 @@
   }
   function niceAxis(low, high, log) {
     if (log) {
+      if (high / low < 1 + 1e-9) [low, high] = [low / 3, high * 3];
+      if (high / low < 4) { // powers of ten would leave one or two ticks
+        const axis = niceAxis(low, high, false);
+        if (axis.low > 0) return axis;
+      }
+      const steps = Math.log10(high / low) > 2.5 ? [1] : [1, 2, 5];
+      const [least, most] = [Math.floor(Math.log10(low)) - 1, Math.ceil(Math.log10(high)) + 1];
       const marks = [];
-      for (let power = -20; power <= 20; power += 1) for (const step of [1, 2, 5]) marks.push(Number(`${step}e${power}`));
-      const [from, to] = [marks.findLast((mark) => mark <= low * 1.000001), marks.find((mark) => mark >= high * 0.999999)];
-      const ticks = marks.filter((mark) => mark >= from && mark <= to);
-      return { low: from, high: to > from ? to : from * 2, ticks: ticks.length > 9 ? ticks.filter((_, index) => index % 3 === 0) : ticks };
+      for (let power = least; power <= most; power += 1) for (const step of steps) marks.push(Number(`${step}e${power}`));
+      const [from, to] = [marks.findLast((mark) => mark <= low * 1.001), marks.find((mark) => mark >= high * 0.999)];
+      return { low: from, high: to, ticks: marks.filter((mark) => mark >= from && mark <= to) };
     }
     const size = high - low || Math.abs(high) || 1;
     const power = 10 ** Math.floor(Math.log10(size / 5));
     const step = [1, 2, 5, 10].map((factor) => factor * power).find((found) => found >= size / 5 * 0.999);
-    const [first, last] = [Math.floor(low / step + 1e-9), Math.ceil(high / step - 1e-9)];
+    const [first, last] = [Math.floor(low / step + 0.01), Math.ceil(high / step - 0.01)]; // places are rounded
     const ticks = [];
     for (let k = first; k <= Math.max(last, first + 1); k += 1) ticks.push(Number((k * step).toPrecision(12)));
     return { low: ticks[0], high: ticks.at(-1), ticks };
   }
-  function shortNumber(value) {
-    const size = Math.abs(value);
-    for (const [scale, letter] of [[1e12, "T"], [1e9, "G"], [1e6, "M"], [1e3, "k"]]) {
-      if (size >= scale) return `${Number((value / scale).toPrecision(3))}${letter}`;
-    }
-    return size && size < 1e-3 ? value.toExponential(0) : String(Number(value.toPrecision(3)));
+  // Ticks as the drawing writes them (scales.py), with enough digits that no two are equal.
+  function tickTexts(values) {
+    let texts = [];
+    for (let count = 3; count < 12 && new Set(texts).size < values.length; count += 1) texts = values.map((value) => shortNumber(value, count));
+    return texts;
   }
+  function shortNumber(value, count) {
+    const size = Math.abs(value);
+    if (size && size < 1e-3) {
+      const [mantissa, exponent] = value.toExponential(count - 1).split("e");
+      return `${Number(mantissa)}e${exponent}`;
+    }
+    if (size >= 1e3 && size < 1e6 && Number(value.toPrecision(3)) !== value) return String(Number(value.toPrecision(6)));
+    for (const [scale, letter] of [[1e12, "T"], [1e9, "G"], [1e6, "M"], [1e3, "k"]]) {
+      if (size >= scale) return `${Number((value / scale).toPrecision(count))}${letter}`;
+    }
+    return String(Number(value.toPrecision(count)));
+  }
+  const LETTER = 9; // width of a digit at most
   function drawTicks(chart, axis, across, place) {
     const grid = chart.querySelector(".grid");
     const group = chart.querySelector(".ticks");
     const before = original(grid, "d");
     if (!drawn.get(grid).texts) drawn.get(grid).texts = [...group.childNodes];
+    group.removeAttribute("font-size");
     if (!axis.ticks) {
       grid.setAttribute("d", before);
       group.replaceChildren(...drawn.get(grid).texts);
       return;
     }
     const [, a, b, end] = /M([-\d.]+) ([-\d.]+)[HV]([-\d.]+)/.exec(before);
-    grid.setAttribute("d", axis.ticks.map((tick) => {
-      const at = place(tick).toFixed(1);
-      return across ? `M${at} ${b}V${end}` : `M${a} ${at}H${end}`;
-    }).join(""));
+    const places = axis.ticks.map(place);
+    grid.setAttribute("d", places.map((at) => (across ? `M${at.toFixed(1)} ${b}V${end}` : `M${a} ${at.toFixed(1)}H${end}`)).join(""));
     const model = drawn.get(grid).texts[0];
-    group.replaceChildren(...axis.ticks.map((tick) => {
+    const texts = tickTexts(axis.ticks);
+    const widest = LETTER * Math.max(...texts.map((text) => text.length));
+    const room = Number(model.getAttribute("x"));
+    if (!across && widest > room) group.setAttribute("font-size", (14 * room / widest).toFixed(1));
+    const gap = Math.min(...places.slice(1).map((at, index) => Math.abs(at - places[index])));
+    const every = Math.ceil((across ? widest + 8 : 14) / gap);
+    group.replaceChildren(...places.map((at, index) => {
       const text = model.cloneNode(false);
-      text.textContent = shortNumber(tick);
-      text.setAttribute(across ? "x" : "y", (place(tick) + (across ? 0 : 5)).toFixed(1));
+      text.textContent = index % every ? "" : texts[index];
+      text.setAttribute(across ? "x" : "y", (at + (across ? 0 : 5)).toFixed(1));
       return text;
     }));
   }
@@ -436,10 +534,15 @@
     tooltip.style.left = `${left}px`;
     tooltip.style.top = `${Math.min(above > 6 ? above : at.bottom + 8, innerHeight - height - 6)}px`;
   }
+  function nameMark(mark) {
+    const label = inLanguage(mark.dataset, "label");
+    const names = [seriesName(mark), label === "–" ? "" : label].filter(Boolean);
+    mark.setAttribute("role", "img");
+    mark.setAttribute("aria-label", `${names.join(", ")}: ${valueText(mark)}`);
+  }
   function describe(mark) {
     const box = mark.getBoundingClientRect();
-    mark.setAttribute("role", "img");
-    mark.setAttribute("aria-label", `${seriesName(mark)}, ${inLanguage(mark.dataset, "label")}: ${valueText(mark)}`);
+    nameMark(mark);
     showTooltip([mark], { x: box.left + box.width / 2, top: box.top, bottom: box.bottom });
   }
   function point(event) {
@@ -517,13 +620,20 @@
     else hideTooltip();
   }, true);
 
-  // Printing opens everything that is folded.
+  // Printing opens everything that is folded and shows every series.
   let folded = [];
+  let hidden = [];
   addEventListener("beforeprint", () => {
+    hideTooltip();
     folded = all("details:not([open])");
     folded.forEach((one) => { one.open = true; });
+    hidden = all('svg:not(.narrow) .entry[aria-pressed="false"]');
+    hidden.forEach(toggle);
   });
-  addEventListener("afterprint", () => folded.forEach((one) => { one.open = false; }));
+  addEventListener("afterprint", () => {
+    folded.forEach((one) => { one.open = false; });
+    hidden.forEach(toggle);
+  });
 
   setLanguage(root.dataset.language);
   reveal(location.hash);

@@ -209,11 +209,12 @@ class _Page:
         for table in section.tables:
             anchor = self._anchor(f"table-{table.title.en.split(' · ')[0]}")
             title = _without_prefix(table.title, section.name)
-            tables.append(_Folded(anchor, title, self._table(table, title, anchor)))
+            region = say("{}: {} (table)", "{}：{}（表格）", section.title, title)
+            tables.append(_Folded(anchor, title, self._table(table, title, anchor, region)))
         first = 2 if all(len(table.rows) < TALL for table in section.tables[:2]) else 1
         return [table.html for table in tables[:first]] + _folded(tables[first:])
 
-    def _table(self, whole: Table, title: Text, anchor: str) -> str:
+    def _table(self, whole: Table, title: Text, anchor: str, region: Text) -> str:
         table = _cut(whole)
         number = len(self.copies)
         self.copies.append([table.render(format) for format in ("md", "latex")])
@@ -223,7 +224,6 @@ class _Page:
         )
         heads = "".join(_heading(column) for column in table.columns)
         rows = "\n".join(_row(row, table.columns) for row in table.rows)
-        region = say("{} (table)", "{} (表格)", title)
         tall = len(table.rows) >= TALL
         dense = ' class="dense"' if len(table.columns) >= MANY_COLUMNS else ""
         return (

@@ -6,7 +6,7 @@ import re
 from html import unescape
 from html.parser import HTMLParser
 
-from cs336_systems.report.document import Chart, Document, Limit, Link, Point, Section, Series
+from cs336_systems.report.document import Chart, Document, Highlight, Limit, Link, Point, Section, Series
 from cs336_systems.report.web.svg.labels import LINE, text_width
 from cs336_systems.table import Column, Table
 from cs336_systems.text import Text
@@ -252,6 +252,29 @@ def sample() -> Document:
     missing = {"ddp-overlap": "cs336 run ddp-overlap --preset course"}
     remarks = [Text("2 lines could not be read.", "有 2 行无法读取。")]
     return Document(Text("Where time and memory go", "时间与显存花在哪里"), facts, sections, missing, remarks)
+
+
+def first_screen() -> Document:
+    """Large numbers, a chart and a line of trust above two groups of sections and one without a group."""
+
+    def section(name, group, chinese, **parts):
+        title = Text(f"About {name}", f"关于{chinese}")
+        return Section(name, title, Text(""), group=Text(*group) if group else None, **parts)
+
+    found = [Text("Found.", "发现。")]
+    sections = [
+        section("speed", ("Speed", "速度"), "速度", findings=found, tables=[step_table(3)]),
+        section("memory", ("Memory", "显存"), "显存", findings=found, charts=[memory_chart("parts")]),
+        section("others", (), "其他"),
+    ]
+    highlights = [
+        Highlight(1, Text("1.3x"), Text("a step", "单步"), Text("93.1 ms, 124.6 ms"), section="speed"),
+        Highlight(2, Text("0.5%"), Text("error", "误差"), Text("of 66 peaks", "66 个峰值"), section="unknown"),
+    ]
+    return Document(
+        Text("First screen", "首屏"), sections=sections, highlights=highlights, hero=step_chart("hero"),
+        trust=Text("Alternating.", "交替测量。"),
+    )  # fmt: skip
 
 
 def many_tables() -> Document:

@@ -31,15 +31,20 @@ def ids(found):
 
 def test_the_page_has_its_parts(html, parsed):
     assert [e["text"] for e in parsed.all("h2")][:2] == ["In short概要", "Time of a training step训练一步的时间"]
-    sections = ["summary", "step-time", "attention", "memory", "missing", "remarks"]
+    sections = ["summary", "step-time", "attention", "memory", "remarks"]
     assert [e["id"] for e in parsed.all("section")] == sections
     assert [e["href"][1:] for e in parsed.all("a") if "nav" in e["within"]] == sections
     counts = {tag: len(parsed.all(tag)) for tag in ("header", "nav", "main", "figure", "svg", "table")}
     assert counts == {"header": 1, "nav": 1, "main": 1, "figure": 5, "svg": 10, "table": 3}  # narrow drawings, too
     assert {"traces/step.html", "https://example.org/guide"} <= {e.get("href") for e in parsed.all("a")}
-    assert "cs336 run ddp-overlap --preset course" in {e["text"] for e in parsed.all("code")}
+    (command,) = parsed.all("code")
+    assert command["text"] == "cs336 run ddp-overlap --preset course"
+    assert "details" in command["within"]  # folded
     assert "2 lines could not be read." in html
-    assert "NVIDIA H200, 139.8 GiB" in {e["text"] for e in parsed.all("dd")}
+    (machine, commit) = parsed.all("dd")
+    assert (machine["text"], commit["text"]) == ("NVIDIA H200, 139.8 GiB", "0123abc")
+    assert "details" in machine["within"]
+    assert parsed.all("summary")[0]["text"] == "NVIDIA H200, 139.8 GiB Versions and commits版本与提交"
     assert "bfloat16 is 2.4x as fast as float32 at xl." in html
     assert "<li>x against eager</li>" in html
     assert page(page_cases.sample()) == html
@@ -126,14 +131,64 @@ def test_copies_are_the_rendered_tables(html):
     assert "Copy as LaTeX" in html
 
 
+def summary_of(html):
+    return html[html.index('<section id="summary"') :].split("</section>")[0]
+
+
 def test_the_summary_has_the_first_finding_of_every_section(html):
-    summary = html[html.index('<section id="summary">') :].split("</section>")[0]
+    summary = summary_of(html)
     assert re.findall(r'href="#(.*?)"', summary) == ["step-time", "attention"]  # memory has no findings
     assert re.findall(r'<span><span class="en">(.*?)</span>', summary) == [
         "bfloat16 is 2.4x as fast as float32 at xl.",
         "PyTorch runs out of memory at 8192.",
     ]
+    assert "<details" not in summary  # without numbers and a chart above them they are not folded
     assert 'id="summary"' not in page(Document(Text("t"), sections=[Section("s", Text("s"), Text(""))]))
+
+
+def test_the_first_screen_has_numbers_a_chart_and_why_to_trust_them():
+    summary = Page(summary_of(page(page_cases.first_screen())) + "</section>")
+    first, link = [e for e in summary.all("a") if e["href"] == "#speed"]
+    assert first["text"] == "1.3xa step单步93.1 ms, 124.6 ms"
+    assert link["text"] == "About speed关于速度"
+    assert [e["text"] for e in summary.all("b")] == ["1.3x", "0.5%"]
+    (trusted,) = summary.all("p", **{"class": "trust"})
+    assert trusted["text"] == "Alternating.交替测量。"
+    assert len(summary.all("figure", id="hero")) == 1
+    (every,) = summary.all("summary")
+    assert every["text"] == "All findings, one line each (2)全部结论，每条一行（2）"
+    assert len([e for e in summary.all("li") if "details" in e["within"]]) == 2
+
+
+def test_sections_stand_under_the_headings_of_their_groups():
+    found = Page(page(page_cases.first_screen()))
+    heads = [(e["tag"], e["text"]) for e in found.elements if e["tag"] in ("h2", "h3", "h4") and e["text"]]
+    assert heads == [
+        ("h2", "In short概要"),
+        ("h2", "Speed速度"),
+        ("h3", "About speed关于速度"),
+        ("h4", "Attention forward and backward注意力的前向与反向"),
+        ("h2", "Memory显存"),
+        ("h3", "About memory关于显存"),
+        ("h2", "More其他"),
+        ("h3", "About others关于其他"),
+    ]
+    contents = [e for e in found.all("li") if "nav" in e["within"]]
+    assert [e["text"].split("关")[0] for e in contents if e.get("class") == "group"] == [
+        "Speed速度",
+        "Memory显存",
+        "More其他",
+    ]
+    alone = page_cases.first_screen().sections[:1]
+    assert [
+        e["tag"] for e in Page(page(Document(Text("t"), sections=alone))).elements if e.get("class") == "group"
+    ] == []
+
+
+def test_a_chart_has_its_note_below_its_title():
+    (caption,) = Page(page(with_charts(chart(note=Text("means of 10", "10 次的均值"))))).all("figcaption")
+    assert caption["text"] == "Title标题means of 1010 次的均值"
+    assert "small" not in {e["tag"] for e in Page(page(with_charts(chart()))).elements if "figcaption" in e["within"]}
 
 
 def test_a_tall_table_can_be_unfolded(parsed):

@@ -10,7 +10,7 @@ from cs336_systems import record
 from cs336_systems.cli import main
 from cs336_systems.experiments.catalogue import catalogue
 from cs336_systems.record import Environment, Loaded, Record
-from cs336_systems.report.build import document, markdown, write
+from cs336_systems.report.build import GROUPS, document, markdown, write
 from cs336_systems.table import Column, Table
 from cs336_systems.text import LANGUAGES, Text
 from tests.golden.report_goldens import FOLDER, goldens, records_of, some_document, some_records
@@ -33,7 +33,11 @@ def test_golden(name):
 
 def test_every_experiment_of_the_records_has_a_section(report):
     asked = {r.experiment for r in some_records()}
-    assert [section.name for section in report.sections] == [name for name in catalogue() if name in asked]
+    by_group = sorted(catalogue(), key=lambda name: [*GROUPS, ""].index(catalogue()[name].group))
+    assert [section.name for section in report.sections] == [name for name in by_group if name in asked]
+    assert [section.group for section in report.sections] == [
+        GROUPS.get(catalogue()[section.name].group) for section in report.sections
+    ]
     assert report.missing.keys() == {name for name, one in catalogue().items() if one.command} - asked
     assert all(s.title.en and s.question.zh and s.tables for s in report.sections)
 

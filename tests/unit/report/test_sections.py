@@ -7,7 +7,6 @@ import re
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from tools.pages import CHARTS
 
 from cs336_systems.config import MODES
 from cs336_systems.experiments.catalogue import catalogue
@@ -39,6 +38,7 @@ from tests.unit.report.step_cells import (
     step,
     tables,
 )
+from tools.pages import CHARTS
 
 SAMPLES = {**STEPS, **KERNELS, **MEMORY}
 SAMPLES |= {name: records_of(cells) for name, cells in {**ATTENTION, **RANKS}.items()}
@@ -103,11 +103,15 @@ def test_each_machine_has_its_own_tables_charts_and_findings():
     assert [column(table, "speed-up") for table in (ours, theirs)] == [["1.00x", "2.00x"], ["1.00x", "4.00x"]]
     assert ["RTX 4090" in table.title.en for table in (ours, theirs)] == [False, True]
     charts = charts_of(catalogue()["precision"], group(records))
-    assert [(chart.name, chart.title.zh.split(" · ")[1]) for chart in charts] == [
-        ("precision-1", "H200"),
-        ("precision-2", "RTX 4090"),
+    assert [(chart.name, chart.title.zh.partition(" · ")[2]) for chart in charts] == [
+        ("precision-step_time-ratio", ""),
+        ("precision-step_time-values", ""),
+        ("precision-peak_memory-ratio", ""),
+        ("precision-peak_memory-values", ""),
     ]
     assert [text.split(". ")[0] for text in stated(records)] == [
+        "Step: RTX 4090 is 14.14 times as fast as H200 (geometric mean of 2).",
+        "Peak memory: RTX 4090 and H200 are equal within 2% (geometric mean of 2).",
         "H200: bf16 is 2.0 times as fast as fp32 (small)",
         "RTX 4090: bf16 is 4.0 times as fast as fp32 (small)",
     ]
@@ -119,7 +123,8 @@ def test_each_machine_has_its_own_tables_charts_and_findings():
 def test_at_most_three_findings_for_each_machine_in_their_order():
     sentences = [lambda cells: None, *(lambda cells, n=n: Text(f"sentence {n}", f"第 {n} 句") for n in range(5))]
     experiment = Presentation(name="x", title=Text("x"), question=Text("?"), findings=sentences)
-    found = findings_of(experiment, group([*cell("x"), *cell("x", environment=OTHER)]))
+    compared, memory, *found = findings_of(experiment, group([*cell("x"), *cell("x", environment=OTHER)]))
+    assert (compared.en.split(":")[0], memory.en.split(":")[0]) == ("Step", "Peak memory")
     assert [text.en for text in found] == [f"{gpu}: Sentence {n}." for gpu in ("H200", "RTX 4090") for n in range(3)]
     assert found[0].zh == "H200：第 0 句。"
 

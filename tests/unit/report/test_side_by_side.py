@@ -13,7 +13,7 @@ from cs336_systems.report.build import document
 from cs336_systems.report.cells import group
 from cs336_systems.report.published import PUBLISHED, published
 from cs336_systems.report.sections import tables_of
-from cs336_systems.report.side_by_side import side_by_side
+from cs336_systems.report.side_by_side import charts_of_shared, compared, side_by_side
 from tests.golden.report_goldens import H200
 from tests.unit.report.step_cells import GIB, GPU, cell, column, notes, rows, step, tables
 
@@ -38,7 +38,7 @@ def test_a_column_for_each_machine_and_ratios_to_the_first():
     assert column(found["peak memory"], "RTX 4090 / H200") == ["0.50x"]
     assert notes(found["step"]) == ["means"]
     reverse = shared(slow, cell())["step"]
-    assert [c.heading() for c in reverse.columns][-3:] == ["RTX 4090 (ms)", "H200 (ms)", "H200 / RTX 4090"]
+    assert [c.heading() for c in reverse.columns][-3:] == ["H200 / RTX 4090", "RTX 4090 (ms)", "H200 (ms)"]
 
 
 def test_chinese():
@@ -124,6 +124,73 @@ def test_a_table_has_one_machine_in_its_title_or_several_in_its_headings():
         assert len(titled) == (0 if "side by side" in table.title.en else 1)
 
 
+# -- charts and sentences ---------------------------------------------------------------------------------------------
+
+
+def machines(ours, theirs, **fields):
+    """Cells of steps on two machines, by size: seconds of each, and further metrics of the second."""
+    names = ("small", "medium", "large")
+    both = zip(names, ours, strict=False), zip(names, theirs, strict=False)
+    return group(
+        [
+            *(one for size, seconds in both[0] for one in cell(size=size, metrics=step(seconds))),
+            *(r for size, s in both[1] for r in cell(size=size, metrics=step(s, **fields), environment=OTHER)),
+        ]
+    )
+
+
+def test_charts_show_ratios_to_the_first_machine_and_all_values():
+    cells = machines((0.1, 0.2, 0.3), (0.25, 0.4), peak_memory=(5 * GIB,))
+    ratio, values, memory, _ = charts_of_shared(catalogue()["bench"], cells)
+    assert (ratio.kind, [limit.value for limit in ratio.limits]) == ("dots", [1.0])
+    (other,) = ratio.series
+    assert (other.name.en, [point.place for point in other.points]) == ("RTX 4090", ["small", "medium"])
+    assert [point.y for point in other.points] == pytest.approx([2.5, 2.0])
+    assert {one.name.en: [point.y for point in one.points] for one in values.series} == {
+        "H200": pytest.approx([100, 200]),
+        "RTX 4090": pytest.approx([250, 400]),
+    }
+    assert [point.y for point in memory.series[0].points] == [0.5, 0.5]
+    assert ratio.note.en == "means"
+    assert not ratio.log_y
+
+
+def test_widely_different_values_are_on_a_logarithmic_axis():
+    ratio, values, *_ = charts_of_shared(catalogue()["bench"], machines((0.1, 9.0), (0.11, 9.0)))
+    assert (ratio.log_y, values.log_y) == (False, True)
+
+
+def test_charts_of_many_rows_say_how_many_they_show():
+    lengths = range(1, 61)
+    cells = [cell(context=128 * n, environment=where) for n in lengths for where in (GPU, OTHER)]
+    ratio, *_ = charts_of_shared(catalogue()["bench"], group([one for each in cells for one in each]))
+    shown = len(ratio.series[0].points)
+    assert shown < 60
+    assert ratio.note.en == f"means; the first {shown} of 60 rows"
+
+
+@pytest.mark.parametrize(
+    ("theirs", "sentence", "number"),
+    [
+        ((0.2, 0.8), "H200 is 4.00 times as fast as RTX 4090 (geometric mean of 2)", "4.00x"),
+        ((0.05, 0.05), "RTX 4090 is 2.00 times as fast as H200 (geometric mean of 2)", "2.00x"),
+        ((0.101, 0.1), "RTX 4090 and H200 are equal within 2% (geometric mean of 2)", "1.00x"),
+    ],
+)
+def test_machines_are_compared_in_words(theirs, sentence, number):
+    time, _ = compared(catalogue()["bench"], machines((0.1, 0.1), theirs))
+    assert time.sentence.en == f"step: {sentence}"
+    assert time.highlight.value.en == number
+    assert time.sentence.zh != time.sentence.en
+    assert compared(catalogue()["bench"], machines((0.1,), ())) == []
+
+
+def test_more_memory_is_said_of_the_machine_that_needs_more():
+    _, memory = compared(catalogue()["bench"], machines((0.1,), (0.1,), peak_memory=(40 * GIB,)))
+    assert memory.sentence.en == "peak memory: RTX 4090 needs 4.00 times as much as H200 (geometric mean of 1)"
+    assert memory.highlight.rank > 0  # after the time
+
+
 # -- runs -------------------------------------------------------------------------------------------------------------
 
 
@@ -139,7 +206,9 @@ def steps_of(found):
 def test_two_runs_of_one_machine_are_named_by_their_folders():
     found = section(Loaded(cell(metrics=step(0.1)), [], "before"), Loaded(cell(metrics=step(0.2)), [], "after"))
     assert rows(steps_of(found), "H200 · before (ms)", "H200 · after (ms)") == [("100.00", "200.00")]
-    assert {chart.title.en.rsplit(" · ")[-1] for chart in found.charts} == {"before", "after"}
+    (values,) = [chart for chart in found.charts if chart.name == "bench-step_time-values"]
+    assert [series.name.en for series in values.series] == ["H200 · before", "H200 · after"]
+    assert [series.points[0].y for series in values.series] == pytest.approx([100, 200])
     same_name = section(*(Loaded(cell(metrics=step(seconds)), [], "quick") for seconds in (0.1, 0.2)))
     assert column(steps_of(same_name), "H200 · quick (2) (ms)") == ["200.00"]
 
@@ -155,7 +224,7 @@ def test_report_of_two_runs(tmp_path, monkeypatch):
     for name, seconds in (("before", 0.1), ("after", 0.3)):
         record.append(tmp_path / name / "records.jsonl", cell("end_to_end", metrics=step(seconds)))
     assert main(["report", "before", "after", "-o", "out", "--formats", "csv"]) == 0
-    assert "small,100.00,300.00,3.00x" in "".join(path.read_text() for path in (tmp_path / "out" / "csv").iterdir())
+    assert "small,3.00x,100.00,300.00" in "".join(path.read_text() for path in (tmp_path / "out" / "csv").iterdir())
 
 
 # -- published results ------------------------------------------------------------------------------------------------

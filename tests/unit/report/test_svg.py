@@ -404,6 +404,147 @@ def test_bars_far_beyond_the_limit_are_cut_and_labelled():
         assert ">→" not in whole
 
 
+def test_each_limit_has_its_line_and_its_entry():
+    limits = [HAS, Limit(4.0, Text("floor", "下界"), dashed=True), Limit(math.nan, Text("unknown"))]
+    drawing = svg(chart("bars", limits=limits))
+    drawn = {m["data-series"]: m["data-value"] for m in marks(drawing) if m["data-series"] in ("GPU memory", "floor")}
+    assert drawn == {"GPU memory": "10", "floor": "4"}
+    assert drawing.count('class="bound dashed"') == 2  # the line and its entry
+    assert float(ticks(drawing)[5]) >= 10  # the axis reaches them
+    assert svg(chart("lines", limits=limits[2:])).count("bound") == 1  # without a place only the entry
+
+
+# Values on bars, dots, events, digits, legends
+
+
+def written(drawing):
+    """The texts at the ends of bars, by their place along the axis of values."""
+    found = Page(drawing)
+    groups = [e for e in found.all("g") if e.get("class", "").split()[:1] == ["value"]]
+    return {e["text"]: float(e["data-at"]) for e in groups}
+
+
+@pytest.mark.parametrize("horizontal", [False, True])
+def test_bars_have_their_values_at_their_ends(horizontal):
+    points = [Point("a", 1234.5, std=100.0), Point("b", 0.01234), Point("c", 99.96)]
+    drawing = svg(with_points(*points, kind="bars", horizontal=horizontal))
+    assert written(drawing).keys() == {"1,234", "0.0123", "100.0"}
+    longest = box(marks(drawing)[0])
+    end = written(drawing)["1,234"]
+    assert end > longest[2] if horizontal else end < longest[1]  # beyond the error bar
+    shorter = box(marks(drawing)[2])
+    assert written(drawing)["100.0"] == pytest.approx(shorter[2] if horizontal else shorter[1], abs=0.2)
+
+
+def test_whole_values_are_written_whole_where_all_are():
+    assert written(svg(with_points(Point("a", 7.0), Point("b", 12.0), kind="bars"))).keys() == {"7", "12"}
+
+
+def test_bars_of_equal_sums_have_none_written():
+    shares = [Series(Text(n), [Point("a", y), Point("b", 100 - y)]) for n, y in (("x", 30.0), ("y", 70.0))]
+    assert written(svg(chart("stacked", shares))) == {}
+
+
+def test_stacked_bars_have_their_sums_above_and_below_zero():
+    parts = [Series(Text(n), [Point("a", y), Point("b", -y)]) for n, y in (("x", 1.0), ("y", 2.5))]
+    drawing = svg(chart("stacked", [*parts, Series(Text("z"), [Point("b", 7.0)])]))
+    ends = {end for mark in marks(drawing) for end in (box(mark)[1], box(mark)[3])}
+    assert written(drawing).keys() == {"3.50", "-3.50", "7.00"}
+    assert all(min(abs(end - at) for end in ends) < 0.2 for at in written(drawing).values())
+
+
+def test_values_of_negative_bars_leave_room_for_the_names():
+    for fields in ({}, {"horizontal": True}):
+        drawing = svg(with_points(Point("a", -5.0), Point("b", 3.0), Point("c", -0.25), kind="bars", **fields))
+        found = list(boxes(drawing, "en"))
+        for i, (text, left, right, top, bottom) in enumerate(found):
+            for other, left2, right2, top2, bottom2 in found[i + 1 :]:
+                assert right <= left2 or right2 <= left or bottom <= top2 or bottom2 <= top, (text, other)
+
+
+def test_thin_bars_have_no_values_and_narrow_ones_turned_values():
+    def bars(count):
+        return svg(with_points(*(Point(f"{i}", 1000.0 + i) for i in range(count)), kind="bars"))
+
+    assert 'class="value"' in bars(3)
+    assert 'class="value turned"' in bars(25)
+    assert 'class="value' not in bars(70)
+
+
+def dots(*points, **fields):
+    return with_points(*points, kind="dots", **fields)
+
+
+def test_dots_have_their_intervals():
+    drawing = svg(dots(Point("a", 5.0, low=4.0, high=8.0), Point("b", 6.0), Point("b", 7.0, low=1.0), digits=1))
+    assert values(drawing) == ["5.0 (4.0 – 8.0)", "6.0", "7.0"]
+    first, second, third = map(at, marks(drawing))
+    assert first[0] < second[0] < third[0]
+    assert first[1] < second[1] == third[1]  # a row for each name
+    (line,) = [e for e in Page(drawing).elements if e.get("class") == "line"]
+    low, high = re.match(r"M([\d.]+) [\d.]+H([\d.]+)", line["d"]).groups()
+    assert float(low) < first[0] < float(high)
+
+
+def test_the_axis_of_dots_reaches_the_ends_of_intervals_and_need_not_have_zero():
+    drawing = svg(dots(Point("a", 100.0, low=95.0, high=110.0), Point("b", 101.0)))
+    numbers = list(map(float, ticks(drawing)))
+    assert numbers[0] <= 95
+    assert numbers[-1] >= 110
+    assert numbers[0] > 0
+
+
+def test_events_are_named_vertical_lines():
+    points = [Point(0, 1.0), Point(100, 2.0)]
+    events = [Event(30, Text("restart", "重启")), Event(31, Text("again")), Event(500, Text("later"))]
+    found = Page(svg(with_points(*points, events=events)))
+    lines = [e["d"] for e in found.elements if e.get("class") == "event"]
+    assert len(lines) == 2  # the third is not on the axis
+    assert len({re.match(r"M([\d.]+)", line)[1] for line in lines}) == 2
+    texts = {e["text"] for e in found.all("text")}
+    assert {"restart", "重启"} <= texts
+    assert "again" not in texts  # no room beside the first
+    assert "event" not in svg(with_points(Point("a", 1.0), kind="bars", events=events))
+
+
+@pytest.mark.parametrize(("digits", "value", "std"), [(None, "0.12", "0.0123"), (0, "0", "0"), (3, "0.123", "0.012")])
+def test_values_have_the_digits_of_the_table(digits, value, std):
+    (mark,) = marks(svg(with_points(Point(1, 0.1234, std=0.01234), digits=digits)))
+    assert (mark["data-value"], mark["data-std"]) == (value, std)
+
+
+def test_a_single_series_has_no_legend():
+    alone = with_points(Point("a", 1.0), kind="bars")
+    assert "data-toggle" not in svg(alone)
+    assert ">only<" not in svg(alone)
+    limited = svg(replace(alone, limits=[HAS]))
+    assert ">GPU memory<" in limited
+    assert "data-toggle" not in limited
+    assert svg(chart("bars")).count("data-toggle") == 2
+
+
+def test_names_of_bars_are_in_both_languages():
+    drawing = svg(with_points(Point(Text("one", "一"), 1.0), Point("two", 2.0), kind="bars"))
+    assert {"one", "一", "two"} <= {e["text"] for e in Page(drawing).all("text")}
+    first, second = marks(drawing)
+    assert (first["data-label"], first["data-label-zh"]) == ("one", "一")
+    assert "data-label-zh" not in second
+
+
+def test_small_values_keep_their_digits_beside_large_ones():
+    """The script enlarges them when the large ones are hidden."""
+    series = [Series(Text(name), [Point("a", y), Point("b", y)]) for name, y in (("large", 5000.0), ("small", 0.123))]
+    drawing = svg(chart("bars", series))
+    low, high, start, end, *_ = map(float, root(drawing)["data-scale"].split())
+    (size, _) = [float(m["data-size"]) for m in by_series(drawing)["small"]]
+    assert size * (high - low) / (start - end) == pytest.approx(0.123, rel=2e-3)
+    drawing = svg(chart("lines", [replace(one, points=[Point(1, one.points[0].y)]) for one in series]))
+    low, high, start, end, *_ = map(float, root(drawing)["data-scale"].split())
+    assert (start - at(by_series(drawing)["small"][0])[1]) * (high - low) / (start - end) == pytest.approx(
+        0.123, rel=2e-3
+    )
+
+
 # Any chart
 
 

@@ -50,9 +50,9 @@ def _element(chart: Chart, width: int, height: float, inside: str, scale: str = 
 def _scale(at: Layout) -> str:
     """The axis of values for the script, which rescales it when series are hidden: its range and where it is drawn."""
     axis = at.value_axis
-    keeps_zero = at.chart.kind not in ("lines", "dots")
+    keeps_zero = at.chart.from_zero or at.chart.kind not in ("lines", "dots")
     numbers = (axis.low, axis.high, at.along_value(axis.low), at.along_value(axis.high))
-    return f' data-scale="{" ".join(f"{number:.6g}" for number in numbers)} {int(axis.log)} {int(keeps_zero)}"'
+    return f' data-scale="{" ".join(f"{number:.12g}" for number in numbers)} {int(axis.log)} {int(keeps_zero)}"'
 
 
 def _accessible_name(chart: Chart, language: Language) -> str:
@@ -109,8 +109,6 @@ def _axes(at: Layout) -> str:
     texts.append(text_elements(0, at.above_y, at.above, at.width, most=2))
     middle = (at.left + at.right) / 2
     texts.append(text_elements(middle, at.below_y, at.below, at.below_room, anchor="middle", most=2))
-    for name, text in at.beyond_texts().items():
-        texts.append(text_elements(at.right + 6, at.along_place(name) + 5, Text(text), at.width))
     base = f"M{at.left:.1f} {at.top:.1f}V{at.bottom:.1f}"
     if not at.horizontal:
         zero = at.along_value(0) if at.has_zero() else at.bottom
@@ -141,7 +139,7 @@ def _names(at: Layout) -> str:
             y = at.bottom + LINE + 2
             found.append(text_elements(at.along_place(tick), y, Text(name), at.width, anchor="middle", kind="muted"))
     else:
-        y = at.bottom + (LINE if not at.rotated else 14)
+        y = at.names_y + (LINE if not at.rotated else 14)
         for name in at.names[:: at.stride]:
             middle = at.along_place(name) + (4 if at.rotated else 0)
             anchor, angle, most = ("end", -45, 1) if at.rotated else ("middle", 0, NAME_LINES)

@@ -41,6 +41,8 @@ HATCHES = (
 """Patterns over the colour of bars, in tiles of 8 by 8."""
 HOLLOW = ' style="fill:var(--page);stroke:var(--text);stroke-width:1.5"'
 """Style of marks on bars: readable on any colour."""
+THIN = 1.5
+"""Minimum length of a bar: a value of zero is drawn as a thin line."""
 INVISIBLE = ' style="fill:transparent"'
 """Style of the markers of a line drawn without them: visible only under the pointer."""
 
@@ -52,6 +54,14 @@ def limit_style(limit: Limit) -> str:
 def drawing_id(chart: Chart, what: str, width: int) -> str:
     """An id; the wide and the narrow drawing of a chart are on the same page."""
     return f"{what}-{re.sub(r'[^A-Za-z0-9_-]', '', chart.name)}{'-narrow' * (width == NARROW)}"
+
+
+def fine(place: float, base: float = 0.0) -> str:
+    """A coordinate with enough digits for its distance from `base`: the script enlarges what is small when it hides
+    what is large."""
+    distance = abs(place - base)
+    digits = max(1, math.ceil(2.7 - math.log10(distance))) if distance > 1e-6 else 1
+    return f"{place:.{digits}f}"
 
 
 # Colours and patterns
@@ -133,6 +143,14 @@ class Marks:
         limits = "".join(map(self._limit, self.chart.shown_limits))
         return whole + named + self._values() + limits + self._events()
 
+    def _along(self, value: float) -> str:
+        """The place of a value, as text."""
+        return fine(self.at.along_value(value), self.at.base)
+
+    def _exact(self, place: float) -> str:
+        """A place that may be that of zero itself: the script may enlarge its rounding error, too."""
+        return fine(place, self.at.base) if abs(place - self.at.base) > 1e-6 else f"{place:.6f}"
+
     def _drawn(self, series: Series) -> list[Point]:
         return [point for point in series.points if self.chart.can_draw(point)]
 
@@ -147,14 +165,14 @@ class Marks:
             if not self.chart.can_draw(point):
                 joined = False  # a gap shows that a point is missing
                 continue
-            x, y = self.at.along_place(point.x), self.at.along_value(point.y)
-            path.append(f"{'L' if joined else 'M'}{x:.1f} {y:.1f}")
+            x, y = self.at.along_place(point.x), self._along(point.y)
+            path.append(f"{'L' if joined else 'M'}{x:.1f} {y}")
             joined = True
             if place % every:
                 continue
             errors.append(self._error(point, x))
             marks.append(
-                f'<path class="mark" transform="translate({x:.1f} {y:.1f}){small}" d="{marker(index)}"{invisible}'
+                f'<path class="mark" transform="translate({x:.1f} {y}){small}" d="{marker(index)}"{invisible}'
                 f"{self._data(point)}/>"
             )
         kind = "line dashed" if series.dashed else "line"
@@ -169,13 +187,12 @@ class Marks:
         """The path of an error bar: one standard deviation to each side of the value."""
         if not spread(point):
             return ""
-        low = self.at.along_value(point.y - spread(point))
-        high = self.at.along_value(point.y + spread(point))
+        low, high = self._along(point.y - spread(point)), self._along(point.y + spread(point))
         if self.at.horizontal:
-            ends = "".join(f"M{at:.1f} {across - reach:.1f}v{2 * reach:.1f}" for at in (low, high))
-            return f"M{low:.1f} {across:.1f}H{high:.1f}{ends}"
-        ends = "".join(f"M{across - reach:.1f} {at:.1f}h{2 * reach:.1f}" for at in (low, high))
-        return f"M{across:.1f} {low:.1f}V{high:.1f}{ends}"
+            ends = "".join(f"M{at} {across - reach:.1f}v{2 * reach:.1f}" for at in (low, high))
+            return f"M{low} {across:.1f}H{high}{ends}"
+        ends = "".join(f"M{across - reach:.1f} {at}h{2 * reach:.1f}" for at in (low, high))
+        return f"M{across:.1f} {low}V{high}{ends}"
 
     def _bars(self, index: int, series: Series) -> str:
         found, errors = [], []
@@ -206,19 +223,23 @@ class Marks:
     def _bar(
         self, index: int, series: Series, point: Point, middle: float, width: float, begin: float, end: float
     ) -> str:
-        horizontal = self.at.horizontal
-        length = max(abs(end - begin), 1.5)  # a value of zero is drawn as a thin line
-        near = min(begin, end) if abs(end - begin) >= 1.5 or horizontal else min(begin, end) - 1.5
+        length = abs(end - begin)
+        thin = length < THIN
+        near = fine(min(begin, end), self.at.base)
+        if thin and not self.at.horizontal:
+            near = f"{min(begin, end) - THIN:.1f}"
         width = max(width, 1.0)
-        box = (near, middle - width / 2, length, width)
-        x, y, across, down = box if horizontal else (box[1], box[0], box[3], box[2])
+        box = (near, f"{middle - width / 2:.1f}", f"{THIN}" if thin else fine(length), f"{width:.1f}")
+        x, y, across, down = box if self.at.horizontal else (box[1], box[0], box[3], box[2])
         place = self.chart.bar_names.index(point.place)
-        way = 1 if (end - begin) * (1 if horizontal else -1) >= 0 else -1
-        stacked = f' data-place="{place}" data-way="{way}"' if self.chart.kind == "stacked" else ""
+        way = 1 if (end - begin) * (1 if self.at.horizontal else -1) >= 0 else -1
+        whence = f' data-way="{way}"' if self.chart.kind != "spans" else ""
+        whence += f' data-place="{place}"' if self.chart.kind == "stacked" else ""
+        size = f' data-size="{fine(length)}"' if thin else ""
         return (
-            f'<rect x="{x:.1f}" y="{y:.1f}" width="{across:.1f}" height="{down:.1f}"'
+            f'<rect x="{x}" y="{y}" width="{across}" height="{down}"'
             f"{_fill(self.chart, index, series, self.at.width)}"
-            f"{stacked}{self._data(point)}/>"
+            f"{whence}{size}{self._data(point)}/>"
         )
 
     def _dots(self, index: int, series: Series) -> str:
@@ -227,14 +248,13 @@ class Marks:
         crowded = len(points) > 2 * len({point.place for point in points})
         lines, marks = [], []
         for point in points:
-            x, y = self.at.along_value(point.y), self.at.beside(index, point.x)
+            x, y = self._along(point.y), self.at.beside(index, point.x)
             if interval := self.chart.interval_of(point):
-                low, high = map(self.at.along_value, interval)
-                lines.append(f"M{low:.1f} {y:.1f}H{high:.1f}M{low:.1f} {y - 4:.1f}v8M{high:.1f} {y - 4:.1f}v8")
+                low, high = map(self._along, interval)
+                lines.append(f"M{low} {y:.1f}H{high}M{low} {y - 4:.1f}v8M{high} {y - 4:.1f}v8")
             small = " scale(.55)" if crowded else ""
             marks.append(
-                f'<path class="mark" transform="translate({x:.1f} {y:.1f}){small}" d="{marker(index)}"'
-                f"{self._data(point)}/>"
+                f'<path class="mark" transform="translate({x} {y:.1f}){small}" d="{marker(index)}"{self._data(point)}/>'
             )
         line = f'<path class="line" d="{"".join(lines)}"/>' if lines else ""
         return line + "".join(marks)
@@ -242,9 +262,9 @@ class Marks:
     def _on_bars(self, index: int, series: Series) -> str:
         found = []
         for point in self._drawn(series):
-            along, across = self.at.along_value(point.y), self.at.beside(series.over, point.x)
+            along, across = self._along(point.y), f"{self.at.beside(series.over, point.x):.1f}"
             x, y = (along, across) if self.at.horizontal else (across, along)
-            place = f'transform="translate({x:.1f} {y:.1f})"'
+            place = f'transform="translate({x} {y})"'
             found.append(f'<path class="mark" {place} d="{marker(index)}"{HOLLOW}{self._data(point)}/>')
         return "".join(found)
 
@@ -275,9 +295,8 @@ class Marks:
     def _values(self) -> str:
         """The values of bars at their ends, and the sums of stacked ones."""
         return "".join(
-            f'<g class="value{" turned" * self.at.turned}" data-at="{value.at:.1f}" data-for="{value.key}">'
-            + self._value_text(value)
-            + "</g>"
+            f'<g class="value{" turned" * self.at.turned}" data-at="{self._exact(value.at)}" '
+            f'data-{"sum" if self.chart.kind == "stacked" else "for"}="{value.key}">' + self._value_text(value) + "</g>"
             for value in self.at.bar_values
         )
 
@@ -287,7 +306,8 @@ class Marks:
             x = value.at + 6 if value.up else value.at - 6
             return text_elements(x, value.across + 4.5, text, at.width, anchor="start" if value.up else "end")
         if at.turned:
-            return text_elements(value.across + 4, value.at - 5, text, at.width, angle=-90)
+            y, anchor = (value.at - 5, "start") if value.up else (value.at + 5, "end")
+            return text_elements(value.across + 4, y, text, at.width, anchor=anchor, angle=-90)
         y = value.at - 5 if value.up else value.at + 14
         return text_elements(value.across, y, text, at.width, anchor="middle")
 

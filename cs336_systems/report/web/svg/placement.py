@@ -43,7 +43,8 @@ class BarValue(NamedTuple):
     up: bool
     """The bar grows from zero towards larger values."""
     key: str
-    """Which bar it belongs to: the index of its series, or the number of its place where bars are stacked."""
+    """Which bar it belongs to: the index of its series, or the number of its place and 1 or -1 (above or below zero)
+    where bars are stacked."""
 
 
 class Layout:
@@ -122,15 +123,16 @@ class Layout:
             self.slot = max(lines * LINE, self._thickness()) + (8.0 if chart.kind == "dots" else 12.0)
             self.left = max(room + 12, text_width(self.value_labels[0]) / 2)
             self.right -= text_width(self.value_labels[-1]) / 2 + (14 if any(p.note for p in points) else 0)
-            self.right = min(self.right, self.width - 8 - max(map(text_width, self.beyond_texts().values()), default=0))
             self.right -= max((text_width(text) for text in self._value_texts()), default=-8) + 8
             self.bottom = self.top + self.slot * len(names)
             self.below_y = self.bottom + 2 * LINE + 6
         else:
-            self.left = max(map(text_width, self.value_labels)) + 12.0
+            others = ["0.05"] if len(chart.shown) > 1 else []  # on the axis of what is left when series are hidden
+            self.left = max(map(text_width, [*self.value_labels, *others])) + 12.0
             self.top += self._turn_values()
             self.bottom = self.top + PLOT_HEIGHT
-            self.below_y = self.bottom + self._lay_out_names() + LINE + 6
+            self.names_y = self.bottom + self._room_below_zero()
+            self.below_y = self.names_y + self._lay_out_names() + LINE + 6
         self.below_room = min(self.left + self.right, 2 * self.width - self.left - self.right)
         self.height = self.below_y + LINE * (line_count(below, self.below_room, 2) - 1) + 10
 
@@ -163,13 +165,16 @@ class Layout:
             return []  # shares of a whole: 100 on every bar says nothing
         places = chart.bar_names
         return [
-            (point, end, f"place {places.index(point.place)}", point.x, None)
-            for point, end in sums.values()
-            if point.place not in self.beyond
+            (point, end, f"{places.index(point.place)} {-1 if down else 1}", point.x, None)
+            for (_, down), (point, end) in sums.items()
         ]
 
     def _value_texts(self) -> list[str]:
-        return self.chart.texts_of([end for _, end, *_ in self._ends()])
+        texts = self.chart.texts_of([end for _, end, *_ in self._ends()])
+        return [
+            beyond_text(end) if point.place in self.beyond and end > 0 else text
+            for text, (point, end, *_) in zip(texts, self._ends(), strict=True)
+        ]
 
     def _turn_values(self) -> float:
         """Decides how the values of upright bars are written; returns the room that they need above the bars."""
@@ -180,6 +185,12 @@ class Layout:
         widest_text = max(map(text_width, texts))
         self.turned = widest_text > self._bar_thickness()
         return widest_text if self.turned else 14
+
+    def _room_below_zero(self) -> float:
+        """The room between the plot and the names below it that values of negative bars need."""
+        ends = zip(self._value_texts(), self._ends(), strict=True)
+        widths = [text_width(text) for text, (_, end, *_) in ends if end < 0]
+        return 0 if not widths else max(widths) + 8 if self.turned else 16
 
     def _bar_thickness(self) -> float:
         return self.bar_width(len(self.chart.bars) if self.chart.kind == "bars" else 1)
@@ -192,15 +203,13 @@ class Layout:
             return []
         for text, (point, end, key, x, index) in zip(self._value_texts(), self._ends(), strict=True):
             reach = spread(point) if chart.kind == "bars" else 0.0
+            far = min(end + reach, self.value_axis.high)
             # Beside a bar that grows to the left its name would be in the way: the value stands on the other side.
-            at = self.along_value(max(end + reach, 0.0) if self.horizontal and self.has_zero() else end + reach)
+            at = self.along_value(max(far, 0.0) if self.horizontal and self.has_zero() else far)
             if end < 0 and not self.horizontal:
                 at = self.along_value(end - reach)
             found.append(BarValue(text, at, self.beside(index, x), end >= 0 or self.horizontal, key))
         return found
-
-    def beyond_texts(self) -> dict[str, str]:
-        return {name: beyond_text(end) for name, end in self.beyond.items()}
 
     def _lay_out_names(self) -> float:
         """Lays out the names below the axis and returns their height. Long names are rotated; where there are too many
@@ -250,6 +259,11 @@ class Layout:
             return start + self.slot * (self.places.index(Point(x, 0).place) + 0.5)
         assert not isinstance(x, Text)
         return self.left + 16 + self.number_axis.share(float(x)) * (self.right - self.left - 32)
+
+    @property
+    def base(self) -> float:
+        """The place of zero, or of the axis's end where it has no zero."""
+        return self.along_value(0.0 if self.has_zero() else self.value_axis.low)
 
     def has_zero(self) -> bool:
         return not self.value_axis.log and self.value_axis.low <= 0 <= self.value_axis.high
