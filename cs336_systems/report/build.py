@@ -5,7 +5,6 @@ import os
 import re
 from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import replace
 from pathlib import Path
 from typing import NamedTuple, TypeVar
 
@@ -14,7 +13,7 @@ from cs336_systems.files import all_kept, write_failure, write_file
 from cs336_systems.record import Loaded, Record, load, records_file
 from cs336_systems.report.cells import CellView, by_experiment, group
 from cs336_systems.report.chart_picture import picture
-from cs336_systems.report.document import Chart, Document, Link, Section
+from cs336_systems.report.document import Document, Link, Section
 from cs336_systems.report.first_screen import hero_of, highlights_of, numbers_of, trust_of
 from cs336_systems.report.picture import save
 from cs336_systems.report.presentation import Catalogue, Presentation, presentation_of
@@ -109,23 +108,17 @@ def document(
     names = sorted(experiments, key=lambda name: order.index(experiments[name].group))
     sections = [_section(experiments[name], measured[name], links, others.get(name, ())) for name in names]
     highlights = highlights_of(experiments, {name: measured[name] for name in names})
-    hero = hero_of(highlights, sections)
     whole = sections[0].title if len(sections) == 1 else Text("Where time and memory go", "时间与显存花在哪里")
     return Document(
         title=Text(title) if title else whole,
         facts=_facts(records),
-        sections=[_without(section, hero) for section in sections],
+        sections=sections,
         missing={one.name: one.command for one in catalogue.values() if one.name not in measured and one.command},
         remarks=[remark for one in loaded for remark in one.remarks],
         highlights=numbers_of(highlights),
-        hero=hero,
+        hero=hero_of(highlights, sections),
         trust=trust_of(experiments.values(), measured),
     )
-
-
-def _without(section: Section, hero: Chart | None) -> Section:
-    """A section without the chart that the first screen shows."""
-    return replace(section, charts=[chart for chart in section.charts if hero is None or chart.name != hero.name])
 
 
 def _cells(loaded: Sequence[Loaded]) -> list[CellView]:

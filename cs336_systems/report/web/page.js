@@ -620,12 +620,12 @@
     else hideTooltip();
   }, true);
 
-  // Printing opens everything that is folded and shows every series.
+  // Printing opens what is folded, except further tables, which would be most of the paper, and shows every series.
   let folded = [];
   let hidden = [];
   addEventListener("beforeprint", () => {
     hideTooltip();
-    folded = all("details:not([open])");
+    folded = all("details:not([open]):not(.others)");
     folded.forEach((one) => { one.open = true; });
     hidden = all('svg:not(.narrow) .entry[aria-pressed="false"]');
     hidden.forEach(toggle);

@@ -74,9 +74,11 @@ class _Page:
         self.language = language
         self.copies: list[list[str]] = []
         self.level = 2
+        self.hero: Chart | None = None
         self.taken = {"main", "contents", "copies", "tooltip", "language", "theme", "summary", "missing", "remarks"}
 
     def write(self, document: Document) -> str:
+        self.hero = document.hero
         anchors = {id(section): self._anchor(section.name) for section in document.sections}
         groups = _grouped(document.sections)
         main, entries = [], []
@@ -189,8 +191,8 @@ class _Page:
 
     def _board(self, section: Section) -> list[str]:
         """Findings and charts in two columns on a wide window. Findings take a whole row unless that would leave a
-        chart alone in its row."""
-        cells = [self._figure(chart) for chart in section.charts]
+        chart alone in its row. The chart of the first screen is not repeated."""
+        cells = [self._figure(chart) for chart in section.charts if chart != self.hero]
         if section.findings:
             whole = "" if len(cells) % 2 else " whole"
             cells.insert(0, f'<ul class="findings{whole}">{_items(section.findings)}</ul>')
@@ -352,9 +354,11 @@ def _heading(column: Column) -> str:
 
 def _rows_button(count: int, anchor: str) -> str:
     every = say("Show all {} rows", "显示全部 {} 行", f"{count:,}")
+    part = say("{} of {} rows", "{} 行，共 {} 行", str(FIRST_ROWS), f"{count:,}")
     return (
         f'<button type="button" class="rows" aria-expanded="false" aria-controls="{anchor}">'
         f'<span class="all">{_text(every)}</span><span class="few">{_text(_FEWER)}</span></button>'
+        f'<span class="part">{_text(part)}</span>'
     )
 
 
