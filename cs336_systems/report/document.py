@@ -220,7 +220,7 @@ class Chart:
 
     @cached_property
     def notes(self) -> list[Text]:
-        """What crosses in place of values mean."""
+        """The texts of crosses that stand in place of values."""
         points = (point for _, series in self.shown for point in series.points)
         return list(dict.fromkeys(point.note for point in points if point.note and self.has_place(point)))
 

@@ -97,7 +97,7 @@ def test_the_language_is_switched_faster_than_the_page_is_laid_out(h200):
 
 
 def test_the_printed_page_is_small_and_complete(h200):
-    printed = h200.print_pdf(generateTaggedPDF=False)  # tags for screen readers are nine tenths of a file with them
+    printed = h200.print_pdf(generateTaggedPDF=True)  # with tags for screen readers, as browsers do by themselves
     print(f"printed: {len(printed):,} bytes")
     assert len(printed) < 3_000_000
     assert h200.each("details:not([open])", "0") != []  # folded again
@@ -123,7 +123,7 @@ def pages_of_headings(printed):
 
 def test_printed_headings_are_on_the_page_of_what_follows(h200):
     found = list(pages_of_headings(h200.print_pdf(generateTaggedPDF=True)))
-    assert len(found) > 60
+    assert len(found) > 50
     assert [pages for pages in found if pages[0] != pages[1]] == []
 
 

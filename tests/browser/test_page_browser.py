@@ -623,7 +623,7 @@ def test_a_shadow_marks_the_side_on_which_a_table_continues(browser, tables_path
 # Print, and no scripts
 
 
-def test_print_shows_everything_on_white(browser, path, tables_path):
+def test_paper_has_what_the_page_shows_on_white(browser, path, tables_path):
     browser.open(path, scheme="dark")
     browser.choose("theme", "dark")
     browser.click(".entry")
@@ -632,7 +632,8 @@ def test_print_shows_everything_on_white(browser, path, tables_path):
     assert browser.visible("select, .copy button, nav") == 0
     assert browser.run(BACKGROUND) == LIGHT
     assert browser.visible(".series") == len(browser.each("svg:not(.narrow) .series", "0"))
-    assert browser.visible("tbody tr") == 12 + 30 + 50
+    assert browser.visible("tbody tr") == 3 * 12
+    assert browser.visible(".part") == 2
     browser.run("dispatchEvent(new Event('afterprint'))")
     assert browser.each(".series.off", "e.dataset.index") == ["0", "0"]  # in both drawings
 
@@ -640,9 +641,8 @@ def test_print_shows_everything_on_white(browser, path, tables_path):
     browser.media("print")
     browser.run("dispatchEvent(new Event('beforeprint'))")
     browser.frame()
-    rows = {"tall": 40, "forward": 20, "backward": 20, "peak": 20, "other": 15, "last": 30, "wide": 30}
-    assert {name: len(rows_seen(browser, f"table-{name}")) for name in rows} == rows
-    assert browser.visible(".table") == 10
+    assert [browser.visible(f"#table-{name} tbody tr") for name in ("tall", "other")] == [12, 15]
+    assert browser.visible("#table-forward") == 0  # one of the tables that were not opened
     assert browser.visible(".rows, .others > summary, nav") == 0
     assert browser.one("#table-wide .frame", "getComputedStyle(e, '::after').content") == "none"
     browser.run("dispatchEvent(new Event('afterprint'))")

@@ -56,7 +56,7 @@ def tables(cells: Cells) -> list[Table]:
 
 
 def charts(cells: Cells) -> list[Chart]:
-    """Of each head dim and mask, forward and backward apart."""
+    """Draw each head dim and mask, forward and backward apart."""
     fine = sorted((cell for cell in cells if cell.ok), key=lambda cell: cell.get("seq_len"))
     found = []
     for (dim, is_causal), own in grouped(fine, lambda cell: (cell.get("head_dim"), cell.get("is_causal"))).items():

@@ -252,7 +252,7 @@ def _lead_text(times: Mapping[str, float | None]) -> str:
 
 
 def _names_note(names: Sequence[str]) -> Text:
-    """What sentences and charts call the columns, whose names are those that flags take."""
+    """Say what sentences and charts call the columns, whose names are those that flags take."""
     each = (say("{}: {}", "{}：{}", name, implementation_name(name)) for name in names)
     return say("in words: {}", "各列名称：{}", listed(each, ("; ", "；")))
 

@@ -194,7 +194,7 @@ def _fitting_layouts(cells: Cells) -> Text | None:
 def _fastest_layout(cell: CellView) -> Text:
     names, fitting = list(cell.get("strategies")), fitting_layouts(cell)
     if not fitting:
-        return say("none of {} layouts of {} fits", "{1}，{0} 种布局都放不下", str(len(names)), where(cell))
+        return say("0 of {} layouts of {} fit", "{1}，{0} 种布局中 0 种放得下", str(len(names)), where(cell))
     best, _ = best_layout(cell, fitting)
     counts = (str(len(fitting)), str(len(names)))
     return say(

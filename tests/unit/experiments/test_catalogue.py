@@ -75,7 +75,7 @@ def test_a_new_module_is_a_new_experiment(extended):
     assert "2 cells measured" in first
     assert "2 taken from the file" in again
     assert "matmul_rate: rate by size" in table
-    assert "matmul_rate" in comparison
+    assert "matmul_time" in comparison
     for language, words in (("en", ["## Rate of a matmul"]), ("zh", ["## 矩阵乘的速率", "规模"])):
         text = (extended / language / "report.md").read_text()
         assert all(word in text for word in words)

@@ -99,7 +99,7 @@ def test_units_stand_in_the_heading_or_beside_values():
     assert "A (ms)" in one
     assert "100.0 ms" in several_units
     assert "1.00 GiB" in several_units
-    assert "small, peak_memory" in several_units
+    assert "small, peak memory" in several_units
 
 
 def test_hostile_names_do_not_reach_the_terminal():

@@ -206,9 +206,11 @@ def test_highlights_compare_with_each_rival_on_the_largest_causal_shape_or_the_l
         (12, "3.00x", "attention, against FlashAttention-2 (SDPA)"),
     ]
     assert [one.ratio for one in found] == pytest.approx([1.1, 3.0])
-    assert found[0].detail.en == "forward and backward, 1 x 16k, d 128, causal: 1.000 ms, 1.100 ms"
+    assert (
+        found[0].detail.en == "forward and backward, 1 x 16k, d 128, causal: ours 1.000 ms, FlashAttention-4 1.100 ms"
+    )
     found = highlights(*cells, rivals_cell((1, 16, 16384, 64), flops=5e11, **double))
-    assert found[0].detail.en == "forward and backward, 1 x 16k, d 64, causal: 2.000 ms, 2.200 ms"
+    assert found[0].detail.en == "forward and backward, 1 x 16k, d 64, causal: ours 2.000 ms, FlashAttention-4 2.200 ms"
     alone = rivals_cell(flash_triton={"forward_backward_time": 1e-3})
     assert highlights(alone) == [], "no rival"
     trust = catalogue()["attention_rivals"].trust
@@ -223,8 +225,8 @@ def test_memory_is_compared_with_naive_attention_at_the_greatest_length():
         for name, factor in (("auto", 0.5), ("reference", 10))
     ]
     (found,) = highlights(*cells)
-    assert (found.rank, found.value.en, found.ratio) == (45, "2.00 GiB", None)
-    assert found.detail.en == "naive 40.00 GiB, ours 2.00 GiB (d 64, bf16)"
+    assert (found.rank, found.value.en, found.ratio) == (45, "20x", None)
+    assert found.detail.en == "ours 2.00 GiB, naive 40.00 GiB (d 64, bf16)"
     assert highlights(*cells[::2]) == [], "nothing to compare with"
 
 

@@ -31,7 +31,7 @@ SAID = {
     ],
     "parallel_plan": [
         "1 of 2 layouts of xxl on 1,024 x H100 fit: ZeRO-3 is the one to take, 1,000.0 ms a step with 30.0 GiB on each "
-        "GPU; none of 2 layouts of xxl on 64 x H100 fits.",
+        "GPU. 0 of 2 layouts of xxl on 64 x H100 fit.",
         "On 1,024 GPUs these wait for communication: ZeRO-3.",
     ],
 }

@@ -10,9 +10,24 @@ from tests.unit.report.step_cells import OOM, cell, highlights, large_numbers, s
 
 def test_the_fast_step_is_compared_with_its_rival_the_largest_model_first():
     assert large_numbers(SAMPLES["fast_step"]) == [
-        (20, "1.5x", "2.7B step against eager PyTorch", "2.7B, 4 x 512 tokens: 200.00 ms against 300.00 ms"),
-        (25, "4.0x", "small step against compiled Llama", "small, 4 x 512 tokens: 10.00 ms against 40.00 ms"),
-        (40, "500.0%", "MFU of the fast step", "small, 4 x 512 tokens: 10.00 ms a step"),
+        (
+            20,
+            "1.50x",
+            "2.7B step, against eager PyTorch",
+            "2.7B, 4 x 512 tokens, fp32: ours 200.00 ms, eager PyTorch 300.00 ms",
+        ),
+        (
+            25,
+            "4.00x",
+            "small step, against compiled Llama",
+            "small, 4 x 512 tokens, fp32: ours 10.00 ms, compiled Llama 40.00 ms",
+        ),
+        (
+            40,
+            "500.0%",
+            "of the GPU's peak FLOP/s in a step (MFU)",
+            "small, 4 x 512 tokens, fp32: 10.00 ms a step",
+        ),
     ]
     assert [one.ratio for one in highlights(SAMPLES["fast_step"])] == [pytest.approx(1.5), pytest.approx(4.0), None]
 
@@ -42,7 +57,7 @@ def test_precision_and_compile_have_speed_ups():
 
 def test_the_largest_error_of_the_predictions():
     (found,) = large_numbers(SAMPLES["peak_memory"])
-    assert found[:3] == (30, "5.0%", "largest error of 2 predicted peaks")
+    assert found[:3] == (30, "5.0%", "largest error of 2 predicted peak memories")
     assert found[3] == "small, training step, SDPA: 9.50 GiB predicted, 10.00 GiB measured"
     exact = cell("peak_memory", metrics={"predicted_memory": (10 * GIB,)})
     assert large_numbers(exact)[0][1] == "<0.1%"
@@ -50,7 +65,7 @@ def test_the_largest_error_of_the_predictions():
 
 def test_the_first_step_without_warm_up():
     assert large_numbers(SAMPLES["warmup"]) == [
-        (70, "9.0x", "first step without warm-up, against a steady one", "small: 900.00 ms against 100.00 ms")
+        (70, "9.0x", "first step without warm-up, against a steady one", "small: first 900.00 ms, steady 100.00 ms")
     ]
 
 
@@ -61,8 +76,8 @@ def test_a_failed_cell_has_no_result(experiment):
 
 def test_why_to_trust_the_numbers():
     assert trusted(SAMPLES["peak_memory"]) == "2 peak memories predicted within 5.0%"
-    assert trusted(SAMPLES["timing_agreement"]) == "wall clock and do_bench agree within 1.0% (2.7B) to 25.0% (small)"
-    assert trusted(cell("end_to_end")) == "step times vary by 2.0% (median standard deviation)"
+    assert trusted(SAMPLES["timing_agreement"]) == "wall clock and Triton's do_bench differ by 1.0% at most for 2.7B"
+    assert trusted(cell("end_to_end")) == "steps of one configuration vary by 2.0% of their mean"
     assert trusted(cell("bench")) is None
 
 
