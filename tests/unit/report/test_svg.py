@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from cs336_systems.report.document import FAR, Chart, Event, Limit, Point, Series
 from cs336_systems.report.names import COLORS
 from cs336_systems.report.web.svg import svg
-from cs336_systems.report.web.svg.labels import text_width
+from cs336_systems.report.web.svg.labels import text_width, wrap
 from cs336_systems.report.web.svg.placement import NARROW, WIDTH
 from cs336_systems.report.web.svg.scales import number
 from cs336_systems.text import Text
@@ -304,6 +304,12 @@ def test_a_label_of_two_lines_below_the_axis_fits():
     below = words * int((WIDTH - 4) / text_width(words))
     drawing = svg(replace(chart("lines"), x=Text(below)))
     assert all(bottom <= height(drawing) for *_, bottom in boxes(drawing, "en"))
+
+
+def test_no_line_begins_with_a_closing_mark_of_chinese():
+    lines = wrap("批大小 4，头数 16，头维度 64，序列长度 2048，因果，前向加反向（中位数），本项目", 90, 20)
+    assert len(lines) > 4
+    assert not [line for line in lines if line[0] in "，。、；：）"]
 
 
 def test_long_names_below_bars_are_rotated_and_thinned_out():

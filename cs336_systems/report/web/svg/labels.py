@@ -29,13 +29,17 @@ def _character_width(char: str) -> float:
     return 0.97 if char in "mwMW@%—" else 0.72 if char.isupper() else 0.63
 
 
+_TOKENS = re.compile(r"(?:[⺀-￯]|[^\s⺀-￯_/:,<>-]*[_/:,<>-]+|[^\s⺀-￯_/:,<>-]+|\s+)[，。、；：！？）》]*")
+"""Parts of a text between which a line may break; no line begins with a closing mark of Chinese."""
+
+
 def wrap(text: str, room: float, most: int = 4) -> list[str]:
     """Breaks a text into at most `most` lines no wider than `room`, the last one cut with an ellipsis. Lines break at
     spaces, after punctuation and between Chinese characters, and inside a word only if it does not fit alone."""
     if most == 1:
         return [shortened(text, room)]
     lines, line = [], ""
-    for token in re.findall(r"[⺀-￯]|[^\s⺀-￯_/:,<>-]*[_/:,<>-]+|[^\s⺀-￯_/:,<>-]+|\s+", text):
+    for token in _TOKENS.findall(text):
         if text_width(line + token.rstrip()) > room:
             lines.append(line)
             line = ""
