@@ -10,10 +10,11 @@ from typing import Any, cast
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
-from torch.utils.checkpoint import checkpoint
+from torch.utils.checkpoint import checkpoint, noop_context_fn
 
 from cs336_systems.config import ModelConfig
 from cs336_systems.kernels import attention
+from cs336_systems.kernels.flash.operators import keep_attention
 from cs336_systems.kernels.fused import nodes as fused
 
 RMS_EPS = 1e-5
@@ -153,10 +154,11 @@ class TransformerLM(nn.Module):
     `attention` names an implementation of `kernels.attention`. `fused` computes the blocks with the kernels of
     kernels/fused/nodes.py. `checkpoint_blocks` = k saves only the input of every k-th block and recomputes the rest in
     backward (0: saves everything). `checkpoint_inner` = j recomputes such a group in groups of j blocks: less memory
-    for a third forward pass.
+    for a third forward pass. The first `keeps_attention` groups save attention's output, too, and do not compute it again.
     """
 
     checkpoint_inner = 0
+    keeps_attention = 0
 
     def __init__(
         self, config: ModelConfig, *, attention: str = "auto", checkpoint_blocks: int = 0, fused: bool = False
@@ -193,7 +195,9 @@ class TransformerLM(nn.Module):
         group = self.checkpoint_blocks
         if group and torch.is_grad_enabled():
             for start in range(0, len(self.layers), group):
-                x, delta = _recompute(self._group, x, delta, start, min(start + group, len(self.layers)))
+                stop = min(start + group, len(self.layers))
+                keeps = start < group * self.keeps_attention
+                x, delta = _recompute(self._group, x, delta, start, stop, keeps_attention=keeps)
         else:
             for block in self.layers:  # not in _blocks, whose caller would keep the first x alive
                 x, delta = self._block(block, x, delta)
@@ -220,5 +224,6 @@ class TransformerLM(nn.Module):
         return block(x, self.rotate), None
 
 
-def _recompute(run: Callable[..., Any], *arguments: Any) -> Any:
-    return checkpoint(run, *arguments, use_reentrant=False, preserve_rng_state=False)
+def _recompute(run: Callable[..., Any], *arguments: Any, keeps_attention: bool = False) -> Any:
+    contexts = keep_attention if keeps_attention else noop_context_fn
+    return checkpoint(run, *arguments, use_reentrant=False, preserve_rng_state=False, context_fn=contexts)

@@ -1,7 +1,7 @@
 """Peak memory of building a model and its optimizer, before the first step. No torch.
 
-A model is built with fp32 weights. PackedAdamW then allocates its own memory beside them, moves the weights there one
-by one, and frees each. For a large model and a small batch this needs more memory than a step.
+A model is built with fp32 weights. With PackedAdamW it is built without memory, the optimizer allocates all of it, and
+the weights are drawn in fp32 one module at a time.
 """
 
 from cs336_systems.config import RunConfig
@@ -15,29 +15,26 @@ SPLIT_BYTES = 12
 def building_peak(config: RunConfig) -> MemoryEstimate:
     """Return the peak of building the step of `config`; AdamW allocates its state in the first step, not here."""
     t = Tensors(config)
-    parts = {"parameters": t.parameters(), "buffers": t.buffers()}
-    if t.parameter_rounding:
-        parts["allocator rounding"] = t.parameter_rounding
-    if "optimizer" in config.fast_parts:
-        matrices, gains = packed_sizes(config)
-        if t.low_precision:  # gains are packed after the matrices, whose fp32 weights are free by then
-            parts |= {"packed weights": 4 * matrices, "gradients": 2 * matrices, "moments": 8 * matrices}
-            parts["temporary"] = _largest_split(config)
-        else:
-            packed = matrices + gains
-            parts |= {"packed weights": 4 * packed, "gradients": 4 * packed, "moments": 8 * packed}
+    if "optimizer" not in config.fast_parts:
+        parts = {"parameters": t.parameters(), "buffers": t.buffers()}
+        if t.parameter_rounding:
+            parts["allocator rounding"] = t.parameter_rounding
+        return MemoryEstimate(parts, sum(parts.values()), "building")
+    matrices, gains = packed_sizes(config)
+    packed = matrices + gains
+    split = SPLIT_BYTES if t.low_precision else 0
+    gradients = 2 * matrices + 4 * gains if t.low_precision else 4 * packed
+    parts = {
+        "packed weights": 4 * packed,
+        "gradients": gradients,
+        "moments": 8 * packed,
+        "buffers": t.buffers(),
+        "temporary": (4 + split) * _largest_weight(config),
+    }
     return MemoryEstimate(parts, sum(parts.values()), "building")
 
 
-def _largest_split(config: RunConfig) -> int:
-    """Return the bytes by which splitting a weight raises the peak: the temporaries of one, less those already freed.
-
-    Weights are split in the order of the model, so the embedding or a weight of the first block is the one.
-    """
+def _largest_weight(config: RunConfig) -> int:
+    """Return the elements of the largest weight."""
     model = config.model
-    table, square, wide = model.vocab_size * model.d_model, model.d_model**2, model.d_model * model.d_ff
-    largest, freed = 0, 0
-    for size in (table, *(square,) * 4, *(wide,) * 3):
-        largest = max(largest, SPLIT_BYTES * size - 4 * freed)
-        freed += size
-    return largest
+    return max(model.vocab_size * model.d_model, model.d_model**2, model.d_model * model.d_ff)

@@ -91,10 +91,14 @@ class TrainStep:
     def build(cls, config: RunConfig) -> "TrainStep":
         """Build a step with random weights."""
         require_device(config.device)
+        packs = "optimizer" in config.fast_parts and config.mode == "train-step"
         torch.manual_seed(config.seed)
-        with torch.device(config.device):
+        with torch.device("meta" if packs else config.device):
             model = build_model(config)
-        return cls(model, config)
+        step = cls(model, config)
+        if isinstance(step.optimizer, PackedAdamW):
+            step.optimizer.initialise(model)
+        return step
 
     def _default_optimizer(self) -> torch.optim.Optimizer:
         if "optimizer" not in self._parts:
@@ -102,7 +106,8 @@ class TrainStep:
         assert isinstance(self.model, TransformerLM)
         dtype = AUTOCAST_DTYPES.get(self.config.precision, torch.float32)
         parameters = self.model.in_packing_order()
-        return PackedAdamW(parameters, dtype=dtype, max_grad_norm=self.config.max_grad_norm)
+        norm, device = self.config.max_grad_norm, torch.device(self.config.device)
+        return PackedAdamW(parameters, dtype=dtype, max_grad_norm=norm, device=device)
 
     def random_batch(self) -> tuple[Tensor, Tensor]:
         """Return random tokens and targets, (batch, context) each."""

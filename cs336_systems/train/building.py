@@ -28,14 +28,17 @@ def build_step(settings: TrainSettings, rank: Rank) -> TrainStep:
     require_device(run.device)
     if settings.faults.replay_every:
         run = dataclasses.replace(run, attention=_repeatable_attention(run))
+    packs = "optimizer" in run.fast_parts
     torch.manual_seed(settings.seed)
-    with rank.device:
+    with torch.device("meta") if packs and settings.init is None else rank.device:
         model = build_model(run)
     if settings.init is not None:
         load_weights(Path(settings.init), model, settings.model)
     optimizer: torch.optim.Optimizer
-    if "optimizer" in run.fast_parts:
-        optimizer = _packed_optimizer(model, settings)
+    if packs:
+        optimizer = _packed_optimizer(model, settings, rank.device)
+        if settings.init is None:
+            optimizer.initialise(model)
     else:
         model = _wrap(model, settings, rank)
         optimizer = _plain_optimizer(model, settings)
@@ -67,13 +70,14 @@ def _wrap(model: nn.Module, settings: TrainSettings, rank: Rank) -> nn.Module:
             return FSDP(model, compute_dtype=AUTOCAST_DTYPES.get(settings.compute.precision))
 
 
-def _packed_optimizer(model: nn.Module, settings: TrainSettings) -> PackedAdamW:
+def _packed_optimizer(model: nn.Module, settings: TrainSettings, device: torch.device) -> PackedAdamW:
     assert isinstance(model, TransformerLM)
     return PackedAdamW(
         _groups(model.in_packing_order(), settings.optimizer),
         dtype=AUTOCAST_DTYPES.get(settings.compute.precision, torch.float32),
         max_grad_norm=settings.optimizer.max_grad_norm,
         check_finite=True,
+        device=device,
     )
 
 

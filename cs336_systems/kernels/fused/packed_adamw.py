@@ -16,7 +16,7 @@ and is not counted.
 
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
@@ -34,6 +34,9 @@ class PackedAdamW(torch.optim.Optimizer):
     Every parameter must get a gradient in every step; parameters that are frozen now are left alone. Load weights by
     `load_masters`: a module's load_state_dict would leave the low 16 bits of the masters as they were. `max_grad_norm`
     clips the norm over all groups (0: no clipping).
+
+    Parameters on the "meta" device get their memory here, on `device`, and their weights by `initialise`: fp32 weights
+    beside the packed ones, which a model of many billions has no room for, never exist.
     """
 
     clips_itself = True
@@ -50,6 +53,7 @@ class PackedAdamW(torch.optim.Optimizer):
         dtype: torch.dtype = torch.bfloat16,
         max_grad_norm: float = 0.0,
         check_finite: bool = False,
+        device: torch.device | None = None,
     ):
         if dtype not in (torch.bfloat16, torch.float32):
             raise ValueError(f"PackedAdamW keeps weights as bfloat16 or float32, not {dtype}")
@@ -61,7 +65,7 @@ class PackedAdamW(torch.optim.Optimizer):
         self.check_finite = check_finite or max_grad_norm > 0
         self.dtype = dtype
         first = self.param_groups[0]["params"][0]
-        self.device = first.device
+        self.device = device or first.device
         self._steps = torch.zeros((), device=self.device)
         self._rates = torch.zeros(len(self.param_groups), device=self.device)
         self._uploaded: list[float] = []
@@ -84,9 +88,11 @@ class PackedAdamW(torch.optim.Optimizer):
             members = [p for p in params if (self.dtype if p.dim() >= 2 else torch.float32) == dtype]
             if not members:
                 continue
-            if any(p.dtype != torch.float32 or p.device != self.device for p in members):
+            if any(p.dtype != torch.float32 or not (p.is_meta or p.device == self.device) for p in members):
                 raise ValueError("PackedAdamW needs fp32 parameters on one device")
-            pack = _Pack.of(number, members, dtype)
+            if self.device.type == "meta":
+                raise ValueError("parameters on the meta device need the `device` that PackedAdamW allocates them on")
+            pack = _Pack.of(number, members, dtype, self.device)
             self._packs.append(pack)
             for view in pack.views:
                 state = {"step": self._steps, "exp_avg": view.of(pack.mean), "exp_avg_sq": view.of(pack.square)}
@@ -187,6 +193,30 @@ class PackedAdamW(torch.optim.Optimizer):
                     raise ValueError(f"no weights for a parameter of shape {tuple(view.parameter.shape)}")
                 view.set_master(pack, values[view.parameter])
 
+    @torch.no_grad()
+    def initialise(self, model: nn.Module) -> None:
+        """Fill a model that was built on the "meta" device, module by module, by their `reset_parameters`.
+
+        Random numbers are drawn in the order of the modules, as building on `device` draws them: the weights are the
+        same. One module's weights exist in fp32 at a time.
+        """
+        places = {view.parameter: (pack, view) for pack in self._packs for view in pack.views}
+        for module in model.modules():
+            for name, buffer in module._buffers.items():
+                if buffer is not None and buffer.is_meta:
+                    module._buffers[name] = torch.empty_like(buffer, device=self.device)
+            packed = {name: p for name, p in module._parameters.items() if p is not None}
+            if not packed and not module._buffers:
+                continue
+            for name, parameter in packed.items():
+                whole = torch.empty(parameter.shape, dtype=torch.float32, device=self.device)
+                module._parameters[name] = nn.Parameter(whole, requires_grad=False)
+            module.reset_parameters()  # type: ignore[operator]
+            for name, parameter in packed.items():
+                pack, view = places[parameter]
+                view.set_master(pack, cast(Tensor, module._parameters[name]))
+                module._parameters[name] = parameter
+
     def state_dict(self) -> dict[str, Any]:
         """Return the state in the form of torch's AdamW, where each parameter counts its own steps."""
         found = super().state_dict()
@@ -265,12 +295,11 @@ class _Pack:
 
     @classmethod
     @torch.no_grad()
-    def of(cls, group: int, parameters: list[nn.Parameter], dtype: torch.dtype) -> "_Pack":
+    def of(cls, group: int, parameters: list[nn.Parameter], dtype: torch.dtype, device: torch.device) -> "_Pack":
         views, end = [], 0
         for parameter in parameters:
             views.append(_View(parameter, end))
             end += -(-parameter.numel() // ALIGNED) * ALIGNED
-        device = parameters[0].device
 
         def zeros(of: torch.dtype) -> Tensor:
             return torch.zeros(end, dtype=of, device=device)
@@ -278,6 +307,10 @@ class _Pack:
         rest = zeros(torch.int16) if dtype != torch.float32 else None
         pack = cls(group, views, zeros(dtype), rest, zeros(dtype), zeros(torch.float32), zeros(torch.float32))
         for view in views:
-            view.set_master(pack, view.parameter)
-            view.parameter.data = view.of(pack.weights)
+            packed = view.of(pack.weights)
+            if view.parameter.is_meta:  # the object stays: the module and the groups hold it
+                torch.utils.swap_tensors(view.parameter, nn.Parameter(packed))
+            else:
+                view.set_master(pack, view.parameter)
+                view.parameter.data = packed
         return pack
