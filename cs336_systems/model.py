@@ -154,7 +154,8 @@ class TransformerLM(nn.Module):
     `attention` names an implementation of `kernels.attention`. `fused` computes the blocks with the kernels of
     kernels/fused/nodes.py. `checkpoint_blocks` = k saves only the input of every k-th block and recomputes the rest in
     backward (0: saves everything). `checkpoint_inner` = j recomputes such a group in groups of j blocks: less memory
-    for a third forward pass. The first `keeps_attention` groups save attention's output, too, and do not compute it again.
+    for a third forward pass. The first `keeps_attention` groups save attention's output, too, and do not compute it
+    again.
     """
 
     checkpoint_inner = 0

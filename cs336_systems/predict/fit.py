@@ -210,8 +210,8 @@ def _notes(rows: list[Row], first: Text, *, asked: bool) -> Iterator[Text]:
     )
     if any(cell.is_building for cell in cells):
         yield Text(
-            "`*`: building the model is the peak: fp32 weights beside the packed optimizer's memory",
-            "`*`：峰值出现在构建模型时：fp32 权重与打包优化器的内存同时存在",
+            "`*`: building the model is the peak: its largest weight in fp32 beside the packed optimizer's memory",
+            "`*`：峰值出现在构建模型时：最大的 fp32 权重与打包优化器的内存同时存在",
         )
     yield say(
         "{} GiB are left to CUDA itself and {} to the model's error",

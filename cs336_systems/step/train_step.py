@@ -92,6 +92,7 @@ class TrainStep:
         """Build a step with random weights."""
         require_device(config.device)
         packs = "optimizer" in config.fast_parts and config.mode == "train-step"
+        packs = packs and not torch._C._len_torch_dispatch_stack()  # a trace's tensors have no memory to save
         torch.manual_seed(config.seed)
         with torch.device("meta" if packs else config.device):
             model = build_model(config)

@@ -12,6 +12,7 @@ from cs336_systems.kernels.fused import pointwise
 from cs336_systems.measure.memory_trace import predict_by_tracing
 from cs336_systems.measure.timing import time_as_configured
 from cs336_systems.model import TransformerLM
+from cs336_systems.predict.building_memory import building_peak
 from cs336_systems.step.module_trace import Tracer
 from cs336_systems.step.replay import ReplayError
 from cs336_systems.step.train_step import TrainStep
@@ -226,6 +227,27 @@ def test_each_part_alone_learns_as_the_plain_step(part):
     expected, *_ = trained("off", config=SHAPES["small"])
     losses, *_ = trained(part, config=SHAPES["small"])
     assert losses == pytest.approx(expected, abs=0.03)
+
+
+@pytest.mark.parametrize("precision", ["bf16", "fp32"])
+def test_predicted_peak_of_building(precision):
+    run = RunConfig(model=model_config("medium"), device="cuda", precision=precision, fast="on")
+    torch.cuda.reset_peak_memory_stats()
+    before = torch.cuda.memory_allocated()
+    TrainStep.build(run)
+    assert building_peak(run).peak == pytest.approx(torch.cuda.max_memory_allocated() - before, rel=0.001)
+
+
+def test_recomputation_that_keeps_attention_gives_the_same_gradients_and_needs_the_memory_of_its_output():
+    config, found, peaks = SHAPES["small"], [], []
+    model = TransformerLM(config, attention="flash_triton", checkpoint_blocks=1, fused=True).cuda().bfloat16()
+    for kept in (0, config.num_layers):
+        model.keeps_attention = kept
+        torch.cuda.reset_peak_memory_stats()
+        found.append(gradients(model, *batch_of(config, rows=8), fused_loss=True)[1])
+        peaks.append(torch.cuda.max_memory_allocated())
+    assert all(torch.equal(found[0][name], found[1][name]) for name in found[0])
+    assert peaks[0] < peaks[1] < peaks[0] + 4 * config.num_layers * 8 * config.context_length * config.d_model
 
 
 @pytest.mark.parametrize("fields", [{}, {"fast": WITHOUT_GRAPH}, {"checkpoint_blocks": 1}, {"precision": "fp32"}])

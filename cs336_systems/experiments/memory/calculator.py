@@ -172,8 +172,8 @@ def _building_notes(config: RunConfig, step: int) -> list[Text]:
         return []
     return [
         say(
-            "building the model needs more than a step: {} GiB, with fp32 weights beside the optimizer's memory",
-            "构建模型所需显存多于一步：{} GiB，此时 fp32 权重与优化器的内存同时存在",
+            "building the model needs more than a step: {} GiB, with its largest weight in fp32, too",
+            "构建模型所需显存多于一步：{} GiB，此时最大的 fp32 权重与优化器的内存同时存在",
             f"{building.peak / GIB:.3f}",
         )
     ]

@@ -413,6 +413,34 @@ def test_gradients_of_a_fused_model(dtype, order, recompute_blocks):
 
 
 @DTYPES
+def test_a_model_built_on_the_meta_device_has_the_weights_of_one_built_in_memory(dtype):
+    torch.manual_seed(3)
+    plain = TransformerLM(SHAPE, fused=True)
+    expected = PackedAdamW(plain.in_packing_order(), dtype=dtype).masters()
+    with torch.device("meta"):
+        model = TransformerLM(SHAPE, fused=True)
+    objects = list(model.parameters())
+    optimizer = PackedAdamW(model.in_packing_order(), dtype=dtype, device=torch.device("cpu"))
+    torch.manual_seed(3)
+    optimizer.initialise(model)
+    found = optimizer.masters()
+    assert all(one is other for one, other in zip(model.parameters(), objects, strict=True))
+    for mine, theirs in zip(model.parameters(), plain.parameters(), strict=True):
+        assert torch.equal(found[mine], expected[theirs])
+        assert (mine.dtype, mine.requires_grad, mine.is_leaf) == (theirs.dtype, True, True)
+    assert all(torch.equal(*pair) for pair in zip(model.buffers(), plain.buffers(), strict=True))
+    tokens = torch.randint(SHAPE.vocab_size, (2, SHAPE.context_length))
+    assert torch.equal(model(tokens, tokens), plain(tokens, tokens))
+
+
+def test_parameters_on_the_meta_device_need_a_device():
+    with torch.device("meta"):
+        model = TransformerLM(SHAPE, fused=True)
+    with pytest.raises(ValueError, match="need the `device`"):
+        PackedAdamW(model.in_packing_order())
+
+
+@DTYPES
 def test_weights_packed_together_are_one_matrix(dtype):
     """Their sizes are multiples of the alignment here."""
     model = TransformerLM(dataclasses.replace(SHAPE, d_model=32, num_heads=2, d_ff=64), fused=True)
