@@ -15,7 +15,7 @@ RANGE = "document.getElementById('range').textContent"
 TITLE = "2.7B, train-step, bf16, batch 4, context 512, attention reference, checkpoint 2"
 WATCH_CANVAS = """
 window.drawn = [];
-const fillText = CanvasRenderingContext2D.prototype.fillText;
+window.fillText ??= CanvasRenderingContext2D.prototype.fillText;
 CanvasRenderingContext2D.prototype.fillText = function (text, x, y) {
   const [wide, align] = [this.measureText(text).width, { left: 0, center: 0.5, right: 1 }[this.textAlign]];
   drawn.push([text, x - wide * align, x + wide * (1 - align)]);
@@ -206,7 +206,7 @@ SHARED = {"English", "NVIDIA", "H200", "GiB", "MiB", "B", "ms", "bf16", "Shift",
 """Words that Chinese pages have in English."""
 
 
-def test_every_text_is_in_the_chosen_language(opened, path):
+def test_every_text_is_in_the_chosen_language(opened):
     def point():
         opened.mouse("mouseMoved", *map(round, where(opened, 0.0615, 0.01)))
 

@@ -231,7 +231,7 @@ def test_a_title_names_the_settings_in_readers_words(tmp_path):
     settings = "2.7B, bf16, batch 4, context 512, naive attention, recomputed in groups of 2"
     assert in_language(heading, "en") == f"Memory in a training step: {settings}"
     assert in_language(heading, "zh").startswith("训练步的显存：2.7B，bf16，批大小 4，")
-    assert timeline_picture(timeline, "t").alt == in_language(heading, "en")
+    assert timeline_picture(timeline, "t").caption == in_language(heading, "en")
     assert title_text(replace(timeline, device="CPU")).zh.startswith("训练步的内存：")
     own = title_text(replace(timeline, title=TITLE.replace("2.7B", "package.module:factory")))
     assert "own model" in own.en
