@@ -1,4 +1,4 @@
-"""What a reader sees of the words in a memory timeline: its title, labels, phases and operators in both languages."""
+"""Words of a memory timeline for readers: its title, labels, phases and operators in both languages."""
 
 import re
 
