@@ -7,6 +7,7 @@ import re
 from typing import Any
 
 from cs336_systems.config import COURSE_SIZES, model_config
+from cs336_systems.report import terms
 from cs336_systems.text import Text, say
 
 COLORS = 12
@@ -71,6 +72,27 @@ ATTENTION_NAMES = {
 def attention_name(name: Any) -> Text:
     """The name of an attention implementation in a sentence."""
     return ATTENTION_NAMES.get(str(name)) or implementation_name(name)
+
+
+PART_NAMES = {
+    "parameters": terms.PARAMETERS,
+    "gradients": terms.GRADIENTS,
+    "optimizer state": terms.OPTIMIZER_STATE,
+    "activations": terms.ACTIVATIONS,
+    "weight casts": Text("weight casts", "权重的低精度副本"),
+    "logits and loss": Text("logits and loss", "logits 与损失"),
+    "temporary": Text("temporary", "临时"),
+    "workspace": Text("workspace", "工作区"),
+    "buffers": Text("buffers", "缓冲区"),
+    "inputs": Text("inputs", "输入"),
+    "allocator rounding": Text("allocator rounding", "分配器取整"),
+    "unlabelled": Text("unlabelled", "无标签"),
+}
+"""Parts of memory as closed form, trace and timeline label them."""
+
+
+def part_name(label: str) -> Text:
+    return PART_NAMES.get(label, Text(label))
 
 
 def size_name(size: Any) -> Text:

@@ -6,6 +6,7 @@ from typing import Any
 
 from cs336_systems.report.picture import Picture
 from cs336_systems.report.timeline_reduction import label_colors, reduce, size_text, unit
+from cs336_systems.report.timeline_words import title_text
 from cs336_systems.timeline import Span, Timeline
 
 PICTURE_MOMENTS = 500
@@ -13,12 +14,12 @@ PICTURE_MOMENTS = 500
 
 
 def timeline_picture(timeline: Timeline, name: str) -> Picture:
-    return Picture(name, f"Memory over one step: {timeline.title}", partial(_draw, timeline=timeline), (8.0, 4.0))
+    return Picture(name, title_text(timeline).en, partial(_draw, timeline=timeline), (8.0, 4.0))
 
 
 def _draw(figure: Any, timeline: Timeline) -> None:
     axes = figure.subplots()
-    title = f"{timeline.title}, {timeline.device}"
+    title = f"{title_text(timeline).en}, {timeline.device}"
     peak_time, peak = timeline.peak()
     if not peak:
         axes.set_title(title)

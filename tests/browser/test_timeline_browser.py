@@ -1,6 +1,7 @@
-"""The page of a memory timeline in a browser: tooltips, zooming, the legend, themes."""
+"""The page of a memory timeline in a browser: tooltips, zooming, the legend, languages, themes."""
 
 import re
+from dataclasses import replace
 
 import pytest
 
@@ -11,12 +12,22 @@ from tests.unit.report.test_timeline_page import training_step
 
 pytestmark = pytest.mark.xdist_group("browser")  # one browser for all
 RANGE = "document.getElementById('range').textContent"
+TITLE = "2.7B, train-step, bf16, batch 4, context 512, attention reference, checkpoint 2"
+WATCH_CANVAS = """
+window.drawn = [];
+window.fillText ??= CanvasRenderingContext2D.prototype.fillText;
+CanvasRenderingContext2D.prototype.fillText = function (text, x, y) {
+  const [wide, align] = [this.measureText(text).width, { left: 0, center: 0.5, right: 1 }[this.textAlign]];
+  drawn.push([text, x - wide * align, x + wide * (1 - align)]);
+  fillText.call(this, text, x, y);
+};"""
+"""Keeps each text of the canvas with its left and right edge."""
 
 
 @pytest.fixture(scope="module")
 def path(tmp_path_factory):
     path = tmp_path_factory.mktemp("page") / "page.html"
-    write_page(training_step(), path)
+    write_page(replace(training_step(), title=TITLE), path)
     return path
 
 
@@ -24,6 +35,15 @@ def path(tmp_path_factory):
 def opened(browser, path):
     yield browser.open(path)
     assert browser.errors == []
+    assert [url for url in browser.requests if not url.startswith(("file:", "data:"))] == []
+    assert browser.requests[0] == path.as_uri()
+
+
+def redrawn(browser):
+    """The texts of the canvas after a redraw, each with its left and right edge."""
+    browser.run(WATCH_CANVAS)
+    browser.click("#reset")
+    return browser.run("drawn")
 
 
 def where(browser, time, share):
@@ -150,22 +170,94 @@ def test_a_label_is_hidden_and_shown_by_its_button(opened):
     assert label_at(opened, *place) is None
 
 
-def test_the_theme_follows_the_system_until_it_is_switched(opened):
+def test_the_theme_follows_the_system_until_it_is_switched(opened, path):
     background = "getComputedStyle(document.body).backgroundColor"
     light = opened.run(background)
     opened.media(scheme="dark")
     dark = opened.run(background)
     assert light != dark
-    for expected in (light, dark):
-        opened.click("#theme")
+    for theme, expected in (("light", light), ("dark", dark), ("system", dark), ("light", light)):
+        opened.choose("theme", theme)
         assert opened.run(background) == expected
+    opened.open(path, scheme="dark", fresh=False)
+    assert opened.run("theme.value") == "light"
+    assert opened.run(background) == light
 
 
+def test_the_canvas_is_drawn_in_the_colours_of_the_theme(opened):
+    pixels = "document.getElementById('picture').toDataURL()"
+    light = opened.run(pixels)
+    opened.choose("theme", "dark")
+    assert opened.run(pixels) != light
+    opened.choose("theme", "light")
+    assert opened.run(pixels) == light
+
+
+def everything(browser):
+    """All that the page says in the chosen language except the words of the traced program, as one text."""
+    program = {word for b in training_step().blocks for word in (b.module, b.what, b.line) if word}
+    pieces = browser.run("document.body.innerText").replace("\t", "\n").split("\n") + browser.tooltip()
+    pieces += [text for text, _, _ in redrawn(browser)]
+    pieces += browser.each("[aria-label]", "e.ariaLabel") + browser.each("option:not([value=en])", "e.textContent")
+    return "\n".join([browser.run("document.title"), *(one for one in pieces if one.strip() not in program)])
+
+
+SHARED = {"English", "NVIDIA", "H200", "GiB", "MiB", "B", "ms", "bf16", "Shift", "Esc", "logits"}
+"""Words that Chinese pages have in English."""
+
+
+def test_every_text_is_in_the_chosen_language(opened):
+    def point():
+        opened.mouse("mouseMoved", *map(round, where(opened, 0.0615, 0.01)))
+
+    point()
+    english = everything(opened)
+    assert not re.search("[\u4e00-\u9fff]", english.replace("中文", ""))
+    assert "train-step" not in english
+    opened.choose("language", "zh")
+    point()
+    chinese = everything(opened)
+    assert set(re.findall(r"[A-Za-z][\w-]*", chinese)) <= SHARED
+    assert {"参数", "优化器状态", "激活"} <= set(opened.each("#legend button", "e.innerText"))
+    assert label_at(opened, *where(opened, 0.0615, 0.01)) == "参数"
+    assert opened.run("document.documentElement.lang") == "zh-CN"
+    opened.choose("language", "en")
+    point()
+    assert everything(opened) == english
+
+
+def test_choosing_a_language_redraws_the_chart_and_is_kept(opened, path):
+    described = opened.one("#pointer", "e.ariaLabel")
+    opened.run(WATCH_CANVAS)
+    opened.choose("language", "zh")
+    drawn = {text for text, _, _ in opened.run("drawn")}
+    assert {"前向", "反向", "优化器"} <= drawn
+    assert "forward" not in drawn
+    assert opened.one("#pointer", "e.ariaLabel") != described
+    opened.open(path, fresh=False)
+    assert opened.run("language.value") == "zh"
+    assert "前向" in {text for text, _, _ in redrawn(opened)}
+
+
+@pytest.mark.parametrize("language", ["en", "zh"])
 @pytest.mark.parametrize("width", [390, 1400])
-def test_everything_fits_into_the_window(browser, path, width):
+def test_texts_of_the_chart_lie_inside_it(opened, width, language):
+    opened.resize(width)
+    opened.choose("language", language)
+    texts = redrawn(opened)
+    chart = opened.one("#chart", "e.offsetWidth")
+    assert [text for text, left, right in texts if left < 0 or right > chart + 0.5] == []
+
+
+@pytest.mark.parametrize("language", ["en", "zh"])
+@pytest.mark.parametrize("width", [390, 1400])
+def test_everything_fits_into_the_window(browser, path, width, language):
     browser.open(path, width=width, height=844)
+    browser.choose("language", language)
     assert browser.run("document.documentElement.scrollWidth") <= width
-    edges = browser.each("button, h1, p, .scroll, #chart", "(b => [b.left, b.right])(e.getBoundingClientRect())")
+    edges = browser.each(
+        "button, select, h1, p, .scroll, #chart", "(b => [b.left, b.right])(e.getBoundingClientRect())"
+    )
     assert all(left >= 0 and right <= width for left, right in edges)
     browser.mouse("mouseMoved", *where(browser, 0.149, 0.1))
     left, _, right, _ = browser.box("#tooltip")
@@ -176,7 +268,8 @@ def test_everything_fits_into_the_window(browser, path, width):
     browser.call("Input.dispatchTouchEvent", type="touchStart", touchPoints=[{"x": x, "y": y}])
     browser.call("Input.dispatchTouchEvent", type="touchEnd", touchPoints=[])
     browser.frame()
-    assert any("parameters" in line for line in browser.tooltip())  # lifting a finger keeps the tooltip
+    name = {"en": "parameters", "zh": "参数"}[language]
+    assert any(name in line for line in browser.tooltip())  # lifting a finger keeps the tooltip
 
 
 def test_an_empty_page_runs_without_errors(browser, tmp_path):

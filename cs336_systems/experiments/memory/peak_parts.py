@@ -11,7 +11,7 @@ from cs336_systems.record import GIB, MIB
 from cs336_systems.report import entries, terms
 from cs336_systems.report.cells import CellView, grouped
 from cs336_systems.report.document import Chart, Limit, Point, Series
-from cs336_systems.report.names import implementation_name, size_name
+from cs336_systems.report.names import PART_NAMES, implementation_name, part_name, size_name
 from cs336_systems.report.phrases import (
     MODE_WORDS,
     having,
@@ -42,29 +42,10 @@ from cs336_systems.table import Column, Table, word
 from cs336_systems.text import Text, listed, say
 
 MODULE = "cs336_systems.experiments.memory.measure_memory"
-PART_NAMES = {
-    "parameters": terms.PARAMETERS,
-    "gradients": terms.GRADIENTS,
-    "optimizer state": terms.OPTIMIZER_STATE,
-    "activations": terms.ACTIVATIONS,
-    "weight casts": Text("weight casts", "权重的低精度副本"),
-    "logits and loss": Text("logits and loss", "logits 与损失"),
-    "temporary": Text("temporary", "临时"),
-    "workspace": Text("workspace", "工作区"),
-    "buffers": Text("buffers", "缓冲区"),
-    "inputs": Text("inputs", "输入"),
-    "allocator rounding": Text("allocator rounding", "分配器取整"),
-    "unlabelled": Text("unlabelled", "无标签"),
-}
-"""Parts of memory as closed form, trace and timeline label them."""
 SMALL_PART = 0.01
 """Share of the largest bar below which parts are drawn together as one."""
 LOW = 0.25
 """Share of the GPU's memory below which bars are too low to be compared with it."""
-
-
-def part_name(label: str) -> Text:
-    return PART_NAMES.get(label, Text(label))
 
 
 # -- memory: the parts of the peak ------------------------------------------------------------------------------------

@@ -22,7 +22,7 @@
   const leastTallDrag = 40; // pixels: a drag at least this tall also zooms in memory
   const margin = { left: 58, right: 14, top: 42, bottom: 40 };
   const band = { top: 17, bottom: 37 };
-  const font = "12px system-ui, sans-serif";
+  const font = `12px ${getComputedStyle(document.body).fontFamily}`;
   const chart = element("chart");
   const pointer = element("pointer");
   const tooltip = element("tooltip");
@@ -44,7 +44,40 @@
     return sums;
   }
 
-  // Text
+  // Text: both languages, or one string that serves for both
+
+  const phrases = {
+    en: {
+      axis: "ms of host time since the step began",
+      peak: (bytes) => `peak ${bytes}`,
+      range: (from, to) => `${from} to ${to}`,
+      and: (one, other) => `${one}, ${other}`,
+      total: (bytes) => `total ${bytes}`,
+      label: (name, bytes) => `${name}: ${bytes}`,
+      merged: "here: small blocks, drawn together",
+      block: (bytes) => `block of ${bytes}`,
+      from: (time) => `from ${time}`,
+      alive: (phase, times) => `alive: ${phase} (${times})`,
+    },
+    zh: {
+      axis: "自该步开始的主机时间（ms）",
+      peak: (bytes) => `峰值 ${bytes}`,
+      range: (from, to) => `${from} 到 ${to}`,
+      and: (one, other) => `${one}，${other}`,
+      total: (bytes) => `总计 ${bytes}`,
+      label: (name, bytes) => `${name}：${bytes}`,
+      merged: "此处：多个小块，合并画出",
+      block: (bytes) => `块：${bytes}`,
+      from: (time) => `自 ${time} 起`,
+      alive: (phase, times) => `存活：${phase}（${times}）`,
+    },
+  };
+  const language = () => document.documentElement.dataset.language;
+  const said = (text) => (Array.isArray(text) ? text[language() === "zh" ? 1 : 0] : text);
+  const phrase = (name, ...values) => {
+    const found = phrases[language()][name];
+    return values.length ? found(...values) : found;
+  };
 
   const milliseconds = (time, digits = 2) => (time / 1e6).toFixed(digits);
 
@@ -57,7 +90,7 @@
 
   function phaseAt(time) {
     const found = phases.findLast(([, start, end]) => start <= time && time < end);
-    return found ? found[0] : "";
+    return found ? said(found[0]) : "";
   }
 
   // Layout
@@ -204,8 +237,9 @@
     drawPeak();
     drawPointer(null);
     tooltip.hidden = true;
-    const memory = showsFullHeight() ? "" : `, ${size(view.low * most)} to ${size(view.high * most)}`;
-    element("range").textContent = `${milliseconds(view.start)} to ${milliseconds(view.end)} ms${memory}`;
+    const times = `${phrase("range", milliseconds(view.start), milliseconds(view.end))} ms`;
+    const memory = phrase("range", size(view.low * most), size(view.high * most));
+    element("range").textContent = showsFullHeight() ? times : phrase("and", times, memory);
   }
 
   // Ticks are multiples of 1, 2 or 5 times a power of ten.
@@ -237,12 +271,12 @@
     below.stroke();
     below.fillText(unit.name, plot.left - 8, (band.top + band.bottom) / 2);
     below.textAlign = "center";
-    for (const [value, text] of ticks(view.start / 1e6, view.end / 1e6, (plot.right - plot.left) / 90)) {
+    for (const [value, text] of ticks(view.start / 1e6, view.end / 1e6, (plot.right - plot.left) / 70)) {
       const x = xOf(value * 1e6);
       below.fillRect(x, plot.bottom, 1, 5);
       below.fillText(text, Math.min(x, width - below.measureText(text).width / 2), plot.bottom + 14);
     }
-    below.fillText("ms since the step began, by the host's clock while tracing", (plot.left + plot.right) / 2, height - 9);
+    below.fillText(phrase("axis"), (plot.left + plot.right) / 2, height - 9);
   }
 
   function drawArea(label) {
@@ -312,7 +346,7 @@
   // A name wider than its band is written above it, unless that space is taken.
   function drawPhases() {
     let free = 0; // x from which the space above the bands is free
-    phases.forEach(([name, start, end], index) => {
+    phases.forEach(([text, start, end], index) => {
       const [left, right] = [Math.max(plot.left, xOf(start)), Math.min(plot.right, xOf(end))];
       if (right <= left) return;
       below.fillStyle = color(index % 2 ? "--other-band" : "--band");
@@ -321,6 +355,7 @@
       below.fillStyle = color("--text");
       if (start > view.start) below.fillRect(left, band.bottom, 1, plot.bottom - band.bottom);
       below.globalAlpha = 1;
+      const name = said(text);
       const wide = below.measureText(name).width;
       const middle = Math.min((left + right) / 2, width - wide / 2);
       const above = wide > right - left - 6;
@@ -342,7 +377,7 @@
     below.lineTo(x, plot.bottom);
     below.stroke();
     below.setLineDash([]);
-    const text = `peak ${size(peak.bytes)}`;
+    const text = phrase("peak", size(peak.bytes));
     const fits = x + 8 + below.measureText(text).width < plot.right;
     below.font = `600 ${font}`;
     below.textAlign = fits ? "left" : "right";
@@ -417,23 +452,26 @@
   function describe(found) {
     const total = series.reduce((sum, row) => sum + row[found.moment], 0);
     const phase = phaseAt(found.time);
+    const time = `${milliseconds(found.time, 3)} ms`;
     const lines = [
-      [`${milliseconds(found.time, 3)} ms${phase && `, ${phase}`}`],
-      [`total ${(total / unit.bytes).toFixed(3)} ${unit.name}`],
+      [phase ? phrase("and", time, phase) : time],
+      [phrase("total", `${(total / unit.bytes).toFixed(3)} ${unit.name}`)],
     ];
     if (found.label === null) return lines;
-    lines.push([`${labels[found.label].name}: ${size(series[found.label][found.moment])}`, "name"]);
+    lines.push([phrase("label", said(labels[found.label].name), size(series[found.label][found.moment])), "name"]);
     if (found.block === null) {
-      lines.push(["here: small blocks, drawn together", "faint"]);
+      lines.push([phrase("merged"), "faint"]);
       return lines;
     }
-    const word = (column) => words[blocks[column][found.block]];
+    const word = (column) => said(words[blocks[column][found.block]]);
     const start = blocks.start[found.block];
     const end = blocks.end[found.block];
-    const times = end === null ? `from ${milliseconds(start)} ms` : `${milliseconds(start)} to ${milliseconds(end)} ms`;
-    lines.push([`block of ${size(blocks.size[found.block])}`, "name"]);
+    const times = end === null
+      ? phrase("from", `${milliseconds(start)} ms`)
+      : `${phrase("range", milliseconds(start), milliseconds(end))} ms`;
+    lines.push([phrase("block", size(blocks.size[found.block])), "name"]);
     lines.push([word("what")], [word("module")], [word("line")]);
-    lines.push([`alive: ${word("lifetime")} (${times})`, "faint"]);
+    lines.push([phrase("alive", word("lifetime"), times), "faint"]);
     return lines.filter(([text]) => text);
   }
 
@@ -567,17 +605,7 @@
     showHeight(low, high);
   }
 
-  // Theme
-
-  const systemDark = matchMedia("(prefers-color-scheme: dark)");
-  const isDark = () => (document.documentElement.dataset.theme ?? (systemDark.matches ? "dark" : "light")) === "dark";
-
-  function setTheme(name) {
-    if (name) document.documentElement.dataset.theme = name;
-    element("theme").textContent = isDark() ? "Light" : "Dark";
-    element("theme").setAttribute("aria-label", `Use ${isDark() ? "light" : "dark"} colours`);
-    redraw();
-  }
+  // The legend
 
   function addLegend() {
     labels.forEach((label) => {
@@ -588,7 +616,7 @@
       button.setAttribute("aria-pressed", "true");
       swatch.className = "swatch";
       swatch.style.background = label.color;
-      name.textContent = label.name;
+      label.shown = name;
       button.append(swatch, name);
       button.addEventListener("click", () => {
         label.visible = !label.visible;
@@ -597,6 +625,10 @@
       });
       element("legend").append(button);
     });
+  }
+
+  function nameLegend() {
+    for (const label of labels) label.shown.textContent = said(label.name);
   }
 
   function listen() {
@@ -626,22 +658,25 @@
     element("earlier").addEventListener("click", () => pan(-0.25));
     element("later").addEventListener("click", () => pan(0.25));
     element("reset").addEventListener("click", reset);
-    element("theme").addEventListener("click", () => setTheme(isDark() ? "light" : "dark"));
-    systemDark.addEventListener("change", () => setTheme());
+    document.addEventListener("chosen", () => { // another language or theme
+      nameLegend();
+      redraw();
+    });
+    matchMedia("(prefers-color-scheme: dark)").addEventListener("change", redraw);
     new ResizeObserver(redraw).observe(chart);
   }
 
   window.timelinePage = {
     labelAt(clientX, clientY) {
       const found = pick(...position({ clientX, clientY }));
-      return found && found.label !== null ? labels[found.label].name : null;
+      return found && found.label !== null ? said(labels[found.label].name) : null;
     },
     view: () => ({ start: view.start / 1e9, end: view.end / 1e9 }), // seconds
     peak: () => peak.bytes,
   };
 
-  const asked = location.hash.slice(1);
   addLegend();
+  nameLegend();
   listen();
-  setTheme(["dark", "light"].includes(asked) ? asked : undefined);
+  redraw();
 })();

@@ -4,13 +4,17 @@ import itertools
 import json
 import random
 import re
+from dataclasses import replace
 
 import pytest
 
+from cs336_systems.measure.readers.snapshot import EARLIER
 from cs336_systems.report import picture
 from cs336_systems.report.timeline_picture import timeline_picture
 from cs336_systems.report.timeline_reduction import COLORS, LABEL_COLORS, MAX_LABELS, OTHER, label_colors, reduce
+from cs336_systems.report.timeline_words import phase_text, title_text, word_text
 from cs336_systems.report.web.timeline_page import write_page
+from cs336_systems.text import Text
 from cs336_systems.timeline import Block, Span, Timeline
 
 MIB = 2**20
@@ -61,9 +65,9 @@ def reduced_blocks(*blocks, **limits):
     return reduced(Timeline("t", "cpu", list(blocks)), **limits)
 
 
-def written(timeline, tmp_path):
+def written(timeline, tmp_path, **options):
     path = tmp_path / "page.html"
-    write_page(timeline, path)
+    write_page(timeline, path, **options)
     return path.read_text(encoding="utf-8")
 
 
@@ -71,9 +75,16 @@ def page_data(html):
     return json.loads(re.search(r'<script id="data"[^>]*>(.*?)</script>', html, re.DOTALL)[1])
 
 
-def cells(html, table):
+def in_language(html, language):
+    """HTML with the texts of one language."""
+    other = {"en": "zh", "zh": "en"}[language]
+    html = re.sub(rf'<span class="{other}"[^>]*>.*?</span>', "", html)
+    return re.sub(rf'<span class="{language}"[^>]*>(.*?)</span>', r"\1", html)
+
+
+def cells(html, table, language="en"):
     """The text of a table's rows, without its head."""
-    rows = re.findall(r"<tr>(.*?)</tr>", html.split("<table>")[table], re.DOTALL)
+    rows = re.findall(r"<tr>(.*?)</tr>", in_language(html, language).split("<table>")[table], re.DOTALL)
     return [re.findall(r"<td[^>]*>(?:<span[^>]*></span>)?(.*?)</td>", row) for row in rows[1:]]
 
 
@@ -195,19 +206,61 @@ PHASES = [Span("forward", 0.0, 1.0), Span("loss", 1.0, 2.0)]
 
 
 @pytest.mark.parametrize(
-    ("start", "end", "phases", "expected"),
+    ("start", "end", "phases", "expected", "chinese"),
     [
-        (0.0, None, PHASES, "whole step"),
-        (0.0, 1.0, PHASES, "until forward"),
-        (0.5, 2.0, PHASES, "forward to loss"),
-        (1.0, 1.5, PHASES, "loss"),
-        (2.5, None, PHASES, "after loss to the end"),
-        (0.5, 0.75, [], "500.00 ms to 750.00 ms"),
+        (0.0, None, PHASES, "whole step", "整步"),
+        (0.0, 1.0, PHASES, "until forward", "开始 → 前向"),
+        (0.5, 2.0, PHASES, "forward to loss", "前向 → 损失"),
+        (1.0, 1.5, PHASES, "loss", "损失"),
+        (2.5, None, PHASES, "after loss to the end", "损失之后 → 结束"),
+        (0.5, 0.75, [], "500.00 ms to 750.00 ms", "500.00 ms → 750.00 ms"),
     ],
 )
-def test_lifetimes_are_named_by_phases(tmp_path, start, end, phases, expected):
-    timeline = Timeline("t", "cpu", [Block("a", 9, start, end)], phases)
-    assert cells(written(timeline, tmp_path), 2)[0][5] == expected
+def test_lifetimes_are_named_by_phases(tmp_path, start, end, phases, expected, chinese):
+    html = written(Timeline("t", "cpu", [Block("a", 9, start, end)], phases), tmp_path)
+    assert cells(html, 2)[0][5] == expected
+    assert cells(html, 2, "zh")[0][5] == chinese
+
+
+TITLE = "2.7B, train-step, bf16, batch 4, context 512, attention reference, checkpoint 2"
+
+
+def test_a_title_names_the_settings_in_readers_words(tmp_path):
+    timeline = Timeline(TITLE, "NVIDIA H200", training_step().blocks)
+    heading = re.search("<h1>(.*?)</h1>", written(timeline, tmp_path))[1]
+    settings = "2.7B, bf16, batch 4, context 512, naive attention, recomputed in groups of 2"
+    assert in_language(heading, "en") == f"Memory in a training step: {settings}"
+    assert in_language(heading, "zh").startswith("训练步的显存：2.7B，bf16，批大小 4，")
+    assert timeline_picture(timeline, "t").caption == in_language(heading, "en")
+    assert title_text(replace(timeline, device="CPU")).zh.startswith("训练步的内存：")
+    own = title_text(replace(timeline, title=TITLE.replace("2.7B", "package.module:factory")))
+    assert "own model" in own.en
+    assert "factory" not in own.en
+
+
+@pytest.mark.parametrize("title", ["snapshot.pickle", "2.7B, train-step, bf16", f"{TITLE}, and more", ":" * 200_000])
+def test_other_titles_stay_as_they_are(title):
+    assert title_text(Timeline(title, "cpu", [])) == Text(title)
+
+
+@pytest.mark.parametrize("language", ["en", "zh"])
+def test_a_page_opens_in_its_language(tmp_path, language):
+    timeline = replace(training_step(), title=TITLE)
+    html = written(timeline, tmp_path, language=language)
+    assert f'data-language="{language}"' in html
+    assert f">{title_text(timeline).in_(language)}</title>" in html
+    named = re.findall(r' aria-label="([^"]*)" data-aria-en="([^"]*)" data-aria-zh="([^"]*)"', html)
+    assert len(named) == 10  # the selects, the chart, the legend, four buttons, two tables
+    assert all(label == {"en": en, "zh": zh}[language] for label, en, zh in named)
+    assert html.count('aria-label="') == len(named)
+
+
+def test_every_label_and_phase_of_the_instruments_has_chinese():
+    for name in (*LABEL_COLORS, OTHER, EARLIER, "inside an operator"):
+        assert re.search("[\u4e00-\u9fff]", word_text(name).zh), name
+    for span in training_step().phases:
+        assert re.search("[\u4e00-\u9fff]", phase_text(span.name).zh), span.name
+    assert word_text("mine") == Text("mine")
 
 
 def test_no_text_can_break_out(tmp_path):
@@ -215,7 +268,7 @@ def test_no_text_can_break_out(tmp_path):
     timeline = Timeline(evil, evil, [Block(evil, 9, 0.0, 1.0, evil, evil, evil)], [Span(evil, 0.0, 1.0)])
     html = written(timeline, tmp_path)
     assert "alert(1)</script>" not in html
-    assert html.count("<script") == html.count("</script>") == 2
+    assert html.count("<script") == html.count("</script>") == 4
     data = page_data(html)
     assert data["labels"][0][0] == evil
     assert data["words"][data["blocks"]["what"][0]] == evil
