@@ -3,36 +3,10 @@
   const root = document.documentElement;
   const element = (id) => document.getElementById(id);
   const all = (selector, within = document) => [...within.querySelectorAll(selector)];
-  // Without storage the choice holds until the page is closed.
-  const keep = (key, value) => { try { localStorage.setItem(key, value); } catch { /* no storage */ } };
   const words = {
     en: { copied: "copied", failed: "could not copy" },
     zh: { copied: "已复制", failed: "无法复制" },
   };
-
-  // Language: CSS shows and hides elements; titles, labels and options are replaced here.
-  const language = element("language");
-  function setLanguage(chosen) {
-    root.dataset.language = language.value = chosen;
-    root.lang = chosen === "zh" ? "zh-CN" : "en";
-    const title = document.querySelector("title");
-    document.title = title.dataset[chosen] ?? document.title;
-    const name = chosen === "zh" ? "ariaZh" : "ariaEn";
-    for (const one of all("[data-aria-zh]")) one.setAttribute("aria-label", one.dataset[name]);
-    for (const one of all("option[data-zh]")) one.textContent = one.dataset[chosen];
-    all('[data-value][tabindex="0"]').forEach(nameMark);
-    hideTooltip();
-  }
-  language.addEventListener("change", () => { setLanguage(language.value); keep("report-language", language.value); });
-
-  // Theme: follows the system until the user chooses one.
-  const theme = element("theme");
-  theme.value = root.dataset.theme ?? "system";
-  theme.addEventListener("change", () => {
-    if (theme.value === "system") delete root.dataset.theme;
-    else root.dataset.theme = theme.value;
-    keep("report-theme", theme.value);
-  });
 
   // Contents: open beside a wide page, closed above a narrow one.
   const nav = element("contents");
@@ -635,6 +609,11 @@
     hidden.forEach(toggle);
   });
 
-  setLanguage(root.dataset.language);
+  // Another language or theme: see controls.js
+  document.addEventListener("chosen", () => {
+    all('[data-value][tabindex="0"]').forEach(nameMark);
+    hideTooltip();
+  });
+  all('[data-value][tabindex="0"]').forEach(nameMark);
   reveal(location.hash);
 })();

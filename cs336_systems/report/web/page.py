@@ -11,6 +11,7 @@ from typing import NamedTuple
 
 from cs336_systems.report.document import Chart, Document, Highlight, Link, Section
 from cs336_systems.report.web.assets import asset, embedded_json, policy
+from cs336_systems.report.web.controls import aria_label, attributes, controls, html_attributes, html_text
 from cs336_systems.report.web.svg import svg
 from cs336_systems.report.web.svg.placement import NARROW
 from cs336_systems.table import Column, Table
@@ -31,13 +32,6 @@ _CONTENTS = Text("Contents", "目录")
 _REMARKS = Text("Remarks on the data", "数据说明")
 _LINKS = Text("See also", "另见")
 _SKIP = Text("Skip to the content", "跳到正文")
-_LANGUAGE = Text("Language", "语言")
-_THEME = Text("Theme", "主题")
-_THEMES = {
-    "system": Text("Theme: system", "主题：跟随系统"),
-    "light": Text("Theme: light", "主题：浅色"),
-    "dark": Text("Theme: dark", "主题：深色"),
-}
 _COPY = (Text("Copy as Markdown", "复制为 Markdown"), Text("Copy as LaTeX", "复制为 LaTeX"))
 _FIRST_ROW = (4, 7)
 """Lines before the rows of a table in Markdown and in LaTeX: the script copies rows in the order shown."""
@@ -89,59 +83,52 @@ class _Page:
             level = 2
             if group:
                 level, anchor = 3, self._anchor(f"group-{group.en}")
-                main.append(f'<h2 class="group" id="{anchor}">{_text(group)}</h2>\n')
+                main.append(f'<h2 class="group" id="{anchor}">{html_text(group)}</h2>\n')
                 entries.append(_Entry(anchor, group, is_group=True))
             main += [self._section(section, anchors[id(section)], level) for section in sections]
             entries += [_Entry(anchors[id(section)], section.title) for section in sections]
         if document.remarks:
             items = _items(document.remarks)
-            main.append(f'<section id="remarks"><h2>{_text(_REMARKS)}</h2><ul>{items}</ul></section>')
+            main.append(f'<section id="remarks"><h2>{html_text(_REMARKS)}</h2><ul>{items}</ul></section>')
             entries.append(_Entry("remarks", _REMARKS))
         if document.missing:
             main.append(_missing(document.missing))
         body = (
-            f'<a class="skip" href="#main">{_text(_SKIP)}</a>\n'
+            f'<a class="skip" href="#main">{html_text(_SKIP)}</a>\n'
             f"{self._header(document)}\n"
             f'<div class="layout">\n{_contents(entries)}\n'
             f'<main id="main" tabindex="-1" data-rows="{FIRST_ROWS}">\n'
-            f"{''.join(main) or f'<p>{_text(_NOTHING)}</p>'}</main>\n</div>\n"
+            f"{''.join(main) or f'<p>{html_text(_NOTHING)}</p>'}</main>\n</div>\n"
             '<div id="tooltip" aria-hidden="true" hidden></div>\n'
         )
         scripts = (
             f'<script id="copies" type="application/json">{embedded_json(self.copies)}</script>\n'
-            f"<script>{asset('page.js')}</script>\n"
+            f"<script>{asset('controls.js')}</script>\n<script>{asset('page.js')}</script>\n"
         )
         whole = f"{self._head(document.title)}<body>\n{body}{scripts}</body>\n</html>\n"
         return whole.encode("utf-8", "replace").decode("utf-8")  # lone surrogates of a broken log have no encoding
 
     def _head(self, title: Text) -> str:
-        lang = "zh-CN" if self.language == "zh" else "en"
         early = asset("page_early.js")
+        allowed = policy(early, asset("controls.js"), asset("page.js"))
         return (
-            f'<!doctype html>\n<html lang="{lang}" data-language="{self.language}">\n<head>\n<meta charset="utf-8">\n'
-            f'<meta http-equiv="Content-Security-Policy" content="{policy(early, asset("page.js"))}">\n'
+            f'<!doctype html>\n<html {html_attributes(self.language)}>\n<head>\n<meta charset="utf-8">\n'
+            f'<meta http-equiv="Content-Security-Policy" content="{allowed}">\n'
             '<meta name="viewport" content="width=device-width, initial-scale=1">\n'
-            f"<title{_attributes('data-', title)}>{escape(title.in_(self.language))}</title>\n"
+            f"<title{attributes('data-', title)}>{escape(title.in_(self.language))}</title>\n"
             f'<link rel="icon" href="data:,">\n<style>{asset("page.css")}</style>\n'
             f"<script>{early}</script>\n</head>\n"
         )
 
     def _header(self, document: Document) -> str:
         facts = "".join(
-            f"<div><dt>{_text(name)}</dt><dd>{escape(value)}</dd></div>" for name, value in document.facts.items()
+            f"<div><dt>{html_text(name)}</dt><dd>{escape(value)}</dd></div>" for name, value in document.facts.items()
         )
-        first = _text(next(iter(document.facts.values()), ""))
-        themes = "".join(
-            f'<option value="{value}"{_attributes("data-", name)}>{escape(name.in_(self.language))}</option>'
-            for value, name in _THEMES.items()
-        )
-        languages = '<option value="en">English</option><option value="zh">中文</option>'
+        first = html_text(next(iter(document.facts.values()), ""))
         return (
-            f'<header><div class="top"><h1>{_text(document.title)}</h1><div class="controls">'
-            f'<select id="language"{self._aria(_LANGUAGE)}>{languages}</select>'
-            f'<select id="theme"{self._aria(_THEME)}>{themes}</select></div></div>'
+            f'<header><div class="top"><h1>{html_text(document.title)}</h1>{controls(self.language)}</div>'
             + (
-                f'<details class="facts"><summary><b>{first}</b> <small>{_text(_FACTS)}</small></summary>'
+                f'<details class="facts"><summary><b>{first}</b> <small>{html_text(_FACTS)}</small></summary>'
                 f"<dl>{facts}</dl></details>"
                 if facts
                 else ""
@@ -156,7 +143,7 @@ class _Page:
         hero = self._figure(document.hero) if document.hero else ""
         found = [(anchors[id(section)], section) for section in document.sections if section.findings]
         lines = "".join(
-            f'<li><a href="#{anchor}">{_text(section.title)}</a><span>{_text(section.findings[0])}</span></li>'
+            f'<li><a href="#{anchor}">{html_text(section.title)}</a><span>{html_text(section.findings[0])}</span></li>'
             for anchor, section in found
         )
         if not (numbers or hero or lines):
@@ -164,12 +151,14 @@ class _Page:
         brief = f'<ul class="brief">{lines}</ul>' if lines else ""
         if numbers or hero:
             every = say("All findings, one line each ({})", "全部结论，每条一行（{}）", str(len(found)))
-            brief = f'<details class="all"><summary>{_text(every)}</summary>{brief}</details>' if len(found) > 1 else ""
+            brief = (
+                f'<details class="all"><summary>{html_text(every)}</summary>{brief}</details>' if len(found) > 1 else ""
+            )
         return (
-            f'<section id="summary" aria-labelledby="summary-title"><h2 id="summary-title">{_text(_SUMMARY)}</h2>'
+            f'<section id="summary" aria-labelledby="summary-title"><h2 id="summary-title">{html_text(_SUMMARY)}</h2>'
             + (f'<ul class="numbers">{numbers}</ul>' if numbers else "")
             + (f'<div class="hero">{hero}</div>' if hero else "")
-            + (f'<p class="trust">{_text(document.trust)}</p>' if document.trust else "")
+            + (f'<p class="trust">{html_text(document.trust)}</p>' if document.trust else "")
             + f"{brief}</section>\n"
         )
 
@@ -178,14 +167,14 @@ class _Page:
         self.level = level
         parts = [
             f'<section id="{anchor}" aria-labelledby="{heading}">'
-            f'<h{level} class="title" id="{heading}">{_text(section.title)}</h{level}>'
+            f'<h{level} class="title" id="{heading}">{html_text(section.title)}</h{level}>'
         ]
         if any(section.question):
-            parts.append(f'<p class="question">{_text(section.question)}</p>')
+            parts.append(f'<p class="question">{html_text(section.question)}</p>')
         parts += [*self._board(section), *self._tables(section)]
         if section.links:
             links = "".join(f"<li>{_link(link)}</li>" for link in section.links)
-            heading = _heading_of(level + 1, _text(_LINKS), "see") if len(parts) > 2 else ""
+            heading = _heading_of(level + 1, html_text(_LINKS), "see") if len(parts) > 2 else ""
             parts.append(f'{heading}<ul class="links">{links}</ul>')
         return "\n".join([*parts, "</section>\n"])
 
@@ -199,9 +188,9 @@ class _Page:
         return ['<div class="board">', *cells, "</div>"] if cells else []
 
     def _figure(self, chart: Chart) -> str:
-        note = f"<small>{_text(chart.note)}</small>" if chart.note else ""
+        note = f"<small>{html_text(chart.note)}</small>" if chart.note else ""
         return (
-            f'<figure id="{self._anchor(chart.name)}"><figcaption>{_text(chart.title)}{note}</figcaption>'
+            f'<figure id="{self._anchor(chart.name)}"><figcaption>{html_text(chart.title)}{note}</figcaption>'
             f'<div class="frame"><div class="plot">{svg(chart)}{svg(chart, NARROW)}</div></div></figure>'
         )
 
@@ -221,7 +210,7 @@ class _Page:
         number = len(self.copies)
         self.copies.append([table.render(format) for format in ("md", "latex")])
         buttons = "".join(
-            f'<button type="button" data-copy="{number} {format} {_FIRST_ROW[format]}">{_text(text)}</button>'
+            f'<button type="button" data-copy="{number} {format} {_FIRST_ROW[format]}">{html_text(text)}</button>'
             for format, text in enumerate(_COPY)
         )
         heads = "".join(_heading(column) for column in table.columns)
@@ -230,17 +219,14 @@ class _Page:
         dense = ' class="dense"' if len(table.columns) >= MANY_COLUMNS else ""
         return (
             f'<div class="table{" short" if tall else ""}" id="{anchor}">{_heading_of(self.level + 1, _title(title))}'
-            f'<div class="frame"><div class="scroll" tabindex="0" role="region"{self._aria(region)}><table{dense}>'
+            f'<div class="frame"><div class="scroll" tabindex="0" role="region"{aria_label(region, self.language)}>'
+            f"<table{dense}>"
             f"<thead><tr>{heads}</tr></thead><tbody>\n{rows}\n</tbody></table></div></div>"
             + f'<div class="foot">{_rows_button(len(table.rows), anchor) if tall else ""}'
             + f'<div class="copy">{buttons}<output></output></div></div>'
             + (f'<ul class="notes">{_items(table.notes)}</ul>' if table.notes else "")
             + "</div>"
         )
-
-    def _aria(self, name: Text) -> str:
-        label = f' aria-label="{escape(name.in_(self.language))}"'
-        return label + (_attributes("data-aria-", name) if name.in_("zh") != name.en else "")
 
     def _anchor(self, name: str) -> str:
         """An id made from a name, unique on the page."""
@@ -253,21 +239,8 @@ class _Page:
         return found
 
 
-def _text(text: str | Text) -> str:
-    """Escaped HTML. Where the languages differ it holds both, and the page shows one."""
-    if isinstance(text, str):
-        return escape(text)
-    if text.in_("zh") == text.en:
-        return escape(text.en)
-    return f'<span class="en">{escape(text.en)}</span><span class="zh" lang="zh-CN">{escape(text.zh)}</span>'
-
-
 def _items(texts: Sequence[Text]) -> str:
-    return "".join(f"<li>{_text(text)}</li>" for text in texts)
-
-
-def _attributes(prefix: str, text: Text) -> str:
-    return "".join(f' {prefix}{language}="{escape(text.in_(language))}"' for language in LANGUAGES)
+    return "".join(f"<li>{html_text(text)}</li>" for text in texts)
 
 
 def _heading_of(level: int, inside: str, kind: str = "") -> str:
@@ -286,20 +259,20 @@ def _number(highlight: Highlight, anchor: str) -> str:
     value = {one: highlight.value.in_(one).partition(" ") for one in LANGUAGES}
     number, unit = (Text(*(value[one][part] for one in LANGUAGES)) for part in (0, 2))
     inside = (
-        f"<b>{_text(number)}{f' <i>{_text(unit)}</i>' if any(unit) else ''}</b>"
-        f"<span>{_text(highlight.what)}</span><small>{_text(highlight.detail)}</small>"
+        f"<b>{html_text(number)}{f' <i>{html_text(unit)}</i>' if any(unit) else ''}</b>"
+        f"<span>{html_text(highlight.what)}</span><small>{html_text(highlight.detail)}</small>"
     )
     return f'<li><a href="#{anchor}">{inside}</a></li>' if anchor else f"<li><div>{inside}</div></li>"
 
 
 def _contents(entries: Sequence[_Entry]) -> str:
     items = "".join(
-        f'<li{" class=group" if is_group else ""}><a href="#{anchor}">{_text(title)}</a></li>'
+        f'<li{" class=group" if is_group else ""}><a href="#{anchor}">{html_text(title)}</a></li>'
         for anchor, title, is_group in entries
     )
     return (
-        f'<nav id="contents" aria-label="{_CONTENTS.en}"{_attributes("data-aria-", _CONTENTS)}>'
-        f'<details open><summary>{_text(_CONTENTS)}<span class="here"></span></summary>'
+        f'<nav id="contents" aria-label="{_CONTENTS.en}"{attributes("data-aria-", _CONTENTS)}>'
+        f'<details open><summary>{html_text(_CONTENTS)}<span class="here"></span></summary>'
         f"<ol>{items}</ol></details></nav>"
     )
 
@@ -311,7 +284,7 @@ def _missing(missing: Mapping[str, str]) -> str:
     title = say("Not measured: {} experiments", "未测量：{} 项实验", count)
     if len(missing) == 1:
         title = Text("Not measured: 1 experiment", title.zh)
-    return f'<details id="missing"><summary>{_text(title)}</summary><ul class="missing">{items}</ul></details>\n'
+    return f'<details id="missing"><summary>{html_text(title)}</summary><ul class="missing">{items}</ul></details>\n'
 
 
 def _folded(tables: Sequence[_Folded]) -> list[str]:
@@ -319,9 +292,9 @@ def _folded(tables: Sequence[_Folded]) -> list[str]:
     if not tables:
         return []
     if len(tables) == 1:
-        summary, names = _text(Text("One more table: ", "另有一张表：")) + _title(tables[0].title), ""
+        summary, names = html_text(Text("One more table: ", "另有一张表：")) + _title(tables[0].title), ""
     else:
-        summary = _text(say("{} more tables", "另有 {} 张表", str(len(tables))))
+        summary = html_text(say("{} more tables", "另有 {} 张表", str(len(tables))))
         links = "".join(f'<li><a href="#{table.anchor}">{_title(table.title)}</a></li>' for table in tables)
         names = f"<ol>{links}</ol>"
     return [
@@ -341,15 +314,15 @@ def _title(title: Text) -> str:
     parts = {one: title.in_(one).split(" · ", 1) for one in LANGUAGES}
     subject, where = (Text(*("".join(parts[one][i : i + 1]) for one in LANGUAGES)) for i in (0, 1))
     capital = subject.en[:1].upper() + subject.en[1:]
-    return _text(Text(capital, capital if subject.in_("zh") == subject.en else subject.zh)) + (
-        f" <small>{_text(where)}</small>" if any(where) else ""
+    return html_text(Text(capital, capital if subject.in_("zh") == subject.en else subject.zh)) + (
+        f" <small>{html_text(where)}</small>" if any(where) else ""
     )
 
 
 def _heading(column: Column) -> str:
     kind = ' class="r"' if column.numeric else ""
     name = Text(*(column.heading(one) for one in LANGUAGES))
-    return f'<th scope="col"{kind}><button type="button">{_text(name)}</button></th>'
+    return f'<th scope="col"{kind}><button type="button">{html_text(name)}</button></th>'
 
 
 def _rows_button(count: int, anchor: str) -> str:
@@ -357,8 +330,8 @@ def _rows_button(count: int, anchor: str) -> str:
     part = say("{} of {} rows", "{} 行，共 {} 行", str(FIRST_ROWS), f"{count:,}")
     return (
         f'<button type="button" class="rows" aria-expanded="false" aria-controls="{anchor}">'
-        f'<span class="all">{_text(every)}</span><span class="few">{_text(_FEWER)}</span></button>'
-        f'<span class="part">{_text(part)}</span>'
+        f'<span class="all">{html_text(every)}</span><span class="few">{html_text(_FEWER)}</span></button>'
+        f'<span class="part">{html_text(part)}</span>'
     )
 
 
@@ -380,7 +353,7 @@ def _row(cells: Sequence[str | Text], columns: Sequence[Column]) -> str:
         numeric = index < len(columns) and columns[index].numeric
         long = index > 0 and len(cell.en if isinstance(cell, Text) else cell) > LONG_CELL
         kind = ' class="r"' if numeric else ' class="w"' if long else ""
-        text = _text(cell)
+        text = html_text(cell)
         found.append(f"<td{kind}>{text}</td>" if index else f'<th scope="row"{kind}><div>{text}</div></th>')
     return f"<tr>{''.join(found)}</tr>"
 
@@ -388,9 +361,9 @@ def _row(cells: Sequence[str | Text], columns: Sequence[Column]) -> str:
 def _link(link: Link) -> str:
     href = safe_href(link.href)
     if not href:
-        return _text(link.text)
+        return html_text(link.text)
     outside = ' rel="noopener noreferrer"' if href.startswith("http") else ""
-    return f'<a href="{escape(href)}"{outside}>{_text(link.text)}</a>'
+    return f'<a href="{escape(href)}"{outside}>{html_text(link.text)}</a>'
 
 
 def safe_href(href: str) -> str:
