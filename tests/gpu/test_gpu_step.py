@@ -1,6 +1,7 @@
 """The fast step on a GPU: its Triton kernels against formulas in fp64, its CUDA graph against the step without one."""
 
 import dataclasses
+import gc
 
 import pytest
 import torch
@@ -232,10 +233,12 @@ def test_each_part_alone_learns_as_the_plain_step(part):
 @pytest.mark.parametrize("precision", ["bf16", "fp32"])
 def test_predicted_peak_of_building(precision):
     run = RunConfig(model=model_config("medium"), device="cuda", precision=precision, fast="on")
+    gc.collect()  # steps of other tests
     torch.cuda.reset_peak_memory_stats()
     before = torch.cuda.memory_allocated()
     TrainStep.build(run)
-    assert building_peak(run).peak == pytest.approx(torch.cuda.max_memory_allocated() - before, rel=0.001)
+    measured = torch.cuda.max_memory_allocated() - before
+    assert building_peak(run).peak == pytest.approx(measured, rel=0.002)  # large blocks are rounded up to 2 MiB
 
 
 def test_recomputation_that_keeps_attention_gives_the_same_gradients_and_needs_the_memory_of_its_output():
@@ -244,8 +247,11 @@ def test_recomputation_that_keeps_attention_gives_the_same_gradients_and_needs_t
     for kept in (0, config.num_layers):
         model.keeps_attention = kept
         torch.cuda.reset_peak_memory_stats()
-        found.append(gradients(model, *batch_of(config, rows=8), fused_loss=True)[1])
+        whole = gradients(model, *batch_of(config, rows=8), fused_loss=True)[1]
         peaks.append(torch.cuda.max_memory_allocated())
+        found.append({name: grad.cpu() for name, grad in whole.items()})
+        del whole
+        model.zero_grad()
     assert all(torch.equal(found[0][name], found[1][name]) for name in found[0])
     assert peaks[0] < peaks[1] < peaks[0] + 4 * config.num_layers * 8 * config.context_length * config.d_model
 
