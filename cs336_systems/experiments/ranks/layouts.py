@@ -228,5 +228,6 @@ PARALLEL_PLAN = Experiment(
     tables=tables_per_cell(_memory_table, _time_table),
     charts=charts_per_cell(_chart),
     findings=(_fitting_layouts, _communication_bound),
+    group="ranks",
     order=60,
 )

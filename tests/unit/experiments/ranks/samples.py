@@ -2,6 +2,7 @@
 
 from cs336_systems.config import RunConfig, model_config
 from cs336_systems.experiments.catalogue import catalogue
+from cs336_systems.experiments.ranks.feed_forward_costs import measure_costs
 from cs336_systems.record import GIB, MIB, Metric
 from cs336_systems.report.cells import CellView
 from cs336_systems.report.sections import charts_of
@@ -44,7 +45,14 @@ def plan_cell(gpus=1024, count="transformer", fits=True):
     return CellView.of("parallel_plan", config, metrics)
 
 
+def layer_cell():
+    config = {"gpu": "H100", "tokens": 65_536, "width": 4096, "inner": 11_008, "devices": 64}
+    config |= {"flops": 1e15, "bandwidth": 5e11}
+    return CellView.of("feed_forward_costs", config, measure_costs(config))
+
+
 SAMPLES = {
+    "feed_forward_costs": [layer_cell()],
     "collectives": [collective_cell()],
     "ddp": [arrangement_cell("ddp", {"none": 100, "naive": 400, "bucketed 1": 200, "torch DDP": 250})],
     "bucket_model": [

@@ -7,6 +7,10 @@ from tests.unit.experiments.ranks.samples import SAMPLES, collective_cell
 from tests.unit.report.step_cells import stated
 
 SAID = {
+    "feed_forward_costs": [
+        "In forward, communication hides behind matmuls on this many H100: FSDP up to 33, TP up to 9.",
+        "With both communications on one link, 16 groups of 4 devices are the best split: 0.28 ms.",
+    ],
     "collectives": [
         "2 ranks of one machine through Gloo (CPU): all-reduce of 100 MB takes 101.00 ms. That is 0.99 GB/s over the "
         "busiest link. The fitted bandwidth is 1.00 GB/s (all-reduce), the latency 1,000 us.",
