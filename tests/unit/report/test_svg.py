@@ -593,6 +593,7 @@ def test_any_chart_can_be_drawn(any_chart):
 
 
 @example([0.10000000000000002], 0.1)
+@example([2.0, 2.0], 0.125)
 @given(st.lists(st.floats(0.1, 1e6), min_size=1, max_size=8), st.floats(0.1, 1e6))
 @settings(max_examples=30, deadline=None)
 def test_only_bars_beyond_the_axis_are_cut(sizes, limit):

@@ -161,7 +161,7 @@ class Layout:
             for part in parts:
                 sums[part.point.place, part.end < 0] = (part.point, part.end)
         ends = [end for _, end in sums.values()]
-        if len(ends) > 1 and max(ends) - min(ends) <= 1e-6 * abs(max(ends)):
+        if len(ends) > 1 and not self.beyond and max(ends) - min(ends) <= 1e-6 * abs(max(ends)):
             return []  # shares of a whole: 100 on every bar says nothing
         places = chart.bar_names
         return [
