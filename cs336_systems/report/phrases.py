@@ -36,10 +36,10 @@ def together(first: Text | None, second: Text | None) -> Text | None:
     """Two sentences, or the one there is; the last one has no full stop."""
     if first is None or second is None:
         return first or second
-    return say("{}. {}", "{}。{}", first, _capital(second))
+    return say("{}. {}", "{}。{}", first, capital(second))
 
 
-def _capital(text: Text) -> Text:
+def capital(text: Text) -> Text:
     """The sentence with a capital, unless it begins with a name such as bf16 or cuDNN."""
     first = text.en.split(maxsplit=1)[0].rstrip(",:;")
     return Text(text.en[:1].upper() + text.en[1:], text.zh) if first.isalpha() and first.islower() else text
@@ -48,7 +48,7 @@ def _capital(text: Text) -> Text:
 def ended(text: Text) -> Text:
     """The sentence with a capital, and a full stop; Chinese without the spaces that templates leave in it."""
     zh = re.sub(r"(?<=[\u4e00-\u9fff）]) (?=[\u4e00-\u9fff（])", "", text.in_("zh"))
-    return Text(f"{_capital(text).en}.", f"{zh}。")
+    return Text(f"{capital(text).en}.", f"{zh}。")
 
 
 def mode_name(mode: Any) -> Text:

@@ -1,15 +1,16 @@
 """The same work on several machines or in several runs: one row per piece of work, one column per machine or run."""
 
-import math
 import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from statistics import geometric_mean
 from typing import NamedTuple
 
 from cs336_systems.record import GIB
 from cs336_systems.report.cells import CellView, by_machine
 from cs336_systems.report.document import Chart, Highlight, Limit, Point, Series
 from cs336_systems.report.names import implementation_name
+from cs336_systems.report.phrases import SAME, capital, is_same
 from cs336_systems.report.points import FEW
 from cs336_systems.report.presentation import Presentation
 from cs336_systems.report.published import PUBLISHED
@@ -49,8 +50,6 @@ ONE_PASS = ("forward-backward", "train-step")
 """Modes whose forward and backward are the same work."""
 WIDE = 30
 """Values that differ by more than this factor are drawn on a logarithmic axis."""
-SAME = 1.02
-"""A geometric mean below this factor is no difference worth a number."""
 STATISTICS = {"mean": Text("means", "均值"), "median": Text("medians", "中位数")}
 PUBLISHED_NOTE = Text(
     "published: from write-ups of the course's assignment, on software they do not name",
@@ -201,18 +200,14 @@ def _charts(experiment: Presentation, shared: Shared) -> list[Chart]:
     ratios = [series(other, shared.ratios(other)) for other in others]
     values = [series(machine, column.values, scale) for machine, column in shared.machines.items()]
     work, what = Text("work", "工作负载"), QUANTITIES[shared.metric]
-    over = say("{}: ratio to {}", "{}：与 {} 之比", _capital(what), _short(first))
+    over = say("{}: ratio to {}", "{}：与 {} 之比", capital(what), _short(first))
     level = Limit(1.0, say("as {}", "与 {} 相同", _short(first)))
     return [
         Chart(f"{shared.metric}-ratio", over, "dots", work, Text("ratio", "比值"), ratios,
               log_y=_is_wide(ratios), limits=[level], note=note, digits=2),
-        Chart(f"{shared.metric}-values", say("{}, side by side", "{}，并列", _capital(what)), "bars", work,
+        Chart(f"{shared.metric}-values", say("{}, side by side", "{}，并列", capital(what)), "bars", work,
               Text(_unit(shared.metric)), values, log_y=_is_wide(values), horizontal=True, note=note),
     ]  # fmt: skip
-
-
-def _capital(text: Text) -> Text:
-    return Text(text.en[:1].upper() + text.en[1:], text.zh)
 
 
 def _row_label(row: Row, telling: Sequence[str]) -> Text:
@@ -248,12 +243,12 @@ def compared(experiment: Presentation, cells: Sequence[CellView]) -> list[Compar
 
 def _compared(shared: Shared, other: str, ratios: Sequence[float]) -> Compared:
     """The geometric mean of all ratios, stated such that it is above 1."""
-    mean = math.exp(sum(map(math.log, ratios)) / len(ratios))
+    mean = geometric_mean(ratios)
     first, second = _short(next(iter(shared.machines))), _short(other)
     less, more = (second, first) if mean < 1 else (first, second)
     factor = f"{max(mean, 1 / mean):.2f}"
     what = QUANTITIES[shared.metric]
-    if max(mean, 1 / mean) < SAME:
+    if is_same(mean):
         short = say(
             "{}: {} and {} are equal within {}", "{}：{} 与 {} 相差不到 {}", what, second, first, f"{SAME - 1:.0%}"
         )

@@ -54,7 +54,7 @@ def test_nothing_overlaps(browser, path, width):
 
 
 def test_contents_lead_to_their_sections(h200):
-    """What is above a section may never have been laid out."""
+    """Sections above the target may never have been laid out."""
     for link in h200.each("nav a", "e.hash")[::5]:
         h200.one(f"nav a[href='{link}']", "e.click()")
         for _ in range(5):
@@ -81,7 +81,7 @@ def test_tab_stops(h200):
 
 
 def test_the_language_is_switched_faster_than_the_page_is_laid_out(h200):
-    """What is off the screen does not count."""
+    """Sections off the screen do not count."""
 
     def seconds(change):
         script = f"(async () => {{ const start = performance.now(); {change}; {TWO_FRAMES};"

@@ -117,7 +117,7 @@ def test_recomputation_changes_no_gradient(model, tokens, group, inner):
 @pytest.mark.parametrize("is_fused", [False, True])
 @pytest.mark.parametrize(("group", "inner", "kept"), [(1, 0, 99), (1, 0, 1), (2, 0, 99), (2, 1, 99)])
 def test_recomputation_that_keeps_attention_computes_it_once(tokens, group, inner, kept, is_fused, monkeypatch):
-    """Of one level of groups; inner groups compute it again."""
+    """Groups inside groups compute it again."""
     model = TransformerLM(SHAPE, attention="flash_torch", fused=is_fused)
     calls, inner_function = [], operators._kept_or_computed
 

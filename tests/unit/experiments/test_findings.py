@@ -52,7 +52,7 @@ def sentences(text: str) -> list[str]:
 
 
 def faults(text: Text) -> list[str]:
-    """What is wrong with a finding."""
+    """The faults of a finding, in words."""
     found = []
     for language, said in text._asdict().items():
         if IDENTIFIER.search(SOURCE_LINE.sub("", said)):

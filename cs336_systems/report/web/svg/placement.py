@@ -4,6 +4,7 @@ import math
 import re
 from collections import Counter
 from collections.abc import Sequence
+from functools import cached_property
 from itertools import pairwise
 from typing import NamedTuple
 
@@ -123,7 +124,7 @@ class Layout:
             self.slot = max(lines * LINE, self._thickness()) + (8.0 if chart.kind == "dots" else 12.0)
             self.left = max(room + 12, text_width(self.value_labels[0]) / 2)
             self.right -= text_width(self.value_labels[-1]) / 2 + (14 if any(p.note for p in points) else 0)
-            self.right -= max((text_width(text) for text in self._value_texts()), default=-8) + 8
+            self.right -= max((text_width(text) for text in self._value_texts), default=-8) + 8
             self.bottom = self.top + self.slot * len(names)
             self.below_y = self.bottom + 2 * LINE + 6
         else:
@@ -144,6 +145,7 @@ class Layout:
             "spans": len(self.chart.lanes) * LANE,
         }.get(self.chart.kind, 24)
 
+    @cached_property
     def _ends(self) -> list[tuple[Point, float, str, float | str | Text, int | None]]:
         """The ends of bars that have their value written: point, end, key, place, series."""
         chart = self.chart
@@ -169,16 +171,17 @@ class Layout:
             for (_, down), (point, end) in sums.items()
         ]
 
+    @cached_property
     def _value_texts(self) -> list[str]:
-        texts = self.chart.texts_of([end for _, end, *_ in self._ends()])
+        texts = self.chart.texts_of([end for _, end, *_ in self._ends])
         return [
             beyond_text(end) if point.place in self.beyond and end > 0 else text
-            for text, (point, end, *_) in zip(texts, self._ends(), strict=True)
+            for text, (point, end, *_) in zip(texts, self._ends, strict=True)
         ]
 
     def _turn_values(self) -> float:
         """Decides how the values of upright bars are written; returns the room that they need above the bars."""
-        texts = self._value_texts()
+        texts = self._value_texts
         if not texts or not self.places:
             return 0
         self.slot = (self.right - self.left) / len(self.places)
@@ -188,7 +191,7 @@ class Layout:
 
     def _room_below_zero(self) -> float:
         """The room between the plot and the names below it that values of negative bars need."""
-        ends = zip(self._value_texts(), self._ends(), strict=True)
+        ends = zip(self._value_texts, self._ends, strict=True)
         widths = [text_width(text) for text, (_, end, *_) in ends if end < 0]
         return 0 if not widths else max(widths) + 8 if self.turned else 16
 
@@ -201,7 +204,7 @@ class Layout:
         chart, found = self.chart, []
         if chart.kind not in ("bars", "stacked") or self._bar_thickness() < TURNED_ROOM:
             return []
-        for text, (point, end, key, x, index) in zip(self._value_texts(), self._ends(), strict=True):
+        for text, (point, end, key, x, index) in zip(self._value_texts, self._ends, strict=True):
             reach = spread(point) if chart.kind == "bars" else 0.0
             far = min(end + reach, self.value_axis.high)
             # Beside a bar that grows to the left its name would be in the way: the value stands on the other side.
