@@ -140,6 +140,9 @@ class RunConfig:
     precision: str = flag("fp32", "fp32 (TF32 off), tf32, or autocast to bf16 / fp16", PRECISIONS)
     attention: str = flag("reference", "attention implementation", ATTENTIONS)
     checkpoint_blocks: int = flag(0, "recompute activations in groups of this many blocks (0: keep them all)")
+    memory_budget: str = flag(
+        "", "peak memory to stay within, such as 130GiB or auto: plans what is kept, recomputed and offloaded"
+    )
     compile: bool = flag(False, "run the model through torch.compile")
     fast: str = flag("off", f"the fast step: on, off, or some of {','.join(FAST_PARTS)}")
     max_grad_norm: float = flag(0.0, "clip the gradient's norm to this (0: no clipping)")
@@ -167,6 +170,9 @@ class RunConfig:
         if not self.size:
             object.__setattr__(self, "size", size_name(self.model))
         object.__setattr__(self, "fast", self._checked_fast())
+        if self.memory_budget and (problem := self._budget_problem()):
+            names = ("memory_budget", "fast", "attention", "checkpoint_blocks", "mode")
+            raise UserError(f"memory_budget {self.memory_budget}: {problem}", *names)
 
     def _checked_fast(self) -> str:
         """Return `fast` in its shortest form; raise UserError for a part that this configuration does not support."""
@@ -185,6 +191,20 @@ class RunConfig:
             if problem := self._fast_conflict(part):
                 raise UserError(f"fast {part}: {problem}", "fast", "model_factory", "compile", "mode", "precision")
         return ",".join(part for part in FAST_PARTS if part in asked)
+
+    def _budget_problem(self) -> str | None:
+        """Return why a memory budget is not supported here, or None."""
+        if not re.fullmatch(r"auto|\d{1,6}(\.\d{1,6})?(GiB|GB)", self.memory_budget):
+            return "is not a size; use one such as 130GiB or 80GB, or auto"
+        if self.checkpoint_blocks:
+            return "decides what is recomputed; leave checkpoint_blocks out"
+        if self.mode not in ("forward-backward", "train-step"):
+            return f"has nothing to choose in mode {self.mode}, which has no backward pass"
+        if "kernels" not in self.fast_parts:
+            return "needs the fused blocks of the fast step; use fast on"
+        if self.attention in ("reference", "sdpa"):
+            return f"needs fused attention of this package, not {self.attention}; use attention auto"
+        return None
 
     def _fast_conflict(self, part: str) -> str | None:
         """Return why a part of the fast step is not supported here, or None."""
@@ -220,6 +240,8 @@ class RunConfig:
         values = dataclasses.asdict(self)
         if self.fast == "off":  # keeps the cell keys of files written before the fast step existed
             del values["fast"]
+        if not self.memory_budget:
+            del values["memory_budget"]
         return values
 
     @classmethod

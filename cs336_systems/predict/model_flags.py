@@ -37,6 +37,7 @@ class ShapeArguments:
     precision: str = flag_like(RunConfig, "precision")
     attention: str = flag_like(RunConfig, "attention")
     checkpoint_blocks: int = flag_like(RunConfig, "checkpoint_blocks")
+    memory_budget: str = flag_like(RunConfig, "memory_budget")
     fast: str = flag_like(RunConfig, "fast")
 
     @property
@@ -53,7 +54,7 @@ class ShapeArguments:
         shape_given = given.keys() & set(SHAPE_FIELDS)
         size = fields.pop("size", self.size) or ("small" if shape_given else default_size)
         model = model_config(size, **given)
-        names = ("batch_size", "mode", "precision", "attention", "checkpoint_blocks", "fast")
+        names = ("batch_size", "mode", "precision", "attention", "checkpoint_blocks", "memory_budget", "fast")
         run = {name: getattr(self, name) for name in names}
         return RunConfig(model=model, size=canonical_size(size, model), **{**run, **fields})
 
