@@ -21,6 +21,7 @@ FIELDS = {
     "precision": Text("precision", "精度"),
     "attention": Text("attention", "注意力"),
     "checkpoint_blocks": Text("checkpoint", "重计算"),
+    "memory_budget": Text("budget", "显存预算"),
     "compile": Text("compiled", "编译"),
     "fast": Text("fast", "fast 部分"),
     "warmup_steps": Text("warm-up", "预热"),
@@ -37,7 +38,14 @@ _IN_TITLE = {
     "attention": True,
 }
 """Fields that a title names where all rows agree -> whether with their heading."""
-_USUAL = {"vocab_size": 10_000, "checkpoint_blocks": 0, "compile": False, "warmup_steps": 5, "model_factory": None}
+_USUAL = {
+    "vocab_size": 10_000,
+    "checkpoint_blocks": 0,
+    "memory_budget": None,
+    "compile": False,
+    "warmup_steps": 5,
+    "model_factory": None,
+}
 """Fields that a title names only where all rows have another value than this."""
 _PACKAGED = ("cs336_systems.benchmark.", "cs336_systems.experiments.steps.")
 """Prefixes of model factories of this package, which tables leave out."""
