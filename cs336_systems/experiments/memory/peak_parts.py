@@ -250,6 +250,7 @@ MEMORY = Experiment(
     charts=_charts,
     group="memory",
     findings=(worst_prediction, _composition, _largest_block),
+    problems_2026=("memory_profiling",),
     order=10,
 )
 
@@ -368,6 +369,7 @@ SAVED_TENSORS = Experiment(
     charts=_saved_charts,
     group="memory",
     findings=(_kept, _largest_kept),
+    problems_2026=("memory_profiling",),
     order=30,
 )
 
@@ -449,5 +451,6 @@ MEMORY_MODEL = Experiment(
     tables=_model_tables,
     group="memory",
     findings=(_largest_model, _smallest_need),
+    problems_2026=("memory_profiling",),
     order=40,
 )

@@ -265,5 +265,6 @@ CHECKPOINTING = Experiment(
     charts=_charts,
     group="memory",
     findings=(_least_memory, _recompute_time, _traced_prediction),
+    problems_2026=("gradient_checkpointing",),
     order=20,
 )

@@ -148,6 +148,7 @@ OPTIMIZER_SHARDING = Experiment(
     group="ranks",
     findings=per_link(_saving_of(SHARDED)),
     statistic="median",
+    problems_2026=("optimizer_state_sharding_accounting",),
     order=40,
 )
 FULLY_SHARDED = replace(
@@ -159,5 +160,6 @@ FULLY_SHARDED = replace(
     ),
     grid=partial(arrangement_grid, arrangements=(DDP, SHARDED, FSDP, TORCH_FSDP)),
     findings=per_link(_saving_of(FSDP)),
+    problems_2026=("fsdp_accounting",),
     order=50,
 )
