@@ -5,6 +5,7 @@ Shapes: B batch, T tokens, D d_model, H heads, K head dimension, V vocabulary.
 """
 
 from collections.abc import Callable
+from functools import partial
 from typing import Any, cast
 
 import torch
@@ -154,11 +155,12 @@ class TransformerLM(nn.Module):
     `attention` names an implementation of `kernels.attention`. `fused` computes the blocks with the kernels of
     kernels/fused/nodes.py. `checkpoint_blocks` = k saves only the input of every k-th block and recomputes the rest in
     backward (0: saves everything). `checkpoint_inner` = j recomputes such a group in groups of j blocks: less memory
-    for a third forward pass. The first `keeps_attention` groups save attention's output, too, and do not compute it
-    again.
+    for a third forward pass. `checkpoint_recursive` recomputes the groups by halves: the least memory of all. The first
+    `keeps_attention` groups save attention's output, too, and do not compute it again.
     """
 
     checkpoint_inner = 0
+    checkpoint_recursive = False
     keeps_attention = 0
 
     def __init__(
@@ -194,7 +196,13 @@ class TransformerLM(nn.Module):
         x: Tensor = self.token_embeddings(tokens)
         delta: Tensor | None = None
         group = self.checkpoint_blocks
-        if group and torch.is_grad_enabled():
+        if group and self.checkpoint_recursive and torch.is_grad_enabled():
+            from cs336_systems.step.recursive_checkpoint import run_by_halves  # the package `step` imports this module
+
+            starts = range(0, len(self.layers), group)
+            groups = [partial(self._blocks, start=start, stop=start + group) for start in starts]
+            x, delta = run_by_halves(groups, x, delta)
+        elif group and torch.is_grad_enabled():
             for start in range(0, len(self.layers), group):
                 stop = min(start + group, len(self.layers))
                 keeps = start < group * self.keeps_attention

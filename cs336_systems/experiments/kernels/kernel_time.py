@@ -93,7 +93,8 @@ def _grid(preset: str, base: RunConfig) -> Iterable[Config]:
         for mode in ("inference", "train-step"):
             yield run_config(base, "small" if base.device_type == "cuda" else "tiny", mode=mode)
         return
-    sizes, contexts = COURSE_SIZES, (128, 256, 512, 1024)
+    sizes: tuple[str, ...] = COURSE_SIZES
+    contexts: tuple[int, ...] = (128, 256, 512, 1024)
     if preset == HANDOUT_2026:
         sizes, contexts = PROFILED_2026, CONTEXTS_2026
     for size, context, mode in product(sizes, contexts, ("inference", "train-step")):

@@ -72,19 +72,20 @@ def predictions(run: RunConfig) -> list[Metric]:
 
 
 def measure_recomputation(config: dict[str, Any]) -> list[Metric]:
-    """Measure a step that recomputes groups of blocks, and groups of `inner` blocks inside them."""
+    """Measure a step that recomputes groups of blocks: flat, with groups of `inner` blocks inside, or by halves."""
     run = RunConfig.of(config)
-    inner = config["inner"]
+    inner, recursive = config["inner"], config.get("recursive", False)
 
     def prepare(step: TrainStep) -> None:
         step.model.checkpoint_inner = inner
+        step.model.checkpoint_recursive = recursive
 
     step = TrainStep.build(run)
     prepare(step)
     batch = step.random_batch()
     timings = time_as_configured(step, batch)
     measured = measure_peak(step, batch) if timings.peak_memory is None else timings.peak_memory
-    closed_form = [] if inner else [Metric("predicted_memory", "B", [estimate(run).peak])]
+    closed_form = [] if inner or recursive else [Metric("predicted_memory", "B", [estimate(run).peak])]
     return [
         *timings.metrics,
         Metric("peak_memory", "B", [measured]),

@@ -15,9 +15,9 @@ STATED = {
     ],
     "checkpointing": [
         "In fp32 groups of 1 need the least memory of all groups: 20.00 GiB, against 60.00 GiB without recomputation.",
-        "A step with recomputation takes 1.2 (groups of 4, fp32) to 1.3 (groups of 1, fp32) times as long as one "
+        "A step with recomputation takes 1.2 (groups of 4, small, fp32) to 1.3 (groups of 1, small, fp32) times as long as one "
         "without. A step with nested groups takes 1.2 times as long as one without nesting (groups of 4 with groups "
-        "of 1 inside, fp32).",
+        "of 1 inside, small, fp32).",
         "4 peaks predicted by tracing are off by less than 0.01% at most.",
     ],
     "saved_tensors": [
