@@ -120,8 +120,9 @@ class Gather(NamedTuple):
     done: float
 
     @property
-    def is_in_time(self) -> bool:
-        return self.end <= self.needed
+    def waited(self) -> float:
+        """Seconds that forward waits for it; until `ready` it also starts the next all-gathers."""
+        return max(0.0, self.end - self.needed)
 
 
 def gathers(cell: CellView) -> list[Gather]:
@@ -138,9 +139,11 @@ def _gather_chart(cell: CellView) -> Chart:
     spans: tuple[list[Point], list[Point], list[Point]] = ([], [], [])
     for gather in found:
         if (part := _part(gather.weight)) in rows:
-            moments = ((gather.ready, gather.done), (gather.needed, gather.ready), (gather.start, gather.end))
+            waits_until = gather.needed + gather.waited
+            moments = ((gather.ready, gather.done), (gather.needed, waits_until), (gather.start, gather.end))
             for points, (start, end) in zip(spans, moments, strict=True):
-                points.append(Point(part, 1e3 * end, start=1e3 * start))
+                if end > start:
+                    points.append(Point(part, 1e3 * end, start=1e3 * start))
     names = (FORWARD, Text("waits for a weight", "等待权重"), collective_name("all_gather"))
     series = [Series(name, own, lane=int(own is spans[2])) for name, own in zip(names, spans, strict=True) if own]
     title = chart_title(cell, Text("All-gathers and forward of our FSDP", "本项目 FSDP 的 all-gather 与前向"))
@@ -193,14 +196,13 @@ def _gathers_in_time(cell: CellView) -> Text | None:
     found = gathers(cell)
     if not found:
         return None
-    on_time = sum(gather.is_in_time for gather in found)
+    on_time = sum(not gather.waited for gather in found)
     said = say(
         "{} of {} all-gathers end before forward needs the weight",
         "{1} 次 all-gather 中有 {0} 次在前向用到权重之前结束",
         *(str(on_time), str(len(found))),
     )
-    waited = sum(gather.ready - gather.needed for gather in found)
-    values = (ms(waited), ms(found[-1].done - found[0].needed))
+    values = (ms(sum(gather.waited for gather in found)), ms(found[-1].done - found[0].needed))
     return together(said, say("forward waits {} of its {} ms for weights", "前向 {1} ms 中等待权重 {0} ms", *values))
 
 
