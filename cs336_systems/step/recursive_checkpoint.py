@@ -30,16 +30,3 @@ def _halves(blocks: Sequence[Block]) -> tuple[Sequence[Block], Sequence[Block]]:
     """The second half is the longer one: it is recomputed first, and fewer blocks run again to reach it."""
     middle = len(blocks) // 2
     return blocks[:middle], blocks[middle:]
-
-
-def forward_runs(blocks: int) -> int:
-    """Return how often blocks run forward in a step with `run_by_halves`, the first pass included."""
-    return blocks + (1 if blocks == 1 else _recomputed(blocks // 2) + _recomputed(blocks - blocks // 2))
-
-
-def _recomputed(blocks: int) -> int:
-    """Block runs to recompute a checkpoint: its first half up to the input of the second, then each half by itself."""
-    if blocks == 1:
-        return 1
-    first = blocks // 2
-    return first + _recomputed(first) + _recomputed(blocks - first)

@@ -52,6 +52,8 @@ from cs336_systems.text import Text, listed, say
 MODULE = "cs336_systems.experiments.memory.measure_memory"
 SMALL_PART = 0.01
 """Share of the largest bar below which parts are drawn together as one."""
+XL_CONTEXTS = (128, 2048)
+"""Contexts of the 2026 handout for its xl, which is 2.7B."""
 LOW = 0.25
 """Share of the GPU's memory below which bars are too low to be compared with it."""
 
@@ -65,14 +67,14 @@ def _grid(preset: str, base: RunConfig) -> Iterable[Config]:
         for mode in modes:
             yield run_config(base, "small" if base.device_type == "cuda" else "tiny", mode=mode)
         return
-    size, contexts = ("2026/xl", (128, 2048)) if preset == HANDOUT_2026 else ("2.7B", (128, 256, 512))
+    contexts: tuple[int, ...] = XL_CONTEXTS if preset == HANDOUT_2026 else (128, 256, 512)
     for context, mode, precision in product(contexts, modes, ("fp32", "bf16")):
-        yield run_config(base, size, context, mode=mode, precision=precision)
+        yield run_config(base, "2.7B", context, mode=mode, precision=precision)
     for precision in ("fp32", "bf16"):  # without score matrices
-        yield run_config(base, size, contexts[-1], precision=precision, attention="auto")
+        yield run_config(base, "2.7B", contexts[-1], precision=precision, attention="auto")
     if preset == HANDOUT_2026:  # the naive training step that fits
         for precision in ("fp32", "bf16"):
-            yield run_config(base, size, contexts[-1], precision=precision, checkpoint_blocks=1)
+            yield run_config(base, "2.7B", contexts[-1], precision=precision, checkpoint_blocks=1)
     if preset == "full":
         for size, mode in product(COURSE_SIZES, modes):
             yield run_config(base, size, mode=mode)
@@ -274,8 +276,8 @@ NAIVE = Text("naive attention", "朴素注意力")
 def _saved_grid(preset: str, base: RunConfig) -> Iterable[Config]:
     """One block, so that the list of saved tensors stays readable."""
     if preset == HANDOUT_2026:
-        for context, attention, precision in product((128, 2048), ("reference", "auto"), ("fp32", "bf16")):
-            model = model_config("2026/xl", num_layers=1, context_length=context)
+        for context, attention, precision in product(XL_CONTEXTS, ("reference", "auto"), ("fp32", "bf16")):
+            model = model_config("2.7B", num_layers=1, context_length=context)
             run = dataclasses.replace(base, model=model, size="", precision=precision, attention=attention)
             yield run.to_dict()
         return
@@ -487,8 +489,8 @@ def _model_grid(preset: str, base: RunConfig) -> Iterable[Config]:
             yield run_config(gpu, size, 512, precision=precision)
         return
     if preset == HANDOUT_2026:
-        for context, precision in product((128, 2048), ("fp32", "bf16")):
-            yield run_config(gpu, "2026/xl", context, precision=precision)
+        for context, precision in product(XL_CONTEXTS, ("fp32", "bf16")):
+            yield run_config(gpu, "2.7B", context, precision=precision)
         return
     for size, context, precision in product(COURSE_SIZES, (128, 256, 512), ("fp32", "bf16")):
         yield run_config(gpu, size, context, precision=precision)

@@ -71,23 +71,22 @@ NARROW = {"d_model": 512, "d_ff": 2048, "num_heads": 8, "vocab_size": 1000, "con
 def _grid(preset: str, base: RunConfig) -> Iterable[Config]:
     if preset == "quick":
         model = model_config("tiny", num_layers=8, vocab_size=1000)
-        yield from _cells(base, model, "", ("fp32",), (*FLAT[:4], Groups(4, 1), HALVES))
+        yield from _cells(base, model, ("fp32",), (*FLAT[:4], Groups(4, 1), HALVES))
         return
-    size = "2026/xl" if preset == HANDOUT_2026 else "2.7B"
     groups = (*FLAT, *NESTED, *((*BETWEEN, HALVES) if preset == HANDOUT_2026 else ()))
-    yield from _cells(base, model_config(size, context_length=2048), size, ("fp32", "bf16"), groups)
+    yield from _cells(base, model_config("2.7B", context_length=2048), ("fp32", "bf16"), groups)
     if preset == HANDOUT_2026:
         long = dataclasses.replace(base, attention="auto", batch_size=8)
         for depth in DEPTHS:
             model = model_config("tiny", num_layers=depth, **NARROW)
-            yield from _cells(long, model, "", ("bf16",), (*FLAT[:4], HALVES))
+            yield from _cells(long, model, ("bf16",), (*FLAT[:4], HALVES))
 
 
 def _cells(
-    base: RunConfig, model: ModelConfig, size: str, precisions: Iterable[str], groups: Iterable[Groups]
+    base: RunConfig, model: ModelConfig, precisions: Iterable[str], groups: Iterable[Groups]
 ) -> Iterable[Config]:
     for precision, own in product(precisions, groups):
-        run = dataclasses.replace(base, model=model, size=size, precision=precision, checkpoint_blocks=own.outer)
+        run = dataclasses.replace(base, model=model, size="", precision=precision, checkpoint_blocks=own.outer)
         yield {**run.to_dict(), **own.fields}
 
 

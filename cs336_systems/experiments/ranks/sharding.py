@@ -53,11 +53,11 @@ MOST_PARTS = 10
 
 
 def _fsdp_grid(preset: str, base: RunConfig) -> Iterable[Config]:
-    """In 2026 also the handout's model on two GPUs."""
+    """In 2026 also the handout's xl, which is 2.7B, on two GPUs."""
     yield from arrangement_grid(preset, base, (DDP, SHARDED, FSDP, TORCH_FSDP))
     if preset == HANDOUT_2026 and base.device_type == "cuda":
         own = {"ranks": 2, "backend": "nccl", "arrangements": [DDP.name, FSDP.name], "link": None, "rounds": 5}
-        yield {**run_config(base, "2026/xl", warmup_steps=2), **own}
+        yield {**run_config(base, "2.7B", warmup_steps=2), **own}
 
 
 # -- tables and charts ------------------------------------------------------------------------------------------------

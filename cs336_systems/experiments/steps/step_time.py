@@ -325,9 +325,7 @@ BENCH = replace(
 
 
 def _warmup_grid(preset: str, base: RunConfig) -> Iterable[Config]:
-    chosen: tuple[str, ...] = sizes(preset, base)
-    if preset != "full":
-        chosen = chosen[:1] if preset == "quick" else ("small", "2026/xl" if preset == HANDOUT_2026 else "2.7B")
+    chosen = sizes("quick", base)[:1] if preset == "quick" else COURSE_SIZES if preset == "full" else ("small", "2.7B")
     for size, steps in product(chosen, (0, 1, 2, 5)):
         yield run_config(base, size, warmup_steps=steps)
 
