@@ -39,7 +39,7 @@ HOST_LINK = 55.0
 """GB/s between an H200 and pinned host memory."""
 POINTS = 768
 """Amounts of memory that the search tells apart."""
-LIMITS = (0.9, 1.0, 1.12, 1.3)
+LIMITS = (0.9, 1.0, 1.12)
 """Times that a block may copy before it costs anything, as shares of its forward pass."""
 LOOK_AHEAD = 12
 """Amounts of memory beyond the first that does not fit which are tried, too: peaks do not rise strictly."""
