@@ -1,4 +1,4 @@
-"""Names for the parts of a computation and for its tensors, for profilers. They cost nothing unless they are enabled."""
+"""Names for parts of a computation and for tensors, for profilers. They cost nothing unless they are enabled."""
 
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
