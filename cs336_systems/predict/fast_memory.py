@@ -6,6 +6,7 @@ are extrapolated.
 """
 
 from collections import Counter
+from typing import NamedTuple
 
 from cs336_systems.config import RunConfig
 from cs336_systems.predict.fast_nodes import ACTIVATIONS, CASTS, GRADIENTS, PACK_ALIGNMENT, TEMPORARY, PlainNodes
@@ -297,16 +298,32 @@ def packed_sizes(config: RunConfig) -> tuple[int, int]:
     return matrices, (2 * model.num_layers + 1) * aligned(model.d_model)
 
 
+class Pack(NamedTuple):
+    """Parameters of one dtype: how many elements, and the bytes of each in the flat tensors."""
+
+    size: int
+    weight: int
+    """Also the width of a gradient."""
+    low_bits: int
+    moment: int
+
+
+def packs(config: RunConfig) -> list[Pack]:
+    """Return the packs of PackedAdamW: matrices and gains, or both in one where all are fp32."""
+    matrices, gains = packed_sizes(config)
+    if not Tensors(config).low_precision:
+        return [Pack(matrices + gains, 4, 0, 4)]
+    of_matrices = Pack(matrices, 2, 0, 2) if config.optimizer_state == "bf16" else Pack(matrices, 2, 2, 4)
+    return [of_matrices, Pack(gains, 4, 0, 4)]
+
+
 def packed_state(memory: Memory, config: RunConfig) -> list[Block]:
     """Allocate the flat tensors of PackedAdamW: weights, their low 16 bits, gradients, moments."""
-    matrices, gains = packed_sizes(config)
-    low = Tensors(config).low_precision
-    packs = [(matrices, 2), (gains, 4)] if low else [(matrices + gains, 4)]
     held = []
-    for size, width in packs:
-        if width == 2:
-            held.append(memory.new("optimizer state", size, 2))
-        held.append(memory.new("parameters", size, width))
-        held.append(memory.new(GRADIENTS, size, width))
-        held += [memory.new("optimizer state", size, 4) for _ in range(2)]
+    for pack in packs(config):
+        if pack.low_bits:
+            held.append(memory.new("optimizer state", pack.size, pack.low_bits))
+        held.append(memory.new("parameters", pack.size, pack.weight))
+        held.append(memory.new(GRADIENTS, pack.size, pack.weight))
+        held += [memory.new("optimizer state", pack.size, pack.moment) for _ in range(2)]
     return held

@@ -38,6 +38,7 @@ class ShapeArguments:
     attention: str = flag_like(RunConfig, "attention")
     checkpoint_blocks: int = flag_like(RunConfig, "checkpoint_blocks")
     fast: str = flag_like(RunConfig, "fast")
+    optimizer_state: str = flag_like(RunConfig, "optimizer_state")
 
     @property
     def has_shape(self) -> bool:
@@ -53,7 +54,7 @@ class ShapeArguments:
         shape_given = given.keys() & set(SHAPE_FIELDS)
         size = fields.pop("size", self.size) or ("small" if shape_given else default_size)
         model = model_config(size, **given)
-        names = ("batch_size", "mode", "precision", "attention", "checkpoint_blocks", "fast")
+        names = ("batch_size", "mode", "precision", "attention", "checkpoint_blocks", "fast", "optimizer_state")
         run = {name: getattr(self, name) for name in names}
         return RunConfig(model=model, size=canonical_size(size, model), **{**run, **fields})
 

@@ -36,6 +36,8 @@ Watch = Callable[[str], AbstractContextManager]
 Scaling = Callable[[Tensor], Tensor]
 
 AUTOCAST_DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16}
+STATE_DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
+"""Dtype of the packed optimizer's state by `RunConfig.optimizer_state`."""
 
 
 @dataclass(frozen=True)
@@ -106,9 +108,13 @@ class TrainStep:
             return torch.optim.AdamW(self.model.parameters(), fused=True, capturable="graph" in self._parts)
         assert isinstance(self.model, TransformerLM)
         dtype = AUTOCAST_DTYPES.get(self.config.precision, torch.float32)
-        parameters = self.model.in_packing_order()
-        norm, device = self.config.max_grad_norm, torch.device(self.config.device)
-        return PackedAdamW(parameters, dtype=dtype, max_grad_norm=norm, device=device)
+        return PackedAdamW(
+            self.model.in_packing_order(),
+            dtype=dtype,
+            state_dtype=STATE_DTYPES[self.config.optimizer_state],
+            max_grad_norm=self.config.max_grad_norm,
+            device=torch.device(self.config.device),
+        )
 
     def random_batch(self) -> tuple[Tensor, Tensor]:
         """Return random tokens and targets, (batch, context) each."""
