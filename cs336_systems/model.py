@@ -10,12 +10,15 @@ from typing import Any, cast
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
-from torch.utils.checkpoint import checkpoint, noop_context_fn
+from torch.utils.checkpoint import checkpoint
 
 from cs336_systems.config import ModelConfig
 from cs336_systems.kernels import attention
-from cs336_systems.kernels.flash.operators import keep_attention
+from cs336_systems.kernels.flash.dispatch import fused_implementation
 from cs336_systems.kernels.fused import nodes as fused
+from cs336_systems.kernels.fused.block import Setting, Weights, planned_block
+from cs336_systems.kernels.fused.host_memory import HostMemory
+from cs336_systems.predict.activation_plan import Plan, is_managed
 
 RMS_EPS = 1e-5
 
@@ -147,6 +150,13 @@ class Block(nn.Module):
         x, gate_up = fused.norm_linear(x, delta, self.ln2.weight, RMS_EPS, ffn.w1.weight, ffn.w3.weight)
         return x, fused.swiglu_linear(gate_up, ffn.w2.weight)
 
+    @property
+    def weights(self) -> Weights:
+        attn, ffn = self.attn, self.ffn
+        attention = (attn.q_proj.weight, attn.k_proj.weight, attn.v_proj.weight, attn.output_proj.weight)
+        feed_forward = (ffn.w1.weight, ffn.w3.weight, ffn.w2.weight)
+        return Weights(self.ln1.weight, *attention, self.ln2.weight, *feed_forward)
+
 
 class TransformerLM(nn.Module):
     """The language model: embedding, blocks, final norm and head.
@@ -154,12 +164,11 @@ class TransformerLM(nn.Module):
     `attention` names an implementation of `kernels.attention`. `fused` computes the blocks with the kernels of
     kernels/fused/nodes.py. `checkpoint_blocks` = k saves only the input of every k-th block and recomputes the rest in
     backward (0: saves everything). `checkpoint_inner` = j recomputes such a group in groups of j blocks: less memory
-    for a third forward pass. The first `keeps_attention` groups save attention's output, too, and do not compute it
-    again.
+    for a third forward pass. `plan`, for a fused model, says instead what becomes of each tensor of each block.
     """
 
     checkpoint_inner = 0
-    keeps_attention = 0
+    plan: Plan | None = None
 
     def __init__(
         self, config: ModelConfig, *, attention: str = "auto", checkpoint_blocks: int = 0, fused: bool = False
@@ -168,6 +177,7 @@ class TransformerLM(nn.Module):
         self.config = config
         self.checkpoint_blocks = checkpoint_blocks
         self.is_fused = fused
+        self.host = HostMemory()
         self.token_embeddings = Embedding(config.vocab_size, config.d_model)
         self.rotate = RotaryEmbedding(config.context_length, config.head_dim, config.rope_theta)
         self.layers = nn.ModuleList(Block(config, attention) for _ in range(config.num_layers))
@@ -194,17 +204,41 @@ class TransformerLM(nn.Module):
         x: Tensor = self.token_embeddings(tokens)
         delta: Tensor | None = None
         group = self.checkpoint_blocks
-        if group and torch.is_grad_enabled():
+        if self.plan is not None and torch.is_grad_enabled():
+            x, delta = self._planned_blocks(x, self.plan)
+        elif group and torch.is_grad_enabled():
             for start in range(0, len(self.layers), group):
                 stop = min(start + group, len(self.layers))
-                keeps = start < group * self.keeps_attention
-                x, delta = _recompute(self._group, x, delta, start, stop, keeps_attention=keeps)
+                x, delta = _recompute(self._group, x, delta, start, stop)
         else:
             for block in self.layers:  # not in _blocks, whose caller would keep the first x alive
                 x, delta = self._block(block, x, delta)
         if self.is_fused:
             return fused.add_norm(x, delta, self.ln_final.weight, RMS_EPS)[1]
         return self.ln_final(x)
+
+    def _planned_blocks(self, x: Tensor, plan: Plan) -> tuple[Tensor, Tensor | None]:
+        delta: Tensor | None = None
+        self.host.begin()
+        for number, block in enumerate(self.layers):
+            if is_managed(plan, number):
+                x, delta = self._planned_block(number, x, delta, plan)
+            else:
+                x, delta = cast(Block, block).fused(x, delta, self.rotate)
+        return x, delta
+
+    def _planned_block(self, number: int, x: Tensor, delta: Tensor | None, plan: Plan) -> tuple[Tensor, Tensor]:
+        block = cast(Block, self.layers[number])
+        setting = Setting(
+            number,
+            plan[number],
+            plan[number - 1] if number else None,
+            self.host,
+            fused_implementation(block.attn.impl, x, self.config.num_heads),
+            self.config.num_heads,
+            *(self.rotate.cos, self.rotate.sin, RMS_EPS),
+        )
+        return planned_block(x, delta, setting, block.weights)
 
     def _group(self, x: Tensor, delta: Tensor | None, start: int, stop: int) -> tuple[Tensor, Tensor | None]:
         inner = self.checkpoint_inner
@@ -225,6 +259,5 @@ class TransformerLM(nn.Module):
         return block(x, self.rotate), None
 
 
-def _recompute(run: Callable[..., Any], *arguments: Any, keeps_attention: bool = False) -> Any:
-    contexts = keep_attention if keeps_attention else noop_context_fn
-    return checkpoint(run, *arguments, use_reentrant=False, preserve_rng_state=False, context_fn=contexts)
+def _recompute(run: Callable[..., Any], *arguments: Any) -> Any:
+    return checkpoint(run, *arguments, use_reentrant=False, preserve_rng_state=False)

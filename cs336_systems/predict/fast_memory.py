@@ -9,8 +9,10 @@ from collections import Counter
 from typing import NamedTuple
 
 from cs336_systems.config import RunConfig
-from cs336_systems.predict.fast_nodes import ACTIVATIONS, CASTS, GRADIENTS, PACK_ALIGNMENT, TEMPORARY, PlainNodes
+from cs336_systems.predict.activation_plan import Plan, is_managed
+from cs336_systems.predict.fast_nodes import ACTIVATIONS, CASTS, GRADIENTS, PACK_ALIGNMENT, TEMPORARY
 from cs336_systems.predict.memory_model import ROUNDING, Breakdown, MemoryEstimate, Tensors, simulated_parts, workspace
+from cs336_systems.predict.planned_nodes import PlannedNodes
 from cs336_systems.predict.simulated_memory import Block, Memory, Node, Repetitions, Snapshot, Tape
 
 CHUNK_BYTES = 512 << 20
@@ -22,20 +24,21 @@ GROUPS = (2, 1)
 """Blocks, blocks of a group that is recomputed, and such groups, that are simulated at the beginning and the end."""
 
 
-def fast_estimate(config: RunConfig) -> MemoryEstimate:
-    """Return the peak of one steady-state fast step."""
-    memory = FastStep(config).run()
+def fast_estimate(config: RunConfig, plan: Plan | None = None) -> MemoryEstimate:
+    """Return the peak of one steady-state fast step, whose blocks follow the plan, if there is one."""
+    memory = FastStep(config, plan).run()
     parts = {label: size for label, size in memory.peak_parts.items() if size}
     if beyond := memory.peak - sum(parts.values()):
         parts[ROUNDING] = beyond
     return MemoryEstimate(parts, memory.peak, memory.where)
 
 
-class FastStep(PlainNodes):
+class FastStep(PlannedNodes):
     """Simulates one step."""
 
-    def __init__(self, config: RunConfig):
+    def __init__(self, config: RunConfig, plan: Plan | None = None):
         self.parts = simulated_parts(config)
+        self.plan = plan
         super().__init__(config, packed="optimizer" in self.parts)
         self.fused = "kernels" in self.parts
         self.x: Block | None = None
@@ -81,7 +84,9 @@ class FastStep(PlainNodes):
             tape.append(Node(self._embedding_backward, ()))
         self.x = self.stream(self.rw)
         group = self.config.checkpoint_blocks
-        if group and tape is not None:
+        if self.plan is not None and tape is not None:
+            self._planned_blocks_forward(self.plan, tape)
+        elif group and tape is not None:
             self._groups_forward(group, tape)
         else:
             self._blocks_forward(self.config.model.num_layers, tape)
@@ -123,6 +128,15 @@ class FastStep(PlainNodes):
             self._block(tape)
 
         change += blocks.run(self.memory, body)
+
+    def _planned_blocks_forward(self, plan: Plan, tape: Tape) -> None:
+        self.start_plan()
+        for number in range(len(plan)):
+            if is_managed(plan, number):
+                assert self.x is not None
+                self.x, self.delta = self.planned_block(number, plan, self.x, self.delta, tape)
+            else:
+                self._block(tape)
 
     def _skip_backward(self, saved: Snapshot, times: int, blocks: int) -> None:
         """Free what `times` extrapolated repetitions saved, and add the gradients of their blocks."""
@@ -223,8 +237,6 @@ class FastStep(PlainNodes):
             wide = chunks > 1 and self.low
             if grad_weight is None:
                 grad_weight = self.new(self.table, 4 if wide else self.s, LOGITS)
-            elif wide:
-                self.new(self.table, 4, LOGITS)
         del logits, matrix, x
         tape.append(Node(self._fused_loss_backward, (grad_x, grad_weight)))
 

@@ -307,6 +307,19 @@ def best_fused(elements: int, keys: int, head_dim: int, device: torch.device) ->
     return "flash_hopper" if for_hopper and gluon_problem(device) is None else "flash_triton"
 
 
+def fused_implementation(impl: str, x: Tensor, heads: int) -> str:
+    """The fused implementation for causal attention in a model of this residual stream: `impl`, or the best for "auto".
+
+    x: (batch, rows, heads * dim)."""
+    if impl != "auto":
+        return impl
+    dtype = autocast_dtype(x) or x.dtype
+    if not is_plain(x) or triton_problem(x.device) is not None:
+        return "flash_torch"
+    is_narrow = dtype in HOPPER_DTYPES
+    return best_fused(x.numel(), x.shape[1], x.shape[-1] // heads, x.device) if is_narrow else "flash_triton"
+
+
 _problems: dict[torch.device, str | None] = {}
 """Cache of `triton_problem`, which every fused pointwise kernel calls: 0.2 us instead of 9. Not functools.cache:
 torch.compile would trace through it."""

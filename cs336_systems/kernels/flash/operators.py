@@ -5,13 +5,9 @@ whole around them; each has its shape-only version, its gradient, its cast under
 registered by dispatch.py.
 """
 
-import contextlib
 import functools
 import os
-import threading
-from collections import deque
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple, Protocol
 
 import torch
@@ -80,51 +76,11 @@ def _run_eagerly(call: Call, q: Tensor, k: Tensor, v: Tensor) -> Tensor | tuple[
     return (out, lse) if return_lse else out
 
 
-# -- recomputation that keeps attention's output ----------------------------------------------------------------------
-
-
-class Kept(NamedTuple):
-    """Outputs of attention that a recomputed region keeps, oldest first, and whether it runs for the second time."""
-
-    outputs: deque[tuple[Tensor, Tensor]]
-    is_recomputation: bool
-
-
-_kept = threading.local()
-
-
-@contextlib.contextmanager
-def _keeping(kept: Kept) -> Iterator[None]:
-    before = getattr(_kept, "now", None)
-    _kept.now = kept
-    try:
-        yield
-    finally:
-        _kept.now = before
-
-
-def keep_attention() -> tuple[AbstractContextManager, AbstractContextManager]:
-    """Contexts for the two runs of a checkpointed region (`context_fn` of torch.utils.checkpoint): attention computes
-    its output in the first one, and the second one, in backward, takes it from there."""
-    outputs: deque[tuple[Tensor, Tensor]] = deque()
-    return _keeping(Kept(outputs, False)), _keeping(Kept(outputs, True))
-
-
-def _kept_or_computed(kernels: Any, q: Tensor, k: Tensor, v: Tensor, scale: float, band: Band) -> tuple[Tensor, Tensor]:
-    kept: Kept | None = getattr(_kept, "now", None)
-    if kept is not None and kept.is_recomputation:
-        return kept.outputs.popleft()
-    out, lse = kernels.forward(q, k, v, scale, band)
-    if kept is not None:
-        kept.outputs.append((out.detach(), lse.detach()))
-    return out, lse
-
-
 class _Flash(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, q: Tensor, k: Tensor, v: Tensor, call: Call) -> Tensor | tuple[Tensor, Tensor]:
         _, kernels, scale, band, return_lse = call
-        out, lse = _kept_or_computed(kernels, q, k, v, scale, band)
+        out, lse = kernels.forward(q, k, v, scale, band)
         ctx.save_for_backward(q, k, v, out, lse)
         ctx.call = call
         if not return_lse:

@@ -24,28 +24,28 @@ CHUNK_BYTES = 512 << 20
 
 def add_norm(x: Tensor, delta: Tensor | None, gain: Tensor, eps: float) -> tuple[Tensor, Tensor]:
     """x + delta, and its RMS norm times `gain`."""
-    with _no_autocast(x):
+    with no_autocast(x):
         return _AddNorm.apply(x, delta, gain, eps, x.dtype)
 
 
 def norm_linear(x: Tensor, delta: Tensor | None, gain: Tensor, eps: float, *weights: Tensor) -> tuple[Tensor, Tensor]:
     """x + delta, and the matmuls of its RMS norm with all weights, concatenated."""
-    dtype = _dtype(x)
-    with _no_autocast(x):
+    dtype = matmul_dtype(x)
+    with no_autocast(x):
         return _NormLinear.apply(x, delta, gain, eps, dtype, *weights)
 
 
 def linear(x: Tensor, weight: Tensor) -> Tensor:
     """x @ weight^T."""
-    dtype = _dtype(x)
-    with _no_autocast(x):
+    dtype = matmul_dtype(x)
+    with no_autocast(x):
         return _Linear.apply(x.to(dtype), weight)
 
 
 def swiglu_linear(gate_up: Tensor, weight: Tensor) -> Tensor:
     """(silu(gate) * up) @ weight^T; gates are the first half of `gate_up`."""
-    dtype = _dtype(gate_up)
-    with _no_autocast(gate_up):
+    dtype = matmul_dtype(gate_up)
+    with no_autocast(gate_up):
         return _SwigluLinear.apply(gate_up.to(dtype), weight)
 
 
@@ -54,7 +54,7 @@ def rotary_heads(qkv: Tensor, cos: Tensor, sin: Tensor, heads: int) -> tuple[Ten
 
     They are views of `qkv`, which is rotated in place where it is contiguous: the caller must not use it afterwards.
     """
-    with _no_autocast(qkv):
+    with no_autocast(qkv):
         return _RotaryHeads.apply(qkv.contiguous(), cos, sin, heads)
 
 
@@ -64,18 +64,18 @@ def linear_cross_entropy(x: Tensor, weight: Tensor, targets: Tensor, *, ignored:
     The logits are computed in chunks of CHUNK_BYTES, and each chunk's gradient in the same pass; the chunks' gradients
     are added up in fp32. A target outside the vocabulary that is not `ignored` makes the loss NaN.
     """
-    dtype, trains = _dtype(x), torch.is_grad_enabled()
-    with _no_autocast(x):
-        return _LinearCrossEntropy.apply(_rows(x).to(dtype), weight, targets.reshape(-1), ignored, trains)
+    dtype, trains = matmul_dtype(x), torch.is_grad_enabled()
+    with no_autocast(x):
+        return _LinearCrossEntropy.apply(as_rows(x).to(dtype), weight, targets.reshape(-1), ignored, trains)
 
 
-def _dtype(x: Tensor) -> torch.dtype:
+def matmul_dtype(x: Tensor) -> torch.dtype:
     """Dtype of the matmuls: autocast's, where it is enabled."""
     device = x.device.type
     return torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else x.dtype
 
 
-def _no_autocast(x: Tensor) -> AbstractContextManager:
+def no_autocast(x: Tensor) -> AbstractContextManager:
     """Disable autocast: it does not support matmuls with `out=`, and the nodes cast for themselves."""
     return torch.autocast(x.device.type, enabled=False)
 
@@ -115,9 +115,7 @@ def deposit(parameter: Tensor, gradient: Tensor) -> Tensor | None:
     return None
 
 
-def _weight_gradients(
-    weights: Sequence[Tensor], needed: Sequence[bool], grad: Tensor, x: Tensor
-) -> list[Tensor | None]:
+def weight_gradients(weights: Sequence[Tensor], needed: Sequence[bool], grad: Tensor, x: Tensor) -> list[Tensor | None]:
     """Gradients of the joined weights of a matmul. grad: of its output; x: its input; `needed`: those to compute."""
     if not any(needed):
         return [None] * len(weights)
@@ -141,7 +139,7 @@ def _weight_gradients(
 # -- nodes ------------------------------------------------------------------------------------------------------------
 
 
-def _rows(t: Tensor) -> Tensor:
+def as_rows(t: Tensor) -> Tensor:
     """(..., width) as contiguous (rows, width)."""
     return t.reshape(math.prod(t.shape[:-1]), t.shape[-1]).contiguous()
 
@@ -149,7 +147,7 @@ def _rows(t: Tensor) -> Tensor:
 class _AddNorm(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, delta: Tensor | None, gain: Tensor, eps: float, dtype: torch.dtype) -> Any:
-        total, y, rstd = pointwise.add_norm(_rows(x), None if delta is None else _rows(delta), gain, eps, dtype)
+        total, y, rstd = pointwise.add_norm(as_rows(x), None if delta is None else as_rows(delta), gain, eps, dtype)
         ctx.save_for_backward(total, rstd)
         ctx.gain, ctx.has_delta = gain, delta is not None
         ctx.set_materialize_grads(False)
@@ -160,9 +158,11 @@ class _AddNorm(torch.autograd.Function):
         if grad_y is None:
             return grad_total, grad_total if ctx.has_delta else None, None, None, None
         total, rstd = ctx.saved_tensors
-        with _no_autocast(total):
-            grad_x = None if grad_total is None else _rows(grad_total)
-            dx, grad_gain = pointwise.add_norm_backward(_rows(grad_y), grad_x, total, rstd, ctx.gain, recompute_y=False)
+        with no_autocast(total):
+            grad_x = None if grad_total is None else as_rows(grad_total)
+            dx, grad_gain = pointwise.add_norm_backward(
+                as_rows(grad_y), grad_x, total, rstd, ctx.gain, recompute_y=False
+            )
             dx = dx.view(grad_y.shape)
             return dx, dx if ctx.has_delta else None, deposit(ctx.gain, grad_gain), None, None
 
@@ -172,7 +172,7 @@ class _NormLinear(torch.autograd.Function):
     def forward(
         ctx: Any, x: Tensor, delta: Tensor | None, gain: Tensor, eps: float, dtype: torch.dtype, *weights: Tensor
     ) -> Any:
-        total, y, rstd = pointwise.add_norm(_rows(x), None if delta is None else _rows(delta), gain, eps, dtype)
+        total, y, rstd = pointwise.add_norm(as_rows(x), None if delta is None else as_rows(delta), gain, eps, dtype)
         matrix = joined(weights, dtype)
         ctx.save_for_backward(total, rstd, matrix)
         ctx.gain, ctx.weights, ctx.has_delta, ctx.shape = gain, weights, delta is not None, x.shape
@@ -184,13 +184,13 @@ class _NormLinear(torch.autograd.Function):
         if grad_out is None:
             return grad_total, grad_total if ctx.has_delta else None, *(None,) * (3 + len(ctx.weights))
         total, rstd, matrix = ctx.saved_tensors
-        with _no_autocast(total):
-            grad_x = None if grad_total is None else _rows(grad_total)
-            grad_out = _rows(grad_out)
+        with no_autocast(total):
+            grad_x = None if grad_total is None else as_rows(grad_total)
+            grad_out = as_rows(grad_out)
             grad_y = torch.mm(grad_out, matrix)
             dx, grad_gain = pointwise.add_norm_backward(grad_y, grad_x, total, rstd, ctx.gain, recompute_y=True)
             y = grad_y  # add_norm_backward has overwritten it
-            grads = _weight_gradients(ctx.weights, ctx.needs_input_grad[5:], grad_out, y)
+            grads = weight_gradients(ctx.weights, ctx.needs_input_grad[5:], grad_out, y)
             dx = dx.view(ctx.shape)
             return dx, dx if ctx.has_delta else None, deposit(ctx.gain, grad_gain), None, None, *grads
 
@@ -201,15 +201,15 @@ class _Linear(torch.autograd.Function):
         matrix = joined((weight,), x.dtype)
         ctx.save_for_backward(x, matrix)
         ctx.weight = weight
-        return torch.mm(_rows(x), matrix.t()).view(*x.shape[:-1], len(matrix))
+        return torch.mm(as_rows(x), matrix.t()).view(*x.shape[:-1], len(matrix))
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> Any:
         x, matrix = ctx.saved_tensors
-        with _no_autocast(x):
-            rows = _rows(grad)
+        with no_autocast(x):
+            rows = as_rows(grad)
             dx = torch.mm(rows, matrix).view(x.shape)
-            (grad_weight,) = _weight_gradients((ctx.weight,), ctx.needs_input_grad[1:], rows, _rows(x))
+            (grad_weight,) = weight_gradients((ctx.weight,), ctx.needs_input_grad[1:], rows, as_rows(x))
             return dx, grad_weight
 
 
@@ -219,17 +219,17 @@ class _SwigluLinear(torch.autograd.Function):
         matrix = joined((weight,), gate_up.dtype)
         ctx.save_for_backward(gate_up, matrix)
         ctx.weight = weight
-        return torch.mm(pointwise.swiglu(_rows(gate_up)), matrix.t()).view(*gate_up.shape[:-1], len(matrix))
+        return torch.mm(pointwise.swiglu(as_rows(gate_up)), matrix.t()).view(*gate_up.shape[:-1], len(matrix))
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> Any:
         gate_up, matrix = ctx.saved_tensors
-        with _no_autocast(gate_up):
-            rows = _rows(grad)
+        with no_autocast(gate_up):
+            rows = as_rows(grad)
             grad_gated = torch.mm(rows, matrix)
-            grad_gate_up = pointwise.swiglu_backward(grad_gated, _rows(gate_up))
+            grad_gate_up = pointwise.swiglu_backward(grad_gated, as_rows(gate_up))
             gated = grad_gated  # swiglu_backward has overwritten it
-            (grad_weight,) = _weight_gradients((ctx.weight,), ctx.needs_input_grad[1:], rows, gated)
+            (grad_weight,) = weight_gradients((ctx.weight,), ctx.needs_input_grad[1:], rows, gated)
             return grad_gate_up.view(gate_up.shape), grad_weight
 
 
@@ -270,19 +270,25 @@ class _LinearCrossEntropy(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> Any:
         grad_x, grad_weight = ctx.saved_tensors
-        with _no_autocast(grad_x):
+        with no_autocast(grad_x):
             dw = deposit(ctx.weight, grad_weight * grad) if ctx.needs_input_grad[1] else None
             return grad_x * grad, dw, None, None, None
 
 
 def _add_matmul(total: Tensor | None, a: Tensor, b: Tensor, wide: bool) -> Tensor:
-    """total + a @ b; with `wide` 16-bit operands give an fp32 result."""
+    """total + a @ b, in place; with `wide` 16-bit operands give an fp32 result."""
     if not wide or a.dtype not in (torch.bfloat16, torch.float16):
         return torch.mm(a, b) if total is None else total.addmm_(a, b)
-    matmul = _wide_product(a, b)
-    return matmul if total is None else total.add_(matmul)
+    return _wide_product(a, b) if total is None else _add_wide_product_(total, a, b)
 
 
 def _wide_product(a: Tensor, b: Tensor) -> Tensor:
     """a @ b in fp32."""
     return torch.mm(a, b, out_dtype=torch.float32) if a.is_cuda else torch.mm(a.float(), b.float())
+
+
+def _add_wide_product_(total: Tensor, a: Tensor, b: Tensor) -> Tensor:
+    """total + a @ b, where total is fp32. cuBLAS adds in place, which saves a product in memory and a pass over it."""
+    if not a.is_cuda:
+        return total.addmm_(a.float(), b.float())
+    return torch.addmm(total, a, b, out_dtype=torch.float32, out=total)

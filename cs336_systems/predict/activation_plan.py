@@ -1,0 +1,52 @@
+"""What becomes of the activations of each Transformer block between forward and backward. No torch.
+
+Backward of a fused block reads five tensors, in the order in which forward writes them:
+
+- input: the residual stream at the block's start;
+- qkv: the projections of q, k and v, rotated;
+- attention: the output of attention, with its logsumexp;
+- middle: the residual stream after attention;
+- gate_up: the two projections of the feed-forward network before the activation function.
+
+Each is kept on the GPU, recomputed from those before it, or offloaded to host memory and fetched again. The input has
+nothing before it: it is never recomputed.
+"""
+
+from typing import NamedTuple
+
+KEEP, RECOMPUTE, OFFLOAD = "keep", "recompute", "offload"
+KINDS = ("input", "qkv", "attention", "middle", "gate_up")
+
+
+class BlockPlan(NamedTuple):
+    """What becomes of each tensor of one block."""
+
+    input: str = KEEP
+    qkv: str = KEEP
+    attention: str = KEEP
+    middle: str = KEEP
+    gate_up: str = KEEP
+
+    @property
+    def keeps_all(self) -> bool:
+        return all(choice == KEEP for choice in self)
+
+    @property
+    def offloads(self) -> bool:
+        return OFFLOAD in self
+
+    def kinds(self, choice: str) -> list[str]:
+        """Return the tensors for which the plan has made this choice."""
+        return [kind for kind, own in zip(KINDS, self, strict=True) if own == choice]
+
+
+KEEP_ALL = BlockPlan()
+RECOMPUTE_ALL = BlockPlan(KEEP, *[RECOMPUTE] * 4)
+
+Plan = tuple[BlockPlan, ...]
+"""The plans of all blocks, the first one first."""
+
+
+def is_managed(plan: Plan, number: int) -> bool:
+    """True for a block that does more than keep its tensors: the one after an offloading block starts its fetches."""
+    return not plan[number].keeps_all or (number > 0 and plan[number - 1].offloads)

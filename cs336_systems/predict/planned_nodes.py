@@ -1,0 +1,166 @@
+"""The node of a planned block (kernels/fused/block.py) as allocations: kept, recomputed and offloaded. No torch.
+
+Like the other nodes of fast_nodes.py, each method mirrors one of the block, in the order in which it allocates.
+"""
+
+from cs336_systems.predict.activation_plan import KEEP, OFFLOAD, BlockPlan, Plan
+from cs336_systems.predict.fast_nodes import ACTIVATIONS, TEMPORARY, PlainNodes
+from cs336_systems.predict.simulated_memory import Block, Node, Tape
+
+Kept = dict[str, Block]
+"""Tensors of one block by kind; `activation_plan.KINDS` names them."""
+
+
+class PlannedNodes(PlainNodes):
+    """Blocks that follow a plan. Tensors that copies read or write are in `sent` and `fetched`, by block and kind."""
+
+    def start_plan(self) -> None:
+        self.sent: dict[tuple[int, str], Block] = {}
+        self.fetched: dict[tuple[int, str], Block] = {}
+
+    def planned_block(self, number: int, plan: Plan, x: Block, delta: Block | None, tape: Tape) -> tuple[Block, Block]:
+        own, kept = plan[number], dict[str, Block]()
+
+        def store(kind: str, block: Block) -> None:
+            if getattr(own, kind) == KEEP:
+                kept[kind] = block
+            elif getattr(own, kind) == OFFLOAD:
+                self.sent[number, kind] = block
+
+        y, kept["rstd"] = self.stream(), self.new(self.rows, 4)
+        stream = x if delta is None else self.stream(self.rw)
+        store("input", stream)
+        qkv = self._projected(y)
+        del y
+        store("qkv", qkv)
+        out, kept["lse"] = self._attended()
+        del qkv
+        store("attention", out)
+        middle, y, kept["middle_rstd"] = self._after_attention()
+        del out, stream
+        store("middle", middle)
+        gate_up = self._gate_and_up()
+        del y
+        store("gate_up", gate_up)
+        gated = self.new(self.rows * self.f)
+        result = self._times((self.wide,), self.d)
+        del gated, gate_up
+        self._release(number - 1)
+        has_delta = delta is not None
+        before = plan[number - 1] if number else None
+        tape.append(Node(lambda: self._planned_backward(number, own, before, kept, has_delta=has_delta), ()))
+        return middle, result
+
+    # -- forward, also as recomputation -------------------------------------------------------------------------------
+
+    def _times(self, sizes: tuple[int, ...], width: int) -> Block:
+        """The result of a matmul with weights of these sizes."""
+        matrix = self.joined(*sizes)
+        out = self.new(self.rows * width)
+        del matrix
+        return out
+
+    def _projected(self, y: Block) -> Block:
+        return self._times((self.square,) * 3, 3 * self.d)
+
+    def _attended(self) -> tuple[Block, Block]:
+        return self.stream(), self.memory.new(self.label, self.t.logsumexp(), 1)
+
+    def _after_attention(self) -> tuple[Block, Block, Block]:
+        delta = self._times((self.square,), self.d)
+        y, rstd = self.stream(), self.new(self.rows, 4)
+        middle = self.stream(self.rw)
+        del delta
+        return middle, y, rstd
+
+    def _gate_and_up(self) -> Block:
+        return self._times((self.wide,) * 2, 2 * self.f)
+
+    def _release(self, number: int) -> None:
+        for key in [key for key in self.sent if key[0] == number]:
+            del self.sent[key]
+
+    # -- backward -----------------------------------------------------------------------------------------------------
+
+    def _planned_backward(
+        self, number: int, plan: BlockPlan, before: BlockPlan | None, kept: Kept, *, has_delta: bool
+    ) -> None:
+        grads = self.take_grad_x(), self.take_grad()  # autograd holds them until the node is done
+        for kind in plan.kinds(OFFLOAD):
+            key = number, kind
+            kept[kind] = self.sent.pop(key) if key in self.sent else self.fetched.pop(key)
+        self.label = ACTIVATIONS
+        if before is not None:
+            self._fetch(number - 1, before)
+        self._recompute(kept)
+        self.label = TEMPORARY
+        grad_gate_up = self._down_backward(kept)
+        dx = self._planned_norm_backward(kept, "middle", (self.wide,) * 2)
+        del grad_gate_up
+        grad_qkv = self._planned_attention_backward(kept)
+        before_attention = dx
+        dx = self._planned_norm_backward(kept, "input", (self.square,) * 3)
+        del before_attention, grad_qkv, grads
+        self.grad_x = dx
+        self.grad = self._delta_gradient() if has_delta else None
+
+    def _fetch(self, number: int, plan: BlockPlan) -> None:
+        sizes = {"input": self.d, "qkv": 3 * self.d, "attention": self.d, "middle": self.d, "gate_up": 2 * self.f}
+        for kind in plan.kinds(OFFLOAD):
+            if (number, kind) not in self.sent:
+                width = self.rw if kind in ("input", "middle") else self.s
+                self.fetched[number, kind] = self.new(self.rows * sizes[kind], width)
+
+    def _recompute(self, kept: Kept) -> None:
+        if "qkv" not in kept:
+            y = self._normed()
+            kept["qkv"] = self._projected(y)
+            del y
+        if "attention" not in kept:
+            kept["attention"], kept["lse"] = self._attended()
+        if "middle" in kept and "gate_up" in kept:
+            return
+        if "middle" in kept:
+            y = self._normed()
+        else:
+            kept["middle"], y, _rstd = self._after_attention()
+        if "gate_up" not in kept:
+            kept["gate_up"] = self._gate_and_up()
+
+    def _normed(self) -> Block:
+        y, _rstd = self.stream(), self.new(self.rows, 4)
+        return y
+
+    def _down_backward(self, kept: Kept) -> Block:
+        matrix = self.joined(self.wide)
+        grad_gated = self.new(self.rows * self.f)
+        del matrix
+        grad_gate_up = self.new(self.rows * 2 * self.f)
+        del kept["gate_up"]
+        self.weight_gradients(self.wide)
+        del grad_gated
+        return grad_gate_up
+
+    def _planned_norm_backward(self, kept: Kept, kind: str, sizes: tuple[int, ...]) -> Block:
+        matrix = self.joined(*sizes)
+        grad_y = self.stream()
+        del matrix
+        dx = self._norm_gradients()
+        del kept[kind]
+        self.weight_gradients(*sizes)
+        del grad_y
+        return dx
+
+    def _planned_attention_backward(self, kept: Kept) -> Block:
+        out = kept.pop("attention")
+        grad = None if self.rw == self.s else self.stream()
+        matrix = self.joined(self.square)
+        grad_out = self.stream()
+        del matrix
+        self.weight_gradients(self.square)
+        del grad
+        grads = [self.stream() for _ in range(3)]
+        del kept["qkv"], kept["lse"], out, grad_out
+        grad_qkv = self.new(3 * self.rows * self.d)
+        grads.clear()
+        return grad_qkv
