@@ -25,7 +25,7 @@ writes the low-precision weights; the step captured as a CUDA graph."""
 
 OPTIMIZER_STATES = ("fp32", "bf16")
 
-ADDED_LATER = {"fast": "off", "optimizer_state": "fp32"}
+ADDED_LATER = {"fast": "off", "optimizer_state": "fp32", "update_in_backward": False}
 """Fields of RunConfig that older records do not have, with the values that those were measured with."""
 
 LARGEST_NUMBER = 2**31 - 1
@@ -152,6 +152,10 @@ class RunConfig:
         "fp32: master weights and moments in fp32; bf16: weights and moments in bf16 alone (less memory, coarser)",
         OPTIMIZER_STATES,
     )
+    update_in_backward: bool = flag(
+        False,
+        "update each weight as soon as its gradient is final; gradients are not kept (one micro batch, no clipping)",
+    )
     max_grad_norm: float = flag(0.0, "clip the gradient's norm to this (0: no clipping)")
     device: str = flag("cpu", "cpu, cuda or cuda:N")
     warmup_steps: int = flag(5, "steps run before measuring")
@@ -180,6 +184,9 @@ class RunConfig:
         object.__setattr__(self, "fast", self._checked_fast())
         if self.optimizer_state != "fp32":
             self._require_packed_bf16()
+        if self.update_in_backward and (problem := self._update_conflict()):
+            names = ("update_in_backward", "fast", "max_grad_norm", "compile")
+            raise UserError(f"update_in_backward {problem}", *names)
 
     def _require_packed_bf16(self) -> None:
         """Raise UserError unless the fast step's optimizer updates bf16 weights."""
@@ -189,6 +196,16 @@ class RunConfig:
                 f"precision {self.precision} and fast {self.fast}; use precision bf16 and fast on, in one process",
                 *("optimizer_state", "precision", "fast"),
             )
+
+    def _update_conflict(self) -> str | None:
+        """Return why weights cannot be updated while backward runs, or None."""
+        if "optimizer" not in self.fast_parts:
+            return f"needs the optimizer of the fast step, got fast {self.fast}; use fast on"
+        if self.max_grad_norm:
+            return f"cannot clip: the norm is known after backward, got max_grad_norm {self.max_grad_norm}; use 0"
+        if self.compile:
+            return "cannot be combined with compile, whose backward is one operation"
+        return None
 
     def _checked_fast(self) -> str:
         """Return `fast` in its shortest form; raise UserError for a part that this configuration does not support."""

@@ -24,7 +24,7 @@ def building_peak(config: RunConfig) -> MemoryEstimate:
     splits = any(pack.low_bits for pack in every)
     parts = {
         "packed weights": sum(pack.size * (pack.weight + pack.low_bits) for pack in every),
-        "gradients": sum(pack.size * pack.weight for pack in every),
+        "gradients": sum(pack.gradients * pack.weight for pack in every),
         "moments": sum(2 * pack.size * pack.moment for pack in every),
         "buffers": t.buffers(),
         "temporary": (4 + (SPLIT_BYTES if splits else 0)) * _largest_weight(config),

@@ -39,6 +39,7 @@ class ShapeArguments:
     checkpoint_blocks: int = flag_like(RunConfig, "checkpoint_blocks")
     fast: str = flag_like(RunConfig, "fast")
     optimizer_state: str = flag_like(RunConfig, "optimizer_state")
+    update_in_backward: bool = flag_like(RunConfig, "update_in_backward")
 
     @property
     def has_shape(self) -> bool:
@@ -55,7 +56,7 @@ class ShapeArguments:
         size = fields.pop("size", self.size) or ("small" if shape_given else default_size)
         model = model_config(size, **given)
         names = ("batch_size", "mode", "precision", "attention", "checkpoint_blocks", "fast", "optimizer_state")
-        run = {name: getattr(self, name) for name in names}
+        run = {name: getattr(self, name) for name in (*names, "update_in_backward")}
         return RunConfig(model=model, size=canonical_size(size, model), **{**run, **fields})
 
     def predicted_config(self, **fields: Any) -> RunConfig:

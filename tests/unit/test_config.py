@@ -177,7 +177,7 @@ def test_an_integer_rope_theta_gives_the_same_cell_as_the_float():
 def test_a_field_added_later_keeps_the_cell_keys_of_older_files(name):
     assert ADDED_LATER[name] == getattr(RunConfig(), name)
     assert name not in RunConfig().to_dict()
-    other = {"fast": "on", "optimizer_state": "bf16"}
+    other = {"fast": "on", "optimizer_state": "bf16", "update_in_backward": True}
     changed = RunConfig(precision="bf16", **{"fast": "on", name: other[name]})
     assert changed.to_dict()[name] == other[name]
     assert RunConfig.from_dict(changed.to_dict()) == changed
@@ -187,6 +187,16 @@ def test_a_field_added_later_keeps_the_cell_keys_of_older_files(name):
 def test_a_bf16_optimizer_state_needs_bf16_weights_and_the_packed_optimizer(fields):
     with refused("optimizer_state bf16", "fast on"):
         RunConfig(optimizer_state="bf16", **fields)
+
+
+@pytest.mark.parametrize(
+    ("fields", "way_out"),
+    [({}, "fast on"), ({"fast": "on", "max_grad_norm": 1.0}, "use 0"), ({"fast": "on", "compile": True}, "compile")],
+    ids=["plain step", "clipping", "compiled"],
+)
+def test_an_update_in_backward_names_what_excludes_it(fields, way_out):
+    with refused("update_in_backward", way_out):
+        RunConfig(update_in_backward=True, **fields)
 
 
 @pytest.mark.parametrize("value", ["cpu", "cuda", "cuda:0", "cuda:12"])

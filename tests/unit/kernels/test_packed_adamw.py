@@ -380,6 +380,92 @@ def test_a_state_of_an_unknown_dtype():
         PackedAdamW(parameters(), dtype=torch.float32, state_dtype=torch.bfloat16)
 
 
+# -- update in backward -----------------------------------------------------------------------------------------------
+
+
+class Chain(nn.Module):
+    """Two blocks of equal shape, each a fused matmul, a plain one and a gain, and a head."""
+
+    def __init__(self):
+        super().__init__()
+        self.first, self.second = self.block(0), self.block(10)
+        self.head = nn.Parameter(random(7, 8, seed=20))
+
+    def block(self, seed):
+        matrices = [nn.Parameter(random(8, 8, seed=seed + i) / 3) for i in range(2)]
+        return nn.ParameterList([*matrices, nn.Parameter(random(8, seed=seed + 2))])
+
+    def forward(self, x):
+        for fused_weight, plain_weight, gain in (self.first, self.second):
+            x = torch.tanh(nn.functional.linear(fused.linear(x, fused_weight), plain_weight) * gain.to(x.dtype))
+        return nn.functional.linear(x, self.head).float().square().sum()
+
+    @property
+    def groups(self):
+        return [list(self.first), list(self.second), [self.head]]
+
+
+def in_backward(dtype, state_dtype=torch.float32):
+    model = Chain()
+    options = {"dtype": dtype, "state_dtype": state_dtype, "update_in_backward": model.groups}
+    return model, PackedAdamW(model.parameters(), lr=1e-2, **options)
+
+
+@pytest.mark.parametrize("state_dtype", [torch.float32, torch.bfloat16], ids=["fp32 state", "bf16 state"])
+@DTYPES
+def test_an_update_in_backward_equals_the_ordinary_one_to_the_bit(dtype, state_dtype):
+    state_dtype = torch.float32 if dtype == torch.float32 else state_dtype
+    plain = Chain()
+    optimizers = {plain: PackedAdamW(plain.parameters(), lr=1e-2, dtype=dtype, state_dtype=state_dtype)}
+    optimizers |= [in_backward(dtype, state_dtype)]
+    for number in range(5):
+        for model, optimizer in optimizers.items():
+            optimizer.param_groups[0]["lr"] = 1e-2 / (1 + number)
+            with poisoned_memory():
+                model(random(5, 8, seed=number).to(dtype)).backward()
+            optimizer.step()
+            optimizer.zero_grad()
+    found = [[bits(tensor) for kind, tensor, _ in o.flat if kind != "gradient"] for o in optimizers.values()]
+    assert_equal(*found)
+    assert [o.state_dict()["state"][0]["step"] for o in optimizers.values()] == [5, 5]
+
+
+@DTYPES
+def test_gradients_of_groups_share_memory(dtype):
+    """Their memory is that of the largest group, and nothing is left in `grad`."""
+    model, optimizer = in_backward(dtype)
+    memories = {p.grad_memory.untyped_storage().data_ptr() for p in model.parameters()}
+    assert len(memories) == (1 if dtype == torch.float32 else 2)  # gains are fp32
+    for p, q in zip(model.first, model.second, strict=True):
+        assert p.grad_memory.data_ptr() == q.grad_memory.data_ptr()
+    assert not any(kind == "gradient" for kind, _, _ in optimizer.flat)
+    model(random(5, 8, seed=1).to(dtype)).backward()
+    assert all(p.grad is None for p in model.parameters())
+
+
+def test_a_parameter_without_gradient_is_found_by_the_step():
+    model, optimizer = in_backward(torch.float32)
+    (model.head.square().sum()).backward()
+    with pytest.raises(RuntimeError, match="got no gradient"):
+        optimizer.step()
+
+
+def test_a_second_backward_pass_before_the_step():
+    model, _optimizer = in_backward(torch.float32)
+    model(random(5, 8, seed=1)).backward()
+    with pytest.raises(RuntimeError, match="one backward pass per step"):
+        model(random(5, 8, seed=2)).backward()
+
+
+@pytest.mark.parametrize("options", [{"check_finite": True}, {"max_grad_norm": 1.0}])
+def test_an_update_in_backward_excludes_what_needs_the_norm(options):
+    model = Chain()
+    with pytest.raises(ValueError, match="knows no norm"):
+        PackedAdamW(model.parameters(), update_in_backward=model.groups, **options)
+    with pytest.raises(ValueError, match="must name all parameters"):
+        PackedAdamW(model.parameters(), update_in_backward=model.groups[:2])
+
+
 # -- how gradients arrive ---------------------------------------------------------------------------------------------
 
 
