@@ -25,7 +25,7 @@ writes the low-precision weights; the step captured as a CUDA graph."""
 
 OPTIMIZER_STATES = ("fp32", "bf16")
 
-ADDED_LATER = {"fast": "off", "optimizer_state": "fp32", "update_in_backward": False}
+ADDED_LATER = {"fast": "off", "optimizer_state": "fp32", "update_in_backward": False, "memory_budget": ""}
 """Fields of RunConfig that older records do not have, with the values that those were measured with."""
 
 LARGEST_NUMBER = 2**31 - 1
@@ -145,6 +145,9 @@ class RunConfig:
     precision: str = flag("fp32", "fp32 (TF32 off), tf32, or autocast to bf16 / fp16", PRECISIONS)
     attention: str = flag("reference", "attention implementation", ATTENTIONS)
     checkpoint_blocks: int = flag(0, "recompute activations in groups of this many blocks (0: keep them all)")
+    memory_budget: str = flag(
+        "", "peak memory to stay within, such as 130GiB or auto: plans what is kept, recomputed and offloaded"
+    )
     compile: bool = flag(False, "run the model through torch.compile")
     fast: str = flag("off", f"the fast step: on, off, or some of {','.join(FAST_PARTS)}")
     optimizer_state: str = flag(
@@ -185,8 +188,12 @@ class RunConfig:
         if self.optimizer_state != "fp32":
             self._require_packed_bf16()
         if self.update_in_backward and (problem := self._update_conflict()):
-            names = ("update_in_backward", "fast", "max_grad_norm", "compile")
-            raise UserError(f"update_in_backward {problem}", *names)
+            raise UserError(
+                f"update_in_backward {problem}", *("update_in_backward", "fast", "max_grad_norm", "compile")
+            )
+        if self.memory_budget and (problem := self._budget_problem()):
+            names = ("memory_budget", "fast", "attention", "checkpoint_blocks", "mode")
+            raise UserError(f"memory_budget {self.memory_budget}: {problem}", *names)
 
     def _require_packed_bf16(self) -> None:
         """Raise UserError unless the fast step's optimizer updates bf16 weights."""
@@ -224,6 +231,20 @@ class RunConfig:
             if problem := self._fast_conflict(part):
                 raise UserError(f"fast {part}: {problem}", "fast", "model_factory", "compile", "mode", "precision")
         return ",".join(part for part in FAST_PARTS if part in asked)
+
+    def _budget_problem(self) -> str | None:
+        """Return why a memory budget is not supported here, or None."""
+        if not re.fullmatch(r"auto|\d{1,6}(\.\d{1,6})?(GiB|GB)", self.memory_budget):
+            return "is not a size; use one such as 130GiB or 80GB, or auto"
+        if self.checkpoint_blocks:
+            return "decides what is recomputed; leave checkpoint_blocks out"
+        if self.mode not in ("forward-backward", "train-step"):
+            return f"has nothing to choose in mode {self.mode}, which has no backward pass"
+        if "kernels" not in self.fast_parts:
+            return "needs the fused blocks of the fast step; use fast on"
+        if self.attention in ("reference", "sdpa"):
+            return f"needs fused attention of this package, not {self.attention}; use attention auto"
+        return None
 
     def _fast_conflict(self, part: str) -> str | None:
         """Return why a part of the fast step is not supported here, or None."""

@@ -11,7 +11,15 @@ from typing import NamedTuple
 from cs336_systems.config import RunConfig
 from cs336_systems.predict.activation_plan import Plan, is_managed
 from cs336_systems.predict.fast_nodes import ACTIVATIONS, CASTS, GRADIENTS, PACK_ALIGNMENT, TEMPORARY
-from cs336_systems.predict.memory_model import ROUNDING, Breakdown, MemoryEstimate, Tensors, simulated_parts, workspace
+from cs336_systems.predict.memory_model import (
+    ROUNDING,
+    Breakdown,
+    MemoryEstimate,
+    Tensors,
+    estimate,
+    simulated_parts,
+    workspace,
+)
 from cs336_systems.predict.planned_nodes import PlannedNodes
 from cs336_systems.predict.simulated_memory import Block, Memory, Node, Repetitions, Snapshot, Tape
 
@@ -229,23 +237,23 @@ class FastStep(PlannedNodes):
         vocabulary, chunks = self.config.model.vocab_size, loss_chunks(self.config)
         grad_x = self.stream()
         grad_weight: Block | None = None
-        size, logits = -(-self.rows // chunks), None
+        size = -(-self.rows // chunks)
         for start in range(0, self.rows, size):
-            logits, before = self.new(min(size, self.rows - start) * vocabulary, label=LOGITS), logits
+            logits = self.new(min(size, self.rows - start) * vocabulary, label=LOGITS)
             self.new(size, 4)
-            del before
             wide = chunks > 1 and self.low
             if grad_weight is None:
                 grad_weight = self.new(self.table, 4 if wide else self.s, LOGITS)
-        del logits, matrix, x
+            del logits
+        del matrix, x
         tape.append(Node(self._fused_loss_backward, (grad_x, grad_weight)))
 
     def _fused_loss_backward(self, grad_x: Block, grad_weight: Block) -> None:
-        is_fp32 = grad_weight.size == self.t.embedding(4)
-        scaled = self.new(self.table, 4 if is_fp32 else self.s, GRADIENTS if is_fp32 and not self.packed else TEMPORARY)
         if not self.packed:
+            is_fp32 = grad_weight.size == self.t.embedding(4)
+            scaled = self.new(self.table, 4 if is_fp32 else self.s, GRADIENTS if is_fp32 else TEMPORARY)
             self.gradients.append(scaled if is_fp32 else self.new(self.table, 4, GRADIENTS))
-        del scaled
+            del scaled
         self.grad = self.stream()
 
     def _embedding_backward(self) -> None:
@@ -277,7 +285,7 @@ def fast_breakdown(config: RunConfig) -> Breakdown:
     logits = t.logits(t.s) + (t.logits(4) if with_gradients else 0)
     if "loss" in step.parts:
         chunks = loss_chunks(config)
-        logits = min(2, chunks) * t.logits(t.s) // chunks + t.embedding(4 if chunks > 1 else t.s)
+        logits = t.logits(t.s) // chunks + t.embedding(4 if chunks > 1 else t.s)
     if packed:
         gradients = before.live[GRADIENTS]
     del held
@@ -291,7 +299,7 @@ def fast_breakdown(config: RunConfig) -> Breakdown:
         logits_and_loss=logits,
         weight_casts=0 if packed else layers * block[CASTS] + (t.embedding(2) if t.low_precision else 0),
         workspace=workspace(config),
-        peak=fast_estimate(config),
+        peak=estimate(config),
     )
 
 

@@ -21,6 +21,7 @@ FIELDS = {
     "precision": Text("precision", "精度"),
     "attention": Text("attention", "注意力"),
     "checkpoint_blocks": Text("checkpoint", "重计算"),
+    "memory_budget": Text("memory budget", "显存预算"),
     "compile": Text("compiled", "编译"),
     "fast": Text("fast", "fast 部分"),
     "optimizer_state": Text("optimizer state", "优化器状态"),
@@ -41,7 +42,7 @@ _IN_TITLE = {
 """Fields that a title names where all rows agree -> whether with their heading."""
 _USUAL = {
     **{"vocab_size": 10_000, "checkpoint_blocks": 0, "compile": False, "warmup_steps": 5, "model_factory": None},
-    **{"optimizer_state": "fp32", "update_in_backward": False},
+    **{"optimizer_state": "fp32", "update_in_backward": False, "memory_budget": ""},
 }
 """Fields that a title names only where all rows have another value than this."""
 _PACKAGED = ("cs336_systems.benchmark.", "cs336_systems.experiments.steps.")

@@ -29,6 +29,7 @@ from cs336_systems.kernels.fused.packed_adamw import PackedAdamW
 from cs336_systems.model import TransformerLM
 from cs336_systems.parallel.collectives import communication_device
 from cs336_systems.step.cuda_graph import Batches, StepGraph
+from cs336_systems.step.memory_budget import apply_memory_budget
 from cs336_systems.step.replay import Replay
 from cs336_systems.step.updates import LossScale, Update, adapt
 
@@ -101,6 +102,8 @@ class TrainStep:
         step = cls(model, config)
         if isinstance(step.optimizer, PackedAdamW):
             step.optimizer.initialise(model)
+        if not torch._C._len_torch_dispatch_stack():  # a trace is of another device: it applies the plan itself
+            apply_memory_budget(model, config)
         return step
 
     def _default_optimizer(self) -> torch.optim.Optimizer:

@@ -14,6 +14,7 @@ from cs336_systems.kernels.fused.packed_adamw import PackedAdamW
 from cs336_systems.model import TransformerLM
 from cs336_systems.parallel import DDP, FSDP, ShardedOptimizer
 from cs336_systems.parallel.launch import Rank
+from cs336_systems.step.memory_budget import apply_memory_budget
 from cs336_systems.step.train_step import AUTOCAST_DTYPES, STATE_DTYPES, TrainStep, build_model, require_device
 from cs336_systems.step.updates import LossScale
 from cs336_systems.train.settings import OptimizerSettings, TrainSettings
@@ -32,6 +33,7 @@ def build_step(settings: TrainSettings, rank: Rank) -> TrainStep:
     torch.manual_seed(settings.seed)
     with torch.device("meta") if packs and settings.init is None else rank.device:
         model = build_model(run)
+    apply_memory_budget(model, run)
     if settings.init is not None:
         load_weights(Path(settings.init), model, settings.model)
     optimizer: torch.optim.Optimizer

@@ -111,6 +111,7 @@ class ComputeSettings(_Checked):
     precision: str = flag_like(RunConfig, "precision")
     attention: str = flag("auto", "attention implementation", ATTENTIONS)
     recompute_blocks: int = renamed("checkpoint_blocks", flag_like(RunConfig, "checkpoint_blocks"))
+    memory_budget: str = flag_like(RunConfig, "memory_budget")
     compile: bool = flag_like(RunConfig, "compile")
     fast: str | None = flag(
         None, f"the fast step: on, off, or some of {','.join(FAST_PARTS)} (default: on for a GPU, off for a CPU)"
@@ -262,6 +263,7 @@ class TrainSettings(_Checked):
             precision=compute.precision,
             attention=compute.attention,
             checkpoint_blocks=compute.recompute_blocks,
+            memory_budget=compute.memory_budget,
             compile=compute.compile,
             fast=fast,
             optimizer_state=self.optimizer.state,

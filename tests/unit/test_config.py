@@ -177,8 +177,8 @@ def test_an_integer_rope_theta_gives_the_same_cell_as_the_float():
 def test_a_field_added_later_keeps_the_cell_keys_of_older_files(name):
     assert ADDED_LATER[name] == getattr(RunConfig(), name)
     assert name not in RunConfig().to_dict()
-    other = {"fast": "on", "optimizer_state": "bf16", "update_in_backward": True}
-    changed = RunConfig(precision="bf16", **{"fast": "on", name: other[name]})
+    other = {"fast": "on", "optimizer_state": "bf16", "update_in_backward": True, "memory_budget": "8GiB"}
+    changed = RunConfig(precision="bf16", attention="auto", **{"fast": "on", name: other[name]})
     assert changed.to_dict()[name] == other[name]
     assert RunConfig.from_dict(changed.to_dict()) == changed
 
