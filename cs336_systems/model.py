@@ -19,7 +19,7 @@ from cs336_systems.kernels.flash.dispatch import fused_implementation
 from cs336_systems.kernels.fused import nodes as fused
 from cs336_systems.kernels.fused.block import Setting, Weights, planned_block
 from cs336_systems.kernels.fused.host_memory import HostMemory
-from cs336_systems.predict.activation_plan import Plan, is_managed
+from cs336_systems.predict.activation_plan import Plan, is_fetched_late, is_managed
 
 RMS_EPS = 1e-5
 
@@ -237,11 +237,12 @@ class TransformerLM(nn.Module):
         return x, delta
 
     def _planned_block(self, number: int, x: Tensor, delta: Tensor | None, plan: Plan) -> tuple[Tensor, Tensor]:
-        block = cast(Block, self.layers[number])
+        block, before = cast(Block, self.layers[number]), plan[number - 1] if number else None
         setting = Setting(
             number,
             plan[number],
-            plan[number - 1] if number else None,
+            before,
+            before is not None and is_fetched_late(before, self.config),
             self.host,
             fused_implementation(block.attn.impl, x, self.config.num_heads),
             self.config.num_heads,

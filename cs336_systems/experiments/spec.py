@@ -114,6 +114,8 @@ def label_step(config: Mapping[str, Any], experiments: Sequence[str]) -> str:
     extras += [run.attention] if run.attention != "reference" else []
     extras += ["compiled"] if run.compile else []
     extras += [f"fast {run.fast}"] if run.fast != "off" else []
+    extras += [f"{run.optimizer_state} state"] if run.optimizer_state != "fp32" else []
+    extras += ["update in backward"] if run.update_in_backward else []
     extras += [run.model_factory] if run.model_factory else []
     extras += [f"checkpoint {run.checkpoint_blocks}"] if run.checkpoint_blocks else []
     return " ".join([run.size, str(run.model.context_length), run.mode, run.precision, *extras])

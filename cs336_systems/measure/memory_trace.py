@@ -28,6 +28,8 @@ from torch.utils._pytree import tree_leaves, tree_map_only
 from cs336_systems.config import RunConfig
 from cs336_systems.kernels.fused import nodes as fused
 from cs336_systems.kernels.fused import pointwise
+from cs336_systems.model import TransformerLM
+from cs336_systems.predict.activation_plan import Plan
 from cs336_systems.predict.allocator import CachingAllocator
 from cs336_systems.predict.memory_model import ROUNDING, MemoryEstimate, workspace
 from cs336_systems.step.train_step import TrainStep
@@ -153,8 +155,13 @@ def labelled(step: TrainStep, tracker: StorageTracker) -> Iterator[None]:
     for buffer in step.model.buffers():
         tracker.track(buffer, "buffers")
     label_optimizer_state(step, tracker)
+
+    def relabel(parameter: Tensor) -> None:
+        if parameter.grad is not None:  # an optimizer that updates in backward has dropped it
+            tracker.track(parameter.grad, "gradients", relabel=True)
+
     handles = [
-        parameter.register_post_accumulate_grad_hook(lambda p: tracker.track(p.grad, "gradients", relabel=True))
+        parameter.register_post_accumulate_grad_hook(relabel)
         for parameter in step.model.parameters()
         if parameter.requires_grad
     ]
@@ -192,9 +199,11 @@ def measure_peak(step: TrainStep, batch: tuple[Tensor, Tensor]) -> int:
     return tracker.peak
 
 
-def predict_by_tracing(config: RunConfig, prepare: Callable[[TrainStep], None] | None = None) -> MemoryEstimate:
+def predict_by_tracing(
+    config: RunConfig, prepare: Callable[[TrainStep], None] | None = None, plan: Plan | None = None
+) -> MemoryEstimate:
     """Return the peak of one steady-state step of `config`, from shapes alone. All layers are traced, which takes
-    seconds and is valid for any model. `prepare` may modify the step first."""
+    seconds and is valid for any model. `prepare` may modify the step first. `plan` is that of a memory budget."""
     on_cuda = config.device_type == "cuda"
     tracker = StorageTracker(CachingAllocator() if on_cuda else None)
     with ExitStack() as stack:
@@ -203,6 +212,9 @@ def predict_by_tracing(config: RunConfig, prepare: Callable[[TrainStep], None] |
         parts = sorted(config.fast_parts - {"graph"})  # a graph allocates what the eager step does
         step = TrainStep.build(replace(config, device="cpu", compile=False, fast=",".join(parts) or "off"))
         step.scaler = torch.amp.GradScaler("cpu", enabled=False)  # it would read a value of a fake tensor
+        if plan is not None:
+            assert isinstance(step.model, TransformerLM)
+            step.model.plan = plan
         if prepare is not None:
             prepare(step)
         shape = (config.batch_size, config.model.context_length)

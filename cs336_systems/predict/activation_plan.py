@@ -14,7 +14,10 @@ nothing before it: it is never recomputed.
 
 from typing import NamedTuple
 
+from cs336_systems.config import ModelConfig
+
 KEEP, RECOMPUTE, OFFLOAD = "keep", "recompute", "offload"
+CHOICES = (KEEP, RECOMPUTE, OFFLOAD)
 KINDS = ("input", "qkv", "attention", "middle", "gate_up")
 
 
@@ -50,3 +53,16 @@ Plan = tuple[BlockPlan, ...]
 def is_managed(plan: Plan, number: int) -> bool:
     """True for a block that does more than keep its tensors: the one after an offloading block starts its fetches."""
     return not plan[number].keeps_all or (number > 0 and plan[number - 1].offloads)
+
+
+FLOPS_PER_BYTE = 12_000
+"""FLOPs that an H200 computes while it copies one byte from the host."""
+
+
+def is_fetched_late(plan: BlockPlan, model: ModelConfig) -> bool:
+    """True if copying a block's tensors back takes less time than the attention half of the next block's backward pass:
+    they are then fetched beside that half, and need no memory beside the feed-forward half."""
+    widths = {"input": 1, "qkv": 3, "attention": 1, "middle": 1, "gate_up": 2 * model.d_ff / model.d_model}
+    copied = 2 * model.d_model * sum(widths[kind] for kind in plan.kinds(OFFLOAD))
+    computed = 5 * model.context_length * model.d_model + 16 * model.d_model**2
+    return computed >= FLOPS_PER_BYTE * copied

@@ -6,11 +6,20 @@ are extrapolated.
 """
 
 from collections import Counter
+from typing import NamedTuple
 
 from cs336_systems.config import RunConfig
 from cs336_systems.predict.activation_plan import Plan, is_managed
 from cs336_systems.predict.fast_nodes import ACTIVATIONS, CASTS, GRADIENTS, PACK_ALIGNMENT, TEMPORARY
-from cs336_systems.predict.memory_model import ROUNDING, Breakdown, MemoryEstimate, Tensors, simulated_parts, workspace
+from cs336_systems.predict.memory_model import (
+    ROUNDING,
+    Breakdown,
+    MemoryEstimate,
+    Tensors,
+    estimate,
+    simulated_parts,
+    workspace,
+)
 from cs336_systems.predict.planned_nodes import PlannedNodes
 from cs336_systems.predict.simulated_memory import Block, Memory, Node, Repetitions, Snapshot, Tape
 
@@ -228,23 +237,23 @@ class FastStep(PlannedNodes):
         vocabulary, chunks = self.config.model.vocab_size, loss_chunks(self.config)
         grad_x = self.stream()
         grad_weight: Block | None = None
-        size, logits = -(-self.rows // chunks), None
+        size = -(-self.rows // chunks)
         for start in range(0, self.rows, size):
-            logits, before = self.new(min(size, self.rows - start) * vocabulary, label=LOGITS), logits
+            logits = self.new(min(size, self.rows - start) * vocabulary, label=LOGITS)
             self.new(size, 4)
-            del before
             wide = chunks > 1 and self.low
             if grad_weight is None:
                 grad_weight = self.new(self.table, 4 if wide else self.s, LOGITS)
-        del logits, matrix, x
+            del logits
+        del matrix, x
         tape.append(Node(self._fused_loss_backward, (grad_x, grad_weight)))
 
     def _fused_loss_backward(self, grad_x: Block, grad_weight: Block) -> None:
-        is_fp32 = grad_weight.size == self.t.embedding(4)
-        scaled = self.new(self.table, 4 if is_fp32 else self.s, GRADIENTS if is_fp32 and not self.packed else TEMPORARY)
         if not self.packed:
+            is_fp32 = grad_weight.size == self.t.embedding(4)
+            scaled = self.new(self.table, 4 if is_fp32 else self.s, GRADIENTS if is_fp32 else TEMPORARY)
             self.gradients.append(scaled if is_fp32 else self.new(self.table, 4, GRADIENTS))
-        del scaled
+            del scaled
         self.grad = self.stream()
 
     def _embedding_backward(self) -> None:
@@ -276,7 +285,7 @@ def fast_breakdown(config: RunConfig) -> Breakdown:
     logits = t.logits(t.s) + (t.logits(4) if with_gradients else 0)
     if "loss" in step.parts:
         chunks = loss_chunks(config)
-        logits = min(2, chunks) * t.logits(t.s) // chunks + t.embedding(4 if chunks > 1 else t.s)
+        logits = t.logits(t.s) // chunks + t.embedding(4 if chunks > 1 else t.s)
     if packed:
         gradients = before.live[GRADIENTS]
     del held
@@ -290,7 +299,7 @@ def fast_breakdown(config: RunConfig) -> Breakdown:
         logits_and_loss=logits,
         weight_casts=0 if packed else layers * block[CASTS] + (t.embedding(2) if t.low_precision else 0),
         workspace=workspace(config),
-        peak=fast_estimate(config),
+        peak=estimate(config),
     )
 
 
@@ -299,26 +308,59 @@ def fast_breakdown(config: RunConfig) -> Breakdown:
 
 def packed_sizes(config: RunConfig) -> tuple[int, int]:
     """Return the elements of the packed matrices and of the packed gains of norms, each aligned."""
+    layers, (block, table, gain) = config.model.num_layers, _aligned_sizes(config)
+    return layers * block + 2 * table, (2 * layers + 1) * gain
+
+
+def gradient_sizes(config: RunConfig) -> tuple[int, int]:
+    """Return the same of the gradients that are in memory at a time: all, or those of a block, a table or a norm."""
+    if not config.update_in_backward:
+        return packed_sizes(config)
+    block, table, gain = _aligned_sizes(config)
+    if Tensors(config).low_precision:
+        return max(block, table), 2 * gain
+    return max(block + 2 * gain, table), 0  # one pack
+
+
+def _aligned_sizes(config: RunConfig) -> tuple[int, int, int]:
+    """Return the elements of a block's matrices, of the embedding or the head, and of a gain."""
 
     def aligned(size: int) -> int:
         return -(-size // PACK_ALIGNMENT) * PACK_ALIGNMENT
 
     model = config.model
     square, wide = aligned(model.d_model**2), aligned(model.d_model * model.d_ff)
-    matrices = model.num_layers * (4 * square + 3 * wide) + 2 * aligned(model.vocab_size * model.d_model)
-    return matrices, (2 * model.num_layers + 1) * aligned(model.d_model)
+    return 4 * square + 3 * wide, aligned(model.vocab_size * model.d_model), aligned(model.d_model)
+
+
+class Pack(NamedTuple):
+    """Parameters of one dtype: how many elements, and the bytes of each in the flat tensors."""
+
+    size: int
+    gradients: int
+    """Elements of the gradients that are in memory at the same time."""
+    weight: int
+    """Also the width of a gradient."""
+    low_bits: int
+    moment: int
+
+
+def packs(config: RunConfig) -> list[Pack]:
+    """Return the packs of PackedAdamW: matrices and gains, or both in one where all are fp32."""
+    whole, kept = packed_sizes(config), gradient_sizes(config)
+    if not Tensors(config).low_precision:
+        return [Pack(sum(whole), sum(kept), 4, 0, 4)]
+    low_bits, moment = (0, 2) if config.optimizer_state == "bf16" else (2, 4)
+    return [Pack(whole[0], kept[0], 2, low_bits, moment), Pack(whole[1], kept[1], 4, 0, 4)]
 
 
 def packed_state(memory: Memory, config: RunConfig) -> list[Block]:
     """Allocate the flat tensors of PackedAdamW: weights, their low 16 bits, gradients, moments."""
-    matrices, gains = packed_sizes(config)
-    low = Tensors(config).low_precision
-    packs = [(matrices, 2), (gains, 4)] if low else [(matrices + gains, 4)]
     held = []
-    for size, width in packs:
-        if width == 2:
-            held.append(memory.new("optimizer state", size, 2))
-        held.append(memory.new("parameters", size, width))
-        held.append(memory.new(GRADIENTS, size, width))
-        held += [memory.new("optimizer state", size, 4) for _ in range(2)]
+    for pack in packs(config):
+        if pack.low_bits:
+            held.append(memory.new("optimizer state", pack.size, pack.low_bits))
+        held.append(memory.new("parameters", pack.size, pack.weight))
+        held.append(memory.new(GRADIENTS, pack.gradients, pack.weight))
+        held += [memory.new("optimizer state", pack.size, pack.moment) for _ in range(2)]
     return held

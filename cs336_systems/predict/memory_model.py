@@ -496,6 +496,10 @@ def simulated_parts(config: RunConfig) -> frozenset[str]:
 def estimate(config: RunConfig) -> MemoryEstimate:
     """Return the peak of one steady-state step, plain or fast. Not for compiled models, where Inductor chooses what to
     save."""
+    if config.memory_budget:
+        from cs336_systems.predict.memory_planner import budget_bytes, plan_memory
+
+        return plan_memory(config, budget_bytes(config.memory_budget)).estimate
     if simulated_parts(config):
         from cs336_systems.predict.fast_memory import fast_estimate
 

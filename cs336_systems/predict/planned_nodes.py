@@ -3,7 +3,7 @@
 Like the other nodes of fast_nodes.py, each method mirrors one of the block, in the order in which it allocates.
 """
 
-from cs336_systems.predict.activation_plan import KEEP, OFFLOAD, BlockPlan, Plan
+from cs336_systems.predict.activation_plan import KEEP, OFFLOAD, BlockPlan, Plan, is_fetched_late
 from cs336_systems.predict.fast_nodes import ACTIVATIONS, TEMPORARY, PlainNodes
 from cs336_systems.predict.simulated_memory import Block, Node, Tape
 
@@ -90,13 +90,16 @@ class PlannedNodes(PlainNodes):
             key = number, kind
             kept[kind] = self.sent.pop(key) if key in self.sent else self.fetched.pop(key)
         self.label = ACTIVATIONS
-        if before is not None:
+        fetches_late = before is not None and is_fetched_late(before, self.config.model)
+        if before is not None and not fetches_late:
             self._fetch(number - 1, before)
         self._recompute(kept)
         self.label = TEMPORARY
         grad_gate_up = self._down_backward(kept)
         dx = self._planned_norm_backward(kept, "middle", (self.wide,) * 2)
         del grad_gate_up
+        if before is not None and fetches_late:
+            self._fetch(number - 1, before)
         grad_qkv = self._planned_attention_backward(kept)
         before_attention = dx
         dx = self._planned_norm_backward(kept, "input", (self.square,) * 3)
@@ -109,7 +112,7 @@ class PlannedNodes(PlainNodes):
         for kind in plan.kinds(OFFLOAD):
             if (number, kind) not in self.sent:
                 width = self.rw if kind in ("input", "middle") else self.s
-                self.fetched[number, kind] = self.new(self.rows * sizes[kind], width)
+                self.fetched[number, kind] = self.new(self.rows * sizes[kind], width, ACTIVATIONS)
 
     def _recompute(self, kept: Kept) -> None:
         if "qkv" not in kept:

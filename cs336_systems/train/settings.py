@@ -111,6 +111,7 @@ class ComputeSettings(_Checked):
     precision: str = flag_like(RunConfig, "precision")
     attention: str = flag("auto", "attention implementation", ATTENTIONS)
     recompute_blocks: int = renamed("checkpoint_blocks", flag_like(RunConfig, "checkpoint_blocks"))
+    memory_budget: str = flag_like(RunConfig, "memory_budget")
     compile: bool = flag_like(RunConfig, "compile")
     fast: str | None = flag(
         None, f"the fast step: on, off, or some of {','.join(FAST_PARTS)} (default: on for a GPU, off for a CPU)"
@@ -132,6 +133,7 @@ class OptimizerSettings(_Checked):
     weight_decay: float = flag(0.1, "weight decay of matrices; norms have none")
     beta1: float = flag(0.9, "AdamW's decay rate of the gradient's mean")
     beta2: float = flag(0.95, "AdamW's decay rate of the squared gradient's mean")
+    state: str = renamed("optimizer_state", flag_like(RunConfig, "optimizer_state"))
     max_grad_norm: float = flag(1.0, "clip the gradient's norm to this (0: no clipping)")
     max_skipped: int = renamed("most_skipped", flag(10, "end after this many non-finite steps in a row"))
     loss_scale_growth: int = flag(2000, "good steps after which the loss scale of fp16 is doubled")
@@ -261,8 +263,10 @@ class TrainSettings(_Checked):
             precision=compute.precision,
             attention=compute.attention,
             checkpoint_blocks=compute.recompute_blocks,
+            memory_budget=compute.memory_budget,
             compile=compute.compile,
             fast=fast,
+            optimizer_state=self.optimizer.state,
             max_grad_norm=self.optimizer.max_grad_norm,
             device=device,
             seed=self.seed,

@@ -22,6 +22,7 @@ from cs336_systems.predict.flops import model_flops
 from cs336_systems.predict.gpus import peak_flops
 from cs336_systems.predict.memory_model import estimate
 from cs336_systems.record import Metric, summarize
+from cs336_systems.step.memory_budget import plan_for_machine
 from cs336_systems.step.train_step import AUTOCAST_DTYPES, TrainStep, require_attention
 
 LARGE = {"cuda": 8192, "cpu": 1024}
@@ -79,9 +80,14 @@ def _memory_metrics(run: RunConfig, step: TrainStep, batch: Any, measured: int |
         return [Metric("peak_memory", "B", [measured])] if measured is not None else []
     if measured is None:
         measured = memory_trace.measure_peak(step, batch)
+    return [Metric("peak_memory", "B", [measured]), Metric("predicted_memory", "B", [_predicted_peak(run)])]
+
+
+def _predicted_peak(run: RunConfig) -> int:
+    if run.memory_budget:
+        return plan_for_machine(run).estimate.peak
     by_closed_form = run.model_factory is None and run.fast == "off"
-    predicted = estimate(run).peak if by_closed_form else memory_trace.predict_by_tracing(run).peak
-    return [Metric("peak_memory", "B", [measured]), Metric("predicted_memory", "B", [predicted])]
+    return estimate(run).peak if by_closed_form else memory_trace.predict_by_tracing(run).peak
 
 
 # -- beside a step: the best matmul, another timer --------------------------------------------------------------------

@@ -10,6 +10,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from cs336_systems.kernels import ranges
 from cs336_systems.kernels.flash.band import Band
 from cs336_systems.kernels.flash.operators import OPERATORS, is_traced, kernels_for
 from cs336_systems.kernels.fused import nodes, pointwise
@@ -17,6 +18,8 @@ from cs336_systems.kernels.fused.host_memory import HostMemory
 from cs336_systems.predict.activation_plan import KEEP, OFFLOAD, BlockPlan
 
 CAUSAL = Band(hi=0)
+RECOMPUTED = "activations, recomputed"
+"""Name of a tensor in memory profiles."""
 
 
 class Weights(NamedTuple):
@@ -38,7 +41,9 @@ class Setting(NamedTuple):
     number: int
     plan: BlockPlan
     before: BlockPlan | None
-    """The plan of the block before, whose offloaded tensors this block fetches when its backward starts."""
+    """The plan of the block before, whose offloaded tensors this block fetches in backward."""
+    fetches_late: bool
+    """They are fetched after the feed-forward network's backward."""
     host: HostMemory
     attention: str
     """A fused implementation of attention."""
@@ -165,11 +170,15 @@ class _Run:
         """The gradients of the input and of all weights; `needed` says which weights need one."""
         self.needs = dict(zip(Weights._fields, needed, strict=True))
         self.grads: dict[str, Tensor | None] = {}
-        self._fetch()
+        self._take()
+        if not self.setting.fetches_late:
+            self._fetch()
         self._recompute()
         grad_gate_up = self._down_backward(nodes.as_rows(grad_out))
         dx = self._norm_backward("middle", ("gate", "up"), grad_gate_up, grad_middle)
         del grad_gate_up
+        if self.setting.fetches_late:
+            self._fetch()
         grad_qkv = self._attention_backward(dx.to(self.dtype))
         dx = self._norm_backward("input", ("q", "k", "v"), grad_qkv, dx)
         return dx, [self.grads[name] for name in Weights._fields]
@@ -214,12 +223,16 @@ class _Run:
         rows_first = dq.transpose(1, 2), dk.transpose(1, 2), dv.transpose(1, 2)
         return pointwise.rotate_backward(*rows_first, setting.cos, setting.sin).view(len(self.rstd), -1)
 
-    def _fetch(self) -> None:
-        """Take this block's own tensors, and start to fetch those of the block before."""
+    def _take(self) -> None:
+        """Take this block's own tensors back from the host."""
         setting = self.setting
         for kind in setting.plan.kinds(OFFLOAD):
             self.kept[kind] = setting.host.take((setting.number, kind))
-        if setting.before is not None and setting.before.offloads:
+
+    def _fetch(self) -> None:
+        """Start to fetch the tensors of the block before."""
+        setting = self.setting
+        if setting.before is not None:
             setting.host.fetch((setting.number - 1, kind) for kind in setting.before.kinds(OFFLOAD))
 
     def _recompute(self) -> None:
@@ -227,14 +240,17 @@ class _Run:
         kept, weights, eps = self.kept, self.weights, self.setting.eps
         stream = kept["input"]
         if "qkv" not in kept:
-            kept["qkv"] = self._projections(pointwise.add_norm(stream, None, weights.gain, eps, self.dtype).y)
+            y = pointwise.add_norm(stream, None, weights.gain, eps, self.dtype).y
+            kept["qkv"] = ranges.name(self._projections(y), RECOMPUTED)
+            del y
         if "attention" not in kept:
-            kept["attention"] = self._attend(kept["qkv"])
+            kept["attention"] = ranges.name(self._attend(kept["qkv"]), RECOMPUTED)
         if "middle" in kept and "gate_up" in kept:
             return
         if "middle" in kept:
             y = pointwise.add_norm(kept["middle"], None, weights.feed_forward_gain, eps, self.dtype).y
         else:
             kept["middle"], y, _ = self._after_attention(stream, kept["attention"])
+            ranges.name(kept["middle"], RECOMPUTED)
         if "gate_up" not in kept:
-            kept["gate_up"] = torch.mm(y, self._matrix("gate", "up").t())
+            kept["gate_up"] = ranges.name(torch.mm(y, self._matrix("gate", "up").t()), RECOMPUTED)

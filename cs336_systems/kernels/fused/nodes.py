@@ -260,9 +260,9 @@ class _LinearCrossEntropy(torch.autograd.Function):
             logits = torch.mm(rows, matrix.t())
             loss += pointwise.cross_entropy_(logits, labels, row_weight, ignored).sum()
             if trains:
-                grad_logits = logits  # cross_entropy_ has overwritten them
-                torch.mm(grad_logits, matrix, out=grad_rows)
-                grad_weight = _add_matmul(grad_weight, grad_logits.t(), rows, wide=chunks > 1)
+                torch.mm(logits, matrix, out=grad_rows)  # cross_entropy_ has overwritten them with their gradient
+                grad_weight = _add_matmul(grad_weight, logits.t(), rows, wide=chunks > 1)
+            del logits  # before the next chunk's are allocated
         ctx.save_for_backward(grad_x, grad_weight)
         ctx.weight = weight
         return loss * row_weight
@@ -271,8 +271,13 @@ class _LinearCrossEntropy(torch.autograd.Function):
     def backward(ctx: Any, grad: Tensor) -> Any:
         grad_x, grad_weight = ctx.saved_tensors
         with no_autocast(grad_x):
-            dw = deposit(ctx.weight, grad_weight * grad) if ctx.needs_input_grad[1] else None
+            dw = deposit(ctx.weight, _scaled(ctx.weight, grad_weight, grad)) if ctx.needs_input_grad[1] else None
             return grad_x * grad, dw, None, None, None
+
+
+def _scaled(weight: Tensor, gradient: Tensor, factor: Tensor) -> Tensor:
+    """gradient * factor, in place for a weight with a `grad_memory`: there backward runs once, and memory is short."""
+    return gradient.mul_(factor) if hasattr(weight, "grad_memory") else gradient * factor
 
 
 def _add_matmul(total: Tensor | None, a: Tensor, b: Tensor, wide: bool) -> Tensor:
