@@ -21,9 +21,11 @@ FIELDS = {
     "precision": Text("precision", "精度"),
     "attention": Text("attention", "注意力"),
     "checkpoint_blocks": Text("checkpoint", "重计算"),
-    "memory_budget": Text("budget", "显存预算"),
+    "memory_budget": Text("memory budget", "显存预算"),
     "compile": Text("compiled", "编译"),
     "fast": Text("fast", "fast 部分"),
+    "optimizer_state": Text("optimizer state", "优化器状态"),
+    "update_in_backward": Text("update in backward", "反向中更新"),
     "warmup_steps": Text("warm-up", "预热"),
     "heads": Text("heads", "头数"),
     "head_dim": Text("d", "头维度"),
@@ -39,12 +41,8 @@ _IN_TITLE = {
 }
 """Fields that a title names where all rows agree -> whether with their heading."""
 _USUAL = {
-    "vocab_size": 10_000,
-    "checkpoint_blocks": 0,
-    "memory_budget": None,
-    "compile": False,
-    "warmup_steps": 5,
-    "model_factory": None,
+    **{"vocab_size": 10_000, "checkpoint_blocks": 0, "compile": False, "warmup_steps": 5, "model_factory": None},
+    **{"optimizer_state": "fp32", "update_in_backward": False, "memory_budget": ""},
 }
 """Fields that a title names only where all rows have another value than this."""
 _PACKAGED = ("cs336_systems.benchmark.", "cs336_systems.experiments.steps.")
