@@ -97,6 +97,7 @@ def inspect(arguments: InspectArguments) -> None:
 @dataclass(frozen=True)
 class MemoryArguments(ShapeArguments):
     model: str | None = flag(None, f"{OWN_MODEL} (traced)", excludes=("attention", "checkpoint_blocks"))
+    gpu: str = flag("", "card that a memory budget is planned for, such as h200; auto is what fits on it")
     trace: bool = flag(False, "also trace every operator of a step, without touching memory (imports torch)")
     format: str = flag("terminal", "table format", FORMATS)
 
@@ -107,11 +108,13 @@ def memory(arguments: MemoryArguments) -> None:
     cs336 memory --size 2.7B --context_length 512 --precision bf16
     cs336 memory --size 2.7B --precision bf16 --attention auto --fast on
     cs336 memory --size xl --checkpoint_blocks 4 --trace
+    cs336 memory --size 2.7B --context_length 4096 --precision bf16 --attention auto --fast on --memory_budget 60GiB
     """
-    from cs336_systems.experiments.memory.calculator import memory_table
+    from cs336_systems.experiments.memory.calculator import memory_tables
 
     config = arguments.predicted_config(model_factory=arguments.model)
-    print(memory_table(config, trace=arguments.trace).render(arguments.format))
+    tables = memory_tables(config, gpu=arguments.gpu, trace=arguments.trace)
+    print("\n\n".join(found.render(arguments.format) for found in tables))
 
 
 def fit(arguments: FitArguments) -> None:

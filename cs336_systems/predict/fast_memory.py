@@ -9,7 +9,7 @@ from collections import Counter
 from typing import NamedTuple
 
 from cs336_systems.config import RunConfig
-from cs336_systems.predict.activation_plan import Plan, is_managed
+from cs336_systems.predict.activation_plan import KEEP, KINDS, Plan, is_managed
 from cs336_systems.predict.fast_nodes import ACTIVATIONS, CASTS, GRADIENTS, PACK_ALIGNMENT, TEMPORARY
 from cs336_systems.predict.memory_model import (
     ROUNDING,
@@ -268,8 +268,8 @@ def loss_chunks(config: RunConfig) -> int:
     return max(1, -(-config.tokens * config.model.vocab_size * Tensors(config).s // CHUNK_BYTES))
 
 
-def fast_breakdown(config: RunConfig) -> Breakdown:
-    """Return the parts of the fast step's memory in full."""
+def fast_breakdown(config: RunConfig, plan: Plan | None = None) -> Breakdown:
+    """Return the parts of the fast step's memory in full; activations are those that the plan keeps."""
     step, tape = FastStep(config), Tape()
     t, packed, held = step.t, step.packed, step._held()
     before, gradients = step.memory.snapshot(), t.parameters()
@@ -281,6 +281,8 @@ def fast_breakdown(config: RunConfig) -> Breakdown:
     layers, group = config.model.num_layers, config.checkpoint_blocks
     inputs = t.residual(step.rw) + (t.residual(t.s) if step.fused else 0)
     saved = -(-layers // group) * inputs if group else layers * block[ACTIVATIONS]
+    if plan is not None:
+        saved -= step.rows * sum(step.row_bytes[kind] for own in plan for kind in KINDS if getattr(own, kind) != KEEP)
     with_graph, with_gradients = config.mode != "inference", config.mode in ("forward-backward", "train-step")
     logits = t.logits(t.s) + (t.logits(4) if with_gradients else 0)
     if "loss" in step.parts:
@@ -299,7 +301,7 @@ def fast_breakdown(config: RunConfig) -> Breakdown:
         logits_and_loss=logits,
         weight_casts=0 if packed else layers * block[CASTS] + (t.embedding(2) if t.low_precision else 0),
         workspace=workspace(config),
-        peak=estimate(config),
+        peak=estimate(config) if plan is None else fast_estimate(config, plan),
     )
 
 

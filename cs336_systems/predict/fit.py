@@ -1,8 +1,9 @@
 """Predicts which model sizes, context lengths and batch sizes fit on a GPU, in a step and while the model is built."""
 
 import dataclasses
+import math
 import re
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from functools import lru_cache
 from itertools import product, takewhile
@@ -12,6 +13,7 @@ from cs336_systems.config import COURSE_SIZES, RunConfig, UserError, flag
 from cs336_systems.predict.building_memory import building_peak
 from cs336_systems.predict.gpus import CARDS, find_card
 from cs336_systems.predict.memory_model import estimate
+from cs336_systems.predict.memory_planner import budget_bytes, least_peak, most_economical
 from cs336_systems.predict.model_flags import ShapeArguments
 from cs336_systems.record import GIB
 from cs336_systems.table import FORMATS, Column, Table, word
@@ -21,8 +23,12 @@ CONTEXT_RESERVE = 0.6 * GIB
 """Memory that CUDA takes before the first tensor: its context, its kernels, and the allocator's fragments."""
 MODEL_ERROR = 0.02
 LARGEST_BATCH = 65536
-SECOND_BATCH = 8
-"""Batch at which the search looks after 1; rounding hides the slope between smaller ones."""
+LARGEST_CONTEXT = 2**24
+CONTEXT_STEP = 128
+"""Tokens by which contexts differ in the search for the longest."""
+SECOND_GUESS = 8
+"""Number at which a search looks after 1; rounding hides the slope between smaller ones."""
+SIZE = re.compile(r"\s*(?P<number>\d+(?:\.\d+)?)\s*(?P<unit>gib|gb|g)?\s*", re.IGNORECASE)
 LARGEST_GPU = 1024 * GIB
 LARGEST_BARE_NUMBER = 512
 """A larger number without a unit is the name of a card, such as 3060, and not its memory in GiB."""
@@ -37,6 +43,7 @@ class FitArguments(ShapeArguments):
     sizes: tuple[str, ...] = flag((), "sizes to try (default: the course's five, or the one shape that is given)")
     context_lengths: tuple[int, ...] = flag((), "context lengths to try (default: 128 ... 4096)")
     batch_size: int = flag(0, "sequences per step (0: find the largest that fits)")
+    host_memory: str = flag("", "host memory that a memory budget may use, such as 128GiB (default: any amount)")
     format: str = flag("terminal", "table format", FORMATS)
 
 
@@ -45,13 +52,17 @@ def gpu_bytes(text: str) -> int:
     gpu = find_card(text)
     if gpu is not None and gpu.memory_gib is not None:
         return int(gpu.memory_gib * GIB)
-    match = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*(gib|gb|g)?\s*", text.lower())
-    if match and not (match[2] is None and float(match[1]) > LARGEST_BARE_NUMBER):
-        size = float(match[1]) * (10**9 if match[2] == "gb" else GIB)
+    match = SIZE.fullmatch(text)
+    if match and not (match["unit"] is None and float(match["number"]) > LARGEST_BARE_NUMBER):
+        size = _bytes(match)
         if not 1 <= size <= LARGEST_GPU:
             raise UserError(f"--gpu {text!r}: memory must be above 0 and at most {LARGEST_GPU // GIB} GiB, as in 24GiB")
         return int(size)
     raise UserError(f"unknown --gpu {text!r}; give its memory, such as 24GiB, or one of: {', '.join(CARDS)}")
+
+
+def _bytes(size: re.Match[str]) -> float:
+    return float(size["number"]) * (10**9 if (size["unit"] or "").lower() == "gb" else GIB)
 
 
 def usable_bytes(capacity: float) -> float:
@@ -60,35 +71,52 @@ def usable_bytes(capacity: float) -> float:
 
 
 @lru_cache(maxsize=4096)
-def step_peak(config: RunConfig, batch: int) -> int:
-    """Return the peak bytes of a step with this batch."""
-    return estimate(dataclasses.replace(config, batch_size=batch)).peak
+def step_peak(config: RunConfig, batch: int, host_limit: float = math.inf) -> int:
+    """Return the peak bytes of a step with this batch; with a memory budget, of its most economical plan."""
+    config = dataclasses.replace(config, batch_size=batch)
+    return least_peak(config, host_limit) if config.memory_budget else estimate(config).peak
 
 
-def largest_batch(config: RunConfig, budget: float) -> int:
-    """Return the largest batch, up to LARGEST_BATCH, whose peak is within `budget` bytes; 0 if one sequence is not.
+def largest_batch(config: RunConfig, budget: float, host_limit: float = math.inf) -> int:
+    """Return the largest batch, up to LARGEST_BATCH, whose peak is within `budget` bytes; 0 if one sequence is not."""
+    return _largest(lambda batch: step_peak(config, batch, host_limit), budget, LARGEST_BATCH)
 
-    The peak is close to a straight line over the batch, so interpolation finds it in a few predictions.
+
+def longest_context(config: RunConfig, budget: float, host_limit: float = math.inf) -> int:
+    """Return the longest context, in steps of CONTEXT_STEP, with which a step of this batch and building the model are
+    within `budget` bytes; 0 if the shortest is not."""
+
+    def peak(steps: int) -> int:
+        longer = _with_context(config, CONTEXT_STEP * steps)
+        return max(step_peak(longer, config.batch_size, host_limit), building_peak(longer).peak)
+
+    return CONTEXT_STEP * _largest(peak, budget, LARGEST_CONTEXT // CONTEXT_STEP)
+
+
+def _largest(peak: Callable[[int], int], budget: float, most: int) -> int:
+    """Return the largest number, up to `most`, whose peak is within `budget` bytes; 0 if that of 1 is not.
+
+    The peak is close to a straight line, so interpolation finds it in a few predictions.
     """
-    first = step_peak(config, 1)
+    first = peak(1)
     if first > budget:
         return 0
-    low, low_peak, guess = 1, first, SECOND_BATCH
+    low, low_peak, guess = 1, first, SECOND_GUESS
     while True:
-        if (found := step_peak(config, guess)) > budget:
+        if (found := peak(guess)) > budget:
             high, high_peak = guess, found
             break
         low, low_peak = guess, found
-        if low == LARGEST_BATCH:
+        if low == most:
             return low
         slope = max((low_peak - first) / (low - 1), 1.0)
-        guess = min(max(low + int((budget - low_peak) / slope) + 1, low + 1), LARGEST_BATCH)
+        guess = min(max(low + int((budget - low_peak) / slope) + 1, low + 1), most)
     rounds = 0
     while high - low > 1:
         rounds += 1
         inside = int((budget - low_peak) * (high - low) / (high_peak - low_peak))
         guess = (low + high) // 2 if rounds % 3 == 0 else min(max(low + inside, low + 1), high - 1)
-        if (found := step_peak(config, guess)) > budget:
+        if (found := peak(guess)) > budget:
             high, high_peak = guess, found
         else:
             low, low_peak = guess, found
@@ -104,8 +132,11 @@ def largest_contexts(config: RunConfig, budget: float, count: int = 3) -> list[i
 
 
 def _peak_at(config: RunConfig, context: int) -> int:
-    model = dataclasses.replace(config.model, context_length=context)
-    return step_peak(dataclasses.replace(config, model=model), config.batch_size)
+    return step_peak(_with_context(config, context), config.batch_size)
+
+
+def _with_context(config: RunConfig, context: int) -> RunConfig:
+    return dataclasses.replace(config, model=dataclasses.replace(config.model, context_length=context))
 
 
 class Cell(NamedTuple):
@@ -121,15 +152,15 @@ class Cell(NamedTuple):
     """Building the model needs more than a step."""
 
     @classmethod
-    def of(cls, config: RunConfig, budget: float, batch: int = 0) -> "Cell":
+    def of(cls, config: RunConfig, budget: float, batch: int = 0, host_limit: float = math.inf) -> "Cell":
         """Return the largest batch that fits; with `batch`, whether that one does."""
         building = building_peak(config).peak
         if batch:
-            fits = batch if step_peak(config, batch) <= budget else 0
+            fits = batch if step_peak(config, batch, host_limit) <= budget else 0
         else:
-            fits = largest_batch(config, budget) if building <= budget else 0
+            fits = largest_batch(config, budget, host_limit) if building <= budget else 0
         chosen = dataclasses.replace(config, batch_size=fits or batch or 1)
-        step = step_peak(config, chosen.batch_size)
+        step = step_peak(config, chosen.batch_size, host_limit)
         return cls(chosen, fits if building <= budget else 0, max(step, building), building > step)
 
     def __str__(self) -> str:
@@ -139,6 +170,8 @@ class Cell(NamedTuple):
 class Row(NamedTuple):
     name: str
     cells: list[Cell]
+    longest: int | None = None
+    """The longest context that fits with the batch that is asked for, or with one sequence; only for the fast step."""
 
 
 def fit_tables(arguments: FitArguments) -> list[Table]:
@@ -148,7 +181,7 @@ def fit_tables(arguments: FitArguments) -> list[Table]:
     if len(gpus) == 1 or len(_sizes(arguments)) > 1:
         return [_table(arguments, name, capacity) for name, capacity in gpus.items()]
     named = {f"{name}, {size / GIB:.1f} GiB" if find_card(name) else name: size for name, size in gpus.items()}
-    rows = [Row(name, _row(arguments, "", usable_bytes(capacity)).cells) for name, capacity in named.items()]
+    rows = [_row(arguments, "", usable_bytes(capacity))._replace(name=name) for name, capacity in named.items()]
     shape = rows[0].cells[0].config
     return [_rendered(arguments, Text("GPU"), rows, say("of {}", "{}", shape.size), [])]
 
@@ -164,12 +197,26 @@ def _contexts(arguments: FitArguments) -> tuple[int, ...]:
 
 
 def _row(arguments: FitArguments, size: str, budget: float) -> Row:
-    cells = []
+    cells, host_limit = [], _host_limit(arguments)
+    if arguments.memory_budget:
+        budget = min(budget, budget_bytes(arguments.memory_budget, budget))
     for context in _contexts(arguments):
         own = {"size": size} if size else {}
         config = arguments.predicted_config(**own, context_length=context, batch_size=arguments.batch_size or 1)
-        cells.append(Cell.of(config, budget, arguments.batch_size))
-    return Row(cells[0].config.size, cells)
+        cells.append(Cell.of(config, budget, arguments.batch_size, host_limit))
+    longest = longest_context(config, budget, host_limit) if arguments.fast != "off" else None
+    return Row(cells[0].config.size, cells, longest)
+
+
+def _host_limit(arguments: FitArguments) -> float:
+    if not arguments.host_memory:
+        return math.inf
+    if not arguments.memory_budget:
+        raise UserError("--host_memory is used by plans only; add --memory_budget auto")
+    match = SIZE.fullmatch(arguments.host_memory)
+    if not match or match["unit"] is None:
+        raise UserError(f"--host_memory {arguments.host_memory!r} is not a size; use one such as 128GiB")
+    return _bytes(match)
 
 
 def _table(arguments: FitArguments, gpu: str, capacity: int) -> Table:
@@ -185,8 +232,8 @@ def _table(arguments: FitArguments, gpu: str, capacity: int) -> Table:
 
 def _rendered(arguments: FitArguments, first: Text, rows: list[Row], where: Text, notes: list[Text]) -> Table:
     title = say(
-        "{} (peak GiB) {}: {}, {}, attention {}, checkpoint {}{}",
-        "{}（峰值 GiB）{}：{}，{}，注意力 {}，激活重计算 {}{}",
+        "{} (peak GiB) {}: {}, {}, attention {}, checkpoint {}{}{}",
+        "{}（峰值 GiB）{}：{}，{}，注意力 {}，激活重计算 {}{}{}",
         Text("batch") if arguments.batch_size else Text("largest batch", "最大 batch"),
         where,
         arguments.mode,
@@ -194,11 +241,30 @@ def _rendered(arguments: FitArguments, first: Text, rows: list[Row], where: Text
         arguments.attention,
         str(arguments.checkpoint_blocks) if arguments.checkpoint_blocks else Text("off", "关闭"),
         Text("") if arguments.fast == "off" else say(", fast {}", "，快速步 {}", arguments.fast),
+        say(", memory budget {}", "，显存预算 {}", arguments.memory_budget) if arguments.memory_budget else Text(""),
     )
     contexts = [say("context {}", "上下文 {}", str(context)) for context in _contexts(arguments)]
     columns = [word(first), *(Column(heading) for heading in contexts)]
     cells = [[row.name, *map(str, row.cells)] for row in rows]
-    return Table(title, columns, cells, [*_notes(rows, first, asked=arguments.batch_size > 0), *notes])
+    if rows[0].longest is not None:
+        columns.append(Column(say("longest, batch {}", "最长，batch {}", str(arguments.batch_size or 1))))
+        cells = [[*texts, f"{row.longest:,}" if row.longest else "-"] for texts, row in zip(cells, rows, strict=True)]
+    planned = _plan_notes(rows, _host_limit(arguments)) if arguments.memory_budget else []
+    return Table(title, columns, cells, [*_notes(rows, first, asked=arguments.batch_size > 0), *planned, *notes])
+
+
+def _plan_notes(rows: list[Row], host_limit: float) -> list[Text]:
+    """Say that peaks are those of plans, and how much host memory these take."""
+    fitting = [cell.config for row in rows for cell in row.cells if cell.batch]
+    host = [most_economical(config, host_limit=host_limit).host_bytes for config in fitting]
+    return [
+        say(
+            "planned: peaks are those of the most economical plan, with up to {} GiB of activations in host memory; "
+            "a step takes the fastest plan that fits",
+            "已规划：峰值为最省显存的方案的峰值，最多有 {} GiB 激活位于主机内存；训练时采用放得下的最快方案",
+            f"{max(host, default=0) / GIB:.1f}",
+        )
+    ]
 
 
 def _notes(rows: list[Row], first: Text, *, asked: bool) -> Iterator[Text]:
@@ -242,12 +308,17 @@ def _suggestions(failing: list[RunConfig], budget: float) -> list[Text]:
         {"attention": "sdpa"},
         {"attention": "sdpa", "precision": "bf16"},
         {"attention": "sdpa", "precision": "bf16", "fast": "on"},
+        {"attention": "auto", "precision": "bf16", "fast": "on", "memory_budget": "auto"},
         {"attention": "sdpa", "checkpoint_blocks": 1},
         {"attention": "sdpa", "precision": "bf16", "checkpoint_blocks": 1},
         {"attention": "sdpa", "precision": "bf16", "fast": "on", "checkpoint_blocks": 1},
     )
     for config, change in product(failing, changes):
-        cell = Cell.of(dataclasses.replace(config, batch_size=1, **change), budget)
+        try:
+            changed = dataclasses.replace(config, batch_size=1, **change)
+        except UserError:  # a change that this configuration does not support
+            continue
+        cell = Cell.of(changed, budget)
         if cell.batch:
             return [
                 say(

@@ -13,6 +13,7 @@ from dataclasses import dataclass
 from functools import cached_property, lru_cache
 
 from cs336_systems.config import ModelConfig, RunConfig
+from cs336_systems.predict.activation_plan import Plan
 from cs336_systems.predict.allocator import ALIGNMENT, CachingAllocator, round_up
 from cs336_systems.record import MIB
 
@@ -527,11 +528,15 @@ class Breakdown:
     peak: MemoryEstimate
 
 
-def breakdown(config: RunConfig) -> Breakdown:
+def breakdown(config: RunConfig, plan: Plan | None = None) -> Breakdown:
+    """Return the parts of a step's memory; with a memory budget, those of `plan` or of the plan for an H200."""
     if simulated_parts(config):
         from cs336_systems.predict.fast_memory import fast_breakdown
+        from cs336_systems.predict.memory_planner import budget_bytes, plan_memory
 
-        return fast_breakdown(config)
+        if plan is None and config.memory_budget:
+            plan = plan_memory(config, budget_bytes(config.memory_budget)).plan
+        return fast_breakdown(config, plan)
     step = SimulatedStep(config)
     t, layers = step.t, config.model.num_layers
     with_graph = config.mode != "inference"

@@ -121,7 +121,7 @@ def plan_memory(
     if found is not None and found.host_bytes > host_limit:
         found = _with_less_offloading(bare, budget, costs, host_limit)
     if found is None:
-        least = _least(bare, costs, host_limit)
+        least = most_economical(bare, rates, host_limit, choices).estimate.peak
         raise UserError(
             f"memory_budget {budget / GIB:.2f} GiB is not enough: this step needs at least {least / GIB:.2f} GiB; "
             f"use a smaller batch_size or context_length",
@@ -130,23 +130,27 @@ def plan_memory(
     return found
 
 
-def least_peak(config: RunConfig, rates: Rates | None = None) -> int:
+def least_peak(config: RunConfig, host_limit: float = math.inf) -> int:
     """Return the predicted peak of the most economical plan."""
+    return most_economical(config, host_limit=host_limit).estimate.peak
+
+
+@lru_cache(maxsize=4096)
+def most_economical(
+    config: RunConfig,
+    rates: Rates | None = None,
+    host_limit: float = math.inf,
+    choices: tuple[str, ...] = CHOICES,
+) -> PlannedMemory:
+    """Return the plan in which each block keeps the least; its budget is its own peak."""
     bare = dataclasses.replace(config, memory_budget="")
-    return _least(bare, BlockCosts(bare, rates or Rates.of(None)), math.inf)
-
-
-def _least(config: RunConfig, costs: "BlockCosts", host_limit: float) -> int:
-    most_economical = _fastest(costs, 1.0, *_most_offloading(costs, host_limit))[0]
-    return fast_estimate(config, _ordered(most_economical.plans(), costs)).peak
-
-
-def _most_offloading(costs: "BlockCosts", host_limit: float) -> tuple[int, int]:
-    """Return the numbers of blocks with and without offloading when as many as possible offload."""
-    layers = costs.config.model.num_layers
-    largest = max(costs.offloaded(choice.plan) for choice in costs.choices(1.0, offloads=True)) or 1
-    offloading = min(layers - 1, int(host_limit // largest) if host_limit < math.inf else layers - 1)
-    return offloading, layers - offloading
+    costs = BlockCosts(bare, rates or Rates.of(None), choices)
+    with_offloading, without = costs.smallest(offloads=True), costs.smallest(offloads=False)
+    layers, each = config.model.num_layers, costs.offloaded(with_offloading)
+    offloading = min(layers - 1, int(host_limit // each)) if each and host_limit < math.inf else layers - 1
+    plan = _ordered([with_offloading] * offloading + [without] * (layers - offloading), costs)
+    estimate, host = fast_estimate(bare, plan), sum(map(costs.offloaded, plan))
+    return PlannedMemory(plan, estimate.peak, estimate, costs.added_seconds(plan), host)
 
 
 def _with_less_offloading(
@@ -230,15 +234,27 @@ class BlockCosts:
 
     def choices(self, limit: float, *, offloads: bool) -> list[Choice]:
         """Return the choices of a block that no other one beats in both memory and cost, by memory."""
-        allowed = self.allowed if offloads else tuple(choice for choice in self.allowed if choice != OFFLOAD)
         found: list[Choice] = []
         for choice in sorted(
-            Choice(self.kept(plan), self.recomputed(plan) + self._copied(plan, limit), plan)
-            for plan in block_plans(allowed)
+            Choice(self.kept(plan), self._cost(plan, limit), plan) for plan in block_plans(self._allowed(offloads))
         ):
             if not found or choice.cost < found[-1].cost:
                 found.append(choice)
         return found
+
+    def smallest(self, *, offloads: bool) -> BlockPlan:
+        """Return the plan of a block that keeps the least, the cheapest of several."""
+        allowed = self._allowed(offloads)
+        rest = [choice for choice in allowed if choice != KEEP] or [KEEP]
+        first = OFFLOAD if OFFLOAD in allowed else KEEP
+        plans = (BlockPlan(first, *chosen) for chosen in product(rest, repeat=len(KINDS) - 1))
+        return min(plans, key=lambda plan: self._cost(plan, 1.0))
+
+    def _allowed(self, offloads: bool) -> tuple[str, ...]:
+        return self.allowed if offloads else tuple(choice for choice in self.allowed if choice != OFFLOAD)
+
+    def _cost(self, plan: BlockPlan, limit: float) -> float:
+        return self.recomputed(plan) + self._copied(plan, limit)
 
     def kept(self, plan: BlockPlan) -> int:
         return sum(self.bytes[kind] for kind in plan.kinds(KEEP))

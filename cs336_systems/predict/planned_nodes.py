@@ -3,6 +3,8 @@
 Like the other nodes of fast_nodes.py, each method mirrors one of the block, in the order in which it allocates.
 """
 
+from functools import cached_property
+
 from cs336_systems.predict.activation_plan import KEEP, OFFLOAD, BlockPlan, Plan, is_fetched_late
 from cs336_systems.predict.fast_nodes import ACTIVATIONS, TEMPORARY, PlainNodes
 from cs336_systems.predict.simulated_memory import Block, Node, Tape
@@ -108,11 +110,16 @@ class PlannedNodes(PlainNodes):
         self.grad = self._delta_gradient() if has_delta else None
 
     def _fetch(self, number: int, plan: BlockPlan) -> None:
-        sizes = {"input": self.d, "qkv": 3 * self.d, "attention": self.d, "middle": self.d, "gate_up": 2 * self.f}
         for kind in plan.kinds(OFFLOAD):
             if (number, kind) not in self.sent:
-                width = self.rw if kind in ("input", "middle") else self.s
-                self.fetched[number, kind] = self.new(self.rows * sizes[kind], width, ACTIVATIONS)
+                self.fetched[number, kind] = self.new(self.rows, self.row_bytes[kind], ACTIVATIONS)
+
+    @cached_property
+    def row_bytes(self) -> dict[str, int]:
+        """Bytes of each kind of tensor for one token."""
+        residual, matmul = self.d * self.rw, self.d * self.s
+        wide = 2 * self.f * self.s
+        return {"input": residual, "qkv": 3 * matmul, "attention": matmul, "middle": residual, "gate_up": wide}
 
     def _recompute(self, kept: Kept) -> None:
         if "qkv" not in kept:

@@ -11,13 +11,17 @@ import os
 from dataclasses import dataclass
 from typing import Any
 
-from cs336_systems.config import RunConfig, flag
+from cs336_systems.config import RunConfig, UserError, flag
+from cs336_systems.predict.activation_plan import KEEP, OFFLOAD, RECOMPUTE, Plan
 from cs336_systems.predict.building_memory import building_peak
+from cs336_systems.predict.fit import usable_bytes
+from cs336_systems.predict.gpus import CARDS, GIGA, find_card
 from cs336_systems.predict.memory_model import Breakdown, breakdown
+from cs336_systems.predict.memory_planner import BlockCosts, PlannedMemory, Rates, budget_bytes, plan_memory
 from cs336_systems.predict.model_flags import ShapeArguments
 from cs336_systems.record import GIB, MIB
 from cs336_systems.table import Column, Table, word
-from cs336_systems.text import Language, Text, say
+from cs336_systems.text import Language, Text, listed, say
 
 
 @dataclass(frozen=True)
@@ -108,10 +112,20 @@ def calculate(arguments: CalculateArguments) -> int:
 # -- `cs336 memory` ---------------------------------------------------------------------------------------------------
 
 
-def memory_table(config: RunConfig, *, trace: bool) -> Table:
+def memory_tables(config: RunConfig, *, gpu: str = "", trace: bool = False) -> list[Table]:
+    """The parts of the memory, and with a memory budget the plan for the card `gpu`."""
+    if not config.memory_budget:
+        if gpu:
+            raise UserError("--gpu says for which card a memory budget is planned; add --memory_budget auto")
+        return [memory_table(config, trace=trace)]
+    planned = planned_for(config, gpu)
+    return [memory_table(config, trace=trace, plan=planned.plan), plan_table(config, planned, gpu)]
+
+
+def memory_table(config: RunConfig, *, trace: bool, plan: Plan | None = None) -> Table:
     """The parts in full and at the peak, by the closed form and, on request, by a trace of the operators."""
-    full = breakdown(config) if config.model_factory is None else None
-    traced = _traced(config) if trace or full is None else None
+    full = breakdown(config, plan) if config.model_factory is None else None
+    traced = _traced(config, plan) if trace or full is None else None
     columns = [word(Text("part", "部分"))]
     columns += [Column(Text("in full", "全部"), "GiB"), Column(Text("at the peak", "峰值处"), "GiB")] if full else []
     columns += [Column(Text("at the peak, traced", "峰值处，追踪"), "GiB")] if traced else []
@@ -126,11 +140,12 @@ def memory_table(config: RunConfig, *, trace: bool) -> Table:
     rows.append(["peak", *(["", _gib(full.peak.peak)] if full else []), *([_gib(traced.peak)] if traced else [])])
     name = config.model_factory or config.size
     title = say(
-        "memory of {}: {}, {}, attention {}, batch {}, context {}{}",
-        "{} 的显存：{}，{}，注意力 {}，batch {}，context {}{}",
+        "memory of {}: {}, {}, attention {}, batch {}, context {}{}{}",
+        "{} 的显存：{}，{}，注意力 {}，batch {}，context {}{}{}",
         *(name, config.mode, config.precision, config.attention),
         *(str(config.batch_size), str(config.model.context_length)),
         Text("") if config.fast == "off" else say(", fast {}", "，快速步 {}", config.fast),
+        say(", memory budget {}", "，显存预算 {}", config.memory_budget) if config.memory_budget else Text(""),
     )
     return Table(title, columns, rows, _table_notes(config, full, traced))
 
@@ -148,9 +163,9 @@ def _table_notes(config: RunConfig, full: Breakdown | None, traced: Any) -> list
         sizes = (f"{full.activations_per_block / MIB:.1f}", f"{full.residual / MIB:.1f}")
         notes.append(
             say(
-                "{} MiB kept by a block, {} MiB a tensor of the residual stream",
-                "每块保留 {} MiB，残差流的每个张量 {} MiB",
-                *sizes,
+                "{} MiB kept by a block{}, {} MiB a tensor of the residual stream",
+                "每块{1}保留 {0} MiB，残差流的每个张量 {2} MiB",
+                *(sizes[0], Text(" that keeps all", "全部保留时") if config.memory_budget else Text(""), sizes[1]),
             )
         )
         notes.append(say("{} parameters", "{} 个参数", f"{config.model.parameters:,}"))
@@ -179,10 +194,10 @@ def _building_notes(config: RunConfig, step: int) -> list[Text]:
     ]
 
 
-def _traced(config: RunConfig) -> Any:
+def _traced(config: RunConfig, plan: Plan | None) -> Any:
     from cs336_systems.measure.memory_trace import predict_by_tracing
 
-    return predict_by_tracing(config)
+    return predict_by_tracing(config, plan=plan)
 
 
 def _in_full(full: Breakdown) -> dict[str, int]:
@@ -209,3 +224,73 @@ def _part_names(full: Breakdown | None, traced: Any) -> list[str]:
 
 def _gib(size: int | None) -> str:
     return "" if not size else f"{size / GIB:.3f}"
+
+
+# -- the plan of a memory budget --------------------------------------------------------------------------------------
+
+KIND_NAMES = {
+    "input": Text("input", "输入"),
+    "qkv": Text("qkv"),
+    "attention": Text("attention", "注意力输出"),
+    "middle": Text("middle", "中间残差"),
+    "gate_up": Text("gate and up", "gate 与 up"),
+}
+
+
+def planned_for(config: RunConfig, gpu: str) -> PlannedMemory:
+    """Return the plan of a memory budget on the named card; on an H200 where none is named."""
+    card = find_card(gpu) if gpu else None
+    if gpu and (card is None or card.memory_gib is None):
+        raise UserError(f"unknown --gpu {gpu!r}; choose one of: {', '.join(CARDS)}")
+    if config.memory_budget == "auto" and card is None:
+        raise UserError("--memory_budget auto needs a card to plan for; add --gpu, such as --gpu h200")
+    capacity = usable_bytes(card.memory_gib * GIB) if card and card.memory_gib else None
+    return plan_memory(config, budget_bytes(config.memory_budget, capacity), Rates.of(card, config.precision))
+
+
+def plan_table(config: RunConfig, planned: PlannedMemory, gpu: str) -> Table:
+    """The plan: a row for blocks that do the same."""
+    costs = BlockCosts(config, Rates.of(find_card(gpu) if gpu else None, config.precision))
+    columns = [word(Text("blocks", "块"))]
+    columns += [word(Text(*names)) for names in (("kept", "保留"), ("recomputed", "重计算"), ("offloaded", "卸载"))]
+    columns += [Column(Text("kept by each", "每块保留"), "GiB"), Column(Text("offloaded by each", "每块卸载"), "GiB")]
+    rows: list[list[str | Text]] = []
+    for own in dict.fromkeys(planned.plan):
+        blocks = _ranges([number for number, other in enumerate(planned.plan) if other == own])
+        names = [listed(map(KIND_NAMES.__getitem__, own.kinds(choice))) for choice in (KEEP, RECOMPUTE, OFFLOAD)]
+        rows.append([blocks, *names, _gib(costs.kept(own)), _gib(costs.offloaded(own))])
+    card = say(" on {}", "（{}）", gpu) if gpu else Text("")
+    budget = f"{planned.budget / GIB:.2f}"
+    title = say("plan of {} for a budget of {} GiB{}", "{} 在 {} GiB 预算下的方案{}", config.size, budget, card)
+    return Table(title, columns, rows, _plan_notes(planned))
+
+
+def _plan_notes(planned: PlannedMemory) -> list[Text]:
+    return [
+        say(
+            "predicted peak: {} GiB; predicted time added to a micro batch: {} ms",
+            "预测峰值：{} GiB；预测每个 micro batch 增加 {} ms",
+            *(f"{planned.estimate.peak / GIB:.2f}", f"{planned.added_seconds * 1e3:.1f}"),
+        ),
+        say(
+            "pinned host memory: {} GiB; {} GB are copied each way in a micro batch",
+            "锁页主机内存：{} GiB；每个 micro batch 双向各复制 {} GB",
+            *(f"{planned.host_bytes / GIB:.2f}", f"{planned.host_bytes / GIGA:.2f}"),
+        ),
+    ]
+
+
+def _ranges(numbers: list[int]) -> str:
+    """Increasing numbers in short: `0-20`, `1, 3, ..., 29`."""
+    found = list[str]()
+    while numbers:
+        first, *others = numbers
+        step = others[0] - first if others else 1
+        length = next((n for n, number in enumerate(numbers) if number != first + n * step), len(numbers))
+        if length < 3 and step > 1:
+            length = 1
+        last = numbers[length - 1]
+        steps = f"{first}-{last}" if step == 1 else f"{first}, {others[0]}, ..., {last}"
+        found.append(str(first) if length == 1 else steps)
+        numbers = numbers[length:]
+    return "; ".join(found)

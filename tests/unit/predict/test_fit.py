@@ -11,7 +11,7 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from cs336_systems.config import MODES, PRECISIONS, ModelConfig, RunConfig, UserError, model_config
-from cs336_systems.experiments.memory.calculator import describe, memory_table
+from cs336_systems.experiments.memory.calculator import describe, memory_table, memory_tables
 from cs336_systems.predict.fit import (
     CONTEXTS_2026,
     LARGEST_BATCH,
@@ -20,9 +20,11 @@ from cs336_systems.predict.fit import (
     gpu_bytes,
     largest_batch,
     largest_contexts,
+    longest_context,
     usable_bytes,
 )
 from cs336_systems.predict.memory_model import breakdown, estimate
+from cs336_systems.predict.memory_planner import most_economical, plan_memory
 from cs336_systems.predict.model_flags import LIMITS
 from cs336_systems.record import GIB
 from cs336_systems.table import Table
@@ -295,3 +297,105 @@ def test_the_largest_contexts_end_with_the_last_that_fits(size, gib):
 
 def test_a_gpu_on_which_all_contexts_fit_has_the_largest():
     assert largest_contexts(RunConfig(model=model_config("tiny"), device="cuda"), 1e15) == list(CONTEXTS_2026[-3:])
+
+
+# -- memory budgets ---------------------------------------------------------------------------------------------------
+
+PLANNED = {"fast": "on", "precision": "bf16", "attention": "auto", "memory_budget": "auto"}
+
+
+def test_a_budget_fits_more_than_keeping_everything_and_its_plan_exists():
+    arguments = FitArguments(gpu="2GiB", sizes=("tiny",), context_lengths=(64, 256), **PLANNED)
+    table = fit_table(arguments).plain()
+    assert "memory budget auto" in table.title
+    for context, text in zip((64, 256), table.rows[0][1:], strict=False):
+        batch, budget = int(text.split()[0]), int(usable_bytes(2 * GIB))
+        config = on_gpu("tiny", context=context, **PLANNED)
+        assert batch > largest_batch(dataclasses.replace(config, memory_budget=""), budget)
+        fitting, beyond = (dataclasses.replace(config, batch_size=batch + more) for more in (0, 1))
+        assert plan_memory(fitting, budget).estimate.peak <= budget
+        with refused("is not enough"):
+            plan_memory(beyond, budget)
+
+
+def test_a_budget_below_the_memory_of_the_gpu_counts():
+    found = [
+        fit_table(
+            FitArguments(gpu="8GiB", sizes=("tiny",), context_lengths=(128,), **{**PLANNED, "memory_budget": budget})
+        ).rows[0][1]
+        for budget in ("1GiB", "auto", "99GiB")
+    ]
+    assert int(found[0].split()[0]) < int(found[1].split()[0])
+    assert found[1] == found[2]
+
+
+def test_host_memory_limits_what_is_offloaded():
+    config = on_gpu("small", context=1024, **PLANNED)
+    free, limited, without = (largest_batch(config, 8 * GIB, host) for host in (float("inf"), GIB, 0))
+    assert free > limited > without > 0
+    planned = most_economical(dataclasses.replace(config, batch_size=limited), host_limit=GIB)
+    assert 0 < planned.host_bytes <= GIB
+    with refused("--host_memory", "--memory_budget auto"):
+        fit_tables(FitArguments(host_memory="64GiB"))
+    with refused("--host_memory 'much'", "128GiB"):
+        fit_tables(FitArguments(host_memory="much", **PLANNED))
+
+
+def test_the_longest_context_fits_and_128_tokens_more_do_not():
+    for fields in ({**PLANNED, "memory_budget": ""}, PLANNED):
+        config = on_gpu("tiny", batch_size=3, **fields)
+        budget = GIB // 2
+        context = longest_context(config, budget)
+        peaks = [
+            (most_economical(longer).estimate if longer.memory_budget else estimate(longer)).peak
+            for longer in (on_gpu("tiny", context=context + more, batch_size=3, **fields) for more in (0, 128))
+        ]
+        assert context % 128 == 0
+        assert peaks[0] <= budget < peaks[1]
+    assert longest_context(config, 1.0) == 0
+
+
+def test_the_longest_context_is_a_column_of_the_fast_step():
+    arguments = FitArguments(gpu="1GiB", sizes=("tiny",), context_lengths=(64,), fast="on", attention="auto")
+    table = fit_table(arguments).plain()
+    assert table.columns[-1].heading() == "longest, batch 1"
+    config = on_gpu("tiny", fast="on", attention="auto", batch_size=1)
+    assert table.rows[0][-1] == f"{longest_context(config, usable_bytes(GIB)):,}"
+
+
+def test_a_plan_is_suggested_before_recomputing_everything():
+    arguments = FitArguments(gpu="24GiB", sizes=("large",), context_lengths=(16384,), batch_size=0)
+    note = fit_table(arguments).plain().notes[-1]
+    assert "--fast on --memory_budget auto" in note
+    batch = int(re.search(r"batch (\d+)", note)[1])
+    assert batch == largest_batch(on_gpu("large", context=16384, **PLANNED), usable_bytes(24 * GIB))
+
+
+def test_the_plan_names_each_block_once_and_adds_up():
+    config = on_gpu("small", context=1024, **{**PLANNED, "memory_budget": "2.2GiB"})
+    parts, plan = (table.plain() for table in memory_tables(config))
+    numbers = []
+    for row in plan.rows:
+        for text in row[0].split("; "):
+            first, *_, last = re.findall(r"\d+", text) * 2
+            step = int(re.findall(r"\d+", text)[1]) - int(first) if "..." in text else 1
+            numbers += range(int(first), int(last) + 1, step)
+    assert sorted(numbers) == list(range(12))
+    planned = plan_memory(config, int(2.2 * GIB))
+    assert f"{planned.estimate.peak / GIB:.2f} GiB" in plan.notes[0]
+    assert f"{planned.host_bytes / GIB:.2f} GiB" in plan.notes[1]
+    kept = {row[0]: row for row in parts.rows}["activations"]
+    everything = memory_table(dataclasses.replace(config, memory_budget=""), trace=False).plain()
+    assert float(kept[1]) < float({row[0]: row for row in everything.rows}["activations"][1])
+
+
+def test_auto_needs_a_card_and_a_card_a_budget():
+    config = on_gpu("small", context=1024, **PLANNED)
+    with refused("--memory_budget auto", "--gpu h200"):
+        memory_tables(config)
+    with refused("unknown --gpu 'h900'"):
+        memory_tables(config, gpu="h900")
+    with refused("--memory_budget"):
+        memory_tables(dataclasses.replace(config, memory_budget=""), gpu="h200")
+    _, plan = memory_tables(config, gpu="4090")
+    assert "22.45 GiB on 4090" in plan.title.en
