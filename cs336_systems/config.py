@@ -318,6 +318,8 @@ SIZES: dict[str, dict[str, int]] = {
     "2026/10B": _shape(4608, 12288, 50, 36),
 }
 COURSE_SIZES = ("small", "medium", "large", "xl", "2.7B")
+SIZES_2026 = ("small", "medium", "large", "2.7B", "2026/10B")
+"""Sizes of the 2026 handout. Its xl is the 2.7B of 2025 and keeps that name: one model has one name in a file."""
 
 
 def model_config(size: str, **overrides: Any) -> ModelConfig:

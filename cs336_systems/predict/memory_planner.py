@@ -46,7 +46,7 @@ LOOK_AHEAD = 12
 
 
 class Rates(NamedTuple):
-    """What the predicted times are computed from."""
+    """Rates from which times are predicted."""
 
     matmul: float
     """FLOP/s."""
