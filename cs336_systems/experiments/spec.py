@@ -120,6 +120,7 @@ def label_step(config: Mapping[str, Any], experiments: Sequence[str]) -> str:
     extras += ["update in backward"] if run.update_in_backward else []
     extras += [run.model_factory] if run.model_factory else []
     extras += [f"checkpoint {run.checkpoint_blocks}"] if run.checkpoint_blocks else []
+    extras += [f"budget {run.memory_budget}"] if run.memory_budget else []
     return " ".join([run.size, str(run.model.context_length), run.mode, run.precision, *extras])
 
 
