@@ -6,7 +6,7 @@ from itertools import product
 from typing import Any
 
 from cs336_systems.config import OPTIMIZER_STATES, ModelConfig, RunConfig, model_config
-from cs336_systems.experiments.spec import Config, Experiment, Instrument, Memory
+from cs336_systems.experiments.spec import Config, Experiment, Instrument, Memory, require_gpu
 from cs336_systems.predict.building_memory import building_peak
 from cs336_systems.predict.gpus import peak_flops
 from cs336_systems.record import CELL_TIME
@@ -41,6 +41,8 @@ MICRO_BATCHES = (1, 2)
 def _grid(preset: str, base: RunConfig) -> Iterable[Config]:
     """Both precisions of the optimizer's state, with the batch as a whole and in two micro batches."""
     quick, on_cuda = preset == "quick", base.device_type == "cuda"
+    if not quick:
+        require_gpu("train_leaderboard", base, "a step of 8.1 billion parameters would take days on a CPU")
     # Without a GPU there is no memory to fill: blocks are recomputed, so that the same nodes run.
     saving: dict[str, Any] = {"memory_budget": "auto"} if on_cuda else {"checkpoint_blocks": 1}
     for state, count in product(OPTIMIZER_STATES, MICRO_BATCHES):
@@ -268,6 +270,7 @@ TRAIN_LEADERBOARD = Experiment(
     findings=(_step_times, _beside_the_board, _from_empty_caches),
     highlights=_highlights,
     group="speed",
+    problems_2026=("leaderboard",),
     identity=("micro_batches",),
     order=45,
 )
