@@ -256,7 +256,7 @@ def _rendered(arguments: FitArguments, first: Text, rows: list[Row], where: Text
 def _plan_notes(rows: list[Row], host_limit: float) -> list[Text]:
     """Say that peaks are those of plans, and how much host memory these take."""
     fitting = [cell.config for row in rows for cell in row.cells if cell.batch]
-    host = [most_economical(config, host_limit=host_limit).host_bytes for config in fitting]
+    host = [most_economical(config, host_limit).host_bytes for config in fitting]
     return [
         say(
             "planned: peaks are those of the most economical plan, with up to {} GiB of activations in host memory; "

@@ -121,36 +121,15 @@ def plan_memory(
     if found is not None and found.host_bytes > host_limit:
         found = _with_less_offloading(bare, budget, costs, host_limit)
     if found is None:
-        least = most_economical(bare, rates, host_limit, choices).estimate.peak
+        found = _uniform_within(costs, budget, host_limit)
+    if found is None:
+        least = most_economical(bare, host_limit, choices).estimate.peak
         raise UserError(
             f"memory_budget {budget / GIB:.2f} GiB is not enough: this step needs at least {least / GIB:.2f} GiB; "
             f"use a smaller batch_size or context_length",
             *("memory_budget", "batch_size", "context_length"),
         )
     return found
-
-
-def least_peak(config: RunConfig, host_limit: float = math.inf) -> int:
-    """Return the predicted peak of the most economical plan."""
-    return most_economical(config, host_limit=host_limit).estimate.peak
-
-
-@lru_cache(maxsize=4096)
-def most_economical(
-    config: RunConfig,
-    rates: Rates | None = None,
-    host_limit: float = math.inf,
-    choices: tuple[str, ...] = CHOICES,
-) -> PlannedMemory:
-    """Return the plan in which each block keeps the least; its budget is its own peak."""
-    bare = dataclasses.replace(config, memory_budget="")
-    costs = BlockCosts(bare, rates or Rates.of(None), choices)
-    with_offloading, without = costs.smallest(offloads=True), costs.smallest(offloads=False)
-    layers, each = config.model.num_layers, costs.offloaded(with_offloading)
-    offloading = min(layers - 1, int(host_limit // each)) if each and host_limit < math.inf else layers - 1
-    plan = _ordered([with_offloading] * offloading + [without] * (layers - offloading), costs)
-    estimate, host = fast_estimate(bare, plan), sum(map(costs.offloaded, plan))
-    return PlannedMemory(plan, estimate.peak, estimate, costs.added_seconds(plan), host)
 
 
 def _with_less_offloading(
@@ -234,27 +213,15 @@ class BlockCosts:
 
     def choices(self, limit: float, *, offloads: bool) -> list[Choice]:
         """Return the choices of a block that no other one beats in both memory and cost, by memory."""
+        allowed = self.allowed if offloads else tuple(choice for choice in self.allowed if choice != OFFLOAD)
         found: list[Choice] = []
         for choice in sorted(
-            Choice(self.kept(plan), self._cost(plan, limit), plan) for plan in block_plans(self._allowed(offloads))
+            Choice(self.kept(plan), self.recomputed(plan) + self._copied(plan, limit), plan)
+            for plan in block_plans(allowed)
         ):
             if not found or choice.cost < found[-1].cost:
                 found.append(choice)
         return found
-
-    def smallest(self, *, offloads: bool) -> BlockPlan:
-        """Return the plan of a block that keeps the least, the cheapest of several."""
-        allowed = self._allowed(offloads)
-        rest = [choice for choice in allowed if choice != KEEP] or [KEEP]
-        first = OFFLOAD if OFFLOAD in allowed else KEEP
-        plans = (BlockPlan(first, *chosen) for chosen in product(rest, repeat=len(KINDS) - 1))
-        return min(plans, key=lambda plan: self._cost(plan, 1.0))
-
-    def _allowed(self, offloads: bool) -> tuple[str, ...]:
-        return self.allowed if offloads else tuple(choice for choice in self.allowed if choice != OFFLOAD)
-
-    def _cost(self, plan: BlockPlan, limit: float) -> float:
-        return self.recomputed(plan) + self._copied(plan, limit)
 
     def kept(self, plan: BlockPlan) -> int:
         return sum(self.bytes[kind] for kind in plan.kinds(KEEP))
@@ -340,3 +307,46 @@ def _thinned(points: list[Point]) -> list[Point]:
         return points
     step = (len(points) - 1) / (POINTS - 1)
     return [points[round(number * step)] for number in range(POINTS)]
+
+
+# -- the least memory -------------------------------------------------------------------------------------------------
+
+
+def least_peak(config: RunConfig, host_limit: float = math.inf) -> int:
+    """Return the predicted peak of the most economical plan."""
+    return most_economical(config, host_limit).estimate.peak
+
+
+@lru_cache(maxsize=4096)
+def most_economical(
+    config: RunConfig, host_limit: float = math.inf, choices: tuple[str, ...] = CHOICES
+) -> PlannedMemory:
+    """Return the plan with the lowest peak: blocks offload their input and recompute all else. What is fetched takes
+    memory in backward, beside the tensors of the block after it. The plan's budget is its own peak."""
+    costs = BlockCosts(dataclasses.replace(config, memory_budget=""), Rates.of(None), choices)
+    return _uniform(costs, _plans_without_keeping(costs.allowed)[0], host_limit)
+
+
+def _uniform_within(costs: BlockCosts, budget: int, host_limit: float) -> PlannedMemory | None:
+    """Return the fastest plan within the budget whose blocks all keep nothing and do the same."""
+    every = [_uniform(costs, own, host_limit) for own in _plans_without_keeping(costs.allowed)]
+    fitting = [dataclasses.replace(plan, budget=budget) for plan in every if plan.estimate.peak <= budget]
+    return min(fitting, key=lambda plan: plan.added_seconds, default=None)
+
+
+def _plans_without_keeping(allowed: tuple[str, ...]) -> list[BlockPlan]:
+    """Return the plans of a block that keep the least that these choices allow, the one that recomputes most first."""
+    others = [choice for choice in (RECOMPUTE, OFFLOAD) if choice in allowed] or [KEEP]
+    first = OFFLOAD if OFFLOAD in allowed else KEEP
+    return [BlockPlan(first, *chosen) for chosen in product(others, repeat=len(KINDS) - 1)]
+
+
+def _uniform(costs: BlockCosts, own: BlockPlan, host_limit: float) -> PlannedMemory:
+    """Return the plan in which as many blocks follow `own` as the host has room for, and the others offload nothing.
+    The last block is one of them: its tensors are needed at once."""
+    layers, each = costs.config.model.num_layers, costs.offloaded(own)
+    offloading = int(min(layers - 1, host_limit // each)) if each else layers - 1
+    (without,) = _plans_without_keeping(tuple(choice for choice in costs.allowed if choice != OFFLOAD))
+    plan = (own,) * offloading + (without,) * (layers - offloading)
+    estimate = fast_estimate(costs.config, plan)
+    return PlannedMemory(plan, estimate.peak, estimate, costs.added_seconds(plan), each * offloading)

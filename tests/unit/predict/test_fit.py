@@ -12,6 +12,8 @@ from hypothesis import strategies as st
 
 from cs336_systems.config import MODES, PRECISIONS, ModelConfig, RunConfig, UserError, model_config
 from cs336_systems.experiments.memory.calculator import describe, memory_table, memory_tables
+from cs336_systems.predict.activation_plan import RECOMPUTE_ALL
+from cs336_systems.predict.fast_memory import fast_estimate
 from cs336_systems.predict.fit import (
     CONTEXTS_2026,
     LARGEST_BATCH,
@@ -24,7 +26,7 @@ from cs336_systems.predict.fit import (
     usable_bytes,
 )
 from cs336_systems.predict.memory_model import breakdown, estimate
-from cs336_systems.predict.memory_planner import most_economical, plan_memory
+from cs336_systems.predict.memory_planner import block_plans, least_peak, most_economical, plan_memory
 from cs336_systems.predict.model_flags import LIMITS
 from cs336_systems.record import GIB
 from cs336_systems.table import Table
@@ -399,3 +401,22 @@ def test_auto_needs_a_card_and_a_card_a_budget():
         memory_tables(dataclasses.replace(config, memory_budget=""), gpu="h200")
     _, plan = memory_tables(config, gpu="4090")
     assert "22.45 GiB on 4090" in plan.title.en
+
+
+@pytest.mark.parametrize("context", [128, 4096])
+def test_no_plan_has_a_lower_peak_than_the_most_economical(context):
+    config = on_gpu("small", context=context, batch_size=8, **{**PLANNED, "memory_budget": ""})
+    least = most_economical(config).estimate.peak
+    for own in block_plans():
+        assert fast_estimate(config, (own,) * 11 + (RECOMPUTE_ALL,)).peak >= least
+
+
+def test_every_budget_from_the_least_peak_on_has_a_plan():
+    config = on_gpu("large", context=4096, batch_size=64, **{**PLANNED, "memory_budget": ""})
+    least = least_peak(config)
+    everything = estimate(config).peak
+    for share in (0.0, 0.01, 0.03, 0.1, 0.5):
+        budget = int(least + share * (everything - least))
+        assert plan_memory(config, budget).estimate.peak <= budget
+    with refused("is not enough", f"{least / GIB:.2f} GiB"):
+        plan_memory(config, least - 1)
