@@ -4,6 +4,7 @@ Plans of the memory planner against uniform recomputation of groups of blocks an
 """
 
 import dataclasses
+import re
 import statistics
 from collections.abc import Iterable, Mapping, Sequence
 from functools import lru_cache
@@ -126,7 +127,9 @@ def _done(cells: Iterable[CellView], *ways: str) -> list[CellView]:
 
 
 def _budget(cell: CellView) -> float:
-    return budget_bytes(str(cell.get("memory_budget")))
+    """The budget in bytes; 0 where a record does not have a valid one."""
+    text = str(cell.get("memory_budget"))
+    return budget_bytes(text) if re.fullmatch(r"\d+(\.\d+)?Gi?B", text) else 0.0
 
 
 def _whole(work: Iterable[CellView]) -> CellView | None:
