@@ -12,7 +12,7 @@ import re
 from bisect import bisect_right
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from functools import cache, lru_cache
+from functools import lru_cache
 from itertools import product
 from typing import NamedTuple
 
@@ -106,11 +106,11 @@ def plan_memory(
     if everything.peak <= budget:
         return PlannedMemory((KEEP_ALL,) * config.model.num_layers, budget, everything, 0.0, 0)
     costs = BlockCosts(bare, rates or Rates.of(None), choices)
-    found = _within(bare, budget, costs, config.model.num_layers)
+    found = _fastest_of(costs, budget, {0, _most_offloading(costs, host_limit), config.model.num_layers - 1})
     if found is not None and found.host_bytes > host_limit:
-        found = _with_less_offloading(bare, budget, costs, host_limit)
+        found = _fastest_of(costs, budget, range(config.model.num_layers), host_limit)
     if found is None:
-        least = _least(bare, costs, host_limit)
+        least = _least(costs, host_limit)
         raise UserError(
             f"memory_budget {budget / GIB:.2f} GiB is not enough: this step needs at least {least / GIB:.2f} GiB; "
             f"use a smaller batch_size or context_length",
@@ -122,48 +122,57 @@ def plan_memory(
 def least_peak(config: RunConfig, rates: Rates | None = None) -> int:
     """Return the predicted peak of the most economical plan."""
     bare = dataclasses.replace(config, memory_budget="")
-    return _least(bare, BlockCosts(bare, rates or Rates.of(None)), math.inf)
+    return _least(BlockCosts(bare, rates or Rates.of(None)), math.inf)
 
 
-def _least(config: RunConfig, costs: "BlockCosts", host_limit: float) -> int:
-    most_economical = _fastest(costs, *_most_offloading(costs, host_limit))[0]
-    return fast_estimate(config, _ordered(most_economical.plans(costs))).peak
+def _least(costs: "BlockCosts", host_limit: float) -> int:
+    return min(_Plans(costs, number).estimate(0).peak for number in {0, _most_offloading(costs, host_limit)})
 
 
-def _most_offloading(costs: "BlockCosts", host_limit: float) -> tuple[int, int]:
-    """Return the numbers of blocks with and without offloading when as many as possible offload."""
-    layers = costs.config.model.num_layers
+def _most_offloading(costs: "BlockCosts", host_limit: float) -> int:
+    """Return the largest number of blocks for whose tensors the host has room, whatever they offload. The last block
+    never offloads: its tensors are needed at once."""
     largest = max(costs.offloaded(choice.plan) for choice in costs.choices) or 1
-    offloading = min(layers - 1, int(host_limit // largest) if host_limit < math.inf else layers - 1)
-    return offloading, layers - offloading
+    return int(min(costs.config.model.num_layers - 1, host_limit // largest))
 
 
-def _with_less_offloading(
-    config: RunConfig, budget: int, costs: "BlockCosts", host_limit: float
+def _fastest_of(
+    costs: "BlockCosts", budget: int, numbers: Iterable[int], host_limit: float = math.inf
 ) -> PlannedMemory | None:
-    """Return the fastest plan in which only so many blocks offload that the host has room for them."""
-    best, layers = None, config.model.num_layers
-    for offloading in range(layers):
-        found = _within(config, budget, costs, offloading)
-        if found is not None and found.host_bytes <= host_limit:
-            best = min(best or found, found, key=lambda planned: planned.added_seconds)
-    return best
+    """Return the fastest plan within the budget. The numbers are those of blocks that may offload: a fetched tensor
+    takes memory in backward, so that offloading less may have the lower peak.
+
+    The last block's backward comes first and needs all its tensors: where that is the peak, keeping them is free.
+    """
+    found = [_fitting(costs, budget, number, keeps) for number in sorted(set(numbers)) for keeps in (False, True)]
+    allowed = [planned for planned in found if planned is not None and planned.host_bytes <= host_limit]
+    return min(allowed, key=lambda planned: planned.added_seconds, default=None)
 
 
-def _within(config: RunConfig, budget: int, costs: "BlockCosts", offloading: int) -> PlannedMemory | None:
-    """Return the fastest plan within the budget in which at most `offloading` blocks offload."""
-    layers = config.model.num_layers
-    offloading = min(offloading, layers - 1)  # the last block's tensors are needed at once
-    points = _fastest(costs, offloading, layers - offloading)
+def _fitting(costs: "BlockCosts", budget: int, offloading: int, last_keeps_all: bool) -> PlannedMemory | None:
+    """Return the fastest of these plans whose peak is within the budget, by bisection."""
+    plans = _Plans(costs, offloading, last_keeps_all)
+    fitting = bisect_right(range(len(plans.points)), 0, key=lambda number: plans.estimate(number).peak > budget)
+    if not fitting:
+        return None
+    plan, estimate = plans.plan(fitting - 1), plans.estimate(fitting - 1)
+    host = sum(costs.offloaded(own) for own in plan)
+    return PlannedMemory(plan, budget, estimate, plans.points[fitting - 1].seconds, host)
 
-    @cache
-    def planned(number: int) -> PlannedMemory:
-        plan = _ordered(points[number].plans(costs))
-        host = sum(costs.offloaded(own) for own in plan)
-        return PlannedMemory(plan, budget, fast_estimate(config, plan), points[number].seconds, host)
 
-    fitting = bisect_right(range(len(points)), 0, key=lambda number: planned(number).estimate.peak > budget)
-    return planned(fitting - 1) if fitting else None
+class _Plans:
+    """Plans by increasing memory, each the fastest for its own; at most `offloading` blocks offload."""
+
+    def __init__(self, costs: "BlockCosts", offloading: int, last_keeps_all: bool = False):
+        self.costs, self.last = costs, [KEEP_ALL] * last_keeps_all
+        others = costs.config.model.num_layers - offloading - len(self.last)
+        self.points = _fastest(costs, offloading, others)
+
+    def plan(self, number: int) -> Plan:
+        return _ordered([*self.points[number].plans(self.costs), *self.last])
+
+    def estimate(self, number: int) -> MemoryEstimate:
+        return fast_estimate(self.costs.config, self.plan(number))
 
 
 def _ordered(plans: Iterable[BlockPlan]) -> Plan:
