@@ -13,11 +13,11 @@ from cs336_systems.commands import flags_named, guarded
 from cs336_systems.config import UserError, flag
 from cs336_systems.experiments.bench_command import BenchArguments, bench
 from cs336_systems.experiments.bench_command import __doc__ as bench_manual
-from cs336_systems.experiments.catalogue import catalogue, runnable
+from cs336_systems.experiments.catalogue import ALL, catalogue, runnable
 from cs336_systems.experiments.profile_command import ProfileArguments
 from cs336_systems.experiments.ranks.plan_cells import PlanArguments
 from cs336_systems.experiments.session import SessionArguments
-from cs336_systems.experiments.spec import PRESETS
+from cs336_systems.experiments.spec import HANDOUT_2026, PRESETS
 from cs336_systems.files import write_failure, write_file
 from cs336_systems.flags import Parser, add_flags, flags_of, one_line, read_flags
 from cs336_systems.predict.fit import FitArguments
@@ -28,8 +28,12 @@ from cs336_systems.train.settings import TrainSettings
 
 @dataclass(frozen=True)
 class RunArguments(SessionArguments):
-    names: tuple[str, ...] = flag((), f"experiments: {', '.join(runnable())}", positional=True, metavar="NAME")
-    preset: str = flag("quick", "grid: quick (about a minute), course, full", PRESETS)
+    names: tuple[str, ...] = flag(
+        (), f"experiments: {', '.join(runnable())}; or {ALL} of the preset", positional=True, metavar="NAME"
+    )
+    preset: str = flag(
+        "quick", "grid: quick (about a minute), course (2025 handout), 2026 (that handout), full", PRESETS
+    )
 
 
 def run(arguments: RunArguments) -> int:
@@ -39,18 +43,19 @@ def run(arguments: RunArguments) -> int:
     from cs336_systems.experiments.session import run_session
 
     if not arguments.names:
-        raise UserError(f"name at least one experiment: {', '.join(runnable())}")
+        raise UserError(f"name at least one experiment, or {ALL}: {', '.join(runnable())}")
 
-    def requests_on(device: str) -> list[Request]:
+    def requests_on(device: str, gpu_memory: int | None) -> list[Request]:
         base = RunConfig(device=device, warmup_steps=arguments.warmup_steps, num_steps=arguments.num_steps)
-        return cells(arguments.names, arguments.preset, base)
+        return cells(arguments.names, arguments.preset, base, gpu_memory)
 
-    requests_on(arguments.device or "cuda")  # reports mistakes before a process is started
+    requests_on(arguments.device or "cuda", None)  # reports mistakes before a process is started
     path = Path(arguments.output or f"runs/{arguments.preset}/records.jsonl")
     session = run_session(arguments, path, requests_on, skip_slow=arguments.preset == "quick")
     if session.device == "cpu":
         names = " ".join(arguments.names)
-        print(f"next, on a machine with a GPU: cs336 run {names} --preset course")
+        preset = HANDOUT_2026 if arguments.preset == HANDOUT_2026 else "course"
+        print(f"next, on a machine with a GPU: cs336 run {names} --preset {preset}")
     return session.code
 
 
@@ -359,7 +364,7 @@ def completion(arguments: CompletionArguments) -> None:
     print(
         f'_cs336() {{\n  local words="{" ".join(COMMANDS)}"\n  case "${{COMP_WORDS[1]}}" in\n{cases}\n  esac\n'
         f'  [ "$COMP_CWORD" -eq 1 ] && words="{" ".join(COMMANDS)}"\n'
-        f'  [ "${{COMP_WORDS[1]}}" = run ] && words="$words {" ".join(runnable())}"\n'
+        f'  [ "${{COMP_WORDS[1]}}" = run ] && words="$words {" ".join([*runnable(), ALL])}"\n'
         f'  COMPREPLY=($(compgen -W "$words" -- "${{COMP_WORDS[COMP_CWORD]}}"))\n}}\n'
         "complete -o default -F _cs336 cs336"
     )
@@ -369,7 +374,8 @@ def _run_manual() -> str:
     one, *others = runnable()
     return (
         f"{run.__doc__}\n\ncs336 run {one} {others[1]} --preset quick\n"
-        f"cs336 run {' '.join([one, *others[:4]])} --preset course --output runs/h200/records.jsonl"
+        f"cs336 run {' '.join([one, *others[:4]])} --preset course --output runs/h200/records.jsonl\n"
+        f"cs336 run {ALL} --preset {HANDOUT_2026}"
     )
 
 

@@ -23,6 +23,11 @@ FAST_PARTS = ("kernels", "loss", "optimizer", "graph")
 """Parts of the fast step: fused kernels between the matmuls; a loss that never forms the full logits; an optimizer that
 writes the low-precision weights; the step captured as a CUDA graph."""
 
+OPTIMIZER_STATES = ("fp32", "bf16")
+
+ADDED_LATER = {"fast": "off", "optimizer_state": "fp32", "update_in_backward": False, "memory_budget": ""}
+"""Fields of RunConfig that older records do not have, with the values that those were measured with."""
+
 LARGEST_NUMBER = 2**31 - 1
 LARGEST = {"num_layers": 10_000}
 """Upper bounds: larger numbers are mistakes, and a prediction of a million blocks would take hours."""
@@ -145,6 +150,15 @@ class RunConfig:
     )
     compile: bool = flag(False, "run the model through torch.compile")
     fast: str = flag("off", f"the fast step: on, off, or some of {','.join(FAST_PARTS)}")
+    optimizer_state: str = flag(
+        "fp32",
+        "fp32: master weights and moments in fp32; bf16: weights and moments in bf16 alone (less memory, coarser)",
+        OPTIMIZER_STATES,
+    )
+    update_in_backward: bool = flag(
+        False,
+        "update each weight as soon as its gradient is final; gradients are not kept (one micro batch, no clipping)",
+    )
     max_grad_norm: float = flag(0.0, "clip the gradient's norm to this (0: no clipping)")
     device: str = flag("cpu", "cpu, cuda or cuda:N")
     warmup_steps: int = flag(5, "steps run before measuring")
@@ -158,6 +172,7 @@ class RunConfig:
         _one_of("mode", self.mode, MODES)
         _one_of("precision", self.precision, PRECISIONS)
         _one_of("attention", self.attention, ATTENTIONS)
+        _one_of("optimizer_state", self.optimizer_state, OPTIMIZER_STATES)
         require_seed(self.seed)
         if not (math.isfinite(self.max_grad_norm) and self.max_grad_norm >= 0):
             value = self.max_grad_norm
@@ -170,9 +185,34 @@ class RunConfig:
         if not self.size:
             object.__setattr__(self, "size", size_name(self.model))
         object.__setattr__(self, "fast", self._checked_fast())
+        if self.optimizer_state != "fp32":
+            self._require_packed_bf16()
+        if self.update_in_backward and (problem := self._update_conflict()):
+            raise UserError(
+                f"update_in_backward {problem}", *("update_in_backward", "fast", "max_grad_norm", "compile")
+            )
         if self.memory_budget and (problem := self._budget_problem()):
             names = ("memory_budget", "fast", "attention", "checkpoint_blocks", "mode")
             raise UserError(f"memory_budget {self.memory_budget}: {problem}", *names)
+
+    def _require_packed_bf16(self) -> None:
+        """Raise UserError unless the fast step's optimizer updates bf16 weights."""
+        if "optimizer" not in self.fast_parts or self.precision != "bf16":
+            raise UserError(
+                f"optimizer_state {self.optimizer_state} needs precision bf16 and the optimizer of the fast step, got "
+                f"precision {self.precision} and fast {self.fast}; use precision bf16 and fast on, in one process",
+                *("optimizer_state", "precision", "fast"),
+            )
+
+    def _update_conflict(self) -> str | None:
+        """Return why weights cannot be updated while backward runs, or None."""
+        if "optimizer" not in self.fast_parts:
+            return f"needs the optimizer of the fast step, got fast {self.fast}; use fast on"
+        if self.max_grad_norm:
+            return f"cannot clip: the norm is known after backward, got max_grad_norm {self.max_grad_norm}; use 0"
+        if self.compile:
+            return "cannot be combined with compile, whose backward is one operation"
+        return None
 
     def _checked_fast(self) -> str:
         """Return `fast` in its shortest form; raise UserError for a part that this configuration does not support."""
@@ -237,12 +277,9 @@ class RunConfig:
         return self.device.split(":")[0]
 
     def to_dict(self) -> dict[str, Any]:
+        """Return the fields, without those of ADDED_LATER at their defaults: older files keep their cell keys."""
         values = dataclasses.asdict(self)
-        if self.fast == "off":  # keeps the cell keys of files written before the fast step existed
-            del values["fast"]
-        if not self.memory_budget:
-            del values["memory_budget"]
-        return values
+        return {name: value for name, value in values.items() if ADDED_LATER.get(name, ...) != value}
 
     @classmethod
     def of(cls, config: Mapping[str, Any]) -> "RunConfig":
@@ -281,6 +318,8 @@ SIZES: dict[str, dict[str, int]] = {
     "2026/10B": _shape(4608, 12288, 50, 36),
 }
 COURSE_SIZES = ("small", "medium", "large", "xl", "2.7B")
+SIZES_2026 = ("small", "medium", "large", "2.7B", "2026/10B")
+"""Sizes of the 2026 handout. Its xl is the 2.7B of 2025 and keeps that name: one model has one name in a file."""
 
 
 def model_config(size: str, **overrides: Any) -> ModelConfig:

@@ -5,6 +5,7 @@ Shapes: B batch, T tokens, D d_model, H heads, K head dimension, V vocabulary.
 """
 
 from collections.abc import Callable
+from functools import partial
 from typing import Any, cast
 
 import torch
@@ -164,10 +165,12 @@ class TransformerLM(nn.Module):
     `attention` names an implementation of `kernels.attention`. `fused` computes the blocks with the kernels of
     kernels/fused/nodes.py. `checkpoint_blocks` = k saves only the input of every k-th block and recomputes the rest in
     backward (0: saves everything). `checkpoint_inner` = j recomputes such a group in groups of j blocks: less memory
-    for a third forward pass. `plan`, for a fused model, says instead what becomes of each tensor of each block.
+    for a third forward pass. `checkpoint_recursive` recomputes the groups by halves: the least memory of all. `plan`,
+    for a fused model, says instead what becomes of each tensor of each block.
     """
 
     checkpoint_inner = 0
+    checkpoint_recursive = False
     plan: Plan | None = None
 
     def __init__(
@@ -206,6 +209,12 @@ class TransformerLM(nn.Module):
         group = self.checkpoint_blocks
         if self.plan is not None and torch.is_grad_enabled():
             x, delta = self._planned_blocks(x, self.plan)
+        elif group and self.checkpoint_recursive and torch.is_grad_enabled():
+            from cs336_systems.step.recursive_checkpoint import run_by_halves  # the package `step` imports this module
+
+            starts = range(0, len(self.layers), group)
+            groups = [partial(self._blocks, start=start, stop=start + group) for start in starts]
+            x, delta = run_by_halves(groups, x, delta)
         elif group and torch.is_grad_enabled():
             for start in range(0, len(self.layers), group):
                 stop = min(start + group, len(self.layers))

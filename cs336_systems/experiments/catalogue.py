@@ -3,14 +3,16 @@
 import importlib
 import pkgutil
 from collections.abc import Iterable
+from contextlib import suppress
 from functools import cache
 
 from cs336_systems import experiments as package
 from cs336_systems.config import RunConfig, UserError, nearest
-from cs336_systems.experiments.spec import PRESETS, Config, Experiment
+from cs336_systems.experiments.spec import HANDOUT_2026, PRESETS, Config, Experiment, GPUNeededError
 
 TOPICS = ("steps", "kernels", "memory", "attention", "ranks", "training")
 """Order of the topics in reports and lists; a folder that is not named here comes last."""
+ALL = "all"
 Request = tuple[str, Config]
 """An experiment's name and the configuration of one of its cells."""
 
@@ -35,20 +37,44 @@ def runnable() -> list[str]:
     return [name for name, experiment in catalogue().items() if experiment.command]
 
 
-def cells(names: Iterable[str], preset: str, base: RunConfig) -> list[Request]:
-    """(experiment, configuration) for every cell of the named experiments."""
+def of_preset(preset: str) -> list[str]:
+    """Names of the experiments that a preset has cells for."""
     if preset not in PRESETS:
         raise UserError(f"unknown preset {preset!r}; choose one of: {', '.join(PRESETS)}")
+    return [name for name in runnable() if preset != HANDOUT_2026 or catalogue()[name].problems_2026]
+
+
+def cells(names: Iterable[str], preset: str, base: RunConfig, gpu_memory: int | None = None) -> list[Request]:
+    """(experiment, configuration) for every cell of the named experiments; `gpu_memory`: bytes of the GPU, if known.
+
+    `all` stands for every experiment of the preset that the device can run.
+    """
+    offered, asked = of_preset(preset), list(names)
+    if ALL in asked:
+        asked = list(dict.fromkeys([*(name for name in asked if name != ALL), *_on_device(offered, preset, base)]))
     requests: list[Request] = []
-    for name in names:
+    for name in asked:
         if name not in runnable():
             meant = nearest(name, runnable())
             known = ", ".join(runnable())
             raise UserError(
                 f"unknown experiment {name!r}{meant}; choose from: {known} (docs/COURSE.md: by problem of the handouts)"
             )
-        requests += [(name, config) for config in catalogue()[name].grid(preset, base)]
+        if name not in offered:
+            raise UserError(f"{name} answers no problem of the {preset} handout; use --preset course")
+        experiment = catalogue()[name]
+        requests += [(name, config) for config in experiment.fitting(list(experiment.grid(preset, base)), gpu_memory)]
     return requests
+
+
+def _on_device(names: Iterable[str], preset: str, base: RunConfig) -> list[str]:
+    """The experiments that do not need a GPU, unless the device is one."""
+    found = []
+    for name in names:
+        with suppress(GPUNeededError):
+            list(catalogue()[name].grid(preset, base))
+            found.append(name)
+    return found
 
 
 def _submodules(name: str, *, packages: bool = False) -> list[str]:

@@ -58,7 +58,7 @@ def run_profile(arguments: ProfileArguments) -> int:
     if arguments.nsys and not by_nsys:
         print("nsys is not installed, or not on PATH: using torch.profiler", file=sys.stderr)
 
-    def requests_on(device: str) -> list[Request]:
+    def requests_on(device: str, gpu_memory: int | None) -> list[Request]:
         run = _without_graph(_configured(arguments, device))
         requests = []
         for name in wanted:
@@ -71,7 +71,7 @@ def run_profile(arguments: ProfileArguments) -> int:
                 raise UserError(f"--only {','.join(arguments.only)}: {reason}")
         return requests
 
-    requests_on(arguments.device or "cuda")  # reports mistakes before a process is started
+    requests_on(arguments.device or "cuda", None)  # reports mistakes before a process is started
     path = _records_path(Path(arguments.output)) if arguments.output else new_run_file("profile")
     return run_session(arguments, path, requests_on).code
 

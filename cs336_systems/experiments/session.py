@@ -39,12 +39,12 @@ class Session(NamedTuple):
     """Exit code: 1 if no cell that was asked for has results."""
 
 
-Requests = Callable[[str], list[Request]]
-"""The cells asked for, by device."""
+Requests = Callable[[str, int | None], list[Request]]
+"""(device, bytes of the GPU if there is one) -> the cells asked for."""
 
 
 def run_session(arguments: SessionArguments, path: Path, requests_on: Requests, *, skip_slow: bool = False) -> Session:
-    """Measure the cells that `requests_on(device)` names, into `path`, and print their tables."""
+    """Measure the cells that `requests_on` names, into `path`, and print their tables."""
     try:
         with interrupt_raises():
             return _run_session(arguments, path, requests_on, skip_slow)
@@ -64,7 +64,7 @@ def _run_session(arguments: SessionArguments, path: Path, requests_on: Requests,
     ) as runner:
         if arguments.device is None and runner.device == "cpu":
             print("no CUDA GPU found: running on the CPU", file=sys.stderr)
-        requests = requests_on(arguments.device or runner.device)
+        requests = requests_on(arguments.device or runner.device, runner.environment.gpu_memory)
         cells = gather(requests)
         outcome = runner.run(cells)
     asked = _asked(path, {(experiment, record.cell_key(config)) for experiment, config in requests})

@@ -21,10 +21,12 @@ from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 from cs336_systems.config import RunConfig, UserError, model_config
-from cs336_systems.predict.memory_model import estimate
+from cs336_systems.predict.memory_model import breakdown, estimate
 from cs336_systems.report.presentation import Presentation
 
-PRESETS = ("quick", "course", "full")
+HANDOUT_2026 = "2026"
+PRESETS = ("quick", "course", HANDOUT_2026, "full")
+"""quick: small cells, also on a CPU; course: the 2025 handout; 2026: that handout; full: course and more."""
 Config = dict[str, Any]
 Grid = Callable[[str, RunConfig], Iterable[Config]]
 """(preset, base) -> configurations; `base` carries the device and whatever the user set for all cells."""
@@ -70,8 +72,12 @@ class Experiment(Presentation):
     instrument: Instrument | None = None
     """None: another command records it."""
     grid: Grid = lambda preset, base: ()
+    fitting: Callable[[Sequence[Config], int | None], Sequence[Config]] = lambda configs, gpu_memory: configs
+    """(cells of the grid, bytes of the GPU or None) -> cells to run, where it depends on the GPU which these are."""
     runnable: bool = True
     """`cs336 run` offers it."""
+    problems_2026: tuple[str, ...] = ()
+    """Problems of the 2026 handout that it answers. The preset `2026` has the experiments that answer one."""
     profile: Callable[[RunConfig], str | None] | None = None
     """For a part of `cs336 profile`: why a configuration cannot be profiled, or None. Otherwise None."""
 
@@ -89,9 +95,13 @@ def run_config(base: RunConfig, size: str, context: int | None = None, **fields:
     return dataclasses.replace(base, model=model_config(size, **overrides), size=size, **fields).to_dict()
 
 
+class GPUNeededError(UserError):
+    """An experiment was asked for on a machine without a GPU."""
+
+
 def require_gpu(experiment: str, base: RunConfig, reason: str) -> None:
     if base.device_type != "cuda":
-        raise UserError(f"{experiment} needs a CUDA GPU: {reason}")
+        raise GPUNeededError(f"{experiment} needs a CUDA GPU: {reason}")
 
 
 # -- for instruments that run a training step -------------------------------------------------------------------------
@@ -104,17 +114,24 @@ def label_step(config: Mapping[str, Any], experiments: Sequence[str]) -> str:
     extras += [run.attention] if run.attention != "reference" else []
     extras += ["compiled"] if run.compile else []
     extras += [f"fast {run.fast}"] if run.fast != "off" else []
+    extras += [f"{run.optimizer_state} state"] if run.optimizer_state != "fp32" else []
+    extras += ["update in backward"] if run.update_in_backward else []
     extras += [run.model_factory] if run.model_factory else []
     extras += [f"checkpoint {run.checkpoint_blocks}"] if run.checkpoint_blocks else []
     return " ".join([run.size, str(run.model.context_length), run.mode, run.precision, *extras])
 
 
 def step_memory(config: Mapping[str, Any]) -> Memory | None:
-    """The closed form's prediction; it knows neither a user's model, a compiler's choices nor the fast step."""
-    plain = not config["compile"] and config.get("fast", "off") == "off" and not config.get("inner")
-    if not plain or config["model_factory"] is not None:
+    """The closed form's prediction; it knows neither a user's model nor the fast step, and of a compiled model only
+    what the compiler cannot choose: parameters, gradients and optimizer state."""
+    nested = config.get("inner") or config.get("recursive")
+    if nested or config.get("fast", "off") != "off" or config["model_factory"] is not None:
         return None
-    return Memory(estimate(RunConfig.of(config)).peak)
+    run = RunConfig.of(config)
+    if run.compile:
+        whole = breakdown(run)
+        return Memory(whole.parameters + whole.gradients + whole.optimizer_state, at_least=True)
+    return Memory(estimate(run).peak)
 
 
 def step_is_cold(config: Mapping[str, Any]) -> bool:

@@ -1,12 +1,14 @@
-"""Named ranges for the parts of a computation, for profilers. They cost nothing unless they are enabled."""
+"""Names for parts of a computation and for tensors, for profilers. They cost nothing unless they are enabled."""
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 
 import torch
+from torch import Tensor
 from torch.profiler import record_function
 
 _enabled = False
+_name_tensor: Callable[[Tensor, str], None] | None = None
 
 
 @contextmanager
@@ -32,3 +34,21 @@ def _range(name: str) -> Iterator[None]:
         if torch.cuda.is_available():
             stack.enter_context(torch.cuda.nvtx.range(name))
         yield
+
+
+@contextmanager
+def tensors_named(name_tensor: Callable[[Tensor, str], None]) -> Iterator[None]:
+    """Call `name_tensor(tensor, name)` for the tensors that `name` names meanwhile."""
+    global _name_tensor
+    before, _name_tensor = _name_tensor, name_tensor
+    try:
+        yield
+    finally:
+        _name_tensor = before
+
+
+def name(tensor: Tensor, what: str) -> Tensor:
+    """Tell a memory profiler what a tensor is for; return the tensor."""
+    if _name_tensor is not None:
+        _name_tensor(tensor, what)
+    return tensor

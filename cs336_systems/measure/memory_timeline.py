@@ -16,6 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from cs336_systems.kernels.ranges import tensors_named
 from cs336_systems.measure.memory_trace import StorageTracker, labelled
 from cs336_systems.measure.where import ModuleStack, calling_line, describe_tensor
 from cs336_systems.predict.memory_model import CUBLAS_WORKSPACES, ROUNDING
@@ -98,6 +99,7 @@ def trace_memory(step: TrainStep, batch: tuple[Tensor, Tensor], *, largest: int 
             tracker.track(tensor, "inputs")
         stack.enter_context(labelled(step, tracker))
         stack.enter_context(log.modules.following(step.model))
+        stack.enter_context(tensors_named(lambda tensor, name: tracker.track(tensor, name, relabel=True)))
         history = stack.enter_context(_recorded_history()) if step.device.type == "cuda" else None
         begin = time.time()
         with tracker:

@@ -155,8 +155,13 @@ def labelled(step: TrainStep, tracker: StorageTracker) -> Iterator[None]:
     for buffer in step.model.buffers():
         tracker.track(buffer, "buffers")
     label_optimizer_state(step, tracker)
+
+    def relabel(parameter: Tensor) -> None:
+        if parameter.grad is not None:  # an optimizer that updates in backward has dropped it
+            tracker.track(parameter.grad, "gradients", relabel=True)
+
     handles = [
-        parameter.register_post_accumulate_grad_hook(lambda p: tracker.track(p.grad, "gradients", relabel=True))
+        parameter.register_post_accumulate_grad_hook(relabel)
         for parameter in step.model.parameters()
         if parameter.requires_grad
     ]

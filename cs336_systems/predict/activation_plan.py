@@ -1,4 +1,4 @@
-"""What becomes of the activations of each Transformer block between forward and backward. No torch.
+"""The plan for the activations of each Transformer block between forward and backward. No torch.
 
 Backward of a fused block reads five tensors, in the order in which forward writes them:
 
@@ -22,7 +22,7 @@ KINDS = ("input", "qkv", "attention", "middle", "gate_up")
 
 
 class BlockPlan(NamedTuple):
-    """What becomes of each tensor of one block."""
+    """A choice for each tensor of one block: KEEP, RECOMPUTE or OFFLOAD."""
 
     input: str = KEEP
     qkv: str = KEEP

@@ -5,7 +5,7 @@ the weights are drawn in fp32 one module at a time.
 """
 
 from cs336_systems.config import RunConfig
-from cs336_systems.predict.fast_memory import packed_sizes
+from cs336_systems.predict.fast_memory import packs
 from cs336_systems.predict.memory_model import MemoryEstimate, Tensors
 
 SPLIT_BYTES = 12
@@ -20,16 +20,14 @@ def building_peak(config: RunConfig) -> MemoryEstimate:
         if t.parameter_rounding:
             parts["allocator rounding"] = t.parameter_rounding
         return MemoryEstimate(parts, sum(parts.values()), "building")
-    matrices, gains = packed_sizes(config)
-    packed = matrices + gains
-    split = SPLIT_BYTES if t.low_precision else 0
-    gradients = 2 * matrices + 4 * gains if t.low_precision else 4 * packed
+    every = packs(config)
+    splits = any(pack.low_bits for pack in every)
     parts = {
-        "packed weights": 4 * packed,
-        "gradients": gradients,
-        "moments": 8 * packed,
+        "packed weights": sum(pack.size * (pack.weight + pack.low_bits) for pack in every),
+        "gradients": sum(pack.gradients * pack.weight for pack in every),
+        "moments": sum(2 * pack.size * pack.moment for pack in every),
         "buffers": t.buffers(),
-        "temporary": (4 + split) * _largest_weight(config),
+        "temporary": (4 + (SPLIT_BYTES if splits else 0)) * _largest_weight(config),
     }
     return MemoryEstimate(parts, sum(parts.values()), "building")
 

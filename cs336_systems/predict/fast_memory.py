@@ -6,6 +6,7 @@ are extrapolated.
 """
 
 from collections import Counter
+from typing import NamedTuple
 
 from cs336_systems.config import RunConfig
 from cs336_systems.predict.activation_plan import Plan, is_managed
@@ -307,26 +308,59 @@ def fast_breakdown(config: RunConfig) -> Breakdown:
 
 def packed_sizes(config: RunConfig) -> tuple[int, int]:
     """Return the elements of the packed matrices and of the packed gains of norms, each aligned."""
+    layers, (block, table, gain) = config.model.num_layers, _aligned_sizes(config)
+    return layers * block + 2 * table, (2 * layers + 1) * gain
+
+
+def gradient_sizes(config: RunConfig) -> tuple[int, int]:
+    """Return the same of the gradients that are in memory at a time: all, or those of a block, a table or a norm."""
+    if not config.update_in_backward:
+        return packed_sizes(config)
+    block, table, gain = _aligned_sizes(config)
+    if Tensors(config).low_precision:
+        return max(block, table), 2 * gain
+    return max(block + 2 * gain, table), 0  # one pack
+
+
+def _aligned_sizes(config: RunConfig) -> tuple[int, int, int]:
+    """Return the elements of a block's matrices, of the embedding or the head, and of a gain."""
 
     def aligned(size: int) -> int:
         return -(-size // PACK_ALIGNMENT) * PACK_ALIGNMENT
 
     model = config.model
     square, wide = aligned(model.d_model**2), aligned(model.d_model * model.d_ff)
-    matrices = model.num_layers * (4 * square + 3 * wide) + 2 * aligned(model.vocab_size * model.d_model)
-    return matrices, (2 * model.num_layers + 1) * aligned(model.d_model)
+    return 4 * square + 3 * wide, aligned(model.vocab_size * model.d_model), aligned(model.d_model)
+
+
+class Pack(NamedTuple):
+    """Parameters of one dtype: how many elements, and the bytes of each in the flat tensors."""
+
+    size: int
+    gradients: int
+    """Elements of the gradients that are in memory at the same time."""
+    weight: int
+    """Also the width of a gradient."""
+    low_bits: int
+    moment: int
+
+
+def packs(config: RunConfig) -> list[Pack]:
+    """Return the packs of PackedAdamW: matrices and gains, or both in one where all are fp32."""
+    whole, kept = packed_sizes(config), gradient_sizes(config)
+    if not Tensors(config).low_precision:
+        return [Pack(sum(whole), sum(kept), 4, 0, 4)]
+    low_bits, moment = (0, 2) if config.optimizer_state == "bf16" else (2, 4)
+    return [Pack(whole[0], kept[0], 2, low_bits, moment), Pack(whole[1], kept[1], 4, 0, 4)]
 
 
 def packed_state(memory: Memory, config: RunConfig) -> list[Block]:
     """Allocate the flat tensors of PackedAdamW: weights, their low 16 bits, gradients, moments."""
-    matrices, gains = packed_sizes(config)
-    low = Tensors(config).low_precision
-    packs = [(matrices, 2), (gains, 4)] if low else [(matrices + gains, 4)]
     held = []
-    for size, width in packs:
-        if width == 2:
-            held.append(memory.new("optimizer state", size, 2))
-        held.append(memory.new("parameters", size, width))
-        held.append(memory.new(GRADIENTS, size, width))
-        held += [memory.new("optimizer state", size, 4) for _ in range(2)]
+    for pack in packs(config):
+        if pack.low_bits:
+            held.append(memory.new("optimizer state", pack.size, pack.low_bits))
+        held.append(memory.new("parameters", pack.size, pack.weight))
+        held.append(memory.new(GRADIENTS, pack.gradients, pack.weight))
+        held += [memory.new("optimizer state", pack.size, pack.moment) for _ in range(2)]
     return held

@@ -5,7 +5,7 @@ import re
 from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import lru_cache
-from itertools import product
+from itertools import product, takewhile
 from typing import NamedTuple
 
 from cs336_systems.config import COURSE_SIZES, RunConfig, UserError, flag
@@ -27,6 +27,8 @@ LARGEST_GPU = 1024 * GIB
 LARGEST_BARE_NUMBER = 512
 """A larger number without a unit is the name of a card, such as 3060, and not its memory in GiB."""
 CONTEXT_LENGTHS = (128, 256, 512, 1024, 2048, 4096)
+CONTEXTS_2026 = tuple(2**power for power in range(8, 15))
+"""Contexts of which the 2026 handout has the largest that fits profiled."""
 
 
 @dataclass(frozen=True)
@@ -91,6 +93,19 @@ def largest_batch(config: RunConfig, budget: float) -> int:
         else:
             low, low_peak = guess, found
     return low
+
+
+def largest_contexts(config: RunConfig, budget: float, count: int = 3) -> list[int]:
+    """Return `count` of `CONTEXTS_2026`: the largest whose peak is within `budget` bytes and those below it, or the
+    smallest ones where fewer are within it."""
+    fitting = sum(1 for _ in takewhile(lambda context: _peak_at(config, context) <= budget, CONTEXTS_2026))
+    last = max(fitting, count)
+    return list(CONTEXTS_2026[last - count : last])
+
+
+def _peak_at(config: RunConfig, context: int) -> int:
+    model = dataclasses.replace(config.model, context_length=context)
+    return step_peak(dataclasses.replace(config, model=model), config.batch_size)
 
 
 class Cell(NamedTuple):

@@ -49,7 +49,7 @@ class GPU:
     @property
     def host_link(self) -> float:
         """GB/s, one way, to pinned host memory: PCIe 5.0 x16 as measured on an H200, or PCIe 4.0 x16."""
-        return 54.0 if re.match(r"GB200|B200|G?H[128]00|H20|RTX PRO 6000|RTX 50", self.name) else PCIE_LINK
+        return 55.0 if re.match(r"GB200|B200|G?H[128]00|H20|RTX PRO 6000|RTX 50", self.name) else PCIE_LINK
 
     def peak_flops(self, precision: str) -> float | None:
         peak = self.peaks.of(precision)

@@ -1,19 +1,21 @@
 """Chooses what each block keeps, recomputes and offloads, so that a step is fastest within a memory budget. No torch.
 
 A block has 162 possible plans. Each costs memory between forward and backward, and time: matmuls and attention that are
-computed twice, and copies that take longer than the computation beside them. The search is exact for these costs:
-`_fastest` finds the least time for every amount of memory by dynamic programming over the blocks. The simulation of
-fast_memory.py then says which of those amounts has a peak within the budget.
+computed twice, and copies that take longer than the computation beside them. For these costs the search is exact:
+`_fastest` finds the least time for every amount of memory by dynamic programming over the blocks, and the simulation of
+fast_memory.py says which of these amounts has a peak within the budget. Copies of several blocks share one stream, so a
+block may copy for longer than its own forward pass if its neighbours copy less. The search tries several such limits,
+and `added_seconds` simulates the stream to compare their plans.
 """
 
 import dataclasses
 import math
 import re
-from bisect import bisect_right
-from collections.abc import Iterable, Sequence
+from bisect import bisect_left
+from collections.abc import Iterable
 from dataclasses import dataclass
 from functools import lru_cache
-from itertools import product
+from itertools import product, zip_longest
 from typing import NamedTuple
 
 from cs336_systems.config import RunConfig, UserError
@@ -23,19 +25,28 @@ from cs336_systems.predict.gpus import GIGA, GPU, TERA
 from cs336_systems.predict.memory_model import MemoryEstimate, Tensors
 from cs336_systems.record import GIB
 
-MATMUL_SHARE, ATTENTION_SHARE = 0.68, 0.66
-"""Shares of the dense peak that matmuls and causal attention reach on an H200."""
-PASS_SECONDS_PER_BYTE = 1 / 3e12
+MATMUL_SHARE, ATTENTION_SHARE = 0.70, 0.645
+"""Shares of the dense peak that matmuls and causal attention reach on an H200 in a long step."""
+PASS_SECONDS_PER_BYTE = 1 / 4e12
+"""Time of a pass over memory, per byte read or written."""
 BACKWARD_RATIO = 2.3
 """Time of a block's backward pass without recomputation, over that of its forward pass."""
+READY_SHARE = 0.85
+"""Share of a block's forward pass after which most of what it offloads is ready."""
 COPY_SLOWDOWN = 0.02
 """Share of a hidden copy's time by which the computation beside it gets slower."""
-POINTS = 4096
+HOST_LINK = 55.0
+"""GB/s between an H200 and pinned host memory."""
+POINTS = 768
 """Amounts of memory that the search tells apart."""
+LIMITS = (0.9, 1.0, 1.12)
+"""Times that a block may copy before it costs anything, as shares of its forward pass."""
+LOOK_AHEAD = 12
+"""Amounts of memory beyond the first that does not fit which are tried, too: peaks do not rise strictly."""
 
 
 class Rates(NamedTuple):
-    """What the predicted times are computed from."""
+    """Rates from which times are predicted."""
 
     matmul: float
     """FLOP/s."""
@@ -48,7 +59,7 @@ class Rates(NamedTuple):
     def of(cls, gpu: GPU | None, precision: str = "bf16") -> "Rates":
         """Return the rates of a GPU; those of an H200 for an unknown one."""
         peak = (gpu.peak_flops(precision) if gpu else None) or 989.4 * TERA
-        return cls(MATMUL_SHARE * peak, ATTENTION_SHARE * peak, (gpu.host_link if gpu else 54.0) * GIGA)
+        return cls(MATMUL_SHARE * peak, ATTENTION_SHARE * peak, (gpu.host_link if gpu else HOST_LINK) * GIGA)
 
 
 @dataclass(frozen=True)
@@ -69,8 +80,8 @@ class Choice(NamedTuple):
 
     kept: int
     """Bytes on the GPU between forward and backward."""
-    seconds: float
-    """Time that it adds."""
+    cost: float
+    """Seconds of recomputation and of copies."""
     plan: BlockPlan
 
 
@@ -106,9 +117,10 @@ def plan_memory(
     if everything.peak <= budget:
         return PlannedMemory((KEEP_ALL,) * config.model.num_layers, budget, everything, 0.0, 0)
     costs = BlockCosts(bare, rates or Rates.of(None), choices)
-    found = _fastest_of(costs, budget, {0, _most_offloading(costs, host_limit), config.model.num_layers - 1})
+    layers = config.model.num_layers
+    found = _within(costs, budget, {0, _most_offloading(costs, host_limit), layers - 1})
     if found is not None and found.host_bytes > host_limit:
-        found = _fastest_of(costs, budget, range(config.model.num_layers), host_limit)
+        found = _within(costs, budget, range(layers), host_limit)
     if found is None:
         least = _least(costs, host_limit)
         raise UserError(
@@ -132,11 +144,11 @@ def _least(costs: "BlockCosts", host_limit: float) -> int:
 def _most_offloading(costs: "BlockCosts", host_limit: float) -> int:
     """Return the largest number of blocks for whose tensors the host has room, whatever they offload. The last block
     never offloads: its tensors are needed at once."""
-    largest = max(costs.offloaded(choice.plan) for choice in costs.choices) or 1
+    largest = max(costs.offloaded(choice.plan) for choice in costs.choices(1.0, offloads=True)) or 1
     return int(min(costs.config.model.num_layers - 1, host_limit // largest))
 
 
-def _fastest_of(
+def _within(
     costs: "BlockCosts", budget: int, numbers: Iterable[int], host_limit: float = math.inf
 ) -> PlannedMemory | None:
     """Return the fastest plan within the budget. The numbers are those of blocks that may offload: a fetched tensor
@@ -144,41 +156,52 @@ def _fastest_of(
 
     The last block's backward comes first and needs all its tensors: where that is the peak, keeping them is free.
     """
-    found = [_fitting(costs, budget, number, keeps) for number in sorted(set(numbers)) for keeps in (False, True)]
-    allowed = [planned for planned in found if planned is not None and planned.host_bytes <= host_limit]
-    return min(allowed, key=lambda planned: planned.added_seconds, default=None)
-
-
-def _fitting(costs: "BlockCosts", budget: int, offloading: int, last_keeps_all: bool) -> PlannedMemory | None:
-    """Return the fastest of these plans whose peak is within the budget, by bisection."""
-    plans = _Plans(costs, offloading, last_keeps_all)
-    fitting = bisect_right(range(len(plans.points)), 0, key=lambda number: plans.estimate(number).peak > budget)
-    if not fitting:
-        return None
-    plan, estimate = plans.plan(fitting - 1), plans.estimate(fitting - 1)
-    host = sum(costs.offloaded(own) for own in plan)
-    return PlannedMemory(plan, budget, estimate, plans.points[fitting - 1].seconds, host)
+    best: PlannedMemory | None = None
+    for offloading, last_keeps_all in product(sorted(set(numbers)), (True, False)):
+        for limit in LIMITS if offloading else LIMITS[:1]:
+            plans = _Plans(costs, offloading, limit, last_keeps_all=last_keeps_all)
+            found = plans.fastest(budget, math.inf if best is None else best.added_seconds)
+            if found is not None and found.host_bytes <= host_limit:
+                best = found
+    return best
 
 
 class _Plans:
-    """Plans by increasing memory, each the fastest for its own; at most `offloading` blocks offload."""
+    """Plans by increasing memory, each the one of least cost for its own; at most `offloading` blocks offload."""
 
-    def __init__(self, costs: "BlockCosts", offloading: int, last_keeps_all: bool = False):
+    def __init__(self, costs: "BlockCosts", offloading: int, limit: float = 1.0, *, last_keeps_all: bool = False):
         self.costs, self.last = costs, [KEEP_ALL] * last_keeps_all
         others = costs.config.model.num_layers - offloading - len(self.last)
-        self.points = _fastest(costs, offloading, others)
+        self.points = _fastest(costs, limit, offloading, others)
 
     def plan(self, number: int) -> Plan:
-        return _ordered([*self.points[number].plans(self.costs), *self.last])
+        return _ordered([*self.points[number].plans(), *self.last], self.costs)
 
     def estimate(self, number: int) -> MemoryEstimate:
         return fast_estimate(self.costs.config, self.plan(number))
 
+    def fastest(self, budget: int, seconds: float) -> PlannedMemory | None:
+        """Return the fastest plan whose peak is within the budget and which adds less than these seconds."""
+        numbers = range(len(self.points))
+        first = bisect_left(numbers, True, key=lambda number: self.estimate(number).peak > budget)
+        best: PlannedMemory | None = None
+        for number in numbers[max(0, first - 1) : first + LOOK_AHEAD]:
+            plan = self.plan(number)
+            added = self.costs.added_seconds(plan)
+            if added < seconds and (found := self.estimate(number)).peak <= budget:
+                best, seconds = PlannedMemory(plan, budget, found, added, sum(map(self.costs.offloaded, plan))), added
+        return best
 
-def _ordered(plans: Iterable[BlockPlan]) -> Plan:
-    """Put blocks that keep the least first: in backward their turn comes when the memory of the others is free. The
-    last block never offloads: its tensors are needed at once."""
-    return tuple(sorted(plans, key=lambda plan: (not plan.offloads, plan.count(KEEP))))
+
+def _ordered(plans: Iterable[BlockPlan], costs: "BlockCosts") -> Plan:
+    """Put blocks that offload first: their copies have the most time. Blocks that copy more and those that copy less
+    alternate. Of the others those that keep the least come first: in backward their turn is when the most is free."""
+    plans = sorted(plans, key=lambda plan: (costs.offloaded(plan), costs.kept(plan)))
+    copying = [plan for plan in plans if plan.offloads]
+    others = sorted((plan for plan in plans if not plan.offloads), key=costs.kept)
+    half = len(copying) // 2
+    alternating = [plan for pair in zip_longest(copying[half:], copying[:half]) for plan in pair if plan is not None]
+    return (*alternating, *others)
 
 
 # -- costs ------------------------------------------------------------------------------------------------------------
@@ -208,15 +231,21 @@ class BlockCosts:
             "gate_up": 4 * stream * model.d_ff / rates.matmul,
         }
         self.norm = 2 * residual * PASS_SECONDS_PER_BYTE
-        self.forward = sum(self.seconds.values()) + 2 * stream * model.d_ff / rates.matmul
-        if config.device_type != "cuda":
-            choices = tuple(choice for choice in choices if choice != OFFLOAD)
-        self.choices = self._choices(choices)
-        self.choices_without_offloading = self._choices(tuple(choice for choice in choices if choice != OFFLOAD))
+        passes = 4 * self.norm + (4 * stream + 3 * rows * model.d_ff) * t.s * PASS_SECONDS_PER_BYTE
+        self.forward = sum(self.seconds.values()) + 2 * stream * model.d_ff / rates.matmul + passes
+        self.allowed = choices if config.device_type == "cuda" else tuple(c for c in choices if c != OFFLOAD)
 
-    def _choices(self, allowed: tuple[str, ...]) -> list[Choice]:
-        plans = block_plans(allowed)
-        return _best_trade_offs(Choice(self.kept(plan), self.added(plan), plan) for plan in plans)
+    def choices(self, limit: float, *, offloads: bool) -> list[Choice]:
+        """Return the choices of a block that no other one beats in both memory and cost, by memory."""
+        allowed = self.allowed if offloads else tuple(choice for choice in self.allowed if choice != OFFLOAD)
+        found: list[Choice] = []
+        for choice in sorted(
+            Choice(self.kept(plan), self.recomputed(plan) + self._copied(plan, limit), plan)
+            for plan in block_plans(allowed)
+        ):
+            if not found or choice.cost < found[-1].cost:
+                found.append(choice)
+        return found
 
     def kept(self, plan: BlockPlan) -> int:
         return sum(self.bytes[kind] for kind in plan.kinds(KEEP))
@@ -224,13 +253,31 @@ class BlockCosts:
     def offloaded(self, plan: BlockPlan) -> int:
         return sum(self.bytes[kind] for kind in plan.kinds(OFFLOAD))
 
-    def added(self, plan: BlockPlan) -> float:
-        """Return the seconds that a plan adds to a block's forward and backward pass."""
-        again = sum(self.seconds[kind] for kind in plan.kinds(RECOMPUTE))
-        again += self.norm * ((plan.qkv == RECOMPUTE) + (RECOMPUTE in (plan.middle, plan.gate_up)))
+    def recomputed(self, plan: BlockPlan) -> float:
+        """Return the seconds of a block's recomputation."""
+        norms = (plan.qkv == RECOMPUTE) + (RECOMPUTE in (plan.middle, plan.gate_up))
+        return sum(self.seconds[kind] for kind in plan.kinds(RECOMPUTE)) + self.norm * norms
+
+    def _copied(self, plan: BlockPlan, limit: float) -> float:
+        """Return the seconds that a block's copies cost if they may take `limit` times its forward pass."""
         copy = self.offloaded(plan) / self.rates.host
-        exposed = max(0.0, copy - self.forward) + max(0.0, copy - BACKWARD_RATIO * self.forward - again)
-        return again + exposed + 2 * COPY_SLOWDOWN * copy
+        beyond = max(0.0, copy - limit * self.forward) + max(0.0, copy - BACKWARD_RATIO * self.forward)
+        return beyond + 2 * COPY_SLOWDOWN * copy
+
+    def added_seconds(self, plan: Plan) -> float:
+        """Return the time that a plan adds to a micro batch: recomputation, and waiting for copies on their stream."""
+        copies = [self.offloaded(own) / self.rates.host for own in plan]
+        now = stream = 0.0
+        done_before = 0.0
+        for copy in copies:  # forward: a block's memory is freed when the next block ends, which waits for its copy
+            stream = max(stream, now + READY_SHARE * self.forward) + copy
+            now = max(now + self.forward, done_before)
+            done_before = stream if copy else 0.0
+        waited = now - len(plan) * self.forward
+        backward, again = BACKWARD_RATIO * self.forward, [self.recomputed(own) for own in plan]
+        for number in range(len(plan) - 1, 0, -1):  # backward: a block's tensors are fetched beside the next block
+            waited += max(0.0, copies[number - 1] - backward - again[number])
+        return waited + sum(again) + 2 * COPY_SLOWDOWN * sum(copies)
 
 
 def block_plans(allowed: tuple[str, ...] = CHOICES) -> list[BlockPlan]:
@@ -239,53 +286,41 @@ def block_plans(allowed: tuple[str, ...] = CHOICES) -> list[BlockPlan]:
     return [BlockPlan(*chosen) for chosen in product(inputs, *[allowed] * (len(KINDS) - 1))]
 
 
-def _best_trade_offs(choices: Iterable[Choice]) -> list[Choice]:
-    """Return the choices that no other one beats in both memory and time, by memory."""
-    found: list[Choice] = []
-    for choice in sorted(choices):
-        if not found or choice.seconds < found[-1].seconds:
-            found.append(choice)
-    return found
-
-
 # -- the search -------------------------------------------------------------------------------------------------------
 
 
 class Point(NamedTuple):
-    """The least time of some blocks for an amount of memory."""
+    """The least cost of some blocks for an amount of memory."""
 
     kept: int
-    seconds: float
-    last: int
-    """The choice of the last of these blocks, by its number."""
+    cost: float
+    last: BlockPlan
+    """The plan of the last of these blocks."""
     before: "Point | None"
-    offloads: bool
-    """Whether the last block's choice is one of those with offloading."""
 
-    def plans(self, costs: BlockCosts) -> list[BlockPlan]:
+    def plans(self) -> list[BlockPlan]:
         point, found = self, list[BlockPlan]()
         while point.before is not None:
-            choices = costs.choices if point.offloads else costs.choices_without_offloading
-            found.append(choices[point.last].plan)
+            found.append(point.last)
             point = point.before
         return found
 
 
-def _fastest(costs: BlockCosts, offloading: int, others: int) -> list[Point]:
-    """Return, by increasing memory, the points of least time: `offloading` blocks may offload, `others` may not."""
-    points = [Point(0, 0.0, -1, None, False)]
+def _fastest(costs: BlockCosts, limit: float, offloading: int, others: int) -> list[Point]:
+    """Return, by increasing memory, the points of least cost: `offloading` blocks may offload, `others` may not."""
+    points = [Point(0, 0.0, KEEP_ALL, None)]
     for number in range(offloading + others):
-        offloads = number < offloading
-        choices: Sequence[Choice] = costs.choices if offloads else costs.choices_without_offloading
+        if number in (0, offloading):
+            choices = costs.choices(limit, offloads=number < offloading)
         longer = sorted(
-            (point.kept + choice.kept, point.seconds + choice.seconds, index, number_of_point)
-            for number_of_point, point in enumerate(points)
+            (point.kept + choice.kept, point.cost + choice.cost, at, index)
+            for at, point in enumerate(points)
             for index, choice in enumerate(choices)
         )
         best: list[Point] = []
-        for kept, seconds, index, number_of_point in longer:
-            if not best or seconds < best[-1].seconds:
-                best.append(Point(kept, seconds, index, points[number_of_point], offloads))
+        for kept, cost, at, index in longer:
+            if not best or cost < best[-1].cost:
+                best.append(Point(kept, cost, choices[index].plan, points[at]))
         points = _thinned(best)
     return points
 

@@ -39,6 +39,8 @@ class ShapeArguments:
     checkpoint_blocks: int = flag_like(RunConfig, "checkpoint_blocks")
     memory_budget: str = flag_like(RunConfig, "memory_budget")
     fast: str = flag_like(RunConfig, "fast")
+    optimizer_state: str = flag_like(RunConfig, "optimizer_state")
+    update_in_backward: bool = flag_like(RunConfig, "update_in_backward")
 
     @property
     def has_shape(self) -> bool:
@@ -54,8 +56,9 @@ class ShapeArguments:
         shape_given = given.keys() & set(SHAPE_FIELDS)
         size = fields.pop("size", self.size) or ("small" if shape_given else default_size)
         model = model_config(size, **given)
-        names = ("batch_size", "mode", "precision", "attention", "checkpoint_blocks", "memory_budget", "fast")
-        run = {name: getattr(self, name) for name in names}
+        names = ("batch_size", "mode", "precision", "attention", "checkpoint_blocks", "memory_budget")
+        own = ("fast", "optimizer_state", "update_in_backward")
+        run = {name: getattr(self, name) for name in (*names, *own)}
         return RunConfig(model=model, size=canonical_size(size, model), **{**run, **fields})
 
     def predicted_config(self, **fields: Any) -> RunConfig:

@@ -21,8 +21,11 @@ FIELDS = {
     "precision": Text("precision", "精度"),
     "attention": Text("attention", "注意力"),
     "checkpoint_blocks": Text("checkpoint", "重计算"),
+    "memory_budget": Text("memory budget", "显存预算"),
     "compile": Text("compiled", "编译"),
     "fast": Text("fast", "fast 部分"),
+    "optimizer_state": Text("optimizer state", "优化器状态"),
+    "update_in_backward": Text("update in backward", "反向中更新"),
     "warmup_steps": Text("warm-up", "预热"),
     "heads": Text("heads", "头数"),
     "head_dim": Text("d", "头维度"),
@@ -37,7 +40,10 @@ _IN_TITLE = {
     "attention": True,
 }
 """Fields that a title names where all rows agree -> whether with their heading."""
-_USUAL = {"vocab_size": 10_000, "checkpoint_blocks": 0, "compile": False, "warmup_steps": 5, "model_factory": None}
+_USUAL = {
+    **{"vocab_size": 10_000, "checkpoint_blocks": 0, "compile": False, "warmup_steps": 5, "model_factory": None},
+    **{"optimizer_state": "fp32", "update_in_backward": False, "memory_budget": ""},
+}
 """Fields that a title names only where all rows have another value than this."""
 _PACKAGED = ("cs336_systems.benchmark.", "cs336_systems.experiments.steps.")
 """Prefixes of model factories of this package, which tables leave out."""

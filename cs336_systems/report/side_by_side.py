@@ -40,7 +40,10 @@ QUANTITIES = {
     "peak_memory": Text("peak memory", "峰值显存"),
 }
 """Metric -> subject of its table."""
-SHAPE = ("d_model", "num_layers", "num_heads", "d_ff", "ranks", "backend", "fast", "inner")
+SHAPE = (
+    *("d_model", "num_layers", "num_heads", "d_ff", "ranks", "backend"),
+    *("fast", "optimizer_state", "update_in_backward", "inner"),
+)
 """Fields that make work different, besides those that tables show."""
 TIMES = ("step_time", "leaderboard_time", "forward_backward_time", "backward_time", "forward_time")
 MEMORIES = ("peak_memory", "memory_before_backward")

@@ -37,6 +37,8 @@ Watch = Callable[[str], AbstractContextManager]
 Scaling = Callable[[Tensor], Tensor]
 
 AUTOCAST_DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16}
+STATE_DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
+"""Dtype of the packed optimizer's state by `RunConfig.optimizer_state`."""
 
 
 @dataclass(frozen=True)
@@ -109,9 +111,14 @@ class TrainStep:
             return torch.optim.AdamW(self.model.parameters(), fused=True, capturable="graph" in self._parts)
         assert isinstance(self.model, TransformerLM)
         dtype = AUTOCAST_DTYPES.get(self.config.precision, torch.float32)
-        parameters = self.model.in_packing_order()
-        norm, device = self.config.max_grad_norm, torch.device(self.config.device)
-        return PackedAdamW(parameters, dtype=dtype, max_grad_norm=norm, device=device)
+        return PackedAdamW(
+            self.model.in_packing_order(),
+            dtype=dtype,
+            state_dtype=STATE_DTYPES[self.config.optimizer_state],
+            max_grad_norm=self.config.max_grad_norm,
+            device=torch.device(self.config.device),
+            update_in_backward=_gradient_groups(self.model) if self.config.update_in_backward else (),
+        )
 
     def random_batch(self) -> tuple[Tensor, Tensor]:
         """Return random tokens and targets, (batch, context) each."""
@@ -168,6 +175,11 @@ class TrainStep:
         optimizer, adapted = self.optimizer, self._adapted
         assert optimizer is not None
         assert adapted is not None
+        if self.config.update_in_backward:
+            raise UserError(
+                "update_in_backward cannot leave out a step that is not finite, as training does; it is for `launch`",
+                *("update_in_backward",),
+            )
         if learning_rate is not None:
             for group in optimizer.param_groups:
                 group["lr"] = learning_rate
@@ -205,7 +217,14 @@ class TrainStep:
 
     def _gradients(self, batches: Batches, watch: Watch = nullcontext) -> Tensor:
         """Compute the gradients of a step whose decisions stay on the device; return the mean loss."""
+        if self.config.update_in_backward and len(batches) > 1:
+            raise UserError(
+                f"update_in_backward needs all sequences of a step in one micro batch, got {len(batches)}",
+                *("update_in_backward",),
+            )
         if self.graph is not None:
+            if self._adapted is not None:
+                self._adapted.upload_rates()
             return self.graph.gradients(batches)
         share = _times(1 / len(batches))
         return self._accumulate(batches, lambda loss: self.scaler.scale(share(loss)), watch)
@@ -263,8 +282,6 @@ class TrainStep:
             with self._phase("optimizer", watch):
                 self._update()
             return
-        assert self._adapted is not None
-        self._adapted.upload_rates()
         self.graph.update()
 
     def _update(self) -> None:
@@ -304,6 +321,13 @@ class TrainStep:
         nvtx = torch.cuda.nvtx.range(name) if self.device.type == "cuda" else nullcontext()
         with record_function(name), nvtx, watch(name):
             yield
+
+
+def _gradient_groups(model: TransformerLM) -> list[list[nn.Parameter]]:
+    """Return the parameters of each block, and the others one by one. Backward has gradients of one group at a time."""
+    blocks = [list(block.parameters()) for block in model.layers]
+    in_blocks = {parameter for block in blocks for parameter in block}
+    return [*blocks, *([parameter] for parameter in model.parameters() if parameter not in in_blocks)]
 
 
 def _times(factor: float) -> Scaling:

@@ -15,7 +15,7 @@ from cs336_systems.model import TransformerLM
 from cs336_systems.parallel import DDP, FSDP, ShardedOptimizer
 from cs336_systems.parallel.launch import Rank
 from cs336_systems.step.memory_budget import apply_memory_budget
-from cs336_systems.step.train_step import AUTOCAST_DTYPES, TrainStep, build_model, require_device
+from cs336_systems.step.train_step import AUTOCAST_DTYPES, STATE_DTYPES, TrainStep, build_model, require_device
 from cs336_systems.step.updates import LossScale
 from cs336_systems.train.settings import OptimizerSettings, TrainSettings
 from cs336_systems.train.weights import load_weights
@@ -77,6 +77,7 @@ def _packed_optimizer(model: nn.Module, settings: TrainSettings, device: torch.d
     return PackedAdamW(
         _groups(model.in_packing_order(), settings.optimizer),
         dtype=AUTOCAST_DTYPES.get(settings.compute.precision, torch.float32),
+        state_dtype=STATE_DTYPES[settings.optimizer.state],
         max_grad_norm=settings.optimizer.max_grad_norm,
         check_finite=True,
         device=device,

@@ -24,7 +24,7 @@ from cs336_systems.train.checkpoint import (
     Checkpoint,
     DamagedCheckpointError,
     Store,
-    load_masters,
+    load_copies,
     located,
     rng_state,
     set_rng_state,
@@ -149,7 +149,7 @@ class Saver:
         own_rng = {name: value for name, value in rng_state().items() if name in found.manifest["rng"]}
         state: dict[str, Tensor] = {**training_state(self.step.model, self._optimizer), **own_rng}
         self.store.load(found, state)
-        load_masters(self.step.model, self._optimizer, state)
+        load_copies(self.step.model, self._optimizer, state)
         set_rng_state({name: value for name, value in state.items() if name.startswith("rng/")})
         progress = Progress.from_manifest(found.manifest["progress"], self.step.loss_scale)
         self._show(f"resumed at step {progress.step} from {found.path}")

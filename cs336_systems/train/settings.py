@@ -133,6 +133,7 @@ class OptimizerSettings(_Checked):
     weight_decay: float = flag(0.1, "weight decay of matrices; norms have none")
     beta1: float = flag(0.9, "AdamW's decay rate of the gradient's mean")
     beta2: float = flag(0.95, "AdamW's decay rate of the squared gradient's mean")
+    state: str = renamed("optimizer_state", flag_like(RunConfig, "optimizer_state"))
     max_grad_norm: float = flag(1.0, "clip the gradient's norm to this (0: no clipping)")
     max_skipped: int = renamed("most_skipped", flag(10, "end after this many non-finite steps in a row"))
     loss_scale_growth: int = flag(2000, "good steps after which the loss scale of fp16 is doubled")
@@ -265,6 +266,7 @@ class TrainSettings(_Checked):
             memory_budget=compute.memory_budget,
             compile=compute.compile,
             fast=fast,
+            optimizer_state=self.optimizer.state,
             max_grad_norm=self.optimizer.max_grad_norm,
             device=device,
             seed=self.seed,

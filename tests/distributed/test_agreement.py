@@ -101,6 +101,7 @@ CHANGES = {
     "checkpoint_blocks": 1,
     "compile": True,
     "fast": "off",
+    "optimizer_state": "bf16",
     "learning_rate": 2e-2,
     "final_share": 0.2,
     "warmup_steps": 2,

@@ -279,6 +279,7 @@ def test_a_finished_run_that_has_diverged_is_a_failure(learning_rate, reason, pl
         *((precision, {}) for precision in ("fp32", "bf16", "fp16")),
         ("fp32", {"fast": "on"}),
         ("bf16", {"fast": "optimizer"}),
+        ("bf16", {"fast": "on", "optimizer_state": "bf16"}),
         ("fp16", {"fast": "kernels,loss"}),
         ("fp32", {"async_save": True, "save_every": 1, "keep": 3}),
     ],
@@ -320,6 +321,21 @@ def test_fast_and_plain_step_resume_each_other(place, alone, tmp_path):
     assert (last.code, last.step) == (0, STEPS)
     assert_same_weights(last, expected, 1e-4)
     assert losses_of(mixed["output"]) == pytest.approx(losses_of(plain["output"]), rel=1e-4)
+
+
+def test_optimizer_states_of_both_precisions_resume_each_other(place, alone, tmp_path):
+    """A checkpoint holds fp32 weights and moments in either case; in bf16 they are coarser."""
+    same = {"data": str(place / "short.txt"), "precision": "bf16", "fast": "on"}
+    wide, mixed = fields(tmp_path / "fp32", **same), fields(tmp_path / "mixed", **same)
+    expected = perform(Run(wide))
+    for stop, state in ((2, "fp32"), (5, "bf16"), (7, "fp32")):
+        assert perform(Run({**mixed, "optimizer_state": state}, stop_after=stop)).code == STOPPED
+    last = perform(Run({**mixed, "optimizer_state": "bf16"}))
+    assert (last.code, last.step) == (0, STEPS)
+    assert_same_weights(last, expected, 4e-2)
+    losses = losses_of(mixed["output"])
+    assert losses[:2] == losses_of(wide["output"])[:2]
+    assert losses == pytest.approx(losses_of(wide["output"]), rel=1e-2)
 
 
 def test_a_finished_run_can_be_made_longer(place, alone):

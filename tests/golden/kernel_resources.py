@@ -225,6 +225,8 @@ def _call_pointwise(dtype: torch.dtype, width: int, head_dim: int) -> None:
     flat, moment, scalars = tensor(1 << 20), tensor(1 << 20, dtype=wide), tensor(5, dtype=wide)
     low_bits = tensor(1 << 20, dtype=torch.int16) if dtype == torch.bfloat16 else None
     pointwise_triton.adamw(flat, low_bits, flat, moment, moment, scalars, (0.9, 0.95), 1e-8, 0.1)
+    if dtype == torch.bfloat16:
+        pointwise_triton.adamw(flat, None, flat, flat, flat, scalars, (0.9, 0.95), 1e-8, 0.1)
     bits = tensor(1 << 20, dtype=INTEGERS[dtype.itemsize])
     pointwise_triton.checksums(bits, tensor(1 << 6, dtype=torch.int64), CHECKED)
 

@@ -121,6 +121,23 @@ def test_adamw_against_torchs(count):
     assert (rounded.float() - plain.data).abs().max() <= plain.data.abs().max() / 256
 
 
+def test_adamw_of_a_bf16_state():
+    """torch's fused AdamW computes in fp32, too, and rounds bf16 parameters and moments once."""
+    weights = torch.randn(100_003, device="cuda").to(torch.bfloat16)
+    mean, square = torch.zeros_like(weights), torch.zeros_like(weights)
+    plain = torch.nn.Parameter(weights.clone())
+    optimizer = torch.optim.AdamW([plain], lr=1e-2, betas=(0.9, 0.95), weight_decay=0.1, fused=True)
+    for step in range(1, 6):
+        plain.grad = torch.randn_like(weights)
+        optimizer.step()
+        scalars = torch.tensor([1e-2, 1.0, 1 - 0.9**step, (1 - 0.95**step) ** 0.5, 1.0], device="cuda")
+        pointwise.adamw_(weights, None, plain.grad, mean, square, scalars, (0.9, 0.95), 1e-8, 0.1)
+    assert (weights != plain.data).float().mean() < 0.01  # fp32 results close to the middle of two bf16 numbers
+    torch.testing.assert_close(weights, plain.data, rtol=2**-6, atol=1e-6)
+    for ours, name in ((mean, "exp_avg"), (square, "exp_avg_sq")):
+        torch.testing.assert_close(ours, optimizer.state[plain][name], rtol=2**-6, atol=1e-6)
+
+
 # -- the graph --------------------------------------------------------------------------------------------------------
 
 
@@ -155,6 +172,16 @@ def test_graph_is_the_step_to_the_bit(micro_batches):
     assert step.graph.peak_memory > 0
     assert losses == expected
     assert all(torch.equal(a, b) for a, b in zip(found, weights, strict=True))
+
+
+@pytest.mark.parametrize("state", ["fp32", "bf16"])
+@pytest.mark.parametrize("fast", ["on", WITHOUT_GRAPH])
+def test_an_update_in_backward_is_the_ordinary_step_to_the_bit(fast, state):
+    expected, weights, _ = trained(WITHOUT_GRAPH, optimizer_state=state)
+    losses, found, step = trained(fast, optimizer_state=state, update_in_backward=True)
+    assert losses == expected
+    assert all(torch.equal(a, b) for a, b in zip(found, weights, strict=True))
+    assert step.optimizer.state_dict()["state"][0]["step"].item() == 6
 
 
 def test_graph_skips_a_step_that_is_not_finite():

@@ -8,9 +8,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from cs336_systems.config import (
+    ADDED_LATER,
     ATTENTIONS,
     COURSE_SIZES,
     MODES,
+    OPTIMIZER_STATES,
     PRECISIONS,
     SIZES,
     ModelConfig,
@@ -150,6 +152,7 @@ CHOICES = {
     "mode": (UNKNOWN, MODES),
     "precision": (UNKNOWN, PRECISIONS),
     "attention": (UNKNOWN, ATTENTIONS),
+    "optimizer_state": (UNKNOWN, OPTIMIZER_STATES),
     "device": (["", "gpu", "mps", "CUDA", "cuda:", "cuda:-1", "cuda:x", "cpu:0", "cuda\n"], ("cpu, cuda or cuda:N",)),
     "model_factory": (["", "module", "module.build", "a b:build", "module:", ":build", "m:build()"], ()),
     "size": (["huge"], SIZES),
@@ -168,6 +171,32 @@ def test_an_unknown_choice_is_named_with_all_choices(name, value):
 def test_an_integer_rope_theta_gives_the_same_cell_as_the_float():
     whole, fraction = (RunConfig(model=ModelConfig(rope_theta=theta)) for theta in (10_000, 10_000.0))
     assert cell_key(whole.to_dict()) == cell_key(fraction.to_dict())
+
+
+@pytest.mark.parametrize("name", ADDED_LATER)
+def test_a_field_added_later_keeps_the_cell_keys_of_older_files(name):
+    assert ADDED_LATER[name] == getattr(RunConfig(), name)
+    assert name not in RunConfig().to_dict()
+    other = {"fast": "on", "optimizer_state": "bf16", "update_in_backward": True, "memory_budget": "8GiB"}
+    changed = RunConfig(precision="bf16", attention="auto", **{"fast": "on", name: other[name]})
+    assert changed.to_dict()[name] == other[name]
+    assert RunConfig.from_dict(changed.to_dict()) == changed
+
+
+@pytest.mark.parametrize("fields", [{}, {"precision": "bf16"}, {"fast": "on"}, {"fast": "loss", "precision": "bf16"}])
+def test_a_bf16_optimizer_state_needs_bf16_weights_and_the_packed_optimizer(fields):
+    with refused("optimizer_state bf16", "fast on"):
+        RunConfig(optimizer_state="bf16", **fields)
+
+
+@pytest.mark.parametrize(
+    ("fields", "way_out"),
+    [({}, "fast on"), ({"fast": "on", "max_grad_norm": 1.0}, "use 0"), ({"fast": "on", "compile": True}, "compile")],
+    ids=["plain step", "clipping", "compiled"],
+)
+def test_an_update_in_backward_names_what_excludes_it(fields, way_out):
+    with refused("update_in_backward", way_out):
+        RunConfig(update_in_backward=True, **fields)
 
 
 @pytest.mark.parametrize("value", ["cpu", "cuda", "cuda:0", "cuda:12"])

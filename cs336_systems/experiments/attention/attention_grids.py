@@ -157,6 +157,7 @@ PYTORCH_ATTENTION = Experiment(
     charts=naive_charts,
     group="attention",
     findings=(eager_cost, compiled_gain, out_of_memory),
+    problems_2026=("pytorch_attention", "torch_compile"),
     order=10,
 )
 
@@ -330,5 +331,6 @@ FLASH = Experiment(
     group="attention",
     findings=(partial(flash_speed, which=0), partial(flash_speed, which=1), flash_memory),
     statistic="median",
+    problems_2026=("flash_benchmarking",),
     order=20,
 )

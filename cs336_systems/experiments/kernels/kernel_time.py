@@ -1,11 +1,20 @@
 """Which kernels take the time, by phase and kind? And inside attention, what takes the time and what the FLOPs?"""
 
-from collections import defaultdict
+import dataclasses
+from collections import Counter, defaultdict
 from collections.abc import Iterable, Mapping, Sequence
 from itertools import product
 
 from cs336_systems.config import COURSE_SIZES, MODES, RunConfig
-from cs336_systems.experiments.spec import Config, Experiment, Instrument, label_step, run_config, step_memory
+from cs336_systems.experiments.spec import (
+    HANDOUT_2026,
+    Config,
+    Experiment,
+    Instrument,
+    label_step,
+    run_config,
+    step_memory,
+)
 from cs336_systems.measure.readers.kernel_classes import (
     ELEMENTWISE,
     KINDS,
@@ -17,6 +26,7 @@ from cs336_systems.measure.readers.kernel_classes import (
     classify,
 )
 from cs336_systems.measure.readers.recorded_tables import KernelRow, KindRow, PartRow, rows_of
+from cs336_systems.predict.fit import CONTEXTS_2026, gpu_bytes, largest_contexts, usable_bytes
 from cs336_systems.report import terms
 from cs336_systems.report.cells import PHASES, CellView, grouped
 from cs336_systems.report.document import Chart, Point, Series
@@ -70,6 +80,11 @@ KIND_NAMES = {
     }.items()
 }
 
+PROFILED_2026 = ("small", "2.7B")
+"""The 2026 handout asks for two sizes; 2.7B is its xl."""
+COURSE_GPU = "H100"
+"""Contexts are chosen for its memory where that of the GPU is not known."""
+
 # -- grids and instrument ---------------------------------------------------------------------------------------------
 
 
@@ -78,8 +93,25 @@ def _grid(preset: str, base: RunConfig) -> Iterable[Config]:
         for mode in ("inference", "train-step"):
             yield run_config(base, "small" if base.device_type == "cuda" else "tiny", mode=mode)
         return
-    for size, context, mode in product(COURSE_SIZES, (128, 256, 512, 1024), ("inference", "train-step")):
+    sizes: tuple[str, ...] = COURSE_SIZES
+    contexts: tuple[int, ...] = (128, 256, 512, 1024)
+    if preset == HANDOUT_2026:
+        sizes, contexts = PROFILED_2026, CONTEXTS_2026
+    for size, context, mode in product(sizes, contexts, ("inference", "train-step")):
         yield run_config(base, size, context, mode=mode)
+
+
+def largest_that_fit(configs: Sequence[Config], gpu_memory: int | None) -> Sequence[Config]:
+    """Keep the three largest contexts with which a training step of the size fits, where the grid is that of 2026."""
+    if {config["model"]["context_length"] for config in configs} != set(CONTEXTS_2026):
+        return configs
+    budget = usable_bytes(gpu_memory or gpu_bytes(COURSE_GPU))
+    chosen: dict[str, list[int]] = {}
+    for config in configs:
+        if config["size"] not in chosen:
+            step = dataclasses.replace(RunConfig.of(config), mode="train-step")
+            chosen[config["size"]] = largest_contexts(step, budget)
+    return [config for config in configs if config["model"]["context_length"] in chosen[config["size"]]]
 
 
 def _inference_grid(preset: str, base: RunConfig) -> Iterable[Config]:
@@ -271,10 +303,10 @@ def _charts(cells: Cells) -> list[Chart]:
 
 
 def at_one_context(cells: Cells) -> list[CellView]:
-    """Cells of the usual context length, or of the shortest, by size."""
+    """Cells of the context length that most cells have, by size; of several the usual one, or the shortest."""
     fine = sorted((cell for cell in cells if cell.ok), key=scale_of)
-    contexts = {cell.get("context_length") for cell in fine}
-    context = USUAL_CONTEXT if USUAL_CONTEXT in contexts else min(contexts, default=0)
+    cells_at = Counter(cell.get("context_length") for cell in fine)
+    context = min(cells_at, key=lambda one: (-cells_at[one], one != USUAL_CONTEXT, one), default=0)
     return [cell for cell in fine if cell.get("context_length") == context]
 
 
@@ -378,12 +410,14 @@ KERNELS = Experiment(
     title=Text("Kernels by phase and kind", "各阶段与各类别的内核"),
     question=Text("Which kernels take the time, by phase and kind?", "按阶段和类别，时间花在哪些内核上？"),
     grid=_grid,
+    fitting=largest_that_fit,
     instrument=KERNEL_PROFILE,
     profile=lambda run: None,
     tables=kernel_tables,
     charts=_charts,
     findings=(_matmul_share, _other_kinds, _idle),
     group="speed",
+    problems_2026=("nsys_profile",),
     order=10,
 )
 
@@ -500,10 +534,12 @@ ATTENTION_OPS = Experiment(
         "Inside attention, what takes the time and what the FLOPs?", "注意力内部，时间花在哪里，FLOPs 花在哪里？"
     ),
     grid=_inference_grid,
+    fitting=largest_that_fit,
     instrument=KERNEL_PROFILE,
     tables=_attention_tables,
     charts=_attention_charts,
     findings=(_time_against_flops, _around_matmuls),
     group="attention",
+    problems_2026=("nsys_profile",),
     order=20,
 )

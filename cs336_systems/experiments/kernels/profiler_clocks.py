@@ -1,10 +1,18 @@
 """Do the profiler, CUDA events and the wall clock agree, and what is the gap?"""
 
 from collections.abc import Iterable, Sequence
+from itertools import product
 
 from cs336_systems.config import RunConfig
-from cs336_systems.experiments.kernels.kernel_time import IDLE_SHARE, KERNEL_PROFILE, phases_of
-from cs336_systems.experiments.spec import Config, Experiment, require_gpu, run_config
+from cs336_systems.experiments.kernels.kernel_time import (
+    IDLE_SHARE,
+    KERNEL_PROFILE,
+    PROFILED_2026,
+    largest_that_fit,
+    phases_of,
+)
+from cs336_systems.experiments.spec import HANDOUT_2026, Config, Experiment, require_gpu, run_config
+from cs336_systems.predict.fit import CONTEXTS_2026
 from cs336_systems.report import terms
 from cs336_systems.report.cells import PHASES, CellView
 from cs336_systems.report.document import Chart, Point, Series
@@ -13,9 +21,9 @@ from cs336_systems.report.phrases import (
     error_text,
     having,
     known,
+    naming,
     ranging,
     scale_of,
-    size_of,
     together,
     value_of,
 )
@@ -44,8 +52,15 @@ NOTES = [
 
 def _grid(preset: str, base: RunConfig) -> Iterable[Config]:
     require_gpu(PROFILER_AGREEMENT.name, base, "its clocks are the GPU's")
-    for size in ("small",) if preset == "quick" else ("small", "large", "2.7B"):
-        yield {**run_config(base, size), "profiler": "both"}
+    contexts: tuple[int | None, ...] = CONTEXTS_2026 if preset == HANDOUT_2026 else (None,)
+    for size, context in product(_sizes(preset), contexts):
+        yield {**run_config(base, size, context), "profiler": "both"}
+
+
+def _sizes(preset: str) -> tuple[str, ...]:
+    if preset == HANDOUT_2026:
+        return PROFILED_2026
+    return ("small",) if preset == "quick" else ("small", "large", "2.7B")
 
 
 def _tables(cells: Cells) -> list[Table]:
@@ -112,39 +127,43 @@ def _queued(cells: Cells) -> Text | None:
 def _kernels_over_events(cells: Cells, events: str, phases: Sequence[str]) -> list[tuple[float, Text]]:
     """Kernel time over event time of each cell, over the phases that have both."""
     found = []
-    for cell in sorted((cell for cell in cells if cell.ok), key=scale_of):
+    fine = sorted((cell for cell in cells if cell.ok), key=scale_of)
+    name = naming(fine)
+    for cell in fine:
         pairs = [(value_of(cell, f"busy_time: {phase}"), value_of(cell, events.format(phase))) for phase in phases]
         both = [(kernels, seconds) for kernels, seconds in pairs if kernels and seconds]
         if both:
-            found.append((sum(row[0] for row in both) / sum(row[1] for row in both), size_of(cell)))
+            found.append((sum(row[0] for row in both) / sum(row[1] for row in both), name(cell)))
     return found
 
 
 def _profiled(cells: Cells) -> Text | None:
-    found = [
-        (known(cell, "step_time") / known(cell, "profiled_step_time"), size_of(cell))
-        for cell in having(cells, "profiled_step_time", "step_time")
-    ]
+    fine = having(cells, "profiled_step_time", "step_time")
+    name = naming(fine)
+    found = [(known(cell, "step_time") / known(cell, "profiled_step_time"), name(cell)) for cell in fine]
     return compared(Text("a profiled step", "带分析器时单步"), Text("one without the profiler", "不带分析器时"), found)
 
 
 def _nsys(cells: Cells) -> Text | None:
     found = []
-    for cell in (cell for cell in cells if cell.ok):
+    fine = [cell for cell in cells if cell.ok]
+    name = naming(fine)
+    for cell in fine:
         for phase in phases_of(cell):
             theirs, ours = value_of(cell, f"nsys_busy_time: {phase}"), value_of(cell, f"busy_time: {phase}")
             if theirs and ours:
-                found.append((abs(ours / theirs - 1), _named(cell, phase)))
-    off, name = max(found, key=lambda pair: pair[0])
+                found.append(
+                    (
+                        abs(ours / theirs - 1),
+                        say("{}, {}", "{}，{}", name(cell), terms.PHASE_NAMES.get(phase, Text(phase))),
+                    )
+                )
+    off, where = max(found, key=lambda pair: pair[0])
     return say(
         "torch.profiler and nsys differ by {} at most ({})",
         "torch.profiler 与 nsys 最多相差 {}（{}）",
-        *(error_text(off), name),
+        *(error_text(off), where),
     )
-
-
-def _named(cell: CellView, phase: str) -> Text:
-    return say("{}, {}", "{}，{}", size_of(cell), terms.PHASE_NAMES.get(phase, Text(phase)))
 
 
 PROFILER_AGREEMENT = Experiment(
@@ -155,10 +174,12 @@ PROFILER_AGREEMENT = Experiment(
         "性能分析器、CUDA event 与墙钟是否一致，差异来自哪里？",
     ),
     grid=_grid,
+    fitting=largest_that_fit,
     instrument=KERNEL_PROFILE,
     tables=_tables,
     charts=_charts,
     findings=(_busy_share, _queued, _profiled, _nsys),
     group="trust",
+    problems_2026=("nsys_profile",),
     order=30,
 )

@@ -10,8 +10,8 @@ from cs336_systems.config import RunConfig, UserError
 from cs336_systems.files import replacing
 from cs336_systems.measure.memory_timeline import MOST_EVENTS, UNLABELLED, MemoryTrace, trace_memory
 from cs336_systems.measure.memory_trace import measure_peak, predict_by_tracing
-from cs336_systems.measure.readers.recorded_tables import BlockRow, SavedRow, flatten
-from cs336_systems.measure.saved_tensors import saved_tensors
+from cs336_systems.measure.readers.recorded_tables import BlockRow, OperationRow, SavedRow, flatten
+from cs336_systems.measure.saved_tensors import Saved, block_backward, saved_tensors
 from cs336_systems.measure.timing import STEP, time_as_configured, time_steps
 from cs336_systems.predict.memory_model import breakdown, estimate
 from cs336_systems.record import Metric
@@ -19,6 +19,7 @@ from cs336_systems.step.train_step import TrainStep, Watch
 from cs336_systems.timeline import TIMELINE_FILE, Block
 
 LARGEST_KEPT = 10
+FIRST_BLOCK = "layers.0"
 SNAPSHOT_FILE = "snapshot.pickle"
 
 
@@ -72,19 +73,20 @@ def predictions(run: RunConfig) -> list[Metric]:
 
 
 def measure_recomputation(config: dict[str, Any]) -> list[Metric]:
-    """Measure a step that recomputes groups of blocks, and groups of `inner` blocks inside them."""
+    """Measure a step that recomputes groups of blocks: flat, with groups of `inner` blocks inside, or by halves."""
     run = RunConfig.of(config)
-    inner = config["inner"]
+    inner, recursive = config["inner"], config.get("recursive", False)
 
     def prepare(step: TrainStep) -> None:
         step.model.checkpoint_inner = inner
+        step.model.checkpoint_recursive = recursive
 
     step = TrainStep.build(run)
     prepare(step)
     batch = step.random_batch()
     timings = time_as_configured(step, batch)
     measured = measure_peak(step, batch) if timings.peak_memory is None else timings.peak_memory
-    closed_form = [] if inner else [Metric("predicted_memory", "B", [estimate(run).peak])]
+    closed_form = [] if inner or recursive else [Metric("predicted_memory", "B", [estimate(run).peak])]
     return [
         *timings.metrics,
         Metric("peak_memory", "B", [measured]),
@@ -120,12 +122,38 @@ def measure_saved_tensors(config: dict[str, Any]) -> list[Metric]:
     for saved in kept:
         by_module[saved.module] = by_module.get(saved.module, 0) + saved.size
     largest = sorted(kept, key=lambda saved: -saved.size)[:LARGEST_KEPT]
+    of_block = [saved for saved in kept if saved.module.startswith(FIRST_BLOCK)]
     return [
+        *_block_metrics(step, of_block),
         Metric("saved_memory", "B", [sum(saved.size for saved in kept)]),
         Metric("saved_tensors", "1", [len(kept)]),
         Metric("saved_parameter_memory", "B", [sum(saved.size for saved in found if saved.is_parameter)]),
         Metric("saved_by_module", "B", flatten(by_module.items())),
         Metric("largest_saved", "B", flatten(SavedRow(s.size, s.module, s.what, s.line) for s in largest)),
+    ]
+
+
+def _block_metrics(step: TrainStep, saved: list[Saved]) -> list[Metric]:
+    """The first block: what it saves, by operation, and what its backward changes. Nothing for a model without one."""
+    layers = getattr(step.model, "layers", None)
+    if not saved or layers is None:
+        return []
+    by_operation: dict[tuple[str, str], list[int]] = {}
+    for one in saved:
+        by_operation.setdefault((one.operation, one.module), []).append(one.size)
+    rows = [OperationRow(*name, sum(sizes), len(sizes)) for name, sizes in by_operation.items()]
+    found = [
+        Metric("block_saved_memory", "B", [sum(one.size for one in saved)]),
+        Metric("block_operations", "B", flatten(sorted(rows, key=lambda row: -row.size)[:LARGEST_KEPT])),
+    ]
+    run = step.config  # a block of a user's model may be called otherwise; a recomputed one is saved by its input alone
+    if run.model_factory is not None or run.checkpoint_blocks:
+        return found
+    change, gradients = block_backward(step, step.random_batch(), layers[0])
+    return [
+        *found,
+        Metric("block_backward_change", "B", [change]),
+        Metric("block_gradient_memory", "B", [gradients]),
     ]
 
 

@@ -1,12 +1,20 @@
 """What is memory made of at its peak, what does forward keep for backward, and what follows from the configuration?"""
 
 import dataclasses
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from itertools import product
 
 from cs336_systems.config import COURSE_SIZES, MODES, RunConfig, model_config
-from cs336_systems.experiments.spec import Config, Experiment, Instrument, label_step, run_config, step_memory
-from cs336_systems.measure.readers.recorded_tables import BlockRow, LabelRow, SavedRow, rows_of
+from cs336_systems.experiments.spec import (
+    HANDOUT_2026,
+    Config,
+    Experiment,
+    Instrument,
+    label_step,
+    run_config,
+    step_memory,
+)
+from cs336_systems.measure.readers.recorded_tables import BlockRow, LabelRow, OperationRow, SavedRow, rows_of
 from cs336_systems.record import GIB, MIB
 from cs336_systems.report import entries, terms
 from cs336_systems.report.cells import CellView, grouped
@@ -44,6 +52,8 @@ from cs336_systems.text import Text, listed, say
 MODULE = "cs336_systems.experiments.memory.measure_memory"
 SMALL_PART = 0.01
 """Share of the largest bar below which parts are drawn together as one."""
+XL_CONTEXTS = (128, 2048)
+"""Contexts of the 2026 handout for its xl, which is 2.7B."""
 LOW = 0.25
 """Share of the GPU's memory below which bars are too low to be compared with it."""
 
@@ -57,10 +67,14 @@ def _grid(preset: str, base: RunConfig) -> Iterable[Config]:
         for mode in modes:
             yield run_config(base, "small" if base.device_type == "cuda" else "tiny", mode=mode)
         return
-    for context, mode, precision in product((128, 256, 512), modes, ("fp32", "bf16")):
+    contexts: tuple[int, ...] = XL_CONTEXTS if preset == HANDOUT_2026 else (128, 256, 512)
+    for context, mode, precision in product(contexts, modes, ("fp32", "bf16")):
         yield run_config(base, "2.7B", context, mode=mode, precision=precision)
     for precision in ("fp32", "bf16"):  # without score matrices
-        yield run_config(base, "2.7B", 512, precision=precision, attention="auto")
+        yield run_config(base, "2.7B", contexts[-1], precision=precision, attention="auto")
+    if preset == HANDOUT_2026:  # the naive training step that fits
+        for precision in ("fp32", "bf16"):
+            yield run_config(base, "2.7B", contexts[-1], precision=precision, checkpoint_blocks=1)
     if preset == "full":
         for size, mode in product(COURSE_SIZES, modes):
             yield run_config(base, size, mode=mode)
@@ -250,6 +264,7 @@ MEMORY = Experiment(
     charts=_charts,
     group="memory",
     findings=(worst_prediction, _composition, _largest_block),
+    problems_2026=("memory_profiling",),
     order=10,
 )
 
@@ -260,6 +275,12 @@ NAIVE = Text("naive attention", "朴素注意力")
 
 def _saved_grid(preset: str, base: RunConfig) -> Iterable[Config]:
     """One block, so that the list of saved tensors stays readable."""
+    if preset == HANDOUT_2026:
+        for context, attention, precision in product(XL_CONTEXTS, ("reference", "auto"), ("fp32", "bf16")):
+            model = model_config("2.7B", num_layers=1, context_length=context)
+            run = dataclasses.replace(base, model=model, size="", precision=precision, attention=attention)
+            yield run.to_dict()
+        return
     size = "tiny" if preset == "quick" and base.device_type == "cpu" else "2.7B"
     model = model_config(size, num_layers=1)
     for fields in (
@@ -294,10 +315,52 @@ def _saved_tables(cells: Cells) -> list[Table]:
             yield [_mib(size), *words]
 
     what = Text("kept for backward", "为反向保留")
+    of_block = having(cells, "block_saved_memory")
     return [
         entries.cell_table(what, cells, kept, shown=shown, notes=[note], on_spread=False),
         rows_table(Text("the five largest", "最大的五个"), cells, columns, largest, shown=shown),
+        *([_block_table(of_block, shown), _operations_table(of_block, shown)] if of_block else []),
     ]
+
+
+def _block_table(cells: Cells, shown: Sequence[str]) -> Table:
+    """One block: what it keeps, and how its backward changes the memory."""
+
+    def mib(metric: str) -> Callable[[CellView], str]:
+        return lambda cell: "" if cell.value(metric) is None else _mib(cell.value(metric))
+
+    def by_change(cell: CellView) -> str:
+        change = cell.value("block_backward_change")
+        return "" if change is None else _mib(change + (cell.value("block_saved_memory") or 0.0))
+
+    columns = [
+        entries.of(Text("kept", "保留"), mib("block_saved_memory"), "MiB"),
+        entries.of(Text("change over its backward", "其反向前后的变化"), mib("block_backward_change"), "MiB"),
+        entries.of(Text("gradients by the change", "由变化得出的梯度"), by_change, "MiB"),
+        entries.of(Text("gradients counted", "直接统计的梯度"), mib("block_gradient_memory"), "MiB"),
+    ]
+    note = Text(
+        "change: from the gradient of the block's output to that of its input; gradients: the change and what was kept",
+        "变化：从块输出的梯度到块输入的梯度；梯度：变化加上所保留的",
+    )
+    return entries.cell_table(Text("one block", "一个块"), cells, columns, shown=shown, notes=[note], on_spread=False)
+
+
+def _operations_table(cells: Cells, shown: Sequence[str]) -> Table:
+    words = (Text("operation", "操作"), terms.MODULE)
+    columns = [Column(terms.BYTES, "MiB"), Column(terms.SHARE), Column(Text("tensors", "张量数")), *map(word, words)]
+
+    def rows(cell: CellView) -> Iterable[list[str | Text]]:
+        for operation, module, size, tensors in _operations(cell)[:5]:
+            share = percent(size / known(cell, "block_saved_memory"))
+            yield [_mib(size), share, number(tensors, 0), operation, module]
+
+    what = Text("one block, the five operations that keep most", "一个块，保留最多的五个操作")
+    return rows_table(what, cells, columns, rows, shown=shown)
+
+
+def _operations(cell: CellView) -> list[OperationRow]:
+    return rows_of(cell.samples("block_operations"), OperationRow)
 
 
 def _saved(cell: CellView) -> list[SavedRow]:
@@ -309,6 +372,10 @@ def _mib(size: float | None) -> str:
 
 
 def _saved_charts(cells: Cells) -> list[Chart]:
+    return [_saved_chart(own) for own in grouped(cells, lambda cell: cell.get("context_length")).values()]
+
+
+def _saved_chart(cells: Cells) -> Chart:
     by_precision = grouped(having(cells, "saved_memory"), lambda cell: str(cell.get("precision")))
     series = [
         Series(Text(precision), joined(measured(cell, "saved_memory", _variant(cell), MIB) for cell in own))
@@ -318,11 +385,40 @@ def _saved_charts(cells: Cells) -> list[Chart]:
     values = (size, str(cells[0].get("batch_size")), str(cells[0].get("context_length")))
     title = say("Kept for backward: {}, {} x {} tokens", "为反向保留：{}，{} x {} 个 token", *values)
     note = Text("memory of saved tensors, parameters not counted", "所保存张量的显存，不含参数")
-    return [Chart("", title, "bars", Text("how it runs", "运行方式"), Text("MiB"), series, digits=1, note=note)]
+    return Chart("", title, "bars", Text("how it runs", "运行方式"), Text("MiB"), series, digits=1, note=note)
+
+
+def _one_block(cells: Cells) -> Text | None:
+    """State what a block with naive attention keeps at the longest context, and its gradients."""
+    fine = [cell for cell in having(cells, "block_saved_memory", "block_gradient_memory") if _variant(cell) == NAIVE]
+    cell = max(fine, key=lambda cell: cell.get("context_length"))
+    kept = known(cell, "block_saved_memory")
+    largest = (
+        say("{} {}", "{} {}", _operation_name(row.operation), percent(row.size / kept, 0))
+        for row in _operations(cell)[:3]
+    )
+    said = say(
+        "one block keeps {} MiB for backward ({}): {}",
+        "一个块为反向保留 {} MiB（{}）：{}",
+        *(_mib(kept), naming(fine)(cell), listed(largest)),
+    )
+    gradients = _mib(known(cell, "block_gradient_memory"))
+    return together(said, say("its gradients take {} MiB", "其梯度占 {} MiB", gradients))
+
+
+def _operation_name(operation: str) -> Text:
+    names = {
+        "linear": Text("linear layers", "线性层"),
+        "matmul": Text("matmul", "矩阵乘"),
+        "mul": Text("elementwise product", "逐元素乘"),
+        "rms_norm": Text("RMSNorm"),
+    }
+    return names.get(operation) or Text(operation.replace("_", " ") or "other", "" if operation else "其他")
 
 
 def _kept(cells: Cells) -> Text | None:
     fine = having(cells, "saved_memory")
+    fine = [cell for cell in fine if cell.get("context_length") == max(cell.get("context_length") for cell in fine)]
     base = next(cell for cell in fine if _variant(cell) == NAIVE)
     others = [cell for cell in fine if cell is not base and cell.get("precision") == base.get("precision")]
     whole = known(base, "saved_memory")
@@ -367,7 +463,8 @@ SAVED_TENSORS = Experiment(
     tables=_saved_tables,
     charts=_saved_charts,
     group="memory",
-    findings=(_kept, _largest_kept),
+    findings=(_one_block, _kept, _largest_kept),
+    problems_2026=("memory_profiling",),
     order=30,
 )
 
@@ -390,6 +487,10 @@ def _model_grid(preset: str, base: RunConfig) -> Iterable[Config]:
     if preset == "quick":
         for size, precision in (("small", "fp32"), ("small", "bf16"), ("2.7B", "bf16")):
             yield run_config(gpu, size, 512, precision=precision)
+        return
+    if preset == HANDOUT_2026:
+        for context, precision in product(XL_CONTEXTS, ("fp32", "bf16")):
+            yield run_config(gpu, "2.7B", context, precision=precision)
         return
     for size, context, precision in product(COURSE_SIZES, (128, 256, 512), ("fp32", "bf16")):
         yield run_config(gpu, size, context, precision=precision)
@@ -449,5 +550,6 @@ MEMORY_MODEL = Experiment(
     tables=_model_tables,
     group="memory",
     findings=(_largest_model, _smallest_need),
+    problems_2026=("memory_profiling",),
     order=40,
 )

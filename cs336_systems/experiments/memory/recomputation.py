@@ -4,22 +4,23 @@ import dataclasses
 import re
 from collections.abc import Iterable, Mapping, Sequence
 from itertools import product
-from typing import Any
+from typing import Any, NamedTuple
 
-from cs336_systems.config import RunConfig, model_config
+from cs336_systems.config import ModelConfig, RunConfig, model_config
 from cs336_systems.experiments.memory.peak_parts import gpu_limit
-from cs336_systems.experiments.spec import Config, Experiment, Instrument, step_memory
+from cs336_systems.experiments.spec import HANDOUT_2026, Config, Experiment, Instrument, step_memory
 from cs336_systems.record import GIB
 from cs336_systems.report import terms
 from cs336_systems.report.cells import CellView, grouped
 from cs336_systems.report.document import Chart, Point, Series
-from cs336_systems.report.names import size_name
+from cs336_systems.report.names import blocks, size_name
 from cs336_systems.report.phrases import (
     compared,
     error_text,
     having,
     known,
     pairs_of,
+    size_of,
     speed_up,
     together,
     value_of,
@@ -30,42 +31,115 @@ from cs336_systems.report.rows import gib, ms, remarks_on, settings_of, title_of
 from cs336_systems.table import Column, Table
 from cs336_systems.text import Text, listed, say
 
-GROUPS = ((0, 0), (1, 0), (2, 0), (4, 0), (8, 0), (16, 0), (4, 1), (8, 1), (8, 2), (16, 4))
-"""(blocks recomputed together, blocks recomputed together once more inside such a group; 0: none)."""
+
+class Groups(NamedTuple):
+    """Blocks that are recomputed together."""
+
+    outer: int
+    """Blocks in a group; 0: nothing is recomputed."""
+    inner: int = 0
+    """Blocks in a group inside such a group; 0: none."""
+    recursive: bool = False
+    """Groups are recomputed by halves."""
+
+    @property
+    def fields(self) -> Config:
+        """The fields of a cell beside those of its step; without recursion they are those of older records."""
+        return {"inner": self.inner, **({"recursive": True} if self.recursive else {})}
+
+    @classmethod
+    def of(cls, cell: CellView) -> "Groups":
+        return cls(cell.get("checkpoint_blocks"), cell.get("inner"), bool(cell.config.get("recursive")))
+
+    @property
+    def is_flat(self) -> bool:
+        return not self.inner and not self.recursive
+
+
+FLAT = tuple(map(Groups, (0, 1, 2, 4, 8, 16)))
+NESTED = (Groups(4, 1), Groups(8, 1), Groups(8, 2), Groups(16, 4))
+HALVES = Groups(1, recursive=True)
+BETWEEN = (Groups(3), Groups(6))
+"""Groups of 6 are those of the square root of 32 blocks."""
+DEPTHS = (8, 16, 32)
+NARROW = {"d_model": 512, "d_ff": 2048, "num_heads": 8, "vocab_size": 1000, "context_length": 8192}
+"""A model whose activations take more memory than its parameters: recomputation decides the peak at every depth."""
 
 # -- grid -------------------------------------------------------------------------------------------------------------
 
 
 def _grid(preset: str, base: RunConfig) -> Iterable[Config]:
-    quick = preset == "quick"
-    overrides = {"num_layers": 8, "vocab_size": 1000} if quick else {"context_length": 2048}
-    model = model_config("tiny" if quick else "2.7B", **overrides)
-    groups = ((0, 0), (1, 0), (2, 0), (4, 0), (4, 1)) if quick else GROUPS
-    for precision, (outer, inner) in product(("fp32",) if quick else ("fp32", "bf16"), groups):
-        run = dataclasses.replace(base, model=model, size="", precision=precision, checkpoint_blocks=outer)
-        yield {**run.to_dict(), "inner": inner}
+    if preset == "quick":
+        model = model_config("tiny", num_layers=8, vocab_size=1000)
+        yield from _cells(base, model, ("fp32",), (*FLAT[:4], Groups(4, 1), HALVES))
+        return
+    groups = (*FLAT, *NESTED, *((*BETWEEN, HALVES) if preset == HANDOUT_2026 else ()))
+    yield from _cells(base, model_config("2.7B", context_length=2048), ("fp32", "bf16"), groups)
+    if preset == HANDOUT_2026:
+        long = dataclasses.replace(base, attention="auto", batch_size=8)
+        for depth in DEPTHS:
+            model = model_config("tiny", num_layers=depth, **NARROW)
+            yield from _cells(long, model, ("bf16",), (*FLAT[:4], HALVES))
+
+
+def _cells(
+    base: RunConfig, model: ModelConfig, precisions: Iterable[str], groups: Iterable[Groups]
+) -> Iterable[Config]:
+    for precision, own in product(precisions, groups):
+        run = dataclasses.replace(base, model=model, size="", precision=precision, checkpoint_blocks=own.outer)
+        yield {**run.to_dict(), **own.fields}
 
 
 def _label(config: Mapping[str, Any], experiments: Sequence[str]) -> str:
-    return f"{config['size']} {config['precision']} groups {config['checkpoint_blocks']}/{config['inner']}"
+    by_halves = " by halves" if config.get("recursive") else ""
+    groups = f"groups {config['checkpoint_blocks']}/{config['inner']}{by_halves}"
+    return f"{config['size']} {config['precision']} {groups}"
+
+
+# -- cells ------------------------------------------------------------------------------------------------------------
+
+
+def _families(cells: Cells) -> list[Cells]:
+    """Cells that differ in their groups and in the number of blocks only, ordered by these."""
+    names = ("d_model", "d_ff", "context_length", "batch_size", "attention", "precision")
+    families = grouped(cells, lambda cell: tuple(cell.get(name) for name in names))
+    return [sorted(own, key=_place) for own in families.values()]
+
+
+def _place(cell: CellView) -> tuple[int, bool, bool, int, int]:
+    groups = Groups.of(cell)
+    return cell.get("num_layers"), groups.recursive, groups.inner > 0, groups.outer, groups.inner
+
+
+def _by_depth(cells: Cells) -> Mapping[int, Cells]:
+    return grouped(cells, lambda cell: cell.get("num_layers"))
+
+
+def _flat(cells: Cells) -> list[CellView]:
+    return [cell for cell in cells if Groups.of(cell).is_flat]
 
 
 # -- tables -----------------------------------------------------------------------------------------------------------
 
 
 def _tables(cells: Cells) -> list[Table]:
-    return [_table(own) for own in grouped(cells, lambda cell: cell.get("precision")).values()]
+    return [_table(own) for own in _families(cells)]
 
 
 def _table(cells: Cells) -> Table:
-    columns = [Column(Text("group", "组")), Column(Text("inside it", "组内")), Column(terms.STEP, "ms")]
+    depths = _by_depth(cells)
+    several = len(depths) > 1
+    columns = [Column(Text("blocks", "块数"))] if several else []
+    columns += [Column(Text("group", "组")), Column(Text("inside it", "组内")), Column(terms.STEP, "ms")]
     columns += [Column(Text("over none", "相对不重计算"))]
     columns += [Column(name, "GiB") for name in (terms.PEAK, terms.PREDICTED, terms.TRACED)]
     columns += [Column(terms.ERROR), Column(Text("traced, error", "追踪，误差"))]
-    base = next((cell.value("step_time") for cell in cells if cell.ok and not cell.get("checkpoint_blocks")), None)
-    rows = []
-    for cell in sorted(cells, key=lambda cell: (cell.get("inner") > 0, cell.get("checkpoint_blocks"))):
-        group = [str(cell.get("checkpoint_blocks") or "none"), str(cell.get("inner") or "")]
+    plain = {cell.get("num_layers"): cell.value("step_time") for cell in cells if cell.ok and not Groups.of(cell).outer}
+    rows: list[list[str | Text]] = []
+    for cell in cells:
+        groups, base = Groups.of(cell), plain.get(cell.get("num_layers"))
+        inside = Text("halves", "二分") if groups.recursive else str(groups.inner or "")
+        group = [*([str(cell.get("num_layers"))] if several else []), str(groups.outer or "none"), inside]
         if not cell.ok:
             rows.append([*group, cell.verdict, *[""] * 6])
             continue
@@ -74,9 +148,9 @@ def _table(cells: Cells) -> Table:
         errors = ["" if size is None else f"{size / peak - 1:+.2%}" for size in found]
         over = f"{step / base:.2f}x" if step and base else ""
         rows.append([*group, ms(step), over, *map(gib, (peak, *found)), *errors])
-    shown = ["checkpoint_blocks"]
+    shown = ["checkpoint_blocks", *(["size"] if several else [])]
     title = title_of(cells[0].experiment, Text("blocks recomputed together", "一起重计算的块"), cells, shown)
-    return Table(title, columns, rows, [*_best(cells), *remarks_on(cells, shown, on_spread=False)])
+    return Table(title, columns, rows, [*_best(depths[max(depths)]), *remarks_on(cells, shown, on_spread=False)])
 
 
 def _best(cells: Cells) -> list[Text]:
@@ -84,7 +158,7 @@ def _best(cells: Cells) -> list[Text]:
     ok = [cell for cell in cells if cell.ok]
     flat, nested = Text("flat", "不嵌套"), Text("of all", "全部")
     notes = []
-    for what, chosen in ((flat, [cell for cell in ok if not cell.get("inner")]), (nested, ok)):
+    for what, chosen in ((flat, _flat(ok)), (nested, ok)):
         if chosen:
             names = [_group_name(_least(chosen, metric)) for metric in ("predicted_by_tracing_memory", "peak_memory")]
             notes.append(
@@ -94,20 +168,39 @@ def _best(cells: Cells) -> list[Text]:
                     *(what, *names),
                 )
             )
-    return notes
+    return [*notes, *_beside_best(ok)]
+
+
+def _beside_best(cells: Cells) -> list[Text]:
+    """A note on the best groups of one level, and on the next smaller and the next larger ones."""
+    flat = [cell for cell in _flat(cells) if Groups.of(cell).outer]
+    if len(flat) < 2:
+        return []
+    best = flat.index(_least(flat, "peak_memory"))
+    chosen = [flat[place] for place in (best, best - 1, best + 1) if 0 <= place < len(flat)]
+    each = (say("{}: {} GiB", "{}：{} GiB", _group_name(cell), gib(cell.value("peak_memory"))) for cell in chosen)
+    en = "one level, measured: the best group, then those beside it: {}"
+    return [say(en, "一层分组，实测：最好的一组，然后是相邻的：{}", listed(each))]
 
 
 def _least(cells: Cells, metric: str) -> CellView:
     """The simplest of the cells whose memory is within a thousandth of the least."""
     least = min(cell.value(metric) or float("inf") for cell in cells)
     near = [cell for cell in cells if (cell.value(metric) or float("inf")) <= 1.001 * least]
-    return min(near, key=lambda cell: (cell.get("inner"), cell.get("checkpoint_blocks") or float("inf")))
+    return min(near, key=_complexity)
+
+
+def _complexity(cell: CellView) -> tuple[bool, int, float]:
+    outer, inner, recursive = Groups.of(cell)
+    return recursive, inner, outer or float("inf")
 
 
 def _group_name(cell: CellView) -> Text:
-    outer, inner = cell.get("checkpoint_blocks"), cell.get("inner")
+    outer, inner, recursive = Groups.of(cell)
     if not outer:
         return Text("none", "不重计算")
+    if recursive:
+        return say("{} by halves", "{}（二分）", str(outer))
     return say("{} with {} inside", "{}（组内 {}）", str(outer), str(inner)) if inner else Text(str(outer))
 
 
@@ -115,16 +208,29 @@ def _group_name(cell: CellView) -> Text:
 
 
 def _charts(cells: Cells) -> list[Chart]:
-    """For each precision, time against memory; then the peaks, measured and predicted."""
-    ordered = sorted(cells, key=lambda cell: (cell.get("inner") > 0, cell.get("checkpoint_blocks"), cell.get("inner")))
-    by_precision = grouped(ordered, lambda cell: str(cell.get("precision")))
-    return [*map(_trade_off, by_precision.values()), _peaks(ordered, by_precision)]
+    """For each model and precision, time against memory, or the peak by the number of blocks; then the peaks."""
+    families = _families(cells)
+    of_one_depth = [cell for own in families if len(_by_depth(own)) == 1 for cell in own]
+    found = [_trade_off(own) if own[0] in of_one_depth else _peak_by_depth(own) for own in families]
+    return [*found, _peaks(of_one_depth)] if of_one_depth else found
+
+
+def _peak_by_depth(cells: Cells) -> Chart:
+    series = [
+        Series(_bar(own[0]), [Point(cell.get("num_layers"), known(cell, "peak_memory") / GIB) for cell in own])
+        for own in grouped(having(cells, "peak_memory"), Groups.of).values()
+    ]
+    values = (str(cells[0].get(name)) for name in ("d_model", "batch_size", "context_length", "precision"))
+    where = say("width {}, {} x {} tokens, {}", "宽度 {}，{} x {} 个 token，{}", *values)
+    title = say("Peak by the number of blocks: {}", "峰值与块数：{}", where)
+    note = Text("a line for each number of blocks recomputed together", "每条线：一起重计算的块数")
+    return Chart("", title, "lines", Text("blocks", "块数"), terms.GIB_TEXT, series, digits=2, note=note)
 
 
 def _trade_off(cells: Cells) -> Chart:
     fine = sorted(having(cells, "peak_memory", "step_time"), key=lambda cell: known(cell, "peak_memory"))
-    flat = [_place(cell) for cell in fine if not cell.get("inner")]
-    nested = [_place(cell) for cell in fine if cell.get("inner")]
+    flat = [_point(cell) for cell in _flat(fine)]
+    nested = [_point(cell) for cell in fine if not Groups.of(cell).is_flat]
     series = [
         Series(Text("one level of groups", "一层分组"), flat),
         Series(Text("groups inside groups", "组内再分组"), nested, drawn="marks"),
@@ -133,7 +239,7 @@ def _trade_off(cells: Cells) -> Chart:
     if len(front) > 1:
         series.append(Series(Text("best trade-off", "最佳权衡"), front, drawn="line"))
     title = say("Recomputation, time against memory: {}", "重计算，时间与显存：{}", _settings(cells[0]))
-    along = listed((_bar(cell) for cell in fine if not cell.get("inner")), (", ", "、"))
+    along = listed(map(_bar, _flat(fine)), (", ", "、"))
     note = say("means; blocks in a group, along the line: {}", "均值；沿线各点的每组块数：{}", along)
     return Chart("", title, "lines", Text("peak, GiB", "峰值，GiB"), terms.MS, series, digits=1, note=note)
 
@@ -144,7 +250,7 @@ def _settings(cell: CellView) -> Text:
     return say("{}, {} x {} tokens, {}", "{}，{} x {} 个 token，{}", *values)
 
 
-def _place(cell: CellView) -> Point:
+def _point(cell: CellView) -> Point:
     return Point(known(cell, "peak_memory") / GIB, 1e3 * known(cell, "step_time"), name=_bar(cell).en)
 
 
@@ -157,12 +263,12 @@ def best_trade_off(points: Iterable[Point]) -> list[Point]:
     return found
 
 
-def _peaks(cells: Cells, by_precision: Mapping[str, Cells]) -> Chart:
+def _peaks(cells: Cells) -> Chart:
     def points(own: Cells, metric: str) -> list[Point]:
         return joined(measured(cell, metric, _bar(cell), GIB) for cell in own)
 
     series = []
-    for name, own in by_precision.items():
+    for name, own in grouped(cells, lambda cell: str(cell.get("precision"))).items():
         failed = [Point(_bar(cell), 0.0, note=terms.OUT_OF_MEMORY) for cell in own if cell.is_oom]
         series.append(Series(Text(name), [*failed, *points(own, "peak_memory")]))
     highest = max((value_of(cell, "peak_memory") or 0.0 for cell in cells), default=0.0)
@@ -174,7 +280,9 @@ def _peaks(cells: Cells, by_precision: Mapping[str, Cells]) -> Chart:
 
 
 def _bar(cell: CellView) -> Text:
-    outer, inner = cell.get("checkpoint_blocks"), cell.get("inner")
+    outer, inner, recursive = Groups.of(cell)
+    if recursive:
+        return say("{}, halves", "{}，二分", str(outer))
     return Text(f"{outer}/{inner}" if inner else str(outer)) if outer else Text("none", "不重计算")
 
 
@@ -183,9 +291,27 @@ def _bar(cell: CellView) -> Text:
 
 def _least_memory(cells: Cells) -> Text | None:
     said = None
-    for precision, own in grouped(cells, lambda cell: str(cell.get("precision"))).items():
-        said = together(said, _best_group(precision, own))
+    for own in _families(cells):
+        depths = _by_depth(own)
+        if len(depths) == 1:
+            said = together(said, _best_group(str(own[0].get("precision")), own))
+        said = together(said, _halves_beside_flat(depths[max(depths)]))
     return said
+
+
+def _halves_beside_flat(cells: Cells) -> Text | None:
+    """Compare the peak of recomputation by halves with that of the best groups of one level."""
+    fine = [cell for cell in having(cells, "peak_memory") if cell.get("checkpoint_blocks")]
+    flat, halves = _flat(fine), [cell for cell in fine if Groups.of(cell).recursive]
+    if not flat or not halves:
+        return None
+    best = _least(flat, "peak_memory")
+    return say(
+        "with {} recomputation by halves needs {} GiB and the best groups of one level, of {}, {} GiB ({})",
+        "{} 时二分重计算需要 {} GiB，一层分组中最好者每组 {} 块，需要 {} GiB（{}）",
+        *(blocks(cells[0].get("num_layers")), gib(known(halves[0], "peak_memory"))),
+        *(str(best.get("checkpoint_blocks")), gib(known(best, "peak_memory")), str(best.get("precision"))),
+    )
 
 
 def _best_group(precision: str, cells: Cells) -> Text | None:
@@ -205,6 +331,8 @@ def _best_group(precision: str, cells: Cells) -> Text | None:
 def _groups(cell: CellView) -> Text:
     """The groups of a cell that recomputes, in a sentence."""
     sizes = (str(cell.get("checkpoint_blocks")), str(cell.get("inner")))
+    if Groups.of(cell).recursive:
+        return say("groups of {} by halves", "每组 {} 块、二分重计算", sizes[0])
     if cell.get("inner"):
         return say("groups of {} with groups of {} inside", "每组 {} 块、内层每组 {} 块", *sizes)
     return say("groups of {}", "每组 {} 块", sizes[0])
@@ -223,8 +351,9 @@ def _without_recomputation(cells: Cells) -> Text | None:
 def _recompute_time(cells: Cells) -> Text | None:
     """State what recomputing costs against none, and nesting against the same groups without it."""
     fine = having(cells, "step_time")
-    flat = {settings_of(cell): cell for cell in fine if not cell.get("inner")}
-    nested = [_pair(cell, base) for cell in fine if cell.get("inner") and (base := flat.get(settings_of(cell)))]
+    flat = {settings_of(cell): cell for cell in _flat(fine)}
+    deep = [cell for cell in fine if not Groups.of(cell).is_flat]
+    nested = [_pair(cell, base) for cell in deep if (base := flat.get(settings_of(cell)))]
     grouped = [_pair(*pair) for pair in pairs_of(list(flat.values()), "checkpoint_blocks", 0)]
     step, plain = Text("a step with recomputation", "重计算时每步"), Text("one without", "不重计算时")
     deeper, flat_step = Text("a step with nested groups", "嵌套分组时每步"), Text("one without nesting", "不嵌套时")
@@ -234,7 +363,7 @@ def _recompute_time(cells: Cells) -> Text | None:
 
 def _pair(cell: CellView, base: CellView) -> tuple[float, Text]:
     """The speed-up over the baseline with the cell's group, for `compared`."""
-    return speed_up((cell, base)), say("{}, {}", "{}，{}", _groups(cell), str(cell.get("precision")))
+    return speed_up((cell, base)), say("{}, {}, {}", "{}，{}，{}", _groups(cell), size_of(cell), cell.get("precision"))
 
 
 def _traced_prediction(cells: Cells) -> Text | None:
@@ -265,5 +394,6 @@ CHECKPOINTING = Experiment(
     charts=_charts,
     group="memory",
     findings=(_least_memory, _recompute_time, _traced_prediction),
+    problems_2026=("gradient_checkpointing",),
     order=20,
 )

@@ -189,5 +189,6 @@ COLLECTIVE_TIMES = Experiment(
     charts=charts_per_cell(_chart),
     group="ranks",
     findings=per_link(_largest_array, _fitted),
+    problems_2026=("distributed_communication_single_node",),
     order=10,
 )

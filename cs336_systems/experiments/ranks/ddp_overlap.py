@@ -244,6 +244,11 @@ DDP = Experiment(
     group="ranks",
     findings=per_link(_fastest, _hidden),
     statistic="median",
+    problems_2026=(
+        "naive_ddp_benchmarking",
+        "minimal_ddp_flat_benchmarking",
+        "ddp_overlap_individual_parameters_benchmarking",
+    ),
     order=20,
 )
 

@@ -231,5 +231,6 @@ FEED_FORWARD_COSTS = Experiment(
     charts=_charts,
     findings=(_limits, _best_split),
     group="ranks",
+    problems_2026=("alternate_ring_all_reduce", "data_parallel_calcs", "fsdp_calcs", "tp_calcs", "fsdp_tp_calcs"),
     order=70,
 )

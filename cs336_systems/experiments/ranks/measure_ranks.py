@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from cs336_systems.config import RunConfig
 from cs336_systems.experiments.ranks.multi_rank import Arrangement
 from cs336_systems.measure.timing import STEP, time_steps
-from cs336_systems.measure.wire import Link, Wire
+from cs336_systems.measure.wire import Link, Transfer, Wire
 from cs336_systems.parallel import DDP, FSDP, FlatDDP, NaiveDDP, ShardedOptimizer, gather_full_params
 from cs336_systems.parallel.collectives import all_gather, communication_device, reduce_scatter
 from cs336_systems.parallel.launch import in_ranks, this_rank
@@ -172,7 +172,7 @@ def _communication_time(step: TrainStep, batch: Tensor) -> float:
 
 
 def _lanes(step: TrainStep, batch: Tensor, link: Link | None) -> list[Metric]:
-    """Phases and collectives of one further step on this rank, in seconds since it began."""
+    """Phases and collectives of one further step on this rank, in seconds since it began; of FSDP its gathers, too."""
     phases: list[tuple[str, float, float]] = []
 
     @contextmanager
@@ -184,7 +184,7 @@ def _lanes(step: TrainStep, batch: Tensor, link: Link | None) -> list[Metric]:
         phases.append((phase, start, time.perf_counter()))
 
     dist.barrier()
-    with Wire(link).tapped() as wire:
+    with Wire(link).tapped() as wire, _sharded_uses(step.model, batch.device) as uses:
         begin = time.perf_counter()
         step(batch[0], batch[1], watch=watch)
     metrics = [
@@ -199,7 +199,71 @@ def _lanes(step: TrainStep, batch: Tensor, link: Link | None) -> list[Metric]:
             Metric("message_start", "s", [transfer.start - begin for transfer in sent]),
             Metric("message_end", "s", [transfer.end - begin for transfer in sent if transfer.end is not None]),
         ]
-    return metrics
+    return [*metrics, *_gather_metrics(uses, wire.transfers, begin)]
+
+
+@dataclass
+class _Use:
+    """The forward pass of a module whose weight is sharded."""
+
+    module: str
+    needed: float
+    """Forward has reached the module."""
+    ready: float = 0.0
+    """The weight is gathered."""
+    done: float = 0.0
+
+
+@contextmanager
+def _sharded_uses(model: nn.Module, device: torch.device) -> Iterator[list[_Use]]:
+    """Record the modules with sharded weights, in the order of forward. On CUDA every module is waited for."""
+    uses: list[_Use] = []
+
+    def now() -> float:
+        if device.type == "cuda":
+            torch.cuda.current_stream().synchronize()
+        return time.perf_counter()
+
+    def ready(module: nn.Module, inputs: Any) -> None:
+        uses[-1].ready = now()
+
+    def done(module: nn.Module, inputs: Any, output: Any) -> None:
+        uses[-1].done = now()
+
+    handles: list[Any] = []
+    for name, module in model.named_modules() if isinstance(model, FSDP) else ():
+        if hasattr(module._parameters.get("weight"), "is_shard"):
+
+            def reached(module: nn.Module, inputs: Any, name: str = name) -> None:
+                uses.append(_Use(name, now()))
+
+            handles.append(module.register_forward_pre_hook(reached, prepend=True))  # before the wrapper waits
+            handles += [module.register_forward_pre_hook(ready), module.register_forward_hook(done)]
+    try:
+        yield uses
+    finally:
+        for handle in handles:
+            handle.remove()
+
+
+def _gather_metrics(uses: list[_Use], transfers: list[Transfer], begin: float) -> list[Metric]:
+    """Weights are gathered in the order of their use, so the first all-gathers of a step are those of forward."""
+    gathers = [transfer for transfer in transfers if transfer.collective == "all_gather"][: len(uses)]
+    if not uses or len(gathers) < len(uses):
+        return []
+    # The host does not learn when NCCL ends: at the latest when the module has its weight.
+    by_host = dist.get_backend() != "nccl"
+    pairs = list(zip(uses, gathers, strict=True))
+    ends = [gather.end if by_host and gather.end is not None else use.ready for use, gather in pairs]
+    times = {
+        "gather_start": [gather.start for gather in gathers],
+        "gather_end": ends,
+        "weight_needed": [use.needed for use in uses],
+        "weight_ready": [use.ready for use in uses],
+        "weight_done": [use.done for use in uses],
+    }
+    found = [Metric(name, "s", [moment - begin for moment in moments]) for name, moments in times.items()]
+    return [Metric("weight", "", [use.module.removeprefix("module.") for use in uses]), *found]
 
 
 def _state_memory(step: TrainStep, batch: Tensor) -> dict[str, int]:

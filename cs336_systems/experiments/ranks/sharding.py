@@ -1,9 +1,12 @@
 """`optimizer_sharding` and `fsdp`: what does sharding the optimizer state, or everything, save and cost?"""
 
-from collections.abc import Callable
+import re
+from collections.abc import Callable, Iterable
 from dataclasses import replace
 from functools import partial
+from typing import NamedTuple
 
+from cs336_systems.config import RunConfig
 from cs336_systems.experiments.ranks.multi_rank import (
     ARRANGEMENT,
     DDP,
@@ -20,17 +23,18 @@ from cs336_systems.experiments.ranks.multi_rank import (
     cell_title,
     chart_title,
     charts_per_cell,
+    collective_name,
     gloo_notes,
     per_link,
     tables_per_cell,
 )
-from cs336_systems.experiments.spec import Experiment
+from cs336_systems.experiments.spec import HANDOUT_2026, Config, Experiment, run_config
 from cs336_systems.record import MIB
 from cs336_systems.report.cells import CellView
 from cs336_systems.report.document import Chart, Point, Series
 from cs336_systems.report.phrases import beside, is_same, median_of, together, value_of
 from cs336_systems.report.rows import ms, number, percent
-from cs336_systems.report.terms import GRADIENTS, OPTIMIZER_STATE, PARAMETERS, PEAK, STEP
+from cs336_systems.report.terms import FORWARD, GRADIENTS, OPTIMIZER_STATE, PARAMETERS, PEAK, STEP
 from cs336_systems.table import Column, Table, word
 from cs336_systems.text import Text, say
 
@@ -42,6 +46,18 @@ ALLOCATOR_HEADS = {
     "peak": PEAK,
 }
 """Moments at which CUDA's allocator is asked, with their headings."""
+
+
+MOST_PARTS = 10
+"""Rows of the chart of all-gathers."""
+
+
+def _fsdp_grid(preset: str, base: RunConfig) -> Iterable[Config]:
+    """In 2026 also the handout's xl, which is 2.7B, on two GPUs."""
+    yield from arrangement_grid(preset, base, (DDP, SHARDED, FSDP, TORCH_FSDP))
+    if preset == HANDOUT_2026 and base.device_type == "cuda":
+        own = {"ranks": 2, "backend": "nccl", "arrangements": [DDP.name, FSDP.name], "link": None, "rounds": 5}
+        yield {**run_config(base, "2.7B", warmup_steps=2), **own}
 
 
 # -- tables and charts ------------------------------------------------------------------------------------------------
@@ -91,6 +107,62 @@ def _chart(cell: CellView) -> Chart:
     return Chart("", title, "stacked", ARRANGEMENT, Text("MiB"), series, digits=1, note=note)
 
 
+class Gather(NamedTuple):
+    """A sharded weight in one forward pass, in seconds since the step began."""
+
+    weight: str
+    start: float
+    end: float
+    needed: float
+    """Forward has reached the module that uses it."""
+    ready: float
+    """Forward has the whole weight."""
+    done: float
+
+    @property
+    def waited(self) -> float:
+        """Seconds that forward waits for it; until `ready` it also starts the next all-gathers."""
+        return max(0.0, self.end - self.needed)
+
+
+def gathers(cell: CellView) -> list[Gather]:
+    """The all-gathers of our FSDP in the forward pass of one step, in the order of their use."""
+    own = cell.variant(FSDP.name)
+    names = ("weight", "gather_start", "gather_end", "weight_needed", "weight_ready", "weight_done")
+    return [Gather(*row) for row in zip(*(own.samples(name) for name in names), strict=True)]
+
+
+def _gather_chart(cell: CellView) -> Chart:
+    """A row for each block: above its forward, and what it waits for; below its all-gathers."""
+    found = gathers(cell)
+    rows = list(dict.fromkeys(_part(gather.weight) for gather in found))[:MOST_PARTS]
+    spans: tuple[list[Point], list[Point], list[Point]] = ([], [], [])
+    for gather in found:
+        if (part := _part(gather.weight)) in rows:
+            waits_until = gather.needed + gather.waited
+            moments = ((gather.ready, gather.done), (gather.needed, waits_until), (gather.start, gather.end))
+            for points, (start, end) in zip(spans, moments, strict=True):
+                if end > start:
+                    points.append(Point(part, 1e3 * end, start=1e3 * start))
+    names = (FORWARD, Text("waits for a weight", "等待权重"), collective_name("all_gather"))
+    series = [Series(name, own, lane=int(own is spans[2])) for name, own in zip(names, spans, strict=True) if own]
+    title = chart_title(cell, Text("All-gathers and forward of our FSDP", "本项目 FSDP 的 all-gather 与前向"))
+    since = Text("ms of the host's clock; above: forward, below: all-gather", "主机时钟，ms；上：前向，下：all-gather")
+    note = say(
+        "one step on rank 0, the first {} parts of the model; each bar is one weight",
+        "rank 0 的一步，模型的前 {} 个部分；每一条为一个权重",
+        str(len(rows)),
+    )
+    return Chart("gathers", title, "spans", Text("part of the model", "模型的部分"), since, series, note=note)
+
+
+def _part(weight: str) -> Text:
+    """The block of a weight, or the part of the model outside the blocks."""
+    found = re.match(r"layers\.(\d+)\.", weight)
+    names = {"token_embeddings": Text("embedding", "嵌入"), "lm_head": Text("head", "输出层")}
+    return say("block {}", "第 {} 块", found[1]) if found else names.get(weight, Text(weight))
+
+
 # -- findings ---------------------------------------------------------------------------------------------------------
 
 
@@ -117,6 +189,21 @@ def _saving_of(subject: Arrangement) -> Callable[[CellView], Text | None]:
         return said
 
     return fact
+
+
+def _gathers_in_time(cell: CellView) -> Text | None:
+    """State whether all-gathers end before forward needs the weights, and how long it waits for them."""
+    found = gathers(cell)
+    if not found:
+        return None
+    on_time = sum(not gather.waited for gather in found)
+    said = say(
+        "{} of {} all-gathers end before forward needs the weight",
+        "{1} 次 all-gather 中有 {0} 次在前向用到权重之前结束",
+        *(str(on_time), str(len(found))),
+    )
+    values = (ms(sum(gather.waited for gather in found)), ms(found[-1].done - found[0].needed))
+    return together(said, say("forward waits {} of its {} ms for weights", "前向 {1} ms 中等待权重 {0} ms", *values))
 
 
 def _memory_beside(held: float, base: float) -> Text:
@@ -148,6 +235,7 @@ OPTIMIZER_SHARDING = Experiment(
     group="ranks",
     findings=per_link(_saving_of(SHARDED)),
     statistic="median",
+    problems_2026=("optimizer_state_sharding", "optimizer_state_sharding_accounting"),
     order=40,
 )
 FULLY_SHARDED = replace(
@@ -157,7 +245,12 @@ FULLY_SHARDED = replace(
     question=Text(
         "What does sharding everything save, and cost?", "参数、梯度和优化器状态全部分片能节省多少，代价是什么？"
     ),
-    grid=partial(arrangement_grid, arrangements=(DDP, SHARDED, FSDP, TORCH_FSDP)),
-    findings=per_link(_saving_of(FSDP)),
+    grid=_fsdp_grid,
+    charts=lambda cells: [
+        *charts_per_cell(_chart)(cells),
+        *charts_per_cell(_gather_chart)(list(filter(gathers, cells))),
+    ],
+    findings=per_link(_saving_of(FSDP), _gathers_in_time),
+    problems_2026=("fsdp", "fsdp_accounting"),
     order=50,
 )

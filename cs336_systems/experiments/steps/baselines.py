@@ -5,8 +5,8 @@ from functools import partial
 from itertools import product
 from typing import Any
 
-from cs336_systems.config import PRECISIONS, RunConfig
-from cs336_systems.experiments.spec import Config, Experiment, run_config
+from cs336_systems.config import PRECISIONS, SIZES_2026, RunConfig
+from cs336_systems.experiments.spec import HANDOUT_2026, Config, Experiment, run_config
 from cs336_systems.experiments.steps.step_time import STEP, sizes
 from cs336_systems.report import entries, terms
 from cs336_systems.report.cells import CellView, grouped
@@ -101,6 +101,9 @@ def _precision_grid(preset: str, base: RunConfig) -> Iterable[Config]:
     modes = ("inference", "train-step") if preset == "quick" and on_cpu else ("train-step",)
     for size, precision, mode in product(sizes(preset, base), precisions, modes):
         yield run_config(base, size, precision=precision, mode=mode)
+    if preset == HANDOUT_2026:  # whose largest model fits on one GPU only without an optimizer
+        for precision in precisions:
+            yield run_config(base, SIZES_2026[-1], precision=precision, mode="forward-backward")
 
 
 def _precision_gain(cells: Cells, which: int) -> Text | None:
@@ -128,6 +131,7 @@ PRECISION = Experiment(
         60, largest_pair(cells, "precision", "bf16", "fp32"), Text("bf16"), Text("fp32")
     ),
     group="speed",
+    problems_2026=("benchmarking_mixed_precision",),
     order=30,
 )
 
@@ -193,5 +197,6 @@ COMPILE = Experiment(
         70, largest_pair(cells, "compile", True, False), Text("torch.compile"), Text("eager PyTorch")
     ),
     group="speed",
+    problems_2026=("torch_compile",),
     order=40,
 )

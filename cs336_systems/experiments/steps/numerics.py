@@ -96,6 +96,7 @@ ACCUMULATION = Experiment(
     charts=_accumulation_charts,
     findings=(_sums,),
     group="trust",
+    problems_2026=("mixed_precision_accumulation",),
     order=80,
 )
 
@@ -181,5 +182,6 @@ AUTOCAST_DTYPES = Experiment(
     tables=_dtypes_tables,
     findings=(_float32_tensors,),
     group="trust",
+    problems_2026=("benchmarking_mixed_precision",),
     order=81,
 )

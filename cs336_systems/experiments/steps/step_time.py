@@ -6,8 +6,9 @@ from itertools import product
 from math import isfinite
 from statistics import median
 
-from cs336_systems.config import COURSE_SIZES, MODES, RunConfig
+from cs336_systems.config import COURSE_SIZES, MODES, SIZES_2026, RunConfig
 from cs336_systems.experiments.spec import (
+    HANDOUT_2026,
     Config,
     Experiment,
     Instrument,
@@ -78,9 +79,9 @@ STEP = Instrument(
 
 
 def sizes(preset: str, base: RunConfig) -> tuple[str, ...]:
-    """The course's sizes; small ones for a quick run."""
+    """The sizes of the handout; small ones for a quick run."""
     if preset != "quick":
-        return COURSE_SIZES
+        return SIZES_2026 if preset == HANDOUT_2026 else COURSE_SIZES
     return ("small", "medium") if base.device_type == "cuda" else ("tiny",)
 
 
@@ -305,6 +306,7 @@ END_TO_END = Experiment(
     highlights=_highlights,
     trust=_noise,
     group="speed",
+    problems_2026=("benchmarking_script",),
     order=10,
 )
 BENCH = replace(
@@ -470,6 +472,7 @@ WARMUP = Experiment(
     grid=_warmup_grid,
     instrument=STEP,
     identity=("warmup_steps",),
+    problems_2026=("benchmarking_script",),
     tables=_warmup_tables,
     charts=_warmup_charts,
     findings=(_first_step, _distorted_mean, _steady),

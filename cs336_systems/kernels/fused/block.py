@@ -10,6 +10,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from cs336_systems.kernels import ranges
 from cs336_systems.kernels.flash.band import Band
 from cs336_systems.kernels.flash.operators import OPERATORS, is_traced, kernels_for
 from cs336_systems.kernels.fused import nodes, pointwise
@@ -17,6 +18,8 @@ from cs336_systems.kernels.fused.host_memory import HostMemory
 from cs336_systems.predict.activation_plan import KEEP, OFFLOAD, BlockPlan
 
 CAUSAL = Band(hi=0)
+RECOMPUTED = "activations, recomputed"
+"""Name of a tensor in memory profiles."""
 
 
 class Weights(NamedTuple):
@@ -240,14 +243,17 @@ class _Run:
         kept, weights, eps = self.kept, self.weights, self.setting.eps
         stream = kept["input"]
         if "qkv" not in kept:
-            kept["qkv"] = self._projections(pointwise.add_norm(stream, None, weights.gain, eps, self.dtype).y)
+            y = pointwise.add_norm(stream, None, weights.gain, eps, self.dtype).y
+            kept["qkv"] = ranges.name(self._projections(y), RECOMPUTED)
+            del y
         if "attention" not in kept:
-            kept["attention"] = self._attend(kept["qkv"])
+            kept["attention"] = ranges.name(self._attend(kept["qkv"]), RECOMPUTED)
         if "middle" in kept and "gate_up" in kept:
             return
         if "middle" in kept:
             y = pointwise.add_norm(kept["middle"], None, weights.feed_forward_gain, eps, self.dtype).y
         else:
             kept["middle"], y, _ = self._after_attention(stream, kept["attention"])
+            ranges.name(kept["middle"], RECOMPUTED)
         if "gate_up" not in kept:
-            kept["gate_up"] = torch.mm(y, self._matrix("gate", "up").t())
+            kept["gate_up"] = ranges.name(torch.mm(y, self._matrix("gate", "up").t()), RECOMPUTED)

@@ -12,7 +12,11 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from cs336_systems.kernels import ranges
 from cs336_systems.kernels.flash.operators import is_plain
+
+OFFLOADED, FETCHED = "activations, offloaded", "activations, fetched"
+"""Names of tensors in memory profiles."""
 
 Key = tuple[int, str]
 """Number of a block, and the kind of a tensor in it."""
@@ -62,6 +66,7 @@ class HostMemory:
 
     def send(self, key: Key, tensor: Tensor) -> None:
         """Start to copy a tensor to the host. It must not change afterwards."""
+        ranges.name(tensor, OFFLOADED)
         self._forms[key] = _Form(tensor.shape, tensor.dtype, tensor.device)
         self._sent[key] = _Transfer(tensor, self._copy(key, tensor, to_host=True))
 
@@ -76,7 +81,7 @@ class HostMemory:
             if key in self._sent:
                 continue
             form = self._forms[key]
-            tensor = torch.empty(form.shape, dtype=form.dtype, device=form.device)
+            tensor = ranges.name(torch.empty(form.shape, dtype=form.dtype, device=form.device), FETCHED)
             self._fetched[key] = _Transfer(tensor, self._copy(key, tensor, to_host=False))
 
     def require_last_pass(self, number: int) -> None:

@@ -9,12 +9,23 @@ The parameters of the model become bf16 views of one flat tensor, their gradient
 master weight is stored as its bf16 value and the remaining 16 bits: 14 bytes per parameter with gradient and moments,
 where autocast holds 16 and bf16 copies. An update reads 14 bytes and writes 12.
 
+With `state_dtype=torch.bfloat16` there are no masters, and the moments are bf16: 8 bytes per parameter. The update is
+computed in fp32 and rounded to nearest, as torch's AdamW(fused=True) does for bf16 parameters. A change of a weight
+below half the distance to the next bf16 number (0.2% to 0.4% of the weight) is lost, and with a beta2 of 0.999 the
+second moment cannot decay: training is coarser.
+
+With `update_in_backward` a parameter is updated as soon as its gradient is final, while backward goes on, and gradients
+share memory: 2 bytes per parameter less. `step` then counts the step and checks that every parameter was updated. There
+is one backward pass per step, no norm, no clipping and no check: a gradient that is not finite is applied.
+
 Nothing here waits for the device, and everything that changes from step to step is in device memory, so that a step can
 be captured in a CUDA graph. With `check_finite` or clipping, a step whose gradient norm is not finite changes nothing
 and is not counted.
 """
 
-from collections.abc import Callable, Iterable, Mapping
+import weakref
+from collections import Counter
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, cast
 
@@ -29,7 +40,7 @@ ALIGNED = 128
 
 class PackedAdamW(torch.optim.Optimizer):
     """AdamW that owns the memory of its parameters: those of two and more dimensions become `dtype` (torch.bfloat16, or
-    torch.float32 to keep them), others stay fp32.
+    torch.float32 to keep them), others stay fp32. `state_dtype`: of the masters and moments of `dtype` weights.
 
     Every parameter must get a gradient in every step; parameters that are frozen now are left alone. Load weights by
     `load_masters`: a module's load_state_dict would leave the low 16 bits of the masters as they were. `max_grad_norm`
@@ -37,6 +48,9 @@ class PackedAdamW(torch.optim.Optimizer):
 
     Parameters on the "meta" device get their memory here, on `device`, and their weights by `initialise`: fp32 weights
     beside the packed ones, which a model of many billions has no room for, never exist.
+
+    `update_in_backward`: groups of parameters, such as those of one block, that together are all parameters. Gradients
+    of one group are in memory at the same time; those of different groups are not, and share it.
     """
 
     clips_itself = True
@@ -51,19 +65,30 @@ class PackedAdamW(torch.optim.Optimizer):
         weight_decay: float = 1e-2,
         *,
         dtype: torch.dtype = torch.bfloat16,
+        state_dtype: torch.dtype = torch.float32,
         max_grad_norm: float = 0.0,
         check_finite: bool = False,
         device: torch.device | None = None,
+        update_in_backward: Iterable[Iterable[nn.Parameter]] = (),
     ):
         if dtype not in (torch.bfloat16, torch.float32):
             raise ValueError(f"PackedAdamW keeps weights as bfloat16 or float32, not {dtype}")
+        if state_dtype not in (dtype, torch.float32):
+            raise ValueError(f"PackedAdamW keeps the state of {dtype} weights in float32 or {dtype}, not {state_dtype}")
         self._is_packed = False
         super().__init__(params, {"lr": lr, "betas": betas, "eps": eps, "weight_decay": weight_decay})
         for group in self.param_groups:
             _check_ranges(group)
+        self._sharing = [list(group) for group in update_in_backward]
+        if self._sharing and (check_finite or max_grad_norm):
+            raise ValueError("an update in backward knows no norm: it excludes check_finite and max_grad_norm")
+        self._scalars: list[Tensor] = []
+        """Of each group, for `pointwise.adamw_`, while the updates of a backward pass go on."""
+        self._updated: set[nn.Parameter] = set()
+        """Parameters that this step's backward pass has updated."""
         self.max_grad_norm = max_grad_norm
         self.check_finite = check_finite or max_grad_norm > 0
-        self.dtype = dtype
+        self.dtype, self.state_dtype = dtype, state_dtype
         first = self.param_groups[0]["params"][0]
         self.device = device or first.device
         self._steps = torch.zeros((), device=self.device)
@@ -72,6 +97,7 @@ class PackedAdamW(torch.optim.Optimizer):
         self.grad_norm: Tensor | None = None
         """Norm over all parameters in the last step, before clipping; None without `check_finite` and clipping."""
         self._packs: list[_Pack] = []
+        self._places: dict[nn.Parameter, tuple[_Pack, _View]] = {}
         for number in range(len(self.param_groups)):
             self._pack(number)
         self._is_packed = True
@@ -92,13 +118,16 @@ class PackedAdamW(torch.optim.Optimizer):
                 raise ValueError("PackedAdamW needs fp32 parameters on one device")
             if self.device.type == "meta":
                 raise ValueError("parameters on the meta device need the `device` that PackedAdamW allocates them on")
-            pack = _Pack.of(number, members, dtype, self.device)
+            state_dtype = self.state_dtype if dtype == self.dtype else torch.float32
+            pack = _Pack.of(number, members, dtype, state_dtype, self.device, self._sharing)
             self._packs.append(pack)
             for view in pack.views:
                 state = {"step": self._steps, "exp_avg": view.of(pack.mean), "exp_avg_sq": view.of(pack.square)}
                 self.state[view.parameter] = state
-                view.parameter.grad_memory = view.of(pack.grads)  # type: ignore[attr-defined]
-                view.parameter.register_post_accumulate_grad_hook(_move_to_grad_memory)
+                self._places[view.parameter] = pack, view
+                view.parameter.grad_memory = view.gradient(pack)  # type: ignore[attr-defined]
+                hook = _updating(self) if self._sharing else _move_to_grad_memory
+                view.parameter.register_post_accumulate_grad_hook(hook)
 
     # -- a step -------------------------------------------------------------------------------------------------------
 
@@ -115,22 +144,64 @@ class PackedAdamW(torch.optim.Optimizer):
         if closure is not None:
             with torch.enable_grad():
                 loss = closure()
+        if self._sharing:
+            self._finish_updates()
+            return loss
         self._require_gradients()
-        if not (self.device.type == "cuda" and torch.cuda.is_current_stream_capturing()):
-            self.upload_rates()
+        self._upload_unless_captured()
         is_finite, factor = self._norm_and_factor()
         self._steps += is_finite
+        scalars = self._group_scalars(self._steps, factor, is_finite)
         for pack in self._packs:
-            group = self.param_groups[pack.group]
-            beta1, beta2 = group["betas"]
-            steps = self._steps.double()
-            corrections = 1 - beta1**steps, (1 - beta2**steps).sqrt()
-            scalars = torch.stack([self._rates[pack.group], factor, *corrections, is_finite]).float()
-            pointwise.adamw_(
-                pack.weights, pack.rest, pack.grads, pack.mean, pack.square, scalars,
-                (beta1, beta2), group["eps"], group["weight_decay"],
-            )  # fmt: skip
+            self._update(pack, slice(None), pack.grads, scalars[pack.group])
         return loss
+
+    def _group_scalars(self, step_count: Tensor, factor: Tensor, is_finite: Tensor) -> list[Tensor]:
+        """Return the `scalars` of pointwise.adamw_ for each group."""
+        found, steps = [], step_count.double()
+        for rate, group in zip(self._rates, self.param_groups, strict=True):
+            beta1, beta2 = group["betas"]
+            corrections = 1 - beta1**steps, (1 - beta2**steps).sqrt()
+            found.append(torch.stack([rate, factor, *corrections, is_finite]).float())
+        return found
+
+    def _update(self, pack: "_Pack", span: slice, gradient: Tensor, scalars: Tensor) -> None:
+        """Update a range of a pack."""
+        group = self.param_groups[pack.group]
+        # `data`: autograd would take the update of one weight for a change of all those that backward still reads.
+        weights, rest = pack.weights.data[span], None if pack.rest is None else pack.rest[span]
+        pointwise.adamw_(
+            weights, rest, gradient, pack.mean[span], pack.square[span], scalars,
+            group["betas"], group["eps"], group["weight_decay"],
+        )  # fmt: skip
+
+    @torch.no_grad()
+    def _update_now(self, parameter: nn.Parameter) -> None:
+        """Update a parameter whose gradient is final, and drop the gradient."""
+        assert parameter.grad is not None
+        if parameter in self._updated:
+            raise RuntimeError("PackedAdamW with update_in_backward takes one backward pass per step; call step()")
+        if not self._scalars:
+            self._upload_unless_captured()
+            one = torch.ones((), device=self.device)
+            self._scalars = self._group_scalars(self._steps + 1, one, one)
+        pack, view = self._places[parameter]
+        self._update(pack, view.span, parameter.grad.reshape(-1), self._scalars[pack.group])
+        self._updated.add(parameter)
+        parameter.grad = None
+
+    def _finish_updates(self) -> None:
+        """Count a step whose backward pass has updated the parameters."""
+        for parameter in self._places:
+            if parameter not in self._updated:
+                raise _no_gradient(parameter)
+        self._steps += 1
+        self._scalars.clear()
+        self._updated.clear()
+
+    def _upload_unless_captured(self) -> None:
+        if not (self.device.type == "cuda" and torch.cuda.is_current_stream_capturing()):
+            self.upload_rates()
 
     def _norm_and_factor(self) -> tuple[Tensor, Tensor]:
         """Return 1 if the gradients are finite, else 0, and the factor by which clipping multiplies them."""
@@ -146,10 +217,7 @@ class PackedAdamW(torch.optim.Optimizer):
         for pack in self._packs:
             for view in pack.views:
                 if view.parameter.grad is None:
-                    raise RuntimeError(
-                        f"a parameter of shape {tuple(view.parameter.shape)} got no gradient; PackedAdamW updates all "
-                        f"parameters in one pass: use torch.optim.AdamW for a model that leaves some unused"
-                    )
+                    raise _no_gradient(view.parameter)
                 _move_to_grad_memory(view.parameter)  # a gradient that the caller has assigned
 
     # -- weights and state, for checkpoints ---------------------------------------------------------------------------
@@ -166,11 +234,12 @@ class PackedAdamW(torch.optim.Optimizer):
 
     @property
     def flat(self) -> list[tuple[str, Tensor, list[tuple[int, nn.Parameter]]]]:
-        """The packed tensors: kind, tensor, and where each parameter starts in it."""
+        """The packed tensors: kind, tensor, and where each parameter starts in it; no gradients that share memory."""
         found = []
         for pack in self._packs:
             starts = [(view.start, view.parameter) for view in pack.views]
-            kinds = {"weight": pack.weights, "low bits": pack.rest, "gradient": pack.grads}
+            kinds = {"weight": pack.weights, "low bits": pack.rest}
+            kinds |= {} if self._sharing else {"gradient": pack.grads}
             kinds |= {"exp_avg": pack.mean, "exp_avg_sq": pack.square}
             found += [(kind, tensor, starts) for kind, tensor in kinds.items() if tensor is not None]
         return found
@@ -179,7 +248,7 @@ class PackedAdamW(torch.optim.Optimizer):
     def masters(self, device: torch.device | str | None = None) -> dict[nn.Parameter, Tensor]:
         """Return a copy of every parameter's weights in fp32, on `device`: the host has room where the GPU has not."""
         return {
-            view.parameter: view.master(pack).to(device or self.device, copy=pack.rest is None)
+            view.parameter: view.master(pack).to(device or self.device, torch.float32, copy=pack.rest is None)
             for pack in self._packs
             for view in pack.views
         }
@@ -200,7 +269,6 @@ class PackedAdamW(torch.optim.Optimizer):
         Random numbers are drawn in the order of the modules, as building on `device` draws them: the weights are the
         same. One module's weights exist in fp32 at a time.
         """
-        places = {view.parameter: (pack, view) for pack in self._packs for view in pack.views}
         for module in model.modules():
             for name, buffer in module._buffers.items():
                 if buffer is not None and buffer.is_meta:
@@ -213,7 +281,7 @@ class PackedAdamW(torch.optim.Optimizer):
                 module._parameters[name] = nn.Parameter(whole, requires_grad=False)
             module.reset_parameters()  # type: ignore[operator]
             for name, parameter in packed.items():
-                pack, view = places[parameter]
+                pack, view = self._places[parameter]
                 view.set_master(pack, cast(Tensor, module._parameters[name]))
                 module._parameters[name] = parameter
 
@@ -251,6 +319,28 @@ def _check_ranges(group: dict[str, Any]) -> None:
         raise ValueError(f"betas must be at least 0 and below 1, got {group['betas']}")
 
 
+def _updating(optimizer: PackedAdamW) -> Callable[[Tensor], None]:
+    """Return the hook of parameters that are updated in backward; it does not keep the optimizer alive.
+
+    Autograd calls it after a parameter's last use, also where a fused node has left the gradient in `grad_memory`.
+    """
+    reference = weakref.ref(optimizer)
+
+    def update(parameter: Tensor) -> None:
+        optimizer = reference()
+        if optimizer is not None and parameter.grad is not None:
+            optimizer._update_now(cast(nn.Parameter, parameter))
+
+    return update
+
+
+def _no_gradient(parameter: Tensor) -> RuntimeError:
+    return RuntimeError(
+        f"a parameter of shape {tuple(parameter.shape)} got no gradient; PackedAdamW updates all parameters in every "
+        f"step: use torch.optim.AdamW for a model that leaves some unused"
+    )
+
+
 def _move_to_grad_memory(parameter: Tensor) -> None:
     """Copy a gradient that autograd has allocated into the memory that the optimizer reads."""
     memory = parameter.grad_memory  # type: ignore[attr-defined]
@@ -264,11 +354,22 @@ class _View:
 
     parameter: nn.Parameter
     start: int
+    gradient_start: int
+    """In the memory of gradients, which those of other groups may share."""
+
+    @property
+    def span(self) -> slice:
+        return slice(self.start, self.start + self.parameter.numel())
 
     def of(self, flat: Tensor) -> Tensor:
-        return flat[self.start : self.start + self.parameter.numel()].view(self.parameter.shape)
+        return flat[self.span].view(self.parameter.shape)
+
+    def gradient(self, pack: "_Pack") -> Tensor:
+        end = self.gradient_start + self.parameter.numel()
+        return pack.grads[self.gradient_start : end].view(self.parameter.shape)
 
     def master(self, pack: "_Pack") -> Tensor:
+        """The weight in the precision of the state."""
         if pack.rest is None:
             return self.of(pack.weights)
         return pointwise.united(self.of(pack.weights), self.of(pack.rest))
@@ -295,17 +396,31 @@ class _Pack:
 
     @classmethod
     @torch.no_grad()
-    def of(cls, group: int, parameters: list[nn.Parameter], dtype: torch.dtype, device: torch.device) -> "_Pack":
-        views, end = [], 0
+    def of(
+        cls,
+        group: int,
+        parameters: list[nn.Parameter],
+        dtype: torch.dtype,
+        state_dtype: torch.dtype,
+        device: torch.device,
+        sharing: Sequence[Sequence[nn.Parameter]],
+    ) -> "_Pack":
+        sharer = {parameter: number for number, members in enumerate(sharing) for parameter in members}
+        if sharing and not all(parameter in sharer for parameter in parameters):
+            raise ValueError("update_in_backward must name all parameters")
+        views, end, gradient_ends = [], 0, Counter[int]()
         for parameter in parameters:
-            views.append(_View(parameter, end))
-            end += -(-parameter.numel() // ALIGNED) * ALIGNED
+            own = sharer.get(parameter, 0)
+            views.append(_View(parameter, end, gradient_ends[own]))
+            size = -(-parameter.numel() // ALIGNED) * ALIGNED
+            end, gradient_ends[own] = end + size, gradient_ends[own] + size
 
-        def zeros(of: torch.dtype) -> Tensor:
-            return torch.zeros(end, dtype=of, device=device)
+        def zeros(of: torch.dtype, size: int = end) -> Tensor:
+            return torch.zeros(size, dtype=of, device=device)
 
-        rest = zeros(torch.int16) if dtype != torch.float32 else None
-        pack = cls(group, views, zeros(dtype), rest, zeros(dtype), zeros(torch.float32), zeros(torch.float32))
+        rest = zeros(torch.int16) if dtype != state_dtype else None
+        grads = zeros(dtype, max(gradient_ends.values()))
+        pack = cls(group, views, zeros(dtype), rest, grads, zeros(state_dtype), zeros(state_dtype))
         for view in views:
             packed = view.of(pack.weights)
             if view.parameter.is_meta:  # the object stays: the module and the groups hold it

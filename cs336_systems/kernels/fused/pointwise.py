@@ -157,7 +157,8 @@ def adamw_(
     betas: tuple[float, float], eps: float, decay: float,
 ) -> None:  # fmt: skip
     """Update flat weights as torch's AdamW does. `scalars`, on the device: learning rate, factor of the gradient,
-    1 - beta1^t, sqrt(1 - beta2^t), and 0 to skip the update. With `low_bits` the weights are those of `split_`."""
+    1 - beta1^t, sqrt(1 - beta2^t), and 0 to skip the update. With `low_bits` the weights are those of `split_`. The
+    arithmetic is fp32; weights and moments in bf16 are rounded to nearest, ties to even, when they are written."""
     if kernels := _triton(weights):
         kernels.adamw(weights, low_bits, grads, mean, square, scalars, betas, eps, decay)
         return
@@ -166,13 +167,20 @@ def adamw_(
     if not is_due:
         return
     gradient = grads.float() * factor
-    mean.lerp_(gradient, 1 - betas[0])
-    square.mul_(betas[1]).addcmul_(gradient, gradient, value=1 - betas[1])
-    whole = weights if low_bits is None else united(weights, low_bits)
+    # For fp32 tensors float() returns the tensor itself.
+    wide_mean, wide_square = mean.float(), square.float()
+    wide_mean.lerp_(gradient, 1 - betas[0])
+    wide_square.mul_(betas[1]).addcmul_(gradient, gradient, value=1 - betas[1])
+    whole = weights.float() if low_bits is None else united(weights, low_bits)
     whole.mul_(1 - rate * decay)
-    whole.addcdiv_(mean, (square.sqrt() / root_correction).add_(eps), value=-rate / correction)
+    whole.addcdiv_(wide_mean, (wide_square.sqrt() / root_correction).add_(eps), value=-rate / correction)
     if low_bits is not None:
         split_(whole, weights, low_bits)
+    elif whole is not weights:
+        weights.copy_(whole)
+    if wide_mean is not mean:
+        mean.copy_(wide_mean)
+        square.copy_(wide_square)
 
 
 def checksums(tensor: Tensor) -> Tensor:

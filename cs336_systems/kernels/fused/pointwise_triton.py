@@ -199,15 +199,15 @@ def _adamw(
         m_weight = o_weight < count
         rate = tl.load(scalars)
         b_grad = tl.load(grads + o_weight, m_weight, 0.0).to(tl.float32) * tl.load(scalars + 1)
-        b_mean = tl.load(mean + o_weight, m_weight, 0.0)
+        b_mean = tl.load(mean + o_weight, m_weight, 0.0).to(tl.float32)
         b_mean += (b_grad - b_mean) * (1 - beta1)
-        b_square = tl.load(square + o_weight, m_weight, 0.0) * beta2 + b_grad * b_grad * (1 - beta2)
+        b_square = tl.load(square + o_weight, m_weight, 0.0).to(tl.float32) * beta2 + b_grad * b_grad * (1 - beta2)
         if SPLIT:
             b_high = tl.load(weights + o_weight, m_weight, 0.0).to(tl.int16, bitcast=True).to(tl.int32)
             b_low = tl.load(low_bits + o_weight, m_weight, 0).to(tl.int32)
             b_weight = ((b_high << 16) + b_low).to(tl.float32, bitcast=True)
         else:
-            b_weight = tl.load(weights + o_weight, m_weight, 0.0)
+            b_weight = tl.load(weights + o_weight, m_weight, 0.0).to(tl.float32)
         b_weight *= 1 - rate * decay
         b_weight -= rate / tl.load(scalars + 2) * b_mean / (tl.sqrt_rn(b_square) / tl.load(scalars + 3) + eps)
         tl.store(mean + o_weight, b_mean, m_weight)

@@ -58,7 +58,16 @@ class SavedRow(NamedTuple):
     line: str
 
 
-Row = TypeVar("Row", KindRow, PartRow, KernelRow, LabelRow, BlockRow, SavedRow)
+class OperationRow(NamedTuple):
+    """A row of `block_operations`: the tensors of one block that one operation of one module saves for backward."""
+
+    operation: str
+    module: str
+    size: int
+    tensors: int
+
+
+Row = TypeVar("Row", KindRow, PartRow, KernelRow, LabelRow, BlockRow, SavedRow, OperationRow)
 
 
 def flatten(rows: Iterable[tuple[Any, ...]]) -> list[Any]:

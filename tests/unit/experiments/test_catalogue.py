@@ -11,8 +11,9 @@ from pathlib import Path
 import pytest
 
 from cs336_systems.config import RunConfig, UserError
-from cs336_systems.experiments.catalogue import catalogue, cells, runnable
-from cs336_systems.experiments.spec import PRESETS
+from cs336_systems.experiments.catalogue import ALL, catalogue, cells, of_preset, runnable
+from cs336_systems.experiments.spec import HANDOUT_2026, PRESETS
+from cs336_systems.record import GIB, cell_key
 from tests.helpers import PACKAGE, ROOT, clean_env, execute
 
 # -- one experiment from one new module -------------------------------------------------------------------------------
@@ -165,7 +166,7 @@ def test_the_architecture_page_says_where_each_experiment_is():
 @pytest.mark.parametrize("preset", PRESETS)
 @pytest.mark.parametrize("device", ["cpu", "cuda"])
 def test_every_grid_gives_cells_with_labels(preset, device):
-    for name in runnable():
+    for name in of_preset(preset):
         instrument = catalogue()[name].instrument
         try:
             requests = cells([name], preset, RunConfig(device=device))
@@ -175,6 +176,56 @@ def test_every_grid_gives_cells_with_labels(preset, device):
             raise
         assert requests, name
         assert all(instrument.label(config, [name]) for _, config in requests)
+
+
+DROPPED_2026 = {"bucket_model", "parallel_plan", "flash_leaderboard"}
+"""Experiments that answer problems of 2025 only."""
+
+
+def test_the_preset_2026_has_what_the_handout_asks_for():
+    found = of_preset(HANDOUT_2026)
+    assert not DROPPED_2026 & set(found)
+    assert {"end_to_end", "kernels", "memory", "saved_tensors", "checkpointing", "flash", "fsdp"} <= set(found)
+    assert of_preset("course") == runnable()
+
+
+def test_all_names_every_experiment_that_the_device_can_run():
+    on_gpu = {name for name, _ in cells([ALL], HANDOUT_2026, RunConfig(device="cuda"))}
+    on_cpu = {name for name, _ in cells([ALL], HANDOUT_2026, RunConfig(device="cpu"))}
+    assert on_gpu == set(of_preset(HANDOUT_2026))
+    assert on_gpu - on_cpu == {"profiler_agreement"}
+    named = [name for name, _ in cells(["warmup", ALL, "warmup"], "quick", RunConfig(device="cpu"))]
+    assert named.count("warmup") == 4, "not twice"
+
+
+@pytest.mark.parametrize("name", ["warmup", "pytorch_attention", "flash", "ddp", "optimizer_sharding", "collectives"])
+def test_cells_that_2026_shares_with_2025_have_equal_keys(name):
+    """So that what was measured for one handout is not measured again for the other, whatever a size is called."""
+    keys = [
+        {cell_key(config) for _, config in cells([name], preset, RunConfig(device="cuda"), 140 * GIB)}
+        for preset in ("course", HANDOUT_2026)
+    ]
+    assert keys[0] == keys[1]
+
+
+def test_the_largest_model_of_2026_is_predicted_not_to_fit_eager_or_compiled():
+    for name in ("precision", "compile"):
+        instrument = catalogue()[name].instrument
+        steps = [
+            config
+            for _, config in cells([name], HANDOUT_2026, RunConfig(device="cuda"))
+            if config["size"] == "2026/10B" and config["mode"] == "train-step"
+        ]
+        assert len(steps) == 2
+        assert all(instrument.memory(config).predicted > 150 * GIB for config in steps)
+
+
+def test_every_problem_of_the_2026_handout_is_in_the_documentation():
+    page = (ROOT / "docs" / "COURSE.md").read_text()
+    for experiment in catalogue().values():
+        for problem in experiment.problems_2026:
+            rows = [row for row in page.splitlines() if re.search(rf"^\|[^|]*\b{problem}\b", row)]
+            assert any(experiment.name in row for row in rows), (problem, experiment.name)
 
 
 def test_instruments_are_functions_of_modules_that_only_the_worker_imports():
@@ -200,6 +251,7 @@ def test_titles_and_questions_have_both_languages():
         (["nope"], "quick", "unknown experiment 'nope'"),
         (["bench"], "quick", "'bench'"),
         (["warmup"], "x", "preset 'x'"),
+        (["bucket_model"], "2026", "bucket_model answers no problem of the 2026 handout; use --preset course"),
     ],
 )
 def test_unknown_names_are_one_clear_line(names, preset, said):

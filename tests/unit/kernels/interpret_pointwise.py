@@ -123,13 +123,16 @@ def cross_entropy(
     return Case({"logits": logits, "targets": targets, "weight": torch.tensor(0.3)}, call, ("logits",))
 
 
-def adamw(count: int, split: bool, dtype: torch.dtype, grads: str = "float32", update: float = 1.0) -> Case:
+def adamw(
+    count: int, split: bool, dtype: torch.dtype, grads: str = "float32", update: float = 1.0, state: str = "float32"
+) -> Case:
+    """`state`: dtype of the moments, and of the weights where they are not split."""
     weights = random(count, seed=1)
     inputs: Named = {
-        "weights": weights,
+        "weights": weights.to(getattr(torch, state)),
         "grads": random(count, seed=2).to(getattr(torch, grads)),
-        "mean": 0.1 * random(count, seed=3),
-        "square": 0.1 * random(count, seed=4).square(),
+        "mean": 0.1 * random(count, seed=3, dtype=getattr(torch, state)),
+        "square": 0.1 * random(count, seed=4, dtype=getattr(torch, state)).square(),
         "scalars": torch.tensor([0.01, 0.7, 0.2, 0.3, update]),
     }
     if split:

@@ -263,6 +263,209 @@ def test_it_resumes_its_own_state_to_the_bit(dtype):
         assert all(torch.equal(x, state["state"][number][name]) for name, x in values.items())
 
 
+# -- state in bf16 ----------------------------------------------------------------------------------------------------
+
+
+def bf16_state(**options):
+    given = parameters()
+    return given, PackedAdamW(groups_of(given), state_dtype=torch.bfloat16, **options)
+
+
+def set_gradients(parameters, seed):
+    for number, p in enumerate(parameters):
+        p.grad = random(*p.shape, seed=100 * seed + number).to(p.dtype)
+
+
+def test_a_bf16_state_is_updated_as_torch_updates_bf16_parameters():
+    """torch's fused AdamW also computes in fp32 and rounds once; gains of norms stay fp32 here."""
+    ours, packed = bf16_state()
+    plain = [nn.Parameter(p.detach().clone()) for p in ours]
+    adamw = torch.optim.AdamW(groups_of(plain), fused=True)
+    for number in range(20):
+        for group, options in zip([*packed.param_groups, *adamw.param_groups], OPTIONS * 2, strict=True):
+            group["lr"] = options["lr"] * (1 - number / 40)
+        for mine, optimizer in ((ours, packed), (plain, adamw)):
+            set_gradients(mine, number)
+            optimizer.step()
+            optimizer.zero_grad()
+    for p, q in zip(ours, plain, strict=True):
+        limit = {"rtol": 2**-7, "atol": 0.0} if p.dtype == torch.bfloat16 else {"rtol": 1e-6, "atol": 1e-6}
+        assert p.dtype == q.dtype == (torch.bfloat16 if p.dim() > 1 else torch.float32)
+        torch.testing.assert_close(p.detach(), q.detach(), **limit)
+        for name in ("exp_avg", "exp_avg_sq"):
+            torch.testing.assert_close(packed.state[p][name], adamw.state[q][name], **limit)
+            assert packed.state[p][name].dtype == p.dtype
+
+
+def rounded(x):
+    """fp64 numbers rounded to bf16, ties to even, by their bits."""
+    bits_ = x.float().view(torch.int32)
+    return ((bits_ + 0x7FFF + ((bits_ >> 16) & 1)) & ~0xFFFF).view(torch.float32).double()
+
+
+def test_a_bf16_state_is_the_fp64_update_rounded_to_nearest():
+    rate, beta1, beta2, eps, decay = 3e-3, 0.9, 0.95, 1e-8, 0.1
+    weight = nn.Parameter(random(64, 40, seed=1))
+    options = {"lr": rate, "betas": (beta1, beta2), "eps": eps, "weight_decay": decay}
+    packed = PackedAdamW([weight], state_dtype=torch.bfloat16, **options)
+    whole = weight.detach().double()
+    mean, square = torch.zeros_like(whole), torch.zeros_like(whole)
+    differ = 0
+    for number in range(1, 11):
+        gradient = random(64, 40, seed=number).bfloat16()
+        weight.grad = gradient.clone()
+        packed.step()
+        packed.zero_grad()
+        wide_mean = beta1 * mean + (1 - beta1) * gradient.double()
+        wide_square = beta2 * square + (1 - beta2) * gradient.double() ** 2
+        step = wide_mean / (1 - beta1**number) / ((wide_square / (1 - beta2**number)).sqrt() + eps)
+        expected = [rounded(x) for x in (whole * (1 - rate * decay) - rate * step, wide_mean, wide_square)]
+        found = [x.detach().double() for x in (weight, *(packed.state[weight][n] for n in ("exp_avg", "exp_avg_sq")))]
+        for ours, theirs in zip(found, expected, strict=True):
+            torch.testing.assert_close(ours, theirs, rtol=2**-7, atol=1e-8)  # one step of bf16
+            differ += int((ours != theirs).sum())
+        whole, mean, square = found
+    assert differ < 0.001 * 30 * weight.numel()  # an fp32 result close to the middle of two bf16 numbers
+
+
+def test_a_bf16_state_takes_8_bytes_a_parameter():
+    """With fp32 masters and moments: 14."""
+    for options, expected in (({}, 14), ({"state_dtype": torch.bfloat16}, 8)):
+        weight = nn.Parameter(random(64, 64, seed=1))
+        packed = PackedAdamW([weight], **options)
+        assert sum(tensor.nbytes for _, tensor, _ in packed.flat) == expected * weight.numel()
+        assert bool(packed.unlisted_state) == (expected == 14)
+
+
+@pytest.mark.parametrize("options", [{"check_finite": True}, {"max_grad_norm": 1.0}], ids=["check_finite", "clipping"])
+def test_a_gradient_that_is_not_finite_leaves_a_bf16_state(options):
+    ours, packed = bf16_state(**options)
+    set_gradients(ours, 1)
+    packed.step()
+    before = [bits(tensor) for kind, tensor, _ in packed.flat if kind != "gradient"]
+    set_gradients(ours, 2)
+    ours[0].grad[0, 0] = math.nan
+    packed.step()
+    assert_equal([bits(tensor) for kind, tensor, _ in packed.flat if kind != "gradient"], before)
+
+
+@pytest.mark.parametrize("wide_first", [True, False], ids=["fp32 to bf16", "bf16 to fp32"])
+def test_weights_and_moments_load_from_the_other_precision(wide_first):
+    """They are rounded once on the way to bf16, and kept as they are on the way to fp32."""
+    first, second = Pair(torch.bfloat16), bf16_state()
+    wide = (first.ours, first.packed)
+    (source, one), (target, other) = (wide, second) if wide_first else (second, wide)
+    for number in range(3):
+        for parameters_, optimizer in ((source, one), (target, other)):
+            set_gradients(parameters_, number + 10 * (optimizer is other))
+            optimizer.step()
+    masters = one.masters()
+    other.load_masters({mine: masters[theirs] for mine, theirs in zip(target, source, strict=True)})
+    other.load_state_dict(saved(one.state_dict()))
+    loaded = other.masters()
+    for mine, theirs in zip(target, source, strict=True):
+        for found, expected in (
+            (loaded[mine], masters[theirs]),
+            *((other.state[mine][name], one.state[theirs][name]) for name in ("exp_avg", "exp_avg_sq")),
+        ):
+            rounds = wide_first and mine.dim() > 1
+            assert torch.equal(found.float(), (expected.bfloat16() if rounds else expected).float())
+    assert other.state_dict()["state"][0]["step"] == 3
+
+
+def test_a_state_of_an_unknown_dtype():
+    with pytest.raises(ValueError, match=r"state of torch\.bfloat16 weights in float32 or torch\.bfloat16"):
+        PackedAdamW(parameters(), state_dtype=torch.float16)
+    with pytest.raises(ValueError, match=r"state of torch\.float32 weights"):
+        PackedAdamW(parameters(), dtype=torch.float32, state_dtype=torch.bfloat16)
+
+
+# -- update in backward -----------------------------------------------------------------------------------------------
+
+
+class Chain(nn.Module):
+    """Two blocks of equal shape, each a fused matmul, a plain one and a gain, and a head."""
+
+    def __init__(self):
+        super().__init__()
+        self.first, self.second = self.block(0), self.block(10)
+        self.head = nn.Parameter(random(7, 8, seed=20))
+
+    def block(self, seed):
+        matrices = [nn.Parameter(random(8, 8, seed=seed + i) / 3) for i in range(2)]
+        return nn.ParameterList([*matrices, nn.Parameter(random(8, seed=seed + 2))])
+
+    def forward(self, x):
+        for fused_weight, plain_weight, gain in (self.first, self.second):
+            x = torch.tanh(nn.functional.linear(fused.linear(x, fused_weight), plain_weight) * gain.to(x.dtype))
+        return nn.functional.linear(x, self.head).float().square().sum()
+
+    @property
+    def groups(self):
+        return [list(self.first), list(self.second), [self.head]]
+
+
+def in_backward(dtype, state_dtype=torch.float32):
+    model = Chain()
+    options = {"dtype": dtype, "state_dtype": state_dtype, "update_in_backward": model.groups}
+    return model, PackedAdamW(model.parameters(), lr=1e-2, **options)
+
+
+@pytest.mark.parametrize("state_dtype", [torch.float32, torch.bfloat16], ids=["fp32 state", "bf16 state"])
+@DTYPES
+def test_an_update_in_backward_equals_the_ordinary_one_to_the_bit(dtype, state_dtype):
+    state_dtype = torch.float32 if dtype == torch.float32 else state_dtype
+    plain = Chain()
+    optimizers = {plain: PackedAdamW(plain.parameters(), lr=1e-2, dtype=dtype, state_dtype=state_dtype)}
+    optimizers |= [in_backward(dtype, state_dtype)]
+    for number in range(5):
+        for model, optimizer in optimizers.items():
+            optimizer.param_groups[0]["lr"] = 1e-2 / (1 + number)
+            with poisoned_memory():
+                model(random(5, 8, seed=number).to(dtype)).backward()
+            optimizer.step()
+            optimizer.zero_grad()
+    found = [[bits(tensor) for kind, tensor, _ in o.flat if kind != "gradient"] for o in optimizers.values()]
+    assert_equal(*found)
+    assert [o.state_dict()["state"][0]["step"] for o in optimizers.values()] == [5, 5]
+
+
+@DTYPES
+def test_gradients_of_groups_share_memory(dtype):
+    """Their memory is that of the largest group, and nothing is left in `grad`."""
+    model, optimizer = in_backward(dtype)
+    memories = {p.grad_memory.untyped_storage().data_ptr() for p in model.parameters()}
+    assert len(memories) == (1 if dtype == torch.float32 else 2)  # gains are fp32
+    for p, q in zip(model.first, model.second, strict=True):
+        assert p.grad_memory.data_ptr() == q.grad_memory.data_ptr()
+    assert not any(kind == "gradient" for kind, _, _ in optimizer.flat)
+    model(random(5, 8, seed=1).to(dtype)).backward()
+    assert all(p.grad is None for p in model.parameters())
+
+
+def test_a_parameter_without_gradient_is_found_by_the_step():
+    model, optimizer = in_backward(torch.float32)
+    (model.head.square().sum()).backward()
+    with pytest.raises(RuntimeError, match="got no gradient"):
+        optimizer.step()
+
+
+def test_a_second_backward_pass_before_the_step():
+    model, _optimizer = in_backward(torch.float32)
+    model(random(5, 8, seed=1)).backward()
+    with pytest.raises(RuntimeError, match="one backward pass per step"):
+        model(random(5, 8, seed=2)).backward()
+
+
+@pytest.mark.parametrize("options", [{"check_finite": True}, {"max_grad_norm": 1.0}])
+def test_an_update_in_backward_excludes_what_needs_the_norm(options):
+    model = Chain()
+    with pytest.raises(ValueError, match="knows no norm"):
+        PackedAdamW(model.parameters(), update_in_backward=model.groups, **options)
+    with pytest.raises(ValueError, match="must name all parameters"):
+        PackedAdamW(model.parameters(), update_in_backward=model.groups[:2])
+
+
 # -- how gradients arrive ---------------------------------------------------------------------------------------------
 
 

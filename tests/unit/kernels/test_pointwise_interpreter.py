@@ -54,6 +54,7 @@ CASES = [
     *product("cross_entropy", [{"rows": 7, "vocabulary": 11}], [{"bad": bad} for bad in (-1, -99, 11, 10**6)]),
     *product("adamw", [{"count": n} for n in (7, 1024, 3000)], flags("split"), dtypes=["float32"]),
     *product("adamw", [{"count": 1025, "split": True, "grads": "bfloat16"}], dtypes=["float32"]),
+    *product("adamw", [{"count": 1025, "split": False, "grads": "bfloat16", "state": "bfloat16"}], dtypes=["float32"]),
     *product("adamw", [{"count": 1025, "update": 0.0}], flags("split"), dtypes=["float32"]),
     *product("checksums", [{"count": n} for n in (1, 1025, 16384, 40000)], dtypes=[*DTYPES, "float64"]),
     # Autograd nodes convert tensors of any layout to what the kernels take.

@@ -18,7 +18,7 @@ from torch.autograd.graph import saved_tensors_hooks
 from cs336_systems.config import MODES, ModelConfig, RunConfig
 from cs336_systems.measure.memory_timeline import trace_memory
 from cs336_systems.measure.memory_trace import measure_peak, predict_by_tracing
-from cs336_systems.measure.saved_tensors import saved_tensors
+from cs336_systems.measure.saved_tensors import block_backward, saved_tensors
 from cs336_systems.step.train_step import TrainStep
 from cs336_systems.timeline import Block, Span, Timeline
 from tests.helpers import MODEL, refused
@@ -453,3 +453,26 @@ def test_nested_recomputation_is_traced():
     runs = Counter(block.module for block in forward)
     assert set(runs) == {f"layers.{i}.attn" for i in range(DEEP.num_layers)}
     assert max(runs.values()) == 3
+
+
+# -- one block --------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("attention", ["reference", "sdpa"])
+def test_gradients_of_a_block_follow_from_the_change_over_its_backward(attention):
+    """Its backward frees what it has saved and adds its gradients, and nothing else is left."""
+    step, batch = steady(attention=attention)
+    number = len(step.model.layers) - 1
+    saved = [one for one in saved_tensors(step, batch) if one.module.startswith(f"layers.{number}")]
+    kept = sum(one.size for one in saved if not one.is_parameter)
+    block = step.model.layers[number]
+    change, gradients = block_backward(step, batch, block)
+    assert gradients == sum(parameter.nbytes for parameter in block.parameters())
+    assert change + kept == gradients
+    assert all(parameter.grad is None for parameter in step.model.parameters())
+
+
+def test_saved_tensors_name_the_operation():
+    saved = saved_tensors(*steady())
+    operations = {(one.operation, one.module) for one in saved if one.module.startswith("layers.0")}
+    assert {("softmax", "layers.0.attn"), ("silu", "layers.0.ffn"), ("rms_norm", "layers.0.ln1")} <= operations

@@ -30,6 +30,12 @@ TRACED = [
     on_gpu(fast="on", checkpoint_blocks=4, attention="reference"),
     on_gpu(fast="on", precision="fp32", attention="sdpa"),
     on_gpu(fast="on", model=UNALIGNED),
+    on_gpu(fast="on", optimizer_state="bf16"),
+    on_gpu(fast="on", update_in_backward=True),
+    on_gpu(fast="on", update_in_backward=True, optimizer_state="bf16", checkpoint_blocks=1),
+    on_gpu(fast="on", update_in_backward=True, model=UNALIGNED),
+    on_gpu(fast="optimizer", update_in_backward=True, precision="fp32"),
+    on_gpu(fast="loss,optimizer", optimizer_state="bf16", checkpoint_blocks=1),
     on_gpu(fast="kernels", attention="flash_triton"),
     on_gpu(fast="kernels", checkpoint_blocks=2, precision="tf32"),
     on_gpu(fast="kernels,loss", mode="forward-backward", precision="fp16"),
@@ -97,6 +103,8 @@ def test_breakdown_of_the_fast_step():
     assert full.parameters == full.gradients == pytest.approx(2 * parameters, rel=0.001)
     assert full.optimizer_state == pytest.approx(10 * parameters, rel=0.001)
     assert full.weight_casts == 0
+    narrow = breakdown(on_gpu(model_config("small"), fast="on", optimizer_state="bf16"))
+    assert narrow.optimizer_state == pytest.approx(4 * parameters, rel=0.001)
     plain = breakdown(on_gpu(model_config("small")))
     assert full.activations_per_block < plain.activations_per_block
     assert full.logits_and_loss < plain.logits_and_loss
@@ -132,6 +140,27 @@ def test_eight_billion_parameters_are_built_on_one_h200():
     config = on_gpu(model, fast="on", batch_size=1, checkpoint_blocks=1)
     assert building_peak(config).peak / GIB == pytest.approx(115.252, rel=1e-4)
     assert building_peak(config).peak < estimate(config).peak
+
+
+def test_an_update_in_backward_keeps_the_gradients_of_the_largest_group_only():
+    """At 8 billion parameters those of the head: 1.2 GB instead of 16."""
+    model = model_config("2026/10B", vocab_size=151_936)
+    kept, shared = (on_gpu(model, fast="on", batch_size=1, update_in_backward=update) for update in (False, True))
+    largest = 2 * model.vocab_size * model.d_model
+    for found in (estimate(shared), building_peak(shared)):
+        assert found.parts["gradients"] == pytest.approx(largest, rel=1e-3)
+    for predict in (estimate, building_peak):
+        assert predict(kept).peak - predict(shared).peak == pytest.approx(2 * model.parameters - largest, rel=0.01)
+
+
+def test_building_a_bf16_state():
+    """8 bytes a parameter, and the largest weight in fp32: it is rounded without temporaries."""
+    model = model_config("small")
+    found = building_peak(on_gpu(model, fast="on", optimizer_state="bf16"))
+    gains = (2 * model.num_layers + 1) * model.d_model
+    largest = model.vocab_size * model.d_model
+    without_buffers = found.peak - found.parts["buffers"]
+    assert without_buffers == 8 * (model.parameters - gains) + 16 * gains + 4 * largest
 
 
 # -- the simulation ---------------------------------------------------------------------------------------------------

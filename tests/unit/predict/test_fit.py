@@ -4,6 +4,7 @@ import dataclasses
 import re
 from decimal import Decimal
 from functools import cache
+from itertools import pairwise
 
 import pytest
 from hypothesis import example, given, settings
@@ -12,11 +13,13 @@ from hypothesis import strategies as st
 from cs336_systems.config import MODES, PRECISIONS, ModelConfig, RunConfig, UserError, model_config
 from cs336_systems.experiments.memory.calculator import describe, memory_table
 from cs336_systems.predict.fit import (
+    CONTEXTS_2026,
     LARGEST_BATCH,
     FitArguments,
     fit_tables,
     gpu_bytes,
     largest_batch,
+    largest_contexts,
     usable_bytes,
 )
 from cs336_systems.predict.memory_model import breakdown, estimate
@@ -270,3 +273,25 @@ def test_the_memory_table_shows_the_breakdown(mode, precision):
     assert any(f"the peak occurs in {full.peak.where}" in note for note in table.notes)
     assert any("--trace" in note for note in table.notes)
     assert all(value in table.title for value in ("small", mode, precision, "batch 4", "context 512"))
+
+
+# -- the largest contexts ---------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("size", ["small", "large", "2.7B"])
+@pytest.mark.parametrize("gib", [1, 24, 80, 140])
+def test_the_largest_contexts_end_with_the_last_that_fits(size, gib):
+    config = RunConfig(model=model_config(size), device="cuda")
+
+    def peak(context: int) -> int:
+        return estimate(dataclasses.replace(config, model=model_config(size, context_length=context))).peak
+
+    found = largest_contexts(config, gib * GIB)
+    assert len(found) == 3
+    assert [b // a for a, b in pairwise(found)] == [2, 2]
+    fitting = [context for context in CONTEXTS_2026 if peak(context) <= gib * GIB]
+    assert found == (fitting[-3:] if len(fitting) >= 3 else list(CONTEXTS_2026[:3]))
+
+
+def test_a_gpu_on_which_all_contexts_fit_has_the_largest():
+    assert largest_contexts(RunConfig(model=model_config("tiny"), device="cuda"), 1e15) == list(CONTEXTS_2026[-3:])

@@ -65,7 +65,7 @@ def tables(*records: Iterable[Record]) -> list[Table]:
 
 def column(table: Table, heading: str) -> list[str]:
     (index,) = [i for i, column in enumerate(table.columns) if column.heading() == heading]
-    return [str(row[index]) for row in table.rows]
+    return [row[index].en if isinstance(row[index], Text) else str(row[index]) for row in table.rows]
 
 
 def rows(table: Table, *headings: str) -> list[tuple[str, ...]]:

@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import nn
 
-from cs336_systems.config import MODES, PRECISIONS, ModelConfig, RunConfig
+from cs336_systems.config import MODES, PRECISIONS, ModelConfig, RunConfig, UserError
 from cs336_systems.step.train_step import TrainStep, cosine_lr, set_matmul_precision
 from cs336_systems.step.updates import LossScale, PlainOptimizer, Update, adapt
 
@@ -202,3 +202,37 @@ def test_optimizers_share_one_interface():
     assert adapt(plain).unlisted_state == []
     assert len(adapt(plain).owned) == len(adapt(packed).owned) == len(packed.masters())
     assert [bits.dtype for bits in adapt(packed).unlisted_state] == [torch.int16]
+
+
+# -- update in backward -----------------------------------------------------------------------------------------------
+
+IN_BACKWARD = {
+    "bf16": {"precision": "bf16"},
+    "bf16 state": {"precision": "bf16", "optimizer_state": "bf16"},
+    "fp32": {},
+    "recomputed": {"precision": "bf16", "checkpoint_blocks": 1},
+    "optimizer alone": {"fast": "optimizer", "attention": "reference"},
+}
+
+
+@pytest.mark.parametrize("fields", IN_BACKWARD.values(), ids=list(IN_BACKWARD))
+def test_an_update_in_backward_is_the_ordinary_step_to_the_bit(fields):
+    results = []
+    for update_in_backward in (False, True):
+        step = step_of(**{"fast": "on", **fields}, update_in_backward=update_in_backward)
+        losses = [step(*step.random_batch()).item() for _ in range(4)]
+        masters = step.optimizer.masters()
+        results.append((losses, [masters[p] for p in step.model.parameters()]))
+        assert all(p.grad is None for p in step.model.parameters())
+    (losses, weights), (others, other_weights) = results
+    assert losses == others
+    assert losses[-1] < losses[0]
+    assert all(torch.equal(*two) for two in zip(weights, other_weights, strict=True))
+
+
+def test_an_update_in_backward_takes_one_micro_batch_and_no_check():
+    step = step_of(fast="on", update_in_backward=True)
+    with pytest.raises(UserError, match="one micro batch, got 2"):
+        step.launch([step.random_batch()] * 2)
+    with pytest.raises(UserError, match="not finite"):
+        step.train([step.random_batch()])

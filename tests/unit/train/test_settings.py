@@ -1,5 +1,6 @@
 """The settings of training: flags, their flat form, and mistakes that are reported in one line."""
 
+import dataclasses
 import math
 
 import numpy as np
@@ -66,7 +67,7 @@ def test_flags_have_the_names_of_the_flat_form(output):
     """The manifests of checkpoints hold the flat form, so these names are part of a file format."""
     settings = settings_of(output, final_share=0.25, checkpoint_blocks=2, most_skipped=3)
     names = [found.name for found in flags_of(TrainSettings)]
-    assert len(set(names)) == len(names) == 46
+    assert len(set(names)) == len(names) == 48
     flat = settings.to_dict()
     assert flat.keys() == {*names, "model"}
     assert (flat["final_share"], flat["warmup_steps"], flat["checkpoint_blocks"]) == (0.25, 1, 2)
@@ -137,6 +138,18 @@ def test_a_gpu_runs_the_fast_step_by_default(output):
     assert large.run_config("cuda", 2).fast_parts == {"kernels", "loss"}
     with pytest.raises(UserError, match="needs the optimizer"):
         settings_of(output, fast="graph").run_config("cuda", 1)
+
+
+def test_a_bf16_optimizer_state_needs_the_packed_optimizer(output):
+    settings = settings_of(output, precision="bf16", optimizer_state="bf16", fast="on")
+    assert settings.run_config("cpu", 1).optimizer_state == "bf16"
+    for refused, ranks in (
+        (settings, 2),
+        (dataclasses.replace(settings, compute=dataclasses.replace(settings.compute, fast="off")), 1),
+        (settings_of(output, precision="fp32", optimizer_state="bf16", fast="on"), 1),
+    ):
+        with pytest.raises(UserError, match="optimizer_state bf16 needs precision bf16 and the optimizer"):
+            refused.run_config("cpu", ranks)
 
 
 MISTAKES = [

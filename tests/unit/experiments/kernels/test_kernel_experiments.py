@@ -2,6 +2,9 @@
 
 import pytest
 
+from cs336_systems.config import RunConfig
+from cs336_systems.experiments.catalogue import cells
+from cs336_systems.record import GIB
 from tests.unit.experiments.kernels.samples import SAMPLES, profiled
 from tests.unit.report.step_cells import OOM, charts, column, notes, rows, stated, tables, values
 
@@ -149,3 +152,24 @@ def test_both_profilers_are_compared_where_both_ran():
 @pytest.mark.parametrize("experiment", SAMPLES)
 def test_findings(experiment):
     assert stated(SAMPLES[experiment]) == STATED[experiment]
+
+
+# -- the contexts of 2026 ---------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(("name", "modes"), [("kernels", 2), ("attention_ops", 1), ("profiler_agreement", 1)])
+def test_2026_profiles_two_sizes_with_the_three_largest_contexts_that_fit(name, modes):
+    found = [config for _, config in cells([name], "2026", RunConfig(device="cuda"), 140 * GIB)]
+    contexts = {(config["size"], config["model"]["context_length"]) for config in found}
+    assert contexts == {("small", 1024), ("small", 2048), ("small", 4096), ("2.7B", 256), ("2.7B", 512), ("2.7B", 1024)}
+    assert len(found) == len(contexts) * modes
+    smaller = [config for _, config in cells([name], "2026", RunConfig(device="cuda"), 24 * GIB)]
+    assert max(c["model"]["context_length"] for c in smaller if c["size"] == "small") == 2048
+
+
+def test_charts_show_the_context_that_most_sizes_have():
+    chart, *_ = charts(*(profiled(size=size, context=context) for size, context in SIZES_AND_CONTEXTS))
+    assert len(chart.bar_names) == 2
+
+
+SIZES_AND_CONTEXTS = (("small", 1024), ("small", 2048), ("2.7B", 512), ("2.7B", 1024))

@@ -15,20 +15,23 @@ def memory(context=512, peak=10.0, status="ok", **given) -> list[Record]:
     return cell("memory", context=context, status=status, metrics={**found, **given}, **run)
 
 
-def recomputed(blocks, peak, seconds, inner=0, status="ok", precision="fp32", predicted=None) -> list[Record]:
-    run = RunConfig(
-        model=model_config("small"), size="small", device="cuda", checkpoint_blocks=blocks, precision=precision
-    )
+def recomputed(
+    blocks, peak, seconds, inner=0, status="ok", precision="fp32", predicted=None, recursive=False, **shape
+) -> list[Record]:
+    """`shape`: fields of the model that are not those of `small`."""
+    model = model_config("small", **shape)
+    run = RunConfig(model=model, device="cuda", checkpoint_blocks=blocks, precision=precision)
     metrics = {"peak_memory": (peak * GIB,), "step_time": (seconds,)}
     metrics["predicted_by_tracing_memory"] = ((predicted or peak) * GIB,)
-    return entries("checkpointing", {**run.to_dict(), "inner": inner}, metrics, status)
+    own = {"inner": inner, **({"recursive": True} if recursive else {})}
+    return entries("checkpointing", {**run.to_dict(), **own}, metrics, status)
 
 
-def saved(mebibytes, status="ok", **fields) -> list[Record]:
-    metrics = {"saved_memory": (mebibytes * MIB,), "saved_tensors": (5.0,), "saved_parameter_memory": (3.0 * MIB,)}
-    metrics["largest_saved"] = (64.0 * MIB, "layers.0.attn", "4x8x8 float32", "reference.py:23 in attention")
-    config = RunConfig(model=model_config("small", num_layers=1), device="cuda", **fields).to_dict()
-    return entries("saved_tensors", config, metrics, status)
+def saved(mebibytes, status="ok", metrics=None, **fields) -> list[Record]:
+    found = {"saved_memory": (mebibytes * MIB,), "saved_tensors": (5.0,), "saved_parameter_memory": (3.0 * MIB,)}
+    found["largest_saved"] = (64.0 * MIB, "layers.0.attn", "4x8x8 float32", "reference.py:23 in attention")
+    config = RunConfig(**{"model": model_config("small", num_layers=1), "device": "cuda", **fields}).to_dict()
+    return entries("saved_tensors", config, {**found, **(metrics or {})}, status)
 
 
 def predicted(size="small", peak=6.0, status="ok") -> list[Record]:
@@ -40,13 +43,22 @@ def predicted(size="small", peak=6.0, status="ok") -> list[Record]:
     return entries("memory_model", config, metrics, status, CPU)
 
 
+BLOCK = {
+    "block_saved_memory": (100 * MIB,),
+    "block_operations": ("softmax", "layers.0.attn", 60 * MIB, 1, "rms_norm", "layers.0.ln1", 40 * MIB, 2),
+    "block_backward_change": (-70 * MIB,),
+    "block_gradient_memory": (30 * MIB,),
+}
+"""Metrics of one block that keeps 100 MiB and adds gradients of 30."""
+
 SAMPLES: dict[str, list[Record]] = {
     "memory": memory() + memory(1024, 11.0),
     "checkpointing": recomputed(0, 60.0, 1.0)
     + recomputed(1, 20.0, 1.3)
     + recomputed(4, 30.0, 1.25)
-    + recomputed(4, 20.0, 1.5, inner=1),
-    "saved_tensors": saved(200)
+    + recomputed(4, 20.0, 1.5, inner=1)
+    + recomputed(1, 20.0, 1.8, recursive=True),
+    "saved_tensors": saved(200, metrics=BLOCK)
     + saved(150, attention="sdpa")
     + saved(50, checkpoint_blocks=1)
     + saved(180, compile=True),

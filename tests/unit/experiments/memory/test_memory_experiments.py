@@ -2,8 +2,9 @@
 
 import pytest
 
+from cs336_systems.config import model_config
 from cs336_systems.record import GIB
-from tests.unit.experiments.memory.samples import SAMPLES, memory, predicted, recomputed, saved
+from tests.unit.experiments.memory.samples import BLOCK, SAMPLES, memory, predicted, recomputed, saved
 from tests.unit.report.step_cells import OOM, charts, column, notes, rows, stated, tables, values
 
 STATED = {
@@ -14,13 +15,17 @@ STATED = {
         "The largest block of a step is 64.0 MiB of activations, made at reference.py:49 (small, context 512).",
     ],
     "checkpointing": [
-        "In fp32 groups of 1 need the least memory of all groups: 20.00 GiB, against 60.00 GiB without recomputation.",
-        "A step with recomputation takes 1.2 (groups of 4, fp32) to 1.3 (groups of 1, fp32) times as long as one "
-        "without. A step with nested groups takes 1.2 times as long as one without nesting (groups of 4 with groups "
-        "of 1 inside, fp32).",
-        "4 peaks predicted by tracing are off by less than 0.01% at most.",
+        "In fp32 groups of 1 need the least memory of all groups: 20.00 GiB, against 60.00 GiB without recomputation. "
+        "With 12 blocks recomputation by halves needs 20.00 GiB and the best groups of one level, of 1, 20.00 GiB "
+        "(fp32).",
+        "A step with recomputation takes 1.2 (groups of 4, small, fp32) to 1.3 (groups of 1, small, fp32) times as "
+        "long as one without. A step with nested groups takes 1.2 (groups of 4 with groups of 1 inside, small, fp32) "
+        "to 1.4 (groups of 1 by halves, small, fp32) times as long as one without nesting.",
+        "5 peaks predicted by tracing are off by less than 0.01% at most.",
     ],
     "saved_tensors": [
+        "One block keeps 100.0 MiB for backward (small, 1 block): softmax 60%, RMSNorm 40%. Its gradients take "
+        "30.0 MiB.",
         "Naive attention keeps 200.0 MiB for backward (small, 1 block, fp32). Compared with that, fused attention "
         "keeps 75%, recomputation keeps 25%, torch.compile keeps 90%.",
         "The largest tensor kept has 64.0 MiB (4x8x8 float32), made at reference.py:23.",
@@ -93,6 +98,7 @@ def test_groups_are_compared_with_no_recomputation():
         ("4", "", "1,250.0", "1.25x", "30.00", "+0.00%"),
         ("16", "", "OOM", "", "", ""),
         ("4", "1", "1,500.0", "1.50x", "20.00", "+0.00%"),
+        ("1", "halves", "1,800.0", "1.80x", "20.00", "+0.00%"),
     ]
     assert notes(table)[:2] == [
         "least memory, flat: groups of 1 predicted, 1 measured",
@@ -138,6 +144,45 @@ def test_a_step_without_recomputation_that_does_not_fit_is_marked():
     assert peaks.limits
 
 
+def test_the_best_groups_of_one_level_stand_beside_their_neighbours():
+    records = [recomputed(group, peak, 1.0) for group, peak in ((1, 30), (2, 20), (4, 25), (8, 40))]
+    (table,) = tables(*records)
+    assert notes(table)[-1] == (
+        "one level, measured: the best group, then those beside it: 2: 20.00 GiB, 1: 30.00 GiB, 4: 25.00 GiB"
+    )
+
+
+def halves_by_depth():
+    return [
+        recomputed(blocks, peak, 1.0 + recursive, recursive=recursive, num_layers=layers)
+        for layers, peaks in ((8, (10, 4, 3)), (16, (20, 8, 5)))
+        for blocks, peak, recursive in zip((0, 1, 1), peaks, (False, False, True), strict=True)
+    ]
+
+
+def test_halves_are_beside_groups_of_one_level_by_depth():
+    (table,) = tables(*halves_by_depth())
+    assert rows(table, "blocks", "group", "inside it", "peak (GiB)") == [
+        ("8", "none", "", "10.00"),
+        ("8", "1", "", "4.00"),
+        ("8", "1", "halves", "3.00"),
+        ("16", "none", "", "20.00"),
+        ("16", "1", "", "8.00"),
+        ("16", "1", "halves", "5.00"),
+    ]
+    (chart,) = charts(*halves_by_depth())
+    assert {series.name.en: values(series) for series in chart.series} == {
+        "none": {8: 10.0, 16: 20.0},
+        "1": {8: 4.0, 16: 8.0},
+        "1, halves": {8: 3.0, 16: 5.0},
+    }
+    said = stated(*halves_by_depth())
+    assert said[0] == (
+        "With 16 blocks recomputation by halves needs 5.00 GiB and the best groups of one level, of 1, 8.00 GiB (fp32)."
+    )
+    assert "A step with nested groups takes 2.0" in said[1]
+
+
 # -- saved_tensors, memory_model --------------------------------------------------------------------------------------
 
 
@@ -148,6 +193,25 @@ def test_saved_tensors_and_the_largest():
         ("1", "OOM", "", ""),
     ]
     assert rows(largest, "size (MiB)", "module", "what") == [("64.0", "layers.0.attn", "4x8x8 float32")]
+
+
+def test_one_block_keeps_by_operation_and_its_gradients_follow_from_the_change():
+    records = saved(200, metrics=BLOCK)
+    *_, block, operations = tables(records)
+    assert [row[-4:] for row in block.rows] == [["100.0", "-70.0", "30.0", "30.0"]]
+    assert rows(operations, "size (MiB)", "share", "operation") == [
+        ("60.0", "60.0%", "softmax"),
+        ("40.0", "40.0%", "rms_norm"),
+    ]
+    assert stated(records)[0] == (
+        "One block keeps 100.0 MiB for backward (small, 1 block): softmax 60%, RMSNorm 40%. "
+        "Its gradients take 30.0 MiB."
+    )
+
+
+def test_contexts_have_charts_of_their_own():
+    model = model_config("small", num_layers=1, context_length=128)
+    assert len(charts(saved(200), saved(20, model=model))) == 2
 
 
 def test_the_memory_model_part_by_part():

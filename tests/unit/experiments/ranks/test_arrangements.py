@@ -3,9 +3,10 @@
 import pytest
 
 from cs336_systems.config import RunConfig, UserError
-from cs336_systems.experiments.catalogue import catalogue, cells
+from cs336_systems.experiments.catalogue import catalogue, cells, of_preset
 from cs336_systems.experiments.ranks.measure_ranks import measure_arrangements
 from cs336_systems.experiments.ranks.multi_rank import PARTS, Arrangement
+from cs336_systems.experiments.ranks.sharding import gathers
 from cs336_systems.experiments.runner import gather
 from cs336_systems.experiments.spec import PRESETS
 from cs336_systems.record import CELL_TIME, Record
@@ -52,6 +53,8 @@ def test_sharded_parts():
 @pytest.mark.parametrize("name", ["ddp", "bucket_model", "optimizer_sharding", "fsdp"])
 @pytest.mark.parametrize("preset", PRESETS)
 def test_grids_name_known_arrangements_once(name, preset):
+    if name not in of_preset(preset):
+        pytest.skip("2026 has no buckets")
     found = cells([name], preset, RunConfig(device="cpu"))
     assert found
     for _, config in found:
@@ -66,6 +69,11 @@ def test_grids_on_a_gpu_leave_out_what_crashes_through_gloo():
         "gloo": False,
         "nccl": True,
     }
+
+
+def test_2026_has_the_handouts_model_on_two_gpus():
+    (found,) = [config for _, config in cells(["fsdp"], "2026", RunConfig(device="cuda")) if config["size"] == "2.7B"]
+    assert (found["backend"], found["ranks"]) == ("nccl", 2)
 
 
 def test_progress_names_the_experiments_of_a_cell():
@@ -97,6 +105,13 @@ def test_arrangements_agree_and_hold_the_expected_memory():
     assert found["sharded"]["optimizer_memory"][0] < 0.6 * whole["optimizer"]
     assert found["fsdp"]["parameter_memory"][0] < 0.6 * whole["parameter"]
     assert found["fsdp"]["gradient_memory"] == found["fsdp"]["parameter_memory"]
+    assert "weight" not in found["flat"], "nothing is gathered"
+    gathered = gathers(cell)
+    assert [one.weight for one in gathered[:2]] == ["token_embeddings", "layers.0.attn.q_proj"]
+    assert gathered[0].waited, "nothing comes before the first weight that could hide its all-gather"
+    for one in gathered:
+        assert one.start < one.end <= one.ready < one.done
+        assert one.needed <= one.ready
     for experiment in ("ddp", "optimizer_sharding"):
         (table,) = catalogue()[experiment].tables([cell])
         assert [row[0] for row in table.rows] == names
