@@ -178,7 +178,7 @@ class _Plans:
         return _ordered([*self.points[number].plans(), *self.last], self.costs)
 
     def estimate(self, number: int) -> MemoryEstimate:
-        return fast_estimate(self.costs.config, self.plan(number))
+        return _estimate(self.costs.config, self.plan(number))
 
     def fastest(self, budget: int, seconds: float) -> PlannedMemory | None:
         """Return the fastest plan whose peak is within the budget and which adds less than these seconds."""
@@ -191,6 +191,10 @@ class _Plans:
             if added < seconds and (found := self.estimate(number)).peak <= budget:
                 best, seconds = PlannedMemory(plan, budget, found, added, sum(map(self.costs.offloaded, plan))), added
         return best
+
+
+_estimate = lru_cache(maxsize=4096)(fast_estimate)
+"""Limits and numbers of offloading blocks often lead to the same plans."""
 
 
 def _ordered(plans: Iterable[BlockPlan], costs: "BlockCosts") -> Plan:

@@ -143,7 +143,7 @@ shapes = st.builds(
 )
 
 
-@settings(max_examples=10, deadline=None)
+@settings(max_examples=20, deadline=None)
 @given(shapes, st.lists(st.floats(0, 1.1), min_size=5, max_size=5), st.data())
 def test_the_peak_is_within_the_budget_and_more_memory_is_not_slower(config, shares, data):
     previous = math.inf
