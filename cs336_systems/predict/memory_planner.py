@@ -122,13 +122,20 @@ def plan_memory(
     if found is not None and found.host_bytes > host_limit:
         found = _within(costs, budget, range(layers), host_limit)
     if found is None:
-        least = _least(costs, host_limit)
-        raise UserError(
-            f"memory_budget {budget / GIB:.2f} GiB is not enough: this step needs at least {least / GIB:.2f} GiB; "
-            f"use a smaller batch_size or context_length",
-            *("memory_budget", "batch_size", "context_length"),
-        )
+        raise not_enough(budget, _least(costs, host_limit))
     return found
+
+
+def not_enough(budget: int, least: int) -> UserError:
+    return UserError(
+        f"memory_budget {budget / GIB:.2f} GiB is not enough: this step needs at least {_rounded_up(least)} GiB; "
+        f"use a smaller batch_size or context_length",
+        *("memory_budget", "batch_size", "context_length"),
+    )
+
+
+def _rounded_up(size: int) -> str:
+    return f"{math.ceil(100 * size / GIB) / 100:.2f}"
 
 
 def least_peak(config: RunConfig, rates: Rates | None = None) -> int:

@@ -15,6 +15,7 @@ from torch._dynamo.utils import counters
 
 from cs336_systems.config import ModelConfig, RunConfig
 from cs336_systems.measure import memory_trace
+from cs336_systems.measure.block_planner import build_step, predict_within_budget
 from cs336_systems.measure.flop_counter import count_flops
 from cs336_systems.measure.timing import STEP, time_as_configured, time_calls
 from cs336_systems.model import TransformerLM
@@ -38,7 +39,7 @@ def measure_step(config: dict[str, Any], peak_tflops: float | None = None) -> li
     require_attention(run)
     if run.compile:
         disable_compile_caches()
-    step = TrainStep.build(run)
+    step = build_step(run)
     batch = step.random_batch()
     timings = time_as_configured(step, batch)
     parameters = sum(parameter.numel() for parameter in step.model.parameters())
@@ -84,10 +85,10 @@ def _memory_metrics(run: RunConfig, step: TrainStep, batch: Any, measured: int |
 
 
 def _predicted_peak(run: RunConfig) -> int:
-    if run.memory_budget:
+    if run.memory_budget and not run.plans_whole_blocks:
         return plan_for_machine(run).estimate.peak
-    by_closed_form = run.model_factory is None and run.fast == "off"
-    return estimate(run).peak if by_closed_form else memory_trace.predict_by_tracing(run).peak
+    by_closed_form = run.model_factory is None and run.fast == "off" and not run.memory_budget
+    return estimate(run).peak if by_closed_form else predict_within_budget(run).peak
 
 
 # -- beside a step: the best matmul, another timer --------------------------------------------------------------------

@@ -78,7 +78,7 @@ class HostMemory:
     def fetch(self, keys: Iterable[Key]) -> None:
         """Start to copy tensors back. Those that were not released yet are still there."""
         for key in keys:
-            if key in self._sent:
+            if key in self._sent or key in self._fetched:
                 continue
             form = self._forms[key]
             tensor = ranges.name(torch.empty(form.shape, dtype=form.dtype, device=form.device), FETCHED)
