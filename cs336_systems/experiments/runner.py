@@ -18,7 +18,7 @@ import sys
 import tempfile
 import threading
 import time
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
@@ -56,7 +56,7 @@ class Cell:
 
     @property
     def needs_fresh_process(self) -> bool:
-        return self.instrument.needs_fresh_process(self.config)
+        return bool(self.instrument.environment) or self.instrument.needs_fresh_process(self.config)
 
     @property
     def slug(self) -> str:
@@ -226,9 +226,10 @@ class Runner:
         return {name: samples[0] for name, _, samples, *_ in answer.get("metrics", ())}
 
     def _ask(self, cell: Cell) -> dict[str, Any]:
-        if self.worker is None or (cell.needs_fresh_process and self.worker.used):
+        environment = cell.instrument.environment
+        if self.worker is None or environment or (cell.needs_fresh_process and self.worker.used):
             self._stop_worker()
-            self.worker = Worker()
+            self.worker = Worker(environment)
         options: dict[str, Any] = self.options if cell.instrument.takes_peak_tflops else {}
         if cell.instrument.keeps_files:
             options = {"folder": str(self.path.parent / "files" / cell.slug)}
@@ -275,7 +276,7 @@ class Runner:
 class Worker:
     """A child process in a session of its own, so that Ctrl-C reaches only the runner, which then ends it."""
 
-    def __init__(self) -> None:
+    def __init__(self, environment: Mapping[str, str] | None = None) -> None:
         self.used = False
         self.log = tempfile.TemporaryFile()  # noqa: SIM115 (closed in stop)
         root = str(Path(__file__).resolve().parents[2])
@@ -287,7 +288,7 @@ class Worker:
             stdout=subprocess.PIPE,
             stderr=self.log,
             start_new_session=True,
-            env={**os.environ, "PYTHONPATH": path},
+            env={**os.environ, **(environment or {}), "PYTHONPATH": path},
         )
         self.lines: Queue[bytes | None] = Queue()
         threading.Thread(target=self._read, daemon=True).start()

@@ -17,7 +17,7 @@ hold the instruments; only the worker process imports those.
 
 import dataclasses
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
 from cs336_systems.config import RunConfig, UserError, model_config
@@ -60,6 +60,8 @@ class Instrument:
     """The predicted need of a cell; a cell that cannot fit is not run. None where nothing is known."""
     needs_fresh_process: Callable[[Mapping[str, Any]], bool] = lambda config: False
     """Whether the cold start is part of what is measured: little warm-up, a compilation, a user's model."""
+    environment: Mapping[str, str] = field(default_factory=dict)
+    """Environment variables that a cell needs before torch starts; each of its cells gets a process of its own."""
     takes_peak_tflops: bool = False
     keeps_files: bool = False
     """`measure` takes a `folder` for files too large for a record: traces, snapshots."""
@@ -118,6 +120,7 @@ def label_step(config: Mapping[str, Any], experiments: Sequence[str]) -> str:
     extras += ["update in backward"] if run.update_in_backward else []
     extras += [run.model_factory] if run.model_factory else []
     extras += [f"checkpoint {run.checkpoint_blocks}"] if run.checkpoint_blocks else []
+    extras += [f"budget {run.memory_budget}"] if run.memory_budget else []
     return " ".join([run.size, str(run.model.context_length), run.mode, run.precision, *extras])
 
 

@@ -12,17 +12,18 @@ from dataclasses import dataclass
 from functools import cache, lru_cache, partial
 from typing import Any, NamedTuple
 
-from torch import Tensor, nn
+from torch import Tensor
 from torch.utils._pytree import tree_leaves
 
 from cs336_systems.config import RunConfig
 from cs336_systems.measure.flop_counter import count_flops
 from cs336_systems.measure.memory_trace import fake_step, predict_by_tracing
+from cs336_systems.model import TransformerLM
 from cs336_systems.predict.activation_plan import KEEP, OFFLOAD, RECOMPUTE
 from cs336_systems.predict.memory_model import MemoryEstimate
 from cs336_systems.predict.memory_planner import BACKWARD_RATIO, COPY_SLOWDOWN, Rates, not_enough
 from cs336_systems.step.block_memory import BlockMemory, ChoiceByBlock, find_blocks
-from cs336_systems.step.memory_budget import machine_limits, plan_for_machine
+from cs336_systems.step.memory_budget import machine_limits
 from cs336_systems.step.train_step import TrainStep
 
 
@@ -59,11 +60,11 @@ def blocks_for_machine(config: RunConfig) -> ChoiceByBlock | None:
     return plan_blocks(config, *machine_limits(config)).plan if config.plans_whole_blocks else None
 
 
-def predict_within_budget(config: RunConfig) -> MemoryEstimate:
-    """Return the peak of a step by tracing it, with the plan of its memory budget on this machine, if it has one."""
-    if config.plans_whole_blocks:
-        return plan_blocks(config, *machine_limits(config)).estimate
-    return predict_by_tracing(config, plan=plan_for_machine(config).plan if config.memory_budget else None)
+def predict_step(step: TrainStep) -> MemoryEstimate:
+    """Return the peak of a step by tracing its configuration, with the plan that it follows, if it has one."""
+    bare = dataclasses.replace(step.config, memory_budget="")
+    plan = step.model.plan if isinstance(step.model, TransformerLM) else None
+    return predict_by_tracing(bare, None if step.blocks is None else partial(_apply, step.blocks), plan)
 
 
 @lru_cache(maxsize=64)
@@ -76,7 +77,7 @@ def plan_blocks(config: RunConfig, budget: int, rates: Rates, host_limit: float 
 
     @cache
     def estimate(number: int) -> MemoryEstimate:
-        return predict_by_tracing(bare, lambda step: _apply(step.model, plans[number]))
+        return predict_by_tracing(bare, partial(_apply, plans[number]))
 
     found = _first_within(budget, lambda number: estimate(number).peak, len(plans))
     if found is None:
@@ -109,9 +110,8 @@ def _counted(forward: Callable[..., Any], flops: list[int], inputs: list[int], *
     return results[0]
 
 
-def _apply(model: nn.Module, plan: ChoiceByBlock) -> None:
-    if set(plan) != {KEEP}:
-        BlockMemory(model, plan)
+def _apply(plan: ChoiceByBlock, step: TrainStep) -> None:
+    BlockMemory(step.model, plan)
 
 
 def _offloading_is_cheaper(costs: BlockCosts, rates: Rates) -> bool:

@@ -18,6 +18,12 @@ def model_flops(config: RunConfig) -> int:
     return passes * forward_flops(config)
 
 
+def causal_model_flops(config: RunConfig) -> int:
+    """Return the same without the half of attention's scores that a causal mask hides."""
+    passes = 1 if config.mode in ("inference", "forward") else 3
+    return model_flops(config) - passes * _attention_flops(config) // 2
+
+
 def executed_flops(config: RunConfig) -> int:
     """Return the FLOPs that a FLOP counter counts in one eager step."""
     flops = model_flops(config)

@@ -198,6 +198,9 @@ def _word(field: str, value: Any, text: str) -> Text:
         case "fast":
             whole = {"off": Text("plain step", "普通训练步"), "on": Text("fast step", "最快训练步")}
             return whole.get(text) or Text(text.replace(",", " + "))
+        case "optimizer_state":
+            states = {"fp32": Text("fp32 masters", "fp32 主权重"), "bf16": Text("bf16 state", "bf16 状态")}
+            return states.get(text) or Text(text)
         case "head_dim":
             return say("head dim {}", "头维度 {}", text)
         case "seq_len":

@@ -72,6 +72,8 @@ class TrainStep:
     ):
         self.model = model
         self.config = config
+        self.blocks: ChoiceByBlock | None = None
+        """The plan of a memory budget for whole blocks."""
         self.device = torch.device(config.device)
         self.trains = config.mode == "train-step"
         set_matmul_precision(config.precision)
@@ -105,6 +107,7 @@ class TrainStep:
             step.optimizer.initialise(model)
         if not torch._C._len_torch_dispatch_stack():  # a trace is of another device: it applies the plan itself
             apply_memory_budget(model, config, blocks)
+            step.blocks = blocks
         return step
 
     def _default_optimizer(self) -> torch.optim.Optimizer:

@@ -16,7 +16,7 @@ def elsewhere(tmp_path, monkeypatch):
 
 @pytest.fixture
 def no_worker(monkeypatch):
-    def start():
+    def start(*_):
         pytest.fail("a worker was started for a configuration that cannot be run")
 
     monkeypatch.setattr("cs336_systems.experiments.runner.Worker", start)

@@ -489,7 +489,7 @@ def place(tmp_path_factory):
 def in_place(place, monkeypatch):
     """In the prepared folder, without a GPU, without a measuring process, and with an end to waiting."""
 
-    def start():
+    def start(*_):
         pytest.fail("a worker was started for an input that cannot be run")
 
     def give_up(*_):

@@ -147,7 +147,7 @@ def started_worker(tmp_path_factory):
 
 @pytest.fixture
 def kept_worker(started_worker, monkeypatch):
-    monkeypatch.setattr(runner_module, "Worker", lambda: started_worker)
+    monkeypatch.setattr(runner_module, "Worker", lambda *_: started_worker)
     monkeypatch.setattr(started_worker, "stop", lambda: None)
 
 

@@ -14,6 +14,7 @@ from typing import Any
 from cs336_systems.config import RunConfig, flag
 from cs336_systems.predict.building_memory import building_peak
 from cs336_systems.predict.memory_model import Breakdown, breakdown
+from cs336_systems.predict.memory_planner import Rates, budget_bytes, plan_memory
 from cs336_systems.predict.model_flags import ShapeArguments
 from cs336_systems.record import GIB, MIB
 from cs336_systems.table import Column, Table, word
@@ -110,7 +111,7 @@ def calculate(arguments: CalculateArguments) -> int:
 
 def memory_table(config: RunConfig, *, trace: bool) -> Table:
     """The parts in full and at the peak, by the closed form and, on request, by a trace of the operators."""
-    full = breakdown(config) if config.model_factory is None else None
+    full = breakdown(config) if config.model_factory is None and not config.plans_whole_blocks else None
     traced = _traced(config) if trace or full is None else None
     columns = [word(Text("part", "部分"))]
     columns += [Column(Text("in full", "全部"), "GiB"), Column(Text("at the peak", "峰值处"), "GiB")] if full else []
@@ -180,9 +181,15 @@ def _building_notes(config: RunConfig, step: int) -> list[Text]:
 
 
 def _traced(config: RunConfig) -> Any:
+    from cs336_systems.measure.block_planner import plan_blocks
     from cs336_systems.measure.memory_trace import predict_by_tracing
 
-    return predict_by_tracing(config)
+    if not config.memory_budget:
+        return predict_by_tracing(config)
+    budget = budget_bytes(config.memory_budget)
+    if config.plans_whole_blocks:
+        return plan_blocks(config, budget, Rates.of(None)).estimate
+    return predict_by_tracing(config, plan=plan_memory(config, budget).plan)
 
 
 def _in_full(full: Breakdown) -> dict[str, int]:

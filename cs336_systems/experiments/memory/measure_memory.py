@@ -8,7 +8,7 @@ from torch import Tensor
 
 from cs336_systems.config import RunConfig, UserError
 from cs336_systems.files import replacing
-from cs336_systems.measure.block_planner import build_step, predict_within_budget
+from cs336_systems.measure.block_planner import build_step, predict_step
 from cs336_systems.measure.memory_timeline import MOST_EVENTS, UNLABELLED, MemoryTrace, trace_memory
 from cs336_systems.measure.memory_trace import measure_peak, predict_by_tracing
 from cs336_systems.measure.readers.recorded_tables import BlockRow, OperationRow, SavedRow, flatten
@@ -61,13 +61,14 @@ def measure_memory(config: dict[str, Any], *, folder: str | None = None) -> list
         Metric("peak_phase", "", [trace.phase]),
         Metric("part_memory", "B", flatten(trace.parts.items())),
         Metric("largest_blocks", "B", flatten(map(_row, trace.largest[:LARGEST_KEPT]))),
-        *predictions(run),
+        *predictions(step),
     ]
 
 
-def predictions(run: RunConfig) -> list[Metric]:
+def predictions(step: TrainStep) -> list[Metric]:
     """Predicted peaks: by the closed form, where it knows the model, and by tracing."""
-    traced = [Metric("predicted_by_tracing_memory", "B", [predict_within_budget(run).peak])]
+    run = step.config
+    traced = [Metric("predicted_by_tracing_memory", "B", [predict_step(step).peak])]
     if run.model_factory is not None or run.fast != "off" or run.memory_budget:
         return traced
     return [Metric("predicted_memory", "B", [estimate(run).peak]), *traced]

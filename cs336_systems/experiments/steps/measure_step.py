@@ -1,11 +1,17 @@
 """Instruments of the topic: a training step as configured, the rate of a large matmul beside it, `do_bench` on the same
 callables; accumulation in different precisions, and dtypes under autocast."""
 
+import dataclasses
 import functools
 import gc
+import os
 import statistics
-from collections.abc import Callable
+import tempfile
+import timeit
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import Any
+from unittest import mock
 
 import torch
 import torch._functorch.config
@@ -15,15 +21,15 @@ from torch._dynamo.utils import counters
 
 from cs336_systems.config import ModelConfig, RunConfig
 from cs336_systems.measure import memory_trace
-from cs336_systems.measure.block_planner import build_step, predict_within_budget
+from cs336_systems.measure.block_planner import build_step, predict_step
 from cs336_systems.measure.flop_counter import count_flops
 from cs336_systems.measure.timing import STEP, time_as_configured, time_calls
 from cs336_systems.model import TransformerLM
-from cs336_systems.predict.flops import model_flops
+from cs336_systems.predict.fast_memory import fast_estimate
+from cs336_systems.predict.flops import causal_model_flops, model_flops
 from cs336_systems.predict.gpus import peak_flops
 from cs336_systems.predict.memory_model import estimate
 from cs336_systems.record import Metric, summarize
-from cs336_systems.step.memory_budget import plan_for_machine
 from cs336_systems.step.train_step import AUTOCAST_DTYPES, TrainStep, require_attention
 
 LARGE = {"cuda": 8192, "cpu": 1024}
@@ -81,14 +87,64 @@ def _memory_metrics(run: RunConfig, step: TrainStep, batch: Any, measured: int |
         return [Metric("peak_memory", "B", [measured])] if measured is not None else []
     if measured is None:
         measured = memory_trace.measure_peak(step, batch)
-    return [Metric("peak_memory", "B", [measured]), Metric("predicted_memory", "B", [_predicted_peak(run)])]
+    return [Metric("peak_memory", "B", [measured]), Metric("predicted_memory", "B", [_predicted_peak(run, step)])]
 
 
-def _predicted_peak(run: RunConfig) -> int:
-    if run.memory_budget and not run.plans_whole_blocks:
-        return plan_for_machine(run).estimate.peak
+def _predicted_peak(run: RunConfig, step: TrainStep) -> int:
+    if run.memory_budget and not run.plans_whole_blocks:  # the step's own plan: the host has less free memory by now
+        assert isinstance(step.model, TransformerLM)
+        return fast_estimate(dataclasses.replace(run, memory_budget=""), step.model.plan).peak
     by_closed_form = run.model_factory is None and run.fast == "off" and not run.memory_budget
-    return estimate(run).peak if by_closed_form else predict_within_budget(run).peak
+    return estimate(run).peak if by_closed_form else predict_step(step).peak
+
+
+# -- the 2026 leaderboard ---------------------------------------------------------------------------------------------
+
+
+def measure_leaderboard_step(config: dict[str, Any], peak_tflops: float | None = None) -> list[Metric]:
+    """Time whole steps over micro batches by do_bench, from empty compile caches; on a CPU by the timing loop."""
+    run, count = RunConfig.of(config), config["micro_batches"]
+    require_attention(run)
+    begin = timeit.default_timer()
+    with empty_compile_caches():
+        step = TrainStep.build(run)
+        batches = _micro_batches(step, count)
+        losses = [step.launch(batches).item()]
+        cold_start = timeit.default_timer() - begin
+        if step.device.type == "cuda":
+            torch.cuda.reset_peak_memory_stats(step.device)
+        times = time_calls(
+            lambda: step.launch(batches), device=step.device, warmup_ms=config["warmup_ms"], rep_ms=config["rep_ms"]
+        )
+        measured = torch.cuda.max_memory_allocated(step.device) if step.device.type == "cuda" else None
+        losses.append(step.launch(batches).item())
+    whole = dataclasses.replace(run, batch_size=count * run.batch_size)
+    return [
+        Metric("step_time", "s", times),
+        Metric("cold_start_time", "s", [cold_start]),
+        *(Metric(name, "1", [loss]) for name, loss in zip(("first_loss", "last_loss"), losses, strict=True)),
+        *_work_metrics(whole, step, batches[0], peak_tflops),
+        Metric("causal_flops", "FLOP", [causal_model_flops(whole)]),
+        *_memory_metrics(run, step, batches[0], measured),
+    ]
+
+
+@contextmanager
+def empty_compile_caches() -> Iterator[None]:
+    """Let Triton and inductor compile into an empty folder."""
+    with tempfile.TemporaryDirectory() as folder:
+        names = ("TRITON_CACHE_DIR", "TORCHINDUCTOR_CACHE_DIR")
+        with mock.patch.dict(os.environ, {name: f"{folder}/{name.lower()}" for name in names}):
+            yield
+
+
+def _micro_batches(step: TrainStep, count: int) -> list[tuple[Tensor, Tensor]]:
+    """Return random tokens and targets, the same for every number of micro batches."""
+    run = step.config
+    generator = torch.Generator().manual_seed(run.seed)
+    shape = (count * run.batch_size, 2, run.model.context_length)
+    tokens = torch.randint(run.model.vocab_size, shape, generator=generator).to(step.device)
+    return [(part[:, 0].contiguous(), part[:, 1].contiguous()) for part in tokens.chunk(count)]
 
 
 # -- beside a step: the best matmul, another timer --------------------------------------------------------------------

@@ -14,8 +14,9 @@ class Scripted:
     asked: list[dict]
     device, environment = "cpu", MACHINE
 
-    def __init__(self):
+    def __init__(self, variables=None):
         self.used = False
+        self.variables = dict(variables or {})
         environment = dataclasses.asdict(self.environment)
         self.machine = {"event": "ready", "device": self.device, "environment": environment}
 

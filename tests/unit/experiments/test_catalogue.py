@@ -193,7 +193,7 @@ def test_all_names_every_experiment_that_the_device_can_run():
     on_gpu = {name for name, _ in cells([ALL], HANDOUT_2026, RunConfig(device="cuda"))}
     on_cpu = {name for name, _ in cells([ALL], HANDOUT_2026, RunConfig(device="cpu"))}
     assert on_gpu == set(of_preset(HANDOUT_2026))
-    assert on_gpu - on_cpu == {"profiler_agreement"}
+    assert on_gpu - on_cpu == {"profiler_agreement", "train_leaderboard"}
     named = [name for name, _ in cells(["warmup", ALL, "warmup"], "quick", RunConfig(device="cpu"))]
     assert named.count("warmup") == 4, "not twice"
 

@@ -4,6 +4,7 @@
 """
 
 import contextlib
+import dataclasses
 import json
 import os
 import random
@@ -88,6 +89,19 @@ def test_a_request_names_the_function_that_measures(tmp_path, scripted):
     [request] = scripted.asked
     instrument = catalogue()["bench"].instrument
     assert request == {"measure": instrument.measure, "config": tiny_config(), "options": {"peak_tflops": 3.0}}
+
+
+def test_environment_variables_of_an_instrument_reach_a_process_of_its_own(tmp_path, scripted, monkeypatch):
+    instrument = dataclasses.replace(catalogue()["end_to_end"].instrument, environment={"A": "b"})
+    started = []
+    monkeypatch.setattr(scripted, "ask", lambda self, *_: started.append((self, self.variables)) or measured(0.1))
+    with Runner(tmp_path / "records.jsonl", quiet=True) as runner:
+        cells = gather([("end_to_end", tiny_config()), ("end_to_end", tiny_config(batch_size=2))])
+        for cell, chosen in zip(cells, (instrument, catalogue()["end_to_end"].instrument), strict=True):
+            cell.instrument = chosen
+        runner.run(cells)
+    assert [variables for _, variables in started] == [{"A": "b"}, {}]
+    assert started[0][0] is not started[1][0]
 
 
 def test_resume_runs_nothing_again_unless_forced(tmp_path, scripted):

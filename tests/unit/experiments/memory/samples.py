@@ -43,6 +43,27 @@ def predicted(size="small", peak=6.0, status="ok") -> list[Record]:
     return entries("memory_model", config, metrics, status, CPU)
 
 
+def budgeted(way, peak, seconds, budget=None, predicted=None, status="ok", context=512, **fields) -> list[Record]:
+    """A step of `memory_budgets`; sizes in GiB."""
+    own = {"torch_budget": fields.pop("torch_budget")} if way == "torch" else {}
+    if way in ("plan", "offload"):
+        fields["memory_budget"] = f"{budget}GiB"
+    fields = {"fast": "on", "attention": "auto", **fields}
+    model = model_config("small", context_length=context)
+    run = RunConfig(model=model, size="small", device="cuda", precision="bf16", **fields)
+    metrics = {"peak_memory": (peak * GIB,), "step_time": (seconds,)}
+    if way != "torch":
+        metrics["predicted_memory"] = ((predicted or peak) * GIB,)
+    if budget:
+        metrics |= {"host_memory": (0.5 * GIB,), "predicted_added_time": (0.002,)}
+    return entries("memory_budgets", {**run.to_dict(), "way": way, **own}, metrics, status)
+
+
+def compiled(budget, peak, seconds) -> list[Record]:
+    fields = {"fast": "off", "attention": "sdpa", "compile": True}
+    return budgeted("torch", peak, seconds, torch_budget=budget, **fields)
+
+
 BLOCK = {
     "block_saved_memory": (100 * MIB,),
     "block_operations": ("softmax", "layers.0.attn", 60 * MIB, 1, "rms_norm", "layers.0.ln1", 40 * MIB, 2),
@@ -62,5 +83,14 @@ SAMPLES: dict[str, list[Record]] = {
     + saved(150, attention="sdpa")
     + saved(50, checkpoint_blocks=1)
     + saved(180, compile=True),
+    "memory_budgets": budgeted("plan", 9.9, 0.130, budget=10)
+    + budgeted("groups", 11.0, 0.140, checkpoint_blocks=2)
+    + budgeted("plan", 13.9, 0.112, budget=14, predicted=13.8)
+    + budgeted("groups", 13.0, 0.138, checkpoint_blocks=8)
+    + budgeted("plan", 17.8, 0.102, budget=18)
+    + budgeted("groups", 20.0, 0.100)
+    + budgeted("offload", 18.9, 0.101, budget=19)
+    + compiled(0.3, 15.0, 0.160)
+    + compiled(1.0, 25.0, 0.150),
     "memory_model": predicted("small", 9) + predicted("2.7B", 30),
 }

@@ -2,10 +2,14 @@
 
 import pytest
 
-from cs336_systems.config import model_config
+from cs336_systems.config import RunConfig, model_config
+from cs336_systems.experiments.catalogue import cells
+from cs336_systems.experiments.memory.measure_budgets import measure_budget
+from cs336_systems.predict.memory_model import estimate
+from cs336_systems.predict.memory_planner import budget_bytes
 from cs336_systems.record import GIB
-from tests.unit.experiments.memory.samples import BLOCK, SAMPLES, memory, predicted, recomputed, saved
-from tests.unit.report.step_cells import OOM, charts, column, notes, rows, stated, tables, values
+from tests.unit.experiments.memory.samples import BLOCK, SAMPLES, budgeted, memory, predicted, recomputed, saved
+from tests.unit.report.step_cells import OOM, charts, column, large_numbers, notes, rows, stated, tables, values
 
 STATED = {
     "memory": [
@@ -29,6 +33,14 @@ STATED = {
         "Naive attention keeps 200.0 MiB for backward (small, 1 block, fp32). Compared with that, fused attention "
         "keeps 75%, recomputation keeps 25%, torch.compile keeps 90%.",
         "The largest tensor kept has 64.0 MiB (4x8x8 float32), made at reference.py:23.",
+    ],
+    "memory_budgets": [
+        "All 4 peaks are within their budgets. Predictions of planned peaks are off by 0.72% at most.",
+        "A planned step is 1.2 (small, 4 x 512 tokens, 14.00 GiB) to 1.4 (small, 4 x 512 tokens, 18.00 GiB) times as "
+        "fast as the fastest uniform group within the budget. Budgets that no uniform group can meet: 1.",
+        "Offloading 0.50 GiB to the host makes a step 1.0% longer (small, 4 x 512 tokens). torch.compile with an "
+        "activation memory budget takes 1.4 (budget 0.3) to 1.5 (budget 1.0) times as long as a planned step with no "
+        "more memory.",
     ],
     "memory_model": [
         "The largest model needs 30.00 GiB (2.7B). It holds 1.00 GiB of parameters, 2.00 GiB of gradients, 3.00 GiB "
@@ -227,3 +239,60 @@ def test_kept_memory_is_drawn_by_how_the_block_runs():
         "fp32": {"naive attention": 200.0, "recomputation": 50.0},
         "bf16": {"naive attention": 100.0},
     }
+
+
+# -- memory_budgets ---------------------------------------------------------------------------------------------------
+
+
+def test_a_budget_is_compared_with_the_fastest_uniform_group_within_it():
+    planned, others = tables(SAMPLES["memory_budgets"])
+    assert rows(planned, "memory budget", "plan", "added (ms)", "fastest group", "its step (ms)", "speed-up") == [
+        ("10GiB", "planned", "30.00", "none fits", "", ""),
+        ("14GiB", "planned", "12.00", "groups of 8", "138.00", "1.23x"),
+        ("18GiB", "planned", "2.00", "groups of 8", "138.00", "1.35x"),
+        ("19GiB", "offloading only", "1.00", "groups of 8", "138.00", "1.37x"),
+    ]
+    assert column(others, "over keeping everything") == ["1.00x", "1.40x", "1.38x", "1.60x", "1.50x"]
+
+
+def test_a_budget_that_is_not_kept_is_told():
+    found = stated(budgeted("plan", 9.9, 0.1, budget=10), budgeted("plan", 12.5, 0.1, budget=12))
+    assert found[0].startswith("1 of 2 peaks are within their budgets.")
+
+
+def test_works_of_budgets_are_not_mixed():
+    short = budgeted("groups", 9.0, 0.05, checkpoint_blocks=1, context=256)
+    (planned, _) = tables(budgeted("plan", 9.9, 0.1, budget=10), short)
+    assert column(planned, "fastest group") == ["none fits"]
+    assert large_numbers(budgeted("plan", 9.9, 0.1, budget=10), short) == []
+
+
+def test_time_against_memory_ends_with_the_step_that_keeps_everything():
+    (chart,) = charts(SAMPLES["memory_budgets"])
+    named = {series.name.en: values(series) for series in chart.series}
+    assert named["planned"] == pytest.approx({9.9: 130.0, 13.9: 112.0, 17.8: 102.0, 20.0: 100.0})
+    assert named["uniform groups"] == pytest.approx({11.0: 140.0, 13.0: 138.0})
+    assert len(named["torch.compile with a budget"]) == 2
+
+
+def test_budgets_are_spread_between_the_most_economical_plan_and_keeping_everything():
+    requests = [config for _, config in cells(["memory_budgets"], "course", RunConfig(device="cuda"))]
+    planned = [config for config in requests if config["way"] == "plan"]
+    assert len(planned) == 20
+    for config in planned:
+        run = RunConfig.of(config)
+        assert 0.95 < estimate(run).peak / budget_bytes(run.memory_budget) <= 1
+    ways = [config["way"] for config in requests]
+    assert all(ways[place + 1] == "groups" for place, way in enumerate(ways) if way == "plan")
+
+
+def test_the_peak_of_a_planned_step_on_a_cpu_is_between_those_of_uniform_steps():
+    requests = [config for _, config in cells(["memory_budgets"], "quick", RunConfig())]
+    found = {}
+    for config in requests:
+        metrics = measure_budget({**config, "warmup_steps": 0, "num_steps": 1})
+        found[config.get("memory_budget", config["checkpoint_blocks"])] = next(
+            metric.samples[0] for metric in metrics if metric.name == "peak_memory"
+        )
+    assert found[1] < min(size for name, size in found.items() if isinstance(name, str))
+    assert found[0] > max(size for name, size in found.items() if isinstance(name, str))

@@ -1,6 +1,11 @@
 """Hand-made records of every experiment on the time of a step."""
 
+import dataclasses
+
+from cs336_systems.config import RunConfig
 from cs336_systems.experiments.steps.fast_steps import LLAMA
+from cs336_systems.experiments.steps.leaderboard_step import BOARD
+from cs336_systems.predict.flops import causal_model_flops, model_flops
 from cs336_systems.record import CELL_TIME, GIB, Record
 from tests.unit.report.step_cells import CPU, GPU, cell, entries, step
 
@@ -22,6 +27,32 @@ def dtypes(autocast: str, model: str = "toy", status: str = "ok") -> list[Record
             for tensor, name in tensors.items()] + [end]  # fmt: skip
 
 
+def board(state: str, micro_batches: int, seconds: float, status: str = "ok") -> list[Record]:
+    """A cell of the 2026 leaderboard's job, with the FLOPs of its model and the peak of an H200."""
+    run = RunConfig(
+        model=BOARD,
+        batch_size=2 // micro_batches,
+        precision="bf16",
+        attention="auto",
+        fast="kernels,loss,optimizer",
+        optimizer_state=state,
+        update_in_backward=micro_batches == 1,
+        memory_budget="auto",
+        device="cuda",
+    )
+    whole = dataclasses.replace(run, batch_size=2)
+    metrics = {
+        "step_time": (seconds, seconds),
+        "cold_start_time": (60.0,),
+        **{"first_loss": (11.95,), "last_loss": (9.5,)},
+        "flops": (model_flops(whole),),
+        "causal_flops": (causal_model_flops(whole),),
+        "peak_flops": (989.4e12,),
+        **{"peak_memory": (130 * GIB,), "predicted_memory": (130.13 * GIB,)},
+    }
+    return entries("train_leaderboard", {**run.to_dict(), "micro_batches": micro_batches}, metrics, status)
+
+
 SAMPLES: dict[str, list[Record]] = {
     "bench": cell("bench"),
     "end_to_end": cell("end_to_end") + cell("end_to_end", size="2.7B", metrics=step(0.4)),
@@ -38,6 +69,7 @@ SAMPLES: dict[str, list[Record]] = {
     + cell("fast_step", compile=True, model_factory=LLAMA, metrics=step(0.04))
     + cell("fast_step", size="2.7B", fast="off", metrics=step(0.3))
     + cell("fast_step", size="2.7B", fast="on", metrics=step(0.2)),
+    "train_leaderboard": board("fp32", 2, 9.0) + board("fp32", 1, 8.5) + board("bf16", 2, 8.0),
     "peak_memory": cell("peak_memory")
     + cell("peak_memory", attention="sdpa", metrics={"predicted_memory": (9.5 * GIB,)}),
     "timing_agreement": cell("timing_agreement", metrics=AGREE)
