@@ -39,7 +39,7 @@ class PlannedBlocks:
 
 
 class BlockCosts(NamedTuple):
-    """What one block saves for backward, and what it computes."""
+    """Bytes that one block saves for backward, and its computation."""
 
     blocks: int
     saved: int

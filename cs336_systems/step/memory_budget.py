@@ -22,7 +22,7 @@ CGROUP = Path("/sys/fs/cgroup")
 
 
 class Limits(NamedTuple):
-    """What a plan may use on this machine, and how fast it is."""
+    """Memory that a plan may use on this machine, and the machine's rates."""
 
     budget: int
     rates: Rates
