@@ -11,14 +11,17 @@ import torch.nn.functional as F
 from cs336_systems.config import RunConfig, model_config
 from cs336_systems.kernels.fused import nodes as fused
 from cs336_systems.kernels.fused import pointwise
+from cs336_systems.measure.block_planner import build_step, predict_step
 from cs336_systems.measure.memory_trace import predict_by_tracing
 from cs336_systems.measure.timing import time_as_configured
 from cs336_systems.model import TransformerLM
-from cs336_systems.predict.activation_plan import KEEP_ALL, OFFLOAD, BlockPlan
+from cs336_systems.predict.activation_plan import KEEP, KEEP_ALL, OFFLOAD, RECOMPUTE, BlockPlan
 from cs336_systems.predict.building_memory import building_peak
 from cs336_systems.predict.memory_model import estimate
 from cs336_systems.predict.memory_planner import block_plans, budget_bytes, least_peak
 from cs336_systems.record import GIB
+from cs336_systems.step import block_memory
+from cs336_systems.step.block_memory import BlockMemory
 from cs336_systems.step.memory_budget import plan_for_machine
 from cs336_systems.step.module_trace import Tracer
 from cs336_systems.step.replay import ReplayError
@@ -302,6 +305,42 @@ def test_a_larger_batch_beside_the_graph_leaves_its_host_memory_alone():
             losses.append(step.launch([batch_of(config, rows=rows, seed=rows)]).item())
         results.append(losses)
     assert results[0] == results[1]
+
+
+WHOLE = dataclasses.replace(SHAPES["small"], num_layers=5)
+
+
+@pytest.mark.parametrize("precision", ["bf16", "fp32"])
+def test_whole_blocks_change_no_bit(precision, monkeypatch):
+    """The plain model: blocks offloaded, recomputed and kept, over steps of two micro batches."""
+    monkeypatch.setattr(block_memory, "SMALLEST", 1 << 16)
+    run = RunConfig(model=WHOLE, batch_size=3, device="cuda", precision=precision, attention="flash_triton")
+    results = []
+    for plan in (None, (OFFLOAD, OFFLOAD, RECOMPUTE, OFFLOAD, KEEP)):
+        step = TrainStep.build(run)
+        memory = None if plan is None else BlockMemory(step.model, plan)
+        batches = [batch_of(WHOLE, seed=seed) for seed in range(2)]
+        losses = [step.launch(batches).item() for _ in range(6)]
+        results.append((losses, [p.detach().clone() for p in step.model.parameters()]))
+    assert memory.host.nbytes > 0
+    assert results[0][0] == results[1][0]
+    assert all(torch.equal(a, b) for a, b in zip(results[0][1], results[1][1], strict=True))
+
+
+@pytest.mark.parametrize("share", [0.6, 0.8])
+def test_measured_peak_within_a_budget_by_blocks(share):
+    run = RunConfig(
+        model=dataclasses.replace(WHOLE, context_length=1024), batch_size=8, device="cuda", precision="bf16",
+        attention="flash_triton", warmup_steps=2, num_steps=2,
+    )  # fmt: skip
+    run = dataclasses.replace(run, memory_budget=f"{share * estimate(run).peak / GIB:.4f}GiB")
+    gc.collect()  # steps of other tests
+    before = torch.cuda.memory_allocated()
+    step = build_step(run)
+    peak = time_as_configured(step, step.random_batch()).peak_memory - before
+    assert set(step.blocks) != {KEEP}
+    assert peak <= budget_bytes(run.memory_budget)
+    assert predict_step(step).peak == pytest.approx(peak, rel=0.02)
 
 
 @pytest.mark.parametrize("share", [0.1, 0.4, 0.8])
