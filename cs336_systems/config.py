@@ -192,8 +192,8 @@ class RunConfig:
                 f"update_in_backward {problem}", *("update_in_backward", "fast", "max_grad_norm", "compile")
             )
         if self.memory_budget and (problem := self._budget_problem()):
-            names = ("memory_budget", "fast", "attention", "checkpoint_blocks", "mode")
-            raise UserError(f"memory_budget {self.memory_budget}: {problem}", *names)
+            names = ("memory_budget", "fast", "attention", "checkpoint_blocks", "compile", "mode")
+            raise UserError(f"memory_budget {self.memory_budget!r} {problem}", *names)
 
     def _require_packed_bf16(self) -> None:
         """Raise UserError unless the fast step's optimizer updates bf16 weights."""
@@ -240,11 +240,17 @@ class RunConfig:
             return "decides what is recomputed; leave checkpoint_blocks out"
         if self.mode not in ("forward-backward", "train-step"):
             return f"has nothing to choose in mode {self.mode}, which has no backward pass"
-        if "kernels" not in self.fast_parts:
-            return "needs the fused blocks of the fast step; use fast on"
-        if self.attention in ("reference", "sdpa"):
-            return f"needs fused attention of this package, not {self.attention}; use attention auto"
+        if self.compile:
+            return "cannot plan a compiled model, whose compiler decides what is kept; leave compile out"
+        if not self.plans_whole_blocks and self.attention in ("reference", "sdpa"):
+            return f"needs the fused attention of this package for fused blocks, not {self.attention}; use auto"
         return None
+
+    @property
+    def plans_whole_blocks(self) -> bool:
+        """True if a memory budget keeps, recomputes or offloads whole blocks; those of the fast step have finer plans,
+        tensor by tensor."""
+        return bool(self.memory_budget) and "kernels" not in self.fast_parts
 
     def _fast_conflict(self, part: str) -> str | None:
         """Return why a part of the fast step is not supported here, or None."""

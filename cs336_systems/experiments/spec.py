@@ -131,6 +131,8 @@ def step_memory(config: Mapping[str, Any]) -> Memory | None:
     if nested or config.get("fast", "off") != "off" or config["model_factory"] is not None:
         return None
     run = RunConfig.of(config)
+    if run.memory_budget:
+        return None
     if run.compile:
         whole = breakdown(run)
         return Memory(whole.parameters + whole.gradients + whole.optimizer_state, at_least=True)

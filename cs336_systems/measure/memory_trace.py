@@ -207,23 +207,16 @@ def predict_by_tracing(
     on_cuda = config.device_type == "cuda"
     tracker = StorageTracker(CachingAllocator() if on_cuda else None)
     with ExitStack() as stack:
-        stack.enter_context(mock.patch.object(torch.nn.init, "_no_grad_trunc_normal_", lambda tensor, *_, **__: tensor))
-        stack.enter_context(FakeTensorMode())
-        parts = sorted(config.fast_parts - {"graph"})  # a graph allocates what the eager step does
-        step = TrainStep.build(replace(config, device="cpu", compile=False, fast=",".join(parts) or "off"))
-        step.scaler = torch.amp.GradScaler("cpu", enabled=False)  # it would read a value of a fake tensor
+        step, batch = stack.enter_context(fake_step(config))
         if plan is not None:
             assert isinstance(step.model, TransformerLM)
             step.model.plan = plan
         if prepare is not None:
             prepare(step)
-        shape = (config.batch_size, config.model.context_length)
-        batch = (torch.zeros(shape, dtype=torch.long), torch.zeros(shape, dtype=torch.long))
         stack.enter_context(labelled(step, tracker))
         for tensor in batch:
             tracker.track(tensor, "inputs")
         if on_cuda:
-            stack.enter_context(as_on_cuda())
             scratch = torch.empty(workspace(config), dtype=torch.uint8)
             tracker.track(scratch, "workspace")
         stack.enter_context(tracker)
@@ -234,6 +227,22 @@ def predict_by_tracing(
         tracker.reset_peak()
         step(*batch, watch=tracker.watch)
     return MemoryEstimate(tracker.parts, tracker.peak, tracker.peak_phase)
+
+
+@contextmanager
+def fake_step(config: RunConfig) -> Iterator[tuple[TrainStep, tuple[Tensor, Tensor]]]:
+    """Return a step of `config` on tensors without memory, and a batch for it; operators are those of its device."""
+    with ExitStack() as stack:
+        stack.enter_context(mock.patch.object(torch.nn.init, "_no_grad_trunc_normal_", lambda tensor, *_, **__: tensor))
+        stack.enter_context(FakeTensorMode())
+        parts = sorted(config.fast_parts - {"graph"})  # a graph allocates what the eager step does
+        step = TrainStep.build(replace(config, device="cpu", compile=False, fast=",".join(parts) or "off"))
+        step.scaler = torch.amp.GradScaler("cpu", enabled=False)  # it would read a value of a fake tensor
+        shape = (config.batch_size, config.model.context_length)
+        batch = (torch.zeros(shape, dtype=torch.long), torch.zeros(shape, dtype=torch.long))
+        if config.device_type == "cuda":
+            stack.enter_context(as_on_cuda())
+        yield step, batch
 
 
 # -- operators of CUDA ------------------------------------------------------------------------------------------------

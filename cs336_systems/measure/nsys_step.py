@@ -10,9 +10,9 @@ from pathlib import Path
 import torch
 
 from cs336_systems.config import RunConfig, UserError
+from cs336_systems.measure.block_planner import build_step
 from cs336_systems.measure.kernel_trace import part_ranges
 from cs336_systems.measure.timing import Stopwatch
-from cs336_systems.step.train_step import TrainStep
 
 
 def main() -> None:
@@ -25,7 +25,7 @@ def main() -> None:
 
 def record_steps(config: RunConfig, num_steps: int) -> None:
     """Warm up, then run `num_steps` steps inside the range that nsys captures."""
-    step = TrainStep.build(config)
+    step = build_step(config)
     batch = step.random_batch()
     stopwatch = Stopwatch(step.device)  # synchronises at the borders of phases, as in all other measurements
     with part_ranges(config):

@@ -14,7 +14,7 @@ import re
 from bisect import bisect_left
 from collections.abc import Iterable
 from dataclasses import dataclass
-from functools import cache, lru_cache
+from functools import lru_cache
 from itertools import product, zip_longest
 from typing import NamedTuple
 
@@ -117,56 +117,84 @@ def plan_memory(
     if everything.peak <= budget:
         return PlannedMemory((KEEP_ALL,) * config.model.num_layers, budget, everything, 0.0, 0)
     costs = BlockCosts(bare, rates or Rates.of(None), choices)
-    found = _within(bare, budget, costs, config.model.num_layers)
+    last, surely = config.model.num_layers - 1, _most_offloading(costs, host_limit)
+    found = _within(costs, budget, {0, surely, last})
     if found is not None and found.host_bytes > host_limit:
-        found = _with_less_offloading(bare, budget, costs, host_limit)
+        between = {surely + part * (last - surely) // 4 for part in range(5)}
+        found = _within(costs, budget, {0, *between}, host_limit)
     if found is None:
         found = _uniform_within(costs, budget, host_limit)
     if found is None:
-        least = most_economical(bare, host_limit, choices).estimate.peak
-        raise UserError(
-            f"memory_budget {budget / GIB:.2f} GiB is not enough: this step needs at least {least / GIB:.2f} GiB; "
-            f"use a smaller batch_size or context_length",
-            *("memory_budget", "batch_size", "context_length"),
-        )
+        raise not_enough(budget, most_economical(bare, host_limit, choices).estimate.peak)
     return found
 
 
-def _with_less_offloading(
-    config: RunConfig, budget: int, costs: "BlockCosts", host_limit: float
+def not_enough(budget: int, least: int) -> UserError:
+    return UserError(
+        f"memory_budget {budget / GIB:.2f} GiB is not enough: this step needs at least {_rounded_up(least)} GiB; "
+        f"use a smaller batch_size or context_length",
+        *("memory_budget", "batch_size", "context_length"),
+    )
+
+
+def _rounded_up(size: int) -> str:
+    return f"{math.ceil(100 * size / GIB) / 100:.2f}"
+
+
+def _most_offloading(costs: "BlockCosts", host_limit: float) -> int:
+    """Return the largest number of blocks for whose tensors the host has room, whatever they offload. The last block
+    never offloads: its tensors are needed at once."""
+    largest = max(costs.offloaded(choice.plan) for choice in costs.choices(1.0, offloads=True)) or 1
+    return int(min(costs.config.model.num_layers - 1, host_limit // largest))
+
+
+def _within(
+    costs: "BlockCosts", budget: int, numbers: Iterable[int], host_limit: float = math.inf
 ) -> PlannedMemory | None:
-    """Return the fastest plan in which only so many blocks offload that the host has room for them."""
-    best, layers = None, config.model.num_layers
-    for offloading in range(layers):
-        found = _within(config, budget, costs, offloading)
-        if found is not None and found.host_bytes <= host_limit:
-            best = min(best or found, found, key=lambda planned: planned.added_seconds)
+    """Return the fastest plan within the budget. The numbers are those of blocks that may offload: a fetched tensor
+    takes memory in backward, so that offloading less may have the lower peak.
+
+    The last block's backward comes first and needs all its tensors: where that is the peak, keeping them is free.
+    """
+    best: PlannedMemory | None = None
+    for offloading, last_keeps_all in product(sorted(set(numbers)), (True, False)):
+        for limit in LIMITS if offloading else LIMITS[:1]:
+            plans = _Plans(costs, offloading, limit, last_keeps_all=last_keeps_all)
+            found = plans.fastest(budget, math.inf if best is None else best.added_seconds)
+            if found is not None and found.host_bytes <= host_limit:
+                best = found
     return best
 
 
-def _within(config: RunConfig, budget: int, costs: "BlockCosts", offloading: int) -> PlannedMemory | None:
-    """Return the fastest plan within the budget in which at most `offloading` blocks offload."""
-    offloading = min(offloading, config.model.num_layers - 1)  # the last block's tensors are needed at once
-    found = [_at_limit(config, budget, costs, offloading, limit) for limit in (LIMITS if offloading else LIMITS[:1])]
-    return min((plan for plan in found if plan is not None), key=lambda plan: plan.added_seconds, default=None)
+class _Plans:
+    """Plans by increasing memory, each the one of least cost for its own; at most `offloading` blocks offload."""
+
+    def __init__(self, costs: "BlockCosts", offloading: int, limit: float = 1.0, *, last_keeps_all: bool = False):
+        self.costs, self.last = costs, [KEEP_ALL] * last_keeps_all
+        others = costs.config.model.num_layers - offloading - len(self.last)
+        self.points = _fastest(costs, limit, offloading, others)
+
+    def plan(self, number: int) -> Plan:
+        return _ordered([*self.points[number].plans(), *self.last], self.costs)
+
+    def estimate(self, number: int) -> MemoryEstimate:
+        return _estimate(self.costs.config, self.plan(number))
+
+    def fastest(self, budget: int, seconds: float) -> PlannedMemory | None:
+        """Return the fastest plan whose peak is within the budget and which adds less than these seconds."""
+        numbers = range(len(self.points))
+        first = bisect_left(numbers, True, key=lambda number: self.estimate(number).peak > budget)
+        best: PlannedMemory | None = None
+        for number in numbers[max(0, first - 1) : first + LOOK_AHEAD]:
+            plan = self.plan(number)
+            added = self.costs.added_seconds(plan)
+            if added < seconds and (found := self.estimate(number)).peak <= budget:
+                best, seconds = PlannedMemory(plan, budget, found, added, sum(map(self.costs.offloaded, plan))), added
+        return best
 
 
-def _at_limit(
-    config: RunConfig, budget: int, costs: "BlockCosts", offloading: int, limit: float
-) -> PlannedMemory | None:
-    points = _fastest(costs, limit, offloading, config.model.num_layers - offloading)
-
-    @cache
-    def planned(number: int) -> PlannedMemory:
-        plan = _ordered(points[number].plans(), costs)
-        host = sum(map(costs.offloaded, plan))
-        return PlannedMemory(plan, budget, fast_estimate(config, plan), costs.added_seconds(plan), host)
-
-    numbers = range(len(points))
-    first = bisect_left(numbers, True, key=lambda number: planned(number).estimate.peak > budget)
-    near = range(max(0, first - 1), min(len(points), first + LOOK_AHEAD))
-    fitting = [planned(number) for number in near if planned(number).estimate.peak <= budget]
-    return min(fitting, key=lambda plan: plan.added_seconds, default=None)
+_estimate = lru_cache(maxsize=4096)(fast_estimate)
+"""Limits and numbers of offloading blocks often lead to the same plans."""
 
 
 def _ordered(plans: Iterable[BlockPlan], costs: "BlockCosts") -> Plan:

@@ -28,6 +28,7 @@ from cs336_systems.kernels.flash.dispatch import best_fused, gluon_problem, trit
 from cs336_systems.kernels.fused.packed_adamw import PackedAdamW
 from cs336_systems.model import TransformerLM
 from cs336_systems.parallel.collectives import communication_device
+from cs336_systems.step.block_memory import ChoiceByBlock
 from cs336_systems.step.cuda_graph import Batches, StepGraph
 from cs336_systems.step.memory_budget import apply_memory_budget
 from cs336_systems.step.replay import Replay
@@ -71,6 +72,8 @@ class TrainStep:
     ):
         self.model = model
         self.config = config
+        self.blocks: ChoiceByBlock | None = None
+        """The plan of a memory budget for whole blocks."""
         self.device = torch.device(config.device)
         self.trains = config.mode == "train-step"
         set_matmul_precision(config.precision)
@@ -91,8 +94,8 @@ class TrainStep:
         self.graph = StepGraph(self._captured_gradients, self._update, self._drop) if "graph" in self._parts else None
 
     @classmethod
-    def build(cls, config: RunConfig) -> "TrainStep":
-        """Build a step with random weights."""
+    def build(cls, config: RunConfig, blocks: ChoiceByBlock | None = None) -> "TrainStep":
+        """Build a step with random weights. `blocks` is the plan of a memory budget for whole blocks."""
         require_device(config.device)
         packs = "optimizer" in config.fast_parts and config.mode == "train-step"
         packs = packs and not torch._C._len_torch_dispatch_stack()  # a trace's tensors have no memory to save
@@ -103,7 +106,8 @@ class TrainStep:
         if isinstance(step.optimizer, PackedAdamW):
             step.optimizer.initialise(model)
         if not torch._C._len_torch_dispatch_stack():  # a trace is of another device: it applies the plan itself
-            apply_memory_budget(model, config)
+            apply_memory_budget(model, config, blocks)
+            step.blocks = blocks
         return step
 
     def _default_optimizer(self) -> torch.optim.Optimizer:

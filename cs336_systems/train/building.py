@@ -6,14 +6,17 @@ from pathlib import Path
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import nn
 
 from cs336_systems.config import RunConfig, UserError
 from cs336_systems.kernels.flash.dispatch import triton_problem
 from cs336_systems.kernels.fused.packed_adamw import PackedAdamW
+from cs336_systems.measure.block_planner import blocks_for_machine
 from cs336_systems.model import TransformerLM
 from cs336_systems.parallel import DDP, FSDP, ShardedOptimizer
 from cs336_systems.parallel.launch import Rank
+from cs336_systems.step.block_memory import ChoiceByBlock
 from cs336_systems.step.memory_budget import apply_memory_budget
 from cs336_systems.step.train_step import AUTOCAST_DTYPES, STATE_DTYPES, TrainStep, build_model, require_device
 from cs336_systems.step.updates import LossScale
@@ -33,7 +36,7 @@ def build_step(settings: TrainSettings, rank: Rank) -> TrainStep:
     torch.manual_seed(settings.seed)
     with torch.device("meta") if packs and settings.init is None else rank.device:
         model = build_model(run)
-    apply_memory_budget(model, run)
+    apply_memory_budget(model, run, _agreed(blocks_for_machine(run)))
     if settings.init is not None:
         load_weights(Path(settings.init), model, settings.model)
     optimizer: torch.optim.Optimizer
@@ -46,6 +49,15 @@ def build_step(settings: TrainSettings, rank: Rank) -> TrainStep:
         optimizer = _plain_optimizer(model, settings)
     loss_scale = LossScale.of(run.precision, settings.optimizer.loss_scale_growth)
     return TrainStep(model, run, optimizer, loss_scale=loss_scale)
+
+
+def _agreed(blocks: ChoiceByBlock | None) -> ChoiceByBlock | None:
+    """Return rank 0's plan: FSDP gathers weights for recomputation, and all ranks must take part."""
+    if blocks is None or not dist.is_initialized():
+        return blocks
+    plans = [blocks]
+    dist.broadcast_object_list(plans, 0)
+    return plans[0]
 
 
 def _repeatable_attention(run: RunConfig) -> str:

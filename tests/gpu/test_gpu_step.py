@@ -2,6 +2,7 @@
 
 import dataclasses
 import gc
+import random
 
 import pytest
 import torch
@@ -10,10 +11,18 @@ import torch.nn.functional as F
 from cs336_systems.config import RunConfig, model_config
 from cs336_systems.kernels.fused import nodes as fused
 from cs336_systems.kernels.fused import pointwise
+from cs336_systems.measure.block_planner import build_step, predict_step
 from cs336_systems.measure.memory_trace import predict_by_tracing
 from cs336_systems.measure.timing import time_as_configured
 from cs336_systems.model import TransformerLM
+from cs336_systems.predict.activation_plan import KEEP, KEEP_ALL, OFFLOAD, RECOMPUTE, BlockPlan
 from cs336_systems.predict.building_memory import building_peak
+from cs336_systems.predict.memory_model import estimate
+from cs336_systems.predict.memory_planner import block_plans, budget_bytes, least_peak
+from cs336_systems.record import GIB
+from cs336_systems.step import block_memory
+from cs336_systems.step.block_memory import BlockMemory
+from cs336_systems.step.memory_budget import plan_for_machine
 from cs336_systems.step.module_trace import Tracer
 from cs336_systems.step.replay import ReplayError
 from cs336_systems.step.train_step import TrainStep
@@ -135,12 +144,13 @@ def test_adamw_of_a_bf16_state():
 # -- the graph --------------------------------------------------------------------------------------------------------
 
 
-def trained(fast, *, steps=6, micro_batches=1, config=SHAPES["narrow"], poison_at=None, **fields):
+def trained(fast, *, steps=6, micro_batches=1, config=SHAPES["narrow"], poison_at=None, plan=None, **fields):
     """Return losses, weights and step of a run with another batch and another learning rate in every step."""
     run = RunConfig(
         model=config, batch_size=3, device="cuda", precision="bf16", attention="flash_triton", fast=fast, **fields
     )
     step = TrainStep.build(run)
+    step.model.plan = plan
     losses = []
     for number in range(steps):
         for group in step.optimizer.param_groups:
@@ -268,19 +278,87 @@ def test_predicted_peak_of_building(precision):
     assert building_peak(run).peak == pytest.approx(measured, rel=0.002)  # large blocks are rounded up to 2 MiB
 
 
-def test_recomputation_that_keeps_attention_gives_the_same_gradients_and_needs_the_memory_of_its_output():
-    config, found, peaks = SHAPES["small"], [], []
-    model = TransformerLM(config, attention="flash_triton", checkpoint_blocks=1, fused=True).cuda().bfloat16()
-    for kept in (0, config.num_layers):
-        model.keeps_attention = kept
-        torch.cuda.reset_peak_memory_stats()
-        whole = gradients(model, *batch_of(config, rows=8), fused_loss=True)[1]
-        peaks.append(torch.cuda.max_memory_allocated())
-        found.append({name: grad.cpu() for name, grad in whole.items()})
-        del whole
-        model.zero_grad()
-    assert all(torch.equal(found[0][name], found[1][name]) for name in found[0])
-    assert peaks[0] < peaks[1] < peaks[0] + 4 * config.num_layers * 8 * config.context_length * config.d_model
+# -- memory budgets ---------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("fast", [WITHOUT_GRAPH, "on", "kernels"])
+@pytest.mark.parametrize("seed", range(3))
+def test_random_plans_change_no_bit(fast, seed):
+    """Kept, recomputed and offloaded tensors, with two micro batches, eagerly and in the CUDA graph."""
+    config = dataclasses.replace(SHAPES["small"], num_layers=5)
+    plan = (*random.Random(seed).choices(block_plans(), k=4), KEEP_ALL)
+    assert any(own.offloads for own in plan)
+    expected, weights, _ = trained(fast, micro_batches=2, config=config, max_grad_norm=0.5)
+    losses, found, step = trained(fast, micro_batches=2, config=config, max_grad_norm=0.5, plan=plan)
+    assert step.model.host.nbytes > 0
+    assert losses == expected
+    assert all(torch.equal(a, b) for a, b in zip(found, weights, strict=True))
+
+
+def test_a_larger_batch_beside_the_graph_leaves_its_host_memory_alone():
+    """The graph holds addresses of host memory; a larger batch, which runs eagerly, gets memory of its own."""
+    config, plan = SHAPES["small"], (BlockPlan(*[OFFLOAD] * 5), KEEP_ALL)
+    results = []
+    for own in (None, plan):
+        losses, _, step = trained("on", config=config, plan=own)
+        for rows in (7, 3, 3):
+            losses.append(step.launch([batch_of(config, rows=rows, seed=rows)]).item())
+        results.append(losses)
+    assert results[0] == results[1]
+
+
+WHOLE = dataclasses.replace(SHAPES["small"], num_layers=5)
+
+
+@pytest.mark.parametrize("precision", ["bf16", "fp32"])
+def test_whole_blocks_change_no_bit(precision, monkeypatch):
+    """The plain model: blocks offloaded, recomputed and kept, over steps of two micro batches."""
+    monkeypatch.setattr(block_memory, "SMALLEST", 1 << 16)
+    run = RunConfig(model=WHOLE, batch_size=3, device="cuda", precision=precision, attention="flash_triton")
+    results = []
+    for plan in (None, (OFFLOAD, OFFLOAD, RECOMPUTE, OFFLOAD, KEEP)):
+        step = TrainStep.build(run)
+        memory = None if plan is None else BlockMemory(step.model, plan)
+        batches = [batch_of(WHOLE, seed=seed) for seed in range(2)]
+        losses = [step.launch(batches).item() for _ in range(6)]
+        results.append((losses, [p.detach().clone() for p in step.model.parameters()]))
+    assert memory.host.nbytes > 0
+    assert results[0][0] == results[1][0]
+    assert all(torch.equal(a, b) for a, b in zip(results[0][1], results[1][1], strict=True))
+
+
+@pytest.mark.parametrize("share", [0.6, 0.8])
+def test_measured_peak_within_a_budget_by_blocks(share):
+    run = RunConfig(
+        model=dataclasses.replace(WHOLE, context_length=1024), batch_size=8, device="cuda", precision="bf16",
+        attention="flash_triton", warmup_steps=2, num_steps=2,
+    )  # fmt: skip
+    run = dataclasses.replace(run, memory_budget=f"{share * estimate(run).peak / GIB:.4f}GiB")
+    gc.collect()  # steps of other tests
+    before = torch.cuda.memory_allocated()
+    step = build_step(run)
+    peak = time_as_configured(step, step.random_batch()).peak_memory - before
+    assert set(step.blocks) != {KEEP}
+    assert peak <= budget_bytes(run.memory_budget)
+    assert predict_step(step).peak == pytest.approx(peak, rel=0.02)
+
+
+@pytest.mark.parametrize("share", [0.1, 0.4, 0.8])
+@pytest.mark.parametrize(("size", "batch_size"), [("small", 8), ("medium", 4)])
+def test_measured_peak_within_a_budget(size, batch_size, share):
+    run = RunConfig(
+        model=model_config(size, context_length=2048), batch_size=batch_size, device="cuda", precision="bf16",
+        attention="flash_triton", fast="on", warmup_steps=4, num_steps=2,
+    )  # fmt: skip
+    least, most = least_peak(run), estimate(run).peak
+    run = dataclasses.replace(run, memory_budget=f"{(least + share * (most - least)) / GIB:.4f}GiB")
+    budget = budget_bytes(run.memory_budget)
+    gc.collect()  # steps of other tests
+    before = torch.cuda.memory_allocated()
+    step = TrainStep.build(run)
+    peak = time_as_configured(step, step.random_batch()).peak_memory - before
+    assert peak <= budget
+    assert plan_for_machine(run).estimate.peak == pytest.approx(peak, rel=0.01)
 
 
 @pytest.mark.parametrize("fields", [{}, {"fast": WITHOUT_GRAPH}, {"checkpoint_blocks": 1}, {"precision": "fp32"}])

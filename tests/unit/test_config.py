@@ -223,6 +223,42 @@ def test_any_error_message_is_a_single_line(text):
             attempt()
 
 
+# -- memory budgets ---------------------------------------------------------------------------------------------------
+
+FUSED = {"fast": "on", "attention": "auto"}
+
+
+@pytest.mark.parametrize("text", ["130GiB", "80GB", "0.5GiB", "auto"])
+@pytest.mark.parametrize("fields", [FUSED, {}, {"model_factory": "package.module:build"}], ids=str)
+def test_budgets_are_accepted(text, fields):
+    config = RunConfig(memory_budget=text, **fields)
+    assert config.plans_whole_blocks == (fields != FUSED)
+    assert RunConfig.from_dict(config.to_dict()) == config
+    assert not RunConfig(**fields).plans_whole_blocks
+
+
+@pytest.mark.parametrize("text", ["80", "80 GiB", "GiB", "-1GiB", "1e3GiB", "80gib", "80TB", "full", "1GiB\n", " "])
+def test_nonsense_is_no_budget(text):
+    with refused("memory_budget", repr(text), "130GiB"):
+        RunConfig(memory_budget=text, **FUSED)
+
+
+REFUSED_BUDGETS = {
+    "checkpoint_blocks": {"checkpoint_blocks": 2},
+    "mode inference": {"mode": "inference"},
+    "mode forward": {"mode": "forward"},
+    "compile": {"compile": True},
+    "not reference": {"fast": "kernels", "attention": "reference"},
+    "not sdpa": {"fast": "kernels", "attention": "sdpa"},
+}
+
+
+@pytest.mark.parametrize("word", REFUSED_BUDGETS)
+def test_what_a_budget_cannot_be_combined_with(word):
+    with refused("memory_budget", "8GiB", word):
+        RunConfig(memory_budget="8GiB", **REFUSED_BUDGETS[word])
+
+
 # -- round trip -------------------------------------------------------------------------------------------------------
 
 

@@ -1,13 +1,11 @@
 """The model against an oracle written from the formulas, in float64 and without any of the model's code."""
 
 import math
-from types import SimpleNamespace
 
 import pytest
 import torch
 
 from cs336_systems.config import COURSE_SIZES, ModelConfig, RunConfig, model_config
-from cs336_systems.kernels.flash import operators
 from cs336_systems.model import TransformerLM
 from cs336_systems.step.train_step import TrainStep
 
@@ -112,34 +110,6 @@ def test_recomputation_changes_no_gradient(model, tokens, group, inner):
 
     expected, found = gradients(0, 0), gradients(group, inner)
     assert all(torch.equal(found[name], expected[name]) for name in expected)
-
-
-@pytest.mark.parametrize("is_fused", [False, True])
-@pytest.mark.parametrize(("group", "inner", "kept"), [(1, 0, 99), (1, 0, 1), (2, 0, 99), (2, 1, 99)])
-def test_recomputation_that_keeps_attention_computes_it_once(tokens, group, inner, kept, is_fused, monkeypatch):
-    """Groups inside groups compute it again."""
-    model = TransformerLM(SHAPE, attention="flash_torch", fused=is_fused)
-    calls, inner_function = [], operators._kept_or_computed
-
-    def counted(kernels, *given):
-        forward = lambda *tensors: calls.append(1) or kernels.forward(*tensors)  # noqa: E731
-        return inner_function(SimpleNamespace(forward=forward), *given)
-
-    monkeypatch.setattr(operators, "_kept_or_computed", counted)
-
-    def gradients(checkpoint_blocks, checkpoint_inner=0, keeps_attention=0):
-        model.checkpoint_blocks, model.checkpoint_inner = checkpoint_blocks, checkpoint_inner
-        model.keeps_attention = keeps_attention
-        model.zero_grad()
-        calls.clear()
-        model(tokens).square().mean().backward()
-        return {name: parameter.grad.clone() for name, parameter in model.named_parameters()}
-
-    expected, found = gradients(0), gradients(group, inner, kept)
-    assert all(torch.equal(found[name], expected[name]) for name in expected)
-    layers = SHAPE.num_layers
-    recomputed = layers if inner else layers - min(layers, group * kept)
-    assert len(calls) == layers + recomputed
 
 
 def test_weights_are_the_same_for_the_same_seed():

@@ -5,12 +5,12 @@ from tempfile import TemporaryDirectory
 from typing import Any
 
 from cs336_systems.config import RunConfig, UserError
+from cs336_systems.measure.block_planner import build_step
 from cs336_systems.measure.kernel_trace import profile_steps
 from cs336_systems.measure.readers.nsys import find_nsys, profile_with_nsys
 from cs336_systems.measure.readers.trace import PHASES, trace_metrics
 from cs336_systems.measure.timing import STEP, time_as_configured, time_queued
 from cs336_systems.record import Metric
-from cs336_systems.step.train_step import TrainStep
 
 TORCH, NSYS, BOTH = "torch", "nsys", "both"
 NSYS_TIMEOUT = 600.0
@@ -28,7 +28,7 @@ def measure_kernels(config: dict[str, Any], *, folder: str | None = None) -> lis
     nsys = find_nsys() if profiler != TORCH else None
     if profiler == NSYS and nsys is None:
         raise UserError("nsys is not installed, or not on PATH; leave out --nsys to use torch.profiler")
-    step = TrainStep.build(run)
+    step = build_step(run)
     batch = step.random_batch()
     timings = time_as_configured(step, batch)
     metrics = timings.metrics

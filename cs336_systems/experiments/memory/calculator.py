@@ -124,7 +124,9 @@ def memory_tables(config: RunConfig, *, gpu: str = "", trace: bool = False) -> l
 
 def memory_table(config: RunConfig, *, trace: bool, plan: Plan | None = None) -> Table:
     """The parts in full and at the peak, by the closed form and, on request, by a trace of the operators."""
-    full = breakdown(config, plan) if config.model_factory is None else None
+    full = None
+    if config.model_factory is None and not config.plans_whole_blocks:
+        full = breakdown(config, plan)
     traced = _traced(config, plan) if trace or full is None else None
     columns = [word(Text("part", "部分"))]
     columns += [Column(Text("in full", "全部"), "GiB"), Column(Text("at the peak", "峰值处"), "GiB")] if full else []
@@ -195,8 +197,11 @@ def _building_notes(config: RunConfig, step: int) -> list[Text]:
 
 
 def _traced(config: RunConfig, plan: Plan | None) -> Any:
+    from cs336_systems.measure.block_planner import plan_blocks
     from cs336_systems.measure.memory_trace import predict_by_tracing
 
+    if config.plans_whole_blocks:
+        return plan_blocks(config, budget_bytes(config.memory_budget), Rates.of(None)).estimate
     return predict_by_tracing(config, plan=plan)
 
 

@@ -8,6 +8,7 @@ from torch import Tensor
 
 from cs336_systems.config import RunConfig, UserError
 from cs336_systems.files import replacing
+from cs336_systems.measure.block_planner import build_step, predict_step
 from cs336_systems.measure.memory_timeline import MOST_EVENTS, UNLABELLED, MemoryTrace, trace_memory
 from cs336_systems.measure.memory_trace import measure_peak, predict_by_tracing
 from cs336_systems.measure.readers.recorded_tables import BlockRow, OperationRow, SavedRow, flatten
@@ -33,7 +34,7 @@ def measure_memory(config: dict[str, Any], *, folder: str | None = None) -> list
         raise UserError(
             "memory is traced operator by operator, which a compiled model does not have; leave out --compile"
         )
-    step = TrainStep.build(run)
+    step = build_step(run)
     batch = step.random_batch()
     plain = time_as_configured(step, batch)
     overheads: list[Metric] = []
@@ -60,14 +61,15 @@ def measure_memory(config: dict[str, Any], *, folder: str | None = None) -> list
         Metric("peak_phase", "", [trace.phase]),
         Metric("part_memory", "B", flatten(trace.parts.items())),
         Metric("largest_blocks", "B", flatten(map(_row, trace.largest[:LARGEST_KEPT]))),
-        *predictions(run),
+        *predictions(step),
     ]
 
 
-def predictions(run: RunConfig) -> list[Metric]:
+def predictions(step: TrainStep) -> list[Metric]:
     """Predicted peaks: by the closed form, where it knows the model, and by tracing."""
-    traced = [Metric("predicted_by_tracing_memory", "B", [predict_by_tracing(run).peak])]
-    if run.model_factory is not None or run.fast != "off":
+    run = step.config
+    traced = [Metric("predicted_by_tracing_memory", "B", [predict_step(step).peak])]
+    if run.model_factory is not None or run.fast != "off" or run.memory_budget:
         return traced
     return [Metric("predicted_memory", "B", [estimate(run).peak]), *traced]
 
@@ -115,7 +117,7 @@ def _snapshot(step: TrainStep, batch: tuple[Tensor, Tensor], folder: str | None)
 
 def measure_saved_tensors(config: dict[str, Any]) -> list[Metric]:
     run = RunConfig.from_dict(config)
-    step = TrainStep.build(run)
+    step = build_step(run)
     found = saved_tensors(step, step.random_batch())
     kept = [saved for saved in found if not saved.is_parameter]
     by_module: dict[str, int] = {}

@@ -21,6 +21,7 @@ from torch._dynamo.utils import counters
 
 from cs336_systems.config import ModelConfig, RunConfig
 from cs336_systems.measure import memory_trace
+from cs336_systems.measure.block_planner import build_step, predict_step
 from cs336_systems.measure.flop_counter import count_flops
 from cs336_systems.measure.timing import STEP, time_as_configured, time_calls
 from cs336_systems.model import TransformerLM
@@ -47,7 +48,7 @@ def measure_step(config: dict[str, Any], peak_tflops: float | None = None) -> li
     require_attention(run)
     if run.compile:
         disable_compile_caches()
-    step = TrainStep.build(run)
+    step = build_step(run)
     batch = step.random_batch()
     timings = time_as_configured(step, batch)
     parameters = sum(parameter.numel() for parameter in step.model.parameters())
@@ -93,11 +94,11 @@ def _memory_metrics(run: RunConfig, step: TrainStep, batch: Any, measured: int |
 
 
 def _predicted_peak(run: RunConfig, step: TrainStep) -> int:
-    if run.memory_budget:  # the plan of the step itself: the host has less free memory by now
+    if run.memory_budget and not run.plans_whole_blocks:  # the step's own plan: the host has less free memory by now
         assert isinstance(step.model, TransformerLM)
         return fast_estimate(dataclasses.replace(run, memory_budget=""), step.model.plan).peak
-    by_closed_form = run.model_factory is None and run.fast == "off"
-    return estimate(run).peak if by_closed_form else memory_trace.predict_by_tracing(run).peak
+    by_closed_form = run.model_factory is None and run.fast == "off" and not run.memory_budget
+    return estimate(run).peak if by_closed_form else predict_step(step).peak
 
 
 # -- the 2026 leaderboard ---------------------------------------------------------------------------------------------

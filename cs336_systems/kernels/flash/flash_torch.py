@@ -27,6 +27,11 @@ MAX_TILES = 32
 
 def forward(q: Tensor, k: Tensor, v: Tensor, scale: float, band: Band) -> tuple[Tensor, Tensor]:
     """Output in q's dtype and logsumexp, natural logarithm, of q (batch, heads, len_q, d) and grouped k, v."""
+    with torch.autocast(q.device.type, enabled=False):  # it would round the scores and weights of 16-bit inputs
+        return _forward(q, k, v, scale, band)
+
+
+def _forward(q: Tensor, k: Tensor, v: Tensor, scale: float, band: Band) -> tuple[Tensor, Tensor]:
     out = layout.empty_like(q)
     lse = q.new_empty(q.shape[:-1], dtype=torch.promote_types(q.dtype, torch.float32))
     grouped_out, grouped_lse = _group(out, k), _group(lse, k)

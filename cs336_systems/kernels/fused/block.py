@@ -96,6 +96,7 @@ class _Run:
 
     def __post_init__(self) -> None:
         self.kept: dict[str, Tensor] = {}
+        self.number_of_pass = self.setting.host.passes
 
     # -- forward ------------------------------------------------------------------------------------------------------
 
@@ -226,6 +227,8 @@ class _Run:
     def _take(self) -> None:
         """Take this block's own tensors back from the host."""
         setting = self.setting
+        if setting.plan.offloads:
+            setting.host.require_last_pass(self.number_of_pass)
         for kind in setting.plan.kinds(OFFLOAD):
             self.kept[kind] = setting.host.take((setting.number, kind))
 

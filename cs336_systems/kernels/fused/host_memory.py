@@ -42,6 +42,10 @@ class HostMemory:
 
     def __init__(self) -> None:
         self._buffers: dict[Key, Tensor] = {}
+        self._captured: list[Tensor] = []
+        """Buffers whose addresses a CUDA graph holds: they live on, also where a larger one has taken their place."""
+        self.passes = 0
+        """Forward passes so far."""
         self._forms: dict[Key, _Form] = {}
         self._sent: dict[Key, _Transfer] = {}
         self._fetched: dict[Key, _Transfer] = {}
@@ -49,11 +53,12 @@ class HostMemory:
 
     @property
     def nbytes(self) -> int:
-        """Bytes of all buffers."""
+        """Bytes of the buffers in use."""
         return sum(buffer.nbytes for buffer in self._buffers.values())
 
     def begin(self) -> None:
         """Start a forward pass: forget what an earlier one has left, if nothing was done with it in backward."""
+        self.passes += 1
         for key in [*self._sent]:
             self._release(key)
         for key in [*self._fetched]:
@@ -73,11 +78,19 @@ class HostMemory:
     def fetch(self, keys: Iterable[Key]) -> None:
         """Start to copy tensors back. Those that were not released yet are still there."""
         for key in keys:
-            if key in self._sent:
+            if key in self._sent or key in self._fetched:
                 continue
             form = self._forms[key]
             tensor = ranges.name(torch.empty(form.shape, dtype=form.dtype, device=form.device), FETCHED)
             self._fetched[key] = _Transfer(tensor, self._copy(key, tensor, to_host=False))
+
+    def require_last_pass(self, number: int) -> None:
+        """Raise RuntimeError if forward pass `number` is not the last: a later one has overwritten its activations."""
+        if number != self.passes:
+            raise RuntimeError(
+                "activations in host memory were overwritten by a later forward pass: with offloading, run the "
+                "backward pass of each forward pass before the next one"
+            )
 
     def take(self, key: Key) -> Tensor:
         """Return a tensor that was sent or fetched, for the stream of the computation."""
@@ -98,6 +111,8 @@ class HostMemory:
             return None
         if self._stream is None:
             self._stream = torch.cuda.Stream()
+        if torch.cuda.is_current_stream_capturing():
+            self._captured.append(buffer)
         self._stream.wait_stream(torch.cuda.current_stream())
         with torch.cuda.stream(self._stream):
             target.copy_(source, non_blocking=True)
@@ -106,10 +121,11 @@ class HostMemory:
         return done
 
     def _buffer(self, key: Key, tensor: Tensor) -> Tensor:
+        """Return host memory for a tensor; smaller batches use the memory of larger ones."""
         buffer = self._buffers.get(key)
-        if buffer is None or buffer.shape != tensor.shape or buffer.dtype != tensor.dtype:
-            self._buffers[key] = buffer = pinned_like(tensor)
-        return buffer
+        if buffer is None or buffer.nbytes < tensor.nbytes:
+            self._buffers[key] = buffer = pinned(tensor.nbytes, tensor.device)
+        return buffer[: tensor.nbytes].view(tensor.dtype).view(tensor.shape)
 
 
 def _wait(event: torch.cuda.Event | None) -> None:
@@ -117,13 +133,13 @@ def _wait(event: torch.cuda.Event | None) -> None:
         torch.cuda.current_stream().wait_event(event)
 
 
-def pinned_like(tensor: Tensor) -> Tensor:
-    """Allocate host memory of a tensor's shape, pinned for a tensor of a GPU.
+def pinned(size: int, device: torch.device) -> Tensor:
+    """Allocate bytes of host memory, pinned for copies to and from a GPU.
 
     torch's own pinned memory is rounded up to a power of two, which would take up to twice the memory.
     """
-    buffer = torch.zeros(tensor.shape, dtype=tensor.dtype)  # zeros: the pages have to exist before they are pinned
-    if tensor.is_cuda:
+    buffer = torch.zeros(size, dtype=torch.uint8)  # zeros: the pages have to exist before they are pinned
+    if device.type == "cuda":
         runtime, address = torch.cuda.cudart(), buffer.data_ptr()
         torch.cuda.check_error(int(runtime.cudaHostRegister(address, buffer.nbytes, 0)))
         weakref.finalize(buffer.untyped_storage(), runtime.cudaHostUnregister, address)
