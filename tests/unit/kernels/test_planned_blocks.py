@@ -135,6 +135,19 @@ def test_steps_of_two_micro_batches(fields):
         assert_same(found, weights)
 
 
+@pytest.mark.parametrize("fields", [{"update_in_backward": True}, {"optimizer_state": "bf16"}], ids=str)
+def test_steps_of_optimizers_with_less_memory(fields):
+    results = []
+    for plan in (None, random_plan(1)):
+        config = RunConfig(model=SHAPE, attention="flash_torch", fast="on", precision="bf16", **fields)
+        step = TrainStep.build(config)
+        step.model.plan = plan
+        losses = [step.launch([batch_of()]).item() for _ in range(3)]
+        results.append((losses, dict(step.model.named_parameters())))
+    assert results[0][0] == results[1][0]
+    assert_same(results[1][1], results[0][1])
+
+
 def test_host_memory_is_allocated_once():
     _, _, step = trained((OFFLOAD_ALL, OFFLOAD_ALL, KEEP_ALL), STEPS["packed"], steps=1)
     host = step.model.host
