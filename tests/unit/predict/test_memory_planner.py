@@ -168,7 +168,7 @@ def test_too_small_a_budget_names_the_least_that_works(config, host_limit, layer
     config = dataclasses.replace(config, model=dataclasses.replace(config.model, num_layers=layers))
     with refused("memory_budget 0.00 GiB", "at least", "GiB", "batch_size"):
         plan_memory(config, 1, host_limit=host_limit)
-    least = memory_planner._least(BlockCosts(config, Rates.of(None)), host_limit)
+    least = least_peak(config, host_limit)
     planned = plan_memory(config, least, host_limit=host_limit)
     assert planned.estimate.peak <= least
     assert planned.host_bytes <= host_limit
