@@ -138,7 +138,9 @@ def test_adamw_of_a_bf16_state():
     assert (weights != plain.data).float().mean() < 0.01  # fp32 results close to the middle of two bf16 numbers
     torch.testing.assert_close(weights, plain.data, rtol=2**-6, atol=1e-6)
     for ours, name in ((mean, "exp_avg"), (square, "exp_avg_sq")):
-        torch.testing.assert_close(ours, optimizer.state[plain][name], rtol=2**-6, atol=1e-6)
+        theirs = optimizer.state[plain][name]
+        assert (ours != theirs).float().mean() < 0.01
+        torch.testing.assert_close(ours, theirs, rtol=2**-6, atol=2**-7)  # where terms of different sign cancel
 
 
 # -- the graph --------------------------------------------------------------------------------------------------------
