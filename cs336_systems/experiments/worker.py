@@ -60,6 +60,7 @@ def _answer(request: dict[str, Any]) -> dict[str, Any]:
     import torch
 
     from cs336_systems.measure.environment import capture
+    from cs336_systems.predict.memory_planner import NotEnoughMemoryError
 
     module, function = request["measure"].split(":")
     start = timeit.default_timer()
@@ -67,6 +68,8 @@ def _answer(request: dict[str, Any]) -> dict[str, Any]:
         measure = getattr(importlib.import_module(module), function)
         metrics = measure(request["config"], **request["options"])
     except UserError as error:
+        if isinstance(error, NotEnoughMemoryError) and request["config"].get("memory_budget") == "auto":
+            return {"event": "failure", "status": "oom"}
         return {"event": "user_error", "message": str(error), "arguments": error.arguments}
     except (torch.OutOfMemoryError, MemoryError):
         return {"event": "failure", "status": "oom"}

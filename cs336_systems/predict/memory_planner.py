@@ -45,6 +45,10 @@ LOOK_AHEAD = 12
 """Amounts of memory beyond the first that does not fit which are tried, too: peaks do not rise strictly."""
 
 
+class NotEnoughMemoryError(UserError):
+    """No plan is within the budget."""
+
+
 class Rates(NamedTuple):
     """Rates from which times are predicted."""
 
@@ -129,8 +133,8 @@ def plan_memory(
     return found
 
 
-def not_enough(budget: int, least: int) -> UserError:
-    return UserError(
+def not_enough(budget: int, least: int) -> NotEnoughMemoryError:
+    return NotEnoughMemoryError(
         f"memory_budget {budget / GIB:.2f} GiB is not enough: this step needs at least {_rounded_up(least)} GiB; "
         f"use a smaller batch_size or context_length",
         *("memory_budget", "batch_size", "context_length"),

@@ -10,17 +10,21 @@ import os
 import random
 import re
 import signal
+import sys
 import time
 from collections import Counter
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
 from cs336_systems import record
 from cs336_systems.config import RunConfig, UserError, model_config
+from cs336_systems.experiments import worker
 from cs336_systems.experiments.catalogue import catalogue
 from cs336_systems.experiments.runner import SLOWDOWN, Runner, gather
 from cs336_systems.measure.environment import measure_slowdown
+from cs336_systems.predict.memory_planner import NotEnoughMemoryError
 from cs336_systems.record import CELL_TIME
 from tests.helpers import CPU_ONLY, CS336, MODEL, TINY, running, tiny_config, wait_until
 from tests.unit.experiments.scripted_worker import MACHINE, measured, run
@@ -340,6 +344,18 @@ def test_a_cell_that_takes_too_long_is_given_up(tmp_path):
         runner.run(gather([("bench", tiny_config(12, model_factory="faulty:build"))]))
         assert process.returncode == -signal.SIGKILL
     assert ends(tmp_path / "r.jsonl") == {12: "error: timeout after 1 s"}
+
+
+@pytest.mark.parametrize(("budget", "event"), [("auto", "failure"), ("1GiB", "user_error")])
+def test_a_gpu_without_a_plan_is_out_of_memory_and_a_budget_without_one_is_a_mistake(monkeypatch, budget, event):
+    def measure(config):
+        raise NotEnoughMemoryError("too small")
+
+    monkeypatch.setitem(sys.modules, "measuring", SimpleNamespace(measure=measure))
+    request = {"measure": "measuring:measure", "config": {"memory_budget": budget}, "options": {}}
+    answer = worker._answer(request)
+    assert answer["event"] == event
+    assert answer.get("status") == ("oom" if budget == "auto" else None)
 
 
 # -- runs that are stopped --------------------------------------------------------------------------------------------
