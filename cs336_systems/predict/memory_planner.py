@@ -242,6 +242,8 @@ class BlockCosts:
         passes = 4 * self.norm + (4 * stream + 3 * rows * model.d_ff) * t.s * PASS_SECONDS_PER_BYTE
         self.forward = sum(self.seconds.values()) + 2 * stream * model.d_ff / rates.matmul + passes
         self.allowed = choices if config.device_type == "cuda" else tuple(c for c in choices if c != OFFLOAD)
+        self.points: dict[tuple[float, int, int], list[Point]] = {}
+        """Results of `_fastest` by its arguments: searches share them."""
 
     def choices(self, limit: float, *, offloads: bool) -> list[Choice]:
         """Return the choices of a block that no other one beats in both memory and cost, by memory."""
@@ -317,20 +319,27 @@ class Point(NamedTuple):
 def _fastest(costs: BlockCosts, limit: float, offloading: int, others: int) -> list[Point]:
     """Return, by increasing memory, the points of least cost: `offloading` blocks may offload, `others` may not."""
     points = [Point(0, 0.0, KEEP_ALL, None)]
-    for number in range(offloading + others):
-        if number in (0, offloading):
-            choices = costs.choices(limit, offloads=number < offloading)
-        longer = sorted(
-            (point.kept + choice.kept, point.cost + choice.cost, at, index)
-            for at, point in enumerate(points)
-            for index, choice in enumerate(choices)
-        )
-        best: list[Point] = []
-        for kept, cost, at, index in longer:
-            if not best or cost < best[-1].cost:
-                best.append(Point(kept, cost, choices[index].plan, points[at]))
-        points = _thinned(best)
+    choices = {offloads: costs.choices(limit, offloads=offloads) for offloads in (True, False)}
+    for number in range(1, offloading + others + 1):
+        key = limit, min(number, offloading), max(0, number - offloading)
+        if key not in costs.points:
+            costs.points[key] = _with_one_more(points, choices[number <= offloading])
+        points = costs.points[key]
     return points
+
+
+def _with_one_more(points: list[Point], choices: list[Choice]) -> list[Point]:
+    """Return the points of least cost for one block more."""
+    longer = sorted(
+        (point.kept + choice.kept, point.cost + choice.cost, at, index)
+        for at, point in enumerate(points)
+        for index, choice in enumerate(choices)
+    )
+    best: list[Point] = []
+    for kept, cost, at, index in longer:
+        if not best or cost < best[-1].cost:
+            best.append(Point(kept, cost, choices[index].plan, points[at]))
+    return _thinned(best)
 
 
 def _thinned(points: list[Point]) -> list[Point]:
