@@ -178,12 +178,23 @@
   async function copy(button) {
     const [table, format, first] = button.dataset.copy.split(" ").map(Number);
     const message = button.parentElement.querySelector("output");
-    const text = inShownOrder(copies[table][format], first, button.closest(".table").querySelector("tbody").rows);
+    const text = inShownOrder(copyOf(table, format, first), first, button.closest(".table").querySelector("tbody").rows);
     let done = true;
     try { await navigator.clipboard.writeText(text); } catch { done = copyBySelecting(text, button); }
     message.textContent = words[root.dataset.language][done ? "copied" : "failed"];
     clearTimeout(message.timer);
     message.timer = setTimeout(() => { message.textContent = ""; }, 4000);
+  }
+  // A rendered table. Rows in LaTeX that follow from those in Markdown are left out of the page.
+  function copyOf(table, format, first) {
+    const [markdown, latex] = copies[table].map((text) => text.split("\n"));
+    if (!format) return copies[table][0];
+    const firstInMarkdown = markdown.findIndex((line) => line.startsWith("|")) + 2;
+    return latex.map((line, index) => line || latexRow(markdown[firstInMarkdown + index - first])).join("\n");
+  }
+  function latexRow(markdown) {
+    const escaped = markdown.slice(2, -2).replace(/[&%$#_{}]/g, "\\$&").replaceAll("±", "$$\\pm$$").replaceAll("×", "$$\\times$$");
+    return `    ${escaped.split(" | ").join(" & ")} \\\\`;
   }
   // The rows of a rendered table, one line each from `first` on, in the order that the page shows.
   function inShownOrder(text, first, rows) {
