@@ -37,7 +37,7 @@ COPY_SLOWDOWN = 0.02
 """Share of a hidden copy's time by which the computation beside it gets slower."""
 HOST_LINK = 55.0
 """GB/s between an H200 and pinned host memory."""
-POINTS = 768
+POINTS = 512
 """Amounts of memory that the search tells apart."""
 LIMITS = (0.9, 1.0, 1.12)
 """Times that a block may copy before it costs anything, as shares of its forward pass."""

@@ -279,7 +279,7 @@ def test_budgets_are_spread_between_the_most_economical_plan_and_keeping_everyth
     requests = [config for _, config in cells(["memory_budgets"], "course", RunConfig(device="cuda"))]
     planned = [config for config in requests if config["way"] == "plan"]
     assert len(planned) == 20
-    for config in planned:
+    for config in planned[1::9]:  # a plan of 36 blocks takes seconds
         run = RunConfig.of(config)
         assert 0.95 < estimate(run).peak / budget_bytes(run.memory_budget) <= 1
     ways = [config["way"] for config in requests]
@@ -289,7 +289,7 @@ def test_budgets_are_spread_between_the_most_economical_plan_and_keeping_everyth
 def test_the_peak_of_a_planned_step_on_a_cpu_is_between_those_of_uniform_steps():
     requests = [config for _, config in cells(["memory_budgets"], "quick", RunConfig())]
     found = {}
-    for config in requests:
+    for config in requests[-3:]:  # one budget and both uniform steps
         metrics = measure_budget({**config, "warmup_steps": 0, "num_steps": 1})
         found[config.get("memory_budget", config["checkpoint_blocks"])] = next(
             metric.samples[0] for metric in metrics if metric.name == "peak_memory"
