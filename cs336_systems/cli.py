@@ -23,6 +23,7 @@ from cs336_systems.flags import Parser, add_flags, flags_of, one_line, read_flag
 from cs336_systems.predict.fit import FitArguments
 from cs336_systems.predict.model_flags import OWN_MODEL, ShapeArguments
 from cs336_systems.table import FORMATS
+from cs336_systems.train.cluster.job import LaunchArguments
 from cs336_systems.train.settings import TrainSettings
 
 
@@ -162,6 +163,24 @@ def train(settings: TrainSettings) -> int:
     return run_training(settings)
 
 
+def launch(arguments: LaunchArguments) -> None:
+    """Print a script that starts `cs336 train` on a cluster: requeued before its time limit, resumed by itself.
+
+    cs336 launch --slurm --nodes 4 --time 24:00:00 -o train.sbatch -- train --data README.md --batch_size 64
+    cs336 launch --kubernetes --image me/cs336 --volume claim -- train --data README.md --output /shared/runs/mine
+    cs336 launch --skypilot --gpu H200 -- train --data README.md --precision bf16
+    """
+    from cs336_systems.train.cluster.job import checked
+    from cs336_systems.train.cluster.manifests import kubernetes, skypilot
+    from cs336_systems.train.cluster.slurm import script
+
+    job = checked(arguments)
+    text = {"slurm": script, "kubernetes": kubernetes, "skypilot": skypilot}[job.cluster](job)
+    _write_text(text.rstrip("\n"), arguments.output)
+    for remark in job.remarks:
+        print(f"cs336 launch: {one_line(remark)}", file=sys.stderr)
+
+
 @dataclass(frozen=True)
 class ExportArguments:
     run: str = flag(MISSING, "folder of a run of cs336 train, or of one checkpoint", positional=True, metavar="RUN")
@@ -208,13 +227,18 @@ def table(arguments: TableArguments) -> None:
     if not records:
         raise UserError(f"no records in {', '.join(arguments.files)}; measure some with: cs336 bench")
     text = "\n\n".join(found.render(arguments.format) for found in tables(records, catalogue()))
-    if arguments.output is None:
+    _write_text(text, arguments.output)
+
+
+def _write_text(text: str, output: str | None) -> None:
+    """Write a text to a file, or to the screen."""
+    if output is None:
         print(text)
         return
     try:
-        write_file(Path(arguments.output), text + "\n")
+        write_file(Path(output), text + "\n")
     except OSError as error:
-        raise write_failure(error, arguments.output) from None
+        raise write_failure(error, output) from None
 
 
 @dataclass(frozen=True)
@@ -399,6 +423,7 @@ COMMANDS = {
     "fit": Command("what fits on a given GPU", FitArguments, fit),
     "plan": Command("memory and communication of a parallel layout, one GPU to thousands", PlanArguments, plan),
     "train": Command("train a language model; resumes, survives faults", TrainSettings, train),
+    "launch": Command("a script that starts train on Slurm, Kubernetes or SkyPilot", LaunchArguments, launch),
     "export": Command("weights of a training run as a safetensors file", ExportArguments, export),
     "table": Command("records as terminal, Markdown, CSV, LaTeX or Typst tables", TableArguments, table),
     "report": Command("records as a page, Markdown, CSV, LaTeX, Typst; English or Chinese", ReportArguments, report),
