@@ -5,16 +5,16 @@ import random
 import signal
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 
-from cs336_systems import record
-from tests.distributed.train_cases import fields, text_of
+from tests.distributed.train_cases import Run, fields, losses_of, perform, text_of
 from tests.helpers import Marked, exit_code, wait_until
 
 pytestmark = pytest.mark.xdist_group("ranks")
 HANG = 280.0
-STEPS = 300
+STEPS = 60
 
 STAND_INS = {
     # One job: starts the script, and starts it again for as long as it has asked for that.
@@ -67,36 +67,35 @@ def cluster(tmp_path_factory) -> Path:
     return folder
 
 
+def settings_of(output: Path) -> dict[str, Any]:
+    return fields(output, data="it's $HOME.txt", steps=STEPS, parallel="ddp", save_every=1000)
+
+
 def submitted(cluster: Path, output: Path) -> Marked:
-    script = cluster / f"{output.name}.sbatch"
-    settings = fields(output, data="it's $HOME.txt", steps=STEPS, parallel="ddp", save_every=1000, rank_timeout=60)
-    words = [word for name, value in settings.items() for word in (f"--{name}", str(value))]
+    """Start the job in the background."""
+    words = [word for name, value in settings_of(output).items() for word in (f"--{name}", str(value))]
     launch = ["launch", "--slurm", "--nodes=2", "--gpus_per_node=0", "--cpus_per_rank=1", "--stop_before=60"]
-    assert exit_code([*launch, "-o", str(script), "--", "train", *words]) == 0
+    assert exit_code([*launch, "-o", str(cluster / "job.sh"), "--", "train", *words]) == 0
     path = f"{cluster / 'bin'}:{Path(sys.executable).parent}:{os.environ['PATH']}"
-    return Marked(
-        [str(cluster / "bin" / "sbatch"), str(script)], cluster, log=cluster / f"{output.name}.log", PATH=path
-    )
-
-
-def losses(output: Path) -> list[tuple[int, float]]:
-    records = record.load(str(output)).records
-    return [pair for one in records if one.metric == "loss" for pair in enumerate(one.samples)]
+    return Marked([str(cluster / "bin" / "sbatch"), str(cluster / "job.sh")], cluster, cluster / "log", PATH=path)
 
 
 @pytest.mark.slow
-def test_a_run_that_is_stopped_and_requeued_is_the_undisturbed_one(cluster):
-    whole, stopped = cluster / "whole run", cluster / "stopped"
-    job = submitted(cluster, whole)
-    assert wait_until(lambda: job.ended, HANG)
-    assert job.process.returncode == 0, job.log.read_text()[-3000:]
-
+def test_a_job_that_is_stopped_and_requeued_trains_to_the_end(cluster, rank_groups):
+    """With the losses of a run that nothing has stopped, of two ranks as well."""
+    whole, stopped = cluster / "whole", cluster / "a stopped run"
+    rank_groups.call(2, perform, Run(settings_of(whole)))
     job = submitted(cluster, stopped)
-    assert wait_until(lambda: job.said("step 2") or job.ended, HANG)
-    os.kill(int((cluster / "batch.pid").read_text()), signal.SIGUSR1)
-    assert wait_until(lambda: job.ended, HANG)
-    log = job.log.read_text()
-    assert job.process.returncode == 0, log[-3000:]
-    assert log.count("stopped before the time limit; requeued") == 1
-    assert losses(stopped) == losses(whole)
-    assert not job.alive()
+    try:
+        assert wait_until(lambda: job.said("step 2/") or job.ended, HANG)
+        os.kill(int((cluster / "batch.pid").read_text()), signal.SIGUSR1)
+        assert wait_until(lambda: job.ended, HANG)
+        log = job.log.read_text()
+        assert job.process.returncode == 0, log[-3000:]
+        assert log.count("requeued, and cs336 train resumes") == log.count("resumed at step") == 1
+        assert losses_of(stopped) == losses_of(whole)
+        assert len(losses_of(stopped)) == STEPS
+        assert not job.alive()
+    finally:
+        for pid in job.alive():
+            os.kill(pid, signal.SIGKILL)
