@@ -2,11 +2,11 @@
 
 import os
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import MISSING, dataclass
 from inspect import cleandoc
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from cs336_systems import __version__
 from cs336_systems.commands import flags_named, guarded
@@ -25,6 +25,9 @@ from cs336_systems.predict.model_flags import OWN_MODEL, ShapeArguments
 from cs336_systems.table import FORMATS
 from cs336_systems.train.cluster.job import LaunchArguments
 from cs336_systems.train.settings import TrainSettings
+
+if TYPE_CHECKING:
+    from cs336_systems.measure.doctor import Finding
 
 
 @dataclass(frozen=True)
@@ -352,14 +355,56 @@ def tune(arguments: TuneArguments) -> None:
 
 @dataclass(frozen=True)
 class DoctorArguments:
-    pass
+    ranks: bool = flag(False, "check the ranks that torchrun has started; without torchrun, start some here")
+    local_ranks: int | None = flag(None, "ranks to start without torchrun (default: one for each GPU, at least 2)")
+    output: str | None = flag(None, "folder that all ranks must share")
+    device: str | None = flag(None, "cpu or cuda (default: cuda where there is one)", ("cpu", "cuda"))
+    rank_timeout: float = flag(120.0, "seconds to wait for a rank that does not respond")
+    format: str = flag("terminal", "table format", FORMATS)
 
 
-def doctor(arguments: DoctorArguments) -> None:
-    """Show what this machine has, what is missing, and how to fix it."""
+def doctor(arguments: DoctorArguments) -> int:
+    """Show what this machine has, what is missing, and how to fix it; with --ranks, check a started group of ranks:
+    versions that differ, the shared folder, clocks, the speed of every rank and link. Exit code 1 if a rank differs.
+
+    cs336 doctor
+    cs336 doctor --ranks --local_ranks 2 --device cpu
+    torchrun --nproc_per_node 8 -m cs336_systems doctor --ranks --output runs
+    """
     from cs336_systems.measure.doctor import examine
 
-    findings = examine()
+    if arguments.ranks:
+        return _doctor_of_ranks(arguments)
+    for name in ("local_ranks", "output", "device"):
+        if getattr(arguments, name) is not None:
+            raise UserError(f"--{name} needs --ranks")
+    _print_findings(examine())
+    return 0
+
+
+def _doctor_of_ranks(arguments: DoctorArguments) -> int:
+    from cs336_systems.parallel.launch import RankError
+    from cs336_systems.train.rank_doctor import check_ranks
+
+    if arguments.local_ranks is not None and arguments.local_ranks < 1:
+        raise UserError(f"--local_ranks must be at least 1, got {arguments.local_ranks}")
+    if not arguments.rank_timeout >= 1:
+        raise UserError(f"--rank_timeout must be at least 1, got {arguments.rank_timeout}")
+    try:
+        report = check_ranks(arguments.output, arguments.device, arguments.local_ranks, arguments.rank_timeout)
+    except RankError as error:
+        print(f"cs336 doctor: {error}", file=sys.stderr)
+        return 1
+    if report is None:
+        return 0
+    for found in report.tables():
+        print(found.render(arguments.format), end="\n\n")
+    findings = report.findings()
+    _print_findings(findings)
+    return 1 if any(finding.mark == "bad" for finding in findings) else 0
+
+
+def _print_findings(findings: Sequence["Finding"]) -> None:
     width = max(len(finding.what) for finding in findings)
     for finding in findings:
         print(
@@ -465,7 +510,7 @@ def main(argv: list[str] | None = None) -> int:
     try:
         return guarded(f"cs336 {named}" if named else "cs336", run_command, ["cs336", *words])
     finally:
-        if mistakes and named == "train" and "TORCHELASTIC_RUN_ID" in os.environ:
+        if mistakes and named in ("train", "doctor") and "TORCHELASTIC_RUN_ID" in os.environ:
             _tell_other_ranks(mistakes[0])
 
 
