@@ -37,7 +37,7 @@ MATMUL = {"cpu": 512, "cuda": 8192}
 
 @dataclass(frozen=True)
 class RankFacts:
-    """What a rank says about itself."""
+    """The machine and the software of a rank, as it reports them itself."""
 
     host: str
     device: str
@@ -50,7 +50,7 @@ class RankFacts:
 
 @dataclass(frozen=True)
 class GroupReport:
-    """What was found out about a group; equal on all ranks."""
+    """The results of all checks of a group; equal on all ranks."""
 
     ranks: Sequence[RankFacts]
     links: Sequence[Link]
