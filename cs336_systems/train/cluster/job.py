@@ -139,8 +139,7 @@ class Job:
         words = [
             ("python -m torch.distributed.run", f"--nnodes={nodes}", f"--nproc-per-node={self.ranks_per_node}"),
             ("--rdzv-backend=c10d", f"--rdzv-endpoint={endpoint}", f"--rdzv-id={identifier}", *extra),
-            (f"--max-restarts={self.flags.restarts}", f"--shutdown-timeout={self.save_within}"),
-            (f"--signals-to-handle={STOP_SIGNALS}",),
+            (f"--max-restarts={self.flags.restarts}", f"--signals-to-handle={STOP_SIGNALS}"),
             ("-m", "cs336_systems", *map(shlex.quote, self.train_words)),
         ]
         return f" \\\n{indent}".join(" ".join(line) for line in words)
@@ -152,6 +151,8 @@ class Job:
             f"export OMP_NUM_THREADS={self.flags.cpus_per_rank}",
             "# Lines of ranks appear when they are printed, not when a buffer is full.",
             "export PYTHONUNBUFFERED=1",
+            "# Seconds that torchrun (2.13 or newer; 30 before) gives the ranks to save when it is asked to stop.",
+            f"export TORCH_ELASTIC_SHUTDOWN_TIMEOUT={self.save_within}",
         ]
         lines += (NCCL if self.flags.gpus_per_node else GLOO).splitlines()
         lines += [f"export {name}={shlex.quote(value)}" for name, value in self.variables.items()]

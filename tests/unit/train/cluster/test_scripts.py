@@ -1,16 +1,18 @@
 """Scripts of `cs336 launch`: mistakes, quoting, and texts that bash and readers of YAML accept."""
 
+import contextlib
 import json
 import re
 import shlex
 import shutil
+import socket
 import subprocess
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from cs336_systems.train.cluster.job import LaunchArguments, checked
+from cs336_systems.train.cluster.job import PORTS, LaunchArguments, checked
 from cs336_systems.train.cluster.manifests import kubernetes, skypilot
 from cs336_systems.train.cluster.slurm import script
 from cs336_systems.train.cluster.yaml_text import dump
@@ -136,28 +138,76 @@ VARIABLES = {"SLURM_JOB_ID": "7", "SLURM_NNODES": "2", "SLURM_JOB_NODELIST": "no
 VARIABLES |= {"SKYPILOT_NODE_IPS": "node-a\nnode-b", "SKYPILOT_TASK_ID": "sky-1", "SKYPILOT_NUM_NODES": "2"}
 
 
+def run_in_bash(shell: str, programs: dict[str, str], **variables: str) -> subprocess.CompletedProcess[str]:
+    """Run a script here, with stand-ins for the programs that it calls."""
+    folder = Path("programs").absolute()
+    folder.mkdir()
+    for name, lines in {**PROGRAMS, **programs}.items():
+        (folder / name).write_text(f"#!/bin/bash\n{lines}\n")
+        (folder / name).chmod(0o755)
+    Path("job.sh").write_text(shell)
+    environment = {**VARIABLES, "PATH": f"{folder}:/usr/bin:/bin", **variables}
+    return subprocess.run(["bash", "job.sh"], env=environment, capture_output=True, text=True, timeout=120)
+
+
+def python_words() -> list[str]:
+    return Path("words").read_text().split("\0")[:-1]
+
+
+def endpoint() -> str:
+    (found,) = (word for word in python_words() if word.startswith("--rdzv-endpoint="))
+    return found.removeprefix("--rdzv-endpoint=")
+
+
 @pytest.mark.parametrize("cluster", ["slurm", "kubernetes", "skypilot"])
-def test_ranks_get_the_words_and_the_variables_that_were_given(cluster, tmp_path):
-    """Whatever is in them: bash runs the script with a stand-in for Python that writes them down."""
+def test_ranks_get_the_words_and_the_variables_that_were_given(cluster):
+    """Whatever is in them: a stand-in for Python writes them down."""
     text = launched(cluster, "--sample_prompt", "", "--find_nan", env=(f"A={AWKWARD}", "B=1", "2"))
-    programs = tmp_path / "programs"
-    programs.mkdir()
-    for name, lines in PROGRAMS.items():
-        (programs / name).write_text(f"#!/bin/bash\n{lines}\n")
-        (programs / name).chmod(0o755)
-    (tmp_path / "job.sh").write_text(shell_of(cluster, text))
-    environment = {**VARIABLES, "PATH": f"{programs}:/usr/bin:/bin"}
-    done = subprocess.run(["bash", "job.sh"], cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=60)
+    done = run_in_bash(shell_of(cluster, text), {})
     assert (done.returncode, done.stderr) == (0, "")
-    words = Path("words").read_text().split("\0")[:-1]
+    words = python_words()
     start = words.index("cs336_systems")
     expected = ["train", "--data", AWKWARD, "--batch_size", "16", "--output", "/shared/a run"]
     assert words[start + 1 :] == [*expected, "--sample_prompt", "", "--find_nan"]
     assert {"--nnodes=2", "--nproc-per-node=8", "--rdzv-backend=c10d", "--max-restarts=3"} <= set(words[:start])
     variables = dict(line.split("=", 1) for line in Path("variables").read_text().split("\0")[:-1])
     assert (variables["A"], variables["B"], variables["OMP_NUM_THREADS"]) == (AWKWARD, "1,2", "8")
-    (endpoint,) = (word for word in words if word.startswith("--rdzv-endpoint="))
-    assert re.fullmatch(r".*=(node-a|cs336-0\.cs336):(2\d|3[01])\d{3}", endpoint)
+    assert re.fullmatch(r"(node-a|cs336-0\.cs336):(2\d|3[01])\d{3}", endpoint())
+
+
+def test_a_port_that_is_in_use_is_left_out():
+    with socket.socket() as taken:
+        for port in PORTS:
+            with contextlib.suppress(OSError):
+                taken.bind(("127.0.0.1", port))
+                break
+        taken.listen()
+        job = str(port - PORTS.start)
+        done = run_in_bash(launched("slurm"), {"scontrol": "echo 127.0.0.1"}, SLURM_JOB_ID=job)
+    assert (done.returncode, done.stderr) == (0, "")
+    assert int(endpoint().split(":")[1]) > port
+
+
+STOPPED = "trap 'exit {}' USR1\nkill -USR1 $PPID\nwhile :; do sleep 0.05; done"
+"""A stand-in for srun: the batch shell gets the signal before the time limit, and passes it on."""
+
+
+@pytest.mark.parametrize(
+    ("srun", "attempt", "code", "requeued"),
+    [
+        (STOPPED.format(1), 0, 75, True),
+        (STOPPED.format(1), 19, 75, True),
+        (STOPPED.format(1), 20, 75, False),
+        (STOPPED.format(0), 0, 0, False),
+        ("exit 3", 0, 3, False),
+        ("exit 0", 0, 0, False),
+    ],
+    ids=["stopped", "for the last time", "too often", "done at that moment", "failed", "done"],
+)
+def test_when_a_slurm_job_is_requeued(srun, attempt, code, requeued):
+    scontrol = 'if [ "$1" = requeue ]; then echo "$2" > requeued; else echo node-a; fi'
+    done = run_in_bash(launched("slurm"), {"srun": srun, "scontrol": scontrol}, SLURM_RESTART_COUNT=str(attempt))
+    assert (done.returncode, Path("requeued").exists()) == (code, requeued), done.stderr
 
 
 @pytest.mark.parametrize("cluster", ["slurm", "kubernetes", "skypilot"])
@@ -185,7 +235,7 @@ def test_the_directives_of_slurm():
     found = {line.split()[1] for line in text.splitlines() if line.startswith("#SBATCH")}
     assert {"--nodes=2", "--ntasks-per-node=1", "--gpus-per-node=8", "--cpus-per-task=32", "--time=2-00:00:00"} <= found
     assert {"--signal=B:USR1@300", "--requeue", "--partition=gpu", "--account=me"} <= found
-    assert "--shutdown-timeout=280" in text
+    assert "TORCH_ELASTIC_SHUTDOWN_TIMEOUT=280" in text
     assert "--container-image=me/image:1 --container-mounts=/shared:/shared" in text
 
 
