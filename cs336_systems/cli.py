@@ -2,11 +2,11 @@
 
 import os
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import MISSING, dataclass
 from inspect import cleandoc
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from cs336_systems import __version__
 from cs336_systems.commands import flags_named, guarded
@@ -23,7 +23,11 @@ from cs336_systems.flags import Parser, add_flags, flags_of, one_line, read_flag
 from cs336_systems.predict.fit import FitArguments
 from cs336_systems.predict.model_flags import OWN_MODEL, ShapeArguments
 from cs336_systems.table import FORMATS
+from cs336_systems.train.cluster.job import LaunchArguments
 from cs336_systems.train.settings import TrainSettings
+
+if TYPE_CHECKING:
+    from cs336_systems.measure.doctor import Finding
 
 
 @dataclass(frozen=True)
@@ -162,6 +166,24 @@ def train(settings: TrainSettings) -> int:
     return run_training(settings)
 
 
+def launch(arguments: LaunchArguments) -> None:
+    """Print a script that starts `cs336 train` on a cluster: requeued before its time limit, resumed by itself.
+
+    cs336 launch --slurm --nodes 4 --time 24:00:00 -o train.sbatch -- train --data README.md --batch_size 64
+    cs336 launch --kubernetes --image me/cs336 --volume claim -- train --data README.md --output /shared/runs/mine
+    cs336 launch --skypilot --gpu H200 -- train --data README.md --precision bf16
+    """
+    from cs336_systems.train.cluster.job import checked
+    from cs336_systems.train.cluster.manifests import kubernetes, skypilot
+    from cs336_systems.train.cluster.slurm import script
+
+    job = checked(arguments)
+    text = {"slurm": script, "kubernetes": kubernetes, "skypilot": skypilot}[job.cluster](job)
+    _write_text(text.rstrip("\n"), arguments.output)
+    for remark in job.remarks:
+        print(f"cs336 launch: {one_line(remark)}", file=sys.stderr)
+
+
 @dataclass(frozen=True)
 class ExportArguments:
     run: str = flag(MISSING, "folder of a run of cs336 train, or of one checkpoint", positional=True, metavar="RUN")
@@ -208,13 +230,18 @@ def table(arguments: TableArguments) -> None:
     if not records:
         raise UserError(f"no records in {', '.join(arguments.files)}; measure some with: cs336 bench")
     text = "\n\n".join(found.render(arguments.format) for found in tables(records, catalogue()))
-    if arguments.output is None:
+    _write_text(text, arguments.output)
+
+
+def _write_text(text: str, output: str | None) -> None:
+    """Write a text to a file, or to the screen."""
+    if output is None:
         print(text)
         return
     try:
-        write_file(Path(arguments.output), text + "\n")
+        write_file(Path(output), text + "\n")
     except OSError as error:
-        raise write_failure(error, arguments.output) from None
+        raise write_failure(error, output) from None
 
 
 @dataclass(frozen=True)
@@ -328,14 +355,56 @@ def tune(arguments: TuneArguments) -> None:
 
 @dataclass(frozen=True)
 class DoctorArguments:
-    pass
+    ranks: bool = flag(False, "check the ranks that torchrun has started; without torchrun, start some here")
+    local_ranks: int | None = flag(None, "ranks to start without torchrun (default: one for each GPU, at least 2)")
+    output: str | None = flag(None, "folder that all ranks must share")
+    device: str | None = flag(None, "cpu or cuda (default: cuda where there is one)", ("cpu", "cuda"))
+    rank_timeout: float = flag(120.0, "seconds to wait for a rank that does not respond")
+    format: str = flag("terminal", "table format", FORMATS)
 
 
-def doctor(arguments: DoctorArguments) -> None:
-    """Show what this machine has, what is missing, and how to fix it."""
+def doctor(arguments: DoctorArguments) -> int:
+    """Show what this machine has, what is missing, and how to fix it; with --ranks, check a started group of ranks:
+    versions that differ, the shared folder, clocks, the speed of every rank and link. Exit code 1 if a rank differs.
+
+    cs336 doctor
+    cs336 doctor --ranks --local_ranks 2 --device cpu
+    torchrun --nproc_per_node 8 -m cs336_systems doctor --ranks --output runs
+    """
     from cs336_systems.measure.doctor import examine
 
-    findings = examine()
+    if arguments.ranks:
+        return _doctor_of_ranks(arguments)
+    for name in ("local_ranks", "output", "device"):
+        if getattr(arguments, name) is not None:
+            raise UserError(f"--{name} needs --ranks")
+    _print_findings(examine())
+    return 0
+
+
+def _doctor_of_ranks(arguments: DoctorArguments) -> int:
+    from cs336_systems.parallel.launch import RankError
+    from cs336_systems.train.rank_doctor import check_ranks
+
+    if arguments.local_ranks is not None and arguments.local_ranks < 1:
+        raise UserError(f"--local_ranks must be at least 1, got {arguments.local_ranks}")
+    if not arguments.rank_timeout >= 1:
+        raise UserError(f"--rank_timeout must be at least 1, got {arguments.rank_timeout}")
+    try:
+        report = check_ranks(arguments.output, arguments.device, arguments.local_ranks, arguments.rank_timeout)
+    except RankError as error:
+        print(f"cs336 doctor: {error}", file=sys.stderr)
+        return 1
+    if report is None:
+        return 0
+    for found in report.tables():
+        print(found.render(arguments.format), end="\n\n")
+    findings = report.findings()
+    _print_findings(findings)
+    return 1 if any(finding.mark == "bad" for finding in findings) else 0
+
+
+def _print_findings(findings: Sequence["Finding"]) -> None:
     width = max(len(finding.what) for finding in findings)
     for finding in findings:
         print(
@@ -399,6 +468,7 @@ COMMANDS = {
     "fit": Command("what fits on a given GPU", FitArguments, fit),
     "plan": Command("memory and communication of a parallel layout, one GPU to thousands", PlanArguments, plan),
     "train": Command("train a language model; resumes, survives faults", TrainSettings, train),
+    "launch": Command("a script that starts train on Slurm, Kubernetes or SkyPilot", LaunchArguments, launch),
     "export": Command("weights of a training run as a safetensors file", ExportArguments, export),
     "table": Command("records as terminal, Markdown, CSV, LaTeX or Typst tables", TableArguments, table),
     "report": Command("records as a page, Markdown, CSV, LaTeX, Typst; English or Chinese", ReportArguments, report),
@@ -440,7 +510,7 @@ def main(argv: list[str] | None = None) -> int:
     try:
         return guarded(f"cs336 {named}" if named else "cs336", run_command, ["cs336", *words])
     finally:
-        if mistakes and named == "train" and "TORCHELASTIC_RUN_ID" in os.environ:
+        if mistakes and named in ("train", "doctor") and "TORCHELASTIC_RUN_ID" in os.environ:
             _tell_other_ranks(mistakes[0])
 
 

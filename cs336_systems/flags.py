@@ -98,7 +98,8 @@ def _add_flag(parser: argparse.ArgumentParser, spec: dataclasses.Field, hint: An
     if spec.metadata.get("positional"):
         nargs = "*" if typing.get_origin(hint) is tuple else "?" if spec.default is None else None
         metavar = spec.metadata.get("metavar")
-        parser.add_argument(name, nargs=nargs, metavar=metavar, help=help_text, type=_text, choices=choices)
+        kind = str if spec.metadata.get("may_be_empty") else _text
+        parser.add_argument(name, nargs=nargs, metavar=metavar, help=help_text, type=kind, choices=choices)
         return
     names = [f"--{name}", f"--{name.replace('_', '-')}"]
     names = names[:1] if names[0] == names[1] else names

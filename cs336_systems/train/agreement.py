@@ -54,14 +54,18 @@ def facts_of(settings: TrainSettings, device: str) -> Facts:
         "output": os.path.abspath(settings.output),
     }
     flags["data"] = "a text" if settings.data.is_text else "a file of tokens"
-    versions = {f"the version of {name}": _version(name) for name in ("torch", "triton")}
-    versions["the code of cs336_systems"] = f"{__version__} ({_source_hash()})"
     variables = {f"the environment variable {name}": os.environ.get(name, "not set") for name in VARIABLES}
     python = ".".join(platform.python_version_tuple()[:2])
     return Facts(
-        {**{f"--{name}": value for name, value in flags.items()}, **versions, **variables},
+        {**{f"--{name}": value for name, value in flags.items()}, **code_facts(), **variables},
         {"the version of Python": python},
     )
+
+
+def code_facts() -> dict[str, str]:
+    """Return the versions of the packages that compute, and a hash of this one's source."""
+    versions = {f"the version of {name}": _version(name) for name in ("torch", "triton")}
+    return {**versions, "the code of cs336_systems": f"{__version__} ({_source_hash()})"}
 
 
 def _version(package: str) -> str:

@@ -363,6 +363,10 @@ REFUSED = {
         tune --seconds nan                          | got nan
         doctor now                                  | unrecognized arguments: now
         doctor --verbose                            | --verbose
+        doctor --output runs                        | --output needs --ranks
+        doctor --ranks --local_ranks 0              | --local_ranks must be at least 1, got 0
+        doctor --ranks --rank_timeout nan           | --rank_timeout must be at least 1, got nan
+        doctor --ranks --device tpu                 | 'tpu'
         completion fish                             | 'fish'
         completion --shell fish                     | 'fish'
         completion --shell ''                       | the value is empty

@@ -1,0 +1,1 @@
+"""Scripts that start `cs336 train` on a cluster: Slurm, Kubernetes, SkyPilot."""

@@ -1,0 +1,314 @@
+"""Scripts of `cs336 launch`: mistakes, quoting, and texts that bash and readers of YAML accept."""
+
+import contextlib
+import json
+import re
+import shlex
+import shutil
+import socket
+import subprocess
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from cs336_systems.train.cluster.job import PORTS, LaunchArguments, checked
+from cs336_systems.train.cluster.manifests import kubernetes, skypilot
+from cs336_systems.train.cluster.slurm import script
+from cs336_systems.train.cluster.yaml_text import dump
+from tests.helpers import assert_refused, exit_code, refused
+
+AWKWARD = """it's "a" $HOME `x` \\ $(date) $$ #.txt"""
+"""A path with all that a shell, Kubernetes and YAML read as something else."""
+
+
+@pytest.fixture(autouse=True)
+def _elsewhere(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    for name in ("data.txt", AWKWARD):
+        Path(name).write_bytes(bytes(4096))
+
+
+def launched(cluster: str, *words: str, **flags: Any) -> str:
+    """The text for a run of two nodes with the same volume on both."""
+    words = ("train", "--data", AWKWARD, "--batch_size", "16", "--output", "/shared/a run", *words)
+    given = {"image": "me/image:1", "volume": "claim", "nodes": 2, **flags}
+    job = checked(LaunchArguments(words=words, **{cluster: True}, **given))
+    return {"slurm": script, "kubernetes": kubernetes, "skypilot": skypilot}[cluster](job)
+
+
+# -- YAML -------------------------------------------------------------------------------------------------------------
+
+
+def parsed(text: str) -> Any:
+    """Read the part of YAML that manifests use, and nothing else: block mappings and lists, plain words of letters,
+    JSON scalars, literal blocks."""
+    lines = [(len(line) - len(line.lstrip()), line.lstrip(), line) for line in text.splitlines()]
+    lines = [line for line in lines if not (line[0] == 0 and line[1].startswith("#"))]
+    assert not any("\t" in line[: len(line) - len(line.lstrip())] for *_, line in lines)
+    value, rest = _block(lines, 0)
+    assert rest == []
+    return value
+
+
+ENTRY = re.compile(r'("(?:[^"\\]|\\.)*"|[\w./-]+):(?: (.*))?')
+Lines = list[tuple[int, str, str]]
+
+
+def _block(lines: Lines, indent: int) -> tuple[Any, Lines]:
+    is_list = lines[0][1].startswith("- ")
+    items: list[tuple[Any, Any]] = []
+    while lines and lines[0][0] == indent and lines[0][1].startswith("- ") == is_list:
+        _, line, _ = lines[0]
+        if is_list and ENTRY.fullmatch(line[2:]):  # a mapping begins behind the dash
+            value, lines = _block([(indent + 2, line[2:], ""), *lines[1:]], indent + 2)
+            items.append((None, value))
+            continue
+        key, text = (None, line[2:]) if is_list else _entry(line)
+        value, lines = _value(text, lines[1:], indent)
+        items.append((key, value))
+    keys = [key for key, _ in items]
+    assert is_list or len(set(keys)) == len(keys)
+    return ([value for _, value in items] if is_list else dict(items)), lines
+
+
+def _entry(line: str) -> tuple[str, str]:
+    match = ENTRY.fullmatch(line)
+    assert match, line
+    return _scalar(match[1]), match[2] or ""
+
+
+def _value(text: str, rest: Lines, indent: int) -> tuple[Any, Lines]:
+    if text == "|":
+        count = next((i for i, (depth, line, _) in enumerate(rest) if line and depth <= indent), len(rest))
+        depth = rest[0][0]
+        assert all(not line or own >= depth for own, line, _ in rest[:count])
+        return "\n".join(whole[depth:] for *_, whole in rest[:count]).rstrip("\n") + "\n", rest[count:]
+    return (_scalar(text), rest) if text else _block(rest, rest[0][0])
+
+
+def _scalar(text: str) -> Any:
+    if re.fullmatch(r"[A-Za-z/][\w./-]*", text) and text not in ("true", "false", "null"):
+        return text
+    return json.loads(text)
+
+
+def test_what_is_written_is_read_back():
+    value = {
+        "words": ["yes", "No", "null", "1", "1.5", "a: b", "# c", "- d", "x", "/mnt", "~", "", " e", "it's", '"', "中"],
+        "numbers": [1, 2.5, True, False],
+        "nested": [{"a": {"b": [{"c": "d"}]}, "e": "f"}, {"g": "h\n\n  i: |\n# j\n"}],
+        "a:b": "k",
+    }
+    assert parsed(dump(value)) == value
+
+
+def manifests(text: str) -> list[Any]:
+    return [parsed(part) for part in text.split("---\n")]
+
+
+@pytest.mark.parametrize("cluster", ["kubernetes", "skypilot"])
+def test_a_full_reader_of_yaml_reads_the_same(cluster):
+    yaml = pytest.importorskip("yaml", reason="PyYAML is not installed")
+    text = launched(cluster)
+    assert list(yaml.safe_load_all(text)) == manifests(text)
+
+
+# -- shell ------------------------------------------------------------------------------------------------------------
+
+
+def shell_of(cluster: str, text: str) -> str:
+    """The shell script of a launch, as bash receives it."""
+    if cluster == "slurm":
+        return text
+    if cluster == "skypilot":
+        return manifests(text)[0]["run"]
+    *_, shell = manifests(text)[1]["spec"]["template"]["spec"]["containers"][0]["command"]
+    assert not re.search(r"(?<!\$)(\$\$)*\$\(", shell)  # else Kubernetes would look for a variable
+    return shell.replace("$$", "$")
+
+
+PROGRAMS = {
+    "scontrol": "echo node-a\necho node-b",
+    "srun": 'while [[ $1 == --* ]]; do shift; done\n"$@"',
+    "timeout": 'shift 3\n"$@"',
+    "python": 'printf "%s\\0" "$@" > words\nenv -0 > variables',
+}
+VARIABLES = {"SLURM_JOB_ID": "7", "SLURM_NNODES": "2", "SLURM_JOB_NODELIST": "node-[a-b]"}
+VARIABLES |= {"SKYPILOT_NODE_IPS": "node-a\nnode-b", "SKYPILOT_TASK_ID": "sky-1", "SKYPILOT_NUM_NODES": "2"}
+
+
+def run_in_bash(shell: str, programs: dict[str, str], **variables: str) -> subprocess.CompletedProcess[str]:
+    """Run a script here, with stand-ins for the programs that it calls."""
+    folder = Path("programs").absolute()
+    folder.mkdir()
+    for name, lines in {**PROGRAMS, **programs}.items():
+        (folder / name).write_text(f"#!/bin/bash\n{lines}\n")
+        (folder / name).chmod(0o755)
+    Path("job.sh").write_text(shell)
+    environment = {**VARIABLES, "PATH": f"{folder}:/usr/bin:/bin", **variables}
+    return subprocess.run(["bash", "job.sh"], env=environment, capture_output=True, text=True, timeout=120)
+
+
+def python_words() -> list[str]:
+    return Path("words").read_text().split("\0")[:-1]
+
+
+def endpoint() -> str:
+    (found,) = (word for word in python_words() if word.startswith("--rdzv-endpoint="))
+    return found.removeprefix("--rdzv-endpoint=")
+
+
+@pytest.mark.parametrize("cluster", ["slurm", "kubernetes", "skypilot"])
+def test_ranks_get_the_words_and_the_variables_that_were_given(cluster):
+    """Whatever is in them: a stand-in for Python writes them down."""
+    text = launched(cluster, "--sample_prompt", "", "--find_nan", env=(f"A={AWKWARD}", "B=1", "2"))
+    done = run_in_bash(shell_of(cluster, text), {})
+    assert (done.returncode, done.stderr) == (0, "")
+    words = python_words()
+    start = words.index("cs336_systems")
+    expected = ["train", "--data", AWKWARD, "--batch_size", "16", "--output", "/shared/a run"]
+    assert words[start + 1 :] == [*expected, "--sample_prompt", "", "--find_nan"]
+    assert {"--nnodes=2", "--nproc-per-node=8", "--rdzv-backend=c10d", "--max-restarts=3"} <= set(words[:start])
+    variables = dict(line.split("=", 1) for line in Path("variables").read_text().split("\0")[:-1])
+    assert (variables["A"], variables["B"], variables["OMP_NUM_THREADS"]) == (AWKWARD, "1,2", "8")
+    assert re.fullmatch(r"(node-a|cs336-0\.cs336):(2\d|3[01])\d{3}", endpoint())
+
+
+def test_a_port_that_is_in_use_is_left_out():
+    with socket.socket() as taken:
+        for port in PORTS:
+            with contextlib.suppress(OSError):
+                taken.bind(("127.0.0.1", port))
+                break
+        taken.listen()
+        job = str(port - PORTS.start)
+        done = run_in_bash(launched("slurm"), {"scontrol": "echo 127.0.0.1"}, SLURM_JOB_ID=job)
+    assert (done.returncode, done.stderr) == (0, "")
+    assert int(endpoint().split(":")[1]) > port
+
+
+STOPPED = "trap 'exit {}' USR1\nkill -USR1 $PPID\nwhile :; do sleep 0.05; done"
+"""A stand-in for srun: the batch shell gets the signal before the time limit, and passes it on."""
+
+
+@pytest.mark.parametrize(
+    ("srun", "attempt", "code", "requeued"),
+    [
+        (STOPPED.format(1), 0, 75, True),
+        (STOPPED.format(1), 19, 75, True),
+        (STOPPED.format(1), 20, 75, False),
+        (STOPPED.format(0), 0, 0, False),
+        ("exit 3", 0, 3, False),
+        ("exit 0", 0, 0, False),
+    ],
+    ids=["stopped", "for the last time", "too often", "done at that moment", "failed", "done"],
+)
+def test_when_a_slurm_job_is_requeued(srun, attempt, code, requeued):
+    scontrol = 'if [ "$1" = requeue ]; then echo "$2" > requeued; else echo node-a; fi'
+    done = run_in_bash(launched("slurm"), {"srun": srun, "scontrol": scontrol}, SLURM_RESTART_COUNT=str(attempt))
+    assert (done.returncode, Path("requeued").exists()) == (code, requeued), done.stderr
+
+
+@pytest.mark.parametrize("cluster", ["slurm", "kubernetes", "skypilot"])
+@pytest.mark.parametrize("checker", ["bash -n", "shellcheck -s bash -e SC1091"])
+def test_bash_and_shellcheck_find_nothing(cluster, checker):
+    Path("job.sh").write_text(shell_of(cluster, launched(cluster, setup="source /shared/venv/bin/activate")))
+    program, *options = checker.split()
+    if shutil.which(program) is None:
+        pytest.skip(f"{program} is not installed")
+    done = subprocess.run([program, *options, "job.sh"], capture_output=True, text=True)
+    assert (done.stdout, done.stderr, done.returncode) == ("", "", 0)
+
+
+def test_a_setup_that_fails_ends_the_job():
+    text = shell_of("skypilot", launched("skypilot", setup="false; true"))
+    done = subprocess.run(["bash", "-c", text], env=VARIABLES, capture_output=True, text=True, timeout=60)
+    assert done.returncode == 1
+
+
+# -- what is asked of a cluster ---------------------------------------------------------------------------------------
+
+
+def test_the_directives_of_slurm():
+    text = launched("slurm", partition="gpu", account="me", time="2-00:00:00", stop_before=300, cpus_per_rank=4)
+    found = {line.split()[1] for line in text.splitlines() if line.startswith("#SBATCH")}
+    assert {"--nodes=2", "--ntasks-per-node=1", "--gpus-per-node=8", "--cpus-per-task=32", "--time=2-00:00:00"} <= found
+    assert {"--signal=B:USR1@300", "--requeue", "--partition=gpu", "--account=me"} <= found
+    assert "TORCH_ELASTIC_SHUTDOWN_TIMEOUT=280" in text
+    assert "--container-image=me/image:1 --container-mounts=/shared:/shared" in text
+
+
+def test_the_job_of_kubernetes():
+    service, job = manifests(launched("kubernetes", time="01:00:00"))
+    assert (service["kind"], service["spec"]["clusterIP"], job["kind"]) == ("Service", "None", "Job")
+    spec, pod = job["spec"], job["spec"]["template"]["spec"]
+    assert (spec["completions"], spec["parallelism"], spec["completionMode"]) == (2, 2, "Indexed")
+    assert spec["activeDeadlineSeconds"] == 3600
+    assert pod["subdomain"] == service["metadata"]["name"]
+    assert pod["containers"][0]["resources"]["limits"] == {"cpu": 64, "nvidia.com/gpu": 8}
+    assert {mount["name"] for mount in pod["containers"][0]["volumeMounts"]} == {one["name"] for one in pod["volumes"]}
+
+
+def test_the_task_of_skypilot():
+    (task,) = manifests(launched("skypilot", gpu="H200"))
+    assert (task["num_nodes"], task["volumes"]) == (2, {"/shared": "claim"})
+    assert task["resources"]["accelerators"] == "H200:8"
+    assert task["resources"]["image_id"] == "docker:me/image:1"
+
+
+def test_ranks_on_cpus():
+    text = launched("slurm", "--fast", "off", gpus_per_node=0, ranks_per_node=4)
+    assert "gpus-per-node" not in text
+    assert "NCCL" not in text
+    assert "--nproc-per-node=4" in text
+
+
+# -- mistakes ---------------------------------------------------------------------------------------------------------
+
+TRAIN = "-- train --data data.txt --output /shared/run"
+
+
+@pytest.mark.parametrize(
+    ("line", "named"),
+    [
+        (TRAIN, "choose a cluster: --slurm"),
+        (f"--slurm --kubernetes {TRAIN}", "exclude each other"),
+        ("--slurm", "after two dashes"),
+        ("--slurm -- bench", "after two dashes"),
+        ("--slurm -- train", "name a file"),
+        ("--slurm -- train --data nowhere.txt", "no file 'nowhere.txt'"),
+        (f"--slurm {TRAIN} --stepz 3", "did you mean '--steps'?"),
+        (f"--slurm {TRAIN} --steps many", "'many'"),
+        (f"--slurm {TRAIN} --steps 0", "--steps must be at least 1, got 0"),
+        (f"--slurm --nodes 3 {TRAIN} --batch_size 16", "--batch_size 16 cannot be divided evenly among 24 ranks"),
+        (f"--slurm {TRAIN} --fast graph", "--fast graph is not available with 8 ranks"),
+        (f"--slurm --gpus_per_node 0 {TRAIN} --device cuda", "--gpus_per_node is 0"),
+        (f"--slurm --nodes 0 {TRAIN}", "--nodes must be at least 1, got 0"),
+        (f"--slurm --ranks_per_node 9 {TRAIN}", "--ranks_per_node 9 is more than"),
+        (f"--slurm --time 1h {TRAIN}", "[DAYS-]HH:MM:SS"),
+        (f"--slurm --time 00:01:00 {TRAIN}", "must be longer than --stop_before 120"),
+        (f"--slurm --stop_before 5 {TRAIN}", "--stop_before must be at least 30, got 5"),
+        (f"--slurm --name My_Job {TRAIN}", "'My_Job'"),
+        (f"--slurm --partition 'a b' {TRAIN}", "--partition: 'a b'"),
+        (f"--slurm --env 1A=2 {TRAIN}", "'1A' is no name"),
+        (f"--slurm --env A {TRAIN}", "NAME=VALUE, got 'A'"),
+        (f"--slurm --image a/b --mount /elsewhere {TRAIN}", "not below --mount /elsewhere"),
+        (f"--kubernetes --image a/b {TRAIN}", "PersistentVolumeClaim"),
+        (f"--skypilot --nodes 2 {TRAIN} --batch_size 16", "shared --volume"),
+        (f"--skypilot --volume s3://bucket {TRAIN}", "is a bucket"),
+        (f"--slurm -o data.txt/job {TRAIN}", "data.txt/job"),
+    ],
+)
+def test_mistakes_are_one_line(line, named, capsys):
+    assert_refused(["launch", *shlex.split(line)], [named], capsys)
+
+
+def test_data_that_is_only_on_the_cluster(capsys):
+    """Slurm shares its folders with the login node; of the others this machine knows nothing."""
+    words = ["--volume", "v", "--", "train", "--data", "/shared/tokens.bin", "--output", "/shared/run"]
+    assert exit_code(["launch", "--skypilot", "-o", "task.yaml", *words]) == 0
+    assert "'/shared/tokens.bin' is not on this machine" in capsys.readouterr().err
+    assert "--data /shared/tokens.bin" in Path("task.yaml").read_text()
+    with refused("/shared/tokens.bin"):
+        checked(LaunchArguments(slurm=True, words=("train", "--data", "/shared/tokens.bin")))
