@@ -33,7 +33,12 @@ class PlanArguments(ShapeArguments):
     gpus: int = flag(1024, "total number of GPUs")
     fast: str = flag("off", "the fast step: on, off, or kernels,loss (its optimizer and graph are for one GPU)")
     gpu: str = flag("h100", "4090, A100, H200, ...; or memory such as 95GB, with --tflops")
-    strategy: tuple[str, ...] = flag(STRATEGIES, "dp, zero1, zero2, zero3 (= fsdp), tpN, or mixes such as zero3+tp8")
+    strategy: tuple[str, ...] = flag(
+        STRATEGIES, "dp, zero1, zero2, zero3 (= fsdp), tpN, cpN, ringN, ppN, replicateN, or mixes such as zero1+tp8+pp4"
+    )
+    micro_batches: int = flag(
+        0, "micro batches of a step (0: one for each sequence of a replica with cpN or ppN, else 1)"
+    )
     count: str = flag("transformer", "the whole model, or two matrices a block as in the handout", tuple(COUNTED))
     tflops: float | None = flag(None, "TFLOP/s that a GPU reaches (default: its dense peak)")
     node: int = flag(8, "GPUs that the fast link joins")
@@ -53,6 +58,8 @@ def plan_config(arguments: PlanArguments) -> dict[str, Any]:
         value = getattr(arguments, name)
         if value is not None and not 0 < value < float("inf"):
             raise UserError(f"--{name} must be above 0, got {value}")
+    if arguments.micro_batches < 0:
+        raise UserError(f"--micro_batches must be at least 0, got {arguments.micro_batches}")
     if not arguments.strategy:
         raise UserError(f"--strategy names none; try {','.join(STRATEGIES)}")
     memory = gpu_bytes(arguments.gpu)
@@ -70,6 +77,7 @@ def plan_config(arguments: PlanArguments) -> dict[str, Any]:
         **rates,
         "strategies": strategies,
         "count": arguments.count,
+        **({"micro_batches": arguments.micro_batches} if arguments.micro_batches else {}),
         **{name: value for name, value in notes.items() if value},
     }
 
@@ -111,7 +119,8 @@ def plans(config: Mapping[str, Any]) -> list[Plan]:
     usable = usable_bytes(config["gpu_memory"])
     cluster = Cluster(config["gpus"], usable, config["flops"], config["node"], config["link"], config["network"])
     workload = COUNTED[config["count"]](RunConfig.of(config))
-    return [Plan(workload, cluster, Strategy.parse(name)) for name in config["strategies"]]
+    micro = config.get("micro_batches", 0)
+    return [Plan(workload, cluster, Strategy.parse(name), micro) for name in config["strategies"]]
 
 
 def measure_plan(config: dict[str, Any]) -> list[Metric]:
