@@ -18,7 +18,7 @@ from cs336_systems.report.terms import ACTIVATIONS, BACKWARD, FORWARD, GRADIENTS
 from cs336_systems.table import FORMATS
 from cs336_systems.text import Text, say
 
-STRATEGIES = ("dp", "zero1", "zero2", "zero3", "tp8", "zero3+tp8")
+STRATEGIES = ("dp", "zero1", "zero2", "zero3", "tp8", "zero3+tp8", "zero3+cp4", "zero1+tp8+pp4")
 COUNTED = {"transformer": transformer, "feed-forward": feed_forward}
 
 
@@ -65,7 +65,7 @@ def plan_config(arguments: PlanArguments) -> dict[str, Any]:
     memory = gpu_bytes(arguments.gpu)
     rates, assumed = _rates(arguments)
     run = arguments.predicted_config(default_size="xxl", fast=_fast(arguments))
-    strategies, left_out = _strategies(arguments)
+    strategies, left_out = _strategies(arguments, run.model.num_layers)
     # A cell without notes keeps the key that it has had before there were any.
     notes = {"assumed": assumed, "left_out": left_out}
     return {
@@ -105,14 +105,24 @@ def _fast(arguments: PlanArguments) -> str:
     return arguments.fast
 
 
-def _strategies(arguments: PlanArguments) -> tuple[list[str], list[str]]:
+def _strategies(arguments: PlanArguments, layers: int) -> tuple[list[str], list[str]]:
     """The names of the layouts; and of those, if none was asked for, that do not divide the GPUs and are replaced."""
     asked = [Strategy.parse(text) for text in arguments.strategy]
     if arguments.strategy != STRATEGIES:
         return [strategy.name for strategy in asked], []
-    fitting = [strategy.within(arguments.gpus) for strategy in asked]
-    names = list(dict.fromkeys(strategy.name for strategy in fitting))
+    names = usual_layouts(arguments.gpus, layers)
     return names, [strategy.name for strategy in asked if strategy.name not in names]
+
+
+def usual_layouts(gpus: int, layers: int) -> list[str]:
+    """The names of the usual layouts with groups that divide `gpus`, without those that lose an axis by it."""
+    found = []
+    for asked in map(Strategy.parse, STRATEGIES):
+        fitting = asked.within(gpus)
+        keeps_axes = (fitting.pipeline > 1, fitting.context > 1) == (asked.pipeline > 1, asked.context > 1)
+        if keeps_axes and fitting.pipeline <= layers:
+            found.append(fitting.name)
+    return list(dict.fromkeys(found))
 
 
 def plans(config: Mapping[str, Any]) -> list[Plan]:
@@ -132,6 +142,8 @@ def measure_plan(config: dict[str, Any]) -> list[Metric]:
         for during in PASSES:
             found.append(Metric(f"{during}_compute_time", "s", [plan.compute(during)]))
             found.append(Metric(f"{during}_communication_time", "s", [plan.communication(during)]))
+        if plan.strategy.pipeline > 1:
+            found += [Metric("bubble_share", "1", [plan.bubble]), Metric("idle_time", "s", [plan.idle])]
         found.append(Metric("fits", "1", [int(plan.fits)]))
         for name, value in (("least_tokens", plan.least_tokens), ("smallest_cluster", plan.smallest_cluster)):
             if value is not None:
@@ -161,26 +173,29 @@ PARTS = {
 
 
 class Passes(NamedTuple):
-    """Seconds of a strategy's computation and communication, in forward and in backward."""
+    """Seconds of a strategy's computation and communication, in forward and in backward; and of waiting in between."""
 
     compute: list[float]
     communication: list[float]
+    idle: float = 0.0
+    """Seconds in which a pipeline stage waits for others."""
 
     @classmethod
     def of(cls, own: CellView) -> "Passes":
         return cls(
             [own.value(f"{during}_compute_time") or 0.0 for during in PASSES],
             [own.value(f"{during}_communication_time") or 0.0 for during in PASSES],
+            own.value("idle_time") or 0.0,
         )
 
     @property
     def overlapped(self) -> float:
         """The step with all communication beside matmuls."""
-        return sum(map(max, self.compute, self.communication))
+        return self.idle + sum(map(max, self.compute, self.communication))
 
     @property
     def sequential(self) -> float:
-        return sum(self.compute) + sum(self.communication)
+        return self.idle + sum(self.compute) + sum(self.communication)
 
     @property
     def late(self) -> list[Text]:
