@@ -3,8 +3,8 @@
 docs/PLAN.md derives the formulas. For strategies that this package implements (dp, zero1, zero3), tests compare them
 with the bytes that its wrappers allocate and send.
 
-N GPUs = D replicas x P pipeline stages x K context-parallel GPUs x T tensor-parallel GPUs, the last neighbours of each
-other. A replica processes P K T times as many sequences as a single GPU, so that the work per GPU is the same in all
+N GPUs = D replicas x S pipeline stages x K context-parallel GPUs x T tensor-parallel GPUs, the last neighbours of each
+other. A replica processes S K T times as many sequences as a single GPU, so that the work per GPU is the same in all
 strategies. With stages or context parallelism it processes them one by one, as micro batches.
 """
 
@@ -293,7 +293,7 @@ def in_flight(stages: int, stage: int, micro_batches: int, chunks: int = 1) -> i
     """Return the most micro batches (of one chunk of layers each) whose activations a stage holds at a time.
 
     1F1B: a stage begins as many forward passes as there are stages after it, and one more, before its first backward.
-    Interleaved: its micro batches go through in groups of P, chunk by chunk, so V - 1 chunks of a group come first, and
+    Interleaved: its micro batches go through in groups of S, chunk by chunk, so V - 1 chunks of a group come first, and
     each stage that follows delays the first backward by two passes.
     """
     if chunks == 1:
@@ -364,7 +364,7 @@ class Plan:
 
     @property
     def tokens_at_once(self) -> float:
-        """Tokens of a micro batch on each GPU, relative to `workload.tokens`: P K T of these are a replica's, of which
+        """Tokens of a micro batch on each GPU, relative to `workload.tokens`: S K T of these are a replica's, of which
         a micro batch has 1 / M on K T GPUs."""
         return self.strategy.pipeline / self.micro_batches
 
@@ -500,7 +500,7 @@ class Plan:
                 yield Collective("all_reduce", "gradients of norms", norms, replicas, "backward", False)
 
     def _of_layers(self) -> Iterable[Collective]:
-        """Yield collectives of tensor parallelism. A stage has 1 / P of the layers and P times the tokens."""
+        """Yield collectives of tensor parallelism. A stage has 1 / S of the layers and S times the tokens."""
         work, tensor = self.workload, self.strategy.tensor
         stream = work.stream * tensor
         forward, backward = work.reductions * stream, (work.reductions + work.recomputed) * stream
@@ -525,7 +525,7 @@ class Plan:
 
     def _of_stages(self) -> Iterable[Collective]:
         """Yield messages between stages: each micro batch's residual stream leaves each chunk of layers once, and its
-        gradient goes back. M micro batches of P / M of the tokens are P times the stream."""
+        gradient goes back. M micro batches of S / M of the tokens are S times the stream."""
         stages = self.strategy.pipeline
         nbytes = self.workload.stream * stages * self.strategy.chunks
         yield Collective("send", "activations to the next stage", nbytes, stages, "forward", True, "pipeline")
@@ -565,8 +565,8 @@ class Plan:
     def bubble(self) -> float:
         """Share of a step in which a stage waits for the first or the last micro batch.
 
-        A step has M micro batches one after the other on each stage, and P - 1 before the last stage begins; chunks
-        make each of these waits V times shorter: (P - 1) / (V M + P - 1).
+        A step has M micro batches one after the other on each stage, and S - 1 before the last stage begins; chunks
+        make each of these waits V times shorter: (S - 1) / (V M + S - 1).
         """
         waits = self.strategy.pipeline - 1
         return waits / (self.strategy.chunks * self.micro_batches + waits)

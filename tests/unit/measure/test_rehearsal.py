@@ -4,6 +4,7 @@ import dataclasses
 from functools import cache
 
 import pytest
+import torch
 
 from cs336_systems.cli import main
 from cs336_systems.config import ModelConfig, RunConfig, UserError
@@ -60,6 +61,24 @@ def test_more_shards_need_less():
     few, many = traced(Mesh(1, 4, 1), 3), traced(Mesh(1, 7, 2), 13)
     assert many.peak < few.peak
     assert many.parts["optimizer state"] < few.parts["optimizer state"]
+
+
+def test_real_tensors_are_measured_as_traced_ones(monkeypatch):
+    """The path of a GPU, on tensors of a CPU: steps run and are timed, and the bytes are those of the trace."""
+    monkeypatch.setattr(torch.cuda, "reset_peak_memory_stats", lambda: None)
+    monkeypatch.setattr(torch.cuda, "max_memory_allocated", lambda: 7)
+    run = RunConfig(model=MODEL, batch_size=1, device="cpu", attention="auto", num_steps=1)
+    mesh = Mesh(1, 4, 2)
+    found = rehearsal.rehearse(run, mesh, 7, on_gpu=True)
+    expected = traced(mesh, 7)
+    assert (found.parameters, found.gradients, found.optimizer) == (
+        expected.parameters,
+        expected.gradients,
+        expected.optimizer,
+    )
+    assert found.peak == 7
+    assert found.seconds is not None
+    assert found.seconds > 0
 
 
 def test_logits_stay_split():
