@@ -12,13 +12,16 @@ from cs336_systems.predict.model_flags import ShapeArguments
 from cs336_systems.predict.parallel_model import Plan, Strategy
 from cs336_systems.predict.rank_shards import Mesh
 from cs336_systems.record import MIB
+from cs336_systems.report.names import part_name
 from cs336_systems.report.rows import ms, number
-from cs336_systems.report.terms import GRADIENTS, MEASURED, OPTIMIZER_STATE, PARAMETERS, PEAK, TRACED
+from cs336_systems.report.terms import GRADIENTS, MEASURED, OPTIMIZER_STATE, PARAMETERS, PEAK, TIME, TRACED
 from cs336_systems.table import FORMATS, Column, Table, word
 from cs336_systems.text import Text, say
 
 if TYPE_CHECKING:
     from cs336_systems.measure.rehearsal import Rehearsal
+
+PART = Text("part", "部分")
 
 
 @dataclass(frozen=True)
@@ -89,10 +92,15 @@ def mesh_plan(arguments: RehearseArguments) -> Plan:
 
 def rehearsal_tables(arguments: RehearseArguments) -> list[Table]:
     run = rehearsed(arguments)
-    return [
-        _memory_table(arguments, run),
-        *([] if run.found.seconds is None else [_time_table(run.found.seconds, run.plan)]),
-    ]
+    parts = [_parts_table(run.found.parts)] if run.found.parts else []
+    return [_memory_table(arguments, run), *parts, _time_table(run.found.seconds, run.plan)]
+
+
+def _parts_table(parts: dict[str, int]) -> Table:
+    largest_first = sorted(parts.items(), key=lambda part: -part[1])
+    rows: list[list[str | Text]] = [[part_name(label), _mib(size)] for label, size in largest_first]
+    title = Text("rehearse: parts of the traced peak", "rehearse：追踪所得峰值的组成")
+    return Table(title, [word(PART), Column(TRACED, "MiB")], rows)
 
 
 def _memory_table(arguments: RehearseArguments, run: Rehearsed) -> Table:
@@ -110,19 +118,16 @@ def _memory_table(arguments: RehearseArguments, run: Rehearsed) -> Table:
         "rehearse：{1} 张 GPU（replicate {2}、shard {3}、tp {4}）中 rank {0} 的显存",
         *(str(arguments.rank), f"{arguments.gpus:,}", str(mesh.dp_replicate), str(mesh.dp_shard), str(mesh.tp)),
     )
-    columns = [word(Text("part", "部分")), Column(kind, "MiB"), Column(Text("plan", "plan 预测"), "MiB")]
+    columns = [word(PART), Column(kind, "MiB"), Column(Text("plan", "plan 预测"), "MiB")]
     return Table(title, columns, rows, _why_they_differ(arguments, run))
 
 
 def _why_they_differ(arguments: RehearseArguments, run: Rehearsed) -> list[Text]:
     mesh = arguments.mesh
     notes = [
-        say(
-            "peak: {}; plan adds the parts up, although not all exist at the same time",
-            "峰值：{}；plan 将各部分相加，尽管它们并不同时存在",
-            Text(
-                "of the tensors that a step allocates, with cuBLAS workspaces", "一步所分配张量的峰值，含 cuBLAS 工作区"
-            ),
+        Text(
+            "peak: all tensors of a step and cuBLAS workspaces; plan adds up parts that may not coexist",
+            "峰值：一步的所有张量与 cuBLAS 工作区；plan 将各部分相加，它们未必同时存在",
         )
     ]
     if mesh.dp_shard > 1:
@@ -144,25 +149,24 @@ def _why_they_differ(arguments: RehearseArguments, run: Rehearsed) -> list[Text]
     return notes
 
 
-def _time_table(seconds: float, plan: Plan) -> Table:
+def _time_table(seconds: float | None, plan: Plan) -> Table:
+    """Measured compute, or predicted where the step was traced, and predicted communication: two ends of a range."""
     wire = plan.communication("forward") + plan.communication("backward")
+    how = Text("measured", "实测") if seconds is not None else Text("predicted at the GPU's peak", "按 GPU 峰值预测")
+    compute = plan.compute("forward") + plan.compute("backward") if seconds is None else seconds
     rows: list[list[str | Text]] = [
-        [Text("compute (measured)", "计算（实测）"), ms(seconds)],
+        [say("compute ({})", "计算（{}）", how), ms(compute)],
         [Text("communication (predicted)", "通信（预测）"), ms(wire)],
-        [Text("step with full overlap", "单步，通信与计算完全重叠"), ms(max(seconds, wire))],
-        [Text("step without overlap", "单步，通信与计算不重叠"), ms(seconds + wire)],
+        [Text("step with full overlap", "单步，通信与计算完全重叠"), ms(max(compute, wire))],
+        [Text("step without overlap", "单步，通信与计算不重叠"), ms(compute + wire)],
     ]
-    note = Text(
-        "a step lies between the last two: compute of this GPU with communication that costs nothing, and the time on "
-        "the wire of the planned cluster",
-        "实际单步介于最后两行之间：计算为本机 GPU 实测（通信不耗时），通信为所规划集群上的预测时间",
+    note = say(
+        "a real step lies between the last two: compute {}, communication predicted for the planned cluster",
+        "实际单步介于最后两行之间：计算为{}，通信为所规划集群上的预测",
+        how,
     )
-    return Table(
-        Text("rehearse: time of a step", "rehearse：单步时间"),
-        [word(Text("part", "部分")), Column(Text("time", "时间"), "ms")],
-        rows,
-        [note],
-    )
+    title = Text("rehearse: time of a step", "rehearse：单步时间")
+    return Table(title, [word(PART), Column(TIME, "ms")], rows, [note])
 
 
 def _mib(size: float) -> str:

@@ -8,7 +8,12 @@ import torch
 
 from cs336_systems.cli import main
 from cs336_systems.config import ModelConfig, RunConfig, UserError
-from cs336_systems.experiments.ranks.rehearsal_command import RehearseArguments, mesh_plan, rehearsal_tables
+from cs336_systems.experiments.ranks.rehearsal_command import (
+    RehearseArguments,
+    _time_table,
+    mesh_plan,
+    rehearsal_tables,
+)
 from cs336_systems.measure import rehearsal
 from cs336_systems.predict.memory_model import estimate
 from cs336_systems.predict.rank_shards import Mesh, elements
@@ -78,7 +83,11 @@ def test_real_tensors_are_measured_as_traced_ones(monkeypatch):
     )
     assert found.peak == 7
     assert found.seconds is not None
-    assert found.seconds > 0
+    plan = planned(mesh)
+    rows = [float(row[1].replace(",", "")) for row in _time_table(found.seconds, plan).rows]
+    wire = 1e3 * (plan.exposed - plan.compute("forward") - plan.compute("backward"))
+    compute = 1e3 * found.seconds
+    assert rows == pytest.approx([compute, wire, max(compute, wire), compute + wire], abs=0.1)
 
 
 def test_logits_stay_split():
@@ -119,4 +128,5 @@ def test_the_command_prints_both_counts(capsys):
     assert main(["rehearse", "--gpus", "4", "--dp_shard", "4", "--trace", "--rank", "3", *flags]) == 0
     shown = capsys.readouterr().out
     assert "rank 3 of 4 GPUs" in shown
-    assert "optimizer state" in shown
+    for text in ("parts of the traced peak", "communication (predicted)", "step without overlap"):
+        assert text in shown
