@@ -16,6 +16,7 @@ from cs336_systems.experiments.bench_command import __doc__ as bench_manual
 from cs336_systems.experiments.catalogue import ALL, catalogue, runnable
 from cs336_systems.experiments.profile_command import ProfileArguments
 from cs336_systems.experiments.ranks.plan_cells import PlanArguments
+from cs336_systems.experiments.ranks.rehearsal_command import RehearseArguments
 from cs336_systems.experiments.session import SessionArguments
 from cs336_systems.experiments.spec import HANDOUT_2026, PRESETS
 from cs336_systems.files import write_failure, write_file
@@ -152,6 +153,17 @@ def plan(arguments: PlanArguments) -> None:
     else:
         print("\n\n".join(shown))
         print(advice, file=sys.stderr)
+
+
+def rehearse(arguments: RehearseArguments) -> None:
+    """Run the training step of one rank of a device mesh on one GPU, or trace it on none; nothing is sent.
+
+    cs336 rehearse --gpus 1024 --dp_shard 128 --tp 8 --rank 17 --size 2.7B --context_length 2048 --checkpoint_blocks 1
+    cs336 rehearse --gpus 64 --dp_replicate 4 --dp_shard 16 --size small --trace
+    """
+    from cs336_systems.experiments.ranks.rehearsal_command import rehearsal_tables
+
+    print("\n\n".join(found.render(arguments.format) for found in rehearsal_tables(arguments)))
 
 
 def train(settings: TrainSettings) -> int:
@@ -467,6 +479,7 @@ COMMANDS = {
     "memory": Command("what a step needs, part by part, without a GPU", MemoryArguments, memory),
     "fit": Command("what fits on a given GPU", FitArguments, fit),
     "plan": Command("memory and communication of a parallel layout, one GPU to thousands", PlanArguments, plan),
+    "rehearse": Command("the step of one rank of a large mesh, on one GPU or traced", RehearseArguments, rehearse),
     "train": Command("train a language model; resumes, survives faults", TrainSettings, train),
     "launch": Command("a script that starts train on Slurm, Kubernetes or SkyPilot", LaunchArguments, launch),
     "export": Command("weights of a training run as a safetensors file", ExportArguments, export),

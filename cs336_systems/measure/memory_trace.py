@@ -111,6 +111,18 @@ class StorageTracker(TorchDispatchMode):
             if self.log is not None:
                 self.log.relabelled(key, label)
 
+    def resized(self, storage: torch.UntypedStorage, size: int) -> None:
+        """Count a storage that was tracked before with its new size: 0 frees its block."""
+        if (known := self._storages.get(storage._cdata)) is None:
+            return
+        self.live[known.label] += size - known.size
+        known.size = size
+        if self.allocator is not None:
+            if known.address is not None:
+                self.allocator.release(known.address)
+            known.address = self._allocate(size) if size else None
+        self._update_peak()
+
     def _allocate(self, size: int) -> int:
         assert self.allocator is not None
         address = self.allocator.allocate(size)

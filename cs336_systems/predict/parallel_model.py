@@ -3,15 +3,17 @@
 docs/PLAN.md derives the formulas. For strategies that this package implements (dp, zero1, zero3), tests compare them
 with the bytes that its wrappers allocate and send.
 
-N GPUs = D replicas x T tensor-parallel GPUs. A replica processes T times as many sequences as a single GPU, so that the
-work per GPU is the same in all strategies.
+N GPUs = D replicas x S pipeline stages x K context-parallel GPUs x T tensor-parallel GPUs, the last neighbours of each
+other. A replica processes S K T times as many sequences as a single GPU, so that the work per GPU is the same in all
+strategies. With stages or context parallelism it processes them one by one, as micro batches.
 """
 
 import math
 import re
 from collections.abc import Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
+from typing import Any
 
 from cs336_systems.config import RunConfig, UserError
 from cs336_systems.predict.flops import executed_flops, forward_flops
@@ -42,47 +44,84 @@ class Cluster:
 
 @dataclass(frozen=True)
 class Strategy:
-    """ZeRO stage (replicas shard: 1 optimizer state, 2 also gradients, 3 also weights) and tensor-parallel degree."""
+    """ZeRO stage (replicas shard: 1 optimizer state, 2 also gradients, 3 also weights) and sizes of the other axes."""
 
     stage: int = 0
     tensor: int = 1
+    pipeline: int = 1
+    context: int = 1
+    replicate: int = 1
+    """Groups of replicas; stage 3 shards within a group (HSDP)."""
+    chunks: int = 1
+    """Chunks of layers on each pipeline stage: more than one for the interleaved schedule."""
+    ring: bool = False
+    """Keys and values are passed round a ring, not gathered."""
 
     @classmethod
     def parse(cls, text: str) -> "Strategy":
         """Return the strategy of a name, such as `zero3+tp8`, or of a title, such as `ZeRO-3 + TP 8`."""
-        stage, tensor = 0, 1
+        found: dict[str, Any] = {}
         for part in re.sub(r"[\s-]", "", text.lower()).split("+"):
             if part in ("dp", "ddp", "none"):
-                stage = 0
+                found["stage"] = 0
             elif part == "fsdp":
-                stage = 3
-            elif match := re.fullmatch(r"zero([1-3])", part):
-                stage = int(match[1])
-            elif match := re.fullmatch(r"tp([1-9]\d*)", part):
-                tensor = int(match[1])
+                found["stage"] = 3
+            elif match := re.fullmatch(r"(zero(?=[1-3]$)|tp|cp|replicate)([1-9]\d*)", part):
+                found[_AXES[match[1]]] = int(match[2])
+            elif match := re.fullmatch(r"ring(?:cp)?([1-9]\d*)", part):
+                found |= {"context": int(match[1]), "ring": int(match[1]) > 1}
+            elif match := re.fullmatch(r"pp([1-9]\d*)(?:x([1-9]\d*))?", part):
+                found |= {"pipeline": int(match[1]), "chunks": int(match[2] or 1)}
             else:
                 raise UserError(
-                    f"unknown strategy {text!r}; use dp, zero1, zero2, zero3, tp8, or a mix such as zero3+tp8"
+                    f"unknown strategy {text!r}; use dp, zero1, zero2, zero3, tp8, pp4, pp4x2 (interleaved), cp4, "
+                    f"ring4, replicate2, or a mix such as zero3+tp8"
                 )
-        return cls(stage, tensor)
+        strategy = cls(**found)
+        if strategy.replicate > 1 and strategy.stage != 3:
+            raise UserError(
+                f"strategy {text!r}: replicate{strategy.replicate} is for zero3; dp and zero1 replicate all"
+            )
+        if strategy.chunks > 1 and strategy.pipeline == 1:
+            raise UserError(f"strategy {text!r}: chunks need stages, as in pp4x{strategy.chunks}")
+        return strategy
+
+    @property
+    def group(self) -> int:
+        """GPUs that process a sequence together."""
+        return self.tensor * self.context * self.pipeline
 
     def within(self, gpus: int) -> "Strategy":
-        """Return this strategy with groups that divide `gpus`: halved until they do."""
-        tensor = self.tensor
-        while gpus % tensor:
-            tensor = max(1, tensor // 2)
-        return Strategy(self.stage, tensor)
+        """Return this strategy with groups that divide `gpus`: stages, then context, then layers are halved."""
+        found = self
+        while gpus % found.group:
+            axis = next(name for name in ("pipeline", "context", "tensor") if getattr(found, name) > 1)
+            found = replace(found, **{axis: max(1, getattr(found, axis) // 2)})
+        return found
 
     @property
     def name(self) -> str:
-        data = f"zero{self.stage}" if self.stage else "dp"
-        return f"{data}+tp{self.tensor}" if self.tensor > 1 else data
+        return self._written(f"zero{self.stage}" if self.stage else "dp", "+", "replicate", "tp", "cp", "ring", "pp")
 
     @property
     def title(self) -> str:
         """The name as papers write it."""
-        data = f"ZeRO-{self.stage}" if self.stage else "DP"
-        return f"{data} + TP {self.tensor}" if self.tensor > 1 else data
+        words = ("replicate ", "TP ", "CP ", "ring CP ", "PP ")
+        return self._written(f"ZeRO-{self.stage}" if self.stage else "DP", " + ", *words)
+
+    def _written(self, data: str, plus: str, *words: str) -> str:
+        replicate, tensor, context, ring, pipeline = words
+        stages = f"{self.pipeline}x{self.chunks}" if self.chunks > 1 else str(self.pipeline)
+        axes = [
+            (self.replicate, f"{replicate}{self.replicate}"),
+            (self.tensor, f"{tensor}{self.tensor}"),
+            (self.context, f"{ring if self.ring else context}{self.context}"),
+            (self.pipeline, f"{pipeline}{stages}"),
+        ]
+        return plus.join([data, *(text for size, text in axes if size > 1)])
+
+
+_AXES = {"zero": "stage", "tp": "tensor", "cp": "context", "replicate": "replicate"}
 
 
 @dataclass(frozen=True)
@@ -114,10 +153,38 @@ class Workload:
     """All-reduces of the residual stream over a replica's GPUs, in forward and again in backward."""
     recomputed: int
     """All-reduces that recomputation repeats."""
+    sequences: int = 1
+    head: int = 0
+    """Parameters of the head, included in `matrices`; the last pipeline stage holds them."""
+    last_norm: int = 0
+    """Parameters of the last norm, included in `replicated`."""
+    head_share: float = 0.0
+    """Share of the FLOPs in the head."""
+    block: float = 0.0
+    """Bytes of activations that backward of one block needs."""
+    group: int = 0
+    """Blocks that are recomputed together; 0: none."""
+    group_input: float = 0.0
+    """Bytes that such a group keeps."""
+    keys_values: float = 0.0
+    """Bytes of the keys and values of one block."""
 
     @property
     def parameters(self) -> int:
         return self.matrices + self.replicated
+
+    def kept(self, blocks: int) -> float:
+        """Return the bytes that `blocks` keep from forward to backward."""
+        return -(-blocks // self.group) * self.group_input if self.group else blocks * self.block
+
+    def recomputing(self, blocks: int) -> float:
+        """Return the bytes of the group that backward recomputes, of which there is one at a time."""
+        return min(self.group, blocks) * self.block
+
+    @property
+    def ends(self) -> float:
+        """Bytes of activations outside of blocks: the last norm, logits and loss."""
+        return self.activations - self.kept(self.blocks) - self.recomputing(self.blocks)
 
 
 def transformer(config: RunConfig) -> Workload:
@@ -127,11 +194,13 @@ def transformer(config: RunConfig) -> Workload:
     blocks_saved = min(group, layers) if group else layers
     inputs = -(-layers // group) * t.residual(4) if group else 0
     ends = 2 * t.residual(4) + t.residual(t.s)  # the first block's input, the last norm's input and output
-    activations = blocks_saved * step.block_saved + inputs + ends + t.logits(t.s) + t.logits(FP32)
+    block, group_input = float(step.block_saved), float(t.residual(4))
+    activations = blocks_saved * block + inputs + ends + t.logits(t.s) + t.logits(FP32)
     if simulated_parts(config):
         full = breakdown(config)
         kept = blocks_saved * full.activations_per_block if group else 0  # one group is recomputed at a time
         activations = full.activations + kept + full.logits_and_loss
+        block = float(full.activations_per_block)
     forward = float(forward_flops(config))
     return Workload(
         blocks=layers,
@@ -150,6 +219,14 @@ def transformer(config: RunConfig) -> Workload:
         # embedding, or the head in backward, needs one more.
         reductions=2 * layers + 1,
         recomputed=2 * layers if group else 0,
+        sequences=config.batch_size,
+        head=model.vocab_size * model.d_model,
+        last_norm=model.d_model,
+        head_share=2 * config.tokens * model.vocab_size * model.d_model / forward,
+        block=block,
+        group=group,
+        group_input=group_input if group else 0.0,
+        keys_values=2 * config.tokens * model.d_model * t.s,
     )
 
 
@@ -173,88 +250,198 @@ def feed_forward(config: RunConfig) -> Workload:
         activations=model.num_layers * config.tokens * (model.d_model + model.d_ff) * width,
         reductions=model.num_layers,
         recomputed=0,
+        sequences=config.batch_size,
+        block=config.tokens * (model.d_model + model.d_ff) * width,
     )
 
 
 @dataclass(frozen=True)
 class Collective:
-    """All collectives of one kind and purpose in a step."""
+    """All collectives, or messages from GPU to GPU, of one kind and purpose in a step."""
 
     name: str
-    """all_reduce, all_gather or reduce_scatter."""
+    """all_reduce, all_gather, reduce_scatter or send."""
     purpose: str
     nbytes: float
-    """Bytes of the full arrays."""
+    """Bytes of the full arrays; those that one GPU sends for `send`."""
     ranks: int
     during: str
     """The pass that can overlap it: forward or backward."""
     grows: bool
     """Its bytes are proportional to the number of tokens."""
+    axis: str = "data"
+    """The group of GPUs: data, shard, replicate, tensor, context or pipeline."""
 
     @property
     def sent(self) -> float:
         """Bytes that one GPU sends."""
-        return self.nbytes * BUS_FACTOR[self.name](self.ranks)
+        return self.nbytes if self.name == "send" else self.nbytes * BUS_FACTOR[self.name](self.ranks)
+
+
+# -- pipeline stages --------------------------------------------------------------------------------------------------
+
+
+def stage_layers(layers: int, stages: int) -> list[int]:
+    """Return the layers of each stage: equal numbers, and what is left over one by one to the stages in the middle,
+    then to the first, because the last has the head as well, and the first the embedding."""
+    each, left = divmod(layers, stages)
+    order = [*range(1, stages - 1), 0, stages - 1]
+    return [each + (stage in order[:left]) for stage in range(stages)]
+
+
+def in_flight(stages: int, stage: int, micro_batches: int, chunks: int = 1) -> int:
+    """Return the most micro batches (of one chunk of layers each) whose activations a stage holds at a time.
+
+    1F1B: a stage begins as many forward passes as there are stages after it, and one more, before its first backward.
+    Interleaved: its micro batches go through in groups of S, chunk by chunk, so V - 1 chunks of a group come first, and
+    each stage that follows delays the first backward by two passes.
+    """
+    if chunks == 1:
+        return min(micro_batches, stages - stage)
+    return min(micro_batches * chunks, 2 * (stages - stage - 1) + (chunks - 1) * stages + 1)
+
+
+@dataclass(frozen=True)
+class Stage:
+    """The layers on one GPU: all of them without a pipeline."""
+
+    matrices: float
+    looked_up: int
+    replicated: float
+    kept: float
+    """Bytes of activations of a whole GPU's tokens, if one micro batch had them all."""
+    share: float
+    """Share of the model's FLOPs."""
 
 
 @dataclass(frozen=True)
 class Plan:
-    """`workload` on `cluster` by `strategy`."""
+    """`workload` on `cluster` by `strategy`, in `micro` micro batches (0: see `micro_batches`)."""
 
     workload: Workload
     cluster: Cluster
     strategy: Strategy
+    micro: int = 0
 
     def __post_init__(self) -> None:
-        if self.cluster.gpus % self.strategy.tensor:
+        strategy, gpus, blocks = self.strategy, self.cluster.gpus, self.workload.blocks
+        if gpus % strategy.group:
             raise UserError(
-                f"{self.cluster.gpus} GPUs cannot be split into groups of {self.strategy.tensor} "
-                f"for {self.strategy.name}; take a multiple of {self.strategy.tensor}"
+                f"{gpus} GPUs cannot be split into groups of {strategy.group} "
+                f"for {strategy.name}; take a multiple of {strategy.group}"
+            )
+        if self.replicas % strategy.replicate:
+            raise UserError(
+                f"{self.replicas} replicas cannot be split into {strategy.replicate} groups for {strategy.name}"
+            )
+        if strategy.pipeline * strategy.chunks > blocks:
+            raise UserError(
+                f"{blocks} layers are too few for {strategy.name}, which has {strategy.pipeline * strategy.chunks} "
+                f"chunks of layers; take fewer"
+            )
+        if strategy.chunks > 1 and self.micro_batches % strategy.pipeline:
+            raise UserError(
+                f"{self.micro_batches} micro batches are not a multiple of the {strategy.pipeline} stages, which the "
+                f"interleaved schedule of {strategy.name} needs; change --micro_batches"
             )
 
     @property
     def replicas(self) -> int:
-        return self.cluster.gpus // self.strategy.tensor
+        """GPUs that hold the same part of the model: those of a context-parallel group do, too."""
+        return self.cluster.gpus // (self.strategy.tensor * self.strategy.pipeline)
+
+    @property
+    def shards(self) -> int:
+        return self.replicas // self.strategy.replicate
+
+    @property
+    def micro_batches(self) -> int:
+        """Micro batches of a step, at most one for each sequence of a replica. The default is one for each where a
+        sequence or the layers are split, because that is what keeps activations small and stages busy; else 1."""
+        sequences = self.workload.sequences * self.strategy.group
+        default = sequences if self.strategy.context * self.strategy.pipeline > 1 else 1
+        return min(self.micro or default, sequences)
+
+    @property
+    def tokens_at_once(self) -> float:
+        """Tokens of a micro batch on each GPU, relative to `workload.tokens`: S K T of these are a replica's, of which
+        a micro batch has 1 / M on K T GPUs."""
+        return self.strategy.pipeline / self.micro_batches
+
+    @cached_property
+    def stages(self) -> list[Stage]:
+        """The pipeline stages: the embedding is on the first, the last norm, the head and the loss are on the last."""
+        work, count, chunks = self.workload, self.strategy.pipeline, self.strategy.chunks
+        layers = stage_layers(work.blocks, count * chunks)
+        in_blocks = work.matrices - work.looked_up - work.head
+        found = []
+        for number in range(count):
+            own, is_first, is_last = layers[number::count], number == 0, number == count - 1
+            part = sum(own) / work.blocks
+            held = in_flight(count, number, self.micro_batches, chunks)
+            kept = held * work.kept(max(own)) + work.recomputing(max(own)) + is_last * work.ends
+            found.append(
+                Stage(
+                    matrices=in_blocks * part + is_first * work.looked_up + is_last * work.head,
+                    looked_up=is_first * work.looked_up,
+                    replicated=(work.replicated - work.last_norm) * part + is_last * work.last_norm,
+                    kept=kept,
+                    share=(1 - work.head_share) * part + is_last * work.head_share,
+                )
+            )
+        return found
 
     # -- memory per GPU -----------------------------------------------------------------------------------------------
 
     @cached_property
     def memory(self) -> dict[str, float]:
-        fixed, shared = self._memory
-        return {part: fixed[part] + shared[part] / self.replicas for part in fixed}
+        """Bytes of each part on a GPU of the stage that needs the most."""
+        found = []
+        for stage in self.stages:
+            fixed, shared = self._memory(stage)
+            found.append({part: fixed[part] + shared[part] / self.shards for part in fixed})
+        return max(found, key=lambda parts: sum(parts.values()))
 
-    @property
-    def _memory(self) -> tuple[dict[str, float], dict[str, float]]:
-        """Return, for each part, the bytes that every GPU holds and the bytes that replicas shard."""
-        work, stage, tensor = self.workload, self.strategy.stage, self.strategy.tensor
-        here = work.matrices / tensor + work.replicated
-        norms = work.replicated if stage == 3 else 0  # FSDP shards matrices only
+    def _memory(self, here: Stage) -> tuple[dict[str, float], dict[str, float]]:
+        """Return, for each part, the bytes that every GPU of a stage holds and the bytes that replicas shard."""
+        stage, tensor = self.strategy.stage, self.strategy.tensor
+        weights = here.matrices / tensor + here.replicated
+        norms = here.replicated if stage == 3 else 0  # FSDP shards matrices only
 
         def held(from_stage: int, width: int) -> tuple[float, float]:
             if stage < from_stage:
-                return width * here, 0.0
-            return width * norms, width * (here - norms)
+                return width * weights, 0.0
+            return width * norms, width * (weights - norms)
 
         parts = {
             "parameter": held(3, FP32),
             "gradient": held(2, FP32),
             "optimizer": held(1, FP32 * ADAM_MOMENTS),
             # A replica has T times as many, sharded over T GPUs: by heads, inner width or sequence.
-            "activation": (work.activations, 0.0),
-            "working": (self._working, 0.0),
+            "activation": (here.kept * self.tokens_at_once, 0.0),
+            "working": (self._working(here), 0.0),
         }
         return {name: part[0] for name, part in parts.items()}, {name: part[1] for name, part in parts.items()}
 
-    @property
-    def _working(self) -> float:
-        """Bytes of low-precision weight copies, or of the weights and gradients that FSDP holds gathered at a time; and
-        of a replica's full residual stream."""
+    def _working(self, here: Stage) -> float:
+        """Bytes of low-precision weight copies, or of the weights and gradients that FSDP holds gathered at a time; of
+        a replica's full residual stream; and of the keys and values of other GPUs."""
         work, tensor = self.workload, self.strategy.tensor
-        stream = work.stream * tensor if tensor > 1 else 0
+        stream = work.stream * tensor * self.tokens_at_once if tensor > 1 else 0
+        stream += self._foreign_keys
         if self.strategy.stage == 3:
             gathered = 1 + GATHERED_AHEAD + 1 + SCATTERED_AT_ONCE
             return gathered * work.width * work.largest / tensor + stream
-        return (work.width * work.matrices / tensor if work.has_copies else 0.0) + stream
+        return (work.width * here.matrices / tensor if work.has_copies else 0.0) + stream
+
+    @property
+    def _foreign_keys(self) -> float:
+        """Bytes of keys, values and their gradients in backward of one block: those of all K GPUs where they are
+        gathered; in a ring those that arrive while others are used."""
+        context = self.strategy.context
+        if context == 1:
+            return 0.0
+        return 2 * self.workload.keys_values * self.tokens_at_once * (1 if self.strategy.ring else context)
 
     @property
     def total(self) -> float:
@@ -267,56 +454,105 @@ class Plan:
     @property
     def smallest_cluster(self) -> int | None:
         """The fewest GPUs on which this strategy fits with as many sequences per GPU; None where none is enough."""
-        fixed, shared = (sum(parts.values()) for parts in self._memory)
-        room = self.cluster.memory - fixed
-        if room < 0 or (room == 0 and shared):
-            return None
-        return self.strategy.tensor * max(1, math.ceil(shared / room) if shared else 1)
+        strategy, shards = self.strategy, 1
+        for stage in self.stages:
+            fixed, shared = (sum(parts.values()) for parts in self._memory(stage))
+            room = self.cluster.memory - fixed
+            if room < 0 or (room == 0 and shared):
+                return None
+            shards = max(shards, math.ceil(shared / room) if shared else 1)
+        groups = math.lcm(strategy.context, strategy.replicate)
+        replicas = -(-shards * strategy.replicate // groups) * groups
+        return strategy.tensor * strategy.pipeline * replicas
 
     # -- communication ------------------------------------------------------------------------------------------------
 
     @cached_property
     def collectives(self) -> list[Collective]:
-        return [found for found in self._all_collectives() if found.ranks > 1 and found.nbytes]
+        every = [*self._of_weights(), *self._of_layers(), *self._of_context(), *self._of_stages()]
+        return [found for found in every if found.ranks > 1 and found.nbytes]
 
-    def _all_collectives(self) -> Iterable[Collective]:
-        work, stage, tensor, replicas = self.workload, self.strategy.stage, self.strategy.tensor, self.replicas
-        matrices, width = work.matrices / tensor, work.width
-        whole = (matrices + work.replicated) * width
-        match stage:
+    def _of_weights(self) -> Iterable[Collective]:
+        """Yield collectives among replicas, on the stage with the most parameters. Stages 2 and 3 keep no full
+        gradients, so they scatter those of each micro batch; stage 3 gathers the weights for each, too."""
+        tensor, replicas, width = self.strategy.tensor, self.replicas, self.workload.width
+        here, times = max(self.stages, key=lambda stage: stage.matrices), self.micro_batches
+        matrices = here.matrices / tensor * width
+        whole = matrices + here.replicated * width
+        match self.strategy.stage:
             case 0:
                 yield Collective("all_reduce", "gradients", whole, replicas, "backward", False)
             case 1:
                 yield Collective("all_reduce", "gradients", whole, replicas, "backward", False)
                 yield Collective("all_gather", "updated weights", whole, replicas, "forward", False)
             case 2:
-                yield Collective("reduce_scatter", "gradients", whole, replicas, "backward", False)
+                yield Collective("reduce_scatter", "gradients", times * whole, replicas, "backward", False)
                 yield Collective("all_gather", "updated weights", whole, replicas, "forward", False)
             case 3:
-                again = (work.matrices - work.looked_up) / tensor * width
-                yield Collective("all_gather", "weights", matrices * width, replicas, "forward", False)
-                yield Collective("all_gather", "weights again", again, replicas, "backward", False)
-                yield Collective("reduce_scatter", "gradients", matrices * width, replicas, "backward", False)
-                yield Collective(
-                    "all_reduce", "gradients of norms", work.replicated * FP32, replicas, "backward", False
-                )
+                again = (here.matrices - here.looked_up) / tensor * width
+                shards, groups = self.shards, self.strategy.replicate
+                yield Collective("all_gather", "weights", times * matrices, shards, "forward", False, "shard")
+                yield Collective("all_gather", "weights again", times * again, shards, "backward", False, "shard")
+                yield Collective("reduce_scatter", "gradients", times * matrices, shards, "backward", False, "shard")
+                part = times * matrices / shards
+                yield Collective("all_reduce", "gradients of a shard", part, groups, "backward", False, "replicate")
+                norms = here.replicated * FP32
+                yield Collective("all_reduce", "gradients of norms", norms, replicas, "backward", False)
+
+    def _of_layers(self) -> Iterable[Collective]:
+        """Yield collectives of tensor parallelism. A stage has 1 / S of the layers and S times the tokens."""
+        work, tensor = self.workload, self.strategy.tensor
         stream = work.stream * tensor
-        yield Collective("all_reduce", "activations", work.reductions * stream, tensor, "forward", True)
-        backward = (work.reductions + work.recomputed) * stream
-        yield Collective("all_reduce", "activation gradients", backward, tensor, "backward", True)
+        forward, backward = work.reductions * stream, (work.reductions + work.recomputed) * stream
+        yield Collective("all_reduce", "activations", forward, tensor, "forward", True, "tensor")
+        yield Collective("all_reduce", "activation gradients", backward, tensor, "backward", True, "tensor")
+
+    def _of_context(self) -> Iterable[Collective]:
+        """Yield messages of context parallelism: a block needs keys and values of all K GPUs, in forward and again in
+        backward, whose gradients go back to their owners: K - 1 times round a ring, and the gradients once more."""
+        context, whole = self.strategy.context, self.workload.blocks * self.workload.keys_values
+        if context == 1:
+            return
+        if self.strategy.ring:
+            rest = (context - 1) * whole
+            yield Collective("send", "keys and values", rest, context, "forward", True, "context")
+            yield Collective("send", "keys, values, gradients", 2 * rest + whole, context, "backward", True, "context")
+            return
+        whole *= context
+        yield Collective("all_gather", "keys and values", whole, context, "forward", True, "context")
+        yield Collective("all_gather", "keys and values again", whole, context, "backward", True, "context")
+        yield Collective("reduce_scatter", "their gradients", whole, context, "backward", True, "context")
+
+    def _of_stages(self) -> Iterable[Collective]:
+        """Yield messages between stages: each micro batch's residual stream leaves each chunk of layers once, and its
+        gradient goes back. M micro batches of S / M of the tokens are S times the stream."""
+        stages = self.strategy.pipeline
+        nbytes = self.workload.stream * stages * self.strategy.chunks
+        yield Collective("send", "activations to the next stage", nbytes, stages, "forward", True, "pipeline")
+        yield Collective("send", "gradients to the stage before", nbytes, stages, "backward", True, "pipeline")
 
     def seconds(self, collective: Collective) -> float:
         return collective.sent / self.bandwidth(collective)
 
     def bandwidth(self, collective: Collective) -> float:
-        """Return a GPU's bandwidth in a collective among a replica's neighbouring GPUs, or among replicas."""
-        cluster = self.cluster
-        if collective.grows:
-            return cluster.link if self.strategy.tensor <= cluster.node else cluster.network
-        if cluster.gpus <= cluster.node:
+        """Return a GPU's bandwidth in a collective. GPUs of a group are `apart` from each other, and it ends after
+        `span`; tensor-parallel GPUs are neighbours, then come context, shards, replicas and stages."""
+        cluster, strategy = self.cluster, self.strategy
+        tensor, stage = strategy.tensor, cluster.gpus // strategy.pipeline
+        apart, span = {
+            "tensor": (1, tensor),
+            "context": (tensor, tensor * strategy.context),
+            "shard": (tensor, tensor * self.shards),
+            "replicate": (tensor * self.shards, stage),
+            "data": (tensor, stage),
+            "pipeline": (stage, cluster.gpus),
+        }[collective.axis]
+        if span <= cluster.node:
             return cluster.link
+        if collective.axis == "tensor" or collective.name == "send":
+            return cluster.network
         # GPUs of a node in the same group share the transfer over all of their adapters.
-        beside = max(1, cluster.node // self.strategy.tensor)
+        beside = max(1, cluster.node // apart)
         return cluster.network if beside == 1 else min(cluster.link, beside * cluster.network)
 
     # -- time ---------------------------------------------------------------------------------------------------------
@@ -325,18 +561,37 @@ class Plan:
         flops = self.workload.forward if during == "forward" else self.workload.backward
         return flops / self.cluster.flops
 
+    @property
+    def bubble(self) -> float:
+        """Share of a step in which a stage waits for the first or the last micro batch.
+
+        A step has M micro batches one after the other on each stage, and S - 1 before the last stage begins; chunks
+        make each of these waits V times shorter: (S - 1) / (V M + S - 1).
+        """
+        waits = self.strategy.pipeline - 1
+        return waits / (self.strategy.chunks * self.micro_batches + waits)
+
+    @property
+    def idle(self) -> float:
+        """Seconds in which a stage of average work waits: for the slowest stage, and in the bubble."""
+        slowest = self.strategy.pipeline * max(stage.share for stage in self.stages)
+        compute = self.compute("forward") + self.compute("backward")
+        return compute * (slowest / (1 - self.bubble) - 1)
+
     def communication(self, during: str) -> float:
         return sum(self.seconds(found) for found in self.collectives if found.during == during)
 
     @property
     def hidden(self) -> float:
         """Seconds of a step whose collectives overlap compute as far as possible."""
-        return sum(max(self.compute(during), self.communication(during)) for during in ("forward", "backward"))
+        passes = ("forward", "backward")
+        return self.idle + sum(max(self.compute(during), self.communication(during)) for during in passes)
 
     @property
     def exposed(self) -> float:
         """Seconds of a step without overlap of compute and collectives."""
-        return sum(self.compute(during) + self.communication(during) for during in ("forward", "backward"))
+        passes = ("forward", "backward")
+        return self.idle + sum(self.compute(during) + self.communication(during) for during in passes)
 
     @property
     def least_tokens(self) -> float | None:

@@ -28,7 +28,7 @@ from cs336_systems.report.cells import CellView
 from cs336_systems.report.document import Chart, Limit, Point, Series
 from cs336_systems.report.phrases import MOST, safely, together
 from cs336_systems.report.presentation import Cells
-from cs336_systems.report.rows import ms, number, setting, titled
+from cs336_systems.report.rows import ms, number, percent, setting, titled
 from cs336_systems.report.terms import GIB_TEXT, STEP
 from cs336_systems.table import Column, Table, word
 from cs336_systems.text import Text, listed, say
@@ -95,6 +95,8 @@ def _time_table(cell: CellView) -> Table:
         waits = MATMULS
         if passes.late:
             waits = say("communication in {}", "{}的通信", listed(passes.late, (" and ", "与")))
+        if (bubble := own.value("bubble_share")) is not None:
+            waits = say("{}; bubble {}", "{}；气泡 {}", waits, percent(bubble))
         rows.append(
             [
                 *(layout_name(name), number(sent / 1e9), ms(sum(passes.compute)), *map(ms, passes.communication)),
@@ -119,6 +121,13 @@ def _time_table(cell: CellView) -> Table:
             "所需 token：每张 GPU 上使矩阵乘长于通信的 token 数；-：多少都不够",
         ),
     ]
+    if any(cell.variant(name).value("bubble_share") is not None for name in cell.get("strategies")):
+        notes.append(
+            Text(
+                "bubble: share of a step in which a pipeline stage waits for the first or last micro batch",
+                "气泡：流水线阶段等待首个或末个微批次的时间占单步的比例",
+            )
+        )
     notes += _assumptions(cell)
     what = Text("bytes sent, and what a step waits for", "发送的字节数，以及一步在等待什么")
     return Table(_title(cell, what), columns, rows, notes)

@@ -18,7 +18,7 @@ from cs336_systems.report.terms import ACTIVATIONS, BACKWARD, FORWARD, GRADIENTS
 from cs336_systems.table import FORMATS
 from cs336_systems.text import Text, say
 
-STRATEGIES = ("dp", "zero1", "zero2", "zero3", "tp8", "zero3+tp8")
+STRATEGIES = ("dp", "zero1", "zero2", "zero3", "tp8", "zero3+tp8", "zero3+cp4", "zero1+tp8+pp4")
 COUNTED = {"transformer": transformer, "feed-forward": feed_forward}
 
 
@@ -33,7 +33,12 @@ class PlanArguments(ShapeArguments):
     gpus: int = flag(1024, "total number of GPUs")
     fast: str = flag("off", "the fast step: on, off, or kernels,loss (its optimizer and graph are for one GPU)")
     gpu: str = flag("h100", "4090, A100, H200, ...; or memory such as 95GB, with --tflops")
-    strategy: tuple[str, ...] = flag(STRATEGIES, "dp, zero1, zero2, zero3 (= fsdp), tpN, or mixes such as zero3+tp8")
+    strategy: tuple[str, ...] = flag(
+        STRATEGIES, "dp, zero1, zero2, zero3 (= fsdp), tpN, cpN, ringN, ppN, replicateN, or mixes such as zero1+tp8+pp4"
+    )
+    micro_batches: int = flag(
+        0, "micro batches of a step (0: one for each sequence of a replica with cpN or ppN, else 1)"
+    )
     count: str = flag("transformer", "the whole model, or two matrices a block as in the handout", tuple(COUNTED))
     tflops: float | None = flag(None, "TFLOP/s that a GPU reaches (default: its dense peak)")
     node: int = flag(8, "GPUs that the fast link joins")
@@ -53,12 +58,14 @@ def plan_config(arguments: PlanArguments) -> dict[str, Any]:
         value = getattr(arguments, name)
         if value is not None and not 0 < value < float("inf"):
             raise UserError(f"--{name} must be above 0, got {value}")
+    if arguments.micro_batches < 0:
+        raise UserError(f"--micro_batches must be at least 0, got {arguments.micro_batches}")
     if not arguments.strategy:
         raise UserError(f"--strategy names none; try {','.join(STRATEGIES)}")
     memory = gpu_bytes(arguments.gpu)
     rates, assumed = _rates(arguments)
     run = arguments.predicted_config(default_size="xxl", fast=_fast(arguments))
-    strategies, left_out = _strategies(arguments)
+    strategies, left_out = _strategies(arguments, run.model.num_layers)
     # A cell without notes keeps the key that it has had before there were any.
     notes = {"assumed": assumed, "left_out": left_out}
     return {
@@ -70,6 +77,7 @@ def plan_config(arguments: PlanArguments) -> dict[str, Any]:
         **rates,
         "strategies": strategies,
         "count": arguments.count,
+        **({"micro_batches": arguments.micro_batches} if arguments.micro_batches else {}),
         **{name: value for name, value in notes.items() if value},
     }
 
@@ -97,21 +105,32 @@ def _fast(arguments: PlanArguments) -> str:
     return arguments.fast
 
 
-def _strategies(arguments: PlanArguments) -> tuple[list[str], list[str]]:
+def _strategies(arguments: PlanArguments, layers: int) -> tuple[list[str], list[str]]:
     """The names of the layouts; and of those, if none was asked for, that do not divide the GPUs and are replaced."""
     asked = [Strategy.parse(text) for text in arguments.strategy]
     if arguments.strategy != STRATEGIES:
         return [strategy.name for strategy in asked], []
-    fitting = [strategy.within(arguments.gpus) for strategy in asked]
-    names = list(dict.fromkeys(strategy.name for strategy in fitting))
+    names = usual_layouts(arguments.gpus, layers)
     return names, [strategy.name for strategy in asked if strategy.name not in names]
+
+
+def usual_layouts(gpus: int, layers: int) -> list[str]:
+    """The names of the usual layouts with groups that divide `gpus`, without those that lose an axis by it."""
+    found = []
+    for asked in map(Strategy.parse, STRATEGIES):
+        fitting = asked.within(gpus)
+        keeps_axes = (fitting.pipeline > 1, fitting.context > 1) == (asked.pipeline > 1, asked.context > 1)
+        if keeps_axes and fitting.pipeline <= layers:
+            found.append(fitting.name)
+    return list(dict.fromkeys(found))
 
 
 def plans(config: Mapping[str, Any]) -> list[Plan]:
     usable = usable_bytes(config["gpu_memory"])
     cluster = Cluster(config["gpus"], usable, config["flops"], config["node"], config["link"], config["network"])
     workload = COUNTED[config["count"]](RunConfig.of(config))
-    return [Plan(workload, cluster, Strategy.parse(name)) for name in config["strategies"]]
+    micro = config.get("micro_batches", 0)
+    return [Plan(workload, cluster, Strategy.parse(name), micro) for name in config["strategies"]]
 
 
 def measure_plan(config: dict[str, Any]) -> list[Metric]:
@@ -123,6 +142,8 @@ def measure_plan(config: dict[str, Any]) -> list[Metric]:
         for during in PASSES:
             found.append(Metric(f"{during}_compute_time", "s", [plan.compute(during)]))
             found.append(Metric(f"{during}_communication_time", "s", [plan.communication(during)]))
+        if plan.strategy.pipeline > 1:
+            found += [Metric("bubble_share", "1", [plan.bubble]), Metric("idle_time", "s", [plan.idle])]
         found.append(Metric("fits", "1", [int(plan.fits)]))
         for name, value in (("least_tokens", plan.least_tokens), ("smallest_cluster", plan.smallest_cluster)):
             if value is not None:
@@ -152,26 +173,29 @@ PARTS = {
 
 
 class Passes(NamedTuple):
-    """Seconds of a strategy's computation and communication, in forward and in backward."""
+    """Seconds of a strategy's computation and communication, in forward and in backward; and of waiting in between."""
 
     compute: list[float]
     communication: list[float]
+    idle: float = 0.0
+    """Seconds in which a pipeline stage waits for others."""
 
     @classmethod
     def of(cls, own: CellView) -> "Passes":
         return cls(
             [own.value(f"{during}_compute_time") or 0.0 for during in PASSES],
             [own.value(f"{during}_communication_time") or 0.0 for during in PASSES],
+            own.value("idle_time") or 0.0,
         )
 
     @property
     def overlapped(self) -> float:
         """The step with all communication beside matmuls."""
-        return sum(map(max, self.compute, self.communication))
+        return self.idle + sum(map(max, self.compute, self.communication))
 
     @property
     def sequential(self) -> float:
-        return sum(self.compute) + sum(self.communication)
+        return self.idle + sum(self.compute) + sum(self.communication)
 
     @property
     def late(self) -> list[Text]:

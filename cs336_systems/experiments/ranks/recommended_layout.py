@@ -3,15 +3,23 @@
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
-from cs336_systems.config import UserError
-from cs336_systems.experiments.ranks.plan_cells import STRATEGIES, Passes, fitting_layouts, layout_name, plans, total
+from cs336_systems.config import RunConfig, UserError
+from cs336_systems.experiments.ranks.plan_cells import (
+    STRATEGIES,
+    Passes,
+    fitting_layouts,
+    layout_name,
+    plans,
+    total,
+    usual_layouts,
+)
 from cs336_systems.predict.fit import gpu_bytes, usable_bytes
 from cs336_systems.predict.gpus import CARDS
 from cs336_systems.predict.parallel_model import Strategy
 from cs336_systems.record import GIB
 from cs336_systems.report.cells import CellView
-from cs336_systems.report.rows import number
-from cs336_systems.text import Text, say
+from cs336_systems.report.rows import ms, number, percent
+from cs336_systems.text import Text, listed, say
 
 SAME = 1.01
 """Times whose ratio is smaller count as the same: the prediction knows no better."""
@@ -54,7 +62,7 @@ def best_layout(cell: CellView, fitting: Sequence[str]) -> tuple[str, Text]:
 def _recommended(cell: CellView, best: str, why: Text) -> Text:
     passes, used, usable = Passes.of(cell.variant(best)), total(cell, best), usable_bytes(cell.get("gpu_memory"))
     sizes = [number(size / GIB, 1) for size in (used, usable, usable - used)]
-    return say(
+    said = say(
         "Recommended: {}, because {}. It needs {} of {} GiB usable on each GPU ({} GiB to spare), and a step takes {}.",
         "推荐 {}：{}。每张 GPU 需要 {} GiB，可用 {} GiB（余 {} GiB）；单步 {}。",
         layout_name(best),
@@ -62,6 +70,26 @@ def _recommended(cell: CellView, best: str, why: Text) -> Text:
         *sizes,
         _step(passes),
     )
+    return say("{}{}", "{}{}", said, _other_axes(cell, best))
+
+
+def _other_axes(cell: CellView, best: str) -> Text:
+    """A remark on the bubble of the layout, and why layouts with stages or context parallelism that fit are slower."""
+    said = Text("", "")
+    if (bubble := cell.variant(best).value("bubble_share")) is not None:
+        said = say(" Its stages idle for {} of a step (bubble).", "其流水线气泡占单步的 {}。", percent(bubble))
+    for name in fitting_layouts(cell):
+        strategy, own = Strategy.parse(name), cell.variant(name)
+        if name == best or strategy.pipeline * strategy.context == 1:
+            continue
+        reasons = []
+        if (bubble := own.value("bubble_share")) is not None:
+            reasons.append(say("a bubble of {}", "气泡占 {}", percent(bubble)))
+        if strategy.context > 1:
+            sent = sum(Passes.of(own).communication)
+            reasons.append(say("{} ms of communication", "通信 {} ms", ms(sent)))
+        said = say("{} {} fits as well, with {}.", "{}{} 也放得下，但{}。", said, layout_name(name), listed(reasons))
+    return said
 
 
 def _step(passes: Passes) -> Text:
@@ -138,16 +166,19 @@ def _smallest_fitting(config: Mapping[str, Any]) -> str | None:
 
 def _other_layout(config: Mapping[str, Any]) -> str | None:
     """A layout that was not asked for, on the same GPUs."""
-    others = dict.fromkeys(Strategy.parse(name).within(config["gpus"]).name for name in STRATEGIES)
-    fitting = _smallest_fitting({**config, "strategies": list(others)})
+    others = usual_layouts(config["gpus"], RunConfig.of(config).model.num_layers)
+    fitting = _smallest_fitting({**config, "strategies": others})
     return f"--strategy {fitting}" if fitting else None
 
 
 def _more_gpus(config: Mapping[str, Any]) -> str | None:
     """The fewest GPUs on which a layout fits, of those asked for and of the usual ones."""
     needed: dict[str, int] = {}
+    layers = RunConfig.of(config).model.num_layers
     for strategy in map(Strategy.parse, (*config["strategies"], *STRATEGIES)):
-        (plan,) = plans({**config, "gpus": strategy.tensor, "strategies": [strategy.name]})
+        if strategy.pipeline > layers:
+            continue
+        (plan,) = plans({**config, "gpus": strategy.group * strategy.replicate, "strategies": [strategy.name]})
         if plan.smallest_cluster is not None and plan.smallest_cluster > config["gpus"]:
             needed[strategy.name] = plan.smallest_cluster
     if not needed:

@@ -242,11 +242,11 @@ def test_what_cannot_be_planned_is_said(wrong, message):
 def test_any_number_of_gpus_has_a_plan(gpus, tensor):
     """Layouts that nobody asked for are adapted to the number of GPUs, or left out."""
     config = plan_config(PlanArguments(size="small", gpus=gpus, gpu="4090"))
-    layouts = [name for name in config["strategies"] if "tp" in name]
+    layouts = [name for name in config["strategies"] if "tp" in name and "pp" not in name]
     assert layouts == ([f"dp+{tensor}", f"zero3+{tensor}"] if tensor else [])
-    assert ("left_out" in config) == (tensor != "tp8")
+    assert ("left_out" in config) == (gpus != 1024)
     assert len(plans(config)) == len(config["strategies"])
-    assert len(STRATEGIES) == 6
+    assert len(STRATEGIES) == 8
 
 
 def test_the_fast_step_keeps_fewer_activations():
@@ -269,7 +269,20 @@ def test_the_table_has_a_row_for_each_strategy(capsys):
     assert "165 TFLOP/s, 25 GB/s in a node of 8" in shown
 
 
-@pytest.mark.parametrize("name", ["dp", "zero1", "zero3", "dp+tp2", "zero3+tp8"])
+@pytest.mark.parametrize(
+    "name",
+    [
+        "dp",
+        "zero1",
+        "zero3",
+        "dp+tp2",
+        "zero3+tp8",
+        "zero1+tp8+cp2+pp4",
+        "dp+ring4",
+        "zero2+pp4x2",
+        "zero3+replicate2+tp2",
+    ],
+)
 def test_a_layout_can_be_given_as_the_tables_write_it(name):
     strategy = Strategy.parse(name)
     assert (strategy.name, Strategy.parse(strategy.title)) == (name, strategy)
@@ -296,6 +309,12 @@ def test_rates_can_be_given():
         ({"tflops": -1.0}, "--tflops"),
         ({"link": 0.0}, "--link"),
         ({"strategy": ()}, "--strategy"),
+        ({"strategy": ("dp+replicate2",)}, "replicate2 is for zero3"),
+        ({"strategy": ("pp1x2",)}, "chunks need stages"),
+        ({"gpus": 8, "strategy": ("zero3+replicate3",)}, "8 replicas"),
+        ({"size": "tiny", "strategy": ("pp8",)}, "4 layers are too few"),
+        ({"strategy": ("pp4x2",), "micro_batches": 3}, "3 micro batches are not a multiple of the 4 stages"),
+        ({"micro_batches": -1}, "--micro_batches"),
     ],
 )
 def test_invalid_arguments_are_named(arguments, named):

@@ -44,13 +44,14 @@ def test_any_plan_has_a_recommendation(size, gpus, gpu, context, batch, checkpoi
 
 
 ON_4090 = "--size 2.7B --gpus 8 --gpu 4090"
+SHARDED = f"{ON_4090} --strategy zero3,zero3+tp8"
 WHERE_NOTHING_FITS = {
-    "--fast": f"{ON_4090} --context_length 4096 --checkpoint_blocks 0",
-    "--checkpoint_blocks": f"{ON_4090} --context_length 16384 --checkpoint_blocks 0",
-    "--batch_size": f"{ON_4090} --context_length 1024 --batch_size 64",
+    "--fast": f"{SHARDED} --context_length 4096 --checkpoint_blocks 0",
+    "--checkpoint_blocks": f"{SHARDED} --context_length 16384 --checkpoint_blocks 0",
+    "--batch_size": f"{SHARDED} --context_length 1024 --batch_size 64",
     "--strategy": f"{ON_4090} --strategy dp",
     "--gpus": "--size xxl --gpus 2 --gpu 4090",
-    "--gpu": f"{ON_4090} --context_length 100000",
+    "--gpu": f"{ON_4090} --context_length 400000",
 }
 """The flag that helps first -> a command line without a layout that fits."""
 
@@ -107,3 +108,26 @@ def test_tables_for_programs_stay_tables(format, capsys):
     text, other = (printed.out, printed.err) if format in ("terminal", "md") else (printed.err, printed.out)
     assert "Recommended: " in text
     assert "Recommended: " not in other
+
+
+def test_long_contexts_are_split_over_gpus():
+    """One sequence of 100,000 tokens does not fit on one GPU; a quarter of it does."""
+    arguments = PlanArguments(size="2.7B", gpus=8, gpu="4090", context_length=100_000)
+    cell = planned(arguments)
+    assert fitting_layouts(cell) == ["zero3+cp4"]
+    assert recommendation(cell).en.startswith("Recommended: ZeRO-3 + CP 4, because it is the only layout that fits")
+
+
+def test_layouts_with_stages_are_told_with_their_bubble():
+    cell = planned(
+        PlanArguments(size="2.7B", gpus=64, gpu="h200", context_length=8192, strategy=("zero1", "zero1+tp2+pp4"))
+    )
+    said = recommendation(cell)
+    assert said.en.startswith("Recommended: ZeRO-1, ")
+    bubble = "27.3%"  # 3 of 8 + 3 micro batches
+    assert f"ZeRO-1 + TP 2 + PP 4 fits as well, with a bubble of {bubble}." in said.en
+    assert bubble in said.zh
+    alone = recommendation(
+        planned(PlanArguments(size="2.7B", gpus=64, gpu="h200", context_length=8192, strategy=("zero1+tp2+pp4",)))
+    )
+    assert f"idle for {bubble} of a step" in alone.en

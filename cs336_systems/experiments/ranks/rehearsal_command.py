@@ -1,0 +1,173 @@
+"""`cs336 rehearse`: one rank of a device mesh on one GPU, or traced on none, beside what `cs336 plan` predicts for it.
+
+Compute and memory are the rank's own (measure/rehearsal.py); the time on the wire is predicted.
+"""
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, NamedTuple
+
+from cs336_systems.config import RunConfig, UserError, flag, flag_like
+from cs336_systems.experiments.ranks.plan_cells import PlanArguments, plan_config, plans
+from cs336_systems.predict.model_flags import ShapeArguments
+from cs336_systems.predict.parallel_model import Plan, Strategy
+from cs336_systems.predict.rank_shards import Mesh
+from cs336_systems.record import MIB
+from cs336_systems.report.names import part_name
+from cs336_systems.report.rows import ms, number
+from cs336_systems.report.terms import GRADIENTS, MEASURED, OPTIMIZER_STATE, PARAMETERS, PEAK, TIME, TRACED
+from cs336_systems.table import FORMATS, Column, Table, word
+from cs336_systems.text import Text, say
+
+if TYPE_CHECKING:
+    from cs336_systems.measure.rehearsal import Rehearsal
+
+PART = Text("part", "部分")
+
+
+@dataclass(frozen=True)
+class RehearseArguments(ShapeArguments):
+    gpus: int = flag(8, "GPUs of the mesh: dp_replicate x dp_shard x tp")
+    dp_replicate: int = flag(1, "groups of GPUs with the same shards")
+    dp_shard: int = flag(1, "GPUs that shard weights, gradients and optimizer state (fully_shard)")
+    tp: int = flag(1, "GPUs that split each layer (tensor and sequence parallel)")
+    rank: int = flag(0, "the rank to run")
+    batch_size: int = flag(1, "sequences for each GPU; a group of tp GPUs processes tp times as many")
+    precision: str = flag("bf16", "fp32, or bf16 for matmuls and weights that are gathered", ("fp32", "bf16"))
+    attention: str = flag("auto", "attention implementation", ("auto", "reference", "sdpa"))
+    num_steps: int = flag_like(RunConfig, "num_steps")
+    trace: bool = flag(False, "trace on tensors without memory, also where there is a GPU")
+    gpu: str = flag_like(PlanArguments, "gpu")
+    tflops: float | None = flag_like(PlanArguments, "tflops")
+    node: int = flag_like(PlanArguments, "node")
+    link: float | None = flag_like(PlanArguments, "link")
+    network: float | None = flag_like(PlanArguments, "network")
+    format: str = flag("terminal", "table format", FORMATS)
+
+    @property
+    def mesh(self) -> Mesh:
+        return Mesh(self.dp_replicate, self.dp_shard, self.tp)
+
+
+class Rehearsed(NamedTuple):
+    """A rank that was run or traced, and the plan for its mesh."""
+
+    found: "Rehearsal"
+    plan: Plan
+
+
+def rehearsed(arguments: RehearseArguments) -> Rehearsed:
+    config = _config(arguments)
+    arguments.mesh.require(arguments.gpus, arguments.rank, config.model)
+    plan = mesh_plan(arguments)
+    import torch
+
+    from cs336_systems.measure.rehearsal import rehearse
+
+    on_gpu = torch.cuda.is_available() and not arguments.trace
+    return Rehearsed(rehearse(config, arguments.mesh, arguments.rank, on_gpu=on_gpu), plan)
+
+
+def _config(arguments: RehearseArguments) -> RunConfig:
+    """The run of one rank: a training step of plain modules, which is what torch can shard."""
+    config = arguments.predicted_config(num_steps=arguments.num_steps)
+    if config.fast != "off" or config.memory_budget or config.mode != "train-step":
+        raise UserError("a rehearsal runs the plain training step; leave out --fast, --memory_budget and --mode")
+    return config
+
+
+def mesh_plan(arguments: RehearseArguments) -> Plan:
+    """The plan for the mesh: stage 3 where weights are sharded, else data parallel."""
+    mesh, config = arguments.mesh, _config(arguments)
+    sharded = mesh.dp_shard > 1
+    strategy = Strategy(3 if sharded else 0, mesh.tp, replicate=mesh.dp_replicate if sharded else 1)
+    given = {name: getattr(arguments, name) for name in ("gpus", "gpu", "tflops", "node", "link", "network")}
+    given |= {name: getattr(arguments, name) for name in ("batch_size", "precision", "attention", "checkpoint_blocks")}
+    planned = plan_config(PlanArguments(**given, size="small", strategy=(strategy.name,)))
+    (plan,) = plans({**planned, **config.to_dict()})
+    return plan
+
+
+# -- tables -----------------------------------------------------------------------------------------------------------
+
+
+def rehearsal_tables(arguments: RehearseArguments) -> list[Table]:
+    run = rehearsed(arguments)
+    parts = [_parts_table(run.found.parts)] if run.found.parts else []
+    return [_memory_table(arguments, run), *parts, _time_table(run.found.seconds, run.plan)]
+
+
+def _parts_table(parts: dict[str, int]) -> Table:
+    largest_first = sorted(parts.items(), key=lambda part: -part[1])
+    rows: list[list[str | Text]] = [[part_name(label), _mib(size)] for label, size in largest_first]
+    title = Text("rehearse: parts of the traced peak", "rehearse：追踪所得峰值的组成")
+    return Table(title, [word(PART), Column(TRACED, "MiB")], rows)
+
+
+def _memory_table(arguments: RehearseArguments, run: Rehearsed) -> Table:
+    found, plan, mesh = run.found, run.plan, arguments.mesh
+    kind = TRACED if found.seconds is None else MEASURED
+    memory = plan.memory
+    rows: list[list[str | Text]] = [
+        [PARAMETERS, _mib(found.parameters), _mib(memory["parameter"])],
+        [GRADIENTS, _mib(found.gradients), _mib(memory["gradient"])],
+        [OPTIMIZER_STATE, _mib(found.optimizer), _mib(memory["optimizer"])],
+        [PEAK, _mib(found.peak), _mib(plan.total)],
+    ]
+    title = say(
+        "rehearse: rank {} of {} GPUs (replicate {}, shard {}, tp {}), memory",
+        "rehearse：{1} 张 GPU（replicate {2}、shard {3}、tp {4}）中 rank {0} 的显存",
+        *(str(arguments.rank), f"{arguments.gpus:,}", str(mesh.dp_replicate), str(mesh.dp_shard), str(mesh.tp)),
+    )
+    columns = [word(PART), Column(kind, "MiB"), Column(Text("plan", "plan 预测"), "MiB")]
+    return Table(title, columns, rows, _why_they_differ(arguments, run))
+
+
+def _why_they_differ(arguments: RehearseArguments, run: Rehearsed) -> list[Text]:
+    mesh = arguments.mesh
+    notes = [
+        Text(
+            "peak: all tensors of a step and cuBLAS workspaces; plan adds up parts that may not coexist",
+            "峰值：一步的所有张量与 cuBLAS 工作区；plan 将各部分相加，它们未必同时存在",
+        )
+    ]
+    if mesh.dp_shard > 1:
+        notes.append(
+            Text(
+                "torch shards norms, too, and rounds rows up on the first ranks; plan counts the mean and whole norms",
+                "torch 也切分归一化层，且前面的 rank 按行向上取整；plan 取平均值，归一化层不切分",
+            )
+        )
+    elif mesh.tp > 1 and run.found.gradients > run.found.parameters:
+        whole = run.found.gradients - run.found.parameters
+        notes.append(
+            say(
+                "without sharding, torch keeps the gradient of the embedding whole on each rank: {} MiB more",
+                "不做切分时，torch 在每个 rank 上保留完整的词嵌入梯度：多 {} MiB",
+                _mib(whole),
+            )
+        )
+    return notes
+
+
+def _time_table(seconds: float | None, plan: Plan) -> Table:
+    """Measured compute, or predicted where the step was traced, and predicted communication: two ends of a range."""
+    wire = plan.communication("forward") + plan.communication("backward")
+    how = Text("measured", "实测") if seconds is not None else Text("predicted at the GPU's peak", "按 GPU 峰值预测")
+    compute = plan.compute("forward") + plan.compute("backward") if seconds is None else seconds
+    rows: list[list[str | Text]] = [
+        [say("compute ({})", "计算（{}）", how), ms(compute)],
+        [Text("communication (predicted)", "通信（预测）"), ms(wire)],
+        [Text("step with full overlap", "单步，通信与计算完全重叠"), ms(max(compute, wire))],
+        [Text("step without overlap", "单步，通信与计算不重叠"), ms(compute + wire)],
+    ]
+    note = say(
+        "a real step lies between the last two: compute {}, communication predicted for the planned cluster",
+        "实际单步介于最后两行之间：计算为{}，通信为所规划集群上的预测",
+        how,
+    )
+    title = Text("rehearse: time of a step", "rehearse：单步时间")
+    return Table(title, [word(PART), Column(TIME, "ms")], rows, [note])
+
+
+def _mib(size: float) -> str:
+    return number(size / MIB, 3 if size < 100 * MIB else 1)

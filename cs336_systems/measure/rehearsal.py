@@ -1,0 +1,277 @@
+"""Rehearsal: the training step of one rank of a large device mesh, on one GPU or on none.
+
+The process group is torch's "fake" one: its collectives return at once and send nothing. Shards, kernels and
+allocations are those of the real rank; values are not. Without a GPU the step runs on fake tensors, and the storages
+that its operators allocate are followed (`memory_trace.StorageTracker`).
+"""
+
+import gc
+import importlib
+from collections.abc import Iterable, Iterator
+from contextlib import ExitStack, contextmanager, suppress
+from dataclasses import dataclass, replace
+from statistics import median
+from typing import Any, cast
+from unittest import mock
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+from torch.distributed.tensor import DTensor, Replicate, Shard
+from torch.distributed.tensor._sharding_prop import ShardingPropagator
+from torch.distributed.tensor.parallel import (
+    ColwiseParallel,
+    ParallelStyle,
+    PrepareModuleInput,
+    RowwiseParallel,
+    SequenceParallel,
+    loss_parallel,
+    parallelize_module,
+)
+
+from cs336_systems.config import RunConfig, UserError
+from cs336_systems.measure.memory_trace import StorageTracker, as_on_cuda, label_optimizer_state, labelled
+from cs336_systems.measure.timing import STEP, time_steps
+from cs336_systems.model import Block, TransformerLM
+from cs336_systems.predict.allocator import CachingAllocator
+from cs336_systems.predict.memory_model import workspace
+from cs336_systems.predict.rank_shards import Mesh
+from cs336_systems.step.train_step import AUTOCAST_DTYPES, TrainStep, build_model
+
+FAKE_GROUP = "torch.testing._internal.distributed.fake_pg"
+"""A testing module of torch, which a release may move."""
+WARMUP_STEPS = 2
+
+
+@dataclass(frozen=True)
+class Rehearsal:
+    """Bytes and seconds of one rank."""
+
+    parameters: int
+    gradients: int
+    """Bytes when the optimizer begins. With `tp` alone torch keeps the embedding's gradient whole on every rank."""
+    optimizer: int
+    """Bytes of AdamW's two moments; its step counts, 4 bytes a tensor, are not counted."""
+    peak: int
+    parts: dict[str, int]
+    """The parts of a traced peak; empty for a measured one."""
+    seconds: float | None
+    """Median time of a step without communication; None where it was traced."""
+
+
+@contextmanager
+def fake_group(rank: int, world_size: int) -> Iterator[None]:
+    """Make this process `rank` of `world_size` ranks that do not exist; collectives return at once."""
+    try:
+        store = importlib.import_module(FAKE_GROUP).FakeStore()
+    except (ImportError, AttributeError):
+        raise UserError(
+            f"torch {torch.__version__} has no {FAKE_GROUP}.FakeStore, which a rehearsal needs; "
+            f"cs336 plan predicts the same layout without it"
+        ) from None
+    dist.init_process_group("fake", store=store, rank=rank, world_size=world_size)
+    try:
+        yield
+    finally:
+        dist.destroy_process_group()
+        _forget_groups()
+
+
+def _forget_groups() -> None:
+    """Clear torch's caches of DTensor operators, which name the groups of an equal mesh that is gone."""
+    with suppress(ImportError, AttributeError):
+        importlib.import_module("torch.distributed.tensor._redistribute").clear_redistribute_planner_cache()
+    with suppress(ImportError, AttributeError):
+        importlib.import_module("torch.distributed.tensor.debug")._clear_sharding_prop_cache()
+
+
+# -- the mesh, applied to the model -----------------------------------------------------------------------------------
+
+
+def apply_mesh(model: TransformerLM, mesh: DeviceMesh, dtype: torch.dtype | None) -> None:
+    """Split the layers of `model` over the axis "tp", and shard each block and the rest over the axes "dp_*"."""
+    if mesh["tp"].size() > 1:
+        _split_layers(model, mesh["tp"])
+    replicas = mesh["dp_replicate", "dp_shard"]
+    if replicas.size() == 1:
+        return
+    sharded = replicas if mesh["dp_replicate"].size() > 1 else mesh["dp_shard"]
+    # The residual stream stays fp32, as under autocast: inputs of blocks are not cast.
+    low = MixedPrecisionPolicy(param_dtype=dtype, cast_forward_inputs=False)
+    for block in model.layers:
+        fully_shard(block, mesh=sharded, mp_policy=low)
+    fully_shard(model, mesh=sharded)
+
+
+def _split_layers(model: TransformerLM, tp: DeviceMesh) -> None:
+    """Tensor parallel with sequence parallel: between the matmuls a rank has its share of each sequence."""
+    by_sequence, whole = Shard(1), Replicate()
+    ends = {
+        "token_embeddings": RowwiseParallel(input_layouts=whole, output_layouts=by_sequence),
+        "ln_final": SequenceParallel(),
+        "lm_head": ColwiseParallel(input_layouts=by_sequence, output_layouts=Shard(-1), use_local_output=False),
+    }
+    parallelize_module(model, tp, ends)
+    for block in cast("Iterable[Block]", model.layers):
+        split: dict[str, ParallelStyle] = {f"attn.{name}_proj": ColwiseParallel() for name in "qkv"}
+        split |= {f"ffn.{name}": ColwiseParallel() for name in ("w1", "w3")}
+        split |= {name: RowwiseParallel(output_layouts=by_sequence) for name in ("attn.output_proj", "ffn.w2")}
+        inputs = {
+            "attn": PrepareModuleInput(input_layouts=(by_sequence, None), desired_input_layouts=(whole, None)),
+            "ffn": PrepareModuleInput(input_layouts=(by_sequence,), desired_input_layouts=(whole,)),
+        }
+        norms = {"ln1": SequenceParallel(), "ln2": SequenceParallel()}
+        parallelize_module(block, tp, {**split, **inputs, **norms})
+        block.attn.num_heads //= tp.size()
+
+
+def _sharded_model(config: RunConfig, mesh: Mesh, device_type: str) -> TransformerLM:
+    """Return the model of this rank on the meta device."""
+    names = ("dp_replicate", "dp_shard", "tp")
+    devices = init_device_mesh(device_type, (mesh.dp_replicate, mesh.dp_shard, mesh.tp), mesh_dim_names=names)
+    with torch.device("meta"):
+        model = build_model(config)
+    assert isinstance(model, TransformerLM)
+    apply_mesh(model, devices, AUTOCAST_DTYPES.get(config.precision))
+    return model
+
+
+def _allocate(model: TransformerLM, device: str) -> None:
+    """Allocate the shards of the model and fill them with values that are not special."""
+    model.to_empty(device=device)
+    for parameter in model.parameters():
+        nn.init.normal_(local(parameter).detach(), std=0.02)
+    model.rotate.reset_parameters()
+
+
+# -- a rehearsal ------------------------------------------------------------------------------------------------------
+
+
+def rehearse(config: RunConfig, mesh: Mesh, rank: int, *, on_gpu: bool) -> Rehearsal:
+    """Run a few training steps of `rank`, whose replica processes `tp` times the batch of `config`.
+
+    `config` is that of a GPU; without one (`on_gpu` False) its operators run on fake tensors.
+    """
+    device = config.device if on_gpu else "cpu"
+    run = replace(config, batch_size=config.batch_size * mesh.tp, device=device)
+    with fake_group(rank, mesh.gpus):
+        model = _sharded_model(run, mesh, torch.device(device).type)
+        return _measured(model, run) if on_gpu else _traced(model, run, config)
+
+
+def _measured(model: TransformerLM, run: RunConfig) -> Rehearsal:
+    """Run on a GPU: the allocator's peak, and the time of the steps after a few for warm-up."""
+    _allocate(model, run.device)
+    step, sizes = _step(model, run), _Sizes(model)
+    batch = step.random_batch()
+    with loss_parallel():
+        for _ in range(WARMUP_STEPS):
+            step(*batch, watch=sizes.watch)
+        torch.cuda.reset_peak_memory_stats()
+        times = time_steps(
+            lambda watch: step(*batch, watch=watch), device=step.device, warmup_steps=1, num_steps=run.num_steps
+        )
+    peak = torch.cuda.max_memory_allocated()
+    return Rehearsal(sizes.parameters, sizes.gradients, _moments(step), peak, {}, median(times.wall[STEP]))
+
+
+def _traced(model: TransformerLM, run: RunConfig, on_cuda: RunConfig) -> Rehearsal:
+    """Run on fake tensors with the operators and the allocator of CUDA. The first step makes the optimizer's state."""
+    tracker = _ShardTracker(CachingAllocator())
+    with ExitStack() as stack:
+        stack.enter_context(mock.patch.object(nn.init, "normal_", lambda tensor, **_: tensor))
+        stack.enter_context(FakeTensorMode(allow_non_fake_inputs=True))
+        _allocate(model, "cpu")
+        stack.enter_context(as_on_cuda())
+        stack.enter_context(loss_parallel())
+        step, sizes = _step(model, run), _Sizes(model)
+        tokens, targets = (torch.zeros(run.batch_size, run.model.context_length, dtype=torch.long) for _ in range(2))
+        scratch = torch.empty(workspace(on_cuda), dtype=torch.uint8)
+        for tensor, label in ((tokens, "inputs"), (targets, "inputs"), (scratch, "workspace")):
+            tracker.track(tensor, label)
+        stack.enter_context(labelled(step, tracker))
+        stack.enter_context(tracker.following())
+        step(tokens, targets, watch=sizes.watch)
+        label_optimizer_state(step, tracker)
+        gc.collect()
+        tracker.reset_peak()
+        step(tokens, targets, watch=tracker.watch)
+        moments = _moments(step)
+    return Rehearsal(sizes.parameters, sizes.gradients, moments, tracker.peak, tracker.parts, None)
+
+
+def _step(model: TransformerLM, run: RunConfig) -> TrainStep:
+    return TrainStep(model, run, torch.optim.AdamW(model.parameters(), fused=True))
+
+
+def _moments(step: TrainStep) -> int:
+    assert step.optimizer is not None
+    states = step.optimizer.state.values()
+    return sum(local(state[name]).nbytes for state in states for name in ("exp_avg", "exp_avg_sq"))
+
+
+class _Sizes:
+    """Bytes of this rank's parameters, and of its gradients when the optimizer begins."""
+
+    def __init__(self, model: nn.Module):
+        self._model = model
+        self.parameters = sum(local(parameter).nbytes for parameter in model.parameters())
+        self.gradients = 0
+
+    @contextmanager
+    def watch(self, phase: str) -> Iterator[None]:
+        if phase == "optimizer":
+            grads = (parameter.grad for parameter in self._model.parameters())
+            self.gradients = sum(local(grad).nbytes for grad in grads if grad is not None)
+        yield
+
+
+def local(tensor: Tensor) -> Tensor:
+    """Return the tensor itself, or this rank's part of a DTensor."""
+    return tensor._local_tensor if isinstance(tensor, DTensor) else tensor
+
+
+class _ShardTracker(StorageTracker):
+    """Follows the storages behind DTensors, and those that FSDP frees and allocates again by resizing them."""
+
+    _deriving = False
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if DTensor in types:  # it calls the operators of its local tensors, which come here one by one
+            return NotImplemented
+        if func is torch.ops._c10d_functional.wait_tensor.default:  # on real tensors it returns its argument
+            return args[0]
+        if self._deriving:
+            return func(*args, **(kwargs or {}))
+        return super().__torch_dispatch__(func, types, args, kwargs)
+
+    def track(self, tensor: Tensor, label: str, *, relabel: bool = False, operator: Any = None) -> None:
+        super().track(local(tensor), label, relabel=relabel, operator=operator)
+
+    @contextmanager
+    def following(self) -> Iterator[None]:
+        """Track all operators and every resize of a storage, which no dispatcher sees. Operators by which DTensor
+        derives the shape of a whole result allocate nothing on real tensors and are left out."""
+        resize, derive = torch.UntypedStorage.resize_, ShardingPropagator._propagate_tensor_meta_non_cached
+
+        def resize_(storage: torch.UntypedStorage, size: int) -> Any:
+            result = resize(storage, size)
+            self.resized(storage, size)
+            return result
+
+        def derive_quietly(*args: Any, **kwargs: Any) -> Any:
+            self._deriving = True
+            try:
+                return derive(*args, **kwargs)
+            finally:
+                self._deriving = False
+
+        with (
+            mock.patch.object(torch.UntypedStorage, "resize_", resize_),
+            mock.patch.object(ShardingPropagator, derive.__name__, derive_quietly),
+            self,
+        ):
+            yield

@@ -1,0 +1,83 @@
+"""Elements of the model that one rank of a device mesh holds, counted tensor by tensor. No torch, no GPU.
+
+A mesh has three axes: `dp_replicate` x `dp_shard` x `tp`, the last one innermost. `tp` splits the matrices (Megatron's
+column- and row-parallel layers, the vocabulary of embedding and head), `dp_shard` splits the rows of what is left.
+"""
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import NamedTuple
+
+from cs336_systems.config import ModelConfig, UserError
+
+
+@dataclass(frozen=True)
+class Mesh:
+    """Sizes of the axes of a device mesh."""
+
+    dp_replicate: int = 1
+    dp_shard: int = 1
+    tp: int = 1
+
+    @property
+    def gpus(self) -> int:
+        return self.dp_replicate * self.dp_shard * self.tp
+
+    def require(self, gpus: int, rank: int, model: ModelConfig) -> None:
+        """Raise UserError unless the axes multiply to `gpus`, `rank` is one of them and `tp` divides the model."""
+        for name, size in (("dp_replicate", self.dp_replicate), ("dp_shard", self.dp_shard), ("tp", self.tp)):
+            if size < 1:
+                raise UserError(f"--{name} must be at least 1, got {size}")
+        if self.gpus != gpus:
+            raise UserError(
+                f"--dp_replicate {self.dp_replicate} x --dp_shard {self.dp_shard} x --tp {self.tp} = {self.gpus:,} "
+                f"GPUs, but --gpus is {gpus:,}; change one so that they agree"
+            )
+        if not 0 <= rank < gpus:
+            raise UserError(f"--rank {rank} is outside of the {gpus:,} ranks; take one from 0 to {gpus - 1:,}")
+        for name in ("num_heads", "context_length", "vocab_size", "d_ff"):
+            if (size := getattr(model, name)) % self.tp:
+                raise UserError(f"--tp {self.tp} does not divide --{name} {size}; change one of them")
+
+    def place(self, rank: int) -> "Mesh":
+        """Return the coordinates of a rank, as torch numbers them: the last axis changes fastest."""
+        rest, tp = divmod(rank, self.tp)
+        replicate, shard = divmod(rest, self.dp_shard)
+        return Mesh(replicate, shard, tp)
+
+
+class Weight(NamedTuple):
+    """A weight of the model; `split` is the dimension that tensor parallelism splits, or None."""
+
+    rows: int
+    columns: int
+    split: int | None
+
+
+def weights(model: ModelConfig) -> Iterator[Weight]:
+    """Yield all weights of `TransformerLM`."""
+    width, inner, vocabulary = model.d_model, model.d_ff, model.vocab_size
+    yield from [Weight(vocabulary, width, 0)] * 2  # embedding and head
+    yield Weight(width, 1, None)
+    for _ in range(model.num_layers):
+        yield from [Weight(width, 1, None)] * 2
+        yield from [Weight(width, width, 0)] * 3  # q, k, v
+        yield Weight(width, width, 1)
+        yield from [Weight(inner, width, 0)] * 2
+        yield Weight(width, inner, 1)
+
+
+def rows_of(rows: int, parts: int, index: int) -> int:
+    """Return the rows of one part: as in torch.chunk all parts but the last have rows / parts, rounded up."""
+    size = -(-rows // parts)
+    return max(0, min(size, rows - index * size))
+
+
+def elements(model: ModelConfig, mesh: Mesh, rank: int) -> int:
+    """Return the elements of all weights that `rank` holds: each is split by `tp`, then its rows by `dp_shard`."""
+    place, total = mesh.place(rank), 0
+    for weight in weights(model):
+        rows = rows_of(weight.rows, mesh.tp, place.tp) if weight.split == 0 else weight.rows
+        columns = rows_of(weight.columns, mesh.tp, place.tp) if weight.split == 1 else weight.columns
+        total += rows_of(rows, mesh.dp_shard, place.dp_shard) * columns
+    return total

@@ -1,0 +1,38 @@
+"""Two real ranks hold the bytes that a rehearsal of each says."""
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor.parallel import loss_parallel
+
+from cs336_systems.config import ModelConfig, RunConfig
+from cs336_systems.measure.rehearsal import apply_mesh, local, rehearse
+from cs336_systems.model import TransformerLM
+from cs336_systems.predict.rank_shards import Mesh
+
+MODEL = ModelConfig(vocab_size=62, context_length=8, d_model=16, num_layers=1, num_heads=2, d_ff=26)
+
+
+def real_bytes(shards: int, tensor: int) -> tuple[int, int]:
+    """Return the bytes of parameters and gradients of this rank after a real backward pass."""
+    mesh = init_device_mesh("cpu", (1, shards, tensor), mesh_dim_names=("dp_replicate", "dp_shard", "tp"))
+    torch.manual_seed(0)
+    model = TransformerLM(MODEL, attention="reference")
+    apply_mesh(model, mesh, None)
+    tokens = torch.zeros(tensor, MODEL.context_length, dtype=torch.long)
+    with loss_parallel():
+        logits = model(tokens)
+        torch.nn.functional.cross_entropy(logits.flatten(0, 1), tokens.flatten()).backward()
+    dist.barrier()
+    parameters = list(model.parameters())
+    return sum(local(p).nbytes for p in parameters), sum(local(p.grad).nbytes for p in parameters if p.grad is not None)
+
+
+@pytest.mark.xdist_group("ranks")
+@pytest.mark.parametrize("mesh", [Mesh(1, 2, 1), Mesh(1, 1, 2)], ids=str)
+def test_real_ranks_hold_what_was_rehearsed(rank_groups, mesh):
+    run = RunConfig(model=MODEL, batch_size=1, device="cuda", attention="auto")
+    found = [rehearse(run, mesh, rank, on_gpu=False) for rank in range(2)]
+    real = rank_groups.call(2, real_bytes, mesh.dp_shard, mesh.tp)
+    assert real == [(one.parameters, one.gradients) for one in found]

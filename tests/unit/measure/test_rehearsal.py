@@ -1,0 +1,132 @@
+"""Rehearsals: bytes of a rank as traced against bytes as counted by shapes and as planned; mistakes are named."""
+
+import dataclasses
+from functools import cache
+
+import pytest
+import torch
+
+from cs336_systems.cli import main
+from cs336_systems.config import ModelConfig, RunConfig, UserError
+from cs336_systems.experiments.ranks.rehearsal_command import (
+    RehearseArguments,
+    _time_table,
+    mesh_plan,
+    rehearsal_tables,
+)
+from cs336_systems.measure import rehearsal
+from cs336_systems.predict.memory_model import estimate
+from cs336_systems.predict.rank_shards import Mesh, elements
+
+SHAPE = {"vocab_size": 96, "context_length": 16, "d_model": 32, "num_layers": 2, "num_heads": 4, "d_ff": 48}
+MODEL = ModelConfig(**SHAPE)
+NORMS = (2 * MODEL.num_layers + 1) * MODEL.d_model
+
+
+@cache
+def traced(mesh: Mesh, rank: int) -> rehearsal.Rehearsal:
+    run = RunConfig(model=MODEL, batch_size=1, device="cuda", attention="auto")
+    return rehearsal.rehearse(run, mesh, rank, on_gpu=False)
+
+
+def planned(mesh: Mesh):
+    axes = {"dp_replicate": mesh.dp_replicate, "dp_shard": mesh.dp_shard, "tp": mesh.tp}
+    return mesh_plan(RehearseArguments(gpus=mesh.gpus, **axes, **SHAPE, precision="fp32"))
+
+
+@pytest.mark.parametrize("mesh", [Mesh(1, 4, 1), Mesh(1, 1, 4), Mesh(1, 4, 2), Mesh(2, 2, 2)], ids=str)
+def test_bytes_of_a_rank_are_those_of_the_plan(mesh):
+    """All rows divide, so every rank holds the mean. Two rules of torch differ: fully_shard shards the norms, which
+    plan counts as whole, and tensor parallelism alone keeps the embedding's gradient whole."""
+    found, plan = traced(mesh, mesh.gpus - 1), planned(mesh)
+    sharded_norms = 4 * NORMS * (mesh.dp_shard - 1) // mesh.dp_shard
+    whole_embedding = 4 * MODEL.vocab_size * MODEL.d_model * (mesh.tp - 1) // mesh.tp if mesh.dp_shard == 1 else 0
+    assert found.parameters == plan.memory["parameter"] - sharded_norms
+    assert found.gradients == plan.memory["gradient"] - sharded_norms + whole_embedding
+    assert found.optimizer == plan.memory["optimizer"] - 2 * sharded_norms
+
+
+def test_rows_that_do_not_divide_are_rounded_up_on_the_first_ranks():
+    mesh = Mesh(1, 7, 2)
+    sizes = {rank: traced(mesh, rank).parameters for rank in (0, 13)}
+    assert sizes == {rank: 4 * elements(MODEL, mesh, rank) for rank in sizes}
+    assert sizes[0] > sizes[13]
+    every = sum(elements(MODEL, mesh, rank) for rank in range(mesh.gpus))
+    assert every == MODEL.parameters + NORMS, "each weight once, and the norms on both ranks of a pair"
+
+
+def test_a_mesh_of_one_has_the_peak_of_the_plain_step():
+    run = RunConfig(model=MODEL, batch_size=1, device="cuda", attention="auto", checkpoint_blocks=1, precision="bf16")
+    found = rehearsal.rehearse(run, Mesh(), 0, on_gpu=False)
+    assert found.peak == pytest.approx(estimate(run).peak, rel=1e-3)
+    assert sum(found.parts.values()) == found.peak
+
+
+def test_more_shards_need_less():
+    few, many = traced(Mesh(1, 4, 1), 3), traced(Mesh(1, 7, 2), 13)
+    assert many.peak < few.peak
+    assert many.parts["optimizer state"] < few.parts["optimizer state"]
+
+
+def test_real_tensors_are_measured_as_traced_ones(monkeypatch):
+    """The path of a GPU, on tensors of a CPU: steps run and are timed, and the bytes are those of the trace."""
+    monkeypatch.setattr(torch.cuda, "reset_peak_memory_stats", lambda: None)
+    monkeypatch.setattr(torch.cuda, "max_memory_allocated", lambda: 7)
+    run = RunConfig(model=MODEL, batch_size=1, device="cpu", attention="auto", num_steps=1)
+    mesh = Mesh(1, 4, 2)
+    found = rehearsal.rehearse(run, mesh, 7, on_gpu=True)
+    expected = traced(mesh, 7)
+    assert (found.parameters, found.gradients, found.optimizer) == (
+        expected.parameters,
+        expected.gradients,
+        expected.optimizer,
+    )
+    assert found.peak == 7
+    assert found.seconds is not None
+    plan = planned(mesh)
+    rows = [float(row[1].replace(",", "")) for row in _time_table(found.seconds, plan).rows]
+    wire = 1e3 * (plan.exposed - plan.compute("forward") - plan.compute("backward"))
+    compute = 1e3 * found.seconds
+    assert rows == pytest.approx([compute, wire, max(compute, wire), compute + wire], abs=0.1)
+
+
+def test_logits_stay_split():
+    """With loss_parallel no rank has logits of the whole vocabulary: logits, their fp32 copy and log-softmax here are
+    as large as one tensor of them."""
+    model = dataclasses.replace(MODEL, vocab_size=8192, num_layers=1)
+    run = RunConfig(model=model, batch_size=1, device="cuda", attention="auto")
+    found = rehearsal.rehearse(run, Mesh(1, 2, 4), 3, on_gpu=False)
+    whole = 4 * model.context_length * model.vocab_size * 4
+    assert 0 < found.parts["logits and loss"] < whole
+
+
+@pytest.mark.parametrize(
+    ("wrong", "message"),
+    [
+        ({"gpus": 8, "dp_shard": 2, "tp": 2}, "= 4 GPUs, but --gpus is 8"),
+        ({"gpus": 4, "dp_shard": 4, "rank": 4}, "--rank 4 is outside of the 4 ranks"),
+        ({"gpus": 4, "dp_shard": 4, "rank": -1}, "--rank -1"),
+        ({"gpus": 0, "dp_shard": 0}, "--dp_shard must be at least 1"),
+        ({"gpus": 3, "tp": 3}, "--tp 3 does not divide --num_heads 4"),
+        ({"gpus": 1, "fast": "on"}, "--fast"),
+    ],
+    ids=str,
+)
+def test_mistakes_are_named(wrong, message):
+    with pytest.raises(UserError, match=message):
+        rehearsal_tables(RehearseArguments(**SHAPE, **wrong))
+
+
+def test_a_torch_without_the_fake_group(monkeypatch):
+    monkeypatch.setattr(rehearsal, "FAKE_GROUP", "torch.moved.fake_pg")
+    with pytest.raises(UserError, match=r"torch\.moved\.fake_pg\.FakeStore"):
+        rehearsal_tables(RehearseArguments(gpus=2, dp_shard=2, **SHAPE))
+
+
+def test_the_command_prints_both_counts(capsys):
+    flags = [word for name, value in SHAPE.items() for word in (f"--{name}", str(value))]
+    assert main(["rehearse", "--gpus", "4", "--dp_shard", "4", "--trace", "--rank", "3", *flags]) == 0
+    shown = capsys.readouterr().out
+    assert "rank 3 of 4 GPUs" in shown
+    for text in ("parts of the traced peak", "communication (predicted)", "step without overlap"):
+        assert text in shown
