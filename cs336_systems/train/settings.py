@@ -286,7 +286,7 @@ class TrainSettings(_Checked):
         }
         if given := [f"--{name}" for name, value in only_ours.items() if value]:
             raise UserError(f"{', '.join(given)} needs --engine ours")
-        for name in ("num_heads", "d_ff", "vocab_size", "context_length"):
+        for name in ("num_heads", "d_ff", "context_length"):
             if (value := getattr(self.model, name)) % self.parallel.tp:
                 raise UserError(
                     f"--{name} {value} cannot be divided among --tp {self.parallel.tp} ranks; use a multiple"

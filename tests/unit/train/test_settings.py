@@ -69,7 +69,6 @@ NOT_WITH_THIS_ENGINE = [
     ({**TORCH, "replay_every": 2}, "--replay_every needs --engine ours"),
     ({**TORCH, "find_nan": True}, "--find_nan needs --engine ours"),
     ({**TORCH, "tp": 4}, "--num_heads 2 .*--tp 4"),
-    ({**TORCH, "tp": 2, "vocab_size": 257}, "--vocab_size 257 .*--tp 2"),
     ({**TORCH, "tp": 2, "context_length": 15}, "--context_length 15 .*--tp 2"),
     ({**TORCH, "tp": 2, "d_ff": 33}, "--d_ff 33 .*--tp 2"),
 ]
