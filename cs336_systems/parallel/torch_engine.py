@@ -40,7 +40,7 @@ from torch.distributed.tensor.parallel import (
 )
 from torch.nn.parallel import DistributedDataParallel
 
-from cs336_systems.parallel.collectives import Wrapper, broadcast
+from cs336_systems.parallel.collectives import Wrapper, broadcast, local_part
 
 _IS_RENAMED = "forward_sync_buffers" in inspect.signature(DistributedDataParallel.__init__).parameters  # torch 2.13
 _BUFFERS_STAY: dict[str, Any] = {"forward_sync_buffers" if _IS_RENAMED else "broadcast_buffers": False}
@@ -121,22 +121,18 @@ class TorchEngine(Wrapper):
         grads = [p.grad for p in self.module.parameters() if p.grad is not None]
         square = torch.zeros((), dtype=torch.float64, device=grads[0].device if grads else None)
         for grad in grads:
-            square += torch.linalg.vector_norm(_local(grad), dtype=torch.float64).square() / _copies(grad)
+            square += torch.linalg.vector_norm(local_part(grad), dtype=torch.float64).square() / _copies(grad)
         dist.all_reduce(square)  # one collective, where DTensor's own norm needs one for each axis
         norm = square.sqrt()
         scale = (max_norm / (norm + 1e-6)).clamp(max=1.0)
         for grad in grads:
-            _local(grad).mul_(scale)
+            local_part(grad).mul_(scale)
         return norm.float()
 
 
 def whole(tensor: Tensor) -> Tensor:
     """Return a distributed tensor gathered from all ranks, any other as it is."""
     return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
-
-
-def _local(tensor: Tensor) -> Tensor:
-    return tensor.to_local() if isinstance(tensor, DTensor) else tensor
 
 
 def _copies(tensor: Tensor) -> int:

@@ -281,8 +281,6 @@ class TrainSettings(_Checked):
             "memory_budget": self.compute.memory_budget,
             "optimizer_state": self.optimizer.state != "fp32",
             "fast": self.compute.fast not in (None, "on", "off"),
-            "replay_every": self.faults.replay_every,
-            "find_nan": self.faults.find_nan,
         }
         if given := [f"--{name}" for name, value in only_ours.items() if value]:
             raise UserError(f"{', '.join(given)} needs --engine ours")

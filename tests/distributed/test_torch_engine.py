@@ -20,9 +20,9 @@ BASE |= {"parallel": "ddp", "save_every": 2, "keep": 4, "eval_every": 4, "sample
 ODD = {"vocab_size": 257}
 MESHES = {
     2: {
-        "dp_replicate": {"dp_replicate": 2},
-        "dp_shard": {"dp_shard": 0, "checkpoint_blocks": 1},
-        "tp": {"tp": 2, "async_save": True},
+        "dp_replicate": {"dp_replicate": 2, "replay_every": 4},
+        "dp_shard": {"dp_shard": 0, "checkpoint_blocks": 1, "replay_every": 4},
+        "tp": {"tp": 2, "async_save": True, "replay_every": 4},
         "dp_shard, odd vocabulary": {"dp_shard": 2, **ODD},
         "tp, odd vocabulary": {"tp": 2, **ODD},
     },
@@ -47,7 +47,7 @@ RESUMED = {
 """A run that continues from step 2 of another, with other flags."""
 RESUMED_FROM = {name: origin for runs in RESUMED.values() for name, (origin, _) in runs.items()}
 ON_ONE = {"ours": {}, "ours, odd vocabulary": ODD}
-NAN, BF16 = "nan in the first step on rank 1", "bf16"
+NAN, CORRUPT, BF16 = "nan in the first step on rank 1", "another gradient in forward 2 on rank 1", "bf16"
 
 
 @pytest.fixture(scope="module")
@@ -77,7 +77,8 @@ def outcomes(place, rank_groups) -> dict[str, Outcome]:
         found = perform_all({name: run_of(place, name, 1, flags) for name, flags in ON_ONE.items()})
     short = {"engine": "torch", "dp_shard": 2, "steps": 2, "eval_every": 0}
     others = {
-        NAN: run_of(place, NAN, 2, short, fault=NAN),
+        NAN: run_of(place, NAN, 2, {**short, "find_nan": True}, fault=NAN),
+        CORRUPT: run_of(place, CORRUPT, 2, {**short, "replay_every": 1}, fault=CORRUPT),
         BF16: run_of(place, BF16, 2, {**short, "precision": "bf16"}),
     }
     found |= rank_groups.call(2, perform_all, {**runs_on(place, 2), **others})[0]
@@ -129,6 +130,12 @@ def test_a_run_resumes_on_another_mesh_and_engine(outcomes, place, name):
 def test_a_step_that_is_not_finite_is_left_out_on_all_ranks(outcomes):
     found = outcomes[NAN]
     assert (found.error, found.crash, found.code, found.step, found.skipped) == ("", "", 0, 2, 1)
+    assert "not finite, but computed module by module it is" in found.printed  # the fault is in the first forward alone
+
+
+def test_a_replay_finds_another_gradient(outcomes):
+    """Rank 1 is disturbed; the shards of both may have the difference."""
+    assert "ReplayError: step 1: two runs of it gave different results, first seen in the gr" in outcomes[CORRUPT].crash
 
 
 def test_bf16_computes_in_bf16_and_keeps_fp32_weights(outcomes, place):

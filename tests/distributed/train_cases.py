@@ -281,6 +281,7 @@ FAULTS: dict[str, Callable[[Trainer, Rank], AbstractContextManager]] = {
     "inf in the first step on rank 1": functools.partial(poison, float("inf"), lambda forward: forward == 1, 1),
     "nan in every step": functools.partial(poison, float("nan"), lambda forward: True, 0),
     "nan in every other step": functools.partial(poison, float("nan"), lambda forward: forward % 2 == 0, 0),
+    "another gradient in forward 2 on rank 1": functools.partial(poison, 1.0, lambda forward: forward == 2, 1),
     "SIGTERM on rank 1 in forward 3": functools.partial(send_signal, signal.SIGTERM, 3, 1),
     "one save": functools.partial(fail, torch.distributed.checkpoint, "save", 1, anywhere),
     "every save": functools.partial(fail, torch.distributed.checkpoint, "save", 10**9, anywhere),

@@ -66,8 +66,6 @@ NOT_WITH_THIS_ENGINE = [
     ({**TORCH, "compile": True, "fast": "optimizer"}, "--compile, --fast needs --engine ours"),
     ({**TORCH, "memory_budget": "1GiB"}, "--memory_budget needs --engine ours"),
     ({**TORCH, "optimizer_state": "bf16"}, "--optimizer_state needs --engine ours"),
-    ({**TORCH, "replay_every": 2}, "--replay_every needs --engine ours"),
-    ({**TORCH, "find_nan": True}, "--find_nan needs --engine ours"),
     ({**TORCH, "tp": 4}, "--num_heads 2 .*--tp 4"),
     ({**TORCH, "tp": 2, "context_length": 15}, "--context_length 15 .*--tp 2"),
     ({**TORCH, "tp": 2, "d_ff": 33}, "--d_ff 33 .*--tp 2"),
