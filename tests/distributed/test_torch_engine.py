@@ -7,9 +7,15 @@ from typing import Any
 import pytest
 import torch
 from safetensors.torch import load_file
+from torch import Tensor
 
+from cs336_systems.config import ModelConfig
+from cs336_systems.model import TransformerLM
+from cs336_systems.parallel.collectives import local_part
 from cs336_systems.parallel.launch import process_group
+from cs336_systems.parallel.torch_engine import Axes, TorchEngine, whole
 from cs336_systems.train.weights import export
+from tests.distributed.compare import assert_close, everywhere, rank
 from tests.distributed.train_cases import Outcome, Run, checkpoints, fields, perform_all, recorded, state_of, text_of
 
 pytestmark = pytest.mark.xdist_group("ranks")
@@ -155,3 +161,50 @@ def test_weights_are_exported_from_any_mesh(outcomes, place, name):
         export(place / run, file, force=True)
         weights[run] = load_file(file)
     torch.testing.assert_close(weights[name], weights["ours"], rtol=0, atol=TOLERANCE)
+
+
+CONFIG = ModelConfig(vocab_size=16, context_length=8, d_model=8, num_layers=2, num_heads=2, d_ff=16)
+HALVES = {"dp_shard": ("",), "tp": ("embeddings", "proj", "ffn", "head"), "dp_replicate": ()}
+"""Parts of the names of weights of which a rank of two holds one half, by axis."""
+
+
+@pytest.mark.ranks(2)
+@pytest.mark.parametrize("axis", HALVES)
+def test_a_rank_holds_its_part(axis):
+    engine = TorchEngine(TransformerLM(CONFIG), Axes(**{axis: 2}), torch.device("cpu"))
+    whole_sizes = {name: p.numel() for name, p in TransformerLM(CONFIG).named_parameters()}
+    for name, p in engine.module.named_parameters():
+        share = 2 if any(part in name for part in HALVES[axis]) else 1
+        assert local_part(p).numel() == whole_sizes[name] // share, name
+
+
+@pytest.mark.ranks(2)
+@pytest.mark.parametrize("axis", ["dp_shard", "dp_replicate"])
+def test_gradients_of_all_but_the_last_micro_batch_stay_on_their_rank(axis):
+    engine = TorchEngine(TransformerLM(CONFIG), Axes(**{axis: 2}), torch.device("cpu"))
+    tokens = torch.randint(16, (1, 8), generator=torch.Generator().manual_seed(rank()))
+
+    def head_gradient() -> Tensor | None:
+        engine(tokens).float().logsumexp(-1).mean().backward()
+        grad = engine.module.lm_head.weight.grad
+        return None if grad is None else whole(grad).clone()
+
+    with engine.no_sync():
+        first = head_gradient()  # fully_shard keeps it to itself until it is reduced
+        is_equal = first is not None and torch.equal(*everywhere(first))
+        assert not is_equal
+        assert (first is None) == (axis == "dp_shard")
+    assert torch.equal(*everywhere(head_gradient()))
+
+
+@pytest.mark.ranks(2)
+def test_logits_are_whole_outside_of_the_loss_and_for_any_length():
+    """Sampling reads them; ranks of a tensor-parallel group split the sequence, which may be odd."""
+    model = TransformerLM(CONFIG)
+    tokens = torch.randint(16, (2, 8), generator=torch.Generator().manual_seed(0))
+    expected = model(tokens).detach()
+    engine = TorchEngine(model, Axes(tp=2), torch.device("cpu"))
+    for length in (1, 5, 8):
+        assert_close(f"length {length}", engine(tokens[:, :length]).detach(), expected[:, :length], TOLERANCE)
+    with engine.loss_context():
+        assert local_part(engine(tokens)).shape == (2, 8, 8)
