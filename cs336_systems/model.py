@@ -95,7 +95,7 @@ class RotaryEmbedding(nn.Module):
 class Attention(nn.Module):
     def __init__(self, config: ModelConfig, impl: str):
         super().__init__()
-        self.num_heads = config.num_heads
+        self.num_heads, self.head_dim = config.num_heads, config.head_dim
         self.impl = impl
         self.q_proj = Linear(config.d_model, config.d_model)
         self.k_proj = Linear(config.d_model, config.d_model)
@@ -104,7 +104,7 @@ class Attention(nn.Module):
 
     def forward(self, x: Tensor, rotate: RotaryEmbedding) -> Tensor:
         q, k, v = (
-            projection(x).unflatten(-1, (self.num_heads, -1))  # (B, T, H, K)
+            projection(x).unflatten(-1, (-1, self.head_dim))  # (B, T, H, K); tensor parallel: this rank's heads
             for projection in (self.q_proj, self.k_proj, self.v_proj)
         )
         q, k = rotate(q), rotate(k)

@@ -133,6 +133,12 @@ def broadcast(tensors: Iterable[Tensor]) -> None:
             t.copy_(part.view(t.shape))
 
 
+def local_part(tensor: Tensor) -> Tensor:
+    """Return this rank's part of a DTensor, any other tensor as it is. The class itself takes 0.8 s to import."""
+    to_local = getattr(tensor, "to_local", None)
+    return tensor if to_local is None else to_local()
+
+
 def persistent_buffers(module: nn.Module) -> dict[str, Tensor]:
     """Return the buffers that checkpoints keep, by name. The others are constants, such as RoPE's tables."""
     return {

@@ -15,7 +15,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from cs336_systems.parallel.collectives import gather
+from cs336_systems.parallel.collectives import gather, local_part
 from cs336_systems.step.cuda_graph import Batches
 from cs336_systems.step.train_step import StepResult, TrainStep
 from cs336_systems.step.updates import Update
@@ -119,11 +119,12 @@ class _Values:
 
     @torch.no_grad()
     def add(self, name: str, tensor: Tensor) -> None:
+        tensor = local_part(tensor.detach())
         if tensor.is_floating_point() and tensor.numel():
             # The largest first: squares of finite values may overflow.
-            largest = tensor.detach().abs().amax().float()
+            largest = tensor.abs().amax().float()
             scale = torch.where(largest > 0, largest, 1.0)
-            rms = largest * (tensor.detach().float() / scale).square().mean().sqrt()
+            rms = largest * (tensor.float() / scale).square().mean().sqrt()
             known = self._found.get(name)
             self._found[name] = rms if known is None else torch.maximum(known, rms)  # maximum keeps NaN
 

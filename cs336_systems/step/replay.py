@@ -15,7 +15,7 @@ from torch import Tensor, nn
 
 from cs336_systems.kernels.fused.packed_adamw import PackedAdamW
 from cs336_systems.kernels.fused.pointwise import CHECKED, checksums
-from cs336_systems.parallel.collectives import gather
+from cs336_systems.parallel.collectives import gather, local_part
 from cs336_systems.parallel.peers import ranks_by_value, ranks_named
 from cs336_systems.step.updates import PlainOptimizer
 
@@ -59,7 +59,7 @@ class Replay:
     def _summed(self, *, gradients: bool) -> list[_Part]:
         """Return the checksums of the gradients, or of the weights and the optimizer's state."""
         wanted = [part for part in self._optimizer.flat if (part[0] == "gradient") == gradients]
-        return [_Part(kind, checksums(tensor), starts) for kind, tensor, starts in wanted]
+        return [_Part(kind, checksums(local_part(tensor)), starts) for kind, tensor, starts in wanted]
 
     def _difference(self, before: list[_Part], after: list[_Part]) -> str | None:
         """Return the name of the first tensor that differs."""
@@ -89,7 +89,7 @@ class Replay:
         return {
             self._names[parameter]: hashlib.sha256(str(sums.tolist()).encode()).hexdigest()
             for parameter, sums in weights.items()
-            if parameter in self._names and not hasattr(parameter, "is_shard")
+            if parameter in self._names and not hasattr(parameter, "is_shard") and local_part(parameter) is parameter
         }
 
 

@@ -86,10 +86,11 @@ class TrainStep:
         self.scaler = torch.amp.GradScaler(self.device.type, enabled=config.precision == "fp16" and self.trains)
         self.loss_scale = loss_scale or LossScale.of(config.precision)
         # Methods that wrappers of parallel/ may have: the end of communication that overlaps with backward, the norm
-        # of sharded gradients, and backward without communication.
+        # of sharded gradients, backward without communication, and the loss of logits that are split over ranks.
         self._finish_sync = getattr(model, "finish_gradient_synchronization", None)
         self._clip_sharded = getattr(model, "clip_grad_norm_", None)
         self._no_sync: Callable[[], AbstractContextManager] = getattr(model, "no_sync", nullcontext)
+        self.loss_context: Callable[[], AbstractContextManager] = getattr(model, "loss_context", nullcontext)
         self._forward: Callable[..., Tensor] = torch.compile(model) if config.compile else model
         self.graph = StepGraph(self._captured_gradients, self._update, self._drop) if "graph" in self._parts else None
 
@@ -212,7 +213,7 @@ class TrainStep:
 
     def evaluate(self, inputs: Tensor, targets: Tensor) -> Tensor:
         """Return the loss, without gradients."""
-        with torch.no_grad(), self.autocast():
+        with torch.no_grad(), self.loss_context(), self.autocast():
             if "loss" in self._parts:
                 return self._forward(inputs, targets)
             return self.loss(self.logits(inputs), targets)
@@ -240,7 +241,7 @@ class TrainStep:
         """
         losses = []
         for number, (inputs, targets) in enumerate(batches, start=1):
-            with self._no_sync() if number < len(batches) else nullcontext():
+            with self._no_sync() if number < len(batches) else nullcontext(), self.loss_context():
                 losses.append(self._one_batch(inputs, targets, scaling, watch))
         if self._finish_sync is not None:
             with self._phase("sync", watch):
@@ -276,7 +277,9 @@ class TrainStep:
         return logits
 
     def loss(self, logits: Tensor, targets: Tensor) -> Tensor:
-        return F.cross_entropy(logits.flatten(0, 1).float(), targets.flatten())
+        loss = F.cross_entropy(logits.flatten(0, 1).float(), targets.flatten())
+        gather = getattr(loss, "full_tensor", None)  # of a DTensor: the logits are split over ranks
+        return loss if gather is None else gather()
 
     # -- the update ---------------------------------------------------------------------------------------------------
 

@@ -124,7 +124,7 @@ class Place(NamedTuple):
 
 
 class Part(NamedTuple):
-    """A tensor, or a range of rows of one."""
+    """A tensor, or a range of its rows and columns."""
 
     place: Place
     shape: tuple[int, ...]
@@ -155,8 +155,8 @@ def _described(shape: tuple[int, ...], dtype: torch.dtype) -> str:
 def read_index(data: bytes, sizes: Mapping[str, int]) -> Index:
     """Read the contents of `.metadata`; `sizes` are those of the files with tensors.
 
-    Raise DamageError unless the parts of each tensor are consecutive ranges of its rows, as torch writes them for
-    tensors that are whole or sharded by rows, and every file consists of parts, one after another.
+    Raise DamageError unless the parts of each tensor form a grid, as torch writes them for tensors that are whole or
+    sharded by rows, columns or both, and every file consists of parts, one after another.
     """
     root = _fields(_parse_pickle(data, _INDEX_NAMES), f"{_DCP}.metadata.Metadata")
     tensors = {name: _tensor(value) for name, value in _dictionary(root.get("state_dict_metadata")).items()}
@@ -195,10 +195,8 @@ def _tensor(value: Any) -> TensorStorageMetadata:
     pairs = [(_size(chunk.get("offsets")), _size(chunk.get("sizes"))) for chunk in found]
     if not size and pairs != [((), ())]:
         raise DamageError("it has parts of a single number")
-    if any(any(begin[1:]) or len(begin) != len(size) or part[1:] != size[1:] for begin, part in pairs):
-        raise DamageError("it has parts that are no ranges of rows")
     if size:
-        _require_consecutive([(begin[0], part[0]) for begin, part in pairs], size[0], "a tensor")
+        require_grid(pairs, size)
     return TensorStorageMetadata(
         TensorProperties(dtype=getattr(torch, dtype.removeprefix("torch."))),
         torch.Size(size),
@@ -215,6 +213,17 @@ def _placed(key: Any, value: Any, sizes: Mapping[str, int]) -> tuple[tuple[str, 
     if info.get("transform_descriptors") is not None:
         raise DamageError("its tensors are transformed")
     return (name, _size(index.get("offset"))), Place(file, _whole(info.get("offset")), _whole(info.get("length")))
+
+
+def require_grid(parts: list[tuple[tuple[int, ...], tuple[int, ...]]], size: tuple[int, ...]) -> None:
+    """Raise DamageError unless the parts, of first position and shape, form a grid that covers the tensor once."""
+    if any(len(begin) != len(size) or len(shape) != len(size) for begin, shape in parts):
+        raise DamageError("it has parts of another number of dimensions than their tensor")
+    spans = [{(begin[d], shape[d]) for begin, shape in parts} for d in range(len(size))]
+    for along, end in zip(spans, size, strict=True):
+        _require_consecutive(list(along), end, "a tensor")
+    if not len(set(parts)) == len(parts) == math.prod(map(len, spans)):
+        raise DamageError("it has parts that do not form a grid")
 
 
 def _require_consecutive(spans: list[tuple[int, int]], end: int, what: str) -> None:
@@ -348,11 +357,11 @@ class Reader(FileSystemReader):
         for name, items in by_file.items():
             with opened(self._folder / name) as file:
                 for item, part in items:
-                    rows = _read_tensor(file, part)
+                    values = _read_tensor(file, part)
                     for dimension, (begin, length) in enumerate(zip(item.storage_offsets, item.lengths, strict=True)):
-                        rows = rows.narrow(dimension, begin, length)
+                        values = values.narrow(dimension, begin, length)
                     target = planner.resolve_tensor(item).detach()
-                    target.copy_(rows)
+                    target.copy_(values)
                     planner.commit_tensor(item, target)
         done: Future[None] = Future()
         done.set_result(None)

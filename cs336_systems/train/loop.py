@@ -36,7 +36,7 @@ from cs336_systems.train.building import build_step
 from cs336_systems.train.data import Corpus
 from cs336_systems.train.run_log import RunLog, show
 from cs336_systems.train.saving import Progress, Saver
-from cs336_systems.train.settings import TrainSettings
+from cs336_systems.train.settings import AXES, TrainSettings
 from cs336_systems.train.weights import require_weights
 
 STOPPED = 75
@@ -77,7 +77,9 @@ def _open_corpus(settings: TrainSettings, rank: Rank) -> Corpus:
 
 
 def _require_possible(settings: TrainSettings, rank: Rank) -> None:
-    settings.data.micro_batches(rank.world_size)
+    if settings.parallel.engine == "torch":
+        settings.parallel.axes(rank.world_size)
+    settings.data.micro_batches(settings.parallel.data_place(rank.rank, rank.world_size)[1])
     if settings.log.tensorboard and importlib.util.find_spec("tensorboard") is None:
         raise UserError("--tensorboard: it is not installed; pip install tensorboard, or leave the flag out")
     require_attention(settings.run_config(str(rank.device), rank.world_size))
@@ -91,6 +93,8 @@ class Trainer:
     def __init__(self, settings: TrainSettings, rank: Rank, corpus: Corpus | None = None):
         self.settings = settings
         self.rank = rank
+        self.share, self.shares = settings.parallel.data_place(rank.rank, rank.world_size)
+        """The share of every batch that this rank computes, and the number of shares."""
         self.corpus = corpus or _open_corpus(settings, rank)
         self.step = build_step(settings, rank)
         self.progress = Progress()
@@ -104,6 +108,9 @@ class Trainer:
         """Show what is trained, on what: the first step may take a while."""
         parameters, tokens = self.settings.model.parameters, self.corpus.tokens.count
         ranks = f"{self.rank.world_size} rank{'' if self.rank.world_size == 1 else 's'} on {self.rank.device}"
+        if self.settings.parallel.engine == "torch":
+            sizes = zip(AXES, self.settings.parallel.axes(self.rank.world_size), strict=True)
+            ranks += f", torch's engine: {' x '.join(f'{name} {size}' for name, size in sizes)}"
         self._show(f"training {parameters:,} parameters on {tokens:,} tokens of {self.corpus.tokens.path}; {ranks}")
         if self.settings.checkpoint.keep_best and self.settings.first_compared == self.settings.steps:
             every = f"evaluated every {self.settings.log.eval_every}, saved every {self.settings.checkpoint.save_every}"
@@ -181,10 +188,10 @@ class Trainer:
     def _batches(self, step: int) -> list[tuple[Tensor, Tensor]]:
         """Return this rank's share of the sequences of a step, in micro batches."""
         data, device = self.settings.data, self.rank.device
-        per_rank = data.batch_size // self.rank.world_size
-        first = step * data.batch_size + self.rank.rank * per_rank
+        per_rank = data.batch_size // self.shares
+        first = step * data.batch_size + self.share * per_rank
         inputs, targets = self.corpus.training(self.settings.seed, first, per_rank)
-        count = data.micro_batches(self.rank.world_size)
+        count = data.micro_batches(self.shares)
         parts = zip(inputs.chunk(count), targets.chunk(count), strict=True)
         return [(a.to(device), b.to(device)) for a, b in parts]
 
@@ -203,7 +210,7 @@ class Trainer:
         count, size = self.settings.log.eval_batches, self.settings.data.micro_batch_size
         total = torch.zeros((), dtype=torch.float64, device=communication_device())
         for number in range(count):
-            first = (number * self.rank.world_size + self.rank.rank) * size
+            first = (number * self.shares + self.share) * size
             inputs, targets = self.corpus.validation(first, size)
             total += self.step.evaluate(inputs.to(self.rank.device), targets.to(self.rank.device)).to(total)
         dist.all_reduce(total)

@@ -25,6 +25,8 @@ from cs336_systems.config import (
 from cs336_systems.flags import flat, renamed
 
 PARALLEL = ("none", "ddp", "ddp-sharded", "fsdp")
+ENGINES = ("ours", "torch")
+AXES = ("dp_replicate", "dp_shard", "tp")
 BYTES = 256
 WARMUP_STEPS = 20
 LAUNCH_BOUND = 4 << 20
@@ -156,12 +158,42 @@ class ParallelSettings(_Checked):
     wrapper: str = renamed(
         "parallel", flag("ddp", "how ranks share the work: none, ddp, ddp-sharded (ZeRO 1), fsdp", PARALLEL)
     )
+    engine: str = flag("ours", "who runs --parallel: our wrappers, or torch's own over the axes below", ENGINES)
+    dp_replicate: int = flag(1, "--engine torch: groups of ranks with a copy of the model each")
+    dp_shard: int = flag(1, "--engine torch: ranks that shard weights, gradients and state (0: all remaining ranks)")
+    tp: int = flag(1, "--engine torch: ranks that split every layer (tensor parallel)")
     rank_timeout: float = flag(600.0, "seconds to wait for a rank that does not respond")
 
     def __post_init__(self) -> None:
+        self._at_least(1, "dp_replicate", "tp")
+        self._at_least(0, "dp_shard")
+        if self.engine == "torch" and self.wrapper != "ddp":
+            raise UserError(
+                f"--parallel {self.wrapper} is for --engine ours; --engine torch takes --dp_replicate, --dp_shard, --tp"
+            )
+        for name in AXES:
+            if self.engine == "ours" and getattr(self, name) != 1:
+                raise UserError(f"--{name} {getattr(self, name)} needs --engine torch")
         self._require(
             math.isfinite(self.rank_timeout) and self.rank_timeout >= 1, "rank_timeout", "a finite number of at least 1"
         )
+
+    def axes(self, world_size: int) -> tuple[int, int, int]:
+        """Return the sizes of AXES for a number of ranks; raise UserError if they do not multiply to it."""
+        others = self.dp_replicate * self.tp
+        shard = self.dp_shard or max(1, world_size // others)
+        if others * shard != world_size:
+            shown = " x ".join(f"--{name} {getattr(self, name)}" for name in AXES)
+            ranks = "1 rank" if world_size == 1 else f"{world_size} ranks"
+            raise UserError(f"{shown} does not give {ranks}; --dp_shard 0 uses all that the other axes leave")
+        return self.dp_replicate, shard, self.tp
+
+    def data_place(self, rank: int, world_size: int) -> tuple[int, int]:
+        """Return which share of a batch a rank computes, and the number of shares.
+
+        Ranks of one tensor-parallel group, which are neighbours, compute the same share.
+        """
+        return rank // self.tp, world_size // self.tp
 
 
 @dataclass(frozen=True)
@@ -239,6 +271,24 @@ class TrainSettings(_Checked):
         if self.checkpoint.keep_best and not self.log.eval_every:
             raise UserError("--keep_best compares validation losses, which --eval_every 0 turns off; give another one")
         _ = self.model  # reports its own mistakes now, too
+        if self.parallel.engine == "torch":
+            self._require_for_torch_engine()
+
+    def _require_for_torch_engine(self) -> None:
+        """Raise UserError for settings that need our engine, and for a model that `--tp` ranks cannot split."""
+        only_ours = {
+            "compile": self.compute.compile,
+            "memory_budget": self.compute.memory_budget,
+            "optimizer_state": self.optimizer.state != "fp32",
+            "fast": self.compute.fast not in (None, "on", "off"),
+        }
+        if given := [f"--{name}" for name, value in only_ours.items() if value]:
+            raise UserError(f"{', '.join(given)} needs --engine ours")
+        for name in ("num_heads", "d_ff", "context_length"):
+            if (value := getattr(self.model, name)) % self.parallel.tp:
+                raise UserError(
+                    f"--{name} {value} cannot be divided among --tp {self.parallel.tp} ranks; use a multiple"
+                )
 
     @property
     def folder(self) -> Path:
@@ -274,6 +324,8 @@ class TrainSettings(_Checked):
         wrapper, is_large = self.parallel.wrapper, config.tokens * self.model.d_model >= LAUNCH_BOUND
         with_ranks = ("kernels", "loss") if wrapper != "fsdp" and (is_large or fast != "on") else ()
         allowed = FAST_PARTS if world_size == 1 else with_ranks
+        if self.parallel.engine == "torch":  # its hooks are on modules, whose forward the fused kernels do not call
+            allowed = ()
         excluded = sorted(config.fast_parts - set(allowed))
         if excluded and fast != "on":
             raise UserError(

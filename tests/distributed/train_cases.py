@@ -38,6 +38,7 @@ from cs336_systems.config import UserError
 from cs336_systems.flags import build
 from cs336_systems.parallel.fsdp import FSDP, gather_full_params
 from cs336_systems.parallel.launch import Rank, this_rank
+from cs336_systems.parallel.torch_engine import whole
 from cs336_systems.train.loop import Trainer
 from cs336_systems.train.saving import SaveThread
 from cs336_systems.train.settings import TrainSettings
@@ -100,7 +101,7 @@ class Outcome:
     weights: dict[str, Tensor] = field(default_factory=dict)
     """Full weights, gathered from shards."""
     states: list[Tensor] = field(default_factory=list)
-    """This rank's part of the optimizer state."""
+    """This rank's part of the optimizer state; gathered from all ranks where torch's engine shards it."""
 
 
 def perform_all(runs: dict[str, Run]) -> dict[str, Outcome]:
@@ -129,14 +130,14 @@ def perform(run: Run) -> Outcome:
     optimizer = trainer.step.optimizer
     parameters = [p for group in optimizer.param_groups for p in group["params"] if p in optimizer.state]
     states = [optimizer.state[p] for p in parameters]
-    outcome.states = [torch.as_tensor(state[name]).clone() for state in states for name in sorted(state)]
+    outcome.states = [whole(torch.as_tensor(state[name])).clone() for state in states for name in sorted(state)]
     return outcome
 
 
 def weights_of(model: nn.Module) -> dict[str, Tensor]:
     """Return a copy of the full weights by the names of the unwrapped model. For all ranks together."""
     found = gather_full_params(model) if isinstance(model, FSDP) else model.state_dict()
-    return {name.removeprefix("module."): value.detach().clone() for name, value in found.items()}
+    return {name.removeprefix("module."): whole(value.detach()).clone() for name, value in found.items()}
 
 
 @contextlib.contextmanager
@@ -280,6 +281,7 @@ FAULTS: dict[str, Callable[[Trainer, Rank], AbstractContextManager]] = {
     "inf in the first step on rank 1": functools.partial(poison, float("inf"), lambda forward: forward == 1, 1),
     "nan in every step": functools.partial(poison, float("nan"), lambda forward: True, 0),
     "nan in every other step": functools.partial(poison, float("nan"), lambda forward: forward % 2 == 0, 0),
+    "another gradient in forward 2 on rank 1": functools.partial(poison, 1.0, lambda forward: forward == 2, 1),
     "SIGTERM on rank 1 in forward 3": functools.partial(send_signal, signal.SIGTERM, 3, 1),
     "one save": functools.partial(fail, torch.distributed.checkpoint, "save", 1, anywhere),
     "every save": functools.partial(fail, torch.distributed.checkpoint, "save", 10**9, anywhere),

@@ -1,5 +1,6 @@
 """Checkpoints that someone else has written or changed are data: none is executed, none crashes or hangs a run."""
 
+import contextlib
 import logging
 import os
 import pickle
@@ -15,7 +16,8 @@ import torch
 from cs336_systems.config import UserError
 from cs336_systems.parallel.launch import process_group
 from cs336_systems.train.checkpoint import DamagedCheckpointError, Store, rng_state
-from cs336_systems.train.checkpoint_files import name_of
+from cs336_systems.train.checkpoint_files import DamageError, name_of
+from cs336_systems.train.checkpoint_reader import require_grid
 from tests.distributed import checkpoint_cases as cases
 
 MUTATIONS = int(os.environ.get("CS336_MUTATIONS", "200"))
@@ -62,6 +64,29 @@ def test_torch_loads_our_checkpoints(folder):
     state = {name: torch.zeros_like(value) for name, value in cases.tiny_state(0).items()}
     dcp.load(state, checkpoint_id=folder / name_of(2))
     assert all(torch.equal(value, cases.tiny_state(2)[name]) for name, value in state.items())
+
+
+LEFT, RIGHT = ((0, 0), (2, 2)), ((0, 2), (2, 2))
+GRIDS = {
+    "whole": ([((0, 0), (4, 4))], None),
+    "rows": ([((0, 0), (3, 4)), ((3, 0), (1, 4))], None),
+    "columns": ([((0, 0), (4, 2)), ((0, 2), (4, 2))], None),
+    "rows and columns": ([LEFT, RIGHT, ((2, 0), (2, 2)), ((2, 2), (2, 2))], None),
+    "rows, the last empty": ([((0, 0), (4, 4)), ((4, 0), (0, 4))], None),
+    "a missing corner": ([LEFT, RIGHT, ((2, 0), (2, 2))], "grid"),
+    "a corner twice": ([LEFT, RIGHT, ((2, 0), (2, 2)), ((2, 0), (2, 2))], "grid"),
+    "an overlap": ([((0, 0), (4, 3)), ((0, 2), (4, 2))], "overlap"),
+    "beyond the end": ([((0, 0), (4, 2)), ((0, 2), (4, 4))], "all of a tensor"),
+    "another number of dimensions": ([((0,), (4, 4))], "dimensions"),
+    "no part": ([], "all of a tensor"),
+}
+
+
+@pytest.mark.parametrize("name", GRIDS)
+def test_parts_of_a_tensor_form_a_grid(name):
+    parts, problem = GRIDS[name]
+    with contextlib.nullcontext() if problem is None else pytest.raises(DamageError, match=problem):
+        require_grid(parts, (4, 4))
 
 
 @pytest.mark.parametrize("forgery", cases.FORGERIES)

@@ -56,6 +56,58 @@ def test_an_invalid_value(name, value, named, output):
     assert "\n" not in str(caught.value)
 
 
+TORCH = {"engine": "torch", "parallel": "ddp"}
+NOT_WITH_THIS_ENGINE = [
+    ({"parallel": "ddp", "tp": 2}, "--tp 2 needs --engine torch"),
+    ({"parallel": "fsdp", "dp_shard": 0}, "--dp_shard 0 needs --engine torch"),
+    ({**TORCH, "parallel": "fsdp"}, "--parallel fsdp.*--dp_shard"),
+    ({**TORCH, "tp": 0}, "--tp.*0"),
+    ({**TORCH, "dp_replicate": -1}, "--dp_replicate.*-1"),
+    ({**TORCH, "compile": True, "fast": "optimizer"}, "--compile, --fast needs --engine ours"),
+    ({**TORCH, "memory_budget": "1GiB"}, "--memory_budget needs --engine ours"),
+    ({**TORCH, "optimizer_state": "bf16"}, "--optimizer_state needs --engine ours"),
+    ({**TORCH, "tp": 4}, "--num_heads 2 .*--tp 4"),
+    ({**TORCH, "tp": 2, "context_length": 15}, "--context_length 15 .*--tp 2"),
+    ({**TORCH, "tp": 2, "d_ff": 33}, "--d_ff 33 .*--tp 2"),
+]
+
+
+@pytest.mark.parametrize(("flags", "named"), NOT_WITH_THIS_ENGINE, ids=lambda value: str(value))
+def test_flags_that_an_engine_does_not_have(flags, named, output):
+    with pytest.raises(UserError, match=named) as caught:
+        settings_of(output, **flags)
+    assert "\n" not in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("given", "ranks", "expected"),
+    [
+        ({}, 1, (1, 1, 1)),
+        ({"dp_shard": 0}, 1, (1, 1, 1)),
+        ({"dp_shard": 0}, 8, (1, 8, 1)),
+        ({"dp_shard": 0, "tp": 2}, 8, (1, 4, 2)),
+        ({"dp_shard": 2, "dp_replicate": 4}, 8, (4, 2, 1)),
+        ({}, 2, "--dp_shard 1.* 2 ranks"),
+        ({"tp": 2}, 1, "--tp 2 .* 1 rank;"),
+        ({"dp_shard": 0, "tp": 2}, 3, "--tp 2 .* 3 ranks"),
+        ({"dp_shard": 0, "dp_replicate": 8}, 4, "--dp_replicate 8 .* 4 ranks"),
+    ],
+)
+def test_axes_multiply_to_the_ranks(given, ranks, expected, output):
+    parallel = settings_of(output, **TORCH, **given).parallel
+    if isinstance(expected, tuple):
+        assert parallel.axes(ranks) == expected
+        shares = [parallel.data_place(rank, ranks) for rank in range(ranks)]
+        assert shares == [(rank // expected[2], ranks // expected[2]) for rank in range(ranks)]
+    else:
+        with pytest.raises(UserError, match=expected):
+            parallel.axes(ranks)
+
+
+def test_the_fast_step_is_off_with_the_engine_of_torch(output):
+    assert settings_of(output, **TORCH, fast="on").run_config("cuda", 1).fast_parts == set()
+
+
 @pytest.mark.parametrize(("steps", "warmup"), [(1, 0), (3, 0), (10, 1), (20, 2), (21, 20), (200, 20)])
 def test_the_default_warmup_is_below_the_steps(steps, warmup, output):
     given = {name: value for name, value in fields(output, steps=steps).items() if name != "warmup_steps"}
@@ -67,7 +119,7 @@ def test_flags_have_the_names_of_the_flat_form(output):
     """The manifests of checkpoints hold the flat form, so these names are part of a file format."""
     settings = settings_of(output, final_share=0.25, checkpoint_blocks=2, most_skipped=3)
     names = [found.name for found in flags_of(TrainSettings)]
-    assert len(set(names)) == len(names) == 48
+    assert len(set(names)) == len(names) == 52
     flat = settings.to_dict()
     assert flat.keys() == {*names, "model"}
     assert (flat["final_share"], flat["warmup_steps"], flat["checkpoint_blocks"]) == (0.25, 1, 2)

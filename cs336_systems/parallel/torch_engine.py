@@ -1,0 +1,182 @@
+"""torch's own parallelism behind the interface of our wrappers: `cs336 train --engine torch`.
+
+    model = TorchEngine(model, Axes(dp_shard=4, tp=2), device)
+    with model.loss_context():
+        loss = F.cross_entropy(model(tokens).flatten(0, 1), targets.flatten()).full_tensor()
+        loss.backward()
+    model.finish_gradient_synchronization()
+    model.clip_grad_norm_(1.0)
+
+Ranks form one DeviceMesh with the axes of `Axes`, the last one innermost: ranks of one tensor-parallel group are
+neighbours and get the same batch.
+
+- dp_replicate alone is torch's DistributedDataParallel.
+- dp_shard is `fully_shard`, a group for each block and one for the rest; with dp_replicate it is hybrid (HSDP).
+- tp is `parallelize_module`: heads and the feed-forward layer by columns, then by rows; between them, and in norms,
+  each rank holds a part of the sequence; embedding and head are split by the vocabulary, and so is the loss.
+"""
+
+import inspect
+import math
+from collections.abc import Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from typing import Any, NamedTuple, cast
+
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
+from torch.distributed.tensor import DTensor, Replicate, Shard
+from torch.distributed.tensor.parallel import (
+    ColwiseParallel,
+    ParallelStyle,
+    PrepareModuleInput,
+    RowwiseParallel,
+    SequenceParallel,
+    loss_parallel,
+    parallelize_module,
+)
+from torch.nn.parallel import DistributedDataParallel
+
+from cs336_systems.parallel.collectives import Wrapper, broadcast, local_part
+
+_IS_RENAMED = "forward_sync_buffers" in inspect.signature(DistributedDataParallel.__init__).parameters  # torch 2.13
+_BUFFERS_STAY: dict[str, Any] = {"forward_sync_buffers" if _IS_RENAMED else "broadcast_buffers": False}
+"""The buffers are RoPE's tables, which are constants: DDP need not send them in every forward."""
+
+
+class Axes(NamedTuple):
+    """The sizes of the mesh's axes; their product is the number of ranks."""
+
+    dp_replicate: int = 1
+    dp_shard: int = 1
+    tp: int = 1
+
+
+class TorchEngine(Wrapper):
+    """Trains a TransformerLM, or a model with modules of the same names, over the axes of a mesh.
+
+    `compute_dtype`: dtype in which `fully_shard` gathers weights and in which blocks compute; gradients are reduced in
+    fp32. Where nothing is sharded the caller's autocast does that.
+    """
+
+    def __init__(self, module: nn.Module, axes: Axes, device: torch.device, compute_dtype: torch.dtype | None = None):
+        super().__init__(module)
+        with torch.no_grad():
+            broadcast([*module.parameters(), *module.buffers()])
+        mesh = init_device_mesh(device.type, tuple(axes), mesh_dim_names=axes._fields)
+        self._tp = axes.tp
+        self._in_loss_context = False
+        self._ddp: DistributedDataParallel | None = None
+        if axes.tp > 1:
+            parallelize_module(module, mesh["tp"], tensor_parallel_plan())
+        if axes.dp_shard > 1 or (axes.dp_replicate > 1 and axes.tp > 1):  # DDP does not know of DTensors
+            _fully_shard(module, mesh, axes, compute_dtype)
+        elif axes.dp_replicate > 1:
+            self._ddp = DistributedDataParallel(module, **_BUFFERS_STAY)
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        """Return the logits: split by the vocabulary within `loss_context`, whole elsewhere."""
+        length = tokens.shape[1]
+        run = self._ddp or self.module
+        logits = run(F.pad(tokens, (0, -length % self._tp)))  # later tokens change nothing: attention is causal
+        if isinstance(self.module, FSDPModule) and not torch.is_grad_enabled():
+            self.module.reshard()  # no backward pass will do it, and checkpoints hold shards
+        if isinstance(logits, DTensor) and not self._in_loss_context:
+            logits = logits.full_tensor()
+        return logits[:, :length] if logits.shape[1] != length else logits
+
+    @contextmanager
+    def loss_context(self) -> Iterator[None]:
+        """Compute the loss, and its backward pass, of logits that are split over ranks."""
+        if self._tp == 1:
+            yield
+            return
+        self._in_loss_context = True
+        try:
+            with loss_parallel():
+                yield
+        finally:
+            self._in_loss_context = False
+
+    def no_sync(self) -> AbstractContextManager:
+        """Accumulate gradients on each rank; the backward pass after this context averages them."""
+        if self._ddp is not None:
+            return self._ddp.no_sync()
+        return _without_reduction(self.module) if isinstance(self.module, FSDPModule) else nullcontext()
+
+    @torch.no_grad()
+    def finish_gradient_synchronization(self) -> None:
+        """Sum the gradients of weights that all ranks of a tensor-parallel group hold, each for its part of the
+        sequence. All other gradients are complete when the backward pass ends."""
+        for p in self.module.parameters():
+            if isinstance(p, DTensor) and isinstance(p.grad, DTensor) and p.grad.placements != p.placements:
+                p.grad = p.grad.redistribute(placements=p.placements)
+
+    @torch.no_grad()
+    def clip_grad_norm_(self, max_norm: float) -> Tensor:
+        """Clip the gradients by their norm over all ranks; return that norm. For all ranks together."""
+        grads = [p.grad for p in self.module.parameters() if p.grad is not None]
+        square = torch.zeros((), dtype=torch.float64, device=grads[0].device if grads else None)
+        for grad in grads:
+            square += torch.linalg.vector_norm(local_part(grad), dtype=torch.float64).square() / _copies(grad)
+        dist.all_reduce(square)  # one collective, where DTensor's own norm needs one for each axis
+        norm = square.sqrt()
+        scale = (max_norm / (norm + 1e-6)).clamp(max=1.0)
+        for grad in grads:
+            local_part(grad).mul_(scale)
+        return norm.float()
+
+
+def whole(tensor: Tensor) -> Tensor:
+    """Return a distributed tensor gathered from all ranks, any other as it is."""
+    return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
+
+
+def _copies(tensor: Tensor) -> int:
+    """Return the number of ranks that hold each element. Meshes leave out axes of size 1 only."""
+    if not isinstance(tensor, DTensor):
+        return dist.get_world_size()
+    sizes = zip(tensor.device_mesh.shape, tensor.placements, strict=True)
+    return math.prod(size for size, placement in sizes if placement.is_replicate())
+
+
+def _fully_shard(module: nn.Module, mesh: DeviceMesh, axes: Axes, compute_dtype: torch.dtype | None) -> None:
+    options: dict[str, Any] = {
+        "mesh": mesh["dp_replicate", "dp_shard"] if axes.dp_replicate > 1 else mesh["dp_shard"],
+        "mp_policy": MixedPrecisionPolicy(compute_dtype, torch.float32 if compute_dtype else None),
+    }
+    for block in cast(Any, module).layers:
+        fully_shard(block, **options)
+    fully_shard(module, **options)
+
+
+@contextmanager
+def _without_reduction(module: FSDPModule) -> Iterator[None]:
+    module.set_requires_gradient_sync(False)
+    try:
+        yield
+    finally:
+        module.set_requires_gradient_sync(True)
+
+
+def tensor_parallel_plan() -> dict[str, ParallelStyle]:
+    """Return how `parallelize_module` splits each module. Shard(1) is the sequence."""
+    by_columns = {
+        f"layers.*.{name}": ColwiseParallel()
+        for name in ("attn.q_proj", "attn.k_proj", "attn.v_proj", "ffn.w1", "ffn.w3")
+    }
+    by_rows = {f"layers.*.{name}": RowwiseParallel(output_layouts=Shard(1)) for name in ("attn.output_proj", "ffn.w2")}
+    norms = {name: SequenceParallel() for name in ("layers.*.ln1", "layers.*.ln2", "ln_final")}
+    return {
+        "token_embeddings": RowwiseParallel(input_layouts=Replicate(), output_layouts=Shard(1)),
+        # The second argument of attention is the table of RoPE.
+        "layers.*.attn": PrepareModuleInput(input_layouts=(Shard(1), None), desired_input_layouts=(Replicate(), None)),
+        "layers.*.ffn": PrepareModuleInput(input_layouts=(Shard(1),), desired_input_layouts=(Replicate(),)),
+        **by_columns,
+        **by_rows,
+        **norms,
+        "lm_head": ColwiseParallel(input_layouts=Shard(1), use_local_output=False),
+    }
