@@ -22,13 +22,13 @@ pytestmark = pytest.mark.xdist_group("ranks")
 
 TOLERANCE = 1e-6
 BASE = {"num_layers": 2, "steps": 4, "micro_batch_size": 1, "learning_rate": 1e-3, "max_grad_norm": 0.5}
-BASE |= {"parallel": "ddp", "save_every": 2, "keep": 4, "eval_every": 4, "sample_tokens": 2}
+BASE |= {"parallel": "ddp", "save_every": 2, "keep": 4, "eval_every": 4, "sample_tokens": 0}
 ODD = {"vocab_size": 257}
 MESHES = {
     2: {
         "dp_replicate": {"dp_replicate": 2, "replay_every": 4},
         "dp_shard": {"dp_shard": 0, "checkpoint_blocks": 1, "replay_every": 4},
-        "tp": {"tp": 2, "async_save": True, "replay_every": 4},
+        "tp": {"tp": 2, "async_save": True, "replay_every": 4, "sample_tokens": 1},
         "dp_shard, odd vocabulary": {"dp_shard": 2, **ODD},
         "tp, odd vocabulary": {"tp": 2, **ODD},
     },
