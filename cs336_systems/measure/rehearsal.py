@@ -7,35 +7,27 @@ that its operators allocate are followed (`memory_trace.StorageTracker`).
 
 import gc
 import importlib
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass, replace
 from statistics import median
-from typing import Any, cast
+from typing import Any
 from unittest import mock
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensorMode
-from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
-from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
-from torch.distributed.tensor import DTensor, Replicate, Shard
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import DTensor
 from torch.distributed.tensor._sharding_prop import ShardingPropagator
-from torch.distributed.tensor.parallel import (
-    ColwiseParallel,
-    ParallelStyle,
-    PrepareModuleInput,
-    RowwiseParallel,
-    SequenceParallel,
-    loss_parallel,
-    parallelize_module,
-)
+from torch.distributed.tensor.parallel import loss_parallel
 
 from cs336_systems.config import RunConfig, UserError
 from cs336_systems.measure.memory_trace import StorageTracker, as_on_cuda, label_optimizer_state, labelled
 from cs336_systems.measure.timing import STEP, time_steps
-from cs336_systems.model import Block, TransformerLM
+from cs336_systems.model import TransformerLM
+from cs336_systems.parallel.torch_engine import Axes, split
 from cs336_systems.predict.allocator import CachingAllocator
 from cs336_systems.predict.memory_model import workspace
 from cs336_systems.predict.rank_shards import Mesh
@@ -88,54 +80,17 @@ def _forget_groups() -> None:
         importlib.import_module("torch.distributed.tensor.debug")._clear_sharding_prop_cache()
 
 
-# -- the mesh, applied to the model -----------------------------------------------------------------------------------
-
-
-def apply_mesh(model: TransformerLM, mesh: DeviceMesh, dtype: torch.dtype | None) -> None:
-    """Split the layers of `model` over the axis "tp", and shard each block and the rest over the axes "dp_*"."""
-    if mesh["tp"].size() > 1:
-        _split_layers(model, mesh["tp"])
-    replicas = mesh["dp_replicate", "dp_shard"]
-    if replicas.size() == 1:
-        return
-    sharded = replicas if mesh["dp_replicate"].size() > 1 else mesh["dp_shard"]
-    # The residual stream stays fp32, as under autocast: inputs of blocks are not cast.
-    low = MixedPrecisionPolicy(param_dtype=dtype, cast_forward_inputs=False)
-    for block in model.layers:
-        fully_shard(block, mesh=sharded, mp_policy=low)
-    fully_shard(model, mesh=sharded)
-
-
-def _split_layers(model: TransformerLM, tp: DeviceMesh) -> None:
-    """Tensor parallel with sequence parallel: between the matmuls a rank has its share of each sequence."""
-    by_sequence, whole = Shard(1), Replicate()
-    ends = {
-        "token_embeddings": RowwiseParallel(input_layouts=whole, output_layouts=by_sequence),
-        "ln_final": SequenceParallel(),
-        "lm_head": ColwiseParallel(input_layouts=by_sequence, output_layouts=Shard(-1), use_local_output=False),
-    }
-    parallelize_module(model, tp, ends)
-    for block in cast("Iterable[Block]", model.layers):
-        split: dict[str, ParallelStyle] = {f"attn.{name}_proj": ColwiseParallel() for name in "qkv"}
-        split |= {f"ffn.{name}": ColwiseParallel() for name in ("w1", "w3")}
-        split |= {name: RowwiseParallel(output_layouts=by_sequence) for name in ("attn.output_proj", "ffn.w2")}
-        inputs = {
-            "attn": PrepareModuleInput(input_layouts=(by_sequence, None), desired_input_layouts=(whole, None)),
-            "ffn": PrepareModuleInput(input_layouts=(by_sequence,), desired_input_layouts=(whole,)),
-        }
-        norms = {"ln1": SequenceParallel(), "ln2": SequenceParallel()}
-        parallelize_module(block, tp, {**split, **inputs, **norms})
-        block.attn.num_heads //= tp.size()
+# -- the model of a rank ----------------------------------------------------------------------------------------------
 
 
 def _sharded_model(config: RunConfig, mesh: Mesh, device_type: str) -> TransformerLM:
     """Return the model of this rank on the meta device."""
-    names = ("dp_replicate", "dp_shard", "tp")
-    devices = init_device_mesh(device_type, (mesh.dp_replicate, mesh.dp_shard, mesh.tp), mesh_dim_names=names)
+    axes = Axes(mesh.dp_replicate, mesh.dp_shard, mesh.tp)
+    devices = init_device_mesh(device_type, tuple(axes), mesh_dim_names=axes._fields)
     with torch.device("meta"):
         model = build_model(config)
     assert isinstance(model, TransformerLM)
-    apply_mesh(model, devices, AUTOCAST_DTYPES.get(config.precision))
+    split(model, devices, axes, AUTOCAST_DTYPES.get(config.precision))
     return model
 
 

@@ -70,10 +70,8 @@ class TorchEngine(Wrapper):
         self._tp = axes.tp
         self._in_loss_context = False
         self._ddp: DistributedDataParallel | None = None
-        if axes.tp > 1:
-            parallelize_module(module, mesh["tp"], tensor_parallel_plan())
-        if axes.dp_shard > 1 or (axes.dp_replicate > 1 and axes.tp > 1):  # DDP does not know of DTensors
-            _fully_shard(module, mesh, axes, compute_dtype)
+        if axes.dp_shard > 1 or axes.tp > 1:  # DDP does not know of DTensors
+            split(module, mesh, axes, compute_dtype)
         elif axes.dp_replicate > 1:
             self._ddp = DistributedDataParallel(module, **_BUFFERS_STAY)
 
@@ -143,7 +141,12 @@ def _copies(tensor: Tensor) -> int:
     return math.prod(size for size, placement in sizes if placement.is_replicate())
 
 
-def _fully_shard(module: nn.Module, mesh: DeviceMesh, axes: Axes, compute_dtype: torch.dtype | None) -> None:
+def split(module: nn.Module, mesh: DeviceMesh, axes: Axes, compute_dtype: torch.dtype | None) -> None:
+    """Split the layers of a model over the axis "tp", and shard its blocks and the rest over the axes "dp_*"."""
+    if axes.tp > 1:
+        parallelize_module(module, mesh["tp"], tensor_parallel_plan())
+    if axes.dp_replicate == axes.dp_shard == 1:
+        return
     options: dict[str, Any] = {
         "mesh": mesh["dp_replicate", "dp_shard"] if axes.dp_replicate > 1 else mesh["dp_shard"],
         "mp_policy": MixedPrecisionPolicy(compute_dtype, torch.float32 if compute_dtype else None),

@@ -7,8 +7,9 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor.parallel import loss_parallel
 
 from cs336_systems.config import ModelConfig, RunConfig
-from cs336_systems.measure.rehearsal import apply_mesh, local, rehearse
+from cs336_systems.measure.rehearsal import local, rehearse
 from cs336_systems.model import TransformerLM
+from cs336_systems.parallel.torch_engine import Axes, split
 from cs336_systems.predict.rank_shards import Mesh
 
 MODEL = ModelConfig(vocab_size=62, context_length=8, d_model=16, num_layers=1, num_heads=2, d_ff=26)
@@ -16,10 +17,11 @@ MODEL = ModelConfig(vocab_size=62, context_length=8, d_model=16, num_layers=1, n
 
 def real_bytes(shards: int, tensor: int) -> tuple[int, int]:
     """Return the bytes of parameters and gradients of this rank after a real backward pass."""
-    mesh = init_device_mesh("cpu", (1, shards, tensor), mesh_dim_names=("dp_replicate", "dp_shard", "tp"))
+    axes = Axes(1, shards, tensor)
+    mesh = init_device_mesh("cpu", tuple(axes), mesh_dim_names=axes._fields)
     torch.manual_seed(0)
     model = TransformerLM(MODEL, attention="reference")
-    apply_mesh(model, mesh, None)
+    split(model, mesh, axes, None)
     tokens = torch.zeros(tensor, MODEL.context_length, dtype=torch.long)
     with loss_parallel():
         logits = model(tokens)
