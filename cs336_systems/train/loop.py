@@ -300,10 +300,15 @@ def _exclusive(folder: Path) -> Iterator[None]:
 
 
 class _Signals:
-    """SIGTERM, SIGINT and SIGUSR1 (Slurm's usual warning) request a stop after the step; a second one exits at once."""
+    """SIGTERM, SIGINT and SIGUSR1 (Slurm's usual warning) request a stop after the step. A second one exits at once,
+    unless it comes with the first: launchers pass a signal on to processes that already have it."""
+
+    TOGETHER = 1.0
+    """Seconds within which signals count as one."""
 
     def __init__(self) -> None:
         self.stop = False
+        self._first = 0.0
         self._before: dict[int, Any] = {}
 
     def __enter__(self) -> "_Signals":
@@ -317,7 +322,9 @@ class _Signals:
 
     def _handle(self, number: int, frame: Any) -> None:
         if self.stop:
-            os._exit(128 + number)
-        self.stop = True
+            if time.monotonic() - self._first >= self.TOGETHER:
+                os._exit(128 + number)
+            return
+        self.stop, self._first = True, time.monotonic()
         name = signal.Signals(number).name
         print(f"{name}: ending this step, then saving; send it again to exit at once", file=sys.stderr)
