@@ -27,7 +27,8 @@ from cs336_systems.config import RunConfig, UserError
 from cs336_systems.measure.memory_trace import StorageTracker, as_on_cuda, label_optimizer_state, labelled
 from cs336_systems.measure.timing import STEP, time_steps
 from cs336_systems.model import TransformerLM
-from cs336_systems.parallel.torch_engine import Axes, split
+from cs336_systems.parallel.collectives import local_part
+from cs336_systems.parallel.torch_engine import split
 from cs336_systems.predict.allocator import CachingAllocator
 from cs336_systems.predict.memory_model import workspace
 from cs336_systems.predict.rank_shards import Mesh
@@ -85,12 +86,11 @@ def _forget_groups() -> None:
 
 def _sharded_model(config: RunConfig, mesh: Mesh, device_type: str) -> TransformerLM:
     """Return the model of this rank on the meta device."""
-    axes = Axes(mesh.dp_replicate, mesh.dp_shard, mesh.tp)
-    devices = init_device_mesh(device_type, tuple(axes), mesh_dim_names=axes._fields)
+    devices = init_device_mesh(device_type, tuple(mesh), mesh_dim_names=mesh._fields)
     with torch.device("meta"):
         model = build_model(config)
     assert isinstance(model, TransformerLM)
-    split(model, devices, axes, AUTOCAST_DTYPES.get(config.precision))
+    split(model, devices, mesh, AUTOCAST_DTYPES.get(config.precision))
     return model
 
 
@@ -98,7 +98,7 @@ def _allocate(model: TransformerLM, device: str) -> None:
     """Allocate the shards of the model and fill them with values that are not special."""
     model.to_empty(device=device)
     for parameter in model.parameters():
-        nn.init.normal_(local(parameter).detach(), std=0.02)
+        nn.init.normal_(local_part(parameter).detach(), std=0.02)
     model.rotate.reset_parameters()
 
 
@@ -165,7 +165,7 @@ def _step(model: TransformerLM, run: RunConfig) -> TrainStep:
 def _moments(step: TrainStep) -> int:
     assert step.optimizer is not None
     states = step.optimizer.state.values()
-    return sum(local(state[name]).nbytes for state in states for name in ("exp_avg", "exp_avg_sq"))
+    return sum(local_part(state[name]).nbytes for state in states for name in ("exp_avg", "exp_avg_sq"))
 
 
 class _Sizes:
@@ -173,20 +173,15 @@ class _Sizes:
 
     def __init__(self, model: nn.Module):
         self._model = model
-        self.parameters = sum(local(parameter).nbytes for parameter in model.parameters())
+        self.parameters = sum(local_part(parameter).nbytes for parameter in model.parameters())
         self.gradients = 0
 
     @contextmanager
     def watch(self, phase: str) -> Iterator[None]:
         if phase == "optimizer":
             grads = (parameter.grad for parameter in self._model.parameters())
-            self.gradients = sum(local(grad).nbytes for grad in grads if grad is not None)
+            self.gradients = sum(local_part(grad).nbytes for grad in grads if grad is not None)
         yield
-
-
-def local(tensor: Tensor) -> Tensor:
-    """Return the tensor itself, or this rank's part of a DTensor."""
-    return tensor._local_tensor if isinstance(tensor, DTensor) else tensor
 
 
 class _ShardTracker(StorageTracker):
@@ -204,7 +199,8 @@ class _ShardTracker(StorageTracker):
         return super().__torch_dispatch__(func, types, args, kwargs)
 
     def track(self, tensor: Tensor, label: str, *, relabel: bool = False, operator: Any = None) -> None:
-        super().track(local(tensor), label, relabel=relabel, operator=operator)
+        own = tensor._local_tensor if isinstance(tensor, DTensor) else tensor  # to_local() would come here again
+        super().track(own, label, relabel=relabel, operator=operator)
 
     @contextmanager
     def following(self) -> Iterator[None]:

@@ -1,13 +1,13 @@
 """torch's own parallelism behind the interface of our wrappers: `cs336 train --engine torch`.
 
-    model = TorchEngine(model, Axes(dp_shard=4, tp=2), device)
+    model = TorchEngine(model, Mesh(dp_shard=4, tp=2), device)
     with model.loss_context():
         loss = F.cross_entropy(model(tokens).flatten(0, 1), targets.flatten()).full_tensor()
         loss.backward()
     model.finish_gradient_synchronization()
     model.clip_grad_norm_(1.0)
 
-Ranks form one DeviceMesh with the axes of `Axes`, the last one innermost: ranks of one tensor-parallel group are
+Ranks form one DeviceMesh with the axes of `Mesh`, the last one innermost: ranks of one tensor-parallel group are
 neighbours and get the same batch.
 
 - dp_replicate alone is torch's DistributedDataParallel.
@@ -20,7 +20,7 @@ import inspect
 import math
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from typing import Any, NamedTuple, cast
+from typing import Any, cast
 
 import torch
 import torch.distributed as dist
@@ -41,18 +41,11 @@ from torch.distributed.tensor.parallel import (
 from torch.nn.parallel import DistributedDataParallel
 
 from cs336_systems.parallel.collectives import Wrapper, broadcast, local_part
+from cs336_systems.predict.rank_shards import Mesh
 
 _IS_RENAMED = "forward_sync_buffers" in inspect.signature(DistributedDataParallel.__init__).parameters  # torch 2.13
 _BUFFERS_STAY: dict[str, Any] = {"forward_sync_buffers" if _IS_RENAMED else "broadcast_buffers": False}
 """The buffers are RoPE's tables, which are constants: DDP need not send them in every forward."""
-
-
-class Axes(NamedTuple):
-    """The sizes of the mesh's axes; their product is the number of ranks."""
-
-    dp_replicate: int = 1
-    dp_shard: int = 1
-    tp: int = 1
 
 
 class TorchEngine(Wrapper):
@@ -62,7 +55,7 @@ class TorchEngine(Wrapper):
     fp32. Where nothing is sharded the caller's autocast does that.
     """
 
-    def __init__(self, module: nn.Module, axes: Axes, device: torch.device, compute_dtype: torch.dtype | None = None):
+    def __init__(self, module: nn.Module, axes: Mesh, device: torch.device, compute_dtype: torch.dtype | None = None):
         super().__init__(module)
         with torch.no_grad():
             broadcast([*module.parameters(), *module.buffers()])
@@ -141,7 +134,7 @@ def _copies(tensor: Tensor) -> int:
     return math.prod(size for size, placement in sizes if placement.is_replicate())
 
 
-def split(module: nn.Module, mesh: DeviceMesh, axes: Axes, compute_dtype: torch.dtype | None) -> None:
+def split(module: nn.Module, mesh: DeviceMesh, axes: Mesh, compute_dtype: torch.dtype | None) -> None:
     """Split the layers of a model over the axis "tp", and shard its blocks and the rest over the axes "dp_*"."""
     if axes.tp > 1:
         parallelize_module(module, mesh["tp"], tensor_parallel_plan())

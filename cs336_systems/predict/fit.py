@@ -2,7 +2,6 @@
 
 import dataclasses
 import math
-import re
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from functools import lru_cache
@@ -11,7 +10,7 @@ from typing import NamedTuple
 
 from cs336_systems.config import COURSE_SIZES, RunConfig, UserError, flag
 from cs336_systems.predict.building_memory import building_peak
-from cs336_systems.predict.gpus import CARDS, find_card
+from cs336_systems.predict.gpus import CARDS, find_card, memory_size
 from cs336_systems.predict.memory_model import estimate
 from cs336_systems.predict.memory_planner import budget_bytes, least_peak, most_economical
 from cs336_systems.predict.model_flags import ShapeArguments
@@ -28,7 +27,6 @@ CONTEXT_STEP = 128
 """Tokens by which contexts differ in the search for the longest."""
 SECOND_GUESS = 8
 """Number at which a search looks after 1; rounding hides the slope between smaller ones."""
-SIZE = re.compile(r"\s*(?P<number>\d+(?:\.\d+)?)\s*(?P<unit>gib|gb|g)?\s*", re.IGNORECASE)
 LARGEST_GPU = 1024 * GIB
 LARGEST_BARE_NUMBER = 512
 """A larger number without a unit is the name of a card, such as 3060, and not its memory in GiB."""
@@ -52,17 +50,13 @@ def gpu_bytes(text: str) -> int:
     gpu = find_card(text)
     if gpu is not None and gpu.memory_gib is not None:
         return int(gpu.memory_gib * GIB)
-    match = SIZE.fullmatch(text)
-    if match and not (match["unit"] is None and float(match["number"]) > LARGEST_BARE_NUMBER):
-        size = _bytes(match)
+    found = memory_size(text)
+    if found and (found[1] or found[0] <= LARGEST_BARE_NUMBER * GIB):
+        size = found[0]
         if not 1 <= size <= LARGEST_GPU:
             raise UserError(f"--gpu {text!r}: memory must be above 0 and at most {LARGEST_GPU // GIB} GiB, as in 24GiB")
         return int(size)
     raise UserError(f"unknown --gpu {text!r}; give its memory, such as 24GiB, or one of: {', '.join(CARDS)}")
-
-
-def _bytes(size: re.Match[str]) -> float:
-    return float(size["number"]) * (10**9 if (size["unit"] or "").lower() == "gb" else GIB)
 
 
 def usable_bytes(capacity: float) -> float:
@@ -213,10 +207,10 @@ def _host_limit(arguments: FitArguments) -> float:
         return math.inf
     if not arguments.memory_budget:
         raise UserError("--host_memory is used by plans only; add --memory_budget auto")
-    match = SIZE.fullmatch(arguments.host_memory)
-    if not match or match["unit"] is None:
+    found = memory_size(arguments.host_memory)
+    if found is None or not found[1]:
         raise UserError(f"--host_memory {arguments.host_memory!r} is not a size; use one such as 128GiB")
-    return _bytes(match)
+    return found[0]
 
 
 def _table(arguments: FitArguments, gpu: str, capacity: int) -> Table:

@@ -9,6 +9,8 @@ import re
 from dataclasses import dataclass
 from typing import NamedTuple
 
+from cs336_systems.record import GIB
+
 TERA, GIGA = 1e12, 1e9
 PCIE_LINK, ETHERNET = 25.0, 3.0
 """GB/s, one way, that `plan` assumes where a GPU's interconnect is not in the table: PCIe 4.0 x16, and 25 Gb/s."""
@@ -108,6 +110,15 @@ GPUS = (
     GPU("V100", r"V100", _V100, memory_gib=15.8),
     GPU("T4", r"\bT4\b", Peaks(8.1, None, None, 65.0), memory_gib=14.6),
 )
+
+
+def memory_size(text: str) -> tuple[float, str] | None:
+    """Return the bytes of a size such as `24GiB`, `80GB` or `24` (GiB), and its unit as written; None if it is none."""
+    match = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*(gib|gb|g)?\s*", text, re.IGNORECASE)
+    if match is None:
+        return None
+    unit = match[2] or ""
+    return float(match[1]) * (10**9 if unit.lower() == "gb" else GIB), unit
 
 
 def card_name(text: str) -> str:

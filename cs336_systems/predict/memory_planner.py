@@ -10,7 +10,6 @@ and `added_seconds` simulates the stream to compare their plans.
 
 import dataclasses
 import math
-import re
 from bisect import bisect_left
 from collections.abc import Iterable
 from dataclasses import dataclass
@@ -21,7 +20,7 @@ from typing import NamedTuple
 from cs336_systems.config import RunConfig, UserError
 from cs336_systems.predict.activation_plan import CHOICES, KEEP, KEEP_ALL, KINDS, OFFLOAD, RECOMPUTE, BlockPlan, Plan
 from cs336_systems.predict.fast_memory import fast_estimate
-from cs336_systems.predict.gpus import GIGA, GPU, TERA
+from cs336_systems.predict.gpus import GIGA, GPU, TERA, memory_size
 from cs336_systems.predict.memory_model import MemoryEstimate, Tensors
 from cs336_systems.record import GIB
 
@@ -98,9 +97,9 @@ def budget_bytes(text: str, capacity: float | None = None) -> int:
         if capacity is None:
             raise UserError("memory_budget auto needs a GPU to look at; give a size such as 130GiB", "memory_budget")
         return int(capacity)
-    match = re.fullmatch(r"(\d+(?:\.\d+)?)(GiB|GB)", text)
-    assert match, "RunConfig has checked it"
-    return int(float(match[1]) * (GIB if match[2] == "GiB" else 10**9))
+    found = memory_size(text)
+    assert found, "RunConfig has checked it"
+    return int(found[0])
 
 
 @lru_cache(maxsize=256)

@@ -5,15 +5,13 @@ column- and row-parallel layers, the vocabulary of embedding and head), `dp_shar
 """
 
 from collections.abc import Iterator
-from dataclasses import dataclass
 from typing import NamedTuple
 
 from cs336_systems.config import ModelConfig, UserError
 
 
-@dataclass(frozen=True)
-class Mesh:
-    """Sizes of the axes of a device mesh."""
+class Mesh(NamedTuple):
+    """Sizes of the axes of a device mesh, or the coordinates of a rank in it."""
 
     dp_replicate: int = 1
     dp_shard: int = 1
@@ -25,7 +23,7 @@ class Mesh:
 
     def require(self, gpus: int, rank: int, model: ModelConfig) -> None:
         """Raise UserError unless the axes multiply to `gpus`, `rank` is one of them and `tp` divides the model."""
-        for name, size in (("dp_replicate", self.dp_replicate), ("dp_shard", self.dp_shard), ("tp", self.tp)):
+        for name, size in self._asdict().items():
             if size < 1:
                 raise UserError(f"--{name} must be at least 1, got {size}")
         if self.gpus != gpus:

@@ -16,7 +16,7 @@ from cs336_systems.measure.block_planner import blocks_for_machine
 from cs336_systems.model import TransformerLM
 from cs336_systems.parallel import DDP, FSDP, ShardedOptimizer
 from cs336_systems.parallel.launch import Rank
-from cs336_systems.parallel.torch_engine import Axes, TorchEngine
+from cs336_systems.parallel.torch_engine import TorchEngine
 from cs336_systems.step.block_memory import ChoiceByBlock
 from cs336_systems.step.memory_budget import apply_memory_budget
 from cs336_systems.step.train_step import AUTOCAST_DTYPES, STATE_DTYPES, TrainStep, build_model, require_device
@@ -75,7 +75,7 @@ def _repeatable_attention(run: RunConfig) -> str:
 
 def _wrap(model: nn.Module, settings: TrainSettings, rank: Rank) -> nn.Module:
     if settings.parallel.engine == "torch":
-        axes = Axes(*settings.parallel.axes(rank.world_size))
+        axes = settings.parallel.axes(rank.world_size)
         return TorchEngine(model, axes, rank.device, AUTOCAST_DTYPES.get(settings.compute.precision))
     match settings.parallel.wrapper:
         case "none":

@@ -36,7 +36,7 @@ from cs336_systems.train.building import build_step
 from cs336_systems.train.data import Corpus
 from cs336_systems.train.run_log import RunLog, show
 from cs336_systems.train.saving import Progress, Saver
-from cs336_systems.train.settings import AXES, TrainSettings
+from cs336_systems.train.settings import TrainSettings
 from cs336_systems.train.weights import require_weights
 
 STOPPED = 75
@@ -109,8 +109,8 @@ class Trainer:
         parameters, tokens = self.settings.model.parameters, self.corpus.tokens.count
         ranks = f"{self.rank.world_size} rank{'' if self.rank.world_size == 1 else 's'} on {self.rank.device}"
         if self.settings.parallel.engine == "torch":
-            sizes = zip(AXES, self.settings.parallel.axes(self.rank.world_size), strict=True)
-            ranks += f", torch's engine: {' x '.join(f'{name} {size}' for name, size in sizes)}"
+            mesh = self.settings.parallel.axes(self.rank.world_size)._asdict()
+            ranks += f", torch's engine: {' x '.join(f'{name} {size}' for name, size in mesh.items())}"
         self._show(f"training {parameters:,} parameters on {tokens:,} tokens of {self.corpus.tokens.path}; {ranks}")
         if self.settings.checkpoint.keep_best and self.settings.first_compared == self.settings.steps:
             every = f"evaluated every {self.settings.log.eval_every}, saved every {self.settings.checkpoint.save_every}"

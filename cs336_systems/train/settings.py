@@ -23,10 +23,10 @@ from cs336_systems.config import (
     require_seed,
 )
 from cs336_systems.flags import flat, renamed
+from cs336_systems.predict.rank_shards import Mesh
 
 PARALLEL = ("none", "ddp", "ddp-sharded", "fsdp")
 ENGINES = ("ours", "torch")
-AXES = ("dp_replicate", "dp_shard", "tp")
 BYTES = 256
 WARMUP_STEPS = 20
 LAUNCH_BOUND = 4 << 20
@@ -171,22 +171,22 @@ class ParallelSettings(_Checked):
             raise UserError(
                 f"--parallel {self.wrapper} is for --engine ours; --engine torch takes --dp_replicate, --dp_shard, --tp"
             )
-        for name in AXES:
+        for name in Mesh._fields:
             if self.engine == "ours" and getattr(self, name) != 1:
                 raise UserError(f"--{name} {getattr(self, name)} needs --engine torch")
         self._require(
             math.isfinite(self.rank_timeout) and self.rank_timeout >= 1, "rank_timeout", "a finite number of at least 1"
         )
 
-    def axes(self, world_size: int) -> tuple[int, int, int]:
-        """Return the sizes of AXES for a number of ranks; raise UserError if they do not multiply to it."""
+    def axes(self, world_size: int) -> Mesh:
+        """Return the mesh of a number of ranks; raise UserError if they do not multiply to it."""
         others = self.dp_replicate * self.tp
         shard = self.dp_shard or max(1, world_size // others)
         if others * shard != world_size:
-            shown = " x ".join(f"--{name} {getattr(self, name)}" for name in AXES)
+            shown = " x ".join(f"--{name} {getattr(self, name)}" for name in Mesh._fields)
             ranks = "1 rank" if world_size == 1 else f"{world_size} ranks"
             raise UserError(f"{shown} does not give {ranks}; --dp_shard 0 uses all that the other axes leave")
-        return self.dp_replicate, shard, self.tp
+        return Mesh(self.dp_replicate, shard, self.tp)
 
     def data_place(self, rank: int, world_size: int) -> tuple[int, int]:
         """Return which share of a batch a rank computes, and the number of shares.

@@ -65,7 +65,7 @@ def report(**changes: Any) -> GroupReport:
 
 
 def said(found: GroupReport) -> dict[str, str]:
-    """What is not as it should be: the mark and the text by subject."""
+    """Return the findings that are not ok: the mark and the text by subject."""
     return {one.what: f"{one.mark} {one.seen}" for one in found.findings() if one.mark != "ok"}
 
 

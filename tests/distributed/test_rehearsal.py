@@ -7,9 +7,10 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor.parallel import loss_parallel
 
 from cs336_systems.config import ModelConfig, RunConfig
-from cs336_systems.measure.rehearsal import local, rehearse
+from cs336_systems.measure.rehearsal import rehearse
 from cs336_systems.model import TransformerLM
-from cs336_systems.parallel.torch_engine import Axes, split
+from cs336_systems.parallel.collectives import local_part
+from cs336_systems.parallel.torch_engine import split
 from cs336_systems.predict.rank_shards import Mesh
 
 MODEL = ModelConfig(vocab_size=62, context_length=8, d_model=16, num_layers=1, num_heads=2, d_ff=26)
@@ -17,7 +18,7 @@ MODEL = ModelConfig(vocab_size=62, context_length=8, d_model=16, num_layers=1, n
 
 def real_bytes(shards: int, tensor: int) -> tuple[int, int]:
     """Return the bytes of parameters and gradients of this rank after a real backward pass."""
-    axes = Axes(1, shards, tensor)
+    axes = Mesh(1, shards, tensor)
     mesh = init_device_mesh("cpu", tuple(axes), mesh_dim_names=axes._fields)
     torch.manual_seed(0)
     model = TransformerLM(MODEL, attention="reference")
@@ -28,7 +29,9 @@ def real_bytes(shards: int, tensor: int) -> tuple[int, int]:
         torch.nn.functional.cross_entropy(logits.flatten(0, 1), tokens.flatten()).backward()
     dist.barrier()
     parameters = list(model.parameters())
-    return sum(local(p).nbytes for p in parameters), sum(local(p.grad).nbytes for p in parameters if p.grad is not None)
+    return sum(local_part(p).nbytes for p in parameters), sum(
+        local_part(p.grad).nbytes for p in parameters if p.grad is not None
+    )
 
 
 @pytest.mark.xdist_group("ranks")

@@ -13,7 +13,8 @@ from cs336_systems.config import ModelConfig
 from cs336_systems.model import TransformerLM
 from cs336_systems.parallel.collectives import local_part
 from cs336_systems.parallel.launch import process_group
-from cs336_systems.parallel.torch_engine import Axes, TorchEngine, whole
+from cs336_systems.parallel.torch_engine import TorchEngine, whole
+from cs336_systems.predict.rank_shards import Mesh
 from cs336_systems.train.weights import export
 from tests.distributed.compare import assert_close, everywhere, rank
 from tests.distributed.train_cases import Outcome, Run, checkpoints, fields, perform_all, recorded, state_of, text_of
@@ -171,7 +172,7 @@ HALVES = {"dp_shard": ("",), "tp": ("embeddings", "proj", "ffn", "head"), "dp_re
 @pytest.mark.ranks(2)
 @pytest.mark.parametrize("axis", HALVES)
 def test_a_rank_holds_its_part(axis):
-    engine = TorchEngine(TransformerLM(CONFIG), Axes(**{axis: 2}), torch.device("cpu"))
+    engine = TorchEngine(TransformerLM(CONFIG), Mesh(**{axis: 2}), torch.device("cpu"))
     whole_sizes = {name: p.numel() for name, p in TransformerLM(CONFIG).named_parameters()}
     for name, p in engine.module.named_parameters():
         share = 2 if any(part in name for part in HALVES[axis]) else 1
@@ -181,7 +182,7 @@ def test_a_rank_holds_its_part(axis):
 @pytest.mark.ranks(2)
 @pytest.mark.parametrize("axis", ["dp_shard", "dp_replicate"])
 def test_gradients_of_all_but_the_last_micro_batch_stay_on_their_rank(axis):
-    engine = TorchEngine(TransformerLM(CONFIG), Axes(**{axis: 2}), torch.device("cpu"))
+    engine = TorchEngine(TransformerLM(CONFIG), Mesh(**{axis: 2}), torch.device("cpu"))
     tokens = torch.randint(16, (1, 8), generator=torch.Generator().manual_seed(rank()))
 
     def head_gradient() -> Tensor | None:
@@ -203,7 +204,7 @@ def test_logits_are_whole_outside_of_the_loss_and_for_any_length():
     model = TransformerLM(CONFIG)
     tokens = torch.randint(16, (2, 8), generator=torch.Generator().manual_seed(0))
     expected = model(tokens).detach()
-    engine = TorchEngine(model, Axes(tp=2), torch.device("cpu"))
+    engine = TorchEngine(model, Mesh(tp=2), torch.device("cpu"))
     for length in (1, 5, 8):
         assert_close(f"length {length}", engine(tokens[:, :length]).detach(), expected[:, :length], TOLERANCE)
     with engine.loss_context():

@@ -11,7 +11,8 @@ from cs336_systems.config import RunConfig, UserError, flag, flag_like
 from cs336_systems.predict.fit import gpu_bytes, usable_bytes
 from cs336_systems.predict.gpus import ETHERNET, GIGA, PCIE_LINK, TERA, find_card
 from cs336_systems.predict.model_flags import ShapeArguments
-from cs336_systems.predict.parallel_model import Cluster, Plan, Strategy, feed_forward, transformer
+from cs336_systems.predict.parallel_model import Cluster, Plan, feed_forward, transformer
+from cs336_systems.predict.strategy import Strategy
 from cs336_systems.record import Metric
 from cs336_systems.report.cells import CellView
 from cs336_systems.report.terms import ACTIVATIONS, BACKWARD, FORWARD, GRADIENTS, PARAMETERS

@@ -15,7 +15,7 @@ from cs336_systems.experiments.ranks.plan_cells import (
 )
 from cs336_systems.predict.fit import gpu_bytes, usable_bytes
 from cs336_systems.predict.gpus import CARDS
-from cs336_systems.predict.parallel_model import Strategy
+from cs336_systems.predict.strategy import Strategy
 from cs336_systems.record import GIB
 from cs336_systems.report.cells import CellView
 from cs336_systems.report.rows import ms, number, percent

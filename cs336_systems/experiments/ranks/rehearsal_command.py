@@ -9,8 +9,9 @@ from typing import TYPE_CHECKING, NamedTuple
 from cs336_systems.config import RunConfig, UserError, flag, flag_like
 from cs336_systems.experiments.ranks.plan_cells import PlanArguments, plan_config, plans
 from cs336_systems.predict.model_flags import ShapeArguments
-from cs336_systems.predict.parallel_model import Plan, Strategy
+from cs336_systems.predict.parallel_model import Plan
 from cs336_systems.predict.rank_shards import Mesh
+from cs336_systems.predict.strategy import Strategy
 from cs336_systems.record import MIB
 from cs336_systems.report.names import part_name
 from cs336_systems.report.rows import ms, number

@@ -103,7 +103,6 @@ class _Run:
     def forward(self, x: Tensor, delta: Tensor | None) -> tuple[Tensor, Tensor]:
         weights, eps = self.weights, self.setting.eps
         stream, y, self.rstd = pointwise.add_norm(x, delta, weights.gain, eps, self.dtype)
-        del x, delta
         self._store("input", stream)
         qkv = self._projections(y)
         del y

@@ -5,7 +5,8 @@ import math
 import pytest
 
 from cs336_systems.predict import feed_forward_layer as closed
-from cs336_systems.predict.parallel_model import Cluster, Plan, Strategy, Workload
+from cs336_systems.predict.parallel_model import Cluster, Plan, Workload
+from cs336_systems.predict.strategy import Strategy
 
 LAYER = closed.Layer(tokens=65_536, width=4096, inner=11_008, flops=989e12, bandwidth=450e9)
 SMALL = closed.Layer(tokens=512, width=64, inner=96, flops=1e9, bandwidth=2e9)

@@ -108,7 +108,7 @@ def share_of(config, share):
 @pytest.mark.parametrize("layers", [2, 4])
 @pytest.mark.parametrize("context", [256, 4096])
 def test_no_plan_is_faster(layers, context, monkeypatch):
-    """Of a few choices, all plans are tried, in the order in which the planner arranges blocks."""
+    """The search equals trying all plans of a few choices, in the order in which the planner arranges blocks."""
     monkeypatch.setattr(memory_planner, "block_plans", lambda allowed: [
         plan for plan in REDUCED if set(plan) <= set(allowed)
     ])  # fmt: skip

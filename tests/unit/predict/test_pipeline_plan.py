@@ -9,7 +9,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from cs336_systems.config import ModelConfig, RunConfig
-from cs336_systems.predict.parallel_model import Cluster, Plan, Strategy, in_flight, stage_layers, transformer
+from cs336_systems.predict.parallel_model import Cluster, Plan, in_flight, stage_layers, transformer
+from cs336_systems.predict.strategy import Strategy
 
 MODEL = ModelConfig(vocab_size=96, context_length=8, d_model=16, num_layers=8, num_heads=2, d_ff=32)
 

@@ -14,7 +14,8 @@ from cs336_systems.experiments.ranks.plan_cells import STRATEGIES, PlanArguments
 from cs336_systems.parallel import fsdp
 from cs336_systems.predict import parallel_model
 from cs336_systems.predict.gpus import CARDS
-from cs336_systems.predict.parallel_model import Cluster, Plan, Strategy, Workload, feed_forward, transformer
+from cs336_systems.predict.parallel_model import Cluster, Plan, Workload, feed_forward, transformer
+from cs336_systems.predict.strategy import Strategy
 from cs336_systems.record import GIB, MIB
 
 MODEL = ModelConfig(vocab_size=96, context_length=8, d_model=16, num_layers=3, num_heads=2, d_ff=32)

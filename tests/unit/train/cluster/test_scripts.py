@@ -161,7 +161,7 @@ def endpoint() -> str:
 
 @pytest.mark.parametrize("cluster", ["slurm", "kubernetes", "skypilot"])
 def test_ranks_get_the_words_and_the_variables_that_were_given(cluster):
-    """Whatever is in them: a stand-in for Python writes them down."""
+    """A stand-in for Python writes them down, whatever is in them."""
     text = launched(cluster, "--sample_prompt", "", "--find_nan", env=(f"A={AWKWARD}", "B=1", "2"))
     done = run_in_bash(shell_of(cluster, text), {})
     assert (done.returncode, done.stderr) == (0, "")
