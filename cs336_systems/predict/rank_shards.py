@@ -1,9 +1,11 @@
 """Elements of the model that one rank of a device mesh holds, counted tensor by tensor. No torch, no GPU.
 
-A mesh has three axes: `dp_replicate` x `dp_shard` x `tp`, the last one innermost. `tp` splits the matrices (Megatron's
-column- and row-parallel layers, the vocabulary of embedding and head), `dp_shard` splits the rows of what is left.
+A mesh has five axes: `pp` x `dp_replicate` x `dp_shard` x `cp` x `tp`, the last one innermost. `pp` splits the blocks,
+`tp` the matrices (Megatron's column- and row-parallel layers, the vocabulary of embedding and head), `dp_shard` and
+`cp` together the rows of what is left; `cp` also splits the sequence.
 """
 
+import math
 from collections.abc import Iterator
 from typing import NamedTuple
 
@@ -13,13 +15,15 @@ from cs336_systems.config import ModelConfig, UserError
 class Mesh(NamedTuple):
     """Sizes of the axes of a device mesh, or the coordinates of a rank in it."""
 
+    pp: int = 1
     dp_replicate: int = 1
     dp_shard: int = 1
+    cp: int = 1
     tp: int = 1
 
     @property
     def gpus(self) -> int:
-        return self.dp_replicate * self.dp_shard * self.tp
+        return math.prod(self)
 
     def require(self, gpus: int, rank: int, model: ModelConfig) -> None:
         """Raise UserError unless the axes multiply to `gpus`, `rank` is one of them and `tp` divides the model."""
@@ -27,10 +31,8 @@ class Mesh(NamedTuple):
             if size < 1:
                 raise UserError(f"--{name} must be at least 1, got {size}")
         if self.gpus != gpus:
-            raise UserError(
-                f"--dp_replicate {self.dp_replicate} x --dp_shard {self.dp_shard} x --tp {self.tp} = {self.gpus:,} "
-                f"GPUs, but --gpus is {gpus:,}; change one so that they agree"
-            )
+            shown = " x ".join(f"--{name} {size}" for name, size in self._asdict().items())
+            raise UserError(f"{shown} = {self.gpus:,} GPUs, but --gpus is {gpus:,}; change one so that they agree")
         if not 0 <= rank < gpus:
             raise UserError(f"--rank {rank} is outside of the {gpus:,} ranks; take one from 0 to {gpus - 1:,}")
         for name in ("num_heads", "context_length", "vocab_size", "d_ff"):
@@ -39,9 +41,11 @@ class Mesh(NamedTuple):
 
     def place(self, rank: int) -> "Mesh":
         """Return the coordinates of a rank, as torch numbers them: the last axis changes fastest."""
-        rest, tp = divmod(rank, self.tp)
-        replicate, shard = divmod(rest, self.dp_shard)
-        return Mesh(replicate, shard, tp)
+        place = []
+        for size in reversed(self):
+            rank, index = divmod(rank, size)
+            place.append(index)
+        return Mesh(*reversed(place))
 
 
 class Weight(NamedTuple):

@@ -153,6 +153,9 @@ class OptimizerSettings(_Checked):
             self._require(0 <= getattr(self, name) < 1, name, "at least 0 and below 1")
 
 
+AXES = ("dp_replicate", "dp_shard", "tp")
+
+
 @dataclass(frozen=True)
 class ParallelSettings(_Checked):
     wrapper: str = renamed(
@@ -171,7 +174,7 @@ class ParallelSettings(_Checked):
             raise UserError(
                 f"--parallel {self.wrapper} is for --engine ours; --engine torch takes --dp_replicate, --dp_shard, --tp"
             )
-        for name in Mesh._fields:
+        for name in AXES:
             if self.engine == "ours" and getattr(self, name) != 1:
                 raise UserError(f"--{name} {getattr(self, name)} needs --engine torch")
         self._require(
@@ -180,13 +183,13 @@ class ParallelSettings(_Checked):
 
     def axes(self, world_size: int) -> Mesh:
         """Return the mesh of a number of ranks; raise UserError if they do not multiply to it."""
-        others = self.dp_replicate * self.tp
-        shard = self.dp_shard or max(1, world_size // others)
-        if others * shard != world_size:
-            shown = " x ".join(f"--{name} {getattr(self, name)}" for name in Mesh._fields)
+        mesh = Mesh(dp_replicate=self.dp_replicate, tp=self.tp)
+        mesh = mesh._replace(dp_shard=self.dp_shard or max(1, world_size // mesh.gpus))
+        if mesh.gpus != world_size:
+            shown = " x ".join(f"--{name} {getattr(self, name)}" for name in AXES)
             ranks = "1 rank" if world_size == 1 else f"{world_size} ranks"
             raise UserError(f"{shown} does not give {ranks}; --dp_shard 0 uses all that the other axes leave")
-        return Mesh(self.dp_replicate, shard, self.tp)
+        return mesh
 
     def data_place(self, rank: int, world_size: int) -> tuple[int, int]:
         """Return which share of a batch a rank computes, and the number of shares.

@@ -18,7 +18,7 @@ MODEL = ModelConfig(vocab_size=62, context_length=8, d_model=16, num_layers=1, n
 
 def real_bytes(shards: int, tensor: int) -> tuple[int, int]:
     """Return the bytes of parameters and gradients of this rank after a real backward pass."""
-    axes = Mesh(1, shards, tensor)
+    axes = Mesh(dp_shard=shards, tp=tensor)
     mesh = init_device_mesh("cpu", tuple(axes), mesh_dim_names=axes._fields)
     torch.manual_seed(0)
     model = TransformerLM(MODEL, attention="reference")
@@ -35,7 +35,7 @@ def real_bytes(shards: int, tensor: int) -> tuple[int, int]:
 
 
 @pytest.mark.xdist_group("ranks")
-@pytest.mark.parametrize("mesh", [Mesh(1, 2, 1), Mesh(1, 1, 2)], ids=str)
+@pytest.mark.parametrize("mesh", [Mesh(dp_shard=2), Mesh(tp=2)], ids=str)
 def test_real_ranks_hold_what_was_rehearsed(rank_groups, mesh):
     run = RunConfig(model=MODEL, batch_size=1, device="cuda", attention="auto")
     found = [rehearse(run, mesh, rank, on_gpu=False) for rank in range(2)]

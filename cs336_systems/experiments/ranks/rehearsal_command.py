@@ -46,7 +46,7 @@ class RehearseArguments(ShapeArguments):
 
     @property
     def mesh(self) -> Mesh:
-        return Mesh(self.dp_replicate, self.dp_shard, self.tp)
+        return Mesh(dp_replicate=self.dp_replicate, dp_shard=self.dp_shard, tp=self.tp)
 
 
 class Rehearsed(NamedTuple):

@@ -34,7 +34,9 @@ def planned(mesh: Mesh):
     return mesh_plan(RehearseArguments(gpus=mesh.gpus, **axes, **SHAPE, precision="fp32"))
 
 
-@pytest.mark.parametrize("mesh", [Mesh(1, 4, 1), Mesh(1, 1, 4), Mesh(1, 4, 2), Mesh(2, 2, 2)], ids=str)
+@pytest.mark.parametrize(
+    "mesh", [Mesh(dp_shard=4), Mesh(tp=4), Mesh(dp_shard=4, tp=2), Mesh(dp_replicate=2, dp_shard=2, tp=2)], ids=str
+)
 def test_bytes_of_a_rank_are_those_of_the_plan(mesh):
     """All rows divide, so every rank holds the mean. Two rules of torch differ: fully_shard shards the norms, which
     plan counts as whole, and tensor parallelism alone keeps the embedding's gradient whole."""
@@ -47,7 +49,7 @@ def test_bytes_of_a_rank_are_those_of_the_plan(mesh):
 
 
 def test_rows_that_do_not_divide_are_rounded_up_on_the_first_ranks():
-    mesh = Mesh(1, 7, 2)
+    mesh = Mesh(dp_shard=7, tp=2)
     sizes = {rank: traced(mesh, rank).parameters for rank in (0, 13)}
     assert sizes == {rank: 4 * elements(MODEL, mesh, rank) for rank in sizes}
     assert sizes[0] > sizes[13]
@@ -63,7 +65,7 @@ def test_a_mesh_of_one_has_the_peak_of_the_plain_step():
 
 
 def test_more_shards_need_less():
-    few, many = traced(Mesh(1, 4, 1), 3), traced(Mesh(1, 7, 2), 13)
+    few, many = traced(Mesh(dp_shard=4), 3), traced(Mesh(dp_shard=7, tp=2), 13)
     assert many.peak < few.peak
     assert many.parts["optimizer state"] < few.parts["optimizer state"]
 
@@ -73,7 +75,7 @@ def test_real_tensors_are_measured_as_traced_ones(monkeypatch):
     monkeypatch.setattr(torch.cuda, "reset_peak_memory_stats", lambda: None)
     monkeypatch.setattr(torch.cuda, "max_memory_allocated", lambda: 7)
     run = RunConfig(model=MODEL, batch_size=1, device="cpu", attention="auto", num_steps=1)
-    mesh = Mesh(1, 4, 2)
+    mesh = Mesh(dp_shard=4, tp=2)
     found = rehearsal.rehearse(run, mesh, 7, on_gpu=True)
     expected = traced(mesh, 7)
     assert (found.parameters, found.gradients, found.optimizer) == (
@@ -95,7 +97,7 @@ def test_logits_stay_split():
     as large as one tensor of them."""
     model = dataclasses.replace(MODEL, vocab_size=8192, num_layers=1)
     run = RunConfig(model=model, batch_size=1, device="cuda", attention="auto")
-    found = rehearsal.rehearse(run, Mesh(1, 2, 4), 3, on_gpu=False)
+    found = rehearsal.rehearse(run, Mesh(dp_shard=2, tp=4), 3, on_gpu=False)
     whole = 4 * model.context_length * model.vocab_size * 4
     assert 0 < found.parts["logits and loss"] < whole
 
