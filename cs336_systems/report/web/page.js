@@ -178,19 +178,25 @@
   async function copy(button) {
     const [table, format, first] = button.dataset.copy.split(" ").map(Number);
     const message = button.parentElement.querySelector("output");
-    const text = inShownOrder(copyOf(table, format, first), first, button.closest(".table").querySelector("tbody").rows);
+    const rows = button.closest(".table").querySelector("tbody").rows;
+    const text = inShownOrder(copyOf(table, format, first, rows), first, rows);
     let done = true;
     try { await navigator.clipboard.writeText(text); } catch { done = copyBySelecting(text, button); }
     message.textContent = words[root.dataset.language][done ? "copied" : "failed"];
     clearTimeout(message.timer);
     message.timer = setTimeout(() => { message.textContent = ""; }, 4000);
   }
-  // A rendered table. Rows in LaTeX that follow from those in Markdown are left out of the page.
-  function copyOf(table, format, first) {
+  // A rendered table. Rows in Markdown that follow from the cells on the page, and rows in LaTeX that follow from those
+  // in Markdown, are left out of the script with the copies: their lines are empty.
+  function copyOf(table, format, first, rows) {
     const [markdown, latex] = copies[table].map((text) => text.split("\n"));
-    if (!format) return copies[table][0];
     const firstInMarkdown = markdown.findIndex((line) => line.startsWith("|")) + 2;
+    [...rows].forEach((row, index) => { markdown[firstInMarkdown + Number(row.dataset.order ?? index)] ||= markdownRow(row); });
+    if (!format) return markdown.join("\n");
     return latex.map((line, index) => line || latexRow(markdown[firstInMarkdown + index - first])).join("\n");
+  }
+  function markdownRow(row) {
+    return `| ${[...row.cells].map((cell) => (cell.querySelector(".en") ?? cell).textContent).join(" | ")} |`;
   }
   function latexRow(markdown) {
     const escaped = markdown.slice(2, -2).replace(/[&%$#_{}]/g, "\\$&").replaceAll("±", "$$\\pm$$").replaceAll("×", "$$\\times$$");

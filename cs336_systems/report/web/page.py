@@ -5,7 +5,7 @@ text is escaped, links lead only to relative paths and http(s), and the page's p
 """
 
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from html import escape
 from typing import NamedTuple
 
@@ -209,7 +209,9 @@ class _Page:
         table = _cut(whole)
         number = len(self.copies)
         markdown, latex = (table.render(format) for format in ("md", "latex"))
-        self.copies.append([markdown, _without_rows_of(markdown, latex, len(table.rows))])
+        in_markdown = markdown.split("\n")[_FIRST_ROW[0] :][: len(table.rows)]
+        copies = (markdown, map(_shown_row, table.rows)), (latex, map(_latex_row, in_markdown))
+        self.copies.append([_without_lines(*copy, first) for copy, first in zip(copies, _FIRST_ROW, strict=True)])
         buttons = "".join(
             f'<button type="button" data-copy="{number} {format} {_FIRST_ROW[format]}">{html_text(text)}</button>'
             for format, text in enumerate(_COPY)
@@ -244,19 +246,22 @@ def _items(texts: Sequence[Text]) -> str:
     return "".join(f"<li>{html_text(text)}</li>" for text in texts)
 
 
-def _without_rows_of(markdown: str, latex: str, rows: int) -> str:
-    """LaTeX with empty lines for the rows that page.js can make from those in Markdown: nearly all, and a sixth of the
-    page."""
-    ours, theirs = (text.split("\n") for text in (latex, markdown))
-    for number in range(rows):
-        place = _FIRST_ROW[1] + number
-        if ours[place] == _latex_row(theirs[_FIRST_ROW[0] + number]):
-            ours[place] = ""
-    return "\n".join(ours)
+def _without_lines(text: str, derived: Iterable[str], first: int) -> str:
+    """The text with empty lines, from `first` on, for those that page.js can derive: nearly all rows."""
+    lines = text.split("\n")
+    for number, line in enumerate(derived, start=first):
+        if lines[number] == line:
+            lines[number] = ""
+    return "\n".join(lines)
+
+
+def _shown_row(cells: Sequence[str | Text]) -> str:
+    """The row in Markdown as page.js makes it of the cells on the page."""
+    return "| " + " | ".join(cell.en if isinstance(cell, Text) else cell for cell in cells) + " |"
 
 
 def _latex_row(markdown: str) -> str:
-    """The row as page.js makes it."""
+    """The row in LaTeX as page.js makes it of that in Markdown."""
     escaped = re.sub(r"[&%$#_{}]", r"\\\g<0>", markdown[2:-2]).replace("±", r"$\pm$").replace("×", r"$\times$")
     return "    " + " & ".join(escaped.split(" | ")) + r" \\"
 

@@ -31,9 +31,12 @@ def test_tables_are_not_stale(records):
 
 
 def test_every_cell_is_filled(cells):
+    """Of the courses' grids: what does not fit is the 10B of 2026, and 2.7B at context 2048 with nothing recomputed."""
     out_of_memory = [cell for cell in cells if not cell.ok]
-    assert {(cell.experiment, cell.get("checkpoint_blocks")) for cell in out_of_memory} == {("checkpointing", 0)}
     assert all(cell.status.startswith("oom: needs") for cell in out_of_memory)
+    small = {(cell.get("size"), cell.get("context_length")) for cell in out_of_memory if cell.get("size") != "2026/10B"}
+    assert small == {("2.7B", 2048)}
+    assert {cell.get("checkpoint_blocks") for cell in out_of_memory} == {0}
     assert {cell.machine for cell in cells} == {"NVIDIA H200"}
     assert {"end_to_end", "precision", "compile", "warmup", "peak_memory"} <= {cell.experiment for cell in cells}
 
@@ -47,8 +50,8 @@ def test_kernels_have_a_kind_and_a_phase(cells):
 
 
 def test_peaks_are_predicted_and_labelled(cells):
-    found = [cell for cell in cells if cell.experiment == "memory"]
-    assert len(found) == 20
+    found = [cell for cell in cells if cell.experiment == "memory" and cell.ok]
+    assert len(found) == 26
     for cell in found:
         peak = cell.value("peak_memory")
         assert abs(cell.memory_error) < 0.02
@@ -76,10 +79,11 @@ def test_the_largest_block_of_forward_is_the_score_matrix_and_gone_with_flash(ce
 
 def test_checkpointing_is_predicted(cells):
     found = [cell for cell in cells if cell.experiment == "checkpointing" and cell.ok]
-    assert len(found) == 18
+    assert len(found) == 39
     for cell in found:
         assert cell.value("predicted_by_tracing_memory") == pytest.approx(cell.value("peak_memory"), rel=0.03)
-        assert cell.get("inner") or abs(cell.memory_error) < 0.03
+        one_level = cell.memory_error  # the closed form has one level of groups
+        assert one_level is None or abs(one_level) < 0.03
 
 
 def test_todays_memory_model_predicts_the_measured_peaks(cells):
@@ -101,7 +105,7 @@ def test_fp32_eager_is_no_slower_and_no_larger_than_the_reference_model(cells):
         "xl": (800.7, 49.9),
         "2.7B": (1168, 65.5),
     }
-    steps = {c.get("size"): c for c in cells if c.experiment == "end_to_end" and c.get("mode") == "train-step"}
+    steps = {c.get("size"): c for c in cells if c.ok and c.experiment == "end_to_end" and c.get("mode") == "train-step"}
     assert steps.keys() == bar.keys()
     for size, (milliseconds, gib) in bar.items():
         assert steps[size].value("step_time") * 1e3 < milliseconds
