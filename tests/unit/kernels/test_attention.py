@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from cs336_systems.config import ATTENTIONS
 from cs336_systems.kernels import FlashAttentionTorch, FlashAttentionTriton, attention
-from cs336_systems.kernels.flash.dispatch import IMPLEMENTATIONS
+from cs336_systems.kernels.flash.dispatch import IMPLEMENTATIONS, constant_when_compiled
 from tests.unit.kernels.attention_cases import (
     CASES,
     LAYOUTS,
@@ -251,6 +251,16 @@ def test_compiled_in_one_graph(case):
     inputs = make_inputs(case, torch.float32, through_lse=True)
     wrong = compare(differentiate(compiled, inputs), inputs, case)
     assert not wrong, wrong
+
+
+def test_constants_carry_the_mark_of_torchs_own_decorator():
+    def ours() -> None: ...
+
+    def torchs() -> None: ...
+
+    constant_when_compiled(ours)
+    torch.compiler.assume_constant_result(torchs)
+    assert vars(ours) == vars(torchs) != {}
 
 
 # The course's interface
