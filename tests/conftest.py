@@ -1,7 +1,9 @@
 """GPU tests are skipped, with the reason, where there is no GPU."""
 
 import gc
+import importlib
 import os
+import sys
 
 import pytest
 
@@ -23,5 +25,7 @@ def pytest_collection_modifyitems(items):
 def pytest_collection_finish():
     """Garbage collections pass over what the tests have in common, a million objects of torch and of the tests: a third
     of a second each."""
+    if "torch" in sys.modules:
+        importlib.import_module("torch._dynamo")  # optimizers and traces import it
     gc.collect()
     gc.freeze()

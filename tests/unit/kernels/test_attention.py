@@ -4,6 +4,7 @@ import itertools
 import math
 import os
 import re
+from dataclasses import replace
 
 import pytest
 import torch
@@ -93,7 +94,9 @@ def test_float32(impl, case):
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16], ids=str)
 @pytest.mark.parametrize("impl", OURS)
 def test_low_precision(impl, dtype, case):
-    check(implementation(impl), case, dtype)
+    # Some CPUs emulate bf16, hundreds of times slower than fp32: one sequence and head, unless heads share keys.
+    is_plain = dtype == torch.bfloat16 and case.heads == case.kv_heads
+    check(implementation(impl), replace(case, batch=1, heads=1, kv_heads=1) if is_plain else case, dtype)
 
 
 @by_name(CASES.values())
