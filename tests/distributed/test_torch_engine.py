@@ -14,7 +14,7 @@ from cs336_systems.model import TransformerLM
 from cs336_systems.parallel.collectives import local_part
 from cs336_systems.parallel.launch import process_group
 from cs336_systems.parallel.torch_engine import TorchEngine, whole
-from cs336_systems.predict.rank_shards import Mesh
+from cs336_systems.predict.rank_shards import Mesh, elements
 from cs336_systems.train.weights import export
 from tests.distributed.compare import assert_close, everywhere, rank
 from tests.distributed.train_cases import Outcome, Run, checkpoints, fields, perform_all, recorded, state_of, text_of
@@ -32,11 +32,16 @@ MESHES = {
         "tp": {"tp": 2, "async_save": True, "replay_every": 4, "sample_tokens": 1},
         "dp_shard, odd vocabulary": {"dp_shard": 2, **ODD},
         "tp, odd vocabulary": {"tp": 2, **ODD},
+        "cp": {"cp": 2, "checkpoint_blocks": 1, "replay_every": 4, "sample_tokens": 1},
+        "cp, odd vocabulary": {"cp": 2, **ODD},
     },
     4: {
         "dp_replicate and dp_shard": {"dp_replicate": 2, "dp_shard": 2},
         "tp and dp_shard": {"tp": 2, "dp_shard": 2},
         "tp and dp_replicate": {"tp": 2, "dp_replicate": 2},
+        "cp and dp_shard": {"cp": 2, "dp_shard": 2},
+        "cp and tp": {"cp": 2, "tp": 2},
+        "cp and dp_replicate": {"cp": 2, "dp_replicate": 2},
     },
 }
 """Flags by number of ranks. Two ranks accumulate the gradients of two micro batches or more, one accumulates four."""
@@ -44,6 +49,8 @@ RESUMED = {
     2: {
         "our fsdp from tp": ("tp", {"engine": "ours", "parallel": "fsdp"}),
         "tp from one process of ours": ("ours", {"engine": "torch", "tp": 2}),
+        "cp from tp": ("tp", {"engine": "torch", "cp": 2}),
+        "our ddp from cp": ("cp", {"engine": "ours"}),
         "dp_shard from tp": ("tp, odd vocabulary", {"engine": "torch", "dp_shard": 2, **ODD}),
     },
     4: {
@@ -66,7 +73,8 @@ def place(tmp_path_factory) -> Path:
 
 def run_of(place: Path, name: str, ranks: int, flags: dict[str, Any], fault: str = "") -> Run:
     """Return a run whose evaluation is over the same four sequences on any mesh."""
-    return Run(fields(place / name, **{**BASE, "eval_batches": 4 * flags.get("tp", 1) // ranks, **flags}), fault=fault)
+    shares = ranks // (flags.get("cp", 1) * flags.get("tp", 1))
+    return Run(fields(place / name, **{**BASE, "eval_batches": 4 // shares, **flags}), fault=fault)
 
 
 def runs_on(place: Path, ranks: int) -> dict[str, Run]:
@@ -154,7 +162,7 @@ def test_bf16_computes_in_bf16_and_keeps_fp32_weights(outcomes, place):
     assert any(not torch.equal(t, t.bfloat16().float()) for t in weights.values())
 
 
-@pytest.mark.parametrize("name", ["dp_shard", "tp", "tp and dp_shard"])
+@pytest.mark.parametrize("name", ["dp_shard", "tp", "tp and dp_shard", "cp and tp"])
 def test_weights_are_exported_from_any_mesh(outcomes, place, name):
     weights = {}
     for run in (name, "ours"):
@@ -165,7 +173,7 @@ def test_weights_are_exported_from_any_mesh(outcomes, place, name):
 
 
 CONFIG = ModelConfig(vocab_size=16, context_length=8, d_model=8, num_layers=2, num_heads=2, d_ff=16)
-HALVES = {"dp_shard": ("",), "tp": ("embeddings", "proj", "ffn", "head"), "dp_replicate": ()}
+HALVES = {"dp_shard": ("",), "cp": ("",), "tp": ("embeddings", "proj", "ffn", "head"), "dp_replicate": ()}
 """Parts of the names of weights of which a rank of two holds one half, by axis."""
 
 
@@ -173,6 +181,8 @@ HALVES = {"dp_shard": ("",), "tp": ("embeddings", "proj", "ffn", "head"), "dp_re
 @pytest.mark.parametrize("axis", HALVES)
 def test_a_rank_holds_its_part(axis):
     engine = TorchEngine(TransformerLM(CONFIG), Mesh(**{axis: 2}), torch.device("cpu"))
+    held = sum(local_part(p).numel() for p in engine.module.parameters())
+    assert held == elements(CONFIG, Mesh(**{axis: 2}), rank())
     whole_sizes = {name: p.numel() for name, p in TransformerLM(CONFIG).named_parameters()}
     for name, p in engine.module.named_parameters():
         share = 2 if any(part in name for part in HALVES[axis]) else 1
@@ -199,13 +209,15 @@ def test_gradients_of_all_but_the_last_micro_batch_stay_on_their_rank(axis):
 
 
 @pytest.mark.ranks(2)
-def test_logits_are_whole_outside_of_the_loss_and_for_any_length():
-    """Sampling reads them; ranks of a tensor-parallel group split the sequence, which may be odd."""
+@pytest.mark.parametrize("axis", ["cp", "tp"])
+def test_logits_are_whole_outside_of_the_loss_and_for_any_length(axis):
+    """Sampling reads them; ranks of a tensor- or context-parallel group split the sequence, which may be odd."""
     model = TransformerLM(CONFIG)
     tokens = torch.randint(16, (2, 8), generator=torch.Generator().manual_seed(0))
     expected = model(tokens).detach()
-    engine = TorchEngine(model, Mesh(tp=2), torch.device("cpu"))
+    engine = TorchEngine(model, Mesh(**{axis: 2}), torch.device("cpu"))
     for length in (1, 5, 8):
         assert_close(f"length {length}", engine(tokens[:, :length]).detach(), expected[:, :length], TOLERANCE)
     with engine.loss_context():
-        assert local_part(engine(tokens)).shape == (2, 8, 8)
+        shape = local_part(engine(engine.own_part(tokens))).shape
+    assert shape == ((2, 8, 8) if axis == "tp" else (2, 4, 16))
