@@ -20,7 +20,7 @@ neighbours and get the same batch, and so do those of a context-parallel group.
 
 import inspect
 import math
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any, cast
 
@@ -56,12 +56,22 @@ class TorchEngine(Wrapper):
 
     `compute_dtype`: dtype in which `fully_shard` gathers weights and in which blocks compute; gradients are reduced in
     fp32. Where nothing is sharded the caller's autocast does that.
+    `fill`: for a module on the "meta" device. When this rank's part has memory it is called to give weights and buffers
+    their values, by `store_shard`: no rank ever holds the whole model. Without it all ranks get rank 0's weights.
     """
 
-    def __init__(self, module: nn.Module, axes: Mesh, device: torch.device, compute_dtype: torch.dtype | None = None):
+    def __init__(
+        self,
+        module: nn.Module,
+        axes: Mesh,
+        device: torch.device,
+        compute_dtype: torch.dtype | None = None,
+        fill: Callable[[nn.Module], None] | None = None,
+    ):
         super().__init__(module)
-        with torch.no_grad():
-            broadcast([*module.parameters(), *module.buffers()])
+        if fill is None:
+            with torch.no_grad():
+                broadcast([*module.parameters(), *module.buffers()])
         self._tp = axes.tp
         self._context: ContextParallel | None = None
         self._in_loss_context = False
@@ -72,7 +82,10 @@ class TorchEngine(Wrapper):
         axes = axes.of_weights
         if axes.dp_shard > 1 or axes.tp > 1:  # DDP does not know of DTensors
             split(module, _device_mesh(axes, device), axes, compute_dtype)
-        elif axes.dp_replicate > 1:
+        if fill is not None:
+            module.to_empty(device=device)
+            fill(module)
+        if axes.dp_shard == axes.tp == 1 < axes.dp_replicate:
             self._ddp = DistributedDataParallel(module, **_BUFFERS_STAY)
 
     def forward(self, tokens: Tensor) -> Tensor:
@@ -136,6 +149,30 @@ class TorchEngine(Wrapper):
 
 def _device_mesh(axes: Mesh, device: torch.device) -> DeviceMesh:
     return init_device_mesh(device.type, tuple(axes), mesh_dim_names=axes._fields)
+
+
+@torch.no_grad()
+def store_shard(parameter: nn.Parameter, value: Tensor) -> None:
+    """Overwrite `value` with rank 0's, and a parameter, or this rank's shard of it, with `value`. For all ranks."""
+    dist.broadcast(value, 0)
+    local_part(parameter).copy_(_shard_like(parameter, value))
+
+
+def _shard_like(parameter: Tensor, value: Tensor) -> Tensor:
+    """Return this rank's part of a whole tensor. The innermost axis, "tp", is the first to split it."""
+    if not isinstance(parameter, DTensor):
+        return value
+    mesh = parameter.device_mesh
+    for axis in reversed(range(mesh.ndim)):
+        if not (placement := parameter.placements[axis]).is_replicate():
+            value = _chunk(value, mesh.size(axis), mesh.get_local_rank(axis), cast(Shard, placement).dim)
+    return value
+
+
+def _chunk(value: Tensor, count: int, index: int, dim: int) -> Tensor:
+    """Return one of `count` parts as torch splits a tensor: equal ones, then a smaller one, then empty ones."""
+    parts = value.chunk(count, dim)
+    return parts[index] if index < len(parts) else value.narrow(dim, 0, 0)
 
 
 def whole(tensor: Tensor) -> Tensor:

@@ -30,6 +30,7 @@ from cs336_systems.model import TransformerLM
 from cs336_systems.parallel.collectives import communication_device
 from cs336_systems.step.block_memory import ChoiceByBlock
 from cs336_systems.step.cuda_graph import Batches, StepGraph
+from cs336_systems.step.initialise import initialise
 from cs336_systems.step.memory_budget import apply_memory_budget
 from cs336_systems.step.replay import Replay
 from cs336_systems.step.updates import LossScale, Update, adapt
@@ -107,7 +108,7 @@ class TrainStep:
             model = build_model(config)
         step = cls(model, config)
         if isinstance(step.optimizer, PackedAdamW):
-            step.optimizer.initialise(model)
+            initialise(model, step.optimizer.device, step.optimizer.load_master)
         if not torch._C._len_torch_dispatch_stack():  # a trace is of another device: it applies the plan itself
             apply_memory_budget(model, config, blocks)
             step.blocks = blocks
