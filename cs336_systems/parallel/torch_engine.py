@@ -8,17 +8,19 @@
     model.clip_grad_norm_(1.0)
 
 Ranks form one DeviceMesh with the axes of `Mesh`, the last one innermost: ranks of one tensor-parallel group are
-neighbours and get the same batch.
+neighbours and get the same batch, and so do those of a context-parallel group.
 
 - dp_replicate alone is torch's DistributedDataParallel.
 - dp_shard is `fully_shard`, a group for each block and one for the rest; with dp_replicate it is hybrid (HSDP).
+- cp is context_parallel.py: each rank computes a part of the sequence. Its ranks shard weights as those of dp_shard do,
+  and with them: `fully_shard` is over both axes.
 - tp is `parallelize_module`: heads and the feed-forward layer by columns, then by rows; between them, and in norms,
   each rank holds a part of the sequence; embedding and head are split by the vocabulary, and so is the loss.
 """
 
 import inspect
 import math
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any, cast
 
@@ -41,6 +43,7 @@ from torch.distributed.tensor.parallel import (
 from torch.nn.parallel import DistributedDataParallel
 
 from cs336_systems.parallel.collectives import Wrapper, broadcast, local_part
+from cs336_systems.parallel.context_parallel import ContextParallel
 from cs336_systems.predict.rank_shards import Mesh
 
 _IS_RENAMED = "forward_sync_buffers" in inspect.signature(DistributedDataParallel.__init__).parameters  # torch 2.13
@@ -53,44 +56,67 @@ class TorchEngine(Wrapper):
 
     `compute_dtype`: dtype in which `fully_shard` gathers weights and in which blocks compute; gradients are reduced in
     fp32. Where nothing is sharded the caller's autocast does that.
+    `fill`: for a module on the "meta" device. When this rank's part has memory it is called to give weights and buffers
+    their values, by `store_shard`: no rank ever holds the whole model. Without it all ranks get rank 0's weights.
     """
 
-    def __init__(self, module: nn.Module, axes: Mesh, device: torch.device, compute_dtype: torch.dtype | None = None):
+    def __init__(
+        self,
+        module: nn.Module,
+        axes: Mesh,
+        device: torch.device,
+        compute_dtype: torch.dtype | None = None,
+        fill: Callable[[nn.Module], None] | None = None,
+    ):
         super().__init__(module)
-        with torch.no_grad():
-            broadcast([*module.parameters(), *module.buffers()])
-        mesh = init_device_mesh(device.type, tuple(axes), mesh_dim_names=axes._fields)
+        if fill is None:
+            with torch.no_grad():
+                broadcast([*module.parameters(), *module.buffers()])
         self._tp = axes.tp
+        self._context: ContextParallel | None = None
         self._in_loss_context = False
         self._ddp: DistributedDataParallel | None = None
+        if axes.cp > 1:
+            self._context = ContextParallel(_device_mesh(axes, device)["cp"])
+            self._context.install(module)
+        axes = axes.of_weights
         if axes.dp_shard > 1 or axes.tp > 1:  # DDP does not know of DTensors
-            split(module, mesh, axes, compute_dtype)
-        elif axes.dp_replicate > 1:
+            split(module, _device_mesh(axes, device), axes, compute_dtype)
+        if fill is not None:
+            module.to_empty(device=device)
+            fill(module)
+        if axes.dp_shard == axes.tp == 1 < axes.dp_replicate:
             self._ddp = DistributedDataParallel(module, **_BUFFERS_STAY)
 
     def forward(self, tokens: Tensor) -> Tensor:
-        """Return the logits: split by the vocabulary within `loss_context`, whole elsewhere."""
+        """Return the logits: within `loss_context` those of `own_part`, split by the vocabulary, elsewhere all."""
         length = tokens.shape[1]
         run = self._ddp or self.module
-        logits = run(F.pad(tokens, (0, -length % self._tp)))  # later tokens change nothing: attention is causal
+        context = None if self._in_loss_context else self._context
+        multiple = self._tp * (2 * context.ranks if context else 1)
+        tokens = F.pad(tokens, (0, -length % multiple))  # later tokens change nothing: attention is causal
+        logits = run(context.own(tokens) if context else tokens)
         if isinstance(self.module, FSDPModule) and not torch.is_grad_enabled():
             self.module.reshard()  # no backward pass will do it, and checkpoints hold shards
         if isinstance(logits, DTensor) and not self._in_loss_context:
             logits = logits.full_tensor()
+        if context is not None:
+            logits = context.joined(logits)
         return logits[:, :length] if logits.shape[1] != length else logits
 
     @contextmanager
     def loss_context(self) -> Iterator[None]:
-        """Compute the loss, and its backward pass, of logits that are split over ranks."""
-        if self._tp == 1:
-            yield
-            return
+        """Compute the loss, and its backward pass, of this rank's part of sequences and vocabulary."""
         self._in_loss_context = True
         try:
-            with loss_parallel():
+            with loss_parallel() if self._tp > 1 else nullcontext():
                 yield
         finally:
             self._in_loss_context = False
+
+    def own_part(self, tokens: Tensor) -> Tensor:
+        """Return those tokens of every sequence that this rank computes in `loss_context`."""
+        return tokens if self._context is None else self._context.own(tokens)
 
     def no_sync(self) -> AbstractContextManager:
         """Accumulate gradients on each rank; the backward pass after this context averages them."""
@@ -119,6 +145,34 @@ class TorchEngine(Wrapper):
         for grad in grads:
             local_part(grad).mul_(scale)
         return norm.float()
+
+
+def _device_mesh(axes: Mesh, device: torch.device) -> DeviceMesh:
+    return init_device_mesh(device.type, tuple(axes), mesh_dim_names=axes._fields)
+
+
+@torch.no_grad()
+def store_shard(parameter: nn.Parameter, value: Tensor) -> None:
+    """Overwrite `value` with rank 0's, and a parameter, or this rank's shard of it, with `value`. For all ranks."""
+    dist.broadcast(value, 0)
+    local_part(parameter).copy_(_shard_like(parameter, value))
+
+
+def _shard_like(parameter: Tensor, value: Tensor) -> Tensor:
+    """Return this rank's part of a whole tensor. The innermost axis, "tp", is the first to split it."""
+    if not isinstance(parameter, DTensor):
+        return value
+    mesh = parameter.device_mesh
+    for axis in reversed(range(mesh.ndim)):
+        if not (placement := parameter.placements[axis]).is_replicate():
+            value = _chunk(value, mesh.size(axis), mesh.get_local_rank(axis), cast(Shard, placement).dim)
+    return value
+
+
+def _chunk(value: Tensor, count: int, index: int, dim: int) -> Tensor:
+    """Return one of `count` parts as torch splits a tensor: equal ones, then a smaller one, then empty ones."""
+    parts = value.chunk(count, dim)
+    return parts[index] if index < len(parts) else value.narrow(dim, 0, 0)
 
 
 def whole(tensor: Tensor) -> Tensor:

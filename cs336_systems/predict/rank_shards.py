@@ -25,6 +25,11 @@ class Mesh(NamedTuple):
     def gpus(self) -> int:
         return math.prod(self)
 
+    @property
+    def of_weights(self) -> "Mesh":
+        """The same ranks as a mesh without `cp`: they shard weights together with those of `dp_shard`."""
+        return self._replace(dp_shard=self.dp_shard * self.cp, cp=1)
+
     def require(self, gpus: int, rank: int, model: ModelConfig) -> None:
         """Raise UserError unless the axes multiply to `gpus`, `rank` is one of them and `tp` divides the model."""
         for name, size in self._asdict().items():
@@ -76,7 +81,8 @@ def rows_of(rows: int, parts: int, index: int) -> int:
 
 
 def elements(model: ModelConfig, mesh: Mesh, rank: int) -> int:
-    """Return the elements of all weights that `rank` holds: each is split by `tp`, then its rows by `dp_shard`."""
+    """Return the elements of all weights that `rank` holds: each is split by `tp`, then its rows by the shards."""
+    mesh = mesh.of_weights
     place, total = mesh.place(rank), 0
     for weight in weights(model):
         rows = rows_of(weight.rows, mesh.tp, place.tp) if weight.split == 0 else weight.rows

@@ -153,7 +153,7 @@ class OptimizerSettings(_Checked):
             self._require(0 <= getattr(self, name) < 1, name, "at least 0 and below 1")
 
 
-AXES = ("dp_replicate", "dp_shard", "tp")
+AXES = ("dp_replicate", "dp_shard", "cp", "tp")
 
 
 @dataclass(frozen=True)
@@ -164,15 +164,17 @@ class ParallelSettings(_Checked):
     engine: str = flag("ours", "who runs --parallel: our wrappers, or torch's own over the axes below", ENGINES)
     dp_replicate: int = flag(1, "--engine torch: groups of ranks with a copy of the model each")
     dp_shard: int = flag(1, "--engine torch: ranks that shard weights, gradients and state (0: all remaining ranks)")
+    cp: int = flag(1, "--engine torch: ranks that split every sequence (context parallel); they shard weights, too")
     tp: int = flag(1, "--engine torch: ranks that split every layer (tensor parallel)")
     rank_timeout: float = flag(600.0, "seconds to wait for a rank that does not respond")
 
     def __post_init__(self) -> None:
-        self._at_least(1, "dp_replicate", "tp")
+        self._at_least(1, "dp_replicate", "cp", "tp")
         self._at_least(0, "dp_shard")
         if self.engine == "torch" and self.wrapper != "ddp":
             raise UserError(
-                f"--parallel {self.wrapper} is for --engine ours; --engine torch takes --dp_replicate, --dp_shard, --tp"
+                f"--parallel {self.wrapper} is for --engine ours; --engine torch takes "
+                f"{', '.join(f'--{name}' for name in AXES)}"
             )
         for name in AXES:
             if self.engine == "ours" and getattr(self, name) != 1:
@@ -183,7 +185,7 @@ class ParallelSettings(_Checked):
 
     def axes(self, world_size: int) -> Mesh:
         """Return the mesh of a number of ranks; raise UserError if they do not multiply to it."""
-        mesh = Mesh(dp_replicate=self.dp_replicate, tp=self.tp)
+        mesh = Mesh(dp_replicate=self.dp_replicate, cp=self.cp, tp=self.tp)
         mesh = mesh._replace(dp_shard=self.dp_shard or max(1, world_size // mesh.gpus))
         if mesh.gpus != world_size:
             shown = " x ".join(f"--{name} {getattr(self, name)}" for name in AXES)
@@ -194,9 +196,10 @@ class ParallelSettings(_Checked):
     def data_place(self, rank: int, world_size: int) -> tuple[int, int]:
         """Return which share of a batch a rank computes, and the number of shares.
 
-        Ranks of one tensor-parallel group, which are neighbours, compute the same share.
+        Ranks of one group of the axes "cp" and "tp", which are neighbours, compute the same share.
         """
-        return rank // self.tp, world_size // self.tp
+        group = self.cp * self.tp
+        return rank // group, world_size // group
 
 
 @dataclass(frozen=True)
@@ -278,7 +281,7 @@ class TrainSettings(_Checked):
             self._require_for_torch_engine()
 
     def _require_for_torch_engine(self) -> None:
-        """Raise UserError for settings that need our engine, and for a model that `--tp` ranks cannot split."""
+        """Raise UserError for settings that need our engine, and for a model that its ranks cannot split."""
         only_ours = {
             "compile": self.compute.compile,
             "memory_budget": self.compute.memory_budget,
@@ -292,6 +295,12 @@ class TrainSettings(_Checked):
                 raise UserError(
                     f"--{name} {value} cannot be divided among --tp {self.parallel.tp} ranks; use a multiple"
                 )
+        chunks = 2 * self.parallel.cp * self.parallel.tp
+        if self.parallel.cp > 1 and (length := self.model.context_length) % chunks:
+            raise UserError(
+                f"--context_length {length} must be a multiple of 2 x --cp {self.parallel.cp} x --tp "
+                f"{self.parallel.tp} = {chunks}: a rank computes two equal parts of each sequence"
+            )
 
     @property
     def folder(self) -> Path:

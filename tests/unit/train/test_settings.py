@@ -9,6 +9,7 @@ import pytest
 from cs336_systems.cli import main
 from cs336_systems.config import UserError
 from cs336_systems.flags import build, flags_of
+from cs336_systems.predict.rank_shards import Mesh
 from cs336_systems.train.settings import TrainSettings
 from tests.distributed.train_cases import argv_of, fields, text_of
 from tests.helpers import assert_refused
@@ -69,6 +70,9 @@ NOT_WITH_THIS_ENGINE = [
     ({**TORCH, "tp": 4}, "--num_heads 2 .*--tp 4"),
     ({**TORCH, "tp": 2, "context_length": 15}, "--context_length 15 .*--tp 2"),
     ({**TORCH, "tp": 2, "d_ff": 33}, "--d_ff 33 .*--tp 2"),
+    ({**TORCH, "cp": 0}, "--cp.*0"),
+    ({"parallel": "ddp", "cp": 2}, "--cp 2 needs --engine torch"),
+    ({**TORCH, "cp": 2, "tp": 2, "context_length": 12}, "--context_length 12 .*--cp 2 x --tp 2 = 8"),
 ]
 
 
@@ -82,11 +86,12 @@ def test_flags_that_an_engine_does_not_have(flags, named, output):
 @pytest.mark.parametrize(
     ("given", "ranks", "expected"),
     [
-        ({}, 1, (1, 1, 1)),
-        ({"dp_shard": 0}, 1, (1, 1, 1)),
-        ({"dp_shard": 0}, 8, (1, 8, 1)),
-        ({"dp_shard": 0, "tp": 2}, 8, (1, 4, 2)),
-        ({"dp_shard": 2, "dp_replicate": 4}, 8, (4, 2, 1)),
+        ({}, 1, Mesh()),
+        ({"dp_shard": 0}, 1, Mesh()),
+        ({"dp_shard": 0}, 8, Mesh(dp_shard=8)),
+        ({"dp_shard": 0, "tp": 2}, 8, Mesh(dp_shard=4, tp=2)),
+        ({"dp_shard": 0, "cp": 2, "tp": 2}, 8, Mesh(dp_shard=2, cp=2, tp=2)),
+        ({"dp_shard": 2, "dp_replicate": 4}, 8, Mesh(dp_replicate=4, dp_shard=2)),
         ({}, 2, "--dp_shard 1.* 2 ranks"),
         ({"tp": 2}, 1, "--tp 2 .* 1 rank;"),
         ({"dp_shard": 0, "tp": 2}, 3, "--tp 2 .* 3 ranks"),
@@ -95,10 +100,11 @@ def test_flags_that_an_engine_does_not_have(flags, named, output):
 )
 def test_axes_multiply_to_the_ranks(given, ranks, expected, output):
     parallel = settings_of(output, **TORCH, **given).parallel
-    if isinstance(expected, tuple):
+    if isinstance(expected, Mesh):
         assert parallel.axes(ranks) == expected
         shares = [parallel.data_place(rank, ranks) for rank in range(ranks)]
-        assert shares == [(rank // expected[2], ranks // expected[2]) for rank in range(ranks)]
+        group = expected.cp * expected.tp
+        assert shares == [(rank // group, ranks // group) for rank in range(ranks)]
     else:
         with pytest.raises(UserError, match=expected):
             parallel.axes(ranks)
@@ -119,7 +125,7 @@ def test_flags_have_the_names_of_the_flat_form(output):
     """The manifests of checkpoints hold the flat form, so these names are part of a file format."""
     settings = settings_of(output, final_share=0.25, checkpoint_blocks=2, most_skipped=3)
     names = [found.name for found in flags_of(TrainSettings)]
-    assert len(set(names)) == len(names) == 52
+    assert len(set(names)) == len(names) == 53
     flat = settings.to_dict()
     assert flat.keys() == {*names, "model"}
     assert (flat["final_share"], flat["warmup_steps"], flat["checkpoint_blocks"]) == (0.25, 1, 2)
