@@ -16,6 +16,7 @@ import sys
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -87,10 +88,12 @@ class TrainStep:
         self.loss_scale = loss_scale or LossScale.of(config.precision)
         # Methods that wrappers of parallel/ may have: the end of communication that overlaps with backward, the norm
         # of sharded gradients, backward without communication, and the loss of logits that are split over ranks.
+        # One whose model is split into stages has a pipeline, which runs the micro batches.
         self._finish_sync = getattr(model, "finish_gradient_synchronization", None)
         self._clip_sharded = getattr(model, "clip_grad_norm_", None)
         self._no_sync: Callable[[], AbstractContextManager] = getattr(model, "no_sync", nullcontext)
         self.loss_context: Callable[[], AbstractContextManager] = getattr(model, "loss_context", nullcontext)
+        self.pipeline: Any = getattr(model, "pipeline", None)
         self._forward: Callable[..., Tensor] = torch.compile(model) if config.compile else model
         self.graph = StepGraph(self._captured_gradients, self._update, self._drop) if "graph" in self._parts else None
 
@@ -216,6 +219,8 @@ class TrainStep:
         with torch.no_grad(), self.loss_context(), self.autocast():
             if "loss" in self._parts:
                 return self._forward(inputs, targets)
+            if self.pipeline is not None:
+                return self.pipeline.evaluate(inputs, targets, self.loss)
             return self.loss(self.logits(inputs), targets)
 
     # -- gradients ----------------------------------------------------------------------------------------------------
@@ -239,10 +244,14 @@ class TrainStep:
 
         Returns the mean loss, on the device.
         """
-        losses = []
-        for number, (inputs, targets) in enumerate(batches, start=1):
-            with self._no_sync() if number < len(batches) else nullcontext(), self.loss_context():
-                losses.append(self._one_batch(inputs, targets, scaling, watch))
+        if self.pipeline is not None:
+            with self._phase("pipeline", watch), self.loss_context():
+                losses = [self.pipeline.accumulate(batches, scaling, self.loss)]
+        else:
+            losses = []
+            for number, (inputs, targets) in enumerate(batches, start=1):
+                with self._no_sync() if number < len(batches) else nullcontext(), self.loss_context():
+                    losses.append(self._one_batch(inputs, targets, scaling, watch))
         if self._finish_sync is not None:
             with self._phase("sync", watch):
                 self._finish_sync()

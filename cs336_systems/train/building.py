@@ -76,7 +76,11 @@ def _repeatable_attention(run: RunConfig) -> str:
 def _wrap(model: nn.Module, settings: TrainSettings, rank: Rank) -> nn.Module:
     if settings.parallel.engine == "torch":
         axes = settings.parallel.axes(rank.world_size)
-        return TorchEngine(model, axes, rank.device, AUTOCAST_DTYPES.get(settings.compute.precision))
+        return TorchEngine(
+            *(model, axes, rank.device, AUTOCAST_DTYPES.get(settings.compute.precision)),
+            schedule=settings.parallel.pp_schedule,
+            timeout=settings.parallel.rank_timeout,
+        )
     match settings.parallel.wrapper:
         case "none":
             if rank.world_size > 1:

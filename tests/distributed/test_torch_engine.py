@@ -25,6 +25,8 @@ TOLERANCE = 1e-6
 BASE = {"num_layers": 2, "steps": 4, "micro_batch_size": 1, "learning_rate": 1e-3, "max_grad_norm": 0.5}
 BASE |= {"parallel": "ddp", "save_every": 2, "keep": 4, "eval_every": 4, "sample_tokens": 0}
 ODD = {"vocab_size": 257}
+FOUR = {"num_layers": 4}
+INTERLEAVED = {"pp_schedule": "interleaved", **FOUR}
 MESHES = {
     2: {
         "dp_replicate": {"dp_replicate": 2, "replay_every": 4},
@@ -32,11 +34,18 @@ MESHES = {
         "tp": {"tp": 2, "async_save": True, "replay_every": 4, "sample_tokens": 1},
         "dp_shard, odd vocabulary": {"dp_shard": 2, **ODD},
         "tp, odd vocabulary": {"tp": 2, **ODD},
+        "pp": {"pp": 2, "async_save": True, "replay_every": 4, "sample_tokens": 1},
+        "pp, odd vocabulary": {"pp": 2, "checkpoint_blocks": 1, **ODD},
+        "pp interleaved, four blocks": {"pp": 2, **INTERLEAVED},
     },
     4: {
         "dp_replicate and dp_shard": {"dp_replicate": 2, "dp_shard": 2},
         "tp and dp_shard": {"tp": 2, "dp_shard": 2},
         "tp and dp_replicate": {"tp": 2, "dp_replicate": 2},
+        "pp and dp_shard": {"pp": 2, "dp_shard": 2, "replay_every": 4},
+        "pp interleaved and dp_shard, four blocks": {"pp": 2, "dp_shard": 2, **INTERLEAVED},
+        "pp and tp": {"pp": 2, "tp": 2, "sample_tokens": 1},
+        "pp and dp_replicate": {"pp": 2, "dp_replicate": 2},
     },
 }
 """Flags by number of ranks. Two ranks accumulate the gradients of two micro batches or more, one accumulates four."""
@@ -44,16 +53,20 @@ RESUMED = {
     2: {
         "our fsdp from tp": ("tp", {"engine": "ours", "parallel": "fsdp"}),
         "tp from one process of ours": ("ours", {"engine": "torch", "tp": 2}),
+        "our ddp from pp": ("pp", {"engine": "ours"}),
+        "pp from one process of ours": ("ours", {"engine": "torch", "pp": 2}),
         "dp_shard from tp": ("tp, odd vocabulary", {"engine": "torch", "dp_shard": 2, **ODD}),
     },
     4: {
         "tp and dp_shard from dp_shard": ("dp_shard", {"engine": "torch", "tp": 2, "dp_shard": 2}),
         "our ddp from tp and dp_shard": ("tp and dp_shard", {"engine": "ours"}),
+        "pp and tp from dp_shard": ("dp_shard", {"engine": "torch", "pp": 2, "tp": 2}),
+        "tp and dp_shard from pp and dp_shard": ("pp and dp_shard", {"engine": "torch", "tp": 2, "dp_shard": 2}),
     },
 }
 """A run that continues from step 2 of another, with other flags."""
 RESUMED_FROM = {name: origin for runs in RESUMED.values() for name, (origin, _) in runs.items()}
-ON_ONE = {"ours": {}, "ours, odd vocabulary": ODD}
+ON_ONE = {"ours": {}, "ours, odd vocabulary": ODD, "ours, four blocks": FOUR}
 NAN, CORRUPT, BF16 = "nan in the first step on rank 1", "another gradient in forward 2 on rank 1", "bf16"
 
 
@@ -66,7 +79,8 @@ def place(tmp_path_factory) -> Path:
 
 def run_of(place: Path, name: str, ranks: int, flags: dict[str, Any], fault: str = "") -> Run:
     """Return a run whose evaluation is over the same four sequences on any mesh."""
-    return Run(fields(place / name, **{**BASE, "eval_batches": 4 * flags.get("tp", 1) // ranks, **flags}), fault=fault)
+    shares = ranks // (flags.get("pp", 1) * flags.get("tp", 1))
+    return Run(fields(place / name, **{**BASE, "eval_batches": 4 // shares, **flags}), fault=fault)
 
 
 def runs_on(place: Path, ranks: int) -> dict[str, Run]:
@@ -96,7 +110,7 @@ def outcomes(place, rank_groups) -> dict[str, Outcome]:
 
 def alone(name: str) -> str:
     """Return the name of the run on one rank."""
-    return "ours, odd vocabulary" if "odd" in name else "ours"
+    return next((run for run in ON_ONE if name.endswith(run.removeprefix("ours")) and run != "ours"), "ours")
 
 
 def assert_same_state(place: Path, name: str, expected: str) -> None:
