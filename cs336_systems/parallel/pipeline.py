@@ -11,6 +11,7 @@ ranks of a pipeline get the same micro batches; hidden states go to the next sta
 
 import copy
 import itertools
+import logging
 from collections.abc import Callable, Collection, Sequence
 from contextlib import nullcontext
 from typing import Any, cast
@@ -19,7 +20,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
-from torch.distributed.pipelining import PipelineStage, Schedule1F1B, ScheduleInterleaved1F1B
+from torch.distributed.pipelining import PipelineStage, Schedule1F1B, ScheduleInterleaved1F1B, schedules
 
 from cs336_systems.predict.rank_shards import STAGES_PER_RANK
 
@@ -67,6 +68,7 @@ class Pipeline:
         compute_dtype: torch.dtype | None = None,
         sequence_parts: int = 1,
     ):
+        logging.getLogger(schedules.__name__).setLevel(logging.CRITICAL)  # an error is raised, no need to log all steps
         self._group, self._device, self._kind, self._sequence_parts = group, device, schedule, sequence_parts
         self._ranks = dist.get_world_size(group)
         self._count = self._ranks * STAGES_PER_RANK[schedule]
