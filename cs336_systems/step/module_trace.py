@@ -47,17 +47,7 @@ def trace(step: TrainStep, batches: Batches) -> list[Seen]:
     for name, parameter in inner.named_parameters():
         values.add(f"the weight {name}", parameter)
     with _module_by_module(inner):
-        if step.pipeline is not None:
-            _trace_pipeline(step, batches, values)
-        for inputs, targets in batches if step.pipeline is None else ():
-            with _hooks(inner, values), step.autocast():  # without hooks in backward, which may recompute blocks
-                logits = step.model(inputs)
-            loss = step.loss(logits, targets)
-            values.add("the loss", loss)
-            (loss * (step.loss_scale.value / len(batches))).backward()
-            finish = getattr(step.model, "finish_gradient_synchronization", None)
-            if finish is not None:
-                finish()
+        (_trace_batches if step.pipeline is None else _trace_pipeline)(step, inner, batches, values)
     for name, parameter in inner.named_parameters():
         if parameter.grad is not None:
             values.add(f"the gradient of {name}", parameter.grad)
@@ -66,7 +56,19 @@ def trace(step: TrainStep, batches: Batches) -> list[Seen]:
     return values.read()
 
 
-def _trace_pipeline(step: TrainStep, batches: Batches, values: "_Values") -> None:
+def _trace_batches(step: TrainStep, inner: nn.Module, batches: Batches, values: "_Values") -> None:
+    for inputs, targets in batches:
+        with _hooks(inner, values), step.autocast():  # without hooks in backward, which may recompute blocks
+            logits = step.model(inputs)
+        loss = step.loss(logits, targets)
+        values.add("the loss", loss)
+        (loss * (step.loss_scale.value / len(batches))).backward()
+        finish = getattr(step.model, "finish_gradient_synchronization", None)
+        if finish is not None:
+            finish()
+
+
+def _trace_pipeline(step: TrainStep, inner: nn.Module, batches: Batches, values: "_Values") -> None:
     """Run the micro batches through the stages of a pipeline; each rank measures the modules that it has."""
 
     def loss(logits: Tensor, targets: Tensor) -> Tensor:
@@ -74,7 +76,7 @@ def _trace_pipeline(step: TrainStep, batches: Batches, values: "_Values") -> Non
         values.add("the loss", found)
         return found
 
-    with _hooks(step.model.module, values), step.loss_context():  # type: ignore[arg-type]
+    with _hooks(inner, values), step.loss_context():
         step.pipeline.accumulate(batches, lambda found: found * (step.loss_scale.value / len(batches)), loss)
     step.model.finish_gradient_synchronization()  # type: ignore[operator]
 

@@ -1,4 +1,4 @@
-"""One training step in named phases: forward, loss, backward, sync, optimizer.
+"""One training step in named phases: forward, loss, backward, sync, optimizer. A pipeline runs the first three as one.
 
 The same object is timed, profiled and trained. Each phase runs inside a profiler range of its own name
 (record_function, and NVTX on a GPU) and inside the context manager that the caller's `watch` returns for that name: the

@@ -322,6 +322,13 @@ class TrainSettings(_Checked):
                     f"--{name} {value} cannot be divided among --tp {self.parallel.tp} ranks; use a multiple"
                 )
 
+    def require_ranks(self, world_size: int) -> None:
+        """Raise UserError unless this number of ranks can share the steps."""
+        if self.parallel.engine == "torch":
+            self.parallel.axes(world_size)
+        _, shares = self.parallel.data_place(0, world_size)
+        self.parallel.require_micro_batches(self.data.micro_batches(shares))
+
     @property
     def folder(self) -> Path:
         return Path(self.output)
