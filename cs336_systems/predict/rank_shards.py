@@ -11,6 +11,9 @@ from typing import NamedTuple
 
 from cs336_systems.config import ModelConfig, UserError
 
+STAGES_PER_RANK = {"1f1b": 1, "interleaved": 2}
+"""Stages of the pipeline that a rank of the axis `pp` holds, by schedule."""
+
 
 class Mesh(NamedTuple):
     """Sizes of the axes of a device mesh, or the coordinates of a rank in it."""

@@ -78,8 +78,12 @@ def _repeatable_attention(run: RunConfig) -> str:
 def _wrap(model: nn.Module, settings: TrainSettings, rank: Rank) -> nn.Module:
     if settings.parallel.engine == "torch":
         axes = settings.parallel.axes(rank.world_size)
-        dtype = AUTOCAST_DTYPES.get(settings.compute.precision)
-        return TorchEngine(model, axes, rank.device, dtype, lambda module: _fill(module, settings, rank.device))
+        return TorchEngine(
+            *(model, axes, rank.device, AUTOCAST_DTYPES.get(settings.compute.precision)),
+            fill=lambda module: _fill(module, settings, rank.device),
+            schedule=settings.parallel.pp_schedule,
+            timeout=settings.parallel.rank_timeout,
+        )
     match settings.parallel.wrapper:
         case "none":
             if rank.world_size > 1:

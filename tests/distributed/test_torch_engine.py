@@ -2,6 +2,7 @@
 
 import dataclasses
 import logging
+import math
 import weakref
 from pathlib import Path
 from typing import Any
@@ -10,6 +11,7 @@ from weakref import WeakSet
 
 import pytest
 import torch
+import torch.nn.functional as F
 from safetensors.torch import load_file
 from torch import Tensor
 from torch.distributed.tensor import DTensor
@@ -20,6 +22,7 @@ from cs336_systems.config import ModelConfig
 from cs336_systems.model import TransformerLM
 from cs336_systems.parallel.collectives import local_part
 from cs336_systems.parallel.launch import process_group
+from cs336_systems.parallel.pipeline import stage_blocks
 from cs336_systems.parallel.torch_engine import TorchEngine, store_shard, whole
 from cs336_systems.predict.rank_shards import Mesh, elements
 from cs336_systems.step.initialise import initialise
@@ -33,6 +36,9 @@ TOLERANCE = 1e-6
 BASE = {"num_layers": 2, "steps": 4, "micro_batch_size": 1, "learning_rate": 1e-3, "max_grad_norm": 0.5}
 BASE |= {"parallel": "ddp", "save_every": 2, "keep": 4, "eval_every": 4, "sample_tokens": 0}
 ODD = {"vocab_size": 257}
+PP = {"pp": 2, "dp_shard": 1}
+FOUR = {"num_layers": 4}
+INTERLEAVED = {"pp_schedule": "interleaved", **FOUR}
 MESHES = {
     2: {
         "dp_replicate": {"dp_replicate": 2, "replay_every": 4},
@@ -42,6 +48,9 @@ MESHES = {
         "tp, odd vocabulary": {"tp": 2, **ODD},
         "cp": {"cp": 2, "checkpoint_blocks": 1, "replay_every": 4, "sample_tokens": 1},
         "cp, odd vocabulary": {"cp": 2, **ODD},
+        "pp": {"pp": 2, "async_save": True, "replay_every": 4, "sample_tokens": 1},
+        "pp, odd vocabulary": {"pp": 2, "checkpoint_blocks": 1, **ODD},
+        "pp interleaved, four blocks": {"pp": 2, **INTERLEAVED},
     },
     4: {
         "dp_replicate and dp_shard": {"dp_replicate": 2, "dp_shard": 2},
@@ -50,6 +59,11 @@ MESHES = {
         "cp and dp_shard": {"cp": 2, "dp_shard": 2},
         "cp and tp": {"cp": 2, "tp": 2},
         "cp and dp_replicate": {"cp": 2, "dp_replicate": 2},
+        "cp and pp": {"cp": 2, "pp": 2, "sample_tokens": 1},
+        "pp and dp_shard": {"pp": 2, "dp_shard": 2, "replay_every": 4},
+        "pp interleaved and dp_shard, four blocks": {"pp": 2, "dp_shard": 2, **INTERLEAVED},
+        "pp and tp": {"pp": 2, "tp": 2, "sample_tokens": 1},
+        "pp and dp_replicate": {"pp": 2, "dp_replicate": 2},
     },
 }
 """Flags by number of ranks. Two ranks accumulate the gradients of two micro batches or more, one accumulates four."""
@@ -59,18 +73,21 @@ RESUMED = {
         "tp from one process of ours": ("ours", {"engine": "torch", "tp": 2}),
         "cp from tp": ("tp", {"engine": "torch", "cp": 2}),
         "our ddp from cp": ("cp", {"engine": "ours"}),
+        "our ddp from pp": ("pp", {"engine": "ours"}),
         "dp_shard from tp": ("tp, odd vocabulary", {"engine": "torch", "dp_shard": 2, **ODD}),
     },
     4: {
         "tp and dp_shard from dp_shard": ("dp_shard", {"engine": "torch", "tp": 2, "dp_shard": 2}),
         "our ddp from tp and dp_shard": ("tp and dp_shard", {"engine": "ours"}),
+        "pp and tp from dp_shard": ("dp_shard", {"engine": "torch", "pp": 2, "tp": 2}),
     },
 }
 """A run that continues from step 2 of another, with other flags."""
 RESUMED_FROM = {name: origin for runs in RESUMED.values() for name, (origin, _) in runs.items()}
-ON_ONE = {"ours": {}, "ours, odd vocabulary": ODD}
+ON_ONE = {"ours": {}, "ours, odd vocabulary": ODD, "ours, four blocks": FOUR}
 NAN, CORRUPT, BF16 = "nan in the first step on rank 1", "another gradient in forward 2 on rank 1", "bf16"
 INIT = "from a file of weights"
+NAN_PP, BF16_PP = "nan in every step", "bf16, pp"
 
 
 @pytest.fixture(scope="module")
@@ -82,7 +99,7 @@ def place(tmp_path_factory) -> Path:
 
 def run_of(place: Path, name: str, ranks: int, flags: dict[str, Any], fault: str = "") -> Run:
     """Return a run whose evaluation is over the same four sequences on any mesh."""
-    shares = ranks // (flags.get("cp", 1) * flags.get("tp", 1))
+    shares = ranks // math.prod(flags.get(name, 1) for name in ("pp", "cp", "tp"))
     return Run(fields(place / name, **{**BASE, "eval_batches": 4 // shares, **flags}), fault=fault)
 
 
@@ -105,6 +122,8 @@ def outcomes(place, rank_groups) -> dict[str, Outcome]:
         NAN: run_of(place, NAN, 2, {**short, "find_nan": True}, fault=NAN),
         CORRUPT: run_of(place, CORRUPT, 2, {**short, "replay_every": 1}, fault=CORRUPT),
         BF16: run_of(place, BF16, 2, {**short, "precision": "bf16"}),
+        NAN_PP: run_of(place, NAN_PP, 2, {**short, **PP, "find_nan": True}, fault=NAN_PP),
+        BF16_PP: run_of(place, BF16_PP, 2, {**short, **PP, "precision": "bf16"}),
     }
     found |= rank_groups.call(2, perform_all, {**runs_on(place, 2), **others})[0]
     begun = run_of(place, INIT, 4, {"engine": "torch", "dp_shard": 2, "tp": 2, "init": str(place / "initial")})
@@ -116,7 +135,7 @@ def outcomes(place, rank_groups) -> dict[str, Outcome]:
 
 def alone(name: str) -> str:
     """Return the name of the run on one rank."""
-    return "ours, odd vocabulary" if "odd" in name else "ours"
+    return next((run for run in ON_ONE if name.endswith(run.removeprefix("ours")) and run != "ours"), "ours")
 
 
 def assert_same_state(place: Path, name: str, expected: str) -> None:
@@ -160,21 +179,29 @@ def test_a_step_that_is_not_finite_is_left_out_on_all_ranks(outcomes):
     assert "not finite, but computed module by module it is" in found.printed  # the fault is in the first forward alone
 
 
+def test_the_module_of_a_stage_is_named(outcomes):
+    """The embedding of the first stage gets gradients that are not finite."""
+    found = outcomes[NAN_PP]
+    assert (found.error, found.crash, found.step, found.skipped) == ("", "", 2, 2)
+    assert "not finite first in the gradient of the output of token_embeddings (rank 0)" in found.printed
+
+
 def test_a_replay_finds_another_gradient(outcomes):
     """Rank 1 is disturbed; the shards of both may have the difference."""
     assert "ReplayError: step 1: two runs of it gave different results, first seen in the gr" in outcomes[CORRUPT].crash
 
 
-def test_bf16_computes_in_bf16_and_keeps_fp32_weights(outcomes, place):
-    assert (outcomes[BF16].error, outcomes[BF16].crash, outcomes[BF16].code) == ("", "", 0)
-    losses, exact = (recorded(place / run, "loss") for run in (BF16, "ours"))
+@pytest.mark.parametrize("name", [BF16, BF16_PP])
+def test_bf16_computes_in_bf16_and_keeps_fp32_weights(outcomes, place, name):
+    assert (outcomes[name].error, outcomes[name].crash, outcomes[name].code) == ("", "", 0)
+    losses, exact = (recorded(place / run, "loss") for run in (name, "ours"))
     assert 0 < abs(losses[1] - exact[1]) < 0.02
-    weights = {name: t for name, t in state_of(checkpoints(place / BF16)[2]).items() if name.startswith("model/")}
+    weights = {name: t for name, t in state_of(checkpoints(place / name)[2]).items() if name.startswith("model/")}
     assert {t.dtype for t in weights.values()} == {torch.float32}
     assert any(not torch.equal(t, t.bfloat16().float()) for t in weights.values())
 
 
-@pytest.mark.parametrize("name", ["dp_shard", "tp", "tp and dp_shard", "cp and tp"])
+@pytest.mark.parametrize("name", ["dp_shard", "tp", "tp and dp_shard", "cp and tp", "pp", "pp and dp_shard"])
 def test_weights_are_exported_from_any_mesh(outcomes, place, name):
     weights = {}
     for run in (name, "ours"):
@@ -278,6 +305,39 @@ def test_building_needs_the_shards_and_one_whole_weight(axis):
     assert held + largest <= memory.peak < held + largest + 4096 < 4 * sum(p.numel() for p in parameters)
 
 
+@pytest.mark.parametrize(
+    ("blocks", "stages", "expected"),
+    [
+        (4, 2, [[0, 1], [2, 3]]),
+        (5, 2, [[0, 1, 2], [3, 4]]),
+        (3, 3, [[0], [1], [2]]),
+        (6, 4, [[0, 1], [2], [3, 4], [5]]),
+    ],
+)
+def test_blocks_are_spread_evenly_over_stages(blocks, stages, expected):
+    assert [list(part) for part in stage_blocks(blocks, stages)] == expected
+
+
+@pytest.mark.ranks(2)
+@pytest.mark.parametrize(("schedule", "of_first"), [("1f1b", (0, 1)), ("interleaved", (0, 2))])
+def test_a_rank_holds_its_stages_under_the_names_of_the_whole_model(schedule, of_first):
+    model = TransformerLM(dataclasses.replace(CONFIG, num_layers=4))
+    names = {name for name, _ in model.named_parameters()}
+    engine = TorchEngine(model, Mesh(pp=2), torch.device("cpu"), schedule=schedule)
+    own = {name for name, p in engine.named_parameters()}
+    held = everywhere({name.removeprefix("module.") for name in own})
+    first = [name for name in names if name.startswith(("token_embeddings", *(f"layers.{n}." for n in of_first)))]
+    assert held == [set(first), names - set(first)]
+
+
+@pytest.mark.ranks(2)
+def test_micro_batches_of_a_pipeline_have_one_size():
+    engine = TorchEngine(TransformerLM(CONFIG), Mesh(pp=2), torch.device("cpu"))
+    batches = [(torch.zeros(rows, 8, dtype=torch.long),) * 2 for rows in (1, 2)]
+    with pytest.raises(ValueError, match=r"\(1, 8\), \(2, 8\)|\(2, 8\), \(1, 8\)"):
+        engine.pipeline.accumulate(batches, lambda loss: loss, F.cross_entropy)
+
+
 @pytest.mark.ranks(2)
 @pytest.mark.parametrize("axis", ["dp_shard", "dp_replicate"])
 def test_gradients_of_all_but_the_last_micro_batch_stay_on_their_rank(axis):
@@ -298,7 +358,7 @@ def test_gradients_of_all_but_the_last_micro_batch_stay_on_their_rank(axis):
 
 
 @pytest.mark.ranks(2)
-@pytest.mark.parametrize("axis", ["cp", "tp"])
+@pytest.mark.parametrize("axis", ["cp", "tp", "pp"])
 def test_logits_are_whole_outside_of_the_loss_and_for_any_length(axis):
     """Sampling reads them; ranks of a tensor- or context-parallel group split the sequence, which may be odd."""
     model = TransformerLM(CONFIG)
@@ -309,4 +369,4 @@ def test_logits_are_whole_outside_of_the_loss_and_for_any_length(axis):
         assert_close(f"length {length}", engine(tokens[:, :length]).detach(), expected[:, :length], TOLERANCE)
     with engine.loss_context():
         shape = local_part(engine(engine.own_part(tokens))).shape
-    assert shape == ((2, 8, 8) if axis == "tp" else (2, 4, 16))
+    assert shape == {"tp": (2, 8, 8), "cp": (2, 4, 16), "pp": (2, 8, 16)}[axis]

@@ -2,6 +2,7 @@
 
 import dataclasses
 import math
+from contextlib import nullcontext
 
 import numpy as np
 import pytest
@@ -73,6 +74,11 @@ NOT_WITH_THIS_ENGINE = [
     ({**TORCH, "cp": 0}, "--cp.*0"),
     ({"parallel": "ddp", "cp": 2}, "--cp 2 needs --engine torch"),
     ({**TORCH, "cp": 2, "tp": 2, "context_length": 12}, "--context_length 12 .*--cp 2 x --tp 2 = 8"),
+    ({"parallel": "ddp", "pp": 2}, "--pp 2 needs --engine torch"),
+    ({**TORCH, "pp": 0}, "--pp.*0"),
+    ({**TORCH, "pp_schedule": "interleaved"}, "--pp_schedule interleaved needs a pipeline"),
+    ({**TORCH, "pp": 2, "num_layers": 1}, "--num_layers 1 .* 2 stages"),
+    ({**TORCH, "pp": 2, "pp_schedule": "interleaved", "num_layers": 3}, "--num_layers 3 .* 4 stages"),
 ]
 
 
@@ -92,6 +98,8 @@ def test_flags_that_an_engine_does_not_have(flags, named, output):
         ({"dp_shard": 0, "tp": 2}, 8, Mesh(dp_shard=4, tp=2)),
         ({"dp_shard": 0, "cp": 2, "tp": 2}, 8, Mesh(dp_shard=2, cp=2, tp=2)),
         ({"dp_shard": 2, "dp_replicate": 4}, 8, Mesh(dp_replicate=4, dp_shard=2)),
+        ({"dp_shard": 0, "pp": 2, "tp": 2}, 8, Mesh(pp=2, dp_shard=2, tp=2)),
+        ({"pp": 2}, 4, "--pp 2 .* 4 ranks"),
         ({}, 2, "--dp_shard 1.* 2 ranks"),
         ({"tp": 2}, 1, "--tp 2 .* 1 rank;"),
         ({"dp_shard": 0, "tp": 2}, 3, "--tp 2 .* 3 ranks"),
@@ -99,15 +107,28 @@ def test_flags_that_an_engine_does_not_have(flags, named, output):
     ],
 )
 def test_axes_multiply_to_the_ranks(given, ranks, expected, output):
-    parallel = settings_of(output, **TORCH, **given).parallel
+    """Ranks that differ in their place on the data axes alone compute different sequences."""
+    parallel = settings_of(output, **TORCH, num_layers=2, **given).parallel
     if isinstance(expected, Mesh):
         assert parallel.axes(ranks) == expected
-        shares = [parallel.data_place(rank, ranks) for rank in range(ranks)]
-        group = expected.cp * expected.tp
-        assert shares == [(rank // group, ranks // group) for rank in range(ranks)]
+        shares = expected.dp_replicate * expected.dp_shard
+        places = [expected.place(rank) for rank in range(ranks)]
+        wanted = [(place.dp_replicate * expected.dp_shard + place.dp_shard, shares) for place in places]
+        assert [parallel.data_place(rank, ranks) for rank in range(ranks)] == wanted
     else:
         with pytest.raises(UserError, match=expected):
             parallel.axes(ranks)
+
+
+@pytest.mark.parametrize(
+    ("schedule", "ranks", "possible"),
+    [("1f1b", 2, {2, 3, 4, 5, 6}), ("1f1b", 4, {4, 5, 6}), ("interleaved", 2, {1, 2, 3, 4, 6})],
+)
+def test_the_micro_batches_that_a_pipeline_can_run(schedule, ranks, possible, output):
+    parallel = settings_of(output, **TORCH, pp=ranks, pp_schedule=schedule, num_layers=8).parallel
+    for count in range(1, 7):
+        with nullcontext() if count in possible else pytest.raises(UserError, match=f"got {count};|run {count} micro"):
+            parallel.require_micro_batches(count)
 
 
 def test_the_fast_step_is_off_with_the_engine_of_torch(output):
@@ -125,7 +146,7 @@ def test_flags_have_the_names_of_the_flat_form(output):
     """The manifests of checkpoints hold the flat form, so these names are part of a file format."""
     settings = settings_of(output, final_share=0.25, checkpoint_blocks=2, most_skipped=3)
     names = [found.name for found in flags_of(TrainSettings)]
-    assert len(set(names)) == len(names) == 53
+    assert len(set(names)) == len(names) == 55
     flat = settings.to_dict()
     assert flat.keys() == {*names, "model"}
     assert (flat["final_share"], flat["warmup_steps"], flat["checkpoint_blocks"]) == (0.25, 1, 2)
