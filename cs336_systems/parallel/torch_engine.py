@@ -32,7 +32,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.distributed_c10d import _set_pg_timeout
-from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
+from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard, register_fsdp_forward_method
 from torch.distributed.tensor import DTensor, Replicate, Shard
 from torch.distributed.tensor.parallel import (
     ColwiseParallel,
@@ -112,8 +112,13 @@ class TorchEngine(Wrapper):
         if axes.dp_replicate == axes.gpus > 1:
             self._ddp = DistributedDataParallel(module, **_BUFFERS_STAY)
 
-    def forward(self, tokens: Tensor) -> Tensor:
-        """Return the logits: within `loss_context` those of `own_part`, split by the vocabulary, elsewhere all."""
+    def forward(self, tokens: Tensor, targets: Tensor | None = None) -> Tensor:
+        """Return the logits: within `loss_context` those of `own_part`, split by the vocabulary, elsewhere all.
+
+        With targets, which a model of data-parallel ranks alone can take, return the loss that the model computes.
+        """
+        if targets is not None:
+            return self._run(tokens, targets)
         length = tokens.shape[1]
         context = None if self._in_loss_context else self._context
         multiple = self._tp * (2 * context.ranks if context else 1)
@@ -127,10 +132,14 @@ class TorchEngine(Wrapper):
         if self.pipeline is not None:
             found = self.pipeline.forward(tokens)
             return self.pipeline.whole_logits(None if found is None else whole(found), tokens)
-        logits = (self._ddp or self.module)(tokens)
+        logits = self._run(tokens)
+        return logits if self._in_loss_context else whole(logits)
+
+    def _run(self, *inputs: Tensor) -> Tensor:
+        found = (self._ddp or self.module)(*inputs)
         if isinstance(self.module, FSDPModule) and not torch.is_grad_enabled():
             self.module.reshard()  # no backward pass will do it, and checkpoints hold shards
-        return logits if self._in_loss_context else whole(logits)
+        return found
 
     @contextmanager
     def loss_context(self) -> Iterator[None]:
@@ -253,6 +262,8 @@ def shard(
     }
     for block in blocks:
         fully_shard(block, **options)
+        if hasattr(block, "fused"):  # the forward pass of fused kernels gathers the weights, too
+            register_fsdp_forward_method(block, "fused")
     fully_shard(module, **options)
 
 

@@ -210,6 +210,11 @@ class ParallelSettings(_Checked):
         return rank // group % shares, shares
 
     @property
+    def splits_data_only(self) -> bool:
+        """True if every rank computes whole sequences with whole layers."""
+        return self.pp == self.cp == self.tp == 1
+
+    @property
     def stages(self) -> int:
         """Stages of the pipeline on all ranks."""
         return self.pp * STAGES_PER_RANK[self.pp_schedule] if self.pp > 1 else 1
@@ -312,7 +317,6 @@ class TrainSettings(_Checked):
             "compile": self.compute.compile,
             "memory_budget": self.compute.memory_budget,
             "optimizer_state": self.optimizer.state != "fp32",
-            "fast": self.compute.fast not in (None, "on", "off"),
         }
         if given := [f"--{name}" for name, value in only_ours.items() if value]:
             raise UserError(f"{', '.join(given)} needs --engine ours")
@@ -371,12 +375,14 @@ class TrainSettings(_Checked):
         wrapper, is_large = self.parallel.wrapper, config.tokens * self.model.d_model >= LAUNCH_BOUND
         with_ranks = ("kernels", "loss") if wrapper != "fsdp" and (is_large or fast != "on") else ()
         allowed = FAST_PARTS if world_size == 1 else with_ranks
-        if self.parallel.engine == "torch":  # its hooks are on modules, whose forward the fused kernels do not call
-            allowed = ()
+        if self.parallel.engine == "torch":  # the fused kernels do not know of split layers, sequences and stages
+            allowed = with_ranks if self.parallel.splits_data_only else ()
         excluded = sorted(config.fast_parts - set(allowed))
         if excluded and fast != "on":
+            axes = " ".join(f"--{name} {getattr(self.parallel, name)}" for name in ("pp", "cp", "tp"))
+            how = f"--engine torch {axes}" if self.parallel.engine == "torch" else f"--parallel {wrapper}"
             raise UserError(
-                f"--fast {','.join(excluded)} is not available with {world_size} ranks and --parallel {wrapper}; "
+                f"--fast {','.join(excluded)} is not available with {world_size} ranks and {how}; "
                 f"--fast on selects what is"
             )
         parts = [part for part in allowed if part in config.fast_parts]

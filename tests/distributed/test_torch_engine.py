@@ -44,6 +44,8 @@ MESHES = {
         "dp_replicate": {"dp_replicate": 2, "replay_every": 4},
         "dp_shard": {"dp_shard": 0, "checkpoint_blocks": 1, "replay_every": 4},
         "tp": {"tp": 2, "async_save": True, "replay_every": 4, "sample_tokens": 1},
+        "dp_replicate, fused kernels": {"dp_replicate": 2, "fast": "kernels,loss"},
+        "dp_shard, fused kernels": {"dp_shard": 2, "fast": "kernels,loss", "checkpoint_blocks": 1},
         "dp_shard, odd vocabulary": {"dp_shard": 2, **ODD},
         "tp, odd vocabulary": {"tp": 2, **ODD},
         "cp": {"cp": 2, "checkpoint_blocks": 1, "replay_every": 4, "sample_tokens": 1},

@@ -65,7 +65,7 @@ NOT_WITH_THIS_ENGINE = [
     ({**TORCH, "parallel": "fsdp"}, "--parallel fsdp.*--dp_shard"),
     ({**TORCH, "tp": 0}, "--tp.*0"),
     ({**TORCH, "dp_replicate": -1}, "--dp_replicate.*-1"),
-    ({**TORCH, "compile": True, "fast": "optimizer"}, "--compile, --fast needs --engine ours"),
+    ({**TORCH, "compile": True, "optimizer_state": "bf16"}, "--compile, --optimizer_state needs --engine ours"),
     ({**TORCH, "memory_budget": "1GiB"}, "--memory_budget needs --engine ours"),
     ({**TORCH, "optimizer_state": "bf16"}, "--optimizer_state needs --engine ours"),
     ({**TORCH, "tp": 4}, "--num_heads 2 .*--tp 4"),
@@ -196,12 +196,18 @@ FAST_PARTS = [
     ("fsdp", 2, "loss", "loss is not available with 2 ranks"),
     ("none", 1, "graph", "needs a CUDA GPU"),
     ("none", 1, "everything", "everything"),
+    ({**TORCH, "dp_shard": 2}, 2, "kernels,loss", {"kernels", "loss"}),
+    ({**TORCH, "dp_shard": 0}, 1, "on", set()),
+    ({**TORCH, "dp_shard": 0}, 1, "optimizer", "optimizer is not available"),
+    ({**TORCH, "cp": 2}, 2, "on", set()),
+    ({**TORCH, "tp": 2}, 2, "kernels", "kernels is not available with 2 ranks and --engine torch .*--tp 2"),
 ]
 
 
 @pytest.mark.parametrize(("parallel", "ranks", "fast", "expected"), FAST_PARTS)
 def test_available_parts_of_the_fast_step(parallel, ranks, fast, expected, output):
-    settings = settings_of(output, parallel=parallel, fast=fast)
+    flags = parallel if isinstance(parallel, dict) else {"parallel": parallel}
+    settings = settings_of(output, **flags, fast=fast)
     if isinstance(expected, str):
         with pytest.raises(UserError, match=expected):
             settings.run_config("cpu", ranks)
@@ -215,6 +221,8 @@ def test_a_gpu_runs_the_fast_step_by_default(output):
     assert settings.run_config("cuda", 2).fast_parts == set()  # small: bound by launches
     large = settings_of(output, precision="bf16", parallel="ddp", d_model=4096, context_length=2048)
     assert large.run_config("cuda", 2).fast_parts == {"kernels", "loss"}
+    sharded = settings_of(output, precision="bf16", **TORCH, dp_shard=0, d_model=4096, context_length=2048)
+    assert sharded.run_config("cuda", 2).fast_parts == {"kernels", "loss"}
     with pytest.raises(UserError, match="needs the optimizer"):
         settings_of(output, fast="graph").run_config("cuda", 1)
 
