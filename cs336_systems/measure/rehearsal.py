@@ -84,7 +84,7 @@ def _forget_groups() -> None:
 # -- the model of a rank ----------------------------------------------------------------------------------------------
 
 
-def _sharded_model(config: RunConfig, mesh: Mesh, device_type: str) -> TransformerLM:
+def sharded_model(config: RunConfig, mesh: Mesh, device_type: str) -> TransformerLM:
     """Return the model of this rank on the meta device."""
     devices = init_device_mesh(device_type, tuple(mesh), mesh_dim_names=mesh._fields)
     with torch.device("meta"):
@@ -110,14 +110,18 @@ def rehearse(config: RunConfig, mesh: Mesh, rank: int, *, on_gpu: bool) -> Rehea
 
     `config` is that of a GPU; without one (`on_gpu` False) its operators run on fake tensors.
     """
-    device = config.device if on_gpu else "cpu"
-    run = replace(config, batch_size=config.batch_size * mesh.tp, device=device)
+    run = of_replica(config if on_gpu else replace(config, device="cpu"), mesh)
     with fake_group(rank, mesh.gpus):
-        model = _sharded_model(run, mesh, torch.device(device).type)
-        return _measured(model, run) if on_gpu else _traced(model, run, config)
+        model = sharded_model(run, mesh, torch.device(run.device).type)
+        return measured(model, run) if on_gpu else _traced(model, run, config)
 
 
-def _measured(model: TransformerLM, run: RunConfig) -> Rehearsal:
+def of_replica(config: RunConfig, mesh: Mesh) -> RunConfig:
+    """Return the run of a group of ranks that get the same batch: `tp` times that of one GPU."""
+    return replace(config, batch_size=config.batch_size * mesh.tp)
+
+
+def measured(model: TransformerLM, run: RunConfig) -> Rehearsal:
     """Run on a GPU: the allocator's peak, and the time of the steps after a few for warm-up."""
     _allocate(model, run.device)
     step, sizes = _step(model, run), _Sizes(model)

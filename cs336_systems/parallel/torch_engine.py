@@ -45,7 +45,7 @@ from torch.distributed.tensor.parallel import (
 )
 from torch.nn.parallel import DistributedDataParallel
 
-from cs336_systems.parallel.collectives import Wrapper, broadcast, local_part
+from cs336_systems.parallel.collectives import Wrapper, broadcast, held_slices, local_part
 from cs336_systems.parallel.context_parallel import ContextParallel
 from cs336_systems.parallel.pipeline import Pipeline
 from cs336_systems.predict.rank_shards import Mesh
@@ -211,20 +211,8 @@ def store_shard(parameter: nn.Parameter, value: Tensor) -> None:
 
 
 def _shard_like(parameter: Tensor, value: Tensor) -> Tensor:
-    """Return this rank's part of a whole tensor. The innermost axis, "tp", is the first to split it."""
-    if not isinstance(parameter, DTensor):
-        return value
-    mesh = parameter.device_mesh
-    for axis in reversed(range(mesh.ndim)):
-        if not (placement := parameter.placements[axis]).is_replicate():
-            value = _chunk(value, mesh.size(axis), mesh.get_local_rank(axis), cast(Shard, placement).dim)
-    return value
-
-
-def _chunk(value: Tensor, count: int, index: int, dim: int) -> Tensor:
-    """Return one of `count` parts as torch splits a tensor: equal ones, then a smaller one, then empty ones."""
-    parts = value.chunk(count, dim)
-    return parts[index] if index < len(parts) else value.narrow(dim, 0, 0)
+    """Return this rank's part of a whole tensor."""
+    return value[held_slices(parameter)] if isinstance(parameter, DTensor) else value
 
 
 def whole(tensor: Tensor) -> Tensor:
