@@ -1,6 +1,7 @@
 """Ranks that share a GPU under torch's engine. NCCL refuses them, and Gloo lacks collectives of fully_shard for CUDA
 tensors: a process group of our own sends everything through host memory."""
 
+import gc
 from collections.abc import Sequence
 from datetime import timedelta
 from typing import Any, NamedTuple
@@ -133,5 +134,6 @@ def peaks(config: RunConfig, mesh: Mesh) -> Peaks:
     rank = dist.get_rank()
     dist.barrier()
     dist.destroy_process_group()
+    gc.collect()  # modules of fully_shard refer to each other
     rehearsed = rehearsal.rehearse(config, mesh, rank, on_gpu=True)
     return Peaks(real.peak, rehearsed.peak)
