@@ -10,7 +10,6 @@ ranks of a pipeline get the same micro batches; hidden states go to the next sta
 """
 
 import copy
-import itertools
 import logging
 from collections.abc import Callable, Collection, Sequence
 from contextlib import nullcontext
@@ -22,7 +21,7 @@ from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.pipelining import PipelineStage, Schedule1F1B, ScheduleInterleaved1F1B, schedules
 
-from cs336_systems.predict.rank_shards import STAGES_PER_RANK
+from cs336_systems.predict.rank_shards import STAGES_PER_RANK, stage_blocks
 
 Loss = Callable[[Tensor, Tensor], Tensor]
 
@@ -167,13 +166,6 @@ class Pipeline:
             )
             self._made_for = count, shape
         return self._schedule
-
-
-def stage_blocks(blocks: int, stages: int) -> list[range]:
-    """Return the blocks of each stage: their numbers differ by one at most, and the last stage, with the head, does not
-    have more than others."""
-    bounds = [-(-blocks * number // stages) for number in range(stages + 1)]
-    return [range(*pair) for pair in itertools.pairwise(bounds)]
 
 
 def part_of(model: nn.Module, blocks: Collection[int], *, is_first: bool, is_last: bool) -> nn.Module:

@@ -16,6 +16,7 @@ from functools import cached_property
 from cs336_systems.config import RunConfig, UserError
 from cs336_systems.predict.flops import executed_flops, forward_flops
 from cs336_systems.predict.memory_model import SimulatedStep, breakdown, simulated_parts
+from cs336_systems.predict.rank_shards import stage_layers
 from cs336_systems.predict.strategy import Strategy
 from cs336_systems.record import BUS_FACTOR
 
@@ -196,14 +197,6 @@ class Collective:
 
 
 # -- pipeline stages --------------------------------------------------------------------------------------------------
-
-
-def stage_layers(layers: int, stages: int) -> list[int]:
-    """Return the layers of each stage: equal numbers, and what is left over one by one to the stages in the middle,
-    then to the first, because the last has the head as well, and the first the embedding."""
-    each, left = divmod(layers, stages)
-    order = [*range(1, stages - 1), 0, stages - 1]
-    return [each + (stage in order[:left]) for stage in range(stages)]
 
 
 def in_flight(stages: int, stage: int, micro_batches: int, chunks: int = 1) -> int:

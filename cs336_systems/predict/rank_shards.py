@@ -7,6 +7,7 @@ A mesh has five axes: `pp` x `dp_replicate` x `dp_shard` x `cp` x `tp`, the last
 
 import math
 from collections.abc import Iterator
+from itertools import accumulate, pairwise
 from typing import NamedTuple
 
 from cs336_systems.config import ModelConfig, UserError
@@ -75,6 +76,20 @@ def weights(model: ModelConfig) -> Iterator[Weight]:
         yield Weight(width, width, 1)
         yield from [Weight(inner, width, 0)] * 2
         yield Weight(width, inner, 1)
+
+
+def stage_layers(layers: int, stages: int) -> list[int]:
+    """Return the layers of each stage: equal numbers, and what is left over one by one to the stages in the middle,
+    then to the first, because the last has the head as well, and the first the embedding."""
+    each, left = divmod(layers, stages)
+    order = [*range(1, stages - 1), 0, stages - 1]
+    return [each + (stage in order[:left]) for stage in range(stages)]
+
+
+def stage_blocks(layers: int, stages: int) -> list[range]:
+    """Return which layers each stage has."""
+    bounds = accumulate(stage_layers(layers, stages), initial=0)
+    return [range(*pair) for pair in pairwise(bounds)]
 
 
 def rows_of(rows: int, parts: int, index: int) -> int:

@@ -22,9 +22,8 @@ from cs336_systems.config import ModelConfig
 from cs336_systems.model import TransformerLM
 from cs336_systems.parallel.collectives import local_part
 from cs336_systems.parallel.launch import process_group
-from cs336_systems.parallel.pipeline import stage_blocks
 from cs336_systems.parallel.torch_engine import TorchEngine, store_shard, whole
-from cs336_systems.predict.rank_shards import Mesh, elements
+from cs336_systems.predict.rank_shards import Mesh, elements, stage_blocks
 from cs336_systems.step.initialise import initialise
 from cs336_systems.train.weights import export
 from tests.distributed.compare import assert_close, everywhere, rank
@@ -313,7 +312,7 @@ def test_building_needs_the_shards_and_one_whole_weight(axis):
         (4, 2, [[0, 1], [2, 3]]),
         (5, 2, [[0, 1, 2], [3, 4]]),
         (3, 3, [[0], [1], [2]]),
-        (6, 4, [[0, 1], [2], [3, 4], [5]]),
+        (6, 4, [[0], [1, 2], [3, 4], [5]]),
     ],
 )
 def test_blocks_are_spread_evenly_over_stages(blocks, stages, expected):

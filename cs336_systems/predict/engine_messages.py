@@ -1,0 +1,148 @@
+"""Collectives of one training step under torch's engine, counted from the configuration: no torch, no GPU.
+
+`engine_messages(config, mesh, micro_batches)` lists what a rank takes part in, axis by axis. Tests compare the bytes
+with those that real ranks send. Left out are the loss and the norm of the gradients, which are scalars, and the buckets
+on which DistributedDataParallel agrees.
+
+- `fully_shard` pads the rows of each weight to a multiple of the ranks. It gathers all weights in forward and those of
+  blocks again in backward, in the width of matmuls, for each micro batch, and reduces fp32 gradients once in a step. In
+  a pipeline weights stay gathered from the first micro batch to the last.
+- `tp` gathers the sequence before a branch of a block and before the head, and scatters it after a branch and after the
+  embedding; backward does the reverse. The loss takes three numbers for each token.
+- `cp` gathers keys and values in forward and in backward, and scatters their gradients.
+- `pp` sends the residual stream to the next stage and its gradient back, for each micro batch.
+"""
+
+from collections.abc import Iterator
+from dataclasses import replace
+
+from cs336_systems.config import RunConfig
+from cs336_systems.predict.parallel_model import Collective
+from cs336_systems.predict.rank_shards import STAGES_PER_RANK, Mesh, Weight, rows_of, stage_blocks, weights
+
+FP32 = 4
+BRANCHES = 2
+"""Attention and the feed-forward layer."""
+LOSS_REDUCTIONS = 3
+"""Of logits that ranks split: the maximum, the sum of exponentials and the target's logit."""
+
+
+def engine_messages(
+    config: RunConfig, mesh: Mesh, *, rank: int = 0, micro_batches: int = 1, schedule: str = "1f1b"
+) -> list[Collective]:
+    """Return the collectives of `rank` in a step, messages of one purpose added up.
+
+    A micro batch has `config.batch_size` sequences; ranks that differ in `pp`, `cp` and `tp` alone share it.
+    """
+    found: dict[tuple, Collective] = {}
+    for one in _Messages(config, mesh, rank, micro_batches, schedule).all():
+        if one.ranks > 1 and one.nbytes:
+            key = (one.name, one.purpose, one.during, one.axis)
+            found[key] = replace(one, nbytes=one.nbytes + (found[key].nbytes if key in found else 0))
+    return list(found.values())
+
+
+class _Messages:
+    def __init__(self, config: RunConfig, mesh: Mesh, rank: int, micro_batches: int, schedule: str):
+        self.mesh, self.micro = mesh, micro_batches
+        self.shards = mesh.dp_shard * mesh.cp
+        self.place = mesh.place(rank)
+        stages = mesh.pp * (STAGES_PER_RANK[schedule] if mesh.pp > 1 else 1)
+        own = range(self.place.pp, stages, mesh.pp)
+        blocks = [block for number in own for block in stage_blocks(config.model.num_layers, stages)[number]]
+        self.blocks, together = len(blocks), config.checkpoint_blocks
+        self.recomputed = len({block // together for block in blocks}) if together else 0
+        """Groups of blocks that are recomputed."""
+        self.is_first, self.is_last = 0 in own, stages - 1 in own
+        self.hops_out, self.hops_back = (sum(number != end for number in own) for end in (stages - 1, 0))
+        embedding, head, norm, *block = weights(replace(config.model, num_layers=1))
+        self.outside = [embedding] * self.is_first + [norm, head] * self.is_last
+        self.block = block
+        self.low = 2 if config.precision in ("bf16", "fp16") else FP32
+        self.is_sharded = self.shards > 1 or (mesh.dp_replicate > 1 and mesh.pp * mesh.tp > 1)
+        self.stream_width = self.low if self.is_sharded else FP32
+        self.width = config.model.d_model
+        self.tokens = config.tokens // mesh.cp
+        """Tokens of a micro batch that the ranks of a tensor-parallel group compute together."""
+
+    def all(self) -> Iterator[Collective]:
+        yield from self._of_weights()
+        yield from self._of_layers()
+        yield from self._of_context()
+        yield from self._of_stages()
+
+    # -- data axes ----------------------------------------------------------------------------------------------------
+
+    def _shard(self, weight: Weight) -> int:
+        """Elements of a shard, padded."""
+        tp, place = self.mesh.tp, self.place.tp
+        rows = rows_of(weight.rows, tp, place) if weight.split == 0 else weight.rows
+        columns = rows_of(weight.columns, tp, place) if weight.split == 1 else weight.columns
+        return -(-rows // self.shards) * columns
+
+    def _of_weights(self) -> Iterator[Collective]:
+        outside = sum(map(self._shard, self.outside))
+        inside = self.blocks * sum(map(self._shard, self.block))
+        shard = outside + inside
+        if not self.is_sharded:
+            gradients = FP32 * shard
+            yield Collective(
+                "all_reduce", "gradients", gradients, self.mesh.dp_replicate, "backward", False, "replicate"
+            )
+            return
+        gathers = 1 if self.mesh.pp > 1 else self.micro
+        forward, again = (gathers * self.shards * self.low * size for size in (shard, inside))
+        yield Collective("all_gather", "weights", forward, self.shards, "forward", False, "shard")
+        if self.mesh.pp == 1:
+            yield Collective("all_gather", "weights again", again, self.shards, "backward", False, "shard")
+        reduced = self.shards * FP32 * shard
+        yield Collective("reduce_scatter", "gradients", reduced, self.shards, "backward", False, "shard")
+        yield Collective(
+            *("all_reduce", "gradients of a shard", FP32 * shard, self.mesh.dp_replicate, "backward"),
+            *(False, "replicate"),
+        )
+
+    # -- tensor parallel ----------------------------------------------------------------------------------------------
+
+    def _of_layers(self) -> Iterator[Collective]:
+        if self.mesh.tp == 1:
+            return
+        whole = self.micro * self.tokens * self.width
+        branches, ends = BRANCHES * self.blocks * self.low * whole, self.low * whole
+        for during, gather, scatter in (
+            ("forward", "all_gather", "reduce_scatter"),
+            ("backward", "reduce_scatter", "all_gather"),
+        ):
+            yield self._along(gather, "input of branches", branches, during)
+            yield self._along(scatter, "output of branches", branches, during)
+            yield self._along(scatter, "embedding", self.is_first * self.stream_width * whole, during)
+            yield self._along(gather, "input of the head", self.is_last * ends, during)
+        if self.recomputed:  # until all is there that backward reads, which is not the output of a group's last branch
+            yield self._along("all_gather", "input of branches, again", branches, "backward")
+            outputs = branches - self.recomputed * ends
+            yield self._along("reduce_scatter", "output of branches, again", outputs, "backward")
+        loss = self.is_last * LOSS_REDUCTIONS * FP32 * self.micro * self.tokens
+        yield self._along("all_reduce", "loss", loss, "forward")
+        norms = (BRANCHES * self.blocks + self.is_last) * self.width
+        yield self._along("all_reduce", "gradients of norms", FP32 * norms, "backward")
+
+    def _along(self, name: str, purpose: str, nbytes: float, during: str) -> Collective:
+        return Collective(name, purpose, nbytes, self.mesh.tp, during, True, "tensor")
+
+    # -- context and pipeline parallel --------------------------------------------------------------------------------
+
+    def _of_context(self) -> Iterator[Collective]:
+        cp = self.mesh.cp
+        keys_values = 2 * self.low * self.tokens * cp * self.width // self.mesh.tp
+        nbytes = self.micro * self.blocks * keys_values
+        yield Collective("all_gather", "keys and values", nbytes, cp, "forward", True, "context")
+        again = nbytes * (2 if self.recomputed else 1)
+        yield Collective("all_gather", "keys and values again", again, cp, "backward", True, "context")
+        yield Collective("reduce_scatter", "their gradients", nbytes, cp, "backward", True, "context")
+
+    def _of_stages(self) -> Iterator[Collective]:
+        stream = self.micro * self.stream_width * self.tokens * self.width // self.mesh.tp
+        pp = self.mesh.pp
+        out, back = self.hops_out * stream, self.hops_back * stream
+        yield Collective("send", "activations to the next stage", out, pp, "forward", True, "pipeline")
+        yield Collective("send", "gradients to the stage before", back, pp, "backward", True, "pipeline")
