@@ -115,7 +115,8 @@ class FastStep(PlannedNodes):
             return None
         return logits
 
-    def _block(self, tape: Tape | None) -> None:
+    def _block(self, tape: Tape | None, *, is_last: bool = False) -> None:
+        """Run a block; `is_last` of all blocks, or of a group that is recomputed."""
         assert self.x is not None
         if self.fused:
             self.x, self.delta = self.fused_block(self.x, self.delta, tape)
@@ -133,7 +134,7 @@ class FastStep(PlannedNodes):
         def body(number: int) -> None:
             if tape is not None and blocks.is_after_skipped(number):
                 tape.append(Node(lambda: self._skip_backward(change[0], blocks.skipped, blocks.skipped), ()))
-            self._block(tape)
+            self._block(tape, is_last=number == count - 1)
 
         change += blocks.run(self.memory, body)
 
