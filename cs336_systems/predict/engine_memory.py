@@ -48,15 +48,19 @@ class _Group:
 
 
 class _Gathered:
-    """A group's weights while they are gathered."""
+    """A group's weights and gradients while they are whole."""
 
     def __init__(self, group: _Group):
         self.group = group
         self.weights: list[Block] = []
+        self.gradients: list[Block] = []
 
 
 class EngineStep(FastStep):
     """Simulates one step of a rank."""
+
+    BLOCKS, BLOCKS_OF_GROUP, GROUPS = (3, 2), (2, 2), (2, 2)
+    """As in `FastStep`; the second block of backward is the first beside a buffer of gradients."""
 
     def __init__(self, config: RunConfig, mesh: Mesh):
         super().__init__(config)
@@ -72,11 +76,12 @@ class EngineStep(FastStep):
         self.blocks_to_come = 0
         """Blocks whose backward has not begun."""
         self.stops_early = False
+        self.skips_output = False
         self.prefetched: Block | None = None
         self.copied_out: Block | None = None
         """The buffer of the last gather in forward, which is kept until the next one is copied out."""
-        self.to_reduce: list[Block] = []
-        """Whole gradients of a group."""
+        self.current = self.root
+        """The group whose backward runs."""
         self.reduced: Block | None = None
         """The buffer of the last reduce-scatter, which is kept until the next one."""
 
@@ -104,13 +109,13 @@ class EngineStep(FastStep):
 
     def keep_gradient(self, found: Block, size: int) -> None:
         if self.sharded:
-            self.to_reduce.append(found)
+            self.current.gradients.append(found)
         else:
             super().keep_gradient(found, size)
 
     def gain_gradient(self) -> None:
         if self.sharded:
-            self.to_reduce.append(self.new(self.d, label=TEMPORARY))
+            self.current.gradients.append(self.new(self.d, label=TEMPORARY))
         else:
             super().gain_gradient()
 
@@ -137,6 +142,7 @@ class EngineStep(FastStep):
         """Gather the weights, if they are not yet, and those of the block before."""
         if not self.sharded:
             return
+        self.current = gathered
         self._unshard(gathered)
         self.copied_out = None
         if gathered is not self.root:
@@ -150,8 +156,8 @@ class EngineStep(FastStep):
         gathered.weights.clear()
         self.reduced = None
         self.reduced = self.new(sum(gathered.group.wholes), 4, TEMPORARY)
-        last = max(self.to_reduce, key=lambda gradient: gradient.size)
-        self.to_reduce.clear()
+        last = max(gathered.gradients, key=lambda gradient: gradient.size)
+        gathered.gradients.clear()
         self.gradients.append(self.new(sum(gathered.group.shards), 4, GRADIENTS))
         del last
 
@@ -167,6 +173,7 @@ class EngineStep(FastStep):
             tape.append(Node(lambda: self._post_backward(gathered), ()))
         assert self.x is not None
         self.x = self.plain_block(self.x, tape)
+        self.skips_output = False
         if tape is not None and not self.stops_early:
             tape.append(Node(lambda: self._pre_backward(gathered), ()))
         if not recomputed:
@@ -207,13 +214,22 @@ class EngineStep(FastStep):
 
     def output(self, x: Block, d_in: int, tape: Tape | None) -> Block:
         """The matmul that ends a branch: ranks add up their results, and each keeps a part of the sequence."""
-        out = self.matmul(x, d_in, self.d, tape, by_columns=False)
+        out: Block | None = None
+        if self.skips_output:
+            self.matmul_nodes(x, d_in, self.d, tape, by_columns=False)
+        else:
+            out = self.matmul(x, d_in, self.d, tape, by_columns=False)
+        if self.ranks > 1 and tape is not None:
+            tape.append(Node(self._scatter_backward, ()))
+        return self._scattered(out)
+
+    def _scattered(self, out: Block | None) -> Block:
+        if out is None:
+            return self.new(0)
         if self.ranks == 1:
             return out
         copy, part = self._whole(), self.stream()
         del copy
-        if tape is not None:
-            tape.append(Node(self._scatter_backward, ()))
         return part
 
     def _scatter_backward(self) -> None:
@@ -225,7 +241,15 @@ class EngineStep(FastStep):
         return super().plain_attention(self._gather_sequence(x, tape), tape)
 
     def feed_forward(self, x: Block, tape: Tape | None) -> Block:
+        self.skips_output = self.stops_early
         return super().feed_forward(self._gather_sequence(x, tape), tape)
+
+    def _joined_stream(self, tape: Tape | None) -> Block:
+        if not self.skips_output:
+            return super()._joined_stream(tape)
+        assert tape is not None
+        tape.append(Node(self._branch_backward, ()))
+        return self.new(0)
 
     # -- embedding, head and loss -------------------------------------------------------------------------------------
 
@@ -278,7 +302,7 @@ class EngineStep(FastStep):
         found = self.new(table, self.rw, TEMPORARY if self.sharded else GRADIENTS)
         self.grad_x = self.grad = None
         if self.sharded:
-            self.to_reduce.append(found if self.ranks == 1 else self.new(table // self.ranks))
+            self.root.gradients.append(found if self.ranks == 1 else self.new(table // self.ranks))
             del found
             self._post_backward(self.root)
             self.reduced = None

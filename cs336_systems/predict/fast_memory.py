@@ -26,10 +26,6 @@ from cs336_systems.predict.simulated_memory import Block, Memory, Node, Repetiti
 CHUNK_BYTES = 512 << 20
 """Equal to the constant of kernels/fused/nodes.py; a test compares them."""
 LOGITS = "logits and loss"
-BLOCKS = (3, 1)
-BLOCKS_OF_GROUP = (2, 1)
-GROUPS = (2, 1)
-"""Blocks, blocks of a group that is recomputed, and such groups, that are simulated at the beginning and the end."""
 
 
 def fast_estimate(config: RunConfig, plan: Plan | None = None) -> MemoryEstimate:
@@ -43,6 +39,10 @@ def fast_estimate(config: RunConfig, plan: Plan | None = None) -> MemoryEstimate
 
 class FastStep(PlannedNodes):
     """Simulates one step."""
+
+    BLOCKS, BLOCKS_OF_GROUP, GROUPS = (3, 1), (2, 1), (2, 1)
+    """Blocks, blocks of a group that is recomputed, and such groups, that are simulated at the beginning and the end.
+    """
 
     def __init__(self, config: RunConfig, plan: Plan | None = None):
         self.parts = simulated_parts(config)
@@ -128,7 +128,7 @@ class FastStep(PlannedNodes):
         return self.add_norm(self.x, self.delta, tape) if self.fused else self.norm(self.x, tape)
 
     def _blocks_forward(self, count: int, tape: Tape | None) -> None:
-        blocks = Repetitions(count, *(BLOCKS_OF_GROUP if self.config.checkpoint_blocks else BLOCKS))
+        blocks = Repetitions(count, *(self.BLOCKS_OF_GROUP if self.config.checkpoint_blocks else self.BLOCKS))
         change: list[Snapshot] = []
 
         def body(number: int) -> None:
@@ -161,7 +161,7 @@ class FastStep(PlannedNodes):
         """Run groups of blocks of which only the inputs are saved."""
         layers = self.config.model.num_layers
         count = -(-layers // group)
-        head, tail = GROUPS
+        head, tail = self.GROUPS
         groups = Repetitions(count, head, tail + (layers % group > 0))  # the last may be smaller than those before
         change: list[Snapshot] = []
 

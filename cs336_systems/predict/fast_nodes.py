@@ -301,14 +301,28 @@ class PlainNodes(Nodes):
             if tape is not None and after is not None:
                 tape.append(Node(after, ()))
             return self.linear(x, d_in, d_out, tape)
-        size, whole_in, whole_out = d_in * d_out // self.ranks, *((self.ranks, 1) if by_columns else (1, self.ranks))
+        self.matmul_nodes(x, d_in, d_out, tape, after, by_columns=by_columns)
+        return self.new(self.rows * d_out * (1 if by_columns else self.ranks))
+
+    def matmul_nodes(
+        self,
+        x: Block,
+        d_in: int,
+        d_out: int,
+        tape: Tape | None,
+        after: Callable[[], None] | None = None,
+        *,
+        by_columns: bool = True,
+    ) -> None:
+        """Cast the weight of torch's matmul, and save what its backward reads."""
+        size, rows = d_in * d_out // self.ranks, self.rows * (self.ranks if by_columns else 1)
         matrix = self.cast(size)
         if tape is not None:
 
             def backward(x: Block, matrix: Block | None) -> None:
                 grad = self.take_grad()
                 self.weight_grad = self.new(size, label=GRADIENTS if self.keeps_products else TEMPORARY)
-                self.grad = self.new(self.rows * d_in * whole_in)
+                self.grad = self.new(rows * d_in)
                 del grad
 
             def accumulate() -> None:
@@ -320,7 +334,6 @@ class PlainNodes(Nodes):
             if after is not None:
                 tape.append(Node(after, ()))
             tape.append(Node(backward, (x, matrix)))
-        return self.new(self.rows * d_out * whole_out)
 
     def keep_gradient(self, found: Block, size: int) -> None:
         """Keep the gradient of a weight, cast to the weight's width."""
