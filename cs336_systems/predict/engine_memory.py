@@ -103,6 +103,10 @@ class EngineStep(FastStep):
     def cast(self, size: int) -> Block | None:
         return None if self.sharded else super().cast(size)
 
+    def _leave_autocast(self) -> None:
+        if not self.sharded:
+            super()._leave_autocast()
+
     @property
     def keeps_products(self) -> bool:
         return not self.low and not self.sharded

@@ -192,7 +192,7 @@ class FastStep(PlannedNodes):
         self.autocast_cache.clear()
         if self.config.checkpoint_blocks and self.config.mode != "inference" and not self.fused:
             head_saves_one = self.low and not self.packed and "loss" not in self.parts
-            kept = self.t.embedding(2) if head_saves_one else 0
+            kept = self.t.embedding(2) // self.ranks if head_saves_one else 0
             copies = self.memory.live[CASTS] - kept
             self.memory.add(Snapshot(Counter({CASTS: copies}), copies), -1)
 
