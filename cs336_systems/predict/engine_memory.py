@@ -123,8 +123,10 @@ class EngineStep(FastStep):
         else:
             super().gain_gradient()
 
-    def _gather(self, group: _Group) -> Block:
-        """Gather shards into one buffer; those of low precision are cast first."""
+    def _gather(self, group: _Group) -> Block | None:
+        """Gather shards into one buffer; those of low precision are cast first. A shard that is whole needs none."""
+        if self.mesh.dp_shard == 1:
+            return None
         cast = self.new(sum(group.shards), label=TEMPORARY) if self.low else None
         buffer = self.new(sum(group.wholes), label=TEMPORARY)
         del cast
@@ -135,7 +137,10 @@ class EngineStep(FastStep):
         if gathered.weights:
             return None
         buffer, self.prefetched = self.prefetched or self._gather(gathered.group), None
-        gathered.weights += [self.new(size, label=TEMPORARY) for size in gathered.group.wholes]
+        for size in gathered.group.wholes:
+            if self.low and self.mesh.dp_shard == 1:
+                cast = self.new(size, label=TEMPORARY)  # noqa: F841  it lives until the next one is there
+            gathered.weights.append(self.new(size, label=TEMPORARY))
         return buffer
 
     def _pre_forward(self, gathered: _Gathered) -> None:
