@@ -22,6 +22,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor
 from torch.distributed.tensor._sharding_prop import ShardingPropagator
 from torch.distributed.tensor.parallel import loss_parallel
+from torch.nn.parallel import DistributedDataParallel
 
 from cs336_systems.config import RunConfig, UserError
 from cs336_systems.measure.memory_trace import StorageTracker, as_on_cuda, label_optimizer_state, labelled
@@ -30,6 +31,7 @@ from cs336_systems.model import TransformerLM
 from cs336_systems.parallel.collectives import local_part
 from cs336_systems.parallel.torch_engine import split
 from cs336_systems.predict.allocator import CachingAllocator
+from cs336_systems.predict.engine_memory import BUCKETS
 from cs336_systems.predict.memory_model import workspace
 from cs336_systems.predict.rank_shards import Mesh
 from cs336_systems.step.train_step import AUTOCAST_DTYPES, TrainStep, build_model
@@ -90,7 +92,8 @@ def _sharded_model(config: RunConfig, mesh: Mesh, device_type: str) -> Transform
     with torch.device("meta"):
         model = build_model(config)
     assert isinstance(model, TransformerLM)
-    split(model, devices, mesh, AUTOCAST_DTYPES.get(config.precision))
+    if not mesh.is_replicated:
+        split(model, devices, mesh, AUTOCAST_DTYPES.get(config.precision))
     return model
 
 
@@ -100,6 +103,20 @@ def _allocate(model: TransformerLM, device: str) -> None:
     for parameter in model.parameters():
         nn.init.normal_(local_part(parameter).detach(), std=0.02)
     model.rotate.reset_parameters()
+
+
+def _replicated(model: TransformerLM) -> nn.Module:
+    """Return the model in DistributedDataParallel. The fake group's all-reduce has no result, so a hook returns the
+    bucket."""
+
+    def reduced(_state: object, bucket: dist.GradBucket) -> torch.futures.Future[Tensor]:
+        future: torch.futures.Future[Tensor] = torch.futures.Future()
+        future.set_result(bucket.buffer())
+        return future
+
+    wrapped = DistributedDataParallel(model, init_sync=False)
+    wrapped.register_comm_hook(None, reduced)
+    return wrapped
 
 
 # -- a rehearsal ------------------------------------------------------------------------------------------------------
@@ -114,13 +131,15 @@ def rehearse(config: RunConfig, mesh: Mesh, rank: int, *, on_gpu: bool) -> Rehea
     run = replace(config, batch_size=config.batch_size * mesh.tp, device=device)
     with fake_group(rank, mesh.gpus):
         model = _sharded_model(run, mesh, torch.device(device).type)
-        return _measured(model, run) if on_gpu else _traced(model, run, config)
+        if on_gpu:
+            return _measured(model, run, mesh)
+        return _traced(model, run, config, mesh)
 
 
-def _measured(model: TransformerLM, run: RunConfig) -> Rehearsal:
+def _measured(model: TransformerLM, run: RunConfig, mesh: Mesh) -> Rehearsal:
     """Run on a GPU: the allocator's peak, and the time of the steps after a few for warm-up."""
     _allocate(model, run.device)
-    step, sizes = _step(model, run), _Sizes(model)
+    step, sizes = _step(_replicated(model) if mesh.is_replicated else model, run), _Sizes(model)
     batch = step.random_batch()
     with loss_parallel():
         for _ in range(WARMUP_STEPS):
@@ -133,8 +152,11 @@ def _measured(model: TransformerLM, run: RunConfig) -> Rehearsal:
     return Rehearsal(sizes.parameters, sizes.gradients, _moments(step), peak, {}, median(times.wall[STEP]))
 
 
-def _traced(model: TransformerLM, run: RunConfig, on_cuda: RunConfig) -> Rehearsal:
-    """Run on fake tensors with the operators and the allocator of CUDA. The first step makes the optimizer's state."""
+def _traced(model: TransformerLM, run: RunConfig, on_cuda: RunConfig, mesh: Mesh) -> Rehearsal:
+    """Run on fake tensors with the operators and the allocator of CUDA. The first step makes the optimizer's state.
+
+    DistributedDataParallel reads values, which fake tensors do not have: one tensor stands for its buckets.
+    """
     tracker = _ShardTracker(CachingAllocator())
     with ExitStack() as stack:
         stack.enter_context(mock.patch.object(nn.init, "normal_", lambda tensor, **_: tensor))
@@ -145,7 +167,11 @@ def _traced(model: TransformerLM, run: RunConfig, on_cuda: RunConfig) -> Rehears
         step, sizes = _step(model, run), _Sizes(model)
         tokens, targets = (torch.zeros(run.batch_size, run.model.context_length, dtype=torch.long) for _ in range(2))
         scratch = torch.empty(workspace(on_cuda), dtype=torch.uint8)
-        for tensor, label in ((tokens, "inputs"), (targets, "inputs"), (scratch, "workspace")):
+        buckets = torch.empty(sizes.parameters if mesh.is_replicated else 0, dtype=torch.uint8)
+        for tensor, label in (
+            *((tokens, "inputs"), (targets, "inputs"), (scratch, "workspace")),
+            *([(buckets, BUCKETS)] if mesh.is_replicated else []),
+        ):
             tracker.track(tensor, label)
         stack.enter_context(labelled(step, tracker))
         stack.enter_context(tracker.following())
@@ -158,7 +184,7 @@ def _traced(model: TransformerLM, run: RunConfig, on_cuda: RunConfig) -> Rehears
     return Rehearsal(sizes.parameters, sizes.gradients, moments, tracker.peak, tracker.parts, None)
 
 
-def _step(model: TransformerLM, run: RunConfig) -> TrainStep:
+def _step(model: nn.Module, run: RunConfig) -> TrainStep:
     return TrainStep(model, run, torch.optim.AdamW(model.parameters(), fused=True))
 
 

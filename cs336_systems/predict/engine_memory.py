@@ -10,6 +10,7 @@ as `fast_memory` does for one GPU. Tests compare it with traces of the real oper
   stream is fp32.
 - `tp`: matmuls that split columns save their input gathered over the sequence. Each collective along the sequence
   copies what it sends or what it receives.
+- `dp_replicate` alone is DistributedDataParallel, whose buckets hold a copy of all gradients.
 """
 
 from collections import Counter
@@ -21,6 +22,8 @@ from cs336_systems.predict.fast_nodes import GRADIENTS, TEMPORARY
 from cs336_systems.predict.memory_model import ROUNDING, MemoryEstimate, workspace
 from cs336_systems.predict.rank_shards import Mesh, Weight, weights
 from cs336_systems.predict.simulated_memory import Block, Node, Snapshot, Tape
+
+BUCKETS = "gradient buckets"
 
 
 def engine_estimate(config: RunConfig, mesh: Mesh) -> MemoryEstimate:
@@ -65,7 +68,7 @@ class EngineStep(FastStep):
     def __init__(self, config: RunConfig, mesh: Mesh):
         super().__init__(config)
         self.mesh, self.ranks = mesh, mesh.tp
-        self.sharded = mesh.dp_shard > 1 or mesh.dp_replicate > 1
+        self.sharded = mesh.dp_shard * mesh.dp_replicate > 1 and not mesh.is_replicated
         if self.sharded:
             self.rw = self.s
         found = list(weights(replace(config.model, num_layers=1)))
@@ -96,6 +99,8 @@ class EngineStep(FastStep):
         counts = len(sizes) * memory.rounded(1, 4)
         live = Counter({"parameters": sum(sizes), "optimizer state": 2 * sum(sizes) + counts})
         memory.add(Snapshot(live, live.total() + 3 * t.rounding(sizes)), 1)
+        if self.mesh.is_replicated:
+            held.append(memory.new(BUCKETS, sum(elements), 4))
         return held
 
     # -- weights and gradients of fully_shard -------------------------------------------------------------------------

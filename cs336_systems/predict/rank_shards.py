@@ -25,6 +25,11 @@ class Mesh(NamedTuple):
     def gpus(self) -> int:
         return math.prod(self)
 
+    @property
+    def is_replicated(self) -> bool:
+        """Every GPU holds the whole model: torch's engine runs DistributedDataParallel."""
+        return self.dp_replicate == self.gpus > 1
+
     def require(self, gpus: int, rank: int, model: ModelConfig) -> None:
         """Raise UserError unless the axes multiply to `gpus`, `rank` is one of them and `tp` divides the model."""
         for name, size in self._asdict().items():
