@@ -142,10 +142,12 @@ class EngineStep(FastStep):
         if gathered.weights:
             return None
         buffer, self.prefetched = self.prefetched or self._gather(gathered.group), None
+        cast: Block | None = None
         for size in gathered.group.wholes:
             if self.low and self.mesh.dp_shard == 1:
-                cast = self.new(size, label=TEMPORARY)  # noqa: F841  it lives until the next one is there
+                cast = self.new(size, label=TEMPORARY)  # the one before is freed now
             gathered.weights.append(self.new(size, label=TEMPORARY))
+        del cast
         return buffer
 
     def _pre_forward(self, gathered: _Gathered) -> None:

@@ -11,6 +11,9 @@ from typing import NamedTuple
 
 from cs336_systems.config import ModelConfig, UserError
 
+SPLIT_BY_TP = ("num_heads", "context_length", "vocab_size", "d_ff")
+"""Sizes of the model that `tp` must divide."""
+
 
 class Mesh(NamedTuple):
     """Sizes of the axes of a device mesh, or the coordinates of a rank in it."""
@@ -40,7 +43,7 @@ class Mesh(NamedTuple):
             raise UserError(f"{shown} = {self.gpus:,} GPUs, but --gpus is {gpus:,}; change one so that they agree")
         if not 0 <= rank < gpus:
             raise UserError(f"--rank {rank} is outside of the {gpus:,} ranks; take one from 0 to {gpus - 1:,}")
-        for name in ("num_heads", "context_length", "vocab_size", "d_ff"):
+        for name in SPLIT_BY_TP:
             if (size := getattr(model, name)) % self.tp:
                 raise UserError(f"--tp {self.tp} does not divide --{name} {size}; change one of them")
 
