@@ -6,6 +6,8 @@ PYTHON ?= python3.11
 VENV := .venv
 BIN := $(VENV)/bin
 INSTALLED := $(VENV)/.installed
+# The tests start hundreds of processes: without bytecode files each would compile the package again.
+unexport PYTHONDONTWRITEBYTECODE
 
 .PHONY: bench test check pages soak lint clean install older-triton
 

@@ -6,7 +6,7 @@ Shapes: B batch, T tokens, D d_model, H heads, K head dimension, V vocabulary.
 
 from collections.abc import Callable
 from functools import partial
-from typing import Any, cast
+from typing import TYPE_CHECKING, Any, cast
 
 import torch
 import torch.nn.functional as F
@@ -16,10 +16,15 @@ from torch.utils.checkpoint import checkpoint
 from cs336_systems.config import ModelConfig
 from cs336_systems.kernels import attention
 from cs336_systems.kernels.flash.dispatch import fused_implementation
+from cs336_systems.kernels.flash.operators import cast_for_autocast
+from cs336_systems.kernels.flash.prefix import PrefixAttention
 from cs336_systems.kernels.fused import nodes as fused
 from cs336_systems.kernels.fused.block import Setting, Weights, planned_block
 from cs336_systems.kernels.fused.host_memory import HostMemory
 from cs336_systems.predict.activation_plan import Plan, is_fetched_late, is_managed
+
+if TYPE_CHECKING:  # it needs DTensor, which takes 0.8 s to import
+    from cs336_systems.parallel.context_parallel import ContextParallel
 
 RMS_EPS = 1e-5
 
@@ -67,6 +72,8 @@ class RotaryEmbedding(nn.Module):
 
     cos: Tensor
     sin: Tensor
+    context: "ContextParallel | None" = None
+    """Set where the tokens are a part of the sequence, and other ranks have the rest."""
 
     def __init__(self, context_length: int, head_dim: int, theta: float):
         super().__init__()
@@ -86,13 +93,21 @@ class RotaryEmbedding(nn.Module):
         self.sin.copy_(sin[:, None])
 
     def forward(self, x: Tensor) -> Tensor:  # (B, T, H, K)
-        cos, sin = self.cos[: x.shape[1]], self.sin[: x.shape[1]]
+        cos, sin = (self._rows(table, x.shape[1]) for table in (self.cos, self.sin))
         swapped = x.unflatten(-1, (-1, 2)).flip(-1).flatten(-2)
         # The table is fp32, and so is the rotation, whatever x is: bf16 is too coarse for angles.
         return torch.addcmul(x * cos, swapped, sin).to(x.dtype)
 
+    def _rows(self, table: Tensor, length: int) -> Tensor:
+        if self.context is None:
+            return table[:length]
+        return torch.cat([table[span] for span in self.context.positions(length)])
+
 
 class Attention(nn.Module):
+    context: "ContextParallel | None" = None
+    """As of RotaryEmbedding."""
+
     def __init__(self, config: ModelConfig, impl: str):
         super().__init__()
         self.num_heads, self.head_dim = config.num_heads, config.head_dim
@@ -108,8 +123,12 @@ class Attention(nn.Module):
             for projection in (self.q_proj, self.k_proj, self.v_proj)
         )
         q, k = rotate(q), rotate(k)
-        heads_first = (t.transpose(1, 2) for t in (q, k, v))
-        out = attention(*heads_first, is_causal=True, impl=self.impl)
+        q, k, v = (t.transpose(1, 2) for t in (q, k, v))
+        if self.context is None:
+            out = attention(q, k, v, is_causal=True, impl=self.impl)
+        else:
+            q, k, v = cast_for_autocast(q, k, v)
+            out = self.context.attend(q, k, v, PrefixAttention(self.impl))
         return self.output_proj(out.transpose(1, 2).flatten(-2))
 
     def fused(self, qkv: Tensor, rotate: RotaryEmbedding) -> Tensor:

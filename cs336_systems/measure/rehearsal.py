@@ -29,7 +29,7 @@ from cs336_systems.measure.memory_trace import StorageTracker, as_on_cuda, label
 from cs336_systems.measure.timing import STEP, time_steps
 from cs336_systems.model import TransformerLM
 from cs336_systems.parallel.collectives import local_part
-from cs336_systems.parallel.torch_engine import split
+from cs336_systems.parallel.torch_engine import _BUFFERS_STAY, split
 from cs336_systems.predict.allocator import CachingAllocator
 from cs336_systems.predict.engine_memory import BUCKETS
 from cs336_systems.predict.memory_model import workspace
@@ -86,7 +86,7 @@ def _forget_groups() -> None:
 # -- the model of a rank ----------------------------------------------------------------------------------------------
 
 
-def _sharded_model(config: RunConfig, mesh: Mesh, device_type: str) -> TransformerLM:
+def sharded_model(config: RunConfig, mesh: Mesh, device_type: str) -> TransformerLM:
     """Return the model of this rank on the meta device."""
     devices = init_device_mesh(device_type, tuple(mesh), mesh_dim_names=mesh._fields)
     with torch.device("meta"):
@@ -114,7 +114,7 @@ def _replicated(model: TransformerLM) -> nn.Module:
         future.set_result(bucket.buffer())
         return future
 
-    wrapped = DistributedDataParallel(model, init_sync=False)
+    wrapped = DistributedDataParallel(model, init_sync=False, **_BUFFERS_STAY)
     wrapped.register_comm_hook(None, reduced)
     return wrapped
 
@@ -127,19 +127,23 @@ def rehearse(config: RunConfig, mesh: Mesh, rank: int, *, on_gpu: bool) -> Rehea
 
     `config` is that of a GPU; without one (`on_gpu` False) its operators run on fake tensors.
     """
-    device = config.device if on_gpu else "cpu"
-    run = replace(config, batch_size=config.batch_size * mesh.tp, device=device)
+    run = of_replica(config if on_gpu else replace(config, device="cpu"), mesh)
     with fake_group(rank, mesh.gpus):
-        model = _sharded_model(run, mesh, torch.device(device).type)
+        model = sharded_model(run, mesh, torch.device(run.device).type)
         if on_gpu:
-            return _measured(model, run, mesh)
-        return _traced(model, run, config, mesh)
+            return measured(model, run, is_replicated=mesh.is_replicated)
+        return _traced(model, run, config, is_replicated=mesh.is_replicated)
 
 
-def _measured(model: TransformerLM, run: RunConfig, mesh: Mesh) -> Rehearsal:
+def of_replica(config: RunConfig, mesh: Mesh) -> RunConfig:
+    """Return the run of a group of ranks that get the same batch: `tp` times that of one GPU."""
+    return replace(config, batch_size=config.batch_size * mesh.tp)
+
+
+def measured(model: TransformerLM, run: RunConfig, *, is_replicated: bool = False) -> Rehearsal:
     """Run on a GPU: the allocator's peak, and the time of the steps after a few for warm-up."""
     _allocate(model, run.device)
-    step, sizes = _step(_replicated(model) if mesh.is_replicated else model, run), _Sizes(model)
+    step, sizes = _step(_replicated(model) if is_replicated else model, run), _Sizes(model)
     batch = step.random_batch()
     with loss_parallel():
         for _ in range(WARMUP_STEPS):
@@ -152,7 +156,7 @@ def _measured(model: TransformerLM, run: RunConfig, mesh: Mesh) -> Rehearsal:
     return Rehearsal(sizes.parameters, sizes.gradients, _moments(step), peak, {}, median(times.wall[STEP]))
 
 
-def _traced(model: TransformerLM, run: RunConfig, on_cuda: RunConfig, mesh: Mesh) -> Rehearsal:
+def _traced(model: TransformerLM, run: RunConfig, on_cuda: RunConfig, *, is_replicated: bool) -> Rehearsal:
     """Run on fake tensors with the operators and the allocator of CUDA. The first step makes the optimizer's state.
 
     DistributedDataParallel reads values, which fake tensors do not have: one tensor stands for its buckets.
@@ -167,12 +171,11 @@ def _traced(model: TransformerLM, run: RunConfig, on_cuda: RunConfig, mesh: Mesh
         step, sizes = _step(model, run), _Sizes(model)
         tokens, targets = (torch.zeros(run.batch_size, run.model.context_length, dtype=torch.long) for _ in range(2))
         scratch = torch.empty(workspace(on_cuda), dtype=torch.uint8)
-        buckets = torch.empty(sizes.parameters if mesh.is_replicated else 0, dtype=torch.uint8)
-        for tensor, label in (
-            *((tokens, "inputs"), (targets, "inputs"), (scratch, "workspace")),
-            *([(buckets, BUCKETS)] if mesh.is_replicated else []),
-        ):
+        buckets = [torch.empty(sizes.parameters, dtype=torch.uint8)] if is_replicated else []
+        for tensor, label in ((tokens, "inputs"), (targets, "inputs"), (scratch, "workspace")):
             tracker.track(tensor, label)
+        for tensor in buckets:
+            tracker.track(tensor, BUCKETS)
         stack.enter_context(labelled(step, tracker))
         stack.enter_context(tracker.following())
         step(tokens, targets, watch=sizes.watch)

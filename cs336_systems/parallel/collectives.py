@@ -5,7 +5,7 @@ Also functions that the wrappers share: checks of the model, and flat tensors wi
 
 from collections.abc import Callable, Iterable
 from itertools import zip_longest
-from typing import Any, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -13,6 +13,9 @@ from torch import Tensor, nn
 
 from cs336_systems.config import UserError
 from cs336_systems.parallel.peers import error_line, ranks_by_value, ranks_named
+
+if TYPE_CHECKING:
+    from torch.distributed.tensor import DTensor
 
 Result = TypeVar("Result")
 T = TypeVar("T", bound=Tensor)
@@ -137,6 +140,26 @@ def local_part(tensor: Tensor) -> Tensor:
     """Return this rank's part of a DTensor, any other tensor as it is. The class itself takes 0.8 s to import."""
     to_local = getattr(tensor, "to_local", None)
     return tensor if to_local is None else to_local()
+
+
+def held_slices(tensor: "DTensor") -> tuple[slice, ...]:
+    """Return where this rank's part of a DTensor is in the whole.
+
+    The innermost axis, "tp", is the first to split it. Parts are equal, then a smaller one, then empty ones, as those
+    of torch.chunk. (torch 2.13 has other offsets where two axes split the same dimension into unequal parts.)
+    """
+    mesh = tensor.device_mesh
+    starts, sizes = [0] * tensor.ndim, list(tensor.shape)
+    for axis in reversed(range(mesh.ndim)):
+        placement = tensor.placements[axis]
+        if placement.is_replicate():
+            continue
+        dim = placement.dim  # type: ignore[attr-defined]
+        size = -(-sizes[dim] // mesh.size(axis))
+        before = min(size * mesh.get_local_rank(axis), sizes[dim])
+        starts[dim] += before
+        sizes[dim] = min(size, sizes[dim] - before)
+    return tuple(slice(start, start + size) for start, size in zip(starts, sizes, strict=True))
 
 
 def persistent_buffers(module: nn.Module) -> dict[str, Tensor]:

@@ -85,7 +85,7 @@ class DataParallel(Wrapper, ABC):
         self._before_forward()
         return self.module(*args, **kwargs)
 
-    @torch.compiler.disable
+    @torch._disable_dynamo  # torch.compiler.disable would import torch's compiler here: 2 s of CPU
     def _before_forward(self) -> None:
         if not torch.is_grad_enabled():
             return

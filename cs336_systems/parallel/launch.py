@@ -13,6 +13,7 @@ the stack of every rank. Ranks of one machine meet through a file, so no port is
 
 import contextlib
 import faulthandler
+import gc
 import multiprocessing
 import multiprocessing.connection
 import os
@@ -73,9 +74,10 @@ class Ranks:
 
     def __init__(self, world_size: int, *, backend: str = "gloo", device: str = "cpu", timeout: float = TIMEOUT):
         require_slots(world_size, backend, device)
-        # Ranks are forked from a server process that has imported torch: the import takes seconds of a core.
+        # Ranks are forked from a server process that has imported torch, and its compiler, which every optimizer of
+        # torch imports: seconds of a core.
         context = multiprocessing.get_context("forkserver")
-        context.set_forkserver_preload([__name__])
+        context.set_forkserver_preload([__name__, "torch._dynamo"])
         self.timeout = timeout
         self._folder = tempfile.TemporaryDirectory(prefix="cs336-ranks-")
         self._processes = []
@@ -219,6 +221,7 @@ class _Answer(NamedTuple):
 
 def _serve(seat: _Seat, environment: dict[str, str], connection: Any) -> None:
     """Join the group, then answer requests until the parent closes the connection."""
+    gc.freeze()  # a collection would copy the memory that ranks share with the server they are forked from
     _take_over(environment, seat.world_size)
     threading.Thread(target=_exit_with_parent, daemon=True).start()
     with open(seat.stack, "w") as stack:

@@ -13,6 +13,8 @@ from cs336_systems.config import ModelConfig, UserError
 
 SPLIT_BY_TP = ("num_heads", "context_length", "vocab_size", "d_ff")
 """Sizes of the model that `tp` must divide."""
+STAGES_PER_RANK = {"1f1b": 1, "interleaved": 2}
+"""Stages of the pipeline that a rank of the axis `pp` holds, by schedule."""
 
 
 class Mesh(NamedTuple):
@@ -32,6 +34,11 @@ class Mesh(NamedTuple):
     def is_replicated(self) -> bool:
         """Every GPU holds the whole model: torch's engine runs DistributedDataParallel."""
         return self.dp_replicate == self.gpus > 1
+
+    @property
+    def of_weights(self) -> "Mesh":
+        """The same ranks as a mesh without `cp`: they shard weights together with those of `dp_shard`."""
+        return self._replace(dp_shard=self.dp_shard * self.cp, cp=1)
 
     def require(self, gpus: int, rank: int, model: ModelConfig) -> None:
         """Raise UserError unless the axes multiply to `gpus`, `rank` is one of them and `tp` divides the model."""
@@ -84,7 +91,8 @@ def rows_of(rows: int, parts: int, index: int) -> int:
 
 
 def elements(model: ModelConfig, mesh: Mesh, rank: int) -> int:
-    """Return the elements of all weights that `rank` holds: each is split by `tp`, then its rows by `dp_shard`."""
+    """Return the elements of all weights that `rank` holds: each is split by `tp`, then its rows by the shards."""
+    mesh = mesh.of_weights
     place, total = mesh.place(rank), 0
     for weight in weights(model):
         rows = rows_of(weight.rows, mesh.tp, place.tp) if weight.split == 0 else weight.rows

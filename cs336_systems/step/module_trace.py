@@ -47,21 +47,38 @@ def trace(step: TrainStep, batches: Batches) -> list[Seen]:
     for name, parameter in inner.named_parameters():
         values.add(f"the weight {name}", parameter)
     with _module_by_module(inner):
-        for inputs, targets in batches:
-            with _hooks(inner, values), step.autocast():  # without hooks in backward, which may recompute blocks
-                logits = step.model(inputs)
-            loss = step.loss(logits, targets)
-            values.add("the loss", loss)
-            (loss * (step.loss_scale.value / len(batches))).backward()
-            finish = getattr(step.model, "finish_gradient_synchronization", None)
-            if finish is not None:
-                finish()
+        (_trace_batches if step.pipeline is None else _trace_pipeline)(step, inner, batches, values)
     for name, parameter in inner.named_parameters():
         if parameter.grad is not None:
             values.add(f"the gradient of {name}", parameter.grad)
     if step.graph is None:  # graphs overwrite gradients in the memory that they were captured with
         step.model.zero_grad(set_to_none=True)
     return values.read()
+
+
+def _trace_batches(step: TrainStep, inner: nn.Module, batches: Batches, values: "_Values") -> None:
+    for inputs, targets in batches:
+        with _hooks(inner, values), step.autocast():  # without hooks in backward, which may recompute blocks
+            logits = step.model(inputs)
+        loss = step.loss(logits, targets)
+        values.add("the loss", loss)
+        (loss * (step.loss_scale.value / len(batches))).backward()
+        finish = getattr(step.model, "finish_gradient_synchronization", None)
+        if finish is not None:
+            finish()
+
+
+def _trace_pipeline(step: TrainStep, inner: nn.Module, batches: Batches, values: "_Values") -> None:
+    """Run the micro batches through the stages of a pipeline; each rank measures the modules that it has."""
+
+    def loss(logits: Tensor, targets: Tensor) -> Tensor:
+        found = step.loss(logits, targets)
+        values.add("the loss", found)
+        return found
+
+    with _hooks(inner, values), step.loss_context():
+        step.pipeline.accumulate(batches, lambda found: found * (step.loss_scale.value / len(batches)), loss)
+    step.model.finish_gradient_synchronization()  # type: ignore[operator]
 
 
 def first_not_finite(seen: Sequence[Seen]) -> str | None:
@@ -95,20 +112,23 @@ class Tracer:
         if math.isfinite(norm):
             self._norms.append(norm)
         if result.update is Update.SKIPPED:
-            found = _named(first_not_finite(trace(step, batches)))
+            found = _named(first_not_finite(trace(step, batches)), step)
             return f"not finite first in {found}" if found else "not finite, but computed module by module it is"
         if norm < SPIKE * usual or result.update is not Update.APPLIED:
             return None
-        found = _named(first_jump(trace(step, batches), trace(step, before())))
+        found = _named(first_jump(trace(step, batches), trace(step, before())), step)
         seen = f"first seen in {found}" if found else "no module stands out: the weights have changed, not the data"
         return f"the gradient's norm is {norm:.3g}, {norm / usual:.1f} times the median of recent steps; {seen}"
 
 
-def _named(found: str | None) -> str | None:
-    """Return the finding of the first rank that has one."""
+def _named(found: str | None, step: TrainStep) -> str | None:
+    """Return the finding of the first rank that has one; in a pipeline gradients come from the last rank."""
     if not dist.is_initialized() or dist.get_world_size() == 1:
         return found
-    return next((f"{text} (rank {rank})" for rank, text in enumerate(gather(found)) if text), None)
+    every = [(rank, text) for rank, text in enumerate(gather(found)) if text]
+    if step.pipeline is not None:
+        every.sort(key=lambda each: (True, -each[0]) if each[1].startswith("the gradient") else (False, each[0]))
+    return next((f"{text} (rank {rank})" for rank, text in every), None)
 
 
 class _Values:

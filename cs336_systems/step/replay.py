@@ -82,7 +82,7 @@ class Replay:
         return within[0] if len(within) == 1 else f"one of {len(within)} parameters from {within[0]} to {within[-1]}"
 
     def _replicated(self, parts: list[_Part]) -> dict[str, str]:
-        """Return hashes of the weights that every rank holds whole, by name."""
+        """Return hashes of the weights that this rank holds whole, by name."""
         if not dist.is_initialized() or dist.get_world_size() == 1:
             return {}
         weights = {part.starts[0][1]: part.sums for part in parts if part.kind == "weight"}
@@ -103,8 +103,8 @@ def _raise_together(found: str | None, weights: Mapping[str, str]) -> None:
     bad = [f"{name} on rank {rank}" if len(every) > 1 else name for rank, (name, _) in enumerate(every) if name]
     if bad:
         raise ReplayError(f"two runs of it gave different results, first seen in {', '.join(bad)}")
-    for name in weights:
-        groups = ranks_by_value((rank, theirs[name]) for rank, (_, theirs) in enumerate(every))
+    for name in dict.fromkeys(name for _, theirs in every for name in theirs):  # stages have different weights
+        groups = ranks_by_value((rank, theirs[name]) for rank, (_, theirs) in enumerate(every) if name in theirs)
         if len(groups) > 1:
             sides = " and ".join(map(ranks_named, groups.values()))
             raise ReplayError(f"the weight {name} differs between {sides}")

@@ -1,4 +1,4 @@
-"""One training step in named phases: forward, loss, backward, sync, optimizer.
+"""One training step in named phases: forward, loss, backward, sync, optimizer. A pipeline runs the first three as one.
 
 The same object is timed, profiled and trained. Each phase runs inside a profiler range of its own name
 (record_function, and NVTX on a GPU) and inside the context manager that the caller's `watch` returns for that name: the
@@ -16,6 +16,7 @@ import sys
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -30,6 +31,7 @@ from cs336_systems.model import TransformerLM
 from cs336_systems.parallel.collectives import communication_device
 from cs336_systems.step.block_memory import ChoiceByBlock
 from cs336_systems.step.cuda_graph import Batches, StepGraph
+from cs336_systems.step.initialise import initialise
 from cs336_systems.step.memory_budget import apply_memory_budget
 from cs336_systems.step.replay import Replay
 from cs336_systems.step.updates import LossScale, Update, adapt
@@ -86,11 +88,15 @@ class TrainStep:
         self.scaler = torch.amp.GradScaler(self.device.type, enabled=config.precision == "fp16" and self.trains)
         self.loss_scale = loss_scale or LossScale.of(config.precision)
         # Methods that wrappers of parallel/ may have: the end of communication that overlaps with backward, the norm
-        # of sharded gradients, backward without communication, and the loss of logits that are split over ranks.
+        # of sharded gradients, backward without communication, the loss of logits that are split over ranks, and this
+        # rank's part of the sequences. One whose model is split into stages has a pipeline, which runs the micro
+        # batches.
         self._finish_sync = getattr(model, "finish_gradient_synchronization", None)
         self._clip_sharded = getattr(model, "clip_grad_norm_", None)
         self._no_sync: Callable[[], AbstractContextManager] = getattr(model, "no_sync", nullcontext)
         self.loss_context: Callable[[], AbstractContextManager] = getattr(model, "loss_context", nullcontext)
+        self._own_part: Callable[[Tensor], Tensor] = getattr(model, "own_part", lambda tokens: tokens)
+        self.pipeline: Any = getattr(model, "pipeline", None)
         self._forward: Callable[..., Tensor] = torch.compile(model) if config.compile else model
         self.graph = StepGraph(self._captured_gradients, self._update, self._drop) if "graph" in self._parts else None
 
@@ -105,7 +111,7 @@ class TrainStep:
             model = build_model(config)
         step = cls(model, config)
         if isinstance(step.optimizer, PackedAdamW):
-            step.optimizer.initialise(model)
+            initialise(model, step.optimizer.device, step.optimizer.load_master)
         if not torch._C._len_torch_dispatch_stack():  # a trace is of another device: it applies the plan itself
             apply_memory_budget(model, config, blocks)
             step.blocks = blocks
@@ -212,10 +218,13 @@ class TrainStep:
         return StepResult(mean, norm, update, any_stop)
 
     def evaluate(self, inputs: Tensor, targets: Tensor) -> Tensor:
-        """Return the loss, without gradients."""
+        """Return the loss, without gradients: with context parallel that of this rank's part of the sequences."""
+        inputs, targets = self._own_part(inputs), self._own_part(targets)
         with torch.no_grad(), self.loss_context(), self.autocast():
             if "loss" in self._parts:
                 return self._forward(inputs, targets)
+            if self.pipeline is not None:
+                return self.pipeline.evaluate(inputs, targets, self.loss)
             return self.loss(self.logits(inputs), targets)
 
     # -- gradients ----------------------------------------------------------------------------------------------------
@@ -239,10 +248,15 @@ class TrainStep:
 
         Returns the mean loss, on the device.
         """
-        losses = []
-        for number, (inputs, targets) in enumerate(batches, start=1):
-            with self._no_sync() if number < len(batches) else nullcontext(), self.loss_context():
-                losses.append(self._one_batch(inputs, targets, scaling, watch))
+        if self.pipeline is not None:
+            with self._phase("pipeline", watch), self.loss_context():
+                own = [(self._own_part(inputs), self._own_part(targets)) for inputs, targets in batches]
+                losses = [self.pipeline.accumulate(own, scaling, self.loss)]
+        else:
+            losses = []
+            for number, (inputs, targets) in enumerate(batches, start=1):
+                with self._no_sync() if number < len(batches) else nullcontext(), self.loss_context():
+                    losses.append(self._one_batch(inputs, targets, scaling, watch))
         if self._finish_sync is not None:
             with self._phase("sync", watch):
                 self._finish_sync()
@@ -250,6 +264,7 @@ class TrainStep:
 
     def _one_batch(self, inputs: Tensor, targets: Tensor, scaling: Scaling, watch: Watch) -> Tensor:
         """Run forward, loss and the backward pass of the scaled loss. A fused loss belongs to the forward phase."""
+        inputs, targets = self._own_part(inputs), self._own_part(targets)
         if "loss" in self._parts:
             with self._phase("forward", watch), self.autocast():
                 loss = self._forward(inputs, targets)

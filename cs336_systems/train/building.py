@@ -16,13 +16,14 @@ from cs336_systems.measure.block_planner import blocks_for_machine
 from cs336_systems.model import TransformerLM
 from cs336_systems.parallel import DDP, FSDP, ShardedOptimizer
 from cs336_systems.parallel.launch import Rank
-from cs336_systems.parallel.torch_engine import TorchEngine
+from cs336_systems.parallel.torch_engine import TorchEngine, store_shard
 from cs336_systems.step.block_memory import ChoiceByBlock
+from cs336_systems.step.initialise import initialise
 from cs336_systems.step.memory_budget import apply_memory_budget
 from cs336_systems.step.train_step import AUTOCAST_DTYPES, STATE_DTYPES, TrainStep, build_model, require_device
 from cs336_systems.step.updates import LossScale
 from cs336_systems.train.settings import OptimizerSettings, TrainSettings
-from cs336_systems.train.weights import load_weights
+from cs336_systems.train.weights import load_each, load_weights
 
 BUCKET_MB = 25
 
@@ -35,16 +36,17 @@ def build_step(settings: TrainSettings, rank: Rank) -> TrainStep:
         run = dataclasses.replace(run, attention=_repeatable_attention(run))
     packs = "optimizer" in run.fast_parts
     torch.manual_seed(settings.seed)
-    with torch.device("meta") if packs and settings.init is None else rank.device:
+    is_filled_later = settings.parallel.engine == "torch" or (packs and settings.init is None)
+    with torch.device("meta") if is_filled_later else rank.device:
         model = build_model(run)
     apply_memory_budget(model, run, _agreed(blocks_for_machine(run)))
-    if settings.init is not None:
+    if settings.init is not None and not is_filled_later:
         load_weights(Path(settings.init), model, settings.model)
     optimizer: torch.optim.Optimizer
     if packs:
         optimizer = _packed_optimizer(model, settings, rank.device)
         if settings.init is None:
-            optimizer.initialise(model)
+            initialise(model, rank.device, optimizer.load_master)
     else:
         model = _wrap(model, settings, rank)
         optimizer = _plain_optimizer(model, settings)
@@ -76,7 +78,12 @@ def _repeatable_attention(run: RunConfig) -> str:
 def _wrap(model: nn.Module, settings: TrainSettings, rank: Rank) -> nn.Module:
     if settings.parallel.engine == "torch":
         axes = settings.parallel.axes(rank.world_size)
-        return TorchEngine(model, axes, rank.device, AUTOCAST_DTYPES.get(settings.compute.precision))
+        return TorchEngine(
+            *(model, axes, rank.device, AUTOCAST_DTYPES.get(settings.compute.precision)),
+            fill=lambda module: _fill(module, settings, rank.device),
+            schedule=settings.parallel.pp_schedule,
+            timeout=settings.parallel.rank_timeout,
+        )
     match settings.parallel.wrapper:
         case "none":
             if rank.world_size > 1:
@@ -86,6 +93,15 @@ def _wrap(model: nn.Module, settings: TrainSettings, rank: Rank) -> nn.Module:
             return DDP(model, bucket_size_mb=BUCKET_MB)
         case _:
             return FSDP(model, compute_dtype=AUTOCAST_DTYPES.get(settings.compute.precision))
+
+
+def _fill(model: nn.Module, settings: TrainSettings, device: torch.device) -> None:
+    """Give a model that is split over ranks the weights of the seed or of `--init`, one at a time."""
+    if settings.init is None:
+        initialise(model, device, store_shard)
+        return
+    initialise(model, device, lambda parameter, whole: None)  # buffers, and the state of the random numbers
+    load_each(Path(settings.init), model, settings.model, device, store_shard)
 
 
 def _packed_optimizer(model: nn.Module, settings: TrainSettings, device: torch.device) -> PackedAdamW:

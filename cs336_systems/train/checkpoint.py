@@ -30,13 +30,15 @@ import torch.distributed.checkpoint as dcp
 from torch import Tensor, nn
 from torch.distributed.checkpoint import FileSystemWriter
 from torch.distributed.checkpoint.api import CheckpointException
+from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, MetadataIndex, TensorProperties
+from torch.distributed.checkpoint.planner import TensorWriteData, WriteItem, WriteItemType
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import DTensor, Shard
 
 from cs336_systems.config import UserError
 from cs336_systems.files import reason_of
 from cs336_systems.flags import one_line
-from cs336_systems.parallel.collectives import from_first, gather, on_first, persistent_buffers
+from cs336_systems.parallel.collectives import from_first, gather, held_slices, local_part, on_first, persistent_buffers
 from cs336_systems.record import MIB
 from cs336_systems.step.updates import adapt
 from cs336_systems.train.agreement import MUST_BE_SHARED
@@ -342,7 +344,7 @@ def training_state(
     masters = adapted.masters("cpu")
 
     def saved(name: str, tensor: Tensor, p: Tensor) -> Tensor:
-        return _as_whole(tensor if copies is None else _copied(name, tensor, copies), p, mesh)
+        return _placed(_as_whole(tensor if copies is None else _copied(name, tensor, copies), p, mesh))
 
     state = {f"model/{name}": saved(f"model/{name}", masters.get(p, p.detach()), p) for p, name in names.items()}
     for name, buffer in persistent_buffers(inner).items():
@@ -404,6 +406,32 @@ def _as_whole(tensor: Tensor, p: Tensor, mesh: DeviceMesh | None) -> Tensor:
     shape = p.full_shape  # type: ignore[attr-defined]
     stride = torch.empty(shape, device="meta").stride()
     return DTensor.from_local(tensor, mesh, [Shard(0)], run_check=False, shape=shape, stride=stride)
+
+
+def _placed(tensor: Tensor) -> Tensor:
+    """Tell torch which part of the whole a DTensor holds: where two axes split its rows unevenly it is mistaken."""
+    if not isinstance(tensor, DTensor):
+        return tensor
+    slices, local = held_slices(tensor), local_part(tensor)
+    offsets, sizes = torch.Size(one.start for one in slices), torch.Size(one.stop - one.start for one in slices)
+    assert sizes == local.shape
+    chunks = [ChunkStorageMetadata(offsets, sizes)] if local.numel() else []
+
+    def write_items(name: str, _: object) -> list[WriteItem]:
+        properties = TensorProperties.create_from_tensor(local)
+        return [
+            WriteItem(
+                MetadataIndex(name, chunk.offsets),
+                WriteItemType.SHARD,
+                tensor_data=TensorWriteData(chunk, properties, tensor.size()),
+            )
+            for chunk in chunks
+        ]
+
+    hooks = {"__create_chunk_list__": lambda: chunks, "__create_write_items__": write_items}
+    for name, hook in hooks.items():
+        setattr(tensor, name, hook)
+    return tensor
 
 
 def _adamw_state(optimizer: torch.optim.Optimizer, p: Tensor) -> dict[str, Tensor]:

@@ -77,9 +77,7 @@ def _open_corpus(settings: TrainSettings, rank: Rank) -> Corpus:
 
 
 def _require_possible(settings: TrainSettings, rank: Rank) -> None:
-    if settings.parallel.engine == "torch":
-        settings.parallel.axes(rank.world_size)
-    settings.data.micro_batches(settings.parallel.data_place(rank.rank, rank.world_size)[1])
+    settings.require_ranks(rank.world_size)
     if settings.log.tensorboard and importlib.util.find_spec("tensorboard") is None:
         raise UserError("--tensorboard: it is not installed; pip install tensorboard, or leave the flag out")
     require_attention(settings.run_config(str(rank.device), rank.world_size))

@@ -23,7 +23,7 @@ from cs336_systems.config import (
     require_seed,
 )
 from cs336_systems.flags import flat, renamed
-from cs336_systems.predict.rank_shards import Mesh
+from cs336_systems.predict.rank_shards import STAGES_PER_RANK, Mesh
 
 PARALLEL = ("none", "ddp", "ddp-sharded", "fsdp")
 ENGINES = ("ours", "torch")
@@ -153,7 +153,7 @@ class OptimizerSettings(_Checked):
             self._require(0 <= getattr(self, name) < 1, name, "at least 0 and below 1")
 
 
-AXES = ("dp_replicate", "dp_shard", "tp")
+AXES = Mesh._fields
 
 
 @dataclass(frozen=True)
@@ -162,28 +162,36 @@ class ParallelSettings(_Checked):
         "parallel", flag("ddp", "how ranks share the work: none, ddp, ddp-sharded (ZeRO 1), fsdp", PARALLEL)
     )
     engine: str = flag("ours", "who runs --parallel: our wrappers, or torch's own over the axes below", ENGINES)
+    pp: int = flag(1, "--engine torch: ranks that hold a part of the blocks each (pipeline parallel)")
+    pp_schedule: str = flag(
+        "1f1b",
+        "order of micro batches in the pipeline; interleaved has two stages on each rank",
+        tuple(STAGES_PER_RANK),
+    )
     dp_replicate: int = flag(1, "--engine torch: groups of ranks with a copy of the model each")
     dp_shard: int = flag(1, "--engine torch: ranks that shard weights, gradients and state (0: all remaining ranks)")
+    cp: int = flag(1, "--engine torch: ranks that split every sequence (context parallel); they shard weights, too")
     tp: int = flag(1, "--engine torch: ranks that split every layer (tensor parallel)")
     rank_timeout: float = flag(600.0, "seconds to wait for a rank that does not respond")
 
     def __post_init__(self) -> None:
-        self._at_least(1, "dp_replicate", "tp")
+        self._at_least(1, "pp", "dp_replicate", "cp", "tp")
         self._at_least(0, "dp_shard")
         if self.engine == "torch" and self.wrapper != "ddp":
-            raise UserError(
-                f"--parallel {self.wrapper} is for --engine ours; --engine torch takes --dp_replicate, --dp_shard, --tp"
-            )
+            axes = ", ".join(f"--{name}" for name in AXES)
+            raise UserError(f"--parallel {self.wrapper} is for --engine ours; --engine torch takes {axes}")
         for name in AXES:
             if self.engine == "ours" and getattr(self, name) != 1:
                 raise UserError(f"--{name} {getattr(self, name)} needs --engine torch")
+        if self.pp == 1 and self.pp_schedule != "1f1b":
+            raise UserError(f"--pp_schedule {self.pp_schedule} needs a pipeline: --pp 2 or more")
         self._require(
             math.isfinite(self.rank_timeout) and self.rank_timeout >= 1, "rank_timeout", "a finite number of at least 1"
         )
 
     def axes(self, world_size: int) -> Mesh:
         """Return the mesh of a number of ranks; raise UserError if they do not multiply to it."""
-        mesh = Mesh(dp_replicate=self.dp_replicate, tp=self.tp)
+        mesh = Mesh(pp=self.pp, dp_replicate=self.dp_replicate, cp=self.cp, tp=self.tp)
         mesh = mesh._replace(dp_shard=self.dp_shard or max(1, world_size // mesh.gpus))
         if mesh.gpus != world_size:
             shown = " x ".join(f"--{name} {getattr(self, name)}" for name in AXES)
@@ -194,9 +202,35 @@ class ParallelSettings(_Checked):
     def data_place(self, rank: int, world_size: int) -> tuple[int, int]:
         """Return which share of a batch a rank computes, and the number of shares.
 
-        Ranks of one tensor-parallel group, which are neighbours, compute the same share.
+        Ranks of one group of the axes "cp" and "tp", which are neighbours, compute the same share, and so do the ranks
+        of one pipeline, which are farthest apart.
         """
-        return rank // self.tp, world_size // self.tp
+        group = self.cp * self.tp
+        shares = world_size // (group * self.pp)
+        return rank // group % shares, shares
+
+    @property
+    def splits_data_only(self) -> bool:
+        """True if every rank computes whole sequences with whole layers."""
+        return self.pp == self.cp == self.tp == 1
+
+    @property
+    def stages(self) -> int:
+        """Stages of the pipeline on all ranks."""
+        return self.pp * STAGES_PER_RANK[self.pp_schedule] if self.pp > 1 else 1
+
+    def require_micro_batches(self, count: int) -> None:
+        """Raise UserError if torch's schedule cannot run this number of micro batches in a step."""
+        if self.pp == 1:
+            return
+        way_out = "change --micro_batch_size or --batch_size"
+        if self.pp_schedule == "1f1b" and count < self.pp:
+            raise UserError(f"--pp {self.pp} needs {self.pp} micro batches or more in a step, got {count}; {way_out}")
+        if self.pp_schedule == "interleaved" and count % max(1, count // self.pp):
+            raise UserError(
+                f"--pp_schedule interleaved cannot run {count} micro batches in a step; use a multiple of --pp "
+                f"{self.pp}: {way_out}"
+            )
 
 
 @dataclass(frozen=True)
@@ -278,20 +312,34 @@ class TrainSettings(_Checked):
             self._require_for_torch_engine()
 
     def _require_for_torch_engine(self) -> None:
-        """Raise UserError for settings that need our engine, and for a model that `--tp` ranks cannot split."""
+        """Raise UserError for settings that need our engine, and for a model that its ranks cannot split."""
         only_ours = {
             "compile": self.compute.compile,
             "memory_budget": self.compute.memory_budget,
             "optimizer_state": self.optimizer.state != "fp32",
-            "fast": self.compute.fast not in (None, "on", "off"),
         }
         if given := [f"--{name}" for name, value in only_ours.items() if value]:
             raise UserError(f"{', '.join(given)} needs --engine ours")
+        if (layers := self.model.num_layers) < (stages := self.parallel.stages):
+            raise UserError(f"--num_layers {layers} is too few for a pipeline of {stages} stages; use a smaller --pp")
         for name in ("num_heads", "d_ff", "context_length"):
             if (value := getattr(self.model, name)) % self.parallel.tp:
                 raise UserError(
                     f"--{name} {value} cannot be divided among --tp {self.parallel.tp} ranks; use a multiple"
                 )
+        chunks = 2 * self.parallel.cp * self.parallel.tp
+        if self.parallel.cp > 1 and (length := self.model.context_length) % chunks:
+            raise UserError(
+                f"--context_length {length} must be a multiple of 2 x --cp {self.parallel.cp} x --tp "
+                f"{self.parallel.tp} = {chunks}: a rank computes two equal parts of each sequence"
+            )
+
+    def require_ranks(self, world_size: int) -> None:
+        """Raise UserError unless this number of ranks can share the steps."""
+        if self.parallel.engine == "torch":
+            self.parallel.axes(world_size)
+        _, shares = self.parallel.data_place(0, world_size)
+        self.parallel.require_micro_batches(self.data.micro_batches(shares))
 
     @property
     def folder(self) -> Path:
@@ -327,12 +375,14 @@ class TrainSettings(_Checked):
         wrapper, is_large = self.parallel.wrapper, config.tokens * self.model.d_model >= LAUNCH_BOUND
         with_ranks = ("kernels", "loss") if wrapper != "fsdp" and (is_large or fast != "on") else ()
         allowed = FAST_PARTS if world_size == 1 else with_ranks
-        if self.parallel.engine == "torch":  # its hooks are on modules, whose forward the fused kernels do not call
-            allowed = ()
+        if self.parallel.engine == "torch":  # the fused kernels do not know of split layers, sequences and stages
+            allowed = with_ranks if self.parallel.splits_data_only else ()
         excluded = sorted(config.fast_parts - set(allowed))
         if excluded and fast != "on":
+            axes = " ".join(f"--{name} {getattr(self.parallel, name)}" for name in ("pp", "cp", "tp"))
+            how = f"--engine torch {axes}" if self.parallel.engine == "torch" else f"--parallel {wrapper}"
             raise UserError(
-                f"--fast {','.join(excluded)} is not available with {world_size} ranks and --parallel {wrapper}; "
+                f"--fast {','.join(excluded)} is not available with {world_size} ranks and {how}; "
                 f"--fast on selects what is"
             )
         parts = [part for part in allowed if part in config.fast_parts]

@@ -7,7 +7,9 @@ the step. A file from elsewhere needs no metadata, only the names and shapes of 
 import dataclasses
 import json
 import os
-from collections.abc import Container
+from collections.abc import Container, Iterator
+from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -21,6 +23,7 @@ from cs336_systems.files import reason_of, replacing, require_regular, sync_fold
 from cs336_systems.model import TransformerLM
 from cs336_systems.parallel.collectives import on_first
 from cs336_systems.parallel.launch import process_group
+from cs336_systems.step.initialise import StoreWeight
 from cs336_systems.train.checkpoint import Checkpoint, Store, located
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
@@ -112,6 +115,23 @@ def load_weights(path: Path, model: nn.Module, config: ModelConfig) -> None:
     on_first(lambda: _load(path, model.state_dict(), config))
 
 
+def load_each(path: Path, model: nn.Module, config: ModelConfig, device: torch.device, store: StoreWeight) -> None:
+    """Replace the weights of a model that is split over ranks: rank 0 reads them, one at a time, for `store`.
+
+    Raises UserError on all ranks if the file does not fit or cannot be read.
+    """
+    on_first(lambda: require_weights(path, config))
+    for name, parameter in model.named_parameters():
+        whole = torch.empty(parameter.shape, dtype=torch.float32, device=device)
+        on_first(partial(_read_into, path, name, whole))
+        store(parameter, whole)
+
+
+def _read_into(path: Path, name: str, whole: Tensor) -> None:
+    with _opened(path) as file:
+        whole.copy_(file.get_tensor(name))
+
+
 def require_weights(path: Path, config: ModelConfig) -> None:
     """Raise UserError if a file cannot be read or does not fit the model; read its header only."""
     with torch.device("meta"):
@@ -121,14 +141,20 @@ def require_weights(path: Path, config: ModelConfig) -> None:
 
 @torch.no_grad()
 def _load(path: Path, state: dict[str, Tensor], config: ModelConfig) -> None:
+    with _opened(path) as file:
+        _require_same_config(path, (file.metadata() or {}).get("model"), config)
+        _require_same_tensors(path, file, state)
+        for name, value in state.items():
+            if value.device.type != "meta":
+                value.copy_(file.get_tensor(name))
+
+
+@contextmanager
+def _opened(path: Path) -> Iterator[Any]:
     require_regular(path)
     try:
         with safe_open(path, framework="pt") as file:
-            _require_same_config(path, (file.metadata() or {}).get("model"), config)
-            _require_same_tensors(path, file, state)
-            for name, value in state.items():
-                if value.device.type != "meta":
-                    value.copy_(file.get_tensor(name))
+            yield file
     except (SafetensorError, OSError) as error:
         raise UserError(f"--init {str(path)!r} cannot be read as safetensors: {reason_of(error)}") from None
 

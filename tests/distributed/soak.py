@@ -17,6 +17,9 @@
     R20  each error at each phase of a save, on either of two ranks
     R23  ranks are killed at chosen calls of the operating system and at random times; wrapper and ranks change
     R24  two torchruns, as on two nodes: a rank is killed on one, then on the other
+    R28  20 steps of torch's engine on 20 meshes of 2 to 8 ranks against one process
+    R29  one run that changes engine, mesh and ranks 30 times, at random
+    R30  torchrun restarts the ranks of torch's engine by itself, three times in a job
 
 In R3, R4, R8 and R23 one folder is killed and resumed again and again. The losses, weights, moments and random state of
 its finished run must equal those of an undisturbed run to the bit. Prints a line for each check and writes all figures
@@ -55,6 +58,7 @@ from cs336_systems.record import MIB
 from cs336_systems.train.loop import Trainer
 from cs336_systems.train.saving import SaveThread
 from cs336_systems.train.settings import TrainSettings
+from tests.distributed import meshes
 from tests.distributed.checkpoint_cases import faults, saves_with_faults, survive_mutations
 from tests.distributed.kills import AT_RANDOM, PROBLEMS, TOLERANCE, Campaign
 from tests.distributed.train_cases import (
@@ -87,6 +91,14 @@ WRAPPERS = ("ddp", "ddp-sharded", "fsdp")
 VARIANTS: list[dict[str, Any]] = [{"parallel": wrapper} for wrapper in WRAPPERS]
 VARIANTS += [{"parallel": wrapper, "async_save": True} for wrapper in ("ddp", "fsdp")]
 """Each new folder takes the next one."""
+AXES: list[dict[str, Any]] = [
+    {"dp_replicate": 2},
+    {"dp_shard": 2},
+    {"tp": 2},
+    {"cp": 2},
+    {"pp": 2, "micro_batch_size": 1},
+]
+ENGINE_VARIANTS = [{"parallel": "ddp", "engine": "torch", "num_layers": 2, **axes} for axes in AXES]
 
 
 class TrialError(Exception):
@@ -194,7 +206,7 @@ class Lab:
     folder: Path
     failures: list[str] = field(default_factory=list)
     undisturbed: dict[str, str] = field(default_factory=dict)
-    """Wrapper -> output of an undisturbed run."""
+    """Settings of a variant -> output of an undisturbed run."""
     _numbers: Iterator[int] = field(default_factory=itertools.count)
 
     def note(self, failure: str) -> None:
@@ -222,13 +234,13 @@ class Lab:
 
     def require_undisturbed(self, settings: dict[str, Any]) -> None:
         """Require that a finished run equals an undisturbed one to the bit."""
-        wrapper = settings["parallel"]
-        if wrapper not in self.undisturbed:
-            expected = self.fields(parallel=wrapper)
+        same = {name: value for name, value in settings.items() if name not in ("data", "output", "async_save")}
+        if (key := str(same)) not in self.undisturbed:
+            expected = self.fields(**same)
             with self.torchrun(expected) as job:
                 job.require_success()
-            self.undisturbed[wrapper] = expected["output"]
-        if not is_same_run(settings["output"], self.undisturbed[wrapper], STEPS):
+            self.undisturbed[key] = expected["output"]
+        if not is_same_run(settings["output"], self.undisturbed[key], STEPS):
             raise TrialError("the result differs from that of an undisturbed run")
 
 
@@ -412,10 +424,12 @@ def all_killed_in_a_save(lab: Lab, trials: int) -> list[Figure]:
     return [*figures, Figure(kills.name, min(kills.value, trials), trials, exact=True)]
 
 
-def finished_as_undisturbed(lab: Lab, trials: int, disturb: Callable[[dict[str, Any]], None]) -> Figure:
+def finished_as_undisturbed(
+    lab: Lab, trials: int, disturb: Callable[[dict[str, Any]], None], variants: Sequence[dict[str, Any]] = VARIANTS
+) -> Figure:
     """Disturb one run after another, each to its end, and count those that equal an undisturbed run."""
     equal = 0
-    for variant in itertools.islice(itertools.cycle(VARIANTS), trials):
+    for variant in itertools.islice(itertools.cycle(variants), trials):
         if len(lab.failures) >= GIVE_UP:
             break
         settings = lab.fields(**variant)
@@ -426,7 +440,7 @@ def finished_as_undisturbed(lab: Lab, trials: int, disturb: Callable[[dict[str, 
     return Figure("finished as undisturbed", equal, trials, exact=True)
 
 
-def restarted_by_torchrun(lab: Lab, trials: int) -> list[Figure]:
+def restarted_by_torchrun(lab: Lab, trials: int, variants: Sequence[dict[str, Any]] = VARIANTS) -> list[Figure]:
     chance = random.Random(8)
 
     def disturb(settings: dict[str, Any]) -> None:
@@ -438,7 +452,11 @@ def restarted_by_torchrun(lab: Lab, trials: int) -> list[Figure]:
                 kill_one(job, pids, chance)
             job.require_success()
 
-    return [finished_as_undisturbed(lab, trials, disturb), Figure("kills in each", RESTARTS)]
+    return [finished_as_undisturbed(lab, trials, disturb, variants), Figure("kills in each", RESTARTS)]
+
+
+def engine_restarted_by_torchrun(lab: Lab, trials: int) -> list[Figure]:
+    return restarted_by_torchrun(lab, trials, ENGINE_VARIANTS)
 
 
 def restarted_on_two_nodes(lab: Lab, trials: int) -> list[Figure]:
@@ -605,6 +623,26 @@ def same_losses(lab: Lab, trials: int) -> list[Figure]:
     return [*figures, Figure("weights that differ between ranks", differing, 0)]
 
 
+def meshes_against_one_process(lab: Lab, trials: int) -> list[Figure]:
+    found = meshes.against_one_process(lab.folder, 20, meshes.TORCH, lab.note)
+    return [
+        Figure("meshes", len(found), len(meshes.TORCH), exact=True),
+        Figure("largest difference of a loss", max(each.losses for each in found.values()), TOLERANCE),
+        Figure("largest difference of a weight", max(each.weights for each in found.values()), TOLERANCE),
+        *(Figure(f"weights, {name}", each.weights, TOLERANCE) for name, each in found.items()),
+    ]
+
+
+def random_switches(lab: Lab, trials: int) -> list[Figure]:
+    found, ways = meshes.switched(lab.folder, trials, seed=29)
+    return [
+        Figure("switches", len(ways) - 1),
+        Figure("different ways", len(set(ways))),
+        Figure("largest difference of a loss", found.losses, TOLERANCE),
+        Figure("largest difference of a weight", found.weights, TOLERANCE),
+    ]
+
+
 # -- environments that cannot work ------------------------------------------------------------------------------------
 
 TORCHELASTIC = {
@@ -717,6 +755,9 @@ CHECKS = {
     "R20": Check("faults at each phase of a save", faults_in_saves),
     "R23": Check("kills at calls of the operating system", killed_at_calls, 1000),
     "R24": Check("restarts on two nodes", restarted_on_two_nodes, 10),
+    "R28": Check("meshes of torch's engine against one process", meshes_against_one_process),
+    "R29": Check("random switches of engine, mesh and ranks", random_switches, 30),
+    "R30": Check("restarts of torch's engine by torchrun", engine_restarted_by_torchrun, 10),
 }
 
 
@@ -751,7 +792,7 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument(
         "--trials",
         type=int,
-        help="trials of R1, R2, R3, R4, R8, R19, R23 and R24: 10, 12, 100, 100, 20, 2,000, 1,000 and 10",
+        help="trials of R1, R2, R3, R4, R8, R19, R23, R24, R29 and R30: 10, 12, 100, 100, 20, 2,000, 1,000, 10, 30, 10",
     )
     parser.add_argument("--output", type=Path, default=Path("results/reliability/soak.json"))
     arguments = parser.parse_args(argv)

@@ -949,19 +949,23 @@ def start_each(start):
     return begin
 
 
+SAVES: dict[str, Any] = {"async_save": True, "save_every": 1}
+PIPELINE = {"engine": "torch", "pp": 3, "num_layers": 3, "micro_batch_size": 1}
+
+
 @pytest.mark.parametrize(
-    ("number", "timeout", "in_a_save"),
-    [(signal.SIGKILL, 60, False), (signal.SIGSTOP, 10, False), (signal.SIGKILL, 60, True)],
-    ids=["dies", "stalls", "dies in an asynchronous save"],
+    ("number", "timeout", "flags"),
+    [(signal.SIGKILL, 60, {}), (signal.SIGSTOP, 10, {}), (signal.SIGKILL, 60, SAVES), (signal.SIGSTOP, 10, PIPELINE)],
+    ids=["dies", "stalls", "dies in an asynchronous save", "stalls in a pipeline"],
 )
-def test_a_missing_rank_is_named_by_the_others(number, timeout, in_a_save, start_each, place):
+def test_a_missing_rank_is_named_by_the_others(number, timeout, flags, start_each, place, tmp_path):
     """No torchrun is there to end them. What their saves see of it is not reported."""
-    output = place / f"gone-{number}-{in_a_save}"
+    output = tmp_path / "gone"
     settings = fields(output, parallel="ddp", batch_size=3, steps=100_000, rank_timeout=timeout)
-    settings |= {"async_save": True, "save_every": 1} if in_a_save else {}
+    settings |= {"data": str(place / "short.txt"), **flags}
     ranks = start_each([settings] * 3)
     assert ranks[0].reaches(lambda: "step 3/" in ranks[0].printed("stdout")), ranks[0].printed("stderr")
-    if in_a_save:
+    if flags is SAVES:
         assert ranks[0].reaches(lambda: bool(temporaries(output)))
     os.kill(ranks[1].process.pid, number)
     for rank in (ranks[0], ranks[2]):

@@ -185,6 +185,23 @@ def test_modules_and_names_that_must_not_import_torch(tmp_path):
     assert result.returncode == 0, result.stderr
 
 
+def eager_decorators(source: str) -> list[str]:
+    """The decorators of functions and methods that run when a module is imported."""
+    tops = ast.parse(source).body
+    tops = [node for top in tops for node in (top.body if isinstance(top, ast.ClassDef) else [top])]
+    return [ast.unparse(one) for node in tops if isinstance(node, ast.FunctionDef) for one in node.decorator_list]
+
+
+def test_no_module_imports_torchs_compiler_for_a_decorator():
+    """`torch.compiler.disable` and its like import it where they decorate: 2 s of CPU in every process."""
+    assert eager_decorators("@one\ndef f():\n  @no\n  def g(): ...\nclass A:\n  @two.three\n  def h(): ...") == [
+        "one",
+        "two.three",
+    ]
+    for module, path in SOURCES.items():
+        assert not [one for one in eager_decorators(path.read_text()) if one.startswith("torch.compiler.")], module
+
+
 @pytest.mark.parametrize("module", [name for name in SOURCES if not name.split(".")[-1].startswith("_") or not name])
 def test_every_public_module_says_what_it_is_for(module):
     assert ast.get_docstring(ast.parse(SOURCES[module].read_text()))

@@ -12,7 +12,7 @@ import math
 import os
 import warnings
 from collections.abc import Callable
-from typing import Any, Literal, NamedTuple, overload
+from typing import Any, Literal, NamedTuple, ParamSpec, TypeVar, overload
 
 import torch
 import torch.nn.functional as F
@@ -25,6 +25,9 @@ from cs336_systems.kernels.flash.band import Band, Window, resolve, visible
 from cs336_systems.kernels.flash.operators import KernelsFor, autocast_dtype, fused, is_plain, is_traced, register
 from cs336_systems.kernels.flash.reference import attention_and_lse, attention_reference
 from cs336_systems.kernels.flash.tiles import LAUNCH_BOUND
+
+P = ParamSpec("P")
+R = TypeVar("R")
 
 MAX_HEAD_DIM = 256
 TRITON_DTYPES = (torch.float32, torch.float16, torch.bfloat16)
@@ -320,12 +323,18 @@ def fused_implementation(impl: str, x: Tensor, heads: int) -> str:
     return best_fused(x.numel(), x.shape[1], x.shape[-1] // heads, x.device) if is_narrow else "flash_triton"
 
 
+def constant_when_compiled(function: Callable[P, R]) -> Callable[P, R]:
+    """Mark a function as `torch.compiler.assume_constant_result` does, which imports torch's compiler: 2 s of CPU."""
+    function._dynamo_marked_constant = True  # type: ignore[attr-defined]
+    return function
+
+
 _problems: dict[torch.device, str | None] = {}
 """Cache of `triton_problem`, which every fused pointwise kernel calls: 0.2 us instead of 9. Not functools.cache:
 torch.compile would trace through it."""
 
 
-@torch.compiler.assume_constant_result
+@constant_when_compiled
 def triton_problem(device: torch.device) -> str | None:
     """The reason why the Triton kernels cannot run on a device; None if they can."""
     if device not in _problems:
@@ -333,7 +342,7 @@ def triton_problem(device: torch.device) -> str | None:
     return _problems[device]
 
 
-@torch.compiler.assume_constant_result
+@constant_when_compiled
 def gluon_problem(device: torch.device) -> str | None:
     """The reason why the Hopper kernels cannot run on a GPU that runs the Triton kernels; None if they can."""
     if os.environ.get("TRITON_INTERPRET") == "1":

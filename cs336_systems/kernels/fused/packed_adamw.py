@@ -46,8 +46,8 @@ class PackedAdamW(torch.optim.Optimizer):
     `load_masters`: a module's load_state_dict would leave the low 16 bits of the masters as they were. `max_grad_norm`
     clips the norm over all groups (0: no clipping).
 
-    Parameters on the "meta" device get their memory here, on `device`, and their weights by `initialise`: fp32 weights
-    beside the packed ones, which a model of many billions has no room for, never exist.
+    Parameters on the "meta" device get their memory here, on `device`, and their weights one by one by `load_master`:
+    fp32 weights beside the packed ones, which a model of many billions has no room for, never exist.
 
     `update_in_backward`: groups of parameters, such as those of one block, that together are all parameters. Gradients
     of one group are in memory at the same time; those of different groups are not, and share it.
@@ -263,27 +263,10 @@ class PackedAdamW(torch.optim.Optimizer):
                 view.set_master(pack, values[view.parameter])
 
     @torch.no_grad()
-    def initialise(self, model: nn.Module) -> None:
-        """Fill a model that was built on the "meta" device, module by module, by their `reset_parameters`.
-
-        Random numbers are drawn in the order of the modules, as building on `device` draws them: the weights are the
-        same. One module's weights exist in fp32 at a time.
-        """
-        for module in model.modules():
-            for name, buffer in module._buffers.items():
-                if buffer is not None and buffer.is_meta:
-                    module._buffers[name] = torch.empty_like(buffer, device=self.device)
-            packed = {name: p for name, p in module._parameters.items() if p is not None}
-            if not packed and not module._buffers:
-                continue
-            for name, parameter in packed.items():
-                whole = torch.empty(parameter.shape, dtype=torch.float32, device=self.device)
-                module._parameters[name] = nn.Parameter(whole, requires_grad=False)
-            module.reset_parameters()  # type: ignore[operator]
-            for name, parameter in packed.items():
-                pack, view = self._places[parameter]
-                view.set_master(pack, cast(Tensor, module._parameters[name]))
-                module._parameters[name] = parameter
+    def load_master(self, parameter: nn.Parameter, value: Tensor) -> None:
+        """Replace the weights of one parameter."""
+        pack, view = self._places[parameter]
+        view.set_master(pack, value)
 
     def state_dict(self) -> dict[str, Any]:
         """Return the state in the form of torch's AdamW, where each parameter counts its own steps."""

@@ -4,6 +4,7 @@ import itertools
 import math
 import os
 import re
+from dataclasses import replace
 
 import pytest
 import torch
@@ -12,7 +13,7 @@ from hypothesis import strategies as st
 
 from cs336_systems.config import ATTENTIONS
 from cs336_systems.kernels import FlashAttentionTorch, FlashAttentionTriton, attention
-from cs336_systems.kernels.flash.dispatch import IMPLEMENTATIONS
+from cs336_systems.kernels.flash.dispatch import IMPLEMENTATIONS, constant_when_compiled
 from tests.unit.kernels.attention_cases import (
     CASES,
     LAYOUTS,
@@ -93,7 +94,10 @@ def test_float32(impl, case):
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16], ids=str)
 @pytest.mark.parametrize("impl", OURS)
 def test_low_precision(impl, dtype, case):
-    check(implementation(impl), case, dtype)
+    # Some CPUs emulate bf16, hundreds of times slower than fp32: one sequence and head, unless heads share keys.
+    is_plain = dtype == torch.bfloat16 and case.heads == case.kv_heads
+    with torch.backends.mkldnn.flags(enabled=False):  # it emulates fp16 on some CPUs, where torch's own matmul does not
+        check(implementation(impl), replace(case, batch=1, heads=1, kv_heads=1) if is_plain else case, dtype)
 
 
 @by_name(CASES.values())
@@ -251,6 +255,16 @@ def test_compiled_in_one_graph(case):
     inputs = make_inputs(case, torch.float32, through_lse=True)
     wrong = compare(differentiate(compiled, inputs), inputs, case)
     assert not wrong, wrong
+
+
+def test_constants_carry_the_mark_of_torchs_own_decorator():
+    def ours() -> None: ...
+
+    def torchs() -> None: ...
+
+    constant_when_compiled(ours)
+    torch.compiler.assume_constant_result(torchs)
+    assert vars(ours) == vars(torchs) != {}
 
 
 # The course's interface

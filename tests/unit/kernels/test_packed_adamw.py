@@ -14,6 +14,7 @@ from cs336_systems.kernels.fused import nodes as fused
 from cs336_systems.kernels.fused import pointwise
 from cs336_systems.kernels.fused.packed_adamw import PackedAdamW
 from cs336_systems.model import TransformerLM
+from cs336_systems.step.initialise import initialise
 from tests.unit.kernels.attention_cases import poisoned_memory
 from tests.unit.kernels.fused_cases import SHAPE, model_of, targets_of
 
@@ -625,7 +626,7 @@ def test_a_model_built_on_the_meta_device_has_the_weights_of_one_built_in_memory
     objects = list(model.parameters())
     optimizer = PackedAdamW(model.in_packing_order(), dtype=dtype, device=torch.device("cpu"))
     torch.manual_seed(3)
-    optimizer.initialise(model)
+    initialise(model, optimizer.device, optimizer.load_master)
     found = optimizer.masters()
     assert all(one is other for one, other in zip(model.parameters(), objects, strict=True))
     for mine, theirs in zip(model.parameters(), plain.parameters(), strict=True):

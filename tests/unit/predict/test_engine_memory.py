@@ -83,7 +83,7 @@ def test_buckets_are_as_large_as_the_gradients():
     """Those that DistributedDataParallel allocates, on tensors of a CPU."""
     mesh, run = Mesh(dp_replicate=2), replace(RUN, device="cpu", precision="fp32")
     with rehearsal.fake_group(0, mesh.gpus):
-        model = rehearsal._sharded_model(run, mesh, "cpu")
+        model = rehearsal.sharded_model(run, mesh, "cpu")
         rehearsal._allocate(model, "cpu")
         with StorageTracker() as tracker:
             wrapped = rehearsal._replicated(model)

@@ -2,6 +2,7 @@
 
 import dataclasses
 import math
+from contextlib import nullcontext
 
 import numpy as np
 import pytest
@@ -9,6 +10,7 @@ import pytest
 from cs336_systems.cli import main
 from cs336_systems.config import UserError
 from cs336_systems.flags import build, flags_of
+from cs336_systems.predict.rank_shards import Mesh
 from cs336_systems.train.settings import TrainSettings
 from tests.distributed.train_cases import argv_of, fields, text_of
 from tests.helpers import assert_refused
@@ -63,12 +65,20 @@ NOT_WITH_THIS_ENGINE = [
     ({**TORCH, "parallel": "fsdp"}, "--parallel fsdp.*--dp_shard"),
     ({**TORCH, "tp": 0}, "--tp.*0"),
     ({**TORCH, "dp_replicate": -1}, "--dp_replicate.*-1"),
-    ({**TORCH, "compile": True, "fast": "optimizer"}, "--compile, --fast needs --engine ours"),
+    ({**TORCH, "compile": True, "optimizer_state": "bf16"}, "--compile, --optimizer_state needs --engine ours"),
     ({**TORCH, "memory_budget": "1GiB"}, "--memory_budget needs --engine ours"),
     ({**TORCH, "optimizer_state": "bf16"}, "--optimizer_state needs --engine ours"),
     ({**TORCH, "tp": 4}, "--num_heads 2 .*--tp 4"),
     ({**TORCH, "tp": 2, "context_length": 15}, "--context_length 15 .*--tp 2"),
     ({**TORCH, "tp": 2, "d_ff": 33}, "--d_ff 33 .*--tp 2"),
+    ({**TORCH, "cp": 0}, "--cp.*0"),
+    ({"parallel": "ddp", "cp": 2}, "--cp 2 needs --engine torch"),
+    ({**TORCH, "cp": 2, "tp": 2, "context_length": 12}, "--context_length 12 .*--cp 2 x --tp 2 = 8"),
+    ({"parallel": "ddp", "pp": 2}, "--pp 2 needs --engine torch"),
+    ({**TORCH, "pp": 0}, "--pp.*0"),
+    ({**TORCH, "pp_schedule": "interleaved"}, "--pp_schedule interleaved needs a pipeline"),
+    ({**TORCH, "pp": 2, "num_layers": 1}, "--num_layers 1 .* 2 stages"),
+    ({**TORCH, "pp": 2, "pp_schedule": "interleaved", "num_layers": 3}, "--num_layers 3 .* 4 stages"),
 ]
 
 
@@ -82,11 +92,14 @@ def test_flags_that_an_engine_does_not_have(flags, named, output):
 @pytest.mark.parametrize(
     ("given", "ranks", "expected"),
     [
-        ({}, 1, (1, 1, 1)),
-        ({"dp_shard": 0}, 1, (1, 1, 1)),
-        ({"dp_shard": 0}, 8, (1, 8, 1)),
-        ({"dp_shard": 0, "tp": 2}, 8, (1, 4, 2)),
-        ({"dp_shard": 2, "dp_replicate": 4}, 8, (4, 2, 1)),
+        ({}, 1, Mesh()),
+        ({"dp_shard": 0}, 1, Mesh()),
+        ({"dp_shard": 0}, 8, Mesh(dp_shard=8)),
+        ({"dp_shard": 0, "tp": 2}, 8, Mesh(dp_shard=4, tp=2)),
+        ({"dp_shard": 0, "cp": 2, "tp": 2}, 8, Mesh(dp_shard=2, cp=2, tp=2)),
+        ({"dp_shard": 2, "dp_replicate": 4}, 8, Mesh(dp_replicate=4, dp_shard=2)),
+        ({"dp_shard": 0, "pp": 2, "tp": 2}, 8, Mesh(pp=2, dp_shard=2, tp=2)),
+        ({"pp": 2}, 4, "--pp 2 .* 4 ranks"),
         ({}, 2, "--dp_shard 1.* 2 ranks"),
         ({"tp": 2}, 1, "--tp 2 .* 1 rank;"),
         ({"dp_shard": 0, "tp": 2}, 3, "--tp 2 .* 3 ranks"),
@@ -94,14 +107,28 @@ def test_flags_that_an_engine_does_not_have(flags, named, output):
     ],
 )
 def test_axes_multiply_to_the_ranks(given, ranks, expected, output):
-    parallel = settings_of(output, **TORCH, **given).parallel
-    if isinstance(expected, tuple):
+    """Ranks that differ in their place on the data axes alone compute different sequences."""
+    parallel = settings_of(output, **TORCH, num_layers=2, **given).parallel
+    if isinstance(expected, Mesh):
         assert parallel.axes(ranks) == expected
-        shares = [parallel.data_place(rank, ranks) for rank in range(ranks)]
-        assert shares == [(rank // expected[2], ranks // expected[2]) for rank in range(ranks)]
+        shares = expected.dp_replicate * expected.dp_shard
+        places = [expected.place(rank) for rank in range(ranks)]
+        wanted = [(place.dp_replicate * expected.dp_shard + place.dp_shard, shares) for place in places]
+        assert [parallel.data_place(rank, ranks) for rank in range(ranks)] == wanted
     else:
         with pytest.raises(UserError, match=expected):
             parallel.axes(ranks)
+
+
+@pytest.mark.parametrize(
+    ("schedule", "ranks", "possible"),
+    [("1f1b", 2, {2, 3, 4, 5, 6}), ("1f1b", 4, {4, 5, 6}), ("interleaved", 2, {1, 2, 3, 4, 6})],
+)
+def test_the_micro_batches_that_a_pipeline_can_run(schedule, ranks, possible, output):
+    parallel = settings_of(output, **TORCH, pp=ranks, pp_schedule=schedule, num_layers=8).parallel
+    for count in range(1, 7):
+        with nullcontext() if count in possible else pytest.raises(UserError, match=f"got {count};|run {count} micro"):
+            parallel.require_micro_batches(count)
 
 
 def test_the_fast_step_is_off_with_the_engine_of_torch(output):
@@ -119,7 +146,7 @@ def test_flags_have_the_names_of_the_flat_form(output):
     """The manifests of checkpoints hold the flat form, so these names are part of a file format."""
     settings = settings_of(output, final_share=0.25, checkpoint_blocks=2, most_skipped=3)
     names = [found.name for found in flags_of(TrainSettings)]
-    assert len(set(names)) == len(names) == 52
+    assert len(set(names)) == len(names) == 55
     flat = settings.to_dict()
     assert flat.keys() == {*names, "model"}
     assert (flat["final_share"], flat["warmup_steps"], flat["checkpoint_blocks"]) == (0.25, 1, 2)
@@ -169,12 +196,18 @@ FAST_PARTS = [
     ("fsdp", 2, "loss", "loss is not available with 2 ranks"),
     ("none", 1, "graph", "needs a CUDA GPU"),
     ("none", 1, "everything", "everything"),
+    ({**TORCH, "dp_shard": 2}, 2, "kernels,loss", {"kernels", "loss"}),
+    ({**TORCH, "dp_shard": 0}, 1, "on", set()),
+    ({**TORCH, "dp_shard": 0}, 1, "optimizer", "optimizer is not available"),
+    ({**TORCH, "cp": 2}, 2, "on", set()),
+    ({**TORCH, "tp": 2}, 2, "kernels", "kernels is not available with 2 ranks and --engine torch .*--tp 2"),
 ]
 
 
 @pytest.mark.parametrize(("parallel", "ranks", "fast", "expected"), FAST_PARTS)
 def test_available_parts_of_the_fast_step(parallel, ranks, fast, expected, output):
-    settings = settings_of(output, parallel=parallel, fast=fast)
+    flags = parallel if isinstance(parallel, dict) else {"parallel": parallel}
+    settings = settings_of(output, **flags, fast=fast)
     if isinstance(expected, str):
         with pytest.raises(UserError, match=expected):
             settings.run_config("cpu", ranks)
@@ -188,6 +221,8 @@ def test_a_gpu_runs_the_fast_step_by_default(output):
     assert settings.run_config("cuda", 2).fast_parts == set()  # small: bound by launches
     large = settings_of(output, precision="bf16", parallel="ddp", d_model=4096, context_length=2048)
     assert large.run_config("cuda", 2).fast_parts == {"kernels", "loss"}
+    sharded = settings_of(output, precision="bf16", **TORCH, dp_shard=0, d_model=4096, context_length=2048)
+    assert sharded.run_config("cuda", 2).fast_parts == {"kernels", "loss"}
     with pytest.raises(UserError, match="needs the optimizer"):
         settings_of(output, fast="graph").run_config("cuda", 1)
 
