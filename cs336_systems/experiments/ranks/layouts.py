@@ -61,20 +61,20 @@ def _title(cell: CellView, what: Text) -> Text:
 
 
 def _memory_table(cell: CellView) -> Table:
-    columns = [word(LAYOUT), *(Column(head, "GiB") for head in (*PARTS.values(), Text("total", "合计")))]
-    columns += [word(Text("fits", "放得下")), Column(Text("GPUs needed", "所需 GPU"))]
     peaks = {name: cell.variant(name).value("engine_peak_memory") for name in cell.get("strategies")}
     has_peaks = any(peak is not None for peak in peaks.values())
-    if has_peaks:
-        columns.append(Column(Text("torch's peak", "torch 峰值"), "GiB"))
+    heads = [*PARTS.values(), Text("total", "合计"), *([Text("torch's peak", "torch 峰值")] if has_peaks else [])]
+    columns = [word(LAYOUT), *(Column(head, "GiB") for head in heads)]
+    columns += [word(Text("fits", "放得下")), Column(Text("GPUs needed", "所需 GPU"))]
     rows: list[list[str | Text]] = []
     for name, peak in peaks.items():
         own = cell.variant(name)
         sizes, needed = part_sizes(own), own.value("smallest_cluster")
         fits = Text("yes", "是") if own.value("fits") else Text("no", "否")
         memory = [number(size / GIB) for size in (*sizes, sum(sizes))]
-        under_torch = ["-" if peak is None else number(peak / GIB)] if has_peaks else []
-        rows.append([layout_name(name), *memory, fits, "-" if needed is None else f"{needed:,.0f}", *under_torch])
+        if has_peaks:
+            memory.append("-" if peak is None else number(peak / GIB))
+        rows.append([layout_name(name), *memory, fits, "-" if needed is None else f"{needed:,.0f}"])
     notes = [
         Text(
             "working: low-precision copies of weights, or the few that are gathered at a time",
