@@ -25,7 +25,8 @@ def test_strategies_are_variants():
 
 
 def test_a_layout_that_torchs_engine_runs_has_its_peak():
-    arguments = replace(ARGUMENTS, strategy=("dp", "zero1", "zero3+tp2", "zero3+cp2", "zero1+pp2", "zero3+replicate2"))
+    strategies = ("dp", "zero1", "zero3+tp2", "zero3+cp2", "zero1+pp2", "zero3+replicate2")
+    arguments = replace(ARGUMENTS, size="large", strategy=strategies)
     config = plan_config(arguments)
     found = {metric.variant: metric.samples for metric in measure_plan(config) if metric.name == "engine_peak_memory"}
     meshes = {
@@ -36,6 +37,11 @@ def test_a_layout_that_torchs_engine_runs_has_its_peak():
     assert found == {name: [engine_estimate(RunConfig.of(config), mesh).peak] for name, mesh in meshes.items()}
     shown = [row[7] for row in tables_of(arguments)[0].rows]
     assert [cell == "-" for cell in shown] == [False, True, False, True, True, False]
+
+
+def test_heads_that_do_not_divide_have_no_peak_of_torchs_engine():
+    metrics = measure_plan(plan_config(ARGUMENTS))  # 25 heads
+    assert {metric.variant for metric in metrics if metric.name == "engine_peak_memory"} == {"dp"}
 
 
 def test_the_exercise_of_the_handout_has_no_peak_of_torchs_engine():
