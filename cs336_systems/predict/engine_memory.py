@@ -20,7 +20,7 @@ from cs336_systems.config import RunConfig
 from cs336_systems.predict.fast_memory import LOGITS, FastStep
 from cs336_systems.predict.fast_nodes import GRADIENTS, TEMPORARY
 from cs336_systems.predict.memory_model import ROUNDING, MemoryEstimate, workspace
-from cs336_systems.predict.rank_shards import Mesh, Weight, weights
+from cs336_systems.predict.rank_shards import Mesh, Weight, rows_of, weights
 from cs336_systems.predict.simulated_memory import Block, Node, Snapshot, Tape
 
 BUCKETS = "gradient buckets"
@@ -29,7 +29,7 @@ BUCKETS = "gradient buckets"
 def engine_estimate(config: RunConfig, mesh: Mesh) -> MemoryEstimate:
     """Return the peak of a training step of a rank of `mesh`, whose replica processes `tp` times the batch of `config`.
 
-    The first rank is meant, whose shards are the largest.
+    The first rank is meant, whose shards are the largest. `pp` and `cp` must be 1.
     """
     memory = EngineStep(config, mesh).run()
     parts = {label: size for label, size in memory.peak_parts.items() if size}
@@ -42,12 +42,15 @@ class _Group:
     """Weights that `fully_shard` gathers together: those of a block, or the embedding, the last norm and the head."""
 
     def __init__(self, members: list[Weight], mesh: Mesh):
-        shards = mesh.dp_shard
-        self.local = [(w.rows // (mesh.tp if w.split == 0 else 1), w.columns // (mesh.tp if w.split == 1 else 1))
-                      for w in members]  # fmt: skip
-        self.shards = [-(-rows // shards) * columns for rows, columns in self.local]
-        """Elements of this rank's part of each weight; rows are padded to a multiple of the ranks."""
-        self.wholes = [shards * size for size in self.shards]
+        self.shards = [_first_shard(weight, mesh) for weight in members]
+        """Elements of this rank's part of each weight; `fully_shard` pads rows to a multiple of the ranks."""
+        self.wholes = [mesh.dp_shard * size for size in self.shards]
+
+
+def _first_shard(weight: Weight, mesh: Mesh) -> int:
+    rows = weight.rows // mesh.tp if weight.split == 0 else weight.rows
+    columns = weight.columns // mesh.tp if weight.split == 1 else weight.columns
+    return rows_of(rows, mesh.dp_shard, 0) * columns
 
 
 class _Gathered:
@@ -79,7 +82,9 @@ class EngineStep(FastStep):
         self.blocks_to_come = 0
         """Blocks whose backward has not begun."""
         self.stops_early = False
+        """The block is the last of a group that is recomputed, where the output of its last matmul is not needed."""
         self.skips_output = False
+        """That matmul comes next."""
         self.prefetched: Block | None = None
         self.copied_out: Block | None = None
         """The buffer of the last gather in forward, which is kept until the next one is copied out."""
