@@ -137,7 +137,7 @@ def plans(config: Mapping[str, Any]) -> list[Plan]:
 
 
 def engine_mesh(plan: Plan) -> Mesh:
-    """The mesh on which torch's engine runs a plan of stage 0 or 3 without stages or context parallelism."""
+    """The mesh on which `cs336 rehearse` runs a plan of stage 0 or 3 without stages or context parallelism."""
     tensor, replicate = plan.strategy.tensor, plan.strategy.replicate
     if plan.strategy.stage == 3:
         return Mesh(dp_replicate=replicate, dp_shard=plan.shards, tp=tensor)
@@ -145,7 +145,7 @@ def engine_mesh(plan: Plan) -> Mesh:
 
 
 def _engine_peak(config: Mapping[str, Any], plan: Plan) -> int | None:
-    """The peak of a GPU under `--engine torch`; None where it does not run the layout."""
+    """The peak of a GPU that `cs336 rehearse` predicts; None where it does not run the layout."""
     run, strategy = RunConfig.of(config), plan.strategy
     is_plain = run.fast == "off" and run.mode == "train-step" and run.precision in ("fp32", "bf16")
     is_run = strategy.stage in (0, 3) and strategy.group == strategy.tensor and plan.micro_batches == 1
