@@ -22,14 +22,16 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor
 from torch.distributed.tensor._sharding_prop import ShardingPropagator
 from torch.distributed.tensor.parallel import loss_parallel
+from torch.nn.parallel import DistributedDataParallel
 
 from cs336_systems.config import RunConfig, UserError
 from cs336_systems.measure.memory_trace import StorageTracker, as_on_cuda, label_optimizer_state, labelled
 from cs336_systems.measure.timing import STEP, time_steps
 from cs336_systems.model import TransformerLM
 from cs336_systems.parallel.collectives import local_part
-from cs336_systems.parallel.torch_engine import split
+from cs336_systems.parallel.torch_engine import BUFFERS_STAY, split
 from cs336_systems.predict.allocator import CachingAllocator
+from cs336_systems.predict.engine_memory import BUCKETS
 from cs336_systems.predict.memory_model import workspace
 from cs336_systems.predict.rank_shards import Mesh
 from cs336_systems.step.train_step import AUTOCAST_DTYPES, TrainStep, build_model
@@ -90,7 +92,8 @@ def sharded_model(config: RunConfig, mesh: Mesh, device_type: str) -> Transforme
     with torch.device("meta"):
         model = build_model(config)
     assert isinstance(model, TransformerLM)
-    split(model, devices, mesh, AUTOCAST_DTYPES.get(config.precision))
+    if not mesh.is_replicated:
+        split(model, devices, mesh, AUTOCAST_DTYPES.get(config.precision))
     return model
 
 
@@ -100,6 +103,20 @@ def _allocate(model: TransformerLM, device: str) -> None:
     for parameter in model.parameters():
         nn.init.normal_(local_part(parameter).detach(), std=0.02)
     model.rotate.reset_parameters()
+
+
+def _replicated(model: TransformerLM) -> nn.Module:
+    """Return the model in DistributedDataParallel. The fake group's all-reduce has no result, so a hook returns the
+    bucket."""
+
+    def reduced(_state: object, bucket: dist.GradBucket) -> torch.futures.Future[Tensor]:
+        future: torch.futures.Future[Tensor] = torch.futures.Future()
+        future.set_result(bucket.buffer())
+        return future
+
+    wrapped = DistributedDataParallel(model, init_sync=False, **BUFFERS_STAY)
+    wrapped.register_comm_hook(None, reduced)
+    return wrapped
 
 
 # -- a rehearsal ------------------------------------------------------------------------------------------------------
@@ -113,7 +130,9 @@ def rehearse(config: RunConfig, mesh: Mesh, rank: int, *, on_gpu: bool) -> Rehea
     run = of_replica(config if on_gpu else replace(config, device="cpu"), mesh)
     with fake_group(rank, mesh.gpus):
         model = sharded_model(run, mesh, torch.device(run.device).type)
-        return measured(model, run) if on_gpu else _traced(model, run, config)
+        if on_gpu:
+            return measured(model, run, is_replicated=mesh.is_replicated)
+        return _traced(model, run, config, is_replicated=mesh.is_replicated)
 
 
 def of_replica(config: RunConfig, mesh: Mesh) -> RunConfig:
@@ -121,10 +140,10 @@ def of_replica(config: RunConfig, mesh: Mesh) -> RunConfig:
     return replace(config, batch_size=config.batch_size * mesh.tp)
 
 
-def measured(model: TransformerLM, run: RunConfig) -> Rehearsal:
+def measured(model: TransformerLM, run: RunConfig, *, is_replicated: bool = False) -> Rehearsal:
     """Run on a GPU: the allocator's peak, and the time of the steps after a few for warm-up."""
     _allocate(model, run.device)
-    step, sizes = _step(model, run), _Sizes(model)
+    step, sizes = _step(_replicated(model) if is_replicated else model, run), _Sizes(model)
     batch = step.random_batch()
     with loss_parallel():
         for _ in range(WARMUP_STEPS):
@@ -137,8 +156,11 @@ def measured(model: TransformerLM, run: RunConfig) -> Rehearsal:
     return Rehearsal(sizes.parameters, sizes.gradients, _moments(step), peak, {}, median(times.wall[STEP]))
 
 
-def _traced(model: TransformerLM, run: RunConfig, on_cuda: RunConfig) -> Rehearsal:
-    """Run on fake tensors with the operators and the allocator of CUDA. The first step makes the optimizer's state."""
+def _traced(model: TransformerLM, run: RunConfig, on_cuda: RunConfig, *, is_replicated: bool) -> Rehearsal:
+    """Run on fake tensors with the operators and the allocator of CUDA. The first step makes the optimizer's state.
+
+    DistributedDataParallel reads values, which fake tensors do not have: one tensor stands for its buckets.
+    """
     tracker = _ShardTracker(CachingAllocator())
     with ExitStack() as stack:
         stack.enter_context(mock.patch.object(nn.init, "normal_", lambda tensor, **_: tensor))
@@ -149,8 +171,11 @@ def _traced(model: TransformerLM, run: RunConfig, on_cuda: RunConfig) -> Rehears
         step, sizes = _step(model, run), _Sizes(model)
         tokens, targets = (torch.zeros(run.batch_size, run.model.context_length, dtype=torch.long) for _ in range(2))
         scratch = torch.empty(workspace(on_cuda), dtype=torch.uint8)
+        buckets = [torch.empty(sizes.parameters, dtype=torch.uint8)] if is_replicated else []
         for tensor, label in ((tokens, "inputs"), (targets, "inputs"), (scratch, "workspace")):
             tracker.track(tensor, label)
+        for tensor in buckets:
+            tracker.track(tensor, BUCKETS)
         stack.enter_context(labelled(step, tracker))
         stack.enter_context(tracker.following())
         step(tokens, targets, watch=sizes.watch)
@@ -162,7 +187,7 @@ def _traced(model: TransformerLM, run: RunConfig, on_cuda: RunConfig) -> Rehears
     return Rehearsal(sizes.parameters, sizes.gradients, moments, tracker.peak, tracker.parts, None)
 
 
-def _step(model: TransformerLM, run: RunConfig) -> TrainStep:
+def _step(model: nn.Module, run: RunConfig) -> TrainStep:
     return TrainStep(model, run, torch.optim.AdamW(model.parameters(), fused=True))
 
 

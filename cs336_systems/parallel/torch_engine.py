@@ -51,7 +51,7 @@ from cs336_systems.parallel.pipeline import Pipeline
 from cs336_systems.predict.rank_shards import Mesh
 
 _IS_RENAMED = "forward_sync_buffers" in inspect.signature(DistributedDataParallel.__init__).parameters  # torch 2.13
-_BUFFERS_STAY: dict[str, Any] = {"forward_sync_buffers" if _IS_RENAMED else "broadcast_buffers": False}
+BUFFERS_STAY: dict[str, Any] = {"forward_sync_buffers" if _IS_RENAMED else "broadcast_buffers": False}
 """The buffers are RoPE's tables, which are constants: DDP need not send them in every forward."""
 
 
@@ -110,7 +110,7 @@ class TorchEngine(Wrapper):
             self.module.to_empty(device=device)
             fill(module)
         if axes.dp_replicate == axes.gpus > 1:
-            self._ddp = DistributedDataParallel(module, **_BUFFERS_STAY)
+            self._ddp = DistributedDataParallel(module, **BUFFERS_STAY)
 
     def forward(self, tokens: Tensor, targets: Tensor | None = None) -> Tensor:
         """Return the logits: within `loss_context` those of `own_part`, split by the vocabulary, elsewhere all.

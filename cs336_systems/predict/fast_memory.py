@@ -26,10 +26,6 @@ from cs336_systems.predict.simulated_memory import Block, Memory, Node, Repetiti
 CHUNK_BYTES = 512 << 20
 """Equal to the constant of kernels/fused/nodes.py; a test compares them."""
 LOGITS = "logits and loss"
-BLOCKS = (3, 1)
-BLOCKS_OF_GROUP = (2, 1)
-GROUPS = (2, 1)
-"""Blocks, blocks of a group that is recomputed, and such groups, that are simulated at the beginning and the end."""
 
 
 def fast_estimate(config: RunConfig, plan: Plan | None = None) -> MemoryEstimate:
@@ -43,6 +39,10 @@ def fast_estimate(config: RunConfig, plan: Plan | None = None) -> MemoryEstimate
 
 class FastStep(PlannedNodes):
     """Simulates one step."""
+
+    BLOCKS, BLOCKS_OF_GROUP, GROUPS = (3, 1), (2, 1), (2, 1)
+    """Blocks, blocks of a group that is recomputed, and such groups, that are simulated at the beginning and the end.
+    """
 
     def __init__(self, config: RunConfig, plan: Plan | None = None):
         self.parts = simulated_parts(config)
@@ -115,7 +115,8 @@ class FastStep(PlannedNodes):
             return None
         return logits
 
-    def _block(self, tape: Tape | None) -> None:
+    def _block(self, tape: Tape | None, *, is_last: bool = False) -> None:
+        """Run a block; `is_last` of all blocks, or of a group that is recomputed."""
         assert self.x is not None
         if self.fused:
             self.x, self.delta = self.fused_block(self.x, self.delta, tape)
@@ -127,13 +128,13 @@ class FastStep(PlannedNodes):
         return self.add_norm(self.x, self.delta, tape) if self.fused else self.norm(self.x, tape)
 
     def _blocks_forward(self, count: int, tape: Tape | None) -> None:
-        blocks = Repetitions(count, *(BLOCKS_OF_GROUP if self.config.checkpoint_blocks else BLOCKS))
+        blocks = Repetitions(count, *(self.BLOCKS_OF_GROUP if self.config.checkpoint_blocks else self.BLOCKS))
         change: list[Snapshot] = []
 
         def body(number: int) -> None:
             if tape is not None and blocks.is_after_skipped(number):
                 tape.append(Node(lambda: self._skip_backward(change[0], blocks.skipped, blocks.skipped), ()))
-            self._block(tape)
+            self._block(tape, is_last=number == count - 1)
 
         change += blocks.run(self.memory, body)
 
@@ -160,7 +161,7 @@ class FastStep(PlannedNodes):
         """Run groups of blocks of which only the inputs are saved."""
         layers = self.config.model.num_layers
         count = -(-layers // group)
-        head, tail = GROUPS
+        head, tail = self.GROUPS
         groups = Repetitions(count, head, tail + (layers % group > 0))  # the last may be smaller than those before
         change: list[Snapshot] = []
 
@@ -191,7 +192,7 @@ class FastStep(PlannedNodes):
         self.autocast_cache.clear()
         if self.config.checkpoint_blocks and self.config.mode != "inference" and not self.fused:
             head_saves_one = self.low and not self.packed and "loss" not in self.parts
-            kept = self.t.embedding(2) if head_saves_one else 0
+            kept = self.t.embedding(2) // self.ranks if head_saves_one else 0
             copies = self.memory.live[CASTS] - kept
             self.memory.add(Snapshot(Counter({CASTS: copies}), copies), -1)
 

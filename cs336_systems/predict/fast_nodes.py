@@ -270,6 +270,14 @@ class Nodes:
 class PlainNodes(Nodes):
     """The operations of torch between the matmuls, and the matmuls whose weights autocast copies."""
 
+    ranks = 1
+    """GPUs of a tensor-parallel group. `rows` are those of one GPU, so only a whole input or sum is larger."""
+
+    @property
+    def keeps_products(self) -> bool:
+        """The result of a matmul in backward is the gradient of a weight as the optimizer reads it."""
+        return not self.low
+
     def cast(self, size: int) -> Block | None:
         """Autocast's copy of a weight, which it keeps until it exits."""
         if not self.low or self.packed:
@@ -278,32 +286,62 @@ class PlainNodes(Nodes):
         return self.autocast_cache[-1]
 
     def matmul(
-        self, x: Block, d_in: int, d_out: int, tape: Tape | None, after: Callable[[], None] | None = None
+        self,
+        x: Block,
+        d_in: int,
+        d_out: int,
+        tape: Tape | None,
+        after: Callable[[], None] | None = None,
+        *,
+        by_columns: bool = True,
     ) -> Block:
-        """A projection: the fused matmul with packed weights, else torch's. `after` follows its backward."""
+        """A projection: the fused matmul with packed weights, else torch's. `after` follows its backward. Ranks split
+        the columns of its result, or else of its input and add up results."""
         if self.packed:
             if tape is not None and after is not None:
                 tape.append(Node(after, ()))
             return self.linear(x, d_in, d_out, tape)
-        matrix = self.cast(d_in * d_out)
+        self.matmul_nodes(x, d_in, d_out, tape, after, by_columns=by_columns)
+        return self.new(self.rows * d_out * (1 if by_columns else self.ranks))
+
+    def matmul_nodes(
+        self,
+        x: Block,
+        d_in: int,
+        d_out: int,
+        tape: Tape | None,
+        after: Callable[[], None] | None = None,
+        *,
+        by_columns: bool = True,
+    ) -> None:
+        """Cast the weight of torch's matmul, and save what its backward reads."""
+        size, rows = d_in * d_out // self.ranks, self.rows * (self.ranks if by_columns else 1)
+        matrix = self.cast(size)
         if tape is not None:
 
             def backward(x: Block, matrix: Block | None) -> None:
                 grad = self.take_grad()
-                self.weight_grad = self.new(d_in * d_out, label=TEMPORARY if self.low else GRADIENTS)
-                self.grad = self.new(self.rows * d_in)
+                self.weight_grad = self.new(size, label=GRADIENTS if self.keeps_products else TEMPORARY)
+                self.grad = self.new(rows * d_in)
                 del grad
 
             def accumulate() -> None:
                 found, self.weight_grad = self.weight_grad, None
                 assert found is not None
-                self.gradients.append(self.new(d_in * d_out, 4, GRADIENTS) if self.low else found)
+                self.keep_gradient(found, size)
 
             tape.append(Node(accumulate, ()))
             if after is not None:
                 tape.append(Node(after, ()))
             tape.append(Node(backward, (x, matrix)))
-        return self.new(self.rows * d_out)
+
+    def keep_gradient(self, found: Block, size: int) -> None:
+        """Keep the gradient of a weight, cast to the weight's width."""
+        self.gradients.append(found if self.keeps_products else self.new(size, 4, GRADIENTS))
+
+    def output(self, x: Block, d_in: int, tape: Tape | None) -> Block:
+        """The matmul that ends a branch."""
+        return self.matmul(x, d_in, self.d, tape)
 
     # -- norms and the residual stream --------------------------------------------------------------------------------
 
@@ -352,7 +390,7 @@ class PlainNodes(Nodes):
     def _merge(self) -> None:
         """Add up the gradients of an input that several matmuls read."""
         found = self.take_grad()
-        self.partial = found if self.partial is None else self.stream()
+        self.partial = found if self.partial is None else self.new(self.ranks * self.rows * self.d)
 
     def _merged(self) -> None:
         self.grad, self.partial = self.partial, None
@@ -367,7 +405,7 @@ class PlainNodes(Nodes):
         if tape is not None:
             tape += [Node(partial(self._rotate_backward, number), ()) for number in (0, 1)]
         out = self.attention(q, k, v, tape)
-        return self.matmul(self.rows_first(out), self.d, self.d, tape)
+        return self.output(self.rows_first(out), self.d, tape)
 
     def _head_projection(self, x: Block, tape: Tape | None) -> Block:
         out = self.matmul(x, self.d, self.d, tape, after=self._merge)
@@ -412,7 +450,7 @@ class PlainNodes(Nodes):
     def feed_forward(self, x: Block, tape: Tape | None) -> Block:
         if tape is not None:
             tape.append(Node(self._merged, ()))
-        return self.matmul(self._gated(x, tape), self.f, self.d, tape)
+        return self.output(self._gated(x, tape), self.f, tape)
 
     def _gated(self, x: Block, tape: Tape | None) -> Block:
         gate = self.matmul(x, self.d, self.f, tape, after=self._merge)

@@ -12,6 +12,8 @@ from typing import NamedTuple
 
 from cs336_systems.config import ModelConfig, UserError
 
+SPLIT_BY_TP = ("num_heads", "context_length", "vocab_size", "d_ff")
+"""Sizes of the model that `tp` must divide."""
 STAGES_PER_RANK = {"1f1b": 1, "interleaved": 2}
 """Stages of the pipeline that a rank of the axis `pp` holds, by schedule."""
 
@@ -30,6 +32,11 @@ class Mesh(NamedTuple):
         return math.prod(self)
 
     @property
+    def is_replicated(self) -> bool:
+        """Every GPU holds the whole model: torch's engine runs DistributedDataParallel."""
+        return self.dp_replicate == self.gpus > 1
+
+    @property
     def of_weights(self) -> "Mesh":
         """The same ranks as a mesh without `cp`: they shard weights together with those of `dp_shard`."""
         return self._replace(dp_shard=self.dp_shard * self.cp, cp=1)
@@ -44,7 +51,7 @@ class Mesh(NamedTuple):
             raise UserError(f"{shown} = {self.gpus:,} GPUs, but --gpus is {gpus:,}; change one so that they agree")
         if not 0 <= rank < gpus:
             raise UserError(f"--rank {rank} is outside of the {gpus:,} ranks; take one from 0 to {gpus - 1:,}")
-        for name in ("num_heads", "context_length", "vocab_size", "d_ff"):
+        for name in SPLIT_BY_TP:
             if (size := getattr(model, name)) % self.tp:
                 raise UserError(f"--tp {self.tp} does not divide --{name} {size}; change one of them")
 

@@ -45,8 +45,12 @@ class Memory:
 
     def new(self, label: str, elements: int, width: int) -> "Block":
         """Allocate a tensor."""
+        return Block(self, label, self.rounded(elements, width))
+
+    def rounded(self, elements: int, width: int) -> int:
+        """Return the bytes of a tensor, on CUDA rounded up to the alignment."""
         size = elements * width
-        return Block(self, label, size if self.allocator is None else round_up(size, ALIGNMENT))
+        return size if self.allocator is None else round_up(size, ALIGNMENT)
 
     def update_peak(self) -> None:
         if (total := self.total) > self.peak:

@@ -77,6 +77,7 @@ def attention_name(name: Any) -> Text:
 PART_NAMES = {
     "parameters": terms.PARAMETERS,
     "gradients": terms.GRADIENTS,
+    "gradient buckets": Text("gradient buckets", "梯度桶"),
     "optimizer state": terms.OPTIMIZER_STATE,
     "activations": terms.ACTIVATIONS,
     "activations, offloaded": Text("activations, offloaded", "卸载中的激活值"),

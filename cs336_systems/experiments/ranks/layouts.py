@@ -61,14 +61,19 @@ def _title(cell: CellView, what: Text) -> Text:
 
 
 def _memory_table(cell: CellView) -> Table:
-    columns = [word(LAYOUT), *(Column(head, "GiB") for head in (*PARTS.values(), Text("total", "合计")))]
+    peaks = {name: cell.variant(name).value("engine_peak_memory") for name in cell.get("strategies")}
+    has_peaks = any(peak is not None for peak in peaks.values())
+    heads = [*PARTS.values(), Text("total", "合计"), *([Text("torch's peak", "torch 峰值")] if has_peaks else [])]
+    columns = [word(LAYOUT), *(Column(head, "GiB") for head in heads)]
     columns += [word(Text("fits", "放得下")), Column(Text("GPUs needed", "所需 GPU"))]
     rows: list[list[str | Text]] = []
-    for name in cell.get("strategies"):
+    for name, peak in peaks.items():
         own = cell.variant(name)
         sizes, needed = part_sizes(own), own.value("smallest_cluster")
         fits = Text("yes", "是") if own.value("fits") else Text("no", "否")
         memory = [number(size / GIB) for size in (*sizes, sum(sizes))]
+        if has_peaks:
+            memory.append("-" if peak is None else number(peak / GIB))
         rows.append([layout_name(name), *memory, fits, "-" if needed is None else f"{needed:,.0f}"])
     notes = [
         Text(
@@ -80,6 +85,13 @@ def _memory_table(cell: CellView) -> Table:
             "所需 GPU：每张序列数不变时放得下的最少张数；-：多少都不够",
         ),
     ]
+    if has_peaks:
+        notes.append(
+            Text(
+                "torch's peak: under --engine torch, of all tensors that exist at a time; -: it is not predicted",
+                "torch 峰值：--engine torch 下同一时刻所有张量的最大值；-：不作预测",
+            )
+        )
     return Table(_title(cell, Text("memory on each GPU", "每张 GPU 的显存")), columns, rows, notes)
 
 

@@ -8,10 +8,12 @@ from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 from cs336_systems.config import RunConfig, UserError, flag, flag_like
+from cs336_systems.predict.engine_memory import engine_estimate
 from cs336_systems.predict.fit import gpu_bytes, usable_bytes
 from cs336_systems.predict.gpus import ETHERNET, GIGA, PCIE_LINK, TERA, find_card
 from cs336_systems.predict.model_flags import ShapeArguments
 from cs336_systems.predict.parallel_model import Cluster, Plan, feed_forward, transformer
+from cs336_systems.predict.rank_shards import SPLIT_BY_TP, Mesh
 from cs336_systems.predict.strategy import Strategy
 from cs336_systems.record import Metric
 from cs336_systems.report.cells import CellView
@@ -134,6 +136,25 @@ def plans(config: Mapping[str, Any]) -> list[Plan]:
     return [Plan(workload, cluster, Strategy.parse(name), micro) for name in config["strategies"]]
 
 
+def engine_mesh(plan: Plan) -> Mesh:
+    """The mesh on which `cs336 rehearse` runs a plan of stage 0 or 3 without stages or context parallelism."""
+    tensor, replicate = plan.strategy.tensor, plan.strategy.replicate
+    if plan.strategy.stage == 3:
+        return Mesh(dp_replicate=replicate, dp_shard=plan.shards, tp=tensor)
+    return Mesh(dp_replicate=plan.replicas, tp=tensor)
+
+
+def _engine_peak(config: Mapping[str, Any], plan: Plan) -> int | None:
+    """The peak of a GPU that `cs336 rehearse` predicts; None where it does not run the layout."""
+    run, strategy = RunConfig.of(config), plan.strategy
+    is_plain = run.fast == "off" and run.mode == "train-step" and run.precision in ("fp32", "bf16")
+    is_run = strategy.stage in (0, 3) and strategy.group == strategy.tensor and plan.micro_batches == 1
+    is_split = all(getattr(run.model, name) % strategy.tensor == 0 for name in SPLIT_BY_TP)
+    if config["count"] != "transformer" or not (is_plain and is_run and is_split):
+        return None
+    return engine_estimate(run, engine_mesh(plan)).peak
+
+
 def measure_plan(config: dict[str, Any]) -> list[Metric]:
     """Instrument of `parallel_plan`; one variant for each strategy."""
     metrics: list[Metric] = []
@@ -145,6 +166,8 @@ def measure_plan(config: dict[str, Any]) -> list[Metric]:
             found.append(Metric(f"{during}_communication_time", "s", [plan.communication(during)]))
         if plan.strategy.pipeline > 1:
             found += [Metric("bubble_share", "1", [plan.bubble]), Metric("idle_time", "s", [plan.idle])]
+        if (peak := _engine_peak(config, plan)) is not None:
+            found.append(Metric("engine_peak_memory", "B", [peak]))
         found.append(Metric("fits", "1", [int(plan.fits)]))
         for name, value in (("least_tokens", plan.least_tokens), ("smallest_cluster", plan.smallest_cluster)):
             if value is not None:

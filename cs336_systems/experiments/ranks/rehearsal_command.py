@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, NamedTuple
 
 from cs336_systems.config import RunConfig, UserError, flag, flag_like
 from cs336_systems.experiments.ranks.plan_cells import PlanArguments, plan_config, plans
+from cs336_systems.predict.engine_memory import engine_estimate
 from cs336_systems.predict.model_flags import ShapeArguments
 from cs336_systems.predict.parallel_model import Plan
 from cs336_systems.predict.rank_shards import Mesh
@@ -54,6 +55,8 @@ class Rehearsed(NamedTuple):
 
     found: "Rehearsal"
     plan: Plan
+    peak: int
+    """The predicted peak of the rank."""
 
 
 def rehearsed(arguments: RehearseArguments) -> Rehearsed:
@@ -65,7 +68,8 @@ def rehearsed(arguments: RehearseArguments) -> Rehearsed:
     from cs336_systems.measure.rehearsal import rehearse
 
     on_gpu = torch.cuda.is_available() and not arguments.trace
-    return Rehearsed(rehearse(config, arguments.mesh, arguments.rank, on_gpu=on_gpu), plan)
+    peak = engine_estimate(config, arguments.mesh).peak
+    return Rehearsed(rehearse(config, arguments.mesh, arguments.rank, on_gpu=on_gpu), plan, peak)
 
 
 def _config(arguments: RehearseArguments) -> RunConfig:
@@ -112,7 +116,7 @@ def _memory_table(arguments: RehearseArguments, run: Rehearsed) -> Table:
         [PARAMETERS, _mib(found.parameters), _mib(memory["parameter"])],
         [GRADIENTS, _mib(found.gradients), _mib(memory["gradient"])],
         [OPTIMIZER_STATE, _mib(found.optimizer), _mib(memory["optimizer"])],
-        [PEAK, _mib(found.peak), _mib(plan.total)],
+        [PEAK, _mib(found.peak), _mib(run.peak)],
     ]
     title = say(
         "rehearse: rank {} of {} GPUs (replicate {}, shard {}, tp {}), memory",
@@ -127,8 +131,8 @@ def _why_they_differ(arguments: RehearseArguments, run: Rehearsed) -> list[Text]
     mesh = arguments.mesh
     notes = [
         Text(
-            "peak: all tensors of a step and cuBLAS workspaces; plan adds up parts that may not coexist",
-            "峰值：一步的所有张量与 cuBLAS 工作区；plan 将各部分相加，它们未必同时存在",
+            "peak: all tensors of a step and cuBLAS workspaces; predicted as torch's engine allocates and frees them",
+            "峰值：一步的所有张量与 cuBLAS 工作区；预测值按 torch 引擎分配与释放张量的顺序推算",
         )
     ]
     if mesh.dp_shard > 1:

@@ -132,3 +132,10 @@ def test_the_command_prints_both_counts(capsys):
     assert "rank 3 of 4 GPUs" in shown
     for text in ("parts of the traced peak", "communication (predicted)", "step without overlap"):
         assert text in shown
+
+
+def test_the_peak_is_beside_its_prediction():
+    """The models of these tests are smaller than the workspaces, which both columns have."""
+    memory = rehearsal_tables(RehearseArguments(gpus=4, dp_shard=2, tp=2, trace=True, **SHAPE))[0]
+    found, predicted = (float(cell.replace(",", "")) for cell in memory.rows[-1][1:])
+    assert predicted - 64 == pytest.approx(found - 64, rel=0.02)

@@ -1,9 +1,13 @@
 """`parallel_plan`: tables and chart of a plan; the formulas are tested in predict/test_plan.py."""
 
+from dataclasses import replace
+
 from cs336_systems.config import RunConfig
 from cs336_systems.experiments.catalogue import cells
 from cs336_systems.experiments.ranks.layouts import tables_of
 from cs336_systems.experiments.ranks.plan_cells import PlanArguments, measure_plan, plan_config
+from cs336_systems.predict.engine_memory import engine_estimate
+from cs336_systems.predict.rank_shards import Mesh
 from cs336_systems.report.cells import CellView
 from cs336_systems.text import Text
 from tests.unit.experiments.ranks.samples import charts, plan_cell, tables
@@ -18,6 +22,31 @@ def test_strategies_are_variants():
     assert {"parameter_memory", "forward_compute_time", "fits"} <= {metric.name for metric in metrics}
     memory, times = tables_of(ARGUMENTS)
     assert [row[0] for row in memory.rows] == [row[0] for row in times.rows] == ["DP", "ZeRO-3 + TP 2"]
+
+
+def test_a_layout_that_torchs_engine_runs_has_its_peak():
+    strategies = ("dp", "zero1", "zero3+tp2", "zero3+cp2", "zero1+pp2", "zero3+replicate2")
+    arguments = replace(ARGUMENTS, size="large", strategy=strategies)
+    config = plan_config(arguments)
+    found = {metric.variant: metric.samples for metric in measure_plan(config) if metric.name == "engine_peak_memory"}
+    meshes = {
+        "dp": Mesh(dp_replicate=8),
+        "zero3+tp2": Mesh(dp_shard=4, tp=2),
+        "zero3+replicate2": Mesh(dp_replicate=2, dp_shard=4),
+    }
+    assert found == {name: [engine_estimate(RunConfig.of(config), mesh).peak] for name, mesh in meshes.items()}
+    shown = [row[7] for row in tables_of(arguments)[0].rows]
+    assert [cell == "-" for cell in shown] == [False, True, False, True, True, False]
+
+
+def test_heads_that_do_not_divide_have_no_peak_of_torchs_engine():
+    metrics = measure_plan(plan_config(ARGUMENTS))  # 25 heads
+    assert {metric.variant for metric in metrics if metric.name == "engine_peak_memory"} == {"dp"}
+
+
+def test_the_exercise_of_the_handout_has_no_peak_of_torchs_engine():
+    metrics = measure_plan(plan_config(replace(ARGUMENTS, count="feed-forward")))
+    assert "engine_peak_memory" not in {metric.name for metric in metrics}
 
 
 def test_the_chart_shows_the_memory_of_one_gpu():

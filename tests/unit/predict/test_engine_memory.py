@@ -1,0 +1,94 @@
+"""The predicted peak of a rank under torch's engine is that of a trace of its operators."""
+
+import random
+from dataclasses import replace
+
+import pytest
+
+from cs336_systems.config import ModelConfig, RunConfig
+from cs336_systems.measure import rehearsal
+from cs336_systems.measure.memory_trace import StorageTracker
+from cs336_systems.predict.engine_memory import BUCKETS, EngineStep, engine_estimate
+from cs336_systems.predict.memory_model import estimate, workspace
+from cs336_systems.predict.rank_shards import Mesh
+
+MODEL = ModelConfig(vocab_size=1000, context_length=64, d_model=256, num_layers=2, num_heads=8, d_ff=768)
+RUN = RunConfig(model=MODEL, batch_size=1, device="cuda", precision="bf16", attention="sdpa", mode="train-step")
+FEW, ALL = 12, 40
+
+
+def random_layout(seed: int) -> tuple[RunConfig, Mesh]:
+    pick = random.Random(seed).choice
+    mesh = Mesh(dp_replicate=pick((1, 1, 2)), dp_shard=pick((1, 2, 3, 8)), tp=pick((1, 1, 2, 4)))
+    heads = pick((4, 8))
+    width = heads * pick((16, 32))
+    model = ModelConfig(
+        vocab_size=pick((512, 1000, 2048)),
+        context_length=pick((32, 64, 128)),
+        d_model=width,
+        num_layers=pick((1, 2)),
+        num_heads=heads,
+        d_ff=pick((2, 3)) * width + pick((0, 16, 32)),
+    )
+    run = replace(
+        *(RUN,),
+        model=model,
+        batch_size=pick((1, 2)),
+        precision=pick(("fp32", "bf16")),
+        attention=pick(("auto", "sdpa", "reference")),
+        checkpoint_blocks=pick((0, 0, 1, 2)),
+    )
+    return run, mesh
+
+
+@pytest.mark.parametrize(
+    "seed", [*range(FEW), *(pytest.param(seed, marks=pytest.mark.slow) for seed in range(FEW, ALL))]
+)
+def test_a_random_layout_has_the_traced_peak(seed):
+    run, mesh = random_layout(seed)
+    found, predicted = rehearsal.rehearse(run, mesh, 0, on_gpu=False), engine_estimate(run, mesh)
+    fixed = workspace(run)  # larger than these models
+    assert predicted.peak - fixed == pytest.approx(found.peak - fixed, rel=0.02), (run, mesh)
+    assert sum(predicted.parts.values()) == predicted.peak
+
+
+@pytest.mark.parametrize("mesh", [Mesh(dp_shard=8), Mesh(tp=4), Mesh(dp_shard=4, tp=2), Mesh(dp_replicate=4)], ids=str)
+@pytest.mark.parametrize("group", [0, 1, 3, 9])
+def test_extrapolated_blocks_are_like_simulated_ones(mesh, group, monkeypatch):
+    run = replace(RUN, model=replace(MODEL, num_layers=20), checkpoint_blocks=group)
+    extrapolated = engine_estimate(run, mesh).peak
+    for name in ("BLOCKS", "BLOCKS_OF_GROUP", "GROUPS"):
+        monkeypatch.setattr(EngineStep, name, (99, 0))
+    assert extrapolated == pytest.approx(engine_estimate(run, mesh).peak, rel=2e-3)
+
+
+@pytest.mark.parametrize("precision", ["fp32", "bf16"])
+@pytest.mark.parametrize("group", [0, 1])
+def test_a_mesh_of_one_has_the_peak_of_the_plain_step(precision, group):
+    run = replace(RUN, precision=precision, checkpoint_blocks=group)
+    assert engine_estimate(run, Mesh()).peak == pytest.approx(estimate(run).peak, rel=1e-3)
+
+
+def test_saved_inputs_grow_with_tensor_parallel_ranks():
+    """Matmuls that split columns save their input of the whole sequence, two of them in a block; with as many tokens
+    on each GPU, nothing else that is saved depends on `tp`."""
+    run = replace(RUN, model=replace(MODEL, context_length=1024, num_layers=8))
+    saved = {tp: engine_estimate(run, Mesh(tp=tp)).parts["activations"] for tp in (2, 4, 8)}
+    inputs = 2 * 8 * run.tokens * MODEL.d_model * 2
+    assert saved[4] - saved[2] == pytest.approx(2 * inputs, rel=0.1)
+    assert saved[8] - saved[4] == pytest.approx(4 * inputs, rel=0.1)
+
+
+def test_buckets_are_as_large_as_the_gradients():
+    """Those that DistributedDataParallel allocates, on tensors of a CPU."""
+    mesh, run = Mesh(dp_replicate=2), replace(RUN, device="cpu", precision="fp32")
+    with rehearsal.fake_group(0, mesh.gpus):
+        model = rehearsal.sharded_model(run, mesh, "cpu")
+        rehearsal._allocate(model, "cpu")
+        with StorageTracker() as tracker:
+            wrapped = rehearsal._replicated(model)
+            allocated = tracker.live.total()
+            step = rehearsal._step(wrapped, run)
+            assert step(*step.random_batch()) is not None
+    assert allocated == sum(parameter.nbytes for parameter in model.parameters())
+    assert engine_estimate(RUN, mesh).parts[BUCKETS] == pytest.approx(allocated, rel=1e-3)
