@@ -18,7 +18,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensorMode
-from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import DTensor
 from torch.distributed.tensor._sharding_prop import ShardingPropagator
 from torch.distributed.tensor.parallel import loss_parallel
@@ -29,6 +29,7 @@ from cs336_systems.measure.memory_trace import StorageTracker, as_on_cuda, label
 from cs336_systems.measure.timing import STEP, time_steps
 from cs336_systems.model import TransformerLM
 from cs336_systems.parallel.collectives import local_part
+from cs336_systems.parallel.context_parallel import ContextParallel
 from cs336_systems.parallel.torch_engine import BUFFERS_STAY, split
 from cs336_systems.predict.allocator import CachingAllocator
 from cs336_systems.predict.engine_memory import BUCKETS
@@ -88,13 +89,21 @@ def _forget_groups() -> None:
 
 def sharded_model(config: RunConfig, mesh: Mesh, device_type: str) -> TransformerLM:
     """Return the model of this rank on the meta device."""
-    devices = init_device_mesh(device_type, tuple(mesh), mesh_dim_names=mesh._fields)
     with torch.device("meta"):
         model = build_model(config)
     assert isinstance(model, TransformerLM)
+    if mesh.cp > 1:
+        context = ContextParallel(_device_mesh(mesh, device_type)["cp"])
+        context.install(model)
+        model.own_part = context.own  # type: ignore[assignment]
     if not mesh.is_replicated:
-        split(model, devices, mesh, AUTOCAST_DTYPES.get(config.precision))
+        of_weights = mesh.of_weights
+        split(model, _device_mesh(of_weights, device_type), of_weights, AUTOCAST_DTYPES.get(config.precision))
     return model
+
+
+def _device_mesh(mesh: Mesh, device_type: str) -> DeviceMesh:
+    return init_device_mesh(device_type, tuple(mesh), mesh_dim_names=mesh._fields)
 
 
 def _allocate(model: TransformerLM, device: str) -> None:
@@ -123,7 +132,7 @@ def _replicated(model: TransformerLM) -> nn.Module:
 
 
 def rehearse(config: RunConfig, mesh: Mesh, rank: int, *, on_gpu: bool) -> Rehearsal:
-    """Run a few training steps of `rank`, whose replica processes `tp` times the batch of `config`.
+    """Run a few training steps of `rank`, whose replica processes `cp` x `tp` times the batch of `config`.
 
     `config` is that of a GPU; without one (`on_gpu` False) its operators run on fake tensors.
     """
@@ -136,8 +145,8 @@ def rehearse(config: RunConfig, mesh: Mesh, rank: int, *, on_gpu: bool) -> Rehea
 
 
 def of_replica(config: RunConfig, mesh: Mesh) -> RunConfig:
-    """Return the run of a group of ranks that get the same batch: `tp` times that of one GPU."""
-    return replace(config, batch_size=config.batch_size * mesh.tp)
+    """Return the run of a group of ranks that get the same batch: `cp` x `tp` times that of one GPU."""
+    return replace(config, batch_size=config.batch_size * mesh.cp * mesh.tp)
 
 
 def measured(model: TransformerLM, run: RunConfig, *, is_replicated: bool = False) -> Rehearsal:

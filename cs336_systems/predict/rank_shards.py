@@ -47,13 +47,18 @@ class Mesh(NamedTuple):
             if size < 1:
                 raise UserError(f"--{name} must be at least 1, got {size}")
         if self.gpus != gpus:
-            shown = " x ".join(f"--{name} {size}" for name, size in self._asdict().items())
+            shown = " x ".join(f"--{name} {size}" for name, size in self._asdict().items() if name != "pp")
             raise UserError(f"{shown} = {self.gpus:,} GPUs, but --gpus is {gpus:,}; change one so that they agree")
         if not 0 <= rank < gpus:
             raise UserError(f"--rank {rank} is outside of the {gpus:,} ranks; take one from 0 to {gpus - 1:,}")
         for name in SPLIT_BY_TP:
             if (size := getattr(model, name)) % self.tp:
                 raise UserError(f"--tp {self.tp} does not divide --{name} {size}; change one of them")
+        if self.cp > 1 and model.context_length % (parts := 2 * self.cp * self.tp):
+            raise UserError(
+                f"--context_length {model.context_length} is not a multiple of 2 x --cp {self.cp} x --tp {self.tp} = "
+                f"{parts}; change one of them"
+            )
 
     def place(self, rank: int) -> "Mesh":
         """Return the coordinates of a rank, as torch numbers them: the last axis changes fastest."""

@@ -3,12 +3,13 @@
 Compute and memory are the rank's own (measure/rehearsal.py); the time on the wire is predicted.
 """
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, NamedTuple
 
 from cs336_systems.config import RunConfig, UserError, flag, flag_like
 from cs336_systems.experiments.ranks.plan_cells import PlanArguments, plan_config, plans
 from cs336_systems.predict.engine_memory import engine_estimate
+from cs336_systems.predict.engine_messages import engine_messages
 from cs336_systems.predict.model_flags import ShapeArguments
 from cs336_systems.predict.parallel_model import Plan
 from cs336_systems.predict.rank_shards import Mesh
@@ -16,7 +17,17 @@ from cs336_systems.predict.strategy import Strategy
 from cs336_systems.record import MIB
 from cs336_systems.report.names import part_name
 from cs336_systems.report.rows import ms, number
-from cs336_systems.report.terms import GRADIENTS, MEASURED, OPTIMIZER_STATE, PARAMETERS, PEAK, TIME, TRACED
+from cs336_systems.report.terms import (
+    BACKWARD,
+    FORWARD,
+    GRADIENTS,
+    MEASURED,
+    OPTIMIZER_STATE,
+    PARAMETERS,
+    PEAK,
+    TIME,
+    TRACED,
+)
 from cs336_systems.table import FORMATS, Column, Table, word
 from cs336_systems.text import Text, say
 
@@ -24,16 +35,37 @@ if TYPE_CHECKING:
     from cs336_systems.measure.rehearsal import Rehearsal
 
 PART = Text("part", "部分")
+AXES = {"shard": "dp_shard x cp", "replicate": "dp_replicate", "tensor": "tp", "context": "cp"}
+PASSES = {"forward": FORWARD, "backward": BACKWARD}
+PURPOSES = {
+    "weights": Text("weights", "权重"),
+    "weights again": Text("weights, again", "权重，再次"),
+    "gradients": GRADIENTS,
+    "gradients of a shard": Text("gradients of a shard", "分片的梯度"),
+    "input of branches": Text("input of branches", "各分支的输入"),
+    "output of branches": Text("output of branches", "各分支的输出"),
+    "input of branches, again": Text("input of branches, recomputed", "各分支的输入，重计算"),
+    "output of branches, again": Text("output of branches, recomputed", "各分支的输出，重计算"),
+    "embedding": Text("output of the embedding", "词嵌入的输出"),
+    "input of the head": Text("input of the head", "输出层的输入"),
+    "loss": Text("loss", "损失"),
+    "gradients of norms": Text("gradients of norms", "归一化层的梯度"),
+    "keys and values": Text("keys and values", "键与值"),
+    "keys and values again": Text("keys and values, again", "键与值，再次"),
+    "their gradients": Text("gradients of keys and values", "键与值的梯度"),
+}
+"""Purposes of the messages in predict/engine_messages.py."""
 
 
 @dataclass(frozen=True)
 class RehearseArguments(ShapeArguments):
-    gpus: int = flag(8, "GPUs of the mesh: dp_replicate x dp_shard x tp")
+    gpus: int = flag(8, "GPUs of the mesh: dp_replicate x dp_shard x cp x tp")
     dp_replicate: int = flag(1, "groups of GPUs with the same shards")
     dp_shard: int = flag(1, "GPUs that shard weights, gradients and optimizer state (fully_shard)")
+    cp: int = flag(1, "GPUs that split each sequence (context parallel)")
     tp: int = flag(1, "GPUs that split each layer (tensor and sequence parallel)")
     rank: int = flag(0, "the rank to run")
-    batch_size: int = flag(1, "sequences for each GPU; a group of tp GPUs processes tp times as many")
+    batch_size: int = flag(1, "sequences for each GPU; a group of cp x tp GPUs processes that many times as many")
     precision: str = flag("bf16", "fp32, or bf16 for matmuls and weights that are gathered", ("fp32", "bf16"))
     attention: str = flag("auto", "attention implementation", ("auto", "reference", "sdpa"))
     num_steps: int = flag_like(RunConfig, "num_steps")
@@ -47,7 +79,7 @@ class RehearseArguments(ShapeArguments):
 
     @property
     def mesh(self) -> Mesh:
-        return Mesh(dp_replicate=self.dp_replicate, dp_shard=self.dp_shard, tp=self.tp)
+        return Mesh(dp_replicate=self.dp_replicate, dp_shard=self.dp_shard, cp=self.cp, tp=self.tp)
 
 
 class Rehearsed(NamedTuple):
@@ -55,8 +87,8 @@ class Rehearsed(NamedTuple):
 
     found: "Rehearsal"
     plan: Plan
-    peak: int
-    """The predicted peak of the rank."""
+    peak: int | None
+    """The predicted peak of the rank; None for context parallel, which has no prediction."""
 
 
 def rehearsed(arguments: RehearseArguments) -> Rehearsed:
@@ -68,7 +100,7 @@ def rehearsed(arguments: RehearseArguments) -> Rehearsed:
     from cs336_systems.measure.rehearsal import rehearse
 
     on_gpu = torch.cuda.is_available() and not arguments.trace
-    peak = engine_estimate(config, arguments.mesh).peak
+    peak = engine_estimate(config, arguments.mesh).peak if arguments.cp == 1 else None
     return Rehearsed(rehearse(config, arguments.mesh, arguments.rank, on_gpu=on_gpu), plan, peak)
 
 
@@ -83,8 +115,8 @@ def _config(arguments: RehearseArguments) -> RunConfig:
 def mesh_plan(arguments: RehearseArguments) -> Plan:
     """The plan for the mesh: stage 3 where weights are sharded, else data parallel."""
     mesh, config = arguments.mesh, _config(arguments)
-    sharded = mesh.dp_shard > 1
-    strategy = Strategy(3 if sharded else 0, mesh.tp, replicate=mesh.dp_replicate if sharded else 1)
+    sharded = mesh.of_weights.dp_shard > 1
+    strategy = Strategy(3 if sharded else 0, mesh.tp, context=mesh.cp, replicate=mesh.dp_replicate if sharded else 1)
     given = {name: getattr(arguments, name) for name in ("gpus", "gpu", "tflops", "node", "link", "network")}
     given |= {name: getattr(arguments, name) for name in ("batch_size", "precision", "attention", "checkpoint_blocks")}
     planned = plan_config(PlanArguments(**given, size="small", strategy=(strategy.name,)))
@@ -98,7 +130,33 @@ def mesh_plan(arguments: RehearseArguments) -> Plan:
 def rehearsal_tables(arguments: RehearseArguments) -> list[Table]:
     run = rehearsed(arguments)
     parts = [_parts_table(run.found.parts)] if run.found.parts else []
-    return [_memory_table(arguments, run), *parts, _time_table(run.found.seconds, run.plan)]
+    messages = [_messages_table(arguments)] if arguments.gpus > 1 else []
+    return [_memory_table(arguments, run), *parts, *messages, _time_table(run.found.seconds, run.plan)]
+
+
+def _messages_table(arguments: RehearseArguments) -> Table:
+    """Return what the rank sends in a step of one micro batch, as torch's engine does it."""
+    mesh = arguments.mesh
+    config = _config(arguments)
+    of_group = replace(config, batch_size=config.batch_size * mesh.cp * mesh.tp)
+    rows: list[list[str | Text]] = [
+        [AXES[one.axis], PASSES[one.during], one.name, PURPOSES[one.purpose], _mib(one.nbytes), _mib(one.sent)]
+        for one in engine_messages(of_group, mesh, rank=arguments.rank)
+    ]
+    title = Text("rehearse: what the rank sends in a step", "rehearse：该 rank 在一步中发送的数据")
+    columns = [
+        word(Text("axis", "维度")),
+        word(Text("during", "阶段")),
+        word(Text("collective", "集合通信")),
+        word(Text("of", "内容")),
+        Column(Text("whole array", "完整数组"), "MiB"),
+        Column(Text("sent", "发送"), "MiB"),
+    ]
+    note = Text(
+        "counted for torch's engine, where real ranks send the same bytes; scalars are left out",
+        "按 torch 引擎计数，与真实 rank 发送的字节一致；标量未计入",
+    )
+    return Table(title, columns, rows, [note])
 
 
 def _parts_table(parts: dict[str, int]) -> Table:
@@ -116,12 +174,12 @@ def _memory_table(arguments: RehearseArguments, run: Rehearsed) -> Table:
         [PARAMETERS, _mib(found.parameters), _mib(memory["parameter"])],
         [GRADIENTS, _mib(found.gradients), _mib(memory["gradient"])],
         [OPTIMIZER_STATE, _mib(found.optimizer), _mib(memory["optimizer"])],
-        [PEAK, _mib(found.peak), _mib(run.peak)],
+        [PEAK, _mib(found.peak), "-" if run.peak is None else _mib(run.peak)],
     ]
     title = say(
-        "rehearse: rank {} of {} GPUs (replicate {}, shard {}, tp {}), memory",
-        "rehearse：{1} 张 GPU（replicate {2}、shard {3}、tp {4}）中 rank {0} 的显存",
-        *(str(arguments.rank), f"{arguments.gpus:,}", str(mesh.dp_replicate), str(mesh.dp_shard), str(mesh.tp)),
+        "rehearse: rank {} of {} GPUs (replicate {}, shard {}, cp {}, tp {}), memory",
+        "rehearse：{1} 张 GPU（replicate {2}、shard {3}、cp {4}、tp {5}）中 rank {0} 的显存",
+        *(str(arguments.rank), f"{arguments.gpus:,}", *map(str, mesh[1:])),
     )
     columns = [word(PART), Column(kind, "MiB"), Column(Text("plan", "plan 预测"), "MiB")]
     return Table(title, columns, rows, _why_they_differ(arguments, run))

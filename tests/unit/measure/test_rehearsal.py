@@ -30,19 +30,28 @@ def traced(mesh: Mesh, rank: int) -> rehearsal.Rehearsal:
 
 
 def planned(mesh: Mesh):
-    axes = {"dp_replicate": mesh.dp_replicate, "dp_shard": mesh.dp_shard, "tp": mesh.tp}
+    axes = {name: size for name, size in mesh._asdict().items() if name != "pp"}
     return mesh_plan(RehearseArguments(gpus=mesh.gpus, **axes, **SHAPE, precision="fp32"))
 
 
 @pytest.mark.parametrize(
-    "mesh", [Mesh(dp_shard=4), Mesh(tp=4), Mesh(dp_shard=4, tp=2), Mesh(dp_replicate=2, dp_shard=2, tp=2)], ids=str
+    "mesh",
+    [
+        Mesh(dp_shard=4),
+        Mesh(tp=4),
+        Mesh(dp_shard=4, tp=2),
+        Mesh(dp_replicate=2, dp_shard=2, tp=2),
+        Mesh(dp_shard=2, cp=2),
+    ],
+    ids=str,
 )
 def test_bytes_of_a_rank_are_those_of_the_plan(mesh):
     """All rows divide, so every rank holds the mean. Two rules of torch differ: fully_shard shards the norms, which
     plan counts as whole, and tensor parallelism alone keeps the embedding's gradient whole."""
     found, plan = traced(mesh, mesh.gpus - 1), planned(mesh)
-    sharded_norms = 4 * NORMS * (mesh.dp_shard - 1) // mesh.dp_shard
-    whole_embedding = 4 * MODEL.vocab_size * MODEL.d_model * (mesh.tp - 1) // mesh.tp if mesh.dp_shard == 1 else 0
+    shards = mesh.of_weights.dp_shard
+    sharded_norms = 4 * NORMS * (shards - 1) // shards
+    whole_embedding = 4 * MODEL.vocab_size * MODEL.d_model * (mesh.tp - 1) // mesh.tp if shards == 1 else 0
     assert found.parameters == plan.memory["parameter"] - sharded_norms
     assert found.gradients == plan.memory["gradient"] - sharded_norms + whole_embedding
     assert found.optimizer == plan.memory["optimizer"] - 2 * sharded_norms
@@ -92,6 +101,16 @@ def test_real_tensors_are_measured_as_traced_ones(monkeypatch):
     assert rows == pytest.approx([compute, wire, max(compute, wire), compute + wire], abs=0.1)
 
 
+def test_context_parallel_splits_the_activations():
+    """A group of two processes two sequences, half of each on a rank."""
+    model = dataclasses.replace(MODEL, context_length=512)
+    run = RunConfig(model=model, batch_size=1, device="cuda", attention="auto")
+    whole = rehearsal.rehearse(dataclasses.replace(run, batch_size=2), Mesh(dp_shard=2), 1, on_gpu=False)
+    half = rehearsal.rehearse(run, Mesh(cp=2), 1, on_gpu=False)
+    assert half.parts["activations"] < 0.55 * whole.parts["activations"]
+    assert half.parameters == whole.parameters
+
+
 def test_logits_stay_split():
     """With loss_parallel no rank has logits of the whole vocabulary: logits, their fp32 copy and log-softmax here are
     as large as one tensor of them."""
@@ -110,13 +129,14 @@ def test_logits_stay_split():
         ({"gpus": 4, "dp_shard": 4, "rank": -1}, "--rank -1"),
         ({"gpus": 0, "dp_shard": 0}, "--dp_shard must be at least 1"),
         ({"gpus": 3, "tp": 3}, "--tp 3 does not divide --num_heads 4"),
+        ({"gpus": 4, "cp": 4, "context_length": 20}, "--context_length 20 .*--cp 4 x --tp 1 = 8"),
         ({"gpus": 1, "fast": "on"}, "--fast"),
     ],
     ids=str,
 )
 def test_mistakes_are_named(wrong, message):
     with pytest.raises(UserError, match=message):
-        rehearsal_tables(RehearseArguments(**SHAPE, **wrong))
+        rehearsal_tables(RehearseArguments(**{**SHAPE, **wrong}))
 
 
 def test_a_torch_without_the_fake_group(monkeypatch):
