@@ -18,7 +18,6 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensorMode
-from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import DTensor
 from torch.distributed.tensor._sharding_prop import ShardingPropagator
 from torch.distributed.tensor.parallel import loss_parallel
@@ -30,7 +29,7 @@ from cs336_systems.measure.timing import STEP, time_steps
 from cs336_systems.model import TransformerLM
 from cs336_systems.parallel.collectives import local_part
 from cs336_systems.parallel.context_parallel import ContextParallel
-from cs336_systems.parallel.torch_engine import BUFFERS_STAY, split
+from cs336_systems.parallel.torch_engine import BUFFERS_STAY, device_mesh, split
 from cs336_systems.predict.allocator import CachingAllocator
 from cs336_systems.predict.engine_memory import BUCKETS
 from cs336_systems.predict.memory_model import workspace
@@ -93,17 +92,13 @@ def sharded_model(config: RunConfig, mesh: Mesh, device_type: str) -> Transforme
         model = build_model(config)
     assert isinstance(model, TransformerLM)
     if mesh.cp > 1:
-        context = ContextParallel(_device_mesh(mesh, device_type)["cp"])
+        context = ContextParallel(device_mesh(mesh, device_type)["cp"])
         context.install(model)
         model.own_part = context.own  # type: ignore[assignment]
     if not mesh.is_replicated:
         of_weights = mesh.of_weights
-        split(model, _device_mesh(of_weights, device_type), of_weights, AUTOCAST_DTYPES.get(config.precision))
+        split(model, device_mesh(of_weights, device_type), of_weights, AUTOCAST_DTYPES.get(config.precision))
     return model
-
-
-def _device_mesh(mesh: Mesh, device_type: str) -> DeviceMesh:
-    return init_device_mesh(device_type, tuple(mesh), mesh_dim_names=mesh._fields)
 
 
 def _allocate(model: TransformerLM, device: str) -> None:

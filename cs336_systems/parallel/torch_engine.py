@@ -88,10 +88,10 @@ class TorchEngine(Wrapper):
         self.pipeline: Pipeline | None = None
         """Runs forward and backward passes where the model is split into stages; `module` has those of this rank."""
         if axes.cp > 1:
-            self._context = ContextParallel(_device_mesh(axes, device, timeout)["cp"])
+            self._context = ContextParallel(device_mesh(axes, device.type, timeout)["cp"])
             self._context.install(module)
         axes = axes.of_weights
-        mesh = _device_mesh(axes, device, timeout)
+        mesh = device_mesh(axes, device.type, timeout)
         if axes.pp > 1:
             split_layers(module, mesh, axes)
             self.pipeline = Pipeline(
@@ -109,7 +109,7 @@ class TorchEngine(Wrapper):
         if fill is not None:
             self.module.to_empty(device=device)
             fill(module)
-        if axes.dp_replicate == axes.gpus > 1:
+        if axes.is_replicated:
             self._ddp = DistributedDataParallel(module, **BUFFERS_STAY)
 
     def forward(self, tokens: Tensor, targets: Tensor | None = None) -> Tensor:
@@ -191,8 +191,9 @@ class TorchEngine(Wrapper):
         return math.prod(size for size, placement in sizes if placement.is_replicate())
 
 
-def _device_mesh(axes: Mesh, device: torch.device, timeout: float | None) -> DeviceMesh:
-    mesh = init_device_mesh(device.type, tuple(axes), mesh_dim_names=axes._fields)
+def device_mesh(axes: Mesh, device_type: str, timeout: float | None = None) -> DeviceMesh:
+    """Return torch's mesh of all ranks, with a group for each axis that waits `timeout` seconds for a rank."""
+    mesh = init_device_mesh(device_type, tuple(axes), mesh_dim_names=axes._fields)
     if timeout is not None:
         for name in axes._fields:
             _set_pg_timeout(timedelta(seconds=timeout), mesh.get_group(name))

@@ -81,26 +81,22 @@ class _Messages:
         return -(-rows // self.shards) * columns
 
     def _of_weights(self) -> Iterator[Collective]:
-        outside = sum(map(self._shard, self.outside))
         inside = self.blocks * sum(map(self._shard, self.block))
-        shard = outside + inside
+        shard = inside + sum(map(self._shard, self.outside))
+        replicas = self.mesh.dp_replicate
         if not self.is_sharded:
-            gradients = FP32 * shard
-            yield Collective(
-                "all_reduce", "gradients", gradients, self.mesh.dp_replicate, "backward", False, "replicate"
-            )
+            yield Collective("all_reduce", "gradients", FP32 * shard, replicas, "backward", False, "replicate")
             return
-        gathers = 1 if self.mesh.pp > 1 else self.micro
-        forward, again = (gathers * self.shards * self.low * size for size in (shard, inside))
-        yield Collective("all_gather", "weights", forward, self.shards, "forward", False, "shard")
+        whole = self.shards * shard
+        gathered = self.low * (1 if self.mesh.pp > 1 else self.micro)
+        yield self._over_shards("all_gather", "weights", gathered * whole, "forward")
         if self.mesh.pp == 1:
-            yield Collective("all_gather", "weights again", again, self.shards, "backward", False, "shard")
-        reduced = self.shards * FP32 * shard
-        yield Collective("reduce_scatter", "gradients", reduced, self.shards, "backward", False, "shard")
-        yield Collective(
-            *("all_reduce", "gradients of a shard", FP32 * shard, self.mesh.dp_replicate, "backward"),
-            *(False, "replicate"),
-        )
+            yield self._over_shards("all_gather", "weights again", gathered * self.shards * inside, "backward")
+        yield self._over_shards("reduce_scatter", "gradients", FP32 * whole, "backward")
+        yield Collective("all_reduce", "gradients of a shard", FP32 * shard, replicas, "backward", False, "replicate")
+
+    def _over_shards(self, name: str, purpose: str, nbytes: float, during: str) -> Collective:
+        return Collective(name, purpose, nbytes, self.shards, during, False, "shard")
 
     # -- tensor parallel ----------------------------------------------------------------------------------------------
 

@@ -7,7 +7,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
-from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor.parallel import loss_parallel
 from torch.nn.parallel import DistributedDataParallel
 
@@ -17,14 +17,13 @@ from cs336_systems.parallel.collectives import local_part
 from cs336_systems.parallel.context_parallel import ContextParallel
 from cs336_systems.parallel.launch import process_group, spawn
 from cs336_systems.parallel.pipeline import Pipeline
-from cs336_systems.parallel.torch_engine import shard, split_layers, whole
+from cs336_systems.parallel.torch_engine import device_mesh, shard, split_layers, whole
 from cs336_systems.predict.rank_shards import Mesh
 
 pytestmark = pytest.mark.gpu
 
 CONFIG = ModelConfig(vocab_size=1000, context_length=256, d_model=256, num_layers=2, num_heads=4, d_ff=512)
 CUDA = torch.device("cuda")
-ONE = Mesh()
 Work = Callable[[nn.Module, Tensor, Tensor], Tensor]
 
 
@@ -106,7 +105,7 @@ def gradients(work: Work, attention: str) -> tuple[Tensor, dict[str, Tensor]]:
 @pytest.mark.parametrize("path", PATHS)
 def test_every_axis_over_one_nccl_rank_has_the_gradients_of_the_plain_model(clean_gpu, path):
     with process_group("nccl", "cuda"):
-        mesh = init_device_mesh("cuda", tuple(ONE), mesh_dim_names=ONE._fields)
+        mesh = device_mesh(Mesh(), "cuda")
         for attention in ("reference", "auto"):
             loss, found = gradients(PATHS[path](mesh), attention)
             expected_loss, expected = gradients(plain, attention)
