@@ -72,10 +72,10 @@ def fake_group(rank: int, world_size: int) -> Iterator[None]:
         yield
     finally:
         dist.destroy_process_group()
-        _forget_groups()
+        forget_groups()
 
 
-def _forget_groups() -> None:
+def forget_groups() -> None:
     """Clear torch's caches of DTensor operators, which name the groups of an equal mesh that is gone."""
     with suppress(ImportError, AttributeError):
         importlib.import_module("torch.distributed.tensor._redistribute").clear_redistribute_planner_cache()

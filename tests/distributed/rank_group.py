@@ -12,6 +12,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from cs336_systems.measure.rehearsal import forget_groups
 from cs336_systems.parallel.launch import RankError, Ranks
 
 TIME_LIMIT = 240.0
@@ -29,7 +30,7 @@ class RankGroups:
         if world_size not in self._groups:
             self._groups[world_size] = Ranks(world_size, timeout=TIME_LIMIT)
         try:
-            return self._groups[world_size].call(work, *arguments)
+            return self._groups[world_size].call(tidy, work, *arguments)
         except RankError:
             del self._groups[world_size]
             raise
@@ -45,6 +46,20 @@ class RankGroups:
     def close(self) -> None:
         for ranks in self._groups.values():
             ranks.close()
+
+
+def tidy(work: Callable[..., Any], *arguments: Any) -> Any:
+    """Call `work`, and destroy the process groups that it has left behind.
+
+    Each has threads that look for messages a hundred times a second: those of a whole session take a core.
+    """
+    try:
+        return work(*arguments)
+    finally:
+        for group in list(dist.distributed_c10d._world.pg_map):
+            if group is not dist.group.WORLD:
+                dist.destroy_process_group(group)
+        forget_groups()
 
 
 def run_test(module: str, function: str, arguments: dict[str, Any]) -> None:

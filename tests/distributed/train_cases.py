@@ -42,6 +42,7 @@ from cs336_systems.parallel.torch_engine import whole
 from cs336_systems.train.loop import Trainer
 from cs336_systems.train.saving import SaveThread
 from cs336_systems.train.settings import TrainSettings
+from tests.distributed.rank_group import tidy
 
 SHAPE = {"context_length": 16, "d_model": 16, "num_layers": 1, "num_heads": 2, "d_ff": 32}
 STEPS = 8
@@ -105,7 +106,7 @@ class Outcome:
 
 
 def perform_all(runs: dict[str, Run]) -> dict[str, Outcome]:
-    return {name: perform(run) for name, run in runs.items()}
+    return {name: tidy(perform, run) for name, run in runs.items()}
 
 
 def perform(run: Run) -> Outcome:
