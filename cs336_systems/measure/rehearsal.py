@@ -33,7 +33,7 @@ from cs336_systems.parallel.torch_engine import BUFFERS_STAY, device_mesh, split
 from cs336_systems.predict.allocator import CachingAllocator
 from cs336_systems.predict.engine_memory import BUCKETS
 from cs336_systems.predict.memory_model import workspace
-from cs336_systems.predict.rank_shards import Mesh
+from cs336_systems.predict.rank_shards import Mesh, of_replica
 from cs336_systems.step.train_step import AUTOCAST_DTYPES, TrainStep, build_model
 
 FAKE_GROUP = "torch.testing._internal.distributed.fake_pg"
@@ -137,11 +137,6 @@ def rehearse(config: RunConfig, mesh: Mesh, rank: int, *, on_gpu: bool) -> Rehea
         if on_gpu:
             return measured(model, run, is_replicated=mesh.is_replicated)
         return _traced(model, run, config, is_replicated=mesh.is_replicated)
-
-
-def of_replica(config: RunConfig, mesh: Mesh) -> RunConfig:
-    """Return the run of a group of ranks that get the same batch: `cp` x `tp` times that of one GPU."""
-    return replace(config, batch_size=config.batch_size * mesh.cp * mesh.tp)
 
 
 def measured(model: TransformerLM, run: RunConfig, *, is_replicated: bool = False) -> Rehearsal:

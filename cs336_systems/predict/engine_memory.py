@@ -20,7 +20,7 @@ from cs336_systems.config import RunConfig
 from cs336_systems.predict.fast_memory import LOGITS, FastStep
 from cs336_systems.predict.fast_nodes import GRADIENTS, TEMPORARY
 from cs336_systems.predict.memory_model import ROUNDING, MemoryEstimate, workspace
-from cs336_systems.predict.rank_shards import Mesh, Weight, rows_of, weights
+from cs336_systems.predict.rank_shards import Mesh, Weight, weights
 from cs336_systems.predict.simulated_memory import Block, Node, Snapshot, Tape
 
 BUCKETS = "gradient buckets"
@@ -42,15 +42,9 @@ class _Group:
     """Weights that `fully_shard` gathers together: those of a block, or the embedding, the last norm and the head."""
 
     def __init__(self, members: list[Weight], mesh: Mesh):
-        self.shards = [_first_shard(weight, mesh) for weight in members]
+        self.shards = [weight.shard(mesh, mesh.place(0)) for weight in members]
         """Elements of this rank's part of each weight; `fully_shard` pads rows to a multiple of the ranks."""
         self.wholes = [mesh.dp_shard * size for size in self.shards]
-
-
-def _first_shard(weight: Weight, mesh: Mesh) -> int:
-    rows = weight.rows // mesh.tp if weight.split == 0 else weight.rows
-    columns = weight.columns // mesh.tp if weight.split == 1 else weight.columns
-    return rows_of(rows, mesh.dp_shard, 0) * columns
 
 
 class _Gathered:

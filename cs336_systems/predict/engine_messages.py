@@ -18,7 +18,7 @@ from dataclasses import replace
 
 from cs336_systems.config import RunConfig
 from cs336_systems.predict.parallel_model import Collective
-from cs336_systems.predict.rank_shards import STAGES_PER_RANK, Mesh, Weight, rows_of, stage_blocks, weights
+from cs336_systems.predict.rank_shards import STAGES_PER_RANK, Mesh, Weight, stage_blocks, weights
 
 FP32 = 4
 BRANCHES = 2
@@ -74,11 +74,8 @@ class _Messages:
     # -- data axes ----------------------------------------------------------------------------------------------------
 
     def _shard(self, weight: Weight) -> int:
-        """Elements of a shard, padded."""
-        tp, place = self.mesh.tp, self.place.tp
-        rows = rows_of(weight.rows, tp, place) if weight.split == 0 else weight.rows
-        columns = rows_of(weight.columns, tp, place) if weight.split == 1 else weight.columns
-        return -(-rows // self.shards) * columns
+        """Elements of a shard, padded to those of the first rank."""
+        return weight.shard(self.mesh.of_weights, self.place._replace(dp_shard=0))
 
     def _of_weights(self) -> Iterator[Collective]:
         inside = self.blocks * sum(map(self._shard, self.block))

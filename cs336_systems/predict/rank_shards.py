@@ -7,10 +7,11 @@ A mesh has five axes: `pp` x `dp_replicate` x `dp_shard` x `cp` x `tp`, the last
 
 import math
 from collections.abc import Iterator
+from dataclasses import replace
 from itertools import accumulate, pairwise
 from typing import NamedTuple
 
-from cs336_systems.config import ModelConfig, UserError
+from cs336_systems.config import ModelConfig, RunConfig, UserError
 
 SPLIT_BY_TP = ("num_heads", "context_length", "vocab_size", "d_ff")
 """Sizes of the model that `tp` must divide."""
@@ -69,12 +70,24 @@ class Mesh(NamedTuple):
         return Mesh(*reversed(place))
 
 
+def rows_of(rows: int, parts: int, index: int) -> int:
+    """Return the rows of one part: as in torch.chunk all parts but the last have rows / parts, rounded up."""
+    size = -(-rows // parts)
+    return max(0, min(size, rows - index * size))
+
+
 class Weight(NamedTuple):
     """A weight of the model; `split` is the dimension that tensor parallelism splits, or None."""
 
     rows: int
     columns: int
     split: int | None
+
+    def shard(self, mesh: Mesh, place: Mesh) -> int:
+        """Return the elements of a rank at `place`: `tp` splits the weight, then `dp_shard` the rows of its part."""
+        rows = rows_of(self.rows, mesh.tp, place.tp) if self.split == 0 else self.rows
+        columns = rows_of(self.columns, mesh.tp, place.tp) if self.split == 1 else self.columns
+        return rows_of(rows, mesh.dp_shard, place.dp_shard) * columns
 
 
 def weights(model: ModelConfig) -> Iterator[Weight]:
@@ -104,18 +117,13 @@ def stage_blocks(layers: int, stages: int) -> list[range]:
     return [range(*pair) for pair in pairwise(bounds)]
 
 
-def rows_of(rows: int, parts: int, index: int) -> int:
-    """Return the rows of one part: as in torch.chunk all parts but the last have rows / parts, rounded up."""
-    size = -(-rows // parts)
-    return max(0, min(size, rows - index * size))
-
-
 def elements(model: ModelConfig, mesh: Mesh, rank: int) -> int:
-    """Return the elements of all weights that `rank` holds: each is split by `tp`, then its rows by the shards."""
+    """Return the elements of all weights that `rank` holds."""
     mesh = mesh.of_weights
-    place, total = mesh.place(rank), 0
-    for weight in weights(model):
-        rows = rows_of(weight.rows, mesh.tp, place.tp) if weight.split == 0 else weight.rows
-        columns = rows_of(weight.columns, mesh.tp, place.tp) if weight.split == 1 else weight.columns
-        total += rows_of(rows, mesh.dp_shard, place.dp_shard) * columns
-    return total
+    place = mesh.place(rank)
+    return sum(weight.shard(mesh, place) for weight in weights(model))
+
+
+def of_replica(config: RunConfig, mesh: Mesh) -> RunConfig:
+    """Return the run of a group of ranks that get the same batch: `cp` x `tp` times that of one GPU."""
+    return replace(config, batch_size=config.batch_size * mesh.cp * mesh.tp)

@@ -54,8 +54,6 @@ def tidy(work: Callable[..., Any], *arguments: Any) -> Any:
 
     Each has threads that look for messages a hundred times a second: those of a whole session take a core.
     """
-    if not gc.get_freeze_count():
-        gc.freeze()  # what was imported: collections take a tenth of the time
     try:
         return work(*arguments)
     finally:

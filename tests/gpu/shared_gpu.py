@@ -12,7 +12,7 @@ from torch import Tensor
 
 from cs336_systems.config import RunConfig
 from cs336_systems.measure import rehearsal
-from cs336_systems.predict.rank_shards import Mesh
+from cs336_systems.predict.rank_shards import Mesh, of_replica
 
 BACKEND = "staged"
 
@@ -127,7 +127,7 @@ class Peaks(NamedTuple):
 def peaks(config: RunConfig, mesh: Mesh) -> Peaks:
     """Measure both in this rank, one after the other. For all ranks of `mesh` together."""
     use_staged_groups()
-    run = rehearsal.of_replica(config, mesh)
+    run = of_replica(config, mesh)
     model = rehearsal.sharded_model(run, mesh, torch.device(run.device).type)
     real = rehearsal.measured(model, run)
     del model

@@ -3,7 +3,7 @@
 Compute and memory are the rank's own (measure/rehearsal.py); the time on the wire is predicted.
 """
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, NamedTuple
 
 from cs336_systems.config import RunConfig, UserError, flag, flag_like
@@ -12,7 +12,7 @@ from cs336_systems.predict.engine_memory import engine_estimate
 from cs336_systems.predict.engine_messages import engine_messages
 from cs336_systems.predict.model_flags import ShapeArguments
 from cs336_systems.predict.parallel_model import Plan
-from cs336_systems.predict.rank_shards import Mesh
+from cs336_systems.predict.rank_shards import Mesh, of_replica
 from cs336_systems.predict.strategy import Strategy
 from cs336_systems.record import MIB
 from cs336_systems.report.names import part_name
@@ -137,11 +137,10 @@ def rehearsal_tables(arguments: RehearseArguments) -> list[Table]:
 def _messages_table(arguments: RehearseArguments) -> Table:
     """Return what the rank sends in a step of one micro batch, as torch's engine does it."""
     mesh = arguments.mesh
-    config = _config(arguments)
-    of_group = replace(config, batch_size=config.batch_size * mesh.cp * mesh.tp)
+    run = of_replica(_config(arguments), mesh)
     rows: list[list[str | Text]] = [
         [AXES[one.axis], PASSES[one.during], one.name, PURPOSES[one.purpose], _mib(one.nbytes), _mib(one.sent)]
-        for one in engine_messages(of_group, mesh, rank=arguments.rank)
+        for one in engine_messages(run, mesh, rank=arguments.rank)
     ]
     title = Text("rehearse: what the rank sends in a step", "rehearse：该 rank 在一步中发送的数据")
     columns = [
@@ -193,7 +192,7 @@ def _why_they_differ(arguments: RehearseArguments, run: Rehearsed) -> list[Text]
             "峰值：一步的所有张量与 cuBLAS 工作区；预测值按 torch 引擎分配与释放张量的顺序推算",
         )
     ]
-    if mesh.dp_shard > 1:
+    if mesh.of_weights.dp_shard > 1:
         notes.append(
             Text(
                 "torch shards norms, too, and rounds rows up on the first ranks; plan counts the mean and whole norms",

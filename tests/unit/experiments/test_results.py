@@ -31,7 +31,7 @@ def test_tables_are_not_stale(records):
 
 
 def test_every_cell_is_filled(cells):
-    """Of the courses' grids: what does not fit is the 10B of 2026, and 2.7B at context 2048 with nothing recomputed."""
+    """All cells of the courses' grids fit but the 10B of 2026, and 2.7B at context 2048 with nothing recomputed."""
     out_of_memory = [cell for cell in cells if not cell.ok]
     assert all(cell.status.startswith("oom: needs") for cell in out_of_memory)
     small = {(cell.get("size"), cell.get("context_length")) for cell in out_of_memory if cell.get("size") != "2026/10B"}

@@ -80,7 +80,7 @@ def test_saved_inputs_grow_with_tensor_parallel_ranks():
 
 
 def test_buckets_are_as_large_as_the_gradients():
-    """Those that DistributedDataParallel allocates, on tensors of a CPU."""
+    """DistributedDataParallel allocates them, here on tensors of a CPU."""
     mesh, run = Mesh(dp_replicate=2), replace(RUN, device="cpu", precision="fp32")
     with rehearsal.fake_group(0, mesh.gpus):
         model = rehearsal.sharded_model(run, mesh, "cpu")
