@@ -1,7 +1,7 @@
 """`optimizer_sharding` and `fsdp`: what does sharding the optimizer state, or everything, save and cost?"""
 
 import re
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
 from functools import partial
 from typing import NamedTuple
@@ -48,7 +48,7 @@ ALLOCATOR_HEADS = {
 """Moments at which CUDA's allocator is asked, with their headings."""
 
 
-MOST_PARTS = 10
+MOST_PARTS = 6
 """Rows of the chart of all-gathers."""
 
 
@@ -83,6 +83,14 @@ def _table(cell: CellView) -> Table:
         columns += [Column(ALLOCATOR_HEADS[moment], "MiB") for moment in moments]
         note = "init, before and after the update, peak of the step: from CUDA's allocator, activations included"
         notes.append(Text(note, "初始、更新前后、单步峰值：来自 CUDA 分配器，含激活"))
+    if found := gathers(cell):
+        notes.append(
+            say(
+                "one more step of FSDP with its all-gathers timed: forward waits {} of its {} ms for weights",
+                "另测 FSDP 一步并记录 all-gather：前向 {1} ms 中等待权重 {0} ms",
+                *_waited_and_forward(found),
+            )
+        )
     rows = []
     for arrangement, own in zip(arrangements, views, strict=True):
         sizes = [own.value(f"{part}_memory") or 0.0 for part in PARTS]
@@ -202,8 +210,12 @@ def _gathers_in_time(cell: CellView) -> Text | None:
         "{1} 次 all-gather 中有 {0} 次在前向用到权重之前结束",
         *(str(on_time), str(len(found))),
     )
-    values = (ms(sum(gather.waited for gather in found)), ms(found[-1].done - found[0].needed))
-    return together(said, say("forward waits {} of its {} ms for weights", "前向 {1} ms 中等待权重 {0} ms", *values))
+    waits = say("forward waits {} of its {} ms for weights", "前向 {1} ms 中等待权重 {0} ms", *_waited_and_forward(found))
+    return together(said, waits)
+
+
+def _waited_and_forward(found: Sequence[Gather]) -> tuple[str, str]:
+    return ms(sum(gather.waited for gather in found)), ms(found[-1].done - found[0].needed)
 
 
 def _memory_beside(held: float, base: float) -> Text:
