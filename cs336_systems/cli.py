@@ -26,6 +26,7 @@ from cs336_systems.predict.model_flags import OWN_MODEL, ShapeArguments
 from cs336_systems.table import FORMATS
 from cs336_systems.train.cluster.job import LaunchArguments
 from cs336_systems.train.settings import TrainSettings
+from cs336_systems.train.tokens.tokenize_command import TokenizeArguments
 
 if TYPE_CHECKING:
     from cs336_systems.measure.doctor import Finding
@@ -164,6 +165,18 @@ def rehearse(arguments: RehearseArguments) -> None:
     from cs336_systems.experiments.ranks.rehearsal_command import rehearsal_tables
 
     print("\n\n".join(found.render(arguments.format) for found in rehearsal_tables(arguments)))
+
+
+def tokenize(arguments: TokenizeArguments) -> int:
+    """Turn text files, JSON lines and files of tokens into a folder of tokens for `cs336 train --data`; the same
+    command continues a run that was stopped.
+
+    cs336 tokenize stories.txt --train_tokenizer 8000 --output data/stories
+    cs336 tokenize web/*.jsonl.gz --tokenizer Qwen3/tokenizer.json --text_field content --output data/web
+    """
+    from cs336_systems.train.tokens.tokenizing import tokenize as write_store
+
+    return write_store(arguments)
 
 
 def train(settings: TrainSettings) -> int:
@@ -480,6 +493,7 @@ COMMANDS = {
     "fit": Command("what fits on a given GPU", FitArguments, fit),
     "plan": Command("memory and communication of a parallel layout, one GPU to thousands", PlanArguments, plan),
     "rehearse": Command("the step of one rank of a large mesh, on one GPU or traced", RehearseArguments, rehearse),
+    "tokenize": Command("documents as tokens to train on; resumes", TokenizeArguments, tokenize),
     "train": Command("train a language model; resumes, survives faults", TrainSettings, train),
     "launch": Command("a script that starts train on Slurm, Kubernetes or SkyPilot", LaunchArguments, launch),
     "export": Command("weights of a training run as a safetensors file", ExportArguments, export),

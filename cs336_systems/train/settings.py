@@ -24,6 +24,7 @@ from cs336_systems.config import (
 )
 from cs336_systems.flags import flat, renamed
 from cs336_systems.predict.rank_shards import STAGES_PER_RANK, Mesh
+from cs336_systems.train.tokens.token_store import is_store, read_store
 
 PARALLEL = ("none", "ddp", "ddp-sharded", "fsdp")
 ENGINES = ("ours", "torch")
@@ -55,7 +56,10 @@ class _Checked:
 
 @dataclass(frozen=True)
 class DataSettings(_Checked):
-    path: str = renamed("data", flag("", "a text file (bytes are tokens), or tokens: .bin (16-bit) or .npy"))
+    path: str = renamed(
+        "data",
+        flag("", "a text file (bytes are tokens), tokens as .bin (16-bit) or .npy, or a folder of cs336 tokenize"),
+    )
     validation_share: float = flag(0.1, "share of the file, at its end, that is never trained on")
     batch_size: int = flag(8, "sequences in a step, over all ranks")
     micro_batch_size: int = flag(8, "sequences that a rank computes at a time; larger shares are accumulated")
@@ -63,15 +67,29 @@ class DataSettings(_Checked):
     def __post_init__(self) -> None:
         if not self.path:
             raise UserError("name a file to train on: --data text.txt")
-        if not Path(self.path).is_file():
+        if not Path(self.path).is_file() and not self.is_store:
             problem = f"{self.path!r} is not a regular file" if Path(self.path).exists() else f"no file {self.path!r}"
-            raise UserError(f"{problem}; --data is a text file, or tokens as .bin or .npy")
+            raise UserError(
+                f"{problem}; --data is a text file, tokens as .bin or .npy, or a finished folder of cs336 tokenize"
+            )
         self._at_least(1, "batch_size", "micro_batch_size")
         self._require(0 < self.validation_share < 1, "validation_share", "between 0 and 1")
 
     @property
     def is_text(self) -> bool:
-        return Path(self.path).suffix not in (".bin", ".npy")
+        return Path(self.path).suffix not in (".bin", ".npy") and not self.is_store
+
+    @property
+    def is_store(self) -> bool:
+        """True for a folder that `cs336 tokenize` has written."""
+        return is_store(Path(self.path))
+
+    @property
+    def vocab_size(self) -> int | None:
+        """The number of tokens in the vocabulary, where the data says it."""
+        if self.is_store:
+            return read_store(Path(self.path)).vocab_size
+        return BYTES if self.is_text else None
 
     def micro_batches(self, world_size: int) -> int:
         """Return the number of micro batches of a rank in a step."""
@@ -94,7 +112,9 @@ class DataSettings(_Checked):
 @dataclass(frozen=True)
 class ShapeSettings:
     size: str = flag("tiny", "name of a size; any of its fields may be replaced")
-    vocab_size: int | None = _of_size("vocab_size", "256 for text, else 10000")
+    vocab_size: int | None = _of_size(
+        "vocab_size", "256 for text, the tokenizer's for a folder of cs336 tokenize, else 10000"
+    )
     context_length: int | None = _of_size("context_length")
     d_model: int | None = _of_size("d_model")
     num_layers: int | None = _of_size("num_layers")
@@ -347,7 +367,7 @@ class TrainSettings(_Checked):
 
     @cached_property
     def model(self) -> ModelConfig:
-        return self.shape.model(BYTES if self.data.is_text else None)
+        return self.shape.model(self.data.vocab_size)
 
     @property
     def first_compared(self) -> int:
