@@ -76,34 +76,44 @@ class Corpus:
         return self.tokens.probes()
 
     @property
-    def _training_tokens(self) -> int:
+    def training_tokens(self) -> int:
+        """Tokens before those that are held out."""
         return self.tokens.count - int(self.tokens.count * self.validation_share)
 
     @property
     def training_sequences(self) -> int:
         """Number of training sequences. The last target of one is the first input of the next."""
-        return (self._training_tokens - 1) // self.context_length
+        return (self.training_tokens - 1) // self.context_length
 
     @property
     def validation_sequences(self) -> int:
-        return (self.tokens.count - self._training_tokens - 1) // self.context_length
+        return (self.tokens.count - self.training_tokens - 1) // self.context_length
 
     def training(self, seed: int, first: int, count: int) -> tuple[Tensor, Tensor]:
         """Return inputs and targets of the sequences `first` to `first + count` of a run, (count, context) each."""
-        return self._sequences([shuffled(n, self.training_sequences, seed) for n in range(first, first + count)], 0)
+        tokens = self.rows(self.training_starts(seed, first, count))
+        return tokens[:, :-1], tokens[:, 1:]
 
     def validation(self, first: int, count: int) -> tuple[Tensor, Tensor]:
         """Return validation sequences in the order of the file, starting over at its end."""
-        numbers = [n % self.validation_sequences for n in range(first, first + count)]
-        return self._sequences(numbers, self._training_tokens)
-
-    def _sequences(self, numbers: list[int], begin: int) -> tuple[Tensor, Tensor]:
-        self.tokens.require_unchanged(self.fingerprint)
-        length = self.context_length
-        starts = [begin + number * length for number in numbers]
-        rows = np.stack([self.tokens.read(start, length + 1) for start in starts]).astype(np.int64)
-        tokens = torch.from_numpy(rows)
+        tokens = self.rows(self.validation_starts(first, count))
         return tokens[:, :-1], tokens[:, 1:]
+
+    def training_starts(self, seed: int, first: int, count: int) -> list[int]:
+        """Return the first token of each of these training sequences."""
+        numbers = (shuffled(n, self.training_sequences, seed) for n in range(first, first + count))
+        return [number * self.context_length for number in numbers]
+
+    def validation_starts(self, first: int, count: int) -> list[int]:
+        """Return the first token of each of these validation sequences."""
+        numbers = (n % self.validation_sequences for n in range(first, first + count))
+        return [self.training_tokens + number * self.context_length for number in numbers]
+
+    def rows(self, starts: list[int]) -> Tensor:
+        """Return the tokens of sequences and the one after each, (count, context + 1)."""
+        self.tokens.require_unchanged(self.fingerprint)
+        found = np.stack([self.tokens.read(start, self.context_length + 1) for start in starts])
+        return torch.from_numpy(found.astype(np.int64))
 
 
 _ROUNDS = 4

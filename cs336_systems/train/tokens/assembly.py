@@ -12,7 +12,6 @@ from typing import Any
 
 import numpy as np
 
-from cs336_systems.config import UserError
 from cs336_systems.files import replacing, sync_folder, write_file
 from cs336_systems.train.token_file import TokenFile, combined
 from cs336_systems.train.tokens.inputs import Input
@@ -40,46 +39,52 @@ def assemble(
     settings: dict[str, Any],
     work: str,
 ) -> TokenStore:
-    """Write the store of finished parts, in their order; a store that was there is replaced."""
-    counts = [counts for _, counts in parts]
-    total, documents = sum(one.tokens for one in counts), sum(one.documents for one in counts)
-    if not total:
-        raise UserError(f"the inputs hold no tokens: {len(inputs)} files, {documents} documents")
+    """Write the store of finished parts, in their order; a store that was there is replaced.
+
+    Its files are written beside the parts and moved into the folder when all of them are there.
+    """
+    place = parts[0][0].folder
     dtype = dtype_for(vocabulary.size)
-    with replacing(folder / TOKENS_FILE) as fresh, replacing(folder / DOCUMENTS_FILE) as offsets:
-        with open(fresh, "wb") as file:
-            for part, _ in parts:
-                with open(part.tokens, "rb") as source:
-                    shutil.copyfileobj(source, file, 1 << 20)
-        documents_hash = _write_offsets(offsets, parts)
-        written = TokenFile(fresh, LITTLE_ENDIAN[dtype], flag="")
-        fingerprint = combined(total, map(written.chunk_summary, written.chunks())).fingerprint
-        with contextlib.suppress(FileNotFoundError):
-            (folder / HEADER).unlink()
-    write_file(folder / TOKENIZER_FILE, vocabulary.content)
+    with replacing(place / TOKENS_FILE) as fresh, open(fresh, "wb") as file:
+        for part, _ in parts:
+            with open(part.tokens, "rb") as source:
+                shutil.copyfileobj(source, file, 1 << 20)
+    written = TokenFile(place / TOKENS_FILE, LITTLE_ENDIAN[dtype], flag="")
     store = TokenStore(
         dtype=dtype,
-        tokens=total,
-        documents=documents,
+        tokens=written.count,
+        documents=sum(counts.documents for _, counts in parts),
         vocab_size=vocabulary.size,
         end_token=vocabulary.end_token,
-        fingerprint=fingerprint,
-        documents_hash=documents_hash,
+        fingerprint=combined(written.count, map(written.chunk_summary, written.chunks())).fingerprint,
+        documents_hash=_write_offsets(place / DOCUMENTS_FILE, parts),
         tokenizer_hash=vocabulary.hash,
         work=work,
         settings=settings,
         inputs=tuple(one._asdict() for one in inputs),
     )
-    sync_folder(folder)
-    write_file(folder / HEADER, store.to_json())
-    sync_folder(folder)
+    write_file(place / TOKENIZER_FILE, vocabulary.content)
+    write_file(place / HEADER, store.to_json())
+    _publish(place, folder)
     return store
+
+
+def _publish(place: Path, folder: Path) -> None:
+    """Move a store into its folder: the header of an older one goes first, the new one comes last."""
+    with contextlib.suppress(FileNotFoundError):
+        (folder / HEADER).unlink()
+        sync_folder(folder)
+    for name in (TOKENS_FILE, DOCUMENTS_FILE, TOKENIZER_FILE):
+        (place / name).replace(folder / name)
+    sync_folder(folder)
+    (place / HEADER).replace(folder / HEADER)
+    sync_folder(folder)
 
 
 def _write_offsets(path: Path, parts: Sequence[tuple[PartFiles, Counts]]) -> str:
     """Write where documents begin, and where the last ends; return the hash of the file."""
     digest = hashlib.sha256()
-    with open(path, "wb") as file:
+    with replacing(path) as fresh, open(fresh, "wb") as file:
 
         def add(offsets: np.ndarray) -> None:
             data = offsets.astype("<i8").tobytes()

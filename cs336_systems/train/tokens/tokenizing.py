@@ -67,6 +67,9 @@ def _tokenize(arguments: TokenizeArguments) -> str:
             return f"{_described(folder, store)}; it was there"
         _require_replaceable(folder, arguments.force)
         done = _written(recipe, list(zip(parts, files, strict=True)), {trained_from}, arguments.workers)
+        if not any(counts.tokens for _, counts in done):
+            shutil.rmtree(folder / PARTS, ignore_errors=True)
+            raise UserError(f"the inputs hold no tokens: {len(inputs)} files")
         settings = {
             "text_field": arguments.text_field,
             "separator": arguments.separator,
@@ -94,7 +97,7 @@ def _described(folder: Path, store: TokenStore) -> str:
 @contextlib.contextmanager
 def _exclusive(folder: Path) -> Iterator[None]:
     """Lock the folder of a store, which is made; what was made is removed again if nothing was written to it."""
-    was_there = folder.exists()
+    was_there, had_lock = folder.exists(), (folder / LOCK).exists()
     try:
         (folder / PARTS).mkdir(parents=True, exist_ok=True)
         with locked(folder / LOCK):
@@ -106,8 +109,11 @@ def _exclusive(folder: Path) -> Iterator[None]:
     finally:
         with contextlib.suppress(OSError):
             (folder / PARTS).rmdir()
-            (folder / LOCK).unlink()
-            if not was_there:
+        if not (had_lock or is_store(folder) or (folder / PARTS).exists()):
+            with contextlib.suppress(OSError):
+                (folder / LOCK).unlink()
+        if not was_there:
+            with contextlib.suppress(OSError):
                 folder.rmdir()
 
 
