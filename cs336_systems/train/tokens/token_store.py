@@ -28,7 +28,7 @@ _MOST = 1 << 50
 
 @dataclass(frozen=True)
 class TokenStore:
-    """What store.json holds."""
+    """The content of store.json."""
 
     dtype: str
     tokens: int
