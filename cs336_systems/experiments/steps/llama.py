@@ -23,16 +23,16 @@ def build(
         def forward(self, tokens: Tensor) -> Tensor:
             return self.llama(tokens, use_cache=False).logits
 
-    config = LlamaConfig(
-        vocab_size=vocab_size,
-        max_position_embeddings=context_length,
-        hidden_size=d_model,
-        intermediate_size=d_ff,
-        num_hidden_layers=num_layers,
-        num_attention_heads=num_heads,
-        num_key_value_heads=num_heads,
-        rope_theta=rope_theta,
-        tie_word_embeddings=False,
-        attn_implementation="sdpa",
-    )
-    return Logits(LlamaForCausalLM(config))
+    fields: dict[str, Any] = {  # transformers declares not all that it accepts
+        "vocab_size": vocab_size,
+        "max_position_embeddings": context_length,
+        "hidden_size": d_model,
+        "intermediate_size": d_ff,
+        "num_hidden_layers": num_layers,
+        "num_attention_heads": num_heads,
+        "num_key_value_heads": num_heads,
+        "rope_parameters": {"rope_type": "default", "rope_theta": rope_theta},
+        "tie_word_embeddings": False,
+        "attn_implementation": "sdpa",
+    }
+    return Logits(LlamaForCausalLM(LlamaConfig(**fields)))

@@ -36,6 +36,7 @@ def test_the_vocabulary_is_that_of_the_store(store):
     settings = build(TrainSettings, {"data": str(store)})
     assert (settings.model.vocab_size, settings.data.is_text) == (97, False)
     assert build(TrainSettings, {"data": str(store), "vocab_size": 128}).model.vocab_size == 128
+    assert build(TrainSettings, {"data": str(store), "size": "qwen3/0.6B"}).model.vocab_size == 151_936
 
 
 @pytest.mark.parametrize("dtype", ["uint16", "uint32"])
