@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 from cs336_systems import __version__
 from cs336_systems.commands import flags_named, guarded
-from cs336_systems.config import UserError, flag
+from cs336_systems.config import SIZES, UserError, flag, size_name
 from cs336_systems.experiments.bench_command import BenchArguments, bench
 from cs336_systems.experiments.bench_command import __doc__ as bench_manual
 from cs336_systems.experiments.catalogue import ALL, catalogue, runnable
@@ -212,9 +212,16 @@ def launch(arguments: LaunchArguments) -> None:
 @dataclass(frozen=True)
 class ExportArguments:
     run: str = flag(MISSING, "folder of a run of cs336 train, or of one checkpoint", positional=True, metavar="RUN")
-    file: str = flag(MISSING, "file to write, such as weights.safetensors", positional=True, metavar="FILE")
+    file: str = flag(
+        MISSING,
+        "file to write, such as weights.safetensors; with --format hf a folder",
+        positional=True,
+        metavar="FILE",
+    )
+    format: str = flag("safetensors", "our names in one file, or a folder as Hugging Face's", ("safetensors", "hf"))
     step: int | None = flag(None, "export the checkpoint of this step (default: the newest)")
-    dtype: str = flag("fp32", "element type; checkpoints hold fp32", ("fp32", "bf16", "fp16"))
+    dtype: str | None = flag(None, "element type (default: fp32, or that of a file)", ("fp32", "bf16", "fp16"))
+    like: str | None = flag(None, "--format hf: folder whose tokenizer and other settings are copied")
     force: bool = flag(False, "overwrite the file")
 
 
@@ -223,11 +230,41 @@ def export(arguments: ExportArguments) -> None:
 
     cs336 export runs/readme weights.safetensors
     cs336 export runs/readme weights.safetensors --step 100 --dtype bf16
+    cs336 export runs/tuned tuned --format hf --like Qwen3-0.6B --dtype bf16
     """
+    run, file = Path(arguments.run), Path(arguments.file)
+    if arguments.format == "hf":
+        from cs336_systems.train.hf.hf_export import export_hf
+
+        if arguments.force:
+            raise UserError("--force overwrites files, and --format hf writes a folder; name one that does not exist")
+        like = None if arguments.like is None else Path(arguments.like)
+        print(export_hf(run, file, step=arguments.step, dtype=arguments.dtype, like=like))
+        return
     from cs336_systems.train.weights import export as write_weights
 
-    run, file = Path(arguments.run), Path(arguments.file)
-    print(write_weights(run, file, step=arguments.step, dtype=arguments.dtype, force=arguments.force))
+    if arguments.like is not None:
+        raise UserError("--like needs --format hf")
+    print(write_weights(run, file, step=arguments.step, dtype=arguments.dtype or "fp32", force=arguments.force))
+
+
+@dataclass(frozen=True)
+class ImportArguments:
+    folder: str = flag(MISSING, "folder with config.json and model.safetensors", positional=True, metavar="FOLDER")
+    output: str = flag(MISSING, "folder to write, such as weights/qwen3", positional=True, metavar="OUTPUT")
+
+
+def import_model(arguments: ImportArguments) -> None:
+    """Read a published Llama 3, Qwen 2.5 or Qwen 3 in the format of Hugging Face, to train it further with --init.
+
+    cs336 import Qwen3-0.6B weights/qwen3
+    """
+    from cs336_systems.train.hf.hf_folders import import_folder
+
+    model = import_folder(Path(arguments.folder), Path(arguments.output))
+    size = size_name(model)
+    advice = f"; train it with: cs336 train --init {arguments.output} --size {size}" if size in SIZES else ""
+    print(f"{arguments.output}: {model.parameters:,} weights of a model {size}{advice}")
 
 
 @dataclass(frozen=True)
@@ -497,6 +534,7 @@ COMMANDS = {
     "train": Command("train a language model; resumes, survives faults", TrainSettings, train),
     "launch": Command("a script that starts train on Slurm, Kubernetes or SkyPilot", LaunchArguments, launch),
     "export": Command("weights of a training run as a safetensors file", ExportArguments, export),
+    "import": Command("a published Llama or Qwen as weights to start from", ImportArguments, import_model),
     "table": Command("records as terminal, Markdown, CSV, LaTeX or Typst tables", TableArguments, table),
     "report": Command("records as a page, Markdown, CSV, LaTeX, Typst; English or Chinese", ReportArguments, report),
     "compare": Command("two files of records: what is faster or slower, beyond noise", CompareArguments, compare),

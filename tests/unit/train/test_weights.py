@@ -105,7 +105,7 @@ def test_a_damaged_checkpoint_is_not_exported(trained, elsewhere, capfd, monkeyp
 
 
 def test_weights_beyond_fp16_are_not_exported_as_infinity(trained, elsewhere, capfd, monkeypatch):
-    monkeypatch.setattr("cs336_systems.train.weights._saved_weights", lambda found: ({"a": torch.tensor([1e6])}, MODEL))
+    monkeypatch.setattr("cs336_systems.train.weights.saved_weights", lambda found: ({"a": torch.tensor([1e6])}, MODEL))
     assert_refused(["export", trained[0], "w", "--dtype", "fp16"], ["beyond the range of fp16"], capfd)
 
 
