@@ -303,7 +303,7 @@ class TrainSettings(_Checked):
     steps: int = flag(200, "number of training steps")
     seed: int = flag(0, "seed of the weights and of the order of sequences")
     init: str | None = flag(
-        None, "start from the weights of this safetensors file, such as one of cs336 export", excludes=("resume_from",)
+        None, "start from the weights of a safetensors file or a folder of cs336 import", excludes=("resume_from",)
     )
     shape: ShapeSettings = field(default_factory=ShapeSettings)
     compute: ComputeSettings = field(default_factory=ComputeSettings)

@@ -160,7 +160,10 @@ def _load(path: Path, state: dict[str, Tensor], config: ModelConfig) -> None:
 
 @contextmanager
 def _opened(path: Path) -> Iterator[Any]:
-    path = path / WEIGHTS if path.is_dir() else path
+    if path.is_dir():
+        if not (path / WEIGHTS).is_file():
+            raise UserError(f"--init {str(path)!r} has no {WEIGHTS}; name a file, or a folder of cs336 import")
+        path /= WEIGHTS
     require_regular(path)
     try:
         with safe_open(path, framework="pt") as file:
