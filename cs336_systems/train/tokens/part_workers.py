@@ -13,6 +13,7 @@ from dataclasses import dataclass
 from functools import cached_property
 from multiprocessing.process import BaseProcess
 from pathlib import Path
+from typing import Any
 
 from cs336_systems.train.tokens.documents import Reading
 from cs336_systems.train.tokens.inputs import Part
@@ -39,6 +40,10 @@ class Recipe:
         return Vocabulary(
             self.tokenizer, self.tokenizer_name, end_token=self.end_token, parses_special=self.parses_special
         )
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        """Send the fields alone to a worker: a tokenizer forgets how it reads special tokens when it is pickled."""
+        return Recipe, (self.tokenizer, self.tokenizer_name, self.end_token, self.parses_special, self.reading)
 
     @property
     def text(self) -> str:

@@ -1,6 +1,5 @@
 """`cs336 export` and `cs336 train --init`: a round trip to the bit, conversions, and every file that does not fit."""
 
-import dataclasses
 import hashlib
 import json
 import struct
@@ -61,7 +60,7 @@ def test_exported_weights_are_those_of_the_newest_checkpoint(trained, exported, 
     TransformerLM(MODEL).load_state_dict(found)
     with safe_open(exported, framework="pt") as file:
         metadata = file.metadata()
-    assert (json.loads(metadata["model"]), metadata["step"]) == (dataclasses.asdict(MODEL), "4")
+    assert (json.loads(metadata["model"]), metadata["step"]) == (MODEL.to_dict(), "4")
 
 
 def test_an_earlier_step_in_another_dtype(trained, exported, elsewhere, capsys):

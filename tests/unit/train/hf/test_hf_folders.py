@@ -266,7 +266,8 @@ def test_a_model_larger_than_the_memory_passes_through(elsewhere):
         sizes = {hf_folders.hf_name(name): value.shape for name, value in TransformerLM(config).state_dict().items()}
     layer_of = {name: name.rpartition("layers.")[2].split(".")[0] for name in sizes}
     for layer in set(layer_of.values()):
-        found = {name: torch.zeros(size, dtype=torch.bfloat16) for name, size in sizes.items() if layer_of[name] == layer}
+        names = [name for name in sizes if layer_of[name] == layer]
+        found = {name: torch.zeros(sizes[name], dtype=torch.bfloat16) for name in names}
         save_file(found, elsewhere / f"hf/model-{layer}.safetensors", {"format": "pt"})
     index = {"weight_map": {name: f"model-{layer}.safetensors" for name, layer in layer_of.items()}}
     (elsewhere / "hf/model.safetensors.index.json").write_text(json.dumps(index))

@@ -132,12 +132,12 @@ def test_a_large_vocabulary_has_wider_tokens(elsewhere, tokenizer_file):
 
 def test_several_processes_and_a_trained_tokenizer_change_no_bit(elsewhere, small_parts, capsys):
     (elsewhere / "a.txt").write_text(END.join(SENTENCES), encoding="utf-8")
-    write_lines(elsewhere / "b.jsonl", SENTENCES)
+    write_lines(elsewhere / "b.jsonl", [*SENTENCES, f"a{END}b"])
     for workers in (1, 2):
         words = ("a.txt", "b.jsonl", "-o", f"out{workers}", "--train_tokenizer", 280, "--workers", workers)
         assert run(*words) == 0
     assert files(elsewhere / "out1") == files(elsewhere / "out2")
-    assert texts(elsewhere / "out1") == SENTENCES * 2
+    assert texts(elsewhere / "out1") == [*SENTENCES * 2, f"a{END}b"]
     assert read_store(elsewhere / "out1").vocab_size == 280
 
 
