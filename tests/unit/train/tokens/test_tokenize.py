@@ -77,14 +77,14 @@ def test_a_separator_across_parts(elsewhere, with_tokenizer, monkeypatch):
     """Parts of every size: some end within the separator, some just before or after it."""
     expected = ["one", "two three", "", "four"]
     (elsewhere / "a.txt").write_text(END.join(expected))
-    for size in range(1, 60, 3):
+    for size in range(1, 60, 5):
         monkeypatch.setattr(inputs, "PART_BYTES", size)
         assert run("a.txt", "-o", f"out{size}", *with_tokenizer) == 0
         assert texts(elsewhere / f"out{size}") == expected
 
 
 @given(lengths=st.lists(st.integers(0, 6), min_size=1, max_size=12), size=st.integers(1, 100))
-@settings(max_examples=15, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(max_examples=10, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 def test_documents_of_any_length(lengths, size, tmp_path_factory, tokenizer_file):
     """Also without tokens: nothing is added to documents here."""
     folder = tmp_path_factory.mktemp("lengths")
@@ -144,9 +144,9 @@ def test_several_processes_and_a_trained_tokenizer_change_no_bit(elsewhere, smal
 def test_the_store_of_the_same_inputs_is_kept_and_of_others_is_not_replaced(elsewhere, with_tokenizer, capfd):
     (elsewhere / "a.txt").write_text("one")
     assert run("a.txt", "-o", "out", *with_tokenizer) == 0
-    before = (elsewhere / "out/store.json").stat()
+    before = (elsewhere / "out/store.json").stat().st_mtime_ns
     assert run("a.txt", "-o", "out", *with_tokenizer) == 0
-    assert (elsewhere / "out/store.json").stat() == before
+    assert (elsewhere / "out/store.json").stat().st_mtime_ns == before
     capfd.readouterr()
     words = ["tokenize", "a.txt", "-o", "out", "--separator", "n", *map(str, with_tokenizer)]
     assert_refused(words, ["'out'", "--force"], capfd)
@@ -284,7 +284,7 @@ print(next(int(line.split()[1]) >> 10 for line in open("/proc/self/status") if l
 
 
 def test_memory_does_not_grow_with_the_input(elsewhere, tokenizer_file):
-    """A compressed file of 100 MB, a text of 40 MB on one line, and 70 MB of tokens, beside a file of one word.
+    """A compressed file of 60 MB, a text of 30 MB on one line, and 70 MB of tokens, beside a file of one word.
 
     The tokenizer drops the letter x: what is measured is reading, cutting and writing, not the speed of BPE.
     """
@@ -295,9 +295,9 @@ def test_memory_does_not_grow_with_the_input(elsewhere, tokenizer_file):
     Path("small.txt").write_text("one")
     line = json.dumps({"text": "one", "other": "y" * (1 << 20)}).encode() + b"\n"
     with gzip.open("lines.jsonl.gz", "wb", compresslevel=1) as file:
-        for _ in range(100):
+        for _ in range(60):
             file.write(line)
-    Path("text.txt").write_bytes(b"x" * 40_000_000 + b" one")
+    Path("text.txt").write_bytes(b"x" * 30_000_000 + b" one")
     np.zeros(35_000_000, "<u2").tofile("tokens.bin")
     peaks = []
     for name in ("small.txt", "lines.jsonl.gz", "text.txt", "tokens.bin"):
