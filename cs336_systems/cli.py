@@ -211,7 +211,12 @@ def launch(arguments: LaunchArguments) -> None:
 
 @dataclass(frozen=True)
 class ExportArguments:
-    run: str = flag(MISSING, "folder of a run of cs336 train, or of one checkpoint", positional=True, metavar="RUN")
+    run: str = flag(
+        MISSING,
+        "folder of a run of cs336 train, or of one checkpoint; for --format hf also of cs336 import",
+        positional=True,
+        metavar="RUN",
+    )
     file: str = flag(
         MISSING,
         "file to write, such as weights.safetensors; with --format hf a folder",

@@ -35,7 +35,7 @@ def model_of(config: Any) -> ModelConfig:
     if not isinstance(config, Mapping):
         raise UserError(f"config.json is no JSON object, but {shown(config)}")
     family = config.get("model_type")
-    if family not in FAMILIES:
+    if not isinstance(family, str) or family not in FAMILIES:
         raise UserError(f"config.json has the model_type {shown(family)}; supported are {', '.join(FAMILIES)}")
     _require_supported(config)
     fields = {ours: _required(config, theirs) for theirs, ours in _FIELDS.items()}
@@ -74,8 +74,8 @@ def _require_supported(config: Mapping[str, Any]) -> None:
         if config.get(name):
             raise UserError(f"config.json has {name} {shown(config[name])}: {what}, which is not supported")
     kinds = config.get("layer_types") or []
-    if other := next((kind for kind in kinds if kind != "full_attention"), None):
-        raise UserError(f"config.json has layers of {shown(other)}; supported is full_attention")
+    if not isinstance(kinds, list) or any(kind != "full_attention" for kind in kinds):
+        raise UserError(f"config.json has the layer_types {shown(kinds)}; supported is full_attention")
 
 
 def _rope_of(config: Mapping[str, Any]) -> tuple[float, str]:

@@ -52,14 +52,15 @@ def _tokenize(arguments: TokenizeArguments) -> str:
     folder, reading = Path(arguments.output), Reading(arguments.text_field, arguments.separator)
     inputs = find_inputs(arguments.inputs, folder)
     parts = divide(inputs)
-    if arguments.tokenizer is not None:
-        _ = _recipe(arguments, reading, read_tokenizer(Path(arguments.tokenizer))).vocabulary  # before a folder is made
+    given = None if arguments.tokenizer is None else read_tokenizer(Path(arguments.tokenizer))
+    if given is not None:
+        _ = _recipe(arguments, reading, given).vocabulary  # reports its mistakes before a folder is made
     elif all(one.kind == TOKENS for one in inputs):
         raise UserError("--train_tokenizer needs text, and all inputs are tokens; give their --tokenizer")
     with _exclusive(folder):
         _require_ours(folder, arguments.force)
-        trained_from = _training_key(arguments, inputs)
-        recipe = _recipe(arguments, reading, _tokenizer_of(arguments, folder, parts, reading, trained_from))
+        trained_from = "" if given is not None else _training_key(arguments, inputs)
+        recipe = _recipe(arguments, reading, given or _trained(arguments, folder, parts, reading, trained_from))
         files = [PartFiles(folder / PARTS, part.key(recipe.text)) for part in parts]
         work = hashlib.sha256(json.dumps([recipe.text, inputs]).encode()).hexdigest()
         if (store := _present(folder, arguments.force)) and store.work == work:
@@ -171,19 +172,15 @@ def _written(
 
 
 def _training_key(arguments: TokenizeArguments, inputs: Sequence[Input]) -> str:
-    """Return a name for the tokenizer that is trained on these inputs; empty if one is given."""
-    if arguments.train_tokenizer is None:
-        return ""
+    """Return a name for the tokenizer that is trained on these inputs."""
     made_from = [inputs, arguments.train_tokenizer, arguments.text_field, arguments.separator]
     return hashlib.sha256(json.dumps(made_from).encode()).hexdigest()[:32]
 
 
-def _tokenizer_of(
+def _trained(
     arguments: TokenizeArguments, folder: Path, parts: Sequence[Part], reading: Reading, trained_from: str
 ) -> bytes:
-    """Return the tokenizer.json that is given, that was trained before, or that is trained now."""
-    if arguments.tokenizer is not None:
-        return read_tokenizer(Path(arguments.tokenizer))
+    """Return the tokenizer.json that was trained before, or that is trained now."""
     before = folder / PARTS / f"{trained_from}.tokenizer"
     if before.exists():
         return read_tokenizer(before)
