@@ -52,6 +52,9 @@ def _tokenize(arguments: TokenizeArguments) -> str:
     folder, reading = Path(arguments.output), Reading(arguments.text_field, arguments.separator)
     inputs = find_inputs(arguments.inputs, folder)
     parts = divide(inputs)
+    nothing = UserError(f"the inputs hold no tokens: {len(inputs)} files, {sum(one.size for one in inputs):,} bytes")
+    if not parts:
+        raise nothing
     given = None if arguments.tokenizer is None else read_tokenizer(Path(arguments.tokenizer))
     if given is not None:
         _ = _recipe(arguments, reading, given).vocabulary  # reports its mistakes before a folder is made
@@ -67,10 +70,11 @@ def _tokenize(arguments: TokenizeArguments) -> str:
             shutil.rmtree(folder / PARTS, ignore_errors=True)
             return f"{_described(folder, store)}; it was there"
         _require_replaceable(folder, arguments.force)
-        done = _written(recipe, list(zip(parts, files, strict=True)), {trained_from}, arguments.workers)
+        remove_leftovers(folder / PARTS, {trained_from, *(one.key for one in files)})
+        done = _written(recipe, list(zip(parts, files, strict=True)), arguments.workers)
         if not any(counts.tokens for _, counts in done):
             shutil.rmtree(folder / PARTS, ignore_errors=True)
-            raise UserError(f"the inputs hold no tokens: {len(inputs)} files")
+            raise nothing
         settings = {
             "text_field": arguments.text_field,
             "separator": arguments.separator,
@@ -100,22 +104,30 @@ def _exclusive(folder: Path) -> Iterator[None]:
     """Lock the folder of a store, which is made; what was made is removed again if nothing was written to it."""
     was_there, had_lock = folder.exists(), (folder / LOCK).exists()
     try:
-        (folder / PARTS).mkdir(parents=True, exist_ok=True)
+        folder.mkdir(parents=True, exist_ok=True)
         with locked(folder / LOCK):
-            yield
+            (folder / PARTS).mkdir(exist_ok=True)
+            try:
+                yield
+            finally:
+                _remove_unused(folder, lock=not had_lock, itself=not was_there)
     except BlockingIOError:
         raise UserError(f"another cs336 tokenize is writing to {str(folder)!r}; choose another --output") from None
     except OSError as error:
         raise write_failure(error, folder) from None
-    finally:
-        with contextlib.suppress(OSError):
-            (folder / PARTS).rmdir()
-        if not (had_lock or is_store(folder) or (folder / PARTS).exists()):
-            with contextlib.suppress(OSError):
-                (folder / LOCK).unlink()
-        if not was_there:
-            with contextlib.suppress(OSError):
-                folder.rmdir()
+
+
+def _remove_unused(folder: Path, *, lock: bool, itself: bool) -> None:
+    """Remove the folder of parts if it is empty, and then what was made for it."""
+    with contextlib.suppress(OSError):
+        (folder / PARTS).rmdir()
+    if is_store(folder) or (folder / PARTS).exists():
+        return
+    with contextlib.suppress(OSError):
+        if lock:
+            (folder / LOCK).unlink()
+        if itself:
+            folder.rmdir()
 
 
 def _require_ours(folder: Path, force: bool) -> None:
@@ -151,13 +163,10 @@ def _require_replaceable(folder: Path, force: bool) -> None:
 # -- the work ---------------------------------------------------------------------------------------------------------
 
 
-def _written(
-    recipe: Recipe, work: list[tuple[Part, PartFiles]], kept: set[str], workers: int | None
-) -> list[tuple[PartFiles, Counts]]:
+def _written(recipe: Recipe, work: list[tuple[Part, PartFiles]], workers: int | None) -> list[tuple[PartFiles, Counts]]:
     """Tokenize the parts that are not there yet; return all of them with their counts."""
     counts: dict[str, Counts | None] = {}
     with ByteProgress(sum(part.size for part, _ in work)) as progress:
-        remove_leftovers(work[0][1].folder, {files.key for _, files in work} | kept)
         for part, files in work:
             counts[files.key] = found = files.found()
             if found is not None:

@@ -12,6 +12,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from tokenizers import Tokenizer
 
+from cs336_systems.files import locked
 from cs336_systems.train.tokens import byte_progress, inputs
 from cs336_systems.train.tokens.token_store import read_store
 from tests.helpers import assert_refused, execute, files
@@ -239,17 +240,30 @@ def test_a_line_beyond_the_limit(elsewhere, with_tokenizer, capfd, monkeypatch):
         ("a.txt -o a.txt/out --tokenizer TOKENIZER", ["'a.txt/out'"]),
         ("a.txt -o taken --tokenizer TOKENIZER", ["'taken/tokens.bin'", "--force"]),
         ("blank.txt -o out --tokenizer TOKENIZER", ["no tokens"]),
+        ("nothing.txt -o out --tokenizer TOKENIZER", ["no tokens"]),
+        ("nothing.txt -o out --train_tokenizer 300", ["no tokens"]),
         ("taken/tokens.bin -o out --train_tokenizer 300", ["--train_tokenizer", "tokens"]),
     ],
 )
 def test_mistakes(words, named, elsewhere, tokenizer_file, capfd):
     (elsewhere / "a.txt").write_text("one")
     (elsewhere / "blank.txt").write_text(" \n")
+    (elsewhere / "nothing.txt").write_text("")
     (elsewhere / "empty").mkdir()
     (elsewhere / "taken").mkdir()
     (elsewhere / "taken/tokens.bin").write_bytes(b"mine")
     os.mkfifo("pipe")
     assert_refused(["tokenize", *words.replace("TOKENIZER", str(tokenizer_file)).split()], named, capfd)
+
+
+def test_a_second_command_leaves_the_folder_of_the_first_alone(elsewhere, with_tokenizer, capfd):
+    (elsewhere / "a.txt").write_text("one")
+    (elsewhere / "out/.parts").mkdir(parents=True)
+    with locked(elsewhere / "out/.lock"):
+        words = ["tokenize", "a.txt", "-o", "out", *map(str, with_tokenizer)]
+        assert_refused(words, ["another cs336 tokenize", "'out'"], capfd)
+        assert (elsewhere / "out/.parts").is_dir()
+    assert run("a.txt", "-o", "out", *with_tokenizer) == 0
 
 
 def test_without_the_library(elsewhere, tokenizer_file, capfd, monkeypatch):
