@@ -58,8 +58,7 @@ def import_folder(source: Path, target: Path) -> ModelConfig:
     values, config = _config_in(source)
     found = _tensors_in(source)
     described = _expected(config, found, source)
-    with _new_folder(target) as fresh, contextlib.ExitStack() as stack:
-        files = _OneOpen(stack)
+    with _new_folder(target) as fresh, _OneOpen() as files:
 
         def read(name: str) -> Tensor:
             return from_hf(name, files.read(found[hf_name(name)].file, hf_name(name)), config.head_dim)
@@ -149,16 +148,21 @@ def _require_tied(config: ModelConfig, found: Mapping[str, _Found], files: "_One
 class _OneOpen:
     """Reads tensors from files of which one is open at a time: an open one is mapped into memory."""
 
-    def __init__(self, stack: contextlib.ExitStack):
-        self._outer, self._inner = stack, contextlib.ExitStack()
+    def __init__(self) -> None:
+        self._stack = contextlib.ExitStack()
         self._path: Path | None = None
         self._file: Any = None
 
+    def __enter__(self) -> "_OneOpen":
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._stack.close()
+
     def read(self, path: Path, name: str) -> Tensor:
         if path != self._path:
-            self._inner.close()
-            self._inner = self._outer.enter_context(contextlib.ExitStack())
-            self._path, self._file = path, self._inner.enter_context(opened(path))
+            self._stack.close()
+            self._path, self._file = path, self._stack.enter_context(opened(path))
         return self._file.get_tensor(name)
 
 

@@ -6,7 +6,7 @@ The library `safetensors` reads and checks files; it writes only what is in memo
 import json
 import math
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -38,11 +38,12 @@ class Described(NamedTuple):
 def opened(path: Path) -> Iterator[Any]:
     """Open a safetensors file with the library, which checks its header; raise UserError for anything else."""
     require_regular(path)
-    try:
-        with safe_open(path, framework="pt") as file:
-            yield file
-    except (SafetensorError, OSError, RuntimeError) as error:  # torch cannot map it into memory
-        raise UserError(f"{str(path)!r} cannot be read as safetensors: {reason_of(error)}") from None
+    with ExitStack() as stack:
+        try:
+            file = stack.enter_context(safe_open(path, framework="pt"))
+        except (SafetensorError, OSError, RuntimeError) as error:  # torch cannot map it into memory
+            raise UserError(f"{str(path)!r} cannot be read as safetensors: {reason_of(error)}") from None
+        yield file
 
 
 def write_tensors(

@@ -1,5 +1,6 @@
 """`cs336 import` and `cs336 export --format hf` against transformers itself: weights to the bit, the same logits."""
 
+import errno
 import json
 import sys
 from pathlib import Path
@@ -235,6 +236,20 @@ def test_mistakes(words, named, elsewhere, capfd):
     assert main(["import", "hf", "ours"]) == 0
     capfd.readouterr()
     assert_refused(words.split(), named, capfd)
+
+
+def test_a_full_disk_is_named_as_such_and_nothing_is_left(elsewhere, capfd, monkeypatch):
+    published("llama", elsewhere / "hf")
+    before = files(elsewhere)
+    capfd.readouterr()
+
+    def full(name, value, head_dim):
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setattr(hf_folders, "from_hf", full)
+    assert main(["import", "hf", "out"]) == 1
+    assert "No space left" in capfd.readouterr().err
+    assert files(elsewhere) == before
 
 
 def test_a_model_that_no_family_has(elsewhere, capfd):
