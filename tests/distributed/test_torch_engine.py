@@ -40,6 +40,8 @@ ODD = {"vocab_size": 257}
 PP = {"pp": 2, "dp_shard": 1}
 FOUR = {"num_layers": 4}
 INTERLEAVED = {"pp_schedule": "interleaved", **FOUR}
+QWEN = {"num_heads": 4, "num_kv_heads": 2, "d_head": 8, "qkv_bias": True, "qk_norm": True, "tied_embeddings": True}
+"""Everything in which families of models differ, at once."""
 MESHES = {
     2: {
         "dp_replicate": {"dp_replicate": 2, "replay_every": 4},
@@ -50,6 +52,8 @@ MESHES = {
         "pp": {"pp": 2, "async_save": True, "replay_every": 4, "sample_tokens": 1},
         "pp, odd vocabulary": {"pp": 2, "checkpoint_blocks": 1, **ODD},
         "pp interleaved, four blocks": {"pp": 2, **INTERLEAVED},
+        "dp_replicate, qwen": {"dp_replicate": 2, **QWEN},
+        "tp, qwen": {"tp": 2, **QWEN},
     },
     4: {
         "dp_replicate and dp_shard, fused kernels": {
@@ -61,6 +65,8 @@ MESHES = {
         "tp and dp_shard, odd vocabulary": {"tp": 2, "dp_shard": 2, **ODD},
         "tp and dp_replicate": {"tp": 2, "dp_replicate": 2},
         "cp and dp_shard": {"cp": 2, "dp_shard": 2},
+        "cp and dp_shard, qwen": {"cp": 2, "dp_shard": 2, **QWEN},
+        "tp and dp_shard, qwen": {"tp": 2, "dp_shard": 2, **QWEN},
         "cp and tp": {"cp": 2, "tp": 2},
         "cp and dp_replicate": {"cp": 2, "dp_replicate": 2},
         "cp and pp": {"cp": 2, "pp": 2, "sample_tokens": 1},
@@ -78,6 +84,8 @@ ENGINES = {
         "our fsdp from tp": {"engine": "ours", "parallel": "fsdp"},
         "our ddp from cp": {"engine": "ours"},
         "our ddp from pp": {"engine": "ours"},
+        "our fsdp from tp, qwen": {"engine": "ours", "parallel": "fsdp", **QWEN},
+        "our ddp-sharded from tp, qwen": {"engine": "ours", "parallel": "ddp-sharded", **QWEN},
     },
     4: {"our ddp from tp and dp_shard, odd vocabulary": {"engine": "ours", **ODD}},
 }
@@ -86,6 +94,9 @@ ORIGINS = {
     "our fsdp from tp": "tp",
     "our ddp from cp": "cp",
     "our ddp from pp": "pp",
+    "our fsdp from tp, qwen": "tp, qwen",
+    "our ddp-sharded from tp, qwen": "tp, qwen",
+    "cp and dp_shard, qwen": "dp_replicate, qwen",
     "our ddp from tp and dp_shard, odd vocabulary": "tp and dp_shard, odd vocabulary",
     "tp and dp_replicate": "dp_shard",
     "cp and dp_shard": "tp",
@@ -97,7 +108,7 @@ ORIGINS = {
     "pp and dp_replicate": "cp",
 }
 """Runs that continue from step 2 of another."""
-ON_ONE = {"ours": {}, "ours, odd vocabulary": ODD, "ours, four blocks": FOUR}
+ON_ONE = {"ours": {}, "ours, odd vocabulary": ODD, "ours, four blocks": FOUR, "ours, qwen": QWEN}
 NAN, CORRUPT, BF16 = "nan in the first step on rank 1", "another gradient in forward 2 on rank 1", "bf16"
 INIT = "from a file of weights"
 NAN_PP, BF16_PP = "nan in every step", "bf16, pp"
