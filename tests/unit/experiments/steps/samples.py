@@ -2,7 +2,7 @@
 
 import dataclasses
 
-from cs336_systems.config import RunConfig
+from cs336_systems.config import RunConfig, model_config
 from cs336_systems.experiments.steps.fast_steps import LLAMA
 from cs336_systems.experiments.steps.leaderboard_step import BOARD
 from cs336_systems.predict.flops import causal_model_flops, model_flops
@@ -53,6 +53,32 @@ def board(state: str, micro_batches: int, seconds: float, status: str = "ok") ->
     return entries("train_leaderboard", {**run.to_dict(), "micro_batches": micro_batches}, metrics, status)
 
 
+def published(size: str, state: str, batch_size: int, seconds: float, status: str = "ok") -> list[Record]:
+    """A step of 524,288 tokens of a published model."""
+    run = RunConfig(
+        model=model_config(f"qwen2.5/{size}", context_length=1024),
+        size=f"qwen2.5/{size}",
+        batch_size=batch_size,
+        precision="bf16",
+        attention="auto",
+        fast="on",
+        optimizer_state=state,
+        device="cuda",
+    )
+    count = 512 // batch_size
+    whole = dataclasses.replace(run, batch_size=512)
+    metrics = {
+        "step_time": (seconds, seconds),
+        "tokens": (whole.tokens,),
+        "parameters": (run.model.parameters,),
+        "flops": (model_flops(whole),),
+        "causal_flops": (causal_model_flops(whole),),
+        "peak_flops": (989.4e12,),
+        **{"peak_memory": (60 * GIB,), "predicted_memory": (59.9 * GIB,)},
+    }
+    return entries("published_models", {**run.to_dict(), "micro_batches": count}, metrics, status)
+
+
 SAMPLES: dict[str, list[Record]] = {
     "bench": cell("bench"),
     "end_to_end": cell("end_to_end") + cell("end_to_end", size="2.7B", metrics=step(0.4)),
@@ -70,6 +96,9 @@ SAMPLES: dict[str, list[Record]] = {
     + cell("fast_step", size="2.7B", fast="off", metrics=step(0.3))
     + cell("fast_step", size="2.7B", fast="on", metrics=step(0.2)),
     "train_leaderboard": board("fp32", 2, 9.0) + board("fp32", 1, 8.5) + board("bf16", 2, 8.0),
+    "published_models": published("0.5B", "bf16", 64, 3.4)
+    + published("0.5B", "fp32", 64, 3.42)
+    + published("7B", "bf16", 16, 35.7),
     "peak_memory": cell("peak_memory")
     + cell("peak_memory", attention="sdpa", metrics={"predicted_memory": (9.5 * GIB,)}),
     "timing_agreement": cell("timing_agreement", metrics=AGREE)
