@@ -1,6 +1,7 @@
 """Packed documents: where each begins, for attention that stays inside them."""
 
 import importlib
+import itertools
 from typing import Any, NamedTuple
 
 import torch
@@ -128,13 +129,13 @@ def _make_table(packing: Packing, blocks: Blocks, queries: int, keys: int, botto
 
 def _ranges(name: str, offsets: Tensor, tokens: int) -> list[slice]:
     found = offsets.tolist()
-    if found[0] != 0 or found[-1] > tokens or any(a > b for a, b in zip(found, found[1:], strict=False)):
+    if found[0] != 0 or found[-1] > tokens or any(a > b for a, b in itertools.pairwise(found)):
         shown = ", ".join(map(str, found[:8])) + (", ..." if len(found) > 8 else "")
         raise ValueError(
             f"{name} must begin with 0, never decrease and end at {tokens} tokens or before, got {shown}; "
             f"it has the first row of every document and the end of the last"
         )
-    return [slice(a, b) for a, b in zip(found, found[1:], strict=False)]
+    return [slice(a, b) for a, b in itertools.pairwise(found)]
 
 
 def _check(name: str, offsets: Any) -> None:

@@ -175,6 +175,7 @@ def plan(
     q, k = tensors[:2]
     (batch, heads, len_q, d), (_, kv_heads, len_k, _) = q.shape, k.shape
     packed = documents is not None
+    read_k = UNUSED if packed else len_k
     key = tile_key(kernel, tensors, band, packed)
     tile = tile or tiles.choose(key, q.device, traits(kernel, tensors, band, packed))
     # A program owns a block of queries and reads keys repeatedly, or the other way round.
@@ -205,10 +206,7 @@ def plan(
         ]
         if by_descriptor
         else None,
-        before=(
-            *(tuple(t.stride()[:3]) for t in tensors), owners, heads // kv_heads,
-            len_q, UNUSED if packed else len_k, d, band,
-        ),  # fmt: skip
+        before=(*(tuple(t.stride()[:3]) for t in tensors), owners, heads // kv_heads, len_q, read_k, d, band),
         after=(*schedule, *constants, fp32_precision() if q.dtype == torch.float32 else "ieee"),
         options={"num_warps": tile.num_warps, "num_stages": tile.num_stages},
     )
@@ -234,6 +232,7 @@ def traits(kernel: str, tensors: Sequence[Tensor], band: Band, packed: bool = Fa
     holds = {
         "window": band.lo is not None,
         "grouped": q.shape[1] != k.shape[1],
+        "packed": packed,
         "padded": q.shape[3] != padded(q.shape[3]) and (packed or not _by_descriptor(kernel, tensors)),
     }
     return frozenset(trait for trait, held in holds.items() if held)

@@ -28,6 +28,11 @@ from cs336_systems.kernels.flash.operators import (
 from cs336_systems.kernels.flash.packing import PackedMask, Packing
 from cs336_systems.kernels.flash.reference import packed_attention_and_lse
 
+HOPPER_LENGTH = 256
+"""Mean length of documents from which the Hopper kernels are faster: their blocks have 128 or 192 queries."""
+HOPPER_ELEMENTS = 1 << 22
+"""Elements of q from which their programs fill the GPU."""
+
 # -- a call -----------------------------------------------------------------------------------------------------------
 
 
@@ -123,7 +128,10 @@ def choose(q: Tensor, k: Tensor, mask: PackedMask, documents: int, deterministic
     if q.is_cuda and (autocast_dtype(q) or q.dtype) in dispatch.TRITON_DTYPES:
         problem = dispatch.triton_problem(q.device)
         if problem is None:
-            return "flash_triton"
+            dtype = autocast_dtype(q) or q.dtype
+            is_large = q.shape[2] >= HOPPER_LENGTH * documents and q.numel() >= HOPPER_ELEMENTS
+            on_hopper = is_large and not deterministic and dispatch.hopper_problem(q, k, mask.band, dtype) is None
+            return "flash_hopper" if on_hopper else "flash_triton"
         dispatch.warn(f"attention: {problem}; using plain PyTorch instead")
     return "flash_torch"
 
@@ -273,6 +281,7 @@ def _from_module(name: str) -> Callable[..., FourDimensional]:
 KERNELS: dict[str, Callable[..., FourDimensional]] = {
     "flash_torch": lambda *_: _Torch(),
     "flash_triton": _from_module("portable_launch"),
+    "flash_hopper": _from_module("hopper_launch"),
 }
 """Fused implementation -> its kernels for (q, k, v, mask, documents)."""
 
