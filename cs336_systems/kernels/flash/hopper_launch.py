@@ -377,7 +377,7 @@ class PackedProblem:
         before: tuple[Any, ...], after: tuple[Any, ...], starts: Mapping[int, int] = MappingProxyType({}),
         options: Mapping[str, int] = MappingProxyType({}),
     ) -> Plan:  # fmt: skip
-        """A plan whose tensors TMA moves in `blocks`: (rows, d) of a document, or a part of scratch memory (`starts`)."""
+        """A plan whose tensors TMA moves in `blocks`: (rows, d) of a document, or those of scratch memory: `starts`."""
         copied = tuple(i for i, t in enumerate(tensors) if not suits_tma(t))
         descriptions = []
         for i, (t, block) in enumerate(zip(tensors, blocks, strict=True)):

@@ -25,11 +25,13 @@ from cs336_systems.kernels.flash.operators import (
     is_traced,
     with_cast,
 )
-from cs336_systems.kernels.flash.packing import PackedMask, Packing
+from cs336_systems.kernels.flash.packing import PackedMask, Packing, most_blocks
 from cs336_systems.kernels.flash.reference import packed_attention_and_lse
 
 HOPPER_LENGTH = 256
 """Mean length of documents from which the Hopper kernels are faster: their blocks have 128 or 192 queries."""
+HOPPER_PADDING = 128
+"""Their backward pads the queries of a document to a multiple of this."""
 HOPPER_ELEMENTS = 1 << 22
 """Elements of q from which their programs fill the GPU."""
 
@@ -100,7 +102,8 @@ def _resolve(q: Tensor, k: Tensor, v: Tensor, packing: Packing, options: Options
     impl = options.impl
     if impl == "auto":
         impl = choose(q4, k4, mask, packing.documents, options.deterministic)
-    problem = _problem(impl, dispatch.Request(q4, k4, mask.band, options.deterministic, options.return_lse))
+    request = dispatch.Request(q4, k4, mask.band, options.deterministic, options.return_lse)
+    problem = _problem(impl, request, packing.documents)
     if problem is not None:
         raise ValueError(f"impl={impl!r}: {problem}")
     if scale <= 0:
@@ -131,18 +134,27 @@ def choose(q: Tensor, k: Tensor, mask: PackedMask, documents: int, deterministic
             dtype = autocast_dtype(q) or q.dtype
             is_large = q.shape[2] >= HOPPER_LENGTH * documents and q.numel() >= HOPPER_ELEMENTS
             on_hopper = is_large and not deterministic and dispatch.hopper_problem(q, k, mask.band, dtype) is None
+            on_hopper = on_hopper and _fits_hopper(q, documents)
             return "flash_hopper" if on_hopper else "flash_triton"
         dispatch.warn(f"attention: {problem}; using plain PyTorch instead")
     return "flash_torch"
 
 
-def _problem(impl: str, request: "dispatch.Request") -> str | None:
+def _fits_hopper(q: Tensor, documents: int) -> bool:
+    """True if offsets into the scratch memory of the Hopper kernels' backward fit 32 bits."""
+    padded = HOPPER_PADDING * most_blocks(HOPPER_PADDING, q.shape[2], documents)
+    return q.shape[1] * padded <= dispatch.HOPPER_MAX_QUERIES
+
+
+def _problem(impl: str, request: "dispatch.Request", documents: int) -> str | None:
     """The reason why an implementation cannot take a call, and what to use instead; None if it can."""
     if impl not in dispatch.IMPLEMENTATIONS:
         choices = ", ".join(("auto", *(name for name in dispatch.IMPLEMENTATIONS if name in (*KERNELS, "reference"))))
         return f"there is no such attention implementation; choose one of: {choices}"
     if impl != "reference" and impl not in KERNELS:
         return "it takes no packed documents; use impl='auto', or call it for each document"
+    if impl == "flash_hopper" and not _fits_hopper(request.q, documents):
+        return f"it pads each of {documents} documents to a multiple of {HOPPER_PADDING} queries; use impl='auto'"
     return dispatch.IMPLEMENTATIONS[impl].problem(request)
 
 

@@ -6,6 +6,7 @@ The oracle and the comparison of one document are those of attention_cases.py; n
 import math
 import random
 from dataclasses import dataclass, replace
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -148,35 +149,49 @@ def of_document(inputs: Inputs, rows: slice, keys: slice) -> Inputs:
     return Inputs(q, k, v, dout, None if inputs.dlse is None else inputs.dlse[None, :, rows])
 
 
-def looped(case: Packed, inputs: Inputs) -> tuple[dict[str, Tensor], dict[str, Tensor], float]:
-    """All results by a loop over documents in the inputs' dtype; each with all terms positive; the largest score."""
+def looped(case: Packed, inputs: Inputs) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
+    """All results by a loop over documents in the inputs' dtype, and each with all terms positive."""
     wide = torch.promote_types(inputs.q.dtype, torch.float32)
     found = {"out": inputs.q, "lse": inputs.q[:, :, 0].T.to(wide), "dq": inputs.q, "dk": inputs.k, "dv": inputs.v}
     found = {name: torch.zeros_like(x, memory_format=torch.contiguous_format) for name, x in found.items()}
     found["lse"].fill_(-math.inf)
     sizes = {name: torch.zeros_like(x, dtype=torch.float64) for name, x in found.items()}
-    largest = 0.0
     for document, rows, keys in case.documents():
         own = of_document(inputs, rows, keys)
         seen = visible(document, str(inputs.q.device))
         scale = document.scale
         parts = differentiate(lambda q, k, v, seen=seen, scale=scale: naive(q, k, v, seen, scale), own)
-        uncut, score = uncancelled(own, seen, document.scale)
-        largest = max(largest, score)
+        uncut, _ = uncancelled(own, seen, document.scale)
         for target, of in ((found, parts), (sizes, uncut)):
             for name in NAMES:
                 if name == "lse":
                     target[name][:, rows] = of[name][0].to(target[name].dtype)
                 else:
                     target[name][keys if name in ("dk", "dv") else rows] = of[name][0].transpose(0, 1)
-    return found, sizes, largest
+    return found, sizes
 
 
-def compare_packed(found: dict[str, Tensor], inputs: Inputs, case: Packed) -> list[str]:
+class Truth(NamedTuple):
+    """What an implementation's results are compared with; it may be reused for several."""
+
+    expected: dict[str, Tensor]
+    """In float64."""
+    sizes: dict[str, Tensor]
+    """With all terms positive."""
+    plain: dict[str, Tensor]
+    """In the inputs' dtype."""
+
+
+def truth_of(inputs: Inputs, case: Packed) -> Truth:
+    return Truth(*looped(case, inputs.cast(torch.float64)), looped(case, inputs)[0])
+
+
+def compare_packed(
+    found: dict[str, Tensor], inputs: Inputs, case: Packed, truth_for: Truth | None = None
+) -> list[str]:  # fmt: skip
     """The errors in `found`, one line each; the limits are those of attention_cases.compare."""
     dtype = inputs.q.dtype
-    expected, sizes, _ = looped(case, inputs.cast(torch.float64))
-    plain, _, _ = looped(case, inputs)
+    expected, sizes, plain = truth_for or truth_of(inputs, case)
     unit = torch.finfo(dtype).eps / 2
     wrong = []
     for name, x in found.items():
