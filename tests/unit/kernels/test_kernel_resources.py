@@ -21,8 +21,11 @@ GOLDEN = resources.load()
 OLDER = ROOT / ".triton-3.6"
 HOUR = 3600.0
 """Compiling takes 30 s of processor time; a busy machine must not fail it."""
-ALLOWED_SPILLS_IN_LOOPS = {("backward", "fp16", "64", "causal+17", "4"): 7}
-"""Hopper kernel, dtype, head dim, mask, group -> spill instructions in its loops. Every tile of this one may be partly
+ALLOWED_SPILLS_IN_LOOPS = {
+    ("backward", "fp16", "64", "causal+17", "4"): 7,
+    ("backward", "fp16", "64", "packed-causal-end", "4"): 6,
+}
+"""Hopper kernel, dtype, head dim, mask, group -> spill instructions in its loops. Every tile of these may be partly
 masked: the positions of queries and keys take registers."""
 
 same_triton = pytest.mark.skipif(
