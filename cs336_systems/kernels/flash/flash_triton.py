@@ -56,7 +56,7 @@ class Rows(NamedTuple):
 
 
 class Sizes(NamedTuple):
-    """Of a sequence, or of the document that a program has a block of."""
+    """Sizes of a sequence, or of the document that a program has a block of."""
 
     len_q: Any
     len_k: Any

@@ -352,8 +352,9 @@ def _register(name: str) -> None:
 
     def run_backward(
         grad: Tensor, grad_lse: Tensor | None, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor,
-        offsets_q: Tensor, offsets_k: Tensor, scale: float, lo: int | None, hi: int | None, bottom_right: bool,
+        offsets_q: Tensor, offsets_k: Tensor, scale: float, *settings: Any,
     ) -> tuple[Tensor, ...]:  # fmt: skip
+        lo, hi, bottom_right = settings
         packing, mask = Packing(offsets_q, offsets_k), PackedMask(Band(lo, hi), bottom_right)
         kernels = kernels_for(name, q, k, v, mask, packing.documents)
         return kernels.backward(grad, grad_lse, q, k, v, out, lse, packing, scale, mask)
