@@ -30,7 +30,6 @@ from typing import Any, NamedTuple
 import triton
 import triton.language as tl
 
-from cs336_systems.kernels.flash.band import Band
 from cs336_systems.kernels.flash.packing_triton import FIELDS, FIRST_K, FIRST_Q, LEN_K, LEN_Q, ROW, SHIFT
 
 LOG2E = tl.constexpr(1.4426950408889634)
@@ -67,7 +66,9 @@ class Sizes(NamedTuple):
     """Queries of a head in memory: `len_q`, or those of all documents."""
     d: Any
     band: Any
-    """A band.Band: query i sees key j when lo <= j - i <= hi; None: no bound on that side."""
+    """A band.Band: query i sees key j when lo <= j - i - shift <= hi; None: no bound on that side."""
+    shift: Any
+    """0 without documents."""
     scale: Any
 
 
@@ -88,9 +89,12 @@ def forward_kernel(
     if band.hi is not None and table is None:
         block = blocks - 1 - block  # the last queries see the most keys
     batch, head, kv_head = _heads(index, heads, group)
-    row, sizes = _row_and_sizes(table, block, len_q, len_k, d, band, scale, BLOCK_M)
-    first_q, own_q, first_k, own_k = sizes.first_q, sizes.len_q, sizes.first_k, sizes.len_k
-    begin, full_begin, full_end, end = _key_tiles(row, own_q, own_k, sizes.band, BLOCK_M, BLOCK_N)
+    row, first_q, own_q, first_k, own_k, shift = _document(table, block, len_q, len_k, BLOCK_M)
+    sizes = Sizes(
+        len_q=own_q, len_k=own_k, first_q=first_q, first_k=first_k, queries=len_q, d=d, band=band, shift=shift,
+        scale=scale,
+    )  # fmt: skip
+    begin, full_begin, full_end, end = _key_tiles(row, sizes, BLOCK_M, BLOCK_N)
     queries = Rows(memory=q, strides=q_strides, batch=batch, head=head, row=row, length=own_q, first=first_q)
     keys = Rows(memory=k, strides=k_strides, batch=batch, head=kv_head, row=0, length=own_k, first=first_k)
     values = Rows(memory=v, strides=v_strides, batch=batch, head=kv_head, row=0, length=own_k, first=first_k)
@@ -133,7 +137,7 @@ def _attend(
         )  # fmt: skip
         if MASKED:
             rows, columns = queries.row + tl.arange(0, BLOCK_M), column + tl.arange(0, BLOCK_N)
-            m_s = _visible(rows[:, None], columns[None, :], sizes.len_k, sizes.band)  # [BLOCK_M, BLOCK_N]
+            m_s = _visible(rows[:, None], columns[None, :], sizes)  # [BLOCK_M, BLOCK_N]
             b_s = tl.where(m_s, b_s, float("-inf"))
         m_new = tl.maximum(b_m, tl.max(b_s, 1) * factor)
         # The maximum of a row that has seen no key yet is -inf, and -inf - -inf would be NaN.
@@ -164,7 +168,11 @@ def grad_q_kernel(
     block, index = _block_and_head(blocks, all_heads, section)
     if band.hi is not None and table is None:
         block = blocks - 1 - block
-    row, sizes = _row_and_sizes(table, block, len_q, len_k, d, band, scale, BLOCK_M)
+    row, first_q, own_q, first_k, own_k, shift = _document(table, block, len_q, len_k, BLOCK_M)
+    sizes = Sizes(
+        len_q=own_q, len_k=own_k, first_q=first_q, first_k=first_k, queries=len_q, d=d, band=band, shift=shift,
+        scale=scale,
+    )  # fmt: skip
     _grad_q_block(
         q, k, v, out, grad, dq, lse, grad_lse, delta,
         q_strides, k_strides, v_strides, out_strides, grad_strides, dq_strides,
@@ -185,7 +193,11 @@ def grad_kv_kernel(
     """dK and dV of BLOCK_N keys, over all the query heads that share them."""
     # Blocks ascend: under a causal mask the first keys have the most work.
     block, index = _block_and_head(blocks, all_heads, section)
-    column, sizes = _row_and_sizes(table, block, len_q, len_k, d, band, scale, BLOCK_N)
+    column, first_q, own_q, first_k, own_k, shift = _document(table, block, len_q, len_k, BLOCK_N)
+    sizes = Sizes(
+        len_q=own_q, len_k=own_k, first_q=first_q, first_k=first_k, queries=len_q, d=d, band=band, shift=shift,
+        scale=scale,
+    )  # fmt: skip
     _grad_kv_block(
         q, k, v, None, grad, dk, dv, lse, None, delta,
         q_strides, k_strides, v_strides, None, grad_strides, dk_strides, dv_strides,
@@ -207,7 +219,9 @@ def grad_kernel(
     A block of keys cannot wait for the D that blocks of queries compute, so it computes D itself, for each tile.
     """
     program = tl.program_id(0)
-    _, sizes = _row_and_sizes(None, 0, len_q, len_k, d, band, scale, BLOCK_M)
+    sizes = Sizes(
+        len_q=len_q, len_k=len_k, first_q=0, first_k=0, queries=len_q, d=d, band=band, shift=0, scale=scale
+    )  # fmt: skip
     if program < blocks * all_heads:
         block = program // all_heads
         if band.hi is not None:
@@ -239,7 +253,7 @@ def _grad_q_block(
     batch, head, kv_head = _heads(index, heads, group)
     d, band = sizes.d, sizes.band
     len_q, len_k, first_q, first_k = sizes.len_q, sizes.len_k, sizes.first_q, sizes.first_k
-    begin, full_begin, full_end, end = _key_tiles(row, len_q, len_k, band, BLOCK_M, BLOCK_N)
+    begin, full_begin, full_end, end = _key_tiles(row, sizes, BLOCK_M, BLOCK_N)
     queries = Rows(memory=q, strides=q_strides, batch=batch, head=head, row=row, length=len_q, first=first_q)
     grads = Rows(memory=grad, strides=grad_strides, batch=batch, head=head, row=row, length=len_q, first=first_q)
     outputs = Rows(memory=out, strides=out_strides, batch=batch, head=head, row=row, length=len_q, first=first_q)
@@ -299,7 +313,7 @@ def _accumulate_dq(
         b_p = tl.math.exp2(b_s * factor - b_lse[:, None])  # [BLOCK_M, BLOCK_N]
         if MASKED:
             rows, columns = queries.row + tl.arange(0, BLOCK_M), column + tl.arange(0, BLOCK_N)
-            b_p = tl.where(_visible(rows[:, None], columns[None, :], sizes.len_k, sizes.band), b_p, 0.0)
+            b_p = tl.where(_visible(rows[:, None], columns[None, :], sizes), b_p, 0.0)
         b_dp, _ = _matmul(grads, b_do, own_values, d, BLOCK_M, BLOCK_N, BLOCK_D, DESCRIPTORS, PRECISION)
         b_ds = b_p * (b_dp - b_delta[:, None])  # [BLOCK_M, BLOCK_N]
         if _is_wide(BLOCK_D, PRECISION):
@@ -319,8 +333,8 @@ def _grad_kv_block(
     """Without `delta`, D is computed here, from `out`."""
     batch, kv_head = index // kv_heads, index % kv_heads
     d, band = sizes.d, sizes.band
-    len_q, len_k, first_k = sizes.len_q, sizes.len_k, sizes.first_k
-    begin, full_begin, full_end, end = _query_tiles(column, len_q, len_k, band, BLOCK_M, BLOCK_N)
+    len_k, first_k = sizes.len_k, sizes.first_k
+    begin, full_begin, full_end, end = _query_tiles(column, sizes, BLOCK_M, BLOCK_N)
     keys = Rows(memory=k, strides=k_strides, batch=batch, head=kv_head, row=column, length=len_k, first=first_k)
     values = Rows(memory=v, strides=v_strides, batch=batch, head=kv_head, row=column, length=len_k, first=first_k)
     b_k = _load_operand(keys, d, BLOCK_N, BLOCK_D, DESCRIPTORS, PRECISION)  # [BLOCK_N, BLOCK_D]
@@ -374,7 +388,7 @@ def _accumulate_dkv(
         b_p = tl.math.exp2(b_s * factor - b_lse[None, :])  # [BLOCK_N, BLOCK_M]
         if MASKED:
             rows, columns = row + tl.arange(0, BLOCK_M), keys.row + tl.arange(0, BLOCK_N)
-            b_p = tl.where(_visible(rows[None, :], columns[:, None], sizes.len_k, sizes.band), b_p, 0.0)
+            b_p = tl.where(_visible(rows[None, :], columns[:, None], sizes), b_p, 0.0)
         b_dp, b_do = _matmul(values, b_v, grads, d, BLOCK_N, BLOCK_M, BLOCK_D, DESCRIPTORS, PRECISION)
         if _is_wide(BLOCK_D, PRECISION):
             b_do = _load(grads, d, BLOCK_M, BLOCK_D, DESCRIPTORS)  # [BLOCK_M, BLOCK_D]
@@ -445,30 +459,16 @@ def _block_and_head(blocks, all_heads, section):
 
 
 @triton.jit
-def _row_and_sizes(table, block, len_q, len_k, d, band, scale, BLOCK: tl.constexpr):
-    """First row of a block, and the sizes for it: of the whole sequence or, with a `table`, of the block's document."""
+def _document(table, block, len_q, len_k, BLOCK: tl.constexpr):
+    """First row of a block; first row and length of its document among the queries and among the keys; what to add to
+    the band. Without a `table` there is one document."""
     if table is None:
-        return block * BLOCK, Sizes(
-            len_q=len_q, len_k=len_k, first_q=0, first_k=0, queries=len_q, d=d, band=band, scale=scale
-        )  # fmt: skip
+        return block * BLOCK, 0, len_q, 0, len_k, 0
     else:
-        entry = table + block * FIELDS
-        return tl.load(entry + ROW), Sizes(
-            len_q=tl.load(entry + LEN_Q), len_k=tl.load(entry + LEN_K), first_q=tl.load(entry + FIRST_Q),
-            first_k=tl.load(entry + FIRST_K), queries=len_q, d=d, band=_shifted(band, tl.load(entry + SHIFT)),
-            scale=scale,
-        )  # fmt: skip
-
-
-@triton.jit
-def _shifted(band, shift):
-    """The band moved to later keys."""
-    lo, hi = band.lo, band.hi
-    if band.lo is not None:
-        lo = band.lo + shift
-    if band.hi is not None:
-        hi = band.hi + shift
-    return Band(lo=lo, hi=hi)
+        line = table + block * FIELDS
+        queries = tl.load(line + FIRST_Q), tl.load(line + LEN_Q)
+        keys = tl.load(line + FIRST_K), tl.load(line + LEN_K)
+        return tl.load(line + ROW), queries[0], queries[1], keys[0], keys[1], tl.load(line + SHIFT)
 
 
 @triton.jit
@@ -479,32 +479,34 @@ def _heads(index, heads, group):
 
 
 @triton.jit
-def _key_tiles(row, len_q, len_k, band, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr):
+def _key_tiles(row, sizes, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr):
     """Bounds of the tiles of keys for BLOCK_M queries: masked from begin, full, masked up to end."""
+    len_q, len_k, band, shift = sizes.len_q, sizes.len_k, sizes.band, sizes.shift
     last = tl.minimum(row + BLOCK_M, len_q) - 1
     begin, full_begin = 0, 0
     stop, full_stop = len_k, len_k
     if band.lo is not None:
-        begin = tl.maximum(row + band.lo, 0) // BLOCK_N * BLOCK_N
-        full_begin = tl.cdiv(tl.maximum(last + band.lo, 0), BLOCK_N) * BLOCK_N
+        begin = tl.maximum(row + (band.lo + shift), 0) // BLOCK_N * BLOCK_N
+        full_begin = tl.cdiv(tl.maximum(last + (band.lo + shift), 0), BLOCK_N) * BLOCK_N
     if band.hi is not None:
-        stop = tl.minimum(stop, last + band.hi + 1)
-        full_stop = tl.minimum(full_stop, row + band.hi + 1)
+        stop = tl.minimum(stop, last + (band.hi + shift) + 1)
+        full_stop = tl.minimum(full_stop, row + (band.hi + shift) + 1)
     return _ordered(begin, full_begin, full_stop, stop, BLOCK_N)
 
 
 @triton.jit
-def _query_tiles(column, len_q, len_k, band, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr):
+def _query_tiles(column, sizes, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr):
     """Bounds of the tiles of queries for BLOCK_N keys, in the same order."""
+    len_q, len_k, band, shift = sizes.len_q, sizes.len_k, sizes.band, sizes.shift
     last = tl.minimum(column + BLOCK_N, len_k) - 1
     begin, full_begin = 0, 0
     stop, full_stop = len_q, len_q + BLOCK_M  # queries beyond the length do no harm
     if band.hi is not None:
-        begin = tl.maximum(column - band.hi, 0) // BLOCK_M * BLOCK_M
-        full_begin = tl.cdiv(tl.maximum(last - band.hi, 0), BLOCK_M) * BLOCK_M
+        begin = tl.maximum(column - (band.hi + shift), 0) // BLOCK_M * BLOCK_M
+        full_begin = tl.cdiv(tl.maximum(last - (band.hi + shift), 0), BLOCK_M) * BLOCK_M
     if band.lo is not None:
-        stop = tl.minimum(stop, last - band.lo + 1)
-        full_stop = tl.minimum(full_stop, column - band.lo + 1)
+        stop = tl.minimum(stop, last - (band.lo + shift) + 1)
+        full_stop = tl.minimum(full_stop, column - (band.lo + shift) + 1)
     if column + BLOCK_N > len_k:
         full_begin = len_q + BLOCK_M  # some of these keys are beyond the length, in every tile
     return _ordered(begin, full_begin, full_stop, stop, BLOCK_M)
@@ -520,13 +522,14 @@ def _ordered(begin, full_begin, full_stop, stop, STEP: tl.constexpr):
 
 
 @triton.jit
-def _visible(rows, columns, len_k, band):
+def _visible(rows, columns, sizes):
     """Mask of the keys inside the length and the band; rows and columns are shaped to broadcast."""
-    seen = columns < len_k
+    band, shift = sizes.band, sizes.shift
+    seen = columns < sizes.len_k
     if band.lo is not None:
-        seen = seen & (columns - rows >= band.lo)
+        seen = seen & (columns - rows >= band.lo + shift)
     if band.hi is not None:
-        seen = seen & (columns - rows <= band.hi)
+        seen = seen & (columns - rows <= band.hi + shift)
     return seen
 
 

@@ -68,7 +68,7 @@ from cs336_systems.kernels.flash.packing_triton import (
     ROW,
     SHIFT,
 )
-from cs336_systems.kernels.triton_compat import Value, aggregate, specialize_warps, tma_reduce_add
+from cs336_systems.kernels.triton_compat import RAGGED_ROWS, Value, aggregate, specialize_warps, tma_reduce_add
 
 BLOCK_N = gl.constexpr(128)
 STAGES = gl.constexpr(2)
@@ -123,7 +123,8 @@ class Work:
     """Of packed documents: `outer_of` the document, for queries, as `batch` is for keys; None else."""
     origin_q: Value
     """Of packed documents: `origin_of` the document, for queries; 0 else."""
-    origin_k: Value
+    loaded_k: Value
+    """The same for keys that are loaded."""
     padded_q: Value
     """Of packed documents: queries of a head before the document, in scratch memory; 0 else."""
 
@@ -200,7 +201,7 @@ def backward_kernel(
         unit, split, of = split_of_program(unit, unsplit, splits)
     block, _, batch, kv_head = block_and_head(unit, schedule)
     column = block * BLOCK_N
-    batch_q, origin_q, origin_k, padded_q = None, 0, 0, 0
+    batch_q, origin_q, origin_k, loaded_k, padded_q = None, 0, 0, 0, 0
     if PACKED:
         line = p_table + block * FIELDS
         len_q, len_k = gl.load(line + LEN_Q), gl.load(line + LEN_K)
@@ -211,7 +212,10 @@ def backward_kernel(
         batch, batch_q = outer_of(gl.load(line + FIRST_K), len_k), outer_of(gl.load(line + FIRST_Q), len_q)
         origin_q, origin_k = origin_of(len_q), origin_of(len_k)
         q_blocks = gl.maximum(gl.cdiv(len_q, BLOCK_M), 1)
-        len_k = gl.where(len_q == 0, 0, len_k)  # without queries one block is visited, of which nothing is seen
+        # Without queries one block is visited. It, its place in scratch memory and the keys read are then outside of
+        # all documents, and zeros: the keys themselves may hold anything.
+        loaded_k = gl.where(len_q == 0, RAGGED_ROWS, origin_k)
+        padded_q = gl.where(len_q == 0, heads * padded, padded_q)
     first = 0
     if CAUSAL:  # where no query sees these keys the last block is visited, and adds nothing
         first = gl.minimum(gl.maximum(column - hi, 0) // BLOCK_M, q_blocks - 1)
@@ -220,7 +224,7 @@ def backward_kernel(
         start, tiles = tiles_of_split(tiles, split, of)
     work = Work(
         batch=batch, kv_head=kv_head, group=group, column=column, first=first, count=q_blocks - first, start=start,
-        tiles=tiles, batch_q=batch_q, origin_q=origin_q, origin_k=origin_k, padded_q=padded_q,
+        tiles=tiles, batch_q=batch_q, origin_q=origin_q, loaded_k=loaded_k, padded_q=padded_q,
     )  # fmt: skip
     sizes = Sizes(len_k=len_k, hi=hi, scale=scale)
 
@@ -279,7 +283,7 @@ def _produce(inputs, desc_dq, buffers, barriers, work, heads, padded, config):
     D: gl.constexpr = config.D
     BLOCK_M: gl.constexpr = config.BLOCK_M
     mbarrier.expect(barriers.kv_full, 2 * BLOCK_N * D * 2)
-    at = place(work.batch, work.kv_head, work.origin_k + work.column, config.PACKED)
+    at = place(work.batch, work.kv_head, work.loaded_k + work.column, config.PACKED)
     tma.async_copy_global_to_shared(inputs.k, at, barriers.kv_full, buffers.s_k)
     tma.async_copy_global_to_shared(inputs.v, at, barriers.kv_full, buffers.s_v.index(0))
     for t in range(work.tiles + STAGES + 1):

@@ -73,9 +73,9 @@ def packed_attention(
             layout.layout_key(q, k, v), packing.offsets_q.shape, packing.offsets_q.device, packing.offsets_k.device,
             packing.is_shared, options, autocast_dtype(q), torch.get_float32_matmul_precision(),
         )  # fmt: skip
-        found = _resolved.get(key)
-        call = found if found is not None else _resolve(q, k, v, packing, options)
-        _resolved[key] = call
+        if key not in _resolved:
+            _resolved[key] = _resolve(q, k, v, packing, options)
+        call = _resolved[key]
     if call.sign != 1:
         q = q * call.sign
         call = _resolve(q, k, v, packing, options._replace(scale=call.scale))
