@@ -100,8 +100,12 @@ SAMPLE = {
         {"arch": "sm_90", "kernel": "forward", "dtype": "bf16", "d": "64", "mask": "causal", "loads": "tma"},
         {"arch": "sm_100", "kernel": "forward", "dtype": "bf16", "d": "16", "mask": "causal", "loads": "pointers"},
         {"arch": "sm_120", "kernel": "grad_q", "dtype": "bf16", "d": "64", "mask": "causal"},
+        {"arch": "sm_90", "kernel": "grad_kv", "dtype": "bf16", "d": "64", "mask": "window", "loads": "packed"},
     ],
-    "Hopper attention": [{"kernel": "forward", "dtype": "fp16", "d": "128", "mask": "causal"}],
+    "Hopper attention": [
+        {"kernel": "forward", "dtype": "fp16", "d": "128", "mask": "causal"},
+        {"kernel": "forward", "dtype": "bf16", "d": "64", "mask": "packed-causal"},
+    ],
     "pointwise": [{"arch": arch, "kernel": "cross_entropy"} for arch in ("sm_80", "sm_120")],
 }
 """Rows that every test run compiles: section -> columns to match."""
