@@ -1,6 +1,7 @@
 """Attention inside packed documents, against other kernels for them and against padding."""
 
 from collections.abc import Iterable, Mapping, Sequence
+from functools import partial
 from itertools import product
 from typing import Any
 
@@ -57,7 +58,7 @@ def grid(preset: str, base: RunConfig) -> Iterable[Config]:
     mixes = ("mixed",) if preset == "quick" else tuple(MIXES)
     for mix, dim in product(mixes, (64,) if preset == "quick" else (64, 128)):
         # As many rounds as names, twice if they are odd: each then follows each other equally often.
-        timing = {"warmup_ms": 10, "rep_ms": 30, "rounds": len(names) * (1 + len(names) % 2)}
+        timing: dict[str, Any] = {"warmup_ms": 10, "rep_ms": 30, "rounds": len(names) * (1 + len(names) % 2)}
         size = Size(1, HEADS, TOKENS, dim)
         yield attention_config(base, size, "bf16", mix=mix, implementations=names, **timing)
 
@@ -66,15 +67,16 @@ def label_mix(config: Mapping[str, Any], experiments: Sequence[str]) -> str:
     return f"{AttentionShape.of(config)} {config['mix']} interleaved"
 
 
+PASSES = ((FORWARD_AND_BACKWARD, BOTH), (FORWARD, "forward_time"))
 RATES = tuple(
-    Quantity(say("{} (TFLOP/s)", "{}（TFLOP/s）", what), lambda view, metric=metric: rate(view, metric), tflops, max)
-    for what, metric in ((FORWARD_AND_BACKWARD, BOTH), (FORWARD, "forward_time"))
+    Quantity(say("{} (TFLOP/s)", "{}（TFLOP/s）", what), partial(rate, metric=metric), tflops, max)
+    for what, metric in PASSES
 )
 
 
 def tables(cells: Cells) -> list[Table]:
     shown = varying(cells, always=("mix", "head_dim"))
-    times = [time_quantity(what, metric) for what, metric in ((FORWARD_AND_BACKWARD, BOTH), (FORWARD, "forward_time"))]
+    times = [time_quantity(what, metric) for what, metric in PASSES]
     notes = [MEDIANS, CONVENTION, *_documents(cells)]
     return side_by_side(cells, shown, notes, with_lead=True, quantities=(*times, *RATES, ERRORS))
 
