@@ -2,5 +2,6 @@
 
 from cs336_systems.kernels.flash.dispatch import attention
 from cs336_systems.kernels.flash.operators import FlashAttentionTorch, FlashAttentionTriton
+from cs336_systems.kernels.flash.varlen import Packing
 
-__all__ = ["FlashAttentionTorch", "FlashAttentionTriton", "attention"]
+__all__ = ["FlashAttentionTorch", "FlashAttentionTriton", "Packing", "attention"]

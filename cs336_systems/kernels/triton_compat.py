@@ -27,13 +27,18 @@ from triton.language.core import constexpr
 
 from cs336_systems.kernels.cache import Cache
 
-__all__ = ["INTERPRETED", "Launch", "TensorDescription", "Value", "aggregate", "launch_of"]
+__all__ = ["INTERPRETED", "RAGGED_ROWS", "Launch", "TensorDescription", "Value", "aggregate", "launch_of"]
 
 INTERPRETED: bool = triton.knobs.runtime.interpret
 """Kernels run under Triton's interpreter (TRITON_INTERPRET=1)."""
 
 
 # -- launching a compiled kernel --------------------------------------------------------------------------------------
+
+
+RAGGED_ROWS = constexpr(1 << 30)
+"""Rows of a ragged description: more than any document has."""
+WIDEST_DIMENSION = 0x7FFF0000
 
 
 class TensorDescription:
@@ -43,16 +48,37 @@ class TensorDescription:
     """
 
     def __init__(self, kind: type, t: Tensor, block_shape: list[int], *layout: Any, start: int | None = None):
-        self.kind = kind
         # The stride of a dimension of size 1 has no meaning, but must still be a multiple of 16 bytes.
         strides = [s if n > 1 else 8 for n, s in zip(t.shape[:-1], t.stride()[:-1], strict=True)] + [1]
-        self.fields = dict(vars(kind(t, list(t.shape), strides, block_shape, *layout)))
+        self._describe(kind, t, list(t.shape), strides, block_shape, layout, start)
+
+    def _describe(
+        self, kind: type, t: Tensor, shape: list[int], strides: list[int], block_shape: list[int],
+        layout: Sequence[Any], start: int | None,
+    ) -> None:  # fmt: skip
+        self.kind = kind
+        self.fields = dict(vars(kind(t, shape, strides, block_shape, *layout)))
         del self.fields["base"]
         self.start = start
         self.encode: Callable[[Any], Sequence[Any]] | None = None
         self.cache: Cache[int, Sequence[Any]] = Cache()
         """Address -> encoded descriptor. Allocators reuse addresses; encoding the 13 of a forward and backward for
         each call took 4 x 16 x 2048 x 64 from 0.34 ms to at least 0.55."""
+
+    @classmethod
+    def ragged(cls, kind: type, t: Tensor, block_shape: list[int], *layout: Any) -> "TensorDescription":
+        """Describe packed documents, rows of a (1, heads, rows, d) tensor, as Triton's tools/ragged_tma.py does.
+
+        Coordinates: RAGGED_ROWS, a document's end, head, row, column. The row counts from RAGGED_ROWS - length on, so
+        that the copy engine itself bounds reads and writes by the document. The first two dimensions have strides that
+        cancel this offset: addresses are 64 bits wide and wrap around.
+        """
+        _, heads, rows, d = t.shape
+        far, near = t.stride(1) if heads > 1 else 8, t.stride(2) if rows > 1 else 8
+        shape = [WIDEST_DIMENSION, WIDEST_DIMENSION, heads, RAGGED_ROWS.value, d]
+        made = cls.__new__(cls)
+        made._describe(kind, t, shape, [(1 << 34) - near, near, far, near, 1], block_shape, layout, None)
+        return made
 
     def __call__(self, base: Tensor) -> Any:
         if self.start is not None:

@@ -24,6 +24,8 @@ IMPLEMENTATIONS = {
     "sdpa_efficient": Text("memory-efficient (SDPA)", "memory-efficient（SDPA）"),
     "sdpa": Text("SDPA"),
     "flex": Text("FlexAttention"),
+    "torch_varlen": Text("PyTorch varlen"),
+    "padded": Text("padded batch", "填充后的批"),
     "reference": Text("naive", "朴素"),
     "compiled": Text("naive, compiled", "朴素，编译"),
 }
@@ -34,13 +36,13 @@ _CATEGORIES = (
     ("ours, portable", "backward", "predicted", "parameters"),
     ("ours, in PyTorch", "optimizer", "optimizer state"),
     ("FlashAttention-4", "gradients", "loss"),
-    ("FlashAttention-2 (SDPA)", "sync", "communication", "communication alone"),
+    ("FlashAttention-2 (SDPA)", "PyTorch varlen", "sync", "communication", "communication alone"),
     ("cuDNN", "activations", "softmax", "softmax/reduction", "exposed", "validation", "geometric mean"),
     ("naive", "rival", "other", "idle", "PyTorch", "fp32", "single steps", "working"),
     ("FlexAttention", "elementwise", "weight casts", "all-gather"),
     ("SDPA", "broadcast"),
     ("memory-efficient (SDPA)", "copy", "logits and loss", "all-reduce"),
-    ("fp16",),
+    ("fp16", "padded batch"),
     ("naive, compiled", "attention", "temporary", "reduce-scatter"),
 )
 """English names of categories, by colour. Names that share a colour never share a chart."""
@@ -63,6 +65,8 @@ ATTENTION_NAMES = {
     "flash_torch": Text("our attention in PyTorch", "本项目的 PyTorch 注意力"),
     "sdpa_flash": Text("FlashAttention-2 in SDPA", "SDPA 的 FlashAttention-2"),
     "sdpa_efficient": Text("memory-efficient SDPA"),
+    "torch_varlen": Text("variable-length attention in PyTorch", "PyTorch 的变长注意力"),
+    "padded": Text("a padded batch", "填充后的批"),
     "reference": Text("naive attention", "朴素注意力"),
     "compiled": Text("compiled naive attention", "编译后的朴素注意力"),
 }

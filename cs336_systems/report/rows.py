@@ -31,6 +31,7 @@ FIELDS = {
     "head_dim": Text("d", "头维度"),
     "seq_len": Text("seq", "序列长度"),
     "is_causal": Text("causal", "因果"),
+    "mix": Text("documents", "文档"),
     "implementation": Text("implementation", "实现"),
 }
 """Fields that may distinguish rows, with their headings. Fields that are equal in all rows go in the title."""

@@ -27,6 +27,7 @@ from triton.backends.compiler import GPUTarget
 
 from cs336_systems.kernels.flash import portable_launch, tiles
 from cs336_systems.kernels.flash.band import Band
+from cs336_systems.kernels.flash.packing import FIELDS, PackedMask
 from cs336_systems.kernels.flash.tiles import BLOCK_DIMS, KERNELS, SHARED_MEMORY, WIDEST_GRAD, Key
 from cs336_systems.kernels.fused import pointwise_triton
 from cs336_systems.kernels.fused.pointwise import CHECKED, INTEGERS
@@ -74,6 +75,23 @@ HOPPER = [
     ("backward", "bf16", 96, "full", 1, LENGTH, LENGTH),
 ]
 """All that makes another kernel: head dim, mask, tiles on the diagonal, split keys, a partial tile, grouped heads."""
+PACKED = [("bf16", 64, "causal", 1), ("bf16", 128, "causal", 1), ("bf16", 64, "window", 2), ("fp32", 64, "causal", 1)]
+"""Dtype, head dim, mask and group of the calls with packed documents; their rows are read through pointers."""
+PACKED_HOPPER = [
+    (kernel, dtype, d, mask, group, bottom_right)
+    for kernel in ("forward", "backward")
+    for dtype, d, mask, group, bottom_right in (
+        ("bf16", 64, "causal", 1, False),
+        ("bf16", 128, "causal", 1, False),
+        ("bf16", 64, "full", 1, False),
+        ("bf16", 128, "full", 1, False),
+        ("bf16", 128, "causal", 4, True),
+        ("fp16", 64, "causal", 4, True),
+        ("bf16", 80, "causal", 1, False),
+    )
+]
+"""Kernel, dtype, head dim, mask, query heads per KV head, and whether the mask is aligned to documents' ends."""
+DOCUMENTS = 64
 POINTWISE = [*((arch, "bf16", 2560, 80) for arch in SHARED_MEMORY), ("sm_90", "fp32", 768, 64)]
 """Architecture, dtype, width of the model, head dim."""
 SAMPLE = {
@@ -82,8 +100,12 @@ SAMPLE = {
         {"arch": "sm_90", "kernel": "forward", "dtype": "bf16", "d": "64", "mask": "causal", "loads": "tma"},
         {"arch": "sm_100", "kernel": "forward", "dtype": "bf16", "d": "16", "mask": "causal", "loads": "pointers"},
         {"arch": "sm_120", "kernel": "grad_q", "dtype": "bf16", "d": "64", "mask": "causal"},
+        {"arch": "sm_90", "kernel": "grad_kv", "dtype": "bf16", "d": "64", "mask": "window", "loads": "packed"},
     ],
-    "Hopper attention": [{"kernel": "forward", "dtype": "fp16", "d": "128", "mask": "causal"}],
+    "Hopper attention": [
+        {"kernel": "forward", "dtype": "fp16", "d": "128", "mask": "causal"},
+        {"kernel": "forward", "dtype": "bf16", "d": "64", "mask": "packed-causal"},
+    ],
     "pointwise": [{"arch": arch, "kernel": "cross_entropy"} for arch in ("sm_80", "sm_120")],
 }
 """Rows that every test run compiles: section -> columns to match."""
@@ -124,7 +146,7 @@ class AbsentGPU:
 
 def launches() -> list[Launch]:
     """Every variant of every kernel; compiles nothing."""
-    return [*portable_launches(), *hopper_launches(), *pointwise_launches()]
+    return [*portable_launches(), *hopper_launches(), *packed_hopper_launches(), *pointwise_launches()]
 
 
 def portable_launches() -> Iterator[Launch]:
@@ -149,27 +171,42 @@ def portable_launches() -> Iterator[Launch]:
                 calls |= {(40, "window", 2), *((d, *rest) for d in more for rest in (("full", 4), ("window", 2)))}
             for d, mask, group in calls:
                 yield portable(arch, kernel, dtype, d, mask, group, loads)
+    for arch, kernel in itertools.product(SHARED_MEMORY, KERNELS):
+        for dtype, d, mask, group in PACKED:
+            yield portable(arch, kernel, dtype, d, mask, group, "packed")
 
 
 def portable(arch: str, kernel: str, dtype: str, d: int, mask: str, group: int, loads: str) -> Launch:
     q = torch.empty(2, 2 * group, LENGTH, d, dtype=DTYPES[dtype], device="meta")
     k = torch.empty(2, 2, LENGTH, d, dtype=DTYPES[dtype], device="meta")
     lse = torch.empty(2, 2 * group, LENGTH, device="meta")
+    is_packed = loads == "packed"
+    table = torch.empty(FIELDS * LENGTH, dtype=torch.int32, device="meta") if is_packed else None
+    documents = DOCUMENTS if is_packed else None
+    if is_packed:
+        q, k, lse = q[:1].transpose(1, 2).contiguous().transpose(1, 2), k[:1], lse[:1]
     tensors = [{"q": q, "k": k}[side] for side in portable_launch.SIDES[kernel]]
-    pointers = {"forward": (lse,), "grad_q": (lse, None, lse), "grad_kv": (lse, lse), "grad": (lse, None)}[kernel]
+    numbers: dict[str, tuple[Any, ...]] = {
+        "forward": (lse, table),
+        "grad_q": (lse, None, lse, table),
+        "grad_kv": (lse, lse, table),
+        "grad": (lse, None),
+    }
     capability = divmod(int(arch.removeprefix("sm_")), 10)
     least = 0 if loads == "tma" else 1 << 62
     with (
         mock.patch.object(torch.cuda, "get_device_capability", return_value=capability),
         mock.patch.multiple(portable_launch, SMALLEST_FOR_DESCRIPTORS=least, LONG_FOR_DESCRIPTORS=least),
     ):
-        key, traits = (of(kernel, tensors, MASKS[mask]) for of in (portable_launch.tile_key, portable_launch.traits))
+        call = (kernel, tensors, MASKS[mask], is_packed)
+        key, traits = portable_launch.tile_key(*call), portable_launch.traits(*call)
         tile = tiles.sparing(arch, key, traits) or tiles.shipped(arch, key)
-        plan = portable_launch.plan(kernel, tensors, MASKS[mask], tile)
+        plan = portable_launch.plan(kernel, tensors, MASKS[mask], tile, documents)
     assert (plan.descriptions is not None) == (loads == "tma")
     shape = f"{tile.block_m}x{tile.block_n},{tile.num_warps},{tile.num_stages}"
     row = _row("portable attention", arch, kernel, dtype, d, mask, group, loads, shape)
-    return Launch("portable attention", row, plan.kernel, plan.arguments(tensors, pointers, 0.125), plan.options)
+    arguments = plan.arguments(tensors, numbers[kernel], 0.125)
+    return Launch("portable attention", row, plan.kernel, arguments, plan.options)
 
 
 def hopper_launches() -> Iterator[Launch]:
@@ -187,8 +224,30 @@ def hopper_launches() -> Iterator[Launch]:
         else:
             plans = problem.plan_backward(q, k, k, q, q, q, k, k)
             tensors += (*[problem.scratch(q.device)] * 3, k, k)
-        plan, pointers = plans.main, (*pointers, numbers if plans.split else None)
+        plan, pointers = plans.main, (*pointers, numbers if plans.split else None, None)
         row = _row("Hopper attention", "sm_90", kernel, dtype, d, mask, group, len_q, len_k)
+        yield Launch("Hopper attention", row, plan.kernel, plan.arguments(tensors, pointers, 0.125), plan.options)
+
+
+def packed_hopper_launches() -> Iterator[Launch]:
+    """The Hopper kernels on packed documents; `queries` and `keys` are then the tokens of all documents."""
+    from cs336_systems.kernels.flash.hopper_launch import PackedProblem
+
+    for kernel, dtype, d, mask, group, bottom_right in PACKED_HOPPER:
+        q, k = (
+            torch.empty(1, LENGTH, heads, d, dtype=DTYPES[dtype], device="meta").transpose(1, 2)
+            for heads in (2 * group, 2)
+        )
+        problem = PackedProblem(q, k, k, PackedMask(MASKS[mask], bottom_right), DOCUMENTS)
+        table = torch.empty(FIELDS * LENGTH, dtype=torch.int32, device="meta")
+        if kernel == "forward":
+            lse = torch.empty(q.shape[:3], device="meta")
+            plan, tensors, pointers = problem.plan_forward((q, k, k, q)), (q, k, k, q), (lse, None, table)
+        else:
+            plan, pointers = problem.plan_backward(q, k, k, q, q, q, k, k).main, (None, table)
+            tensors = (q, k, k, q, *[problem.scratch(q.device)] * 3, k, k)
+        name = f"packed-{mask}" + "-end" * bottom_right
+        row = _row("Hopper attention", "sm_90", kernel, dtype, d, name, group, LENGTH, LENGTH)
         yield Launch("Hopper attention", row, plan.kernel, plan.arguments(tensors, pointers, 0.125), plan.options)
 
 

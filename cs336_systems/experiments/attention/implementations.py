@@ -299,7 +299,10 @@ MOST_SERIES = 6
 FILLED = 0.15
 """A chart begins at the length where the fastest implementation reaches this share of its highest rate: shorter ones
 leave most of the GPU idle."""
-IN_CHARTS = ("flash_attention_4", "sdpa_cudnn", "sdpa_flash", "sdpa", "flex", "sdpa_efficient", "reference", "compiled")
+IN_CHARTS = (
+    *("flash_attention_4", "sdpa_cudnn", "sdpa_flash", "sdpa", "flex", "sdpa_efficient", "reference", "compiled"),
+    *("torch_varlen", "padded"),
+)
 """Rivals in the order of charts."""
 RATES = {
     "forward_time": (
@@ -389,15 +392,17 @@ def contest_series(contests: Iterable[Contest], value: Callable[[CellView, str],
     return [Series(name, points) for name, points in found.items()]
 
 
-def rates_chart(contests: Sequence[Contest], where: Text, x: Text, statistic: Text) -> Chart:
-    """TFLOP/s side by side, and the GPU's peak."""
+def rates_chart(
+    contests: Sequence[Contest], where: Text, x: Text, statistic: Text, convention: Text | None = None
+) -> Chart:
+    """TFLOP/s side by side, and the GPU's peak. `convention`: how FLOPs are counted, if not as in the papers."""
 
     def teraflops(view: CellView, metric: str) -> float | None:
         found = rate(view, metric)
         return found / 1e12 if found else None
 
-    what, convention = RATES[contests[0].metric]
-    title, note = say("{}, {}", "{}，{}", what, where), say("{}; {}", "{}；{}", statistic, convention)
+    what, usual = RATES[contests[0].metric]
+    title, note = say("{}, {}", "{}，{}", what, where), say("{}; {}", "{}；{}", statistic, convention or usual)
     limits = _peak_limit(next(iter(contests[0].views.values())))
     series = contest_series(contests, teraflops)
     return Chart("", title, "bars", x, TFLOPS, series, limits=limits, digits=1, note=note)

@@ -137,7 +137,7 @@ def _sees(batch: Tensor, head: Tensor, query: Tensor, key: Tensor) -> Tensor:
 # -- inputs and exact results -----------------------------------------------------------------------------------------
 
 
-def _prepare(config: Mapping[str, Any]) -> tuple[AttentionShape, torch.device]:
+def prepare(config: Mapping[str, Any]) -> tuple[AttentionShape, torch.device]:
     require_device(config["device"])
     device = torch.device(config["device"])
     if device.index is not None:  # Triton launches on the current device, not on that of its tensors
@@ -147,14 +147,14 @@ def _prepare(config: Mapping[str, Any]) -> tuple[AttentionShape, torch.device]:
     return shape, device
 
 
-def _dtype(shape: AttentionShape) -> torch.dtype:
+def torch_dtype(shape: AttentionShape) -> torch.dtype:
     return AUTOCAST_DTYPES.get(shape.precision, torch.float32)
 
 
 def draw(shape: AttentionShape, device: torch.device, seed: int) -> list[Tensor]:
     """q, k, v, which require gradients, and the gradient of the output; equal arguments give equal tensors."""
     generator = torch.Generator(device).manual_seed(seed)
-    tensors = [torch.randn(shape.size, generator=generator, device=device, dtype=_dtype(shape)) for _ in range(4)]
+    tensors = [torch.randn(shape.size, generator=generator, device=device, dtype=torch_dtype(shape)) for _ in range(4)]
     return [tensor.requires_grad_() for tensor in tensors[:3]] + tensors[3:]
 
 
@@ -206,7 +206,7 @@ def _errors(results: Results, exact: Results, precision: str) -> list[Metric]:
     return metrics
 
 
-def _check(attend: Attend, inputs: Sequence[Tensor], exact: Results, precision: str) -> list[Metric]:
+def check_errors(attend: Attend, inputs: Sequence[Tensor], exact: Results, precision: str) -> list[Metric]:
     """The errors of one forward and backward, which is also the warm-up: compilation and autotuning happen here."""
     q, k, v, grad = inputs
     out = attend(q, k, v)
@@ -219,7 +219,7 @@ def _check(attend: Attend, inputs: Sequence[Tensor], exact: Results, precision: 
 
 def measure_pytorch_attention(config: dict[str, Any]) -> list[Metric]:
     """Time forward and backward passes separately, and measure the memory in use between them."""
-    shape, device = _prepare(config)
+    shape, device = prepare(config)
     q, k, v, grad = inputs = draw(shape, device, config["seed"])
 
     def forward_backward(watch: Watch) -> None:
@@ -230,7 +230,7 @@ def measure_pytorch_attention(config: dict[str, Any]) -> list[Metric]:
             out.backward(grad)
 
     with implementation(config["implementation"], shape, device) as attend:
-        errors = _check(attend, inputs, _exact(shape, device, config["seed"]), shape.precision)
+        errors = check_errors(attend, inputs, _exact(shape, device, config["seed"]), shape.precision)
         release_memory()  # the check compares in float64
         timings = time_steps(
             forward_backward, device=device, warmup_steps=config["warmup_steps"], num_steps=config["num_steps"]
@@ -247,22 +247,22 @@ def measure_pytorch_attention(config: dict[str, Any]) -> list[Metric]:
 
 def measure_flash(config: dict[str, Any]) -> list[Metric]:
     """Time forward, backward and both with do_bench, as in training: the autograd graph is built."""
-    shape, device = _prepare(config)
+    shape, device = prepare(config)
     q, k, v, grad = inputs = draw(shape, device, config["seed"])
     with implementation(config["implementation"], shape, device) as attend:
-        metrics = _check(attend, inputs, _exact(shape, device, config["seed"]), shape.precision)
+        metrics = check_errors(attend, inputs, _exact(shape, device, config["seed"]), shape.precision)
         if device.type == "cuda":
             release_memory()  # the check compares in float64
             torch.cuda.reset_peak_memory_stats(device)
             attend(q, k, v).backward(grad)
             metrics += _memory_metrics(config["implementation"], shape, torch.cuda.max_memory_allocated(device))
             metrics.append(Metric("reserved_memory", "B", [torch.cuda.max_memory_reserved(device)]))
-        for phase, call in _calls(attend, inputs):
-            metrics.append(Metric(f"{phase}_time", "s", _times(call, config, device, inputs)))
+        for phase, call in timed_calls(attend, inputs):
+            metrics.append(Metric(f"{phase}_time", "s", times_of(call, config, device, inputs)))
     return [*metrics, Metric("flops", "FLOP", [shape.flops])]
 
 
-def _calls(
+def timed_calls(
     attend: Attend, inputs: Sequence[Tensor], phases: Sequence[str] = ("forward", "forward_backward", "backward")
 ) -> Iterator[tuple[str, Callable[[], object]]]:
     """(phase, call) pairs, built one by one, so that the graph of backward is not alive during the others."""
@@ -277,7 +277,7 @@ def _calls(
                 yield phase, partial(attend(q, k, v).backward, grad, retain_graph=True)
 
 
-def _times(
+def times_of(
     call: Callable[[], object], config: Mapping[str, Any], device: torch.device, inputs: Sequence[Tensor]
 ) -> list[float]:
     return time_calls(call, device=device, warmup_ms=config["warmup_ms"], rep_ms=config["rep_ms"], gradients=inputs[:3])
@@ -297,7 +297,7 @@ def measure_rivals(config: dict[str, Any]) -> list[Metric]:
     With `replayed` in the configuration they are also timed as CUDA graphs: small problems are bound by the host.
     `phases` are what is timed, else forward, and forward and backward together.
     """
-    shape, device = _prepare(config)
+    shape, device = prepare(config)
     inputs = draw(shape, device, config["seed"])
     exact = _exact(shape, device, config["seed"])
     metrics = [Metric("flops", "FLOP", [shape.flops])]
@@ -305,7 +305,7 @@ def measure_rivals(config: dict[str, Any]) -> list[Metric]:
     for name in config["implementations"]:
         try:
             with implementation(name, shape, device, dynamic=False) as attend:
-                errors = _check(attend, inputs, exact, shape.precision)
+                errors = check_errors(attend, inputs, exact, shape.precision)
         except Exception as error:  # a failure is a result, and does not end the others
             metrics.append(failure_of(name, error))
         else:
@@ -314,12 +314,12 @@ def measure_rivals(config: dict[str, Any]) -> list[Metric]:
     medians: defaultdict[tuple[str, str], list[float]] = defaultdict(list)
     for name in interleave(able, config["rounds"]):
         with implementation(name, shape, device, dynamic=False) as attend:
-            for phase, call in _calls(attend, inputs, config.get("phases", ("forward", "forward_backward"))):
-                medians[name, f"{phase}_time"].append(statistics.median(_times(call, config, device, inputs)))
+            for phase, call in timed_calls(attend, inputs, config.get("phases", ("forward", "forward_backward"))):
+                medians[name, f"{phase}_time"].append(statistics.median(times_of(call, config, device, inputs)))
     if config.get("replayed"):
         graphs = {name: _captured(name, shape, device, inputs) for name in able}
         for name in interleave(able, config["rounds"]):
-            times = _times(graphs[name].replay, config, device, inputs)
+            times = times_of(graphs[name].replay, config, device, inputs)
             medians[name, "replayed_time"].append(statistics.median(times))
     return metrics + [Metric(metric, "s", samples, variant=name) for (name, metric), samples in medians.items()]
 
@@ -360,11 +360,11 @@ def _captured(name: str, shape: AttentionShape, device: torch.device, inputs: Se
 
 def measure_leaderboard(config: dict[str, Any]) -> list[Metric]:
     """Time the course's own lines: one leaf, views, torch.compile, sum and backward, gradients accumulating."""
-    shape, device = _prepare(config)
+    shape, device = prepare(config)
     disable_compile_caches()  # otherwise one SDPA backend would run code compiled for another
     torch.manual_seed(config["seed"])
     leaf = torch.randn(
-        3, shape.heads, shape.seq_len, shape.head_dim, device=device, dtype=_dtype(shape), requires_grad=True
+        3, shape.heads, shape.seq_len, shape.head_dim, device=device, dtype=torch_dtype(shape), requires_grad=True
     )
     q, k, v = leaf
     with _leaderboard_entry(config["implementation"], shape, device) as flash:

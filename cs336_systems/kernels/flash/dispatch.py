@@ -23,6 +23,7 @@ from cs336_systems.kernels.flash import flash_torch
 from cs336_systems.kernels.flash import strides as layout
 from cs336_systems.kernels.flash.band import Band, Window, resolve, visible
 from cs336_systems.kernels.flash.operators import KernelsFor, autocast_dtype, fused, is_plain, is_traced, register
+from cs336_systems.kernels.flash.packing import Packing
 from cs336_systems.kernels.flash.reference import attention_and_lse, attention_reference
 from cs336_systems.kernels.flash.tiles import LAUNCH_BOUND
 
@@ -48,6 +49,8 @@ def attention(
     k: Tensor,
     v: Tensor,
     *,
+    cu_seqlens_q: Tensor | Packing | None = None,
+    cu_seqlens_k: Tensor | None = None,
     is_causal: bool | str = False,
     scale: float | None = None,
     window: Window = None,
@@ -63,6 +66,8 @@ def attention(
     k: Tensor,
     v: Tensor,
     *,
+    cu_seqlens_q: Tensor | Packing | None = None,
+    cu_seqlens_k: Tensor | None = None,
     is_causal: bool | str = False,
     scale: float | None = None,
     window: Window = None,
@@ -77,6 +82,8 @@ def attention(
     k: Tensor,
     v: Tensor,
     *,
+    cu_seqlens_q: Tensor | Packing | None = None,
+    cu_seqlens_k: Tensor | None = None,
     is_causal: bool | str = False,
     scale: float | None = None,
     window: Window = None,
@@ -90,18 +97,31 @@ def attention(
     - `is_causal`: True or "top-left" hides keys j > i from query i, as in torch's SDPA; "bottom-right" aligns the last
       query with the last key: j > i + len_k - len_q.
     - `window`: w or (left, right) hides keys further than that from the query's own position; None: no bound.
+    - `cu_seqlens_q`: q is (tokens, heads, d), k and v are (tokens_k, kv_heads, d), documents one after another, and a
+      query sees keys of its own document alone. int32 offsets on the tensors' device, (documents + 1,): 0, the end of
+      the first document, ... the end of the last; equal neighbours are an empty document, rows after the last offset
+      belong to none. `cu_seqlens_k` has those of the keys, by default the same. A `Packing` of both in place of
+      `cu_seqlens_q` saves work in models of several layers. Masks are aligned inside each document.
     - `scale` defaults to 1 / sqrt(d).
     - `impl`: "reference" computes the whole score matrix; "flash_torch" is tiled, in plain PyTorch; "flash_triton" uses
       Triton kernels (fp32, fp16, bf16 on GPUs of compute capability 8.0 or more); "flash_hopper" kernels for GPUs of
       9.0 alone (fp16, bf16, d of 40, 48, ... 128, no window to the left); "sdpa" is torch's own; "auto" is the fastest
       for the device, dtype and shape.
     - `deterministic`: gradients are bitwise equal in every run. Those of all but "flash_hopper" and "sdpa" are.
-    - `return_lse`: also return the logsumexp of the scaled scores, (batch, heads, len_q), differentiable.
+    - `return_lse`: also return the logsumexp of the scaled scores, (batch, heads, len_q) or, of packed documents,
+      (heads, tokens), differentiable.
 
     A query that sees no key gives 0 (logsumexp -inf), and gradients of 0.
     """
     if isinstance(window, list):
         window = tuple(window)
+    if cu_seqlens_q is not None:
+        from cs336_systems.kernels.flash import varlen  # it imports this module
+
+        options = varlen.Options(is_causal, scale, window, impl, deterministic, return_lse)
+        return varlen.packed_attention(q, k, v, cu_seqlens_q, cu_seqlens_k, options)
+    if cu_seqlens_k is not None:
+        raise ValueError("cu_seqlens_k was given without cu_seqlens_q; give both, or neither for a batch of sequences")
     if is_traced(q):
         return _resolve_call(q, k, v, is_causal, scale, window, impl, deterministic, return_lse)(q, k, v)
     key = (
@@ -127,7 +147,7 @@ def _resolve_call(
     """The call as a function of q, k and v; ValueError where its arguments are wrong."""
     check(q, k, v)
     band = resolve(is_causal, window, q.shape[2], k.shape[2])
-    scale = _checked_scale(q, scale)
+    scale = checked_scale(q, scale)
     if impl == "auto":
         impl = choose(q, k, band, deterministic, return_lse)
     elif impl not in IMPLEMENTATIONS:
@@ -166,7 +186,7 @@ def choose(q: Tensor, k: Tensor, band: Band, deterministic: bool = False, return
             is_large = q.numel() * k.shape[2] >= HOPPER_WORTH
             on_hopper = is_large and not deterministic and hopper_problem(q, k, band, dtype) is None
             return "flash_hopper" if on_hopper else "flash_triton"
-        _warn(f"attention: {problem}; using torch's own kernels instead")
+        warn(f"attention: {problem}; using torch's own kernels instead")
     return "sdpa" if sdpa_can else "flash_torch"
 
 
@@ -375,7 +395,7 @@ def _find_problem(device: torch.device) -> str | None:
     return None
 
 
-def _warn(message: str) -> None:
+def warn(message: str) -> None:
     warnings.warn(message, stacklevel=5)  # Python shows a warning once for each place that calls `attention`
 
 
@@ -405,7 +425,7 @@ def check(q: Tensor, k: Tensor, v: Tensor) -> None:
         raise ValueError(f"q, k and v must have one dtype, got {_dtypes(q, k, v)}; cast them with .to()")
 
 
-def _checked_scale(q: Tensor, scale: float | None) -> float:
+def checked_scale(q: Tensor, scale: float | None) -> float:
     if scale is None:
         return 1 / math.sqrt(q.shape[-1])
     if not math.isfinite(scale):

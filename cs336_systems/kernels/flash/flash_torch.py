@@ -18,6 +18,7 @@ from torch import Tensor
 
 from cs336_systems.kernels.flash import strides as layout
 from cs336_systems.kernels.flash.band import Band, visible
+from cs336_systems.kernels.flash.packing import PackedMask, Packing
 
 TILE_Q, TILE_K = 256, 512
 """Queries and keys of a tile: small enough for a core's cache at common head dims, large enough to hide Python."""
@@ -90,6 +91,48 @@ def backward(
             dk[..., columns, :] += (ds.mT @ q_tile).sum(2)
             dv[..., columns, :] += (p.mT @ grad_tile).sum(2)
     return (dq * scale).to(q.dtype), (dk * scale).to(k.dtype), dv.to(v.dtype)
+
+
+# -- packed documents -------------------------------------------------------------------------------------------------
+
+
+def forward_packed(
+    q: Tensor, k: Tensor, v: Tensor, packing: Packing, scale: float, mask: PackedMask
+) -> tuple[Tensor, Tensor]:
+    """`forward` inside each document; documents lie along the sequence of a batch of 1. Waits for the device, once."""
+    out = layout.empty_like(q).zero_()
+    lse = q.new_full(q.shape[:-1], -torch.inf, dtype=torch.promote_types(q.dtype, torch.float32))
+    for document in packing.slices(q.shape[2], k.shape[2]):
+        rows, keys = document
+        own = (q[:, :, rows], k[:, :, keys], v[:, :, keys])
+        out[:, :, rows], lse[:, :, rows] = forward(*own, scale, mask.of(document))
+    return out, lse
+
+
+def backward_packed(
+    grad: Tensor,
+    grad_lse: Tensor | None,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    out: Tensor,
+    lse: Tensor,
+    packing: Packing,
+    scale: float,
+    mask: PackedMask,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """`backward` inside each document."""
+    dq, dk, dv = (layout.empty_like(t).zero_() for t in (q, k, v))
+    for document in packing.slices(q.shape[2], k.shape[2]):
+        rows, keys = document
+        seen = (k[:, :, keys], v[:, :, keys], out[:, :, rows], lse[:, :, rows])
+        own_lse = None if grad_lse is None else grad_lse[:, :, rows]
+        found = backward(grad[:, :, rows], own_lse, q[:, :, rows], *seen, scale, mask.of(document))
+        dq[:, :, rows], dk[:, :, keys], dv[:, :, keys] = found
+    return dq, dk, dv
+
+
+# -- tiles ------------------------------------------------------------------------------------------------------------
 
 
 def _group(t: Tensor, k: Tensor) -> Tensor:

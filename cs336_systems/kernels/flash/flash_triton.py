@@ -13,6 +13,10 @@ compute the scores twice, seven matmuls where a fused backward has five. But a f
 atomics, and where this was tuned the bytes and registers for that cost more than two matmuls (docs/LOG.md).
 `grad_kernel` does the work of both in one launch, for small problems.
 
+Packed documents: with a `table` (packing_triton.py) a program reads there which block of which document it has. All
+positions are then inside the document, lengths are those of the document, and only memory is addressed from the
+document's first row on. Tiles are read through pointers, because descriptors know nothing of where a document ends.
+
 Rows beyond a length read as zeros. For queries that is harmless everywhere: their dO, logsumexp and D are zeros too, so
 they add nothing. For keys the scores are masked: a row of large negative scores would make exp(0 - logsumexp) infinite.
 
@@ -26,6 +30,8 @@ from typing import Any, NamedTuple
 import triton
 import triton.language as tl
 
+from cs336_systems.kernels.flash.packing_triton import FIELDS, FIRST_K, FIRST_Q, LEN_K, LEN_Q, ROW, SHIFT
+
 LOG2E = tl.constexpr(1.4426950408889634)
 LN2 = tl.constexpr(0.6931471805599453)
 CHUNK = tl.constexpr(64)
@@ -33,7 +39,9 @@ CHUNK = tl.constexpr(64)
 
 
 class Rows(NamedTuple):
-    """Rows of one head of a (batch, heads, length, d) tensor, from `row` on. Elements of a row are contiguous."""
+    """Rows of one head of a (batch, heads, length, d) tensor, from `row` on. Elements of a row are contiguous.
+
+    Of packed documents: `row` and `length` are inside the document, which begins at row `first` of the tensor."""
 
     memory: Any
     """Pointer or, with DESCRIPTORS, tensor descriptor."""
@@ -43,14 +51,24 @@ class Rows(NamedTuple):
     head: Any
     row: Any
     length: Any
+    first: Any
 
 
 class Sizes(NamedTuple):
+    """Sizes of a sequence, or of the document that a program has a block of."""
+
     len_q: Any
     len_k: Any
+    first_q: Any
+    """Row of the document's first query in its tensor; 0 without documents."""
+    first_k: Any
+    queries: Any
+    """Queries of a head in memory: `len_q`, or those of all documents."""
     d: Any
     band: Any
-    """A band.Band: query i sees key j when lo <= j - i <= hi; None: no bound on that side."""
+    """A band.Band: query i sees key j when lo <= j - i - shift <= hi; None: no bound on that side."""
+    shift: Any
+    """0 without documents."""
     scale: Any
 
 
@@ -59,7 +77,7 @@ class Sizes(NamedTuple):
 
 @triton.jit(do_not_specialize=["band", "section"])
 def forward_kernel(
-    q, k, v, out, lse,
+    q, k, v, out, lse, table,
     q_strides, k_strides, v_strides, out_strides,
     heads, group, len_q, len_k, d, band, scale,
     blocks, all_heads, section,
@@ -68,15 +86,18 @@ def forward_kernel(
 ):  # fmt: skip
     """Output and logsumexp of BLOCK_M queries."""
     block, index = _block_and_head(blocks, all_heads, section)
-    if band.hi is not None:
+    if band.hi is not None and table is None:
         block = blocks - 1 - block  # the last queries see the most keys
     batch, head, kv_head = _heads(index, heads, group)
-    row = block * BLOCK_M
-    sizes = Sizes(len_q=len_q, len_k=len_k, d=d, band=band, scale=scale)
-    begin, full_begin, full_end, end = _key_tiles(row, len_q, len_k, band, BLOCK_M, BLOCK_N)
-    queries = Rows(memory=q, strides=q_strides, batch=batch, head=head, row=row, length=len_q)
-    keys = Rows(memory=k, strides=k_strides, batch=batch, head=kv_head, row=0, length=len_k)
-    values = Rows(memory=v, strides=v_strides, batch=batch, head=kv_head, row=0, length=len_k)
+    row, first_q, own_q, first_k, own_k, shift = _document(table, block, len_q, len_k, BLOCK_M)
+    sizes = Sizes(
+        len_q=own_q, len_k=own_k, first_q=first_q, first_k=first_k, queries=len_q, d=d, band=band, shift=shift,
+        scale=scale,
+    )  # fmt: skip
+    begin, full_begin, full_end, end = _key_tiles(row, sizes, BLOCK_M, BLOCK_N)
+    queries = Rows(memory=q, strides=q_strides, batch=batch, head=head, row=row, length=own_q, first=first_q)
+    keys = Rows(memory=k, strides=k_strides, batch=batch, head=kv_head, row=0, length=own_k, first=first_k)
+    values = Rows(memory=v, strides=v_strides, batch=batch, head=kv_head, row=0, length=own_k, first=first_k)
     b_q = _load_operand(queries, d, BLOCK_M, BLOCK_D, DESCRIPTORS, PRECISION)  # [BLOCK_M, BLOCK_D]
     b_m = tl.full([BLOCK_M], float("-inf"), tl.float32)
     b_l = tl.zeros([BLOCK_M], tl.float32)
@@ -96,9 +117,9 @@ def forward_kernel(
     )  # fmt: skip
     empty = b_l == 0.0
     b_l = tl.where(empty, 1.0, b_l)
-    outputs = Rows(memory=out, strides=out_strides, batch=batch, head=head, row=row, length=len_q)
+    outputs = Rows(memory=out, strides=out_strides, batch=batch, head=head, row=row, length=own_q, first=first_q)
     _store(outputs, b_o / b_l[:, None], d, BLOCK_M, BLOCK_D, DESCRIPTORS)
-    offsets, m_q = _row_offsets(index, row, len_q, BLOCK_M)
+    offsets, m_q = _row_offsets(index, row, sizes, BLOCK_M)
     tl.store(lse + offsets, tl.where(empty, float("-inf"), (b_m + tl.math.log2(b_l)) * LN2), mask=m_q)
 
 
@@ -116,7 +137,7 @@ def _attend(
         )  # fmt: skip
         if MASKED:
             rows, columns = queries.row + tl.arange(0, BLOCK_M), column + tl.arange(0, BLOCK_N)
-            m_s = _visible(rows[:, None], columns[None, :], sizes.len_k, sizes.band)  # [BLOCK_M, BLOCK_N]
+            m_s = _visible(rows[:, None], columns[None, :], sizes)  # [BLOCK_M, BLOCK_N]
             b_s = tl.where(m_s, b_s, float("-inf"))
         m_new = tl.maximum(b_m, tl.max(b_s, 1) * factor)
         # The maximum of a row that has seen no key yet is -inf, and -inf - -inf would be NaN.
@@ -136,7 +157,7 @@ def _attend(
 
 @triton.jit(do_not_specialize=["band", "section"])
 def grad_q_kernel(
-    q, k, v, out, grad, dq, lse, grad_lse, delta,
+    q, k, v, out, grad, dq, lse, grad_lse, delta, table,
     q_strides, k_strides, v_strides, out_strides, grad_strides, dq_strides,
     heads, group, len_q, len_k, d, band, scale,
     blocks, all_heads, section,
@@ -145,20 +166,24 @@ def grad_q_kernel(
 ):  # fmt: skip
     """dQ of BLOCK_M queries, and their D = rowsum(O * dO), for `grad_kv_kernel`."""
     block, index = _block_and_head(blocks, all_heads, section)
-    if band.hi is not None:
+    if band.hi is not None and table is None:
         block = blocks - 1 - block
-    sizes = Sizes(len_q=len_q, len_k=len_k, d=d, band=band, scale=scale)
+    row, first_q, own_q, first_k, own_k, shift = _document(table, block, len_q, len_k, BLOCK_M)
+    sizes = Sizes(
+        len_q=own_q, len_k=own_k, first_q=first_q, first_k=first_k, queries=len_q, d=d, band=band, shift=shift,
+        scale=scale,
+    )  # fmt: skip
     _grad_q_block(
         q, k, v, out, grad, dq, lse, grad_lse, delta,
         q_strides, k_strides, v_strides, out_strides, grad_strides, dq_strides,
-        heads, group, sizes, block, index,
+        heads, group, sizes, row, index,
         BLOCK_M, BLOCK_N, BLOCK_D, DESCRIPTORS, PRECISION,
     )  # fmt: skip
 
 
 @triton.jit(do_not_specialize=["band", "section"])
 def grad_kv_kernel(
-    q, k, v, grad, dk, dv, lse, delta,
+    q, k, v, grad, dk, dv, lse, delta, table,
     q_strides, k_strides, v_strides, grad_strides, dk_strides, dv_strides,
     kv_heads, group, len_q, len_k, d, band, scale,
     blocks, all_heads, section,
@@ -168,11 +193,15 @@ def grad_kv_kernel(
     """dK and dV of BLOCK_N keys, over all the query heads that share them."""
     # Blocks ascend: under a causal mask the first keys have the most work.
     block, index = _block_and_head(blocks, all_heads, section)
-    sizes = Sizes(len_q=len_q, len_k=len_k, d=d, band=band, scale=scale)
+    column, first_q, own_q, first_k, own_k, shift = _document(table, block, len_q, len_k, BLOCK_N)
+    sizes = Sizes(
+        len_q=own_q, len_k=own_k, first_q=first_q, first_k=first_k, queries=len_q, d=d, band=band, shift=shift,
+        scale=scale,
+    )  # fmt: skip
     _grad_kv_block(
         q, k, v, None, grad, dk, dv, lse, None, delta,
         q_strides, k_strides, v_strides, None, grad_strides, dk_strides, dv_strides,
-        kv_heads, group, sizes, block, index,
+        kv_heads, group, sizes, column, index,
         BLOCK_M, BLOCK_N, BLOCK_D, DESCRIPTORS, PRECISION,
     )  # fmt: skip
 
@@ -190,7 +219,9 @@ def grad_kernel(
     A block of keys cannot wait for the D that blocks of queries compute, so it computes D itself, for each tile.
     """
     program = tl.program_id(0)
-    sizes = Sizes(len_q=len_q, len_k=len_k, d=d, band=band, scale=scale)
+    sizes = Sizes(
+        len_q=len_q, len_k=len_k, first_q=0, first_k=0, queries=len_q, d=d, band=band, shift=0, scale=scale
+    )  # fmt: skip
     if program < blocks * all_heads:
         block = program // all_heads
         if band.hi is not None:
@@ -198,7 +229,7 @@ def grad_kernel(
         _grad_q_block(
             q, k, v, out, grad, dq, lse, grad_lse, None,
             q_strides, k_strides, v_strides, out_strides, grad_strides, dq_strides,
-            heads, group, sizes, block, program % all_heads,
+            heads, group, sizes, block * BLOCK_M, program % all_heads,
             BLOCK_M, BLOCK_N, BLOCK_D, False, PRECISION,
         )  # fmt: skip
     else:
@@ -206,7 +237,7 @@ def grad_kernel(
         _grad_kv_block(
             q, k, v, out, grad, dk, dv, lse, grad_lse, None,
             q_strides, k_strides, v_strides, out_strides, grad_strides, dk_strides, dv_strides,
-            heads // group, group, sizes, program // all_kv_heads, program % all_kv_heads,
+            heads // group, group, sizes, program // all_kv_heads * BLOCK_N, program % all_kv_heads,
             BLOCK_M, BLOCK_N, BLOCK_D, False, PRECISION,
         )  # fmt: skip
 
@@ -215,22 +246,22 @@ def grad_kernel(
 def _grad_q_block(
     q, k, v, out, grad, dq, lse, grad_lse, delta,
     q_strides, k_strides, v_strides, out_strides, grad_strides, dq_strides,
-    heads, group, sizes, block, index,
+    heads, group, sizes, row, index,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr,
     DESCRIPTORS: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
     batch, head, kv_head = _heads(index, heads, group)
-    row, d, band = block * BLOCK_M, sizes.d, sizes.band
-    len_q, len_k = sizes.len_q, sizes.len_k
-    begin, full_begin, full_end, end = _key_tiles(row, len_q, len_k, band, BLOCK_M, BLOCK_N)
-    queries = Rows(memory=q, strides=q_strides, batch=batch, head=head, row=row, length=len_q)
-    grads = Rows(memory=grad, strides=grad_strides, batch=batch, head=head, row=row, length=len_q)
-    outputs = Rows(memory=out, strides=out_strides, batch=batch, head=head, row=row, length=len_q)
-    keys = Rows(memory=k, strides=k_strides, batch=batch, head=kv_head, row=0, length=len_k)
-    values = Rows(memory=v, strides=v_strides, batch=batch, head=kv_head, row=0, length=len_k)
+    d, band = sizes.d, sizes.band
+    len_q, len_k, first_q, first_k = sizes.len_q, sizes.len_k, sizes.first_q, sizes.first_k
+    begin, full_begin, full_end, end = _key_tiles(row, sizes, BLOCK_M, BLOCK_N)
+    queries = Rows(memory=q, strides=q_strides, batch=batch, head=head, row=row, length=len_q, first=first_q)
+    grads = Rows(memory=grad, strides=grad_strides, batch=batch, head=head, row=row, length=len_q, first=first_q)
+    outputs = Rows(memory=out, strides=out_strides, batch=batch, head=head, row=row, length=len_q, first=first_q)
+    keys = Rows(memory=k, strides=k_strides, batch=batch, head=kv_head, row=0, length=len_k, first=first_k)
+    values = Rows(memory=v, strides=v_strides, batch=batch, head=kv_head, row=0, length=len_k, first=first_k)
     b_q = _load_operand(queries, d, BLOCK_M, BLOCK_D, DESCRIPTORS, PRECISION)  # [BLOCK_M, BLOCK_D]
     b_do = _load(grads, d, BLOCK_M, BLOCK_D, DESCRIPTORS)  # [BLOCK_M, BLOCK_D]
-    offsets, m_q = _row_offsets(index, row, len_q, BLOCK_M)
+    offsets, m_q = _row_offsets(index, row, sizes, BLOCK_M)
     b_delta = _delta(outputs, b_do, grad_lse, offsets, m_q, d, BLOCK_M, BLOCK_D, DESCRIPTORS)  # [BLOCK_M]
     if _is_wide(BLOCK_D, PRECISION):
         b_do = ()
@@ -251,7 +282,7 @@ def _grad_q_block(
         b_dq, queries, grads, b_q, b_do, b_lse, b_delta, keys, values, full_end, end, sizes, True,
         BLOCK_M, BLOCK_N, BLOCK_D, DESCRIPTORS, PRECISION,
     )  # fmt: skip
-    target = Rows(memory=dq, strides=dq_strides, batch=batch, head=head, row=row, length=len_q)
+    target = Rows(memory=dq, strides=dq_strides, batch=batch, head=head, row=row, length=len_q, first=first_q)
     _store(target, b_dq * sizes.scale, d, BLOCK_M, BLOCK_D, DESCRIPTORS)
 
 
@@ -282,7 +313,7 @@ def _accumulate_dq(
         b_p = tl.math.exp2(b_s * factor - b_lse[:, None])  # [BLOCK_M, BLOCK_N]
         if MASKED:
             rows, columns = queries.row + tl.arange(0, BLOCK_M), column + tl.arange(0, BLOCK_N)
-            b_p = tl.where(_visible(rows[:, None], columns[None, :], sizes.len_k, sizes.band), b_p, 0.0)
+            b_p = tl.where(_visible(rows[:, None], columns[None, :], sizes), b_p, 0.0)
         b_dp, _ = _matmul(grads, b_do, own_values, d, BLOCK_M, BLOCK_N, BLOCK_D, DESCRIPTORS, PRECISION)
         b_ds = b_p * (b_dp - b_delta[:, None])  # [BLOCK_M, BLOCK_N]
         if _is_wide(BLOCK_D, PRECISION):
@@ -295,17 +326,17 @@ def _accumulate_dq(
 def _grad_kv_block(
     q, k, v, out, grad, dk, dv, lse, grad_lse, delta,
     q_strides, k_strides, v_strides, out_strides, grad_strides, dk_strides, dv_strides,
-    kv_heads, group, sizes, block, index,
+    kv_heads, group, sizes, column, index,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr,
     DESCRIPTORS: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
     """Without `delta`, D is computed here, from `out`."""
     batch, kv_head = index // kv_heads, index % kv_heads
-    column, d, band = block * BLOCK_N, sizes.d, sizes.band
-    len_q, len_k = sizes.len_q, sizes.len_k
-    begin, full_begin, full_end, end = _query_tiles(column, len_q, len_k, band, BLOCK_M, BLOCK_N)
-    keys = Rows(memory=k, strides=k_strides, batch=batch, head=kv_head, row=column, length=len_k)
-    values = Rows(memory=v, strides=v_strides, batch=batch, head=kv_head, row=column, length=len_k)
+    d, band = sizes.d, sizes.band
+    len_k, first_k = sizes.len_k, sizes.first_k
+    begin, full_begin, full_end, end = _query_tiles(column, sizes, BLOCK_M, BLOCK_N)
+    keys = Rows(memory=k, strides=k_strides, batch=batch, head=kv_head, row=column, length=len_k, first=first_k)
+    values = Rows(memory=v, strides=v_strides, batch=batch, head=kv_head, row=column, length=len_k, first=first_k)
     b_k = _load_operand(keys, d, BLOCK_N, BLOCK_D, DESCRIPTORS, PRECISION)  # [BLOCK_N, BLOCK_D]
     b_v = _load_operand(values, d, BLOCK_N, BLOCK_D, DESCRIPTORS, PRECISION)  # [BLOCK_N, BLOCK_D]
     b_dk = tl.zeros([BLOCK_N, BLOCK_D], tl.float32)
@@ -323,9 +354,9 @@ def _grad_kv_block(
             b_dk, b_dv, keys, values, b_k, b_v, q, out, grad, lse, grad_lse, delta, q_strides, out_strides,
             grad_strides, index, group, full_end, end, sizes, True, BLOCK_M, BLOCK_N, BLOCK_D, DESCRIPTORS, PRECISION,
         )  # fmt: skip
-    target = Rows(memory=dk, strides=dk_strides, batch=batch, head=kv_head, row=column, length=len_k)
+    target = Rows(memory=dk, strides=dk_strides, batch=batch, head=kv_head, row=column, length=len_k, first=first_k)
     _store(target, b_dk * sizes.scale, d, BLOCK_N, BLOCK_D, DESCRIPTORS)
-    target = Rows(memory=dv, strides=dv_strides, batch=batch, head=kv_head, row=column, length=len_k)
+    target = Rows(memory=dv, strides=dv_strides, batch=batch, head=kv_head, row=column, length=len_k, first=first_k)
     _store(target, b_dv, d, BLOCK_N, BLOCK_D, DESCRIPTORS)
 
 
@@ -340,7 +371,7 @@ def _accumulate_dkv(
 
     One loop over heads and tiles: loads run ahead across heads as they do across tiles.
     """
-    factor, d, len_q = sizes.scale * LOG2E, sizes.d, sizes.len_q
+    factor, d, len_q, first_q = sizes.scale * LOG2E, sizes.d, sizes.len_q, sizes.first_q
     span = end - begin
     for step in tl.range(0, span * group, BLOCK_M):
         member, row = 0, begin + step
@@ -348,22 +379,24 @@ def _accumulate_dkv(
             member = step // span
             row -= member * span
         batch, head = keys.batch, keys.head * group + member
-        offsets, m_q = _row_offsets(index * group + member, row, len_q, BLOCK_M)
+        offsets, m_q = _row_offsets(index * group + member, row, sizes, BLOCK_M)
         # Scores are transposed, [BLOCK_N, BLOCK_M]: P^T and dS^T are then left operands as they are in registers.
-        queries = Rows(memory=q, strides=q_strides, batch=batch, head=head, row=row, length=len_q)
-        grads = Rows(memory=grad, strides=grad_strides, batch=batch, head=head, row=row, length=len_q)
+        queries = Rows(memory=q, strides=q_strides, batch=batch, head=head, row=row, length=len_q, first=first_q)
+        grads = Rows(memory=grad, strides=grad_strides, batch=batch, head=head, row=row, length=len_q, first=first_q)
         b_s, b_q = _matmul(keys, b_k, queries, d, BLOCK_N, BLOCK_M, BLOCK_D, DESCRIPTORS, PRECISION)
         b_lse = tl.load(lse + offsets, mask=m_q, other=0.0) * LOG2E  # [BLOCK_M]
         b_p = tl.math.exp2(b_s * factor - b_lse[None, :])  # [BLOCK_N, BLOCK_M]
         if MASKED:
             rows, columns = row + tl.arange(0, BLOCK_M), keys.row + tl.arange(0, BLOCK_N)
-            b_p = tl.where(_visible(rows[None, :], columns[:, None], sizes.len_k, sizes.band), b_p, 0.0)
+            b_p = tl.where(_visible(rows[None, :], columns[:, None], sizes), b_p, 0.0)
         b_dp, b_do = _matmul(values, b_v, grads, d, BLOCK_N, BLOCK_M, BLOCK_D, DESCRIPTORS, PRECISION)
         if _is_wide(BLOCK_D, PRECISION):
             b_do = _load(grads, d, BLOCK_M, BLOCK_D, DESCRIPTORS)  # [BLOCK_M, BLOCK_D]
         b_dv = tl.dot(b_p.to(b_do.dtype), b_do, b_dv, input_precision=PRECISION)
         if delta is None:
-            outputs = Rows(memory=out, strides=out_strides, batch=batch, head=head, row=row, length=len_q)
+            outputs = Rows(
+                memory=out, strides=out_strides, batch=batch, head=head, row=row, length=len_q, first=first_q
+            )  # fmt: skip
             b_delta = _delta(outputs, b_do, grad_lse, offsets, m_q, d, BLOCK_M, BLOCK_D, DESCRIPTORS)
         else:
             b_delta = tl.load(delta + offsets, mask=m_q, other=0.0)  # [BLOCK_M]
@@ -426,6 +459,19 @@ def _block_and_head(blocks, all_heads, section):
 
 
 @triton.jit
+def _document(table, block, len_q, len_k, BLOCK: tl.constexpr):
+    """First row of a block; first row and length of its document among the queries and among the keys; what to add to
+    the band. Without a `table` there is one document."""
+    if table is None:
+        return block * BLOCK, 0, len_q, 0, len_k, 0
+    else:
+        line = table + block * FIELDS
+        queries = tl.load(line + FIRST_Q), tl.load(line + LEN_Q)
+        keys = tl.load(line + FIRST_K), tl.load(line + LEN_K)
+        return tl.load(line + ROW), queries[0], queries[1], keys[0], keys[1], tl.load(line + SHIFT)
+
+
+@triton.jit
 def _heads(index, heads, group):
     """Batch, query head, and the KV head it reads."""
     batch, head = index // heads, index % heads
@@ -433,32 +479,34 @@ def _heads(index, heads, group):
 
 
 @triton.jit
-def _key_tiles(row, len_q, len_k, band, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr):
+def _key_tiles(row, sizes, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr):
     """Bounds of the tiles of keys for BLOCK_M queries: masked from begin, full, masked up to end."""
+    len_q, len_k, band, shift = sizes.len_q, sizes.len_k, sizes.band, sizes.shift
     last = tl.minimum(row + BLOCK_M, len_q) - 1
     begin, full_begin = 0, 0
     stop, full_stop = len_k, len_k
     if band.lo is not None:
-        begin = tl.maximum(row + band.lo, 0) // BLOCK_N * BLOCK_N
-        full_begin = tl.cdiv(tl.maximum(last + band.lo, 0), BLOCK_N) * BLOCK_N
+        begin = tl.maximum(row + (band.lo + shift), 0) // BLOCK_N * BLOCK_N
+        full_begin = tl.cdiv(tl.maximum(last + (band.lo + shift), 0), BLOCK_N) * BLOCK_N
     if band.hi is not None:
-        stop = tl.minimum(stop, last + band.hi + 1)
-        full_stop = tl.minimum(full_stop, row + band.hi + 1)
+        stop = tl.minimum(stop, last + (band.hi + shift) + 1)
+        full_stop = tl.minimum(full_stop, row + (band.hi + shift) + 1)
     return _ordered(begin, full_begin, full_stop, stop, BLOCK_N)
 
 
 @triton.jit
-def _query_tiles(column, len_q, len_k, band, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr):
+def _query_tiles(column, sizes, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr):
     """Bounds of the tiles of queries for BLOCK_N keys, in the same order."""
+    len_q, len_k, band, shift = sizes.len_q, sizes.len_k, sizes.band, sizes.shift
     last = tl.minimum(column + BLOCK_N, len_k) - 1
     begin, full_begin = 0, 0
     stop, full_stop = len_q, len_q + BLOCK_M  # queries beyond the length do no harm
     if band.hi is not None:
-        begin = tl.maximum(column - band.hi, 0) // BLOCK_M * BLOCK_M
-        full_begin = tl.cdiv(tl.maximum(last - band.hi, 0), BLOCK_M) * BLOCK_M
+        begin = tl.maximum(column - (band.hi + shift), 0) // BLOCK_M * BLOCK_M
+        full_begin = tl.cdiv(tl.maximum(last - (band.hi + shift), 0), BLOCK_M) * BLOCK_M
     if band.lo is not None:
-        stop = tl.minimum(stop, last - band.lo + 1)
-        full_stop = tl.minimum(full_stop, column - band.lo + 1)
+        stop = tl.minimum(stop, last - (band.lo + shift) + 1)
+        full_stop = tl.minimum(full_stop, column - (band.lo + shift) + 1)
     if column + BLOCK_N > len_k:
         full_begin = len_q + BLOCK_M  # some of these keys are beyond the length, in every tile
     return _ordered(begin, full_begin, full_stop, stop, BLOCK_M)
@@ -474,13 +522,14 @@ def _ordered(begin, full_begin, full_stop, stop, STEP: tl.constexpr):
 
 
 @triton.jit
-def _visible(rows, columns, len_k, band):
+def _visible(rows, columns, sizes):
     """Mask of the keys inside the length and the band; rows and columns are shaped to broadcast."""
-    seen = columns < len_k
+    band, shift = sizes.band, sizes.shift
+    seen = columns < sizes.len_k
     if band.lo is not None:
-        seen = seen & (columns - rows >= band.lo)
+        seen = seen & (columns - rows >= band.lo + shift)
     if band.hi is not None:
-        seen = seen & (columns - rows <= band.hi)
+        seen = seen & (columns - rows <= band.hi + shift)
     return seen
 
 
@@ -490,7 +539,8 @@ def _visible(rows, columns, len_k, band):
 @triton.jit
 def _from_row(rows, row):
     return Rows(
-        memory=rows.memory, strides=rows.strides, batch=rows.batch, head=rows.head, row=row, length=rows.length
+        memory=rows.memory, strides=rows.strides, batch=rows.batch, head=rows.head, row=row, length=rows.length,
+        first=rows.first,
     )  # fmt: skip
 
 
@@ -528,14 +578,14 @@ def _pointers(rows, column, d, ROWS: tl.constexpr, COLUMNS: tl.constexpr):
     # Where a tile begins takes 64 bits: a tensor may have more than 2^31 elements. Inside a tile 32 bits do.
     strides = rows.strides
     first = tl.cast(rows.batch, tl.int64) * strides[0] + tl.cast(rows.head, tl.int64) * strides[1]
-    first += tl.cast(rows.row, tl.int64) * strides[2]
+    first += tl.cast(rows.first + rows.row, tl.int64) * strides[2]
     inner, columns = tl.arange(0, ROWS), column + tl.arange(0, COLUMNS)
     inside = (rows.row + inner < rows.length)[:, None] & (columns < d)[None, :]
     return rows.memory + first + inner[:, None] * strides[2] + columns[None, :], inside
 
 
 @triton.jit
-def _row_offsets(index, row, length, ROWS: tl.constexpr):
+def _row_offsets(index, row, sizes, ROWS: tl.constexpr):
     """Offsets and mask of one number for each query, in a contiguous (batch, heads, len_q) tensor."""
     rows = row + tl.arange(0, ROWS)
-    return tl.cast(index, tl.int64) * length + rows, rows < length
+    return tl.cast(index, tl.int64) * sizes.queries + (sizes.first_q + rows), rows < sizes.len_q

@@ -18,6 +18,10 @@ they fall into step, and want the tensor cores at the same time, and then the ex
 the queries of the last blocks of keys may be split over several programs, as the keys are in forward; `combine_kernel`
 adds up their dK and dV.
 
+Packed documents: as in hopper_forward.py. In scratch memory each document's queries are padded to a multiple of 128, so
+that no tile of them belongs to two documents; `prepare_kernel` and `finish_kernel` find theirs in a table of all blocks
+of 128 queries in the order of the documents.
+
 Names: desc_ TMA descriptor, p_ pointer to global memory, s_ shared memory, b_ block in registers, m_ mask.
 Shapes: BLOCK_N = 128 keys of a program, ROWS = 64 of a warpgroup, BLOCK_M queries of a tile, D head dim padded to 64 or
 128, W warpgroup.
@@ -43,12 +47,28 @@ from cs336_systems.kernels.flash.hopper_forward import (
     accumulator_layout,
     await_turn,
     block_and_head,
+    origin_of,
+    outer_of,
+    place,
     split_of_program,
     start_matmul,
+    tile_shape,
+    tile_shapes,
     tiles_of_split,
     used_columns,
 )
-from cs336_systems.kernels.triton_compat import Value, aggregate, specialize_warps, tma_reduce_add
+from cs336_systems.kernels.flash.packing_triton import (
+    FIELDS,
+    FIRST_K,
+    FIRST_Q,
+    LEN_K,
+    LEN_Q,
+    PADDED_Q,
+    PADDING,
+    ROW,
+    SHIFT,
+)
+from cs336_systems.kernels.triton_compat import RAGGED_ROWS, Value, aggregate, specialize_warps, tma_reduce_add
 
 BLOCK_N = gl.constexpr(128)
 STAGES = gl.constexpr(2)
@@ -77,6 +97,8 @@ class Config:
     """Query heads share keys."""
     SPLIT: gl.constexpr
     """Some programs see a part of the queries."""
+    PACKED: gl.constexpr
+    """Documents are packed along the sequence."""
 
 
 @aggregate
@@ -97,6 +119,14 @@ class Work:
     """First tile, where the queries are split."""
     tiles: Value
     """Blocks of queries, of all query heads."""
+    batch_q: Value
+    """Of packed documents: `outer_of` the document, for queries, as `batch` is for keys; None else."""
+    origin_q: Value
+    """Of packed documents: `origin_of` the document, for queries; 0 else."""
+    loaded_k: Value
+    """The same for keys that are loaded."""
+    padded_q: Value
+    """Of packed documents: queries of a head before the document, in scratch memory; 0 else."""
 
 
 @aggregate
@@ -153,7 +183,7 @@ class Outputs:
 
 @gluon.jit(do_not_specialize=["schedule", "unsplit", "splits"])
 def backward_kernel(
-    desc_q, desc_k, desc_v, desc_do, desc_lse, desc_delta, desc_dq, desc_dk, desc_dv, p_partial,
+    desc_q, desc_k, desc_v, desc_do, desc_lse, desc_delta, desc_dq, desc_dk, desc_dv, p_partial, p_table,
     heads, group, len_k, padded, hi, scale, q_blocks, schedule, unsplit, splits,
     CAUSAL: gl.constexpr, EVEN: gl.constexpr, D: gl.constexpr, D_USED: gl.constexpr, BLOCK_M: gl.constexpr,
     MASKED_TILES: gl.constexpr, GROUPED: gl.constexpr,
@@ -161,15 +191,31 @@ def backward_kernel(
     """dK and dV of BLOCK_N keys, and their part of dQ. Programs from `unsplit` on see one of `splits` parts of the
     queries and write dK and dV to `p_partial`. `padded`: queries of a head in scratch memory."""
     SPLIT: gl.constexpr = p_partial is not None
+    PACKED: gl.constexpr = p_table is not None
     config = Config(
         CAUSAL=CAUSAL, EVEN=EVEN, D=D, D_USED=D_USED, BLOCK_M=BLOCK_M, MASKED_TILES=MASKED_TILES, GROUPED=GROUPED,
-        SPLIT=SPLIT,
+        SPLIT=SPLIT, PACKED=PACKED,
     )  # fmt: skip
     unit = gl.program_id(0)
     if SPLIT:
         unit, split, of = split_of_program(unit, unsplit, splits)
     block, _, batch, kv_head = block_and_head(unit, schedule)
     column = block * BLOCK_N
+    batch_q, origin_q, origin_k, loaded_k, padded_q = None, 0, 0, 0, 0
+    if PACKED:
+        line = p_table + block * FIELDS
+        len_q, len_k = gl.load(line + LEN_Q), gl.load(line + LEN_K)
+        if len_k == 0:  # documents may have fewer blocks than there are programs
+            return
+        column, padded_q = gl.load(line + ROW), gl.load(line + PADDED_Q)
+        hi += gl.load(line + SHIFT)
+        batch, batch_q = outer_of(gl.load(line + FIRST_K), len_k), outer_of(gl.load(line + FIRST_Q), len_q)
+        origin_q, origin_k = origin_of(len_q), origin_of(len_k)
+        q_blocks = gl.maximum(gl.cdiv(len_q, BLOCK_M), 1)
+        # Without queries one block is visited. It, its place in scratch memory and the keys read are then outside of
+        # all documents, and zeros: the keys themselves may hold anything.
+        loaded_k = gl.where(len_q == 0, RAGGED_ROWS, origin_k)
+        padded_q = gl.where(len_q == 0, heads * padded, padded_q)
     first = 0
     if CAUSAL:  # where no query sees these keys the last block is visited, and adds nothing
         first = gl.minimum(gl.maximum(column - hi, 0) // BLOCK_M, q_blocks - 1)
@@ -178,14 +224,14 @@ def backward_kernel(
         start, tiles = tiles_of_split(tiles, split, of)
     work = Work(
         batch=batch, kv_head=kv_head, group=group, column=column, first=first, count=q_blocks - first, start=start,
-        tiles=tiles,
+        tiles=tiles, batch_q=batch_q, origin_q=origin_q, loaded_k=loaded_k, padded_q=padded_q,
     )  # fmt: skip
     sizes = Sizes(len_k=len_k, hi=hi, scale=scale)
 
-    s_q = gl.allocate_shared_memory(desc_q.dtype, [STAGES, 1, 1, BLOCK_M, D], desc_q.layout)
-    s_do = gl.allocate_shared_memory(desc_q.dtype, [STAGES, 1, 1, BLOCK_M, D], desc_q.layout)
-    s_k = gl.allocate_shared_memory(desc_k.dtype, [1, 1, BLOCK_N, D], desc_k.layout)
-    s_v = gl.allocate_shared_memory(desc_v.dtype, [1, 1, 1, BLOCK_N, D], desc_v.layout)
+    s_q = gl.allocate_shared_memory(desc_q.dtype, tile_shapes(STAGES, BLOCK_M, D, PACKED), desc_q.layout)
+    s_do = gl.allocate_shared_memory(desc_q.dtype, tile_shapes(STAGES, BLOCK_M, D, PACKED), desc_q.layout)
+    s_k = gl.allocate_shared_memory(desc_k.dtype, tile_shape(BLOCK_N, D, PACKED), desc_k.layout)
+    s_v = gl.allocate_shared_memory(desc_v.dtype, tile_shapes(1, BLOCK_N, D, PACKED), desc_v.layout)
     s_lse = gl.allocate_shared_memory(gl.float32, [STAGES, BLOCK_M], desc_lse.layout)
     s_delta = gl.allocate_shared_memory(gl.float32, [STAGES, BLOCK_M], desc_delta.layout)
     DS_LAYOUT: gl.constexpr = gl.NVMMASharedLayout.get_default_for([BLOCK_M, BLOCK_N], desc_q.dtype)
@@ -201,7 +247,7 @@ def backward_kernel(
     s_parked = gl.allocate_shared_memory(gl.int64, [PARKED, 1], gl.SwizzledSharedLayout(1, 1, 1, [0]))
     _park(s_parked, BATCH, batch)
     _park(s_parked, KV_HEAD, kv_head)
-    _park(s_parked, COLUMN, column)
+    _park(s_parked, COLUMN, origin_k + column)
     if SPLIT:  # address of the partial results; 0 for a program that is not split
         number = gl.program_id(0) - unsplit
         address = p_partial.to(gl.int64, bitcast=True) + number.to(gl.int64) * (2 * BLOCK_N * D * 4)
@@ -234,25 +280,44 @@ def backward_kernel(
 @gluon.jit
 def _produce(inputs, desc_dq, buffers, barriers, work, heads, padded, config):
     """Load keys and values, then queries tile by tile; add each tile's dQ to global memory."""
-    batch, kv_head = work.batch, work.kv_head
     D: gl.constexpr = config.D
     BLOCK_M: gl.constexpr = config.BLOCK_M
     mbarrier.expect(barriers.kv_full, 2 * BLOCK_N * D * 2)
-    tma.async_copy_global_to_shared(inputs.k, [batch, kv_head, work.column, 0], barriers.kv_full, buffers.s_k)
-    tma.async_copy_global_to_shared(inputs.v, [batch, kv_head, work.column, 0], barriers.kv_full, buffers.s_v.index(0))
+    at = place(work.batch, work.kv_head, work.loaded_k + work.column, config.PACKED)
+    tma.async_copy_global_to_shared(inputs.k, at, barriers.kv_full, buffers.s_k)
+    tma.async_copy_global_to_shared(inputs.v, at, barriers.kv_full, buffers.s_v.index(0))
     for t in range(work.tiles + STAGES + 1):
         slot = t % STAGES
         mbarrier.wait(barriers.done.index(slot), (t // STAGES & 1) ^ 1)
         if t < work.tiles:
             head, row = _head_and_row(t, work, config)
-            flat = (batch * heads + head) * padded + row
+            flat = _place_in_scratch(head, row, work, heads, padded, config)
+            at = _place_of_queries(head, row, work, config)
             bar = barriers.full.index(slot)
             mbarrier.expect(bar, 2 * BLOCK_M * D * 2 + 2 * BLOCK_M * 4)
-            tma.async_copy_global_to_shared(inputs.q, [batch, head, row, 0], bar, buffers.s_q.index(slot))
+            tma.async_copy_global_to_shared(inputs.q, at, bar, buffers.s_q.index(slot))
             tma.async_copy_global_to_shared(inputs.lse, [flat], bar, buffers.s_lse.index(slot))
-            tma.async_copy_global_to_shared(inputs.do, [batch, head, row, 0], bar, buffers.s_do.index(slot))
+            tma.async_copy_global_to_shared(inputs.do, at, bar, buffers.s_do.index(slot))
             tma.async_copy_global_to_shared(inputs.delta, [flat], bar, buffers.s_delta.index(slot))
         _add_dq(t, desc_dq, buffers.s_dq, barriers.dq_free, work, heads, padded, config)
+
+
+@gluon.jit
+def _place_of_queries(head, row, work, config):
+    """TMA coordinates of a query."""
+    if config.PACKED:
+        return place(work.batch_q, head, work.origin_q + row, True)
+    else:
+        return place(work.batch, head, row, False)
+
+
+@gluon.jit
+def _place_in_scratch(head, row, work, heads, padded, config):
+    """Number of a query among those of scratch memory."""
+    if config.PACKED:
+        return head * padded + work.padded_q + row
+    else:
+        return (work.batch * heads + head) * padded + row
 
 
 @gluon.jit
@@ -262,7 +327,7 @@ def _add_dq(t, desc_dq, s_dq, dq_free, work, heads, padded, config):
         DQ_BUFFERS: gl.constexpr = dq_free.shape[0]
         tile = t - STAGES - 1
         head, row = _head_and_row(tile, work, config)
-        block = ((work.batch * heads + head) * padded + row) // HALF * (config.D // HALF)
+        block = _place_in_scratch(head, row, work, heads, padded, config) // HALF * (config.D // HALF)
         for w in gl.static_range(2):
             tma_reduce_add(desc_dq, [(block + w) * (4 * WARP), 0], s_dq.index(tile % DQ_BUFFERS * 2 + w))
         tma.store_wait(0)
@@ -288,6 +353,7 @@ def _consume(W: gl.constexpr, outputs, buffers, barriers, work, sizes, config):
     D: gl.constexpr = config.D
     BLOCK_M: gl.constexpr = config.BLOCK_M
     KV_LAYOUT: gl.constexpr = accumulator_layout(D)
+    ROW_DIM: gl.constexpr = 3 if config.PACKED else 2
     s_v = buffers.s_v.index(0)
     group, first, count, tiles = work.group, work.first, work.count, work.tiles
     b_dk = gl.zeros((ROWS, D), gl.float32, KV_LAYOUT)  # [ROWS, D]
@@ -320,7 +386,7 @@ def _consume(W: gl.constexpr, outputs, buffers, barriers, work, sizes, config):
         _store_partial(b_dv, 1, outputs.s_parked, W, D)
     # Each warpgroup reads only its own part of V, and has done so for the last time.
     s_v.reshape((BLOCK_N, D)).slice(W * ROWS, ROWS).store(b_dv.to(s_v.dtype))
-    _store(outputs.desc_dv, s_v.slice(W * ROWS, ROWS, dim=2), outputs.s_parked, W)
+    _store(outputs.desc_dv, s_v.slice(W * ROWS, ROWS, dim=ROW_DIM), outputs.s_parked, W, config)
     last = tiles - 1
     mbarrier.wait(barriers.done.index(last % STAGES), last // STAGES & 1)
     dq_token = _start_half_of_dq(last, buffers, W, config)
@@ -330,7 +396,7 @@ def _consume(W: gl.constexpr, outputs, buffers, barriers, work, sizes, config):
     # Both warpgroups are done with the last queries, and no more will be loaded: their buffer takes dK.
     s_dk = buffers.s_q.index(W)
     s_dk.reshape((BLOCK_M, D)).slice(0, ROWS).store(b_dk.to(s_v.dtype))
-    _store(outputs.desc_dk, s_dk.slice(0, ROWS, dim=2), outputs.s_parked, W)
+    _store(outputs.desc_dk, s_dk.slice(0, ROWS, dim=ROW_DIM), outputs.s_parked, W, config)
     b_dq = warpgroup_mma_wait(0, deps=[dq_token])
     _store_dq(b_dq, last, buffers.s_dq, barriers.dq_free, W)
     fence_async_shared()
@@ -457,12 +523,12 @@ def _parked(s_parked, slot: gl.constexpr):
 
 
 @gluon.jit
-def _store(desc, s_rows, s_parked, W: gl.constexpr):
+def _store(desc, s_rows, s_parked, W: gl.constexpr, config):
     """Copy dK or dV of a warpgroup's keys from shared to global memory."""
     fence_async_shared()
     batch, kv_head = _parked(s_parked, BATCH).to(gl.int32), _parked(s_parked, KV_HEAD).to(gl.int32)
     column = _parked(s_parked, COLUMN).to(gl.int32)
-    tma.async_copy_shared_to_global(desc, [batch, kv_head, column + W * ROWS, 0], s_rows)
+    tma.async_copy_shared_to_global(desc, place(batch, kv_head, column + W * ROWS, config.PACKED), s_rows)
 
 
 @gluon.jit
@@ -479,8 +545,20 @@ def _store_partial(x, which: gl.constexpr, s_parked, W: gl.constexpr, D: gl.cons
 
 
 @triton.jit
+def _queries(p_table, row, len_q, BLOCK: tl.constexpr):
+    """Queries whose place in a head's scratch memory is `row` and after: their rows, and which of them there are."""
+    if p_table is None:
+        rows = row + tl.arange(0, BLOCK)
+        return rows, rows < len_q
+    else:
+        line = p_table + row // PADDING * FIELDS
+        own = tl.load(line + ROW) + row % PADDING + tl.arange(0, BLOCK)
+        return tl.load(line + FIRST_Q) + own, own < tl.load(line + LEN_Q)
+
+
+@triton.jit
 def prepare_kernel(
-    p_o, p_do, p_lse, p_dlse, p_scratch, p_copy, o_strides, do_strides, heads, len_q, d, passes, queries,
+    p_o, p_do, p_lse, p_dlse, p_scratch, p_copy, p_table, o_strides, do_strides, heads, len_q, d, passes, queries,
     D: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     """For BLOCK queries: lse in powers of 2, delta = rowsum(O dO) less the gradient of lse, zeros for dQ and, where TMA
@@ -488,8 +566,8 @@ def prepare_kernel(
     gdc_launch_dependents()
     program = tl.num_programs(0) - 1 - tl.program_id(0)  # forward has just left the last outputs in the L2 cache
     index, row = program // passes, program % passes * BLOCK
-    rows, columns = row + tl.arange(0, BLOCK), tl.arange(0, D)
-    m_rows = rows < len_q
+    scratch_rows, columns = row + tl.arange(0, BLOCK), tl.arange(0, D)
+    rows, m_rows = _queries(p_table, row, len_q, BLOCK)
     m_tile = m_rows[:, None] & (columns < d)[None, :]
     batch, head = tl.cast(index // heads, tl.int64), tl.cast(index % heads, tl.int64)
     far = tl.cast(rows, tl.int64)[:, None]
@@ -505,19 +583,20 @@ def prepare_kernel(
     # A query that sees no key has -inf: with +inf instead its P is 0.
     b_lse = tl.where(b_lse == float("-inf"), float("inf"), b_lse * 1.4426950408889634)
     # In every sixteen, (half, pair, place in the pair) becomes (pair, half, place in the pair): see `_of_queries`.
-    place = rows // 16 * 16 + rows % 8 // 2 * 4 + rows % 16 // 8 * 2 + rows % 2
-    before = tl.cast(index, tl.int64) * passes * BLOCK  # queries of other heads
-    tl.store(p_scratch + before + place, b_lse)
-    tl.store(p_scratch + queries + before + place, b_delta)
+    in_16 = scratch_rows % 8 // 2 * 4 + scratch_rows % 16 // 8 * 2 + scratch_rows % 2
+    before = tl.cast(index, tl.int64) * passes * BLOCK + scratch_rows // 16 * 16  # queries of other heads, and of this
+    tl.store(p_scratch + before + in_16, b_lse)
+    tl.store(p_scratch + queries + before + in_16, b_delta)
     sums = p_scratch + 2 * tl.cast(queries, tl.int64)
-    tl.store(sums + (before + row) * D + tl.arange(0, BLOCK * D), tl.zeros([BLOCK * D], tl.float32))
+    first = tl.cast(index, tl.int64) * passes * BLOCK + row
+    tl.store(sums + first * D + tl.arange(0, BLOCK * D), tl.zeros([BLOCK * D], tl.float32))
     if p_copy is not None:
         tl.store(p_copy + at[:, None] * d + columns[None, :], b_do, mask=m_tile)
 
 
 @triton.jit
 def finish_kernel(
-    p_dq, p_scratch, strides, heads, len_q, d, passes, queries, scale, D: tl.constexpr, BLOCK: tl.constexpr
+    p_dq, p_scratch, p_table, strides, heads, len_q, d, passes, queries, scale, D: tl.constexpr, BLOCK: tl.constexpr
 ):  # fmt: skip
     """dQ of BLOCK queries: reordered, scaled, rounded and stored."""
     program = tl.num_programs(0) - 1 - tl.program_id(0)  # the last sums are still in the L2 cache
@@ -528,8 +607,9 @@ def finish_kernel(
     # Of 64 x 64: warp, row % 8, column / 2 % 4, column / 8, row / 8 % 2, column % 2. See `_store_dq`.
     b_dq = tl.reshape(b_dq, [BLOCK // 64, D // 64, 4, 8, 4, 8, 2, 2])
     b_dq = tl.reshape(tl.permute(b_dq, (0, 2, 6, 3, 1, 5, 4, 7)), [BLOCK, D])
-    rows, columns = row + tl.arange(0, BLOCK), tl.arange(0, D)
-    m_tile = (rows < len_q)[:, None] & (columns < d)[None, :]
+    columns = tl.arange(0, D)
+    rows, m_rows = _queries(p_table, row, len_q, BLOCK)
+    m_tile = m_rows[:, None] & (columns < d)[None, :]
     batch, head = tl.cast(index // heads, tl.int64), tl.cast(index % heads, tl.int64)
     at = batch * strides[0] + head * strides[1] + tl.cast(rows, tl.int64)[:, None] * strides[2] + columns[None, :]
     tl.store(p_dq + at, (b_dq * scale).to(p_dq.dtype.element_ty), mask=m_tile)

@@ -20,6 +20,10 @@ the program makes a second pass over the keys with a running maximum.
 Split-KV: without a mask all programs take equally long, and the last ones would leave most multiprocessors idle. The
 keys of these blocks are split over several programs; `combine_kernel` combines their partial results.
 
+Packed documents: with `p_table` (packing_triton.py) a program reads there which block of which document it has. Rows
+are then counted inside the document, and descriptors are those of `TensorDescription.ragged`, which the copy engine
+bounds by the document: beyond its end it reads zeros and writes nothing.
+
 Names: desc_ TMA descriptor, p_ pointer to global memory, s_ shared memory, b_ block in registers, m_ mask.
 Shapes: ROWS = 64 queries of a warpgroup, BLOCK_N keys of a tile, D head dim padded to 64 or 128, W warpgroup.
 """
@@ -34,7 +38,8 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     warpgroup_mma_wait,
 )
 
-from cs336_systems.kernels.triton_compat import Value, aggregate, specialize_warps
+from cs336_systems.kernels.flash.packing_triton import FIELDS, FIRST_K, FIRST_Q, LEN_K, LEN_Q, ROW, SHIFT
+from cs336_systems.kernels.triton_compat import RAGGED_ROWS, Value, aggregate, specialize_warps
 
 LOG2E = gl.constexpr(1.4426950408889634)
 LN2 = gl.constexpr(0.6931471805599453)
@@ -67,6 +72,8 @@ class Config:
     PING_PONG: gl.constexpr
     """A consumer starts its matmuls when the one before it has its scores."""
     Q_IN_REGISTERS: gl.constexpr
+    PACKED: gl.constexpr
+    """Documents are packed along the sequence."""
 
 
 @aggregate
@@ -74,6 +81,14 @@ class Work:
     """The block of queries and range of keys of a program."""
 
     batch: Value
+    """Of packed documents, here and below: `outer_of` the document, for queries."""
+    batch_k: Value
+    """The same for keys; None else."""
+    origin_q: Value
+    """`origin_of` the document, for queries; 0 else."""
+    origin_k: Value
+    lse_at: Value
+    """Place of the document's first logsumexp of this head; None else."""
     head: Value
     kv_head: Value
     index: Value
@@ -136,7 +151,7 @@ class Retry:
 
 @gluon.jit(do_not_specialize=["schedule", "shift", "unsplit", "splits"])
 def forward_kernel(
-    desc_q, desc_k, desc_v, desc_o, p_lse, p_partial,
+    desc_q, desc_k, desc_v, desc_o, p_lse, p_partial, p_table,
     group, len_q, len_k, hi, scale, blocks, schedule, shift, unsplit, splits,
     CAUSAL: gl.constexpr, D: gl.constexpr, D_USED: gl.constexpr, BLOCK_N: gl.constexpr, WARPGROUPS: gl.constexpr,
     STAGES: gl.constexpr, MASKED_TILES: gl.constexpr, PING_PONG: gl.constexpr, Q_IN_REGISTERS: gl.constexpr,
@@ -144,17 +159,30 @@ def forward_kernel(
 ):  # fmt: skip
     """Output and logsumexp of ROWS * WARPGROUPS queries. The first block begins at -`shift`. Programs from `unsplit` on
     see one of `splits` parts of the keys and write to `p_partial`."""
+    PACKED: gl.constexpr = p_table is not None
     config = Config(
         CAUSAL=CAUSAL, D=D, D_USED=D_USED, BLOCK_N=BLOCK_N, WARPGROUPS=WARPGROUPS, STAGES=STAGES,
-        MASKED_TILES=MASKED_TILES, PING_PONG=PING_PONG, Q_IN_REGISTERS=Q_IN_REGISTERS,
+        MASKED_TILES=MASKED_TILES, PING_PONG=PING_PONG, Q_IN_REGISTERS=Q_IN_REGISTERS, PACKED=PACKED,
     )  # fmt: skip
     unit = gl.program_id(0)
     if p_partial is not None:
         unit, split, of = split_of_program(unit, unsplit, splits)
     block, index, batch, head = block_and_head(unit, schedule)
-    if CAUSAL:
-        block = blocks - 1 - block  # the last queries see the most keys
-    row = block * (WARPGROUPS * ROWS) - shift
+    batch_k, origin_q, origin_k, lse_at = None, 0, 0, None
+    if PACKED:
+        line = p_table + block * FIELDS
+        first_q = gl.load(line + FIRST_Q)
+        lse_at = index.to(gl.int64) * len_q + first_q
+        row, len_q, len_k = gl.load(line + ROW), gl.load(line + LEN_Q), gl.load(line + LEN_K)
+        if len_q == 0:  # documents may have fewer blocks than there are programs
+            return
+        hi += gl.load(line + SHIFT)
+        batch, batch_k = outer_of(first_q, len_q), outer_of(gl.load(line + FIRST_K), len_k)
+        origin_q, origin_k = origin_of(len_q), origin_of(len_k)
+    else:
+        if CAUSAL:
+            block = blocks - 1 - block  # the last queries see the most keys
+        row = block * (WARPGROUPS * ROWS) - shift
     end = gl.minimum(row + WARPGROUPS * ROWS, gl.cdiv(len_q, ROWS) * ROWS)
     tiles = _visible_tiles(end - 1, len_k, hi, CAUSAL, BLOCK_N)
     column = 0
@@ -162,13 +190,14 @@ def forward_kernel(
         start, tiles = tiles_of_split(tiles, split, of)
         column = start * BLOCK_N
     work = Work(
-        batch=batch, head=head, kv_head=head // group, index=index, row=row, end=end, column=column, tiles=tiles
+        batch=batch, head=head, kv_head=head // group, index=index, row=row, end=end, column=column, tiles=tiles,
+        batch_k=batch_k, origin_q=origin_q, origin_k=origin_k, lse_at=lse_at,
     )  # fmt: skip
     sizes = Sizes(len_q=len_q, len_k=len_k, hi=hi, factor=scale * LOG2E)
 
-    s_q = gl.allocate_shared_memory(desc_q.dtype, [WARPGROUPS, 1, 1, ROWS, D], desc_q.layout)
-    s_k = gl.allocate_shared_memory(desc_k.dtype, [STAGES, 1, 1, BLOCK_N, D], desc_k.layout)
-    s_v = gl.allocate_shared_memory(desc_v.dtype, [STAGES, 1, 1, BLOCK_N, D], desc_v.layout)
+    s_q = gl.allocate_shared_memory(desc_q.dtype, tile_shapes(WARPGROUPS, ROWS, D, PACKED), desc_q.layout)
+    s_k = gl.allocate_shared_memory(desc_k.dtype, tile_shapes(STAGES, BLOCK_N, D, PACKED), desc_k.layout)
+    s_v = gl.allocate_shared_memory(desc_v.dtype, tile_shapes(STAGES, BLOCK_N, D, PACKED), desc_v.layout)
     q_full = gl.allocate_shared_memory(gl.int64, [WARPGROUPS, 1], mbarrier.MBarrierLayout())
     for w in gl.static_range(WARPGROUPS):
         mbarrier.init(q_full.index(w), count=1)
@@ -259,6 +288,51 @@ def _visible_tiles(last_row, len_k, hi, CAUSAL: gl.constexpr, BLOCK_N: gl.conste
     return gl.maximum(gl.cdiv(end, BLOCK_N), 1)
 
 
+# -- where tiles are in memory ----------------------------------------------------------------------------------------
+
+
+@gluon.constexpr_function
+def tile_shape(rows, d, packed):
+    """Shape of a tile as its descriptor has it: batch and head, or the two outer dimensions of a document and head."""
+    return [1] * (3 if packed else 2) + [rows, d]
+
+
+@gluon.constexpr_function
+def tile_shapes(count, rows, d, packed):
+    """Shape of `count` buffers for such tiles."""
+    return [count] + [1] * (3 if packed else 2) + [rows, d]
+
+
+@gluon.jit
+def outer_of(first, length):
+    """The coordinate that tells a ragged descriptor which document it is: the document's end."""
+    return first + length
+
+
+@gluon.jit
+def origin_of(length):
+    """Coordinate of a document's first row, such that its last row is the last that a ragged descriptor has."""
+    return RAGGED_ROWS - length
+
+
+@gluon.jit
+def place(batch, head, row, PACKED: gl.constexpr):
+    """TMA coordinates of a row. Of packed documents: `batch` is `outer_of` the document, `row` counts from
+    `origin_of` on."""
+    if PACKED:
+        return (RAGGED_ROWS, batch, head, row, 0)
+    else:
+        return (batch, head, row, 0)
+
+
+@gluon.jit
+def _place_of_keys(work, column, config):
+    if config.PACKED:
+        return place(work.batch_k, work.kv_head, work.origin_k + column, True)
+    else:
+        return place(work.batch, work.kv_head, column, False)
+
+
 # -- producer ---------------------------------------------------------------------------------------------------------
 
 
@@ -268,8 +342,8 @@ def _produce(desc_q, desc_k, desc_v, first, retry, work, config):
     for w in gl.static_range(config.WARPGROUPS):
         bar = first.q_full.index(w)
         mbarrier.expect(bar, ROWS * config.D * 2)
-        row = work.row + w * ROWS
-        tma.async_copy_global_to_shared(desc_q, [work.batch, work.head, row, 0], bar, first.s_q.index(w))
+        at = place(work.batch, work.head, work.origin_q + work.row + w * ROWS, config.PACKED)
+        tma.async_copy_global_to_shared(desc_q, at, bar, first.s_q.index(w))
         if w == 0:  # the first consumer starts while the queries of the others are on their way
             _load_first_keys(desc_k, first, work, config)
     _load_tiles(desc_k, desc_v, first, work, config)
@@ -285,14 +359,13 @@ def _load_first_keys(desc_k, over, work, config):
     column = work.column + (work.tiles - 1) * config.BLOCK_N
     bar = over.full.index(0)
     mbarrier.expect(bar, config.BLOCK_N * config.D * 2)
-    tma.async_copy_global_to_shared(desc_k, [work.batch, work.kv_head, column, 0], bar, over.s_k.index(0))
+    tma.async_copy_global_to_shared(desc_k, _place_of_keys(work, column, config), bar, over.s_k.index(0))
 
 
 @gluon.jit
 def _load_tiles(desc_k, desc_v, over, work, config):
     """Load the keys of all tiles but the first, and the values of the tile before each."""
     BYTES: gl.constexpr = config.BLOCK_N * config.D * 2
-    batch, kv_head = work.batch, work.kv_head
     for t in range(1, work.tiles + 1):
         slot = t % config.STAGES
         bar = over.full.index(slot)
@@ -303,9 +376,10 @@ def _load_tiles(desc_k, desc_v, over, work, config):
         else:
             mbarrier.expect(bar, BYTES)
         column = work.column + (work.tiles - 1 - t) * config.BLOCK_N
-        tma.async_copy_global_to_shared(desc_k, [batch, kv_head, column, 0], bar, over.s_k.index(slot), pred=has_k)
-        column += config.BLOCK_N
-        tma.async_copy_global_to_shared(desc_v, [batch, kv_head, column, 0], bar, over.s_v.index(slot))
+        at = _place_of_keys(work, column, config)
+        tma.async_copy_global_to_shared(desc_k, at, bar, over.s_k.index(slot), pred=has_k)
+        at = _place_of_keys(work, column + config.BLOCK_N, config)
+        tma.async_copy_global_to_shared(desc_v, at, bar, over.s_v.index(slot))
 
 
 @gluon.jit
@@ -465,9 +539,11 @@ def _store(b_o, b_m, b_l, outputs, s_o, work, len_q, row, config):
     if outputs.p_partial is None or gl.program_id(0) < outputs.unsplit:
         s_o.reshape((ROWS, D)).store(b_o.to(s_o.dtype))
         fence_async_shared()
-        tma.async_copy_shared_to_global(outputs.desc_o, [work.batch, work.head, row, 0], s_o)
+        at = place(work.batch, work.head, work.origin_q + row, config.PACKED)
+        tma.async_copy_shared_to_global(outputs.desc_o, at, s_o)
         rows = row + gl.arange(0, ROWS, layout=ROW_LAYOUT)  # not before the fence, which would wait for this store
-        gl.store(outputs.p_lse + work.index.to(gl.int64) * len_q + rows, b_lse, mask=rows < len_q)
+        lse_at = work.lse_at if config.PACKED else work.index.to(gl.int64) * len_q
+        gl.store(outputs.p_lse + lse_at + rows, b_lse, mask=rows < len_q)
         tma.store_wait(0)
     else:
         rows = row - work.row + gl.arange(0, ROWS, layout=ROW_LAYOUT)

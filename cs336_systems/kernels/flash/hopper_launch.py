@@ -21,6 +21,7 @@ from cs336_systems.kernels.flash import hopper_backward, hopper_forward
 from cs336_systems.kernels.flash import strides as layout
 from cs336_systems.kernels.flash.band import Band
 from cs336_systems.kernels.flash.launch_plan import Plan, suits_tma
+from cs336_systems.kernels.flash.packing import Blocks, PackedMask, Packing, most_blocks
 from cs336_systems.kernels.triton_compat import TensorDescription
 
 DTYPES = {torch.bfloat16: gl.bfloat16, torch.float16: gl.float16, torch.float32: gl.float32}
@@ -32,6 +33,8 @@ KEYS = 128
 """Keys of a tile, in both kernels."""
 D_USED = (80, 96)
 """Numbers of columns, between the two padded head dims, that S = Q K^T can multiply: 64 and a power of 2."""
+UNUSED = 16
+"""In place of sizes that kernels read from a table of packed documents."""
 PREPARED, FINISHED = 32, 128
 """Queries of a program of `prepare_kernel` and of `finish_kernel`. The number of queries is padded to a multiple of
 both."""
@@ -57,6 +60,8 @@ FORWARD = {
 """By padded head dim. At 128 the output accumulators leave registers for two consumers, and for their queries."""
 QUERIES = {64: 128, 128: 64}
 """Padded head dim -> queries of a tile in backward: what registers hold beside the gradients of the keys."""
+IN_ORDER = Blocks(FINISHED, False, "AS_PACKED")
+"""Blocks of queries as they lie in scratch memory, each document padded to a multiple of FINISHED."""
 MAX_SPLITS = 16
 """Maximum number of splits of a unit of work."""
 MAX_SPLIT_ROUNDS = 4
@@ -98,7 +103,7 @@ class Problem:
         if plans is None:
             plans = self._forward = self.plan_forward(tensors)
         partial = None if plans.split is None else plans.split.allocate(q.device)
-        plans.main(tensors, (lse, partial), scale)
+        plans.main(tensors, (lse, partial, None), scale)
         if plans.split is not None:
             plans.split.combine((out,), (lse, partial))
         return out, lse
@@ -118,10 +123,10 @@ class Problem:
         copy = torch.empty(q.shape, dtype=q.dtype, device=q.device) if plans.copies_grad else None
         own = grad if copy is None else copy
         scratch = self.scratch(q.device)
-        plans.prepare((out, grad), (lse, grad_lse, scratch, copy))
+        plans.prepare((out, grad), (lse, grad_lse, scratch, copy, None))
         partial = None if plans.split is None else plans.split.allocate(q.device)
-        plans.main((q, k, v, own, scratch, scratch, scratch, dk, dv), (partial,), scale)
-        plans.finish((dq,), (scratch,), scale)
+        plans.main((q, k, v, own, scratch, scratch, scratch, dk, dv), (partial, None), scale)
+        plans.finish((dq,), (scratch, None), scale)
         if plans.split is not None:
             plans.split.combine((dk, dv), (partial,))
         return dq, dk, dv
@@ -244,8 +249,163 @@ class Problem:
         """Number of tiles of width `visited` that the causal diagonal may cut for `own` rows, at least 1."""
         if not self.causal:
             return 1
-        shift = self.hi % visited  # where the diagonal begins in a tile; programs begin at multiples of `own`
-        return max(1, *(triton.cdiv((start + shift) % visited + own, visited) for start in range(0, visited, own)))
+        return max(1, _tiles_cut(own, visited, self.hi % visited))  # where the diagonal begins in a tile
+
+
+# -- packed documents -------------------------------------------------------------------------------------------------
+
+
+class PackedProblem:
+    """Plans for attention inside packed documents, of tensors with given shapes, strides and alignment.
+
+    Tensors are those of `Problem`, with a batch of 1; all documents lie along the sequence. Nothing is split: documents
+    of several lengths end at several times anyway.
+    """
+
+    def __init__(self, q: Tensor, k: Tensor, v: Tensor, mask: PackedMask, documents: int):
+        self._own = Problem(q, k, v, mask.band)
+        self._results = layout.Results(q, k, v)
+        self._mask = mask
+        self._documents = documents
+        self._causal = mask.band.hi is not None
+        self._hi = mask.band.hi or 0
+        self._padded = KEYS * most_blocks(KEYS, self._own.len_q, documents)
+        self._all_queries = self._own.heads * self._padded
+        shape = FORWARD[self._own.block_d]
+        self._query_blocks = Blocks(shape.warpgroups * ROWS, False, mask.order)
+        self._key_blocks = Blocks(KEYS, True, mask.order)
+        self._forward: Plan | None = None
+        self._backward: Cache[tuple[Any, ...], Backward] = Cache()
+
+    def forward(
+        self, q: Tensor, k: Tensor, v: Tensor, packing: Packing, scale: float, mask: PackedMask
+    ) -> tuple[Tensor, Tensor]:
+        """Output, in q's layout, and logsumexp."""
+        out, lse = self._results.like_q(q), self._results.logsumexp()
+        tensors = (q, k, v, out)
+        if self._forward is None:
+            self._forward = self.plan_forward(tensors)
+        self._forward(tensors, (lse, None, self._table(packing, self._query_blocks)), scale)
+        return out, lse
+
+    def backward(
+        self, grad: Tensor, grad_lse: Tensor | None, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor,
+        packing: Packing, scale: float, mask: PackedMask,
+    ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
+        """Gradients of q, k and v, each in the layout of its tensor."""
+        dq, dk, dv = self._results.gradients(q, k, v)
+        if grad_lse is not None:
+            grad_lse = grad_lse.contiguous()
+        key = layout.gradient_layout_key(grad, grad_lse, out, lse)
+        plans = self._backward.get(key)
+        if plans is None:
+            plans = self._backward[key] = self.plan_backward(q, k, v, out, grad, dq, dk, dv)
+        in_order, by_work = self._table(packing, IN_ORDER), self._table(packing, self._key_blocks)
+        copy = torch.empty(q.shape, dtype=q.dtype, device=q.device) if plans.copies_grad else None
+        own = grad if copy is None else copy
+        scratch = self.scratch(q.device)
+        plans.prepare((out, grad), (lse, grad_lse, scratch, copy, in_order))
+        plans.main((q, k, v, own, scratch, scratch, scratch, dk, dv), (None, by_work), scale)
+        plans.finish((dq,), (scratch, in_order), scale)
+        return dq, dk, dv
+
+    def scratch(self, device: torch.device) -> Tensor:
+        """Memory for each query's logsumexp, its delta, and the fp32 sums of its dQ."""
+        return torch.empty(self._all_queries * (2 + self._own.block_d), dtype=torch.float32, device=device)
+
+    def plan_forward(self, tensors: Sequence[Tensor]) -> Plan:
+        """The plan for (q, k, v, out)."""
+        own, shape = self._own, FORWARD[self._own.block_d]
+        d, blocks = own.block_d, most_blocks(self._query_blocks.rows, own.len_q, self._documents)
+        schedule = order(blocks, 1, own.heads, L2_SHARE["forward"] // (4 * d * own.len_k))
+        programs = blocks * own.heads
+        return self._plan(
+            hopper_forward.forward_kernel,
+            programs,
+            tensors,
+            [(rows, d) for rows in (ROWS, KEYS, KEYS, ROWS)],
+            before=(own.group, own.len_q, UNUSED, self._hi),
+            after=(
+                *(blocks, schedule, 0, programs, 1),
+                *(self._causal, d, own.d_used, KEYS, shape.warpgroups, shape.stages, self._masked_tiles(ROWS, KEYS)),
+                *(shape.ping_pong, shape.q_in_registers, shape.registers),
+            ),
+        )
+
+    def plan_backward(
+        self, q: Tensor, k: Tensor, v: Tensor, out: Tensor, grad: Tensor, dq: Tensor, dk: Tensor, dv: Tensor
+    ) -> "Backward":
+        own, d = self._own, self._own.block_d
+        queries, blocks = QUERIES[d], most_blocks(KEYS, self._own.len_k, self._documents)
+        copies_grad, meta = not suits_tma(grad), torch.device("meta")
+        own_grad = torch.empty(q.shape, dtype=q.dtype, device=meta) if copies_grad else grad
+        scratch, count = self.scratch(meta), self._all_queries
+        lse, sums = scratch[:count], scratch[2 * count :].view(-1, 32)
+        programs = blocks * own.kv_heads
+        fit = L2_SHARE["backward"] // (8 * d * own.len_q * own.group)
+        main = self._plan(
+            hopper_backward.backward_kernel,
+            programs,
+            (q, k, v, own_grad, lse, lse, sums, dk, dv),
+            [
+                *((rows, d) for rows in (queries, KEYS, KEYS, queries)),
+                *((queries,), (queries,), (128, 32), (ROWS, d), (ROWS, d)),
+            ],
+            before=(own.heads, own.group, UNUSED, self._padded, self._hi),
+            after=(
+                *(UNUSED, order(blocks, 1, own.kv_heads, fit), programs, 1),
+                *(self._causal, False, d, own.d_used, queries, self._masked_tiles(KEYS, queries), own.group > 1),
+            ),
+            starts={4: 0, 5: count, 6: 2 * count},
+            options={"launch_pdl": True},
+        )
+        sizes = (own.heads, own.len_q, own.d)
+        prepare = Plan(
+            hopper_backward.prepare_kernel, count // PREPARED, own.device, (), None,
+            before=(out.stride(), grad.stride(), *sizes, self._padded // PREPARED, count),
+            after=(d, PREPARED), options={"num_warps": 4},
+        )  # fmt: skip
+        finish = Plan(
+            hopper_backward.finish_kernel, count // FINISHED, own.device, (), None,
+            before=(dq.stride()[:3], *sizes, self._padded // FINISHED, count),
+            after=(d, FINISHED), options={"num_warps": 8, "launch_pdl": True},
+        )  # fmt: skip
+        return Backward(prepare, main, finish, copies_grad)
+
+    def _plan(
+        self, kernel: Any, programs: int, tensors: Sequence[Tensor], blocks: Sequence[tuple[int, ...]],
+        before: tuple[Any, ...], after: tuple[Any, ...], starts: Mapping[int, int] = MappingProxyType({}),
+        options: Mapping[str, int] = MappingProxyType({}),
+    ) -> Plan:  # fmt: skip
+        """A plan whose tensors TMA moves in `blocks`: (rows, d) of a document, or those of scratch memory: `starts`."""
+        copied = tuple(i for i, t in enumerate(tensors) if not suits_tma(t))
+        descriptions = []
+        for i, (t, block) in enumerate(zip(tensors, blocks, strict=True)):
+            shown = t.new_empty(t.shape) if i in copied else t
+            shape = list(block) if i in starts else [1, 1, 1, *block]
+            layout_of = gl.NVMMASharedLayout.get_default_for(shape, DTYPES[t.dtype])
+            if i in starts:
+                description = TensorDescription(TensorDescriptor, shown, shape, layout_of, start=starts[i])
+            else:
+                description = TensorDescription.ragged(TensorDescriptor, shown, shape, layout_of)
+            descriptions.append(description)
+        device, options = self._own.device, {"num_warps": 4, **options}
+        return Plan(kernel, programs, device, copied, descriptions, before, after, options)
+
+    def _masked_tiles(self, own: int, visited: int) -> int:
+        """Number of tiles of width `visited` that the diagonal may cut for `own` rows, at least 1."""
+        if not self._causal:
+            return 1
+        shifts = range(visited) if self._mask.bottom_right else (self._hi % visited,)
+        return max(1, *(_tiles_cut(own, visited, shift) for shift in shifts))
+
+    def _table(self, packing: Packing, blocks: Blocks) -> Tensor:
+        return packing.table(blocks, self._own.len_q, self._own.len_k, self._mask.bottom_right)
+
+
+def _tiles_cut(own: int, visited: int, shift: int) -> int:
+    """The most tiles of width `visited` that a diagonal cuts for `own` rows, which begin at a multiple of `own`."""
+    return max(triton.cdiv((start + shift) % visited + own, visited) for start in range(0, max(own, visited), own))
 
 
 # -- splitting units of work ------------------------------------------------------------------------------------------

@@ -21,7 +21,8 @@ from cs336_systems.kernels.flash.band import Band, resolve
 CAST = (torch.float32, torch.float16, torch.bfloat16)
 """Dtypes that autocast casts."""
 
-_library = torch.library.Library("cs336", "DEF")
+LIBRARY = torch.library.Library("cs336", "DEF")
+"""The package's operators."""
 
 
 class Kernels(Protocol):
@@ -168,11 +169,11 @@ OPERATORS: dict[str, Operators] = {}
 def register(name: str, kernels: KernelsFor) -> None:
     """Define the operators of a fused implementation."""
     _factories[name] = kernels
-    _library.define(
+    LIBRARY.define(
         f"{name}_forward(Tensor q, Tensor k, Tensor v, float scale, int? lo, int? hi) -> (Tensor, Tensor)",
         tags=(torch.Tag.pt2_compliant_tag,),
     )
-    _library.define(
+    LIBRARY.define(
         f"{name}_backward(Tensor grad, Tensor? grad_lse, Tensor q, Tensor k, Tensor v, Tensor out, Tensor lse, "
         f"float scale, int? lo, int? hi) -> (Tensor, Tensor, Tensor)",
         tags=(torch.Tag.pt2_compliant_tag,),
@@ -194,11 +195,11 @@ def register(name: str, kernels: KernelsFor) -> None:
         return kernels_for(name, q, k, v, band).backward(grad, grad_lse, q, k, v, out, lse, scale, band)
 
     for device in ("CPU", "CUDA"):
-        _library.impl(f"{name}_forward", run_forward, device)
-        _library.impl(f"{name}_backward", run_backward, device)
-        _library.impl(f"{name}_forward", _with_cast(forward_op.default, device), f"Autocast{device}")
-    torch.library.register_fake(f"cs336::{name}_forward", _forward_shapes, lib=_library)
-    torch.library.register_fake(f"cs336::{name}_backward", _backward_shapes, lib=_library)
+        LIBRARY.impl(f"{name}_forward", run_forward, device)
+        LIBRARY.impl(f"{name}_backward", run_backward, device)
+        LIBRARY.impl(f"{name}_forward", with_cast(forward_op.default, device), f"Autocast{device}")
+    torch.library.register_fake(f"cs336::{name}_forward", _forward_shapes, lib=LIBRARY)
+    torch.library.register_fake(f"cs336::{name}_backward", _backward_shapes, lib=LIBRARY)
 
     def setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
         q, k, v, scale, lo, hi = inputs
@@ -209,7 +210,7 @@ def register(name: str, kernels: KernelsFor) -> None:
     def gradients(ctx: Any, grad: Tensor | None, grad_lse: Tensor | None) -> tuple[Any, ...]:
         return *_gradients(ctx.call, ctx.saved_tensors, grad, grad_lse), None, None, None
 
-    torch.library.register_autograd(f"cs336::{name}_forward", gradients, setup_context=setup_context, lib=_library)
+    torch.library.register_autograd(f"cs336::{name}_forward", gradients, setup_context=setup_context, lib=LIBRARY)
     register_flop_formula(forward_op)(_forward_flops)
     register_flop_formula(backward_op)(_backward_flops)
     OPERATORS[name] = Operators(name)
@@ -227,7 +228,7 @@ def _backward_shapes(
     return layout.empty_like(q), layout.empty_like(k), layout.empty_like(v)
 
 
-def _with_cast(op: Callable, device: str) -> Callable:
+def with_cast(op: Callable, device: str) -> Callable:
     """The operator with inputs cast to autocast's dtype, as torch's own attention does."""
     excluded = torch._C.DispatchKeySet(getattr(torch._C.DispatchKey, f"Autocast{device}"))
 

@@ -13,6 +13,7 @@ from cs336_systems.kernels.flash import flash_triton, tiles
 from cs336_systems.kernels.flash import strides as layout
 from cs336_systems.kernels.flash.band import Band
 from cs336_systems.kernels.flash.launch_plan import Plan, suits_tma
+from cs336_systems.kernels.flash.packing import Blocks, PackedMask, Packing, most_blocks
 from cs336_systems.kernels.flash.tiles import LAUNCH_BOUND, WIDEST_GRAD, Key, Tile
 from cs336_systems.kernels.triton_compat import INTERPRETED, TensorDescription
 
@@ -30,6 +31,8 @@ LONG_FOR_DESCRIPTORS = 2048
 WITH_TMA = (9, 10)
 """Major compute capabilities on which descriptors help. 12.x has the copy engine too, but no matrix instructions that
 read shared memory, and its tiles pass through registers either way."""
+UNUSED = 16
+"""In place of a size that a kernel does not read: a number of keys would make Triton compile for its divisibility."""
 LARGEST_ROW_STRIDE = 1 << 22
 """Offsets inside a tile are 32 bits wide: its rows times this must fit."""
 
@@ -55,7 +58,7 @@ class Problem:
         if self._forward is None:
             self._forward = _plan_forward(tensors, band)
         for launch in self._forward:
-            launch(tensors, (lse,), scale)
+            launch(tensors, (lse, None), scale)
         if self._has_keys:
             return out, lse
         return out.zero_(), lse.fill_(-torch.inf)
@@ -78,11 +81,71 @@ class Problem:
         elif plans:
             launch_q, launch_kv = plans
             delta = torch.empty_like(lse)
-            launch_q((q, k, v, out, grad, dq), (lse, grad_lse, delta), scale)
-            launch_kv((q, k, v, grad, dk, dv), (lse, delta), scale)
+            launch_q((q, k, v, out, grad, dq), (lse, grad_lse, delta, None), scale)
+            launch_kv((q, k, v, grad, dk, dv), (lse, delta, None), scale)
         else:
             return dq.zero_(), dk.zero_(), dv.zero_()
         return dq, dk, dv
+
+
+class PackedProblem:
+    """Plans for attention inside packed documents, of tensors with given shapes, strides and alignment.
+
+    Tensors are those of `Problem`, with a batch of 1; all documents lie along the sequence.
+    """
+
+    def __init__(self, q: Tensor, k: Tensor, v: Tensor, mask: PackedMask, documents: int) -> None:
+        self._results = layout.Results(q, k, v)
+        self._is_empty = not (q.numel() and k.numel())
+        self._documents = documents
+        self._plans: Cache[tuple[Any, ...], tuple[Plan, Blocks]] = Cache()
+        """Kernel and layout of the gradient -> plan and blocks."""
+
+    def forward(
+        self, q: Tensor, k: Tensor, v: Tensor, packing: Packing, scale: float, mask: PackedMask
+    ) -> tuple[Tensor, Tensor]:
+        """Output, in q's layout, and logsumexp."""
+        out, lse = self._results.like_q(q), self._results.logsumexp()
+        if self._is_empty:
+            return out.zero_(), lse.fill_(-torch.inf)
+        tensors = (q, k, v, out)
+        launch, blocks = self._plan("forward", tensors, mask, ())
+        launch(tensors, (lse, self._table(blocks, tensors, packing, mask)), scale)
+        return out, lse
+
+    def backward(
+        self, grad: Tensor, grad_lse: Tensor | None, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor,
+        packing: Packing, scale: float, mask: PackedMask,
+    ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
+        """Gradients of q, k and v, each in the layout of its tensor."""
+        dq, dk, dv = self._results.gradients(q, k, v)
+        if self._is_empty:
+            return dq.zero_(), dk.zero_(), dv.zero_()
+        if grad_lse is not None:
+            grad_lse = grad_lse.contiguous()
+        key, delta = layout.gradient_layout_key(grad, grad_lse, out, lse), torch.empty_like(lse)
+        for_q, for_kv = (q, k, v, out, grad, dq), (q, k, v, grad, dk, dv)
+        launch, blocks = self._plan("grad_q", for_q, mask, key)
+        launch(for_q, (lse, grad_lse, delta, self._table(blocks, for_q, packing, mask)), scale)
+        launch, blocks = self._plan("grad_kv", for_kv, mask, key)
+        launch(for_kv, (lse, delta, self._table(blocks, for_kv, packing, mask)), scale)
+        return dq, dk, dv
+
+    def _plan(
+        self, kernel: str, tensors: Sequence[Tensor], mask: PackedMask, key: tuple[Any, ...]
+    ) -> tuple[Plan, Blocks]:
+        """The plan of a kernel, and the blocks of its programs."""
+        found = self._plans.get((kernel, key))
+        if found is None:
+            of, band = tile_key(kernel, tensors, mask.band, True), mask.band
+            tile = tiles.choose(of, tensors[0].device, traits(kernel, tensors, band, True))
+            of_keys = kernel == "grad_kv"
+            blocks = Blocks(tile.block_n if of_keys else tile.block_m, of_keys, mask.order)
+            found = self._plans[kernel, key] = plan(kernel, tensors, band, tile, self._documents), blocks
+        return found
+
+    def _table(self, blocks: Blocks, tensors: Sequence[Tensor], packing: Packing, mask: PackedMask) -> Tensor:
+        return packing.table(blocks, tensors[0].shape[2], tensors[1].shape[2], mask.bottom_right)
 
 
 def fp32_precision() -> str:
@@ -102,21 +165,27 @@ SIDES = {"forward": "qkkq", "grad_q": "qkkqqq", "grad_kv": "qkkqkk", "grad": "qk
 """Kernel -> for each tensor it moves in tiles, whether its rows are queries or keys."""
 
 
-def plan(kernel: str, tensors: Sequence[Tensor], band: Band, tile: Tile | None = None) -> Plan:
-    """The plan of a kernel for the tensors of SIDES, in the kernel's order; they begin with q and k."""
+def plan(
+    kernel: str, tensors: Sequence[Tensor], band: Band, tile: Tile | None = None, documents: int | None = None
+) -> Plan:
+    """The plan of a kernel for the tensors of SIDES, in the kernel's order; they begin with q and k. `documents`: their
+    number, where documents are packed along the sequence."""
     copied = tuple(i for i, t in enumerate(tensors) if not _is_usable(t))
     tensors = [t if _is_usable(t) else t.contiguous() for t in tensors]
     q, k = tensors[:2]
     (batch, heads, len_q, d), (_, kv_heads, len_k, _) = q.shape, k.shape
-    tile = tile or tiles.choose(tile_key(kernel, tensors, band), q.device, traits(kernel, tensors, band))
+    packed = documents is not None
+    read_k = UNUSED if packed else len_k
+    key = tile_key(kernel, tensors, band, packed)
+    tile = tile or tiles.choose(key, q.device, traits(kernel, tensors, band, packed))
     # A program owns a block of queries and reads keys repeatedly, or the other way round.
     if kernel == "grad_kv":
-        owners, blocks = kv_heads, triton.cdiv(len_k, tile.block_n)
+        owners, blocks = kv_heads, _blocks(len_k, tile.block_n, documents)
         bytes_read = 2 * len_q * d * q.element_size() * heads / kv_heads
     else:
-        owners, blocks = heads, triton.cdiv(len_q, tile.block_m)
+        owners, blocks = heads, _blocks(len_q, tile.block_m, documents)
         bytes_read = 2 * len_k * d * q.element_size() * kv_heads / heads
-    by_descriptor = _by_descriptor(kernel, tensors)
+    by_descriptor = key.descriptors
     block_d = padded(d)
     programs = blocks * batch * owners
     schedule: tuple[int, ...] = (blocks, batch * owners, max(1, min(batch * owners, int(L2_SHARE / bytes_read))))
@@ -137,7 +206,7 @@ def plan(kernel: str, tensors: Sequence[Tensor], band: Band, tile: Tile | None =
         ]
         if by_descriptor
         else None,
-        before=(*(tuple(t.stride()[:3]) for t in tensors), owners, heads // kv_heads, len_q, len_k, d, band),
+        before=(*(tuple(t.stride()[:3]) for t in tensors), owners, heads // kv_heads, len_q, read_k, d, band),
         after=(*schedule, *constants, fp32_precision() if q.dtype == torch.float32 else "ieee"),
         options={"num_warps": tile.num_warps, "num_stages": tile.num_stages},
     )
@@ -148,18 +217,23 @@ def padded(d: int) -> int:
     return max(16, triton.next_power_of_2(d))
 
 
-def tile_key(kernel: str, tensors: Sequence[Tensor], band: Band) -> Key:
-    q = tensors[0]
-    return Key(kernel, 8 * q.element_size(), padded(q.shape[3]), band.hi is not None, _by_descriptor(kernel, tensors))
+def _blocks(length: int, rows: int, documents: int | None) -> int:
+    return triton.cdiv(length, rows) if documents is None else most_blocks(rows, length, documents)
 
 
-def traits(kernel: str, tensors: Sequence[Tensor], band: Band) -> frozenset[str]:
+def tile_key(kernel: str, tensors: Sequence[Tensor], band: Band, packed: bool = False) -> Key:
+    q, by_descriptor = tensors[0], not packed and _by_descriptor(kernel, tensors)
+    return Key(kernel, 8 * q.element_size(), padded(q.shape[3]), band.hi is not None, by_descriptor)
+
+
+def traits(kernel: str, tensors: Sequence[Tensor], band: Band, packed: bool = False) -> frozenset[str]:
     """The traits of a call for `tiles.choose`. Descriptors pad without registers."""
     q, k = tensors[:2]
     holds = {
         "window": band.lo is not None,
         "grouped": q.shape[1] != k.shape[1],
-        "padded": q.shape[3] != padded(q.shape[3]) and not _by_descriptor(kernel, tensors),
+        "packed": packed,
+        "padded": q.shape[3] != padded(q.shape[3]) and (packed or not _by_descriptor(kernel, tensors)),
     }
     return frozenset(trait for trait, held in holds.items() if held)
 

@@ -6,6 +6,7 @@ import torch
 from torch import Tensor
 
 from cs336_systems.kernels.flash.band import Band
+from cs336_systems.kernels.flash.packing import PackedMask, Packing
 from cs336_systems.kernels.ranges import part
 from cs336_systems.predict.attention_model import OUTPUT, SCORES, SOFTMAX
 
@@ -27,19 +28,64 @@ def attention_reference(
 
 def attention_and_lse(q: Tensor, k: Tensor, v: Tensor, band: Band, scale: float) -> tuple[Tensor, Tensor]:
     """Naive attention with any band and grouped heads, and its logsumexp; rows that see no key give 0 and -inf."""
-    groups = q.shape[1] // k.shape[1] if k.shape[1] else 1
-    k, v = (t.repeat_interleave(groups, dim=1) if groups > 1 else t for t in (k, v))
+    k, v = _for_each_head(q, k), _for_each_head(q, v)
     logits = scores(q, k, band, scale).to(_wide(q.dtype))
-    lse = torch.logsumexp(logits, dim=-1)
     if band.has_empty_rows(q.shape[2], k.shape[2]):
-        # softmax of a row of -inf is NaN, in its gradient too: such a row gets scores of 0, then its result is dropped.
-        empty = lse == -torch.inf
-        logits = logits.masked_fill(empty[..., None], 0.0)
-        lse = torch.logsumexp(logits, dim=-1).masked_fill(empty, -torch.inf)
-        weights = torch.softmax(logits, dim=-1).masked_fill(empty[..., None], 0.0)
-    else:
-        weights = torch.softmax(logits, dim=-1)
+        return _attend_with_empty_rows(logits, v)
+    return torch.softmax(logits, dim=-1).to(v.dtype) @ v, torch.logsumexp(logits, dim=-1)
+
+
+def packed_attention_and_lse(
+    q: Tensor, k: Tensor, v: Tensor, packing: Packing, mask: PackedMask, scale: float
+) -> tuple[Tensor, Tensor]:
+    """Naive attention inside packed documents: one score matrix of all tokens, hidden outside the documents."""
+    seen = _visible_in_documents(packing, mask, q.shape[2], k.shape[2])
+    # Rows after the last document may hold anything, and 0 times NaN is NaN: they and their gradients become 0.
+    after_q, after_k = (
+        (torch.arange(t.shape[2], device=t.device) >= offsets[-1])[:, None]
+        for t, offsets in ((q, packing.offsets_q), (k, packing.offsets_k))
+    )
+    q, k, v = q.masked_fill(after_q, 0.0), k.masked_fill(after_k, 0.0), v.masked_fill(after_k, 0.0)
+    k, v = _for_each_head(q, k), _for_each_head(q, v)
+    logits = ((q * scale) @ k.mT).to(_wide(q.dtype)).masked_fill(~seen, -torch.inf)
+    out, lse = _attend_with_empty_rows(logits, v)
+    return out.masked_fill(after_q, 0.0), lse
+
+
+def _for_each_head(q: Tensor, k: Tensor) -> Tensor:
+    """Keys, or values, once for each query head."""
+    groups = q.shape[1] // k.shape[1] if k.shape[1] else 1
+    return k.repeat_interleave(groups, dim=1) if groups > 1 else k
+
+
+def _attend_with_empty_rows(logits: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
+    # softmax of a row of -inf is NaN, in its gradient too: such a row gets scores of 0, then its result is dropped.
+    empty = (logits == -torch.inf).all(-1)
+    logits = logits.masked_fill(empty[..., None], 0.0)
+    lse = torch.logsumexp(logits, dim=-1).masked_fill(empty, -torch.inf)
+    weights = torch.softmax(logits, dim=-1).masked_fill(empty[..., None], 0.0)
     return weights.to(v.dtype) @ v, lse
+
+
+def _visible_in_documents(packing: Packing, mask: PackedMask, queries: int, keys: int) -> Tensor:
+    """(queries, keys), True where the query sees the key."""
+    of_query, position = _place(packing.offsets_q, queries, mask.bottom_right)
+    of_key, key_position = _place(packing.offsets_k, keys, mask.bottom_right)
+    distance = key_position - position[:, None]
+    seen = (of_key == of_query[:, None]) & (of_key < packing.documents)
+    if mask.band.lo is not None:
+        seen = seen & (distance >= mask.band.lo)
+    if mask.band.hi is not None:
+        seen = seen & (distance <= mask.band.hi)
+    return seen
+
+
+def _place(offsets: Tensor, tokens: int, from_end: bool) -> tuple[Tensor, Tensor]:
+    """Number of each row's document, and its distance from the document's first row, or from the end."""
+    row = torch.arange(tokens, device=offsets.device)
+    document = torch.searchsorted(offsets, row, right=True) - 1
+    edge = offsets[(document + from_end).clamp(max=offsets.shape[0] - 1)]
+    return document, row - edge
 
 
 def scores(q: Tensor, k: Tensor, band: Band, scale: float) -> Tensor:

@@ -3,8 +3,8 @@
 The kernels pad the head dim to a power of 2, at least 16, so d 72, 80 and 96 have the tiles of 128. `choose` takes the
 first tile that it finds, in this order:
 
-1. `_SPARING`: tiles for calls with a window, grouped heads or a padded head dim, where the tile of 2 or 3 would spill
-   registers. They come before tuned tiles, which were measured without these traits.
+1. `_SPARING`: tiles for calls with a window, grouped heads, a padded head dim or packed documents, where the tile of 2
+   or 3 would spill registers. They come before tuned tiles, which were measured without these traits.
 2. Tiles that `cs336 tune` measured on this machine.
 3. `_SHIPPED`: the table of this package.
 
@@ -75,8 +75,8 @@ def family(capability: tuple[int, int]) -> str:
 
 
 def choose(key: Key, device: torch.device, traits: frozenset[str] = frozenset()) -> Tile:
-    """The tile for a call, in the order of the module's docstring. `traits`: which of "window", "grouped" and "padded"
-    hold for the call; each takes registers."""
+    """The tile for a call, in the order of the module's docstring. `traits`: which of "window", "grouped", "padded"
+    and "packed" hold for the call; each takes registers."""
     if device.type != "cuda":
         return INTERPRETED
     name = family(torch.cuda.get_device_capability(device))
@@ -189,7 +189,7 @@ class _Sparing(NamedTuple):
     tile: Tile
 
 
-_WINDOW, _GROUPED, _PADDED = (frozenset({trait}) for trait in ("window", "grouped", "padded"))
+_WINDOW, _GROUPED, _PADDED, _PACKED = (frozenset({trait}) for trait in ("window", "grouped", "padded", "packed"))
 # family -> (kernel, how tiles are moved, padded head dim) -> traits, and (queries, keys, warps, stages) for them
 _SPARING: dict[str, dict[tuple[str, str, int], _Sparing]] = {
     "sm_90": {
@@ -204,6 +204,10 @@ _SPARING: dict[str, dict[tuple[str, str, int], _Sparing]] = {
         ("grad_kv", "descriptors", 64): _Sparing(_WINDOW, Tile(64, 64, 4, 3)),
         ("grad_kv", "descriptors", 128): _Sparing(_WINDOW, Tile(32, 64, 4, 2)),
         ("grad_kv", "descriptors", 256): _Sparing(_WINDOW | _GROUPED, Tile(16, 64, 8, 2)),
+        ("grad_q", "fp32", 64): _Sparing(_PACKED, Tile(64, 32, 8, 1)),
+    },
+    "sm_80": {
+        ("forward", "pointers", 128): _Sparing(_PACKED, Tile(64, 32, 4, 2)),
     },
 }
 

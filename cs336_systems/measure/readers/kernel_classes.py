@@ -16,7 +16,8 @@ __all__ = ["KINDS", "OUTPUT", "SCORES", "SOFTMAX", "classify"]
 _PATTERNS: list[tuple[str, str]] = [
     (ELEMENTWISE, r"^triton_poi_"),  # torch.compile; the rest of the name lists what was fused
     (REDUCTION, r"^triton_(per|red)_"),
-    (ATTENTION, r"^(forward|backward|prepare|finish|grad_q|grad_kv|grad)_kernel$"),  # flash_triton.py, hopper_*.py
+    # flash_triton.py, hopper_*.py, packing_triton.py
+    (ATTENTION, r"^(forward|backward|prepare|finish|grad_q|grad_kv|grad|documents)_kernel$"),
     (COMMUNICATION, r"nccl|gloo:|c10d::|all_?reduce|all_?gather|reduce_?scatter|broadcast_kernel"),
     (ATTENTION, r"flash|fmha|attention|sdpa|\bmha_|_attn_"),
     (OPTIMIZER, r"adam|lamb\b|sgd|multi_tensor|optimizer|_foreach_"),

@@ -11,27 +11,40 @@ from typing import Any
 
 import torch
 
-from cs336_systems.kernels import attention
+from cs336_systems.kernels import Packing, attention
+from cs336_systems.kernels.flash.packing import FIELDS, Blocks
 from tests.unit.kernels.attention_cases import Case, failures, poisoned_memory
 from tests.unit.kernels.fast_interpreter import replace_once
+from tests.unit.kernels.packed_cases import Packed, packed_failures
 
 
 def run(fields: dict[str, Any], dtype: str, deterministic: bool, **options: object) -> list[str]:
-    window = fields["window"]
-    case = Case(**{**fields, "window": tuple(window) if isinstance(window, list) else window})
+    """`fields`: those of a Case or, with `lengths_q`, of a Packed."""
+    fields = {name: tuple(value) if isinstance(value, list) else value for name, value in fields.items()}
+    is_packed = "lengths_q" in fields
+    case: Any = (Packed if is_packed else Case)(**fields)
 
     def implementation(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, **mask: object) -> object:
         return attention(q, k, v, impl="flash_triton", deterministic=deterministic, return_lse=True, **mask)
 
     try:
         with poisoned_memory():
-            return failures(implementation, case, getattr(torch, dtype), **options)
+            check = packed_failures if is_packed else failures
+            return check(implementation, case, getattr(torch, dtype), **options)  # type: ignore[operator]
     except Exception:
         return [f"{case.name} {dtype}: {traceback.format_exc()}"]
+
+
+def table(fields: dict[str, Any], blocks: list[Any], bottom_right: bool) -> list[list[int]]:
+    """The lines of the table of a packing's blocks."""
+    case = Packed(**{name: tuple(value) if isinstance(value, list) else value for name, value in fields.items()})
+    packing = Packing(*case.offsets().values())
+    return packing.table(Blocks(*blocks), case.tokens_q, case.tokens_k, bottom_right).view(-1, FIELDS).tolist()
 
 
 if __name__ == "__main__":
     torch.set_num_threads(1)
     replace_once()
     for line in sys.stdin:
-        print(json.dumps(run(**json.loads(line))), flush=True)
+        request = json.loads(line)
+        print(json.dumps(table(**request) if "blocks" in request else run(**request)), flush=True)

@@ -13,32 +13,42 @@ from importlib.util import find_spec
 import pytest
 
 from cs336_systems.kernels.flash import tiles
+from cs336_systems.kernels.flash.packing import most_blocks
 from tests.helpers import ROOT, clean_env
 from tests.unit.kernels.attention_cases import CASES, LAYOUTS, LONG, Case
+from tests.unit.kernels.packed_cases import PACKED, Packed, random_packed
+from tests.unit.kernels.packed_cases import shortened as with_few_heads
 
 pytestmark = [pytest.mark.slow, pytest.mark.skipif(find_spec("triton") is None, reason="needs triton")]
 
 
 @pytest.fixture(scope="module")
-def check():
-    """Sends cases to one process under the interpreter: starting it takes longer than most of them."""
+def ask():
+    """Sends requests to one process under the interpreter: starting it takes longer than most of them."""
     command = [sys.executable, "-m", "tests.unit.kernels.interpret_attention"]
     process = subprocess.Popen(
         command, cwd=ROOT, env=clean_env(TRITON_INTERPRET="1"), stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
     )
 
-    def check(case, dtype="float32", deterministic=False, **options):
-        request = {"fields": asdict(case), "dtype": dtype, "deterministic": deterministic, **options}
+    def ask(**request):
         process.stdin.write(json.dumps(request) + "\n")
         process.stdin.flush()
         answer = process.stdout.readline()
         assert answer, f"the interpreter's process ended with {process.wait()}"
-        wrong = json.loads(answer)
-        assert not wrong, "\n".join(wrong)
+        return json.loads(answer)
 
-    yield check
+    yield ask
     process.stdin.close()
     process.wait()
+
+
+@pytest.fixture
+def check(ask):
+    def check(case, dtype="float32", deterministic=False, **options):
+        wrong = ask(fields=asdict(case), dtype=dtype, deterministic=deterministic, **options)
+        assert not wrong, "\n".join(wrong)
+
+    return check
 
 
 def shortened(case):
@@ -86,3 +96,57 @@ def test_short_and_large(check, length, is_causal):
 
 def test_large_scores_in_a_window(check):
     check(Case(113, 113, window=9), magnitude=50, large=True)
+
+
+# -- packed documents -------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("number", range(len(PACKED)))
+def test_packed_documents(check, number):
+    check(with_few_heads(PACKED[number]), ("float16", "float32")[number % 2], through_lse=number % 3 == 0)
+
+
+@pytest.mark.parametrize("seed", range(12))
+def test_random_packings(check, seed):
+    case = with_few_heads(random_packed(seed, longest=70, head_dims=(8, 16)))
+    check(case, ("float32", "float16")[seed % 2], seed=seed, through_lse=seed % 3 == 0)
+
+
+MANY = Packed((3, 0, 41, 16, 17, 1, 33, *(5,) * 200), (9, 4, 41, 0, 80, 1, 7, *(5,) * 200), after_q=20, after_k=3)
+"""More documents than a program looks at together."""
+
+
+def expected_lines(case, rows, of_keys, bottom_right):
+    """(lines in the order of the documents, place of each for a causal mask, blocks of its document)"""
+    found, padded = [], 0
+    documents = [(own_q, own_k) for _, own_q, own_k in case.documents()]
+    last_q, last_k = sum(case.lengths_q), sum(case.keys)
+    documents.append((slice(last_q, case.tokens_q), slice(last_k, case.tokens_k)))
+    for number, (own_q, own_k) in enumerate(documents):
+        len_q, len_k = own_q.stop - own_q.start, own_k.stop - own_k.start
+        blocks, padding = -(-(len_k if of_keys else len_q) // rows), -(-len_q // 128) * 128
+        if number == len(case.lengths_q):  # rows after the last document see nothing
+            len_q, len_k = (0, len_k) if of_keys else (len_q, 0)
+        shift = len_k - len_q if bottom_right else 0
+        for block in range(blocks):
+            line = [block * rows, own_q.start, len_q, own_k.start, len_k, shift, padded, 0]
+            found.append((line, blocks - 1 - block if of_keys else block, blocks))
+        padded += padding
+    return found
+
+
+@pytest.mark.parametrize("order", ["AS_PACKED", "LONGEST_FIRST", "DIAGONAL"])
+@pytest.mark.parametrize("of_keys", [False, True], ids=["queries", "keys"])
+@pytest.mark.parametrize("case", [MANY, Packed((0, 0)), Packed((70,))], ids=["many", "empty", "one"])
+def test_table_of_blocks(ask, case, of_keys, order):
+    """Every block has one line, in an order that starts with the most work; other lines are 0."""
+    rows, bottom_right = 16, order == "DIAGONAL"
+    lines = ask(fields=asdict(case), blocks=[rows, of_keys, order], bottom_right=bottom_right)
+    expected = expected_lines(case, rows, of_keys, bottom_right)
+    if order == "LONGEST_FIRST":
+        expected.sort(key=lambda found: -found[2])
+    elif order == "DIAGONAL":
+        expected.sort(key=lambda found: -found[1])
+    assert lines[: len(expected)] == [line for line, _, _ in expected]
+    tokens = case.tokens_k if of_keys else case.tokens_q
+    assert lines[len(expected) :] == [[0] * 8] * (most_blocks(rows, tokens, len(case.lengths_q)) - len(expected))

@@ -211,3 +211,69 @@ def test_every_query_is_in_one_block(len_q, hi):
     assert begins == list(range(0, len_q, ROWS))
     if hi is not None:  # the block that is not full is the one that sees the fewest keys
         assert blocks * warpgroups * ROWS - shift == -(-len_q // ROWS) * ROWS
+
+
+# -- packed documents --------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("tokens", "documents", "band", "name"),
+    [
+        (32768, 64, CAUSAL, "flash_hopper"),
+        (32768, 256, CAUSAL, "flash_triton"),  # short documents
+        (1024, 1, CAUSAL, "flash_triton"),  # too few of them to fill a GPU
+        (32768, 64, Band(-40, 0), "flash_triton"),
+    ],
+)
+def test_long_documents_use_the_hopper_kernels(on_a_hopper_gpu, tokens, documents, band, name):
+    from unittest import mock
+
+    from cs336_systems.kernels.flash import varlen
+    from cs336_systems.kernels.flash.packing import PackedMask
+
+    q = mock.Mock(is_cuda=True, dtype=torch.bfloat16, shape=(1, 16, tokens, 64), device=torch.device("cpu"))
+    q.numel.return_value = 16 * tokens * 64
+    assert varlen.choose(q, q, PackedMask(band, False), documents, False) == name
+    assert varlen.choose(q, q, PackedMask(band, False), documents, True) == "flash_triton"
+
+
+def test_scratch_memory_of_many_documents_is_refused(on_a_hopper_gpu):
+    q = torch.zeros(1, 128, 64, dtype=torch.bfloat16)
+    with pytest.raises(ValueError, match=r"flash_hopper.*40000 documents.*impl='auto'"):
+        attention(q, q, q, cu_seqlens_q=torch.zeros(40001, dtype=torch.int32), impl="flash_hopper")
+
+
+@needs_gluon
+@given(st.integers(0, 3), st.integers(0, 400), st.integers(1, 100), st.integers(0, 99), st.integers(0, 39))
+def test_ragged_descriptors_address_a_document(head, first, length, row, column):
+    """Addresses wrap around at 64 bits; rows beyond the document are outside of the last dimension but one."""
+    from triton.tools.tensor_descriptor import TensorDescriptor
+
+    from cs336_systems.kernels.triton_compat import RAGGED_ROWS, TensorDescription
+
+    t = torch.empty(600, 3, 4, 40, dtype=torch.bfloat16)[:, 1].transpose(0, 1)[None]
+    fields = TensorDescription.ragged(TensorDescriptor, t, [1, 1, 1, 64, 64]).fields
+    coordinates = (RAGGED_ROWS.value, first + length, head, RAGGED_ROWS.value - length + row, column)
+    inside = all(x < size for x, size in zip(coordinates, fields["shape"], strict=True))
+    assert inside == (row < length)
+    at = sum(x * 2 * stride for x, stride in zip(coordinates, fields["strides"], strict=True)) % 2**64
+    assert at == 2 * (head * t.stride(1) + (first + row) * t.stride(2) + column)
+
+
+@needs_gluon
+@pytest.mark.parametrize("d", [64, 128])
+@pytest.mark.parametrize("hi", [0, 5, 100])
+@pytest.mark.parametrize("bottom_right", [False, True], ids=["begin", "end"])
+def test_tiles_that_the_diagonal_of_a_document_may_cut(d, hi, bottom_right):
+    from cs336_systems.kernels.flash.hopper_launch import KEYS, QUERIES, ROWS, PackedProblem
+    from cs336_systems.kernels.flash.packing import PackedMask
+
+    q = torch.empty(1, 2, 4096, d, dtype=torch.bfloat16, device="meta")
+    problem = PackedProblem(q, q, q, PackedMask(Band(None, hi), bottom_right), 8)
+    for own, visited in ((ROWS, KEYS), (KEYS, QUERIES[d])):
+        cut = 0
+        for shift in range(-visited, visited) if bottom_right else (0,):
+            for row in range(0, 4 * own, own):
+                first, last = (row + hi + shift) // visited, (row + own - 1 + hi + shift) // visited
+                cut = max(cut, last - first + 1)
+        assert problem._masked_tiles(own, visited) >= cut

@@ -21,8 +21,11 @@ GOLDEN = resources.load()
 OLDER = ROOT / ".triton-3.6"
 HOUR = 3600.0
 """Compiling takes 30 s of processor time; a busy machine must not fail it."""
-ALLOWED_SPILLS_IN_LOOPS = {("backward", "fp16", "64", "causal+17", "4"): 7}
-"""Hopper kernel, dtype, head dim, mask, group -> spill instructions in its loops. Every tile of this one may be partly
+ALLOWED_SPILLS_IN_LOOPS = {
+    ("backward", "fp16", "64", "causal+17", "4"): 7,
+    ("backward", "fp16", "64", "packed-causal-end", "4"): 6,
+}
+"""Hopper kernel, dtype, head dim, mask, group -> spill instructions in its loops. Every tile of these may be partly
 masked: the positions of queries and keys take registers."""
 
 same_triton = pytest.mark.skipif(
@@ -118,9 +121,10 @@ def test_a_sample_compiles_to_the_rows_of_the_golden_file():
 @pytest.mark.slow
 @pytest.mark.timeout(HOUR)
 @pytest.mark.skipif(not OLDER.exists(), reason="`make older-triton` installs it beside the other")
-def test_hopper_kernels_compiled_by_the_oldest_supported_triton():
-    """Names in Gluon still change from one version to the next."""
-    found = compile_sample("Hopper attention", PYTHONPATH=str(OLDER))
+def test_attention_compiled_by_the_oldest_supported_triton():
+    """Names in Gluon still change from one version to the next, and so does what a device function may return."""
+    found = compile_sample("Hopper attention", "portable attention", PYTHONPATH=str(OLDER))
     assert found.triton == "3.6.0"
+    assert found.rows["portable attention"]
     for row in found.rows["Hopper attention"]:
         check_hopper(row)

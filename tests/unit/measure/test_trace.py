@@ -117,9 +117,10 @@ def test_kind_of_a_kernel(kind, name):
 
 
 def triton_kernels() -> list[str]:
-    """Return the kernels of flash_triton.py, read from the source: it cannot be imported without Triton."""
-    tree = ast.parse((PACKAGE / "kernels" / "flash" / "flash_triton.py").read_text())
-    functions = [node for node in tree.body if isinstance(node, ast.FunctionDef) and not node.name.startswith("_")]
+    """Return the kernels of *_triton.py, read from the source: it cannot be imported without Triton."""
+    trees = [ast.parse(path.read_text()) for path in (PACKAGE / "kernels" / "flash").glob("*_triton.py")]
+    body = [node for tree in trees for node in tree.body]
+    functions = [node for node in body if isinstance(node, ast.FunctionDef) and not node.name.startswith("_")]
     return [f.name for f in functions if any("triton.jit" in ast.unparse(line) for line in f.decorator_list)]
 
 

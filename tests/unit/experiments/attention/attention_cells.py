@@ -95,6 +95,17 @@ def rivals_cell(size=(4, 12, 512, 64), status="ok", *, is_causal=True, flops=1e1
     return make_cell("attention_rivals", config, [*metrics_of(flops=flops), *metrics], status)
 
 
+def varlen_cell(mix, head_dim=64, status="ok", **implementations):
+    """Implementation -> milliseconds of forward and backward, or the reason of its failure."""
+    fields = {"implementations": list(implementations), "rounds": 2, "device": "cuda", "mix": mix}
+    config = attention_config(size=(1, 16, 32768, head_dim), precision="bf16", **fields)
+    del config["implementation"]
+    metrics = metrics_of(flops=1e12, documents=40, longest_document=3000)
+    for name, given in implementations.items():
+        metrics += metrics_of(name, **({"status": given} if isinstance(given, str) else both_passes(given)))
+    return make_cell("attention_varlen", config, metrics, status)
+
+
 def leaderboard_cell(implementation, *times, status="ok"):
     config = attention_config(implementation, (1, 16, 16384, 64), precision="bf16", device="cuda")
     metrics = metrics_of(leaderboard_time=list(times), flops=1.924e12, error_out=2e-3, error_dv=1e-3)
@@ -142,6 +153,11 @@ SAMPLES = {
     "attention_rivals": [
         interleaved((1, 16, 4096, 64), flash_triton=2.0, sdpa_flash=3.0, sdpa_cudnn=1.8),
         interleaved((4, 12, 512, 64), flash_triton=0.2, sdpa_flash=0.1, sdpa_cudnn=0.4),
+    ],
+    "attention_varlen": [
+        varlen_cell("mixed", flash_hopper=1.0, flash_triton=1.6, torch_varlen=2.0, padded=6.0),
+        varlen_cell("short", flash_hopper=0.8, flash_triton=0.5, torch_varlen=0.6, padded=4.0),
+        varlen_cell("giant", 128, flash_hopper=2.0, flash_triton=3.0, torch_varlen=4.0, padded="ValueError: padding"),
     ],
     "flash_leaderboard": [leaderboard_cell("flash_triton", 0.004), leaderboard_cell("sdpa_flash", 0.006)],
     "attention_step": [

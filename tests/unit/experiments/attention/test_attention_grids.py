@@ -8,6 +8,7 @@ import pytest
 
 from cs336_systems import record
 from cs336_systems.config import RunConfig, UserError
+from cs336_systems.experiments.attention import measure_varlen
 from cs336_systems.experiments.attention.measure_attention import IMPLEMENTATIONS
 from cs336_systems.experiments.catalogue import catalogue
 from cs336_systems.experiments.runner import Cell
@@ -109,7 +110,7 @@ def test_attention_step_uses_long_contexts_and_balanced_rounds():
         assert config["rounds"] % len(config["implementations"]) == 0
 
 
-@pytest.mark.parametrize("experiment", ["attention_rivals", "flash_leaderboard"])
+@pytest.mark.parametrize("experiment", ["attention_rivals", "attention_varlen", "flash_leaderboard"])
 def test_gpu_experiments_refuse_a_cpu(experiment):
     with pytest.raises(UserError, match=f"{experiment} needs a CUDA GPU"):
         grid(experiment, "quick", "cpu")
@@ -151,3 +152,17 @@ def test_flash_needs_memory_for_the_graph_it_keeps():
     config = attention_config("reference", (1, 1, 1024, 64), precision="bf16")
     needs = [catalogue()[name].instrument.memory(config).predicted for name in ("flash", "pytorch_attention")]
     assert needs[0] - needs[1] == 1024**2 * 2
+
+
+def test_packed_documents_of_three_mixes():
+    course, quick = grid("attention_varlen"), grid("attention_varlen", "quick")
+    assert [(c["mix"], c["head_dim"]) for c in course] == [
+        (mix, dim) for mix in ("short", "mixed", "giant") for dim in (64, 128)
+    ]
+    assert [c["mix"] for c in quick] == ["mixed"]
+    for config in (*course, *quick):
+        assert config["implementations"] == ["flash_hopper", "flash_triton", "torch_varlen", "padded"]
+        assert set(config["implementations"]) <= measure_varlen.IMPLEMENTATIONS.keys()
+        assert config["rounds"] % len(config["implementations"]) == 0
+    instrument = catalogue()["attention_varlen"].instrument
+    assert Cell(instrument, course[0]).name == "attention_varlen 1x16x32768x64 bf16 causal short interleaved"
