@@ -364,8 +364,8 @@ def most_economical(
     """Return the plan with the lowest peak: blocks offload their input and recompute all else. What is fetched takes
     memory in backward, beside the tensors of the block after it. The plan's budget is its own peak.
 
-    The peak of a small model with a large vocabulary may be where no block's tensors are alive. Recomputation then only
-    splits the allocator's segments in another way, and may need more than keeping everything.
+    The peak of a small model is in the update, where no activation is alive: recomputation only leaves the allocator
+    with other segments, which may be more than those of keeping everything.
     """
     bare = dataclasses.replace(config, memory_budget="")
     costs = BlockCosts(bare, Rates.of(None), choices)

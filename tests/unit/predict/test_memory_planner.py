@@ -144,7 +144,7 @@ shapes = st.builds(
 
 
 def test_the_least_peak_may_be_that_of_keeping_everything():
-    """Where the peak is in the head, recomputation needs more: the allocator's segments are split in another way."""
+    """The peak is in the update: recomputation only leaves the allocator with other segments, here with more."""
     config = on_gpu(ModelConfig(10_000, 48, 360, 1, 4, 960), batch_size=1, fast="kernels")
     everything = fast_estimate(config, (KEEP_ALL,)).peak
     assert fast_estimate(config, (RECOMPUTE_ALL,)).peak > everything == least_peak(config)
