@@ -9,8 +9,6 @@ import pytest
 
 # Before torch is imported: two threads on a shared core spend their time waiting for each other.
 os.environ["OMP_NUM_THREADS"] = "1"
-# On Arm oneDNN takes half a millisecond to prepare a matmul of any size: tiny ones, as in most tests, go without it.
-os.environ["TORCH_MKLDNN_MATMUL_MIN_DIM"] = "64"
 
 
 def pytest_collection_modifyitems(items):
