@@ -116,9 +116,9 @@ def plan_memory(
     the message says how much the most economical plan needs.
     """
     bare = dataclasses.replace(config, memory_budget="")
-    everything = fast_estimate(bare, (KEEP_ALL,) * config.model.num_layers)
-    if everything.peak <= budget:
-        return PlannedMemory((KEEP_ALL,) * config.model.num_layers, budget, everything, 0.0, 0)
+    everything = _keeping_everything(bare)
+    if everything.estimate.peak <= budget:
+        return dataclasses.replace(everything, budget=budget)
     costs = BlockCosts(bare, rates or Rates.of(None), choices)
     last, surely = config.model.num_layers - 1, _most_offloading(costs, host_limit)
     found = _within(costs, budget, {0, surely, last})
@@ -363,9 +363,21 @@ def most_economical(
     config: RunConfig, host_limit: float = math.inf, choices: tuple[str, ...] = CHOICES
 ) -> PlannedMemory:
     """Return the plan with the lowest peak: blocks offload their input and recompute all else. What is fetched takes
-    memory in backward, beside the tensors of the block after it. The plan's budget is its own peak."""
-    costs = BlockCosts(dataclasses.replace(config, memory_budget=""), Rates.of(None), choices)
-    return _uniform(costs, _plans_without_keeping(costs.allowed)[0], host_limit)
+    memory in backward, beside the tensors of the block after it. The plan's budget is its own peak.
+
+    The peak of a small model is in the update, where no activation is alive: recomputation only leaves the allocator
+    with other segments, which may be more than those of keeping everything.
+    """
+    bare = dataclasses.replace(config, memory_budget="")
+    costs = BlockCosts(bare, Rates.of(None), choices)
+    found = _uniform(costs, _plans_without_keeping(costs.allowed)[0], host_limit)
+    return min(found, _keeping_everything(bare), key=lambda plan: plan.estimate.peak)
+
+
+def _keeping_everything(config: RunConfig) -> PlannedMemory:
+    plan = (KEEP_ALL,) * config.model.num_layers
+    estimate = fast_estimate(config, plan)
+    return PlannedMemory(plan, estimate.peak, estimate, 0.0, 0)
 
 
 def _uniform_within(costs: BlockCosts, budget: int, host_limit: float) -> PlannedMemory | None:

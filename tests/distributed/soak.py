@@ -20,6 +20,7 @@
     R28  20 steps of torch's engine on 20 meshes of 2 to 8 ranks against one process
     R29  one run that changes engine, mesh and ranks 30 times, at random
     R30  torchrun restarts the ranks of torch's engine by itself, three times in a job
+    R31  the predicted peak of 40 random layouts of torch's engine against a trace of its operators
 
 In R3, R4, R8 and R23 one folder is killed and resumed again and again. The losses, weights, moments and random state of
 its finished run must equal those of an undisturbed run to the bit. Prints a line for each check and writes all figures
@@ -74,6 +75,7 @@ from tests.distributed.train_cases import (
 )
 from tests.distributed.train_cases import fields as tiny_fields
 from tests.helpers import CPU_ONLY, ROOT, Marked
+from tests.unit.predict import test_engine_memory
 
 TORCHRUN = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node", "2"]
 CS336 = ["-m", "cs336_systems"]
@@ -643,6 +645,11 @@ def random_switches(lab: Lab, trials: int) -> list[Figure]:
     ]
 
 
+def predicted_peaks(lab: Lab, trials: int) -> list[Figure]:
+    largest = max(abs(test_engine_memory.error_of(seed)) for seed in range(trials))
+    return [Figure("layouts", trials), Figure("largest error", largest, test_engine_memory.TOLERANCE)]
+
+
 # -- environments that cannot work ------------------------------------------------------------------------------------
 
 TORCHELASTIC = {
@@ -758,6 +765,7 @@ CHECKS = {
     "R28": Check("meshes of torch's engine against one process", meshes_against_one_process),
     "R29": Check("random switches of engine, mesh and ranks", random_switches, 30),
     "R30": Check("restarts of torch's engine by torchrun", engine_restarted_by_torchrun, 10),
+    "R31": Check("predicted peaks of torch's engine", predicted_peaks, 40),
 }
 
 
@@ -792,7 +800,8 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument(
         "--trials",
         type=int,
-        help="trials of R1, R2, R3, R4, R8, R19, R23, R24, R29 and R30: 10, 12, 100, 100, 20, 2,000, 1,000, 10, 30, 10",
+        help="trials of R1, R2, R3, R4, R8, R19, R23, R24, R29, R30, R31: "
+        "10, 12, 100, 100, 20, 2,000, 1,000, 10, 30, 10, 40",
     )
     parser.add_argument("--output", type=Path, default=Path("results/reliability/soak.json"))
     arguments = parser.parse_args(argv)

@@ -4,6 +4,7 @@ import ast
 import re
 import sys
 from dataclasses import dataclass
+from functools import cache
 from pathlib import Path
 
 import pytest
@@ -82,7 +83,9 @@ def imports(path: Path) -> list[Import]:
     return found
 
 
-IMPORTS = {name: imports(path) for name, path in SOURCES.items()}
+@cache
+def all_imports() -> dict[str, list[Import]]:
+    return {name: imports(path) for name, path in SOURCES.items()}
 
 
 def test_the_reader_of_imports_sees_every_kind(tmp_path):
@@ -114,7 +117,7 @@ def breaches(rule) -> list[str]:
     """`module:line imports name` for every import in the package for which `rule(module, import)` does not hold."""
     return [
         f"{name or '__init__'}:{found.line} imports {found.name}"
-        for name, all_found in IMPORTS.items()
+        for name, all_found in all_imports().items()
         for found in all_found
         if not rule(name, found)
     ]

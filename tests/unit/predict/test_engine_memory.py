@@ -14,7 +14,10 @@ from cs336_systems.predict.rank_shards import Mesh
 
 MODEL = ModelConfig(vocab_size=1000, context_length=64, d_model=256, num_layers=2, num_heads=8, d_ff=768)
 RUN = RunConfig(model=MODEL, batch_size=1, device="cuda", precision="bf16", attention="sdpa", mode="train-step")
-FEW, ALL = 12, 40
+TOLERANCE = 0.02
+SEEDS = (0, 1, 4, 5, 7, 8, 10, 17, 20, 26, 27, 28, 36, 38)
+"""Together they have nearly every two values of axes, precision, attention and recomputation. `make soak` (R31) has
+more."""
 
 
 def random_layout(seed: int) -> tuple[RunConfig, Mesh]:
@@ -41,15 +44,18 @@ def random_layout(seed: int) -> tuple[RunConfig, Mesh]:
     return run, mesh
 
 
-@pytest.mark.parametrize(
-    "seed", [*range(FEW), *(pytest.param(seed, marks=pytest.mark.slow) for seed in range(FEW, ALL))]
-)
-def test_a_random_layout_has_the_traced_peak(seed):
+def error_of(seed: int) -> float:
+    """Return how far the predicted peak of a random layout is from the traced one, as a share of it."""
     run, mesh = random_layout(seed)
     found, predicted = rehearsal.rehearse(run, mesh, 0, on_gpu=False), engine_estimate(run, mesh)
-    fixed = workspace(run)  # larger than these models
-    assert predicted.peak - fixed == pytest.approx(found.peak - fixed, rel=0.02), (run, mesh)
     assert sum(predicted.parts.values()) == predicted.peak
+    fixed = workspace(run)  # larger than these models
+    return (predicted.peak - fixed) / (found.peak - fixed) - 1
+
+
+@pytest.mark.parametrize("seed", SEEDS)
+def test_a_random_layout_has_the_traced_peak(seed):
+    assert error_of(seed) == pytest.approx(0, abs=TOLERANCE), random_layout(seed)
 
 
 @pytest.mark.parametrize("mesh", [Mesh(dp_shard=8), Mesh(tp=4), Mesh(dp_shard=4, tp=2), Mesh(dp_replicate=4)], ids=str)

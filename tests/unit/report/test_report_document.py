@@ -25,7 +25,14 @@ def report():
     return some_document()
 
 
-@pytest.mark.parametrize("name", goldens())
+KEPT = sorted(path.name for path in FOLDER.iterdir())
+
+
+def test_every_golden_is_kept():
+    assert sorted(goldens()) == KEPT
+
+
+@pytest.mark.parametrize("name", KEPT)
 def test_golden(name):
     kept = (FOLDER / name).read_text(encoding="utf-8")
     assert goldens()[name] == kept, "if this is what you want: python -m tests.golden.report_goldens"
