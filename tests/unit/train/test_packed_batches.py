@@ -10,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from cs336_systems.train import packing
-from cs336_systems.train.packing import IGNORED, Documents, PackedBatch, PackedCorpus
+from cs336_systems.train.packed_batches import IGNORED, Documents, PackedBatch, PackedCorpus
 from tests.helpers import refused
 from tests.unit.train.stores_by_hand import write_store
 
