@@ -8,17 +8,18 @@ Shapes: B batch, T tokens, D d_model, H heads, K head dimension, V vocabulary.
 import math
 from collections.abc import Callable
 from functools import partial
-from typing import TYPE_CHECKING, Any, cast
+from typing import TYPE_CHECKING, Any, NamedTuple, cast
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
-from cs336_systems.config import ModelConfig
+from cs336_systems.config import ModelConfig, UserError
 from cs336_systems.kernels import attention
 from cs336_systems.kernels.flash.dispatch import fused_implementation
 from cs336_systems.kernels.flash.operators import cast_for_autocast
+from cs336_systems.kernels.flash.packing import Packing
 from cs336_systems.kernels.flash.prefix import PrefixAttention
 from cs336_systems.kernels.fused import nodes as fused
 from cs336_systems.kernels.fused.block import Setting, Weights, planned_block
@@ -28,6 +29,24 @@ from cs336_systems.predict.activation_plan import Plan, is_fetched_late, is_mana
 
 if TYPE_CHECKING:  # it needs DTensor, which takes 0.8 s to import
     from cs336_systems.parallel.context_parallel import ContextParallel
+
+
+class PackedTokens(NamedTuple):
+    """Sequences of several documents each. A document sees only itself, and its positions begin at 0."""
+
+    tokens: Tensor
+    """(B, T)"""
+    positions: Tensor
+    """(B, T)"""
+    cu_seqlens: Tensor
+    """int32: where documents begin among the B x T tokens, then B x T."""
+
+    @property
+    def shape(self) -> torch.Size:
+        return self.tokens.shape
+
+    def to(self, device: torch.device) -> "PackedTokens":
+        return PackedTokens(*(tensor.to(device) for tensor in self))
 
 
 class Linear(nn.Linear):
@@ -88,6 +107,8 @@ class RotaryEmbedding(nn.Module):
     sin: Tensor
     context: "ContextParallel | None" = None
     """Set where the tokens are a part of the sequence, and other ranks have the rest."""
+    packing: None = None
+    """A sequence is one document; see PackedRotary."""
 
     def __init__(
         self,
@@ -115,15 +136,33 @@ class RotaryEmbedding(nn.Module):
         self.sin.copy_(sin[:, None])
 
     def forward(self, x: Tensor) -> Tensor:  # (B, T, H, K)
-        cos, sin = (self._rows(table, x.shape[1]) for table in (self.cos, self.sin))
-        swapped = x.unflatten(-1, (-1, 2)).flip(-1).flatten(-2)
-        # The table is fp32, and so is the rotation, whatever x is: bf16 is too coarse for angles.
-        return torch.addcmul(x * cos, swapped, sin).to(x.dtype)
+        return _rotated(x, *(self._rows(table, x.shape[1]) for table in (self.cos, self.sin)))
 
     def _rows(self, table: Tensor, length: int) -> Tensor:
         if self.context is None:
             return table[:length]
         return torch.cat([table[span] for span in self.context.positions(length)])
+
+
+class PackedRotary:
+    """The rotation of (1, T, H, K), all documents of a batch one after another, each from position 0 on."""
+
+    def __init__(self, rotate: RotaryEmbedding, packed: PackedTokens):
+        positions = packed.positions.flatten()
+        self.cos, self.sin = rotate.cos[positions], rotate.sin[positions]  # (T, 1, K)
+        self.packing = Packing(packed.cu_seqlens)
+
+    def __call__(self, x: Tensor) -> Tensor:
+        return _rotated(x, self.cos, self.sin)
+
+
+Rotary = RotaryEmbedding | PackedRotary
+
+
+def _rotated(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+    swapped = x.unflatten(-1, (-1, 2)).flip(-1).flatten(-2)
+    # The table is fp32, and so is the rotation, whatever x is: bf16 is too coarse for angles.
+    return torch.addcmul(x * cos, swapped, sin).to(x.dtype)
 
 
 def _scaled(frequencies: Tensor, factor: float, low: float, high: float, original: float) -> Tensor:
@@ -149,7 +188,7 @@ class Attention(nn.Module):
         self.q_norm = RMSNorm(config.head_dim, config.norm_eps) if config.qk_norm else None
         self.k_norm = RMSNorm(config.head_dim, config.norm_eps) if config.qk_norm else None
 
-    def forward(self, x: Tensor, rotate: RotaryEmbedding) -> Tensor:
+    def forward(self, x: Tensor, rotate: Rotary) -> Tensor:
         q, k, v = (
             projection(x).unflatten(-1, (-1, self.head_dim))  # (B, T, H, K); tensor parallel: this rank's heads
             for projection in (self.q_proj, self.k_proj, self.v_proj)
@@ -159,16 +198,23 @@ class Attention(nn.Module):
         q, k = rotate(q), rotate(k)
         q, k, v = (t.transpose(1, 2) for t in (q, k, v))
         if self.context is None:
-            out = attention(q, k, v, is_causal=True, impl=self.impl)
+            out = self._attend(q, k, v, rotate.packing)
         else:
             q, k, v = cast_for_autocast(q, k, v)
             out = self.context.attend(q, k, v, PrefixAttention(self.impl))
         return self.output_proj(out.transpose(1, 2).flatten(-2))
 
-    def fused(self, qkv: Tensor, rotate: RotaryEmbedding) -> Tensor:
+    def _attend(self, q: Tensor, k: Tensor, v: Tensor, packing: Packing | None) -> Tensor:
+        """Causal attention over (B, H, T, K), inside of documents if they are packed."""
+        if packing is None:
+            return attention(q, k, v, is_causal=True, impl=self.impl)
+        q, k, v = (t.transpose(1, 2).flatten(0, 1) for t in (q, k, v))  # (T, H, K)
+        return attention(q, k, v, cu_seqlens_q=packing, is_causal=True, impl=self.impl).transpose(0, 1)[None]
+
+    def fused(self, qkv: Tensor, rotate: Rotary) -> Tensor:
         """Compute attention from the concatenated projections of q, k and v."""
         q, k, v = fused.rotary_heads(qkv, rotate.cos, rotate.sin, self.num_heads, self.norms)
-        out = attention(q, k, v, is_causal=True, impl=self.impl)
+        out = self._attend(q, k, v, rotate.packing)
         return fused.linear(out.transpose(1, 2).flatten(-2), self.output_proj.weight)
 
     @property
@@ -204,11 +250,11 @@ class Block(nn.Module):
         self.ln2 = RMSNorm(config.d_model, config.norm_eps)
         self.ffn = SwiGLU(config.d_model, config.d_ff)
 
-    def forward(self, x: Tensor, rotate: RotaryEmbedding) -> Tensor:
+    def forward(self, x: Tensor, rotate: Rotary) -> Tensor:
         x = x + self.attn(self.ln1(x), rotate)
         return x + self.ffn(self.ln2(x))
 
-    def fused(self, x: Tensor, delta: Tensor | None, rotate: RotaryEmbedding) -> tuple[Tensor, Tensor]:
+    def fused(self, x: Tensor, delta: Tensor | None, rotate: Rotary) -> tuple[Tensor, Tensor]:
         """Compute the block with fused kernels. The residual stream is x + delta; the next kernel adds them."""
         attn, ffn = self.attn, self.ffn
         qkv_weights = (attn.q_proj.weight, attn.k_proj.weight, attn.v_proj.weight)
@@ -263,11 +309,17 @@ class TransformerLM(nn.Module):
         else:
             self.lm_head = Linear(config.d_model, config.vocab_size)
 
-    def forward(self, tokens: Tensor, targets: Tensor | None = None) -> Tensor:
-        """Return logits, (B, T) -> (B, T, V); or, with targets, the mean loss without materialising all logits."""
-        hidden = self._hidden(tokens)
+    def forward(self, tokens: Tensor | PackedTokens, targets: Tensor | None = None) -> Tensor:
+        """Return logits, (B, T) -> (B, T, V); or, with targets, the mean loss without materialising all logits.
+
+        Targets of -100 do not count.
+        """
+        if isinstance(tokens, PackedTokens):
+            hidden = self._hidden(tokens.tokens.reshape(1, -1), PackedRotary(self.rotate, tokens))
+        else:
+            hidden = self._hidden(tokens, self.rotate)
         if targets is None:
-            return self.lm_head(hidden)
+            return self.lm_head(hidden.view(*tokens.shape, -1))
         return fused.linear_cross_entropy(hidden, self.lm_head.weight, targets)
 
     def tie(self) -> None:
@@ -283,26 +335,28 @@ class TransformerLM(nn.Module):
         position = {id(parameter): number for number, parameter in enumerate(parameters)}
         return sorted(parameters, key=lambda p: position[neighbour.get(id(p), id(p))])  # stable: w1, then w3
 
-    def _hidden(self, tokens: Tensor) -> Tensor:
+    def _hidden(self, tokens: Tensor, rotate: Rotary) -> Tensor:
         """Return the hidden states after the last norm, (B, T, D)."""
         x: Tensor = self.token_embeddings(tokens)
         delta: Tensor | None = None
         group = self.checkpoint_blocks
         if self.plan is not None and torch.is_grad_enabled():
+            if rotate.packing is not None:
+                raise UserError("memory_budget cannot plan packed documents", "memory_budget")
             x, delta = self._planned_blocks(x, self.plan)
         elif group and self.checkpoint_recursive and torch.is_grad_enabled():
             from cs336_systems.step.recursive_checkpoint import run_by_halves  # the package `step` imports this module
 
             starts = range(0, len(self.layers), group)
-            groups = [partial(self._blocks, start=start, stop=start + group) for start in starts]
+            groups = [partial(self._blocks, rotate=rotate, start=start, stop=start + group) for start in starts]
             x, delta = run_by_halves(groups, x, delta)
         elif group and torch.is_grad_enabled():
             for start in range(0, len(self.layers), group):
                 stop = min(start + group, len(self.layers))
-                x, delta = _recompute(self._group, x, delta, start, stop)
+                x, delta = _recompute(self._group, x, delta, rotate, start, stop)
         else:
             for block in self.layers:  # not in _blocks, whose caller would keep the first x alive
-                x, delta = self._block(block, x, delta)
+                x, delta = self._block(block, x, delta, rotate)
         if self.is_fused:
             return fused.add_norm(x, delta, self.ln_final.weight, self.ln_final.eps)[1]
         return self.ln_final(x)
@@ -331,23 +385,27 @@ class TransformerLM(nn.Module):
         )
         return planned_block(x, delta, setting, block.weights)
 
-    def _group(self, x: Tensor, delta: Tensor | None, start: int, stop: int) -> tuple[Tensor, Tensor | None]:
+    def _group(
+        self, x: Tensor, delta: Tensor | None, rotate: Rotary, start: int, stop: int
+    ) -> tuple[Tensor, Tensor | None]:
         inner = self.checkpoint_inner
         if not inner:
-            return self._blocks(x, delta, start, stop)
+            return self._blocks(x, delta, rotate, start, stop)
         for begin in range(start, stop, inner):
-            x, delta = _recompute(self._blocks, x, delta, begin, min(begin + inner, stop))
+            x, delta = _recompute(self._blocks, x, delta, rotate, begin, min(begin + inner, stop))
         return x, delta
 
-    def _blocks(self, x: Tensor, delta: Tensor | None, start: int, stop: int) -> tuple[Tensor, Tensor | None]:
+    def _blocks(
+        self, x: Tensor, delta: Tensor | None, rotate: Rotary, start: int, stop: int
+    ) -> tuple[Tensor, Tensor | None]:
         for block in self.layers[start:stop]:
-            x, delta = self._block(block, x, delta)
+            x, delta = self._block(block, x, delta, rotate)
         return x, delta
 
-    def _block(self, block: nn.Module, x: Tensor, delta: Tensor | None) -> tuple[Tensor, Tensor | None]:
+    def _block(self, block: nn.Module, x: Tensor, delta: Tensor | None, rotate: Rotary) -> tuple[Tensor, Tensor | None]:
         if self.is_fused:
-            return cast(Block, block).fused(x, delta, self.rotate)
-        return block(x, self.rotate), None
+            return cast(Block, block).fused(x, delta, rotate)
+        return block(x, rotate), None
 
 
 def _recompute(run: Callable[..., Any], *arguments: Any) -> Any:

@@ -12,10 +12,13 @@ def forward_flops(config: RunConfig) -> int:
     return 2 * config.tokens * config.model.linear_parameters + _attention_flops(config)
 
 
-def model_flops(config: RunConfig) -> int:
-    """Return the FLOPs of one step in the config's mode; backward runs two matmuls for each matmul of forward."""
+def model_flops(config: RunConfig, attention_share: float = 1.0) -> int:
+    """Return the FLOPs of one step in the config's mode; backward runs two matmuls for each matmul of forward.
+
+    `attention_share`: the share of all pairs of tokens that are in one document, where documents are packed.
+    """
     passes = 1 if config.mode in ("inference", "forward") else 3
-    return passes * forward_flops(config)
+    return passes * (forward_flops(config) - round((1 - attention_share) * _attention_flops(config)))
 
 
 def causal_model_flops(config: RunConfig) -> int:

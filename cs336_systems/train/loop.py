@@ -34,6 +34,7 @@ from cs336_systems.step.updates import Update
 from cs336_systems.train.agreement import facts_of, read_once_per_host, require_shared
 from cs336_systems.train.building import build_step
 from cs336_systems.train.data import Corpus
+from cs336_systems.train.packed_batches import PackedBatch, PackedCorpus
 from cs336_systems.train.run_log import RunLog, show
 from cs336_systems.train.saving import Progress, Saver
 from cs336_systems.train.settings import TrainSettings
@@ -66,12 +67,13 @@ def train(settings: TrainSettings) -> int:
         return 1
 
 
-def _open_corpus(settings: TrainSettings, rank: Rank) -> Corpus:
+def _open_corpus(settings: TrainSettings, rank: Rank) -> Corpus | PackedCorpus:
     """Open the data; raise UserError, on all ranks, for settings that would fail later on any of them."""
     together(lambda: _require_possible(settings, rank))
     data, model = settings.data, settings.model
+    kind = PackedCorpus if data.pack == "documents" else Corpus
     corpus = together(
-        lambda: Corpus.open(data.path, context_length=model.context_length, validation_share=data.validation_share)
+        lambda: kind.open(data.path, context_length=model.context_length, validation_share=data.validation_share)
     )
     return corpus.checked(read_once_per_host(corpus.tokens), model.vocab_size)
 
@@ -88,7 +90,7 @@ def _require_possible(settings: TrainSettings, rank: Rank) -> None:
 class Trainer:
     """Runs the steps of a training run on this rank. Every method is called by all ranks together."""
 
-    def __init__(self, settings: TrainSettings, rank: Rank, corpus: Corpus | None = None):
+    def __init__(self, settings: TrainSettings, rank: Rank, corpus: Corpus | PackedCorpus | None = None):
         self.settings = settings
         self.rank = rank
         self.share, self.shares = settings.parallel.data_place(rank.rank, rank.world_size)
@@ -100,7 +102,8 @@ class Trainer:
         self.tracer = Tracer() if settings.faults.find_nan else None
         self._loss, self._norm = 0.0, 0.0
         """Results of the last step; the loss is the validation loss if it was evaluated."""
-        self.log = RunLog(settings, rank, self.step.config) if rank.rank == 0 else None
+        share = self.corpus.attention_share(settings.seed) if isinstance(self.corpus, PackedCorpus) else 1.0
+        self.log = RunLog(settings, rank, self.step.config, share) if rank.rank == 0 else None
 
     def introduce(self) -> None:
         """Show what is trained, on what: the first step may take a while."""
@@ -183,15 +186,19 @@ class Trainer:
             self.log.step(progress.step, result.loss, result.gradient_norm, rate, time.perf_counter() - begin)
         return result.stop
 
-    def _batches(self, step: int) -> list[tuple[Tensor, Tensor]]:
-        """Return this rank's share of the sequences of a step, in micro batches."""
-        data, device = self.settings.data, self.rank.device
-        per_rank = data.batch_size // self.shares
-        first = step * data.batch_size + self.share * per_rank
-        inputs, targets = self.corpus.training(self.settings.seed, first, per_rank)
-        count = data.micro_batches(self.shares)
-        parts = zip(inputs.chunk(count), targets.chunk(count), strict=True)
-        return [(a.to(device), b.to(device)) for a, b in parts]
+    def _batches(self, step: int) -> list[tuple[Any, Tensor]]:
+        """Return this rank's share of the sequences of a step, in micro batches: inputs of the model, and targets."""
+        data = self.settings.data
+        per_rank, count = data.batch_size // self.shares, data.micro_batches(self.shares)
+        first, size = step * data.batch_size + self.share * per_rank, per_rank // count
+        firsts = range(first, first + per_rank, size)
+        return [self._on_device(self.corpus.training(self.settings.seed, begin, size)) for begin in firsts]
+
+    def _on_device(self, batch: PackedBatch | tuple[Tensor, Tensor]) -> tuple[Any, Tensor]:
+        if isinstance(batch, PackedBatch):
+            return batch.to(self.rank.device)
+        inputs, targets = batch
+        return inputs.to(self.rank.device), targets.to(self.rank.device)
 
     def _evaluate(self) -> float:
         """Report the validation loss, which is returned, and a sampled text. Neither changes the run."""
@@ -209,8 +216,7 @@ class Trainer:
         total = torch.zeros((), dtype=torch.float64, device=communication_device())
         for number in range(count):
             first = (number * self.shares + self.share) * size
-            inputs, targets = self.corpus.validation(first, size)
-            total += self.step.evaluate(inputs.to(self.rank.device), targets.to(self.rank.device)).to(total)
+            total += self.step.evaluate(*self._on_device(self.corpus.validation(first, size))).to(total)
         dist.all_reduce(total)
         return total.item() / (count * self.rank.world_size)
 

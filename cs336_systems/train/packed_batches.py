@@ -17,6 +17,7 @@ import torch
 from torch import Tensor
 
 from cs336_systems.config import UserError
+from cs336_systems.model import PackedTokens
 from cs336_systems.train.data import Corpus
 from cs336_systems.train.token_file import TokenFile, Tokens
 from cs336_systems.train.tokens.token_store import DOCUMENTS_FILE, is_store, read_store
@@ -24,6 +25,8 @@ from cs336_systems.train.tokens.token_store import DOCUMENTS_FILE, is_store, rea
 IGNORED = -100
 """Target of the last token of a document: cross entropy leaves it out."""
 _AT_ONCE = 1 << 20
+SAMPLED = 256
+"""Sequences from which the share of attention is computed."""
 
 
 class PackedBatch(NamedTuple):
@@ -37,6 +40,11 @@ class PackedBatch(NamedTuple):
     """(B, T), int64: the place of a token in its document, or in the part of it that is in the sequence."""
     cu_seqlens: Tensor
     """(S + 1,), int32: where documents begin among the B x T tokens, then B x T up to a fixed size."""
+
+    def to(self, device: torch.device) -> tuple[PackedTokens, Tensor]:
+        """Return the input of the model and the targets."""
+        inputs = PackedTokens(self.inputs, self.positions, self.cu_seqlens)
+        return inputs.to(device), self.targets.to(device)
 
 
 def packed(rows: Tensor, starts: list[np.ndarray], size: int) -> PackedBatch:
@@ -147,6 +155,22 @@ class PackedCorpus:
                 (corpus.training_tokens, corpus.validation_sequences),
             )
         )
+
+    @property
+    def tokens(self) -> TokenFile:
+        return self.corpus.tokens
+
+    def has_fingerprint(self, fingerprint: object) -> bool:
+        return fingerprint == self.fingerprint
+
+    def attention_share(self, seed: int) -> float:
+        """Return the share of all pairs of a sequence's tokens that are in one document, from the first sequences."""
+        length, pairs = self.corpus.context_length, 0.0
+        starts = self.corpus.training_starts(seed, 0, min(SAMPLED, self.corpus.training_sequences))
+        for start in starts:
+            bounds = np.concatenate([[0], self.documents.starts(start, start + length) - start, [length]])
+            pairs += float((np.diff(bounds.clip(max=length)).astype(np.float64) ** 2).sum())
+        return pairs / (len(starts) * length**2)
 
     def training(self, seed: int, first: int, count: int) -> PackedBatch:
         """Return the sequences `first` to `first + count` of a run, those of `Corpus.training`."""

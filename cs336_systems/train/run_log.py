@@ -34,12 +34,12 @@ def show(text: str) -> None:
 class RunLog:
     """Writes the log of a run; only rank 0 has one."""
 
-    def __init__(self, settings: TrainSettings, rank: Rank, run: RunConfig):
+    def __init__(self, settings: TrainSettings, rank: Rank, run: RunConfig, attention_share: float = 1.0):
         self._settings = settings
         self._path = settings.folder / RECORDS
         self._environment = capture(str(rank.device))
         self._device = rank.device
-        self._flops = model_flops(dataclasses.replace(run, batch_size=settings.data.batch_size))
+        self._flops = model_flops(dataclasses.replace(run, batch_size=settings.data.batch_size), attention_share)
         peak = peak_flops(self._environment.gpu, run.precision) if rank.device.type == "cuda" else None
         self._peak = peak * rank.world_size if peak else None
         self._ranks = rank.world_size

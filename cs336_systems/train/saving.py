@@ -31,6 +31,7 @@ from cs336_systems.train.checkpoint import (
     training_state,
 )
 from cs336_systems.train.data import Corpus
+from cs336_systems.train.packed_batches import PackedCorpus
 from cs336_systems.train.run_log import show
 from cs336_systems.train.settings import TrainSettings
 
@@ -105,7 +106,7 @@ class Saver:
     its own would not disturb the training less: writing and hashing do not hold the interpreter's lock.
     """
 
-    def __init__(self, settings: TrainSettings, rank: Rank, corpus: Corpus, step: TrainStep):
+    def __init__(self, settings: TrainSettings, rank: Rank, corpus: Corpus | PackedCorpus, step: TrainStep):
         self.settings, self.rank, self.corpus, self.step = settings, rank, corpus, step
         chosen, self._timeout = settings.checkpoint, settings.parallel.rank_timeout
         self.store = Store(
@@ -317,7 +318,7 @@ def _changes(pairs: Mapping[str, tuple[Any, Any]]) -> list[str]:
     return [one_line(f"{name} was {old} and is {new}") for name, (old, new) in pairs.items() if old != new]
 
 
-def _require_same_run(settings: TrainSettings, corpus: Corpus, found: Checkpoint) -> None:
+def _require_same_run(settings: TrainSettings, corpus: Corpus | PackedCorpus, found: Checkpoint) -> None:
     """Raise UserError naming each setting whose change would make this another run."""
     before, now = found.manifest["settings"], settings.to_dict()
     pairs = {name: (before.get(name), now[name]) for name in TrainSettings.FIXED}

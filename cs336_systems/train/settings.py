@@ -28,6 +28,7 @@ from cs336_systems.predict.model_flags import FamilyArguments, of_size
 from cs336_systems.predict.rank_shards import SPLIT_BY_TP, STAGES_PER_RANK, TIED_STAGES, Mesh
 from cs336_systems.train.tokens.token_store import is_store, read_store
 
+PACKS = ("none", "documents")
 PARALLEL = ("none", "ddp", "ddp-sharded", "fsdp")
 ENGINES = ("ours", "torch")
 BYTES = 256
@@ -58,6 +59,11 @@ class DataSettings(_Checked):
         flag("", "a text file (bytes are tokens), tokens as .bin (16-bit) or .npy, or a folder of cs336 tokenize"),
     )
     validation_share: float = flag(0.1, "share of the file, at its end, that is never trained on")
+    pack: str = flag(
+        "none",
+        "documents: attention, positions and targets stay within documents of a cs336 tokenize folder",
+        PACKS,
+    )
     batch_size: int = flag(8, "sequences in a step, over all ranks")
     micro_batch_size: int = flag(8, "sequences that a rank computes at a time; larger shares are accumulated")
 
@@ -69,6 +75,10 @@ class DataSettings(_Checked):
             raise UserError(
                 f"{problem}; --data is a text file, tokens as .bin or .npy, or a finished folder of cs336 tokenize"
             )
+        if self.pack not in PACKS:
+            raise UserError(f"--pack must be one of {', '.join(PACKS)}, got {self.pack!r}")
+        if self.pack == "documents" and not self.is_store:
+            raise UserError(f"--pack documents needs a folder of cs336 tokenize, and --data {self.path!r} is none")
         self._at_least(1, "batch_size", "micro_batch_size")
         self._require(0 < self.validation_share < 1, "validation_share", "between 0 and 1")
 
@@ -330,6 +340,17 @@ class TrainSettings(_Checked):
         _ = self.model  # reports its own mistakes now, too
         if self.parallel.engine == "torch":
             self._require_for_torch_engine()
+        if self.data.pack == "documents":
+            self._require_for_documents()
+
+    def _require_for_documents(self) -> None:
+        """Raise UserError for settings that do not know of documents."""
+        compute, splits = self.compute, self.parallel.engine == "torch" and not self.parallel.splits_data_only
+        given = {"--compile": compute.compile, "--memory_budget": compute.memory_budget, "--tp, --cp and --pp": splits}
+        if others := [name for name, value in given.items() if value]:
+            raise UserError(f"--pack documents cannot be combined with {', '.join(others)}; leave out one of them")
+        if compute.attention == "sdpa":
+            raise UserError("--attention sdpa has no packed documents; use --attention auto")
 
     def _require_for_torch_engine(self) -> None:
         """Raise UserError for settings that need our engine, and for a model that its ranks cannot split."""
@@ -399,9 +420,11 @@ class TrainSettings(_Checked):
         )
         wrapper, is_large = self.parallel.wrapper, config.tokens * self.model.d_model >= LAUNCH_BOUND
         with_ranks = ("kernels", "loss") if wrapper != "fsdp" and (is_large or fast != "on") else ()
-        allowed = FAST_PARTS if world_size == 1 else with_ranks
+        allowed: tuple[str, ...] = FAST_PARTS if world_size == 1 else with_ranks
         if self.parallel.engine == "torch":  # the fused kernels do not know of split layers, sequences and stages
             allowed = with_ranks if self.parallel.splits_data_only else ()
+        if self.data.pack == "documents":  # a graph has no memory for the boundaries of documents
+            allowed = tuple(part for part in allowed if part != "graph")
         excluded = sorted(config.fast_parts - set(allowed))
         if excluded and fast != "on":
             axes = " ".join(f"--{name} {getattr(self.parallel, name)}" for name in ("pp", "cp", "tp"))

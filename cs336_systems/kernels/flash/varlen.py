@@ -215,17 +215,17 @@ class _PackedFlash(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor | None, grad_lse: Tensor | None) -> Any:
-        call = ctx.call
-        grad = _gradient_of_output(grad, grad_lse, ctx.saved_tensors)
+        call, saved = ctx.call, ctx.saved_tensors  # read once: a second time recomputation refuses
+        grad = _gradient_of_output(grad, grad_lse, saved)
         if grad is None:
             return (None,) * 5
         if is_traced(grad):
             offsets = ctx.packing.offsets_q, ctx.packing.offsets_k
             operators = OPERATORS[call.impl]
             return *operators.backward(
-                grad, grad_lse, *ctx.saved_tensors, *offsets, call.scale, *_flat(call.mask)
+                grad, grad_lse, *saved, *offsets, call.scale, *_flat(call.mask)
             ), None, None  # fmt: skip
-        found = call.kernels.backward(grad, grad_lse, *ctx.saved_tensors, ctx.packing, call.scale, call.mask)
+        found = call.kernels.backward(grad, grad_lse, *saved, ctx.packing, call.scale, call.mask)
         return *found, None, None
 
 
@@ -372,10 +372,11 @@ def _register(name: str) -> None:
         ctx.set_materialize_grads(False)
 
     def gradients(ctx: Any, grad: Tensor | None, grad_lse: Tensor | None) -> tuple[Any, ...]:
-        grad = _gradient_of_output(grad, grad_lse, ctx.saved_tensors)
+        saved = ctx.saved_tensors
+        grad = _gradient_of_output(grad, grad_lse, saved)
         if grad is None:
             return (None,) * 9
-        found = backward_op.default(grad, grad_lse, *ctx.saved_tensors, *ctx.settings)
+        found = backward_op.default(grad, grad_lse, *saved, *ctx.settings)
         return *found, *(None,) * 6
 
     torch.library.register_autograd(f"cs336::{forward_name}", gradients, setup_context=setup_context, lib=LIBRARY)
