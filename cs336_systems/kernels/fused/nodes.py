@@ -28,27 +28,25 @@ def add_norm(x: Tensor, delta: Tensor | None, gain: Tensor, eps: float) -> tuple
         return _AddNorm.apply(x, delta, gain, eps, x.dtype)
 
 
-def norm_linear(
-    x: Tensor, delta: Tensor | None, gain: Tensor, eps: float, *weights: Tensor, bias: Tensor | None = None
-) -> tuple[Tensor, Tensor]:
-    """x + delta, and the matmuls of its RMS norm with all weights, concatenated; `bias` is that of all of them."""
+def norm_linear(x: Tensor, delta: Tensor | None, gain: Tensor, eps: float, *weights: Tensor) -> tuple[Tensor, Tensor]:
+    """x + delta, and the matmuls of its RMS norm with all weights, concatenated."""
     dtype = matmul_dtype(x)
     with no_autocast(x):
-        return _NormLinear.apply(x, delta, gain, eps, dtype, bias, *weights)
+        return _NormLinear.apply(x, delta, gain, eps, dtype, *weights)
 
 
-def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
-    """x @ weight^T + bias."""
+def linear(x: Tensor, weight: Tensor) -> Tensor:
+    """x @ weight^T."""
     dtype = matmul_dtype(x)
     with no_autocast(x):
-        return _Linear.apply(x.to(dtype), weight, bias)
+        return _Linear.apply(x.to(dtype), weight)
 
 
-def swiglu_linear(gate_up: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
-    """(silu(gate) * up) @ weight^T + bias; gates are the first half of `gate_up`."""
+def swiglu_linear(gate_up: Tensor, weight: Tensor) -> Tensor:
+    """(silu(gate) * up) @ weight^T; gates are the first half of `gate_up`."""
     dtype = matmul_dtype(gate_up)
     with no_autocast(gate_up):
-        return _SwigluLinear.apply(gate_up.to(dtype), weight, bias)
+        return _SwigluLinear.apply(gate_up.to(dtype), weight)
 
 
 def rotary_heads(qkv: Tensor, cos: Tensor, sin: Tensor, heads: int) -> tuple[Tensor, Tensor, Tensor]:
@@ -60,37 +58,15 @@ def rotary_heads(qkv: Tensor, cos: Tensor, sin: Tensor, heads: int) -> tuple[Ten
         return _RotaryHeads.apply(qkv.contiguous(), cos, sin, heads)
 
 
-def rotary_halves(
-    qkv: Tensor, cos: Tensor, sin: Tensor, heads: int, kv_heads: int, dim: int
-) -> tuple[Tensor, Tensor, Tensor]:
-    """q, k and v as `rotary_heads` returns them, with grouped heads, and with the pairs (i, i + dim / 2) rotated.
-
-    qkv: (batch, rows, (heads + 2 * kv_heads) * dim), which the caller must not use afterwards; cos, sin: (batch or 1,
-    rows, dim).
-    """
-    with no_autocast(qkv):
-        return _RotaryHalves.apply(qkv.contiguous(), cos, sin, (heads, kv_heads, kv_heads), dim)
-
-
-def rotated_halves(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-    """x, (batch, rows, heads, dim), with the pairs (i, i + dim / 2) rotated in place: the caller must not use it
-    afterwards."""
-    with no_autocast(x):
-        return _RotatedHalves.apply(x.contiguous(), cos, sin)
-
-
-def linear_cross_entropy(
-    x: Tensor, weight: Tensor, targets: Tensor, *, ignored: int = pointwise.IGNORED, count: Tensor | None = None
-) -> Tensor:
+def linear_cross_entropy(x: Tensor, weight: Tensor, targets: Tensor, *, ignored: int = pointwise.IGNORED) -> Tensor:
     """Mean cross entropy of the logits x @ weight^T over the targets that are not `ignored`.
 
-    `count`, a scalar on the device: the number by which their sum is divided, where it is not their own.
     The logits are computed in chunks of CHUNK_BYTES, and each chunk's gradient in the same pass; the chunks' gradients
     are added up in fp32. A target outside the vocabulary that is not `ignored` makes the loss NaN.
     """
     dtype, trains = matmul_dtype(x), torch.is_grad_enabled()
     with no_autocast(x):
-        return _LinearCrossEntropy.apply(as_rows(x).to(dtype), weight, targets.reshape(-1), ignored, trains, count)
+        return _LinearCrossEntropy.apply(as_rows(x).to(dtype), weight, targets.reshape(-1), ignored, trains)
 
 
 def matmul_dtype(x: Tensor) -> torch.dtype:
@@ -160,16 +136,6 @@ def weight_gradients(weights: Sequence[Tensor], needed: Sequence[bool], grad: Te
     return [deposit(w, part) if need else None for w, part, need in zip(weights, found, needed, strict=True)]
 
 
-def matmul(x: Tensor, matrix: Tensor, bias: Tensor | None) -> Tensor:
-    """x @ matrix^T + bias, of rows."""
-    return torch.mm(x, matrix.t()) if bias is None else torch.addmm(bias.detach().to(x.dtype), x, matrix.t())
-
-
-def bias_gradient(bias: Tensor | None, grad: Tensor) -> Tensor | None:
-    """Gradient of a bias that was added to every row. grad: of the rows."""
-    return None if bias is None else grad.sum(0, dtype=torch.float32).to(bias.dtype)
-
-
 # -- nodes ------------------------------------------------------------------------------------------------------------
 
 
@@ -204,20 +170,19 @@ class _AddNorm(torch.autograd.Function):
 class _NormLinear(torch.autograd.Function):
     @staticmethod
     def forward(
-        ctx: Any, x: Tensor, delta: Tensor | None, gain: Tensor, eps: float, dtype: torch.dtype, bias: Tensor | None,
-        *weights: Tensor,
-    ) -> Any:  # fmt: skip
+        ctx: Any, x: Tensor, delta: Tensor | None, gain: Tensor, eps: float, dtype: torch.dtype, *weights: Tensor
+    ) -> Any:
         total, y, rstd = pointwise.add_norm(as_rows(x), None if delta is None else as_rows(delta), gain, eps, dtype)
         matrix = joined(weights, dtype)
         ctx.save_for_backward(total, rstd, matrix)
-        ctx.gain, ctx.weights, ctx.bias, ctx.has_delta, ctx.shape = gain, weights, bias, delta is not None, x.shape
+        ctx.gain, ctx.weights, ctx.has_delta, ctx.shape = gain, weights, delta is not None, x.shape
         ctx.set_materialize_grads(False)
-        return total.view(x.shape), matmul(y, matrix, bias).view(*x.shape[:-1], len(matrix))
+        return total.view(x.shape), torch.mm(y, matrix.t()).view(*x.shape[:-1], len(matrix))
 
     @staticmethod
     def backward(ctx: Any, grad_total: Tensor | None, grad_out: Tensor | None) -> Any:
         if grad_out is None:
-            return grad_total, grad_total if ctx.has_delta else None, *(None,) * (4 + len(ctx.weights))
+            return grad_total, grad_total if ctx.has_delta else None, *(None,) * (3 + len(ctx.weights))
         total, rstd, matrix = ctx.saved_tensors
         with no_autocast(total):
             grad_x = None if grad_total is None else as_rows(grad_total)
@@ -225,20 +190,18 @@ class _NormLinear(torch.autograd.Function):
             grad_y = torch.mm(grad_out, matrix)
             dx, grad_gain = pointwise.add_norm_backward(grad_y, grad_x, total, rstd, ctx.gain, recompute_y=True)
             y = grad_y  # add_norm_backward has overwritten it
-            grads = bias_gradient(ctx.bias, grad_out), *weight_gradients(
-                ctx.weights, ctx.needs_input_grad[6:], grad_out, y
-            )
+            grads = weight_gradients(ctx.weights, ctx.needs_input_grad[5:], grad_out, y)
             dx = dx.view(ctx.shape)
             return dx, dx if ctx.has_delta else None, deposit(ctx.gain, grad_gain), None, None, *grads
 
 
 class _Linear(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+    def forward(ctx: Any, x: Tensor, weight: Tensor) -> Tensor:
         matrix = joined((weight,), x.dtype)
         ctx.save_for_backward(x, matrix)
-        ctx.weight, ctx.bias = weight, bias
-        return matmul(as_rows(x), matrix, bias).view(*x.shape[:-1], len(matrix))
+        ctx.weight = weight
+        return torch.mm(as_rows(x), matrix.t()).view(*x.shape[:-1], len(matrix))
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> Any:
@@ -246,17 +209,17 @@ class _Linear(torch.autograd.Function):
         with no_autocast(x):
             rows = as_rows(grad)
             dx = torch.mm(rows, matrix).view(x.shape)
-            (grad_weight,) = weight_gradients((ctx.weight,), ctx.needs_input_grad[1:2], rows, as_rows(x))
-            return dx, grad_weight, bias_gradient(ctx.bias, rows)
+            (grad_weight,) = weight_gradients((ctx.weight,), ctx.needs_input_grad[1:], rows, as_rows(x))
+            return dx, grad_weight
 
 
 class _SwigluLinear(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, gate_up: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+    def forward(ctx: Any, gate_up: Tensor, weight: Tensor) -> Tensor:
         matrix = joined((weight,), gate_up.dtype)
         ctx.save_for_backward(gate_up, matrix)
-        ctx.weight, ctx.bias = weight, bias
-        return matmul(pointwise.swiglu(as_rows(gate_up)), matrix, bias).view(*gate_up.shape[:-1], len(matrix))
+        ctx.weight = weight
+        return torch.mm(pointwise.swiglu(as_rows(gate_up)), matrix.t()).view(*gate_up.shape[:-1], len(matrix))
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> Any:
@@ -266,8 +229,8 @@ class _SwigluLinear(torch.autograd.Function):
             grad_gated = torch.mm(rows, matrix)
             grad_gate_up = pointwise.swiglu_backward(grad_gated, as_rows(gate_up))
             gated = grad_gated  # swiglu_backward has overwritten it
-            (grad_weight,) = weight_gradients((ctx.weight,), ctx.needs_input_grad[1:2], rows, gated)
-            return grad_gate_up.view(gate_up.shape), grad_weight, bias_gradient(ctx.bias, rows)
+            (grad_weight,) = weight_gradients((ctx.weight,), ctx.needs_input_grad[1:], rows, gated)
+            return grad_gate_up.view(gate_up.shape), grad_weight
 
 
 class _RotaryHeads(torch.autograd.Function):
@@ -284,42 +247,11 @@ class _RotaryHeads(torch.autograd.Function):
         return pointwise.rotate_backward(dq, dk, dv, *ctx.saved_tensors).flatten(2), None, None, None
 
 
-class _RotaryHalves(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, qkv: Tensor, cos: Tensor, sin: Tensor, heads: tuple[int, int, int], dim: int) -> Any:
-        by_head = qkv.detach().unflatten(-1, (-1, dim))
-        parts = by_head.split(heads, dim=2)
-        pointwise.rotate_halves_(by_head[:, :, : heads[0] + heads[1]], cos, sin)
-        ctx.save_for_backward(cos, sin)
-        return tuple(t.transpose(1, 2) for t in parts)
-
-    @staticmethod
-    def backward(ctx: Any, *grads: Tensor) -> Any:
-        rows_first = [grad.transpose(1, 2) for grad in grads]
-        joint = pointwise.rotate_halves_backward(rows_first, (True, True, False), *ctx.saved_tensors)
-        return joint.flatten(2), None, None, None, None
-
-
-class _RotatedHalves(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-        out = x.detach()
-        pointwise.rotate_halves_(out, cos, sin)
-        ctx.save_for_backward(cos, sin)
-        return out
-
-    @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> Any:
-        return pointwise.rotate_halves_backward([grad], [True], *ctx.saved_tensors), None, None
-
-
 class _LinearCrossEntropy(torch.autograd.Function):
     @staticmethod
-    def forward(
-        ctx: Any, x: Tensor, weight: Tensor, targets: Tensor, ignored: int, trains: bool, count: Tensor | None
-    ) -> Tensor:
+    def forward(ctx: Any, x: Tensor, weight: Tensor, targets: Tensor, ignored: int, trains: bool) -> Tensor:
         matrix = joined((weight,), x.dtype)
-        row_weight = ((targets != ignored).sum() if count is None else count).float().reciprocal()
+        row_weight = (targets != ignored).sum().float().reciprocal()
         chunks = max(1, -(-x.shape[0] * len(matrix) * x.element_size() // CHUNK_BYTES))
         loss = torch.zeros((), dtype=torch.float32, device=x.device)
         grad_x = torch.empty_like(x)
@@ -340,7 +272,7 @@ class _LinearCrossEntropy(torch.autograd.Function):
         grad_x, grad_weight = ctx.saved_tensors
         with no_autocast(grad_x):
             dw = deposit(ctx.weight, _scaled(ctx.weight, grad_weight, grad)) if ctx.needs_input_grad[1] else None
-            return grad_x * grad, dw, None, None, None, None
+            return grad_x * grad, dw, None, None, None
 
 
 def _scaled(weight: Tensor, gradient: Tensor, factor: Tensor) -> Tensor:

@@ -4,7 +4,6 @@ Each runs as a Triton kernel where Triton supports the device, else as the formu
 exponentials are computed in fp32 for every dtype. A name that ends in `_` changes its first argument in place.
 """
 
-from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -106,36 +105,6 @@ def rotate_backward(dq: Tensor, dk: Tensor, dv: Tensor, cos: Tensor, sin: Tensor
 def _rotated(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
     swapped = x.float().unflatten(-1, (-1, 2)).flip(-1).flatten(-2)
     return torch.addcmul(x * cos[: x.shape[1]], swapped, sin[: x.shape[1]])
-
-
-def rotate_halves_(x: Tensor, cos: Tensor, sin: Tensor) -> None:
-    """Rotate the pairs (i, i + dim / 2) of (batch, rows, heads, dim), as transformers' models do. cos, sin: (batch or 1,
-    rows, dim), both halves of `dim` alike."""
-    _turn_halves(x, cos, sin, x, 1.0)
-
-
-def rotate_halves_backward(grads: Sequence[Tensor], rotated: Sequence[bool], cos: Tensor, sin: Tensor) -> Tensor:
-    """The gradient of the heads side by side, (batch, rows, all heads, dim), from those of its parts, each (batch, rows,
-    heads, dim). `rotated`: the parts that `rotate_halves_` has rotated."""
-    batch, rows, _, dim = grads[0].shape
-    heads = [grad.shape[2] for grad in grads]
-    out = torch.empty((batch, rows, sum(heads), dim), dtype=grads[0].dtype, device=grads[0].device)
-    for grad, is_rotated, part in zip(grads, rotated, out.split(heads, dim=2), strict=True):
-        _turn_halves(grad if grad.stride(-1) == 1 else grad.contiguous(), cos, sin, part, -1.0 if is_rotated else 0.0)
-    return out
-
-
-def _turn_halves(x: Tensor, cos: Tensor, sin: Tensor, out: Tensor, sign: float) -> None:
-    if kernels := _triton(x):
-        cos, sin = cos.contiguous(), sin.contiguous()
-        kernels.rotate_halves(x, cos, sin, out, sign)
-        return
-    if sign == 0:
-        out.copy_(x)
-        return
-    first, second = x.float().chunk(2, dim=-1)
-    turned = torch.cat((-second, first), dim=-1)
-    out.copy_(torch.addcmul(x * cos[:, :, None].float(), turned, sign * sin[:, :, None].float()))
 
 
 def swiglu(gate_up: Tensor) -> Tensor:

@@ -127,34 +127,6 @@ def _rotate(
 
 
 @triton.jit
-def _rotate_halves(
-    x, out, cos, sin, length, heads, x_batch, x_row, x_head, out_batch, out_row, out_head, angle_batch, angle_row,
-    SIGN: tl.constexpr, HALF: tl.constexpr, HEADS: tl.constexpr, BLOCK: tl.constexpr,
-):  # fmt: skip
-    """HEADS heads of one row, with dimensions i and i + HALF rotated; SIGN 0 copies them. x_batch, x_row and so on are
-    strides. HALF is a constant so that the compiler knows how the second half is aligned."""
-    i_row = tl.program_id(0).to(tl.int64)
-    i_batch, i_position = i_row // length, i_row % length
-    o_head = (tl.program_id(1) * HEADS + tl.arange(0, HEADS))[:, None]  # [HEADS, 1]
-    o_dim = tl.arange(0, BLOCK)[None, :]  # [1, BLOCK]
-    m_half = (o_head < heads) & (o_dim < HALF)
-    source = x + i_batch * x_batch + i_position * x_row + o_head * x_head + o_dim
-    b_first = tl.load(source, m_half, 0.0)  # [HEADS, BLOCK]
-    b_second = tl.load(source + HALF, m_half, 0.0)
-    if SIGN != 0:
-        o_angle = i_batch * angle_batch + i_position * angle_row + o_dim
-        b_cos = tl.load(cos + o_angle, o_dim < HALF, 0.0).to(tl.float32)
-        b_sin = tl.load(sin + o_angle, o_dim < HALF, 0.0).to(tl.float32) * SIGN
-        b_wide = b_first.to(tl.float32)
-        b_wide_second = b_second.to(tl.float32)
-        b_first = (b_wide * b_cos - b_wide_second * b_sin).to(b_first.dtype)
-        b_second = (b_wide_second * b_cos + b_wide * b_sin).to(b_second.dtype)
-    target = out + i_batch * out_batch + i_position * out_row + o_head * out_head + o_dim
-    tl.store(target, b_first.to(out.dtype.element_ty), m_half)
-    tl.store(target + HALF, b_second.to(out.dtype.element_ty), m_half)
-
-
-@triton.jit
 def _swiglu(gate_up, out, width, BLOCK: tl.constexpr):
     """Part of one row: silu(gate) * up."""
     i_row = tl.program_id(0).to(tl.int64)
@@ -320,20 +292,6 @@ def rotate(q: Tensor, k: Tensor, v: Tensor | None, cos: Tensor, sin: Tensor, out
     _launch(
         _rotate, grid, q, k, third, out, cos, sin, length, heads, dim // 2, *strides,
         SIGN=sign, HEADS=block_heads, PAIRS=pairs, num_warps=4,
-    )  # fmt: skip
-
-
-def rotate_halves(x: Tensor, cos: Tensor, sin: Tensor, out: Tensor, sign: float) -> None:
-    """Rotate x, or copy it with sign 0, into `out`, which may be x. x, out: (batch, rows, heads, dim); cos, sin: (batch
-    or 1, rows, dim), of one layout. The last dimension of each is contiguous. sign: -1.0 rotates backwards."""
-    batch, length, heads, dim = x.shape
-    block = triton.next_power_of_2(dim // 2)
-    block_heads = max(1, min(ROTARY_ELEMENTS // (2 * block), triton.next_power_of_2(heads)))
-    grid = (batch * length, triton.cdiv(heads, block_heads))
-    strides = *x.stride()[:3], *out.stride()[:3], cos.stride(0) if len(cos) > 1 else 0, cos.stride(1)
-    _launch(
-        _rotate_halves, grid, x, out, cos, sin, length, heads, *strides,
-        SIGN=sign, HALF=dim // 2, HEADS=block_heads, BLOCK=block, num_warps=4,
     )  # fmt: skip
 
 
