@@ -5,7 +5,7 @@ A size is looked up by name and any of its fields may be overridden:
     RunConfig(model=model_config("small", context_length=256), mode="train-step", precision="bf16")
 
 Plain size names are those of the course's 2025 handout. The 2026 handout uses some of the same names for other models,
-so its names carry the year (`2026/xl`).
+so its names carry the year (`2026/xl`). Published models carry their family's name (`qwen2.5/0.5B`).
 """
 
 import dataclasses
@@ -27,6 +27,18 @@ OPTIMIZER_STATES = ("fp32", "bf16")
 
 ADDED_LATER = {"fast": "off", "optimizer_state": "fp32", "update_in_backward": False, "memory_budget": ""}
 """Fields of RunConfig that older records do not have, with the values that those were measured with."""
+
+FAMILY_FIELDS = {
+    "num_kv_heads": 0,
+    "d_head": 0,
+    "qkv_bias": False,
+    "qk_norm": False,
+    "tied_embeddings": False,
+    "norm_eps": 1e-5,
+    "rope_scaling": "",
+}
+"""Fields of ModelConfig that tell families of models apart, with the values of the course's model. Older records and
+checkpoints do not have them."""
 
 LARGEST_NUMBER = 2**31 - 1
 LARGEST = {"num_layers": 10_000}
@@ -96,41 +108,110 @@ class ModelConfig:
     num_heads: int = flag(12, "attention heads")
     d_ff: int = flag(3072, "inner width of the feed-forward network")
     rope_theta: float = flag(10_000.0, "base of the rotary position embedding")
+    num_kv_heads: int = flag(0, "heads of keys and values, shared by groups of query heads (0: as many as heads)")
+    d_head: int = flag(0, "dimensions of a head (0: d_model / num_heads)")
+    qkv_bias: bool = flag(False, "biases on the projections of queries, keys and values")
+    qk_norm: bool = flag(False, "RMS norms of each head's queries and keys")
+    tied_embeddings: bool = flag(False, "the head has the weights of the token embedding")
+    norm_eps: float = flag(1e-5, "epsilon of RMS norms")
+    rope_scaling: str = flag("", "Llama 3's scaling of rotary frequencies: factor,low,high,original context")
 
     def __post_init__(self) -> None:
         _at_least(1, self, "vocab_size", "context_length", "d_model", "num_layers", "num_heads", "d_ff")
-        if isinstance(self.rope_theta, bool) or not (
-            isinstance(self.rope_theta, int | float) and math.isfinite(self.rope_theta) and self.rope_theta > 0
-        ):
-            raise UserError(f"rope_theta must be a finite number above 0, got {self.rope_theta!r}", "rope_theta")
-        object.__setattr__(self, "rope_theta", float(self.rope_theta))
-        if self.d_model % self.num_heads:
+        _at_least(0, self, "num_kv_heads", "d_head")
+        for name in ("rope_theta", "norm_eps"):
+            value = getattr(self, name)
+            if isinstance(value, bool) or not (isinstance(value, int | float) and math.isfinite(value) and value > 0):
+                raise UserError(f"{name} must be a finite number above 0, got {value!r}", name)
+            object.__setattr__(self, name, float(value))
+        for name in ("qkv_bias", "qk_norm", "tied_embeddings"):
+            if not isinstance(getattr(self, name), bool):
+                raise UserError(f"{name} must be true or false, got {getattr(self, name)!r}", name)
+        if not self.d_head and self.d_model % self.num_heads:
             raise UserError(
                 f"d_model {self.d_model} is not divisible by num_heads {self.num_heads}; "
-                f"change one so that each head gets a whole number of dimensions",
-                *("d_model", "num_heads"),
+                f"change one so that each head gets a whole number of dimensions, or give d_head",
+                *("d_model", "num_heads", "d_head"),
             )
         if self.head_dim % 2:
+            how = f"d_model / num_heads = {self.d_model} / {self.num_heads} = " if not self.d_head else ""
             raise UserError(
-                f"head dimension d_model / num_heads = {self.d_model} / {self.num_heads} = {self.head_dim} is odd; "
+                f"head dimension {how}{self.head_dim} is odd; "
                 f"rotary embeddings rotate pairs of dimensions, so it must be even"
             )
+        if self.num_heads % self.kv_heads:
+            raise UserError(
+                f"num_heads {self.num_heads} is not a multiple of num_kv_heads {self.kv_heads}; change one so that "
+                f"groups of query heads share a KV head",
+                *("num_heads", "num_kv_heads"),
+            )
+        if self.kv_heads == self.num_heads:  # one model has one configuration
+            object.__setattr__(self, "num_kv_heads", 0)
+        if self.d_head * self.num_heads == self.d_model:
+            object.__setattr__(self, "d_head", 0)
+        _ = self.frequency_scaling
 
     @property
     def head_dim(self) -> int:
-        return self.d_model // self.num_heads
+        return self.d_head or self.d_model // self.num_heads
+
+    @property
+    def kv_heads(self) -> int:
+        return self.num_kv_heads or self.num_heads
+
+    @property
+    def q_width(self) -> int:
+        """Elements of a token's queries, and of attention's output."""
+        return self.num_heads * self.head_dim
+
+    @property
+    def kv_width(self) -> int:
+        """Elements of a token's keys, and of its values."""
+        return self.kv_heads * self.head_dim
+
+    @property
+    def qkv_width(self) -> int:
+        return self.q_width + 2 * self.kv_width
+
+    @property
+    def frequency_scaling(self) -> tuple[float, float, float, float] | None:
+        """`rope_scaling` as factor, low and high frequency factor and original context; None without it."""
+        if not isinstance(self.rope_scaling, str):
+            raise UserError(f"rope_scaling must be a text, got {self.rope_scaling!r}", "rope_scaling")
+        if not self.rope_scaling:
+            return None
+        try:
+            factor, low, high, original = (float(part) for part in self.rope_scaling.split(","))
+        except ValueError:
+            factor = low = high = original = math.nan
+        if not (1 <= factor < math.inf and 0 < low < high < math.inf and 1 <= original < math.inf):
+            raise UserError(
+                f"rope_scaling {self.rope_scaling!r} is not factor,low,high,original context with factor at least 1 "
+                f"and low below high, such as 8,1,4,8192",
+                "rope_scaling",
+            )
+        return factor, low, high, original
 
     @property
     def linear_parameters(self) -> int:
-        """Parameters of matmuls: attention and feed-forward projections of all blocks, and the head."""
-        per_block = 4 * self.d_model**2 + 3 * self.d_model * self.d_ff
+        """Weights of matmuls: attention and feed-forward projections of all blocks, and the head, also a tied one."""
+        per_block = self.d_model * (self.qkv_width + self.q_width) + 3 * self.d_model * self.d_ff
         return self.num_layers * per_block + self.vocab_size * self.d_model
 
     @property
+    def vector_parameters(self) -> int:
+        """Gains of norms, and biases."""
+        per_block = 2 * self.d_model + self.qkv_bias * self.qkv_width + 2 * self.qk_norm * self.head_dim
+        return self.num_layers * per_block + self.d_model
+
+    @property
     def parameters(self) -> int:
-        norms = (2 * self.num_layers + 1) * self.d_model
-        embedding = self.vocab_size * self.d_model
-        return embedding + self.linear_parameters + norms
+        embedding = 0 if self.tied_embeddings else self.vocab_size * self.d_model
+        return embedding + self.linear_parameters + self.vector_parameters
+
+    def to_dict(self) -> dict[str, Any]:
+        """Return the fields, without those of FAMILY_FIELDS at their defaults: older files keep their cell keys."""
+        return {name: value for name, value in vars(self).items() if FAMILY_FIELDS.get(name, ...) != value}
 
 
 @dataclass(frozen=True)
@@ -284,7 +365,7 @@ class RunConfig:
 
     def to_dict(self) -> dict[str, Any]:
         """Return the fields, without those of ADDED_LATER at their defaults: older files keep their cell keys."""
-        values = dataclasses.asdict(self)
+        values = {**vars(self), "model": self.model.to_dict()}
         return {name: value for name, value in values.items() if ADDED_LATER.get(name, ...) != value}
 
     @classmethod
@@ -309,7 +390,21 @@ def _shape(d_model: int, d_ff: int, num_layers: int, num_heads: int) -> dict[str
     return {"d_model": d_model, "d_ff": d_ff, "num_layers": num_layers, "num_heads": num_heads}
 
 
-SIZES: dict[str, dict[str, int]] = {
+def _llama(d_model: int, d_ff: int, num_layers: int, num_heads: int, scaling: str, **fields: Any) -> dict[str, Any]:
+    shape = _shape(d_model, d_ff, num_layers, num_heads)
+    return {**shape, "num_kv_heads": 8, "vocab_size": 128_256, "rope_theta": 5e5, "rope_scaling": scaling, **fields}
+
+
+def _qwen(d_model: int, d_ff: int, num_layers: int, num_heads: int, num_kv_heads: int, **fields: Any) -> dict[str, Any]:
+    shape = {**_shape(d_model, d_ff, num_layers, num_heads), "num_kv_heads": num_kv_heads}
+    return {**shape, "vocab_size": 151_936, "rope_theta": 1e6, "norm_eps": 1e-6, **fields}
+
+
+_BIASED: dict[str, Any] = {"qkv_bias": True}
+_TIED: dict[str, Any] = {"tied_embeddings": True}
+_NORMED: dict[str, Any] = {"qk_norm": True, "d_head": 128}
+
+SIZES: dict[str, dict[str, Any]] = {
     "tiny": {**_shape(128, 512, 4, 4), "context_length": 128},
     "small": _shape(768, 3072, 12, 12),
     "medium": _shape(1024, 4096, 24, 16),
@@ -322,7 +417,20 @@ SIZES: dict[str, dict[str, int]] = {
     "2026/large": _shape(1280, 5120, 36, 20),
     "2026/xl": _shape(2560, 10240, 32, 32),
     "2026/10B": _shape(4608, 12288, 50, 36),
+    "llama3/1B": _llama(2048, 8192, 16, 32, "32,1,4,8192", **_TIED),
+    "llama3/3B": _llama(3072, 8192, 28, 24, "32,1,4,8192", **_TIED),
+    "llama3/8B": _llama(4096, 14336, 32, 32, "8,1,4,8192"),
+    "qwen2.5/0.5B": _qwen(896, 4864, 24, 14, 2, **_BIASED, **_TIED),
+    "qwen2.5/1.5B": _qwen(1536, 8960, 28, 12, 2, **_BIASED, **_TIED),
+    "qwen2.5/3B": _qwen(2048, 11008, 36, 16, 2, **_BIASED, **_TIED),
+    "qwen2.5/7B": _qwen(3584, 18944, 28, 28, 4, **_BIASED, vocab_size=152_064),
+    "qwen2.5/14B": _qwen(5120, 13824, 48, 40, 8, **_BIASED, vocab_size=152_064, norm_eps=1e-5),
+    "qwen3/0.6B": _qwen(1024, 3072, 28, 16, 8, **_NORMED, **_TIED),
+    "qwen3/1.7B": _qwen(2048, 6144, 28, 16, 8, **_NORMED, **_TIED),
+    "qwen3/4B": _qwen(2560, 9728, 36, 32, 8, **_NORMED, **_TIED),
+    "qwen3/8B": _qwen(4096, 12288, 36, 32, 8, **_NORMED),
 }
+"""Fields of ModelConfig by size. A published model has its own vocabulary; its context is as long as it is given."""
 COURSE_SIZES = ("small", "medium", "large", "xl", "2.7B")
 SIZES_2026 = ("small", "medium", "large", "2.7B", "2026/10B")
 """Sizes of the 2026 handout. Its xl is the 2.7B of 2025 and keeps that name: one model has one name in a file."""
@@ -343,11 +451,14 @@ def canonical_size(size: str, model: ModelConfig) -> str:
 
 def size_name(model: ModelConfig) -> str:
     """Return the first name in SIZES with this shape, or the shape itself."""
-    return next(_sizes_of(model), f"{model.d_model}/{model.d_ff}/{model.num_layers}/{model.num_heads}")
+    shape = f"{model.d_model}/{model.d_ff}/{model.num_layers}/{model.num_heads}"
+    own = (f"{name}={value}" for name, value in model.to_dict().items() if name in FAMILY_FIELDS)
+    return next(_sizes_of(model), "/".join((shape, *own)))
 
 
 def _sizes_of(model: ModelConfig) -> Iterator[str]:
     """Yield the names in SIZES that have the shape of `model`, whatever its context."""
-    for name, shape in SIZES.items():
-        if all(getattr(model, key) == value for key, value in shape.items() if key != "context_length"):
+    for name, fields in SIZES.items():
+        named = ModelConfig(**{**fields, "context_length": model.context_length})
+        if all(getattr(model, key) == getattr(named, key) for key in {**fields, **FAMILY_FIELDS}):
             yield name

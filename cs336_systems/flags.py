@@ -107,6 +107,9 @@ def _add_flag(parser: argparse.ArgumentParser, spec: dataclasses.Field, hint: An
     if hint is bool:
         parser.add_argument(*names, action="store_true", default=None, help=help_text)
         return
+    if _item_type(hint) is bool:  # None is neither
+        parser.add_argument(*names, action=argparse.BooleanOptionalAction, help=help_text)
+        return
     default = spec.default if spec.default not in (None, "", ()) else None
     if default is not None:
         shown = ",".join(map(str, default)) if isinstance(default, tuple) else default

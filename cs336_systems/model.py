@@ -1,9 +1,11 @@
-"""The Transformer language model: pre-norm RMSNorm, RoPE, SwiGLU, causal multi-head attention, untied head.
+"""The Transformer language model: pre-norm RMSNorm, RoPE, SwiGLU, causal multi-head attention.
 
-Parameter names are those of the course's staff model, so its checkpoints load here and give the same logits.
+Parameter names are those of the course's staff model, so its checkpoints load here and give the same logits. Fields of
+ModelConfig make it a Llama or a Qwen: grouped KV heads, biases of q, k and v, norms of q and k, a tied head.
 Shapes: B batch, T tokens, D d_model, H heads, K head dimension, V vocabulary.
 """
 
+import math
 from collections.abc import Callable
 from functools import partial
 from typing import TYPE_CHECKING, Any, cast
@@ -21,46 +23,55 @@ from cs336_systems.kernels.flash.prefix import PrefixAttention
 from cs336_systems.kernels.fused import nodes as fused
 from cs336_systems.kernels.fused.block import Setting, Weights, planned_block
 from cs336_systems.kernels.fused.host_memory import HostMemory
+from cs336_systems.kernels.fused.nodes import HeadNorms
 from cs336_systems.predict.activation_plan import Plan, is_fetched_late, is_managed
 
 if TYPE_CHECKING:  # it needs DTensor, which takes 0.8 s to import
     from cs336_systems.parallel.context_parallel import ContextParallel
 
-RMS_EPS = 1e-5
-
 
 class Linear(nn.Linear):
-    """A projection without bias; truncated-normal weights, as the course initialises them."""
+    """A projection; truncated-normal weights, as the course initialises them, and a bias of 0, if any."""
 
-    def __init__(self, d_in: int, d_out: int):
-        super().__init__(d_in, d_out, bias=False)
+    def __init__(self, d_in: int, d_out: int, bias: bool = False):
+        super().__init__(d_in, d_out, bias)
 
     def reset_parameters(self) -> None:
         std = (2 / (self.in_features + self.out_features)) ** 0.5
         nn.init.trunc_normal_(self.weight, std=std, a=-3 * std, b=3 * std)
+        if self.bias is not None:
+            nn.init.zeros_(self.bias)
 
     def forward(self, x: Tensor) -> Tensor:
         # The fused matmul writes the gradient of a weight into its grad_memory, which PackedAdamW allocates.
-        return fused.linear(x, self.weight) if hasattr(self.weight, "grad_memory") else super().forward(x)
+        return fused.linear(x, self.weight, self.bias) if hasattr(self.weight, "grad_memory") else super().forward(x)
 
 
 class Embedding(nn.Embedding):
-    """A token embedding with truncated-normal weights, as the course initialises them."""
+    """A token embedding with truncated-normal weights, as the course initialises them.
+
+    A head that is tied to it gives logits with a variance of 1 for `std` = 1 / sqrt(D).
+    """
+
+    def __init__(self, vocab_size: int, d_model: int, std: float = 1.0):
+        self.std = std
+        super().__init__(vocab_size, d_model)
 
     def reset_parameters(self) -> None:
-        nn.init.trunc_normal_(self.weight, std=1.0, a=-3, b=3)
+        nn.init.trunc_normal_(self.weight, std=self.std, a=-3 * self.std, b=3 * self.std)
 
 
 class RMSNorm(nn.Module):
-    def __init__(self, d_model: int):
+    def __init__(self, width: int, eps: float):
         super().__init__()
-        self.weight = nn.Parameter(torch.ones(d_model))
+        self.eps = eps
+        self.weight = nn.Parameter(torch.ones(width))
 
     def reset_parameters(self) -> None:
         nn.init.ones_(self.weight)
 
     def forward(self, x: Tensor) -> Tensor:
-        y = F.rms_norm(x, x.shape[-1:], self.weight.to(x.dtype), eps=RMS_EPS)
+        y = F.rms_norm(x, x.shape[-1:], self.weight.to(x.dtype), eps=self.eps)
         # Every norm feeds several matmuls. Under autocast each of them would make and save a low-precision copy of its
         # own; one cast here serves them all.
         device = x.device.type
@@ -68,16 +79,25 @@ class RMSNorm(nn.Module):
 
 
 class RotaryEmbedding(nn.Module):
-    """Rotates the pairs (2i, 2i+1) of a head's dimensions by the angle position * theta^(-2i/K)."""
+    """Rotates the pairs (2i, 2i+1) of a head's dimensions by the angle position * theta^(-2i/K).
+
+    With Llama 3's scaling the frequencies of long waves are divided by a factor, for contexts longer than `original`.
+    """
 
     cos: Tensor
     sin: Tensor
     context: "ContextParallel | None" = None
     """Set where the tokens are a part of the sequence, and other ranks have the rest."""
 
-    def __init__(self, context_length: int, head_dim: int, theta: float):
+    def __init__(
+        self,
+        context_length: int,
+        head_dim: int,
+        theta: float,
+        scaling: tuple[float, float, float, float] | None = None,
+    ):
         super().__init__()
-        self.theta = theta
+        self.theta, self.scaling = theta, scaling
         for name in ("cos", "sin"):
             self.register_buffer(name, torch.empty(context_length, 1, head_dim), persistent=False)  # (T, 1, K)
         self.reset_parameters()
@@ -86,6 +106,8 @@ class RotaryEmbedding(nn.Module):
         """Compute the tables, also after the module was built on the "meta" device."""
         context_length, _, head_dim = self.cos.shape
         frequencies = self.theta ** -(torch.arange(0, head_dim, 2, dtype=torch.float64) / head_dim)
+        if self.scaling is not None:
+            frequencies = _scaled(frequencies, *self.scaling)
         angles = torch.arange(context_length, dtype=torch.float64)[:, None] * frequencies  # (T, K/2)
         # For the pair (a, b): out = (a, b) * (cos, cos) + (b, a) * (-sin, sin), so the signs are in the table.
         sin = torch.stack((-angles.sin(), angles.sin()), dim=-1).flatten(-2)  # (T, K)
@@ -104,6 +126,14 @@ class RotaryEmbedding(nn.Module):
         return torch.cat([table[span] for span in self.context.positions(length)])
 
 
+def _scaled(frequencies: Tensor, factor: float, low: float, high: float, original: float) -> Tensor:
+    """Divide by `factor` the frequencies with fewer than `low` waves in the original context, leave those with more
+    than `high` as they are, and interpolate between them, as Llama 3 does."""
+    waves = frequencies * original / (2 * math.pi)
+    kept = ((waves - low) / (high - low)).clamp(0, 1)
+    return frequencies * (kept + (1 - kept) / factor)
+
+
 class Attention(nn.Module):
     context: "ContextParallel | None" = None
     """As of RotaryEmbedding."""
@@ -112,16 +142,20 @@ class Attention(nn.Module):
         super().__init__()
         self.num_heads, self.head_dim = config.num_heads, config.head_dim
         self.impl = impl
-        self.q_proj = Linear(config.d_model, config.d_model)
-        self.k_proj = Linear(config.d_model, config.d_model)
-        self.v_proj = Linear(config.d_model, config.d_model)
-        self.output_proj = Linear(config.d_model, config.d_model)
+        self.q_proj = Linear(config.d_model, config.q_width, config.qkv_bias)
+        self.k_proj = Linear(config.d_model, config.kv_width, config.qkv_bias)
+        self.v_proj = Linear(config.d_model, config.kv_width, config.qkv_bias)
+        self.output_proj = Linear(config.q_width, config.d_model)
+        self.q_norm = RMSNorm(config.head_dim, config.norm_eps) if config.qk_norm else None
+        self.k_norm = RMSNorm(config.head_dim, config.norm_eps) if config.qk_norm else None
 
     def forward(self, x: Tensor, rotate: RotaryEmbedding) -> Tensor:
         q, k, v = (
             projection(x).unflatten(-1, (-1, self.head_dim))  # (B, T, H, K); tensor parallel: this rank's heads
             for projection in (self.q_proj, self.k_proj, self.v_proj)
         )
+        if self.q_norm is not None and self.k_norm is not None:
+            q, k = self.q_norm(q), self.k_norm(k)
         q, k = rotate(q), rotate(k)
         q, k, v = (t.transpose(1, 2) for t in (q, k, v))
         if self.context is None:
@@ -133,9 +167,22 @@ class Attention(nn.Module):
 
     def fused(self, qkv: Tensor, rotate: RotaryEmbedding) -> Tensor:
         """Compute attention from the concatenated projections of q, k and v."""
-        q, k, v = fused.rotary_heads(qkv, rotate.cos, rotate.sin, self.num_heads)
+        q, k, v = fused.rotary_heads(qkv, rotate.cos, rotate.sin, self.num_heads, self.norms)
         out = attention(q, k, v, is_causal=True, impl=self.impl)
         return fused.linear(out.transpose(1, 2).flatten(-2), self.output_proj.weight)
+
+    @property
+    def norms(self) -> HeadNorms | None:
+        """The norms of q and k, if there are any, for the fused kernels."""
+        if self.q_norm is None or self.k_norm is None:
+            return None
+        return HeadNorms(self.q_norm.weight, self.k_norm.weight, self.q_norm.eps)
+
+    @property
+    def biases(self) -> tuple[Tensor, ...]:
+        """The biases of q, k and v; none without them."""
+        found = (self.q_proj.bias, self.k_proj.bias, self.v_proj.bias)
+        return tuple(bias for bias in found if bias is not None)
 
 
 class SwiGLU(nn.Module):
@@ -152,9 +199,9 @@ class SwiGLU(nn.Module):
 class Block(nn.Module):
     def __init__(self, config: ModelConfig, impl: str):
         super().__init__()
-        self.ln1 = RMSNorm(config.d_model)
+        self.ln1 = RMSNorm(config.d_model, config.norm_eps)
         self.attn = Attention(config, impl)
-        self.ln2 = RMSNorm(config.d_model)
+        self.ln2 = RMSNorm(config.d_model, config.norm_eps)
         self.ffn = SwiGLU(config.d_model, config.d_ff)
 
     def forward(self, x: Tensor, rotate: RotaryEmbedding) -> Tensor:
@@ -165,9 +212,9 @@ class Block(nn.Module):
         """Compute the block with fused kernels. The residual stream is x + delta; the next kernel adds them."""
         attn, ffn = self.attn, self.ffn
         qkv_weights = (attn.q_proj.weight, attn.k_proj.weight, attn.v_proj.weight)
-        x, qkv = fused.norm_linear(x, delta, self.ln1.weight, RMS_EPS, *qkv_weights)
+        x, qkv = fused.norm_linear(x, delta, self.ln1.weight, self.ln1.eps, *qkv_weights, biases=attn.biases)
         delta = attn.fused(qkv, rotate)
-        x, gate_up = fused.norm_linear(x, delta, self.ln2.weight, RMS_EPS, ffn.w1.weight, ffn.w3.weight)
+        x, gate_up = fused.norm_linear(x, delta, self.ln2.weight, self.ln2.eps, ffn.w1.weight, ffn.w3.weight)
         return x, fused.swiglu_linear(gate_up, ffn.w2.weight)
 
     @property
@@ -175,7 +222,9 @@ class Block(nn.Module):
         attn, ffn = self.attn, self.ffn
         attention = (attn.q_proj.weight, attn.k_proj.weight, attn.v_proj.weight, attn.output_proj.weight)
         feed_forward = (ffn.w1.weight, ffn.w3.weight, ffn.w2.weight)
-        return Weights(self.ln1.weight, *attention, self.ln2.weight, *feed_forward)
+        biases = attn.biases or (None,) * 3
+        gains = attn.norms[:2] if attn.norms is not None else (None, None)
+        return Weights(self.ln1.weight, *attention, self.ln2.weight, *feed_forward, *biases, *gains)
 
 
 class TransformerLM(nn.Module):
@@ -200,11 +249,19 @@ class TransformerLM(nn.Module):
         self.checkpoint_blocks = checkpoint_blocks
         self.is_fused = fused
         self.host = HostMemory()
-        self.token_embeddings = Embedding(config.vocab_size, config.d_model)
-        self.rotate = RotaryEmbedding(config.context_length, config.head_dim, config.rope_theta)
+        std = config.d_model**-0.5 if config.tied_embeddings else 1.0
+        self.token_embeddings = Embedding(config.vocab_size, config.d_model, std)
+        self.rotate = RotaryEmbedding(
+            config.context_length, config.head_dim, config.rope_theta, config.frequency_scaling
+        )
         self.layers = nn.ModuleList(Block(config, attention) for _ in range(config.num_layers))
-        self.ln_final = RMSNorm(config.d_model)
-        self.lm_head = Linear(config.d_model, config.vocab_size)
+        self.ln_final = RMSNorm(config.d_model, config.norm_eps)
+        if config.tied_embeddings:
+            with torch.device("meta"):
+                self.lm_head = Linear(config.d_model, config.vocab_size)
+            self.tie()
+        else:
+            self.lm_head = Linear(config.d_model, config.vocab_size)
 
     def forward(self, tokens: Tensor, targets: Tensor | None = None) -> Tensor:
         """Return logits, (B, T) -> (B, T, V); or, with targets, the mean loss without materialising all logits."""
@@ -212,6 +269,11 @@ class TransformerLM(nn.Module):
         if targets is None:
             return self.lm_head(hidden)
         return fused.linear_cross_entropy(hidden, self.lm_head.weight, targets)
+
+    def tie(self) -> None:
+        """Give the head the weights of the embedding, if the configuration says so."""
+        if self.config.tied_embeddings:
+            self.lm_head.weight = self.token_embeddings.weight
 
     def in_packing_order(self) -> list[nn.Parameter]:
         """Return all parameters, with weights that multiply the same input next to each other."""
@@ -242,7 +304,7 @@ class TransformerLM(nn.Module):
             for block in self.layers:  # not in _blocks, whose caller would keep the first x alive
                 x, delta = self._block(block, x, delta)
         if self.is_fused:
-            return fused.add_norm(x, delta, self.ln_final.weight, RMS_EPS)[1]
+            return fused.add_norm(x, delta, self.ln_final.weight, self.ln_final.eps)[1]
         return self.ln_final(x)
 
     def _planned_blocks(self, x: Tensor, plan: Plan) -> tuple[Tensor, Tensor | None]:
@@ -263,9 +325,9 @@ class TransformerLM(nn.Module):
             before,
             before is not None and is_fetched_late(before, self.config),
             self.host,
-            fused_implementation(block.attn.impl, x, self.config.num_heads),
+            fused_implementation(block.attn.impl, x, self.config.num_heads, self.config.head_dim),
             self.config.num_heads,
-            *(self.rotate.cos, self.rotate.sin, RMS_EPS),
+            *(self.rotate.cos, self.rotate.sin, self.config.norm_eps),
         )
         return planned_block(x, delta, setting, block.weights)
 

@@ -5,7 +5,7 @@ from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any, TypeVar
 
-from cs336_systems.config import ADDED_LATER
+from cs336_systems.config import ADDED_LATER, FAMILY_FIELDS
 from cs336_systems.record import CELL_TIME, Environment, Metric, Record, Statistics, summarize
 
 PHASES = ("forward", "loss", "backward", "sync", "optimizer", "step")
@@ -14,7 +14,7 @@ PHASES = ("forward", "loss", "backward", "sync", "optimizer", "step")
 def fields_of(config: Mapping[str, Any]) -> dict[str, Any]:
     """The fields of a configuration and of its model in one dictionary."""
     model = config.get("model")
-    return {**ADDED_LATER, **config, **model} if isinstance(model, Mapping) else dict(config)
+    return {**ADDED_LATER, **FAMILY_FIELDS, **config, **model} if isinstance(model, Mapping) else dict(config)
 
 
 @dataclass(frozen=True)

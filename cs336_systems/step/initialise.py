@@ -15,15 +15,18 @@ def initialise(model: nn.Module, device: torch.device, store: StoreWeight) -> No
     """Draw the weights module by module, by their `reset_parameters`, and give each to `store`.
 
     Random numbers are drawn in the order of the modules, as building on `device` draws them: the weights are the same.
-    One module's weights exist in fp32 at a time. Buffers get their memory here where they have none.
+    One module's weights exist in fp32 at a time. Buffers get their memory here where they have none. A module whose
+    weights are those of another one that came before draws nothing.
     """
+    drawn: set[nn.Parameter] = set()
     for module in model.modules():
         for name, buffer in module._buffers.items():
             if buffer is not None and buffer.is_meta:
                 module._buffers[name] = torch.empty_like(buffer, device=device)
         stored = {name: p for name, p in module._parameters.items() if p is not None}
-        if not stored and not module._buffers:
+        if not module._buffers and drawn.issuperset(stored.values()):
             continue
+        drawn.update(stored.values())
         for name, parameter in stored.items():
             whole = torch.empty(parameter.shape, dtype=torch.float32, device=device)
             module._parameters[name] = nn.Parameter(whole, requires_grad=False)

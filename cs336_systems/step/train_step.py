@@ -412,8 +412,7 @@ def _best_in_graph(config: RunConfig) -> str:
     device, model = torch.device("cuda"), config.model
     if triton_problem(device) is not None:
         return config.attention
-    elements = config.batch_size * model.context_length * model.d_model
-    return best_fused(elements, model.context_length, model.d_model // model.num_heads, device)
+    return best_fused(config.tokens * model.q_width, model.context_length, model.head_dim, device)
 
 
 def _call_factory(spec: str, model: ModelConfig) -> nn.Module:
@@ -428,7 +427,7 @@ def _call_factory(spec: str, model: ModelConfig) -> nn.Module:
     factory = getattr(module, factory_name, None)
     if factory is None:
         raise UserError(f"model_factory {spec}: {module_name!r} has no {factory_name!r}", "model_factory")
-    fields = dict(vars(model))
+    fields = model.to_dict()
     try:
         built = factory(**fields)
     except TypeError as error:

@@ -394,4 +394,4 @@ class TrainSettings(_Checked):
 
     def to_dict(self) -> dict[str, Any]:
         """Return the flat form, by flag, that manifests and records hold."""
-        return {**flat(self), "model": dataclasses.asdict(self.model)}
+        return {**flat(self), "model": self.model.to_dict()}

@@ -4,7 +4,6 @@ Tensors have the names of the unwrapped model. The metadata of the file holds th
 the step. A file from elsewhere needs no metadata, only the names and shapes of the model.
 """
 
-import dataclasses
 import json
 import os
 from collections.abc import Container, Iterator
@@ -18,7 +17,7 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 from torch import Tensor, nn
 
-from cs336_systems.config import ModelConfig, UserError
+from cs336_systems.config import FAMILY_FIELDS, ModelConfig, UserError
 from cs336_systems.files import reason_of, replacing, require_regular, sync_folder, write_failure
 from cs336_systems.model import TransformerLM
 from cs336_systems.parallel.collectives import on_first
@@ -50,7 +49,7 @@ def export(run: Path, target: Path, *, step: int | None = None, dtype: str = "fp
         found = _checkpoint(run, step)
         state, config = _saved_weights(found)
     tensors = {name: _converted(name, value, dtype) for name, value in state.items()}
-    metadata = {"format": "pt", "model": json.dumps(dataclasses.asdict(config)), "step": str(found.manifest["step"])}
+    metadata = {"format": "pt", "model": json.dumps(config.to_dict()), "step": str(found.manifest["step"])}
     _write(tensors, target, metadata)
     count = sum(value.numel() for value in tensors.values())
     return f"{target}: {count:,} weights in {dtype}, from {found.path}"
@@ -164,8 +163,8 @@ def _require_same_config(path: Path, text: str | None, config: ModelConfig) -> N
     if text is None:
         return
     try:
-        saved = json.loads(text)
-        pairs = {name: (saved[name], value) for name, value in dataclasses.asdict(config).items() if name in saved}
+        saved = {**FAMILY_FIELDS, **json.loads(text)}
+        pairs = {name: (saved[name], value) for name, value in vars(config).items() if name in saved}
     except (ValueError, TypeError, RecursionError):
         raise UserError(f"--init {str(path)!r} has metadata that is not the configuration of a model") from None
     different = [

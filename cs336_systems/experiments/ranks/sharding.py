@@ -210,7 +210,9 @@ def _gathers_in_time(cell: CellView) -> Text | None:
         "{1} 次 all-gather 中有 {0} 次在前向用到权重之前结束",
         *(str(on_time), str(len(found))),
     )
-    waits = say("forward waits {} of its {} ms for weights", "前向 {1} ms 中等待权重 {0} ms", *_waited_and_forward(found))
+    waits = say(
+        "forward waits {} of its {} ms for weights", "前向 {1} ms 中等待权重 {0} ms", *_waited_and_forward(found)
+    )
     return together(said, waits)
 
 

@@ -310,17 +310,19 @@ def best_fused(elements: int, keys: int, head_dim: int, device: torch.device) ->
     return "flash_hopper" if for_hopper and gluon_problem(device) is None else "flash_triton"
 
 
-def fused_implementation(impl: str, x: Tensor, heads: int) -> str:
+def fused_implementation(impl: str, x: Tensor, heads: int, head_dim: int) -> str:
     """The fused implementation for causal attention in a model of this residual stream: `impl`, or the best for "auto".
 
-    x: (batch, rows, heads * dim)."""
+    x: (batch, rows, width)."""
     if impl != "auto":
         return impl
     dtype = autocast_dtype(x) or x.dtype
     if not is_plain(x) or triton_problem(x.device) is not None:
         return "flash_torch"
     is_narrow = dtype in HOPPER_DTYPES
-    return best_fused(x.numel(), x.shape[1], x.shape[-1] // heads, x.device) if is_narrow else "flash_triton"
+    if not is_narrow:
+        return "flash_triton"
+    return best_fused(x.shape[0] * x.shape[1] * heads * head_dim, x.shape[1], head_dim, x.device)
 
 
 def constant_when_compiled(function: Callable[P, R]) -> Callable[P, R]:

@@ -33,6 +33,16 @@ class Weights(NamedTuple):
     gate: Tensor
     up: Tensor
     down: Tensor
+    q_bias: Tensor | None = None
+    k_bias: Tensor | None = None
+    v_bias: Tensor | None = None
+    q_gain: Tensor | None = None
+    """Of the norm of each head's queries."""
+    k_gain: Tensor | None = None
+
+    @property
+    def biases(self) -> list[Tensor]:
+        return [bias for bias in (self.q_bias, self.k_bias, self.v_bias) if bias is not None]
 
 
 class Setting(NamedTuple):
@@ -62,9 +72,7 @@ def planned_block(x: Tensor, delta: Tensor | None, setting: Setting, weights: We
 
 class _PlannedBlock(torch.autograd.Function):
     @staticmethod
-    def forward(
-        ctx: Any, x: Tensor, delta: Tensor | None, setting: Setting, dtype: torch.dtype, *weights: Tensor
-    ) -> Any:
+    def forward(ctx: Any, x: Tensor, delta: Tensor | None, setting: Setting, dtype: torch.dtype, *weights: Any) -> Any:
         run = _Run(setting, Weights(*weights), dtype, x.shape)
         middle, out = run.forward(nodes.as_rows(x), None if delta is None else nodes.as_rows(delta))
         ctx.run, ctx.has_delta = run, delta is not None
@@ -129,16 +137,24 @@ class _Run:
             self.setting.host.send((self.setting.number, kind), tensor.detach())
 
     def _projections(self, y: Tensor) -> Tensor:
-        qkv = torch.mm(y, self._matrix("q", "k", "v").t())
-        pointwise.rotate_(self._by_head(qkv), self.setting.cos, self.setting.sin)
+        """q, k and v, rotated unless their norms come first, which backward computes again."""
+        qkv = nodes.product_with(y, self._matrix("q", "k", "v"), self.weights.biases)
+        if self.weights.q_gain is None:
+            pointwise.rotate_(self._by_head(qkv), self.setting.cos, self.setting.sin, self.setting.heads)
         return qkv
 
-    def _by_head(self, qkv: Tensor) -> Tensor:
-        """(rows, 3 * heads * dim) -> (batch, sequence, 3, heads, dim)."""
-        return qkv.view(*self.shape[:-1], 3, self.setting.heads, -1)
+    def _by_head(self, rows: Tensor) -> Tensor:
+        """(rows, heads * dim) -> (batch, sequence, heads, dim)."""
+        return rows.view(*self.shape[:-1], -1, self.setting.cos.shape[-1])
 
     def _heads(self, qkv: Tensor) -> tuple[Tensor, ...]:
-        return tuple(t.transpose(1, 2) for t in self._by_head(qkv).unbind(2))
+        weights, setting, parts = self.weights, self.setting, self._by_head(qkv)
+        q, k, v = pointwise.heads_of(parts, setting.heads)
+        if weights.q_gain is not None and weights.k_gain is not None:
+            gains = weights.q_gain, weights.k_gain
+            normed = pointwise.norm_rotate(parts, *gains, setting.eps, setting.cos, setting.sin, setting.heads)
+            q, k = normed[:, :, : setting.heads], normed[:, :, setting.heads :]
+        return tuple(t.transpose(1, 2) for t in (q, k, v))
 
     def _attend(self, qkv: Tensor) -> Tensor:
         """The output of attention, (rows, heads * dim); its logsumexp is kept."""
@@ -152,7 +168,7 @@ class _Run:
 
     @property
     def _scale(self) -> float:
-        return (self.shape[-1] // self.setting.heads) ** -0.5
+        return self.setting.cos.shape[-1] ** -0.5
 
     def _after_attention(self, stream: Tensor, out: Tensor) -> pointwise.AddNorm:
         delta = torch.mm(out, self._matrix("out").t())
@@ -181,7 +197,8 @@ class _Run:
             self._fetch()
         grad_qkv = self._attention_backward(dx.to(self.dtype))
         dx = self._norm_backward("input", ("q", "k", "v"), grad_qkv, dx)
-        return dx, [self.grads[name] for name in Weights._fields]
+        self._bias_gradients(grad_qkv)
+        return dx, [self.grads.get(name) for name in Weights._fields]
 
     def _down_backward(self, grad: Tensor) -> Tensor:
         """The gradient of gate_up."""
@@ -207,21 +224,38 @@ class _Run:
         weights, needed = [getattr(self.weights, name) for name in names], [self.needs[name] for name in names]
         self.grads.update(zip(names, nodes.weight_gradients(weights, needed, grad, x), strict=True))
 
+    def _bias_gradients(self, grad: Tensor) -> None:
+        if biases := self.weights.biases:
+            names = ("q_bias", "k_bias", "v_bias")
+            needed = [self.needs[name] for name in names]
+            self.grads.update(zip(names, nodes.bias_gradients(biases, needed, grad), strict=True))
+
     def _attention_backward(self, grad: Tensor) -> Tensor:
         """The gradient of qkv before its rotation from that of the projection of attention's output."""
         setting, out = self.setting, self.kept.pop("attention")
         grad_out = torch.mm(grad, self._matrix("out"))
         self._weight_gradients(("out",), grad, out)
         del grad
-        q, k, v = self._heads(self.kept.pop("qkv"))
-        by_head = [t.view(*self.shape[:-1], setting.heads, -1).transpose(1, 2) for t in (grad_out, out)]
+        qkv = self.kept.pop("qkv")
+        q, k, v = self._heads(qkv)
+        by_head = [self._by_head(t).transpose(1, 2) for t in (grad_out, out)]
         del grad_out, out
         dq, dk, dv = self._kernels(q, k, v).backward(
             by_head[0], None, q, k, v, by_head[1], self.lse, self._scale, CAUSAL
         )
         del q, k, v, by_head, self.lse
         rows_first = dq.transpose(1, 2), dk.transpose(1, 2), dv.transpose(1, 2)
-        return pointwise.rotate_backward(*rows_first, setting.cos, setting.sin).view(len(self.rstd), -1)
+        gains = self.weights.q_gain, self.weights.k_gain
+        if gains[0] is None or gains[1] is None:
+            del qkv
+            return pointwise.rotate_backward(*rows_first, setting.cos, setting.sin).view(len(self.rstd), -1)
+        found = pointwise.norm_rotate_backward(
+            *rows_first, self._by_head(qkv), gains[0], gains[1], setting.eps, setting.cos, setting.sin
+        )
+        for name, gain, gradient in zip(("q_gain", "k_gain"), gains, found[1:], strict=True):
+            assert gain is not None
+            self.grads[name] = nodes.deposit(gain, gradient) if self.needs[name] else None
+        return found.qkv.view(len(self.rstd), -1)
 
     def _take(self) -> None:
         """Take this block's own tensors back from the host."""

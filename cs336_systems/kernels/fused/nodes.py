@@ -11,7 +11,7 @@ others as usual.
 import math
 from collections.abc import Sequence
 from contextlib import AbstractContextManager
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -28,18 +28,21 @@ def add_norm(x: Tensor, delta: Tensor | None, gain: Tensor, eps: float) -> tuple
         return _AddNorm.apply(x, delta, gain, eps, x.dtype)
 
 
-def norm_linear(x: Tensor, delta: Tensor | None, gain: Tensor, eps: float, *weights: Tensor) -> tuple[Tensor, Tensor]:
-    """x + delta, and the matmuls of its RMS norm with all weights, concatenated."""
+def norm_linear(
+    x: Tensor, delta: Tensor | None, gain: Tensor, eps: float, *weights: Tensor, biases: Sequence[Tensor] = ()
+) -> tuple[Tensor, Tensor]:
+    """x + delta, and the matmuls of its RMS norm with all weights, concatenated; plus biases, one for each weight."""
     dtype = matmul_dtype(x)
     with no_autocast(x):
-        return _NormLinear.apply(x, delta, gain, eps, dtype, *weights)
+        return _NormLinear.apply(x, delta, gain, eps, dtype, len(weights), *weights, *biases)
 
 
-def linear(x: Tensor, weight: Tensor) -> Tensor:
-    """x @ weight^T."""
+def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
+    """x @ weight^T + bias."""
     dtype = matmul_dtype(x)
     with no_autocast(x):
-        return _Linear.apply(x.to(dtype), weight)
+        out = _Linear.apply(x.to(dtype), weight)
+        return out if bias is None else out + bias.to(dtype)
 
 
 def swiglu_linear(gate_up: Tensor, weight: Tensor) -> Tensor:
@@ -49,13 +52,27 @@ def swiglu_linear(gate_up: Tensor, weight: Tensor) -> Tensor:
         return _SwigluLinear.apply(gate_up.to(dtype), weight)
 
 
-def rotary_heads(qkv: Tensor, cos: Tensor, sin: Tensor, heads: int) -> tuple[Tensor, Tensor, Tensor]:
-    """q and k with rotary embedding, and v, each (batch, heads, rows, dim), from qkv: (batch, rows, 3 * heads * dim).
+class HeadNorms(NamedTuple):
+    """RMS norms of every head's queries and keys."""
+
+    q_gain: Tensor
+    k_gain: Tensor
+    eps: float
+
+
+def rotary_heads(
+    qkv: Tensor, cos: Tensor, sin: Tensor, heads: int, norms: HeadNorms | None = None
+) -> tuple[Tensor, Tensor, Tensor]:
+    """q and k with rotary embedding, after their norms if there are any, and v: (batch, heads, rows, dim) each, k and v
+    of kv_heads. qkv: (batch, rows, (heads + 2 * kv_heads) * dim).
 
     They are views of `qkv`, which is rotated in place where it is contiguous: the caller must not use it afterwards.
+    With norms q and k are new, and `qkv` is kept for backward.
     """
     with no_autocast(qkv):
-        return _RotaryHeads.apply(qkv.contiguous(), cos, sin, heads)
+        if norms is None:
+            return _RotaryHeads.apply(qkv.contiguous(), cos, sin, heads)
+        return _NormRotaryHeads.apply(qkv.contiguous(), cos, sin, heads, *norms)
 
 
 def linear_cross_entropy(x: Tensor, weight: Tensor, targets: Tensor, *, ignored: int = pointwise.IGNORED) -> Tensor:
@@ -95,7 +112,7 @@ def joined(parts: Sequence[Tensor], dtype: torch.dtype) -> Tensor:
             return torch.cat([part.detach().to(dtype) for part in parts])
         offset += part.numel()
     rows = sum(len(part) for part in parts)
-    return first.detach().as_strided((rows, first.shape[1]), (first.shape[1], 1))
+    return first.detach().as_strided((rows, *first.shape[1:]), first.stride())
 
 
 def _same_storage(a: Tensor, b: Tensor) -> bool:
@@ -136,6 +153,21 @@ def weight_gradients(weights: Sequence[Tensor], needed: Sequence[bool], grad: Te
     return [deposit(w, part) if need else None for w, part, need in zip(weights, found, needed, strict=True)]
 
 
+def bias_gradients(biases: Sequence[Tensor], needed: Sequence[bool], grad: Tensor) -> list[Tensor | None]:
+    """Gradients of the biases of joined weights from that of the matmul's output, (rows, width)."""
+    if not any(needed):
+        return [None] * len(biases)
+    found = grad.sum(0, dtype=torch.float32).split([len(bias) for bias in biases])
+    return [deposit(b, part) if need else None for b, part, need in zip(biases, found, needed, strict=True)]
+
+
+def product_with(y: Tensor, matrix: Tensor, biases: Sequence[Tensor]) -> Tensor:
+    """y @ matrix^T, plus the concatenated biases."""
+    if not biases:
+        return torch.mm(y, matrix.t())
+    return torch.addmm(joined(biases, y.dtype), y, matrix.t())
+
+
 # -- nodes ------------------------------------------------------------------------------------------------------------
 
 
@@ -170,19 +202,22 @@ class _AddNorm(torch.autograd.Function):
 class _NormLinear(torch.autograd.Function):
     @staticmethod
     def forward(
-        ctx: Any, x: Tensor, delta: Tensor | None, gain: Tensor, eps: float, dtype: torch.dtype, *weights: Tensor
-    ) -> Any:
+        ctx: Any, x: Tensor, delta: Tensor | None, gain: Tensor, eps: float, dtype: torch.dtype, count: int,
+        *weights_and_biases: Tensor,
+    ) -> Any:  # fmt: skip
         total, y, rstd = pointwise.add_norm(as_rows(x), None if delta is None else as_rows(delta), gain, eps, dtype)
+        weights, biases = weights_and_biases[:count], weights_and_biases[count:]
         matrix = joined(weights, dtype)
         ctx.save_for_backward(total, rstd, matrix)
-        ctx.gain, ctx.weights, ctx.has_delta, ctx.shape = gain, weights, delta is not None, x.shape
+        ctx.gain, ctx.weights, ctx.biases, ctx.has_delta, ctx.shape = gain, weights, biases, delta is not None, x.shape
         ctx.set_materialize_grads(False)
-        return total.view(x.shape), torch.mm(y, matrix.t()).view(*x.shape[:-1], len(matrix))
+        return total.view(x.shape), product_with(y, matrix, biases).view(*x.shape[:-1], len(matrix))
 
     @staticmethod
     def backward(ctx: Any, grad_total: Tensor | None, grad_out: Tensor | None) -> Any:
         if grad_out is None:
-            return grad_total, grad_total if ctx.has_delta else None, *(None,) * (3 + len(ctx.weights))
+            others = 4 + len(ctx.weights) + len(ctx.biases)
+            return grad_total, grad_total if ctx.has_delta else None, *(None,) * others
         total, rstd, matrix = ctx.saved_tensors
         with no_autocast(total):
             grad_x = None if grad_total is None else as_rows(grad_total)
@@ -190,9 +225,11 @@ class _NormLinear(torch.autograd.Function):
             grad_y = torch.mm(grad_out, matrix)
             dx, grad_gain = pointwise.add_norm_backward(grad_y, grad_x, total, rstd, ctx.gain, recompute_y=True)
             y = grad_y  # add_norm_backward has overwritten it
-            grads = weight_gradients(ctx.weights, ctx.needs_input_grad[5:], grad_out, y)
+            first_bias = 6 + len(ctx.weights)
+            grads = weight_gradients(ctx.weights, ctx.needs_input_grad[6:first_bias], grad_out, y)
+            grads += bias_gradients(ctx.biases, ctx.needs_input_grad[first_bias:], grad_out)
             dx = dx.view(ctx.shape)
-            return dx, dx if ctx.has_delta else None, deposit(ctx.gain, grad_gain), None, None, *grads
+            return dx, dx if ctx.has_delta else None, deposit(ctx.gain, grad_gain), None, None, None, *grads
 
 
 class _Linear(torch.autograd.Function):
@@ -236,15 +273,36 @@ class _SwigluLinear(torch.autograd.Function):
 class _RotaryHeads(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, qkv: Tensor, cos: Tensor, sin: Tensor, heads: int) -> Any:
-        parts = qkv.detach().unflatten(-1, (3, heads, -1))
-        pointwise.rotate_(parts, cos, sin)
+        parts = qkv.detach().unflatten(-1, (-1, cos.shape[-1]))
+        pointwise.rotate_(parts, cos, sin, heads)
         ctx.save_for_backward(cos, sin)
-        return tuple(t.transpose(1, 2) for t in parts.unbind(2))
+        return tuple(t.transpose(1, 2) for t in pointwise.heads_of(parts, heads))
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> Any:
         dq, dk, dv = (grad.transpose(1, 2) for grad in grads)
         return pointwise.rotate_backward(dq, dk, dv, *ctx.saved_tensors).flatten(2), None, None, None
+
+
+class _NormRotaryHeads(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any, qkv: Tensor, cos: Tensor, sin: Tensor, heads: int, q_gain: Tensor, k_gain: Tensor, eps: float
+    ) -> Any:
+        parts = qkv.detach().unflatten(-1, (-1, cos.shape[-1]))
+        normed = pointwise.norm_rotate(parts, q_gain, k_gain, eps, cos, sin, heads)
+        ctx.save_for_backward(parts, cos, sin)
+        ctx.gains, ctx.eps = (q_gain, k_gain), eps
+        v = pointwise.heads_of(parts, heads)[2]
+        return tuple(t.transpose(1, 2) for t in (normed[:, :, :heads], normed[:, :, heads:], v))
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> Any:
+        parts, cos, sin = ctx.saved_tensors
+        dq, dk, dv = (grad.transpose(1, 2) for grad in grads)
+        found = pointwise.norm_rotate_backward(dq, dk, dv, parts, *ctx.gains, ctx.eps, cos, sin)
+        gains = [deposit(gain, grad) for gain, grad in zip(ctx.gains, found[1:], strict=True)]
+        return found.qkv.flatten(2), None, None, None, *gains, None
 
 
 class _LinearCrossEntropy(torch.autograd.Function):

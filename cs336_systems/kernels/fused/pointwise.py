@@ -79,9 +79,17 @@ def add_norm_backward(
     return AddNormGradients(out, grad_gain)
 
 
-def rotate_(qkv: Tensor, cos: Tensor, sin: Tensor) -> None:
-    """Apply the rotary embedding to q and k of (batch, rows, 3, heads, dim). cos, sin: tables of RotaryEmbedding."""
-    q, k, _ = qkv.unbind(2)
+def heads_of(qkv: Tensor, heads: int) -> tuple[Tensor, Tensor, Tensor]:
+    """Views of q, k and v of (batch, rows, heads + 2 * kv_heads, dim)."""
+    kv_heads = (qkv.shape[2] - heads) // 2
+    q, k, v = qkv.split((heads, kv_heads, kv_heads), dim=2)
+    return q, k, v
+
+
+def rotate_(qkv: Tensor, cos: Tensor, sin: Tensor, heads: int) -> None:
+    """Apply the rotary embedding to q and k of (batch, rows, heads + 2 * kv_heads, dim). cos, sin: tables of
+    RotaryEmbedding."""
+    q, k, _ = heads_of(qkv, heads)
     if kernels := _triton(qkv):
         kernels.rotate(q, k, None, cos, sin, qkv, 1.0)
         return
@@ -90,16 +98,80 @@ def rotate_(qkv: Tensor, cos: Tensor, sin: Tensor) -> None:
 
 
 def rotate_backward(dq: Tensor, dk: Tensor, dv: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-    """The gradient of `rotate_`'s input from those of q, k and v, each (batch, rows, heads, dim)."""
-    batch, rows, heads, dim = dq.shape
-    out = torch.empty((batch, rows, 3, heads, dim), dtype=dq.dtype, device=dq.device)
+    """The gradient of `rotate_`'s input from those of q, k and v. dq: (batch, rows, heads, dim); dk, dv: kv_heads."""
+    out = _qkv_like(dq, dk)
     if kernels := _triton(dq):
-        dq, dk, dv = (t if t.stride(-1) == 1 else t.contiguous() for t in (dq, dk, dv))
+        dq, dk, dv = (_row_major(t) for t in (dq, dk, dv))
         kernels.rotate(dq, dk, dv, cos, sin, out, -1.0)
         return out
-    for part, t in enumerate((_rotated(dq, cos, -sin), _rotated(dk, cos, -sin), dv)):
-        out[:, :, part].copy_(t)
+    found = _rotated(dq, cos, -sin), _rotated(dk, cos, -sin), dv
+    for part, t in zip(heads_of(out, dq.shape[2]), found, strict=True):
+        part.copy_(t)
     return out
+
+
+def _qkv_like(dq: Tensor, dk: Tensor) -> Tensor:
+    batch, rows, heads, dim = dq.shape
+    return torch.empty((batch, rows, heads + 2 * dk.shape[2], dim), dtype=dq.dtype, device=dq.device)
+
+
+def _row_major(t: Tensor) -> Tensor:
+    return t if t.stride(-1) == 1 else t.contiguous()
+
+
+def norm_rotate(
+    qkv: Tensor, q_gain: Tensor, k_gain: Tensor, eps: float, cos: Tensor, sin: Tensor, heads: int
+) -> Tensor:
+    """q and k, each head normalised, times its gain and rotated: (batch, rows, heads + kv_heads, dim). qkv as in
+    `rotate_`; it stays as it is."""
+    q, k, _ = heads_of(qkv, heads)
+    batch, rows, _, dim = qkv.shape
+    out = torch.empty((batch, rows, heads + k.shape[2], dim), dtype=qkv.dtype, device=qkv.device)
+    if kernels := _triton(qkv):
+        kernels.norm_rotate(q, k, q_gain.contiguous(), k_gain.contiguous(), eps, cos, sin, out)
+        return out
+    for part, t, gain in zip(out.split((heads, k.shape[2]), dim=2), (q, k), (q_gain, k_gain), strict=True):
+        normed = _head_norm(t, eps)[0] * gain
+        part.copy_(_rotated(normed.to(qkv.dtype), cos, sin))
+    return out
+
+
+class NormRotateGradients(NamedTuple):
+    qkv: Tensor
+    q_gain: Tensor
+    """fp32. (dim,)"""
+    k_gain: Tensor
+
+
+def norm_rotate_backward(
+    dq: Tensor, dk: Tensor, dv: Tensor, qkv: Tensor, q_gain: Tensor, k_gain: Tensor, eps: float,
+    cos: Tensor, sin: Tensor,
+) -> NormRotateGradients:  # fmt: skip
+    """Gradients of `norm_rotate` from those of its q and k; that of v is copied into the result."""
+    out, heads = _qkv_like(dq, dk), dq.shape[2]
+    if kernels := _triton(dq):
+        dq, dk, dv = (_row_major(t) for t in (dq, dk, dv))
+        gains = kernels.norm_rotate_backward(
+            *(dq, dk, dv), *heads_of(qkv, heads)[:2], q_gain.contiguous(), k_gain.contiguous(), eps, cos, sin, out
+        )
+        return NormRotateGradients(out, *gains)
+    d_q, d_k, d_v = heads_of(out, heads)
+    found = []
+    for t, grad, gain, into in zip(heads_of(qkv, heads), (dq, dk), (q_gain, k_gain), (d_q, d_k), strict=False):
+        normed, rstd = _head_norm(t, eps)
+        grad = _rotated(grad, cos, -sin)
+        found.append((grad * normed).sum((0, 1, 2)))
+        grad_normed = grad * gain
+        into.copy_(rstd * (grad_normed - normed * (grad_normed * normed).mean(-1, keepdim=True)))
+    d_v.copy_(dv)
+    return NormRotateGradients(out, *found)
+
+
+def _head_norm(t: Tensor, eps: float) -> tuple[Tensor, Tensor]:
+    """The RMS norm of every head, and 1 / RMS, in fp32."""
+    wide = t.float()
+    rstd = torch.rsqrt(wide.square().mean(-1, keepdim=True) + eps)
+    return wide * rstd, rstd
 
 
 def _rotated(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:

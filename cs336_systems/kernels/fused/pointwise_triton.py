@@ -93,37 +93,123 @@ def _column_sums(x, out, rows, width, ROWS: tl.constexpr, COLUMNS: tl.constexpr)
 
 @triton.jit
 def _rotate(
-    q, k, v, out, cos, sin, length, heads, half_dim,
+    q, k, v, out, cos, sin, length, heads, kv_heads, half_dim,
     q_batch, q_row, q_head, k_batch, k_row, k_head, v_batch, v_row, v_head,
     SIGN: tl.constexpr, HEADS: tl.constexpr, PAIRS: tl.constexpr,
 ):  # fmt: skip
-    """HEADS heads of one row of q or k, rotated, or of v, copied: (batch, row, head, dim) into (batch, row, 3, head,
-    dim). q_batch, q_row and so on are strides."""
+    """HEADS heads of one row of q or k, rotated, or of v, copied: (batch, row, head, dim) into (batch, row, heads + 2 *
+    kv_heads, dim). q_batch, q_row and so on are strides."""
     i_row = tl.program_id(0).to(tl.int64)
     i_part = tl.program_id(1)
     i_batch, i_position = i_row // length, i_row % length
     if i_part == 0:
         source, head_stride = q + i_batch * q_batch + i_position * q_row, q_head
+        own_heads, first_head = heads, 0
     elif i_part == 1:
         source, head_stride = k + i_batch * k_batch + i_position * k_row, k_head
+        own_heads, first_head = kv_heads, heads
     else:
         source, head_stride = v + i_batch * v_batch + i_position * v_row, v_head
+        own_heads, first_head = kv_heads, heads + kv_heads
     # Heads, then dimensions: the compiler sees that a row's elements are contiguous, and moves 16 bytes at a time.
     o_head = (tl.program_id(2) * HEADS + tl.arange(0, HEADS))[:, None]  # [HEADS, 1]
     o_dim = tl.arange(0, 2 * PAIRS)[None, :]  # [1, 2 * PAIRS]
-    m_head = (o_head < heads) & (o_dim < 2 * half_dim)
+    m_head = (o_head < own_heads) & (o_dim < 2 * half_dim)
     b_x = tl.load(source + o_head * head_stride + o_dim, m_head, 0.0)  # [HEADS, 2 * PAIRS]
     if i_part < 2:
-        b_even, b_odd = tl.split(b_x.to(tl.float32).reshape(HEADS, PAIRS, 2))  # [HEADS, PAIRS]
-        o_pair = tl.arange(0, PAIRS)
-        o_angle = i_position * 2 * half_dim + 2 * o_pair
-        b_cos = tl.load(cos + o_angle, o_pair < half_dim, 0.0)[None, :]
-        # The table holds -sin at even and sin at odd positions.
-        b_sin = tl.load(sin + o_angle + 1, o_pair < half_dim, 0.0)[None, :] * SIGN
-        b_rotated = tl.join(b_even * b_cos - b_odd * b_sin, b_odd * b_cos + b_even * b_sin)
-        b_x = b_rotated.reshape(HEADS, 2 * PAIRS).to(b_x.dtype)
-    target = out + (i_row * 3 + i_part) * heads * 2 * half_dim + o_head * 2 * half_dim + o_dim
-    tl.store(target, b_x.to(out.dtype.element_ty), m_head)
+        b_rotated = _rotated(b_x.to(tl.float32), cos, sin, i_position, half_dim, SIGN, HEADS, PAIRS)
+        b_x = b_rotated.to(b_x.dtype)
+    o_row = i_row * (heads + 2 * kv_heads) + first_head
+    tl.store(out + (o_row + o_head) * 2 * half_dim + o_dim, b_x.to(out.dtype.element_ty), m_head)
+
+
+@triton.jit
+def _rotated(
+    b_x, cos, sin, i_position, half_dim, SIGN: tl.constexpr, HEADS: tl.constexpr, PAIRS: tl.constexpr,
+):  # fmt: skip
+    """Heads of one position, rotated forwards (SIGN 1) or backwards (-1). [HEADS, 2 * PAIRS], fp32"""
+    b_even, b_odd = tl.split(b_x.reshape(HEADS, PAIRS, 2))  # [HEADS, PAIRS]
+    o_pair = tl.arange(0, PAIRS)
+    o_angle = i_position * 2 * half_dim + 2 * o_pair
+    b_cos = tl.load(cos + o_angle, o_pair < half_dim, 0.0)[None, :]
+    # The table holds -sin at even and sin at odd positions.
+    b_sin = tl.load(sin + o_angle + 1, o_pair < half_dim, 0.0)[None, :] * SIGN
+    b_rotated = tl.join(b_even * b_cos - b_odd * b_sin, b_odd * b_cos + b_even * b_sin)
+    return b_rotated.reshape(HEADS, 2 * PAIRS)
+
+
+@triton.jit
+def _norm_rotate(
+    q, k, q_gain, k_gain, out, cos, sin, length, heads, kv_heads, half_dim, eps,
+    batch_stride, row_stride, HEADS: tl.constexpr, PAIRS: tl.constexpr,
+):  # fmt: skip
+    """HEADS heads of one row of q or k, normalised and rotated, into (batch, row, heads + kv_heads, dim). q and k are
+    parts of the same rows."""
+    i_row = tl.program_id(0).to(tl.int64)
+    i_batch, i_position = i_row // length, i_row % length
+    if tl.program_id(1) == 0:
+        source, gain, own_heads, first_head = q, q_gain, heads, 0
+    else:
+        source, gain, own_heads, first_head = k, k_gain, kv_heads, heads
+    o_head = (tl.program_id(2) * HEADS + tl.arange(0, HEADS))[:, None]  # [HEADS, 1]
+    o_dim = tl.arange(0, 2 * PAIRS)[None, :]  # [1, 2 * PAIRS]
+    m_head = (o_head < own_heads) & (o_dim < 2 * half_dim)
+    o_source = i_batch * batch_stride + i_position * row_stride + o_head * 2 * half_dim + o_dim
+    b_x = tl.load(source + o_source, m_head, 0.0).to(tl.float32)  # [HEADS, 2 * PAIRS]
+    b_rstd = tl.rsqrt(tl.sum(b_x * b_x, 1) / (2 * half_dim) + eps)[:, None]
+    b_gain = tl.load(gain + o_dim, o_dim < 2 * half_dim, 0.0).to(tl.float32)
+    # The norm's output is rounded, as that of a norm in memory would be.
+    b_y = (b_x * b_rstd * b_gain).to(out.dtype.element_ty).to(tl.float32)
+    b_y = _rotated(b_y, cos, sin, i_position, half_dim, 1.0, HEADS, PAIRS)
+    o_row = i_row * (heads + kv_heads) + first_head
+    tl.store(out + (o_row + o_head) * 2 * half_dim + o_dim, b_y.to(out.dtype.element_ty), m_head)
+
+
+@triton.jit
+def _norm_rotate_backward(
+    dq, dk, dv, q, k, q_gain, k_gain, out, partial, cos, sin, rows, length, heads, kv_heads, half_dim, eps,
+    q_batch, q_row, q_head, k_batch, k_row, k_head, v_batch, v_row, v_head, batch_stride, row_stride,
+    HEADS: tl.constexpr, PAIRS: tl.constexpr,
+):  # fmt: skip
+    """Every num_programs-th row of q, k or v: the gradient before the norm, into (batch, row, heads + 2 * kv_heads,
+    dim), and a partial sum of the gain's gradient. q_batch and so on are strides of the gradients; q and k are parts of
+    the same rows."""
+    i_program, i_part = tl.program_id(0), tl.program_id(1)
+    if i_part == 0:
+        grad, source, gain, own_heads, first_head = dq, q, q_gain, heads, 0
+        grad_batch, grad_row, grad_head = q_batch, q_row, q_head
+    elif i_part == 1:
+        grad, source, gain, own_heads, first_head = dk, k, k_gain, kv_heads, heads
+        grad_batch, grad_row, grad_head = k_batch, k_row, k_head
+    else:
+        grad, source, gain, own_heads, first_head = dv, k, k_gain, kv_heads, heads + kv_heads
+        grad_batch, grad_row, grad_head = v_batch, v_row, v_head
+    o_dim = tl.arange(0, 2 * PAIRS)[None, :]  # [1, 2 * PAIRS]
+    b_gain = tl.load(gain + o_dim, o_dim < 2 * half_dim, 0.0).to(tl.float32)
+    b_grad_gain = tl.zeros((HEADS, 2 * PAIRS), tl.float32)
+    for i_row in range(i_program, rows, tl.num_programs(0)):
+        i_wide = tl.cast(i_row, tl.int64)
+        i_batch, i_position = i_wide // length, i_wide % length
+        for start in range(0, own_heads, HEADS):
+            o_head = (start + tl.arange(0, HEADS))[:, None]  # [HEADS, 1]
+            m_head = (o_head < own_heads) & (o_dim < 2 * half_dim)
+            o_grad = i_batch * grad_batch + i_position * grad_row + o_head * grad_head + o_dim
+            b_grad = tl.load(grad + o_grad, m_head, 0.0).to(tl.float32)  # [HEADS, 2 * PAIRS]
+            if i_part < 2:
+                b_grad = _rotated(b_grad, cos, sin, i_position, half_dim, -1.0, HEADS, PAIRS)
+                o_x = i_batch * batch_stride + i_position * row_stride + o_head * 2 * half_dim + o_dim
+                b_x = tl.load(source + o_x, m_head, 0.0).to(tl.float32)
+                b_rstd = tl.rsqrt(tl.sum(b_x * b_x, 1) / (2 * half_dim) + eps)[:, None]
+                b_normed = b_x * b_rstd
+                b_grad_gain += b_grad * b_normed
+                b_grad *= b_gain
+                b_mean = (tl.sum(b_grad * b_normed, 1) / (2 * half_dim))[:, None]
+                b_grad = b_rstd * (b_grad - b_normed * b_mean)
+            o_row = i_wide * (heads + 2 * kv_heads) + first_head
+            tl.store(out + (o_row + o_head) * 2 * half_dim + o_dim, b_grad.to(out.dtype.element_ty), m_head)
+    if i_part < 2:
+        o_partial = (i_part * tl.num_programs(0) + i_program) * 2 * half_dim + o_dim
+        tl.store(partial + o_partial, tl.sum(b_grad_gain, 0)[None, :], o_dim < 2 * half_dim)
 
 
 @triton.jit
@@ -272,27 +358,70 @@ def add_norm_backward(
         _add_norm_backward, (programs,), grad_y, x if grad_x is None else grad_x, x, rstd, gain, out_x, partial,
         rows, width, HAS_GRAD_X=grad_x is not None, RECOMPUTES_Y=recompute_y, BLOCK=block, num_warps=8,
     )  # fmt: skip
-    grad_gain = torch.empty(width, dtype=torch.float32, device=x.device)
+    return _summed(partial)
+
+
+def _summed(partial: Tensor) -> Tensor:
+    """The sum of the rows of an fp32 matrix."""
+    programs, width = partial.shape
+    out = torch.empty(width, dtype=torch.float32, device=partial.device)
     _launch(
-        _column_sums, (triton.cdiv(width, SUM_COLUMNS),), partial, grad_gain, programs, width,
+        _column_sums, (triton.cdiv(width, SUM_COLUMNS),), partial, out, programs, width,
         ROWS=SUM_ROWS, COLUMNS=SUM_COLUMNS, num_warps=4,
     )  # fmt: skip
-    return grad_gain
+    return out
 
 
 def rotate(q: Tensor, k: Tensor, v: Tensor | None, cos: Tensor, sin: Tensor, out: Tensor, sign: float) -> None:
-    """Rotate q and k, and copy v. q, k, v: (batch, rows, heads, dim) with contiguous rows; out: (batch, rows, 3, heads,
-    dim). Without v its part of `out` stays as it is. sign: 1.0, or -1.0 to rotate backwards."""
+    """Rotate q and k, and copy v. q, k, v: (batch, rows, heads, dim) with contiguous rows; out: (batch, rows, heads + 2
+    * kv_heads, dim). Without v its part of `out` stays as it is. sign: 1.0, or -1.0 to rotate backwards."""
     batch, length, heads, dim = q.shape
-    pairs = triton.next_power_of_2(dim // 2)
-    block_heads = max(1, min(ROTARY_ELEMENTS // (2 * pairs), triton.next_power_of_2(heads)))
+    pairs, block_heads = _rotary_block(heads, dim)
     grid = (batch * length, 2 if v is None else 3, triton.cdiv(heads, block_heads))
     third = k if v is None else v
     strides = [stride for t in (q, k, third) for stride in t.stride()[:3]]
     _launch(
-        _rotate, grid, q, k, third, out, cos, sin, length, heads, dim // 2, *strides,
+        _rotate, grid, q, k, third, out, cos, sin, length, heads, k.shape[2], dim // 2, *strides,
         SIGN=sign, HEADS=block_heads, PAIRS=pairs, num_warps=4,
     )  # fmt: skip
+
+
+def _rotary_block(heads: int, dim: int) -> tuple[int, int]:
+    """Pairs of a head, and heads, that a program rotates."""
+    pairs = triton.next_power_of_2(dim // 2)
+    return pairs, max(1, min(ROTARY_ELEMENTS // (2 * pairs), triton.next_power_of_2(heads)))
+
+
+def norm_rotate(
+    q: Tensor, k: Tensor, q_gain: Tensor, k_gain: Tensor, eps: float, cos: Tensor, sin: Tensor, out: Tensor
+) -> None:
+    """Normalise and rotate q and k, parts of the same rows. (batch, rows, heads, dim)"""
+    batch, length, heads, dim = q.shape
+    pairs, block_heads = _rotary_block(heads, dim)
+    grid = (batch * length, 2, triton.cdiv(heads, block_heads))
+    _launch(
+        _norm_rotate, grid, q, k, q_gain, k_gain, out, cos, sin, length, heads, k.shape[2], dim // 2, eps,
+        *q.stride()[:2], HEADS=block_heads, PAIRS=pairs, num_warps=4,
+    )  # fmt: skip
+
+
+def norm_rotate_backward(
+    dq: Tensor, dk: Tensor, dv: Tensor, q: Tensor, k: Tensor, q_gain: Tensor, k_gain: Tensor, eps: float,
+    cos: Tensor, sin: Tensor, out: Tensor,
+) -> tuple[Tensor, Tensor]:  # fmt: skip
+    """Write the gradient of qkv and return those of the gains, in fp32."""
+    batch, length, heads, dim = q.shape
+    rows = batch * length
+    pairs, block_heads = _rotary_block(heads, dim)
+    programs = min(rows, NORM_PROGRAMS if rows < MANY_ROWS else 2 * NORM_PROGRAMS)
+    partial = torch.empty((2, programs, dim), dtype=torch.float32, device=q.device)
+    strides = [stride for t in (dq, dk, dv) for stride in t.stride()[:3]]
+    _launch(
+        _norm_rotate_backward, (programs, 3), dq, dk, dv, q, k, q_gain, k_gain, out, partial, cos, sin,
+        rows, length, heads, k.shape[2], dim // 2, eps, *strides, *q.stride()[:2],
+        HEADS=block_heads, PAIRS=pairs, num_warps=4,
+    )  # fmt: skip
+    return _summed(partial[0]), _summed(partial[1])
 
 
 def swiglu(gate_up: Tensor, out: Tensor) -> None:

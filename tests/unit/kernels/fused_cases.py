@@ -54,26 +54,27 @@ def add_norm(*shape, delta, eps=1e-5):
     )
 
 
-def norm_linear(*shape, delta, rows, eps=1e-5):
+def norm_linear(*shape, delta, rows, eps=1e-5, biased=False):
     weights = {f"w{number}": (count, shape[-1]) for number, count in enumerate(rows)}
+    biases = {f"bias{number}": (count,) for number, count in enumerate(rows if biased else ())}
 
     def call(t):
         given = [t[name] for name in weights]
-        return fused.norm_linear(t["x"], t.get("delta"), t["gain"], eps, *given)
+        return fused.norm_linear(t["x"], t.get("delta"), t["gain"], eps, *given, biases=[t[name] for name in biases])
 
+    def formula(t):
+        out = norm(total(t), t["gain"], eps) @ side_by_side(t).T
+        return total(t), out + torch.cat([t[name] for name in biases]) if biased else out
+
+    shapes = {"x": shape, **dict.fromkeys(["delta"] * delta, shape), "gain": shape[-1:], **weights, **biases}
+    return Part(shapes, call, formula, 2)
+
+
+def linear(*shape, rows, biased=False):
     return Part(
-        {"x": shape, **dict.fromkeys(["delta"] * delta, shape), "gain": shape[-1:], **weights},
-        call,
-        lambda t: (total(t), norm(total(t), t["gain"], eps) @ side_by_side(t).T),
-        2,
-    )
-
-
-def linear(*shape, rows):
-    return Part(
-        {"x": shape, "w": (rows, shape[-1])},
-        lambda t: (fused.linear(t["x"], t["w"]),),
-        lambda t: (t["x"] @ t["w"].T,),
+        {"x": shape, "w": (rows, shape[-1]), **dict.fromkeys(["bias"] * biased, (rows,))},
+        lambda t: (fused.linear(t["x"], t["w"], t.get("bias")),),
+        lambda t: (t["x"] @ t["w"].T + (t["bias"] if biased else 0),),
     )
 
 
@@ -102,17 +103,21 @@ class Strided(torch.autograd.Function):
         return grad, None
 
 
-def rotary(batch, rows, heads, dim, context=None, layout="contiguous"):
-    rotate = RotaryEmbedding(context or rows, dim, 100.0)
+def rotary(batch, rows, heads, dim, kv_heads=None, context=None, layout="contiguous", normed=False):
+    rotate, kv_heads, eps = RotaryEmbedding(context or rows, dim, 100.0), kv_heads or heads, 1e-3
 
     def formula(t):
-        q, k, v = t["qkv"].view(batch, rows, 3, heads, dim).unbind(2)
+        q, k, v = t["qkv"].view(batch, rows, -1, dim).split((heads, kv_heads, kv_heads), 2)
+        if normed:
+            q, k = norm(q, 1 + t["q_gain"], eps), norm(k, 1 + t["k_gain"], eps)
         return tuple(x.transpose(1, 2) for x in (rotate(q), rotate(k), v))
 
     def call(t):
-        return fused.rotary_heads(Strided.apply(t["qkv"], layout), rotate.cos, rotate.sin, heads)
+        norms = fused.HeadNorms(1 + t["q_gain"], 1 + t["k_gain"], eps) if normed else None
+        return fused.rotary_heads(Strided.apply(t["qkv"], layout), rotate.cos, rotate.sin, heads, norms)
 
-    return Part({"qkv": (batch, rows, 3 * heads * dim)}, call, formula, 3)
+    gains = dict.fromkeys(["q_gain", "k_gain"] if normed else (), (dim,))
+    return Part({"qkv": (batch, rows, (heads + 2 * kv_heads) * dim), **gains}, call, formula, 3)
 
 
 def targets_of(vocabulary, *shape, seed=5):
@@ -172,6 +177,10 @@ PARTS = {
     "rotary_heads-dim_2": rotary(1, 5, 3, 2),
     "rotary_heads-dim_6": rotary(2, 7, 5, 6),
     "rotary_heads-longer_table": rotary(2, 5, 3, 8, context=9),
+    "rotary_heads-grouped": rotary(2, 5, 6, 8, kv_heads=2),
+    "rotary_heads-norms": rotary(2, 5, 6, 8, kv_heads=2, normed=True),
+    "norm_linear-biases": norm_linear(2, 5, 24, delta=True, rows=(9, 16, 3), biased=True),
+    "linear-bias": linear(2, 5, 24, rows=7, biased=True),
     "linear_cross_entropy-vocabulary_1": cross_entropy(2, 5, 24, vocabulary=1),
     "linear_cross_entropy-vocabulary_5000": cross_entropy(2, 5, 24, vocabulary=5000),
     "linear_cross_entropy-1x1x7": cross_entropy(1, 1, 7, vocabulary=11),
@@ -251,8 +260,8 @@ def lay(x, layout):
 
 
 def laid(name, layout, dtype=torch.float32, gain=""):
-    """One of FEW with inputs and gradients of a layout, and a gain of its own layout: part, inputs, seeds."""
-    part = FEW[name]
+    """One of PARTS with inputs and gradients of a layout, and a gain of its own layout: part, inputs, seeds."""
+    part = PARTS[name]
     if name == "rotary_heads":  # rotated in place, it cannot be broadcast; its gradients can
         part = rotary(2, 5, 3, 8, layout="contiguous" if layout == "broadcast" else layout)
         inputs = make(part, dtype)

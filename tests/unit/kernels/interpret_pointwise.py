@@ -73,27 +73,79 @@ def add_norm_backward(
     return Case(inputs, call, ("grad_y",) if recompute_y else ())
 
 
-def rotate(batch: int, rows: int, heads: int, dim: int, dtype: torch.dtype, context: int | None = None) -> Case:
-    table = RotaryEmbedding(context or rows, dim, 100.0)
+class Heads(NamedTuple):
+    """Shape of q, k and v; `context`: rows of the rotary table, where it has more than the tensors."""
+
+    batch: int
+    rows: int
+    heads: int
+    kv_heads: int
+    dim: int
+    context: int
+
+    def table(self) -> RotaryEmbedding:
+        return RotaryEmbedding(self.context, self.dim, 100.0)
+
+    def qkv(self, dtype: torch.dtype) -> Tensor:
+        return random(self.batch, self.rows, self.heads + 2 * self.kv_heads, self.dim, seed=1, dtype=dtype)
+
+    def gradients(self, dtype: torch.dtype, heads_first: bool) -> Named:
+        """Of q, k and v; `heads_first`: (batch, heads, rows, dim) in memory, as attention returns them."""
+        found: Named = {}
+        for number, (name, heads) in enumerate((("dq", self.heads), ("dk", self.kv_heads), ("dv", self.kv_heads))):
+            middle = (heads, self.rows) if heads_first else (self.rows, heads)
+            found[name] = random(self.batch, *middle, self.dim, seed=number, dtype=dtype)
+        return found
+
+
+def heads_of(batch: int, rows: int, heads: int, dim: int, kv_heads: int = 0, context: int = 0) -> Heads:
+    return Heads(batch, rows, heads, kv_heads or heads, dim, context or rows)
+
+
+def rotate(dtype: torch.dtype, **shape: int) -> Case:
+    heads = heads_of(**shape)
+    table = heads.table()
 
     def call(t: Named) -> Named:
-        pointwise.rotate_(t["qkv"], table.cos, table.sin)
+        pointwise.rotate_(t["qkv"], table.cos, table.sin, heads.heads)
         return {}
 
-    return Case({"qkv": random(batch, rows, 3, heads, dim, seed=1, dtype=dtype)}, call, ("qkv",))
+    return Case({"qkv": heads.qkv(dtype)}, call, ("qkv",))
 
 
-def rotate_backward(
-    batch: int, rows: int, heads: int, dim: int, heads_first: bool, dtype: torch.dtype, context: int | None = None
-) -> Case:
-    """`heads_first`: the gradients are (batch, heads, rows, dim) in memory, as attention returns them."""
-    table = RotaryEmbedding(context or rows, dim, 100.0)
-    shape = (batch, heads, rows, dim) if heads_first else (batch, rows, heads, dim)
-    inputs: Named = {name: random(*shape, seed=number, dtype=dtype) for number, name in enumerate(("dq", "dk", "dv"))}
+def rotate_backward(heads_first: bool, dtype: torch.dtype, **shape: int) -> Case:
+    heads = heads_of(**shape)
+    table = heads.table()
 
     def call(t: Named) -> Named:
         given = [x.transpose(1, 2) if heads_first else x for x in t.values()]
         return {"dqkv": pointwise.rotate_backward(*given, table.cos, table.sin)}
+
+    return Case(heads.gradients(dtype, heads_first), call)
+
+
+def norm_rotate(dtype: torch.dtype, **shape: int) -> Case:
+    heads = heads_of(**shape)
+    table = heads.table()
+    inputs: Named = {"qkv": heads.qkv(dtype), "q_gain": random(heads.dim, seed=6), "k_gain": random(heads.dim, seed=7)}
+
+    def call(t: Named) -> Named:
+        given = (t["qkv"], t["q_gain"], t["k_gain"], 1e-3, table.cos, table.sin, heads.heads)
+        return {"qk": pointwise.norm_rotate(*given)}
+
+    return Case(inputs, call)
+
+
+def norm_rotate_backward(heads_first: bool, dtype: torch.dtype, programs: int = 264, **shape: int) -> Case:
+    heads = heads_of(**shape)
+    table, gradients = heads.table(), heads.gradients(dtype, heads_first)
+    inputs = norm_rotate(dtype, **shape).inputs | gradients
+
+    def call(t: Named) -> Named:
+        given = [t[name].transpose(1, 2) if heads_first else t[name] for name in gradients]
+        given += [t["qkv"], t["q_gain"], t["k_gain"], 1e-3, table.cos, table.sin]
+        with mock.patch.object(pointwise_triton, "NORM_PROGRAMS", programs):
+            return pointwise.norm_rotate_backward(*given)._asdict()
 
     return Case(inputs, call)
 
@@ -159,8 +211,8 @@ def checksums(count: int, dtype: torch.dtype) -> Case:
 
 
 FUNCTIONS = (
-    *(add_norm, add_norm_backward, rotate, rotate_backward, swiglu, swiglu_backward, cross_entropy, adamw),
-    checksums,
+    *(add_norm, add_norm_backward, rotate, rotate_backward, norm_rotate, norm_rotate_backward, swiglu),
+    *(swiglu_backward, cross_entropy, adamw, checksums),
 )
 
 

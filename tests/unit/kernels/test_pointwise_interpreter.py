@@ -24,6 +24,8 @@ HEADS = [
     {"batch": 2, "rows": 3, "heads": 3, "dim": 8, "context": 9},
     {"batch": 1, "rows": 2, "heads": 5, "dim": 40},
     {"batch": 1, "rows": 2, "heads": 20, "dim": 128},
+    {"batch": 2, "rows": 3, "heads": 6, "kv_heads": 2, "dim": 16},
+    {"batch": 1, "rows": 2, "heads": 40, "kv_heads": 8, "dim": 128},
 ]
 """`context`: rows of the rotary table, where it has more than the tensors."""
 
@@ -47,6 +49,9 @@ CASES = [
     *product("add_norm_backward", [{"rows": 8, "width": 100, "has_grad_x": True, "recompute_y": True, "programs": 3}]),
     *product("rotate", HEADS),
     *product("rotate_backward", HEADS, flags("heads_first")),
+    *product("norm_rotate", HEADS),
+    *product("norm_rotate_backward", HEADS[1:], flags("heads_first")),
+    *product("norm_rotate_backward", [HEADS[1] | {"heads_first": True, "programs": 3}]),
     *product("swiglu", [*ROWS[:2], {"rows": 2, "width": 1025}]),
     *product("swiglu_backward", [*ROWS[:2], {"rows": 2, "width": 1025}]),
     *product("cross_entropy", [{"rows": 7, "vocabulary": n} for n in (1, 11, 4096, 4097)]),
@@ -60,6 +65,7 @@ CASES = [
     # Autograd nodes convert tensors of any layout to what the kernels take.
     *product("node", [{"part": name} for name in ("add_norm", "norm_linear", "swiglu_linear", "linear_cross_entropy")],
              [{"layout": layout} for layout in LAYOUTS], dtypes=["float32"]),
+    *product("node", [{"part": name, "layout": "contiguous"} for name in ("norm_linear-biases", "rotary_heads-norms")]),
     *product("node", [{"part": "rotary_heads"}], [{"layout": x} for x in ("transposed", "broadcast")]),
     *product("node", [{"part": "norm_linear", "layout": "contiguous", "gain": "every_other"}]),
 ]  # fmt: skip
