@@ -83,9 +83,8 @@ def _fused_layer(self: Any, hidden_states: Tensor, *, position_embeddings: tuple
 
 def _norm_linear(x: Tensor, delta: Tensor | None, norm: Any, *linears: nn.Linear) -> tuple[Tensor, Tensor]:
     biases = [linear.bias for linear in linears if linear.bias is not None]
-    bias = torch.cat(biases) if biases else None
     weights = [linear.weight for linear in linears]
-    return nodes.norm_linear(x, delta, norm.weight, norm.variance_epsilon, *weights, bias=bias)
+    return nodes.norm_linear(x, delta, norm.weight, norm.variance_epsilon, *weights, biases=biases)
 
 
 def _attend(attn: Any, qkv: Tensor, angles: tuple[Tensor, Tensor], **kwargs: Any) -> Tensor:
@@ -112,14 +111,11 @@ def _eager_attention(attn: nn.Module) -> Callable[..., Any]:
 
 def _rotated(attn: Any, qkv: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     """Return q, k and v, (batch, heads, rows, dim), with Qwen3's norms of q and k, and the rotary embedding."""
-    dim = attn.head_dim
-    heads, kv_heads = attn.q_proj.out_features // dim, attn.k_proj.out_features // dim
-    if not hasattr(attn, "q_norm"):
-        return nodes.rotary_halves(qkv, cos, sin, heads, kv_heads, dim)
-    q, k, v = qkv.unflatten(-1, (-1, dim)).split((heads, kv_heads, kv_heads), dim=2)
-    q, k = norm_forward(attn.q_norm, q), norm_forward(attn.k_norm, k)
-    q, k = nodes.rotated_halves(q, cos, sin), nodes.rotated_halves(k, cos, sin)
-    return q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2)
+    norms = None
+    if hasattr(attn, "q_norm"):
+        norms = nodes.HeadNorms(attn.q_norm.weight, attn.k_norm.weight, attn.q_norm.variance_epsilon)
+    heads = attn.q_proj.out_features // attn.head_dim
+    return nodes.rotary_heads(qkv, cos.contiguous(), sin.contiguous(), heads, norms, halves=True)
 
 
 def norm_forward(self: Any, hidden_states: Tensor) -> Tensor:
