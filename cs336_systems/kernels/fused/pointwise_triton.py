@@ -100,6 +100,7 @@ def _rotate(
 ):  # fmt: skip
     """HEADS heads of one row of q or k, rotated, or of v, copied: (batch, row, head, dim) into (batch, row, heads + 2 *
     kv_heads, dim). q_batch, q_row and so on are strides."""
+    half_dim = _aligned(half_dim, HALVES)
     i_row = tl.program_id(0).to(tl.int64)
     i_part = tl.program_id(1)
     i_batch, i_position = i_row // length, i_row % length
@@ -128,13 +129,20 @@ def _rotate(
 @triton.jit
 def _dimensions(half_dim, PAIRS: tl.constexpr, HALVES: tl.constexpr):
     """Offsets of a head's dimensions, [1, 2 * PAIRS], and a mask of those that exist: in order, for the rotation of
-    neighbours; with HALVES, for that of (i, i + half_dim), each half padded to PAIRS. HALVES divides half_dim: the
-    compiler then knows how the second half is aligned."""
+    neighbours; with HALVES, for that of (i, i + half_dim), each half padded to PAIRS."""
     o_dim = tl.arange(0, 2 * PAIRS)[None, :]
     if HALVES:
         o_pair = o_dim % PAIRS
-        return o_dim // PAIRS * (half_dim // HALVES * HALVES) + o_pair, o_pair < half_dim
+        return o_dim // PAIRS * half_dim + o_pair, o_pair < half_dim
     return o_dim, o_dim < 2 * half_dim
+
+
+@triton.jit
+def _aligned(half_dim, HALVES: tl.constexpr):
+    """half_dim, of which HALVES is a divisor: so the compiler knows how the second half is aligned."""
+    if HALVES:
+        return half_dim // HALVES * HALVES
+    return half_dim
 
 
 @triton.jit
@@ -175,6 +183,7 @@ def _norm_rotate(
 ):  # fmt: skip
     """HEADS heads of one row of q or k, normalised and rotated, into (batch, row, heads + kv_heads, dim). q and k are
     parts of the same rows."""
+    half_dim = _aligned(half_dim, HALVES)
     i_row = tl.program_id(0).to(tl.int64)
     i_batch, i_position = i_row // length, i_row % length
     if tl.program_id(1) == 0:
@@ -205,6 +214,7 @@ def _norm_rotate_backward(
     """Every num_programs-th row of q, k or v: the gradient before the norm, into (batch, row, heads + 2 * kv_heads,
     dim), and a partial sum of the gain's gradient. q_batch and so on are strides of the gradients; q and k are parts of
     the same rows."""
+    half_dim = _aligned(half_dim, HALVES)
     i_program, i_part = tl.program_id(0), tl.program_id(1)
     if i_part == 0:
         grad, source, gain, own_heads, first_head = dq, q, q_gain, heads, 0
