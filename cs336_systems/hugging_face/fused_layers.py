@@ -5,6 +5,7 @@ and values, modules that were replaced, attention weights asked for) it calls th
 """
 
 import functools
+import sys
 from collections.abc import Callable
 from typing import Any
 
@@ -16,15 +17,6 @@ from cs336_systems.kernels.fused import nodes, pointwise
 
 PROJECTIONS = {"self_attn": ("q_proj", "k_proj", "v_proj", "o_proj"), "mlp": ("gate_proj", "up_proj", "down_proj")}
 """The linear layers of a decoder layer, by the module they are in."""
-
-
-@functools.cache
-def opaque(function: Callable[..., Any]) -> Callable[..., Any]:
-    """Return the function for use under torch.compile, which runs it as it is between two graphs.
-
-    (As a decorator it would import torch's compiler with this module.)
-    """
-    return torch.compiler.disable(function)
 
 
 def projections(layer: nn.Module) -> list[nn.Module]:
@@ -50,16 +42,17 @@ def layer_forward(
     if past_key_values is not None or position_embeddings is None or not _is_as_patched(self, kwargs):
         kwargs |= {"past_key_values": past_key_values, "position_embeddings": position_embeddings}
         return type(self).forward(self, hidden_states, **kwargs)
-    run = functools.partial(_fused_layer, self, position_embeddings=position_embeddings, **kwargs)
+    run: Callable[[Tensor], Tensor] = functools.partial(
+        _fused_layer, self, position_embeddings=position_embeddings, **kwargs
+    )
     if self.gradient_checkpointing and self.training and not _checkpoints_calls():
         return self._gradient_checkpointing_func(run, hidden_states)
     return run(hidden_states)
 
 
-def _is_as_patched(layer: nn.Module, kwargs: dict[str, Any]) -> bool:
+def _is_as_patched(layer: Any, kwargs: dict[str, Any]) -> bool:
     """True unless a linear layer was replaced, say by an adapter, or the caller asks for attention weights."""
-    config: Any = layer.self_attn.config
-    wants_weights = kwargs.get("output_attentions", config.output_attentions)
+    wants_weights = kwargs.get("output_attentions", layer.self_attn.config.output_attentions)
     return not wants_weights and all(type(linear) is nn.Linear for linear in projections(layer))
 
 
@@ -104,8 +97,6 @@ def _attend(attn: Any, qkv: Tensor, angles: tuple[Tensor, Tensor], **kwargs: Any
 
 
 def _eager_attention(attn: nn.Module) -> Callable[..., Any]:
-    import sys
-
     return sys.modules[type(attn).__module__].eager_attention_forward
 
 
@@ -192,4 +183,4 @@ def _causal_lm_loss(
         shift_labels = F.pad(labels, (0, 1), value=ignore_index)[..., 1:]
     targets = shift_labels.to(hidden.device)
     count = None if num_items_in_batch is None else torch.as_tensor(num_items_in_batch, device=hidden.device)
-    return opaque(nodes.linear_cross_entropy)(hidden, head, targets, ignored=ignore_index, count=count)
+    return nodes.linear_cross_entropy(hidden, head, targets, ignored=ignore_index, count=count)

@@ -38,14 +38,15 @@ class Accelerated:
         for layer in self._base.layers:
             for part, names in NEIGHBOURS:
                 self._join([getattr(getattr(layer, part), name).weight for name in names])
-            self._patch(layer, fused_layers.opaque(fused_layers.layer_forward))
-        self._patch(self._base.norm, fused_layers.opaque(fused_layers.norm_forward))
+            self._patch(layer, fused_layers.layer_forward)
+        self._patch(self._base.norm, fused_layers.norm_forward)
         self._patch(self._base, fused_layers.base_forward)
         if _is_language_model(model):
             self._patch(model, fused_layers.causal_lm_forward)
 
     def _patch(self, module: nn.Module, forward: Callable[..., Any]) -> None:
-        module.forward = MethodType(forward, module)
+        # torch.compile leaves it as it is. (As a decorator, `disable` would import the compiler with this package.)
+        module.forward = MethodType(torch.compiler.disable(forward), module)
         self._patched.append(module)
 
     @torch.no_grad()
@@ -74,7 +75,7 @@ class Accelerated:
         self._patched, self._matrices = [], []
 
     def packed_adamw(self, *, update_in_backward: bool = False, **options: Any) -> PackedAdamW:
-        """Build the packed AdamW for the model; `options` are those of PackedAdamW (lr, weight_decay, max_grad_norm ...).
+        """Build the packed AdamW for the model; `options` are those of PackedAdamW: lr, weight_decay, max_grad_norm ...
 
         The weights keep the model's dtype, bf16 or fp32. Those of bf16 get fp32 masters and moments, unless
         `state_dtype` is torch.bfloat16. `update_in_backward` updates a layer as soon as its gradients are complete.
@@ -121,11 +122,11 @@ def accelerate(model: nn.Module) -> Accelerated:
 def _checked_base(model: nn.Module) -> Any:
     """Return the model without its head; UserError where it cannot be accelerated."""
     register_attention()
-    base = getattr(model, "base_model", model)
+    base: Any = getattr(model, "base_model", model)
     type_of = getattr(getattr(base, "config", None), "model_type", None)
     name = FAMILIES.get(type_of or "", "")
-    expected = f"transformers.models.{type_of}.modeling_{type_of}", f"{name}Model"
-    if not name or (type(base).__module__, type(base).__name__) != expected:
+    module = f"transformers.models.{type_of}.modeling_{type_of}"
+    if not name or type(base).__name__ != f"{name}Model" or {type(model).__module__, type(base).__module__} != {module}:
         raise UserError(
             f"accelerate takes models of transformers, {', '.join(FAMILIES.values())}, without wrappers; "
             f"got {type(model).__name__}"

@@ -286,7 +286,8 @@ class _RotaryHeads(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> Any:
         dq, dk, dv = (grad.transpose(1, 2) for grad in grads)
-        found = pointwise.rotate_backward(dq, dk, dv, *ctx.saved_tensors, ctx.halves)
+        cos, sin = ctx.saved_tensors
+        found = pointwise.rotate_backward(dq, dk, dv, cos, sin, ctx.halves)
         return found.flatten(2), None, None, None, None
 
 
@@ -307,7 +308,8 @@ class _NormRotaryHeads(torch.autograd.Function):
     def backward(ctx: Any, *grads: Tensor) -> Any:
         parts, cos, sin = ctx.saved_tensors
         dq, dk, dv = (grad.transpose(1, 2) for grad in grads)
-        found = pointwise.norm_rotate_backward(dq, dk, dv, parts, *ctx.gains, ctx.eps, cos, sin, ctx.halves)
+        q_gain, k_gain = ctx.gains
+        found = pointwise.norm_rotate_backward(dq, dk, dv, parts, q_gain, k_gain, ctx.eps, cos, sin, ctx.halves)
         gains = [deposit(gain, grad) for gain, grad in zip(ctx.gains, found[1:], strict=True)]
         return found.qkv.flatten(2), None, None, None, *gains, None, None
 

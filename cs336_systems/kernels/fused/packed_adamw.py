@@ -40,8 +40,8 @@ ALIGNED = 128
 
 class PackedAdamW(torch.optim.Optimizer):
     """AdamW that owns the memory of its parameters: those of two and more dimensions become `dtype` (torch.bfloat16, or
-    torch.float32 to keep them), others keep their dtype. Parameters are fp32, or `dtype` already, and their masters then
-    begin there. `state_dtype`: of the masters and moments of `dtype` weights.
+    torch.float32 to keep them), others keep their dtype. Before, they are fp32 or `dtype`; masters begin with those
+    values. `state_dtype`: of the masters and moments of `dtype` weights.
 
     Every parameter must get a gradient in every step; parameters that are frozen now are left alone. Load weights by
     `load_masters`: a module's load_state_dict would leave the low 16 bits of the masters as they were. `max_grad_norm`
