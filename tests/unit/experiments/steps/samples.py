@@ -2,7 +2,7 @@
 
 import dataclasses
 
-from cs336_systems.config import RunConfig
+from cs336_systems.config import RunConfig, model_config
 from cs336_systems.experiments.steps.fast_steps import LLAMA
 from cs336_systems.experiments.steps.leaderboard_step import BOARD
 from cs336_systems.predict.flops import causal_model_flops, model_flops
@@ -53,6 +53,24 @@ def board(state: str, micro_batches: int, seconds: float, status: str = "ok") ->
     return entries("train_leaderboard", {**run.to_dict(), "micro_batches": micro_batches}, metrics, status)
 
 
+def accelerated(size: str, seconds: dict[str, float], failed: str = "", status: str = "ok") -> list[Record]:
+    """A cell of `accelerate` with the times of its implementations, one of which may have failed."""
+    run = RunConfig(model=model_config(size, context_length=2048, vocab_size=32_000), size=size, batch_size=4)
+    run = dataclasses.replace(run, precision="bf16", attention="auto", device="cuda")
+    config = {**run.to_dict(), "implementations": [*seconds, *([failed] if failed else [])], "rounds": 10}
+    found = entries("accelerate", config, {}, status)
+    for number, (name, time) in enumerate(seconds.items()):
+        metrics = {"loss": 10.4 + number / 1000, "gradient_norm": 2.5, "peak_memory": (60 - 4 * number) * GIB}
+        units = {"loss": "1", "gradient_norm": "1", "peak_memory": "B"}
+        samples = {metric: ((value,), units[metric]) for metric, value in metrics.items()}
+        for metric, (values, unit) in {**samples, "step_time": ((time, time * 1.01), "s")}.items():
+            found.append(Record("accelerate", config, metric, unit, values, variant=name, environment=GPU))
+    if failed:
+        reason = "RuntimeError: it does not run here"
+        found.append(Record("accelerate", config, "status", "", (reason,), variant=failed, environment=GPU))
+    return found
+
+
 SAMPLES: dict[str, list[Record]] = {
     "bench": cell("bench"),
     "end_to_end": cell("end_to_end") + cell("end_to_end", size="2.7B", metrics=step(0.4)),
@@ -69,6 +87,8 @@ SAMPLES: dict[str, list[Record]] = {
     + cell("fast_step", compile=True, model_factory=LLAMA, metrics=step(0.04))
     + cell("fast_step", size="2.7B", fast="off", metrics=step(0.3))
     + cell("fast_step", size="2.7B", fast="on", metrics=step(0.2)),
+    "accelerate": accelerated("large", {"plain": 0.12, "ours": 0.08, "packed": 0.078}, failed="liger")
+    + accelerated("2.7B", {"plain": 0.46, "compiled": 0.415, "liger": 0.381, "ours": 0.33, "packed": 0.328}),
     "train_leaderboard": board("fp32", 2, 9.0) + board("fp32", 1, 8.5) + board("bf16", 2, 8.0),
     "peak_memory": cell("peak_memory")
     + cell("peak_memory", attention="sdpa", metrics={"predicted_memory": (9.5 * GIB,)}),
