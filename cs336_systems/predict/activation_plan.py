@@ -62,7 +62,8 @@ FLOPS_PER_BYTE = 12_000
 def is_fetched_late(plan: BlockPlan, model: ModelConfig) -> bool:
     """True if copying a block's tensors back takes less time than the attention half of the next block's backward pass:
     they are then fetched beside that half, and need no memory beside the feed-forward half."""
-    widths = {"input": 1, "qkv": 3, "attention": 1, "middle": 1, "gate_up": 2 * model.d_ff / model.d_model}
-    copied = 2 * model.d_model * sum(widths[kind] for kind in plan.kinds(OFFLOAD))
-    computed = 5 * model.context_length * model.d_model + 16 * model.d_model**2
+    stream, qkv, q = model.d_model, model.qkv_width, model.q_width
+    widths = {"input": stream, "qkv": qkv, "attention": q, "middle": stream, "gate_up": 2 * model.d_ff}
+    copied = 2 * sum(widths[kind] for kind in plan.kinds(OFFLOAD))
+    computed = 5 * model.context_length * q + 4 * model.d_model * (qkv + q)
     return computed >= FLOPS_PER_BYTE * copied

@@ -35,4 +35,4 @@ def building_peak(config: RunConfig) -> MemoryEstimate:
 def _largest_weight(config: RunConfig) -> int:
     """Return the elements of the largest weight."""
     model = config.model
-    return max(model.vocab_size * model.d_model, model.d_model**2, model.d_model * model.d_ff)
+    return model.d_model * max(model.vocab_size, model.q_width, model.d_ff)

@@ -14,13 +14,12 @@ as `fast_memory` does for one GPU. Tests compare it with traces of the real oper
 """
 
 from collections import Counter
-from dataclasses import replace
 
 from cs336_systems.config import RunConfig
 from cs336_systems.predict.fast_memory import LOGITS, FastStep
 from cs336_systems.predict.fast_nodes import GRADIENTS, TEMPORARY
 from cs336_systems.predict.memory_model import ROUNDING, MemoryEstimate, workspace
-from cs336_systems.predict.rank_shards import Mesh, Weight, weights
+from cs336_systems.predict.rank_shards import Mesh, Weight, block_weights, weights
 from cs336_systems.predict.simulated_memory import Block, Node, Snapshot, Tape
 
 BUCKETS = "gradient buckets"
@@ -68,8 +67,9 @@ class EngineStep(FastStep):
         self.sharded = mesh.dp_shard * mesh.dp_replicate > 1 and not mesh.is_replicated
         if self.sharded:
             self.rw = self.s
-        found = list(weights(replace(config.model, num_layers=1)))
-        self.outside, self.inside = _Group(found[:3], mesh), _Group(found[3:], mesh)
+        found = list(weights(config.model))
+        inside = list(block_weights(config.model))
+        self.outside, self.inside = _Group(found[: -len(inside) * config.model.num_layers], mesh), _Group(inside, mesh)
         self.root = _Gathered(self.outside)
         self.last_of_group = self.root
         """The last block of a group that is recomputed: its weights are gathered before."""
@@ -322,6 +322,7 @@ class EngineStep(FastStep):
             self._post_backward(self.root)
             self.reduced = None
             return
-        self.gradients.append(found)
+        if not self.config.model.tied_embeddings:
+            self.gradients.append(found)
         if self.ranks > 1:
             self.new(table // self.ranks, 4)  # the optimizer reads a copy of this rank's rows

@@ -18,7 +18,7 @@ from dataclasses import replace
 
 from cs336_systems.config import RunConfig
 from cs336_systems.predict.parallel_model import Collective
-from cs336_systems.predict.rank_shards import STAGES_PER_RANK, Mesh, Weight, stage_blocks, weights
+from cs336_systems.predict.rank_shards import STAGES_PER_RANK, Mesh, Weight, block_weights, stage_blocks, table
 
 FP32 = 4
 BRANCHES = 2
@@ -55,13 +55,18 @@ class _Messages:
         """Groups of blocks that are recomputed."""
         self.is_first, self.is_last = 0 in own, stages - 1 in own
         self.hops_out, self.hops_back = (sum(number != end for number in own) for end in (stages - 1, 0))
-        embedding, head, norm, *block = weights(replace(config.model, num_layers=1))
-        self.outside = [embedding] * self.is_first + [norm, head] * self.is_last
-        self.block = block
+        norm, own_head = (
+            Weight(config.model.d_model, 1, None),
+            [table(config.model)] * (not config.model.tied_embeddings),
+        )
+        self.outside = [table(config.model)] * self.is_first + [norm, *own_head] * self.is_last
+        self.block = list(block_weights(config.model))
         self.low = 2 if config.precision in ("bf16", "fp16") else FP32
         self.is_sharded = self.shards > 1 or (mesh.dp_replicate > 1 and mesh.pp * mesh.tp > 1)
         self.stream_width = self.low if self.is_sharded else FP32
-        self.width = config.model.d_model
+        self.width, self.kv_width = config.model.d_model, config.model.kv_width
+        self.gains = BRANCHES * self.width + 2 * config.model.qk_norm * config.model.head_dim
+        """Gains of a block's norms, which all ranks of a tensor-parallel group hold."""
         self.tokens = config.tokens // mesh.cp
         """Tokens of a micro batch that the ranks of a tensor-parallel group compute together."""
 
@@ -116,7 +121,7 @@ class _Messages:
             yield self._along("reduce_scatter", "output of branches, again", outputs, "backward")
         loss = self.is_last * LOSS_REDUCTIONS * FP32 * self.micro * self.tokens
         yield self._along("all_reduce", "loss", loss, "forward")
-        norms = (BRANCHES * self.blocks + self.is_last) * self.width
+        norms = self.blocks * self.gains + self.is_last * self.width
         yield self._along("all_reduce", "gradients of norms", FP32 * norms, "backward")
 
     def _along(self, name: str, purpose: str, nbytes: float, during: str) -> Collective:
@@ -126,7 +131,7 @@ class _Messages:
 
     def _of_context(self) -> Iterator[Collective]:
         cp = self.mesh.cp
-        keys_values = 2 * self.low * self.tokens * cp * self.width // self.mesh.tp
+        keys_values = 2 * self.low * self.tokens * cp * self.kv_width // self.mesh.tp
         nbytes = self.micro * self.blocks * keys_values
         yield Collective("all_gather", "keys and values", nbytes, cp, "forward", True, "context")
         again = nbytes * (2 if self.recomputed else 1)

@@ -258,8 +258,9 @@ class FastStep(PlannedNodes):
         self.grad = self.stream()
 
     def _embedding_backward(self) -> None:
-        grad = self.new(self.table, self.rw, TEMPORARY if self.packed else GRADIENTS)
-        if not self.packed:
+        joins = self.packed or self.config.model.tied_embeddings  # a gradient that is there
+        grad = self.new(self.table, self.rw, TEMPORARY if joins else GRADIENTS)
+        if not joins:
             self.gradients.append(grad)
         self.grad_x = self.grad = None
 
@@ -310,30 +311,35 @@ def fast_breakdown(config: RunConfig, plan: Plan | None = None) -> Breakdown:
 
 
 def packed_sizes(config: RunConfig) -> tuple[int, int]:
-    """Return the elements of the packed matrices and of the packed gains of norms, each aligned."""
-    layers, (block, table, gain) = config.model.num_layers, _aligned_sizes(config)
-    return layers * block + 2 * table, (2 * layers + 1) * gain
+    """Return the elements of the packed matrices and of the packed gains of norms and biases, each aligned."""
+    model, (block, table, gain, small) = config.model, _aligned_sizes(config)
+    tables = (1 if model.tied_embeddings else 2) * table
+    return model.num_layers * block + tables, (2 * model.num_layers + 1) * gain + model.num_layers * small
 
 
 def gradient_sizes(config: RunConfig) -> tuple[int, int]:
     """Return the same of the gradients that are in memory at a time: all, or those of a block, a table or a norm."""
     if not config.update_in_backward:
         return packed_sizes(config)
-    block, table, gain = _aligned_sizes(config)
+    block, table, gain, small = _aligned_sizes(config)
     if Tensors(config).low_precision:
-        return max(block, table), 2 * gain
-    return max(block + 2 * gain, table), 0  # one pack
+        return max(block, table), 2 * gain + small
+    return max(block + 2 * gain + small, table), 0  # one pack
 
 
-def _aligned_sizes(config: RunConfig) -> tuple[int, int, int]:
-    """Return the elements of a block's matrices, of the embedding or the head, and of a gain."""
+def _aligned_sizes(config: RunConfig) -> tuple[int, int, int, int]:
+    """Return the elements of a block's matrices, of the embedding or the head, of a norm's gain, and of a block's
+    biases and gains of heads."""
 
     def aligned(size: int) -> int:
         return -(-size // PACK_ALIGNMENT) * PACK_ALIGNMENT
 
     model = config.model
-    square, wide = aligned(model.d_model**2), aligned(model.d_model * model.d_ff)
-    return 4 * square + 3 * wide, aligned(model.vocab_size * model.d_model), aligned(model.d_model)
+    square, narrow = aligned(model.d_model * model.q_width), aligned(model.d_model * model.kv_width)
+    block = 2 * square + 2 * narrow + 3 * aligned(model.d_model * model.d_ff)
+    biases = model.qkv_bias * (aligned(model.q_width) + 2 * aligned(model.kv_width))
+    small = biases + 2 * model.qk_norm * aligned(model.head_dim)
+    return block, aligned(model.vocab_size * model.d_model), aligned(model.d_model), small
 
 
 class Pack(NamedTuple):

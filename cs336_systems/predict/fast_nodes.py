@@ -32,7 +32,9 @@ class Nodes:
         self.rw = self.s if packed else 4
         """Bytes per element of the residual stream: the embedding's, which is in low precision when packed."""
         self.rows, self.d, self.f = config.tokens, model.d_model, model.d_ff
-        self.square, self.wide, self.table = self.d**2, self.d * self.f, model.vocab_size * self.d
+        self.q, self.kv = model.q_width, model.kv_width
+        self.qkv_sizes = (self.d * self.q, self.d * self.kv, self.d * self.kv)
+        self.square, self.wide, self.table = self.d * self.q, self.d * self.f, model.vocab_size * self.d
         self.label = ACTIVATIONS
         self.autocast_cache: list[Block] = []
         self.gradients: list[Block] = []
@@ -50,6 +52,18 @@ class Nodes:
     def stream(self, width: int | None = None) -> Block:
         """Allocate a tensor of the residual stream's shape."""
         return self.new(self.rows * self.d, width)
+
+    def queries(self, width: int | None = None) -> Block:
+        """Allocate queries, or the output of attention."""
+        return self.new(self.rows * self.q, width)
+
+    def keys(self, width: int | None = None) -> Block:
+        """Allocate keys, or values."""
+        return self.new(self.rows * self.kv, width)
+
+    def heads(self, number: int, width: int | None = None) -> Block:
+        """Allocate a tensor of the shape of q (0), k (1) or v (2)."""
+        return self.keys(width) if number else self.queries(width)
 
     def scores(self, width: int) -> Block:
         model = self.config.model
@@ -177,27 +191,29 @@ class Nodes:
         self.weight_gradients(self.wide)
         del grad_gated, grad
 
-    def rotary_heads(self, tape: Tape | None) -> None:
-        """Rotate q and k in place."""
+    def rotary_heads(self, qkv: Block, tape: Tape | None) -> Block:
+        """Rotate q and k in place; after norms, into memory of their own, and keep `qkv` for backward."""
+        has_norms = self.config.model.qk_norm
         if tape is not None:
-            tape.append(Node(self._rotary_heads_backward, ()))
+            tape.append(Node(self._rotary_heads_backward, (qkv,) if has_norms else ()))
+        return self.new(self.rows * (self.q + self.kv)) if has_norms else qkv
 
-    def _rotary_heads_backward(self) -> None:
-        self.grad = self.new(3 * self.rows * self.d)
+    def _rotary_heads_backward(self, *qkv: Block) -> None:
+        self.grad = self.new(self.rows * (self.q + 2 * self.kv))
         if not self.t.fused_attention:
-            self.stream()  # a contiguous copy of dk
+            self.keys()  # a contiguous copy of dk
         self.head_grads.clear()
 
     def fused_block(self, x: Block, delta: Block | None, tape: Tape | None) -> tuple[Block, Block]:
-        x, qkv = self.norm_linear(x, delta, (self.square,) * 3, tape)
-        self.rotary_heads(tape)
-        delta = self._fused_attention(qkv, tape)
+        x, qkv = self.norm_linear(x, delta, self.qkv_sizes, tape)
+        delta = self._fused_attention(self.rotary_heads(qkv, tape), qkv, tape)
+        del qkv
         x, gate_up = self.norm_linear(x, delta, (self.wide,) * 2, tape)
         return x, self.swiglu_linear(gate_up, tape)
 
-    def _fused_attention(self, qkv: Block, tape: Tape | None) -> Block:
-        out = self.attention(qkv, qkv, qkv, tape)
-        return self.linear(self.rows_first(out), self.d, self.d, tape)
+    def _fused_attention(self, rotated: Block, qkv: Block, tape: Tape | None) -> Block:
+        out = self.attention(rotated, rotated, qkv, tape)
+        return self.linear(self.rows_first(out), self.q, self.d, tape)
 
     # -- attention ----------------------------------------------------------------------------------------------------
 
@@ -205,7 +221,7 @@ class Nodes:
         """Attention of q, k and v, which may be views of one block."""
         if not self.t.fused_attention:
             return self._naive_attention(tape)
-        out = self.stream()
+        out = self.queries()
         logsumexp = self.memory.new(self.label, self.t.logsumexp(), 1)
         if tape is not None:
             tape.append(Node(self._attention_backward, (q, k, v, out, logsumexp)))
@@ -213,15 +229,16 @@ class Nodes:
 
     def rows_first(self, out: Block) -> Block:
         """The output of attention, (batch, rows, heads * dim): a copy of what naive attention returns."""
-        return out if self.t.fused_attention else self.stream()
+        return out if self.t.fused_attention else self.queries()
 
     def _attention_backward(self, *saved: Block) -> None:
         grad = self.take_grad()
-        self.head_grads += [self.stream() for _ in range(3)]
+        self.head_grads += [self.heads(number) for number in range(3)]
         del grad
 
     def _naive_attention(self, tape: Tape | None) -> Block:
-        scaled, q, k = self.stream(), self.stream(), self.stream()  # contiguous copies of q and k for the matmul
+        # Contiguous copies of q and k for the matmul, where KV heads are repeated for every query head.
+        scaled, q, k = self.queries(), self.queries(), self.queries()
         scores = self.scores(self.s)
         queries_and_keys = (q, k) if tape is not None else ()
         del scaled, q, k
@@ -235,7 +252,7 @@ class Nodes:
         weights = self.scores(4)
         del wide, scores
         low = self.scores(self.s) if self.low else None
-        v, out = self.stream(), self.stream()
+        v, out = self.queries(), self.queries()
         if tape is not None:
             tape.append(Node(self._softmax_backward, (weights,)))
             tape.append(Node(self._output_backward, (low, v)))
@@ -243,9 +260,9 @@ class Nodes:
 
     def _output_backward(self, low: Block | None, v: Block) -> None:
         grad = self.take_grad()
-        heads_first = self.stream()
+        heads_first = self.queries()
         del grad
-        self.head_grads.append(self.stream())
+        self.head_grads.append(self.keys())
         self.grad = self.scores(self.s)
         del heads_first
 
@@ -261,9 +278,9 @@ class Nodes:
         if self.low:
             self.grad = self.scores(self.s)
         self.grad = self.scores(self.s)  # masked
-        dk, scaled = self.stream(), self.stream()
+        dk, scaled = self.keys(), self.queries()
         self.grad = None
-        self.head_grads[:0] = [self.stream(), dk]
+        self.head_grads[:0] = [self.queries(), dk]
         del dk, scaled
 
 
@@ -400,51 +417,65 @@ class PlainNodes(Nodes):
     def plain_attention(self, x: Block, tape: Tape | None) -> Block:
         if tape is not None:
             tape.append(Node(self._merged, ()))
-        q, k, v = (self._head_projection(x, tape) for _ in range(3))
-        q, k = self._rotate(q), self._rotate(k)
+        q, k, v = (self._head_projection(number, x, tape) for number in range(3))
+        if self.config.model.qk_norm:
+            q, k = self._head_norm(0, q, tape), self._head_norm(1, k, tape)
+        q, k = self._rotate(0, q), self._rotate(1, k)
         if tape is not None:
             tape += [Node(partial(self._rotate_backward, number), ()) for number in (0, 1)]
         out = self.attention(q, k, v, tape)
-        return self.output(self.rows_first(out), self.d, tape)
+        return self.output(self.rows_first(out), self.q, tape)
 
-    def _head_projection(self, x: Block, tape: Tape | None) -> Block:
-        out = self.matmul(x, self.d, self.d, tape, after=self._merge)
+    def _head_projection(self, number: int, x: Block, tape: Tape | None) -> Block:
+        out = self.matmul(x, self.d, self.kv if number else self.q, tape, after=self._merge)
         if tape is not None:
-            tape.append(Node(self._next_head_gradient, ()))
+            tape.append(Node(partial(self._next_head_gradient, number), ()))
         return out
 
-    def _next_head_gradient(self) -> None:
+    def _next_head_gradient(self, number: int) -> None:
         self.grad = self.head_grads.pop()
         if not self.t.fused_attention:
-            self.grad = self.stream()  # a contiguous copy
+            self.grad = self.heads(number)  # a contiguous copy
 
-    def _rotate(self, x: Block) -> Block:
-        swapped = self.stream()
-        product = self.stream(4)
-        out = self.stream(4)
+    def _head_norm(self, number: int, x: Block, tape: Tape | None) -> Block:
+        """The norm of each head of q (0) or k (1)."""
+        model = self.config.model
+        rstd = self.new(self.rows * (model.kv_heads if number else model.num_heads), 4)
+        if tape is not None:
+
+            def backward(x: Block, rstd: Block) -> None:
+                self.head_grads[number] = self.heads(number)
+
+            tape.append(Node(backward, (x, rstd)))
+        return self.heads(number)
+
+    def _rotate(self, number: int, x: Block) -> Block:
+        swapped = self.heads(number)
+        product = self.heads(number, 4)
+        out = self.heads(number, 4)
         del product
         if not self.low:
             return out
-        low = self.stream()
+        low = self.heads(number)
         del out, swapped
         return low
 
     def _rotate_backward(self, number: int) -> None:
         wide = self.head_grads[number]
         if self.low:
-            wide = self.stream(4)
+            wide = self.heads(number, 4)
             self.head_grads[number] = wide
-        by_sin = self.stream(4)
+        by_sin = self.heads(number, 4)
         if self.low:
-            by_sin = self.stream()
-        by_cos = self.stream(4)
+            by_sin = self.heads(number)
+        by_cos = self.heads(number, 4)
         if self.low:
-            by_cos = self.stream()
+            by_cos = self.heads(number)
         self.head_grads[number] = by_cos
         del wide
-        swapped = self.stream()
+        swapped = self.heads(number)
         del by_sin
-        self.head_grads[number] = self.stream()
+        self.head_grads[number] = self.heads(number)
         del by_cos, swapped
 
     def feed_forward(self, x: Block, tape: Tape | None) -> Block:

@@ -38,7 +38,7 @@ def executed_flops(config: RunConfig) -> int:
 
 def _attention_flops(config: RunConfig) -> int:
     model = config.model
-    return model.num_layers * 2 * 2 * config.batch_size * model.context_length**2 * model.d_model
+    return model.num_layers * 2 * 2 * config.batch_size * model.context_length**2 * model.q_width
 
 
 def _recomputed_flops(config: RunConfig) -> int:

@@ -106,9 +106,33 @@ class Tensors:
     def per_token(self) -> int:
         return self._bytes(self.config.tokens, 4)
 
+    def queries(self, width: int | None = None) -> int:
+        """Bytes of all queries, and of attention's output."""
+        return self._bytes(self.config.tokens * self.config.model.q_width, width or self.s)
+
+    def keys(self, width: int | None = None) -> int:
+        """Bytes of all keys, and of all values."""
+        return self._bytes(self.config.tokens * self.config.model.kv_width, width or self.s)
+
+    def head_norms(self) -> int:
+        """Bytes that the norms of q and k save: their inputs, and 1/rms per head."""
+        model = self.config.model
+        if not model.qk_norm:
+            return 0
+        per_head = self._bytes(self.config.tokens * model.num_heads, 4)
+        return self.queries() + self.keys() + per_head + self._bytes(self.config.tokens * model.kv_heads, 4)
+
     def square(self, width: int) -> int:
-        """Bytes of one of a block's four attention projections."""
-        return self._bytes(self.config.model.d_model**2, width)
+        """Bytes of the projection of queries, and of that of attention's output."""
+        return self._bytes(self.config.model.d_model * self.config.model.q_width, width)
+
+    def narrow(self, width: int) -> int:
+        """Bytes of the projection of keys, and of that of values."""
+        return self._bytes(self.config.model.d_model * self.config.model.kv_width, width)
+
+    def projections(self, width: int) -> int:
+        """Bytes of a block's four attention projections."""
+        return 2 * self.square(width) + 2 * self.narrow(width)
 
     def wide(self, width: int) -> int:
         """Bytes of one of a block's three feed-forward projections."""
@@ -121,19 +145,31 @@ class Tensors:
     def gain(self) -> int:
         return self._bytes(self.config.model.d_model, 4)
 
+    def small_parameters(self) -> list[int]:
+        """Bytes of the biases of q, k and v, and of the gains of their norms, in one block."""
+        model = self.config.model
+        biases = (model.q_width, model.kv_width, model.kv_width) if model.qkv_bias else ()
+        gains = (model.head_dim,) * 2 if model.qk_norm else ()
+        return [self._bytes(elements, 4) for elements in (*biases, *gains)]
+
     def block_parameters(self) -> int:
-        return 4 * self.square(4) + 3 * self.wide(4) + 2 * self.gain()
+        return self.projections(4) + 3 * self.wide(4) + 2 * self.gain() + sum(self.small_parameters())
+
+    def tables(self, width: int) -> int:
+        """Bytes of the embedding and the head, which may be one."""
+        return (1 if self.config.model.tied_embeddings else 2) * self.embedding(width)
 
     @property
     def parameter_rounding(self) -> int:
         return _parameter_rounding(self.config.model) if self.on_cuda else 0
 
     def parameters(self) -> int:
-        return self.config.model.num_layers * self.block_parameters() + 2 * self.embedding(4) + self.gain()
+        return self.config.model.num_layers * self.block_parameters() + self.tables(4) + self.gain()
 
     def optimizer_state(self) -> int:
         """Bytes of AdamW's two moments and its step count per parameter tensor."""
-        tensors = 9 * self.config.model.num_layers + 3
+        model = self.config.model
+        tensors = (9 + len(self.small_parameters())) * model.num_layers + (2 if model.tied_embeddings else 3)
         return 2 * self.parameters() + tensors * self._bytes(1, 4)
 
     def inputs(self) -> int:
@@ -146,8 +182,10 @@ class Tensors:
 @lru_cache
 def _parameter_rounding(model: ModelConfig) -> int:
     t = Tensors(RunConfig(model=model, device="cuda"))
-    block = [t.gain(), *[t.square(4)] * 4, t.gain(), *[t.wide(4)] * 3]
-    return t.rounding([t.embedding(4), *block * model.num_layers, t.gain(), t.embedding(4)])
+    projections = [t.square(4), t.narrow(4), t.narrow(4), t.square(4), *t.small_parameters()]
+    block = [t.gain(), *projections, t.gain(), *[t.wide(4)] * 3]
+    head = [] if model.tied_embeddings else [t.embedding(4)]
+    return t.rounding([t.embedding(4), *block * model.num_layers, t.gain(), *head])
 
 
 class Ledger:
@@ -214,10 +252,11 @@ class SimulatedStep:
     def attention_saved(self) -> int:
         """Bytes saved by softmax(q k^T) v: q, k, v, the output, and the score matrix or one logsumexp per row."""
         t = self.t
+        inputs_and_output = 2 * t.queries() + 2 * t.keys() + t.head_norms()
         if t.fused_attention:
-            return 4 * t.residual(t.s) + t.logsumexp()
+            return inputs_and_output + t.logsumexp()
         low_precision_copy = t.scores(t.s) if t.low_precision else 0
-        return 4 * t.residual(t.s) + t.scores(4) + low_precision_copy + t.mask()
+        return inputs_and_output + t.scores(4) + low_precision_copy + t.mask()
 
     @cached_property
     def attention_half(self) -> int:
@@ -236,7 +275,7 @@ class SimulatedStep:
     @cached_property
     def block_casts(self) -> int:
         """Bytes of autocast's low-precision copies of a block's weights."""
-        return 4 * self.t.square(2) + 3 * self.t.wide(2) if self.t.low_precision else 0
+        return self.t.projections(2) + 3 * self.t.wide(2) if self.t.low_precision else 0
 
     # -- allocator rounding -----------------------------------------------------------------------------------------
 
@@ -245,11 +284,12 @@ class SimulatedStep:
         """Rounding of the tensors that a block keeps in forward, by whether it saves activations: these, if it does,
         and autocast's weight copies."""
         t, layers = self.t, self.config.model.num_layers
-        square, wide = ([t.square(2)], [t.wide(2)]) if t.low_precision else ([], [])
-        r, r4, hidden = t.residual(t.s), t.residual(4), t.hidden()
+        low = t.low_precision
+        square, narrow, wide = ([t.square(2)], [t.narrow(2)], [t.wide(2)]) if low else ([], [], [])
+        r, r4, hidden, q, kv = t.residual(t.s), t.residual(4), t.hidden(), t.queries(), t.keys()
         scores = [t.logsumexp()] if t.fused_attention else [t.scores(4), *([t.scores(2)] if t.low_precision else [])]
         kept = [
-            r, *square * 3, r, r, *scores, r, r, *square, r4,
+            r, *square, *narrow * 2, q, kv, *scores, kv, q, *square, r4,
             r, *wide, hidden, hidden, *wide, hidden, hidden, *wide, r4,
         ]  # fmt: skip
         return {
@@ -263,7 +303,7 @@ class SimulatedStep:
         if not t.on_cuda:
             return 0
         allocator = CachingAllocator()
-        r, r4, hidden = t.residual(t.s), t.residual(4), t.hidden()
+        r, r4, hidden, q, kv = t.residual(t.s), t.residual(4), t.hidden(), t.queries(), t.keys()
         stream = allocator.allocate(r4)
 
         def hold(*sizes: int) -> list[int]:
@@ -278,11 +318,11 @@ class SimulatedStep:
             norm32, norm = hold(r4, r)
             drop([norm32])
             projected = []
-            for _ in range(3):
-                casts += hold(t.square(2))
-                projected += hold(r)
-            rotated = hold(r, r)  # q and k; their fp32 intermediates have been freed
-            output = hold(r)
+            for weight, result in ((t.square(2), q), (t.narrow(2), kv), (t.narrow(2), kv)):
+                casts += hold(weight)
+                projected += hold(result)
+            rotated = hold(q, kv)  # q and k; their fp32 intermediates have been freed
+            output = hold(q)
             drop(projected[:2])
             casts += hold(t.square(2))
             projection = hold(r)
@@ -345,15 +385,18 @@ class SimulatedStep:
     def _block_forward(self, *, keep: bool) -> None:
         """Run one block. Its saved tensors stay on the ledger if `keep`; autocast's weight copies always do."""
         t, ledger = self.t, self.ledger
-        r, r4, hidden = t.residual(t.s), t.residual(4), t.hidden()
+        r, r4, hidden, q, kv = t.residual(t.s), t.residual(4), t.hidden(), t.queries(), t.keys()
         start = ledger.live["activations"]
         ledger.add(ROUNDING, self._kept_rounding[keep])
         self._norm_forward(keep=keep)
-        self._cast(3 * t.square(2))
-        ledger.touch(5 * r + 2 * r4 + (r if t.low_precision else 0))  # q, k, v, rotated q, and k being rotated
+        self._cast(t.square(2) + 2 * t.narrow(2))
+        qkv, low = q + 2 * kv, t.low_precision
+        ledger.touch(qkv + q + 2 * t.queries(4) + (q if low else 0))  # q, k, v, and q being rotated
+        ledger.touch(qkv + q + kv + 2 * t.keys(4) + (kv if low else 0))  # q, k, v, rotated q, and k being rotated
         if t.fused_attention:
-            ledger.touch(5 * r + t.logsumexp())  # q, k, v, the output, its projection
+            ledger.touch(qkv + q + r + t.logsumexp())  # q, k, v, the output, its projection
         else:
+            r = q  # KV heads are repeated for every query head
             copies = 2 * r if keep else 0  # contiguous q and k for the matmul, saved for backward
             ledger.touch(6 * r + t.scores(t.s))
             converted = t.scores(t.s) + t.scores(4) if t.low_precision else t.scores(4)
@@ -365,6 +408,7 @@ class SimulatedStep:
         self._cast(t.square(2))
         if not t.fused_attention:
             ledger.touch(9 * r + weights if keep else 6 * r)
+        r = t.residual(t.s)
         if keep:
             ledger.add("activations", self.attention_half - self.norm_saved - r)
         else:
@@ -418,7 +462,8 @@ class SimulatedStep:
         ledger.touch(t.embedding(4))
         ledger.drop("temporary", t.residual(4))
         ledger.drop("activations", ledger.live["activations"])
-        ledger.add("gradients", t.embedding(4))
+        if not self.config.model.tied_embeddings:  # the head's gradient is there
+            ledger.add("gradients", t.embedding(4))
 
     def _groups_backwards(self) -> list[int]:
         """Return the sizes of the groups of blocks, last group first; one group without recomputation."""
@@ -450,7 +495,7 @@ class SimulatedStep:
         ledger, t = self.ledger, self.t
         ledger.drop(ROUNDING, self._kept_rounding[True])
         ledger.add(ROUNDING, t.parameter_rounding // self.config.model.num_layers)
-        r, hidden = t.residual(t.s), t.hidden()
+        r, hidden, q, kv = t.residual(t.s), t.hidden(), t.queries(), t.keys()
         cast_copy = r if t.low_precision else 0
         # w2, the product, silu, w3, w1
         self._weight_gradient(t.wide(2), t.wide(4), during=hidden + cast_copy, after=hidden)
@@ -464,16 +509,18 @@ class SimulatedStep:
         ledger.drop("activations", r)
         self._norm_backward()
         # output projection, softmax(q k^T) v, q, k, v projections
-        self._weight_gradient(t.square(2), t.square(4), during=r + cast_copy, after=r)
+        self._weight_gradient(t.square(2), t.square(4), during=q + cast_copy, after=q)
         if t.fused_attention:
-            ledger.touch(4 * r + t.per_token())
+            ledger.touch(2 * q + 2 * kv + t.per_token())
         else:
-            self._scores_backward(r)
+            self._scores_backward(q)
         ledger.drop("activations", self.attention_saved)
-        ledger.touch(3 * r + 2 * t.residual(4))  # gradients of q, k and v, one of them being rotated back in fp32
-        # Multiples of r for q, k and v: gradients not yet used, and the sum accumulated for the norm.
-        for during, after in ((4, 3), (4, 2), (3, 1)):
-            self._weight_gradient(t.square(2), t.square(4), during=during * r, after=after * r)
+        ledger.touch(q + 2 * kv + 2 * t.queries(4))  # gradients of q, k and v, one of them being rotated back in fp32
+        # v, k and q: gradients not yet used, and the sum accumulated for the norm.
+        self._weight_gradient(t.narrow(2), t.narrow(4), during=q + 2 * kv + r, after=q + kv + r)
+        self._weight_gradient(t.narrow(2), t.narrow(4), during=q + kv + 2 * r, after=q + r)
+        self._weight_gradient(t.square(2), t.square(4), during=q + 2 * r, after=r)
+        ledger.add("gradients", sum(t.small_parameters()))
         ledger.drop("activations", r)
         self._norm_backward()
 

@@ -224,21 +224,22 @@ class BlockCosts:
         residual = stream * (t.s if "optimizer" in config.fast_parts else 4)
         self.bytes = {
             "input": residual,
-            "qkv": 3 * stream * t.s,
-            "attention": stream * t.s,
+            "qkv": rows * model.qkv_width * t.s,
+            "attention": rows * model.q_width * t.s,
             "middle": residual,
             "gate_up": 2 * rows * model.d_ff * t.s,
         }
-        attention = 2 * stream * model.context_length
+        attention = 2 * rows * model.q_width * model.context_length
         self.seconds = {
             "input": 0.0,
-            "qkv": 6 * stream * model.d_model / rates.matmul,
+            "qkv": 2 * stream * model.qkv_width / rates.matmul,
             "attention": attention / rates.attention,
-            "middle": 2 * stream * model.d_model / rates.matmul,
+            "middle": 2 * stream * model.q_width / rates.matmul,
             "gate_up": 4 * stream * model.d_ff / rates.matmul,
         }
         self.norm = 2 * residual * PASS_SECONDS_PER_BYTE
-        passes = 4 * self.norm + (4 * stream + 3 * rows * model.d_ff) * t.s * PASS_SECONDS_PER_BYTE
+        elements = rows * (model.qkv_width + model.q_width + 3 * model.d_ff)
+        passes = 4 * self.norm + elements * t.s * PASS_SECONDS_PER_BYTE
         self.forward = sum(self.seconds.values()) + 2 * stream * model.d_ff / rates.matmul + passes
         self.allowed = choices if config.device_type == "cuda" else tuple(c for c in choices if c != OFFLOAD)
         self.points: dict[tuple[float, int, int], list[Point]] = {}

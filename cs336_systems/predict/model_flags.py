@@ -20,18 +20,38 @@ LIMITS = {
 OWN_MODEL = "package.module:factory of your own nn.Module, which has its own attention and recomputation"
 
 
+def of_size(name: str, default: str = "the size's") -> Any:
+    """Return the flag of a field of ModelConfig, None by default."""
+    return flag(None, f"{flag_like(ModelConfig, name).metadata['help']} (default: {default})")
+
+
 @dataclass(frozen=True)
-class ShapeArguments:
+class FamilyArguments:
+    """Fields of a model that tell Llama, Qwen and the course's model apart."""
+
+    rope_theta: float | None = of_size("rope_theta")
+    num_kv_heads: int | None = of_size("num_kv_heads")
+    d_head: int | None = of_size("d_head")
+    qkv_bias: bool | None = of_size("qkv_bias")
+    qk_norm: bool | None = of_size("qk_norm")
+    tied_embeddings: bool | None = of_size("tied_embeddings")
+    norm_eps: float | None = of_size("norm_eps")
+    rope_scaling: str | None = of_size("rope_scaling")
+
+
+@dataclass(frozen=True)
+class ShapeArguments(FamilyArguments):
     """A size by name; any of its fields can be overridden."""
 
-    size: str = flag("", "tiny, small, medium, large, xl, 2.7B, 2026/xl, ... (default: small; tiny without a GPU)")
-    vocab_size: int | None = flag(None, "vocabulary size (default: 10000)")
-    context_length: int | None = flag(None, "tokens per sequence (default: 512; tiny: 128)")
-    d_model: int | None = flag(None, "width of the residual stream (default: the size's)")
-    num_layers: int | None = flag(None, "Transformer blocks (default: the size's)")
-    num_heads: int | None = flag(None, "attention heads (default: the size's)")
-    d_ff: int | None = flag(None, "inner width of the feed-forward network (default: the size's)")
-    rope_theta: float | None = flag(None, "base of the rotary position embedding (default: 10000)")
+    size: str = flag(
+        "", "tiny, small, medium, large, xl, 2.7B, 2026/xl, qwen2.5/0.5B, ... (default: small; tiny without a GPU)"
+    )
+    vocab_size: int | None = of_size("vocab_size")
+    context_length: int | None = of_size("context_length")
+    d_model: int | None = of_size("d_model")
+    num_layers: int | None = of_size("num_layers")
+    num_heads: int | None = of_size("num_heads")
+    d_ff: int | None = of_size("d_ff")
     batch_size: int = flag_like(RunConfig, "batch_size")
     mode: str = flag_like(RunConfig, "mode")
     precision: str = flag_like(RunConfig, "precision")

@@ -122,10 +122,10 @@ def transformer(config: RunConfig) -> Workload:
     forward = float(forward_flops(config))
     return Workload(
         blocks=layers,
-        matrices=model.linear_parameters + model.vocab_size * model.d_model,
-        looked_up=model.vocab_size * model.d_model,
-        replicated=model.parameters - model.linear_parameters - model.vocab_size * model.d_model,
-        largest=max(model.d_model * model.d_ff, model.d_model * model.vocab_size),
+        matrices=model.parameters - model.vector_parameters,
+        looked_up=0 if model.tied_embeddings else model.vocab_size * model.d_model,  # a tied head reads them
+        replicated=model.vector_parameters,
+        largest=model.d_model * max(model.d_ff, model.vocab_size, model.q_width),
         width=t.s,
         has_copies=t.low_precision,
         tokens=config.tokens,
@@ -144,7 +144,7 @@ def transformer(config: RunConfig) -> Workload:
         block=block,
         group=group,
         group_input=group_input if group else 0.0,
-        keys_values=2 * config.tokens * model.d_model * t.s,
+        keys_values=2 * config.tokens * model.kv_width * t.s,
     )
 
 

@@ -63,10 +63,17 @@ class PlannedNodes(PlainNodes):
         return out
 
     def _projected(self, y: Block) -> Block:
-        return self._times((self.square,) * 3, 3 * self.d)
+        return self._times(self.qkv_sizes, self.q + 2 * self.kv)
 
     def _attended(self) -> tuple[Block, Block]:
-        return self.stream(), self.memory.new(self.label, self.t.logsumexp(), 1)
+        rotated = self._normed_heads()
+        found = self.queries(), self.memory.new(self.label, self.t.logsumexp(), 1)
+        del rotated
+        return found
+
+    def _normed_heads(self) -> Block | None:
+        """Queries and keys after their norms, if they have any, which are computed from `qkv` in both passes."""
+        return self.new(self.rows * (self.q + self.kv)) if self.config.model.qk_norm else None
 
     def _after_attention(self) -> tuple[Block, Block, Block]:
         delta = self._times((self.square,), self.d)
@@ -104,7 +111,7 @@ class PlannedNodes(PlainNodes):
             self._fetch(number - 1, before)
         grad_qkv = self._planned_attention_backward(kept)
         before_attention = dx
-        dx = self._planned_norm_backward(kept, "input", (self.square,) * 3)
+        dx = self._planned_norm_backward(kept, "input", self.qkv_sizes)
         del before_attention, grad_qkv, grads
         self.grad_x = dx
         self.grad = self._delta_gradient() if has_delta else None
@@ -117,9 +124,9 @@ class PlannedNodes(PlainNodes):
     @cached_property
     def row_bytes(self) -> dict[str, int]:
         """Bytes of each kind of tensor for one token."""
-        residual, matmul = self.d * self.rw, self.d * self.s
-        wide = 2 * self.f * self.s
-        return {"input": residual, "qkv": 3 * matmul, "attention": matmul, "middle": residual, "gate_up": wide}
+        residual, qkv = self.d * self.rw, (self.q + 2 * self.kv) * self.s
+        attention, wide = self.q * self.s, 2 * self.f * self.s
+        return {"input": residual, "qkv": qkv, "attention": attention, "middle": residual, "gate_up": wide}
 
     def _recompute(self, kept: Kept) -> None:
         if "qkv" not in kept:
@@ -165,12 +172,16 @@ class PlannedNodes(PlainNodes):
         out = kept.pop("attention")
         grad = None if self.rw == self.s else self.stream()
         matrix = self.joined(self.square)
-        grad_out = self.stream()
+        grad_out = self.queries()
         del matrix
         self.weight_gradients(self.square)
         del grad
-        grads = [self.stream() for _ in range(3)]
-        del kept["qkv"], kept["lse"], out, grad_out
-        grad_qkv = self.new(3 * self.rows * self.d)
+        rotated = self._normed_heads()
+        grads = [self.heads(number) for number in range(3)]
+        qkv = kept.pop("qkv")
+        if rotated is None:
+            del qkv
+        del kept["lse"], out, grad_out, rotated
+        grad_qkv = self.new(self.rows * (self.q + 2 * self.kv))
         grads.clear()
         return grad_qkv

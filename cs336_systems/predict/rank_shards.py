@@ -13,8 +13,11 @@ from typing import NamedTuple
 
 from cs336_systems.config import ModelConfig, RunConfig, UserError
 
-SPLIT_BY_TP = ("num_heads", "context_length", "vocab_size", "d_ff")
-"""Sizes of the model that `tp` must divide."""
+SPLIT_BY_TP = {"num_heads": "num_heads", "num_kv_heads": "kv_heads", "context_length": "context_length"} | {
+    name: name for name in ("vocab_size", "d_ff")
+}
+"""Sizes of the model that `tp` must divide, by the flag that sets them."""
+TIED_STAGES = "--pp needs a head of its own: tied embeddings are on the first and the last stage; use --pp 1"
 STAGES_PER_RANK = {"1f1b": 1, "interleaved": 2}
 """Stages of the pipeline that a rank of the axis `pp` holds, by schedule."""
 
@@ -52,8 +55,10 @@ class Mesh(NamedTuple):
             raise UserError(f"{shown} = {self.gpus:,} GPUs, but --gpus is {gpus:,}; change one so that they agree")
         if not 0 <= rank < gpus:
             raise UserError(f"--rank {rank} is outside of the {gpus:,} ranks; take one from 0 to {gpus - 1:,}")
-        for name in SPLIT_BY_TP:
-            if (size := getattr(model, name)) % self.tp:
+        if self.pp > 1 and model.tied_embeddings:
+            raise UserError(TIED_STAGES)
+        for name, attribute in SPLIT_BY_TP.items():
+            if (size := getattr(model, attribute)) % self.tp:
                 raise UserError(f"--tp {self.tp} does not divide --{name} {size}; change one of them")
         if self.cp > 1 and model.context_length % (parts := 2 * self.cp * self.tp):
             raise UserError(
@@ -92,15 +97,29 @@ class Weight(NamedTuple):
 
 def weights(model: ModelConfig) -> Iterator[Weight]:
     """Yield all weights of `TransformerLM`."""
-    width, inner, vocabulary = model.d_model, model.d_ff, model.vocab_size
-    yield from [Weight(vocabulary, width, 0)] * 2  # embedding and head
-    yield Weight(width, 1, None)
+    yield from [table(model)] * (1 if model.tied_embeddings else 2)
+    yield Weight(model.d_model, 1, None)
     for _ in range(model.num_layers):
-        yield from [Weight(width, 1, None)] * 2
-        yield from [Weight(width, width, 0)] * 3  # q, k, v
-        yield Weight(width, width, 1)
-        yield from [Weight(inner, width, 0)] * 2
-        yield Weight(width, inner, 1)
+        yield from block_weights(model)
+
+
+def table(model: ModelConfig) -> Weight:
+    """Return the embedding, or the head."""
+    return Weight(model.vocab_size, model.d_model, 0)
+
+
+def block_weights(model: ModelConfig) -> Iterator[Weight]:
+    width, inner, q, kv = model.d_model, model.d_ff, model.q_width, model.kv_width
+    yield from [Weight(width, 1, None)] * 2
+    for rows in (q, kv, kv):
+        yield Weight(rows, width, 0)
+        if model.qkv_bias:
+            yield Weight(rows, 1, 0)
+    if model.qk_norm:
+        yield from [Weight(model.head_dim, 1, None)] * 2
+    yield Weight(width, q, 1)
+    yield from [Weight(inner, width, 0)] * 2
+    yield Weight(width, inner, 1)
 
 
 def stage_layers(layers: int, stages: int) -> list[int]:

@@ -23,7 +23,8 @@ from cs336_systems.config import (
     require_seed,
 )
 from cs336_systems.flags import flat, renamed
-from cs336_systems.predict.rank_shards import STAGES_PER_RANK, Mesh
+from cs336_systems.predict.model_flags import FamilyArguments, of_size
+from cs336_systems.predict.rank_shards import SPLIT_BY_TP, STAGES_PER_RANK, TIED_STAGES, Mesh
 
 PARALLEL = ("none", "ddp", "ddp-sharded", "fsdp")
 ENGINES = ("ours", "torch")
@@ -32,11 +33,6 @@ WARMUP_STEPS = 20
 LAUNCH_BOUND = 4 << 20
 """Elements in the residual stream of a micro batch below which Python is slower than the fused kernels it launches.
 Ranks that communicate have no CUDA graph: large lost 26%, 2.7B won 13% (H200, 2,048 tokens)."""
-
-
-def _of_size(name: str, default: str = "the size's") -> Any:
-    """The flag of a field of ModelConfig, None by default."""
-    return flag(None, f"{flag_like(ModelConfig, name).metadata['help']} (default: {default})")
 
 
 class _Checked:
@@ -92,14 +88,14 @@ class DataSettings(_Checked):
 
 
 @dataclass(frozen=True)
-class ShapeSettings:
+class ShapeSettings(FamilyArguments):
     size: str = flag("tiny", "name of a size; any of its fields may be replaced")
-    vocab_size: int | None = _of_size("vocab_size", "256 for text, else 10000")
-    context_length: int | None = _of_size("context_length")
-    d_model: int | None = _of_size("d_model")
-    num_layers: int | None = _of_size("num_layers")
-    num_heads: int | None = _of_size("num_heads")
-    d_ff: int | None = _of_size("d_ff")
+    vocab_size: int | None = of_size("vocab_size", "256 for text, else 10000")
+    context_length: int | None = of_size("context_length")
+    d_model: int | None = of_size("d_model")
+    num_layers: int | None = of_size("num_layers")
+    num_heads: int | None = of_size("num_heads")
+    d_ff: int | None = of_size("d_ff")
 
     def model(self, vocab_size: int | None) -> ModelConfig:
         """Return the model; `vocab_size` is used where no flag sets one."""
@@ -322,8 +318,10 @@ class TrainSettings(_Checked):
             raise UserError(f"{', '.join(given)} needs --engine ours")
         if (layers := self.model.num_layers) < (stages := self.parallel.stages):
             raise UserError(f"--num_layers {layers} is too few for a pipeline of {stages} stages; use a smaller --pp")
-        for name in ("num_heads", "d_ff", "context_length"):
-            if (value := getattr(self.model, name)) % self.parallel.tp:
+        if self.model.tied_embeddings and self.parallel.pp > 1:
+            raise UserError(TIED_STAGES)
+        for name, attribute in SPLIT_BY_TP.items():
+            if name != "vocab_size" and (value := getattr(self.model, attribute)) % self.parallel.tp:
                 raise UserError(
                     f"--{name} {value} cannot be divided among --tp {self.parallel.tp} ranks; use a multiple"
                 )

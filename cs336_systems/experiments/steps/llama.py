@@ -32,16 +32,16 @@ def language_model(shape: Mapping[str, Any]) -> Any:
     """A LlamaForCausalLM; `shape` has the fields of ModelConfig."""
     from transformers import LlamaConfig, LlamaForCausalLM
 
-    config = LlamaConfig(
-        vocab_size=shape["vocab_size"],
-        max_position_embeddings=shape["context_length"],
-        hidden_size=shape["d_model"],
-        intermediate_size=shape["d_ff"],
-        num_hidden_layers=shape["num_layers"],
-        num_attention_heads=shape["num_heads"],
-        num_key_value_heads=shape["num_heads"],
-        rope_theta=shape["rope_theta"],
-        tie_word_embeddings=False,
-        attn_implementation="sdpa",
-    )
-    return LlamaForCausalLM(config)
+    fields: dict[str, Any] = {
+        "vocab_size": shape["vocab_size"],
+        "max_position_embeddings": shape["context_length"],
+        "hidden_size": shape["d_model"],
+        "intermediate_size": shape["d_ff"],
+        "num_hidden_layers": shape["num_layers"],
+        "num_attention_heads": shape["num_heads"],
+        "num_key_value_heads": shape["num_heads"],
+        "rope_parameters": {"rope_type": "default", "rope_theta": shape["rope_theta"]},
+        "tie_word_embeddings": False,
+        "attn_implementation": "sdpa",
+    }
+    return LlamaForCausalLM(LlamaConfig(**fields))

@@ -48,7 +48,7 @@ class Contest:
         dtype = AUTOCAST_DTYPES.get(run.precision, torch.float32)
         self.device = torch.device(run.device)
         with self.device:
-            self.model = language_model(run.model.to_dict() | {"rope_theta": run.model.rope_theta}).to(dtype).train()
+            self.model = language_model(vars(run.model)).to(dtype).train()
         self.optimizer = torch.optim.AdamW(self.model.parameters(), lr=RATE, fused=True)
         generator = torch.Generator().manual_seed(run.seed)
         shape = (run.batch_size, run.model.context_length)
