@@ -58,7 +58,7 @@ def error(found, exact):
     return {name: ((found[name].double() - x.double()).norm() / x.double().norm()).item() for name, x in exact.items()}
 
 
-@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("family", ["llama", "qwen3", "mistral"])
 def test_fp32_gradients_are_those_of_the_plain_model(family):
     plain = build(family)
     model, inputs = copy.deepcopy(plain), batch()
@@ -67,8 +67,9 @@ def test_fp32_gradients_are_those_of_the_plain_model(family):
     assert max(errors.values()) < 1e-4, errors
 
 
-@pytest.mark.parametrize("mode", ["weights", "autocast"])
-@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize(
+    ("family", "mode"), [*((family, "weights") for family in FAMILIES), ("llama-biases-tied", "autocast")]
+)
 def test_bf16_gradients_are_as_accurate_as_the_plain_model(family, mode):
     """Both are compared with fp32: ours may be off by a little more than transformers' own bf16 is."""
     exact_model, inputs = build(family), batch()

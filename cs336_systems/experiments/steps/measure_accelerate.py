@@ -38,6 +38,8 @@ class Contestant(NamedTuple):
     optimizer: torch.optim.Optimizer
     context: Callable[[], AbstractContextManager] = nullcontext
     """Entered around steps."""
+    keeps_gradients: bool = True
+    """False where backward updates the weights and drops their gradients."""
 
 
 class Contest:
@@ -61,11 +63,11 @@ class Contest:
         """Build an implementation; return its loss and the norm of its gradients on the first weights."""
         own = self.contestants[name] = BUILDERS[name](self)
         with own.context():
-            loss = self._loss(own)
-            loss.backward()
-        norm = nn.utils.get_total_norm([p.grad.float() for p in own.model.parameters() if p.grad is not None])
-        own.optimizer.zero_grad()
-        found = {"loss": loss, "gradient_norm": norm}
+            found = {"loss": self._loss(own)}
+            if own.keeps_gradients:
+                found["loss"].backward()
+                found["gradient_norm"] = nn.utils.get_total_norm([p.grad.float() for p in own.model.parameters()])
+                own.optimizer.zero_grad()
         return [Metric(metric, "1", [value.item()], variant=name) for metric, value in found.items()]
 
     def _loss(self, own: Contestant) -> Tensor:
@@ -132,14 +134,15 @@ def _ours(contest: Contest) -> Contestant:
 
 
 def _packed(contest: Contest) -> Contestant:
-    """The state is bf16 for bf16 weights, as that of torch's AdamW is."""
+    """The state is bf16 for bf16 weights, as that of torch's AdamW is; each layer is updated in backward."""
     on_cuda = contest.device.type == "cuda"
     before = torch.cuda.memory_allocated(contest.device) if on_cuda else 0
     model = copy.deepcopy(contest.model)
-    optimizer = accelerate(model).packed_adamw(lr=RATE, state_dtype=next(model.parameters()).dtype)
+    state = next(model.parameters()).dtype
+    optimizer = accelerate(model).packed_adamw(lr=RATE, state_dtype=state, update_in_backward=True)
     if on_cuda:
         contest.packed_bytes = torch.cuda.memory_allocated(contest.device) - before
-    return Contestant(model, model, optimizer)
+    return Contestant(model, model, optimizer, keeps_gradients=False)
 
 
 BUILDERS: dict[str, Callable[[Contest], Contestant]] = {
