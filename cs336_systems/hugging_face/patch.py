@@ -5,12 +5,13 @@ gate and up) become views of one matrix, so that they are multiplied at once. Th
 under the same names, and state_dict, save_pretrained and optimizers work as before.
 """
 
+import copy
 from collections.abc import Callable, Sequence
 from types import MethodType
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 
 from cs336_systems.config import UserError
 from cs336_systems.hugging_face import fused_layers
@@ -31,23 +32,42 @@ class Accelerated:
     def __init__(self, model: nn.Module):
         self.model = model
         self._base = _checked_base(model)
-        self._patched: list[nn.Module] = []
-        self._matrices: list[tuple[list[nn.Parameter], Tensor]] = []
-        self._attention: str = self._base.config._attn_implementation
-        self._base.config._attn_implementation = register_attention()
+        self._undo: list[Callable[[], None]] = []
+        try:
+            self._patch_all()
+        except BaseException:  # say, no memory for a joined matrix
+            self.undo()
+            raise
+
+    def _patch_all(self) -> None:
+        self._set_attention(register_attention())
         for layer in self._base.layers:
             for part, names in NEIGHBOURS:
                 self._join([getattr(getattr(layer, part), name).weight for name in names])
             self._patch(layer, fused_layers.layer_forward)
         self._patch(self._base.norm, fused_layers.norm_forward)
         self._patch(self._base, fused_layers.base_forward)
-        if _is_language_model(model):
-            self._patch(model, fused_layers.causal_lm_forward)
+        if _is_language_model(self.model):
+            self._patch(self.model, fused_layers.causal_lm_forward)
+
+    def _set_attention(self, name: str) -> None:
+        """Give the model a configuration of its own with this attention: other models may share the one it has."""
+        shared = self._base.config
+        own = copy.copy(shared)
+        own._attn_implementation = name
+
+        def exchange(old: Any, new: Any) -> None:
+            for module in self.model.modules():
+                if vars(module).get("config") is old:
+                    module.config = new
+
+        self._undo.append(lambda: exchange(own, shared))
+        exchange(shared, own)
 
     def _patch(self, module: nn.Module, forward: Callable[..., Any]) -> None:
         # torch.compile leaves it as it is. (As a decorator, `disable` would import the compiler with this package.)
         module.forward = MethodType(torch.compiler.disable(forward), module)
-        self._patched.append(module)
+        self._undo.append(lambda: delattr(module, "forward"))
 
     @torch.no_grad()
     def _join(self, weights: list[nn.Parameter]) -> None:
@@ -55,24 +75,25 @@ class Accelerated:
         if len({(weight.dtype, weight.device) for weight in weights}) > 1:
             return
         matrix = torch.cat([weight.data for weight in weights])
+        memory = matrix.untyped_storage().data_ptr()
+
+        def part() -> None:
+            for weight in weights:
+                is_packed = hasattr(weight, "grad_memory")  # its memory may have been the matrix's before
+                if weight.untyped_storage().data_ptr() == memory and not is_packed:
+                    weight.data = weight.data.clone()
+
+        self._undo.append(part)
         for weight, rows in zip(weights, matrix.split([len(weight) for weight in weights]), strict=True):
             weight.data = rows
-        self._matrices.append((weights, matrix))
 
     def undo(self) -> None:
         """Restore the model: its forward methods, its attention, and each weight in memory of its own.
 
         Weights that a packed optimizer owns stay in its memory. A second call does nothing.
         """
-        for module in self._patched:
-            del module.forward
-        for weights, matrix in self._matrices:
-            for weight in weights:
-                if weight.untyped_storage().data_ptr() == matrix.untyped_storage().data_ptr():
-                    weight.data = weight.data.clone()
-        if self._patched:
-            self._base.config._attn_implementation = self._attention
-        self._patched, self._matrices = [], []
+        while self._undo:
+            self._undo.pop()()
 
     def packed_adamw(self, *, update_in_backward: bool = False, **options: Any) -> PackedAdamW:
         """Build the packed AdamW for the model; `options` are those of PackedAdamW: lr, weight_decay, max_grad_norm ...

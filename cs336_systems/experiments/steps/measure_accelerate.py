@@ -66,7 +66,8 @@ class Contest:
             found = {"loss": self._loss(own)}
             if own.keeps_gradients:
                 found["loss"].backward()
-                found["gradient_norm"] = nn.utils.get_total_norm([p.grad.float() for p in own.model.parameters()])
+                gradients = [p.grad.float() for p in own.model.parameters() if p.grad is not None]
+                found["gradient_norm"] = nn.utils.get_total_norm(gradients)
                 own.optimizer.zero_grad()
         return [Metric(metric, "1", [value.item()], variant=name) for metric, value in found.items()]
 

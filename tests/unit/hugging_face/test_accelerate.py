@@ -280,11 +280,24 @@ def test_undo_restores_everything(family):
 
 def test_classes_and_other_models_stay_as_they_are():
     other = build()
+    sibling = type(other)(other.config)
     before = everything(other)
     classes = {module: dict(vars(type(module))) for module in other.modules()}
     accelerate(build())
+    accelerate(sibling)
+    assert sibling.config._attn_implementation == "cs336"
+    assert other.config._attn_implementation == "sdpa"
     assert everything(other) == before
     assert all(dict(vars(type(module))) == fields for module, fields in classes.items())
+
+
+def test_a_failure_on_the_way_leaves_the_model_as_it_was(monkeypatch):
+    model = build()
+    before = everything(model)
+    monkeypatch.setattr(torch, "cat", lambda tensors: 1 / 0)
+    with pytest.raises(ZeroDivisionError):
+        accelerate(model)
+    assert everything(model) == before
 
 
 def test_weights_with_the_same_input_are_one_matrix():
