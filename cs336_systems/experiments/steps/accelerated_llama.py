@@ -41,7 +41,7 @@ def _grid(preset: str, base: RunConfig) -> Iterable[Config]:
     if on_cuda:  # compilation for a CPU takes minutes, and Liger's kernels need a GPU
         names += ["compiled", *(["liger"] if importlib.util.find_spec("liger_kernel") is not None else [])]
     # A multiple of twice the number of names: each then follows each other equally often.
-    more = {"implementations": names, "rounds": 2 * len(names)}
+    more = {"implementations": names, "rounds": 2 if preset == "quick" else 2 * len(names)}
     base = dataclasses.replace(base, attention="auto")
     if preset == "quick":
         yield {**run_config(base, "small" if on_cuda else "tiny", precision="bf16" if on_cuda else "fp32"), **more}
@@ -82,19 +82,17 @@ def _tables(cells: Cells) -> list[Table]:
         if cell.ok and failure(view)
     ]
     what = Text("a training step of transformers' Llama", "transformers 的 Llama 的训练步")
-    return [
-        Table(title_of(cells[0].experiment, what, cells, shown), columns, rows, [*NOTES, *failed, *remarks_on(cells)])
-    ]
+    title = title_of(cells[0].experiment, what, cells, shown)
+    return [Table(title, columns, rows, [*NOTES, *failed, *remarks_on(cells)])]
 
 
 def _rows(cell: CellView, shown: Sequence[str]) -> Iterator[list[str | Text]]:
     """A row for each implementation, or its verdict where it failed."""
     views = _views(cell)
+    columns = _columns(views.get("plain"))
     for name, view in views.items():
-        found = [entry.text(view) for entry in _columns(views.get("plain"))]
-        if failure(view):
-            found = ["error" if cell.ok else cell.verdict, *[""] * (len(found) - 1)]
-        yield [*keys(cell, shown), NAMES[name], *found]
+        failed = ["error" if cell.ok else cell.verdict, *[""] * (len(columns) - 1)]
+        yield [*keys(cell, shown), NAMES[name], *(failed if failure(view) else [entry.text(view) for entry in columns])]
 
 
 def _columns(plain: CellView | None) -> list[entries.Entry]:
@@ -113,7 +111,7 @@ def _columns(plain: CellView | None) -> list[entries.Entry]:
         entries.of(terms.STEP, lambda view: ms(view.median(TIME)), "ms"),
         entries.std(terms.STD, TIME),
         entries.of(terms.SPEED_UP, speed_up),
-        entries.of(terms.TOKENS_PER_SECOND, lambda view: number(view.tokens_per_second, 0)),
+        entries.of(terms.TOKENS_PER_SECOND, lambda view: number(_tokens(view) / _seconds(view), 0)),
         entries.gib(terms.PEAK, PEAK),
         entries.of(terms.MEMORY, lambda view: f"{share:.2f}x" if (share := over_plain(view, PEAK)) else ""),
         entries.of(Text("loss, difference", "损失差异"), off("loss")),
@@ -154,6 +152,10 @@ def _charts(cells: Cells) -> list[Chart]:
 
 def _work(cell: CellView) -> Text:
     return say("{}, {} x {} tokens", "{}，{} x {} 个 token", size_of(cell), *_shape(cell))
+
+
+def _tokens(cell: CellView) -> int:
+    return cell.get("batch_size") * cell.get("context_length")
 
 
 def _shape(cell: CellView) -> tuple[str, str]:
