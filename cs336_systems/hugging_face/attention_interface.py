@@ -19,8 +19,8 @@ from cs336_systems.kernels.flash.band import Band, visible
 from cs336_systems.kernels.flash.dispatch import MAX_HEAD_DIM
 
 NAME = "cs336"
-OLDEST = 5
-"""Major version of transformers from which on this folder works."""
+OLDEST = (5, 17)
+"""The oldest version of transformers that the tests have run with."""
 UNKNOWN = ("softcap", "s_aux", "position_bias")
 """Arguments of other models' attention."""
 
@@ -33,8 +33,10 @@ def require_transformers() -> None:
         import transformers
     except ImportError:
         raise UserError("accelerate needs the package transformers; pip install transformers") from None
-    if int(transformers.__version__.split(".")[0]) < OLDEST:
-        raise UserError(f"transformers {transformers.__version__} is too old; pip install 'transformers>={OLDEST}'")
+    version = transformers.__version__
+    if tuple(map(int, version.split(".")[:2])) < OLDEST:
+        needed = ".".join(map(str, OLDEST))
+        raise UserError(f"transformers {version} is too old; pip install 'transformers>={needed}'")
 
 
 def register_attention() -> str:

@@ -440,8 +440,8 @@ def test_errors():
 
 
 def test_transformers_missing_or_old(monkeypatch):
-    monkeypatch.setattr(sys.modules["transformers"], "__version__", "4.57.1")
-    with pytest.raises(UserError, match=r"transformers 4\.57\.1 is too old"):
+    monkeypatch.setattr(sys.modules["transformers"], "__version__", "5.9.1")
+    with pytest.raises(UserError, match=r"transformers 5\.9\.1 is too old; pip install 'transformers>=5\.17'"):
         attention_interface.register_attention()
     monkeypatch.setitem(sys.modules, "transformers", None)
     with pytest.raises(UserError, match="pip install transformers"):
