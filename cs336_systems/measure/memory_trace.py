@@ -72,6 +72,9 @@ class StorageTracker(TorchDispatchMode):
         self.log = log
         self.phase = ""
         self.live: Counter[str] = Counter()
+        self.shared_shapes: set[torch.Size] = set()
+        """Shapes of weights that several modules use. Autograd adds up their gradients in place, but not those of
+        tensors without memory: there this tracker does."""
         self._storages: dict[int, _Storage] = {}
         self.reset_peak()
 
@@ -80,6 +83,8 @@ class StorageTracker(TorchDispatchMode):
         self._update_peak()
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func is torch.ops.aten.add.Tensor and self.phase == "backward" and args[0].shape in self.shared_shapes:
+            return args[0].add_(args[1])
         result = func(*args, **(kwargs or {}))
         label = LABEL_OF_PHASE.get(self.phase, "temporary")
         if func is torch.ops.aten._to_copy.default and isinstance(args[0], nn.Parameter):
@@ -226,6 +231,8 @@ def predict_by_tracing(
         if prepare is not None:
             prepare(step)
         stack.enter_context(labelled(step, tracker))
+        uses = Counter(parameter for _, parameter in step.model.named_parameters(remove_duplicate=False))
+        tracker.shared_shapes = {parameter.shape for parameter, count in uses.items() if count > 1}
         for tensor in batch:
             tracker.track(tensor, "inputs")
         if on_cuda:

@@ -10,6 +10,7 @@ import importlib
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass, replace
+from operator import attrgetter
 from statistics import median
 from typing import Any
 from unittest import mock
@@ -76,11 +77,18 @@ def fake_group(rank: int, world_size: int) -> Iterator[None]:
 
 
 def forget_groups() -> None:
-    """Clear torch's caches of DTensor operators, which name the groups of an equal mesh that is gone."""
-    with suppress(ImportError, AttributeError):
-        importlib.import_module("torch.distributed.tensor._redistribute").clear_redistribute_planner_cache()
-    with suppress(ImportError, AttributeError):
-        importlib.import_module("torch.distributed.tensor.debug")._clear_sharding_prop_cache()
+    """Clear torch's caches of DTensor operators: they name the groups of an equal mesh that is gone, and hold its mesh
+    with the threads of its groups."""
+    tensor = "torch.distributed.tensor"
+    for module, path in (
+        (f"{tensor}._redistribute", "clear_redistribute_planner_cache"),
+        (f"{tensor}._redistribute", "_gen_transform_infos.cache_clear"),
+        (f"{tensor}._collective_utils", "MeshTopoInfo.build_from_mesh.cache_clear"),
+        (f"{tensor}._sharding_prop", "ShardingPropagator._propagate_tensor_meta_cached.cache_clear"),
+        (f"{tensor}.debug", "_clear_sharding_prop_cache"),
+    ):
+        with suppress(ImportError, AttributeError):
+            attrgetter(path)(importlib.import_module(module))()
 
 
 # -- the model of a rank ----------------------------------------------------------------------------------------------

@@ -108,6 +108,7 @@ class TorchEngine(Wrapper):
             split(module, mesh, axes, compute_dtype)
         if fill is not None:
             self.module.to_empty(device=device)
+            _tie(module)
             fill(module)
         if axes.is_replicated:
             self._ddp = DistributedDataParallel(module, **BUFFERS_STAY)
@@ -230,7 +231,14 @@ def split(module: nn.Module, mesh: DeviceMesh, axes: Mesh, compute_dtype: torch.
 def split_layers(module: nn.Module, mesh: DeviceMesh, axes: Mesh) -> None:
     """Split the layers of a model over the axis "tp"."""
     if axes.tp > 1:
-        parallelize_module(module, mesh["tp"], tensor_parallel_plan())
+        parallelize_module(module, mesh["tp"], tensor_parallel_plan(module))
+        _tie(module)
+
+
+def _tie(module: nn.Module) -> None:
+    """Share the weights of embedding and head again where that is how the model is: torch replaces them one by one."""
+    if (tie := getattr(module, "tie", None)) is not None:
+        tie()
 
 
 def shard(
@@ -265,14 +273,18 @@ def _without_reduction(module: FSDPModule) -> Iterator[None]:
         module.set_requires_gradient_sync(True)
 
 
-def tensor_parallel_plan() -> dict[str, ParallelStyle]:
-    """Return how `parallelize_module` splits each module. Shard(1) is the sequence."""
+def tensor_parallel_plan(module: nn.Module) -> dict[str, ParallelStyle]:
+    """Return how `parallelize_module` splits each module of the model. Shard(1) is the sequence."""
     by_columns = {
         f"layers.*.{name}": ColwiseParallel()
         for name in ("attn.q_proj", "attn.k_proj", "attn.v_proj", "ffn.w1", "ffn.w3")
     }
     by_rows = {f"layers.*.{name}": RowwiseParallel(output_layouts=Shard(1)) for name in ("attn.output_proj", "ffn.w2")}
     norms = {name: SequenceParallel() for name in ("layers.*.ln1", "layers.*.ln2", "ln_final")}
+    if any(name.endswith("attn.q_norm") for name, _ in module.named_modules()):
+        # (batch, sequence, heads, dim): each rank normalises its own heads, by gains that all ranks hold.
+        of_heads = ("layers.*.attn.q_norm", "layers.*.attn.k_norm")
+        norms |= {name: SequenceParallel(sequence_dim=2, use_local_output=True) for name in of_heads}
     return {
         "token_embeddings": RowwiseParallel(input_layouts=Replicate(), output_layouts=Shard(1)),
         # The second argument of attention is the table of RoPE.

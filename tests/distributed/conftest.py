@@ -1,5 +1,7 @@
 """The marker `ranks(n, ...)`: the body of a test runs in every rank of a process group of n ranks."""
 
+import multiprocessing.forkserver
+
 import pytest
 
 
@@ -17,6 +19,13 @@ def pytest_generate_tests(metafunc):
 def pytest_itemcollected(item):
     if item.get_closest_marker("ranks"):
         item.add_marker(pytest.mark.xdist_group("ranks"))  # one worker: groups are started once
+
+
+@pytest.fixture(scope="session", autouse=True)
+def forked_with_torch():
+    """All processes of these tests are forked from one that has imported what they need: seconds of a core for each."""
+    multiprocessing.forkserver.set_forkserver_preload(["torch._dynamo", "tests.distributed.train_cases"])
+    multiprocessing.forkserver.ensure_running()
 
 
 @pytest.fixture(scope="session")

@@ -1,5 +1,6 @@
 """Bytes that ranks of torch's engine send in a step, axis by axis, are those that `engine_messages` counts."""
 
+import dataclasses
 from collections import Counter
 from contextlib import nullcontext
 from typing import Any
@@ -20,7 +21,9 @@ from cs336_systems.predict.rank_shards import Mesh
 from cs336_systems.step.train_step import AUTOCAST_DTYPES, TrainStep
 from tests.distributed.compare import rank
 
-MODEL = ModelConfig(vocab_size=58, context_length=16, d_model=16, num_layers=4, num_heads=2, d_ff=36)
+MODEL = ModelConfig(vocab_size=58, context_length=16, d_model=16, num_layers=2, num_heads=2, d_ff=36)
+FOUR_BLOCKS = dataclasses.replace(MODEL, num_layers=4)
+"""For pipelines, which have two stages a rank."""
 NAMES = {
     "_allgather_base_": "all_gather",
     "_reduce_scatter_base_": "reduce_scatter",
@@ -61,15 +64,15 @@ class Sent(TorchDispatchMode):
         return dist.distributed_c10d._resolve_process_group(args[-1]).size()
 
 
-def sent_by_this_rank(mesh: Mesh, micro_batches: int, flags: dict[str, Any], schedule: str) -> dict[tuple, int]:
-    run = RunConfig(model=MODEL, device="cpu", batch_size=2, **flags)
+def sent_by_this_rank(mesh: Mesh, micro_batches: int, run: RunConfig, schedule: str) -> dict[tuple, int]:
     torch.manual_seed(0)
-    model = TransformerLM(MODEL, checkpoint_blocks=run.checkpoint_blocks)
+    model = TransformerLM(run.model, checkpoint_blocks=run.checkpoint_blocks)
     dtype = AUTOCAST_DTYPES.get(run.precision)
     engine = TorchEngine(model, mesh, torch.device("cpu"), dtype, schedule=schedule)
     step = TrainStep(engine, run, torch.optim.AdamW(engine.parameters(), fused=True))
     batches = [step.random_batch()] * micro_batches
-    for _ in range(2):  # the first time ranks also learn shapes and agree on buckets
+    learns = mesh.pp > 1 or mesh.is_replicated
+    for _ in range(2 if learns else 1):  # the first time stages learn shapes, and replicas agree on buckets
         with Sent() as sent:
             step._accumulate(batches, lambda loss: loss, nullcontext)
         step.model.zero_grad()
@@ -97,8 +100,8 @@ def compare(mesh: Mesh, cases: list[dict[str, Any]]) -> None:
     for flags in cases:
         schedule = "interleaved" if mesh.pp > 1 and flags is LOW else "1f1b"
         micro_batches = 2
-        found = sent_by_this_rank(mesh, micro_batches, flags, schedule)
-        run = RunConfig(model=MODEL, device="cpu", batch_size=2, **flags)
+        run = RunConfig(model=FOUR_BLOCKS if mesh.pp > 1 else MODEL, device="cpu", batch_size=2, **flags)
+        found = sent_by_this_rank(mesh, micro_batches, run, schedule)
         expected: Counter[tuple[str, int]] = Counter()
         for one in engine_messages(run, mesh, rank=rank(), micro_batches=micro_batches, schedule=schedule):
             expected[one.name, one.ranks] += one.nbytes

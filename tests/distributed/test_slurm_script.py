@@ -3,12 +3,13 @@
 import os
 import random
 import signal
-import sys
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from tests.distributed.forked_python import Interpreter
 from tests.distributed.train_cases import Run, fields, losses_of, perform, text_of
 from tests.helpers import Marked, exit_code, wait_until
 
@@ -54,8 +55,8 @@ esac
 
 
 @pytest.fixture(scope="module")
-def cluster(tmp_path_factory) -> Path:
-    """A folder with the stand-ins in `bin`, and data in a file whose name needs quoting."""
+def cluster(tmp_path_factory) -> Iterator[Path]:
+    """A folder with the stand-ins in `bin`, a forked Python among them, and data in a file whose name needs quoting."""
     folder = tmp_path_factory.mktemp("slurm")
     (folder / "bin").mkdir()
     job = random.SystemRandom().randrange(1, 1 << 30)  # the port is derived from it
@@ -64,7 +65,8 @@ def cluster(tmp_path_factory) -> Path:
         path.write_text("#!/bin/bash" + text.format(folder=folder, job=job))
         path.chmod(0o755)
     (folder / "it's $HOME.txt").write_bytes(text_of(5000))
-    return folder
+    with Interpreter(folder / "bin"):
+        yield folder
 
 
 def settings_of(output: Path) -> dict[str, Any]:
@@ -76,8 +78,8 @@ def submitted(cluster: Path, output: Path) -> Marked:
     words = [word for name, value in settings_of(output).items() for word in (f"--{name}", str(value))]
     launch = ["launch", "--slurm", "--nodes=2", "--gpus_per_node=0", "--cpus_per_rank=1", "--stop_before=60"]
     assert exit_code([*launch, "-o", str(cluster / "job.sh"), "--", "train", *words]) == 0
-    path = f"{cluster / 'bin'}:{Path(sys.executable).parent}:{os.environ['PATH']}"
-    return Marked([str(cluster / "bin" / "sbatch"), str(cluster / "job.sh")], cluster, cluster / "log", PATH=path)
+    variables = {"PATH": f"{cluster / 'bin'}:{os.environ['PATH']}", "PYTHON_EXEC": str(cluster / "bin" / "python")}
+    return Marked([str(cluster / "bin" / "sbatch"), str(cluster / "job.sh")], cluster, cluster / "log", **variables)
 
 
 @pytest.mark.slow

@@ -156,6 +156,8 @@ def choose(q: Tensor, k: Tensor, band: Band, deterministic: bool = False, return
     dtype = autocast_dtype(q) or q.dtype
     # On a GPU SDPA's fast kernels take no other mask, and their gradients differ from run to run.
     sdpa_can = not return_lse and (not q.is_cuda or (band in SDPA_BANDS and not deterministic))
+    if q.is_cuda and dtype == torch.float32 and q.shape[1] != k.shape[1]:
+        sdpa_can = False  # its only kernel for grouped heads in fp32 forms the whole score matrix
     # In fp32 wide heads leave the Triton kernels no registers; and torch's own attention is launched from C++.
     sdpa_is_faster = (dtype == torch.float32 and q.shape[-1] > 64) or q.numel() * k.shape[2] < LAUNCH_BOUND
     if q.is_cuda and dtype in TRITON_DTYPES and not (sdpa_can and sdpa_is_faster):
