@@ -13,6 +13,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from cs336_systems.kernels.flash.operators import is_plain
 from cs336_systems.kernels.fused import nodes, pointwise
 
 PROJECTIONS = {"self_attn": ("q_proj", "k_proj", "v_proj", "o_proj"), "mlp": ("gate_proj", "up_proj", "down_proj")}
@@ -148,14 +149,11 @@ def causal_lm_forward(
     **kwargs: Any,
 ) -> Any:
     """Run a language model. In training with labels the result has a loss and no logits."""
-    from transformers.loss.loss_utils import ForCausalLMLoss
     from transformers.modeling_outputs import CausalLMOutputWithPast
 
     inputs = {"attention_mask": attention_mask, "position_ids": position_ids, "past_key_values": past_key_values}
     inputs |= {"inputs_embeds": inputs_embeds, "use_cache": use_cache}
-    keeps_all = isinstance(logits_to_keep, int) and logits_to_keep == 0
-    is_plain = type(self.lm_head) is nn.Linear and self.lm_head.bias is None
-    if not (self.training and labels is not None and keeps_all and is_plain and self.loss_function is ForCausalLMLoss):
+    if labels is None or not _fuses_loss(self, logits_to_keep):
         return type(self).forward(self, input_ids, labels=labels, logits_to_keep=logits_to_keep, **inputs, **kwargs)
     return_dict = kwargs.pop("return_dict", None)
     outputs = self.model(input_ids, **inputs, **kwargs)
@@ -167,6 +165,16 @@ def causal_lm_forward(
     )
     is_dict = self.config.return_dict if return_dict is None else return_dict
     return result if is_dict else result.to_tuple()
+
+
+def _fuses_loss(model: Any, logits_to_keep: int | Tensor) -> bool:
+    """True in training, with the usual loss over all tokens and a head without bias, whose weight is whole."""
+    from transformers.loss.loss_utils import ForCausalLMLoss
+
+    keeps_all = isinstance(logits_to_keep, int) and logits_to_keep == 0
+    head = model.lm_head
+    head_is_plain = type(head) is nn.Linear and head.bias is None and is_plain(head.weight)
+    return model.training and keeps_all and head_is_plain and model.loss_function is ForCausalLMLoss
 
 
 def _causal_lm_loss(

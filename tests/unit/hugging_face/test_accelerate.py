@@ -7,7 +7,9 @@ import warnings
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch import nn
+from torch.distributed.fsdp import fully_shard
 
 pytest.importorskip("transformers", reason="needs transformers")
 
@@ -239,6 +241,29 @@ def test_under_torch_compile():
     loss.backward()
     found = {"loss": loss.detach(), **{name: p.grad for name, p in model.named_parameters()}}
     assert error(found, gradients(plain, batch())) < 1e-5
+
+
+@pytest.fixture
+def group_of_one():
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    yield dist.init_device_mesh("cpu", (1,))
+    dist.destroy_process_group()
+
+
+@pytest.mark.parametrize("wrapper", ["ddp", "fully_shard", "fully_shard of the head"])
+def test_under_torchs_data_parallelism(group_of_one, wrapper):
+    plain, model, _ = pair("Qwen2")
+    call = model
+    if wrapper == "ddp":
+        call = nn.parallel.DistributedDataParallel(model)
+    else:
+        for module in (*model.model.layers, *([model.lm_head] if "head" in wrapper else []), model):
+            fully_shard(module, mesh=group_of_one)
+    loss = call(**batch()).loss
+    loss.backward()
+    grads = {name: p.grad for name, p in model.named_parameters()}
+    found = {name: getattr(grad, "full_tensor", lambda grad=grad: grad)() for name, grad in grads.items()}
+    assert error({"loss": loss.detach(), **found}, gradients(plain, batch())) < 1e-5
 
 
 # -- what is patched, and undo ----------------------------------------------------------------------------------------
