@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 from cs336_systems import __version__
 from cs336_systems.commands import flags_named, guarded
-from cs336_systems.config import UserError, flag
+from cs336_systems.config import SIZES, UserError, flag, size_name
 from cs336_systems.experiments.bench_command import BenchArguments, bench
 from cs336_systems.experiments.bench_command import __doc__ as bench_manual
 from cs336_systems.experiments.catalogue import ALL, catalogue, runnable
@@ -26,6 +26,7 @@ from cs336_systems.predict.model_flags import OWN_MODEL, ShapeArguments
 from cs336_systems.table import FORMATS
 from cs336_systems.train.cluster.job import LaunchArguments
 from cs336_systems.train.settings import TrainSettings
+from cs336_systems.train.tokens.tokenize_command import TokenizeArguments
 
 if TYPE_CHECKING:
     from cs336_systems.measure.doctor import Finding
@@ -166,6 +167,18 @@ def rehearse(arguments: RehearseArguments) -> None:
     print("\n\n".join(found.render(arguments.format) for found in rehearsal_tables(arguments)))
 
 
+def tokenize(arguments: TokenizeArguments) -> int:
+    """Turn text files, JSON lines and files of tokens into a folder of tokens for `cs336 train --data`; the same
+    command continues a run that was stopped.
+
+    cs336 tokenize stories.txt --train_tokenizer 8000 --output data/stories
+    cs336 tokenize web/*.jsonl.gz --tokenizer Qwen3/tokenizer.json --text_field content --output data/web
+    """
+    from cs336_systems.train.tokens.tokenizing import tokenize as write_store
+
+    return write_store(arguments)
+
+
 def train(settings: TrainSettings) -> int:
     """Train a language model on a file; goes on where it was when it is called again. Under torchrun on many ranks.
 
@@ -198,10 +211,22 @@ def launch(arguments: LaunchArguments) -> None:
 
 @dataclass(frozen=True)
 class ExportArguments:
-    run: str = flag(MISSING, "folder of a run of cs336 train, or of one checkpoint", positional=True, metavar="RUN")
-    file: str = flag(MISSING, "file to write, such as weights.safetensors", positional=True, metavar="FILE")
+    run: str = flag(
+        MISSING,
+        "folder of a run of cs336 train, or of one checkpoint; for --format hf also of cs336 import",
+        positional=True,
+        metavar="RUN",
+    )
+    file: str = flag(
+        MISSING,
+        "file to write, such as weights.safetensors; with --format hf a folder",
+        positional=True,
+        metavar="FILE",
+    )
+    format: str = flag("safetensors", "our names in one file, or a folder as Hugging Face's", ("safetensors", "hf"))
     step: int | None = flag(None, "export the checkpoint of this step (default: the newest)")
-    dtype: str = flag("fp32", "element type; checkpoints hold fp32", ("fp32", "bf16", "fp16"))
+    dtype: str | None = flag(None, "element type (default: fp32, or that of a file)", ("fp32", "bf16", "fp16"))
+    like: str | None = flag(None, "--format hf: folder whose tokenizer and other settings are copied")
     force: bool = flag(False, "overwrite the file")
 
 
@@ -210,11 +235,41 @@ def export(arguments: ExportArguments) -> None:
 
     cs336 export runs/readme weights.safetensors
     cs336 export runs/readme weights.safetensors --step 100 --dtype bf16
+    cs336 export runs/tuned tuned --format hf --like Qwen3-0.6B --dtype bf16
     """
+    run, file = Path(arguments.run), Path(arguments.file)
+    if arguments.format == "hf":
+        from cs336_systems.train.hf.hf_export import export_hf
+
+        if arguments.force:
+            raise UserError("--force overwrites files, and --format hf writes a folder; name one that does not exist")
+        like = None if arguments.like is None else Path(arguments.like)
+        print(export_hf(run, file, step=arguments.step, dtype=arguments.dtype, like=like))
+        return
     from cs336_systems.train.weights import export as write_weights
 
-    run, file = Path(arguments.run), Path(arguments.file)
-    print(write_weights(run, file, step=arguments.step, dtype=arguments.dtype, force=arguments.force))
+    if arguments.like is not None:
+        raise UserError("--like needs --format hf")
+    print(write_weights(run, file, step=arguments.step, dtype=arguments.dtype or "fp32", force=arguments.force))
+
+
+@dataclass(frozen=True)
+class ImportArguments:
+    folder: str = flag(MISSING, "folder with config.json and model.safetensors", positional=True, metavar="FOLDER")
+    output: str = flag(MISSING, "folder to write, such as weights/qwen3", positional=True, metavar="OUTPUT")
+
+
+def import_model(arguments: ImportArguments) -> None:
+    """Read a published Llama 3, Qwen 2.5 or Qwen 3 in the format of Hugging Face, to train it further with --init.
+
+    cs336 import Qwen3-0.6B weights/qwen3
+    """
+    from cs336_systems.train.hf.hf_folders import import_folder
+
+    model = import_folder(Path(arguments.folder), Path(arguments.output))
+    size = size_name(model)
+    advice = f"; train it with: cs336 train --init {arguments.output} --size {size}" if size in SIZES else ""
+    print(f"{arguments.output}: {model.parameters:,} weights of a model {size}{advice}")
 
 
 @dataclass(frozen=True)
@@ -480,9 +535,11 @@ COMMANDS = {
     "fit": Command("what fits on a given GPU", FitArguments, fit),
     "plan": Command("memory and communication of a parallel layout, one GPU to thousands", PlanArguments, plan),
     "rehearse": Command("the step of one rank of a large mesh, on one GPU or traced", RehearseArguments, rehearse),
+    "tokenize": Command("documents as tokens to train on; resumes", TokenizeArguments, tokenize),
     "train": Command("train a language model; resumes, survives faults", TrainSettings, train),
     "launch": Command("a script that starts train on Slurm, Kubernetes or SkyPilot", LaunchArguments, launch),
     "export": Command("weights of a training run as a safetensors file", ExportArguments, export),
+    "import": Command("a published Llama or Qwen as weights to start from", ImportArguments, import_model),
     "table": Command("records as terminal, Markdown, CSV, LaTeX or Typst tables", TableArguments, table),
     "report": Command("records as a page, Markdown, CSV, LaTeX, Typst; English or Chinese", ReportArguments, report),
     "compare": Command("two files of records: what is faster or slower, beyond noise", CompareArguments, compare),

@@ -270,7 +270,8 @@ class RunConfig:
             self._require_packed_bf16()
         if self.update_in_backward and (problem := self._update_conflict()):
             raise UserError(
-                f"update_in_backward {problem}", *("update_in_backward", "fast", "max_grad_norm", "compile")
+                f"update_in_backward {problem}",
+                *("update_in_backward", "fast", "max_grad_norm", "compile", "tied_embeddings"),
             )
         if self.memory_budget and (problem := self._budget_problem()):
             names = ("memory_budget", "fast", "attention", "checkpoint_blocks", "compile", "mode")
@@ -289,6 +290,8 @@ class RunConfig:
         """Return why weights cannot be updated while backward runs, or None."""
         if "optimizer" not in self.fast_parts:
             return f"needs the optimizer of the fast step, got fast {self.fast}; use fast on"
+        if self.model.tied_embeddings:
+            return "needs a head of its own: the gradient of a tied one is final at the end; use tied_embeddings false"
         if self.max_grad_norm:
             return f"cannot clip: the norm is known after backward, got max_grad_norm {self.max_grad_norm}; use 0"
         if self.compile:
@@ -451,9 +454,10 @@ def canonical_size(size: str, model: ModelConfig) -> str:
 
 def size_name(model: ModelConfig) -> str:
     """Return the first name in SIZES with this shape, or the shape itself."""
-    shape = f"{model.d_model}/{model.d_ff}/{model.num_layers}/{model.num_heads}"
-    own = (f"{name}={value}" for name, value in model.to_dict().items() if name in FAMILY_FIELDS)
-    return next(_sizes_of(model), "/".join((shape, *own)))
+    shape = [str(size) for size in (model.d_model, model.d_ff, model.num_layers, model.num_heads)]
+    shape += [f"kv{model.num_kv_heads}"] * bool(model.num_kv_heads) + [f"head{model.d_head}"] * bool(model.d_head)
+    shape += ["bias"] * model.qkv_bias + ["qknorm"] * model.qk_norm + ["tied"] * model.tied_embeddings
+    return next(_sizes_of(model), "/".join(shape))
 
 
 def _sizes_of(model: ModelConfig) -> Iterator[str]:

@@ -100,11 +100,14 @@ def part_name(label: str) -> Text:
 
 
 def size_name(size: Any) -> Text:
-    """The name of a model's size: `2560/10240/1/32` (d_model/d_ff/layers/heads) is "2.7B, 1 block"."""
-    found = re.fullmatch(r"(\d+)/(\d+)/(\d+)/(\d+)", str(size))
+    """The name of a model's size: `2560/10240/1/32` (d_model/d_ff/layers/heads) is "2.7B, 1 block". What makes it
+    another family follows in parentheses."""
+    found = re.fullmatch(r"(\d+)/(\d+)/(\d+)/(\d+)((?:/\w+)*)", str(size))
     if not found:
         return Text(str(size))
-    width, inner, layers, heads = map(int, found.groups())
+    width, inner, layers, heads = map(int, found.groups()[:4])
+    if family := ", ".join(part for part in found[5].split("/") if part):
+        return say("width {}, {} ({})", "宽度 {}，{}（{}）", str(width), blocks(layers), family)
     for name in COURSE_SIZES:
         model = model_config(name)
         if (model.d_model, model.d_ff, model.num_heads) == (width, inner, heads):

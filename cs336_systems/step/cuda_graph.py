@@ -37,14 +37,18 @@ class StepGraph:
         self.peak_memory = 0
         """Peak bytes during capture; a replay allocates nothing."""
 
+    def prepare(self, batches: Batches) -> None:
+        """Capture a step on micro batches of this number and shape, unless eager steps are due or it was captured."""
+        if self._eager_steps >= EAGER_STEPS and self._inputs is None:
+            self._inputs, self._targets = self._capture(batches)
+
     def gradients(self, batches: Batches) -> Tensor:
         """Compute the gradients of a step and return the mean loss, on the device. Earlier gradients are overwritten.
 
         The first steps run eagerly, on the stream of the later capture: autograd nodes remember the stream they were
         made on. So do batches of another shape.
         """
-        if self._eager_steps >= EAGER_STEPS and self._inputs is None:
-            self._inputs, self._targets = self._capture(batches)
+        self.prepare(batches)
         self._is_eager = self._inputs is None or self._differs(batches)
         if self._is_eager:
             with self._on_stream():

@@ -19,8 +19,8 @@ from cs336_systems.flags import flat
 from cs336_systems.parallel.collectives import from_first, gather, together
 from cs336_systems.parallel.peers import in_background, ranks_named
 from cs336_systems.parallel.rendezvous import Facts, differences
-from cs336_systems.train.data import TokenFile, Tokens
 from cs336_systems.train.settings import TrainSettings
+from cs336_systems.train.token_file import TokenFile, Tokens
 
 VARIABLES = (
     "NVIDIA_TF32_OVERRIDE",

@@ -14,6 +14,7 @@ from typing import Any, ClassVar
 from cs336_systems.config import (
     ATTENTIONS,
     FAST_PARTS,
+    SIZES,
     ModelConfig,
     RunConfig,
     UserError,
@@ -25,6 +26,7 @@ from cs336_systems.config import (
 from cs336_systems.flags import flat, renamed
 from cs336_systems.predict.model_flags import FamilyArguments, of_size
 from cs336_systems.predict.rank_shards import SPLIT_BY_TP, STAGES_PER_RANK, TIED_STAGES, Mesh
+from cs336_systems.train.tokens.token_store import is_store, read_store
 
 PARALLEL = ("none", "ddp", "ddp-sharded", "fsdp")
 ENGINES = ("ours", "torch")
@@ -51,7 +53,10 @@ class _Checked:
 
 @dataclass(frozen=True)
 class DataSettings(_Checked):
-    path: str = renamed("data", flag("", "a text file (bytes are tokens), or tokens: .bin (16-bit) or .npy"))
+    path: str = renamed(
+        "data",
+        flag("", "a text file (bytes are tokens), tokens as .bin (16-bit) or .npy, or a folder of cs336 tokenize"),
+    )
     validation_share: float = flag(0.1, "share of the file, at its end, that is never trained on")
     batch_size: int = flag(8, "sequences in a step, over all ranks")
     micro_batch_size: int = flag(8, "sequences that a rank computes at a time; larger shares are accumulated")
@@ -59,15 +64,29 @@ class DataSettings(_Checked):
     def __post_init__(self) -> None:
         if not self.path:
             raise UserError("name a file to train on: --data text.txt")
-        if not Path(self.path).is_file():
+        if not Path(self.path).is_file() and not self.is_store:
             problem = f"{self.path!r} is not a regular file" if Path(self.path).exists() else f"no file {self.path!r}"
-            raise UserError(f"{problem}; --data is a text file, or tokens as .bin or .npy")
+            raise UserError(
+                f"{problem}; --data is a text file, tokens as .bin or .npy, or a finished folder of cs336 tokenize"
+            )
         self._at_least(1, "batch_size", "micro_batch_size")
         self._require(0 < self.validation_share < 1, "validation_share", "between 0 and 1")
 
     @property
     def is_text(self) -> bool:
-        return Path(self.path).suffix not in (".bin", ".npy")
+        return Path(self.path).suffix not in (".bin", ".npy") and not self.is_store
+
+    @property
+    def is_store(self) -> bool:
+        """True for a folder that `cs336 tokenize` has written."""
+        return is_store(Path(self.path))
+
+    @property
+    def vocab_size(self) -> int | None:
+        """The number of tokens in the vocabulary, where the data says it."""
+        if self.is_store:
+            return read_store(Path(self.path)).vocab_size
+        return BYTES if self.is_text else None
 
     def micro_batches(self, world_size: int) -> int:
         """Return the number of micro batches of a rank in a step."""
@@ -90,12 +109,17 @@ class DataSettings(_Checked):
 @dataclass(frozen=True)
 class ShapeSettings(FamilyArguments):
     size: str = flag("tiny", "name of a size; any of its fields may be replaced")
-    vocab_size: int | None = of_size("vocab_size", "256 for text, else 10000")
+    vocab_size: int | None = of_size("vocab_size", "256 for text, the tokenizer's for a store, else 10000")
     context_length: int | None = of_size("context_length")
     d_model: int | None = of_size("d_model")
     num_layers: int | None = of_size("num_layers")
     num_heads: int | None = of_size("num_heads")
     d_ff: int | None = of_size("d_ff")
+
+    @property
+    def published_vocabulary(self) -> int:
+        """The vocabulary that a size has of its own; 0 for sizes without one."""
+        return next((size.get("vocab_size", 0) for name, size in SIZES.items() if name.lower() == self.size.lower()), 0)
 
     def model(self, vocab_size: int | None) -> ModelConfig:
         """Return the model; `vocab_size` is used where no flag sets one."""
@@ -279,7 +303,7 @@ class TrainSettings(_Checked):
     steps: int = flag(200, "number of training steps")
     seed: int = flag(0, "seed of the weights and of the order of sequences")
     init: str | None = flag(
-        None, "start from the weights of this safetensors file, such as one of cs336 export", excludes=("resume_from",)
+        None, "start from the weights of a safetensors file or a folder of cs336 import", excludes=("resume_from",)
     )
     shape: ShapeSettings = field(default_factory=ShapeSettings)
     compute: ComputeSettings = field(default_factory=ComputeSettings)
@@ -345,7 +369,10 @@ class TrainSettings(_Checked):
 
     @cached_property
     def model(self) -> ModelConfig:
-        return self.shape.model(BYTES if self.data.is_text else None)
+        known = self.data.vocab_size
+        if self.data.is_store and self.shape.published_vocabulary >= (known or 0):
+            known = None  # published models have room for more tokens than their tokenizers have
+        return self.shape.model(known)
 
     @property
     def first_compared(self) -> int:

@@ -28,6 +28,8 @@ from cs336_systems.train.checkpoint import Checkpoint, Store, located
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 _READABLE = ("F32", "BF16", "F16")
 """Element types of a file that a model can be started from: each converts to fp32 exactly."""
+WEIGHTS = "weights.safetensors"
+"""The file of weights in a folder of `cs336 import`."""
 _FREE = ("context_length",)
 """Fields of ModelConfig that may differ: no weight depends on the length."""
 
@@ -46,16 +48,17 @@ def export(run: Path, target: Path, *, step: int | None = None, dtype: str = "fp
     if not force and os.path.lexists(target):
         raise UserError(f"{str(target)!r} exists; --force overwrites it")
     with process_group("gloo", "cpu"):
-        found = _checkpoint(run, step)
-        state, config = _saved_weights(found)
-    tensors = {name: _converted(name, value, dtype) for name, value in state.items()}
+        found = checkpoint_of(run, step)
+        state, config = saved_weights(found)
+    tensors = {name: converted(name, value, dtype) for name, value in state.items()}
     metadata = {"format": "pt", "model": json.dumps(config.to_dict()), "step": str(found.manifest["step"])}
     _write(tensors, target, metadata)
     count = sum(value.numel() for value in tensors.values())
     return f"{target}: {count:,} weights in {dtype}, from {found.path}"
 
 
-def _checkpoint(run: Path, step: int | None) -> Checkpoint:
+def checkpoint_of(run: Path, step: int | None) -> Checkpoint:
+    """Return the newest intact checkpoint of a run, or that of a step."""
     folder, named = located(run)
     if named is not None and step not in (None, named):
         raise UserError(f"{str(run)!r} is the checkpoint of another step than --step {step}; name the run's folder")
@@ -68,7 +71,7 @@ def _checkpoint(run: Path, step: int | None) -> Checkpoint:
     return found
 
 
-def _saved_weights(found: Checkpoint) -> tuple[dict[str, Tensor], ModelConfig]:
+def saved_weights(found: Checkpoint) -> tuple[dict[str, Tensor], ModelConfig]:
     """Read the weights and persistent buffers, under the names of the model's state dict."""
     config = ModelConfig(**found.manifest["settings"]["model"])
     with torch.device("meta"):
@@ -76,19 +79,26 @@ def _saved_weights(found: Checkpoint) -> tuple[dict[str, Tensor], ModelConfig]:
     parameters = {name for name, _ in model.named_parameters()}
     state = {
         f"{'model' if name in parameters else 'buffer'}/{name}": torch.empty(value.shape, dtype=value.dtype)
-        for name, value in model.state_dict().items()
+        for name, value in own_state(model).items()
     }
     Store(found.path.parent).load(found, state)
     return {name.partition("/")[2]: value for name, value in state.items()}, config
 
 
-def _converted(name: str, value: Tensor, dtype: str) -> Tensor:
+def own_state(model: nn.Module) -> dict[str, Tensor]:
+    """Return the state dict of a model without the second name of a weight that it uses twice."""
+    once, every = dict(model.named_parameters()), dict(model.named_parameters(remove_duplicate=False))
+    return {name: value for name, value in model.state_dict().items() if name in once or name not in every}
+
+
+def converted(name: str, value: Tensor, dtype: str) -> Tensor:
+    """Return a tensor in another element type; raise UserError if a weight is beyond its range."""
     if not value.is_floating_point():
         return value
-    converted = value.to(DTYPES[dtype])
-    if not torch.equal(converted.isfinite(), value.isfinite()):
+    found = value.to(DTYPES[dtype])
+    if not torch.equal(found.isfinite(), value.isfinite()):
         raise UserError(f"{name!r} has weights beyond the range of {dtype}; use --dtype bf16 or fp32")
-    return converted
+    return found
 
 
 def _write(tensors: dict[str, Tensor], target: Path, metadata: dict[str, str]) -> None:
@@ -111,7 +121,7 @@ def load_weights(path: Path, model: nn.Module, config: ModelConfig) -> None:
     The wrappers give rank 0's weights to all ranks, and the packed optimizer takes its fp32 masters from the model.
     Raises UserError on all ranks if the file does not fit.
     """
-    on_first(lambda: _load(path, model.state_dict(), config))
+    on_first(lambda: _load(path, own_state(model), config))
 
 
 def load_each(path: Path, model: nn.Module, config: ModelConfig, device: torch.device, store: StoreWeight) -> None:
@@ -135,7 +145,7 @@ def require_weights(path: Path, config: ModelConfig) -> None:
     """Raise UserError if a file cannot be read or does not fit the model; read its header only."""
     with torch.device("meta"):
         model = TransformerLM(config)
-    _load(path, model.state_dict(), config)
+    _load(path, own_state(model), config)
 
 
 @torch.no_grad()
@@ -150,6 +160,10 @@ def _load(path: Path, state: dict[str, Tensor], config: ModelConfig) -> None:
 
 @contextmanager
 def _opened(path: Path) -> Iterator[Any]:
+    if path.is_dir():
+        if not (path / WEIGHTS).is_file():
+            raise UserError(f"--init {str(path)!r} has no {WEIGHTS}; name a file, or a folder of cs336 import")
+        path /= WEIGHTS
     require_regular(path)
     try:
         with safe_open(path, framework="pt") as file:

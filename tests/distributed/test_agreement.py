@@ -24,8 +24,8 @@ from cs336_systems.parallel.peers import Peers, RankError, in_background, ranks_
 from cs336_systems.parallel.rendezvous import Entry, Facts, Meeting, Place, join
 from cs336_systems.train import agreement
 from cs336_systems.train.agreement import VARIABLES, facts_of, read_once_per_host, require_shared
-from cs336_systems.train.data import TokenFile
 from cs336_systems.train.settings import TrainSettings
+from cs336_systems.train.token_file import TokenFile
 from tests.distributed.train_cases import fields
 
 pytestmark = pytest.mark.xdist_group("ranks")

@@ -33,10 +33,10 @@ from cs336_systems.parallel.launch import Rank, process_group, spawn
 from cs336_systems.step.updates import LossScale
 from cs336_systems.train.checkpoint import Store
 from cs336_systems.train.checkpoint_files import digest_of
-from cs336_systems.train.data import TokenFile
 from cs336_systems.train.loop import STOPPED, Trainer
 from cs336_systems.train.saving import Progress
 from cs336_systems.train.settings import TrainSettings
+from cs336_systems.train.token_file import TokenFile
 from tests.distributed.forked_python import Interpreter
 from tests.distributed.train_cases import (
     STEPS,

@@ -362,7 +362,7 @@ def test_a_reader_that_goes_away_is_no_error(records_file, tmp_path):
 
 COMPLETIONS = {
     "be": {"bench"},
-    "t": {"table", "train", "tune"},
+    "t": {"table", "tokenize", "train", "tune"},
     "bench --prec": {"--precision", "--precisions"},
     "run auto": {"autocast_dtypes"},
     "completion z": {"zsh"},

@@ -217,7 +217,8 @@ def _gathers_in_time(cell: CellView) -> Text | None:
 
 
 def _waited_and_forward(found: Sequence[Gather]) -> tuple[str, str]:
-    return ms(sum(gather.waited for gather in found)), ms(found[-1].done - found[0].needed)
+    whole = max(gather.done for gather in found) - min(gather.needed for gather in found)
+    return ms(sum(gather.waited for gather in found)), ms(max(0.0, whole))
 
 
 def _memory_beside(held: float, base: float) -> Text:

@@ -23,7 +23,7 @@ from cs336_systems.config import ModelConfig, RunConfig
 from cs336_systems.measure import memory_trace
 from cs336_systems.measure.block_planner import build_step, predict_step
 from cs336_systems.measure.flop_counter import count_flops
-from cs336_systems.measure.timing import STEP, time_as_configured, time_calls
+from cs336_systems.measure.timing import STEP, time_as_configured, time_calls, time_steps
 from cs336_systems.model import TransformerLM
 from cs336_systems.predict.fast_memory import fast_estimate
 from cs336_systems.predict.flops import causal_model_flops, model_flops
@@ -129,6 +129,34 @@ def measure_leaderboard_step(config: dict[str, Any], peak_tflops: float | None =
         Metric("step_time", "s", times),
         Metric("cold_start_time", "s", [cold_start]),
         *(Metric(name, "1", [loss]) for name, loss in zip(("first_loss", "last_loss"), losses, strict=True)),
+        *_work_metrics(whole, step, batches[0], peak_tflops),
+        Metric("causal_flops", "FLOP", [causal_model_flops(whole)]),
+        *_memory_metrics(run, step, batches[0], measured),
+    ]
+
+
+# -- steps of many micro batches --------------------------------------------------------------------------------------
+
+
+def measure_accumulated_step(config: dict[str, Any], peak_tflops: float | None = None) -> list[Metric]:
+    """Time whole steps over micro batches. The steps that warm up have one micro batch each."""
+    run, count = RunConfig.of(config), config["micro_batches"]
+    require_attention(run)
+    step = TrainStep.build(run)
+    batches = _micro_batches(step, count)
+    for _ in range(run.warmup_steps):
+        step.launch(batches[:1])
+    if step.graph is not None:
+        step.graph.prepare(batches)
+    timings = time_steps(lambda _: step.launch(batches), device=step.device, warmup_steps=0, num_steps=run.num_steps)
+    measured = timings.peak_memory
+    if measured is not None and step.graph is not None:  # a replay allocates nothing
+        measured = max(measured, step.graph.peak_memory)
+    whole = dataclasses.replace(run, batch_size=count * run.batch_size)
+    return [
+        Metric("step_time", "s", timings.wall[STEP]),
+        Metric("tokens", "1", [whole.tokens]),
+        Metric("parameters", "1", [run.model.parameters]),
         *_work_metrics(whole, step, batches[0], peak_tflops),
         Metric("causal_flops", "FLOP", [causal_model_flops(whole)]),
         *_memory_metrics(run, step, batches[0], measured),

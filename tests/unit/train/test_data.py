@@ -11,8 +11,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from cs336_systems.config import UserError
-from cs336_systems.train import data
-from cs336_systems.train.data import Corpus, TokenFile, shuffled
+from cs336_systems.train import token_file
+from cs336_systems.train.data import Corpus, shuffled
+from cs336_systems.train.token_file import TokenFile
 from tests.helpers import refused
 
 CONTEXT = 16
@@ -149,7 +150,7 @@ def fingerprint(path: Path) -> str:
 
 def test_the_fingerprint_depends_on_the_tokens_and_not_on_the_format(tmp_path, monkeypatch):
     """In several chunks, some of which need more bits than others."""
-    monkeypatch.setattr(data, "_CHUNK", 100)
+    monkeypatch.setattr(token_file, "_CHUNK", 100)
     tokens = np.arange(1000) % 250
     tokens.astype(np.uint8).tofile(tmp_path / "t.txt")
     tokens.astype("<u2").tofile(tmp_path / "t.bin")

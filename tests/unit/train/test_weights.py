@@ -1,6 +1,5 @@
 """`cs336 export` and `cs336 train --init`: a round trip to the bit, conversions, and every file that does not fit."""
 
-import dataclasses
 import hashlib
 import json
 import struct
@@ -61,7 +60,7 @@ def test_exported_weights_are_those_of_the_newest_checkpoint(trained, exported, 
     TransformerLM(MODEL).load_state_dict(found)
     with safe_open(exported, framework="pt") as file:
         metadata = file.metadata()
-    assert (json.loads(metadata["model"]), metadata["step"]) == (dataclasses.asdict(MODEL), "4")
+    assert (json.loads(metadata["model"]), metadata["step"]) == (MODEL.to_dict(), "4")
 
 
 def test_an_earlier_step_in_another_dtype(trained, exported, elsewhere, capsys):
@@ -105,7 +104,7 @@ def test_a_damaged_checkpoint_is_not_exported(trained, elsewhere, capfd, monkeyp
 
 
 def test_weights_beyond_fp16_are_not_exported_as_infinity(trained, elsewhere, capfd, monkeypatch):
-    monkeypatch.setattr("cs336_systems.train.weights._saved_weights", lambda found: ({"a": torch.tensor([1e6])}, MODEL))
+    monkeypatch.setattr("cs336_systems.train.weights.saved_weights", lambda found: ({"a": torch.tensor([1e6])}, MODEL))
     assert_refused(["export", trained[0], "w", "--dtype", "fp16"], ["beyond the range of fp16"], capfd)
 
 

@@ -1,0 +1,241 @@
+"""Folders of published models: read into a file of our weights, and written from one or from a checkpoint.
+
+    config.json                        the model's configuration
+    model.safetensors                  its weights, or
+    model-00001-of-00004.safetensors   ... in several files, with model.safetensors.index.json
+    tokenizer.json and others          copied along
+
+Tensors are read and written one at a time, so that models larger than the memory pass through.
+"""
+
+import contextlib
+import json
+import os
+import re
+import secrets
+import shutil
+from collections import Counter
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from cs336_systems.config import ModelConfig, UserError
+from cs336_systems.files import LARGEST_FILE, foreign, read_json, sync_folder, write_failure, write_file
+from cs336_systems.model import TransformerLM
+from cs336_systems.train.hf.hf_config import config_of, model_of
+from cs336_systems.train.hf.hf_tensors import IGNORED, from_hf, hf_name, to_hf
+from cs336_systems.train.hf.tensor_files import DTYPES, Described, opened, write_tensors
+from cs336_systems.train.weights import WEIGHTS, own_state
+
+CONFIG, WHOLE, INDEX = "config.json", "model.safetensors", "model.safetensors.index.json"
+TOKENIZER_FILES = (
+    *("tokenizer.json", "tokenizer_config.json", "tokenizer.model", "special_tokens_map.json", "added_tokens.json"),
+    *("vocab.json", "merges.txt", "chat_template.jinja", "generation_config.json"),
+)
+"""Files of a folder that are copied along."""
+SHARD_BYTES = 5 * 10**9
+"""Size of a file of weights beyond which there are several."""
+_FILE_NAME = re.compile(r"[\w.-]+\.safetensors")
+
+
+# -- in ---------------------------------------------------------------------------------------------------------------
+
+
+class _Found(NamedTuple):
+    """A tensor of a folder: the file it is in, and what it is."""
+
+    file: Path
+    described: Described
+
+
+def import_folder(source: Path, target: Path) -> ModelConfig:
+    """Write the weights of a published model in our format, its config.json and its tokenizer into a new folder."""
+    if not source.is_dir():
+        raise UserError(f"no folder {str(source)!r}; name one with {CONFIG} and {WHOLE}")
+    values, config = _config_in(source)
+    found = _tensors_in(source)
+    described = _expected(config, found, source)
+    with _new_folder(target) as fresh, _OneOpen() as files:
+
+        def read(name: str) -> Tensor:
+            return from_hf(name, files.read(found[hf_name(name)].file, hf_name(name)), config.head_dim)
+
+        _require_tied(config, found, files)
+        metadata = {"format": "pt", "model": json.dumps(config.to_dict())}
+        write_tensors(fresh / WEIGHTS, described, read, metadata)
+        write_file(fresh / CONFIG, json.dumps(values, indent=2) + "\n")
+        _copy_tokenizer(source, fresh)
+    return config
+
+
+def _config_in(folder: Path) -> tuple[dict[str, Any], ModelConfig]:
+    path = folder / CONFIG
+    with foreign(path, "the configuration of a model"):
+        values = read_json(path, LARGEST_FILE)
+        try:
+            return values, model_of(values)
+        except UserError as error:
+            raise UserError(f"{str(folder)!r} cannot be imported: {error}") from None
+
+
+def _tensors_in(folder: Path) -> dict[str, _Found]:
+    """Return the tensors of all files of a folder, from their headers."""
+    found: dict[str, _Found] = {}
+    for path in _files_in(folder):
+        with opened(path) as file:
+            for name in file.keys():  # noqa: SIM118 - it is no dict
+                if name in found:
+                    raise UserError(f"{str(path)!r}: the tensor {name!r} is in another file, too")
+                part = file.get_slice(name)
+                found[name] = _Found(path, Described(name, part.get_dtype(), tuple(part.get_shape())))
+    return {name: one for name, one in found.items() if not IGNORED.fullmatch(name)}
+
+
+def _files_in(folder: Path) -> list[Path]:
+    if (folder / INDEX).exists():
+        with foreign(folder / INDEX, "an index of safetensors files"):
+            named = sorted(set(read_json(folder / INDEX, LARGEST_FILE)["weight_map"].values()))
+            for name in named:
+                if not _FILE_NAME.fullmatch(name):  # no path leads out of the folder
+                    raise ValueError(f"it names the file {name!r:.80}")
+            return [folder / name for name in named]
+    if not (folder / WHOLE).exists():
+        raise UserError(f"{str(folder)!r} has neither {WHOLE} nor {INDEX}; other formats are not read")
+    return [folder / WHOLE]
+
+
+def _expected(config: ModelConfig, found: Mapping[str, _Found], source: Path) -> list[Described]:
+    """Return our tensors with the element types of the folder; raise UserError if one is missing, or one too many."""
+    problems, described = [], []
+    shapes = tensor_shapes(config, source / CONFIG)
+    for name, shape in shapes.items():
+        there = found[hf_name(name)].described if hf_name(name) in found else None
+        if there is None:
+            problems.append(f"{hf_name(name)!r} is missing")
+        elif there.shape != shape:
+            problems.append(f"{there.name!r} has the shape {there.shape} instead of {shape}")
+        elif there.dtype not in DTYPES:
+            problems.append(f"{there.name!r} has the element type {there.dtype}, none of {', '.join(DTYPES)}")
+        else:
+            described.append(Described(name, there.dtype, shape))
+    known = {hf_name(name) for name in shapes} | ({"lm_head.weight"} if config.tied_embeddings else set())
+    problems += [f"{name!r} is no tensor of the model" for name in found if name not in known]
+    if problems:
+        others = f" (and {len(problems) - 1} more)" if len(problems) > 1 else ""
+        raise UserError(f"the weights in {str(source)!r} do not fit its {CONFIG}: {problems[0]}{others}")
+    return described
+
+
+def tensor_shapes(config: ModelConfig, source: Path) -> dict[str, tuple[int, ...]]:
+    """Return the shapes of our tensors, each once; `source` is the file that the configuration is from."""
+    with foreign(source, "the configuration of a model"), torch.device("meta"):
+        return {name: tuple(value.shape) for name, value in own_state(TransformerLM(config)).items()}
+
+
+def _require_tied(config: ModelConfig, found: Mapping[str, _Found], files: "_OneOpen") -> None:
+    """Raise UserError if a folder with a tied head has one of its own that is different."""
+    if not config.tied_embeddings or "lm_head.weight" not in found:
+        return
+    names = ("lm_head.weight", hf_name("token_embeddings.weight"))
+    head, embedding = (files.read(found[name].file, name).clone() for name in names)
+    if not torch.equal(head, embedding):
+        raise UserError(f"{CONFIG} ties lm_head to the embedding, and the weights of both are different")
+
+
+class _OneOpen:
+    """Reads tensors from files of which one is open at a time: an open one is mapped into memory."""
+
+    def __init__(self) -> None:
+        self._stack = contextlib.ExitStack()
+        self._path: Path | None = None
+        self._file: Any = None
+
+    def __enter__(self) -> "_OneOpen":
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._stack.close()
+
+    def read(self, path: Path, name: str) -> Tensor:
+        if path != self._path:
+            self._stack.close()
+            self._path, self._file = path, self._stack.enter_context(opened(path))
+        return self._file.get_tensor(name)
+
+
+def _copy_tokenizer(source: Path, target: Path) -> None:
+    for name in TOKENIZER_FILES:
+        if (source / name).is_file():
+            shutil.copyfile(source / name, target / name)
+
+
+@contextlib.contextmanager
+def _new_folder(target: Path) -> Iterator[Path]:
+    """Give a folder to write to, which becomes `target` when everything is written."""
+    if os.path.lexists(target):
+        raise UserError(f"{str(target)!r} exists; name a folder that does not", "output")
+    fresh = target.with_name(f".tmp-{os.getpid()}-{secrets.token_hex(4)}")
+    try:
+        fresh.mkdir()
+        yield fresh
+        sync_folder(fresh)
+        fresh.rename(target)
+        sync_folder(target.parent)
+    except OSError as error:
+        raise write_failure(error, target) from None
+    finally:
+        shutil.rmtree(fresh, ignore_errors=True)
+
+
+# -- out --------------------------------------------------------------------------------------------------------------
+
+
+def export_folder(
+    config: ModelConfig,
+    tensors: Sequence[Described],
+    read: Callable[[str], Tensor],
+    target: Path,
+    *,
+    like: Path | None = None,
+) -> None:
+    """Write a model in Hugging Face's format into a new folder.
+
+    `tensors` are ours, and `read` returns one by its name. The other fields of config.json, such as the tokens that end
+    a text, and the tokenizer are those of the folder `like`.
+    """
+    values = _config_in(like)[0] if like is not None else None
+    dtypes = Counter(one.dtype for one in tensors)
+    dtype = str(DTYPES[dtypes.most_common(1)[0][0]]).removeprefix("torch.")
+    with _new_folder(target) as fresh:
+        write_file(fresh / CONFIG, json.dumps(config_of(config, dtype, values), indent=2) + "\n")
+        names = {hf_name(one.name): one.name for one in tensors}
+        shards = _shards([Described(hf_name(one.name), one.dtype, one.shape) for one in tensors])
+
+        def converted(name: str) -> Tensor:
+            return to_hf(names[name], read(names[name]), config.head_dim)
+
+        places: dict[str, str] = {}
+        for number, shard in enumerate(shards, start=1):
+            file = WHOLE if len(shards) == 1 else f"model-{number:05d}-of-{len(shards):05d}.safetensors"
+            write_tensors(fresh / file, shard, converted, {"format": "pt"})
+            places |= {one.name: file for one in shard}
+        if len(shards) > 1:
+            index = {"metadata": {"total_size": sum(one.size for one in tensors)}, "weight_map": places}
+            write_file(fresh / INDEX, json.dumps(index, indent=2) + "\n")
+        if like is not None:
+            _copy_tokenizer(like, fresh)
+
+
+def _shards(tensors: Sequence[Described]) -> list[list[Described]]:
+    shards: list[list[Described]] = [[]]
+    size = 0
+    for one in tensors:
+        if shards[-1] and size + one.size > SHARD_BYTES:
+            shards.append([])
+            size = 0
+        shards[-1].append(one)
+        size += one.size
+    return shards

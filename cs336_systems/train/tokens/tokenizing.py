@@ -1,0 +1,213 @@
+"""Makes a store of tokens: finds the inputs, tokenizes the parts that are not finished yet, puts them together."""
+
+import contextlib
+import hashlib
+import json
+import os
+import shutil
+import sys
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+
+from cs336_systems.commands import interrupt_raises
+from cs336_systems.config import UserError
+from cs336_systems.files import locked, write_failure, write_file
+from cs336_systems.train.tokens.assembly import assemble
+from cs336_systems.train.tokens.byte_progress import ByteProgress
+from cs336_systems.train.tokens.documents import Reading, texts
+from cs336_systems.train.tokens.inputs import TOKENS, Input, Part, divide, find_inputs
+from cs336_systems.train.tokens.part_workers import Recipe, write_parts
+from cs336_systems.train.tokens.parts import Counts, PartFiles, remove_leftovers
+from cs336_systems.train.tokens.token_store import (
+    DOCUMENTS_FILE,
+    TOKENIZER_FILE,
+    TOKENS_FILE,
+    TokenStore,
+    is_store,
+    read_store,
+)
+from cs336_systems.train.tokens.tokenize_command import TokenizeArguments
+from cs336_systems.train.tokens.vocabulary import read_tokenizer, train_tokenizer
+
+PARTS, LOCK = ".parts", ".lock"
+"""Names in the folder of a store: the parts of an unfinished one, and the lock of its writer."""
+TRAINED_ON = 1 << 30
+"""Bytes of text that a tokenizer is trained on: evenly spaced parts of longer inputs."""
+
+
+def tokenize(arguments: TokenizeArguments) -> int:
+    """Write the store, or what is missing of it; return the exit code."""
+    try:
+        with interrupt_raises():
+            print(_tokenize(arguments))
+    except KeyboardInterrupt:
+        done = "the finished parts are kept, and the same command continues"
+        print(f"cs336 tokenize: stopped; {done}", file=sys.stderr)
+        return 130
+    return 0
+
+
+def _tokenize(arguments: TokenizeArguments) -> str:
+    """Write the store; return a line that says what was written."""
+    folder, reading = Path(arguments.output), Reading(arguments.text_field, arguments.separator)
+    inputs = find_inputs(arguments.inputs, folder)
+    parts = divide(inputs)
+    nothing = UserError(f"the inputs hold no tokens: {len(inputs)} files, {sum(one.size for one in inputs):,} bytes")
+    if not parts:
+        raise nothing
+    given = None if arguments.tokenizer is None else read_tokenizer(Path(arguments.tokenizer))
+    if given is not None:
+        _ = _recipe(arguments, reading, given).vocabulary  # reports its mistakes before a folder is made
+    elif all(one.kind == TOKENS for one in inputs):
+        raise UserError("--train_tokenizer needs text, and all inputs are tokens; give their --tokenizer")
+    with _exclusive(folder):
+        _require_ours(folder, arguments.force)
+        trained_from = "" if given is not None else _training_key(arguments, inputs)
+        recipe = _recipe(arguments, reading, given or _trained(arguments, folder, parts, reading, trained_from))
+        files = [PartFiles(folder / PARTS, part.key(recipe.text)) for part in parts]
+        work = hashlib.sha256(json.dumps([recipe.text, inputs]).encode()).hexdigest()
+        if (store := _present(folder, arguments.force)) and store.work == work:
+            shutil.rmtree(folder / PARTS, ignore_errors=True)
+            return f"{_described(folder, store)}; it was there"
+        _require_replaceable(folder, arguments.force)
+        remove_leftovers(folder / PARTS, {trained_from, *(one.key for one in files)})
+        done = _written(recipe, list(zip(parts, files, strict=True)), arguments.workers)
+        if not any(counts.tokens for _, counts in done):
+            shutil.rmtree(folder / PARTS, ignore_errors=True)
+            raise nothing
+        settings = {
+            "text_field": arguments.text_field,
+            "separator": arguments.separator,
+            "parse_special_tokens": arguments.parse_special_tokens,
+            "trained_from": trained_from,
+        }
+        store = assemble(folder, done, recipe.vocabulary, inputs=inputs, settings=settings, work=work)
+        shutil.rmtree(folder / PARTS, ignore_errors=True)
+    return f"{_described(folder, store)}; train on it with: cs336 train --data {folder}"
+
+
+def _recipe(arguments: TokenizeArguments, reading: Reading, tokenizer: bytes) -> Recipe:
+    name = arguments.tokenizer or TOKENIZER_FILE
+    return Recipe(tokenizer, name, arguments.end_token, arguments.parse_special_tokens, reading)
+
+
+def _described(folder: Path, store: TokenStore) -> str:
+    size = f"{store.tokens:,} tokens of {store.documents:,} documents"
+    return f"{folder}: {size}, vocabulary {store.vocab_size:,} ({store.dtype})"
+
+
+# -- the folder -------------------------------------------------------------------------------------------------------
+
+
+@contextlib.contextmanager
+def _exclusive(folder: Path) -> Iterator[None]:
+    """Lock the folder of a store, which is made; what was made is removed again if nothing was written to it."""
+    was_there, had_lock = folder.exists(), (folder / LOCK).exists()
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        with locked(folder / LOCK):
+            (folder / PARTS).mkdir(exist_ok=True)
+            try:
+                yield
+            finally:
+                _remove_unused(folder, lock=not had_lock, itself=not was_there)
+    except BlockingIOError:
+        raise UserError(f"another cs336 tokenize is writing to {str(folder)!r}; choose another --output") from None
+    except OSError as error:
+        raise write_failure(error, folder) from None
+
+
+def _remove_unused(folder: Path, *, lock: bool, itself: bool) -> None:
+    """Remove the folder of parts if it is empty, and then what was made for it."""
+    with contextlib.suppress(OSError):
+        (folder / PARTS).rmdir()
+    if is_store(folder) or (folder / PARTS).exists():
+        return
+    with contextlib.suppress(OSError):
+        if lock:
+            (folder / LOCK).unlink()
+        if itself:
+            folder.rmdir()
+
+
+def _require_ours(folder: Path, force: bool) -> None:
+    """Raise UserError for a folder with files of these names that no run of this command has written."""
+    if force or is_store(folder) or any((folder / PARTS).iterdir()):
+        return
+    for name in (TOKENS_FILE, DOCUMENTS_FILE, TOKENIZER_FILE):
+        if os.path.lexists(folder / name):
+            raise UserError(f"{str(folder / name)!r} exists, and no store is there; --force overwrites it")
+
+
+def _present(folder: Path, force: bool) -> TokenStore | None:
+    """Return the store that is in the folder; a damaged one is none where it may be replaced."""
+    if not is_store(folder):
+        return None
+    try:
+        return read_store(folder)
+    except UserError:
+        if not force:
+            raise
+        return None
+
+
+def _require_replaceable(folder: Path, force: bool) -> None:
+    """Raise UserError for a folder with a store of other inputs or settings."""
+    if is_store(folder) and not force:
+        raise UserError(
+            f"{str(folder)!r} has the tokens of other inputs or settings; --force replaces them, or choose another "
+            "--output"
+        )
+
+
+# -- the work ---------------------------------------------------------------------------------------------------------
+
+
+def _written(recipe: Recipe, work: list[tuple[Part, PartFiles]], workers: int | None) -> list[tuple[PartFiles, Counts]]:
+    """Tokenize the parts that are not there yet; return all of them with their counts."""
+    counts: dict[str, Counts | None] = {}
+    with ByteProgress(sum(part.size for part, _ in work)) as progress:
+        for part, files in work:
+            counts[files.key] = found = files.found()
+            if found is not None:
+                progress.skip(part.size)
+        missing = [(part, files) for part, files in work if counts[files.key] is None]
+        sizes = {files.key: part.size for part, files in missing}
+        processes = min(workers or len(os.sched_getaffinity(0)), max(len(missing), 1))
+        for files, found in write_parts(recipe, missing, processes):
+            counts[files.key] = found
+            progress.add(sizes[files.key], found.tokens)
+    return [(files, found) for _, files in work if (found := counts[files.key]) is not None]
+
+
+def _training_key(arguments: TokenizeArguments, inputs: Sequence[Input]) -> str:
+    """Return a name for the tokenizer that is trained on these inputs."""
+    made_from = [inputs, arguments.train_tokenizer, arguments.text_field, arguments.separator]
+    return hashlib.sha256(json.dumps(made_from).encode()).hexdigest()[:32]
+
+
+def _trained(
+    arguments: TokenizeArguments, folder: Path, parts: Sequence[Part], reading: Reading, trained_from: str
+) -> bytes:
+    """Return the tokenizer.json that was trained before, or that is trained now."""
+    before = folder / PARTS / f"{trained_from}.tokenizer"
+    if before.exists():
+        return read_tokenizer(before)
+    if (store := _present(folder, arguments.force)) and store.settings.get("trained_from") == trained_from:
+        return read_tokenizer(folder / TOKENIZER_FILE)
+    _require_replaceable(folder, arguments.force)
+    print(f"training a tokenizer of {arguments.train_tokenizer:,} tokens", file=sys.stderr, flush=True)
+    trained = train_tokenizer(_training_texts(parts, reading), arguments.train_tokenizer or 0)
+    write_file(before, trained)
+    return trained
+
+
+def _training_texts(parts: Sequence[Part], reading: Reading) -> Iterator[str]:
+    every = max(1, -(-sum(part.size for part in parts) // TRAINED_ON))
+    left = TRAINED_ON
+    for span in (span for part in parts[::every] for span in part.spans if span.input.kind != TOKENS):
+        for piece in texts(span, reading):
+            yield piece.text
+            left -= len(piece.text)
+            if left <= 0:  # a compressed file has more than its size
+                return

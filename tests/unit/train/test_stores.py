@@ -1,0 +1,105 @@
+"""`cs336 train --data` on a folder of `cs336 tokenize`: the same run as on a file of its tokens; damage is refused."""
+
+import json
+import os
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+
+from cs336_systems.flags import build
+from cs336_systems.parallel.launch import process_group
+from cs336_systems.train.settings import TrainSettings
+from cs336_systems.train.tokens.token_store import read_store
+from tests.distributed.train_cases import Outcome, Run, argv_of, fields, perform
+from tests.helpers import assert_refused, refused
+from tests.unit.train.stores_by_hand import write_store
+
+TOKENS = np.arange(400) * 7919 % 97
+LENGTHS = [100, 0, 250, 50]
+
+
+def performed(run: Run) -> Outcome:
+    with process_group("gloo", "cpu"):
+        return perform(run)
+
+
+@pytest.fixture
+def store(tmp_path) -> Path:
+    (tmp_path / "store").mkdir()
+    write_store(tmp_path / "store", TOKENS, LENGTHS)
+    return tmp_path / "store"
+
+
+def test_the_vocabulary_is_that_of_the_store(store):
+    settings = build(TrainSettings, {"data": str(store)})
+    assert (settings.model.vocab_size, settings.data.is_text) == (97, False)
+    assert build(TrainSettings, {"data": str(store), "vocab_size": 128}).model.vocab_size == 128
+    assert build(TrainSettings, {"data": str(store), "size": "qwen3/0.6B"}).model.vocab_size == 151_936
+
+
+@pytest.mark.parametrize("dtype", ["uint16", "uint32"])
+def test_a_run_is_that_of_a_file_of_the_same_tokens(dtype, tmp_path):
+    """To the bit, and one resumes the other."""
+    (tmp_path / "store").mkdir()
+    write_store(tmp_path / "store", TOKENS, LENGTHS, dtype)
+    np.save(tmp_path / "tokens.npy", TOKENS)
+    runs = [
+        fields(tmp_path / name, data, vocab_size=97, steps=4) for name, data in (("a", "store"), ("b", "tokens.npy"))
+    ]
+    first, second = (performed(Run(one)) for one in runs)
+    assert first.code == second.code == 0, first
+    assert all(torch.equal(value, second.weights[name]) for name, value in first.weights.items())
+    resumed = performed(Run({**runs[0], "data": str(tmp_path / "tokens.npy"), "steps": 4}))
+    assert (resumed.resumed_at, resumed.error) == (4, "")
+
+
+def test_a_changed_store_is_refused_on_resume(store, tmp_path):
+    run = fields(tmp_path / "run", "store", steps=4, save_every=2)
+    assert performed(Run(run, stop_after=2)).code == 75
+    write_store(store, np.roll(TOKENS, 1), LENGTHS)
+    assert "has other tokens" in performed(Run(run)).error
+    write_store(store, TOKENS, LENGTHS)
+    assert performed(Run(run)).resumed_at == 2
+
+
+def test_a_damaged_store_is_refused(store, tmp_path):
+    with (store / "tokens.bin").open("r+b") as file:
+        file.write(b"\1")
+    assert "is damaged" in performed(Run(fields(tmp_path / "run", "store"))).error
+
+
+def test_an_unfinished_or_cut_store(store, tmp_path, monkeypatch, capfd):
+    monkeypatch.chdir(tmp_path)
+    argv = argv_of({**fields(tmp_path / "run", "store"), "output": "run", "data": "store"})
+    os.truncate(store / "tokens.bin", 700)
+    assert_refused(argv, ["'store/tokens.bin'", "700 bytes", "800"], capfd)
+    (store / "store.json").unlink()
+    assert_refused(argv, ["'store'", "cs336 tokenize"], capfd)
+
+
+HEADERS = {
+    "text": "no JSON",
+    "list": "[]",
+    "other format": '{"format": "other"}',
+    "no fields": '{"format": "cs336 tokens", "version": 1}',
+    "version": '{"format": "cs336 tokens", "version": 2}',
+    "deep": "[" * 100_000,
+}
+FIELDS = {"dtype": "object", "tokens": -1, "documents": 1e300, "vocab_size": True, "fingerprint": None, "work": [1]}
+
+
+@pytest.mark.parametrize("name", HEADERS)
+def test_a_header_that_is_none(name, store):
+    (store / "store.json").write_text(HEADERS[name])
+    with refused("store"):
+        read_store(store)
+
+
+@pytest.mark.parametrize("name", FIELDS)
+def test_a_header_with_a_wrong_field(name, store):
+    values = json.loads((store / "store.json").read_text())
+    (store / "store.json").write_text(json.dumps({**values, name: FIELDS[name]}))
+    with refused("store.json", name):
+        read_store(store)
