@@ -12,6 +12,7 @@ _PUBLIC = {
     "cs336_systems.model": ("TransformerLM",),
     "cs336_systems.step": ("TrainStep",),
     "cs336_systems.kernels": ("FlashAttentionTorch", "FlashAttentionTriton", "attention"),
+    "cs336_systems.hugging_face": ("accelerate", "register_attention"),
     "cs336_systems.parallel": (
         "DDP",
         "FSDP",

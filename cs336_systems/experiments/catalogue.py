@@ -8,7 +8,7 @@ from functools import cache
 
 from cs336_systems import experiments as package
 from cs336_systems.config import RunConfig, UserError, nearest
-from cs336_systems.experiments.spec import HANDOUT_2026, PRESETS, Config, Experiment, GPUNeededError
+from cs336_systems.experiments.spec import HANDOUT_2026, PRESETS, Config, Experiment, MissingError
 
 TOPICS = ("steps", "kernels", "memory", "attention", "ranks", "training")
 """Order of the topics in reports and lists; a folder that is not named here comes last."""
@@ -68,10 +68,10 @@ def cells(names: Iterable[str], preset: str, base: RunConfig, gpu_memory: int | 
 
 
 def _on_device(names: Iterable[str], preset: str, base: RunConfig) -> list[str]:
-    """The experiments that do not need a GPU, unless the device is one."""
+    """The experiments that this machine can run: not those that need a GPU or a package that is missing."""
     found = []
     for name in names:
-        with suppress(GPUNeededError):
+        with suppress(MissingError):
             list(catalogue()[name].grid(preset, base))
             found.append(name)
     return found

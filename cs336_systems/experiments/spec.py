@@ -16,6 +16,7 @@ hold the instruments; only the worker process imports those.
 """
 
 import dataclasses
+import importlib.util
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
@@ -97,13 +98,18 @@ def run_config(base: RunConfig, size: str, context: int | None = None, **fields:
     return dataclasses.replace(base, model=model_config(size, **overrides), size=size, **fields).to_dict()
 
 
-class GPUNeededError(UserError):
-    """An experiment was asked for on a machine without a GPU."""
+class MissingError(UserError):
+    """An experiment was asked for on a machine without what it needs: a GPU, or a package."""
 
 
 def require_gpu(experiment: str, base: RunConfig, reason: str) -> None:
     if base.device_type != "cuda":
-        raise GPUNeededError(f"{experiment} needs a CUDA GPU: {reason}")
+        raise MissingError(f"{experiment} needs a CUDA GPU: {reason}")
+
+
+def require_package(experiment: str, package: str) -> None:
+    if importlib.util.find_spec(package) is None:
+        raise MissingError(f"{experiment} needs the package {package}; pip install {package}")
 
 
 # -- for instruments that run a training step -------------------------------------------------------------------------

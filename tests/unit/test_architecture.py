@@ -15,7 +15,7 @@ OURS = PACKAGE.name
 LEVELS = {
     0: ("", "config", "record", "text", "table", "flags", "commands", "files", "plain_pickle", "timeline", "predict"),
     1: ("kernels", "parallel"),
-    2: ("model", "step"),
+    2: ("model", "step", "hugging_face"),
     3: ("measure",),
     4: ("report",),
     5: ("experiments", "train"),

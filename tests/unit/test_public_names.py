@@ -12,6 +12,7 @@ MODULES = {
     "model": ["TransformerLM"],
     "step": ["TrainStep"],
     "kernels": ["attention", "FlashAttentionTorch", "FlashAttentionTriton"],
+    "hugging_face": ["accelerate", "register_attention"],
     "parallel": ["NaiveDDP", "FlatDDP", "DDP", "ShardedOptimizer", "FSDP", "gather_full_params", "clip_grad_norm_"],
 }
 

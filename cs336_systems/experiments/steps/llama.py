@@ -1,10 +1,12 @@
-"""The Llama of the same shape in Hugging Face's transformers, which the fast step is compared with.
+"""The Llama of the same shape in Hugging Face's transformers: the fast step is compared with it, `accelerate` makes it
+faster.
 
     cs336 bench --model cs336_systems.experiments.steps.llama:build --compile --precision bf16
 
 transformers is not installed with this package.
 """
 
+from collections.abc import Mapping
 from typing import Any
 
 
@@ -13,7 +15,6 @@ def build(
 ) -> Any:
     """A LlamaForCausalLM that returns logits alone, without the KV cache that only sampling needs."""
     from torch import Tensor, nn
-    from transformers import LlamaConfig, LlamaForCausalLM
 
     class Logits(nn.Module):
         def __init__(self, llama: nn.Module):
@@ -23,16 +24,24 @@ def build(
         def forward(self, tokens: Tensor) -> Tensor:
             return self.llama(tokens, use_cache=False).logits
 
-    fields: dict[str, Any] = {  # transformers declares not all that it accepts
-        "vocab_size": vocab_size,
-        "max_position_embeddings": context_length,
-        "hidden_size": d_model,
-        "intermediate_size": d_ff,
-        "num_hidden_layers": num_layers,
-        "num_attention_heads": num_heads,
-        "num_key_value_heads": num_heads,
-        "rope_parameters": {"rope_type": "default", "rope_theta": rope_theta},
+    shape = {"vocab_size": vocab_size, "context_length": context_length, "d_model": d_model, "num_layers": num_layers}
+    return Logits(language_model({**shape, "num_heads": num_heads, "d_ff": d_ff, "rope_theta": rope_theta}))
+
+
+def language_model(shape: Mapping[str, Any]) -> Any:
+    """A LlamaForCausalLM; `shape` has the fields of ModelConfig."""
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    fields: dict[str, Any] = {
+        "vocab_size": shape["vocab_size"],
+        "max_position_embeddings": shape["context_length"],
+        "hidden_size": shape["d_model"],
+        "intermediate_size": shape["d_ff"],
+        "num_hidden_layers": shape["num_layers"],
+        "num_attention_heads": shape["num_heads"],
+        "num_key_value_heads": shape["num_heads"],
+        "rope_parameters": {"rope_type": "default", "rope_theta": shape["rope_theta"]},
         "tie_word_embeddings": False,
         "attn_implementation": "sdpa",
     }
-    return Logits(LlamaForCausalLM(LlamaConfig(**fields)))
+    return LlamaForCausalLM(LlamaConfig(**fields))

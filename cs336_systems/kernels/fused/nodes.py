@@ -45,11 +45,12 @@ def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
         return out if bias is None else out + bias.to(dtype)
 
 
-def swiglu_linear(gate_up: Tensor, weight: Tensor) -> Tensor:
-    """(silu(gate) * up) @ weight^T; gates are the first half of `gate_up`."""
+def swiglu_linear(gate_up: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
+    """(silu(gate) * up) @ weight^T + bias; gates are the first half of `gate_up`."""
     dtype = matmul_dtype(gate_up)
     with no_autocast(gate_up):
-        return _SwigluLinear.apply(gate_up.to(dtype), weight)
+        out = _SwigluLinear.apply(gate_up.to(dtype), weight)
+        return out if bias is None else out + bias.to(dtype)
 
 
 class HeadNorms(NamedTuple):
@@ -61,29 +62,32 @@ class HeadNorms(NamedTuple):
 
 
 def rotary_heads(
-    qkv: Tensor, cos: Tensor, sin: Tensor, heads: int, norms: HeadNorms | None = None
+    qkv: Tensor, cos: Tensor, sin: Tensor, heads: int, norms: HeadNorms | None = None, *, halves: bool = False
 ) -> tuple[Tensor, Tensor, Tensor]:
     """q and k with rotary embedding, after their norms if there are any, and v: (batch, heads, rows, dim) each, k and v
     of kv_heads. qkv: (batch, rows, (heads + 2 * kv_heads) * dim).
 
     They are views of `qkv`, which is rotated in place where it is contiguous: the caller must not use it afterwards.
-    With norms q and k are new, and `qkv` is kept for backward.
+    With norms q and k are new, and `qkv` is kept for backward. `halves`: as of `pointwise.rotate_`.
     """
     with no_autocast(qkv):
         if norms is None:
-            return _RotaryHeads.apply(qkv.contiguous(), cos, sin, heads)
-        return _NormRotaryHeads.apply(qkv.contiguous(), cos, sin, heads, *norms)
+            return _RotaryHeads.apply(qkv.contiguous(), cos, sin, heads, halves)
+        return _NormRotaryHeads.apply(qkv.contiguous(), cos, sin, heads, *norms, halves)
 
 
-def linear_cross_entropy(x: Tensor, weight: Tensor, targets: Tensor, *, ignored: int = pointwise.IGNORED) -> Tensor:
+def linear_cross_entropy(
+    x: Tensor, weight: Tensor, targets: Tensor, *, ignored: int = pointwise.IGNORED, count: Tensor | None = None
+) -> Tensor:
     """Mean cross entropy of the logits x @ weight^T over the targets that are not `ignored`.
 
+    `count`, a scalar on the device: the number that their sum is divided by, where it is not their own number.
     The logits are computed in chunks of CHUNK_BYTES, and each chunk's gradient in the same pass; the chunks' gradients
     are added up in fp32. A target outside the vocabulary that is not `ignored` makes the loss NaN.
     """
     dtype, trains = matmul_dtype(x), torch.is_grad_enabled()
     with no_autocast(x):
-        return _LinearCrossEntropy.apply(as_rows(x).to(dtype), weight, targets.reshape(-1), ignored, trains)
+        return _LinearCrossEntropy.apply(as_rows(x).to(dtype), weight, targets.reshape(-1), ignored, trains, count)
 
 
 def matmul_dtype(x: Tensor) -> torch.dtype:
@@ -272,27 +276,31 @@ class _SwigluLinear(torch.autograd.Function):
 
 class _RotaryHeads(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, qkv: Tensor, cos: Tensor, sin: Tensor, heads: int) -> Any:
+    def forward(ctx: Any, qkv: Tensor, cos: Tensor, sin: Tensor, heads: int, halves: bool) -> Any:
         parts = qkv.detach().unflatten(-1, (-1, cos.shape[-1]))
-        pointwise.rotate_(parts, cos, sin, heads)
+        pointwise.rotate_(parts, cos, sin, heads, halves)
         ctx.save_for_backward(cos, sin)
+        ctx.halves = halves
         return tuple(t.transpose(1, 2) for t in pointwise.heads_of(parts, heads))
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> Any:
         dq, dk, dv = (grad.transpose(1, 2) for grad in grads)
-        return pointwise.rotate_backward(dq, dk, dv, *ctx.saved_tensors).flatten(2), None, None, None
+        cos, sin = ctx.saved_tensors
+        found = pointwise.rotate_backward(dq, dk, dv, cos, sin, ctx.halves)
+        return found.flatten(2), None, None, None, None
 
 
 class _NormRotaryHeads(torch.autograd.Function):
     @staticmethod
     def forward(
-        ctx: Any, qkv: Tensor, cos: Tensor, sin: Tensor, heads: int, q_gain: Tensor, k_gain: Tensor, eps: float
-    ) -> Any:
+        ctx: Any, qkv: Tensor, cos: Tensor, sin: Tensor, heads: int, q_gain: Tensor, k_gain: Tensor, eps: float,
+        halves: bool,
+    ) -> Any:  # fmt: skip
         parts = qkv.detach().unflatten(-1, (-1, cos.shape[-1]))
-        normed = pointwise.norm_rotate(parts, q_gain, k_gain, eps, cos, sin, heads)
+        normed = pointwise.norm_rotate(parts, q_gain, k_gain, eps, cos, sin, heads, halves)
         ctx.save_for_backward(parts, cos, sin)
-        ctx.gains, ctx.eps = (q_gain, k_gain), eps
+        ctx.gains, ctx.eps, ctx.halves = (q_gain, k_gain), eps, halves
         v = pointwise.heads_of(parts, heads)[2]
         return tuple(t.transpose(1, 2) for t in (normed[:, :, :heads], normed[:, :, heads:], v))
 
@@ -301,16 +309,18 @@ class _NormRotaryHeads(torch.autograd.Function):
         parts, cos, sin = ctx.saved_tensors
         dq, dk, dv = (grad.transpose(1, 2) for grad in grads)
         q_gain, k_gain = ctx.gains
-        found = pointwise.norm_rotate_backward(dq, dk, dv, parts, q_gain, k_gain, ctx.eps, cos, sin)
+        found = pointwise.norm_rotate_backward(dq, dk, dv, parts, q_gain, k_gain, ctx.eps, cos, sin, ctx.halves)
         gains = [deposit(gain, grad) for gain, grad in zip(ctx.gains, found[1:], strict=True)]
-        return found.qkv.flatten(2), None, None, None, *gains, None
+        return found.qkv.flatten(2), None, None, None, *gains, None, None
 
 
 class _LinearCrossEntropy(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, x: Tensor, weight: Tensor, targets: Tensor, ignored: int, trains: bool) -> Tensor:
+    def forward(
+        ctx: Any, x: Tensor, weight: Tensor, targets: Tensor, ignored: int, trains: bool, count: Tensor | None
+    ) -> Tensor:
         matrix = joined((weight,), x.dtype)
-        row_weight = (targets != ignored).sum().float().reciprocal()
+        row_weight = ((targets != ignored).sum() if count is None else count).float().reciprocal()
         chunks = max(1, -(-x.shape[0] * len(matrix) * x.element_size() // CHUNK_BYTES))
         loss = torch.zeros((), dtype=torch.float32, device=x.device)
         grad_x = torch.empty_like(x)
@@ -331,7 +341,7 @@ class _LinearCrossEntropy(torch.autograd.Function):
         grad_x, grad_weight = ctx.saved_tensors
         with no_autocast(grad_x):
             dw = deposit(ctx.weight, _scaled(ctx.weight, grad_weight, grad)) if ctx.needs_input_grad[1] else None
-            return grad_x * grad, dw, None, None, None
+            return grad_x * grad, dw, None, None, None, None
 
 
 def _scaled(weight: Tensor, gradient: Tensor, factor: Tensor) -> Tensor:

@@ -40,7 +40,8 @@ ALIGNED = 128
 
 class PackedAdamW(torch.optim.Optimizer):
     """AdamW that owns the memory of its parameters: those of two and more dimensions become `dtype` (torch.bfloat16, or
-    torch.float32 to keep them), others stay fp32. `state_dtype`: of the masters and moments of `dtype` weights.
+    torch.float32 to keep them), others keep their dtype. Before, they are fp32 or `dtype`; masters begin with those
+    values. `state_dtype`: of the masters and moments of `dtype` weights.
 
     Every parameter must get a gradient in every step; parameters that are frozen now are left alone. Load weights by
     `load_masters`: a module's load_state_dict would leave the low 16 bits of the masters as they were. `max_grad_norm`
@@ -110,12 +111,13 @@ class PackedAdamW(torch.optim.Optimizer):
 
     def _pack(self, number: int) -> None:
         params: list[nn.Parameter] = [p for p in self.param_groups[number]["params"] if p.requires_grad]
-        for dtype in dict.fromkeys((self.dtype, torch.float32)):
-            members = [p for p in params if (self.dtype if p.dim() >= 2 else torch.float32) == dtype]
+        dtypes = tuple(dict.fromkeys((self.dtype, torch.float32)))
+        if not all(p.dtype in dtypes and (p.is_meta or p.device == self.device) for p in params):
+            raise ValueError(f"PackedAdamW needs parameters in fp32 or {self.dtype}, on one device")
+        for dtype in dtypes:
+            members = [p for p in params if (self.dtype if p.dim() >= 2 else p.dtype) == dtype]
             if not members:
                 continue
-            if any(p.dtype != torch.float32 or not (p.is_meta or p.device == self.device) for p in members):
-                raise ValueError("PackedAdamW needs fp32 parameters on one device")
             if self.device.type == "meta":
                 raise ValueError("parameters on the meta device need the `device` that PackedAdamW allocates them on")
             state_dtype = self.state_dtype if dtype == self.dtype else torch.float32

@@ -86,25 +86,29 @@ def heads_of(qkv: Tensor, heads: int) -> tuple[Tensor, Tensor, Tensor]:
     return q, k, v
 
 
-def rotate_(qkv: Tensor, cos: Tensor, sin: Tensor, heads: int) -> None:
+def rotate_(qkv: Tensor, cos: Tensor, sin: Tensor, heads: int, halves: bool = False) -> None:
     """Apply the rotary embedding to q and k of (batch, rows, heads + 2 * kv_heads, dim). cos, sin: tables of
-    RotaryEmbedding."""
+    RotaryEmbedding.
+
+    With `halves` the pairs are (i, i + dim / 2) in place of neighbours, and the tables those of transformers: (batch or
+    1, rows, dim), contiguous, both halves of `dim` alike.
+    """
     q, k, _ = heads_of(qkv, heads)
     if kernels := _triton(qkv):
-        kernels.rotate(q, k, None, cos, sin, qkv, 1.0)
+        kernels.rotate(q, k, None, cos, sin, qkv, 1.0, halves)
         return
     for t in (q, k):
-        t.copy_(_rotated(t, cos, sin))
+        t.copy_(_rotated(t, cos, sin, halves))
 
 
-def rotate_backward(dq: Tensor, dk: Tensor, dv: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+def rotate_backward(dq: Tensor, dk: Tensor, dv: Tensor, cos: Tensor, sin: Tensor, halves: bool = False) -> Tensor:
     """The gradient of `rotate_`'s input from those of q, k and v. dq: (batch, rows, heads, dim); dk, dv: kv_heads."""
     out = _qkv_like(dq, dk)
     if kernels := _triton(dq):
         dq, dk, dv = (_row_major(t) for t in (dq, dk, dv))
-        kernels.rotate(dq, dk, dv, cos, sin, out, -1.0)
+        kernels.rotate(dq, dk, dv, cos, sin, out, -1.0, halves)
         return out
-    found = _rotated(dq, cos, -sin), _rotated(dk, cos, -sin), dv
+    found = _rotated(dq, cos, -sin, halves), _rotated(dk, cos, -sin, halves), dv
     for part, t in zip(heads_of(out, dq.shape[2]), found, strict=True):
         part.copy_(t)
     return out
@@ -120,7 +124,7 @@ def _row_major(t: Tensor) -> Tensor:
 
 
 def norm_rotate(
-    qkv: Tensor, q_gain: Tensor, k_gain: Tensor, eps: float, cos: Tensor, sin: Tensor, heads: int
+    qkv: Tensor, q_gain: Tensor, k_gain: Tensor, eps: float, cos: Tensor, sin: Tensor, heads: int, halves: bool = False
 ) -> Tensor:
     """q and k, each head normalised, times its gain and rotated: (batch, rows, heads + kv_heads, dim). qkv as in
     `rotate_`; it stays as it is."""
@@ -128,11 +132,11 @@ def norm_rotate(
     batch, rows, _, dim = qkv.shape
     out = torch.empty((batch, rows, heads + k.shape[2], dim), dtype=qkv.dtype, device=qkv.device)
     if kernels := _triton(qkv):
-        kernels.norm_rotate(q, k, q_gain.contiguous(), k_gain.contiguous(), eps, cos, sin, out)
+        kernels.norm_rotate(q, k, q_gain.contiguous(), k_gain.contiguous(), eps, cos, sin, out, halves)
         return out
     for part, t, gain in zip(out.split((heads, k.shape[2]), dim=2), (q, k), (q_gain, k_gain), strict=True):
         normed = _head_norm(t, eps)[0] * gain
-        part.copy_(_rotated(normed.to(qkv.dtype), cos, sin))
+        part.copy_(_rotated(normed.to(qkv.dtype), cos, sin, halves))
     return out
 
 
@@ -145,21 +149,29 @@ class NormRotateGradients(NamedTuple):
 
 def norm_rotate_backward(
     dq: Tensor, dk: Tensor, dv: Tensor, qkv: Tensor, q_gain: Tensor, k_gain: Tensor, eps: float,
-    cos: Tensor, sin: Tensor,
+    cos: Tensor, sin: Tensor, halves: bool = False,
 ) -> NormRotateGradients:  # fmt: skip
     """Gradients of `norm_rotate` from those of its q and k; that of v is copied into the result."""
     out, heads = _qkv_like(dq, dk), dq.shape[2]
     if kernels := _triton(dq):
         dq, dk, dv = (_row_major(t) for t in (dq, dk, dv))
         gains = kernels.norm_rotate_backward(
-            *(dq, dk, dv), *heads_of(qkv, heads)[:2], q_gain.contiguous(), k_gain.contiguous(), eps, cos, sin, out
+            *(dq, dk, dv),
+            *heads_of(qkv, heads)[:2],
+            q_gain.contiguous(),
+            k_gain.contiguous(),
+            eps,
+            cos,
+            sin,
+            out,
+            halves,
         )
         return NormRotateGradients(out, *gains)
     d_q, d_k, d_v = heads_of(out, heads)
     found = []
     for t, grad, gain, into in zip(heads_of(qkv, heads), (dq, dk), (q_gain, k_gain), (d_q, d_k), strict=False):
         normed, rstd = _head_norm(t, eps)
-        grad = _rotated(grad, cos, -sin)
+        grad = _rotated(grad, cos, -sin, halves)
         found.append((grad * normed).sum((0, 1, 2)))
         grad_normed = grad * gain
         into.copy_(rstd * (grad_normed - normed * (grad_normed * normed).mean(-1, keepdim=True)))
@@ -174,7 +186,11 @@ def _head_norm(t: Tensor, eps: float) -> tuple[Tensor, Tensor]:
     return wide * rstd, rstd
 
 
-def _rotated(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+def _rotated(x: Tensor, cos: Tensor, sin: Tensor, halves: bool) -> Tensor:
+    if halves:
+        first, second = x.float().chunk(2, dim=-1)
+        turned = torch.cat((-second, first), dim=-1)
+        return torch.addcmul(x * cos[:, :, None].float(), turned, sin[:, :, None].float())
     swapped = x.float().unflatten(-1, (-1, 2)).flip(-1).flatten(-2)
     return torch.addcmul(x * cos[: x.shape[1]], swapped, sin[: x.shape[1]])
 

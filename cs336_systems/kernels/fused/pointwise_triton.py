@@ -5,6 +5,7 @@ The caller, pointwise.py, allocates the results; it also has each formula in pla
 the index of a program or row, o_ offsets, m_ a mask, b_ a block of values in registers. Row offsets are 64 bits wide.
 """
 
+import math
 from typing import Any
 
 import torch
@@ -94,11 +95,12 @@ def _column_sums(x, out, rows, width, ROWS: tl.constexpr, COLUMNS: tl.constexpr)
 @triton.jit
 def _rotate(
     q, k, v, out, cos, sin, length, heads, kv_heads, half_dim,
-    q_batch, q_row, q_head, k_batch, k_row, k_head, v_batch, v_row, v_head,
-    SIGN: tl.constexpr, HEADS: tl.constexpr, PAIRS: tl.constexpr,
+    q_batch, q_row, q_head, k_batch, k_row, k_head, v_batch, v_row, v_head, angle_batch,
+    SIGN: tl.constexpr, HEADS: tl.constexpr, PAIRS: tl.constexpr, HALVES: tl.constexpr,
 ):  # fmt: skip
     """HEADS heads of one row of q or k, rotated, or of v, copied: (batch, row, head, dim) into (batch, row, heads + 2 *
     kv_heads, dim). q_batch, q_row and so on are strides."""
+    half_dim = _aligned(half_dim, HALVES)
     i_row = tl.program_id(0).to(tl.int64)
     i_part = tl.program_id(1)
     i_batch, i_position = i_row // length, i_row % length
@@ -113,24 +115,60 @@ def _rotate(
         own_heads, first_head = kv_heads, heads + kv_heads
     # Heads, then dimensions: the compiler sees that a row's elements are contiguous, and moves 16 bytes at a time.
     o_head = (tl.program_id(2) * HEADS + tl.arange(0, HEADS))[:, None]  # [HEADS, 1]
-    o_dim = tl.arange(0, 2 * PAIRS)[None, :]  # [1, 2 * PAIRS]
-    m_head = (o_head < own_heads) & (o_dim < 2 * half_dim)
+    o_dim, m_dim = _dimensions(half_dim, PAIRS, HALVES)  # [1, 2 * PAIRS]
+    m_head = (o_head < own_heads) & m_dim
     b_x = tl.load(source + o_head * head_stride + o_dim, m_head, 0.0)  # [HEADS, 2 * PAIRS]
     if i_part < 2:
-        b_rotated = _rotated(b_x.to(tl.float32), cos, sin, i_position, half_dim, SIGN, HEADS, PAIRS)
+        i_angle = _angle_row(i_batch, i_position, angle_batch, HALVES)
+        b_rotated = _rotated(b_x.to(tl.float32), cos, sin, i_angle, half_dim, SIGN, HEADS, PAIRS, HALVES)
         b_x = b_rotated.to(b_x.dtype)
     o_row = i_row * (heads + 2 * kv_heads) + first_head
     tl.store(out + (o_row + o_head) * 2 * half_dim + o_dim, b_x.to(out.dtype.element_ty), m_head)
 
 
 @triton.jit
+def _dimensions(half_dim, PAIRS: tl.constexpr, HALVES: tl.constexpr):
+    """Offsets of a head's dimensions, [1, 2 * PAIRS], and a mask of those that exist: in order, for the rotation of
+    neighbours; with HALVES, for that of (i, i + half_dim), each half padded to PAIRS."""
+    o_dim = tl.arange(0, 2 * PAIRS)[None, :]
+    if HALVES:
+        o_pair = o_dim % PAIRS
+        return o_dim // PAIRS * half_dim + o_pair, o_pair < half_dim
+    return o_dim, o_dim < 2 * half_dim
+
+
+@triton.jit
+def _aligned(half_dim, HALVES: tl.constexpr):
+    """half_dim, of which HALVES is a divisor: so the compiler knows how the second half is aligned."""
+    if HALVES:
+        return half_dim // HALVES * HALVES
+    return half_dim
+
+
+@triton.jit
+def _angle_row(i_batch, i_position, angle_batch, HALVES: tl.constexpr):
+    """The row of the tables of cos and sin. With HALVES each batch item may have rows of its own."""
+    if HALVES:
+        return i_batch * angle_batch + i_position
+    return i_position
+
+
+@triton.jit
 def _rotated(
-    b_x, cos, sin, i_position, half_dim, SIGN: tl.constexpr, HEADS: tl.constexpr, PAIRS: tl.constexpr,
+    b_x, cos, sin, i_angle, half_dim,
+    SIGN: tl.constexpr, HEADS: tl.constexpr, PAIRS: tl.constexpr, HALVES: tl.constexpr,
 ):  # fmt: skip
     """Heads of one position, rotated forwards (SIGN 1) or backwards (-1). [HEADS, 2 * PAIRS], fp32"""
-    b_even, b_odd = tl.split(b_x.reshape(HEADS, PAIRS, 2))  # [HEADS, PAIRS]
     o_pair = tl.arange(0, PAIRS)
-    o_angle = i_position * 2 * half_dim + 2 * o_pair
+    if HALVES:
+        b_first, b_second = tl.split(b_x.reshape(HEADS, 2, PAIRS).permute(0, 2, 1))  # [HEADS, PAIRS]
+        o_half = i_angle * 2 * half_dim + o_pair
+        b_cos_half = tl.load(cos + o_half, o_pair < half_dim, 0.0).to(tl.float32)[None, :]
+        b_sin_half = tl.load(sin + o_half, o_pair < half_dim, 0.0).to(tl.float32)[None, :] * SIGN
+        b_halves = tl.join(b_first * b_cos_half - b_second * b_sin_half, b_second * b_cos_half + b_first * b_sin_half)
+        return b_halves.permute(0, 2, 1).reshape(HEADS, 2 * PAIRS)
+    b_even, b_odd = tl.split(b_x.reshape(HEADS, PAIRS, 2))  # [HEADS, PAIRS]
+    o_angle = i_angle * 2 * half_dim + 2 * o_pair
     b_cos = tl.load(cos + o_angle, o_pair < half_dim, 0.0)[None, :]
     # The table holds -sin at even and sin at odd positions.
     b_sin = tl.load(sin + o_angle + 1, o_pair < half_dim, 0.0)[None, :] * SIGN
@@ -141,10 +179,11 @@ def _rotated(
 @triton.jit
 def _norm_rotate(
     q, k, q_gain, k_gain, out, cos, sin, length, heads, kv_heads, half_dim, eps,
-    batch_stride, row_stride, HEADS: tl.constexpr, PAIRS: tl.constexpr,
+    batch_stride, row_stride, angle_batch, HEADS: tl.constexpr, PAIRS: tl.constexpr, HALVES: tl.constexpr,
 ):  # fmt: skip
     """HEADS heads of one row of q or k, normalised and rotated, into (batch, row, heads + kv_heads, dim). q and k are
     parts of the same rows."""
+    half_dim = _aligned(half_dim, HALVES)
     i_row = tl.program_id(0).to(tl.int64)
     i_batch, i_position = i_row // length, i_row % length
     if tl.program_id(1) == 0:
@@ -152,15 +191,16 @@ def _norm_rotate(
     else:
         source, gain, own_heads, first_head = k, k_gain, kv_heads, heads
     o_head = (tl.program_id(2) * HEADS + tl.arange(0, HEADS))[:, None]  # [HEADS, 1]
-    o_dim = tl.arange(0, 2 * PAIRS)[None, :]  # [1, 2 * PAIRS]
-    m_head = (o_head < own_heads) & (o_dim < 2 * half_dim)
+    o_dim, m_dim = _dimensions(half_dim, PAIRS, HALVES)  # [1, 2 * PAIRS]
+    m_head = (o_head < own_heads) & m_dim
     o_source = i_batch * batch_stride + i_position * row_stride + o_head * 2 * half_dim + o_dim
     b_x = tl.load(source + o_source, m_head, 0.0).to(tl.float32)  # [HEADS, 2 * PAIRS]
     b_rstd = tl.rsqrt(tl.sum(b_x * b_x, 1) / (2 * half_dim) + eps)[:, None]
-    b_gain = tl.load(gain + o_dim, o_dim < 2 * half_dim, 0.0).to(tl.float32)
+    b_gain = tl.load(gain + o_dim, m_dim, 0.0).to(tl.float32)
     # The norm's output is rounded, as that of a norm in memory would be.
     b_y = (b_x * b_rstd * b_gain).to(out.dtype.element_ty).to(tl.float32)
-    b_y = _rotated(b_y, cos, sin, i_position, half_dim, 1.0, HEADS, PAIRS)
+    i_angle = _angle_row(i_batch, i_position, angle_batch, HALVES)
+    b_y = _rotated(b_y, cos, sin, i_angle, half_dim, 1.0, HEADS, PAIRS, HALVES)
     o_row = i_row * (heads + kv_heads) + first_head
     tl.store(out + (o_row + o_head) * 2 * half_dim + o_dim, b_y.to(out.dtype.element_ty), m_head)
 
@@ -169,11 +209,12 @@ def _norm_rotate(
 def _norm_rotate_backward(
     dq, dk, dv, q, k, q_gain, k_gain, out, partial, cos, sin, rows, length, heads, kv_heads, half_dim, eps,
     q_batch, q_row, q_head, k_batch, k_row, k_head, v_batch, v_row, v_head, batch_stride, row_stride,
-    HEADS: tl.constexpr, PAIRS: tl.constexpr,
+    angle_batch, HEADS: tl.constexpr, PAIRS: tl.constexpr, HALVES: tl.constexpr,
 ):  # fmt: skip
     """Every num_programs-th row of q, k or v: the gradient before the norm, into (batch, row, heads + 2 * kv_heads,
     dim), and a partial sum of the gain's gradient. q_batch and so on are strides of the gradients; q and k are parts of
     the same rows."""
+    half_dim = _aligned(half_dim, HALVES)
     i_program, i_part = tl.program_id(0), tl.program_id(1)
     if i_part == 0:
         grad, source, gain, own_heads, first_head = dq, q, q_gain, heads, 0
@@ -184,19 +225,20 @@ def _norm_rotate_backward(
     else:
         grad, source, gain, own_heads, first_head = dv, k, k_gain, kv_heads, heads + kv_heads
         grad_batch, grad_row, grad_head = v_batch, v_row, v_head
-    o_dim = tl.arange(0, 2 * PAIRS)[None, :]  # [1, 2 * PAIRS]
-    b_gain = tl.load(gain + o_dim, o_dim < 2 * half_dim, 0.0).to(tl.float32)
+    o_dim, m_dim = _dimensions(half_dim, PAIRS, HALVES)  # [1, 2 * PAIRS]
+    b_gain = tl.load(gain + o_dim, m_dim, 0.0).to(tl.float32)
     b_grad_gain = tl.zeros((HEADS, 2 * PAIRS), tl.float32)
     for i_row in range(i_program, rows, tl.num_programs(0)):
         i_wide = tl.cast(i_row, tl.int64)
         i_batch, i_position = i_wide // length, i_wide % length
         for start in range(0, own_heads, HEADS):
             o_head = (start + tl.arange(0, HEADS))[:, None]  # [HEADS, 1]
-            m_head = (o_head < own_heads) & (o_dim < 2 * half_dim)
+            m_head = (o_head < own_heads) & m_dim
             o_grad = i_batch * grad_batch + i_position * grad_row + o_head * grad_head + o_dim
             b_grad = tl.load(grad + o_grad, m_head, 0.0).to(tl.float32)  # [HEADS, 2 * PAIRS]
             if i_part < 2:
-                b_grad = _rotated(b_grad, cos, sin, i_position, half_dim, -1.0, HEADS, PAIRS)
+                i_angle = _angle_row(i_batch, i_position, angle_batch, HALVES)
+                b_grad = _rotated(b_grad, cos, sin, i_angle, half_dim, -1.0, HEADS, PAIRS, HALVES)
                 o_x = i_batch * batch_stride + i_position * row_stride + o_head * 2 * half_dim + o_dim
                 b_x = tl.load(source + o_x, m_head, 0.0).to(tl.float32)
                 b_rstd = tl.rsqrt(tl.sum(b_x * b_x, 1) / (2 * half_dim) + eps)[:, None]
@@ -209,7 +251,7 @@ def _norm_rotate_backward(
             tl.store(out + (o_row + o_head) * 2 * half_dim + o_dim, b_grad.to(out.dtype.element_ty), m_head)
     if i_part < 2:
         o_partial = (i_part * tl.num_programs(0) + i_program) * 2 * half_dim + o_dim
-        tl.store(partial + o_partial, tl.sum(b_grad_gain, 0)[None, :], o_dim < 2 * half_dim)
+        tl.store(partial + o_partial, tl.sum(b_grad_gain, 0)[None, :], m_dim)
 
 
 @triton.jit
@@ -372,7 +414,9 @@ def _summed(partial: Tensor) -> Tensor:
     return out
 
 
-def rotate(q: Tensor, k: Tensor, v: Tensor | None, cos: Tensor, sin: Tensor, out: Tensor, sign: float) -> None:
+def rotate(
+    q: Tensor, k: Tensor, v: Tensor | None, cos: Tensor, sin: Tensor, out: Tensor, sign: float, halves: bool
+) -> None:
     """Rotate q and k, and copy v. q, k, v: (batch, rows, heads, dim) with contiguous rows; out: (batch, rows, heads + 2
     * kv_heads, dim). Without v its part of `out` stays as it is. sign: 1.0, or -1.0 to rotate backwards."""
     batch, length, heads, dim = q.shape
@@ -382,7 +426,8 @@ def rotate(q: Tensor, k: Tensor, v: Tensor | None, cos: Tensor, sin: Tensor, out
     strides = [stride for t in (q, k, third) for stride in t.stride()[:3]]
     _launch(
         _rotate, grid, q, k, third, out, cos, sin, length, heads, k.shape[2], dim // 2, *strides,
-        SIGN=sign, HEADS=block_heads, PAIRS=pairs, num_warps=4,
+        _angle_batch(cos, halves), SIGN=sign, HEADS=block_heads, PAIRS=pairs, HALVES=_alignment(dim, halves),
+        num_warps=4,
     )  # fmt: skip
 
 
@@ -392,22 +437,34 @@ def _rotary_block(heads: int, dim: int) -> tuple[int, int]:
     return pairs, max(1, min(ROTARY_ELEMENTS // (2 * pairs), triton.next_power_of_2(heads)))
 
 
+def _alignment(dim: int, halves: bool) -> int:
+    """HALVES of the kernels: the largest power of 2, up to 16, that divides half of `dim`; 0 to rotate neighbours."""
+    return math.gcd(dim // 2, 16) if halves else 0
+
+
+def _angle_batch(cos: Tensor, halves: bool) -> int:
+    """Rows between the tables of two batch items, (batch or 1, rows, dim)."""
+    return cos.shape[1] if halves and len(cos) > 1 else 0
+
+
 def norm_rotate(
-    q: Tensor, k: Tensor, q_gain: Tensor, k_gain: Tensor, eps: float, cos: Tensor, sin: Tensor, out: Tensor
-) -> None:
+    q: Tensor, k: Tensor, q_gain: Tensor, k_gain: Tensor, eps: float, cos: Tensor, sin: Tensor, out: Tensor,
+    halves: bool,
+) -> None:  # fmt: skip
     """Normalise and rotate q and k, parts of the same rows. (batch, rows, heads, dim)"""
     batch, length, heads, dim = q.shape
     pairs, block_heads = _rotary_block(heads, dim)
     grid = (batch * length, 2, triton.cdiv(heads, block_heads))
     _launch(
         _norm_rotate, grid, q, k, q_gain, k_gain, out, cos, sin, length, heads, k.shape[2], dim // 2, eps,
-        *q.stride()[:2], HEADS=block_heads, PAIRS=pairs, num_warps=4,
+        *q.stride()[:2], _angle_batch(cos, halves), HEADS=block_heads, PAIRS=pairs, HALVES=_alignment(dim, halves),
+        num_warps=4,
     )  # fmt: skip
 
 
 def norm_rotate_backward(
     dq: Tensor, dk: Tensor, dv: Tensor, q: Tensor, k: Tensor, q_gain: Tensor, k_gain: Tensor, eps: float,
-    cos: Tensor, sin: Tensor, out: Tensor,
+    cos: Tensor, sin: Tensor, out: Tensor, halves: bool,
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
     """Write the gradient of qkv and return those of the gains, in fp32."""
     batch, length, heads, dim = q.shape
@@ -418,8 +475,8 @@ def norm_rotate_backward(
     strides = [stride for t in (dq, dk, dv) for stride in t.stride()[:3]]
     _launch(
         _norm_rotate_backward, (programs, 3), dq, dk, dv, q, k, q_gain, k_gain, out, partial, cos, sin,
-        rows, length, heads, k.shape[2], dim // 2, eps, *strides, *q.stride()[:2],
-        HEADS=block_heads, PAIRS=pairs, num_warps=4,
+        rows, length, heads, k.shape[2], dim // 2, eps, *strides, *q.stride()[:2], _angle_batch(cos, halves),
+        HEADS=block_heads, PAIRS=pairs, HALVES=_alignment(dim, halves), num_warps=4,
     )  # fmt: skip
     return _summed(partial[0]), _summed(partial[1])
 

@@ -87,6 +87,7 @@ def test_a_new_module_is_a_new_experiment(extended):
 # -- names ------------------------------------------------------------------------------------------------------------
 
 HOMONYMS = {
+    "accelerate": "a function",
     "memory": "a command, a metric's part and a folder",
     "kernels": "a part of the fast step and a folder",
     "precision": "a field of RunConfig",

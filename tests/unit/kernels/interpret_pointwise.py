@@ -82,9 +82,16 @@ class Heads(NamedTuple):
     kv_heads: int
     dim: int
     context: int
+    halves: bool = False
+    """Pairs of dimensions are (i, i + dim / 2), and each batch item has its own angles."""
 
-    def table(self) -> RotaryEmbedding:
-        return RotaryEmbedding(self.context, self.dim, 100.0)
+    def table(self, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+        """cos and sin; with `halves` as transformers passes them."""
+        if not self.halves:
+            table = RotaryEmbedding(self.context, self.dim, 100.0)
+            return table.cos, table.sin
+        angles = random(self.batch, self.rows, self.dim // 2, seed=8).repeat(1, 1, 2)
+        return angles.cos().to(dtype), angles.sin().to(dtype)
 
     def qkv(self, dtype: torch.dtype) -> Tensor:
         return random(self.batch, self.rows, self.heads + 2 * self.kv_heads, self.dim, seed=1, dtype=dtype)
@@ -98,16 +105,18 @@ class Heads(NamedTuple):
         return found
 
 
-def heads_of(batch: int, rows: int, heads: int, dim: int, kv_heads: int = 0, context: int = 0) -> Heads:
-    return Heads(batch, rows, heads, kv_heads or heads, dim, context or rows)
+def heads_of(
+    batch: int, rows: int, heads: int, dim: int, kv_heads: int = 0, context: int = 0, halves: bool = False
+) -> Heads:
+    return Heads(batch, rows, heads, kv_heads or heads, dim, context or rows, halves)
 
 
 def rotate(dtype: torch.dtype, **shape: int) -> Case:
     heads = heads_of(**shape)
-    table = heads.table()
+    table = heads.table(dtype)
 
     def call(t: Named) -> Named:
-        pointwise.rotate_(t["qkv"], table.cos, table.sin, heads.heads)
+        pointwise.rotate_(t["qkv"], *table, heads.heads, heads.halves)
         return {}
 
     return Case({"qkv": heads.qkv(dtype)}, call, ("qkv",))
@@ -115,22 +124,22 @@ def rotate(dtype: torch.dtype, **shape: int) -> Case:
 
 def rotate_backward(heads_first: bool, dtype: torch.dtype, **shape: int) -> Case:
     heads = heads_of(**shape)
-    table = heads.table()
+    table = heads.table(dtype)
 
     def call(t: Named) -> Named:
         given = [x.transpose(1, 2) if heads_first else x for x in t.values()]
-        return {"dqkv": pointwise.rotate_backward(*given, table.cos, table.sin)}
+        return {"dqkv": pointwise.rotate_backward(*given, *table, heads.halves)}
 
     return Case(heads.gradients(dtype, heads_first), call)
 
 
 def norm_rotate(dtype: torch.dtype, **shape: int) -> Case:
     heads = heads_of(**shape)
-    table = heads.table()
+    table = heads.table(dtype)
     inputs: Named = {"qkv": heads.qkv(dtype), "q_gain": random(heads.dim, seed=6), "k_gain": random(heads.dim, seed=7)}
 
     def call(t: Named) -> Named:
-        given = (t["qkv"], t["q_gain"], t["k_gain"], 1e-3, table.cos, table.sin, heads.heads)
+        given = (t["qkv"], t["q_gain"], t["k_gain"], 1e-3, *table, heads.heads, heads.halves)
         return {"qk": pointwise.norm_rotate(*given)}
 
     return Case(inputs, call)
@@ -138,12 +147,12 @@ def norm_rotate(dtype: torch.dtype, **shape: int) -> Case:
 
 def norm_rotate_backward(heads_first: bool, dtype: torch.dtype, programs: int = 264, **shape: int) -> Case:
     heads = heads_of(**shape)
-    table, gradients = heads.table(), heads.gradients(dtype, heads_first)
+    table, gradients = heads.table(dtype), heads.gradients(dtype, heads_first)
     inputs = norm_rotate(dtype, **shape).inputs | gradients
 
     def call(t: Named) -> Named:
         given = [t[name].transpose(1, 2) if heads_first else t[name] for name in gradients]
-        given += [t["qkv"], t["q_gain"], t["k_gain"], 1e-3, table.cos, table.sin]
+        given += [t["qkv"], t["q_gain"], t["k_gain"], 1e-3, *table, heads.halves]
         with mock.patch.object(pointwise_triton, "NORM_PROGRAMS", programs):
             return pointwise.norm_rotate_backward(*given)._asdict()
 

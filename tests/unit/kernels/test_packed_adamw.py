@@ -524,8 +524,25 @@ def test_an_unknown_dtype(dtype):
 @pytest.mark.parametrize("shape", [(3, 4), (3,)], ids=str)
 @DTYPES
 def test_fp64_parameters(dtype, shape):
-    with pytest.raises(ValueError, match="fp32 parameters"):
+    with pytest.raises(ValueError, match="parameters in fp32"):
         PackedAdamW([*parameters(), nn.Parameter(torch.zeros(shape, dtype=torch.float64))], dtype=dtype)
+
+
+def test_parameters_that_are_bf16_before():
+    """Masters begin with the rounded values, and vectors stay bf16, too."""
+    ours = [nn.Parameter(p.detach().bfloat16()) for p in parameters()]
+    wide = [nn.Parameter(p.detach().float()) for p in ours]
+    optimizer, reference = PackedAdamW(ours, lr=1e-2), torch.optim.AdamW(wide, lr=1e-2)
+    for step in range(3):
+        for own, other in zip(ours, wide, strict=True):
+            own.grad = torch.full_like(own, 0.5 + step)
+            other.grad = torch.full_like(other, 0.5 + step)
+        optimizer.step()
+        reference.step()
+    masters = optimizer.masters()
+    for own, other in zip(ours, wide, strict=True):
+        assert own.dtype == torch.bfloat16
+        assert torch.allclose(masters[own], other, rtol=1e-6, atol=1e-7)
 
 
 # -- models -----------------------------------------------------------------------------------------------------------

@@ -28,6 +28,10 @@ HEADS = [
     {"batch": 1, "rows": 2, "heads": 40, "kv_heads": 8, "dim": 128},
 ]
 """`context`: rows of the rotary table, where it has more than the tensors."""
+HALVES = [
+    {"batch": 2, "rows": 3, "heads": 3, "dim": 20, "halves": True},
+    {"batch": 2, "rows": 2, "heads": 6, "kv_heads": 2, "dim": 16, "halves": True},
+]
 
 
 def product(name, *options, dtypes=DTYPES):
@@ -47,10 +51,10 @@ CASES = [
     *product("add_norm", ROWS[1:2], [{"delta": True, "delta_dtype": "float16", "out": "float32"}], dtypes=["float32"]),
     *product("add_norm_backward", [{"rows": 5, "width": 24}], flags("has_grad_x"), flags("recompute_y")),
     *product("add_norm_backward", [{"rows": 8, "width": 100, "has_grad_x": True, "recompute_y": True, "programs": 3}]),
-    *product("rotate", HEADS),
-    *product("rotate_backward", HEADS, flags("heads_first")),
-    *product("norm_rotate", HEADS),
-    *product("norm_rotate_backward", HEADS[1:], flags("heads_first")),
+    *product("rotate", [*HEADS, *HALVES]),
+    *product("rotate_backward", [*HEADS, *HALVES], flags("heads_first")),
+    *product("norm_rotate", [*HEADS, *HALVES]),
+    *product("norm_rotate_backward", [*HEADS[1:], *HALVES], flags("heads_first")),
     *product("norm_rotate_backward", [HEADS[1] | {"heads_first": True, "programs": 3}]),
     *product("swiglu", [*ROWS[:2], {"rows": 2, "width": 1025}]),
     *product("swiglu_backward", [*ROWS[:2], {"rows": 2, "width": 1025}]),

@@ -53,6 +53,24 @@ def board(state: str, micro_batches: int, seconds: float, status: str = "ok") ->
     return entries("train_leaderboard", {**run.to_dict(), "micro_batches": micro_batches}, metrics, status)
 
 
+def accelerated(size: str, seconds: dict[str, float], failed: str = "", status: str = "ok") -> list[Record]:
+    """A cell of `accelerate` with the times of its implementations, one of which may have failed."""
+    run = RunConfig(model=model_config(size, context_length=2048, vocab_size=32_000), size=size, batch_size=4)
+    run = dataclasses.replace(run, precision="bf16", attention="auto", device="cuda")
+    config = {**run.to_dict(), "implementations": [*seconds, *([failed] if failed else [])], "rounds": 10}
+    found = entries("accelerate", config, {}, status)
+    for number, (name, time) in enumerate(seconds.items()):
+        metrics = {"loss": 10.4 + number / 1000, "gradient_norm": 2.5, "peak_memory": (60 - 4 * number) * GIB}
+        units = {"loss": "1", "gradient_norm": "1", "peak_memory": "B"}
+        samples = {metric: ((value,), units[metric]) for metric, value in metrics.items()}
+        for metric, (values, unit) in {**samples, "step_time": ((time, time * 1.01), "s")}.items():
+            found.append(Record("accelerate", config, metric, unit, values, variant=name, environment=GPU))
+    if failed:
+        reason = "RuntimeError: it does not run here"
+        found.append(Record("accelerate", config, "status", "", (reason,), variant=failed, environment=GPU))
+    return found
+
+
 def published(size: str, state: str, batch_size: int, seconds: float, status: str = "ok") -> list[Record]:
     """A step of 524,288 tokens of a published model."""
     run = RunConfig(
@@ -95,6 +113,8 @@ SAMPLES: dict[str, list[Record]] = {
     + cell("fast_step", compile=True, model_factory=LLAMA, metrics=step(0.04))
     + cell("fast_step", size="2.7B", fast="off", metrics=step(0.3))
     + cell("fast_step", size="2.7B", fast="on", metrics=step(0.2)),
+    "accelerate": accelerated("large", {"plain": 0.12, "ours": 0.08, "packed": 0.078}, failed="liger")
+    + accelerated("2.7B", {"plain": 0.46, "compiled": 0.415, "liger": 0.381, "ours": 0.33, "packed": 0.328}),
     "train_leaderboard": board("fp32", 2, 9.0) + board("fp32", 1, 8.5) + board("bf16", 2, 8.0),
     "published_models": published("0.5B", "bf16", 64, 3.4)
     + published("0.5B", "fp32", 64, 3.42)

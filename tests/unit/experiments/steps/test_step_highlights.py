@@ -84,6 +84,7 @@ def test_why_to_trust_the_numbers():
 def test_every_experiment_has_a_heading():
     groups = {name: catalogue()[name].group for name in SAMPLES}
     assert {name for name, group in groups.items() if group == "speed"} == {
-        *("end_to_end", "bench", "precision", "compile", "fast_step", "train_leaderboard", "published_models")
+        *("end_to_end", "bench", "precision", "compile", "fast_step", "train_leaderboard", "published_models"),
+        "accelerate",
     }
     assert set(groups.values()) == {"speed", "trust"}
