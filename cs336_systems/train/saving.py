@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from cs336_systems.config import UserError
+from cs336_systems.config import FAMILY_FIELDS, UserError
 from cs336_systems.files import reason_of
 from cs336_systems.flags import one_line
 from cs336_systems.parallel.collectives import gather
@@ -322,9 +322,12 @@ def _require_same_run(settings: TrainSettings, corpus: Corpus | PackedCorpus, fo
     """Raise UserError naming each setting whose change would make this another run."""
     before, now = found.manifest["settings"], settings.to_dict()
     pairs = {name: (before.get(name), now[name]) for name in TrainSettings.FIXED}
-    pairs |= {name: (before["model"].get(name), value) for name, value in now["model"].items()}
+    models = [{**FAMILY_FIELDS, **model} for model in (before["model"], now["model"])]
+    pairs |= {name: (models[0].get(name), value) for name, value in models[1].items()}
+    pairs["pack"] = before.get("pack", "none"), now["pack"]
     changes = _changes(pairs)
-    if not corpus.has_fingerprint(found.manifest["data"]):
+    is_packed_alike = pairs["pack"][0] == pairs["pack"][1]
+    if is_packed_alike and not corpus.has_fingerprint(found.manifest["data"]):
         changes.append(f"data {settings.data.path!r} has other tokens than {before['data']!r} had")
     if changes:
         asked = settings.checkpoint.resume_from is not None

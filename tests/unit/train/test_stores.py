@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 import torch
 
+from cs336_systems.config import UserError
 from cs336_systems.flags import build
 from cs336_systems.parallel.launch import process_group
 from cs336_systems.train.settings import TrainSettings
@@ -103,3 +104,54 @@ def test_a_header_with_a_wrong_field(name, store):
     (store / "store.json").write_text(json.dumps({**values, name: FIELDS[name]}))
     with refused("store.json", name):
         read_store(store)
+
+
+# -- packed documents -------------------------------------------------------------------------------------------------
+
+MANY = [30, 0, 3, 1, 66, 100, 7, 43, 100, 50]
+"""Lengths of documents, most of them shorter than a sequence."""
+
+
+@pytest.fixture
+def packed_store(tmp_path) -> Path:
+    (tmp_path / "store").mkdir()
+    write_store(tmp_path / "store", TOKENS, MANY)
+    return tmp_path / "store"
+
+
+@pytest.mark.parametrize("fast", ["off", "kernels,loss,optimizer"])
+def test_packed_documents_resume_to_the_bit(fast, packed_store, tmp_path):
+    options = {"pack": "documents", "steps": 4, "save_every": 2, "fast": fast}
+    whole = performed(Run(fields(tmp_path / "whole", "store", **options)))
+    cut = fields(tmp_path / "cut", "store", **options)
+    assert performed(Run(cut, stop_after=2)).code == 75
+    resumed = performed(Run(cut))
+    assert (whole.code, resumed.code, resumed.resumed_at) == (0, 0, 2)
+    assert all(torch.equal(value, resumed.weights[name]) for name, value in whole.weights.items())
+
+
+def test_packing_changes_what_is_computed_and_belongs_to_the_run(packed_store, tmp_path):
+    options = {"steps": 2, "save_every": 2}
+    plain, packed = (
+        performed(Run(fields(tmp_path / pack, "store", pack=pack, **options))) for pack in ("none", "documents")
+    )
+    assert any(not torch.equal(value, packed.weights[name]) for name, value in plain.weights.items())
+    other = fields(tmp_path / "none", "store", **{**options, "pack": "documents", "steps": 3})
+    assert "pack was none and is documents" in performed(Run(other)).error
+
+
+@pytest.mark.parametrize(
+    ("flags", "names"),
+    [
+        ({"data": "text.txt"}, "--pack documents needs a folder of cs336 tokenize"),
+        ({"compile": True}, "--pack documents cannot be combined with --compile"),
+        ({"attention": "sdpa"}, "--attention sdpa has no packed documents"),
+        ({"engine": "torch", "parallel": "ddp", "cp": 2}, "cannot be combined with --tp, --cp and --pp"),
+        ({"pack": "all"}, "--pack must be one of none, documents"),
+    ],
+)
+def test_what_cannot_be_packed_is_refused(flags, names, packed_store, tmp_path):
+    (tmp_path / "text.txt").write_text("text " * 100)
+    data = str(tmp_path / flags.get("data", "store"))
+    with pytest.raises(UserError, match=names):
+        build(TrainSettings, {"pack": "documents", **flags, "data": data})
