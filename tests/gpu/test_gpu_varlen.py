@@ -188,7 +188,7 @@ def test_neighbours_full_of_nan_do_not_matter(impl):
     dirty = differentiate(lambda q, k, v: implementation(impl)(q, k, v, **call), inputs)
     for name in ("out", "dq", "dk", "dv"):
         assert dirty[name][rows].isfinite().all(), name
-        assert torch.allclose(dirty[name][rows], clean[name][rows], atol=1e-2), name
+        assert torch.allclose(dirty[name][rows], clean[name][rows], atol=1e-2, rtol=2e-2), name
     assert torch.equal(dirty["lse"][:, rows], clean["lse"][:, rows])
 
 
@@ -219,7 +219,7 @@ def test_a_cuda_graph_takes_other_documents(impl):
         torch.cuda.synchronize()
         expected = run()
         for found, truth in zip(results, expected, strict=True):
-            assert torch.allclose(found, truth, atol=1e-2), case
+            assert torch.allclose(found, truth, atol=1e-2, rtol=2e-2), case
             assert found[sum(case.lengths_q) :].abs().max().item() == 0 if case.after_q else True
 
 
