@@ -274,10 +274,15 @@ def _call_pointwise(dtype: torch.dtype, width: int, head_dim: int) -> None:
     for delta in (None, x):
         pointwise_triton.add_norm(x, delta, gain, 1e-5, x, x, rstd)
         pointwise_triton.add_norm_backward(x, delta, x, rstd, gain, x, True)
-    q, qkv = tensor(2, 32, width // head_dim, head_dim), tensor(2, 32, 3, width // head_dim, head_dim)
-    table = tensor(32, 1, head_dim, dtype=wide)
-    pointwise_triton.rotate(q, q, None, table, table, qkv, 1.0)
-    pointwise_triton.rotate(q, q, q, table, table, qkv, -1.0)
+    heads = width // head_dim
+    q, qkv = tensor(2, 32, heads, head_dim), tensor(2, 32, 3 * heads, head_dim)
+    table, head_gain = tensor(32, 1, head_dim, dtype=wide), tensor(head_dim, dtype=wide)
+    for halves in (False, True):
+        pointwise_triton.rotate(q, q, None, table, table, qkv, 1.0, halves)
+        pointwise_triton.rotate(q, q, q, table, table, qkv, -1.0, halves)
+        norms = (head_gain, head_gain, 1e-5, table, table, qkv, halves)
+        pointwise_triton.norm_rotate(q, q, *norms)
+        pointwise_triton.norm_rotate_backward(q, q, q, q, q, *norms)
     pointwise_triton.swiglu(tensor(64, 2 * width), x)
     pointwise_triton.swiglu_backward(x, tensor(64, 2 * width), tensor(64, 2 * width))
     pointwise_triton.cross_entropy(tensor(64, 50257), tensor(64, dtype=torch.int64), rstd, tensor(dtype=wide), -100)

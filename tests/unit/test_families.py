@@ -9,6 +9,7 @@ import torch.nn.functional as F
 from cs336_systems.config import FAMILY_FIELDS, SIZES, ModelConfig, RunConfig, UserError, model_config
 from cs336_systems.model import TransformerLM
 from cs336_systems.step.train_step import TrainStep
+from cs336_systems.train.hf.hf_tensors import from_hf, hf_name
 
 SHAPE = {"vocab_size": 97, "context_length": 24, "d_model": 48, "num_layers": 2, "num_heads": 6, "d_ff": 80}
 FAMILIES = {
@@ -139,12 +140,6 @@ def test_published_models_have_their_number_of_parameters(size, billions):
 # -- against transformers ---------------------------------------------------------------------------------------------
 
 
-def halves_to_pairs(rows, heads):
-    """Reorder the rows of each head: transformers rotates (i, i + K / 2), this package (2i, 2i + 1)."""
-    by_head = rows.unflatten(0, (heads, 2, -1))
-    return by_head.transpose(1, 2).flatten(0, 2)
-
-
 def of_transformers(config):
     """A random model of transformers, and its weights in ours."""
     transformers = pytest.importorskip("transformers")
@@ -173,22 +168,7 @@ def of_transformers(config):
 
 
 def _weight(name, state, config):
-    outside = {
-        "token_embeddings.weight": "model.embed_tokens.weight",
-        "ln_final.weight": "model.norm.weight",
-        "lm_head.weight": "lm_head.weight",
-    }
-    if name in outside:
-        return state[outside[name]]
-    _, layer, module, *rest = name.split(".")
-    inside = {
-        "ln1": "input_layernorm", "ln2": "post_attention_layernorm", "output_proj": "self_attn.o_proj",
-        "w1": "mlp.gate_proj", "w2": "mlp.down_proj", "w3": "mlp.up_proj",
-    }  # fmt: skip
-    own = rest[0] if len(rest) > 1 else module
-    value = state[f"model.layers.{layer}.{inside.get(own, f'self_attn.{own}')}.{rest[-1]}"]
-    heads = {"q_proj": config.num_heads, "k_proj": config.kv_heads, "q_norm": 1, "k_norm": 1}.get(own)
-    return value if heads is None else halves_to_pairs(value, heads)
+    return from_hf(name, state[hf_name(name)], config.head_dim)
 
 
 @pytest.mark.parametrize("name", [name for name in FAMILIES if name != "all"])

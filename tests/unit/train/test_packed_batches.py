@@ -9,7 +9,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from cs336_systems.train import packing
+from cs336_systems.train import packed_batches
 from cs336_systems.train.packed_batches import IGNORED, Documents, PackedBatch, PackedCorpus
 from tests.helpers import refused
 from tests.unit.train.stores_by_hand import write_store
@@ -63,7 +63,7 @@ def test_batches_of_documents_of_any_length(lengths, tmp_path_factory):
 
 def test_the_size_is_the_least_that_every_batch_fits(tmp_path, monkeypatch):
     """Offsets are read in chunks, and a sequence may have documents of several."""
-    monkeypatch.setattr(packing, "_AT_ONCE", 3)
+    monkeypatch.setattr(packed_batches, "_AT_ONCE", 3)
     lengths = [10, 1, 1, 0, 0, 1, 1, 1, 30, 5, 35]
     write_store(tmp_path, np.arange(sum(lengths)), lengths)
     corpus = opened(tmp_path, share=0.2)
