@@ -135,6 +135,18 @@ class CellView:
         return rate / peak if rate and peak else None
 
     @cached_property
+    def causal_flops_per_second(self) -> float | None:
+        """The rate without the scores that a causal mask hides."""
+        flops, seconds = self.value("causal_flops"), self.value("step_time")
+        return flops / seconds if flops and seconds else None
+
+    @cached_property
+    def causal_mfu(self) -> float | None:
+        """That rate as a share of the device's dense peak."""
+        rate, peak = self.causal_flops_per_second, self.value("peak_flops")
+        return rate / peak if rate and peak else None
+
+    @cached_property
     def memory_error(self) -> float | None:
         """Predicted peak over measured peak, less one."""
         predicted, measured = self.value("predicted_memory"), self.value("peak_memory")

@@ -13,7 +13,7 @@ from cs336_systems.record import CELL_TIME
 from cs336_systems.report import entries, terms
 from cs336_systems.report.cells import CellView
 from cs336_systems.report.document import Chart, Highlight, Limit
-from cs336_systems.report.phrases import having, known, together, value_of
+from cs336_systems.report.phrases import having, known, together
 from cs336_systems.report.points import measured, series_of
 from cs336_systems.report.presentation import Cells
 from cs336_systems.report.rows import ms, number, percent, remarks_on, signed, tflops, title_of
@@ -87,16 +87,6 @@ def _is_board(cell: CellView) -> bool:
     return all(cell.get(name) == value for name, value in vars(BOARD).items())
 
 
-def _causal_mfu(cell: CellView) -> float | None:
-    rate, peak = _causal_rate(cell), value_of(cell, "peak_flops")
-    return rate / peak if rate and peak else None
-
-
-def _causal_rate(cell: CellView) -> float | None:
-    flops, seconds = value_of(cell, "causal_flops"), value_of(cell, "step_time")
-    return flops / seconds if flops and seconds else None
-
-
 def _losses(cell: CellView) -> str:
     found = [cell.value(name) for name in ("first_loss", "last_loss")]
     return ", ".join(number(loss, 3) for loss in found if loss is not None)
@@ -109,8 +99,8 @@ def _tables(cells: Cells) -> list[Table]:
     columns = [
         entries.ms(terms.STEP, "step_time"),
         entries.std(terms.STD, "step_time"),
-        entries.of(Text("causal TFLOP/s", "因果 TFLOP/s"), lambda cell: tflops(_causal_rate(cell))),
-        entries.of(Text("causal MFU", "因果 MFU"), lambda cell: percent(_causal_mfu(cell))),
+        entries.of(Text("causal TFLOP/s", "因果 TFLOP/s"), lambda cell: tflops(cell.causal_flops_per_second)),
+        entries.of(Text("causal MFU", "因果 MFU"), lambda cell: percent(cell.causal_mfu)),
         entries.of(terms.MFU, lambda cell: percent(cell.mfu)),
         entries.gib(terms.PEAK, "peak_memory"),
         entries.gib(terms.PREDICTED, "predicted_memory"),
@@ -224,7 +214,7 @@ def _step_times(cells: Cells) -> Text | None:
     for cell in _fastest(cells):
         values = (_state(cell), ms(known(cell, "step_time")), _batches(cell))
         own = say("with {} a step takes {} ms ({})", "{} 时每步 {} ms（{}）", *values)
-        if share := _causal_mfu(cell):
+        if share := cell.causal_mfu:
             own = say("{}, a causal MFU of {}", "{}，因果 MFU 为 {}", own, percent(share))
         said = together(said, own)
     return said
@@ -233,7 +223,7 @@ def _step_times(cells: Cells) -> Text | None:
 def _beside_the_board(cells: Cells) -> Text | None:
     """Compare the shares of the peaks: the board's entries ran on other hardware."""
     cell = min((cell for cell in _fastest(cells) if _is_board(cell)), key=lambda cell: known(cell, "step_time"))
-    share, peak = _causal_mfu(cell), peak_flops("B200", "bf16")
+    share, peak = cell.causal_mfu, peak_flops("B200", "bf16")
     if share is None or peak is None:
         return None
     best = known(cell, "causal_flops") / BEST_SECONDS / (BOARD_GPUS * peak)

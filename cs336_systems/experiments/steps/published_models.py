@@ -99,11 +99,6 @@ def _rate(cell: CellView) -> float | None:
     return tokens / seconds / 1e3 if tokens and seconds else None
 
 
-def _causal_mfu(cell: CellView) -> float | None:
-    flops, seconds, peak = (value_of(cell, name) for name in ("causal_flops", "step_time", "peak_flops"))
-    return flops / seconds / peak if flops and seconds and peak else None
-
-
 def _rival(cell: CellView) -> float | None:
     """The rate of LLMQ for this cell's model and step."""
     is_its_step = cell.get("context_length") == CONTEXT and value_of(cell, "tokens") == TOKENS
@@ -123,7 +118,7 @@ def _tables(cells: Cells) -> list[Table]:
         entries.of(THOUSANDS, lambda cell: number(_rate(cell), 1)),
         entries.of(Text("LLMQ, H100", "LLMQ，H100"), lambda cell: number(_rival(cell), 1)),
         entries.ms(terms.STEP, "step_time"),
-        entries.of(Text("causal MFU", "因果 MFU"), lambda cell: percent(_causal_mfu(cell))),
+        entries.of(Text("causal MFU", "因果 MFU"), lambda cell: percent(cell.causal_mfu)),
         entries.of(terms.MFU, lambda cell: percent(cell.mfu)),
         entries.gib(terms.PEAK, "peak_memory"),
         entries.gib(terms.PREDICTED, "predicted_memory"),
