@@ -226,7 +226,9 @@ class ExportArguments:
     format: str = flag("safetensors", "our names in one file, or a folder as Hugging Face's", ("safetensors", "hf"))
     step: int | None = flag(None, "export the checkpoint of this step (default: the newest)")
     dtype: str | None = flag(None, "element type (default: fp32, or that of a file)", ("fp32", "bf16", "fp16"))
-    like: str | None = flag(None, "--format hf: folder whose tokenizer and other settings are copied")
+    like: str | None = flag(
+        None, "--format hf: folder whose tokenizer and other settings are copied; also of cs336 tokenize"
+    )
     force: bool = flag(False, "overwrite the file")
 
 
@@ -265,11 +267,13 @@ def import_model(arguments: ImportArguments) -> None:
     cs336 import Qwen3-0.6B weights/qwen3
     """
     from cs336_systems.train.hf.hf_folders import import_folder
+    from cs336_systems.train.weights import shape_flags
 
     model = import_folder(Path(arguments.folder), Path(arguments.output))
     size = size_name(model)
-    advice = f"; train it with: cs336 train --init {arguments.output} --size {size}" if size in SIZES else ""
-    print(f"{arguments.output}: {model.parameters:,} weights of a model {size}{advice}")
+    flags = f"--size {size}" if size in SIZES else shape_flags(model)
+    advice = f"train it with: cs336 train --init {arguments.output} {flags}"
+    print(f"{arguments.output}: {model.parameters:,} weights; {advice}")
 
 
 @dataclass(frozen=True)

@@ -55,7 +55,7 @@ class Corpus:
         name = str(self.tokens.path)
         if self.expected and self.expected != found.fingerprint:
             raise UserError(
-                f"--data {name!r} is damaged: its tokens are not those of {HEADER}; run cs336 tokenize again"
+                f"--data {name!r} is damaged: its tokens are not those of {HEADER}; run cs336 tokenize --force"
             )
         if found.least < 0:
             raise UserError(f"--data {name!r} holds token {found.least}: tokens are integers of at least 0")

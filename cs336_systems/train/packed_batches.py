@@ -83,7 +83,7 @@ class Documents:
             last = int(offsets[-1])
         self.fingerprint = digest.hexdigest()
         if self.fingerprint != self._store.documents_hash or not is_ascending or last != self._store.tokens:
-            raise UserError(f"--data {str(self._file.path)!r} is damaged; run cs336 tokenize again")
+            raise UserError(f"--data {str(self._file.path)!r} is damaged; run cs336 tokenize --force")
 
     def _chunks(self) -> Iterator[np.ndarray]:
         for start in range(0, self._file.count, _AT_ONCE):

@@ -75,6 +75,11 @@ class DataSettings(_Checked):
             raise UserError(
                 f"{problem}; --data is a text file, tokens as .bin or .npy, or a finished folder of cs336 tokenize"
             )
+        if Path(self.path).suffix in (".jsonl", ".gz"):
+            raise UserError(
+                f"--data {self.path!r} has documents to tokenize first: cs336 tokenize {self.path} --train_tokenizer "
+                f"8000 --output data/tokens"
+            )
         if self.pack not in PACKS:
             raise UserError(f"--pack must be one of {', '.join(PACKS)}, got {self.pack!r}")
         if self.pack == "documents" and not self.is_store:
@@ -119,7 +124,9 @@ class DataSettings(_Checked):
 @dataclass(frozen=True)
 class ShapeSettings(FamilyArguments):
     size: str = flag("tiny", "name of a size; any of its fields may be replaced")
-    vocab_size: int | None = of_size("vocab_size", "256 for text, the tokenizer's for a store, else 10000")
+    vocab_size: int | None = of_size(
+        "vocab_size", "a published size's own; else 256 for text, the tokenizer's for a folder"
+    )
     context_length: int | None = of_size("context_length")
     d_model: int | None = of_size("d_model")
     num_layers: int | None = of_size("num_layers")
@@ -159,7 +166,11 @@ class OptimizerSettings(_Checked):
     learning_rate: float = flag(1e-3, "peak learning rate")
     min_lr_share: float = renamed("final_share", flag(0.1, "minimum learning rate, as a share of the peak"))
     lr_warmup_steps: int | None = renamed(
-        "warmup_steps", flag(None, f"steps of linear warm-up to the peak learning rate (default: {WARMUP_STEPS})")
+        "warmup_steps",
+        flag(
+            None,
+            f"steps of linear warm-up to the peak learning rate (default: {WARMUP_STEPS}, or a tenth of fewer steps)",
+        ),
     )
     """None: WARMUP_STEPS, or a tenth of a run that is not longer; TrainSettings fills it in."""
     weight_decay: float = flag(0.1, "weight decay of matrices; norms have none")

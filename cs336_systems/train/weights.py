@@ -187,9 +187,15 @@ def _require_same_config(path: Path, text: str | None, config: ModelConfig) -> N
         if name not in _FREE and there != here
     ]
     if different:
-        raise UserError(
-            f"--init {str(path)!r} is of another model: {'; '.join(different)}; give the flags of its shape"
-        )
+        there = shape_flags(ModelConfig(**saved)) if set(saved) <= vars(config).keys() else "the flags of its shape"
+        others = f" (and {len(different) - 1} more)" if len(different) > 1 else ""
+        raise UserError(f"--init {str(path)!r} is of another model: {different[0]}{others}; give {there}")
+
+
+def shape_flags(config: ModelConfig) -> str:
+    """Return the flags of `cs336 train` that describe a model, all but its context."""
+    fields = {name: value for name, value in config.to_dict().items() if name not in _FREE}
+    return " ".join(f"--{name}" if value is True else f"--{name} {value}" for name, value in fields.items())
 
 
 def _require_same_tensors(path: Path, file: Any, state: dict[str, Tensor]) -> None:

@@ -101,6 +101,11 @@ def _rates(arguments: PlanArguments) -> tuple[dict[str, float], list[str]]:
 
 def _fast(arguments: PlanArguments) -> str:
     """The parts of the fast step that many GPUs can use."""
+    if arguments.optimizer_state != "fp32" or arguments.update_in_backward:
+        given = (
+            "--update_in_backward" if arguments.update_in_backward else f"--optimizer_state {arguments.optimizer_state}"
+        )
+        raise UserError(f"{given} is for one GPU; leave it out")
     if arguments.fast == "on":
         return "kernels,loss"
     if one_gpu := [part for part in ("optimizer", "graph") if part in arguments.fast]:

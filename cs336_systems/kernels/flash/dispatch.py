@@ -411,7 +411,7 @@ def check(q: Tensor, k: Tensor, v: Tensor) -> None:
     heads, kv_heads, d = q.shape[1], k.shape[1], q.shape[3]
     if kv_heads == 0 or heads % kv_heads:
         raise ValueError(
-            f"{heads} query heads cannot share {kv_heads} KV heads evenly; make one a multiple of the other"
+            f"{heads} query heads cannot share {kv_heads} KV heads evenly; make query heads a multiple of KV heads"
         )
     if not 1 <= d <= MAX_HEAD_DIM:
         raise ValueError(f"head dim {d} is not supported; use one from 1 to {MAX_HEAD_DIM}")

@@ -118,6 +118,9 @@ def config_of(model: ModelConfig, dtype: str, like: Mapping[str, Any] | None = N
     }
     if family != "qwen2":
         config["attention_bias"] = False
+    longest = kept.get("max_position_embeddings")
+    if type(longest) is int and longest > model.context_length:  # training on shorter sequences takes nothing away
+        config["max_position_embeddings"] = longest
     return config
 
 

@@ -30,7 +30,8 @@ def export_hf(source: Path, target: Path, *, step: int | None, dtype: str | None
             config, tensors, read = _checkpoint(source, step, dtype or "fp32")
         export_folder(config, tensors, read, target, like=like)
     count = sum(one.size // DTYPES[one.dtype].itemsize for one in tensors)
-    return f"{target}: {count:,} weights in the format of Hugging Face, from {source}"
+    hint = "; without a tokenizer: --like FOLDER copies one, also of cs336 tokenize" if like is None else ""
+    return f"{target}: {count:,} weights in the format of Hugging Face, from {source}{hint}"
 
 
 Weights = tuple[ModelConfig, list[Described], Callable[[str], Tensor]]

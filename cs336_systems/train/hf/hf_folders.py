@@ -28,6 +28,7 @@ from cs336_systems.model import TransformerLM
 from cs336_systems.train.hf.hf_config import config_of, model_of
 from cs336_systems.train.hf.hf_tensors import IGNORED, from_hf, hf_name, to_hf
 from cs336_systems.train.hf.tensor_files import DTYPES, Described, opened, write_tensors
+from cs336_systems.train.tokens.token_store import is_store, read_store
 from cs336_systems.train.weights import WEIGHTS, own_state
 
 CONFIG, WHOLE, INDEX = "config.json", "model.safetensors", "model.safetensors.index.json"
@@ -179,6 +180,7 @@ def _new_folder(target: Path) -> Iterator[Path]:
         raise UserError(f"{str(target)!r} exists; name a folder that does not", "output")
     fresh = target.with_name(f".tmp-{os.getpid()}-{secrets.token_hex(4)}")
     try:
+        target.parent.mkdir(parents=True, exist_ok=True)
         fresh.mkdir()
         yield fresh
         sync_folder(fresh)
@@ -204,9 +206,9 @@ def export_folder(
     """Write a model in Hugging Face's format into a new folder.
 
     `tensors` are ours, and `read` returns one by its name. The other fields of config.json, such as the tokens that end
-    a text, and the tokenizer are those of the folder `like`.
+    a text, and the tokenizer are those of the folder `like`: of a published model, or of `cs336 tokenize`.
     """
-    values = _config_in(like)[0] if like is not None else None
+    values = None if like is None else _settings_in(like)
     dtypes = Counter(one.dtype for one in tensors)
     dtype = str(DTYPES[dtypes.most_common(1)[0][0]]).removeprefix("torch.")
     with _new_folder(target) as fresh:
@@ -227,6 +229,11 @@ def export_folder(
             write_file(fresh / INDEX, json.dumps(index, indent=2) + "\n")
         if like is not None:
             _copy_tokenizer(like, fresh)
+
+
+def _settings_in(folder: Path) -> dict[str, Any]:
+    """Return the fields of config.json that a folder gives to a model."""
+    return {"eos_token_id": read_store(folder).end_token} if is_store(folder) else _config_in(folder)[0]
 
 
 def _shards(tensors: Sequence[Described]) -> list[list[Described]]:

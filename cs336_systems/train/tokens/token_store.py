@@ -73,7 +73,7 @@ def read_store(folder: Path) -> TokenStore:
             there = (folder / name).stat().st_size
             if there != size:
                 raise UserError(
-                    f"{str(folder / name)!r} has {there:,} bytes and should have {size:,}; run cs336 tokenize again"
+                    f"{str(folder / name)!r} has {there:,} bytes and should have {size:,}; run cs336 tokenize --force"
                 )
     return found
 

@@ -27,7 +27,7 @@ class TokenizeArguments:
     end_token: str = flag("", "token added after each document, or none (default: the tokenizer's own)")
     parse_special_tokens: bool = flag(False, "read names of special tokens in documents as these tokens, not as text")
     workers: int | None = flag(None, "processes (default: one for each core)")
-    force: bool = flag(False, "replace a store of other inputs or settings")
+    force: bool = flag(False, "write the folder again: one of other inputs or settings, or a damaged one")
 
     def __post_init__(self) -> None:
         if not self.inputs:

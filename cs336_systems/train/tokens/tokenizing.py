@@ -66,7 +66,7 @@ def _tokenize(arguments: TokenizeArguments) -> str:
         recipe = _recipe(arguments, reading, given or _trained(arguments, folder, parts, reading, trained_from))
         files = [PartFiles(folder / PARTS, part.key(recipe.text)) for part in parts]
         work = hashlib.sha256(json.dumps([recipe.text, inputs]).encode()).hexdigest()
-        if (store := _present(folder, arguments.force)) and store.work == work:
+        if not arguments.force and (store := _present(folder, arguments.force)) and store.work == work:
             shutil.rmtree(folder / PARTS, ignore_errors=True)
             return f"{_described(folder, store)}; it was there"
         _require_replaceable(folder, arguments.force)

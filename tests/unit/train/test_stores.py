@@ -148,10 +148,12 @@ def test_packing_changes_what_is_computed_and_belongs_to_the_run(packed_store, t
         ({"attention": "sdpa"}, "--attention sdpa has no packed documents"),
         ({"engine": "torch", "parallel": "ddp", "cp": 2}, "cannot be combined with --tp, --cp and --pp"),
         ({"pack": "all"}, "--pack must be one of none, documents"),
+        ({"data": "lines.jsonl"}, "has documents to tokenize first: cs336 tokenize .*lines.jsonl"),
     ],
 )
 def test_what_cannot_be_packed_is_refused(flags, names, packed_store, tmp_path):
-    (tmp_path / "text.txt").write_text("text " * 100)
+    for name in ("text.txt", "lines.jsonl"):
+        (tmp_path / name).write_text("text " * 100)
     data = str(tmp_path / flags.get("data", "store"))
     with pytest.raises(UserError, match=names):
         build(TrainSettings, {"pack": "documents", **flags, "data": data})

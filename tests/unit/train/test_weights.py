@@ -179,7 +179,7 @@ def test_another_model_is_named_by_its_flags(trained, place, exported):
     """Heads do not show in any shape. A context of another length is no other model."""
     assert "num_heads is 2 there and 4 here" in begun(place, "heads", exported, num_heads=4).error
     several = begun(place, "several", exported, d_model=32, d_ff=64).error
-    assert "d_model is 16 there and 32 here; d_ff is 32 there and 64 here" in several
+    assert "d_model is 16 there and 32 here (and 1 more); give --vocab_size 256 --d_model 16" in several
     assert begun(place, "longer", exported, context_length=8).error == ""
 
 

@@ -1,11 +1,13 @@
 """`cs336 import` and `cs336 export --format hf` against transformers itself: weights to the bit, the same logits."""
 
+import dataclasses
 import errno
 import json
 import sys
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from safetensors import safe_open
@@ -16,8 +18,11 @@ from cs336_systems.config import ModelConfig
 from cs336_systems.model import TransformerLM
 from cs336_systems.parallel.launch import process_group
 from cs336_systems.train.hf import hf_folders
+from cs336_systems.train.hf.hf_config import config_of, model_of
+from cs336_systems.train.tokens.token_store import read_store
 from cs336_systems.train.weights import load_weights
 from tests.helpers import assert_refused, clean_env, execute, files
+from tests.unit.train.stores_by_hand import write_store
 
 pytestmark = pytest.mark.usefixtures("elsewhere")
 
@@ -124,10 +129,46 @@ def test_a_run_starts_from_an_import_and_is_exported(elsewhere, capsys):
     family = "--qk_norm --tied_embeddings --rope_theta 10000"
     rate = "--learning_rate 1e-30 --weight_decay 0 --warmup_steps 0 --steps 1 --eval_every 0 --device cpu"
     assert main(f"train --data text.txt --init ours --output run {rate} {shape} {family}".split()) == 0
-    assert main(["export", "run", "back", "--format", "hf"]) == 0
-    after = transformers.AutoModelForCausalLM.from_pretrained(elsewhere / "back")
+    assert main(["export", "run", "new/back", "--format", "hf"]) == 0
+    assert "--like" in capsys.readouterr().out
+    after = transformers.AutoModelForCausalLM.from_pretrained(elsewhere / "new/back")
     expected, found = before.state_dict(), after.state_dict()
     assert all(torch.equal(value, found[name]) for name, value in expected.items())
+    # The flags that import names are those of the model, also where another is asked for.
+    assert main(["train", "--data", "text.txt", "--init", "ours", "--output", "other", "--steps", "1"]) == 2
+    named = capsys.readouterr().err.split("; give ")[1].split()
+    assert (
+        main(
+            [
+                "train",
+                "--data",
+                "text.txt",
+                "--init",
+                "ours",
+                "--output",
+                "other",
+                *rate.split(),
+                *named,
+                "--context_length",
+                "16",
+            ]
+        )
+        == 0
+    )
+
+
+def test_a_tokenizer_of_ours_travels_along(elsewhere, capsys):
+    """And a model that was trained on shorter sequences keeps its longest context."""
+    published("llama", elsewhere / "hf")
+    assert main(["import", "hf", "ours"]) == 0
+    (elsewhere / "store").mkdir()
+    write_store(elsewhere / "store", np.arange(60) % 7, [60])
+    assert main(["export", "ours", "back", "--format", "hf", "--like", "store"]) == 0
+    config = json.loads((elsewhere / "back/config.json").read_text())
+    assert config["eos_token_id"] == read_store(elsewhere / "store").end_token
+    assert (elsewhere / "back/tokenizer.json").exists() == (elsewhere / "store/tokenizer.json").exists()
+    short = dataclasses.replace(model_of(config), context_length=8)
+    assert config_of(short, "float32", config)["max_position_embeddings"] == config["max_position_embeddings"]
 
 
 CHANGES: dict[str, tuple[dict[str, Any], list[str]]] = {
@@ -221,7 +262,6 @@ def test_a_damaged_folder(name, elsewhere, capfd):
     [
         ("import missing out", ["'missing'"]),
         ("import hf hf", ["'hf' exists"]),
-        ("import hf no/where", ["'no/where'"]),
         ("export ours hf --format hf", ["'hf' exists"]),
         ("export ours out --format hf --force", ["--force"]),
         ("export ours out --format hf --step 3", ["--step"]),

@@ -52,6 +52,16 @@ def test_documents_of_every_kind_come_back(part_bytes, elsewhere, tokenizer_file
     ]
 
 
+def test_force_writes_a_damaged_folder_again(elsewhere, with_tokenizer, capsys):
+    (elsewhere / "a.txt").write_text(" ".join(SENTENCES))
+    assert run("a.txt", "-o", "out", *with_tokenizer) == 0
+    tokens = elsewhere / "out/tokens.bin"
+    right = tokens.read_bytes()
+    tokens.write_bytes(bytes(len(right)))
+    assert run("a.txt", "-o", "out", "--force", *with_tokenizer) == 0
+    assert tokens.read_bytes() == right
+
+
 def test_folders_and_patterns(elsewhere, with_tokenizer, capsys):
     """A folder is searched for known suffixes, in the order of the names; its own output is no input."""
     (elsewhere / "in/deep").mkdir(parents=True)
