@@ -316,10 +316,11 @@ class TransformerLM(nn.Module):
         """
         if isinstance(tokens, PackedTokens):
             hidden = self._hidden(tokens.tokens.reshape(1, -1), PackedRotary(self.rotate, tokens))
+            hidden = hidden.view(*tokens.shape, -1)
         else:
             hidden = self._hidden(tokens, self.rotate)
         if targets is None:
-            return self.lm_head(hidden.view(*tokens.shape, -1))
+            return self.lm_head(hidden)
         return fused.linear_cross_entropy(hidden, self.lm_head.weight, targets)
 
     def tie(self) -> None:
