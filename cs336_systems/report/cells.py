@@ -142,7 +142,7 @@ class CellView:
 
     @cached_property
     def causal_mfu(self) -> float | None:
-        """That rate as a share of the device's dense peak."""
+        """Model FLOPs utilisation without those scores."""
         rate, peak = self.causal_flops_per_second, self.value("peak_flops")
         return rate / peak if rate and peak else None
 

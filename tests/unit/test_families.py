@@ -120,6 +120,7 @@ def test_one_model_has_one_configuration():
     """Written out or left to the defaults, in a record or not."""
     assert ModelConfig(**SHAPE, num_kv_heads=6, d_head=8) == ModelConfig(**SHAPE)
     assert ModelConfig(**SHAPE).to_dict().keys().isdisjoint(FAMILY_FIELDS)
+    assert {name: getattr(ModelConfig(), name) for name in FAMILY_FIELDS} == FAMILY_FIELDS
     for config in FAMILIES.values():
         assert ModelConfig(**config.to_dict()) == config
         assert RunConfig.from_dict(RunConfig(model=config).to_dict()).model == config

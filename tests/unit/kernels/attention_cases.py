@@ -274,6 +274,17 @@ def compare(found: dict[str, Tensor], inputs: Inputs, case: Case, *, large: bool
     expected = differentiate(lambda q, k, v: naive(q, k, v, seen, case.scale), inputs.cast(torch.float64))
     plain = differentiate(lambda q, k, v: naive(q, k, v, seen, case.scale), inputs)
     sizes, largest_score = uncancelled(inputs, seen, case.scale)
+    blind = ~seen.any(-1).expand(expected["lse"].shape)
+    wrong = errors(found, expected, plain, sizes, dtype, blind, largest_score if large else None)
+    return [f"{case.name} {dtype}: {line}" for line in wrong]
+
+
+def errors(
+    found: dict[str, Tensor], expected: dict[str, Tensor], plain: dict[str, Tensor], sizes: dict[str, Tensor],
+    dtype: torch.dtype, blind: Tensor, largest_score: float | None = None,
+) -> list[str]:  # fmt: skip
+    """The errors in `found` by the limits of `compare`. `expected` is in float64, `plain` in `dtype`, `sizes` has all
+    terms positive; `blind`: queries without keys; `largest_score`: of large inputs."""
     unit = torch.finfo(dtype).eps / 2
     wrong = []
     for name, x in found.items():
@@ -282,7 +293,6 @@ def compare(found: dict[str, Tensor], inputs: Inputs, case: Case, *, large: bool
             wrong.append(f"{name} is {tuple(x.shape)} {x.dtype} instead of {tuple(low.shape)} {low.dtype}")
             continue
         if name == "lse":  # -inf where, and only where, there is no key
-            blind = ~seen.any(-1).expand(x.shape)
             if not bool((x[blind] == -math.inf).all()):
                 wrong.append("lse of a row without keys is not -inf")
             x, truth, low, size = x[~blind], truth[~blind], low[~blind], size[~blind]
@@ -292,14 +302,15 @@ def compare(found: dict[str, Tensor], inputs: Inputs, case: Case, *, large: bool
             wrong.append(f"{name} has {int((~x.isfinite()).sum())} of {x.numel()} values not finite")
             continue
         difference = x.double() - truth
-        if dtype in EXACT and not large:
+        if dtype in EXACT and largest_score is None:
             error, limit = difference.norm().item(), max(EXACT[dtype] * truth.norm().item(), unit * size.norm().item())
         else:
             error, limit = difference.abs().max().item(), flash_limit(name, low, truth, dtype)
-            limit += (unit + 6e-8 * largest_score) * size.max().item() * large
+            if largest_score is not None:
+                limit += (unit + 6e-8 * largest_score) * size.max().item()
         if not error <= limit:
             wrong.append(f"{name} is off by {error:.2e}; allowed {limit:.2e}")
-    return [f"{case.name} {dtype}: {line}" for line in wrong]
+    return wrong
 
 
 def failures(

@@ -97,7 +97,7 @@ class Heads(NamedTuple):
         return random(self.batch, self.rows, self.heads + 2 * self.kv_heads, self.dim, seed=1, dtype=dtype)
 
     def gradients(self, dtype: torch.dtype, heads_first: bool) -> Named:
-        """Of q, k and v; `heads_first`: (batch, heads, rows, dim) in memory, as attention returns them."""
+        """Return gradients of q, k and v; `heads_first`: (batch, heads, rows, dim) in memory, as attention has them."""
         found: Named = {}
         for number, (name, heads) in enumerate((("dq", self.heads), ("dk", self.kv_heads), ("dv", self.kv_heads))):
             middle = (heads, self.rows) if heads_first else (self.rows, heads)

@@ -12,13 +12,12 @@ import torch
 from torch import Tensor
 
 from tests.unit.kernels.attention_cases import (
-    EXACT,
     NAMES,
     Case,
     Implementation,
     Inputs,
     differentiate,
-    flash_limit,
+    errors,
     naive,
     uncancelled,
     visible,
@@ -172,7 +171,7 @@ def looped(case: Packed, inputs: Inputs) -> tuple[dict[str, Tensor], dict[str, T
 
 
 class Truth(NamedTuple):
-    """What an implementation's results are compared with; it may be reused for several."""
+    """Results to compare those of an implementation with; it may be reused for several."""
 
     expected: dict[str, Tensor]
     """In float64."""
@@ -190,33 +189,9 @@ def compare_packed(
     found: dict[str, Tensor], inputs: Inputs, case: Packed, truth_for: Truth | None = None
 ) -> list[str]:  # fmt: skip
     """The errors in `found`, one line each; the limits are those of attention_cases.compare."""
-    dtype = inputs.q.dtype
     expected, sizes, plain = truth_for or truth_of(inputs, case)
-    unit = torch.finfo(dtype).eps / 2
-    wrong = []
-    for name, x in found.items():
-        truth, low, size = expected[name], plain[name], sizes[name]
-        if (x.shape, x.dtype) != (low.shape, low.dtype):
-            wrong.append(f"{name} is {tuple(x.shape)} {x.dtype} instead of {tuple(low.shape)} {low.dtype}")
-            continue
-        if name == "lse":
-            blind = truth == -math.inf
-            if not bool((x[blind] == -math.inf).all()):
-                wrong.append("lse of a row without keys is not -inf")
-            x, truth, low, size = x[~blind], truth[~blind], low[~blind], size[~blind]
-        if not x.numel():
-            continue
-        if not bool(x.isfinite().all()):
-            wrong.append(f"{name} has {int((~x.isfinite()).sum())} of {x.numel()} values not finite")
-            continue
-        difference = x.double() - truth
-        if dtype in EXACT:
-            error, limit = difference.norm().item(), max(EXACT[dtype] * truth.norm().item(), unit * size.norm().item())
-        else:
-            error, limit = difference.abs().max().item(), flash_limit(name, low, truth, dtype)
-        if not error <= limit:
-            wrong.append(f"{name} is off by {error:.2e}; allowed {limit:.2e}")
-    return [f"{case.name} {dtype}: {line}" for line in wrong]
+    wrong = errors(found, expected, plain, sizes, inputs.q.dtype, expected["lse"] == -math.inf)
+    return [f"{case.name} {inputs.q.dtype}: {line}" for line in wrong]
 
 
 def packed_failures(

@@ -10,8 +10,7 @@ from cs336_systems.train.hf.hf_config import config_of, model_of
 
 ROPE = {"rope_type": "llama3", "rope_theta": 5e5, "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0}
 ROPE |= {"original_max_position_embeddings": 16}
-VALID: dict[str, Any] = {
-    "model_type": "qwen3",
+SHAPE = {
     "vocab_size": 90,
     "hidden_size": 32,
     "intermediate_size": 48,
@@ -20,6 +19,10 @@ VALID: dict[str, Any] = {
     "num_key_value_heads": 2,
     "max_position_embeddings": 64,
     "rms_norm_eps": 1e-5,
+}
+VALID: dict[str, Any] = {
+    "model_type": "qwen3",
+    **SHAPE,
     "head_dim": 8,
     "hidden_act": "silu",
     "tie_word_embeddings": False,

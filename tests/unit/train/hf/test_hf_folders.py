@@ -22,20 +22,11 @@ from cs336_systems.train.hf.hf_config import config_of, model_of
 from cs336_systems.train.tokens.token_store import read_store
 from cs336_systems.train.weights import load_weights
 from tests.helpers import assert_refused, clean_env, execute, files
+from tests.unit.train.hf.test_hf_config import SHAPE
 from tests.unit.train.stores_by_hand import write_store
 
 pytestmark = pytest.mark.usefixtures("elsewhere")
 
-SHAPE = {
-    "vocab_size": 90,
-    "hidden_size": 32,
-    "intermediate_size": 48,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "max_position_embeddings": 64,
-    "rms_norm_eps": 1e-5,
-}
 LLAMA3 = {"rope_type": "llama3", "rope_theta": 5e5, "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0}
 LLAMA3 |= {"original_max_position_embeddings": 16}
 CASES: dict[str, tuple[str, dict[str, Any]]] = {
