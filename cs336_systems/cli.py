@@ -1,6 +1,7 @@
 """`cs336 <command>`: one function per command. What it needs is imported inside it, so that --help is instant."""
 
 import os
+import shlex
 import sys
 from collections.abc import Callable, Sequence
 from dataclasses import MISSING, dataclass
@@ -10,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 from cs336_systems import __version__
 from cs336_systems.commands import flags_named, guarded
-from cs336_systems.config import SIZES, UserError, flag, size_name
+from cs336_systems.config import UserError, flag
 from cs336_systems.experiments.bench_command import BenchArguments, bench
 from cs336_systems.experiments.bench_command import __doc__ as bench_manual
 from cs336_systems.experiments.catalogue import ALL, catalogue, runnable
@@ -183,7 +184,7 @@ def train(settings: TrainSettings) -> int:
     """Train a language model on a file; goes on where it was when it is called again. Under torchrun on many ranks.
 
     cs336 train --data README.md --steps 200 --output runs/readme
-    cs336 train --data README.md --init weights.safetensors --output runs/tuned
+    cs336 train --data data/web --init weights/qwen3 --context_length 1024 --output runs/tuned
     torchrun --nproc_per_node 2 -m cs336_systems train --data README.md --parallel fsdp --device cpu
     """
     from cs336_systems.train.loop import train as run_training
@@ -267,13 +268,13 @@ def import_model(arguments: ImportArguments) -> None:
     cs336 import Qwen3-0.6B weights/qwen3
     """
     from cs336_systems.train.hf.hf_folders import import_folder
-    from cs336_systems.train.weights import shape_flags
+    from cs336_systems.train.weight_files import tokenizer_of_weights
 
     model = import_folder(Path(arguments.folder), Path(arguments.output))
-    size = size_name(model)
-    flags = f"--size {size}" if size in SIZES else shape_flags(model)
-    advice = f"train it with: cs336 train --init {arguments.output} {flags}"
-    print(f"{arguments.output}: {model.parameters:,} weights; {advice}")
+    print(f"{arguments.output}: {model.parameters:,} weights")
+    if tokenizer := tokenizer_of_weights(Path(arguments.output)):
+        print(f"tokenize with: cs336 tokenize TEXT --tokenizer {shlex.quote(str(tokenizer))} --output data/tokens")
+    print(f"train it with: cs336 train --data data/tokens --init {shlex.quote(arguments.output)} --output runs/tuned")
 
 
 @dataclass(frozen=True)

@@ -19,6 +19,29 @@ from cs336_systems.text import printable
 LONGEST_WORD = 300
 """Characters of a word in an error message; of longer ones the middle is left out."""
 
+USUAL_NAMES = {
+    **dict.fromkeys(("tokens", "dataset", "train_data", "train_file", "input"), ("data",)),
+    **dict.fromkeys(("lr", "max_lr", "peak_lr"), ("learning_rate",)),
+    **dict.fromkeys(("max_steps", "iters", "max_iters", "num_steps", "train_steps"), ("steps", "num_steps")),
+    **dict.fromkeys(("seq_len", "seqlen", "sequence_length", "max_seq_len", "block_size"), ("context_length",)),
+    **dict.fromkeys(("out", "out_dir", "output_dir", "save_dir"), ("output",)),
+    **dict.fromkeys(("layers", "n_layers", "n_layer"), ("num_layers",)),
+    **dict.fromkeys(("heads", "n_heads", "n_head"), ("num_heads",)),
+    **dict.fromkeys(("dim", "hidden_size", "n_embd"), ("d_model",)),
+    **dict.fromkeys(("per_device_train_batch_size", "device_batch_size"), ("micro_batch_size", "batch_size")),
+    **dict.fromkeys(("grad_clip", "clip_grad", "clip_grad_norm"), ("max_grad_norm",)),
+    **dict.fromkeys(("gradient_checkpointing", "activation_checkpointing"), ("checkpoint_blocks",)),
+    **dict.fromkeys(("dtype", "bf16", "fp16", "amp"), ("precision",)),
+    **dict.fromkeys(("model", "model_size", "model_name"), ("size",)),
+    **dict.fromkeys(("pretrained", "init_from", "weights", "checkpoint", "model_name_or_path"), ("init",)),
+    **dict.fromkeys(("save_steps", "save_interval", "ckpt_every"), ("save_every",)),
+    **dict.fromkeys(("eval_steps", "eval_interval"), ("eval_every",)),
+    **dict.fromkeys(("wd",), ("weight_decay",)),
+    **dict.fromkeys(("fsdp", "ddp", "zero"), ("parallel",)),
+    **dict.fromkeys(("resume", "resume_from_checkpoint", "load"), ("resume_from",)),
+}
+"""Names that flags have in other trainers, without dashes, and ours: the first that a command has is meant."""
+
 
 def one_line(message: str) -> str:
     """Return a message as one line of printable characters, in which no word is endless."""
@@ -55,8 +78,16 @@ class Parser(argparse.ArgumentParser):
         if choice := re.search(r"invalid choice: '(.*?)' \(choose from (.*)\)", message):
             return nearest(choice[1], re.findall(r"[^\s',]+", choice[2]))
         if flag := re.match(r"unrecognized arguments: (-+[^\s=]+)", message):
-            return nearest(flag[1], self._option_string_actions)
+            return self._usual(flag[1]) or nearest(flag[1], self._option_string_actions)
         return ""
+
+    def _usual(self, flag: str) -> str:
+        """Return our name of a flag that other trainers have; "" if this command has none like it."""
+        ours = [f"--{name}" for name in USUAL_NAMES.get(flag.lstrip("-").replace("-", "_").lower(), ())]
+        found = next((name for name in ours if name in self._option_string_actions), "")
+        if found == "--resume_from":
+            return f" (the same command resumes by itself; {found!r} goes back to a checkpoint)"
+        return f" (did you mean {found!r}?)" if found else ""
 
 
 class Flag(NamedTuple):

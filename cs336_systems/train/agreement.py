@@ -14,7 +14,7 @@ from pathlib import Path
 import torch.distributed as dist
 
 from cs336_systems import __version__
-from cs336_systems.config import UserError
+from cs336_systems.config import UserError, size_name
 from cs336_systems.flags import flat
 from cs336_systems.parallel.collectives import from_first, gather, together
 from cs336_systems.parallel.peers import in_background, ranks_named
@@ -45,9 +45,13 @@ def facts_of(settings: TrainSettings, device: str) -> Facts:
     Every flag must be equal, except that
     - `--data` may be another path, as of a copy on each node: the tokens are compared later;
     - `--device` may name another index: the kind of device must be equal;
-    - `--output` may be written in another way: the absolute path must be equal.
+    - `--output` may be written in another way: the absolute path must be equal;
+    - with `--init` the shape may be given by flags or come with the weights: the model must be equal.
     """
     flags = {name: str(value) for name, value in flat(settings).items()}
+    if settings.init is not None:
+        flags |= {name: str(value) for name, value in vars(settings.model).items()}
+        flags["size"] = size_name(settings.model)
     flags |= {
         "vocab_size": str(settings.model.vocab_size),
         "device": device,

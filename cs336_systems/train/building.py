@@ -41,7 +41,7 @@ def build_step(settings: TrainSettings, rank: Rank) -> TrainStep:
         model = build_model(run)
     apply_memory_budget(model, run, _agreed(blocks_for_machine(run)))
     if settings.init is not None and not is_filled_later:
-        load_weights(Path(settings.init), model, settings.model)
+        load_weights(Path(settings.init), model)
     optimizer: torch.optim.Optimizer
     if packs:
         optimizer = _packed_optimizer(model, settings, rank.device)

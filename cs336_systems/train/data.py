@@ -61,7 +61,8 @@ class Corpus:
             raise UserError(f"--data {name!r} holds token {found.least}: tokens are integers of at least 0")
         if found.largest >= vocab_size:
             raise UserError(
-                f"--data {name!r} holds token {found.largest}, and --vocab_size is {vocab_size}; it must be larger"
+                f"--data {name!r} holds token {found.largest}, and the model has a vocabulary of {vocab_size} tokens; "
+                f"give a larger --vocab_size, or data of the model's own tokenizer"
             )
         return replace(self, fingerprint=found.fingerprint)
 

@@ -328,12 +328,17 @@ def _require_same_run(settings: TrainSettings, corpus: Corpus | PackedCorpus, fo
     changes = _changes(pairs)
     is_packed_alike = pairs["pack"][0] == pairs["pack"][1]
     if is_packed_alike and not corpus.has_fingerprint(found.manifest["data"]):
-        changes.append(f"data {settings.data.path!r} has other tokens than {before['data']!r} had")
+        vocabulary = f" (a vocabulary of {settings.data.vocab_size})" if settings.data.is_store else ""
+        changes.append(f"data {settings.data.path!r}{vocabulary} has other tokens than {before['data']!r} had")
+    started_from = found.manifest.get("init")
     if changes:
         asked = settings.checkpoint.resume_from is not None
-        way_out = "restore what differs" if asked else "restore what differs, or choose another --output"
+        if settings.init is None and started_from and models[0] != models[1] and not asked:
+            way_out = f"give --init {started_from} again, which has the shape"
+        else:
+            way_out = "restore what differs"
+        way_out += "" if asked else ", or choose another --output"
         raise UserError(f"{str(found.path)!r} belongs to another run: {'; '.join(changes)}; {way_out}")
-    started_from = found.manifest.get("init")
     if settings.init is not None and settings.init != started_from:
         raise UserError(
             f"{str(found.path)!r} belongs to a run that started from {started_from or 'random weights'}, not from "

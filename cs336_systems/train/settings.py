@@ -6,6 +6,7 @@ Flags and the manifests of checkpoints are flat and keep their names, where a fi
 
 import dataclasses
 import math
+import shlex
 from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
@@ -22,16 +23,22 @@ from cs336_systems.config import (
     flag_like,
     model_config,
     require_seed,
+    size_name,
 )
 from cs336_systems.flags import flat, renamed
 from cs336_systems.predict.model_flags import FamilyArguments, of_size
 from cs336_systems.predict.rank_shards import SPLIT_BY_TP, STAGES_PER_RANK, TIED_STAGES, Mesh
-from cs336_systems.train.tokens.token_store import is_store, read_store
+from cs336_systems.train.tokens.token_store import HEADER, UNFINISHED, is_store, read_store
+from cs336_systems.train.weight_files import model_of_weights, tokenizer_of_weights
 
 PACKS = ("none", "documents")
 PARALLEL = ("none", "ddp", "ddp-sharded", "fsdp")
 ENGINES = ("ours", "torch")
 BYTES = 256
+SMALLEST = "tiny"
+"""The size of a run without any flag of its shape."""
+INIT_CONTEXT = 512
+"""Longest context that a run takes over from the weights of `--init`: published models have up to 131,072 tokens."""
 WARMUP_STEPS = 20
 LAUNCH_BOUND = 4 << 20
 """Elements in the residual stream of a micro batch below which Python is slower than the fused kernels it launches.
@@ -71,10 +78,7 @@ class DataSettings(_Checked):
         if not self.path:
             raise UserError("name a file to train on: --data text.txt")
         if not Path(self.path).is_file() and not self.is_store:
-            problem = f"{self.path!r} is not a regular file" if Path(self.path).exists() else f"no file {self.path!r}"
-            raise UserError(
-                f"{problem}; --data is a text file, tokens as .bin or .npy, or a finished folder of cs336 tokenize"
-            )
+            raise UserError(_no_data(Path(self.path)))
         if Path(self.path).suffix in (".jsonl", ".gz"):
             raise UserError(
                 f"--data {self.path!r} has documents to tokenize first: cs336 tokenize {self.path} --train_tokenizer "
@@ -121,9 +125,30 @@ class DataSettings(_Checked):
         return per_rank // self.micro_batch_size
 
 
+def _no_data(path: Path) -> str:
+    """Return why a path is no data to train on, and what to do."""
+    if not path.is_dir():
+        problem = f"{str(path)!r} is not a regular file" if path.exists() else f"no file {str(path)!r}"
+        return f"{problem}; --data is a text file, tokens as .bin or .npy, or a finished folder of cs336 tokenize"
+    if (path / UNFINISHED).is_dir():
+        return (
+            f"--data {str(path)!r} is unfinished: cs336 tokenize has not written its {HEADER} yet; the same cs336 "
+            f"tokenize command continues it"
+        )
+    name = path.resolve().name
+    how = (
+        f"cs336 tokenize {shlex.quote(str(path))} --train_tokenizer 8000 --output {shlex.quote(f'data/{name}-tokens')}"
+    )
+    return (
+        f"--data {str(path)!r} is a folder without {HEADER}, so not one of cs336 tokenize; to make one of texts: {how}"
+    )
+
+
 @dataclass(frozen=True)
 class ShapeSettings(FamilyArguments):
-    size: str = flag("tiny", "name of a size; any of its fields may be replaced")
+    size: str | None = flag(
+        None, f"name of a size; any of its fields may be replaced (default: {SMALLEST}, or the shape of --init)"
+    )
     vocab_size: int | None = of_size(
         "vocab_size", "a published size's own; else 256 for text, the tokenizer's for a folder"
     )
@@ -134,15 +159,54 @@ class ShapeSettings(FamilyArguments):
     d_ff: int | None = of_size("d_ff")
 
     @property
+    def given(self) -> dict[str, Any]:
+        """The fields of the model that flags set, without those of a size."""
+        return {name: value for name, value in vars(self).items() if value is not None and name != "size"}
+
+    @property
+    def is_given(self) -> bool:
+        """True if a flag says more of the model than its context."""
+        return self.size is not None or bool(self.given.keys() - {"context_length"})
+
+    @property
     def published_vocabulary(self) -> int:
         """The vocabulary that a size has of its own; 0 for sizes without one."""
-        return next((size.get("vocab_size", 0) for name, size in SIZES.items() if name.lower() == self.size.lower()), 0)
+        wanted = (self.size or SMALLEST).lower()
+        return next((size.get("vocab_size", 0) for name, size in SIZES.items() if name.lower() == wanted), 0)
 
     def model(self, vocab_size: int | None) -> ModelConfig:
         """Return the model; `vocab_size` is used where no flag sets one."""
-        given = {"vocab_size": vocab_size, **{name: v for name, v in vars(self).items() if v is not None}}
-        size = given.pop("size")
-        return model_config(size, **{name: value for name, value in given.items() if value is not None})
+        given = {} if vocab_size is None else {"vocab_size": vocab_size}
+        return model_config(self.size or SMALLEST, **{**given, **self.given})
+
+    def of_weights(self, saved: ModelConfig, init: str) -> "ShapeSettings":
+        """Return the shape of the weights of `--init`; raise UserError if a flag contradicts it.
+
+        No weight depends on the context: it is that of the flag, else that of the weights, at most INIT_CONTEXT.
+        """
+        asked = {
+            f"--{name}" if value is True else f"--{name} {value}": {name: value} for name, value in self.given.items()
+        }
+        if self.size is not None:
+            named = vars(model_config(self.size))
+            own = {"vocab_size"} if not self.published_vocabulary else set()
+            asked[f"--size {self.size}"] = {n: v for n, v in named.items() if n not in own | self.given.keys()}
+        effective = {**vars(saved), "num_kv_heads": saved.kv_heads, "d_head": saved.head_dim}
+        for shown, fields in asked.items():
+            wrong = [
+                f"{name} is {effective[name]}" + (f" and not {value}" if len(fields) > 1 else "")
+                for name, value in fields.items()
+                if name != "context_length" and value not in (getattr(saved, name), effective[name])
+            ]
+            if wrong:
+                others = f" (and {len(wrong) - 1} more fields differ)" if len(wrong) > 1 else ""
+                raise UserError(
+                    f"{shown} contradicts --init {init!r}, whose {wrong[0]}{others}; leave it out: the shape is that "
+                    f"of --init"
+                )
+        context = self.context_length or min(saved.context_length, INIT_CONTEXT)
+        size = self.size or (name if (name := size_name(saved)) in SIZES else None)
+        return ShapeSettings(**{**vars(saved), "context_length": context, "size": size})
 
 
 @dataclass(frozen=True)
@@ -324,7 +388,9 @@ class TrainSettings(_Checked):
     steps: int = flag(200, "number of training steps")
     seed: int = flag(0, "seed of the weights and of the order of sequences")
     init: str | None = flag(
-        None, "start from the weights of a safetensors file or a folder of cs336 import", excludes=("resume_from",)
+        None,
+        "start from a file of weights of cs336 export or a folder of cs336 import; they have the shape with them",
+        excludes=("resume_from",),
     )
     shape: ShapeSettings = field(default_factory=ShapeSettings)
     compute: ComputeSettings = field(default_factory=ComputeSettings)
@@ -348,11 +414,45 @@ class TrainSettings(_Checked):
             raise UserError(f"--warmup_steps must be below --steps, {self.steps}, got {warmup}")
         if self.checkpoint.keep_best and not self.log.eval_every:
             raise UserError("--keep_best compares validation losses, which --eval_every 0 turns off; give another one")
+        self._fill_shape()
         _ = self.model  # reports its own mistakes now, too
         if self.parallel.engine == "torch":
             self._require_for_torch_engine()
         if self.data.pack == "documents":
             self._require_for_documents()
+
+    def _fill_shape(self) -> None:
+        """Take the shape of the model from the weights of `--init`, or the smallest size where nothing is given."""
+        saved = self._saved_model()
+        if self.init is not None and saved is not None:
+            shape = self.shape.of_weights(saved, self.init)
+            self._require_tokens_of(saved, Path(self.init))
+            object.__setattr__(self, "shape", shape)
+        if self.shape.size is None:
+            object.__setattr__(self, "shape", dataclasses.replace(self.shape, size=SMALLEST))
+
+    def _saved_model(self) -> ModelConfig | None:
+        """Return the model of the weights of `--init`; None if it is unknown, or the weights are on rank 0 only."""
+        if self.init is None or (self.shape.is_given and not Path(self.init).exists()):
+            return None
+        return model_of_weights(Path(self.init))
+
+    def _require_tokens_of(self, saved: ModelConfig, init: Path) -> None:
+        """Raise UserError if the data has other tokens than the weights of `--init` were trained on."""
+        tokenizer = tokenizer_of_weights(init)
+        source = shlex.quote(self.data.path) if self.data.is_text else "TEXT"
+        how = f"cs336 tokenize {source} --tokenizer {shlex.quote(str(tokenizer))} --output data/tokens"
+        way_out = f"tokenize with its tokenizer: {how}" if tokenizer else "tokenize with its tokenizer"
+        problem = ""
+        if self.data.is_text and tokenizer is not None:
+            problem = "is text, whose bytes would be the tokens"
+        elif self.data.is_store and (count := read_store(Path(self.data.path)).vocab_size) > saved.vocab_size:
+            problem = f"has a vocabulary of {count:,} tokens"
+        if problem:
+            raise UserError(
+                f"--data {self.data.path!r} {problem}, and --init {self.init!r} has {saved.vocab_size:,} tokens of its "
+                f"own; {way_out}"
+            )
 
     def _require_for_documents(self) -> None:
         """Raise UserError for settings that do not know of documents."""

@@ -1,7 +1,8 @@
 """Weights as safetensors files: `cs336 export` writes one from a checkpoint, `cs336 train --init` starts from one.
 
 Tensors have the names of the unwrapped model. The metadata of the file holds the configuration of the model as JSON and
-the step. A file from elsewhere needs no metadata, only the names and shapes of the model.
+the step; `train.settings` takes the shape of the model from it. A file from elsewhere needs no metadata, only the names
+and shapes of the model.
 """
 
 import json
@@ -17,21 +18,18 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 from torch import Tensor, nn
 
-from cs336_systems.config import FAMILY_FIELDS, ModelConfig, UserError
+from cs336_systems.config import ModelConfig, UserError
 from cs336_systems.files import reason_of, replacing, require_regular, sync_folder, write_failure
 from cs336_systems.model import TransformerLM
 from cs336_systems.parallel.collectives import on_first
 from cs336_systems.parallel.launch import process_group
 from cs336_systems.step.initialise import StoreWeight
 from cs336_systems.train.checkpoint import Checkpoint, Store, located
+from cs336_systems.train.weight_files import unreadable, weights_file
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 _READABLE = ("F32", "BF16", "F16")
 """Element types of a file that a model can be started from: each converts to fp32 exactly."""
-WEIGHTS = "weights.safetensors"
-"""The file of weights in a folder of `cs336 import`."""
-_FREE = ("context_length",)
-"""Fields of ModelConfig that may differ: no weight depends on the length."""
 
 
 # -- out --------------------------------------------------------------------------------------------------------------
@@ -115,13 +113,13 @@ def _write(tensors: dict[str, Tensor], target: Path, metadata: dict[str, str]) -
 # -- in ---------------------------------------------------------------------------------------------------------------
 
 
-def load_weights(path: Path, model: nn.Module, config: ModelConfig) -> None:
+def load_weights(path: Path, model: nn.Module) -> None:
     """Replace the weights of a model that is not wrapped yet by those of a file, which rank 0 reads.
 
     The wrappers give rank 0's weights to all ranks, and the packed optimizer takes its fp32 masters from the model.
     Raises UserError on all ranks if the file does not fit.
     """
-    on_first(lambda: _load(path, own_state(model), config))
+    on_first(lambda: _load(path, own_state(model)))
 
 
 def load_each(path: Path, model: nn.Module, config: ModelConfig, device: torch.device, store: StoreWeight) -> None:
@@ -145,13 +143,12 @@ def require_weights(path: Path, config: ModelConfig) -> None:
     """Raise UserError if a file cannot be read or does not fit the model; read its header only."""
     with torch.device("meta"):
         model = TransformerLM(config)
-    _load(path, own_state(model), config)
+    _load(path, own_state(model))
 
 
 @torch.no_grad()
-def _load(path: Path, state: dict[str, Tensor], config: ModelConfig) -> None:
+def _load(path: Path, state: dict[str, Tensor]) -> None:
     with _opened(path) as file:
-        _require_same_config(path, (file.metadata() or {}).get("model"), config)
         _require_same_tensors(path, file, state)
         for name, value in state.items():
             if value.device.type != "meta":
@@ -160,42 +157,13 @@ def _load(path: Path, state: dict[str, Tensor], config: ModelConfig) -> None:
 
 @contextmanager
 def _opened(path: Path) -> Iterator[Any]:
-    if path.is_dir():
-        if not (path / WEIGHTS).is_file():
-            raise UserError(f"--init {str(path)!r} has no {WEIGHTS}; name a file, or a folder of cs336 import")
-        path /= WEIGHTS
+    path = weights_file(path)
     require_regular(path)
     try:
         with safe_open(path, framework="pt") as file:
             yield file
     except (SafetensorError, OSError) as error:
-        raise UserError(f"--init {str(path)!r} cannot be read as safetensors: {reason_of(error)}") from None
-
-
-def _require_same_config(path: Path, text: str | None, config: ModelConfig) -> None:
-    """Raise UserError naming what differs if the file is of another model; not all of it shows in the shapes."""
-    if text is None:
-        return
-    try:
-        saved = {**FAMILY_FIELDS, **json.loads(text)}
-        pairs = {name: (saved[name], value) for name, value in vars(config).items() if name in saved}
-    except (ValueError, TypeError, RecursionError):
-        raise UserError(f"--init {str(path)!r} has metadata that is not the configuration of a model") from None
-    different = [
-        f"{name} is {str(there)[:20]} there and {here} here"
-        for name, (there, here) in pairs.items()
-        if name not in _FREE and there != here
-    ]
-    if different:
-        there = shape_flags(ModelConfig(**saved)) if set(saved) <= vars(config).keys() else "the flags of its shape"
-        others = f" (and {len(different) - 1} more)" if len(different) > 1 else ""
-        raise UserError(f"--init {str(path)!r} is of another model: {different[0]}{others}; give {there}")
-
-
-def shape_flags(config: ModelConfig) -> str:
-    """Return the flags of `cs336 train` that describe a model, all but its context."""
-    fields = {name: value for name, value in config.to_dict().items() if name not in _FREE}
-    return " ".join(f"--{name}" if value is True else f"--{name} {value}" for name, value in fields.items())
+        raise unreadable(path, error) from None
 
 
 def _require_same_tensors(path: Path, file: Any, state: dict[str, Tensor]) -> None:

@@ -14,7 +14,9 @@ from unittest import mock
 
 import numpy as np
 import pytest
+import torch
 import torch.distributed as dist
+from safetensors.torch import save_file
 
 from cs336_systems.config import UserError
 from cs336_systems.flags import build, flat
@@ -150,6 +152,17 @@ def test_what_may_differ(settings, meet, tmp_path, monkeypatch):
         other = facts_of(build(TrainSettings, {**settings, **changed, "device": "cuda:1"}), "cuda")
     with pytest.warns(UserWarning, match=r"version of Python: 3\.\d+ on rank 0 and 3\.99 on rank 1"):
         assert meet([one, other]) == [None, None]
+
+
+def test_weights_that_only_rank_0_sees_give_the_same_facts_as_the_flags_of_their_shape(settings, tmp_path):
+    model = build(TrainSettings, settings).model
+    weights = tmp_path / "weights.safetensors"
+    save_file({"a": torch.zeros(1)}, weights, {"model": json.dumps(model.to_dict())})
+    first = facts(settings, init=str(weights))
+    assert facts(settings, init=str(weights), num_kv_heads=2).required == first.required
+    weights.unlink()
+    assert facts(settings, init=str(weights)).required == first.required
+    assert facts(settings, init=str(weights), d_ff=48).required != first.required
 
 
 @pytest.mark.parametrize("what", ["device", "data", "torch", "source", *VARIABLES])

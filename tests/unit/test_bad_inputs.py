@@ -237,7 +237,14 @@ REFUSED = {
         train --dta text.txt                        | did you mean '--data'?
         train --data nope.txt                       | no file 'nope.txt'
         train --data ''                             | --data: the value is empty
-        train --data folder                         | 'folder' is not a regular file
+        train --data folder                         | cs336 tokenize folder --train_tokenizer 8000 --output
+        train --data unfinished                     | 'unfinished' is unfinished
+        train --data text.txt --lr 1e-3             | did you mean '--learning_rate'?
+        train --data text.txt --seq-len 64          | did you mean '--context_length'?
+        train --tokens text.txt                     | did you mean '--data'?
+        train --data text.txt --resume              | the same command resumes by itself; '--resume_from'
+        bench --max_steps 5                         | did you mean '--num_steps'?
+        bench --lr 5                                | unrecognized arguments: --lr 5; see
         train --data fifo.txt                       | 'fifo.txt' is not a regular file
         train --data empty.txt                      | 'empty.txt' holds no tokens
         train --data short.txt                      | too few for one training sequence
@@ -269,7 +276,7 @@ REFUSED = {
         train --data text.txt --parallel zero       | 'zero'
         train --data text.txt --size nope           | 'nope'
         train --data text.txt --vocab_size 0        | --vocab_size must be
-        train --data text.txt --vocab_size 10       | holds token 119, and --vocab_size is 10
+        train --data text.txt --vocab_size 10       | holds token 119, and the model has a vocabulary of 10 tokens
         train --data text.txt --context_length 99999| use a longer file
         train --data text.txt --attention flesh     | 'flesh'
         train --data text.txt --fast turbo          | 'turbo'
@@ -441,8 +448,8 @@ def prepare(folder: Path) -> None:
     record.append(folder / "good.jsonl", records)
     record.append(folder / "train.jsonl", [Record("train", {**config, "first_step": 1}, "loss", "1", (1.0, 2.0))])
     good, binary = (folder / "good.jsonl").read_bytes(), bytes(range(256)) * 40
-    for name in ("folder", "hollow", "folder.json", "weird ☃ name"):
-        (folder / name).mkdir()
+    for name in ("folder", "hollow", "folder.json", "weird ☃ name", "unfinished/.parts"):
+        (folder / name).mkdir(parents=True)
     shutil.copy(folder / "good.jsonl", folder / "folder" / "records.jsonl")
     for ending in ("jsonl", "json", "pickle", "sqlite", "txt", "npy"):
         (folder / f"empty.{ending}").write_bytes(b"")

@@ -64,6 +64,10 @@ def test_commands_parse(page: Path, line: str, parsed: list[object], tmp_path: P
         data = tmp_path / Path(arguments[arguments.index("--data") + 1]).name
         data.write_bytes(bytes(4096))
         arguments[arguments.index("--data") + 1] = str(data)
+    if "--init" in arguments:
+        weights = tmp_path / "weights.safetensors"
+        weights.write_bytes((2).to_bytes(8, "little") + b"{}")
+        arguments[arguments.index("--init") + 1] = str(weights)
     if not arguments or arguments[0] not in cli.COMMANDS:
         assert arguments in ([], ["--help"], ["<command>"], ["COMMAND", "--help"]), f"{line!r} names no command"
         return

@@ -223,13 +223,14 @@ def _train_settings(flags: LaunchArguments) -> tuple[TrainSettings, tuple[str, .
     parser = _TrainParser(prog="cs336 train", add_help=False)
     add_flags(parser, TrainSettings)
     namespace = parser.parse_args(list(flags.words[1:]))
-    data = Path(namespace.data or "")
-    if flags.slurm or not namespace.data or data.exists():
-        return read_flags(TrainSettings, namespace), ()
-    with tempfile.NamedTemporaryFile(suffix=data.suffix) as stand_in:  # the file is on the cluster
+    paths = [] if flags.slurm else [path for path in (namespace.data, namespace.init) if path]
+    absent = [path for path in paths if not Path(path).exists()]
+    remarks = tuple(f"{path!r} is not on this machine: it must be there on the cluster" for path in absent)
+    if namespace.data not in absent:
+        return read_flags(TrainSettings, namespace), remarks
+    with tempfile.NamedTemporaryFile(suffix=Path(namespace.data).suffix or ".bin") as stand_in:
         namespace.data = stand_in.name
-        settings = read_flags(TrainSettings, namespace)
-    return settings, (f"{str(data)!r} is not on this machine: it must be there on the cluster",)
+        return read_flags(TrainSettings, namespace), remarks
 
 
 def _require_shared_output(job: Job, settings: TrainSettings) -> None:

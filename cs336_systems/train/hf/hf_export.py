@@ -12,8 +12,9 @@ from cs336_systems.files import reason_of
 from cs336_systems.parallel.launch import process_group
 from cs336_systems.train.hf.hf_folders import export_folder, tensor_shapes
 from cs336_systems.train.hf.tensor_files import DTYPES, Described, opened
+from cs336_systems.train.weight_files import WEIGHTS
 from cs336_systems.train.weights import DTYPES as BY_FLAG
-from cs336_systems.train.weights import WEIGHTS, checkpoint_of, converted, saved_weights
+from cs336_systems.train.weights import checkpoint_of, converted, saved_weights
 
 _NAMES = {dtype: name for name, dtype in DTYPES.items()}
 

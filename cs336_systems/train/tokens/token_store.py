@@ -19,6 +19,8 @@ from cs336_systems.files import LARGEST_FILE, foreign, is_number, read_json, sho
 
 FORMAT, VERSION = "cs336 tokens", 1
 HEADER, TOKENS_FILE, DOCUMENTS_FILE, TOKENIZER_FILE = "store.json", "tokens.bin", "documents.bin", "tokenizer.json"
+UNFINISHED = ".parts"
+"""Folder of the finished parts of a store that is not complete yet."""
 LITTLE_ENDIAN = {"uint16": "<u2", "uint32": "<u4"}
 ITEM_BYTES = {"uint16": 2, "uint32": 4}
 OFFSET_BYTES = 8

@@ -22,6 +22,7 @@ from cs336_systems.train.tokens.token_store import (
     DOCUMENTS_FILE,
     TOKENIZER_FILE,
     TOKENS_FILE,
+    UNFINISHED,
     TokenStore,
     is_store,
     read_store,
@@ -29,8 +30,8 @@ from cs336_systems.train.tokens.token_store import (
 from cs336_systems.train.tokens.tokenize_command import TokenizeArguments
 from cs336_systems.train.tokens.vocabulary import read_tokenizer, train_tokenizer
 
-PARTS, LOCK = ".parts", ".lock"
-"""Names in the folder of a store: the parts of an unfinished one, and the lock of its writer."""
+LOCK = ".lock"
+"""The lock of its writer in the folder of a store."""
 TRAINED_ON = 1 << 30
 """Bytes of text that a tokenizer is trained on: evenly spaced parts of longer inputs."""
 
@@ -64,16 +65,16 @@ def _tokenize(arguments: TokenizeArguments) -> str:
         _require_ours(folder, arguments.force)
         trained_from = "" if given is not None else _training_key(arguments, inputs)
         recipe = _recipe(arguments, reading, given or _trained(arguments, folder, parts, reading, trained_from))
-        files = [PartFiles(folder / PARTS, part.key(recipe.text)) for part in parts]
+        files = [PartFiles(folder / UNFINISHED, part.key(recipe.text)) for part in parts]
         work = hashlib.sha256(json.dumps([recipe.text, inputs]).encode()).hexdigest()
         if not arguments.force and (store := _present(folder, arguments.force)) and store.work == work:
-            shutil.rmtree(folder / PARTS, ignore_errors=True)
+            shutil.rmtree(folder / UNFINISHED, ignore_errors=True)
             return f"{_described(folder, store)}; it was there"
         _require_replaceable(folder, arguments.force)
-        remove_leftovers(folder / PARTS, {trained_from, *(one.key for one in files)})
+        remove_leftovers(folder / UNFINISHED, {trained_from, *(one.key for one in files)})
         done = _written(recipe, list(zip(parts, files, strict=True)), arguments.workers)
         if not any(counts.tokens for _, counts in done):
-            shutil.rmtree(folder / PARTS, ignore_errors=True)
+            shutil.rmtree(folder / UNFINISHED, ignore_errors=True)
             raise nothing
         settings = {
             "text_field": arguments.text_field,
@@ -82,7 +83,7 @@ def _tokenize(arguments: TokenizeArguments) -> str:
             "trained_from": trained_from,
         }
         store = assemble(folder, done, recipe.vocabulary, inputs=inputs, settings=settings, work=work)
-        shutil.rmtree(folder / PARTS, ignore_errors=True)
+        shutil.rmtree(folder / UNFINISHED, ignore_errors=True)
     return f"{_described(folder, store)}; train on it with: cs336 train --data {folder}"
 
 
@@ -106,7 +107,7 @@ def _exclusive(folder: Path) -> Iterator[None]:
     try:
         folder.mkdir(parents=True, exist_ok=True)
         with locked(folder / LOCK):
-            (folder / PARTS).mkdir(exist_ok=True)
+            (folder / UNFINISHED).mkdir(exist_ok=True)
             try:
                 yield
             finally:
@@ -120,8 +121,8 @@ def _exclusive(folder: Path) -> Iterator[None]:
 def _remove_unused(folder: Path, *, lock: bool, itself: bool) -> None:
     """Remove the folder of parts if it is empty, and then what was made for it."""
     with contextlib.suppress(OSError):
-        (folder / PARTS).rmdir()
-    if is_store(folder) or (folder / PARTS).exists():
+        (folder / UNFINISHED).rmdir()
+    if is_store(folder) or (folder / UNFINISHED).exists():
         return
     with contextlib.suppress(OSError):
         if lock:
@@ -132,7 +133,7 @@ def _remove_unused(folder: Path, *, lock: bool, itself: bool) -> None:
 
 def _require_ours(folder: Path, force: bool) -> None:
     """Raise UserError for a folder with files of these names that no run of this command has written."""
-    if force or is_store(folder) or any((folder / PARTS).iterdir()):
+    if force or is_store(folder) or any((folder / UNFINISHED).iterdir()):
         return
     for name in (TOKENS_FILE, DOCUMENTS_FILE, TOKENIZER_FILE):
         if os.path.lexists(folder / name):
@@ -190,7 +191,7 @@ def _trained(
     arguments: TokenizeArguments, folder: Path, parts: Sequence[Part], reading: Reading, trained_from: str
 ) -> bytes:
     """Return the tokenizer.json that was trained before, or that is trained now."""
-    before = folder / PARTS / f"{trained_from}.tokenizer"
+    before = folder / UNFINISHED / f"{trained_from}.tokenizer"
     if before.exists():
         return read_tokenizer(before)
     if (store := _present(folder, arguments.force)) and store.settings.get("trained_from") == trained_from:

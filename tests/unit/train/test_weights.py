@@ -1,7 +1,10 @@
 """`cs336 export` and `cs336 train --init`: a round trip to the bit, conversions, and every file that does not fit."""
 
+import dataclasses
 import hashlib
 import json
+import re
+import shlex
 import struct
 from pathlib import Path
 from typing import Any
@@ -12,9 +15,11 @@ from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 
 from cs336_systems.cli import main
-from cs336_systems.config import ModelConfig
+from cs336_systems.config import ModelConfig, UserError
+from cs336_systems.flags import build
 from cs336_systems.model import TransformerLM
 from cs336_systems.parallel.launch import process_group
+from cs336_systems.train.settings import TrainSettings
 from tests.distributed.train_cases import SHAPE, Outcome, Run, argv_of, checkpoints, fields, perform, text_of
 from tests.helpers import assert_refused, files
 
@@ -175,12 +180,68 @@ def test_weights_that_do_not_fit(change, named, trained, place, tmp_path):
     assert "\n" not in outcome.error
 
 
-def test_another_model_is_named_by_its_flags(trained, place, exported):
-    """Heads do not show in any shape. A context of another length is no other model."""
-    assert "num_heads is 2 there and 4 here" in begun(place, "heads", exported, num_heads=4).error
-    several = begun(place, "several", exported, d_model=32, d_ff=64).error
-    assert "d_model is 16 there and 32 here (and 1 more); give --vocab_size 256 --d_model 16" in several
+def test_flags_that_contradict_the_weights_are_named_with_both_values(trained, place, exported):
+    """Heads do not show in any tensor. A context of another length is no other model."""
+    error = begun(place, "heads", exported, num_heads=4).error
+    assert "--num_heads 4 contradicts" in error
+    assert "num_heads is 2" in error
+    error = begun(place, "family", exported, qk_norm=True).error
+    assert "--qk_norm contradicts" in error
+    size = {"size": "small", **dict.fromkeys(SHAPE), "context_length": 16}
+    error = begun(place, "size", exported, **size).error
+    assert "--size small contradicts" in error
+    assert "d_model is 16 and not 768 (and 3 more fields differ)" in error
+    assert begun(place, "equal", exported, num_kv_heads=2, d_head=8).error == ""
     assert begun(place, "longer", exported, context_length=8).error == ""
+
+
+def test_the_shape_comes_with_the_weights(place, exported, monkeypatch):
+    plain = {"data": str(place / "short.txt"), "init": str(exported)}
+    settings = build(TrainSettings, plain)
+    assert settings.model == MODEL
+    assert build(TrainSettings, {**plain, "context_length": 24}).model.context_length == 24
+    assert build(TrainSettings, {**plain, "num_layers": 1}).model == MODEL
+    monkeypatch.setattr("cs336_systems.train.settings.INIT_CONTEXT", 12)
+    assert build(TrainSettings, plain).model == dataclasses.replace(MODEL, context_length=12)
+    again = {name: value for name, value in settings.to_dict().items() if name != "model"}
+    assert build(TrainSettings, again) == settings
+
+
+def test_weights_that_are_on_rank_0_only_take_the_flags_of_the_shape(place):
+    """Without flags the shape would be unknown on the other ranks."""
+    missing = {"data": str(place / "short.txt"), "init": "nowhere"}
+    assert build(TrainSettings, {**missing, **SHAPE}).model == MODEL
+    for shape in ({}, {"context_length": 16}):
+        with pytest.raises(UserError, match="no file or folder 'nowhere'"):
+            build(TrainSettings, {**missing, **shape})
+
+
+def test_a_run_or_a_published_model_as_init_names_the_command_that_makes_weights_of_it(trained, place, elsewhere):
+    """The command works as it is printed."""
+    data = str(place / "short.txt")
+    for run in (Path(trained[0]), checkpoints(trained[0])[2]):
+        with pytest.raises(UserError) as refused:
+            build(TrainSettings, {"data": data, "init": str(run)})
+        command = re.search(r"cs336 (export .*), then give --init (.*)", str(refused.value))
+        assert command is not None
+        assert main([*shlex.split(command[1]), "--force"]) == 0
+        assert build(TrainSettings, {"data": data, "init": command[2]}).model == MODEL
+    (elsewhere / "hf").mkdir()
+    (elsewhere / "hf/config.json").write_text("{}")
+    with pytest.raises(UserError, match="cs336 import hf weights/hf"):
+        build(TrainSettings, {"data": data, "init": "hf"})
+    with pytest.raises(UserError, match=r"hf download Qwen/Qwen3-0\.6B --local-dir Qwen3-0\.6B"):
+        build(TrainSettings, {"data": data, "init": "Qwen/Qwen3-0.6B"})
+
+
+def test_a_run_that_took_its_shape_from_init_is_resumed_by_the_same_command(exported, place, tmp_path):
+    """Without --init the line names it, because the shape was never given."""
+    settings = fields(tmp_path / "run", data=str(place / "short.txt"), init=str(exported), save_every=2)
+    settings = {name: value for name, value in settings.items() if name not in SHAPE}
+    assert performed(Run(settings, stop_after=4)).code == 75
+    assert performed(Run(settings)).resumed_at == 4
+    del settings["init"]
+    assert f"give --init {exported} again" in performed(Run({**settings, "context_length": 16})).error
 
 
 def header(value: Any, length: int | None = None) -> bytes:

@@ -312,6 +312,10 @@ def test_data_that_is_only_on_the_cluster(capsys):
     words = ["--volume", "v", "--", "train", "--data", "/shared/tokens.bin", "--output", "/shared/run"]
     assert exit_code(["launch", "--skypilot", "-o", "task.yaml", *words]) == 0
     assert "'/shared/tokens.bin' is not on this machine" in capsys.readouterr().err
+    words += ["--init", "/shared/weights"]  # whose shape is not known here without flags
+    assert_refused(["launch", "--skypilot", *words], ["'/shared/weights'", "--size"], capsys)
+    assert exit_code(["launch", "--skypilot", "-o", "other.yaml", *words, "--size", "small"]) == 0
+    assert "'/shared/weights' is not on this machine" in capsys.readouterr().err
     assert "--data /shared/tokens.bin" in Path("task.yaml").read_text()
     with refused("/shared/tokens.bin"):
         checked(LaunchArguments(slurm=True, words=("train", "--data", "/shared/tokens.bin")))
