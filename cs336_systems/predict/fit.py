@@ -221,6 +221,8 @@ def _table(arguments: FitArguments, gpu: str, capacity: int) -> Table:
         where = say("on {}, {} GiB", "（{}，{} GiB 显存）", gpu, f"{capacity / GIB:.1f}")
     failing = [next((cell for cell in row.cells if not cell.batch), None) for row in rows]
     notes = _suggestions([cell.config for cell in failing if cell is not None], budget)
+    if not any(failing) and not arguments.batch_size:
+        notes = _larger_batches([cell for row in rows for cell in row.cells], budget)
     return _rendered(arguments, Text("size", "规模"), rows, where, notes)
 
 
@@ -320,8 +322,39 @@ def _suggestions(failing: list[RunConfig], budget: float) -> list[Text]:
                     "{}、上下文 {} 加上 {} 即可放下（batch {}）",
                     config.size,
                     str(config.model.context_length),
-                    " ".join(f"--{name} {value}" for name, value in change.items()),
+                    _flags(change),
                     str(cell.batch),
                 )
             ]
     return []
+
+
+def _larger_batches(fitting: list[Cell], budget: float) -> list[Text]:
+    """Return the flags of the fast step and the batch that they allow, for the largest model at its longest context."""
+    best = max(fitting, key=lambda cell: (cell.config.model.parameters, cell.config.model.context_length))
+    config = best.config
+    faster = {"precision": "bf16", "attention": "auto", "fast": "on"}
+    change: dict = {name: value for name, value in faster.items() if getattr(config, name) != value}
+    if config.fast != "off" or config.mode != "train-step" or config.memory_budget:
+        return []
+    try:
+        larger = Cell.of(dataclasses.replace(config, **change), budget)
+    except UserError:  # settings that the fast step does not support
+        return []
+    if larger.batch <= best.batch:
+        return []
+    return [
+        say(
+            "{} at context {}: batch {} -> {} with {}",
+            "{}、上下文 {}：batch {} -> {}，加上 {}",
+            config.size,
+            str(config.model.context_length),
+            str(best.batch),
+            str(larger.batch),
+            _flags(change),
+        )
+    ]
+
+
+def _flags(change: dict) -> str:
+    return " ".join(f"--{name} {value}" for name, value in change.items())

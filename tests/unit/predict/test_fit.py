@@ -196,6 +196,20 @@ def test_a_table_where_nothing_fits_and_one_where_all_does():
     assert not any("would fit with" in note for note in large.notes)
 
 
+def test_flags_that_fit_more_are_named_where_everything_fits():
+    """With the batch that the same command finds with them; not where they are on, or a batch is asked for."""
+    flags = {"gpu": "80GiB", "sizes": ("small",), "context_lengths": (256, 512), "precision": "bf16"}
+    table = fit_table(FitArguments(**flags)).plain()
+    found = re.fullmatch(r"small at context 512: batch (\d+) -> (\d+) with --attention auto --fast on", table.notes[-1])
+    assert found is not None
+    assert table.rows[0][2].startswith(f"{found[1]} (")
+    fast = fit_table(FitArguments(**flags, attention="auto", fast="on")).plain()
+    assert fast.rows[0][2].startswith(f"{found[2]} (")
+    others = ({"attention": "auto", "fast": "on"}, {"batch_size": 2}, {"mode": "forward"}, {"memory_budget": "auto"})
+    for other in others:
+        assert not any("->" in note for note in fit_table(FitArguments(**flags, **other)).plain().notes), other
+
+
 def test_the_table_in_chinese():
     table = fit_table(FitArguments(gpu="24GiB", sizes=("medium",), context_lengths=(4096,))).plain("zh")
     assert [column.heading() for column in table.columns] == ["规模", "上下文 4096"]
