@@ -145,11 +145,11 @@ def plan(arguments: PlanArguments) -> None:
     """
     from cs336_systems.experiments.ranks.layouts import PARALLEL_PLAN
     from cs336_systems.experiments.ranks.plan_cells import planned
-    from cs336_systems.experiments.ranks.recommended_layout import recommendation
+    from cs336_systems.experiments.ranks.recommended_layout import command, recommendation
 
     cell = planned(arguments)
     shown = [found.render(arguments.format) for found in PARALLEL_PLAN.tables([cell])]
-    advice = recommendation(cell).en
+    advice = "\n".join(text.en for text in (recommendation(cell), command(cell)) if text is not None)
     if arguments.format in ("terminal", "md"):
         print("\n\n".join([*shown, advice]))
     else:

@@ -75,6 +75,37 @@ class Mesh(NamedTuple):
         return Mesh(*reversed(place))
 
 
+def require_split(model: ModelConfig, mesh: Mesh, stages: int) -> None:
+    """Raise UserError for a model that the ranks of torch's engine cannot split, into `stages` of a pipeline."""
+    if (layers := model.num_layers) < stages:
+        raise UserError(f"--num_layers {layers} is too few for a pipeline of {stages} stages; use a smaller --pp")
+    if model.tied_embeddings and mesh.pp > 1:
+        raise UserError(TIED_STAGES)
+    for name, attribute in SPLIT_BY_TP.items():
+        if name != "vocab_size" and (value := getattr(model, attribute)) % mesh.tp:
+            raise UserError(f"--{name} {value} cannot be divided among --tp {mesh.tp} ranks; use a multiple")
+    chunks = 2 * mesh.cp * mesh.tp
+    if mesh.cp > 1 and (length := model.context_length) % chunks:
+        raise UserError(
+            f"--context_length {length} must be a multiple of 2 x --cp {mesh.cp} x --tp {mesh.tp} = {chunks}: a rank "
+            f"computes two equal parts of each sequence"
+        )
+
+
+def require_schedule(pp: int, schedule: str, count: int) -> None:
+    """Raise UserError if torch's schedule of a pipeline cannot run `count` micro batches in a step."""
+    if pp == 1:
+        return
+    way_out = "change --micro_batch_size or --batch_size"
+    if schedule == "1f1b" and count < pp:
+        raise UserError(f"--pp {pp} needs {pp} micro batches or more in a step, got {count}; {way_out}")
+    if schedule == "interleaved" and count % max(1, count // pp):
+        raise UserError(
+            f"--pp_schedule interleaved cannot run {count} micro batches in a step; use a multiple of --pp {pp}: "
+            f"{way_out}"
+        )
+
+
 def rows_of(rows: int, parts: int, index: int) -> int:
     """Return the rows of one part: as in torch.chunk all parts but the last have rows / parts, rounded up."""
     size = -(-rows // parts)

@@ -27,7 +27,7 @@ from cs336_systems.config import (
 )
 from cs336_systems.flags import flat, renamed
 from cs336_systems.predict.model_flags import FamilyArguments, of_size
-from cs336_systems.predict.rank_shards import SPLIT_BY_TP, STAGES_PER_RANK, TIED_STAGES, Mesh
+from cs336_systems.predict.rank_shards import STAGES_PER_RANK, Mesh, require_schedule, require_split
 from cs336_systems.train.tokens.token_store import HEADER, UNFINISHED, is_store, read_store
 from cs336_systems.train.weight_files import model_of_weights, tokenizer_of_weights
 
@@ -324,18 +324,14 @@ class ParallelSettings(_Checked):
         """Stages of the pipeline on all ranks."""
         return self.pp * STAGES_PER_RANK[self.pp_schedule] if self.pp > 1 else 1
 
+    def require_model(self, model: ModelConfig) -> None:
+        """Raise UserError for a model that the ranks of torch's engine cannot split."""
+        mesh = Mesh(pp=self.pp, dp_replicate=self.dp_replicate, cp=self.cp, tp=self.tp)
+        require_split(model, mesh, self.stages)
+
     def require_micro_batches(self, count: int) -> None:
         """Raise UserError if torch's schedule cannot run this number of micro batches in a step."""
-        if self.pp == 1:
-            return
-        way_out = "change --micro_batch_size or --batch_size"
-        if self.pp_schedule == "1f1b" and count < self.pp:
-            raise UserError(f"--pp {self.pp} needs {self.pp} micro batches or more in a step, got {count}; {way_out}")
-        if self.pp_schedule == "interleaved" and count % max(1, count // self.pp):
-            raise UserError(
-                f"--pp_schedule interleaved cannot run {count} micro batches in a step; use a multiple of --pp "
-                f"{self.pp}: {way_out}"
-            )
+        require_schedule(self.pp, self.pp_schedule, count)
 
 
 @dataclass(frozen=True)
@@ -464,7 +460,7 @@ class TrainSettings(_Checked):
             raise UserError("--attention sdpa has no packed documents; use --attention auto")
 
     def _require_for_torch_engine(self) -> None:
-        """Raise UserError for settings that need our engine, and for a model that its ranks cannot split."""
+        """Raise UserError for settings that need our engine, and for a model that torch's ranks cannot split."""
         only_ours = {
             "compile": self.compute.compile,
             "memory_budget": self.compute.memory_budget,
@@ -472,21 +468,7 @@ class TrainSettings(_Checked):
         }
         if given := [f"--{name}" for name, value in only_ours.items() if value]:
             raise UserError(f"{', '.join(given)} needs --engine ours")
-        if (layers := self.model.num_layers) < (stages := self.parallel.stages):
-            raise UserError(f"--num_layers {layers} is too few for a pipeline of {stages} stages; use a smaller --pp")
-        if self.model.tied_embeddings and self.parallel.pp > 1:
-            raise UserError(TIED_STAGES)
-        for name, attribute in SPLIT_BY_TP.items():
-            if name != "vocab_size" and (value := getattr(self.model, attribute)) % self.parallel.tp:
-                raise UserError(
-                    f"--{name} {value} cannot be divided among --tp {self.parallel.tp} ranks; use a multiple"
-                )
-        chunks = 2 * self.parallel.cp * self.parallel.tp
-        if self.parallel.cp > 1 and (length := self.model.context_length) % chunks:
-            raise UserError(
-                f"--context_length {length} must be a multiple of 2 x --cp {self.parallel.cp} x --tp "
-                f"{self.parallel.tp} = {chunks}: a rank computes two equal parts of each sequence"
-            )
+        self.parallel.require_model(self.model)
 
     def require_ranks(self, world_size: int) -> None:
         """Raise UserError unless this number of ranks can share the steps."""

@@ -216,7 +216,7 @@ def _fastest_layout(cell: CellView) -> Text:
     names, fitting = list(cell.get("strategies")), fitting_layouts(cell)
     if not fitting:
         return say("0 of {} layouts of {} fit", "{1}，{0} 种布局中 0 种放得下", str(len(names)), where(cell))
-    best, _ = best_layout(cell, fitting)
+    best, _ = best_layout(cell)
     counts = (str(len(fitting)), str(len(names)))
     return say(
         "{} of {} layouts of {} fit: {} is the one to take, {} ms a step with {} GiB on each GPU",

@@ -3,7 +3,9 @@
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
+from cs336_systems.commands import flags_named
 from cs336_systems.config import RunConfig, UserError
+from cs336_systems.experiments.ranks.layout_commands import command_of, is_trained, is_training, nearest_trained
 from cs336_systems.experiments.ranks.plan_cells import (
     STRATEGIES,
     Passes,
@@ -27,12 +29,50 @@ SAME = 1.01
 
 def recommendation(cell: CellView) -> Text:
     """The layout to take and why, or the smallest change with which one fits: a sentence or two."""
-    fitting = fitting_layouts(cell)
-    return _recommended(cell, *best_layout(cell, fitting)) if fitting else _nothing_fits(cell)
+    return _recommended(cell, *best_layout(cell)) if fitting_layouts(cell) else _nothing_fits(cell)
 
 
-def best_layout(cell: CellView, fitting: Sequence[str]) -> tuple[str, Text]:
-    """The layout with the shortest step, of several the one that communicates least, then the smallest; and why."""
+def command(cell: CellView) -> Text | None:
+    """The command that trains by the recommended layout, or by the nearest that `cs336 train` has; None without one."""
+    if not fitting_layouts(cell) or not is_training(cell.config):
+        return None
+    best, _ = best_layout(cell)
+    strategy = Strategy.parse(best)
+    nearest = nearest_trained(strategy)
+    try:
+        words = Text(command_of(cell.config, nearest))
+    except UserError as error:
+        why = Text(flags_named(error))
+        return say("cs336 train cannot run {}: {}", "cs336 train 无法运行 {}：{}", layout_name(best), why)
+    if nearest == strategy:
+        return say("Train with it: {}", "训练命令：{}", words)
+    fits = _smallest_fitting({**cell.config, "strategies": [nearest.name]}) is not None
+    return say(
+        "cs336 train does not have {}; the nearest that it has is {}, which {}: {}",
+        "cs336 train 没有 {}；最接近的是 {}（{}）：{}",
+        layout_name(best),
+        layout_name(nearest.name),
+        Text("fits as well", "也放得下") if fits else Text("does not fit", "放不下"),
+        words,
+    )
+
+
+def best_layout(cell: CellView) -> tuple[str, Text]:
+    """The layout that fits with the shortest step, of several the one that communicates least, then the smallest; and
+    why. Layouts that `cs336 train` does not have count only where there are no others."""
+    every = fitting_layouts(cell)
+    fitting = [name for name in every if is_trained(cell.config, name)] if is_training(cell.config) else every
+    fitting = fitting or every
+    fits = (
+        Text("fits", "放得下")
+        if fitting == every
+        else Text("fits and that cs336 train supports", "放得下且 cs336 train 支持")
+    )
+    fit = (
+        Text("fit", "放得下")
+        if fitting == every
+        else Text("fit and that cs336 train supports", "放得下且 cs336 train 支持")
+    )
     times = {name: Passes.of(cell.variant(name)) for name in fitting}
 
     def shortest(names: Sequence[str], seconds: Callable[[Passes], float]) -> list[str]:
@@ -44,18 +84,23 @@ def best_layout(cell: CellView, fitting: Sequence[str]) -> tuple[str, Text]:
     if cell.get("gpus") == 1:
         return fitting[0], Text("on one GPU there is nothing to shard", "单张 GPU 无需切分")
     if len(fitting) == 1:
-        return fitting[0], Text("it is the only layout that fits", "只有它放得下")
+        return fitting[0], say("it is the only layout that {}", "只有它{}", fits)
     if len(fastest) == 1:
         why = say(
-            "it has the shortest step of the {} layouts that fit", "在放得下的 {} 种布局中单步最短", str(len(fitting))
+            "it has the shortest step of the {} layouts that {}", "在{1}的 {0} 种布局中单步最短", str(len(fitting)), fit
         )
         return fastest[0], why
     if len(quietest) == 1:
-        why = Text("of the layouts that fit with the shortest step it communicates least", "在单步最短的布局中通信最少")
+        why = say(
+            "of the layouts that {} it is among the fastest and communicates least",
+            "在{}的布局中单步最短且通信最少",
+            fit,
+        )
         return quietest[0], why
-    return min(quietest, key=lambda name: total(cell, name)), Text(
-        "no layout that fits has a shorter step or communicates less, and it leaves the most room",
-        "没有单步更短或通信更少的布局，且余量最大",
+    return min(quietest, key=lambda name: total(cell, name)), say(
+        "no layout that {} has a shorter step or communicates less, and it leaves the most room",
+        "在{}的布局中没有单步更短或通信更少的，且余量最大",
+        fits,
     )
 
 

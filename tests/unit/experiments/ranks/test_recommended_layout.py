@@ -1,13 +1,21 @@
 """The recommendation of a plan: the layout that it names fits and is no slower; the change that it names is enough."""
 
+import shlex
+
 import pytest
-from hypothesis import given, settings
+from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from cs336_systems.cli import main
-from cs336_systems.experiments.ranks.plan_cells import Passes, PlanArguments, fitting_layouts, planned, total
-from cs336_systems.experiments.ranks.recommended_layout import SAME, best_layout, recommendation
+from cs336_systems.config import RunConfig, UserError
+from cs336_systems.experiments.ranks.layout_commands import DATA, is_trained, nearest_trained
+from cs336_systems.experiments.ranks.plan_cells import Passes, PlanArguments, fitting_layouts, planned, plans, total
+from cs336_systems.experiments.ranks.recommended_layout import SAME, best_layout, command, recommendation
+from cs336_systems.flags import Parser, add_flags, read_flags
 from cs336_systems.predict.fit import usable_bytes
+from cs336_systems.predict.strategy import Strategy
+from cs336_systems.train.cluster.job import LaunchArguments, checked
+from cs336_systems.train.settings import TrainSettings
 
 GPUS = st.sampled_from([1, 2, 4, 8, 16, 64, 1024])
 CARDS = st.sampled_from(["4090", "a100", "h100", "h200", "t4"])
@@ -37,11 +45,111 @@ def test_any_plan_has_a_recommendation(size, gpus, gpu, context, batch, checkpoi
     assert said.en.startswith("Recommended: " if fitting else "No layout fits: ")
     assert said.zh
     if fitting:
-        best, _ = best_layout(cell, fitting)
+        best, _ = best_layout(cell)
         assert total(cell, best) <= usable_bytes(cell.get("gpu_memory"))
-        seconds = {name: Passes.of(cell.variant(name)).overlapped for name in fitting}
+        trained = [name for name in fitting if is_trained(cell.config, name)] or fitting
+        seconds = {name: Passes.of(cell.variant(name)).overlapped for name in trained}
         assert seconds[best] <= SAME * min(seconds.values())
 
+
+# -- the command that runs it -----------------------------------------------------------------------------------------
+
+
+def parsed(command: str) -> tuple[TrainSettings, int]:
+    """The settings of a printed command, checked as `cs336 train` and `cs336 launch` do, and the number of ranks."""
+    words = shlex.split(command)
+    ranks = int(words[2]) if words[0] == "torchrun" else 1
+    if words[1] == "launch":
+        parser = Parser(prog="launch")
+        add_flags(parser, LaunchArguments)
+        job = checked(read_flags(LaunchArguments, parser.parse_args(words[2:])))
+        ranks = job.world_size
+    parser = Parser(prog="train")
+    add_flags(parser, TrainSettings)
+    trained = read_flags(TrainSettings, parser.parse_args(words[words.index("train") + 1 :]))
+    trained.require_ranks(ranks)
+    trained.run_config("cuda", ranks)
+    return trained, ranks
+
+
+@settings(max_examples=60, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(data=st.data())
+def test_every_printed_command_runs_the_planned_work(data, elsewhere):
+    """Its flags are accepted for that number of ranks; model, sequences and micro batches are those of the plan."""
+    (elsewhere / DATA).write_bytes(bytes(4096))
+    gpus = data.draw(st.sampled_from([1, 2, 4, 8, 12, 16, 64]))
+    axes = [("dp", "zero1", "zero2", "zero3"), ("", "tp2", "tp4"), ("", "cp2", "ring2"), ("", "pp2", "pp2x2", "pp2x4")]
+    layout = "+".join(filter(None, (data.draw(st.sampled_from(axis)) for axis in axes)))
+    arguments = {
+        "size": data.draw(st.sampled_from(["small", "2.7B", "llama3/8B", "qwen3/0.6B"])),
+        "context_length": data.draw(st.sampled_from([None, 256, 250, 2048])),
+        "num_layers": data.draw(st.sampled_from([None, 6])),
+        "num_kv_heads": data.draw(st.sampled_from([None, 4])),
+        "tied_embeddings": data.draw(st.sampled_from([None, False])),
+        "batch_size": data.draw(st.integers(1, 4)),
+        "fast": data.draw(st.sampled_from(["off", "on"])),
+        "checkpoint_blocks": data.draw(st.sampled_from([0, 1])),
+        "micro_batches": data.draw(st.sampled_from([0, 2, 4])),
+    }
+    try:
+        cell = planned(PlanArguments(**arguments, gpus=gpus, gpu="h200", strategy=(layout,)))
+    except UserError:  # a plan that is refused has no command
+        return
+    said = command(cell)
+    if said is None or "cannot run" in said.en:
+        assert said is None or not is_trained(cell.config, cell.get("strategies")[0])
+        return
+    trained, ranks = parsed(said.en.split(": ")[-1])
+    run = RunConfig.of(cell.config)
+    assert (trained.model, ranks) == (run.model, gpus)
+    assert trained.data.batch_size == run.batch_size * gpus
+    nearest = nearest_trained(Strategy.parse(layout))
+    (plan,) = plans({**cell.config, "strategies": [nearest.name]})
+    shares = trained.parallel.data_place(0, ranks)[1]
+    assert trained.data.micro_batches(shares) == plan.micro_batches
+    assert (trained.parallel.tp, trained.parallel.cp, trained.parallel.pp) == (
+        nearest.tensor,
+        nearest.context,
+        nearest.pipeline,
+    )
+
+
+@pytest.mark.parametrize(
+    ("layout", "flags"),
+    [
+        ("dp", {"wrapper": "ddp", "engine": "ours"}),
+        ("zero1", {"wrapper": "ddp-sharded"}),
+        ("zero2", {"wrapper": "fsdp"}),
+        ("zero3", {"wrapper": "fsdp"}),
+        ("zero3+replicate2", {"engine": "torch", "dp_replicate": 2, "dp_shard": 8}),
+        ("dp+tp4", {"engine": "torch", "dp_replicate": 4, "dp_shard": 1, "tp": 4}),
+        ("zero1+tp4+pp2", {"dp_shard": 2, "tp": 4, "pp": 2, "pp_schedule": "1f1b"}),
+        ("zero3+pp2x2", {"dp_shard": 8, "pp": 2, "pp_schedule": "interleaved"}),
+        ("zero3+ring4", {"dp_shard": 4, "cp": 4}),
+    ],
+)
+def test_the_command_of_a_layout(layout, flags, elsewhere):
+    """ZeRO-2, ring attention and ZeRO-1 with split layers are not in `cs336 train`: the nearest is named as such."""
+    (elsewhere / DATA).write_bytes(bytes(4096))
+    said = command(planned(PlanArguments(size="2.7B", gpus=16, gpu="h200", strategy=(layout,))))
+    trained, ranks = parsed(said.en.split(": ")[-1])
+    assert ranks == 16
+    assert {name: getattr(trained.parallel, name) for name in flags} == flags
+    is_own = nearest_trained(Strategy.parse(layout)) == Strategy.parse(layout)
+    assert ("does not have" in said.en) is not is_own
+    assert said.zh.endswith(said.en.split(": ")[-1])
+
+
+def test_plans_without_a_command():
+    """A part of a model, or of a step; a pipeline that `cs336 train` refuses says why."""
+    assert command(planned(PlanArguments(size="small", gpus=2, count="feed-forward"))) is None
+    assert command(planned(PlanArguments(size="small", gpus=2, mode="forward"))) is None
+    tied = command(planned(PlanArguments(size="qwen3/0.6B", gpus=4, context_length=512, strategy=("dp+pp2",))))
+    assert "cannot run DP + PP 2: " in tied.en
+    assert "tied embeddings" in tied.en
+
+
+# -- where nothing fits -----------------------------------------------------------------------------------------------
 
 ON_4090 = "--size 2.7B --gpus 8 --gpu 4090"
 SHARDED = f"{ON_4090} --strategy zero3,zero3+tp8"
@@ -58,7 +166,8 @@ WHERE_NOTHING_FITS = {
 
 def advice(flags, capsys):
     assert main(["plan", *flags]) == 0
-    return capsys.readouterr().out.splitlines()[-1]
+    lines = capsys.readouterr().out.splitlines()
+    return next(line for line in lines if line.startswith(("Recommended: ", "No layout fits")))
 
 
 @pytest.mark.parametrize("flag", WHERE_NOTHING_FITS)
@@ -89,7 +198,8 @@ def test_nothing_helps():
     ("fields", "layout", "reason"),
     [
         ({"size": "2.7B", "gpus": 1, "gpu": "h100"}, "DP", "one GPU"),
-        ({"size": "2.7B", "gpus": 16, "gpu": "a100", "context_length": 2048}, "ZeRO-2", "the most room"),
+        ({"size": "2.7B", "gpus": 16, "gpu": "a100", "context_length": 2048}, "DP", "that cs336 train supports"),
+        ({"size": "2.7B", "gpus": 4, "gpu": "4090"}, "ZeRO-3 + TP 4", "the most room"),
         ({"size": "xxl"}, "ZeRO-3", "shortest step"),
         ({"size": "2.7B", "gpus": 4, "gpu": "4090", "strategy": ("dp", "zero3")}, "ZeRO-3", "only layout"),
     ],

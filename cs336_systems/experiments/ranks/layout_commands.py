@@ -1,0 +1,121 @@
+"""The commands that run a layout of `cs336 plan`: `cs336 train` on one GPU, torchrun in a node, `cs336 launch` beyond.
+
+`cs336 train` has fewer layouts than the plan: no ZeRO-2, no ring attention, ZeRO-1 on whole layers only. Each of those
+has a nearest one that it does have.
+"""
+
+import dataclasses
+import shlex
+from collections.abc import Mapping
+from typing import Any
+
+from cs336_systems.config import SIZES, ModelConfig, RunConfig, UserError, model_config
+from cs336_systems.experiments.ranks.plan_cells import plans
+from cs336_systems.predict.parallel_model import Plan
+from cs336_systems.predict.rank_shards import STAGES_PER_RANK, Mesh, require_schedule, require_split
+from cs336_systems.predict.strategy import Strategy
+
+DATA = "tokens.bin"
+"""The reader's own data, as examples name it."""
+BASE_SIZE = "small"
+"""The size from which flags lead to a shape without a name."""
+WRAPPERS = {0: "ddp", 1: "ddp-sharded", 3: "fsdp"}
+"""Our wrappers by the stage of ZeRO, for ranks that split data only."""
+INTERLEAVED = "interleaved"
+
+
+def nearest_trained(strategy: Strategy) -> Strategy:
+    """Return the layout of `cs336 train` that is most like a layout of the plan; most often itself.
+
+    Ranks that split sequences (`--cp`) shard weights, too. A mesh of torch's engine replicates or shards everything.
+    """
+    stage = strategy.stage
+    if stage == 2 or strategy.context > 1 or (stage == 1 and strategy.group > 1):
+        stage = 3
+    return dataclasses.replace(
+        strategy, stage=stage, ring=False, chunks=min(strategy.chunks, STAGES_PER_RANK[INTERLEAVED])
+    )
+
+
+def is_training(config: Mapping[str, Any]) -> bool:
+    """Return whether a plan is of training a whole model, and not of a part of it."""
+    return config["count"] == "transformer" and RunConfig.of(config).mode == "train-step"
+
+
+def is_trained(config: Mapping[str, Any], name: str) -> bool:
+    """Return whether `cs336 train` has a layout and can split the model of this plan by it."""
+    strategy = Strategy.parse(name)
+    if nearest_trained(strategy) != strategy:
+        return False
+    try:
+        command_of(config, strategy)
+    except UserError:
+        return False
+    return True
+
+
+def command_of(config: Mapping[str, Any], strategy: Strategy) -> str:
+    """Return the command that trains the model of a plan by a layout; raise UserError if there is none."""
+    (plan,) = plans({**config, "strategies": [strategy.name]})
+    run, gpus = RunConfig.of(config), int(config["gpus"])
+    sequences = run.batch_size * strategy.group
+    if sequences % plan.micro_batches:
+        raise UserError(f"{plan.micro_batches} micro batches do not divide the {sequences} sequences of a replica")
+    flags = {
+        "data": DATA,
+        **_shape(run),
+        "batch_size": run.batch_size * gpus,
+        "micro_batch_size": sequences // plan.micro_batches,
+        "precision": run.precision,
+        **({} if run.attention == "auto" else {"attention": run.attention}),
+        **({"checkpoint_blocks": run.checkpoint_blocks} if run.checkpoint_blocks else {}),
+        **({"fast": "off"} if run.fast == "off" else {}),
+        **_parallel(plan, run.model),
+    }
+    return f"{_started(gpus, int(config['node']))} {' '.join(_words(flags))}"
+
+
+def _parallel(plan: Plan, model: ModelConfig) -> dict[str, Any]:
+    """Return the flags of a layout that `cs336 train` has; raise UserError for a model that it cannot split."""
+    strategy = plan.strategy
+    if strategy.group == strategy.replicate == 1:
+        return {"parallel": WRAPPERS[strategy.stage]}
+    if plan.shards % strategy.context:
+        raise UserError(f"{plan.shards} shards of weights are not a multiple of the {strategy.context} of a sequence")
+    schedule = INTERLEAVED if strategy.chunks > 1 else "1f1b"
+    sharded = strategy.stage == 3
+    mesh = Mesh(
+        pp=strategy.pipeline,
+        dp_replicate=strategy.replicate if sharded else plan.replicas,
+        dp_shard=plan.shards // strategy.context if sharded else 1,
+        cp=strategy.context,
+        tp=strategy.tensor,
+    )
+    require_split(model, mesh, mesh.pp * STAGES_PER_RANK[schedule])
+    require_schedule(mesh.pp, schedule, plan.micro_batches)
+    axes = {name: size for name, size in mesh._asdict().items() if size > 1}
+    return {"engine": "torch", **axes, **({"pp_schedule": schedule} if strategy.chunks > 1 else {})}
+
+
+def _shape(run: RunConfig) -> dict[str, Any]:
+    """Return the flags of the model: the name of a size and what differs from it."""
+    size = run.size if run.size in SIZES else BASE_SIZE
+    named = vars(model_config(size))
+    return {"size": size, **{name: value for name, value in vars(run.model).items() if value != named[name]}}
+
+
+def _words(flags: Mapping[str, Any]) -> list[str]:
+    negated = {True: "--{}", False: "--no-{}"}
+    return [
+        negated[value].format(name) if isinstance(value, bool) else f"--{name} {shlex.quote(str(value))}"
+        for name, value in flags.items()
+    ]
+
+
+def _started(gpus: int, node: int) -> str:
+    if gpus == 1:
+        return "cs336 train"
+    if gpus <= node:
+        return f"torchrun --nproc_per_node {gpus} -m cs336_systems train"
+    each = max(count for count in range(1, node + 1) if gpus % count == 0)
+    return f"cs336 launch --slurm --nodes {gpus // each} --gpus_per_node {each} -- train"
