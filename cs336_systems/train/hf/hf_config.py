@@ -98,9 +98,12 @@ def _rope_of(config: Mapping[str, Any]) -> tuple[float, str]:
 
 
 def config_of(model: ModelConfig, dtype: str, like: Mapping[str, Any] | None = None) -> dict[str, Any]:
-    """Return the config.json of a model; fields of `like` that say nothing about its computation are kept."""
+    """Return the config.json of a model; fields of `like` that say nothing about its computation are kept.
+
+    Those of another family, with the tokens that begin and end a text, are left out.
+    """
     family = _family_of(model)
-    kept = {name: value for name, value in (like or {}).items() if name not in _REPLACED}
+    kept = {name: value for name, value in (like or {}).items() if name not in _REPLACED and is_like(model, like)}
     config = {
         "bos_token_id": None,
         "eos_token_id": None,
@@ -122,6 +125,12 @@ def config_of(model: ModelConfig, dtype: str, like: Mapping[str, Any] | None = N
     if type(longest) is int and longest > model.context_length:  # training on shorter sequences takes nothing away
         config["max_position_embeddings"] = longest
     return config
+
+
+def is_like(model: ModelConfig, like: Mapping[str, Any] | None) -> bool:
+    """Return whether the config.json `like` is of the model's family; one without a family, or none, is."""
+    family = _family_of(model)
+    return (like or {}).get("model_type", family) == family
 
 
 def _family_of(model: ModelConfig) -> str:

@@ -29,9 +29,11 @@ def export_hf(source: Path, target: Path, *, step: int | None, dtype: str | None
             config, tensors, read = _file_of_weights(file, dtype, stack)
         else:
             config, tensors, read = _checkpoint(source, step, dtype or "fp32")
-        export_folder(config, tensors, read, target, like=like)
+        same_family = export_folder(config, tensors, read, target, like=like)
     count = sum(one.size // DTYPES[one.dtype].itemsize for one in tensors)
     hint = "; without a tokenizer: --like FOLDER copies one, also of cs336 tokenize" if like is None else ""
+    if not same_family:
+        hint = f"; {like} is a model of another family: its tokenizer is copied, its ids of special tokens are not"
     return f"{target}: {count:,} weights in the format of Hugging Face, from {source}{hint}"
 
 

@@ -25,7 +25,7 @@ from torch import Tensor
 from cs336_systems.config import ModelConfig, UserError
 from cs336_systems.files import LARGEST_FILE, foreign, read_json, sync_folder, write_failure, write_file
 from cs336_systems.model import TransformerLM
-from cs336_systems.train.hf.hf_config import config_of, model_of
+from cs336_systems.train.hf.hf_config import config_of, is_like, model_of
 from cs336_systems.train.hf.hf_tensors import IGNORED, from_hf, hf_name, to_hf
 from cs336_systems.train.hf.tensor_files import DTYPES, Described, opened, write_tensors
 from cs336_systems.train.tokens.token_store import is_store, read_store
@@ -33,9 +33,11 @@ from cs336_systems.train.weight_files import WEIGHTS, download_advice
 from cs336_systems.train.weights import own_state
 
 CONFIG, WHOLE, INDEX = "config.json", "model.safetensors", "model.safetensors.index.json"
+GENERATION = "generation_config.json"
+"""How to sample, with the tokens that end a text."""
 TOKENIZER_FILES = (
     *("tokenizer.json", "tokenizer_config.json", "tokenizer.model", "special_tokens_map.json", "added_tokens.json"),
-    *("vocab.json", "merges.txt", "chat_template.jinja", "generation_config.json"),
+    *("vocab.json", "merges.txt", "chat_template.jinja", GENERATION),
 )
 """Files of a folder that are copied along."""
 SHARD_BYTES = 5 * 10**9
@@ -169,9 +171,9 @@ class _OneOpen:
         return self._file.get_tensor(name)
 
 
-def _copy_tokenizer(source: Path, target: Path) -> None:
+def _copy_tokenizer(source: Path, target: Path, left_out: Sequence[str] = ()) -> None:
     for name in TOKENIZER_FILES:
-        if (source / name).is_file():
+        if (source / name).is_file() and name not in left_out:
             shutil.copyfile(source / name, target / name)
 
 
@@ -204,13 +206,14 @@ def export_folder(
     target: Path,
     *,
     like: Path | None = None,
-) -> None:
-    """Write a model in Hugging Face's format into a new folder.
+) -> bool:
+    """Write a model in Hugging Face's format into a new folder; return whether `like` is of its family.
 
     `tensors` are ours, and `read` returns one by its name. The other fields of config.json, such as the tokens that end
-    a text, and the tokenizer are those of the folder `like`: of a published model, or of `cs336 tokenize`.
+    a text, and the tokenizer are those of the folder `like`: of a published model, or of `cs336 tokenize`. It must have
+    the model's vocabulary; of a model of another family only the tokenizer is taken.
     """
-    values = None if like is None else _settings_in(like)
+    values = None if like is None else _settings_in(like, config)
     dtypes = Counter(one.dtype for one in tensors)
     dtype = str(DTYPES[dtypes.most_common(1)[0][0]]).removeprefix("torch.")
     with _new_folder(target) as fresh:
@@ -229,13 +232,26 @@ def export_folder(
         if len(shards) > 1:
             index = {"metadata": {"total_size": sum(one.size for one in tensors)}, "weight_map": places}
             write_file(fresh / INDEX, json.dumps(index, indent=2) + "\n")
+        same_family = is_like(config, values)
         if like is not None:
-            _copy_tokenizer(like, fresh)
+            _copy_tokenizer(like, fresh, left_out=() if same_family else (GENERATION,))
+    return same_family
 
 
-def _settings_in(folder: Path) -> dict[str, Any]:
-    """Return the fields of config.json that a folder gives to a model."""
-    return {"eos_token_id": read_store(folder).end_token} if is_store(folder) else _config_in(folder)[0]
+def _settings_in(folder: Path, config: ModelConfig) -> dict[str, Any]:
+    """Return the fields of config.json that a folder gives to a model; raise UserError for another vocabulary."""
+    if is_store(folder):
+        store = read_store(folder)
+        values, fits, count = {"eos_token_id": store.end_token}, store.vocab_size <= config.vocab_size, store.vocab_size
+    else:
+        values, theirs = _config_in(folder)
+        fits, count = theirs.vocab_size == config.vocab_size, theirs.vocab_size
+    if not fits:
+        raise UserError(
+            f"--like {str(folder)!r} has a vocabulary of {count:,} tokens, and the model one of {config.vocab_size:,}: "
+            f"its tokenizer is not the model's; name the folder whose tokenizer the training data was made with"
+        )
+    return values
 
 
 def _shards(tensors: Sequence[Described]) -> list[list[Described]]:

@@ -153,6 +153,31 @@ def test_a_tokenizer_of_ours_travels_along(elsewhere, capsys):
     assert config_of(short, "float32", config)["max_position_embeddings"] == config["max_position_embeddings"]
 
 
+def test_ids_of_tokens_are_those_of_the_family_and_vocabulary(elsewhere, capfd):
+    """Of another family the tokenizer is copied alone; a folder with another vocabulary is refused."""
+    for name in ("llama", "qwen3"):
+        published(name, elsewhere / name)
+        path = elsewhere / name / "config.json"
+        path.write_text(json.dumps({**json.loads(path.read_text()), "eos_token_id": 7, "bos_token_id": 5}))
+        (elsewhere / name / "generation_config.json").write_text('{"eos_token_id": 7}')
+    assert main(["import", "llama", "ours"]) == 0
+    for like, ids in (("llama", (5, 7)), ("qwen3", (None, None))):
+        assert main(["export", "ours", f"like-{like}", "--format", "hf", "--like", like]) == 0
+        assert ("another family" in capfd.readouterr().out) == (like == "qwen3")
+        written = elsewhere / f"like-{like}"
+        config = json.loads((written / "config.json").read_text())
+        assert (config["bos_token_id"], config["eos_token_id"]) == ids
+        assert (written / "tokenizer.json").is_file()
+        assert (written / "generation_config.json").exists() == (like == "llama")
+    path = elsewhere / "llama/config.json"
+    path.write_text(json.dumps({**json.loads(path.read_text()), "vocab_size": 91}))
+    (elsewhere / "store").mkdir()
+    write_store(elsewhere / "store", np.arange(91), [91])
+    for like in ("llama", "store"):
+        words = ["export", "ours", "out", "--format", "hf", "--like", like]
+        assert_refused(words, [f"'{like}' has a vocabulary of 91 tokens", "one of 90"], capfd)
+
+
 CHANGES: dict[str, tuple[dict[str, Any], list[str]]] = {
     "another architecture": ({"model_type": "mixtral"}, ["'mixtral'", "qwen3"]),
     "no architecture": ({"model_type": None}, ["None"]),
