@@ -274,7 +274,8 @@ def import_model(arguments: ImportArguments) -> None:
     print(f"{arguments.output}: {model.parameters:,} weights")
     if tokenizer := tokenizer_of_weights(Path(arguments.output)):
         print(f"tokenize with: cs336 tokenize TEXT --tokenizer {shlex.quote(str(tokenizer))} --output data/tokens")
-    print(f"train it with: cs336 train --data data/tokens --init {shlex.quote(arguments.output)} --output runs/tuned")
+    flags = f"--init {shlex.quote(arguments.output)} --learning_rate 2e-5 --output runs/tuned"
+    print(f"train it with: cs336 train --data data/tokens {flags}")
 
 
 @dataclass(frozen=True)

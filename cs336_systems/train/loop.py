@@ -107,12 +107,13 @@ class Trainer:
 
     def introduce(self) -> None:
         """Show what is trained, on what: the first step may take a while."""
-        parameters, tokens = self.settings.model.parameters, self.corpus.tokens.count
+        model, tokens = self.settings.model, self.corpus.tokens.count
+        shape = f"{model.parameters:,} parameters (vocabulary {model.vocab_size:,}, context {model.context_length:,})"
         ranks = f"{self.rank.world_size} rank{'' if self.rank.world_size == 1 else 's'} on {self.rank.device}"
         if self.settings.parallel.engine == "torch":
             mesh = self.settings.parallel.axes(self.rank.world_size)._asdict()
             ranks += f", torch's engine: {' x '.join(f'{name} {size}' for name, size in mesh.items())}"
-        self._show(f"training {parameters:,} parameters on {tokens:,} tokens of {self.corpus.tokens.path}; {ranks}")
+        self._show(f"training {shape} on {tokens:,} tokens of {self.corpus.tokens.path}; {ranks}")
         if self.settings.checkpoint.keep_best and self.settings.first_compared == self.settings.steps:
             every = f"evaluated every {self.settings.log.eval_every}, saved every {self.settings.checkpoint.save_every}"
             self._show(f"--keep_best: only the last step is both evaluated and saved ({every} steps)")

@@ -135,6 +135,8 @@ def _no_data(path: Path) -> str:
             f"--data {str(path)!r} is unfinished: cs336 tokenize has not written its {HEADER} yet; the same cs336 "
             f"tokenize command continues it"
         )
+    if stores := sorted(str(one) for one in path.iterdir() if is_store(one)):
+        return f"--data {str(path)!r} is a folder without {HEADER}; did you mean {stores[0]!r}?"
     name = path.resolve().name
     how = (
         f"cs336 tokenize {shlex.quote(str(path))} --train_tokenizer 8000 --output {shlex.quote(f'data/{name}-tokens')}"

@@ -5,10 +5,12 @@ import re
 import shlex
 from pathlib import Path
 
+import numpy as np
 import pytest
 
 from cs336_systems import cli
 from cs336_systems.experiments.catalogue import ALL, runnable
+from tests.unit.train.stores_by_hand import write_store
 
 ROOT = Path(__file__).resolve().parents[2]
 PAGES = sorted([*ROOT.glob("*.md"), *ROOT.glob("docs/**/*.md"), *ROOT.glob("results/**/README.md")])
@@ -62,7 +64,11 @@ def test_commands_parse(page: Path, line: str, parsed: list[object], tmp_path: P
     arguments = arguments_of(line)
     if "--data" in arguments:  # the reader's own file
         data = tmp_path / Path(arguments[arguments.index("--data") + 1]).name
-        data.write_bytes(bytes(4096))
+        if "--pack" in arguments:
+            data.mkdir()
+            write_store(data, np.arange(400) % 97, [400])
+        else:
+            data.write_bytes(bytes(4096))
         arguments[arguments.index("--data") + 1] = str(data)
     if "--init" in arguments:
         weights = tmp_path / "weights.safetensors"

@@ -4,6 +4,7 @@ import contextlib
 import hashlib
 import json
 import os
+import shlex
 import shutil
 import sys
 from collections.abc import Iterator, Sequence
@@ -84,7 +85,10 @@ def _tokenize(arguments: TokenizeArguments) -> str:
         }
         store = assemble(folder, done, recipe.vocabulary, inputs=inputs, settings=settings, work=work)
         shutil.rmtree(folder / UNFINISHED, ignore_errors=True)
-    return f"{_described(folder, store)}; train on it with: cs336 train --data {folder}"
+    fewer = ""
+    if arguments.train_tokenizer is not None and store.vocab_size < arguments.train_tokenizer:
+        fewer = f" ({arguments.train_tokenizer:,} were asked for; the text has no more pairs to merge)"
+    return f"{_described(folder, store)}{fewer}; train on it with: cs336 train --data {shlex.quote(str(folder))}"
 
 
 def _recipe(arguments: TokenizeArguments, reading: Reading, tokenizer: bytes) -> Recipe:

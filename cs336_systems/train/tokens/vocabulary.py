@@ -94,7 +94,7 @@ def _library() -> Any:
     try:
         import tokenizers
     except ModuleNotFoundError:
-        raise UserError("cs336 tokenize needs the package tokenizers; pip install 'cs336-systems[data]'") from None
+        raise UserError("cs336 tokenize needs the package tokenizers: pip install 'tokenizers>=0.21'") from None
     return tokenizers
 
 

@@ -40,6 +40,20 @@ def test_the_vocabulary_is_that_of_the_store(store):
     assert build(TrainSettings, {"data": str(store), "size": "qwen3/0.6B"}).model.vocab_size == 151_936
 
 
+def test_a_folder_that_holds_stores_names_one(store):
+    with pytest.raises(UserError, match=r"did you mean '.*/store'"):
+        build(TrainSettings, {"data": str(store.parent)})
+
+
+def test_resuming_with_another_vocabulary_names_both(store, tmp_path):
+    run = fields(tmp_path / "run", "store", steps=4, save_every=2)
+    assert performed(Run(run, stop_after=2)).code == 75
+    write_store(store, TOKENS % 89, LENGTHS)
+    error = performed(Run(run)).error
+    assert "vocab_size was 97 and is 89" in error
+    assert "(a vocabulary of 89)" in error
+
+
 @pytest.mark.parametrize("dtype", ["uint16", "uint32"])
 def test_a_run_is_that_of_a_file_of_the_same_tokens(dtype, tmp_path):
     """To the bit, and one resumes the other."""

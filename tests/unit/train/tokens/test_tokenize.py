@@ -152,6 +152,16 @@ def test_several_processes_and_a_trained_tokenizer_change_no_bit(elsewhere, smal
     assert read_store(elsewhere / "out1").vocab_size == 280
 
 
+def test_a_text_with_too_few_pairs_gives_a_smaller_vocabulary_and_says_so(elsewhere, capsys):
+    (elsewhere / "a.txt").write_text("ab ab ab")
+    assert run("a.txt", "-o", "out", "--train_tokenizer", 400) == 0
+    size = read_store(elsewhere / "out").vocab_size
+    assert size < 400
+    printed = capsys.readouterr().out
+    assert f"vocabulary {size} " in printed
+    assert "(400 were asked for" in printed
+
+
 def test_the_store_of_the_same_inputs_is_kept_and_of_others_is_not_replaced(elsewhere, with_tokenizer, capfd):
     (elsewhere / "a.txt").write_text("one")
     assert run("a.txt", "-o", "out", *with_tokenizer) == 0
@@ -280,7 +290,7 @@ def test_without_the_library(elsewhere, tokenizer_file, capfd, monkeypatch):
     monkeypatch.setitem(sys.modules, "tokenizers", None)
     (elsewhere / "a.txt").write_text("one")
     words = ["tokenize", "a.txt", "-o", "out", "--tokenizer", str(tokenizer_file)]
-    assert_refused(words, ["cs336-systems[data]"], capfd)
+    assert_refused(words, ["pip install 'tokenizers"], capfd)
 
 
 def test_an_input_that_changes_while_it_is_read(elsewhere, with_tokenizer, small_parts, capfd, monkeypatch):
