@@ -436,20 +436,22 @@ class TrainSettings(_Checked):
         return model_of_weights(Path(self.init))
 
     def _require_tokens_of(self, saved: ModelConfig, init: Path) -> None:
-        """Raise UserError if the data has other tokens than the weights of `--init` were trained on."""
+        """Raise UserError if the data has other tokens than the weights of `--init` were trained on.
+
+        A model that was trained on bytes has BYTES tokens, or as many as `--vocab_size` said.
+        """
         tokenizer = tokenizer_of_weights(init)
-        source = shlex.quote(self.data.path) if self.data.is_text else "TEXT"
-        how = f"cs336 tokenize {source} --tokenizer {shlex.quote(str(tokenizer))} --output data/tokens"
-        way_out = f"tokenize with its tokenizer: {how}" if tokenizer else "tokenize with its tokenizer"
         problem = ""
-        if self.data.is_text and tokenizer is not None:
+        if self.data.is_text and (tokenizer or (saved.vocab_size != BYTES and self.shape.vocab_size is None)):
             problem = "is text, whose bytes would be the tokens"
         elif self.data.is_store and (count := read_store(Path(self.data.path)).vocab_size) > saved.vocab_size:
             problem = f"has a vocabulary of {count:,} tokens"
         if problem:
+            source = shlex.quote(self.data.path) if self.data.is_text else "TEXT"
+            named = shlex.quote(str(tokenizer or "tokenizer.json"))
             raise UserError(
                 f"--data {self.data.path!r} {problem}, and --init {self.init!r} has {saved.vocab_size:,} tokens of its "
-                f"own; {way_out}"
+                f"own; tokenize with its tokenizer: cs336 tokenize {source} --tokenizer {named} --output data/tokens"
             )
 
     def _require_for_documents(self) -> None:

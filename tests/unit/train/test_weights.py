@@ -207,6 +207,15 @@ def test_the_shape_comes_with_the_weights(place, exported, monkeypatch):
     assert build(TrainSettings, again) == settings
 
 
+def test_a_text_for_weights_with_tokens_of_their_own(place, tmp_path):
+    """They are not bytes, unless --vocab_size says so."""
+    save_file({"a": torch.zeros(1)}, tmp_path / "w", {"model": json.dumps({**MODEL.to_dict(), "vocab_size": 400})})
+    plain = {"data": str(place / "short.txt"), "init": str(tmp_path / "w")}
+    with pytest.raises(UserError, match="has 400 tokens of its own; tokenize"):
+        build(TrainSettings, plain)
+    assert build(TrainSettings, {**plain, "vocab_size": 400}).model.vocab_size == 400
+
+
 def test_weights_that_are_on_rank_0_only_take_the_flags_of_the_shape(place):
     """Without flags the shape would be unknown on the other ranks."""
     missing = {"data": str(place / "short.txt"), "init": "nowhere"}
