@@ -114,6 +114,8 @@ class Trainer:
             mesh = self.settings.parallel.axes(self.rank.world_size)._asdict()
             ranks += f", torch's engine: {' x '.join(f'{name} {size}' for name, size in mesh.items())}"
         self._show(f"training {shape} on {tokens:,} tokens of {self.corpus.tokens.path}; {ranks}")
+        if self.settings.has_other_tokenizer:
+            self._show("--data was tokenized with another tokenizer.json than that of --init: are its tokens the same?")
         if self.settings.checkpoint.keep_best and self.settings.first_compared == self.settings.steps:
             every = f"evaluated every {self.settings.log.eval_every}, saved every {self.settings.checkpoint.save_every}"
             self._show(f"--keep_best: only the last step is both evaluated and saved ({every} steps)")

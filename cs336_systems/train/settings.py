@@ -5,6 +5,7 @@ Flags and the manifests of checkpoints are flat and keep their names, where a fi
 """
 
 import dataclasses
+import hashlib
 import math
 import shlex
 from dataclasses import dataclass, field
@@ -453,6 +454,14 @@ class TrainSettings(_Checked):
                 f"--data {self.data.path!r} {problem}, and --init {self.init!r} has {saved.vocab_size:,} tokens of its "
                 f"own; tokenize with its tokenizer: cs336 tokenize {source} --tokenizer {named} --output data/tokens"
             )
+
+    @property
+    def has_other_tokenizer(self) -> bool:
+        """True if the data was tokenized with another tokenizer.json than the one beside the weights of `--init`."""
+        tokenizer = tokenizer_of_weights(Path(self.init)) if self.init is not None else None
+        if tokenizer is None or not self.data.is_store:
+            return False
+        return hashlib.sha256(tokenizer.read_bytes()).hexdigest() != read_store(Path(self.data.path)).tokenizer_hash
 
     def _require_for_documents(self) -> None:
         """Raise UserError for settings that do not know of documents."""

@@ -2,6 +2,7 @@
 
 import dataclasses
 import errno
+import hashlib
 import json
 import sys
 from pathlib import Path
@@ -15,10 +16,12 @@ from safetensors.torch import load_file, save_file
 
 from cs336_systems.cli import main
 from cs336_systems.config import ModelConfig
+from cs336_systems.flags import build
 from cs336_systems.model import TransformerLM
 from cs336_systems.parallel.launch import process_group
 from cs336_systems.train.hf import hf_folders
 from cs336_systems.train.hf.hf_config import config_of, model_of
+from cs336_systems.train.settings import TrainSettings
 from cs336_systems.train.tokens.token_store import read_store
 from cs336_systems.train.weights import load_weights
 from tests.helpers import assert_refused, clean_env, execute, files
@@ -137,6 +140,19 @@ def test_data_of_other_tokens_than_the_imported_model_has(elsewhere, capfd):
     for data, named in (("text.txt", ["'text.txt' is text", command]), ("store", ["91", "'ours' has 90", command])):
         capfd.readouterr()
         assert_refused(["train", "--data", data, "--init", "ours", "--output", "run"], named, capfd)
+
+
+def test_a_tokenizer_that_is_not_the_models_is_noticed(elsewhere, capsys):
+    published("llama", elsewhere / "hf")
+    assert main(["import", "hf", "ours"]) == 0
+    (elsewhere / "store").mkdir()
+    store = write_store(elsewhere / "store", np.arange(400) % 89, [400])
+    settings = {"data": "store", "init": "ours"}
+    assert build(TrainSettings, settings).has_other_tokenizer
+    own = dataclasses.replace(store, tokenizer_hash=hashlib.sha256(b"{}").hexdigest())
+    (elsewhere / "store/store.json").write_text(own.to_json())
+    assert not build(TrainSettings, settings).has_other_tokenizer
+    assert not build(TrainSettings, {**settings, "init": "ours/weights.safetensors"}).has_other_tokenizer
 
 
 def test_a_tokenizer_of_ours_travels_along(elsewhere, capsys):
