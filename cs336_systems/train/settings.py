@@ -8,6 +8,7 @@ import dataclasses
 import hashlib
 import math
 import shlex
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
@@ -187,15 +188,8 @@ class ShapeSettings(FamilyArguments):
 
         No weight depends on the context: it is that of the flag, else that of the weights, at most INIT_CONTEXT.
         """
-        asked = {
-            f"--{name}" if value is True else f"--{name} {value}": {name: value} for name, value in self.given.items()
-        }
-        if self.size is not None:
-            named = vars(model_config(self.size))
-            own = {"vocab_size"} if not self.published_vocabulary else set()
-            asked[f"--size {self.size}"] = {n: v for n, v in named.items() if n not in own | self.given.keys()}
         effective = {**vars(saved), "num_kv_heads": saved.kv_heads, "d_head": saved.head_dim}
-        for shown, fields in asked.items():
+        for shown, fields in self._asked():
             wrong = [
                 f"{name} is {effective[name]}" + (f" and not {value}" if len(fields) > 1 else "")
                 for name, value in fields.items()
@@ -207,9 +201,19 @@ class ShapeSettings(FamilyArguments):
                     f"{shown} contradicts --init {init!r}, whose {wrong[0]}{others}; leave it out: the shape is that "
                     f"of --init"
                 )
-        context = self.context_length or min(saved.context_length, INIT_CONTEXT)
+        context = min(saved.context_length, INIT_CONTEXT) if self.context_length is None else self.context_length
         size = self.size or (name if (name := size_name(saved)) in SIZES else None)
         return ShapeSettings(**{**vars(saved), "context_length": context, "size": size})
+
+    def _asked(self) -> Iterator[tuple[str, dict[str, Any]]]:
+        """Yield each flag of the shape as it is written, and the fields of the model that it sets."""
+        for name, value in self.given.items():
+            switch = f"--{name}" if value else f"--no-{name}"
+            yield switch if isinstance(value, bool) else f"--{name} {value}", {name: value}
+        if self.size is not None:
+            replaced = {*self.given, *(() if self.published_vocabulary else ("vocab_size",))}
+            named = vars(model_config(self.size))
+            yield f"--size {self.size}", {name: value for name, value in named.items() if name not in replaced}
 
 
 @dataclass(frozen=True)

@@ -15,6 +15,7 @@ from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 
 from cs336_systems.cli import main
+from cs336_systems.commands import flags_named
 from cs336_systems.config import ModelConfig, UserError
 from cs336_systems.flags import build
 from cs336_systems.model import TransformerLM
@@ -180,13 +181,20 @@ def test_weights_that_do_not_fit(change, named, trained, place, tmp_path):
     assert "\n" not in outcome.error
 
 
+def refusal(place: Path, weights: Path, **flags: Any) -> UserError:
+    with pytest.raises(UserError) as refused:
+        build(TrainSettings, {"data": str(place / "short.txt"), "init": str(weights), **flags})
+    return refused.value
+
+
 def test_flags_that_contradict_the_weights_are_named_with_both_values(trained, place, exported):
     """Heads do not show in any tensor. A context of another length is no other model."""
     error = begun(place, "heads", exported, num_heads=4).error
     assert "--num_heads 4 contradicts" in error
     assert "num_heads is 2" in error
-    error = begun(place, "family", exported, qk_norm=True).error
-    assert "--qk_norm contradicts" in error
+    assert begun(place, "family", exported, qk_norm=True).error.startswith("--qk_norm contradicts")
+    assert begun(place, "kv", exported, num_kv_heads=1).error.startswith("--num_kv_heads 1 contradicts")
+    assert "--context_length must be" in flags_named(refusal(place, exported, context_length=0))
     size = {"size": "small", **dict.fromkeys(SHAPE), "context_length": 16}
     error = begun(place, "size", exported, **size).error
     assert "--size small contradicts" in error
