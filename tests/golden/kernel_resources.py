@@ -52,7 +52,13 @@ CODE = ("spills_in_loops", "loops", "wgmma", "tma", "barriers", "setmaxnreg", "h
 DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
 LENGTH, UNEVEN, ODD = 4096, 6144, 1000
 """Sequence lengths. Without a mask UNEVEN makes the Hopper kernels split the keys; ODD ends in a partial tile."""
-MASKS = {"full": Band(), "causal": Band(None, 0), "window": Band(-40, 8), "causal+17": Band(None, 17)}
+MASKS = {
+    "full": Band(),
+    "causal": Band(None, 0),
+    "window": Band(-40, 8),
+    "sliding": Band(-1023, 0),
+    "causal+17": Band(None, 17),
+}
 HOPPER = [
     # kernel, dtype, head dim, mask, query heads per KV head, queries, keys
     ("forward", "bf16", 64, "causal", 1, LENGTH, LENGTH),
@@ -63,6 +69,8 @@ HOPPER = [
     ("forward", "bf16", 128, "causal", 1, LENGTH, LENGTH),
     ("forward", "bf16", 128, "full", 1, UNEVEN, UNEVEN),
     ("forward", "fp16", 128, "causal", 1, LENGTH, LENGTH),
+    ("forward", "bf16", 64, "sliding", 1, LENGTH, LENGTH),
+    ("forward", "bf16", 128, "window", 4, LENGTH, LENGTH),
     ("backward", "bf16", 64, "causal", 1, LENGTH, LENGTH),
     ("backward", "fp16", 64, "causal+17", 4, ODD, ODD),
     ("backward", "bf16", 128, "causal", 1, LENGTH, LENGTH),
@@ -73,6 +81,10 @@ HOPPER = [
     ("backward", "bf16", 80, "causal", 1, LENGTH, LENGTH),
     ("backward", "fp16", 80, "causal+17", 1, LENGTH, ODD),
     ("backward", "bf16", 96, "full", 1, LENGTH, LENGTH),
+    ("backward", "bf16", 96, "causal", 4, LENGTH, LENGTH),
+    ("backward", "bf16", 64, "sliding", 1, LENGTH, LENGTH),
+    ("backward", "bf16", 128, "sliding", 1, LENGTH, LENGTH),
+    ("backward", "bf16", 128, "window", 4, LENGTH, LENGTH),
 ]
 """All that makes another kernel: head dim, mask, tiles on the diagonal, split keys, a partial tile, grouped heads."""
 PACKED = [("bf16", 64, "causal", 1), ("bf16", 128, "causal", 1), ("bf16", 64, "window", 2), ("fp32", 64, "causal", 1)]
@@ -88,6 +100,7 @@ PACKED_HOPPER = [
         ("bf16", 128, "causal", 4, True),
         ("fp16", 64, "causal", 4, True),
         ("bf16", 80, "causal", 1, False),
+        ("bf16", 128, "sliding", 4, True),
     )
 ]
 """Kernel, dtype, head dim, mask, query heads per KV head, and whether the mask is aligned to documents' ends."""

@@ -13,7 +13,6 @@ from torch.utils._pytree import tree_map_only
 from torch.utils.flop_counter import FlopCounterMode
 
 from cs336_systems.kernels import FlashAttentionTriton, attention
-from cs336_systems.kernels.flash.band import resolve
 from cs336_systems.kernels.flash.dispatch import HOPPER_DTYPES, is_hopper_head_dim
 from tests.unit.kernels.attention_cases import (
     CASES,
@@ -66,8 +65,7 @@ def skip_what_hopper_does_not_take(request):
     if torch.cuda.get_device_capability() != (9, 0):
         pytest.skip("for compute capability 9.0")
     case = given.get("case", PLAIN)
-    band = resolve(case.is_causal, case.window, case.len_q, case.len_k)
-    covered = is_hopper_head_dim(case.d) and band.lo is None and given.get("dtype", BF16) in HOPPER_DTYPES
+    covered = is_hopper_head_dim(case.d) and given.get("dtype", BF16) in HOPPER_DTYPES
     if not covered or 0 in (case.batch, case.len_q, case.len_k):
         pytest.skip("only the portable kernels take it")
 
@@ -140,6 +138,14 @@ LARGE = (
     Case(1500, 1300, d=80, batch=3, heads=12, kv_heads=3),
     Case(1500, 1300, d=96, batch=3, heads=12, kv_heads=12),
     Case(3072, 3072, heads=8, kv_heads=8),
+    # Windows with tiles before, on and between both bounds.
+    Case(1200, 1200, is_causal=True, window=(500, 0), heads=4, kv_heads=2),
+    Case(1200, 1200, d=128, is_causal=True, window=(511, 0), heads=8, kv_heads=2),
+    Case(1111, 1111, d=80, window=(300, 200), heads=3, kv_heads=3),
+    Case(1111, 1111, d=128, window=(299, None), heads=3, kv_heads=1),
+    Case(700, 1300, d=128, is_causal="bottom-right", window=(400, 0), heads=4, kv_heads=4),
+    Case(1300, 700, d=96, is_causal="bottom-right", window=(65, 63), heads=4, kv_heads=4),
+    Case(700, 1300, is_causal="bottom-right", window=(333, 100), heads=6, kv_heads=2),
 )
 
 
@@ -185,7 +191,7 @@ def test_large_logits(case, dtype, kernels):
 @pytest.mark.parametrize("beyond", [30, 100, -100])
 def test_scores_far_from_those_seen_first(beyond, d, kernels):
     """The Hopper kernel visits the last keys first, and keeps their maximum as long as other scores exceed it by at
-    most 2^64 (44 nats). Else the warpgroups that overflowed make a second pass over the keys."""
+    most 2^64 (44 nats). Else it computes a tile again, with a new maximum."""
     for case in (Case(512, 639, d, is_causal="bottom-right"), Case(300, 1300, d)):
         inputs = make_inputs(case, BF16, device="cuda")
         inputs.q[..., 0] = 0
@@ -201,7 +207,7 @@ def test_scores_far_from_those_seen_first(beyond, d, kernels):
 @pytest.mark.parametrize("d", [64, 128])
 @pytest.mark.parametrize("dtype", [BF16, FP16], ids=str)
 def test_scores_of_minus_infinity_seen_first(dtype, d, kernels):
-    """Several tiles of -inf leave no finite maximum: the Hopper kernel makes a second pass, and must not compute
+    """Several tiles of -inf leave no finite maximum: the Hopper kernel computes a tile again, and must not compute
     -inf - -inf. Forward only, since -inf times 0 makes NaN of dQ."""
     for case in (Case(512, 639, d, is_causal="bottom-right"), Case(300, 1300, d)):
         inputs = make_inputs(case, dtype, device="cuda")

@@ -1,6 +1,6 @@
 """Attention inside packed documents on a GPU: `pytest -m gpu tests/gpu/test_gpu_varlen.py`.
 
-200 random packings in eight families; a family shares its compiled kernels. Results are compared with a loop over
+225 random packings in nine families; a family shares its compiled kernels. Results are compared with a loop over
 documents in float64.
 """
 
@@ -47,6 +47,7 @@ FAMILIES = {
     "end-64": Family(64, FP16, "bottom-right", group=4, own_keys=True),
     "end-128": Family(128, BF16, "bottom-right", own_keys=True),
     "window-80": Family(80, BF16, "bottom-right", (40, 8), own_keys=True),
+    "sliding-64": Family(64, BF16, True, (200, 0), group=4),
     "fp32-64": Family(64, FP32, True, (70, None), group=2),
 }
 
@@ -89,7 +90,7 @@ def drawn(family: Family, seed: int) -> Packed:
 
 
 def covered(family: Family) -> bool:
-    return torch.cuda.get_device_capability() == (9, 0) and family.dtype != FP32 and family.window is None
+    return torch.cuda.get_device_capability() == (9, 0) and family.dtype != FP32
 
 
 def implementation(impl, **options):
@@ -138,7 +139,10 @@ def test_random_packings(impl, name):
     family = FAMILIES[name]
     if impl == "flash_hopper" and not covered(family):
         pytest.skip("only the portable kernels take it")
-    wrong = [line for seed in range(SEEDS) for line in differences(impl, family, seed)]
+    # The Hopper kernels refuse tensors without any row of keys; "auto" takes the portable ones for them.
+    seeds = [seed for seed in range(SEEDS) if impl != "flash_hopper" or problem(family, seed)[1].k.shape[0]]
+    assert len(seeds) > SEEDS - 3
+    wrong = [line for seed in seeds for line in differences(impl, family, seed)]
     assert not wrong, f"{len(wrong)} wrong\n" + "\n".join(wrong[:10])
 
 

@@ -23,6 +23,10 @@ class Band(NamedTuple):
         crossed = self.lo is not None and self.hi is not None and self.lo > self.hi
         return len_k == 0 or before_first or after_last or crossed
 
+    def most_keys(self, len_k: int) -> int:
+        """The largest number of keys that a query may see."""
+        return len_k if self.lo is None or self.hi is None else max(0, min(len_k, self.hi - self.lo + 1))
+
     def keys_of(self, first: int, last: int, len_k: int) -> tuple[int, int]:
         """Half-open range of the keys that any query of first..last (both included) sees."""
         start = 0 if self.lo is None else max(0, first + self.lo)

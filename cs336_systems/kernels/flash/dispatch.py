@@ -105,8 +105,8 @@ def attention(
     - `scale` defaults to 1 / sqrt(d).
     - `impl`: "reference" computes the whole score matrix; "flash_torch" is tiled, in plain PyTorch; "flash_triton" uses
       Triton kernels (fp32, fp16, bf16 on GPUs of compute capability 8.0 or more); "flash_hopper" kernels for GPUs of
-      9.0 alone (fp16, bf16, d of 40, 48, ... 128, no window to the left); "sdpa" is torch's own; "auto" is the fastest
-      for the device, dtype and shape.
+      9.0 alone (fp16, bf16, d of 40, 48, ... 128); "sdpa" is torch's own; "auto" is the fastest for the device, dtype
+      and shape.
     - `deterministic`: gradients are bitwise equal in every run. Those of all but "flash_hopper" and "sdpa" are.
     - `return_lse`: also return the logsumexp of the scaled scores, (batch, heads, len_q) or, of packed documents,
       (heads, tokens), differentiable.
@@ -183,7 +183,7 @@ def choose(q: Tensor, k: Tensor, band: Band, deterministic: bool = False, return
     if q.is_cuda and dtype in TRITON_DTYPES and not (sdpa_can and sdpa_is_faster):
         problem = triton_problem(q.device)
         if problem is None:
-            is_large = q.numel() * k.shape[2] >= HOPPER_WORTH
+            is_large = q.numel() * band.most_keys(k.shape[2]) >= HOPPER_WORTH
             on_hopper = is_large and not deterministic and hopper_problem(q, k, band, dtype) is None
             return "flash_hopper" if on_hopper else "flash_triton"
         warn(f"attention: {problem}; using torch's own kernels instead")
@@ -312,8 +312,6 @@ def hopper_problem(q: Tensor, k: Tensor, band: Band, dtype: torch.dtype) -> str 
         return f"it takes fp16 or bf16, got {_name(dtype)}"
     if not is_hopper_head_dim(q.shape[3]):
         return f"it takes head dims from 40 to 128 in steps of 8, got {q.shape[3]}"
-    if band.lo is not None:
-        return "it has no window to the left"
     queries = q.shape[0] * q.shape[1] * q.shape[2]
     if queries == 0 or queries > HOPPER_MAX_QUERIES or k.shape[2] == 0:
         return f"it takes 1 to {HOPPER_MAX_QUERIES} queries in all heads, and at least one key"

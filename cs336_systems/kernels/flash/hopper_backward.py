@@ -18,6 +18,9 @@ they fall into step, and want the tensor cores at the same time, and then the ex
 the queries of the last blocks of keys may be split over several programs, as the keys are in forward; `combine_kernel`
 adds up their dK and dV.
 
+A window to the left bounds the blocks of queries from above. Where it, or a causal mask on grouped heads, cuts blocks
+that are not the first ones, all that are cut are visited first, and the main loop has no mask.
+
 Packed documents: as in hopper_forward.py. In scratch memory each document's queries are padded to a multiple of 128, so
 that no tile of them belongs to two documents; `prepare_kernel` and `finish_kernel` find theirs in a table of all blocks
 of 128 queries in the order of the documents.
@@ -89,12 +92,18 @@ class Config:
     """len_k is a multiple of BLOCK_N."""
     D: gl.constexpr
     D_USED: gl.constexpr
-    """Columns that S and dP multiply; the others of D are zero padding."""
+    """Columns that matmuls have; the others of D are zero padding."""
     BLOCK_M: gl.constexpr
     MASKED_TILES: gl.constexpr
-    """Blocks of queries that the mask may cut."""
-    GROUPED: gl.constexpr
-    """Query heads share keys."""
+    """First blocks of queries that the causal mask may cut, at least 1."""
+    WINDOW_TILES: gl.constexpr
+    """Last blocks that a window to the left may cut."""
+    GROUP: gl.constexpr
+    """Query heads that share the keys."""
+    WINDOW: gl.constexpr
+    """Keys far to the left of a query are hidden."""
+    CUT_FIRST: gl.constexpr
+    """Blocks that a mask may cut, of all query heads, are visited first."""
     SPLIT: gl.constexpr
     """Some programs see a part of the queries."""
     PACKED: gl.constexpr
@@ -107,8 +116,6 @@ class Work:
 
     batch: Value
     kv_head: Value
-    group: Value
-    """Query heads that share the keys."""
     column: Value
     """First key."""
     first: Value
@@ -132,6 +139,8 @@ class Work:
 @aggregate
 class Sizes:
     len_k: Value
+    lo: Value
+    """Query i sees keys from i + lo on; None: from the first on."""
     hi: Value
     """Query i sees keys up to i + hi."""
     scale: Value
@@ -184,17 +193,19 @@ class Outputs:
 @gluon.jit(do_not_specialize=["schedule", "unsplit", "splits"])
 def backward_kernel(
     desc_q, desc_k, desc_v, desc_do, desc_lse, desc_delta, desc_dq, desc_dk, desc_dv, p_partial, p_table,
-    heads, group, len_k, padded, hi, scale, q_blocks, schedule, unsplit, splits,
+    heads, len_k, padded, lo, hi, scale, q_blocks, schedule, unsplit, splits,
     CAUSAL: gl.constexpr, EVEN: gl.constexpr, D: gl.constexpr, D_USED: gl.constexpr, BLOCK_M: gl.constexpr,
-    MASKED_TILES: gl.constexpr, GROUPED: gl.constexpr,
+    MASKED_TILES: gl.constexpr, WINDOW_TILES: gl.constexpr, GROUP: gl.constexpr,
 ):  # fmt: skip
     """dK and dV of BLOCK_N keys, and their part of dQ. Programs from `unsplit` on see one of `splits` parts of the
     queries and write dK and dV to `p_partial`. `padded`: queries of a head in scratch memory."""
     SPLIT: gl.constexpr = p_partial is not None
     PACKED: gl.constexpr = p_table is not None
+    WINDOW: gl.constexpr = lo is not None
+    CUT_FIRST: gl.constexpr = WINDOW or (CAUSAL and GROUP > 1)
     config = Config(
-        CAUSAL=CAUSAL, EVEN=EVEN, D=D, D_USED=D_USED, BLOCK_M=BLOCK_M, MASKED_TILES=MASKED_TILES, GROUPED=GROUPED,
-        SPLIT=SPLIT, PACKED=PACKED,
+        CAUSAL=CAUSAL, EVEN=EVEN, D=D, D_USED=D_USED, BLOCK_M=BLOCK_M, MASKED_TILES=MASKED_TILES,
+        WINDOW_TILES=WINDOW_TILES, GROUP=GROUP, WINDOW=WINDOW, CUT_FIRST=CUT_FIRST, SPLIT=SPLIT, PACKED=PACKED,
     )  # fmt: skip
     unit = gl.program_id(0)
     if SPLIT:
@@ -209,6 +220,8 @@ def backward_kernel(
             return
         column, padded_q = gl.load(line + ROW), gl.load(line + PADDED_Q)
         hi += gl.load(line + SHIFT)
+        if WINDOW:
+            lo += gl.load(line + SHIFT)
         batch, batch_q = outer_of(gl.load(line + FIRST_K), len_k), outer_of(gl.load(line + FIRST_Q), len_q)
         origin_q, origin_k = origin_of(len_q), origin_of(len_k)
         q_blocks = gl.maximum(gl.cdiv(len_q, BLOCK_M), 1)
@@ -216,17 +229,21 @@ def backward_kernel(
         # all documents, and zeros: the keys themselves may hold anything.
         loaded_k = gl.where(len_q == 0, RAGGED_ROWS, origin_k)
         padded_q = gl.where(len_q == 0, heads * padded, padded_q)
-    first = 0
+    first, count = 0, q_blocks
     if CAUSAL:  # where no query sees these keys the last block is visited, and adds nothing
         first = gl.minimum(gl.maximum(column - hi, 0) // BLOCK_M, q_blocks - 1)
-    start, tiles = 0, group * (q_blocks - first)
+        count -= first
+    if WINDOW:
+        beyond = gl.maximum(column + BLOCK_N - 1 - lo, 0) // BLOCK_M + 1
+        count = gl.maximum(gl.minimum(beyond, q_blocks) - first, 1)
+    start, tiles = 0, GROUP * count
     if SPLIT:
         start, tiles = tiles_of_split(tiles, split, of)
     work = Work(
-        batch=batch, kv_head=kv_head, group=group, column=column, first=first, count=q_blocks - first, start=start,
-        tiles=tiles, batch_q=batch_q, origin_q=origin_q, loaded_k=loaded_k, padded_q=padded_q,
+        batch=batch, kv_head=kv_head, column=column, first=first, count=count, start=start, tiles=tiles,
+        batch_q=batch_q, origin_q=origin_q, loaded_k=loaded_k, padded_q=padded_q,
     )  # fmt: skip
-    sizes = Sizes(len_k=len_k, hi=hi, scale=scale)
+    sizes = Sizes(len_k=len_k, lo=lo, hi=hi, scale=scale)
 
     s_q = gl.allocate_shared_memory(desc_q.dtype, tile_shapes(STAGES, BLOCK_M, D, PACKED), desc_q.layout)
     s_do = gl.allocate_shared_memory(desc_q.dtype, tile_shapes(STAGES, BLOCK_M, D, PACKED), desc_q.layout)
@@ -336,12 +353,40 @@ def _add_dq(t, desc_dq, s_dq, dq_free, work, heads, padded, config):
 
 @gluon.jit
 def _head_and_row(t, work, config):
-    """Query head and first query of tile t: all blocks of a head, then those of the next head that shares the keys."""
-    t += work.start
-    head, block = work.kv_head, work.first + t
-    if config.GROUPED:
-        head, block = work.kv_head * work.group + t // work.count, work.first + t % work.count
-    return head, block * config.BLOCK_M
+    """Query head and first query of tile t: all blocks of a head, then those of the next head that shares the keys; or
+    first those of all heads that a mask may cut."""
+    if config.CUT_FIRST:
+        cut = _cut_blocks(work, config)
+        number, block = _of_heads(t, cut, config)
+        block = _cut_block(block, cut, work, config)
+        late, clear = t - config.GROUP * cut, gl.maximum(work.count - cut, 1)
+        if late >= 0:
+            number, block = _of_heads(late, clear, config)
+            block += config.MASKED_TILES
+    else:
+        number, block = _of_heads(t + work.start, work.count, config)
+    return work.kv_head * config.GROUP + number, (work.first + block) * config.BLOCK_M
+
+
+@gluon.jit
+def _of_heads(t, blocks, config):
+    """Query head of tile t and its number there, where each head has so many blocks."""
+    if config.GROUP == 1:
+        return 0, t
+    else:
+        return t // blocks, t % blocks
+
+
+@gluon.jit
+def _cut_blocks(work, config):
+    """Number of blocks of each query head that a mask may cut."""
+    return gl.minimum(config.MASKED_TILES + config.WINDOW_TILES, work.count)
+
+
+@gluon.jit
+def _cut_block(i, cut, work, config):
+    """Number of the i-th of them among all: the first ones, then the last ones."""
+    return gl.where(i < config.MASKED_TILES, i, work.count - cut + i)
 
 
 # -- consumers --------------------------------------------------------------------------------------------------------
@@ -352,28 +397,27 @@ def _consume(W: gl.constexpr, outputs, buffers, barriers, work, sizes, config):
     """dK and dV of the keys of warpgroup W, and half of every dQ."""
     D: gl.constexpr = config.D
     BLOCK_M: gl.constexpr = config.BLOCK_M
-    KV_LAYOUT: gl.constexpr = accumulator_layout(D)
     ROW_DIM: gl.constexpr = 3 if config.PACKED else 2
     s_v = buffers.s_v.index(0)
-    group, first, count, tiles = work.group, work.first, work.count, work.tiles
-    b_dk = gl.zeros((ROWS, D), gl.float32, KV_LAYOUT)  # [ROWS, D]
-    b_dv = gl.zeros((ROWS, D), gl.float32, KV_LAYOUT)  # [ROWS, D]
+    first, tiles = work.first, work.tiles
+    b_dk = _zero_sums(D, config.D_USED)  # [ROWS, D_USED]
+    b_dv = _zero_sums(D, config.D_USED)  # [ROWS, D_USED]
+    IS_CUT: gl.constexpr = config.CAUSAL or config.WINDOW
     mbarrier.wait(barriers.kv_full, 0)
     b_dk, b_dv = _step(
-        0, first * BLOCK_M, buffers, barriers, work, sizes, b_dk, b_dv, config.CAUSAL, True, W, config
+        0, first * BLOCK_M, buffers, barriers, work, sizes, b_dk, b_dv, IS_CUT, True, W, config
     )  # fmt: skip
     # Tiles are counted from a constant on: else ptxas counts in registers of threads, moves the number to those of the
     # warp for every matmul, and starts dQ after all exponentials, not among them. At 128 that took 6% longer.
-    if config.GROUPED and config.CAUSAL:  # the mask cuts the first blocks of every query head
-        t, masked = 1, gl.minimum(config.MASKED_TILES, count)
-        for head in range(group):
-            for block in range(gl.where(head == 0, 1, 0), masked):
-                row = (first + block) * BLOCK_M
-                b_dk, b_dv = _step(t, row, buffers, barriers, work, sizes, b_dk, b_dv, True, False, W, config)
-                t += 1
-            for _ in range(masked, count):
-                b_dk, b_dv = _step(t, 0, buffers, barriers, work, sizes, b_dk, b_dv, False, False, W, config)
-                t += 1
+    if config.CUT_FIRST:
+        CUT: gl.constexpr = config.GROUP * (config.MASKED_TILES + config.WINDOW_TILES)
+        cut = _cut_blocks(work, config)
+        for t in range(1, gl.minimum(CUT, tiles)):
+            _, block = _of_heads(t, cut, config)
+            row = (first + _cut_block(block, cut, work, config)) * BLOCK_M
+            b_dk, b_dv = _step(t, row, buffers, barriers, work, sizes, b_dk, b_dv, True, False, W, config)
+        for t in range(CUT, tiles):
+            b_dk, b_dv = _step(t, 0, buffers, barriers, work, sizes, b_dk, b_dv, False, False, W, config)
     else:
         for t in gl.static_range(1, config.MASKED_TILES):
             if t < tiles:
@@ -385,17 +429,17 @@ def _consume(W: gl.constexpr, outputs, buffers, barriers, work, sizes, config):
     if config.SPLIT:
         _store_partial(b_dv, 1, outputs.s_parked, W, D)
     # Each warpgroup reads only its own part of V, and has done so for the last time.
-    s_v.reshape((BLOCK_N, D)).slice(W * ROWS, ROWS).store(b_dv.to(s_v.dtype))
+    _store_sums(s_v.reshape((BLOCK_N, D)).slice(W * ROWS, ROWS), b_dv)
     _store(outputs.desc_dv, s_v.slice(W * ROWS, ROWS, dim=ROW_DIM), outputs.s_parked, W, config)
     last = tiles - 1
     mbarrier.wait(barriers.done.index(last % STAGES), last // STAGES & 1)
     dq_token = _start_half_of_dq(last, buffers, W, config)
-    b_dk = b_dk * sizes.scale
+    b_dk = _scaled(b_dk, sizes.scale)
     if config.SPLIT:
         _store_partial(b_dk, 0, outputs.s_parked, W, D)
     # Both warpgroups are done with the last queries, and no more will be loaded: their buffer takes dK.
     s_dk = buffers.s_q.index(W)
-    s_dk.reshape((BLOCK_M, D)).slice(0, ROWS).store(b_dk.to(s_v.dtype))
+    _store_sums(s_dk.reshape((BLOCK_M, D)).slice(0, ROWS), b_dk)
     _store(outputs.desc_dk, s_dk.slice(0, ROWS, dim=ROW_DIM), outputs.s_parked, W, config)
     b_dq = warpgroup_mma_wait(0, deps=[dq_token])
     _store_dq(b_dq, last, buffers.s_dq, barriers.dq_free, W)
@@ -413,7 +457,7 @@ def _step(
     D: gl.constexpr = config.D
     BLOCK_M: gl.constexpr = config.BLOCK_M
     S_LAYOUT: gl.constexpr = accumulator_layout(BLOCK_M)
-    OPERAND: gl.constexpr = gl.DotOperandLayout(0, b_dk.type.layout, 2)
+    OPERAND: gl.constexpr = gl.DotOperandLayout(0, S_LAYOUT, 2)
     dtype: gl.constexpr = buffers.s_q.dtype
     slot = t % STAGES
     mbarrier.wait(barriers.full.index(slot), t // STAGES & 1)
@@ -436,7 +480,10 @@ def _step(
         m_s = keys < sizes.len_k
         if MASKED:
             queries = row + gl.arange(0, BLOCK_M, layout=gl.SliceLayout(0, S_LAYOUT))[None, :]
-            m_s = m_s & (keys <= queries + sizes.hi)
+            if config.CAUSAL:
+                m_s = m_s & (keys <= queries + sizes.hi)
+            if config.WINDOW:
+                m_s = m_s & (keys >= queries + sizes.lo)
         b_s = gl.where(m_s, b_s, float("-inf"))
     b_p = gl.exp2(b_s * (sizes.scale * LOG2E) - b_lse[None, :])
     b_p16 = gl.convert_layout(b_p.to(dtype), OPERAND, assert_trivial=True)
@@ -447,9 +494,9 @@ def _step(
     mbarrier.arrive(barriers.ping_pong.index(W))
     s_ds = buffers.s_ds.index(slot).slice(W * ROWS, ROWS, dim=1)  # [BLOCK_M, ROWS]
     if FIRST:
-        dv_token = warpgroup_mma(b_p16, s_do, b_dv, is_async=True)
-        dk_token = warpgroup_mma(b_ds16, s_q, b_dk, is_async=True)
-        b_dv, b_dk, b_p16, b_ds16 = warpgroup_mma_wait(0, deps=[dv_token, dk_token, b_p16, b_ds16])
+        dv_token = _start_products(b_p16, s_do, b_dv)
+        dk_token = _start_products(b_ds16, s_q, b_dk)
+        b_dv, b_dk = _waited(dv_token, dk_token, b_p16, b_ds16)
         s_ds.store(gl.permute(b_ds, (1, 0)))
     else:
         # Both have stored their dS of the tile before, and have read the one before that, which is overwritten here.
@@ -457,17 +504,59 @@ def _step(
         dq_token = _start_half_of_dq(t - 1, buffers, W, config)
         if D == 64:  # measured: here for 64, below for 128
             s_ds.store(gl.permute(b_ds, (1, 0)))
-        dv_token = warpgroup_mma(b_p16, s_do, b_dv, is_async=True)
+        dv_token = _start_products(b_p16, s_do, b_dv)
         if D != 64:
             s_ds.store(gl.permute(b_ds, (1, 0)))
-        dk_token = warpgroup_mma(b_ds16, s_q, b_dk, is_async=True)
-        b_dq = warpgroup_mma_wait(2, deps=[dq_token])
+        dk_token = _start_products(b_ds16, s_q, b_dk)
+        b_dq = warpgroup_mma_wait(2 * len(b_dk), deps=[dq_token])
         _store_dq(b_dq, t - 1, buffers.s_dq, barriers.dq_free, W)
-        b_dv, b_dk, b_p16, b_ds16 = warpgroup_mma_wait(0, deps=[dv_token, dk_token, b_p16, b_ds16])
+        b_dv, b_dk = _waited(dv_token, dk_token, b_p16, b_ds16)
     fence_async_shared()
     # Also that the queries were read for the last time: the store above lies between their matmuls and this.
     mbarrier.arrive(barriers.done.index(slot))
     return b_dk, b_dv
+
+
+@gluon.jit
+def _zero_sums(D: gl.constexpr, D_USED: gl.constexpr):
+    """Accumulators of the `used_columns` of (ROWS, D)."""
+    HALF: gl.constexpr = D // 2
+    if D == D_USED:
+        return (gl.zeros((ROWS, D), gl.float32, accumulator_layout(D)),)
+    else:
+        REST: gl.constexpr = D_USED - HALF
+        first = gl.zeros((ROWS, HALF), gl.float32, accumulator_layout(HALF))
+        return (first, gl.zeros((ROWS, REST), gl.float32, accumulator_layout(REST)))
+
+
+@gluon.jit
+def _start_products(a, b, sums):
+    """Start `sums` += a b, one matmul for each of the `used_columns` of b."""
+    if len(sums) == 1:
+        return (warpgroup_mma(_operand(a, sums[0]), b, sums[0], is_async=True),)
+    else:
+        FIRST: gl.constexpr = sums[0].shape[1]
+        token = warpgroup_mma(_operand(a, sums[0]), b.slice(0, FIRST, dim=1), sums[0], is_async=True)
+        rest = b.slice(FIRST, sums[1].shape[1], dim=1)
+        return (token, warpgroup_mma(_operand(a, sums[1]), rest, sums[1], is_async=True))
+
+
+@gluon.jit
+def _operand(a, sums):
+    return gl.convert_layout(a, gl.DotOperandLayout(0, sums.type.layout, 2), assert_trivial=True)
+
+
+@gluon.jit
+def _waited(dv_tokens, dk_tokens, b_p16, b_ds16):
+    """dV and dK, when their matmuls have read P and dS."""
+    if len(dv_tokens) == 1:
+        b_dv, b_dk, b_p16, b_ds16 = warpgroup_mma_wait(0, deps=[dv_tokens[0], dk_tokens[0], b_p16, b_ds16])
+        return (b_dv,), (b_dk,)
+    else:
+        b_dv, more_dv, b_dk, more_dk, b_p16, b_ds16 = warpgroup_mma_wait(
+            0, deps=[dv_tokens[0], dv_tokens[1], dk_tokens[0], dk_tokens[1], b_p16, b_ds16]
+        )
+        return (b_dv, more_dv), (b_dk, more_dk)
 
 
 @gluon.constexpr_function
@@ -488,25 +577,30 @@ def _of_queries(s_rows, BLOCK_M: gl.constexpr, S_LAYOUT: gl.constexpr):
 
 @gluon.jit
 def _start_half_of_dq(t, buffers, W: gl.constexpr, config):
-    """Start half of dQ of tile t: half of its rows or, where it has only 64, half of its columns."""
+    """Start half of dQ of tile t: half of its rows or, where it has only 64, half of its columns, of which the second
+    may be narrower."""
     s_k = buffers.s_k.reshape((BLOCK_N, config.D))
     s_ds = buffers.s_ds.index(t % STAGES)
+    COLUMNS: gl.constexpr = config.D_USED - HALF if W == 1 and config.BLOCK_M != 128 else HALF
     if config.BLOCK_M == 128:
         s_ds = s_ds.slice(W * HALF, HALF)
     else:
-        s_k = s_k.slice(W * HALF, HALF, dim=1)
-    zeros = gl.zeros((HALF, HALF), gl.float32, accumulator_layout(HALF))
+        s_k = s_k.slice(W * HALF, COLUMNS, dim=1)
+    zeros = gl.zeros((HALF, COLUMNS), gl.float32, accumulator_layout(COLUMNS))
     return warpgroup_mma(s_ds, s_k, zeros, use_acc=False, is_async=True)
 
 
 @gluon.jit
 def _store_dq(b_dq, t, s_dq, dq_free, W: gl.constexpr):
-    """Store dQ in its register layout: a row for each thread, of its 32 numbers. `finish_kernel` puts them in order."""
+    """Store dQ in its register layout: a row for each thread, of its 32 numbers. `finish_kernel` puts them in order.
+    Where dQ is narrower, what is left of the row belongs to no column that is used, and may hold anything."""
+    COLUMNS: gl.constexpr = b_dq.shape[1]
     DQ_BUFFERS: gl.constexpr = dq_free.shape[0]
     mbarrier.wait(dq_free.index(t % DQ_BUFFERS), ~(t // DQ_BUFFERS) & 1)  # the buffer's last content was added
     # warp, row / 8 % 2, row % 8, column / 8, column / 2 % 4, column % 2
-    x = gl.reshape(b_dq, [4, 2, 8, HALF // 8, 4, 2])
-    s_dq.index(t % DQ_BUFFERS * 2 + W).store(gl.reshape(gl.permute(x, (0, 2, 4, 3, 1, 5)), [4 * WARP, WARP]))
+    x = gl.reshape(b_dq, [4, 2, 8, COLUMNS // 8, 4, 2])
+    x = gl.reshape(gl.permute(x, (0, 2, 4, 3, 1, 5)), [4 * WARP, COLUMNS // 2])
+    s_dq.index(t % DQ_BUFFERS * 2 + W).slice(0, COLUMNS // 2, dim=1).store(x)
 
 
 # -- after the loop ---------------------------------------------------------------------------------------------------
@@ -532,13 +626,27 @@ def _store(desc, s_rows, s_parked, W: gl.constexpr, config):
 
 
 @gluon.jit
-def _store_partial(x, which: gl.constexpr, s_parked, W: gl.constexpr, D: gl.constexpr):
+def _scaled(sums, scale):
+    return (sums[0] * scale,) if len(sums) == 1 else (sums[0] * scale, sums[1] * scale)
+
+
+@gluon.jit
+def _store_sums(s_rows, sums):
+    """Store dK or dV to shared memory."""
+    for i in gl.static_range(len(sums)):
+        s_rows.slice(i * (s_rows.shape[1] // 2), sums[i].shape[1], dim=1).store(sums[i].to(s_rows.dtype))
+
+
+@gluon.jit
+def _store_partial(sums, which: gl.constexpr, s_parked, W: gl.constexpr, D: gl.constexpr):
     """Store a split program's dK (0) or dV (1) for `combine_kernel`. Masked, because a branch would cost the loop
     registers; so it is also stored as if it were complete, and `combine_kernel` overwrites that."""
     target = _parked(s_parked, PARTIAL)
-    rows = (which * 2 + W) * ROWS + gl.arange(0, ROWS, layout=gl.SliceLayout(1, x.type.layout))
-    at = rows[:, None] * D + gl.arange(0, D, layout=gl.SliceLayout(0, x.type.layout))[None, :]
-    gl.store(target.to(gl.pointer_type(gl.float32), bitcast=True) + at, x, mask=target != 0)
+    pointer = target.to(gl.pointer_type(gl.float32), bitcast=True) + (which * 2 + W) * (ROWS * D)
+    for i in gl.static_range(len(sums)):
+        rows = gl.arange(0, ROWS, layout=gl.SliceLayout(1, sums[i].type.layout))[:, None]
+        columns = gl.arange(0, sums[i].shape[1], layout=gl.SliceLayout(0, sums[i].type.layout))[None, :]
+        gl.store(pointer + i * (D // 2) + rows * D + columns, sums[i], mask=target != 0)
 
 
 # -- before and after the main kernel ---------------------------------------------------------------------------------

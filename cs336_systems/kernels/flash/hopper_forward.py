@@ -13,9 +13,11 @@ Tiles are visited from the last to the first: what a causal mask or the end of t
 or two, which are peeled off, and the main loop has no mask.
 
 Nor does it update the running maximum, unless P is fp16. The maximum only keeps numbers in range, and bf16 has the
-range of fp32: whatever the maximum of the first tiles is, later scores may exceed it by 2^64 and the result is as
-exact. After the last tile the row sums tell whether they overflowed. If so, which takes inputs far from any model's,
-the program makes a second pass over the keys with a running maximum.
+range of fp32: P is computed against the maximum of the first tiles and 2^56 more, later scores may exceed that maximum
+by 2^166 (115 nats), and the result is as exact. After the last tile the row sums tell whether they overflowed. If so,
+which takes inputs far from any model's, the program makes a second pass over the keys with a running maximum.
+
+A window to the left bounds the tiles from below: each warpgroup ends with the last tile that it sees.
 
 Split-KV: without a mask all programs take equally long, and the last ones would leave most multiprocessors idle. The
 keys of these blocks are split over several programs; `combine_kernel` combines their partial results.
@@ -47,9 +49,13 @@ ROWS = gl.constexpr(64)
 """Queries of a warpgroup: the rows of its matrix instruction."""
 SLACK = gl.constexpr(8.0)
 """Powers of 2 by which the running maximum may be too small. P stays below 2^8, in range for fp16 too."""
-LIMIT = gl.constexpr(2.0**64)
-"""Row sums from here on count as overflow. Without a running maximum they are at least 1, which is the first maximum's
-own term."""
+HEADROOM = gl.constexpr(56.0)
+"""Powers of 2 that are added to the first maximum where it is not updated, so that later scores may exceed it by more.
+The row sum is then at least 2^-56, which is its own term; what rounding to 0 loses is below 2^-70 of that."""
+LIMIT = gl.constexpr(2.0**110)
+"""Row sums from here on count as overflow: the output is at most as many times larger as the largest value."""
+HEAD, CLEAR, TAIL = (gl.constexpr(i) for i in range(3))
+"""Kinds of tiles: those that the causal mask may cut, those that no mask cuts, and those that only a window cuts."""
 LOWEST = gl.constexpr(-3.4028234663852886e38)
 SCALAR = gl.constexpr(gl.BlockedLayout([1], [32], [4], [0]))
 """Layout of one number that all threads hold."""
@@ -72,6 +78,8 @@ class Config:
     PING_PONG: gl.constexpr
     """A consumer starts its matmuls when the one before it has its scores."""
     Q_IN_REGISTERS: gl.constexpr
+    WINDOW: gl.constexpr
+    """Keys far to the left are hidden."""
     PACKED: gl.constexpr
     """Documents are packed along the sequence."""
 
@@ -107,6 +115,8 @@ class Work:
 class Sizes:
     len_q: Value
     len_k: Value
+    lo: Value
+    """Query i sees keys from i + lo on; None: from the first on."""
     hi: Value
     """Query i sees keys up to i + hi."""
     factor: Value
@@ -152,17 +162,18 @@ class Retry:
 @gluon.jit(do_not_specialize=["schedule", "shift", "unsplit", "splits"])
 def forward_kernel(
     desc_q, desc_k, desc_v, desc_o, p_lse, p_partial, p_table,
-    group, len_q, len_k, hi, scale, blocks, schedule, shift, unsplit, splits,
+    group, len_q, len_k, lo, hi, scale, blocks, schedule, shift, unsplit, splits,
     CAUSAL: gl.constexpr, D: gl.constexpr, D_USED: gl.constexpr, BLOCK_N: gl.constexpr, WARPGROUPS: gl.constexpr,
     STAGES: gl.constexpr, MASKED_TILES: gl.constexpr, PING_PONG: gl.constexpr, Q_IN_REGISTERS: gl.constexpr,
     REGISTERS: gl.constexpr,
 ):  # fmt: skip
     """Output and logsumexp of ROWS * WARPGROUPS queries. The first block begins at -`shift`. Programs from `unsplit` on
     see one of `splits` parts of the keys and write to `p_partial`."""
+    WINDOW: gl.constexpr = lo is not None
     PACKED: gl.constexpr = p_table is not None
     config = Config(
         CAUSAL=CAUSAL, D=D, D_USED=D_USED, BLOCK_N=BLOCK_N, WARPGROUPS=WARPGROUPS, STAGES=STAGES,
-        MASKED_TILES=MASKED_TILES, PING_PONG=PING_PONG, Q_IN_REGISTERS=Q_IN_REGISTERS, PACKED=PACKED,
+        MASKED_TILES=MASKED_TILES, PING_PONG=PING_PONG, Q_IN_REGISTERS=Q_IN_REGISTERS, WINDOW=WINDOW, PACKED=PACKED,
     )  # fmt: skip
     unit = gl.program_id(0)
     if p_partial is not None:
@@ -177,6 +188,8 @@ def forward_kernel(
         if len_q == 0:  # documents may have fewer blocks than there are programs
             return
         hi += gl.load(line + SHIFT)
+        if WINDOW:
+            lo += gl.load(line + SHIFT)
         batch, batch_k = outer_of(first_q, len_q), outer_of(gl.load(line + FIRST_K), len_k)
         origin_q, origin_k = origin_of(len_q), origin_of(len_k)
     else:
@@ -189,11 +202,15 @@ def forward_kernel(
     if p_partial is not None:
         start, tiles = tiles_of_split(tiles, split, of)
         column = start * BLOCK_N
+    if WINDOW:
+        start = gl.minimum(gl.maximum(row + lo, 0) // BLOCK_N, tiles - 1)
+        tiles -= start
+        column = start * BLOCK_N
     work = Work(
         batch=batch, head=head, kv_head=head // group, index=index, row=row, end=end, column=column, tiles=tiles,
         batch_k=batch_k, origin_q=origin_q, origin_k=origin_k, lse_at=lse_at,
     )  # fmt: skip
-    sizes = Sizes(len_q=len_q, len_k=len_k, hi=hi, factor=scale * LOG2E)
+    sizes = Sizes(len_q=len_q, len_k=len_k, lo=lo, hi=hi, factor=scale * LOG2E)
 
     s_q = gl.allocate_shared_memory(desc_q.dtype, tile_shapes(WARPGROUPS, ROWS, D, PACKED), desc_q.layout)
     s_k = gl.allocate_shared_memory(desc_k.dtype, tile_shapes(STAGES, BLOCK_N, D, PACKED), desc_k.layout)
@@ -439,10 +456,9 @@ def _attend(W: gl.constexpr, outputs, over, work, sizes, config, RUNNING_MAX: gl
     P_LAYOUT: gl.constexpr = gl.DotOperandLayout(0, O_LAYOUT, 2)
     ROW_LAYOUT: gl.constexpr = gl.SliceLayout(1, O_LAYOUT)
     STAGES: gl.constexpr = config.STAGES
-    tiles = work.tiles
+    MORE: gl.constexpr = 0.0 if RUNNING_MAX else HEADROOM
     row = work.row + W * ROWS
-    own = gl.minimum(_visible_tiles(row + ROWS - 1, sizes.len_k, sizes.hi, config.CAUSAL, config.BLOCK_N), tiles)
-    first = tiles - own
+    first, clear, stop = _own_tiles(row, work, sizes, config)
     q = used_columns(over.s_q.index(W).reshape((ROWS, config.D)), config.D_USED)
     b_m = gl.full((ROWS,), float("-inf"), gl.float32, gl.SliceLayout(1, S_LAYOUT))  # [ROWS], maximum, in powers of 2
     b_o = gl.zeros((ROWS, config.D), gl.float32, O_LAYOUT)  # [ROWS, D]
@@ -462,38 +478,69 @@ def _attend(W: gl.constexpr, outputs, over, work, sizes, config, RUNNING_MAX: gl
     mbarrier.arrive(over.empty.index(slot))
     if config.PING_PONG:
         mbarrier.arrive(over.ping_pong.index(W))
-    b_s = _masked(b_s, row, work.column + (own - 1) * config.BLOCK_N, sizes, config)
-    b_p, b_m, _ = _softmax(b_s, b_m, sizes.factor, True)
+    b_s = _masked(b_s, row, _column(first, work, config), sizes, config)
+    b_p, b_m, _ = _softmax(b_s, b_m, sizes.factor, MORE, True)
     b_l = _partial_sums(b_p, config.BLOCK_N)  # [ROWS, 4], row sums
     b_p16 = gl.convert_layout(b_p.to(over.s_q.dtype), P_LAYOUT, assert_trivial=True)
     begin = first + 1
     if config.MASKED_TILES > 1:
-        begin = gl.minimum(first + config.MASKED_TILES, tiles)
+        begin = gl.minimum(first + config.MASKED_TILES, stop)
         for t in range(first + 1, begin):
-            b_o, b_p16, b_m, b_l = _step(t, q, over, work, sizes, b_o, b_p16, b_m, b_l, row, W, config, True, True)
+            b_o, b_p16, b_m, b_l = _step(
+                t, q, over, work, sizes, b_o, b_p16, b_m, b_l, row, W, config, HEAD, MORE, True
+            )  # fmt: skip
     b_m = gl.maximum(b_m, LOWEST)  # with -inf, of infinite inputs, further scores of -inf would make NaN
-    for t in range(begin, tiles):
-        b_o, b_p16, b_m, b_l = _step(t, q, over, work, sizes, b_o, b_p16, b_m, b_l, row, W, config, False, RUNNING_MAX)
-    slot = tiles % STAGES
-    mbarrier.wait(over.full.index(slot), tiles // STAGES & 1)
+    for t in range(begin, clear):
+        b_o, b_p16, b_m, b_l = _step(
+            t, q, over, work, sizes, b_o, b_p16, b_m, b_l, row, W, config, CLEAR, MORE, RUNNING_MAX
+        )  # fmt: skip
+    if config.WINDOW:
+        for t in range(gl.maximum(begin, clear), stop):
+            b_o, b_p16, b_m, b_l = _step(
+                t, q, over, work, sizes, b_o, b_p16, b_m, b_l, row, W, config, TAIL, MORE, RUNNING_MAX
+            )  # fmt: skip
+    slot = stop % STAGES
+    mbarrier.wait(over.full.index(slot), stop // STAGES & 1)
     s_v = over.s_v.index(slot).reshape((config.BLOCK_N, config.D))
     b_o, b_p16 = warpgroup_mma_wait(0, deps=[warpgroup_mma(b_p16, s_v, b_o, is_async=True), b_p16])
+    for t in range(stop, work.tiles):  # only earlier queries see these
+        _skip_tile(t, over, W, config)
 
     b_m = gl.convert_layout(b_m, ROW_LAYOUT, assert_trivial=True)
     b_l = gl.convert_layout(gl.sum(b_l, 1), ROW_LAYOUT, assert_trivial=True)  # [ROWS]
     overflow = 0
     if not RUNNING_MAX:
         overflow = gl.max(gl.where(b_l < LIMIT, 0, 1), 0)
-        overflow = gl.where(begin < tiles, overflow, 0)  # the first tiles had a running maximum
+        overflow = gl.where(begin < stop, overflow, 0)  # the first tiles had a running maximum
     if overflow == 0:
         _store(b_o, b_m, b_l, outputs, over.s_q.index(W), work, sizes.len_q, row, config)
     return overflow
 
 
 @gluon.jit
+def _own_tiles(row, work, sizes, config):
+    """Of the program's tiles, those of the warpgroup with the queries from `row` on: the first, the first that only
+    the window cuts, and the first beyond the last."""
+    BLOCK_N: gl.constexpr = config.BLOCK_N
+    above = work.column // BLOCK_N + work.tiles
+    own = gl.minimum(_visible_tiles(row + ROWS - 1, sizes.len_k, sizes.hi, config.CAUSAL, BLOCK_N), above)
+    first, clear, stop = above - own, work.tiles, work.tiles
+    if config.WINDOW:
+        stop = above - gl.minimum(gl.maximum(row + sizes.lo, 0) // BLOCK_N, own - 1)
+        clear = gl.minimum(above - gl.cdiv(gl.maximum(row + ROWS - 1 + sizes.lo, 0), BLOCK_N), stop)
+    return first, clear, stop
+
+
+@gluon.jit
+def _column(t, work, config):
+    """First key of tile t."""
+    return work.column + (work.tiles - 1 - t) * config.BLOCK_N
+
+
+@gluon.jit
 def _step(
     t, q, over, work, sizes, b_o, b_p16, b_m, b_l, row,
-    W: gl.constexpr, config, MASKED: gl.constexpr, RUNNING_MAX: gl.constexpr,
+    W: gl.constexpr, config, KIND: gl.constexpr, MORE: gl.constexpr, RUNNING_MAX: gl.constexpr,
 ):  # fmt: skip
     """S and P of tile t, and O += P V of the tile before."""
     S_LAYOUT: gl.constexpr = accumulator_layout(config.BLOCK_N)
@@ -509,10 +556,12 @@ def _step(
     b_s = warpgroup_mma_wait(1, deps=[s_token])  # [ROWS, BLOCK_N]
     if config.PING_PONG:
         mbarrier.arrive(over.ping_pong.index(W))
-    if MASKED:
-        b_s = _masked(b_s, row, work.column + (work.tiles - 1 - t) * config.BLOCK_N, sizes, config)
+    if KIND == HEAD:
+        b_s = _masked(b_s, row, _column(t, work, config), sizes, config)
+    elif KIND == TAIL:
+        b_s = _cut_left(b_s, row, _column(t, work, config), sizes.lo)
     if RUNNING_MAX:
-        b_p, b_m, rescale = _softmax(b_s, b_m, sizes.factor, MASKED)
+        b_p, b_m, rescale = _softmax(b_s, b_m, sizes.factor, MORE, KIND == HEAD)
         b_l = b_l * gl.convert_layout(rescale, gl.SliceLayout(1, b_l.type.layout), assert_trivial=True)[:, None]
     else:
         b_p = gl.exp2(b_s * sizes.factor - b_m[:, None])
@@ -604,17 +653,26 @@ def _masked(b_s, row, column, sizes, config):
     if config.CAUSAL:
         rows = row + gl.arange(0, ROWS, layout=gl.SliceLayout(1, S_LAYOUT))[:, None]
         m_s = m_s & (columns <= rows + sizes.hi)
-    return gl.where(m_s, b_s, float("-inf"))
+    b_s = gl.where(m_s, b_s, float("-inf"))
+    return _cut_left(b_s, row, column, sizes.lo) if config.WINDOW else b_s
 
 
 @gluon.jit
-def _softmax(b_s, b_m, factor, MASKED: gl.constexpr):
-    """P of a tile, the running maximum (in powers of 2), and the factor for what was accumulated before.
+def _cut_left(b_s, row, column, lo):
+    """Hide the keys to the left of a window."""
+    rows = gl.arange(0, ROWS, layout=gl.SliceLayout(1, b_s.type.layout))[:, None]
+    columns = gl.arange(0, b_s.shape[1], layout=gl.SliceLayout(0, b_s.type.layout))[None, :]
+    return gl.where(columns >= rows + (row + lo - column), b_s, float("-inf"))
+
+
+@gluon.jit
+def _softmax(b_s, b_m, factor, MORE: gl.constexpr, MASKED: gl.constexpr):
+    """P of a tile, the running maximum (in powers of 2, and MORE), and the factor for what was accumulated before.
 
     The maximum only keeps numbers in range: one that is 2^SLACK too small does as well, and with it the accumulators
     need no rescaling. So it is updated only when it is further behind.
     """
-    m_tile = gl.maximum(b_m, gl.max(b_s, 1) * factor)
+    m_tile = gl.maximum(b_m, gl.max(b_s, 1) * factor + MORE)
     if MASKED:
         m_new = m_tile
         # The maximum of a row that has seen no key yet is -inf, and -inf - -inf would be NaN.

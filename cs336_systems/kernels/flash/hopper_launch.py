@@ -1,6 +1,6 @@
 """Launches the kernels of hopper_forward.py and hopper_backward.py.
 
-They take 16-bit tensors, causal masks of any alignment or none, grouped heads, any lengths, and head dims up to 128
+They take 16-bit tensors, causal masks and windows of any alignment, grouped heads, any lengths, and head dims up to 128
 that the copy engine can move, padded to 64 or 128 with zeros. `dispatch.hopper_problem` checks a call for this;
 portable_launch.py takes the others.
 """
@@ -27,12 +27,15 @@ from cs336_systems.kernels.triton_compat import TensorDescription
 DTYPES = {torch.bfloat16: gl.bfloat16, torch.float16: gl.float16, torch.float32: gl.float32}
 L2_SHARE = {"forward": 32 << 20, "backward": 16 << 20}
 """Bytes that the heads of a section may read or update repeatedly; with more they evict each other from L2."""
+ROUNDS = {"forward": 0, "backward": 2}
+"""Minimum number of rounds of programs, on all multiprocessors, that a section has with a causal mask: the longest
+programs are the first of their section, and those of the last section should not be among the last ones."""
 ROWS = 64
 """Rows of a warpgroup's matrix instruction."""
 KEYS = 128
 """Keys of a tile, in both kernels."""
 D_USED = (80, 96)
-"""Numbers of columns, between the two padded head dims, that S = Q K^T can multiply: 64 and a power of 2."""
+"""Numbers of columns, between the two padded head dims, that matmuls can have: 64 and a power of 2."""
 UNUSED = 16
 """In place of sizes that kernels read from a table of packed documents."""
 PREPARED, FINISHED = 32, 128
@@ -58,6 +61,8 @@ FORWARD = {
     128: Shape(2, 3, ping_pong=False, q_in_registers=True, registers=240),
 }
 """By padded head dim. At 128 the output accumulators leave registers for two consumers, and for their queries."""
+WINDOWED = {**FORWARD, 64: Shape(2, 4, ping_pong=True, q_in_registers=False, registers=240)}
+"""With a window to the left, whose mask would take three consumers' registers."""
 QUERIES = {64: 128, 128: 64}
 """Padded head dim -> queries of a tile in backward: what registers hold beside the gradients of the keys."""
 IN_ORDER = Blocks(FINISHED, False, "AS_PACKED")
@@ -72,6 +77,10 @@ nothing is split."""
 START_COST, COMBINE_COST, SPLITS_PER_COMBINE_COST = 4, 2, 40
 """Cost of a program beside its tiles, of a combine kernel, and the number of splits that add one more: in tiles, about
 2 us each."""
+
+
+def _shape(block_d: int, lo: int | None) -> Shape:
+    return (FORWARD if lo is None else WINDOWED)[block_d]
 
 
 class Problem:
@@ -90,6 +99,7 @@ class Problem:
         self.all_queries = self.batch * self.heads * self.padded
         self.causal = band.hi is not None and band.hi < self.len_k - 1  # else every query sees every key
         self.hi = band.hi if self.causal and band.hi is not None else 0
+        self.lo = band.lo if band.lo is not None and band.lo > 1 - self.len_q else None
         self._results = layout.Results(q, k, v)
         self._forward: Forward | None = None
         self._backward: Cache[tuple[Any, ...], Backward] = Cache()
@@ -137,19 +147,19 @@ class Problem:
 
     def plan_forward(self, tensors: Sequence[Tensor]) -> "Forward":
         """Plans for (q, k, v, out)."""
-        d, shape, all_heads = self.block_d, FORWARD[self.block_d], self.batch * self.heads
+        d, shape, all_heads = self.block_d, _shape(self.block_d, self.lo), self.batch * self.heads
         rows, groups = shape.warpgroups * ROWS, triton.cdiv(self.len_q, ROWS)
         blocks = triton.cdiv(groups, shape.warpgroups)
         # The block that is not full is the first, which sees the fewest keys, or the last, which starts last.
         shift = blocks * rows - groups * ROWS if self.causal else 0
         split = self._split("forward", blocks * all_heads, triton.cdiv(self.len_k, KEYS))
-        schedule = order(blocks, self.batch, self.heads, L2_SHARE["forward"] // (4 * d * self.len_k))
+        schedule = self._order("forward", blocks, self.heads, 4 * d * self.len_k)
         main = self._plan(
             hopper_forward.forward_kernel,
             split.programs,
             tensors,
             [(1, 1, rows, d) for rows in (ROWS, KEYS, KEYS, ROWS)],
-            before=(self.group, self.len_q, self.len_k, self.hi),
+            before=(self.group, self.len_q, self.len_k, self.lo, self.hi),
             after=(
                 *(blocks, schedule, shift, split.unsplit, split.splits),
                 *(self.causal, d, self.d_used, KEYS, shape.warpgroups, shape.stages, self._masked_tiles(ROWS, KEYS)),
@@ -178,8 +188,8 @@ class Problem:
         lse, sums = scratch[: self.all_queries], scratch[2 * self.all_queries :].view(-1, 32)  # a row: one thread's
         prepare, finish = self._plan_prepare(out, grad), self._plan_finish(dq)
         split = self._split("backward", blocks * all_heads, q_blocks * self.group)
-        fit = L2_SHARE["backward"] // (8 * d * self.len_q * self.group)
-        schedule = (order(blocks, self.batch, self.kv_heads, fit), split.unsplit, split.splits)
+        section = self._order("backward", blocks, self.kv_heads, 8 * d * self.len_q * self.group)
+        schedule = (section, split.unsplit, split.splits)
         main = self._plan(
             hopper_backward.backward_kernel,
             split.programs,
@@ -188,10 +198,11 @@ class Problem:
                 *((1, 1, rows, d) for rows in (queries, KEYS, KEYS, queries)),
                 *((queries,), (queries,), (128, 32), (1, 1, ROWS, d), (1, 1, ROWS, d)),
             ],
-            before=(self.heads, self.group, self.len_k, self.padded, self.hi),
+            before=(self.heads, self.len_k, self.padded, self.lo, self.hi),
             after=(
                 *(q_blocks, *schedule),
-                *(self.causal, even, d, self.d_used, queries, self._masked_tiles(KEYS, queries), self.group > 1),
+                *(self.causal, even, d, self.d_used, queries),
+                *(self._masked_tiles(KEYS, queries), self._window_tiles(queries), self.group),
             ),
             starts={4: 0, 5: self.all_queries, 6: 2 * self.all_queries},
             options={"launch_pdl": True},
@@ -221,8 +232,13 @@ class Problem:
             options={"num_warps": 8, "launch_pdl": True},
         )  # fmt: skip
 
+    def _order(self, kernel: str, blocks: int, heads: int, head_bytes: int) -> "Schedule":
+        least = ROUNDS[kernel] * _multiprocessors(self.device) if self.causal else 0
+        return order(blocks, self.batch, heads, L2_SHARE[kernel] // head_bytes, least)
+
     def _split(self, kernel: str, units: int, tiles: int) -> "Split":
-        if self.causal:  # the last programs are the shortest, and all multiprocessors finish together
+        # With a causal mask the last programs are the shortest, and all multiprocessors finish together.
+        if self.causal or self.lo is not None:
             return Split(units, units, 1)
         return even_end(units, tiles, _multiprocessors(self.device), MIN_SAVING[kernel])
 
@@ -251,6 +267,10 @@ class Problem:
             return 1
         return max(1, _tiles_cut(own, visited, self.hi % visited))  # where the diagonal begins in a tile
 
+    def _window_tiles(self, queries: int) -> int:
+        """Number of tiles of queries that the window's left bound may cut for the keys of a program."""
+        return 0 if self.lo is None else _tiles_cut(KEYS, queries, -self.lo % queries)
+
 
 # -- packed documents -------------------------------------------------------------------------------------------------
 
@@ -269,9 +289,10 @@ class PackedProblem:
         self._documents = documents
         self._causal = mask.band.hi is not None
         self._hi = mask.band.hi or 0
+        self._lo = mask.band.lo
         self._padded = KEYS * most_blocks(KEYS, self._own.len_q, documents)
         self._all_queries = self._own.heads * self._padded
-        shape = FORWARD[self._own.block_d]
+        shape = _shape(self._own.block_d, self._lo)
         self._query_blocks = Blocks(shape.warpgroups * ROWS, False, mask.order)
         self._key_blocks = Blocks(KEYS, True, mask.order)
         self._forward: Plan | None = None
@@ -315,7 +336,7 @@ class PackedProblem:
 
     def plan_forward(self, tensors: Sequence[Tensor]) -> Plan:
         """The plan for (q, k, v, out)."""
-        own, shape = self._own, FORWARD[self._own.block_d]
+        own, shape = self._own, _shape(self._own.block_d, self._lo)
         d, blocks = own.block_d, most_blocks(self._query_blocks.rows, own.len_q, self._documents)
         schedule = order(blocks, 1, own.heads, L2_SHARE["forward"] // (4 * d * own.len_k))
         programs = blocks * own.heads
@@ -324,7 +345,7 @@ class PackedProblem:
             programs,
             tensors,
             [(rows, d) for rows in (ROWS, KEYS, KEYS, ROWS)],
-            before=(own.group, own.len_q, UNUSED, self._hi),
+            before=(own.group, own.len_q, UNUSED, self._lo, self._hi),
             after=(
                 *(blocks, schedule, 0, programs, 1),
                 *(self._causal, d, own.d_used, KEYS, shape.warpgroups, shape.stages, self._masked_tiles(ROWS, KEYS)),
@@ -351,10 +372,11 @@ class PackedProblem:
                 *((rows, d) for rows in (queries, KEYS, KEYS, queries)),
                 *((queries,), (queries,), (128, 32), (ROWS, d), (ROWS, d)),
             ],
-            before=(own.heads, own.group, UNUSED, self._padded, self._hi),
+            before=(own.heads, UNUSED, self._padded, self._lo, self._hi),
             after=(
                 *(UNUSED, order(blocks, 1, own.kv_heads, fit), programs, 1),
-                *(self._causal, False, d, own.d_used, queries, self._masked_tiles(KEYS, queries), own.group > 1),
+                *(self._causal, False, d, own.d_used, queries),
+                *(self._masked_tiles(KEYS, queries), self._window_tiles(queries), own.group),
             ),
             starts={4: 0, 5: count, 6: 2 * count},
             options={"launch_pdl": True},
@@ -398,6 +420,12 @@ class PackedProblem:
             return 1
         shifts = range(visited) if self._mask.bottom_right else (self._hi % visited,)
         return max(1, *(_tiles_cut(own, visited, shift) for shift in shifts))
+
+    def _window_tiles(self, queries: int) -> int:
+        if self._lo is None:
+            return 0
+        shifts = range(queries) if self._mask.bottom_right else (-self._lo % queries,)
+        return max(_tiles_cut(KEYS, queries, shift) for shift in shifts)
 
     def _table(self, packing: Packing, blocks: Blocks) -> Tensor:
         return packing.table(blocks, self._own.len_q, self._own.len_k, self._mask.bottom_right)
@@ -478,14 +506,16 @@ class Schedule(NamedTuple):
     heads_shift: int
 
 
-def order(blocks: int, batch: int, heads: int, fit: int) -> Schedule:
-    """The schedule of all blocks of all heads, in sections of about as many heads as `fit` the L2 cache.
+def order(blocks: int, batch: int, heads: int, fit: int, least: int = 0) -> Schedule:
+    """The schedule of all blocks of all heads, in sections of about as many heads as `fit` the L2 cache, with at least
+    so many units of work.
 
     All sections are equally large, since a last one of few heads would keep few multiprocessors busy.
     """
     all_heads = batch * heads
     divisors = [n for n in range(1, all_heads + 1) if all_heads % n == 0]
-    section = min(divisors, key=lambda n: max(n, fit) / min(n, max(fit, 1)))
+    large = [n for n in divisors if n * blocks >= least] or [all_heads]
+    section = min(large, key=lambda n: max(n, fit) / min(n, max(fit, 1)))
     numbers = (section * blocks, section, heads)
     return Schedule(*numbers, *(part for n in numbers for part in reciprocal(n)))
 
