@@ -7,6 +7,7 @@ on, and ends as the forked process does. In the forked process `sys.executable` 
 """
 
 import contextlib
+import itertools
 import json
 import multiprocessing.forkserver
 import os
@@ -120,9 +121,11 @@ def _run(words: list[str], environment: dict[str, str], folder: str, files: list
     os.environ.update(environment)
     os.chdir(folder)
     sys.executable, *rest = words
-    sys.argv = [word for word in rest if word not in ("-u", "-P", "-m")]
+    rest = [*itertools.dropwhile(lambda word: word in ("-u", "-P"), rest)]
+    is_module = rest[0] == "-m"
+    sys.argv = rest[is_module:]
     try:
-        if "-m" in rest[:2]:
+        if is_module:
             runpy.run_module(sys.argv[0], run_name="__main__", alter_sys=True)
         else:
             runpy.run_path(sys.argv[0], run_name="__main__")
