@@ -565,12 +565,13 @@ def main(argv: list[str] | None = None) -> int:
     )
     parser.add_argument("--version", action="version", version=f"cs336_systems {__version__}")
     subparsers = parser.add_subparsers(dest="command", metavar="command", required=True, parser_class=Parser)
+    words = sys.argv[1:] if argv is None else argv
+    named = next((word for word in words if word in COMMANDS), None)
     for name, command in COMMANDS.items():
         manual = command.manual or command.function.__doc__
         subparser = subparsers.add_parser(name, help=command.summary, description=cleandoc(manual or ""))
-        add_flags(subparser, command.arguments)
-    words = sys.argv[1:] if argv is None else argv
-    named = next((word for word in words if word in COMMANDS), None)
+        if name == named:  # the flags of all take longer than many commands
+            add_flags(subparser, command.arguments)
     mistakes: list[str] = []
 
     def run_command() -> int | None:

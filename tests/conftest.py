@@ -1,4 +1,4 @@
-"""GPU tests are skipped, with the reason, where there is no GPU."""
+"""GPU tests are skipped, with the reason, where there is no GPU. A file's tests share a worker."""
 
 import gc
 import importlib
@@ -9,6 +9,19 @@ import pytest
 
 # Before torch is imported: two threads on a shared core spend their time waiting for each other.
 os.environ["OMP_NUM_THREADS"] = "1"
+
+
+@pytest.hookimpl(optionalhook=True)
+def pytest_xdist_make_scheduler(config, log):
+    """Give tests of a file that are in no other group to one worker, which makes the fixtures of the file once."""
+    from xdist.scheduler import LoadGroupScheduling
+
+    class ByFile(LoadGroupScheduling):
+        def _split_scope(self, nodeid):
+            group = super()._split_scope(nodeid)
+            return nodeid.split("::")[0] if group == nodeid else group
+
+    return ByFile(config, log) if config.getvalue("dist") == "loadgroup" else None
 
 
 def pytest_collection_modifyitems(items):

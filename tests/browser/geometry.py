@@ -42,8 +42,8 @@ COLLISIONS = f"""(() => {{ {_TOUCH}
     "header, nav, h2, h3, h4, figure, .table, .findings, .question, .numbers li, .trust, .others, #missing"
   )].filter((e) => e.checkVisibility()).map((e) => [e, e.getBoundingClientRect()]);
   boxes.forEach(([e, a], i) => boxes.slice(i + 1).forEach(([f, b]) => {{
-    const apart = !e.contains(f) && getComputedStyle(e).position !== "sticky";
-    if (apart && across(a, b) > 1 && down(a, b) > 1) {{
+    if (across(a, b) <= 1 || down(a, b) <= 1) return;
+    if (!e.contains(f) && getComputedStyle(e).position !== "sticky") {{
       found.push(`${{e.tagName}} ${{e.id}} ${{e.className}} on ${{f.tagName}} ${{f.id}} ${{f.className}}`);
     }}
   }}));

@@ -1,8 +1,8 @@
 """The marker `ranks(n, ...)`: the body of a test runs in every rank of a process group of n ranks."""
 
-import multiprocessing.forkserver
-
 import pytest
+
+from tests.forked_python import start_server
 
 
 def pytest_configure(config):
@@ -23,9 +23,7 @@ def pytest_itemcollected(item):
 
 @pytest.fixture(scope="session", autouse=True)
 def forked_with_torch():
-    """All processes of these tests are forked from one that has imported what they need: seconds of a core for each."""
-    multiprocessing.forkserver.set_forkserver_preload(["torch._dynamo", "tests.distributed.train_cases"])
-    multiprocessing.forkserver.ensure_running()
+    start_server()
 
 
 @pytest.fixture(scope="session")

@@ -9,8 +9,8 @@ from typing import Any
 
 import pytest
 
-from tests.distributed.forked_python import Interpreter
 from tests.distributed.train_cases import Run, fields, losses_of, perform, text_of
+from tests.forked_python import Interpreter
 from tests.helpers import Marked, exit_code, wait_until
 
 pytestmark = pytest.mark.xdist_group("ranks")

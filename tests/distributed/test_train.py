@@ -37,7 +37,6 @@ from cs336_systems.train.loop import STOPPED, Trainer
 from cs336_systems.train.saving import Progress
 from cs336_systems.train.settings import TrainSettings
 from cs336_systems.train.token_file import TokenFile
-from tests.distributed.forked_python import Interpreter
 from tests.distributed.train_cases import (
     STEPS,
     Outcome,
@@ -57,6 +56,7 @@ from tests.distributed.train_cases import (
     weights_of,
     with_private_output,
 )
+from tests.forked_python import Interpreter
 from tests.helpers import CPU_ONLY, clean_env, execute, files, wait_until
 
 pytestmark = pytest.mark.xdist_group("ranks")  # one at a time: a test has up to three busy processes

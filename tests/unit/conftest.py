@@ -1,7 +1,11 @@
 """Fixtures of the commands: a folder of their own, and no worker process."""
 
+from collections.abc import Iterator
+from pathlib import Path
+
 import pytest
 
+from tests.forked_python import Interpreter, start_server
 from tests.helpers import CPU_ONLY
 
 
@@ -20,3 +24,12 @@ def no_worker(monkeypatch):
         pytest.fail("a worker was started for a configuration that cannot be run")
 
     monkeypatch.setattr("cs336_systems.experiments.runner.Worker", start)
+
+
+@pytest.fixture(scope="session")
+def forked_python(tmp_path_factory) -> Iterator[Path]:
+    """A program to start in place of Python, which imports nothing: for tests in the group of the ranks, which have a
+    process with torch to fork from."""
+    start_server()
+    with Interpreter(tmp_path_factory.mktemp("python")) as python:
+        yield python.path

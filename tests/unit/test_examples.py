@@ -11,9 +11,9 @@ from tests.helpers import ROOT, clean_env, entries, execute, tiny_config
 EXAMPLES = ROOT / "examples"
 
 
-def run_example(name: str, *words: str | Path, cwd: Path):
+def run_example(name: str, *words: str | Path, cwd: Path, python: str | Path = sys.executable):
     env = clean_env(PYTHONPATH=str(ROOT))
-    return execute(sys.executable, EXAMPLES / name, *words, cwd=cwd, env=env)
+    return execute(python, EXAMPLES / name, *words, cwd=cwd, env=env)
 
 
 def test_every_example_has_a_test():
@@ -21,16 +21,18 @@ def test_every_example_has_a_test():
     assert [path.name for path in EXAMPLES.glob("*.py") if path.stem not in named] == []
 
 
-def test_benchmark_your_module(tmp_path):
-    done = run_example("benchmark_your_module.py", cwd=tmp_path)
+@pytest.mark.xdist_group("ranks")
+def test_benchmark_your_module(tmp_path, forked_python):
+    done = run_example("benchmark_your_module.py", cwd=tmp_path, python=forked_python)
     assert done.returncode == 0, done.stderr
     values = {line.split()[0]: float(line.split()[1]) for line in done.stdout.splitlines()}
     assert {"forward", "backward", "optimizer", "step", "peak"} <= values.keys()
     assert values["step"] >= values["backward"] > 0
 
 
-def test_train_data_parallel(tmp_path):
-    done = run_example("train_data_parallel.py", cwd=tmp_path)
+@pytest.mark.xdist_group("ranks")
+def test_train_data_parallel(tmp_path, forked_python):
+    done = run_example("train_data_parallel.py", cwd=tmp_path, python=forked_python)
     assert done.returncode == 0, done.stderr
     [line] = done.stdout.splitlines()
     losses = [float(text) for text in line.removeprefix("2 ranks, losses: ").split(", ")]

@@ -16,7 +16,9 @@ from cs336_systems.experiments.profile_command import _records_path
 from cs336_systems.experiments.session import written_files
 from cs336_systems.measure.readers.trace import read_chrome
 from cs336_systems.timeline import Timeline
-from tests.helpers import CS336, MODEL, SHAPE, TINY, clean_env, execute, files
+from tests.helpers import MODEL, SHAPE, TINY, clean_env, execute, files
+
+pytestmark = pytest.mark.xdist_group("ranks")
 
 PROFILE_EXPERIMENTS = ("kernels", "memory", "checkpointing", "saved_tensors")
 PARAMETER_BYTES = 4 * (2 * 64 * 16 + 4 * 16 * 16 + 3 * 16 * 32 + 3 * 16)
@@ -27,11 +29,12 @@ ONE_STEP = ["--num_steps", "1"]
 
 
 @pytest.fixture(scope="module")
-def profiled(tmp_path_factory):
+def profiled(tmp_path_factory, forked_python):
     """With --nsys, which is not on PATH: torch.profiler records the kernels, and a line says so."""
     folder = tmp_path_factory.mktemp("profile")
     env = clean_env(PATH="/usr/bin:/bin")
-    result = execute(CS336, "profile", *TINY, *ONE_STEP, "--nsys", "--output", "out", cwd=folder, env=env)
+    words = ["profile", *TINY, *ONE_STEP, "--nsys", "--output", "out"]
+    result = execute(forked_python, "-m", "cs336_systems", *words, cwd=folder, env=env)
     assert result.returncode == 0, result.stderr
     return folder / "out", result
 
@@ -171,10 +174,10 @@ def test_without_nsys_the_profiler_of_torch_is_used(profiled):
     assert lines == ["nsys is not installed, or not on PATH: using torch.profiler"]
 
 
-def test_memory_alone_of_a_users_own_model(tmp_path):
+def test_memory_alone_of_a_users_own_model(tmp_path, forked_python):
     (tmp_path / "mine.py").write_text(MODEL)
     argv = [*TINY, *ONE_STEP, "--model", "mine:build", "--only", "memory", "--output", "r/records.jsonl"]
-    result = execute(CS336, "profile", *argv, cwd=tmp_path)
+    result = execute(forked_python, "-m", "cs336_systems", "profile", *argv, cwd=tmp_path)
     assert result.returncode == 0, result.stderr
     assert {item.experiment for item in record.load(tmp_path / "r" / "records.jsonl").records} == {"memory"}
     assert not list(tmp_path.rglob("trace.json.gz"))

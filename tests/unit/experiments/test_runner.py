@@ -29,7 +29,7 @@ from cs336_systems.record import CELL_TIME
 from tests.helpers import CPU_ONLY, CS336, MODEL, TINY, running, tiny_config, wait_until
 from tests.unit.experiments.scripted_worker import MACHINE, measured, run
 
-pytestmark = pytest.mark.usefixtures("elsewhere")
+pytestmark = [pytest.mark.usefixtures("elsewhere"), pytest.mark.xdist_group("ranks")]
 
 
 def raw(path) -> list[dict]:
@@ -46,10 +46,11 @@ def ends(path) -> dict[int, str]:
 
 
 @pytest.fixture(scope="module")
-def two_experiments(tmp_path_factory):
+def two_experiments(tmp_path_factory, forked_python):
     """A file with one cell that two experiments asked for in one run."""
     path = tmp_path_factory.mktemp("measured") / "records.jsonl"
     with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(sys, "executable", str(forked_python))
         for name, value in CPU_ONLY.items():
             patch.setenv(name, value)
         outcome = run(path, ("end_to_end", tiny_config()), ("precision", tiny_config()))
@@ -322,7 +323,13 @@ def build(context_length, **fields):
 )
 
 
+@pytest.fixture
+def forked_worker(forked_python, monkeypatch):
+    monkeypatch.setattr(sys, "executable", str(forked_python))
+
+
 @pytest.mark.slow
+@pytest.mark.usefixtures("forked_worker")
 def test_crashes_are_rows_and_the_sweep_goes_on(tmp_path):
     (tmp_path / "faulty.py").write_text(FAULTY)
     path = tmp_path / "r.jsonl"
@@ -337,6 +344,7 @@ def test_crashes_are_rows_and_the_sweep_goes_on(tmp_path):
     assert all(r.environment.torch for r in rows)
 
 
+@pytest.mark.usefixtures("forked_worker")
 def test_a_cell_that_takes_too_long_is_given_up(tmp_path):
     (tmp_path / "faulty.py").write_text(FAULTY)
     with Runner(tmp_path / "r.jsonl", quiet=True, timeout=1) as runner:

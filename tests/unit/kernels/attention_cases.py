@@ -4,10 +4,12 @@ Nothing here calls the package: an implementation is any function (q, k, v, *, i
 with None for the logsumexp where it has none.
 """
 
+import functools
 import math
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
+from typing import NamedTuple
 from unittest import mock
 
 import torch
@@ -264,17 +266,44 @@ def flash_limit(name: str, plain: Tensor, expected: Tensor, dtype: torch.dtype) 
     return (3 if name.startswith("d") else 2) * plain_error + 2 * (rounded.double() - expected).abs().max().item()
 
 
-def compare(found: dict[str, Tensor], inputs: Inputs, case: Case, *, large: bool = False) -> list[str]:
+class Truth(NamedTuple):
+    """Results to compare those of an implementation with, by `NAMES`; it may be reused for several."""
+
+    expected: dict[str, Tensor]
+    """In float64."""
+    plain: dict[str, Tensor]
+    """In the inputs' dtype."""
+    sizes: dict[str, Tensor]
+    """With all terms positive."""
+    blind: Tensor
+    """Queries without keys."""
+    largest_score: float
+
+
+def truth_of(inputs: Inputs, case: Case) -> Truth:
+    seen = visible(case, str(inputs.q.device))
+    expected = differentiate(lambda q, k, v: naive(q, k, v, seen, case.scale), inputs.cast(torch.float64))
+    plain = differentiate(lambda q, k, v: naive(q, k, v, seen, case.scale), inputs)
+    sizes, largest_score = uncancelled(inputs, seen, case.scale)
+    return Truth(expected, plain, sizes, ~seen.any(-1).expand(expected["lse"].shape), largest_score)
+
+
+@functools.lru_cache(maxsize=2)  # tests of one implementation after the other have the same inputs
+def truth_on_a_cpu(case: Case, dtype: torch.dtype, with_mkldnn: bool, **inputs_options: object) -> Truth:
+    assert torch.backends.mkldnn.enabled == with_mkldnn  # it rounds in other places
+    return truth_of(make_inputs(case, dtype, **inputs_options), case)  # type: ignore[arg-type]
+
+
+def compare(
+    found: dict[str, Tensor], inputs: Inputs, case: Case, truth: Truth | None = None, *, large: bool = False
+) -> list[str]:
     """The errors in `found`, one line each.
 
     fp32 and float64 are judged by `EXACT`, lower precisions by FlashAttention's rule. With `large` inputs rounding
     alone breaks both (a logit of 1000 in fp32 is exact to 6e-5, and so is its weight): its bound is then allowed, too.
     """
-    seen, dtype = visible(case, str(inputs.q.device)), inputs.q.dtype
-    expected = differentiate(lambda q, k, v: naive(q, k, v, seen, case.scale), inputs.cast(torch.float64))
-    plain = differentiate(lambda q, k, v: naive(q, k, v, seen, case.scale), inputs)
-    sizes, largest_score = uncancelled(inputs, seen, case.scale)
-    blind = ~seen.any(-1).expand(expected["lse"].shape)
+    expected, plain, sizes, blind, largest_score = truth or truth_of(inputs, case)
+    dtype = inputs.q.dtype
     wrong = errors(found, expected, plain, sizes, dtype, blind, largest_score if large else None)
     return [f"{case.name} {dtype}: {line}" for line in wrong]
 
@@ -318,7 +347,9 @@ def failures(
 ) -> list[str]:
     inputs = make_inputs(case, dtype, **inputs_options)  # type: ignore[arg-type]
     found = differentiate(lambda q, k, v: implementation(q, k, v, **case.mask), inputs)
-    return compare(found, inputs, case, large=large)
+    is_known = "device" not in inputs_options
+    truth = truth_on_a_cpu(case, dtype, torch.backends.mkldnn.enabled, **inputs_options) if is_known else None
+    return compare(found, inputs, case, truth, large=large)
 
 
 def check(implementation: Implementation, case: Case, dtype: torch.dtype, **options: object) -> None:

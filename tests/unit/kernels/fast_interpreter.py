@@ -1,27 +1,96 @@
-"""Triton's interpreter with a third of its time saved.
+"""Triton's interpreter in a third of its time, with the same results and the same checks.
 
-It looks through all of Triton's language for functions to replace, in every launch of a kernel and again in every call
-of a device function, where they are replaced already.
+Most of its time goes into describing tensors, not into computing them. It looks through all of Triton's language for
+functions to replace, in every launch of a kernel and again in every call of a device function, where they are replaced
+already. It describes the type and the shape of every result anew, and looks for integer overflow by further operations
+of the kernel's language, whose result it ignores.
 """
 
+from collections.abc import Callable
 from types import FunctionType
 from typing import Any
 
+import numpy as np
 import triton.language as tl
+from triton.language import semantic
 from triton.runtime import interpreter
 
 
+def speed_up() -> None:
+    """Replace the functions that take the time. A Triton that lacks one of them stays as it is there."""
+    replace_once()
+    for owner, name, replacement in (
+        (interpreter, "_get_np_dtype", known_dtypes),
+        (tl.block_type, "__init__", known_blocks),
+        (tl.tensor, "__init__", known_shapes),
+        (semantic.TritonSemantic, "binary_op_sanitize_overflow_impl", overflow_if_asserted),
+    ):
+        if hasattr(owner, name):
+            setattr(owner, name, replacement(getattr(owner, name)))
+
+
 def replace_once() -> None:
-    """Leave out the search where the functions that `function` sees are replaced already. A Triton that has no such
-    search stays as it is."""
+    """Leave out the search where the functions that `function` sees are replaced already."""
     search = getattr(interpreter, "_patch_lang", None)
     nothing = getattr(interpreter, "_LangPatchScope", None)
     if search is None or nothing is None:
         return
+    seen: dict[FunctionType, list[Any]] = {}
 
     def replace(function: FunctionType) -> Any:
-        languages = [value for value in function.__globals__.values() if value is tl or value is tl.core]
-        is_replaced = languages and not any(tl.core.is_builtin(language.load) for language in languages)
+        if function not in seen:
+            seen[function] = [value for value in function.__globals__.values() if value is tl or value is tl.core]
+        is_replaced = seen[function] and not any(tl.core.is_builtin(language.load) for language in seen[function])
         return nothing() if is_replaced else search(function)
 
     interpreter._patch_lang = replace
+
+
+def known_dtypes(plain: Callable[[Any], np.dtype]) -> Callable[[Any], np.dtype]:
+    """Look up NumPy's dtype of a Triton type by the name of the type."""
+    found: dict[str, np.dtype] = {}
+
+    def dtype_of(kind: Any) -> np.dtype:
+        if kind.name not in found:
+            found[kind.name] = plain(kind)
+        return found[kind.name]
+
+    return dtype_of
+
+
+def known_blocks(plain: Callable[..., None]) -> Callable[..., None]:
+    """Copy the type of a block from an equal one, whose shape was checked when it was made."""
+    found: dict[Any, dict[str, Any]] = {}
+
+    def init(self: Any, element_ty: Any, shape: Any) -> None:
+        sizes = tuple([size.value if type(size) is tl.constexpr else size for size in shape])
+        key = (element_ty.name, sizes, *map(type, sizes))
+        if key not in found:
+            plain(self, element_ty, shape)
+            found[key] = dict(vars(self))
+        vars(self).update(found[key], element_ty=element_ty)
+
+    return init
+
+
+def known_shapes(plain: Callable[..., None]) -> Callable[..., None]:
+    """Give tensors of the same type the same description of their shape."""
+    found: dict[str, dict[str, Any]] = {}
+
+    def init(self: Any, handle: Any, type: Any) -> None:
+        if type.name not in found:
+            plain(self, handle, type)
+            found[type.name] = dict(vars(self))
+        vars(self).update(found[type.name], handle=handle, type=type, dtype=type.scalar)
+
+    return init
+
+
+def overflow_if_asserted(plain: Callable[..., None]) -> Callable[..., None]:
+    """Look for integer overflow only where an overflow is reported: not without `debug`."""
+
+    def check(self: Any, *arguments: Any) -> None:
+        if self.builder.options.debug:
+            plain(self, *arguments)
+
+    return check

@@ -90,9 +90,9 @@ def test_float32(impl, case):
         check(implementation(impl), case, torch.float32, through_lse=through_lse)
 
 
+@pytest.mark.parametrize("impl", OURS)
 @by_name([case for number, case in enumerate(CASES.values()) if number % 4 == 0 or case in FEW])
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16], ids=str)
-@pytest.mark.parametrize("impl", OURS)
 def test_low_precision(impl, dtype, case):
     # Some CPUs emulate bf16, hundreds of times slower than fp32: one sequence and head, unless heads share keys.
     is_plain = dtype == torch.bfloat16 and case.heads == case.kv_heads

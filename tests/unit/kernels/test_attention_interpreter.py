@@ -111,7 +111,7 @@ def test_random_packings(check, seed):
     check(case, ("float32", "float16")[seed % 2], seed=seed, through_lse=seed % 3 == 0)
 
 
-MANY = Packed((3, 0, 41, 16, 17, 1, 33, *(5,) * 200), (9, 4, 41, 0, 80, 1, 7, *(5,) * 200), after_q=20, after_k=3)
+MANY = Packed((3, 0, 41, 16, 17, 1, 33, *(5,) * 125), (9, 4, 41, 0, 80, 1, 7, *(5,) * 125), after_q=20, after_k=3)
 """More documents than a program looks at together."""
 
 

@@ -1,13 +1,15 @@
-"""A program that takes the place of `python -m module ...` and has torch imported: its process is forked.
+"""A program that takes the place of `python -m module ...` or `python file ...` and has torch imported: its process is
+forked.
 
 Programs that start interpreters, torchrun for one, start a small program instead (`Interpreter.path`). It sends its
 arguments, environment, working directory and open files to a process that has imported torch and forks, passes signals
-on, and ends as the forked process does.
+on, and ends as the forked process does. In the forked process `sys.executable` is the small program.
 """
 
 import contextlib
+import itertools
 import json
-import multiprocessing
+import multiprocessing.forkserver
 import os
 import runpy
 import select
@@ -25,7 +27,7 @@ import json, os, signal, socket, struct, sys
 
 server = socket.socket(socket.AF_UNIX)
 server.connect({address!r})
-request = json.dumps([sys.argv[1:], dict(os.environ), os.getcwd()]).encode()
+request = json.dumps([sys.argv, dict(os.environ), os.getcwd()]).encode()
 socket.send_fds(server, [struct.pack("!I", len(request))], [0, 1, 2])
 server.sendall(request)
 for number in {signals}:
@@ -36,6 +38,12 @@ if code < 0:
     os.kill(os.getpid(), -code)
 sys.exit(code)
 """
+
+
+def start_server() -> None:
+    """Start the process of which all others are forked: it has imported what they need, seconds of a core for each."""
+    multiprocessing.forkserver.set_forkserver_preload(["torch._dynamo", "tests.distributed.train_cases"])
+    multiprocessing.forkserver.ensure_running()
 
 
 class Interpreter:
@@ -99,10 +107,12 @@ def _answer(client: socket.socket) -> int:
 
 
 def _run(words: list[str], environment: dict[str, str], folder: str, files: list[int]) -> int:
-    """Be `python -m module ...`; return its exit code."""
+    """Be `python -m module ...` or `python file ...`; return the exit code."""
     for number, file in enumerate(files):
         os.dup2(file, number)
         os.close(file)
+    multiprocessing.current_process()._config["daemon"] = False  # it may have children, as any program
+    sys.stdin = os.fdopen(0, closefd=False)
     sys.stdout, sys.stderr = (os.fdopen(number, "w", buffering=1, closefd=False) for number in (1, 2))
     for number in PASSED_ON:
         signal.signal(number, signal.SIG_DFL)
@@ -110,11 +120,15 @@ def _run(words: list[str], environment: dict[str, str], folder: str, files: list
     os.environ.clear()
     os.environ.update(environment)
     os.chdir(folder)
-    flag, module, *arguments = [word for word in words if word != "-u"]
-    assert flag == "-m", words
-    sys.argv = [module, *arguments]
+    sys.executable, *rest = words
+    rest = [*itertools.dropwhile(lambda word: word in ("-u", "-P"), rest)]
+    is_module = rest[0] == "-m"
+    sys.argv = rest[is_module:]
     try:
-        runpy.run_module(module, run_name="__main__", alter_sys=True)
+        if is_module:
+            runpy.run_module(sys.argv[0], run_name="__main__", alter_sys=True)
+        else:
+            runpy.run_path(sys.argv[0], run_name="__main__")
         code = 0
     except SystemExit as end:
         code = end.code if isinstance(end.code, int) else int(end.code is not None)
