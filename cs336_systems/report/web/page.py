@@ -375,9 +375,13 @@ def _row(cells: Sequence[str | Text], columns: Sequence[Column]) -> str:
     for index, cell in enumerate(cells):
         numeric = index < len(columns) and columns[index].numeric
         long = index > 0 and len(cell.en if isinstance(cell, Text) else cell) > LONG_CELL
-        kind = ' class="r"' if numeric else ' class="w"' if long else ""
         text = html_text(cell)
-        found.append(f"<td{kind}>{text}</td>" if index else f'<th scope="row"{kind}><div>{text}</div></th>')
+        if index == 0:
+            kind = ' class="r"' if numeric else ""
+            found.append(f'<th scope="row"{kind}><div>{text}</div></th>')
+        else:  # most cells are numbers, which have no class
+            kind = "" if numeric else ' class="w"' if long else ' class="l"'
+            found.append(f"<td{kind}>{text}</td>")
     return f"<tr>{''.join(found)}</tr>"
 
 

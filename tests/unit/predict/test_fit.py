@@ -16,6 +16,7 @@ from cs336_systems.predict.activation_plan import RECOMPUTE_ALL
 from cs336_systems.predict.fast_memory import fast_estimate
 from cs336_systems.predict.fit import (
     CONTEXTS_2026,
+    FAST_ERROR,
     LARGEST_BATCH,
     FitArguments,
     fit_tables,
@@ -376,7 +377,15 @@ def test_the_longest_context_is_a_column_of_the_fast_step():
     table = fit_table(arguments).plain()
     assert table.columns[-1].heading() == "longest, batch 1"
     config = on_gpu("tiny", fast="on", attention="auto", batch_size=1)
-    assert table.rows[0][-1] == f"{longest_context(config, usable_bytes(GIB)):,}"
+    assert table.rows[0][-1] == f"{longest_context(config, usable_bytes(GIB, FAST_ERROR)):,}"
+
+
+def test_the_longest_context_is_the_one_that_an_h200_ran():
+    """It ran 42,624 tokens of 2.7B; 42,752, the next that `fit` tries, were out of memory."""
+    arguments = FitArguments(
+        gpu="h200", sizes=("2.7B",), context_lengths=(4096,), fast="on", precision="bf16", attention="auto"
+    )
+    assert fit_table(arguments).plain().rows[0][-1] == "42,624"
 
 
 def test_a_plan_is_suggested_before_recomputing_everything():

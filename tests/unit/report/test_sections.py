@@ -194,7 +194,18 @@ def test_odd_configurations_raise_nothing(experiment, value):
 NAMES = {
     *("MFU", "TFLOP/s", "tokens/s", "busbw", "algbw"),
     *("nsys", "do_bench", "torch.profiler", "softmax"),
-    *("auto", "reference", "compiled", "flex", "flash_attention_4", "flash_hopper", "flash_torch", "flash_triton"),
+    *(
+        "auto",
+        "reference",
+        "compiled",
+        "flex",
+        "flash_attention_4",
+        "torch_varlen",
+        "padded",
+        "flash_hopper",
+        "flash_torch",
+        "flash_triton",
+    ),
     *("sdpa_cudnn", "sdpa_efficient", "sdpa_flash"),
 }
 """Headings that are the same in both languages."""
