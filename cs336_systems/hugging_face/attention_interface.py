@@ -3,14 +3,16 @@
     register_attention()
     model = AutoModelForCausalLM.from_pretrained(name, attn_implementation="cs336")
 
-Causal attention and sliding windows over whole sequences, with grouped heads, run on `kernels.attention`. Padding and
-packed documents arrive as a mask, which goes to torch's SDPA with one warning; so does dropout. Keys of a cache go to
-SDPA without one.
+Causal attention and sliding windows, with grouped heads, run on `kernels.attention`: over whole sequences and, where
+transformers passes their offsets (`cu_seq_lens_q`), over packed documents. Padding, and documents that only positions
+tell, arrive as a mask, which goes to torch's SDPA with one warning; so does dropout. Keys of a cache go to SDPA without
+one.
 """
 
 import warnings
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 
 from cs336_systems.config import UserError
@@ -79,11 +81,19 @@ def attention_forward(
     rows, keys = query.shape[2], key.shape[2]
     has_window = bool(is_causal) and sliding_window is not None and sliding_window < keys
     left = sliding_window - 1 if has_window and sliding_window is not None else None
-    problem = _problem(query, attention_mask, dropout, options)
+    packed = _offsets(query, key, options)
+    problem = _problem(query, attention_mask if packed is None else None, dropout, options)
     if problem is None and rows == keys:
         window = None if left is None else (left, None)
-        out = attention(query, key, value, is_causal=bool(is_causal), scale=scaling, window=window)
-        return out.transpose(1, 2).contiguous(), None
+        call: dict[str, Any] = {"is_causal": bool(is_causal), "scale": scaling, "window": window}
+        if packed is not None:
+            rows_first = (x[0].transpose(0, 1) for x in (query, key, value))
+            return attention(*rows_first, cu_seqlens_q=packed, **call)[None].contiguous(), None
+        return attention(query, key, value, **call).transpose(1, 2).contiguous(), None
+    if packed is not None and attention_mask is None:
+        raise UserError(
+            f"attention over packed documents with {problem} needs the documents' positions; pass position_ids, too"
+        )
     if problem is not None and module.training:
         _warn_once(f"attention with {problem} uses torch's SDPA: the kernels of cs336_systems do not support it")
     if attention_mask is None and left is not None and rows == keys:
@@ -95,14 +105,21 @@ def attention_forward(
     )
 
 
-def _problem(query: Tensor, mask: Tensor | None, dropout: float, options: dict[str, Any]) -> str | None:
-    """Return what the kernels cannot do about a call; None if they can take it.
+def _offsets(query: Tensor, key: Tensor, options: dict[str, Any]) -> Tensor | None:
+    """Return the first row of each document and the end of the last, where the only sequence consists of documents.
 
-    Packed documents: transformers also passes their offsets (`cu_seq_lens_q` and `cu_seq_lens_k` in `options`), from
-    which a kernel that takes documents can work without the mask.
+    FlashAttention's arguments of transformers: those of the keys are the same where no cache adds any.
     """
+    offsets = options.get("cu_seq_lens_q")
+    if offsets is None or query.shape[0] != 1 or query.shape[2] != key.shape[2]:
+        return None
+    return offsets.to(query.device, torch.int32)
+
+
+def _problem(query: Tensor, mask: Tensor | None, dropout: float, options: dict[str, Any]) -> str | None:
+    """Return what the kernels cannot do about a call; None if they can take it."""
     if mask is not None:
-        return "a mask (padding, or packed documents)"
+        return "a mask (padding, or documents without cu_seq_lens_q)"
     if dropout:
         return f"dropout {dropout}"
     if query.shape[3] > MAX_HEAD_DIM:

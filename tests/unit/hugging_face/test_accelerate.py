@@ -107,6 +107,49 @@ def test_packed_documents_by_their_positions():
     assert error(gradients(model, batch()), expected) > 1e-2
 
 
+@pytest.mark.parametrize("positions", [True, False], ids=["positions", "offsets alone"])
+@pytest.mark.parametrize("family", FAMILIES)
+def test_packed_documents_by_their_offsets(family, positions, count_attention):
+    """As the collator of transformers passes them; without positions, those of the whole sequence are used."""
+    plain, model, _ = pair(family)
+    lengths = (5, 1, LENGTH - 6)
+    tokens, labels = batch()["input_ids"][:1], batch()["labels"][1:].clone()
+    offsets = torch.tensor([0, 5, 6, LENGTH], dtype=torch.int32)
+    apart = torch.cat([torch.arange(length) for length in lengths])[None]
+    given = {"position_ids": apart} if positions else {}
+    inputs = {"input_ids": tokens, "labels": labels, **given, "cu_seq_lens_q": offsets, "cu_seq_lens_k": offsets}
+    found = gradients(model, inputs | {"max_length_q": 7, "max_length_k": 7})
+    assert len(count_attention) == plain.config.num_hidden_layers  # no SDPA
+
+    # The plain model sees documents by positions; a document's own result does not depend on where it begins.
+    expected = gradients(plain, {"input_ids": tokens, "labels": labels, "position_ids": apart, "use_cache": False})
+    assert error(found, expected) < 1e-5
+
+
+def test_documents_are_never_mixed_without_a_word():
+    """Dropout goes to SDPA, which has no offsets: it needs the mask that positions give."""
+    _, model, _ = pair(attention_dropout=0.5)
+    offsets = torch.tensor([0, 5, LENGTH], dtype=torch.int32)
+    inputs = {name: x[:1] for name, x in batch().items()} | {"cu_seq_lens_q": offsets, "cu_seq_lens_k": offsets}
+    with pytest.raises(UserError, match="position_ids"):
+        model(**inputs)
+    positions = torch.cat([torch.arange(5), torch.arange(LENGTH - 5)])[None]
+    assert model(**inputs, position_ids=positions).loss.isfinite()
+
+
+@pytest.fixture
+def count_attention(monkeypatch):
+    """Record the calls of our attention that have documents."""
+    calls, own = [], attention_interface.attention
+
+    def counted(*tensors, **options):
+        calls.extend([options] * ("cu_seqlens_q" in options))
+        return own(*tensors, **options)
+
+    monkeypatch.setattr(attention_interface, "attention", counted)
+    return calls
+
+
 @pytest.mark.parametrize(
     "more",
     [
