@@ -346,7 +346,7 @@ def test_measured_peak_within_a_budget_by_blocks(share):
 
 
 @pytest.mark.parametrize("share", [0.1, 0.4, 0.8])
-@pytest.mark.parametrize(("size", "batch_size"), [("small", 8), ("medium", 4)])
+@pytest.mark.parametrize(("size", "batch_size"), [("small", 8), ("medium", 4), ("qwen3/0.6B", 4), ("qwen2.5/0.5B", 4)])
 def test_measured_peak_within_a_budget(size, batch_size, share):
     run = RunConfig(
         model=model_config(size, context_length=2048), batch_size=batch_size, device="cuda", precision="bf16",
