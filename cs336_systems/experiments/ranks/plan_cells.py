@@ -101,6 +101,10 @@ def _rates(arguments: PlanArguments) -> tuple[dict[str, float], list[str]]:
 
 def _fast(arguments: PlanArguments) -> str:
     """The parts of the fast step that many GPUs can use."""
+    if arguments.memory_budget:
+        raise UserError(
+            "--memory_budget is for one GPU, see cs336 fit and cs336 memory; leave it out, or use --checkpoint_blocks"
+        )
     if arguments.optimizer_state != "fp32" or arguments.update_in_backward:
         given = (
             "--update_in_backward" if arguments.update_in_backward else f"--optimizer_state {arguments.optimizer_state}"

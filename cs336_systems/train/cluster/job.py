@@ -6,6 +6,8 @@ No torch here: the scripts are made on a login node or a laptop.
 import re
 import shlex
 import tempfile
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path, PurePosixPath
@@ -13,7 +15,15 @@ from typing import NoReturn
 
 from cs336_systems.config import UserError, flag
 from cs336_systems.flags import Parser, add_flags, read_flags
-from cs336_systems.train.settings import TrainSettings
+from cs336_systems.train.settings import BYTES, TrainSettings
+from cs336_systems.train.tokens.token_store import (
+    DOCUMENTS_FILE,
+    HEADER,
+    ITEM_BYTES,
+    OFFSET_BYTES,
+    TOKENS_FILE,
+    TokenStore,
+)
 
 CLUSTERS = ("slurm", "skypilot", "kubernetes")
 PORTS = range(20000, 32000)
@@ -228,9 +238,24 @@ def _train_settings(flags: LaunchArguments) -> tuple[TrainSettings, tuple[str, .
     remarks = tuple(f"{path!r} is not on this machine: it must be there on the cluster" for path in absent)
     if namespace.data not in absent:
         return read_flags(TrainSettings, namespace), remarks
-    with tempfile.NamedTemporaryFile(suffix=Path(namespace.data).suffix or ".bin") as stand_in:
-        namespace.data = stand_in.name
+    with _stand_in(namespace.data, is_store=namespace.pack == "documents") as namespace.data:
         return read_flags(TrainSettings, namespace), remarks
+
+
+@contextmanager
+def _stand_in(data: str, *, is_store: bool) -> Iterator[str]:
+    """A file, or a folder of tokens, in place of data that only the cluster has: all other flags can be checked."""
+    with tempfile.TemporaryDirectory() as folder:
+        path = Path(folder, f"data{Path(data).suffix or '.bin'}")
+        if is_store:
+            path = Path(folder)
+            store = TokenStore("uint16", 1, 1, BYTES, None, *("",) * 4)
+            (path / HEADER).write_text(store.to_json())
+            (path / TOKENS_FILE).write_bytes(bytes(ITEM_BYTES[store.dtype] * store.tokens))
+            (path / DOCUMENTS_FILE).write_bytes(bytes(OFFSET_BYTES * (store.documents + 1)))
+        else:
+            path.touch()
+        yield str(path)
 
 
 def _require_shared_output(job: Job, settings: TrainSettings) -> None:

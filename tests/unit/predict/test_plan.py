@@ -226,6 +226,7 @@ def test_an_unknown_interconnect_is_assumed_and_said():
         ({"gpu": "v100"}, "has no bf16"),
         ({"gpu": "3060"}, "unknown --gpu '3060'"),
         ({"fast": "optimizer"}, "one GPU"),
+        ({"memory_budget": "auto"}, "--memory_budget is for one GPU"),
         ({"num_layers": 5_000}, "at most 2,000"),
         ({"num_layers": 1_000_000}, "at most 10000"),
         ({"gpus": 4, "strategy": ("tp8",)}, "groups of 8"),

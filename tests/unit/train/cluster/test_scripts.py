@@ -317,5 +317,10 @@ def test_data_that_is_only_on_the_cluster(capsys):
     assert exit_code(["launch", "--skypilot", "-o", "other.yaml", *words, "--size", "small"]) == 0
     assert "'/shared/weights' is not on this machine" in capsys.readouterr().err
     assert "--data /shared/tokens.bin" in Path("task.yaml").read_text()
+    documents = shlex.split("--volume v -- train --data /shared/tokens --pack documents --output /shared/run")
+    assert exit_code(["launch", "--skypilot", "-o", "documents.yaml", *documents]) == 0
+    assert "--data /shared/tokens --pack documents" in Path("documents.yaml").read_text()
+    capsys.readouterr()
+    assert_refused(["launch", "--skypilot", *documents, "--compile"], ["--pack documents", "--compile"], capsys)
     with refused("/shared/tokens.bin"):
         checked(LaunchArguments(slurm=True, words=("train", "--data", "/shared/tokens.bin")))
