@@ -53,7 +53,8 @@ HEADROOM = gl.constexpr(56.0)
 """Powers of 2 that are added to the first maximum where it is not updated, so that later scores may exceed it by more.
 The row sum is then at least 2^-56, which is its own term; what rounding to 0 loses is below 2^-70 of that."""
 LIMIT = gl.constexpr(2.0**110)
-"""Row sums from here on count as overflow: the output is at most as many times larger as the largest value."""
+"""Row sums from here on count as overflow. The output before its division by them is then finite for values up to
+2^17."""
 HEAD, CLEAR, TAIL = (gl.constexpr(i) for i in range(3))
 """Kinds of tiles: those that the causal mask may cut, those that no mask cuts, and those that only a window cuts."""
 LOWEST = gl.constexpr(-3.4028234663852886e38)
