@@ -520,8 +520,8 @@ def _attend(W: gl.constexpr, outputs, over, work, sizes, config, RUNNING_MAX: gl
 
 @gluon.jit
 def _own_tiles(row, work, sizes, config):
-    """Of the program's tiles, those of the warpgroup with the queries from `row` on: the first, the first that only
-    the window cuts, and the first beyond the last."""
+    """Numbers of three of the program's tiles: the first that the queries of a warpgroup from `row` on see, the first
+    that only the window cuts, and the first beyond their last."""
     BLOCK_N: gl.constexpr = config.BLOCK_N
     above = work.column // BLOCK_N + work.tiles
     own = gl.minimum(_visible_tiles(row + ROWS - 1, sizes.len_k, sizes.hi, config.CAUSAL, BLOCK_N), above)
