@@ -195,14 +195,16 @@ class _Page:
         )
 
     def _tables(self, section: Section) -> list[str]:
-        """The first table, or the first two if they are short together; the others are folded into one element."""
+        """The first table, or the first two if both are short and there are fewer charts; the others are folded into
+        one element."""
         tables = []
         for table in section.tables:
             anchor = self._anchor(f"table-{table.title.en.split(' · ')[0]}")
             title = _without_prefix(table.title, section.name)
             region = say("{}: {} (table)", "{}：{}（表格）", section.title, title)
             tables.append(_Folded(anchor, title, self._table(table, title, anchor, region)))
-        first = 2 if sum(len(table.rows) for table in section.tables[:2]) < TALL else 1
+        is_short = all(len(table.rows) < TALL for table in section.tables[:2])
+        first = 2 if is_short and len(section.charts) < 2 else 1
         return [table.html for table in tables[:first]] + _folded(tables[first:])
 
     def _table(self, whole: Table, title: Text, anchor: str, region: Text) -> str:
