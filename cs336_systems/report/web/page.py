@@ -195,8 +195,8 @@ class _Page:
         )
 
     def _tables(self, section: Section) -> list[str]:
-        """The first table, or the first two if both are short and there are fewer charts; the others are folded into
-        one element."""
+        """The first table, or the first two if both are short and there is at most one chart; the others are folded
+        into one element."""
         tables = []
         for table in section.tables:
             anchor = self._anchor(f"table-{table.title.en.split(' · ')[0]}")
@@ -376,12 +376,12 @@ def _row(cells: Sequence[str | Text], columns: Sequence[Column]) -> str:
     found = []
     for index, cell in enumerate(cells):
         numeric = index < len(columns) and columns[index].numeric
-        long = index > 0 and len(cell.en if isinstance(cell, Text) else cell) > LONG_CELL
         text = html_text(cell)
         if index == 0:
             kind = ' class="r"' if numeric else ""
             found.append(f'<th scope="row"{kind}><div>{text}</div></th>')
         else:  # most cells are numbers, which have no class
+            long = len(cell.en if isinstance(cell, Text) else cell) > LONG_CELL
             kind = "" if numeric else ' class="w"' if long else ' class="l"'
             found.append(f"<td{kind}>{text}</td>")
     return f"<tr>{''.join(found)}</tr>"
