@@ -1,5 +1,5 @@
-"""The kernels of a fast training step, listed from its configuration: matmuls with their shapes, passes over memory with
-their bytes, and attention. No torch.
+"""The kernels of a fast training step, listed from its configuration: matmuls with their shapes, passes over memory
+with their bytes, and attention. No torch.
 
 A test runs the step and compares every matmul and every pass with this list. Kernels whose time does not depend on the
 model's size, such as sums of a few numbers, are left out.
