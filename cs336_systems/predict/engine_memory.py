@@ -121,11 +121,11 @@ class EngineStep(FastStep):
         else:
             super().keep_gradient(found, size)
 
-    def gain_gradient(self) -> None:
+    def gain_gradient(self, width: int) -> None:
         if self.sharded:
-            self.current.gradients.append(self.new(self.d, label=TEMPORARY))
+            self.current.gradients.append(self.new(width, label=TEMPORARY))
         else:
-            super().gain_gradient()
+            super().gain_gradient(width)
 
     def _gather(self, group: _Group) -> Block | None:
         """Gather shards into one buffer; those of low precision are cast first. A shard that is whole needs none."""

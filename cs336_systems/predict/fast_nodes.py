@@ -102,8 +102,8 @@ class Nodes:
         if not self.packed:
             self.gradients += [self.new(size, 4, GRADIENTS) for size in sizes] if self.low else [found]
 
-    def gain_gradient(self) -> None:
-        gain = self.new(self.d, 4, TEMPORARY if self.packed else GRADIENTS)
+    def gain_gradient(self, width: int) -> None:
+        gain = self.new(width, 4, TEMPORARY if self.packed else GRADIENTS)
         if not self.packed:
             self.gradients.append(gain)
 
@@ -125,11 +125,16 @@ class Nodes:
 
     def _norm_gradients(self) -> Block:
         dx = self.stream(self.rw)
-        programs = min(self.rows, NORM_PROGRAMS if self.rows < MANY_ROWS else 2 * NORM_PROGRAMS)
-        partial = self.new(programs * self.d, 4)
-        self.gain_gradient()
-        del partial
+        self._summed_gain_gradients(self.d)
         return dx
+
+    def _summed_gain_gradients(self, width: int, count: int = 1) -> None:
+        """The gradients of `count` gains, from the partial sums of a kernel's programs."""
+        programs = min(self.rows, NORM_PROGRAMS if self.rows < MANY_ROWS else 2 * NORM_PROGRAMS)
+        partial = self.new(count * programs * width, 4)
+        for _ in range(count):
+            self.gain_gradient(width)
+        del partial
 
     def _delta_gradient(self) -> Block | None:
         """The gradient of delta: that of x, cast where their widths differ."""
@@ -199,10 +204,17 @@ class Nodes:
         return self.new(self.rows * (self.q + self.kv)) if has_norms else qkv
 
     def _rotary_heads_backward(self, *qkv: Block) -> None:
-        self.grad = self.new(self.rows * (self.q + 2 * self.kv))
+        self.grad = self.qkv_gradient()
         if not self.t.fused_attention:
             self.keys()  # a contiguous copy of dk
         self.head_grads.clear()
+
+    def qkv_gradient(self) -> Block:
+        """The gradient of `qkv` from those of the rotated heads, and the gradients of the heads' norms."""
+        found = self.new(self.rows * (self.q + 2 * self.kv))
+        if self.config.model.qk_norm:
+            self._summed_gain_gradients(self.config.model.head_dim, 2)
+        return found
 
     def fused_block(self, x: Block, delta: Block | None, tape: Tape | None) -> tuple[Block, Block]:
         x, qkv = self.norm_linear(x, delta, self.qkv_sizes, tape)
@@ -378,7 +390,7 @@ class PlainNodes(Nodes):
             self.grad = self.stream(self.rw)
         grad = self.take_grad()
         self.grad = self.stream(self.rw)
-        self.gain_gradient()
+        self.gain_gradient(self.d)
         del grad
 
     def _add_backward(self) -> None:

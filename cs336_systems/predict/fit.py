@@ -178,8 +178,7 @@ def fit_tables(arguments: FitArguments) -> list[Table]:
     if len(gpus) == 1 or len(_sizes(arguments)) > 1:
         return [_table(arguments, name, capacity) for name, capacity in gpus.items()]
     named = {f"{name}, {size / GIB:.1f} GiB" if find_card(name) else name: size for name, size in gpus.items()}
-    error = _model_error(arguments)
-    rows = [_row(arguments, "", usable_bytes(capacity, error))._replace(name=name) for name, capacity in named.items()]
+    rows = [_row(arguments, "", _budget(capacity, arguments))._replace(name=name) for name, capacity in named.items()]
     shape = rows[0].cells[0].config
     return [_rendered(arguments, Text("GPU"), rows, say("of {}", "{}", shape.size), [])]
 
@@ -197,6 +196,11 @@ def _contexts(arguments: FitArguments) -> tuple[int, ...]:
 def _model_error(settings: FitArguments | RunConfig) -> float:
     """Return the error that is allowed for; with a memory budget, as the plans of a step do."""
     return FAST_ERROR if settings.fast == "on" and not settings.memory_budget else MODEL_ERROR
+
+
+def _budget(capacity: float, settings: FitArguments | RunConfig) -> float:
+    """Return the predicted peak that is safe with these settings."""
+    return usable_bytes(capacity, _model_error(settings))
 
 
 def _row(arguments: FitArguments, size: str, budget: float) -> Row:
@@ -223,7 +227,7 @@ def _host_limit(arguments: FitArguments) -> float:
 
 
 def _table(arguments: FitArguments, gpu: str, capacity: int) -> Table:
-    budget = usable_bytes(capacity, _model_error(arguments))
+    budget = _budget(capacity, arguments)
     rows = [_row(arguments, size, budget) for size in _sizes(arguments)]
     where = say("on {} GiB", "（{} GiB 显存）", f"{capacity / GIB:.1f}")
     if find_card(gpu):
@@ -304,7 +308,7 @@ def _notes(rows: list[Row], first: Text, error: float, *, asked: bool) -> Iterat
         "{} GiB are left to CUDA itself and {} to the model's error",
         "为 CUDA 自身预留 {} GiB，为模型误差预留 {}",
         f"{CONTEXT_RESERVE / GIB:.1f}",
-        f"{error:.1%}" if error < 0.01 else f"{error:.0%}",
+        f"{100 * error:g}%",
     )
     if error == FAST_ERROR:
         yield Text(
@@ -329,7 +333,7 @@ def _suggestions(failing: list[RunConfig], capacity: float) -> list[Text]:
             changed = dataclasses.replace(config, batch_size=1, **change)
         except UserError:  # a change that this configuration does not support
             continue
-        cell = Cell.of(changed, usable_bytes(capacity, _model_error(changed)))
+        cell = Cell.of(changed, _budget(capacity, changed))
         if cell.batch:
             return [
                 say(
@@ -354,7 +358,7 @@ def _larger_batches(fitting: list[Cell], capacity: float) -> list[Text]:
         return []
     try:
         changed = dataclasses.replace(config, **change)
-        larger = Cell.of(changed, usable_bytes(capacity, _model_error(changed)))
+        larger = Cell.of(changed, _budget(capacity, changed))
     except UserError:  # settings that the fast step does not support
         return []
     if larger.batch <= best.batch:

@@ -182,6 +182,6 @@ class PlannedNodes(PlainNodes):
         if rotated is None:
             del qkv
         del kept["lse"], out, grad_out, rotated
-        grad_qkv = self.new(self.rows * (self.q + 2 * self.kv))
+        grad_qkv = self.qkv_gradient()
         grads.clear()
         return grad_qkv

@@ -63,16 +63,8 @@ def best_layout(cell: CellView) -> tuple[str, Text]:
     every = fitting_layouts(cell)
     fitting = [name for name in every if is_trained(cell.config, name)] if is_training(cell.config) else every
     fitting = fitting or every
-    fits = (
-        Text("fits", "放得下")
-        if fitting == every
-        else Text("fits and that cs336 train supports", "放得下且 cs336 train 支持")
-    )
-    fit = (
-        Text("fit", "放得下")
-        if fitting == every
-        else Text("fit and that cs336 train supports", "放得下且 cs336 train 支持")
-    )
+    limit = Text("") if fitting == every else Text(" and that cs336 train supports", "且 cs336 train 支持")
+    fits, fit = say("fits{}", "放得下{}", limit), say("fit{}", "放得下{}", limit)
     times = {name: Passes.of(cell.variant(name)) for name in fitting}
 
     def shortest(names: Sequence[str], seconds: Callable[[Passes], float]) -> list[str]:

@@ -50,7 +50,7 @@ def _grid(preset: str, base: RunConfig) -> Iterable[Config]:
     for size, state in product(RIVAL, reversed(OPTIMIZER_STATES)):
         name = f"qwen2.5/{size}"
         model = model_config(name, context_length=CONTEXT)
-        run = _run(dataclasses.replace(base, model=model, size=name, num_steps=2), state)
+        run = _run(dataclasses.replace(base, model=model, size=name, num_steps=1), state)  # of many micro batches
         if (chosen := _with_batch(run)) is not None:
             yield {**chosen.to_dict(), "micro_batches": TOKENS // chosen.tokens}
 

@@ -520,12 +520,12 @@ def _step(
 @gluon.jit
 def _zero_sums(D: gl.constexpr, D_USED: gl.constexpr):
     """Accumulators of the `used_columns` of (ROWS, D)."""
-    HALF: gl.constexpr = D // 2
     if D == D_USED:
         return (gl.zeros((ROWS, D), gl.float32, accumulator_layout(D)),)
     else:
-        REST: gl.constexpr = D_USED - HALF
-        first = gl.zeros((ROWS, HALF), gl.float32, accumulator_layout(HALF))
+        FIRST: gl.constexpr = D // 2
+        REST: gl.constexpr = D_USED - FIRST
+        first = gl.zeros((ROWS, FIRST), gl.float32, accumulator_layout(FIRST))
         return (first, gl.zeros((ROWS, REST), gl.float32, accumulator_layout(REST)))
 
 

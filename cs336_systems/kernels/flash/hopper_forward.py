@@ -53,7 +53,8 @@ HEADROOM = gl.constexpr(56.0)
 """Powers of 2 that are added to the first maximum where it is not updated, so that later scores may exceed it by more.
 The row sum is then at least 2^-56, which is its own term; what rounding to 0 loses is below 2^-70 of that."""
 LIMIT = gl.constexpr(2.0**110)
-"""Row sums from here on count as overflow: the output is at most as many times larger as the largest value."""
+"""Row sums from here on count as overflow. The output before its division by them is then finite for values up to
+2^17."""
 HEAD, CLEAR, TAIL = (gl.constexpr(i) for i in range(3))
 """Kinds of tiles: those that the causal mask may cut, those that no mask cuts, and those that only a window cuts."""
 LOWEST = gl.constexpr(-3.4028234663852886e38)
@@ -519,8 +520,8 @@ def _attend(W: gl.constexpr, outputs, over, work, sizes, config, RUNNING_MAX: gl
 
 @gluon.jit
 def _own_tiles(row, work, sizes, config):
-    """Of the program's tiles, those of the warpgroup with the queries from `row` on: the first, the first that only
-    the window cuts, and the first beyond the last."""
+    """Numbers of three of the program's tiles: the first that the queries of a warpgroup from `row` on see, the first
+    that only the window cuts, and the first beyond their last."""
     BLOCK_N: gl.constexpr = config.BLOCK_N
     above = work.column // BLOCK_N + work.tiles
     own = gl.minimum(_visible_tiles(row + ROWS - 1, sizes.len_k, sizes.hi, config.CAUSAL, BLOCK_N), above)

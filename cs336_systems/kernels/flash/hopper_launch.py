@@ -263,13 +263,11 @@ class Problem:
 
     def _masked_tiles(self, own: int, visited: int) -> int:
         """Number of tiles of width `visited` that the causal diagonal may cut for `own` rows, at least 1."""
-        if not self.causal:
-            return 1
-        return max(1, _tiles_cut(own, visited, self.hi % visited))  # where the diagonal begins in a tile
+        return _most_cut(own, visited, self.hi) if self.causal else 1
 
     def _window_tiles(self, queries: int) -> int:
         """Number of tiles of queries that the window's left bound may cut for the keys of a program."""
-        return 0 if self.lo is None else _tiles_cut(KEYS, queries, -self.lo % queries)
+        return 0 if self.lo is None else _most_cut(KEYS, queries, -self.lo)
 
 
 # -- packed documents -------------------------------------------------------------------------------------------------
@@ -416,19 +414,19 @@ class PackedProblem:
 
     def _masked_tiles(self, own: int, visited: int) -> int:
         """Number of tiles of width `visited` that the diagonal may cut for `own` rows, at least 1."""
-        if not self._causal:
-            return 1
-        shifts = range(visited) if self._mask.bottom_right else (self._hi % visited,)
-        return max(1, *(_tiles_cut(own, visited, shift) for shift in shifts))
+        return _most_cut(own, visited, self._hi, self._mask.bottom_right) if self._causal else 1
 
     def _window_tiles(self, queries: int) -> int:
-        if self._lo is None:
-            return 0
-        shifts = range(queries) if self._mask.bottom_right else (-self._lo % queries,)
-        return max(_tiles_cut(KEYS, queries, shift) for shift in shifts)
+        return 0 if self._lo is None else _most_cut(KEYS, queries, -self._lo, self._mask.bottom_right)
 
     def _table(self, packing: Packing, blocks: Blocks) -> Tensor:
         return packing.table(blocks, self._own.len_q, self._own.len_k, self._mask.bottom_right)
+
+
+def _most_cut(own: int, visited: int, bound: int, shifted: bool = False) -> int:
+    """The most tiles of width `visited` that a bound of the band may cut for `own` rows. `shifted`: by any number of
+    rows, as documents with other numbers of keys than queries do."""
+    return max(_tiles_cut(own, visited, shift) for shift in (range(visited) if shifted else (bound % visited,)))
 
 
 def _tiles_cut(own: int, visited: int, shift: int) -> int:

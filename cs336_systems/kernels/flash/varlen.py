@@ -133,7 +133,7 @@ def choose(q: Tensor, k: Tensor, mask: PackedMask, documents: int, deterministic
         problem = dispatch.triton_problem(q.device)
         if problem is None:
             dtype = autocast_dtype(q) or q.dtype
-            is_long = min(q.shape[2], mask.band.most_keys(q.shape[2]) * documents) >= HOPPER_LENGTH * documents
+            is_long = q.shape[2] >= HOPPER_LENGTH * documents and mask.band.most_keys(q.shape[2]) >= HOPPER_LENGTH
             is_large = is_long and q.numel() >= HOPPER_ELEMENTS
             on_hopper = is_large and not deterministic and dispatch.hopper_problem(q, k, mask.band, dtype) is None
             on_hopper = on_hopper and _fits_hopper(q, documents)

@@ -195,14 +195,16 @@ class _Page:
         )
 
     def _tables(self, section: Section) -> list[str]:
-        """The first table, or the first two if both are short; the others are folded into one element."""
+        """The first table, or the first two if both are short and there is at most one chart; the others are folded
+        into one element."""
         tables = []
         for table in section.tables:
             anchor = self._anchor(f"table-{table.title.en.split(' · ')[0]}")
             title = _without_prefix(table.title, section.name)
             region = say("{}: {} (table)", "{}：{}（表格）", section.title, title)
             tables.append(_Folded(anchor, title, self._table(table, title, anchor, region)))
-        first = 2 if all(len(table.rows) < TALL for table in section.tables[:2]) else 1
+        is_short = all(len(table.rows) < TALL for table in section.tables[:2])
+        first = 2 if is_short and len(section.charts) < 2 else 1
         return [table.html for table in tables[:first]] + _folded(tables[first:])
 
     def _table(self, whole: Table, title: Text, anchor: str, region: Text) -> str:
@@ -374,12 +376,12 @@ def _row(cells: Sequence[str | Text], columns: Sequence[Column]) -> str:
     found = []
     for index, cell in enumerate(cells):
         numeric = index < len(columns) and columns[index].numeric
-        long = index > 0 and len(cell.en if isinstance(cell, Text) else cell) > LONG_CELL
         text = html_text(cell)
         if index == 0:
             kind = ' class="r"' if numeric else ""
             found.append(f'<th scope="row"{kind}><div>{text}</div></th>')
         else:  # most cells are numbers, which have no class
+            long = len(cell.en if isinstance(cell, Text) else cell) > LONG_CELL
             kind = "" if numeric else ' class="w"' if long else ' class="l"'
             found.append(f"<td{kind}>{text}</td>")
     return f"<tr>{''.join(found)}</tr>"

@@ -14,6 +14,7 @@ from pathlib import Path, PurePosixPath
 from typing import NoReturn
 
 from cs336_systems.config import UserError, flag
+from cs336_systems.files import write_file
 from cs336_systems.flags import Parser, add_flags, read_flags
 from cs336_systems.train.settings import BYTES, TrainSettings
 from cs336_systems.train.tokens.token_store import (
@@ -250,11 +251,11 @@ def _stand_in(data: str, *, is_store: bool) -> Iterator[str]:
         if is_store:
             path = Path(folder)
             store = TokenStore("uint16", 1, 1, BYTES, None, *("",) * 4)
-            (path / HEADER).write_text(store.to_json())
-            (path / TOKENS_FILE).write_bytes(bytes(ITEM_BYTES[store.dtype] * store.tokens))
-            (path / DOCUMENTS_FILE).write_bytes(bytes(OFFSET_BYTES * (store.documents + 1)))
+            write_file(path / HEADER, store.to_json())
+            write_file(path / TOKENS_FILE, bytes(ITEM_BYTES[store.dtype] * store.tokens))
+            write_file(path / DOCUMENTS_FILE, bytes(OFFSET_BYTES * (store.documents + 1)))
         else:
-            path.touch()
+            write_file(path, b"")
         yield str(path)
 
 

@@ -170,7 +170,7 @@ def test_a_tokenizer_of_ours_travels_along(elsewhere, capsys):
 
 
 def test_ids_of_tokens_are_those_of_the_family_and_vocabulary(elsewhere, capfd):
-    """Of another family the tokenizer is copied alone; a folder with another vocabulary is refused."""
+    """A folder of another family gives its tokenizer alone; one with another vocabulary is refused."""
     for name in ("llama", "qwen3"):
         published(name, elsewhere / name)
         path = elsewhere / name / "config.json"
