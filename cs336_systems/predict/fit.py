@@ -10,10 +10,12 @@ from typing import NamedTuple
 
 from cs336_systems.config import COURSE_SIZES, RunConfig, UserError, flag
 from cs336_systems.predict.building_memory import building_peak
+from cs336_systems.predict.fit_times import Fitting, missing_times, step_times
 from cs336_systems.predict.gpus import CARDS, find_card, memory_size
 from cs336_systems.predict.memory_model import estimate
 from cs336_systems.predict.memory_planner import budget_bytes, least_peak, most_economical
 from cs336_systems.predict.model_flags import ShapeArguments
+from cs336_systems.predict.training_cost import CostArguments
 from cs336_systems.record import GIB
 from cs336_systems.table import FORMATS, Column, Table, word
 from cs336_systems.text import Text, say
@@ -39,7 +41,7 @@ CONTEXTS_2026 = tuple(2**power for power in range(8, 15))
 
 
 @dataclass(frozen=True)
-class FitArguments(ShapeArguments):
+class FitArguments(CostArguments, ShapeArguments):
     gpu: str = flag("24GiB", "memory, such as 24GiB or 80GB, or a card: 4090, A100, H200, ...; or several: 4090,h100")
     sizes: tuple[str, ...] = flag((), "sizes to try (default: the course's five, or the one shape that is given)")
     context_lengths: tuple[int, ...] = flag((), "context lengths to try (default: 128 ... 4096)")
@@ -166,21 +168,25 @@ class Cell(NamedTuple):
 
 class Row(NamedTuple):
     name: str
+    gpu: str
     cells: list[Cell]
     longest: int | None = None
     """The longest context that fits with the batch that is asked for, or with one sequence; only for the fast step."""
 
 
 def fit_tables(arguments: FitArguments) -> list[Table]:
-    """Return a table for each GPU; for one shape on several GPUs, one table with a row for each GPU."""
+    """Return a table for each GPU, followed by predicted step times; for one shape on several GPUs, one table with a
+    row for each GPU."""
     names = [name.strip() for name in arguments.gpu.split(",") if name.strip()] or [arguments.gpu]
     gpus = {name: gpu_bytes(name) for name in names}
     if len(gpus) == 1 or len(_sizes(arguments)) > 1:
-        return [_table(arguments, name, capacity) for name, capacity in gpus.items()]
-    named = {f"{name}, {size / GIB:.1f} GiB" if find_card(name) else name: size for name, size in gpus.items()}
-    rows = [_row(arguments, "", _budget(capacity, arguments))._replace(name=name) for name, capacity in named.items()]
+        return [table for name, capacity in gpus.items() for table in _tables(arguments, name, capacity)]
+    rows = []
+    for gpu, capacity in gpus.items():
+        name = f"{gpu}, {capacity / GIB:.1f} GiB" if find_card(gpu) else gpu
+        rows.append(_row(arguments, gpu, "", _budget(capacity, arguments))._replace(name=name))
     shape = rows[0].cells[0].config
-    return [_rendered(arguments, Text("GPU"), rows, say("of {}", "{}", shape.size), [])]
+    return _rendered(arguments, Text("GPU"), rows, say("of {}", "{}", shape.size), [])
 
 
 def _sizes(arguments: FitArguments) -> tuple[str, ...]:
@@ -203,7 +209,7 @@ def _budget(capacity: float, settings: FitArguments | RunConfig) -> float:
     return usable_bytes(capacity, _model_error(settings))
 
 
-def _row(arguments: FitArguments, size: str, budget: float) -> Row:
+def _row(arguments: FitArguments, gpu: str, size: str, budget: float) -> Row:
     cells, host_limit = [], _host_limit(arguments)
     if arguments.memory_budget:
         budget = min(budget, budget_bytes(arguments.memory_budget, budget))
@@ -212,7 +218,7 @@ def _row(arguments: FitArguments, size: str, budget: float) -> Row:
         config = arguments.predicted_config(**own, context_length=context, batch_size=arguments.batch_size or 1)
         cells.append(Cell.of(config, budget, arguments.batch_size, host_limit))
     longest = longest_context(config, budget, host_limit) if arguments.fast != "off" else None
-    return Row(cells[0].config.size, cells, longest)
+    return Row(cells[0].config.size, gpu, cells, longest)
 
 
 def _host_limit(arguments: FitArguments) -> float:
@@ -226,9 +232,9 @@ def _host_limit(arguments: FitArguments) -> float:
     return found[0]
 
 
-def _table(arguments: FitArguments, gpu: str, capacity: int) -> Table:
+def _tables(arguments: FitArguments, gpu: str, capacity: int) -> list[Table]:
     budget = _budget(capacity, arguments)
-    rows = [_row(arguments, size, budget) for size in _sizes(arguments)]
+    rows = [_row(arguments, gpu, size, budget) for size in _sizes(arguments)]
     where = say("on {} GiB", "（{} GiB 显存）", f"{capacity / GIB:.1f}")
     if find_card(gpu):
         where = say("on {}, {} GiB", "（{}，{} GiB 显存）", gpu, f"{capacity / GIB:.1f}")
@@ -239,7 +245,7 @@ def _table(arguments: FitArguments, gpu: str, capacity: int) -> Table:
     return _rendered(arguments, Text("size", "规模"), rows, where, notes)
 
 
-def _rendered(arguments: FitArguments, first: Text, rows: list[Row], where: Text, notes: list[Text]) -> Table:
+def _rendered(arguments: FitArguments, first: Text, rows: list[Row], where: Text, notes: list[Text]) -> list[Table]:
     title = say(
         "{} (peak GiB) {}: {}, {}, attention {}, checkpoint {}{}{}",
         "{}（峰值 GiB）{}：{}，{}，注意力 {}，激活重计算 {}{}{}",
@@ -260,7 +266,10 @@ def _rendered(arguments: FitArguments, first: Text, rows: list[Row], where: Text
         cells = [[*texts, f"{row.longest:,}" if row.longest else "-"] for texts, row in zip(cells, rows, strict=True)]
     planned = _plan_notes(rows, _host_limit(arguments)) if arguments.memory_budget else []
     own = _notes(rows, first, _model_error(arguments), asked=arguments.batch_size > 0)
-    return Table(title, columns, cells, [*own, *planned, *notes])
+    untimed = missing_times([row.gpu for row in rows], rows[0].cells[0].config)
+    fitting = [Fitting(row.name, row.gpu, cell.config) for row in rows for cell in row.cells if cell.batch]
+    times = step_times(first, where, fitting, arguments.cost())
+    return [Table(title, columns, cells, [*own, *planned, *untimed, *notes]), *times]
 
 
 def _plan_notes(rows: list[Row], host_limit: float) -> list[Text]:

@@ -74,7 +74,8 @@ def step_time(config: RunConfig, profile: GpuProfile, micro_batches: int = 1) ->
     if not predicts(config):
         return None
     kernels = step_kernels(config, micro_batches)
-    at_full_clock = [kernel_seconds(kernel, profile) * kernel.times for kernel in kernels]
+    once = {kernel: kernel_seconds(kernel, profile) for kernel in set(kernels)}
+    at_full_clock = [once[kernel] * kernel.times for kernel in kernels]
     count = sum(kernel.times for kernel in kernels)
     gaps = profile.gap * count
     clock, times = 1.0, at_full_clock
@@ -90,9 +91,11 @@ def step_time(config: RunConfig, profile: GpuProfile, micro_batches: int = 1) ->
 
 
 def predicts(config: RunConfig) -> bool:
-    """Return True if the kernels of this step are known: a fast training step in 16-bit precision without a plan."""
+    """Return True if the kernels of this step are known: a fast training step in 16-bit precision without a plan, with
+    this package's attention."""
     return (
         {"kernels", "loss", "optimizer"} <= set(config.fast_parts)
+        and config.attention in ("auto", "flash_hopper")
         and config.mode == "train-step"
         and config.precision in ("bf16", "fp16")
         and not config.memory_budget
