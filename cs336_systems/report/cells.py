@@ -6,6 +6,7 @@ from functools import cached_property
 from typing import Any, TypeVar
 
 from cs336_systems.config import ADDED_LATER, FAMILY_FIELDS
+from cs336_systems.predict.time.on_gpu import Predicted, predicted_of
 from cs336_systems.record import CELL_TIME, Environment, Metric, Record, Statistics, summarize
 
 PHASES = ("forward", "loss", "backward", "sync", "optimizer", "step")
@@ -150,6 +151,23 @@ class CellView:
     def memory_error(self) -> float | None:
         """Predicted peak over measured peak, less one."""
         predicted, measured = self.value("predicted_memory"), self.value("peak_memory")
+        return predicted / measured - 1 if predicted and measured else None
+
+    @cached_property
+    def prediction(self) -> Predicted | None:
+        """The time of the step as predicted from its configuration; None where it is not a fast step on a known GPU."""
+        return predicted_of(self.config, self.environment.gpu) if "step_time" in self.metrics else None
+
+    @property
+    def predicted_time(self) -> float | None:
+        """Seconds that the step was expected to take when it was measured; older records have none, and get today's."""
+        recorded = self.value("predicted_time")
+        return recorded or (self.prediction.time.seconds if self.prediction else None)
+
+    @property
+    def time_error(self) -> float | None:
+        """Predicted time over measured time, less one."""
+        predicted, measured = self.predicted_time, self.value("step_time")
         return predicted / measured - 1 if predicted and measured else None
 
 

@@ -43,6 +43,16 @@ def reserved(cells: Sequence[CellView]) -> list[Entry]:
     return [gib(terms.RESERVED, metric)] if any(metric in cell.metrics for cell in cells) else []
 
 
+def predicted_time(cells: Sequence[CellView]) -> list[Entry]:
+    """The predicted time of a step and its error; no columns where no step is predicted."""
+    if not any(cell.ok and cell.predicted_time for cell in cells):
+        return []
+    return [
+        of(terms.PREDICTED_STEP, lambda cell: rows.ms(cell.predicted_time), "ms"),
+        of(terms.TIME_ERROR, lambda cell: rows.signed(cell.time_error, 1)),
+    ]
+
+
 def cell_table(
     what: Text,
     cells: Sequence[CellView],

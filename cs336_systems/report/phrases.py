@@ -10,8 +10,8 @@ from cs336_systems.report.entries import baselines
 from cs336_systems.report.names import size_name
 from cs336_systems.report.points import bar_name
 from cs336_systems.report.presentation import Cells
-from cs336_systems.report.rows import gib, number, percent, varying
-from cs336_systems.report.terms import MODE_WORDS
+from cs336_systems.report.rows import gib, ms, number, percent, varying
+from cs336_systems.report.terms import KERNEL_KINDS, MODE_WORDS
 from cs336_systems.text import Text, say
 
 MOST = 3
@@ -262,3 +262,40 @@ def worst_prediction(cells: Cells) -> Text | None:
     sizes = [gib(value_of(worst, name)) for name in ("predicted_memory", "peak_memory")]
     values = say("{} GiB predicted, {} GiB measured", "预测 {} GiB，实测 {} GiB", *sizes)
     return with_name(say("{}: {}", "{}：{}", said, values), naming(fine)(worst) if len(fine) > 1 else Text(""))
+
+
+def worst_step_time(cells: Cells) -> Text | None:
+    """State the largest error of predicted step times, and the kind of kernels that takes most of this one."""
+    fine = [cell for cell in having(cells, "step_time") if cell.time_error is not None]
+    if not fine:
+        return None
+    worst = max(fine, key=lambda cell: abs(cell.time_error or 0.0))
+    error = percent(abs(worst.time_error or 0.0))
+    said = say("the predicted step time is off by {}", "预测的单步时间误差 {}", error)
+    if len(fine) > 1:
+        said = say(
+            "the worst of {} predicted step times is off by {}", "{} 个单步时间预测的最大误差 {}", str(len(fine)), error
+        )
+    times = [ms(seconds) for seconds in (worst.predicted_time, worst.value("step_time"))]
+    values = say("{} ms predicted, {} ms measured", "预测 {} ms，实测 {} ms", *times)
+    named = with_name(say("{}: {}", "{}：{}", said, values), naming(fine)(worst) if len(fine) > 1 else Text(""))
+    return together(named, _largest_kind(worst))
+
+
+def _largest_kind(cell: CellView) -> Text | None:
+    """State the kind of kernels with the largest share of a predicted step: the first to look at."""
+    if cell.prediction is None:
+        return None
+    kind = KERNEL_KINDS[cell.prediction.time.largest_kind]
+    return say("{} are the largest part of its predicted time", "其预测时间中{}占比最大", kind)
+
+
+def predictions_hold(cells: Cells) -> Text | None:
+    """State for the first screen how far predicted step times are off."""
+    errors = [abs(cell.time_error) for cell in having(cells, "step_time") if cell.time_error is not None]
+    if not errors:
+        return None
+    count, error = str(len(errors)), percent(max(errors))
+    return say(
+        "predicted times of {} fast steps are off by {} at most", "{} 个快速步的预测时间误差不超过 {}", count, error
+    )

@@ -13,6 +13,8 @@ COLD_RATIO = 1.5
 NOISY = 0.05
 CLOCK_TOLERANCE = 1.02
 """CUDA events and the host's clock differ by microseconds of launch; only more than this is odd."""
+FAR = 2
+"""A step whose time is this many times the expected interval from its prediction is odd."""
 NAMED_ROWS = 3
 
 
@@ -52,6 +54,15 @@ class Kind(Enum):
     TWO_GRAPHS = (
         "far more memory than one graph needs: were two alive?",
         "显存远多于一个计算图所需：是否有两个同时存在？",
+    )
+    SLOWER_THAN_PREDICTED = (
+        "{} ms measured, {} ms predicted: look for a throttled or shared GPU, or other versions than those of the "
+        "prediction",
+        "实测 {} ms，预测 {} ms：检查 GPU 是否降频或被共用，或版本与预测所依据的不同",
+    )
+    FASTER_THAN_PREDICTED = (
+        "{} ms measured, {} ms predicted: faster versions than those of the prediction, or a step that does less",
+        "实测 {} ms，预测 {} ms：版本比预测所依据的更快，或该步少做了工作",
     )
     FORWARD_SLOWER = (
         "forward alone is slower than forward and backward together",
@@ -160,6 +171,17 @@ def _above_peak(cell: CellView) -> Remark | None:
     return Remark(Kind.ABOVE_PEAK, (f"{cell.mfu:.0%}",)) if cell.mfu is not None and cell.mfu > 1 else None
 
 
+def _far_from_prediction(cell: CellView) -> Remark | None:
+    measured, predicted, about = cell.median("step_time"), cell.predicted_time, cell.prediction
+    if not (cell.ok and measured and predicted and about):
+        return None
+    distance = measured / predicted - 1
+    if abs(distance) <= FAR * about.profile.spread:
+        return None
+    kind = Kind.SLOWER_THAN_PREDICTED if distance > 0 else Kind.FASTER_THAN_PREDICTED
+    return Remark(kind, tuple(f"{1e3 * seconds:,.{2 if seconds < 1 else 1}f}" for seconds in (measured, predicted)))
+
+
 def _if(condition: Callable[[CellView], bool], kind: Kind) -> Check:
     return lambda cell: Remark(kind) if condition(cell) else None
 
@@ -181,6 +203,7 @@ _CHECKS: tuple[Check, ...] = (
     _cold,
     _noisy,
     _throttled,
+    _far_from_prediction,
     _if(lambda cell: bool(cell.environment.other_gpu_processes), Kind.OTHER_PROCESSES),
     _if(_clocks_disagree, Kind.CLOCKS_DISAGREE),
     _if(lambda cell: cell.get("mode") == "forward" and (cell.memory_error or 0.0) < -0.3, Kind.TWO_GRAPHS),

@@ -24,6 +24,12 @@ MODE_WORDS = {
     "forward-backward": FORWARD_AND_BACKWARD,
     "train-step": Text("training step", "训练步"),
 }
+KERNEL_KINDS = {
+    "matmul": Text("matmuls", "矩阵乘"),
+    "attention": Text("attention kernels", "注意力内核"),
+    "pass": Text("passes over memory", "访存内核"),
+    "small": Text("small kernels", "小内核"),
+}
 MEAN = Text("mean", "均值")
 MEDIAN = Text("median", "中位数")
 STD = Text("std", "标准差")
@@ -42,6 +48,8 @@ MS = Text("ms")
 TOKENS_PER_SECOND = Text("tokens/s")
 TFLOPS = Text("TFLOP/s")
 MFU = Text("MFU")
+PREDICTED_STEP = Text("predicted step", "预测单步")
+TIME_ERROR = Text("time error", "时间误差")
 SPEED_UP = Text("speed-up", "加速")
 
 # memory

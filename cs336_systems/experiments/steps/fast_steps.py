@@ -18,6 +18,7 @@ from cs336_systems.report.phrases import (
     compared,
     having,
     known,
+    predictions_hold,
     scale_of,
     size_of,
     speed_up,
@@ -74,6 +75,7 @@ def _tables(cells: Cells) -> list[Table]:
     columns = [
         entries.ms(terms.STEP, "step_time"),
         entries.std(terms.STD, "step_time"),
+        *entries.predicted_time(cells),
         entries.speed_up(terms.SPEED_UP, "step_time", base_of),
         entries.of(terms.TOKENS_PER_SECOND, lambda cell: number(cell.tokens_per_second, 0)),
         entries.of(terms.MFU, lambda cell: percent(cell.mfu)),
@@ -341,6 +343,7 @@ FAST_STEP = Experiment(
     charts=_charts,
     findings=(_all_parts, _other_works, _left_out_part),
     highlights=_highlights,
+    trust=predictions_hold,
     group="speed",
     order=50,
 )

@@ -29,6 +29,7 @@ from cs336_systems.predict.fast_memory import fast_estimate
 from cs336_systems.predict.flops import causal_model_flops, model_flops
 from cs336_systems.predict.gpus import peak_flops
 from cs336_systems.predict.memory_model import estimate
+from cs336_systems.predict.time.on_gpu import predicted_of
 from cs336_systems.record import Metric, summarize
 from cs336_systems.step.train_step import AUTOCAST_DTYPES, TrainStep, require_attention
 
@@ -55,6 +56,7 @@ def measure_step(config: dict[str, Any], peak_tflops: float | None = None) -> li
     metrics = [*timings.metrics, Metric("parameters", "1", [parameters])]
     if run.compile:
         metrics += _compile_metrics(timings.warmup or timings.wall[STEP], timings.wall[STEP])
+    metrics += _predicted_time(config, step)
     metrics += _work_metrics(run, step, batch, peak_tflops)
     metrics += _memory_metrics(run, step, batch, timings.peak_memory)
     return metrics
@@ -79,9 +81,18 @@ def _compile_metrics(first_steps: list[float], steps: list[float]) -> list[Metri
 def _work_metrics(run: RunConfig, step: TrainStep, batch: Any, peak_tflops: float | None) -> list[Metric]:
     """FLOPs of the step, counted for a user's model, and the peak of the device where it is known."""
     flops = model_flops(run) if run.model_factory is None else count_flops(lambda: step(*batch))
-    gpu = torch.cuda.get_device_name(step.device) if step.device.type == "cuda" else None
-    peak = peak_tflops * 1e12 if peak_tflops else peak_flops(gpu, run.precision)
+    peak = peak_tflops * 1e12 if peak_tflops else peak_flops(_gpu_name(step), run.precision)
     return [Metric("flops", "FLOP", [flops]), *([Metric("peak_flops", "FLOP/s", [peak])] if peak else [])]
+
+
+def _predicted_time(config: dict[str, Any], step: TrainStep) -> list[Metric]:
+    """Return the time that the step was expected to take, where its kernels and the GPU's rates are known."""
+    found = predicted_of(config, _gpu_name(step))
+    return [Metric("predicted_time", "s", [found.time.seconds])] if found else []
+
+
+def _gpu_name(step: TrainStep) -> str | None:
+    return torch.cuda.get_device_name(step.device) if step.device.type == "cuda" else None
 
 
 def _memory_metrics(run: RunConfig, step: TrainStep, batch: Any, measured: int | None) -> list[Metric]:
@@ -127,6 +138,7 @@ def measure_leaderboard_step(config: dict[str, Any], peak_tflops: float | None =
     whole = dataclasses.replace(run, batch_size=count * run.batch_size)
     return [
         Metric("step_time", "s", times),
+        *_predicted_time(config, step),
         Metric("cold_start_time", "s", [cold_start]),
         *(Metric(name, "1", [loss]) for name, loss in zip(("first_loss", "last_loss"), losses, strict=True)),
         *_work_metrics(whole, step, batches[0], peak_tflops),
@@ -155,6 +167,7 @@ def measure_accumulated_step(config: dict[str, Any], peak_tflops: float | None =
     whole = dataclasses.replace(run, batch_size=count * run.batch_size)
     return [
         Metric("step_time", "s", timings.wall[STEP]),
+        *_predicted_time(config, step),
         Metric("tokens", "1", [whole.tokens]),
         Metric("parameters", "1", [run.model.parameters]),
         *_work_metrics(whole, step, batches[0], peak_tflops),

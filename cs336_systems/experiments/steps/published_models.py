@@ -14,7 +14,7 @@ from cs336_systems.report import entries, terms
 from cs336_systems.report.cells import CellView
 from cs336_systems.report.document import Chart, Highlight, Point, Series
 from cs336_systems.report.names import size_name
-from cs336_systems.report.phrases import having, known, together, value_of
+from cs336_systems.report.phrases import having, known, together, value_of, worst_step_time
 from cs336_systems.report.presentation import Cells
 from cs336_systems.report.rows import number, percent, remarks_on, signed, title_of
 from cs336_systems.table import Table, word
@@ -118,6 +118,7 @@ def _tables(cells: Cells) -> list[Table]:
         entries.of(THOUSANDS, lambda cell: number(_rate(cell), 1)),
         entries.of(Text("LLMQ, H100", "LLMQ 公布值（H100）"), lambda cell: number(_rival(cell), 1)),
         entries.ms(terms.STEP, "step_time"),
+        *entries.predicted_time(cells),
         entries.of(Text("causal MFU", "因果 MFU"), lambda cell: percent(cell.causal_mfu)),
         entries.of(terms.MFU, lambda cell: percent(cell.mfu)),
         entries.gib(terms.PEAK, "peak_memory"),
@@ -248,7 +249,7 @@ PUBLISHED_MODELS = Experiment(
     ),
     tables=_tables,
     charts=_charts,
-    findings=(_rates, _cost_of_masters),
+    findings=(_rates, _cost_of_masters, worst_step_time),
     highlights=_highlights,
     group="speed",
     identity=("micro_batches",),

@@ -120,6 +120,7 @@ def _throughput(cells: Cells) -> Table:
 
     columns = [
         entries.ms(terms.STEP, "step_time"),
+        *entries.predicted_time(cells),
         entries.of(terms.TOKENS_PER_SECOND, lambda cell: number(cell.tokens_per_second, 0)),
         entries.of(terms.TFLOPS, lambda cell: tflops(cell.flops_per_second)),
         entries.of(terms.MFU, lambda cell: percent(cell.mfu)),

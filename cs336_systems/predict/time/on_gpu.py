@@ -1,16 +1,22 @@
 """Step times as commands and reports show them: of a configuration on a known GPU, with an interval. No torch."""
 
-from collections.abc import Iterable
-from typing import NamedTuple
+import dataclasses
+from collections.abc import Iterable, Mapping
+from typing import Any, NamedTuple
 
 from cs336_systems.config import RunConfig
-from cs336_systems.predict.gpus import GPU
+from cs336_systems.predict.gpus import GPU, find_by_driver_name
 from cs336_systems.predict.time.profile import DATA_SHEET, GpuProfile, profile_of
+from cs336_systems.predict.time.step_kernels import CHUNK_BYTES
 from cs336_systems.predict.time.step_time import StepTime, step_time
 from cs336_systems.text import Text, listed, say
 
 SETTINGS = {"mode": "train-step", "precision": "bf16", "attention": "auto", "fast": "on"}
 """Settings of the steps that are shown with a predicted time."""
+RECORDED = frozenset({"micro_batches", "warmup_ms", "rep_ms", "way"}) | {f.name for f in dataclasses.fields(RunConfig)}
+"""Fields of recorded configurations that are understood; others may change what a step does."""
+MOST_LOGITS = 1_000 * CHUNK_BYTES
+"""Elements of the logits of a micro batch up to which a step is predicted: its loss is listed chunk by chunk."""
 
 
 class Predicted(NamedTuple):
@@ -40,8 +46,22 @@ def predicted_on(config: RunConfig, gpu: GPU | None, micro_batches: int = 1) -> 
     peak = gpu.peak_flops(config.precision) if gpu else None
     if profile is None or peak is None or "graph" not in config.fast_parts:
         return None
+    if config.tokens * config.model.vocab_size > MOST_LOGITS:
+        return None
     time = step_time(config, profile, micro_batches)
     return Predicted(time, profile, peak) if time else None
+
+
+def predicted_of(config: Mapping[str, Any], driver_name: str | None) -> Predicted | None:
+    """Return the time of the step that an instrument ran with `config` on the GPU of this name."""
+    gpu, micro_batches = find_by_driver_name(driver_name), config.get("micro_batches", 1)
+    is_known = config.keys() <= RECORDED and isinstance(micro_batches, int) and micro_batches > 0
+    if gpu is None or not is_known or config.get("device") == "cpu":
+        return None
+    try:
+        return predicted_on(RunConfig.of(config), gpu, micro_batches)
+    except (ArithmeticError, TypeError, ValueError):  # a damaged record, or one of another version
+        return None
 
 
 def source_notes(found: Iterable[Predicted]) -> list[Text]:

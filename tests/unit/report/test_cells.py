@@ -88,3 +88,51 @@ def test_variants_have_metrics_of_their_own_and_end_as_their_cell():
         (1.0, None, True),
         (None, None, True),
     ]
+
+
+FAST = {"precision": "bf16", "attention": "auto", "fast": "on"}
+
+
+def test_a_fast_step_is_predicted_from_its_configuration_unless_the_prediction_was_recorded():
+    (found,) = group(cell(size="large", context=1024, batch_size=16, **FAST, metrics=step(0.197)))
+    assert found.predicted_time == pytest.approx(0.19, rel=0.1)
+    assert found.time_error == pytest.approx(found.predicted_time / 0.197 - 1)
+    (found,) = group(cell(**FAST, metrics=step(0.2, predicted_time=(0.19,))))
+    assert (found.predicted_time, found.time_error) == (0.19, pytest.approx(-0.05))
+
+
+@pytest.mark.parametrize(
+    "fields",
+    [
+        {},
+        {**FAST, "fast": "kernels,loss,optimizer"},
+        {**FAST, "attention": "sdpa"},
+        {**FAST, "environment": CPU, "device": "cpu"},
+        {**FAST, "environment": dataclasses.replace(GPU, gpu="Another GPU")},
+        {**FAST, "metrics": {"step_time": None}},
+    ],
+)
+def test_other_steps_have_no_predicted_time(fields):
+    (found,) = group(cell(**fields))
+    assert (found.predicted_time, found.time_error) == (None, None)
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        *({"micro_batches": count} for count in ("many", 0, 10**400)),
+        *({"inner": 2}, {"model": None}, {"fast": 3}, {"batch_size": 2**31}),
+    ],
+)
+def test_configurations_that_are_not_understood_have_no_predicted_time(change):
+    records = [dataclasses.replace(one, config={**one.config, **change}) for one in cell(**FAST)]
+    (found,) = group(records)
+    assert found.predicted_time is None
+
+
+def test_micro_batches_count():
+    one, two = (
+        group([dataclasses.replace(r, config={**r.config, "micro_batches": count}) for r in cell(**FAST)])[0]
+        for count in (1, 2)
+    )
+    assert 1.5 < two.predicted_time / one.predicted_time < 2

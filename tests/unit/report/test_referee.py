@@ -24,7 +24,18 @@ def gpu(**fields):
     return {"environment": dataclasses.replace(GPU, **fields)}
 
 
+FAST = {"precision": "bf16", "attention": "auto", "fast": "on"}
+H100 = {"environment": dataclasses.replace(GPU, gpu="NVIDIA H100 80GB HBM3")}
+"""A GPU whose rates are those of its data sheet: ± 25%."""
+
+
+def fast(seconds: float, predicted: float = 0.1, **fields):
+    return {**FAST, "metrics": step(seconds, predicted_time=(predicted,)), **fields}
+
+
 WRONG = {
+    "slower than predicted": (fast(0.109), Kind.SLOWER_THAN_PREDICTED, ("109.00", "100.00")),
+    "faster than predicted": (fast(0.0915), Kind.FASTER_THAN_PREDICTED, ("91.50", "100.00")),
     "above the peak": ({"metrics": {"flops": (2e13,)}}, Kind.ABOVE_PEAK, ("200%",)),
     "tf32 in fp32": (gpu(tf32=True), Kind.TF32_IN_FP32, ()),
     "tf32 on a CPU": ({"device": "cpu", "precision": "tf32"}, Kind.TF32_ON_CPU, ()),
@@ -44,6 +55,10 @@ WRONG = {
     "crash": ({"status": "error: crashed (SIGSEGV)"}, Kind.FAILED, (status_text("error: crashed (SIGSEGV)"),)),
 }
 RIGHT = {
+    "near its prediction": fast(0.107),
+    "near a data sheet's prediction": fast(0.13, **H100),
+    "an unknown GPU": fast(1.0, environment=dataclasses.replace(GPU, gpu="Another GPU")),
+    "a step without a CUDA graph": fast(1.0, 0.1, fast="kernels,loss,optimizer"),
     "at the peak": {"metrics": {"flops": (9.99e12,)}},
     "tf32 on in a bf16 row": {**gpu(tf32=True), "precision": "bf16"},
     "tf32 in a tf32 row": {**gpu(tf32=True), "precision": "tf32"},
@@ -71,6 +86,11 @@ def test_a_doubt_is_one_remark_on_its_row(doubt):
 @pytest.mark.parametrize("case", RIGHT)
 def test_no_remark_on(case):
     assert remarked(cell(**RIGHT[case])) == []
+
+
+def test_a_step_far_from_the_prediction_of_a_data_sheet_is_remarked():
+    (remark,) = remarked(cell(**fast(1.6, 1.0, **H100)))
+    assert (remark.kind, remark.arguments) == (Kind.SLOWER_THAN_PREDICTED, ("1,600.0", "1,000.0"))
 
 
 def test_a_cell_without_an_end_was_interrupted():
