@@ -7,7 +7,8 @@ from typing import TYPE_CHECKING
 
 from cs336_systems.config import UserError, flag
 from cs336_systems.experiments.kernels.kernel_time import KIND_NAMES, kernel_tables
-from cs336_systems.measure.readers.replay import GAP, HOST
+from cs336_systems.files import all_kept
+from cs336_systems.measure.readers.kernel_classes import GAP, HOST
 from cs336_systems.record import GIB, MIB
 from cs336_systems.report import terms
 from cs336_systems.report.cells import CellView
@@ -27,8 +28,8 @@ BUSY = 0.8
 ON_PATH = Text("on the path", "在路径上")
 PATH_NAMES = {**KIND_NAMES, HOST: Text("host", "主机"), GAP: Text("gaps between kernels", "内核间隙")}
 AT_EQUAL_POWER = Text(
-    "at equal power: first-order estimate for a GPU at its power limit; expect a time between this and the one before it",
-    "功率不变时：对达到功率上限的 GPU 的一阶估计；实际时间预计在它与前一列时间之间",
+    "at equal power: first-order estimate for a GPU at its power limit; expect a time between the two predictions",
+    "功率不变时：对达到功率上限的 GPU 的一阶估计；实际时间预计介于两个预测值之间",
 )
 IDLE = Text(
     "at equal power: not estimated; no kernel runs for {} of the time, so the power limit hardly matters",
@@ -103,12 +104,15 @@ def _replayed(path: Path, trace: "Trace", arguments: InspectArguments) -> list[T
     from cs336_systems.measure.readers.dependencies import graph_of
     from cs336_systems.measure.readers.what_if import outcome
 
-    graph = graph_of(trace)
-    recorded = graph.replay()
-    tables = _path_tables(path, recorded) if arguments.critical_path else []
-    if asked := scenarios(arguments):
-        outcomes = [outcome(graph, recorded, scenario) for scenario in asked]
-        tables.append(_what_if_table(path, recorded, outcomes, arguments.power_limited))
+    if arguments.power_limited and not trace.on_gpu:
+        raise UserError(f"{str(path)!r} is a trace without a GPU; --power_limited needs one with kernels of a GPU")
+    with all_kept():
+        graph = graph_of(trace)
+        recorded = graph.replay()
+        tables = _path_tables(path, recorded) if arguments.critical_path else []
+        if asked := scenarios(arguments):
+            outcomes = [outcome(graph, recorded, scenario) for scenario in asked]
+            tables.append(_what_if_table(path, recorded, outcomes, arguments.power_limited))
     return tables
 
 

@@ -10,14 +10,14 @@ are no cycles; links of a trace that lead back are left out.
 """
 
 import math
-import statistics
 from bisect import bisect_left, bisect_right
 from collections import Counter, defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from itertools import pairwise
 from typing import Any
 
-from cs336_systems.measure.readers.replay import HOST, Dependency, Graph, Node, end_of, start_of
+from cs336_systems.measure.readers.kernel_classes import HOST
+from cs336_systems.measure.readers.replay import Dependency, Graph, Node, end_of, start_of
 from cs336_systems.measure.readers.trace import PHASES, Span, StreamWait, Trace
 
 UNEXPLAINED = 2e-6
@@ -27,6 +27,8 @@ LONGEST_WAIT = 1e-5
 LONG_CALL = 2e-5
 """Seconds, and a multiple of the usual time of a call, from which a call may have waited for the GPU."""
 LONG_CALLS = 10
+OWN_CALL = 5e-6
+"""Largest part of a call that waited for the GPU in which it did not wait."""
 MOST_TRIED = 64
 """Kernels that are tried to find the one that a call or a stream waited for."""
 MOST_BRANCHES = 8
@@ -47,6 +49,10 @@ def _measured(trace: Trace) -> tuple[Span, Span, int] | None:
     names = Counter(span.name for span in spans if span.thread == first.thread)
     steps = max(names[name] for name in PHASES) if trace.phases else sum(names.values())
     return first, last, steps
+
+
+def _lower_quartile(found: list[float]) -> float:
+    return sorted(found)[len(found) // 4] if found else 0.0
 
 
 class _Builder:
@@ -146,12 +152,14 @@ class _Builder:
         for number in self.calls.values():
             durations[self.nodes[number].name].append(self.nodes[number].own)
         usual = {name: sorted(found)[len(found) // 20] for name, found in durations.items()}
-        copied = {self.nodes[number].launch: number for number in self.works}
+        pageable = {
+            self.nodes[number].launch: number for number in self.works if "pageable" in self.nodes[number].name.lower()
+        }
         for index, number in self.calls.items():
-            call, name = self.nodes[number], self.nodes[number].name.lower()
-            syncs = "synchronize" in name
-            if "memcpy" in name and number in copied and self.nodes[copied[number]].end <= call.end:
-                waited_for: int | None = copied[number]
+            call = self.nodes[number]
+            syncs = "synchronize" in call.name.lower()
+            if number in pageable and self.nodes[pageable[number]].end <= call.end:
+                waited_for: int | None = pageable[number]
             elif syncs or call.own > max(LONG_CALL, LONG_CALLS * usual[call.name]):
                 waited_for = self._waited_for(call, self.trace.calls[index].stream)
             else:
@@ -160,7 +168,7 @@ class _Builder:
                 continue
             ended = self.nodes[waited_for].end
             if ended > call.start:
-                call.own = min(call.own, usual[call.name])
+                call.own = min(call.own, usual[call.name], OWN_CALL)
                 call.returns = Dependency(end_of(waited_for), call.end - ended)
             elif syncs:
                 call.returns = Dependency(end_of(waited_for), 0.0)
@@ -210,52 +218,55 @@ class _Builder:
         return other is not None and self.nodes[number].launch == self.nodes[other].launch
 
     def _usual_gap(self, before: Mapping[int, int]) -> float:
-        """Return the median gap before kernels that were queued while the one before them had not begun."""
-        gaps = [
-            self.nodes[number].start - self.nodes[other].end
-            for number, other in before.items()
-            if self.nodes[number].start >= self.nodes[other].end
-            and self.launched(number) < self.nodes[other].start
-            and not self._same_launch(number, other)
-        ]
-        return statistics.median(gaps) if gaps else 0.0
+        """Return the lower quartile of the gaps before kernels that were queued when the one before them began.
+
+        Some of the others waited for events of other streams.
+        """
+        gaps = []
+        for number, other in before.items():
+            node, previous = self.nodes[number], self.nodes[other]
+            is_queued = self.launched(number) < previous.start and not self._same_launch(number, other)
+            if is_queued and 0 <= node.start - previous.end <= LONGEST_WAIT:
+                gaps.append(node.start - previous.end)
+        return _lower_quartile(gaps)
 
     def _usual_latency(self, before: Mapping[int, int], first: Mapping[int, int]) -> float:
-        """Return the median time from a launch to the start of its kernel, on streams that had nothing else to do."""
+        """Return the lower quartile of the times from launch to start, on streams that had nothing else to do."""
         found = []
         for launch, number in first.items():
             called, other = self.nodes[launch].start, before.get(number)
             if called <= self.nodes[number].start and (other is None or self.nodes[other].end <= called):
                 found.append(self.nodes[number].start - called)
-        return statistics.median(found) if found else 0.0
+        return _lower_quartile(found)
 
-    def _branches(self) -> dict[int, dict[Any, int]]:
-        """Return the last kernel on each stream of a launch, for those that have several streams."""
-        found: dict[int, dict[Any, int]] = defaultdict(dict)
+    def _branches(self) -> dict[int, list[int]]:
+        """Return the last kernels on the streams of a launch, for those that have several streams."""
+        last: dict[int, dict[Any, int]] = defaultdict(dict)
         for number in self.works:
             if (launch := self.nodes[number].launch) is not None:
-                found[launch][self.nodes[number].place] = number
-        return {launch: last for launch, last in found.items() if len(last) > 1}
+                last[launch][self.nodes[number].place] = number
+        return {
+            launch: sorted(found.values(), key=lambda number: -self.nodes[number].end)[:MOST_BRANCHES]
+            for launch, found in last.items()
+            if len(found) > 1
+        }
 
     def _in_stream(
-        self, number: int, before: int | None, gap: float, branches: Mapping[int, dict[Any, int]]
+        self, number: int, before: int | None, gap: float, branches: Mapping[int, list[int]]
     ) -> list[Dependency]:
         """Return the dependency on the kernel before, and on all branches of the CUDA graph that it belongs to."""
         if before is None:
             return []
-        recorded = self.nodes[number].start - self.nodes[before].end
+        start = self.nodes[number].start
+        recorded = start - self.nodes[before].end
         if recorded < 0:
             return [Dependency(start_of(before), recorded)]
-        is_one_launch = self._same_launch(number, before)
-        found = [Dependency(end_of(before), recorded if is_one_launch else min(gap, recorded))]
+        if self._same_launch(number, before):
+            return [Dependency(end_of(before), recorded)]
         launch = self.nodes[before].launch
-        if launch is not None and launch in branches and not is_one_launch:
-            others = [last for last in branches[launch].values() if last != before]
-            latest = sorted(others, key=lambda last: -self.nodes[last].end)[:MOST_BRANCHES]
-            found += [
-                self._end_before(number, last) for last in latest if self.nodes[last].end <= self.nodes[number].start
-            ]
-        return found
+        joining = branches.get(launch, []) if launch is not None else []
+        others = [last for last in joining if last != before and self.nodes[last].end <= start]
+        return [Dependency(end_of(before), min(gap, recorded)), *(self._end_before(number, last) for last in others)]
 
     def _end_before(self, number: int, other: int) -> Dependency:
         """Return the dependency of a kernel on one of another stream."""

@@ -10,10 +10,8 @@ from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any, NamedTuple
 
+from cs336_systems.measure.readers.kernel_classes import GAP, HOST
 from cs336_systems.measure.readers.trace import Kernel
-
-HOST, GAP = "host", "gap"
-"""Kinds of time on the critical path beside those of kernels: the host; a GPU that waits between two kernels."""
 
 
 class Dependency(NamedTuple):

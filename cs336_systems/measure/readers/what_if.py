@@ -17,8 +17,8 @@ from fnmatch import fnmatchcase
 from functools import cache
 
 from cs336_systems.config import UserError, nearest
-from cs336_systems.measure.readers.kernel_classes import ATTENTION, KINDS, MATMUL, OPTIMIZER
-from cs336_systems.measure.readers.replay import HOST, Change, Graph, Node, Replay
+from cs336_systems.measure.readers.kernel_classes import ATTENTION, HOST, KINDS, MATMUL, OPTIMIZER
+from cs336_systems.measure.readers.replay import Change, Graph, Node, Replay
 from cs336_systems.measure.readers.trace import PHASES
 
 FLAG = "--what_if"
@@ -28,6 +28,9 @@ _VALUE = re.compile(rf"(?P<number>[^a-z]+(?:e[-+]?\d+)?)\s*(?P<unit>{'|'.join(UN
 
 CLOCK_BOUND = (MATMUL, ATTENTION)
 """Kinds whose arithmetic, and so whose energy, stays when they become faster or slower."""
+MOST_POWER = 1.45
+"""Largest power of kernels that have become faster: the cube of the highest clock of an H200 (1.98 GHz) over the one
+that it holds at its power limit (1.755 GHz)."""
 POWER = {**dict.fromkeys(KINDS, 0.65), **dict.fromkeys(CLOCK_BOUND, 1.0)}
 """Power while kernels of a kind run, relative to that of matmuls; kernels bound by memory draw about two thirds."""
 IDLE_POWER = 0.2
@@ -110,6 +113,7 @@ def change_of(graph: Graph, scenario: Scenario) -> Change:
     """Return the new times of all kernels; one that several settings select takes the first."""
     seconds: dict[int, float] = {}
     joined: set[int] = set()
+    removed: set[int] = set()
     host = 1.0
     for setting in scenario.settings:
         if setting.name == HOST:
@@ -118,9 +122,12 @@ def change_of(graph: Graph, scenario: Scenario) -> Change:
         found = [number for number in _selected(graph, setting.name) if number not in seconds]
         factor = _factor(graph, setting, found)
         seconds |= {number: graph.nodes[number].own * factor for number in found}
-        joined |= set(found) if factor == 0 else set(_following(graph, found)) if setting.seconds is not None else set()
-    seconds |= dict.fromkeys(_unused_launches(graph, seconds), 0.0)
-    return Change(seconds, frozenset(joined), host)
+        if factor == 0:
+            removed.update(found)
+        elif setting.seconds is not None:
+            joined.update(_following(graph, found))
+    seconds |= dict.fromkeys(_unused_launches(graph, removed), 0.0)
+    return Change(seconds, frozenset(joined | removed), host)
 
 
 def _selected(graph: Graph, name: str) -> list[int]:
@@ -173,11 +180,11 @@ def _following(graph: Graph, found: Iterable[int]) -> Iterator[int]:
             yield number
 
 
-def _unused_launches(graph: Graph, seconds: dict[int, float]) -> set[int]:
+def _unused_launches(graph: Graph, removed: set[int]) -> set[int]:
     """Return the calls all of whose kernels are removed."""
-    used = {node.launch for number, node in enumerate(graph.nodes) if seconds.get(number, 1.0) > 0}
-    launches = {node.launch for node in graph.nodes if node.launch is not None}
-    return {launch for launch in launches - used if graph.nodes[launch].returns is None}
+    used = {node.launch for number, node in enumerate(graph.nodes) if number not in removed}
+    launches = {graph.nodes[number].launch for number in removed} - used
+    return {launch for launch in launches if launch is not None and graph.nodes[launch].returns is None}
 
 
 def time_at_limit(graph: Graph, recorded: Replay, replayed: Replay, change: Change) -> float:
@@ -190,7 +197,7 @@ def time_at_limit(graph: Graph, recorded: Replay, replayed: Replay, change: Chan
 
     def changed(number: int, node: Node) -> float:
         new = change.seconds.get(number, node.own)
-        return node.own if node.kind in CLOCK_BOUND and new > 0 else new
+        return min(node.own, MOST_POWER * new) if node.kind in CLOCK_BOUND else new
 
     before = energy(recorded, lambda number, node: node.own)
     return recorded.span * energy(replayed, changed) / before if before > 0 else replayed.span
