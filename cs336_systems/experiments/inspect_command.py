@@ -18,8 +18,8 @@ from cs336_systems.text import Text, say
 from cs336_systems.timeline import Timeline
 
 if TYPE_CHECKING:
-    from cs336_systems.measure.readers.replay import OnPath, Replay
     from cs336_systems.measure.readers.trace import Trace
+    from cs336_systems.measure.readers.trace_replay import OnPath, Replay
     from cs336_systems.measure.readers.what_if import Outcome, Scenario
 
 LARGEST_SHOWN = 10
@@ -101,7 +101,7 @@ def scenarios(arguments: InspectArguments) -> list["Scenario"]:
 
 
 def _replayed(path: Path, trace: "Trace", arguments: InspectArguments) -> list[Table]:
-    from cs336_systems.measure.readers.dependencies import graph_of
+    from cs336_systems.measure.readers.trace_graph import graph_of
     from cs336_systems.measure.readers.what_if import outcome
 
     if arguments.power_limited and not trace.on_gpu:

@@ -1,7 +1,7 @@
 """A graph of dependencies between kernels and calls of the host: replayed with other durations, and its critical path.
 
 A replay predicts the time of a step from the trace of another one; the longest chain is the critical path. With the
-recorded durations a replay gives the recorded times. dependencies.py makes the graph of a trace.
+recorded durations a replay gives the recorded times. trace_graph.py makes the graph of a trace.
 """
 
 import math
@@ -50,7 +50,7 @@ class Node:
 
 @dataclass(frozen=True)
 class Change:
-    """What a replay changes."""
+    """The changes that a replay makes to the recorded times."""
 
     seconds: Mapping[int, float] = field(default_factory=dict)
     """Number of a node -> its new time."""

@@ -17,8 +17,8 @@ from itertools import pairwise
 from typing import Any
 
 from cs336_systems.measure.readers.kernel_classes import HOST
-from cs336_systems.measure.readers.replay import Dependency, Graph, Node, end_of, start_of
 from cs336_systems.measure.readers.trace import PHASES, Span, StreamWait, Trace
+from cs336_systems.measure.readers.trace_replay import Dependency, Graph, Node, end_of, start_of
 
 UNEXPLAINED = 2e-6
 """Seconds of a gap beyond which a kernel without a recorded reason is taken to have waited for another stream."""

@@ -10,11 +10,11 @@ from hypothesis import strategies as st
 
 from cs336_systems.cli import main
 from cs336_systems.config import UserError
-from cs336_systems.measure.readers.dependencies import graph_of
 from cs336_systems.measure.readers.kernel_classes import GAP, HOST
 from cs336_systems.measure.readers.nsys import read_nsys
-from cs336_systems.measure.readers.replay import end_of, start_of
 from cs336_systems.measure.readers.trace import read_chrome
+from cs336_systems.measure.readers.trace_graph import graph_of
+from cs336_systems.measure.readers.trace_replay import end_of, start_of
 from cs336_systems.measure.readers.what_if import outcome, parse_scenario
 from tests.helpers import ROOT, assert_refused
 from tests.unit.measure.test_nsys import Recording
