@@ -29,6 +29,8 @@ LONG_CALL = 2e-5
 LONG_CALLS = 10
 OWN_CALL = 5e-6
 """Largest part of a call that waited for the GPU in which it did not wait."""
+ROUNDING = 1e-9
+"""Seconds: profilers count nanoseconds, and a float of microseconds since boot resolves half of one."""
 MOST_TRIED = 64
 """Kernels that are tried to find the one that a call or a stream waited for."""
 MOST_BRANCHES = 8
@@ -92,8 +94,18 @@ class _Builder:
             node = Node(kernel.name, kernel.kind, kernel.start, kernel.end, kernel.stream, kernel=kernel, on_gpu=True)
             node.launch = None if kernel.launch is None else self.calls[kernel.launch]
             self.nodes.append(node)
+        self._part_touching_nodes()
         for node in self.nodes:
             node.own = node.end - node.start
+
+    def _part_touching_nodes(self) -> None:
+        """Let a node end where the next one of its stream or thread starts, if only rounding makes them overlap."""
+        last: dict[Any, Node] = {}
+        for node in sorted(self.nodes, key=lambda node: (node.start, node.end)):
+            before = last.get((node.on_gpu, node.place))
+            if before is not None and node.start < before.end <= min(node.start + ROUNDING, node.end):
+                before.end = max(before.start, node.start)
+            last[node.on_gpu, node.place] = node
 
     def graph(self) -> Graph:
         self._link_host()

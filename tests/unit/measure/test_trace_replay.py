@@ -281,6 +281,19 @@ def test_operators_of_a_cpu_are_replayed_without_their_nested_ones(script, tmp_p
     assert path_of(graph) == pytest.approx(kinds)
 
 
+def test_operators_that_touch_follow_one_another(script, tmp_path):
+    """In floats, the first part of an operator ends 7e-18 s after the start of the operator nested in it."""
+    script.event("cpu_op", "aten::add", 0, 1, MAIN)
+    script.event("cpu_op", "aten::bmm", 4236, 40000, MAIN)
+    script.event("cpu_op", "aten::select", 43228, 8, MAIN)
+    trace = read_chrome(script.write(tmp_path))
+    _, bmm, select, _ = trace.pieces
+    assert bmm.end > select.start
+    graph = graph_of(trace)
+    assert_replays(graph)
+    assert step_of(graph, "matmul=0.5") == pytest.approx(span_of(graph) - 39992 / 2)
+
+
 # -- any trace --------------------------------------------------------------------------------------------------------
 
 TIMES = st.integers(0, 60)
