@@ -5,7 +5,7 @@
     python examples/predict_a_switch.py runs/reference/files/*/trace.json.gz runs/sdpa/files/*/trace.json.gz attention
 
 Each trace is replayed with the times that the named kernels take in the other one, and the predicted step is compared
-with the recorded step of the other. Several kinds, phases or parts are separated by commas.
+with the recorded step of the other. Names are those of `--what_if`; `elementwise+copy,optimizer` are two groups.
 """
 
 import sys

@@ -131,19 +131,27 @@ def change_of(graph: Graph, scenario: Scenario) -> Change:
 
 
 def _selected(graph: Graph, name: str) -> list[int]:
-    """Return the kernels of a kind, phase or part of the model, or those whose names match a pattern."""
-    fits = _selector(graph, name)
-    found = [number for number, node in enumerate(graph.nodes) if node.kernel is not None and fits(node)]
-    if found:
-        return found
+    """Return the kernels of a kind, phase or part of the model, or those whose names match a pattern; `+` adds some."""
+    kernels = [number for number, node in enumerate(graph.nodes) if node.kernel is not None]
+    chosen: set[int] = set()
+    for part in (word.strip() for word in name.split("+")):
+        fits = _selector(part)
+        found = [number for number in kernels if fits(graph.nodes[number])]
+        if not found and (part not in KINDS or part == name):
+            raise _no_such_kernel(part)
+        chosen.update(found)
+    return [number for number in kernels if number in chosen]
+
+
+def _no_such_kernel(name: str) -> UserError:
     known = [*KINDS, *PHASES, HOST]
-    raise UserError(
+    return UserError(
         f"{FLAG} {name!r}{'' if name in known else nearest(name, known)}: the trace has no such kernel; name a kind "
         f"({', '.join(KINDS)}), a phase ({', '.join(PHASES)}), {HOST}, or a pattern of kernel names such as 'flash_*'"
     )
 
 
-def _selector(graph: Graph, name: str) -> Callable[[Node], bool]:
+def _selector(name: str) -> Callable[[Node], bool]:
     def in_part(node: Node) -> bool:
         part = node.kernel.part if node.kernel else None
         return part is not None and (part == name or part.startswith(f"{name} "))

@@ -426,6 +426,8 @@ def graph(script, tmp_path):
         ("forward=2", 200),
         ("*=2", 400),
         ("flash_*=2", 100),
+        ("matmul+flash_*=2", 200),
+        ("matmul + communication=2", 100),
         ("s?emm_nn=2 , flash_fwd = 2", 200),
         ("matmul=2,*=1", 400),
         ("host=2", 0),
@@ -466,9 +468,10 @@ def test_an_unknown_name_is_answered_with_the_known_ones(graph):
         step_of(graph, "atention=0.5")
 
 
-def test_a_kind_that_the_trace_has_not(graph):
-    with pytest.raises(UserError, match="communication"):
-        step_of(graph, "communication=0.5")
+@pytest.mark.parametrize("name", ["communication", "matmul+nope_*", "matmul+", "host+matmul"])
+def test_names_without_kernels(name, graph):
+    with pytest.raises(UserError, match="the trace has no such kernel"):
+        step_of(graph, f"{name}=0.5")
 
 
 # -- the power limit --------------------------------------------------------------------------------------------------
