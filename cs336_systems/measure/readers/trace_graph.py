@@ -92,7 +92,8 @@ class _Builder:
         for kernel in sorted(trace.kernels if trace.on_gpu else [], key=lambda kernel: (kernel.start, kernel.end)):
             self.streams[kernel.stream].append(len(self.nodes))
             node = Node(kernel.name, kernel.kind, kernel.start, kernel.end, kernel.stream, kernel=kernel, on_gpu=True)
-            node.launch = None if kernel.launch is None else self.calls[kernel.launch]
+            if kernel.launch is not None:
+                node.launch, node.process = self.calls[kernel.launch], trace.calls[kernel.launch].process
             self.nodes.append(node)
         self._part_touching_nodes()
         for node in self.nodes:
@@ -189,7 +190,9 @@ class _Builder:
         """Return the kernel, launched before a call, that was the last to end before the call ended."""
 
         def fits(number: int) -> bool:
-            return self.launched(number) < call.start and (stream is None or self.nodes[number].place == stream)
+            node = self.nodes[number]
+            is_there = node.process in (None, call.process) and (stream is None or node.place == stream)
+            return is_there and self.launched(number) < call.start
 
         return self._last_ended(call.end, fits)
 
@@ -215,8 +218,13 @@ class _Builder:
             if launch is not None and is_first and self.nodes[launch].start <= node.start:
                 dependencies.append(Dependency(start_of(launch), min(latency, node.start - self.nodes[launch].start)))
             dependencies += [self._end_before(number, other) for other in awaited.get(number, ())]
-            inside = not is_first and not self._same_launch(number, before.get(number))
-            node.after = dependencies + self._inferred(number, dependencies, inside=inside, infers=infers)
+            if not is_first and not self._same_launch(number, before.get(number)):
+                longest = -math.inf
+            elif infers or not is_first:
+                longest = UNEXPLAINED
+            else:
+                longest = math.inf
+            node.after = dependencies + self._inferred(number, dependencies, longest, inside=not is_first)
 
     def _first_of_launch(self) -> dict[int, int]:
         """Return the first kernel of each call that launched some; a CUDA graph has many."""
@@ -274,7 +282,7 @@ class _Builder:
         if recorded < 0:
             return [Dependency(start_of(before), recorded)]
         if self._same_launch(number, before):
-            return [Dependency(end_of(before), recorded)]
+            return [Dependency(end_of(before), min(UNEXPLAINED, recorded))]
         launch = self.nodes[before].launch
         joining = branches.get(launch, []) if launch is not None else []
         others = [last for last in joining if last != before and self.nodes[last].end <= start]
@@ -309,24 +317,23 @@ class _Builder:
             return None
         return ordered[wait.stream][after], ordered[wait.source][until - 1]
 
-    def _inferred(self, number: int, known: Sequence[Dependency], *, inside: bool, infers: bool) -> list[Dependency]:
+    def _inferred(self, number: int, known: Sequence[Dependency], longest: float, *, inside: bool) -> list[Dependency]:
         """Return the dependency on a kernel of another stream that the times show.
 
-        `inside`: the kernel begins a branch of a CUDA graph. `infers`: the host made streams wait for one another, but
-        the trace does not say for what. A kernel without any other dependency follows the last that ended.
+        It is looked for if the known dependencies leave more than `longest` seconds unexplained, `inside` a CUDA graph
+        among the kernels of that graph. A kernel without any dependency follows the last one that ended.
         """
         node = self.nodes[number]
         explained = max(map(self._ready, known), default=-math.inf)
-        if known and not inside and (not infers or node.start - explained <= UNEXPLAINED):
+        if known and node.start - explained <= longest:
             return []
-        other = self._last_ended(
-            node.start,
-            lambda found: (
-                found != number
-                and (not known or self.nodes[found].place != node.place)
-                and (not inside or self.nodes[found].launch == node.launch)
-            ),
-        )
+
+        def fits(found: int) -> bool:
+            other = self.nodes[found]
+            is_elsewhere = found != number and (not known or other.place != node.place)
+            return is_elsewhere and other.process == node.process and (not inside or other.launch == node.launch)
+
+        other = self._last_ended(node.start, fits)
         if other is None or self.nodes[other].start > node.start:
             return []
         ended = self.nodes[other].end

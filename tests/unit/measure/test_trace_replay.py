@@ -215,6 +215,30 @@ def test_kernels_of_a_cuda_graph_keep_their_gaps(script, tmp_path):
     assert step_of(graph, "host=0") == pytest.approx(447, abs=12)
 
 
+def test_branches_of_a_cuda_graph_that_join_inside_it(script, tmp_path):
+    """The last kernel follows a short one on its stream, and waits for the other branch."""
+    number = script.call("cudaGraphLaunch", 0, 10)
+    script.kernel(GEMM, 20, 100, number=number)
+    script.kernel(POINTWISE, 121, 10, number=number)
+    script.kernel(FLASH, 122, 300, number=number, stream=SIDE)
+    script.kernel(ADAM, 424, 20, number=number)
+    graph = script.graph(tmp_path)
+    assert_replays(graph)
+    assert step_of(graph, "attention=0.5") == pytest.approx(444 - 150)
+    assert step_of(graph, "elementwise=2") == pytest.approx(444)
+
+
+def test_two_processes_do_not_wait_for_one_another(script, tmp_path):
+    """Two ranks in one trace; the synchronisation of the first returns right after a kernel of the second has ended."""
+    script.kernel(GEMM, 10, 100, launch=0)
+    script.call("cudaDeviceSynchronize", 2, 112)
+    script.event("cuda_runtime", "cudaLaunchKernel", 0, 1, 50, process=2, correlation=99)
+    script.event("kernel", FLASH, 10, 103, COMPUTE, process=9, correlation=99)
+    graph = script.graph(tmp_path)
+    assert_replays(graph)
+    assert step_of(graph, "attention=0.5,matmul=0.5") == pytest.approx(114 - 50)
+
+
 def test_a_launch_into_a_full_queue_waits_for_the_gpu(script, tmp_path):
     """From the fifth on a launch returns when a kernel has ended; the host is then always 100 us behind."""
     for n in range(40):
