@@ -116,7 +116,7 @@ def _position(cell: CellView) -> tuple[float, bool]:
 def _tables(cells: Cells) -> list[Table]:
     columns = [
         entries.of(THOUSANDS, lambda cell: number(_rate(cell), 1)),
-        entries.of(Text("LLMQ, H100", "LLMQ，H100"), lambda cell: number(_rival(cell), 1)),
+        entries.of(Text("LLMQ, H100", "LLMQ 公布值（H100）"), lambda cell: number(_rival(cell), 1)),
         entries.ms(terms.STEP, "step_time"),
         entries.of(Text("causal MFU", "因果 MFU"), lambda cell: percent(cell.causal_mfu)),
         entries.of(terms.MFU, lambda cell: percent(cell.mfu)),
@@ -131,7 +131,11 @@ def _tables(cells: Cells) -> list[Table]:
         found = [entry.text(cell) for entry in columns] if cell.ok else [cell.verdict, *[""] * (len(columns) - 1)]
         rows.append([*names, *found])
     shown = ["size", "optimizer_state", "batch_size", "precision", "fast", "memory_budget"]
-    keys = [word(Text("model", "模型")), word(Text("optimizer", "优化器")), word(Text("micro batches", "micro batch"))]
+    keys = [
+        word(Text("model", "模型")),
+        word(Text("optimizer", "优化器")),
+        word(Text("micro batches", "micro batch 数")),
+    ]
     title = title_of(cells[0].experiment, Text("training published models", "训练公开模型"), cells, shown)
     return [Table(title, [*keys, *(entry.column for entry in columns)], rows, [*NOTES, *remarks_on(cells, shown)])]
 

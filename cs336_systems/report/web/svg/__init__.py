@@ -5,6 +5,7 @@ twice, with the classes `en` and `zh`. The page's script reads `data-` attribute
 mark, name and index of a series, the axis of values. It makes marks and legend entries reachable by keyboard.
 """
 
+import re
 from html import escape
 
 from cs336_systems.report.document import Chart, Limit, Series
@@ -14,6 +15,7 @@ from cs336_systems.report.web.svg.placement import NAME_LINES, NARROW, WIDTH, La
 from cs336_systems.text import LANGUAGES, Language, Text
 
 EMPTY = Text("no data", "没有数据")
+COORDINATES = re.compile(r' (?:x|y|width|height|d)="[^"]*"')
 KINDS = {
     "lines": Text("Line chart", "折线图"),
     "bars": Text("Bar chart", "条形图"),
@@ -41,6 +43,7 @@ def _element(chart: Chart, width: int, height: float, inside: str, scale: str = 
         for language in LANGUAGES
     )
     kind = f"{chart.kind} narrow" if width == NARROW else chart.kind
+    inside = COORDINATES.sub(lambda found: re.sub(r"\.0(?!\d)", "", found.group()), inside)  # a page has thousands
     return (
         f'<svg class="chart {kind}" viewBox="0 0 {width} {height:.0f}" width="100%" font-size="{SIZE}" '
         f'role="img"{aria(names)}{axes}{" data-horizontal" if chart.sideways else ""}{scale}>{inside}</svg>'

@@ -1,0 +1,1 @@
+"""Time of a training step, predicted from its configuration."""

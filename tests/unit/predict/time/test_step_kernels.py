@@ -1,0 +1,112 @@
+"""The list of a step's kernels against the step itself: every matmul, every pass over memory."""
+
+import dataclasses
+from collections import Counter
+
+import pytest
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from cs336_systems.config import RunConfig
+from cs336_systems.kernels.fused import nodes, pointwise
+from cs336_systems.predict.flops import model_flops
+from cs336_systems.predict.time import step_kernels
+from cs336_systems.predict.time.step_kernels import AttentionPass, Matmul, Pass, gradient_kernels, update_kernels
+from cs336_systems.step.train_step import TrainStep
+from tests.unit.test_families import FAMILIES
+
+NAMES = ("add_norm", "add_norm_backward", "rotate_", "rotate_backward", "norm_rotate", "norm_rotate_backward", "swiglu",
+         "swiglu_backward", "cross_entropy_", "adamw_")  # fmt: skip
+
+
+class Matmuls(TorchDispatchMode):
+    """Counts matmuls by rows, columns and depth."""
+
+    def __init__(self):
+        super().__init__()
+        self.found = Counter()
+
+    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+        name = function.overloadpacket.__name__
+        if name in ("mm", "addmm", "addmm_"):
+            a, b = args[-2:] if len(args) in (2, 3) else args[1:3]
+            self.found[len(a), b.shape[1], a.shape[1]] += 1
+        return function(*args, **(kwargs or {}))
+
+
+def run_of(config, **fields):
+    return RunConfig(model=config, batch_size=2, attention="flash_torch", fast="kernels,loss,optimizer", **fields)
+
+
+@pytest.fixture
+def passes(monkeypatch):
+    """Count calls of the fused passes."""
+    found = Counter()
+    for name in NAMES:
+        own = getattr(pointwise, name)
+
+        def counted(*args, own=own, name=name, **options):
+            found[name.removesuffix("_")] += 1
+            return own(*args, **options)
+
+        monkeypatch.setattr(pointwise, name, counted)
+    return found
+
+
+@pytest.mark.parametrize("micro_batches", [1, 2])
+@pytest.mark.parametrize("name", FAMILIES)
+def test_every_matmul_and_pass_of_a_step_is_listed(name, micro_batches, passes):
+    run = run_of(FAMILIES[name])
+    step = TrainStep.build(run)
+    batch = step.random_batch()
+    with Matmuls() as seen:
+        step.launch([batch] * micro_batches)
+    listed = [kernel for number in range(micro_batches) for kernel in gradient_kernels(run, adds=number > 0)]
+    matmuls = Counter()
+    for kernel in listed:
+        if isinstance(kernel, Matmul):
+            matmuls[kernel.rows, kernel.columns, kernel.depth] += kernel.times
+    assert matmuls == seen.found
+    counts = Counter()
+    for kernel in (*listed, *update_kernels(run)):
+        if isinstance(kernel, Pass) and kernel.name in passes:
+            counts[kernel.name] += kernel.times
+    updates = passes.pop("adamw")
+    assert (counts.pop("adamw"), updates) == (1, 1)
+    assert counts == passes
+
+
+def test_the_loss_in_chunks(monkeypatch):
+    run = run_of(FAMILIES["llama"])
+    for module in (nodes, step_kernels):
+        monkeypatch.setattr(module, "CHUNK_BYTES", 4 * run.model.vocab_size * 10)
+    step = TrainStep.build(run)
+    with Matmuls() as seen:
+        step.launch([step.random_batch()])
+    listed = Counter()
+    for kernel in gradient_kernels(run):
+        if isinstance(kernel, Matmul):
+            listed[kernel.rows, kernel.columns, kernel.depth] += kernel.times
+    assert listed == seen.found
+
+
+@pytest.mark.parametrize("name", FAMILIES)
+def test_flops_are_those_of_the_model(name):
+    """The list has the half of attention's scores that a causal mask shows, and recomputes them in backward."""
+    run = run_of(FAMILIES[name])
+    length = run.model.context_length
+    found = sum(kernel.flops * kernel.times for kernel in gradient_kernels(run) if isinstance(kernel, Matmul))
+    attention = [kernel for kernel in gradient_kernels(run) if isinstance(kernel, AttentionPass)]
+    forward = next(kernel.flops * kernel.times for kernel in attention if kernel.name == "forward")
+    assert found + 3 * forward * 2 * length // (length + 1) == model_flops(run)
+    assert sum(kernel.flops * kernel.times for kernel in attention) == forward * 7 // 2
+
+
+def test_bf16_halves_the_bytes_of_passes():
+    wide, narrow = (
+        sum(kernel.bytes * kernel.times for kernel in gradient_kernels(run) if isinstance(kernel, Pass))
+        for run in (run_of(FAMILIES["qwen3"], precision=precision) for precision in ("fp32", "bf16"))
+    )
+    assert wide == 2 * narrow
+    assert (step_kernels.CHUNK_BYTES, step_kernels.MATMUL_MULTIPLE) == (nodes.CHUNK_BYTES, nodes.MATMUL_MULTIPLE)
+    kept = dataclasses.replace(run_of(FAMILIES["qwen3"], precision="bf16"), max_grad_norm=1.0)
+    assert [kernel.name for kernel in update_kernels(kept)] == ["norm of gradients", "adamw", "factors of the update"]
