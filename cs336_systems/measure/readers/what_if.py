@@ -4,9 +4,9 @@ A factor scales the kernels; 0 removes them, with their launches and the gaps be
 one step, gaps between kernels that follow one another included, as a benchmark of the replacement would measure it.
 
 At the power limit of a GPU a faster kernel does not make the step faster by as much: the same arithmetic takes the same
-energy, and the clock falls until the energy of the step divided by its time is the limit. `time_at_limit` is the time
-at which the step draws as much power as it was recorded with. It is an estimate of first order, by the relative powers
-of POWER; how far the clock moves can only be measured, so it is shown beside the time at unchanged clocks.
+energy, and the clock falls until the mean power of the step is the limit. `time_at_limit` is the time in which the step
+draws the recorded power. It is an estimate of first order, with the powers that were fitted to steps of an H200; how
+far the clock moves can only be measured, so it is shown beside the time at unchanged clocks.
 """
 
 import math
@@ -15,11 +15,13 @@ from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
 from functools import cache
+from typing import NamedTuple
 
 from cs336_systems.config import UserError, nearest
 from cs336_systems.measure.readers.kernel_classes import ATTENTION, HOST, KINDS, MATMUL, OPTIMIZER
 from cs336_systems.measure.readers.trace import PHASES
 from cs336_systems.measure.readers.trace_replay import Change, Graph, Node, Replay
+from cs336_systems.predict.time.profile import shipped_profiles
 
 FLAG = "--what_if"
 EXAMPLE = 'such as "attention=0.8,optimizer=1.2ms"'
@@ -28,12 +30,6 @@ _VALUE = re.compile(rf"(?P<number>[^a-z]+(?:e[-+]?\d+)?)\s*(?P<unit>{'|'.join(UN
 
 CLOCK_BOUND = (MATMUL, ATTENTION)
 """Kinds whose arithmetic, and so whose energy, stays when they become faster or slower."""
-MOST_POWER = 1.45
-"""Largest power of kernels that have become faster: the cube of the highest clock of an H200 (1.98 GHz) over the one
-that it holds at its power limit (1.755 GHz)."""
-POWER = {**dict.fromkeys(KINDS, 0.65), **dict.fromkeys(CLOCK_BOUND, 1.0)}
-"""Power while kernels of a kind run, relative to that of matmuls; kernels bound by memory draw about two thirds."""
-IDLE_POWER = 0.2
 
 
 @dataclass(frozen=True)
@@ -195,17 +191,32 @@ def _unused_launches(graph: Graph, removed: set[int]) -> set[int]:
     return {launch for launch in launches if launch is not None and graph.nodes[launch].returns is None}
 
 
+class _Power(NamedTuple):
+    """Power beyond the static one, relative to that of a GPU at its limit, at which matmuls and attention run."""
+
+    memory_bound: float
+    most: float
+    """Of matmuls at the highest clock and rate."""
+
+
+@cache
+def _power() -> _Power:
+    profile = shipped_profiles()["h200"]
+    assert profile.power is not None
+    at_limit = profile.power.limit - profile.power.static
+    memory, arithmetic = profile.power.per_byte * profile.bandwidth, profile.power.per_flop[MATMUL] * profile.peak
+    return _Power(memory / at_limit, arithmetic / at_limit)
+
+
 def time_at_limit(graph: Graph, recorded: Replay, replayed: Replay, change: Change) -> float:
     """Return the seconds in which the changed steps draw the mean power of the recorded ones."""
-
-    def energy(replay: Replay, seconds: Callable[[int, Node], float]) -> float:
-        kernels = ((graph.nodes[number], number) for number in graph.measured_kernels)
-        working = sum(POWER[node.kind] * seconds(number, node) for node, number in kernels)
-        return working + IDLE_POWER * max(0.0, replay.span - replay.busy())
-
-    def changed(number: int, node: Node) -> float:
+    power = _power()
+    before = after = 0.0
+    for number in graph.measured_kernels:
+        node = graph.nodes[number]
         new = change.seconds.get(number, node.own)
-        return min(node.own, MOST_POWER * new) if node.kind in CLOCK_BOUND else new
-
-    before = energy(recorded, lambda number, node: node.own)
-    return recorded.span * energy(replayed, changed) / before if before > 0 else replayed.span
+        if node.kind in CLOCK_BOUND:
+            before, after = before + node.own, after + min(node.own, power.most * new)
+        else:
+            before, after = before + power.memory_bound * node.own, after + power.memory_bound * new
+    return recorded.span * after / before if before > 0 else replayed.span

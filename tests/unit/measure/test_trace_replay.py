@@ -516,6 +516,16 @@ def test_at_equal_power_faster_arithmetic_gains_nothing_and_less_memory_traffic_
     assert at_limit(graph, "attention=0") < step_of(graph, "attention=0")
 
 
+def test_a_measured_switch_lies_between_both_times(script, tmp_path):
+    """Attention of 32.4 ms became 24.3 ms; the step of an H200 at its power limit fell from 251.5 to 250.6 ms."""
+    start = 10
+    for n, (name, took) in enumerate(((GEMM, 190_000), (POINTWISE, 29_100), (FLASH, 32_400))):
+        script.kernel(name, start, took, launch=n)
+        start += took
+    graph = script.graph(tmp_path)
+    assert step_of(graph, "attention=24.3ms") < 250_600 < at_limit(graph, "attention=24.3ms")
+
+
 # -- the command ------------------------------------------------------------------------------------------------------
 
 
