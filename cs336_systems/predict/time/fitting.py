@@ -19,8 +19,12 @@ FIRST_STEP, LAST_STEP = 0.2, 0.01
 Rates = TypeVar("Rates", MatmulRates, AttentionRates, PassRates)
 
 
+Timed = Matmul | Pass | AttentionPass
+"""Kernels that are timed one by one."""
+
+
 class Measured(NamedTuple):
-    kernel: Matmul | Pass | AttentionPass
+    kernel: Timed
     seconds: float
 
 
