@@ -34,8 +34,8 @@ def fast(seconds: float, predicted: float = 0.1, **fields):
 
 
 WRONG = {
-    "slower than predicted": (fast(0.109), Kind.SLOWER_THAN_PREDICTED, ("109.00", "100.00")),
-    "faster than predicted": (fast(0.0915), Kind.FASTER_THAN_PREDICTED, ("91.50", "100.00")),
+    "slower than predicted": (fast(0.13), Kind.SLOWER_THAN_PREDICTED, ("130.00", "100.00")),
+    "faster than predicted": (fast(0.08), Kind.FASTER_THAN_PREDICTED, ("80.00", "100.00")),
     "above the peak": ({"metrics": {"flops": (2e13,)}}, Kind.ABOVE_PEAK, ("200%",)),
     "tf32 in fp32": (gpu(tf32=True), Kind.TF32_IN_FP32, ()),
     "tf32 on a CPU": ({"device": "cpu", "precision": "tf32"}, Kind.TF32_ON_CPU, ()),
@@ -55,7 +55,7 @@ WRONG = {
     "crash": ({"status": "error: crashed (SIGSEGV)"}, Kind.FAILED, (status_text("error: crashed (SIGSEGV)"),)),
 }
 RIGHT = {
-    "near its prediction": fast(0.107),
+    "near its prediction": fast(0.106),
     "near a data sheet's prediction": fast(0.13, **H100),
     "an unknown GPU": fast(1.0, environment=dataclasses.replace(GPU, gpu="Another GPU")),
     "a step without a CUDA graph": fast(1.0, 0.1, fast="kernels,loss,optimizer"),
