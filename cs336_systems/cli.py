@@ -127,6 +127,7 @@ def fit(arguments: FitArguments) -> None:
 
     cs336 fit --gpu 24GiB
     cs336 fit --gpu 4090 --precision bf16 --attention sdpa --checkpoint_blocks 1
+    cs336 fit --gpu h200 --size 2.7B --fast on --precision bf16 --attention auto --train_tokens 300B --price 2.5/h
     cs336 fit --gpu 4090,h100,24GiB --d_model 2048 --num_layers 24 --num_heads 16 --d_ff 5504 --fast on --precision bf16
     """
     from cs336_systems.predict.fit import fit_tables
@@ -138,16 +139,19 @@ def plan(arguments: PlanArguments) -> None:
     """Predict memory and communication of parallel layouts, from one GPU to thousands, and recommend one.
 
     cs336 plan --size 2.7B --gpus 16 --gpu a100 --context_length 2048
-    cs336 plan --size 2.7B --gpus 4 --gpu 4090
+    cs336 plan --size 2.7B --gpus 8 --gpu h200 --fast on --train_tokens 300B --price 2.5/h
     cs336 plan --size xxl --gpus 1024 --gpu h100 --strategy zero3,tp8,zero3+tp8 --context_length 8192
     """
+    from cs336_systems.experiments.ranks.layout_times import missing_times, predicted_times
     from cs336_systems.experiments.ranks.layouts import PARALLEL_PLAN
     from cs336_systems.experiments.ranks.plan_cells import planned
     from cs336_systems.experiments.ranks.recommended_layout import command, recommendation
 
-    cell = planned(arguments)
-    shown = [found.render(arguments.format) for found in PARALLEL_PLAN.tables([cell])]
-    advice = "\n".join(text.en for text in (recommendation(cell), command(cell)) if text is not None)
+    cost, cell = arguments.cost(), planned(arguments)
+    tables = [*PARALLEL_PLAN.tables([cell]), *predicted_times(cell, cost)]
+    shown = [found.render(arguments.format) for found in tables]
+    said = (recommendation(cell), command(cell), missing_times(cell))
+    advice = "\n".join(text.en for text in said if text is not None)
     if arguments.format in ("terminal", "md"):
         print("\n\n".join([*shown, advice]))
     else:

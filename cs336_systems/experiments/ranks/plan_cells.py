@@ -15,6 +15,7 @@ from cs336_systems.predict.model_flags import ShapeArguments
 from cs336_systems.predict.parallel_model import Cluster, Plan, feed_forward, transformer
 from cs336_systems.predict.rank_shards import SPLIT_BY_TP, Mesh
 from cs336_systems.predict.strategy import Strategy
+from cs336_systems.predict.training_cost import CostArguments
 from cs336_systems.record import Metric
 from cs336_systems.report.cells import CellView
 from cs336_systems.report.terms import ACTIVATIONS, BACKWARD, FORWARD, GRADIENTS, PARAMETERS
@@ -26,7 +27,7 @@ COUNTED = {"transformer": transformer, "feed-forward": feed_forward}
 
 
 @dataclass(frozen=True)
-class PlanArguments(ShapeArguments):
+class PlanArguments(CostArguments, ShapeArguments):
     size: str = flag("xxl", "a size's name; any of its fields may be replaced")
     batch_size: int = flag(1, "sequences for each GPU")
     precision: str = flag("bf16", "fp32, or bf16 / fp16 for matmuls and communication", ("fp32", "bf16", "fp16"))

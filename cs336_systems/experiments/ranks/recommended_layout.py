@@ -6,6 +6,7 @@ from typing import Any
 from cs336_systems.commands import flags_named
 from cs336_systems.config import RunConfig, UserError
 from cs336_systems.experiments.ranks.layout_commands import command_of, is_trained, is_training, nearest_trained
+from cs336_systems.experiments.ranks.layout_times import rank_time
 from cs336_systems.experiments.ranks.plan_cells import (
     STRATEGIES,
     Passes,
@@ -97,7 +98,7 @@ def best_layout(cell: CellView) -> tuple[str, Text]:
 
 
 def _recommended(cell: CellView, best: str, why: Text) -> Text:
-    passes, used, usable = Passes.of(cell.variant(best)), total(cell, best), usable_bytes(cell.get("gpu_memory"))
+    used, usable = total(cell, best), usable_bytes(cell.get("gpu_memory"))
     sizes = [number(size / GIB, 1) for size in (used, usable, usable - used)]
     said = say(
         "Recommended: {}, because {}. It needs {} of {} GiB usable on each GPU ({} GiB to spare), and a step takes {}.",
@@ -105,7 +106,7 @@ def _recommended(cell: CellView, best: str, why: Text) -> Text:
         layout_name(best),
         why,
         *sizes,
-        _step(passes),
+        _step(cell, best),
     )
     return say("{}{}", "{}{}", said, _other_axes(cell, best))
 
@@ -129,14 +130,19 @@ def _other_axes(cell: CellView, best: str) -> Text:
     return said
 
 
-def _step(passes: Passes) -> Text:
-    shortest, longest = (number(s * 1e3, 0 if s >= 0.1 else 1) for s in (passes.overlapped, passes.sequential))
+def _step(cell: CellView, name: str) -> Text:
+    """The time of a step by predicted kernels, or else by matmuls at the GPU's peak rate."""
+    predicted = rank_time(cell, name)
+    times, work = predicted or Passes.of(cell.variant(name)), Text("matmuls", "矩阵乘")
+    if predicted:
+        work = Text("kernels (predicted)", "内核（预测）")
+    shortest, longest = (number(s * 1e3, 0 if s >= 0.1 else 1) for s in (times.overlapped, times.sequential))
     if shortest == longest:
         return Text(f"{shortest} ms")
     return say(
-        "{} to {} ms, with and without overlap of communication and matmuls",
-        "{} 到 {} ms（通信与矩阵乘从完全重叠到完全不重叠）",
-        *(shortest, longest),
+        "{} to {} ms, with and without overlap of communication and {}",
+        "{} 到 {} ms（通信与{}从完全重叠到完全不重叠）",
+        *(shortest, longest, work),
     )
 
 

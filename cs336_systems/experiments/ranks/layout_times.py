@@ -1,0 +1,150 @@
+"""Predicted step times of layouts in `cs336 plan`: kernels of one rank and exposed communication; days and money."""
+
+import dataclasses
+from collections.abc import Mapping, Sequence
+from typing import Any, NamedTuple
+
+from cs336_systems.config import RunConfig
+from cs336_systems.experiments.ranks.plan_cells import Passes, fitting_layouts, gpu_name, layout_name, plans, where
+from cs336_systems.predict.flops import model_flops
+from cs336_systems.predict.gpus import find_card
+from cs336_systems.predict.parallel_model import Plan
+from cs336_systems.predict.time.profile import DATA_SHEET, GpuProfile, profile_of
+from cs336_systems.predict.time.step_time import step_time
+from cs336_systems.predict.training_cost import Cost
+from cs336_systems.report.cells import CellView
+from cs336_systems.report.rows import ms, number, percent, titled
+from cs336_systems.report.terms import MFU, STEP, TOKENS_PER_SECOND
+from cs336_systems.table import Column, Table, word
+from cs336_systems.text import Text, listed, say
+
+ALONE, AMONG_RANKS = "on", "kernels,loss,optimizer"
+"""Parts of the fast step whose kernels are counted on one GPU, and on one of many: ranks have no CUDA graph."""
+
+
+class RankTime(NamedTuple):
+    """Seconds of a layout's step."""
+
+    kernels: float
+    """Of one rank, on its own sequences."""
+    overlapped: float
+    """The step with all communication beside kernels, as far as they last."""
+    sequential: float
+
+    @classmethod
+    def of(cls, kernels: float, passes: Passes) -> "RankTime":
+        """Share the kernels' time among forward and backward as the matmuls' is, and add the exposed communication."""
+        scale = kernels / sum(passes.compute)
+        pairs = zip(passes.compute, passes.communication, strict=True)
+        exposed = sum(max(0.0, communication - scale * compute) for compute, communication in pairs)
+        return cls(kernels, kernels + exposed, kernels + sum(passes.communication))
+
+
+def predicted_times(cell: CellView, cost: Cost) -> list[Table]:
+    """Return the table of layouts that fit and whose ranks run whole models on whole sequences; none without any."""
+    profile, peak = _rates(cell.config)
+    fitting = fitting_layouts(cell)
+    times = {name: time for name in fitting if (time := rank_time(cell, name)) is not None}
+    if not times or profile is None or peak is None:
+        return []
+    columns = [word(Text("layout", "布局")), Column(Text("kernels", "内核"), "ms"), Column(STEP, "ms")]
+    columns += [Column(TOKENS_PER_SECOND), Column(MFU), *cost.columns]
+    run, gpus = RunConfig.of(cell.config), cell.get("gpus")
+    rows: list[list[str | Text]] = []
+    for name, time in times.items():
+        rate = gpus * run.tokens / time.overlapped
+        step = say("{} to {}", "{} 到 {}", ms(time.overlapped), ms(time.sequential))
+        if ms(time.overlapped) == ms(time.sequential):
+            step = Text(ms(time.overlapped))
+        mfu = model_flops(run) / time.overlapped / peak
+        rows.append([layout_name(name), ms(time.kernels), step, number(rate, 0), percent(mfu), *cost.cells(rate, gpus)])
+    notes = _notes(cell, profile, [name for name in fitting if name not in times])
+    title = titled(cell.experiment, Text("predicted time of a step", "单步时间预测"), [where(cell)])
+    return [Table(title, columns, rows, [*notes, *cost.notes])]
+
+
+def rank_time(cell: CellView, name: str) -> RankTime | None:
+    """Return the time of a layout's step; None where a GPU has a part of each layer, sequence or stage, or its kernels
+    or rates are not known."""
+    (plan,) = plans({**cell.config, "strategies": [name]})
+    profile, _ = _rates(cell.config)
+    run = _rank_run(cell.config, plan)
+    found = step_time(run, profile, plan.micro_batches) if run and profile else None
+    if found is None:
+        return None
+    update = found.by_name()["adamw"]
+    saved = update * (1 - 1 / plan.shards) if plan.strategy.stage else 0.0  # a rank updates its shard alone
+    kernels = sum(seconds for _, seconds in found.kernels) + found.gaps - saved
+    return RankTime.of(max(kernels, found.host), Passes.of(cell.variant(name)))
+
+
+def _rank_run(config: Mapping[str, Any], plan: Plan) -> RunConfig | None:
+    """Return the step of one rank on a micro batch of its own sequences."""
+    run = RunConfig.of(config)
+    is_whole = plan.strategy.group == 1 and config["count"] == "transformer" and {"kernels", "loss"} <= run.fast_parts
+    if not is_whole or run.mode != "train-step" or run.precision != "bf16" or run.batch_size % plan.micro_batches:
+        return None
+    fast = ALONE if config["gpus"] == 1 else AMONG_RANKS
+    return dataclasses.replace(run, fast=fast, batch_size=run.batch_size // plan.micro_batches)
+
+
+def _rates(config: Mapping[str, Any]) -> tuple[GpuProfile | None, float | None]:
+    """Return the profile of the GPU and its peak FLOP/s."""
+    gpu = find_card(config["gpu"])
+    return (profile_of(gpu, config["precision"]), gpu.peak_flops(config["precision"])) if gpu else (None, None)
+
+
+def _notes(cell: CellView, profile: GpuProfile, others: Sequence[str]) -> list[Text]:
+    notes = [
+        Text(
+            "kernels: predicted for the fast step of one GPU on its own sequences, with AdamW of its shard",
+            "内核：按单张 GPU 在其自身序列上的快速步预测，AdamW 只更新本分片",
+        ),
+        Text(
+            "step: kernels and exposed communication, with all of it overlapped that can be, and with none; "
+            "tokens/s (of all GPUs) and what follows: overlapped",
+            "单步：内核加上未被掩盖的通信，分别为通信尽可能重叠与完全不重叠；tokens/s（全部 GPU）及其后各列按重叠计算",
+        ),
+    ]
+    if cell.get("gpus") > 1:
+        notes.append(
+            Text(
+                "a step of several ranks was not measured: read it as a lower bound",
+                "多进程训练步未经实测：请视为下界",
+            )
+        )
+    if profile.source == DATA_SHEET:
+        notes.append(
+            say(
+                "the rates of {} are from its data sheet: kernels may be off by a factor of {}",
+                "{} 的速率来自数据手册：内核时间误差可达 {} 倍",
+                *(gpu_name(cell), f"{1 + profile.spread:.3g}"),
+            )
+        )
+    if others:
+        notes.append(
+            say(
+                "not predicted: {}, whose GPUs share layers or sequences",
+                "不作预测：{}，其 GPU 共同处理同一层或同一序列",
+                listed(map(layout_name, others)),
+            )
+        )
+    return notes
+
+
+def missing_times(cell: CellView) -> Text | None:
+    """Say with which flags `cs336 plan` predicts the time of a step; None where it does, or where nothing fits."""
+    fitting = fitting_layouts(cell)
+    if not fitting or any(rank_time(cell, name) for name in fitting):
+        return None
+    wanted = {"mode": "train-step", "precision": "bf16", "attention": "auto", "count": "transformer"}
+    flags = [f"--{name} {value}" for name, value in wanted.items() if cell.get(name) != value]
+    flags += ["--fast on"] if "kernels,loss" not in str(cell.get("fast")) else []
+    if flags:
+        return say("Step time: predicted with {}.", "单步时间：加上 {} 即可预测。", " ".join(flags))
+    if _rates(cell.config)[0] is None:
+        return say("Step time: the rates of {} are not known.", "单步时间：{} 的速率未知，无法预测。", gpu_name(cell))
+    return Text(
+        "Step time: not predicted for layouts whose GPUs share layers or sequences.",
+        "单步时间：GPU 共同处理同一层或同一序列的布局不作预测。",
+    )
