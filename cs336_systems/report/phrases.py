@@ -286,7 +286,7 @@ def _largest_kind(cell: CellView) -> Text | None:
     """State the kind of kernels with the largest share of a predicted step: the first to look at."""
     if cell.prediction is None:
         return None
-    kind = KERNEL_KINDS[cell.prediction.time.largest_kind]
+    kind = KERNEL_KINDS[next(iter(cell.prediction.time.by_kind()))]
     return say("{} are the largest part of its predicted time", "其预测时间中{}占比最大", kind)
 
 

@@ -9,6 +9,14 @@ from tests.forked_python import Interpreter, start_server
 from tests.helpers import CPU_ONLY
 
 
+@pytest.fixture(autouse=True, scope="session")
+def shipped_profiles_only(tmp_path_factory) -> Iterator[None]:
+    """Let predictions be those of the profiles in the package, not of one that this machine was calibrated to."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("XDG_CACHE_HOME", str(tmp_path_factory.mktemp("cache")))
+        yield
+
+
 @pytest.fixture
 def elsewhere(tmp_path, monkeypatch):
     """An empty working directory, on a machine without a GPU."""

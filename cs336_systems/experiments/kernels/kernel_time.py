@@ -16,9 +16,11 @@ from cs336_systems.experiments.spec import (
     step_memory,
 )
 from cs336_systems.measure.readers.kernel_classes import (
+    ATTENTION,
     ELEMENTWISE,
     KINDS,
     MATMUL,
+    OTHER,
     OUTPUT,
     REDUCTION,
     SCORES,
@@ -55,6 +57,7 @@ from cs336_systems.report.rows import (
     rows_table,
     setting,
     shortened,
+    signed,
     title_of,
     titled,
     varying,
@@ -156,7 +159,7 @@ def kind_seconds(cell: CellView, phases: Sequence[str]) -> dict[str, float]:
 def kernel_tables(cells: Cells) -> list[Table]:
     """Kernels by kind, and by name; of several cells only the kernel that takes most."""
     ok = [cell for cell in cells if cell.ok]
-    tables = [_by_kind(cells)]
+    tables = [_by_kind(cells), *_against_prediction(ok)]
     tables += [_shares_by_mode(ok)] if len({cell.get("mode") for cell in ok}) > 1 else []
     if len(ok) == 1:
         tables += [_by_name(ok[0], phase) for phase in phases_of(ok[0])]
@@ -185,6 +188,32 @@ def _by_kind(cells: Cells) -> Table:
 
     what = Text("time by kind of kernel", "各类内核的时间")
     return rows_table(what, cells, columns, rows, notes=_kind_notes(cells, on_gpu))
+
+
+def _against_prediction(cells: Cells) -> list[Table]:
+    """Measured and predicted kernel time of fast steps by kind, and the kind that makes most of the difference."""
+    predicted = [(cell, cell.prediction.time) for cell in cells if cell.prediction and phases_of(cell)]
+    if not predicted:
+        return []
+    times = {id(cell): time.by_kind() for cell, time in predicted}
+    columns = [word(Text("kernels", "内核")), Column(terms.MEASURED, "ms"), Column(terms.PREDICTED, "ms")]
+    columns += [Column(terms.ERROR), word(Text("largest difference", "差异最大"))]
+
+    def rows(cell: CellView) -> Iterable[list[str | Text]]:
+        measured, expected = kind_seconds(cell, phases_of(cell)), times[id(cell)]
+        pairs = {kind: (measured.pop(kind), expected.get(kind, 0.0)) for kind in (MATMUL, ATTENTION)}
+        pairs[OTHER] = (sum(measured.values()), sum(expected.values()) - sum(own for _, own in pairs.values()))
+        furthest = max(pairs, key=lambda kind: abs(pairs[kind][0] - pairs[kind][1]))
+        for kind, (found, own) in pairs.items():
+            error = signed(own / found - 1 if found else None, 1)
+            yield [KIND_NAMES[kind], ms(found), ms(own), error, Text("yes", "是") if kind == furthest else ""]
+
+    what = Text("kernel time of fast steps, measured and predicted", "快速步的内核时间，实测与预测")
+    note = Text(
+        "one step under the profiler, whose kernels may run at another clock than those of a step in training",
+        "带分析器的一步，其内核的时钟频率可能与训练时不同",
+    )
+    return [rows_table(what, [cell for cell, _ in predicted], columns, rows, notes=[note])]
 
 
 def _kind_notes(cells: Cells, on_gpu: bool) -> list[Text]:

@@ -13,7 +13,9 @@ from cs336_systems.text import Text, listed, say
 
 SETTINGS = {"mode": "train-step", "precision": "bf16", "attention": "auto", "fast": "on"}
 """Settings of the steps that are shown with a predicted time."""
-RECORDED = frozenset({"micro_batches", "warmup_ms", "rep_ms", "way"}) | {f.name for f in dataclasses.fields(RunConfig)}
+RECORDED = frozenset({"micro_batches", "warmup_ms", "rep_ms", "way", "profiler"}) | {
+    f.name for f in dataclasses.fields(RunConfig)
+}
 """Fields of recorded configurations that are understood; others may change what a step does."""
 MOST_LOGITS = 1_000 * CHUNK_BYTES
 """Elements of the logits of a micro batch up to which a step is predicted: its loss is listed chunk by chunk."""
@@ -42,11 +44,10 @@ class Predicted(NamedTuple):
 def predicted_on(config: RunConfig, gpu: GPU | None, micro_batches: int = 1) -> Predicted | None:
     """Return the time of a fast step; None where its kernels or the GPU's rates are not known, and without a CUDA
     graph, where the host's speed decides as much as the GPU's."""
-    profile = profile_of(gpu, config.precision) if gpu else None
-    peak = gpu.peak_flops(config.precision) if gpu else None
-    if profile is None or peak is None or "graph" not in config.fast_parts:
+    if gpu is None or "graph" not in config.fast_parts or config.tokens * config.model.vocab_size > MOST_LOGITS:
         return None
-    if config.tokens * config.model.vocab_size > MOST_LOGITS:
+    profile, peak = profile_of(gpu, config.precision), gpu.peak_flops(config.precision)
+    if profile is None or peak is None:
         return None
     time = step_time(config, profile, micro_batches)
     return Predicted(time, profile, peak) if time else None

@@ -61,13 +61,12 @@ class StepTime:
         flops = causal_model_flops(self.config) if causal else model_flops(self.config)
         return flops * self.micro_batches / self.seconds / peak
 
-    @property
-    def largest_kind(self) -> str:
-        """The kind of kernels that takes longest."""
+    def by_kind(self) -> dict[str, float]:
+        """Return seconds by the kind of kernel, the largest first."""
         found: dict[str, float] = {}
         for kernel, seconds in self.kernels:
             found[kind_of(kernel)] = found.get(kind_of(kernel), 0.0) + seconds
-        return max(found, key=lambda kind: found[kind])
+        return dict(sorted(found.items(), key=lambda item: -item[1]))
 
     def by_name(self) -> dict[str, float]:
         """Return seconds by the name of the kernel, the largest first."""

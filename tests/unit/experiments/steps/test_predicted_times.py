@@ -64,3 +64,31 @@ def test_the_largest_error_is_named_with_both_times():
     assert "Matmuls are the largest part" in said.en
     assert predictions_hold(cells).en == "predicted times of 2 fast steps are off by 5.0% at most"
     assert worst_step_time(group(cell())) is predictions_hold(group(cell())) is None
+
+
+def test_the_kind_of_kernels_that_makes_the_difference_is_named():
+    config = RunConfig(model=model_config("small"), device="cuda", **FAST)
+    kinds = predicted_on(config, find_card("h200")).time.by_kind()
+    rest = sum(kinds.values()) - kinds["matmul"] - kinds["attention"]
+    half = (
+        "matmul",
+        10.0,
+        kinds["matmul"] / 2,
+        "attention",
+        1.0,
+        kinds["attention"] + 2e-3,
+        "elementwise",
+        5.0,
+        rest / 2,
+    )
+    tabled = {
+        "kind_table: forward": half,
+        "kind_table: backward": ("matmul", 10.0, kinds["matmul"] / 2, "optimizer", 5.0, rest / 2),
+    }
+    found = tables(cell("kernels", **FAST, metrics=tabled), cell("kernels", metrics=tabled))
+    (table,) = [table for table in found if "measured and predicted" in table.title.en]
+    assert column(table, "kernels") == ["matmul", "attention", "other"]
+    assert column(table, "largest difference") == ["", "yes", ""]
+    errors = [float(text.rstrip("%")) for text in column(table, "error")]
+    expected = 100 * (kinds["attention"] / (kinds["attention"] + 2e-3) - 1)
+    assert errors == [pytest.approx(0, abs=0.1), pytest.approx(expected, abs=0.1), pytest.approx(0, abs=0.1)]
