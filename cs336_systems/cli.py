@@ -427,6 +427,27 @@ def tune(arguments: TuneArguments) -> None:
 
 
 @dataclass(frozen=True)
+class CalibrateArguments:
+    output: str | None = flag(None, "records file; cells it already holds are not run again (default: under runs/)")
+    force: bool = flag(False, "run cells again that the file already holds")
+    format: str = flag("terminal", "table format", FORMATS)
+
+
+def calibrate(arguments: CalibrateArguments) -> None:
+    """Time the kernels of training steps on this GPU, and keep their rates: predictions of a step's time use them.
+
+    cs336 calibrate
+    cs336 calibrate --output runs/calibrate/records.jsonl
+    """
+    from cs336_systems import record
+    from cs336_systems.experiments.kernels.calibration import calibrate as measure
+    from cs336_systems.experiments.session import new_run_file
+
+    path = record.records_file(arguments.output) if arguments.output else new_run_file("calibrate")
+    print(measure(path, force=arguments.force).render(arguments.format))
+
+
+@dataclass(frozen=True)
 class DoctorArguments:
     ranks: bool = flag(False, "check the ranks that torchrun has started; without torchrun, start some here")
     local_ranks: int | None = flag(None, "ranks to start without torchrun (default: one for each GPU, at least 2)")
@@ -549,6 +570,7 @@ COMMANDS = {
     "table": Command("records as terminal, Markdown, CSV, LaTeX or Typst tables", TableArguments, table),
     "report": Command("records as a page, Markdown, CSV, LaTeX, Typst; English or Chinese", ReportArguments, report),
     "compare": Command("two files of records: what is faster or slower, beyond noise", CompareArguments, compare),
+    "calibrate": Command("this GPU's rates, for predictions of time; resumes", CalibrateArguments, calibrate),
     "tune": Command("tile choices of the attention kernels for this GPU", TuneArguments, tune),
     "doctor": Command("what this machine has, what is missing, how to fix it", DoctorArguments, doctor),
     "completion": Command("shell completion", CompletionArguments, completion),

@@ -350,6 +350,5 @@ def as_on_cuda() -> Iterator[None]:
         patch(F, "rms_norm", _rms_norm_on_cuda)  # not on autocast's list: low-precision input stays as it is
         patch(F, "scaled_dot_product_attention", _cast_under_autocast(_sdpa_on_cuda, None))
         patch(pointwise, "_triton", lambda tensor: pointwise_triton)  # launches nothing for fake tensors
-        patch(fused, "_wide_product", lambda a, b: a.new_empty((a.shape[0], b.shape[1]), dtype=torch.float32))
-        patch(fused, "_add_wide_product_", lambda total, a, b: total)
+        patch(fused, "_wide_matmul", lambda a, b, out, *, adds: None)
         yield

@@ -23,8 +23,8 @@ from cs336_systems.predict.memory_model import (
 from cs336_systems.predict.planned_nodes import PlannedNodes
 from cs336_systems.predict.simulated_memory import Block, Memory, Node, Repetitions, Snapshot, Tape
 
-CHUNK_BYTES = 512 << 20
-"""Equal to the constant of kernels/fused/nodes.py; a test compares them."""
+CHUNK_BYTES, LOGIT_ALIGNMENT = 512 << 20, 64
+"""Equal to the constants of kernels/fused/nodes.py; a test compares them."""
 LOGITS = "logits and loss"
 
 
@@ -235,12 +235,12 @@ class FastStep(PlannedNodes):
             tape.append(Node(self._hidden_cast_backward, ()))
             x = self.stream()
         matrix = self.joined(self.table)
-        vocabulary, chunks = self.config.model.vocab_size, loss_chunks(self.config)
+        row, chunks = logit_row(self.config), loss_chunks(self.config)
         grad_x = self.stream()
         grad_weight: Block | None = None
         size = -(-self.rows // chunks)
         for start in range(0, self.rows, size):
-            logits = self.new(min(size, self.rows - start) * vocabulary, label=LOGITS)
+            logits = self.new(min(size, self.rows - start) * row, label=LOGITS)
             self.new(size, 4)
             wide = chunks > 1 and self.low
             if grad_weight is None:
@@ -270,6 +270,11 @@ def loss_chunks(config: RunConfig) -> int:
     return max(1, -(-config.tokens * config.model.vocab_size * Tensors(config).s // CHUNK_BYTES))
 
 
+def logit_row(config: RunConfig) -> int:
+    """Return the elements of a row of the fused loss's logits in memory."""
+    return -(-config.model.vocab_size // LOGIT_ALIGNMENT) * LOGIT_ALIGNMENT
+
+
 def fast_breakdown(config: RunConfig, plan: Plan | None = None) -> Breakdown:
     """Return the parts of the fast step's memory in full; activations are those that the plan keeps."""
     step, tape = FastStep(config), Tape()
@@ -289,7 +294,7 @@ def fast_breakdown(config: RunConfig, plan: Plan | None = None) -> Breakdown:
     logits = t.logits(t.s) + (t.logits(4) if with_gradients else 0)
     if "loss" in step.parts:
         chunks = loss_chunks(config)
-        logits = t.logits(t.s) // chunks + t.embedding(4 if chunks > 1 else t.s)
+        logits = config.tokens * logit_row(config) * t.s // chunks + t.embedding(4 if chunks > 1 else t.s)
     if packed:
         gradients = before.live[GRADIENTS]
     del held

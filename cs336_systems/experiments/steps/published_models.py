@@ -131,7 +131,11 @@ def _tables(cells: Cells) -> list[Table]:
         found = [entry.text(cell) for entry in columns] if cell.ok else [cell.verdict, *[""] * (len(columns) - 1)]
         rows.append([*names, *found])
     shown = ["size", "optimizer_state", "batch_size", "precision", "fast", "memory_budget"]
-    keys = [word(Text("model", "模型")), word(Text("optimizer", "优化器")), word(Text("micro batches", "micro batch 数"))]
+    keys = [
+        word(Text("model", "模型")),
+        word(Text("optimizer", "优化器")),
+        word(Text("micro batches", "micro batch 数")),
+    ]
     title = title_of(cells[0].experiment, Text("training published models", "训练公开模型"), cells, shown)
     return [Table(title, [*keys, *(entry.column for entry in columns)], rows, [*NOTES, *remarks_on(cells, shown)])]
 

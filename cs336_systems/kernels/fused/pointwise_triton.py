@@ -285,10 +285,10 @@ def _swiglu_backward(grad, gate_up, out, width, BLOCK: tl.constexpr):
 
 
 @triton.jit
-def _cross_entropy(logits, targets, losses, weight, vocabulary, ignored, BLOCK: tl.constexpr):
+def _cross_entropy(logits, targets, losses, weight, vocabulary, stride, ignored, BLOCK: tl.constexpr):
     """The loss of one row; its logits become the gradient of `weight` times that loss."""
     i_row = tl.program_id(0).to(tl.int64)
-    logits += i_row * vocabulary
+    logits += i_row * stride
     target = tl.load(targets + i_row)
     b_max = tl.full((BLOCK,), float("-inf"), tl.float32)  # running maximum and sum of every lane
     b_sum = tl.zeros((BLOCK,), tl.float32)
@@ -499,7 +499,7 @@ def cross_entropy(logits: Tensor, targets: Tensor, losses: Tensor, weight: Tenso
     rows, vocabulary = logits.shape
     block = min(LOGITS, triton.next_power_of_2(vocabulary))
     _launch(
-        _cross_entropy, (rows,), logits, targets, losses, weight, vocabulary, ignored,
+        _cross_entropy, (rows,), logits, targets, losses, weight, vocabulary, logits.stride(0), ignored,
         BLOCK=block, num_warps=_warps(block),
     )  # fmt: skip
 

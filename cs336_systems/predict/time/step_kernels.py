@@ -1,8 +1,7 @@
 """The kernels of a fast training step, listed from its configuration: matmuls with their shapes, passes over memory
-with their bytes, and attention. No torch.
+with their bytes, attention, and small kernels by their number. No torch.
 
-A test runs the step and compares every matmul and every pass with this list. Kernels whose time does not depend on the
-model's size, such as sums of a few numbers, are left out.
+A test runs the step and compares every matmul and every pass with this list.
 """
 
 from collections.abc import Iterator
@@ -10,8 +9,14 @@ from typing import NamedTuple
 
 from cs336_systems.config import RunConfig
 
-CHUNK_BYTES = 512 << 20
-"""Equal to the constant of kernels/fused/nodes.py; a test compares them."""
+CHUNK_BYTES, MATMUL_MULTIPLE = 512 << 20, 8
+"""Equal to the constants of kernels/fused/nodes.py; a test compares them."""
+FORWARD, INPUT, WEIGHT = "forward", "input", "weight"
+"""Layouts of a matmul: x @ W^T, the gradient of its input (grad @ W) and of its weight (grad^T @ x)."""
+ROTARY_ELEMENTS = 4096
+"""Equal to the constant of kernels/fused/pointwise_triton.py; a test compares them."""
+SORTED_ROWS = 3072
+"""Tokens from which torch's gradient of an embedding sorts them, in about 28 small kernels."""
 
 
 class Matmul(NamedTuple):
@@ -21,11 +26,12 @@ class Matmul(NamedTuple):
     rows: int
     columns: int
     depth: int
-    count: int = 1
+    layout: str
+    times: int = 1
     adds: bool = False
     """The result is added to what is in memory."""
     is_wide: bool = False
-    """The result is fp32."""
+    """The result is fp32 where the operands are not."""
 
     @property
     def flops(self) -> int:
@@ -38,7 +44,7 @@ class Pass(NamedTuple):
     name: str
     bytes: int
     """Read and written."""
-    count: int = 1
+    times: int = 1
 
 
 class AttentionPass(NamedTuple):
@@ -49,60 +55,71 @@ class AttentionPass(NamedTuple):
     kv_heads: int
     length: int
     head_dim: int
-    count: int = 1
+    times: int = 1
 
     @property
     def flops(self) -> int:
-        """Of visible pairs: two matmuls forward, five backward."""
+        """FLOPs of visible pairs: two matmuls forward, five backward."""
         pairs = self.batch * self.heads * self.length * (self.length + 1) // 2
         return (10 if self.name == "backward" else 4) * pairs * self.head_dim
 
 
-Kernel = Matmul | Pass | AttentionPass
+class Small(NamedTuple):
+    """Kernels whose time does not depend on the model's size."""
+
+    name: str
+    times: int
+
+
+Kernel = Matmul | Pass | AttentionPass | Small
 
 
 def gradient_kernels(config: RunConfig, *, adds: bool = False) -> list[Kernel]:
     """Return the kernels of one micro batch, forward and backward. `adds`: gradients of earlier ones are there."""
-    return [*_forward(config), *_loss(config, adds), *_backward(config, adds)]
+    return [*forward_kernels(config), *_loss(config, adds), *_backward(config, adds)]
 
 
-def _forward(config: RunConfig) -> Iterator[Kernel]:
+def forward_kernels(config: RunConfig) -> Iterator[Kernel]:
+    """Return the kernels up to the last norm; those of blocks run once a layer, or twice."""
     model, rows, s = config.model, config.tokens, _width(config)
     d, f, q, qk, qkv, layers = model.d_model, model.d_ff, model.q_width, *_head_widths(config), model.num_layers
     stream = rows * d * s
     yield Pass("embedding", 2 * stream)
     yield Pass("add_norm", 2 * stream)  # the first has nothing to add
     yield Pass("add_norm", 4 * stream, 2 * layers)
-    yield Matmul("qkv", rows, qkv, d, layers)
-    yield Pass("norm_rotate" if model.qk_norm else "rotate", 2 * rows * qk * s, layers)
+    yield Matmul("qkv", rows, qkv, d, FORWARD, layers)
+    yield Pass("norm_rotate" if model.qk_norm else "rotate", _rotated(config, qk), layers)
     yield _attention("forward", config)
-    yield Matmul("out", rows, d, q, layers)
-    yield Matmul("gate and up", rows, 2 * f, d, layers)
+    yield Matmul("out", rows, d, q, FORWARD, layers)
+    yield Matmul("gate and up", rows, 2 * f, d, FORWARD, layers)
     yield Pass("swiglu", 3 * rows * f * s, layers)
-    yield Matmul("down", rows, d, f, layers)
+    yield Matmul("down", rows, d, f, FORWARD, layers)
 
 
 def _loss(config: RunConfig, adds: bool) -> Iterator[Kernel]:
     """Logits and their gradients in chunks; then the gradients' factor."""
     model, rows, s = config.model, config.tokens, _width(config)
-    vocab, d = model.vocab_size, model.d_model
-    chunks = max(1, -(-rows * vocab * s // CHUNK_BYTES))
+    vocabulary, d = model.vocab_size, model.d_model
+    chunks = max(1, -(-rows * vocabulary * s // CHUNK_BYTES))
     size = -(-rows // chunks)
-    for part in (size, rows % size):
-        count = rows // size if part == size else 1
-        if not part or not count:
-            continue
-        yield Matmul("logits", part, vocab, d, count)
-        yield Pass("cross_entropy", 2 * part * vocab * s, count)
-        yield Matmul("logits, gradient of the input", part, d, vocab, count)
     wide = chunks > 1 and s == 2
+    even = vocabulary // MATMUL_MULTIPLE * MATMUL_MULTIPLE
+    parts = [part for part in (even, vocabulary - even) if part]
+    yield Small("sums and counts of the loss", 6)
     for number in range(-(-rows // size)):
-        part = min(size, rows - number * size)
-        yield Matmul("logits, gradient of the weight", vocab, d, part, adds=number > 0, is_wide=wide)
+        own = min(size, rows - number * size)
+        for columns in parts:
+            yield Matmul("logits", own, columns, d, FORWARD)
+        yield Pass("cross_entropy", 2 * own * vocabulary * s)
+        for index, columns in enumerate(parts):
+            yield Matmul("logits, gradient of the input", own, d, columns, INPUT, adds=index > 0)
+            yield Matmul("logits, gradient of the weight", columns, d, own, WEIGHT, adds=number > 0, is_wide=wide)
+        yield Small("sum of losses", 2)
     width = 4 if wide else s
     yield Pass("scale", 2 * rows * d * s)
-    yield Pass("scale", 2 * vocab * d * width)
-    yield Pass("deposit", vocab * d * (width + (2 if adds or model.tied_embeddings else 1) * s))
+    yield Pass("scale" if width == s else "scale_wide", 2 * vocabulary * d * width)
+    yield Pass("deposit", vocabulary * d * (width + (2 if adds or model.tied_embeddings else 1) * s))
+    yield Small("factor of the loss", 2)
 
 
 def _backward(config: RunConfig, adds: bool) -> Iterator[Kernel]:
@@ -112,22 +129,30 @@ def _backward(config: RunConfig, adds: bool) -> Iterator[Kernel]:
 
     def both(name: str, columns: int, depth: int) -> Iterator[Kernel]:
         """Gradients of the input and of the weight of (rows, depth) x (depth, columns)."""
-        yield Matmul(f"{name}, gradient of the input", rows, depth, columns, layers)
-        yield Matmul(f"{name}, gradient of the weight", columns, depth, rows, layers, adds=adds)
+        yield Matmul(f"{name}, gradient of the input", rows, depth, columns, INPUT, layers)
+        yield Matmul(f"{name}, gradient of the weight", columns, depth, rows, WEIGHT, layers, adds=adds)
 
     yield Pass("add_norm_backward", 3 * stream)  # of the last norm, whose output is not needed again
     yield from both("down", d, f)
     yield Pass("swiglu_backward", 6 * rows * f * s, layers)
     yield from both("gate and up", 2 * f, d)
     yield Pass("add_norm_backward", 5 * stream, 2 * layers)
+    yield Small("gradients of norms", 2 * (2 * layers + 1) + (4 * layers if model.qk_norm else 0))
     yield from both("out", d, q)
     yield _attention("backward", config)
     name, more = ("norm_rotate_backward", rows * qk * s) if model.qk_norm else ("rotate_backward", 0)
-    yield Pass(name, 2 * rows * qkv * s + more, layers)
+    yield Pass(name, _rotated(config, qkv) + more, layers)
     yield from both("qkv", qkv, d)
     if model.qkv_bias:
         yield Pass("sum of biases' gradients", rows * qkv * s, layers)
-    yield Pass("embedding_backward", 2 * stream)
+    table = model.vocab_size * d * s
+    yield Pass("fill", table)
+    if rows > SORTED_ROWS:
+        yield Pass("embedding_backward", 2 * stream)
+        yield Small("sort of tokens", 28)
+    else:
+        yield Pass("embedding_backward_unsorted", 2 * stream)
+    yield Pass("deposit", (3 if adds or model.tied_embeddings else 2) * table)
 
 
 def update_kernels(config: RunConfig) -> list[Kernel]:
@@ -136,7 +161,10 @@ def update_kernels(config: RunConfig) -> list[Kernel]:
     matrices = model.parameters - model.vector_parameters
     state = 2 * (2 if config.optimizer_state == "bf16" else 4)
     low_bits = 2 if s == 2 and config.optimizer_state == "fp32" else 0
-    found: list[Kernel] = [Pass("adamw", matrices * (s + 2 * (s + low_bits + state)))]
+    found: list[Kernel] = [
+        Pass("adamw", matrices * (s + 2 * (s + low_bits + state))),
+        Small("factors of the update", 20),
+    ]
     if config.max_grad_norm:
         found.insert(0, Pass("norm of gradients", matrices * s))
     return found
@@ -151,6 +179,21 @@ def _head_widths(config: RunConfig) -> tuple[int, int]:
     """Columns of q and k, and of q, k and v."""
     model = config.model
     return model.q_width + model.kv_width, model.q_width + 2 * model.kv_width
+
+
+def _rotated(config: RunConfig, width: int) -> int:
+    """Bytes of rotating q and k and of moving `width` columns in all, with those that are computed for nothing: the
+    programs work on powers of 2, of pairs as of heads."""
+    model, s = config.model, _width(config)
+    pairs = _power_of_2(model.head_dim // 2)
+    heads = min(ROTARY_ELEMENTS // (2 * pairs), _power_of_2(model.num_heads))
+    used = width * config.tokens * s * 2
+    padded = sum(-(-own // heads) * heads for own in (model.num_heads, model.kv_heads)) * 2 * pairs
+    return used * padded // (model.q_width + model.kv_width)
+
+
+def _power_of_2(number: int) -> int:
+    return 1 << (number - 1).bit_length()
 
 
 def _attention(name: str, config: RunConfig) -> AttentionPass:

@@ -115,6 +115,7 @@ def test_breakdown_of_the_fast_step():
 
 def test_constants_are_those_of_the_kernels():
     assert fast_memory.CHUNK_BYTES == nodes.CHUNK_BYTES
+    assert fast_memory.LOGIT_ALIGNMENT == nodes.LOGIT_ALIGNMENT
     assert fast_nodes.PACK_ALIGNMENT == packed_adamw.ALIGNED
     source = (PACKAGE / "kernels/fused/pointwise_triton.py").read_text()  # importing it needs Triton
     for name in ("NORM_PROGRAMS", "MANY_ROWS"):

@@ -64,12 +64,12 @@ def test_every_matmul_and_pass_of_a_step_is_listed(name, micro_batches, passes):
     matmuls = Counter()
     for kernel in listed:
         if isinstance(kernel, Matmul):
-            matmuls[kernel.rows, kernel.columns, kernel.depth] += kernel.count
+            matmuls[kernel.rows, kernel.columns, kernel.depth] += kernel.times
     assert matmuls == seen.found
     counts = Counter()
     for kernel in (*listed, *update_kernels(run)):
         if isinstance(kernel, Pass) and kernel.name in passes:
-            counts[kernel.name] += kernel.count
+            counts[kernel.name] += kernel.times
     updates = passes.pop("adamw")
     assert (counts.pop("adamw"), updates) == (1, 1)
     assert counts == passes
@@ -85,7 +85,7 @@ def test_the_loss_in_chunks(monkeypatch):
     listed = Counter()
     for kernel in gradient_kernels(run):
         if isinstance(kernel, Matmul):
-            listed[kernel.rows, kernel.columns, kernel.depth] += kernel.count
+            listed[kernel.rows, kernel.columns, kernel.depth] += kernel.times
     assert listed == seen.found
 
 
@@ -94,19 +94,19 @@ def test_flops_are_those_of_the_model(name):
     """The list has the half of attention's scores that a causal mask shows, and recomputes them in backward."""
     run = run_of(FAMILIES[name])
     length = run.model.context_length
-    found = sum(kernel.flops * kernel.count for kernel in gradient_kernels(run) if isinstance(kernel, Matmul))
+    found = sum(kernel.flops * kernel.times for kernel in gradient_kernels(run) if isinstance(kernel, Matmul))
     attention = [kernel for kernel in gradient_kernels(run) if isinstance(kernel, AttentionPass)]
-    forward = next(kernel.flops * kernel.count for kernel in attention if kernel.name == "forward")
+    forward = next(kernel.flops * kernel.times for kernel in attention if kernel.name == "forward")
     assert found + 3 * forward * 2 * length // (length + 1) == model_flops(run)
-    assert sum(kernel.flops * kernel.count for kernel in attention) == forward * 7 // 2
+    assert sum(kernel.flops * kernel.times for kernel in attention) == forward * 7 // 2
 
 
 def test_bf16_halves_the_bytes_of_passes():
     wide, narrow = (
-        sum(kernel.bytes * kernel.count for kernel in gradient_kernels(run) if isinstance(kernel, Pass))
+        sum(kernel.bytes * kernel.times for kernel in gradient_kernels(run) if isinstance(kernel, Pass))
         for run in (run_of(FAMILIES["qwen3"], precision=precision) for precision in ("fp32", "bf16"))
     )
     assert wide == 2 * narrow
-    assert step_kernels.CHUNK_BYTES == nodes.CHUNK_BYTES
+    assert (step_kernels.CHUNK_BYTES, step_kernels.MATMUL_MULTIPLE) == (nodes.CHUNK_BYTES, nodes.MATMUL_MULTIPLE)
     kept = dataclasses.replace(run_of(FAMILIES["qwen3"], precision="bf16"), max_grad_norm=1.0)
-    assert [kernel.name for kernel in update_kernels(kept)] == ["norm of gradients", "adamw"]
+    assert [kernel.name for kernel in update_kernels(kept)] == ["norm of gradients", "adamw", "factors of the update"]

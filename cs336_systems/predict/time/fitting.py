@@ -1,0 +1,105 @@
+"""A GPU's profile from measured kernels: the rates with which `kernel_time` comes closest to them. No torch."""
+
+import dataclasses
+import math
+import statistics
+from collections import defaultdict
+from collections.abc import Callable, Iterable, Sequence
+from typing import NamedTuple, TypeVar
+
+from cs336_systems.predict.time.kernel_time import attention_seconds, matmul_seconds, rates_name
+from cs336_systems.predict.time.profile import AttentionRates, GpuProfile, MatmulRates, PassRates
+from cs336_systems.predict.time.step_kernels import AttentionPass, Matmul, Pass
+
+LARGEST_ERROR = 0.3
+"""A kernel that is further off than this counts no more: it ran something else."""
+FIRST_STEP, LAST_STEP = 0.2, 0.01
+"""Relative changes of a rate that the search tries, from the largest to the smallest."""
+
+Rates = TypeVar("Rates", MatmulRates, AttentionRates, PassRates)
+
+
+Timed = Matmul | Pass | AttentionPass
+"""Kernels that are timed one by one."""
+
+
+class Measured(NamedTuple):
+    kernel: Timed
+    seconds: float
+
+
+def fit_matmuls(found: Sequence[Measured], profile: GpuProfile) -> MatmulRates:
+    """Return the rates of matmuls; `profile` has the peak and the number of SMs, and rates to begin with."""
+    own = [(one.kernel, one.seconds) for one in found if isinstance(one.kernel, Matmul)]
+
+    def error(rates: MatmulRates) -> float:
+        changed = dataclasses.replace(profile, matmul=rates)
+        return _mean_error(
+            (matmul_seconds(k.rows, k.columns, k.depth, k.adds, k.is_wide, changed), seconds) for k, seconds in own
+        )
+
+    return _search(profile.matmul, error)
+
+
+def fit_passes(found: Iterable[Measured]) -> dict[str, PassRates]:
+    """Return the rates of each pass by name, and under "other" the medians of all."""
+    by_name: dict[str, list[tuple[int, float]]] = defaultdict(list)
+    for kernel, seconds in found:
+        if isinstance(kernel, Pass):
+            by_name[kernel.name].append((kernel.bytes, seconds))
+    rates = {name: _fit_pass(own) for name, own in by_name.items()}
+    every = list(rates.values())
+    middle = [statistics.median(getattr(own, field) for own in every) for field in ("bandwidth", "fixed")]
+    return {**rates, "other": PassRates(*middle)}
+
+
+def _fit_pass(points: list[tuple[int, float]]) -> PassRates:
+    def error(rates: PassRates) -> float:
+        return _mean_error((rates.fixed + size / rates.bandwidth, seconds) for size, seconds in points)
+
+    usual = statistics.median(size / seconds for size, seconds in points)
+    return _search(PassRates(usual, min(seconds for _, seconds in points) / 2), error)
+
+
+def fit_attention(found: Iterable[Measured], sms: int) -> dict[str, AttentionRates]:
+    """Return the rates of each pass and head dim, of grouped heads apart."""
+    by_name: dict[str, list[tuple[AttentionPass, float]]] = defaultdict(list)
+    for kernel, seconds in found:
+        if isinstance(kernel, AttentionPass):
+            by_name[rates_name(kernel)].append((kernel, seconds))
+
+    def fitted(points: list[tuple[AttentionPass, float]]) -> AttentionRates:
+        def error(rates: AttentionRates) -> float:
+            return _mean_error((attention_seconds(kernel, rates, sms), seconds) for kernel, seconds in points)
+
+        begin = AttentionRates(1e-6, 4e-6, 3e-6)
+        ratio = statistics.median(seconds / attention_seconds(kernel, begin, sms) for kernel, seconds in points)
+        return _search(AttentionRates(*(ratio * rate for rate in dataclasses.astuple(begin))), error)
+
+    return {name: fitted(points) for name, points in by_name.items()}
+
+
+def _mean_error(pairs: Iterable[tuple[float, float]]) -> float:
+    """Return the mean relative error of (predicted, measured) seconds; long kernels weigh more than short ones."""
+    total = weights = 0.0
+    for predicted, measured in pairs:
+        weight = 0.3 + 0.7 * math.sqrt(min(measured, 1e-3) / 1e-3)
+        total += weight * min(abs(math.log(predicted / measured)), LARGEST_ERROR)
+        weights += weight
+    return total / weights
+
+
+def _search(rates: Rates, error: Callable[[Rates], float]) -> Rates:
+    """Change one rate at a time, up or down, as long as the error falls; then by smaller steps."""
+    best, step = error(rates), FIRST_STEP
+    while step > LAST_STEP:
+        improved = False
+        for field in dataclasses.fields(rates):
+            for factor in (math.exp(step), math.exp(-step)):
+                changed = dataclasses.replace(rates, **{field.name: getattr(rates, field.name) * factor})
+                if (found := error(changed)) < best - 1e-6:
+                    best, rates, improved = found, changed, True
+                    break
+        if not improved:
+            step /= 2
+    return rates

@@ -1,0 +1,207 @@
+"""A GPU's rates: what `kernel_time` needs to know of it. Measured by `cs336 calibrate`, or from a data sheet. No torch.
+
+Rates are those of a GPU at its highest clock; `Power` says how the clock falls when a step needs more than the GPU's
+power limit.
+"""
+
+import dataclasses
+import functools
+import json
+import os
+import warnings
+from dataclasses import dataclass
+from importlib.resources import files
+from pathlib import Path
+from typing import Any
+
+from cs336_systems.config import UserError
+from cs336_systems.files import reason_of, write_file
+from cs336_systems.predict.gpus import GIGA, GPU, TERA, card_name, find_by_driver_name
+
+MEASURED, DATA_SHEET = "measured", "data sheet"
+
+
+@dataclass(frozen=True)
+class MatmulRates:
+    """A matmul is a grid of tiles, one to an SM at a time."""
+
+    efficiency: float
+    """Share of the tensor cores' peak that a very large tile has."""
+    perimeter: float
+    """Time of loading a tile's operands: that of `perimeter` more rows and columns of the result."""
+    epilogue: float
+    """Seconds of writing a tile of 128 x 256 results in 16 bits."""
+    fixed: float
+    """Seconds of a kernel beside its tiles."""
+    more_depth: float
+    """Depth that a tile's beginning and end add to its own."""
+    wide_epilogue: float
+    """Time of writing or reading as many bytes again, relative to the epilogue."""
+    overlap: float
+    """Share of the last, incomplete round of tiles that other work hides: 0 for whole rounds, 1 for none."""
+
+
+@dataclass(frozen=True)
+class PassRates:
+    bandwidth: float
+    """Bytes a second of large passes."""
+    fixed: float
+    """Seconds of a pass over nothing."""
+
+
+@dataclass(frozen=True)
+class AttentionRates:
+    """Attention by programs of 128 queries, each over tiles of 128 keys, one program to an SM at a time."""
+
+    tile: float
+    """Seconds of a tile."""
+    program: float
+    """Seconds of a program beside its tiles."""
+    fixed: float
+    """Seconds of a call beside its programs, helper kernels included."""
+
+
+@dataclass(frozen=True)
+class Power:
+    """The clock at which a step stays within the power limit.
+
+    A step takes `static` watts and the energy of its work; a lower clock saves energy (by its `exponent`-th power) and
+    makes kernels slower: by `1 + slowdown * (1 / clock - 1)`, where the highest clock is 1.
+    """
+
+    limit: float
+    """Watts."""
+    static: float
+    per_flop: dict[str, float]
+    """Joules of a FLOP at the highest clock, by kind of kernel."""
+    per_byte: float
+    """Joules of a byte that a pass moves."""
+    exponent: float
+    slowdown: dict[str, float]
+    """By kind of kernel; 1 for a kernel whose time is all computation, 0 for one that waits for memory."""
+
+
+@dataclass(frozen=True)
+class GpuProfile:
+    gpu: str
+    source: str
+    """MEASURED or DATA_SHEET."""
+    sms: int
+    peak: float
+    """FLOP/s of the tensor cores at the highest clock."""
+    bandwidth: float
+    """Bytes a second of a large copy."""
+    matmul: MatmulRates
+    passes: dict[str, PassRates]
+    """By the name of the pass; "other" is for those that are not listed."""
+    attention: dict[str, AttentionRates]
+    """By pass and head dim, such as "forward 64"."""
+    small: float
+    """Seconds of a small kernel."""
+    gap: float
+    """Seconds between two kernels of a CUDA graph."""
+    launch: float
+    """Seconds that the host needs for one kernel without a CUDA graph."""
+    power: Power | None = None
+    about: str = ""
+    """Versions that were measured."""
+    spread: float = 0.05
+    """Half of the interval around a prediction, relative."""
+
+    def to_dict(self) -> dict[str, Any]:
+        return dataclasses.asdict(self)
+
+    @classmethod
+    def of(cls, found: dict[str, Any]) -> "GpuProfile":
+        """Return the profile in a JSON document; a document that is none is refused in one line."""
+        try:
+            parts = {
+                "matmul": MatmulRates(**found["matmul"]),
+                "passes": {name: PassRates(**rates) for name, rates in found["passes"].items()},
+                "attention": {name: AttentionRates(**rates) for name, rates in found["attention"].items()},
+                "power": Power(**found["power"]) if found.get("power") else None,
+            }
+            return cls(**{**found, **parts})
+        except (KeyError, TypeError, AttributeError) as error:
+            raise UserError(f"not a GPU profile: {error}; make one with cs336 calibrate") from error
+
+
+@functools.cache
+def shipped_profiles() -> dict[str, GpuProfile]:
+    """Return the profiles that come with the package, by card name."""
+    folder = files("cs336_systems.predict.time") / "profiles"
+    found = {}
+    for path in folder.iterdir():
+        if path.name.endswith(".json"):
+            found[path.name.removesuffix(".json")] = GpuProfile.of(json.loads(path.read_text()))
+    return found
+
+
+def profile_file(card: str) -> Path:
+    """Return the file in which `cs336 calibrate` keeps the profile of a card."""
+    cache = os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
+    return Path(cache) / "cs336_systems" / "profiles" / f"{card}.json"
+
+
+def keep_profile(profile: GpuProfile) -> Path:
+    """Write the profile of this machine's GPU where later predictions look first; return the file."""
+    known = find_by_driver_name(profile.gpu)
+    path = profile_file(known.card if known else card_name(profile.gpu))
+    path.parent.mkdir(parents=True, exist_ok=True)
+    write_file(path, (json.dumps(profile.to_dict(), indent=1) + "\n").encode())
+    return path
+
+
+def _kept_profile(card: str) -> GpuProfile | None:
+    """Return the profile that `cs336 calibrate` kept on this machine; one that cannot be read is ignored with a
+    warning."""
+    path = profile_file(card)
+    try:
+        return GpuProfile.of(json.loads(path.read_text()))
+    except FileNotFoundError:
+        return None
+    except (OSError, ValueError, RecursionError) as error:
+        warnings.warn(f"the profile in {str(path)!r} is not used: {reason_of(error)}", stacklevel=2)
+        return None
+
+
+def profile_of(gpu: GPU, precision: str = "bf16") -> GpuProfile | None:
+    """Return a card's profile: the one measured on this machine, the one that comes with the package, or one from its
+    data sheet; None where the sheet has no bandwidth or no matmul rate in this precision.
+
+    A data sheet's profile has the H200's shares of peak and bandwidth and its SMs, in proportion.
+    """
+    shipped = shipped_profiles()
+    if (kept := _kept_profile(gpu.card)) is not None:
+        return kept
+    if gpu.card in shipped:
+        return shipped[gpu.card]
+    model, peak = shipped["h200"], gpu.peak_flops(precision)
+    if peak is None or gpu.bandwidth is None:
+        return None
+    faster_math, faster_memory = peak / (H200_PEAK * TERA), gpu.bandwidth * GIGA / H200_BANDWIDTH
+    return dataclasses.replace(
+        model,
+        gpu=gpu.name,
+        source=DATA_SHEET,
+        peak=model.peak * faster_math,
+        bandwidth=model.bandwidth * faster_memory,
+        passes={name: PassRates(own.bandwidth * faster_memory, own.fixed) for name, own in model.passes.items()},
+        attention={
+            name: AttentionRates(own.tile / faster_math, own.program, own.fixed)
+            for name, own in model.attention.items()
+        },
+        power=_scaled_power(model.power, faster_math, faster_memory) if model.power else None,
+        about="",
+        spread=0.25,
+    )
+
+
+def _scaled_power(power: Power, faster_math: float, faster_memory: float) -> Power:
+    """Return the power of a GPU that draws the same share of its limit at the same share of its rates."""
+    per_flop = {kind: joules / faster_math for kind, joules in power.per_flop.items()}
+    return dataclasses.replace(power, per_flop=per_flop, per_byte=power.per_byte / faster_memory)
+
+
+H200_PEAK, H200_BANDWIDTH = 989.4, 4800 * GIGA
+"""The H200's own data sheet: dense bf16 TFLOP/s, bytes a second."""

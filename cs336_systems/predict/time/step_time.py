@@ -1,0 +1,156 @@
+"""Seconds of a training step before it runs: its kernels, at the clock that the power limit allows. No torch.
+
+What the host does while the GPU works costs nothing; without a CUDA graph the host's launches bound the step from
+below.
+"""
+
+from dataclasses import dataclass
+from typing import NamedTuple
+
+from cs336_systems.config import RunConfig
+from cs336_systems.predict.flops import causal_model_flops, model_flops
+from cs336_systems.predict.time.kernel_time import kernel_seconds, kind_of
+from cs336_systems.predict.time.profile import GpuProfile, Power
+from cs336_systems.predict.time.step_kernels import (
+    Kernel,
+    Pass,
+    Small,
+    forward_kernels,
+    gradient_kernels,
+    update_kernels,
+)
+
+LOWEST_CLOCK = 0.4
+"""Bound of the search for a clock, relative to the highest."""
+
+
+class KernelTime(NamedTuple):
+    """One kind of kernel in a step."""
+
+    kernel: Kernel
+    seconds: float
+    """All its runs in the step."""
+
+
+@dataclass(frozen=True)
+class StepTime:
+    config: RunConfig
+    seconds: float
+    low: float
+    high: float
+    """Bounds between which a measurement is expected."""
+    kernels: tuple[KernelTime, ...]
+    clock: float
+    """Mean clock over the highest."""
+    gaps: float
+    """Seconds between kernels."""
+    host: float
+    """Seconds of the host's launches, which bound a step without a CUDA graph; 0 with one."""
+    micro_batches: int
+
+    @property
+    def is_launch_bound(self) -> bool:
+        return self.host >= self.seconds
+
+    @property
+    def tokens_per_second(self) -> float:
+        return self.config.tokens * self.micro_batches / self.seconds
+
+    def mfu(self, peak: float, *, causal: bool = False) -> float:
+        """Return the share of the peak FLOP/s that the model's own work has."""
+        flops = causal_model_flops(self.config) if causal else model_flops(self.config)
+        return flops * self.micro_batches / self.seconds / peak
+
+    def by_name(self) -> dict[str, float]:
+        """Return seconds by the name of the kernel, the largest first."""
+        found: dict[str, float] = {}
+        for kernel, seconds in self.kernels:
+            found[_name(kernel)] = found.get(_name(kernel), 0.0) + seconds
+        return dict(sorted(found.items(), key=lambda item: -item[1]))
+
+
+def step_time(config: RunConfig, profile: GpuProfile, micro_batches: int = 1) -> StepTime | None:
+    """Predict a fast step in 16-bit precision; None where the kernels of the step are not known."""
+    if not predicts(config):
+        return None
+    kernels = step_kernels(config, micro_batches)
+    at_full_clock = [kernel_seconds(kernel, profile) * kernel.times for kernel in kernels]
+    count = sum(kernel.times for kernel in kernels)
+    gaps = profile.gap * count
+    clock, times = 1.0, at_full_clock
+    if profile.power is not None:
+        clock = _clock(kernels, at_full_clock, gaps, profile.power)
+        slower = {kind: _factor(profile.power, kind, clock) for kind in profile.power.slowdown}
+        times = [seconds * slower[kind_of(kernel)] for kernel, seconds in zip(kernels, at_full_clock, strict=True)]
+    host = 0.0 if "graph" in config.fast_parts else profile.launch * count
+    seconds = max(sum(times) + gaps, host)
+    found = tuple(KernelTime(kernel, time) for kernel, time in zip(kernels, times, strict=True))
+    low, high = seconds * (1 - profile.spread), seconds * (1 + profile.spread)
+    return StepTime(config, seconds, low, high, found, clock, gaps, host, micro_batches)
+
+
+def predicts(config: RunConfig) -> bool:
+    """Return True if the kernels of this step are known: a fast training step in 16-bit precision without a plan."""
+    return (
+        {"kernels", "loss", "optimizer"} <= set(config.fast_parts)
+        and config.mode == "train-step"
+        and config.precision in ("bf16", "fp16")
+        and not config.memory_budget
+        and not config.compile
+    )
+
+
+def step_kernels(config: RunConfig, micro_batches: int = 1) -> list[Kernel]:
+    """Return all kernels of a step: its micro batches, recomputation and the update."""
+    found = gradient_kernels(config)
+    if micro_batches > 1:
+        more = gradient_kernels(config, adds=True)
+        found += [kernel._replace(times=kernel.times * (micro_batches - 1)) for kernel in more]
+    if config.checkpoint_blocks:
+        found += _recomputed(config, micro_batches)
+    return [*found, *update_kernels(config)]
+
+
+def _recomputed(config: RunConfig, micro_batches: int) -> list[Kernel]:
+    """Return the kernels of forward that backward runs again: those of all blocks."""
+    blocks = [kernel for kernel in forward_kernels(config) if kernel.times >= config.model.num_layers]
+    return [kernel._replace(times=kernel.times * micro_batches) for kernel in blocks]
+
+
+def _clock(kernels: list[Kernel], seconds: list[float], gaps: float, power: Power) -> float:
+    """Return the highest clock, at most 1, at which the step's mean power is within the limit."""
+    by_kind = dict.fromkeys(power.slowdown, 0.0)
+    joules = 0.0
+    for kernel, own in zip(kernels, seconds, strict=True):
+        by_kind[kind_of(kernel)] += own
+        joules += _joules(kernel, power)
+
+    def excess(clock: float) -> float:
+        time = gaps + sum(own * _factor(power, kind, clock) for kind, own in by_kind.items())
+        return joules * clock**power.exponent - (power.limit - power.static) * time
+
+    if excess(1.0) <= 0:
+        return 1.0
+    low, high = LOWEST_CLOCK, 1.0
+    for _ in range(12):
+        middle = (low + high) / 2
+        low, high = (middle, high) if excess(middle) <= 0 else (low, middle)
+    return low
+
+
+def _joules(kernel: Kernel, power: Power) -> float:
+    """Return the energy of the kernel's work at the highest clock."""
+    if isinstance(kernel, Pass):
+        return kernel.times * kernel.bytes * power.per_byte
+    if isinstance(kernel, Small):
+        return 0.0
+    return kernel.times * kernel.flops * power.per_flop[kind_of(kernel)]
+
+
+def _factor(power: Power, kind: str, clock: float) -> float:
+    return 1 + power.slowdown[kind] * (1 / clock - 1)
+
+
+def _name(kernel: Kernel) -> str:
+    """Return the name of a kernel's row in a table: matmuls by what they compute, attention by its pass."""
+    return f"attention {kernel.name}" if kind_of(kernel) == "attention" else kernel.name
