@@ -9,8 +9,8 @@ from cs336_systems.experiments.ranks.plan_cells import Passes, fitting_layouts, 
 from cs336_systems.predict.flops import model_flops
 from cs336_systems.predict.gpus import find_card
 from cs336_systems.predict.parallel_model import Plan
-from cs336_systems.predict.time.profile import DATA_SHEET, GpuProfile, profile_of
-from cs336_systems.predict.time.step_time import step_time
+from cs336_systems.predict.time.gpu_profile import DATA_SHEET, GpuProfile, profile_of
+from cs336_systems.predict.time.time_model import step_time
 from cs336_systems.predict.training_cost import Cost
 from cs336_systems.report.cells import CellView
 from cs336_systems.report.rows import ms, number, percent, titled

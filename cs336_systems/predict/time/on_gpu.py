@@ -6,9 +6,9 @@ from typing import Any, NamedTuple
 
 from cs336_systems.config import RunConfig
 from cs336_systems.predict.gpus import GPU, find_by_driver_name
-from cs336_systems.predict.time.profile import DATA_SHEET, GpuProfile, profile_of
+from cs336_systems.predict.time.gpu_profile import DATA_SHEET, GpuProfile, profile_of
 from cs336_systems.predict.time.step_kernels import CHUNK_BYTES
-from cs336_systems.predict.time.step_time import StepTime, step_time
+from cs336_systems.predict.time.time_model import StepTime, step_time
 from cs336_systems.text import Text, listed, say
 
 SETTINGS = {"mode": "train-step", "precision": "bf16", "attention": "auto", "fast": "on"}

@@ -10,9 +10,9 @@ from cs336_systems.experiments.ranks.layout_times import RankTime, missing_times
 from cs336_systems.experiments.ranks.plan_cells import Passes, PlanArguments, planned
 from cs336_systems.experiments.ranks.recommended_layout import recommendation
 from cs336_systems.predict.gpus import find_card
+from cs336_systems.predict.time.gpu_profile import profile_of
 from cs336_systems.predict.time.on_gpu import predicted_on
-from cs336_systems.predict.time.profile import profile_of
-from cs336_systems.predict.time.step_time import step_time
+from cs336_systems.predict.time.time_model import step_time
 from cs336_systems.predict.training_cost import Cost
 
 ARGUMENTS = PlanArguments(
