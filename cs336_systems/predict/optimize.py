@@ -8,6 +8,7 @@ of the best candidate so far.
 
 import dataclasses
 import math
+import timeit
 from bisect import bisect_left
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -31,7 +32,7 @@ from cs336_systems.predict.memory_planner import (
     least_peak,
     plan_memory,
 )
-from cs336_systems.predict.time.profile import GpuProfile
+from cs336_systems.predict.time.profile import GpuProfile, profile_of
 from cs336_systems.predict.time.step_kernels import AttentionPass, Matmul
 from cs336_systems.predict.time.step_time import step_time
 from cs336_systems.predict.time.step_times import StepTimes
@@ -251,7 +252,7 @@ class Search:
         return self._seconds(bare) + bare.micro_batches * least_added_seconds(self._costs(config), freed)
 
     def _planned(self, candidate: Candidate) -> Iterator[Prediction]:
-        """Yield the plan that a run of this configuration makes, with and without a graph, if one is within the budget."""
+        """Yield the plan that a run of this configuration makes, with and without a graph; nothing if none fits."""
         config, bare = self.task.run_config(candidate), candidate._replace(budget="")
         rates = Rates.of(self.task.gpu, config.precision)
         try:
@@ -376,3 +377,26 @@ def least_added_seconds(costs: BlockCosts, freed: float) -> float:
         if less.kept <= room < more.kept
     ]
     return layers * min([*enough, *between])
+
+
+def predicted_seconds(config: RunConfig, micro_batches: int, gpu: GPU, host_memory: float = math.inf) -> float | None:
+    """Return the predicted time of a step, with the plan of its memory budget; None where it is not known."""
+    bare, profile = dataclasses.replace(config, memory_budget=""), profile_of(gpu, config.precision)
+    step = step_time(bare, profile, micro_batches) if profile is not None else None
+    if profile is None or step is None or not config.memory_budget:
+        return step.seconds if step is not None else None
+    budget, rates = budget_bytes(config.memory_budget), Rates.of(gpu, config.precision)
+    plan = plan_memory(config, budget, rates, host_memory)
+    costs = BlockCosts(bare, profile_rates(bare, profile, gpu))
+    return step.seconds + micro_batches * costs.added_seconds(plan.plan)
+
+
+def predictions_per_second(task: Task, count: int = 10_000) -> float:
+    """Return how many steps of a task are timed in a second on this machine, the first listing of kernels included."""
+    times, sizes = StepTimes(task.config, task.profile), range(1, min(task.sequences, 64) + 1)
+    choices = list(product(sizes, OPTIMIZER_STATES, (False, True), (False, True)))
+    start = timeit.default_timer()
+    for number in range(count):
+        size, state, recomputes, graph = choices[number % len(choices)]
+        times.seconds(size, 1 + number % 7, recomputes=recomputes, state=state, graph=graph)
+    return count / (timeit.default_timer() - start)
