@@ -118,7 +118,8 @@ class Task:
         """Budget of a plan, as a flag has it."""
         size = min(self.memory, usable_bytes(self.capacity))
         digits = 2 if size >= GIB else 6
-        return f"{math.floor(size / GIB * 10**digits) / 10**digits:.{digits}f}GiB"
+        parts = math.floor(size / GIB * 10**digits + 1e-6)  # 2.3 GiB are 229.99... hundredths
+        return f"{parts / 10**digits:.{digits}f}GiB"
 
     @property
     def tokens(self) -> int:
