@@ -19,7 +19,7 @@ from typing import NamedTuple
 from cs336_systems.config import OPTIMIZER_STATES, RunConfig
 from cs336_systems.predict.activation_plan import KEEP_ALL
 from cs336_systems.predict.building_memory import building_peak
-from cs336_systems.predict.fit import FAST_ERROR, usable_bytes
+from cs336_systems.predict.fit import FAST_ERROR, MODEL_ERROR, usable_bytes
 from cs336_systems.predict.gpus import GPU
 from cs336_systems.predict.memory_model import estimate
 from cs336_systems.predict.memory_planner import (
@@ -40,7 +40,7 @@ from cs336_systems.record import GIB
 
 KEEP, RECOMPUTE, PLAN = "keep", "recompute", "plan"
 """Choices for activations: all kept; recomputed in groups of blocks; a plan within a memory budget."""
-MICRO_BATCH, ACTIVATIONS, GRAPH, STATE = "micro batch", "activations", "graph", "optimizer state"
+MICRO_BATCH, ACTIVATIONS, GRAPH, STATE, LAYOUT = "micro batch", "activations", "graph", "optimizer state", "layout"
 """What candidates differ in."""
 WITHOUT_GRAPH = "kernels,loss,optimizer"
 RECOMPUTED_MATMULS = ("qkv", "out", "gate and up")
@@ -59,6 +59,8 @@ class Candidate(NamedTuple):
     graph: bool = True
     budget: str = ""
     """Memory budget of a plan, such as 130.00GiB."""
+    layout: str = ""
+    """How several GPUs share the model, such as zero1."""
 
     @property
     def activations(self) -> str:
@@ -98,7 +100,7 @@ class Task:
     gpu: GPU
     profile: GpuProfile
     sequences: int
-    """In a step."""
+    """Of a GPU in a step."""
     capacity: float
     """Bytes of the GPU."""
     memory: float = math.inf
@@ -107,11 +109,12 @@ class Task:
     """Bytes of host memory that a plan may use."""
     states: tuple[str, ...] = OPTIMIZER_STATES[:1]
     """Optimizer states that may be chosen."""
+    gpus: int = 1
 
     @property
     def limit(self) -> float:
-        """Largest predicted peak that fits without a plan, whose prediction is less certain."""
-        return min(self.memory, usable_bytes(self.capacity, FAST_ERROR))
+        """Largest predicted peak that fits. Other predictions than that of a fast step without a plan err by more."""
+        return min(self.memory, usable_bytes(self.capacity, FAST_ERROR if self.gpus == 1 else MODEL_ERROR))
 
     @property
     def budget(self) -> str:
@@ -123,7 +126,8 @@ class Task:
 
     @property
     def tokens(self) -> int:
-        return self.sequences * self.config.model.context_length
+        """Tokens of a step on all GPUs."""
+        return self.gpus * self.sequences * self.config.model.context_length
 
     def run_config(self, candidate: Candidate) -> RunConfig:
         """Return the configuration of a micro batch."""
@@ -138,7 +142,11 @@ class Task:
 
 
 class Search:
-    """Predicts all candidates of a task."""
+    """Predicts all candidates of a task on one GPU."""
+
+    layouts: tuple[str, ...] = ("",)
+    states: tuple[str, ...] = OPTIMIZER_STATES
+    graphs: tuple[bool, ...] = (True, False)
 
     def __init__(self, task: Task):
         self.task = task
@@ -156,7 +164,8 @@ class Search:
     @property
     def considered(self) -> int:
         """Number of candidates, with those that do not fit."""
-        return len(self.sizes) * len(OPTIMIZER_STATES) * (2 * (1 + len(self.groups)) + 1)
+        plans = len(self.sizes) * len(self.states)
+        return plans * ((1 + len(self.groups)) * len(self.graphs) * len(self.layouts) + 1)
 
     @cached_property
     def ranked(self) -> list[Prediction]:
@@ -166,7 +175,7 @@ class Search:
         for found in sorted(self.found, key=lambda found: found.order):
             own = found.candidate
             if own.state in self.task.states:
-                kinds.setdefault((own.micro_batch, own.activations, own.state), found)
+                kinds.setdefault((own.micro_batch, own.activations, own.state, own.layout), found)
         return [self._smallest_group(found) for found in kinds.values()]
 
     def peak(self, candidate: Candidate) -> int:
@@ -186,9 +195,16 @@ class Search:
         return min(self._least_peak(self._sized(1, state=state)) for state in self.task.states)
 
     def _sized(
-        self, size: int, *, group: int = 0, state: str = OPTIMIZER_STATES[0], graph: bool = True, budget: str = ""
+        self,
+        size: int,
+        *,
+        group: int = 0,
+        state: str = OPTIMIZER_STATES[0],
+        graph: bool = True,
+        budget: str = "",
+        layout: str = "",
     ) -> Candidate:
-        return Candidate(size, self.task.sequences // size, group, state, graph, budget)
+        return Candidate(size, self.task.sequences // size, group, state, graph, budget, layout)
 
     def _smallest_group(self, found: Prediction) -> Prediction:
         own = found.candidate
@@ -208,16 +224,16 @@ class Search:
     # -- candidates that keep or recompute ----------------------------------------------------------------------------
 
     def _without_plans(self) -> Iterator[Prediction]:
-        for state, group in product(OPTIMIZER_STATES, (0, *self.groups)):
-            for size in self.sizes[: self._fitting(group, state)]:
-                for graph in (True, False):
-                    candidate = self._sized(size, group=group, state=state, graph=graph)
+        for layout, state, group in product(self.layouts, self.states, (0, *self.groups)):
+            for size in self.sizes[: self._fitting(group, state, layout)]:
+                for graph in self.graphs:
+                    candidate = self._sized(size, group=group, state=state, graph=graph, layout=layout)
                     yield Prediction(candidate, self._seconds(candidate))
 
-    def _fitting(self, group: int, state: str) -> int:
+    def _fitting(self, group: int, state: str, layout: str = "") -> int:
         """Return how many of the micro batch sizes fit."""
-        peaks = (self._sized(size, group=group, state=state) for size in self.sizes)
-        return bisect_left([*peaks], True, key=lambda own: self.peak(own) > self.task.limit)
+        every = [self._sized(size, group=group, state=state, layout=layout) for size in self.sizes]
+        return bisect_left(every, True, key=lambda own: self.peak(own) > self.task.limit)
 
     def _seconds(self, own: Candidate) -> float:
         return self.times.seconds(
@@ -287,9 +303,12 @@ class Search:
             if planned.best or self.not_searched:
                 least = None if planned.best or self.not_searched is None else self.not_searched.seconds
                 yield planned._replace(least_seconds=least)
-        yield self._alternative(GRAPH, not own.graph, own._replace(graph=not own.graph))
-        (other,) = (state for state in OPTIMIZER_STATES if state != own.state)
-        yield self._alternative(STATE, other, own._replace(state=other), states=OPTIMIZER_STATES)
+        for graph in (graph for graph in self.graphs if graph != own.graph):
+            yield self._alternative(GRAPH, graph, own._replace(graph=graph))
+        for state in (state for state in self.states if state != own.state):
+            yield self._alternative(STATE, state, own._replace(state=state), states=self.states)
+        for layout in (layout for layout in self.layouts if layout != own.layout):
+            yield self._alternative(LAYOUT, layout, own._replace(layout=layout))
 
     def _alternative(
         self, dimension: str, value: int | str | bool, alone: Candidate, states: tuple[str, ...] = ()
@@ -304,7 +323,7 @@ class Search:
             value,
             None if best is None else self._smallest_group(best),
             self._unfit(alone),
-            self._bound_below(alone, best) if dimension == MICRO_BATCH else None,
+            self._bound_below(alone, best) if dimension == MICRO_BATCH and not alone.layout else None,
         )
 
     def _unfit(self, candidate: Candidate) -> int | None:
@@ -333,6 +352,7 @@ def _value(candidate: Candidate, dimension: str) -> int | str | bool:
         ACTIVATIONS: candidate.activations,
         GRAPH: candidate.graph,
         STATE: candidate.state,
+        LAYOUT: candidate.layout,
     }
     return found[dimension]
 
@@ -393,11 +413,12 @@ def predicted_seconds(config: RunConfig, micro_batches: int, gpu: GPU, host_memo
 
 
 def predictions_per_second(task: Task, count: int = 10_000) -> float:
-    """Return how many steps of a task are timed in a second on this machine, the first listing of kernels included."""
-    times, sizes = StepTimes(task.config, task.profile), range(1, min(task.sequences, 64) + 1)
-    choices = list(product(sizes, OPTIMIZER_STATES, (False, True), (False, True)))
+    """Return how many different steps of a task are timed in a second on this machine, from nothing."""
+    times = StepTimes(task.config, task.profile)
+    kinds = list(product(range(1, 65), OPTIMIZER_STATES, (False, True), (False, True)))
     start = timeit.default_timer()
     for number in range(count):
-        size, state, recomputes, graph = choices[number % len(choices)]
-        times.seconds(size, 1 + number % 7, recomputes=recomputes, state=state, graph=graph)
+        micro_batches, at = divmod(number, len(kinds))
+        size, state, recomputes, graph = kinds[at]
+        times.seconds(size, micro_batches + 1, recomputes=recomputes, state=state, graph=graph)
     return count / (timeit.default_timer() - start)

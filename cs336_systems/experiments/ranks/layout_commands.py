@@ -72,7 +72,7 @@ def command_of(config: Mapping[str, Any], strategy: Strategy) -> str:
         **({"fast": "off"} if run.fast == "off" else {}),
         **_parallel(plan, run.model),
     }
-    return f"{_started(gpus, int(config['node']))} {' '.join(flag_words(flags))}"
+    return f"{started(gpus, int(config['node']))} {' '.join(flag_words(flags))}"
 
 
 def _parallel(plan: Plan, model: ModelConfig) -> dict[str, Any]:
@@ -113,7 +113,8 @@ def flag_words(flags: Mapping[str, Any]) -> list[str]:
     ]
 
 
-def _started(gpus: int, node: int) -> str:
+def started(gpus: int, node: int) -> str:
+    """Return the words that start `cs336 train` on these GPUs."""
     if gpus == 1:
         return "cs336 train"
     if gpus <= node:

@@ -15,18 +15,28 @@ from typing import NamedTuple
 
 from cs336_systems import record
 from cs336_systems.config import RunConfig, UserError, flag, nearest
-from cs336_systems.experiments.ranks.layout_commands import DATA, flag_words, shape_flags
+from cs336_systems.experiments.ranks.layout_commands import DATA, WRAPPERS, flag_words, shape_flags, started
 from cs336_systems.experiments.runner import Runner, gather
 from cs336_systems.experiments.session import new_run_file
 from cs336_systems.experiments.steps.optimized_steps import MEASURED, OPTIMIZE, activations_text, cell_config
 from cs336_systems.predict.fit import usable_bytes
 from cs336_systems.predict.flops import model_flops
-from cs336_systems.predict.gpus import CARDS, GPU, find_by_driver_name, find_card, memory_size
+from cs336_systems.predict.gpus import (
+    CARDS,
+    ETHERNET,
+    GIGA,
+    GPU,
+    PCIE_LINK,
+    find_by_driver_name,
+    find_card,
+    memory_size,
+)
 from cs336_systems.predict.model_flags import ModelArguments, within_limits
 from cs336_systems.predict.optimize import (
     ACTIVATIONS,
     GRAPH,
     KEEP,
+    LAYOUT,
     MICRO_BATCH,
     PLAN,
     RECOMPUTE,
@@ -38,6 +48,9 @@ from cs336_systems.predict.optimize import (
     Task,
     predictions_per_second,
 )
+from cs336_systems.predict.optimize_ranks import LAYOUTS, RankSearch
+from cs336_systems.predict.parallel_model import Cluster
+from cs336_systems.predict.strategy import Strategy
 from cs336_systems.predict.time.profile import DATA_SHEET, GpuProfile, profile_of
 from cs336_systems.record import GIB
 from cs336_systems.report import terms
@@ -61,7 +74,9 @@ TRAIN_GRAD_NORM, BENCH_GRAD_NORM = 1.0, 0.0
 @dataclass(frozen=True)
 class OptimizeArguments(ModelArguments):
     gpu: str = flag("h200", "card: 4090, H100, H200, ...")
-    tokens_per_step: int = flag(524_288, "tokens of a step, a multiple of the context")
+    gpus: int = flag(1, "number of GPUs, which share the sequences of a step")
+    node: int = flag(8, "GPUs that the fast link joins")
+    tokens_per_step: int = flag(524_288, "tokens of a step on all GPUs, a multiple of the context")
     memory: str = flag("", "peak memory to stay within, such as 60GiB (default: what fits on the card)")
     host_memory: str = flag("", "host memory that plans may use, such as 128GiB (default: any amount)")
     allow: tuple[str, ...] = flag((), f"choices that change the numerics: {BF16_STATE} (weights and moments in bf16)")
@@ -97,7 +112,9 @@ def task_of(arguments: OptimizeArguments) -> Task:
             f"--tokens_per_step {tokens:,} is not a multiple of the context of {context:,} tokens; use {near}, or "
             f"another --context_length"
         )
-    within_limits(dataclasses.replace(run, batch_size=tokens // context))
+    sequences = tokens // context
+    within_limits(dataclasses.replace(run, batch_size=sequences))
+    _require_gpus(arguments, sequences)
     if unknown := [name for name in arguments.allow if name not in ALLOWED]:
         known = ", ".join(ALLOWED)
         raise UserError(f"unknown --allow {unknown[0]!r}{nearest(unknown[0], ALLOWED)}; choose one of: {known}")
@@ -106,12 +123,39 @@ def task_of(arguments: OptimizeArguments) -> Task:
         config=run,
         gpu=gpu,
         profile=profile,
-        sequences=tokens // context,
+        sequences=sequences // arguments.gpus,
         capacity=gpu.memory_gib * GIB,
         memory=_size("memory", arguments.memory),
         host_memory=_size("host_memory", arguments.host_memory),
         states=("fp32", *(ALLOWED[name] for name in arguments.allow)),
+        gpus=arguments.gpus,
     )
+
+
+def _require_gpus(arguments: OptimizeArguments, sequences: int) -> None:
+    """Raise UserError unless the GPUs can share the sequences; for flags that are for one GPU, too."""
+    gpus = arguments.gpus
+    for name in ("gpus", "node"):
+        if getattr(arguments, name) < 1:
+            raise UserError(f"--{name} must be at least 1, got {getattr(arguments, name)}")
+    if sequences % gpus:
+        raise UserError(
+            f"--tokens_per_step {arguments.tokens_per_step:,} are {sequences:,} sequences, which cannot be divided "
+            f"evenly among {gpus:,} GPUs; use {-(-sequences // gpus) * gpus * arguments.tokens_per_step // sequences:,}"
+        )
+    one_gpu = {"allow": arguments.allow, "host_memory": arguments.host_memory}
+    if gpus > 1 and (given := [f"--{name}" for name, value in one_gpu.items() if value]):
+        raise UserError(f"{given[0]} is for one GPU; leave it out, or --gpus {gpus}")
+
+
+def search_for(arguments: OptimizeArguments) -> Search:
+    """Predict all candidates."""
+    task, gpu = task_of(arguments), find_card(arguments.gpu)
+    if task.gpus == 1 or gpu is None:
+        return Search(task)
+    link, network = (gpu.link or PCIE_LINK) * GIGA, (gpu.network or ETHERNET) * GIGA
+    cluster = Cluster(task.gpus, task.limit, task.profile.peak, arguments.node, link, network)
+    return RankSearch(task, cluster)
 
 
 def _card(name: str) -> tuple[GPU, GpuProfile]:
@@ -145,15 +189,14 @@ def _size(flag_name: str, text: str) -> float:
 
 def optimize(arguments: OptimizeArguments) -> None:
     """Print the fastest candidates, what each choice gives, and the commands; measure the best ones."""
-    task = task_of(arguments)
     start = timeit.default_timer()
-    search = Search(task)
+    search = search_for(arguments)
     best = search.ranked[:ROWS]
     seconds = timeit.default_timer() - start
     if not best:
         raise _nothing_fits(search)
     if arguments.verbose:
-        rate = predictions_per_second(task)
+        rate = predictions_per_second(search.task)
         print(_speed(search, seconds, rate).en, file=sys.stderr)
     tables = [fastest_table(search, best), choices_table(search, best[0])]
     print("\n\n".join(found.render(arguments.format) for found in tables), flush=True)
@@ -162,7 +205,7 @@ def optimize(arguments: OptimizeArguments) -> None:
         print(f"\n{measured_table(search, measured).render(arguments.format)}")
         chosen = min(measured, key=lambda found: found.seconds).prediction
     aside = sys.stdout if arguments.format in ("terminal", "md") else sys.stderr
-    print(f"\n{advice(search, chosen).en}", file=aside)
+    print(f"\n{advice(search, chosen, arguments.node).en}", file=aside)
 
 
 def _nothing_fits(search: Search) -> UserError:
@@ -170,7 +213,7 @@ def _nothing_fits(search: Search) -> UserError:
     has = min(task.memory, usable_bytes(task.capacity))
     where = f"--memory leaves {has / GIB:.1f} GiB" if task.memory == has else f"{task.gpu.name} has {has / GIB:.1f} GiB"
     ways = ["a shorter --context_length", "a smaller model", "a larger --gpu"]
-    ways = ways if "bf16" in task.states else [f"--allow {BF16_STATE}", *ways]
+    ways = ways if "bf16" in task.states or task.gpus > 1 else [f"--allow {BF16_STATE}", *ways]
     return UserError(
         f"nothing fits: one sequence of {task.config.model.context_length:,} tokens needs at least "
         f"{search.least_memory() / GIB:.1f} GiB and {where}; use {', '.join(ways[:-1])} or {ways[-1]}"
@@ -188,6 +231,7 @@ def _speed(search: Search, seconds: float, rate: float) -> Text:
 # -- tables -----------------------------------------------------------------------------------------------------------
 
 MICRO_BATCH_HEAD, MICRO_BATCHES_HEAD = Text("micro batch", "micro batch 大小"), Text("micro batches", "micro batch 数")
+LAYOUT_HEAD = Text("layout", "布局")
 FIGURES = [
     Column(terms.PEAK, "GiB"),
     Column(terms.STEP, "ms"),
@@ -199,6 +243,7 @@ FIGURES = [
 def fastest_table(search: Search, best: list[Prediction]) -> Table:
     task = search.task
     columns = [
+        *([word(LAYOUT_HEAD)] if task.gpus > 1 else []),
         Column(MICRO_BATCH_HEAD),
         Column(MICRO_BATCHES_HEAD),
         word(terms.ACTIVATIONS),
@@ -209,10 +254,14 @@ def fastest_table(search: Search, best: list[Prediction]) -> Table:
     title = say(
         "fastest predicted steps of {} on {}: {} tokens a step, context {}, bf16, peaks up to {} GiB",
         "{} 在 {} 上预测最快的训练步：每步 {} 个 token，上下文 {}，bf16，峰值不超过 {} GiB",
-        *(task.config.size, task.gpu.name, f"{task.tokens:,}", f"{task.config.model.context_length:,}"),
+        *(task.config.size, _where(task), f"{task.tokens:,}", f"{task.config.model.context_length:,}"),
         number(task.limit / GIB, 1),
     )
     return Table(title, columns, rows, list(_notes(search, best)))
+
+
+def _where(task: Task) -> str:
+    return task.gpu.name if task.gpus == 1 else f"{task.gpus:,} x {task.gpu.name}"
 
 
 def _row(search: Search, found: Prediction) -> list[str | Text]:
@@ -221,6 +270,7 @@ def _row(search: Search, found: Prediction) -> list[str | Text]:
     peak = task.gpu.peak_flops(task.config.precision)
     share = model_flops(whole) / found.seconds / peak if peak else None
     return [
+        *([Strategy.parse(own.layout).title] if own.layout else []),
         *(str(own.micro_batch), str(own.micro_batches), activations_text(own.group, own.budget), own.state),
         *(number(search.peak_of(found) / GIB, 1), ms(found.seconds), f"{task.tokens / found.seconds:,.0f}"),
         percent(share),
@@ -235,6 +285,25 @@ def _notes(search: Search, best: list[Prediction]) -> Iterator[Text]:
             "最快一步的方案把 {} GiB 激活放在主机内存中",
             number(plan.host_bytes / GIB, 1),
         )
+    if isinstance(search, RankSearch):
+        yield say(
+            "computation as by the fast step's kernels on one GPU, a lower bound; the fastest step waits {} ms for "
+            "communication",
+            "计算时间按单 GPU 快速步的内核计，为下界；最快一步等待通信 {} ms",
+            ms(search.waiting(best[0].candidate)),
+        )
+        if any(LAYOUTS[found.candidate.layout] == "off" for found in best):
+            yield Text(
+                "ZeRO-3 runs without the fused kernels and loss: it is slower than shown",
+                "ZeRO-3 不使用融合内核与融合损失：实际比所示更慢",
+            )
+        if task.gpu.link is None or task.gpu.network is None:
+            yield say(
+                "the interconnect of {} is not known: PCIe 4.0 x16 in a node, 25 Gb/s between nodes",
+                "{} 的互连未知：假定节点内 PCIe 4.0 x16、节点间 25 Gb/s",
+                task.gpu.name,
+            )
+        return
     if task.profile.source == DATA_SHEET:
         yield say(
             "{} was not measured: times are those of its data sheet, within {}; their order is more certain",
@@ -293,45 +362,60 @@ def _instead(found: Alternative) -> Text:
         return say("micro batch {}", "micro batch 大小 {}", str(found.value))
     if found.dimension == GRAPH:
         return Text("with a CUDA graph", "使用 CUDA 图") if found.value else Text("no CUDA graph", "不用 CUDA 图")
+    if found.dimension == LAYOUT:
+        return Text(Strategy.parse(str(found.value)).title)
     fp32 = Text("fp32 masters and moments", "fp32 主权重与动量")
     return fp32 if found.value == "fp32" else Text("bf16 weights and moments", "bf16 权重与动量")
 
 
 def described(own: Candidate) -> Text:
     """Return a candidate in words."""
-    parts = [Text(f"{own.micro_batches} x {own.micro_batch}"), activations_text(own.group, own.budget)]
+    parts = [Text(Strategy.parse(own.layout).title)] if own.layout else []
+    parts += [Text(f"{own.micro_batches} x {own.micro_batch}"), activations_text(own.group, own.budget)]
     parts += [] if own.state == "fp32" else [Text("bf16 state", "bf16 状态")]
-    parts += [] if own.graph else [Text("no graph", "无 CUDA 图")]
+    parts += [] if own.graph or own.layout else [Text("no graph", "无 CUDA 图")]
     return listed(parts, (", ", "，"))
 
 
 # -- commands ---------------------------------------------------------------------------------------------------------
 
 
-def advice(search: Search, chosen: Prediction) -> Text:
+def advice(search: Search, chosen: Prediction, node: int = 8) -> Text:
     """Return the commands that run the chosen candidate."""
-    alone = search.task.run_config(chosen.candidate)
-    tight = search.peak_of(chosen) > usable_bytes(search.task.capacity)
-    before = f"{'='.join(ALLOCATOR)} " if tight else ""
+    task, own = search.task, chosen.candidate
+    alone = task.run_config(own)
+    if own.layout:
+        return say("Train with it: {}", "训练命令：{}", ranks_command(alone, task, own.layout, node))
+    before = f"{'='.join(ALLOCATOR)} " if search.peak_of(chosen) > usable_bytes(task.capacity) else ""
     return say(
         "Train with it: {}\nMeasure one of its micro batches: {}",
         "训练命令：{}\n测量其一个 micro batch：{}",
-        f"{before}{train_command(alone, search.task.sequences)}",
+        f"{before}{train_command(alone, task.sequences)}",
         f"{before}{bench_command(alone)}",
     )
 
 
 def train_command(run: RunConfig, sequences: int) -> str:
-    flags = {
+    flags = {**_trained(run, sequences), **({} if run.fast == "on" else {"fast": run.fast})}
+    return f"cs336 train {' '.join(flag_words(flags))}"
+
+
+def ranks_command(run: RunConfig, task: Task, layout: str, node: int) -> str:
+    """Return the command for several GPUs; `cs336 train` chooses the parts of the fast step that ranks have."""
+    wrapper = WRAPPERS[Strategy.parse(layout).stage]
+    flags = {**_trained(run, task.gpus * task.sequences), "parallel": wrapper}
+    return f"{started(task.gpus, node)} {' '.join(flag_words(flags))}"
+
+
+def _trained(run: RunConfig, sequences: int) -> dict[str, int | float | str]:
+    return {
         "data": DATA,
         **shape_flags(run),
         "batch_size": sequences,
         "micro_batch_size": run.batch_size,
         "precision": run.precision,
         **_choices(run, TRAIN_GRAD_NORM),
-        **({} if run.fast == "on" else {"fast": run.fast}),
     }
-    return f"cs336 train {' '.join(flag_words(flags))}"
 
 
 def bench_command(run: RunConfig) -> str:
@@ -368,6 +452,9 @@ class Measured(NamedTuple):
 def _measured(arguments: OptimizeArguments, search: Search, best: list[Prediction]) -> list[Measured] | None:
     """Measure candidates in a worker process; None, and one line that says why, on a machine without this card."""
     task = search.task
+    if task.gpus > 1:
+        print(f"not measured: {task.gpus} GPUs; cs336 optimize measures on one", file=sys.stderr)
+        return None
     if shutil.which("nvidia-smi") is None:
         print(f"not measured: no NVIDIA GPU here; predictions are for {task.gpu.name}", file=sys.stderr)
         return None

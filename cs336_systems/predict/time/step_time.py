@@ -139,10 +139,11 @@ def recomputed_kernels(config: RunConfig, micro_batches: int = 1) -> list[Kernel
 
 def highest_clock(work: Work, gaps: float, power: Power) -> float:
     """Return the highest clock, at most 1, at which the step's mean power is within the limit."""
+    computing = sum(power.slowdown[kind] * own for kind, own in work.seconds.items())
+    waiting = gaps + sum(work.seconds.values()) - computing  # for memory: the same at every clock
 
     def excess(clock: float) -> float:
-        time = gaps + sum(own * slowdown(power, kind, clock) for kind, own in work.seconds.items())
-        return work.joules * clock**power.exponent - (power.limit - power.static) * time
+        return work.joules * clock**power.exponent - (power.limit - power.static) * (waiting + computing / clock)
 
     if excess(1.0) <= 0:
         return 1.0

@@ -24,6 +24,7 @@ class StepTimes:
         self.config, self.profile = config, profile
         self._kernels: dict[Kernel, float] = {}
         self._works: dict[tuple[str, int | str], Work] = {}
+        self._steps: dict[tuple[int, int, bool, str], tuple[float, float]] = {}
 
     def seconds(
         self,
@@ -35,6 +36,14 @@ class StepTimes:
         graph: bool = True,
     ) -> float:
         """Return the seconds of a step of `micro_batches` times `micro_batch` sequences."""
+        key = micro_batch, micro_batches, recomputes, state
+        if key not in self._steps:
+            self._steps[key] = self._step(*key)
+        seconds, host = self._steps[key]
+        return seconds if graph else max(seconds, host)
+
+    def _step(self, micro_batch: int, micro_batches: int, recomputes: bool, state: str) -> tuple[float, float]:
+        """Return the seconds of the step's kernels, and those that the host needs to launch them."""
         parts = [(1, self._part(FIRST, micro_batch)), (1, self._update(state))]
         if micro_batches > 1:
             parts.append((micro_batches - 1, self._part(LATER, micro_batch)))
@@ -47,7 +56,11 @@ class StepTimes:
         else:
             clock = highest_clock(work, gaps, profile.power)
             seconds += sum(own * slowdown(profile.power, kind, clock) for kind, own in work.seconds.items())
-        return seconds if graph else max(seconds, profile.launch * work.launches)
+        return seconds, profile.launch * work.launches
+
+    def update_seconds(self, state: str = "fp32") -> float:
+        """Return the seconds of the update at the highest clock."""
+        return sum(self._update(state).seconds.values())
 
     def _part(self, name: str, micro_batch: int) -> Work:
         """Return the work of a part of a step in one micro batch."""

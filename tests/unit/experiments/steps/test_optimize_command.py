@@ -17,6 +17,7 @@ from cs336_systems.experiments.steps.optimize_command import (
     choices_table,
     fastest_table,
     measured_table,
+    search_for,
     task_of,
     train_command,
 )
@@ -98,6 +99,25 @@ def test_a_peak_close_to_the_capacity_sets_the_allocator_up():
         assert "PYTORCH_CUDA_ALLOC_CONF=expandable_segments:True cs336" in line
 
 
+@pytest.mark.parametrize(
+    ("gpus", "layout", "wrapper"), [(2, "dp", "ddp"), (8, "zero1", "ddp-sharded"), (16, "zero3", "fsdp")]
+)
+def test_commands_of_several_gpus_lead_back_to_the_configuration(gpus, layout, wrapper, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "tokens.bin").write_bytes(bytes(100))
+    search = search_for(dataclasses.replace(SMALL, gpus=gpus, tokens_per_step=512 * 64))
+    found = next(one for one in search.ranked if one.candidate.layout == layout)
+    line = advice(search, found, node=8).en.removeprefix("Train with it: ")
+    starts = {2: "torchrun --nproc_per_node 2 -m cs336_systems train ", 8: "torchrun --nproc_per_node 8 -m "}
+    assert line.startswith(starts.get(gpus, "cs336 launch --slurm --nodes 2 --gpus_per_node 8 -- train "))
+    settings = parsed(f"cs336 train {line.split(' train ')[1]}")
+    settings.require_ranks(gpus)
+    assert settings.parallel.wrapper == wrapper
+    assert settings.data.micro_batches(gpus) == found.candidate.micro_batches
+    run = settings.run_config("cuda", gpus)
+    assert (run.batch_size, run.checkpoint_blocks) == (found.candidate.micro_batch, found.candidate.group)
+
+
 # -- mistakes ---------------------------------------------------------------------------------------------------------
 
 
@@ -113,6 +133,10 @@ def test_a_peak_close_to_the_capacity_sets_the_allocator_up():
         ({"memory": "much"}, ("--memory", "much", "60GiB")),
         ({"memory": "60"}, ("--memory", "60GiB")),
         ({"host_memory": "0GiB"}, ("--host_memory", "0GiB")),
+        ({"gpus": 3}, ("--tokens_per_step 8,192", "16 sequences", "3 GPUs", "9,216")),
+        ({"gpus": 0}, ("--gpus", "0")),
+        ({"gpus": 2, "allow": ("bf16_state",)}, ("--allow", "one GPU")),
+        ({"gpus": 2, "host_memory": "8GiB"}, ("--host_memory", "one GPU")),
         ({"allow": ("bf16_stat",)}, ("--allow", "did you mean 'bf16_state'")),
     ],
 )
@@ -148,9 +172,12 @@ def test_tables_have_ten_rows_at_most_the_fastest_first():
     assert times == sorted(times)
 
 
-@pytest.mark.parametrize("fields", [{}, {"memory": "2GiB"}, {"gpu": "4090", "allow": ("bf16_state",)}])
+@pytest.mark.parametrize(
+    "fields",
+    [{}, {"memory": "2GiB"}, {"gpu": "4090", "allow": ("bf16_state",)}, {"gpus": 2}, {"gpus": 2, "gpu": "l40"}],
+)
 def test_both_languages_have_the_same_rows(fields):
-    search = search_of(**fields)
+    search = search_for(dataclasses.replace(SMALL, **fields))
     for table in (fastest_table(search, search.ranked), choices_table(search, search.ranked[0])):
         plain = [table.plain(language) for language in LANGUAGES]
         assert len(plain[0].rows) == len(plain[1].rows)
