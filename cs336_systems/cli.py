@@ -15,6 +15,7 @@ from cs336_systems.config import UserError, flag
 from cs336_systems.experiments.bench_command import BenchArguments, bench
 from cs336_systems.experiments.bench_command import __doc__ as bench_manual
 from cs336_systems.experiments.catalogue import ALL, catalogue, runnable
+from cs336_systems.experiments.inspect_command import InspectArguments
 from cs336_systems.experiments.profile_command import ProfileArguments
 from cs336_systems.experiments.ranks.plan_cells import PlanArguments
 from cs336_systems.experiments.ranks.rehearsal_command import RehearseArguments
@@ -79,26 +80,23 @@ def profile(arguments: ProfileArguments) -> int:
     return run_profile(arguments)
 
 
-@dataclass(frozen=True)
-class InspectArguments:
-    files: tuple[str, ...] = flag(
-        (), "traces of torch.profiler (.json, .json.gz) or nsys (.sqlite), snapshots", positional=True, metavar="FILE"
-    )
-    format: str = flag("terminal", "table format", FORMATS)
-
-
 def inspect(arguments: InspectArguments) -> None:
     """Show a trace or a memory snapshot recorded elsewhere: kernels as tables, memory as tables and a page.
 
+    With --critical_path or --what_if the answer is the time of a step, replayed from a trace (docs/WHAT_IF.md).
+
     cs336 inspect trace.json.gz nsys.sqlite
     cs336 inspect snapshot.pickle
+    cs336 inspect trace.json.gz --critical_path
+    cs336 inspect trace.json.gz --what_if attention=0.8 --what_if "attention=3.1ms,host=0.5"
     """
-    from cs336_systems.experiments.profile_command import inspected
+    from cs336_systems.experiments.inspect_command import inspected, scenarios
 
     if not arguments.files:
         raise UserError("name a trace (.json, .json.gz, .sqlite) or a memory snapshot (.pickle)")
+    scenarios(arguments)  # reports mistakes before a file is read
     for file in arguments.files:
-        for found in inspected(Path(file)):
+        for found in inspected(Path(file), arguments):
             print(found.render(arguments.format), end="\n\n")
 
 
@@ -441,6 +439,27 @@ def tune(arguments: TuneArguments) -> None:
 
 
 @dataclass(frozen=True)
+class CalibrateArguments:
+    output: str | None = flag(None, "records file; cells it already holds are not run again (default: under runs/)")
+    force: bool = flag(False, "run cells again that the file already holds")
+    format: str = flag("terminal", "table format", FORMATS)
+
+
+def calibrate(arguments: CalibrateArguments) -> None:
+    """Time the kernels of training steps on this GPU, and keep their rates: predictions of a step's time use them.
+
+    cs336 calibrate
+    cs336 calibrate --output runs/calibrate/records.jsonl
+    """
+    from cs336_systems import record
+    from cs336_systems.experiments.kernels.calibration import calibrate as measure
+    from cs336_systems.experiments.session import new_run_file
+
+    path = record.records_file(arguments.output) if arguments.output else new_run_file("calibrate")
+    print(measure(path, force=arguments.force).render(arguments.format))
+
+
+@dataclass(frozen=True)
 class DoctorArguments:
     ranks: bool = flag(False, "check the ranks that torchrun has started; without torchrun, start some here")
     local_ranks: int | None = flag(None, "ranks to start without torchrun (default: one for each GPU, at least 2)")
@@ -564,6 +583,7 @@ COMMANDS = {
     "table": Command("records as terminal, Markdown, CSV, LaTeX or Typst tables", TableArguments, table),
     "report": Command("records as a page, Markdown, CSV, LaTeX, Typst; English or Chinese", ReportArguments, report),
     "compare": Command("two files of records: what is faster or slower, beyond noise", CompareArguments, compare),
+    "calibrate": Command("this GPU's rates, for predictions of time; resumes", CalibrateArguments, calibrate),
     "tune": Command("tile choices of the attention kernels for this GPU", TuneArguments, tune),
     "doctor": Command("what this machine has, what is missing, how to fix it", DoctorArguments, doctor),
     "completion": Command("shell completion", CompletionArguments, completion),

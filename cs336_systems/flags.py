@@ -117,7 +117,8 @@ def add_flags(parser: argparse.ArgumentParser, arguments: type) -> None:
     """Add one flag for each field of the dataclass.
 
     `metadata` holds `help`, `choices`, `short` (one letter), `positional` for operands, `flag` for another name,
-    `excludes` for flags that must not be given with it, and `may_be_empty` for texts.
+    `excludes` for flags that must not be given with it, `may_be_empty` for texts, and `repeatable` for a tuple of which
+    each value has a flag of its own.
     """
     for found in flags_of(arguments):
         _add_flag(parser, *found)
@@ -148,6 +149,10 @@ def _add_flag(parser: argparse.ArgumentParser, spec: dataclasses.Field, hint: An
     kind = _item_type(hint)
     if kind is str and not spec.metadata.get("may_be_empty"):
         kind = _text
+    if spec.metadata.get("repeatable"):
+        metavar = spec.metadata.get("metavar")
+        parser.add_argument(*names, action="append", type=kind, metavar=metavar, default=None, help=help_text)
+        return
     repeated = typing.get_origin(hint) is tuple
     parser.add_argument(
         *names,

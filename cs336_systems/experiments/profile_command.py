@@ -1,26 +1,15 @@
-"""`cs336 profile` records kernels and memory of a step; `cs336 inspect` reads traces and snapshots from elsewhere."""
+"""`cs336 profile` records kernels and memory of a step."""
 
 import sys
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 from cs336_systems.config import RunConfig, UserError, flag, flag_like, nearest
 from cs336_systems.experiments.catalogue import Request, catalogue
-from cs336_systems.experiments.kernels.kernel_time import KERNELS, kernel_tables
+from cs336_systems.experiments.kernels.kernel_time import KERNELS
 from cs336_systems.experiments.session import SessionArguments, new_run_file, run_session
 from cs336_systems.predict.model_flags import OWN_MODEL, ShapeArguments
-from cs336_systems.record import GIB, MIB, RECORDS
-from cs336_systems.report import terms
-from cs336_systems.report.cells import CellView
-from cs336_systems.table import Column, Table, word
-from cs336_systems.text import Text, say
-from cs336_systems.timeline import Timeline
-
-if TYPE_CHECKING:
-    from cs336_systems.measure.readers.trace import Trace
-
-LARGEST_SHOWN = 10
+from cs336_systems.record import RECORDS
 
 
 def _profiles() -> list[str]:
@@ -99,54 +88,3 @@ def _without_graph(run: RunConfig) -> RunConfig:
     if "graph" not in run.fast_parts:
         return run
     return replace(run, fast=",".join(run.fast_parts - {"graph"}) or "off")
-
-
-# -- traces and snapshots from elsewhere ------------------------------------------------------------------------------
-
-
-def inspected(path: Path) -> list[Table]:
-    """The tables of a file; for a snapshot also a page, written beside it."""
-    from cs336_systems.measure.readers.nsys import read_nsys
-    from cs336_systems.measure.readers.snapshot import read_snapshot
-    from cs336_systems.measure.readers.trace import read_chrome
-
-    name = path.name.lower()
-    if name.endswith((".sqlite", ".db")):
-        return _kernel_tables(path, read_nsys(path))
-    if name.endswith((".json", ".json.gz")):
-        return _kernel_tables(path, read_chrome(path))
-    if name.endswith((".pickle", ".pkl")):
-        return _memory_tables(path, read_snapshot(path))
-    raise UserError(f"{str(path)!r}: traces end in .json, .json.gz or .sqlite, memory snapshots in .pickle")
-
-
-def _kernel_tables(path: Path, trace: "Trace") -> list[Table]:
-    from cs336_systems.measure.readers.trace import WHOLE, trace_metrics
-
-    if all(kernel.phase is None for kernel in trace.kernels):
-        trace = replace(trace, kernels=[replace(kernel, phase=WHOLE) for kernel in trace.kernels])
-    return kernel_tables([CellView.of("trace", {"size": path.name}, trace_metrics(trace))])
-
-
-def _memory_tables(path: Path, timeline: Timeline) -> list[Table]:
-    from cs336_systems.report.web.timeline_page import write_page
-
-    page = path.with_suffix(".html")
-    try:
-        write_page(timeline, page)
-        written = say("open in a browser: {}", "用浏览器打开：{}", str(page))
-    except OSError as error:
-        reason = f"{str(page)!r}: {error.strerror}"
-        written = say("no page: cannot write {}", "没有页面：无法写入 {}", reason)
-    moment, peak = timeline.peak()
-    at_peak = Text("at the peak", "峰值处")
-    parts = [[label, f"{size / GIB:.3f}", f"{size / peak:.1%}"] for label, size in timeline.parts_at(moment).items()]
-    columns = [word(Text("made by", "产生者")), Column(at_peak, "GiB"), Column(terms.SHARE)]
-    largest = sorted(timeline.blocks, key=lambda block: -block.size)[:LARGEST_SHOWN]
-    blocks = [[f"{block.size / MIB:,.1f}", block.line or block.label] for block in largest]
-    title = say("snapshot: {}, peak {} GiB", "快照：{}，峰值 {} GiB", path.name, f"{peak / GIB:.3f}")
-    largest_title = Text("snapshot: the largest blocks", "快照：最大的块")
-    return [
-        Table(title, columns, parts, [written]),
-        Table(largest_title, [Column(terms.BYTES, "MiB"), word(terms.LINE)], blocks),
-    ]

@@ -8,9 +8,9 @@ import platform
 import socket
 import subprocess
 import timeit
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
@@ -68,26 +68,66 @@ def _gpu(index: int) -> dict[str, Any]:
     }
 
 
-def _nvml(index: int) -> dict[str, Any]:
-    """Return driver, clocks, throttling and other processes on the GPU, as far as NVML can tell."""
+class GpuSensor(NamedTuple):
+    """Clock and power of a GPU as NVML reads them."""
+
+    nvml: Any
+    handle: Any
+
+    def clock(self) -> float:
+        """Return the clock of the SMs over its maximum."""
+        now = self.nvml.nvmlDeviceGetClockInfo(self.handle, self.nvml.NVML_CLOCK_SM)
+        return now / self.nvml.nvmlDeviceGetMaxClockInfo(self.handle, self.nvml.NVML_CLOCK_SM)
+
+    def watts(self) -> float:
+        return self.nvml.nvmlDeviceGetPowerUsage(self.handle) / 1e3
+
+    def power_limit(self) -> float:
+        """Return the limit in watts."""
+        return self.nvml.nvmlDeviceGetEnforcedPowerLimit(self.handle) / 1e3
+
+
+@contextlib.contextmanager
+def nvml_device(device: torch.device) -> Iterator[GpuSensor | None]:
+    """Open NVML for a GPU; None where there is none."""
     try:
         import pynvml as nvml
     except ImportError:
-        return {}
+        nvml = None
+    if nvml is None or device.type != "cuda":
+        yield None
+        return
+    with contextlib.ExitStack() as stack:
+        sensor = None
+        with contextlib.suppress(nvml.NVMLError):
+            nvml.nvmlInit()
+            stack.callback(nvml.nvmlShutdown)
+            uuid = str(torch.cuda.get_device_properties(device).uuid)
+            name = uuid if uuid.startswith("GPU-") else f"GPU-{uuid}"
+            sensor = GpuSensor(nvml, nvml.nvmlDeviceGetHandleByUUID(name))
+        yield sensor
+
+
+def _nvml(index: int) -> dict[str, Any]:
+    """Return driver, clocks, throttling and other processes on the GPU, as far as NVML can tell."""
     values: dict[str, Any] = {}
-    uuid = str(torch.cuda.get_device_properties(index).uuid)
-    with contextlib.suppress(nvml.NVMLError), contextlib.ExitStack() as stack:
-        nvml.nvmlInit()
-        stack.callback(nvml.nvmlShutdown)
-        handle = nvml.nvmlDeviceGetHandleByUUID(uuid if uuid.startswith("GPU-") else f"GPU-{uuid}")
-        values["driver"] = nvml.nvmlSystemGetDriverVersion()
-        values["sm_clock_mhz"] = nvml.nvmlDeviceGetClockInfo(handle, nvml.NVML_CLOCK_SM)
-        values["sm_clock_max_mhz"] = nvml.nvmlDeviceGetMaxClockInfo(handle, nvml.NVML_CLOCK_SM)
-        reasons = nvml.nvmlDeviceGetCurrentClocksThrottleReasons(handle)
-        values["throttle_reasons"] = tuple(name for bit, name in _THROTTLE_REASONS.items() if reasons & bit)
-        processes = nvml.nvmlDeviceGetComputeRunningProcesses(handle)
-        values["other_gpu_processes"] = sum(process.pid != os.getpid() for process in processes)
+    with nvml_device(torch.device("cuda", index)) as sensor:
+        if sensor is not None:
+            with contextlib.suppress(sensor.nvml.NVMLError):
+                _read(sensor, values)
     return values
+
+
+def _read(sensor: GpuSensor, values: dict[str, Any]) -> None:
+    """Add what NVML tells to `values`, up to the first figure that it does not have."""
+    nvml, handle = sensor
+    values["driver"] = nvml.nvmlSystemGetDriverVersion()
+    values["sm_clock_mhz"] = nvml.nvmlDeviceGetClockInfo(handle, nvml.NVML_CLOCK_SM)
+    values["sm_clock_max_mhz"] = nvml.nvmlDeviceGetMaxClockInfo(handle, nvml.NVML_CLOCK_SM)
+    reasons = nvml.nvmlDeviceGetCurrentClocksThrottleReasons(handle)
+    values["throttle_reasons"] = tuple(name for bit, name in _THROTTLE_REASONS.items() if reasons & bit)
+    processes = nvml.nvmlDeviceGetComputeRunningProcesses(handle)
+    values["other_gpu_processes"] = sum(process.pid != os.getpid() for process in processes)
 
 
 def _git() -> dict[str, Any]:

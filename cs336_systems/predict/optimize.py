@@ -151,7 +151,7 @@ class Search:
     def __init__(self, task: Task):
         self.task = task
         self.times = StepTimes(task.config, task.profile)
-        self.sizes = [size for size in range(1, task.sequences + 1) if task.sequences % size == 0]
+        self.sizes = divisors(task.sequences)
         self.groups = group_sizes(task.config.model.num_layers)
         self.found: list[Prediction] = []
         """Those that fit, also with states that may not be chosen."""
@@ -355,6 +355,11 @@ def _value(candidate: Candidate, dimension: str) -> int | str | bool:
         LAYOUT: candidate.layout,
     }
     return found[dimension]
+
+
+def divisors(number: int) -> list[int]:
+    small = [size for size in range(1, math.isqrt(number) + 1) if number % size == 0]
+    return sorted({*small, *(number // size for size in small)})
 
 
 def group_sizes(layers: int) -> list[int]:

@@ -55,6 +55,9 @@ class Case:
 # -- valid small files ------------------------------------------------------------------------------------------------
 
 
+WAITED_FOR = {"wait_on_stream": 1, "wait_on_cuda_event_record_corr_id": 9}
+
+
 def trace() -> dict[str, Any]:
     def event(category: str, name: str, start: float, duration: float, **arguments: Any) -> dict[str, Any]:
         place = {"ph": "X", "cat": category, "name": name, "pid": 1, "tid": 1, "ts": start, "dur": duration}
@@ -64,10 +67,15 @@ def trace() -> dict[str, Any]:
         event("user_annotation", "forward", 0, 100),
         event("cpu_op", "aten::mm", 10, 20, **{"Sequence number": 3}),
         event("cuda_runtime", "cudaLaunchKernel", 12, 2, correlation=7),
+        event("cuda_runtime", "cudaEventRecord", 15, 1, correlation=9),
+        event("cuda_runtime", "cudaStreamWaitEvent", 17, 1, correlation=10),
+        event("cuda_sync", "Stream Wait Event", 17, 1, correlation=10, stream=2, **WAITED_FOR),
         event("kernel", "sgemm_nn", 30, 40, correlation=7),
         event("user_annotation", "backward", 100, 100),
         event("cpu_op", "MmBackward0", 110, 50, **{"Sequence number": 3, "Fwd thread id": 1}),
-        event("kernel", "sgemm_nt", 130, 40, correlation=8),
+        event("cuda_runtime", "cudaLaunchKernel", 120, 2, correlation=8),
+        {**event("kernel", "sgemm_nt", 130, 40, correlation=8), "tid": 2},
+        event("cuda_runtime", "cudaDeviceSynchronize", 125, 50, correlation=11),
         {"ph": "s", "cat": "fwdbwd", "id": 1, "ts": 10, "tid": 1, "name": "fwdbwd"},
         {"ph": "f", "cat": "fwdbwd", "id": 1, "ts": 110, "tid": 1, "name": "fwdbwd"},
     ]
@@ -109,6 +117,15 @@ TABLES = {
     "CUPTI_ACTIVITY_KIND_RUNTIME": (
         "start INTEGER, end INTEGER, globalTid INTEGER, correlationId INTEGER",
         [(50, 60, (1 << 24) + 5, 7), (70, 80, (1 << 24) + 5, 8)],
+    ),
+    "CUPTI_ACTIVITY_KIND_SYNCHRONIZATION": (
+        "globalPid INTEGER, deviceId INTEGER, streamId INTEGER, correlationId INTEGER, eventId INTEGER, "
+        "syncType INTEGER",
+        [(1 << 24, 0, 7, 8, 3, 2), (1 << 24, 0, 7, 8, 3, 3)],
+    ),
+    "CUPTI_ACTIVITY_KIND_CUDA_EVENT": (
+        "globalPid INTEGER, deviceId INTEGER, streamId INTEGER, correlationId INTEGER, eventId INTEGER",
+        [(1 << 24, 0, 7, 7, 3)],
     ),
     "NVTX_EVENTS": (
         "start INTEGER, end INTEGER, eventType INTEGER, globalTid INTEGER, domainId INTEGER, text TEXT, textId INTEGER",
@@ -203,6 +220,58 @@ def mutations() -> Iterator[Case]:
     for number in range(30):
         at = chance.random()
         yield Case(f"nd{number}.sqlite", lambda path, at=at: _flipped(path, at), "inspect")
+
+
+def replays() -> Iterator[Case]:
+    """Changed traces whose dependency graphs are replayed."""
+    chance = random.Random(SEED)
+    command = "inspect --critical_path --what_if sgemm_*=0 --what_if host=2,sgemm_n?=3us --power_limited"
+    for number in range(100):
+        data = json.dumps(changed(changed(trace(), chance), chance)).encode()
+        yield Case(f"w{number}.json", data, command)
+    fields = [(n, r, c) for n, (_, rows) in TABLES.items() for r in range(len(rows)) for c in range(len(rows[0]))]
+    for number in range(40):
+        change = (*chance.choice(fields), chance.choice([None, -1, 1, 70, 2**63 - 1, -(2**63)]))
+        yield Case(f"wn{number}.sqlite", lambda path, change=change: database(path, change=change), command)
+    yield Case("streams.json", _many_streams(30_000), command)
+    yield Case("graph.json", _one_launch(30_000), command)
+
+
+def _many_streams(number: int) -> bytes:
+    """Kernels on as many streams, each launched by a call of its own, then synchronised with again and again."""
+    count = math.ceil(number * FACTOR)
+    head = [
+        {"ph": "X", "cat": "cuda_runtime", "name": "cudaLaunchKernel", "ts": n, "dur": 1, "tid": 1, "pid": 1}
+        | {"args": {"correlation": n}}
+        for n in range(count)
+    ]
+    works = [
+        {"ph": "X", "cat": "kernel", "name": "sgemm_nn", "ts": 2 * n, "dur": 2 * count, "tid": n, "pid": 0}
+        | {"args": {"correlation": n}}
+        for n in range(count)
+    ]
+    syncs = [
+        {"ph": "X", "cat": "cuda_runtime", "name": "cudaStreamSynchronize", "ts": n, "dur": 9, "tid": 1, "pid": 1}
+        for n in range(count, 2 * count)
+    ]
+    return json.dumps({"traceEvents": [*head, *works, *syncs]}).encode()
+
+
+def _one_launch(number: int) -> bytes:
+    """A CUDA graph with a stream for each kernel, twice, and kernels that all start at once."""
+    count = math.ceil(number * FACTOR)
+    calls = [
+        {"ph": "X", "cat": "cuda_runtime", "name": "cudaGraphLaunch", "ts": n, "dur": 1, "tid": 1, "pid": 1}
+        | {"args": {"correlation": n}}
+        for n in (1, 5)
+    ]
+    works = [
+        {"ph": "X", "cat": "kernel", "name": "sgemm_nt", "ts": 10 * n, "dur": 1, "tid": stream, "pid": 0}
+        | {"args": {"correlation": n}}
+        for n in (1, 5)
+        for stream in range(count)
+    ]
+    return json.dumps({"traceEvents": [*calls, *works]}).encode()
 
 
 def _flipped(path: Path, at: float) -> None:
@@ -383,7 +452,7 @@ def databases() -> Iterator[Case]:
 
 
 def cases() -> list[Case]:
-    return [*mutations(), *bombs()]
+    return [*mutations(), *replays(), *bombs()]
 
 
 # -- the program ------------------------------------------------------------------------------------------------------
@@ -413,7 +482,7 @@ def answer(case: Case, folder: Path) -> str | None:
     start = time.process_time()  # not of the clock: other processes use this machine, too
     with contextlib.redirect_stdout(out), contextlib.redirect_stderr(err):
         try:
-            code: Any = read_timeline(path) if case.command == "timeline" else main([case.command, str(path)])
+            code: Any = read_timeline(path) if case.command == "timeline" else main([*case.command.split(), str(path)])
         except BaseException:
             code = traceback.format_exc()
     seconds = time.process_time() - start

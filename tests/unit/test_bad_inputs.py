@@ -182,6 +182,13 @@ REFUSED = {
         inspect fifo.sqlite                         | it is a pipe
         inspect data.csv                            | 'data.csv': traces end in
         inspect noevents.json --format html         | 'html'
+        inspect nope.json --what_if attention       | 'attention' is not of the form
+        inspect nope.json --what_if attention=-0.5  | '-0.5' is neither a factor
+        inspect nope.json --what_if host=2ms        | give a factor
+        inspect nope.json --what_if ''              | the value is empty
+        inspect nope.json --power_limited           | belongs to --what_if
+        inspect empty.pickle --critical_path        | is a memory snapshot
+        inspect noevents.json --what_if matmul=2    | holds no kernels
     """,
     "memory": """
         memory --size nope                          | unknown --size 'nope'

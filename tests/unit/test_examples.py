@@ -7,6 +7,7 @@ import pytest
 
 from cs336_systems import record
 from tests.helpers import ROOT, clean_env, entries, execute, tiny_config
+from tests.unit.measure.test_trace_replay import Script
 
 EXAMPLES = ROOT / "examples"
 
@@ -49,3 +50,19 @@ def test_regression_gate(factor, code, tmp_path):
     done = run_example("regression_gate.py", "before.jsonl", "after.jsonl", cwd=tmp_path)
     assert done.returncode == code, done.stderr
     assert ("slower by more than 5%" in done.stderr) == bool(code)
+
+
+def test_predict_a_switch(tmp_path):
+    """Two traces that differ in nothing but the time of attention predict one another exactly."""
+    for name, seconds in (("slow", 300), ("fast", 100)):
+        script = Script()
+        script.kernel("sgemm_nn", 10, 100, launch=0)
+        script.kernel("flash_fwd", 111, seconds, launch=2)
+        script.kernel("adam", 112 + seconds, 50, launch=4)
+        script.call("cudaDeviceSynchronize", 10, 160 + seconds)
+        script.write(tmp_path).rename(tmp_path / f"{name}.json")
+    done = run_example("predict_a_switch.py", "slow.json", "fast.json", "attention", cwd=tmp_path)
+    assert done.returncode == 0, done.stderr
+    assert "by attention=0.1ms" in done.stdout
+    assert "predicted 0.27 ms, recorded 0.27 ms" in done.stdout
+    assert done.stdout.count("error +0.00%") + done.stdout.count("error -0.00%") == 2

@@ -30,6 +30,7 @@ class Example:
     sizes: tuple[str, ...] = flag((), "which sizes")
     batch_sizes: tuple[int, ...] = flag((1, 2), "which batches")
     force_all: bool = flag(False, "again")
+    rules: tuple[str, ...] = flag((), "one rule", repeatable=True, metavar="RULE")
 
 
 def parse(*argv, arguments=Example):
@@ -53,6 +54,7 @@ FIELDS = {
     "--batch-sizes 4,8": Example(batch_sizes=(4, 8)),
     "--batch_sizes 16": Example(batch_sizes=(16,)),
     **dict.fromkeys(["--force_all", "--force-all"], Example(force_all=True)),
+    "--rules a=1,b=2 --rules c=3": Example(rules=("a=1,b=2", "c=3")),
 }
 
 

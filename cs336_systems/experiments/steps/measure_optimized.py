@@ -16,7 +16,7 @@ def measure_optimized_step(config: dict[str, Any], peak_tflops: float | None = N
     """Time whole steps; predict their time where the GPU is known."""
     run = RunConfig.of(config)
     host_memory = HOST_SHARE * free_host_memory()
-    measured = measure_accumulated_step(config, peak_tflops)
+    measured = [found for found in measure_accumulated_step(config, peak_tflops) if found.name != "predicted_time"]
     gpu = find_by_driver_name(torch.cuda.get_device_name(run.device)) if run.device_type == "cuda" else None
     seconds = predicted_seconds(run, config["micro_batches"], gpu, host_memory) if gpu is not None else None
     return measured if seconds is None else [*measured, Metric("predicted_time", "s", [seconds])]

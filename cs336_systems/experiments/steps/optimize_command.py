@@ -14,10 +14,12 @@ from pathlib import Path
 from typing import NamedTuple
 
 from cs336_systems import record
+from cs336_systems.commands import Interrupted, interrupt_raises
 from cs336_systems.config import RunConfig, UserError, flag, nearest
 from cs336_systems.experiments.ranks.layout_commands import DATA, WRAPPERS, flag_words, shape_flags, started
 from cs336_systems.experiments.runner import Runner, gather
 from cs336_systems.experiments.session import new_run_file
+from cs336_systems.experiments.spec import Config
 from cs336_systems.experiments.steps.optimized_steps import MEASURED, OPTIMIZE, activations_text, cell_config
 from cs336_systems.predict.fit import usable_bytes
 from cs336_systems.predict.flops import model_flops
@@ -459,25 +461,30 @@ def _measured(arguments: OptimizeArguments, search: Search, best: list[Predictio
         print(f"not measured: no NVIDIA GPU here; predictions are for {task.gpu.name}", file=sys.stderr)
         return None
     path = Path(arguments.output) if arguments.output else new_run_file("optimize")
-    with _unfragmented(), Runner(path) as runner:
-        here = find_by_driver_name(runner.environment.gpu)
-        if runner.device != "cuda" or here is None or here.card != task.gpu.card:
-            machine = runner.environment.gpu or "no GPU that torch can use"
-            print(f"not measured: predictions are for {task.gpu.name}, this machine has {machine}", file=sys.stderr)
-            return None
-        configs = [_timed_config(task, found) for found in best]
-        runner.run(gather((OPTIMIZE.name, config) for config in configs))
-    cells = {record.cell_key(cell.config): cell for cell in group(record.load(path).records)}
-    found = []
-    for prediction, config in zip(best, configs, strict=True):
-        cell = cells[record.cell_key(config)]
-        seconds = cell.value("step_time") if cell.ok else None
-        found.append(Measured(prediction, seconds or math.inf, cell.value("peak_memory"), cell.status))
+    try:
+        with interrupt_raises(), _unfragmented(), Runner(path) as runner:
+            here = find_by_driver_name(runner.environment.gpu)
+            if runner.device != "cuda" or here is None or here.card != task.gpu.card:
+                machine = runner.environment.gpu or "no GPU that torch can use"
+                print(f"not measured: predictions are for {task.gpu.name}, this machine has {machine}", file=sys.stderr)
+                return None
+            configs = [_timed_config(task, found) for found in best]
+            runner.run(gather((OPTIMIZE.name, config) for config in configs))
+    except KeyboardInterrupt:
+        raise Interrupted(path) from None
     print(f"records: {path}", file=sys.stderr)
-    return found
+    return [_result(path, prediction, config) for prediction, config in zip(best, configs, strict=True)]
 
 
-def _timed_config(task: Task, found: Prediction) -> dict:
+def _result(path: Path, prediction: Prediction, config: Config) -> Measured:
+    """Return what a file of records holds of a candidate."""
+    own = (OPTIMIZE.name, record.cell_key(config))
+    (cell,) = group(item for item in record.load(path).records if (item.experiment, item.cell) == own)
+    seconds = cell.value("step_time") if cell.ok else None
+    return Measured(prediction, seconds or math.inf, cell.value("peak_memory"), cell.status)
+
+
+def _timed_config(task: Task, found: Prediction) -> Config:
     """Return the cell of a candidate, with as many steps as a few seconds have."""
     steps = min(MOST_STEPS, max(1, round(TIMED_SECONDS / found.seconds)))
     run = dataclasses.replace(task.run_config(found.candidate), num_steps=steps)

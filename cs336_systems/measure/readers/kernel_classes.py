@@ -8,8 +8,10 @@ from cs336_systems.predict.attention_model import OUTPUT, SCORES, SOFTMAX
 MATMUL, ATTENTION, ELEMENTWISE, REDUCTION = "matmul", "attention", "elementwise", "softmax/reduction"
 COPY, OPTIMIZER, COMMUNICATION, OTHER, UNKNOWN = "copy", "optimizer", "communication", "other", "unknown"
 KINDS = (MATMUL, ATTENTION, ELEMENTWISE, REDUCTION, COPY, OPTIMIZER, COMMUNICATION, OTHER, UNKNOWN)
+HOST, GAP = "host", "gap"
+"""Kinds of time beside those of kernels: the host; a GPU that waits between two kernels."""
 
-__all__ = ["KINDS", "OUTPUT", "SCORES", "SOFTMAX", "classify"]
+__all__ = ["GAP", "HOST", "KINDS", "OUTPUT", "SCORES", "SOFTMAX", "classify"]
 
 # The first match counts, so specific patterns come first: a fused optimizer uses multi_tensor_apply, a softmax is a
 # reduction with an elementwise epilogue, a cast is an elementwise kernel that copies.

@@ -17,6 +17,7 @@ import subprocess
 import sys
 import tempfile
 import time
+from bisect import bisect_left
 from collections import defaultdict
 from collections.abc import Iterable, Iterator
 from contextlib import closing
@@ -30,12 +31,14 @@ from cs336_systems.measure.readers.trace import (
     HALF_NS,
     PHASES,
     UNLIMITED,
+    Call,
     Event,
     Kernel,
     Moment,
     Nest,
     Origin,
     Span,
+    StreamWait,
     Trace,
     innermost,
     phase_at,
@@ -147,6 +150,8 @@ _PUSH_POP_RANGE, _DOMAIN_CREATE = 59, 75
 """Types of NVTX events: a push/pop range of a thread; the creation of a domain for a library's own ranges."""
 _TEXTS = ("value", "label", "text")
 """Columns of text; all others that are read hold integers."""
+_STREAM_WAIT, _STREAM_SYNC = 2, 3
+"""Types of synchronisation: a stream with an event, the host with a stream."""
 LATEST = 2**62
 """Nanoseconds before which times lie: after 146 years."""
 _COPIES = {1: "HtoD", 2: "DtoH", 8: "DtoD", 9: "HtoH", 10: "PtoP"}
@@ -161,6 +166,7 @@ class _Work(NamedTuple):
     process: int | None
     correlation: int | None
     """The correlation id of its launch, unique within a process."""
+    stream: tuple[int | None, ...]
 
 
 def read_nsys(path: Path, *, is_own: bool = False) -> Trace:
@@ -261,54 +267,89 @@ def _trace(export: _Export) -> Trace:
             f"{export.name} holds no kernels: nothing ran on a GPU during the capture, or nsys could not trace CUDA; "
             f"record again with --trace=cuda,nvtx, or {WITHOUT_NSYS}"
         )
-    launches = _launches(export)
+    calls, launches = _calls(export)
     host = _Host(_ranges(export))
     found = []
     for work in sorted([*kernels, *_copies(export), *_fills(export)], key=lambda work: work.start):
-        launch = launches.get((work.process, work.correlation))
-        origin = host.at(launch) if launch else Origin()
-        found.append(Kernel(work.name, work.start * NS, (work.end - work.start) * NS, *origin))
-    return Trace(found, host.phases, on_gpu=True)
+        number = launches.get((work.process, work.correlation))
+        origin = Origin() if number is None else host.at(Moment(calls[number].start, calls[number].thread))
+        times = work.start * NS, (work.end - work.start) * NS
+        found.append(Kernel(work.name, *times, *origin, work.stream, number))
+    return Trace(found, host.phases, on_gpu=True, calls=calls, waits=_waits(export, calls, launches))
 
 
-_LAUNCH_COLUMNS = ("globalPid", "correlationId")
+_LAUNCH_COLUMNS = ("globalPid", "correlationId", "deviceId", "streamId")
 
 
 def _kernels(export: _Export) -> list[_Work]:
     rows = export.timed("CUPTI_ACTIVITY_KIND_KERNEL", *_LAUNCH_COLUMNS, "demangledName", "shortName", "mangledName")
-    return [
-        _Work(export.string(*names) or "kernel without a name", start, end, _process(process), correlation)
-        for start, end, process, correlation, *names in rows
-    ]
+    return [_work(export.string(*row[-3:]) or "kernel without a name", *row[:-3]) for row in rows]
 
 
 def _copies(export: _Export) -> Iterator[_Work]:
     """Yield copies, named as in torch.profiler: `Memcpy HtoD (Pageable -> Device)`."""
     memory = export.lookup("ENUM_CUDA_MEM_KIND", "label")
     rows = export.timed("CUPTI_ACTIVITY_KIND_MEMCPY", *_LAUNCH_COLUMNS, "copyKind", "srcKind", "dstKind")
-    for start, end, process, correlation, kind, source, target in rows:
+    for *launch, kind, source, target in rows:
         between = f"({memory[source]} -> {memory[target]})" if {source, target} <= memory.keys() else ""
         name = " ".join(filter(None, ("Memcpy", _COPIES.get(kind), between)))
-        yield _Work(name, start, end, _process(process), correlation)
+        yield _work(name, *launch)
 
 
 def _fills(export: _Export) -> Iterator[_Work]:
     memory = export.lookup("ENUM_CUDA_MEM_KIND", "label")
     rows = export.timed("CUPTI_ACTIVITY_KIND_MEMSET", *_LAUNCH_COLUMNS, "memKind")
-    for start, end, process, correlation, kind in rows:
-        name = f"Memset ({memory[kind]})" if kind in memory else "Memset"
-        yield _Work(name, start, end, _process(process), correlation)
+    for *launch, kind in rows:
+        yield _work(f"Memset ({memory[kind]})" if kind in memory else "Memset", *launch)
 
 
-def _launches(export: _Export) -> dict[tuple[int | None, int | None], Moment]:
-    """Return (process, correlation id) -> launch; the table holds calls of the runtime and of the driver."""
-    rows = export.timed("CUPTI_ACTIVITY_KIND_RUNTIME", "globalTid", "correlationId")
-    found: dict[tuple[int | None, int | None], Moment] = {
-        (_process(thread), correlation): Moment(start * NS, thread) for start, _, thread, correlation in rows
-    }
-    if len({process for process, _ in found}) == 1:  # kernels without a process id belong to this one
-        found |= {(None, correlation): launch for (_, correlation), launch in found.items()}
-    return found
+def _work(name: str, start: int, end: int, process: int | None, correlation: int | None, *stream: int | None) -> _Work:
+    return _Work(name, start, end, _process(process), correlation, (_process(process), *stream))
+
+
+_Numbers = dict[tuple[int | None, int | None], int]
+
+
+def _calls(export: _Export) -> tuple[list[Call], _Numbers]:
+    """Return the calls of the runtime and of the driver, and (process, correlation id) -> index of the call."""
+    rows = export.timed("CUPTI_ACTIVITY_KIND_RUNTIME", "globalTid", "correlationId", "nameId")
+    calls = [
+        Call(export.string(name) or "", start * NS, end * NS, thread, _process(thread))
+        for start, end, thread, _, name in rows
+    ]
+    numbers: _Numbers = {(_process(row[2]), row[3]): number for number, row in enumerate(rows)}
+    if len({process for process, _ in numbers}) == 1:  # kernels without a process id belong to this one
+        numbers |= {(None, correlation): number for (_, correlation), number in numbers.items()}
+    return calls, numbers
+
+
+def _waits(export: _Export, calls: list[Call], numbers: _Numbers) -> list[StreamWait]:
+    """Return the events that streams wait for, and add to `calls` the streams that the host waits for."""
+    place = ("globalPid", "deviceId", "streamId", "correlationId", "eventId")
+    records = defaultdict(list)
+    for process, device, stream, correlation, event in export.rows("CUPTI_ACTIVITY_KIND_CUDA_EVENT", *place):
+        if (number := numbers.get((_process(process), correlation))) is not None:
+            source = (_process(process), device, stream)
+            records[_process(process), event].append((calls[number].start, number, source))
+    for found in records.values():
+        found.sort(key=lambda record: record[0])
+    waits = []
+    for process, device, stream, correlation, event, kind in export.rows(
+        "CUPTI_ACTIVITY_KIND_SYNCHRONIZATION", *place, "syncType"
+    ):
+        number = numbers.get((_process(process), correlation))
+        if number is None:
+            continue
+        where = (_process(process), device, stream)
+        if kind == _STREAM_SYNC:
+            calls[number] = calls[number]._replace(stream=where)
+        elif kind == _STREAM_WAIT:
+            of_event = records[_process(process), event]
+            before = bisect_left(of_event, calls[number].start, key=lambda record: record[0])
+            if before:
+                _, record, source = of_event[before - 1]
+                waits.append(StreamWait(number, where, record, source))
+    return waits
 
 
 def _ranges(export: _Export) -> list[Span]:

@@ -18,8 +18,8 @@ import re
 import statistics
 from bisect import bisect_right
 from collections import defaultdict
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -68,6 +68,10 @@ class Kernel:
     duration: float
     phase: str | None = None
     part: str | None = None
+    stream: Any = None
+    """The stream it ran on; of an operator, the thread."""
+    launch: int | None = None
+    """Index of the host call that launched it in `Trace.calls`, where the trace links them."""
 
     @property
     def end(self) -> float:
@@ -89,6 +93,29 @@ class Span:
 
     def holds(self, time: float) -> bool:
         return self.start <= time < self.end
+
+
+class Call(NamedTuple):
+    """A call of the CUDA runtime or driver on a thread of the host."""
+
+    name: str
+    start: float
+    end: float
+    thread: Any
+    process: Any = None
+    stream: Any = None
+    """The stream that it waits for, where the trace says so."""
+
+
+class StreamWait(NamedTuple):
+    """An event that a stream waits for; both calls are indices in `Trace.calls`."""
+
+    call: int
+    """The call of cudaStreamWaitEvent: what is launched later on `stream` waits."""
+    stream: Any
+    record: int
+    """The call of cudaEventRecord: what was launched earlier on `source` is waited for."""
+    source: Any
 
 
 @dataclass(frozen=True)
@@ -120,6 +147,12 @@ class Trace:
     phases: list[Span]
     on_gpu: bool
     """Otherwise the kernels are operators of the host."""
+    calls: Sequence[Call] = ()
+    waits: Sequence[StreamWait] = ()
+    profiler_steps: Sequence[Span] = ()
+    """Ranges of torch.profiler's schedule (`ProfilerStep#3`)."""
+    pieces: Sequence[Kernel] = ()
+    """Without a GPU: the parts of operators outside of nested ones, none of which overlap on a thread."""
 
     @property
     def steps(self) -> int:
@@ -211,7 +244,10 @@ MOST_CHARACTERS = 1 << 24
 UNLIMITED = 1 << 62
 DEEPEST = 100
 """Levels of nested ranges or operators; real ones have up to 30, and the time to find one grows with them."""
-_NOT_A_PART = re.compile(rf"({'|'.join(PHASES)})$|ProfilerStep|Optimizer\.")
+PROFILER_STEP = "ProfilerStep"
+NO_STREAM = -1
+"""The stream of a synchronisation with the whole device."""
+_NOT_A_PART = re.compile(rf"({'|'.join(PHASES)})$|{PROFILER_STEP}|Optimizer\.")
 """Ranges that do not name a part of the model."""
 
 
@@ -276,6 +312,19 @@ class _Raw(NamedTuple):
     correlation: int | None
     sequence: int | None
     is_backward: bool
+    process: int | str | None
+    """For works on a GPU its number."""
+
+
+class _Sync(NamedTuple):
+    """A synchronisation as the profiler records it on request (`enable_cuda_sync_events`)."""
+
+    correlation: int | str
+    device: int | str | None
+    stream: int | str
+    record: int | str | None
+    """Correlation id of the call that recorded the event which is waited for."""
+    source: int | str | None
 
 
 class _Events:
@@ -283,6 +332,7 @@ class _Events:
 
     def __init__(self, most: int) -> None:
         self.kept: dict[str, list[_Raw]] = {group: [] for group in _GROUPS.values()}
+        self._syncs: list[_Sync] = []
         self._first = math.inf
         self._flows: dict[int | str, dict[str, tuple[float, int | str]]] = defaultdict(dict)
         self._names: dict[str, str] = {}
@@ -301,7 +351,9 @@ class _Events:
             if problem := _problem(event):
                 raise ValueError(f"an event {problem}")
             self._first = min(self._first, event["ts"])
-            if isinstance(category, str) and category in _GROUPS:
+            if category == "cuda_sync":
+                self._add_sync(event)
+            elif isinstance(category, str) and category in _GROUPS:
                 self.kept[_GROUPS[category]].append(self._raw(event))
         elif category == "fwdbwd" and phase in ("s", "f"):
             time, thread, number = event.get("ts"), event.get("tid"), event.get("id")
@@ -319,7 +371,16 @@ class _Events:
             correlation if _is_id(correlation) else None,
             sequence if _is_id(sequence) else None,
             bool(arguments.get("Fwd thread id")),
+            event["pid"] if _is_id(event.get("pid")) else None,
         )
+
+    def _add_sync(self, event: dict[str, Any]) -> None:
+        names = ("correlation", "stream", "wait_on_cuda_event_record_corr_id", "wait_on_stream")
+        found = [event.get("args", {}).get(name) for name in names]
+        correlation, stream, record, source = (value if _is_id(value) else None for value in found)
+        device = event["pid"] if _is_id(event.get("pid")) else None
+        if correlation is not None and stream is not None:
+            self._syncs.append(_Sync(correlation, device, stream, record, source))
 
     def _shared(self, name: str) -> str:
         """Return a name, of which a trace has many copies, made printable."""
@@ -361,16 +422,30 @@ class _Events:
             )
         return nests
 
-    def gpu_kernels(self, attribute: "_Attribution") -> list[Kernel]:
-        """Return the kernels, copies and fills on a GPU, with the origins of their launches."""
-        launches: dict[int | None, _Raw] = {raw.correlation: raw for raw in self.kept["launches"]}
-        launches.pop(None, None)
+    def gpu_trace(self, attribute: "_Attribution") -> dict[str, Any]:
+        """Return the kernels, copies and fills on a GPU, with the origins of their launches, and the host's calls."""
+        numbers: dict[Any, int] = {raw.correlation: number for number, raw in enumerate(self.kept["launches"])}
+        numbers.pop(None, None)
+        calls = [self._call(raw) for raw in self.kept["launches"]]
         found = []
         for raw in self.kept["works"]:
-            launch = launches.get(raw.correlation)
-            origin = Origin() if launch is None else attribute(Moment(self._seconds(launch.time), launch.thread))
-            found.append(Kernel(raw.name, self._seconds(raw.time), raw.duration * US, *origin))
-        return found
+            number = numbers.get(raw.correlation)
+            origin = Origin() if number is None else attribute(Moment(calls[number].start, calls[number].thread))
+            stream = (raw.process, raw.thread)
+            found.append(Kernel(raw.name, self._seconds(raw.time), raw.duration * US, *origin, stream, number))
+        waits = []
+        for sync in self._syncs:
+            call, record = numbers.get(sync.correlation), numbers.get(sync.record)
+            stream = (sync.device, sync.stream)
+            if call is not None and record is not None and sync.source is not None:
+                waits.append(StreamWait(call, stream, record, (sync.device, sync.source)))
+            elif call is not None and sync.stream != NO_STREAM:
+                calls[call] = calls[call]._replace(stream=stream)
+        return {"kernels": found, "calls": calls, "waits": waits}
+
+    def _call(self, raw: _Raw) -> Call:
+        start = self._seconds(raw.time)
+        return Call(raw.name, start, start + raw.duration * US, raw.thread, raw.process)
 
 
 def read_chrome(path: Path, *, is_own: bool = False) -> Trace:
@@ -383,19 +458,46 @@ def read_chrome(path: Path, *, is_own: bool = False) -> Trace:
         operators = events.nests(events.kept["operators"])
         attribute = _Attribution(phases, parts, operators)
         on_gpu = bool(events.kept["works"])
-        kernels = events.gpu_kernels(attribute) if on_gpu else _self_times(operators, attribute)
-    if not kernels:
+        found = events.gpu_trace(attribute) if on_gpu else _self_times(operators, attribute)
+        steps = [span for span in spans if span.name.startswith(PROFILER_STEP)]
+    if not found["kernels"]:
         raise UserError(f"{str(path)!r} holds no kernels and no operators: was anything run while it was recorded?")
-    return Trace(kernels, phases, on_gpu)
+    return Trace(phases=phases, on_gpu=on_gpu, profiler_steps=steps, **found)
 
 
-def _self_times(operators: dict[Any, Nest], attribute: "_Attribution") -> list[Kernel]:
-    return [
-        Kernel(op.name, op.start, op.own, *attribute(Moment(op.start, thread), op))
-        for thread, nest in operators.items()
-        for op in nest.events
-        if op.own > 0
-    ]
+def _self_times(operators: dict[Any, Nest], attribute: "_Attribution") -> dict[str, Any]:
+    """Return the operators with their self times, and the pieces of which those consist."""
+    kernels: list[Kernel] = []
+    pieces: list[Kernel] = []
+    for thread, nest in operators.items():
+        made = {
+            id(op): Kernel(op.name, op.start, op.own, *attribute(Moment(op.start, thread), op), stream=thread)
+            for op in nest.events
+            if op.own > 0
+        }
+        kernels += made.values()
+        pieces += [
+            replace(made[id(op)], start=start, duration=end - start)
+            for op, start, end in _outside_of_nested(nest)
+            if id(op) in made
+        ]
+    return {"kernels": kernels, "pieces": pieces}
+
+
+def _outside_of_nested(nest: Nest) -> Iterator[tuple[Event, float, float]]:
+    """Yield the innermost operator of every stretch of a thread, from first to last."""
+    reached, around = -math.inf, None
+    for event in [*nest.events, None]:
+        start = math.inf if event is None else event.start
+        while around is not None and around is not (event.parent if event else None):
+            if around.end > reached:
+                yield around, max(reached, around.start), around.end
+                reached = around.end
+            around = around.parent
+        if around is not None and start > max(reached, around.start):
+            yield around, max(reached, around.start), start
+            reached = start
+        around = event
 
 
 def _read_events(path: Path, is_own: bool) -> _Events:

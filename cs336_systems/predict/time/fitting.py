@@ -16,11 +16,15 @@ LARGEST_ERROR = 0.3
 FIRST_STEP, LAST_STEP = 0.2, 0.01
 """Relative changes of a rate that the search tries, from the largest to the smallest."""
 
-Rates = TypeVar("Rates", MatmulRates, AttentionRates, PassRates)
+Rates = TypeVar("Rates", MatmulRates, AttentionRates)
+
+
+Timed = Matmul | Pass | AttentionPass
+"""Kernels that are timed one by one."""
 
 
 class Measured(NamedTuple):
-    kernel: Matmul | Pass | AttentionPass
+    kernel: Timed
     seconds: float
 
 
@@ -50,11 +54,17 @@ def fit_passes(found: Iterable[Measured]) -> dict[str, PassRates]:
 
 
 def _fit_pass(points: list[tuple[int, float]]) -> PassRates:
-    def error(rates: PassRates) -> float:
-        return _mean_error((rates.fixed + size / rates.bandwidth, seconds) for size, seconds in points)
-
-    usual = statistics.median(size / seconds for size, seconds in points)
-    return _search(PassRates(usual, min(seconds for _, seconds in points) / 2), error)
+    """Return the line with the least squares of relative errors: fixed / seconds + size / (bandwidth * seconds) = 1."""
+    a = sum(1 / seconds**2 for _, seconds in points)
+    b = sum(size / seconds**2 for size, seconds in points)
+    c = sum(size**2 / seconds**2 for size, seconds in points)
+    ones, sizes = sum(1 / seconds for _, seconds in points), sum(size / seconds for size, seconds in points)
+    determinant = a * c - b * b
+    fixed = (ones * c - sizes * b) / determinant if determinant > 1e-9 * a * c else 0.0
+    if not 0 <= fixed < min(seconds for _, seconds in points):
+        fixed = 0.0
+    usual = statistics.median(size / (seconds - fixed) for size, seconds in points)
+    return PassRates(usual, fixed)
 
 
 def fit_attention(found: Iterable[Measured], sms: int) -> dict[str, AttentionRates]:

@@ -1,5 +1,6 @@
 """Seconds of one kernel on a GPU at its highest clock, from the GPU's profile. No torch."""
 
+import dataclasses
 import math
 
 from cs336_systems.predict.time.profile import AttentionRates, GpuProfile
@@ -86,15 +87,21 @@ def _pass_name(kernel: AttentionPass) -> str:
 
 
 def attention_rates(profile: GpuProfile, kernel: AttentionPass) -> AttentionRates:
-    """Return the rates of the kernel's head dim; where it was not measured, those of the next larger one, or of the
-    largest, with its tiles in proportion."""
+    """Return the rates of the kernel's head dim. Those of a head dim that was not measured lie between its neighbours',
+    as those of the next multiple of 32; beyond the largest, tiles take as much longer as the head dim is larger."""
     name = _pass_name(kernel)
-    known = sorted(int(key.removeprefix(f"{name} ")) for key in profile.attention if key.rpartition(" ")[0] == name)
-    nearest = next((dim for dim in known if dim >= kernel.head_dim), known[-1])
-    own = profile.attention[f"{name} {nearest}"]
-    if kernel.head_dim <= nearest:
-        return own
-    return AttentionRates(own.tile * kernel.head_dim / nearest, own.program, own.fixed)
+    known = sorted(int(key.rpartition(" ")[2]) for key in profile.attention if key.rpartition(" ")[0] == name)
+    if kernel.head_dim in known or kernel.head_dim < known[0]:
+        return profile.attention[f"{name} {max(kernel.head_dim, known[0])}"]
+    dim = -(-kernel.head_dim // 32) * 32
+    below = profile.attention[f"{name} {max(own for own in known if own < kernel.head_dim)}"]
+    above = next((own for own in known if own >= dim), None)
+    if above is None:
+        return AttentionRates(below.tile * dim / known[-1], below.program, below.fixed)
+    upper, lower = profile.attention[f"{name} {above}"], max(own for own in known if own < kernel.head_dim)
+    share = (dim - lower) / (above - lower)
+    pairs = zip(dataclasses.astuple(below), dataclasses.astuple(upper), strict=True)
+    return AttentionRates(*(low + share * (high - low) for low, high in pairs))
 
 
 def attention_seconds(kernel: AttentionPass, rates: AttentionRates, sms: int) -> float:

@@ -7,12 +7,16 @@ power limit.
 import dataclasses
 import functools
 import json
+import os
+import warnings
 from dataclasses import dataclass
 from importlib.resources import files
+from pathlib import Path
 from typing import Any
 
 from cs336_systems.config import UserError
-from cs336_systems.predict.gpus import GIGA, GPU, TERA
+from cs336_systems.files import reason_of, write_file
+from cs336_systems.predict.gpus import GIGA, GPU, TERA, card_name, find_by_driver_name
 
 MEASURED, DATA_SHEET = "measured", "data sheet"
 
@@ -133,13 +137,43 @@ def shipped_profiles() -> dict[str, GpuProfile]:
     return found
 
 
+def profile_file(card: str) -> Path:
+    """Return the file in which `cs336 calibrate` keeps the profile of a card."""
+    cache = os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
+    return Path(cache) / "cs336_systems" / "profiles" / f"{card}.json"
+
+
+def keep_profile(profile: GpuProfile) -> Path:
+    """Write the profile of this machine's GPU where later predictions look first; return the file."""
+    known = find_by_driver_name(profile.gpu)
+    path = profile_file(known.card if known else card_name(profile.gpu))
+    path.parent.mkdir(parents=True, exist_ok=True)
+    write_file(path, (json.dumps(profile.to_dict(), indent=1) + "\n").encode())
+    return path
+
+
+def _kept_profile(card: str) -> GpuProfile | None:
+    """Return the profile that `cs336 calibrate` kept on this machine; one that cannot be read is ignored with a
+    warning."""
+    path = profile_file(card)
+    try:
+        return GpuProfile.of(json.loads(path.read_text()))
+    except FileNotFoundError:
+        return None
+    except (OSError, ValueError, RecursionError) as error:
+        warnings.warn(f"the profile in {str(path)!r} is not used: {reason_of(error)}", stacklevel=2)
+        return None
+
+
 def profile_of(gpu: GPU, precision: str = "bf16") -> GpuProfile | None:
-    """Return a card's profile: the measured one, or one from its data sheet; None where the sheet has no bandwidth or
-    no matmul rate in this precision.
+    """Return a card's profile: the one measured on this machine, the one that comes with the package, or one from its
+    data sheet; None where the sheet has no bandwidth or no matmul rate in this precision.
 
     A data sheet's profile has the H200's shares of peak and bandwidth and its SMs, in proportion.
     """
     shipped = shipped_profiles()
+    if (kept := _kept_profile(gpu.card)) is not None:
+        return kept
     if gpu.card in shipped:
         return shipped[gpu.card]
     model, peak = shipped["h200"], gpu.peak_flops(precision)

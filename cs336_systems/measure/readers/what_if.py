@@ -1,0 +1,222 @@
+"""`--what_if "attention=0.8,optimizer=1.2ms"`: the time of a step if some of its kernels took another time.
+
+A factor scales the kernels; 0 removes them, with their launches and the gaps before them. A time is the new total of
+one step, gaps between kernels that follow one another included, as a benchmark of the replacement would measure it.
+
+At the power limit of a GPU a faster kernel does not make the step faster by as much: the same arithmetic takes the same
+energy, and the clock falls until the mean power of the step is the limit. `time_at_limit` is the time in which the step
+draws the recorded power. It is an estimate of first order, with the powers that were fitted to steps of an H200; how
+far the clock moves can only be measured, so it is shown beside the time at unchanged clocks.
+"""
+
+import math
+import re
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass
+from fnmatch import fnmatchcase
+from functools import cache
+from typing import NamedTuple
+
+from cs336_systems.config import UserError, nearest
+from cs336_systems.measure.readers.kernel_classes import ATTENTION, HOST, KINDS, MATMUL, OPTIMIZER
+from cs336_systems.measure.readers.trace import PHASES
+from cs336_systems.measure.readers.trace_replay import Change, Graph, Node, Replay
+from cs336_systems.predict.time.profile import shipped_profiles
+
+FLAG = "--what_if"
+EXAMPLE = 'such as "attention=0.8,optimizer=1.2ms"'
+UNITS = {"s": 1.0, "ms": 1e-3, "us": 1e-6}
+_VALUE = re.compile(rf"(?P<number>[^a-z]+(?:e[-+]?\d+)?)\s*(?P<unit>{'|'.join(UNITS)})?", re.IGNORECASE)
+
+CLOCK_BOUND = (MATMUL, ATTENTION)
+"""Kinds whose arithmetic, and so whose energy, stays when they become faster or slower."""
+
+
+@dataclass(frozen=True)
+class Setting:
+    """A new time for the kernels that `name` selects: a factor, or the seconds of one step."""
+
+    name: str
+    factor: float | None
+    seconds: float | None
+
+
+@dataclass(frozen=True)
+class Scenario:
+    text: str
+    settings: tuple[Setting, ...]
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """The predicted times of one step, in seconds."""
+
+    scenario: Scenario
+    selected: float
+    """Recorded time of the kernels that change."""
+    changed: float
+    """Their time in the scenario."""
+    step: float
+    at_limit: float
+    """The step at the power with which it was recorded."""
+
+
+def parse_scenario(text: str) -> Scenario:
+    """Return the scenario of a flag's value, or raise UserError."""
+    parts = [part.strip() for part in text.split(",") if part.strip()]
+    if not parts:
+        raise UserError(f"{FLAG} {text!r} changes nothing; name kernels and a factor or a time, {EXAMPLE}")
+    return Scenario(text.strip(), tuple(_setting(part) for part in parts))
+
+
+def _setting(part: str) -> Setting:
+    name, equals, value = (word.strip() for word in part.rpartition("="))
+    if not equals or not name:
+        raise UserError(f"{FLAG} {part!r} is not of the form NAME=FACTOR or NAME=TIME, {EXAMPLE}")
+    found = _VALUE.fullmatch(value)
+    try:
+        number = float(found["number"] if found else "")
+    except ValueError:
+        number = math.nan
+    if not (math.isfinite(number) and number >= 0) or found is None:
+        raise UserError(
+            f"{FLAG} {part!r}: {value!r} is neither a factor from 0 on nor a time in s, ms or us, {EXAMPLE}"
+        )
+    unit = found["unit"]
+    if unit is None:
+        return Setting(name, number, None)
+    if name == HOST:
+        raise UserError(f"{FLAG} {part!r}: the host's time is scaled, not set; give a factor, such as {HOST}=0.5")
+    return Setting(name, None, number * UNITS[unit.lower()])
+
+
+def outcome(graph: Graph, recorded: Replay, scenario: Scenario) -> Outcome:
+    """Return the step of a scenario; raise UserError where it selects no kernel of the trace."""
+    change = change_of(graph, scenario)
+    replayed = graph.replay(change)
+    selected = [number for number in graph.measured_kernels if number in change.seconds]
+    steps = graph.steps
+    return Outcome(
+        scenario,
+        sum(graph.nodes[number].own for number in selected) / steps,
+        sum(change.seconds[number] for number in selected) / steps,
+        replayed.span / steps,
+        time_at_limit(graph, recorded, replayed, change) / steps,
+    )
+
+
+def change_of(graph: Graph, scenario: Scenario) -> Change:
+    """Return the new times of all kernels; one that several settings select takes the first."""
+    seconds: dict[int, float] = {}
+    joined: set[int] = set()
+    removed: set[int] = set()
+    host = 1.0
+    for setting in scenario.settings:
+        if setting.name == HOST:
+            host = setting.factor if setting.factor is not None else 1.0
+            continue
+        found = [number for number in _selected(graph, setting.name) if number not in seconds]
+        factor = _factor(graph, setting, found)
+        seconds |= {number: graph.nodes[number].own * factor for number in found}
+        if factor == 0:
+            removed.update(found)
+        elif setting.seconds is not None:
+            joined.update(_following(graph, found))
+    seconds |= dict.fromkeys(_unused_launches(graph, removed), 0.0)
+    return Change(seconds, frozenset(joined | removed), host)
+
+
+def _selected(graph: Graph, name: str) -> list[int]:
+    """Return the kernels of a kind, phase or part of the model, or those whose names match a pattern; `+` adds some."""
+    kernels = [number for number, node in enumerate(graph.nodes) if node.kernel is not None]
+    chosen: set[int] = set()
+    for part in (word.strip() for word in name.split("+")):
+        fits = _selector(part)
+        found = [number for number in kernels if fits(graph.nodes[number])]
+        if not found and (part not in KINDS or part == name):
+            raise _no_such_kernel(part)
+        chosen.update(found)
+    return [number for number in kernels if number in chosen]
+
+
+def _no_such_kernel(name: str) -> UserError:
+    known = [*KINDS, *PHASES, HOST]
+    return UserError(
+        f"{FLAG} {name!r}{'' if name in known else nearest(name, known)}: the trace has no such kernel; name a kind "
+        f"({', '.join(KINDS)}), a phase ({', '.join(PHASES)}), {HOST}, or a pattern of kernel names such as 'flash_*'"
+    )
+
+
+def _selector(name: str) -> Callable[[Node], bool]:
+    def in_part(node: Node) -> bool:
+        part = node.kernel.part if node.kernel else None
+        return part is not None and (part == name or part.startswith(f"{name} "))
+
+    def in_phase(node: Node) -> bool:
+        return node.kernel is not None and node.kernel.phase == name
+
+    if name == OPTIMIZER:
+        return lambda node: node.kind == name or in_phase(node)
+    if name in KINDS:
+        return lambda node: node.kind == name or in_part(node)
+    if name in PHASES:
+        return in_phase
+    matches = cache(lambda kernel_name: fnmatchcase(kernel_name, name))
+    return lambda node: in_part(node) or matches(node.name)
+
+
+def _factor(graph: Graph, setting: Setting, found: list[int]) -> float:
+    if setting.factor is not None:
+        return setting.factor
+    total = sum(graph.nodes[number].own for number in graph.measured.intersection(found)) / graph.steps
+    if total <= 0:
+        raise UserError(f"{FLAG} {setting.name!r}: these kernels take no time in a step, so no time can be set")
+    return (setting.seconds or 0.0) / total
+
+
+def _following(graph: Graph, found: Iterable[int]) -> Iterator[int]:
+    """Yield the kernels that come directly after another one of them on a stream."""
+    chosen = set(found)
+    for number in chosen:
+        node = graph.nodes[number]
+        before = (dependency.point >> 1 for dependency in node.after)
+        if any(other in chosen and graph.nodes[other].place == node.place for other in before):
+            yield number
+
+
+def _unused_launches(graph: Graph, removed: set[int]) -> set[int]:
+    """Return the calls all of whose kernels are removed."""
+    used = {node.launch for number, node in enumerate(graph.nodes) if number not in removed}
+    launches = {graph.nodes[number].launch for number in removed} - used
+    return {launch for launch in launches if launch is not None and graph.nodes[launch].returns is None}
+
+
+class _Power(NamedTuple):
+    """Power beyond the static one, relative to that of a GPU at its limit, at which matmuls and attention run."""
+
+    memory_bound: float
+    most: float
+    """Of matmuls at the highest clock and rate."""
+
+
+@cache
+def _power() -> _Power:
+    profile = shipped_profiles()["h200"]
+    assert profile.power is not None
+    at_limit = profile.power.limit - profile.power.static
+    memory, arithmetic = profile.power.per_byte * profile.bandwidth, profile.power.per_flop[MATMUL] * profile.peak
+    return _Power(memory / at_limit, arithmetic / at_limit)
+
+
+def time_at_limit(graph: Graph, recorded: Replay, replayed: Replay, change: Change) -> float:
+    """Return the seconds in which the changed steps draw the mean power of the recorded ones."""
+    power = _power()
+    before = after = 0.0
+    for number in graph.measured_kernels:
+        node = graph.nodes[number]
+        new = change.seconds.get(number, node.own)
+        if node.kind in CLOCK_BOUND:
+            before, after = before + node.own, after + min(node.own, power.most * new)
+        else:
+            before, after = before + power.memory_bound * node.own, after + power.memory_bound * new
+    return recorded.span * after / before if before > 0 else replayed.span

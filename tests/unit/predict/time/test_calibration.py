@@ -1,0 +1,156 @@
+"""What a calibration measures, and the profile that is fitted to it."""
+
+import dataclasses
+
+import pytest
+import torch
+
+from cs336_systems.config import RunConfig, UserError
+from cs336_systems.experiments.kernels import measure_calibration
+from cs336_systems.predict.time import calibration
+from cs336_systems.predict.time import profile as profiles
+from cs336_systems.predict.time.calibration import (
+    ATTENTIONS,
+    CLOCK,
+    KERNEL_TIME,
+    LAUNCHES,
+    MATMULS,
+    MULTIPROCESSORS,
+    PASSES,
+    POWER,
+    POWER_LIMIT,
+    SUSTAINED_ATTENTION,
+    SUSTAINED_BYTES,
+    SUSTAINED_SIZE,
+    SUSTAINED_TIME,
+    WATTS,
+    calibration_cells,
+    kernels_of,
+    measured_kernels,
+    profile_from,
+)
+from cs336_systems.predict.time.kernel_time import kernel_seconds
+from cs336_systems.predict.time.step_kernels import AttentionPass, Matmul, Pass, gradient_kernels, update_kernels
+from cs336_systems.record import Environment, Record
+from tests.unit.test_families import FAMILIES
+
+ENVIRONMENT = Environment(
+    gpu="NVIDIA H200", compute_capability="9.0", sm_clock_max_mhz=1980, torch="2.11.0", triton="3.6.0"
+)
+
+
+def h200():
+    return profiles.shipped_profiles()["h200"]
+
+
+def record(config, metric, *numbers, variant=""):
+    return Record("calibration", config, metric, "s", numbers, environment=ENVIRONMENT, variant=variant)
+
+
+@pytest.fixture(scope="module")
+def records():
+    """A short calibration of a GPU that is exactly as the shipped profile says."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(calibration, "RUNS", {MATMULS: 8, PASSES: 6})
+        yield records_of(h200())
+
+
+def records_of(profile):
+    found = []
+    for config in calibration_cells("cuda"):
+        if config["part"] == LAUNCHES:
+            found.append(record(config, KERNEL_TIME, profile.small, profile.gap, profile.launch))
+            found.append(record(config, MULTIPROCESSORS, profile.sms))
+        elif config["part"] == POWER:
+            found += power_records(config)
+        else:
+            times = [kernel_seconds(kernel, profile) + profile.gap for _, kernel in kernels_of(config)]
+            found.append(record(config, KERNEL_TIME, *times))
+    return found
+
+
+@pytest.fixture(scope="module")
+def fitted(records):
+    return profile_from(records)
+
+
+def power_records(config):
+    """Sustained work at 0.8 of the clock, 10% slower than at first; copies at full clock draw 560 W."""
+    found = [record(config, POWER_LIMIT, 700.0)]
+    for name, first, seconds, clock, watts in (
+        ("matmul", 1.4e-3, 1.54e-3, 0.8, 700.0),
+        ("attention", 4e-3, 4.4e-3, 0.8, 700.0),
+        ("copy", 2.6e-4, 2.6e-4, 1.0, 560.0),
+    ):
+        values = {KERNEL_TIME: first, SUSTAINED_TIME: seconds, CLOCK: clock, WATTS: watts}
+        found += [record(config, metric, value, variant=name) for metric, value in values.items()]
+    return found
+
+
+def test_cells_are_the_same_every_time():
+    first, again = ([kernels_of(config) for config in calibration_cells("cuda")] for _ in range(2))
+    assert first == again
+    sizes = {config["part"]: 0 for config in calibration_cells("cuda")}
+    for config in calibration_cells("cuda"):
+        sizes[config["part"]] += len(kernels_of(config))
+    assert sizes[MATMULS] > 600
+    assert sizes[PASSES] > 200
+    assert sizes[ATTENTIONS] > 40
+    names = {kernel.name for config in calibration_cells("cuda") for _, kernel in kernels_of(config)}
+    assert set(measure_calibration.PASSES) <= names | {"embedding_backward_unsorted"}
+
+
+def test_the_fit_finds_the_rates_that_made_the_times(records, fitted):
+    found, expected = fitted, h200()
+    assert (found.sms, found.small, found.gap, found.launch) == (132, expected.small, expected.gap, expected.launch)
+    assert found.peak == pytest.approx(expected.peak, rel=1e-3)
+    assert found.spread == 0.03
+    errors = [abs(kernel_seconds(k, found) / (seconds - found.gap) - 1) for k, seconds in measured_kernels(records)]
+    assert sum(errors) / len(errors) < 0.02
+    for name in ("swiglu", "adamw", "add_norm_backward"):
+        assert found.passes[name].bandwidth == pytest.approx(expected.passes[name].bandwidth, rel=0.03)
+
+
+def test_the_power_model(records, fitted):
+    power = fitted.power
+    assert (power.limit, power.static) == (700.0, 280.0)
+    assert power.slowdown["matmul"] == pytest.approx(0.1 / (1 / 0.8 - 1))
+    assert power.per_flop["matmul"] == pytest.approx(420 * 1.54e-3 / (2 * SUSTAINED_SIZE**3 * 0.8**power.exponent))
+    flops = SUSTAINED_ATTENTION.flops * 7 // 2
+    assert power.per_flop["attention"] == pytest.approx(420 * 4.4e-3 / (flops * 0.8**power.exponent))
+    assert power.per_byte == pytest.approx(280 / (2 * SUSTAINED_BYTES / 2.6e-4))
+    without = [item for item in records if item.metric != WATTS]
+    assert calibration._power(without) is None
+
+
+def test_a_part_that_is_missing_is_named(records):
+    some = [item for item in records if item.config["part"] != ATTENTIONS]
+    with pytest.raises(UserError, match=r"no attention; run cs336 calibrate again"):
+        profile_from(some)
+    failed = [dataclasses.replace(item, status="error: x") for item in records if item.config["part"] == PASSES]
+    with pytest.raises(UserError, match="no passes"):
+        profile_from([*(item for item in records if item.config["part"] != PASSES), *failed])
+
+
+@pytest.mark.parametrize("name", FAMILIES)
+def test_every_kernel_of_a_step_can_be_timed(name):
+    run = RunConfig(model=FAMILIES[name], batch_size=2, precision="bf16", fast="on", device="cuda")
+    device = torch.device("cpu")
+    for kernel in (*gradient_kernels(run), *update_kernels(run)):
+        if isinstance(kernel, Pass):
+            measure_calibration.PASSES[kernel.name](run, kernel, device)(0)
+        elif isinstance(kernel, Matmul):
+            measure_calibration._matmul(kernel, device)(0)
+        elif isinstance(kernel, AttentionPass):
+            assert kernel.kv_heads == run.model.kv_heads
+
+
+def test_a_pass_writes_what_the_step_writes():
+    """The number of bytes that the list gives a pass is that of the tensors which its timing moves."""
+    run = RunConfig(model=FAMILIES["qwen3"], batch_size=2, precision="bf16", fast="on", device="cuda")
+    swiglu = next(kernel for kernel in gradient_kernels(run) if kernel.name == "swiglu")
+    out = measure_calibration.PASSES["swiglu"](run, swiglu, torch.device("cpu"))(0)
+    assert 3 * out.nbytes == swiglu.bytes
+    deposit = next(kernel for kernel in gradient_kernels(run) if kernel.name == "deposit")
+    copied = measure_calibration.PASSES["deposit"](run, deposit, torch.device("cpu"))(0)
+    assert 2 * copied.nbytes == deposit.bytes // 4 * 4

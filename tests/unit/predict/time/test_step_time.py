@@ -1,0 +1,211 @@
+"""The time of a step: the sum of its kernels, the clock at the power limit, and profiles."""
+
+import dataclasses
+import json
+import warnings
+
+import pytest
+
+from cs336_systems.config import ModelConfig, RunConfig, UserError, model_config
+from cs336_systems.predict.gpus import find_card
+from cs336_systems.predict.time import profile as profiles
+from cs336_systems.predict.time.kernel_time import attention_rates, attention_seconds, kernel_seconds, matmul_seconds
+from cs336_systems.predict.time.profile import (
+    DATA_SHEET,
+    MEASURED,
+    AttentionRates,
+    GpuProfile,
+    keep_profile,
+    profile_of,
+)
+from cs336_systems.predict.time.step_kernels import FORWARD, AttentionPass, Matmul, Pass
+from cs336_systems.predict.time.step_time import predicts, step_kernels, step_time
+
+
+@pytest.fixture(autouse=True)
+def own_cache(monkeypatch, tmp_path):
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+
+
+@pytest.fixture(scope="module")
+def h200():
+    return profiles.shipped_profiles()["h200"]
+
+
+def run_of(size="small", context=512, batch=4, **fields):
+    model = model_config(size, context_length=context)
+    return RunConfig(
+        model=model, size=size, batch_size=batch, precision="bf16", attention="auto", fast="on", device="cuda", **fields
+    )
+
+
+MEASURED_MS = {("small", 512, 4): 5.04, ("large", 512, 4): 30.1, ("2.7B", 512, 4): 91.4, ("2.7B", 2048, 4): 317.4}
+"""Steps of an H200 (results/h200)."""
+
+
+@pytest.mark.parametrize("case", MEASURED_MS)
+def test_steps_of_an_h200(case, h200):
+    found = step_time(run_of(*case), h200)
+    assert found.seconds * 1e3 == pytest.approx(MEASURED_MS[case], rel=0.05)
+    assert found.low < found.seconds < found.high
+
+
+def test_the_sum_of_kernels_and_gaps(h200):
+    found = step_time(run_of(), h200)
+    assert sum(found.by_name().values()) + found.gaps == pytest.approx(found.seconds)
+    assert list(found.by_name().values()) == sorted(found.by_name().values(), reverse=True)
+    assert found.tokens_per_second == pytest.approx(4 * 512 / found.seconds)
+    assert 0.1 < found.mfu(989e12, causal=True) < found.mfu(989e12) < 0.6
+
+
+def test_micro_batches_share_the_update(h200):
+    one, four = (step_time(run_of("2.7B"), h200, number) for number in (1, 4))
+    update = one.by_name()["adamw"]
+    assert four.by_name()["adamw"] == pytest.approx(update, rel=0.02)
+    assert 3.7 * (one.seconds - update) < four.seconds - update < 4.3 * (one.seconds - update)
+    assert four.tokens_per_second > one.tokens_per_second
+
+
+def test_recomputation_runs_the_blocks_again(h200):
+    plain, again = (step_time(run_of("large", 1024, checkpoint_blocks=group), h200) for group in (0, 2))
+    assert 1.2 < again.seconds / plain.seconds < 1.34
+    names = [kernel.name for kernel in step_kernels(run_of("large", checkpoint_blocks=2))]
+    assert names.count("qkv") == 2
+    assert names.count("logits") == 1
+
+
+def test_without_a_graph_the_host_bounds_small_steps(h200):
+    small, large = (step_time(run_of(*case), h200) for case in (("small", 512, 4), ("2.7B", 4096, 4)))
+    eager = step_time(dataclasses.replace(run_of(), fast="kernels,loss,optimizer"), h200)
+    assert not small.is_launch_bound
+    assert eager.is_launch_bound
+    assert eager.seconds > 3 * small.seconds
+    slow = step_time(dataclasses.replace(run_of("2.7B", 4096), fast="kernels,loss,optimizer"), h200)
+    assert slow.seconds == pytest.approx(large.seconds)
+
+
+def test_only_steps_whose_kernels_are_known(h200):
+    assert predicts(run_of())
+    for fields in (
+        {"fast": "off"}, {"precision": "fp32"}, {"mode": "inference"}, {"memory_budget": "10GiB"}, {"compile": True},
+    ):  # fmt: skip
+        run = dataclasses.replace(run_of(), **{"fast": "on", **fields}) if fields != {"compile": True} else None
+        run = run or dataclasses.replace(run_of(), fast="off", compile=True)
+        assert not predicts(run)
+        assert step_time(run, h200) is None
+
+
+# -- power ------------------------------------------------------------------------------------------------------------
+
+
+def test_the_clock_falls_where_power_is_short(h200):
+    small, large = (step_time(run_of(*case), h200) for case in (("small", 512, 1), ("2.7B", 2048, 4)))
+    assert small.clock == 1.0
+    assert 0.7 < large.clock < 0.9
+    unlimited = step_time(run_of("2.7B", 2048, 4), dataclasses.replace(h200, power=None))
+    assert unlimited.clock == 1.0
+    assert 1.05 < large.seconds / unlimited.seconds < 1.2
+    more = dataclasses.replace(h200, power=dataclasses.replace(h200.power, limit=900.0))
+    assert unlimited.seconds < step_time(run_of("2.7B", 2048, 4), more).seconds < large.seconds
+
+
+def test_mean_power_is_the_limit(h200):
+    """At the predicted clock the energy of the step over its time is the limit."""
+    found = step_time(run_of("2.7B", 2048, 4), h200)
+    power = h200.power
+    joules = 0.0
+    for kernel, _ in found.kernels:
+        if isinstance(kernel, Pass):
+            joules += kernel.times * kernel.bytes * power.per_byte
+        elif isinstance(kernel, (Matmul, AttentionPass)):
+            kind = "matmul" if isinstance(kernel, Matmul) else "attention"
+            joules += kernel.times * kernel.flops * power.per_flop[kind]
+    watts = power.static + joules * found.clock**power.exponent / found.seconds
+    assert watts == pytest.approx(power.limit, rel=0.01)
+
+
+# -- kernels ----------------------------------------------------------------------------------------------------------
+
+
+def test_a_matmul_takes_whole_rounds_of_tiles(h200):
+    """One tile more than the SMs hold needs another round, but for the share that overlaps."""
+    whole = dataclasses.replace(h200, matmul=dataclasses.replace(h200.matmul, overlap=0.0))
+    below, above = (matmul_seconds(128 * tiles, 256, 4096, False, False, whole) for tiles in (132, 265))
+    assert above > 1.4 * below
+    large = matmul_seconds(8192, 8192, 8192, False, False, h200)
+    assert 0.75 * h200.peak < 2 * 8192**3 / large < 0.9 * h200.peak
+
+
+@pytest.mark.parametrize("wider", ["adds", "is_wide"])
+def test_more_bytes_of_results_take_longer(wider, h200):
+    plain = Matmul("matmul", 4096, 4096, 512, FORWARD)
+    assert kernel_seconds(plain._replace(**{wider: True}), h200) > kernel_seconds(plain, h200)
+
+
+def test_a_thin_matmul_is_bound_by_its_operands(h200):
+    seconds = matmul_seconds(16, 8192, 8192, False, False, h200)
+    assert seconds > 2 * 8192 * 8192 / h200.bandwidth
+
+
+def test_attention_is_bound_by_all_programs_or_the_longest():
+    rates = AttentionRates(tile=1e-6, program=3e-6, fixed=5e-6)
+    one = AttentionPass("forward", 1, 1, 1, 4096, 64)
+    assert attention_seconds(one, rates, sms=132) == pytest.approx(5e-6 + 32e-6 + 3e-6)
+    many = one._replace(batch=64, heads=32, kv_heads=32)
+    tiles, programs = 64 * 32 * 32 * 33 / 2, 64 * 32 * 32
+    assert attention_seconds(many, rates, sms=132) == pytest.approx(5e-6 + (tiles * 1e-6 + programs * 3e-6) / 132)
+    grouped = AttentionPass("backward", 1, 8, 2, 4096, 64)
+    assert attention_seconds(grouped, rates, sms=132) == pytest.approx(5e-6 + 4 * 32e-6 + 3e-6)
+
+
+def test_rates_of_head_dims_that_were_not_measured(h200):
+    def tile(dim, name="forward"):
+        return attention_rates(h200, AttentionPass(name, 1, 8, 8, 1024, dim)).tile
+
+    assert tile(32) == tile(64) < tile(80) < tile(96) < tile(128) < tile(192) < tile(256)
+    assert tile(256) == pytest.approx(2 * tile(128))
+
+
+# -- profiles ---------------------------------------------------------------------------------------------------------
+
+
+def test_profiles_of_other_cards_are_from_data_sheets(h200):
+    run = run_of("large", 1024, 8)
+    times = {}
+    for name in ("h200", "h100", "a100-40gb"):
+        own = profile_of(find_card(name))
+        assert own.source == (MEASURED if name == "h200" else DATA_SHEET)
+        times[name] = step_time(run, own).seconds
+    assert times["h200"] < times["h100"] < times["a100-40gb"]
+    assert 2.5 < times["a100-40gb"] / times["h200"] < 4
+    assert profile_of(find_card("h200")) == h200
+
+
+def test_a_profile_survives_json_and_a_broken_one_is_named(h200):
+    again = GpuProfile.of(json.loads(json.dumps(h200.to_dict())))
+    assert again == h200
+    for broken in ({}, {**h200.to_dict(), "matmul": 3}, {**h200.to_dict(), "more": 1}):
+        with pytest.raises(UserError, match="not a GPU profile"):
+            GpuProfile.of(broken)
+
+
+def test_a_profile_measured_here_comes_first(h200):
+    path = keep_profile(dataclasses.replace(h200, gpu="NVIDIA H200", small=5e-6))
+    assert profile_of(find_card("h200")).small == 5e-6
+    path.write_text("{")
+    with pytest.warns(UserWarning, match="is not used"):
+        assert profile_of(find_card("h200")).small == h200.small
+    path.unlink()
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        assert profile_of(find_card("h200")) == h200
+
+
+def test_families_have_times(h200):
+    model = ModelConfig(
+        vocab_size=50_257, d_model=1024, num_heads=16, num_kv_heads=4, d_ff=2816, num_layers=4, context_length=1024,
+        qk_norm=True, qkv_bias=True, tied_embeddings=True,
+    )  # fmt: skip
+    run = dataclasses.replace(run_of(), model=model)
+    names = step_time(run, h200).by_name()
+    assert {"norm_rotate", "sum of biases' gradients"} <= set(names)
