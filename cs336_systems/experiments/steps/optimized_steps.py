@@ -34,16 +34,15 @@ LIMITS = (None, 32 * GIB, 16 * GIB, 8 * GIB)
 
 def _grid(preset: str, base: RunConfig) -> Iterable[Config]:
     """All micro batches of one step, with and without recomputation, both optimizer states and CUDA graphs."""
+    base = dataclasses.replace(base, attention="auto", precision="bf16" if base.device_type == "cuda" else "fp32")
     if preset == "quick":
-        run = dataclasses.replace(
-            base, model=model_config("tiny"), size="tiny", fast="on", attention="auto", num_steps=2
-        )
+        run = dataclasses.replace(base, model=model_config("tiny"), size="tiny", fast="on", num_steps=2)
         for size, group in product((1, 2), (0, 1)):
             yield cell_config(dataclasses.replace(run, batch_size=size, checkpoint_blocks=group), 2 // size)
         return
     require_gpu("optimize", base, "its cells are fast steps of 65,536 tokens")
     model = model_config(SIZE, context_length=CONTEXT)
-    run = dataclasses.replace(base, model=model, size=SIZE, precision="bf16", attention="auto", num_steps=3)
+    run = dataclasses.replace(base, model=model, size=SIZE, num_steps=3)
     sizes = [2**power for power in range(SEQUENCES.bit_length())]
     for size, state, fast in product(sizes, OPTIMIZER_STATES, ("on", WITHOUT_GRAPH)):
         sized = dataclasses.replace(run, batch_size=size, optimizer_state=state, fast=fast)
