@@ -93,7 +93,7 @@ class Alternative(NamedTuple):
 
 @dataclass(frozen=True)
 class Task:
-    """What is to be run, and where."""
+    """A step to run, its GPU and its limits."""
 
     config: RunConfig
     """A fast step that keeps everything, as a CUDA graph."""

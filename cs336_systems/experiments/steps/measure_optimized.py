@@ -1,4 +1,4 @@
-"""Instrument of `optimize`: a step of many micro batches, measured and predicted."""
+"""Instrument of `optimized_steps`: a step of many micro batches, measured and predicted."""
 
 from typing import Any
 

@@ -317,7 +317,7 @@ def _notes(search: Search, best: list[Prediction]) -> Iterator[Text]:
 
 
 def choices_table(search: Search, chosen: Prediction) -> Table:
-    """What each choice costs or gives: for each, the best candidate that differs in it."""
+    """Return the costs and gains of the choices: for each, the best candidate that differs in it."""
     columns = [
         word(Text("instead", "若改为")),
         word(Text("the best with it", "其中最快")),

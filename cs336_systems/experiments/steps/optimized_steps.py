@@ -1,4 +1,4 @@
-"""Experiment `optimize`: all ways to run one step, predicted and measured. How much slower than the fastest is the one
+"""Experiment `optimized_steps`: all ways to run one step, predicted and measured. How much slower than the fastest is the one
 that `cs336 optimize` chooses, and how many seconds of a GPU does the choice save?"""
 
 import dataclasses
@@ -40,7 +40,7 @@ def _grid(preset: str, base: RunConfig) -> Iterable[Config]:
         for size, group in product((1, 2), (0, 1)):
             yield cell_config(dataclasses.replace(run, batch_size=size, checkpoint_blocks=group), 2 // size)
         return
-    require_gpu("optimize", base, "its cells are fast steps of 65,536 tokens")
+    require_gpu("optimized_steps", base, "its cells are fast steps of 65,536 tokens")
     model = model_config(SIZE, context_length=CONTEXT)
     run = dataclasses.replace(base, model=model, size=SIZE, num_steps=3)
     sizes = [2**power for power in range(SEQUENCES.bit_length())]
@@ -186,7 +186,7 @@ def _accuracy(cells: Cells) -> Text | None:
 
 
 OPTIMIZE = Experiment(
-    name="optimize",
+    name="optimized_steps",
     title=Text("The fastest way to run a step", "一步的最快运行方式"),
     question=Text(
         "How close to the fastest way of running a step is the one that is chosen by prediction?",
@@ -194,7 +194,7 @@ OPTIMIZE = Experiment(
     ),
     grid=_grid,
     instrument=Instrument(
-        "optimize",
+        "optimized_steps",
         "cs336_systems.experiments.steps.measure_optimized:measure_optimized_step",
         label=_label,
         memory=lambda config: Memory(estimate(RunConfig.of(config)).peak),

@@ -273,7 +273,7 @@ def test_at_least_80_ways_are_measured():
 
 
 def test_regret_is_against_the_fastest_that_fits():
-    cells = group(SAMPLES["optimize"])
+    cells = group(SAMPLES["optimized_steps"])
     best, fastest = chosen_of(cells, None)
     assert [cell.get("batch_size") for cell in best] == [64, 64, 32]
     assert fastest.get("batch_size") == 32
@@ -284,7 +284,7 @@ def test_regret_is_against_the_fastest_that_fits():
 
 
 def test_findings_name_the_regret_and_the_seconds():
-    regret, spent, accuracy = (finding(group(SAMPLES["optimize"])) for finding in OPTIMIZE.findings)
+    regret, spent, accuracy = (finding(group(SAMPLES["optimized_steps"])) for finding in OPTIMIZE.findings)
     assert "0.5%" in regret.en
     assert "8 ways" in spent.en
     assert "8 predicted" in accuracy.en
