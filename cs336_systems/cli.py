@@ -452,7 +452,7 @@ def calibrate(arguments: CalibrateArguments) -> None:
     cs336 calibrate --output runs/calibrate/records.jsonl
     """
     from cs336_systems import record
-    from cs336_systems.experiments.kernels.calibration import calibrate as measure
+    from cs336_systems.experiments.kernels.kernel_rates import calibrate as measure
     from cs336_systems.experiments.session import new_run_file
 
     path = record.records_file(arguments.output) if arguments.output else new_run_file("calibrate")

@@ -32,10 +32,10 @@ from cs336_systems.predict.memory_planner import (
     least_peak,
     plan_memory,
 )
-from cs336_systems.predict.time.profile import GpuProfile, profile_of
+from cs336_systems.predict.time.gpu_profile import GpuProfile, profile_of
 from cs336_systems.predict.time.step_kernels import AttentionPass, Matmul
-from cs336_systems.predict.time.step_time import step_time
 from cs336_systems.predict.time.step_times import StepTimes
+from cs336_systems.predict.time.time_model import step_time
 from cs336_systems.record import GIB
 
 KEEP, RECOMPUTE, PLAN = "keep", "recompute", "plan"

@@ -130,7 +130,7 @@ BAD_MODELS = {
 
 
 @pytest.fixture(scope="module")
-def started_worker(tmp_path_factory):
+def started_worker(tmp_path_factory, forked_python):
     """One worker for all bad models: none of them takes its process down."""
     folder = tmp_path_factory.mktemp("models")
     for name, (source, _) in BAD_MODELS.items():
@@ -138,6 +138,7 @@ def started_worker(tmp_path_factory):
             (folder / f"{name}.py").write_text(source)
     with pytest.MonkeyPatch.context() as patch:
         patch.chdir(folder)
+        patch.setattr(sys, "executable", str(forked_python))
         for name, value in CPU_ONLY.items():
             patch.setenv(name, value)
         worker = runner_module.Worker()
@@ -151,6 +152,7 @@ def kept_worker(started_worker, monkeypatch):
     monkeypatch.setattr(started_worker, "stop", lambda: None)
 
 
+@pytest.mark.xdist_group("ranks")
 @pytest.mark.parametrize("name", BAD_MODELS)
 def test_models_that_cannot_be_used(name, kept_worker, capsys):
     _, named = BAD_MODELS[name]
@@ -158,6 +160,7 @@ def test_models_that_cannot_be_used(name, kept_worker, capsys):
     assert f"{name}:build" in shown or name == "wrong_shape"
 
 
+@pytest.mark.xdist_group("ranks")
 def test_nothing_measured_is_exit_code_1(kept_worker, capsys):
     """A cell that does not fit was not measured, now or when its record is read again."""
     for _ in range(2):
@@ -167,6 +170,7 @@ def test_nothing_measured_is_exit_code_1(kept_worker, capsys):
         assert "0 cells measured" in printed.out
 
 
+@pytest.mark.xdist_group("ranks")
 def test_an_attention_that_cannot_run_here(kept_worker, capsys):
     named = ["--attention flash_triton: the Triton kernels need a CUDA GPU, not 'cpu'; use --attention auto"]
     assert_refused(["bench", *TINY, "--attention", "flash_triton"], named, capsys)
@@ -199,9 +203,10 @@ def test_ways_to_start(start, tmp_path):
 SEED_SHAPE = "--context_length 16 --d_model 32 --num_layers 1 --num_heads 2 --d_ff 64 --vocab_size 64"
 
 
-def test_benchmark_by_path(tmp_path):
+@pytest.mark.xdist_group("ranks")
+def test_benchmark_by_path(tmp_path, forked_python):
     flags = [*SEED_SHAPE.split(), "--num_steps", "2", "--rope_theta", "5000"]
-    result = execute(sys.executable, BY_PATH["benchmark"], *flags, cwd=tmp_path)
+    result = execute(forked_python, BY_PATH["benchmark"], *flags, cwd=tmp_path)
     assert result.returncode == 0, result.stderr
     [path] = tmp_path.glob("runs/bench-*/records.jsonl")
     records = {r.metric: r for r in record.load(path).records}

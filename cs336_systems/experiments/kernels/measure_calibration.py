@@ -1,4 +1,4 @@
-"""Instrument of `calibration`: the kernels of training steps, one by one.
+"""Instrument of `kernel_rates`: the kernels of training steps, one by one.
 
 Kernels are captured in CUDA graphs, so that the host's launches do not count, and replayed after pauses, so that the
 GPU has its highest clock. Sustained work then shows at which clock the GPU stays within its power limit.
@@ -20,8 +20,8 @@ from cs336_systems.kernels.fused import pointwise
 from cs336_systems.measure.environment import GpuSensor, nvml_device
 from cs336_systems.measure.timing import STEP, release_memory, time_steps
 from cs336_systems.model import RotaryEmbedding
-from cs336_systems.predict.time import calibration
-from cs336_systems.predict.time.calibration import (
+from cs336_systems.predict.time import calibration_plan as calibration
+from cs336_systems.predict.time.calibration_plan import (
     CLOCK,
     KERNEL_TIME,
     MULTIPROCESSORS,

@@ -53,7 +53,7 @@ from cs336_systems.predict.optimize import (
 from cs336_systems.predict.optimize_ranks import LAYOUTS, RankSearch
 from cs336_systems.predict.parallel_model import Cluster
 from cs336_systems.predict.strategy import Strategy
-from cs336_systems.predict.time.profile import DATA_SHEET, GpuProfile, profile_of
+from cs336_systems.predict.time.gpu_profile import DATA_SHEET, GpuProfile, profile_of
 from cs336_systems.record import GIB
 from cs336_systems.report import terms
 from cs336_systems.report.cells import group

@@ -21,7 +21,7 @@ from cs336_systems.config import UserError, nearest
 from cs336_systems.measure.readers.kernel_classes import ATTENTION, HOST, KINDS, MATMUL, OPTIMIZER
 from cs336_systems.measure.readers.trace import PHASES
 from cs336_systems.measure.readers.trace_replay import Change, Graph, Node, Replay
-from cs336_systems.predict.time.profile import shipped_profiles
+from cs336_systems.predict.time.gpu_profile import shipped_profiles
 
 FLAG = "--what_if"
 EXAMPLE = 'such as "attention=0.8,optimizer=1.2ms"'

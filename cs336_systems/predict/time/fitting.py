@@ -7,8 +7,8 @@ from collections import defaultdict
 from collections.abc import Callable, Iterable, Sequence
 from typing import NamedTuple, TypeVar
 
-from cs336_systems.predict.time.kernel_time import attention_seconds, matmul_seconds, rates_name
-from cs336_systems.predict.time.profile import AttentionRates, GpuProfile, MatmulRates, PassRates
+from cs336_systems.predict.time.gpu_profile import AttentionRates, GpuProfile, MatmulRates, PassRates
+from cs336_systems.predict.time.kernel_seconds import attention_seconds, matmul_seconds, rates_name
 from cs336_systems.predict.time.step_kernels import AttentionPass, Matmul, Pass
 
 LARGEST_ERROR = 0.3

@@ -8,10 +8,10 @@ import dataclasses
 from collections.abc import Iterable, Sequence
 
 from cs336_systems.config import RunConfig
-from cs336_systems.predict.time.kernel_time import kernel_seconds
-from cs336_systems.predict.time.profile import GpuProfile
+from cs336_systems.predict.time.gpu_profile import GpuProfile
+from cs336_systems.predict.time.kernel_seconds import kernel_seconds
 from cs336_systems.predict.time.step_kernels import Kernel, gradient_kernels, update_kernels
-from cs336_systems.predict.time.step_time import KINDS, Work, highest_clock, recomputed_kernels, slowdown
+from cs336_systems.predict.time.time_model import KINDS, Work, highest_clock, recomputed_kernels, slowdown
 
 FIRST, LATER, RECOMPUTED = "first", "later", "recomputed"
 """Parts of a step that depend on the size of a micro batch."""

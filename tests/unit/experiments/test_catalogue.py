@@ -29,7 +29,7 @@ def extended(tmp_path_factory) -> Path:
     """A copy of the package with one module more, and nothing else changed."""
     assert COMPLETE_EXAMPLE is not None
     folder = tmp_path_factory.mktemp("extended")
-    shutil.copytree(PACKAGE, folder / PACKAGE.name, ignore=shutil.ignore_patterns("__pycache__"))
+    shutil.copytree(PACKAGE, folder / PACKAGE.name)
     source = COMPLETE_EXAMPLE[1]
     (folder / source.splitlines()[0].removeprefix("# ")).write_text(source)
     return folder

@@ -105,7 +105,7 @@ def test_packed_documents(check, number):
     check(with_few_heads(PACKED[number]), ("float16", "float32")[number % 2], through_lse=number % 3 == 0)
 
 
-@pytest.mark.parametrize("seed", range(12))
+@pytest.mark.parametrize("seed", range(6))
 def test_random_packings(check, seed):
     case = with_few_heads(random_packed(seed, longest=70, head_dims=(8, 16)))
     check(case, ("float32", "float16")[seed % 2], seed=seed, through_lse=seed % 3 == 0)

@@ -102,9 +102,9 @@ def test_machine_code_of_hopper_kernels(row):
     check_hopper(row)
 
 
-def compile_sample(*sections: str, **env: str):
+def compile_sample(python: Path | str, *sections: str, **env: str):
     """Compile in another process, which has no real driver."""
-    command = (sys.executable, "-m", "tests.golden.kernel_resources", "--sample", *sections)
+    command = (python, "-m", "tests.golden.kernel_resources", "--sample", *sections)
     done = execute(*command, cwd=ROOT, timeout=HOUR, env=clean_env(**env))
     assert done.returncode == 0, done.stderr[-2000:]
     return resources.load(done.stdout)
@@ -112,9 +112,10 @@ def compile_sample(*sections: str, **env: str):
 
 @pytest.mark.slow
 @pytest.mark.timeout(HOUR)
+@pytest.mark.xdist_group("ranks")
 @same_triton
-def test_a_sample_compiles_to_the_rows_of_the_golden_file():
-    found = compile_sample().rows
+def test_a_sample_compiles_to_the_rows_of_the_golden_file(forked_python):
+    found = compile_sample(forked_python).rows
     assert {row["arch"] for own in found.values() for row in own} == set(SHARED_MEMORY)
     for section, own in found.items():
         assert [row for row in own if row not in GOLDEN.rows[section]] == [], resources.REWRITE
@@ -125,7 +126,7 @@ def test_a_sample_compiles_to_the_rows_of_the_golden_file():
 @pytest.mark.skipif(not OLDER.exists(), reason="`make older-triton` installs it beside the other")
 def test_attention_compiled_by_the_oldest_supported_triton():
     """Names in Gluon still change from one version to the next, and so does what a device function may return."""
-    found = compile_sample("Hopper attention", "portable attention", PYTHONPATH=str(OLDER))
+    found = compile_sample(sys.executable, "Hopper attention", "portable attention", PYTHONPATH=str(OLDER))
     assert found.triton == "3.6.0"
     assert found.rows["portable attention"]
     for row in found.rows["Hopper attention"]:

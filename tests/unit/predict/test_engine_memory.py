@@ -15,7 +15,7 @@ from cs336_systems.predict.rank_shards import Mesh
 MODEL = ModelConfig(vocab_size=1000, context_length=64, d_model=256, num_layers=2, num_heads=8, d_ff=768)
 RUN = RunConfig(model=MODEL, batch_size=1, device="cuda", precision="bf16", attention="sdpa", mode="train-step")
 TOLERANCE = 0.02
-SEEDS = (0, 1, 4, 5, 7, 8, 10, 17, 20, 26, 27, 28, 36, 38)
+SEEDS = (0, 1, 4, 5, 8, 10, 26, 27, 36, 38)
 """Together they have nearly every two values of axes, precision, attention and recomputation. `make soak` (R31) has
 more."""
 

@@ -18,6 +18,8 @@ from cs336_systems.record import GIB, MIB
 from tests.helpers import PACKAGE, ROOT
 
 MODEL = ModelConfig(vocab_size=3000, context_length=128, d_model=192, num_layers=6, num_heads=3, d_ff=512)
+GROUPED = replace(MODEL, num_layers=3)
+"""Two groups of blocks, if a group has two."""
 FLAT = replace(MODEL, num_layers=2)
 UNALIGNED = ModelConfig(vocab_size=101, context_length=48, d_model=90, num_layers=2, num_heads=3, d_ff=250)
 
@@ -28,22 +30,22 @@ def on_gpu(model=MODEL, **fields):
 
 TRACED = [
     on_gpu(fast="on"),
-    on_gpu(fast="on", checkpoint_blocks=1),
+    on_gpu(GROUPED, fast="on", checkpoint_blocks=1),
     on_gpu(fast="on", checkpoint_blocks=4, attention="reference"),
     on_gpu(FLAT, fast="on", precision="fp32", attention="sdpa"),
     on_gpu(fast="on", model=UNALIGNED),
     on_gpu(FLAT, fast="on", optimizer_state="bf16"),
     on_gpu(FLAT, fast="on", update_in_backward=True),
-    on_gpu(fast="on", update_in_backward=True, optimizer_state="bf16", checkpoint_blocks=1),
+    on_gpu(GROUPED, fast="on", update_in_backward=True, optimizer_state="bf16", checkpoint_blocks=1),
     on_gpu(fast="on", update_in_backward=True, model=UNALIGNED),
     on_gpu(FLAT, fast="optimizer", update_in_backward=True, precision="fp32"),
-    on_gpu(fast="loss,optimizer", optimizer_state="bf16", checkpoint_blocks=1),
+    on_gpu(GROUPED, fast="loss,optimizer", optimizer_state="bf16", checkpoint_blocks=1),
     on_gpu(FLAT, fast="kernels", attention="flash_triton"),
-    on_gpu(fast="kernels", checkpoint_blocks=2, precision="tf32"),
+    on_gpu(GROUPED, fast="kernels", checkpoint_blocks=2, precision="tf32"),
     on_gpu(FLAT, fast="kernels,loss", mode="forward-backward", precision="fp16"),
     on_gpu(FLAT, fast="kernels", mode="forward", attention="reference"),
     on_gpu(FLAT, fast="kernels", mode="inference"),
-    on_gpu(fast="loss", checkpoint_blocks=2),
+    on_gpu(GROUPED, fast="loss", checkpoint_blocks=2),
     on_gpu(FLAT, fast="loss", precision="fp32", attention="reference"),
     on_gpu(FLAT, fast="optimizer", attention="reference"),
     on_gpu(FLAT, fast="kernels,optimizer", batch_size=16),

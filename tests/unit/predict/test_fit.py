@@ -435,7 +435,7 @@ def test_no_plan_has_a_lower_peak_than_the_most_economical(context):
 
 
 def test_every_budget_from_the_least_peak_on_has_a_plan():
-    config = on_gpu("large", context=4096, batch_size=64, **{**PLANNED, "memory_budget": ""})
+    config = on_gpu("small", context=4096, batch_size=64, **{**PLANNED, "memory_budget": ""})
     least = least_peak(config)
     everything = estimate(config).peak
     for share in (0.0, 0.01, 0.03, 0.1, 0.5):

@@ -27,8 +27,8 @@ from cs336_systems.predict.optimize import (
     predicted_seconds,
     predictions_per_second,
 )
-from cs336_systems.predict.time.profile import profile_of
-from cs336_systems.predict.time.step_time import step_time
+from cs336_systems.predict.time.gpu_profile import profile_of
+from cs336_systems.predict.time.time_model import step_time
 from cs336_systems.record import GIB
 
 H200 = find_card("h200")

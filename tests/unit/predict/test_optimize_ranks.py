@@ -11,7 +11,7 @@ from cs336_systems.predict.gpus import GIGA, find_card
 from cs336_systems.predict.optimize import LAYOUT, Task
 from cs336_systems.predict.optimize_ranks import LAYOUTS, RankSearch
 from cs336_systems.predict.parallel_model import Cluster
-from cs336_systems.predict.time.profile import profile_of
+from cs336_systems.predict.time.gpu_profile import profile_of
 from cs336_systems.record import GIB
 
 H200 = find_card("h200")

@@ -13,7 +13,7 @@ from cs336_systems.step.replay import ReplayError
 from cs336_systems.step.train_step import TrainStep
 
 SHAPE = ModelConfig(vocab_size=61, context_length=8, d_model=16, num_layers=1, num_heads=2, d_ff=24)
-FLIPS = 200
+FLIPS = 80
 
 
 def step_of(**fields) -> TrainStep:

@@ -264,8 +264,10 @@ def test_the_predicted_naive_peak_equals_the_traced_one(size, is_causal, precisi
 
 
 @pytest.mark.timeout(120)
-def test_quick_presets_run_on_a_cpu(elsewhere):
+@pytest.mark.xdist_group("ranks")
+def test_quick_presets_run_on_a_cpu(elsewhere, forked_python, monkeypatch):
     """All but the compiled cells, which take seconds each to compile."""
+    monkeypatch.setattr(sys, "executable", str(forked_python))
     requests = [(name, c) for name in ("pytorch_attention", "flash") for c in grid(name, "quick", "cpu")]
     requests = [(name, config) for name, config in requests if config["implementation"] != "compiled"]
     outcome = run(elsewhere / "r.jsonl", *requests)

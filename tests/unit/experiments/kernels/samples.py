@@ -1,6 +1,18 @@
 """Hand-made records of the experiments on kernels."""
 
-from cs336_systems.record import Record
+import dataclasses
+
+from cs336_systems.experiments.kernels.kernel_rates import profile_records
+from cs336_systems.predict.time.calibration_plan import (
+    ATTENTIONS,
+    KERNEL_TIME,
+    MATMULS,
+    calibration_cells,
+    kernels_of,
+)
+from cs336_systems.predict.time.gpu_profile import shipped_profiles
+from cs336_systems.predict.time.kernel_seconds import kernel_seconds
+from cs336_systems.record import CELL_TIME, Environment, Record
 from tests.unit.report.step_cells import cell
 
 
@@ -32,7 +44,22 @@ def profiled(
     return cell(experiment, size=size, mode=mode, context=context, status=status, metrics={**recorded, **metrics})
 
 
+def kernel_rates() -> list[Record]:
+    """Attention of a GPU that is 10% slower than the shipped profile says, and that profile."""
+    profile = shipped_profiles()["h200"]
+    environment = Environment(gpu="NVIDIA H200", compute_capability="9.0")
+    config = next(config for config in calibration_cells("cuda") if config["part"] == ATTENTIONS)
+    times = tuple(1.1 * kernel_seconds(kernel, profile) + profile.gap for _, kernel in kernels_of(config))
+    found = Record("kernel_rates", config, KERNEL_TIME, "s", times, environment=environment)
+    end = dataclasses.replace(found, metric=CELL_TIME, samples=(1.0,))
+    matmuls = next(config for config in calibration_cells("cuda") if config["part"] == MATMULS)
+    products = tuple(1.02 * kernel_seconds(kernel, profile) + profile.gap for _, kernel in kernels_of(matmuls))
+    more = dataclasses.replace(found, config=matmuls, samples=products)
+    return [found, end, more, dataclasses.replace(end, config=matmuls), *profile_records(profile, found)]
+
+
 SAMPLES: dict[str, list[Record]] = {
+    "kernel_rates": kernel_rates(),
     "kernels": profiled()
     + profiled(mode="train-step")
     + profiled(size="2.7B", matmul=0.018, forward_event_time=(0.019,))

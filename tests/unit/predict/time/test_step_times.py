@@ -7,9 +7,9 @@ import pytest
 
 from cs336_systems.config import RunConfig, model_config
 from cs336_systems.predict.gpus import find_card
-from cs336_systems.predict.time.profile import profile_of
-from cs336_systems.predict.time.step_time import step_time
+from cs336_systems.predict.time.gpu_profile import profile_of
 from cs336_systems.predict.time.step_times import StepTimes
+from cs336_systems.predict.time.time_model import step_time
 
 PROFILE = profile_of(find_card("h200"))
 

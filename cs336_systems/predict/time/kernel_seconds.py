@@ -3,7 +3,7 @@
 import dataclasses
 import math
 
-from cs336_systems.predict.time.profile import AttentionRates, GpuProfile
+from cs336_systems.predict.time.gpu_profile import AttentionRates, GpuProfile
 from cs336_systems.predict.time.step_kernels import AttentionPass, Kernel, Matmul, Pass
 
 MATMUL, ATTENTION, PASS, SMALL = "matmul", "attention", "pass", "small"

@@ -7,9 +7,9 @@ import torch
 
 from cs336_systems.config import RunConfig, UserError
 from cs336_systems.experiments.kernels import measure_calibration
-from cs336_systems.predict.time import calibration
-from cs336_systems.predict.time import profile as profiles
-from cs336_systems.predict.time.calibration import (
+from cs336_systems.predict.time import calibration_plan as calibration
+from cs336_systems.predict.time import gpu_profile as profiles
+from cs336_systems.predict.time.calibration_plan import (
     ATTENTIONS,
     CLOCK,
     KERNEL_TIME,
@@ -29,7 +29,7 @@ from cs336_systems.predict.time.calibration import (
     measured_kernels,
     profile_from,
 )
-from cs336_systems.predict.time.kernel_time import kernel_seconds
+from cs336_systems.predict.time.kernel_seconds import kernel_seconds
 from cs336_systems.predict.time.step_kernels import AttentionPass, Matmul, Pass, gradient_kernels, update_kernels
 from cs336_systems.record import Environment, Record
 from tests.unit.test_families import FAMILIES
@@ -44,7 +44,7 @@ def h200():
 
 
 def record(config, metric, *numbers, variant=""):
-    return Record("calibration", config, metric, "s", numbers, environment=ENVIRONMENT, variant=variant)
+    return Record("kernel_rates", config, metric, "s", numbers, environment=ENVIRONMENT, variant=variant)
 
 
 @pytest.fixture(scope="module")
@@ -125,10 +125,10 @@ def test_the_power_model(records, fitted):
 
 def test_a_part_that_is_missing_is_named(records):
     some = [item for item in records if item.config["part"] != ATTENTIONS]
-    with pytest.raises(UserError, match=r"no attention; run cs336 calibrate again"):
+    with pytest.raises(UserError, match="no times of attention; run cs336 calibrate again"):
         profile_from(some)
     failed = [dataclasses.replace(item, status="error: x") for item in records if item.config["part"] == PASSES]
-    with pytest.raises(UserError, match="no passes"):
+    with pytest.raises(UserError, match="no times of passes"):
         profile_from([*(item for item in records if item.config["part"] != PASSES), *failed])
 
 

@@ -1,4 +1,4 @@
-"""What `cs336 calibrate` measures, and the profile that follows from it. No torch.
+"""The kernels that `cs336 calibrate` times, and the profile that is fitted to their times. No torch.
 
 A cell is a list of runs whose kernels are timed one by one, at the GPU's highest clock; its record has one sample for
 each kernel of `kernels_of(cell)`. The last cell has sustained work, whose clock shows the power limit.
@@ -13,14 +13,14 @@ from typing import Any
 
 from cs336_systems.config import ModelConfig, RunConfig, UserError
 from cs336_systems.predict.time.fitting import Measured, Timed, fit_attention, fit_matmuls, fit_passes
-from cs336_systems.predict.time.kernel_time import (
+from cs336_systems.predict.time.gpu_profile import MEASURED, GpuProfile, MatmulRates, Power
+from cs336_systems.predict.time.kernel_seconds import (
     ATTENTION,
     MATMUL,
     PASS,
     SMALL,
     kernel_seconds,
 )
-from cs336_systems.predict.time.profile import MEASURED, GpuProfile, MatmulRates, Power
 from cs336_systems.predict.time.step_kernels import (
     AttentionPass,
     Matmul,
@@ -34,7 +34,8 @@ KERNEL_TIME, SUSTAINED_TIME, CLOCK, WATTS = "kernel_time", "sustained_time", "cl
 POWER_LIMIT, MULTIPROCESSORS = "power_limit", "multiprocessors"
 """Metrics."""
 MATMULS, PASSES, ATTENTIONS, LAUNCHES, POWER = "matmuls", "passes", "attention", "launches", "power"
-"""Parts of a calibration."""
+PROFILE = "profile"
+"""Parts of a calibration, and its result: a metric whose one sample is a profile as JSON."""
 CELLS = {MATMULS: 4, PASSES: 2}
 """Cells of a part, each with its own share of the runs."""
 RUNS = {MATMULS: 64, PASSES: 24}
@@ -137,9 +138,7 @@ def profile_from(records: Iterable[Record]) -> GpuProfile:
     own = [record for record in records if record.ok]
     missing = {MATMULS, PASSES, ATTENTIONS, LAUNCHES} - {record.config["part"] for record in own}
     if missing:
-        raise UserError(
-            f"the calibration has no {', '.join(sorted(missing))}; run cs336 calibrate again to complete it"
-        )
+        raise UserError(f"there are no times of {', '.join(sorted(missing))}; run cs336 calibrate again to complete it")
     small, gap, launch = _numbers(own, KERNEL_TIME, LAUNCHES)
     (sms,) = map(int, _numbers(own, MULTIPROCESSORS, LAUNCHES))
     kernels = [one._replace(seconds=one.seconds - gap) for one in measured_kernels(own) if one.seconds > gap]

@@ -10,8 +10,8 @@ from typing import NamedTuple
 
 from cs336_systems.config import RunConfig
 from cs336_systems.predict.flops import causal_model_flops, model_flops
-from cs336_systems.predict.time.kernel_time import ATTENTION, MATMUL, PASS, SMALL, kernel_seconds, kind_of
-from cs336_systems.predict.time.profile import GpuProfile, Power
+from cs336_systems.predict.time.gpu_profile import GpuProfile, Power
+from cs336_systems.predict.time.kernel_seconds import ATTENTION, MATMUL, PASS, SMALL, kernel_seconds, kind_of
 from cs336_systems.predict.time.step_kernels import (
     Kernel,
     Pass,

@@ -8,9 +8,8 @@ import pytest
 
 from cs336_systems.config import ModelConfig, RunConfig, UserError, model_config
 from cs336_systems.predict.gpus import find_card
-from cs336_systems.predict.time import profile as profiles
-from cs336_systems.predict.time.kernel_time import attention_rates, attention_seconds, kernel_seconds, matmul_seconds
-from cs336_systems.predict.time.profile import (
+from cs336_systems.predict.time import gpu_profile as profiles
+from cs336_systems.predict.time.gpu_profile import (
     DATA_SHEET,
     MEASURED,
     AttentionRates,
@@ -18,8 +17,9 @@ from cs336_systems.predict.time.profile import (
     keep_profile,
     profile_of,
 )
+from cs336_systems.predict.time.kernel_seconds import attention_rates, attention_seconds, kernel_seconds, matmul_seconds
 from cs336_systems.predict.time.step_kernels import FORWARD, AttentionPass, Matmul, Pass
-from cs336_systems.predict.time.step_time import predicts, step_kernels, step_time
+from cs336_systems.predict.time.time_model import predicts, step_kernels, step_time
 
 
 @pytest.fixture(autouse=True)
