@@ -1,5 +1,5 @@
-"""Experiment `optimized_steps`: all ways to run one step, predicted and measured. How much slower than the fastest is the one
-that `cs336 optimize` chooses, and how many seconds of a GPU does the choice save?"""
+"""Experiment `optimized_steps`: all ways to run one step, predicted and measured. How much slower than the fastest is
+the one that `cs336 optimize` chooses, and how many seconds of a GPU does the choice save?"""
 
 import dataclasses
 from collections.abc import Iterable, Mapping, Sequence
@@ -129,13 +129,19 @@ def _compared(cells: Cells) -> list[CellView]:
 
 
 def chosen_of(cells: Sequence[CellView], limit: float | None) -> tuple[list[CellView], CellView] | None:
-    """Return the cells of least predicted time whose predicted peak is within the limit, and the fastest of all that
-    are; None where there are not more to choose from than are measured."""
+    """Return the cells that `cs336 optimize` would measure, those of least predicted time whose predicted peak is
+    within the limit, and the fastest of all that are; None where there are not more to choose from.
+
+    Of a step with and without a CUDA graph it measures the faster one, and of groups of recomputed blocks one.
+    """
     fitting = [cell for cell in cells if limit is None or known(cell, "predicted_memory") <= limit]
-    if len(fitting) <= MEASURED:
+    kinds: dict[tuple, CellView] = {}
+    for cell in sorted(fitting, key=lambda cell: (known(cell, "predicted_time"), cell.get("fast") != "on")):
+        activations = cell.get("memory_budget") or bool(cell.get("checkpoint_blocks"))
+        kinds.setdefault((cell.get("batch_size"), activations, cell.get("optimizer_state")), cell)
+    if len(kinds) <= MEASURED:
         return None
-    best = sorted(fitting, key=lambda cell: known(cell, "predicted_time"))[:MEASURED]
-    return best, min(fitting, key=lambda cell: known(cell, "step_time"))
+    return list(kinds.values())[:MEASURED], min(fitting, key=lambda cell: known(cell, "step_time"))
 
 
 def _regret(cells: Cells) -> Text | None:
