@@ -52,8 +52,9 @@ STATED = {
         "With fp32 masters a step of qwen2.5/0.5B takes 0.6% more.",
     ],
     "optimized_steps": [
-        "The choice by prediction is 0.5% slower than the fastest of 8 ways, the fastest of its best three 0.0%. Within "
-        "32 GiB the choice by prediction is 0.0% slower than the fastest of 5 ways, the fastest of its best three 0.0%.",
+        "The choice by prediction is 0.5% slower than the fastest of 8 ways, the fastest of its best three 0.0%. "
+        "Within 32 GiB the choice by prediction is 0.0% slower than the fastest of 5 ways, the fastest of its best "
+        "three 0.0%.",
         "Measuring all 8 ways takes 72 s of the GPU, the best three 27 s.",
         "The median error of 8 predicted times is 1.9%, the largest 2.4%.",
     ],
