@@ -151,7 +151,9 @@ class Search:
     def __init__(self, task: Task):
         self.task = task
         self.times = StepTimes(task.config, task.profile)
-        self.sizes = divisors(task.sequences)
+        stream = 2 * task.config.model.context_length * task.config.model.d_model
+        self.sizes = [size for size in divisors(task.sequences) if size == 1 or size * stream <= task.limit]
+        """Of micro batches, without those whose residual stream alone does not fit."""
         self.groups = group_sizes(task.config.model.num_layers)
         self.found: list[Prediction] = []
         """Those that fit, also with states that may not be chosen."""

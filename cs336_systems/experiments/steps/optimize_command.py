@@ -33,7 +33,7 @@ from cs336_systems.predict.gpus import (
     find_card,
     memory_size,
 )
-from cs336_systems.predict.model_flags import ModelArguments, within_limits
+from cs336_systems.predict.model_flags import LIMITS, ModelArguments, within_limits
 from cs336_systems.predict.optimize import (
     ACTIVATIONS,
     GRAPH,
@@ -65,7 +65,7 @@ ROWS = 10
 BF16_STATE = "bf16_state"
 ALLOWED = {BF16_STATE: "bf16"}
 """Values of `--allow`, and the optimizer states that they allow."""
-TIMED_SECONDS, MOST_STEPS = 3.0, 10
+TIMED_SECONDS, MOST_STEPS = 3.0, 50
 """Time of the measured steps of a candidate, and their largest number."""
 ALLOCATOR = ("PYTORCH_CUDA_ALLOC_CONF", "expandable_segments:True")
 """Against fragments, for the last few GiB of a GPU."""
@@ -114,8 +114,10 @@ def task_of(arguments: OptimizeArguments) -> Task:
             f"--tokens_per_step {tokens:,} is not a multiple of the context of {context:,} tokens; use {near}, or "
             f"another --context_length"
         )
-    sequences = tokens // context
-    within_limits(dataclasses.replace(run, batch_size=sequences))
+    sequences, most = tokens // context, LIMITS["batch_size"]
+    if sequences > most:
+        raise UserError(f"--tokens_per_step {tokens:,} is too large for a prediction: at most {most * context:,}")
+    within_limits(run)
     _require_gpus(arguments, sequences)
     if unknown := [name for name in arguments.allow if name not in ALLOWED]:
         known = ", ".join(ALLOWED)

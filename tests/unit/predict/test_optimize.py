@@ -23,18 +23,22 @@ from cs336_systems.predict.optimize import (
     Candidate,
     Search,
     Task,
+    divisors,
     group_sizes,
     predicted_seconds,
     predictions_per_second,
 )
 from cs336_systems.predict.time.gpu_profile import profile_of
 from cs336_systems.predict.time.time_model import step_time
-from cs336_systems.record import GIB
+from cs336_systems.record import GIB, load
+from cs336_systems.report.cells import group
+from tests.helpers import ROOT
 
 H200 = find_card("h200")
 PROFILE = profile_of(H200)
 SEQUENCES = 12
 CAPACITY = 139.8 * GIB
+RECORDS = ROOT / "results" / "h200" / "records.jsonl"
 
 
 def task(memory=math.inf, profile=PROFILE, sequences=SEQUENCES, **fields):
@@ -52,8 +56,8 @@ def exhaustive(own):
     """All candidates without a plan that fit: candidate -> seconds, by the slow functions."""
     found = {}
     for size in (size for size in range(1, own.sequences + 1) if own.sequences % size == 0):
-        for group, state, graph in product(range(own.config.model.num_layers), own.states, (True, False)):
-            candidate = Candidate(size, own.sequences // size, group, state, graph)
+        for blocks, state, graph in product(range(own.config.model.num_layers), own.states, (True, False)):
+            candidate = Candidate(size, own.sequences // size, blocks, state, graph)
             config = own.run_config(candidate)
             if every_peak(config) <= own.limit:
                 found[candidate] = step_time(config, own.profile, candidate.micro_batches).seconds
@@ -196,6 +200,14 @@ def test_groups_lead_to_different_numbers_of_groups():
         assert set(numbers) == {-(-layers // size) for size in range(1, layers)}
 
 
+def test_micro_batches_whose_residual_stream_exceeds_the_memory_are_left_out():
+    own = task(sequences=2**20)
+    sizes = Search(own).sizes
+    assert len(sizes) < 21
+    assert keeping_peak(own, sizes[-1]) > own.limit
+    assert divisors(12) == [1, 2, 3, 4, 6, 12]
+
+
 def test_the_configuration_of_a_candidate():
     own = task()
     config = own.run_config(Candidate(4, 3, 2, "bf16", graph=False))
@@ -216,6 +228,22 @@ def test_predicted_seconds_are_those_of_the_search():
     for one in Search(own).ranked:
         config = own.run_config(one.candidate)
         assert predicted_seconds(config, one.candidate.micro_batches, H200) == pytest.approx(one.seconds, rel=1e-9)
+
+
+@pytest.mark.parametrize(
+    ("size", "context", "budget"),
+    [("large", 1024, "14.19GiB"), ("large", 4096, "23.42GiB"), ("2.7B", 2048, "54.11GiB")],
+)
+def test_times_of_plans_agree_with_an_h200(size, context, budget):
+    """The steps that `memory_budgets` measured."""
+    measured = [
+        cell
+        for cell in group(one for one in load(RECORDS).records if one.experiment == "memory_budgets")
+        if (cell.get("size"), cell.get("context_length"), cell.get("memory_budget")) == (size, context, budget)
+    ]
+    (cell,) = measured
+    predicted = predicted_seconds(RunConfig.of(cell.config), 1, H200)
+    assert predicted == pytest.approx(cell.value("step_time"), rel=0.05)
 
 
 def test_the_rate_is_that_of_real_predictions():
