@@ -21,6 +21,7 @@ from cs336_systems.experiments.ranks.plan_cells import PlanArguments
 from cs336_systems.experiments.ranks.rehearsal_command import RehearseArguments
 from cs336_systems.experiments.session import SessionArguments
 from cs336_systems.experiments.spec import HANDOUT_2026, PRESETS
+from cs336_systems.experiments.steps.optimize_command import OptimizeArguments
 from cs336_systems.files import write_failure, write_file
 from cs336_systems.flags import Parser, add_flags, flags_of, one_line, read_flags
 from cs336_systems.predict.fit import FitArguments
@@ -133,6 +134,19 @@ def fit(arguments: FitArguments) -> None:
     from cs336_systems.predict.fit import fit_tables
 
     print("\n\n".join(found.render(arguments.format) for found in fit_tables(arguments)))
+
+
+def optimize(arguments: OptimizeArguments) -> None:
+    """Find the fastest way to run a step on a GPU within its memory: micro batches, recomputation, offloading; what
+    each choice costs or gives, and the command. Predicted without a GPU; where there is one, the best three are
+    measured.
+
+    cs336 optimize --size 2.7B --context_length 2048 --gpu h200 --tokens_per_step 131072
+    cs336 optimize --size qwen2.5/7B --context_length 1024 --gpu h100 --memory 60GiB --allow bf16_state
+    """
+    from cs336_systems.experiments.steps.optimize_command import optimize as find_fastest
+
+    find_fastest(arguments)
 
 
 def plan(arguments: PlanArguments) -> None:
@@ -562,6 +576,7 @@ COMMANDS = {
     "inspect": Command("a trace or a memory snapshot recorded elsewhere", InspectArguments, inspect),
     "memory": Command("what a step needs, part by part, without a GPU", MemoryArguments, memory),
     "fit": Command("what fits on a given GPU", FitArguments, fit),
+    "optimize": Command("the fastest way to run a step within a GPU's memory", OptimizeArguments, optimize),
     "plan": Command("memory and communication of a parallel layout, one GPU to thousands", PlanArguments, plan),
     "rehearse": Command("the step of one rank of a large mesh, on one GPU or traced", RehearseArguments, rehearse),
     "tokenize": Command("documents as tokens to train on; resumes", TokenizeArguments, tokenize),

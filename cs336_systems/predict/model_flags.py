@@ -6,6 +6,7 @@ from typing import Any
 
 from cs336_systems.config import ModelConfig, RunConfig, UserError, canonical_size, flag, flag_like, model_config
 
+MODEL_FIELDS = frozenset(spec.name for spec in dataclasses.fields(ModelConfig))
 SHAPE_FIELDS = ("d_model", "num_layers", "num_heads", "d_ff")
 LIMITS = {
     "num_layers": 2_000,
@@ -40,7 +41,7 @@ class FamilyArguments:
 
 
 @dataclass(frozen=True)
-class ShapeArguments(FamilyArguments):
+class ModelArguments(FamilyArguments):
     """A size by name; any of its fields can be overridden."""
 
     size: str = flag(
@@ -52,6 +53,27 @@ class ShapeArguments(FamilyArguments):
     num_layers: int | None = of_size("num_layers")
     num_heads: int | None = of_size("num_heads")
     d_ff: int | None = of_size("d_ff")
+
+    @property
+    def has_shape(self) -> bool:
+        """True if a size or a field of the shape is given."""
+        return bool(self.size) or any(getattr(self, name) is not None for name in SHAPE_FIELDS)
+
+    def named_model(self, default_size: str = "small", **fields: Any) -> tuple[str, ModelConfig]:
+        """Return the name of the size and the model; `fields` of the model and a size override the arguments."""
+        given = {name: getattr(self, name) for name in MODEL_FIELDS if getattr(self, name) is not None}
+        given |= {name: value for name, value in fields.items() if name in MODEL_FIELDS}
+        # A shape without a size name starts from `small`, as in the course's own script.
+        shape_given = given.keys() & set(SHAPE_FIELDS)
+        size = fields.get("size", self.size) or ("small" if shape_given else default_size)
+        model = model_config(size, **given)
+        return canonical_size(size, model), model
+
+
+@dataclass(frozen=True)
+class ShapeArguments(ModelArguments):
+    """A model, and its step."""
+
     batch_size: int = flag_like(RunConfig, "batch_size")
     mode: str = flag_like(RunConfig, "mode")
     precision: str = flag_like(RunConfig, "precision")
@@ -62,30 +84,24 @@ class ShapeArguments(FamilyArguments):
     optimizer_state: str = flag_like(RunConfig, "optimizer_state")
     update_in_backward: bool = flag_like(RunConfig, "update_in_backward")
 
-    @property
-    def has_shape(self) -> bool:
-        """True if a size or a field of the shape is given."""
-        return bool(self.size) or any(getattr(self, name) is not None for name in SHAPE_FIELDS)
-
     def run_config(self, *, default_size: str = "small", **fields: Any) -> RunConfig:
         """Return the configuration; `fields` of the run or the model override the arguments."""
-        model_fields = {spec.name for spec in dataclasses.fields(ModelConfig)}
-        given = {name: getattr(self, name) for name in model_fields if getattr(self, name) is not None}
-        given |= {name: fields.pop(name) for name in model_fields & fields.keys()}
-        # A shape without a size name starts from `small`, as in the course's own script.
-        shape_given = given.keys() & set(SHAPE_FIELDS)
-        size = fields.pop("size", self.size) or ("small" if shape_given else default_size)
-        model = model_config(size, **given)
+        size, model = self.named_model(default_size, **fields)
         names = ("batch_size", "mode", "precision", "attention", "checkpoint_blocks", "memory_budget")
         own = ("fast", "optimizer_state", "update_in_backward")
         run = {name: getattr(self, name) for name in (*names, *own)}
-        return RunConfig(model=model, size=canonical_size(size, model), **{**run, **fields})
+        more = {name: value for name, value in fields.items() if name not in {*MODEL_FIELDS, "size"}}
+        return RunConfig(model=model, size=size, **{**run, **more})
 
     def predicted_config(self, **fields: Any) -> RunConfig:
         """Return the configuration on a GPU, for a prediction; raise UserError for sizes beyond LIMITS."""
-        config = self.run_config(device="cuda", **fields)
-        for name, limit in LIMITS.items():
-            value = getattr(config if name == "batch_size" else config.model, name)
-            if value > limit:
-                raise UserError(f"--{name} {value:,} is too large for a prediction: at most {limit:,}")
-        return config
+        return within_limits(self.run_config(device="cuda", **fields))
+
+
+def within_limits(config: RunConfig) -> RunConfig:
+    """Return the configuration; raise UserError if a prediction of it would take too long."""
+    for name, limit in LIMITS.items():
+        value = getattr(config if name == "batch_size" else config.model, name)
+        if value > limit:
+            raise UserError(f"--{name} {value:,} is too large for a prediction: at most {limit:,}")
+    return config

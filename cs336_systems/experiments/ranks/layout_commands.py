@@ -63,7 +63,7 @@ def command_of(config: Mapping[str, Any], strategy: Strategy) -> str:
         raise UserError(f"{plan.micro_batches} micro batches do not divide the {sequences} sequences of a replica")
     flags = {
         "data": DATA,
-        **_shape(run),
+        **shape_flags(run),
         "batch_size": run.batch_size * gpus,
         "micro_batch_size": sequences // plan.micro_batches,
         "precision": run.precision,
@@ -72,7 +72,7 @@ def command_of(config: Mapping[str, Any], strategy: Strategy) -> str:
         **({"fast": "off"} if run.fast == "off" else {}),
         **_parallel(plan, run.model),
     }
-    return f"{_started(gpus, int(config['node']))} {' '.join(_words(flags))}"
+    return f"{started(gpus, int(config['node']))} {' '.join(flag_words(flags))}"
 
 
 def _parallel(plan: Plan, model: ModelConfig) -> dict[str, Any]:
@@ -97,14 +97,15 @@ def _parallel(plan: Plan, model: ModelConfig) -> dict[str, Any]:
     return {"engine": "torch", **axes, **({"pp_schedule": schedule} if strategy.chunks > 1 else {})}
 
 
-def _shape(run: RunConfig) -> dict[str, Any]:
+def shape_flags(run: RunConfig) -> dict[str, Any]:
     """Return the flags of the model: the name of a size and what differs from it."""
     size = run.size if run.size in SIZES else BASE_SIZE
     named = vars(model_config(size))
     return {"size": size, **{name: value for name, value in vars(run.model).items() if value != named[name]}}
 
 
-def _words(flags: Mapping[str, Any]) -> list[str]:
+def flag_words(flags: Mapping[str, Any]) -> list[str]:
+    """Return flags as words of a command line."""
     negated = {True: "--{}", False: "--no-{}"}
     return [
         negated[value].format(name) if isinstance(value, bool) else f"--{name} {shlex.quote(str(value))}"
@@ -112,7 +113,8 @@ def _words(flags: Mapping[str, Any]) -> list[str]:
     ]
 
 
-def _started(gpus: int, node: int) -> str:
+def started(gpus: int, node: int) -> str:
+    """Return the words that start `cs336 train` on these GPUs."""
     if gpus == 1:
         return "cs336 train"
     if gpus <= node:

@@ -4,13 +4,14 @@ What the host does while the GPU works costs nothing; without a CUDA graph the h
 below.
 """
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
 from cs336_systems.config import RunConfig
 from cs336_systems.predict.flops import causal_model_flops, model_flops
 from cs336_systems.predict.time.gpu_profile import GpuProfile, Power
-from cs336_systems.predict.time.kernel_seconds import kernel_seconds, kind_of
+from cs336_systems.predict.time.kernel_seconds import ATTENTION, MATMUL, PASS, SMALL, kernel_seconds, kind_of
 from cs336_systems.predict.time.step_kernels import (
     Kernel,
     Pass,
@@ -20,6 +21,7 @@ from cs336_systems.predict.time.step_kernels import (
     update_kernels,
 )
 
+KINDS = (MATMUL, ATTENTION, PASS, SMALL)
 LOWEST_CLOCK = 0.4
 """Bound of the search for a clock, relative to the highest."""
 
@@ -30,6 +32,24 @@ class KernelTime(NamedTuple):
     kernel: Kernel
     seconds: float
     """All its runs in the step."""
+
+
+class Work(NamedTuple):
+    """Sums over kernels at the highest clock."""
+
+    seconds: dict[str, float]
+    """By kind of kernel."""
+    joules: float
+    launches: int
+
+    @classmethod
+    def of(cls, kernels: Sequence[Kernel], seconds: Sequence[float], power: Power | None) -> "Work":
+        """Return the sums of kernels, whose times are those of all their runs."""
+        by_kind = dict.fromkeys(KINDS, 0.0)
+        for kernel, own in zip(kernels, seconds, strict=True):
+            by_kind[kind_of(kernel)] += own
+        joules = sum(_joules(kernel, power) for kernel in kernels) if power is not None else 0.0
+        return cls(by_kind, joules, sum(kernel.times for kernel in kernels))
 
 
 @dataclass(frozen=True)
@@ -83,14 +103,14 @@ def step_time(config: RunConfig, profile: GpuProfile, micro_batches: int = 1) ->
     kernels = step_kernels(config, micro_batches)
     once = {kernel: kernel_seconds(kernel, profile) for kernel in set(kernels)}
     at_full_clock = [once[kernel] * kernel.times for kernel in kernels]
-    count = sum(kernel.times for kernel in kernels)
-    gaps = profile.gap * count
+    work = Work.of(kernels, at_full_clock, profile.power)
+    gaps = profile.gap * work.launches
     clock, times = 1.0, at_full_clock
     if profile.power is not None:
-        clock = _clock(kernels, at_full_clock, gaps, profile.power)
-        slower = {kind: _factor(profile.power, kind, clock) for kind in profile.power.slowdown}
+        clock = highest_clock(work, gaps, profile.power)
+        slower = {kind: slowdown(profile.power, kind, clock) for kind in profile.power.slowdown}
         times = [seconds * slower[kind_of(kernel)] for kernel, seconds in zip(kernels, at_full_clock, strict=True)]
-    host = 0.0 if "graph" in config.fast_parts else profile.launch * count
+    host = 0.0 if "graph" in config.fast_parts else profile.launch * work.launches
     seconds = max(sum(times) + gaps, host)
     found = tuple(KernelTime(kernel, time) for kernel, time in zip(kernels, times, strict=True))
     low, high = seconds * (1 - profile.spread), seconds * (1 + profile.spread)
@@ -117,27 +137,23 @@ def step_kernels(config: RunConfig, micro_batches: int = 1) -> list[Kernel]:
         more = gradient_kernels(config, adds=True)
         found += [kernel._replace(times=kernel.times * (micro_batches - 1)) for kernel in more]
     if config.checkpoint_blocks:
-        found += _recomputed(config, micro_batches)
+        found += recomputed_kernels(config, micro_batches)
     return [*found, *update_kernels(config)]
 
 
-def _recomputed(config: RunConfig, micro_batches: int) -> list[Kernel]:
+def recomputed_kernels(config: RunConfig, micro_batches: int = 1) -> list[Kernel]:
     """Return the kernels of forward that backward runs again: those of all blocks."""
     blocks = [kernel for kernel in forward_kernels(config) if kernel.times >= config.model.num_layers]
     return [kernel._replace(times=kernel.times * micro_batches) for kernel in blocks]
 
 
-def _clock(kernels: list[Kernel], seconds: list[float], gaps: float, power: Power) -> float:
+def highest_clock(work: Work, gaps: float, power: Power) -> float:
     """Return the highest clock, at most 1, at which the step's mean power is within the limit."""
-    by_kind = dict.fromkeys(power.slowdown, 0.0)
-    joules = 0.0
-    for kernel, own in zip(kernels, seconds, strict=True):
-        by_kind[kind_of(kernel)] += own
-        joules += _joules(kernel, power)
+    computing = sum(power.slowdown[kind] * own for kind, own in work.seconds.items())
+    waiting = gaps + sum(work.seconds.values()) - computing  # for memory: the same at every clock
 
     def excess(clock: float) -> float:
-        time = gaps + sum(own * _factor(power, kind, clock) for kind, own in by_kind.items())
-        return joules * clock**power.exponent - (power.limit - power.static) * time
+        return work.joules * clock**power.exponent - (power.limit - power.static) * (waiting + computing / clock)
 
     if excess(1.0) <= 0:
         return 1.0
@@ -157,7 +173,8 @@ def _joules(kernel: Kernel, power: Power) -> float:
     return kernel.times * kernel.flops * power.per_flop[kind_of(kernel)]
 
 
-def _factor(power: Power, kind: str, clock: float) -> float:
+def slowdown(power: Power, kind: str, clock: float) -> float:
+    """Return the time of a kind of kernel at a clock, over that at the highest."""
     return 1 + power.slowdown[kind] * (1 / clock - 1)
 
 

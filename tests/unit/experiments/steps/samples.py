@@ -98,6 +98,25 @@ def published(size: str, state: str, batch_size: int, seconds: float, status: st
     return entries("published_models", {**run.to_dict(), "micro_batches": count}, metrics, status)
 
 
+def way(
+    batch_size: int, seconds: float, predicted: float, gib: float, status: str = "ok", **fields: object
+) -> list[Record]:
+    """A way to run a step of 65,536 tokens, measured and predicted."""
+    model = model_config("medium", context_length=1024)
+    fast = {"precision": "bf16", "attention": "auto", "fast": "on", "device": "cuda", **fields}
+    run = RunConfig(model=model, size="medium", batch_size=batch_size, warmup_steps=2, num_steps=3, **fast)
+    whole = dataclasses.replace(run, batch_size=64)
+    metrics = {
+        "step_time": (seconds, seconds),
+        "predicted_time": (predicted,),
+        "tokens": (whole.tokens,),
+        "flops": (model_flops(whole),),
+        "peak_flops": (989.4e12,),
+        **{"peak_memory": (gib * GIB,), "predicted_memory": (gib * GIB,)},
+    }
+    return entries("optimized_steps", {**run.to_dict(), "micro_batches": 64 // batch_size}, metrics, status)
+
+
 SAMPLES: dict[str, list[Record]] = {
     "bench": cell("bench"),
     "end_to_end": cell("end_to_end") + cell("end_to_end", size="2.7B", metrics=step(0.4)),
@@ -120,6 +139,14 @@ SAMPLES: dict[str, list[Record]] = {
     "published_models": published("0.5B", "bf16", 64, 3.4)
     + published("0.5B", "fp32", 64, 3.42)
     + published("7B", "bf16", 16, 35.7),
+    "optimized_steps": way(64, 0.402, 0.4, 60)
+    + way(32, 0.4, 0.405, 33)
+    + way(16, 0.41, 0.412, 20)
+    + way(8, 0.43, 0.42, 13)
+    + way(64, 0.52, 0.51, 14, checkpoint_blocks=4)
+    + way(64, 0.43, 0.425, 23.9, memory_budget="24GiB")
+    + way(64, 0.41, 0.4, 60, fast="kernels,loss,optimizer")
+    + way(4, 0.45, 0.44, 9, optimizer_state="bf16"),
     "peak_memory": cell("peak_memory")
     + cell("peak_memory", attention="sdpa", metrics={"predicted_memory": (9.5 * GIB,)}),
     "timing_agreement": cell("timing_agreement", metrics=AGREE)

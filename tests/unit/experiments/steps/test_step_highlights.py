@@ -85,6 +85,6 @@ def test_every_experiment_has_a_heading():
     groups = {name: catalogue()[name].group for name in SAMPLES}
     assert {name for name, group in groups.items() if group == "speed"} == {
         *("end_to_end", "bench", "precision", "compile", "fast_step", "train_leaderboard", "published_models"),
-        "accelerate",
+        *("accelerate", "optimized_steps"),
     }
     assert set(groups.values()) == {"speed", "trust"}
