@@ -39,7 +39,7 @@ from cs336_systems.step.updates import LossScale, Update, adapt
 Watch = Callable[[str], AbstractContextManager]
 Scaling = Callable[[Tensor], Tensor]
 
-AUTOCAST_DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16}
+AUTOCAST_DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp8": torch.bfloat16}
 STATE_DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
 """Dtype of the packed optimizer's state by `RunConfig.optimizer_state`."""
 
@@ -398,12 +398,13 @@ def build_model(config: RunConfig) -> nn.Module:
     """Build our Transformer, or the user's own module if the config names a factory."""
     if config.model_factory is None:
         # "auto" avoids the launch overhead of Python for small problems; a CUDA graph has none.
-        in_graph = "graph" in config.fast_parts and config.attention == "auto" and config.precision == "bf16"
+        in_graph = "graph" in config.fast_parts and config.attention == "auto" and config.precision in ("bf16", "fp8")
         return TransformerLM(
             config.model,
             attention=_best_in_graph(config) if in_graph else config.attention,
             checkpoint_blocks=config.checkpoint_blocks,
             fused="kernels" in config.fast_parts,
+            fp8=config.precision == "fp8",
         )
     return _call_factory(config.model_factory, config.model)
 
