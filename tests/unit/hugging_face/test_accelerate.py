@@ -174,7 +174,7 @@ def test_logits_are_computed_in_chunks(monkeypatch):
     )
     found = gradients(model, batch())
     logits = [rows for rows, columns in seen if columns == 56]  # of 61: the rest is a matmul of its own
-    assert logits and max(logits) <= 5
+    assert max(logits, default=99) <= 5
     monkeypatch.undo()
     assert error(found, gradients(plain, batch())) < 1e-5
 
