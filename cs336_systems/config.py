@@ -16,7 +16,9 @@ from dataclasses import dataclass, field
 from typing import Any
 
 MODES = ("inference", "forward", "forward-backward", "train-step")
-PRECISIONS = ("fp32", "tf32", "bf16", "fp16", "fp8")
+PLAIN_PRECISIONS = ("fp32", "tf32", "bf16", "fp16")
+"""Precisions of any step."""
+PRECISIONS = (*PLAIN_PRECISIONS, "fp8")
 LOW_PRECISIONS = ("bf16", "fp16", "fp8")
 """Precisions whose activations have 16 bits. With "fp8" these are bf16, and the operands of the blocks' matmuls FP8."""
 FP8_MULTIPLE = 16

@@ -23,8 +23,7 @@ from cs336_systems.kernels.flash.packing import Packing
 from cs336_systems.kernels.flash.prefix import PrefixAttention
 from cs336_systems.kernels.fused import nodes as fused
 from cs336_systems.kernels.fused.block import Setting, Weights, planned_block
-from cs336_systems.kernels.fused.fp8 import SLOTS
-from cs336_systems.kernels.fused.fp8_run import TENSORS as FP8_TENSORS
+from cs336_systems.kernels.fused.fp8_blocks import Fp8Blocks
 from cs336_systems.kernels.fused.host_memory import HostMemory
 from cs336_systems.kernels.fused.nodes import HeadNorms
 from cs336_systems.predict.activation_plan import KEEP_ALL, Plan, is_fetched_late, is_managed
@@ -289,10 +288,8 @@ class TransformerLM(nn.Module):
     checkpoint_inner = 0
     checkpoint_recursive = False
     plan: Plan | None = None
-    fp8_blocks: frozenset[int] = frozenset()
-    """Numbers of the blocks whose matmuls are in FP8."""
-    fp8_lost: Tensor
-    """Elements that became 0 in FP8 in training, by block, tensor of fp8_run.TENSORS and counter."""
+    fp8: Fp8Blocks | None
+    """The blocks whose matmuls are in FP8."""
 
     def __init__(
         self,
@@ -315,10 +312,7 @@ class TransformerLM(nn.Module):
         )
         self.layers = nn.ModuleList(Block(config, attention) for _ in range(config.num_layers))
         self.ln_final = RMSNorm(config.d_model, config.norm_eps)
-        if fp8:
-            self.fp8_blocks = frozenset(range(config.num_layers))
-            counters = torch.zeros(config.num_layers, len(FP8_TENSORS), SLOTS, dtype=torch.int64)
-            self.register_buffer("fp8_lost", counters, persistent=False)
+        self.fp8 = Fp8Blocks(config) if fp8 else None
         if config.tied_embeddings:
             with torch.device("meta"):
                 self.lm_head = Linear(config.d_model, config.vocab_size)
@@ -359,7 +353,7 @@ class TransformerLM(nn.Module):
         delta: Tensor | None = None
         group = self.checkpoint_blocks
         plan = self.plan if torch.is_grad_enabled() else None
-        if plan is not None or self.fp8_blocks:
+        if plan is not None or self.fp8 is not None:
             if rotate.packing is not None:
                 name, does = ("precision fp8", "train on") if plan is None else ("memory_budget", "plan")
                 raise UserError(f"{name} cannot {does} packed documents", name.split()[0])
@@ -384,8 +378,10 @@ class TransformerLM(nn.Module):
     def _planned_blocks(self, x: Tensor, plan: Plan) -> tuple[Tensor, Tensor | None]:
         delta: Tensor | None = None
         self.host.begin()
+        if self.fp8 is not None and torch.is_grad_enabled():
+            self.fp8.count(x.shape[0] * x.shape[1])
         for number, block in enumerate(self.layers):
-            if is_managed(plan, number) or number in self.fp8_blocks:
+            if is_managed(plan, number) or (self.fp8 is not None and number in self.fp8.numbers):
                 x, delta = self._planned_block(number, x, delta, plan)
             else:
                 x, delta = cast(Block, block).fused(x, delta, self.rotate)
@@ -402,8 +398,8 @@ class TransformerLM(nn.Module):
             fused_implementation(block.attn.impl, x, self.config.num_heads, self.config.head_dim),
             self.config.num_heads,
             *(self.rotate.cos, self.rotate.sin, self.config.norm_eps),
-            fp8=number in self.fp8_blocks,
-            lost=self.fp8_lost[number] if number in self.fp8_blocks and torch.is_grad_enabled() else None,
+            fp8=self.fp8 is not None and number in self.fp8.numbers,
+            lost=self.fp8.lost[number] if self.fp8 is not None and torch.is_grad_enabled() else None,
         )
         return planned_block(x, delta, setting, block.weights)
 

@@ -10,7 +10,7 @@ from typing import Any
 from torch import Tensor
 
 from cs336_systems.kernels.fused import fp8, nodes
-from cs336_systems.kernels.fused.block_run import GAINS, Run
+from cs336_systems.kernels.fused.block_run import Run
 
 OPERANDS = ("input", "attention", "middle", "gated")
 """Inputs of the four matmuls: norm, output of attention, norm, output of the activation function."""
@@ -28,10 +28,11 @@ class Fp8Run(Run):
         super().__post_init__()
         self.scales: dict[str, Tensor] = {}
         """Of the rows of each of OPERANDS."""
+        self.counts = True
 
     def _lost(self, tensor: str) -> Tensor | None:
-        """The counters of a tensor."""
-        return None if self.setting.lost is None else self.setting.lost[TENSORS.index(tensor)]
+        """The counters of a tensor; none while it is computed again."""
+        return None if self.setting.lost is None or not self.counts else self.setting.lost[TENSORS.index(tensor)]
 
     # -- forward ------------------------------------------------------------------------------------------------------
 
@@ -60,14 +61,21 @@ class Fp8Run(Run):
 
     # -- backward -----------------------------------------------------------------------------------------------------
 
+    def _recompute(self) -> None:
+        self.counts = False
+        super()._recompute()
+        self.counts = True
+
     def _down_backward(self, grad: Tensor) -> fp8.Rows:
         rows = fp8.quantize(grad, self._lost("gradient of down"))
         grad_gated = self._times_weight(rows, "down")
         lost = self._lost("gradient of gate_up")
-        found = fp8.swiglu_backward(grad_gated, self.kept.pop("gate_up"), self.scales["gated"], lost)
+        grad_gate_up, gated = fp8.swiglu_backward(grad_gated, self.kept.pop("gate_up"), self.scales["gated"], lost)
         del grad_gated
-        self._operand_gradients("gated", ("down",), rows, fp8.transposed(found.gated))
-        return found.gate_up
+        by_columns = fp8.transposed(gated)
+        del gated
+        self._operand_gradients("gated", ("down",), rows, by_columns)
+        return grad_gate_up
 
     def _norm_backward(
         self, kind: str, names: tuple[str, ...], grad: fp8.Rows | Tensor, grad_stream: Tensor | None
@@ -79,7 +87,8 @@ class Fp8Run(Run):
         dx = self._through_norm(kind, grad_y, grad_stream, x, recompute_y=False)
         del grad_y
         rstd = self.rstd if kind == "input" else self.middle_rstd
-        y = fp8.transposed_norm(x, rstd, getattr(self.weights, GAINS[kind]), self.scales[kind])
+        y = fp8.transposed_norm(x, rstd, self._gain(kind), self.scales[kind])
+        del x
         self._operand_gradients(kind, names, rows, y)
         return dx
 
