@@ -40,6 +40,8 @@ Watch = Callable[[str], AbstractContextManager]
 Scaling = Callable[[Tensor], Tensor]
 
 AUTOCAST_DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp8": torch.bfloat16}
+FP8_CAPABILITY = (8, 9)
+"""Compute capability from which a GPU has e4m3."""
 STATE_DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
 """Dtype of the packed optimizer's state by `RunConfig.optimizer_state`."""
 
@@ -104,6 +106,7 @@ class TrainStep:
     def build(cls, config: RunConfig, blocks: ChoiceByBlock | None = None) -> "TrainStep":
         """Build a step with random weights. `blocks` is the plan of a memory budget for whole blocks."""
         require_device(config.device)
+        require_fp8(config)
         packs = "optimizer" in config.fast_parts and config.mode == "train-step"
         packs = packs and not torch._C._len_torch_dispatch_stack()  # a trace's tensors have no memory to save
         torch.manual_seed(config.seed)
@@ -381,6 +384,19 @@ def require_device(device: str) -> None:
     index = torch.device(device).index or 0
     if index >= torch.cuda.device_count():
         raise UserError(f"device {device!r} is absent: this machine has {torch.cuda.device_count()} GPU(s)", "device")
+
+
+def require_fp8(config: RunConfig) -> None:
+    """Raise UserError where the configuration asks for FP8 of a GPU that has none."""
+    if config.precision != "fp8" or config.device_type != "cuda":
+        return
+    capability = torch.cuda.get_device_capability(torch.device(config.device))
+    if capability < FP8_CAPABILITY:
+        found, needed = (".".join(map(str, version)) for version in (capability, FP8_CAPABILITY))
+        raise UserError(
+            f"precision fp8 needs a GPU of compute capability {needed} or newer, and this one has {found}; use bf16",
+            "precision",
+        )
 
 
 def require_attention(config: RunConfig) -> None:

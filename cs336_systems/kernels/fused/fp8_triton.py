@@ -144,7 +144,7 @@ def _swiglu_backward(
     exponent = _exponent(largest)
     inverse = _inverse_scale(largest, exponent)
     gated_inverse = 1.0 / tl.load(gated_scale + i_row)
-    lost_gate, lost_up = 0, 0
+    lost_count = tl.full((), 0, tl.int32)
     for start in range(0, width, BLOCK):
         o_column = start + o_block
         m_column = o_column < width
@@ -156,11 +156,10 @@ def _swiglu_backward(
         tl.store(out + o_gate + width, b_out_up, m_column)
         tl.store(gated + o_grad, (b_gated * gated_inverse).to(tl.float8e4nv), m_column)
         if COUNTS:
-            lost_gate += _lost(b_gate, b_out_gate)
-            lost_up += _lost(b_up, b_out_up)
+            lost_count += _lost(b_gate, b_out_gate) + _lost(b_up, b_out_up)
     _store_scale(scale, i_row, largest, exponent)
     if COUNTS:
-        tl.atomic_add(lost + i_row % SLOTS, (lost_gate + lost_up).to(tl.int64))
+        tl.atomic_add(lost + i_row % SLOTS, lost_count.to(tl.int64))
 
 
 @triton.jit

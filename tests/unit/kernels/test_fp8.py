@@ -28,8 +28,8 @@ FAMILIES = {
     "qwen3": replace(MODEL, num_kv_heads=2, qk_norm=True, d_head=32),
 }
 LEAST_COSINE = {"plain": 0.99, "qwen2.5": 0.96, "qwen3": 0.99}
-"""Between gradients in FP8 and in fp32. A tied embedding begins small, so that the blocks' outputs, with their rounding,
-are most of the residual stream."""
+"""Between gradients in FP8 and in fp32. A tied embedding begins small: most of the residual stream is then the output
+of blocks, with its rounding."""
 HALF_STEP = 2.0**-4
 """Largest rounding of an e4m3 number, relative to it."""
 
