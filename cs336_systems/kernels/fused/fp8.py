@@ -19,6 +19,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from cs336_systems.kernels.flash.dispatch import triton_problem
+from cs336_systems.kernels.flash.operators import is_plain
 
 E4M3 = torch.float8_e4m3fn
 SLOTS = 32
@@ -71,14 +72,20 @@ def _triton(t: Tensor) -> Any:
 
 def matmul(a: Rows, b: Rows, bias: Tensor | None = None) -> Tensor:
     """a @ b^T + bias, in bf16."""
+    return _scaled_matmul(a.values, b.values, a.scale[:, None], b.scale[None, :], bias)
+
+
+def _scaled_matmul(
+    a: Tensor, b: Tensor, scale_a: Tensor, scale_b: Tensor, bias: Tensor | None = None, out: Tensor | None = None
+) -> Tensor:
+    """(a @ b^T) * scale_a * scale_b + bias in bf16, into `out` if there is one."""
+    if is_plain(a) and not a.is_cuda:  # torch's own for a CPU takes many times as long
+        wide = torch.mm(a.float(), b.float().t()) * scale_a * scale_b
+        wide = wide if bias is None else wide + bias
+        return wide.bfloat16() if out is None else out.copy_(wide)
+    into = {} if out is None else {"out": out}
     return torch._scaled_mm(
-        a.values,
-        b.values.t(),
-        scale_a=a.scale[:, None],
-        scale_b=b.scale[None, :],
-        bias=bias,
-        out_dtype=torch.bfloat16,
-        use_fast_accum=True,
+        a, b.t(), scale_a=scale_a, scale_b=scale_b, bias=bias, out_dtype=torch.bfloat16, use_fast_accum=True, **into
     )
 
 
@@ -87,10 +94,7 @@ def weight_gradient(grad: Rows, x: Tensor, x_scale: Tensor, out: Tensor | None, 
     x_scale: its scales, (rows,)."""
     largest, one = _largest(grad.scale, x_scale)
     columns = _transposed(grad.values, up=grad.scale, more=x_scale, down=largest, lost=lost)
-    into = {} if out is None else {"out": out}
-    return torch._scaled_mm(
-        columns, x.t(), scale_a=largest, scale_b=one, out_dtype=torch.bfloat16, use_fast_accum=True, **into
-    )
+    return _scaled_matmul(columns, x, largest, one, out=out)
 
 
 # -- passes that write operands ---------------------------------------------------------------------------------------
