@@ -96,3 +96,25 @@ def test_the_cache_is_bounded(monkeypatch):
         for number in range(1, 9):
             fake_results.call(aten.mul.Tensor, (torch.empty(number), 2), {})
     assert 0 < len(fake_results._RESULTS) <= 3
+
+
+def test_other_values_have_other_results():
+    with FakeTensorMode():
+        tensor = torch.empty(4, 6)
+        found = [fake_results.call(aten.slice.Tensor, (tensor, 0, first, 4), {}) for first in (1, 3, 1)]
+        casts = [
+            fake_results.call(aten._to_copy.default, (tensor,), {"dtype": dtype})
+            for dtype in (torch.float16, torch.float64)
+        ]
+    assert [(len(view), view.storage_offset()) for view in found] == [(3, 6), (1, 18), (3, 6)]
+    assert [cast.dtype for cast in casts] == [torch.float16, torch.float64]
+
+
+def test_tensors_of_two_modes_are_refused_as_by_torch():
+    with FakeTensorMode():
+        other = torch.empty(4)
+    with FakeTensorMode():
+        one = torch.empty(4)
+        fake_results.call(aten.mul.Tensor, (one, one), {})
+        with pytest.raises(AssertionError, match="Mixing fake modes"):
+            fake_results.call(aten.mul.Tensor, (one, other), {})
