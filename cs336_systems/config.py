@@ -16,7 +16,13 @@ from dataclasses import dataclass, field
 from typing import Any
 
 MODES = ("inference", "forward", "forward-backward", "train-step")
-PRECISIONS = ("fp32", "tf32", "bf16", "fp16")
+PLAIN_PRECISIONS = ("fp32", "tf32", "bf16", "fp16")
+"""Precisions of any step."""
+PRECISIONS = (*PLAIN_PRECISIONS, "fp8")
+LOW_PRECISIONS = ("bf16", "fp16", "fp8")
+"""Precisions whose activations have 16 bits. With "fp8" these are bf16, and the operands of the blocks' matmuls FP8."""
+FP8_MULTIPLE = 16
+"""The dimensions of a matmul in FP8 are multiples of this."""
 ATTENTIONS = ("auto", "reference", "flash_torch", "flash_triton", "flash_hopper", "sdpa")
 
 FAST_PARTS = ("kernels", "loss", "optimizer", "graph")
@@ -223,7 +229,9 @@ class RunConfig:
     """The name shown in tables; derived from the model's shape when empty. It does not affect the computation."""
     batch_size: int = flag(4, "sequences per step")
     mode: str = flag("train-step", "what a step does", MODES)
-    precision: str = flag("fp32", "fp32 (TF32 off), tf32, or autocast to bf16 / fp16", PRECISIONS)
+    precision: str = flag(
+        "fp32", "fp32 (TF32 off), tf32, autocast to bf16 / fp16, or fp8 for the matmuls of bf16 blocks", PRECISIONS
+    )
     attention: str = flag("reference", "attention implementation", ATTENTIONS)
     checkpoint_blocks: int = flag(0, "recompute activations in groups of this many blocks (0: keep them all)")
     memory_budget: str = flag(
@@ -268,6 +276,8 @@ class RunConfig:
         object.__setattr__(self, "fast", self._checked_fast())
         if self.optimizer_state != "fp32":
             self._require_packed_bf16()
+        if self.precision == "fp8" and (problem := self._fp8_problem()):
+            raise UserError(f"precision fp8 {problem}", "precision", "fast", "attention", "checkpoint_blocks")
         if self.update_in_backward and (problem := self._update_conflict()):
             raise UserError(
                 f"update_in_backward {problem}",
@@ -279,12 +289,28 @@ class RunConfig:
 
     def _require_packed_bf16(self) -> None:
         """Raise UserError unless the fast step's optimizer updates bf16 weights."""
-        if "optimizer" not in self.fast_parts or self.precision != "bf16":
+        if "optimizer" not in self.fast_parts or self.precision not in ("bf16", "fp8"):
             raise UserError(
-                f"optimizer_state {self.optimizer_state} needs precision bf16 and the optimizer of the fast step, got "
-                f"precision {self.precision} and fast {self.fast}; use precision bf16 and fast on, in one process",
+                f"optimizer_state {self.optimizer_state} needs precision bf16 or fp8 and the optimizer of the fast "
+                f"step, got precision {self.precision} and fast {self.fast}; use precision bf16 and fast on, in one "
+                "process",
                 *("optimizer_state", "precision", "fast"),
             )
+
+    def _fp8_problem(self) -> str | None:
+        """Return why matmuls cannot be in FP8, or None."""
+        model = self.model
+        if "kernels" not in self.fast_parts:
+            return f"needs the kernels of the fast step, got fast {self.fast}; use fast on"
+        if self.attention in ("reference", "sdpa"):
+            return f"needs the fused attention of this package, not {self.attention}; use attention auto"
+        if self.checkpoint_blocks:
+            return "recomputes by a memory_budget; leave checkpoint_blocks out"
+        sizes = {name: getattr(model, name) for name in ("d_model", "d_ff", "q_width", "kv_width", "context_length")}
+        for name, size in sizes.items():
+            if size % FP8_MULTIPLE:
+                return f"needs sizes that are multiples of {FP8_MULTIPLE}, got {name} {size}; use precision bf16"
+        return None
 
     def _update_conflict(self) -> str | None:
         """Return why weights cannot be updated while backward runs, or None."""
@@ -356,6 +382,11 @@ class RunConfig:
         if self.fast == "on":
             return frozenset(part for part in FAST_PARTS if self._fast_conflict(part) is None)
         return frozenset() if self.fast == "off" else frozenset(self.fast.split(","))
+
+    @property
+    def has_low_precision(self) -> bool:
+        """True if activations have 16 bits."""
+        return self.precision in LOW_PRECISIONS
 
     @property
     def tokens(self) -> int:

@@ -23,9 +23,10 @@ from cs336_systems.kernels.flash.packing import Packing
 from cs336_systems.kernels.flash.prefix import PrefixAttention
 from cs336_systems.kernels.fused import nodes as fused
 from cs336_systems.kernels.fused.block import Setting, Weights, planned_block
+from cs336_systems.kernels.fused.fp8_blocks import Fp8Blocks
 from cs336_systems.kernels.fused.host_memory import HostMemory
 from cs336_systems.kernels.fused.nodes import HeadNorms
-from cs336_systems.predict.activation_plan import Plan, is_fetched_late, is_managed
+from cs336_systems.predict.activation_plan import KEEP_ALL, Plan, is_fetched_late, is_managed
 
 if TYPE_CHECKING:  # it needs DTensor, which takes 0.8 s to import
     from cs336_systems.parallel.context_parallel import ContextParallel
@@ -280,15 +281,24 @@ class TransformerLM(nn.Module):
     kernels/fused/nodes.py. `checkpoint_blocks` = k saves only the input of every k-th block and recomputes the rest in
     backward (0: saves everything). `checkpoint_inner` = j recomputes such a group in groups of j blocks: less memory
     for a third forward pass. `checkpoint_recursive` recomputes the groups by halves: the least memory of all. `plan`,
-    for a fused model, says instead what becomes of each tensor of each block.
+    for a fused model, says instead what becomes of each tensor of each block. `fp8` computes the matmuls of a fused
+    model's blocks in FP8.
     """
 
     checkpoint_inner = 0
     checkpoint_recursive = False
     plan: Plan | None = None
+    fp8: Fp8Blocks | None
+    """The blocks whose matmuls are in FP8."""
 
     def __init__(
-        self, config: ModelConfig, *, attention: str = "auto", checkpoint_blocks: int = 0, fused: bool = False
+        self,
+        config: ModelConfig,
+        *,
+        attention: str = "auto",
+        checkpoint_blocks: int = 0,
+        fused: bool = False,
+        fp8: bool = False,
     ):
         super().__init__()
         self.config = config
@@ -302,6 +312,7 @@ class TransformerLM(nn.Module):
         )
         self.layers = nn.ModuleList(Block(config, attention) for _ in range(config.num_layers))
         self.ln_final = RMSNorm(config.d_model, config.norm_eps)
+        self.fp8 = Fp8Blocks(config) if fp8 else None
         if config.tied_embeddings:
             with torch.device("meta"):
                 self.lm_head = Linear(config.d_model, config.vocab_size)
@@ -341,10 +352,12 @@ class TransformerLM(nn.Module):
         x: Tensor = self.token_embeddings(tokens)
         delta: Tensor | None = None
         group = self.checkpoint_blocks
-        if self.plan is not None and torch.is_grad_enabled():
+        plan = self.plan if torch.is_grad_enabled() else None
+        if plan is not None or self.fp8 is not None:
             if rotate.packing is not None:
-                raise UserError("memory_budget cannot plan packed documents", "memory_budget")
-            x, delta = self._planned_blocks(x, self.plan)
+                name, does = ("precision fp8", "train on") if plan is None else ("memory_budget", "plan")
+                raise UserError(f"{name} cannot {does} packed documents", name.split()[0])
+            x, delta = self._planned_blocks(x, plan or (KEEP_ALL,) * len(self.layers))
         elif group and self.checkpoint_recursive and torch.is_grad_enabled():
             from cs336_systems.step.recursive_checkpoint import run_by_halves  # the package `step` imports this module
 
@@ -365,8 +378,10 @@ class TransformerLM(nn.Module):
     def _planned_blocks(self, x: Tensor, plan: Plan) -> tuple[Tensor, Tensor | None]:
         delta: Tensor | None = None
         self.host.begin()
+        if self.fp8 is not None and torch.is_grad_enabled():
+            self.fp8.count(x.shape[0] * x.shape[1])
         for number, block in enumerate(self.layers):
-            if is_managed(plan, number):
+            if is_managed(plan, number) or (self.fp8 is not None and number in self.fp8.numbers):
                 x, delta = self._planned_block(number, x, delta, plan)
             else:
                 x, delta = cast(Block, block).fused(x, delta, self.rotate)
@@ -383,6 +398,8 @@ class TransformerLM(nn.Module):
             fused_implementation(block.attn.impl, x, self.config.num_heads, self.config.head_dim),
             self.config.num_heads,
             *(self.rotate.cos, self.rotate.sin, self.config.norm_eps),
+            fp8=self.fp8 is not None and number in self.fp8.numbers,
+            lost=self.fp8.lost[number] if self.fp8 is not None and torch.is_grad_enabled() else None,
         )
         return planned_block(x, delta, setting, block.weights)
 

@@ -26,8 +26,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves, tree_map_only
 
 from cs336_systems.config import RunConfig
+from cs336_systems.kernels.fused import fp8, pointwise
 from cs336_systems.kernels.fused import nodes as fused
-from cs336_systems.kernels.fused import pointwise
 from cs336_systems.measure import fake_results
 from cs336_systems.model import TransformerLM
 from cs336_systems.predict.activation_plan import Plan
@@ -339,7 +339,7 @@ def _rms_norm_on_cuda(
 def as_on_cuda() -> Iterator[None]:
     """Substitute the operators that differ on CUDA. They are patched in place, because torch disables modes such as
     TorchFunctionMode inside backward, where checkpointed blocks are recomputed."""
-    from cs336_systems.kernels.fused import pointwise_triton
+    from cs336_systems.kernels.fused import fp8_triton, pointwise_triton
 
     with ExitStack() as stack:
 
@@ -351,5 +351,6 @@ def as_on_cuda() -> Iterator[None]:
         patch(F, "rms_norm", _rms_norm_on_cuda)  # not on autocast's list: low-precision input stays as it is
         patch(F, "scaled_dot_product_attention", _cast_under_autocast(_sdpa_on_cuda, None))
         patch(pointwise, "_triton", lambda tensor: pointwise_triton)  # launches nothing for fake tensors
+        patch(fp8, "_triton", lambda tensor: fp8_triton)
         patch(fused, "_wide_matmul", lambda a, b, out, *, adds: None)
         yield

@@ -61,7 +61,7 @@ class _Messages:
         )
         self.outside = [table(config.model)] * self.is_first + [norm, *own_head] * self.is_last
         self.block = list(block_weights(config.model))
-        self.low = 2 if config.precision in ("bf16", "fp16") else FP32
+        self.low = 2 if config.has_low_precision else FP32
         self.is_sharded = self.shards > 1 or (mesh.dp_replicate > 1 and mesh.pp * mesh.tp > 1)
         self.stream_width = self.low if self.is_sharded else FP32
         self.width, self.kv_width = config.model.d_model, config.model.kv_width

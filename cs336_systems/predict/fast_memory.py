@@ -9,8 +9,9 @@ from collections import Counter
 from typing import NamedTuple
 
 from cs336_systems.config import RunConfig
-from cs336_systems.predict.activation_plan import KEEP, KINDS, Plan, is_managed
+from cs336_systems.predict.activation_plan import KEEP, KEEP_ALL, KINDS, Plan, is_managed
 from cs336_systems.predict.fast_nodes import ACTIVATIONS, CASTS, GRADIENTS, PACK_ALIGNMENT, TEMPORARY
+from cs336_systems.predict.fp8_nodes import Fp8Nodes
 from cs336_systems.predict.memory_model import (
     ROUNDING,
     Breakdown,
@@ -20,7 +21,6 @@ from cs336_systems.predict.memory_model import (
     simulated_parts,
     workspace,
 )
-from cs336_systems.predict.planned_nodes import PlannedNodes
 from cs336_systems.predict.simulated_memory import Block, Memory, Node, Repetitions, Snapshot, Tape
 
 CHUNK_BYTES, LOGIT_ALIGNMENT = 512 << 20, 64
@@ -37,7 +37,7 @@ def fast_estimate(config: RunConfig, plan: Plan | None = None) -> MemoryEstimate
     return MemoryEstimate(parts, memory.peak, memory.where)
 
 
-class FastStep(PlannedNodes):
+class FastStep(Fp8Nodes):
     """Simulates one step."""
 
     BLOCKS, BLOCKS_OF_GROUP, GROUPS = (3, 1), (2, 1), (2, 1)
@@ -76,6 +76,8 @@ class FastStep(PlannedNodes):
         t, memory = self.t, self.memory
         held = [memory.new("buffers", t.buffers(), 1), memory.new("inputs", t.inputs(), 1)]
         held.append(memory.new("workspace", workspace(self.config), 1))
+        if self.fp8:
+            held += self.counters()
         if self.packed:
             return held + packed_state(memory, self.config)
         trains = self.config.mode == "train-step"
@@ -118,7 +120,9 @@ class FastStep(PlannedNodes):
     def _block(self, tape: Tape | None, *, is_last: bool = False) -> None:
         """Run a block; `is_last` of all blocks, or of a group that is recomputed."""
         assert self.x is not None
-        if self.fused:
+        if self.fp8:
+            self.x, self.delta = self.planned_block(0, (KEEP_ALL,), self.x, self.delta, tape)
+        elif self.fused:
             self.x, self.delta = self.fused_block(self.x, self.delta, tape)
         else:
             self.x = self.plain_block(self.x, tape)
@@ -139,9 +143,8 @@ class FastStep(PlannedNodes):
         change += blocks.run(self.memory, body)
 
     def _planned_blocks_forward(self, plan: Plan, tape: Tape) -> None:
-        self.start_plan()
         for number in range(len(plan)):
-            if is_managed(plan, number):
+            if is_managed(plan, number) or self.fp8:
                 assert self.x is not None
                 self.x, self.delta = self.planned_block(number, plan, self.x, self.delta, tape)
             else:

@@ -68,7 +68,7 @@ class Tensors:
 
     @property
     def low_precision(self) -> bool:
-        return self.config.precision in ("bf16", "fp16")
+        return self.config.has_low_precision
 
     @property
     def s(self) -> int:

@@ -151,7 +151,7 @@ def transformer(config: RunConfig) -> Workload:
 def feed_forward(config: RunConfig) -> Workload:
     """Return the workload of the handout's exercise: two matrices per block, all inputs of matmuls saved."""
     model = config.model
-    width = 2 if config.precision in ("bf16", "fp16") else FP32
+    width = 2 if config.has_low_precision else FP32
     matrices = model.num_layers * 2 * model.d_model * model.d_ff
     return Workload(
         blocks=model.num_layers,

@@ -5,6 +5,7 @@ Like the other nodes of fast_nodes.py, each method mirrors one of the block, in 
 
 from functools import cached_property
 
+from cs336_systems.config import RunConfig
 from cs336_systems.predict.activation_plan import KEEP, OFFLOAD, BlockPlan, Plan, is_fetched_late
 from cs336_systems.predict.fast_nodes import ACTIVATIONS, TEMPORARY, PlainNodes
 from cs336_systems.predict.simulated_memory import Block, Node, Tape
@@ -16,11 +17,14 @@ Kept = dict[str, Block]
 class PlannedNodes(PlainNodes):
     """Blocks that follow a plan. Tensors that copies read or write are in `sent` and `fetched`, by block and kind."""
 
-    def start_plan(self) -> None:
+    def __init__(self, config: RunConfig, *, packed: bool):
+        super().__init__(config, packed=packed)
         self.sent: dict[tuple[int, str], Block] = {}
         self.fetched: dict[tuple[int, str], Block] = {}
 
-    def planned_block(self, number: int, plan: Plan, x: Block, delta: Block | None, tape: Tape) -> tuple[Block, Block]:
+    def planned_block(
+        self, number: int, plan: Plan, x: Block, delta: Block | None, tape: Tape | None
+    ) -> tuple[Block, Block]:
         own, kept = plan[number], dict[str, Block]()
 
         def store(kind: str, block: Block) -> None:
@@ -29,7 +33,7 @@ class PlannedNodes(PlainNodes):
             elif getattr(own, kind) == OFFLOAD:
                 self.sent[number, kind] = block
 
-        y, kept["rstd"] = self.stream(), self.new(self.rows, 4)
+        y, kept["rstd"] = self._norm_operand(kept, "input"), self.new(self.rows, 4)
         stream = x if delta is None else self.stream(self.rw)
         store("input", stream)
         qkv = self._projected(y)
@@ -38,16 +42,18 @@ class PlannedNodes(PlainNodes):
         out, kept["lse"] = self._attended()
         del qkv
         store("attention", out)
-        middle, y, kept["middle_rstd"] = self._after_attention()
+        middle, y, kept["middle_rstd"] = self._after_attention(kept)
         del out, stream
         store("middle", middle)
         gate_up = self._gate_and_up()
         del y
         store("gate_up", gate_up)
-        gated = self.new(self.rows * self.f)
+        gated = self._gated_operand(kept)
         result = self._times((self.wide,), self.d)
         del gated, gate_up
         self._release(number - 1)
+        if tape is None:
+            return middle, result
         has_delta = delta is not None
         before = plan[number - 1] if number else None
         tape.append(Node(lambda: self._planned_backward(number, own, before, kept, has_delta=has_delta), ()))
@@ -75,12 +81,23 @@ class PlannedNodes(PlainNodes):
         """Queries and keys after their norms, if they have any, which are computed from `qkv` in both passes."""
         return self.new(self.rows * (self.q + self.kv)) if self.config.model.qk_norm else None
 
-    def _after_attention(self) -> tuple[Block, Block, Block]:
-        delta = self._times((self.square,), self.d)
-        y, rstd = self.stream(), self.new(self.rows, 4)
+    def _norm_operand(self, kept: Kept, kind: str) -> Block:
+        """The norm of the residual stream `kind`, as the matmul takes it."""
+        return self.stream()
+
+    def _gated_operand(self, kept: Kept) -> Block:
+        """The result of the activation function, as the matmul takes it."""
+        return self.new(self.rows * self.f)
+
+    def _after_attention(self, kept: Kept) -> tuple[Block, Block, Block]:
+        delta = self._attention_product(kept)
+        y, rstd = self._norm_operand(kept, "middle"), self.new(self.rows, 4)
         middle = self.stream(self.rw)
         del delta
         return middle, y, rstd
+
+    def _attention_product(self, kept: Kept) -> Block:
+        return self._times((self.square,), self.d)
 
     def _gate_and_up(self) -> Block:
         return self._times((self.wide,) * 2, 2 * self.f)
@@ -130,7 +147,7 @@ class PlannedNodes(PlainNodes):
 
     def _recompute(self, kept: Kept) -> None:
         if "qkv" not in kept:
-            y = self._normed()
+            y = self._normed(kept, "input")
             kept["qkv"] = self._projected(y)
             del y
         if "attention" not in kept:
@@ -138,17 +155,18 @@ class PlannedNodes(PlainNodes):
         if "middle" in kept and "gate_up" in kept:
             return
         if "middle" in kept:
-            y = self._normed()
+            y = self._normed(kept, "middle")
         else:
-            kept["middle"], y, _rstd = self._after_attention()
+            kept["middle"], y, _rstd = self._after_attention(kept)
         if "gate_up" not in kept:
             kept["gate_up"] = self._gate_and_up()
 
-    def _normed(self) -> Block:
-        y, _rstd = self.stream(), self.new(self.rows, 4)
+    def _normed(self, kept: Kept, kind: str) -> Block:
+        y, _rstd = self._norm_operand(kept, kind), self.new(self.rows, 4)
         return y
 
-    def _down_backward(self, kept: Kept) -> Block:
+    def _down_backward(self, kept: Kept) -> tuple[Block, ...]:
+        """The gradient of gate_up."""
         matrix = self.joined(self.wide)
         grad_gated = self.new(self.rows * self.f)
         del matrix
@@ -156,7 +174,7 @@ class PlannedNodes(PlainNodes):
         del kept["gate_up"]
         self.weight_gradients(self.wide)
         del grad_gated
-        return grad_gate_up
+        return (grad_gate_up,)
 
     def _planned_norm_backward(self, kept: Kept, kind: str, sizes: tuple[int, ...]) -> Block:
         matrix = self.joined(*sizes)
@@ -168,13 +186,17 @@ class PlannedNodes(PlainNodes):
         del grad_y
         return dx
 
-    def _planned_attention_backward(self, kept: Kept) -> Block:
-        out = kept.pop("attention")
-        grad = None if self.rw == self.s else self.stream()
+    def _out_backward(self, kept: Kept) -> Block:
         matrix = self.joined(self.square)
         grad_out = self.queries()
         del matrix
         self.weight_gradients(self.square)
+        return grad_out
+
+    def _planned_attention_backward(self, kept: Kept) -> Block:
+        out = kept.pop("attention")
+        grad = None if self.rw == self.s else self.stream()
+        grad_out = self._out_backward(kept)
         del grad
         rotated = self._normed_heads()
         grads = [self.heads(number) for number in range(3)]

@@ -42,6 +42,12 @@ class StepGraph:
         if self._eager_steps >= EAGER_STEPS and self._inputs is None:
             self._inputs, self._targets = self._capture(batches)
 
+    def forget(self) -> None:
+        """Drop what was captured: the next step is captured anew."""
+        self._graphs.clear()
+        self._losses.clear()
+        self._inputs = self._targets = None
+
     def gradients(self, batches: Batches) -> Tensor:
         """Compute the gradients of a step and return the mean loss, on the device. Earlier gradients are overwritten.
 

@@ -39,7 +39,9 @@ from cs336_systems.step.updates import LossScale, Update, adapt
 Watch = Callable[[str], AbstractContextManager]
 Scaling = Callable[[Tensor], Tensor]
 
-AUTOCAST_DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16}
+AUTOCAST_DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp8": torch.bfloat16}
+FP8_CAPABILITY = (8, 9)
+"""Compute capability from which a GPU has e4m3."""
 STATE_DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
 """Dtype of the packed optimizer's state by `RunConfig.optimizer_state`."""
 
@@ -104,6 +106,7 @@ class TrainStep:
     def build(cls, config: RunConfig, blocks: ChoiceByBlock | None = None) -> "TrainStep":
         """Build a step with random weights. `blocks` is the plan of a memory budget for whole blocks."""
         require_device(config.device)
+        require_fp8(config)
         packs = "optimizer" in config.fast_parts and config.mode == "train-step"
         packs = packs and not torch._C._len_torch_dispatch_stack()  # a trace's tensors have no memory to save
         torch.manual_seed(config.seed)
@@ -383,6 +386,19 @@ def require_device(device: str) -> None:
         raise UserError(f"device {device!r} is absent: this machine has {torch.cuda.device_count()} GPU(s)", "device")
 
 
+def require_fp8(config: RunConfig) -> None:
+    """Raise UserError where the configuration asks for FP8 of a GPU that has none."""
+    if config.precision != "fp8" or config.device_type != "cuda":
+        return
+    capability = torch.cuda.get_device_capability(torch.device(config.device))
+    if capability < FP8_CAPABILITY:
+        found, needed = (".".join(map(str, version)) for version in (capability, FP8_CAPABILITY))
+        raise UserError(
+            f"precision fp8 needs a GPU of compute capability {needed} or newer, and this one has {found}; use bf16",
+            "precision",
+        )
+
+
 def require_attention(config: RunConfig) -> None:
     if config.attention not in ("flash_triton", "flash_hopper"):
         return
@@ -398,12 +414,13 @@ def build_model(config: RunConfig) -> nn.Module:
     """Build our Transformer, or the user's own module if the config names a factory."""
     if config.model_factory is None:
         # "auto" avoids the launch overhead of Python for small problems; a CUDA graph has none.
-        in_graph = "graph" in config.fast_parts and config.attention == "auto" and config.precision == "bf16"
+        in_graph = "graph" in config.fast_parts and config.attention == "auto" and config.precision in ("bf16", "fp8")
         return TransformerLM(
             config.model,
             attention=_best_in_graph(config) if in_graph else config.attention,
             checkpoint_blocks=config.checkpoint_blocks,
             fused="kernels" in config.fast_parts,
+            fp8=config.precision == "fp8",
         )
     return _call_factory(config.model_factory, config.model)
 

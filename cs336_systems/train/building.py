@@ -20,7 +20,14 @@ from cs336_systems.parallel.torch_engine import TorchEngine, store_shard
 from cs336_systems.step.block_memory import ChoiceByBlock
 from cs336_systems.step.initialise import initialise
 from cs336_systems.step.memory_budget import apply_memory_budget
-from cs336_systems.step.train_step import AUTOCAST_DTYPES, STATE_DTYPES, TrainStep, build_model, require_device
+from cs336_systems.step.train_step import (
+    AUTOCAST_DTYPES,
+    STATE_DTYPES,
+    TrainStep,
+    build_model,
+    require_device,
+    require_fp8,
+)
 from cs336_systems.step.updates import LossScale
 from cs336_systems.train.settings import OptimizerSettings, TrainSettings
 from cs336_systems.train.weights import load_each, load_weights
@@ -32,6 +39,7 @@ def build_step(settings: TrainSettings, rank: Rank) -> TrainStep:
     """Build the step of this rank, with the initial weights of the seed or of `--init`."""
     run = settings.run_config(str(rank.device), rank.world_size)
     require_device(run.device)
+    require_fp8(run)
     if settings.faults.replay_every:
         run = dataclasses.replace(run, attention=_repeatable_attention(run))
     packs = "optimizer" in run.fast_parts

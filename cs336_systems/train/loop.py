@@ -34,6 +34,7 @@ from cs336_systems.step.updates import Update
 from cs336_systems.train.agreement import facts_of, read_once_per_host, require_shared
 from cs336_systems.train.building import build_step
 from cs336_systems.train.data import Corpus
+from cs336_systems.train.fp8_watch import Fp8Watch
 from cs336_systems.train.packed_batches import PackedBatch, PackedCorpus
 from cs336_systems.train.run_log import RunLog, show
 from cs336_systems.train.saving import Progress, Saver
@@ -100,6 +101,7 @@ class Trainer:
         self.progress = Progress()
         self.saver = Saver(settings, rank, self.corpus, self.step)
         self.tracer = Tracer() if settings.faults.find_nan else None
+        self.fp8 = Fp8Watch(self.step, settings.faults.fp8_check_every)
         self._loss, self._norm = 0.0, 0.0
         """Results of the last step; the loss is the validation loss if it was evaluated."""
         share = self.corpus.attention_share(settings.seed) if isinstance(self.corpus, PackedCorpus) else 1.0
@@ -123,6 +125,7 @@ class Trainer:
     def resume(self) -> None:
         """Continue from the newest intact checkpoint or the one of `--resume_from`, if there is one."""
         self.progress = self.saver.resume() or self.progress
+        self.fp8.leave(self.progress.bf16_blocks)
 
     def run(self, stop_after: int | None = None) -> int:
         """Train to the end, until asked to stop, or to the step `stop_after`; return the exit code."""
@@ -168,6 +171,7 @@ class Trainer:
         replay_every = settings.faults.replay_every
         replay = replay_every > 0 and (progress.step + 1) % replay_every == 0
         batches = self._batches(progress.step)
+        self.fp8.before(progress.step + 1)
         try:
             result = self.step.train(batches, learning_rate=rate, stop=lambda: signals.stop, replay=replay)
         except ReplayError as error:
@@ -178,6 +182,7 @@ class Trainer:
                 f"resume"
             ) from None
         progress.count(result.update)
+        self._check_fp8()
         self._loss, self._norm = result.loss, result.gradient_norm
         if result.update is Update.SKIPPED:
             self._show(f"step {progress.step}: loss or gradient is not finite; weights left as they were")
@@ -188,6 +193,16 @@ class Trainer:
         if self.log is not None:
             self.log.step(progress.step, result.loss, result.gradient_norm, rate, time.perf_counter() - begin)
         return result.stop
+
+    def _check_fp8(self) -> None:
+        """Note what FP8 has lost in this step, if it is checked; blocks that lost too much return to bf16."""
+        step = self.progress.step
+        shares = self.fp8.read(step)
+        if shares and self.log is not None:
+            self.log.fp8(step, shares)
+        for block, tensor, share in self.fp8.leave_lossy(shares):
+            self.progress.bf16_blocks += (block,)
+            self._show(f"step {step}: block {block} returns to bf16: FP8 lost {share:.0%} of its tensor {tensor!r}")
 
     def _batches(self, step: int) -> list[tuple[Any, Tensor]]:
         """Return this rank's share of the sequences of a step, in micro batches: inputs of the model, and targets."""

@@ -12,6 +12,7 @@ import torch
 
 from cs336_systems import record
 from cs336_systems.config import RunConfig
+from cs336_systems.kernels.fused.fp8_blocks import LostShare
 from cs336_systems.measure.environment import capture
 from cs336_systems.parallel.launch import Rank
 from cs336_systems.predict.flops import model_flops
@@ -65,6 +66,13 @@ class RunLog:
     def saved(self, step: int, seconds: float) -> None:
         """Note a checkpoint, and how long training waited for it."""
         self._note(step, {"save_time": ("s", [seconds])})
+
+    def fp8(self, step: int, shares: list[LostShare]) -> None:
+        """Note the share of elements that FP8 has lost of each tensor of the checked blocks, the first block first."""
+        metrics: dict[str, tuple[str, list[float]]] = {}
+        for share in shares:
+            metrics.setdefault(f"fp8 lost: {share.tensor}", ("1", []))[1].append(share.share)
+        self._note(step, metrics, blocks=",".join(str(share.block) for share in shares if share.tensor == "input"))
 
     def step(self, step: int, loss: float, norm: float, rate: float, seconds: float) -> None:
         """Note a step that is done; print and record at the intervals of the settings."""

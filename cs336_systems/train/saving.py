@@ -45,6 +45,8 @@ class Progress:
     skipped: int = 0
     """Steps left out because they were not finite."""
     skipped_in_a_row: int = 0
+    bf16_blocks: tuple[int, ...] = ()
+    """Blocks of an FP8 run that have returned to bf16."""
 
     def count(self, update: Update) -> None:
         """Count a step. One that only lowers the loss scale neither adds to a row of skipped steps nor ends it."""
@@ -57,13 +59,17 @@ class Progress:
 
     def to_manifest(self, scale: LossScale) -> dict[str, Any]:
         """Return the entry "progress" of a checkpoint's manifest."""
-        return {**vars(self), "loss_scale": scale.value, "good_steps": scale.good_steps}
+        entry = {**vars(self), "loss_scale": scale.value, "good_steps": scale.good_steps}
+        if not entry.pop("bf16_blocks"):
+            return entry
+        return {**entry, "bf16_blocks": list(self.bf16_blocks)}
 
     @classmethod
     def from_manifest(cls, entry: dict[str, Any], scale: LossScale) -> "Progress":
         """Read the entry "progress" of a manifest, and set the loss scale to that of the run."""
         scale.value, scale.good_steps = entry["loss_scale"], entry["good_steps"]
-        return cls(entry["step"], entry["skipped"], entry["skipped_in_a_row"])
+        blocks = tuple(entry.get("bf16_blocks", ()))
+        return cls(entry["step"], entry["skipped"], entry["skipped_in_a_row"], blocks)
 
 
 class SaveThread(threading.Thread):
@@ -313,6 +319,10 @@ class Saver:
             warnings.warn(f"checkpoint of step {step} not saved: {reason}; training continues", stacklevel=3)
 
 
+INTERCHANGEABLE = ("bf16", "fp8")
+"""Precisions that a run may change between: weights and optimizer state are the same in both."""
+
+
 def _changes(pairs: Mapping[str, tuple[Any, Any]]) -> list[str]:
     """Name each setting whose value before differs from the value now."""
     return [one_line(f"{name} was {old} and is {new}") for name, (old, new) in pairs.items() if old != new]
@@ -322,6 +332,8 @@ def _require_same_run(settings: TrainSettings, corpus: Corpus | PackedCorpus, fo
     """Raise UserError naming each setting whose change would make this another run."""
     before, now = found.manifest["settings"], settings.to_dict()
     pairs = {name: (before.get(name), now[name]) for name in TrainSettings.FIXED}
+    if set(pairs["precision"]) <= set(INTERCHANGEABLE):
+        del pairs["precision"]
     models = [{**FAMILY_FIELDS, **model} for model in (before["model"], now["model"])]
     pairs |= {name: (models[0].get(name), value) for name, value in models[1].items()}
     pairs["pack"] = before.get("pack", "none"), now["pack"]

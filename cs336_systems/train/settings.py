@@ -362,12 +362,17 @@ class FaultSettings(_Checked):
     replay_every: int = flag(
         0, "run every N-th step twice and stop if the gradients differ in one bit: finds faulty hardware (0: never)"
     )
+    fp8_check_every: int = flag(
+        100,
+        "with precision fp8: count what became 0 in every N-th step; a block that has lost half the elements of a "
+        "tensor returns to bf16 (0: never)",
+    )
     find_nan: bool = flag(
         False, "name the module where a value that is not finite, or a jump of the gradient's norm, comes from"
     )
 
     def __post_init__(self) -> None:
-        self._at_least(0, "replay_every")
+        self._at_least(0, "replay_every", "fp8_check_every")
 
 
 @dataclass(frozen=True)
@@ -471,6 +476,7 @@ class TrainSettings(_Checked):
         """Raise UserError for settings that do not know of documents."""
         compute, splits = self.compute, self.parallel.engine == "torch" and not self.parallel.splits_data_only
         given = {"--compile": compute.compile, "--memory_budget": compute.memory_budget, "--tp, --cp and --pp": splits}
+        given["--precision fp8"] = compute.precision == "fp8"
         if others := [name for name, value in given.items() if value]:
             raise UserError(f"--pack documents cannot be combined with {', '.join(others)}; leave out one of them")
         if compute.attention == "sdpa":
@@ -513,7 +519,11 @@ class TrainSettings(_Checked):
     def run_config(self, device: str, world_size: int) -> RunConfig:
         """Return the configuration of a rank's step, with those parts of the fast step that its wrapper allows."""
         compute = self.compute
-        fast = compute.fast or ("on" if device.startswith("cuda") else "off")
+        is_fp8 = compute.precision == "fp8"
+        if is_fp8 and (world_size > 1 or self.parallel.engine == "torch"):
+            how = "--engine torch" if self.parallel.engine == "torch" else f"{world_size} ranks"
+            raise UserError(f"--precision fp8 is for one GPU and --engine ours, not {how}; use --precision bf16")
+        fast = compute.fast or ("on" if device.startswith("cuda") or is_fp8 else "off")
         config = RunConfig(
             model=self.model,
             batch_size=self.data.micro_batch_size,

@@ -16,8 +16,10 @@ import itertools
 import multiprocessing
 import os
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from functools import partial
 from pathlib import Path
+from types import ModuleType
 from typing import Any, NamedTuple
 from unittest import mock
 
@@ -29,7 +31,8 @@ from cs336_systems.kernels.flash import portable_launch, tiles
 from cs336_systems.kernels.flash.band import Band
 from cs336_systems.kernels.flash.packing import FIELDS, PackedMask
 from cs336_systems.kernels.flash.tiles import BLOCK_DIMS, KERNELS, SHARED_MEMORY, WIDEST_GRAD, Key
-from cs336_systems.kernels.fused import pointwise_triton
+from cs336_systems.kernels.fused import fp8_triton, pointwise_triton
+from cs336_systems.kernels.fused.fp8 import E4M3, SLOTS
 from cs336_systems.kernels.fused.pointwise import CHECKED, INTEGERS
 from tests.helpers import PACKAGE
 from tests.unit.kernels import sass
@@ -41,6 +44,7 @@ SECTIONS = {
     "portable attention": ("arch", "kernel", "dtype", "d", "mask", "group", "loads", "tile"),
     "Hopper attention": ("arch", "kernel", "dtype", "d", "mask", "group", "queries", "keys"),
     "pointwise": ("arch", "kernel", "dtype", "d", "constants"),
+    "FP8": ("arch", "kernel", "dtype", "d", "constants"),
 }
 """Section of the file -> columns that identify a row. `d`: head dim, or width of the model; `group`: query heads per KV
 head; `tile`: queries x keys, warps, stages."""
@@ -120,6 +124,7 @@ SAMPLE = {
         {"kernel": "forward", "dtype": "bf16", "d": "64", "mask": "packed-causal"},
     ],
     "pointwise": [{"arch": arch, "kernel": "cross_entropy"} for arch in ("sm_80", "sm_120")],
+    "FP8": [{"arch": "sm_90", "kernel": kernel} for kernel in ("quantize", "swiglu_backward")],
 }
 """Rows that every test run compiles: section -> columns to match."""
 
@@ -159,7 +164,7 @@ class AbsentGPU:
 
 def launches() -> list[Launch]:
     """Every variant of every kernel; compiles nothing."""
-    return [*portable_launches(), *hopper_launches(), *packed_hopper_launches(), *pointwise_launches()]
+    return [*portable_launches(), *hopper_launches(), *packed_hopper_launches(), *pointwise_launches(), *fp8_launches()]
 
 
 def portable_launches() -> Iterator[Launch]:
@@ -267,15 +272,54 @@ def packed_hopper_launches() -> Iterator[Launch]:
 def pointwise_launches() -> Iterator[Launch]:
     """All kernels of pointwise_triton.py: the launches that its functions make."""
     for arch, dtype, width, head_dim in POINTWISE:
-        with mock.patch.object(pointwise_triton, "_launch") as launch:
-            _call_pointwise(DTYPES[dtype], width, head_dim)
-        made = {}
-        for call in launch.call_args_list:
-            kernel, _, *arguments = call.args
-            constants = ",".join(f"{name}={value}" for name, value in call.kwargs.items())
-            row = _row("pointwise", arch, kernel.fn.__name__.strip("_"), dtype, width, constants)
-            made[constants, row["kernel"]] = Launch("pointwise", row, kernel, tuple(arguments), call.kwargs)
-        yield from made.values()
+        call = partial(_call_pointwise, DTYPES[dtype], width, head_dim)
+        yield from _made_by(call, pointwise_triton, "pointwise", arch, dtype, width)
+
+
+def fp8_launches() -> Iterator[Launch]:
+    """All kernels of fp8_triton.py, for GPUs that have e4m3."""
+    for arch, dtype, width, _ in POINTWISE:
+        if arch != "sm_80" and dtype == "bf16":
+            yield from _made_by(partial(_call_fp8, width, 4 * width), fp8_triton, "FP8", arch, dtype, width)
+
+
+def _made_by(
+    call: Callable[[], None], module: ModuleType, section: str, arch: str, dtype: str, width: int
+) -> Iterator[Launch]:
+    """The launches of a module of kernels that a call makes."""
+    with mock.patch.object(module, "launch") as launch:
+        call()
+    made = {}
+    for each in launch.call_args_list:
+        kernel, _, *arguments = each.args
+        constants = ",".join(f"{name}={value}" for name, value in each.kwargs.items())
+        row = _row(section, arch, kernel.fn.__name__.strip("_"), dtype, width, constants)
+        made[constants, row["kernel"]] = Launch(section, row, kernel, tuple(arguments), each.kwargs)
+    yield from made.values()
+
+
+def _call_fp8(width: int, wide: int) -> None:
+    def tensor(*shape: int, dtype: torch.dtype = torch.bfloat16) -> torch.Tensor:
+        return torch.empty(shape, dtype=dtype, device="meta")
+
+    fp32 = torch.float32
+    x, gain, scale = tensor(64, width), tensor(width, dtype=fp32), tensor(64, dtype=fp32)
+    lost, scalar = tensor(SLOTS, dtype=torch.int64), tensor(dtype=fp32)
+    values, gate_up = tensor(64, width, dtype=E4M3), tensor(64, 2 * wide)
+    gated, by_columns = tensor(64, wide, dtype=E4M3), tensor(width, 64, dtype=E4M3)
+    for counters in (None, lost):
+        fp8_triton.quantize(x, values, scale, counters)
+    for delta in (None, x):
+        fp8_triton.add_norm(x, delta, gain, 1e-5, x, values, scale, scale, lost)
+    fp8_triton.swiglu(gate_up, gated, scale, lost)
+    fp8_triton.swiglu_backward(tensor(64, wide), gate_up, scale, tensor(64, 2 * wide, dtype=E4M3), scale, gated, lost)
+    for other in (None, scale):
+        fp8_triton.largest(scale, other, tensor(2, 4, dtype=fp32))
+    fp8_triton.transposed(values, None, None, None, None, by_columns, None, None)
+    fp8_triton.transposed(values, scale, None, scalar, None, by_columns, gain, None)
+    fp8_triton.transposed(values, scale, scale, scalar, None, by_columns, None, lost)
+    fp8_triton.transposed(x, None, None, scale, None, by_columns, None, None)
+    fp8_triton.transposed(x, scale, None, scale, gain, by_columns, None, None)
 
 
 def _call_pointwise(dtype: torch.dtype, width: int, head_dim: int) -> None:

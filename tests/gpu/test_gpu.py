@@ -6,7 +6,7 @@ from itertools import product
 import pytest
 import torch
 
-from cs336_systems.config import MODES, PRECISIONS, RunConfig, model_config
+from cs336_systems.config import MODES, PLAIN_PRECISIONS, RunConfig, model_config
 from cs336_systems.measure.environment import capture
 from cs336_systems.measure.flop_counter import count_flops
 from cs336_systems.measure.memory_trace import predict_by_tracing
@@ -24,7 +24,7 @@ def step_of(size="tiny", **fields):
     return TrainStep.build(RunConfig(model=model_config(size), device="cuda", **fields))
 
 
-@pytest.mark.parametrize(("mode", "precision"), list(product(MODES, PRECISIONS)))
+@pytest.mark.parametrize(("mode", "precision"), list(product(MODES, PLAIN_PRECISIONS)))
 def test_every_mode_and_precision(mode, precision):
     step = step_of(mode=mode, precision=precision)
     batch = step.random_batch()

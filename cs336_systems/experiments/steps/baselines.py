@@ -5,7 +5,7 @@ from functools import partial
 from itertools import product
 from typing import Any
 
-from cs336_systems.config import PRECISIONS, SIZES_2026, RunConfig
+from cs336_systems.config import PLAIN_PRECISIONS, SIZES_2026, RunConfig
 from cs336_systems.experiments.spec import HANDOUT_2026, Config, Experiment, run_config
 from cs336_systems.experiments.steps.step_time import STEP, sizes
 from cs336_systems.report import entries, terms
@@ -97,7 +97,7 @@ def compared_with(ours: Text, other: Text, pairs: Sequence[Pair]) -> Text | None
 
 def _precision_grid(preset: str, base: RunConfig) -> Iterable[Config]:
     on_cpu = base.device_type == "cpu"  # which has no TF32, and runs fp16 a hundred times slower than fp32
-    precisions = PRECISIONS if preset == "full" and not on_cpu else ("fp32", "bf16")
+    precisions = PLAIN_PRECISIONS if preset == "full" and not on_cpu else ("fp32", "bf16")
     modes = ("inference", "train-step") if preset == "quick" and on_cpu else ("train-step",)
     for size, precision, mode in product(sizes(preset, base), precisions, modes):
         yield run_config(base, size, precision=precision, mode=mode)

@@ -11,7 +11,7 @@ others as usual.
 import math
 from collections.abc import Sequence
 from contextlib import AbstractContextManager
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Protocol
 
 import torch
 from torch import Tensor
@@ -141,25 +141,46 @@ def deposit(parameter: Tensor, gradient: Tensor) -> Tensor | None:
     return None
 
 
-def weight_gradients(weights: Sequence[Tensor], needed: Sequence[bool], grad: Tensor, x: Tensor) -> list[Tensor | None]:
-    """Gradients of the joined weights of a matmul. grad: of its output; x: its input; `needed`: those to compute."""
+class GradientProduct(Protocol):
+    """The matmul that gives the gradient of joined weights."""
+
+    def __call__(self, out: Tensor | None, *, adds: bool) -> Tensor:
+        """Return the product: in `out`, if there is one, or added to it."""
+
+
+def gradient_product(grad: Tensor, x: Tensor) -> GradientProduct:
+    """grad^T @ x. grad: of a matmul's output; x: its input."""
+
+    def product(out: Tensor | None, *, adds: bool) -> Tensor:
+        if out is None:
+            return torch.mm(grad.t(), x)
+        return out.addmm_(grad.t(), x) if adds else torch.mm(grad.t(), x, out=out)
+
+    return product
+
+
+def weight_gradients(
+    weights: Sequence[Tensor], needed: Sequence[bool], product: GradientProduct, dtype: torch.dtype
+) -> list[Tensor | None]:
+    """Gradients of the joined weights of a matmul, in `dtype`; `needed`: those to compute."""
     if not any(needed):
         return [None] * len(weights)
     memories: list[Tensor] = [weight.grad_memory for weight in weights if hasattr(weight, "grad_memory")]
     if all(needed) and len(memories) == len(weights):
         fresh = [weight.grad is None for weight in weights]
         if all(fresh) or not any(fresh):
-            memory = joined(memories, grad.dtype)
+            memory = joined(memories, dtype)
             if _same_storage(memory, memories[0]):
-                if all(fresh):
-                    torch.mm(grad.t(), x, out=memory)
-                else:
-                    memory.addmm_(grad.t(), x)
+                product(memory, adds=not all(fresh))
                 for weight, own in zip(weights, memories, strict=True):
                     weight.grad = own
                 return [None] * len(weights)
-    found = torch.mm(grad.t(), x).split([len(weight) for weight in weights])
+    found = product(None, adds=False).split([len(weight) for weight in weights])
     return [deposit(w, part) if need else None for w, part, need in zip(weights, found, needed, strict=True)]
+
+
+def _gradients(weights: Sequence[Tensor], needed: Sequence[bool], grad: Tensor, x: Tensor) -> list[Tensor | None]:
+    return weight_gradients(weights, needed, gradient_product(grad, x), grad.dtype)
 
 
 def bias_gradients(biases: Sequence[Tensor], needed: Sequence[bool], grad: Tensor) -> list[Tensor | None]:
@@ -235,7 +256,7 @@ class _NormLinear(torch.autograd.Function):
             dx, grad_gain = pointwise.add_norm_backward(grad_y, grad_x, total, rstd, ctx.gain, recompute_y=True)
             y = grad_y  # add_norm_backward has overwritten it
             first_bias = 6 + len(ctx.weights)
-            grads = weight_gradients(ctx.weights, ctx.needs_input_grad[6:first_bias], grad_out, y)
+            grads = _gradients(ctx.weights, ctx.needs_input_grad[6:first_bias], grad_out, y)
             grads += bias_gradients(ctx.biases, ctx.needs_input_grad[first_bias:], grad_out)
             dx = dx.view(ctx.shape)
             return dx, dx if ctx.has_delta else None, deposit(ctx.gain, grad_gain), None, None, None, *grads
@@ -255,7 +276,7 @@ class _Linear(torch.autograd.Function):
         with no_autocast(x):
             rows = as_rows(grad)
             dx = torch.mm(rows, matrix).view(x.shape)
-            (grad_weight,) = weight_gradients((ctx.weight,), ctx.needs_input_grad[1:], rows, as_rows(x))
+            (grad_weight,) = _gradients((ctx.weight,), ctx.needs_input_grad[1:], rows, as_rows(x))
             return dx, grad_weight
 
 
@@ -275,7 +296,7 @@ class _SwigluLinear(torch.autograd.Function):
             grad_gated = torch.mm(rows, matrix)
             grad_gate_up = pointwise.swiglu_backward(grad_gated, as_rows(gate_up))
             gated = grad_gated  # swiglu_backward has overwritten it
-            (grad_weight,) = weight_gradients((ctx.weight,), ctx.needs_input_grad[1:], rows, gated)
+            (grad_weight,) = _gradients((ctx.weight,), ctx.needs_input_grad[1:], rows, gated)
             return grad_gate_up.view(gate_up.shape), grad_weight
 
 

@@ -365,7 +365,7 @@ def _checksums(bits, out, count, ELEMENTS: tl.constexpr, BLOCK: tl.constexpr):
 # -- launches ---------------------------------------------------------------------------------------------------------
 
 
-def _launch(kernel: Any, grid: tuple[int, ...], *arguments: Any, **meta: Any) -> None:
+def launch(kernel: Any, grid: tuple[int, ...], *arguments: Any, **meta: Any) -> None:
     """Launch a kernel. Does nothing for tensors without memory, such as those of a trace: results are allocated."""
     if 0 in grid or not is_plain(arguments[0]):
         return
@@ -373,7 +373,8 @@ def _launch(kernel: Any, grid: tuple[int, ...], *arguments: Any, **meta: Any) ->
         kernel[grid](*arguments, **meta)
 
 
-def _warps(block: int) -> int:
+def warps_of(block: int) -> int:
+    """Warps of a program that holds this many elements of a row."""
     return max(1, min(16, block // 256))
 
 
@@ -382,9 +383,9 @@ def add_norm(
 ) -> None:
     rows, width = x.shape
     block = triton.next_power_of_2(width)
-    _launch(
+    launch(
         _add_norm, (rows,), x, x if delta is None else delta, gain, out_x, out_y, out_rstd, width, eps,
-        HAS_DELTA=delta is not None, BLOCK=block, num_warps=_warps(block),
+        HAS_DELTA=delta is not None, BLOCK=block, num_warps=warps_of(block),
     )  # fmt: skip
 
 
@@ -396,7 +397,7 @@ def add_norm_backward(
     block = triton.next_power_of_2(width)
     programs = min(rows, NORM_PROGRAMS if rows < MANY_ROWS else 2 * NORM_PROGRAMS)
     partial = torch.empty((programs, width), dtype=torch.float32, device=x.device)
-    _launch(
+    launch(
         _add_norm_backward, (programs,), grad_y, x if grad_x is None else grad_x, x, rstd, gain, out_x, partial,
         rows, width, HAS_GRAD_X=grad_x is not None, RECOMPUTES_Y=recompute_y, BLOCK=block, num_warps=8,
     )  # fmt: skip
@@ -407,7 +408,7 @@ def _summed(partial: Tensor) -> Tensor:
     """The sum of the rows of an fp32 matrix."""
     programs, width = partial.shape
     out = torch.empty(width, dtype=torch.float32, device=partial.device)
-    _launch(
+    launch(
         _column_sums, (triton.cdiv(width, SUM_COLUMNS),), partial, out, programs, width,
         ROWS=SUM_ROWS, COLUMNS=SUM_COLUMNS, num_warps=4,
     )  # fmt: skip
@@ -424,7 +425,7 @@ def rotate(
     grid = (batch * length, 2 if v is None else 3, triton.cdiv(heads, block_heads))
     third = k if v is None else v
     strides = [stride for t in (q, k, third) for stride in t.stride()[:3]]
-    _launch(
+    launch(
         _rotate, grid, q, k, third, out, cos, sin, length, heads, k.shape[2], dim // 2, *strides,
         _angle_batch(cos, halves), SIGN=sign, HEADS=block_heads, PAIRS=pairs, HALVES=_alignment(dim, halves),
         num_warps=4,
@@ -455,7 +456,7 @@ def norm_rotate(
     batch, length, heads, dim = q.shape
     pairs, block_heads = _rotary_block(heads, dim)
     grid = (batch * length, 2, triton.cdiv(heads, block_heads))
-    _launch(
+    launch(
         _norm_rotate, grid, q, k, q_gain, k_gain, out, cos, sin, length, heads, k.shape[2], dim // 2, eps,
         *q.stride()[:2], _angle_batch(cos, halves), HEADS=block_heads, PAIRS=pairs, HALVES=_alignment(dim, halves),
         num_warps=4,
@@ -473,7 +474,7 @@ def norm_rotate_backward(
     programs = min(rows, NORM_PROGRAMS if rows < MANY_ROWS else 2 * NORM_PROGRAMS)
     partial = torch.empty((2, programs, dim), dtype=torch.float32, device=q.device)
     strides = [stride for t in (dq, dk, dv) for stride in t.stride()[:3]]
-    _launch(
+    launch(
         _norm_rotate_backward, (programs, 3), dq, dk, dv, q, k, q_gain, k_gain, out, partial, cos, sin,
         rows, length, heads, k.shape[2], dim // 2, eps, *strides, *q.stride()[:2], _angle_batch(cos, halves),
         HEADS=block_heads, PAIRS=pairs, HALVES=_alignment(dim, halves), num_warps=4,
@@ -485,22 +486,22 @@ def swiglu(gate_up: Tensor, out: Tensor) -> None:
     rows, width = out.shape
     block = min(SWIGLU_COLUMNS, triton.next_power_of_2(width))
     grid = (rows, triton.cdiv(width, block))
-    _launch(_swiglu, grid, gate_up, out, width, BLOCK=block, num_warps=_warps(block))
+    launch(_swiglu, grid, gate_up, out, width, BLOCK=block, num_warps=warps_of(block))
 
 
 def swiglu_backward(grad: Tensor, gate_up: Tensor, out: Tensor) -> None:
     rows, width = grad.shape
     block = min(SWIGLU_COLUMNS, triton.next_power_of_2(width))
     grid = (rows, triton.cdiv(width, block))
-    _launch(_swiglu_backward, grid, grad, gate_up, out, width, BLOCK=block, num_warps=_warps(block))
+    launch(_swiglu_backward, grid, grad, gate_up, out, width, BLOCK=block, num_warps=warps_of(block))
 
 
 def cross_entropy(logits: Tensor, targets: Tensor, losses: Tensor, weight: Tensor, ignored: int) -> None:
     rows, vocabulary = logits.shape
     block = min(LOGITS, triton.next_power_of_2(vocabulary))
-    _launch(
+    launch(
         _cross_entropy, (rows,), logits, targets, losses, weight, vocabulary, logits.stride(0), ignored,
-        BLOCK=block, num_warps=_warps(block),
+        BLOCK=block, num_warps=warps_of(block),
     )  # fmt: skip
 
 
@@ -509,7 +510,7 @@ def adamw(
     betas: tuple[float, float], eps: float, decay: float,
 ) -> None:  # fmt: skip
     count = weights.numel()
-    _launch(
+    launch(
         _adamw, (triton.cdiv(count, ADAMW_WEIGHTS),), weights, weights if low_bits is None else low_bits, grads, mean,
         square, scalars, count, *betas, eps, decay, SPLIT=low_bits is not None, BLOCK=ADAMW_WEIGHTS, num_warps=4,
     )  # fmt: skip
@@ -517,6 +518,6 @@ def adamw(
 
 def checksums(bits: Tensor, out: Tensor, elements: int) -> None:
     """Write one sum for every `elements` integers of `bits`."""
-    _launch(
+    launch(
         _checksums, (len(out),), bits, out, len(bits), ELEMENTS=elements, BLOCK=CHECKSUM_ELEMENTS, num_warps=4,
     )  # fmt: skip

@@ -173,7 +173,8 @@ def test_logits_are_computed_in_chunks(monkeypatch):
         torch, "mm", lambda a, b, **named: (seen.append((len(a), b.shape[1])), product(a, b, **named))[1]
     )
     found = gradients(model, batch())
-    assert max(rows for rows, columns in seen if columns == 61) <= 5
+    logits = [rows for rows, columns in seen if columns == 56]  # of 61: the rest is a matmul of its own
+    assert max(logits, default=99) <= 5
     monkeypatch.undo()
     assert error(found, gradients(plain, batch())) < 1e-5
 

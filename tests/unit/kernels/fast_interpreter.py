@@ -11,6 +11,7 @@ from types import FunctionType
 from typing import Any
 
 import numpy as np
+import torch
 import triton.language as tl
 from triton.language import semantic
 from triton.runtime import interpreter
@@ -21,6 +22,7 @@ def speed_up() -> None:
     replace_once()
     for owner, name, replacement in (
         (interpreter, "_get_np_dtype", known_dtypes),
+        (interpreter, "_convert_float", rounded_to_fp8),
         (tl.block_type, "__init__", known_blocks),
         (tl.tensor, "__init__", known_shapes),
         (tl.core, "_unwrap_if_constexpr", plain_values),
@@ -59,6 +61,22 @@ def known_dtypes(plain: Callable[[Any], np.dtype]) -> Callable[[Any], np.dtype]:
         return found[kind.name]
 
     return dtype_of
+
+
+def rounded_to_fp8(plain: Callable[..., np.ndarray]) -> Callable[..., np.ndarray]:
+    """Convert to and from e4m3 as PyTorch does, to nearest with ties to even: the interpreter's own conversion loses
+    the carry of a rounded fraction, and truncates subnormal numbers."""
+
+    def convert(data: np.ndarray, source: Any, target: Any, rounding: Any) -> np.ndarray:
+        given, wanted = (tl.float32, tl.float8e4nv), (tl.float8e4nv, tl.float32)
+        if (source, target) == given:
+            return torch.from_numpy(data.view(np.float32).copy()).to(torch.float8_e4m3fn).view(torch.uint8).numpy()
+        if (source, target) == wanted:
+            values = torch.from_numpy(data.view(np.uint8).copy()).view(torch.float8_e4m3fn)
+            return values.float().view(torch.int32).numpy().view(np.uint32)
+        return plain(data, source, target, rounding)
+
+    return convert
 
 
 def known_blocks(plain: Callable[..., None]) -> Callable[..., None]:

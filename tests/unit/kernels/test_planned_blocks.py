@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from cs336_systems.config import RunConfig
-from cs336_systems.kernels.fused import block as planned
+from cs336_systems.kernels.fused import block_run as planned
 from cs336_systems.predict.activation_plan import KEEP, KEEP_ALL, OFFLOAD, RECOMPUTE, RECOMPUTE_ALL, BlockPlan
 from cs336_systems.predict.memory_planner import block_plans
 from cs336_systems.step.train_step import TrainStep
@@ -191,13 +191,13 @@ def test_backward_after_a_later_forward_pass():
 def stored_tensors(monkeypatch):
     """Return weak references to what blocks keep or send, filled while models run."""
     references = []
-    store = planned._Run._store
+    store = planned.Run._store
 
     def watched(run, kind, tensor):
         references.append(weakref.ref(tensor.untyped_storage()))
         store(run, kind, tensor)
 
-    monkeypatch.setattr(planned._Run, "_store", watched)
+    monkeypatch.setattr(planned.Run, "_store", watched)
     return references
 
 
@@ -257,7 +257,7 @@ def test_only_what_the_plan_says_is_recomputed(plan):
     """Numbers of matmuls and of attentions in all blocks."""
 
     def calls(own):
-        attend = mock.patch.object(planned._Run, "_attend", autospec=True, side_effect=planned._Run._attend)
+        attend = mock.patch.object(planned.Run, "_attend", autospec=True, side_effect=planned.Run._attend)
         with attend as attentions, mock.patch.object(torch, "mm", wraps=torch.mm) as matmuls:
             planned_model((BlockPlan(*own),) * 3)(*batch_of()).backward()
         return matmuls.call_count, attentions.call_count
@@ -272,12 +272,12 @@ def test_only_what_the_plan_says_is_recomputed(plan):
 def test_saved_tensors_are_those_of_the_plan(monkeypatch):
     kept: dict[int, set[str]] = {}
 
-    def spy(run, x, delta, forward=planned._Run.forward) -> tuple[Tensor, Tensor]:
+    def spy(run, x, delta, forward=planned.Run.forward) -> tuple[Tensor, Tensor]:
         result = forward(run, x, delta)
         kept[run.setting.number] = set(run.kept)
         return result
 
-    monkeypatch.setattr(planned._Run, "forward", spy)
+    monkeypatch.setattr(planned.Run, "forward", spy)
     plan = random_plan(11)
     model = planned_model(plan)
     model(*batch_of())

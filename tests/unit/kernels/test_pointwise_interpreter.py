@@ -4,6 +4,7 @@ The interpreter models neither races nor alignment nor shared memory. One proces
 start, most cases less than a tenth of one.
 """
 
+import math
 from importlib.util import find_spec
 
 import pytest
@@ -66,6 +67,12 @@ CASES = [
     *product("adamw", [{"count": 1025, "split": False, "grads": "bfloat16", "state": "bfloat16"}], dtypes=["float32"]),
     *product("adamw", [{"count": 1025, "update": 0.0}], flags("split"), dtypes=["float32"]),
     *product("checksums", [{"count": n} for n in (1, 1025, 16384, 40000)], dtypes=[*DTYPES, "float64"]),
+    *product("fp8_quantize", [*ROWS, {"rows": 40, "width": 16}, {"rows": 5, "width": 24, "bad": math.inf}]),
+    *product("fp8_quantize", [ROWS[1] | {"bad": bad} for bad in (math.nan, -math.inf)], dtypes=["float32"]),
+    *product("fp8_add_norm", ROWS, flags("delta")),
+    *product("fp8_swiglu", [*ROWS[:2], {"rows": 3, "width": 4100}]),
+    *product("fp8_transposed", [{"rows": 16, "width": 16}, {"rows": 144, "width": 272}]),
+    *product("fp8_transposed", [{"rows": 32, "width": 48, "bad": math.nan}], dtypes=["float32"]),
     # Autograd nodes convert tensors of any layout to what the kernels take.
     *product("node", [{"part": name} for name in ("add_norm", "norm_linear", "swiglu_linear", "linear_cross_entropy")],
              [{"layout": layout} for layout in LAYOUTS], dtypes=["float32"]),

@@ -49,6 +49,10 @@ TRACED = [
     on_gpu(FLAT, fast="loss", precision="fp32", attention="reference"),
     on_gpu(FLAT, fast="optimizer", attention="reference"),
     on_gpu(FLAT, fast="kernels,optimizer", batch_size=16),
+    on_gpu(fast="on", precision="fp8"),
+    on_gpu(replace(FLAT, num_kv_heads=1, qkv_bias=True, tied_embeddings=True), fast="on", precision="fp8"),
+    on_gpu(FLAT, fast="kernels,loss", precision="fp8", mode="forward-backward"),
+    on_gpu(FLAT, fast="on", precision="fp8", optimizer_state="bf16", update_in_backward=True),
 ]
 
 

@@ -10,7 +10,7 @@ import pytest
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
-from cs336_systems.config import MODES, PRECISIONS, ModelConfig, RunConfig, UserError, model_config
+from cs336_systems.config import MODES, PLAIN_PRECISIONS, ModelConfig, RunConfig, UserError, model_config
 from cs336_systems.experiments.memory.calculator import describe, memory_table, memory_tables
 from cs336_systems.predict.activation_plan import RECOMPUTE_ALL
 from cs336_systems.predict.fast_memory import fast_estimate
@@ -106,7 +106,7 @@ def test_bisection_finds_the_largest_batch(mode, precision):
 @given(
     st.sampled_from(["tiny", "small"]),
     st.sampled_from(MODES),
-    st.sampled_from(PRECISIONS),
+    st.sampled_from(PLAIN_PRECISIONS),
     st.sampled_from([0, 1, 4]),
     st.floats(0.1, 8),
 )
@@ -248,7 +248,7 @@ def check_description(config, lang):
         d_ff=st.integers(1, 4096),
     ),
     st.sampled_from(MODES),
-    st.sampled_from(PRECISIONS),
+    st.sampled_from(PLAIN_PRECISIONS),
     st.sampled_from(["reference", "sdpa"]),
     st.sampled_from([0, 4]),
     st.integers(1, 16),

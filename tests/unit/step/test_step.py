@@ -76,8 +76,9 @@ def test_a_wrapper_is_synchronised_between_backward_and_optimizer():
 @pytest.mark.parametrize("precision", PRECISIONS)
 def test_every_precision_learns_the_batch(precision):
     """fp16 scales the loss, and may skip its first steps."""
-    model = dataclasses.replace(SHAPE, num_layers=1, d_model=16, d_ff=16, context_length=8)
-    step = TrainStep.build(RunConfig(model=model, batch_size=2, precision=precision, max_grad_norm=1.0))
+    model = dataclasses.replace(SHAPE, num_layers=1, d_model=32, d_ff=16, context_length=16)
+    needs = {"fast": "kernels", "attention": "auto"} if precision == "fp8" else {}
+    step = TrainStep.build(RunConfig(model=model, batch_size=2, precision=precision, max_grad_norm=1.0, **needs))
     for group in step.optimizer.param_groups:
         group["lr"] = 2e-2
     batch = step.random_batch()

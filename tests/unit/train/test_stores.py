@@ -159,6 +159,7 @@ def test_packing_changes_what_is_computed_and_belongs_to_the_run(packed_store, t
     [
         ({"data": "text.txt"}, "--pack documents needs a folder of cs336 tokenize"),
         ({"compile": True}, "--pack documents cannot be combined with --compile"),
+        ({"precision": "fp8"}, "--pack documents cannot be combined with --precision fp8"),
         ({"attention": "sdpa"}, "--attention sdpa has no packed documents"),
         ({"engine": "torch", "parallel": "ddp", "cp": 2}, "cannot be combined with --tp, --cp and --pp"),
         ({"pack": "all"}, "--pack must be one of none, documents"),

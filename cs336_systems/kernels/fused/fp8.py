@@ -1,0 +1,236 @@
+"""Matmuls of FP8 (e4m3) operands with fp32 sums and bf16 results, and the passes that write such operands.
+
+Every row of an operand has one scale, the smallest power of two that brings its largest element to at most 448. It is
+computed from the row itself: nothing is carried from one step to the next, and no value can overflow. An element
+becomes 0 if it is below 2^-18 of the largest element of its row.
+
+A tensor core takes FP8 operands along the dimension that is summed over, so a weight's gradient needs both its operands
+transposed: it sums over rows. The scales of rows are then inside the sum. The gradient's copy is multiplied by them,
+relative to the largest product: a change of exponents, exact for all but the smallest elements.
+
+Each function runs as Triton kernels where Triton supports the device, else as the formula in PyTorch. `lost`, if given,
+is an int64 tensor of SLOTS numbers: their sum grows by the elements that became 0.
+"""
+
+from typing import Any, NamedTuple
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from cs336_systems.kernels.flash.dispatch import triton_problem
+
+E4M3 = torch.float8_e4m3fn
+SLOTS = 32
+"""Counters of lost elements of one tensor. Programs that add to one address wait for each other."""
+MULTIPLE = 16
+"""Every dimension of a matmul in FP8 is a multiple of this."""
+SMALLEST_EXPONENT = -126
+"""Of a scale."""
+
+
+class Rows(NamedTuple):
+    """A matrix: values * scale[:, None]."""
+
+    values: Tensor
+    """e4m3. (rows, width)"""
+    scale: Tensor
+    """fp32, powers of two; NaN in a row that is not finite. (rows,)"""
+
+    def wide(self) -> Tensor:
+        """The matrix in fp32."""
+        return self.values.float() * self.scale[:, None]
+
+
+class AddNorm(NamedTuple):
+    total: Tensor
+    """x + delta. (rows, width)"""
+    y: Rows
+    """RMS norm of `total`, times the gain."""
+    rstd: Tensor
+    """1 / RMS of every row of `total`, fp32. (rows,)"""
+
+
+class SwigluGradients(NamedTuple):
+    gate_up: Rows
+    gated: Tensor
+    """The values of `swiglu`, e4m3, computed again. (rows, width)"""
+
+
+def _triton(t: Tensor) -> Any:
+    """The module of kernels, or None where they cannot run on this tensor's device."""
+    if triton_problem(t.device) is not None:
+        return None
+    from cs336_systems.kernels.fused import fp8_triton
+
+    return fp8_triton
+
+
+# -- matmuls ----------------------------------------------------------------------------------------------------------
+
+
+def matmul(a: Rows, b: Rows, bias: Tensor | None = None) -> Tensor:
+    """a @ b^T + bias, in bf16."""
+    return torch._scaled_mm(
+        a.values,
+        b.values.t(),
+        scale_a=a.scale[:, None],
+        scale_b=b.scale[None, :],
+        bias=bias,
+        out_dtype=torch.bfloat16,
+        use_fast_accum=True,
+    )
+
+
+def weight_gradient(grad: Rows, x: Tensor, x_scale: Tensor, out: Tensor | None, lost: Tensor | None = None) -> Tensor:
+    """grad^T @ x in bf16, into `out` if there is one. x: the transposed values of the matmul's input, (width, rows);
+    x_scale: its scales, (rows,)."""
+    largest, one = _largest(grad.scale, x_scale)
+    columns = _transposed(grad.values, up=grad.scale, more=x_scale, down=largest, lost=lost)
+    into = {} if out is None else {"out": out}
+    return torch._scaled_mm(
+        columns, x.t(), scale_a=largest, scale_b=one, out_dtype=torch.bfloat16, use_fast_accum=True, **into
+    )
+
+
+# -- passes that write operands ---------------------------------------------------------------------------------------
+
+
+def quantize(x: Tensor, lost: Tensor | None = None) -> Rows:
+    """A contiguous matrix in FP8."""
+    out = _new_rows(x, x.shape[1])
+    if kernels := _triton(x):
+        kernels.quantize(x, *out, lost)
+        return out
+    return _fill(out, x.float(), lost)
+
+
+def add_norm(x: Tensor, delta: Tensor | None, gain: Tensor, eps: float, lost: Tensor | None = None) -> AddNorm:
+    """`pointwise.add_norm` with its result in FP8."""
+    y = _new_rows(x, x.shape[1])
+    rstd = torch.empty(len(x), dtype=torch.float32, device=x.device)
+    total = x if delta is None else torch.empty_like(x)
+    if kernels := _triton(x):
+        kernels.add_norm(x, delta, gain.contiguous(), eps, total, *y, rstd, lost)
+        return AddNorm(total, y, rstd)
+    if delta is not None:
+        total.copy_(x.float() + delta)
+    wide = total.float()
+    torch.rsqrt(wide.square().mean(-1) + eps, out=rstd)
+    return AddNorm(total, _fill(y, wide * rstd[:, None] * gain, lost), rstd)
+
+
+def swiglu(gate_up: Tensor, lost: Tensor | None = None) -> Rows:
+    """`pointwise.swiglu` with its result in FP8."""
+    out = _new_rows(gate_up, gate_up.shape[1] // 2)
+    if kernels := _triton(gate_up):
+        kernels.swiglu(gate_up, *out, lost)
+        return out
+    gate, up = gate_up.float().chunk(2, dim=-1)
+    return _fill(out, F.silu(gate) * up, lost)
+
+
+def swiglu_backward(grad: Tensor, gate_up: Tensor, scale: Tensor, lost: Tensor | None = None) -> SwigluGradients:
+    """The gradient of `gate_up`, and the values of `swiglu(gate_up)`, whose scale is given."""
+    out = _new_rows(gate_up, gate_up.shape[1])
+    gated = torch.empty(grad.shape, dtype=E4M3, device=grad.device)
+    if kernels := _triton(grad):
+        kernels.swiglu_backward(grad, gate_up, scale, *out, gated, lost)
+        return SwigluGradients(out, gated)
+    gate, up = gate_up.float().chunk(2, dim=-1)
+    sigmoid = torch.sigmoid(gate)
+    silu = gate * sigmoid
+    found = torch.cat((grad * up * (sigmoid + silu * (1 - sigmoid)), grad * silu), dim=-1)
+    gated.copy_(F.silu(gate) * up / scale[:, None])
+    return SwigluGradients(_fill(out, found, lost), gated)
+
+
+def transposed(values: Tensor) -> Tensor:
+    """Values in e4m3, (rows, width), as contiguous (width, rows)."""
+    return _transposed(values)
+
+
+def transposed_rows(x: Tensor, scale: Tensor) -> Tensor:
+    """The values of `quantize(x)`, whose scale is given, as contiguous (width, rows)."""
+    return _transposed(x, down=scale)
+
+
+def transposed_norm(x: Tensor, rstd: Tensor, gain: Tensor, scale: Tensor) -> Tensor:
+    """The values of the norm of x, as `add_norm` has computed them, as contiguous (width, rows)."""
+    return _transposed(x, up=rstd, down=scale, gain=gain.contiguous())
+
+
+def transposed_weight(weight: Rows) -> Rows:
+    """A matrix in FP8, transposed. All rows have the largest scale of `weight`."""
+    largest, _ = _largest(weight.scale, None)
+    scale = torch.empty(weight.values.shape[1], dtype=torch.float32, device=largest.device)
+    return Rows(_transposed(weight.values, up=weight.scale, down=largest, out_scale=scale), scale)
+
+
+def _new_rows(like: Tensor, width: int) -> Rows:
+    values = torch.empty((len(like), width), dtype=E4M3, device=like.device)
+    return Rows(values, torch.empty(len(like), dtype=torch.float32, device=like.device))
+
+
+def _fill(out: Rows, wide: Tensor, lost: Tensor | None) -> Rows:
+    """Write an fp32 matrix in FP8."""
+    out.scale.copy_(scale_of(wide.abs().amax(-1)))
+    out.values.copy_(wide / out.scale[:, None])
+    _count_lost(wide, out.values, lost)
+    return out
+
+
+def _count_lost(before: Tensor, after: Tensor, lost: Tensor | None) -> None:
+    if lost is not None:
+        lost[0] += ((before != 0) & (after.float() == 0)).sum()
+
+
+def scale_of(largest: Tensor) -> Tensor:
+    """The scale of rows with these largest magnitudes, fp32."""
+    bits = largest.view(torch.int32)
+    # 448 is 1.75 * 2^8: a larger fraction of `largest` needs the next exponent.
+    exponent = ((bits + 0x1FFFFF) >> 23) - 127 - 8
+    scale = torch.ldexp(torch.ones_like(largest), exponent.clamp(min=SMALLEST_EXPONENT))
+    return torch.where(largest < torch.inf, scale, torch.nan)
+
+
+def _largest(scale: Tensor, other: Tensor | None) -> tuple[Tensor, Tensor]:
+    """The largest scale, or product of the scales of two matrices with the same rows, NaN if one is; and the number 1.
+    Both are fp32 scalars."""
+    out = torch.empty((2, 4), dtype=torch.float32, device=scale.device)  # 16 bytes for each: cuBLAS reads them
+    if kernels := _triton(scale):
+        kernels.largest(scale, other, out)
+    else:
+        out[0].fill_((scale if other is None else scale * other).amax())
+        out[1].fill_(1.0)
+    return out[0, 0], out[1, 0]
+
+
+def _transposed(
+    x: Tensor,
+    *,
+    up: Tensor | None = None,
+    more: Tensor | None = None,
+    down: Tensor | None = None,
+    gain: Tensor | None = None,
+    out_scale: Tensor | None = None,
+    lost: Tensor | None = None,
+) -> Tensor:
+    """x * (up * more / down)[:, None] * gain in e4m3, transposed: (rows, width) -> (width, rows). `down` is a vector
+    over rows or a scalar, with which `out_scale` is filled."""
+    rows, width = x.shape
+    out = torch.empty((width, rows), dtype=E4M3, device=x.device)
+    if kernels := _triton(x):
+        kernels.transposed(x, up, more, down, gain, out, out_scale, lost)
+        return out
+    wide = x.float()
+    for factor in (up, more):
+        wide = wide if factor is None else wide * factor[:, None]
+    wide = wide if gain is None else wide * gain
+    if down is not None:
+        wide = wide / (down[:, None] if down.dim() else down)
+    out.copy_(wide.t())
+    _count_lost(x.float(), out.t(), lost)
+    if out_scale is not None and down is not None:
+        out_scale.fill_(down)
+    return out

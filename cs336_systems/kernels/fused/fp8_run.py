@@ -1,0 +1,121 @@
+"""A pass of a Transformer block whose matmuls with weights are in FP8; attention and the residual stream are not.
+
+Weights are cast as they are needed, by one pass over bf16 weights before each matmul, and need no memory of their own.
+Backward casts what forward has kept in bf16 again, with the scales of forward: 16 bytes a token of all that it keeps.
+"""
+
+from functools import partial
+from typing import Any
+
+from torch import Tensor
+
+from cs336_systems.kernels.fused import fp8, nodes
+from cs336_systems.kernels.fused.block_run import Run
+
+OPERANDS = ("input", "attention", "middle", "gated")
+"""Inputs of the four matmuls: norm, output of attention, norm, output of the activation function."""
+MATMULS = {"input": "qkv", "attention": "out", "middle": "gate_up", "gated": "down"}
+"""Operand -> the matmul's name in `TENSORS`."""
+TENSORS = (
+    *OPERANDS,
+    *(f"{kind} of {matmul}" for kind in ("weight", "gradient", "transposed gradient") for matmul in MATMULS.values()),
+)
+"""Tensors of a block in FP8, in the order of their counters."""
+
+
+class Fp8Run(Run):
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        self.scales: dict[str, Tensor] = {}
+        """Of the rows of each of OPERANDS."""
+        self.counts = True
+
+    def _lost(self, tensor: str) -> Tensor | None:
+        """The counters of a tensor; none while it is computed again."""
+        return None if self.setting.lost is None or not self.counts else self.setting.lost[TENSORS.index(tensor)]
+
+    # -- forward ------------------------------------------------------------------------------------------------------
+
+    def _normed(self, kind: str, x: Tensor, delta: Tensor | None) -> tuple[Tensor, Any, Tensor]:
+        total, y, rstd = fp8.add_norm(x, delta, self._gain(kind), self.setting.eps, self._lost(kind))
+        self.scales[kind] = y.scale
+        return total, y, rstd
+
+    def _gated(self, gate_up: Tensor) -> fp8.Rows:
+        found = fp8.swiglu(gate_up, self._lost("gated"))
+        self.scales["gated"] = found.scale
+        return found
+
+    def _rows(self, out: Tensor) -> fp8.Rows:
+        found = fp8.quantize(out, self._lost("attention"))
+        self.scales["attention"] = found.scale
+        return found
+
+    def _product(self, operand: fp8.Rows, *names: str) -> Tensor:
+        biases = self._biases(names)
+        bias = nodes.joined(biases, self.dtype) if biases else None
+        return fp8.matmul(operand, self._weight(*names), bias)
+
+    def _weight(self, *names: str) -> fp8.Rows:
+        return fp8.quantize(self._matrix(*names), self._lost(f"weight of {_matmul_of(names)}"))
+
+    # -- backward -----------------------------------------------------------------------------------------------------
+
+    def _recompute(self) -> None:
+        self.counts = False
+        super()._recompute()
+        self.counts = True
+
+    def _down_backward(self, grad: Tensor) -> fp8.Rows:
+        rows = fp8.quantize(grad, self._lost("gradient of down"))
+        grad_gated = self._times_weight(rows, "down")
+        lost = self._lost("gradient of gate_up")
+        grad_gate_up, gated = fp8.swiglu_backward(grad_gated, self.kept.pop("gate_up"), self.scales["gated"], lost)
+        del grad_gated
+        by_columns = fp8.transposed(gated)
+        del gated
+        self._operand_gradients("gated", ("down",), rows, by_columns)
+        return grad_gate_up
+
+    def _norm_backward(
+        self, kind: str, names: tuple[str, ...], grad: fp8.Rows | Tensor, grad_stream: Tensor | None
+    ) -> Tensor:
+        rows = fp8.quantize(grad, self._lost("gradient of qkv")) if isinstance(grad, Tensor) else grad
+        del grad
+        grad_y = self._times_weight(rows, *names)
+        x = self.kept.pop(kind)
+        dx = self._through_norm(kind, grad_y, grad_stream, x, recompute_y=False)
+        del grad_y
+        rstd = self.rstd if kind == "input" else self.middle_rstd
+        y = fp8.transposed_norm(x, rstd, self._gain(kind), self.scales[kind])
+        del x
+        self._operand_gradients(kind, names, rows, y)
+        return dx
+
+    def _out_backward(self, grad: Tensor, out: Tensor) -> Tensor:
+        rows = fp8.quantize(grad, self._lost("gradient of out"))
+        grad_out = self._times_weight(rows, "out")
+        self._operand_gradients("attention", ("out",), rows, fp8.transposed_rows(out, self.scales["attention"]))
+        return grad_out
+
+    def _times_weight(self, grad: fp8.Rows, *names: str) -> Tensor:
+        """The gradient of a matmul's input from that of its output."""
+        return fp8.matmul(grad, fp8.transposed_weight(fp8.quantize(self._matrix(*names))))
+
+    def _operand_gradients(self, operand: str, names: tuple[str, ...], grad: fp8.Rows, x: Tensor) -> None:
+        """Deposit the gradients of weights. x: the transposed values of their operand."""
+        lost = self._lost(f"transposed gradient of {MATMULS[operand]}")
+        self._deposit_products(names, partial(_gradient_product, grad, x, self.scales.pop(operand), lost))
+
+
+def _matmul_of(names: tuple[str, ...]) -> str:
+    return {"q": "qkv", "gate": "gate_up"}.get(names[0], names[0])
+
+
+def _gradient_product(
+    grad: fp8.Rows, x: Tensor, scale: Tensor, lost: Tensor | None, out: Tensor | None, *, adds: bool
+) -> Tensor:
+    """`nodes.GradientProduct`: cuBLAS cannot add to what is there in FP8, so the sum is a pass of its own."""
+    if out is None or not adds:
+        return fp8.weight_gradient(grad, x, scale, out, lost)
+    return out.add_(fp8.weight_gradient(grad, x, scale, None, lost))

@@ -1,0 +1,113 @@
+"""The node of a block whose matmuls are in FP8 (kernels/fused/fp8_run.py) as allocations. No torch."""
+
+from cs336_systems.predict.planned_nodes import Kept, PlannedNodes
+from cs336_systems.predict.simulated_memory import Block
+
+COUNTED_TENSORS, SLOTS = 16, 32
+"""Equal to the numbers of fp8_run.TENSORS and fp8.SLOTS; a test compares them."""
+
+
+class Fp8Nodes(PlannedNodes):
+    """Operands take one byte an element, and a scale of four for each row; weights are cast before each matmul."""
+
+    @property
+    def fp8(self) -> bool:
+        return self.config.precision == "fp8"
+
+    def counters(self) -> list[Block]:
+        """The counters of lost elements and of work."""
+        counters = self.config.model.num_layers * COUNTED_TENSORS * SLOTS
+        return [self.new(size, 8, "buffers") for size in (counters, 2)]
+
+    def _operand(self, width: int) -> tuple[Block, Block]:
+        """Values and scales of a matrix with a row for each token."""
+        return self.new(self.rows * width, 1), self.new(self.rows, 4)
+
+    def _norm_operand(self, kept: Kept, kind: str) -> Block:
+        if not self.fp8:
+            return super()._norm_operand(kept, kind)
+        y, kept[f"{kind} scale"] = self._operand(self.d)
+        return y
+
+    def _gated_operand(self, kept: Kept) -> Block:
+        if not self.fp8:
+            return super()._gated_operand(kept)
+        gated, kept["gated scale"] = self._operand(self.f)
+        return gated
+
+    def _attention_product(self, kept: Kept) -> Block:
+        if not self.fp8:
+            return super()._attention_product(kept)
+        out, kept["attention scale"] = self._operand(self.q)
+        product = self._times((self.square,), self.d)
+        del out
+        return product
+
+    def _times(self, sizes: tuple[int, ...], width: int) -> Block:
+        if not self.fp8:
+            return super()._times(sizes, width)
+        weight = self._cast_weight(sizes, width)
+        out = self.new(self.rows * width)
+        del weight
+        return out
+
+    def _cast_weight(self, sizes: tuple[int, ...], width: int) -> tuple[Block, Block]:
+        """Values and scales of a weight with `width` rows."""
+        matrix = self.joined(*sizes)
+        found = self.new(sum(sizes), 1), self.new(width, 4)
+        del matrix
+        return found
+
+    def _times_transposed(self, sizes: tuple[int, ...], d_in: int, d_out: int) -> Block:
+        """The gradient of a matmul's input."""
+        weight = self._cast_weight(sizes, d_out)
+        largest, scale = self.new(8, 4), self.new(d_in, 4)
+        by_columns = self.new(sum(sizes), 1)
+        del weight, largest
+        out = self.new(self.rows * d_in)
+        del by_columns, scale
+        return out
+
+    def _fp8_weight_gradients(self, sizes: tuple[int, ...], d_out: int) -> None:
+        largest = self.new(8, 4)
+        by_columns = self.new(self.rows * d_out, 1)
+        self.weight_gradients(*sizes)
+        del largest, by_columns
+
+    def _down_backward(self, kept: Kept) -> tuple[Block, ...]:
+        if not self.fp8:
+            return super()._down_backward(kept)
+        grad = self._operand(self.d)
+        grad_gated = self._times_transposed((self.wide,), self.f, self.d)
+        grad_gate_up = self._operand(2 * self.f)
+        gated = self.new(self.rows * self.f, 1)
+        del kept["gate_up"], grad_gated
+        by_columns = self.new(self.rows * self.f, 1)
+        del gated
+        self._fp8_weight_gradients((self.wide,), self.d)
+        del by_columns, kept["gated scale"], grad
+        return grad_gate_up
+
+    def _planned_norm_backward(self, kept: Kept, kind: str, sizes: tuple[int, ...]) -> Block:
+        if not self.fp8:
+            return super()._planned_norm_backward(kept, kind, sizes)
+        width = sum(sizes) // self.d
+        grad = self._operand(width) if kind == "input" else None
+        grad_y = self._times_transposed(sizes, self.d, width)
+        dx = self._norm_gradients()
+        del grad_y
+        by_columns = self.new(self.rows * self.d, 1)
+        del kept[kind]
+        self._fp8_weight_gradients(sizes, width)
+        del by_columns, grad, kept[f"{kind} scale"]
+        return dx
+
+    def _out_backward(self, kept: Kept) -> Block:
+        if not self.fp8:
+            return super()._out_backward(kept)
+        grad = self._operand(self.d)
+        grad_out = self._times_transposed((self.square,), self.q, self.d)
+        by_columns = self.new(self.rows * self.q, 1)
+        self._fp8_weight_gradients((self.square,), self.d)
+        del by_columns, kept["attention scale"], grad
+        return grad_out

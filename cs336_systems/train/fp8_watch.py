@@ -1,0 +1,54 @@
+"""Watches the FP8 tensors of a training run, and returns blocks to bf16 that lose too much.
+
+The rule: in every N-th step the elements that became 0 are counted. A block of which some tensor has lost more than
+LARGEST_SHARE of its elements computes in bf16 from the next step on, for the rest of the run. Overflow needs no rule:
+scales are those of the step itself, and a step with values that are not finite is left out, as in any precision.
+"""
+
+from collections.abc import Iterable
+
+from cs336_systems.kernels.fused.fp8_blocks import Fp8Blocks, LostShare
+from cs336_systems.model import TransformerLM
+from cs336_systems.step.train_step import TrainStep
+
+LARGEST_SHARE = 0.5
+
+
+class Fp8Watch:
+    """`before` comes before every step, `read` after it. The counters of one step are read, whatever came before it: a
+    run that is resumed decides as one that was not stopped."""
+
+    def __init__(self, step: TrainStep, every: int):
+        model = step.model
+        self.blocks: Fp8Blocks | None = model.fp8 if isinstance(model, TransformerLM) else None
+        self._step, self._every = step, every
+
+    def leave(self, numbers: Iterable[int]) -> None:
+        """Let blocks compute in bf16 from now on."""
+        own = set(numbers)
+        if self.blocks is None or not own & self.blocks.numbers:
+            return
+        self.blocks.numbers -= own
+        if self._step.graph is not None:
+            self._step.graph.forget()
+
+    def before(self, step: int) -> None:
+        """Reset the counters before a step that is checked; steps count from 1."""
+        if self.blocks is not None and self._is_checked(step):
+            self.blocks.reset_parameters()
+
+    def read(self, step: int) -> list[LostShare]:
+        """Return the shares of a step that is checked; none of others."""
+        return self.blocks.take_shares() if self.blocks is not None and self._is_checked(step) else []
+
+    def leave_lossy(self, shares: Iterable[LostShare]) -> list[LostShare]:
+        """Let blocks that have lost too much return to bf16; return the largest share of each of them."""
+        worst: dict[int, LostShare] = {}
+        for share in shares:
+            if share.share > max(LARGEST_SHARE, worst[share.block].share if share.block in worst else 0.0):
+                worst[share.block] = share
+        self.leave(worst)
+        return list(worst.values())
+
+    def _is_checked(self, step: int) -> bool:
+        return self._every > 0 and step % self._every == 0

@@ -1,0 +1,99 @@
+"""Training runs in FP8: resumed to the bit, gone on in another precision, and with blocks that return to bf16."""
+
+from pathlib import Path
+from unittest import mock
+
+import pytest
+import torch
+
+from cs336_systems import record
+from cs336_systems.flags import build
+from cs336_systems.kernels.fused.fp8_run import TENSORS
+from cs336_systems.parallel.launch import process_group
+from cs336_systems.train import fp8_watch
+from cs336_systems.train.loop import STOPPED, Trainer
+from cs336_systems.train.settings import TrainSettings
+from tests.distributed.train_cases import Run, fields, losses_of, perform, text_of
+
+FP8 = {"precision": "fp8", "d_model": 32, "num_layers": 2, "fp8_check_every": 3}
+
+
+@pytest.fixture(scope="module")
+def place(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("fp8")
+    (folder / "short.txt").write_bytes(text_of(330))
+    return folder
+
+
+@pytest.fixture(scope="module")
+def alone():
+    """This process as a group of one."""
+    with process_group("gloo", "cpu") as rank:
+        yield rank
+
+
+def done(settings, **changes):
+    found = perform(Run({**settings, **changes}))
+    assert (found.crash, found.error, found.code) == ("", "", 0)
+    return found
+
+
+def test_a_stopped_run_goes_on_to_the_bit(place, alone):
+    whole = done(fields(place / "whole", **FP8))
+    settings = fields(place / "parts", **FP8)
+    for stop in (2, 5):
+        assert perform(Run(settings, stop_after=stop)).code == STOPPED
+    parts = done(settings)
+    assert parts.resumed_at == 5
+    assert all(torch.equal(parts.weights[name], value) for name, value in whole.weights.items())
+    assert losses_of(settings["output"])[-1] < losses_of(settings["output"])[0]
+
+
+@pytest.mark.parametrize(("first", "then"), [("bf16", "fp8"), ("fp8", "bf16")])
+def test_a_run_goes_on_in_another_precision(place, alone, first, then):
+    settings = fields(place / f"{first}-{then}", **FP8, fast="on")
+    expected = done({**settings, "output": str(place / f"{first}-{then}-alone"), "precision": first})
+    assert perform(Run({**settings, "precision": first}, stop_after=4)).code == STOPPED
+    found = done({**settings, "precision": then})
+    assert found.resumed_at == 4
+    for name, value in expected.weights.items():
+        torch.testing.assert_close(found.weights[name], value, rtol=0, atol=0.03)
+
+
+def test_checked_steps_are_recorded(place, alone):
+    settings = fields(place / "checked", **FP8)
+    done(settings)
+    records = record.load(Path(settings["output"]) / record.RECORDS).records
+    found = {(item.config["first_step"], item.metric): item for item in records if item.metric.startswith("fp8 lost")}
+    assert found.keys() == {(step, f"fp8 lost: {tensor}") for step in (3, 6) for tensor in TENSORS}
+    for item in found.values():
+        assert item.config["blocks"] == "0,1"
+        assert len(item.samples) == 2
+        assert all(0 <= share < 0.5 for share in item.samples)
+
+
+def test_a_block_that_loses_too_much_returns_to_bf16_and_stays_there(place, alone):
+    settings = fields(place / "lossy", **FP8)
+    take = fp8_watch.Fp8Blocks.take_shares
+
+    def planted(blocks):
+        return [s._replace(share=0.6) if s[:2] == (1, "gated") else s for s in take(blocks)]
+
+    with mock.patch.object(fp8_watch.Fp8Blocks, "take_shares", planted):
+        stopped = perform(Run(settings, stop_after=4))
+    assert "step 3: block 1 returns to bf16: FP8 lost 60% of its tensor 'gated'" in stopped.printed
+    trainer = Trainer(build(TrainSettings, settings), alone)
+    trainer.resume()
+    assert trainer.progress.bf16_blocks == (1,)
+    assert trainer.step.model.fp8.numbers == {0}
+    assert trainer.run() == 0
+
+
+def test_what_fp8_cannot_train_is_refused(place, alone):
+    settings = fields(place / "wide", **FP8, fast="on")
+    assert perform(Run({**settings, "precision": "fp32"}, stop_after=2)).code == STOPPED
+    assert "precision was fp32 and is fp8" in perform(Run(settings)).error
+    found = perform(Run(fields(place / "engine", **{**FP8, "parallel": "ddp", "engine": "torch"})))
+    assert "--precision fp8 is for one GPU and --engine ours" in found.error
+    found = perform(Run(fields(place / "slow", **FP8, fast="off")))
+    assert "needs the kernels of the fast step" in found.error
