@@ -4,6 +4,7 @@ import dataclasses
 import random
 import re
 from collections import Counter
+from functools import cache
 from itertools import chain
 
 import pytest
@@ -21,9 +22,15 @@ from tests.helpers import ROOT
 from tests.unit.report.step_cells import OOM, numbers
 from tests.unit.report.test_sections import SAMPLES
 
-RECORDS: dict[str, list[Record]] = {name: [*SAMPLES.get(name, ())] for name in catalogue()}
-for record in some_records():
-    RECORDS[record.experiment].append(record)
+
+@cache
+def records_by_experiment() -> dict[str, list[Record]]:
+    found: dict[str, list[Record]] = {name: [*SAMPLES.get(name, ())] for name in catalogue()}
+    for record in some_records():
+        found[record.experiment].append(record)
+    return found
+
+
 FACTORS = (1.0, 1.0, 1.0, 1.001, 0.985, 1.1, 0.7, 3.0, 0.02, 50.0, 1e-4, 1e4)
 """Multiples of what was recorded: equal, hardly different, and over many magnitudes."""
 STATUSES = ("ok", "ok", "ok", OOM, "error: crashed (SIGSEGV)")
@@ -130,11 +137,11 @@ def disturbed(records: list[Record], seed: int) -> list[Record]:
     return found
 
 
-@pytest.mark.parametrize("experiment", RECORDS)
+@pytest.mark.parametrize("experiment", catalogue())
 @settings(max_examples=25, deadline=None)
 @given(seed=st.integers(0, 2**32))
 def test_findings_of_any_values_are_readable(experiment, seed):
-    records = RECORDS[experiment]
+    records = records_by_experiment()[experiment]
     if records:
         require_readable(findings_of(catalogue()[experiment], group(disturbed(records, seed))))
 

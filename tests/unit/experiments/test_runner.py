@@ -26,7 +26,7 @@ from cs336_systems.experiments.runner import SLOWDOWN, Runner, gather
 from cs336_systems.measure.environment import measure_slowdown
 from cs336_systems.predict.memory_planner import NotEnoughMemoryError
 from cs336_systems.record import CELL_TIME
-from tests.helpers import CPU_ONLY, CS336, MODEL, TINY, running, tiny_config, wait_until
+from tests.helpers import CPU_ONLY, MODEL, TINY, running, tiny_config, wait_until
 from tests.unit.experiments.scripted_worker import MACHINE, measured, run
 
 pytestmark = [pytest.mark.usefixtures("elsewhere"), pytest.mark.xdist_group("ranks")]
@@ -369,13 +369,21 @@ def test_a_gpu_without_a_plan_is_out_of_memory_and_a_budget_without_one_is_a_mis
 # -- runs that are stopped --------------------------------------------------------------------------------------------
 
 CELLS = 8
-SWEEP = [str(CS336), "bench", *TINY, "--num_steps", "100", "--context_lengths", "8,16"]
+SWEEP = ["bench", *TINY, "--num_steps", "100", "--context_lengths", "8,16"]
 SWEEP = [word for word, before in zip(SWEEP, ["", *SWEEP], strict=False) if "--context_length" not in (word, before)]
 SWEEP += ["--modes", "forward,train-step", "--precisions", "fp32,bf16", "--output", "r.jsonl"]
 START, FIRST_CELL = "", "(took "
 """Texts on standard error: nothing when a run starts, `[1/8] ...` when its first cell has ended."""
 LONG = 120
 """Seconds to wait on a busy machine; nothing is expected to take so long."""
+COMMAND = "import sys; sys.executable = sys.argv.pop(1); from cs336_systems.__main__ import main; sys.exit(main())"
+"""A program that runs `cs336` and starts its workers by another interpreter."""
+
+
+@pytest.fixture
+def sweep(forked_python) -> list[str]:
+    """A command of 8 cells. It is a process of its own; its worker is forked from a process that has torch."""
+    return [sys.executable, "-c", COMMAND, str(forked_python), *SWEEP]
 
 
 def finished(path) -> dict[tuple[str, str], list[record.Record]]:
@@ -388,11 +396,11 @@ def finished(path) -> dict[tuple[str, str], list[record.Record]]:
 
 @pytest.mark.slow
 @pytest.mark.timeout(900)
-def test_a_run_that_is_killed_again_and_again_loses_nothing_and_repeats_no_cell(tmp_path):
+def test_a_run_that_is_killed_again_and_again_loses_nothing_and_repeats_no_cell(sweep, tmp_path):
     path = tmp_path / "r.jsonl"
     kept, lines = {}, b""
     for printed, seconds in [(FIRST_CELL, 0), (START, 1)]:
-        with running(SWEEP, tmp_path) as marked:
+        with running(sweep, tmp_path) as marked:
             assert wait_until(lambda marked=marked, text=printed: marked.said(text) or marked.ended, LONG)
             time.sleep(seconds)
             marked.process.kill()  # the runner alone
@@ -407,7 +415,7 @@ def test_a_run_that_is_killed_again_and_again_loses_nothing_and_repeats_no_cell(
             kept = now
     assert kept, "no kill came after a finished cell"
 
-    with running(SWEEP, tmp_path) as marked:
+    with running(sweep, tmp_path) as marked:
         assert marked.process.wait() == 0
     cells = finished(path)
     assert path.read_bytes().startswith(lines)
@@ -423,8 +431,8 @@ def test_a_run_that_is_killed_again_and_again_loses_nothing_and_repeats_no_cell(
 
 @pytest.mark.slow
 @pytest.mark.parametrize("when", ["the worker starts", "a cell has ended"])
-def test_ctrl_c_keeps_the_finished_cells(when, tmp_path):
-    with running(SWEEP, tmp_path) as marked:
+def test_ctrl_c_keeps_the_finished_cells(when, sweep, tmp_path):
+    with running(sweep, tmp_path) as marked:
         if when == "a cell has ended":
             assert wait_until(lambda: marked.said(FIRST_CELL), LONG)
         else:

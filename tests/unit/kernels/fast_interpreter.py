@@ -25,7 +25,10 @@ def speed_up() -> None:
         (interpreter, "_convert_float", rounded_to_fp8),
         (tl.block_type, "__init__", known_blocks),
         (tl.tensor, "__init__", known_shapes),
+        (tl.core, "_unwrap_if_constexpr", plain_values),
         (semantic.TritonSemantic, "binary_op_sanitize_overflow_impl", overflow_if_asserted),
+        (semantic.TritonSemantic, "binary_op_type_checking_impl", known_operands),
+        (semantic.TritonSemantic, "broadcast_impl_value", known_operands),
     ):
         if hasattr(owner, name):
             setattr(owner, name, replacement(getattr(owner, name)))
@@ -112,3 +115,30 @@ def overflow_if_asserted(plain: Callable[..., None]) -> Callable[..., None]:
             plain(self, *arguments)
 
     return check
+
+
+def plain_values(plain: Callable[[Any], Any]) -> Callable[[Any], Any]:
+    """Return tensors and numbers at once, without looking whether they are lists or tuples."""
+    kinds = {tl.tensor, int, float, bool, str, type(None)}
+
+    def unwrap(value: Any) -> Any:
+        return value if type(value) in kinds else plain(value)
+
+    return unwrap
+
+
+def known_operands(plain: Callable[..., Any]) -> Callable[..., Any]:
+    """Return two tensors as they are where two of the same types were neither cast nor broadcast."""
+    unchanged: dict[Any, bool] = {}
+
+    def operands(self: Any, left: Any, right: Any, *options: Any, **named: Any) -> Any:
+        if type(left) is not tl.tensor or type(right) is not tl.tensor:
+            return plain(self, left, right, *options, **named)
+        key = (left.type.name, right.type.name, options, *named.items())
+        if unchanged.get(key):
+            return left, right
+        found = plain(self, left, right, *options, **named)
+        unchanged[key] = found[0] is left and found[1] is right
+        return found
+
+    return operands
