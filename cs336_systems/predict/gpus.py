@@ -15,6 +15,9 @@ TERA, GIGA = 1e12, 1e9
 PCIE_LINK, ETHERNET = 25.0, 3.0
 """GB/s, one way, that `plan` assumes where a GPU's interconnect is not in the table: PCIe 4.0 x16, and 25 Gb/s."""
 
+WITH_FP8 = r"GB200|B200|G?H[128]00|H20|L40?S?\b|L20|RTX 6000 Ada|RTX PRO 6000|RTX [45]0"
+"""Names of GPUs whose tensor cores take FP8: of compute capability 8.9 and later."""
+
 
 class Peaks(NamedTuple):
     """Dense TFLOP/s by precision: fp32 on CUDA cores, fp16 with fp32 accumulation. None: no such unit."""
@@ -54,6 +57,9 @@ class GPU:
         return 55.0 if re.match(r"GB200|B200|G?H[128]00|H20|RTX PRO 6000|RTX 50", self.name) else PCIE_LINK
 
     def peak_flops(self, precision: str) -> float | None:
+        """Return the dense peak in FLOP/s; that of FP8, with fp32 sums, is twice that of bf16 where there is one."""
+        if precision == "fp8":
+            return 2 * self.peaks.bf16 * TERA if self.peaks.bf16 and re.match(WITH_FP8, self.name) else None
         peak = self.peaks.of(precision)
         return None if peak is None else peak * TERA
 

@@ -25,13 +25,17 @@ CONTEXT, TOKENS = 1024, 524_288
 RIVAL = {"0.5B": 149.0, "1.5B": 59.0, "3B": 31.0, "7B": 14.0, "14B": 6.3}
 """Thousands of tokens a second of LLMQ (C++ and CUDA) on one H100, whose arithmetic peak is that of an H200: bf16, with
 bf16 weights and optimizer state."""
+RIVAL_FP8 = {"0.5B": 164.0, "1.5B": 73.0, "3B": 40.0, "7B": 19.0, "14B": 9.3}
+"""The same with matmuls in FP8."""
 LARGEST_BATCH = 64
 ASSUMED_MEMORY = 139 * GIB
 """Of the GPU that the sizes of micro batches are chosen for."""
 STATES = {
     "bf16": Text("bf16 (as LLMQ's)", "bf16（与 LLMQ 相同）"),
     "fp32": Text("fp32 masters", "fp32 主权重"),
+    "fp8": Text("bf16, matmuls in FP8", "bf16，FP8 矩阵乘"),
 }
+"""Kind of a cell -> its optimizer state, as it is shown."""
 
 # -- grid -------------------------------------------------------------------------------------------------------------
 
@@ -47,10 +51,12 @@ def _grid(preset: str, base: RunConfig) -> Iterable[Config]:
     require_gpu(
         "published_models", base, "a step of half a billion parameters and 524,288 tokens would take hours on a CPU"
     )
-    for size, state in product(RIVAL, reversed(OPTIMIZER_STATES)):
+    kinds = [("bf16", "bf16"), ("fp32", "bf16"), ("bf16", "fp8")]
+    for size, (state, precision) in product(RIVAL, kinds):
         name = f"qwen2.5/{size}"
         model = model_config(name, context_length=CONTEXT)
         run = _run(dataclasses.replace(base, model=model, size=name, num_steps=1), state)  # of many micro batches
+        run = dataclasses.replace(run, precision=precision)
         if (chosen := _with_batch(run)) is not None:
             yield {**chosen.to_dict(), "micro_batches": TOKENS // chosen.tokens}
 
@@ -72,21 +78,26 @@ def _with_batch(run: RunConfig) -> RunConfig | None:
         if estimate(sized).peak <= room:
             return sized
         batch //= 2
-    if estimate(dataclasses.replace(run, batch_size=1, checkpoint_blocks=1)).peak > room:
+    if estimate(_smallest(run)).peak > room:
         return None
     return dataclasses.replace(run, batch_size=16, memory_budget="auto", fast="kernels,loss,optimizer")
 
 
+def _smallest(run: RunConfig) -> RunConfig:
+    """The step of the least memory: every block is recomputed."""
+    return dataclasses.replace(run, batch_size=1, memory_budget="", precision="bf16", checkpoint_blocks=1)
+
+
 def _label(config: Mapping[str, Any], experiments: Sequence[str]) -> str:
     run = RunConfig.of(config)
-    return f"{run.size} {run.optimizer_state} state, {config['micro_batches']} micro batches of {run.batch_size}"
+    kind = f"{run.size} {run.precision}, {run.optimizer_state} state"
+    return f"{kind}, {config['micro_batches']} micro batches of {run.batch_size}"
 
 
 def _memory(config: Mapping[str, Any]) -> Memory:
     run = RunConfig.of(config)
     if run.memory_budget:
-        run = dataclasses.replace(run, memory_budget="", checkpoint_blocks=1)
-        return Memory(estimate(run).peak, at_least=True)
+        return Memory(estimate(_smallest(run)).peak, at_least=True)
     return Memory(estimate(run).peak)
 
 
@@ -100,17 +111,23 @@ def _rate(cell: CellView) -> float | None:
 
 
 def _rival(cell: CellView) -> float | None:
-    """The rate of LLMQ for this cell's model and step."""
+    """The rate of LLMQ for this cell's model, step and precision."""
+    rates = RIVAL_FP8 if cell.get("precision") == "fp8" else RIVAL
     is_its_step = cell.get("context_length") == CONTEXT and value_of(cell, "tokens") == TOKENS
-    return RIVAL.get(str(cell.get("size")).removeprefix("qwen2.5/")) if is_its_step else None
+    return rates.get(str(cell.get("size")).removeprefix("qwen2.5/")) if is_its_step else None
+
+
+def _kind(cell: CellView) -> str:
+    """A key of STATES."""
+    return "fp8" if cell.get("precision") == "fp8" else str(cell.get("optimizer_state"))
 
 
 def _state(cell: CellView) -> Text:
-    return STATES.get(str(cell.get("optimizer_state")), Text(str(cell.get("optimizer_state"))))
+    return STATES.get(_kind(cell), Text(_kind(cell)))
 
 
-def _position(cell: CellView) -> tuple[float, bool]:
-    return value_of(cell, "parameters") or 0.0, cell.get("optimizer_state") == "fp32"
+def _position(cell: CellView) -> tuple[float, int]:
+    return value_of(cell, "parameters") or 0.0, list(STATES).index(_kind(cell))
 
 
 def _tables(cells: Cells) -> list[Table]:
@@ -164,10 +181,8 @@ NOTES = [
 def _charts(cells: Cells) -> list[Chart]:
     """Rates relative to LLMQ's: those of 0.5B and 14B differ by a factor of 25."""
     series = []
-    for state, name in STATES.items():
-        own = [
-            cell for cell in sorted(having(cells, "step_time"), key=_position) if cell.get("optimizer_state") == state
-        ]
+    for kind, name in STATES.items():
+        own = [cell for cell in sorted(having(cells, "step_time"), key=_position) if _kind(cell) == kind]
         points = [(cell, _rate(cell), _rival(cell)) for cell in own]
         found = [Point(size_name(cell.get("size")), rate / rival) for cell, rate, rival in points if rate and rival]
         if found:
@@ -183,7 +198,7 @@ def _charts(cells: Cells) -> list[Chart]:
 def _rates(cells: Cells) -> Text | None:
     said = None
     for cell in sorted(having(cells, "step_time"), key=_position):
-        if cell.get("optimizer_state") == "bf16" and (rate := _rate(cell)):
+        if _kind(cell) == "bf16" and (rate := _rate(cell)):
             own = say(
                 "{} trains at {} thousand tokens/s",
                 "{} 的训练速率为 {} 千 token/s",
@@ -200,8 +215,8 @@ def _cost_of_masters(cells: Cells) -> Text | None:
     """Compare fp32 masters with bf16 state for the smallest and the largest model that has both."""
     pairs: dict[str, dict[str, float]] = {}
     for cell in sorted(having(cells, "step_time"), key=_position):
-        pairs.setdefault(str(cell.get("size")), {})[str(cell.get("optimizer_state"))] = known(cell, "step_time")
-    both = {size: times["fp32"] / times["bf16"] - 1 for size, times in pairs.items() if len(times) == len(STATES)}
+        pairs.setdefault(str(cell.get("size")), {})[_kind(cell)] = known(cell, "step_time")
+    both = {size: times["fp32"] / times["bf16"] - 1 for size, times in pairs.items() if {"fp32", "bf16"} <= set(times)}
     if not both:
         return None
     ends = dict.fromkeys([next(iter(both)), list(both)[-1]])

@@ -63,6 +63,7 @@ def test_every_gpu_is_found_and_in_its_units(gpu):
     assert find_by_driver_name(f"NVIDIA {plain}") is gpu
     peaks = [peak for peak in gpu.peaks if peak is not None]
     assert peaks == sorted(peaks)
+    assert gpu.peak_flops("fp8") in (None, 2 * (gpu.peak_flops("bf16") or 0))
     assert all(5 < peak < 5000 for peak in peaks)
     for value, low, high in ((gpu.bandwidth, 250, 9000), (gpu.memory_gib, 9, 300), (gpu.link, 20, 2000)):
         assert value is None or low < value < high
@@ -79,3 +80,12 @@ def test_card_names_are_unique():
     assert len(cards) == len(set(cards))
     assert {"3080", "4090d", "2080ti", "a6000", "a100-40gb", "l40s", "h20", "t4", "v100"} <= CARDS.keys()
     assert find_card("4070") is None
+
+
+def test_fp8_peaks_are_those_of_the_data_sheets():
+    found = {
+        card: CARDS[card].peak_flops("fp8") for card in ("h200", "4090", "l4", "l40s", "b200", "a100", "3090", "v100")
+    }
+    assert {card: peak and round(peak / 1e12) for card, peak in found.items()} == {
+        "h200": 1979, "4090": 330, "l4": 242, "l40s": 724, "b200": 4500, "a100": None, "3090": None, "v100": None,
+    }  # fmt: skip
