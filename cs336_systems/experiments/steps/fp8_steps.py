@@ -154,13 +154,13 @@ def _highlights(cells: Cells) -> list[Highlight]:
     return []
 
 
-FP8 = Experiment(
-    name="fp8",
+FP8_STEP = Experiment(
+    name="fp8_step",
     title=Text("Training steps in FP8", "FP8 训练步"),
     question=Text("How much faster is a step in FP8?", "FP8 训练步快多少？"),
     grid=_step_grid,
     instrument=Instrument(
-        "fp8",
+        "fp8_step",
         "cs336_systems.experiments.steps.measure_step:measure_step",
         label=label_step,
         needs_fresh_process=step_is_cold,
