@@ -32,10 +32,14 @@ class Matmul(NamedTuple):
     """The result is added to what is in memory."""
     is_wide: bool = False
     """The result is fp32 where the operands are not."""
+    batch: int = 1
+    """Matmuls of one kernel."""
+    precision: str = ""
+    """ "fp32" or "tf32" for operands of 32 bits."""
 
     @property
     def flops(self) -> int:
-        return 2 * self.rows * self.columns * self.depth
+        return 2 * self.batch * self.rows * self.columns * self.depth
 
 
 class Pass(NamedTuple):
