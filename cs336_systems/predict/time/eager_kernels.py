@@ -28,8 +28,6 @@ SOFTMAX, SOFTMAX_BACKWARD, LOG_SOFTMAX, LOG_SOFTMAX_BACKWARD = (
     "softmax", "softmax_backward", "log_softmax", "log_softmax_backward",
 )  # fmt: skip
 RMS_NORM, RMS_NORM_BACKWARD, ADAMW = "rms_norm", "rms_norm_backward", "adamw_of_torch"
-NARROW = (STRIDED, TRANSPOSED, MASKED, POINTWISE)
-"""Passes whose rate in 16 bits is another one: their kernels handle elements, not bytes."""
 EFFICIENT, FLASH_2, TRITON_WIDE = "efficient", "flash2", "wide"
 """Attention other than this package's in 16 bits: torch's in fp32, torch's in 16 bits, this package's in fp32."""
 PHASES = ("forward", "loss", "backward", "optimizer")
@@ -315,13 +313,7 @@ def _matmul(name: str, rows: int, columns: int, depth: int, layout: str, config:
 
 def _pass(name: str, tensors: int, elements: int, config: RunConfig, times: int = 1) -> Pass:
     """Return a pass over some tensors of the matmuls' precision."""
-    s = width(config)
-    return Pass(narrow(name) if s == 2 and name in NARROW else name, tensors * elements * s, times)
-
-
-def narrow(name: str) -> str:
-    """Return the name of a pass over 16-bit elements."""
-    return f"{name} 16"
+    return Pass(name, tensors * elements * width(config), times)
 
 
 def width(config: RunConfig) -> int:

@@ -9,7 +9,7 @@ import functools
 import json
 import os
 import warnings
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from importlib.resources import files
 from pathlib import Path
 from typing import Any
@@ -82,6 +82,38 @@ class Power:
 
 
 @dataclass(frozen=True)
+class WideMatmuls:
+    """Matmuls of 32-bit operands, in fp32 or TF32."""
+
+    peak: float
+    """FLOP/s at the highest clock."""
+    rates: MatmulRates
+
+
+@dataclass(frozen=True)
+class HostRates:
+    """Seconds of the host in a step that it launches operator by operator. They vary from run to run, by a third and
+    more: other work of the machine and its Python count."""
+
+    forward: float
+    """For one kernel of forward that autograd records."""
+    inference: float
+    """For one kernel of forward without autograd."""
+    backward: float
+    """For one kernel of backward."""
+    parameter: float
+    """For one parameter in the optimizer, before its kernels begin."""
+    release: float
+    """For the graph of one block, which is freed after backward."""
+    step: float
+    """For all else in a step, while the GPU waits."""
+    gap: float
+    """Between two kernels that wait in the GPU's queue."""
+    compiled: float
+    """For one kernel of a compiled model, forward or backward."""
+
+
+@dataclass(frozen=True)
 class GpuProfile:
     gpu: str
     source: str
@@ -107,6 +139,12 @@ class GpuProfile:
     """Versions that were measured."""
     spread: float = 0.05
     """Half of the interval around a prediction, relative."""
+    wide: dict[str, WideMatmuls] = field(default_factory=dict)
+    """Matmuls of 32-bit operands, by precision."""
+    host: HostRates | None = None
+    """None where it was not measured: eager steps are not predicted then."""
+    spreads: dict[str, float] = field(default_factory=dict)
+    """Half of the interval around steps without the fast parts, by their kind."""
 
     def to_dict(self) -> dict[str, Any]:
         return dataclasses.asdict(self)
@@ -120,6 +158,11 @@ class GpuProfile:
                 "passes": {name: PassRates(**rates) for name, rates in found["passes"].items()},
                 "attention": {name: AttentionRates(**rates) for name, rates in found["attention"].items()},
                 "power": Power(**found["power"]) if found.get("power") else None,
+                "host": HostRates(**found["host"]) if found.get("host") else None,
+                "wide": {
+                    name: WideMatmuls(own["peak"], MatmulRates(**own["rates"]))
+                    for name, own in found.get("wide", {}).items()
+                },
             }
             return cls(**{**found, **parts})
         except (KeyError, TypeError, AttributeError) as error:

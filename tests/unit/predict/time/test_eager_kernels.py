@@ -29,7 +29,6 @@ from cs336_systems.predict.time.eager_kernels import (
     TRIANGLE,
     eager_phases,
     lists_operators,
-    narrow,
 )
 from cs336_systems.predict.time.step_kernels import AttentionPass, Matmul, Pass
 from tests.unit.test_families import FAMILIES
@@ -100,24 +99,20 @@ class Operators(TorchDispatchMode):
             return [(known[name], moved)]
         if name in ("masked_fill", "masked_fill_"):
             copies = [(COPY, moved)] if name == "masked_fill" else []
-            return [*copies, (_narrow(MASKED, result), moved)]
+            return [*copies, (MASKED, moved)]
         if name not in ELEMENTWISE or (result.dim() == 3 and result.shape[1] == 1):  # the rotary table
             return []
         dtypes = {t.dtype for t in (*operands, result)}
         if name == "clone":
             swapped = result.shape[-1] == args[0].shape[-1] and args[0].stride(-1) != 1
-            return [(_narrow(TRANSPOSED if swapped else STRIDED, result), moved)]
+            return [(TRANSPOSED if swapped else STRIDED, moved)]
         if name in ("flip", "addcmul") or len(tensors) > len(operands):
-            return [(_narrow(STRIDED, result), moved)]
-        return [(_narrow(POINTWISE, result) if len(dtypes) == 1 else MIXED, moved)]
+            return [(STRIDED, moved)]
+        return [(POINTWISE if len(dtypes) == 1 else MIXED, moved)]
 
 
 def _is_view(result, tensors):
     return any(result.untyped_storage()._cdata == t.untyped_storage()._cdata for t in tensors)
-
-
-def _narrow(name, tensor):
-    return narrow(name) if tensor.element_size() == 2 else name
 
 
 def run_of(model=PLAIN, **fields):
