@@ -77,6 +77,11 @@ class StepTime:
         return 0 < sum(seconds for _, seconds in self.kernels) + self.gaps <= self.host
 
     @property
+    def spread(self) -> float:
+        """Half of the interval around the prediction, relative."""
+        return (self.high - self.low) / (2 * self.seconds)
+
+    @property
     def tokens_per_second(self) -> float:
         return self.config.tokens * self.micro_batches / self.seconds
 
