@@ -8,7 +8,7 @@ from collections.abc import Sequence
 
 from cs336_systems.config import ModelConfig, RunConfig
 from cs336_systems.predict.time.compiled_kernels import compiled_phases
-from cs336_systems.predict.time.eager_kernels import eager_phases, lists_operators
+from cs336_systems.predict.time.eager_kernels import attention_pass, eager_phases, lists_operators
 from cs336_systems.predict.time.gpu_profile import GpuProfile, HostRates
 from cs336_systems.predict.time.kernel_seconds import kernel_seconds, kind_of
 from cs336_systems.predict.time.step_kernels import Kernel
@@ -69,8 +69,11 @@ def eager_step_time(config: RunConfig, profile: GpuProfile) -> StepTime | None:
 
 
 def predicts_eager(config: RunConfig, profile: GpuProfile) -> bool:
-    """Return True if the profile has rates for all kernels of the step."""
-    return lists_operators(config) and (config.precision == "bf16" or config.precision in profile.wide)
+    """Return True if the step is listed, and the profile has rates for its matmuls and its attention."""
+    if not lists_operators(config) or (config.precision != "bf16" and config.precision not in profile.wide):
+        return False
+    name = attention_pass("forward", config).name
+    return config.attention == "reference" or any(known.rpartition(" ")[0] == name for known in profile.attention)
 
 
 def kind_of_step(found: StepTime) -> str:
