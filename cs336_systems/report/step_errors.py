@@ -24,8 +24,6 @@ from cs336_systems.table import Column, Table, word
 from cs336_systems.text import Text
 
 ALL = "all"
-SEVERAL_RANKS = ("ddp", "fsdp", "optimizer_sharding")
-"""Experiments whose step is that of several ranks."""
 ALSO = ("small", 512, 4, "train-step", "bf16", "auto", 0, True)
 """The one compiled step that is launch-bound. It fell into the other half, but the host's time for a compiled kernel
 is from it: its error says nothing of other steps."""
@@ -55,7 +53,7 @@ def recorded_errors(records: Iterable[Record]) -> list[StepError]:
         is_step = record.metric == "step_time" and record.ok and not record.variant and record.samples
         if not is_step or not isinstance(record.config.get("model"), dict) or not record.config.keys() <= RECORDED:
             continue
-        if record.experiment in SEVERAL_RANKS or record.environment.gpu is None:
+        if record.environment.gpu is None:
             continue
         run = RunConfig.of({name: value for name, value in record.config.items() if name != "micro_batches"})
         if lists_operators(run):
@@ -70,19 +68,13 @@ def recorded_errors(records: Iterable[Record]) -> list[StepError]:
 def published_errors() -> list[StepError]:
     """Return the errors of published steps: forward and backward of a write-up's own model, on a card that was not
     measured here."""
-    seconds: dict[tuple[str, RunConfig], float] = {}
+    seconds: dict[tuple[str, RunConfig], dict[str, float]] = {}
     for record in published():
         if record.metric in ("forward_time", "backward_time") and isinstance(record.config.get("model"), dict):
-            key = record.environment.gpu or "", _work(RunConfig.of(record.config))
-            (value,) = record.numbers
-            seconds.setdefault(key, 0.0)
-            if record.experiment == _first_experiment(key[1]):  # tables of one write-up repeat rows
-                seconds[key] += value
-    return [error for (gpu, run), own in seconds.items() if own and (error := _error(run, gpu, own)) is not None]
-
-
-def _first_experiment(run: RunConfig) -> str:
-    return "compile" if run.compile else "precision" if run.precision == "bf16" else "end_to_end"
+            phases = seconds.setdefault((record.environment.gpu or "", _work(RunConfig.of(record.config))), {})
+            (phases[record.metric],) = record.numbers  # tables of one write-up repeat rows
+    found = (_error(run, gpu, sum(phases.values())) for (gpu, run), phases in seconds.items())
+    return [error for error in found if error is not None]
 
 
 def llmq_errors() -> list[StepError]:
