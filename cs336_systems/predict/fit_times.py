@@ -5,7 +5,7 @@ from typing import NamedTuple
 
 from cs336_systems.config import RunConfig
 from cs336_systems.predict.gpus import find_card
-from cs336_systems.predict.time.on_gpu import SETTINGS, predicted_on, source_notes
+from cs336_systems.predict.time.on_gpu import SETTINGS, launch_notes, predicted_on, source_notes
 from cs336_systems.predict.training_cost import Cost
 from cs336_systems.table import Column, Table, word
 from cs336_systems.text import Text, say
@@ -40,7 +40,7 @@ def step_times(first: Text, where: Text, fitting: Sequence[Fitting], cost: Cost)
     ]
     columns += [Column(Text("tokens/s")), Column(Text("MFU")), *cost.columns]
     title = say("predicted time of a step {}", "单步时间预测{}", where)
-    return [Table(title, columns, rows, [*source_notes(found), *cost.notes])]
+    return [Table(title, columns, rows, [*source_notes(found), *launch_notes(found), *cost.notes])]
 
 
 def missing_times(gpus: Sequence[str], config: RunConfig) -> list[Text]:

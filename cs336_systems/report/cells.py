@@ -155,8 +155,12 @@ class CellView:
 
     @cached_property
     def prediction(self) -> Predicted | None:
-        """The time of the step as predicted from its configuration; None where it is not a fast step on a known GPU."""
-        return predicted_of(self.config, self.environment.gpu) if "step_time" in self.metrics else None
+        """The time of the step as predicted from its configuration; None where it is not a fast step on a known GPU.
+
+        Other steps have one where they were measured with it: older tables of eager steps stay as they are.
+        """
+        is_shown = "predicted_time" in self.metrics or (self.get("fast") or "off") != "off"
+        return predicted_of(self.config, self.environment.gpu) if is_shown and "step_time" in self.metrics else None
 
     @property
     def predicted_time(self) -> float | None:

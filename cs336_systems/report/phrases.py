@@ -282,17 +282,23 @@ def worst_step_time(cells: Cells) -> Text | None:
     return together(named, _largest_kind(worst))
 
 
+LAUNCH_BOUND = Text("it is launch-bound: the host's launches decide its time", "该步受限于主机发射内核的速度")
+
+
 def _largest_kind(cell: CellView) -> Text | None:
     """State the kind of kernels with the largest share of a predicted step: the first to look at."""
     if cell.prediction is None:
         return None
+    if cell.prediction.time.is_launch_bound:
+        return LAUNCH_BOUND
     kind = KERNEL_KINDS[next(iter(cell.prediction.time.by_kind()))]
     return say("{} are the largest part of its predicted time", "其预测时间中{}占比最大", kind)
 
 
 def predictions_hold(cells: Cells) -> Text | None:
     """State for the first screen how far predicted step times are off."""
-    errors = [abs(cell.time_error) for cell in having(cells, "step_time") if cell.time_error is not None]
+    fast = [cell for cell in having(cells, "step_time") if (cell.get("fast") or "off") != "off"]
+    errors = [abs(cell.time_error) for cell in fast if cell.time_error is not None]
     if not errors:
         return None
     count, error = str(len(errors)), percent(max(errors))

@@ -176,7 +176,7 @@ def _far_from_prediction(cell: CellView) -> Remark | None:
     if not (cell.ok and measured and predicted and about):
         return None
     distance = measured / predicted - 1
-    if abs(distance) <= FAR * about.profile.spread:
+    if abs(distance) <= FAR * about.time.spread:
         return None
     kind = Kind.SLOWER_THAN_PREDICTED if distance > 0 else Kind.FASTER_THAN_PREDICTED
     return Remark(kind, tuple(f"{1e3 * seconds:,.{2 if seconds < 1 else 1}f}" for seconds in (measured, predicted)))

@@ -15,6 +15,12 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from cs336_systems.config import ModelConfig, RunConfig
+from cs336_systems.experiments.kernels.measure_operators import (
+    host_times,
+    library_attention,
+    operator_call,
+    wide_matmul,
+)
 from cs336_systems.kernels import attention
 from cs336_systems.kernels.fused import pointwise
 from cs336_systems.measure.environment import GpuSensor, nvml_device
@@ -29,6 +35,7 @@ from cs336_systems.predict.time.calibration_plan import (
     WATTS,
     kernels_of,
 )
+from cs336_systems.predict.time.operator_plan import HOST, TIMED_PASSES
 from cs336_systems.predict.time.step_kernels import (
     FORWARD,
     WEIGHT,
@@ -62,6 +69,8 @@ def measure_calibration(config: dict[str, Any]) -> list[Metric]:
         return _power(device)
     if part == calibration.LAUNCHES:
         return [Metric(KERNEL_TIME, "s", _launches(device)), *_multiprocessors(device)]
+    if part == HOST:
+        return [Metric(KERNEL_TIME, "s", host_times(device))]
     times = []
     for run, kernel in kernels_of(config):
         times.append(_kernel_time(kernel, run, device))
@@ -72,12 +81,17 @@ def measure_calibration(config: dict[str, Any]) -> list[Metric]:
 
 def _kernel_time(kernel: Kernel, run: RunConfig, device: torch.device) -> float:
     if isinstance(kernel, Matmul):
+        if kernel.precision:
+            return _burst(wide_matmul(kernel, device), kernel.flops / 50e12, device)
         return _burst(_matmul(kernel, device), kernel.flops / 500e12, device)
     if isinstance(kernel, Pass):
-        return _burst(PASSES[kernel.name](run, kernel, device), kernel.bytes / 3e12, device)
+        is_operator = kernel.name in TIMED_PASSES
+        call = operator_call(kernel, run, device) if is_operator else PASSES[kernel.name](run, kernel, device)
+        return _burst(call, kernel.bytes / 3e12, device)
     assert isinstance(kernel, AttentionPass)
-    forward, both = _attention(kernel, device)
-    if kernel.name == "forward":
+    is_own = kernel.name in ("forward", "backward")
+    forward, both = _attention(kernel, device) if is_own else library_attention(kernel, device)
+    if not kernel.is_backward:
         return _burst(forward, kernel.flops / 400e12, device)
     # Backward needs a forward; both are timed, then forward alone.
     return _burst(both, kernel.flops / 300e12, device) - _burst(forward, kernel.flops / 900e12, device)

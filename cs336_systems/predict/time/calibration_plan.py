@@ -21,6 +21,7 @@ from cs336_systems.predict.time.kernel_seconds import (
     SMALL,
     kernel_seconds,
 )
+from cs336_systems.predict.time.operator_plan import HOST, operator_cells, operator_kernels, with_eager_rates
 from cs336_systems.predict.time.step_kernels import (
     AttentionPass,
     Matmul,
@@ -70,6 +71,7 @@ def calibration_cells(device: str) -> Iterator[dict[str, Any]]:
     for number, dim in enumerate(HEAD_DIMS):
         yield {"device": device, "part": ATTENTIONS, "number": number, "head_dim": dim}
     yield {"device": device, "part": LAUNCHES, "number": 0}
+    yield from operator_cells(device)
     yield {"device": device, "part": POWER, "number": 0}
 
 
@@ -79,7 +81,7 @@ def kernels_of(config: Mapping[str, Any]) -> list[tuple[RunConfig, Timed]]:
     if part == ATTENTIONS:
         return list(_attention_kernels(config["head_dim"]))
     if part not in RUNS:
-        return []
+        return operator_kernels(config, _random_run)
     rng = random.Random(f"{part} {config['number']}")
     found: dict[Timed, RunConfig] = {}
     for _ in range(RUNS[part] // CELLS[part]):
@@ -160,6 +162,10 @@ def profile_from(records: Iterable[Record]) -> GpuProfile:
         about=f"torch {environment.torch}, Triton {environment.triton}",
     )
     profile = dataclasses.replace(profile, matmul=fit_matmuls(kernels, profile))
+    if any(record.config["part"] == HOST for record in own):  # older calibrations have no rates of eager steps
+        host, capability = _numbers(own, KERNEL_TIME, HOST), environment.compute_capability or ""
+        clock = (environment.sm_clock_max_mhz or 1000) * 1e6
+        profile = with_eager_rates(profile, kernels, host, capability, clock)
     return dataclasses.replace(profile, power=_power(own), spread=spread_of(kernels, profile))
 
 
@@ -167,7 +173,7 @@ def measured_kernels(records: Iterable[Record]) -> list[Measured]:
     """Return the kernels that were timed one by one."""
     found = []
     for record in records:
-        if record.metric == KERNEL_TIME and record.ok and record.config["part"] not in (LAUNCHES, POWER):
+        if record.metric == KERNEL_TIME and record.ok and record.config["part"] not in (LAUNCHES, HOST, POWER):
             pairs = zip(kernels_of(record.config), record.numbers, strict=True)
             found += [Measured(kernel, seconds) for (_, kernel), seconds in pairs]
     return found
@@ -202,6 +208,6 @@ def spread_of(kernels: Sequence[Measured], profile: GpuProfile) -> float:
     errors = [
         abs(kernel_seconds(kernel, profile) / seconds - 1)
         for kernel, seconds in kernels
-        if isinstance(kernel, Matmul) and seconds > 1e-4
+        if isinstance(kernel, Matmul) and not kernel.precision and seconds > 1e-4
     ]
     return max(0.03, 1.5 * statistics.mean(errors)) if errors else 0.1

@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterable, Sequence
 from typing import NamedTuple, TypeVar
 
 from cs336_systems.predict.time.gpu_profile import AttentionRates, GpuProfile, MatmulRates, PassRates
-from cs336_systems.predict.time.kernel_seconds import attention_seconds, matmul_seconds, rates_name
+from cs336_systems.predict.time.kernel_seconds import attention_seconds, kernel_seconds, rates_name
 from cs336_systems.predict.time.step_kernels import AttentionPass, Matmul, Pass
 
 LARGEST_ERROR = 0.3
@@ -28,17 +28,20 @@ class Measured(NamedTuple):
     seconds: float
 
 
-def fit_matmuls(found: Sequence[Measured], profile: GpuProfile) -> MatmulRates:
-    """Return the rates of matmuls; `profile` has the peak and the number of SMs, and rates to begin with."""
-    own = [(one.kernel, one.seconds) for one in found if isinstance(one.kernel, Matmul)]
+def fit_matmuls(found: Sequence[Measured], profile: GpuProfile, precision: str = "") -> MatmulRates:
+    """Return the rates of matmuls of one precision, "" for 16 bits; `profile` has the peak and the number of SMs, and
+    rates to begin with."""
+    own = [(k, seconds) for k, seconds in found if isinstance(k, Matmul) and k.precision == precision]
 
     def error(rates: MatmulRates) -> float:
-        changed = dataclasses.replace(profile, matmul=rates)
-        return _mean_error(
-            (matmul_seconds(k.rows, k.columns, k.depth, k.adds, k.is_wide, changed), seconds) for k, seconds in own
-        )
+        if precision:
+            wide = {precision: dataclasses.replace(profile.wide[precision], rates=rates)}
+            changed = dataclasses.replace(profile, wide=wide)
+        else:
+            changed = dataclasses.replace(profile, matmul=rates)
+        return _mean_error((kernel_seconds(kernel, changed), seconds) for kernel, seconds in own)
 
-    return _search(profile.matmul, error)
+    return _search(profile.wide[precision].rates if precision else profile.matmul, error)
 
 
 def fit_passes(found: Iterable[Measured]) -> dict[str, PassRates]:
@@ -78,9 +81,11 @@ def fit_attention(found: Iterable[Measured], sms: int) -> dict[str, AttentionRat
         def error(rates: AttentionRates) -> float:
             return _mean_error((attention_seconds(kernel, rates, sms), seconds) for kernel, seconds in points)
 
-        begin = AttentionRates(1e-6, 4e-6, 3e-6)
-        ratio = statistics.median(seconds / attention_seconds(kernel, begin, sms) for kernel, seconds in points)
-        return _search(AttentionRates(*(ratio * rate for rate in dataclasses.astuple(begin))), error)
+        found = []
+        for begin in (AttentionRates(1e-6, 4e-6, 3e-6), AttentionRates(1e-6, 2e-7, 2e-7)):
+            ratio = statistics.median(seconds / attention_seconds(kernel, begin, sms) for kernel, seconds in points)
+            found.append(_search(AttentionRates(*(ratio * rate for rate in dataclasses.astuple(begin))), error))
+        return min(found, key=error)
 
     return {name: fitted(points) for name, points in by_name.items()}
 

@@ -9,7 +9,8 @@ import functools
 import json
 import os
 import warnings
-from dataclasses import dataclass
+from collections.abc import Iterator
+from dataclasses import dataclass, field
 from importlib.resources import files
 from pathlib import Path
 from typing import Any
@@ -82,6 +83,38 @@ class Power:
 
 
 @dataclass(frozen=True)
+class WideMatmuls:
+    """Matmuls of 32-bit operands, in fp32 or TF32."""
+
+    peak: float
+    """FLOP/s at the highest clock."""
+    rates: MatmulRates
+
+
+@dataclass(frozen=True)
+class HostRates:
+    """Seconds of the host in a step that it launches operator by operator. They vary from run to run, by a third and
+    more: other work of the machine and its Python count."""
+
+    forward: float
+    """For one kernel of forward that autograd records."""
+    inference: float
+    """For one kernel of forward without autograd."""
+    backward: float
+    """For one kernel of backward."""
+    parameter: float
+    """For one parameter in the optimizer, before its kernels begin."""
+    release: float
+    """For the graph of one block, which is freed after backward."""
+    step: float
+    """For all else in a step, while the GPU waits."""
+    gap: float
+    """Between two kernels that wait in the GPU's queue."""
+    compiled: float
+    """For one kernel of a compiled model, forward or backward."""
+
+
+@dataclass(frozen=True)
 class GpuProfile:
     gpu: str
     source: str
@@ -107,6 +140,12 @@ class GpuProfile:
     """Versions that were measured."""
     spread: float = 0.05
     """Half of the interval around a prediction, relative."""
+    wide: dict[str, WideMatmuls] = field(default_factory=dict)
+    """Matmuls of 32-bit operands, by precision."""
+    host: HostRates | None = None
+    """None where it was not measured: eager steps are not predicted then."""
+    spreads: dict[str, float] = field(default_factory=dict)
+    """Half of the interval around steps without the fast parts, by their kind."""
 
     def to_dict(self) -> dict[str, Any]:
         return dataclasses.asdict(self)
@@ -120,6 +159,11 @@ class GpuProfile:
                 "passes": {name: PassRates(**rates) for name, rates in found["passes"].items()},
                 "attention": {name: AttentionRates(**rates) for name, rates in found["attention"].items()},
                 "power": Power(**found["power"]) if found.get("power") else None,
+                "host": HostRates(**found["host"]) if found.get("host") else None,
+                "wide": {
+                    name: WideMatmuls(own["peak"], MatmulRates(**own["rates"]))
+                    for name, own in found.get("wide", {}).items()
+                },
             }
             return cls(**{**found, **parts})
         except (KeyError, TypeError, AttributeError) as error:
@@ -177,9 +221,10 @@ def profile_of(gpu: GPU, precision: str = "bf16") -> GpuProfile | None:
     if gpu.card in shipped:
         return shipped[gpu.card]
     model, peak = shipped["h200"], gpu.peak_flops(precision)
-    if peak is None or gpu.bandwidth is None:
+    narrow = peak if precision in ("bf16", "fp16") else gpu.peak_flops("bf16") or gpu.peak_flops("fp16")
+    if peak is None or narrow is None or gpu.bandwidth is None:
         return None
-    faster_math, faster_memory = peak / (H200_PEAK * TERA), gpu.bandwidth * GIGA / H200_BANDWIDTH
+    faster_math, faster_memory = narrow / (H200_PEAK * TERA), gpu.bandwidth * GIGA / H200_BANDWIDTH
     return dataclasses.replace(
         model,
         gpu=gpu.name,
@@ -187,14 +232,27 @@ def profile_of(gpu: GPU, precision: str = "bf16") -> GpuProfile | None:
         peak=model.peak * faster_math,
         bandwidth=model.bandwidth * faster_memory,
         passes={name: PassRates(own.bandwidth * faster_memory, own.fixed) for name, own in model.passes.items()},
-        attention={
-            name: AttentionRates(own.tile / faster_math, own.program, own.fixed)
-            for name, own in model.attention.items()
-        },
+        attention={name: _scaled_attention(name, own, faster_math, gpu) for name, own in model.attention.items()},
         power=_scaled_power(model.power, faster_math, faster_memory) if model.power else None,
         about="",
-        spread=0.25,
+        spread=GUESSED,
+        wide={name: WideMatmuls(own.peak * ratio, own.rates) for name, own, ratio in _wide_ratios(model, gpu)},
+        spreads={name: max(GUESSED, own) for name, own in model.spreads.items()},
     )
+
+
+def _wide_ratios(model: GpuProfile, gpu: GPU) -> Iterator[tuple[str, WideMatmuls, float]]:
+    """Return the matmuls of 32-bit operands, and how much faster they are on the GPU."""
+    for name, own in model.wide.items():
+        if (peak := gpu.peak_flops(name)) is not None:
+            yield name, own, peak / (H200_WIDE_PEAKS[name] * TERA)
+
+
+def _scaled_attention(name: str, own: AttentionRates, faster_math: float, gpu: GPU) -> AttentionRates:
+    """Return rates of attention; kernels in fp32 are as much faster as the GPU's CUDA cores are."""
+    is_wide = any(word in WIDE_ATTENTION for word in name.split())
+    ratio = gpu.peaks.fp32 / H200_WIDE_PEAKS["fp32"] if is_wide else faster_math
+    return AttentionRates(own.tile / ratio, own.program, own.fixed)
 
 
 def _scaled_power(power: Power, faster_math: float, faster_memory: float) -> Power:
@@ -205,3 +263,8 @@ def _scaled_power(power: Power, faster_math: float, faster_memory: float) -> Pow
 
 H200_PEAK, H200_BANDWIDTH = 989.4, 4800 * GIGA
 """The H200's own data sheet: dense bf16 TFLOP/s, bytes a second."""
+H200_WIDE_PEAKS = {"fp32": 66.9, "tf32": 494.7}
+WIDE_ATTENTION = ("efficient", "wide")
+"""Attention kernels in fp32."""
+GUESSED = 0.25
+"""Half of the interval around steps that are predicted from a data sheet."""

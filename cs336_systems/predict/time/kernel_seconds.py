@@ -31,6 +31,8 @@ TILE = 128
 def kernel_seconds(kernel: Kernel, profile: GpuProfile) -> float:
     """Return the seconds of one run of the kernel."""
     if isinstance(kernel, Matmul):
+        if kernel.batch > 1 or kernel.precision:
+            return operator_matmul_seconds(kernel, profile)
         return matmul_seconds(kernel.rows, kernel.columns, kernel.depth, kernel.adds, kernel.is_wide, profile)
     if isinstance(kernel, Pass):
         rates = profile.passes.get(kernel.name) or profile.passes["other"]
@@ -76,6 +78,31 @@ def matmul_seconds(rows: int, columns: int, depth: int, adds: bool, is_wide: boo
     return max(fastest, moved / profile.bandwidth) + rates.fixed
 
 
+def operator_matmul_seconds(kernel: Matmul, profile: GpuProfile) -> float:
+    """Return the time of matmuls in one kernel, each as large as `kernel` says, in 16 or 32 bits."""
+    wide = profile.wide.get(kernel.precision) if kernel.precision else None
+    rates, peak = (wide.rates, wide.peak) if wide else (profile.matmul, profile.peak)
+    size = 4 if kernel.precision else 2
+    sm_rate = peak / profile.sms * rates.efficiency
+    epilogue = rates.epilogue / (128 * 256)
+    fastest = math.inf
+    for tile_rows, tile_columns in TILES:
+        area = tile_rows * tile_columns
+        tiles = kernel.batch * -(-kernel.rows // tile_rows) * -(-kernel.columns // tile_columns)
+        per_depth = 2 * (area + rates.perimeter * (tile_rows + tile_columns)) / sm_rate
+        for split in SPLITS:
+            if split > 1 and (kernel.depth < LEAST_DEPTH * split or tiles * split > 4 * profile.sms):
+                break
+            rounds = tiles * split / profile.sms
+            rounds = 1.0 if rounds <= 1 else math.ceil(rounds) * (1 - rates.overlap) + rounds * rates.overlap
+            seconds = rounds * (per_depth * (kernel.depth / split + rates.more_depth) + epilogue * area)
+            if split > 1:
+                seconds += 8 * kernel.batch * kernel.rows * kernel.columns * split / SPLIT_BANDWIDTH
+            fastest = min(fastest, seconds)
+    moved = size * kernel.batch * (kernel.depth * (kernel.rows + kernel.columns) + kernel.rows * kernel.columns)
+    return max(fastest, moved / profile.bandwidth) + rates.fixed
+
+
 def rates_name(kernel: AttentionPass) -> str:
     """Return the name of the kernel's rates: its pass and head dim; backward of grouped heads has its own."""
     return f"{_pass_name(kernel)} {kernel.head_dim}"
@@ -109,7 +136,7 @@ def attention_seconds(kernel: AttentionPass, rates: AttentionRates, sms: int) ->
     KV head and all queries of its group."""
     blocks = -(-kernel.length // TILE)
     heads = kernel.batch * kernel.heads
-    group = kernel.heads // kernel.kv_heads if kernel.name == "backward" else 1
+    group = kernel.heads // kernel.kv_heads if kernel.is_backward else 1
     tiles, programs = heads * blocks * (blocks + 1) / 2, heads * blocks / group
     shared = (tiles * rates.tile + programs * rates.program) / sms
     return rates.fixed + max(shared, group * blocks * rates.tile + rates.program)

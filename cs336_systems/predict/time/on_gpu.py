@@ -1,11 +1,12 @@
 """Step times as commands and reports show them: of a configuration on a known GPU, with an interval. No torch."""
 
 import dataclasses
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 from cs336_systems.config import RunConfig
 from cs336_systems.predict.gpus import GPU, find_by_driver_name
+from cs336_systems.predict.time.eager_time import eager_step_time
 from cs336_systems.predict.time.gpu_profile import DATA_SHEET, GpuProfile, profile_of
 from cs336_systems.predict.time.step_kernels import CHUNK_BYTES
 from cs336_systems.predict.time.time_model import StepTime, step_time
@@ -42,14 +43,17 @@ class Predicted(NamedTuple):
 
 
 def predicted_on(config: RunConfig, gpu: GPU | None, micro_batches: int = 1) -> Predicted | None:
-    """Return the time of a fast step; None where its kernels or the GPU's rates are not known, and without a CUDA
-    graph, where the host's speed decides as much as the GPU's."""
-    if gpu is None or "graph" not in config.fast_parts or config.tokens * config.model.vocab_size > MOST_LOGITS:
+    """Return the time of a step, fast in a CUDA graph or without any of the fast parts; None where its kernels or the
+    GPU's rates are not known. Between the two the host's speed decides, by as much as the parts differ."""
+    if gpu is None or config.tokens * config.model.vocab_size > MOST_LOGITS:
         return None
     profile, peak = profile_of(gpu, config.precision), gpu.peak_flops(config.precision)
     if profile is None or peak is None:
         return None
-    time = step_time(config, profile, micro_batches)
+    if "graph" in config.fast_parts:
+        time = step_time(config, profile, micro_batches)
+    else:
+        time = eager_step_time(config, profile) if micro_batches == 1 else None
     return Predicted(time, profile, peak) if time else None
 
 
@@ -88,3 +92,18 @@ def source_notes(found: Iterable[Predicted]) -> list[Text]:
             )
         )
     return notes
+
+
+def launch_notes(found: Sequence[Predicted]) -> list[Text]:
+    """Name the steps that the host's launches bound: a faster GPU would not make them shorter."""
+    bound = [one.time.config for one in found if one.time.is_launch_bound]
+    if not bound:
+        return []
+    names = listed(f"{own.size}, {own.batch_size} x {own.model.context_length}" for own in bound)
+    return [
+        say(
+            "launch-bound, the host needs longer than the GPU, and its time varies: {}; --fast on has no such bound",
+            "受限于主机发射内核（主机比 GPU 慢，耗时不稳定）：{}；--fast on 无此限制",
+            names,
+        )
+    ]

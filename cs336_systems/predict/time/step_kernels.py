@@ -32,10 +32,14 @@ class Matmul(NamedTuple):
     """The result is added to what is in memory."""
     is_wide: bool = False
     """The result is fp32 where the operands are not."""
+    batch: int = 1
+    """Matmuls of one kernel."""
+    precision: str = ""
+    """ "fp32" or "tf32" for operands of 32 bits."""
 
     @property
     def flops(self) -> int:
-        return 2 * self.rows * self.columns * self.depth
+        return 2 * self.batch * self.rows * self.columns * self.depth
 
 
 class Pass(NamedTuple):
@@ -49,7 +53,7 @@ class Pass(NamedTuple):
 
 class AttentionPass(NamedTuple):
     name: str
-    """ "forward" or "backward"."""
+    """ "forward" or "backward"; of kernels that are not this package's in 16 bits, their name follows."""
     batch: int
     heads: int
     kv_heads: int
@@ -58,10 +62,14 @@ class AttentionPass(NamedTuple):
     times: int = 1
 
     @property
+    def is_backward(self) -> bool:
+        return self.name.startswith("backward")
+
+    @property
     def flops(self) -> int:
         """FLOPs of visible pairs: two matmuls forward, five backward."""
         pairs = self.batch * self.heads * self.length * (self.length + 1) // 2
-        return (10 if self.name == "backward" else 4) * pairs * self.head_dim
+        return (10 if self.is_backward else 4) * pairs * self.head_dim
 
 
 class Small(NamedTuple):

@@ -14,6 +14,7 @@ from cs336_systems.predict.time.gpu_profile import GpuProfile, Power
 from cs336_systems.predict.time.kernel_seconds import ATTENTION, MATMUL, PASS, SMALL, kernel_seconds, kind_of
 from cs336_systems.predict.time.step_kernels import (
     Kernel,
+    Matmul,
     Pass,
     Small,
     forward_kernels,
@@ -22,6 +23,8 @@ from cs336_systems.predict.time.step_kernels import (
 )
 
 KINDS = (MATMUL, ATTENTION, PASS, SMALL)
+WIDE_ENERGY = {"fp32": 0.0, "tf32": 2.0}
+"""Energy of a FLOP over that in 16 bits. Rates in fp32 are those at the clock that such work has, whatever it is."""
 LOWEST_CLOCK = 0.4
 """Bound of the search for a clock, relative to the highest."""
 
@@ -65,12 +68,18 @@ class StepTime:
     gaps: float
     """Seconds between kernels."""
     host: float
-    """Seconds of the host's launches, which bound a step without a CUDA graph; 0 with one."""
+    """Seconds of the host's launches, which bound a step without a CUDA graph from below; 0 with one."""
     micro_batches: int
 
     @property
     def is_launch_bound(self) -> bool:
-        return self.host >= self.seconds
+        """True if the host needs longer to launch the kernels than the GPU to run them."""
+        return 0 < sum(seconds for _, seconds in self.kernels) + self.gaps <= self.host
+
+    @property
+    def spread(self) -> float:
+        """Half of the interval around the prediction, relative."""
+        return (self.high - self.low) / (2 * self.seconds)
 
     @property
     def tokens_per_second(self) -> float:
@@ -170,6 +179,8 @@ def _joules(kernel: Kernel, power: Power) -> float:
         return kernel.times * kernel.bytes * power.per_byte
     if isinstance(kernel, Small):
         return 0.0
+    if isinstance(kernel, Matmul) and kernel.precision:
+        return kernel.times * kernel.flops * power.per_flop[MATMUL] * WIDE_ENERGY[kernel.precision]
     return kernel.times * kernel.flops * power.per_flop[kind_of(kernel)]
 
 

@@ -155,14 +155,15 @@ def test_notes_name_the_largest_model_and_a_way_to_fit_the_next():
 
 def test_a_shape_of_ones_own_is_one_row_and_several_gpus_are_rows():
     shape = {"d_model": 512, "num_layers": 6, "num_heads": 8, "d_ff": 1536, "vocab_size": 50304}
-    (table,) = fit_tables(FitArguments(gpu="4090, 8GiB,h100", context_lengths=(256, 512), **shape))
+    table, times = fit_tables(FitArguments(gpu="4090, 8GiB,h100", context_lengths=(256, 512), **shape))
+    assert {row[0] for row in times.rows} == {"4090, 23.5 GiB", "h100, 79.2 GiB"}, "a size of memory has no rates"
     assert [row[0] for row in table.rows] == ["4090, 23.5 GiB", "8GiB", "h100, 79.2 GiB"]
     assert "512/1536/6/8" in table.title.en
     batches = [int(row[1].split()[0]) for row in table.rows]
     assert batches[1] < batches[0] < batches[2]
     tables = fit_tables(FitArguments(gpu="4090,h100", sizes=("tiny", "small"), context_length=128))
-    assert [len(found.rows) for found in tables] == [2, 2]
-    assert "on h100, 79.2 GiB" in tables[1].title.en
+    assert [len(found.rows) for found in tables] == [2, 2, 2, 2]
+    assert all("on h100, 79.2 GiB" in found.title.en for found in tables[2:])
     assert [row[0] for row in fit_table(FitArguments(size="xl", context_length=128)).rows] == ["xl"]
 
 

@@ -48,6 +48,15 @@ def test_days_and_money_are_of_the_rate_in_the_same_row():
     assert without_price.columns[-1].name.en == "days"
 
 
+def test_eager_steps_have_a_time_and_launch_bound_ones_are_named():
+    _, times = fit_tables(FitArguments(gpu="h200", sizes=("small", "2.7B"), context_length=256, batch_size=4))
+    assert [row[0] for row in times.rows] == ["small", "2.7B"]
+    (note,) = [note for note in times.notes if note.en.startswith("launch-bound")]
+    assert "small, 4 x 256;" in note.en
+    assert "2.7B" not in note.en
+    assert note.zh != note.en
+
+
 def test_configurations_that_do_not_fit_have_no_time():
     tables = fit_tables(FitArguments(gpu="4090", sizes=("small", "2.7B"), context_lengths=(512,), **FAST))
     assert [row[0] for row in tables[0].rows] == ["small", "2.7B"]
@@ -69,7 +78,7 @@ def test_rates_of_a_data_sheet_are_said_to_be_that_and_wider():
 @pytest.mark.parametrize(
     ("fields", "words"),
     [
-        ({"gpu": "h200"}, "--precision bf16 --attention auto --fast on"),
+        ({"gpu": "h200", "precision": "fp16"}, "--precision bf16 --attention auto --fast on"),
         ({"gpu": "h200", **FAST, "attention": "sdpa"}, "--attention auto"),
         ({"gpu": "h200", **FAST, "fast": "kernels,loss,optimizer"}, "--fast on"),
         ({"gpu": "h200", **FAST, "mode": "forward-backward"}, "--mode train-step"),

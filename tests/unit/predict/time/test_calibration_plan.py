@@ -5,10 +5,11 @@ import dataclasses
 import pytest
 import torch
 
-from cs336_systems.config import RunConfig, UserError
-from cs336_systems.experiments.kernels import measure_calibration
+from cs336_systems.config import RunConfig, UserError, model_config
+from cs336_systems.experiments.kernels import measure_calibration, measure_operators
 from cs336_systems.predict.time import calibration_plan as calibration
 from cs336_systems.predict.time import gpu_profile as profiles
+from cs336_systems.predict.time import operator_plan
 from cs336_systems.predict.time.calibration_plan import (
     ATTENTIONS,
     CLOCK,
@@ -29,9 +30,22 @@ from cs336_systems.predict.time.calibration_plan import (
     measured_kernels,
     profile_from,
 )
+from cs336_systems.predict.time.eager_kernels import (
+    CAST,
+    COPY,
+    MIXED,
+    POINTWISE,
+    RMS_NORM,
+    SOFTMAX,
+    STRIDED,
+    TRANSPOSED,
+)
+from cs336_systems.predict.time.eager_time import eager_step_time
 from cs336_systems.predict.time.kernel_seconds import kernel_seconds
+from cs336_systems.predict.time.operator_plan import HOST
 from cs336_systems.predict.time.step_kernels import AttentionPass, Matmul, Pass, gradient_kernels, update_kernels
 from cs336_systems.record import Environment, Record
+from cs336_systems.step.train_step import set_matmul_precision
 from tests.unit.test_families import FAMILIES
 
 ENVIRONMENT = Environment(
@@ -52,6 +66,7 @@ def records():
     """A short calibration of a GPU that is exactly as the shipped profile says."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(calibration, "RUNS", {MATMULS: 8, PASSES: 6})
+        patch.setattr(operator_plan, "RUNS_OF_A_PART", 3)
         yield records_of(h200())
 
 
@@ -61,6 +76,10 @@ def records_of(profile):
         if config["part"] == LAUNCHES:
             found.append(record(config, KERNEL_TIME, profile.small, profile.gap, profile.launch))
             found.append(record(config, MULTIPROCESSORS, profile.sms))
+        elif config["part"] == HOST:
+            rates = profile.host
+            times = (rates.forward, rates.inference, rates.backward, rates.parameter, rates.release, rates.step)
+            found.append(record(config, KERNEL_TIME, *times, rates.compiled))
         elif config["part"] == POWER:
             found += power_records(config)
         else:
@@ -109,6 +128,70 @@ def test_the_fit_finds_the_rates_that_made_the_times(records, fitted):
     assert sum(errors) / len(errors) < 0.02
     for name in ("swiglu", "adamw", "add_norm_backward"):
         assert found.passes[name].bandwidth == pytest.approx(expected.passes[name].bandwidth, rel=0.03)
+
+
+def test_the_fit_finds_the_rates_of_eager_steps(records, fitted):
+    expected = h200()
+    assert fitted.host == expected.host
+    assert fitted.spreads == expected.spreads
+    for precision in ("fp32", "tf32"):
+        assert fitted.wide[precision].peak == pytest.approx(expected.wide[precision].peak, rel=2e-3)
+    wide = [(k, seconds) for k, seconds in measured_kernels(records) if isinstance(k, Matmul) and k.precision]
+    errors = [abs(kernel_seconds(k, fitted) / (seconds - fitted.gap) - 1) for k, seconds in wide]
+    assert len(errors) > 50
+    assert sum(errors) / len(errors) < 0.04
+    for name in ("cast", "masked", "softmax"):
+        assert fitted.passes[name].bandwidth == pytest.approx(expected.passes[name].bandwidth, rel=0.03)
+    assert "backward efficient 128" in fitted.attention
+    run = RunConfig(model=model_config("2.7B", context_length=512), attention="sdpa", device="cuda")
+    assert eager_step_time(run, fitted).seconds == pytest.approx(eager_step_time(run, expected).seconds, rel=0.05)
+
+
+def test_a_calibration_from_before_eager_steps_still_gives_a_profile(records):
+    new = (operator_plan.HOST, operator_plan.OPERATORS, operator_plan.WIDE, operator_plan.LIBRARIES)
+    older = profile_from([item for item in records if item.config["part"] not in new])
+    assert (older.host, older.wide) == (None, {})
+    run = RunConfig(model=model_config("small"), device="cuda")
+    assert eager_step_time(run, older) is None
+
+
+def test_every_operator_of_an_eager_step_can_be_timed():
+    device = torch.device("cpu")
+    run = RunConfig(model=FAMILIES["qwen3"], batch_size=2, device="cuda")
+    for name in operator_plan.TIMED_PASSES:
+        measure_operators.operator_call(Pass(name, 1 << 16), run, device)(0)
+    for library in operator_plan.LIBRARY_KERNELS:
+        kernel = AttentionPass(f"backward {library}", 1, 2, 2, 16, 8)
+        for call in measure_operators.library_attention(kernel, device):
+            call(0)
+    matmul = Matmul("matmul", 8, 4, 16, "forward", batch=3, precision="tf32")
+    try:
+        assert measure_operators.wide_matmul(matmul, device)(0).shape == (3, 8, 4)
+    finally:
+        set_matmul_precision("fp32")
+
+
+@pytest.mark.parametrize(
+    ("name", "tensors"),
+    [(POINTWISE, 12), (CAST, 6), (MIXED, 10), (STRIDED, 8), (TRANSPOSED, 8), (COPY, 8), (SOFTMAX, 8), (RMS_NORM, 8)],
+)
+def test_an_operator_moves_the_bytes_of_its_pass(name, tensors):
+    """The result has as many elements as the bytes of the pass over those of one element."""
+    run = RunConfig(model=FAMILIES["llama"], batch_size=2, device="cuda")
+    elements = run.model.d_model * 3 * 64 * 64
+    out = measure_operators.operator_call(Pass(name, tensors * elements), run, torch.device("cpu"))(0)
+    assert out.numel() == elements
+
+
+def test_the_host_is_timed_by_a_small_step(monkeypatch):
+    model = dataclasses.replace(measure_operators.HOST_MODEL, d_model=32, d_ff=32, num_layers=2, context_length=8)
+    monkeypatch.setattr(measure_operators, "HOST_MODEL", model)
+    monkeypatch.setattr(measure_operators, "HOST_STEPS", 2)
+    config = {"device": "cpu", "part": operator_plan.HOST, "number": 0}
+    (metric,) = measure_calibration.measure_calibration(config)
+    assert len(metric.samples) == 7
+    assert all(seconds > 0 for seconds in metric.samples[:4])
+    assert all(seconds >= 0 for seconds in metric.samples[4:])
 
 
 def test_the_power_model(records, fitted):
