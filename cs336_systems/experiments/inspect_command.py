@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING
 
 from cs336_systems.config import UserError, flag
 from cs336_systems.experiments.kernels.kernel_time import KIND_NAMES, kernel_tables
+from cs336_systems.experiments.training.fp8_shares import lost_table
 from cs336_systems.files import all_kept
 from cs336_systems.measure.readers.kernel_classes import GAP, HOST
 from cs336_systems.record import GIB, MIB
@@ -40,7 +41,10 @@ IDLE = Text(
 @dataclass(frozen=True)
 class InspectArguments:
     files: tuple[str, ...] = flag(
-        (), "traces of torch.profiler (.json, .json.gz) or nsys (.sqlite), snapshots", positional=True, metavar="FILE"
+        (),
+        "traces of torch.profiler (.json, .json.gz) or nsys (.sqlite), snapshots, records of a run in FP8",
+        positional=True,
+        metavar="FILE",
     )
     critical_path: bool = flag(False, "of a trace: which kernels, gaps and host time make up the time of a step")
     what_if: tuple[str, ...] = flag(
@@ -77,7 +81,12 @@ def inspected(path: Path, arguments: InspectArguments) -> list[Table]:
                 f"{str(path)!r} is a memory snapshot; --critical_path and --what_if need a trace of kernels"
             )
         return _memory_tables(path, read_snapshot(path))
-    raise UserError(f"{str(path)!r}: traces end in .json, .json.gz or .sqlite, memory snapshots in .pickle")
+    if name.endswith(".jsonl"):
+        return [lost_table(path)]
+    raise UserError(
+        f"{str(path)!r}: traces end in .json, .json.gz or .sqlite, memory snapshots in .pickle, records of a training "
+        "run in .jsonl"
+    )
 
 
 def _kernel_tables(path: Path, trace: "Trace", _: InspectArguments) -> list[Table]:

@@ -7,6 +7,7 @@ import pytest
 import torch
 
 from cs336_systems import record
+from cs336_systems.cli import main
 from cs336_systems.flags import build
 from cs336_systems.kernels.fused.fp8_run import TENSORS
 from cs336_systems.parallel.launch import process_group
@@ -70,6 +71,20 @@ def test_checked_steps_are_recorded(place, alone):
         assert item.config["blocks"] == "0,1"
         assert len(item.samples) == 2
         assert all(0 <= share < 0.5 for share in item.samples)
+
+
+def test_inspect_shows_what_was_lost(place, alone, capsys):
+    settings = fields(place / "inspected", **FP8)
+    done(settings)
+    capsys.readouterr()
+    path = Path(settings["output"]) / record.RECORDS
+    assert main(["inspect", str(path)]) == 0
+    shown = capsys.readouterr().out
+    assert all(tensor in shown for tensor in TENSORS)
+    assert "2 steps were checked" in shown
+    path.write_text("".join(line for line in path.read_text().splitlines(True) if "fp8 lost" not in line))
+    assert main(["inspect", str(path)]) == 2
+    assert "has no records of a training run in FP8" in capsys.readouterr().err
 
 
 def test_a_block_that_loses_too_much_returns_to_bf16_and_stays_there(place, alone):
