@@ -135,7 +135,7 @@ def _speed(cells: Cells) -> Text | None:
             return said
         best = min(rivals, key=lambda cell: known(cell, "step_time"))
         seconds = known(best, "step_time")
-        return together(said, beside(seconds / fp8, with_time(_name(best), ms(seconds))))
+        return say("{}; {}", "{}；{}", said, beside(seconds / fp8, with_time(_name(best), ms(seconds))))
     return None
 
 
