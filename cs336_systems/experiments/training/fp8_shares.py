@@ -1,4 +1,4 @@
-"""What FP8 has lost in a training run, from its records: a table for `cs336 inspect`."""
+"""A table for `cs336 inspect`: elements that FP8 has lost in a training run, from its records."""
 
 from pathlib import Path
 from typing import NamedTuple
