@@ -60,9 +60,11 @@ class Rates(NamedTuple):
 
     @classmethod
     def of(cls, gpu: GPU | None, precision: str = "bf16") -> "Rates":
-        """Return the rates of a GPU; those of an H200 for an unknown one."""
-        peak = (gpu.peak_flops(precision) if gpu else None) or 989.4 * TERA
-        return cls(MATMUL_SHARE * peak, ATTENTION_SHARE * peak, (gpu.host_link if gpu else HOST_LINK) * GIGA)
+        """Return the rates of a GPU; those of an H200 for an unknown one. Attention is never in FP8."""
+        known = "bf16" if precision == "fp8" else precision
+        peak = (gpu.peak_flops(known) if gpu else None) or 989.4 * TERA
+        matmul = 2 * peak if precision == "fp8" else peak
+        return cls(MATMUL_SHARE * matmul, ATTENTION_SHARE * peak, (gpu.host_link if gpu else HOST_LINK) * GIGA)
 
 
 @dataclass(frozen=True)

@@ -123,7 +123,7 @@ def test_inspect_shows_a_trace_without_phases(tmp_path, capsys):
     assert "sgemm_nn" in shown
 
 
-@pytest.mark.parametrize("name", ["table.csv", "records.jsonl", "noend"])
+@pytest.mark.parametrize("name", ["table.csv", "records.txt", "noend"])
 def test_inspect_names_a_file_of_another_kind(name, elsewhere, capsys):
     (elsewhere / name).write_text("x")
     assert_refused(["inspect", name], [name, ".sqlite"], capsys)

@@ -146,7 +146,7 @@ def test_flags_have_the_names_of_the_flat_form(output):
     """The manifests of checkpoints hold the flat form, so these names are part of a file format."""
     settings = settings_of(output, final_share=0.25, checkpoint_blocks=2, most_skipped=3)
     names = [found.name for found in flags_of(TrainSettings)]
-    assert len(set(names)) == len(names) == 64
+    assert len(set(names)) == len(names) == 65
     flat = settings.to_dict()
     assert flat.keys() == {*names, "model"}
     assert (flat["final_share"], flat["warmup_steps"], flat["checkpoint_blocks"]) == (0.25, 1, 2)
@@ -235,7 +235,7 @@ def test_a_bf16_optimizer_state_needs_the_packed_optimizer(output):
         (dataclasses.replace(settings, compute=dataclasses.replace(settings.compute, fast="off")), 1),
         (settings_of(output, precision="fp32", optimizer_state="bf16", fast="on"), 1),
     ):
-        with pytest.raises(UserError, match="optimizer_state bf16 needs precision bf16 and the optimizer"):
+        with pytest.raises(UserError, match="optimizer_state bf16 needs precision bf16 or fp8 and the optimizer"):
             refused.run_config("cpu", ranks)
 
 
