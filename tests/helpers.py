@@ -115,6 +115,7 @@ def assert_refused(argv: list[str], named: list[str], capture: Any) -> str:
 
     `capture`: pytest's capsys or capfd.
     """
+    assert Path.cwd() != ROOT, "it would read every file of the repository: use the fixture `elsewhere`"
     before = files(Path.cwd())
     code = exit_code(argv)
     printed = capture.readouterr()

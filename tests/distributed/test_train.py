@@ -967,7 +967,8 @@ def test_a_missing_rank_is_named_by_the_others(number, timeout, flags, start_eac
         assert rank.wait() == 1
         assert "rank 1 of 3 died or does not answer" in rank.printed("stderr")
         assert "Traceback" not in rank.printed("stderr")
-        assert "closed" not in rank.printed("stderr")
+        # torch itself may log a lost connection, with the rank before it, if its heartbeat comes at that moment.
+        assert not [line for line in rank.printed("stderr").splitlines() if "closed" in line and line[:5] != "[rank"]
 
 
 def assert_refused_by_all(ranks: list[Command], *named: str) -> None:

@@ -552,15 +552,15 @@ def test_inspect_prints_the_critical_path_and_each_scenario(script, tmp_path, ca
         (["--power_limited"], ["--power_limited", "--what_if"]),
     ],
 )
-def test_mistakes_in_the_flags(flags, named, script, tmp_path, capsys):
-    assert_refused(["inspect", str(gpu_bound(script).write(tmp_path)), *flags], named, capsys)
+def test_mistakes_in_the_flags(flags, named, script, elsewhere, capsys):
+    assert_refused(["inspect", str(gpu_bound(script).write(elsewhere)), *flags], named, capsys)
 
 
-def test_a_snapshot_and_a_trace_without_a_gpu_have_no_such_answer(script, tmp_path, capsys):
-    (tmp_path / "s.pickle").write_bytes(b"")
-    assert_refused(["inspect", str(tmp_path / "s.pickle"), "--critical_path"], ["s.pickle", "trace"], capsys)
+def test_a_snapshot_and_a_trace_without_a_gpu_have_no_such_answer(script, elsewhere, capsys):
+    (elsewhere / "s.pickle").write_bytes(b"")
+    assert_refused(["inspect", str(elsewhere / "s.pickle"), "--critical_path"], ["s.pickle", "trace"], capsys)
     script.event("cpu_op", "aten::mm", 0, 5, MAIN)
-    path = str(script.write(tmp_path))
+    path = str(script.write(elsewhere))
     assert_refused(["inspect", path, "--what_if", "matmul=2", "--power_limited"], [path, "GPU"], capsys)
 
 
@@ -572,6 +572,6 @@ def test_a_snapshot_and_a_trace_without_a_gpu_have_no_such_answer(script, tmp_pa
     ],
     ids=["empty", "negative duration"],
 )
-def test_traces_that_cannot_be_replayed(change, named, script, tmp_path, capsys):
+def test_traces_that_cannot_be_replayed(change, named, script, elsewhere, capsys):
     change(gpu_bound(script))
-    assert_refused(["inspect", str(script.write(tmp_path)), "--critical_path"], ["trace.json", named], capsys)
+    assert_refused(["inspect", str(script.write(elsewhere)), "--critical_path"], ["trace.json", named], capsys)
