@@ -9,6 +9,7 @@ import time
 import uuid
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -16,11 +17,18 @@ import pytest
 
 from cs336_systems.cli import main
 from cs336_systems.config import ModelConfig, RunConfig, UserError
-from cs336_systems.record import CELL_TIME, Environment, Record
+from cs336_systems.record import CELL_TIME, Environment, Record, load
 
 ROOT = Path(__file__).resolve().parents[1]
 PACKAGE = ROOT / "cs336_systems"
 CS336 = Path(sys.executable).with_name("cs336")
+
+
+@cache
+def records_of_h200(file: str = "records") -> list[Record]:
+    """A file of results/h200: reading it takes a second, and several modules of tests compare with it."""
+    return list(load(ROOT / f"results/h200/{file}.jsonl").records)
+
 
 SHAPE = {"vocab_size": 64, "d_model": 16, "num_layers": 1, "num_heads": 2, "d_ff": 32}
 """As small as it gets. With the default warm-up of 5 cells share one worker; with less each starts its own."""

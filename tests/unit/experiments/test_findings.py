@@ -12,13 +12,13 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from cs336_systems.experiments.catalogue import catalogue
-from cs336_systems.record import CELL_TIME, Record, load
+from cs336_systems.record import CELL_TIME, Record
 from cs336_systems.report.cells import by_experiment, group
 from cs336_systems.report.names import IMPLEMENTATIONS
 from cs336_systems.report.sections import findings_of
 from cs336_systems.text import Text
 from tests.golden.report_goldens import some_records
-from tests.helpers import ROOT
+from tests.helpers import records_of_h200
 from tests.unit.report.step_cells import OOM, numbers
 from tests.unit.report.test_sections import SAMPLES
 
@@ -148,6 +148,6 @@ def test_findings_of_any_values_are_readable(experiment, seed):
 
 def test_findings_of_all_records_are_readable():
     files = ("records", "loss_curves", "other_card/records")
-    every = [record for file in files for record in load(ROOT / f"results/h200/{file}.jsonl").records]
+    every = [record for file in files for record in records_of_h200(file)]
     for name, cells in by_experiment(group(every)).items():
         require_readable(findings_of(catalogue()[name], cells))

@@ -30,15 +30,14 @@ from cs336_systems.predict.optimize import (
 )
 from cs336_systems.predict.time.gpu_profile import profile_of
 from cs336_systems.predict.time.time_model import step_time
-from cs336_systems.record import GIB, load
+from cs336_systems.record import GIB
 from cs336_systems.report.cells import group
-from tests.helpers import ROOT
+from tests.helpers import records_of_h200
 
 H200 = find_card("h200")
 PROFILE = profile_of(H200)
 SEQUENCES = 12
 CAPACITY = 139.8 * GIB
-RECORDS = ROOT / "results" / "h200" / "records.jsonl"
 
 
 def task(memory=math.inf, profile=PROFILE, sequences=SEQUENCES, **fields):
@@ -238,7 +237,7 @@ def test_times_of_plans_agree_with_an_h200(size, context, budget):
     """The steps that `memory_budgets` measured."""
     measured = [
         cell
-        for cell in group(one for one in load(RECORDS).records if one.experiment == "memory_budgets")
+        for cell in group(one for one in records_of_h200() if one.experiment == "memory_budgets")
         if (cell.get("size"), cell.get("context_length"), cell.get("memory_budget")) == (size, context, budget)
     ]
     (cell,) = measured

@@ -10,13 +10,13 @@ from hypothesis import strategies as st
 
 from cs336_systems.config import MODES
 from cs336_systems.experiments.catalogue import catalogue
-from cs336_systems.record import CELL_TIME, Metric, load
+from cs336_systems.record import CELL_TIME, Metric
 from cs336_systems.report.cells import CellView, by_experiment, group
 from cs336_systems.report.presentation import Presentation, every_metric, presentation_of
 from cs336_systems.report.sections import charts_of, findings_of, in_order
 from cs336_systems.table import FORMATS
 from cs336_systems.text import Text
-from tests.helpers import ROOT
+from tests.helpers import records_of_h200
 from tests.unit.experiments.attention.attention_cells import SAMPLES as ATTENTION
 from tests.unit.experiments.attention.attention_cells import records_of
 from tests.unit.experiments.kernels.samples import SAMPLES as KERNELS
@@ -213,7 +213,7 @@ NAMES = {
 
 @pytest.fixture(scope="module")
 def h200():
-    return [r for file in ("records", "loss_curves") for r in load(ROOT / f"results/h200/{file}.jsonl").records]
+    return [r for file in ("records", "loss_curves") for r in records_of_h200(file)]
 
 
 @pytest.fixture(scope="module")

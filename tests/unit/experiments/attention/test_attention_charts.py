@@ -5,10 +5,10 @@ from functools import cache
 import pytest
 
 from cs336_systems.experiments.catalogue import catalogue
-from cs336_systems.record import GIB, Environment, load
+from cs336_systems.record import GIB, Environment
 from cs336_systems.report.cells import group
 from cs336_systems.report.sections import charts_of
-from tests.helpers import ROOT
+from tests.helpers import records_of_h200
 from tests.unit.experiments.attention.attention_cells import (
     OOM,
     flash_cell,
@@ -232,8 +232,7 @@ def test_memory_is_compared_with_naive_attention_at_the_greatest_length():
 
 @cache
 def h200():
-    records = load(ROOT / "results/h200/records.jsonl").records
-    return group(record for record in records if record.experiment in NAMES)
+    return group(record for record in records_of_h200() if record.experiment in NAMES)
 
 
 def test_no_implementation_on_the_h200_is_above_the_roof():

@@ -2,7 +2,6 @@
 
 import dataclasses
 import statistics
-from pathlib import Path
 
 import pytest
 
@@ -22,11 +21,10 @@ from cs336_systems.predict.time.eager_time import (
 from cs336_systems.predict.time.gpu_profile import GpuProfile, profile_of, shipped_profiles
 from cs336_systems.predict.time.on_gpu import predicted_on
 from cs336_systems.predict.time.step_kernels import Matmul
-from cs336_systems.record import load
 from cs336_systems.report.step_errors import corrected, is_fitted, llmq_errors, published_errors, recorded_errors
+from tests.helpers import records_of_h200
 from tests.unit.test_families import FAMILIES
 
-RECORDS = Path(__file__).parents[4] / "results/h200/records.jsonl"
 H200 = shipped_profiles()["h200"]
 
 
@@ -122,7 +120,7 @@ def test_a_data_sheet_scales_each_precision_by_its_own_peak():
 
 @pytest.fixture(scope="module")
 def recorded():
-    return recorded_errors(load(RECORDS).records)
+    return recorded_errors(records_of_h200())
 
 
 def test_recorded_steps_that_no_rate_was_fitted_to(recorded):
