@@ -33,6 +33,7 @@ trap : TERM
 srun --ntasks-per-node=1 --kill-on-bad-exit=0 --wait={wait}{container} \\
     {torchrun} &
 step=$!
+[ "$stopped" -eq 0 ] || kill -USR1 "$step"  # the signal came before srun had a number
 while wait "$step"; code=$?; kill -0 "$step" 2> /dev/null; do :; done  # a trap ends a wait
 [ "$stopped" -eq 0 ] || {{ wait "$step"; code=$?; }}  # the exit code of srun, not of the trap
 
