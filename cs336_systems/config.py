@@ -23,6 +23,10 @@ LOW_PRECISIONS = ("bf16", "fp16", "fp8")
 """Precisions whose activations have 16 bits. With "fp8" these are bf16, and the operands of the blocks' matmuls FP8."""
 FP8_MULTIPLE = 16
 """The dimensions of a matmul in FP8 are multiples of this."""
+FP8_LOST = "fp8 lost: "
+"""Beginning of the metrics of a training run that say what FP8 has lost of each tensor."""
+LARGEST_LOST_SHARE = 0.5
+"""A block that has lost a larger share of a tensor's elements returns to bf16."""
 ATTENTIONS = ("auto", "reference", "flash_torch", "flash_triton", "flash_hopper", "sdpa")
 
 FAST_PARTS = ("kernels", "loss", "optimizer", "graph")

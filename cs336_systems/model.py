@@ -22,7 +22,8 @@ from cs336_systems.kernels.flash.operators import cast_for_autocast
 from cs336_systems.kernels.flash.packing import Packing
 from cs336_systems.kernels.flash.prefix import PrefixAttention
 from cs336_systems.kernels.fused import nodes as fused
-from cs336_systems.kernels.fused.block import Setting, Weights, planned_block
+from cs336_systems.kernels.fused.block import planned_block
+from cs336_systems.kernels.fused.block_run import Setting, Weights
 from cs336_systems.kernels.fused.fp8_blocks import Fp8Blocks
 from cs336_systems.kernels.fused.host_memory import HostMemory
 from cs336_systems.kernels.fused.nodes import HeadNorms

@@ -1,17 +1,16 @@
 """Watches the FP8 tensors of a training run, and returns blocks to bf16 that lose too much.
 
 The rule: in every N-th step the elements that became 0 are counted. A block of which some tensor has lost more than
-LARGEST_SHARE of its elements computes in bf16 from the next step on, for the rest of the run. Overflow needs no rule:
-scales are those of the step itself, and a step with values that are not finite is left out, as in any precision.
+LARGEST_LOST_SHARE of its elements computes in bf16 from the next step on, for the rest of the run. Overflow needs no
+rule: scales are those of the step itself, and a step with values that are not finite is left out, as in any precision.
 """
 
 from collections.abc import Iterable
 
+from cs336_systems.config import LARGEST_LOST_SHARE
 from cs336_systems.kernels.fused.fp8_blocks import Fp8Blocks, LostShare
 from cs336_systems.model import TransformerLM
 from cs336_systems.step.train_step import TrainStep
-
-LARGEST_SHARE = 0.5
 
 
 class Fp8Watch:
@@ -45,7 +44,7 @@ class Fp8Watch:
         """Let blocks that have lost too much return to bf16; return the largest share of each of them."""
         worst: dict[int, LostShare] = {}
         for share in shares:
-            if share.share > max(LARGEST_SHARE, worst[share.block].share if share.block in worst else 0.0):
+            if share.share > max(LARGEST_LOST_SHARE, worst[share.block].share if share.block in worst else 0.0):
                 worst[share.block] = share
         self.leave(worst)
         return list(worst.values())

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 
 from cs336_systems import record
-from cs336_systems.config import RunConfig
+from cs336_systems.config import FP8_LOST, RunConfig
 from cs336_systems.kernels.fused.fp8_blocks import LostShare
 from cs336_systems.measure.environment import capture
 from cs336_systems.parallel.launch import Rank
@@ -71,7 +71,7 @@ class RunLog:
         """Note the share of elements that FP8 has lost of each tensor of the checked blocks, the first block first."""
         metrics: dict[str, tuple[str, list[float]]] = {}
         for share in shares:
-            metrics.setdefault(f"fp8 lost: {share.tensor}", ("1", []))[1].append(share.share)
+            metrics.setdefault(f"{FP8_LOST}{share.tensor}", ("1", []))[1].append(share.share)
         self._note(step, metrics, blocks=",".join(str(share.block) for share in shares if share.tensor == "input"))
 
     def step(self, step: int, loss: float, norm: float, rate: float, seconds: float) -> None:

@@ -35,6 +35,15 @@ def rank_groups():
     groups.close()
 
 
+@pytest.fixture(scope="module")
+def alone():
+    """This process as a group of one."""
+    from cs336_systems.parallel.launch import process_group
+
+    with process_group("gloo", "cpu") as rank:
+        yield rank
+
+
 @pytest.hookimpl(tryfirst=True)
 def pytest_pyfunc_call(pyfuncitem):
     __tracebackhide__ = True

@@ -10,7 +10,6 @@ from cs336_systems import record
 from cs336_systems.cli import main
 from cs336_systems.flags import build
 from cs336_systems.kernels.fused.fp8_run import TENSORS
-from cs336_systems.parallel.launch import process_group
 from cs336_systems.train import fp8_watch
 from cs336_systems.train.loop import STOPPED, Trainer
 from cs336_systems.train.settings import TrainSettings
@@ -24,13 +23,6 @@ def place(tmp_path_factory):
     folder = tmp_path_factory.mktemp("fp8")
     (folder / "short.txt").write_bytes(text_of(330))
     return folder
-
-
-@pytest.fixture(scope="module")
-def alone():
-    """This process as a group of one."""
-    with process_group("gloo", "cpu") as rank:
-        yield rank
 
 
 def done(settings, **changes):

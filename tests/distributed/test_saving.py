@@ -3,7 +3,6 @@
 import hashlib
 import json
 import shutil
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from safetensors.torch import save_file
 
-from cs336_systems.parallel.launch import Rank, process_group, spawn
+from cs336_systems.parallel.launch import spawn
 from cs336_systems.train.checkpoint import Store
 from cs336_systems.train.checkpoint_files import MANIFEST, METADATA, digest_of
 from cs336_systems.train.loop import STOPPED
@@ -48,13 +47,6 @@ def place(tmp_path_factory) -> Path:
     (folder / "short.txt").write_bytes(text_of(330))
     (folder / "other.txt").write_bytes(text_of(330, seed=1))
     return folder
-
-
-@pytest.fixture(scope="module")
-def alone() -> Iterator[Rank]:
-    """This process as a group of one."""
-    with process_group("gloo", "cpu") as rank:
-        yield rank
 
 
 def assert_same_weights(found: Outcome, expected: Outcome) -> None:

@@ -29,7 +29,7 @@ import torch.nn.functional as F
 
 from cs336_systems.flags import build
 from cs336_systems.model import TransformerLM
-from cs336_systems.parallel.launch import Rank, process_group, spawn
+from cs336_systems.parallel.launch import spawn
 from cs336_systems.step.updates import LossScale
 from cs336_systems.train.checkpoint import Store
 from cs336_systems.train.checkpoint_files import digest_of
@@ -82,13 +82,6 @@ def quiet_checkpoints() -> Iterator[None]:
     logging.disable(logging.DEBUG)  # torch logs every tensor of a checkpoint, and pytest would keep it all
     yield
     logging.disable(logging.NOTSET)
-
-
-@pytest.fixture(scope="module")
-def alone() -> Iterator[Rank]:
-    """This process as a group of one."""
-    with process_group("gloo", "cpu") as rank:
-        yield rank
 
 
 def assert_same_weights(found: Outcome, expected: Outcome, tolerance: float = 0.0) -> None:

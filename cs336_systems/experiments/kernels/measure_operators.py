@@ -10,28 +10,8 @@ from torch import Tensor
 from cs336_systems.config import ModelConfig, RunConfig
 from cs336_systems.kernels import attention
 from cs336_systems.measure.timing import STEP, time_as_configured
+from cs336_systems.predict.time import eager_kernels as eager
 from cs336_systems.predict.time.compiled_kernels import compiled_phases
-from cs336_systems.predict.time.eager_kernels import (
-    ADAMW,
-    CAST,
-    COPY,
-    EFFICIENT,
-    FLASH_2,
-    LOG_SOFTMAX,
-    LOG_SOFTMAX_BACKWARD,
-    MASKED,
-    MIXED,
-    POINTWISE,
-    RMS_NORM,
-    RMS_NORM_BACKWARD,
-    SOFTMAX,
-    SOFTMAX_BACKWARD,
-    STRIDED,
-    TRANSPOSED,
-    TRIANGLE,
-    TRITON_WIDE,
-    eager_phases,
-)
 from cs336_systems.predict.time.eager_time import parameter_tensors
 from cs336_systems.predict.time.step_kernels import AttentionPass, Matmul, Pass
 from cs336_systems.step.train_step import TrainStep, set_matmul_precision
@@ -159,21 +139,21 @@ def _adamw(size: int, run: RunConfig, device: torch.device) -> Call:
 
 
 _BUILDERS: dict[str, Callable[[int, RunConfig, torch.device], Call]] = {
-    POINTWISE: _pointwise,
-    CAST: _cast,
-    MIXED: _mixed,
-    STRIDED: _strided,
-    TRANSPOSED: _transposed,
-    MASKED: _masked,
-    COPY: _copy,
-    TRIANGLE: _triangle,
-    SOFTMAX: _softmax,
-    SOFTMAX_BACKWARD: _softmax_backward,
-    LOG_SOFTMAX: _log_softmax,
-    LOG_SOFTMAX_BACKWARD: _log_softmax_backward,
-    RMS_NORM: _rms_norm,
-    RMS_NORM_BACKWARD: _rms_norm_backward,
-    ADAMW: _adamw,
+    eager.POINTWISE: _pointwise,
+    eager.CAST: _cast,
+    eager.MIXED: _mixed,
+    eager.STRIDED: _strided,
+    eager.TRANSPOSED: _transposed,
+    eager.MASKED: _masked,
+    eager.COPY: _copy,
+    eager.TRIANGLE: _triangle,
+    eager.SOFTMAX: _softmax,
+    eager.SOFTMAX_BACKWARD: _softmax_backward,
+    eager.LOG_SOFTMAX: _log_softmax,
+    eager.LOG_SOFTMAX_BACKWARD: _log_softmax_backward,
+    eager.RMS_NORM: _rms_norm,
+    eager.RMS_NORM_BACKWARD: _rms_norm_backward,
+    eager.ADAMW: _adamw,
 }
 
 
@@ -188,9 +168,9 @@ def wide_matmul(kernel: Matmul, device: torch.device) -> Call:
 # -- attention of libraries -------------------------------------------------------------------------------------------
 
 _LIBRARIES = {
-    FLASH_2: ("sdpa", torch.bfloat16),
-    EFFICIENT: ("sdpa", torch.float32),
-    TRITON_WIDE: ("flash_triton", torch.float32),
+    eager.FLASH_2: ("sdpa", torch.bfloat16),
+    eager.EFFICIENT: ("sdpa", torch.float32),
+    eager.TRITON_WIDE: ("flash_triton", torch.float32),
 }
 
 
@@ -224,7 +204,7 @@ def host_times(device: torch.device) -> list[float]:
     set_matmul_precision("fp32")
     step, inference = (_phases(_host_run(device, mode)) for mode in ("train-step", "inference"))
     run = _host_run(device)
-    launches = {name: sum(kernel.times for kernel in own) for name, own in eager_phases(run).items()}
+    launches = {name: sum(kernel.times for kernel in own) for name, own in eager.eager_phases(run).items()}
     outside = inference[STEP] - inference["forward"]
     release = step[STEP] - sum(step[name] for name in launches) - outside
     forward = step["forward"] / launches["forward"]

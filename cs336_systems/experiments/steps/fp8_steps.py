@@ -9,6 +9,7 @@ from typing import Any
 
 from cs336_systems.config import RunConfig
 from cs336_systems.experiments.spec import Config, Experiment, Instrument, label_step, run_config, step_is_cold
+from cs336_systems.experiments.steps.fast_steps import LLAMA
 from cs336_systems.report import entries, terms
 from cs336_systems.report.cells import CellView, grouped
 from cs336_systems.report.document import Chart, Highlight, Point, Series
@@ -18,7 +19,6 @@ from cs336_systems.report.rows import as_text, ms, number, percent, settings_of,
 from cs336_systems.table import Table
 from cs336_systems.text import Text, say
 
-LLAMA = "cs336_systems.experiments.steps.llama:build"
 TORCHAO = tuple(f"cs336_systems.experiments.steps.float8_llama:{recipe}" for recipe in ("tensorwise", "rowwise"))
 VOCABULARY = 32_000
 VARIED = ("precision", "fast", "compile", "model_factory")

@@ -53,17 +53,16 @@ def measure_losses(config: dict[str, Any]) -> list[Metric]:
     require_attention(run)
     step = TrainStep.build(run)
     metrics = _cosines(step, "start")
-    losses, seconds = [], []
+    losses, skipped, peak = [], 0, config["learning_rate"]
+    warmup = max(1, round(WARMUP_SHARE * steps))
     for number in range(steps):
-        warmup = max(1, round(WARMUP_SHARE * steps))
-        peak = config["learning_rate"]
         rate = cosine_lr(number, peak=peak, floor=peak / 10, warmup_steps=warmup, total_steps=steps)
         result = step.train([batch_of(run, number)], learning_rate=rate)
         losses.append(result.loss)
-        seconds += [] if result.update is Update.APPLIED else [float(number)]
+        skipped += result.update is not Update.APPLIED
     metrics += _cosines(step, "end")
     metrics.append(Metric("loss", "1", losses))
-    metrics.append(Metric("skipped_steps", "1", [float(len(seconds))]))
+    metrics.append(Metric("skipped_steps", "1", [float(skipped)]))
     metrics.append(Metric("held_out_loss", "1", _held_out_losses(step)))
     fp8 = getattr(step.model, "fp8", None)
     if fp8 is not None:

@@ -4,14 +4,11 @@ from pathlib import Path
 from typing import NamedTuple
 
 from cs336_systems import record
-from cs336_systems.config import UserError
+from cs336_systems.config import FP8_LOST, LARGEST_LOST_SHARE, UserError
 from cs336_systems.record import Record
 from cs336_systems.report.rows import percent
 from cs336_systems.table import Column, Table, word
 from cs336_systems.text import Text, say
-
-PREFIX = "fp8 lost: "
-"""Metrics of a run's records, one for each tensor; samples by block."""
 
 
 class _Share(NamedTuple):
@@ -24,8 +21,8 @@ def lost_table(path: Path) -> Table:
     """The largest share of elements that became 0 of every FP8 tensor, and that of the last checked step."""
     found: dict[str, list[Record]] = {}
     for item in record.load(path).records:
-        if item.experiment == "train" and item.metric.startswith(PREFIX) and item.numbers:
-            found.setdefault(item.metric.removeprefix(PREFIX), []).append(item)
+        if item.experiment == "train" and item.metric.startswith(FP8_LOST) and item.numbers:
+            found.setdefault(item.metric.removeprefix(FP8_LOST), []).append(item)
     if not found:
         raise UserError(
             f"{str(path)!r} has no records of a training run in FP8: cs336 train --precision fp8 writes them in every "
@@ -48,9 +45,9 @@ def lost_table(path: Path) -> Table:
     ]
     title = say("elements that became 0 in FP8: {}", "FP8 中归零的元素：{}", str(path))
     note = say(
-        "{} steps were checked; blocks above 50% return to bf16",
-        "检查了 {} 步；超过 50% 的块回到 bf16",
-        str(len(checked)),
+        "{} steps were checked; blocks above {} return to bf16",
+        "检查了 {} 步；超过 {} 的块回到 bf16",
+        *(str(len(checked)), percent(LARGEST_LOST_SHARE, 0)),
     )
     return Table(title, columns, rows, [note])
 

@@ -9,8 +9,6 @@ from cs336_systems.kernels.fused import nodes
 from cs336_systems.kernels.fused.block_run import Run, Setting, Weights
 from cs336_systems.kernels.fused.fp8_run import Fp8Run
 
-__all__ = ["Setting", "Weights", "planned_block"]
-
 
 def planned_block(x: Tensor, delta: Tensor | None, setting: Setting, weights: Weights) -> tuple[Tensor, Tensor]:
     """The block's output as residual stream and what is to be added to it, as `Block.fused` returns it."""

@@ -24,8 +24,6 @@ from cs336_systems.kernels.flash.operators import is_plain
 E4M3 = torch.float8_e4m3fn
 SLOTS = 32
 """Counters of lost elements of one tensor. Programs that add to one address wait for each other."""
-MULTIPLE = 16
-"""Every dimension of a matmul in FP8 is a multiple of this."""
 SMALLEST_EXPONENT = -126
 """Of a scale."""
 

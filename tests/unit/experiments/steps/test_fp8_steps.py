@@ -6,7 +6,8 @@ import pytest
 
 from cs336_systems.config import RunConfig, model_config
 from cs336_systems.experiments.steps import fp8_steps
-from cs336_systems.experiments.steps.fp8_steps import FP8_LOSSES, FP8_STEP, LLAMA, TORCHAO
+from cs336_systems.experiments.steps.fast_steps import LLAMA
+from cs336_systems.experiments.steps.fp8_steps import FP8_LOSSES, FP8_STEP, TORCHAO
 from tests.unit.report.step_cells import entries, rows, stated, tables
 
 MODEL = model_config("2.7B", context_length=2048, vocab_size=32_000)

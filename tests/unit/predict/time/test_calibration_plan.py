@@ -1,4 +1,4 @@
-"""What a calibration measures, and the profile that is fitted to it."""
+"""The measurements of a calibration, and the profile that is fitted to them."""
 
 import dataclasses
 
