@@ -390,6 +390,7 @@ class TransformerLM(nn.Module):
 
     def _planned_block(self, number: int, x: Tensor, delta: Tensor | None, plan: Plan) -> tuple[Tensor, Tensor]:
         block, before = cast(Block, self.layers[number]), plan[number - 1] if number else None
+        buffers = self.fp8 if torch.is_grad_enabled() else None
         setting = Setting(
             number,
             plan[number],
@@ -400,7 +401,8 @@ class TransformerLM(nn.Module):
             self.config.num_heads,
             *(self.rotate.cos, self.rotate.sin, self.config.norm_eps),
             fp8=self.fp8 is not None and number in self.fp8.numbers,
-            lost=self.fp8.lost[number] if self.fp8 is not None and torch.is_grad_enabled() else None,
+            lost=None if buffers is None else buffers.lost[number],
+            weight_scales=None if buffers is None else buffers.weight_scales[number],
         )
         return planned_block(x, delta, setting, block.weights)
 

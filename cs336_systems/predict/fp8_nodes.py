@@ -15,9 +15,9 @@ class Fp8Nodes(PlannedNodes):
         return self.config.precision == "fp8"
 
     def counters(self) -> list[Block]:
-        """The counters of lost elements and of work."""
-        counters = self.config.model.num_layers * COUNTED_TENSORS * SLOTS
-        return [self.new(size, 8, "buffers") for size in (counters, 2)]
+        """The counters of lost elements and of work, and 32 bytes of scales for each matmul."""
+        layers = self.config.model.num_layers
+        return [self.new(size, 8, "buffers") for size in (layers * COUNTED_TENSORS * SLOTS, 2, layers * 16)]
 
     def _operand(self, width: int) -> tuple[Block, Block]:
         """Values and scales of a matrix with a row for each token."""
@@ -58,12 +58,11 @@ class Fp8Nodes(PlannedNodes):
         del matrix
         return found
 
-    def _times_transposed(self, sizes: tuple[int, ...], d_in: int, d_out: int) -> Block:
+    def _times_transposed(self, sizes: tuple[int, ...], d_in: int) -> Block:
         """The gradient of a matmul's input."""
-        weight = self._cast_weight(sizes, d_out)
-        largest, scale = self.new(8, 4), self.new(d_in, 4)
-        by_columns = self.new(sum(sizes), 1)
-        del weight, largest
+        matrix = self.joined(*sizes)
+        scale, by_columns = self.new(d_in, 4), self.new(sum(sizes), 1)
+        del matrix
         out = self.new(self.rows * d_in)
         del by_columns, scale
         return out
@@ -78,7 +77,7 @@ class Fp8Nodes(PlannedNodes):
         if not self.fp8:
             return super()._down_backward(kept)
         grad = self._operand(self.d)
-        grad_gated = self._times_transposed((self.wide,), self.f, self.d)
+        grad_gated = self._times_transposed((self.wide,), self.f)
         grad_gate_up = self._operand(2 * self.f)
         gated = self.new(self.rows * self.f, 1)
         del kept["gate_up"], grad_gated
@@ -93,7 +92,7 @@ class Fp8Nodes(PlannedNodes):
             return super()._planned_norm_backward(kept, kind, sizes)
         width = sum(sizes) // self.d
         grad = self._operand(width) if kind == "input" else None
-        grad_y = self._times_transposed(sizes, self.d, width)
+        grad_y = self._times_transposed(sizes, self.d)
         dx = self._norm_gradients()
         del grad_y
         by_columns = self.new(self.rows * self.d, 1)
@@ -106,7 +105,7 @@ class Fp8Nodes(PlannedNodes):
         if not self.fp8:
             return super()._out_backward(kept)
         grad = self._operand(self.d)
-        grad_out = self._times_transposed((self.square,), self.q, self.d)
+        grad_out = self._times_transposed((self.square,), self.q)
         by_columns = self.new(self.rows * self.q, 1)
         self._fp8_weight_gradients((self.square,), self.d)
         del by_columns, kept["attention scale"], grad

@@ -316,7 +316,7 @@ def _call_fp8(width: int, wide: int) -> None:
     for other in (None, scale):
         fp8_triton.largest(scale, other, tensor(2, 4, dtype=fp32))
     fp8_triton.transposed(values, None, None, None, None, by_columns, None, None)
-    fp8_triton.transposed(values, scale, None, scalar, None, by_columns, gain, None)
+    fp8_triton.transposed(x, None, None, scalar, None, by_columns, gain, None)
     fp8_triton.transposed(values, scale, scale, scalar, None, by_columns, None, lost)
     fp8_triton.transposed(x, None, None, scale, None, by_columns, None, None)
     fp8_triton.transposed(x, scale, None, scale, gain, by_columns, None, None)

@@ -26,9 +26,12 @@ HEADS, KEYS = 8, 512
 # -- operators --------------------------------------------------------------------------------------------------------
 
 
-def operator_call(kernel: Pass, run: RunConfig, device: torch.device) -> Call:
-    """Return an operator that moves as many bytes as the pass, in the way that its name says."""
-    return _BUILDERS[kernel.name](kernel.bytes, run, device)
+def operator_calls(kernel: Pass, run: RunConfig, device: torch.device) -> list[Call]:
+    """Return an operator that moves as many bytes as the pass, in the way that its name says; and, where it cannot run
+    alone, the part of it that is to be subtracted."""
+    if kernel.name == eager.RMS_NORM_BACKWARD:
+        return _rms_norm_backward(kernel.bytes, run, device)
+    return [_BUILDERS[kernel.name](kernel.bytes, run, device)]
 
 
 def _random(elements: int, device: torch.device, *, columns: int = 1, dtype: torch.dtype = torch.float32) -> Tensor:
@@ -123,12 +126,17 @@ def _rms_norm(size: int, run: RunConfig, device: torch.device) -> Call:
     return lambda _: F.rms_norm(x, gain.shape, gain, 1e-5)
 
 
-def _rms_norm_backward(size: int, run: RunConfig, device: torch.device) -> Call:
-    width = run.model.d_model
-    x = _random(size // 12, device, columns=width).requires_grad_()
+def _rms_norm_backward(size: int, run: RunConfig, device: torch.device) -> list[Call]:
+    """Return forward with backward, and forward. Autograd runs backward on the stream of its forward: a CUDA graph has
+    to capture both."""
+    x = _random(size // 12, device, columns=run.model.d_model).requires_grad_()
     gain = torch.ones(x.shape[1], device=device, requires_grad=True)
-    out, grad = F.rms_norm(x, gain.shape, gain, 1e-5), torch.randn_like(x)
-    return lambda _: torch.autograd.grad(out, (x, gain), grad, retain_graph=True)
+    grad = torch.randn_like(x)
+
+    def forward(number: int) -> Tensor:
+        return F.rms_norm(x, gain.shape, gain, 1e-5)
+
+    return [lambda number: torch.autograd.grad(forward(number), (x, gain), grad), forward]
 
 
 def _adamw(size: int, run: RunConfig, device: torch.device) -> Call:
@@ -152,7 +160,6 @@ _BUILDERS: dict[str, Callable[[int, RunConfig, torch.device], Call]] = {
     eager.LOG_SOFTMAX: _log_softmax,
     eager.LOG_SOFTMAX_BACKWARD: _log_softmax_backward,
     eager.RMS_NORM: _rms_norm,
-    eager.RMS_NORM_BACKWARD: _rms_norm_backward,
     eager.ADAMW: _adamw,
 }
 

@@ -67,6 +67,8 @@ class Setting(NamedTuple):
     """Matmuls with the block's weights are in FP8."""
     lost: Tensor | None = None
     """Counters of the elements that became 0 in FP8, for each of fp8_run.TENSORS; None to count none."""
+    weight_scales: Tensor | None = None
+    """What forward leaves for backward of the weights' scales: `fp8.largest_scale` of each of fp8_run.MATMULS."""
 
 
 @dataclass

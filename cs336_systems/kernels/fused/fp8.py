@@ -9,7 +9,7 @@ transposed: it sums over rows. The scales of rows are then inside the sum. The g
 relative to the largest product: a change of exponents, exact for all but the smallest elements.
 
 Each function runs as Triton kernels where Triton supports the device, else as the formula in PyTorch. `lost`, if given,
-is an int64 tensor of SLOTS numbers: their sum grows by the elements that became 0.
+is an int64 tensor of SLOTS numbers: their sum grows by the elements that became 0, counted in every 16th row.
 """
 
 from typing import Any, NamedTuple
@@ -24,8 +24,14 @@ from cs336_systems.kernels.flash.operators import is_plain
 E4M3 = torch.float8_e4m3fn
 SLOTS = 32
 """Counters of lost elements of one tensor. Programs that add to one address wait for each other."""
+COUNTED_ROWS = 16
+"""One row of this many is searched for lost elements: a count of all would take a tenth of a pass's time."""
 SMALLEST_EXPONENT = -126
 """Of a scale."""
+
+
+SILU_SLOPE, SILU_NEGATIVE_SLOPE, SILU_NEGATIVE = 1.1, 0.5, 0.28
+"""Bounds: of silu's slope, of its slope left of 0, and of |silu| left of 0. Right of 0 silu(x) is at most x."""
 
 
 class Rows(NamedTuple):
@@ -90,9 +96,9 @@ def _scaled_matmul(
 def weight_gradient(grad: Rows, x: Tensor, x_scale: Tensor, out: Tensor | None, lost: Tensor | None = None) -> Tensor:
     """grad^T @ x in bf16, into `out` if there is one. x: the transposed values of the matmul's input, (width, rows);
     x_scale: its scales, (rows,)."""
-    largest, one = _largest(grad.scale, x_scale)
-    columns = _transposed(grad.values, up=grad.scale, more=x_scale, down=largest, lost=lost)
-    return _scaled_matmul(columns, x, largest, one, out=out)
+    largest = largest_scale(grad.scale, x_scale)
+    columns = _transposed(grad.values, up=grad.scale, more=x_scale, down=largest[0, 0], lost=lost)
+    return _scaled_matmul(columns, x, largest[0, 0], largest[1, 0], out=out)
 
 
 # -- passes that write operands ---------------------------------------------------------------------------------------
@@ -133,7 +139,8 @@ def swiglu(gate_up: Tensor, lost: Tensor | None = None) -> Rows:
 
 
 def swiglu_backward(grad: Tensor, gate_up: Tensor, scale: Tensor, lost: Tensor | None = None) -> SwigluGradients:
-    """The gradient of `gate_up`, and the values of `swiglu(gate_up)`, whose scale is given."""
+    """The gradient of `gate_up`, and the values of `swiglu(gate_up)`, whose scale is given. A row of the gradient has
+    the scale of a bound of its elements, which takes no sigmoid."""
     out = _new_rows(gate_up, gate_up.shape[1])
     gated = torch.empty(grad.shape, dtype=E4M3, device=grad.device)
     if kernels := _triton(grad):
@@ -144,7 +151,9 @@ def swiglu_backward(grad: Tensor, gate_up: Tensor, scale: Tensor, lost: Tensor |
     silu = gate * sigmoid
     found = torch.cat((grad * up * (sigmoid + silu * (1 - sigmoid)), grad * silu), dim=-1)
     gated.copy_(F.silu(gate) * up / scale[:, None])
-    return SwigluGradients(_fill(out, found, lost), gated)
+    slope = torch.where(gate < 0, SILU_NEGATIVE_SLOPE, SILU_SLOPE)
+    bound = torch.maximum(up.abs() * slope, gate.clamp(min=SILU_NEGATIVE)) * grad.abs()
+    return SwigluGradients(_fill(out, found, lost, bound), gated)
 
 
 def transposed(values: Tensor) -> Tensor:
@@ -162,11 +171,22 @@ def transposed_norm(x: Tensor, rstd: Tensor, gain: Tensor, scale: Tensor) -> Ten
     return _transposed(x, up=rstd, down=scale, gain=gain.contiguous())
 
 
-def transposed_weight(weight: Rows) -> Rows:
-    """A matrix in FP8, transposed. All rows have the largest scale of `weight`."""
-    largest, _ = _largest(weight.scale, None)
-    scale = torch.empty(weight.values.shape[1], dtype=torch.float32, device=largest.device)
-    return Rows(_transposed(weight.values, up=weight.scale, down=largest, out_scale=scale), scale)
+def transposed_weight(weight: Tensor, scale: Tensor) -> Rows:
+    """A matrix in FP8, transposed. All rows have one scale, a scalar: `largest_scale` of the matrix's own rows."""
+    scales = torch.empty(weight.shape[1], dtype=torch.float32, device=weight.device)
+    return Rows(_transposed(weight, down=scale, out_scale=scales), scales)
+
+
+def largest_scale(scale: Tensor, other: Tensor | None = None, out: Tensor | None = None) -> Tensor:
+    """The largest of the scales, or of the products of the scales of two matrices with the same rows, and the number 1:
+    `[0, 0]` and `[1, 0]` of the result, 16 bytes apart, as cuBLAS reads them. NaN if a scale is. (2, 4)"""
+    out = torch.empty((2, 4), dtype=torch.float32, device=scale.device) if out is None else out
+    if kernels := _triton(scale):
+        kernels.largest(scale, other, out)
+        return out
+    out[0].fill_((scale if other is None else scale * other).amax().clamp(min=2.0**SMALLEST_EXPONENT))
+    out[1].fill_(1.0)
+    return out
 
 
 def _new_rows(like: Tensor, width: int) -> Rows:
@@ -174,9 +194,9 @@ def _new_rows(like: Tensor, width: int) -> Rows:
     return Rows(values, torch.empty(len(like), dtype=torch.float32, device=like.device))
 
 
-def _fill(out: Rows, wide: Tensor, lost: Tensor | None) -> Rows:
-    """Write an fp32 matrix in FP8."""
-    out.scale.copy_(scale_of(wide.abs().amax(-1)))
+def _fill(out: Rows, wide: Tensor, lost: Tensor | None, bound: Tensor | None = None) -> Rows:
+    """Write an fp32 matrix in FP8. The scale of a row is that of its largest element, or of the largest of `bound`."""
+    out.scale.copy_(scale_of((wide if bound is None else bound).abs().amax(-1)))
     out.values.copy_(wide / out.scale[:, None])
     _count_lost(wide, out.values, lost)
     return out
@@ -184,6 +204,7 @@ def _fill(out: Rows, wide: Tensor, lost: Tensor | None) -> Rows:
 
 def _count_lost(before: Tensor, after: Tensor, lost: Tensor | None) -> None:
     if lost is not None:
+        before, after = before[::COUNTED_ROWS], after[::COUNTED_ROWS]
         lost[0] += ((before != 0) & (after.float() == 0)).sum()
 
 
@@ -194,18 +215,6 @@ def scale_of(largest: Tensor) -> Tensor:
     exponent = ((bits + 0x1FFFFF) >> 23) - 127 - 8
     scale = torch.ldexp(torch.ones_like(largest), exponent.clamp(min=SMALLEST_EXPONENT))
     return torch.where(largest < torch.inf, scale, torch.nan)
-
-
-def _largest(scale: Tensor, other: Tensor | None) -> tuple[Tensor, Tensor]:
-    """The largest scale, or product of the scales of two matrices with the same rows, NaN if one is; and the number 1.
-    Both are fp32 scalars."""
-    out = torch.empty((2, 4), dtype=torch.float32, device=scale.device)  # 16 bytes for each: cuBLAS reads them
-    if kernels := _triton(scale):
-        kernels.largest(scale, other, out)
-    else:
-        out[0].fill_((scale if other is None else scale * other).amax())
-        out[1].fill_(1.0)
-    return out[0, 0], out[1, 0]
 
 
 def _transposed(

@@ -7,12 +7,13 @@ import torch
 from torch import Tensor, nn
 
 from cs336_systems.config import ModelConfig
-from cs336_systems.kernels.fused.fp8 import SLOTS
+from cs336_systems.kernels.fused.fp8 import COUNTED_ROWS, SLOTS
 from cs336_systems.kernels.fused.fp8_run import MATMULS, OPERANDS, TENSORS
 
 
 class LostShare(NamedTuple):
-    """Elements of a tensor other than 0 that became 0 in FP8, as a share of all its elements."""
+    """Elements of a tensor other than 0 that became 0 in FP8, as a share of all its elements; estimated from every 16th
+    row."""
 
     block: int
     tensor: str
@@ -27,6 +28,8 @@ class Fp8Blocks(nn.Module):
     """By block, tensor and slot."""
     work: Tensor
     """Tokens, and forward passes, since the last reading."""
+    weight_scales: Tensor
+    """By block and matmul, written by every forward pass: `fp8.largest_scale` of the weight."""
 
     def __init__(self, config: ModelConfig):
         super().__init__()
@@ -36,6 +39,7 @@ class Fp8Blocks(nn.Module):
         shape = (config.num_layers, len(TENSORS), SLOTS)
         self.register_buffer("lost", torch.zeros(shape, dtype=torch.int64), persistent=False)
         self.register_buffer("work", torch.zeros(2, dtype=torch.int64), persistent=False)
+        self.register_buffer("weight_scales", torch.zeros(config.num_layers, len(MATMULS), 2, 4), persistent=False)
 
     def reset_parameters(self) -> None:
         """Set the counters to 0, also after the module was built on the "meta" device."""
@@ -58,7 +62,7 @@ class Fp8Blocks(nn.Module):
         for block in sorted(self.numbers):
             for tensor, count in zip(TENSORS, lost[block], strict=True):
                 times = passes if tensor.startswith("weight") else tokens
-                yield LostShare(block, tensor, count / (times * self._widths[tensor]))
+                yield LostShare(block, tensor, COUNTED_ROWS * count / (times * self._widths[tensor]))
 
 
 def _widths(config: ModelConfig) -> dict[str, int]:

@@ -57,7 +57,14 @@ class Fp8Run(Run):
         return fp8.matmul(operand, self._weight(*names), bias)
 
     def _weight(self, *names: str) -> fp8.Rows:
-        return fp8.quantize(self._matrix(*names), self._lost(f"weight of {_matmul_of(names)}"))
+        rows = fp8.quantize(self._matrix(*names), self._lost(f"weight of {_matmul_of(names)}"))
+        if self.setting.weight_scales is not None and self.counts:
+            fp8.largest_scale(rows.scale, out=self._weight_scale(names))
+        return rows
+
+    def _weight_scale(self, names: tuple[str, ...]) -> Tensor:
+        assert self.setting.weight_scales is not None, "a pass with gradients has them"
+        return self.setting.weight_scales[tuple(MATMULS.values()).index(_matmul_of(names))]
 
     # -- backward -----------------------------------------------------------------------------------------------------
 
@@ -100,7 +107,7 @@ class Fp8Run(Run):
 
     def _times_weight(self, grad: fp8.Rows, *names: str) -> Tensor:
         """The gradient of a matmul's input from that of its output."""
-        return fp8.matmul(grad, fp8.transposed_weight(fp8.quantize(self._matrix(*names))))
+        return fp8.matmul(grad, fp8.transposed_weight(self._matrix(*names), self._weight_scale(names)[0, 0]))
 
     def _operand_gradients(self, operand: str, names: tuple[str, ...], grad: fp8.Rows, x: Tensor) -> None:
         """Deposit the gradients of weights. x: the transposed values of their operand."""

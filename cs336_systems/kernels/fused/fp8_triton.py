@@ -6,6 +6,7 @@ e4m3 needs a GPU of compute capability 8.9 or newer.
 
 from typing import Any
 
+import torch
 import triton
 import triton.language as tl
 from torch import Tensor
@@ -16,10 +17,16 @@ COLUMNS = 4096
 """Elements of a row that a program holds at a time where it passes over the row twice."""
 SCALES = 4096
 """Scales that a program reads at a time."""
-TILE = 128
-"""Rows and columns of a tile that a program transposes."""
-SLOTS = tl.constexpr(32)
-"""Equal to the constant of fp8.py; a test compares them."""
+TILE, TILE_WARPS = 128, 8
+"""Rows and columns of a tile that a program transposes, and its warps. Triton (3.6, 3.7) transposes some other tiles,
+such as 64 x 128 of fp32 with 4 warps, by ldmatrix, and puts words in wrong places."""
+SLOTS, COUNTED_ROWS = tl.constexpr(32), tl.constexpr(16)
+"""Equal to the constants of fp8.py; a test compares them."""
+SMALLEST_SCALE = tl.constexpr(2.0**-126)
+LARGEST_ZERO = tl.constexpr(2.0**-10)
+"""The largest magnitude that becomes 0 in e4m3: half of its smallest number."""
+SILU_SLOPE, SILU_NEGATIVE_SLOPE, SILU_NEGATIVE = tl.constexpr(1.1), tl.constexpr(0.5), tl.constexpr(0.28)
+"""Equal to the constants of fp8.py."""
 
 
 @triton.jit
@@ -47,9 +54,19 @@ def _inverse_scale(largest, exponent):
 
 
 @triton.jit
-def _lost(b_before, b_after):
-    """The number of elements that became 0."""
-    return tl.sum(((b_before != 0.0) & (b_after.to(tl.float32) == 0.0)).to(tl.int32), 0)
+def _lost(i_row, b_before, inverse):
+    """The number of elements that become 0 when they are multiplied by `inverse` and cast to e4m3, in a row of those
+    that are counted."""
+    count = tl.full((), 0, tl.int32)
+    if i_row % COUNTED_ROWS == 0:
+        count = tl.sum(((b_before != 0.0) & (tl.abs(b_before * inverse) <= LARGEST_ZERO)).to(tl.int32), 0)
+    return count
+
+
+@triton.jit
+def _add_lost(lost, i_row, count):
+    if i_row % COUNTED_ROWS == 0:
+        tl.atomic_add(lost + (i_row // COUNTED_ROWS) % SLOTS, count.to(tl.int64), sem="relaxed")
 
 
 @triton.jit
@@ -60,69 +77,98 @@ def _largest_of(b_values):
 
 
 @triton.jit
-def _quantize(x, out, scale, lost, width, COUNTS: tl.constexpr, BLOCK: tl.constexpr):
+def _quantize(x, out, scale, lost, width, COUNTS: tl.constexpr, BLOCK: tl.constexpr, REST: tl.constexpr):
     """One row in e4m3."""
     i_row = tl.program_id(0).to(tl.int64)
+    x += i_row * width
     o_column = tl.arange(0, BLOCK)  # [BLOCK]
-    m_column = o_column < width
-    b_x = tl.load(x + i_row * width + o_column, m_column, 0.0).to(tl.float32)
-    _store_row(b_x, out, scale, lost, i_row, width, COUNTS, BLOCK)
+    b_x = tl.load(x + o_column, o_column < width, 0.0).to(tl.float32)
+    b_rest = b_x
+    if REST:
+        o_rest = BLOCK + tl.arange(0, REST)  # [REST]
+        b_rest = tl.load(x + o_rest, o_rest < width, 0.0).to(tl.float32)
+    _store_row(b_x, b_rest, out, scale, lost, i_row, width, COUNTS, BLOCK, REST)
 
 
 @triton.jit
-def _store_row(b_x, out, scale, lost, i_row, width, COUNTS: tl.constexpr, BLOCK: tl.constexpr):
+def _store_row(
+    b_x, b_rest, out, scale, lost, i_row, width, COUNTS: tl.constexpr, BLOCK: tl.constexpr, REST: tl.constexpr
+):
     """Store one row, which is in registers, and its scale."""
-    o_column = tl.arange(0, BLOCK)  # [BLOCK]
     largest = _largest_of(b_x)
+    if REST:
+        largest = tl.maximum(largest, _largest_of(b_rest))
     exponent = _exponent(largest)
-    b_out = (b_x * _inverse_scale(largest, exponent)).to(tl.float8e4nv)
-    tl.store(out + i_row * width + o_column, b_out, o_column < width)
+    inverse = _inverse_scale(largest, exponent)
+    out += i_row * width
+    o_column = tl.arange(0, BLOCK)  # [BLOCK]
+    tl.store(out + o_column, (b_x * inverse).to(tl.float8e4nv), o_column < width)
+    if REST:
+        o_rest = BLOCK + tl.arange(0, REST)  # [REST]
+        tl.store(out + o_rest, (b_rest * inverse).to(tl.float8e4nv), o_rest < width)
     _store_scale(scale, i_row, largest, exponent)
     if COUNTS:
-        tl.atomic_add(lost + i_row % SLOTS, _lost(b_x, b_out).to(tl.int64))
+        count = _lost(i_row, b_x, inverse)
+        if REST:
+            count += _lost(i_row, b_rest, inverse)
+        _add_lost(lost, i_row, count)
 
 
 @triton.jit
-def _add_norm(
-    x, delta, gain, out_x, out_y, out_scale, out_rstd, lost, width, eps,
-    HAS_DELTA: tl.constexpr, COUNTS: tl.constexpr, BLOCK: tl.constexpr,
-):  # fmt: skip
-    """One row: as pointwise_triton._add_norm, with the norm in e4m3."""
-    i_row = tl.program_id(0).to(tl.int64)
-    o_column = tl.arange(0, BLOCK)  # [BLOCK]
-    m_column = o_column < width
-    o_x = i_row * width + o_column
+def _sum_of(x, delta, out_x, o_x, m_column, HAS_DELTA: tl.constexpr):
+    """Part of a row of x + delta, which is stored, in fp32."""
     b_x = tl.load(x + o_x, m_column, 0.0).to(tl.float32)
     if HAS_DELTA:
         b_x += tl.load(delta + o_x, m_column, 0.0).to(tl.float32)
         b_x = b_x.to(out_x.dtype.element_ty).to(tl.float32)
         tl.store(out_x + o_x, b_x.to(out_x.dtype.element_ty), m_column)
-    rstd = tl.rsqrt(tl.sum(b_x * b_x, 0) / width + eps)
-    tl.store(out_rstd + i_row, rstd)
-    b_y = b_x * rstd * tl.load(gain + o_column, m_column, 0.0).to(tl.float32)
-    _store_row(b_y, out_y, out_scale, lost, i_row, width, COUNTS, BLOCK)
+    return b_x
 
 
 @triton.jit
-def _swiglu(gate_up, out, scale, lost, width, COUNTS: tl.constexpr, BLOCK: tl.constexpr):
-    """One row: silu(gate) * up in e4m3."""
+def _add_norm(
+    x, delta, gain, out_x, out_y, out_scale, out_rstd, lost, width, eps,
+    HAS_DELTA: tl.constexpr, COUNTS: tl.constexpr, BLOCK: tl.constexpr, REST: tl.constexpr,
+):  # fmt: skip
+    """One row: as pointwise_triton._add_norm, with the norm in e4m3."""
     i_row = tl.program_id(0).to(tl.int64)
     o_column = tl.arange(0, BLOCK)  # [BLOCK]
     m_column = o_column < width
-    b_gate = tl.load(gate_up + i_row * 2 * width + o_column, m_column, 0.0).to(tl.float32)
-    b_up = tl.load(gate_up + i_row * 2 * width + width + o_column, m_column, 0.0).to(tl.float32)
-    _store_row(b_gate * tl.sigmoid(b_gate) * b_up, out, scale, lost, i_row, width, COUNTS, BLOCK)
+    b_x = _sum_of(x, delta, out_x, i_row * width + o_column, m_column, HAS_DELTA)
+    b_rest = b_x
+    total = tl.sum(b_x * b_x, 0)
+    if REST:
+        o_rest = BLOCK + tl.arange(0, REST)  # [REST]
+        b_rest = _sum_of(x, delta, out_x, i_row * width + o_rest, o_rest < width, HAS_DELTA)
+        total += tl.sum(b_rest * b_rest, 0)
+    rstd = tl.rsqrt(total / width + eps)
+    tl.store(out_rstd + i_row, rstd)
+    b_x = b_x * rstd * tl.load(gain + o_column, m_column, 0.0).to(tl.float32)
+    if REST:
+        o_rest = BLOCK + tl.arange(0, REST)  # [REST]
+        b_rest = b_rest * rstd * tl.load(gain + o_rest, o_rest < width, 0.0).to(tl.float32)
+    _store_row(b_x, b_rest, out_y, out_scale, lost, i_row, width, COUNTS, BLOCK, REST)
 
 
 @triton.jit
-def _swiglu_gradients(grad, gate_up, o_gate, o_grad, width, m_column):
-    """The gradients of gate and up, and silu(gate) * up."""
+def _gated(gate_up, o_gate, width, m_column):
+    """Part of a row of silu(gate) * up."""
     b_gate = tl.load(gate_up + o_gate, m_column, 0.0).to(tl.float32)
     b_up = tl.load(gate_up + o_gate + width, m_column, 0.0).to(tl.float32)
-    b_grad = tl.load(grad + o_grad, m_column, 0.0).to(tl.float32)
-    b_sigmoid = tl.sigmoid(b_gate)
-    b_silu = b_gate * b_sigmoid
-    return b_grad * b_up * (b_sigmoid + b_silu * (1 - b_sigmoid)), b_grad * b_silu, b_silu * b_up
+    return b_gate * tl.sigmoid(b_gate) * b_up
+
+
+@triton.jit
+def _swiglu(gate_up, out, scale, lost, width, COUNTS: tl.constexpr, BLOCK: tl.constexpr, REST: tl.constexpr):
+    """One row: silu(gate) * up in e4m3."""
+    i_row = tl.program_id(0).to(tl.int64)
+    o_column = tl.arange(0, BLOCK)  # [BLOCK]
+    b_out = _gated(gate_up, i_row * 2 * width + o_column, width, o_column < width)
+    b_rest = b_out
+    if REST:
+        o_rest = BLOCK + tl.arange(0, REST)  # [REST]
+        b_rest = _gated(gate_up, i_row * 2 * width + o_rest, width, o_rest < width)
+    _store_row(b_out, b_rest, out, scale, lost, i_row, width, COUNTS, BLOCK, REST)
 
 
 @triton.jit
@@ -130,36 +176,46 @@ def _swiglu_backward(
     grad, gate_up, gated_scale, out, scale, gated, lost, width, COUNTS: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     """One row: the gradients of gate and up in e4m3 with one scale, and silu(gate) * up. The row is read twice, first
-    for its largest element; the second time it is in the cache."""
+    for a bound of its elements; the second time it is in the cache."""
     i_row = tl.program_id(0).to(tl.int64)
+    grad += i_row * width
+    gate_up += i_row * 2 * width
+    out += i_row * 2 * width
     o_block = tl.arange(0, BLOCK)  # [BLOCK]
     b_largest = tl.zeros((BLOCK,), tl.float32)
     for start in range(0, width, BLOCK):
         o_column = start + o_block
-        o_gate, o_grad = i_row * 2 * width + o_column, i_row * width + o_column
-        b_gate, b_up, _ = _swiglu_gradients(grad, gate_up, o_gate, o_grad, width, o_column < width)
-        b_magnitude = tl.maximum(tl.abs(b_gate), tl.abs(b_up), propagate_nan=tl.PropagateNan.ALL)
-        b_largest = tl.maximum(b_largest, b_magnitude, propagate_nan=tl.PropagateNan.ALL)
+        m_column = o_column < width
+        b_gate = tl.load(gate_up + o_column, m_column, 0.0).to(tl.float32)
+        b_up = tl.load(gate_up + o_column + width, m_column, 0.0).to(tl.float32)
+        b_grad = tl.load(grad + o_column, m_column, 0.0).to(tl.float32)
+        b_slope = tl.where(b_gate < 0, SILU_NEGATIVE_SLOPE, SILU_SLOPE)
+        b_bound = tl.maximum(tl.abs(b_up) * b_slope, tl.maximum(b_gate, SILU_NEGATIVE))
+        b_largest = tl.maximum(b_largest, b_bound * tl.abs(b_grad), propagate_nan=tl.PropagateNan.ALL)
     largest = _largest_of(b_largest)
     exponent = _exponent(largest)
     inverse = _inverse_scale(largest, exponent)
     gated_inverse = 1.0 / tl.load(gated_scale + i_row)
-    lost_count = tl.full((), 0, tl.int32)
+    count = tl.full((), 0, tl.int32)
     for start in range(0, width, BLOCK):
         o_column = start + o_block
         m_column = o_column < width
-        o_gate, o_grad = i_row * 2 * width + o_column, i_row * width + o_column
-        b_gate, b_up, b_gated = _swiglu_gradients(grad, gate_up, o_gate, o_grad, width, m_column)
-        b_out_gate = (b_gate * inverse).to(tl.float8e4nv)
-        b_out_up = (b_up * inverse).to(tl.float8e4nv)
-        tl.store(out + o_gate, b_out_gate, m_column)
-        tl.store(out + o_gate + width, b_out_up, m_column)
-        tl.store(gated + o_grad, (b_gated * gated_inverse).to(tl.float8e4nv), m_column)
+        b_gate = tl.load(gate_up + o_column, m_column, 0.0).to(tl.float32)
+        b_up = tl.load(gate_up + o_column + width, m_column, 0.0).to(tl.float32)
+        b_grad = tl.load(grad + o_column, m_column, 0.0).to(tl.float32)
+        b_sigmoid = tl.sigmoid(b_gate)
+        b_silu = b_gate * b_sigmoid
+        b_grad_gate = b_grad * b_up * (b_sigmoid + b_silu * (1 - b_sigmoid))
+        b_grad_up = b_grad * b_silu
+        tl.store(out + o_column, (b_grad_gate * inverse).to(tl.float8e4nv), m_column)
+        tl.store(out + o_column + width, (b_grad_up * inverse).to(tl.float8e4nv), m_column)
+        b_gated = b_silu * b_up * gated_inverse
+        tl.store(gated + i_row * width + o_column, b_gated.to(tl.float8e4nv), m_column)
         if COUNTS:
-            lost_count += _lost(b_gate, b_out_gate) + _lost(b_up, b_out_up)
+            count += _lost(i_row, b_grad_gate, inverse) + _lost(i_row, b_grad_up, inverse)
     _store_scale(scale, i_row, largest, exponent)
     if COUNTS:
-        tl.atomic_add(lost + i_row % SLOTS, lost_count.to(tl.int64))
+        _add_lost(lost, i_row, count)
 
 
 @triton.jit
@@ -173,7 +229,7 @@ def _largest(scale, other, out, rows, HAS_OTHER: tl.constexpr, BLOCK: tl.constex
         if HAS_OTHER:
             b_scale *= tl.load(other + start + o_block, m_row, 0.0)
         b_largest = tl.maximum(b_largest, b_scale, propagate_nan=tl.PropagateNan.ALL)
-    largest = _largest_of(b_largest)
+    largest = tl.maximum(_largest_of(b_largest), SMALLEST_SCALE)
     tl.store(out, tl.where(largest < float("inf"), largest, float("nan")))
     tl.store(out + 4, 1.0)
 
@@ -185,33 +241,41 @@ def _transposed(
     FILLS_SCALE: tl.constexpr, COUNTS: tl.constexpr, TILE: tl.constexpr,
 ):  # fmt: skip
     """A tile: x * (up * more / down)[:, None] * gain in e4m3, transposed. DOWN: 0 for none, 1 for a vector over rows,
-    2 for a scalar, with which out_scale is filled."""
-    i_row = tl.program_id(0).to(tl.int64) * TILE
-    i_column = tl.program_id(1).to(tl.int64) * TILE
-    o_row = i_row + tl.arange(0, TILE)  # [TILE]
-    o_column = i_column + tl.arange(0, TILE)  # [TILE]
-    m_row, m_column = o_row < rows, o_column < width
-    m_tile = m_row[:, None] & m_column[None, :]
-    b_x = tl.load(x + o_row[:, None] * width + o_column[None, :], m_tile, 0.0)  # [TILE, TILE]
-    b_out = b_x
-    if HAS_UP or DOWN:
-        b_factor = tl.full((TILE,), 1.0, tl.float32)
-        if HAS_UP:
-            b_factor = tl.load(up + o_row, m_row, 0.0)
-        if HAS_MORE:
-            b_factor *= tl.load(more + o_row, m_row, 0.0)
-        if DOWN == 1:
-            b_factor /= tl.load(down + o_row, m_row, 1.0)
-        if DOWN == 2:
-            b_factor /= tl.load(down)
-        b_wide = b_x.to(tl.float32) * b_factor[:, None]
-        if HAS_GAIN:
-            b_wide *= tl.load(gain + o_column, m_column, 0.0).to(tl.float32)[None, :]
-        b_out = b_wide.to(tl.float8e4nv)
-        if COUNTS:
-            b_lost = _lost(b_x.to(tl.float32), b_out)
-            tl.atomic_add(lost + (tl.program_id(0) + tl.program_id(1)) % SLOTS, tl.sum(b_lost, 0).to(tl.int64))
-    tl.store(out + o_column[:, None] * rows + o_row[None, :], tl.trans(b_out), m_column[:, None] & m_row[None, :])
+    2 for a scalar, with which out_scale is filled. `out` is of int32: four rows of x make a word of the result, so that
+    words and not bytes change places."""
+    o_word = tl.program_id(0).to(tl.int64) * (TILE // 4) + tl.arange(0, TILE // 4)  # [TILE // 4]
+    o_column = tl.program_id(1).to(tl.int64) * TILE + tl.arange(0, TILE)  # [TILE]
+    m_word, m_column = o_word < rows // 4, o_column < width
+    m_tile = m_word[:, None] & m_column[None, :]
+    b_words = tl.zeros((TILE // 4, TILE), tl.int32)
+    for part in tl.static_range(4):
+        o_row = o_word * 4 + part
+        b_x = tl.load(x + o_row[:, None] * width + o_column[None, :], m_tile, 0.0)
+        b_out = b_x
+        if HAS_UP or DOWN:
+            b_wide = b_x.to(tl.float32)
+            if HAS_UP:
+                b_factor = tl.load(up + o_row, m_word, 0.0)
+                if HAS_MORE:
+                    b_factor *= tl.load(more + o_row, m_word, 0.0)
+                if DOWN == 2:
+                    b_factor /= tl.load(down)
+                b_wide *= b_factor[:, None]
+            if HAS_GAIN:
+                b_wide *= tl.load(gain + o_column, m_column, 0.0).to(tl.float32)[None, :]
+            if DOWN == 1:  # last, in add_norm's order: up / down overflows in a row of zeros
+                b_wide *= (1.0 / tl.load(down + o_row, m_word, 1.0))[:, None]
+            if DOWN == 2 and not HAS_UP:
+                b_wide *= 1.0 / tl.load(down)
+            b_out = b_wide.to(tl.float8e4nv)
+            if COUNTS and part == 0:
+                b_lost = (b_x.to(tl.float32) != 0.0) & (tl.abs(b_wide) <= LARGEST_ZERO)
+                b_lost &= (o_row % COUNTED_ROWS == 0)[:, None]
+                count = tl.sum(tl.sum(b_lost.to(tl.int32), 1), 0).to(tl.int64)
+                tl.atomic_add(lost + (tl.program_id(0) + tl.program_id(1)) % SLOTS, count, sem="relaxed")
+        b_words |= b_out.to(tl.uint8, bitcast=True).to(tl.int32) << (8 * part)
+    o_out = o_column[:, None] * (rows // 4) + o_word[None, :]
+    tl.store(out + o_out, tl.trans(b_words), m_column[:, None] & m_word[None, :])
     if FILLS_SCALE and tl.program_id(0) == 0:
         b_scale = tl.full((TILE,), 0.0, tl.float32) + tl.load(down)
         tl.store(out_scale + o_column, b_scale, m_column)
@@ -225,12 +289,21 @@ def _or(t: Tensor | None, other: Tensor) -> Tensor:
     return other if t is None else t
 
 
+def _blocks(width: int) -> dict[str, int]:
+    """A row in two powers of two, with few lanes to spare: 2,560 = 2,048 + 512."""
+    block = 1 << (width.bit_length() - 1)
+    return {"BLOCK": block, "REST": triton.next_power_of_2(width - block) if width > block else 0}
+
+
+def _row_options(width: int) -> dict[str, int]:
+    blocks = _blocks(width)
+    return {**blocks, "num_warps": max(1, min(16, blocks["BLOCK"] // 512))}
+
+
 def quantize(x: Tensor, out: Tensor, scale: Tensor, lost: Tensor | None) -> None:
     rows, width = x.shape
-    block = triton.next_power_of_2(width)
     launch(
-        _quantize, (rows,), x, out, scale, _or(lost, scale), width,
-        COUNTS=lost is not None, BLOCK=block, num_warps=warps_of(block),
+        _quantize, (rows,), x, out, scale, _or(lost, scale), width, COUNTS=lost is not None, **_row_options(width)
     )  # fmt: skip
 
 
@@ -239,19 +312,16 @@ def add_norm(
     out_rstd: Tensor, lost: Tensor | None,
 ) -> None:  # fmt: skip
     rows, width = x.shape
-    block = triton.next_power_of_2(width)
     launch(
         _add_norm, (rows,), x, _or(delta, x), gain, out_x, out_y, out_scale, out_rstd, _or(lost, out_scale), width, eps,
-        HAS_DELTA=delta is not None, COUNTS=lost is not None, BLOCK=block, num_warps=warps_of(block),
+        HAS_DELTA=delta is not None, COUNTS=lost is not None, **_row_options(width),
     )  # fmt: skip
 
 
 def swiglu(gate_up: Tensor, out: Tensor, scale: Tensor, lost: Tensor | None) -> None:
     rows, width = out.shape
-    block = triton.next_power_of_2(width)
     launch(
-        _swiglu, (rows,), gate_up, out, scale, _or(lost, scale), width,
-        COUNTS=lost is not None, BLOCK=block, num_warps=warps_of(block),
+        _swiglu, (rows,), gate_up, out, scale, _or(lost, scale), width, COUNTS=lost is not None, **_row_options(width)
     )  # fmt: skip
 
 
@@ -262,7 +332,7 @@ def swiglu_backward(
     block = min(COLUMNS, triton.next_power_of_2(width))
     launch(
         _swiglu_backward, (rows,), grad, gate_up, gated_scale, out, scale, gated, _or(lost, scale), width,
-        COUNTS=lost is not None, BLOCK=block, num_warps=warps_of(block),
+        COUNTS=lost is not None, BLOCK=block, num_warps=max(1, block // 512),
     )  # fmt: skip
 
 
@@ -289,7 +359,8 @@ def transposed(
         "COUNTS": lost is not None,
     }
     grid = (triton.cdiv(rows, TILE), triton.cdiv(width, TILE))
+    words = out.view(torch.int32)
     launch(
-        _transposed, grid, x, *(_or(t, x) for t in (up, more, down, gain)), out, _or(out_scale, x), _or(lost, x),
-        rows, width, **flags, TILE=TILE, num_warps=8,
+        _transposed, grid, x, *(_or(t, x) for t in (up, more, down, gain)), words, _or(out_scale, x), _or(lost, x),
+        rows, width, **flags, TILE=TILE, num_warps=TILE_WARPS,
     )  # fmt: skip

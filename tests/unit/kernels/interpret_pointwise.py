@@ -280,7 +280,7 @@ def fp8_transposed(rows: int, width: int, dtype: torch.dtype, bad: float | None 
 
     def call(t: Named) -> Named:
         grad, x, lost = fp8.quantize(t["grad"]), fp8.quantize(t["x"]), counters()
-        weight = fp8.transposed_weight(grad)
+        weight = fp8.transposed_weight(t["grad"], fp8.largest_scale(grad.scale)[0, 0])
         found = fp8.weight_gradient(grad, fp8.transposed(x.values), x.scale, None, lost)
         plain = fp8.transposed_rows(t["x"], x.scale)
         assert torch.equal(plain.view(torch.uint8), x.values.t().contiguous().view(torch.uint8))
