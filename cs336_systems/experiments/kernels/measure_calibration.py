@@ -16,6 +16,8 @@ from torch import Tensor
 
 from cs336_systems.config import ModelConfig, RunConfig
 from cs336_systems.experiments.kernels.measure_operators import (
+    MOST_ROTATED,
+    ROTATED_BYTES,
     host_times,
     library_attention,
     operator_calls,
@@ -53,8 +55,6 @@ BURST, SAMPLES = 2.5e-3, 3
 """Seconds of work in a replay, and replays."""
 MOST_COPIES = 60
 """Runs of a kernel in a graph, at most."""
-ROTATED_BYTES = 200 << 20
-"""Operands are rotated until they exceed this, so that none is in a cache that would not be in a step."""
 SUSTAINED_SECONDS, SAMPLE_SECONDS = 2.0, 0.02
 TINY, TINY_COPIES = 1, 300
 Call = Callable[[int], object]
@@ -126,7 +126,7 @@ def _captured(call: Call, copies: int) -> Callable[[], None]:
 
 def _matmul(kernel: Matmul, device: torch.device) -> Call:
     m, n, k = kernel.rows, kernel.columns, kernel.depth
-    copies = max(1, min(8, ROTATED_BYTES // (2 * k * (m + n))))
+    copies = max(1, min(MOST_ROTATED, ROTATED_BYTES // (2 * k * (m + n))))
     left = [_random((k, m) if kernel.layout == WEIGHT else (m, k), device) for _ in range(copies)]
     right = [_random((n, k) if kernel.layout == FORWARD else (k, n), device) for _ in range(copies)]
     out = torch.zeros((m, n), device=device, dtype=torch.float32 if kernel.is_wide else torch.bfloat16)

@@ -1,7 +1,7 @@
 """Instrument of `kernel_rates` for eager steps: PyTorch's operators one by one, and a step that the host bounds."""
 
 import statistics
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 import torch
 import torch.nn.functional as F
@@ -21,6 +21,8 @@ HOST_MODEL = ModelConfig(d_model=256, num_heads=4, d_ff=512, num_layers=8, conte
 """A model whose kernels are far shorter than their launches."""
 HOST_STEPS = 15
 HEADS, KEYS = 8, 512
+ROTATED_BYTES, MOST_ROTATED = 200 << 20, 8
+"""Operands are rotated until they exceed this, so that none is in a cache that would not be in a step; sets of them."""
 
 
 # -- operators --------------------------------------------------------------------------------------------------------
@@ -29,9 +31,16 @@ HEADS, KEYS = 8, 512
 def operator_calls(kernel: Pass, run: RunConfig, device: torch.device) -> list[Call]:
     """Return an operator that moves as many bytes as the pass, in the way that its name says; and, where it cannot run
     alone, the part of it that is to be subtracted."""
+    copies = max(1, min(MOST_ROTATED, ROTATED_BYTES // kernel.bytes))
     if kernel.name == eager.RMS_NORM_BACKWARD:
-        return _rms_norm_backward(kernel.bytes, run, device)
-    return [_BUILDERS[kernel.name](kernel.bytes, run, device)]
+        both, forward = zip(*(_rms_norm_backward(kernel.bytes, run, device) for _ in range(copies)), strict=True)
+        return [_rotated(both), _rotated(forward)]
+    return [_rotated([_BUILDERS[kernel.name](kernel.bytes, run, device) for _ in range(copies)])]
+
+
+def _rotated(calls: Sequence[Call]) -> Call:
+    """Return a call that takes the operands of each in turn."""
+    return lambda number: calls[number % len(calls)](number)
 
 
 def _random(elements: int, device: torch.device, *, columns: int = 1, dtype: torch.dtype = torch.float32) -> Tensor:
@@ -126,7 +135,7 @@ def _rms_norm(size: int, run: RunConfig, device: torch.device) -> Call:
     return lambda _: F.rms_norm(x, gain.shape, gain, 1e-5)
 
 
-def _rms_norm_backward(size: int, run: RunConfig, device: torch.device) -> list[Call]:
+def _rms_norm_backward(size: int, run: RunConfig, device: torch.device) -> tuple[Call, Call]:
     """Return forward with backward, and forward. Autograd runs backward on the stream of its forward: a CUDA graph has
     to capture both."""
     x = _random(size // 12, device, columns=run.model.d_model).requires_grad_()
@@ -136,7 +145,7 @@ def _rms_norm_backward(size: int, run: RunConfig, device: torch.device) -> list[
     def forward(number: int) -> Tensor:
         return F.rms_norm(x, gain.shape, gain, 1e-5)
 
-    return [lambda number: torch.autograd.grad(forward(number), (x, gain), grad), forward]
+    return lambda number: torch.autograd.grad(forward(number), (x, gain), grad), forward
 
 
 def _adamw(size: int, run: RunConfig, device: torch.device) -> Call:

@@ -14,6 +14,7 @@ from torch import nn
 from cs336_systems.config import ModelConfig, RunConfig, UserError
 from cs336_systems.kernels.fused import fp8, fp8_run
 from cs336_systems.kernels.fused.fp8_blocks import Fp8Blocks
+from cs336_systems.measure.memory_trace import predict_by_tracing
 from cs336_systems.model import PackedTokens, TransformerLM
 from cs336_systems.predict import fp8_nodes
 from cs336_systems.predict.activation_plan import KEEP_ALL, RECOMPUTE_ALL, BlockPlan
@@ -277,6 +278,19 @@ def test_what_fp8_cannot_do_is_refused(fields, message):
     fields = {"model": MODEL, "fast": "kernels", "attention": "auto", **fields}
     with pytest.raises(UserError, match=message):
         RunConfig(precision="fp8", **fields)
+
+
+def test_a_trace_computes_no_matmul_into_memory(monkeypatch):
+    """torch 2.11 would run it on the CPU, with tensors of full size."""
+    scaled_mm = torch._scaled_mm
+
+    def without_out(*args, **kwargs):
+        assert "out" not in kwargs
+        return scaled_mm(*args, **kwargs)
+
+    monkeypatch.setattr(torch, "_scaled_mm", without_out)
+    run = RunConfig(model=MODEL, batch_size=2, device="cuda", precision="fp8", fast="on", attention="auto")
+    assert predict_by_tracing(run).peak > 0
 
 
 def test_packed_documents_are_refused():

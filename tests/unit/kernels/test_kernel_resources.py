@@ -131,3 +131,11 @@ def test_attention_compiled_by_the_oldest_supported_triton():
     assert found.rows["portable attention"]
     for row in found.rows["Hopper attention"]:
         check_hopper(row)
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(HOUR)
+def test_tiles_are_not_transposed_by_matrix_instructions():
+    """Triton puts words in wrong places where it transposes them by ldmatrix: see fp8_triton.TILE."""
+    done = execute(sys.executable, "-m", "tests.unit.kernels.transposed_ptx", cwd=ROOT, timeout=HOUR, env=clean_env())
+    assert done.stdout.split() == ["st.shared", "ld.shared"], done.stderr[-2000:]
