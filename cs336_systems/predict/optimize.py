@@ -16,7 +16,7 @@ from functools import cached_property
 from itertools import product
 from typing import NamedTuple
 
-from cs336_systems.config import OPTIMIZER_STATES, RunConfig
+from cs336_systems.config import OPTIMIZER_STATES, RunConfig, UserError
 from cs336_systems.predict.activation_plan import KEEP_ALL
 from cs336_systems.predict.building_memory import building_peak
 from cs336_systems.predict.fit import FAST_ERROR, MODEL_ERROR, usable_bytes
@@ -42,6 +42,8 @@ KEEP, RECOMPUTE, PLAN = "keep", "recompute", "plan"
 """Choices for activations: all kept; recomputed in groups of blocks; a plan within a memory budget."""
 MICRO_BATCH, ACTIVATIONS, GRAPH, STATE, LAYOUT = "micro batch", "activations", "graph", "optimizer state", "layout"
 """What candidates differ in."""
+PRECISION = "precision"
+"""What a task has, and its candidates have in common."""
 WITHOUT_GRAPH = "kernels,loss,optimizer"
 RECOMPUTED_MATMULS = ("qkv", "out", "gate and up")
 """Matmuls that a plan may recompute."""
@@ -154,7 +156,7 @@ class Search:
         stream = 2 * task.config.model.context_length * task.config.model.d_model
         self.sizes = [size for size in divisors(task.sequences) if size == 1 or size * stream <= task.limit]
         """Of micro batches, without those whose residual stream alone does not fit."""
-        self.groups = group_sizes(task.config.model.num_layers)
+        self.groups = [] if task.config.precision == "fp8" else group_sizes(task.config.model.num_layers)
         self.found: list[Prediction] = []
         """Those that fit, also with states that may not be chosen."""
         self.not_searched: Prediction | None = None
@@ -311,6 +313,22 @@ class Search:
             yield self._alternative(STATE, state, own._replace(state=state), states=self.states)
         for layout in (layout for layout in self.layouts if layout != own.layout):
             yield self._alternative(LAYOUT, layout, own._replace(layout=layout))
+        if (faster := self._in_fp8(own)) is not None:
+            yield Alternative(PRECISION, "fp8", faster)
+
+    def _in_fp8(self, own: Candidate) -> Prediction | None:
+        """Return the same candidate with matmuls in FP8, whose peak is the same but for scales; None where the GPU, the
+        model or the candidate does not allow it."""
+        task = self.task
+        can = task.gpus == 1 and task.config.precision == "bf16" and task.gpu.peak_flops("fp8") is not None
+        if not can or own.activations != KEEP:
+            return None
+        try:
+            config = dataclasses.replace(task.config, precision="fp8")
+        except UserError:
+            return None
+        times = StepTimes(config, task.profile)
+        return Prediction(own, times.seconds(own.micro_batch, own.micro_batches, state=own.state, graph=own.graph))
 
     def _alternative(
         self, dimension: str, value: int | str | bool, alone: Candidate, states: tuple[str, ...] = ()

@@ -41,6 +41,7 @@ from cs336_systems.predict.optimize import (
     LAYOUT,
     MICRO_BATCH,
     PLAN,
+    PRECISION,
     RECOMPUTE,
     STATE,
     Alternative,
@@ -54,6 +55,7 @@ from cs336_systems.predict.optimize_ranks import LAYOUTS, RankSearch
 from cs336_systems.predict.parallel_model import Cluster
 from cs336_systems.predict.strategy import Strategy
 from cs336_systems.predict.time.gpu_profile import DATA_SHEET, GpuProfile, profile_of
+from cs336_systems.predict.time.time_model import FP8_SPREAD
 from cs336_systems.record import GIB
 from cs336_systems.report import terms
 from cs336_systems.report.cells import group
@@ -65,6 +67,7 @@ ROWS = 10
 BF16_STATE = "bf16_state"
 ALLOWED = {BF16_STATE: "bf16"}
 """Values of `--allow`, and the optimizer states that they allow."""
+OPTIMIZED_PRECISIONS = ("bf16", "fp8")
 TIMED_SECONDS, MOST_STEPS = 3.0, 50
 """Time of the measured steps of a candidate, and their largest number."""
 ALLOCATOR = ("PYTORCH_CUDA_ALLOC_CONF", "expandable_segments:True")
@@ -81,6 +84,7 @@ class OptimizeArguments(ModelArguments):
     tokens_per_step: int = flag(524_288, "tokens of a step on all GPUs, a multiple of the context")
     memory: str = flag("", "peak memory to stay within, such as 60GiB (default: what fits on the card)")
     host_memory: str = flag("", "host memory that plans may use, such as 128GiB (default: any amount)")
+    precision: str = flag("bf16", "of the step: bf16, or fp8 for the matmuls of its blocks", OPTIMIZED_PRECISIONS)
     allow: tuple[str, ...] = flag((), f"choices that change the numerics: {BF16_STATE} (weights and moments in bf16)")
     max_grad_norm: float = flag(TRAIN_GRAD_NORM, "clip the gradient's norm to this (0: no clipping)")
     no_measure: bool = flag(False, f"do not measure the best {MEASURED} where there is such a GPU")
@@ -94,13 +98,13 @@ class OptimizeArguments(ModelArguments):
 
 def task_of(arguments: OptimizeArguments) -> Task:
     """Return the task that the flags describe; raise UserError for what cannot be predicted."""
-    gpu, profile = _card(arguments.gpu)
+    gpu, profile = _card(arguments.gpu, arguments.precision)
     size, model = arguments.named_model()
     run = RunConfig(
         model=model,
         size=size,
         batch_size=1,
-        precision="bf16",
+        precision=arguments.precision,
         attention="auto",
         fast="on",
         device="cuda",
@@ -147,7 +151,11 @@ def _require_gpus(arguments: OptimizeArguments, sequences: int) -> None:
             f"--tokens_per_step {arguments.tokens_per_step:,} are {sequences:,} sequences, which cannot be divided "
             f"evenly among {gpus:,} GPUs; use {-(-sequences // gpus) * gpus * arguments.tokens_per_step // sequences:,}"
         )
-    one_gpu = {"allow": arguments.allow, "host_memory": arguments.host_memory}
+    one_gpu = {
+        "allow": bool(arguments.allow),
+        "host_memory": bool(arguments.host_memory),
+        "precision fp8": arguments.precision == "fp8",
+    }
     if gpus > 1 and (given := [f"--{name}" for name, value in one_gpu.items() if value]):
         raise UserError(f"{given[0]} is for one GPU; leave it out, or --gpus {gpus}")
 
@@ -162,11 +170,13 @@ def search_for(arguments: OptimizeArguments) -> Search:
     return RankSearch(task, cluster)
 
 
-def _card(name: str) -> tuple[GPU, GpuProfile]:
+def _card(name: str, precision: str) -> tuple[GPU, GpuProfile]:
     gpu = find_card(name)
     if gpu is None:
         raise UserError(f"unknown --gpu {name!r}{nearest(name, CARDS)}; choose a card: {', '.join(_timed())}")
     profile = profile_of(gpu)
+    if profile is not None and gpu.peak_flops(precision) is None:
+        raise UserError(f"--gpu {name!r} has no matmuls in {precision}; use --precision bf16, or another card")
     if profile is None:
         lacks = "bf16" if gpu.peak_flops("bf16") is None else "known memory bandwidth"
         near = [other for other in _timed() if other.startswith(gpu.card)] or _timed()
@@ -256,10 +266,10 @@ def fastest_table(search: Search, best: list[Prediction]) -> Table:
     ]
     rows = [_row(search, found) for found in best]
     title = say(
-        "fastest predicted steps of {} on {}: {} tokens a step, context {}, bf16, peaks up to {} GiB",
-        "{} 在 {} 上预测最快的训练步：每步 {} 个 token，上下文 {}，bf16，峰值不超过 {} GiB",
+        "fastest predicted steps of {} on {}: {} tokens a step, context {}, {}, peaks up to {} GiB",
+        "{} 在 {} 上预测最快的训练步：每步 {} 个 token，上下文 {}，{}，峰值不超过 {} GiB",
         *(task.config.size, _where(task), f"{task.tokens:,}", f"{task.config.model.context_length:,}"),
-        number(task.limit / GIB, 1),
+        *(task.config.precision, number(task.limit / GIB, 1)),
     )
     return Table(title, columns, rows, list(_notes(search, best)))
 
@@ -315,7 +325,8 @@ def _notes(search: Search, best: list[Prediction]) -> Iterator[Text]:
             *(task.gpu.name, percent(task.profile.spread, 0)),
         )
     else:
-        yield say("a measurement is expected within {}", "实测值预计在 {} 以内", percent(task.profile.spread, 0))
+        spread = max(task.profile.spread, FP8_SPREAD if task.config.precision == "fp8" else 0.0)
+        yield say("a measurement is expected within {}", "实测值预计在 {} 以内", percent(spread, 0))
 
 
 def choices_table(search: Search, chosen: Prediction) -> Table:
@@ -340,6 +351,8 @@ def _choice_row(search: Search, chosen: Prediction, found: Alternative) -> list[
         remarks.append(say("alone does not fit ({} GiB)", "仅改此项放不下（{} GiB）", number(found.unfit / GIB, 1)))
     if found.dimension == STATE and found.value not in search.task.states:
         remarks.append(say("changes the numerics: --allow {}", "改变数值精度：--allow {}", BF16_STATE))
+    if found.dimension == PRECISION:
+        remarks.append(say("changes the numerics: --precision {}", "改变数值精度：--precision {}", str(found.value)))
     figures: list[str | Text] = [Text("none fits", "都放不下"), "", "", ""]
     if bound is not None:
         remarks.append(say("a plan was not searched: at least {}", "未搜索方案：至少 {}", _change(bound, chosen)))
@@ -368,6 +381,8 @@ def _instead(found: Alternative) -> Text:
         return Text("with a CUDA graph", "使用 CUDA 图") if found.value else Text("no CUDA graph", "不用 CUDA 图")
     if found.dimension == LAYOUT:
         return Text(Strategy.parse(str(found.value)).title)
+    if found.dimension == PRECISION:
+        return Text("matmuls in FP8", "FP8 矩阵乘")
     fp32 = Text("fp32 masters and moments", "fp32 主权重与动量")
     return fp32 if found.value == "fp32" else Text("bf16 weights and moments", "bf16 权重与动量")
 

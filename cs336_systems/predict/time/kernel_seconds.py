@@ -24,6 +24,8 @@ LEAST_DEPTH = 256
 """Depth that a program has at least where several share a tile."""
 SPLIT_BANDWIDTH = 5e12
 """Bytes a second at which the parts of a split tile are written and added: they stay in the L2 cache."""
+OPERAND_BYTES = {"": 2, "fp8": 1, "tf32": 4, "fp32": 4}
+"""Of an element of a matmul's operands, by the precision of the matmul."""
 TILE = 128
 """Queries of a program of attention, and keys of a tile."""
 
@@ -79,10 +81,12 @@ def matmul_seconds(rows: int, columns: int, depth: int, adds: bool, is_wide: boo
 
 
 def operator_matmul_seconds(kernel: Matmul, profile: GpuProfile) -> float:
-    """Return the time of matmuls in one kernel, each as large as `kernel` says, in 16 or 32 bits."""
-    wide = profile.wide.get(kernel.precision) if kernel.precision else None
+    """Return the time of matmuls in one kernel, each as large as `kernel` says, in 8, 16 or 32 bits. Those of 8 bits
+    have the rates of 16 at twice the peak."""
+    wide = profile.wide.get(kernel.precision)
     rates, peak = (wide.rates, wide.peak) if wide else (profile.matmul, profile.peak)
-    size = 4 if kernel.precision else 2
+    size, result_size = OPERAND_BYTES[kernel.precision], 4 if wide else 2
+    peak = 2 * peak if kernel.precision == "fp8" else peak
     sm_rate = peak / profile.sms * rates.efficiency
     epilogue = rates.epilogue / (128 * 256)
     fastest = math.inf
@@ -99,7 +103,8 @@ def operator_matmul_seconds(kernel: Matmul, profile: GpuProfile) -> float:
             if split > 1:
                 seconds += 8 * kernel.batch * kernel.rows * kernel.columns * split / SPLIT_BANDWIDTH
             fastest = min(fastest, seconds)
-    moved = size * kernel.batch * (kernel.depth * (kernel.rows + kernel.columns) + kernel.rows * kernel.columns)
+    operands, results = kernel.depth * (kernel.rows + kernel.columns), kernel.rows * kernel.columns
+    moved = kernel.batch * (size * operands + result_size * results)
     return max(fastest, moved / profile.bandwidth) + rates.fixed
 
 

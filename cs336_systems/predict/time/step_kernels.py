@@ -4,7 +4,7 @@ with their bytes, attention, and small kernels by their number. No torch.
 A test runs the step and compares every matmul and every pass with this list.
 """
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from typing import NamedTuple
 
 from cs336_systems.config import RunConfig
@@ -15,6 +15,9 @@ FORWARD, INPUT, WEIGHT = "forward", "input", "weight"
 """Layouts of a matmul: x @ W^T, the gradient of its input (grad @ W) and of its weight (grad^T @ x)."""
 ROTARY_ELEMENTS = 4096
 """Equal to the constant of kernels/fused/pointwise_triton.py; a test compares them."""
+CAST, TRANSPOSE, ADD = "fp8_cast", "fp8_transpose", "fp8_add"
+"""Passes beside matmuls in FP8: a matrix is cast; its transposed copy is written; a weight's gradient is added to that
+of earlier micro batches, which these matmuls cannot do."""
 SORTED_ROWS = 3072
 """Tokens from which torch's gradient of an embedding sorts them, in about 28 small kernels."""
 
@@ -35,7 +38,7 @@ class Matmul(NamedTuple):
     batch: int = 1
     """Matmuls of one kernel."""
     precision: str = ""
-    """ "fp32" or "tf32" for operands of 32 bits."""
+    """ "fp32" or "tf32" for operands of 32 bits, "fp8" for those of 8; empty for 16."""
 
     @property
     def flops(self) -> int:
@@ -84,11 +87,18 @@ Kernel = Matmul | Pass | AttentionPass | Small
 
 def gradient_kernels(config: RunConfig, *, adds: bool = False) -> list[Kernel]:
     """Return the kernels of one micro batch, forward and backward. `adds`: gradients of earlier ones are there."""
-    return [*forward_kernels(config), *_loss(config, adds), *_backward(config, adds)]
+    backward = _backward(config, adds)
+    if config.precision == "fp8":
+        backward = _in_fp8(backward, config)
+    return [*forward_kernels(config), *_loss(config, adds), *backward]
 
 
 def forward_kernels(config: RunConfig) -> Iterator[Kernel]:
     """Return the kernels up to the last norm; those of blocks run once a layer, or twice."""
+    return _in_fp8(_forward(config), config) if config.precision == "fp8" else _forward(config)
+
+
+def _forward(config: RunConfig) -> Iterator[Kernel]:
     model, rows, s = config.model, config.tokens, _width(config)
     d, f, q, qk, qkv, layers = model.d_model, model.d_ff, model.q_width, *_head_widths(config), model.num_layers
     stream = rows * d * s
@@ -161,6 +171,59 @@ def _backward(config: RunConfig, adds: bool) -> Iterator[Kernel]:
     else:
         yield Pass("embedding_backward_unsorted", 2 * stream)
     yield Pass("deposit", (3 if adds or model.tied_embeddings else 2) * table)
+
+
+def _in_fp8(kernels: Iterable[Kernel], config: RunConfig) -> Iterator[Kernel]:
+    """Return kernels of forward or backward with the matmuls of blocks in FP8, as kernels/fused/fp8_run.py has them."""
+    model = config.model
+    d, f = model.d_model, model.d_ff
+    widths = {"qkv": (d, model.qkv_width), "out": (model.q_width, d), "gate and up": (d, 2 * f), "down": (f, d)}
+    for kernel in kernels:
+        name = kernel.name.partition(",")[0]
+        if isinstance(kernel, Matmul) and name in widths:
+            yield from _matmul_in_fp8(kernel, name, *widths[name], config.tokens)
+        elif isinstance(kernel, Pass):
+            yield from _pass_in_fp8(kernel, config)
+        else:
+            yield kernel
+
+
+def _matmul_in_fp8(kernel: Matmul, name: str, d_in: int, d_out: int, rows: int) -> Iterator[Kernel]:
+    """Return the matmul, and the passes that write its operands where no other kernel does."""
+    weight, times = d_in * d_out, kernel.times
+    scale = Small("largest scale of a matrix", times)
+    if kernel.layout == FORWARD:
+        if name == "out":
+            yield Pass(CAST, 3 * rows * d_in, times)
+        yield from (Pass(CAST, 3 * weight, times), scale)
+    elif kernel.layout == INPUT:
+        if name != "gate and up":  # SwiGLU's backward writes the gradient of that one
+            yield Pass(CAST, 3 * rows * d_out, times)
+        yield Pass(TRANSPOSE, 3 * weight, times)
+    else:
+        yield Pass(TRANSPOSE, (2 if name == "down" else 3) * rows * d_in, times)
+        yield from (scale, Pass(TRANSPOSE, 2 * rows * d_out, times))
+    yield kernel._replace(precision="fp8", adds=False)
+    if kernel.adds:
+        yield Pass(ADD, 6 * weight, times)
+
+
+def _pass_in_fp8(kernel: Pass, config: RunConfig) -> Iterator[Kernel]:
+    """Return a pass of a block with its result in FP8. All norms but the last are those of blocks; their backward does
+    not write their output again."""
+    stream, layers = config.tokens * config.model.d_model, config.model.num_layers
+    name, size, times = kernel
+    if name == "add_norm":
+        last = int(times == 2 * layers)
+        yield from (Pass("fp8_add_norm", size - stream, times - last), kernel._replace(times=last))
+    elif name == "add_norm_backward" and times == 2 * layers:
+        yield Pass(name, size - 2 * stream, times)
+    elif name == "swiglu":
+        yield Pass("fp8_swiglu", size * 5 // 6, times)
+    elif name == "swiglu_backward":
+        yield Pass("fp8_swiglu_backward", size * 9 // 12, times)
+    else:
+        yield kernel
 
 
 def update_kernels(config: RunConfig) -> list[Kernel]:

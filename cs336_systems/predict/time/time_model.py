@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
-from cs336_systems.config import RunConfig
+from cs336_systems.config import LOW_PRECISIONS, RunConfig
 from cs336_systems.predict.flops import causal_model_flops, model_flops
 from cs336_systems.predict.time.gpu_profile import GpuProfile, Power
 from cs336_systems.predict.time.kernel_seconds import ATTENTION, MATMUL, PASS, SMALL, kernel_seconds, kind_of
@@ -23,8 +23,10 @@ from cs336_systems.predict.time.step_kernels import (
 )
 
 KINDS = (MATMUL, ATTENTION, PASS, SMALL)
-WIDE_ENERGY = {"fp32": 0.0, "tf32": 2.0}
+FLOP_ENERGY = {"fp32": 0.0, "tf32": 2.0, "fp8": 0.5}
 """Energy of a FLOP over that in 16 bits. Rates in fp32 are those at the clock that such work has, whatever it is."""
+FP8_SPREAD = 0.1
+"""Half of the interval around steps in FP8, relative: their rates are from one measured step."""
 LOWEST_CLOCK = 0.4
 """Bound of the search for a clock, relative to the highest."""
 
@@ -106,7 +108,7 @@ class StepTime:
 
 
 def step_time(config: RunConfig, profile: GpuProfile, micro_batches: int = 1) -> StepTime | None:
-    """Predict a fast step in 16-bit precision; None where the kernels of the step are not known."""
+    """Predict a fast step in 16-bit precision or FP8; None where the kernels of the step are not known."""
     if not predicts(config):
         return None
     kernels = step_kernels(config, micro_batches)
@@ -122,18 +124,19 @@ def step_time(config: RunConfig, profile: GpuProfile, micro_batches: int = 1) ->
     host = 0.0 if "graph" in config.fast_parts else profile.launch * work.launches
     seconds = max(sum(times) + gaps, host)
     found = tuple(KernelTime(kernel, time) for kernel, time in zip(kernels, times, strict=True))
-    low, high = seconds * (1 - profile.spread), seconds * (1 + profile.spread)
+    spread = max(profile.spread, FP8_SPREAD) if config.precision == "fp8" else profile.spread
+    low, high = seconds * (1 - spread), seconds * (1 + spread)
     return StepTime(config, seconds, low, high, found, clock, gaps, host, micro_batches)
 
 
 def predicts(config: RunConfig) -> bool:
-    """Return True if the kernels of this step are known: a fast training step in 16-bit precision without a plan, with
-    this package's attention."""
+    """Return True if the kernels of this step are known: a fast training step in 16-bit precision or FP8, without a
+    plan, with this package's attention."""
     return (
         {"kernels", "loss", "optimizer"} <= set(config.fast_parts)
         and config.attention in ("auto", "flash_hopper")
         and config.mode == "train-step"
-        and config.precision in ("bf16", "fp16")
+        and config.precision in LOW_PRECISIONS
         and not config.memory_budget
         and not config.compile
     )
@@ -180,7 +183,7 @@ def _joules(kernel: Kernel, power: Power) -> float:
     if isinstance(kernel, Small):
         return 0.0
     if isinstance(kernel, Matmul) and kernel.precision:
-        return kernel.times * kernel.flops * power.per_flop[MATMUL] * WIDE_ENERGY[kernel.precision]
+        return kernel.times * kernel.flops * power.per_flop[MATMUL] * FLOP_ENERGY[kernel.precision]
     return kernel.times * kernel.flops * power.per_flop[kind_of(kernel)]
 
 

@@ -17,6 +17,7 @@ from cs336_systems.predict.optimize import (
     KEEP,
     MICRO_BATCH,
     PLAN,
+    PRECISION,
     RECOMPUTE,
     STATE,
     WITHOUT_GRAPH,
@@ -166,8 +167,13 @@ def by_dimension(search):
 def test_alternatives_are_the_best_with_a_value():
     search = Search(task())
     found = by_dimension(search)
-    assert {dimension for dimension, _ in found} == {MICRO_BATCH, ACTIVATIONS, GRAPH, STATE}
+    assert {dimension for dimension, _ in found} == {MICRO_BATCH, ACTIVATIONS, GRAPH, STATE, PRECISION}
     chosen = search.ranked[0]
+    in_fp8 = found.pop((PRECISION, "fp8")).best
+    config = dataclasses.replace(search.task.run_config(in_fp8.candidate), precision="fp8")
+    assert in_fp8.seconds == pytest.approx(
+        step_time(config, search.task.profile, chosen.candidate.micro_batches).seconds
+    )
     for (dimension, value), alternative in found.items():
         best = alternative.best
         assert best is not None, (dimension, value)

@@ -64,6 +64,7 @@ def parsed(line: str):
         (Candidate(8, 2, graph=False), {"size": "qwen2.5/0.5B", "max_grad_norm": 0.5}),
         (Candidate(16, 1, budget="3.50GiB"), {"size": "", "d_model": 512, "num_heads": 8, "vocab_size": 8000}),
         (Candidate(1, 16), {"size": "qwen3/0.6B", "rope_theta": 5e5, "tied_embeddings": False}),
+        (Candidate(4, 4), {"precision": "fp8"}),
     ],
 )
 def test_commands_lead_back_to_the_configuration(candidate, fields, tmp_path, monkeypatch):
@@ -137,6 +138,8 @@ def test_commands_of_several_gpus_lead_back_to_the_configuration(gpus, layout, w
         ({"gpus": 3}, ("--tokens_per_step 8,192", "16 sequences", "3 GPUs", "9,216")),
         ({"gpus": 0}, ("--gpus", "0")),
         ({"gpus": 2, "allow": ("bf16_state",)}, ("--allow", "one GPU")),
+        ({"gpus": 2, "precision": "fp8"}, ("--precision fp8", "one GPU")),
+        ({"gpu": "a100-sxm4-80gb", "precision": "fp8"}, ("no matmuls in fp8", "--precision bf16")),
         ({"gpus": 2, "host_memory": "8GiB"}, ("--host_memory", "one GPU")),
         ({"allow": ("bf16_stat",)}, ("--allow", "did you mean 'bf16_state'")),
     ],
@@ -289,3 +292,18 @@ def test_findings_name_the_regret_and_the_seconds():
     assert "0.5%" in regret.en
     assert "8 ways" in spent.en
     assert "8 predicted" in accuracy.en
+
+
+def test_fp8_is_shown_beside_a_choice_that_keeps_all_and_gives_what_it_says():
+    search, own = search_of(), search_of(precision="fp8")
+    rows = {row[0].en: row for row in choices_table(search, search.ranked[0]).rows}
+    fp8 = rows["matmuls in FP8"]
+    assert fp8[3].startswith("-")
+    assert "--precision fp8" in fp8[-1].en
+    same_way = next(found for found in own.ranked if found.candidate == search.ranked[0].candidate)
+    assert fp8[2] == f"{1e3 * same_way.seconds:,.2f}"
+    assert "fp8" in fastest_table(own, own.ranked).title.en
+    assert not own.groups, "FP8 has no recomputed groups"
+    assert "matmuls in FP8" not in {row[0].en for row in choices_table(own, own.ranked[0]).rows}
+    for without in (search_of(gpu="a100-sxm4-80gb"), search_of(d_model=776, num_heads=4, size="", vocab_size=8000)):
+        assert "matmuls in FP8" not in {row[0].en for row in choices_table(without, without.ranked[0]).rows}

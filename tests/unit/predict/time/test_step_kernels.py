@@ -7,11 +7,19 @@ import pytest
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from cs336_systems.config import RunConfig
-from cs336_systems.kernels.fused import nodes, pointwise
+from cs336_systems.kernels.fused import fp8, nodes, pointwise
 from cs336_systems.predict.flops import model_flops
 from cs336_systems.predict.time import step_kernels
-from cs336_systems.predict.time.step_kernels import AttentionPass, Matmul, Pass, gradient_kernels, update_kernels
+from cs336_systems.predict.time.step_kernels import (
+    ADD,
+    AttentionPass,
+    Matmul,
+    Pass,
+    gradient_kernels,
+    update_kernels,
+)
 from cs336_systems.step.train_step import TrainStep
+from tests.unit.kernels.test_fp8 import FAMILIES as FP8_FAMILIES
 from tests.unit.test_families import FAMILIES
 
 NAMES = ("add_norm", "add_norm_backward", "rotate_", "rotate_backward", "norm_rotate", "norm_rotate_backward", "swiglu",
@@ -110,3 +118,53 @@ def test_bf16_halves_the_bytes_of_passes():
     assert (step_kernels.CHUNK_BYTES, step_kernels.MATMUL_MULTIPLE) == (nodes.CHUNK_BYTES, nodes.MATMUL_MULTIPLE)
     kept = dataclasses.replace(run_of(FAMILIES["qwen3"], precision="bf16"), max_grad_norm=1.0)
     assert [kernel.name for kernel in update_kernels(kept)] == ["norm of gradients", "adamw", "factors of the update"]
+
+
+@pytest.mark.parametrize("micro_batches", [1, 2])
+@pytest.mark.parametrize("name", FP8_FAMILIES)
+def test_every_matmul_and_pass_in_fp8_is_listed(name, micro_batches, passes, monkeypatch):
+    """Bytes of casts and transposes are counted at the calls, so that no tensor is forgotten."""
+    run = RunConfig(
+        model=FP8_FAMILIES[name], batch_size=2, attention="auto", fast="kernels,loss,optimizer", precision="fp8"
+    )
+    step, found = TrainStep.build(run), Counter()
+
+    def count(function, describe):
+        own = getattr(fp8, function)
+
+        def counted(*args, **options):
+            found[describe(*args, **options)] += 1
+            return own(*args, **options)
+
+        monkeypatch.setattr(fp8, function, counted)
+
+    count("quantize", lambda x, *_: ("fp8_cast", 3 * x.numel()))
+    count("_transposed", lambda x, **_: ("fp8_transpose", (x.element_size() + 1) * x.numel()))
+    count("_scaled_matmul", lambda a, b, *_, **options: ("matmul", len(a), len(b), a.shape[1]))
+    count("largest_scale", lambda *_, **options: "largest scale")
+    count("swiglu", lambda gate_up, *_: ("fp8_swiglu", gate_up.numel() * 5 // 2))
+    count("swiglu_backward", lambda grad, *_: ("fp8_swiglu_backward", 9 * grad.numel()))
+    count(
+        "add_norm",
+        lambda x, delta, *_: ("fp8_add_norm", x.numel() * (3 if delta is None else 7)),
+    )
+    batch = step.random_batch()
+    with Matmuls() as seen:
+        step.launch([batch] * micro_batches)
+    listed, plain = Counter(), Counter()
+    for kernel in (kernel for number in range(micro_batches) for kernel in gradient_kernels(run, adds=number > 0)):
+        if isinstance(kernel, Matmul):
+            assert not kernel.adds or not kernel.precision, "the sum is a pass of its own"
+            shape = kernel.rows, kernel.columns, kernel.depth
+            found_in = listed if kernel.precision else plain
+            found_in[("matmul", *shape) if kernel.precision else shape] += kernel.times
+        elif kernel.name.startswith("fp8_") and kernel.name != ADD:
+            listed[kernel.name, kernel.bytes] += kernel.times
+        elif kernel.name == "largest scale of a matrix":
+            listed["largest scale"] += kernel.times
+    assert found == +listed
+    # Formulas of FP8 matmuls on a CPU are matmuls in fp32, of the same shapes.
+    in_fp8 = Counter({shape[1:]: times for shape, times in found.items() if shape[0] == "matmul"})
+    assert seen.found - in_fp8 == plain
+    norms = sum(k.times for k in gradient_kernels(run) if isinstance(k, Pass) and k.name == "add_norm")
+    assert norms * micro_batches == passes["add_norm"] == micro_batches
