@@ -2,6 +2,7 @@
 
 import dataclasses
 import math
+from functools import cache
 from itertools import product
 
 import pytest
@@ -47,8 +48,14 @@ def task(memory=math.inf, profile=PROFILE, sequences=SEQUENCES, **fields):
     return Task(config, H200, profile, sequences, CAPACITY, memory, **fields)
 
 
+@cache
 def every_peak(config):
     return max(estimate(config).peak, building_peak(config).peak)
+
+
+@cache
+def seconds_of(config, profile, micro_batches):
+    return step_time(config, profile, micro_batches).seconds
 
 
 def exhaustive(own):
@@ -59,7 +66,7 @@ def exhaustive(own):
             candidate = Candidate(size, own.sequences // size, blocks, state, graph)
             config = own.run_config(candidate)
             if every_peak(config) <= own.limit:
-                found[candidate] = step_time(config, own.profile, candidate.micro_batches).seconds
+                found[candidate] = seconds_of(config, own.profile, candidate.micro_batches)
     return found
 
 
