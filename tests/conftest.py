@@ -40,5 +40,17 @@ def pytest_collection_finish():
     of a second each."""
     if "torch" in sys.modules:
         importlib.import_module("torch._dynamo")  # optimizers and traces import it
+    freeze()
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_runtest_setup(item):
+    """... and over what the tests of earlier files have left: modules, caches, compiled functions."""
+    if item.path != getattr(item.config, "frozen_before", None):
+        item.config.frozen_before = item.path
+        freeze()
+
+
+def freeze():
     gc.collect()
     gc.freeze()
