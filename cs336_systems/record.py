@@ -127,10 +127,11 @@ class Record:
         return cell_key(self.config)
 
     def to_json(self) -> str:
-        values = dataclasses.asdict(self)
+        values = {spec.name: getattr(self, spec.name) for spec in dataclasses.fields(self)}
         # Samples may be inf or nan (a loss that diverged) or text. JSON has neither, so these travel as strings.
         values["samples"] = [_encode(sample) for sample in self.samples]
-        return json.dumps(values, allow_nan=False, separators=(",", ":"))
+        values["environment"] = {**vars(self.environment)}
+        return json.dumps(values, allow_nan=False, separators=(",", ":"), default=dataclasses.asdict)
 
     @classmethod
     def from_dict(cls, values: Mapping[str, Any], before: "Record | None" = None) -> "Record":

@@ -4,8 +4,12 @@ import gc
 import importlib
 import os
 import sys
+from contextlib import suppress
+from pathlib import Path
 
 import pytest
+
+FOLDER = Path(__file__).parent
 
 # Before torch is imported: two threads on a shared core spend their time waiting for each other.
 os.environ["OMP_NUM_THREADS"] = "1"
@@ -24,6 +28,17 @@ def pytest_xdist_make_scheduler(config, log):
     return ByFile(config, log) if config.getvalue("dist") == "loadgroup" else None
 
 
+@pytest.hookimpl(tryfirst=True)
+def pytest_collection(session):
+    """Let every other worker import the unit tests from the last to the first: each rewrites and compiles the
+    assertions of half of the modules, and finds the others compiled. It saves 6 s in a fresh clone."""
+    worker = getattr(session.config, "workerinput", {}).get("workerid", "gw0")
+    if int(worker.removeprefix("gw")) % 2 and session.config.args == session.config.getini("testpaths"):
+        for path in sorted((FOLDER / "unit").rglob("test_*.py"), reverse=True):
+            with suppress(Exception, pytest.skip.Exception):  # collection reports it
+                importlib.import_module(".".join(path.relative_to(FOLDER.parent).with_suffix("").parts))
+
+
 def pytest_collection_modifyitems(items):
     gpu_tests = [item for item in items if item.get_closest_marker("gpu")]
     if not gpu_tests:
@@ -40,5 +55,17 @@ def pytest_collection_finish():
     of a second each."""
     if "torch" in sys.modules:
         importlib.import_module("torch._dynamo")  # optimizers and traces import it
+    freeze()
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_runtest_setup(item):
+    """... and over what the tests of earlier files have left: modules, caches, compiled functions."""
+    if item.path != getattr(item.config, "frozen_before", None):
+        item.config.frozen_before = item.path
+        freeze()
+
+
+def freeze():
     gc.collect()
     gc.freeze()

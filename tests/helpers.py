@@ -1,5 +1,6 @@
 """Shared by the tests of the runner, the command line and the architecture."""
 
+import ast
 import json
 import os
 import signal
@@ -22,6 +23,12 @@ from cs336_systems.record import CELL_TIME, Environment, Record, load
 ROOT = Path(__file__).resolve().parents[1]
 PACKAGE = ROOT / "cs336_systems"
 CS336 = Path(sys.executable).with_name("cs336")
+
+
+@cache
+def nodes(path: Path) -> list[ast.AST]:
+    """All nodes of a file's syntax tree, the module first."""
+    return [*ast.walk(ast.parse(path.read_text()))]
 
 
 @cache

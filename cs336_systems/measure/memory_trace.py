@@ -92,7 +92,7 @@ class StorageTracker(TorchDispatchMode):
         label = LABEL_OF_PHASE.get(self.phase, "temporary")
         if func is torch.ops.aten._to_copy.default and isinstance(args[0], nn.Parameter):
             label = "weight casts"
-        for leaf in tree_leaves(result):
+        for leaf in (result,) if isinstance(result, Tensor) else tree_leaves(result):
             if isinstance(leaf, Tensor):
                 self.track(leaf, label, operator=func)
         if self.allocator is not None and func is torch.ops.aten._softmax_backward_data.default:
@@ -258,7 +258,8 @@ def fake_step(config: RunConfig) -> Iterator[tuple[TrainStep, tuple[Tensor, Tens
         stack.enter_context(mock.patch.object(torch.nn.init, "_no_grad_trunc_normal_", lambda tensor, *_, **__: tensor))
         stack.enter_context(FakeTensorMode())
         parts = sorted(config.fast_parts - {"graph"})  # a graph allocates what the eager step does
-        step = TrainStep.build(replace(config, device="cpu", compile=False, fast=",".join(parts) or "off"))
+        with fake_results.CachedResults():
+            step = TrainStep.build(replace(config, device="cpu", compile=False, fast=",".join(parts) or "off"))
         step.scaler = torch.amp.GradScaler("cpu", enabled=False)  # it would read a value of a fake tensor
         shape = (config.batch_size, config.model.context_length)
         batch = (torch.zeros(shape, dtype=torch.long), torch.zeros(shape, dtype=torch.long))

@@ -9,7 +9,9 @@ from pathlib import Path
 
 import pytest
 
-from tests.helpers import PACKAGE, ROOT, execute
+from tests.helpers import PACKAGE, ROOT, execute, nodes
+
+pytestmark = pytest.mark.xdist_group("sources")  # tests that read all sources: they are parsed once
 
 OURS = PACKAGE.name
 LEVELS = {
@@ -59,12 +61,6 @@ SOURCES = {module_name(path): path for path in sorted(PACKAGE.rglob("*.py"))}
 
 def is_module(name: str) -> bool:
     return name.removeprefix(OURS).removeprefix(".") in SOURCES
-
-
-@cache
-def nodes(path: Path) -> list[ast.AST]:
-    """All nodes of a file's syntax tree, the module first."""
-    return [*ast.walk(ast.parse(path.read_text()))]
 
 
 def imports(path: Path) -> list[Import]:
@@ -294,10 +290,9 @@ def test_docstrings_begin_with_a_statement():
     assert [one for one in found if PRIVATE_WORDS.match(one[1]) and not one[1].endswith("?")] == []
 
 
-@pytest.mark.xdist_group("one worker")
 def test_groups_of_tests_stay_together(request):
     """Ranks of two tests at a time would starve each other, and what a module shares would be made twice. A pytest that
     does not know of xdist's groups (9.2 with xdist 3.8) says nothing."""
     if getattr(request.config, "workerinput", None) is None:
         pytest.skip("one worker")
-    assert request.node.nodeid.endswith("@one worker")
+    assert request.node.nodeid.endswith("@sources")

@@ -14,7 +14,9 @@ from cs336_systems.config import RunConfig, UserError
 from cs336_systems.experiments.catalogue import ALL, catalogue, cells, of_preset, runnable
 from cs336_systems.experiments.spec import HANDOUT_2026, PRESETS
 from cs336_systems.record import GIB, cell_key
-from tests.helpers import PACKAGE, ROOT, clean_env, execute
+from tests.helpers import PACKAGE, ROOT, clean_env, execute, nodes
+
+pytestmark = pytest.mark.xdist_group("sources")  # tests that read all sources: they are parsed once
 
 # -- one experiment from one new module -------------------------------------------------------------------------------
 
@@ -111,11 +113,7 @@ HOMONYMS = {
 def texts() -> dict[Path, list[str]]:
     """Every string of the package, by file."""
     return {
-        path: [
-            node.value
-            for node in ast.walk(ast.parse(path.read_text()))
-            if isinstance(node, ast.Constant) and isinstance(node.value, str)
-        ]
+        path: [node.value for node in nodes(path) if isinstance(node, ast.Constant) and isinstance(node.value, str)]
         for path in PACKAGE.rglob("*.py")
     }
 
@@ -139,7 +137,7 @@ def test_no_other_list_of_experiments_exists():
     names = set(catalogue())
     found = []
     for path in PACKAGE.rglob("*.py"):
-        for node in ast.walk(ast.parse(path.read_text())):
+        for node in nodes(path):
             items = node.keys if isinstance(node, ast.Dict) else getattr(node, "elts", [])
             words = [item.value for item in items if isinstance(item, ast.Constant)]
             if len(words) > 1 and len(names & set(map(str, words))) == len(words):

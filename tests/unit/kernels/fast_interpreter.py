@@ -128,17 +128,47 @@ def plain_values(plain: Callable[[Any], Any]) -> Callable[[Any], Any]:
 
 
 def known_operands(plain: Callable[..., Any]) -> Callable[..., Any]:
-    """Return two tensors as they are where two of the same types were neither cast nor broadcast."""
-    unchanged: dict[Any, bool] = {}
+    """Cast and broadcast two operands to the types that operands of the same types had before: most need neither. The
+    tensor of a number is kept, too."""
+    types: dict[Any, tuple[Any, Any]] = {}
+    numbers: dict[Any, Any] = {}
 
     def operands(self: Any, left: Any, right: Any, *options: Any, **named: Any) -> Any:
-        if type(left) is not tl.tensor or type(right) is not tl.tensor:
+        if type(left) is not tl.tensor:
             return plain(self, left, right, *options, **named)
-        key = (left.type.name, right.type.name, options, *named.items())
-        if unchanged.get(key):
-            return left, right
+        if type(right) is tl.tensor:
+            key = (left.type.name, right.type.name, options, *named.items())
+            if key in types:
+                wanted = types[key]
+                return converted(self, left, wanted[0]), converted(self, right, wanted[1])
+            found = plain(self, left, right, *options, **named)
+            types[key] = tuple(
+                None if after is before else after.type for before, after in zip((left, right), found, strict=True)
+            )
+            return found
+        key = (left.type.name, type(right), repr(right), options, *named.items())
+        if key in numbers:
+            return left, numbers[key]
         found = plain(self, left, right, *options, **named)
-        unchanged[key] = found[0] is left and found[1] is right
+        if found[0] is left and type(right) in (int, float, bool):
+            if len(numbers) == MOST_NUMBERS:
+                numbers.clear()
+            numbers[key] = found[1]
         return found
 
     return operands
+
+
+MOST_NUMBERS = 1000
+
+
+def converted(semantics: Any, tensor: Any, wanted: Any) -> Any:
+    """The tensor, cast and broadcast to a type; None: as it is."""
+    if wanted is None:
+        return tensor
+    if tensor.dtype.name != wanted.scalar.name:
+        tensor = semantics.cast(tensor, wanted.scalar)
+    if tensor.type.name == wanted.name:
+        return tensor
+    handle = tensor.handle
+    return tl.tensor(interpreter.TensorHandle(np.broadcast_to(handle.data, wanted.shape), handle.dtype), wanted)

@@ -102,7 +102,10 @@ def test_large_scores_in_a_window(check):
 
 @pytest.mark.parametrize("number", range(len(PACKED)))
 def test_packed_documents(check, number):
-    check(with_few_heads(PACKED[number]), ("float16", "float32")[number % 2], through_lse=number % 3 == 0)
+    """At most 12 documents: test_table_of_blocks has tables of many more."""
+    case = with_few_heads(PACKED[number])
+    case = replace(case, lengths_q=case.lengths_q[:12])
+    check(case, ("float16", "float32")[number % 2], through_lse=number % 3 == 0)
 
 
 @pytest.mark.parametrize("seed", range(6))

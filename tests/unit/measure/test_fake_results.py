@@ -20,7 +20,10 @@ CALLS = {
     "by a number": (aten.mul.Tensor, [2], {}),
     "by a fraction": (aten.mul.Tensor, [2.5], {}),
     "in place": (aten.add_.Tensor, [1], {}),
+    "view in place": (aten.t_.default, [], {}),
+    "view of the same shape in place": (aten.as_strided_.default, [[4, 6], [6, 1]], {}),
     "several": (aten.split.Tensor, [2], {}),
+    "several new": (aten.max.dim, [1], {}),
     "like": (aten.empty_like.default, [], {"memory_format": torch.preserve_format}),
     "number": (aten.sym_size.int, [0], {}),
 }
@@ -54,6 +57,42 @@ def test_a_stored_result_is_that_of_torch(name):
             expected = described(func(tensors[0], *args, **kwargs), tensors[0])
             found = [described(fake_results.call(func, (tensor, *args), kwargs), tensor) for tensor in tensors[1:]]
             assert found == [expected] * 3
+
+
+def test_what_is_written_in_place_is_the_argument_itself():
+    with FakeTensorMode():
+        for _ in range(3):
+            a, b, out = (torch.empty(4, 4) for _ in range(3))
+            assert fake_results.call(aten.copy_.default, (a, b), {}) is a
+            assert fake_results.call(aten.mm.out, (a, b), {"out": out}) is out
+    assert None not in fake_results._RESULTS.values()
+
+
+def test_a_replaced_storage_is_replaced_every_time():
+    with FakeTensorMode():
+        for _ in range(3):
+            a, b = torch.empty(4), torch.empty(4)
+            fake_results.call(aten.set_.source_Tensor, (a, b), {})
+            assert a.untyped_storage()._cdata == b.untyped_storage()._cdata
+
+
+def test_new_tensors_are_those_of_torch():
+    for dtype in (torch.float32, torch.float64):
+        with FakeTensorMode() as mode, fake_results.CachedResults():
+            torch.set_default_dtype(dtype)
+            try:
+                first, second = torch.empty(2, 3), torch.empty(2, 3)
+                views = torch.ones(6, 2).split(2)
+            finally:
+                torch.set_default_dtype(torch.float32)
+        assert first.dtype == second.dtype == dtype
+        assert first.device.type == "cpu"
+        assert first.untyped_storage()._cdata != second.untyped_storage()._cdata
+        assert {type(first), type(second), *map(type, views)} == {FakeTensor}
+        assert {first.fake_mode, second.fake_mode} == {mode}
+        assert len({view.untyped_storage()._cdata for view in views}) == 1
+    with fake_results.CachedResults():
+        assert torch.zeros(2).tolist() == [0, 0], "no mode: real tensors"
 
 
 def test_results_are_stored_once_for_equal_arguments():

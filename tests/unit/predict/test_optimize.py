@@ -2,6 +2,7 @@
 
 import dataclasses
 import math
+from functools import cache
 from itertools import product
 
 import pytest
@@ -48,19 +49,26 @@ def task(memory=math.inf, profile=PROFILE, sequences=SEQUENCES, **fields):
     return Task(config, H200, profile, sequences, CAPACITY, memory, **fields)
 
 
+@cache
 def every_peak(config):
     return max(estimate(config).peak, building_peak(config).peak)
 
 
+@cache
+def seconds_of(config, micro_batches):
+    return step_time(config, PROFILE, micro_batches).seconds
+
+
 def exhaustive(own):
     """All candidates without a plan that fit: candidate -> seconds, by the slow functions."""
+    assert own.profile is PROFILE
     found = {}
     for size in (size for size in range(1, own.sequences + 1) if own.sequences % size == 0):
         for blocks, state, graph in product(range(own.config.model.num_layers), own.states, (True, False)):
             candidate = Candidate(size, own.sequences // size, blocks, state, graph)
             config = own.run_config(candidate)
             if every_peak(config) <= own.limit:
-                found[candidate] = step_time(config, own.profile, candidate.micro_batches).seconds
+                found[candidate] = seconds_of(config, candidate.micro_batches)
     return found
 
 
