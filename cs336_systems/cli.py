@@ -594,14 +594,6 @@ COMMANDS = {
 }
 
 
-class UnnamedParser(Parser):
-    """The parser of a command that is not named: it has nothing to parse, and those of all commands take longer to
-    build than many commands to run."""
-
-    def __init__(self) -> None:
-        pass
-
-
 def main(argv: list[str] | None = None) -> int:
     parser = Parser(
         prog="cs336",
@@ -611,17 +603,13 @@ def main(argv: list[str] | None = None) -> int:
         + "\n".join(f"  {name:18} {catalogue()[name].question.en}" for name in runnable()),
     )
     parser.add_argument("--version", action="version", version=f"cs336_systems {__version__}")
+    subparsers = parser.add_subparsers(dest="command", metavar="command", required=True, parser_class=Parser)
     words = sys.argv[1:] if argv is None else argv
     named = next((word for word in words if word in COMMANDS), None)
-
-    def parser_of(*, prog: str, **fields: Any) -> Parser:
-        return Parser(prog=prog, **fields) if prog.split()[-1] == named else UnnamedParser()
-
-    subparsers = parser.add_subparsers(dest="command", metavar="command", required=True, parser_class=parser_of)  # type: ignore[call-overload]
     for name, command in COMMANDS.items():
         manual = command.manual or command.function.__doc__
         subparser = subparsers.add_parser(name, help=command.summary, description=cleandoc(manual or ""))
-        if name == named:
+        if name == named:  # the flags of all take longer than many commands
             add_flags(subparser, command.arguments)
     mistakes: list[str] = []
 
