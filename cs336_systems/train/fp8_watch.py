@@ -3,13 +3,17 @@
 The rule: in every N-th step the elements that became 0 are counted. A block of which some tensor has lost more than
 LARGEST_LOST_SHARE of its elements computes in bf16 from the next step on, for the rest of the run. Overflow needs no
 rule: scales are those of the step itself, and a step with values that are not finite is left out, as in any precision.
+Ranks add their counts, and so decide alike.
 """
 
 from collections.abc import Iterable
 
+import torch.distributed as dist
+
 from cs336_systems.config import LARGEST_LOST_SHARE
 from cs336_systems.kernels.fused.fp8_blocks import Fp8Blocks, LostShare
 from cs336_systems.model import TransformerLM
+from cs336_systems.parallel.collectives import Wrapper, communication_device
 from cs336_systems.step.train_step import TrainStep
 
 
@@ -18,7 +22,7 @@ class Fp8Watch:
     run that is resumed decides as one that was not stopped."""
 
     def __init__(self, step: TrainStep, every: int):
-        model = step.model
+        model = step.model.module if isinstance(step.model, Wrapper) else step.model
         self.blocks: Fp8Blocks | None = model.fp8 if isinstance(model, TransformerLM) else None
         self._step, self._every = step, every
 
@@ -37,8 +41,12 @@ class Fp8Watch:
             self.blocks.reset_parameters()
 
     def read(self, step: int) -> list[LostShare]:
-        """Return the shares of a step that is checked; none of others."""
-        return self.blocks.take_shares() if self.blocks is not None and self._is_checked(step) else []
+        """Return the shares of a step that is checked, over all ranks; none of others."""
+        if self.blocks is None or not self._is_checked(step):
+            return []
+        counts = self.blocks.take_counts().to(communication_device())
+        dist.all_reduce(counts)
+        return self.blocks.shares_of(counts)
 
     def leave_lossy(self, shares: Iterable[LostShare]) -> list[LostShare]:
         """Let blocks that have lost too much return to bf16; return the largest share of each of them."""

@@ -519,10 +519,13 @@ class TrainSettings(_Checked):
     def run_config(self, device: str, world_size: int) -> RunConfig:
         """Return the configuration of a rank's step, with those parts of the fast step that its wrapper allows."""
         compute = self.compute
-        is_fp8 = compute.precision == "fp8"
-        if is_fp8 and (world_size > 1 or self.parallel.engine == "torch"):
-            how = "--engine torch" if self.parallel.engine == "torch" else f"{world_size} ranks"
-            raise UserError(f"--precision fp8 is for one GPU and --engine ours, not {how}; use --precision bf16")
+        is_fp8, wrapper = compute.precision == "fp8", self.parallel.wrapper
+        if is_fp8 and (self.parallel.engine == "torch" or (world_size > 1 and wrapper == "fsdp")):
+            how = "--engine torch" if self.parallel.engine == "torch" else "--parallel fsdp"
+            raise UserError(
+                f"--precision fp8 needs whole layers on every GPU, which {how} does not keep; use --parallel ddp or "
+                f"ddp-sharded, or --precision bf16"
+            )
         fast = compute.fast or ("on" if device.startswith("cuda") or is_fp8 else "off")
         config = RunConfig(
             model=self.model,
@@ -538,8 +541,8 @@ class TrainSettings(_Checked):
             device=device,
             seed=self.seed,
         )
-        wrapper, is_large = self.parallel.wrapper, config.tokens * self.model.d_model >= LAUNCH_BOUND
-        with_ranks = ("kernels", "loss") if wrapper != "fsdp" and (is_large or fast != "on") else ()
+        pays = config.tokens * self.model.d_model >= LAUNCH_BOUND or fast != "on" or is_fp8
+        with_ranks = ("kernels", "loss") if wrapper != "fsdp" and pays else ()
         allowed: tuple[str, ...] = FAST_PARTS if world_size == 1 else with_ranks
         if self.parallel.engine == "torch":  # the fused kernels do not know of split layers, sequences and stages
             allowed = with_ranks if self.parallel.splits_data_only else ()

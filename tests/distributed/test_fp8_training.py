@@ -10,10 +10,11 @@ from cs336_systems import record
 from cs336_systems.cli import main
 from cs336_systems.flags import build
 from cs336_systems.kernels.fused.fp8_run import TENSORS
+from cs336_systems.parallel.launch import spawn
 from cs336_systems.train import fp8_watch
 from cs336_systems.train.loop import STOPPED, Trainer
 from cs336_systems.train.settings import TrainSettings
-from tests.distributed.train_cases import Run, fields, losses_of, perform, text_of
+from tests.distributed.train_cases import Run, fields, losses_of, perform, perform_all, text_of
 
 FP8 = {"precision": "fp8", "d_model": 32, "num_layers": 2, "fp8_check_every": 3}
 
@@ -81,12 +82,12 @@ def test_inspect_shows_what_was_lost(place, alone, capsys):
 
 def test_a_block_that_loses_too_much_returns_to_bf16_and_stays_there(place, alone):
     settings = fields(place / "lossy", **FP8)
-    take = fp8_watch.Fp8Blocks.take_shares
+    shares_of = fp8_watch.Fp8Blocks.shares_of
 
-    def planted(blocks):
-        return [s._replace(share=0.6) if s[:2] == (1, "gated") else s for s in take(blocks)]
+    def planted(blocks, counts):
+        return [s._replace(share=0.6) if s[:2] == (1, "gated") else s for s in shares_of(blocks, counts)]
 
-    with mock.patch.object(fp8_watch.Fp8Blocks, "take_shares", planted):
+    with mock.patch.object(fp8_watch.Fp8Blocks, "shares_of", planted):
         stopped = perform(Run(settings, stop_after=4))
     assert "step 3: block 1 returns to bf16: FP8 lost 60% of its tensor 'gated'" in stopped.printed
     trainer = Trainer(build(TrainSettings, settings), alone)
@@ -101,6 +102,42 @@ def test_what_fp8_cannot_train_is_refused(place, alone):
     assert perform(Run({**settings, "precision": "fp32"}, stop_after=2)).code == STOPPED
     assert "precision was fp32 and is fp8" in perform(Run(settings)).error
     found = perform(Run(fields(place / "engine", **{**FP8, "parallel": "ddp", "engine": "torch"})))
-    assert "--precision fp8 is for one GPU and --engine ours" in found.error
+    assert "--precision fp8 needs whole layers on every GPU, which --engine torch does not keep" in found.error
     found = perform(Run(fields(place / "slow", **FP8, fast="off")))
     assert "needs the kernels of the --fast step" in found.error
+
+
+@pytest.mark.xdist_group("ranks")
+def test_two_ranks_train_as_one_and_count_together(place, alone):
+    """Scales of rows are the same on any number of ranks. Those of weight gradients are of a rank's own rows: elements
+    near 0 may differ."""
+    whole = fields(place / "one", **FP8, micro_batch_size=4)
+    done(whole)
+    runs = {
+        parallel: Run(fields(place / f"two-{parallel}", **FP8, parallel=parallel))
+        for parallel in ("ddp", "ddp-sharded")
+    }
+    runs["fsdp"] = Run(fields(place / "two-fsdp", **FP8, parallel="fsdp"))
+    by_rank = spawn(perform_all, 2, runs, timeout=300)
+    for found in by_rank:
+        assert "which --parallel fsdp does not keep; use --parallel ddp" in found["fsdp"].error
+        for parallel in ("ddp", "ddp-sharded"):
+            assert (found[parallel].crash, found[parallel].error, found[parallel].code) == ("", "", 0)
+    expected = shares_in(whole["output"])
+    assert len(expected) == 2 * len(TENSORS)
+    for parallel in ("ddp", "ddp-sharded"):
+        output = runs[parallel].fields["output"]
+        assert losses_of(output) == pytest.approx(losses_of(whole["output"]), rel=5e-3)
+        shares = shares_in(output)
+        assert shares.keys() == expected.keys()
+        # In the first checked step the weights are nearly the same, and so are counts of all ranks together.
+        for name in (name for name in expected if name[0] == 3 and "weight" in name[1]):
+            assert shares[name] == pytest.approx(expected[name], abs=0.02)
+
+
+def shares_in(output):
+    """The shares of lost elements by step and metric, one for each block."""
+    records = record.load(Path(output) / record.RECORDS).records
+    return {
+        (item.config["first_step"], item.metric): item.samples for item in records if item.metric.startswith("fp8 lost")
+    }

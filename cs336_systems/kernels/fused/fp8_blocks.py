@@ -22,7 +22,7 @@ class LostShare(NamedTuple):
 
 
 class Fp8Blocks(nn.Module):
-    """Counters are on the device, so that a step in a CUDA graph adds to them; `take_shares` reads and resets them."""
+    """Counters are on the device, so that a step in a CUDA graph adds to them; `take_counts` reads and resets them."""
 
     lost: Tensor
     """By block, tensor and slot."""
@@ -53,9 +53,18 @@ class Fp8Blocks(nn.Module):
 
     def take_shares(self) -> list[LostShare]:
         """Return the shares since the last call. Waits for the device."""
-        tokens, passes = self.work.tolist()
-        lost = self.lost.sum(-1).tolist()
+        return self.shares_of(self.take_counts())
+
+    def take_counts(self) -> Tensor:
+        """Return and reset all counters: lost elements by block and tensor, then tokens and passes. Those of several
+        ranks may be added."""
+        counts = torch.cat((self.lost.sum(-1).flatten(), self.work))
         self.reset_parameters()
+        return counts
+
+    def shares_of(self, counts: Tensor) -> list[LostShare]:
+        *every, tokens, passes = counts.tolist()
+        lost = [every[start : start + len(TENSORS)] for start in range(0, len(every), len(TENSORS))]
         return list(self._shares(lost, tokens, passes)) if passes else []
 
     def _shares(self, lost: list[list[int]], tokens: int, passes: int) -> Iterator[LostShare]:
