@@ -107,7 +107,7 @@ PART_NAMES = {
     "matmul": terms.KERNEL_KINDS["matmul"],
     "attention": terms.KERNEL_KINDS["attention"],
     "other": Text("other kernels", "其他内核"),
-    REST: Text("time between kernels", "内核之间的时间"),
+    REST: Text("the time between kernels", "内核之间的时间"),
 }
 
 
@@ -328,9 +328,9 @@ def _accuracy(cells: Cells, *groups: str) -> Text | None:
     for name, errors in _errors(cells).items():
         if name in groups:
             own = say(
-                "{} {} drawn at random: median error {}, 95% within {}",
-                "随机抽取 {} 个{}：误差中位数 {}，95% 不超过 {}",
-                *(str(len(errors)), GROUPS[name]),
+                "random {} ({}): median error {}, 95% within {}",
+                "随机抽取的 {}（{} 个）：误差中位数 {}，95% 不超过 {}",
+                *(GROUPS[name], str(len(errors))),
                 *(percent(median(map(abs, errors))), percent(within(errors, NEARLY_ALL))),
             )
             said = together(said, own)
@@ -355,13 +355,13 @@ def _largest(cells: Cells) -> Text | None:
     size = percent(abs(error))
     texts = ("predicted {} too long", "预测偏长 {}") if error > 0 else ("predicted {} too short", "预测偏短 {}")
     said = say(
-        "of {} the largest error has that of {}: {}",
+        "the largest error of {} is that of {}: {}",
         "{} 中误差最大的是 {}：{}",
         *(GROUPS[group], _shape(worst), say(*texts, size)),
     )
     if part is None:
         return said
-    return together(said, say("{} make most of the difference", "其差异主要来自{}", PART_NAMES[part.name]))
+    return together(said, say("most of the difference is in {}", "差异主要在于{}", PART_NAMES[part.name]))
 
 
 def _highlights(cells: Cells) -> list[Highlight]:
