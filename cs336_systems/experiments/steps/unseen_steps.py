@@ -76,7 +76,7 @@ def _memory(config: Mapping[str, Any]) -> Memory | None:
 
 def _is_fresh(config: Mapping[str, Any]) -> bool:
     """Return whether the step gets a process of its own: a compiled one, one that needs nearly all memory, and one that
-    waits for the host, whose launches take a few percent longer after a profiler has run."""
+    waits for the host, whose launches may take longer after a profiler has run."""
     run = RunConfig.of(config)
     if run.compile or run.device_type != "cuda":
         return run.compile

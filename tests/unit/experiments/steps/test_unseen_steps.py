@@ -272,6 +272,17 @@ def test_a_step_on_a_gpu_records_its_kernels(monkeypatch):
     }  # fmt: skip
 
 
+@pytest.mark.gpu
+@pytest.mark.parametrize("config", grid("quick", "cuda"), ids=lambda config: config.get("fast", "off"))
+def test_quick_steps_record_their_kernels_on_a_gpu(config):
+    by_name = {metric.name: metric.samples for metric in measure_unseen.measure_unseen_step(config)}
+    assert len(by_name["step_time"]) == 5
+    assert by_name["kernels_on_gpu"] == [1]
+    assert 0 < by_name["kernel_time"][0] <= by_name["profiled_step_time"][0]
+    assert any(name.startswith("kind_table: ") for name in by_name)
+    assert ("compared_kinds" in by_name) == ("predicted_time" in by_name)
+
+
 def test_drawn_steps_do_not_move_the_halves_of_fitted_steps():
     records = unseen(EAGER_DRAWN[3], 0.2, 0.2)
     assert recorded_errors(records) == []
