@@ -1,7 +1,7 @@
 """`cs336 inspect` reads traces and memory snapshots from elsewhere; of a trace also its critical path and what-ifs."""
 
 from collections import defaultdict
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -90,11 +90,9 @@ def inspected(path: Path, arguments: InspectArguments) -> list[Table]:
 
 
 def _kernel_tables(path: Path, trace: "Trace", _: InspectArguments) -> list[Table]:
-    from cs336_systems.measure.readers.trace import WHOLE, trace_metrics
+    from cs336_systems.measure.readers.trace import trace_metrics
 
-    if all(kernel.phase is None for kernel in trace.kernels):
-        trace = replace(trace, kernels=[replace(kernel, phase=WHOLE) for kernel in trace.kernels])
-    return kernel_tables([CellView.of("trace", {"size": path.name}, trace_metrics(trace))])
+    return kernel_tables([CellView.of("trace", {"size": path.name}, trace_metrics(trace.in_a_phase()))])
 
 
 # -- replays ----------------------------------------------------------------------------------------------------------

@@ -17,7 +17,7 @@ from cs336_systems.config import RunConfig, UserError, model_config
 from cs336_systems.predict.gpus import find_by_driver_name, find_card
 from cs336_systems.predict.time.eager_kernels import lists_operators
 from cs336_systems.predict.time.eager_time import kind_of_step
-from cs336_systems.predict.time.on_gpu import RECORDED, predicted_on
+from cs336_systems.predict.time.on_gpu import DRAW_SEED, RECORDED, predicted_on
 from cs336_systems.record import Record, load
 from cs336_systems.report.published import published
 from cs336_systems.table import Column, Table, word
@@ -47,13 +47,14 @@ class StepError(NamedTuple):
 
 
 def recorded_errors(records: Iterable[Record]) -> list[StepError]:
-    """Return the errors of eager and compiled steps, one for each configuration: the median of all its steps."""
+    """Return the errors of eager and compiled steps, one for each configuration: the median of all its steps. Those of
+    random draws belong to neither half."""
     samples: dict[tuple[str, RunConfig], list[float]] = {}
     for record in records:
         is_step = record.metric == "step_time" and record.ok and not record.variant and record.samples
         if not is_step or not isinstance(record.config.get("model"), dict) or not record.config.keys() <= RECORDED:
             continue
-        if record.environment.gpu is None:
+        if record.environment.gpu is None or DRAW_SEED in record.config:
             continue
         run = RunConfig.of({name: value for name, value in record.config.items() if name != "micro_batches"})
         if lists_operators(run):

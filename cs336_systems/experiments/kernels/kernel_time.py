@@ -16,16 +16,15 @@ from cs336_systems.experiments.spec import (
     step_memory,
 )
 from cs336_systems.measure.readers.kernel_classes import (
-    ATTENTION,
     ELEMENTWISE,
     KINDS,
     MATMUL,
-    OTHER,
     OUTPUT,
     REDUCTION,
     SCORES,
     SOFTMAX,
     classify,
+    compared_kinds,
 )
 from cs336_systems.measure.readers.recorded_tables import KernelRow, KindRow, PartRow, rows_of
 from cs336_systems.predict.fit import CONTEXTS_2026, gpu_bytes, largest_contexts, usable_bytes
@@ -200,13 +199,12 @@ def _against_prediction(cells: Cells) -> list[Table]:
     columns += [Column(terms.ERROR), word(Text("largest difference", "差异最大"))]
 
     def rows(cell: CellView) -> Iterable[list[str | Text]]:
-        measured, expected = kind_seconds(cell, phases_of(cell)), times[id(cell)]
-        pairs = {kind: (measured.pop(kind), expected.get(kind, 0.0)) for kind in (MATMUL, ATTENTION)}
-        pairs[OTHER] = (sum(measured.values()), sum(expected.values()) - sum(own for _, own in pairs.values()))
-        furthest = max(pairs, key=lambda kind: abs(pairs[kind][0] - pairs[kind][1]))
-        for kind, (found, own) in pairs.items():
-            error = signed(own / found - 1 if found else None, 1)
-            yield [KIND_NAMES[kind], ms(found), ms(own), error, Text("yes", "是") if kind == furthest else ""]
+        compared = compared_kinds(kind_seconds(cell, phases_of(cell)), times[id(cell)])
+        furthest = max(compared, key=lambda row: abs(row.measured - row.predicted))
+        for row in compared:
+            error = signed(row.predicted / row.measured - 1 if row.measured else None, 1)
+            named = Text("yes", "是") if row is furthest else ""
+            yield [KIND_NAMES[row.kind], ms(row.measured), ms(row.predicted), error, named]
 
     what = Text("kernel time of fast steps, measured and predicted", "快速步的内核时间，实测与预测")
     note = Text(

@@ -10,7 +10,7 @@ import tempfile
 import timeit
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from typing import Any
+from typing import Any, NamedTuple
 from unittest import mock
 
 import torch
@@ -46,6 +46,24 @@ DTYPES = {"fp32": torch.float32, "fp16": torch.float16, "bf16": torch.bfloat16}
 def measure_step(config: dict[str, Any], peak_tflops: float | None = None) -> list[Metric]:
     """Time the configured step; measure and predict its peak memory."""
     run = RunConfig.from_dict(config)
+    timed = time_built_step(config, peak_tflops)
+    return [*timed.metrics, *_memory_metrics(run, timed.step, timed.batch, timed.peak_memory)]
+
+
+class TimedStep(NamedTuple):
+    """A step that was built and timed, ready for more."""
+
+    step: TrainStep
+    batch: tuple[Tensor, Tensor]
+    metrics: list[Metric]
+    """All but those of memory."""
+    peak_memory: int | None
+    """Bytes, measured by the allocator of a GPU."""
+
+
+def time_built_step(config: dict[str, Any], peak_tflops: float | None = None) -> TimedStep:
+    """Build and time the configured step; predict its time."""
+    run = RunConfig.of(config)
     require_attention(run)
     if run.compile:
         disable_compile_caches()
@@ -58,8 +76,7 @@ def measure_step(config: dict[str, Any], peak_tflops: float | None = None) -> li
         metrics += _compile_metrics(timings.warmup or timings.wall[STEP], timings.wall[STEP])
     metrics += _predicted_time(config, step)
     metrics += _work_metrics(run, step, batch, peak_tflops)
-    metrics += _memory_metrics(run, step, batch, timings.peak_memory)
-    return metrics
+    return TimedStep(step, batch, metrics, timings.peak_memory)
 
 
 def disable_compile_caches() -> None:

@@ -1,8 +1,10 @@
 """Classifies kernels by name: kernels of cuBLAS, CUTLASS, PyTorch, Triton and NCCL, and CPU operators."""
 
 import re
+from collections.abc import Mapping
 from functools import cache
 
+from cs336_systems.measure.readers.recorded_tables import ComparedRow
 from cs336_systems.predict.attention_model import OUTPUT, SCORES, SOFTMAX
 
 MATMUL, ATTENTION, ELEMENTWISE, REDUCTION = "matmul", "attention", "elementwise", "softmax/reduction"
@@ -11,7 +13,7 @@ KINDS = (MATMUL, ATTENTION, ELEMENTWISE, REDUCTION, COPY, OPTIMIZER, COMMUNICATI
 HOST, GAP = "host", "gap"
 """Kinds of time beside those of kernels: the host; a GPU that waits between two kernels."""
 
-__all__ = ["GAP", "HOST", "KINDS", "OUTPUT", "SCORES", "SOFTMAX", "classify"]
+__all__ = ["GAP", "HOST", "KINDS", "OUTPUT", "SCORES", "SOFTMAX", "classify", "compared_kinds"]
 
 # The first match counts, so specific patterns come first: a fused optimizer uses multi_tensor_apply, a softmax is a
 # reduction with an elementwise epilogue, a cast is an elementwise kernel that copies.
@@ -42,3 +44,13 @@ _COMPILED = [(kind, re.compile(pattern, re.IGNORECASE)) for kind, pattern in _PA
 @cache
 def classify(name: str) -> str:
     return next((kind for kind, pattern in _COMPILED if pattern.search(name)), UNKNOWN)
+
+
+def compared_kinds(measured: Mapping[str, float], predicted: Mapping[str, float]) -> list[ComparedRow]:
+    """Return the seconds of matmuls, of attention and of all other kernels. Beside the first two, the kinds of a
+    prediction are not those of a trace."""
+    rows = [ComparedRow(kind, measured.get(kind, 0.0), predicted.get(kind, 0.0)) for kind in (MATMUL, ATTENTION)]
+    rest = (
+        sum(seconds.values()) - sum(seconds.get(row.kind, 0.0) for row in rows) for seconds in (measured, predicted)
+    )
+    return [*rows, ComparedRow(OTHER, *rest)]

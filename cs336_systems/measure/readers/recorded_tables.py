@@ -13,6 +13,14 @@ class KindRow(NamedTuple):
     seconds: float
 
 
+class ComparedRow(NamedTuple):
+    """A row of `compared_kinds`: the kernels of one kind in one step, in a trace and as predicted."""
+
+    kind: str
+    measured: float
+    predicted: float
+
+
 class PartRow(NamedTuple):
     """A row of `part_table: PHASE`: the kernels of one kind that one part of the model launched in one step."""
 
@@ -67,7 +75,7 @@ class OperationRow(NamedTuple):
     tensors: int
 
 
-Row = TypeVar("Row", KindRow, PartRow, KernelRow, LabelRow, BlockRow, SavedRow, OperationRow)
+Row = TypeVar("Row", KindRow, ComparedRow, PartRow, KernelRow, LabelRow, BlockRow, SavedRow, OperationRow)
 
 
 def flatten(rows: Iterable[tuple[Any, ...]]) -> list[Any]:

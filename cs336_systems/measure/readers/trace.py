@@ -160,6 +160,12 @@ class Trace:
         names = [span.name for span in self.phases]
         return max((names.count(name) for name in PHASES), default=0) or 1
 
+    def in_a_phase(self) -> "Trace":
+        """Return the trace; where no kernel has a phase, as in a CUDA graph, with all of them in the phase WHOLE."""
+        if any(kernel.phase is not None for kernel in self.kernels):
+            return self
+        return replace(self, kernels=[replace(kernel, phase=WHOLE) for kernel in self.kernels])
+
     def of(self, phase: str | None) -> list[Kernel]:
         return [kernel for kernel in self.kernels if kernel.phase == phase]
 

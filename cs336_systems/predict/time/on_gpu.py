@@ -14,7 +14,9 @@ from cs336_systems.text import Text, listed, say
 
 SETTINGS = {"mode": "train-step", "precision": "bf16", "attention": "auto", "fast": "on"}
 """Settings of the steps that are shown with a predicted time."""
-RECORDED = frozenset({"micro_batches", "warmup_ms", "rep_ms", "way", "profiler"}) | {
+DRAW_SEED = "draw_seed"
+"""Field of recorded configurations that were drawn at random: the seed of the draw."""
+RECORDED = frozenset({"micro_batches", "warmup_ms", "rep_ms", "way", "profiler", DRAW_SEED}) | {
     f.name for f in dataclasses.fields(RunConfig)
 }
 """Fields of recorded configurations that are understood; others may change what a step does."""

@@ -3,6 +3,7 @@
 import dataclasses
 
 from cs336_systems.config import RunConfig, model_config
+from cs336_systems.experiments.steps.drawn_steps import SEED, eager_steps, fast_steps
 from cs336_systems.experiments.steps.fast_steps import LLAMA
 from cs336_systems.experiments.steps.leaderboard_step import BOARD
 from cs336_systems.predict.flops import causal_model_flops, model_flops
@@ -117,6 +118,26 @@ def way(
     return entries("optimized_steps", {**run.to_dict(), "micro_batches": 64 // batch_size}, metrics, status)
 
 
+def unseen(
+    run: RunConfig, seconds: float, predicted: float, matmul: float = 0.0, launch_bound: int = 0, status: str = "ok"
+) -> list[Record]:
+    """A step that was drawn, measured and predicted; `matmul`: seconds by which matmuls are predicted too long."""
+    attention, other = 0.1 * seconds, 0.2 * seconds
+    kinds = ("matmul", 0.6 * seconds - matmul, 0.6 * seconds, "attention", attention, attention, "other", other, other)
+    metrics = {
+        "step_time": (seconds, seconds, 1.01 * seconds),
+        "predicted_time": (predicted,),
+        "compared_kinds": kinds,
+        "launch_bound": (launch_bound,),
+        **{"peak_memory": (60 * GIB,), "predicted_memory": (59.9 * GIB,)},
+    }
+    return entries("unseen_steps", {**run.to_dict(), "draw_seed": SEED}, metrics, status, MEASURED_AT)
+
+
+MEASURED_AT = dataclasses.replace(GPU, git_commit="0123456789abcdef", git_dirty=False)
+DRAWN = (*fast_steps(60), *eager_steps(40))
+
+
 SAMPLES: dict[str, list[Record]] = {
     "bench": cell("bench"),
     "end_to_end": cell("end_to_end") + cell("end_to_end", size="2.7B", metrics=step(0.4)),
@@ -147,6 +168,11 @@ SAMPLES: dict[str, list[Record]] = {
     + way(64, 0.43, 0.425, 23.9, memory_budget="24GiB")
     + way(64, 0.41, 0.4, 60, fast="kernels,loss,optimizer")
     + way(4, 0.45, 0.44, 9, optimizer_state="bf16"),
+    "unseen_steps": unseen(DRAWN[5], 0.1, 0.098)
+    + unseen(DRAWN[20], 0.2, 0.21, matmul=0.012)
+    + unseen(DRAWN[30], 0.3, 0.303)
+    + unseen(DRAWN[70], 0.4, 0.38)
+    + unseen(DRAWN[62], 0.05, 0.04, launch_bound=1),
     "peak_memory": cell("peak_memory")
     + cell("peak_memory", attention="sdpa", metrics={"predicted_memory": (9.5 * GIB,)}),
     "timing_agreement": cell("timing_agreement", metrics=AGREE)
