@@ -28,6 +28,7 @@ from cs336_systems.measure.readers.kernel_classes import (
 )
 from cs336_systems.measure.readers.recorded_tables import KernelRow, KindRow, PartRow, rows_of
 from cs336_systems.predict.fit import CONTEXTS_2026, gpu_bytes, largest_contexts, usable_bytes
+from cs336_systems.predict.time.on_gpu import Predicted, predicted_of
 from cs336_systems.report import terms
 from cs336_systems.report.cells import PHASES, CellView, grouped
 from cs336_systems.report.document import Chart, Point, Series
@@ -191,10 +192,10 @@ def _by_kind(cells: Cells) -> Table:
 
 def _against_prediction(cells: Cells) -> list[Table]:
     """Measured and predicted kernel time of fast steps by kind, and the kind that makes most of the difference."""
-    predicted = [(cell, cell.prediction.time) for cell in cells if cell.prediction and phases_of(cell)]
+    predicted = [(cell, found) for cell in cells if phases_of(cell) and (found := _prediction(cell))]
     if not predicted:
         return []
-    times = {id(cell): time.by_kind() for cell, time in predicted}
+    times = {id(cell): found.time.by_kind() for cell, found in predicted}
     columns = [word(Text("kernels", "内核")), Column(terms.MEASURED, "ms"), Column(terms.PREDICTED, "ms")]
     columns += [Column(terms.ERROR), word(Text("largest difference", "差异最大"))]
 
@@ -212,6 +213,13 @@ def _against_prediction(cells: Cells) -> list[Table]:
         "带分析器的一步，其内核的时钟频率可能与训练时不同",
     )
     return [rows_table(what, [cell for cell, _ in predicted], columns, rows, notes=[note])]
+
+
+def _prediction(cell: CellView) -> Predicted | None:
+    """The predicted kernels of a fast step: those of a step in a CUDA graph, which a profile leaves out."""
+    is_fast = {"kernels", "loss", "optimizer"} <= set(str(cell.get("fast")).split(","))
+    config = {**cell.config, "fast": "on"} if is_fast else cell.config
+    return predicted_of(config, cell.environment.gpu) if config.get("fast") == "on" else None
 
 
 def _kind_notes(cells: Cells, on_gpu: bool) -> list[Text]:

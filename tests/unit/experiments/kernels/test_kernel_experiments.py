@@ -1,10 +1,12 @@
 """Tables, charts and findings of the experiments on kernels."""
 
+import dataclasses
+
 import pytest
 
 from cs336_systems.config import RunConfig
 from cs336_systems.experiments.catalogue import cells
-from cs336_systems.record import GIB
+from cs336_systems.record import GIB, Environment
 from tests.unit.experiments.kernels.samples import SAMPLES, profiled
 from tests.unit.report.step_cells import OOM, charts, column, notes, rows, stated, tables, values
 
@@ -45,6 +47,20 @@ def test_kinds_of_kernels_by_phase():
     ]
     assert by_kind.rows[-1][:3] == ["xl", "inference", "OOM"]
     assert any(OOM in note for note in notes(by_kind))
+
+
+@pytest.mark.parametrize(("fast", "is_shown"), [("kernels,loss,optimizer", True), ("on", True), ("off", False)])
+def test_kernels_of_a_fast_step_are_beside_their_prediction(fast, is_shown):
+    """A profile leaves out the CUDA graph, and its kernels are those of a step with one."""
+    how = {"fast": fast, "precision": "bf16", "attention": "auto", "device": "cuda"}
+    gpu = Environment(gpu="NVIDIA H200", compute_capability="9.0")
+    records = profiled(mode="train-step")
+    found = tables([dataclasses.replace(own, config={**own.config, **how}, environment=gpu) for own in records])
+    shown = [table for table in found if "measured and predicted" in table.title.en]
+    assert len(shown) == is_shown
+    if is_shown:
+        assert column(shown[0], "kernels") == ["matmul", "attention", "other"]
+        assert float(column(shown[0], "predicted (ms)")[0]) > 0
 
 
 def test_unassigned_kernel_time_is_noted():
