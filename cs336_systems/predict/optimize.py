@@ -43,7 +43,7 @@ KEEP, RECOMPUTE, PLAN = "keep", "recompute", "plan"
 MICRO_BATCH, ACTIVATIONS, GRAPH, STATE, LAYOUT = "micro batch", "activations", "graph", "optimizer state", "layout"
 """What candidates differ in."""
 PRECISION = "precision"
-"""What a task has, and its candidates have in common."""
+"""All candidates of a task have the same."""
 WITHOUT_GRAPH = "kernels,loss,optimizer"
 RECOMPUTED_MATMULS = ("qkv", "out", "gate and up")
 """Matmuls that a plan may recompute."""

@@ -68,7 +68,7 @@ class Setting(NamedTuple):
     lost: Tensor | None = None
     """Counters of the elements that became 0 in FP8, for each of fp8_run.TENSORS; None to count none."""
     weight_scales: Tensor | None = None
-    """What forward leaves for backward of the weights' scales: `fp8.largest_scale` of each of fp8_run.MATMULS."""
+    """Forward stores the largest scale of each weight here, for backward: `fp8.largest_scale`, by fp8_run.MATMULS."""
 
 
 @dataclass

@@ -25,7 +25,7 @@ LEAST_DEPTH = 256
 SPLIT_BANDWIDTH = 5e12
 """Bytes a second at which the parts of a split tile are written and added: they stay in the L2 cache."""
 OPERAND_BYTES = {"": 2, "fp8": 1, "tf32": 4, "fp32": 4}
-"""Of an element of a matmul's operands, by the precision of the matmul."""
+"""Bytes of an element of a matmul's operands, by the precision of the matmul."""
 TILE = 128
 """Queries of a program of attention, and keys of a tile."""
 
