@@ -124,7 +124,7 @@ def memory(arguments: MemoryArguments) -> None:
 
 
 def fit(arguments: FitArguments) -> None:
-    """Which sizes, contexts and batches fit on a GPU, and the largest that does; predicted in seconds without one.
+    """Show which sizes, contexts and batches fit on a GPU, and the largest that does; predicted without one.
 
     cs336 fit --gpu 24GiB
     cs336 fit --gpu 4090 --precision bf16 --attention sdpa --checkpoint_blocks 1

@@ -29,6 +29,7 @@ from cs336_systems.measure.readers.kernel_classes import (
 from cs336_systems.measure.readers.recorded_tables import KernelRow, KindRow, PartRow, rows_of
 from cs336_systems.predict.fit import CONTEXTS_2026, gpu_bytes, largest_contexts, usable_bytes
 from cs336_systems.predict.time.on_gpu import Predicted, predicted_of
+from cs336_systems.predict.time.time_model import FAST_KERNELS
 from cs336_systems.report import terms
 from cs336_systems.report.cells import PHASES, CellView, grouped
 from cs336_systems.report.document import Chart, Point, Series
@@ -217,9 +218,9 @@ def _against_prediction(cells: Cells) -> list[Table]:
 
 def _prediction(cell: CellView) -> Predicted | None:
     """The predicted kernels of a fast step: those of a step in a CUDA graph, which a profile leaves out."""
-    is_fast = {"kernels", "loss", "optimizer"} <= set(str(cell.get("fast")).split(","))
-    config = {**cell.config, "fast": "on"} if is_fast else cell.config
-    return predicted_of(config, cell.environment.gpu) if config.get("fast") == "on" else None
+    parts = set(str(cell.get("fast")).split(","))
+    is_fast = parts == {"on"} or parts >= FAST_KERNELS
+    return predicted_of({**cell.config, "fast": "on"}, cell.environment.gpu) if is_fast else None
 
 
 def _kind_notes(cells: Cells, on_gpu: bool) -> list[Text]:

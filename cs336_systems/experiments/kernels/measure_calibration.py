@@ -16,11 +16,10 @@ from torch import Tensor
 
 from cs336_systems.config import ModelConfig, RunConfig
 from cs336_systems.experiments.kernels.measure_operators import (
-    MOST_ROTATED,
-    ROTATED_BYTES,
     host_times,
     library_attention,
     operator_calls,
+    rotated_sets,
     wide_matmul,
 )
 from cs336_systems.kernels import attention
@@ -126,7 +125,7 @@ def _captured(call: Call, copies: int) -> Callable[[], None]:
 
 def _matmul(kernel: Matmul, device: torch.device) -> Call:
     m, n, k = kernel.rows, kernel.columns, kernel.depth
-    copies = max(1, min(MOST_ROTATED, ROTATED_BYTES // (2 * k * (m + n))))
+    copies = rotated_sets(2 * k * (m + n))
     left = [_random((k, m) if kernel.layout == WEIGHT else (m, k), device) for _ in range(copies)]
     right = [_random((n, k) if kernel.layout == FORWARD else (k, n), device) for _ in range(copies)]
     out = torch.zeros((m, n), device=device, dtype=torch.float32 if kernel.is_wide else torch.bfloat16)

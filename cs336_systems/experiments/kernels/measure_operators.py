@@ -31,11 +31,16 @@ ROTATED_BYTES, MOST_ROTATED = 200 << 20, 8
 def operator_calls(kernel: Pass, run: RunConfig, device: torch.device) -> list[Call]:
     """Return an operator that moves as many bytes as the pass, in the way that its name says; and, where it cannot run
     alone, the part of it that is to be subtracted."""
-    copies = max(1, min(MOST_ROTATED, ROTATED_BYTES // kernel.bytes))
+    copies = rotated_sets(kernel.bytes)
     if kernel.name == eager.RMS_NORM_BACKWARD:
         both, forward = zip(*(_rms_norm_backward(kernel.bytes, run, device) for _ in range(copies)), strict=True)
         return [_rotated(both), _rotated(forward)]
     return [_rotated([_BUILDERS[kernel.name](kernel.bytes, run, device) for _ in range(copies)])]
+
+
+def rotated_sets(size: int) -> int:
+    """Return the number of sets of operands, each of `size` bytes, that runs of a kernel take in turn."""
+    return max(1, min(MOST_ROTATED, ROTATED_BYTES // size))
 
 
 def _rotated(calls: Sequence[Call]) -> Call:

@@ -55,7 +55,7 @@ from cs336_systems.predict.optimize_ranks import LAYOUTS, RankSearch
 from cs336_systems.predict.parallel_model import Cluster
 from cs336_systems.predict.strategy import Strategy
 from cs336_systems.predict.time.gpu_profile import DATA_SHEET, GpuProfile, profile_of
-from cs336_systems.predict.time.time_model import FP8_SPREAD
+from cs336_systems.predict.time.time_model import spread_of
 from cs336_systems.record import GIB
 from cs336_systems.report import terms
 from cs336_systems.report.cells import group
@@ -325,8 +325,8 @@ def _notes(search: Search, best: list[Prediction]) -> Iterator[Text]:
             *(task.gpu.name, percent(task.profile.spread, 0)),
         )
     else:
-        spread = max(task.profile.spread, FP8_SPREAD if task.config.precision == "fp8" else 0.0)
-        yield say("a measurement is expected within {}", "实测值预计在 {} 以内", percent(spread, 0))
+        spread = percent(spread_of(task.config, task.profile), 0)
+        yield say("a measurement is expected within {}", "实测值预计在 {} 以内", spread)
 
 
 def choices_table(search: Search, chosen: Prediction) -> Table:

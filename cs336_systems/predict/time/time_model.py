@@ -25,6 +25,8 @@ from cs336_systems.predict.time.step_kernels import (
 KINDS = (MATMUL, ATTENTION, PASS, SMALL)
 FLOP_ENERGY = {"fp32": 0.0, "tf32": 2.0, "fp8": 0.5}
 """Energy of a FLOP over that in 16 bits. Rates in fp32 are those at the clock that such work has, whatever it is."""
+FAST_KERNELS = frozenset(("kernels", "loss", "optimizer"))
+"""Parts of the fast step without which it has other kernels."""
 FP8_SPREAD = 0.1
 """Half of the interval around steps in FP8, relative: their rates are from one measured step."""
 LOWEST_CLOCK = 0.4
@@ -124,16 +126,21 @@ def step_time(config: RunConfig, profile: GpuProfile, micro_batches: int = 1) ->
     host = 0.0 if "graph" in config.fast_parts else profile.launch * work.launches
     seconds = max(sum(times) + gaps, host)
     found = tuple(KernelTime(kernel, time) for kernel, time in zip(kernels, times, strict=True))
-    spread = max(profile.spread, FP8_SPREAD) if config.precision == "fp8" else profile.spread
+    spread = spread_of(config, profile)
     low, high = seconds * (1 - spread), seconds * (1 + spread)
     return StepTime(config, seconds, low, high, found, clock, gaps, host, micro_batches)
+
+
+def spread_of(config: RunConfig, profile: GpuProfile) -> float:
+    """Return half of the interval around the prediction of a fast step, relative."""
+    return max(profile.spread, FP8_SPREAD) if config.precision == "fp8" else profile.spread
 
 
 def predicts(config: RunConfig) -> bool:
     """Return True if the kernels of this step are known: a fast training step in 16-bit precision or FP8, without a
     plan, with this package's attention."""
     return (
-        {"kernels", "loss", "optimizer"} <= set(config.fast_parts)
+        config.fast_parts >= FAST_KERNELS
         and config.attention in ("auto", "flash_hopper")
         and config.mode == "train-step"
         and config.precision in LOW_PRECISIONS

@@ -72,7 +72,7 @@ def test_the_draw_is_the_same_every_time():
 
 
 def test_a_step_that_is_drawn_again_leaves_the_others(monkeypatch):
-    """What does not fit another GPU is drawn again, and what does is the same step."""
+    """A step that does not fit another GPU is drawn again, and one that does is the same."""
     monkeypatch.setattr(drawn_steps, "MEMORY", 125 * GIB)
     other = fast_steps.__wrapped__(60)
     small = [drawn_steps.fits(run) for run in FAST_DRAWN]
