@@ -24,8 +24,6 @@ if TYPE_CHECKING:
     from cs336_systems.measure.readers.what_if import Outcome, Scenario
 
 LARGEST_SHOWN = 10
-BUSY = 0.8
-"""Share of the time with a running kernel from which the power limit may matter."""
 ON_PATH = Text("on the path", "在路径上")
 PATH_NAMES = {**KIND_NAMES, HOST: Text("host", "主机"), GAP: Text("gaps between kernels", "内核间隙")}
 AT_EQUAL_POWER = Text(
@@ -172,8 +170,10 @@ def _kernels_on_path(path: Path, replay: "Replay", stretches: list["OnPath"]) ->
 
 def _what_if_table(path: Path, recorded: "Replay", outcomes: list["Outcome"], power_limited: bool) -> Table:
     """One row for the recorded step, and one for each scenario."""
+    from cs336_systems.measure.readers.what_if import may_be_power_limited
+
     before = recorded.span / recorded.graph.steps
-    is_busy = recorded.busy() >= BUSY * recorded.span
+    is_busy = may_be_power_limited(recorded)
     rows: list[list[str | Text]] = [[terms.RECORDED, "", "", kernel_ms(before), "", "", ""]]
     for found in outcomes:
         change = found.step - before

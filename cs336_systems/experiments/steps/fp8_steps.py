@@ -2,6 +2,7 @@
 
 import dataclasses
 import importlib.util
+import math
 from collections.abc import Iterable, Mapping, Sequence
 from itertools import product
 from statistics import mean, stdev
@@ -27,6 +28,8 @@ LOSSES = {"small": (1000, (0, 1, 2)), "large": (300, (0, 1, 2))}
 """Size -> steps of a training run, and its seeds."""
 RATE = {"tiny": 1e-3, "small": 6e-4, "large": 3e-4}
 BYTES = 256
+EQUAL_LOSS_SHARE = 0.9
+"""Share of a run of bf16 whose loss FP8 has to reach."""
 
 # -- the step ---------------------------------------------------------------------------------------------------------
 
@@ -203,6 +206,7 @@ def _loss_tables(cells: Cells) -> list[Table]:
             Text("least cosine at the start", "开始时的最小余弦"), lambda cell: number(_least(cell, "start"), 5)
         ),
         entries.of(Text("least cosine at the end", "结束时的最小余弦"), lambda cell: number(_least(cell, "end"), 5)),
+        entries.ms(Text("a step", "每步"), "train_time"),
         entries.of(Text("skipped steps", "跳过的步"), lambda cell: number(cell.value("skipped_steps"), 0)),
         entries.of(
             Text("lost elements, at most", "归零元素（最多）"), lambda cell: percent(cell.value("lost_share"), 2)
@@ -231,6 +235,20 @@ def _held_out(cell: CellView) -> float:
     return mean(cell.metrics["held_out_loss"].numbers)
 
 
+def _smoothed(cell: CellView) -> list[float]:
+    """Losses, each the mean of as many steps as a tenth of the run has: the steps before it and its own."""
+    losses = cell.metrics["loss"].numbers
+    window = max(1, len(losses) // 10)
+    return [mean(losses[end - window : end]) for end in range(window, len(losses) + 1)]
+
+
+def _steps_to(cell: CellView, target: float) -> int | None:
+    """Number of steps after which the smoothed loss is as low as `target`."""
+    smoothed = _smoothed(cell)
+    first = len(cell.metrics["loss"].numbers) - len(smoothed) + 1
+    return next((first + number for number, loss in enumerate(smoothed) if loss <= target), None)
+
+
 def _least(cell: CellView, when: str) -> float:
     return min(cell.metrics[f"cosine_{when}"].numbers)
 
@@ -252,6 +270,34 @@ def _loss_charts(cells: Cells) -> list[Chart]:
         title = say("Loss of {} on text", "{} 在文本上的损失", str(size))
         charts.append(Chart("", title, "lines", Text("step", "步"), terms.LOSS, series, digits=3))
     return charts
+
+
+def _time_to_equal_loss(cells: Cells) -> Text | None:
+    """Compare the times until the smoothed loss is that of bf16 after most of its steps, summed over seeds."""
+    said = None
+    for size, own in grouped(having(cells, "loss", "train_time"), lambda cell: str(cell.get("size"))).items():
+        times = {"bf16": 0.0, "fp8": 0.0}
+        by_seed = grouped(own, lambda cell: cell.get("seed"))
+        pairs = [{str(cell.get("precision")): cell for cell in both} for both in by_seed.values()]
+        pairs = [pair for pair in pairs if pair.keys() == times.keys()]
+        for pair in pairs:
+            smoothed = _smoothed(pair["bf16"])
+            target = smoothed[math.ceil(EQUAL_LOSS_SHARE * len(smoothed)) - 1]
+            for precision, cell in pair.items():
+                steps = _steps_to(cell, target)
+                times[precision] += math.inf if steps is None else steps * known(cell, "train_time")
+        if not pairs:
+            continue
+        if math.isinf(times["fp8"]):
+            own_text = say("{} in FP8 does not reach the loss of bf16", "{} 的 FP8 训练未达到 bf16 的损失", size)
+        else:
+            own_text = say(
+                "{} in FP8 reaches the loss of bf16 in {} of its time",
+                "{} 的 FP8 训练达到同样损失所用时间为 bf16 的 {}",
+                *(size, percent(times["fp8"] / times["bf16"], 0)),
+            )
+        said = together(said, own_text)
+    return said
 
 
 def _spread(cells: Cells) -> Text | None:
@@ -286,7 +332,7 @@ FP8_LOSSES = Experiment(
     ),
     tables=_loss_tables,
     charts=_loss_charts,
-    findings=(_spread,),
+    findings=(_spread, _time_to_equal_loss),
     group="trust",
     order=84,
 )

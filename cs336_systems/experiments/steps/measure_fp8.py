@@ -4,9 +4,11 @@ The text is Python's standard library, byte by byte: every machine has it.
 """
 
 import sysconfig
+import timeit
 from contextlib import nullcontext
 from functools import cache
 from pathlib import Path
+from statistics import median
 from typing import Any
 
 import torch
@@ -53,15 +55,19 @@ def measure_losses(config: dict[str, Any]) -> list[Metric]:
     require_attention(run)
     step = TrainStep.build(run)
     metrics = _cosines(step, "start")
-    losses, skipped, peak = [], 0, config["learning_rate"]
+    losses, seconds, skipped, peak = [], [], 0, config["learning_rate"]
     warmup = max(1, round(WARMUP_SHARE * steps))
     for number in range(steps):
         rate = cosine_lr(number, peak=peak, floor=peak / 10, warmup_steps=warmup, total_steps=steps)
-        result = step.train([batch_of(run, number)], learning_rate=rate)
-        losses.append(result.loss)
+        batch = batch_of(run, number)
+        begin = timeit.default_timer()
+        result = step.train([batch], learning_rate=rate)
+        losses.append(result.loss)  # on the host: the step has ended
+        seconds.append(timeit.default_timer() - begin)
         skipped += result.update is not Update.APPLIED
     metrics += _cosines(step, "end")
     metrics.append(Metric("loss", "1", losses))
+    metrics.append(Metric("train_time", "s", [median(seconds)]))
     metrics.append(Metric("skipped_steps", "1", [float(skipped)]))
     metrics.append(Metric("held_out_loss", "1", _held_out_losses(step)))
     fp8 = getattr(step.model, "fp8", None)

@@ -19,14 +19,14 @@ from cs336_systems.report.rows import number, percent, remarks_on, signed, title
 from cs336_systems.table import Table, word
 from cs336_systems.text import Text, say
 
-SIZE, CONTEXT, SEQUENCES = "medium", 1024, 64
+SIZE, CONTEXT, SEQUENCES = "small", 1024, 64
 """The step of which all ways are measured."""
 GROUPS = (0, 1, 4)
-BUDGET = "24GiB"
+BUDGET = "8GiB"
 """Budget of plans, for micro batches that need more without one."""
 MEASURED = 3
 """Candidates of the shortest predicted time that `cs336 optimize` measures."""
-LIMITS = (None, 32 * GIB, 16 * GIB, 8 * GIB)
+LIMITS = (None, 8 * GIB, 4 * GIB, 2 * GIB)
 """Memory limits under which the choice is compared with the fastest; None: whatever was measured."""
 
 # -- grid -------------------------------------------------------------------------------------------------------------

@@ -28,6 +28,8 @@ EXAMPLE = 'such as "attention=0.8,optimizer=1.2ms"'
 UNITS = {"s": 1.0, "ms": 1e-3, "us": 1e-6}
 _VALUE = re.compile(rf"(?P<number>[^a-z]+(?:e[-+]?\d+)?)\s*(?P<unit>{'|'.join(UNITS)})?", re.IGNORECASE)
 
+BUSY = 0.8
+"""Share of the time with a running kernel from which the power limit may matter."""
 CLOCK_BOUND = (MATMUL, ATTENTION)
 """Kinds whose arithmetic, and so whose energy, stays when they become faster or slower."""
 
@@ -105,6 +107,16 @@ def outcome(graph: Graph, recorded: Replay, scenario: Scenario) -> Outcome:
     )
 
 
+def selected_seconds(graph: Graph, name: str) -> float:
+    """Return the time in one step of the kernels that a name selects; raise UserError where it selects none."""
+    return _seconds(graph, _selected(graph, name))
+
+
+def may_be_power_limited(recorded: Replay) -> bool:
+    """Return whether a kernel runs nearly all the time."""
+    return recorded.busy() >= BUSY * recorded.span
+
+
 def change_of(graph: Graph, scenario: Scenario) -> Change:
     """Return the new times of all kernels; one that several settings select takes the first."""
     seconds: dict[int, float] = {}
@@ -168,10 +180,15 @@ def _selector(name: str) -> Callable[[Node], bool]:
 def _factor(graph: Graph, setting: Setting, found: list[int]) -> float:
     if setting.factor is not None:
         return setting.factor
-    total = sum(graph.nodes[number].own for number in graph.measured.intersection(found)) / graph.steps
+    total = _seconds(graph, found)
     if total <= 0:
         raise UserError(f"{FLAG} {setting.name!r}: these kernels take no time in a step, so no time can be set")
     return (setting.seconds or 0.0) / total
+
+
+def _seconds(graph: Graph, found: Iterable[int]) -> float:
+    """Return what some kernels take in one step."""
+    return sum(graph.nodes[number].own for number in graph.measured.intersection(found)) / graph.steps
 
 
 def _following(graph: Graph, found: Iterable[int]) -> Iterator[int]:
