@@ -254,13 +254,13 @@ def _least(cell: CellView, when: str) -> float:
 
 
 def _loss_charts(cells: Cells) -> list[Chart]:
-    """Losses of all runs of a size, averaged over twentieths of the run."""
+    """Losses of all runs of a size, averaged over tenths of the run."""
     charts = []
     for size, own in grouped(having(cells, "loss"), lambda cell: cell.get("size")).items():
         series = []
         for cell in own:
             losses = cell.metrics["loss"].numbers
-            window = max(1, len(losses) // 20)
+            window = max(1, len(losses) // 10)
             points = [
                 Point(float(start + window), mean(losses[start : start + window]))
                 for start in range(0, len(losses) - window + 1, window)
@@ -314,7 +314,7 @@ def _spread(cells: Cells) -> Text | None:
         difference = mean(finals["fp8"][seed] - finals["bf16"][seed] for seed in seeds)
         spread = stdev(finals["bf16"].values())
         own_text = say(
-            "held-out loss of {} in FP8 differs from bf16 by {}, and seeds of bf16 by {} (standard deviation)",
+            "the held-out loss of {} in FP8 differs from bf16 by {}, and seeds of bf16 by {} (standard deviation)",
             "{} 的 FP8 验证损失与 bf16 相差 {}，bf16 各种子之间相差 {}（标准差）",
             *(size, f"{difference:+.4f}", f"{spread:.4f}"),
         )
