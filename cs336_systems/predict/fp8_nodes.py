@@ -26,8 +26,17 @@ class Fp8Nodes(PlannedNodes):
     def _norm_operand(self, kept: Kept, kind: str) -> Block:
         if not self.fp8:
             return super()._norm_operand(kept, kind)
+        if kind == "input":  # its matmul of forward is not in FP8
+            y, kept["input scale"] = self.new(self.rows * self.d), self.new(self.rows, 4)
+            return y
         y, kept[f"{kind} scale"] = self._operand(self.d)
         return y
+
+    def _projected(self, y: Block) -> Block:
+        if not self.fp8:
+            return super()._projected(y)
+        self._cast_weight(self.qkv_sizes, self.q + 2 * self.kv)
+        return super()._times(self.qkv_sizes, self.q + 2 * self.kv)
 
     def _gated_operand(self, kept: Kept) -> Block:
         if not self.fp8:

@@ -310,7 +310,8 @@ def _call_fp8(width: int, wide: int) -> None:
     for counters in (None, lost):
         fp8_triton.quantize(x, values, scale, counters)
     for delta in (None, x):
-        fp8_triton.add_norm(x, delta, gain, 1e-5, x, values, scale, scale, lost)
+        for y in (values, x):
+            fp8_triton.add_norm(x, delta, gain, 1e-5, x, y, scale, scale, lost)
     fp8_triton.swiglu(gate_up, gated, scale, lost)
     fp8_triton.swiglu_backward(tensor(64, wide), gate_up, scale, tensor(64, 2 * wide, dtype=E4M3), scale, gated, lost)
     for other in (None, scale):

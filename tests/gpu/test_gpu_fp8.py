@@ -59,10 +59,13 @@ def test_kernels_agree_with_formulas(rows, width):
     gain = torch.randn(width, device="cuda")
     normed, expected_norm = both(lambda: fp8.add_norm(x, x, gain, 1e-5))
     assert_equal(normed.total, expected_norm.total)
-    assert_equal(normed.y.values, expected_norm.y.values, share=0.999)  # sums in another order
+    assert_equal(normed.y, expected_norm.y, share=0.999)  # sums in another order
     for stream in (x, x.float()):
-        total, y, rstd = fp8.add_norm(stream, stream, gain, 1e-5, counters[0])
-        assert_equal(fp8.transposed_norm(total, rstd, gain, y.scale), y.values.t().contiguous())
+        total, y, scale, rstd = fp8.add_norm(stream, stream, gain, 1e-5, counters[0])
+        assert_equal(fp8.transposed_norm(total, rstd, gain, scale), y.t().contiguous())
+        wide, expected_wide = both(lambda x=stream: fp8.add_norm(x, x, gain, 1e-5, dtype=torch.bfloat16))
+        assert_equal(wide.scale, scale)
+        assert_equal(wide.y, expected_wide.y, share=0.999)
     gate_up, grad = rows_of(rows, 2 * width, 2, 1.0).cuda(), rows_of(rows, width, 3).cuda()
     gated, expected_gated = both(lambda: fp8.swiglu(gate_up))
     assert_equal(gated.values, expected_gated.values, share=0.999)

@@ -50,8 +50,10 @@ class Rows(NamedTuple):
 class AddNorm(NamedTuple):
     total: Tensor
     """x + delta. (rows, width)"""
-    y: Rows
-    """RMS norm of `total`, times the gain."""
+    y: Tensor
+    """RMS norm of `total`, times the gain: in e4m3, divided by `scale`; in a wider dtype as it is. (rows, width)"""
+    scale: Tensor
+    """Of the rows of the norm in FP8. (rows,)"""
     rstd: Tensor
     """1 / RMS of every row of `total`, fp32. (rows,)"""
 
@@ -115,19 +117,32 @@ def quantize(x: Tensor, lost: Tensor | None = None) -> Rows:
     return _fill(out, x.float(), lost)
 
 
-def add_norm(x: Tensor, delta: Tensor | None, gain: Tensor, eps: float, lost: Tensor | None = None) -> AddNorm:
-    """`pointwise.add_norm` with its result in FP8."""
-    y = _new_rows(x, x.shape[1])
-    rstd = torch.empty(len(x), dtype=torch.float32, device=x.device)
+def add_norm(
+    x: Tensor,
+    delta: Tensor | None,
+    gain: Tensor,
+    eps: float,
+    lost: Tensor | None = None,
+    dtype: torch.dtype = E4M3,
+) -> AddNorm:
+    """`pointwise.add_norm` with its result in FP8; or in a wider dtype, with the scales that FP8 would have."""
+    y = torch.empty(x.shape, dtype=dtype, device=x.device)
+    scale, rstd = (torch.empty(len(x), dtype=torch.float32, device=x.device) for _ in range(2))
     total = x if delta is None else torch.empty_like(x)
     if kernels := _triton(x):
-        kernels.add_norm(x, delta, gain.contiguous(), eps, total, *y, rstd, lost)
-        return AddNorm(total, y, rstd)
+        kernels.add_norm(x, delta, gain.contiguous(), eps, total, y, scale, rstd, lost)
+        return AddNorm(total, y, scale, rstd)
     if delta is not None:
         total.copy_(x.float() + delta)
     wide = total.float()
     torch.rsqrt(wide.square().mean(-1) + eps, out=rstd)
-    return AddNorm(total, _fill(y, wide * rstd[:, None] * gain, lost), rstd)
+    wide = wide * rstd[:, None] * gain
+    if dtype == E4M3:
+        _fill(Rows(y, scale), wide, lost)
+    else:
+        y.copy_(wide)
+        _fill(Rows(torch.empty_like(y, dtype=E4M3), scale), wide, lost)
+    return AddNorm(total, y, scale, rstd)
 
 
 def swiglu(gate_up: Tensor, lost: Tensor | None = None) -> Rows:

@@ -1,4 +1,5 @@
-"""A pass of a Transformer block whose matmuls with weights are in FP8; attention and the residual stream are not.
+"""A pass of a Transformer block whose matmuls with weights are in FP8; attention and the residual stream are not, and
+nor is the forward matmul of qkv: FP8 there would make half of the error of all gradients (docs/FP8.md).
 
 Weights are cast as they are needed, by one pass over bf16 weights before each matmul, and need no memory of their own.
 Backward casts what forward has kept in bf16 again, with the scales of forward: 16 bytes a token of all that it keeps.
@@ -37,9 +38,11 @@ class Fp8Run(Run):
     # -- forward ------------------------------------------------------------------------------------------------------
 
     def _normed(self, kind: str, x: Tensor, delta: Tensor | None) -> tuple[Tensor, Any, Tensor]:
-        total, y, rstd = fp8.add_norm(x, delta, self._gain(kind), self.setting.eps, self._lost(kind))
-        self.scales[kind] = y.scale
-        return total, y, rstd
+        dtype = self.dtype if kind == "input" else fp8.E4M3
+        found = fp8.add_norm(x, delta, self._gain(kind), self.setting.eps, self._lost(kind), dtype)
+        self.scales[kind] = found.scale
+        y = found.y if kind == "input" else fp8.Rows(found.y, found.scale)
+        return found.total, y, found.rstd
 
     def _gated(self, gate_up: Tensor) -> fp8.Rows:
         found = fp8.swiglu(gate_up, self._lost("gated"))
@@ -51,7 +54,10 @@ class Fp8Run(Run):
         self.scales["attention"] = found.scale
         return found
 
-    def _product(self, operand: fp8.Rows, *names: str) -> Tensor:
+    def _product(self, operand: fp8.Rows | Tensor, *names: str) -> Tensor:
+        if isinstance(operand, Tensor):
+            self._weight(*names)  # for its scale, which backward needs
+            return super()._product(operand, *names)
         biases = self._biases(names)
         bias = nodes.joined(biases, self.dtype) if biases else None
         return fp8.matmul(operand, self._weight(*names), bias)

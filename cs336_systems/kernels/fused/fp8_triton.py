@@ -92,20 +92,24 @@ def _quantize(x, out, scale, lost, width, COUNTS: tl.constexpr, BLOCK: tl.conste
 
 @triton.jit
 def _store_row(
-    b_x, b_rest, out, scale, lost, i_row, width, COUNTS: tl.constexpr, BLOCK: tl.constexpr, REST: tl.constexpr
-):
-    """Store one row, which is in registers, and its scale."""
+    b_x, b_rest, out, scale, lost, i_row, width,
+    COUNTS: tl.constexpr, BLOCK: tl.constexpr, REST: tl.constexpr, WIDE: tl.constexpr = False,
+):  # fmt: skip
+    """Store one row, which is in registers, and its scale. WIDE: the row is stored as it is, in a wider dtype."""
     largest = _largest_of(b_x)
     if REST:
         largest = tl.maximum(largest, _largest_of(b_rest))
     exponent = _exponent(largest)
     inverse = _inverse_scale(largest, exponent)
+    factor = inverse
+    if WIDE:
+        factor = tl.full((), 1.0, tl.float32)
     out += i_row * width
     o_column = tl.arange(0, BLOCK)  # [BLOCK]
-    tl.store(out + o_column, (b_x * inverse).to(tl.float8e4nv), o_column < width)
+    tl.store(out + o_column, (b_x * factor).to(out.dtype.element_ty), o_column < width)
     if REST:
         o_rest = BLOCK + tl.arange(0, REST)  # [REST]
-        tl.store(out + o_rest, (b_rest * inverse).to(tl.float8e4nv), o_rest < width)
+        tl.store(out + o_rest, (b_rest * factor).to(out.dtype.element_ty), o_rest < width)
     _store_scale(scale, i_row, largest, exponent)
     if COUNTS:
         count = _lost(i_row, b_x, inverse)
@@ -128,9 +132,9 @@ def _sum_of(x, delta, out_x, o_x, m_column, HAS_DELTA: tl.constexpr):
 @triton.jit
 def _add_norm(
     x, delta, gain, out_x, out_y, out_scale, out_rstd, lost, width, eps,
-    HAS_DELTA: tl.constexpr, COUNTS: tl.constexpr, BLOCK: tl.constexpr, REST: tl.constexpr,
+    HAS_DELTA: tl.constexpr, WIDE: tl.constexpr, COUNTS: tl.constexpr, BLOCK: tl.constexpr, REST: tl.constexpr,
 ):  # fmt: skip
-    """One row: as pointwise_triton._add_norm, with the norm in e4m3."""
+    """One row: as pointwise_triton._add_norm, with the norm in e4m3; WIDE: in a wider dtype, with e4m3's scale."""
     i_row = tl.program_id(0).to(tl.int64)
     o_column = tl.arange(0, BLOCK)  # [BLOCK]
     m_column = o_column < width
@@ -147,7 +151,7 @@ def _add_norm(
     if REST:
         o_rest = BLOCK + tl.arange(0, REST)  # [REST]
         b_rest = b_rest * rstd * tl.load(gain + o_rest, o_rest < width, 0.0).to(tl.float32)
-    _store_row(b_x, b_rest, out_y, out_scale, lost, i_row, width, COUNTS, BLOCK, REST)
+    _store_row(b_x, b_rest, out_y, out_scale, lost, i_row, width, COUNTS, BLOCK, REST, WIDE)
 
 
 @triton.jit
@@ -314,7 +318,7 @@ def add_norm(
     rows, width = x.shape
     launch(
         _add_norm, (rows,), x, _or(delta, x), gain, out_x, out_y, out_scale, out_rstd, _or(lost, out_scale), width, eps,
-        HAS_DELTA=delta is not None, COUNTS=lost is not None, **_row_options(width),
+        HAS_DELTA=delta is not None, WIDE=out_y.element_size() > 1, COUNTS=lost is not None, **_row_options(width),
     )  # fmt: skip
 
 

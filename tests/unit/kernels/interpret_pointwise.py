@@ -255,10 +255,15 @@ def fp8_add_norm(rows: int, width: int, delta: bool, dtype: torch.dtype) -> Case
         inputs[name][rows // 2] = 0  # its scale is the smallest
 
     def call(t: Named) -> Named:
-        total, y, rstd = fp8.add_norm(t["x"], t.get("delta"), t["gain"], 1e-3, t["lost"])
-        by_columns = fp8.transposed_norm(total, rstd, t["gain"], y.scale)
-        assert torch.equal(by_columns.view(torch.uint8).t(), y.values.view(torch.uint8))
-        return y._asdict() | {"total": total, "rstd": rstd, "count": t["lost"].sum()}
+        given = t["x"], t.get("delta"), t["gain"], 1e-3, t["lost"]
+        found = fp8.add_norm(*given)
+        by_columns = fp8.transposed_norm(found.total, found.rstd, t["gain"], found.scale)
+        assert torch.equal(by_columns.view(torch.uint8).t(), found.y.view(torch.uint8))
+        count = t["lost"].sum()
+        wide = fp8.add_norm(*given, torch.float16)  # the interpreter has no bf16
+        assert torch.equal(wide.scale, found.scale)
+        assert t["lost"].sum() == 2 * count
+        return {"wide": wide.y, "count": count, **found._asdict()}
 
     return Case(inputs, call, ("lost",))
 
