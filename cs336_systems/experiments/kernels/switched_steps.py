@@ -30,6 +30,8 @@ from cs336_systems.text import Text, say
 
 MEMORY_BOUND = "+".join((ELEMENTWISE, REDUCTION, COPY, OTHER, UNKNOWN))
 """Kernels that move data: norms, activations, casts, losses."""
+WITH_ATTENTION = f"{ATTENTION},{MEMORY_BOUND}"
+"""Kernels that change with the implementation of attention: its own, and copies into other layouts."""
 PARTS = {
     "kernels": ("loss,optimizer,graph", MEMORY_BOUND),
     "loss": ("kernels,optimizer,graph", f"{MATMUL}+{MEMORY_BOUND}"),
@@ -47,15 +49,15 @@ def _grid(preset: str, base: RunConfig) -> Iterable[Config]:
     base = dataclasses.replace(base, precision="bf16" if on_cuda else "fp32", attention="auto")
     if preset == "quick":
         small = run_config(base, "small" if on_cuda else "tiny", 512 if on_cuda else 64)
-        yield _switch({**small, "attention": "reference"}, "attention=sdpa", ATTENTION)
+        yield _switch({**small, "attention": "reference"}, "attention=sdpa", WITH_ATTENTION)
         return
     eager = run_config(base, "medium", 1024, batch_size=8)
     fast = {**eager, "fast": "on"}
     large = run_config(base, "large", 2048, batch_size=4, fast="on")
     for attention in ("reference", "sdpa"):
-        yield _switch({**eager, "attention": attention}, "attention=auto", ATTENTION)
+        yield _switch({**eager, "attention": attention}, "attention=auto", WITH_ATTENTION)
     for run in (fast, large):
-        yield _switch({**run, "attention": "sdpa"}, "attention=auto", ATTENTION)
+        yield _switch({**run, "attention": "sdpa"}, "attention=auto", WITH_ATTENTION)
     for others, kernels in PARTS.values():
         yield _switch({**fast, "fast": others}, "fast=on", kernels)
     small = run_config(base, "small", 512, batch_size=4)
@@ -68,8 +70,9 @@ def _switch(config: Config, switch: str, kernels: str) -> Config:
 
 def _label(config: Mapping[str, Any], experiments: Sequence[str]) -> str:
     run = RunConfig.of(config)
-    name = str(config["switch"]).partition("=")[0]
-    return f"{run.size} {run.batch_size} x {run.model.context_length} {name}={getattr(run, name)} -> {config['switch']}"
+    name, _, value = str(config["switch"]).partition("=")
+    how = "" if name == "fast" else " eager" if run.fast == "off" else " fast"
+    return f"{run.size} {run.batch_size} x {run.model.context_length}{how}, {name} {getattr(run, name)} -> {value}"
 
 
 def _memory(config: Mapping[str, Any]) -> Memory:
@@ -146,10 +149,15 @@ def _tables(cells: Cells) -> list[Table]:
     )
     notes = [
         Text(
-            "known beforehand: the traced step, and what the kernels take in total that change; of a CUDA graph only "
-            "the step without it. Where a kernel runs nearly all the time the prediction is the middle of the times at "
-            "unchanged clocks and at equal power",
-            "预测所用：trace 的步，以及发生变化的内核的总时间；CUDA 图只用没有图的步。"
+            "known beforehand: a trace of one step and its time without the profiler; of the step to predict, the time "
+            "and number of the kernels in the groups that change (attention: its kernels, and those that move data; a "
+            "part of the fast step: one group). A CUDA graph: nothing but the step without it",
+            "预测所用：第一个步的 trace 及其不用 profiler 时的时间；被预测的步中发生变化的各组内核的时间与数量"
+            "（注意力：其内核，以及搬运数据的内核；快速步的一部分：一组）。CUDA 图：只用没有图的步",
+        ),
+        Text(
+            "where a kernel runs nearly all the time the prediction is the middle of the times at unchanged clocks and "
+            "at equal power",
             "内核几乎一直在运行时，预测取时钟不变与功率不变两个时间的中间值",
         ),
         Text("error: predicted over measured, less one; medians", "误差：预测除以实测减一；取中位数"),
@@ -184,6 +192,8 @@ SWITCHED_STEPS = Experiment(
         "cs336_systems.experiments.kernels.measure_switches:measure_switch",
         label=_label,
         memory=_memory,
+        needs_fresh_process=lambda config: True,  # after a profiler has run, the host stays slower
+        keeps_files=True,
     ),
     tables=_tables,
     findings=(_accuracy,),
