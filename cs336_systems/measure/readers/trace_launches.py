@@ -46,10 +46,11 @@ class Launches:
     def usual_seconds(self) -> float:
         """The median of the host's time for a kernel, over the launches of the measured steps."""
         measured = self.graph.measured.intersection(self.kernels)
-        times = [self._seconds(launch) for launch in measured if self.graph.nodes[launch].returns is None]
+        times = [self.seconds_for(launch) for launch in measured if self.graph.nodes[launch].returns is None]
         return median(times) if times else 0.0
 
-    def _seconds(self, launch: int) -> float:
+    def seconds_for(self, launch: int) -> float:
+        """Return the host's time for the kernels of a launch."""
         calls = self.calls_for(launch)
         return sum(self.graph.nodes[call].own + self._lag(call) for call in calls)
 
