@@ -78,7 +78,8 @@ def test_tab_stops(h200):
     assert counts[".copy button"] == 2 * tables
     total = h200.run(f"{STOPS}.length")
     print(f"{total} tab stops: {charts} charts, {tables} tables, {counts['a']} links")
-    assert total < 300
+    others = total - sum(counts.values())  # tables that scroll or unfold, folded tables, controls of the page
+    assert others < 2 * tables
 
 
 def test_the_language_is_switched_faster_than_the_page_is_laid_out(h200):

@@ -254,21 +254,20 @@ def _least(cell: CellView, when: str) -> float:
 
 
 def _loss_charts(cells: Cells) -> list[Chart]:
-    """Losses of all runs of a size, averaged over twentieths of the run."""
+    """Losses of a size by precision: means of the seeds and of twentieths of the run."""
     charts = []
     for size, own in grouped(having(cells, "loss"), lambda cell: cell.get("size")).items():
         series = []
-        for cell in own:
-            losses = cell.metrics["loss"].numbers
+        for precision, runs in grouped(own, lambda cell: str(cell.get("precision"))).items():
+            losses = [mean(of_step) for of_step in zip(*(cell.metrics["loss"].numbers for cell in runs), strict=False)]
             window = max(1, len(losses) // 20)
-            points = [
-                Point(float(start + window), mean(losses[start : start + window]))
-                for start in range(0, len(losses) - window + 1, window)
-            ]
-            name = say("{}, seed {}", "{}，种子 {}", str(cell.get("precision")), str(cell.get("seed")))
-            series.append(Series(name, points))
+            starts = range(0, len(losses) - window + 1, window)
+            points = [Point(float(start + window), mean(losses[start : start + window])) for start in starts]
+            series.append(Series(Text(precision), points))
         title = say("Loss of {} on text", "{} 在文本上的损失", str(size))
-        charts.append(Chart("", title, "lines", Text("step", "步"), terms.LOSS, series, digits=3))
+        seeds = str(len({cell.get("seed") for cell in own}))
+        note = say("means of {} seeds", "{} 个随机种子的均值", seeds)
+        charts.append(Chart("", title, "lines", Text("step", "步"), terms.LOSS, series, digits=3, note=note))
     return charts
 
 
@@ -314,7 +313,7 @@ def _spread(cells: Cells) -> Text | None:
         difference = mean(finals["fp8"][seed] - finals["bf16"][seed] for seed in seeds)
         spread = stdev(finals["bf16"].values())
         own_text = say(
-            "held-out loss of {} in FP8 differs from bf16 by {}, and seeds of bf16 by {} (standard deviation)",
+            "the held-out loss of {} in FP8 differs from bf16 by {}, and seeds of bf16 by {} (standard deviation)",
             "{} 的 FP8 验证损失与 bf16 相差 {}，bf16 各种子之间相差 {}（标准差）",
             *(size, f"{difference:+.4f}", f"{spread:.4f}"),
         )

@@ -15,7 +15,10 @@
     root.lang = chosen === "zh" ? "zh-CN" : "en";
     document.title = document.querySelector("title").dataset[chosen] ?? document.title;
     const name = chosen === "zh" ? "ariaZh" : "ariaEn";
-    for (const one of document.querySelectorAll("[data-aria-zh]")) one.setAttribute("aria-label", one.dataset[name]);
+    for (const one of document.querySelectorAll("[data-aria-zh]")) {
+      one.dataset.ariaEn ??= one.getAttribute("aria-label"); // charts are named in English at first
+      one.setAttribute("aria-label", one.dataset[name]);
+    }
     for (const one of document.querySelectorAll("option[data-zh]")) one.textContent = one.dataset[chosen];
   }
   language.addEventListener("change", () => {

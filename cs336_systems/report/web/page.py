@@ -219,14 +219,15 @@ class _Page:
             for format, text in enumerate(_COPY)
         )
         heads = "".join(_heading(column) for column in table.columns)
-        rows = "\n".join(_row(row, table.columns) for row in table.rows)
+        rows = "".join(_row(row, table.columns) for row in table.rows)
         tall = len(table.rows) >= TALL
-        dense = ' class="dense"' if len(table.columns) >= MANY_COLUMNS else ""
+        classes = [*(["dense"] if len(table.columns) >= MANY_COLUMNS else []), *_word_columns(table.columns)]
+        kind = f' class="{" ".join(classes)}"' if classes else ""
         return (
             f'<div class="table{" short" if tall else ""}" id="{anchor}">{_heading_of(self.level + 1, _title(title))}'
             f'<div class="frame"><div class="scroll" tabindex="0" role="region"{aria_label(region, self.language)}>'
-            f"<table{dense}>"
-            f"<thead><tr>{heads}</tr></thead><tbody>\n{rows}\n</tbody></table></div></div>"
+            f"<table{kind}>"
+            f"<thead><tr>{heads}</tr></thead><tbody>{rows}</tbody></table></div></div>"
             + f'<div class="foot">{_rows_button(len(table.rows), anchor) if tall else ""}'
             + f'<div class="copy">{buttons}<output></output></div></div>'
             + (f'<ul class="notes">{_items(table.notes)}</ul>' if table.notes else "")
@@ -372,19 +373,24 @@ def _cut(table: Table) -> Table:
     return Table(table.title, table.columns, table.rows[:MOST_ROWS], [*table.notes, note])
 
 
+def _word_columns(columns: Sequence[Column]) -> list[str]:
+    """Classes of a table for its columns of words; page.css has as many."""
+    return [f"l{index + 1}" for index, column in enumerate(columns) if index and not column.numeric]
+
+
 def _row(cells: Sequence[str | Text], columns: Sequence[Column]) -> str:
+    """The row, without end tags that HTML does not need: they are a twentieth of a large page."""
     found = []
     for index, cell in enumerate(cells):
         numeric = index < len(columns) and columns[index].numeric
         text = html_text(cell)
         if index == 0:
             kind = ' class="r"' if numeric else ""
-            found.append(f'<th scope="row"{kind}><div>{text}</div></th>')
-        else:  # most cells are numbers, which have no class
-            long = len(cell.en if isinstance(cell, Text) else cell) > LONG_CELL
-            kind = "" if numeric else ' class="w"' if long else ' class="l"'
-            found.append(f"<td{kind}>{text}</td>")
-    return f"<tr>{''.join(found)}</tr>"
+            found.append(f'<th scope="row"{kind}><div>{text}</div>')
+        else:
+            long = not numeric and len(cell.en if isinstance(cell, Text) else cell) > LONG_CELL
+            found.append(f'<td class="w">{text}' if long else f"<td>{text}")
+    return f"<tr>{''.join(found)}"
 
 
 def _link(link: Link) -> str:

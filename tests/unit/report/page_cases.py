@@ -31,8 +31,12 @@ LENGTHS = (128, 256, 512, 1024, 2048, 4096, 8192, 16384)
 # Reading HTML and SVG
 
 
+CELLS = ("td", "th")
+
+
 class Page(HTMLParser):
-    """Elements with their attributes and text. Parsing fails where elements do not nest."""
+    """Elements with their attributes and text. Parsing fails where elements do not nest; cells and rows of tables need
+    no end tags. `classes`: those of an element and of all around it."""
 
     def __init__(self, html):
         super().__init__()
@@ -41,14 +45,30 @@ class Page(HTMLParser):
         assert self.open == []
 
     def handle_starttag(self, tag, attributes):
+        if tag == "tr":
+            self._end_row()
+        elif tag in CELLS and self.open[-1]["tag"] in CELLS:
+            self.open.pop()
         self.handle_startendtag(tag, attributes)
         if tag not in VOID:
             self.open.append(self.elements[-1])
 
     def handle_startendtag(self, tag, attributes):
-        self.elements.append({"tag": tag, "text": "", "within": [e["tag"] for e in self.open], **dict(attributes)})
+        given = dict(attributes)
+        classes = {*(given.get("class") or "").split(), *(name for e in self.open for name in e["classes"])}
+        place = {"within": [e["tag"] for e in self.open], "classes": classes}
+        self.elements.append({"tag": tag, "text": "", **place, **given})
+
+    def _end_row(self):
+        """A row ends, and its last cell, where the next row begins or the table's body ends."""
+        if self.open and self.open[-1]["tag"] in CELLS:
+            self.open.pop()
+        if self.open and self.open[-1]["tag"] == "tr":
+            self.open.pop()
 
     def handle_endtag(self, tag):
+        if tag == "tbody":
+            self._end_row()
         assert self.open.pop()["tag"] == tag
 
     def handle_data(self, data):
@@ -82,8 +102,15 @@ def coordinates(drawing):
     return [float(text) for value in found for text in re.findall(r"-?\d*\.?\d+(?:e-?\d+)?", value)]
 
 
+def _with_own_anchors(group):
+    """A group of texts whose anchor is that of the group."""
+    assert "<g " not in group[2]
+    return group[2].replace("<text", f"<text{group[1]}")
+
+
 def boxes(drawing, language):
     """Text, left, right, top and bottom of every horizontal line of text, by the estimated width."""
+    drawing = re.sub(r'<g [^>]*( text-anchor="\w+")>(.*?)</g>', _with_own_anchors, drawing)
     for element in re.finditer(r"<text ([^>]*)>(.*?)</text>", drawing):
         attributes = dict(re.findall(r'([\w-]+)="([^"]*)"', element[1]))
         shown = {"en", "zh"} & set(attributes.get("class", "").split()) or {language}

@@ -105,10 +105,10 @@ def _axes(at: Layout) -> str:
         place, label = at.along_value(tick), whole if number % at.value_stride == 0 else ""
         if at.horizontal:
             grid.append(f"M{place:.1f} {at.top:.1f}V{at.bottom:.1f}")
-            ticks.append(text_elements(place, at.bottom + LINE, Text(label), at.width, anchor="middle", kind="muted"))
+            ticks.append(text_elements(place, at.bottom + LINE, Text(label), at.width))
         else:
             grid.append(f"M{at.left:.1f} {place:.1f}H{at.right:.1f}")
-            ticks.append(text_elements(at.left - 8, place + 5, Text(label), at.width, anchor="end", kind="muted"))
+            ticks.append(text_elements(at.left - 8, place + 5, Text(label), at.width))
     texts.append(text_elements(0, at.above_y, at.above, at.width, most=2))
     middle = (at.left + at.right) / 2
     texts.append(text_elements(middle, at.below_y, at.below, at.below_room, anchor="middle", most=2))
@@ -121,7 +121,9 @@ def _axes(at: Layout) -> str:
     marks = _tick_marks(at)
     lines = f'<path class="grid" d="{"".join(grid)}"/><path class="axis base" d="{base}"/>'
     lines += f'<path class="axis" d="{marks}"/>' if marks else ""
-    return f'{lines}<g class="ticks">{"".join(ticks)}</g>{"".join(texts)}{_names(at)}'
+    anchor = "middle" if at.horizontal else "end"
+    labels = f'<g class="ticks muted" text-anchor="{anchor}">{"".join(ticks)}</g>'
+    return f"{lines}{labels}{''.join(texts)}{_names(at)}"
 
 
 def _tick_marks(at: Layout) -> str:
@@ -140,7 +142,8 @@ def _names(at: Layout) -> str:
     elif at.places is None:
         for tick, name in list(zip(at.number_axis.ticks, at.names, strict=True))[:: at.stride]:
             y = at.bottom + LINE + 2
-            found.append(text_elements(at.along_place(tick), y, Text(name), at.width, anchor="middle", kind="muted"))
+            found.append(text_elements(at.along_place(tick), y, Text(name), at.width))
+        return f'<g class="muted" text-anchor="middle">{"".join(found)}</g>'
     else:
         y = at.names_y + (LINE if not at.rotated else 14)
         for name in at.names[:: at.stride]:

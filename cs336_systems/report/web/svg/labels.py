@@ -93,5 +93,5 @@ def text_elements(
 
 def aria(names: Text) -> str:
     """Attributes of the accessible name; where the languages differ, the page's script switches between them."""
-    both = "".join(f' data-aria-{language}="{escape(names.in_(language))}"' for language in LANGUAGES)
-    return f' aria-label="{escape(names.en)}"' + (both if names.in_("zh") != names.en else "")
+    chinese = names.in_("zh")
+    return f' aria-label="{escape(names.en)}"' + (f' data-aria-zh="{escape(chinese)}"' if chinese != names.en else "")
