@@ -7,7 +7,7 @@ from statistics import median
 from typing import Any, NamedTuple
 
 from cs336_systems.config import RunConfig
-from cs336_systems.experiments.spec import Config, Experiment, Instrument, Memory, run_config
+from cs336_systems.experiments.spec import Config, Experiment, Instrument, Memory, require_gpu, run_config
 from cs336_systems.measure.readers.kernel_classes import (
     ATTENTION,
     COPY,
@@ -51,6 +51,7 @@ def _grid(preset: str, base: RunConfig) -> Iterable[Config]:
         small = run_config(base, "small" if on_cuda else "tiny", 512 if on_cuda else 64)
         yield _switch({**small, "attention": "reference"}, "attention=sdpa", WITH_ATTENTION)
         return
+    require_gpu("switched_steps", base, "the fast step is a CUDA graph")
     eager = run_config(base, "medium", 1024, batch_size=8)
     fast = {**eager, "fast": "on"}
     large = run_config(base, "large", 2048, batch_size=4, fast="on")

@@ -144,7 +144,7 @@ class Graph:
 
     @cached_property
     def on_gpu(self) -> bool:
-        """Whether the kernels are those of a GPU; otherwise they are operators of a CPU."""
+        """True if the kernels are those of a GPU, false if they are operators of a CPU."""
         return any(node.on_gpu for node in self.nodes)
 
     @cached_property

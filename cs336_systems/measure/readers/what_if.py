@@ -137,9 +137,17 @@ def outcome(graph: Graph, recorded: Replay, scenario: Scenario, factors: Unprofi
         sum(graph.nodes[number].own for number in selected) / steps,
         sum(change.seconds[number] for number in selected) / steps,
         factors.scale * replayed.span / steps,
-        factors.scale * time_at_limit(graph, recorded, replayed, change) / steps,
+        factors.scale * time_at_limit(graph, recorded, replayed, _in_place(graph, scenario, change)) / steps,
         is_limited,
     )
+
+
+def _in_place(graph: Graph, scenario: Scenario, change: Change) -> Change:
+    """Return the change with as many kernels as recorded: each keeps its part of the arithmetic."""
+    if all(setting.kernels is None for setting in scenario.settings):
+        return change
+    settings = tuple(dataclasses.replace(setting, kernels=None) for setting in scenario.settings)
+    return change_of(graph, Scenario(scenario.text, settings))
 
 
 class Selection(NamedTuple):

@@ -11,7 +11,7 @@ from cs336_systems.config import UserError
 from cs336_systems.measure.readers.trace import read_chrome
 from cs336_systems.measure.readers.trace_graph import graph_of
 from cs336_systems.measure.readers.trace_launches import Launches
-from cs336_systems.measure.readers.what_if import change_of, parse_scenario, parse_time, selections
+from cs336_systems.measure.readers.what_if import change_of, outcome, parse_scenario, parse_time, selections
 from tests.unit.measure.test_trace_replay import (
     AUTOGRAD,
     FLASH,
@@ -33,7 +33,7 @@ def script():
 
 
 def launched_every(script, apart, names, *, slowdown=1):
-    """Kernels of 2 us that start 4 us after their launches; a launch call takes 1 us, both of these times `slowdown`."""
+    """Kernels of 2 us that start 4 us after their launches; a launch takes 1 us. `slowdown`: of the host."""
     for n, name in enumerate(names):
         script.kernel(name, apart * slowdown * n + 4, 2, launch=apart * slowdown * n, took=slowdown)
     return script
@@ -57,7 +57,7 @@ def test_kernels_that_stay_are_spread_and_take_the_time_of_those_that_go(script,
 
 
 def test_more_kernels_add_launches_of_the_usual_cost(script, tmp_path):
-    """Five kernels become ten: each launch is followed by another one of 10 us, the last by one that nothing follows."""
+    """Five kernels become ten: each launch is followed by another one of 10 us, and the last of them ends the step."""
     graph = launched_every(script, 10, [GEMM, FLASH] * 5).graph(tmp_path)
     assert Launches(graph).usual_seconds / MICRO == pytest.approx(10)
     assert step_of(graph, "attention=10us/10") == pytest.approx(90 + 40 + 11)
@@ -135,6 +135,13 @@ def test_more_kernels_never_make_a_step_faster(names, count, tmp_path_factory):
     graph = launched_every(Script(), 10, [*names, FLASH]).graph(tmp_path_factory.mktemp("trace"))
     fewer, more = (step_of(graph, f"attention=8us/{number}") for number in (count, count + 1))
     assert fewer <= more + 1e-6
+
+
+def test_at_equal_power_the_number_of_kernels_does_not_matter(script, tmp_path):
+    """Fewer kernels do the same arithmetic."""
+    graph = gpu_bound(script).graph(tmp_path)
+    times = [outcome(graph, graph.replay(), parse_scenario(f"attention=200us{n}")).at_limit for n in ("", "/3", "/1")]
+    assert times == pytest.approx([times[0]] * 3)
 
 
 # -- the kernels of a name --------------------------------------------------------------------------------------------

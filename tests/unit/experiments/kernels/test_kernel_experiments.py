@@ -11,6 +11,10 @@ from tests.unit.experiments.kernels.samples import SAMPLES, profiled
 from tests.unit.report.step_cells import OOM, charts, column, notes, rows, stated, tables, values
 
 STATED = {
+    "switched_steps": [
+        "5 switches predicted from a trace: median error 2.5%, the largest +18.8% (eager, attention reference to "
+        "eager, attention auto)."
+    ],
     "kernel_rates": ["The rates are off by 2.0% for a matmul, at the median of 263."],
     "kernels": [
         "In inference matmuls take 80.0% (small) to 90.0% (2.7B) of kernel time. In a training step matmuls take "

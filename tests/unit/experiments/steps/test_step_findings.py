@@ -55,7 +55,7 @@ STATED = {
     ],
     "optimized_steps": [
         "The choice by prediction is 0.5% slower than the fastest of 8 ways, the fastest of its best three 0.0%. "
-        "Within 32 GiB the choice by prediction is 0.0% slower than the fastest of 5 ways, the fastest of its best "
+        "Within 8 GiB the choice by prediction is 0.0% slower than the fastest of 5 ways, the fastest of its best "
         "three 0.0%.",
         "Measuring all 8 ways takes 72 s of the GPU, the best three 27 s.",
         "The median error of 8 predicted times is 1.9%, the largest 2.4%.",
