@@ -21,7 +21,7 @@ from cs336_systems.measure.readers.trace_graph import graph_of
 from cs336_systems.measure.readers.what_if import Setting, _power, selections
 from tests.unit.experiments.kernels.samples import SAMPLES, switched
 from tests.unit.measure.test_trace_launches import launched_every
-from tests.unit.measure.test_trace_replay import FLASH, GEMM, H200, MICRO, Script, gpu_bound
+from tests.unit.measure.test_trace_replay import FLASH, GEMM, H200, MAIN, MICRO, POINTWISE, Script, gpu_bound
 from tests.unit.report.step_cells import CHINESE, OOM, notes, rows, stated, tables
 
 MOST_POWER = _power().most
@@ -84,6 +84,31 @@ def test_groups_change_one_by_one(tmp_path):
     at_unchanged_clocks, at_equal_power = found["replayed_time"]
     assert at_unchanged_clocks == pytest.approx(560, rel=0.005)
     assert at_equal_power == pytest.approx(631 * (300 + min(300, 200 * MOST_POWER)) / 600, rel=0.005)
+
+
+def graph_steps(attention):
+    """Two steps, each of them one CUDA graph with 100 us of matmul, 300 us of other work and some attention."""
+    script = Script()
+    for n in range(2):
+        at = (420 + attention) * n
+        script.event("user_annotation", f"ProfilerStep#{n}", at, 420 + attention, MAIN)
+        number = script.call("cudaGraphLaunch", at, 10)
+        script.kernel(GEMM, at + 15, 100, number=number)
+        script.kernel(FLASH, at + 116, attention, number=number)
+        script.kernel(POINTWISE, at + 117 + attention, 300, number=number)
+        script.call("cudaDeviceSynchronize", at + 11, 408 + attention)
+    return script
+
+
+def test_steps_in_cuda_graphs_are_counted(tmp_path):
+    """They have no phases. Kernels are those of one step, and what the step takes without the profiler is met."""
+    before, after = (variant(graph_steps(took), tmp_path, str(took), 420 + took) for took in (200, 100))
+    assert before.graph.steps == 2
+    found = predictions(before, after, "attention")
+    assert metrics_of(found)["kernels_time"] == pytest.approx([200, 100])
+    assert by_name(found)["kernels_number"] == [1, 1]
+    assert metrics_of(found)["replayed_time"][0] == pytest.approx(520, rel=0.002)
+    assert metrics_of(found)["replayed_back_time"][0] == pytest.approx(620, rel=0.002)
 
 
 def test_at_equal_power_only_where_kernels_run_nearly_all_the_time(tmp_path):
