@@ -184,6 +184,7 @@ class Graph:
         if not node.after:
             return node.start, -1
         is_joined, is_prompt = point >> 1 in change.joined, point >> 1 in change.prompt
+        is_removed = is_joined and not change.seconds.get(point >> 1, node.own)
         best, cause = -math.inf, -1
         for before, lag in node.after:
             time = times[before]
@@ -193,7 +194,7 @@ class Graph:
             elif not node.on_gpu:
                 follows = is_prompt and before & 1 and self.nodes[before >> 1].place == node.place
                 time += 0.0 if follows else lag * change.host
-            elif not (is_joined and self.nodes[before >> 1].on_gpu):
+            elif not is_removed and not (is_joined and self.nodes[before >> 1].on_gpu):
                 time += lag
             if time > best:
                 best, cause = time, before
