@@ -11,7 +11,7 @@ from cs336_systems.measure.readers.trace_replay import Change, Graph, Replay
 
 USUAL_HOST = 0.6
 """Host's time without torch.profiler over that with it: steps of an H200 whose kernels run for less than 65% of the
-time took 0.50 to 0.72 of their traced time, the median of eight was 0.61."""
+time took 0.47 to 0.75 of their traced time, the median of 13 was 0.58."""
 HOST_SHARE = 0.1
 """Share of the recorded time that the host must decide, so that the time without the profiler tells its factor."""
 LEAST_HOST, MOST_HOST = 0.25, 2.0

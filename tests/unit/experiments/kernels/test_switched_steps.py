@@ -14,7 +14,7 @@ from cs336_systems.experiments.kernels.measure_switches import (
     read_variant,
     replayed,
 )
-from cs336_systems.experiments.kernels.switched_steps import PARTS, SWITCHED_STEPS
+from cs336_systems.experiments.kernels.switched_steps import PARTS, SWITCHED_STEPS, WITH_ATTENTION
 from cs336_systems.measure.readers.kernel_classes import HOST
 from cs336_systems.measure.readers.trace import read_chrome
 from cs336_systems.measure.readers.trace_graph import graph_of
@@ -151,6 +151,25 @@ def test_both_variants_run_on_a_cpu_and_their_traces_are_kept(tmp_path):
     again = by_name(predictions(before, after, kernels))
     assert again == {name: samples for name, samples in found.items() if name in again}
     assert before.graph.steps == 2
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize(
+    ("switch", "fast"), [("attention=sdpa", "off"), ("attention=sdpa", "on"), ("fast=on", "graph")]
+)
+def test_switches_on_a_gpu(switch, fast, tmp_path):
+    """Steps in CUDA graphs are counted, so that the kernels of one step fit into its time."""
+    run = RunConfig(
+        model=model_config("small", context_length=512), size="small", batch_size=4, precision="bf16", device="cuda",
+        attention="auto", fast=PARTS["graph"][0] if fast == "graph" else fast, num_steps=5,
+    )  # fmt: skip
+    kernels = HOST if fast == "graph" else WITH_ATTENTION
+    found = by_name(measure_switch({**run.to_dict(), "switch": switch, "kernels": kernels}, folder=str(tmp_path)))
+    graphs = [read_variant(tmp_path / f"{name}.json.gz", [1.0]).graph for name in ("before", "after")]
+    assert [graph.steps for graph in graphs] == [2, 2]
+    for seconds, measured in zip(found.get("kernels_time", ()), ("step_time", "switched_time"), strict=False):
+        assert 0 < seconds < median(found[measured])
+    assert 0.5 < median(found["replayed_time"]) / median(found["switched_time"]) < 2
 
 
 # -- grid, table, finding ---------------------------------------------------------------------------------------------
