@@ -22,6 +22,7 @@ from cs336_systems.measure.readers.kernel_classes import (
 from cs336_systems.predict.memory_model import estimate
 from cs336_systems.report import terms
 from cs336_systems.report.cells import CellView
+from cs336_systems.report.names import attention_name
 from cs336_systems.report.phrases import having, known, median_of, size_of
 from cs336_systems.report.presentation import Cells
 from cs336_systems.report.rows import ms, percent, remarks_on, signed, title_of
@@ -120,7 +121,7 @@ def _names(cell: CellView) -> tuple[Text, Text]:
         part = next((part for part, (others, _) in PARTS.items() if others == cell.get("fast")), str(cell.get("fast")))
         return say("fast without {}", "快速步，不含 {}", part), Text("fast", "快速步")
     how = Text("fast", "快速步") if (cell.get("fast") or "off") != "off" else Text("eager")
-    before, after = (say("{}, attention {}", "{}，注意力 {}", how, own) for own in (str(cell.get(field)), value))
+    before, after = (say("{} with {}", "{}，{}", how, attention_name(own)) for own in (cell.get(field), value))
     return before, after
 
 
@@ -171,12 +172,13 @@ def _accuracy(cells: Cells) -> Text | None:
     if not found:
         return None
     worst = found[0]
+    texts = ("{} too long", "偏长 {}") if worst.error > 0 else ("{} too short", "偏短 {}")
     return say(
-        "{} switches predicted from a trace: median error {}, the largest {} ({} to {})",
-        "由 trace 预测 {} 次切换：误差中位数 {}，最大 {}（{} 到 {}）",
+        "switches predicted from a trace ({}): median error {}, at most {} ({} to {})",
+        "由 trace 预测的切换（{} 次）：误差中位数 {}，最多 {}（{} 到 {}）",
         str(len(found)),
         percent(median(abs(switch.error) for switch in found)),
-        *(signed(worst.error, 1), worst.before, worst.after),
+        *(say(*texts, percent(abs(worst.error))), worst.before, worst.after),
     )
 
 

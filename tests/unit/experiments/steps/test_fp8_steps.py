@@ -51,8 +51,15 @@ def test_the_finding_names_bf16_and_the_fastest_rival():
 
 def test_losses_are_compared_with_the_spread_of_seeds():
     text = " ".join(stated(LOSSES))
-    assert "+0.0100" in text
-    assert "0.0200" in text
+    assert "is 0.0100 above that of bf16" in text
+    assert "differ by 0.0200" in text
+    lower = [
+        record
+        for seed, loss in enumerate((1.5, 1.6))
+        for precision, less in (("bf16", 0.0), ("fp8", 0.02))
+        for record in fp8_losses(precision, seed, falling(loss - less))
+    ]
+    assert "is 0.0200 below that of bf16" in stated(lower)[0]
     (table,) = tables(LOSSES)
     assert rows(table, "precision", "seed", "held-out loss", "least cosine at the end")[-1] == (
         *("fp8", "2", "1.5600", "0.99500"),

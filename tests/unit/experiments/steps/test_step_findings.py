@@ -69,7 +69,7 @@ STATED = {
         "600 s.",
     ],
     "fp8_losses": [
-        "The held-out loss of small in FP8 differs from bf16 by +0.0100, and seeds of bf16 by 0.0200 (standard "
+        "The held-out loss of small in FP8 is 0.0100 above that of bf16, and seeds of bf16 differ by 0.0200 (standard "
         "deviation).",
         "Small in FP8 reaches the loss of bf16 in 76% of its time.",
     ],
