@@ -89,6 +89,7 @@ def inspect(arguments: InspectArguments) -> None:
     cs336 inspect snapshot.pickle
     cs336 inspect trace.json.gz --critical_path
     cs336 inspect trace.json.gz --what_if attention=0.8 --what_if "attention=3.1ms,host=0.5"
+    cs336 inspect trace.json.gz --what_if attention=3.1ms/48 --step_time 75ms
     """
     from cs336_systems.experiments.inspect_command import inspected, scenarios
 

@@ -4,8 +4,9 @@
     cs336 profile --only kernels --attention sdpa --output runs/sdpa
     python examples/predict_a_switch.py runs/reference/files/*/trace.json.gz runs/sdpa/files/*/trace.json.gz attention
 
-Each trace is replayed with the times that the named kernels take in the other one, and the predicted step is compared
-with the recorded step of the other. Names are those of `--what_if`; `elementwise+copy,optimizer` are two groups.
+Each trace is replayed with the time and the number that the named kernels have in the other one, and the predicted step
+is compared with the recorded step of the other. Names are those of `--what_if`; `elementwise+copy,optimizer` are two
+groups.
 """
 
 import sys
@@ -16,25 +17,29 @@ from cs336_systems.measure.readers.nsys import read_nsys
 from cs336_systems.measure.readers.trace import read_chrome
 from cs336_systems.measure.readers.trace_graph import graph_of
 from cs336_systems.measure.readers.trace_replay import Graph
-from cs336_systems.measure.readers.what_if import outcome, parse_scenario
+from cs336_systems.measure.readers.what_if import Selection, outcome, parse_scenario, selections
 
 
 def graph_from(path: Path) -> Graph:
     return graph_of(read_nsys(path) if path.suffix == ".sqlite" else read_chrome(path))
 
 
-def seconds_of(graph: Graph, name: str) -> float:
-    """Return the seconds of the named kernels in a step; 0 where the trace has none."""
+def kernels_of(graph: Graph, name: str) -> Selection | None:
+    """Return time and number of the named kernels in a step; None where the trace has none."""
     try:
-        return outcome(graph, graph.replay(), parse_scenario(f"{name}=1")).selected
+        return selections(graph, [name])[0]
     except UserError:
-        return 0.0
+        return None
 
 
 def predicted(graph: Graph, other: Graph, names: list[str]) -> tuple[str, float]:
     """Return the scenario that makes one trace like the other, and its step in seconds."""
-    present = [name for name in names if seconds_of(graph, name)]
-    text = ",".join(f"{name}={seconds_of(other, name) * 1e3:.6g}ms" for name in present)
+    settings = []
+    for name in names:
+        found = kernels_of(other, name)
+        if kernels_of(graph, name):
+            settings.append(f"{name}={found.seconds * 1e3:.6g}ms/{found.kernels}" if found else f"{name}=0")
+    text = ",".join(settings)
     return text, outcome(graph, graph.replay(), parse_scenario(text)).step
 
 

@@ -21,14 +21,21 @@ from cs336_systems.timeline import Timeline
 if TYPE_CHECKING:
     from cs336_systems.measure.readers.trace import Trace
     from cs336_systems.measure.readers.trace_replay import OnPath, Replay
+    from cs336_systems.measure.readers.unprofiled import Unprofiled
     from cs336_systems.measure.readers.what_if import Outcome, Scenario
 
+FAR_OFF = 10.0
+"""Factor between the times of a step with and without the profiler from which one of them must be a mistake."""
 LARGEST_SHOWN = 10
 ON_PATH = Text("on the path", "在路径上")
 PATH_NAMES = {**KIND_NAMES, HOST: Text("host", "主机"), GAP: Text("gaps between kernels", "内核间隙")}
 AT_EQUAL_POWER = Text(
     "at equal power: first-order estimate for a GPU at its power limit; expect a time between the two predictions",
     "功率不变时：对达到功率上限的 GPU 的一阶估计；实际时间预计介于两个预测值之间",
+)
+FACTORS = Text(
+    "without the profiler: the host takes {} times its recorded time; then all times are multiplied by {}",
+    "不用 profiler：主机时间为记录值的 {} 倍；之后所有时间再乘以 {}",
 )
 IDLE = Text(
     "at equal power: not estimated; no kernel runs for {} of the time, so the power limit hardly matters",
@@ -48,9 +55,13 @@ class InspectArguments:
     what_if: tuple[str, ...] = flag(
         (),
         "of a trace: predict the step if kernels of a kind, phase, part or name (*) took FACTOR times as long, or TIME "
-        "(ms, us, s) in a step; may be repeated",
+        "(ms, us, s) in a step, TIME/48 in 48 kernels; may be repeated",
         repeatable=True,
         metavar="NAME=FACTOR|TIME,...",
+    )
+    step_time: str | None = flag(
+        None,
+        "with --what_if: the time of the step without the profiler, such as 75ms; predictions are then without it too",
     )
     power_limited: bool = flag(
         False, "with --what_if: also the time at the power of the recorded step, for a GPU at its power limit"
@@ -100,9 +111,24 @@ def scenarios(arguments: InspectArguments) -> list["Scenario"]:
     """The scenarios of the flags; mistakes are found before a file is read."""
     from cs336_systems.measure.readers.what_if import parse_scenario
 
-    if arguments.power_limited and not arguments.what_if:
-        raise UserError("--power_limited belongs to --what_if; name a change, such as --what_if attention=0.8")
+    for name, given in (("power_limited", arguments.power_limited), ("step_time", arguments.step_time)):
+        if given and not arguments.what_if:
+            raise UserError(f"--{name} belongs to --what_if; name a change, such as --what_if attention=0.8")
+    _step_seconds(arguments)
     return [parse_scenario(text) for text in arguments.what_if]
+
+
+def _step_seconds(arguments: InspectArguments) -> float | None:
+    from cs336_systems.measure.readers.what_if import parse_time
+
+    if arguments.step_time is None:
+        return None
+    if len(arguments.files) > 1:
+        raise UserError(f"--step_time is that of one trace; {len(arguments.files)} files are named")
+    seconds = parse_time(arguments.step_time)
+    if seconds is None:
+        raise UserError(f"--step_time {arguments.step_time!r} is not a time above 0 in s, ms or us, such as 75ms")
+    return seconds
 
 
 def _replayed(path: Path, trace: "Trace", arguments: InspectArguments) -> list[Table]:
@@ -116,9 +142,25 @@ def _replayed(path: Path, trace: "Trace", arguments: InspectArguments) -> list[T
         recorded = graph.replay()
         tables = _path_tables(path, recorded) if arguments.critical_path else []
         if asked := scenarios(arguments):
-            outcomes = [outcome(graph, recorded, scenario) for scenario in asked]
-            tables.append(_what_if_table(path, recorded, outcomes, arguments.power_limited))
+            factors = _unprofiled(recorded, arguments)
+            outcomes = [outcome(graph, recorded, scenario, factors) for scenario in asked]
+            tables.append(_what_if_table(path, recorded, outcomes, arguments, factors))
     return tables
+
+
+def _unprofiled(recorded: "Replay", arguments: InspectArguments) -> "Unprofiled":
+    """The factors that `--step_time` gives."""
+    from cs336_systems.measure.readers.unprofiled import AS_RECORDED, unprofiled
+
+    seconds, traced = _step_seconds(arguments), recorded.span / recorded.graph.steps
+    if seconds is None:
+        return AS_RECORDED
+    if not seconds / FAR_OFF <= traced <= seconds * FAR_OFF:
+        raise UserError(
+            f"--step_time {arguments.step_time!r} is far from the {kernel_ms(traced)} ms of a step in the trace; give "
+            "the time of the same step without the profiler"
+        )
+    return unprofiled(recorded.graph, recorded, seconds)
 
 
 def _step_name(replay: "Replay") -> Text:
@@ -168,19 +210,25 @@ def _kernels_on_path(path: Path, replay: "Replay", stretches: list["OnPath"]) ->
     return Table(title, [*columns, word(terms.KIND), word(terms.NAME)], rows)
 
 
-def _what_if_table(path: Path, recorded: "Replay", outcomes: list["Outcome"], power_limited: bool) -> Table:
-    """One row for the recorded step, and one for each scenario."""
+def _what_if_table(
+    path: Path, recorded: "Replay", outcomes: list["Outcome"], arguments: InspectArguments, factors: "Unprofiled"
+) -> Table:
+    """One row for the recorded step, one for the step without the profiler if its time is given, and the scenarios."""
     from cs336_systems.measure.readers.what_if import may_be_power_limited
 
     before = recorded.span / recorded.graph.steps
     is_busy = may_be_power_limited(recorded)
     rows: list[list[str | Text]] = [[terms.RECORDED, "", "", kernel_ms(before), "", "", ""]]
+    if seconds := _step_seconds(arguments):
+        before = seconds
+        rows.append([Text("without the profiler", "不用 profiler"), "", "", kernel_ms(before), "", "", ""])
     for found in outcomes:
         change = found.step - before
         relative = signed(change / before, 2) if before else ""
         kernels = [kernel_ms(found.selected), kernel_ms(found.changed)]
         times = [kernel_ms(found.step), f"{change * 1e3:+,.3f}", relative]
-        rows.append([found.scenario.text, *kernels, *times, kernel_ms(found.at_limit) if is_busy else ""])
+        at_limit = kernel_ms(found.at_limit) if found.may_be_limited else ""
+        rows.append([found.scenario.text, *kernels, *times, at_limit])
     columns = [
         word(Text("scenario", "假设")),
         Column(Text("its kernels", "相关内核"), "ms"),
@@ -191,11 +239,12 @@ def _what_if_table(path: Path, recorded: "Replay", outcomes: list["Outcome"], po
         Column(Text("at equal power", "功率不变时"), "ms"),
     ]
     title = say("what if: {}", "假设分析：{}", path.name)
-    if not power_limited:
-        return Table(title, columns[:-1], [row[:-1] for row in rows])
+    notes = [say(FACTORS.en, FACTORS.zh, *(f"{factor:.3f}" for factor in factors))] if seconds else []
+    if not arguments.power_limited:
+        return Table(title, columns[:-1], [row[:-1] for row in rows], notes)
     idle = percent(1 - recorded.busy() / (recorded.span or 1.0), 0)
-    note = AT_EQUAL_POWER if is_busy else say(IDLE.en, IDLE.zh, idle)
-    return Table(title, columns, rows, [note])
+    notes.append(AT_EQUAL_POWER if is_busy else say(IDLE.en, IDLE.zh, idle))
+    return Table(title, columns, rows, notes)
 
 
 # -- memory -----------------------------------------------------------------------------------------------------------

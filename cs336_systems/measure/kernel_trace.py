@@ -9,12 +9,12 @@ from pathlib import Path
 
 import torch
 from torch import Tensor
-from torch.profiler import ProfilerActivity, profile
+from torch.profiler import ProfilerActivity, profile, record_function
 
 from cs336_systems.config import RunConfig
 from cs336_systems.files import write_file
 from cs336_systems.kernels.ranges import ranges_enabled
-from cs336_systems.measure.readers.trace import Trace, read_chrome
+from cs336_systems.measure.readers.trace import PROFILER_STEP, Trace, read_chrome
 from cs336_systems.measure.timing import STEP, Stopwatch
 from cs336_systems.step.train_step import TrainStep
 
@@ -40,8 +40,9 @@ def profile_steps(
             torch.cuda.synchronize()
     stopwatch = Stopwatch(step.device)
     with profile(activities=activities) as profiler, part_ranges(step.config):
-        for _ in range(num_steps):
-            with stopwatch.watch(STEP):
+        for number in range(num_steps):
+            # A step in CUDA graphs has no phases; by these ranges readers count its steps.
+            with record_function(f"{PROFILER_STEP}#{number}"), stopwatch.watch(STEP):
                 step(*batch, watch=stopwatch.watch)
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder) / "trace.json"

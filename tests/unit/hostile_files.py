@@ -225,7 +225,7 @@ def mutations() -> Iterator[Case]:
 def replays() -> Iterator[Case]:
     """Changed traces whose dependency graphs are replayed."""
     chance = random.Random(SEED)
-    command = "inspect --critical_path --what_if sgemm_*=0 --what_if host=2,sgemm_n?=3us --power_limited"
+    command = "inspect --critical_path --what_if sgemm_*=0 --what_if host=2,sgemm_n?=3us/2 --power_limited"
     for number in range(100):
         data = json.dumps(changed(changed(trace(), chance), chance)).encode()
         yield Case(f"w{number}.json", data, command)

@@ -187,6 +187,11 @@ REFUSED = {
         inspect nope.json --what_if attention=-0.5  | '-0.5' is neither a factor
         inspect nope.json --what_if host=2ms        | give a factor
         inspect nope.json --what_if ''              | the value is empty
+        inspect nope.json --what_if matmul=2/3      | a number of kernels belongs to a time
+        inspect nope.json --what_if matmul=2ms/0    | '0' is not a number of kernels
+        inspect nope.json --step_time 75ms          | belongs to --what_if
+        inspect nope.json --what_if host=0 --step_time 75 | '75' is not a time above 0
+        inspect nope.json --what_if host=0 --step_time '' | the value is empty
         inspect nope.json --power_limited           | belongs to --what_if
         inspect empty.pickle --critical_path        | is a memory snapshot
         inspect noevents.json --what_if matmul=2    | holds no kernels

@@ -63,6 +63,6 @@ def test_predict_a_switch(tmp_path):
         script.write(tmp_path).rename(tmp_path / f"{name}.json")
     done = run_example("predict_a_switch.py", "slow.json", "fast.json", "attention", cwd=tmp_path)
     assert done.returncode == 0, done.stderr
-    assert "by attention=0.1ms" in done.stdout
+    assert "by attention=0.1ms/1" in done.stdout
     assert "predicted 0.27 ms, recorded 0.27 ms" in done.stdout
     assert done.stdout.count("error +0.00%") + done.stdout.count("error -0.00%") == 2

@@ -7,7 +7,7 @@ from statistics import median
 from typing import Any, NamedTuple
 
 from cs336_systems.config import RunConfig
-from cs336_systems.experiments.spec import Config, Experiment, Instrument, Memory, run_config
+from cs336_systems.experiments.spec import Config, Experiment, Instrument, Memory, require_gpu, run_config
 from cs336_systems.measure.readers.kernel_classes import (
     ATTENTION,
     COPY,
@@ -22,6 +22,7 @@ from cs336_systems.measure.readers.kernel_classes import (
 from cs336_systems.predict.memory_model import estimate
 from cs336_systems.report import terms
 from cs336_systems.report.cells import CellView
+from cs336_systems.report.names import attention_name
 from cs336_systems.report.phrases import having, known, median_of, size_of
 from cs336_systems.report.presentation import Cells
 from cs336_systems.report.rows import ms, percent, remarks_on, signed, title_of
@@ -30,6 +31,8 @@ from cs336_systems.text import Text, say
 
 MEMORY_BOUND = "+".join((ELEMENTWISE, REDUCTION, COPY, OTHER, UNKNOWN))
 """Kernels that move data: norms, activations, casts, losses."""
+WITH_ATTENTION = f"{ATTENTION},{MEMORY_BOUND}"
+"""Kernels that change with the implementation of attention: its own, and copies into other layouts."""
 PARTS = {
     "kernels": ("loss,optimizer,graph", MEMORY_BOUND),
     "loss": ("kernels,optimizer,graph", f"{MATMUL}+{MEMORY_BOUND}"),
@@ -47,15 +50,16 @@ def _grid(preset: str, base: RunConfig) -> Iterable[Config]:
     base = dataclasses.replace(base, precision="bf16" if on_cuda else "fp32", attention="auto")
     if preset == "quick":
         small = run_config(base, "small" if on_cuda else "tiny", 512 if on_cuda else 64)
-        yield _switch({**small, "attention": "reference"}, "attention=sdpa", ATTENTION)
+        yield _switch({**small, "attention": "reference"}, "attention=sdpa", WITH_ATTENTION)
         return
+    require_gpu("switched_steps", base, "the fast step is a CUDA graph")
     eager = run_config(base, "medium", 1024, batch_size=8)
     fast = {**eager, "fast": "on"}
     large = run_config(base, "large", 2048, batch_size=4, fast="on")
     for attention in ("reference", "sdpa"):
-        yield _switch({**eager, "attention": attention}, "attention=auto", ATTENTION)
+        yield _switch({**eager, "attention": attention}, "attention=auto", WITH_ATTENTION)
     for run in (fast, large):
-        yield _switch({**run, "attention": "sdpa"}, "attention=auto", ATTENTION)
+        yield _switch({**run, "attention": "sdpa"}, "attention=auto", WITH_ATTENTION)
     for others, kernels in PARTS.values():
         yield _switch({**fast, "fast": others}, "fast=on", kernels)
     small = run_config(base, "small", 512, batch_size=4)
@@ -68,8 +72,9 @@ def _switch(config: Config, switch: str, kernels: str) -> Config:
 
 def _label(config: Mapping[str, Any], experiments: Sequence[str]) -> str:
     run = RunConfig.of(config)
-    name = str(config["switch"]).partition("=")[0]
-    return f"{run.size} {run.batch_size} x {run.model.context_length} {name}={getattr(run, name)} -> {config['switch']}"
+    name, _, value = str(config["switch"]).partition("=")
+    how = "" if name == "fast" else " eager" if run.fast == "off" else " fast"
+    return f"{run.size} {run.batch_size} x {run.model.context_length}{how}, {name} {getattr(run, name)} -> {value}"
 
 
 def _memory(config: Mapping[str, Any]) -> Memory:
@@ -116,7 +121,7 @@ def _names(cell: CellView) -> tuple[Text, Text]:
         part = next((part for part, (others, _) in PARTS.items() if others == cell.get("fast")), str(cell.get("fast")))
         return say("fast without {}", "快速步，不含 {}", part), Text("fast", "快速步")
     how = Text("fast", "快速步") if (cell.get("fast") or "off") != "off" else Text("eager")
-    before, after = (say("{}, attention {}", "{}，注意力 {}", how, own) for own in (str(cell.get(field)), value))
+    before, after = (say("{} with {}", "{}，{}", how, attention_name(own)) for own in (cell.get(field), value))
     return before, after
 
 
@@ -146,10 +151,15 @@ def _tables(cells: Cells) -> list[Table]:
     )
     notes = [
         Text(
-            "known beforehand: the traced step, and what the kernels take in total that change; of a CUDA graph only "
-            "the step without it. Where a kernel runs nearly all the time the prediction is the middle of the times at "
-            "unchanged clocks and at equal power",
-            "预测所用：trace 的步，以及发生变化的内核的总时间；CUDA 图只用没有图的步。"
+            "known beforehand: a trace of one step and its time without the profiler; of the step to predict, the time "
+            "and number of the kernels in the groups that change (attention: its kernels, and those that move data; a "
+            "part of the fast step: one group). A CUDA graph: nothing but the step without it",
+            "预测所用：第一个步的 trace 及其不用 profiler 时的时间；被预测的步中发生变化的各组内核的时间与数量"
+            "（注意力：其内核，以及搬运数据的内核；快速步的一部分：一组）。CUDA 图：只用没有图的步",
+        ),
+        Text(
+            "where a kernel runs nearly all the time the prediction is the middle of the times at unchanged clocks and "
+            "at equal power",
             "内核几乎一直在运行时，预测取时钟不变与功率不变两个时间的中间值",
         ),
         Text("error: predicted over measured, less one; medians", "误差：预测除以实测减一；取中位数"),
@@ -162,12 +172,13 @@ def _accuracy(cells: Cells) -> Text | None:
     if not found:
         return None
     worst = found[0]
+    texts = ("{} too long", "偏长 {}") if worst.error > 0 else ("{} too short", "偏短 {}")
     return say(
-        "{} switches predicted from a trace: median error {}, the largest {} ({} to {})",
-        "由 trace 预测 {} 次切换：误差中位数 {}，最大 {}（{} 到 {}）",
+        "switches predicted from a trace ({}): median error {}, at most {} ({} to {})",
+        "由 trace 预测的切换（{} 次）：误差中位数 {}，最多 {}（{} 到 {}）",
         str(len(found)),
         percent(median(abs(switch.error) for switch in found)),
-        *(signed(worst.error, 1), worst.before, worst.after),
+        *(say(*texts, percent(abs(worst.error))), worst.before, worst.after),
     )
 
 
@@ -184,6 +195,8 @@ SWITCHED_STEPS = Experiment(
         "cs336_systems.experiments.kernels.measure_switches:measure_switch",
         label=_label,
         memory=_memory,
+        needs_fresh_process=lambda config: True,  # after a profiler has run, the host stays slower
+        keeps_files=True,
     ),
     tables=_tables,
     findings=(_accuracy,),

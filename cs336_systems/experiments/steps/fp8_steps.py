@@ -312,10 +312,11 @@ def _spread(cells: Cells) -> Text | None:
             continue
         difference = mean(finals["fp8"][seed] - finals["bf16"][seed] for seed in seeds)
         spread = stdev(finals["bf16"].values())
+        side = Text("above", "高") if difference > 0 else Text("below", "低")
         own_text = say(
-            "the held-out loss of {} in FP8 differs from bf16 by {}, and seeds of bf16 by {} (standard deviation)",
-            "{} 的 FP8 验证损失与 bf16 相差 {}，bf16 各种子之间相差 {}（标准差）",
-            *(size, f"{difference:+.4f}", f"{spread:.4f}"),
+            "the held-out loss of {} in FP8 is {} {} that of bf16, and seeds of bf16 differ by {} (standard deviation)",
+            "{0} 的 FP8 验证损失比 bf16 {2} {1}，bf16 各种子之间相差 {3}（标准差）",
+            *(size, f"{abs(difference):.4f}", side, f"{spread:.4f}"),
         )
         said = together(said, own_text)
     return said

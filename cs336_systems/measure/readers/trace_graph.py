@@ -5,8 +5,8 @@ stream waits for. The host's calls follow one another; a synchronisation, a copy
 full queue end after the kernel that they waited for. Of the kernels of a CUDA graph only the first has a launch.
 
 Every dependency has a lag: the usual one of the trace (between kernels, from launch to start), or less where less was
-recorded. The rest of a recorded gap is a delay that a replay keeps. Dependencies lead forward in time, so that there
-are no cycles; links of a trace that lead back are left out.
+recorded. The rest of a recorded gap is a delay that a replay keeps, except after a launch: there it is part of the lag.
+Dependencies lead forward in time, so that there are no cycles; links of a trace that lead back are left out.
 """
 
 import math
@@ -24,6 +24,10 @@ UNEXPLAINED = 2e-6
 """Seconds of a gap beyond which a kernel without a recorded reason is taken to have waited for another stream."""
 LONGEST_WAIT = 1e-5
 """Seconds between the end of a kernel and the start of one on another stream that waited for it."""
+QUEUED_GAP = 5.5e-7
+"""Seconds between queued kernels of an H200, for traces whose kernels were never queued."""
+LONGEST_LATENCY = 5e-5
+"""Seconds beyond the usual ones that a kernel may take to start after its launch; what is longer has another reason."""
 LONG_CALL = 2e-5
 """Seconds, and a multiple of the usual time of a call, from which a call may have waited for the GPU."""
 LONG_CALLS = 10
@@ -248,7 +252,7 @@ class _Builder:
             is_queued = self.launched(number) < previous.start and not self._same_launch(number, other)
             if is_queued and 0 <= node.start - previous.end <= LONGEST_WAIT:
                 gaps.append(node.start - previous.end)
-        return _lower_quartile(gaps)
+        return _lower_quartile(gaps) if gaps else QUEUED_GAP
 
     def _usual_latency(self, before: Mapping[int, int], first: Mapping[int, int]) -> float:
         """Return the lower quartile of the times from launch to start, on streams that had nothing else to do."""
@@ -370,7 +374,18 @@ class _Builder:
             if node.returns is not None and position[node.returns.point] > position[end_of(number)]:
                 node.returns, node.own = None, node.end - node.start
             if node.after:
-                node.delay = node.start - max(map(self._ready, node.after))
+                self._set_delay(node)
+
+    def _set_delay(self, node: Node) -> None:
+        """Set what the dependencies leave unexplained. A kernel that waited for its launch took longer to start than
+        usual; with a queue before it this time does not count, so it belongs to that dependency."""
+        last = max(node.after, key=self._ready)
+        node.delay = node.start - self._ready(last)
+        waits_for_launch = node.on_gpu and node.launch is not None and last.point == start_of(node.launch)
+        if waits_for_launch and 0 < node.delay <= LONGEST_LATENCY:
+            node.after.remove(last)
+            node.after.append(Dependency(last.point, node.start - self._recorded(last.point)))
+            node.delay = node.start - max(map(self._ready, node.after))
 
     def _window_points(self) -> tuple[list[int], list[int], frozenset[int], int]:
         """Return the points that begin and end the measured steps, their nodes, and the number of steps."""

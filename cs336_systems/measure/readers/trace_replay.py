@@ -56,6 +56,8 @@ class Change:
     """Number of a node -> its new time."""
     joined: frozenset[int] = frozenset()
     """Numbers of kernels that start without a gap after the one before them."""
+    prompt: frozenset[int] = frozenset()
+    """Numbers of calls that the host makes as soon as the call before them on their thread has returned."""
     host: float = 1.0
     """Factor of all times of the host."""
 
@@ -141,6 +143,11 @@ class Graph:
     """Otherwise the whole trace is measured."""
 
     @cached_property
+    def on_gpu(self) -> bool:
+        """True if the kernels are those of a GPU, false if they are operators of a CPU."""
+        return any(node.on_gpu for node in self.nodes)
+
+    @cached_property
     def measured_kernels(self) -> list[int]:
         """Numbers of the kernels, or of the operators of a CPU, in the measured steps."""
         return [number for number in sorted(self.measured) if self.nodes[number].kernel is not None]
@@ -176,7 +183,8 @@ class Graph:
     def _start(self, point: int, node: Node, change: Change, times: list[float]) -> tuple[float, int]:
         if not node.after:
             return node.start, -1
-        is_joined = point >> 1 in change.joined
+        is_joined, is_prompt = point >> 1 in change.joined, point >> 1 in change.prompt
+        is_removed = is_joined and not change.seconds.get(point >> 1, node.own)
         best, cause = -math.inf, -1
         for before, lag in node.after:
             time = times[before]
@@ -184,8 +192,9 @@ class Graph:
                 other = before >> 1
                 time += max(0.0, change.seconds.get(other, self.nodes[other].own) + lag)
             elif not node.on_gpu:
-                time += lag * change.host
-            elif not (is_joined and self.nodes[before >> 1].on_gpu):
+                follows = is_prompt and before & 1 and self.nodes[before >> 1].place == node.place
+                time += 0.0 if follows else lag * change.host
+            elif not is_removed and not (is_joined and self.nodes[before >> 1].on_gpu):
                 time += lag
             if time > best:
                 best, cause = time, before

@@ -1,7 +1,9 @@
 """`--what_if "attention=0.8,optimizer=1.2ms"`: the time of a step if some of its kernels took another time.
 
-A factor scales the kernels; 0 removes them, with their launches and the gaps before them. A time is the new total of
-one step, gaps between kernels that follow one another included, as a benchmark of the replacement would measure it.
+A factor scales the kernels; 0 removes them, with the gaps before them and the host's time for them (trace_launches.py).
+A time is the new total of one step, gaps between kernels that follow one another included, as a benchmark of the
+replacement would measure it. `3.1ms/48` also says in how many kernels: of more recorded ones an even selection stays,
+each with the time of those that go after it; where fewer were recorded, the host's time grows by the usual launches.
 
 At the power limit of a GPU a faster kernel does not make the step faster by as much: the same arithmetic takes the same
 energy, and the clock falls until the mean power of the step is the limit. `time_at_limit` is the time in which the step
@@ -9,24 +11,29 @@ draws the recorded power. It is an estimate of first order, with the powers that
 far the clock moves can only be measured, so it is shown beside the time at unchanged clocks.
 """
 
+import dataclasses
 import math
 import re
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
 from functools import cache
+from itertools import pairwise
 from typing import NamedTuple
 
 from cs336_systems.config import UserError, nearest
 from cs336_systems.measure.readers.kernel_classes import ATTENTION, HOST, KINDS, MATMUL, OPTIMIZER
 from cs336_systems.measure.readers.trace import PHASES
+from cs336_systems.measure.readers.trace_launches import Launches
 from cs336_systems.measure.readers.trace_replay import Change, Graph, Node, Replay
+from cs336_systems.measure.readers.unprofiled import AS_RECORDED, Unprofiled
 from cs336_systems.predict.time.gpu_profile import shipped_profiles
 
 FLAG = "--what_if"
 EXAMPLE = 'such as "attention=0.8,optimizer=1.2ms"'
 UNITS = {"s": 1.0, "ms": 1e-3, "us": 1e-6}
 _VALUE = re.compile(rf"(?P<number>[^a-z]+(?:e[-+]?\d+)?)\s*(?P<unit>{'|'.join(UNITS)})?", re.IGNORECASE)
+MOST_KERNELS = 10**7
 
 BUSY = 0.8
 """Share of the time with a running kernel from which the power limit may matter."""
@@ -41,6 +48,8 @@ class Setting:
     name: str
     factor: float | None
     seconds: float | None
+    kernels: int | None = None
+    """How many kernels take these seconds; None: as many as were recorded."""
 
 
 @dataclass(frozen=True)
@@ -61,6 +70,8 @@ class Outcome:
     step: float
     at_limit: float
     """The step at the power with which it was recorded."""
+    may_be_limited: bool
+    """Whether a kernel runs nearly all the time, before the change and after it."""
 
 
 def parse_scenario(text: str) -> Scenario:
@@ -75,50 +86,107 @@ def _setting(part: str) -> Setting:
     name, equals, value = (word.strip() for word in part.rpartition("="))
     if not equals or not name:
         raise UserError(f"{FLAG} {part!r} is not of the form NAME=FACTOR or NAME=TIME, {EXAMPLE}")
-    found = _VALUE.fullmatch(value)
-    try:
-        number = float(found["number"] if found else "")
-    except ValueError:
-        number = math.nan
-    if not (math.isfinite(number) and number >= 0) or found is None:
-        raise UserError(
-            f"{FLAG} {part!r}: {value!r} is neither a factor from 0 on nor a time in s, ms or us, {EXAMPLE}"
-        )
-    unit = found["unit"]
+    time, slash, count = (word.strip() for word in value.partition("/"))
+    number, unit = _number_and_unit(time)
+    if not (math.isfinite(number) and number >= 0):
+        raise UserError(f"{FLAG} {part!r}: {time!r} is neither a factor from 0 on nor a time in s, ms or us, {EXAMPLE}")
+    if unit is None and slash:
+        raise UserError(f"{FLAG} {part!r}: a number of kernels belongs to a time, such as {name}=3.1ms/48")
     if unit is None:
         return Setting(name, number, None)
     if name == HOST:
         raise UserError(f"{FLAG} {part!r}: the host's time is scaled, not set; give a factor, such as {HOST}=0.5")
-    return Setting(name, None, number * UNITS[unit.lower()])
+    return Setting(name, None, number * UNITS[unit.lower()], _count(part, count) if slash else None)
 
 
-def outcome(graph: Graph, recorded: Replay, scenario: Scenario) -> Outcome:
-    """Return the step of a scenario; raise UserError where it selects no kernel of the trace."""
+def _count(part: str, count: str) -> int:
+    kernels = int(count) if count.isascii() and count.isdigit() and len(count) <= len(str(MOST_KERNELS)) else 0
+    if not 1 <= kernels <= MOST_KERNELS:
+        raise UserError(f"{FLAG} {part!r}: {count!r} is not a number of kernels from 1 on, such as 3.1ms/48")
+    return kernels
+
+
+def parse_time(text: str) -> float | None:
+    """Return the seconds of a positive time with its unit; None where the text is no such time."""
+    number, unit = _number_and_unit(text.strip())
+    seconds = number * UNITS[unit.lower()] if unit else math.nan
+    return seconds if 0 < seconds < math.inf else None
+
+
+def _number_and_unit(text: str) -> tuple[float, str | None]:
+    """Return a number, NaN where there is none, and the unit after it."""
+    found = _VALUE.fullmatch(text)
+    try:
+        return float(found["number"] if found else ""), found["unit"] if found else None
+    except ValueError:
+        return math.nan, None
+
+
+def outcome(graph: Graph, recorded: Replay, scenario: Scenario, factors: Unprofiled = AS_RECORDED) -> Outcome:
+    """Return the step of a scenario, without the profiler by the given factors; raise UserError where it selects no
+    kernel of the trace."""
     change = change_of(graph, scenario)
-    replayed = graph.replay(change)
+    if factors.host != 1:
+        recorded = graph.replay(Change(host=factors.host))
+    replayed = graph.replay(dataclasses.replace(change, host=change.host * factors.host))
     selected = [number for number in graph.measured_kernels if number in change.seconds]
     steps = graph.steps
+    is_limited = may_be_power_limited(recorded) and may_be_power_limited(replayed)
     return Outcome(
         scenario,
         sum(graph.nodes[number].own for number in selected) / steps,
         sum(change.seconds[number] for number in selected) / steps,
-        replayed.span / steps,
-        time_at_limit(graph, recorded, replayed, change) / steps,
+        factors.scale * replayed.span / steps,
+        factors.scale * time_at_limit(graph, recorded, replayed, _in_place(graph, scenario, change)) / steps,
+        is_limited,
     )
 
 
-def selected_seconds(graph: Graph, name: str) -> float:
-    """Return the time in one step of the kernels that a name selects; raise UserError where it selects none."""
-    return _seconds(graph, _selected(graph, name))
+def _in_place(graph: Graph, scenario: Scenario, change: Change) -> Change:
+    """Return the change with as many kernels as recorded: each keeps its part of the arithmetic."""
+    if all(setting.kernels is None for setting in scenario.settings):
+        return change
+    settings = tuple(dataclasses.replace(setting, kernels=None) for setting in scenario.settings)
+    return change_of(graph, Scenario(scenario.text, settings))
+
+
+class Selection(NamedTuple):
+    """Kernels of one step."""
+
+    seconds: float
+    """Their time, with the usual gaps between those that follow one another."""
+    kernels: int
+
+
+def selections(graph: Graph, names: Iterable[str]) -> list[Selection]:
+    """Return time and number of the kernels that each name selects, without those of the names before it; raise
+    UserError where a name selects none."""
+    taken: set[int] = set()
+    selected = []
+    for name in names:
+        found = graph.measured.intersection(_selected(graph, name)) - taken
+        gaps = sum(_gap(graph, number) for number in _following(graph, found)) / graph.steps
+        selected.append(Selection(_seconds(graph, found) + gaps, round(len(found) / graph.steps)))
+        taken |= found
+    return selected
+
+
+def _gap(graph: Graph, number: int) -> float:
+    """Return the usual gap before a kernel that follows another one on its stream."""
+    nodes = graph.nodes
+    earlier = ((nodes[point >> 1], lag) for point, lag in nodes[number].after)
+    lags = [lag for other, lag in earlier if other.on_gpu and other.place == nodes[number].place]
+    return max([0.0, *lags])
 
 
 def may_be_power_limited(recorded: Replay) -> bool:
-    """Return whether a kernel runs nearly all the time."""
-    return recorded.busy() >= BUSY * recorded.span
+    """Return whether a kernel of a GPU runs nearly all the time."""
+    return recorded.graph.on_gpu and recorded.busy() >= BUSY * recorded.span
 
 
 def change_of(graph: Graph, scenario: Scenario) -> Change:
     """Return the new times of all kernels; one that several settings select takes the first."""
+    launches = Launches(graph)
     seconds: dict[int, float] = {}
     joined: set[int] = set()
     removed: set[int] = set()
@@ -129,13 +197,36 @@ def change_of(graph: Graph, scenario: Scenario) -> Change:
             continue
         found = [number for number in _selected(graph, setting.name) if number not in seconds]
         factor = _factor(graph, setting, found)
-        seconds |= {number: graph.nodes[number].own * factor for number in found}
+        new = {number: graph.nodes[number].own * factor for number in found}
         if factor == 0:
             removed.update(found)
         elif setting.seconds is not None:
             joined.update(_following(graph, found))
-    seconds |= dict.fromkeys(_unused_launches(graph, removed), 0.0)
-    return Change(seconds, frozenset(joined | removed), host)
+        if factor != 0 and setting.kernels is not None:
+            kernels = [number for number in found if number in graph.measured]
+            for kept, *others in _groups(kernels, setting.kernels * graph.steps):
+                new |= {kept: new[kept] + sum(new[other] for other in others), **dict.fromkeys(others, 0.0)}
+                removed.update(others)
+            seconds |= _longer_launches(launches, kernels, setting.kernels * graph.steps / len(kernels))
+        seconds |= new
+    calls = {call for launch in launches.unused(removed) for call in launches.calls_for(launch)}
+    seconds |= dict.fromkeys(calls, 0.0)
+    return Change(seconds, frozenset(joined | removed), frozenset(calls), host)
+
+
+def _groups(kernels: list[int], count: int) -> list[list[int]]:
+    """Return kernels in `count` groups of neighbours, or each alone where there are fewer."""
+    count = min(count, len(kernels))
+    bounds = [len(kernels) * number // count for number in range(count + 1)]
+    return [kernels[first:end] for first, end in pairwise(bounds)]
+
+
+def _longer_launches(launches: Launches, kernels: list[int], times: float) -> dict[int, float]:
+    """Return the new times of the launches of kernels, each of which stands for `times` kernels. Those of a CUDA graph
+    cost the host nothing."""
+    more = max(0.0, times - 1) * launches.usual_seconds
+    found = {launches.own_launch(number) for number in kernels} if more else set()
+    return {launch: launches.graph.nodes[launch].own + more for launch in found if launch is not None}
 
 
 def _selected(graph: Graph, name: str) -> list[int]:
@@ -199,13 +290,6 @@ def _following(graph: Graph, found: Iterable[int]) -> Iterator[int]:
         before = (dependency.point >> 1 for dependency in node.after)
         if any(other in chosen and graph.nodes[other].place == node.place for other in before):
             yield number
-
-
-def _unused_launches(graph: Graph, removed: set[int]) -> set[int]:
-    """Return the calls all of whose kernels are removed."""
-    used = {node.launch for number, node in enumerate(graph.nodes) if number not in removed}
-    launches = {graph.nodes[number].launch for number in removed} - used
-    return {launch for launch in launches if launch is not None and graph.nodes[launch].returns is None}
 
 
 class _Power(NamedTuple):

@@ -689,6 +689,7 @@ def test_profile_of_a_cpu(cpu_profile):
     assert len(wall) == 2
     assert 0 < sum(kernel.duration for kernel in found.kernels if kernel.phase) <= sum(wall) * 1.01
     assert (found.on_gpu, found.steps) == (False, 2)
+    assert [span.name for span in found.profiler_steps] == ["ProfilerStep#0", "ProfilerStep#1"]
     assert matmuls(found.of("forward")) == 2 * 19
     assert matmuls(found.of("backward")) == 2 * 38
     for phase, each in (("forward", 1), ("backward", 2)):

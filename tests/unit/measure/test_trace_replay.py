@@ -110,6 +110,21 @@ def test_a_host_bound_trace_gains_by_the_host_alone(script, tmp_path):
     assert path_of(graph) == pytest.approx({HOST: 90, GAP: 4, "matmul": 2})
 
 
+def test_a_late_start_after_a_launch_does_not_count_behind_other_kernels(tmp_path):
+    """The fourth kernel starts 30 us after its launch instead of 4. Four kernels of 20 us behind each other do not wait
+    for it; one that starts 90 us late has another reason, and keeps its delay."""
+    for late, hidden in ((30, True), (94, False)):
+        own = Script()
+        for n in range(4):
+            own.kernel(GEMM, 50 * n + (late if n == 3 else 4), 20, launch=50 * n)
+        (tmp_path / str(late)).mkdir()
+        graph = own.graph(tmp_path / str(late))
+        assert_replays(graph)
+        assert step_of(graph, "host=0.5") == pytest.approx(75 + late + 20)
+        queued = 4 + 4 * 20 + 3 * 0.55
+        assert step_of(graph, "host=0") == pytest.approx(queued if hidden else queued + 90)
+
+
 def gpu_bound(script):
     """Six kernels of 100 us, queued within 12 us, 1 us apart, and a synchronisation that returns 5 us after them."""
     for n in range(6):

@@ -2,7 +2,9 @@
 
 import dataclasses
 
+from cs336_systems.config import RunConfig, model_config
 from cs336_systems.experiments.kernels.kernel_rates import profile_records
+from cs336_systems.experiments.kernels.switched_steps import PARTS, WITH_ATTENTION
 from cs336_systems.predict.time.calibration_plan import (
     ATTENTIONS,
     KERNEL_TIME,
@@ -13,7 +15,7 @@ from cs336_systems.predict.time.calibration_plan import (
 from cs336_systems.predict.time.gpu_profile import shipped_profiles
 from cs336_systems.predict.time.kernel_seconds import kernel_seconds
 from cs336_systems.record import CELL_TIME, Environment, Record
-from tests.unit.report.step_cells import cell
+from tests.unit.report.step_cells import cell, entries
 
 
 def profiled(
@@ -58,7 +60,32 @@ def kernel_rates() -> list[Record]:
     return [found, end, more, dataclasses.replace(end, config=matmuls), *profile_records(profile, found)]
 
 
+def switched(
+    first: float,
+    second: float,
+    forth: tuple[float, ...],
+    back: tuple[float, ...] = (),
+    *,
+    status: str = "ok",
+    switch: str = "attention=auto",
+    **fields: object,
+) -> list[Record]:
+    """A step of medium in two variants; milliseconds of both, and those predicted of the second and of the first."""
+    run = RunConfig(
+        model=model_config("medium", context_length=1024), size="medium", batch_size=8, precision="bf16", device="cuda",
+        **{"attention": "auto", **fields},
+    )  # fmt: skip
+    milliseconds = {"step_time": (first,) * 3, "switched_time": (second,) * 3, "replayed_time": forth}
+    milliseconds |= {"replayed_back_time": back} if back else {}
+    metrics = {name: tuple(time / 1e3 for time in times) for name, times in milliseconds.items()}
+    kernels = WITH_ATTENTION if "attention" in switch else PARTS["graph"][1]
+    return entries("switched_steps", {**run.to_dict(), "switch": switch, "kernels": kernels}, metrics, status)
+
+
 SAMPLES: dict[str, list[Record]] = {
+    "switched_steps": switched(160, 80, (100, 90), (168,), attention="reference")
+    + switched(45, 44, (44.44, 44.44), (44.1, 45.0), attention="sdpa", fast="on")
+    + switched(75, 44, (42.9,), switch="fast=on", fast=PARTS["graph"][0]),
     "kernel_rates": kernel_rates(),
     "kernels": profiled()
     + profiled(mode="train-step")

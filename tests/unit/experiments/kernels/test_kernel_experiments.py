@@ -11,6 +11,10 @@ from tests.unit.experiments.kernels.samples import SAMPLES, profiled
 from tests.unit.report.step_cells import OOM, charts, column, notes, rows, stated, tables, values
 
 STATED = {
+    "switched_steps": [
+        "Switches predicted from a trace (5): median error 2.5%, at most 18.8% too long (eager with naive attention to "
+        "eager with our attention)."
+    ],
     "kernel_rates": ["The rates are off by 2.0% for a matmul, at the median of 263."],
     "kernels": [
         "In inference matmuls take 80.0% (small) to 90.0% (2.7B) of kernel time. In a training step matmuls take "

@@ -103,9 +103,9 @@ def way(
     batch_size: int, seconds: float, predicted: float, gib: float, status: str = "ok", **fields: object
 ) -> list[Record]:
     """A way to run a step of 65,536 tokens, measured and predicted."""
-    model = model_config("medium", context_length=1024)
+    model = model_config("small", context_length=1024)
     fast = {"precision": "bf16", "attention": "auto", "fast": "on", "device": "cuda", **fields}
-    run = RunConfig(model=model, size="medium", batch_size=batch_size, warmup_steps=2, num_steps=3, **fast)
+    run = RunConfig(model=model, size="small", batch_size=batch_size, warmup_steps=2, num_steps=3, **fast)
     whole = dataclasses.replace(run, batch_size=64)
     metrics = {
         "step_time": (seconds, seconds),
@@ -134,6 +134,33 @@ def unseen(
     return entries("unseen_steps", {**run.to_dict(), "draw_seed": SEED}, metrics, status, MEASURED_AT)
 
 
+def falling(final: float) -> tuple[float, ...]:
+    """A hundred losses from 5.5 to `final`, in a straight line."""
+    return tuple(5.5 - (5.5 - final) * number / 99 for number in range(100))
+
+
+def fp8_losses(
+    precision: str, seed: int, curve: tuple[float, ...], *, seconds: float | None = 0.4, cosine: float = 0.995
+) -> list[Record]:
+    """A training run of small; `seconds`: of each of its steps."""
+    run = RunConfig(
+        model=model_config("small", vocab_size=256), size="small", batch_size=16, precision=precision, fast="on",
+        attention="auto", device="cuda", seed=seed,
+    )  # fmt: skip
+    metrics = {"loss": curve, "held_out_loss": curve[-1:], "skipped_steps": (0.0,)}
+    metrics |= {f"cosine_{when}": (0.999, cosine) for when in ("start", "end")}
+    metrics |= {"train_time": (seconds,)} if seconds is not None else {}
+    return entries("fp8_losses", {**run.to_dict(), "steps": len(curve), "learning_rate": 1e-3}, metrics)
+
+
+LOSSES = [
+    *(
+        r
+        for seed, loss in enumerate((1.50, 1.52, 1.54))
+        for r in fp8_losses("bf16", seed, falling(loss), cosine=0.99999)
+    ),
+    *(r for seed, loss in enumerate((1.51, 1.52, 1.56)) for r in fp8_losses("fp8", seed, falling(loss), seconds=0.3)),
+]
 MEASURED_AT = dataclasses.replace(GPU, git_commit="0123456789abcdef", git_dirty=False)
 DRAWN = (*fast_steps(60), *eager_steps(40))
 
@@ -160,14 +187,15 @@ SAMPLES: dict[str, list[Record]] = {
     "published_models": published("0.5B", "bf16", 64, 3.4)
     + published("0.5B", "fp32", 64, 3.42)
     + published("7B", "bf16", 16, 35.7),
-    "optimized_steps": way(64, 0.402, 0.4, 60)
-    + way(32, 0.4, 0.405, 33)
-    + way(16, 0.41, 0.412, 20)
-    + way(8, 0.43, 0.42, 13)
-    + way(64, 0.52, 0.51, 14, checkpoint_blocks=4)
-    + way(64, 0.43, 0.425, 23.9, memory_budget="24GiB")
-    + way(64, 0.41, 0.4, 60, fast="kernels,loss,optimizer")
-    + way(4, 0.45, 0.44, 9, optimizer_state="bf16"),
+    "optimized_steps": way(64, 0.402, 0.4, 15)
+    + way(32, 0.4, 0.405, 8.3)
+    + way(16, 0.41, 0.412, 5)
+    + way(8, 0.43, 0.42, 3.2)
+    + way(64, 0.52, 0.51, 3.5, checkpoint_blocks=4)
+    + way(64, 0.43, 0.425, 7.9, memory_budget="8GiB")
+    + way(64, 0.41, 0.4, 15, fast="kernels,loss,optimizer")
+    + way(4, 0.45, 0.44, 2.2, optimizer_state="bf16"),
+    "fp8_losses": LOSSES,
     "unseen_steps": unseen(DRAWN[5], 0.1, 0.098)
     + unseen(DRAWN[20], 0.2, 0.21, matmul=0.012)
     + unseen(DRAWN[30], 0.3, 0.303)

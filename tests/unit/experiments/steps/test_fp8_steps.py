@@ -1,5 +1,7 @@
 """The experiments of FP8: their grids, tables and findings from hand-made records, and the instrument on a CPU."""
 
+import re
+import time
 from unittest import mock
 
 import pytest
@@ -8,7 +10,8 @@ from cs336_systems.config import RunConfig, model_config
 from cs336_systems.experiments.steps import fp8_steps
 from cs336_systems.experiments.steps.fast_steps import LLAMA
 from cs336_systems.experiments.steps.fp8_steps import FP8_LOSSES, FP8_STEP, TORCHAO
-from tests.unit.report.step_cells import entries, rows, stated, tables
+from tests.unit.experiments.steps.samples import LOSSES, falling, fp8_losses
+from tests.unit.report.step_cells import entries, notes, rows, stated, tables
 
 MODEL = model_config("2.7B", context_length=2048, vocab_size=32_000)
 
@@ -26,23 +29,6 @@ STEPS = [
     *fp8_run("fp8", 0.24),
     *fp8_run("bf16", 0.42, fast="off", compile=True, model_factory=LLAMA),
     *fp8_run("bf16", 0.36, fast="off", compile=True, model_factory=TORCHAO[1]),
-]
-
-
-def losses(precision, seed, final, cosine=0.995):
-    run = RunConfig(
-        model=model_config("small", vocab_size=256), size="small", batch_size=16, precision=precision, fast="on",
-        attention="auto", device="cuda", seed=seed,
-    )  # fmt: skip
-    curve = tuple(5.5 - (5.5 - final) * number / 99 for number in range(100))
-    metrics = {"loss": curve, "held_out_loss": (final,), "skipped_steps": (0.0,)}
-    metrics |= {f"cosine_{when}": (0.999, cosine) for when in ("start", "end")}
-    return entries("fp8_losses", {**run.to_dict(), "steps": 100, "learning_rate": 1e-3}, metrics)
-
-
-LOSSES = [
-    *(record for seed, final in enumerate((1.50, 1.52, 1.54)) for record in losses("bf16", seed, final, 0.99999)),
-    *(record for seed, final in enumerate((1.51, 1.52, 1.56)) for record in losses("fp8", seed, final)),
 ]
 
 
@@ -65,12 +51,73 @@ def test_the_finding_names_bf16_and_the_fastest_rival():
 
 def test_losses_are_compared_with_the_spread_of_seeds():
     text = " ".join(stated(LOSSES))
-    assert "+0.0100" in text
-    assert "0.0200" in text
+    assert "is 0.0100 above that of bf16" in text
+    assert "differ by 0.0200" in text
+    lower = [
+        record
+        for seed, loss in enumerate((1.5, 1.6))
+        for precision, less in (("bf16", 0.0), ("fp8", 0.02))
+        for record in fp8_losses(precision, seed, falling(loss - less))
+    ]
+    assert "is 0.0200 below that of bf16" in stated(lower)[0]
     (table,) = tables(LOSSES)
     assert rows(table, "precision", "seed", "held-out loss", "least cosine at the end")[-1] == (
         *("fp8", "2", "1.5600", "0.99500"),
     )
+
+
+def reached(records):
+    """The sentences on the time to an equal loss."""
+    return [sentence for sentence in re.split(r"(?<=\.) ", " ".join(stated(records))) if " loss of bf16" in sentence]
+
+
+def test_fp8_reaches_the_loss_of_bf16_after_more_but_shorter_steps():
+    """Means of ten steps; that of bf16 after nine tenths of its 91 is reached at step 91, and 5 steps later in FP8."""
+    late = (5.5,) * 5 + falling(1.5)[:-5]
+    records = [*fp8_losses("bf16", 0, falling(1.5), seconds=0.4), *fp8_losses("fp8", 0, late, seconds=0.3)]
+    share = 100 * (96 * 0.3) / (91 * 0.4)
+    assert reached(records) == [f"Small in FP8 reaches the loss of bf16 in {share:.0f}% of its time."]
+
+
+def test_times_of_seeds_are_added():
+    late = (5.5,) * 5 + falling(1.5)[:-5]
+    records = [record for seed in (0, 1) for record in fp8_losses("bf16", seed, falling(1.5), seconds=0.4)]
+    records += [*fp8_losses("fp8", 0, late, seconds=0.3), *fp8_losses("fp8", 1, falling(1.5), seconds=0.1)]
+    share = 100 * (96 * 0.3 + 91 * 0.1) / (2 * 91 * 0.4)
+    assert reached(records) == [f"Small in FP8 reaches the loss of bf16 in {share:.0f}% of its time."]
+
+
+def test_fp8_that_never_reaches_the_loss_of_bf16():
+    """One seed that does not reach it decides."""
+    records = [record for seed in (0, 1) for record in fp8_losses("bf16", seed, falling(1.5))]
+    records += [*fp8_losses("fp8", 0, falling(1.4)), *fp8_losses("fp8", 1, falling(2.5))]
+    assert reached(records) == ["Small in FP8 does not reach the loss of bf16."]
+
+
+@pytest.mark.parametrize("precision", ["bf16", "fp8"])
+def test_one_precision_alone_reaches_no_equal_loss(precision):
+    assert reached(fp8_losses(precision, 0, falling(1.5))) == []
+
+
+def test_a_seed_of_one_precision_does_not_count():
+    records = [*fp8_losses("bf16", 0, falling(1.5)), *fp8_losses("fp8", 0, falling(1.5), seconds=0.2)]
+    more = [*fp8_losses("bf16", 1, falling(1.5), seconds=9.0), *fp8_losses("fp8", 2, falling(5.0), seconds=9.0)]
+    assert (
+        reached([*records, *more]) == reached(records) == ["Small in FP8 reaches the loss of bf16 in 50% of its time."]
+    )
+
+
+def test_records_without_times_of_steps_say_nothing_on_it():
+    records = [*fp8_losses("bf16", 0, falling(1.5), seconds=None), *fp8_losses("fp8", 0, falling(1.5), seconds=None)]
+    assert reached(records) == []
+    (table,) = tables(records)
+    assert {row for (row,) in rows(table, "a step (ms)")} == {""}
+
+
+def test_the_table_of_losses_has_the_time_of_a_step():
+    (table,) = tables(LOSSES)
+    assert rows(table, "precision", "a step (ms)")[-1] == ("fp8", "300.00")
+    assert any("final loss: mean of the last tenth" in note for note in notes(table))
 
 
 @pytest.mark.parametrize("preset", ["quick", "course"])
@@ -93,9 +140,13 @@ def test_the_instrument_trains_and_compares_gradients():
     found = {}
     for config in configs:
         config = {**config, "size": "", "model": {**config["model"], **small}, "steps": 6, "batch_size": 2}
+        begin = time.perf_counter()
         metrics = {metric.name: metric.samples for metric in measure_losses(config)}
+        took = time.perf_counter() - begin
         found[config["precision"]] = metrics
         assert len(metrics["loss"]) == 6
+        (train_time,) = metrics["train_time"]
+        assert 0 < 3 * train_time < took, "the median of six steps; three of them take at least as long"
         assert metrics["loss"][-1] < metrics["loss"][0]
         assert len(metrics["cosine_start"]) == len(metrics["cosine_end"]) == 2
     assert min(found["fp8"]["cosine_start"]) > 0.98

@@ -281,7 +281,7 @@ def test_regret_is_against_the_fastest_that_fits():
     best, fastest = chosen_of(cells, None)
     assert [cell.get("batch_size") for cell in best] == [64, 32, 16]
     assert fastest.get("batch_size") == 32
-    best, fastest = chosen_of(cells, 32 * GIB)
+    best, fastest = chosen_of(cells, 8 * GIB)
     assert [cell.get("batch_size") for cell in best] == [16, 8, 64]
     assert fastest.get("batch_size") == 16
     assert chosen_of(group(way(64, 0.4, 0.4, 60)), None) is None

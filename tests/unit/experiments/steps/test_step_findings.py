@@ -55,7 +55,7 @@ STATED = {
     ],
     "optimized_steps": [
         "The choice by prediction is 0.5% slower than the fastest of 8 ways, the fastest of its best three 0.0%. "
-        "Within 32 GiB the choice by prediction is 0.0% slower than the fastest of 5 ways, the fastest of its best "
+        "Within 8 GiB the choice by prediction is 0.0% slower than the fastest of 5 ways, the fastest of its best "
         "three 0.0%.",
         "Measuring all 8 ways takes 72 s of the GPU, the best three 27 s.",
         "The median error of 8 predicted times is 1.9%, the largest 2.4%.",
@@ -67,6 +67,11 @@ STATED = {
         "of its own.",
         "From empty compile caches the first step ends after 60.0 s, the longest run after 9.0 s; the board allows "
         "600 s.",
+    ],
+    "fp8_losses": [
+        "The held-out loss of small in FP8 is 0.0100 above that of bf16, and seeds of bf16 differ by 0.0200 (standard "
+        "deviation).",
+        "Small in FP8 reaches the loss of bf16 in 76% of its time.",
     ],
     "unseen_steps": [
         "Random fast steps (3): median error 2.0%, 95% within 5.0%.",
