@@ -45,7 +45,7 @@ class Variant(NamedTuple):
 
 
 def measure_switch(config: dict[str, Any], *, folder: str | None = None) -> list[Metric]:
-    """Time both variants, then trace both: after a profiler has run, the host stays slower. The traces go to `folder`.
+    """Time both variants, then trace both: after a profiler has run, the host may stay slower. Traces go to `folder`.
 
     Groups of kernels (`kernels`, separated by commas) take the time and the number of the other variant's.
     """

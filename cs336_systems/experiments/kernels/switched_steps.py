@@ -195,7 +195,7 @@ SWITCHED_STEPS = Experiment(
         "cs336_systems.experiments.kernels.measure_switches:measure_switch",
         label=_label,
         memory=_memory,
-        needs_fresh_process=lambda config: True,  # after a profiler has run, the host stays slower
+        needs_fresh_process=lambda config: True,  # after a profiler has run, the host may stay slower
         keeps_files=True,
     ),
     tables=_tables,

@@ -6,6 +6,7 @@ test_pointwise_interpreter.py tests the Triton kernels against the formulas that
 import math
 from contextlib import nullcontext
 from dataclasses import replace
+from unittest import mock
 
 import pytest
 import torch
@@ -164,6 +165,22 @@ def test_gradients_are_those_of_fp32_but_for_rounding(family):
         own = {name: grad for name, grad in expected.items() if name.startswith(f"layers.{number}.")}
         assert cosine(found, own) > LEAST_COSINE[family]
     assert all(grad.isfinite().all() for grad in found.values())
+
+
+def test_forward_of_qkv_is_not_in_fp8():
+    """Its rounding would make half of the error of all gradients."""
+    step, weights = step_of(MODEL), []
+    batch = step.random_batch()
+
+    def matmul(a, b, bias=None):
+        weights.append(len(b.values))
+        return by_formula(a, b, bias)
+
+    by_formula = fp8.matmul
+    with mock.patch.object(fp8, "matmul", matmul):
+        step.evaluate(*batch)
+    model = step.config.model
+    assert weights == [model.d_model, 2 * model.d_ff, model.d_model] * model.num_layers
 
 
 PLANS = {
