@@ -196,6 +196,9 @@ def _matmul_in_fp8(kernel: Matmul, name: str, d_in: int, d_out: int, rows: int) 
         if name == "out":
             yield Pass(CAST, 3 * rows * d_in, times)
         yield from (Pass(CAST, 3 * weight, times), scale)
+        if name == "qkv":  # in bf16; backward needs the scale
+            yield kernel
+            return
     elif kernel.layout == INPUT:
         if name != "gate and up":  # SwiGLU's backward writes the gradient of that one
             yield Pass(CAST, 3 * rows * d_out, times)
@@ -209,13 +212,16 @@ def _matmul_in_fp8(kernel: Matmul, name: str, d_in: int, d_out: int, rows: int) 
 
 
 def _pass_in_fp8(kernel: Pass, config: RunConfig) -> Iterator[Kernel]:
-    """Return a pass of a block with its result in FP8. All norms but the last are those of blocks; their backward does
-    not write their output again."""
+    """Return a pass of a block with its result in FP8. All norms but the last are those of blocks, every other one has
+    its result in bf16, and their backward does not write it again."""
     stream, layers = config.tokens * config.model.d_model, config.model.num_layers
     name, size, times = kernel
     if name == "add_norm":
-        last = int(times == 2 * layers)
-        yield from (Pass("fp8_add_norm", size - stream, times - last), kernel._replace(times=last))
+        if times == 1:
+            yield Pass("fp8_add_norm", size)
+        else:
+            yield from (Pass("fp8_add_norm", size - stream, layers), Pass("fp8_add_norm", size, layers - 1))
+            yield kernel._replace(times=1)
     elif name == "add_norm_backward" and times == 2 * layers:
         yield Pass(name, size - 2 * stream, times)
     elif name == "swiglu":

@@ -146,7 +146,10 @@ def test_every_matmul_and_pass_in_fp8_is_listed(name, micro_batches, passes, mon
     count("swiglu_backward", lambda grad, *_: ("fp8_swiglu_backward", 9 * grad.numel()))
     count(
         "add_norm",
-        lambda x, delta, *_: ("fp8_add_norm", x.numel() * (3 if delta is None else 7)),
+        lambda x, delta, gain, eps, lost, dtype: (
+            "fp8_add_norm",
+            x.numel() * ((2 if delta is None else 6) + dtype.itemsize),
+        ),
     )
     batch = step.random_batch()
     with Matmuls() as seen:
