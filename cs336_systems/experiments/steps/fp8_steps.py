@@ -274,7 +274,8 @@ def _loss_charts(cells: Cells) -> list[Chart]:
 def _time_to_equal_loss(cells: Cells) -> Text | None:
     """Compare the times until the smoothed loss is that of bf16 after most of its steps, summed over seeds."""
     said = None
-    for size, own in grouped(having(cells, "loss", "train_time"), lambda cell: str(cell.get("size"))).items():
+    for own in grouped(having(cells, "loss", "train_time"), lambda cell: str(cell.get("size"))).values():
+        size = size_of(own[0])
         times = {"bf16": 0.0, "fp8": 0.0}
         by_seed = grouped(own, lambda cell: cell.get("seed"))
         pairs = [{str(cell.get("precision")): cell for cell in both} for both in by_seed.values()]
@@ -302,7 +303,8 @@ def _time_to_equal_loss(cells: Cells) -> Text | None:
 def _spread(cells: Cells) -> Text | None:
     """Compare the mean difference of the precisions with the spread of bf16's seeds."""
     said = None
-    for size, own in grouped(having(cells, "loss"), lambda cell: str(cell.get("size"))).items():
+    for own in grouped(having(cells, "loss"), lambda cell: str(cell.get("size"))).values():
+        size = size_of(own[0])
         finals = {
             precision: {cell.get("seed"): _held_out(cell) for cell in own if cell.get("precision") == precision}
             for precision in ("bf16", "fp8")
