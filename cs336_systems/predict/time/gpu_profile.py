@@ -40,6 +40,10 @@ class MatmulRates:
     """Time of writing or reading as many bytes again, relative to the epilogue."""
     overlap: float
     """Share of the last, incomplete round of tiles that other work hides: 0 for whole rounds, 1 for none."""
+    input: float = 1.0
+    """Time of a tile in the gradient of an input, over that in forward: an operand lies across the depth."""
+    weight: float = 1.0
+    """The same for the gradient of a weight."""
 
 
 @dataclass(frozen=True)
@@ -48,6 +52,10 @@ class PassRates:
     """Bytes a second of large passes."""
     fixed: float
     """Seconds of a pass over nothing."""
+    program: float = 0.0
+    """Seconds of an SM for a program, or for a row of one that takes its rows one after another."""
+    element: float = 0.0
+    """Seconds of an SM for an element that a program holds."""
 
 
 @dataclass(frozen=True)
@@ -59,7 +67,11 @@ class AttentionRates:
     program: float
     """Seconds of a program beside its tiles."""
     fixed: float
-    """Seconds of a call beside its programs, helper kernels included."""
+    """Seconds of a call beside its programs."""
+    queries: float = 0.0
+    """Seconds of an SM for TILE queries of a head in helper kernels, which prepare and finish their gradients."""
+    alone: float = 1.0
+    """Programs that an SM runs side by side: a program alone takes so many times its share of an SM."""
 
 
 @dataclass(frozen=True)
@@ -231,7 +243,10 @@ def profile_of(gpu: GPU, precision: str = "bf16") -> GpuProfile | None:
         source=DATA_SHEET,
         peak=model.peak * faster_math,
         bandwidth=model.bandwidth * faster_memory,
-        passes={name: PassRates(own.bandwidth * faster_memory, own.fixed) for name, own in model.passes.items()},
+        passes={
+            name: dataclasses.replace(own, bandwidth=own.bandwidth * faster_memory)
+            for name, own in model.passes.items()
+        },
         attention={name: _scaled_attention(name, own, faster_math, gpu) for name, own in model.attention.items()},
         power=_scaled_power(model.power, faster_math, faster_memory) if model.power else None,
         about="",
@@ -252,7 +267,7 @@ def _scaled_attention(name: str, own: AttentionRates, faster_math: float, gpu: G
     """Return rates of attention; kernels in fp32 are as much faster as the GPU's CUDA cores are."""
     is_wide = any(word in WIDE_ATTENTION for word in name.split())
     ratio = gpu.peaks.fp32 / H200_WIDE_PEAKS["fp32"] if is_wide else faster_math
-    return AttentionRates(own.tile / ratio, own.program, own.fixed)
+    return dataclasses.replace(own, tile=own.tile / ratio)
 
 
 def _scaled_power(power: Power, faster_math: float, faster_memory: float) -> Power:
