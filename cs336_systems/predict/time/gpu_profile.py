@@ -7,6 +7,7 @@ power limit.
 import dataclasses
 import functools
 import json
+import math
 import os
 import warnings
 from collections.abc import Iterator
@@ -92,6 +93,14 @@ class Power:
     exponent: float
     slowdown: dict[str, float]
     """By kind of kernel; 1 for a kernel whose time is all computation, 0 for one that waits for memory."""
+    warming: float = 0.0
+    """Watts that a GPU needs in addition once it is warm: currents leak."""
+    warm_after: float = 1.0
+    """Seconds of work after which it needs two thirds of them."""
+
+    def static_after(self, seconds: float) -> float:
+        """Return the static power of a GPU that has worked for so long at its limit."""
+        return self.static + self.warming * (1 - math.exp(-seconds / self.warm_after))
 
 
 @dataclass(frozen=True)
@@ -124,6 +133,8 @@ class HostRates:
     """Between two kernels that wait in the GPU's queue."""
     compiled: float
     """For one kernel of a compiled model, forward or backward."""
+    start: float = 0.0
+    """Until the first kernels of forward or backward run, while the GPU waits."""
 
 
 @dataclass(frozen=True)
@@ -156,6 +167,9 @@ class GpuProfile:
     """Matmuls of 32-bit operands, by precision."""
     host: HostRates | None = None
     """None where it was not measured: eager steps are not predicted then."""
+    unaligned: dict[str, float] = field(default_factory=dict)
+    """Time of a matmul by kernels for older GPUs, over that by the fastest ones: by precision and the power of 2 that
+    divides its contiguous dimensions."""
     spreads: dict[str, float] = field(default_factory=dict)
     """Half of the interval around steps without the fast parts, by their kind."""
 

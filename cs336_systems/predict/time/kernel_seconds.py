@@ -35,14 +35,18 @@ LEAST_DEPTH = 256
 """Depth that a program has at least where several share a tile."""
 SPLIT_BANDWIDTH = 5e12
 """Bytes a second at which the parts of a split tile are written and added: they stay in the L2 cache."""
+SPLIT_KERNEL = 2e-6
+"""Seconds of the further kernel that adds the parts of split tiles."""
 OPERAND_BYTES = {"": 2, "fp8": 1, "tf32": 4, "fp32": 4}
 """Bytes of an element of a matmul's operands, by the precision of the matmul."""
-OVERLAP = 3.0
+OVERLAP = 4.0
 """Power mean of computing and moving: 1 would be their sum, infinity the longer one."""
 RESIDENT_ELEMENTS = 8192
 """Elements of rows that the registers of an SM hold, in the programs that run side by side."""
 TILE = 128
 """Queries of a program of attention, and keys of a tile."""
+SIDE_BY_SIDE = 3
+"""Programs of a small backward, of half a tile, that an SM runs side by side."""
 SECTION_BYTES = 16 << 20
 """Equal to the share of the L2 cache in kernels/flash/hopper_launch.py; a test compares them."""
 UPDATE_SHARE = 0.85
@@ -52,10 +56,11 @@ UPDATE_SHARE = 0.85
 def kernel_seconds(kernel: Kernel, profile: GpuProfile) -> float:
     """Return the seconds of one run of the kernel."""
     if isinstance(kernel, Matmul):
+        unaligned = profile.unaligned.get(f"{kernel.precision or 'bf16'} {kernel.multiple}", 1.0)
         if kernel.batch > 1 or kernel.precision:
-            return operator_matmul_seconds(kernel, profile)
+            return unaligned * operator_matmul_seconds(kernel, profile)
         shape = kernel.rows, kernel.columns, kernel.depth
-        return matmul_seconds(*shape, kernel.adds, kernel.is_wide, profile, kernel.layout)
+        return unaligned * matmul_seconds(*shape, kernel.adds, kernel.is_wide, profile, kernel.layout)
     if isinstance(kernel, Pass):
         return pass_seconds(kernel, profile.passes.get(kernel.name) or profile.passes["other"], profile.sms)
     if isinstance(kernel, AttentionPass):
@@ -105,14 +110,14 @@ def matmul_seconds(
             rounds = 1.0 if rounds <= 1 else math.ceil(rounds) * (1 - rates.overlap) + rounds * rates.overlap
             seconds = rounds * (per_depth * (depth / split + rates.more_depth) + epilogue * area)
             if split > 1:
-                seconds += 8 * rows * columns * split / SPLIT_BANDWIDTH
+                seconds += 8 * rows * columns * split / SPLIT_BANDWIDTH + SPLIT_KERNEL
             fastest = min(fastest, seconds)
     moved = 2 * depth * (rows + columns) + rows * columns * result_bytes
     return overlapped(fastest, moved / profile.bandwidth) + rates.fixed
 
 
 def overlapped(computing: float, moving: float) -> float:
-    """Return the time of a kernel that computes while it moves its operands: the longer of both, and up to a quarter
+    """Return the time of a kernel that computes while it moves its operands: the longer of both, and up to a fifth
     more where they are alike, since neither hides the other from its first to its last tile."""
     return (computing**OVERLAP + moving**OVERLAP) ** (1 / OVERLAP)
 
@@ -142,7 +147,7 @@ def operator_matmul_seconds(kernel: Matmul, profile: GpuProfile) -> float:
             rounds = 1.0 if rounds <= 1 else math.ceil(rounds) * (1 - rates.overlap) + rounds * rates.overlap
             seconds = rounds * (per_depth * (kernel.depth / split + rates.more_depth) + epilogue * area)
             if split > 1:
-                seconds += 8 * kernel.batch * kernel.rows * kernel.columns * split / SPLIT_BANDWIDTH
+                seconds += 8 * kernel.batch * kernel.rows * kernel.columns * split / SPLIT_BANDWIDTH + SPLIT_KERNEL
             fastest = min(fastest, seconds)
     operands, results = kernel.depth * (kernel.rows + kernel.columns), kernel.rows * kernel.columns
     moved = kernel.batch * (size * operands + result_size * results)
@@ -193,16 +198,19 @@ def attention_seconds(
 ) -> float:
     """Return the time of all programs shared by the SMs, of the longest program, or of what the programs move. A
     program of backward works on one KV head and all queries of its group. In the one kernel of a small backward the
-    programs of keys come after those of queries, so that both times add up."""
+    programs of keys come after those of queries: both times add up where the GPU does not hold all at once."""
     blocks = -(-kernel.length // TILE)
     heads = kernel.batch * kernel.heads
     group = kernel.heads // kernel.kv_heads if kernel.is_backward else 1
     tiles, programs = heads * blocks * (blocks + 1) / 2, heads * blocks / group
     shared = (tiles * rates.tile + programs * rates.program) / sms
-    longest = rates.alone * (group * blocks * rates.tile + rates.program)
+    # Two kernels share the work of a portable backward; one has a program for each query head.
+    in_turn = (1 + group) / 2 if kernel.name in ("backward" + PORTABLE, "backward wide") else group
+    longest = rates.alone * (in_turn * blocks * rates.tile + rates.program)
     fixed = rates.fixed + heads * blocks * rates.queries / sms
     if kernel.name == "backward" + SMALL_PATH:
-        return fixed + shared + longest
+        rounds = 2 * heads * blocks * (1 + 1 / group) / (SIDE_BY_SIDE * sms)
+        return fixed + max(shared, longest) + min(1.0, max(0.0, rounds - 1)) * min(shared, longest)
     return fixed + max(shared, longest, gradient_traffic(kernel, sms) / (UPDATE_SHARE * bandwidth))
 
 

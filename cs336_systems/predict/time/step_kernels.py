@@ -20,6 +20,8 @@ LAUNCH_BOUND, HOPPER_WORTH = 1 << 31, 1 << 33
 SMALL_PATH, PORTABLE = " small", " triton"
 """What follows the pass in the name of attention that is not by the kernels for Hopper: small problems have one kernel
 in backward, those of medium size two."""
+LINE = 256
+"""Bytes of which rows should be a multiple: others share lines with their neighbours."""
 VECTOR = 16
 """Sizes that are no multiple of this make Triton load one element at a time."""
 CAST, TRANSPOSE, ADD = "fp8_cast", "fp8_transpose", "fp8_add"
@@ -46,6 +48,8 @@ class Matmul(NamedTuple):
     """Matmuls of one kernel."""
     precision: str = ""
     """ "fp32" or "tf32" for operands of 32 bits, "fp8" for those of 8; empty for 16."""
+    multiple: int = 0
+    """The power of 2 that divides the contiguous dimensions, where it is too small for the fastest kernels; else 0."""
 
     @property
     def flops(self) -> int:
@@ -124,7 +128,7 @@ def _forward(config: RunConfig) -> Iterator[Kernel]:
     yield _attention("forward", config)
     yield Matmul("out", rows, d, q, FORWARD, layers)
     yield Matmul("gate and up", rows, 2 * f, d, FORWARD, layers)
-    yield Pass("swiglu", 3 * rows * f * s, layers)
+    yield Pass("swiglu", 3 * rows * f * s, layers, *_unaligned_rows(rows, f, s))
     yield Matmul("down", rows, d, f, FORWARD, layers)
 
 
@@ -167,7 +171,7 @@ def _backward(config: RunConfig, adds: bool) -> Iterator[Kernel]:
     norm = (rows, _power_of_2(d), _sharing_programs(rows))
     yield Pass("add_norm_backward", 3 * stream, 1, *norm)  # of the last norm, whose output is not needed again
     yield from both("down", d, f)
-    yield Pass("swiglu_backward", 6 * rows * f * s, layers)
+    yield Pass("swiglu_backward", 6 * rows * f * s, layers, *_unaligned_rows(rows, f, s))
     yield from both("gate and up", 2 * f, d)
     yield Pass("add_norm_backward", 5 * stream, 2 * layers, *norm)
     yield Small("gradients of norms", 2 * (2 * layers + 1) + (4 * layers if model.qk_norm else 0))
@@ -232,12 +236,12 @@ def _pass_in_fp8(kernel: Pass, config: RunConfig) -> Iterator[Kernel]:
     """Return a pass of a block with its result in FP8. All norms but the last are those of blocks; their backward does
     not write their output again."""
     stream, layers = config.tokens * config.model.d_model, config.model.num_layers
-    name, size, times = kernel
+    name, size, times = kernel[:3]
     if name == "add_norm":
         last = int(times == 2 * layers)
         yield from (Pass("fp8_add_norm", size - stream, times - last), kernel._replace(times=last))
     elif name == "add_norm_backward" and times == 2 * layers:
-        yield Pass(name, size - 2 * stream, times)
+        yield kernel._replace(bytes=size - 2 * stream)
     elif name == "swiglu":
         yield Pass("fp8_swiglu", size * 5 // 6, times)
     elif name == "swiglu_backward":
@@ -284,6 +288,11 @@ def _rotary_programs(config: RunConfig, parts: int) -> tuple[int, int]:
     """Return the programs of a rotation and their elements; each of q, k and v has as many as q needs."""
     groups, elements = _rotary_block(config)
     return config.tokens * parts * groups, elements
+
+
+def _unaligned_rows(rows: int, width: int, size: int) -> tuple[int, int]:
+    """Return the rows that do not begin at a multiple of LINE bytes, and their elements; none where all do."""
+    return (rows, width) if width * size % LINE else (0, 0)
 
 
 def _loss_programs(rows: int, vocabulary: int) -> tuple[int, int]:
