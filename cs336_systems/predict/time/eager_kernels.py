@@ -30,6 +30,10 @@ NARROW, STRIDED_MIXED = "narrow", "strided_mixed"
 broadcast operand, whose kernel moves one."""
 MASKED, COPY, TRIANGLE = "masked", "copy", "triangle"
 """Passes that fill scores with a mask, plain copies, and the mask itself."""
+INNER_CAST = "inner_cast"
+"""Casts that an operator launches itself: they cost the host nothing."""
+ONE_BY_ONE = (STRIDED, MASKED)
+"""Passes whose kernels move one element at a time."""
 SOFTMAX, SOFTMAX_BACKWARD, LOG_SOFTMAX, LOG_SOFTMAX_BACKWARD = (
     "softmax", "softmax_backward", "log_softmax", "log_softmax_backward",
 )  # fmt: skip
@@ -131,9 +135,11 @@ def _rotation(elements: int, config: RunConfig) -> Iterator[Kernel]:
     s = width(config)
     yield _pass(STRIDED, 2, elements, config)
     yield Pass(STRIDED_MIXED if s == 2 else STRIDED, (s + 4) * elements)
+    if s == 2:
+        yield Pass(INNER_CAST, 6 * elements)  # of the swapped pairs
     yield Pass(STRIDED, (s + 8) * elements)
     if s == 2:
-        yield Pass(CAST, 6 * elements)
+        yield Pass(NARROW, 6 * elements)
 
 
 def _residual(elements: int, config: RunConfig) -> Kernel:
@@ -158,7 +164,7 @@ def _attention(config: RunConfig) -> Iterator[Kernel]:
         yield Pass(CAST, 6 * scores)
     yield Pass(SOFTMAX, 8 * scores)
     if s == 2:
-        yield Pass(CAST, 6 * scores)
+        yield Pass(NARROW, 6 * scores)
     yield _pass(STRIDED, 2, rows * q, config)
     yield _matmul("output", length, dim, length, INPUT, config, heads)
     yield _pass(STRIDED, 2, rows * q, config)
@@ -296,7 +302,7 @@ def _attention_backward(config: RunConfig) -> Iterator[Kernel]:
     yield Pass(POINTWISE, 12 * scores)  # the gradient times the weights
     yield Pass(SOFTMAX_BACKWARD, 12 * scores)
     if s == 2:
-        yield Pass(CAST, 6 * scores)
+        yield Pass(NARROW, 6 * scores)
     yield _pass(COPY, 2, scores, config)
     yield _pass(MASKED, 2, scores, config)
     yield _matmul("scores, gradient of the keys", dim, length, length, WEIGHT, config, heads)
@@ -342,8 +348,8 @@ def _multiple(rows: int, columns: int, depth: int, layout: str, precision: str) 
 
 
 def _pass(name: str, tensors: int, elements: int, config: RunConfig, times: int = 1) -> Pass:
-    """Return a pass over some tensors of the matmuls' precision."""
-    return Pass(name, tensors * elements * width(config), times)
+    """Return a pass over tensors of the matmuls' precision; those of ONE_BY_ONE take as long in 16 bits as in 32."""
+    return Pass(name, tensors * elements * width(config), times, *((elements, 1) if name in ONE_BY_ONE else ()))
 
 
 def width(config: RunConfig) -> int:

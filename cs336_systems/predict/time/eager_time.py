@@ -8,7 +8,7 @@ from collections.abc import Sequence
 
 from cs336_systems.config import ModelConfig, RunConfig
 from cs336_systems.predict.time.compiled_kernels import compiled_phases
-from cs336_systems.predict.time.eager_kernels import attention_pass, eager_phases, lists_operators
+from cs336_systems.predict.time.eager_kernels import INNER_CAST, attention_pass, eager_phases, lists_operators
 from cs336_systems.predict.time.gpu_profile import GpuProfile, HostRates
 from cs336_systems.predict.time.kernel_seconds import kernel_seconds, kind_of
 from cs336_systems.predict.time.step_kernels import Kernel
@@ -22,7 +22,7 @@ CLOSE = 0.5
 
 def host_seconds(phase: str, kernels: Sequence[Kernel], config: RunConfig, host: HostRates) -> tuple[float, float]:
     """Return the host's seconds beside the GPU, and those in which the GPU waits for it."""
-    launches = sum(kernel.times for kernel in kernels)
+    launches = sum(kernel.times for kernel in kernels if kernel.name != INNER_CAST)
     if phase == "optimizer":
         return 0.0, host.parameter * parameter_tensors(config.model)
     if config.compile and phase != "loss":

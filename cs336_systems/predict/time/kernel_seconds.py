@@ -62,7 +62,7 @@ def kernel_seconds(kernel: Kernel, profile: GpuProfile) -> float:
         shape = kernel.rows, kernel.columns, kernel.depth
         return unaligned * matmul_seconds(*shape, kernel.adds, kernel.is_wide, profile, kernel.layout)
     if isinstance(kernel, Pass):
-        return pass_seconds(kernel, profile.passes.get(kernel.name) or profile.passes["other"], profile.sms)
+        return pass_seconds(kernel, _pass_rates(kernel.name, profile), profile.sms)
     if isinstance(kernel, AttentionPass):
         return attention_seconds(kernel, attention_rates(profile, kernel), profile.sms, profile.bandwidth)
     return profile.small
@@ -74,6 +74,12 @@ def kind_of(kernel: Kernel) -> str:
     if isinstance(kernel, AttentionPass):
         return ATTENTION
     return PASS if isinstance(kernel, Pass) else SMALL
+
+
+def _pass_rates(name: str, profile: GpuProfile) -> PassRates:
+    """Return the rates of a pass; "other" is for those that the profile does not have."""
+    passes = profile.passes
+    return passes.get(name) or passes.get(name.removeprefix("inner_")) or passes["other"]
 
 
 def pass_seconds(kernel: Pass, rates: PassRates, sms: int) -> float:
@@ -193,9 +199,7 @@ def attention_rates(profile: GpuProfile, kernel: AttentionPass) -> AttentionRate
     return AttentionRates(*(low + share * (high - low) for low, high in pairs))
 
 
-def attention_seconds(
-    kernel: AttentionPass, rates: AttentionRates, sms: int, bandwidth: float = math.inf
-) -> float:
+def attention_seconds(kernel: AttentionPass, rates: AttentionRates, sms: int, bandwidth: float = math.inf) -> float:
     """Return the time of all programs shared by the SMs, of the longest program, or of what the programs move. A
     program of backward works on one KV head and all queries of its group. In the one kernel of a small backward the
     programs of keys come after those of queries: both times add up where the GPU does not hold all at once."""

@@ -277,7 +277,7 @@ def _head_widths(config: RunConfig) -> tuple[int, int]:
 
 
 def _rotary_block(config: RunConfig) -> tuple[int, int]:
-    """Return the programs that share the heads of a row, and the elements of each: powers of 2, of pairs as of heads."""
+    """Return the programs that share the heads of a row, and the elements of each: powers of 2."""
     model = config.model
     pairs = _power_of_2(model.head_dim // 2)
     heads = max(1, min(ROTARY_ELEMENTS // (2 * pairs), _power_of_2(model.num_heads)))

@@ -67,8 +67,8 @@ def test_the_draw_is_the_same_every_time():
     assert eager_steps.__wrapped__(40) == EAGER_DRAWN
     assert fast_steps.__wrapped__(60, seed=SEED + 1) != FAST_DRAWN
     first, last = FAST_DRAWN[1], EAGER_DRAWN[-1]
-    assert (first.size, first.batch_size, first.model.context_length) == ("384/1664/19/3/tied", 11, 3712)
-    assert (last.size, last.precision, last.attention) == ("3072/10368/4/24/bias", "bf16", "reference")
+    assert (first.size, first.batch_size, first.model.context_length) == ("384/832/11/3", 5, 4352)
+    assert (last.size, last.precision, last.attention) == ("2688/12288/11/42/tied", "bf16", "auto")
 
 
 def test_a_step_that_is_drawn_again_leaves_the_others(monkeypatch):
