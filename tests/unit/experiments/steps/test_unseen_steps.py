@@ -154,7 +154,7 @@ def test_eager_steps_have_all_settings_and_sizes():
     profile = shipped_profiles()["h200"]
     kinds = Counter(kind_of_step(eager_step_time(run, profile)) for run in EAGER_DRAWN)
     assert kinds["launch-bound"] >= 4
-    assert kinds["fp32"] + kinds["tf32"] + kinds["bf16"] >= 15
+    assert kinds["fp32"] + kinds["tf32"] + kinds["bf16"] >= 10
 
 
 # -- the grid ---------------------------------------------------------------------------------------------------------

@@ -96,7 +96,7 @@ def test_vocabularies_that_are_not_aligned_take_older_kernels(precision, most):
         found = [k for kernels in eager_phases(run).values() for k in kernels if k.name == "logits"]
         times.append(kernel_seconds(found[0], H200))
     ratios = [time / times[0] for time in times]
-    assert ratios == sorted(ratios)
+    assert ratios[2] > 0.99 * ratios[1] > 0.98
     assert ratios[2] <= most
     assert (ratios[1] > 2) is (precision != "fp32")
     compiled = dataclasses.replace(run, compile=True)
