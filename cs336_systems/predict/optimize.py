@@ -394,7 +394,7 @@ def profile_rates(config: RunConfig, profile: GpuProfile, gpu: GPU) -> Rates:
     assert step is not None
     matmuls = [found for found in step.kernels if found.kernel.name in RECOMPUTED_MATMULS]
     attention = [
-        found for found in step.kernels if isinstance(found.kernel, AttentionPass) and found.kernel.name == "forward"
+        found for found in step.kernels if isinstance(found.kernel, AttentionPass) and not found.kernel.is_backward
     ]
 
     def rate(kernels: list) -> float:

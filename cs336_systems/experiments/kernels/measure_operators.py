@@ -59,6 +59,11 @@ def _pointwise(size: int, run: RunConfig, device: torch.device) -> Call:
 
 
 def _cast(size: int, run: RunConfig, device: torch.device) -> Call:
+    a = _random(size // 6, device, dtype=torch.bfloat16)
+    return lambda _: a.float()
+
+
+def _narrow(size: int, run: RunConfig, device: torch.device) -> Call:
     a = _random(size // 6, device)
     return lambda _: a.to(torch.bfloat16)
 
@@ -78,6 +83,12 @@ def _heads(size: int, run: RunConfig, device: torch.device) -> Tensor:
 def _strided(size: int, run: RunConfig, device: torch.device) -> Call:
     view = _heads(size // 2, run, device).transpose(1, 2)
     return lambda _: view.clone(memory_format=torch.contiguous_format)
+
+
+def _strided_mixed(size: int, run: RunConfig, device: torch.device) -> Call:
+    heads = _heads(size * 2 // 3, run, device).to(torch.bfloat16)
+    table = torch.randn((heads.shape[1], 1, heads.shape[3]), device=device)
+    return lambda _: heads * table
 
 
 def _transposed(size: int, run: RunConfig, device: torch.device) -> Call:
@@ -163,8 +174,10 @@ def _adamw(size: int, run: RunConfig, device: torch.device) -> Call:
 _BUILDERS: dict[str, Callable[[int, RunConfig, torch.device], Call]] = {
     eager.POINTWISE: _pointwise,
     eager.CAST: _cast,
+    eager.NARROW: _narrow,
     eager.MIXED: _mixed,
     eager.STRIDED: _strided,
+    eager.STRIDED_MIXED: _strided_mixed,
     eager.TRANSPOSED: _transposed,
     eager.MASKED: _masked,
     eager.COPY: _copy,

@@ -201,9 +201,28 @@ UNPREDICTED = Text(
 )
 
 
-def _tables(cells: Cells) -> list[Table]:
+def _newest(cells: Cells) -> Cells:
+    """The steps of the newest draw: the model was changed between two draws, and their errors are not of one model."""
+    seeds = [seed for cell in cells if isinstance(seed := cell.get(DRAW_SEED), int)]
+    return [cell for cell in cells if cell.get(DRAW_SEED) == max(seeds)] if seeds else cells
+
+
+def _left_out(cells: Cells) -> list[Text]:
+    """The draws that a file has beside the newest one."""
+    newest = {cell.get(DRAW_SEED) for cell in _newest(cells)}
+    older = sorted({str(seed) for cell in cells if (seed := cell.get(DRAW_SEED)) not in newest})
+    return (
+        [say("steps of other draws are left out: seed {}", "不含其他抽样的步：随机种子 {}", listed(older))]
+        if older
+        else []
+    )
+
+
+def _tables(every: Cells) -> list[Table]:
+    cells = _newest(every)
     errors = _errors(cells)
-    return [*([_summary(cells, errors)] if errors else []), _steps(cells)]
+    found = [*([_summary(cells, errors)] if errors else []), _steps(cells)]
+    return [dataclasses.replace(table, notes=[*table.notes, *_left_out(every)]) for table in found]
 
 
 def _summary(cells: Cells, errors: Mapping[str, Sequence[float]]) -> Table:
@@ -298,7 +317,7 @@ def _commit(cell: CellView) -> str:
 
 def _charts(cells: Cells) -> list[Chart]:
     """Errors by the number of parameters, a mark for each step."""
-    series = []
+    cells, series = _newest(cells), []
     for name, title in GROUPS.items():
         own = [(cell, error) for cell in cells if _group(cell) == name and (error := error_of(cell)) is not None]
         points = [Point(_parameters(cell), 100 * error, name=_shape(cell).en) for cell, error in own]
@@ -325,7 +344,7 @@ def _shape(cell: CellView) -> Text:
 
 def _accuracy(cells: Cells, *groups: str) -> Text | None:
     said = None
-    for name, errors in _errors(cells).items():
+    for name, errors in _errors(_newest(cells)).items():
         if name in groups:
             own = say(
                 "random {} ({}): median error {}, 95% within {}",
@@ -347,6 +366,7 @@ def _other_accuracy(cells: Cells) -> Text | None:
 
 def _largest(cells: Cells) -> Text | None:
     """State the largest error and the part of the step that makes most of it: of fast steps where there are any."""
+    cells = _newest(cells)
     errors = _errors(cells)
     group = next(iter(errors))
     own = [cell for cell in cells if _group(cell) == group and error_of(cell) is not None]
@@ -366,6 +386,7 @@ def _largest(cells: Cells) -> Text | None:
 
 def _highlights(cells: Cells) -> list[Highlight]:
     """The median error of fast steps, where nearly all are predicted well."""
+    cells = _newest(cells)
     errors = _errors(cells).get("fast", [])
     if len(errors) < ENOUGH:
         return []

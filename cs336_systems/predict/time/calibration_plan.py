@@ -146,7 +146,7 @@ def profile_from(records: Iterable[Record]) -> GpuProfile:
     kernels = [one._replace(seconds=one.seconds - gap) for one in measured_kernels(own) if one.seconds > gap]
     environment = own[-1].environment
     per_clock = TENSOR_FLOPS.get(environment.compute_capability or "", 1024)
-    passes = fit_passes(kernels)
+    passes = fit_passes(kernels, sms)
     profile = GpuProfile(
         gpu=environment.gpu or "GPU",
         source=MEASURED,

@@ -7,7 +7,7 @@ What inductor fuses is its own decision; this list is of what it may fuse at bes
 from collections.abc import Iterator
 
 from cs336_systems.config import RunConfig
-from cs336_systems.predict.time.eager_kernels import CAST, eager_phases, width
+from cs336_systems.predict.time.eager_kernels import CAST, NARROW, eager_phases, width
 from cs336_systems.predict.time.step_kernels import SORTED_ROWS, AttentionPass, Kernel, Matmul, Pass
 
 FUSED, FUSED_NORM_GRADIENT = "fused", "fused_norm_gradient"
@@ -30,7 +30,7 @@ def _kept(kernels: list[Kernel], config: RunConfig) -> Iterator[Kernel]:
     """Return what compilation leaves as it is: matmuls and fused attention, and casts of weights and gradients."""
     weights = _weight_sizes(config)
     for kernel in kernels:
-        is_weight_cast = isinstance(kernel, Pass) and kernel.name == CAST and kernel.bytes // 6 in weights
+        is_weight_cast = isinstance(kernel, Pass) and kernel.name in (CAST, NARROW) and kernel.bytes // 6 in weights
         if isinstance(kernel, Matmul | AttentionPass) or is_weight_cast:
             yield kernel
 

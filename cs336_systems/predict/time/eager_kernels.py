@@ -4,12 +4,14 @@ A test runs the step under a dispatch mode and compares every matmul and every p
 Passes are named by how PyTorch's kernel reads memory, not by what it computes: operators of one name have one rate.
 """
 
+import math
 from collections.abc import Iterator
 
 from cs336_systems.config import RunConfig
 from cs336_systems.predict.time.step_kernels import (
     FORWARD,
     INPUT,
+    LAUNCH_BOUND,
     SORTED_ROWS,
     WEIGHT,
     AttentionPass,
@@ -17,13 +19,21 @@ from cs336_systems.predict.time.step_kernels import (
     Matmul,
     Pass,
     Small,
+    attention_path,
 )
 
 POINTWISE, CAST, MIXED, STRIDED, TRANSPOSED = "pointwise", "cast", "mixed", "strided", "transposed"
 """Passes over contiguous tensors of one dtype, between two dtypes, over operands of two dtypes, over views that another
 dimension comes last in or with a broadcast operand, and copies that swap the last two dimensions."""
+NARROW, STRIDED_MIXED = "narrow", "strided_mixed"
+"""Casts of contiguous tensors to 16 bits, whose kernel moves 8 elements at a time, and products of two dtypes with a
+broadcast operand, whose kernel moves one."""
 MASKED, COPY, TRIANGLE = "masked", "copy", "triangle"
 """Passes that fill scores with a mask, plain copies, and the mask itself."""
+INNER_CAST = "inner_cast"
+"""Casts that an operator launches itself: they cost the host nothing."""
+ONE_BY_ONE = (STRIDED, MASKED)
+"""Passes whose kernels move one element at a time."""
 SOFTMAX, SOFTMAX_BACKWARD, LOG_SOFTMAX, LOG_SOFTMAX_BACKWARD = (
     "softmax", "softmax_backward", "log_softmax", "log_softmax_backward",
 )  # fmt: skip
@@ -31,8 +41,13 @@ RMS_NORM, RMS_NORM_BACKWARD, ADAMW = "rms_norm", "rms_norm_backward", "adamw_of_
 EFFICIENT, FLASH_2, TRITON_WIDE = "efficient", "flash2", "wide"
 """Attention other than this package's in 16 bits: torch's in fp32, torch's in 16 bits, this package's in fp32."""
 PHASES = ("forward", "loss", "backward", "optimizer")
-LAUNCH_BOUND = 1 << 31
-"""Equal to the constant of kernels/flash/tiles.py; a test compares them."""
+GAIN_PROGRAMS, MOST_GAIN_ROWS = 32, 1 << 16
+"""Rows of a norm that its gain's gradient adds up side by side, and the rows from which more programs share them."""
+LARGEST_ROW = 30_000
+"""Logits of a row that stay in the cache while log-softmax reads them three times."""
+ALIGNMENT = {"": 8, "tf32": 4}
+"""Elements to a multiple of which the contiguous dimensions of a matmul's operands must come for kernels of Hopper, by
+precision: 16 bytes. In fp32 there are no such kernels."""
 
 
 def lists_operators(config: RunConfig) -> bool:
@@ -85,7 +100,7 @@ def _block(config: RunConfig, *, stops_early: bool = False) -> Iterator[Kernel]:
         for columns in (q, kv):
             if s == 2:
                 yield Small("cast of a vector", 1)
-            yield Pass(RMS_NORM, 2 * rows * columns * s)
+            yield Pass(RMS_NORM, 2 * rows * columns * s, 1, rows * columns // model.head_dim, model.head_dim)
     for columns in (q, kv):
         yield from _rotation(rows * columns, config)
     yield from _attention(config)
@@ -103,15 +118,15 @@ def _block(config: RunConfig, *, stops_early: bool = False) -> Iterator[Kernel]:
 
 def _norm(elements: int, config: RunConfig) -> Iterator[Kernel]:
     """A norm of the fp32 residual stream, cast for the matmuls that read it."""
-    yield Pass(RMS_NORM, 8 * elements)
+    yield Pass(RMS_NORM, 8 * elements, 1, elements // config.model.d_model, config.model.d_model)
     if width(config) == 2:
-        yield Pass(CAST, 6 * elements)
+        yield Pass(NARROW, 6 * elements)
 
 
 def _linear(name: str, rows: int, columns: int, depth: int, config: RunConfig) -> Iterator[Kernel]:
     """A projection; autocast casts its weight."""
     if width(config) == 2:
-        yield Pass(CAST, 6 * columns * depth)
+        yield Pass(NARROW, 6 * columns * depth)
     yield _matmul(name, rows, columns, depth, FORWARD, config)
 
 
@@ -119,10 +134,12 @@ def _rotation(elements: int, config: RunConfig) -> Iterator[Kernel]:
     """Pairs are swapped, multiplied and added in fp32."""
     s = width(config)
     yield _pass(STRIDED, 2, elements, config)
-    yield Pass(STRIDED, (s + 4) * elements)
+    yield Pass(STRIDED_MIXED if s == 2 else STRIDED, (s + 4) * elements)
+    if s == 2:
+        yield Pass(INNER_CAST, 6 * elements)  # of the swapped pairs
     yield Pass(STRIDED, (s + 8) * elements)
     if s == 2:
-        yield Pass(CAST, 6 * elements)
+        yield Pass(NARROW, 6 * elements)
 
 
 def _residual(elements: int, config: RunConfig) -> Kernel:
@@ -147,7 +164,7 @@ def _attention(config: RunConfig) -> Iterator[Kernel]:
         yield Pass(CAST, 6 * scores)
     yield Pass(SOFTMAX, 8 * scores)
     if s == 2:
-        yield Pass(CAST, 6 * scores)
+        yield Pass(NARROW, 6 * scores)
     yield _pass(STRIDED, 2, rows * q, config)
     yield _matmul("output", length, dim, length, INPUT, config, heads)
     yield _pass(STRIDED, 2, rows * q, config)
@@ -157,7 +174,9 @@ def _loss(config: RunConfig) -> Iterator[Kernel]:
     logits = config.tokens * config.model.vocab_size
     if width(config) == 2:
         yield Pass(CAST, 6 * logits)
-    yield Pass(LOG_SOFTMAX, 8 * logits)
+    vocabulary = config.model.vocab_size
+    is_large = vocabulary > LARGEST_ROW
+    yield Pass(LOG_SOFTMAX, 8 * logits, 1, config.tokens * is_large, vocabulary * is_large)
     yield Small("sum of losses", 8)
 
 
@@ -170,7 +189,7 @@ def _backward(config: RunConfig) -> Iterator[Kernel]:
     yield Small("gradients of losses", 1)
     yield Pass(LOG_SOFTMAX_BACKWARD, 12 * logits)
     if s == 2:
-        yield Pass(CAST, 6 * logits)
+        yield Pass(NARROW, 6 * logits)
     yield from _both("logits", rows, vocabulary, d, config)
     yield from _norm_backward(rows * d, config)
     for kernel in _block_backward(config):
@@ -204,7 +223,7 @@ def _block_backward(config: RunConfig) -> Iterator[Kernel]:
     d, f, q, kv = model.d_model, model.d_ff, model.q_width, model.kv_width
     stream = rows * d
     if s == 2:
-        yield Pass(CAST, 6 * stream)  # of the residual's gradient
+        yield Pass(NARROW, 6 * stream)  # of the residual's gradient
     yield from _both("down", rows, d, f, config)
     yield _pass(POINTWISE, 3, rows * f, config, times=2)
     yield from _both("up", rows, f, d, config)
@@ -214,13 +233,14 @@ def _block_backward(config: RunConfig) -> Iterator[Kernel]:
     yield from _norm_backward(stream, config)
     yield Pass(POINTWISE, 12 * stream)
     if s == 2:
-        yield Pass(CAST, 6 * stream)
+        yield Pass(NARROW, 6 * stream)
     yield from _both("out", rows, d, q, config)
     yield from _attention_backward(config)
     for columns in (q, kv):
         yield from _rotation_backward(rows * columns, config)
         if model.qk_norm:
-            yield Pass(RMS_NORM_BACKWARD, 3 * rows * columns * s)
+            heads = columns // model.head_dim
+            yield Pass(RMS_NORM_BACKWARD, 3 * rows * columns * s, 1, *_norm_rows(rows * heads, model.head_dim))
             if s == 2:
                 yield Small("cast of a vector", 1)
     for columns in (q, kv, kv):
@@ -245,7 +265,14 @@ def _both(name: str, rows: int, columns: int, depth: int, config: RunConfig) -> 
 def _norm_backward(elements: int, config: RunConfig) -> Iterator[Kernel]:
     if width(config) == 2:
         yield Pass(CAST, 6 * elements)
-    yield Pass(RMS_NORM_BACKWARD, 12 * elements)
+    width_of_row = config.model.d_model
+    yield Pass(RMS_NORM_BACKWARD, 12 * elements, 1, *_norm_rows(elements // width_of_row, width_of_row))
+
+
+def _norm_rows(rows: int, elements: int) -> tuple[int, int, int]:
+    """Return the rows of a norm's backward pass, their elements, and the rows that run side by side; 0 for as many as
+    the GPU holds."""
+    return rows, elements, GAIN_PROGRAMS if rows <= MOST_GAIN_ROWS else 0
 
 
 def _rotation_backward(elements: int, config: RunConfig) -> Iterator[Kernel]:
@@ -255,7 +282,7 @@ def _rotation_backward(elements: int, config: RunConfig) -> Iterator[Kernel]:
     yield Small("factor of the table", 1)
     yield Pass(STRIDED, 8 * elements, 2)
     if s == 2:
-        yield Pass(CAST, 6 * elements, 2)
+        yield Pass(NARROW, 6 * elements, 2)
     yield _pass(STRIDED, 2, elements, config)
     yield _pass(POINTWISE, 3, elements, config)
 
@@ -275,7 +302,7 @@ def _attention_backward(config: RunConfig) -> Iterator[Kernel]:
     yield Pass(POINTWISE, 12 * scores)  # the gradient times the weights
     yield Pass(SOFTMAX_BACKWARD, 12 * scores)
     if s == 2:
-        yield Pass(CAST, 6 * scores)
+        yield Pass(NARROW, 6 * scores)
     yield _pass(COPY, 2, scores, config)
     yield _pass(MASKED, 2, scores, config)
     yield _matmul("scores, gradient of the keys", dim, length, length, WEIGHT, config, heads)
@@ -296,24 +323,33 @@ def _kernels_of(config: RunConfig) -> str:
     """Return the suffix of the attention kernels that a step runs; "" for this package's in 16 bits. `auto` takes
     torch's where they are faster, as kernels/flash/dispatch.py does."""
     model, wide = config.model, width(config) == 4
+    work = config.tokens * model.q_width * model.context_length
     takes_torch = config.attention == "sdpa"
     if config.attention == "auto":
-        small = config.tokens * model.q_width * model.context_length < LAUNCH_BOUND
         grouped_wide = wide and model.kv_heads < model.num_heads
-        takes_torch = not grouped_wide and (small or (wide and model.head_dim > 64))
+        takes_torch = not grouped_wide and (work < LAUNCH_BOUND or (wide and model.head_dim > 64))
     if takes_torch:
         return f" {EFFICIENT}" if wide else f" {FLASH_2}"
-    return f" {TRITON_WIDE}" if wide else ""
+    return f" {TRITON_WIDE}" if wide else attention_path(config)
 
 
 def _matmul(name: str, rows: int, columns: int, depth: int, layout: str, config: RunConfig, batch: int = 1) -> Matmul:
     precision = "" if width(config) == 2 else config.precision
-    return Matmul(name, rows, columns, depth, layout, batch=batch, precision=precision)
+    multiple = 0 if config.compile else _multiple(rows, columns, depth, layout, precision)
+    return Matmul(name, rows, columns, depth, layout, batch=batch, precision=precision, multiple=multiple)
+
+
+def _multiple(rows: int, columns: int, depth: int, layout: str, precision: str) -> int:
+    """Return the power of 2 that divides the contiguous dimensions of a matmul's operands and result, where it is too
+    small for the kernels of Hopper; 0 where it is not. The compiler pads such operands."""
+    contiguous = math.gcd(columns, rows if layout == WEIGHT else depth)
+    enough = ALIGNMENT.get(precision, 1)
+    return 0 if contiguous % enough == 0 else math.gcd(contiguous, enough)
 
 
 def _pass(name: str, tensors: int, elements: int, config: RunConfig, times: int = 1) -> Pass:
-    """Return a pass over some tensors of the matmuls' precision."""
-    return Pass(name, tensors * elements * width(config), times)
+    """Return a pass over tensors of the matmuls' precision; those of ONE_BY_ONE take as long in 16 bits as in 32."""
+    return Pass(name, tensors * elements * width(config), times, *((elements, 1) if name in ONE_BY_ONE else ()))
 
 
 def width(config: RunConfig) -> int:

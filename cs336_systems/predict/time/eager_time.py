@@ -8,11 +8,11 @@ from collections.abc import Sequence
 
 from cs336_systems.config import ModelConfig, RunConfig
 from cs336_systems.predict.time.compiled_kernels import compiled_phases
-from cs336_systems.predict.time.eager_kernels import attention_pass, eager_phases, lists_operators
+from cs336_systems.predict.time.eager_kernels import INNER_CAST, attention_pass, eager_phases, lists_operators
 from cs336_systems.predict.time.gpu_profile import GpuProfile, HostRates
 from cs336_systems.predict.time.kernel_seconds import kernel_seconds, kind_of
 from cs336_systems.predict.time.step_kernels import Kernel
-from cs336_systems.predict.time.time_model import KINDS, KernelTime, StepTime, Work, highest_clock, slowdown
+from cs336_systems.predict.time.time_model import KINDS, KernelTime, StepTime, Work, clock_after, slowdown
 
 LAUNCH_BOUND_STEP, CLOSE_STEP, COMPILED = "launch-bound", "host close to GPU", "compiled"
 """Kinds of steps beside precisions."""
@@ -22,7 +22,7 @@ CLOSE = 0.5
 
 def host_seconds(phase: str, kernels: Sequence[Kernel], config: RunConfig, host: HostRates) -> tuple[float, float]:
     """Return the host's seconds beside the GPU, and those in which the GPU waits for it."""
-    launches = sum(kernel.times for kernel in kernels)
+    launches = sum(kernel.times for kernel in kernels if kernel.name != INNER_CAST)
     if phase == "optimizer":
         return 0.0, host.parameter * parameter_tensors(config.model)
     if config.compile and phase != "loss":
@@ -45,8 +45,9 @@ def parameter_tensors(model: ModelConfig) -> int:
     return model.num_layers * per_block + (2 if model.tied_embeddings else 3)
 
 
-def eager_step_time(config: RunConfig, profile: GpuProfile) -> StepTime | None:
-    """Predict a step without the fast parts; None where its operators or the rates of the host are not known."""
+def eager_step_time(config: RunConfig, profile: GpuProfile, steps: int | None = None) -> StepTime | None:
+    """Predict a step without the fast parts; None where its operators or the rates of the host are not known. `steps`:
+    how many run before it is measured; None for a GPU that has long been warm."""
     host = profile.host
     if host is None or not predicts_eager(config, profile):
         return None
@@ -54,11 +55,12 @@ def eager_step_time(config: RunConfig, profile: GpuProfile) -> StepTime | None:
     kernels = [kernel for own in phases.values() for kernel in own]
     once = {kernel: kernel_seconds(kernel, profile) for kernel in set(kernels)}
     work = Work.of(kernels, [kernel.times * once[kernel] for kernel in kernels], profile.power)
-    clock = 1.0 if profile.power is None else highest_clock(work, host.gap * work.launches, profile.power)
+    clock = 1.0 if profile.power is None else clock_after(steps, work, host.gap * work.launches, profile.power)
     slower = {kind: 1.0 if profile.power is None else slowdown(profile.power, kind, clock) for kind in KINDS}
     seconds = total_host = between = waiting_seconds(config, host)
     for name, own in phases.items():
         gpu = sum(kernel.times * (once[kernel] * slower[kind_of(kernel)] + host.gap) for kernel in own)
+        gpu += host.start if name in ("forward", "backward") else 0.0
         beside, waits = host_seconds(name, own, config, host)
         seconds += waits + max(gpu, beside)
         total_host += waits + beside

@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterable, Sequence
 from typing import NamedTuple, TypeVar
 
 from cs336_systems.predict.time.gpu_profile import AttentionRates, GpuProfile, MatmulRates, PassRates
-from cs336_systems.predict.time.kernel_seconds import attention_seconds, kernel_seconds, rates_name
+from cs336_systems.predict.time.kernel_seconds import attention_seconds, kernel_seconds, pass_seconds, rates_name
 from cs336_systems.predict.time.step_kernels import AttentionPass, Matmul, Pass
 
 LARGEST_ERROR = 0.3
@@ -16,7 +16,10 @@ LARGEST_ERROR = 0.3
 FIRST_STEP, LAST_STEP = 0.2, 0.01
 """Relative changes of a rate that the search tries, from the largest to the smallest."""
 
-Rates = TypeVar("Rates", MatmulRates, AttentionRates)
+PROGRAM_SECONDS = (1e-7, 1e-6)
+"""Times of a program that the search begins with."""
+
+Rates = TypeVar("Rates", MatmulRates, AttentionRates, PassRates)
 
 
 Timed = Matmul | Pass | AttentionPass
@@ -44,16 +47,30 @@ def fit_matmuls(found: Sequence[Measured], profile: GpuProfile, precision: str =
     return _search(profile.wide[precision].rates if precision else profile.matmul, error)
 
 
-def fit_passes(found: Iterable[Measured]) -> dict[str, PassRates]:
+def fit_passes(found: Iterable[Measured], sms: int) -> dict[str, PassRates]:
     """Return the rates of each pass by name, and under "other" the medians of all."""
-    by_name: dict[str, list[tuple[int, float]]] = defaultdict(list)
+    by_name: dict[str, list[tuple[Pass, float]]] = defaultdict(list)
     for kernel, seconds in found:
         if isinstance(kernel, Pass):
-            by_name[kernel.name].append((kernel.bytes, seconds))
-    rates = {name: _fit_pass(own) for name, own in by_name.items()}
+            by_name[kernel.name].append((kernel, seconds))
+    rates = {name: _fit_programs(own, sms) for name, own in by_name.items()}
     every = list(rates.values())
     middle = [statistics.median(getattr(own, field) for own in every) for field in ("bandwidth", "fixed")]
     return {**rates, "other": PassRates(*middle)}
+
+
+def _fit_programs(points: list[tuple[Pass, float]], sms: int) -> PassRates:
+    """Return the rates of a pass; where some of its kernels are bound by their programs, those are fitted too."""
+    plain = _fit_pass([(kernel.bytes, seconds) for kernel, seconds in points])
+    if not any(kernel.programs for kernel, _ in points):
+        return plain
+
+    def error(rates: PassRates) -> float:
+        return _mean_error((pass_seconds(kernel, rates, sms), seconds) for kernel, seconds in points)
+
+    fastest = max(kernel.bytes / seconds for kernel, seconds in points)
+    begins = (plain, *(PassRates(fastest, 1e-6, own, own / 1000) for own in PROGRAM_SECONDS))
+    return min((_search(begin, error) for begin in begins), key=error)
 
 
 def _fit_pass(points: list[tuple[int, float]]) -> PassRates:
@@ -84,7 +101,8 @@ def fit_attention(found: Iterable[Measured], sms: int) -> dict[str, AttentionRat
         found = []
         for begin in (AttentionRates(1e-6, 4e-6, 3e-6), AttentionRates(1e-6, 2e-7, 2e-7)):
             ratio = statistics.median(seconds / attention_seconds(kernel, begin, sms) for kernel, seconds in points)
-            found.append(_search(AttentionRates(*(ratio * rate for rate in dataclasses.astuple(begin))), error))
+            scaled = AttentionRates(ratio * begin.tile, ratio * begin.program, ratio * begin.fixed)
+            found.append(_search(scaled, error))
         return min(found, key=error)
 
     return {name: fitted(points) for name, points in by_name.items()}

@@ -7,6 +7,7 @@ power limit.
 import dataclasses
 import functools
 import json
+import math
 import os
 import warnings
 from collections.abc import Iterator
@@ -40,6 +41,10 @@ class MatmulRates:
     """Time of writing or reading as many bytes again, relative to the epilogue."""
     overlap: float
     """Share of the last, incomplete round of tiles that other work hides: 0 for whole rounds, 1 for none."""
+    input: float = 1.0
+    """Time of a tile in the gradient of an input, over that in forward: an operand lies across the depth."""
+    weight: float = 1.0
+    """The same for the gradient of a weight."""
 
 
 @dataclass(frozen=True)
@@ -48,6 +53,10 @@ class PassRates:
     """Bytes a second of large passes."""
     fixed: float
     """Seconds of a pass over nothing."""
+    program: float = 0.0
+    """Seconds of an SM for a program, or for a row of one that takes its rows one after another."""
+    element: float = 0.0
+    """Seconds of an SM for an element that a program holds."""
 
 
 @dataclass(frozen=True)
@@ -59,7 +68,11 @@ class AttentionRates:
     program: float
     """Seconds of a program beside its tiles."""
     fixed: float
-    """Seconds of a call beside its programs, helper kernels included."""
+    """Seconds of a call beside its programs."""
+    queries: float = 0.0
+    """Seconds of an SM for TILE queries of a head in helper kernels, which prepare and finish their gradients."""
+    alone: float = 1.0
+    """Programs that an SM runs side by side: a program alone takes so many times its share of an SM."""
 
 
 @dataclass(frozen=True)
@@ -80,6 +93,14 @@ class Power:
     exponent: float
     slowdown: dict[str, float]
     """By kind of kernel; 1 for a kernel whose time is all computation, 0 for one that waits for memory."""
+    warming: float = 0.0
+    """Watts that a GPU needs in addition once it is warm: currents leak."""
+    warm_after: float = 1.0
+    """Seconds of work after which it needs two thirds of them."""
+
+    def static_after(self, seconds: float) -> float:
+        """Return the static power of a GPU that has worked for so long at its limit."""
+        return self.static + self.warming * (1 - math.exp(-seconds / self.warm_after))
 
 
 @dataclass(frozen=True)
@@ -112,6 +133,8 @@ class HostRates:
     """Between two kernels that wait in the GPU's queue."""
     compiled: float
     """For one kernel of a compiled model, forward or backward."""
+    start: float = 0.0
+    """Until the first kernels of forward or backward run, while the GPU waits."""
 
 
 @dataclass(frozen=True)
@@ -144,6 +167,9 @@ class GpuProfile:
     """Matmuls of 32-bit operands, by precision."""
     host: HostRates | None = None
     """None where it was not measured: eager steps are not predicted then."""
+    unaligned: dict[str, float] = field(default_factory=dict)
+    """Time of a matmul by kernels for older GPUs, over that by the fastest ones: by precision and the power of 2 that
+    divides its contiguous dimensions."""
     spreads: dict[str, float] = field(default_factory=dict)
     """Half of the interval around steps without the fast parts, by their kind."""
 
@@ -231,7 +257,10 @@ def profile_of(gpu: GPU, precision: str = "bf16") -> GpuProfile | None:
         source=DATA_SHEET,
         peak=model.peak * faster_math,
         bandwidth=model.bandwidth * faster_memory,
-        passes={name: PassRates(own.bandwidth * faster_memory, own.fixed) for name, own in model.passes.items()},
+        passes={
+            name: dataclasses.replace(own, bandwidth=own.bandwidth * faster_memory)
+            for name, own in model.passes.items()
+        },
         attention={name: _scaled_attention(name, own, faster_math, gpu) for name, own in model.attention.items()},
         power=_scaled_power(model.power, faster_math, faster_memory) if model.power else None,
         about="",
@@ -252,7 +281,7 @@ def _scaled_attention(name: str, own: AttentionRates, faster_math: float, gpu: G
     """Return rates of attention; kernels in fp32 are as much faster as the GPU's CUDA cores are."""
     is_wide = any(word in WIDE_ATTENTION for word in name.split())
     ratio = gpu.peaks.fp32 / H200_WIDE_PEAKS["fp32"] if is_wide else faster_math
-    return AttentionRates(own.tile / ratio, own.program, own.fixed)
+    return dataclasses.replace(own, tile=own.tile / ratio)
 
 
 def _scaled_power(power: Power, faster_math: float, faster_memory: float) -> Power:

@@ -1,10 +1,21 @@
 """Seconds of one kernel on a GPU at its highest clock, from the GPU's profile. No torch."""
 
 import dataclasses
+import functools
 import math
 
-from cs336_systems.predict.time.gpu_profile import AttentionRates, GpuProfile
-from cs336_systems.predict.time.step_kernels import AttentionPass, Kernel, Matmul, Pass
+from cs336_systems.predict.time.gpu_profile import AttentionRates, GpuProfile, MatmulRates, PassRates
+from cs336_systems.predict.time.step_kernels import (
+    FORWARD,
+    INPUT,
+    PORTABLE,
+    SMALL_PATH,
+    WEIGHT,
+    AttentionPass,
+    Kernel,
+    Matmul,
+    Pass,
+)
 
 MATMUL, ATTENTION, PASS, SMALL = "matmul", "attention", "pass", "small"
 """Kinds of kernels."""
@@ -24,23 +35,36 @@ LEAST_DEPTH = 256
 """Depth that a program has at least where several share a tile."""
 SPLIT_BANDWIDTH = 5e12
 """Bytes a second at which the parts of a split tile are written and added: they stay in the L2 cache."""
+SPLIT_KERNEL = 2e-6
+"""Seconds of the further kernel that adds the parts of split tiles."""
 OPERAND_BYTES = {"": 2, "fp8": 1, "tf32": 4, "fp32": 4}
 """Bytes of an element of a matmul's operands, by the precision of the matmul."""
+OVERLAP = 4.0
+"""Power mean of computing and moving: 1 would be their sum, infinity the longer one."""
+RESIDENT_ELEMENTS = 8192
+"""Elements of rows that the registers of an SM hold, in the programs that run side by side."""
 TILE = 128
 """Queries of a program of attention, and keys of a tile."""
+SIDE_BY_SIDE = 3
+"""Programs of a small backward, of half a tile, that an SM runs side by side."""
+SECTION_BYTES = 16 << 20
+"""Equal to the share of the L2 cache in kernels/flash/hopper_launch.py; a test compares them."""
+UPDATE_SHARE = 0.85
+"""Share of the bandwidth at which sums in memory are updated."""
 
 
 def kernel_seconds(kernel: Kernel, profile: GpuProfile) -> float:
     """Return the seconds of one run of the kernel."""
     if isinstance(kernel, Matmul):
+        unaligned = profile.unaligned.get(f"{kernel.precision or 'bf16'} {kernel.multiple}", 1.0)
         if kernel.batch > 1 or kernel.precision:
-            return operator_matmul_seconds(kernel, profile)
-        return matmul_seconds(kernel.rows, kernel.columns, kernel.depth, kernel.adds, kernel.is_wide, profile)
+            return unaligned * operator_matmul_seconds(kernel, profile)
+        shape = kernel.rows, kernel.columns, kernel.depth
+        return unaligned * matmul_seconds(*shape, kernel.adds, kernel.is_wide, profile, kernel.layout)
     if isinstance(kernel, Pass):
-        rates = profile.passes.get(kernel.name) or profile.passes["other"]
-        return rates.fixed + kernel.bytes / rates.bandwidth
+        return pass_seconds(kernel, _pass_rates(kernel.name, profile), profile.sms)
     if isinstance(kernel, AttentionPass):
-        return attention_seconds(kernel, attention_rates(profile, kernel), profile.sms)
+        return attention_seconds(kernel, attention_rates(profile, kernel), profile.sms, profile.bandwidth)
     return profile.small
 
 
@@ -52,8 +76,26 @@ def kind_of(kernel: Kernel) -> str:
     return PASS if isinstance(kernel, Pass) else SMALL
 
 
-def matmul_seconds(rows: int, columns: int, depth: int, adds: bool, is_wide: bool, profile: GpuProfile) -> float:
-    """Return the time of the fastest tile and split, or that of moving the operands, whichever is longer.
+def _pass_rates(name: str, profile: GpuProfile) -> PassRates:
+    """Return the rates of a pass; "other" is for those that the profile does not have."""
+    passes = profile.passes
+    return passes.get(name) or passes.get(name.removeprefix("inner_")) or passes["other"]
+
+
+def pass_seconds(kernel: Pass, rates: PassRates, sms: int) -> float:
+    """Return the time of moving the bytes. It hides the work of programs that run once, unless that takes longer;
+    programs that take one row after another wait for the bytes of each."""
+    moving, own = kernel.bytes / rates.bandwidth, rates.program + rates.element * kernel.elements
+    if kernel.together:
+        resident = min(kernel.together, sms * max(1, RESIDENT_ELEMENTS // kernel.elements))
+        return rates.fixed + moving + math.ceil(kernel.programs / resident) * own
+    return rates.fixed + max(moving, kernel.programs / sms * own)
+
+
+def matmul_seconds(
+    rows: int, columns: int, depth: int, adds: bool, is_wide: bool, profile: GpuProfile, layout: str = FORWARD
+) -> float:
+    """Return the time of the fastest tile and split, overlapped with that of moving the operands.
 
     An SM computes one tile at a time, so that the number of rounds is a whole one, but for the part of the last round
     that overlaps.
@@ -61,7 +103,7 @@ def matmul_seconds(rows: int, columns: int, depth: int, adds: bool, is_wide: boo
     rates, sms = profile.matmul, profile.sms
     result_bytes = (4 if is_wide else 2) * (2 if adds else 1)
     epilogue = rates.epilogue / (128 * 256) * (1 + rates.wide_epilogue * (result_bytes / 2 - 1))
-    sm_rate = profile.peak / sms * rates.efficiency
+    sm_rate = profile.peak / sms * rates.efficiency / _layout_time(rates, layout)
     fastest = math.inf
     for tile_rows, tile_columns in TILES:
         area = tile_rows * tile_columns
@@ -74,10 +116,20 @@ def matmul_seconds(rows: int, columns: int, depth: int, adds: bool, is_wide: boo
             rounds = 1.0 if rounds <= 1 else math.ceil(rounds) * (1 - rates.overlap) + rounds * rates.overlap
             seconds = rounds * (per_depth * (depth / split + rates.more_depth) + epilogue * area)
             if split > 1:
-                seconds += 8 * rows * columns * split / SPLIT_BANDWIDTH
+                seconds += 8 * rows * columns * split / SPLIT_BANDWIDTH + SPLIT_KERNEL
             fastest = min(fastest, seconds)
     moved = 2 * depth * (rows + columns) + rows * columns * result_bytes
-    return max(fastest, moved / profile.bandwidth) + rates.fixed
+    return overlapped(fastest, moved / profile.bandwidth) + rates.fixed
+
+
+def overlapped(computing: float, moving: float) -> float:
+    """Return the time of a kernel that computes while it moves its operands: the longer of both, and up to a fifth
+    more where they are alike, since neither hides the other from its first to its last tile."""
+    return (computing**OVERLAP + moving**OVERLAP) ** (1 / OVERLAP)
+
+
+def _layout_time(rates: MatmulRates, layout: str) -> float:
+    return rates.input if layout == INPUT else rates.weight if layout == WEIGHT else 1.0
 
 
 def operator_matmul_seconds(kernel: Matmul, profile: GpuProfile) -> float:
@@ -101,7 +153,7 @@ def operator_matmul_seconds(kernel: Matmul, profile: GpuProfile) -> float:
             rounds = 1.0 if rounds <= 1 else math.ceil(rounds) * (1 - rates.overlap) + rounds * rates.overlap
             seconds = rounds * (per_depth * (kernel.depth / split + rates.more_depth) + epilogue * area)
             if split > 1:
-                seconds += 8 * kernel.batch * kernel.rows * kernel.columns * split / SPLIT_BANDWIDTH
+                seconds += 8 * kernel.batch * kernel.rows * kernel.columns * split / SPLIT_BANDWIDTH + SPLIT_KERNEL
             fastest = min(fastest, seconds)
     operands, results = kernel.depth * (kernel.rows + kernel.columns), kernel.rows * kernel.columns
     moved = kernel.batch * (size * operands + result_size * results)
@@ -110,38 +162,79 @@ def operator_matmul_seconds(kernel: Matmul, profile: GpuProfile) -> float:
 
 def rates_name(kernel: AttentionPass) -> str:
     """Return the name of the kernel's rates: its pass and head dim; backward of grouped heads has its own."""
-    return f"{_pass_name(kernel)} {kernel.head_dim}"
+    return f"{_pass_names(kernel)[0]} {kernel.head_dim}"
 
 
-def _pass_name(kernel: AttentionPass) -> str:
-    is_grouped = kernel.name == "backward" and kernel.kv_heads < kernel.heads
-    return "backward grouped" if is_grouped else kernel.name
+def _pass_names(kernel: AttentionPass) -> list[str]:
+    """Return the names of rates that the kernel may have, the best first: its own, and those that an older profile has
+    for all of this package's kernels."""
+    first = kernel.name.partition(" ")[0]
+    is_own = kernel.name in (first, first + PORTABLE, first + SMALL_PATH)
+    if not is_own:
+        return [kernel.name]
+    if kernel.name == "backward" and kernel.kv_heads < kernel.heads:
+        return ["backward grouped", "backward"]
+    return list(dict.fromkeys((kernel.name, first)))
 
 
 def attention_rates(profile: GpuProfile, kernel: AttentionPass) -> AttentionRates:
     """Return the rates of the kernel's head dim. Those of a head dim that was not measured lie between its neighbours',
     as those of the next multiple of 32; beyond the largest, tiles take as much longer as the head dim is larger."""
-    name = _pass_name(kernel)
-    known = sorted(int(key.rpartition(" ")[2]) for key in profile.attention if key.rpartition(" ")[0] == name)
+    dims: dict[str, list[int]] = {}
+    for key in profile.attention:
+        own, _, number = key.rpartition(" ")
+        dims.setdefault(own, []).append(int(number))
+    name = next(own for own in _pass_names(kernel) if own in dims)
+    known = sorted(dims[name])
     if kernel.head_dim in known or kernel.head_dim < known[0]:
         return profile.attention[f"{name} {max(kernel.head_dim, known[0])}"]
     dim = -(-kernel.head_dim // 32) * 32
     below = profile.attention[f"{name} {max(own for own in known if own < kernel.head_dim)}"]
     above = next((own for own in known if own >= dim), None)
     if above is None:
-        return AttentionRates(below.tile * dim / known[-1], below.program, below.fixed)
+        return dataclasses.replace(below, tile=below.tile * dim / known[-1])
     upper, lower = profile.attention[f"{name} {above}"], max(own for own in known if own < kernel.head_dim)
     share = (dim - lower) / (above - lower)
     pairs = zip(dataclasses.astuple(below), dataclasses.astuple(upper), strict=True)
     return AttentionRates(*(low + share * (high - low) for low, high in pairs))
 
 
-def attention_seconds(kernel: AttentionPass, rates: AttentionRates, sms: int) -> float:
-    """Return the time of all programs shared by the SMs, or of the longest program. A program of backward works on one
-    KV head and all queries of its group."""
+def attention_seconds(kernel: AttentionPass, rates: AttentionRates, sms: int, bandwidth: float = math.inf) -> float:
+    """Return the time of all programs shared by the SMs, of the longest program, or of what the programs move. A
+    program of backward works on one KV head and all queries of its group. In the one kernel of a small backward the
+    programs of keys come after those of queries: both times add up where the GPU does not hold all at once."""
     blocks = -(-kernel.length // TILE)
     heads = kernel.batch * kernel.heads
     group = kernel.heads // kernel.kv_heads if kernel.is_backward else 1
     tiles, programs = heads * blocks * (blocks + 1) / 2, heads * blocks / group
     shared = (tiles * rates.tile + programs * rates.program) / sms
-    return rates.fixed + max(shared, group * blocks * rates.tile + rates.program)
+    # Two kernels share the work of a portable backward; one has a program for each query head.
+    in_turn = (1 + group) / 2 if kernel.name in ("backward" + PORTABLE, "backward wide") else group
+    longest = rates.alone * (in_turn * blocks * rates.tile + rates.program)
+    fixed = rates.fixed + heads * blocks * rates.queries / sms
+    if kernel.name == "backward" + SMALL_PATH:
+        rounds = 2 * heads * blocks * (1 + 1 / group) / (SIDE_BY_SIDE * sms)
+        return fixed + max(shared, longest) + min(1.0, max(0.0, rounds - 1)) * min(shared, longest)
+    return fixed + max(shared, longest, gradient_traffic(kernel, sms) / (UPDATE_SHARE * bandwidth))
+
+
+def gradient_traffic(kernel: AttentionPass, sms: int) -> float:
+    """Return the bytes that the tiles of backward move between memory and the L2 cache: queries and their gradients are
+    read, and fp32 sums of dQ updated. Programs of one head that run side by side share them. Counts the kernels for
+    Hopper alone, whose sections of heads hopper_launch.order chooses."""
+    if kernel.name != "backward":
+        return 0.0
+    blocks, group = -(-kernel.length // TILE), kernel.heads // kernel.kv_heads
+    per_head = 8 * kernel.head_dim * kernel.length * group
+    section = heads_of_section(kernel.batch * kernel.kv_heads, blocks, SECTION_BYTES // per_head, 2 * sms)
+    tiles = kernel.batch * kernel.heads * blocks * (blocks + 1) / 2
+    return tiles * TILE * kernel.head_dim * 12 / max(1.0, sms / section)
+
+
+@functools.lru_cache(maxsize=4096)
+def heads_of_section(heads: int, blocks: int, fit: int, least: int) -> int:
+    """Return the heads whose programs run side by side: a divisor of all, with at least `least` blocks, as close as may
+    be to the number that fits the cache. A test compares it with kernels/flash/hopper_launch.py."""
+    small = [number for number in range(1, math.isqrt(heads) + 1) if heads % number == 0]
+    large = [own for number in small for own in (number, heads // number) if own * blocks >= least] or [heads]
+    return min(sorted(large), key=lambda own: max(own, fit) / min(own, max(fit, 1)))

@@ -44,18 +44,21 @@ class Predicted(NamedTuple):
         return f"{middle:,.{digits}f} ± {half:,.{digits}f}"
 
 
-def predicted_on(config: RunConfig, gpu: GPU | None, micro_batches: int = 1) -> Predicted | None:
+def predicted_on(
+    config: RunConfig, gpu: GPU | None, micro_batches: int = 1, steps: int | None = None
+) -> Predicted | None:
     """Return the time of a step, fast in a CUDA graph or without any of the fast parts; None where its kernels or the
-    GPU's rates are not known. Between the two the host's speed decides, by as much as the parts differ."""
+    GPU's rates are not known. Between the two the host's speed decides, by as much as the parts differ. `steps`: how
+    many run before it is measured; None for a step of a long run, on a GPU that is warm."""
     if gpu is None or config.tokens * config.model.vocab_size > MOST_LOGITS:
         return None
     profile, peak = profile_of(gpu, config.precision), gpu.peak_flops(config.precision)
     if profile is None or peak is None:
         return None
     if "graph" in config.fast_parts:
-        time = step_time(config, profile, micro_batches)
+        time = step_time(config, profile, micro_batches, steps)
     else:
-        time = eager_step_time(config, profile) if micro_batches == 1 else None
+        time = eager_step_time(config, profile, steps) if micro_batches == 1 else None
     return Predicted(time, profile, peak) if time else None
 
 
@@ -66,7 +69,8 @@ def predicted_of(config: Mapping[str, Any], driver_name: str | None) -> Predicte
     if gpu is None or not is_known or config.get("device") == "cpu":
         return None
     try:
-        return predicted_on(RunConfig.of(config), gpu, micro_batches)
+        run = RunConfig.of(config)
+        return predicted_on(run, gpu, micro_batches, run.warmup_steps + run.num_steps)
     except (ArithmeticError, TypeError, ValueError):  # a damaged record, or one of another version
         return None
 

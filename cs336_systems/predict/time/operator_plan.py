@@ -18,12 +18,14 @@ from cs336_systems.predict.time.eager_kernels import (
     LOG_SOFTMAX_BACKWARD,
     MASKED,
     MIXED,
+    NARROW,
     POINTWISE,
     RMS_NORM,
     RMS_NORM_BACKWARD,
     SOFTMAX,
     SOFTMAX_BACKWARD,
     STRIDED,
+    STRIDED_MIXED,
     TRANSPOSED,
     TRIANGLE,
     TRITON_WIDE,
@@ -37,8 +39,8 @@ from cs336_systems.predict.time.step_kernels import AttentionPass, Matmul, Pass
 OPERATORS, WIDE, LIBRARIES, HOST = "operators", "wide matmuls", "attention of libraries", "host"
 """Parts."""
 TIMED_PASSES = (
-    POINTWISE, CAST, MIXED, STRIDED, TRANSPOSED, MASKED, COPY, TRIANGLE, SOFTMAX, SOFTMAX_BACKWARD, LOG_SOFTMAX,
-    LOG_SOFTMAX_BACKWARD, RMS_NORM, RMS_NORM_BACKWARD, ADAMW,
+    POINTWISE, CAST, NARROW, MIXED, STRIDED, STRIDED_MIXED, TRANSPOSED, MASKED, COPY, TRIANGLE, SOFTMAX,
+    SOFTMAX_BACKWARD, LOG_SOFTMAX, LOG_SOFTMAX_BACKWARD, RMS_NORM, RMS_NORM_BACKWARD, ADAMW,
 )  # fmt: skip
 SIZES_OF_A_PASS, RUNS_OF_A_PART = 8, 6
 """Sizes at which a pass is timed, and runs whose kernels are taken."""
@@ -52,8 +54,9 @@ USUAL_CUDA_CORE_FLOPS = 256
 """FLOPs in fp32 of an SM in a clock, by compute capability."""
 WIDE_BEGIN = MatmulRates(0.8, 10.0, 4e-6, 3e-6, 10.0, 1.0, 0.5)
 """Rates of fp32 to begin the search with: its tiles run on CUDA cores, an order of magnitude slower."""
-QUEUE_GAP = 1.3e-6
-"""Seconds between two kernels that wait in the GPU's queue, as on an H200."""
+QUEUE_GAP, PHASE_START = 1.9e-6, 4e-4
+"""Seconds between two kernels that wait in the GPU's queue, small kernels that are not listed included, and those until
+the first kernels of a phase run: as on an H200."""
 SPREADS = {
     "fp32": 0.08, "tf32": 0.25, "bf16": 0.08, COMPILED: 0.1, CLOSE_STEP: 0.25, LAUNCH_BOUND_STEP: 0.4,
 }  # fmt: skip
@@ -88,13 +91,17 @@ def operator_kernels(config: Mapping[str, Any], random_run: RandomRun) -> list[t
             for kernel in kernels:
                 if part == WIDE and isinstance(kernel, Matmul) and kernel.flops <= LARGEST_WIDE_MATMUL:
                     found.setdefault(kernel._replace(name="matmul", times=1), run)
-                if part == OPERATORS and isinstance(kernel, Pass) and _is_timed(kernel, found):
+                if part == OPERATORS and isinstance(kernel, Pass) and _is_timed(kernel, found, run):
                     found.setdefault(kernel._replace(times=1), run)
     return [(run, kernel) for kernel, run in found.items()]
 
 
-def _is_timed(kernel: Pass, found: Mapping[Timed, RunConfig]) -> bool:
+def _is_timed(kernel: Pass, found: Mapping[Timed, RunConfig], run: RunConfig) -> bool:
     is_known = kernel.name in TIMED_PASSES and LEAST_BYTES <= kernel.bytes <= MOST_BYTES
+    if kernel.name in (RMS_NORM, RMS_NORM_BACKWARD) and kernel.elements != run.model.d_model:
+        return False  # norms of heads: rows of the residual stream are timed
+    if kernel.name in (STRIDED, MASKED) and kernel.bytes < 8 * kernel.programs:
+        return False  # operands of 16 bits: those of 32 are timed
     return is_known and sum(own.name == kernel.name for own in found) < SIZES_OF_A_PASS
 
 
@@ -132,5 +139,5 @@ def with_eager_rates(
             first = dataclasses.replace(profile, wide={precision: WideMatmuls(peak, begin)})
             wide[precision] = WideMatmuls(peak, fit_matmuls(own, first, precision))
     forward, inference, backward, parameter, release, step, compiled = host
-    rates = HostRates(forward, inference, backward, parameter, release, step, QUEUE_GAP, compiled)
+    rates = HostRates(forward, inference, backward, parameter, release, step, QUEUE_GAP, compiled, PHASE_START)
     return dataclasses.replace(profile, wide=wide, host=rates, spreads=SPREADS)

@@ -13,8 +13,17 @@ CHUNK_BYTES, MATMUL_MULTIPLE = 512 << 20, 8
 """Equal to the constants of kernels/fused/nodes.py; a test compares them."""
 FORWARD, INPUT, WEIGHT = "forward", "input", "weight"
 """Layouts of a matmul: x @ W^T, the gradient of its input (grad @ W) and of its weight (grad^T @ x)."""
-ROTARY_ELEMENTS = 4096
-"""Equal to the constant of kernels/fused/pointwise_triton.py; a test compares them."""
+ROTARY_ELEMENTS, LOGITS, NORM_PROGRAMS, MANY_ROWS = 4096, 2048, 264, 8192
+"""Equal to the constants of kernels/fused/pointwise_triton.py; a test compares them."""
+LAUNCH_BOUND, HOPPER_WORTH = 1 << 31, 1 << 33
+"""Equal to the constants of kernels/flash/tiles.py and dispatch.py; a test compares them."""
+SMALL_PATH, PORTABLE = " small", " triton"
+"""What follows the pass in the name of attention that is not by the kernels for Hopper: small problems have one kernel
+in backward, those of medium size two."""
+LINE = 256
+"""Bytes of which rows should be a multiple: others share lines with their neighbours."""
+VECTOR = 16
+"""Sizes that are no multiple of this make Triton load one element at a time."""
 CAST, TRANSPOSE, ADD = "fp8_cast", "fp8_transpose", "fp8_add"
 """Passes beside matmuls in FP8: a matrix is cast; its transposed copy is written; a weight's gradient is added to that
 of earlier micro batches, which these matmuls cannot do."""
@@ -39,6 +48,8 @@ class Matmul(NamedTuple):
     """Matmuls of one kernel."""
     precision: str = ""
     """ "fp32" or "tf32" for operands of 32 bits, "fp8" for those of 8; empty for 16."""
+    multiple: int = 0
+    """The power of 2 that divides the contiguous dimensions, where it is too small for the fastest kernels; else 0."""
 
     @property
     def flops(self) -> int:
@@ -52,6 +63,12 @@ class Pass(NamedTuple):
     bytes: int
     """Read and written."""
     times: int = 1
+    programs: int = 0
+    """Programs, or rows that `together` programs take one after another; 0 where bytes alone count."""
+    elements: int = 0
+    """Elements that a program holds, a power of 2."""
+    together: int = 0
+    """Programs that share the rows."""
 
 
 class AttentionPass(NamedTuple):
@@ -103,14 +120,15 @@ def _forward(config: RunConfig) -> Iterator[Kernel]:
     d, f, q, qk, qkv, layers = model.d_model, model.d_ff, model.q_width, *_head_widths(config), model.num_layers
     stream = rows * d * s
     yield Pass("embedding", 2 * stream)
-    yield Pass("add_norm", 2 * stream)  # the first has nothing to add
-    yield Pass("add_norm", 4 * stream, 2 * layers)
+    norm = (rows, _power_of_2(d))
+    yield Pass("add_norm", 2 * stream, 1, *norm)  # the first has nothing to add
+    yield Pass("add_norm", 4 * stream, 2 * layers, *norm)
     yield Matmul("qkv", rows, qkv, d, FORWARD, layers)
-    yield Pass("norm_rotate" if model.qk_norm else "rotate", _rotated(config, qk), layers)
+    yield Pass("norm_rotate" if model.qk_norm else "rotate", 2 * rows * qk * s, layers, *_rotary_programs(config, 2))
     yield _attention("forward", config)
     yield Matmul("out", rows, d, q, FORWARD, layers)
     yield Matmul("gate and up", rows, 2 * f, d, FORWARD, layers)
-    yield Pass("swiglu", 3 * rows * f * s, layers)
+    yield Pass("swiglu", 3 * rows * f * s, layers, *_unaligned_rows(rows, f, s))
     yield Matmul("down", rows, d, f, FORWARD, layers)
 
 
@@ -128,7 +146,7 @@ def _loss(config: RunConfig, adds: bool) -> Iterator[Kernel]:
         own = min(size, rows - number * size)
         for columns in parts:
             yield Matmul("logits", own, columns, d, FORWARD)
-        yield Pass("cross_entropy", 2 * own * vocabulary * s)
+        yield Pass("cross_entropy", 2 * own * vocabulary * s, 1, *_loss_programs(own, vocabulary))
         for index, columns in enumerate(parts):
             yield Matmul("logits, gradient of the input", own, d, columns, INPUT, adds=index > 0)
             yield Matmul("logits, gradient of the weight", columns, d, own, WEIGHT, adds=number > 0, is_wide=wide)
@@ -150,19 +168,25 @@ def _backward(config: RunConfig, adds: bool) -> Iterator[Kernel]:
         yield Matmul(f"{name}, gradient of the input", rows, depth, columns, INPUT, layers)
         yield Matmul(f"{name}, gradient of the weight", columns, depth, rows, WEIGHT, layers, adds=adds)
 
-    yield Pass("add_norm_backward", 3 * stream)  # of the last norm, whose output is not needed again
+    norm = (rows, _power_of_2(d), _sharing_programs(rows))
+    yield Pass("add_norm_backward", 3 * stream, 1, *norm)  # of the last norm, whose output is not needed again
     yield from both("down", d, f)
-    yield Pass("swiglu_backward", 6 * rows * f * s, layers)
+    yield Pass("swiglu_backward", 6 * rows * f * s, layers, *_unaligned_rows(rows, f, s))
     yield from both("gate and up", 2 * f, d)
-    yield Pass("add_norm_backward", 5 * stream, 2 * layers)
+    yield Pass("add_norm_backward", 5 * stream, 2 * layers, *norm)
     yield Small("gradients of norms", 2 * (2 * layers + 1) + (4 * layers if model.qk_norm else 0))
     yield from both("out", d, q)
     yield _attention("backward", config)
-    name, more = ("norm_rotate_backward", rows * qk * s) if model.qk_norm else ("rotate_backward", 0)
-    yield Pass(name, _rotated(config, qkv) + more, layers)
+    if model.qk_norm:
+        groups, elements = _rotary_block(config)
+        shared = (rows * groups, elements, _sharing_programs(rows))
+        yield Pass("norm_rotate_backward", rows * (2 * qkv + qk) * s, layers, *shared)
+    else:
+        yield Pass("rotate_backward", 2 * rows * qkv * s, layers, *_rotary_programs(config, 3))
     yield from both("qkv", qkv, d)
     if model.qkv_bias:
         yield Pass("sum of biases' gradients", rows * qkv * s, layers)
+        yield Small("copies of biases and their gradients", 5 * layers)
     table = model.vocab_size * d * s
     yield Pass("fill", table)
     if rows > SORTED_ROWS:
@@ -215,7 +239,7 @@ def _pass_in_fp8(kernel: Pass, config: RunConfig) -> Iterator[Kernel]:
     """Return a pass of a block with its result in FP8. All norms but the last are those of blocks, every other one has
     its result in bf16, and their backward does not write it again."""
     stream, layers = config.tokens * config.model.d_model, config.model.num_layers
-    name, size, times = kernel
+    name, size, times = kernel[:3]
     if name == "add_norm":
         if times == 1:
             yield Pass("fp8_add_norm", size)
@@ -223,7 +247,7 @@ def _pass_in_fp8(kernel: Pass, config: RunConfig) -> Iterator[Kernel]:
             yield from (Pass("fp8_add_norm", size - stream, layers), Pass("fp8_add_norm", size, layers - 1))
             yield kernel._replace(times=1)
     elif name == "add_norm_backward" and times == 2 * layers:
-        yield Pass(name, size - 2 * stream, times)
+        yield kernel._replace(bytes=size - 2 * stream)
     elif name == "swiglu":
         yield Pass("fp8_swiglu", size * 5 // 6, times)
     elif name == "swiglu_backward":
@@ -258,15 +282,34 @@ def _head_widths(config: RunConfig) -> tuple[int, int]:
     return model.q_width + model.kv_width, model.q_width + 2 * model.kv_width
 
 
-def _rotated(config: RunConfig, width: int) -> int:
-    """Bytes of rotating q and k and of moving `width` columns in all, with those that are computed for nothing: the
-    programs work on powers of 2, of pairs as of heads."""
-    model, s = config.model, _width(config)
+def _rotary_block(config: RunConfig) -> tuple[int, int]:
+    """Return the programs that share the heads of a row, and the elements of each: powers of 2."""
+    model = config.model
     pairs = _power_of_2(model.head_dim // 2)
-    heads = min(ROTARY_ELEMENTS // (2 * pairs), _power_of_2(model.num_heads))
-    used = width * config.tokens * s * 2
-    padded = sum(-(-own // heads) * heads for own in (model.num_heads, model.kv_heads)) * 2 * pairs
-    return used * padded // (model.q_width + model.kv_width)
+    heads = max(1, min(ROTARY_ELEMENTS // (2 * pairs), _power_of_2(model.num_heads)))
+    return -(-model.num_heads // heads), heads * 2 * pairs
+
+
+def _rotary_programs(config: RunConfig, parts: int) -> tuple[int, int]:
+    """Return the programs of a rotation and their elements; each of q, k and v has as many as q needs."""
+    groups, elements = _rotary_block(config)
+    return config.tokens * parts * groups, elements
+
+
+def _unaligned_rows(rows: int, width: int, size: int) -> tuple[int, int]:
+    """Return the rows that do not begin at a multiple of LINE bytes, and their elements; none where all do."""
+    return (rows, width) if width * size % LINE else (0, 0)
+
+
+def _loss_programs(rows: int, vocabulary: int) -> tuple[int, int]:
+    """Return the blocks of logits that are loaded one element at a time, and their size; none if rows are aligned."""
+    block = min(LOGITS, _power_of_2(vocabulary))
+    return (0, 0) if vocabulary % VECTOR == 0 else (rows * -(-vocabulary // block), block)
+
+
+def _sharing_programs(rows: int) -> int:
+    """Return the programs that share the rows of a norm's backward pass."""
+    return min(rows, NORM_PROGRAMS if rows < MANY_ROWS else 2 * NORM_PROGRAMS)
 
 
 def _power_of_2(number: int) -> int:
@@ -276,4 +319,15 @@ def _power_of_2(number: int) -> int:
 def _attention(name: str, config: RunConfig) -> AttentionPass:
     model = config.model
     shape = (config.batch_size, model.num_heads, model.kv_heads, model.context_length, model.head_dim)
-    return AttentionPass(name, *shape, model.num_layers)
+    return AttentionPass(name + attention_path(config), *shape, model.num_layers)
+
+
+def attention_path(config: RunConfig) -> str:
+    """Return the suffix of the kernels that run this package's attention in 16 bits: "" for those of Hopper."""
+    model = config.model
+    work = config.tokens * model.q_width * model.context_length
+    if config.attention == "flash_hopper" or (config.attention == "auto" and work >= HOPPER_WORTH):
+        return ""
+    if config.attention not in ("auto", "flash_triton"):
+        return ""
+    return SMALL_PATH if work < LAUNCH_BOUND else PORTABLE

@@ -4,6 +4,7 @@ What the host does while the GPU works costs nothing; without a CUDA graph the h
 below.
 """
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
@@ -109,8 +110,11 @@ class StepTime:
         return dict(sorted(found.items(), key=lambda item: -item[1]))
 
 
-def step_time(config: RunConfig, profile: GpuProfile, micro_batches: int = 1) -> StepTime | None:
-    """Predict a fast step in 16-bit precision or FP8; None where the kernels of the step are not known."""
+def step_time(
+    config: RunConfig, profile: GpuProfile, micro_batches: int = 1, steps: int | None = None
+) -> StepTime | None:
+    """Predict a fast step in 16-bit precision or FP8; None where the kernels of the step are not known. `steps`: how
+    many run before it is measured; None for a GPU that has long been warm."""
     if not predicts(config):
         return None
     kernels = step_kernels(config, micro_batches)
@@ -120,7 +124,7 @@ def step_time(config: RunConfig, profile: GpuProfile, micro_batches: int = 1) ->
     gaps = profile.gap * work.launches
     clock, times = 1.0, at_full_clock
     if profile.power is not None:
-        clock = highest_clock(work, gaps, profile.power)
+        clock = clock_after(steps, work, gaps, profile.power)
         slower = {kind: slowdown(profile.power, kind, clock) for kind in profile.power.slowdown}
         times = [seconds * slower[kind_of(kernel)] for kernel, seconds in zip(kernels, at_full_clock, strict=True)]
     host = 0.0 if "graph" in config.fast_parts else profile.launch * work.launches
@@ -166,13 +170,24 @@ def recomputed_kernels(config: RunConfig, micro_batches: int = 1) -> list[Kernel
     return [kernel._replace(times=kernel.times * micro_batches) for kernel in blocks]
 
 
-def highest_clock(work: Work, gaps: float, power: Power) -> float:
-    """Return the highest clock, at most 1, at which the step's mean power is within the limit."""
+def clock_after(steps: int | None, work: Work, gaps: float, power: Power) -> float:
+    """Return the clock of a step after as many others: a GPU that is still cool needs less power."""
+    clock = highest_clock(work, gaps, power)
+    if steps is None or clock == 1.0 or not power.warming:
+        return clock
+    seconds = gaps + sum(own * slowdown(power, kind, clock) for kind, own in work.seconds.items())
+    return highest_clock(work, gaps, power, steps * seconds)
+
+
+def highest_clock(work: Work, gaps: float, power: Power, worked: float = math.inf) -> float:
+    """Return the highest clock, at most 1, at which the step's mean power is within the limit, on a GPU that has worked
+    for so many seconds."""
+    static = power.static_after(worked)
     computing = sum(power.slowdown[kind] * own for kind, own in work.seconds.items())
     waiting = gaps + sum(work.seconds.values()) - computing  # for memory: the same at every clock
 
     def excess(clock: float) -> float:
-        return work.joules * clock**power.exponent - (power.limit - power.static) * (waiting + computing / clock)
+        return work.joules * clock**power.exponent - (power.limit - static) * (waiting + computing / clock)
 
     if excess(1.0) <= 0:
         return 1.0

@@ -16,16 +16,19 @@ from cs336_systems.predict.time import eager_kernels
 from cs336_systems.predict.time.eager_kernels import (
     CAST,
     COPY,
+    INNER_CAST,
     LOG_SOFTMAX,
     LOG_SOFTMAX_BACKWARD,
     MASKED,
     MIXED,
+    NARROW,
     POINTWISE,
     RMS_NORM,
     RMS_NORM_BACKWARD,
     SOFTMAX,
     SOFTMAX_BACKWARD,
     STRIDED,
+    STRIDED_MIXED,
     TRANSPOSED,
     TRIANGLE,
     eager_phases,
@@ -91,7 +94,8 @@ class Operators(TorchDispatchMode):
         operands = [t for t in tensors if t.numel() == result.numel()]
         moved = result.nbytes + sum(t.nbytes for t in operands)
         if name == "_to_copy":
-            return [(CAST, moved)]
+            is_narrow = result.dtype == torch.bfloat16 and _is_dense(args[0])
+            return [(NARROW if is_narrow else CAST, moved)]
         if name == "_softmax_backward_data":  # CUDA multiplies first
             return [(POINTWISE, moved), (SOFTMAX_BACKWARD, moved)]
         known = {
@@ -108,9 +112,21 @@ class Operators(TorchDispatchMode):
         if name == "clone":
             swapped = result.shape[-1] == args[0].shape[-1] and args[0].stride(-1) != 1
             return [(TRANSPOSED if swapped else STRIDED, moved)]
+        if name == "addcmul" and len(dtypes) > 1:  # CUDA casts the operand of 16 bits first
+            return [(INNER_CAST, 6 * result.numel()), (STRIDED, moved)]
         if name in ("flip", "addcmul") or len(tensors) > len(operands):
-            return [(STRIDED, moved)]
+            return [(STRIDED_MIXED if name == "mul" and len(dtypes) > 1 else STRIDED, moved)]
         return [(POINTWISE if len(dtypes) == 1 else MIXED, moved)]
+
+
+def _is_dense(t):
+    """Return whether the elements fill their memory without gaps, in any order of dimensions."""
+    expected = 1
+    for stride, size in sorted(zip(t.stride(), t.shape, strict=True)):
+        if size > 1 and stride != expected:
+            return False
+        expected *= size
+    return True
 
 
 def _is_view(result, tensors):

@@ -19,6 +19,7 @@ from cs336_systems.predict.time.eager_time import (
     parameter_tensors,
 )
 from cs336_systems.predict.time.gpu_profile import GpuProfile, profile_of, shipped_profiles
+from cs336_systems.predict.time.kernel_seconds import kernel_seconds
 from cs336_systems.predict.time.on_gpu import predicted_on
 from cs336_systems.predict.time.step_kernels import Matmul
 from cs336_systems.report.step_errors import corrected, is_fitted, llmq_errors, published_errors, recorded_errors
@@ -84,6 +85,22 @@ def test_compiled_steps_have_the_matmuls_of_eager_ones_and_fewer_passes():
         eager = eager_phases(run)[phase]
         assert [k for k in kernels if isinstance(k, Matmul)] == [k for k in eager if isinstance(k, Matmul)]
     assert seconds(dataclasses.replace(run, compile=True)) < seconds(run)
+
+
+@pytest.mark.parametrize(("precision", "most"), [("bf16", 7), ("tf32", 3), ("fp32", 1)])
+def test_vocabularies_that_are_not_aligned_take_older_kernels(precision, most):
+    times = []
+    for vocabulary in (50_304, 50_306, 50_257):
+        run = run_of(precision=precision)
+        run = dataclasses.replace(run, model=dataclasses.replace(run.model, vocab_size=vocabulary))
+        found = [k for kernels in eager_phases(run).values() for k in kernels if k.name == "logits"]
+        times.append(kernel_seconds(found[0], H200))
+    ratios = [time / times[0] for time in times]
+    assert ratios[2] > 0.99 * ratios[1] > 0.98
+    assert ratios[2] <= most
+    assert (ratios[1] > 2) is (precision != "fp32")
+    compiled = dataclasses.replace(run, compile=True)
+    assert all(not k.multiple for k in compiled_phases(compiled)["forward"] if isinstance(k, Matmul))
 
 
 @pytest.mark.parametrize("name", FAMILIES)

@@ -109,6 +109,15 @@ def test_flops_are_those_of_the_model(name):
     assert sum(kernel.flops * kernel.times for kernel in attention) == forward * 7 // 2
 
 
+def test_constants_are_those_of_the_kernels():
+    from cs336_systems.kernels.flash import dispatch, tiles
+    from cs336_systems.kernels.fused import pointwise_triton
+
+    for name in ("ROTARY_ELEMENTS", "LOGITS", "NORM_PROGRAMS", "MANY_ROWS"):
+        assert getattr(step_kernels, name) == getattr(pointwise_triton, name)
+    assert (step_kernels.LAUNCH_BOUND, step_kernels.HOPPER_WORTH) == (tiles.LAUNCH_BOUND, dispatch.HOPPER_WORTH)
+
+
 def test_bf16_halves_the_bytes_of_passes():
     wide, narrow = (
         sum(kernel.bytes * kernel.times for kernel in gradient_kernels(run) if isinstance(kernel, Pass))

@@ -2,6 +2,7 @@
 
 import dataclasses
 import json
+import math
 import warnings
 
 import pytest
@@ -9,15 +10,24 @@ import pytest
 from cs336_systems.config import ModelConfig, RunConfig, UserError, model_config
 from cs336_systems.predict.gpus import find_card
 from cs336_systems.predict.time import gpu_profile as profiles
+from cs336_systems.predict.time import kernel_seconds as kernel_times
 from cs336_systems.predict.time.gpu_profile import (
     DATA_SHEET,
     MEASURED,
     AttentionRates,
     GpuProfile,
+    PassRates,
     keep_profile,
     profile_of,
 )
-from cs336_systems.predict.time.kernel_seconds import attention_rates, attention_seconds, kernel_seconds, matmul_seconds
+from cs336_systems.predict.time.kernel_seconds import (
+    attention_rates,
+    attention_seconds,
+    kernel_seconds,
+    matmul_seconds,
+    pass_seconds,
+)
+from cs336_systems.predict.time.on_gpu import predicted_of, predicted_on
 from cs336_systems.predict.time.step_kernels import FORWARD, AttentionPass, Matmul, Pass
 from cs336_systems.predict.time.time_model import predicts, step_kernels, step_time
 
@@ -32,8 +42,8 @@ def h200():
     return profiles.shipped_profiles()["h200"]
 
 
-def run_of(size="small", context=512, batch=4, **fields):
-    model = model_config(size, context_length=context)
+def run_of(size="small", context=512, batch=4, vocabulary=10_000, **fields):
+    model = model_config(size, context_length=context, vocab_size=vocabulary)
     return RunConfig(
         model=model, size=size, batch_size=batch, precision="bf16", attention="auto", fast="on", device="cuda", **fields
     )
@@ -109,6 +119,17 @@ def test_the_clock_falls_where_power_is_short(h200):
     assert unlimited.seconds < step_time(run_of("2.7B", 2048, 4), more).seconds < large.seconds
 
 
+def test_a_cool_gpu_is_faster(h200):
+    run = run_of("2.7B", 2048, 4)
+    first, later, warm = (step_time(run, h200, steps=steps) for steps in (1, 8, None))
+    assert first.seconds < later.seconds < warm.seconds < 1.04 * first.seconds
+    small = run_of("small", 512, 1)
+    assert step_time(small, h200, steps=1).seconds == step_time(small, h200).seconds, "no limit, no warmth"
+    recorded = dataclasses.replace(run, warmup_steps=3, num_steps=5)
+    assert predicted_of(recorded.to_dict(), "NVIDIA H200").time.seconds == later.seconds
+    assert predicted_on(recorded, find_card("h200")).time.seconds == warm.seconds
+
+
 def test_mean_power_is_the_limit(h200):
     """At the predicted clock the energy of the step over its time is the limit."""
     found = step_time(run_of("2.7B", 2048, 4), h200)
@@ -120,7 +141,7 @@ def test_mean_power_is_the_limit(h200):
         elif isinstance(kernel, (Matmul, AttentionPass)):
             kind = "matmul" if isinstance(kernel, Matmul) else "attention"
             joules += kernel.times * kernel.flops * power.per_flop[kind]
-    watts = power.static + joules * found.clock**power.exponent / found.seconds
+    watts = power.static_after(math.inf) + joules * found.clock**power.exponent / found.seconds
     assert watts == pytest.approx(power.limit, rel=0.01)
 
 
@@ -156,6 +177,57 @@ def test_attention_is_bound_by_all_programs_or_the_longest():
     assert attention_seconds(many, rates, sms=132) == pytest.approx(5e-6 + (tiles * 1e-6 + programs * 3e-6) / 132)
     grouped = AttentionPass("backward", 1, 8, 2, 4096, 64)
     assert attention_seconds(grouped, rates, sms=132) == pytest.approx(5e-6 + 4 * 32e-6 + 3e-6)
+
+
+def test_rows_in_turn_add_their_time_and_programs_hide_theirs():
+    rates = PassRates(bandwidth=1e12, fixed=0.0, program=1e-6, element=1e-9)
+    plain = Pass("pass", 10**9)
+    assert pass_seconds(plain, rates, sms=100) == pytest.approx(1e-3)
+    few, many = (plain._replace(programs=number, elements=1000) for number in (1000, 100_000))
+    assert pass_seconds(few, rates, sms=100) == pytest.approx(1e-3), "hidden by moving the bytes"
+    assert pass_seconds(many, rates, sms=100) == pytest.approx(2e-3), "1,000 programs an SM, 2 us each"
+    in_turn = few._replace(elements=1024, together=200)
+    assert pass_seconds(in_turn, rates, sms=100) == pytest.approx(1e-3 + 5 * 2.024e-6)
+    large = in_turn._replace(elements=8192)  # an SM holds one such row
+    assert pass_seconds(large, rates, sms=100) == pytest.approx(1e-3 + 10 * 9.192e-6)
+
+
+def test_logits_that_are_not_aligned_take_longer(h200):
+    even, odd = (
+        [k for k in step_kernels(run_of(vocabulary=size)) if k.name == "cross_entropy"] for size in (10_000, 9_999)
+    )
+    assert kernel_seconds(odd[0], h200) > 1.5 * kernel_seconds(even[0], h200)
+
+
+def test_attention_takes_the_kernels_of_its_size():
+    names = [kernel.name for kernel in step_kernels(run_of("small", 512, 1)) if isinstance(kernel, AttentionPass)]
+    assert names == ["forward small", "backward small"]
+    names = [kernel.name for kernel in step_kernels(run_of("small", 1024, 4)) if isinstance(kernel, AttentionPass)]
+    assert names == ["forward triton", "backward triton"]
+    names = [kernel.name for kernel in step_kernels(run_of("small", 4096, 4)) if isinstance(kernel, AttentionPass)]
+    assert names == ["forward", "backward"]
+
+
+def test_older_profiles_have_rates_for_all_attention_kernels(h200):
+    known = {name: own for name, own in h200.attention.items() if "small" not in name and "triton" not in name}
+    older = dataclasses.replace(h200, attention=known)
+    for case in (("small", 512, 1), ("small", 1024, 4)):
+        assert 0.7 < step_time(run_of(*case), older).seconds / step_time(run_of(*case), h200).seconds < 1.3
+
+
+def test_sections_of_heads_are_those_of_the_launch():
+    from cs336_systems.kernels.flash import hopper_launch
+
+    assert hopper_launch.L2_SHARE["backward"] == kernel_times.SECTION_BYTES
+    for heads, blocks, fit in ((119, 14, 9), (44, 42, 6), (41, 79, 3), (4950, 3, 21), (1, 5, 0), (96, 8, 200)):
+        found = kernel_times.heads_of_section(heads, blocks, fit, 264)
+        assert found == hopper_launch.order(blocks, heads, 1, fit, 264).section
+
+
+def test_heads_that_share_nothing_wait_for_memory(h200):
+    """119 heads have no divisor that fits the cache: programs that run side by side share no queries."""
+    alone, shared = (AttentionPass("backward", 7, heads, heads, 1792, 128) for heads in (17, 20))
+    assert kernel_seconds(alone, h200) / 17 > 1.2 * kernel_seconds(shared, h200) / 20
 
 
 def test_rates_of_head_dims_that_were_not_measured(h200):
