@@ -214,10 +214,7 @@ def _what_if_table(
     path: Path, recorded: "Replay", outcomes: list["Outcome"], arguments: InspectArguments, factors: "Unprofiled"
 ) -> Table:
     """One row for the recorded step, one for the step without the profiler if its time is given, and the scenarios."""
-    from cs336_systems.measure.readers.what_if import may_be_power_limited
-
     before = recorded.span / recorded.graph.steps
-    is_busy = may_be_power_limited(recorded)
     rows: list[list[str | Text]] = [[terms.RECORDED, "", "", kernel_ms(before), "", "", ""]]
     if seconds := _step_seconds(arguments):
         before = seconds
@@ -242,8 +239,10 @@ def _what_if_table(
     notes = [say(FACTORS.en, FACTORS.zh, *(f"{factor:.3f}" for factor in factors))] if seconds else []
     if not arguments.power_limited:
         return Table(title, columns[:-1], [row[:-1] for row in rows], notes)
-    idle = percent(1 - recorded.busy() / (recorded.span or 1.0), 0)
-    notes.append(AT_EQUAL_POWER if is_busy else say(IDLE.en, IDLE.zh, idle))
+    if any(found.may_be_limited for found in outcomes):
+        notes.append(AT_EQUAL_POWER)
+    if waiting := [found.idle for found in outcomes if not found.may_be_limited]:
+        notes.append(say(IDLE.en, IDLE.zh, percent(max(waiting), 0)))
     return Table(title, columns, rows, notes)
 
 

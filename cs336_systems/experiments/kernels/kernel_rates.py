@@ -166,7 +166,7 @@ KERNEL_RATES = Experiment(
     tables=_tables,
     findings=(_errors,),
     group="speed",
-    identity=("part", "number"),
+    identity=("part", "number", "plan"),
     order=70,
 )
 """The experiment of `cs336 calibrate`."""

@@ -10,9 +10,11 @@ The traces are kept, so that predictions can be made again with other rules:
 import dataclasses
 import gc
 from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import cached_property
 from pathlib import Path
 from statistics import median
-from typing import Any, NamedTuple
+from typing import Any
 
 from torch import Tensor
 
@@ -32,14 +34,15 @@ from cs336_systems.step.train_step import TrainStep, require_attention
 TRACED_STEPS = 2
 
 
-class Variant(NamedTuple):
+@dataclass(frozen=True)
+class Variant:
     """A step that ran without and with the profiler."""
 
     seconds: Sequence[float]
     """Times of steps without it."""
     graph: Graph
 
-    @property
+    @cached_property
     def factors(self) -> Unprofiled:
         return unprofiled(self.graph, self.graph.replay(), median(self.seconds))
 
@@ -75,9 +78,10 @@ def predictions(before: Variant, after: Variant, kernels: str) -> list[Metric]:
         return [*factors, Metric("replayed_time", "s", replayed(before, [Setting(HOST, 0.0, None)]))]
     names = kernels.split(",")
     found = [selections(own.graph, names) for own in (before, after)]
-    forth, back = (
-        [Setting(name, None, own.seconds, max(1, own.kernels)) for name, own in zip(names, other, strict=True)]
-        for other in reversed(found)
+    scales = [own.factors.scale for own in (before, after)]
+    back, forth = (
+        [Setting(name, None, scale * own.seconds, max(1, own.kernels)) for name, own in zip(names, groups, strict=True)]
+        for groups, scale in zip(found, scales, strict=True)
     )
     return [
         Metric("host_factor", "1", [before.factors.host, after.factors.host]),

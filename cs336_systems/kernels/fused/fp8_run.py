@@ -56,7 +56,8 @@ class Fp8Run(Run):
 
     def _product(self, operand: fp8.Rows | Tensor, *names: str) -> Tensor:
         if isinstance(operand, Tensor):
-            self._weight(*names)  # for its scale, which backward needs
+            if self.setting.weight_scales is not None:
+                self._weight(*names)  # for its scale, which backward needs
             return super()._product(operand, *names)
         biases = self._biases(names)
         bias = nodes.joined(biases, self.dtype) if biases else None

@@ -70,8 +70,13 @@ class Outcome:
     step: float
     at_limit: float
     """The step at the power with which it was recorded."""
-    may_be_limited: bool
-    """Whether a kernel runs nearly all the time, before the change and after it."""
+    idle: float
+    """Share of the time without a running kernel, before the change or after it, whichever is larger."""
+
+    @property
+    def may_be_limited(self) -> bool:
+        """Whether a kernel runs nearly all the time."""
+        return self.idle <= 1 - BUSY
 
 
 def parse_scenario(text: str) -> Scenario:
@@ -125,21 +130,30 @@ def _number_and_unit(text: str) -> tuple[float, str | None]:
 def outcome(graph: Graph, recorded: Replay, scenario: Scenario, factors: Unprofiled = AS_RECORDED) -> Outcome:
     """Return the step of a scenario, without the profiler by the given factors; raise UserError where it selects no
     kernel of the trace."""
+    scenario = _as_traced(scenario, factors)
     change = change_of(graph, scenario)
     if factors.host != 1:
         recorded = graph.replay(Change(host=factors.host))
     replayed = graph.replay(dataclasses.replace(change, host=change.host * factors.host))
     selected = [number for number in graph.measured_kernels if number in change.seconds]
     steps = graph.steps
-    is_limited = may_be_power_limited(recorded) and may_be_power_limited(replayed)
     return Outcome(
         scenario,
-        sum(graph.nodes[number].own for number in selected) / steps,
-        sum(change.seconds[number] for number in selected) / steps,
+        factors.scale * sum(graph.nodes[number].own for number in selected) / steps,
+        factors.scale * sum(change.seconds[number] for number in selected) / steps,
         factors.scale * replayed.span / steps,
         factors.scale * time_at_limit(graph, recorded, replayed, _in_place(graph, scenario, change)) / steps,
-        is_limited,
+        max(map(_idle, (recorded, replayed))),
     )
+
+
+def _as_traced(scenario: Scenario, factors: Unprofiled) -> Scenario:
+    """Return the scenario with its times, which are those without the profiler, as the trace would have them."""
+    settings = (
+        setting if setting.seconds is None else dataclasses.replace(setting, seconds=setting.seconds / factors.scale)
+        for setting in scenario.settings
+    )
+    return Scenario(scenario.text, tuple(settings))
 
 
 def _in_place(graph: Graph, scenario: Scenario, change: Change) -> Change:
@@ -179,9 +193,11 @@ def _gap(graph: Graph, number: int) -> float:
     return max([0.0, *lags])
 
 
-def may_be_power_limited(recorded: Replay) -> bool:
-    """Return whether a kernel of a GPU runs nearly all the time."""
-    return recorded.graph.on_gpu and recorded.busy() >= BUSY * recorded.span
+def _idle(replay: Replay) -> float:
+    """Return the share of the time without a running kernel of a GPU."""
+    if not replay.graph.on_gpu or not replay.span:
+        return 1.0
+    return 1 - replay.busy() / replay.span
 
 
 def change_of(graph: Graph, scenario: Scenario) -> Change:
@@ -304,7 +320,7 @@ class _Power(NamedTuple):
 def _power() -> _Power:
     profile = shipped_profiles()["h200"]
     assert profile.power is not None
-    at_limit = profile.power.limit - profile.power.static
+    at_limit = profile.power.limit - profile.power.static_after(math.inf)
     memory, arithmetic = profile.power.per_byte * profile.bandwidth, profile.power.per_flop[MATMUL] * profile.peak
     return _Power(memory / at_limit, arithmetic / at_limit)
 

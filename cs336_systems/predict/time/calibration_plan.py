@@ -13,7 +13,7 @@ from typing import Any
 
 from cs336_systems.config import ModelConfig, RunConfig, UserError
 from cs336_systems.predict.time.fitting import Measured, Timed, fit_attention, fit_matmuls, fit_passes
-from cs336_systems.predict.time.gpu_profile import MEASURED, GpuProfile, MatmulRates, Power
+from cs336_systems.predict.time.gpu_profile import MEASURED, VERSION, GpuProfile, MatmulRates, Power
 from cs336_systems.predict.time.kernel_seconds import (
     ATTENTION,
     MATMUL,
@@ -52,6 +52,8 @@ ATTENTION_LENGTHS, ATTENTION_HEADS = (128, 512, 2048, 8192, 32_768), ((1, 16), (
 SUSTAINED_SIZE, SUSTAINED_BYTES = 8192, 1 << 29
 SUSTAINED_ATTENTION = AttentionPass("forward", 4, 32, 32, 4096, 128)
 """Sustained work: square matmuls of this size, copies of so many bytes, both passes of attention."""
+PLAN = 2
+"""Version of the plan: cells of other versions time other kernels."""
 STATIC, EXPONENT = 0.4, 1.43
 """Share of the power limit that a GPU needs without work, and the power of the clock that saves energy: fitted to
 steps of an H200, and taken for other GPUs as they are."""
@@ -65,6 +67,11 @@ TENSOR_FLOPS = {"8.0": 2048, "8.6": 512, "8.9": 1024, "9.0": 4096, "10.0": 8192,
 
 def calibration_cells(device: str) -> Iterator[dict[str, Any]]:
     """Return the configurations of all cells, the same for every GPU."""
+    for config in _cells(device):
+        yield {**config, "plan": PLAN}
+
+
+def _cells(device: str) -> Iterator[dict[str, Any]]:
     for part in (MATMULS, PASSES):
         for number in range(CELLS[part]):
             yield {"device": device, "part": part, "number": number}
@@ -137,7 +144,7 @@ def _attention_kernels(dim: int) -> Iterator[tuple[RunConfig, Timed]]:
 
 def profile_from(records: Iterable[Record]) -> GpuProfile:
     """Fit a profile to the records of a calibration. A part without records is refused by name."""
-    own = [record for record in records if record.ok]
+    own = [record for record in records if record.ok and record.config.get("plan") == PLAN]
     missing = {MATMULS, PASSES, ATTENTIONS, LAUNCHES} - {record.config["part"] for record in own}
     if missing:
         raise UserError(f"there are no times of {', '.join(sorted(missing))}; run cs336 calibrate again to complete it")
@@ -150,6 +157,7 @@ def profile_from(records: Iterable[Record]) -> GpuProfile:
     profile = GpuProfile(
         gpu=environment.gpu or "GPU",
         source=MEASURED,
+        version=VERSION,
         sms=sms,
         peak=sms * per_clock * (environment.sm_clock_max_mhz or 1000) * 1e6,
         bandwidth=max(rates.bandwidth for name, rates in passes.items() if name != "other"),
@@ -170,10 +178,11 @@ def profile_from(records: Iterable[Record]) -> GpuProfile:
 
 
 def measured_kernels(records: Iterable[Record]) -> list[Measured]:
-    """Return the kernels that were timed one by one."""
+    """Return the kernels that were timed one by one, by this version's plan: others list other kernels."""
     found = []
     for record in records:
-        if record.metric == KERNEL_TIME and record.ok and record.config["part"] not in (LAUNCHES, HOST, POWER):
+        is_listed = record.config.get("plan") == PLAN and record.config["part"] not in (LAUNCHES, HOST, POWER)
+        if record.metric == KERNEL_TIME and record.ok and is_listed:
             pairs = zip(kernels_of(record.config), record.numbers, strict=True)
             found += [Measured(kernel, seconds) for (_, kernel), seconds in pairs]
     return found

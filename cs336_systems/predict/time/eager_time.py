@@ -10,7 +10,7 @@ from cs336_systems.config import ModelConfig, RunConfig
 from cs336_systems.predict.time.compiled_kernels import compiled_phases
 from cs336_systems.predict.time.eager_kernels import INNER_CAST, attention_pass, eager_phases, lists_operators
 from cs336_systems.predict.time.gpu_profile import GpuProfile, HostRates
-from cs336_systems.predict.time.kernel_seconds import kernel_seconds, kind_of
+from cs336_systems.predict.time.kernel_seconds import kernel_seconds, kind_of, pass_names
 from cs336_systems.predict.time.step_kernels import Kernel
 from cs336_systems.predict.time.time_model import KINDS, KernelTime, StepTime, Work, clock_after, slowdown
 
@@ -74,8 +74,8 @@ def predicts_eager(config: RunConfig, profile: GpuProfile) -> bool:
     """Return True if the step is listed, and the profile has rates for its matmuls and its attention."""
     if not lists_operators(config) or (config.precision != "bf16" and config.precision not in profile.wide):
         return False
-    name = attention_pass("forward", config).name
-    return config.attention == "reference" or any(known.rpartition(" ")[0] == name for known in profile.attention)
+    known = {name.rpartition(" ")[0] for name in profile.attention}
+    return config.attention == "reference" or not known.isdisjoint(pass_names(attention_pass("forward", config)))
 
 
 def kind_of_step(found: StepTime) -> str:

@@ -9,6 +9,7 @@ import functools
 import json
 import math
 import os
+import re
 import warnings
 from collections.abc import Iterator
 from dataclasses import dataclass, field
@@ -21,6 +22,10 @@ from cs336_systems.files import reason_of, write_file
 from cs336_systems.predict.gpus import GIGA, GPU, TERA, card_name, find_by_driver_name
 
 MEASURED, DATA_SHEET = "measured", "data sheet"
+VERSION = 2
+"""Of profiles: what their rates mean. One that `cs336 calibrate` of another version kept is not used."""
+HOPPER = re.compile(r"\bG?H(100|200|800|20)")
+"""Names of GPUs that have the H200's kernels."""
 
 
 @dataclass(frozen=True)
@@ -172,6 +177,8 @@ class GpuProfile:
     divides its contiguous dimensions."""
     spreads: dict[str, float] = field(default_factory=dict)
     """Half of the interval around steps without the fast parts, by their kind."""
+    version: int = 1
+    """Of what the rates mean."""
 
     def to_dict(self) -> dict[str, Any]:
         return dataclasses.asdict(self)
@@ -227,7 +234,10 @@ def _kept_profile(card: str) -> GpuProfile | None:
     warning."""
     path = profile_file(card)
     try:
-        return GpuProfile.of(json.loads(path.read_text()))
+        found = GpuProfile.of(json.loads(path.read_text()))
+        if found.version != VERSION:
+            raise UserError("another version of cs336_systems made it; run cs336 calibrate again")
+        return found
     except FileNotFoundError:
         return None
     except (OSError, ValueError, RecursionError) as error:
@@ -243,7 +253,7 @@ def profile_of(gpu: GPU, precision: str = "bf16") -> GpuProfile | None:
     """
     shipped = shipped_profiles()
     if (kept := _kept_profile(gpu.card)) is not None:
-        return kept
+        return dataclasses.replace(kept, unaligned=kept.unaligned or _unaligned(gpu))  # calibrate has no such cells
     if gpu.card in shipped:
         return shipped[gpu.card]
     model, peak = shipped["h200"], gpu.peak_flops(precision)
@@ -263,11 +273,17 @@ def profile_of(gpu: GPU, precision: str = "bf16") -> GpuProfile | None:
         },
         attention={name: _scaled_attention(name, own, faster_math, gpu) for name, own in model.attention.items()},
         power=_scaled_power(model.power, faster_math, faster_memory) if model.power else None,
+        unaligned=_unaligned(gpu),
         about="",
         spread=GUESSED,
         wide={name: WideMatmuls(own.peak * ratio, own.rates) for name, own, ratio in _wide_ratios(model, gpu)},
         spreads={name: max(GUESSED, own) for name, own in model.spreads.items()},
     )
+
+
+def _unaligned(gpu: GPU) -> dict[str, float]:
+    """Return how much longer matmuls take that the kernels for Hopper cannot do."""
+    return shipped_profiles()["h200"].unaligned if HOPPER.search(gpu.name) else {}
 
 
 def _wide_ratios(model: GpuProfile, gpu: GPU) -> Iterator[tuple[str, WideMatmuls, float]]:

@@ -162,10 +162,10 @@ def operator_matmul_seconds(kernel: Matmul, profile: GpuProfile) -> float:
 
 def rates_name(kernel: AttentionPass) -> str:
     """Return the name of the kernel's rates: its pass and head dim; backward of grouped heads has its own."""
-    return f"{_pass_names(kernel)[0]} {kernel.head_dim}"
+    return f"{pass_names(kernel)[0]} {kernel.head_dim}"
 
 
-def _pass_names(kernel: AttentionPass) -> list[str]:
+def pass_names(kernel: AttentionPass) -> list[str]:
     """Return the names of rates that the kernel may have, the best first: its own, and those that an older profile has
     for all of this package's kernels."""
     first = kernel.name.partition(" ")[0]
@@ -184,7 +184,7 @@ def attention_rates(profile: GpuProfile, kernel: AttentionPass) -> AttentionRate
     for key in profile.attention:
         own, _, number = key.rpartition(" ")
         dims.setdefault(own, []).append(int(number))
-    name = next(own for own in _pass_names(kernel) if own in dims)
+    name = next(own for own in pass_names(kernel) if own in dims)
     known = sorted(dims[name])
     if kernel.head_dim in known or kernel.head_dim < known[0]:
         return profile.attention[f"{name} {max(kernel.head_dim, known[0])}"]

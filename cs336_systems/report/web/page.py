@@ -23,6 +23,8 @@ TALL = 16
 """Minimum rows of a tall table: hiding only two or three rows would not be worth a button."""
 MANY_COLUMNS = 12
 """Minimum columns of a table that is set in a smaller font."""
+STYLED_COLUMNS = 24
+"""Columns that page.css can align by a class of their table."""
 LONG_CELL = 32
 """Minimum characters of a cell that may wrap: the name of a kernel has hundreds."""
 MOST_ROWS = 2000
@@ -374,8 +376,8 @@ def _cut(table: Table) -> Table:
 
 
 def _word_columns(columns: Sequence[Column]) -> list[str]:
-    """Classes of a table for its columns of words; page.css has as many."""
-    return [f"l{index + 1}" for index, column in enumerate(columns) if index and not column.numeric]
+    """Classes of a table for its columns of words; page.css has rules for the first of them."""
+    return [f"l{index + 1}" for index, column in enumerate(columns[:STYLED_COLUMNS]) if index and not column.numeric]
 
 
 def _row(cells: Sequence[str | Text], columns: Sequence[Column]) -> str:
@@ -388,8 +390,9 @@ def _row(cells: Sequence[str | Text], columns: Sequence[Column]) -> str:
             kind = ' class="r"' if numeric else ""
             found.append(f'<th scope="row"{kind}><div>{text}</div>')
         else:
-            long = not numeric and len(cell.en if isinstance(cell, Text) else cell) > LONG_CELL
-            found.append(f'<td class="w">{text}' if long else f"<td>{text}")
+            long = len(cell.en if isinstance(cell, Text) else cell) > LONG_CELL
+            kind = "" if numeric else ' class="w"' if long else ' class="l"' if index >= STYLED_COLUMNS else ""
+            found.append(f"<td{kind}>{text}")
     return f"<tr>{''.join(found)}"
 
 

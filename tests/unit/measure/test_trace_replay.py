@@ -522,7 +522,7 @@ def at_limit(graph, text):
 
 def test_at_equal_power_faster_arithmetic_gains_nothing_and_less_memory_traffic_less(script, tmp_path):
     for n, name in enumerate((GEMM, FLASH, POINTWISE, GEMM)):
-        script.kernel(name, 1 + 100 * n, 100, launch=-20 + n)
+        script.kernel(name, 5 + 100 * n, 100, launch=n)
     graph = script.graph(tmp_path)
     recorded = span_of(graph)
     assert at_limit(graph, "matmul=1") == pytest.approx(recorded)

@@ -92,6 +92,16 @@ def test_without_a_gpu_all_times_are_scaled(script, tmp_path):
     assert not outcome(graph, graph.replay(), parse_scenario("matmul=1")).may_be_limited
 
 
+def test_a_time_that_is_given_is_one_without_the_profiler(script, tmp_path):
+    script.event("cpu_op", "aten::mm", 0, 100, MAIN)
+    script.event("cpu_op", "aten::add", 150, 50, MAIN)
+    graph = script.graph(tmp_path)
+    found = outcome(graph, graph.replay(), parse_scenario("matmul=80us"), factors_of(graph, 100))
+    assert found.selected / MICRO == pytest.approx(50)
+    assert found.changed / MICRO == pytest.approx(80)
+    assert found.step / MICRO == pytest.approx(130)
+
+
 @pytest.mark.parametrize("factor", [0.4, 0.61, 0.9, 1.3])
 def test_any_host_factor_of_an_h200s_trace_is_found(factor):
     """Replays of the host-bound trace at a known factor take the place of steps without the profiler."""

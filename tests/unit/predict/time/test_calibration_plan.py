@@ -157,6 +157,18 @@ def test_the_fit_finds_the_rates_of_eager_steps(records, fitted):
     assert eager_step_time(run, fitted).seconds == pytest.approx(eager_step_time(run, expected).seconds, rel=0.05)
 
 
+def test_cells_of_an_older_plan_are_measured_again(records):
+    """They timed other kernels, so that their times would be taken for those of others."""
+    older = [
+        dataclasses.replace(one, config={name: value for name, value in one.config.items() if name != "plan"})
+        for one in records
+    ]
+    assert measured_kernels(older) == []
+    with pytest.raises(UserError, match=r"there are no times of attention.*run cs336 calibrate again"):
+        profile_from(older)
+    assert len(measured_kernels([*older, *records])) == len(measured_kernels(records))
+
+
 def test_a_calibration_from_before_eager_steps_still_gives_a_profile(records):
     new = (operator_plan.HOST, operator_plan.OPERATORS, operator_plan.WIDE, operator_plan.LIBRARIES)
     older = profile_from([item for item in records if item.config["part"] not in new])

@@ -3,6 +3,7 @@
 import dataclasses
 import json
 import math
+import re
 import warnings
 
 import pytest
@@ -259,6 +260,19 @@ def test_a_profile_survives_json_and_a_broken_one_is_named(h200):
     for broken in ({}, {**h200.to_dict(), "matmul": 3}, {**h200.to_dict(), "more": 1}):
         with pytest.raises(UserError, match="not a GPU profile"):
             GpuProfile.of(broken)
+
+
+def test_a_profile_of_another_version_is_not_used(h200):
+    path = keep_profile(dataclasses.replace(h200, version=1, small=1.0))
+    with pytest.warns(UserWarning, match=f"{re.escape(repr(str(path)))} is not used: another version"):
+        assert profile_of(find_card("h200")).small == h200.small
+
+
+def test_matmuls_of_unaligned_sizes_are_slow_on_hopper_alone(h200):
+    assert profile_of(find_card("h100")).unaligned == h200.unaligned
+    assert profile_of(find_card("4090")).unaligned == {}
+    keep_profile(dataclasses.replace(h200, unaligned={}))  # as a calibration leaves it
+    assert profile_of(find_card("h200")).unaligned == h200.unaligned
 
 
 def test_a_profile_measured_here_comes_first(h200):
