@@ -75,7 +75,7 @@ class Outcome:
 
     @property
     def may_be_limited(self) -> bool:
-        """Whether a kernel runs nearly all the time."""
+        """Return whether a kernel runs nearly all the time, before the change and after it."""
         return self.idle <= 1 - BUSY
 
 
