@@ -214,7 +214,9 @@ def portable(arch: str, kernel: str, dtype: str, d: int, mask: str, group: int, 
     least = 0 if loads == "tma" else 1 << 62
     with (
         mock.patch.object(torch.cuda, "get_device_capability", return_value=capability),
-        mock.patch.multiple(portable_launch, SMALLEST_FOR_DESCRIPTORS=least, LONG_FOR_DESCRIPTORS=least),
+        mock.patch.multiple(
+            portable_launch, SMALLEST_FOR_DESCRIPTORS=least, LONG_FOR_DESCRIPTORS=least, LAUNCH_BOUND=least
+        ),
     ):
         call = (kernel, tensors, MASKS[mask], is_packed)
         key, traits = portable_launch.tile_key(*call), portable_launch.traits(*call)

@@ -13,7 +13,7 @@ from cs336_systems.measure.timing import STEP, time_as_configured
 from cs336_systems.predict.time import eager_kernels as eager
 from cs336_systems.predict.time.compiled_kernels import compiled_phases
 from cs336_systems.predict.time.eager_time import parameter_tensors
-from cs336_systems.predict.time.step_kernels import AttentionPass, Matmul, Pass
+from cs336_systems.predict.time.step_kernels import TRITON_WIDE, AttentionPass, Matmul, Pass
 from cs336_systems.step.train_step import TrainStep, set_matmul_precision
 
 Call = Callable[[int], object]
@@ -204,7 +204,7 @@ def wide_matmul(kernel: Matmul, device: torch.device) -> Call:
 _LIBRARIES = {
     eager.FLASH_2: ("sdpa", torch.bfloat16),
     eager.EFFICIENT: ("sdpa", torch.float32),
-    eager.TRITON_WIDE: ("flash_triton", torch.float32),
+    TRITON_WIDE: ("flash_triton", torch.float32),
 }
 
 

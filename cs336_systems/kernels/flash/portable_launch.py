@@ -240,12 +240,16 @@ def traits(kernel: str, tensors: Sequence[Tensor], band: Band, packed: bool = Fa
 
 def _by_descriptor(kernel: str, tensors: Sequence[Tensor]) -> bool:
     """True if TMA can, and should, move all of these tensors."""
-    q = tensors[0]
+    q, keys = tensors[0], tensors[1].shape[2]
     return (
         kernel != "grad"
         and (INTERPRETED or torch.cuda.get_device_capability(q.device)[0] in WITH_TMA)
         and q.element_size() == 2
-        and (q.numel() >= SMALLEST_FOR_DESCRIPTORS or tensors[1].shape[2] >= LONG_FOR_DESCRIPTORS)
+        and (
+            q.numel() >= SMALLEST_FOR_DESCRIPTORS
+            or keys >= LONG_FOR_DESCRIPTORS
+            or q.numel() * keys >= LAUNCH_BOUND  # the work takes longer than encoding them
+        )
         and all(map(suits_tma, tensors))
     )
 

@@ -13,6 +13,8 @@ from cs336_systems.predict.time.step_kernels import (
     INPUT,
     LAUNCH_BOUND,
     SORTED_ROWS,
+    TRITON_TF32,
+    TRITON_WIDE,
     WEIGHT,
     AttentionPass,
     Kernel,
@@ -38,8 +40,8 @@ SOFTMAX, SOFTMAX_BACKWARD, LOG_SOFTMAX, LOG_SOFTMAX_BACKWARD = (
     "softmax", "softmax_backward", "log_softmax", "log_softmax_backward",
 )  # fmt: skip
 RMS_NORM, RMS_NORM_BACKWARD, ADAMW = "rms_norm", "rms_norm_backward", "adamw_of_torch"
-EFFICIENT, FLASH_2, TRITON_WIDE = "efficient", "flash2", "wide"
-"""Attention other than this package's in 16 bits: torch's in fp32, torch's in 16 bits, this package's in fp32."""
+EFFICIENT, FLASH_2 = "efficient", "flash2"
+"""Attention of torch in fp32 and in 16 bits."""
 PHASES = ("forward", "loss", "backward", "optimizer")
 GAIN_PROGRAMS, MOST_GAIN_ROWS = 32, 1 << 16
 """Rows of a norm that its gain's gradient adds up side by side, and the rows from which more programs share them."""
@@ -330,7 +332,9 @@ def _kernels_of(config: RunConfig) -> str:
         takes_torch = not grouped_wide and (work < LAUNCH_BOUND or (wide and model.head_dim > 64))
     if takes_torch:
         return f" {EFFICIENT}" if wide else f" {FLASH_2}"
-    return f" {TRITON_WIDE}" if wide else attention_path(config)
+    if wide:
+        return f" {TRITON_TF32}" if config.precision == "tf32" else f" {TRITON_WIDE}"
+    return attention_path(config)
 
 
 def _matmul(name: str, rows: int, columns: int, depth: int, layout: str, config: RunConfig, batch: int = 1) -> Matmul:

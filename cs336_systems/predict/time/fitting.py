@@ -16,7 +16,7 @@ LARGEST_ERROR = 0.3
 FIRST_STEP, LAST_STEP = 0.2, 0.01
 """Relative changes of a rate that the search tries, from the largest to the smallest."""
 
-PROGRAM_SECONDS = (1e-7, 1e-6)
+PROGRAM_SECONDS = (1e-7, 3e-7, 1e-6)
 """Times of a program that the search begins with."""
 
 Rates = TypeVar("Rates", MatmulRates, AttentionRates, PassRates)

@@ -22,7 +22,7 @@ from cs336_systems.files import reason_of, write_file
 from cs336_systems.predict.gpus import GIGA, GPU, TERA, card_name, find_by_driver_name
 
 MEASURED, DATA_SHEET = "measured", "data sheet"
-VERSION = 2
+VERSION = 3
 """Of profiles: what their rates mean. One that `cs336 calibrate` of another version kept is not used."""
 HOPPER = re.compile(r"\bG?H(100|200|800|20)")
 """Names of GPUs that have the H200's kernels."""
@@ -50,6 +50,8 @@ class MatmulRates:
     """Time of a tile in the gradient of an input, over that in forward: an operand lies across the depth."""
     weight: float = 1.0
     """The same for the gradient of a weight."""
+    least: float = 0.0
+    """Least seconds of a tile for a unit of depth: small tiles wait for their operands."""
 
 
 @dataclass(frozen=True)
@@ -177,6 +179,8 @@ class GpuProfile:
     divides its contiguous dimensions."""
     spreads: dict[str, float] = field(default_factory=dict)
     """Half of the interval around steps without the fast parts, by their kind."""
+    graph: float = 6e-5
+    """Seconds of a step in a CUDA graph beside its kernels: its launch, and the wait for its end."""
     version: int = 1
     """Of what the rates mean."""
 

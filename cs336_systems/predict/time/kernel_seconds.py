@@ -10,11 +10,14 @@ from cs336_systems.predict.time.step_kernels import (
     INPUT,
     PORTABLE,
     SMALL_PATH,
+    TRITON_TF32,
+    TRITON_WIDE,
     WEIGHT,
     AttentionPass,
     Kernel,
     Matmul,
     Pass,
+    power_of_2,
 )
 
 MATMUL, ATTENTION, PASS, SMALL = "matmul", "attention", "pass", "small"
@@ -45,8 +48,18 @@ RESIDENT_ELEMENTS = 8192
 """Elements of rows that the registers of an SM hold, in the programs that run side by side."""
 TILE = 128
 """Queries of a program of attention, and keys of a tile."""
-SIDE_BY_SIDE = 3
-"""Programs of a small backward, of half a tile, that an SM runs side by side."""
+PORTABLE_TILES = {
+    "forward" + SMALL_PATH: {64: (64, 64), 128: (64, 64)},
+    "backward" + SMALL_PATH: {64: (64, 64), 128: (32, 64)},
+    "forward" + PORTABLE: {64: (64, 128), 128: (64, 64)},
+    "backward" + PORTABLE: {64: (64, 64), 128: (64, 64)},
+}
+"""Queries and keys of a tile of the portable kernels, by the largest head dim that has it; in backward, of programs of
+queries. Equal to those of sm_90 in kernels/flash/tiles.py; a test compares them."""
+KEY_TILES = {64: (128, 64), 128: (64, 64)}
+"""The same for programs of keys where they have a kernel of their own."""
+KEY_TILE = 4 / 3
+"""Time of a tile in a program of keys over that in one of queries: four matmuls, not three."""
 SECTION_BYTES = 16 << 20
 """Equal to the share of the L2 cache in kernels/flash/hopper_launch.py; a test compares them."""
 UPDATE_SHARE = 0.85
@@ -64,6 +77,8 @@ def kernel_seconds(kernel: Kernel, profile: GpuProfile) -> float:
     if isinstance(kernel, Pass):
         return pass_seconds(kernel, _pass_rates(kernel.name, profile), profile.sms)
     if isinstance(kernel, AttentionPass):
+        if kernel.name in PORTABLE_TILES and not any(own.startswith(f"{kernel.name} ") for own in profile.attention):
+            kernel = kernel._replace(name=kernel.name.partition(" ")[0])  # those of large problems stand in
         return attention_seconds(kernel, attention_rates(profile, kernel), profile.sms, profile.bandwidth)
     return profile.small
 
@@ -100,26 +115,37 @@ def matmul_seconds(
     An SM computes one tile at a time, so that the number of rounds is a whole one, but for the part of the last round
     that overlaps.
     """
-    rates, sms = profile.matmul, profile.sms
+    rates = profile.matmul
     result_bytes = (4 if is_wide else 2) * (2 if adds else 1)
-    epilogue = rates.epilogue / (128 * 256) * (1 + rates.wide_epilogue * (result_bytes / 2 - 1))
-    sm_rate = profile.peak / sms * rates.efficiency / _layout_time(rates, layout)
+    epilogue = 1 + rates.wide_epilogue * (result_bytes / 2 - 1)
+    peak = profile.peak / _layout_time(rates, layout)
+    computing = _computing_seconds((1, rows, columns, depth), rates, peak, profile.sms, epilogue)
+    moved = 2 * depth * (rows + columns) + rows * columns * result_bytes
+    return overlapped(computing, moved / profile.bandwidth) + rates.fixed
+
+
+def _computing_seconds(
+    shape: tuple[int, int, int, int], rates: MatmulRates, peak: float, sms: int, epilogue: float = 1.0
+) -> float:
+    """Return the time of the fastest tile and split of (batch, rows, columns, depth). `epilogue`: time of writing a
+    result over that of one in 16 bits."""
+    batch, rows, columns, depth = shape
+    sm_rate, writing = peak / sms * rates.efficiency, epilogue * rates.epilogue / (128 * 256)
     fastest = math.inf
     for tile_rows, tile_columns in TILES:
         area = tile_rows * tile_columns
-        tiles = -(-rows // tile_rows) * -(-columns // tile_columns)
-        per_depth = 2 * (area + rates.perimeter * (tile_rows + tile_columns)) / sm_rate
+        tiles = batch * -(-rows // tile_rows) * -(-columns // tile_columns)
+        per_depth = max(2 * (area + rates.perimeter * (tile_rows + tile_columns)) / sm_rate, rates.least)
         for split in SPLITS:
             if split > 1 and (depth < LEAST_DEPTH * split or tiles * split > 4 * sms):
                 break
             rounds = tiles * split / sms
             rounds = 1.0 if rounds <= 1 else math.ceil(rounds) * (1 - rates.overlap) + rounds * rates.overlap
-            seconds = rounds * (per_depth * (depth / split + rates.more_depth) + epilogue * area)
+            seconds = rounds * (per_depth * (depth / split + rates.more_depth) + writing * area)
             if split > 1:
-                seconds += 8 * rows * columns * split / SPLIT_BANDWIDTH + SPLIT_KERNEL
+                seconds += 8 * batch * rows * columns * split / SPLIT_BANDWIDTH + SPLIT_KERNEL
             fastest = min(fastest, seconds)
-    moved = 2 * depth * (rows + columns) + rows * columns * result_bytes
-    return overlapped(fastest, moved / profile.bandwidth) + rates.fixed
+    return fastest
 
 
 def overlapped(computing: float, moving: float) -> float:
@@ -139,22 +165,7 @@ def operator_matmul_seconds(kernel: Matmul, profile: GpuProfile) -> float:
     rates, peak = (wide.rates, wide.peak) if wide else (profile.matmul, profile.peak)
     size, result_size = OPERAND_BYTES[kernel.precision], 4 if wide else 2
     peak = 2 * peak if kernel.precision == "fp8" else peak
-    sm_rate = peak / profile.sms * rates.efficiency
-    epilogue = rates.epilogue / (128 * 256)
-    fastest = math.inf
-    for tile_rows, tile_columns in TILES:
-        area = tile_rows * tile_columns
-        tiles = kernel.batch * -(-kernel.rows // tile_rows) * -(-kernel.columns // tile_columns)
-        per_depth = 2 * (area + rates.perimeter * (tile_rows + tile_columns)) / sm_rate
-        for split in SPLITS:
-            if split > 1 and (kernel.depth < LEAST_DEPTH * split or tiles * split > 4 * profile.sms):
-                break
-            rounds = tiles * split / profile.sms
-            rounds = 1.0 if rounds <= 1 else math.ceil(rounds) * (1 - rates.overlap) + rounds * rates.overlap
-            seconds = rounds * (per_depth * (kernel.depth / split + rates.more_depth) + epilogue * area)
-            if split > 1:
-                seconds += 8 * kernel.batch * kernel.rows * kernel.columns * split / SPLIT_BANDWIDTH + SPLIT_KERNEL
-            fastest = min(fastest, seconds)
+    fastest = _computing_seconds((kernel.batch, kernel.rows, kernel.columns, kernel.depth), rates, peak, profile.sms)
     operands, results = kernel.depth * (kernel.rows + kernel.columns), kernel.rows * kernel.columns
     moved = kernel.batch * (size * operands + result_size * results)
     return max(fastest, moved / profile.bandwidth) + rates.fixed
@@ -171,7 +182,7 @@ def pass_names(kernel: AttentionPass) -> list[str]:
     first = kernel.name.partition(" ")[0]
     is_own = kernel.name in (first, first + PORTABLE, first + SMALL_PATH)
     if not is_own:
-        return [kernel.name]
+        return [kernel.name, f"{first} {TRITON_WIDE}"] if kernel.name.endswith(TRITON_TF32) else [kernel.name]
     if kernel.name == "backward" and kernel.kv_heads < kernel.heads:
         return ["backward grouped", "backward"]
     return list(dict.fromkeys((kernel.name, first)))
@@ -179,7 +190,8 @@ def pass_names(kernel: AttentionPass) -> list[str]:
 
 def attention_rates(profile: GpuProfile, kernel: AttentionPass) -> AttentionRates:
     """Return the rates of the kernel's head dim. Those of a head dim that was not measured lie between its neighbours',
-    as those of the next multiple of 32; beyond the largest, tiles take as much longer as the head dim is larger."""
+    as those of the next multiple of 32; beyond the largest, tiles take as much longer as the head dim is larger.
+    Portable kernels pad the head dim to a power of 2."""
     dims: dict[str, list[int]] = {}
     for key in profile.attention:
         own, _, number = key.rpartition(" ")
@@ -188,7 +200,9 @@ def attention_rates(profile: GpuProfile, kernel: AttentionPass) -> AttentionRate
     known = sorted(dims[name])
     if kernel.head_dim in known or kernel.head_dim < known[0]:
         return profile.attention[f"{name} {max(kernel.head_dim, known[0])}"]
-    dim = -(-kernel.head_dim // 32) * 32
+    dim = power_of_2(kernel.head_dim) if kernel.name in PORTABLE_TILES else -(-kernel.head_dim // 32) * 32
+    if dim in known:
+        return profile.attention[f"{name} {dim}"]
     below = profile.attention[f"{name} {max(own for own in known if own < kernel.head_dim)}"]
     above = next((own for own in known if own >= dim), None)
     if above is None:
@@ -201,21 +215,60 @@ def attention_rates(profile: GpuProfile, kernel: AttentionPass) -> AttentionRate
 
 def attention_seconds(kernel: AttentionPass, rates: AttentionRates, sms: int, bandwidth: float = math.inf) -> float:
     """Return the time of all programs shared by the SMs, of the longest program, or of what the programs move. A
-    program of backward works on one KV head and all queries of its group. In the one kernel of a small backward the
-    programs of keys come after those of queries: both times add up where the GPU does not hold all at once."""
+    program of backward works on one KV head and all queries of its group."""
+    if kernel.name in PORTABLE_TILES:
+        return portable_attention_seconds(kernel, rates, sms)
     blocks = -(-kernel.length // TILE)
     heads = kernel.batch * kernel.heads
     group = kernel.heads // kernel.kv_heads if kernel.is_backward else 1
     tiles, programs = heads * blocks * (blocks + 1) / 2, heads * blocks / group
     shared = (tiles * rates.tile + programs * rates.program) / sms
-    # Two kernels share the work of a portable backward; one has a program for each query head.
-    in_turn = (1 + group) / 2 if kernel.name in ("backward" + PORTABLE, "backward wide") else group
+    # Two kernels share the work of this package's backward in fp32; one has a program for each query head.
+    in_turn = (1 + group) / 2 if kernel.name.endswith((TRITON_WIDE, TRITON_TF32)) else group
     longest = rates.alone * (in_turn * blocks * rates.tile + rates.program)
     fixed = rates.fixed + heads * blocks * rates.queries / sms
-    if kernel.name == "backward" + SMALL_PATH:
-        rounds = 2 * heads * blocks * (1 + 1 / group) / (SIDE_BY_SIDE * sms)
-        return fixed + max(shared, longest) + min(1.0, max(0.0, rounds - 1)) * min(shared, longest)
     return fixed + max(shared, longest, gradient_traffic(kernel, sms) / (UPDATE_SHARE * bandwidth))
+
+
+def portable_attention_seconds(kernel: AttentionPass, rates: AttentionRates, sms: int) -> float:
+    """Return the time of the portable kernels: of all programs shared by the SMs, or of the longest program. Backward
+    has programs of queries and programs of keys, in two kernels or, where it is small, in one."""
+    queries, longest = _query_programs(kernel, rates, sms)
+    if not kernel.is_backward:
+        return rates.fixed + max(queries, longest)
+    keys, longest_of_keys = _key_programs(kernel, rates, sms)
+    if not kernel.name.endswith(SMALL_PATH):
+        return 2 * rates.fixed + max(queries, longest) + max(keys, longest_of_keys)
+    # The programs of keys come last, and wait for those of queries where the GPU does not hold all at once.
+    rows, _ = _portable_tile(kernel, PORTABLE_TILES[kernel.name])
+    is_full = kernel.batch * kernel.heads * -(-kernel.length // rows) >= rates.alone * sms
+    return rates.fixed + max(queries + keys, longest, (queries if is_full else 0.0) + longest_of_keys)
+
+
+def _query_programs(kernel: AttentionPass, rates: AttentionRates, sms: int) -> tuple[float, float]:
+    """Return the seconds of all programs of queries, shared by the SMs, and of the longest one alone."""
+    rows, columns = _portable_tile(kernel, PORTABLE_TILES[kernel.name])
+    blocks = -(-kernel.length // rows)
+    tiles = sum(-(-min(kernel.length, (block + 1) * rows) // columns) for block in range(blocks))
+    shared = kernel.batch * kernel.heads * (tiles * rates.tile + blocks * rates.program) / sms
+    return shared, rates.alone * (-(-kernel.length // columns) * rates.tile + rates.program)
+
+
+def _key_programs(kernel: AttentionPass, rates: AttentionRates, sms: int) -> tuple[float, float]:
+    """Return the same of programs of keys, each of which takes the queries of all heads of its group."""
+    of_queries = PORTABLE_TILES[kernel.name]
+    area = math.prod(_portable_tile(kernel, of_queries))
+    rows, columns = _portable_tile(kernel, of_queries if kernel.name.endswith(SMALL_PATH) else KEY_TILES)
+    tile = rates.tile * KEY_TILE * rows * columns / area
+    blocks, kv_blocks, group = -(-kernel.length // rows), -(-kernel.length // columns), kernel.heads // kernel.kv_heads
+    tiles = group * sum(blocks - block * columns // rows for block in range(kv_blocks))
+    shared = kernel.batch * kernel.kv_heads * (tiles * tile + kv_blocks * rates.program) / sms
+    return shared, rates.alone * (group * blocks * tile + rates.program)
+
+
+def _portable_tile(kernel: AttentionPass, tiles: dict[int, tuple[int, int]]) -> tuple[int, int]:
+    """Return the queries and keys of a tile for the kernel's head dim."""
+    return next((tile for head_dim, tile in tiles.items() if kernel.head_dim <= head_dim), tiles[128])
 
 
 def gradient_traffic(kernel: AttentionPass, sms: int) -> float:

@@ -28,13 +28,12 @@ from cs336_systems.predict.time.eager_kernels import (
     STRIDED_MIXED,
     TRANSPOSED,
     TRIANGLE,
-    TRITON_WIDE,
     eager_phases,
 )
 from cs336_systems.predict.time.eager_time import CLOSE_STEP, COMPILED, LAUNCH_BOUND_STEP
 from cs336_systems.predict.time.fitting import Measured, Timed, fit_matmuls
 from cs336_systems.predict.time.gpu_profile import GpuProfile, HostRates, MatmulRates, WideMatmuls
-from cs336_systems.predict.time.step_kernels import AttentionPass, Matmul, Pass
+from cs336_systems.predict.time.step_kernels import TRITON_WIDE, AttentionPass, Matmul, Pass
 
 OPERATORS, WIDE, LIBRARIES, HOST = "operators", "wide matmuls", "attention of libraries", "host"
 """Parts."""

@@ -20,6 +20,8 @@ LAUNCH_BOUND, HOPPER_WORTH = 1 << 31, 1 << 33
 SMALL_PATH, PORTABLE = " small", " triton"
 """What follows the pass in the name of attention that is not by the kernels for Hopper: small problems have one kernel
 in backward, those of medium size two."""
+TRITON_WIDE, TRITON_TF32 = "wide", "tf32"
+"""The same for this package's attention in fp32, and where its matmuls may be in TF32."""
 LINE = 256
 """Bytes of which rows should be a multiple: others share lines with their neighbours."""
 VECTOR = 16
@@ -120,7 +122,7 @@ def _forward(config: RunConfig) -> Iterator[Kernel]:
     d, f, q, qk, qkv, layers = model.d_model, model.d_ff, model.q_width, *_head_widths(config), model.num_layers
     stream = rows * d * s
     yield Pass("embedding", 2 * stream)
-    norm = (rows, _power_of_2(d))
+    norm = (rows, power_of_2(d))
     yield Pass("add_norm", 2 * stream, 1, *norm)  # the first has nothing to add
     yield Pass("add_norm", 4 * stream, 2 * layers, *norm)
     yield Matmul("qkv", rows, qkv, d, FORWARD, layers)
@@ -168,7 +170,7 @@ def _backward(config: RunConfig, adds: bool) -> Iterator[Kernel]:
         yield Matmul(f"{name}, gradient of the input", rows, depth, columns, INPUT, layers)
         yield Matmul(f"{name}, gradient of the weight", columns, depth, rows, WEIGHT, layers, adds=adds)
 
-    norm = (rows, _power_of_2(d), _sharing_programs(rows))
+    norm = (rows, power_of_2(d), _sharing_programs(rows))
     yield Pass("add_norm_backward", 3 * stream, 1, *norm)  # of the last norm, whose output is not needed again
     yield from both("down", d, f)
     yield Pass("swiglu_backward", 6 * rows * f * s, layers, *_unaligned_rows(rows, f, s))
@@ -179,8 +181,7 @@ def _backward(config: RunConfig, adds: bool) -> Iterator[Kernel]:
     yield _attention("backward", config)
     if model.qk_norm:
         groups, elements = _rotary_block(config)
-        shared = (rows * groups, elements, _sharing_programs(rows))
-        yield Pass("norm_rotate_backward", rows * (2 * qkv + qk) * s, layers, *shared)
+        yield Pass("norm_rotate_backward", rows * (2 * qkv + qk) * s, layers, rows * groups, elements)
     else:
         yield Pass("rotate_backward", 2 * rows * qkv * s, layers, *_rotary_programs(config, 3))
     yield from both("qkv", qkv, d)
@@ -285,8 +286,8 @@ def _head_widths(config: RunConfig) -> tuple[int, int]:
 def _rotary_block(config: RunConfig) -> tuple[int, int]:
     """Return the programs that share the heads of a row, and the elements of each: powers of 2."""
     model = config.model
-    pairs = _power_of_2(model.head_dim // 2)
-    heads = max(1, min(ROTARY_ELEMENTS // (2 * pairs), _power_of_2(model.num_heads)))
+    pairs = power_of_2(model.head_dim // 2)
+    heads = max(1, min(ROTARY_ELEMENTS // (2 * pairs), power_of_2(model.num_heads)))
     return -(-model.num_heads // heads), heads * 2 * pairs
 
 
@@ -303,7 +304,7 @@ def _unaligned_rows(rows: int, width: int, size: int) -> tuple[int, int]:
 
 def _loss_programs(rows: int, vocabulary: int) -> tuple[int, int]:
     """Return the blocks of logits that are loaded one element at a time, and their size; none if rows are aligned."""
-    block = min(LOGITS, _power_of_2(vocabulary))
+    block = min(LOGITS, power_of_2(vocabulary))
     return (0, 0) if vocabulary % VECTOR == 0 else (rows * -(-vocabulary // block), block)
 
 
@@ -312,7 +313,7 @@ def _sharing_programs(rows: int) -> int:
     return min(rows, NORM_PROGRAMS if rows < MANY_ROWS else 2 * NORM_PROGRAMS)
 
 
-def _power_of_2(number: int) -> int:
+def power_of_2(number: int) -> int:
     return 1 << (number - 1).bit_length()
 
 

@@ -40,7 +40,7 @@ class StepTimes:
         if key not in self._steps:
             self._steps[key] = self._step(*key)
         seconds, host = self._steps[key]
-        return seconds if graph else max(seconds, host)
+        return seconds + self.profile.graph if graph else max(seconds, host)
 
     def _step(self, micro_batch: int, micro_batches: int, recomputes: bool, state: str) -> tuple[float, float]:
         """Return the seconds of the step's kernels, and those that the host needs to launch them."""

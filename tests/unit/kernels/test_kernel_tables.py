@@ -52,6 +52,27 @@ def test_traits_of_a_call(shape, heads, band, expected):
         assert flash_launch.traits("forward", (q, k, k, q), band) == expected
 
 
+@needs_triton
+@pytest.mark.parametrize(
+    ("shape", "expected"),
+    [
+        ((1, 16, 1024, 64), False),  # launched in more time than it takes
+        ((1, 16, 1536, 64), True),  # by its work
+        ((1, 2, 2048, 64), True),  # by its keys
+        ((64, 16, 32, 64), True),  # by its elements
+    ],
+)
+def test_calls_that_are_worth_descriptors(shape, expected):
+    from cs336_systems.kernels.flash import portable_launch as flash_launch
+
+    q = torch.empty(shape, dtype=torch.bfloat16, device="meta")
+    with (
+        mock.patch.object(torch.cuda, "get_device_capability", return_value=(9, 0)),
+        mock.patch.multiple(flash_launch, INTERPRETED=False, SMALLEST_FOR_DESCRIPTORS=1 << 21),
+    ):
+        assert flash_launch.tile_key("grad_q", (q, q, q, q, q, q), Band(None, 0)).descriptors == expected
+
+
 @pytest.mark.parametrize(
     ("capability", "family"),
     [

@@ -37,7 +37,7 @@ def test_there_are_no_columns_where_nothing_is_predicted(fields):
 
 def test_a_step_records_its_prediction_on_a_known_gpu_only(monkeypatch):
     run = RunConfig(model=model_config("small"), device="cuda", **FAST)
-    expected = predicted_on(run, find_card("h200")).time.seconds
+    expected = predicted_on(run, find_card("h200"), 1, run.warmup_steps + run.num_steps).time.seconds
 
     def metrics(name, **fields):
         monkeypatch.setattr(measure_step, "_gpu_name", lambda step: name)
@@ -70,7 +70,7 @@ def test_the_largest_error_is_named_with_both_times():
 
 def test_the_kind_of_kernels_that_makes_the_difference_is_named():
     config = RunConfig(model=model_config("small"), device="cuda", **FAST)
-    kinds = predicted_on(config, find_card("h200")).time.by_kind()
+    kinds = predicted_on(config, find_card("h200"), 1, config.warmup_steps + config.num_steps).time.by_kind()
     rest = sum(kinds.values()) - kinds["matmul"] - kinds["attention"]
     half = (
         "matmul",

@@ -77,7 +77,7 @@ STATED = {
         "Random fast steps (3): median error 2.0%, 95% within 5.0%.",
         "Random eager and compiled steps (1): median error 5.0%, 95% within 5.0%. Random launch-bound steps (1): "
         "median error 20.0%, 95% within 20.0%.",
-        "The largest error of fast steps is that of 299M, 2 x 21,632 tokens: predicted 5.0% too long. Most of the "
+        "The largest error of fast steps is that of 287M, 117 x 384 tokens: predicted 5.0% too long. Most of the "
         "difference is in matmuls.",
     ],
     "peak_memory": [
