@@ -2,7 +2,6 @@
 
 import dataclasses
 import re
-from statistics import median
 
 import pytest
 
