@@ -179,8 +179,8 @@ class GpuProfile:
     divides its contiguous dimensions."""
     spreads: dict[str, float] = field(default_factory=dict)
     """Half of the interval around steps without the fast parts, by their kind."""
-    graph: float = 6e-5
-    """Seconds of a step in a CUDA graph beside its kernels: its launch, and the wait for its end."""
+    step: float = 6e-5
+    """Seconds of a step beside its kernels: its first launch, and the wait for its end."""
     version: int = 1
     """Of what the rates mean."""
 

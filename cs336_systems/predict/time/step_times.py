@@ -40,7 +40,7 @@ class StepTimes:
         if key not in self._steps:
             self._steps[key] = self._step(*key)
         seconds, host = self._steps[key]
-        return seconds + self.profile.graph if graph else max(seconds, host)
+        return seconds if graph else max(seconds, host)
 
     def _step(self, micro_batch: int, micro_batches: int, recomputes: bool, state: str) -> tuple[float, float]:
         """Return the seconds of the step's kernels, and those that the host needs to launch them."""
@@ -56,7 +56,7 @@ class StepTimes:
         else:
             clock = highest_clock(work, gaps, profile.power)
             seconds += sum(own * slowdown(profile.power, kind, clock) for kind, own in work.seconds.items())
-        return seconds, profile.launch * work.launches
+        return seconds + profile.step, profile.launch * work.launches
 
     def update_seconds(self, state: str = "fp32") -> float:
         """Return the seconds of the update at the highest clock."""

@@ -127,9 +127,8 @@ def step_time(
         clock = clock_after(steps, work, gaps, profile.power)
         slower = {kind: slowdown(profile.power, kind, clock) for kind in profile.power.slowdown}
         times = [seconds * slower[kind_of(kernel)] for kernel, seconds in zip(kernels, at_full_clock, strict=True)]
-    host = profile.launch * work.launches
-    if "graph" in config.fast_parts:
-        gaps, host = gaps + profile.graph, 0.0
+    gaps += profile.step
+    host = 0.0 if "graph" in config.fast_parts else profile.launch * work.launches
     seconds = max(sum(times) + gaps, host)
     found = tuple(KernelTime(kernel, time) for kernel, time in zip(kernels, times, strict=True))
     spread = spread_of(config, profile)

@@ -39,6 +39,13 @@ def test_launches_bound_a_step_without_a_graph():
     assert times.seconds(1, graph=False) > 100 > times.seconds(1)
 
 
+@pytest.mark.parametrize("size", ["small", "2.7B"])
+def test_a_graph_never_makes_a_step_longer(size):
+    times = StepTimes(fast_step(size), PROFILE)
+    for batch in (1, 4, 16):
+        assert times.seconds(batch, graph=True) <= times.seconds(batch, graph=False)
+
+
 def test_each_kernel_is_timed_once(monkeypatch):
     from cs336_systems.predict.time import step_times
 
