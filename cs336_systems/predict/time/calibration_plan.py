@@ -47,12 +47,12 @@ VOCABULARIES = (10_000, 32_000, 50_304, 128_256, 151_936)
 LENGTHS = (128, 256, 512, 1024, 2048, 4096, 8192, 16_384, 32_768)
 HEAD_DIMS, GROUPS = (64, 128), (1, 4)
 """Head dims, and heads of queries for one of keys, for which attention is timed: each compiles kernels of its own."""
-ATTENTION_LENGTHS, ATTENTION_HEADS = (128, 512, 2048, 8192, 32_768), ((1, 16), (8, 32))
+ATTENTION_LENGTHS, ATTENTION_HEADS = (128, 256, 512, 1024, 2048, 8192, 32_768), ((1, 16), (8, 32))
 """Tokens of a sequence; sequences and heads."""
 SUSTAINED_SIZE, SUSTAINED_BYTES = 8192, 1 << 29
 SUSTAINED_ATTENTION = AttentionPass("forward", 4, 32, 32, 4096, 128)
 """Sustained work: square matmuls of this size, copies of so many bytes, both passes of attention."""
-PLAN = 2
+PLAN = 3
 """Version of the plan: cells of other versions time other kernels."""
 STATIC, EXPONENT = 0.4, 1.43
 """Share of the power limit that a GPU needs without work, and the power of the clock that saves energy: fitted to
@@ -154,13 +154,14 @@ def profile_from(records: Iterable[Record]) -> GpuProfile:
     environment = own[-1].environment
     per_clock = TENSOR_FLOPS.get(environment.compute_capability or "", 1024)
     passes = fit_passes(kernels, sms)
+    programs = {kernel.name for kernel, _ in kernels if isinstance(kernel, Pass) and kernel.programs}
     profile = GpuProfile(
         gpu=environment.gpu or "GPU",
         source=MEASURED,
         version=VERSION,
         sms=sms,
         peak=sms * per_clock * (environment.sm_clock_max_mhz or 1000) * 1e6,
-        bandwidth=max(rates.bandwidth for rates in passes.values() if not rates.program and not rates.element),
+        bandwidth=max(rates.bandwidth for name, rates in passes.items() if name not in programs),
         matmul=MatmulRates(0.9, 13.0, 9e-7, 2e-6, 48.0, 1.6, 0.5, least=2e-9),
         passes=passes,
         attention=fit_attention(kernels, sms),

@@ -318,10 +318,10 @@ def attention_pass(name: str, config: RunConfig) -> AttentionPass:
     """Return a fused attention, named by its pass and by the library and precision whose rates it has."""
     model = config.model
     shape = (config.batch_size, model.num_heads, model.kv_heads, model.context_length, model.head_dim)
-    return AttentionPass(f"{name}{_kernels_of(config)}", *shape)
+    return AttentionPass(f"{name}{_kernels_of(config, is_backward=name == 'backward')}", *shape)
 
 
-def _kernels_of(config: RunConfig) -> str:
+def _kernels_of(config: RunConfig, *, is_backward: bool) -> str:
     """Return the suffix of the attention kernels that a step runs; "" for this package's in 16 bits. `auto` takes
     torch's where they are faster, as kernels/flash/dispatch.py does."""
     model, wide = config.model, width(config) == 4
@@ -334,7 +334,7 @@ def _kernels_of(config: RunConfig) -> str:
         return f" {EFFICIENT}" if wide else f" {FLASH_2}"
     if wide:
         return f" {TRITON_TF32}" if config.precision == "tf32" else f" {TRITON_WIDE}"
-    return attention_path(config)
+    return attention_path(config, is_backward=is_backward)
 
 
 def _matmul(name: str, rows: int, columns: int, depth: int, layout: str, config: RunConfig, batch: int = 1) -> Matmul:

@@ -18,6 +18,12 @@ FIRST_STEP, LAST_STEP = 0.2, 0.01
 
 PROGRAM_SECONDS = (1e-7, 3e-7, 1e-6)
 """Times of a program that the search begins with."""
+ATTENTION_BEGINS = (
+    AttentionRates(1e-6, 4e-6, 3e-6),
+    AttentionRates(1e-6, 2e-7, 2e-7),
+    AttentionRates(1e-6, 2e-6, 1e-6, alone=1.5),
+)
+"""Rates of attention that the search begins with; their sum is scaled to the times first."""
 
 Rates = TypeVar("Rates", MatmulRates, AttentionRates, PassRates)
 
@@ -99,9 +105,9 @@ def fit_attention(found: Iterable[Measured], sms: int) -> dict[str, AttentionRat
             return _mean_error((attention_seconds(kernel, rates, sms), seconds) for kernel, seconds in points)
 
         found = []
-        for begin in (AttentionRates(1e-6, 4e-6, 3e-6), AttentionRates(1e-6, 2e-7, 2e-7)):
+        for begin in ATTENTION_BEGINS:
             ratio = statistics.median(seconds / attention_seconds(kernel, begin, sms) for kernel, seconds in points)
-            scaled = AttentionRates(ratio * begin.tile, ratio * begin.program, ratio * begin.fixed)
+            scaled = AttentionRates(ratio * begin.tile, ratio * begin.program, ratio * begin.fixed, alone=begin.alone)
             found.append(_search(scaled, error))
         return min(found, key=error)
 

@@ -271,6 +271,7 @@ def profile_of(gpu: GPU, precision: str = "bf16") -> GpuProfile | None:
         source=DATA_SHEET,
         peak=model.peak * faster_math,
         bandwidth=model.bandwidth * faster_memory,
+        matmul=dataclasses.replace(model.matmul, least=model.matmul.least / max(1.0, faster_math)),
         passes={
             name: dataclasses.replace(own, bandwidth=own.bandwidth * faster_memory)
             for name, own in model.passes.items()

@@ -3,6 +3,7 @@
 import dataclasses
 import functools
 import math
+from collections.abc import Mapping
 
 from cs336_systems.predict.time.gpu_profile import AttentionRates, GpuProfile, MatmulRates, PassRates
 from cs336_systems.predict.time.step_kernels import (
@@ -164,7 +165,8 @@ def operator_matmul_seconds(kernel: Matmul, profile: GpuProfile) -> float:
     wide = profile.wide.get(kernel.precision)
     rates, peak = (wide.rates, wide.peak) if wide else (profile.matmul, profile.peak)
     size, result_size = OPERAND_BYTES[kernel.precision], 4 if wide else 2
-    peak = 2 * peak if kernel.precision == "fp8" else peak
+    if kernel.precision == "fp8":
+        peak, rates = 2 * peak, dataclasses.replace(rates, least=rates.least / 2)  # half the bytes
     fastest = _computing_seconds((kernel.batch, kernel.rows, kernel.columns, kernel.depth), rates, peak, profile.sms)
     operands, results = kernel.depth * (kernel.rows + kernel.columns), kernel.rows * kernel.columns
     moved = kernel.batch * (size * operands + result_size * results)
@@ -191,7 +193,7 @@ def pass_names(kernel: AttentionPass) -> list[str]:
 def attention_rates(profile: GpuProfile, kernel: AttentionPass) -> AttentionRates:
     """Return the rates of the kernel's head dim. Those of a head dim that was not measured lie between its neighbours',
     as those of the next multiple of 32; beyond the largest, tiles take as much longer as the head dim is larger.
-    Portable kernels pad the head dim to a power of 2."""
+    Portable kernels and those in fp32 pad the head dim to a power of 2."""
     dims: dict[str, list[int]] = {}
     for key in profile.attention:
         own, _, number = key.rpartition(" ")
@@ -200,13 +202,17 @@ def attention_rates(profile: GpuProfile, kernel: AttentionPass) -> AttentionRate
     known = sorted(dims[name])
     if kernel.head_dim in known or kernel.head_dim < known[0]:
         return profile.attention[f"{name} {max(kernel.head_dim, known[0])}"]
-    dim = power_of_2(kernel.head_dim) if kernel.name in PORTABLE_TILES else -(-kernel.head_dim // 32) * 32
+    pads = kernel.name in PORTABLE_TILES or kernel.name.endswith((TRITON_WIDE, TRITON_TF32))
+    dim = power_of_2(kernel.head_dim) if pads else -(-kernel.head_dim // 32) * 32
     if dim in known:
         return profile.attention[f"{name} {dim}"]
     below = profile.attention[f"{name} {max(own for own in known if own < kernel.head_dim)}"]
     above = next((own for own in known if own >= dim), None)
     if above is None:
-        return dataclasses.replace(below, tile=below.tile * dim / known[-1])
+        larger = dim / known[-1]
+        if tiles := PORTABLE_TILES.get(kernel.name):
+            larger *= math.prod(_portable_tile(kernel, tiles)) / math.prod(tiles[known[-1]])
+        return dataclasses.replace(below, tile=below.tile * larger)
     upper, lower = profile.attention[f"{name} {above}"], max(own for own in known if own < kernel.head_dim)
     share = (dim - lower) / (above - lower)
     pairs = zip(dataclasses.astuple(below), dataclasses.astuple(upper), strict=True)
@@ -266,7 +272,7 @@ def _key_programs(kernel: AttentionPass, rates: AttentionRates, sms: int) -> tup
     return shared, rates.alone * (group * blocks * tile + rates.program)
 
 
-def _portable_tile(kernel: AttentionPass, tiles: dict[int, tuple[int, int]]) -> tuple[int, int]:
+def _portable_tile(kernel: AttentionPass, tiles: Mapping[int, tuple[int, int]]) -> tuple[int, int]:
     """Return the queries and keys of a tile for the kernel's head dim."""
     return next((tile for head_dim, tile in tiles.items() if kernel.head_dim <= head_dim), tiles[128])
 

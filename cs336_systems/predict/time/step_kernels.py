@@ -15,11 +15,13 @@ FORWARD, INPUT, WEIGHT = "forward", "input", "weight"
 """Layouts of a matmul: x @ W^T, the gradient of its input (grad @ W) and of its weight (grad^T @ x)."""
 ROTARY_ELEMENTS, LOGITS, NORM_PROGRAMS, MANY_ROWS = 4096, 2048, 264, 8192
 """Equal to the constants of kernels/fused/pointwise_triton.py; a test compares them."""
-LAUNCH_BOUND, HOPPER_WORTH = 1 << 31, 1 << 33
+LAUNCH_BOUND, ONE_KERNEL, HOPPER_WORTH = 1 << 31, 1 << 29, 1 << 33
 """Equal to the constants of kernels/flash/tiles.py and dispatch.py; a test compares them."""
+SMALLEST_FOR_DESCRIPTORS, LONG_FOR_DESCRIPTORS, WIDEST_GRAD = 1 << 21, 2048, 128
+"""Equal to the constants of kernels/flash/portable_launch.py and tiles.py; a test compares them."""
 SMALL_PATH, PORTABLE = " small", " triton"
-"""What follows the pass in the name of attention that is not by the kernels for Hopper: small problems have one kernel
-in backward, those of medium size two."""
+"""What follows the pass in the name of attention that is not by the kernels for Hopper: small problems are read by
+pointers and have one kernel in backward, those of medium size have two."""
 TRITON_WIDE, TRITON_TF32 = "wide", "tf32"
 """The same for this package's attention in fp32, and where its matmuls may be in TF32."""
 LINE = 256
@@ -320,15 +322,19 @@ def power_of_2(number: int) -> int:
 def _attention(name: str, config: RunConfig) -> AttentionPass:
     model = config.model
     shape = (config.batch_size, model.num_heads, model.kv_heads, model.context_length, model.head_dim)
-    return AttentionPass(name + attention_path(config), *shape, model.num_layers)
+    return AttentionPass(name + attention_path(config, is_backward=name == "backward"), *shape, model.num_layers)
 
 
-def attention_path(config: RunConfig) -> str:
+def attention_path(config: RunConfig, *, is_backward: bool) -> str:
     """Return the suffix of the kernels that run this package's attention in 16 bits: "" for those of Hopper."""
     model = config.model
-    work = config.tokens * model.q_width * model.context_length
-    if config.attention == "flash_hopper" or (config.attention == "auto" and work >= HOPPER_WORTH):
+    elements, keys = config.tokens * model.q_width, model.context_length
+    if config.attention == "flash_hopper" or (config.attention == "auto" and elements * keys >= HOPPER_WORTH):
         return ""
     if config.attention not in ("auto", "flash_triton"):
         return ""
-    return SMALL_PATH if work < LAUNCH_BOUND else PORTABLE
+    is_small = elements * keys < ONE_KERNEL
+    if is_backward:
+        return SMALL_PATH if is_small and model.head_dim <= WIDEST_GRAD else PORTABLE
+    by_pointer = is_small and elements < SMALLEST_FOR_DESCRIPTORS and keys < LONG_FOR_DESCRIPTORS
+    return SMALL_PATH if by_pointer else PORTABLE

@@ -71,7 +71,7 @@ class StepTime:
     clock: float
     """Mean clock over the highest."""
     gaps: float
-    """Seconds between kernels."""
+    """Seconds between kernels, and of the first launch and the wait for the end."""
     host: float
     """Seconds of the host's launches, which bound a step without a CUDA graph from below; 0 with one."""
     micro_batches: int

@@ -2,11 +2,14 @@
 
 import dataclasses
 from collections import Counter
+from importlib.util import find_spec
+from unittest import mock
 
 import pytest
+import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from cs336_systems.config import RunConfig
+from cs336_systems.config import ModelConfig, RunConfig
 from cs336_systems.kernels.fused import fp8, nodes, pointwise
 from cs336_systems.predict.flops import model_flops
 from cs336_systems.predict.time import step_kernels
@@ -115,7 +118,38 @@ def test_constants_are_those_of_the_kernels():
 
     for name in ("ROTARY_ELEMENTS", "LOGITS", "NORM_PROGRAMS", "MANY_ROWS"):
         assert getattr(step_kernels, name) == getattr(pointwise_triton, name)
-    assert (step_kernels.LAUNCH_BOUND, step_kernels.HOPPER_WORTH) == (tiles.LAUNCH_BOUND, dispatch.HOPPER_WORTH)
+    for name in ("LAUNCH_BOUND", "ONE_KERNEL", "WIDEST_GRAD"):
+        assert getattr(step_kernels, name) == getattr(tiles, name)
+    assert step_kernels.HOPPER_WORTH == dispatch.HOPPER_WORTH
+
+
+@pytest.mark.skipif(find_spec("triton") is None, reason="needs triton")
+@pytest.mark.parametrize(
+    ("batch", "length", "heads", "head_dim"),
+    [(1, 512, 8, 64), (1, 1024, 8, 64), (4, 512, 16, 64), (1, 2048, 2, 64), (64, 32, 16, 64), (1, 1536, 16, 128),
+     (1, 128, 2, 160), (2, 256, 4, 256)],
+)  # fmt: skip
+def test_attention_has_the_kernels_of_its_launch(batch, length, heads, head_dim):
+    from cs336_systems.kernels.flash import portable_launch
+    from cs336_systems.kernels.flash.band import Band
+
+    model = ModelConfig(
+        d_model=heads * head_dim, num_heads=heads, d_ff=64, num_layers=1, context_length=length, vocab_size=64
+    )
+    run = RunConfig(model=model, batch_size=batch, precision="bf16", attention="flash_triton", fast="on", device="cuda")
+    q = torch.empty(batch, heads, length, head_dim, dtype=torch.bfloat16, device="meta")
+    bound = {"INTERPRETED": False, "SMALLEST_FOR_DESCRIPTORS": step_kernels.SMALLEST_FOR_DESCRIPTORS}
+    with (
+        mock.patch.object(torch.cuda, "get_device_capability", return_value=(9, 0)),
+        mock.patch.object(torch.cuda, "get_device_name", return_value="NVIDIA H200"),
+        mock.patch.multiple(portable_launch, **bound),
+    ):
+        by_pointer = not portable_launch.tile_key("forward", (q, q, q, q), Band(None, 0)).descriptors
+        with mock.patch.object(portable_launch, "plan", side_effect=lambda name, *rest: name):
+            kernels = portable_launch._plan_backward((q,) * 8, Band(None, 0))
+    assert portable_launch.LONG_FOR_DESCRIPTORS == step_kernels.LONG_FOR_DESCRIPTORS
+    assert (step_kernels.attention_path(run, is_backward=False) == step_kernels.SMALL_PATH) == by_pointer
+    assert (step_kernels.attention_path(run, is_backward=True) == step_kernels.SMALL_PATH) == (kernels == ["grad"])
 
 
 def test_bf16_halves_the_bytes_of_passes():
