@@ -7,7 +7,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import MISSING, dataclass
 from inspect import cleandoc
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, cast
 
 from cs336_systems import __version__
 from cs336_systems.commands import flags_named, guarded
@@ -604,9 +604,17 @@ def main(argv: list[str] | None = None) -> int:
         + "\n".join(f"  {name:18} {catalogue()[name].question.en}" for name in runnable()),
     )
     parser.add_argument("--version", action="version", version=f"cs336_systems {__version__}")
-    subparsers = parser.add_subparsers(dest="command", metavar="command", required=True, parser_class=Parser)
     words = sys.argv[1:] if argv is None else argv
     named = next((word for word in words if word in COMMANDS), None)
+    other = Parser()
+
+    def parser_of(*, prog: str, **options: Any) -> Parser:
+        """Return a parser of the named command; one for all others, whose names are all that is needed."""
+        return Parser(prog=prog, **options) if prog == f"cs336 {named}" else other
+
+    subparsers = parser.add_subparsers(
+        dest="command", metavar="command", required=True, parser_class=cast(type[Parser], parser_of)
+    )
     for name, command in COMMANDS.items():
         manual = command.manual or command.function.__doc__
         subparser = subparsers.add_parser(name, help=command.summary, description=cleandoc(manual or ""))

@@ -9,6 +9,7 @@ so its names carry the year (`2026/xl`). Published models carry their family's n
 """
 
 import dataclasses
+import functools
 import math
 import re
 from collections.abc import Iterable, Iterator, Mapping
@@ -497,7 +498,17 @@ def size_name(model: ModelConfig) -> str:
 
 def _sizes_of(model: ModelConfig) -> Iterator[str]:
     """Yield the names in SIZES that have the shape of `model`, whatever its context."""
-    for name, fields in SIZES.items():
-        named = ModelConfig(**{**fields, "context_length": model.context_length})
-        if all(getattr(model, key) == getattr(named, key) for key in {**fields, **FAMILY_FIELDS}):
+    for name, shape in _shapes().items():
+        if all(getattr(model, key) == value for key, value in shape.items()):
             yield name
+
+
+@functools.cache
+def _shapes() -> dict[str, dict[str, Any]]:
+    """Return the fields of the model of each size, but for the context."""
+
+    def shape(fields: dict[str, Any]) -> dict[str, Any]:
+        named = ModelConfig(**fields)
+        return {key: getattr(named, key) for key in {**fields, **FAMILY_FIELDS} if key != "context_length"}
+
+    return {name: shape(fields) for name, fields in SIZES.items()}

@@ -15,7 +15,7 @@ SMALL = MIB
 """Tensors up to this size share segments of 2 MiB; up to 10 MiB, segments of 20 MiB; above, each has its own."""
 
 
-@dataclass
+@dataclass(slots=True)
 class Block:
     address: int
     size: int
@@ -36,9 +36,14 @@ class CachingAllocator:
 
     def allocate(self, size: int) -> int:
         """Allocate a block for `size` bytes and return its address."""
-        size = round_up(max(size, 1), ALIGNMENT)
+        size = -(-size // ALIGNMENT) * ALIGNMENT or ALIGNMENT
         small = size <= SMALL
-        block = self._best_fit(size, small) or self._new_segment(size, small)
+        candidates = self._free[small]
+        index = bisect_left(candidates, (size, -1))
+        if index < len(candidates):
+            block = self._blocks[candidates.pop(index)[1]]
+        else:
+            block = self._new_segment(size, small)
         rest = block.size - size
         if rest >= ALIGNMENT if small else rest > SMALL:
             self._split(block, size)
@@ -50,21 +55,17 @@ class CachingAllocator:
         block = self._blocks[address]
         self.allocated -= block.size
         block.free = True
-        if block.before is not None and block.before.free:
-            self._remove_free(block.before)
-            block = self._merge(block.before, block)
-        if block.after is not None and block.after.free:
-            self._remove_free(block.after)
-            block = self._merge(block, block.after)
+        before, after = block.before, block.after
+        if before is not None and before.free:
+            self._remove_free(before)
+            block = self._merge(before, block)
+        if after is not None and after.free:
+            self._remove_free(after)
+            block = self._merge(block, after)
         insort(self._free[block.small], (block.size, block.address))
 
     def size(self, address: int) -> int:
         return self._blocks[address].size
-
-    def _best_fit(self, size: int, small: bool) -> Block | None:
-        candidates = self._free[small]
-        index = bisect_left(candidates, (size, -1))
-        return self._blocks[candidates.pop(index)[1]] if index < len(candidates) else None
 
     def _new_segment(self, size: int, small: bool) -> Block:
         segment = 20 * MIB if SMALL < size < 10 * MIB else round_up(size, 2 * MIB)

@@ -246,6 +246,11 @@ class BlockCosts:
         self.allowed = choices if config.device_type == "cuda" else tuple(c for c in choices if c != OFFLOAD)
         self.points: dict[tuple[float, int, int], list[Point]] = {}
         """Results of `_fastest` by its arguments: searches share them."""
+        self._sizes = {
+            plan: tuple(sum(self.bytes[kind] for kind in plan.kinds(choice)) for choice in (KEEP, OFFLOAD))
+            for plan in block_plans()
+        }
+        """Bytes that a plan keeps and offloads."""
 
     def choices(self, limit: float, *, offloads: bool) -> list[Choice]:
         """Return the choices of a block that no other one beats in both memory and cost, by memory."""
@@ -260,10 +265,10 @@ class BlockCosts:
         return found
 
     def kept(self, plan: BlockPlan) -> int:
-        return sum(self.bytes[kind] for kind in plan.kinds(KEEP))
+        return self._sizes[plan][0]
 
     def offloaded(self, plan: BlockPlan) -> int:
-        return sum(self.bytes[kind] for kind in plan.kinds(OFFLOAD))
+        return self._sizes[plan][1]
 
     def recomputed(self, plan: BlockPlan) -> float:
         """Return the seconds of a block's recomputation."""

@@ -9,7 +9,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import NamedTuple
 
-from cs336_systems.predict.allocator import ALIGNMENT, CachingAllocator, round_up
+from cs336_systems.predict.allocator import ALIGNMENT, CachingAllocator
 
 
 @dataclass(frozen=True)
@@ -35,13 +35,13 @@ class Memory:
         self.live: Counter[str] = Counter()
         self.phase = ""
         self.peak, self.where, self.peak_parts = 0, "", dict[str, int]()
-        self._extrapolated = 0.0
+        self._extrapolated, self._whole_extrapolated = 0.0, 0
 
     @property
     def total(self) -> int:
         if self.allocator is None:
             return self.live.total()
-        return self.allocator.allocated + round(self._extrapolated)
+        return self.allocator.allocated + self._whole_extrapolated
 
     def new(self, label: str, elements: int, width: int) -> "Block":
         """Allocate a tensor."""
@@ -50,7 +50,7 @@ class Memory:
     def rounded(self, elements: int, width: int) -> int:
         """Return the bytes of a tensor, on CUDA rounded up to the alignment."""
         size = elements * width
-        return size if self.allocator is None else round_up(size, ALIGNMENT)
+        return size if self.allocator is None else -(-size // ALIGNMENT) * ALIGNMENT
 
     def update_peak(self) -> None:
         if (total := self.total) > self.peak:
@@ -64,6 +64,7 @@ class Memory:
         for label, size in change.live.items():
             self.live[label] += times * size
         self._extrapolated += times * change.total
+        self._whole_extrapolated = round(self._extrapolated)
         self.update_peak()
 
 
@@ -75,13 +76,16 @@ class Block:
     def __init__(self, memory: Memory, label: str, size: int):
         self.memory, self.label, self.size = memory, label, size
         memory.live[label] += size
-        self.address = -1 if memory.allocator is None else memory.allocator.allocate(size)
-        memory.update_peak()
+        allocator = memory.allocator
+        self.address = -1 if allocator is None else allocator.allocate(size)
+        if allocator is None or memory.total > memory.peak:
+            memory.update_peak()
 
     def __del__(self) -> None:
-        self.memory.live[self.label] -= self.size
-        if self.memory.allocator is not None:
-            self.memory.allocator.release(self.address)
+        memory = self.memory
+        memory.live[self.label] -= self.size
+        if memory.allocator is not None:
+            memory.allocator.release(self.address)
 
 
 class Node(NamedTuple):

@@ -7,6 +7,7 @@ files.
 """
 
 import contextlib
+import functools
 import io
 import math
 import sys
@@ -287,7 +288,7 @@ def _stored(file: IO[bytes], part: Part) -> Iterator[tuple[IO[bytes], tuple[int,
                 raise DamageError("the description of a tensor is too long")
             if archive.read(members["byteorder"]) != sys.byteorder.encode():
                 raise DamageError(f"its numbers are not {sys.byteorder}-endian")
-            strides = _strides(_parse_pickle(archive.read(pickled), _TENSOR_NAMES), part)
+            strides = _strides(archive.read(pickled), part.shape, part.dtype)
             if values.file_size != math.prod(part.shape) * part.dtype.itemsize:
                 raise DamageError("a tensor has another number of bytes than its shape")
             with archive.open(values) as stream:
@@ -296,15 +297,18 @@ def _stored(file: IO[bytes], part: Part) -> Iterator[tuple[IO[bytes], tuple[int,
         raise DamageError(f"a tensor in it cannot be read ({error})") from None
 
 
-def _strides(tensor: Any, part: Part) -> tuple[int, ...]:
-    """Return the strides of a tensor, whose pickle must describe `part`, stored without gaps."""
-    storage = ("storage", _STORAGES[str(part.dtype)], "0", "cpu", math.prod(part.shape))
+@functools.lru_cache(maxsize=256)
+def _strides(pickled: bytes, wanted: tuple[int, ...], dtype: torch.dtype) -> tuple[int, ...]:
+    """Return the strides of a tensor, whose pickle must describe one of this shape and dtype, stored without gaps. Most
+    tensors of a model have the pickle of another one."""
+    tensor = _parse_pickle(pickled, _TENSOR_NAMES)
+    storage = ("storage", _STORAGES[str(dtype)], "0", "cpu", math.prod(wanted))
     is_tensor = isinstance(tensor, Made) and tensor.made_by == "torch._utils._rebuild_tensor_v2"
     arguments = tensor.arguments if is_tensor and type(tensor.arguments) is tuple else ()
     if len(arguments) != 6 or not isinstance(arguments[0], Made) or arguments[0].made_by != PERSISTENT:
         raise DamageError("something in it is no tensor")
     shape, strides = _shape(arguments[2]), _shape(arguments[3])
-    if (arguments[0].arguments, arguments[1], shape) != (storage, 0, part.shape) or len(strides) != len(shape):
+    if (arguments[0].arguments, arguments[1], shape) != (storage, 0, wanted) or len(strides) != len(shape):
         raise DamageError("a tensor in it differs from its description")
     step = 1
     for stride, size in sorted(pair for pair in zip(strides, shape, strict=True) if pair[1] != 1):

@@ -6,12 +6,12 @@ from pathlib import Path
 
 import pytest
 
-from cs336_systems import record
 from cs336_systems.experiments.catalogue import catalogue
+from cs336_systems.record import Loaded
 from cs336_systems.report.build import document
 from cs336_systems.report.web.page import page
 from tests.browser.geometry import COLLISIONS, LAY_OUT, OVERLAPS, WIDTHS
-from tests.golden.report_goldens import H200
+from tests.helpers import records_of_h200
 from tests.unit.report import page_cases
 
 pytestmark = pytest.mark.xdist_group("browser")  # one browser for all
@@ -23,7 +23,7 @@ TWO_FRAMES = "await new Promise((done) => requestAnimationFrame(() => requestAni
 @pytest.fixture(scope="module")
 def path(tmp_path_factory):
     path = tmp_path_factory.mktemp("h200") / "index.html"
-    path.write_text(page(document([record.load(H200 / "records.jsonl")], catalogue())), encoding="utf-8")
+    path.write_text(page(document([Loaded(records_of_h200(), [], "h200")], catalogue())), encoding="utf-8")
     return path
 
 

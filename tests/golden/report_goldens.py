@@ -7,7 +7,6 @@ from functools import cache
 from html.parser import HTMLParser
 from pathlib import Path
 
-from cs336_systems import record
 from cs336_systems.experiments.catalogue import catalogue
 from cs336_systems.record import Loaded, Record
 from cs336_systems.report.build import document, markdown, tables_in
@@ -15,7 +14,7 @@ from cs336_systems.report.cells import group
 from cs336_systems.report.document import Document
 from cs336_systems.report.web.page import page
 from cs336_systems.text import LANGUAGES, Text
-from tests.helpers import ROOT
+from tests.helpers import ROOT, records_of_h200
 
 H200 = ROOT / "results" / "h200"
 FOLDER = Path(__file__).parent / "report"
@@ -25,7 +24,7 @@ CELLS = {"flash": 8}
 
 @cache
 def some_records() -> list[Record]:
-    every = [r for name in ("records.jsonl", "loss_curves.jsonl") for r in record.load(H200 / name).records]
+    every = [r for name in ("records", "loss_curves") for r in records_of_h200(name)]
     found: list[Record] = []
     taken: dict[str, int] = {}
     for cell in group(every):

@@ -25,6 +25,7 @@ from cs336_systems.config import (
 )
 from cs336_systems.record import cell_key
 from tests.helpers import refused
+from tests.unit.any_text import any_text
 
 quick = settings(max_examples=60, deadline=None)
 WHOLE_NUMBERS = ("vocab_size", "context_length", "d_model", "num_layers", "num_heads", "d_ff")
@@ -53,7 +54,7 @@ def runs():
     return st.builds(
         RunConfig,
         model=models(),
-        size=st.text(max_size=8),
+        size=any_text(max_size=8),
         batch_size=st.integers(1, 4096),
         mode=st.sampled_from(MODES),
         precision=st.sampled_from(PLAIN_PRECISIONS),
@@ -206,7 +207,7 @@ def test_known_devices_are_accepted(value):
 
 
 @quick
-@given(st.text())
+@given(any_text())
 def test_any_error_message_is_a_single_line(text):
     """Values are shown with repr, so that a newline or an escape sequence in them cannot break the line."""
     unknown = f"no choice {text} at all"

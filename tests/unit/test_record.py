@@ -29,30 +29,32 @@ from cs336_systems.record import (
     summarize,
 )
 from tests.helpers import refused
+from tests.unit.any_text import any_text
 
 INF, NAN = float("inf"), float("nan")
 quick = settings(max_examples=60, deadline=None)
 
 LOOKS_LIKE_SOMETHING_ELSE = ["", "=", "=1", "==", "inf", "-inf", "nan", "1.0", "1e5", "null", "NaN", '"', "\n"]
 samples = st.lists(
-    st.one_of(st.floats(), st.integers(-(2**53), 2**53), st.text(), st.sampled_from(LOOKS_LIKE_SOMETHING_ELSE)),
+    st.one_of(st.floats(), st.integers(-(2**53), 2**53), any_text(), st.sampled_from(LOOKS_LIKE_SOMETHING_ELSE)),
     max_size=12,
 ).map(tuple)
 plain_values = st.one_of(
-    st.none(), st.booleans(), st.integers(), st.floats(allow_nan=False, allow_infinity=False), st.text()
+    st.none(), st.booleans(), st.integers(), st.floats(allow_nan=False, allow_infinity=False), any_text()
 )
-configs = st.dictionaries(st.text(), st.one_of(plain_values, st.dictionaries(st.text(), plain_values)), max_size=5)
+configs = st.dictionaries(any_text(), st.one_of(plain_values, st.dictionaries(any_text(), plain_values)), max_size=5)
+st.register_type_strategy(str, any_text())  # for the texts of an environment
 environments = st.builds(Environment, **{spec.name: ... for spec in dataclasses.fields(Environment)})
 records = st.builds(
     Record,
-    experiment=st.text(),
+    experiment=any_text(),
     config=configs,
-    metric=st.text(),
+    metric=any_text(),
     unit=st.sampled_from(("s", "B", "B/s", "FLOP", "FLOP/s", "1", "")),
     samples=samples,
-    status=st.one_of(st.sampled_from(["ok", "oom: needs 30.1 GiB of 24.0 GiB", "error: 出错了"]), st.text()),
+    status=st.one_of(st.sampled_from(["ok", "oom: needs 30.1 GiB of 24.0 GiB", "error: 出错了"]), any_text()),
     environment=environments,
-    variant=st.text(),
+    variant=any_text(),
 )
 
 

@@ -239,7 +239,7 @@ def _smoothed(cell: CellView) -> list[float]:
     """Losses, each the mean of as many steps as a tenth of the run has: the steps before it and its own."""
     losses = cell.metrics["loss"].numbers
     window = max(1, len(losses) // 10)
-    return [mean(losses[end - window : end]) for end in range(window, len(losses) + 1)]
+    return [sum(losses[end - window : end]) / window for end in range(window, len(losses) + 1)]
 
 
 def _steps_to(cell: CellView, target: float) -> int | None:

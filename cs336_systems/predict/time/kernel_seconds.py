@@ -3,7 +3,7 @@
 import dataclasses
 import functools
 import math
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 
 from cs336_systems.predict.time.gpu_profile import AttentionRates, GpuProfile, MatmulRates, PassRates
 from cs336_systems.predict.time.step_kernels import (
@@ -118,35 +118,46 @@ def matmul_seconds(
     """
     rates = profile.matmul
     result_bytes = (4 if is_wide else 2) * (2 if adds else 1)
-    epilogue = 1 + rates.wide_epilogue * (result_bytes / 2 - 1)
-    peak = profile.peak / _layout_time(rates, layout)
-    computing = _computing_seconds((1, rows, columns, depth), rates, peak, profile.sms, epilogue)
+    epilogue = rates.epilogue * (1 + rates.wide_epilogue * (result_bytes / 2 - 1))
+    sm_rate = profile.peak / profile.sms * rates.efficiency / _layout_time(rates, layout)
+    computing = _computing(_tilings(1, rows, columns, depth, profile.sms), rates, sm_rate, epilogue)
     moved = 2 * depth * (rows + columns) + rows * columns * result_bytes
     return overlapped(computing, moved / profile.bandwidth) + rates.fixed
 
 
-def _computing_seconds(
-    shape: tuple[int, int, int, int], rates: MatmulRates, peak: float, sms: int, epilogue: float = 1.0
-) -> float:
-    """Return the time of the fastest tile and split of (batch, rows, columns, depth). `epilogue`: time of writing a
-    result over that of one in 16 bits."""
-    batch, rows, columns, depth = shape
-    sm_rate, writing = peak / sms * rates.efficiency, epilogue * rates.epilogue / (128 * 256)
-    fastest = math.inf
+Tiling = tuple[int, int, float, float, int, float]
+"""A tile's elements, its rows and columns added, the depth of a program, programs of an SM on average (at least 1) and
+rounded up, and seconds of adding the parts of split tiles."""
+
+
+@functools.lru_cache(maxsize=512)
+def _tilings(batch: int, rows: int, columns: int, depth: int, sms: int) -> tuple[Tiling, ...]:
+    """Return the tilings of a matmul, whatever the rates: a search for rates asks for them again and again."""
+    found: list[Tiling] = []
+    adding = 8 * batch * rows * columns / SPLIT_BANDWIDTH
     for tile_rows, tile_columns in TILES:
-        area = tile_rows * tile_columns
+        area, edges = tile_rows * tile_columns, tile_rows + tile_columns
         tiles = batch * -(-rows // tile_rows) * -(-columns // tile_columns)
-        per_depth = max(2 * (area + rates.perimeter * (tile_rows + tile_columns)) / sm_rate, rates.least)
-        for split in SPLITS:
-            if split > 1 and (depth < LEAST_DEPTH * split or tiles * split > 4 * sms):
+        rounds = max(1.0, tiles / sms)
+        found.append((area, edges, depth, rounds, math.ceil(rounds), 0.0))
+        for split in SPLITS[1:]:
+            if depth < LEAST_DEPTH * split or tiles * split > 4 * sms:
                 break
-            rounds = tiles * split / sms
-            rounds = 1.0 if rounds <= 1 else math.ceil(rounds) * (1 - rates.overlap) + rounds * rates.overlap
-            seconds = rounds * (per_depth * (depth / split + rates.more_depth) + writing * area)
-            if split > 1:
-                seconds += 8 * batch * rows * columns * split / SPLIT_BANDWIDTH + SPLIT_KERNEL
-            fastest = min(fastest, seconds)
-    return fastest
+            rounds = max(1.0, tiles * split / sms)
+            found.append((area, edges, depth / split, rounds, math.ceil(rounds), adding * split + SPLIT_KERNEL))
+    return tuple(found)
+
+
+def _computing(tilings: Iterable[Tiling], rates: MatmulRates, sm_rate: float, epilogue: float) -> float:
+    """Return the seconds of the fastest tiling. `epilogue`: seconds of the largest tile's."""
+    perimeter, more_depth, overlap, whole = rates.perimeter, rates.more_depth, rates.overlap, 1 - rates.overlap
+    per_element, per_depth, least = epilogue / (128 * 256), 2 / sm_rate, rates.least
+    return min(
+        (whole_rounds * whole + rounds * overlap)
+        * (max(per_depth * (area + perimeter * edges), least) * (depth + more_depth) + per_element * area)
+        + adding
+        for area, edges, depth, rounds, whole_rounds, adding in tilings
+    )
 
 
 def overlapped(computing: float, moving: float) -> float:
@@ -167,7 +178,9 @@ def operator_matmul_seconds(kernel: Matmul, profile: GpuProfile) -> float:
     size, result_size = OPERAND_BYTES[kernel.precision], 4 if wide else 2
     if kernel.precision == "fp8":
         peak, rates = 2 * peak, dataclasses.replace(rates, least=rates.least / 2)  # half the bytes
-    fastest = _computing_seconds((kernel.batch, kernel.rows, kernel.columns, kernel.depth), rates, peak, profile.sms)
+    sm_rate = peak / profile.sms * rates.efficiency
+    tilings = _tilings(kernel.batch, kernel.rows, kernel.columns, kernel.depth, profile.sms)
+    fastest = _computing(tilings, rates, sm_rate, rates.epilogue)
     operands, results = kernel.depth * (kernel.rows + kernel.columns), kernel.rows * kernel.columns
     moved = kernel.batch * (size * operands + result_size * results)
     return max(fastest, moved / profile.bandwidth) + rates.fixed

@@ -6,17 +6,17 @@ from cs336_systems.config import RunConfig
 from cs336_systems.experiments.catalogue import catalogue
 from cs336_systems.measure.readers.recorded_tables import BlockRow, LabelRow, rows_of
 from cs336_systems.predict.memory_model import estimate
-from cs336_systems.record import MIB, load
+from cs336_systems.record import MIB
 from cs336_systems.report.cells import group
 from cs336_systems.report.sections import tables
-from tests.helpers import ROOT
+from tests.helpers import ROOT, records_of_h200
 
 H200 = ROOT / "results" / "h200"
 
 
 @pytest.fixture(scope="module")
 def records():
-    return load(H200 / "records.jsonl").records
+    return records_of_h200()
 
 
 @pytest.fixture(scope="module")

@@ -21,13 +21,14 @@ def speed_up() -> None:
     """Replace the functions that take the time. A Triton that lacks one of them stays as it is there."""
     replace_once()
     for owner, name, replacement in (
+        (interpreter, "_patch_attr", direct_calls),
         (interpreter, "_get_np_dtype", known_dtypes),
         (interpreter, "_convert_float", rounded_to_fp8),
         (tl.block_type, "__init__", known_blocks),
         (tl.tensor, "__init__", known_shapes),
         (tl.core, "_unwrap_if_constexpr", plain_values),
         (semantic.TritonSemantic, "binary_op_sanitize_overflow_impl", overflow_if_asserted),
-        (semantic.TritonSemantic, "binary_op_type_checking_impl", known_operands),
+        (semantic.TritonSemantic, "binary_op_type_checking_impl", known_factors),
         (semantic.TritonSemantic, "broadcast_impl_value", known_operands),
     ):
         if hasattr(owner, name):
@@ -49,6 +50,23 @@ def replace_once() -> None:
         return nothing() if is_replaced else search(function)
 
     interpreter._patch_lang = replace
+
+
+def direct_calls(plain: Callable[..., None]) -> Callable[..., None]:
+    """Call a function of the language with its semantics, without a check in between that they are given."""
+
+    def replace(owner: Any, name: str, member: Any, builder: Any, scope: Any) -> None:
+        function, semantics = getattr(member, "__wrapped__", None), getattr(interpreter, "interpreter_semantic", None)
+        if function is None or semantics is None:
+            return plain(owner, name, member, builder, scope)
+
+        def call(*arguments: Any, **named: Any) -> Any:
+            named["_semantic"] = semantics
+            return function(*arguments, **named)
+
+        return scope.set_attr(owner, name, call)
+
+    return replace
 
 
 def known_dtypes(plain: Callable[[Any], np.dtype]) -> Callable[[Any], np.dtype]:
@@ -127,9 +145,10 @@ def plain_values(plain: Callable[[Any], Any]) -> Callable[[Any], Any]:
     return unwrap
 
 
-def known_operands(plain: Callable[..., Any]) -> Callable[..., Any]:
+def known_operands(plain: Callable[..., Any], convert: Callable[..., Any] | None = None) -> Callable[..., Any]:
     """Cast and broadcast two operands to the types that operands of the same types had before: most need neither. The
     tensor of a number is kept, too."""
+    convert = convert or converted
     types: dict[Any, tuple[Any, Any]] = {}
     numbers: dict[Any, Any] = {}
 
@@ -140,7 +159,7 @@ def known_operands(plain: Callable[..., Any]) -> Callable[..., Any]:
             key = (left.type.name, right.type.name, options, *named.items())
             if key in types:
                 wanted = types[key]
-                return converted(self, left, wanted[0]), converted(self, right, wanted[1])
+                return convert(self, left, wanted[0]), convert(self, right, wanted[1])
             found = plain(self, left, right, *options, **named)
             types[key] = tuple(
                 None if after is before else after.type for before, after in zip((left, right), found, strict=True)
@@ -157,6 +176,20 @@ def known_operands(plain: Callable[..., Any]) -> Callable[..., Any]:
         return found
 
     return operands
+
+
+def known_factors(plain: Callable[..., Any]) -> Callable[..., Any]:
+    """As known_operands, for binary operations: NumPy broadcasts their data."""
+    return known_operands(plain, described)
+
+
+def described(semantics: Any, tensor: Any, wanted: Any) -> Any:
+    """The tensor, cast to a type and described by it; None: as it is."""
+    if wanted is None:
+        return tensor
+    if tensor.dtype.name != wanted.scalar.name:
+        tensor = semantics.cast(tensor, wanted.scalar)
+    return tensor if tensor.type.name == wanted.name else tl.tensor(tensor.handle, wanted)
 
 
 MOST_NUMBERS = 1000

@@ -8,10 +8,13 @@ import json
 import sys
 import traceback
 from typing import Any
+from unittest import mock
 
 import torch
+import triton.language as tl
 
 from cs336_systems.kernels import Packing, attention
+from cs336_systems.kernels.flash import packing_triton
 from cs336_systems.kernels.flash.packing import FIELDS, Blocks
 from tests.unit.kernels.attention_cases import Case, failures, poisoned_memory
 from tests.unit.kernels.fast_interpreter import speed_up
@@ -35,11 +38,13 @@ def run(fields: dict[str, Any], dtype: str, deterministic: bool, **options: obje
         return [f"{case.name} {dtype}: {traceback.format_exc()}"]
 
 
-def table(fields: dict[str, Any], blocks: list[Any], bottom_right: bool) -> list[list[int]]:
-    """The lines of the table of a packing's blocks."""
+def table(fields: dict[str, Any], blocks: list[Any], bottom_right: bool, at_once: int | None) -> list[list[int]]:
+    """The lines of the table of a packing's blocks. `at_once`: documents that a program looks at together."""
     case = Packed(**{name: tuple(value) if isinstance(value, list) else value for name, value in fields.items()})
     packing = Packing(*case.offsets().values())
-    return packing.table(Blocks(*blocks), case.tokens_q, case.tokens_k, bottom_right).view(-1, FIELDS).tolist()
+    number = packing_triton.AT_ONCE if at_once is None else tl.constexpr(at_once)
+    with mock.patch.object(packing_triton, "AT_ONCE", number):
+        return packing.table(Blocks(*blocks), case.tokens_q, case.tokens_k, bottom_right).view(-1, FIELDS).tolist()
 
 
 if __name__ == "__main__":

@@ -9,6 +9,7 @@ import subprocess
 import sys
 from dataclasses import asdict, replace
 from importlib.util import find_spec
+from itertools import product
 
 import pytest
 
@@ -114,8 +115,10 @@ def test_random_packings(check, seed):
     check(case, ("float32", "float16")[seed % 2], seed=seed, through_lse=seed % 3 == 0)
 
 
-MANY = Packed((3, 0, 41, 16, 17, 1, 33, *(5,) * 125), (9, 4, 41, 0, 80, 1, 7, *(5,) * 125), after_q=20, after_k=3)
-"""More documents than a program looks at together."""
+def odd_and(fives):
+    """Documents with and without keys and queries, full blocks and others, and as many of five rows."""
+    lengths_q, lengths_k = (3, 0, 41, 16, 17, 1, 33, *(5,) * fives), (9, 4, 41, 0, 80, 1, 7, *(5,) * fives)
+    return Packed(lengths_q, lengths_k, after_q=20, after_k=3)
 
 
 def expected_lines(case, rows, of_keys, bottom_right):
@@ -137,13 +140,19 @@ def expected_lines(case, rows, of_keys, bottom_right):
     return found
 
 
-@pytest.mark.parametrize("order", ["AS_PACKED", "LONGEST_FIRST", "DIAGONAL"])
-@pytest.mark.parametrize("of_keys", [False, True], ids=["queries", "keys"])
-@pytest.mark.parametrize("case", [MANY, Packed((0, 0)), Packed((70,))], ids=["many", "empty", "one"])
-def test_table_of_blocks(ask, case, of_keys, order):
-    """Every block has one line, in an order that starts with the most work; other lines are 0."""
+TABLES = (odd_and(fives=13), Packed((0, 0)), Packed((70,)))
+ORDERS = [*product(TABLES, (False, True), ("AS_PACKED", "LONGEST_FIRST", "DIAGONAL"), (16,))]
+ORDERS += [(odd_and(fives=125), True, "LONGEST_FIRST", None)]
+
+NAMES = [f"{len(case.lengths_q)}-{'keys' if of_keys else 'queries'}-{order}" for case, of_keys, order, _ in ORDERS]
+
+
+@pytest.mark.parametrize(("case", "of_keys", "order", "at_once"), ORDERS, ids=NAMES)
+def test_table_of_blocks(ask, case, of_keys, order, at_once):
+    """Every block has one line, in an order that starts with the most work; other lines are 0. There are more documents
+    than a program looks at together: with `at_once` it is made to look at that many only."""
     rows, bottom_right = 16, order == "DIAGONAL"
-    lines = ask(fields=asdict(case), blocks=[rows, of_keys, order], bottom_right=bottom_right)
+    lines = ask(fields=asdict(case), blocks=[rows, of_keys, order], bottom_right=bottom_right, at_once=at_once)
     expected = expected_lines(case, rows, of_keys, bottom_right)
     if order == "LONGEST_FIRST":
         expected.sort(key=lambda found: -found[2])

@@ -27,6 +27,7 @@ from cs336_systems.measure.readers.trace import read_chrome, trace_metrics
 from cs336_systems.record import Metric
 from cs336_systems.step.train_step import TrainStep
 from tests.helpers import PACKAGE, ROOT, refused
+from tests.unit.any_text import any_text
 
 H200 = ROOT / "tests" / "golden" / "trace_h200.json.gz"
 PHASES = ("forward", "loss", "backward", "sync", "optimizer")
@@ -131,7 +132,7 @@ def test_kind_of_this_packages_kernels(name):
 
 
 @settings(max_examples=50, deadline=None)
-@given(st.text())
+@given(any_text())
 def test_every_name_has_a_kind(name):
     assert classify(name) in KINDS
 

@@ -21,6 +21,7 @@ from cs336_systems.report.compare_output import table
 from cs336_systems.report.intervals import Ratio, geometric_mean, ratio_of_medians
 from cs336_systems.table import FORMATS
 from tests.helpers import assert_refused, clean_env, execute, exit_code
+from tests.unit.any_text import any_text
 from tests.unit.report.compare_cells import GPU, STEADY, cell, entries, times
 
 pytestmark = pytest.mark.usefixtures("elsewhere")
@@ -676,8 +677,8 @@ def test_a_torn_line_is_remarked_on(capsys, tmp_path):
 
 
 JSON = st.recursive(
-    st.none() | st.booleans() | st.integers() | st.floats() | st.text(max_size=5) | st.just(10**400),
-    lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.text(max_size=5), inner, max_size=3),
+    st.none() | st.booleans() | st.integers() | st.floats() | any_text(max_size=5) | st.just(10**400),
+    lambda inner: st.lists(inner, max_size=3) | st.dictionaries(any_text(max_size=5), inner, max_size=3),
     max_leaves=5,
 )
 SAMPLE = json.loads(cell()[0].to_json())
