@@ -40,10 +40,8 @@ class CachingAllocator:
         small = size <= SMALL
         candidates = self._free[small]
         index = bisect_left(candidates, (size, -1))
-        if index < len(candidates):
-            block = self._blocks[candidates.pop(index)[1]]
-        else:
-            block = self._new_segment(size, small)
+        fits = index < len(candidates)
+        block = self._blocks[candidates.pop(index)[1]] if fits else self._new_segment(size, small)
         rest = block.size - size
         if rest >= ALIGNMENT if small else rest > SMALL:
             self._split(block, size)
