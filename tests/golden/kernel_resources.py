@@ -215,7 +215,7 @@ def portable(arch: str, kernel: str, dtype: str, d: int, mask: str, group: int, 
     with (
         mock.patch.object(torch.cuda, "get_device_capability", return_value=capability),
         mock.patch.multiple(
-            portable_launch, SMALLEST_FOR_DESCRIPTORS=least, LONG_FOR_DESCRIPTORS=least, ONE_KERNEL=least
+            portable_launch, SMALLEST_FOR_DESCRIPTORS=least, LONG_FOR_DESCRIPTORS=least, LAUNCH_BOUND=least
         ),
     ):
         call = (kernel, tensors, MASKS[mask], is_packed)

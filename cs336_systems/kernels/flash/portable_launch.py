@@ -14,7 +14,7 @@ from cs336_systems.kernels.flash import strides as layout
 from cs336_systems.kernels.flash.band import Band
 from cs336_systems.kernels.flash.launch_plan import Plan, suits_tma
 from cs336_systems.kernels.flash.packing import Blocks, PackedMask, Packing, most_blocks
-from cs336_systems.kernels.flash.tiles import ONE_KERNEL, WIDEST_GRAD, Key, Tile
+from cs336_systems.kernels.flash.tiles import LAUNCH_BOUND, WIDEST_GRAD, Key, Tile
 from cs336_systems.kernels.triton_compat import INTERPRETED, TensorDescription
 
 FP32_PRECISION = "tf32x3"
@@ -25,7 +25,7 @@ fp32."""
 L2_SHARE = 16 << 20
 """Bytes that the heads of a section may read repeatedly; with more they evict each other from the L2 cache."""
 SMALLEST_FOR_DESCRIPTORS = 0 if INTERPRETED else 1 << 21
-"""Elements of q below which descriptors save less time than it takes to encode them, in problems below ONE_KERNEL."""
+"""Elements of q below which descriptors save less time than it takes to encode them, in problems below LAUNCH_BOUND."""
 LONG_FOR_DESCRIPTORS = 2048
 """Keys from which descriptors pay all the same: a program visits that many one tile after another."""
 WITH_TMA = (9, 10)
@@ -245,7 +245,7 @@ def _by_descriptor(kernel: str, tensors: Sequence[Tensor]) -> bool:
         kernel != "grad"
         and (INTERPRETED or torch.cuda.get_device_capability(q.device)[0] in WITH_TMA)
         and q.element_size() == 2
-        and (q.numel() >= SMALLEST_FOR_DESCRIPTORS or keys >= LONG_FOR_DESCRIPTORS or q.numel() * keys >= ONE_KERNEL)
+        and (q.numel() >= SMALLEST_FOR_DESCRIPTORS or keys >= LONG_FOR_DESCRIPTORS or q.numel() * keys >= LAUNCH_BOUND)
         and all(map(suits_tma, tensors))
     )
 
@@ -260,6 +260,6 @@ def _plan_backward(tensors: Sequence[Tensor], band: Band) -> list[Plan]:
     q, k, v, out, grad, dq, dk, dv = tensors
     if not all(t.numel() for t in tensors):
         return []
-    if q.numel() * k.shape[2] < ONE_KERNEL and q.element_size() == 2 and q.shape[3] <= WIDEST_GRAD:
+    if q.numel() * k.shape[2] < LAUNCH_BOUND and q.element_size() == 2 and q.shape[3] <= WIDEST_GRAD:
         return [plan("grad", tensors, band)]
     return [plan("grad_q", (q, k, v, out, grad, dq), band), plan("grad_kv", (q, k, v, grad, dk, dv), band)]

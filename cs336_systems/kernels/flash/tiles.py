@@ -34,9 +34,6 @@ BLOCK_DIMS = (16, 32, 64, 128, 256)
 """Padded head dims."""
 LAUNCH_BOUND = 1 << 31
 """Multiply-adds of one matmul below which a call takes a large GPU less time than Python takes to launch it."""
-ONE_KERNEL = 1 << 29
-"""Multiply-adds of one matmul below which one kernel for all of backward is faster than two: it is launched once, but
-reads by pointers, and its programs of keys compute again what those of queries know."""
 
 
 @dataclass(frozen=True)

@@ -15,7 +15,7 @@ FORWARD, INPUT, WEIGHT = "forward", "input", "weight"
 """Layouts of a matmul: x @ W^T, the gradient of its input (grad @ W) and of its weight (grad^T @ x)."""
 ROTARY_ELEMENTS, LOGITS, NORM_PROGRAMS, MANY_ROWS = 4096, 2048, 264, 8192
 """Equal to the constants of kernels/fused/pointwise_triton.py; a test compares them."""
-LAUNCH_BOUND, ONE_KERNEL, HOPPER_WORTH = 1 << 31, 1 << 29, 1 << 33
+LAUNCH_BOUND, HOPPER_WORTH = 1 << 31, 1 << 33
 """Equal to the constants of kernels/flash/tiles.py and dispatch.py; a test compares them."""
 SMALLEST_FOR_DESCRIPTORS, LONG_FOR_DESCRIPTORS, WIDEST_GRAD = 1 << 21, 2048, 128
 """Equal to the constants of kernels/flash/portable_launch.py and tiles.py; a test compares them."""
@@ -333,7 +333,7 @@ def attention_path(config: RunConfig, *, is_backward: bool) -> str:
         return ""
     if config.attention not in ("auto", "flash_triton"):
         return ""
-    is_small = elements * keys < ONE_KERNEL
+    is_small = elements * keys < LAUNCH_BOUND
     if is_backward:
         return SMALL_PATH if is_small and model.head_dim <= WIDEST_GRAD else PORTABLE
     by_pointer = is_small and elements < SMALLEST_FOR_DESCRIPTORS and keys < LONG_FOR_DESCRIPTORS

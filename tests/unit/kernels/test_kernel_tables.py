@@ -56,8 +56,8 @@ def test_traits_of_a_call(shape, heads, band, expected):
 @pytest.mark.parametrize(
     ("shape", "expected"),
     [
-        ((1, 16, 512, 64), False),
-        ((1, 16, 1024, 64), True),  # by its work
+        ((1, 16, 1024, 64), False),
+        ((1, 16, 1536, 64), True),  # by its work
         ((1, 2, 2048, 64), True),  # by its keys
         ((64, 16, 32, 64), True),  # by its elements
     ],

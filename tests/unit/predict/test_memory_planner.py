@@ -109,7 +109,7 @@ def share_of(config, share):
 @pytest.mark.parametrize("context", [256, 4096])
 def test_no_plan_is_faster(layers, context, monkeypatch):
     """The search equals trying all plans of a few choices, in the order in which the planner arranges blocks."""
-    monkeypatch.setattr(memory_planner, "block_plans", lambda allowed: [
+    monkeypatch.setattr(memory_planner, "block_plans", lambda allowed=memory_planner.CHOICES: [
         plan for plan in REDUCED if set(plan) <= set(allowed)
     ])  # fmt: skip
     config = on_gpu(ModelConfig(512, context, 256, layers, 4, 1024), batch_size=max(1, 16384 // context))
