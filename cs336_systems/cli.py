@@ -609,7 +609,7 @@ def main(argv: list[str] | None = None) -> int:
     other = Parser()
 
     def parser_of(*, prog: str, **options: Any) -> Parser:
-        """Return a parser of the named command; one for all others, whose names are all that is needed."""
+        """Return the parser with the flags of the named command; other commands are listed by name only."""
         return Parser(prog=prog, **options) if prog == f"cs336 {named}" else other
 
     subparsers = parser.add_subparsers(
@@ -640,7 +640,7 @@ def main(argv: list[str] | None = None) -> int:
 
 
 def _tell_other_ranks(mistake: str) -> None:
-    """Tell the other ranks of torchrun, which may have another command line, why this one does not come."""
+    """Tell the other torchrun ranks, whose command lines may differ, why this rank does not join them."""
     from cs336_systems.parallel.rendezvous import tell_failure
 
     tell_failure(mistake)

@@ -22,17 +22,17 @@ from cs336_systems.config import UserError
 from cs336_systems.flags import Parser, add_flags, one_line, read_flags
 
 FLAG_OF = {"model_factory": "model"}
-"""Names of arguments whose flag has another name."""
+"""Argument names whose flag has another name."""
 
 PATH_MISTAKES = (
     *(errno.EACCES, errno.EPERM, errno.EROFS),
     *(errno.ENAMETOOLONG, errno.ENOTDIR, errno.EISDIR, errno.ELOOP),
 )
-"""Errors of the operating system that another path avoids: mistakes of the user."""
+"""Errors of the operating system that another path would avoid; they count as mistakes of the user."""
 
 
 class Interrupted(KeyboardInterrupt):
-    """Ctrl-C in a run that can be resumed; `path` is the file of what was finished."""
+    """Raised by Ctrl-C in a run that can be resumed; `path` is the file with the finished records."""
 
     def __init__(self, path: Path):
         super().__init__(str(path))
@@ -76,7 +76,7 @@ def guarded(program: str, run: Callable[[], int | None], started_by: Sequence[st
 
 
 def flags_named(error: UserError) -> str:
-    """Return the message with the arguments that it names written as flags."""
+    """Return an error message with the names of arguments written as flags."""
     text = str(error)
     for name in error.arguments:
         # Not inside a quoted value or a path.

@@ -18,16 +18,16 @@ from typing import Any
 
 MODES = ("inference", "forward", "forward-backward", "train-step")
 PLAIN_PRECISIONS = ("fp32", "tf32", "bf16", "fp16")
-"""Precisions of any step."""
+"""Precisions that every step supports."""
 PRECISIONS = (*PLAIN_PRECISIONS, "fp8")
 LOW_PRECISIONS = ("bf16", "fp16", "fp8")
 """Precisions whose activations have 16 bits. With "fp8" these are bf16, and the operands of the blocks' matmuls FP8."""
 FP8_MULTIPLE = 16
 """The dimensions of a matmul in FP8 are multiples of this."""
 FP8_LOST = "fp8 lost: "
-"""Beginning of the metrics of a training run that say what FP8 has lost of each tensor."""
+"""Prefix of the training metrics that give, for each tensor, the share of elements that FP8 rounded to 0."""
 LARGEST_LOST_SHARE = 0.5
-"""A block that has lost a larger share of a tensor's elements returns to bf16."""
+"""A block returns to bf16 if FP8 rounds a larger share of any of its tensors' elements to 0."""
 ATTENTIONS = ("auto", "reference", "flash_torch", "flash_triton", "flash_hopper", "sdpa")
 
 FAST_PARTS = ("kernels", "loss", "optimizer", "graph")
@@ -469,7 +469,7 @@ SIZES: dict[str, dict[str, Any]] = {
     "qwen3/4B": _qwen(2560, 9728, 36, 32, 8, **_NORMED, **_TIED),
     "qwen3/8B": _qwen(4096, 12288, 36, 32, 8, **_NORMED),
 }
-"""Fields of ModelConfig by size. A published model has its own vocabulary; its context is as long as it is given."""
+"""Fields of ModelConfig by size. A published model has its own vocabulary; the caller chooses its context length."""
 COURSE_SIZES = ("small", "medium", "large", "xl", "2.7B")
 SIZES_2026 = ("small", "medium", "large", "2.7B", "2026/10B")
 """Sizes of the 2026 handout. Its xl is the 2.7B of 2025 and keeps that name: one model has one name in a file."""
@@ -505,7 +505,7 @@ def _sizes_of(model: ModelConfig) -> Iterator[str]:
 
 @functools.cache
 def _shapes() -> dict[str, dict[str, Any]]:
-    """Return the fields of the model of each size, but for the context."""
+    """Return the model fields of each size, without the context length."""
 
     def shape(fields: dict[str, Any]) -> dict[str, Any]:
         named = ModelConfig(**fields)

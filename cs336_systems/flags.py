@@ -17,7 +17,7 @@ from cs336_systems.config import UserError, nearest
 from cs336_systems.text import printable
 
 LONGEST_WORD = 300
-"""Characters of a word in an error message; of longer ones the middle is left out."""
+"""Maximum characters of a word in an error message; the middle of longer words is left out."""
 
 USUAL_NAMES = {
     **dict.fromkeys(("tokens", "dataset", "train_data", "train_file", "input"), ("data",)),
@@ -40,11 +40,11 @@ USUAL_NAMES = {
     **dict.fromkeys(("fsdp", "ddp", "zero"), ("parallel",)),
     **dict.fromkeys(("resume", "resume_from_checkpoint", "load"), ("resume_from",)),
 }
-"""Names that flags have in other trainers, without dashes, and ours: the first that a command has is meant."""
+"""Flag names in other trainers, without dashes, and ours; the first that the command has is suggested."""
 
 
 def one_line(message: str) -> str:
-    """Return a message as one line of printable characters, in which no word is endless."""
+    """Return a message as one line of printable characters, with very long words shortened."""
     text = printable(" ".join(message.split()))
     half = LONGEST_WORD // 2
     return re.sub(rf"\S{{{LONGEST_WORD + 1},}}", lambda word: f"{word[0][:half]}...{word[0][-half:]}", text)
@@ -63,11 +63,11 @@ class Parser(argparse.ArgumentParser):
         raise mistake
 
     def _print_message(self, message: str, file: Any = None) -> None:
-        """Print, and raise what goes wrong: argparse would ignore it."""
+        """Print, and let errors of the stream propagate, which argparse would ignore."""
         (file or sys.stderr).write(message)
 
     def parse_known_args(self, args: Any = None, namespace: Any = None) -> Any:
-        """Refuse unknown arguments here: a subcommand knows its own flags, and so the one that was meant."""
+        """Refuse unknown arguments here, because a subcommand knows which of its flags is similar."""
         found, unknown = super().parse_known_args(args, namespace)
         if unknown:
             self.error(f"unrecognized arguments: {' '.join(unknown)}")
@@ -82,7 +82,7 @@ class Parser(argparse.ArgumentParser):
         return ""
 
     def _usual(self, flag: str) -> str:
-        """Return our name of a flag that other trainers have; "" if this command has none like it."""
+        """Return our name for a flag of other trainers; "" if this command has no such flag."""
         ours = [f"--{name}" for name in USUAL_NAMES.get(flag.lstrip("-").replace("-", "_").lower(), ())]
         found = next((name for name in ours if name in self._option_string_actions), "")
         if found == "--resume_from":

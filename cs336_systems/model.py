@@ -34,14 +34,14 @@ if TYPE_CHECKING:  # it needs DTensor, which takes 0.8 s to import
 
 
 class PackedTokens(NamedTuple):
-    """Sequences of several documents each. A document sees only itself, and its positions begin at 0."""
+    """Sequences of several documents each. A document attends to itself alone, and its positions begin at 0."""
 
     tokens: Tensor
     """(B, T)"""
     positions: Tensor
     """(B, T)"""
     cu_seqlens: Tensor
-    """int32: where documents begin among the B x T tokens, then B x T."""
+    """Offsets of the documents among the B x T tokens, then B x T; int32."""
 
     @property
     def shape(self) -> torch.Size:
@@ -108,9 +108,9 @@ class RotaryEmbedding(nn.Module):
     cos: Tensor
     sin: Tensor
     context: "ContextParallel | None" = None
-    """Set where the tokens are a part of the sequence, and other ranks have the rest."""
+    """Set if the tokens are one rank's part of the sequence under context parallelism."""
     packing: None = None
-    """A sequence is one document; see PackedRotary."""
+    """None: each sequence is one document; see PackedRotary."""
 
     def __init__(
         self,
@@ -168,8 +168,8 @@ def _rotated(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
 
 
 def _scaled(frequencies: Tensor, factor: float, low: float, high: float, original: float) -> Tensor:
-    """Divide by `factor` the frequencies with fewer than `low` waves in the original context, leave those with more
-    than `high` as they are, and interpolate between them, as Llama 3 does."""
+    """Divide by `factor` the frequencies with fewer than `low` waves in the original context, keep those with more than
+    `high`, and interpolate between them, as Llama 3 does."""
     waves = frequencies * original / (2 * math.pi)
     kept = ((waves - low) / (high - low)).clamp(0, 1)
     return frequencies * (kept + (1 - kept) / factor)
@@ -177,7 +177,7 @@ def _scaled(frequencies: Tensor, factor: float, low: float, high: float, origina
 
 class Attention(nn.Module):
     context: "ContextParallel | None" = None
-    """As of RotaryEmbedding."""
+    """Same as RotaryEmbedding.context."""
 
     def __init__(self, config: ModelConfig, impl: str):
         super().__init__()
@@ -207,7 +207,7 @@ class Attention(nn.Module):
         return self.output_proj(out.transpose(1, 2).flatten(-2))
 
     def _attend(self, q: Tensor, k: Tensor, v: Tensor, packing: Packing | None) -> Tensor:
-        """Causal attention over (B, H, T, K), inside of documents if they are packed."""
+        """Compute causal attention over (B, H, T, K), within documents if they are packed."""
         if packing is None:
             return attention(q, k, v, is_causal=True, impl=self.impl)
         q, k, v = (t.transpose(1, 2).flatten(0, 1) for t in (q, k, v))  # (T, H, K)
@@ -221,14 +221,14 @@ class Attention(nn.Module):
 
     @property
     def norms(self) -> HeadNorms | None:
-        """The norms of q and k, if there are any, for the fused kernels."""
+        """The norms of q and k for the fused kernels, if there are any."""
         if self.q_norm is None or self.k_norm is None:
             return None
         return HeadNorms(self.q_norm.weight, self.k_norm.weight, self.q_norm.eps)
 
     @property
     def biases(self) -> tuple[Tensor, ...]:
-        """The biases of q, k and v; none without them."""
+        """The biases of q, k and v, if there are any."""
         found = (self.q_proj.bias, self.k_proj.bias, self.v_proj.bias)
         return tuple(bias for bias in found if bias is not None)
 
@@ -282,8 +282,8 @@ class TransformerLM(nn.Module):
     kernels/fused/nodes.py. `checkpoint_blocks` = k saves only the input of every k-th block and recomputes the rest in
     backward (0: saves everything). `checkpoint_inner` = j recomputes such a group in groups of j blocks: less memory
     for a third forward pass. `checkpoint_recursive` recomputes the groups by halves: the least memory of all. `plan`,
-    for a fused model, says instead what becomes of each tensor of each block. `fp8` computes the matmuls of a fused
-    model's blocks in FP8.
+    for a fused model, instead chooses for each tensor of each block to keep, recompute or offload it. `fp8` computes
+    the matmuls of a fused model's blocks in FP8.
     """
 
     checkpoint_inner = 0

@@ -12,9 +12,9 @@ from typing import Any
 from cs336_systems.files import LimitError
 
 DEEPEST = 100
-"""Levels of nesting; real files have up to 6."""
+"""Maximum levels of nesting; real files have up to 6."""
 PERSISTENT = "persistent_load"
-"""The name of the function that a pickle has look up its persistent ids."""
+"""Name of the function that a pickle calls to look up persistent ids."""
 _uint4, _int4, _float8 = (struct.Struct(form).unpack_from for form in ("<I", "<i", ">d"))
 
 
@@ -98,7 +98,7 @@ def _load(data: bytes, names: Set[str], most: int) -> Any:
 
 
 def _rare(code: int, data: bytes, at: int, stack: list[Any], memo: list[Any], names: Set[str]) -> int:
-    """Carry out an instruction that is rare, or refuse it; return the position after it."""
+    """Execute an instruction that is rare, or refuse it; return the position after it."""
     match code:
         case 0x80:  # PROTO
             return at + 1
@@ -127,7 +127,7 @@ def _rare(code: int, data: bytes, at: int, stack: list[Any], memo: list[Any], na
 
 
 def _taken(stack: list[Any], count: int) -> list[Any]:
-    """Take the last values off the stack."""
+    """Pop the last values off the stack."""
     taken = stack[-count:]
     if len(taken) < count:
         raise IndexError
@@ -136,7 +136,7 @@ def _taken(stack: list[Any], count: int) -> list[Any]:
 
 
 def _memoize(memo: list[Any], index: int, value: Any) -> None:
-    """Remember a value under the next index; picklers count them."""
+    """Store a value under the next index; picklers count them."""
     if index != len(memo):
         raise ValueError(f"value {len(memo)} is numbered {index}")
     memo.append(value)
@@ -165,7 +165,7 @@ def _tuple(stack: list[Any], found: list[Any]) -> None:
 
 
 def _make(code: int, data: bytes, at: int, stack: list[Any], names: Set[str]) -> int:
-    """Carry out an instruction that names a class or function, or applies one; return the position after it."""
+    """Execute an instruction that names a class or function, or applies one; return the position after it."""
     match code:
         case 0x63:  # GLOBAL
             lines = data[at : at + 400].split(b"\n", 2)

@@ -33,18 +33,19 @@ from cs336_systems.files import (
 from cs336_systems.text import Text, say
 
 SCHEMA_VERSION = 2
-"""2 has `variant`. Version 1 had it in front of the metric's name; it is split off when such a file is read."""
+"""Version of the format. Version 1 had the variant in front of the metric's name; it is split off on reading."""
 RECORDS = "records.jsonl"
-"""The file of records in a folder."""
+"""Name of the file of records in a folder."""
 CELL_TIME = "cell_time"
-"""The metric every cell ends with: seconds from start to end, set-up included. A cell is complete when it is there."""
+"""The metric that ends every cell: seconds from start to end, set-up included. A cell with it is complete."""
 MIB = 2**20
 GIB = 2**30
 
 
 @dataclass(frozen=True)
 class Environment:
-    """Where a record was made; without it a number cannot be compared. None: not known on that machine."""
+    """The machine and software of a record, without which numbers cannot be compared. None: not known on that
+    machine."""
 
     gpu: str | None = None
     gpu_count: int = 0
@@ -72,12 +73,12 @@ class Environment:
 
     @property
     def machine(self) -> str:
-        """Its GPU, or its CPU where it has none."""
+        """The machine's GPU, or its CPU if it has none."""
         return self.gpu or self.cpu or "unknown machine"
 
     @classmethod
     def from_dict(cls, values: Mapping[str, Any]) -> "Environment":
-        """From JSON, which has lists where this has tuples."""
+        """Create from JSON, which has lists in place of tuples."""
         found = cls(**{**values, "throttle_reasons": tuple(values.get("throttle_reasons", ()))})
         for name, kind in _environment_kinds().items():
             if not isinstance(getattr(found, name), kind):
@@ -92,13 +93,13 @@ def _environment_kinds() -> dict[str, Any]:
 
 
 class Metric(NamedTuple):
-    """One measured quantity, as an instrument returns it: base unit, raw samples."""
+    """One measured quantity with its base unit and raw samples, as returned by an instrument."""
 
     name: str
     unit: str
     samples: Sequence[float | str]
     variant: str = ""
-    """The implementation, arrangement or strategy that was measured, where one cell measures several."""
+    """The implementation, arrangement or strategy that was measured, if one cell measures several."""
 
 
 @dataclass(frozen=True)
@@ -123,7 +124,7 @@ class Record:
 
     @cached_property
     def cell(self) -> str:
-        """Identifies the work that was done: the configuration without the name it was asked for by."""
+        """Key of the work that was done: a hash of the configuration without its `size`, which is only a name."""
         return cell_key(self.config)
 
     def to_json(self) -> str:
@@ -135,7 +136,8 @@ class Record:
 
     @classmethod
     def from_dict(cls, values: Mapping[str, Any], before: "Record | None" = None) -> "Record":
-        """`before`: the record of the line above. Most have its configuration and environment: they share these."""
+        """Create from JSON. `before`: the record of the line above, whose configuration and environment are shared if
+        equal."""
         version = values.get("schema_version")
         if not isinstance(version, int):
             raise ValueError("it has no schema_version")
@@ -179,15 +181,16 @@ class Record:
 
 
 DEEPEST = 10
-"""Levels of a configuration in a file; ours have two."""
+"""Maximum levels of a configuration in a file; ours have two."""
 
 
 _MOVED = {"cs336_systems.benchmark.llama:build": "cs336_systems.experiments.steps.llama:build"}
-"""Model factories of this package that older records name by their former module."""
+"""Former names of this package's model factories in older records -> their present names."""
 
 
 def _split_variant(config: Mapping[str, Any], metric: str) -> tuple[str, str]:
-    """Variant and metric of a name of schema version 1: `flash_triton_step_time`, `naive: step_time`."""
+    """Split a metric's name of schema version 1 into variant and metric: `flash_triton_step_time`, `naive:
+    step_time`."""
     found = [
         (name, metric[len(name) + len(separator) :])
         for field_name, separator in (("implementations", "_"), ("arrangements", ": "), ("strategies", ": "))
@@ -212,7 +215,7 @@ _KINDS = {
     **dict.fromkeys(("config", "environment"), dict),
     "samples": list,
 }
-"""The entries that a line must have, and their types: a file may have been written by anything."""
+"""Required entries of a line and their types, which are checked because files may come from anywhere."""
 
 
 def _encode(sample: float | str) -> float | str:
@@ -236,14 +239,15 @@ def _decode(sample: Any) -> float | str:
 
 
 def cell_key(config: Mapping[str, Any]) -> str:
-    """A short stable hash of the work a configuration describes; `size` is only a name and does not count."""
+    """Return a short, stable hash of the work that a configuration describes; `size` is only a name and does not
+    count."""
     work = {name: value for name, value in config.items() if name != "size"}
     canonical = json.dumps(work, sort_keys=True, separators=(",", ":"))
     return hashlib.sha256(canonical.encode()).hexdigest()[:16]
 
 
 HEADLINES = ("step_time", "forward_backward_time", "leaderboard_time")
-"""What is said of a cell in a word, and compared: the first of these that it has."""
+"""Main metrics of a cell for summaries and comparisons; the first one that a cell has counts."""
 
 
 # -- files ------------------------------------------------------------------------------------------------------------
@@ -256,7 +260,7 @@ class Loaded:
     records: list[Record]
     remarks: list[Text]
     name: str = ""
-    """Of the run: its folder's, or the file's own."""
+    """Name of the run: its folder's name, or the file's."""
 
 
 def append(path: str | Path, records: Iterable[Record]) -> None:
@@ -313,7 +317,7 @@ def _read_lines(path: Path) -> tuple[list[Record], list[Text]]:
 
 
 def _after_tear(line: bytes) -> bytes:
-    """Return the record at the end of a line that a killed writer began and another one continued."""
+    """Return the record at the end of a line whose beginning was left by a killed writer."""
     start = line.rfind(_RECORD_START)
     return line[start:] if start > 0 else b""
 
@@ -357,9 +361,9 @@ def _parse(line: bytes, where: str, before: Record | None = None) -> Record:
 
 
 def latest(records: Iterable[Record]) -> list[Record]:
-    """The last record for each (experiment, cell, variant, metric), in order of first appearance.
+    """Return the last record for each (experiment, cell, variant, metric), in order of first appearance.
 
-    A cell that was measured again after a failure, or the other way round, keeps only the lines of its last run.
+    Of a cell that was measured again after a failure, or that failed later, only the lines of the last run are kept.
     """
     runs: dict[tuple[str, str], dict[tuple[str, str], Record]] = {}
     complete: set[tuple[str, str]] = set()
@@ -392,12 +396,12 @@ class Statistics:
 
     @property
     def variation(self) -> float:
-        """Coefficient of variation: std over mean."""
+        """Coefficient of variation: standard deviation over mean."""
         return self.std / self.mean if self.mean else 0.0
 
 
 def summarize(samples: Sequence[float]) -> Statistics:
-    """Statistics of at least one sample; the standard deviation is the sample's (ddof=1), 0 for a single one."""
+    """Return statistics of at least one sample; the standard deviation is the sample's (ddof=1), 0 for a single one."""
     if not samples:
         raise ValueError("no samples")
     if not all(map(math.isfinite, samples)):  # a run that diverged: nothing about it can be averaged
@@ -419,7 +423,7 @@ def summarize(samples: Sequence[float]) -> Statistics:
 
 
 def percentile(samples: Sequence[float], percent: float) -> float:
-    """Linear interpolation between the two nearest of the sorted samples (numpy's default)."""
+    """Interpolate linearly between the two nearest of the sorted samples (numpy's default)."""
     ordered = sorted(samples)
     position = (len(ordered) - 1) * percent / 100
     below, above = math.floor(position), math.ceil(position)
@@ -427,7 +431,7 @@ def percentile(samples: Sequence[float], percent: float) -> float:
 
 
 def steady_from(samples: Sequence[float], tolerance: float = 0.05) -> int | None:
-    """The index of the first step from which the run is steady, or None if it never is.
+    """Return the index of the first step from which the run is steady, or None if it never is.
 
     Steady: this step and all after it but one in ten lie within `tolerance` of the median of the last half, and they
     are at least a third of the run. Single outliers are allowed because a shared machine always has some; a first step
@@ -450,4 +454,5 @@ BUS_FACTOR: dict[str, Callable[[int], float]] = {
     "reduce_scatter": lambda ranks: (ranks - 1) / ranks,
     "broadcast": lambda ranks: 1.0,
 }
-"""Collective -> ranks -> bytes over the busiest link for each byte of the whole array, as nccl-tests count them."""
+"""For each collective, a function of the number of ranks: bytes on the busiest link per byte of the whole array, as in
+nccl-tests."""

@@ -25,13 +25,13 @@ class Column:
 
 
 def word(name: Text) -> Column:
-    """A column of words, aligned left."""
+    """Return a column of words, aligned left."""
     return Column(name, numeric=False)
 
 
 @dataclass(frozen=True)
 class Table:
-    """A table before it has a format or a language. Cells are formatted; notes stand under it in every format."""
+    """A table independent of format and language. Cells are formatted; notes stand under it in every format."""
 
     title: Text
     columns: Sequence[Column]
@@ -42,9 +42,10 @@ class Table:
         return _RENDERERS[format](self.plain(language, keep_lines=format == "csv"))
 
     def plain(self, language: Language = "en", *, keep_lines: bool = False) -> "PlainTable":
-        """The table in one language. A line break inside a cell would end its row in every format but CSV.
+        """Return the table in one language, with line breaks inside cells replaced by spaces unless `keep_lines`.
 
-        Names in it may come from foreign files: no control character reaches a terminal.
+        A line break would end a row in every format but CSV. Control characters, which names from foreign files may
+        contain, are written out, so that none reaches a terminal.
         """
 
         def text(value: str | Text) -> str:
@@ -69,7 +70,8 @@ class PlainTable(NamedTuple):
 
 
 def _terminal(table: PlainTable) -> str:
-    """Aligned columns, headings over two lines. Never wrapped: a number broken over two lines misleads."""
+    """Return aligned columns, with headings of up to two lines. Lines are not wrapped: a number broken over two lines
+    misleads."""
     heads = [(column.name.en, f"({column.unit})" if column.unit else "") for column in table.columns]
     grid = [[name for name, _ in heads], *([[unit for _, unit in heads]] if any(unit for _, unit in heads) else [])]
     lines = [*grid, *table.rows]
@@ -88,7 +90,7 @@ def _terminal(table: PlainTable) -> str:
 
 
 def _width(text: str) -> int:
-    """Columns on a screen: Chinese characters take two."""
+    """Return the width on a screen: Chinese characters take two columns."""
     return sum(2 if unicodedata.east_asian_width(char) in "WF" else 1 for char in text)
 
 
@@ -112,7 +114,8 @@ _NUMBER = re.compile(r"[-+]?[\d,]*\.?\d+(e[-+]?\d+)?( ?[%x])?( ± [\d.,]+)?|-", 
 
 
 def _csv_cell(text: str) -> str:
-    """A cell that no spreadsheet runs: one that begins like a formula, and is no number, gets an apostrophe."""
+    """Return a cell that no spreadsheet executes: one that begins like a formula, and is no number, gets an
+    apostrophe."""
     is_formula = text.lstrip()[:1] in tuple("=+-@＝＋－＠") and not _NUMBER.fullmatch(text)
     return f"'{text}" if is_formula else text
 

@@ -27,7 +27,8 @@ FORMAT = "cs336 memory timeline"
 VERSION = 1
 TIMELINE_FILE = "timeline.json.gz"
 LARGEST_TIMELINE = 64 << 20
-"""Bytes, compressed and decompressed: a million blocks have 40 MB. As values of Python they take ten times that."""
+"""Maximum bytes of a file, compressed and decompressed: a million blocks have 40 MB. As values of Python they take ten
+times that."""
 _WORDS = ("label", "module", "what", "line")
 """Columns of text, stored as indices into a list of words."""
 
@@ -37,11 +38,11 @@ class Block:
     """One allocation. Times are seconds since the start of the step; earlier allocations start at 0."""
 
     label: str
-    """Its kind: parameters, gradients, optimizer state, activations, ..."""
+    """Kind of the memory: parameters, gradients, optimizer state, activations, ..."""
     size: int
     start: float
     end: float | None
-    """None: still allocated at the end of the step."""
+    """Time of the deallocation; None: still allocated at the end of the step."""
     module: str = ""
     """The module that allocated it: layers.3.attn."""
     what: str = ""
@@ -78,7 +79,7 @@ class Timeline:
         return [b for b in self.blocks if b.start <= time and (b.end is None or time < b.end)]
 
     def peak(self) -> Peak:
-        """Return the first moment at which the allocated bytes were highest."""
+        """Return the first moment at which the allocated bytes are at their maximum."""
         events = [(block.start, block.size) for block in self.blocks]
         events += [(block.end, -block.size) for block in self.blocks if block.end is not None]
         now = most = 0
@@ -118,7 +119,7 @@ class Timeline:
 
     @classmethod
     def load(cls, path: Path) -> "Timeline":
-        """Read a file of `save`; raise UserError for any other."""
+        """Read a file written by `save`; raise UserError for any other."""
         with foreign(path, "a memory timeline"):
             data = read_input(path, LARGEST_TIMELINE)
             if not data.startswith(b"\x1f\x8b"):
@@ -143,7 +144,7 @@ class Timeline:
             return found
 
     def check(self) -> None:
-        """Raise ValueError for values that cannot be drawn: a file may hold any."""
+        """Raise ValueError for values that cannot be drawn, because a file may hold any."""
         texts = [self.title, self.device, *(span.name for span in self.phases)]
         if not all(isinstance(text, str) for text in texts):
             raise ValueError("its title, device and phases are not all texts")

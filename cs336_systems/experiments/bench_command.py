@@ -40,7 +40,7 @@ class BenchArguments(SessionArguments, ShapeArguments):
     model: str | None = flag(None, OWN_MODEL, excludes=("attention", "attentions", "checkpoint_blocks"))
 
     def configs(self, device: str) -> list[RunConfig]:
-        """The configurations of the sweep; a plain call has one."""
+        """Return the configurations of the sweep; a plain call has one."""
         mode = "forward" if self.forward_only else self.mode
         axes: list[list[tuple[str, Any]]] = [
             [("size", value) for value in self.sizes or (self.size,)],

@@ -19,7 +19,7 @@ Request = tuple[str, Config]
 
 @cache
 def catalogue() -> dict[str, Experiment]:
-    """Experiments by name, in the order of reports and lists."""
+    """Return the experiments by name, in the order of reports and lists."""
     found: dict[str, Experiment] = {}
     for topic in sorted(_submodules(package.__name__, packages=True), key=_position):
         own: dict[str, Experiment] = {}
@@ -33,19 +33,20 @@ def catalogue() -> dict[str, Experiment]:
 
 
 def runnable() -> list[str]:
-    """Names of the experiments that `cs336 run` offers."""
+    """Return the names of the experiments that `cs336 run` offers."""
     return [name for name, experiment in catalogue().items() if experiment.command]
 
 
 def of_preset(preset: str) -> list[str]:
-    """Names of the experiments that a preset has cells for."""
+    """Return the names of the experiments that have cells in a preset."""
     if preset not in PRESETS:
         raise UserError(f"unknown preset {preset!r}; choose one of: {', '.join(PRESETS)}")
     return [name for name in runnable() if preset != HANDOUT_2026 or catalogue()[name].problems_2026]
 
 
 def cells(names: Iterable[str], preset: str, base: RunConfig, gpu_memory: int | None = None) -> list[Request]:
-    """(experiment, configuration) for every cell of the named experiments; `gpu_memory`: bytes of the GPU, if known.
+    """Return (experiment, configuration) for every cell of the named experiments; `gpu_memory`: bytes of the GPU, if
+    known.
 
     `all` stands for every experiment of the preset that the device can run.
     """
@@ -68,7 +69,7 @@ def cells(names: Iterable[str], preset: str, base: RunConfig, gpu_memory: int | 
 
 
 def _on_device(names: Iterable[str], preset: str, base: RunConfig) -> list[str]:
-    """The experiments that this machine can run: not those that need a GPU or a package that is missing."""
+    """Return the experiments that this machine can run: those whose GPU or package is missing are left out."""
     found = []
     for name in names:
         with suppress(MissingError):

@@ -25,7 +25,7 @@ if TYPE_CHECKING:
     from cs336_systems.measure.readers.what_if import Outcome, Scenario
 
 FAR_OFF = 10.0
-"""Factor between the times of a step with and without the profiler from which one of them must be a mistake."""
+"""If the times of a step with and without the profiler differ by more than this factor, one of them is a mistake."""
 LARGEST_SHOWN = 10
 ON_PATH = Text("on the path", "在路径上")
 PATH_NAMES = {**KIND_NAMES, HOST: Text("host", "主机"), GAP: Text("gaps between kernels", "内核间隙")}
@@ -74,7 +74,7 @@ class InspectArguments:
 
 
 def inspected(path: Path, arguments: InspectArguments) -> list[Table]:
-    """The tables of a file; for a snapshot also a page, written beside it."""
+    """Return the tables of a file; for a snapshot also write a page beside it."""
     from cs336_systems.measure.readers.nsys import read_nsys
     from cs336_systems.measure.readers.snapshot import read_snapshot
     from cs336_systems.measure.readers.trace import read_chrome
@@ -108,7 +108,7 @@ def _kernel_tables(path: Path, trace: "Trace", _: InspectArguments) -> list[Tabl
 
 
 def scenarios(arguments: InspectArguments) -> list["Scenario"]:
-    """The scenarios of the flags; mistakes are found before a file is read."""
+    """Return the scenarios that the flags describe; mistakes are found before a file is read."""
     from cs336_systems.measure.readers.what_if import parse_scenario
 
     for name, given in (("power_limited", arguments.power_limited), ("step_time", arguments.step_time)):
@@ -149,7 +149,7 @@ def _replayed(path: Path, trace: "Trace", arguments: InspectArguments) -> list[T
 
 
 def _unprofiled(recorded: "Replay", arguments: InspectArguments) -> "Unprofiled":
-    """The factors that `--step_time` gives."""
+    """Return the factors from recorded times to times without the profiler that `--step_time` implies."""
     from cs336_systems.measure.readers.unprofiled import AS_RECORDED, unprofiled
 
     seconds, traced = _step_seconds(arguments), recorded.span / recorded.graph.steps
@@ -164,7 +164,7 @@ def _unprofiled(recorded: "Replay", arguments: InspectArguments) -> "Unprofiled"
 
 
 def _step_name(replay: "Replay") -> Text:
-    """The time that a replay predicts: of one step, or of a trace without steps."""
+    """Return the name of what a replay predicts: one step, or a trace without steps."""
     return terms.STEP if replay.graph.has_steps else Text("trace", "整个 trace")
 
 
@@ -213,7 +213,8 @@ def _kernels_on_path(path: Path, replay: "Replay", stretches: list["OnPath"]) ->
 def _what_if_table(
     path: Path, recorded: "Replay", outcomes: list["Outcome"], arguments: InspectArguments, factors: "Unprofiled"
 ) -> Table:
-    """One row for the recorded step, one for the step without the profiler if its time is given, and the scenarios."""
+    """Return a row for the recorded step, one for the step without the profiler if its time is given, and the
+    scenarios."""
     before = recorded.span / recorded.graph.steps
     rows: list[list[str | Text]] = [[terms.RECORDED, "", "", kernel_ms(before), "", "", ""]]
     if seconds := _step_seconds(arguments):

@@ -13,7 +13,7 @@ from cs336_systems.record import RECORDS
 
 
 def _profiles() -> list[str]:
-    """Names of the experiments that are part of a profile."""
+    """Return the names of the experiments that are part of a profile."""
     return [name for name, experiment in catalogue().items() if experiment.profile is not None]
 
 
@@ -66,7 +66,7 @@ def run_profile(arguments: ProfileArguments) -> int:
 
 
 def _records_path(output: Path) -> Path:
-    """The file of records that --output stands for: a new name is a folder unless it ends in .jsonl."""
+    """Return the file of records that --output means: a new name is a folder unless it ends in .jsonl."""
     is_folder = output.is_dir() or not (output.exists() or output.suffix == ".jsonl")
     return output / RECORDS if is_folder else output
 
@@ -84,7 +84,7 @@ def _configured(arguments: ProfileArguments, device: str) -> RunConfig:
 
 
 def _without_graph(run: RunConfig) -> RunConfig:
-    """The run without CUDA graphs, whose kernels cannot be attributed to a phase, module or line."""
+    """Return the run without CUDA graphs, whose kernels cannot be attributed to a phase, module or line."""
     if "graph" not in run.fast_parts:
         return run
     return replace(run, fast=",".join(run.fast_parts - {"graph"}) or "off")

@@ -36,15 +36,16 @@ from cs336_systems.record import CELL_TIME, GIB, HEADLINES, Environment, Metric,
 DEFAULT_TIMEOUT = 1800.0
 LARGEST_LIMIT = 1e7
 FIT_MARGIN = 1.03
-"""The memory model errs by up to 2%: a cell is skipped only when it is out of reach even so."""
+"""The memory model errs by up to 2%: a cell is skipped only if it would not fit even with this margin."""
 SLOWDOWN = "cs336_systems.measure.environment:measure_slowdown"
 TOO_SLOW = 20.0
-"""A quick run leaves out precisions in which this CPU takes so many times as long as in fp32."""
+"""A quick run skips precisions in which a matmul on this CPU takes this many times as long as in fp32, or longer."""
 
 
 @dataclass
 class Cell:
-    """Work to be measured once, and the experiments that asked for it, each with the configuration as it named it."""
+    """Work to be measured once, and the experiments that asked for it, each with the configuration under its own
+    names."""
 
     instrument: Instrument
     config: Config
@@ -60,7 +61,7 @@ class Cell:
 
     @property
     def slug(self) -> str:
-        """A folder name for the files it writes besides records."""
+        """Folder name for the files that the cell writes besides records."""
         return re.sub(r"[^\w.]+", "-", self.name)
 
     @property
@@ -70,7 +71,7 @@ class Cell:
 
 
 def gather(requests: Iterable[Request]) -> list[Cell]:
-    """(experiment, configuration) pairs as cells, equal work only once."""
+    """Return (experiment, configuration) pairs as cells, in which equal work occurs only once."""
     cells: dict[tuple[str, str], Cell] = {}
     for experiment, config in requests:
         instrument = catalogue()[experiment].instrument
@@ -82,7 +83,7 @@ def gather(requests: Iterable[Request]) -> list[Cell]:
 
 @dataclass(frozen=True)
 class Need:
-    """Predicted bytes of a cell, and bytes that its device has."""
+    """Predicted bytes of a cell, and the bytes of its device."""
 
     predicted: int
     capacity: int
@@ -171,7 +172,8 @@ class Runner:
         return outcome
 
     def _finished(self) -> dict[tuple[str, str], list[Record]]:
-        """Records of complete cells in the file; one that crashed or timed out does not count, so it is tried again."""
+        """Return the records of complete cells in the file; a cell that crashed or timed out does not count, so it is
+        tried again."""
         cells: dict[tuple[str, str, str], list[Record]] = {}
         for item in self.known.records:
             experiment = catalogue().get(item.experiment)
@@ -184,7 +186,7 @@ class Runner:
         }
 
     def _share(self, cell: Cell, records: list[Record]) -> None:
-        """Enter a finished cell under the experiments that ask for it now and do not have it yet."""
+        """Record a finished cell under the experiments that ask for it now and do not have it yet."""
         have = {(r.experiment, r.cell) for r in self.known.records if _is_result(r)}
         for experiment, config in cell.wanted_by.items():
             if (experiment, record.cell_key(config)) not in have:
@@ -211,7 +213,7 @@ class Runner:
         return self._records(cell, [], status, answer.get("seconds", 0.0), self.environment)
 
     def _too_slow(self, cell: Cell) -> str | None:
-        """Why a quick run leaves a cell out: this CPU emulates its precision."""
+        """Return why a quick run skips a cell: this CPU emulates its precision."""
         precision, on_cpu = cell.config.get("precision"), cell.config.get("device") == "cpu"
         if not (self.skip_slow and on_cpu and "num_steps" in cell.config and precision in ("bf16", "fp16")):
             return None
@@ -245,7 +247,7 @@ class Runner:
             self.worker = None
 
     def _need(self, cell: Cell) -> Need | None:
-        """The memory that a cell needs of what its device has; None where either is not known."""
+        """Return the memory that a cell needs and the memory of its device; None if either is not known."""
         on_cuda = cell.config.get("device", "cpu").startswith("cuda")
         capacity = self.environment.gpu_memory if on_cuda else self.environment.memory
         memory = cell.instrument.memory(cell.config) if capacity is not None else None
@@ -254,7 +256,7 @@ class Runner:
     def _records(
         self, cell: Cell, metrics: list[Metric], status: str, seconds: float, environment: Environment
     ) -> list[Record]:
-        """All records of a cell for every experiment that wants it; the last one marks it as complete."""
+        """Return all records of a cell for every experiment that wants it; the last one marks it as complete."""
         end = Metric(CELL_TIME, "s", [seconds] if status == "ok" else [])
         return [
             Record(experiment, config, m.name, m.unit, tuple(m.samples), status, environment, m.variant)
@@ -263,7 +265,7 @@ class Runner:
         ]
 
     def _refuse_other_machine(self) -> None:
-        """Two machines never share a file: their cells would be taken for each other's on resume."""
+        """Refuse to mix two machines in one file: on resume, cells of one would be taken for those of the other."""
         here = self.environment
         for there in (item.environment for item in self.known.records):
             if (there.gpu, there.cpu) != (here.gpu, here.cpu):
@@ -343,7 +345,7 @@ class Worker:
 
 
 def _is_result(item: Record) -> bool:
-    """Ends a cell that need not be run again: it went well, or it does not fit."""
+    """Return True for the last record of a cell that need not be run again: it succeeded, or it does not fit."""
     return item.metric == CELL_TIME and (item.ok or item.status.startswith("oom"))
 
 
@@ -358,7 +360,7 @@ def _headline(records: list[Record]) -> str:
 
 
 def _require_writable(path: Path) -> None:
-    """Refuse before anything is run or written."""
+    """Raise an error before anything is run or written if the file is not writable."""
     if path.is_dir():
         raise UserError(f"--output {str(path)!r} is a folder; name a file, such as {path / 'records.jsonl'}")
     if path.exists():
@@ -376,7 +378,7 @@ def _require_writable(path: Path) -> None:
 
 @contextlib.contextmanager
 def _exclusive(path: Path) -> Iterator[None]:
-    """One run at a time may write to a file. A run that records nothing leaves no file behind."""
+    """Lock the file for one run at a time. A run that records nothing leaves no file behind."""
     new_folder = not path.parent.exists()
     with contextlib.ExitStack() as stack:
         try:

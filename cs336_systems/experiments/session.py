@@ -1,4 +1,4 @@
-"""From a command to its tables: settle the device, run the cells, show what they gave. Serves `bench` and `run`."""
+"""From a command to its tables: choose the device, run the cells, show the results. Serves `bench` and `run`."""
 
 import datetime
 import shlex
@@ -31,7 +31,7 @@ class SessionArguments:
 
 
 class Session(NamedTuple):
-    """How a session ended."""
+    """The result of a session."""
 
     device: str
     """The device that this machine measures on when none is named."""
@@ -40,7 +40,7 @@ class Session(NamedTuple):
 
 
 Requests = Callable[[str, int | None], list[Request]]
-"""(device, bytes of the GPU if there is one) -> the cells asked for."""
+"""(device, bytes of the GPU or None) -> the cells asked for."""
 
 
 def run_session(arguments: SessionArguments, path: Path, requests_on: Requests, *, skip_slow: bool = False) -> Session:
@@ -97,7 +97,7 @@ def _drawn(asked: list[record.Record], folder: Path) -> list[Path]:
 
 
 def draw_timelines(folder: Path) -> list[Path]:
-    """A page and a picture beside every timeline that an instrument has left, unless they are there."""
+    """Draw a page and a picture for every timeline file, beside it, unless they are up to date."""
     from cs336_systems.report.picture import save
     from cs336_systems.report.timeline_picture import timeline_picture
     from cs336_systems.report.web.timeline_page import write_page
@@ -122,7 +122,7 @@ def new_run_file(command: str) -> Path:
 
 
 def _asked(path: Path, wanted: set[tuple[str, str]]) -> list[record.Record]:
-    """The records of the (experiment, cell) pairs that were asked for."""
+    """Return the records of the (experiment, cell) pairs that were asked for."""
     if not path.exists():
         return []
     loaded = record.load(path)
@@ -147,13 +147,13 @@ HOW_TO_OPEN = {
     "snapshot.pickle": "drop it into https://docs.pytorch.org/memory_viz",
     "nsys.nsys-rep": "open it in Nsight Systems (nsys-ui)",
 }
-"""The files that instruments leave for people, and what opens them."""
+"""Files that instruments write for users, and the programs that open them."""
 
 
 def written_files(path: Path, figures: Sequence[Path], folders: Sequence[Path]) -> list[str]:
-    """Lines that name the files of a session and how to open them; files of one kind share a line.
+    """Return lines that name the files of a session and how to open them; files of one kind share a line.
 
-    `folders` are those of its cells, with what instruments have left there.
+    `folders`: those of its cells, with the files that instruments wrote.
     """
     shown = {path: f"as a page: cs336 report {shlex.quote(str(path))}"}
     charts = [figure for figure in figures if figure.suffix == ".png"]
@@ -169,7 +169,7 @@ def written_files(path: Path, figures: Sequence[Path], folders: Sequence[Path]) 
 
 
 def _pattern(files: Sequence[Path]) -> Path:
-    """The one file, or a pattern for several."""
+    """Return the path of one file, or a pattern for several."""
     first = files[0]
     if len(files) == 1:
         return first

@@ -30,7 +30,7 @@ PRESETS = ("quick", "course", HANDOUT_2026, "full")
 """quick: small cells, also on a CPU; course: the 2025 handout; 2026: that handout; full: course and more."""
 Config = dict[str, Any]
 Grid = Callable[[str, RunConfig], Iterable[Config]]
-"""(preset, base) -> configurations; `base` carries the device and whatever the user set for all cells."""
+"""(preset, base) -> configurations; `base` has the device and the user's settings for all cells."""
 
 
 class Memory(NamedTuple):
@@ -42,7 +42,7 @@ class Memory(NamedTuple):
 
 
 def label_by_values(config: Mapping[str, Any], experiments: Sequence[str]) -> str:
-    """The words of a configuration, for progress lines."""
+    """Return the values of a configuration as text, for progress lines."""
     return " ".join(str(value) for value in config.values() if isinstance(value, str) and value)
 
 
@@ -56,16 +56,17 @@ class Instrument:
     label: Callable[[Mapping[str, Any], Sequence[str]], str] = label_by_values
     """(configuration, names of the experiments that ask for it) -> the cell's name in progress lines."""
     label_has_name: bool = True
-    """The instrument's name comes before the label."""
+    """True if the instrument's name precedes the label."""
     memory: Callable[[Mapping[str, Any]], Memory | None] = lambda config: None
-    """The predicted need of a cell; a cell that cannot fit is not run. None where nothing is known."""
+    """Returns the predicted memory of a cell, or None if unknown; a cell that cannot fit is not run."""
     needs_fresh_process: Callable[[Mapping[str, Any]], bool] = lambda config: False
-    """Whether the cold start is part of what is measured: little warm-up, a compilation, a user's model."""
+    """Returns True if a cell needs a new process because the cold start is part of the measurement (little warm-up, a
+    compilation) or the model is the user's."""
     environment: Mapping[str, str] = field(default_factory=dict)
-    """Environment variables that a cell needs before torch starts; each of its cells gets a process of its own."""
+    """Environment variables that must be set before torch starts; each cell then gets its own process."""
     takes_peak_tflops: bool = False
     keeps_files: bool = False
-    """`measure` takes a `folder` for files too large for a record: traces, snapshots."""
+    """True if `measure` takes a `folder` for files too large for a record, such as traces and snapshots."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -73,16 +74,16 @@ class Experiment(Presentation):
     """One experiment: what it asks, its grid of cells, the instrument that measures a cell, and how it is shown."""
 
     instrument: Instrument | None = None
-    """None: another command records it."""
+    """Instrument that measures the cells; None if another command records them."""
     grid: Grid = lambda preset, base: ()
     fitting: Callable[[Sequence[Config], int | None], Sequence[Config]] = lambda configs, gpu_memory: configs
-    """(cells of the grid, bytes of the GPU or None) -> cells to run, where it depends on the GPU which these are."""
+    """(cells of the grid, bytes of the GPU or None) -> cells to run, for grids that depend on the GPU's memory."""
     runnable: bool = True
-    """`cs336 run` offers it."""
+    """True if `cs336 run` offers it."""
     problems_2026: tuple[str, ...] = ()
-    """Problems of the 2026 handout that it answers. The preset `2026` has the experiments that answer one."""
+    """Problems of the 2026 handout that it answers; the preset `2026` has the experiments that answer at least one."""
     profile: Callable[[RunConfig], str | None] | None = None
-    """For a part of `cs336 profile`: why a configuration cannot be profiled, or None. Otherwise None."""
+    """Set for experiments that are part of `cs336 profile`: returns why a configuration cannot be profiled, or None."""
 
     @property
     def command(self) -> str:
@@ -93,13 +94,13 @@ class Experiment(Presentation):
 
 
 def run_config(base: RunConfig, size: str, context: int | None = None, **fields: Any) -> Config:
-    """The configuration of a step of the named size."""
+    """Return the configuration of a step of the named size."""
     overrides = {"context_length": context} if context else {}
     return dataclasses.replace(base, model=model_config(size, **overrides), size=size, **fields).to_dict()
 
 
 class MissingError(UserError):
-    """An experiment was asked for on a machine without what it needs: a GPU, or a package."""
+    """An experiment needs a GPU or a package that this machine does not have."""
 
 
 def require_gpu(experiment: str, base: RunConfig, reason: str) -> None:
@@ -116,7 +117,7 @@ def require_package(experiment: str, package: str) -> None:
 
 
 def label_step(config: Mapping[str, Any], experiments: Sequence[str]) -> str:
-    """Size, context, mode and precision, and whatever differs from the defaults."""
+    """Return size, context, mode and precision, and whatever differs from the defaults."""
     run = RunConfig.of(config)
     extras = [f"warm-up {run.warmup_steps}"] if run.warmup_steps != RunConfig.warmup_steps else []
     extras += [run.attention] if run.attention != "reference" else []
@@ -131,8 +132,8 @@ def label_step(config: Mapping[str, Any], experiments: Sequence[str]) -> str:
 
 
 def step_memory(config: Mapping[str, Any]) -> Memory | None:
-    """The closed form's prediction; it knows neither a user's model nor the fast step, and of a compiled model only
-    what the compiler cannot choose: parameters, gradients and optimizer state."""
+    """Return the closed form's prediction. It covers neither a user's model nor the fast step, and of a compiled model
+    only what the compiler cannot change: parameters, gradients and optimizer state."""
     nested = config.get("inner") or config.get("recursive")
     if nested or config.get("fast", "off") != "off" or config["model_factory"] is not None:
         return None

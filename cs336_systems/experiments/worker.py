@@ -31,7 +31,7 @@ def main() -> None:
         _send(channel, _answer(requests.get()))
         _clean_up()
         if len(sys.modules) > modules:
-            # What modules brought along stays. To look through it for garbage again takes 0.2 s, as long as a cell.
+            # Objects of imported modules stay. Searching them for garbage again takes 0.2 s, as long as a cell.
             gc.freeze()
             modules = len(sys.modules)
 

@@ -4,9 +4,9 @@
     model = AutoModelForCausalLM.from_pretrained(name, attn_implementation="cs336")
 
 Causal attention and sliding windows, with grouped heads, run on `kernels.attention`: over whole sequences and, where
-transformers passes their offsets (`cu_seq_lens_q`), over packed documents. Padding, and documents that only positions
-tell, arrive as a mask, which goes to torch's SDPA with one warning; so does dropout. Keys of a cache go to SDPA without
-one.
+transformers passes their offsets (`cu_seq_lens_q`), over packed documents. Padding, and documents that are marked by
+positions alone, arrive as a mask, which goes to torch's SDPA with one warning; so does dropout. Keys of a cache go to
+SDPA without one.
 """
 
 import warnings
@@ -22,9 +22,9 @@ from cs336_systems.kernels.flash.dispatch import MAX_HEAD_DIM
 
 NAME = "cs336"
 OLDEST = (5, 17)
-"""The oldest version of transformers that the tests have run with."""
+"""The oldest version of transformers that is tested."""
 UNKNOWN = ("softcap", "s_aux", "position_bias")
-"""Arguments of other models' attention."""
+"""Arguments of other models' attention that are not supported."""
 
 _warned: set[str] = set()
 
@@ -52,7 +52,7 @@ def register_attention() -> str:
 
 
 def attention_mask(**options: Any) -> Tensor | None:
-    """Return the mask that SDPA needs, or None where the mask is causal or a sliding window, over whole sequences.
+    """Return the mask that SDPA needs, or None if the mask is causal or a sliding window over whole sequences.
 
     SDPA needs a mask for a window. The kernels do not: transformers passes them `sliding_window`.
     """
@@ -106,10 +106,9 @@ def attention_forward(
 
 
 def _offsets(query: Tensor, key: Tensor, options: dict[str, Any]) -> Tensor | None:
-    """Return the first row of each document and the end of the last, where the only sequence consists of documents.
-
-    FlashAttention's arguments of transformers: those of the keys are the same where no cache adds any.
-    """
+    """Return the offsets of packed documents: the first row of each and the end of the last, if the batch is one
+    sequence of documents. They are FlashAttention's arguments in transformers; those of the keys are equal without a
+    cache."""
     offsets = options.get("cu_seq_lens_q")
     if offsets is None or query.shape[0] != 1 or query.shape[2] != key.shape[2]:
         return None
@@ -117,7 +116,7 @@ def _offsets(query: Tensor, key: Tensor, options: dict[str, Any]) -> Tensor | No
 
 
 def _problem(query: Tensor, mask: Tensor | None, dropout: float, options: dict[str, Any]) -> str | None:
-    """Return what the kernels cannot do about a call; None if they can take it."""
+    """Return why the kernels cannot take a call; None if they can."""
     if mask is not None:
         return "a mask (padding, or documents without cu_seq_lens_q)"
     if dropout:

@@ -59,7 +59,7 @@ def _is_as_patched(layer: Any, kwargs: dict[str, Any]) -> bool:
 
 @functools.cache
 def _checkpoints_calls() -> bool:
-    """True where transformers checkpoints a layer's call, False where its forward (from 5.18 on or so)."""
+    """Return True if transformers checkpoints a layer's call, False if its forward (from about 5.18 on)."""
     from transformers.modeling_layers import GradientCheckpointingLayer
 
     return "__call__" in vars(GradientCheckpointingLayer)
@@ -82,7 +82,7 @@ def _norm_linear(x: Tensor, delta: Tensor | None, norm: Any, *linears: nn.Linear
 
 
 def _attend(attn: Any, qkv: Tensor, angles: tuple[Tensor, Tensor], **kwargs: Any) -> Tensor:
-    """Compute attention, (batch, rows, heads, dim), by the implementation that the model's configuration names."""
+    """Return attention, (batch, rows, heads, dim), by the implementation that the model's configuration names."""
     from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
     q, k, v = _rotated(attn, qkv, *angles)
@@ -168,7 +168,7 @@ def causal_lm_forward(
 
 
 def _fuses_loss(model: Any, logits_to_keep: int | Tensor) -> bool:
-    """True in training, with the usual loss over all tokens and a head without bias, whose weight is whole."""
+    """Return True in training, with the usual loss over all tokens and an unsharded head without bias."""
     from transformers.loss.loss_utils import ForCausalLMLoss
 
     keeps_all = isinstance(logits_to_keep, int) and logits_to_keep == 0

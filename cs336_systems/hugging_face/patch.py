@@ -51,7 +51,8 @@ class Accelerated:
             self._patch(self.model, fused_layers.causal_lm_forward)
 
     def _set_attention(self, name: str) -> None:
-        """Give the model a configuration of its own with this attention: other models may share the one it has."""
+        """Give the model a configuration of its own with this attention, because other models may share its present
+        one."""
         shared = self._base.config
         own = copy.copy(shared)
         own._attn_implementation = name

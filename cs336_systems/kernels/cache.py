@@ -7,7 +7,7 @@ V = TypeVar("V")
 
 
 class Cache(dict[K, V]):
-    """Is cleared when it is full, so that shapes that change with every call do not fill the memory."""
+    """A dictionary that is cleared when full, so that shapes that change with every call do not fill the memory."""
 
     LIMIT = 4096
 

@@ -23,7 +23,7 @@ def ranges_enabled() -> Iterator[None]:
 
 
 def part(name: str) -> AbstractContextManager:
-    """A range around a part of a computation."""
+    """Return a range around a part of a computation."""
     return _range(name) if _enabled else nullcontext()
 
 
@@ -38,7 +38,7 @@ def _range(name: str) -> Iterator[None]:
 
 @contextmanager
 def tensors_named(name_tensor: Callable[[Tensor, str], None]) -> Iterator[None]:
-    """Call `name_tensor(tensor, name)` for the tensors that `name` names meanwhile."""
+    """Call `name_tensor(tensor, name)` for each tensor that is passed to `name` inside this context."""
     global _name_tensor
     before, _name_tensor = _name_tensor, name_tensor
     try:
@@ -48,7 +48,7 @@ def tensors_named(name_tensor: Callable[[Tensor, str], None]) -> Iterator[None]:
 
 
 def name(tensor: Tensor, what: str) -> Tensor:
-    """Tell a memory profiler what a tensor is for; return the tensor."""
+    """Tell a memory profiler the purpose of a tensor; return the tensor."""
     if _name_tensor is not None:
         _name_tensor(tensor, what)
     return tensor

@@ -30,14 +30,14 @@ from cs336_systems.kernels.cache import Cache
 __all__ = ["INTERPRETED", "RAGGED_ROWS", "Launch", "TensorDescription", "Value", "aggregate", "launch_of"]
 
 INTERPRETED: bool = triton.knobs.runtime.interpret
-"""Kernels run under Triton's interpreter (TRITON_INTERPRET=1)."""
+"""True if kernels run under Triton's interpreter (TRITON_INTERPRET=1)."""
 
 
 # -- launching a compiled kernel --------------------------------------------------------------------------------------
 
 
 RAGGED_ROWS = constexpr(1 << 30)
-"""Rows of a ragged description: more than any document has."""
+"""Number of rows of a ragged description: more than any document has."""
 WIDEST_DIMENSION = 0x7FFF0000
 
 
@@ -88,7 +88,8 @@ class TensorDescription:
         return descriptor
 
     def encoded(self, base: Tensor) -> Sequence[Any]:
-        """The kernel arguments for this descriptor of `base`; the descriptor itself where Triton has to encode it."""
+        """Return the kernel arguments for this descriptor of `base`; the descriptor itself if Triton has to encode
+        it."""
         if self.encode is None:
             return (self(base),)
         address = base.data_ptr()
@@ -107,16 +108,16 @@ class Launch:
     constants: tuple[Any, ...]
     """Arguments between the stream and the kernel's own."""
     as_tuple: bool = False
-    """The kernel's arguments are passed as one tuple."""
+    """True if the kernel's arguments are passed as one tuple."""
     takes_addresses: bool = True
-    """No argument is a tensor or holds one, so that arguments can be cached."""
+    """True if no argument is a tensor or holds one, so that arguments can be cached."""
 
     def arguments(self, stream: int, own: tuple[Any, ...]) -> tuple[Any, ...]:
         return (self.programs, 1, 1, stream, *self.constants, *((own,) if self.as_tuple else own))
 
 
 def launch_of(compiled: Any, programs: int, descriptions: list[TensorDescription] | None) -> Launch:
-    """The fastest way to launch `programs` programs of a compiled kernel."""
+    """Return the fastest way to launch `programs` programs of a compiled kernel."""
     launcher = _without_encoding(compiled.run, descriptions, compiled.metadata)
     fixed = compiled.function, compiled.packed_metadata, None, None, None
     takes_addresses = all(description.encode is not None for description in descriptions or ())
@@ -125,10 +126,10 @@ def launch_of(compiled: Any, programs: int, descriptions: list[TensorDescription
 
 
 def _direct(launcher: Any, metadata: Any, programs: int, fixed: tuple[Any, ...]) -> Launch | None:
-    """The C function below Triton's launcher, which is Python and adds constants to what it passes on.
+    """Return the C function that Triton's launcher, a Python function, calls with additional constant arguments.
 
     The constants and their order differ between versions, so the launcher is called once with a probe for the stream
-    and one for the argument. Returns None if it does anything else than pass them on.
+    and one for the argument. Return None if the launcher does anything else than pass its arguments on.
     """
     stream, argument = object(), object()
     passed: list[tuple[Any, ...]] = []
@@ -149,10 +150,8 @@ def _direct(launcher: Any, metadata: Any, programs: int, fixed: tuple[Any, ...])
 
 
 def _without_encoding(launcher: Any, descriptions: list[TensorDescription] | None, metadata: Any) -> Any:
-    """Triton's launcher or, for a kernel with descriptors, the one it wraps, which takes them encoded.
-
-    Triton's would encode them again for every call.
-    """
+    """Return Triton's launcher or, for a kernel with descriptors, the launcher that it wraps, which takes encoded
+    descriptors. Triton's own would encode them for every call."""
     if descriptions is None:
         return launcher
     try:
@@ -179,7 +178,7 @@ T = TypeVar("T")
 
 @dataclass_transform(kw_only_default=True)
 def aggregate(cls: type[T]) -> type[T]:
-    """Class decorator: a struct of device values, constructed in a kernel with one keyword for each annotated field.
+    """Make a class a struct of device values, constructed in a kernel with one keyword for each annotated field.
 
     Fields annotated `Value` hold a tensor, a buffer, another aggregate, or a constant. `constexpr` fields stay compile-
     time constants when the aggregate is passed to a function or a warp-specialised partition.
@@ -208,14 +207,15 @@ else:
         producer: Any, producer_args: Any, consumer: Any, consumer_args: Any, consumers: Any, registers: Any,
         _semantic: Any = None, _generator: Any = None,
     ) -> Any:  # fmt: skip
-        """Runs `producer(*producer_args)` in the program's own warpgroup, and `consumer(w, *consumer_args)` in each of
-        `consumers` more, w = 0, 1, ..., with that many registers a thread."""
+        """Run `producer(*producer_args)` in the program's own warpgroup, and `consumer(w, *consumer_args)` in each of
+        `consumers` more, w = 0, 1, ..., with that many registers per thread."""
         count, registers = consumers.value, registers.value
         partitions = [(producer, producer_args), *((consumer, (constexpr(w), *consumer_args)) for w in range(count))]
         return _semantic.warp_specialize(partitions, [4] * count, [registers] * count, _generator)
 
     @builtin
     def tma_reduce_add(desc: Any, coord: Any, src: Any, _semantic: Any = None) -> None:
-        """Add a tile in shared memory to one in global memory. Gluon's compiler has it, its language does not yet."""
+        """Add a tile in shared memory to one in global memory. Gluon's compiler supports it, its language does not
+        yet."""
         coord = _semantic._convert_to_ir_values(coord, require_i64=False)
         _semantic.builder.create_async_tma_reduce(ir.DESCRIPTOR_REDUCE_KIND.ADD, desc.handle, coord, src.handle)

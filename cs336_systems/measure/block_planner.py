@@ -1,8 +1,8 @@
 """Plans whole blocks for a memory budget: any model, its own bytes and FLOPs, its peak by tracing.
 
-A chain of plans leads from the fastest, which keeps everything, to the one with the lowest peak. Each recomputes or
-offloads one block more than the one before: first what takes less time per byte, then the other. A trace takes seconds,
-so the search interpolates between peaks that it knows: the peak falls almost linearly along the chain.
+Plans form a chain from the fastest, which keeps everything, to the one with the lowest peak. Each recomputes or
+offloads one block more than the one before, by the method that costs less time per byte as long as it can. A trace
+takes seconds, so the search interpolates between peaks that it knows: the peak falls almost linearly along the chain.
 """
 
 import dataclasses
@@ -43,11 +43,11 @@ class BlockCosts(NamedTuple):
 
     blocks: int
     saved: int
-    """Bytes that can be offloaded."""
+    """Bytes that offloading can move to the host."""
     inputs: int
-    """Bytes of its arguments, which recomputation keeps."""
+    """Bytes of the block's arguments, which recomputation keeps."""
     flops: int
-    """Of the forward pass."""
+    """FLOPs of the forward pass."""
 
 
 def build_step(config: RunConfig) -> TrainStep:
@@ -56,12 +56,12 @@ def build_step(config: RunConfig) -> TrainStep:
 
 
 def blocks_for_machine(config: RunConfig) -> ChoiceByBlock | None:
-    """Return the plan for whole blocks; None for a configuration that does not have one."""
+    """Return the plan for whole blocks; None if the configuration has no such plan."""
     return plan_blocks(config, *machine_limits(config)).plan if config.plans_whole_blocks else None
 
 
 def predict_step(step: TrainStep) -> MemoryEstimate:
-    """Return the peak of a step by tracing its configuration, with the plan that it follows, if it has one."""
+    """Return the peak of a step by tracing its configuration, with its plan if it has one."""
     bare = dataclasses.replace(step.config, memory_budget="")
     plan = step.model.plan if isinstance(step.model, TransformerLM) else None
     return predict_by_tracing(bare, None if step.blocks is None else partial(_apply, step.blocks), plan)
@@ -115,15 +115,15 @@ def _apply(plan: ChoiceByBlock, step: TrainStep) -> None:
 
 
 def _offloading_is_cheaper(costs: BlockCosts, rates: Rates) -> bool:
-    """Compare the seconds per byte that offloading and recomputing a block take."""
+    """Return True if offloading a block takes fewer seconds per byte than recomputing it."""
     forward, copy = costs.flops / rates.matmul, costs.saved / rates.host
     waiting = max(0.0, copy - forward) + max(0.0, copy - BACKWARD_RATIO * forward) + 2 * COPY_SLOWDOWN * copy
     return waiting * max(0, costs.saved - costs.inputs) < forward * costs.saved
 
 
 def _chain(blocks: int, most: int, *, offloads_first: bool) -> list[ChoiceByBlock]:
-    """Return plans by falling memory. At most `most` blocks offload. Those that keep the most come last: in backward
-    their turn is first, when the memory of the others is still taken."""
+    """Return plans by falling memory. At most `most` blocks offload. Blocks that keep the most come last: backward
+    reaches them first, while the memory of the others is still in use."""
 
     def plan(offloaded: int, recomputed: int) -> ChoiceByBlock:
         kept = blocks - offloaded - recomputed
@@ -135,7 +135,8 @@ def _chain(blocks: int, most: int, *, offloads_first: bool) -> list[ChoiceByBloc
 
 
 def _first_within(budget: int, peak: Callable[[int], int], count: int) -> int | None:
-    """Return the first of `count` numbers whose peak is within the budget, if peaks fall; None if the last is not."""
+    """Return the first of `count` indices whose peak is within the budget, for falling peaks; None if the last is
+    not."""
     before, last = 0, count - 1
     if peak(before) <= budget:
         return before

@@ -15,7 +15,7 @@ from cs336_systems.record import GIB
 @dataclass(frozen=True)
 class Finding:
     mark: str
-    """ok, note (works with limitations) or bad."""
+    """"ok", "note" (works with limitations) or "bad"."""
     what: str
     seen: str
     fix: str = ""
@@ -38,7 +38,7 @@ def examine() -> list[Finding]:
 
 
 def _optional(what: str, seen: str | None, fix: str) -> Finding:
-    """A part that nothing depends on; `seen` is None where it is absent."""
+    """Check an optional part; `seen` is None if it is absent."""
     return Finding("ok", what, seen) if seen else Finding("note", what, "absent", fix)
 
 

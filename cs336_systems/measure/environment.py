@@ -119,7 +119,7 @@ def _nvml(index: int) -> dict[str, Any]:
 
 
 def _read(sensor: GpuSensor, values: dict[str, Any]) -> None:
-    """Add what NVML tells to `values`, up to the first figure that it does not have."""
+    """Add NVML's readings to `values`, up to the first one that is not available."""
     nvml, handle = sensor
     values["driver"] = nvml.nvmlSystemGetDriverVersion()
     values["sm_clock_mhz"] = nvml.nvmlDeviceGetClockInfo(handle, nvml.NVML_CLOCK_SM)
@@ -150,10 +150,11 @@ def _git() -> dict[str, Any]:
 
 
 def measure_slowdown(config: Mapping[str, Any]) -> list[Metric]:
-    """Instrument of quick runs: how many times longer than in fp32 a matmul takes in low precision on this CPU.
+    """Measure how many times longer than in fp32 a matmul takes in low precision on this CPU (an instrument of quick
+    runs).
 
-    A CPU without instructions for a type emulates it, hundreds of times slower. One thread, and the least of many: on a
-    busy machine threads wait for each other, which hides the difference.
+    A CPU without instructions for a type emulates it, hundreds of times slower. It takes the minimum over many runs of
+    one thread: on a busy machine threads wait for each other, which hides the difference.
     """
 
     def seconds(dtype: torch.dtype, repeat: int) -> float:

@@ -15,7 +15,7 @@ from torch._subclasses.fake_tensor import FakeTensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 LIMIT = 50_000
-"""Stored results; a trace has a few hundred."""
+"""Maximum number of stored results; a trace has a few hundred."""
 _PLAIN = frozenset((int, float, bool, str, type(None), torch.dtype, torch.device, torch.layout, torch.memory_format))
 
 
@@ -27,19 +27,19 @@ class _Result:
     dtype: torch.dtype
     device: torch.device
     viewed: int | None
-    """The position of the argument whose storage it has; None: a new tensor."""
+    """Position of the argument of which the result is a view; None for a new tensor."""
 
 
 @dataclass(frozen=True)
 class _Argument:
-    """The operator returns this argument, which it has written in place."""
+    """A result that is the argument at this position, written in place."""
 
     position: int
 
 
 @dataclass(frozen=True)
 class _Several:
-    """A list or a tuple of tensors and plain values."""
+    """A result that is a list or a tuple of tensors and plain values."""
 
     kind: type
     parts: tuple[Any, ...]
@@ -47,7 +47,7 @@ class _Several:
 
 _Stored = _Result | _Argument | _Several
 _RESULTS: dict[Any, _Stored | None] = {}
-"""None: left to torch."""
+"""Results by key; None: torch computes the result."""
 
 
 class CachedResults(TorchDispatchMode):
@@ -84,7 +84,7 @@ def _active_mode() -> Any:
 
 
 def _key(func: Any, mode: Any, args: Any, kwargs: Any) -> Any:
-    """Return what determines the result; None if there is anything else than tensors and plain values."""
+    """Return all that determines the result; None if there are arguments other than tensors and plain values."""
     if mode.shape_env is not None:
         return None
     key = [func, torch.is_inference_mode_enabled(), torch.get_default_dtype()]
@@ -135,7 +135,7 @@ def _described(func: Any, result: Any, args: Any, kwargs: Any, key: Any) -> _Sto
 
 
 def _written(func: Any, result: Any, args: Any, kwargs: Any, key: Any) -> _Argument | None:
-    """Return the argument that is the result, if nothing else is written and it keeps its shape and storage."""
+    """Return the argument that is the result, if no other argument is written and it keeps its shape and storage."""
     given = (*args, *kwargs.values())
     position = next((number for number, argument in enumerate(given) if argument is result), None)
     written = [argument for argument in func._schema.arguments if argument.alias_info and argument.alias_info.is_write]

@@ -19,7 +19,7 @@ from cs336_systems.measure.timing import STEP, Stopwatch
 from cs336_systems.step.train_step import TrainStep
 
 LARGEST_TRACE = 20 * 10**6
-"""Compressed bytes up to which a trace is kept whole; viewers open larger ones slowly."""
+"""Traces up to this many compressed bytes are kept whole; viewers open larger ones slowly."""
 
 
 @dataclass(frozen=True)
@@ -60,7 +60,7 @@ def part_ranges(config: RunConfig) -> AbstractContextManager:
 
 
 def _compressed(path: Path) -> bytes:
-    """Return the compressed trace; a large one without the host's operators, which are most of it."""
+    """Return the compressed trace; a large one without the host's operators, which take most of the bytes."""
     whole = gzip.compress(path.read_bytes(), compresslevel=6)
     if len(whole) <= LARGEST_TRACE:
         return whole

@@ -31,7 +31,7 @@ MOST_EVENTS = 1_000_000
 
 @dataclass
 class _Entry:
-    """A storage as the operators see it."""
+    """A storage as seen by the operators."""
 
     label: str
     size: int

@@ -50,7 +50,7 @@ class _Storage:
     label: str
     size: int
     address: int | None
-    """The address of its block in the simulated allocator, if there is one."""
+    """Address of its block in the simulated allocator, if there is one."""
 
 
 class StorageLog(Protocol):
@@ -74,8 +74,8 @@ class StorageTracker(TorchDispatchMode):
         self.phase = ""
         self.live: Counter[str] = Counter()
         self.shared_shapes: set[torch.Size] = set()
-        """Shapes of weights that several modules use. Autograd adds up their gradients in place, but not those of
-        tensors without memory: there this tracker does."""
+        """Shapes of weights that several modules use. Autograd adds up their gradients in place, but not for tensors
+        without memory: there this tracker does it."""
         self._storages: dict[int, _Storage] = {}
         self.reset_peak()
 
@@ -120,7 +120,7 @@ class StorageTracker(TorchDispatchMode):
                 self.log.relabelled(key, label)
 
     def resized(self, storage: torch.UntypedStorage, size: int) -> None:
-        """Count a storage that was tracked before with its new size: 0 frees its block."""
+        """Count a tracked storage with its new size: 0 frees its block."""
         if (known := self._storages.get(storage._cdata)) is None:
             return
         self.live[known.label] += size - known.size
@@ -223,7 +223,7 @@ def predict_by_tracing(
     config: RunConfig, prepare: Callable[[TrainStep], None] | None = None, plan: Plan | None = None
 ) -> MemoryEstimate:
     """Return the peak of one steady-state step of `config`, from shapes alone. All layers are traced, which takes
-    seconds and is valid for any model. `prepare` may modify the step first. `plan` is that of a memory budget."""
+    seconds and is valid for any model. `prepare` may modify the step first. `plan` is the plan of a memory budget."""
     on_cuda = config.device_type == "cuda"
     tracker = StorageTracker(CachingAllocator() if on_cuda else None)
     with ExitStack() as stack:
@@ -253,7 +253,8 @@ def predict_by_tracing(
 
 @contextmanager
 def fake_step(config: RunConfig) -> Iterator[tuple[TrainStep, tuple[Tensor, Tensor]]]:
-    """Return a step of `config` on tensors without memory, and a batch for it; operators are those of its device."""
+    """Return a step of `config` on tensors without memory, and a batch for it; the step runs the operators of its
+    device."""
     with ExitStack() as stack:
         stack.enter_context(mock.patch.object(torch.nn.init, "_no_grad_trunc_normal_", lambda tensor, *_, **__: tensor))
         stack.enter_context(FakeTensorMode())

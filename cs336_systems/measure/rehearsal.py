@@ -50,12 +50,12 @@ class Rehearsal:
     gradients: int
     """Bytes when the optimizer begins. With `tp` alone torch keeps the embedding's gradient whole on every rank."""
     optimizer: int
-    """Bytes of AdamW's two moments; its step counts, 4 bytes a tensor, are not counted."""
+    """Bytes of AdamW's two moments, without its step counts of 4 bytes per tensor."""
     peak: int
     parts: dict[str, int]
-    """The parts of a traced peak; empty for a measured one."""
+    """Parts of the peak if it was traced; empty if it was measured."""
     seconds: float | None
-    """Median time of a step without communication; None where it was traced."""
+    """Median time of a step without communication; None if it was traced."""
 
 
 @contextmanager
@@ -77,8 +77,8 @@ def fake_group(rank: int, world_size: int) -> Iterator[None]:
 
 
 def forget_groups() -> None:
-    """Clear torch's caches of DTensor operators: they name the groups of an equal mesh that is gone, and hold its mesh
-    with the threads of its groups."""
+    """Clear torch's caches of DTensor operators, which keep the mesh of earlier groups and the threads of its groups
+    alive."""
     tensor = "torch.distributed.tensor"
     for module, path in (
         (f"{tensor}._redistribute", "clear_redistribute_planner_cache"),
@@ -110,7 +110,7 @@ def sharded_model(config: RunConfig, mesh: Mesh, device_type: str) -> Transforme
 
 
 def _allocate(model: TransformerLM, device: str) -> None:
-    """Allocate the shards of the model and fill them with values that are not special."""
+    """Allocate the shards of the model and fill them with arbitrary finite values."""
     model.to_empty(device=device)
     for parameter in model.parameters():
         nn.init.normal_(local_part(parameter).detach(), std=0.02)
@@ -166,7 +166,7 @@ def measured(model: TransformerLM, run: RunConfig, *, is_replicated: bool = Fals
 def _traced(model: TransformerLM, run: RunConfig, on_cuda: RunConfig, *, is_replicated: bool) -> Rehearsal:
     """Run on fake tensors with the operators and the allocator of CUDA. The first step makes the optimizer's state.
 
-    DistributedDataParallel reads values, which fake tensors do not have: one tensor stands for its buckets.
+    DistributedDataParallel reads values, which fake tensors do not have: one tensor represents its buckets.
     """
     tracker = _ShardTracker(CachingAllocator())
     with ExitStack() as stack:
@@ -221,7 +221,7 @@ class _Sizes:
 
 
 class _ShardTracker(StorageTracker):
-    """Follows the storages behind DTensors, and those that FSDP frees and allocates again by resizing them."""
+    """Tracks the storages behind DTensors, and those that FSDP frees and allocates again by resizing them."""
 
     _deriving = False
 
@@ -241,7 +241,7 @@ class _ShardTracker(StorageTracker):
     @contextmanager
     def following(self) -> Iterator[None]:
         """Track all operators and every resize of a storage, which no dispatcher sees. Operators by which DTensor
-        derives the shape of a whole result allocate nothing on real tensors and are left out."""
+        derives the shape of a whole result allocate nothing on real tensors and are not tracked."""
         resize, derive = torch.UntypedStorage.resize_, ShardingPropagator._propagate_tensor_meta_non_cached
 
         def resize_(storage: torch.UntypedStorage, size: int) -> Any:

@@ -1,4 +1,5 @@
-"""Tensors that a forward pass saves for backward, as reported by autograd, and what a block frees and adds there."""
+"""Tensors that a forward pass saves for backward, as reported by autograd, and the memory change in a block's
+backward."""
 
 from collections import Counter
 from contextlib import ExitStack
@@ -24,13 +25,13 @@ class Saved:
     what: str
     line: str
     is_parameter: bool
-    """A parameter's storage takes no extra memory."""
+    """True for a parameter's storage, which takes no extra memory."""
     operation: str = ""
-    """The function of torch that saves it; empty inside a compiled model or a function of autograd."""
+    """The torch function that saves it; empty inside a compiled model or an autograd Function."""
 
 
 class _Operations(TorchFunctionMode):
-    """Knows the function of torch that is running."""
+    """Tracks which torch function is running."""
 
     running = ""
 
@@ -75,13 +76,13 @@ class BlockBackward(NamedTuple):
     """Bytes of tensors over the backward pass of one block."""
 
     change: int
-    """Allocated after it, less allocated before it."""
+    """Bytes allocated after it minus bytes allocated before it."""
     gradients: int
-    """Gradients of parameters that it adds."""
+    """Bytes of parameter gradients that it adds."""
 
 
 def block_backward(step: TrainStep, batch: tuple[Tensor, Tensor], block: nn.Module) -> BlockBackward:
-    """Return how the memory changes from the gradient of the block's output to that of its input."""
+    """Return how the memory changes between the gradient of the block's output and that of its input."""
     tracker = StorageTracker()
     moments: list[Counter[str]] = []
 

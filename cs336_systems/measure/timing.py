@@ -91,7 +91,7 @@ def time_steps(run: Callable[[Watch], object], *, device: torch.device, warmup_s
 
 
 def release_memory() -> None:
-    """Return cached blocks and cuBLAS workspaces to the GPU, so that what is measured next does not count them."""
+    """Return cached blocks and cuBLAS workspaces to the GPU, so that the next measurement does not count them."""
     if torch.cuda.is_available():
         torch.cuda.synchronize()
         with suppress(AttributeError):

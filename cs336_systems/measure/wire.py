@@ -27,14 +27,14 @@ class Link(NamedTuple):
 
 @dataclass
 class Transfer:
-    """One collective, as this rank has seen it."""
+    """One collective, as recorded on this rank."""
 
     collective: str
     nbytes: int
     """Size of the full array: the output of an all-gather, the input of a reduce-scatter."""
     start: float
     end: float | None = None
-    """None until the collective has ended."""
+    """End time; None while the collective runs."""
 
 
 class _Patched(NamedTuple):
@@ -81,7 +81,7 @@ class Wire:
         return tapped
 
     def _slow(self, transfer: Transfer) -> float:
-        """Return the time at which the collective may end; it starts when the one before it has ended."""
+        """Return the earliest time at which the collective may end; it starts when the one before it has ended."""
         assert self._link is not None
         transfer.start = max(transfer.start, self._free_at)
         self._free_at = transfer.start + self._link.latency + transfer.nbytes / self._link.bandwidth

@@ -21,7 +21,7 @@ Result = TypeVar("Result")
 T = TypeVar("T", bound=Tensor)
 
 BROADCAST_BYTES = 250 << 20
-"""Size of the chunks in which a model is broadcast: few collectives, little memory beside the model."""
+"""Size of the chunks in which a model is broadcast: large enough for few collectives, small beside the model."""
 
 # torch 2.13 renames these functions and warns about the old names.
 all_gather: Callable[..., Any] = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
@@ -145,8 +145,8 @@ def local_part(tensor: Tensor) -> Tensor:
 def held_slices(tensor: "DTensor") -> tuple[slice, ...]:
     """Return where this rank's part of a DTensor is in the whole.
 
-    The innermost axis, "tp", is the first to split it. Parts are equal, then a smaller one, then empty ones, as those
-    of torch.chunk. (torch 2.13 has other offsets where two axes split the same dimension into unequal parts.)
+    The innermost axis, "tp", splits it first. As in torch.chunk, parts are equal, then a smaller one, then empty ones.
+    (torch 2.13 has other offsets where two axes split the same dimension into unequal parts.)
     """
     mesh = tensor.device_mesh
     starts, sizes = [0] * tensor.ndim, list(tensor.shape)
@@ -173,7 +173,7 @@ def persistent_buffers(module: nn.Module) -> dict[str, Tensor]:
 
 
 def by_kind(tensors: Iterable[T]) -> list[list[T]]:
-    """Group tensors by dtype and device: those of a group fit into one flat tensor."""
+    """Group tensors by dtype and device, so that each group fits into one flat tensor."""
     kinds: dict[tuple, list[T]] = {}
     for t in tensors:
         kinds.setdefault((t.dtype, t.device), []).append(t)

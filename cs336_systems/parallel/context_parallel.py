@@ -20,7 +20,7 @@ from cs336_systems.parallel.collectives import all_gather, reduce_scatter
 
 
 class Passes(Protocol):
-    """Causal attention of queries that are the last of the keys' sequence: `PrefixAttention` of the kernels."""
+    """Causal attention of queries at the end of the keys' sequence: `PrefixAttention` of the kernels."""
 
     def forward(self, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor | None]:
         """Return output and logsumexp."""
@@ -38,7 +38,7 @@ class ContextParallel:
         self.mesh, self.group = mesh, mesh.get_group()
         self.ranks, rank = mesh.size(), mesh.get_local_rank()
         self.chunks = (rank, 2 * self.ranks - 1 - rank)
-        """Numbers of this rank's chunks, of 2 x ranks."""
+        """Indices of this rank's chunks among the 2 x ranks chunks."""
 
     def install(self, model: nn.Module) -> None:
         """Let a TransformerLM compute this rank's part of the sequence."""
@@ -52,7 +52,7 @@ class ContextParallel:
         return torch.cat([chunks[:, number] for number in self.chunks], dim=1)
 
     def joined(self, own: Tensor) -> Tensor:
-        """Return the whole of what the ranks have computed: (B, T / N, ...) -> (B, T, ...).
+        """Return the ranks' parts joined to whole sequences: (B, T / N, ...) -> (B, T, ...).
 
         Its gradient is summed over the ranks, as if each had a loss of its own.
         """
@@ -60,7 +60,7 @@ class ContextParallel:
         return _in_order(by_rank.unflatten(1, (self.ranks, 2, -1)), 1).flatten(1, 2)
 
     def positions(self, length: int) -> list[slice]:
-        """Return where this rank's part, of that many tokens, is in the sequence."""
+        """Return the positions of this rank's tokens in the sequence, for a part of that many tokens."""
         size = length // 2
         return [slice(number * size, (number + 1) * size) for number in self.chunks]
 
@@ -79,7 +79,7 @@ class ContextParallel:
         return _in_order(halves, 2).flatten(2, 3).transpose(2, 3)
 
     def scattered(self, gradients: Tensor) -> Tensor:
-        """Return the sum over ranks of gradients like `gathered`, of this rank's part: (2, B, H, T / N, K)."""
+        """Return this rank's part of the sum over ranks of gradients like `gathered`: (2, B, H, T / N, K)."""
         chunks = gradients.transpose(2, 3).unflatten(2, (2 * self.ranks, -1))
         every = _by_rank(chunks, 2).flatten(3, 4).movedim(2, 0).contiguous()  # (N, 2, B, T / N, H, K)
         own = torch.empty_like(every[0])
@@ -88,7 +88,8 @@ class ContextParallel:
 
 
 def _in_order(halves: Tensor, dim: int) -> Tensor:
-    """Return the chunks of all ranks in the order of the sequence; ranks are at `dim`, their two chunks after it."""
+    """Return the chunks of all ranks in the order of the sequence; dimension `dim` holds the ranks, the next one their
+    two chunks."""
     first, second = halves.unbind(dim + 1)
     return torch.cat((first, second.flip(dim)), dim)
 

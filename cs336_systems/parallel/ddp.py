@@ -42,11 +42,11 @@ class Gradients(IntEnum):
     """How far the gradients of a step are synchronized; a later state includes the earlier ones."""
 
     AVERAGED = 0
-    """No forward pass and no gradient since the last average."""
+    """No forward pass and no gradient since the last averaging."""
     LOCAL = 1
-    """A forward pass or a gradient has come."""
+    """A forward pass has run, or a gradient was accumulated."""
     SENT = 2
-    """A forward pass outside of `no_sync` has come: its backward may have sent buckets."""
+    """A forward pass outside of `no_sync` has run: its backward may have sent buckets."""
     ADDED_TO = 3
     """A forward pass inside of `no_sync` followed: sent gradients may have grown since."""
 
@@ -65,10 +65,10 @@ class DataParallel(Wrapper, ABC):
         self._buckets: list[Bucket] = []
         self._trained: tuple[bool, ...] | None = None
         self._synchronizes = True
-        """False inside of `no_sync`."""
+        """True outside of `no_sync`."""
         self._gradients = Gradients.AVERAGED
         self._next = 0
-        """Index of the bucket that is sent next."""
+        """Index of the next bucket to send."""
         self._in_backward = False
         self._hooks: list[Any] = []
 
@@ -102,7 +102,7 @@ class DataParallel(Wrapper, ABC):
         self._gradients = max(self._gradients, reached)
 
     def _update_buckets(self) -> None:
-        """Create buckets of the parameters that require gradients; anew when others do."""
+        """Create buckets for the parameters that require gradients, again if these have changed."""
         parameters = list(self.module.parameters())  # a tied parameter appears once
         trained = tuple(p.requires_grad for p in parameters)
         if trained == self._trained:
@@ -183,21 +183,21 @@ class DataParallel(Wrapper, ABC):
 
 
 class NaiveDDP(DataParallel):
-    """One all-reduce for each parameter after backward, each completed before the next."""
+    """Averages gradients by one all-reduce per parameter after backward, each completed before the next."""
 
     def _groups(self, parameters: list[nn.Parameter]) -> Iterable[list[nn.Parameter]]:
         return ([p] for p in parameters)
 
 
 class FlatDDP(DataParallel):
-    """One all-reduce for each dtype after backward."""
+    """Averages gradients by one all-reduce per dtype after backward."""
 
     def _groups(self, parameters: list[nn.Parameter]) -> Iterable[list[nn.Parameter]]:
         return by_kind(parameters)
 
 
 class DDP(DataParallel):
-    """All-reduces that start as gradients become ready, while backward continues.
+    """Averages gradients by all-reduces that start as gradients become ready, while backward continues.
 
     - `bucket_size_mb`: size of a bucket in MiB (2^20 bytes); None for one all-reduce for each parameter.
     """
@@ -248,7 +248,7 @@ class DDP(DataParallel):
 
 
 class Bucket:
-    """Gradients of one dtype that one all-reduce averages."""
+    """Gradients of one dtype that are averaged by one all-reduce."""
 
     def __init__(self, parameters: Sequence[nn.Parameter]):
         self.parameters = list(parameters)
@@ -260,7 +260,7 @@ class Bucket:
         self.missing = set(range(len(parameters)))
         """Indices of the parameters whose gradients are not ready in this backward."""
         self.stale = False
-        """True if a gradient has grown after the bucket was sent."""
+        """True if a gradient was accumulated after the bucket was sent."""
 
     def send(self, *, poisoned: bool = False) -> None:
         """Start the all-reduce. Gradients are divided before they are summed, so that fp16 does not overflow."""

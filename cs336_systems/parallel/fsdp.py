@@ -35,9 +35,9 @@ from cs336_systems.parallel.collectives import Wrapper, broadcast, by_kind
 from cs336_systems.parallel.ddp import Bucket
 
 AHEAD = 2
-"""Largest number of prefetched weights: enough to hide the all-gathers, and little memory."""
+"""Maximum number of prefetched weights: enough to hide the all-gathers, and little memory."""
 SCATTERS = 2
-"""Largest number of reduce-scatters in flight: each holds a full gradient."""
+"""Maximum number of reduce-scatters in flight: each holds a full gradient."""
 
 
 class FSDP(Wrapper):
@@ -82,7 +82,7 @@ class FSDP(Wrapper):
         self._used: list[Unit] = []
         """The units that this forward has used so far."""
         self._to_come: list[Unit] | None = None
-        """The used units whose weight backward still needs, the next one first; None before backward."""
+        """The used units whose weights backward still needs, in order; None before backward."""
         self._biases: dict[nn.Module, nn.Parameter | None] = {}
         """The biases of modules that run with a cast copy."""
         self._scatters: deque[Unit] = deque()
@@ -190,7 +190,7 @@ class FSDP(Wrapper):
         unit.wait()
 
     def _gather_next(self, unit: "Unit") -> None:
-        """Prefetch the units that followed `unit` in the last forward, unless this forward has another order."""
+        """Prefetch the units that followed `unit` in the last forward, unless this forward runs in another order."""
         expected = self._order[len(self._used) : len(self._used) + 1]
         self._used.append(unit)
         if expected and expected[0] is not unit:
@@ -218,12 +218,12 @@ class FSDP(Wrapper):
 
 
 class WeightState(Enum):
-    """The tensors of a unit that are in memory beside its shard."""
+    """State of a unit's full weight."""
 
     SHARDED = auto()
-    """None: the storage of the full weight is empty."""
+    """The full weight is not in memory: its storage is empty."""
     GATHERING = auto()
-    """The full weight is allocated, and the all-gather is under way."""
+    """The full weight is allocated and being all-gathered."""
     GATHERED = auto()
     """The full weight is allocated and filled."""
 
@@ -232,7 +232,7 @@ class _ReduceScatter(NamedTuple):
     work: dist.Work
     gradient_shard: Tensor
     full_gradient: Tensor
-    """The input, which must stay alive until the collective has ended."""
+    """The input of the collective, which must stay alive until the collective has ended."""
 
 
 class Unit:
@@ -245,7 +245,7 @@ class Unit:
         ranks, rank = dist.get_world_size(), dist.get_rank()
         rows = weight.shape[0]
         self._rows_each = -(-rows // ranks)
-        """Rows of a shard in collectives. The last shards are shorter, or empty, and are padded to it."""
+        """Rows of every shard in collectives. The last shards may have fewer rows, or none, and are padded."""
         begin, end = (min(i * self._rows_each, rows) for i in (rank, rank + 1))
         self.shard = nn.Parameter(weight[begin:end].clone(), requires_grad)
         # Read by clip_grad_norm_, which may be given parameters alone, and by checkpoints.
@@ -326,7 +326,7 @@ class Unit:
 def _users(module: nn.Module) -> dict[nn.Parameter, list[nn.Module]]:
     """Map each weight to the Linear and Embedding modules that use it: torch's, and other classes of these names.
 
-    A weight that a module of another kind uses as well is not sharded: it would not be gathered there.
+    A weight that is also used by another kind of module is not sharded, because it would not be gathered there.
     """
     found: dict[nn.Parameter, list[nn.Module]] = {}
     elsewhere = set()

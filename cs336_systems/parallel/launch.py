@@ -46,7 +46,7 @@ GRACE = 2.0
 
 @dataclass(frozen=True)
 class Rank:
-    """The number of this process in its group, and its device."""
+    """The rank, the size of its group, and its device."""
 
     rank: int
     world_size: int
@@ -155,7 +155,7 @@ def process_group(
 
 
 def default_device() -> str:
-    """Return the kind of device that ranks use unless they are told otherwise."""
+    """Return the default kind of device for ranks."""
     return "cuda" if torch.cuda.is_available() else "cpu"
 
 
@@ -168,7 +168,7 @@ def this_rank(device: str = "cpu") -> Rank:
 def in_ranks(work: Callable[..., Any], config: dict[str, Any]) -> Any:
     """Return rank 0's `work(config)`, run with the `ranks`, `backend` and `device` of `config`.
 
-    A grid may ask for more ranks than this machine has GPUs: that cell fails with a RankError, the others run.
+    If a cell asks for more ranks than this machine has GPUs, it fails with a RankError, and the other cells run.
     """
     device = config["device"].split(":")[0]
     try:

@@ -1,7 +1,7 @@
 """Measures each connection between two ranks: latency, bandwidth and the difference of their clocks.
 
-Ranks of a round are in one pair at most, so no measurement disturbs another one's rank. Up to MOST_PAIRED ranks every
-pair is measured alone; above, each rank and its neighbours, in two or three rounds.
+In a round each rank is in at most one pair, so that measurements do not disturb each other. Up to MOST_PAIRED ranks
+every pair is measured alone; with more ranks, each rank with its neighbours, in two or three rounds.
 """
 
 import time
@@ -14,7 +14,7 @@ from torch import Tensor
 from cs336_systems.parallel.collectives import communication_device, gather
 
 MOST_PAIRED = 16
-"""Ranks up to which all pairs are measured."""
+"""Maximum number of ranks for which all pairs are measured."""
 WARM_UP, ROUND_TRIPS, TRANSFERS = 2, 12, 3
 BYTES = {"gloo": 4 << 20, "nccl": 64 << 20}
 """Size of a message for the bandwidth."""
@@ -34,7 +34,7 @@ class Link(NamedTuple):
 
 
 def rounds_of(world_size: int) -> list[list[tuple[int, int]]]:
-    """Return the pairs to measure, in rounds: those of a round are measured at the same time."""
+    """Return the pairs to measure, in rounds; the pairs of a round are measured at the same time."""
     if world_size <= MOST_PAIRED:
         return [[(a, b)] for a in range(world_size) for b in range(a + 1, world_size)]
     ring = [(rank, (rank + 1) % world_size) for rank in range(world_size)]

@@ -25,7 +25,7 @@ from cs336_systems.config import UserError
 ROLL_CALL = 2.0
 """Seconds in which ranks answer a roll call."""
 POLL_INTERVAL = 0.3
-"""Seconds between two looks at the store."""
+"""Seconds between two polls of the store."""
 LEAVE_WITHIN = 30.0
 """Seconds in which a rank must leave the group after another rank has failed; then its process is ended."""
 CONNECTION_ERRORS = (
@@ -36,9 +36,9 @@ CONNECTION_ERRORS = (
     "gloo/transport",
     "ncclRemoteError",
 )
-"""Parts of messages of torch, Gloo and NCCL."""
+"""Substrings of messages from torch, Gloo and NCCL that mean a broken connection."""
 LONGEST_REASON = 400
-"""Characters of another rank's error that are shown."""
+"""Maximum characters of another rank's error that are shown."""
 
 T = TypeVar("T")
 V = TypeVar("V", bound=Hashable)
@@ -49,7 +49,7 @@ class RankError(RuntimeError):
 
 
 def is_connection_error(text: str) -> bool:
-    """True for an error that is only the consequence of another rank's end."""
+    """Return True for an error that is only the consequence of another rank's end."""
     return any(words in text for words in CONNECTION_ERRORS)
 
 
@@ -66,7 +66,7 @@ def ranks_named(ranks: Iterable[int]) -> str:
 
 
 def ranks_by_value(values: Iterable[tuple[int, V]]) -> dict[V, list[int]]:
-    """Return the ranks of each value, from pairs of a rank and its value."""
+    """Return the ranks of each value, given pairs of a rank and its value."""
     found: dict[V, list[int]] = {}
     for rank, value in values:
         found.setdefault(value, []).append(rank)
@@ -88,12 +88,12 @@ def in_background(work: Callable[[], T]) -> Future[T]:
 
 
 def within(seconds: float, work: Callable[[], T]) -> T:
-    """Return `work()`, or raise TimeoutError: a call to a store whose host does not answer never returns."""
+    """Return `work()`, or raise TimeoutError: calls to a store whose host does not answer never return."""
     return in_background(work).result(seconds)
 
 
 def error_line(error: BaseException) -> str:
-    """Return an error as one line: the message of a UserError, else the type and the start of the message."""
+    """Return an error as one line: the message of a UserError, else the type and the beginning of the message."""
     text = " ".join((flags_named(error) if isinstance(error, UserError) else str(error)).split())
     text = text if len(text) <= LONGEST_REASON else f"{text[:LONGEST_REASON]}..."
     return text if isinstance(error, UserError) else f"{type(error).__name__}: {text}".removesuffix(": ")
@@ -103,13 +103,13 @@ class Peers:
     """The ranks of a group, as one of them sees them through the store."""
 
     def __init__(self, store: dist.Store, rank: int, world_size: int, *, hosts_store: bool = False):
-        """`hosts_store`: the store ends with this process."""
+        """Describe the group. `hosts_store`: the store ends with this process."""
         self._store, self._rank, self._world_size = store, rank, world_size
         self._hosts_store = hosts_store
         self._failure: dict[str, Any] | None = None
         """The first error that a rank has reported: its rank, its text, and whether the user can fix it."""
         self._missing = ""
-        """Missing ranks as another rank has reported them."""
+        """Names of missing ranks, as another rank has reported them."""
         self._closed = threading.Event()
 
     def __enter__(self) -> "Peers":
@@ -187,7 +187,7 @@ class Peers:
         return ", ".join(map(str, silent[names[0]] or silent[names[-1]]))
 
     def _read(self, store: dist.Store) -> bool:
-        """Read what other ranks have reported; True if there was anything."""
+        """Read the reports of other ranks; return True if there are any."""
         if store.check(["failed"]):
             self._failure = json.loads(store.get("failed"))
         elif store.check(["missing"]):

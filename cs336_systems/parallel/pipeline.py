@@ -27,14 +27,14 @@ Loss = Callable[[Tensor, Tensor], Tensor]
 
 
 class Absent(nn.Module):
-    """Stands for a module that another stage has: returns what it is given."""
+    """Placeholder for a module of another stage; returns its input."""
 
     def forward(self, x: Tensor, *_: Any) -> Tensor:
         return x
 
 
 class Stage(nn.Module):
-    """Runs the modules of a stage, in the precision of the caller's autocast also when a schedule calls it."""
+    """Runs the modules of a stage under the caller's autocast, also when a schedule calls it."""
 
     def __init__(self, model: nn.Module, device: torch.device, compute_dtype: torch.dtype | None):
         super().__init__()
@@ -86,7 +86,7 @@ class Pipeline:
         """The model with the modules of all stages of this rank, under their names in the whole model."""
         self._schedule: Any = None
         self._made_for: tuple[int, torch.Size] | None = None
-        """Number and shape of the micro batches that the schedule was made for."""
+        """Number and shape of the micro batches for which the schedule was created."""
         self._loss: Loss
 
     def accumulate(
@@ -146,7 +146,7 @@ class Pipeline:
         return self.from_last(logits, (*tokens.shape, self._vocabulary))
 
     def from_last(self, value: Tensor | None, shape: tuple[int, ...]) -> Tensor:
-        """Return, on all ranks of the pipeline, the fp32 tensor that the rank with the last stage has."""
+        """Return, on all ranks of the pipeline, the fp32 tensor of the rank with the last stage."""
         found = torch.empty(shape, device=self._device) if value is None else value.float().contiguous()
         dist.broadcast(found, group=self._group, group_src=self._ranks - 1)
         return found

@@ -1,6 +1,6 @@
 """Brings together the ranks that torchrun has started, and compares what they must have in common.
 
-Rank 0 collects an entry of each rank from the store at MASTER_ADDR: its settings, or the error with which it ends. It
+Rank 0 collects an entry from each rank in the store at MASTER_ADDR: its settings, or the error with which it ends. It
 answers all of them with one verdict: the name of the new group, or the problem, which every rank then raises.
 
 torchrun restarts its ranks on the same store, where the entries of dead ranks are still to be found, and counts
@@ -26,22 +26,22 @@ from cs336_systems.files import reason_of
 from cs336_systems.parallel.peers import RankError, ranks_by_value, ranks_named, within
 
 TELL_WITHIN = 60.0
-"""Seconds that a rank with an error of its own waits for the other ranks to come and hear of it."""
+"""Seconds that a rank with an error waits for the other ranks to read it."""
 GRACE = 3.0
-"""Seconds that the answer of rank 0 may be late."""
+"""Seconds by which the answer of rank 0 may be late."""
 MOST_VALUES, MOST_DIFFERENCES = 4, 8
-"""Values of a setting, and settings, that an error names."""
+"""Maximum number of values of a setting, and of settings, that an error names."""
 
 
 class Place(NamedTuple):
-    """The number of a rank in its group and on its machine."""
+    """The rank of a process in its group, and its local rank on its machine."""
 
     rank: int = 0
     world_size: int = 1
     local_rank: int = 0
     local_size: int = 1
     hosts_store: bool = False
-    """The store is in the process of this rank, not in torchrun's."""
+    """True if the store is in the process of this rank, not in torchrun's."""
 
 
 def torchrun_place() -> Place:
@@ -62,9 +62,9 @@ class Facts:
     """Names and values that ranks compare before they form a group."""
 
     required: Mapping[str, str] = field(default_factory=dict)
-    """Must be equal on all ranks."""
+    """Facts that must be equal on all ranks."""
     expected: Mapping[str, str] = field(default_factory=dict)
-    """A difference is only reported."""
+    """Facts whose differences are only reported."""
 
 
 def join(place: Place, facts: Facts, timeout: float, failure: str = "") -> dist.Store:
@@ -188,25 +188,26 @@ class Entry(NamedTuple):
 
 
 class Verdict(NamedTuple):
-    """The outcome of the meeting, equal on all ranks."""
+    """The result of the rendezvous, equal on all ranks."""
 
     group: str
     expected: int
     """Number of ranks."""
     absent: tuple[int, ...] = ()
-    """Ranks that did not come; empty if there is another problem."""
+    """Ranks that did not join; empty if there is another problem."""
     problem: str = ""
     warning: str = ""
 
 
 class Meeting:
-    """One rank's part in the meeting. Keys: `entry-RANK`, `roll` and `GROUP/verdict` of rank 0, `GROUP/here-NONCE`."""
+    """One rank's side of the rendezvous. Keys: `entry-RANK`, `roll` and `GROUP/verdict` of rank 0,
+    `GROUP/here-NONCE`."""
 
     def __init__(self, store: dist.Store, place: Place, mine: Entry):
         self._store, self._place, self._mine = store, place, mine
 
     def hold(self, seconds: float) -> Verdict:
-        """Return the verdict, after at most this time and a little more."""
+        """Return the verdict within this time plus a short grace period."""
         deadline = time.monotonic() + seconds
         self._store.set(f"entry-{self._place.rank}", json.dumps(self._mine))
         if self._place.rank != 0:
@@ -226,7 +227,7 @@ class Meeting:
             time.sleep(0.02)
 
     def _collect(self, deadline: float) -> dict[int, Entry]:
-        """Return the entries of the ranks that came, on rank 0."""
+        """Return, on rank 0, the entries of the ranks that joined."""
         living = {0: self._mine}
         called: dict[int, Entry] = {}
         pause = 0.01
@@ -247,7 +248,7 @@ class Meeting:
             pause = min(1.5 * pause, 0.3)
 
     def _follow(self, deadline: float) -> Verdict:
-        """Return the verdict of rank 0, on the others."""
+        """Return, on the other ranks, the verdict of rank 0."""
         group, pause = "", 0.01
         while time.monotonic() < deadline:
             if not group and self._store.check(["roll"]):
@@ -276,7 +277,7 @@ class Meeting:
 
 
 def judge(group: str, entries: Mapping[int, Entry]) -> Verdict:
-    """Return the verdict over the entries of the ranks that came."""
+    """Return the verdict on the entries of the ranks that joined."""
     expected = max(entry.world_size for entry in entries.values())
     failures = ranks_by_value((rank, entry.failure) for rank, entry in sorted(entries.items()) if entry.failure)
     if failures:
@@ -291,7 +292,7 @@ def judge(group: str, entries: Mapping[int, Entry]) -> Verdict:
 
 
 def _differ(values: Mapping[int, Mapping[str, str]]) -> str:
-    """Return the line that names all differences and the way out, or an empty string."""
+    """Return a line that names all differences and the remedy, or an empty string."""
     found = differences(values)
     if not found:
         return ""

@@ -3,7 +3,8 @@
     optimizer = ShardedOptimizer(model.parameters(), torch.optim.AdamW, lr=3e-4)
 
 Every rank holds all parameters and all gradients, but the optimizer state of the parameters it owns only: AdamW's two
-moments take 8 bytes for each fp32 parameter, and 8 / N on N ranks. A rank updates its parameters and broadcasts them.
+moments take 8 bytes for each fp32 parameter, and 8 / N on N ranks. Each rank updates the parameters that it owns and
+broadcasts them.
 
 [Note: chunks] Parameters are assigned to ranks by size, the largest first, to the rank that owns least. Those of a rank
 are split into a few chunks. The parameters of a chunk become views of one flat tensor, so that a broadcast takes no
@@ -24,7 +25,7 @@ from torch.optim import Optimizer
 from cs336_systems.parallel.collectives import communication_device, gather, require_group, views
 
 CHUNKS = 4
-"""Chunks of one owner: enough to overlap update and broadcast, few enough that each is large."""
+"""Number of chunks per owner: enough to overlap updates with broadcasts, few enough that each is large."""
 
 
 class _Entry(NamedTuple):
@@ -166,7 +167,7 @@ class ShardedOptimizer(Optimizer):
 
 
 class Chunk:
-    """Parameters of one owner and dtype that one broadcast sends; on their owner with their inner optimizer."""
+    """Parameters of one owner and dtype that are sent by one broadcast; the owner also has their inner optimizer."""
 
     def __init__(self, owner: int, parameters: list[Tensor], optimizer: Optimizer | None = None):
         self.owner = owner
@@ -230,7 +231,7 @@ def _require_own_memory(parameters: Iterable[Tensor]) -> None:
 
 
 def _state_size(p: Tensor) -> int:
-    """Return the bytes that count for the balance of ranks: a frozen parameter has no state."""
+    """Return the bytes by which parameters are balanced over ranks: a frozen parameter has no state."""
     return p.nbytes if p.requires_grad else 0
 
 

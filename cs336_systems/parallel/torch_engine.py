@@ -52,18 +52,18 @@ from cs336_systems.predict.rank_shards import Mesh
 
 _IS_RENAMED = "forward_sync_buffers" in inspect.signature(DistributedDataParallel.__init__).parameters  # torch 2.13
 BUFFERS_STAY: dict[str, Any] = {"forward_sync_buffers" if _IS_RENAMED else "broadcast_buffers": False}
-"""The buffers are RoPE's tables, which are constants: DDP need not send them in every forward."""
+"""Keyword arguments that stop DDP from broadcasting buffers in every forward: they are RoPE's tables, which are
+constant."""
 
 
 class TorchEngine(Wrapper):
     """Trains a TransformerLM, or a model with modules of the same names, over the axes of a mesh.
 
     `compute_dtype`: dtype in which `fully_shard` gathers weights and in which blocks compute; gradients are reduced in
-    fp32. Where nothing is sharded the caller's autocast does that.
-    `fill`: for a module on the "meta" device. When this rank's part has memory it is called with the whole module to
-    give weights and buffers their values, by `store_shard`: no rank ever holds the whole model. Without it all ranks
-    get rank 0's weights.
-    `schedule`: that of the pipeline. `timeout`: seconds to wait for a rank, instead of torch's half an hour.
+    fp32. Where nothing is sharded the caller's autocast does that. `fill`: for a module on the "meta" device. It is
+    called with the whole module once this rank's part has memory, and sets weights and buffers by `store_shard`: no
+    rank ever holds the whole model. Without it all ranks get rank 0's weights. `schedule`: the schedule of the
+    pipeline. `timeout`: seconds to wait for a rank, instead of torch's half an hour.
     """
 
     def __init__(
@@ -86,7 +86,7 @@ class TorchEngine(Wrapper):
         self._context: ContextParallel | None = None
         self._ddp: DistributedDataParallel | None = None
         self.pipeline: Pipeline | None = None
-        """Runs forward and backward passes where the model is split into stages; `module` has those of this rank."""
+        """Runs forward and backward passes if the model is split into stages; `module` has this rank's stages."""
         if axes.cp > 1:
             self._context = ContextParallel(device_mesh(axes, device.type, timeout)["cp"])
             self._context.install(module)
@@ -153,7 +153,7 @@ class TorchEngine(Wrapper):
             self._in_loss_context = False
 
     def own_part(self, tokens: Tensor) -> Tensor:
-        """Return those tokens of every sequence that this rank computes in `loss_context`."""
+        """Return the tokens of every sequence that this rank computes in `loss_context`."""
         return tokens if self._context is None else self._context.own(tokens)
 
     def no_sync(self) -> AbstractContextManager:
@@ -236,7 +236,7 @@ def split_layers(module: nn.Module, mesh: DeviceMesh, axes: Mesh) -> None:
 
 
 def _tie(module: nn.Module) -> None:
-    """Share the weights of embedding and head again where that is how the model is: torch replaces them one by one."""
+    """Tie embedding and head again if they are tied in the model: torch replaces their weights one by one."""
     if (tie := getattr(module, "tie", None)) is not None:
         tie()
 

@@ -39,7 +39,7 @@ class BlockPlan(NamedTuple):
         return OFFLOAD in self
 
     def kinds(self, choice: str) -> list[str]:
-        """Return the tensors for which the plan has made this choice."""
+        """Return the kinds of tensors for which the plan makes this choice."""
         return [kind for kind, own in zip(KINDS, self, strict=True) if own == choice]
 
 
@@ -51,7 +51,8 @@ Plan = tuple[BlockPlan, ...]
 
 
 def is_managed(plan: Plan, number: int) -> bool:
-    """True for a block that does more than keep its tensors: the one after an offloading block starts its fetches."""
+    """Return True for a block that does more than keep its tensors: the block after an offloading block starts its
+    fetches."""
     return not plan[number].keeps_all or (number > 0 and plan[number - 1].offloads)
 
 
@@ -60,8 +61,8 @@ FLOPS_PER_BYTE = 12_000
 
 
 def is_fetched_late(plan: BlockPlan, model: ModelConfig) -> bool:
-    """True if copying a block's tensors back takes less time than the attention half of the next block's backward pass:
-    they are then fetched beside that half, and need no memory beside the feed-forward half."""
+    """Return True if copying a block's tensors back takes less time than the attention half of the next block's
+    backward pass: they are then fetched during that half, and need no memory during the feed-forward half."""
     stream, qkv, q = model.d_model, model.qkv_width, model.q_width
     widths = {"input": stream, "qkv": qkv, "attention": q, "middle": stream, "gate_up": 2 * model.d_ff}
     copied = 2 * sum(widths[kind] for kind in plan.kinds(OFFLOAD))

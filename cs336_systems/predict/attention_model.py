@@ -8,12 +8,12 @@ from typing import Any
 from cs336_systems.predict.memory_model import cublas_workspace
 
 SCORES, SOFTMAX, OUTPUT = "attention scores", "attention softmax", "attention output"
-"""Names of the parts of naive attention in traces."""
+"""Names that traces use for the parts of naive attention."""
 
 
 @dataclass(frozen=True)
 class AttentionShape:
-    """Queries, keys and values of (batch_size, heads, seq_len, head_dim) each, in one precision."""
+    """Shape and precision of an attention call: q, k and v are (batch_size, heads, seq_len, head_dim) each."""
 
     batch_size: int
     heads: int

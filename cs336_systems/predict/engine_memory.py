@@ -26,9 +26,9 @@ BUCKETS = "gradient buckets"
 
 
 def engine_estimate(config: RunConfig, mesh: Mesh) -> MemoryEstimate:
-    """Return the peak of a training step of a rank of `mesh`, whose replica processes `tp` times the batch of `config`.
+    """Return the peak of a training step on the first rank of `mesh`, whose shards are the largest.
 
-    The first rank is meant, whose shards are the largest. `pp` and `cp` must be 1.
+    A replica processes `tp` times the batch of `config`. `pp` and `cp` must be 1.
     """
     memory = EngineStep(config, mesh).run()
     parts = {label: size for label, size in memory.peak_parts.items() if size}
@@ -42,12 +42,13 @@ class _Group:
 
     def __init__(self, members: list[Weight], mesh: Mesh):
         self.shards = [weight.shard(mesh, mesh.place(0)) for weight in members]
-        """Elements of this rank's part of each weight; `fully_shard` pads rows to a multiple of the ranks."""
+        """Elements of this rank's part of each weight; `fully_shard` pads the rows to a multiple of the number of
+        ranks."""
         self.wholes = [mesh.dp_shard * size for size in self.shards]
 
 
 class _Gathered:
-    """A group's weights and gradients while they are whole."""
+    """A group's weights and gradients while they are gathered."""
 
     def __init__(self, group: _Group):
         self.group = group
@@ -59,7 +60,8 @@ class EngineStep(FastStep):
     """Simulates one step of a rank."""
 
     BLOCKS, BLOCKS_OF_GROUP, GROUPS = (3, 2), (2, 2), (2, 2)
-    """As in `FastStep`; the second block of backward is the first beside a buffer of gradients."""
+    """Repetitions to simulate, as in `FastStep`. Two at the end, because only the second block of backward has a buffer
+    of gradients beside it."""
 
     def __init__(self, config: RunConfig, mesh: Mesh):
         super().__init__(config)
@@ -72,20 +74,20 @@ class EngineStep(FastStep):
         self.outside, self.inside = _Group(found[: -len(inside) * config.model.num_layers], mesh), _Group(inside, mesh)
         self.root = _Gathered(self.outside)
         self.last_of_group = self.root
-        """The last block of a group that is recomputed: its weights are gathered before."""
+        """The last block of a recomputed group, whose weights are gathered before its recomputation."""
         self.blocks_to_come = 0
-        """Blocks whose backward has not begun."""
+        """Number of blocks whose backward has not begun."""
         self.stops_early = False
-        """The block is the last of a group that is recomputed, where the output of its last matmul is not needed."""
+        """True in the last block of a recomputed group, where the output of the last matmul is not needed."""
         self.skips_output = False
-        """That matmul comes next."""
+        """True if the next matmul is the one whose output is not needed."""
         self.prefetched: Block | None = None
         self.copied_out: Block | None = None
-        """The buffer of the last gather in forward, which is kept until the next one is copied out."""
+        """The buffer of forward's last gather, kept until the next one is copied out."""
         self.current = self.root
-        """The group whose backward runs."""
+        """The group whose backward is running."""
         self.reduced: Block | None = None
-        """The buffer of the last reduce-scatter, which is kept until the next one."""
+        """The buffer of the last reduce-scatter, kept until the next one."""
 
     # -- memory that a step finds -------------------------------------------------------------------------------------
 
@@ -128,7 +130,8 @@ class EngineStep(FastStep):
             super().gain_gradient(width)
 
     def _gather(self, group: _Group) -> Block | None:
-        """Gather shards into one buffer; those of low precision are cast first. A shard that is whole needs none."""
+        """Gather shards into one buffer; shards in low precision are cast first. A shard that is the whole weight needs
+        no gather."""
         if self.mesh.dp_shard == 1:
             return None
         cast = self.new(sum(group.shards), label=TEMPORARY) if self.low else None
@@ -154,7 +157,7 @@ class EngineStep(FastStep):
             self.copied_out = self._unshard(gathered)
 
     def _pre_backward(self, gathered: _Gathered) -> None:
-        """Gather the weights, if they are not yet, and those of the block before."""
+        """Gather the weights, unless they are gathered, and those of the previous block."""
         if not self.sharded:
             return
         self.current = gathered
@@ -179,7 +182,7 @@ class EngineStep(FastStep):
     # -- blocks -------------------------------------------------------------------------------------------------------
 
     def _block(self, tape: Tape | None, *, is_last: bool = False) -> None:
-        """Run a block. The last one of a group that is recomputed stops where all that backward reads is there."""
+        """Run a block. The last block of a recomputed group stops when all tensors that backward reads exist."""
         recomputed = self.memory.phase == "backward"
         self.stops_early = recomputed and is_last
         gathered = self.last_of_group if self.stops_early else _Gathered(self.inside)
@@ -210,7 +213,7 @@ class EngineStep(FastStep):
     # -- collectives along the sequence -------------------------------------------------------------------------------
 
     def _whole(self, width: int | None = None) -> Block:
-        """Allocate a tensor of the stream's shape, of the whole sequence."""
+        """Allocate a tensor of the residual stream's shape for the whole sequence."""
         return self.new(self.ranks * self.rows * self.d, width)
 
     def _gather_sequence(self, x: Block, tape: Tape | None) -> Block:
@@ -228,7 +231,7 @@ class EngineStep(FastStep):
         del copy, grad
 
     def output(self, x: Block, d_in: int, tape: Tape | None) -> Block:
-        """The matmul that ends a branch: ranks add up their results, and each keeps a part of the sequence."""
+        """Run the matmul that ends a branch: ranks sum their results, and each keeps a part of the sequence."""
         out: Block | None = None
         if self.skips_output:
             self.matmul_nodes(x, d_in, self.d, tape, by_columns=False)
@@ -283,7 +286,7 @@ class EngineStep(FastStep):
         return logits
 
     def _loss(self, logits: Block, tape: Tape) -> None:
-        """Cross entropy; of logits that ranks split, in operators of their own."""
+        """Run cross entropy; for logits that are split over ranks, in separate operators."""
         if self.ranks == 1:
             super()._loss(logits, tape)
             return

@@ -1,8 +1,8 @@
 """Collectives of one training step under torch's engine, counted from the configuration: no torch, no GPU.
 
-`engine_messages(config, mesh, micro_batches)` lists what a rank takes part in, axis by axis. Tests compare the bytes
-with those that real ranks send. Left out are the loss and the norm of the gradients, which are scalars, and the buckets
-on which DistributedDataParallel agrees.
+`engine_messages(config, mesh, micro_batches)` lists the collectives of a rank, axis by axis. Tests compare the bytes
+with those that real ranks send. The scalars of the loss and of the gradients' norm, and DistributedDataParallel's
+messages about its buckets are not counted.
 
 - `fully_shard` pads the rows of each weight to a multiple of the ranks. It gathers all weights in forward and those of
   blocks again in backward, in the width of matmuls, for each micro batch, and reduces fp32 gradients once in a step. In
@@ -22,17 +22,17 @@ from cs336_systems.predict.rank_shards import STAGES_PER_RANK, Mesh, Weight, blo
 
 FP32 = 4
 BRANCHES = 2
-"""Attention and the feed-forward layer."""
+"""Residual branches of a block: attention and the feed-forward layer."""
 LOSS_REDUCTIONS = 3
-"""Of logits that ranks split: the maximum, the sum of exponentials and the target's logit."""
+"""All-reduces per token in the loss of split logits: the maximum, the sum of exponentials and the target's logit."""
 
 
 def engine_messages(
     config: RunConfig, mesh: Mesh, *, rank: int = 0, micro_batches: int = 1, schedule: str = "1f1b"
 ) -> list[Collective]:
-    """Return the collectives of `rank` in a step, messages of one purpose added up.
+    """Return the collectives of `rank` in a step, with the messages of one purpose added up.
 
-    A micro batch has `config.batch_size` sequences; ranks that differ in `pp`, `cp` and `tp` alone share it.
+    A micro batch has `config.batch_size` sequences; ranks that differ only in `pp`, `cp` and `tp` share it.
     """
     found: dict[tuple, Collective] = {}
     for one in _Messages(config, mesh, rank, micro_batches, schedule).all():
@@ -52,7 +52,7 @@ class _Messages:
         blocks = [block for number in own for block in stage_blocks(config.model.num_layers, stages)[number]]
         self.blocks, together = len(blocks), config.checkpoint_blocks
         self.recomputed = len({block // together for block in blocks}) if together else 0
-        """Groups of blocks that are recomputed."""
+        """Number of groups of blocks that are recomputed."""
         self.is_first, self.is_last = 0 in own, stages - 1 in own
         self.hops_out, self.hops_back = (sum(number != end for number in own) for end in (stages - 1, 0))
         norm, own_head = (
@@ -66,7 +66,7 @@ class _Messages:
         self.stream_width = self.low if self.is_sharded else FP32
         self.width, self.kv_width = config.model.d_model, config.model.kv_width
         self.gains = BRANCHES * self.width + 2 * config.model.qk_norm * config.model.head_dim
-        """Gains of a block's norms, which all ranks of a tensor-parallel group hold."""
+        """Elements of the gains of a block's norms, which all ranks of a tensor-parallel group hold."""
         self.tokens = config.tokens // mesh.cp
         """Tokens of a micro batch that the ranks of a tensor-parallel group compute together."""
 
@@ -79,7 +79,7 @@ class _Messages:
     # -- data axes ----------------------------------------------------------------------------------------------------
 
     def _shard(self, weight: Weight) -> int:
-        """Elements of a shard, padded to those of the first rank."""
+        """Return the elements of a shard, padded to those of the first rank."""
         return weight.shard(self.mesh.of_weights, self.place._replace(dp_shard=0))
 
     def _of_weights(self) -> Iterator[Collective]:

@@ -1,8 +1,8 @@
 """Peak memory of the fast step, computed from the configuration in milliseconds: no torch, no GPU.
 
 `fast_estimate` simulates one steady-state step, for every subset of `config.FAST_PARTS`, as it runs on a GPU. Tests
-compare it with a trace of the real operators (memory_trace.py) and with an H200. Blocks between the first and the last
-are extrapolated.
+compare it with a trace of the real operators (memory_trace.py) and with an H200. The memory of blocks between the first
+and the last is extrapolated.
 """
 
 from collections import Counter
@@ -29,7 +29,7 @@ LOGITS = "logits and loss"
 
 
 def fast_estimate(config: RunConfig, plan: Plan | None = None) -> MemoryEstimate:
-    """Return the peak of one steady-state fast step, whose blocks follow the plan, if there is one."""
+    """Return the peak of one steady-state fast step, whose blocks follow the plan, if given."""
     memory = FastStep(config, plan).run()
     parts = {label: size for label, size in memory.peak_parts.items() if size}
     if beyond := memory.peak - sum(parts.values()):
@@ -41,8 +41,8 @@ class FastStep(Fp8Nodes):
     """Simulates one step."""
 
     BLOCKS, BLOCKS_OF_GROUP, GROUPS = (3, 1), (2, 1), (2, 1)
-    """Blocks, blocks of a group that is recomputed, and such groups, that are simulated at the beginning and the end.
-    """
+    """Number of repetitions that are simulated at the beginning and at the end: of blocks, of blocks in a recomputed
+    group, and of such groups."""
 
     def __init__(self, config: RunConfig, plan: Plan | None = None):
         self.parts = simulated_parts(config)
@@ -51,7 +51,7 @@ class FastStep(Fp8Nodes):
         self.fused = "kernels" in self.parts
         self.x: Block | None = None
         self.delta: Block | None = None
-        """The residual stream is their sum."""
+        """The branch output that is still to be added to the residual stream."""
 
     def run(self) -> Memory:
         held = self._held()
@@ -89,7 +89,7 @@ class FastStep(Fp8Nodes):
     # -- forward ------------------------------------------------------------------------------------------------------
 
     def _forward(self, tape: Tape | None) -> Block | None:
-        """Run the forward pass; return the logits, if all are formed."""
+        """Run the forward pass; return the logits, unless they are formed in chunks."""
         if tape is not None:
             tape.append(Node(self._embedding_backward, ()))
         self.x = self.stream(self.rw)
@@ -118,7 +118,7 @@ class FastStep(Fp8Nodes):
         return logits
 
     def _block(self, tape: Tape | None, *, is_last: bool = False) -> None:
-        """Run a block; `is_last` of all blocks, or of a group that is recomputed."""
+        """Run a block; `is_last` of all blocks, or of a recomputed group."""
         assert self.x is not None
         if self.fp8:
             self.x, self.delta = self.planned_block(0, (KEEP_ALL,), self.x, self.delta, tape)
@@ -161,7 +161,7 @@ class FastStep(Fp8Nodes):
     # -- recomputation ------------------------------------------------------------------------------------------------
 
     def _groups_forward(self, group: int, tape: Tape) -> None:
-        """Run groups of blocks of which only the inputs are saved."""
+        """Run groups of blocks that save only their inputs."""
         layers = self.config.model.num_layers
         count = -(-layers // group)
         head, tail = self.GROUPS
@@ -191,7 +191,7 @@ class FastStep(Fp8Nodes):
         tape.run_backward()
 
     def _leave_autocast(self) -> None:
-        """Free autocast's copies of weights that nothing saves, those of extrapolated blocks included."""
+        """Free autocast's copies of weights that are not saved, including those of extrapolated blocks."""
         self.autocast_cache.clear()
         if self.config.checkpoint_blocks and self.config.mode != "inference" and not self.fused:
             head_saves_one = self.low and not self.packed and "loss" not in self.parts
@@ -202,7 +202,7 @@ class FastStep(Fp8Nodes):
     # -- head and loss ------------------------------------------------------------------------------------------------
 
     def _head(self, hidden: Block, tape: Tape | None) -> Block:
-        """Form all logits."""
+        """Compute all logits."""
         self.label = LOGITS
         if self.fused and self.rw != self.s:
             if tape is not None:
@@ -214,7 +214,7 @@ class FastStep(Fp8Nodes):
         self.grad = self.stream(4)
 
     def _loss(self, logits: Block, tape: Tape) -> None:
-        """Cross entropy in fp32 of all logits."""
+        """Run cross entropy in fp32 on all logits."""
         size = logits.size // self.s
         wide = self.new(size, 4) if self.low else logits
         log_softmax = self.new(size, 4)
@@ -232,7 +232,7 @@ class FastStep(Fp8Nodes):
         tape += [Node(cast_backward, ()), Node(backward, (log_softmax,))]
 
     def _fused_loss(self, hidden: Block, tape: Tape) -> None:
-        """Cross entropy of logits that are formed in chunks, and its gradients."""
+        """Run cross entropy on logits that are formed in chunks, and compute their gradients."""
         x = hidden
         if self.fused and self.rw != self.s:
             tape.append(Node(self._hidden_cast_backward, ()))
@@ -269,17 +269,17 @@ class FastStep(Fp8Nodes):
 
 
 def loss_chunks(config: RunConfig) -> int:
-    """Return the number of pieces in which the fused loss forms the logits."""
+    """Return the number of chunks in which the fused loss forms the logits."""
     return max(1, -(-config.tokens * config.model.vocab_size * Tensors(config).s // CHUNK_BYTES))
 
 
 def logit_row(config: RunConfig) -> int:
-    """Return the elements of a row of the fused loss's logits in memory."""
+    """Return the number of elements between two rows of the fused loss's logits in memory."""
     return -(-config.model.vocab_size // LOGIT_ALIGNMENT) * LOGIT_ALIGNMENT
 
 
 def fast_breakdown(config: RunConfig, plan: Plan | None = None) -> Breakdown:
-    """Return the parts of the fast step's memory in full; activations are those that the plan keeps."""
+    """Return all parts of the fast step's memory, which do not coexist; activations are those that the plan keeps."""
     step, tape = FastStep(config), Tape()
     t, packed, held = step.t, step.packed, step._held()
     before, gradients = step.memory.snapshot(), t.parameters()
@@ -326,7 +326,7 @@ def packed_sizes(config: RunConfig) -> tuple[int, int]:
 
 
 def gradient_sizes(config: RunConfig) -> tuple[int, int]:
-    """Return the same of the gradients that are in memory at a time: all, or those of a block, a table or a norm."""
+    """Return the same sizes for the gradients that exist at a time: all, or those of a block, a table or a norm."""
     if not config.update_in_backward:
         return packed_sizes(config)
     block, table, gain, small = _aligned_sizes(config)
@@ -351,19 +351,19 @@ def _aligned_sizes(config: RunConfig) -> tuple[int, int, int, int]:
 
 
 class Pack(NamedTuple):
-    """Parameters of one dtype: how many elements, and the bytes of each in the flat tensors."""
+    """Parameters of one dtype: the number of elements, and the bytes of each in the flat tensors."""
 
     size: int
     gradients: int
     """Elements of the gradients that are in memory at the same time."""
     weight: int
-    """Also the width of a gradient."""
+    """Bytes of a weight, and of its gradient."""
     low_bits: int
     moment: int
 
 
 def packs(config: RunConfig) -> list[Pack]:
-    """Return the packs of PackedAdamW: matrices and gains, or both in one where all are fp32."""
+    """Return the packs of PackedAdamW: one for matrices and one for gains, or a single one if all are fp32."""
     whole, kept = packed_sizes(config), gradient_sizes(config)
     if not Tensors(config).low_precision:
         return [Pack(sum(whole), sum(kept), 4, 0, 4)]

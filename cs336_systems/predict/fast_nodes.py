@@ -19,7 +19,7 @@ ACTIVATIONS, TEMPORARY, CASTS, GRADIENTS = "activations", "temporary", "weight c
 
 
 class Nodes:
-    """Fused nodes and attention; and sizes, weights and the gradients that flow, which all nodes share."""
+    """Fused nodes and attention, with the sizes, weights and current gradients that all nodes share."""
 
     def __init__(self, config: RunConfig, *, packed: bool):
         self.config, model = config, config.model
@@ -30,7 +30,7 @@ class Nodes:
         self.s = self.t.s
         """Bytes per element in matmuls."""
         self.rw = self.s if packed else 4
-        """Bytes per element of the residual stream: the embedding's, which is in low precision when packed."""
+        """Bytes per element of the residual stream, which has the embedding's dtype: low precision when packed."""
         self.rows, self.d, self.f = config.tokens, model.d_model, model.d_ff
         self.q, self.kv = model.q_width, model.kv_width
         self.qkv_sizes = (self.d * self.q, self.d * self.kv, self.d * self.kv)
@@ -80,11 +80,11 @@ class Nodes:
     # -- weights ------------------------------------------------------------------------------------------------------
 
     def _is_view(self, sizes: tuple[int, ...]) -> bool:
-        """Return True if weights of these sizes are one matrix of the optimizer's memory."""
+        """Return True if weights of these sizes form one matrix in the optimizer's memory."""
         return self.packed and all(size % PACK_ALIGNMENT == 0 for size in sizes[:-1])
 
     def joined(self, *sizes: int) -> Block | None:
-        """Copy weights into one matrix of the matmul's width; None where they are already that."""
+        """Copy weights into one matrix of the matmul's width; return None if they already form one."""
         if self._is_view(sizes) or (len(sizes) == 1 and not self.low):
             return None
         copies = self.low and not self.packed
@@ -110,7 +110,7 @@ class Nodes:
     # -- fused nodes --------------------------------------------------------------------------------------------------
 
     def add_norm(self, x: Block, delta: Block | None, tape: Tape | None) -> Block:
-        """The last norm: x + delta, and its norm."""
+        """Run the last norm: x + delta, and its norm."""
         y, rstd = self.stream(self.rw), self.new(self.rows, 4)
         total = x if delta is None else self.stream(self.rw)
         if tape is not None:
@@ -129,7 +129,7 @@ class Nodes:
         return dx
 
     def _summed_gain_gradients(self, width: int, count: int = 1) -> None:
-        """The gradients of `count` gains, from the partial sums of a kernel's programs."""
+        """Compute the gradients of `count` gains from the partial sums of a kernel's programs."""
         programs = min(self.rows, NORM_PROGRAMS if self.rows < MANY_ROWS else 2 * NORM_PROGRAMS)
         partial = self.new(count * programs * width, 4)
         for _ in range(count):
@@ -137,7 +137,7 @@ class Nodes:
         del partial
 
     def _delta_gradient(self) -> Block | None:
-        """The gradient of delta: that of x, cast where their widths differ."""
+        """Return the gradient of delta: that of x, cast if their widths differ."""
         return self.grad_x if self.rw == self.s else self.stream()
 
     def norm_linear(
@@ -166,7 +166,7 @@ class Nodes:
         self.grad = self._delta_gradient() if has_delta else None
 
     def linear(self, x: Block, d_in: int, d_out: int, tape: Tape | None) -> Block:
-        """The fused matmul, of an input that is already of the matmul's width."""
+        """Run the fused matmul on an input that already has the matmul's width."""
         matrix = self.joined(d_in * d_out)
         out = self.new(self.rows * d_out)
         if tape is not None:
@@ -210,7 +210,7 @@ class Nodes:
         self.head_grads.clear()
 
     def qkv_gradient(self) -> Block:
-        """The gradient of `qkv` from those of the rotated heads, and the gradients of the heads' norms."""
+        """Compute the gradient of `qkv` from those of the rotated heads, and the gradients of the heads' norms."""
         found = self.new(self.rows * (self.q + 2 * self.kv))
         if self.config.model.qk_norm:
             self._summed_gain_gradients(self.config.model.head_dim, 2)
@@ -230,7 +230,7 @@ class Nodes:
     # -- attention ----------------------------------------------------------------------------------------------------
 
     def attention(self, q: Block, k: Block, v: Block, tape: Tape | None) -> Block:
-        """Attention of q, k and v, which may be views of one block."""
+        """Run attention on q, k and v, which may be views of one block."""
         if not self.t.fused_attention:
             return self._naive_attention(tape)
         out = self.queries()
@@ -240,7 +240,7 @@ class Nodes:
         return out
 
     def rows_first(self, out: Block) -> Block:
-        """The output of attention, (batch, rows, heads * dim): a copy of what naive attention returns."""
+        """Return the output of attention, (batch, rows, heads * dim): a copy of what naive attention returns."""
         return out if self.t.fused_attention else self.queries()
 
     def _attention_backward(self, *saved: Block) -> None:
@@ -297,18 +297,19 @@ class Nodes:
 
 
 class PlainNodes(Nodes):
-    """The operations of torch between the matmuls, and the matmuls whose weights autocast copies."""
+    """The operations of torch between the matmuls, and matmuls whose weights autocast copies."""
 
     ranks = 1
-    """GPUs of a tensor-parallel group. `rows` are those of one GPU, so only a whole input or sum is larger."""
+    """GPUs of a tensor-parallel group. `rows` are those of one GPU; only a gathered input or a sum over GPUs has
+    more."""
 
     @property
     def keeps_products(self) -> bool:
-        """The result of a matmul in backward is the gradient of a weight as the optimizer reads it."""
+        """True if the result of a matmul in backward is the gradient that the optimizer reads, without a cast."""
         return not self.low
 
     def cast(self, size: int) -> Block | None:
-        """Autocast's copy of a weight, which it keeps until it exits."""
+        """Return autocast's copy of a weight, which is kept until autocast exits."""
         if not self.low or self.packed:
             return None
         self.autocast_cache.append(self.new(size, label=CASTS))
@@ -324,8 +325,8 @@ class PlainNodes(Nodes):
         *,
         by_columns: bool = True,
     ) -> Block:
-        """A projection: the fused matmul with packed weights, else torch's. `after` follows its backward. Ranks split
-        the columns of its result, or else of its input and add up results."""
+        """Run a projection: the fused matmul with packed weights, else torch's. `after` runs after its backward. Ranks
+        split the columns of its result, or those of its input, and then sum their results."""
         if self.packed:
             if tape is not None and after is not None:
                 tape.append(Node(after, ()))
@@ -369,13 +370,13 @@ class PlainNodes(Nodes):
         self.gradients.append(found if self.keeps_products else self.new(size, 4, GRADIENTS))
 
     def output(self, x: Block, d_in: int, tape: Tape | None) -> Block:
-        """The matmul that ends a branch."""
+        """Run the matmul that ends a branch."""
         return self.matmul(x, d_in, self.d, tape)
 
     # -- norms and the residual stream --------------------------------------------------------------------------------
 
     def norm(self, x: Block, tape: Tape | None) -> Block:
-        """RMSNorm in the stream's width, where a branch begins; its output is cast to the matmul's width."""
+        """Run RMSNorm in the stream's width at the beginning of a branch; its output is cast to the matmul's width."""
         if tape is not None:
             tape.append(Node(self._add_backward, ()))
         rstd = self.new(self.rows, 4)
@@ -399,7 +400,7 @@ class PlainNodes(Nodes):
         self.grad = None
 
     def _branch_backward(self) -> None:
-        """The gradient of a branch's end: that of the stream, cast to the matmul's width."""
+        """Compute the gradient at a branch's end: that of the stream, cast to the matmul's width."""
         self.grad = self.grad_x if self.rw == self.s else self.stream()
 
     def plain_block(self, x: Block, tape: Tape | None) -> Block:
@@ -450,7 +451,7 @@ class PlainNodes(Nodes):
             self.grad = self.heads(number)  # a contiguous copy
 
     def _head_norm(self, number: int, x: Block, tape: Tape | None) -> Block:
-        """The norm of each head of q (0) or k (1)."""
+        """Run the norm of each head of q (0) or k (1)."""
         model = self.config.model
         rstd = self.new(self.rows * (model.kv_heads if number else model.num_heads), 4)
         if tape is not None:

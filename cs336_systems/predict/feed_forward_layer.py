@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from typing import Literal, NamedTuple
 
 BYTES = 2
-"""Of an element."""
+"""Bytes per element."""
 Pass = Literal["forward", "backward"]
 
 
@@ -43,14 +43,14 @@ class Layer:
 
 
 class Cost(NamedTuple):
-    """The cost of one pass on one device."""
+    """Seconds of one pass on one device."""
 
     flops: float
     sent: float
     compute: float
-    """Seconds."""
+    """Seconds of matmuls."""
     communication: float
-    """Seconds; it may overlap with `compute`."""
+    """Seconds of communication, which may overlap with `compute`."""
 
 
 def _cost(layer: Layer, devices: int, during: Pass, sent: float) -> Cost:
@@ -59,19 +59,21 @@ def _cost(layer: Layer, devices: int, during: Pass, sent: float) -> Cost:
 
 
 def data_parallel(layer: Layer, devices: int, during: Pass) -> Cost:
-    """Every device has all weights; backward all-reduces their gradients."""
+    """Return the cost with all weights on every device; backward all-reduces their gradients."""
     sent = 2 * _others(devices) * layer.weights if during == "backward" else 0.0
     return _cost(layer, devices, during, sent)
 
 
 def fully_sharded(layer: Layer, devices: int, during: Pass) -> Cost:
-    """Forward gathers the weights; backward gathers them again and scatters their gradients."""
+    """Return the cost with sharded weights: forward gathers them; backward gathers them again and scatters their
+    gradients."""
     sent = (1 if during == "forward" else 2) * _others(devices) * layer.weights
     return _cost(layer, devices, during, sent)
 
 
 def tensor_parallel(layer: Layer, devices: int, during: Pass) -> Cost:
-    """W1 and W2 by columns, W3 by rows; forward all-reduces the output, backward the gradient of the input."""
+    """Return the cost with W1 and W2 split by columns, W3 by rows; forward all-reduces the output, backward the
+    gradient of the input."""
     return _cost(layer, devices, during, 2 * _others(devices) * layer.stream)
 
 
@@ -83,7 +85,8 @@ LAYOUTS = {"DP": data_parallel, "FSDP": fully_sharded, "TP": tensor_parallel}
 
 
 def most_devices(layer: Layer, layout: str, during: Pass) -> float:
-    """The number of devices, not rounded, up to which communication hides behind matmuls; inf where there is none.
+    """Return the number of devices, not rounded, up to which communication hides behind matmuls; inf without
+    communication.
 
     DP and FSDP: (N-1)/W <= B/C. TP: 4 B D (N-1) / (N W) <= 6 B D F / (N C) in forward, twice that in backward.
     """
@@ -94,15 +97,15 @@ def most_devices(layer: Layer, layout: str, during: Pass) -> float:
 
 
 class Split(NamedTuple):
-    """Forward by FSDP over `sharded` groups of `tensor` devices each."""
+    """Forward with FSDP over `sharded` groups of `tensor` devices each."""
 
     sharded: int
     tensor: int
     compute: float
     gather: float
-    """Seconds of gathering a device's part of the weights."""
+    """Seconds to gather a device's part of the weights."""
     reduce: float
-    """Seconds of all-reducing a group's output."""
+    """Seconds to all-reduce a group's output."""
 
     @property
     def overlapped(self) -> float:
@@ -111,7 +114,7 @@ class Split(NamedTuple):
 
     @property
     def in_turn(self) -> float:
-        """Seconds if the two communications take turns on one link, and overlap with matmuls."""
+        """Seconds if the two communications run one after the other on one link, and overlap with matmuls."""
         return max(self.compute, self.gather + self.reduce)
 
 
@@ -123,12 +126,12 @@ def split(layer: Layer, sharded: int, tensor: int) -> Split:
 
 
 def splits(layer: Layer, devices: int) -> list[Split]:
-    """Every way to split the devices."""
+    """Return every way to split the devices."""
     return [split(layer, devices // tensor, tensor) for tensor in range(1, devices + 1) if devices % tensor == 0]
 
 
 def best_tensor_degree(layer: Layer, devices: int) -> float:
-    """The tensor-parallel degree, not rounded, that communicates least in turn, for many devices.
+    """Return the tensor-parallel degree, not rounded, with the least total communication, for many devices.
 
     With N devices in groups of T, gathering takes about 6 D F / (T W) and reducing 4 B D T / (N W): their sum is least
     where they are equal, at T = sqrt(3 F N / (2 B)).
@@ -137,10 +140,11 @@ def best_tensor_degree(layer: Layer, devices: int) -> float:
 
 
 def ring_of_whole_tensors(nbytes: float, devices: int, bandwidth: float) -> float:
-    """Seconds of an all-reduce that passes whole tensors round the ring: N - 1 times S bytes, N/2 times the usual."""
+    """Return the seconds of an all-reduce that passes whole tensors round the ring: N - 1 times S bytes, N/2 times the
+    usual."""
     return (devices - 1) * nbytes / bandwidth
 
 
 def ring(nbytes: float, devices: int, bandwidth: float) -> float:
-    """Seconds of the usual ring all-reduce: a reduce-scatter and an all-gather of S/N bytes at a time."""
+    """Return the seconds of the usual ring all-reduce: a reduce-scatter and an all-gather of S/N bytes at a time."""
     return 2 * _others(devices) * nbytes / bandwidth

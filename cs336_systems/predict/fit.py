@@ -24,20 +24,20 @@ CONTEXT_RESERVE = 0.6 * GIB
 """Memory that CUDA takes before the first tensor: its context, its kernels, and the allocator's fragments."""
 MODEL_ERROR = 0.02
 FAST_ERROR = 0.005
-"""Error of the predicted peak of a fast step, all of whose memory is known: at most 0.3% of an H200's was seen. There
+"""Error of the predicted peak of a fast step, all of whose memory is modelled: at most 0.3% was seen on an H200. There
 42,624 tokens are the longest context of 2.7B that is predicted to fit; they do, and 128 more do not."""
 LARGEST_BATCH = 65536
 LARGEST_CONTEXT = 2**24
 CONTEXT_STEP = 128
-"""Tokens by which contexts differ in the search for the longest."""
+"""Step in tokens of the search for the longest context."""
 SECOND_GUESS = 8
-"""Number at which a search looks after 1; rounding hides the slope between smaller ones."""
+"""Second number that a search tries, after 1; between smaller numbers rounding hides the slope."""
 LARGEST_GPU = 1024 * GIB
 LARGEST_BARE_NUMBER = 512
-"""A larger number without a unit is the name of a card, such as 3060, and not its memory in GiB."""
+"""A larger number without a unit is the name of a GPU, such as 3060, and not its memory in GiB."""
 CONTEXT_LENGTHS = (128, 256, 512, 1024, 2048, 4096)
 CONTEXTS_2026 = tuple(2**power for power in range(8, 15))
-"""Contexts of which the 2026 handout has the largest that fits profiled."""
+"""Contexts of the 2026 handout, which profiles the largest that fits."""
 
 
 @dataclass(frozen=True)
@@ -51,7 +51,7 @@ class FitArguments(CostArguments, ShapeArguments):
 
 
 def gpu_bytes(text: str) -> int:
-    """Return the bytes of `24GiB`, `80GB`, a bare number of GiB, or a card's name."""
+    """Return the bytes of `24GiB`, `80GB`, a bare number of GiB, or the memory of a named GPU."""
     gpu = find_card(text)
     if gpu is not None and gpu.memory_gib is not None:
         return int(gpu.memory_gib * GIB)
@@ -123,8 +123,8 @@ def _largest(peak: Callable[[int], int], budget: float, most: int) -> int:
 
 
 def largest_contexts(config: RunConfig, budget: float, count: int = 3) -> list[int]:
-    """Return `count` of `CONTEXTS_2026`: the largest whose peak is within `budget` bytes and those below it, or the
-    smallest ones where fewer are within it."""
+    """Return `count` contexts of `CONTEXTS_2026`: the largest whose peak is within `budget` bytes and those below it,
+    or the smallest ones if too few are within it."""
     fitting = sum(1 for _ in takewhile(lambda context: _peak_at(config, context) <= budget, CONTEXTS_2026))
     last = max(fitting, count)
     return list(CONTEXTS_2026[last - count : last])
@@ -139,20 +139,20 @@ def _with_context(config: RunConfig, context: int) -> RunConfig:
 
 
 class Cell(NamedTuple):
-    """The batch that fits of one configuration, and its peak."""
+    """The batch of one configuration that fits, and its peak."""
 
     config: RunConfig
-    """With the batch that fits, or with the smallest that was tried."""
+    """The configuration with the batch that fits, or with the smallest batch that was tried."""
     batch: int
     """0 if none fits."""
     peak: int
-    """Of a step, or of building, whichever is larger."""
+    """Peak bytes of the step or of building the model, whichever is larger."""
     is_building: bool
-    """Building the model needs more than a step."""
+    """True if building the model needs more memory than a step."""
 
     @classmethod
     def of(cls, config: RunConfig, budget: float, batch: int = 0, host_limit: float = math.inf) -> "Cell":
-        """Return the largest batch that fits; with `batch`, whether that one does."""
+        """Return the largest batch that fits; if `batch` is given, check that one only."""
         building = building_peak(config).peak
         if batch:
             fits = batch if step_peak(config, batch, host_limit) <= budget else 0
@@ -171,7 +171,7 @@ class Row(NamedTuple):
     gpu: str
     cells: list[Cell]
     longest: int | None = None
-    """The longest context that fits with the batch that is asked for, or with one sequence; only for the fast step."""
+    """The longest context that fits with the requested batch, or with one sequence; only for the fast step."""
 
 
 def fit_tables(arguments: FitArguments) -> list[Table]:
@@ -190,7 +190,7 @@ def fit_tables(arguments: FitArguments) -> list[Table]:
 
 
 def _sizes(arguments: FitArguments) -> tuple[str, ...]:
-    """Return the sizes to try; an empty name stands for the shape that is given."""
+    """Return the sizes to try; an empty name stands for the shape given by flags."""
     return arguments.sizes or (("",) if arguments.has_shape else COURSE_SIZES)
 
 
@@ -200,12 +200,12 @@ def _contexts(arguments: FitArguments) -> tuple[int, ...]:
 
 
 def _model_error(settings: FitArguments | RunConfig) -> float:
-    """Return the error that is allowed for; with a memory budget, as the plans of a step do."""
+    """Return the prediction error to allow for; with a memory budget the same as that of a plan."""
     return FAST_ERROR if settings.fast == "on" and not settings.memory_budget else MODEL_ERROR
 
 
 def _budget(capacity: float, settings: FitArguments | RunConfig) -> float:
-    """Return the predicted peak that is safe with these settings."""
+    """Return the largest predicted peak that is safe with these settings."""
     return usable_bytes(capacity, _model_error(settings))
 
 
@@ -358,7 +358,7 @@ def _suggestions(failing: list[RunConfig], capacity: float) -> list[Text]:
 
 
 def _larger_batches(fitting: list[Cell], capacity: float) -> list[Text]:
-    """Return the flags of the fast step and the batch that they allow, for the largest model at its longest context."""
+    """Return the flags of the fast step, and the batch that it allows, for the largest model at its longest context."""
     best = max(fitting, key=lambda cell: (cell.config.model.parameters, cell.config.model.context_length))
     config = best.config
     faster = {"precision": "bf16", "attention": "auto", "fast": "on"}

@@ -12,17 +12,17 @@ from cs336_systems.text import Text, say
 
 
 class Fitting(NamedTuple):
-    """A configuration that fits on a GPU."""
+    """A configuration that fits, and its GPU."""
 
     name: str
-    """The first cell of its row: a size or a GPU."""
+    """First column of its row: a size or a GPU."""
     gpu: str
-    """As the user wrote it."""
+    """The GPU as the user wrote it."""
     config: RunConfig
 
 
 def step_times(first: Text, where: Text, fitting: Sequence[Fitting], cost: Cost) -> list[Table]:
-    """Return the table of predicted times; none where no step is predicted."""
+    """Return the table of predicted times; none if no step is predicted."""
     rows, found = [], []
     for name, gpu, config in fitting:
         if one := predicted_on(config, find_card(gpu)):
@@ -44,7 +44,7 @@ def step_times(first: Text, where: Text, fitting: Sequence[Fitting], cost: Cost)
 
 
 def missing_times(gpus: Sequence[str], config: RunConfig) -> list[Text]:
-    """Say in a line why the time of a step is not predicted; nothing where it is on one of the GPUs."""
+    """Return a line on why the time of a step is not predicted; nothing if it is predicted on one of the GPUs."""
     if any(predicted_on(config, find_card(gpu)) for gpu in gpus):
         return []
     change = [f"--{name} {value}" for name, value in SETTINGS.items() if getattr(config, name) != value]

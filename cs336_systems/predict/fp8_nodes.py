@@ -1,4 +1,4 @@
-"""The node of a block whose matmuls are in FP8 (kernels/fused/fp8_run.py) as allocations. No torch."""
+"""Memory of a block whose matmuls are in FP8 (kernels/fused/fp8_run.py), simulated as allocations. No torch."""
 
 from cs336_systems.predict.planned_nodes import Kept, PlannedNodes
 from cs336_systems.predict.simulated_memory import Block
@@ -8,20 +8,20 @@ COUNTED_TENSORS, SLOTS = 16, 32
 
 
 class Fp8Nodes(PlannedNodes):
-    """Operands take one byte an element, and a scale of four for each row; weights are cast before each matmul. The
-    forward matmul of qkv has operands of 16 bits."""
+    """A block in FP8. Operands take one byte per element, and a scale of four bytes per row; weights are cast before
+    each matmul. The forward matmul of qkv has 16-bit operands."""
 
     @property
     def fp8(self) -> bool:
         return self.config.precision == "fp8"
 
     def counters(self) -> list[Block]:
-        """The counters of lost elements and of work, and 32 bytes of scales for each matmul."""
+        """Allocate the counters of lost elements and of work, and 32 bytes of scales for each matmul."""
         layers = self.config.model.num_layers
         return [self.new(size, 8, "buffers") for size in (layers * COUNTED_TENSORS * SLOTS, 2, layers * 16)]
 
     def _operand(self, width: int) -> tuple[Block, Block]:
-        """Values and scales of a matrix with a row for each token."""
+        """Allocate the values and scales of a matrix with a row for each token."""
         return self.new(self.rows * width, 1), self.new(self.rows, 4)
 
     def _norm_operand(self, kept: Kept, kind: str) -> Block:
@@ -62,14 +62,14 @@ class Fp8Nodes(PlannedNodes):
         return out
 
     def _cast_weight(self, sizes: tuple[int, ...], width: int) -> tuple[Block, Block]:
-        """Values and scales of a weight with `width` rows."""
+        """Allocate the values and scales of a weight with `width` rows."""
         matrix = self.joined(*sizes)
         found = self.new(sum(sizes), 1), self.new(width, 4)
         del matrix
         return found
 
     def _times_transposed(self, sizes: tuple[int, ...], d_in: int) -> Block:
-        """The gradient of a matmul's input."""
+        """Compute the gradient of a matmul's input."""
         matrix = self.joined(*sizes)
         scale, by_columns = self.new(d_in, 4), self.new(sum(sizes), 1)
         del matrix

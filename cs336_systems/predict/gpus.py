@@ -13,14 +13,14 @@ from cs336_systems.record import GIB
 
 TERA, GIGA = 1e12, 1e9
 PCIE_LINK, ETHERNET = 25.0, 3.0
-"""GB/s, one way, that `plan` assumes where a GPU's interconnect is not in the table: PCIe 4.0 x16, and 25 Gb/s."""
+"""GB/s, one way, that `plan` assumes for GPUs whose interconnect is not in the table: PCIe 4.0 x16, and 25 Gb/s."""
 
 WITH_FP8 = r"GB200|B200|G?H[128]00|H20|L40?S?\b|L20|RTX 6000 Ada|RTX PRO 6000|RTX [45]0"
-"""Names of GPUs whose tensor cores take FP8: of compute capability 8.9 and later."""
+"""Names of GPUs whose tensor cores support FP8: compute capability 8.9 and later."""
 
 
 class Peaks(NamedTuple):
-    """Dense TFLOP/s by precision: fp32 on CUDA cores, fp16 with fp32 accumulation. None: no such unit."""
+    """Dense TFLOP/s by precision: fp32 on CUDA cores, fp16 with fp32 accumulation. None: not supported."""
 
     fp32: float
     tf32: float | None
@@ -39,7 +39,7 @@ class GPU:
     """A regular expression for the driver's name; the first GPU in the table that matches counts."""
     peaks: Peaks
     bandwidth: float | None = None
-    """GB/s of its memory. None where data sheets differ, or where one name stands for cards with different memory."""
+    """Memory bandwidth in GB/s. None if data sheets differ, or if one name stands for GPUs with different memory."""
     memory_gib: float | None = None
     """GiB that CUDA reports, with ECC where it is on by default; a GPU without it cannot be chosen by card name."""
     link: float | None = None
@@ -119,7 +119,8 @@ GPUS = (
 
 
 def memory_size(text: str) -> tuple[float, str] | None:
-    """Return the bytes of a size such as `24GiB`, `80GB` or `24` (GiB), and its unit as written; None if it is none."""
+    """Return the bytes of a size such as `24GiB`, `80GB` or `24` (GiB), and its unit as written; None if it is not a
+    size."""
     match = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*(gib|gb|g)?\s*", text, re.IGNORECASE)
     if match is None:
         return None

@@ -115,7 +115,7 @@ class Tensors:
         return self._bytes(self.config.tokens * self.config.model.kv_width, width or self.s)
 
     def head_norms(self) -> int:
-        """Bytes that the norms of q and k save: their inputs, and 1/rms per head."""
+        """Return the bytes that the norms of q and k save: their inputs, and 1/rms per head."""
         model = self.config.model
         if not model.qk_norm:
             return 0
@@ -281,8 +281,8 @@ class SimulatedStep:
 
     @cached_property
     def _kept_rounding(self) -> dict[bool, int]:
-        """Rounding of the tensors that a block keeps in forward, by whether it saves activations: these, if it does,
-        and autocast's weight copies."""
+        """Rounding of the tensors that a block keeps in forward, by whether it saves activations: autocast's weight
+        copies, and the activations if it saves them."""
         t, layers = self.t, self.config.model.num_layers
         low = t.low_precision
         square, narrow, wide = ([t.square(2)], [t.narrow(2)], [t.wide(2)]) if low else ([], [], [])
@@ -298,7 +298,7 @@ class SimulatedStep:
         }
 
     def _casts_rounding(self) -> int:
-        """Rounding of weight copies: they outlive activations, and some reuse free blocks that are larger."""
+        """Return the rounding of weight copies: they outlive activations, and some reuse larger free blocks."""
         t, layers = self.t, self.config.model.num_layers
         if not t.on_cuda:
             return 0
@@ -466,7 +466,7 @@ class SimulatedStep:
             ledger.add("gradients", t.embedding(4))
 
     def _groups_backwards(self) -> list[int]:
-        """Return the sizes of the groups of blocks, last group first; one group without recomputation."""
+        """Return the sizes of the groups of blocks, last group first; a single group without recomputation."""
         layers, group = self.config.model.num_layers, self.config.checkpoint_blocks
         if not group:
             return [layers]
@@ -536,14 +536,14 @@ class SimulatedStep:
 
 
 def simulated_parts(config: RunConfig) -> frozenset[str]:
-    """Return the parts of the fast step that change its memory. A graph allocates what the eager step does."""
+    """Return the parts of the fast step that change its memory. A CUDA graph allocates the same as the eager step."""
     inactive = {"graph"} if config.mode in ("forward-backward", "train-step") else {"graph", "loss"}
     return config.fast_parts - inactive
 
 
 def estimate(config: RunConfig) -> MemoryEstimate:
-    """Return the peak of one steady-state step, plain or fast. Not for compiled models, where Inductor chooses what to
-    save."""
+    """Return the peak of one steady-state step, plain or fast. Compiled models are not covered: Inductor chooses what
+    to save."""
     if config.plans_whole_blocks:
         raise UserError(
             "memory_budget of a model without fused blocks is planned by tracing it, when it runs; predict it with "
@@ -571,10 +571,11 @@ class Breakdown:
     gradients: int
     optimizer_state: int
     residual: int
-    """One tensor of the residual stream: batch x context x d_model."""
+    """Bytes of one tensor of the residual stream: batch x context x d_model."""
     activations_per_block: int
     activations: int
-    """Tensors saved for backward, without logits and loss; with checkpointing, those saved when backward starts."""
+    """Bytes of tensors saved for backward, without logits and loss; with checkpointing, those saved when backward
+    starts."""
     logits_and_loss: int
     weight_casts: int
     workspace: int

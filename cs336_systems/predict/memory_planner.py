@@ -35,13 +35,14 @@ READY_SHARE = 0.85
 COPY_SLOWDOWN = 0.02
 """Share of a hidden copy's time by which the computation beside it gets slower."""
 HOST_LINK = 55.0
-"""GB/s between an H200 and pinned host memory."""
+"""GB/s, one way, between an H200 and pinned host memory."""
 POINTS = 512
-"""Amounts of memory that the search tells apart."""
+"""Number of different amounts of memory in the search."""
 LIMITS = (0.9, 1.0, 1.12)
-"""Times that a block may copy before it costs anything, as shares of its forward pass."""
+"""Limits that the search tries: time that a block may copy without cost, as a share of its forward pass."""
 LOOK_AHEAD = 12
-"""Amounts of memory beyond the first that does not fit which are tried, too: peaks do not rise strictly."""
+"""After the first amount of memory that does not fit, this many larger ones are tried, too: peaks do not rise
+strictly."""
 
 
 class NotEnoughMemoryError(UserError):
@@ -60,7 +61,7 @@ class Rates(NamedTuple):
 
     @classmethod
     def of(cls, gpu: GPU | None, precision: str = "bf16") -> "Rates":
-        """Return the rates of a GPU; those of an H200 for an unknown one. Attention is never in FP8."""
+        """Return the rates of a GPU; those of an H200 for an unknown GPU. Attention is never in FP8."""
         known = "bf16" if precision == "fp8" else precision
         peak = (gpu.peak_flops(known) if gpu else None) or 989.4 * TERA
         matmul = 2 * peak if precision == "fp8" else peak
@@ -77,7 +78,7 @@ class PlannedMemory:
     added_seconds: float
     """Time that recomputation and exposed copies add to a micro batch."""
     host_bytes: int
-    """Pinned host memory."""
+    """Bytes of pinned host memory."""
 
 
 class Choice(NamedTuple):
@@ -114,8 +115,8 @@ def plan_memory(
 ) -> PlannedMemory:
     """Return the fastest plan whose predicted peak is within `budget` bytes.
 
-    It takes at most `host_limit` bytes of host memory, and makes no choices but `choices`. UserError if there is none:
-    the message says how much the most economical plan needs.
+    It uses at most `host_limit` bytes of host memory, and only the choices in `choices`. Raise UserError if there is no
+    such plan: the message says how much the most economical plan needs.
     """
     bare = dataclasses.replace(config, memory_budget="")
     everything = _keeping_everything(bare)
@@ -147,8 +148,8 @@ def _rounded_up(size: int) -> str:
 
 
 def _most_offloading(costs: "BlockCosts", host_limit: float) -> int:
-    """Return the largest number of blocks for whose tensors the host has room, whatever they offload. The last block
-    never offloads: its tensors are needed at once."""
+    """Return the largest number of blocks that may offload, such that the host has room for all of their tensors. The
+    last block never offloads: its tensors are needed at once."""
     largest = max(costs.offloaded(choice.plan) for choice in costs.choices(1.0, offloads=True)) or 1
     return int(min(costs.config.model.num_layers - 1, host_limit // largest))
 
@@ -172,7 +173,7 @@ def _within(
 
 
 class _Plans:
-    """Plans by increasing memory, each the one of least cost for its own; at most `offloading` blocks offload."""
+    """Plans in order of memory, each with the least cost for its memory; at most `offloading` blocks offload."""
 
     def __init__(self, costs: "BlockCosts", offloading: int, limit: float = 1.0, *, last_keeps_all: bool = False):
         self.costs, self.last = costs, [KEEP_ALL] * last_keeps_all
@@ -199,12 +200,13 @@ class _Plans:
 
 
 _estimate = lru_cache(maxsize=4096)(fast_estimate)
-"""Limits and numbers of offloading blocks often lead to the same plans."""
+"""Cached, because limits and numbers of offloading blocks often lead to the same plans."""
 
 
 def _ordered(plans: Iterable[BlockPlan], costs: "BlockCosts") -> Plan:
-    """Put blocks that offload first: their copies have the most time. Blocks that copy more and those that copy less
-    alternate. Of the others those that keep the least come first: in backward their turn is when the most is free."""
+    """Put blocks that offload first, because their copies have the most time; among them, blocks that copy more and
+    blocks that copy less alternate. Of the others, those that keep the least come first: backward reaches them when the
+    most memory is free."""
     plans = sorted(plans, key=lambda plan: (costs.offloaded(plan), costs.kept(plan)))
     copying = [plan for plan in plans if plan.offloads]
     others = sorted((plan for plan in plans if not plan.offloads), key=costs.kept)
@@ -245,15 +247,15 @@ class BlockCosts:
         self.forward = sum(self.seconds.values()) + 2 * stream * model.d_ff / rates.matmul + passes
         self.allowed = choices if config.device_type == "cuda" else tuple(c for c in choices if c != OFFLOAD)
         self.points: dict[tuple[float, int, int], list[Point]] = {}
-        """Results of `_fastest` by its arguments: searches share them."""
+        """Results of `_fastest` by its arguments, which several searches share."""
         self._sizes = {
             plan: tuple(sum(self.bytes[kind] for kind in plan.kinds(choice)) for choice in (KEEP, OFFLOAD))
             for plan in block_plans()
         }
-        """Bytes that a plan keeps and offloads."""
+        """Bytes that each plan keeps and offloads."""
 
     def choices(self, limit: float, *, offloads: bool) -> list[Choice]:
-        """Return the choices of a block that no other one beats in both memory and cost, by memory."""
+        """Return the choices of a block that are Pareto-optimal in memory and cost, by memory."""
         allowed = self.allowed if offloads else tuple(choice for choice in self.allowed if choice != OFFLOAD)
         found: list[Choice] = []
         for choice in sorted(
@@ -307,7 +309,7 @@ def block_plans(allowed: tuple[str, ...] = CHOICES) -> list[BlockPlan]:
 
 
 class Point(NamedTuple):
-    """The least cost of some blocks for an amount of memory."""
+    """The least cost of some blocks for a given amount of memory."""
 
     kept: int
     cost: float
@@ -388,22 +390,22 @@ def _keeping_everything(config: RunConfig) -> PlannedMemory:
 
 
 def _uniform_within(costs: BlockCosts, budget: int, host_limit: float) -> PlannedMemory | None:
-    """Return the fastest plan within the budget whose blocks all keep nothing and do the same."""
+    """Return the fastest plan within the budget among plans whose blocks all keep nothing and do the same."""
     every = [_uniform(costs, own, host_limit) for own in _plans_without_keeping(costs.allowed)]
     fitting = [dataclasses.replace(plan, budget=budget) for plan in every if plan.estimate.peak <= budget]
     return min(fitting, key=lambda plan: plan.added_seconds, default=None)
 
 
 def _plans_without_keeping(allowed: tuple[str, ...]) -> list[BlockPlan]:
-    """Return the plans of a block that keep the least that these choices allow, the one that recomputes most first."""
+    """Return the block plans that keep the least that these choices allow, the one that recomputes most first."""
     others = [choice for choice in (RECOMPUTE, OFFLOAD) if choice in allowed] or [KEEP]
     first = OFFLOAD if OFFLOAD in allowed else KEEP
     return [BlockPlan(first, *chosen) for chosen in product(others, repeat=len(KINDS) - 1)]
 
 
 def _uniform(costs: BlockCosts, own: BlockPlan, host_limit: float) -> PlannedMemory:
-    """Return the plan in which as many blocks follow `own` as the host has room for, and the others offload nothing.
-    The last block is one of them: its tensors are needed at once."""
+    """Return the plan in which as many blocks use `own` as the host has room for, and the others offload nothing. The
+    last block is one of them: its tensors are needed at once."""
     layers, each = costs.config.model.num_layers, costs.offloaded(own)
     offloading = int(min(layers - 1, host_limit // each)) if each else layers - 1
     (without,) = _plans_without_keeping(tuple(choice for choice in costs.allowed if choice != OFFLOAD))

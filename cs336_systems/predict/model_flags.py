@@ -16,7 +16,7 @@ LIMITS = {
     "context_length": 100_000_000,
     "batch_size": 100_000_000,
 }
-"""Largest values for which a prediction is made: far beyond every model, and answered at once."""
+"""Largest values for which a prediction is made: far beyond every real model, and still fast to predict."""
 
 OWN_MODEL = "package.module:factory of your own nn.Module, which has its own attention and recomputation"
 
@@ -28,7 +28,7 @@ def of_size(name: str, default: str = "the size's") -> Any:
 
 @dataclass(frozen=True)
 class FamilyArguments:
-    """Fields of a model that tell Llama, Qwen and the course's model apart."""
+    """Fields of a model that distinguish Llama, Qwen and the course's model."""
 
     rope_theta: float | None = of_size("rope_theta")
     num_kv_heads: int | None = of_size("num_kv_heads")
@@ -72,7 +72,7 @@ class ModelArguments(FamilyArguments):
 
 @dataclass(frozen=True)
 class ShapeArguments(ModelArguments):
-    """A model, and its step."""
+    """A model and its step."""
 
     batch_size: int = flag_like(RunConfig, "batch_size")
     mode: str = flag_like(RunConfig, "mode")

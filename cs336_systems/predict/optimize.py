@@ -2,8 +2,8 @@
 offloaded, a CUDA graph, the optimizer's state. No torch, no GPU.
 
 `Search` predicts the time of every candidate whose peak fits. Peaks rise with the micro batch, so that a bisection
-finds the largest that fits. A plan takes a second to find: those are searched whose least possible time is below that
-of the best candidate so far.
+finds the largest that fits. Searching a plan takes a second, so only plans whose lower bound of the time is below the
+best candidate's time are searched.
 """
 
 import dataclasses
@@ -41,19 +41,19 @@ from cs336_systems.record import GIB
 KEEP, RECOMPUTE, PLAN = "keep", "recompute", "plan"
 """Choices for activations: all kept; recomputed in groups of blocks; a plan within a memory budget."""
 MICRO_BATCH, ACTIVATIONS, GRAPH, STATE, LAYOUT = "micro batch", "activations", "graph", "optimizer state", "layout"
-"""What candidates differ in."""
+"""Respects in which candidates differ."""
 PRECISION = "precision"
-"""All candidates of a task have the same."""
+"""Respect in which all candidates of a task agree."""
 WITHOUT_GRAPH = "kernels,loss,optimizer"
 RECOMPUTED_MATMULS = ("qkv", "out", "gate and up")
 """Matmuls that a plan may recompute."""
 
 
 class Candidate(NamedTuple):
-    """One way to run the step."""
+    """A way to run the step."""
 
     micro_batch: int
-    """Sequences."""
+    """Sequences per micro batch."""
     micro_batches: int
     group: int = 0
     """Blocks that are recomputed together; 0: none."""
@@ -76,7 +76,7 @@ class Prediction(NamedTuple):
 
     @property
     def order(self) -> tuple:
-        """The fastest first; of equal ones that with a graph."""
+        """Sort key: the fastest first; of equally fast ones the one with a CUDA graph."""
         return self.seconds, not self.candidate.graph, self.candidate.group
 
 
@@ -86,11 +86,11 @@ class Alternative(NamedTuple):
     dimension: str
     value: int | str | bool
     best: Prediction | None
-    """None if none fits, or if its plan was not searched."""
+    """Best candidate that differs in this respect; None if none fits, or if its plan was not searched."""
     unfit: int | None = None
-    """Peak bytes with nothing else changed, where that does not fit."""
+    """Peak bytes of the chosen candidate with only this changed, if that does not fit."""
     least_seconds: float | None = None
-    """Bound for the time of a plan that was not searched and may be faster."""
+    """Lower bound of the time of a plan that was not searched and may be faster."""
 
 
 @dataclass(frozen=True)
@@ -98,15 +98,15 @@ class Task:
     """A step to run, its GPU and its limits."""
 
     config: RunConfig
-    """A fast step that keeps everything, as a CUDA graph."""
+    """The step without micro batches: a fast step that keeps all activations, as a CUDA graph."""
     gpu: GPU
     profile: GpuProfile
     sequences: int
-    """Of a GPU in a step."""
+    """Number of sequences per GPU and step."""
     capacity: float
-    """Bytes of the GPU."""
+    """Memory of the GPU in bytes."""
     memory: float = math.inf
-    """Bytes that the peak may have, if the GPU has as many."""
+    """Upper limit of the peak in bytes, besides the GPU's memory."""
     host_memory: float = math.inf
     """Bytes of host memory that a plan may use."""
     states: tuple[str, ...] = OPTIMIZER_STATES[:1]
@@ -115,12 +115,12 @@ class Task:
 
     @property
     def limit(self) -> float:
-        """Largest predicted peak that fits. Other predictions than that of a fast step without a plan err by more."""
+        """Largest predicted peak that fits. Predictions have larger errors except for a fast step without a plan."""
         return min(self.memory, usable_bytes(self.capacity, FAST_ERROR if self.gpus == 1 else MODEL_ERROR))
 
     @property
     def budget(self) -> str:
-        """Budget of a plan, as a flag has it."""
+        """Memory budget of a plan, as a flag spells it."""
         size = min(self.memory, usable_bytes(self.capacity))
         digits = 2 if size >= GIB else 6
         parts = math.floor(size / GIB * 10**digits + 1e-6)  # 2.3 GiB are 229.99... hundredths
@@ -155,26 +155,26 @@ class Search:
         self.times = StepTimes(task.config, task.profile)
         stream = 2 * task.config.model.context_length * task.config.model.d_model
         self.sizes = [size for size in divisors(task.sequences) if size == 1 or size * stream <= task.limit]
-        """Of micro batches, without those whose residual stream alone does not fit."""
+        """Micro batch sizes, without those whose residual stream alone does not fit."""
         self.groups = [] if task.config.precision == "fp8" else group_sizes(task.config.model.num_layers)
         self.found: list[Prediction] = []
-        """Those that fit, also with states that may not be chosen."""
+        """Predictions of candidates that fit, including optimizer states that may not be chosen."""
         self.not_searched: Prediction | None = None
-        """The plan of least possible time that was not searched, with that time."""
+        """The plan with the smallest lower bound that was not searched; its time is that bound."""
         self._peaks: dict[Candidate, int] = {}
         self.found += self._without_plans()
         self.found += self._plans()
 
     @property
     def considered(self) -> int:
-        """Number of candidates, with those that do not fit."""
+        """Number of candidates, including those that do not fit."""
         plans = len(self.sizes) * len(self.states)
         return plans * ((1 + len(self.groups)) * len(self.graphs) * len(self.layouts) + 1)
 
     @cached_property
     def ranked(self) -> list[Prediction]:
-        """Candidates that may be chosen, the fastest first: of those that differ only in the blocks of a group the
-        one of the least peak, of a step with and without a graph the faster one."""
+        """Candidates that may be chosen, the fastest first. Of candidates that differ only in the number of blocks per
+        group, only the one with the least peak is listed; of a step with and without a graph, only the faster one."""
         kinds: dict[tuple, Prediction] = {}
         for found in sorted(self.found, key=lambda found: found.order):
             own = found.candidate
@@ -217,7 +217,7 @@ class Search:
         return found._replace(candidate=self._smallest(own))
 
     def _smallest(self, candidate: Candidate) -> Candidate:
-        """Return the candidate with recomputation in the groups of least peak."""
+        """Return the candidate whose recomputation groups have the least peak."""
         return min((candidate._replace(group=group) for group in self.groups), key=self.peak)
 
     def _least_peak(self, candidate: Candidate) -> int:
@@ -235,7 +235,7 @@ class Search:
                     yield Prediction(candidate, self._seconds(candidate))
 
     def _fitting(self, group: int, state: str, layout: str = "") -> int:
-        """Return how many of the micro batch sizes fit."""
+        """Return the number of micro batch sizes that fit."""
         every = [self._sized(size, group=group, state=state, layout=layout) for size in self.sizes]
         return bisect_left(every, True, key=lambda own: self.peak(own) > self.task.limit)
 
@@ -247,7 +247,7 @@ class Search:
     # -- plans --------------------------------------------------------------------------------------------------------
 
     def _plans(self) -> Iterator[Prediction]:
-        """Yield plans of micro batches that do not fit without one, unless they cannot be the best."""
+        """Yield plans of micro batches that do not fit without a plan, unless these cannot be the best."""
         fastest = min(
             (found.seconds for found in self.found if found.candidate.state in self.task.states), default=math.inf
         )
@@ -266,14 +266,14 @@ class Search:
                 yield found
 
     def _least_seconds(self, candidate: Candidate) -> float:
-        """Return a bound for the time of a plan that frees what is above the budget."""
+        """Return a lower bound of the time of a plan that frees the memory above the budget."""
         bare = candidate._replace(budget="")
         config = self.task.run_config(bare)
         freed = self.peak(bare) - budget_bytes(self.task.budget)
         return self._seconds(bare) + bare.micro_batches * least_added_seconds(self._costs(config), freed)
 
     def _planned(self, candidate: Candidate) -> Iterator[Prediction]:
-        """Yield the plan that a run of this configuration makes, with and without a graph; nothing if none fits."""
+        """Yield the plan of a run of this configuration, with and without a graph; nothing if none fits."""
         config, bare = self.task.run_config(candidate), candidate._replace(budget="")
         rates = Rates.of(self.task.gpu, config.precision)
         try:
@@ -291,7 +291,8 @@ class Search:
     # -- what each choice gives ---------------------------------------------------------------------------------------
 
     def alternatives(self, chosen: Prediction) -> Iterator[Alternative]:
-        """Yield, for each respect in which candidates differ, the best one that differs from the chosen one in it."""
+        """Yield, for each respect in which candidates differ, the best one that differs from the chosen candidate in
+        it."""
         own = chosen.candidate
         at = self.sizes.index(own.micro_batch)
         for size in self.sizes[max(0, at - 1) : at] + self.sizes[at + 1 : at + 2]:
@@ -317,8 +318,8 @@ class Search:
             yield Alternative(PRECISION, "fp8", faster)
 
     def _in_fp8(self, own: Candidate) -> Prediction | None:
-        """Return the same candidate with matmuls in FP8, whose peak is the same but for scales; None where the GPU, the
-        model or the candidate does not allow it."""
+        """Return the same candidate with matmuls in FP8, whose peak differs only by the scales; None if the GPU, the
+        model or the candidate does not support it."""
         task = self.task
         can = task.gpus == 1 and task.config.precision == "bf16" and task.gpu.peak_flops("fp8") is not None
         if not can or own.activations != KEEP:
@@ -333,7 +334,7 @@ class Search:
     def _alternative(
         self, dimension: str, value: int | str | bool, alone: Candidate, states: tuple[str, ...] = ()
     ) -> Alternative:
-        """Return the best candidate with a value. `alone` is the chosen one with nothing else changed."""
+        """Return the best candidate with a value. `alone` is the chosen one with only this changed."""
         states = states or self.task.states
         every = [found for found in self.found if found.candidate.state in states]
         every = [found for found in every if _value(found.candidate, dimension) == value]
@@ -354,8 +355,8 @@ class Search:
         return peak if peak > limit else None
 
     def _bound_below(self, alone: Candidate, best: Prediction | None) -> float | None:
-        """Return the least time of a plan for a micro batch that does not fit without one, unless one was searched or
-        another candidate is faster."""
+        """Return the lower bound of the time of a plan for a micro batch that does not fit without one; None if a plan
+        was searched or another candidate is faster."""
         planned = self._sized(alone.micro_batch, state=alone.state, budget=self.task.budget)
         keeping = planned._replace(budget="")
         if self.peak(keeping) <= self.task.limit or self._least_peak(planned) > budget_bytes(self.task.budget):
@@ -389,7 +390,7 @@ def group_sizes(layers: int) -> list[int]:
 
 
 def profile_rates(config: RunConfig, profile: GpuProfile, gpu: GPU) -> Rates:
-    """Return the rates of what a plan may recompute, as `step_time` predicts them for this step."""
+    """Return the rates of the work that a plan may recompute, as `step_time` predicts them for this step."""
     step = step_time(config, profile)
     assert step is not None
     matmuls = [found for found in step.kernels if found.kernel.name in RECOMPUTED_MATMULS]
@@ -409,7 +410,7 @@ def profile_rates(config: RunConfig, profile: GpuProfile, gpu: GPU) -> Rates:
 def least_added_seconds(costs: BlockCosts, freed: float) -> float:
     """Return a lower bound for the time that a plan adds to a micro batch in order to free `freed` bytes.
 
-    All blocks have the same choices: no mix of them costs less than the lower convex hull of memory and cost.
+    All blocks have the same choices, so no combination costs less than the lower convex hull of memory and cost.
     """
     layers = costs.config.model.num_layers
     room = costs.kept(KEEP_ALL) - freed / layers
@@ -438,7 +439,7 @@ def predicted_seconds(config: RunConfig, micro_batches: int, gpu: GPU, host_memo
 
 
 def predictions_per_second(task: Task, count: int = 10_000) -> float:
-    """Return how many different steps of a task are timed in a second on this machine, from nothing."""
+    """Return how many different steps of a task this machine predicts per second, without cached results."""
     times = StepTimes(task.config, task.profile)
     kinds = list(product(range(1, 65), OPTIMIZER_STATES, (False, True), (False, True)))
     start = timeit.default_timer()

@@ -1,8 +1,8 @@
 """Chooses how several GPUs run a step of given tokens: data-parallel layout, micro batches, recomputation. No torch.
 
 Memory and communication are those of parallel_model.py. Computation is that of the fast step's kernels on one GPU: a
-lower bound, since ranks update by torch's AdamW and have fp32 weights. What communication takes beyond the computation
-that it can overlap is added.
+lower bound, since ranks update by torch's AdamW and have fp32 weights. Communication that exceeds the computation it
+can overlap with is added.
 """
 
 import dataclasses
@@ -15,7 +15,7 @@ from cs336_systems.predict.parallel_model import Cluster, Plan, Workload, transf
 from cs336_systems.predict.strategy import Strategy
 
 LAYOUTS = {"dp": "kernels,loss", "zero1": "kernels,loss", "zero3": "off"}
-"""Layouts, and the parts of the fast step that `cs336 train` runs with them."""
+"""Layouts, each with the parts of the fast step that `cs336 train` runs with it."""
 FORWARD_SHARE = 1 / 3
 """Share of the forward pass in the computation of a micro batch without recomputation."""
 RECOMPUTING_SHARE = 1 / 4
@@ -37,7 +37,7 @@ class RankSearch(Search):
         return {}
 
     def plan_of(self, candidate: Candidate) -> Plan:
-        """Return the plan of a candidate's layout."""
+        """Return the parallel plan of a candidate's layout."""
         key = LAYOUTS[candidate.layout], candidate.group
         if key not in self._workloads:
             self._workloads[key] = transformer(self._whole(*key))
@@ -45,7 +45,7 @@ class RankSearch(Search):
         return Plan(self._workloads[key], self.cluster, strategy, candidate.micro_batches)
 
     def _whole(self, fast: str, group: int) -> RunConfig:
-        """Return the configuration of all sequences of a GPU."""
+        """Return the configuration with all sequences of a GPU in one batch."""
         sequences = self.task.sequences
         return dataclasses.replace(self.task.config, batch_size=sequences, fast=fast, checkpoint_blocks=group)
 
@@ -74,5 +74,5 @@ class RankSearch(Search):
         return self._computed(own) - spared + self.waiting(own)
 
     def _plans(self) -> Iterator[Prediction]:
-        """Yield nothing: memory budgets are for one GPU."""
+        """Return no plans: memory budgets are supported on one GPU only."""
         return iter(())

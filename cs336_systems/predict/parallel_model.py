@@ -58,7 +58,7 @@ class Workload:
     width: int
     """Bytes per element in matmuls and collectives."""
     has_copies: bool
-    """Weights have a copy of that width, kept beside the fp32 weights unless they are gathered."""
+    """True if weights have a copy of that width, kept beside the fp32 weights unless they are gathered."""
     tokens: int
     stream: int
     """Bytes of the residual stream in collectives: tokens x d_model x width."""
@@ -83,7 +83,7 @@ class Workload:
     group: int = 0
     """Blocks that are recomputed together; 0: none."""
     group_input: float = 0.0
-    """Bytes that such a group keeps."""
+    """Bytes that such a group keeps until it is recomputed."""
     keys_values: float = 0.0
     """Bytes of the keys and values of one block."""
 
@@ -96,7 +96,7 @@ class Workload:
         return -(-blocks // self.group) * self.group_input if self.group else blocks * self.block
 
     def recomputing(self, blocks: int) -> float:
-        """Return the bytes of the group that backward recomputes, of which there is one at a time."""
+        """Return the bytes of the group that backward is recomputing; there is one at a time."""
         return min(self.group, blocks) * self.block
 
     @property
@@ -175,18 +175,18 @@ def feed_forward(config: RunConfig) -> Workload:
 
 @dataclass(frozen=True)
 class Collective:
-    """All collectives, or messages from GPU to GPU, of one kind and purpose in a step."""
+    """All collectives, or point-to-point messages, of one kind and purpose in a step."""
 
     name: str
     """all_reduce, all_gather, reduce_scatter or send."""
     purpose: str
     nbytes: float
-    """Bytes of the full arrays; those that one GPU sends for `send`."""
+    """Bytes of the full arrays; for `send` the bytes that one GPU sends."""
     ranks: int
     during: str
-    """The pass that can overlap it: forward or backward."""
+    """The pass with which it can overlap: forward or backward."""
     grows: bool
-    """Its bytes are proportional to the number of tokens."""
+    """True if its bytes are proportional to the number of tokens."""
     axis: str = "data"
     """The group of GPUs: data, shard, replicate, tensor, context or pipeline."""
 
@@ -203,8 +203,8 @@ def in_flight(stages: int, stage: int, micro_batches: int, chunks: int = 1) -> i
     """Return the most micro batches (of one chunk of layers each) whose activations a stage holds at a time.
 
     1F1B: a stage begins as many forward passes as there are stages after it, and one more, before its first backward.
-    Interleaved: its micro batches go through in groups of S, chunk by chunk, so V - 1 chunks of a group come first, and
-    each stage that follows delays the first backward by two passes.
+    Interleaved: micro batches run in groups of S, chunk by chunk, so V - 1 chunks of a group come first, and each later
+    stage delays the first backward by two passes.
     """
     if chunks == 1:
         return min(micro_batches, stages - stage)
@@ -219,7 +219,7 @@ class Stage:
     looked_up: int
     replicated: float
     kept: float
-    """Bytes of activations of a whole GPU's tokens, if one micro batch had them all."""
+    """Bytes of activations for all tokens of a GPU, if they were one micro batch."""
     share: float
     """Share of the model's FLOPs."""
 
@@ -257,7 +257,7 @@ class Plan:
 
     @property
     def replicas(self) -> int:
-        """GPUs that hold the same part of the model: those of a context-parallel group do, too."""
+        """Number of GPUs that hold the same part of the model, including those of a context-parallel group."""
         return self.cluster.gpus // (self.strategy.tensor * self.strategy.pipeline)
 
     @property
@@ -274,8 +274,8 @@ class Plan:
 
     @property
     def tokens_at_once(self) -> float:
-        """Tokens of a micro batch on each GPU, relative to `workload.tokens`: S K T of these are a replica's, of which
-        a micro batch has 1 / M on K T GPUs."""
+        """Tokens of a micro batch on each GPU, relative to `workload.tokens`. A replica has S K T times these tokens; a
+        micro batch has 1 / M of them, on K T GPUs."""
         return self.strategy.pipeline / self.micro_batches
 
     @cached_property
@@ -346,8 +346,8 @@ class Plan:
 
     @property
     def _foreign_keys(self) -> float:
-        """Bytes of keys, values and their gradients in backward of one block: those of all K GPUs where they are
-        gathered; in a ring those that arrive while others are used."""
+        """Bytes of keys, values and their gradients in backward of one block: those of all K GPUs if they are gathered;
+        with a ring, those that arrive while others are in use."""
         context = self.strategy.context
         if context == 1:
             return 0.0
@@ -363,7 +363,7 @@ class Plan:
 
     @property
     def smallest_cluster(self) -> int | None:
-        """The fewest GPUs on which this strategy fits with as many sequences per GPU; None where none is enough."""
+        """The fewest GPUs on which this strategy fits with as many sequences per GPU; None if it never fits."""
         strategy, shards = self.strategy, 1
         for stage in self.stages:
             fixed, shared = (sum(parts.values()) for parts in self._memory(stage))
@@ -418,8 +418,8 @@ class Plan:
         yield Collective("all_reduce", "activation gradients", backward, tensor, "backward", True, "tensor")
 
     def _of_context(self) -> Iterable[Collective]:
-        """Yield messages of context parallelism: a block needs keys and values of all K GPUs, in forward and again in
-        backward, whose gradients go back to their owners: K - 1 times round a ring, and the gradients once more."""
+        """Yield messages of context parallelism. A block needs keys and values of all K GPUs, in forward and again in
+        backward, and their gradients return to the owners: K - 1 steps round a ring, and one more for the gradients."""
         context, whole = self.strategy.context, self.workload.blocks * self.workload.keys_values
         if context == 1:
             return
@@ -435,7 +435,7 @@ class Plan:
 
     def _of_stages(self) -> Iterable[Collective]:
         """Yield messages between stages: each micro batch's residual stream leaves each chunk of layers once, and its
-        gradient goes back. M micro batches of S / M of the tokens are S times the stream."""
+        gradient returns. M micro batches of S / M of the tokens are S times the stream."""
         stages = self.strategy.pipeline
         nbytes = self.workload.stream * stages * self.strategy.chunks
         yield Collective("send", "activations to the next stage", nbytes, stages, "forward", True, "pipeline")
@@ -445,8 +445,8 @@ class Plan:
         return collective.sent / self.bandwidth(collective)
 
     def bandwidth(self, collective: Collective) -> float:
-        """Return a GPU's bandwidth in a collective. GPUs of a group are `apart` from each other, and it ends after
-        `span`; tensor-parallel GPUs are neighbours, then come context, shards, replicas and stages."""
+        """Return a GPU's bandwidth in a collective. GPUs of a group are `apart` ranks from each other, and the group
+        spans `span` ranks; tensor-parallel GPUs are neighbours, then come context, shards, replicas and stages."""
         cluster, strategy = self.cluster, self.strategy
         tensor, stage = strategy.tensor, cluster.gpus // strategy.pipeline
         apart, span = {
@@ -506,7 +506,7 @@ class Plan:
     @property
     def least_tokens(self) -> float | None:
         """The fewest tokens per GPU at which compute takes longer than communication in forward and in backward; None
-        if it never does, because tensor-parallel communication grows with the tokens, too."""
+        if there is no such number, because tensor-parallel communication grows with the tokens, too."""
         least = 0.0
         for during in ("forward", "backward"):
             grows = sum(self.seconds(found) for found in self.collectives if found.during == during and found.grows)

@@ -1,6 +1,7 @@
-"""The node of a planned block (kernels/fused/block.py) as allocations: kept, recomputed and offloaded. No torch.
+"""Memory of a planned block (kernels/fused/block.py), simulated as allocations: kept, recomputed and offloaded. No
+torch.
 
-Like the other nodes of fast_nodes.py, each method mirrors one of the block, in the order in which it allocates.
+Like the other nodes of fast_nodes.py, each method mirrors a method of the block, in the order in which it allocates.
 """
 
 from functools import cached_property
@@ -15,7 +16,8 @@ Kept = dict[str, Block]
 
 
 class PlannedNodes(PlainNodes):
-    """Blocks that follow a plan. Tensors that copies read or write are in `sent` and `fetched`, by block and kind."""
+    """Blocks that follow a plan. Tensors that copies are reading or writing are in `sent` and `fetched`, by block and
+    kind."""
 
     def __init__(self, config: RunConfig, *, packed: bool):
         super().__init__(config, packed=packed)
@@ -62,7 +64,7 @@ class PlannedNodes(PlainNodes):
     # -- forward, also as recomputation -------------------------------------------------------------------------------
 
     def _times(self, sizes: tuple[int, ...], width: int) -> Block:
-        """The result of a matmul with weights of these sizes."""
+        """Return the result of a matmul with weights of these sizes."""
         matrix = self.joined(*sizes)
         out = self.new(self.rows * width)
         del matrix
@@ -78,15 +80,15 @@ class PlannedNodes(PlainNodes):
         return found
 
     def _normed_heads(self) -> Block | None:
-        """Queries and keys after their norms, if they have any, which are computed from `qkv` in both passes."""
+        """Return queries and keys after their norms, if they have any; both passes compute these from `qkv`."""
         return self.new(self.rows * (self.q + self.kv)) if self.config.model.qk_norm else None
 
     def _norm_operand(self, kept: Kept, kind: str) -> Block:
-        """The norm of the residual stream `kind`, as the matmul takes it."""
+        """Return the norm of the residual stream `kind` as a matmul operand."""
         return self.stream()
 
     def _gated_operand(self, kept: Kept) -> Block:
-        """The result of the activation function, as the matmul takes it."""
+        """Return the result of the activation function as a matmul operand."""
         return self.new(self.rows * self.f)
 
     def _after_attention(self, kept: Kept) -> tuple[Block, Block, Block]:
@@ -140,7 +142,7 @@ class PlannedNodes(PlainNodes):
 
     @cached_property
     def row_bytes(self) -> dict[str, int]:
-        """Bytes of each kind of tensor for one token."""
+        """Bytes per token of each kind of tensor."""
         residual, qkv = self.d * self.rw, (self.q + 2 * self.kv) * self.s
         attention, wide = self.q * self.s, 2 * self.f * self.s
         return {"input": residual, "qkv": qkv, "attention": attention, "middle": residual, "gate_up": wide}
@@ -166,7 +168,7 @@ class PlannedNodes(PlainNodes):
         return y
 
     def _down_backward(self, kept: Kept) -> tuple[Block, ...]:
-        """The gradient of gate_up."""
+        """Return the gradient of gate_up."""
         matrix = self.joined(self.wide)
         grad_gated = self.new(self.rows * self.f)
         del matrix

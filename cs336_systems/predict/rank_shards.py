@@ -19,7 +19,7 @@ SPLIT_BY_TP = {"num_heads": "num_heads", "num_kv_heads": "kv_heads", "context_le
 """Sizes of the model that `tp` must divide, by the flag that sets them."""
 TIED_STAGES = "--pp needs a head of its own: tied embeddings are on the first and the last stage; use --pp 1"
 STAGES_PER_RANK = {"1f1b": 1, "interleaved": 2}
-"""Stages of the pipeline that a rank of the axis `pp` holds, by schedule."""
+"""Number of pipeline stages that a rank of the axis `pp` holds, by schedule."""
 
 
 class Mesh(NamedTuple):
@@ -37,12 +37,12 @@ class Mesh(NamedTuple):
 
     @property
     def is_replicated(self) -> bool:
-        """Every GPU holds the whole model: torch's engine runs DistributedDataParallel."""
+        """True if every GPU holds the whole model: torch's engine then runs DistributedDataParallel."""
         return self.dp_replicate == self.gpus > 1
 
     @property
     def of_weights(self) -> "Mesh":
-        """The same ranks as a mesh without `cp`: they shard weights together with those of `dp_shard`."""
+        """The mesh for sharding weights: the same ranks without the axis `cp`, which is merged into `dp_shard`."""
         return self._replace(dp_shard=self.dp_shard * self.cp, cp=1)
 
     def require(self, gpus: int, rank: int, model: ModelConfig) -> None:
@@ -107,7 +107,7 @@ def require_schedule(pp: int, schedule: str, count: int) -> None:
 
 
 def rows_of(rows: int, parts: int, index: int) -> int:
-    """Return the rows of one part: as in torch.chunk all parts but the last have rows / parts, rounded up."""
+    """Return the rows of one part: as in torch.chunk, all parts but the last have ceil(rows / parts) rows."""
     size = -(-rows // parts)
     return max(0, min(size, rows - index * size))
 
@@ -154,15 +154,15 @@ def block_weights(model: ModelConfig) -> Iterator[Weight]:
 
 
 def stage_layers(layers: int, stages: int) -> list[int]:
-    """Return the layers of each stage: equal numbers, and what is left over one by one to the stages in the middle,
-    then to the first, because the last has the head as well, and the first the embedding."""
+    """Return the number of layers of each stage: equal numbers, with the remainder given one by one to the middle
+    stages, then to the first, because the last also has the head, and the first the embedding."""
     each, left = divmod(layers, stages)
     order = [*range(1, stages - 1), 0, stages - 1]
     return [each + (stage in order[:left]) for stage in range(stages)]
 
 
 def stage_blocks(layers: int, stages: int) -> list[range]:
-    """Return which layers each stage has."""
+    """Return the layer indices of each stage."""
     bounds = accumulate(stage_layers(layers, stages), initial=0)
     return [range(*pair) for pair in pairwise(bounds)]
 
@@ -175,5 +175,5 @@ def elements(model: ModelConfig, mesh: Mesh, rank: int) -> int:
 
 
 def of_replica(config: RunConfig, mesh: Mesh) -> RunConfig:
-    """Return the run of a group of ranks that get the same batch: `cp` x `tp` times that of one GPU."""
+    """Return the run of a group of ranks that get the same batch, which is `cp` x `tp` times that of one GPU."""
     return replace(config, batch_size=config.batch_size * mesh.cp * mesh.tp)

@@ -1,4 +1,4 @@
-"""Memory of a simulated step: blocks that are freed with their last reference, and repetitions that are extrapolated.
+"""Memory of a simulated step: blocks that are freed with their last reference, and extrapolated repetitions.
 
 A simulated step is written like the step itself: it allocates a `Block` where PyTorch allocates a tensor, and CPython
 frees it where PyTorch frees the tensor. No torch.
@@ -14,12 +14,12 @@ from cs336_systems.predict.allocator import ALIGNMENT, CachingAllocator
 
 @dataclass(frozen=True)
 class Snapshot:
-    """Allocated bytes, or their change."""
+    """Allocated bytes, or a change of them."""
 
     live: Counter[str]
     """Bytes of tensors by label."""
     total: float
-    """With the rounding of CUDA's allocator."""
+    """Total bytes, including the rounding of CUDA's allocator."""
 
     def since(self, before: "Snapshot", times: int) -> "Snapshot":
         """Return the mean change in each of `times` repetitions."""
@@ -69,7 +69,7 @@ class Memory:
 
 
 class Block:
-    """The memory of a tensor and of its views."""
+    """The memory of a tensor and of its views, freed with its last reference."""
 
     __slots__ = ("address", "label", "memory", "size")
 
@@ -89,7 +89,7 @@ class Block:
 
 
 class Node(NamedTuple):
-    """A node of the backward pass with the blocks that it saves; None stands for memory that others own."""
+    """A node of the backward pass with the blocks that it saves; None stands for memory with another owner."""
 
     backward: Callable[..., None]
     saved: tuple[Block | None, ...]
@@ -107,8 +107,8 @@ class Tape(list[Node]):
 
 @dataclass(frozen=True)
 class Repetitions:
-    """Numbers of the repetitions to simulate, out of `count` alike; those between `head` and `tail` are extrapolated
-    from those of `head`, the first excluded."""
+    """Indices of the repetitions to simulate, out of `count` equal ones. Those between `head` and `tail` are
+    extrapolated from those of `head` except the first."""
 
     count: int
     head: int
@@ -123,7 +123,7 @@ class Repetitions:
         return self.skipped > 0 and number == self.count - self.tail
 
     def run(self, memory: Memory, body: Callable[[int], None]) -> list[Snapshot]:
-        """Run `body(number)` for each. Return the change in each that was extrapolated, if any was."""
+        """Run `body(number)` for each. Return the change per extrapolated repetition, if any was extrapolated."""
         if not self.skipped:
             for number in range(self.count):
                 body(number)

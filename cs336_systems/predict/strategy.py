@@ -22,11 +22,11 @@ class Strategy:
     chunks: int = 1
     """Chunks of layers on each pipeline stage: more than one for the interleaved schedule."""
     ring: bool = False
-    """Keys and values are passed round a ring, not gathered."""
+    """True if keys and values are passed round a ring, False if they are gathered."""
 
     @classmethod
     def parse(cls, text: str) -> "Strategy":
-        """Return the strategy of a name, such as `zero3+tp8`, or of a title, such as `ZeRO-3 + TP 8`."""
+        """Return the strategy with this name, such as `zero3+tp8`, or title, such as `ZeRO-3 + TP 8`."""
         found: dict[str, Any] = {}
         for part in re.sub(r"[\s-]", "", text.lower()).split("+"):
             if part in ("dp", "ddp", "none"):
@@ -55,11 +55,12 @@ class Strategy:
 
     @property
     def group(self) -> int:
-        """GPUs that process a sequence together."""
+        """Number of GPUs that process a sequence together."""
         return self.tensor * self.context * self.pipeline
 
     def within(self, gpus: int) -> "Strategy":
-        """Return this strategy with groups that divide `gpus`: stages, then context, then layers are halved."""
+        """Return this strategy with groups that divide `gpus`, by halving the axes: stages, then context, then tensor
+        parallelism."""
         found = self
         while gpus % found.group:
             axis = next(name for name in ("pipeline", "context", "tensor") if getattr(found, name) > 1)
@@ -72,7 +73,7 @@ class Strategy:
 
     @property
     def title(self) -> str:
-        """The name as papers write it."""
+        """The strategy's name as papers write it."""
         words = ("replicate ", "TP ", "CP ", "ring CP ", "PP ")
         return self._written(f"ZeRO-{self.stage}" if self.stage else "DP", " + ", *words)
 

@@ -22,7 +22,7 @@ class CostArguments:
     price: str = flag("", "price of a GPU hour, such as 2.5 or 2.5/h: shows what these days cost")
 
     def cost(self) -> "Cost":
-        """Return the tokens and the price; raise UserError for a text that is no number of tokens or no price."""
+        """Return the tokens and the price; raise UserError for an invalid number of tokens or price."""
         if self.price and not self.train_tokens:
             raise UserError(f"--price {self.price} needs the length of the run; add --train_tokens, such as 300B")
         tokens = parse_tokens(self.train_tokens) if self.train_tokens else None
@@ -30,7 +30,7 @@ class CostArguments:
 
 
 def parse_tokens(text: str) -> float:
-    """Return the number of `300B`, `1.5T`, `1e9` or `20,000,000`."""
+    """Return the number of tokens in a text such as `300B`, `1.5T`, `1e9` or `20,000,000`."""
     found = re.fullmatch(rf"{NUMBER}([kmbt]?)", text.strip().lower().replace(",", "").replace("_", ""))
     number = float(found[1]) * FACTORS[found[2]] if found else 0.0
     if not 1 <= number <= MOST_TOKENS:
@@ -39,7 +39,7 @@ def parse_tokens(text: str) -> float:
 
 
 def parse_price(text: str) -> float:
-    """Return the number of `2.5` or `2.5/h`."""
+    """Return the price in a text such as `2.5` or `2.5/h`."""
     found = re.fullmatch(rf"{NUMBER}\s*(?:/\s*h)?", text.strip().lower())
     number = float(found[1]) if found else 0.0
     if not 0 < number <= HIGHEST_PRICE:
@@ -48,7 +48,7 @@ def parse_price(text: str) -> float:
 
 
 class Cost(NamedTuple):
-    """Tokens of a run and price of a GPU hour, as far as they are given."""
+    """Tokens of a run and price of a GPU hour, if given."""
 
     tokens: float | None = None
     price: float | None = None
@@ -59,7 +59,7 @@ class Cost(NamedTuple):
         return [Column(name) for asked, name in names if asked is not None]
 
     def cells(self, tokens_per_second: float, gpus: int = 1) -> list[str]:
-        """Return the texts of `columns` for steps that all GPUs run together at this rate."""
+        """Return the texts of `columns` for steps at this rate on all GPUs together."""
         if self.tokens is None:
             return []
         days = self.tokens / tokens_per_second / DAY
@@ -77,5 +77,5 @@ class Cost(NamedTuple):
 
 
 def short(number: float) -> str:
-    """Return a number with two digits or more."""
+    """Return a number as text with at least two digits."""
     return f"{number:,.0f}" if number >= 10 else f"{number:.1f}" if number >= 1 else f"{number:.2g}"

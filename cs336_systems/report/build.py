@@ -70,13 +70,13 @@ def write_report(
 
 
 def summary(report: Document) -> list[Text]:
-    """The first finding of each section, the first sections first."""
+    """Return the first finding of each section, in the order of sections."""
     found = [(section.title, section.findings[0]) for section in report.sections if section.findings]
     return [say("{}: {}", "{}：{}", *each) for each in found[:SUMMARY_LINES]]
 
 
 def _links(files: Path, folder: Path) -> list[Link]:
-    """Timelines and traces that instruments have left beside the records."""
+    """Return the timelines and traces that instruments have written beside the records."""
     texts = {
         "timeline.html": Text("memory timeline", "显存时间线"),
         "trace.json.gz": Text("trace for Perfetto", "Perfetto trace"),
@@ -97,7 +97,7 @@ def document(
     links: Sequence[Link] = (),
     references: Sequence[Record] = (),
 ) -> Document:
-    """The report of loaded files, several machines and runs side by side, published `references` beside them.
+    """Return the report of loaded files: several machines and runs side by side, with published `references`.
 
     A link belongs to the section whose name its folder begins with.
     """
@@ -122,7 +122,7 @@ def document(
 
 
 def _cells(loaded: Sequence[Loaded]) -> list[CellView]:
-    """The cells of all files. Files that hold the same work of one machine are different runs, and named."""
+    """Return the cells of all files. Files with the same work on one machine are different runs, which get names."""
     held = [{(r.environment.machine, r.experiment, r.cell) for r in one.records} for one in loaded]
     times = Counter(itertools.chain(*held))
     names: Counter[str] = Counter()
@@ -142,7 +142,8 @@ def _section(
     problems: list[Text] = []
 
     def safely(make: Callable[[], list[Part]]) -> list[Part]:
-        """Records may come from anywhere: a part that cannot be shown is named, and everything else is shown."""
+        """Make a part of the report; if it fails, its error is named, and everything else is still shown. Records may
+        come from anywhere."""
         try:
             return make()
         except Exception as error:
@@ -163,7 +164,7 @@ def _section(
 
 
 def _facts(records: Iterable[Record]) -> dict[Text, str]:
-    """Machine, versions, commit and date for the header: all values that occur, in order of appearance."""
+    """Return machine, versions, commit and date for the header: all values that occur, in order of appearance."""
     found: dict[Text, dict[str, None]] = {}
     for environment in {id(record.environment): record.environment for record in records}.values():
         versions = {
@@ -185,7 +186,8 @@ def _facts(records: Iterable[Record]) -> dict[Text, str]:
 
 
 def write(report: Document, folder: Path, *, language: Language = "en", formats: Sequence[str] = ()) -> list[Path]:
-    """The page, and what else is asked for: md (with pictures), csv, latex, typst. The files, the page first."""
+    """Write the page and the other formats asked for: md (with pictures), csv, latex, typst. Return the files, the page
+    first."""
     _require_formats(formats)
     try:
         folder.mkdir(parents=True, exist_ok=True)
@@ -233,17 +235,17 @@ def markdown(report: Document, language: Language = "en") -> str:
 
 
 def _plain(text: str) -> str:
-    """A name must not become a heading, a link or HTML."""
+    """Escape a name, which must not become a heading, a link or HTML."""
     return re.sub(r"([\\`*_\[\]<>#|]|:(?=//)|(?<=\bwww)\.)", r"\\\1", printable(" ".join(text.split())))
 
 
 def tables_in(report: Document, format: str, language: Language = "en") -> list[str]:
-    """All tables, in order."""
+    """Return all tables, in order."""
     return [table.render(format, language) for s in report.sections for table in s.tables]
 
 
 def _csv(report: Document, folder: Path, language: Language) -> list[Path]:
-    """A file for each table, under names of their own."""
+    """Write a CSV file for each table, under unique names."""
     written = []
     (folder / "csv").mkdir(exist_ok=True)
     for section in report.sections:

@@ -1,4 +1,4 @@
-"""Records grouped into cells, and the quantities derived from them: rates, ratios, errors."""
+"""Groups records into cells, and the quantities derived from them: rates, ratios, errors."""
 
 from collections.abc import Callable, Hashable, Iterable, Mapping
 from dataclasses import dataclass, field
@@ -13,7 +13,7 @@ PHASES = ("forward", "loss", "backward", "sync", "optimizer", "step")
 
 
 def fields_of(config: Mapping[str, Any]) -> dict[str, Any]:
-    """The fields of a configuration and of its model in one dictionary."""
+    """Return the fields of a configuration and of its model in one dictionary."""
     model = config.get("model")
     return {**ADDED_LATER, **FAMILY_FIELDS, **config, **model} if isinstance(model, Mapping) else dict(config)
 
@@ -33,7 +33,7 @@ class CellView:
 
     @classmethod
     def of(cls, experiment: str, config: Mapping[str, Any], metrics: Iterable[Metric]) -> "CellView":
-        """A cell made from an instrument's answer that was never recorded."""
+        """Return a cell made from an instrument's answer that was never recorded."""
         whole = [*metrics, Metric(CELL_TIME, "s", [0.0])]
         records = [Record(experiment, config, m.name, m.unit, tuple(m.samples), variant=m.variant) for m in whole]
         return group(records)[0]
@@ -43,7 +43,7 @@ class CellView:
         return [*self.metrics.values(), *(record for own in self.variants.values() for record in own.values())]
 
     def variant(self, name: str) -> "CellView":
-        """The same cell with the metrics of one variant."""
+        """Return the same cell with the metrics of one variant."""
         if name not in self._views:
             end = {CELL_TIME: self.metrics[CELL_TIME]} if CELL_TIME in self.metrics else {}
             self._views[name] = CellView(self.experiment, self.config, {**self.variants.get(name, {}), **end}, self.run)
@@ -90,11 +90,11 @@ class CellView:
 
     @cached_property
     def _statistics(self) -> dict[str, Statistics | None]:
-        """Statistics computed so far: tables, charts and findings ask for the same ones."""
+        """Cache of statistics, which tables, charts and findings share."""
         return {}
 
     def value(self, metric: str) -> float | None:
-        """The mean of a metric's samples."""
+        """Return the mean of a metric's samples."""
         found = self.statistics(metric)
         return found.mean if found else None
 
@@ -103,11 +103,11 @@ class CellView:
         return found.median if found else None
 
     def samples(self, metric: str) -> tuple[Any, ...]:
-        """The raw samples of a metric; none where it was not recorded."""
+        """Return the raw samples of a metric; none where it was not recorded."""
         return self.metrics[metric].samples if metric in self.metrics else ()
 
     def get(self, name: str) -> Any:
-        """A field of the configuration or of its model."""
+        """Return a field of the configuration or of its model."""
         return self.fields.get(name)
 
     @cached_property
@@ -155,16 +155,14 @@ class CellView:
 
     @cached_property
     def prediction(self) -> Predicted | None:
-        """The time of the step as predicted from its configuration; None where it is not a fast step on a known GPU.
-
-        Other steps have one where they were measured with it: older tables of eager steps stay as they are.
-        """
+        """The time predicted from the step's configuration; None unless the GPU is known and the step is a fast one or
+        was recorded with a prediction, so that older tables of eager steps stay as they are."""
         is_shown = "predicted_time" in self.metrics or (self.get("fast") or "off") != "off"
         return predicted_of(self.config, self.environment.gpu) if is_shown and "step_time" in self.metrics else None
 
     @property
     def predicted_time(self) -> float | None:
-        """Seconds that the step was expected to take when it was measured; older records have none, and get today's."""
+        """Seconds that the step was expected to take when it was measured; older records get today's prediction."""
         recorded = self.value("predicted_time")
         return recorded or (self.prediction.time.seconds if self.prediction else None)
 
@@ -179,7 +177,7 @@ Key = TypeVar("Key", bound=Hashable)
 
 
 def grouped(cells: Iterable[CellView], key: Callable[[CellView], Key]) -> dict[Key, list[CellView]]:
-    """Cells by key, in the order in which they come."""
+    """Return cells grouped by key, in order of appearance."""
     found: dict[Key, list[CellView]] = {}
     for cell in cells:
         found.setdefault(key(cell), []).append(cell)
@@ -187,7 +185,7 @@ def grouped(cells: Iterable[CellView], key: Callable[[CellView], Key]) -> dict[K
 
 
 def by_machine(cells: Iterable[CellView]) -> dict[str, list[CellView]]:
-    """Group cells by machine: results of two machines never share a column, chart or sentence."""
+    """Group cells by machine, whose results never share a column, chart or sentence with those of another machine."""
     return grouped(cells, lambda cell: cell.machine)
 
 
@@ -196,7 +194,7 @@ def by_experiment(cells: Iterable[CellView]) -> dict[str, list[CellView]]:
 
 
 def group(records: Iterable[Record], run: str = "") -> list[CellView]:
-    """Cells in the order in which they were recorded."""
+    """Return the records grouped into cells, in the order in which they were recorded."""
     cells: dict[tuple[str, str, str], dict[str, dict[str, Record]]] = {}
     for record in records:
         key = (record.environment.machine, record.experiment, record.cell)

@@ -14,7 +14,7 @@ MARKERS = "os^Dvp*Xh"
 MARKERS_ON_BARS = "D^so"
 COLORS = (*PALETTE, *MORE)
 INK = "black"
-"""Colour of everything that belongs to no series."""
+"""Colour of all elements that do not belong to a series."""
 
 
 def picture(chart: Chart, language: Language = "en") -> Picture:
@@ -45,12 +45,12 @@ def _draw(figure: Any, chart: Chart, language: Language) -> None:
 
 
 def _plain(text: str) -> str:
-    """Escapes dollar signs, which matplotlib would read as formulas."""
+    """Escape dollar signs, which matplotlib would read as formulas."""
     return text.replace("$", r"\$")
 
 
 def _columns(names: Sequence[str]) -> int:
-    """Number of columns at which the legend is no wider than the picture."""
+    """Return the number of columns at which the legend is no wider than the picture."""
     for count in range(min(4, len(names)), 1, -1):
         rows = math.ceil(len(names) / count)
         widths = [8 + max(map(len, names[first : first + rows])) for first in range(0, len(names), rows)]
@@ -104,7 +104,7 @@ def _bars(axes: Any, chart: Chart, language: Language) -> None:
 
 
 def _marks(axes: Any, chart: Chart, series: Series, language: Language, shift: float = 0.0) -> None:
-    """Hollow marks on the bars of other series, readable on any colour."""
+    """Draw hollow marks on the bars of other series, readable on any colour."""
     points = [point for point in series.points if chart.can_draw(point)]
     rows, values = [chart.bar_names.index(p.place) + shift for p in points], [p.y for p in points]
     marker = MARKERS_ON_BARS[(series.over or 0) % len(MARKERS_ON_BARS)]

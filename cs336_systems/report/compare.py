@@ -19,7 +19,7 @@ from cs336_systems.report.referee import remarks
 from cs336_systems.text import Text, say
 
 LEAST = 1 / MOST
-"""Smaller samples are no measurement, and their ratios no numbers."""
+"""Smaller samples are not valid measurements."""
 
 FASTER, SLOWER = Text("faster", "更快"), Text("slower", "更慢")
 LESS, MORE = Text("less", "更少"), Text("more", "更多")
@@ -34,14 +34,14 @@ FAILED = {side: Text(f"failed in {side}", f"{side} 失败") for side in "AB"}
 
 @dataclass(frozen=True)
 class Row:
-    """One metric of one pair."""
+    """One metric of one pair of cells."""
 
     pair: Pair
     variant: str
     name: Text
-    """As records and flags spell it."""
+    """Name of the row as records and flags spell it."""
     label: Text
-    """As charts and sentences spell it."""
+    """Name of the row as charts and sentences spell it."""
     metric: str
     unit: str
     ratio: Ratio | None
@@ -57,24 +57,24 @@ class Row:
 
     @property
     def change(self) -> float:
-        """The distance of the ratio from 1: as large for 2 as for 1/2."""
+        """The factor between the medians, at least 1: equal for ratios of 2 and of 1/2."""
         return abs(math.log(self.ratio.value)) if self.ratio else 0.0
 
     def is_slower_by(self, percent: float) -> bool:
-        """With all of the interval."""
+        """Return True if the whole interval is slower by more than this percentage."""
         if not self.is_speed or self.ratio is None or self.ratio.low is None or self.ratio.high is None:
             return False
         return (self.ratio.low if self.unit == "s" else 1 / self.ratio.high) > 1 + percent / 100
 
     @property
     def _order(self) -> tuple[int, float]:
-        """Failures first, then the largest changes, then what is undecided."""
+        """Sort key: failures first, then the largest changes, then undecided rows."""
         groups = (self.verdict in FAILED.values(), self.verdict in DECIDED, self.ratio is not None, True)
         return groups.index(True), -self.change
 
     @property
     def _measurement(self) -> Hashable:
-        """Equal for rows of one measurement, which a file may hold under several experiments."""
+        """Key that is equal for rows of one measurement, which a file may hold under several experiments."""
         samples = (cell.samples(self.metric) for cell in self.sides)
         return (*(cell_key(cell.config) for cell in self.sides), self.variant, self.metric, *samples)
 
@@ -96,12 +96,12 @@ class Mean:
 class Comparison:
     files: tuple[str, str]
     rows: Sequence[Row]
-    """Failures first, then the largest changes; those that are undecided last."""
+    """Rows in order: failures first, then the largest changes, undecided ones last."""
     confidence: float
     differences: Sequence[Text] = ()
-    """What differs between A and B in settings and surroundings."""
+    """Differences between A and B in settings and environment."""
     remarks: Sequence[Text] = ()
-    """What failed, what is left out, what is odd."""
+    """Remarks on failures, on what is left out, and on oddities."""
 
     def slower_by(self, percent: float) -> list[Row]:
         if not any(row.is_speed for row in self.rows):
@@ -111,7 +111,7 @@ class Comparison:
 
     @property
     def untold(self) -> list[Row]:
-        """Rows without an interval: a limit says nothing about them."""
+        """Rows without an interval, which a limit cannot be applied to."""
         return [row for row in self.rows if row.ratio is None or row.ratio.low is None]
 
     @property
@@ -143,7 +143,8 @@ def compare(
     confidence: float = 0.95,
     different_work: bool = False,
 ) -> Comparison:
-    """Cells that both have, a row for each cell and metric. UserError where there is nothing to compare."""
+    """Compare the cells that both files have, with a row for each cell and metric; raise UserError if there are
+    none."""
     if not 0.5 <= confidence <= 0.999:
         raise UserError(f"confidence must be between 0.5 and 0.999, got {confidence!r}", "confidence")
     (cells_a, odd_a), (cells_b, odd_b) = (
@@ -177,7 +178,8 @@ def compare(
 
 
 def parse_percent(text: str) -> float:
-    """5 of `5%` and of `5`. A bare fraction is refused: 0.05 may be meant as 5% or as 0.05%."""
+    """Return the number in a percentage: 5 for `5%` and for `5`. A bare fraction is refused: 0.05 may be meant as 5% or
+    as 0.05%."""
     if not re.fullmatch(r"[0-9]{1,6}(\.[0-9]{1,6})?%|[0-9]{1,6}", text.strip()):
         raise UserError(f"--fail_if_slower {text!r} is not a percentage; write it as 5% (or 0.5%)")
     return float(text.strip().removesuffix("%"))
@@ -187,7 +189,7 @@ def parse_percent(text: str) -> float:
 
 
 def _rows(pair: Pair, names: Names, metrics: Sequence[str], confidence: float) -> Iterator[Row]:
-    """The rows of a pair: of the cells themselves, then of each variant that both measured.
+    """Yield the rows of a pair: of the cells themselves, then of each variant that both measured.
 
     A pair that failed on one side shows the values of the other; one that failed on both has no rows.
     """
@@ -213,7 +215,7 @@ def _rows_of(pair: Pair, variant: str, names: Names, metrics: Sequence[str], con
 
 
 def _chosen(have: Sequence[str], asked: Sequence[str]) -> list[str]:
-    """The metrics asked for, or the headline."""
+    """Return the metrics asked for, or the headline."""
     if asked:
         return [name for name in dict.fromkeys(asked) if name in have]
     return next(([name] for name in HEADLINES if name in have), [])
@@ -283,7 +285,7 @@ def _left_out(cells: Sequence[CellView], kept: Iterable[CellView], why: Text) ->
 
 
 def _oddities(pairs: Sequence[Pair], names: Names) -> list[Text]:
-    """The referee's remarks on either side."""
+    """Return the referee's remarks on either side."""
     lines = []
     for side in (0, 1):
         named = {id(pair.sides[side]): names.of(pair) for pair in pairs}

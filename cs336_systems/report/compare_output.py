@@ -1,4 +1,4 @@
-"""A comparison as people see it: on a terminal, as a table in every format, as a page with a forest plot."""
+"""Output of a comparison: on a terminal, as a table in every format, as a page with a forest plot."""
 
 import os
 import shutil
@@ -20,9 +20,9 @@ from cs336_systems.table import Column, Table, word
 from cs336_systems.text import Text, listed, say
 
 WIDE = 10_000
-"""The width of what is no terminal: lines are not broken."""
+"""Width for output that is not a terminal, so that lines are not broken."""
 LEAST_NAME = 24
-"""Columns that the name of a row has at the least."""
+"""Minimum number of columns for the name of a row."""
 _COLORS = {FASTER: "32", LESS: "32", SLOWER: "31", MORE: "31"}
 """Verdict -> its colour on a terminal: green and red."""
 
@@ -33,14 +33,14 @@ EXPERIMENT = Text("experiment", "实验")
 VERDICT = Text("verdict", "结论")
 MEAN = Text("geometric mean", "几何平均")
 _KINDS = {"s": Text("times", "时间"), "B": Text("sizes", "字节数")}
-"""Units -> what has them; all others are rates."""
+"""Kinds of metrics by unit; all other units are rates."""
 
 
 # -- texts ------------------------------------------------------------------------------------------------------------
 
 
 def summary(found: Comparison) -> Text:
-    """How many rows are faster, slower, undecided."""
+    """Return the number of rows that are faster, slower and undecided, as a sentence."""
     counts = [say("{} {}", "{} 项{}", str(count), verdict) for verdict, count in found.counts.items()]
     total = len(found.rows)
     rows = Text(f"{total} comparison{'s' * (total != 1)}", f"{total} 项比较")
@@ -113,7 +113,7 @@ def _differ(values: Sequence[str]) -> bool:
 
 
 def _names(found: Comparison) -> list[Text]:
-    """The names of rows as records spell them, with the experiment where there are several."""
+    """Return the names of rows as records spell them, with the experiment where there are several."""
     named = _with_metrics(found.rows, [row.name for row in found.rows])
     experiments = [short(row.pair.a.experiment) for row in found.rows]
     if not _differ(experiments):
@@ -122,7 +122,7 @@ def _names(found: Comparison) -> list[Text]:
 
 
 def _labels(found: Comparison) -> list[Text]:
-    """The names of rows for readers: what tells most comes first, for the end may be cut."""
+    """Return the names of rows for readers: the most distinctive parts come first, because the end may be cut."""
     named = _with_metrics(found.rows, [row.label for row in found.rows])
     experiments = [short(row.pair.a.experiment.replace("_", " ")) for row in found.rows]
     if not _differ(experiments):
@@ -131,7 +131,7 @@ def _labels(found: Comparison) -> list[Text]:
 
 
 def _with_metrics(rows: Sequence[Row], names: Sequence[Text]) -> list[Text]:
-    """The names, with the metric where a cell has several."""
+    """Return the names, with the metric where a cell has several."""
     counts = Counter((id(row.pair), row.variant) for row in rows)
     return [
         say("{}, {}", "{}，{}", name, QUANTITIES.get(row.metric) or short(row.metric))
@@ -145,7 +145,7 @@ def _with_metrics(rows: Sequence[Row], names: Sequence[Text]) -> list[Text]:
 
 
 def table(found: Comparison) -> Table:
-    """The same columns whatever is compared, for programs that read it as CSV."""
+    """Return a table whose columns are always the same, for programs that read it as CSV."""
     ends = (Text("low", "下限"), Text("high", "上限"))
     columns = [Column(RATIO)]
     columns += [Column(say("{}% {}", "{}% {}", f"{found.confidence * 100:g}", end)) for end in ends]
@@ -173,7 +173,8 @@ def _cut(text: Text, most: int) -> Text:
 
 
 def on_screen(found: Comparison, stream: TextIO) -> str:
-    """The text for a stream: a terminal's width and, unless NO_COLOR is set, colours; neither for a file or a pipe."""
+    """Return the text for a stream: with a terminal's width and, unless NO_COLOR is set, colours; neither for a file or
+    pipe."""
     if not stream.isatty():
         return on_terminal(found)
     colored = not os.environ.get("NO_COLOR") and os.environ.get("TERM") != "dumb"
@@ -181,7 +182,7 @@ def on_screen(found: Comparison, stream: TextIO) -> str:
 
 
 def on_terminal(found: Comparison, width: int = WIDE, *, colored: bool = False) -> str:
-    """Differences of settings, the rows, remarks, and the geometric mean last, in lines of at most `width` columns.
+    """Return differences of settings, the rows, remarks, and the geometric mean, in lines of at most `width` columns.
 
     Only names and notes are broken over several lines: a number that is broken misleads.
     """
@@ -204,7 +205,7 @@ def on_terminal(found: Comparison, width: int = WIDE, *, colored: bool = False) 
 
 
 def _rows(found: Comparison, width: int, paint: Callable[[str, Text], str]) -> list[str]:
-    """The heading and the rows: the ratio first, the name last, over several lines where it is long."""
+    """Return the heading and the rows: the ratio first, the name last, over several lines where it is long."""
     units = [_shown_unit(row.unit) for row in found.rows]
     heads = [RATIO.en, f"{found.confidence * 100:g}% interval", *(_head(side, units) for side in "AB"), VERDICT.en]
     beside = units if _differ(units) else [""] * len(units)
@@ -226,7 +227,7 @@ def _rows(found: Comparison, width: int, paint: Callable[[str, Text], str]) -> l
 
 
 def _values(row: Row, unit: str) -> list[str]:
-    """Ratio, interval, both medians and verdict; the medians with their unit, if one is given."""
+    """Return ratio, interval, both medians and verdict as text; the medians with their unit, if one is given."""
     medians = [f"{_median(cell, row)} {short(unit)}".rstrip() for cell in row.sides]
     return [_factor(row.ratio.value if row.ratio else None), _interval(row.ratio).en, *medians, row.verdict.en]
 
@@ -243,7 +244,7 @@ def _wrapped(text: str, width: int, first: str = "", others: str = "") -> list[s
 
 
 def chart(found: Comparison) -> Chart:
-    """A forest plot: a row for each of the largest changes with its interval, and the geometric mean last."""
+    """Return a forest plot: a row for each of the largest changes with its interval, and the geometric mean last."""
     drawn = [(label, row.ratio) for label, row in zip(_labels(found), found.rows, strict=True) if row.ratio]
     shown = sorted(_distinct(drawn[:FEW]), key=lambda pair: pair[1].value)
     cells = [Point(name, ratio.value, low=ratio.low, high=ratio.high) for name, ratio in shown]
@@ -267,7 +268,7 @@ def chart(found: Comparison) -> Chart:
 
 
 def _distinct(rows: Sequence[tuple[Text, Ratio]]) -> list[tuple[Text, Ratio]]:
-    """The rows under names that are all different: a chart has one row for each name."""
+    """Return the rows under unique names: a chart has one row for each name."""
     seen: dict[str, int] = {}
     named = []
     for name, ratio in rows:
@@ -294,7 +295,7 @@ def _chart_note(found: Comparison, drawable: int) -> Text:
 
 
 def document(found: Comparison) -> Document:
-    """The page of a comparison: findings, the forest plot and the table."""
+    """Return the page of a comparison: findings, the forest plot and the table."""
     largest = next((row for row in found.rows if row.verdict in DECIDED), None)
     sentences = [summary(found), *(mean_text(mean, found) for mean in found.means)]
     sentences += [_largest(largest)] if largest else []

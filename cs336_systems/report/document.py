@@ -16,7 +16,7 @@ from cs336_systems.table import Table
 from cs336_systems.text import Text
 
 LEAST = 1e-150
-"""Values nearer to zero, or above its reciprocal, are not drawn: quotients of all others stay finite."""
+"""Values nearer to zero, or above its reciprocal, are not drawn, so that quotients of all others stay finite."""
 FAR = 4
 """A bar is cut off at this multiple of the chart's limit."""
 
@@ -26,14 +26,14 @@ def finite(value: float) -> bool:
 
 
 def exact(value: float) -> str:
-    """A number with six digits, without an exponent unless it is very large or very small."""
+    """Return a number with six digits, without an exponent unless it is very large or very small."""
     text = f"{value:.6g}"
     return f"{value:.0f}" if "e+" in text and abs(value) < 1e15 else text
 
 
 def precise(value: float, digits: int | None = None) -> str:
-    """A value as tables write it: whole numbers as they are, two digits after the point, one from 1,000 on, and three
-    significant digits below 0.1."""
+    """Return a value as tables write it: whole numbers as they are, two digits after the point, one from 1,000 on, and
+    three significant digits below 0.1."""
     if abs(value) >= 1e12 or not math.isfinite(value):
         return exact(value)
     if digits is None:
@@ -44,7 +44,7 @@ def precise(value: float, digits: int | None = None) -> str:
 
 
 def short(value: float) -> str:
-    """A value on its bar: three significant digits, all those before the point."""
+    """Return a value on its bar: three significant digits, all those before the point."""
     size = abs(value)
     if size >= 1e12 or 0 < size < 0.1:
         return exact(float(f"{value:.3g}"))
@@ -70,7 +70,7 @@ class Point:
 
     @property
     def place(self) -> str:
-        """Its x as text: the name of its bar in English, the label in its tooltip."""
+        """Its x as text: the bar's English name, or the label in the tooltip."""
         return self.label.en
 
     @property
@@ -85,11 +85,12 @@ class Series:
     name: Text
     points: Sequence[Point]
     dashed: bool = False
-    """Not measured: a prediction, a fitted line, a bound."""
+    """True for series that were not measured: a prediction, a fitted line, a bound."""
     drawn: Literal["both", "line", "marks"] = "both"
-    """In a line chart: a line with markers, the line alone, markers alone. In a bar chart "marks" are drawn on bars."""
+    """How the series is drawn. In a line chart: line with markers, line alone, or markers alone. In a bar chart "marks"
+    are drawn on bars."""
     over: int | None = None
-    """Index of the series that this one refers to: marks are drawn on its bars, a fitted line has its colour."""
+    """Index of the series that this one refers to: marks are drawn on that one's bars, a fitted line has its colour."""
     lane: int = 0
     """Row of a span within its bar: 0 is above 1."""
 
@@ -101,12 +102,12 @@ class Limit:
     value: float
     text: Text
     dashed: bool = False
-    """Not measured: a floor, a prediction."""
+    """True for limits that were not measured: a floor, a prediction."""
 
 
 @dataclass(frozen=True)
 class Event:
-    """Something that happened at one x of a line chart, such as a restart: a vertical line."""
+    """An event at one x of a line chart, such as a restart: a vertical line."""
 
     x: float
     text: Text
@@ -199,13 +200,13 @@ class Chart:
         return [*first, *(name for name in found if name not in self.places)]
 
     def texts_of(self, values: Sequence[float]) -> list[str]:
-        """Values as they are written on bars. Whole numbers stay whole where all are."""
+        """Return values as they are written on bars. Whole numbers stay whole if all values are whole."""
         whole = all(value == int(value) for value in values)
         return [f"{value:,.0f}" if whole and abs(value) < 1e12 else short(value) for value in values]
 
     @cached_property
     def labels(self) -> dict[str, Text]:
-        """The names of bars in both languages, by their English name."""
+        """Names of the bars in both languages, by their English name."""
         return {point.place: point.label for _, series in self.shown for point in series.points}
 
     @property
@@ -236,7 +237,7 @@ class Chart:
         return self.has_place(point) and not point.note and all(map(self._on_axis, ends))
 
     def interval_of(self, point: Point) -> tuple[float, float] | None:
-        """The ends of a point's interval, if both have a position on the axis."""
+        """Return the ends of a point's interval, if both have a position on the axis."""
         if point.low is None or point.high is None or not all(map(self._on_axis, (point.low, point.high))):
             return None
         return point.low, point.high
@@ -252,7 +253,7 @@ class Chart:
         return self.kind in ("bars", "stacked") and series.drawn == "marks"
 
     def color_of(self, number: int) -> int:
-        """Number of the colour of a series: that of its category in every chart, else the next that is free."""
+        """Return the number of a series' colour: that of its category in every chart, else the next free one."""
         over = self.series[number].over
         refers = self.kind == "lines" and over is not None and over < len(self.series)
         return self._colors[over if refers and over is not None else number]
@@ -269,7 +270,7 @@ class Chart:
 
 
 def beyond_text(end: float) -> str:
-    """The label of a bar that is cut off: an arrow and where the bar ends."""
+    """Return the label of a bar that is cut off: an arrow and where the bar ends."""
     return f"→ {end:,.0f}" if end >= 100 else f"→ {end:.3g}"
 
 
@@ -284,19 +285,19 @@ class Highlight:
     """A result for the first screen: a large number, and what it is compared with."""
 
     rank: int
-    """Smaller comes first; the first screen has room for five."""
+    """Order on the first screen, smallest first; there is room for five."""
     value: Text
     """The large number with its unit: "1.3x", "0.5%"."""
     what: Text
-    """What it is, such as "attention, against FlashAttention-4"."""
+    """Subject of the result, such as "attention, against FlashAttention-4"."""
     detail: Text
     """Both values and the settings, such as "2.7B, 4 x 512 tokens: 93.1 ms, 124.6 ms"."""
     ratio: float | None = None
-    """For the chart of speed-ups: the rival's time over ours, above 1 where ours is faster."""
+    """Speed-up for the chart of speed-ups: the rival's time over ours, above 1 if ours is faster."""
     bar: Text | None = None
-    """The name of its bar in that chart."""
+    """Name of its bar in that chart."""
     section: str = ""
-    """Name of the section that it comes from."""
+    """Name of its section."""
 
 
 @dataclass(frozen=True)
@@ -311,7 +312,7 @@ class Section:
     charts: Sequence[Chart] = ()
     links: Sequence[Link] = ()
     group: Text | None = None
-    """Heading that it stands under, with others."""
+    """Heading under which the section stands, with others."""
 
 
 @dataclass(frozen=True)

@@ -21,7 +21,7 @@ def of(name: Text, text: Callable[[CellView], str | Text], unit: str = "") -> En
 
 
 def ms(name: Text, metric: str) -> Entry:
-    """The mean of a time."""
+    """Return the mean of a time."""
     return of(name, lambda cell: rows.ms(cell.value(metric)), "ms")
 
 
@@ -38,13 +38,13 @@ def gib(name: Text, metric: str) -> Entry:
 
 
 def reserved(cells: Sequence[CellView]) -> list[Entry]:
-    """The memory that the caching allocator held at most; no column where no cell has it, as on a CPU."""
+    """Return a column with the peak memory held by the caching allocator; none if no cell has it, as on a CPU."""
     metric = "reserved_memory"
     return [gib(terms.RESERVED, metric)] if any(metric in cell.metrics for cell in cells) else []
 
 
 def predicted_time(cells: Sequence[CellView]) -> list[Entry]:
-    """The predicted time of a step and its error; no columns where no step is predicted."""
+    """Return columns with the predicted time of a step and its error; none if no step is predicted."""
     if not any(cell.ok and cell.predicted_time for cell in cells):
         return []
     return [
@@ -62,7 +62,7 @@ def cell_table(
     notes: Sequence[Text] = (),
     on_spread: bool = True,
 ) -> Table:
-    """A table with one row per cell, or its verdict where it failed; the referee's remarks follow the notes."""
+    """Return a table with one row per cell, or its verdict where it failed; the referee's remarks follow the notes."""
     columns = [column for column, _ in entries]
 
     def row(cell: CellView) -> list[Sequence[str | Text]]:
@@ -79,13 +79,14 @@ FindBase = Callable[[CellView], CellView | None]
 
 
 def baselines(cells: Sequence[CellView], is_base: Callable[[CellView], bool], *without: str) -> FindBase:
-    """A function that finds the baseline among the cells: the cell that differs only in the fields `without`."""
+    """Return a function that finds a cell's baseline among the cells: the one that differs only in the fields
+    `without`."""
     found = {rows.settings_of(cell, *without): cell for cell in cells if cell.ok and is_base(cell)}
     return lambda cell: found.get(rows.settings_of(cell, *without))
 
 
 def speed_up(name: Text, metric: str, base_of: FindBase) -> Entry:
-    """A speed-up: the baseline's time over the cell's."""
+    """Return a speed-up column: the baseline's time over the cell's."""
     return of(name, lambda cell: rows.ratio(_value(base_of(cell), metric), cell.value(metric)))
 
 

@@ -17,9 +17,9 @@ MOST_BARS = 10
 
 
 def highlights_of(experiments: Mapping[str, Presentation], cells: Mapping[str, Sequence[CellView]]) -> list[Highlight]:
-    """The results of all experiments that could stand on the first screen, the most important first.
+    """Return the results of all experiments for the first screen, the most important first.
 
-    Of several machines or runs these are comparisons of what they share.
+    For several machines or runs these are comparisons of the work that they share.
     """
     found: list[Highlight] = []
     for name, chosen in cells.items():
@@ -36,7 +36,8 @@ def _comparisons(experiment: Presentation, cells: Sequence[CellView]) -> list[Hi
 
 
 def numbers_of(highlights: Sequence[Highlight]) -> list[Highlight]:
-    """The large numbers: of each section the first speed-up and the first other result, until the screen is full."""
+    """Return the results to show: the first speed-up and the first other result of each section, until the screen is
+    full."""
     firsts: dict[tuple[str, bool], Highlight] = {}
     for highlight in highlights:
         firsts.setdefault((highlight.section, highlight.ratio is None), highlight)
@@ -45,7 +46,7 @@ def numbers_of(highlights: Sequence[Highlight]) -> list[Highlight]:
 
 
 def hero_of(highlights: Sequence[Highlight], sections: Sequence[Section]) -> Chart | None:
-    """The speed-ups as bars; where there are not two of them, the first chart that is not too tall for a screen."""
+    """Return a bar chart of the speed-ups; with fewer than two, the first chart that is not too tall for a screen."""
     faster = [(one.bar, one.ratio) for one in highlights if one.bar and one.ratio]
     if len(faster) < 2:
         charts = (chart for section in sections for chart in section.charts)
@@ -65,7 +66,7 @@ def hero_of(highlights: Sequence[Highlight], sections: Sequence[Section]) -> Cha
 
 
 def trust_of(experiments: Iterable[Presentation], cells: Mapping[str, Sequence[CellView]]) -> Text | None:
-    """Why the numbers can be trusted: one phrase of each experiment that has one."""
+    """Return why the numbers can be trusted: one phrase from each experiment that has one."""
     stated = [
         said
         for experiment in experiments

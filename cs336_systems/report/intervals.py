@@ -1,4 +1,4 @@
-"""The ratio of two medians and the geometric mean of several, and how far they may be off.
+"""The ratio of two medians, the geometric mean of several ratios, and their confidence intervals.
 
 The interval is a percentile bootstrap, widened by Student's t of the smaller sample. At 95% the plain one finds a
 difference in 33% of pairs that have none at n = 2, in 10% at n = 3 and in 3% at n = 10; the widened one in 1 to 2%.
@@ -27,7 +27,7 @@ class Ratio:
 
 
 def ratio_of_medians(a: Sequence[float], b: Sequence[float], confidence: float = 0.95) -> Ratio:
-    """B / A of samples above 0, with its interval; the same samples always give the same."""
+    """Return B / A of samples above 0, with its interval; the result is deterministic."""
     a, b = sorted(a), sorted(b)
     value = statistics.median(b) / statistics.median(a)
     if min(len(a), len(b)) < 2:
@@ -41,8 +41,8 @@ def ratio_of_medians(a: Sequence[float], b: Sequence[float], confidence: float =
 
 
 def geometric_mean(ratios: Sequence[Ratio]) -> Ratio:
-    """The geometric mean of ratios, with the interval that their own intervals give if their errors are independent: in
-    logarithms, the squares of the errors add up. No interval where a ratio has none."""
+    """Return the geometric mean of ratios, with the interval that their own intervals give if their errors are
+    independent: in logarithms, the squares of the errors add up. No interval where a ratio has none."""
     logs = [math.log(ratio.value) for ratio in ratios]
     center = math.fsum(logs) / len(logs)
     ends = [_mean_end(center, logs, [getattr(ratio, end) for ratio in ratios], sign) for end, sign in _ENDS]
@@ -58,7 +58,8 @@ def _mean_end(center: float, logs: Sequence[float], ends: Sequence[float | None]
 
 
 def _stretched(center: float, end: float, factor: float) -> float:
-    """The end of an interval, `factor` times as far from its center; in logarithms, so that it stays above 0."""
+    """Return the end of an interval, moved to `factor` times its distance from the center; in logarithms, so that it
+    stays above 0."""
     return _bounded_exp(math.log(center) + factor * math.log(end / center))
 
 
@@ -72,9 +73,9 @@ def _resampled_medians(ordered: Sequence[float], seed: int) -> list[float]:
 
 @lru_cache(maxsize=256)
 def _middles(n: int, seed: int) -> list[tuple[int, int]]:
-    """For each resample of n sorted samples, which two are its middle ones (one twice where n is odd).
+    """Return, for each bootstrap resample of n sorted samples, the indices of its two middle ones (equal if n is odd).
 
-    Without drawing the others, so that thousands of samples cost no more than ten: of n uniform numbers the k-th
+    The other samples are not drawn, so that thousands of samples cost no more than ten: of n uniform numbers the k-th
     follows a beta distribution, and so does the least of the n - k above it.
     """
     generator = random.Random(seed)
@@ -89,7 +90,7 @@ def _middles(n: int, seed: int) -> list[tuple[int, int]]:
 
 @lru_cache(maxsize=256)
 def _widening(degrees: int, confidence: float) -> float:
-    """Student's t over the normal distribution's z: how much wider an interval of so few samples must be."""
+    """Return Student's t over the normal distribution's z: the factor that widens an interval of so few samples."""
     degrees = min(degrees, 1000)  # beyond, t is z to a thousandth
     below, above = 0.0, math.pi / 2
     for _ in range(60):
@@ -99,7 +100,8 @@ def _widening(degrees: int, confidence: float) -> float:
 
 
 def _share_within(angle: float, degrees: int) -> float:
-    """The share of Student's t within ±sqrt(degrees) tan(angle): a finite sum (Abramowitz and Stegun, 26.7.3-4)."""
+    """Return the share of Student's t within ±sqrt(degrees) tan(angle): a finite sum (Abramowitz and Stegun,
+    26.7.3-4)."""
     odd, cosine = degrees % 2, math.cos(angle)
     term, total = cosine**odd, 0.0
     for power in range(odd, degrees - 1, 2):

@@ -54,7 +54,7 @@ def color_of_name(name: str) -> int | None:
 
 
 def implementation_name(name: Any) -> Text:
-    """The name of an attention implementation for readers."""
+    """Return the name of an attention implementation for readers."""
     return IMPLEMENTATIONS.get(str(name)) or Text(str(name))
 
 
@@ -74,7 +74,7 @@ ATTENTION_NAMES = {
 
 
 def attention_name(name: Any) -> Text:
-    """The name of an attention implementation in a sentence."""
+    """Return the name of an attention implementation in a sentence."""
     return ATTENTION_NAMES.get(str(name)) or implementation_name(name)
 
 
@@ -104,8 +104,8 @@ def part_name(label: str) -> Text:
 
 
 def size_name(size: Any) -> Text:
-    """The name of a model's size: `2560/10240/1/32` (d_model/d_ff/layers/heads) is "2.7B, 1 block". What makes it
-    another family follows in parentheses."""
+    """Return the name of a model's size: `2560/10240/1/32` (d_model/d_ff/layers/heads) is "2.7B, 1 block". What makes
+    it another family follows in parentheses."""
     found = re.fullmatch(r"(\d+)/(\d+)/(\d+)/(\d+)((?:/\w+)*)", str(size))
     if not found:
         return Text(str(size))

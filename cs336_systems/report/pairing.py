@@ -1,7 +1,7 @@
 """Cells of two files that did the same work, in pairs, with the names of their rows.
 
-Cells are the same when they do the same work; how often and where it was measured (steps, warm-up, seed, which GPU of
-several) may differ.
+Cells match if they do the same work; the number of measurements and the place (steps, warm-up, seed, which of several
+GPUs) may differ.
 """
 
 import math
@@ -18,18 +18,18 @@ from cs336_systems.report.rows import FIELDS, as_text
 from cs336_systems.text import Text, listed, printable, say
 
 HOW_MEASURED = ("device", "warmup_steps", "num_steps", "seed", "warmup_ms", "rep_ms", "rounds", "calls")
-"""Fields of a configuration that do not change the work; of the device only which one of its kind."""
+"""Fields of a configuration that do not change the work; a device may only differ in its index."""
 IMPLIED = ("d_model", "d_ff", "num_layers", "num_heads")
-"""Fields of a model that its size stands for."""
+"""Fields of a model that are implied by its size."""
 _ATTENTION = ("heads", "head_dim", "seq_len", "is_causal")
 AGREED = (*IMPLIED, "vocab_size", "context_length", "batch_size", "mode", "precision", *_ATTENTION)
 """Fields in which cells of different work must agree to be compared."""
 PASSING = ("utc", "sm_clock_mhz", "memory", "gpu_memory")
-"""Fields of an environment that change all the time, or that the machine's name implies."""
+"""Fields of an environment that always change, or that follow from the machine's name."""
 MOST = 1e100
-"""Larger samples are no measurement, and their ratios no numbers."""
+"""Larger samples are not valid measurements."""
 LONGEST_NAME, LONGEST_LABEL = 120, 180
-"""Characters of the name of a cell, and of that name with a variant's."""
+"""Maximum characters of the name of a cell, and of that name with a variant's."""
 _BARE = ("size", "mode", "precision", "attention", "implementation", "model_factory")
 """Fields whose values are understood without a heading."""
 
@@ -44,7 +44,7 @@ class Pair:
         return self.a, self.b
 
     def of(self, variant: str) -> tuple[CellView, CellView]:
-        """The views of one variant; the cells themselves for ""."""
+        """Return the views of one variant, or the cells themselves for ""."""
         return (self.a.variant(variant), self.b.variant(variant)) if variant else self.sides
 
 
@@ -52,7 +52,7 @@ class Pair:
 
 
 def usable_cells(records: Iterable[Record], file: str, experiments: Sequence[str]) -> tuple[list[CellView], list[Text]]:
-    """The cells asked for, experiment by experiment, and remarks on the file."""
+    """Return the cells asked for, by experiment, and remarks on the file."""
     records = list(records)
     usable = [record for record in records if _is_usable(record)]
     have = list(dict.fromkeys(record.experiment for record in usable))
@@ -107,7 +107,7 @@ def _same_work(cell: CellView) -> Hashable:
 
 
 def _same_shape(cell: CellView) -> Hashable:
-    """None where a configuration has no shape: such cells have nothing in common."""
+    """Return the model's shape; None if a configuration has no shape, since such cells cannot be matched."""
     values = tuple(as_text(cell.get(name)) for name in AGREED)
     return values if any(values) else None
 
@@ -118,8 +118,8 @@ def _same_shape_and_experiment(cell: CellView) -> Hashable:
 
 
 def pair_up(a: Sequence[CellView], b: Sequence[CellView], different_work: bool) -> list[Pair]:
-    """The most alike first. One baseline may stand against several others of different work; several against several
-    are left alone, as nothing says which belongs to which. UserError where no cells are alike."""
+    """Pair cells, the most similar first. One baseline may be paired with several cells of different work; several
+    baselines with several cells are ambiguous and not paired. Raise UserError if no cells are similar."""
     pairs = _pairs(a, b, different_work)
     if not pairs:
         raise UserError(_why_none(a, b, different_work))
@@ -158,7 +158,7 @@ def _why_none(a: Sequence[CellView], b: Sequence[CellView], different_work: bool
 
 
 class Names:
-    """The names of pairs: what tells each from the others of its experiment."""
+    """The names of pairs, which distinguish the pairs of an experiment."""
 
     def __init__(self, pairs: Sequence[Pair]):
         by_experiment: dict[str, list[Pair]] = {}
@@ -167,12 +167,12 @@ class Names:
         self._fields = {experiment: _distinct_fields(found) for experiment, found in by_experiment.items()}
 
     def of(self, pair: Pair, variant: str = "") -> Text:
-        """As records and flags spell it: `small fast off -> on`."""
+        """Return the name as records and flags spell it: `small fast off -> on`."""
         name = _joined((_spelled(pair, name) for name in self._fields[pair.a.experiment]), (" ", " "))
         return _joined([name if name.en else _plain_name(pair), Text(variant)], (", ", "，"))
 
     def for_readers(self, pair: Pair, variant: str = "") -> Text:
-        """As charts and sentences spell it, the variant first: `cuDNN, 2.7B, training step`."""
+        """Return the name as charts and sentences spell it, the variant first: `cuDNN, 2.7B, training step`."""
         words = [_spelled(pair, name, for_readers=True) for name in self._fields[pair.a.experiment]]
         name = _joined([implementation_name(variant), *words], (", ", "，"))
         return name if name.en else _plain_name(pair)
@@ -183,12 +183,12 @@ def _plain_name(pair: Pair) -> Text:
 
 
 def _joined(words: Iterable[Text], separators: tuple[str, str]) -> Text:
-    """The words that are not empty."""
+    """Return the words that are not empty."""
     return _shortened(listed([_shortened(word, LONGEST_NAME) for word in words if word.en], separators), LONGEST_LABEL)
 
 
 def _distinct_fields(pairs: Sequence[Pair]) -> list[str]:
-    """The fields that tell the pairs apart: those that tables name, and as few others as are needed."""
+    """Return the fields that distinguish the pairs: those that tables name, and as few others as necessary."""
     differing = telling(pairs)
     values = {name: {type(cell.get(name)) for pair in pairs for cell in pair.sides} for name in differing}
     lists = {name for name, types in values.items() if types & {list, dict}}
@@ -202,7 +202,7 @@ def _distinct_fields(pairs: Sequence[Pair]) -> list[str]:
 
 
 def telling(pairs: Sequence[Pair]) -> list[str]:
-    """The fields that differ from cell to cell within A or within B, and the size always."""
+    """Return the fields that differ from cell to cell within A or within B, and always the size."""
     sides = [[pair.a for pair in pairs], [pair.b for pair in pairs]]
     names = sorted({name for side in sides for cell in side for name in cell.fields} - {"model", *IMPLIED})
 
@@ -218,11 +218,12 @@ _READERS: dict[str, Callable[[str], Text]] = {
     "implementation": implementation_name,
     "mode": lambda mode: MODE_WORDS.get(mode, Text(mode)),
 }
-"""Fields whose values readers know by other names."""
+"""Fields whose values have other names for readers."""
 
 
 def _spelled(pair: Pair, name: str, *, for_readers: bool = False) -> Text:
-    """A field of both cells, with its heading unless its values speak for themselves; "" where neither has it."""
+    """Return a field of both cells as text, with its heading unless its values are self-explanatory; "" if neither has
+    it."""
     values = list(dict.fromkeys(as_text(cell.get(name)) for cell in pair.sides))
     if not any(values):
         return Text("")
@@ -248,7 +249,7 @@ def title(cell: CellView) -> str:
 
 
 def short(text: str, most: int = 60) -> str:
-    """Return a name from a file, which may be a whole book, shortened; a table would be as wide."""
+    """Return a name from a file, shortened, because an arbitrarily long one would make a table too wide."""
     text = printable(text)
     return text if len(text) <= most else text[: most - 3] + "..."
 
@@ -258,7 +259,7 @@ def _shortened(text: Text, most: int) -> Text:
 
 
 def some(names: Iterable[str], most: int = 3) -> str:
-    """Up to `most` of them; the same name only once."""
+    """Join at most `most` of the names, without duplicates."""
     names = list(dict.fromkeys(short(name) for name in names))
     return ", ".join(names[:most]) + (", ..." if len(names) > most else "")
 
@@ -267,7 +268,7 @@ def some(names: Iterable[str], most: int = 3) -> str:
 
 
 def differences(pairs: Sequence[Pair]) -> list[Text]:
-    """Differences between A and B in work, in how it was measured and in where; each once for all pairs."""
+    """Return the differences between A and B in work, measurement and environment; each once for all pairs."""
     a, b = ([_described(pair.sides[side]) for pair in pairs] for side in (0, 1))
     there, here = ([_surroundings(pair.sides[side]) for pair in pairs] for side in (0, 1))
     found = {name for x, y in zip(a, b, strict=True) for name in x.keys() | y.keys() if x.get(name) != y.get(name)}
@@ -283,14 +284,14 @@ def differences(pairs: Sequence[Pair]) -> list[Text]:
 
 
 def _described(cell: CellView) -> dict[str, str]:
-    """The fields of the configuration that may differ, as text."""
+    """Return the fields of the configuration that may differ, as text."""
     names = dict.fromkeys([*FIELDS, *sorted(cell.fields.keys() - {"model", *IMPLIED})])
     texts = {name: as_text(cell.get(name)) for name in names}
     return {"experiment": cell.experiment, **{name: text for name, text in texts.items() if text}}
 
 
 def _surroundings(cell: CellView) -> dict[str, str]:
-    """The fields of the environment that may differ, as text."""
+    """Return the fields of the environment that may differ, as text."""
     values = {name: value for name, value in vars(cell.environment).items() if name not in PASSING}
     values["git_commit"] = as_text(values["git_commit"])[:10]
     values["throttle_reasons"] = ", ".join(values["throttle_reasons"]) or "none"
@@ -300,7 +301,7 @@ def _surroundings(cell: CellView) -> dict[str, str]:
 def _differing(
     a: Sequence[dict[str, str]], b: Sequence[dict[str, str]], worth: Callable[[str, set[str], set[str]], bool]
 ) -> list[Text]:
-    """`precision fp32 in A, bf16 in B` for each name that is worth it by its values in A and in B."""
+    """Return `precision fp32 in A, bf16 in B` for each name whose values in A and in B differ and matter."""
     lines = []
     for name in dict.fromkeys(name for described in (*a, *b) for name in described):
         ours, theirs = ({described.get(name, "none") for described in side} for side in (a, b))

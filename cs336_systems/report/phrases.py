@@ -33,20 +33,20 @@ def safely(make: Callable[[Given], Answer], given: Given) -> Answer | None:
 
 
 def together(first: Text | None, second: Text | None) -> Text | None:
-    """Two sentences, or the one there is; the last one has no full stop."""
+    """Join two sentences if both exist; the last one has no full stop."""
     if first is None or second is None:
         return first or second
     return say("{}. {}", "{}。{}", first, capital(second))
 
 
 def capital(text: Text) -> Text:
-    """The sentence with a capital, unless it begins with a name such as bf16 or cuDNN."""
+    """Capitalise the sentence, unless it begins with a name such as bf16 or cuDNN."""
     first = text.en.split(maxsplit=1)[0].rstrip(",:;")
     return Text(text.en[:1].upper() + text.en[1:], text.zh) if first.isalpha() and first.islower() else text
 
 
 def ended(text: Text) -> Text:
-    """The sentence with a capital, and a full stop; Chinese without the spaces that templates leave in it."""
+    """Capitalise the sentence and add a full stop; in Chinese remove the spaces that templates leave in it."""
     zh = re.sub(r"(?<=[\u4e00-\u9fff）]) (?=[\u4e00-\u9fff（])", "", text.in_("zh"))
     return Text(f"{capital(text).en}.", f"{zh}。")
 
@@ -61,23 +61,23 @@ def in_mode(mode: Any) -> Text:
 
 
 def times_text(ratio: float) -> str:
-    """A ratio with as many digits as distinguish it from 1."""
+    """Return a ratio with as many digits as distinguish it from 1."""
     return number(ratio, 0 if ratio >= 9.95 else 1 if ratio >= 1.15 else 2)
 
 
 def ratio_text(ratio: float) -> str:
-    """A ratio that may be far below 1."""
+    """Return a ratio that may be far below 1 as text."""
     return f"{ratio:.2g}" if ratio < 0.1 else times_text(ratio)
 
 
 def value_of(cell: CellView, metric: str) -> float | None:
-    """The mean of a metric if it is finite and above 0, as everything measured here must be."""
+    """Return the mean of a metric if it is finite and above 0, as everything measured here must be."""
     found = safely(lambda cell: cell.value(metric), cell)
     return found if found is not None and isfinite(found) and found > 0 else None
 
 
 def known(cell: CellView, metric: str) -> float:
-    """The same where it must be there; a LookupError leaves the sentence out."""
+    """Return the mean of a metric that must exist; a LookupError drops the sentence."""
     found = value_of(cell, metric)
     if found is None:
         raise LookupError(metric)
@@ -90,7 +90,7 @@ def median_of(cell: CellView, metric: str) -> float | None:
 
 
 def having(cells: Iterable[CellView], *metrics: str) -> list[CellView]:
-    """Cells that succeeded and have all of these metrics."""
+    """Return cells that succeeded and have all of these metrics."""
     return [cell for cell in cells if cell.ok and all(value_of(cell, metric) for metric in metrics)]
 
 
@@ -104,7 +104,7 @@ def size_of(cell: CellView) -> Text:
 
 
 def naming(cells: Cells) -> Callable[[CellView], Text]:
-    """A function that names a cell among these cells."""
+    """Return a function that names a cell among these cells."""
     shown = varying(cells)
 
     def name(cell: CellView) -> Text:
@@ -115,14 +115,14 @@ def naming(cells: Cells) -> Callable[[CellView], Text]:
 
 
 def named_values(cells: Cells, value: Callable[[CellView], float | None]) -> list[tuple[float, Text]]:
-    """The value of each cell that succeeded and has one, with the cell's name; for `extremes`."""
+    """Return the value of each cell that succeeded and has one, with the cell's name; for `extremes`."""
     fine = [cell for cell in cells if cell.ok]
     name = naming(fine)
     return [(found, name(cell)) for cell in fine if (found := value(cell)) is not None and isfinite(found)]
 
 
 def pairs_of(cells: Cells, field: str, baseline: Any, metric: str = "step_time") -> list[tuple[CellView, CellView]]:
-    """(cell, the cell that differs from it only in having the baseline value), by size."""
+    """Return (cell, the cell that differs from it only in having the baseline value), by size."""
     fine = sorted(having(cells, metric), key=scale_of)
     base_of = baselines(fine, lambda cell: cell.get(field) == baseline, field)
     return [(cell, base) for cell in fine if cell.get(field) != baseline and (base := base_of(cell))]
@@ -134,7 +134,7 @@ def speed_up(pair: tuple[CellView, CellView], metric: str = "step_time") -> floa
 
 
 def named_speed_ups(pairs: Sequence[tuple[CellView, CellView]], metric: str = "step_time") -> list[tuple[float, Text]]:
-    """The speed-up of each pair with the cell's name; for `compared`."""
+    """Return the speed-up of each pair with the cell's name; for `compared`."""
     name = naming([cell for cell, _ in pairs])
     return [(speed_up(pair, metric), name(pair[0])) for pair in pairs]
 
@@ -145,13 +145,13 @@ def span(values: Sequence[float], show: Callable[[float], str]) -> Text:
 
 
 Named = Sequence[tuple[float, Text]]
-"""A value of each cell with the cell's name; the name is empty where none is to be shown."""
+"""Values with the names of their cells; a name is empty if it is not shown."""
 
 
 def ranging(en: str, zh: str, found: Named, show: Callable[[float], str], *others: str | Text) -> Text:
-    """A sentence with the smallest and the largest value as its first argument, each with its name in brackets.
+    """Return a sentence with the smallest and the largest value as its first argument, each with its name in brackets.
 
-    Where one value is all there is, its name is at the end.
+    A single value has its name at the end.
     """
     (least, least_name), (most, most_name) = (pick(found, key=lambda pair: pair[0]) for pick in (min, max))
     if show(least) == show(most):
@@ -215,7 +215,7 @@ def _at_worst(ratio: float, name: Text) -> Text:
 
 
 def beside(ratio: float, other: Text) -> Text:
-    """The same as part of a sentence that has stated a time: "1.30 times as fast as Y"."""
+    """Return the same comparison as part of a sentence that has stated a time: "1.30 times as fast as Y"."""
     if is_same(ratio):
         return say("as fast as {}, {}", "与 {} 一样快，{}", other, WITHIN)
     if ratio > 1:
@@ -224,7 +224,7 @@ def beside(ratio: float, other: Text) -> Text:
 
 
 def longer(one: Text, other: Text, ratio: float) -> Text:
-    """State which takes longer, from the time of `one` over that of the other."""
+    """State which takes longer, given the time of `one` over that of the other."""
     if is_same(ratio):
         return say("{} takes as long as {}, {}", "{} 与 {} 用时相同，{}", one, other, WITHIN)
     if ratio < 1:
@@ -247,7 +247,7 @@ def with_time(name: Text, milliseconds: str) -> Text:
 
 
 def error_text(error: float) -> Text:
-    """A relative error without its sign."""
+    """Return a relative error without its sign."""
     return Text("less than 0.01%", "不到 0.01%") if error < 5e-5 else Text(percent(error, 2))
 
 

@@ -79,7 +79,7 @@ def can_write_chinese() -> bool:
 
 
 def fonts(language: Language) -> AbstractContextManager:
-    """A context with a font that has the characters of the language."""
+    """Return a context with a font that has the characters of the language."""
     import matplotlib
 
     font = _chinese_font() if language == "zh" else None

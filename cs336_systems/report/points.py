@@ -14,7 +14,7 @@ FEW = 24
 
 
 def point(x: float | str | Text, found: Statistics | None, unit: float = 1e-3) -> list[Point]:
-    """One point, or none where nothing was measured."""
+    """Return one point, or none if nothing was measured."""
     if found is None or not math.isfinite(found.mean):
         return []
     return [Point(x, found.mean / unit, found.std / unit if found.n > 1 else None, found.n)]
@@ -33,11 +33,11 @@ def series_of(name: Text | str, points: Iterable[list[Point]]) -> Series:
 
 
 def bar_name(cell: CellView, shown: Sequence[str]) -> Text:
-    """The name of a cell in a chart: the values of the fields `shown`, in readers' words."""
+    """Return the name of a cell in a chart: the values of the fields `shown`, in readers' words."""
     return listed(row_words(cell, shown), (", ", "，"))
 
 
 def means_of(cells: Iterable[CellView], metric: str = "step_time") -> Text:
-    """The statistic that charts of means draw, with the number of steps where it is the same everywhere."""
+    """Return the name of the statistic in charts of means, with the number of steps if it is the same everywhere."""
     counts = {found.n for cell in cells if (found := cell.statistics(metric))}
     return say("means of {} steps", "{} 步的均值", str(*counts)) if len(counts) == 1 else Text("means", "均值")

@@ -21,7 +21,7 @@ raise: the maximum of nothing is a ValueError, an absent cell a LookupError."""
 
 
 def every_metric(cells: Cells) -> list[Table]:
-    """One table of every metric in its base unit, for an experiment that brings no tables of its own."""
+    """Return one table of every metric in its base unit, for experiments without tables of their own."""
     columns = [word(Text("cell", "配置")), word(Text("metric", "指标")), word(Text("unit", "单位"))]
     columns += [Column(Text("mean", "均值")), Column(Text("std", "标准差")), Column(Text("n"))]
     rows = []
@@ -47,29 +47,31 @@ class Presentation:
     tables: MakeTables = every_metric
     charts: MakeCharts = lambda cells: []
     findings: Sequence[Sentence] = ()
-    """At most three are shown, in this order."""
+    """Findings in order; at most three are shown."""
     highlights: MakeHighlights = lambda cells: []
     """Results for the first screen."""
     trust: Sentence = lambda cells: None
-    """Why numbers can be trusted, without a full stop; those of all experiments are one line of the first screen."""
+    """States why numbers can be trusted, without a full stop; the first screen joins those of all experiments in one
+    line."""
     group: Literal["speed", "attention", "memory", "ranks", "training", "trust", ""] = ""
     """The heading that its section stands under."""
     statistic: Literal["mean", "median"] = "mean"
     """The statistic that the experiment's tables show; tables of several machines side by side show the same."""
     identity: tuple[str, ...] = ()
-    """Fields that make work different, besides the usual ones: the warm-up, where that is the subject."""
+    """Fields that make work different, besides the usual ones, such as the warm-up in an experiment about warm-up."""
     charts_after_run: bool = True
-    """Draw the charts beside the records after a run."""
+    """True if charts are drawn beside the records after a run."""
     machines_together: bool = False
-    """One chart and one sentence for the cells of all machines: training runs are compared wherever they ran."""
+    """True if the cells of all machines share one chart and one sentence: training runs are compared across
+    machines."""
     complete_cells_only: bool = True
-    """Charts leave out cells that did not end; a training run's cells have no end."""
+    """True if charts leave out incomplete cells; False for training runs, whose cells have no end."""
     order: int = 50
     """Position among the experiments of its topic, in reports and lists."""
 
     @property
     def command(self) -> str:
-        """The command that measures it; empty where no command of its own does."""
+        """The command that measures it; empty if it has no command of its own."""
         return ""
 
 
@@ -78,5 +80,5 @@ Catalogue = Mapping[str, Presentation]
 
 
 def presentation_of(name: str, catalogue: Catalogue) -> Presentation:
-    """The experiment's own, or a plain one for records of an experiment that this version does not know."""
+    """Return the experiment's own presentation, or a plain one for experiments that this version does not know."""
     return catalogue.get(name) or Presentation(name=name, title=Text(name), question=Text(""))

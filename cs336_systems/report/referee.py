@@ -12,9 +12,9 @@ from cs336_systems.text import Text, listed, say
 COLD_RATIO = 1.5
 NOISY = 0.05
 CLOCK_TOLERANCE = 1.02
-"""CUDA events and the host's clock differ by microseconds of launch; only more than this is odd."""
+"""CUDA events and the host's clock differ by microseconds of launch time; a larger factor than this is odd."""
 FAR = 2
-"""A step whose time is this many times the expected interval from its prediction is odd."""
+"""A step is odd if its time deviates from its prediction by more than this multiple of the expected interval."""
 NAMED_ROWS = 3
 
 
@@ -100,7 +100,8 @@ Check = Callable[[CellView], Remark | None]
 
 
 def remarks(cells: Iterable[CellView], name: Callable[[CellView], Text] = lambda cell: Text(cell.name)) -> list[Remark]:
-    """One remark for each doubt, with the rows it concerns; `name` gives the name of a cell's row in its table."""
+    """Return one remark for each doubt, with the rows it concerns; `name` gives the name of a cell's row in its
+    table."""
     cells = list(cells)
     found: dict[Remark, list[Text]] = {}
     for cell in cells:
@@ -122,7 +123,7 @@ def _failed(cell: CellView) -> Remark | None:
 
 
 def status_text(status: str) -> Text:
-    """The status of a failed cell in both languages; details that a library reported stay as they are."""
+    """Return the status of a failed cell in both languages; details from a library are not translated."""
     kind, _, detail = status.partition(": ")
     if kind == "oom":
         if found := re.fullmatch(r"needs (?:at least )?(\S+) GiB of (\S+) GiB( \(predicted, not tried\))?", detail):
@@ -211,7 +212,7 @@ _CHECKS: tuple[Check, ...] = (
 
 
 def _forward_slower_than_both(cells: list[CellView]) -> list[Remark]:
-    """Forward alone cannot take longer than forward and backward together."""
+    """Check that forward alone does not take longer than forward and backward together."""
     by_work: dict[tuple, dict[str, float]] = {}
     for cell in cells:
         median = cell.median("step_time")

@@ -40,12 +40,12 @@ _IN_TITLE = {
     **dict.fromkeys(("mode", "precision"), False),
     "attention": True,
 }
-"""Fields that a title names where all rows agree -> whether with their heading."""
+"""Fields that a title names if all rows agree -> True if with their heading."""
 _USUAL = {
     **{"vocab_size": 10_000, "checkpoint_blocks": 0, "compile": False, "warmup_steps": 5, "model_factory": None},
     **{"optimizer_state": "fp32", "update_in_backward": False, "memory_budget": ""},
 }
-"""Fields that a title names only where all rows have another value than this."""
+"""Usual values of fields; a title names the field only if all rows have another value."""
 _PACKAGED = ("cs336_systems.benchmark.", "cs336_systems.experiments.steps.")
 """Prefixes of model factories of this package, which tables leave out."""
 
@@ -62,7 +62,7 @@ def ms(seconds: float | None) -> str:
 
 
 def kernel_ms(seconds: float | None) -> str:
-    """Milliseconds of a kernel, which may take microseconds: three digits after the point below 100 ms."""
+    """Return milliseconds of a kernel, which may take microseconds: three digits after the point below 100 ms."""
     return "" if seconds is None else number(seconds * 1e3, 3 if seconds < 0.1 else 1)
 
 
@@ -87,7 +87,7 @@ def percent(share: float | None, digits: int = 1) -> str:
 
 
 def signed(share: float | None, digits: int) -> str:
-    """A relative error with its sign."""
+    """Return a relative error with its sign."""
     return "" if share is None else f"{share:+.{digits}%}"
 
 
@@ -105,7 +105,7 @@ def as_text(value: Any) -> str:
 
 
 def shortened(name: str, limit: int = 90) -> str:
-    """A name of at most `limit` characters: those of C++ templates are far longer."""
+    """Return a name with at most `limit` characters: those of C++ templates are far longer."""
     return name if len(name) <= limit else name[: limit - 1] + "…"
 
 
@@ -113,7 +113,7 @@ def shortened(name: str, limit: int = 90) -> str:
 
 
 def varying(cells: Sequence[CellView], *, always: Sequence[str] = ("size",)) -> list[str]:
-    """Fields in which the cells differ, and those `always` shown."""
+    """Return the fields in which the cells differ, and those `always` shown."""
     return [name for name in FIELDS if name in always or _differs(cells, name)]
 
 
@@ -135,14 +135,14 @@ def keys(cell: CellView, names: Sequence[str]) -> list[str]:
 
 
 def setting(name: str, value: str) -> Text:
-    """A field with its heading: `context 512`, `causal yes`."""
+    """Return a field with its heading: `context 512`, `causal yes`."""
     return say("{} {}", "{} {}", FIELDS[name], Text(value, {"yes": "是", "no": "否"}.get(value, "")))
 
 
 def title_of(
     experiment: str, what: Text, cells: Sequence[CellView], shown: Sequence[str], machines: Sequence[str] | None = None
 ) -> Text:
-    """The subject of a table, the machine, and the settings that all rows share, except the usual ones."""
+    """Return the subject of a table, the machine, and the settings that all rows share, except the usual ones."""
     first = cells[0]
     same = {name: first.get(name) for name in FIELDS if name not in shown and not _differs(cells, name)}
     told = [name for name in _IN_TITLE if same.get(name) is not None]
@@ -154,13 +154,13 @@ def title_of(
 
 
 def titled(experiment: str, what: Text, where: Sequence[str | Text] = ()) -> Text:
-    """`experiment: subject · where it was measured`."""
+    """Return `experiment: subject · where it was measured`."""
     subject = say("{}: {}", "{}：{}", experiment, what)
     return say("{} · {}", "{} · {}", subject, listed(where, (", ", "，"))) if where else subject
 
 
 def row_name(cell: CellView, shown: Sequence[str]) -> Text:
-    """The distinguishing fields of a cell's row as in its table; numbers and yes/no come with their heading."""
+    """Return the distinguishing fields of a cell's row as in its table; numbers and yes/no come with their heading."""
     texts = [
         setting(field, text) if text.isdigit() or text in ("yes", "no") else Text(text)
         for field, text in zip(shown, keys(cell, shown), strict=True)
@@ -170,7 +170,7 @@ def row_name(cell: CellView, shown: Sequence[str]) -> Text:
 
 
 def row_words(cell: CellView, shown: Sequence[str]) -> list[Text]:
-    """The same in readers' words, for sentences and charts."""
+    """Return the distinguishing fields in readers' words, for sentences and charts."""
     return [_word(field, cell.get(field), text) for field, text in zip(shown, keys(cell, shown), strict=True) if text]
 
 
@@ -212,8 +212,8 @@ def _word(field: str, value: Any, text: str) -> Text:
 
 
 def remarks_on(cells: Sequence[CellView], shown: Sequence[str] | None = None, *, on_spread: bool = True) -> list[Text]:
-    """The referee's remarks, with cells named as in the table's rows; without those on the spread of step times
-    where the table's subject is not time."""
+    """Return the referee's remarks, with cells named as in the table's rows; without those on the spread of step times
+    if the table's subject is not time."""
     named = varying(cells) if shown is None else shown
     found = remarks(cells, lambda cell: row_name(cell, named))
     return [remark.text for remark in found if on_spread or remark.kind not in ON_SPREAD]
@@ -232,7 +232,7 @@ def rows_table(
     shown: Sequence[str] | None = None,
     notes: Sequence[Text] = (),
 ) -> Table:
-    """A table with the rows that `rows` gives for each cell, behind the cell's distinguishing fields."""
+    """Return a table with the rows that `rows` gives for each cell, behind the cell's distinguishing fields."""
     shown = varying(cells) if shown is None else shown
     lines = [[*keys(cell, shown), *row] for cell in cells for row in rows(cell)]
     title = title_of(cells[0].experiment, what, cells, shown)

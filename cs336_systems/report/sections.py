@@ -1,4 +1,4 @@
-"""Tables, charts and findings of an experiment from its cells, those of several machines apart."""
+"""Tables, charts and findings of an experiment from its cells, separately for each machine."""
 
 import itertools
 from collections.abc import Iterable, Sequence
@@ -20,13 +20,13 @@ from cs336_systems.text import Text, say
 
 
 def in_order(names: Iterable[str], catalogue: Catalogue) -> list[str]:
-    """Names of experiments in the catalogue's order; unknown ones follow, sorted."""
+    """Return the names of experiments in the catalogue's order; unknown ones follow, sorted."""
     names = set(names)
     return [*(name for name in catalogue if name in names), *sorted(names - catalogue.keys())]
 
 
 def tables(records: Iterable[Record], catalogue: Catalogue) -> list[Table]:
-    """The tables of every experiment that the records hold; rows by size, context, mode and so on."""
+    """Return the tables of every experiment that the records hold; rows by size, context, mode and so on."""
     found = by_experiment(group(records))
     tables: list[Table] = []
     for name in in_order(found, catalogue):
@@ -41,7 +41,7 @@ def tables(records: Iterable[Record], catalogue: Catalogue) -> list[Table]:
 
 
 def tables_of(experiment: Presentation, cells: Sequence[CellView], references: Sequence[CellView] = ()) -> list[Table]:
-    """The tables of each machine, and of what several machines share.
+    """Return the tables of each machine, and of what several machines share.
 
     With several machines the shared tables come first; published results (`references`) alone come last.
     """
@@ -55,15 +55,15 @@ def tables_of(experiment: Presentation, cells: Sequence[CellView], references: S
 
 
 def _all_text(table: Table) -> Table:
-    """The table with every heading and cell as text: odd records may put anything there."""
+    """Return the table with every heading and cell as text, because invalid records may put anything there."""
     columns = [replace(column, name=Text(*map(str, column.name))) for column in table.columns]
     rows = [[cell if isinstance(cell, Text) else str(cell) for cell in row] for row in table.rows]
     return Table(table.title, columns, rows, table.notes)
 
 
 def charts_of(experiment: Presentation, cells: Sequence[CellView]) -> list[Chart]:
-    """The charts that have points, with file names of their own: those of the work that several machines share, else
-    those of each machine."""
+    """Return the charts that have points, with file names of their own: those of the work that several machines share,
+    else those of each machine."""
     shown = [cell for cell in cells if cell.ok or cell.is_oom or not experiment.complete_cells_only]
     machines = {"": shown} if experiment.machines_together else by_machine(shown)
     found: list[Chart] = []
@@ -77,7 +77,7 @@ def charts_of(experiment: Presentation, cells: Sequence[CellView]) -> list[Chart
 
 
 def _named(chart: Chart, experiment: str, others: Sequence[Chart], machine: str) -> Chart:
-    """The chart with a unique file name, and the machine in its title where there are several."""
+    """Return the chart with a unique file name, and the machine in its title where there are several."""
     title = say("{} · {}", "{} · {}", chart.title, machine) if machine else chart.title
     name = f"{experiment.replace('_', '-')}-{chart.name or len(others) + 1}"
     if name in {other.name for other in others}:
@@ -86,7 +86,7 @@ def _named(chart: Chart, experiment: str, others: Sequence[Chart], machine: str)
 
 
 def pictures(records: Iterable[Record], catalogue: Catalogue) -> list[Picture]:
-    """The pictures that the records of a run give: those of its charts."""
+    """Return the pictures of a run's records: those of its charts."""
     return [
         picture(chart)
         for name, cells in by_experiment(group(records)).items()
@@ -96,7 +96,8 @@ def pictures(records: Iterable[Record], catalogue: Catalogue) -> list[Picture]:
 
 
 def findings_of(experiment: Presentation, cells: Sequence[CellView]) -> list[Text]:
-    """Up to three sentences for each machine; odd or missing data cost sentences, never an exception."""
+    """Return up to three sentences for each machine; odd or missing data drop sentences, but never raise an
+    exception."""
     machines: dict[str, list[CellView]] = {}
     for cell in cells:
         machine = safely(lambda cell: cell.machine, cell) if cell.records else None
@@ -117,7 +118,7 @@ def _stated(sentence: Sentence, cells: Cells) -> Text | None:
 
 
 def _position(cell: CellView) -> tuple:
-    """Sort key of a cell's row; cells without such fields keep the order in which they were recorded."""
+    """Return the sort key of a cell's row; cells without such fields keep the order in which they were recorded."""
 
     def place(name: str, order: Sequence[str]) -> int:
         value = cell.get(name)

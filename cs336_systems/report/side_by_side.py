@@ -47,7 +47,7 @@ SHAPE = (
 """Fields that make work different, besides those that tables show."""
 TIMES = ("step_time", "leaderboard_time", "forward_backward_time", "backward_time", "forward_time")
 MEMORIES = ("peak_memory", "memory_before_backward")
-"""Quantities, the most important first: one time and one memory are drawn and put into words."""
+"""Memory quantities, the most important first. One time and one memory are drawn and stated in sentences."""
 PASSES = ("forward_time", "backward_time")
 ONE_PASS = ("forward-backward", "train-step")
 """Modes whose forward and backward are the same work."""
@@ -61,7 +61,7 @@ PUBLISHED_NOTE = Text(
 
 
 class Row(NamedTuple):
-    """The cell that names a row, and the variant of that cell (an implementation, a wrapper) that it shows."""
+    """The cell that names a row, and its variant (an implementation, a wrapper) that the row shows."""
 
     cell: CellView
     variant: str
@@ -76,20 +76,21 @@ class MachineColumn:
 
 
 class Shared(NamedTuple):
-    """A quantity that at least two machines have of the same work."""
+    """A quantity that at least two machines have measured for the same work."""
 
     metric: str
     rows: dict[tuple, Row]
     machines: dict[str, MachineColumn]
 
     def ratios(self, other: str) -> dict[tuple, float]:
-        """The values of a machine over those of the first, for the rows that both have."""
+        """Return the values of a machine over those of the first, for the rows that both have."""
         first, values = next(iter(self.machines.values())).values, self.machines[other].values
         return {key: values[key] / first[key] for key in self.rows if key in values and first.get(key)}
 
 
 def side_by_side(experiment: Presentation, cells: Sequence[CellView]) -> list[Table]:
-    """A table of each quantity that at least two machines have of the same work; none where there is one machine."""
+    """Return a table of each quantity that at least two machines have of the same work; none where there is one
+    machine."""
     return [_table(experiment, found) for found in shared_work(experiment, cells)]
 
 
@@ -125,7 +126,7 @@ def _shared(experiment: Presentation, metric: str, machines: dict[str, list[Cell
 
 
 def _table(experiment: Presentation, shared: Shared) -> Table:
-    """Settings that differ, then ratios, then values."""
+    """Return a table: settings that differ, then ratios, then values."""
     metric, rows, machines = shared
     cells = [row.cell for row in rows.values()]
     telling, unsaid = _telling(experiment, shared)
@@ -156,7 +157,7 @@ def _table(experiment: Presentation, shared: Shared) -> Table:
 
 
 def _telling(experiment: Presentation, shared: Shared) -> tuple[list[str], list[str]]:
-    """The settings that tell the rows apart, and those that are left out: a pass is the same in two modes."""
+    """Return the settings that distinguish the rows, and those that are left out: a pass is the same in two modes."""
     cells = [row.cell for row in shared.rows.values()]
     unsaid = ["warmup_steps"]
     if shared.metric in PASSES and all(cell.get("mode") in ONE_PASS for cell in cells):
@@ -176,12 +177,13 @@ def _unit(metric: str) -> str:
 
 
 def charts_of_shared(experiment: Presentation, cells: Sequence[CellView]) -> list[Chart]:
-    """Ratios to the first machine, and all values, of the main quantities that machines share."""
+    """Return charts of the ratios to the first machine, and of all values, for the main quantities that machines
+    share."""
     return [chart for shared in _main(shared_work(experiment, cells)) for chart in _charts(experiment, shared)]
 
 
 def _main(found: Sequence[Shared]) -> list[Shared]:
-    """The most important time and the most important memory."""
+    """Return the most important time and the most important memory."""
     by_metric = {shared.metric: shared for shared in found}
     chosen = (next((by_metric[name] for name in names if name in by_metric), None) for names in (TIMES, MEMORIES))
     return [shared for shared in chosen if shared is not None]
@@ -235,7 +237,7 @@ class Compared(NamedTuple):
 
 
 def compared(experiment: Presentation, cells: Sequence[CellView]) -> list[Compared]:
-    """Each other machine against the first, by the main quantities that they share."""
+    """Compare each other machine with the first, by the main quantities that they share."""
     return [
         _compared(shared, other, list(ratios.values()))
         for shared in _main(shared_work(experiment, cells))
@@ -245,7 +247,7 @@ def compared(experiment: Presentation, cells: Sequence[CellView]) -> list[Compar
 
 
 def _compared(shared: Shared, other: str, ratios: Sequence[float]) -> Compared:
-    """The geometric mean of all ratios, stated such that it is above 1."""
+    """Return the geometric mean of all ratios, stated such that it is above 1."""
     mean = geometric_mean(ratios)
     first, second = _short(next(iter(shared.machines))), _short(other)
     less, more = (second, first) if mean < 1 else (first, second)
@@ -281,7 +283,7 @@ def _short(machine: str) -> str:
 
 
 def _measured(experiment: Presentation, cell: CellView, metric: str) -> Iterator[tuple[str, float | None]]:
-    """(variant, value) pairs of a quantity in a cell. None: the cell failed."""
+    """Yield (variant, value) pairs of a quantity in a cell. None: the cell failed."""
     if not cell.ok:
         yield "", None
         return
@@ -293,7 +295,7 @@ def _measured(experiment: Presentation, cell: CellView, metric: str) -> Iterator
 
 
 def _work(experiment: Presentation, cell: CellView, metric: str) -> tuple:
-    """The key of the work that a cell does; rows with equal keys are the same work."""
+    """Return the key of a cell's work; rows with equal keys do the same work."""
     names = [name for name in FIELDS if name not in ("mode", "warmup_steps")]
     mode = cell.get("mode")
     whole = ONE_PASS if metric in PASSES and mode in ONE_PASS else mode

@@ -25,11 +25,11 @@ from cs336_systems.text import Text
 
 ALL = "all"
 ALSO = ("small", 512, 4, "train-step", "bf16", "auto", 0, True)
-"""The one compiled step that is launch-bound. It fell into the other half, but the host's time for a compiled kernel
-is from it: its error says nothing of other steps."""
+"""The one compiled step that is launch-bound. It was drawn into the other half, but the host's time for a compiled
+kernel was fitted to it, so its error does not predict that of other steps."""
 LLMQ = {"0.5B": 149e3, "1.5B": 59e3, "3B": 31e3, "7B": 14e3, "14B": 6.3e3}
 """Tokens a second that LLMQ publishes for one H100: Qwen 2.5 in bf16, 524,288 tokens a step, sequences of 1,024. It is
-another program with a graph and fused kernels."""
+a different implementation, with a CUDA graph and fused kernels."""
 LLMQ_TOKENS, LLMQ_CONTEXT, LLMQ_BATCH = 524_288, 1024, 8
 
 
@@ -42,7 +42,7 @@ class StepError(NamedTuple):
 
     @property
     def error(self) -> float:
-        """Predicted over measured, less one."""
+        """Predicted over measured time, minus one."""
         return self.predicted / self.measured - 1
 
 
@@ -79,7 +79,8 @@ def published_errors() -> list[StepError]:
 
 
 def llmq_errors() -> list[StepError]:
-    """Return the errors of fast steps on a data sheet's H100, against another program's rates."""
+    """Return the errors of fast steps on an H100 with rates from its data sheet, compared with LLMQ's published
+    rates."""
     card = find_card("h100")
     assert card is not None
     found = []
@@ -96,7 +97,7 @@ def llmq_errors() -> list[StepError]:
 
 
 def _work(run: RunConfig) -> RunConfig:
-    """Return the configuration without what does not change a step's time."""
+    """Return the configuration without fields that do not change a step's time."""
     return dataclasses.replace(run, warmup_steps=0, num_steps=1, seed=0, device="cuda")
 
 
@@ -122,8 +123,8 @@ def _key(run: RunConfig) -> tuple[object, ...]:
 
 
 def corrected(errors: Sequence[StepError]) -> list[StepError]:
-    """Return the errors of every second step of each kind after a factor that the other steps have, and vice versa: of
-    steps that the factor has not seen."""
+    """Cross-validate a correction factor: return the errors of every second step of each kind after a factor fitted to
+    the other steps, and vice versa."""
     by_kind: dict[str, list[StepError]] = {}
     for error in errors:
         by_kind.setdefault(error.kind, []).append(error)

@@ -10,7 +10,7 @@ from cs336_systems.report.timeline_words import title_text
 from cs336_systems.timeline import Span, Timeline
 
 PICTURE_MOMENTS = 500
-"""Maximum moments: a still picture has few columns, and its SVG stays small."""
+"""Maximum moments: a picture has few columns, and its SVG stays small."""
 
 
 def timeline_picture(timeline: Timeline, name: str) -> Picture:
@@ -59,7 +59,7 @@ def _mark_peak(axes: Any, time: float, height: float, text: str) -> None:
 
 
 def _mark_phases(axes: Any, phases: Sequence[Span]) -> int:
-    """Draws bands above the axes, with names that do not fit written above them; returns their height in points."""
+    """Draw bands above the axes, with names that do not fit written above them; return their height in points."""
     left, right = axes.get_xlim()
     taken = 20 if phases else 0
     for index, span in enumerate(phases):

@@ -50,7 +50,7 @@ class Reduced:
     """A timeline reduced to what can be drawn: memory by label at some moments, and the largest blocks."""
 
     labels: list[str]
-    """From the bottom of the stack up."""
+    """Labels from the bottom of the stack to its top."""
     moments: list[float]
     edges: list[float]
     """The state at moment i is drawn from edge i to edge i + 1; no other moment between them has more memory."""
@@ -62,10 +62,10 @@ class Reduced:
     block_moments: list[tuple[int, int]]
     """For each block, the index of the first moment at which it is alive and of the first at which it is freed."""
     merged: int
-    """Number of other blocks, drawn only as part of their label."""
+    """Number of all other blocks, which are drawn only as part of their label."""
 
     def parts_at(self, time: float) -> dict[str, int]:
-        """Bytes by label at a moment, largest first."""
+        """Return bytes by label at a moment, largest first."""
         index = bisect_left(self.moments, time)
         return dict(
             Counter({label: row[index] for label, row in zip(self.labels, self.series, strict=True)}).most_common()
@@ -102,7 +102,7 @@ def reduce(timeline: Timeline, peak_time: float, *, moments: int = MOMENTS, bloc
 
 
 def _moments(blocks: Iterable[Block], marks: Iterable[float], limit: int) -> tuple[list[float], list[float]]:
-    """The moment with the most memory of each interval, and the start of each interval."""
+    """Return the moment with the most memory in each interval, and the start of each interval."""
     change: Counter[float] = Counter({0.0: 0})
     for block in blocks:
         change[block.start] += block.size
@@ -116,8 +116,8 @@ def _moments(blocks: Iterable[Block], marks: Iterable[float], limit: int) -> tup
 
 
 def _cuts(times: Sequence[float], marks: Iterable[float], limit: int) -> list[int]:
-    """Indices in `times` at which intervals start. With few events every event starts one. Otherwise half of them are
-    spaced evenly in time, for the whole view, and half evenly in events, for zooming in; marks are added."""
+    """Return the indices in `times` at which intervals start. With few events every event starts one. Otherwise half of
+    them are spaced evenly in time, for the whole view, and half evenly in events, for zooming in; marks are added."""
     if len(times) <= limit:
         return list(range(len(times)))
     half = limit // 2
@@ -129,7 +129,7 @@ def _cuts(times: Sequence[float], marks: Iterable[float], limit: int) -> list[in
 
 
 def _visible(blocks: Sequence[Block], end: float, limit: int) -> list[Block]:
-    """The blocks with the largest area in the chart. The shortest block is about one pixel wide."""
+    """Return the blocks with the largest area in the chart. The shortest block is about one pixel wide."""
     pixel = end / 2000
 
     def area(index: int) -> float:
@@ -141,7 +141,8 @@ def _visible(blocks: Sequence[Block], end: float, limit: int) -> list[Block]:
 
 
 def _shown_labels(blocks: Iterable[Block], end: float) -> dict[str, str]:
-    """Label -> the label it is drawn as. Beyond the number of colours, the smallest labels are drawn as one."""
+    """Map each label to the label under which it is drawn. If there are more labels than colours, the smallest are
+    drawn as one."""
     area: defaultdict[str, float] = defaultdict(float)
     for block in blocks:
         area[block.label] += block.size * ((end if block.end is None else block.end) - block.start)
@@ -151,19 +152,20 @@ def _shown_labels(blocks: Iterable[Block], end: float) -> dict[str, str]:
 
 
 def _stack_order(label: str) -> tuple[int, str]:
-    """Sort key of the stack: the labels of the instruments first, then all others by name."""
+    """Return the sort key of the stack: the labels of the instruments first, then all others by name."""
     known = list(LABEL_COLORS)
     return (known.index(label) if label in known else len(known), label)
 
 
 def label_colors(labels: Sequence[str]) -> list[str]:
-    """Colours of labels. The labels of the instruments have fixed colours; others get the remaining ones in order."""
+    """Return the colours of labels. The labels of the instruments have fixed colours; others get the remaining ones in
+    order."""
     left = iter([color for color in COLORS if color not in {LABEL_COLORS.get(label) for label in labels}])
     return [LABEL_COLORS.get(label) or next(left) for label in labels]
 
 
 def unit(peak: int) -> tuple[str, int]:
-    """The unit of a timeline with this peak, and its bytes."""
+    """Return the unit of a timeline with this peak, and its bytes."""
     if peak >= GIB // 10:
         return "GiB", GIB
     return ("MiB", MIB) if peak >= MIB // 10 else ("KiB", 2**10)

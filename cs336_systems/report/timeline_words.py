@@ -26,7 +26,7 @@ _TITLE = re.compile(
 
 
 def word_text(word: str) -> Text:
-    """A label or operator of a block."""
+    """Return a label or operator of a block in readers' words."""
     return _WORDS.get(word) or Text(word)
 
 
@@ -35,7 +35,7 @@ def phase_text(name: str) -> Text:
 
 
 def title_text(timeline: Timeline) -> Text:
-    """The title in readers' words if an instrument wrote it; that of a snapshot is the name of its file."""
+    """Return the title in readers' words if an instrument wrote it; a snapshot's title is the name of its file."""
     found = _TITLE.fullmatch(timeline.title)
     if not found:
         return Text(timeline.title)

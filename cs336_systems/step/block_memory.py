@@ -25,10 +25,10 @@ from cs336_systems.model import TransformerLM
 from cs336_systems.predict.activation_plan import OFFLOAD, RECOMPUTE
 
 SMALLEST = 1 << 20
-"""Bytes of a storage that is worth a copy."""
+"""Smaller storages in bytes are not worth a copy."""
 
 ChoiceByBlock = tuple[str, ...]
-"""keep, recompute or offload for each block, the first one first."""
+""""keep", "recompute" or "offload" for each block, the first one first."""
 
 
 def find_blocks(model: nn.Module) -> list[nn.Module]:
@@ -50,11 +50,12 @@ class BlockMemory:
     def __init__(self, model: nn.Module, plan: ChoiceByBlock):
         self.host = HostMemory()
         self._is_random = not isinstance(model, TransformerLM)
-        """Dropout, for example: recomputation then needs the state of the random number generators."""
+        """True if the model may use random numbers, such as dropout: recomputation then restores the generators'
+        state."""
         self._fixed: set[int] = set()
         """Storages of parameters and buffers."""
         self._sent: list[list[weakref.ref[_Offloaded]]] = []
-        """The offloaded storages of each call of a block in this forward pass."""
+        """Offloaded storages of each call of a block in this forward pass."""
         model.register_forward_pre_hook(self._begin)
         for block, choice in zip(find_blocks(model), plan, strict=True):
             block.forward = partial(self._run, block.forward, choice)
@@ -103,7 +104,8 @@ class BlockMemory:
         return _View(known, tensor.dtype, tensor.shape, tensor.stride(), int(tensor.storage_offset()))
 
     def _is_worth_a_copy(self, tensor: Tensor) -> bool:
-        """True for an activation of some size. A parameter may also be one that FSDP has gathered for this use."""
+        """Return True for an activation of sufficient size. A parameter may also be one that FSDP has gathered for this
+        use."""
         if not (is_plain(tensor) or isinstance(tensor, FakeTensor)) or tensor.layout != torch.strided:
             return False
         owner = tensor if tensor._base is None else tensor._base
@@ -113,7 +115,7 @@ class BlockMemory:
 
 
 class _Offloaded:
-    """A storage whose contents are in host memory. It is freed with the last node of autograd that saves a view."""
+    """A storage whose contents are in host memory. It is freed with the last autograd node that saves a view of it."""
 
     def __init__(self, host: HostMemory, key: Key, nbytes: int):
         self.key, self.nbytes = key, nbytes
@@ -156,7 +158,7 @@ def _fetch(sent: "Sequence[weakref.ref[_Offloaded]]", grads: Any) -> None:
 
 
 def _before_backward(out: Any, call: Callable[[Any], None]) -> None:
-    """Register a call for the moment when backward reaches the block that has returned `out`."""
+    """Call a function when backward reaches the block that returned `out`."""
     for leaf in tree_leaves(out):
         if isinstance(leaf, Tensor) and leaf.grad_fn is not None:
             leaf.grad_fn.register_prehook(call)

@@ -38,12 +38,13 @@ class StepGraph:
         """Peak bytes during capture; a replay allocates nothing."""
 
     def prepare(self, batches: Batches) -> None:
-        """Capture a step on micro batches of this number and shape, unless eager steps are due or it was captured."""
+        """Capture a step on micro batches of this number and shape, unless it is captured or more eager steps are
+        needed."""
         if self._eager_steps >= EAGER_STEPS and self._inputs is None:
             self._inputs, self._targets = self._capture(batches)
 
     def forget(self) -> None:
-        """Drop what was captured: the next step is captured anew."""
+        """Drop the captured graphs: the next step is captured again."""
         self._graphs.clear()
         self._losses.clear()
         self._inputs = self._targets = None

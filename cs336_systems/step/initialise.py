@@ -7,7 +7,7 @@ import torch
 from torch import Tensor, nn
 
 StoreWeight = Callable[[nn.Parameter, Tensor], None]
-"""Puts a whole weight in fp32 where the parameter has its memory: a packed tensor, or the shard of a rank."""
+"""Stores a whole fp32 weight where the parameter has its memory: a packed tensor, or the shard of a rank."""
 
 
 @torch.no_grad()
@@ -15,8 +15,8 @@ def initialise(model: nn.Module, device: torch.device, store: StoreWeight) -> No
     """Draw the weights module by module, by their `reset_parameters`, and give each to `store`.
 
     Random numbers are drawn in the order of the modules, as building on `device` draws them: the weights are the same.
-    One module's weights exist in fp32 at a time. Buffers get their memory here where they have none. A module whose
-    weights are those of another one that came before draws nothing.
+    One module's weights exist in fp32 at a time. Buffers get their memory here where they have none. A module that
+    shares its weights with an earlier one draws nothing.
     """
     drawn: set[nn.Parameter] = set()
     for module in model.modules():

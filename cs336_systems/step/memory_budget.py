@@ -30,7 +30,7 @@ class Limits(NamedTuple):
 
 
 def apply_memory_budget(model: nn.Module, config: RunConfig, blocks: ChoiceByBlock | None = None) -> None:
-    """Make the blocks of `model` keep, recompute and offload what the memory budget of `config` asks for.
+    """Make the blocks of `model` keep, recompute and offload tensors within the memory budget of `config`.
 
     Fused blocks are planned here. `blocks` is the plan for whole blocks, which measure/block_planner.py makes.
     """

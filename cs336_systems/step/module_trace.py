@@ -1,4 +1,4 @@
-"""Finds the module where a value becomes NaN or infinite, or where values jump.
+"""Finds the module in which a value becomes NaN or infinite, or in which values jump.
 
 The batch runs forward and backward once more, module by module and without fused kernels, and hooks measure the inputs
 and outputs of every module and the gradients of its outputs, in the order in which they are computed.
@@ -25,14 +25,14 @@ JUMP = 4.0
 SPIKE = 10.0
 """A gradient norm jumps if it is at least this many times the median of recent steps."""
 RECENT, FEWEST = 32, 8
-"""Steps whose median is compared with, and the fewest that are enough."""
+"""Number of recent steps whose median is compared with, and the minimum number of them."""
 
 
 class Seen(NamedTuple):
-    """One tensor that a module has read or written."""
+    """A tensor that a module has read or written."""
 
     name: str
-    """Such as "the output of layers.3.ffn.w2"."""
+    """Name of the tensor, such as "the output of layers.3.ffn.w2"."""
     rms: float
     """Root mean square; NaN or infinite if any element is."""
 
@@ -104,7 +104,7 @@ class Tracer:
     def explain(
         self, step: TrainStep, result: StepResult, batches: Batches, before: Callable[[], Batches]
     ) -> str | None:
-        """Return what can be said of a step that was just made on `batches`; None if there is nothing to explain.
+        """Return an explanation of the step that was just run on `batches`; None if there is nothing to explain.
 
         `before` gives the batches of the step before. The weights are those after the step.
         """
@@ -132,7 +132,7 @@ def _named(found: str | None, step: TrainStep) -> str | None:
 
 
 class _Values:
-    """Root mean squares by name, the largest of all micro batches, left on the device until all are there."""
+    """Root mean squares by name, the largest of all micro batches, kept on the device until all are computed."""
 
     def __init__(self) -> None:
         self._found: dict[str, Tensor] = {}
@@ -157,7 +157,7 @@ class _Values:
 
 @contextmanager
 def _module_by_module(model: nn.Module) -> Iterator[None]:
-    """Call every module by itself: fused kernels would call none."""
+    """Call every module separately, because fused kernels would bypass modules."""
     is_fused = getattr(model, "is_fused", None)
     if is_fused is None:
         yield
@@ -171,7 +171,7 @@ def _module_by_module(model: nn.Module) -> Iterator[None]:
 
 @contextmanager
 def _hooks(model: nn.Module, values: _Values) -> Iterator[None]:
-    """Measure what every module without submodules reads and writes, and the gradient of what it writes."""
+    """Measure all tensors that a module without submodules reads and writes, and the gradient of its outputs."""
     handles = []
     calls: Counter[str] = Counter()
 

@@ -1,8 +1,8 @@
-"""Recomputation by halves: the least memory for activations that a chain of blocks can do with.
+"""Recomputation by halves: the minimum memory for the activations of a chain of blocks.
 
 A chain of n blocks keeps the inputs of its two halves and recomputes each half, by halves again, when backward reaches
-it. At any time the tensors of one block and 1 + log2 n block inputs are there; the blocks of a step run forward
-2 n + n (log2 n - 1) / 2 times instead of n. docs/CHECKPOINTING.md derives both.
+it. At any time the tensors of one block and 1 + log2 n block inputs are in memory; the blocks of a step run forward 2 n
++ n (log2 n - 1) / 2 times instead of n. docs/CHECKPOINTING.md derives both.
 """
 
 from collections.abc import Callable, Sequence
@@ -12,12 +12,12 @@ from typing import Any
 from torch.utils.checkpoint import checkpoint
 
 State = tuple[Any, ...]
-"""The values that one block hands to the next."""
+"""The values that one block passes to the next."""
 Block = Callable[..., State]
 
 
 def run_by_halves(blocks: Sequence[Block], *state: Any) -> State:
-    """Return what the blocks, one after another, make of `state`; backward recomputes them by halves."""
+    """Run the blocks one after another on `state` and return the result; backward recomputes them by halves."""
     for half in _halves(blocks):
         if half:
             run = partial(run_by_halves, half) if len(half) > 1 else half[0]
@@ -27,6 +27,6 @@ def run_by_halves(blocks: Sequence[Block], *state: Any) -> State:
 
 
 def _halves(blocks: Sequence[Block]) -> tuple[Sequence[Block], Sequence[Block]]:
-    """The second half is the longer one: it is recomputed first, and fewer blocks run again to reach it."""
+    """Return both halves. The second is longer: it is recomputed first, and fewer blocks run again to reach it."""
     middle = len(blocks) // 2
     return blocks[:middle], blocks[middle:]

@@ -21,21 +21,21 @@ from cs336_systems.step.updates import PlainOptimizer
 
 
 class ReplayError(RuntimeError):
-    """A step gave two results. The same on all ranks; nothing was updated."""
+    """Two runs of a step gave different results. Raised on all ranks; nothing was updated."""
 
 
 class _Part(NamedTuple):
-    """One tensor of the state, or of the gradients."""
+    """A flat tensor of the state, or of the gradients."""
 
     kind: str
-    """Such as "gradient" or "exp_avg"."""
+    """Kind of the tensor, such as "gradient" or "exp_avg"."""
     sums: Tensor
     starts: list[tuple[int, nn.Parameter]]
-    """Where each parameter starts in it."""
+    """Start of each parameter in the tensor."""
 
 
 class Replay:
-    """Compares two runs of a step. The model may be wrapped."""
+    """Compares two runs of a step, also for a wrapped model."""
 
     def __init__(self, model: nn.Module, optimizer: PackedAdamW | PlainOptimizer):
         inner = getattr(model, "module", model)
@@ -72,7 +72,7 @@ class Replay:
         return "the number of gradients"
 
     def _owners(self, part: _Part, first: int) -> str:
-        """Name the parameters of CHECKED elements of a part."""
+        """Name the parameters in the CHECKED elements of a part whose checksums differ."""
         ends = [start + parameter.numel() for start, parameter in part.starts]
         within = [
             self._names.get(parameter, "a parameter")

@@ -41,7 +41,7 @@ Scaling = Callable[[Tensor], Tensor]
 
 AUTOCAST_DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp8": torch.bfloat16}
 FP8_CAPABILITY = (8, 9)
-"""Compute capability from which a GPU has e4m3."""
+"""Minimum compute capability of GPUs with e4m3."""
 STATE_DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
 """Dtype of the packed optimizer's state by `RunConfig.optimizer_state`."""
 
@@ -77,7 +77,7 @@ class TrainStep:
         self.model = model
         self.config = config
         self.blocks: ChoiceByBlock | None = None
-        """The plan of a memory budget for whole blocks."""
+        """The memory budget's plan for whole blocks."""
         self.device = torch.device(config.device)
         self.trains = config.mode == "train-step"
         set_matmul_precision(config.precision)
@@ -104,7 +104,7 @@ class TrainStep:
 
     @classmethod
     def build(cls, config: RunConfig, blocks: ChoiceByBlock | None = None) -> "TrainStep":
-        """Build a step with random weights. `blocks` is the plan of a memory budget for whole blocks."""
+        """Build a step with random weights. `blocks`: the memory budget's plan for whole blocks."""
         require_device(config.device)
         require_fp8(config)
         packs = "optimizer" in config.fast_parts and config.mode == "train-step"
@@ -181,10 +181,10 @@ class TrainStep:
     ) -> StepResult:
         """Run one step on micro batches of one size; the update is left out on all ranks if it is not finite.
 
-        Loss, norm and decision are those of all ranks together. They agree by one small all-reduce, which also carries
-        the answer of `stop`: it is called after the backward pass and says if this rank is asked to stop.
-        `learning_rate` is set in all parameter groups first. With `replay` the gradients are computed twice, and
-        ReplayError is raised on all ranks, before the update, if the two results differ in one bit.
+        Loss, norm and decision cover all ranks, which agree by one small all-reduce. It also carries the result of
+        `stop`, which is called after the backward pass and returns True if this rank is asked to stop. `learning_rate`
+        is set in all parameter groups first. With `replay` the gradients are computed twice, and ReplayError is raised
+        on all ranks, before the update, if the two results differ in one bit.
         """
         optimizer, adapted = self.optimizer, self._adapted
         assert optimizer is not None
@@ -302,7 +302,7 @@ class TrainStep:
     # -- the update ---------------------------------------------------------------------------------------------------
 
     def _apply(self, watch: Watch = nullcontext) -> None:
-        """Run the update as a phase of its own, or as a CUDA graph."""
+        """Run the update as a separate phase, or as a CUDA graph."""
         if self.graph is None:
             with self._phase("optimizer", watch):
                 self._update()
@@ -356,7 +356,7 @@ def _gradient_groups(model: TransformerLM) -> list[list[nn.Parameter]]:
 
 
 def _times(factor: float) -> Scaling:
-    """Return a multiplication by `factor`; by 1 it launches no kernel."""
+    """Return a function that multiplies by `factor`; for 1 it launches no kernel."""
     return (lambda loss: loss) if factor == 1 else (lambda loss: loss * factor)
 
 
@@ -387,7 +387,7 @@ def require_device(device: str) -> None:
 
 
 def require_fp8(config: RunConfig) -> None:
-    """Raise UserError where the configuration asks for FP8 of a GPU that has none."""
+    """Raise UserError if the configuration asks for FP8 on a GPU that does not support it."""
     if config.precision != "fp8" or config.device_type != "cuda":
         return
     capability = torch.cuda.get_device_capability(torch.device(config.device))

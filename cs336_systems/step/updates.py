@@ -22,7 +22,8 @@ class Update(Enum):
 
 @dataclass
 class LossScale:
-    """Halved after a step that is not finite, doubled after `growth_interval` good ones; constant unless dynamic.
+    """The loss scale: halved after a step that is not finite, doubled after `growth_interval` good ones; constant
+    unless dynamic.
 
     torch.amp.GradScaler decides on each rank alone. Here the caller decides for all ranks, and a checkpoint stores two
     numbers.
@@ -40,7 +41,7 @@ class LossScale:
         return cls(2.0**16 if is_dynamic else 1.0, 0, growth_interval, is_dynamic)
 
     def update(self, is_finite: bool) -> Update:
-        """Adapt the scale to a step, and say what becomes of its update."""
+        """Adapt the scale to a step, and return the outcome of its update."""
         self.good_steps += 1
         if is_finite:
             if self.is_dynamic and self.good_steps >= self.growth_interval:
@@ -84,7 +85,7 @@ class PlainOptimizer:
 
     @property
     def flat(self) -> list[tuple[str, Tensor, list[tuple[int, nn.Parameter]]]]:
-        """Weights, gradients and state on this rank: kind, tensor, and the parameter that it belongs to."""
+        """Weights, gradients and state on this rank: kind, tensor, and its parameter."""
         found = []
         for group in self.optimizer.param_groups:
             for p in group["params"]:

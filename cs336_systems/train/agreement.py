@@ -33,14 +33,14 @@ VARIABLES = (
 SHARED_WITHIN = 10.0
 """Seconds in which a new file must be visible to all ranks: network file systems cache directories."""
 HEARTBEAT = 5.0
-"""Seconds between signs of life of ranks that read a long file."""
+"""Seconds between the heartbeats of ranks that read a long file."""
 NONCE = ".shared-"
-"""How the names of files begin that show whether a folder is shared."""
+"""Prefix of the files that test whether a folder is shared."""
 MUST_BE_SHARED = "--output must be on a file system that all ranks share"
 
 
 def facts_of(settings: TrainSettings, device: str) -> Facts:
-    """Return what ranks must have in common; `device` is cpu or cuda.
+    """Return the facts that must agree on all ranks; `device` is cpu or cuda.
 
     Every flag must be equal, except that
     - `--data` may be another path, as of a copy on each node: the tokens are compared later;
@@ -124,7 +124,8 @@ def _machine() -> str:
 
 
 def require_shared(folder: Path) -> None:
-    """Raise UserError on all ranks unless they can all write into `folder`, which rank 0 has made, and share it."""
+    """Raise UserError on all ranks unless all of them share `folder`, which rank 0 has created, and can write into
+    it."""
     rank, nonce = dist.get_rank(), from_first(secrets.token_hex(8))
     paths = [folder / f"{NONCE}{nonce}-{number}" for number in range(dist.get_world_size())]
     where = f"--output {str(folder)!r}"
@@ -152,7 +153,7 @@ def _write(path: Path, nonce: str) -> None:
 
 
 def _unseen(paths: list[Path], nonce: str) -> list[int]:
-    """Return the numbers of the files that do not show up with the content `nonce` in time."""
+    """Return the numbers of the files that do not appear with the content `nonce` in time."""
     unseen, deadline = list(range(len(paths))), time.monotonic() + SHARED_WITHIN
     while unseen:
         unseen = [number for number in unseen if not _holds(paths[number], nonce)]

@@ -63,7 +63,8 @@ def build_step(settings: TrainSettings, rank: Rank) -> TrainStep:
 
 
 def _agreed(blocks: ChoiceByBlock | None) -> ChoiceByBlock | None:
-    """Return rank 0's plan: FSDP gathers weights for recomputation, and all ranks must take part."""
+    """Return rank 0's plan on all ranks: FSDP gathers weights for recomputation, so all ranks must recompute the
+    same."""
     if blocks is None or not dist.is_initialized():
         return blocks
     plans = [blocks]
@@ -72,7 +73,7 @@ def _agreed(blocks: ChoiceByBlock | None) -> ChoiceByBlock | None:
 
 
 def _repeatable_attention(run: RunConfig) -> str:
-    """Return an implementation whose gradients are equal in every run, as a comparison of two runs needs."""
+    """Return an attention implementation with repeatable gradients, for the comparison of two runs."""
     if not run.device.startswith("cuda") or run.attention not in ("auto", "flash_hopper", "sdpa"):
         return run.attention
     if run.attention != "auto":

@@ -81,17 +81,17 @@ class Store:
     def __init__(
         self, folder: Path, *, keep: int = 2, keep_every: int = 0, keep_best: int = 0, timeout: float | None = None
     ):
-        """`timeout`: seconds for each collective of a save, which may run in a thread; it gets a process group of its
-        own then, because its collectives must not mix with those of the training."""
+        """`timeout`: seconds for each collective of a save, which may run in a thread; it then gets its own process
+        group, because its collectives must not mix with those of the training."""
         self.folder = folder
         self.keep = keep
         self.keep_every = keep_every
         self.keep_best = keep_best
         self.timeout = timeout
         self.progress_at = 0.0
-        """Time of the last collective of a save: between two of them a rank works by itself."""
+        """Time of the last collective of a save; between two collectives the ranks work independently."""
         self.is_given_up = False
-        """True: the save that is running has exceeded its time limit and must not be published."""
+        """True if the running save has exceeded its time limit and must not be published."""
         self._save_group: dist.ProcessGroup | None = None
         self.renew_group()
         self._damaged: set[Path] = set()
@@ -108,7 +108,8 @@ class Store:
 
     @property
     def _group(self) -> dist.ProcessGroup | None:
-        """The group of the next collective. Using it is progress, and the end of a save that was given up."""
+        """The process group for the next collective. Reading it counts as progress, and raises an error in a save that
+        was given up."""
         if self.is_given_up:
             raise TimeoutError("the save was given up")
         self.progress_at = time.monotonic()
@@ -117,7 +118,7 @@ class Store:
     # -- writing ------------------------------------------------------------------------------------------------------
 
     def prepare(self) -> None:
-        """Create the folder, and remove what an interrupted save has left."""
+        """Create the folder, and remove the files of an interrupted save."""
 
         def make() -> None:
             try:
@@ -158,7 +159,7 @@ class Store:
         return final
 
     def discard(self, step: int) -> None:
-        """Remove what an unfinished save of `step` has left; only rank 0 does."""
+        """Remove the files of an unfinished save of `step`; only rank 0 does."""
         if dist.get_rank() == 0:
             for stray in self.folder.glob(f"{name_of(step)}.*"):
                 if is_temporary(stray.name):
@@ -181,7 +182,7 @@ class Store:
         return next((problem for problem, _ in found if problem), None), [written for _, written in found]
 
     def _see(self, folder: Path, hashes: list[dict[str, Any]]) -> str | None:
-        """Return, on all ranks, which files are not seen as they were written, or None.
+        """Return, on all ranks, which files differ from what was written or are missing, or None.
 
         Rank 0 looks for every file and its size; each rank hashes the files of the rank before it.
         """
@@ -331,9 +332,9 @@ def training_state(
 
     They are the tensors in use, so that loading into them loads into the model; except weights that the optimizer keeps
     as fp32 masters and moments that it keeps in bf16, which are fp32 copies that `load_copies` puts back: a checkpoint
-    is the same for every precision of the optimizer's state. With `copies` all are copies in host memory, in the
-    tensors that an earlier call has left there: allocating them takes longer than copying (0.1 to 0.3 s for 300 MB
-    instead of 0.02). Copies from a GPU are complete when it is synchronized.
+    is the same for every precision of the optimizer's state. With `copies` all are copies in host memory, which reuse
+    the tensors of an earlier call: allocating them takes longer than copying (0.1 to 0.3 s for 300 MB instead of 0.02).
+    Copies from a GPU are complete when it is synchronized.
     """
     inner = getattr(model, "module", model)
     names = {p: name for name, p in inner.named_parameters()}
@@ -358,7 +359,7 @@ def training_state(
 
 
 def load_copies(model: nn.Module, optimizer: torch.optim.Optimizer, state: dict[str, Tensor]) -> None:
-    """Give the optimizer its master weights and bf16 moments after `state`, of `training_state`, was loaded."""
+    """Set the optimizer's master weights and bf16 moments from `state`, of `training_state`, after it was loaded."""
     inner = getattr(model, "module", model)
     names = {p: name for name, p in inner.named_parameters()}
     adapted = adapt(optimizer)
@@ -393,14 +394,14 @@ def rng_problem(state: dict[str, Tensor]) -> str | None:
 
 
 def _copied(name: str, tensor: Tensor, copies: dict[str, Tensor]) -> Tensor:
-    """Copy a tensor into the one that `copies` has for it. Page-locked memory is what a GPU copies to fastest."""
+    """Copy a tensor into its tensor in `copies`. Page-locked memory is the fastest target of copies from a GPU."""
     if name not in copies:
         copies[name] = torch.empty_like(tensor, device="cpu", pin_memory=tensor.is_cuda)
     return copies[name].copy_(tensor.detach(), non_blocking=True)
 
 
 def _as_whole(tensor: Tensor, p: Tensor, mesh: DeviceMesh | None) -> Tensor:
-    """Return a tensor shaped like the shard `p` as this rank's part of the whole, any other as it is."""
+    """Return a tensor shaped like the shard `p` as this rank's part of the whole tensor, any other as it is."""
     if not hasattr(p, "is_shard") or tensor.shape != p.shape:
         return tensor
     shape = p.full_shape  # type: ignore[attr-defined]
@@ -409,7 +410,7 @@ def _as_whole(tensor: Tensor, p: Tensor, mesh: DeviceMesh | None) -> Tensor:
 
 
 def _placed(tensor: Tensor) -> Tensor:
-    """Tell torch which part of the whole a DTensor holds: where two axes split its rows unevenly it is mistaken."""
+    """Tell torch which part of the whole a DTensor holds, because it is wrong when two axes split the rows unevenly."""
     if not isinstance(tensor, DTensor):
         return tensor
     slices, local = held_slices(tensor), local_part(tensor)
@@ -449,7 +450,8 @@ def _adamw_state(optimizer: torch.optim.Optimizer, p: Tensor) -> dict[str, Tenso
 
 
 def located(path: Path) -> tuple[Path, int | None]:
-    """Return the folder of checkpoints and the step that a path names: a run, that folder, or a checkpoint in it."""
+    """Return the folder of checkpoints and the step that a path names: a run, its folder of checkpoints, or one
+    checkpoint."""
     step = step_of(path.name)
     if step is not None:
         return path.parent, step
@@ -463,7 +465,7 @@ def _validation_loss(manifest: Mapping[str, Any]) -> float | None:
 
 
 def _reason(error: BaseException, state: dict[str, Any], folder: Path) -> str:
-    """Return why a save failed. On a full disk torch's own message is about positions in a file."""
+    """Return why a save failed. On a full disk torch's own message only mentions positions in a file."""
     needed = sum(value.nbytes for value in state.values() if isinstance(value, Tensor))
     with contextlib.suppress(OSError):
         free = shutil.disk_usage(folder).free
@@ -474,7 +476,7 @@ def _reason(error: BaseException, state: dict[str, Any], folder: Path) -> str:
 
 
 def _failure_of(work: Callable[..., object], *arguments: Any) -> str | None:
-    """Return why `work(*arguments)` failed, or None. A rank that raised would leave the others waiting."""
+    """Return why `work(*arguments)` failed, or None. An exception on one rank would leave the others waiting."""
     try:
         work(*arguments)
     except Exception as error:
@@ -483,7 +485,7 @@ def _failure_of(work: Callable[..., object], *arguments: Any) -> str | None:
 
 
 def _unseen(folder: Path, files: dict[str, Any], writer: int, rank: int, *, with_hash: bool = False) -> str | None:
-    """Return which of the files that `writer` has written this rank does not see with their sizes, or hashes."""
+    """Return which of the files written by `writer` this rank does not see with their sizes, or hashes."""
     remedy = f"; {MUST_BE_SHARED}" if writer != rank else ""
     for name, entry in files.items():
         try:

@@ -28,19 +28,19 @@ T = TypeVar("T")
 FORMAT = 1
 MANIFEST = "manifest.json"
 METADATA = ".metadata"
-"""The index of the tensors, by torch.distributed.checkpoint."""
+"""Name of the index of the tensors, written by torch.distributed.checkpoint."""
 
 _MANIFEST_BYTES = 2**22
 _MANIFEST_DEPTH = 5
 _METADATA_BYTES = 2**26
-"""Hundreds of thousands of shards; reading it takes 50 times its size in memory."""
+"""Maximum bytes of the index: hundreds of thousands of shards; reading it takes 50 times its size in memory."""
 _PLAIN_NAME = re.compile(r"[A-Za-z0-9._-]{1,200}")
 _LARGEST = 2**53
-"""Limit of the numbers in a manifest."""
+"""Maximum number in a manifest."""
 
 
 class DamageError(Exception):
-    """A checkpoint that is not as it was written, or was never one of ours; the message says why."""
+    """The files of a checkpoint are not as they were written, or not a checkpoint of ours; the message says why."""
 
 
 # -- names ------------------------------------------------------------------------------------------------------------
@@ -62,7 +62,7 @@ def temporary_name(step: int) -> str:
 
 
 def is_temporary(name: str) -> bool:
-    """Tell if this is the name of an unfinished or half removed checkpoint."""
+    """Return True for the name of an unfinished or half-removed checkpoint."""
     name, _, nonce = name.partition(".tmp-")
     return step_of(name) is not None and re.fullmatch(r"[0-9a-f]{8}", nonce) is not None
 
@@ -97,7 +97,7 @@ class HashedFiles(FileSystem):
 
 
 class _HashedFile(io.BufferedWriter):
-    """A file that hashes what is written, and is on disk once it is closed.
+    """A file that hashes the bytes written to it, and is on disk once it is closed.
 
     torch 2.13 calls fsync before the last bytes have left Python's buffer.
     """
@@ -124,7 +124,8 @@ class _HashedFile(io.BufferedWriter):
 def publish(unfinished: Path, final: Path, manifest: dict[str, Any]) -> None:
     """Write the manifest last, then rename the folder, each synced to disk before the next.
 
-    A folder that has the final name is damaged. It is moved aside, not deleted: it may hold what we did not write.
+    An existing folder with the final name is damaged. It is moved aside, not deleted, because it may hold files of
+    others.
     """
     with (unfinished / MANIFEST).open("x") as file:
         json.dump({**manifest, "sha256": digest_of(manifest)}, file, indent=1)
@@ -154,7 +155,7 @@ def digest_of(manifest: dict[str, Any]) -> str:
 
 
 def attempt(read: Callable[[], T]) -> tuple[T | None, str | None]:
-    """Return what `read` returns, and None; or None, and in one line why it failed."""
+    """Return (the result of `read`, None), or (None, one line that says why it failed)."""
     try:
         return read(), None
     except DamageError as error:

@@ -62,7 +62,7 @@ _TENSOR_NAMES = {"torch._utils._rebuild_tensor_v2", "collections.OrderedDict", P
 
 _MOST_DIMENSIONS = 16
 _MOST_BYTES = 2**50
-"""Limit of a size or an offset: products of them stay small integers."""
+"""Maximum size or offset, such that products of them stay small integers."""
 _TENSOR_PICKLE_BYTES = 2**16
 _BLOCK = 2**23
 """Bytes read at a time."""
@@ -117,7 +117,7 @@ def _size(value: Any) -> tuple[int, ...]:
 
 
 class Place(NamedTuple):
-    """Where a part of a tensor is stored."""
+    """Location of a part of a tensor in the files."""
 
     file: str
     begin: int
@@ -125,7 +125,7 @@ class Place(NamedTuple):
 
 
 class Part(NamedTuple):
-    """A tensor, or a range of its rows and columns."""
+    """A range of a tensor's rows and columns, or the whole tensor."""
 
     place: Place
     shape: tuple[int, ...]
@@ -206,7 +206,7 @@ def _tensor(value: Any) -> TensorStorageMetadata:
 
 
 def _placed(key: Any, value: Any, sizes: Mapping[str, int]) -> tuple[tuple[str, tuple[int, ...]], Place]:
-    """Return the name and first position of a part, and its place."""
+    """Return the name and first position of a part, and its location."""
     index, info = _fields(key, f"{_DCP}.metadata.MetadataIndex"), _fields(value, f"{_DCP}.filesystem._StorageInfo")
     name, file = index.get("fqn"), info.get("relative_path")
     if type(name) is not str or type(file) is not str or file not in sizes:
@@ -242,7 +242,7 @@ def _require_consecutive(spans: list[tuple[int, int]], end: int, what: str) -> N
 
 
 class _Slice(io.RawIOBase):
-    """A range of a file, as a file. A read never asks for more bytes than there are."""
+    """A range of a file, as a file. A read never requests more bytes than the range has."""
 
     def __init__(self, file: IO[bytes], place: Place):
         self._file, self._begin, self._length, self._position = file, place.begin, place.length, 0
@@ -299,8 +299,8 @@ def _stored(file: IO[bytes], part: Part) -> Iterator[tuple[IO[bytes], tuple[int,
 
 @functools.lru_cache(maxsize=256)
 def _strides(pickled: bytes, wanted: tuple[int, ...], dtype: torch.dtype) -> tuple[int, ...]:
-    """Return the strides of a tensor, whose pickle must describe one of this shape and dtype, stored without gaps. Most
-    tensors of a model have the pickle of another one."""
+    """Return the strides of a tensor, whose pickle must describe one of this shape and dtype, stored without gaps.
+    Equal pickles, which most tensors of a model have, are parsed once."""
     tensor = _parse_pickle(pickled, _TENSOR_NAMES)
     storage = ("storage", _STORAGES[str(dtype)], "0", "cpu", math.prod(wanted))
     is_tensor = isinstance(tensor, Made) and tensor.made_by == "torch._utils._rebuild_tensor_v2"

@@ -3,8 +3,8 @@
 Text is read as bytes: 256 tokens, no vocabulary to build. Tokenized files are `.bin` (16-bit integers), `.npy`, or a
 store of `cs336 tokenize`.
 
-The training part is cut into sequences, and every epoch visits each of them once, shuffled. The n-th sequence of a run
-is a function of seed and n, so the data of a step depends neither on the number of ranks nor on restarts.
+The training part is cut into sequences, and every epoch visits each sequence once, in random order. The n-th sequence
+of a run is a function of seed and n, so the data of a step depends neither on the number of ranks nor on restarts.
 """
 
 from dataclasses import dataclass, replace
@@ -28,13 +28,13 @@ class Corpus:
     context_length: int
     validation_share: float
     fingerprint: str = ""
-    """Hash of all tokens, whatever the name and the format of the file; set by `checked`."""
+    """Hash of all tokens, independent of the file's name and format; set by `checked`."""
     expected: str = ""
     """The fingerprint that a store of `cs336 tokenize` gives for its tokens."""
 
     @classmethod
     def open(cls, name: str, *, context_length: int, validation_share: float = 0.1) -> "Corpus":
-        """Open a file, or a store of `cs336 tokenize`, whose tokens are to be `checked`."""
+        """Open a file, or a store of `cs336 tokenize`; its tokens are verified by `checked`."""
         path = Path(name)
         if is_store(path):
             store = read_store(path)
@@ -78,7 +78,7 @@ class Corpus:
 
     @property
     def training_tokens(self) -> int:
-        """Tokens before those that are held out."""
+        """Number of tokens before the held-out ones."""
         return self.tokens.count - int(self.tokens.count * self.validation_share)
 
     @property

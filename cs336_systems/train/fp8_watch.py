@@ -3,7 +3,7 @@
 The rule: in every N-th step the elements that became 0 are counted. A block of which some tensor has lost more than
 LARGEST_LOST_SHARE of its elements computes in bf16 from the next step on, for the rest of the run. Overflow needs no
 rule: scales are those of the step itself, and a step with values that are not finite is left out, as in any precision.
-Ranks add their counts, and so decide alike.
+Counts are summed over ranks, so that all ranks decide alike.
 """
 
 from collections.abc import Iterable
@@ -18,8 +18,8 @@ from cs336_systems.step.train_step import TrainStep
 
 
 class Fp8Watch:
-    """`before` comes before every step, `read` after it. The counters of one step are read, whatever came before it: a
-    run that is resumed decides as one that was not stopped."""
+    """`before` comes before every step, `read` after it. Only the counters of the checked step are read, so that a
+    resumed run makes the same decisions as an uninterrupted one."""
 
     def __init__(self, step: TrainStep, every: int):
         model = step.model.module if isinstance(step.model, Wrapper) else step.model
@@ -27,7 +27,7 @@ class Fp8Watch:
         self._step, self._every = step, every
 
     def leave(self, numbers: Iterable[int]) -> None:
-        """Let blocks compute in bf16 from now on."""
+        """Switch blocks to bf16 from now on."""
         own = set(numbers)
         if self.blocks is None or not own & self.blocks.numbers:
             return
@@ -36,12 +36,12 @@ class Fp8Watch:
             self._step.graph.forget()
 
     def before(self, step: int) -> None:
-        """Reset the counters before a step that is checked; steps count from 1."""
+        """Reset the counters before a checked step; steps count from 1."""
         if self.blocks is not None and self._is_checked(step):
             self.blocks.reset_parameters()
 
     def read(self, step: int) -> list[LostShare]:
-        """Return the shares of a step that is checked, over all ranks; none of others."""
+        """Return the shares of a checked step, over all ranks; none for other steps."""
         if self.blocks is None or not self._is_checked(step):
             return []
         counts = self.blocks.take_counts().to(communication_device())
@@ -49,7 +49,7 @@ class Fp8Watch:
         return self.blocks.shares_of(counts)
 
     def leave_lossy(self, shares: Iterable[LostShare]) -> list[LostShare]:
-        """Let blocks that have lost too much return to bf16; return the largest share of each of them."""
+        """Return the blocks that have lost too much to bf16; return the largest share of each of them."""
         worst: dict[int, LostShare] = {}
         for share in shares:
             if share.share > max(LARGEST_LOST_SHARE, worst[share.block].share if share.block in worst else 0.0):

@@ -44,7 +44,7 @@ from cs336_systems.train.weights import require_weights
 STOPPED = 75
 """Exit code of a run that was asked to stop and can be resumed: sysexits' "temporary failure, try again"."""
 DIVERGED = 2.0
-"""Losses above this multiple of that of a uniform guess at the end of a run are a failure."""
+"""At the end of a run, a loss above this multiple of a uniform guess's loss is a failure."""
 
 
 def train(settings: TrainSettings) -> int:
@@ -69,7 +69,7 @@ def train(settings: TrainSettings) -> int:
 
 
 def _open_corpus(settings: TrainSettings, rank: Rank) -> Corpus | PackedCorpus:
-    """Open the data; raise UserError, on all ranks, for settings that would fail later on any of them."""
+    """Open the data; raise UserError, on all ranks, for settings that would fail later on any rank."""
     together(lambda: _require_possible(settings, rank))
     data, model = settings.data, settings.model
     kind = PackedCorpus if data.pack == "documents" else Corpus
@@ -108,7 +108,7 @@ class Trainer:
         self.log = RunLog(settings, rank, self.step.config, share) if rank.rank == 0 else None
 
     def introduce(self) -> None:
-        """Show what is trained, on what: the first step may take a while."""
+        """Print the model, the data and the ranks, because the first step may take a while."""
         model, tokens = self.settings.model, self.corpus.tokens.count
         shape = f"{model.parameters:,} parameters (vocabulary {model.vocab_size:,}, context {model.context_length:,})"
         ranks = f"{self.rank.world_size} rank{'' if self.rank.world_size == 1 else 's'} on {self.rank.device}"
@@ -195,7 +195,8 @@ class Trainer:
         return result.stop
 
     def _check_fp8(self) -> None:
-        """Note what FP8 has lost in this step, if it is checked; blocks that lost too much return to bf16."""
+        """Record the shares of elements that FP8 has lost, if this step is checked; return blocks that lost too much to
+        bf16."""
         step = self.progress.step
         shares = self.fp8.read(step)
         if shares and self.log is not None:
@@ -219,7 +220,7 @@ class Trainer:
         return inputs.to(self.rank.device), targets.to(self.rank.device)
 
     def _evaluate(self) -> float:
-        """Report the validation loss, which is returned, and a sampled text. Neither changes the run."""
+        """Report the validation loss, which is returned, and a sampled text, without changing the run."""
         loss = self._loss = self._validation_loss()
         if self.log is not None:
             self.log.evaluation(self.progress.step, loss)
@@ -289,7 +290,7 @@ class Trainer:
         return 0
 
     def _ruin(self) -> str:
-        """Return why the model of a finished run is of no use, or an empty string."""
+        """Return why the model of a finished run is unusable, or an empty string."""
         guess = math.log(self.settings.model.vocab_size)
         if not self._loss < DIVERGED * guess:  # NaN is not below it, either
             return f"the last loss is {self._loss:.4g}, and guessing gives {guess:.4g}"

@@ -26,7 +26,7 @@ IGNORED = -100
 """Target of the last token of a document: cross entropy leaves it out."""
 _AT_ONCE = 1 << 20
 SAMPLED = 256
-"""Sequences from which the share of attention is computed."""
+"""Number of sequences from which the share of attention is computed."""
 
 
 class PackedBatch(NamedTuple):
@@ -37,9 +37,9 @@ class PackedBatch(NamedTuple):
     targets: Tensor
     """(B, T), int64; IGNORED at the last token of a document."""
     positions: Tensor
-    """(B, T), int64: the place of a token in its document, or in the part of it that is in the sequence."""
+    """(B, T), int64: position of a token in its document, or in the part of the document inside the sequence."""
     cu_seqlens: Tensor
-    """(S + 1,), int32: where documents begin among the B x T tokens, then B x T up to a fixed size."""
+    """(S + 1,), int32: offsets of the documents among the B x T tokens, padded to a fixed size with B x T."""
 
     def to(self, device: torch.device) -> tuple[PackedTokens, Tensor]:
         """Return the input of the model and the targets."""
@@ -50,7 +50,7 @@ class PackedBatch(NamedTuple):
 def packed(rows: Tensor, starts: list[np.ndarray], size: int) -> PackedBatch:
     """Return the batch of sequences and the targets after them, `rows` (B, T + 1).
 
-    `starts` has, for each sequence, the places 1 to T at which a document begins, in ascending order. `size` is that of
+    `starts` has, for each sequence, the positions 1 to T at which a document begins, in ascending order. `size`: of
     cu_seqlens.
     """
     count, length = rows.shape[0], rows.shape[1] - 1
@@ -123,14 +123,14 @@ class _Offsets:
 
 @dataclass(frozen=True)
 class PackedCorpus:
-    """A store of tokens whose batches know where documents begin."""
+    """A store of tokens whose batches contain the boundaries of documents."""
 
     corpus: Corpus
     documents: Documents
 
     @classmethod
     def open(cls, name: str, *, context_length: int, validation_share: float = 0.1) -> "PackedCorpus":
-        """Open a store whose tokens are to be `checked`; raise UserError for data without documents."""
+        """Open a store, whose tokens are verified by `checked`; raise UserError for data without documents."""
         if not is_store(Path(name)):
             raise UserError(f"--data {name!r} has no document boundaries; make a folder with cs336 tokenize")
         corpus = Corpus.open(name, context_length=context_length, validation_share=validation_share)

@@ -1,4 +1,4 @@
-"""Checks of a started group of ranks: who is there, what differs between them, and which rank or link is slow.
+"""Checks of a started group of ranks: which ranks there are, what differs between them, and which rank or link is slow.
 
 torchrun --nproc_per_node 8 -m cs336_systems doctor --ranks --output /shared/runs
 """
@@ -26,26 +26,26 @@ from cs336_systems.text import Text, say
 from cs336_systems.train.agreement import code_facts, require_shared
 
 SLOW = 0.7
-"""A rank or link below this share of the median of its kind is reported."""
+"""A rank or link is reported if its rate is below this share of the median of its kind."""
 CLOCK_LIMIT = 1.0
-"""Seconds between the clocks of two ranks from which logs are hard to read together."""
+"""Maximum seconds between the clocks of two ranks; with more, their logs are hard to read together."""
 MOST_LINKS = 20
-"""Links in a table: the slowest."""
+"""Maximum number of links in the table; the slowest are listed."""
 MATMUL = {"cpu": 512, "cuda": 8192}
 """Size of the square matmul that shows how fast a rank computes."""
 
 
 @dataclass(frozen=True)
 class RankFacts:
-    """The machine and the software of a rank, as it reports them itself."""
+    """The machine and software of a rank, as reported by the rank."""
 
     host: str
     device: str
     cores: int
     versions: Mapping[str, str] = field(default_factory=dict)
-    """Names and values that should be equal on all ranks."""
+    """Versions and other values that should be equal on all ranks, by name."""
     gpu: str = ""
-    """Identifies the GPU among all; empty on a CPU."""
+    """Identifier of the GPU, unique among all; empty on a CPU."""
 
 
 @dataclass(frozen=True)
@@ -78,7 +78,7 @@ class GroupReport:
         return f"rank {rank} ({self.ranks[rank].host}, {self.ranks[rank].device})"
 
     def clock(self, rank: int) -> float | None:
-        """Return how far the clock of a rank is ahead of rank 0's, if both were in a pair."""
+        """Return how far the clock of a rank is ahead of rank 0's, if the two were measured as a pair."""
         found = {link.second: link.clock for link in self.links if link.first == 0}
         return 0.0 if rank == 0 else found.get(rank)
 
@@ -139,7 +139,7 @@ class GroupReport:
         return Finding("ok", "slowest rank", seen)
 
     def _slowest_links(self) -> Iterator[Finding]:
-        """Judge links within hosts and between hosts apart."""
+        """Yield slow links; links within hosts and between hosts are compared separately."""
         for is_local, kind in ((True, "within a host"), (False, "between hosts")):
             links = [link for link in self.links if self.is_local(link) is is_local]
             if not links:
@@ -179,7 +179,7 @@ def examine_group(
 ) -> GroupReport:
     """Return the report on the group that this rank is in. Called by all ranks together.
 
-    `facts` returns what this rank says about itself.
+    `facts` returns the facts of this rank.
     """
     ranks = gather((facts or own_facts)(rank))
     problem = _folder_problem(Path(output)) if output else ""

@@ -21,7 +21,7 @@ from cs336_systems.record import GIB, RECORDS, Record
 from cs336_systems.train.settings import TrainSettings
 
 Metrics = Mapping[str, tuple[str, list[float]]]
-"""Metric -> its unit and the values of steps in a row."""
+"""Metric -> its unit and its values in consecutive steps."""
 
 
 def show(text: str) -> None:
@@ -48,7 +48,7 @@ class RunLog:
         self._pending: dict[str, list[float]] = {}
         """Metric -> values of the steps since the last record."""
         self._unwritten: list[Record] = []
-        """Records that wait for the next write: those that could not be written, as to a full disk, and events."""
+        """Records for the next write: events, and records that could not be written, for instance to a full disk."""
         self._first = 0
         self._board: Any = None
         if settings.log.tensorboard:
@@ -57,25 +57,26 @@ class RunLog:
             self._board = SummaryWriter(str(settings.folder / "tensorboard"))
 
     def start(self, step: int) -> None:
-        """Note the step after which this process begins. It is written with its first steps, as a cell of its own that
+        """Record the step after which this process begins. It is written with its first steps, as a separate cell that
         no later start replaces: all processes but the first are restarts."""
         peak = {"peak_flops": ("FLOP/s", [self._peak])} if self._peak else {}
         metrics = {"ranks": ("1", [float(self._ranks)]), "flops": ("FLOP", [float(self._flops)]), **peak}
         self._note(step + 1, metrics, started=self._environment.utc)
 
     def saved(self, step: int, seconds: float) -> None:
-        """Note a checkpoint, and how long training waited for it."""
+        """Record a checkpoint, and how long training waited for it."""
         self._note(step, {"save_time": ("s", [seconds])})
 
     def fp8(self, step: int, shares: list[LostShare]) -> None:
-        """Note the share of elements that FP8 has lost of each tensor of the checked blocks, the first block first."""
+        """Record the share of elements that FP8 has lost of each tensor of the checked blocks, the first block
+        first."""
         metrics: dict[str, tuple[str, list[float]]] = {}
         for share in shares:
             metrics.setdefault(f"{FP8_LOST}{share.tensor}", ("1", []))[1].append(share.share)
         self._note(step, metrics, blocks=",".join(str(share.block) for share in shares if share.tensor == "input"))
 
     def step(self, step: int, loss: float, norm: float, rate: float, seconds: float) -> None:
-        """Note a step that is done; print and record at the intervals of the settings."""
+        """Record a finished step; print and write at the intervals of the settings."""
         if not self._pending:
             self._first = step
         values = {"loss": loss, "gradient_norm": norm, "learning_rate": rate, "step_time": seconds}

@@ -38,18 +38,19 @@ from cs336_systems.train.settings import TrainSettings
 
 @dataclass
 class Progress:
-    """The position of a run; all of it is in its checkpoints."""
+    """The position of a run, all of which is in its checkpoints."""
 
     step: int = 0
-    """Steps done."""
+    """Number of finished steps."""
     skipped: int = 0
-    """Steps left out because they were not finite."""
+    """Number of steps left out because they were not finite."""
     skipped_in_a_row: int = 0
     bf16_blocks: tuple[int, ...] = ()
-    """Blocks of an FP8 run that have returned to bf16."""
+    """Blocks of an FP8 run that compute in bf16."""
 
     def count(self, update: Update) -> None:
-        """Count a step. One that only lowers the loss scale neither adds to a row of skipped steps nor ends it."""
+        """Count a step. A step that only lowers the loss scale neither adds to consecutive skipped steps nor ends
+        them."""
         self.step += 1
         if update is Update.SKIPPED:
             self.skipped += 1
@@ -73,7 +74,7 @@ class Progress:
 
 
 class SaveThread(threading.Thread):
-    """A save in the background: `path` of the checkpoint, or the `problem` that ended it with an exception."""
+    """A save in the background: the `path` of the checkpoint, or the `problem` that ended it with an exception."""
 
     def __init__(self, store: Store, state: dict[str, Any], manifest: dict[str, Any], device: torch.device):
         super().__init__(daemon=True)
@@ -95,11 +96,11 @@ class SaveThread(threading.Thread):
 
 
 class _Status(NamedTuple):
-    """The last save as one rank sees it."""
+    """State of the last save on one rank."""
 
     running: bool = False
     overdue: bool = False
-    """True: it is running and has made no progress within the time limit."""
+    """True if it is running and has made no progress within the time limit."""
     path: Path | None = None
     problem: str | None = None
 
@@ -108,8 +109,8 @@ class Saver:
     """Writes and reads the checkpoints of one run. Every method is called by all ranks together.
 
     Every save runs in a thread, so that a disk that stalls cannot hold the training for much longer than
-    `--rank_timeout`. A synchronous save is waited for; an asynchronous one writes copies of the tensors. A process of
-    its own would not disturb the training less: writing and hashing do not hold the interpreter's lock.
+    `--rank_timeout`. A synchronous save is waited for; an asynchronous one writes copies of the tensors. A separate
+    process would not disturb the training less: writing and hashing do not hold the interpreter's lock.
     """
 
     def __init__(self, settings: TrainSettings, rank: Rank, corpus: Corpus | PackedCorpus, step: TrainStep):
@@ -125,11 +126,11 @@ class Saver:
         self.saved_at: int | None = None
         """Step of the last checkpoint that was saved."""
         self._thread: SaveThread | None = None
-        """The last save, until it is reported."""
+        """The last save, until it has been reported."""
         self._copies: dict[str, Tensor] = {}
-        """Copies of all tensors in host memory, used again by the next asynchronous save."""
+        """Copies of all tensors in host memory, reused by the next asynchronous save."""
         self._init = settings.init
-        """The file of weights that the run was started from."""
+        """File of weights from which the run was started."""
         self.store.prepare()
 
     # -- resuming -----------------------------------------------------------------------------------------------------
@@ -256,7 +257,8 @@ class Saver:
         return not running
 
     def _wait(self) -> None:
-        """Wait for this rank's part of the save, as long as it makes progress; once more for one that was given up."""
+        """Wait for this rank's part of the save, as long as it makes progress; wait once more for a save that was given
+        up."""
         if self._thread is not None and self.store.is_given_up:
             self._thread.join(self._timeout / 2)  # other ranks, which need not wait, wait for this one in a collective
         while self._status().running and not self._status().overdue and self._thread is not None:
@@ -274,7 +276,8 @@ class Saver:
     def _report(self) -> str:
         """Agree with the other ranks on the last save and report it; return the ranks on which it is still running.
 
-        A rank that died ends the run here, with its name; what the other ranks' saves have seen of it is not reported.
+        If a rank died, the run ends here with that rank's name, and consequent errors in other ranks' saves are not
+        reported.
         """
         statuses = gather(self._status())
         if self._thread is None:
@@ -289,7 +292,7 @@ class Saver:
         return running
 
     def _conclude(self, statuses: list[_Status]) -> None:
-        """Report a save that has ended on all ranks."""
+        """Report a save that has finished on all ranks."""
         assert self._thread is not None
         step, self._thread = self._thread.step, None
         self._note(step, statuses[0].path)
@@ -320,11 +323,11 @@ class Saver:
 
 
 INTERCHANGEABLE = ("bf16", "fp8")
-"""Precisions that a run may change between: weights and optimizer state are the same in both."""
+"""Precisions that a run may switch between: weights and optimizer state are the same in both."""
 
 
 def _changes(pairs: Mapping[str, tuple[Any, Any]]) -> list[str]:
-    """Name each setting whose value before differs from the value now."""
+    """Name each setting whose value has changed, with both values."""
     return [one_line(f"{name} was {old} and is {new}") for name, (old, new) in pairs.items() if old != new]
 
 

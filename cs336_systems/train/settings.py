@@ -43,12 +43,12 @@ INIT_CONTEXT = 512
 """Longest context that a run takes over from the weights of `--init`: published models have up to 131,072 tokens."""
 WARMUP_STEPS = 20
 LAUNCH_BOUND = 4 << 20
-"""Elements in the residual stream of a micro batch below which Python is slower than the fused kernels it launches.
+"""With fewer elements in a micro batch's residual stream, Python is slower than the fused kernels that it launches.
 Ranks that communicate have no CUDA graph: large lost 26%, 2.7B won 13% (H200, 2,048 tokens)."""
 
 
 class _Checked:
-    """Reports an invalid value by the name of its flag."""
+    """Base class that reports an invalid value with the name of its flag."""
 
     def _require(self, holds: bool, name: str, requirement: str) -> None:
         if not holds:
@@ -104,7 +104,7 @@ class DataSettings(_Checked):
 
     @property
     def vocab_size(self) -> int | None:
-        """The number of tokens in the vocabulary, where the data says it."""
+        """Number of tokens in the vocabulary, if the data defines it."""
         if self.is_store:
             return read_store(Path(self.path)).vocab_size
         return BYTES if self.is_text else None
@@ -128,7 +128,7 @@ class DataSettings(_Checked):
 
 
 def _no_data(path: Path) -> str:
-    """Return why a path is no data to train on, and what to do."""
+    """Return why a path is not usable training data, and what to do."""
     if not path.is_dir():
         problem = f"{str(path)!r} is not a regular file" if path.exists() else f"no file {str(path)!r}"
         return f"{problem}; --data is a text file, tokens as .bin or .npy, or a finished folder of cs336 tokenize"
@@ -164,17 +164,17 @@ class ShapeSettings(FamilyArguments):
 
     @property
     def given(self) -> dict[str, Any]:
-        """The fields of the model that flags set, without those of a size."""
+        """Fields of the model that are set by flags, without those of a size."""
         return {name: value for name, value in vars(self).items() if value is not None and name != "size"}
 
     @property
     def is_given(self) -> bool:
-        """True if a flag says more of the model than its context."""
+        """True if a flag sets more of the model than its context."""
         return self.size is not None or bool(self.given.keys() - {"context_length"})
 
     @property
     def published_vocabulary(self) -> int:
-        """The vocabulary that a size has of its own; 0 for sizes without one."""
+        """Vocabulary that belongs to a size; 0 for sizes without one."""
         wanted = (self.size or SMALLEST).lower()
         return next((size.get("vocab_size", 0) for name, size in SIZES.items() if name.lower() == wanted), 0)
 
@@ -206,7 +206,7 @@ class ShapeSettings(FamilyArguments):
         return ShapeSettings(**{**vars(saved), "context_length": context, "size": size})
 
     def _asked(self) -> Iterator[tuple[str, dict[str, Any]]]:
-        """Yield each flag of the shape as it is written, and the fields of the model that it sets."""
+        """Yield each flag of the shape as spelled, and the fields of the model that it sets."""
         for name, value in self.given.items():
             switch = f"--{name}" if value else f"--no-{name}"
             yield switch if isinstance(value, bool) else f"--{name} {value}", {name: value}
@@ -409,7 +409,8 @@ class TrainSettings(_Checked):
     log: LogSettings = field(default_factory=LogSettings)
 
     FIXED: ClassVar[tuple[str, ...]] = ("batch_size", "seed", "validation_share", "precision")
-    """Flags that must not change when a run is resumed, besides its model and its data: it would be another run."""
+    """Flags, besides those of the model and the data, that must not change when a run is resumed, because it would be
+    another run."""
 
     def __post_init__(self) -> None:
         self._at_least(1, "steps")
@@ -473,7 +474,7 @@ class TrainSettings(_Checked):
         return hashlib.sha256(tokenizer.read_bytes()).hexdigest() != read_store(Path(self.data.path)).tokenizer_hash
 
     def _require_for_documents(self) -> None:
-        """Raise UserError for settings that do not know of documents."""
+        """Raise UserError for settings that do not support documents."""
         compute, splits = self.compute, self.parallel.engine == "torch" and not self.parallel.splits_data_only
         given = {"--compile": compute.compile, "--memory_budget": compute.memory_budget, "--tp, --cp and --pp": splits}
         given["--precision fp8"] = compute.precision == "fp8"

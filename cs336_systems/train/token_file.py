@@ -20,11 +20,11 @@ from cs336_systems.config import UserError
 _CHUNK = 1 << 22
 """Tokens that are hashed at a time."""
 _THREADS = 16
-"""Most threads that hash."""
+"""Maximum number of threads that hash."""
 _PROBES, _PROBE_TOKENS = 64, 1 << 14
-"""The fingerprint of earlier versions covers this many places, of this many tokens each."""
+"""The fingerprint of earlier versions covers this number of places, each with this many tokens."""
 OLD_DIGITS = 16
-"""Digits of that fingerprint."""
+"""Number of digits of that fingerprint."""
 
 
 class Tokens(NamedTuple):
@@ -57,7 +57,7 @@ class TokenFile:
 
     @property
     def identity(self) -> tuple[int, ...]:
-        """Numbers that are equal for two processes of one machine only if they have opened the same file."""
+        """Numbers that are equal for two processes of one machine only if they opened the same file."""
         return (*self.state, self._offset, self.count, self._dtype.itemsize)
 
     def read(self, start: int, count: int) -> np.ndarray:
@@ -87,7 +87,7 @@ class TokenFile:
         return combined(self.count, [chunk for row in rows for chunk in row if chunk is not None])
 
     def chunks(self) -> range:
-        """Return where the chunks begin that are hashed."""
+        """Return the first token of each chunk that is hashed separately."""
         return range(0, self.count, _CHUNK)
 
     def _summaries(self, starts: range) -> list[Tokens]:
@@ -112,7 +112,7 @@ class TokenFile:
         return digest.hexdigest()[:OLD_DIGITS]
 
     def require_unchanged(self, fingerprint: str) -> None:
-        """Raise UserError if the file was written to and holds other tokens now than at the start of the run."""
+        """Raise UserError if the file was written to and now holds other tokens than at the start of the run."""
         if (now := state_of(self._descriptor)) == self.state:
             return
         if self.summary().fingerprint != fingerprint:
@@ -137,7 +137,7 @@ def combined(count: int, chunks: Iterable[Tokens]) -> Tokens:
 
 
 class FileState(NamedTuple):
-    """The identity of an open file, and what changes when it is written to."""
+    """The identity of an open file, and attributes that change when it is written to."""
 
     device: int
     inode: int

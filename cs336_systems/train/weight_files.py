@@ -1,4 +1,4 @@
-"""Files of weights that `cs336 train --init` names: where they are, and the model that they say they are of. No torch.
+"""Files of weights that `cs336 train --init` names: their location, and the model in their metadata. No torch.
 
 A file of `cs336 export` and the folder of `cs336 import` hold the configuration of the model in their metadata; a file
 from elsewhere may not.
@@ -21,7 +21,8 @@ _HUB_NAME = re.compile(r"[A-Za-z0-9][\w.-]*/[\w.-]+")
 
 
 def weights_file(path: Path) -> Path:
-    """Return the file of weights that `--init` names, itself or by its folder; raise UserError with the way to one."""
+    """Return the file of weights that `--init` names directly or by its folder; raise UserError that says how to get
+    one."""
     if not path.exists():
         advice = download_advice(path) or (
             "; name a file of cs336 export or a folder of cs336 import; weights that only another machine has need the "
@@ -44,7 +45,7 @@ def weights_file(path: Path) -> Path:
 
 
 def download_advice(path: Path) -> str:
-    """Return how to get a model for a path that is no file here but may be its name on the Hugging Face Hub."""
+    """Return how to get a model for a path that does not exist but may be its name on the Hugging Face Hub."""
     if not _HUB_NAME.fullmatch(str(path)) or path.parent.exists():
         return ""
     local = shlex.quote(path.name)

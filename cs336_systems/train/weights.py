@@ -29,7 +29,7 @@ from cs336_systems.train.weight_files import unreadable, weights_file
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 _READABLE = ("F32", "BF16", "F16")
-"""Element types of a file that a model can be started from: each converts to fp32 exactly."""
+"""Element types of files that a model can start from; each converts to fp32 exactly."""
 
 
 # -- out --------------------------------------------------------------------------------------------------------------
@@ -38,7 +38,7 @@ _READABLE = ("F32", "BF16", "F16")
 def export(run: Path, target: Path, *, step: int | None = None, dtype: str = "fp32", force: bool = False) -> str:
     """Write the weights of a run's newest checkpoint, or of that of `step`; return a line that says what was written.
 
-    The file appears when it is complete: it is written under a temporary name, forced to disk and renamed.
+    The file is written under a temporary name, forced to disk and renamed when it is complete.
     """
     if target.is_dir() or not target.parent.is_dir():
         problem = f"{str(target)!r} is a folder" if target.is_dir() else f"no folder {str(target.parent)!r}"
@@ -84,7 +84,7 @@ def saved_weights(found: Checkpoint) -> tuple[dict[str, Tensor], ModelConfig]:
 
 
 def own_state(model: nn.Module) -> dict[str, Tensor]:
-    """Return the state dict of a model without the second name of a weight that it uses twice."""
+    """Return the state dict of a model, in which a weight that is used twice has one name only."""
     once, every = dict(model.named_parameters()), dict(model.named_parameters(remove_duplicate=False))
     return {name: value for name, value in model.state_dict().items() if name in once or name not in every}
 

@@ -49,7 +49,7 @@ PASSES = ("forward_time", "backward_time")
 
 
 def naive_grid(preset: str, base: RunConfig) -> Iterable[Config]:
-    """100 passes per cell, unless --num_steps says otherwise."""
+    """Yield the cells of naive attention: 100 passes per cell, unless --num_steps says otherwise."""
     batch, passes = 8, 100 if base.num_steps == RunConfig.num_steps else base.num_steps
     dims: tuple[int, ...] = (16, 32, 64, 128)
     lengths: tuple[int, ...] = (256, 1024, 4096, 8192, 16384)
@@ -92,7 +92,7 @@ def naive_charts(cells: Cells) -> list[Chart]:
 
 
 def longest(cells: Cells) -> list[CellView]:
-    """Cells with the most tokens and, among these, the widest heads."""
+    """Return cells with the most tokens and, among these, the widest heads."""
     shape = max((cell.get("seq_len"), cell.get("head_dim")) for cell in cells)
     return [cell for cell in cells if (cell.get("seq_len"), cell.get("head_dim")) == shape]
 
@@ -175,7 +175,7 @@ HALF_PRECISION_ONLY = ("sdpa_flash", "sdpa_cudnn", "flex")
 
 
 def flash_grid(preset: str, base: RunConfig) -> Iterable[Config]:
-    """The implementations of one shape follow one another: they share the results that they are checked against."""
+    """Yield the implementations of one shape after one another, because they share the reference results."""
     on_cpu = base.device_type == "cpu"
     precisions: tuple[str, ...] = ("bf16", "fp32")
     dims: tuple[int, ...] = (16, 32, 64, 128)
@@ -189,7 +189,7 @@ def flash_grid(preset: str, base: RunConfig) -> Iterable[Config]:
 
 
 def flash_tables(cells: Cells) -> list[Table]:
-    """For each precision, times, rates, memory and errors with a row per shape."""
+    """Return, for each precision, tables of times, rates, memory and errors with a row per shape."""
     by_precision = grouped(sorted(cells, key=by_shape), lambda cell: cell.get("precision"))
     return [table for chosen in by_precision.values() for table in _tables_of(chosen)]
 
@@ -201,7 +201,7 @@ def _tables_of(cells: Cells) -> list[Table]:
 
 
 def flash_charts(cells: Cells) -> list[Chart]:
-    """Rates by length, forward and backward apart, and the roofline of the widest head."""
+    """Return charts of the rates by length, forward and backward apart, and the roofline of the widest head."""
     groups = by_head_dim(cells)
     statistic = Text("medians, batch 1, 1 head", "中位数，batch 1，1 个头")
     found = [rates_by_length(group, metric, statistic) for group in groups for metric in PASSES]
@@ -209,7 +209,7 @@ def flash_charts(cells: Cells) -> list[Chart]:
 
 
 def memory_highlight(cells: Cells) -> list[Highlight]:
-    """The memory of our attention beside that of naive attention, at the greatest length."""
+    """Return the memory of our attention beside that of naive attention, at the greatest length."""
     fine = having(cells, "peak_memory")
     long = longest(fine) if fine else []
     for same in grouped(long, lambda cell: cell.get("precision")).values():
@@ -241,7 +241,7 @@ def _times(cells: Cells) -> TimesByShape:
 
 
 def flash_speed(cells: Cells, which: int) -> Text | None:
-    """For the first or the second precision: where ours is the fastest, and how fast it is at the greatest length."""
+    """State, for the first or second precision, where ours is the fastest and by how much at the greatest length."""
     precision = list(dict.fromkeys(cell.get("precision") for cell in cells))[which]
     times = _times([cell for cell in cells if cell.get("precision") == precision])
     ours = next(name for name in (*OURS, "flash_torch") if any(name in found for found in times.values()))
@@ -273,7 +273,7 @@ def _wins(times: TimesByShape, ours: str) -> Text:
 
 
 def _ahead_from(ahead: Mapping[tuple[int, int], bool], dim: int) -> int | None:
-    """The length from which on ours is always the fastest."""
+    """Return the length from which on ours is always the fastest; None if there is none."""
     start = None
     for (found, length), is_first in ahead.items():
         if found == dim:
@@ -282,7 +282,7 @@ def _ahead_from(ahead: Mapping[tuple[int, int], bool], dim: int) -> int | None:
 
 
 def _longest_lead(times: TimesByShape, ours: str) -> Text | None:
-    """Speed against the fastest other implementation at the greatest length, over all head dimensions."""
+    """State our speed against the fastest other implementation at the greatest length, over all head dimensions."""
     length = max(length for _, length in times)
     leads = []
     for (dim, seq), found in times.items():

@@ -43,7 +43,7 @@ def grid(preset: str, base: RunConfig) -> Iterable[Config]:
     lengths = (2048,) if preset == "quick" else (512, 1024, 2048, 4096, 8192, 16384)
     for dim, is_causal, length in product((64, 128), (True, False), lengths):
         size = Size(TOKENS_OF_BATCH // length, WIDTH // dim, length, dim)
-        # As many rounds as names, twice if they are odd: each then follows each other equally often.
+        # As many rounds as names, twice if they are odd, so that each follows every other equally often.
         rounds = len(names) * (1 + len(names) % 2)
         timing = {"warmup_ms": 10, "rep_ms": 30, "rounds": rounds, "phases": ["forward", "backward"]}
         yield attention_config(base, size, "bf16", is_causal=is_causal, implementations=names, **timing)

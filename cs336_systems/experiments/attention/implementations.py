@@ -29,7 +29,7 @@ BEST = "*"
 
 
 def contestants() -> list[str]:
-    """Our kernels and the rivals. FlashAttention-4 is optional and takes part where it is installed."""
+    """Return our kernels and the rivals. FlashAttention-4 is optional and takes part where it is installed."""
     from importlib import metadata  # takes 20 ms of every command's start
 
     try:
@@ -41,7 +41,7 @@ def contestants() -> list[str]:
 
 
 def fastest(times: Mapping[str, float], *, ours: bool) -> str | None:
-    """The name of the fastest of our kernels, or of their rivals."""
+    """Return the name of the fastest of our kernels, or of their rivals."""
     return min((name for name in times if (name in OURS) == ours), key=lambda name: times[name], default=None)
 
 
@@ -72,7 +72,7 @@ class Size(NamedTuple):
 
 
 def attention_config(base: RunConfig, size: Size, precision: str, *, is_causal: bool = True, **fields: Any) -> Config:
-    """The configuration of a cell that measures attention alone."""
+    """Return the configuration of a cell that measures attention alone."""
     shape = AttentionShape(*size, is_causal=is_causal, precision=precision)
     return {**dataclasses.asdict(shape), "device": base.device, "seed": base.seed, **fields}
 
@@ -82,10 +82,8 @@ def label_shape(config: Mapping[str, Any], experiments: Sequence[str]) -> str:
 
 
 def naive_memory(config: Mapping[str, Any], *, keeps_graph: bool = False) -> Memory | None:
-    """The need of naive attention, eager or compiled; None for other implementations.
-
-    `keeps_graph`: the cell times backward alone, again and again on one graph.
-    """
+    """Return the predicted memory of naive attention, eager or compiled; None for other implementations. `keeps_graph`:
+    the cell times backward alone, repeatedly on one retained graph."""
     shape = AttentionShape.of(config)
     match config["implementation"]:
         case "reference":
@@ -96,7 +94,7 @@ def naive_memory(config: Mapping[str, Any], *, keeps_graph: bool = False) -> Mem
 
 
 def views(cell: CellView) -> dict[str, CellView]:
-    """Implementation -> a view of its metrics and of the shape's FLOPs."""
+    """Return a view of the metrics and the shape's FLOPs for each implementation."""
     names = cell.get("implementations")
     if names is None:
         return {str(cell.get("implementation")): cell}
@@ -107,7 +105,8 @@ def views(cell: CellView) -> dict[str, CellView]:
 
 
 def failure(view: CellView) -> str:
-    """Why an implementation has no result, or an empty string. In an interleaved cell each has its own status."""
+    """Return why an implementation has no result, or an empty string. In an interleaved cell each has its own
+    status."""
     own = view.metrics.get("status")
     return str(own.samples[0]) if own else ("" if view.ok else view.status)
 
@@ -124,13 +123,13 @@ SHARES = {"forward_time": 2 / 7, "backward_time": 5 / 7}
 
 
 def rate(view: CellView, metric: str = BOTH) -> float | None:
-    """FLOP/s of forward, of backward or of both."""
+    """Return FLOP/s of forward, of backward or of both."""
     seconds, flops = view.median(metric), view.value("flops")
     return SHARES.get(metric, 1.0) * flops / seconds if flops and seconds else None
 
 
 def worst_error(view: CellView) -> float | None:
-    """The largest relative error of the output and the gradients."""
+    """Return the largest relative error of the output and the gradients."""
     errors = [view.value(f"error_{name}") for name in RESULTS]
     return max((error for error in errors if error is not None), default=None)
 
@@ -144,7 +143,7 @@ Times = dict[str, float]
 
 
 def medians(cell: CellView, metric: str) -> Times:
-    """The median time of each implementation that succeeded in a cell."""
+    """Return the median time of each implementation that succeeded in a cell."""
     found = {name: view.median(metric) for name, view in views(cell).items() if not failure(view)}
     return {name: seconds for name, seconds in found.items() if seconds and isfinite(seconds)}
 
@@ -160,7 +159,7 @@ class Quantity:
     of: Callable[[CellView], float | None]
     show: Callable[[float], str]
     best: Callable[[list[float]], float] | None = None
-    """min or max; None where a row has no winner."""
+    """min or max, which marks the best value of a row; None if rows have no best value."""
     is_time: bool = False
 
 
@@ -182,7 +181,7 @@ QUANTITIES = (
 
 
 class Row(NamedTuple):
-    """One shape: the texts that name it, and a view of each implementation."""
+    """One shape: the texts that identify it, and a view of each implementation."""
 
     texts: list[str]
     views: dict[str, CellView]
@@ -196,7 +195,7 @@ def side_by_side(
     with_lead: bool = False,
     quantities: Sequence[Quantity] = QUANTITIES,
 ) -> list[Table]:
-    """A table per measured quantity with a column per implementation; notes and remarks stand under the first.
+    """Return a table per measured quantity with a column per implementation; notes and remarks stand under the first.
 
     `with_lead` adds the fastest rival's time over the time of our fastest kernel to tables of times.
     """
@@ -223,7 +222,8 @@ def side_by_side(
 
 
 def _rows(cells: Cells, shown: Sequence[str]) -> list[Row]:
-    """The rows of a table: an interleaved cell is one, cells of one implementation each share that of their shape."""
+    """Return the rows of a table: an interleaved cell is one row; cells of one implementation share the row of their
+    shape."""
     rows: dict[object, Row] = {}
     for cell in cells:
         texts = keys(cell, shown)
@@ -233,7 +233,7 @@ def _rows(cells: Cells, shown: Sequence[str]) -> list[Row]:
 
 
 def _marked(names: Sequence[str], row: Row, values: Mapping[str, float | None], quantity: Quantity) -> list[str]:
-    """A row's values as text, the best one marked; a failed implementation has its verdict."""
+    """Return a row's values as text, the best one marked; a failed implementation has its verdict."""
     known = [value for value in values.values() if value is not None]
     best = quantity.best(known) if quantity.best and len(known) > 1 else None
     texts = []
@@ -258,7 +258,8 @@ def _names_note(names: Sequence[str]) -> Text:
 
 
 def _failure_notes(rows: Sequence[Row], shown: Sequence[str]) -> list[Text]:
-    """Reasons of the implementations that failed in interleaved cells that did not."""
+    """Return the reasons of the implementations that failed in interleaved cells whose other implementations
+    succeeded."""
     return [
         say("{} {}: {}", "{} {}：{}", row_name(view, shown), name, failure(view))
         for row in rows
@@ -268,7 +269,7 @@ def _failure_notes(rows: Sequence[Row], shown: Sequence[str]) -> list[Text]:
 
 
 def compilation_notes(cells: Cells) -> list[Text]:
-    """How the compiled implementations were compiled.
+    """Return notes on how the compiled implementations were compiled.
 
     Flex's kernel omits its bounds checks only where the length is known at compilation.
     """
@@ -286,7 +287,7 @@ def compilation_notes(cells: Cells) -> list[Text]:
 
 
 def by_shape(cell: CellView) -> tuple:
-    """Sort key of rows: head dimension, then length."""
+    """Return the sort key of rows: head dimension, then length."""
     return (cell.machine, cell.get("head_dim"), cell.get("seq_len"))
 
 
@@ -295,10 +296,10 @@ def by_shape(cell: CellView) -> tuple:
 TOKENS = Text("tokens", "序列长度")
 CAUSAL = Text("causal", "因果")
 MOST_SERIES = 6
-"""The largest number of bars of one shape that can be told apart."""
+"""Maximum number of bars of one shape in a chart."""
 FILLED = 0.15
-"""A chart begins at the length where the fastest implementation reaches this share of its highest rate: shorter ones
-leave most of the GPU idle."""
+"""Charts begin at the length where the fastest implementation reaches this share of its highest rate: at shorter
+lengths most of the GPU is idle."""
 IN_CHARTS = (
     *("flash_attention_4", "sdpa_cudnn", "sdpa_flash", "sdpa", "flex", "sdpa_efficient", "reference", "compiled"),
     *("torch_varlen", "padded"),
@@ -336,7 +337,7 @@ def shape_name(cell: CellView) -> str:
 
 
 def length_name(length: int) -> str:
-    """A number of tokens as papers write it: 16k."""
+    """Return a number of tokens as papers write it: 16k."""
     return str(length) if length % 1024 else f"{length // 1024}k"
 
 
@@ -348,7 +349,7 @@ class Group(NamedTuple):
 
 
 def by_head_dim(cells: Cells) -> list[Group]:
-    """Head dimensions 64 and 128, or else the widest, in bf16 if that was measured."""
+    """Return the cells of head dimensions 64 and 128, or else the widest, in bf16 if that was measured."""
     precisions = {cell.get("precision") for cell in cells}
     precision = "bf16" if "bf16" in precisions else next(iter(precisions))
     dims = sorted({cell.get("head_dim") for cell in cells})
@@ -370,7 +371,7 @@ class Contest(NamedTuple):
 
 
 def contestants_shown(contest: Contest) -> dict[Text, CellView]:
-    """The fastest of our kernels as "ours", then the rivals."""
+    """Return the fastest of our kernels as "ours", then the rivals."""
     views = contest.views
     seconds = {name: view.median(contest.metric) for name, view in views.items() if not failure(view)}
     ours = fastest({name: found for name, found in seconds.items() if found}, ours=True)
@@ -380,7 +381,7 @@ def contestants_shown(contest: Contest) -> dict[Text, CellView]:
 
 
 def contest_series(contests: Iterable[Contest], value: Callable[[CellView, str], float | None]) -> list[Series]:
-    """A series per implementation; where the memory did not suffice, a note instead of a value."""
+    """Return a series per implementation; where an implementation ran out of memory, a note replaces the value."""
     found: dict[Text, list[Point]] = {}
     for contest in contests:
         for name, view in contestants_shown(contest).items():
@@ -395,7 +396,8 @@ def contest_series(contests: Iterable[Contest], value: Callable[[CellView, str],
 def rates_chart(
     contests: Sequence[Contest], where: Text, x: Text, statistic: Text, convention: Text | None = None
 ) -> Chart:
-    """TFLOP/s side by side, and the GPU's peak. `convention`: how FLOPs are counted, if not as in the papers."""
+    """Chart the TFLOP/s side by side, with the GPU's peak. `convention`: how FLOPs are counted, if not as in the
+    papers."""
 
     def teraflops(view: CellView, metric: str) -> float | None:
         found = rate(view, metric)
@@ -409,7 +411,7 @@ def rates_chart(
 
 
 def rates_by_length(group: Group, metric: str, statistic: Text) -> Chart:
-    """TFLOP/s at every length that fills the GPU."""
+    """Chart the TFLOP/s at every length that fills the GPU."""
     by_length = grouped(group.cells, lambda cell: cell.get("seq_len"))
     contests = [
         Contest(Text(length_name(length)), {str(cell.get("implementation")): cell for cell in cells}, metric)
@@ -429,14 +431,14 @@ def _peak_limit(view: CellView) -> list[Limit]:
 
 
 def _peak(view: CellView) -> float | None:
-    """Dense FLOP/s of the GPU that a cell ran on; None for a CPU or an unknown GPU."""
+    """Return dense FLOP/s of the GPU that a cell ran on; None for a CPU or an unknown GPU."""
     precision, on_cpu = view.get("precision"), view.get("device") == "cpu"
     tf32 = precision == "fp32" and view.environment.tf32
     return None if on_cpu else peak_flops(view.environment.gpu, "tf32" if tf32 else precision)
 
 
 def time_by_length(what: Text, group: Group, metric: str, statistic: Text) -> Chart:
-    """A line per implementation."""
+    """Chart the time by length, with a line per implementation."""
 
     def points(cell: CellView) -> list[Point]:
         x = cell.get("seq_len")
@@ -449,7 +451,7 @@ def time_by_length(what: Text, group: Group, metric: str, statistic: Text) -> Ch
 
 
 def roofline(group: Group) -> list[Chart]:
-    """Rates of implementations under the bounds of memory and arithmetic, a point per length; no chart for a CPU."""
+    """Chart rates under the bounds of memory and arithmetic, a point per length; no chart for a CPU."""
     points: dict[Text, list[Point]] = {}
     for cells in grouped(group.cells, lambda cell: cell.get("seq_len")).values():
         contest = Contest(Text(""), {str(cell.get("implementation")): cell for cell in cells}, BOTH)
@@ -470,7 +472,7 @@ def roofline(group: Group) -> list[Chart]:
 
 
 def _intensity(view: CellView) -> float:
-    """FLOPs per byte of the least traffic.
+    """Return the FLOPs per byte of the least memory traffic.
 
     Inputs, output and gradients move once; where scores and weights are written, these and their gradients move once
     out and once in.
@@ -481,7 +483,8 @@ def _intensity(view: CellView) -> float:
 
 
 def _roof(cell: CellView, reached: Sequence[float]) -> list[Series]:
-    """The smaller of peak and bandwidth times intensity, with both parts in view; none for an unknown GPU."""
+    """Return the roofline, min(peak, bandwidth x intensity), drawn on both sides of the ridge; none for an unknown
+    GPU."""
     gpu, peak = cell.environment.gpu, _peak(cell)
     bandwidth = memory_bandwidth(gpu)
     if peak is None or bandwidth is None:

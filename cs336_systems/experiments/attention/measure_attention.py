@@ -42,18 +42,19 @@ SCORES_AT_ONCE = 2**25
 """Scores that the float64 reference holds at a time: 256 MiB, and it needs about five such matrices."""
 
 LEADERBOARD_PARTS = 10
-"""Means that are recorded in place of thousands of samples."""
+"""Number of means that are recorded instead of thousands of samples."""
 
 STEPS_PER_ROUND = 2
-"""Steps timed per round, after one that is not timed: it meets the caches and clocks that another left behind."""
+"""Steps timed per round. One untimed step comes first, because caches and clocks are left from another
+implementation."""
 
 
 # -- implementations --------------------------------------------------------------------------------------------------
 
 Attend = Callable[[Tensor, Tensor, Tensor], Tensor]
-"""(q, k, v) of (batch, heads, seq, d) -> output of that shape."""
+"""Maps q, k and v of (batch, heads, seq, d) to an output of the same shape."""
 Builder = Callable[[AttentionShape, torch.device, bool], AbstractContextManager[Attend]]
-"""(shape, device, dynamic) -> a context manager that gives the callable; `dynamic`: compile for all shapes."""
+"""(shape, device, dynamic) -> a context manager that yields an Attend; `dynamic`: compile for all shapes."""
 
 
 def _ours(name: str, shape: AttentionShape, device: torch.device, dynamic: bool) -> AbstractContextManager[Attend]:
@@ -108,7 +109,7 @@ IMPLEMENTATIONS: dict[str, Builder] = {
 def implementation(
     name: str, shape: AttentionShape, device: torch.device, *, dynamic: bool = True
 ) -> AbstractContextManager[Attend]:
-    """`with implementation(...) as attend:`; entering does the slow part of the set-up."""
+    """Return a context manager that yields the implementation; compilation and other slow set-up happen on entry."""
     return IMPLEMENTATIONS[name](shape, device, dynamic)
 
 
@@ -152,7 +153,7 @@ def torch_dtype(shape: AttentionShape) -> torch.dtype:
 
 
 def draw(shape: AttentionShape, device: torch.device, seed: int) -> list[Tensor]:
-    """q, k, v, which require gradients, and the gradient of the output; equal arguments give equal tensors."""
+    """Return q, k, v, which require gradients, and the gradient of the output; equal arguments give equal tensors."""
     generator = torch.Generator(device).manual_seed(seed)
     tensors = [torch.randn(shape.size, generator=generator, device=device, dtype=torch_dtype(shape)) for _ in range(4)]
     return [tensor.requires_grad_() for tensor in tensors[:3]] + tensors[3:]
@@ -160,7 +161,7 @@ def draw(shape: AttentionShape, device: torch.device, seed: int) -> list[Tensor]
 
 @torch.no_grad()
 def attention_in_float64(q: Tensor, k: Tensor, v: Tensor, grad: Tensor, *, is_causal: bool) -> Results:
-    """Output and gradients in float64, in chunks of query rows: the whole score matrix never exists."""
+    """Return output and gradients in float64, in chunks of query rows: the whole score matrix never exists."""
     q, k, v, grad = (tensor.double() for tensor in (q, k, v, grad))
     scale = q.shape[-1] ** -0.5
     length = q.shape[-2]
@@ -185,7 +186,7 @@ def attention_in_float64(q: Tensor, k: Tensor, v: Tensor, grad: Tensor, *, is_ca
 
 @lru_cache(maxsize=1)  # a grid has the implementations of one shape next to each other
 def _exact(shape: AttentionShape, device: torch.device, seed: int) -> Results:
-    """Exact results, in host memory: on the GPU they would count towards the measured peak."""
+    """Return exact results in host memory: on the GPU they would count towards the measured peak."""
     exact = attention_in_float64(*draw(shape, device, seed), is_causal=shape.is_causal)
     found = {name: tensor.cpu() for name, tensor in exact.items()}
     del exact
@@ -194,7 +195,7 @@ def _exact(shape: AttentionShape, device: torch.device, seed: int) -> Results:
 
 
 def _errors(results: Results, exact: Results, precision: str) -> list[Metric]:
-    """The relative error of each result; raises ArithmeticError if one exceeds its bound."""
+    """Return the relative error of each result; raises ArithmeticError if one exceeds its bound."""
     metrics = []
     for name, result in results.items():
         expected = exact[name].to(result.device)
@@ -207,7 +208,7 @@ def _errors(results: Results, exact: Results, precision: str) -> list[Metric]:
 
 
 def check_errors(attend: Attend, inputs: Sequence[Tensor], exact: Results, precision: str) -> list[Metric]:
-    """The errors of one forward and backward, which is also the warm-up: compilation and autotuning happen here."""
+    """Return the errors of one forward and backward pass, which is also the warm-up (compilation, autotuning)."""
     q, k, v, grad = inputs
     out = attend(q, k, v)
     dq, dk, dv = torch.autograd.grad(out, (q, k, v), grad)
@@ -265,7 +266,8 @@ def measure_flash(config: dict[str, Any]) -> list[Metric]:
 def timed_calls(
     attend: Attend, inputs: Sequence[Tensor], phases: Sequence[str] = ("forward", "forward_backward", "backward")
 ) -> Iterator[tuple[str, Callable[[], object]]]:
-    """(phase, call) pairs, built one by one, so that the graph of backward is not alive during the others."""
+    """Yield (phase, call) pairs one by one, so that the autograd graph of the backward phase exists only in that
+    phase."""
     q, k, v, grad = inputs
     for phase in phases:
         match phase:
@@ -325,13 +327,13 @@ def measure_rivals(config: dict[str, Any]) -> list[Metric]:
 
 
 def failure_of(name: str, error: Exception) -> Metric:
-    """The status of an implementation that failed."""
+    """Return the status of an implementation that failed."""
     reason = " ".join(str(error).split())[:300]
     return Metric("status", "", [f"{type(error).__name__}: {reason}"], variant=name)
 
 
 def interleave(names: Sequence[str], rounds: int) -> Iterator[str]:
-    """All names in each round, ordered such that each follows each other equally often.
+    """Yield all names in each round, in an order in which each name follows every other one equally often.
 
     That takes as many rounds as there are names, or twice as many for an odd number of names. With a plain rotation a
     name would follow the same other name in all rounds but one, which at a GPU's power limit biases by several percent.
@@ -346,7 +348,7 @@ def interleave(names: Sequence[str], rounds: int) -> Iterator[str]:
 
 
 def _captured(name: str, shape: AttentionShape, device: torch.device, inputs: Sequence[Tensor]) -> torch.cuda.CUDAGraph:
-    """Forward and backward as one CUDA graph, whose time is free of the host's launches."""
+    """Capture forward and backward as one CUDA graph, whose time does not include the host's launches."""
     q, k, v, grad = inputs
     graph, side = torch.cuda.CUDAGraph(), torch.cuda.Stream(device)
     with implementation(name, shape, device, dynamic=False) as attend:
@@ -393,7 +395,7 @@ def measure_leaderboard(config: dict[str, Any]) -> list[Metric]:
 
 @contextmanager
 def _leaderboard_entry(name: str, shape: AttentionShape, device: torch.device) -> Iterator[Callable[..., Tensor]]:
-    """The compiled `flash(q, k, v, is_causal)` on (heads, seq, d)."""
+    """Yield the compiled `flash(q, k, v, is_causal)` on (heads, seq, d)."""
     if name == "flash_triton":
         from cs336_systems.kernels import FlashAttentionTriton
 
@@ -408,7 +410,8 @@ def _leaderboard_entry(name: str, shape: AttentionShape, device: torch.device) -
 
 
 def means_of_parts(times: list[float], parts: int = LEADERBOARD_PARTS) -> list[float]:
-    """The means of equal parts of the samples. The first few are left out where the samples do not divide evenly."""
+    """Return the means of equal parts of the samples. The first few are left out where the samples do not divide
+    evenly."""
     if len(times) <= parts:
         return times
     size = len(times) // parts

@@ -49,7 +49,7 @@ class Problem:
         return cls(q, k, v, grad, out, lse, (out.float() * grad.float()).sum(-1), band)
 
     def launcher(self, kernel: str, tile: Tile) -> tuple[Callable[[], None], list[Tensor]]:
-        """A call of the kernel with this tile, and the tensors that it writes."""
+        """Return a call of the kernel with this tile, and the tensors that it writes."""
         q, k, v, out, grad = self.q, self.k, self.v, self.out, self.grad
         tensors: list[Tensor]
         rows: list[Tensor | None]
@@ -101,7 +101,7 @@ def search(kernel: str, problem: Problem, deadline: float) -> Choice:
 
 
 def candidates(kernel: str, bits: int) -> Iterator[Tile]:
-    """Tiles to try, likely ones first: the time may be up before the last."""
+    """Yield tiles to try, likely ones first, because the time may run out."""
     owned, visited = (64, 128) if bits == 16 else (64, 32, 128), (64, 128, 32)
     for stages, warps, own, other in itertools.product((2, 3, 1), (4, 8), owned, visited):
         if warps == 4 or own * other >= 64 * 64:  # a small tile has no work for eight warps
@@ -109,7 +109,7 @@ def candidates(kernel: str, bits: int) -> Iterator[Tile]:
 
 
 def _is_correct(kernel: str, problem: Problem, tile: Tile, expected: list[Tensor]) -> bool:
-    """False also for a tile that does not compile or does not fit this GPU."""
+    """Return False also for a tile that does not compile or does not fit this GPU."""
     from triton.compiler.errors import CompilationError
     from triton.runtime.errors import OutOfResources, PTXASError
 

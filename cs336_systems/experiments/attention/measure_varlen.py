@@ -33,18 +33,18 @@ from cs336_systems.predict.attention_model import AttentionShape
 from cs336_systems.record import Metric
 
 MOST_PADDING = 16
-"""Padding is not tried where it would make more than this many times the tokens."""
+"""Padding is skipped where it would increase the number of tokens by more than this factor."""
 SHORT_MEAN, MIXED_MEDIAN, MIXED_SIGMA, GIANT = 128, 1024, 0.8, 16384
 """Mean length of short documents; median and sigma of the log-normal lengths of the mix; length of the giant."""
 
 Attend = Callable[[Tensor, Tensor, Tensor], Tensor]
-"""(q, k, v) of (tokens, heads, d) -> output of that shape."""
+"""Maps q, k and v of (tokens, heads, d) to an output of the same shape."""
 Builder = Callable[[Sequence[int], bool, torch.device], Attend]
-"""(lengths of the documents, causal, device) -> attention inside them."""
+"""(lengths of the documents, causal, device) -> attention within the documents."""
 
 
 def document_lengths(mix: str, tokens: int, seed: int) -> list[int]:
-    """Lengths of documents of one mix, which fill the tokens exactly; equal arguments give equal lengths."""
+    """Return document lengths of one mix, which fill the tokens exactly; equal arguments give equal lengths."""
     draw = random.Random(seed)
     found = [min(GIANT, tokens // 2)] if mix == "giant" else []
     left = tokens - sum(found)
@@ -59,8 +59,8 @@ def document_lengths(mix: str, tokens: int, seed: int) -> list[int]:
 
 
 def visible_flops(lengths: Sequence[int], shape: AttentionShape) -> int:
-    """FLOPs of forward and backward, 14 for each column of a visible pair: a fused backward runs five matmuls for
-    forward's two."""
+    """Return the FLOPs of forward and backward, 14 per column of a visible pair: a fused backward runs five matmuls,
+    forward two."""
     pairs = sum(n * (n + 1) // 2 if shape.is_causal else n * n for n in lengths)
     return 14 * pairs * shape.heads * shape.head_dim
 
@@ -78,7 +78,8 @@ def _ours(name: str, lengths: Sequence[int], is_causal: bool, device: torch.devi
 
 
 def _padded(lengths: Sequence[int], is_causal: bool, device: torch.device) -> Attend:
-    """Our batched kernel on a batch of documents padded to the longest; rows are moved there and back."""
+    """Return our batched kernel on documents padded to the longest; the call includes padding and unpadding the
+    rows."""
     longest, tokens = max(lengths), sum(lengths)
     if not is_causal:
         raise ValueError("without a causal mask documents would see the padding")
@@ -125,7 +126,7 @@ def _torch_varlen(lengths: Sequence[int], is_causal: bool, device: torch.device)
 
 
 def _known(function: Callable[..., Any], options: dict[str, Any]) -> dict[str, Any]:
-    """The options that a function has parameters for: libraries rename theirs."""
+    """Return the options that a function has parameters for: libraries rename theirs."""
     return {name: value for name, value in options.items() if name in inspect.signature(function).parameters}
 
 
@@ -141,7 +142,7 @@ IMPLEMENTATIONS: dict[str, Builder] = {
 
 
 def draw_packed(shape: AttentionShape, device: torch.device, seed: int) -> list[Tensor]:
-    """q, k, v of (tokens, heads, d), which require gradients, and the gradient of the output."""
+    """Return q, k, v of (tokens, heads, d), which require gradients, and the gradient of the output."""
     generator = torch.Generator(device).manual_seed(seed)
     size = (shape.seq_len, shape.heads, shape.head_dim)
     tensors = [torch.randn(size, generator=generator, device=device, dtype=torch_dtype(shape)) for _ in range(4)]

@@ -57,7 +57,7 @@ def grid(preset: str, base: RunConfig) -> Iterable[Config]:
     names = [*rivals, "torch_varlen", "padded"]
     mixes = ("mixed",) if preset == "quick" else tuple(MIXES)
     for mix, dim in product(mixes, (64,) if preset == "quick" else (64, 128)):
-        # As many rounds as names, twice if they are odd: each then follows each other equally often.
+        # As many rounds as names, twice if they are odd, so that each follows every other equally often.
         timing: dict[str, Any] = {"warmup_ms": 10, "rep_ms": 30, "rounds": len(names) * (1 + len(names) % 2)}
         size = Size(1, HEADS, TOKENS, dim)
         yield attention_config(base, size, "bf16", mix=mix, implementations=names, **timing)
@@ -117,7 +117,7 @@ def _name(cell: CellView) -> Text:
 
 
 def _leads(cells: Cells, metric: str, rival: str | None = None) -> list[tuple[float, Text]]:
-    """The lead of our fastest kernel over a rival, or over the fastest, in each cell that has both."""
+    """Return the lead of our fastest kernel over a rival, or over the fastest rival, in each cell that has both."""
     found = []
     for cell in (cell for cell in cells if cell.ok):
         times = medians(cell, metric)

@@ -68,7 +68,7 @@ SHAPES = (
     (Size(4, 16, 2048, 128), True),
     (Size(4, 12, 512, 64), True),
 )
-"""Size and causal mask: long, medium, and that of the small model."""
+"""Size and causal mask of each shape: long ones, medium ones, and that of the small model."""
 
 
 def rivals_grid(preset: str, base: RunConfig) -> Iterable[Config]:
@@ -76,7 +76,7 @@ def rivals_grid(preset: str, base: RunConfig) -> Iterable[Config]:
     # Without flex: it takes longer to compile than all others to run, and `flash` and the leaderboard measure it.
     rivals = [name for name in contestants() if name != "flex"]
     for size, is_causal in SHAPES[-1:] if preset == "quick" else SHAPES:
-        # A multiple of twice the number of names: each then follows each other equally often.
+        # A multiple of twice the number of names, so that each follows every other equally often.
         fields: dict[str, Any] = {"implementations": rivals, "rounds": 2 * len(rivals)}
         if size.seq_len <= 8192:
             # The host launches slower than the GPU computes, and it may be busy for a second: the rounds together take
@@ -101,7 +101,8 @@ MEDIANS = Text("medians over rounds, implementations interleaved", "各轮的中
 
 
 def rivals_charts(cells: Cells) -> list[Chart]:
-    """TFLOP/s of shapes that keep the GPU busy, and the times of those that the host may launch too slowly."""
+    """Return charts: TFLOP/s of shapes that keep the GPU busy; times of short ones, which the host's launches may
+    bound."""
     fine = [cell for cell in cells if cell.ok]
     short = [cell for cell in fine if any(REPLAYED in view.metrics for view in views(cell).values())]
     long = [cell for cell in fine if cell not in short]
@@ -129,7 +130,8 @@ def _times(title: Text, cells: Cells, metric: str) -> Chart:
 
 
 def rivals_highlights(cells: Cells) -> list[Highlight]:
-    """Our speed against each rival on the leaderboard's shape, or else on the causal one with the most FLOPs."""
+    """Return our speed against each rival on the leaderboard's shape, or else on the causal shape with the most
+    FLOPs."""
     fine = [cell for cell in cells if cell.ok and lead(medians(cell, BOTH))]
     if not fine:
         return []
@@ -166,12 +168,12 @@ FASTEST_RIVAL = Text("the fastest rival", "最快对手")
 
 
 def _won(ratios: Sequence[float]) -> list[str]:
-    """The number of shapes in which ours is faster by more than noise, and that of all."""
+    """Return the number of shapes in which ours is faster by more than noise, and the number of all shapes."""
     return [str(sum(ratio > SAME for ratio in ratios)), str(len(ratios))]
 
 
 def _leads(cells: Cells, metric: str) -> list[tuple[float, Text]]:
-    """The lead over the fastest rival in each shape, with the shape's name."""
+    """Return the lead over the fastest rival in each shape, with the shape's name."""
     fine = [cell for cell in cells if cell.ok]
     return [(found.ratio, _shape(cell)) for cell in fine if (found := lead(medians(cell, metric)))]
 
@@ -276,7 +278,7 @@ def leaderboard_tables(cells: Cells) -> list[Table]:
 
 
 def leaderboard_charts(cells: Cells) -> list[Chart]:
-    """Bars from the fastest to the slowest, ours in their own colour."""
+    """Return charts with bars from the fastest to the slowest, ours in their own colour."""
     ranked = sorted(having(cells, TIME), key=lambda cell: value_of(cell, TIME) or 0.0)
     names = [implementation_name(cell.get("implementation")) for cell in ranked]
     points = [(cell, measured(cell, TIME, name)) for cell, name in zip(ranked, names, strict=True)]
@@ -326,7 +328,7 @@ STEP_TIME = "step_time"
 
 
 def step_grid(preset: str, base: RunConfig) -> Iterable[Config]:
-    """Long contexts: the longer the context, the larger attention's share of a step."""
+    """Yield cells with long contexts: the longer the context, the larger attention's share of a step."""
     on_cuda = base.device_type == "cuda"
     names = ["flash_hopper", "flash_triton", "sdpa_flash", "sdpa_cudnn"] if on_cuda else ["flash_torch", "sdpa"]
     run = dataclasses.replace(base, precision="bf16" if on_cuda else base.precision, batch_size=1)
@@ -334,12 +336,12 @@ def step_grid(preset: str, base: RunConfig) -> Iterable[Config]:
     if preset == "quick":
         sizes = (("small", 1024),) if on_cuda else (("tiny", None),)
     for size, context in sizes:
-        # A multiple of the number of names: each then follows each other equally often.
+        # A multiple of the number of names, so that each follows every other equally often.
         yield {**run_config(run, size, context), "implementations": names, "rounds": 2 * len(names)}
 
 
 def step_tables(cells: Cells) -> list[Table]:
-    """Median step times; the notes have the extremes, which show how far to trust a lead."""
+    """Return tables of median step times; the notes give the extremes, which show how reliable a lead is."""
     shown = varying(cells, always=("size", "context_length"))
     notes = [
         Text(
@@ -360,7 +362,7 @@ def _extremes(cell: CellView, name: Text) -> Text:
 
 
 def step_charts(cells: Cells) -> list[Chart]:
-    """A chart per model: median steps, with a line from the fastest to the slowest."""
+    """Return a chart per model: the median step, with a line from the fastest to the slowest step."""
     note = Text(
         "medians, interleaved; lines from the fastest to the slowest step", "中位数，交替测量；横线为最快到最慢的步"
     )
@@ -380,7 +382,7 @@ def _dot(name: Text, stats: Statistics) -> Point:
 
 
 def step_speed(cells: Cells) -> Text | None:
-    """Step times of the last cell: that of our fastest kernel, and those of its rivals."""
+    """State the step times of the last cell: that of our fastest kernel, and those of its rivals."""
     fine = [cell for cell in cells if cell.ok and fastest(medians(cell, STEP_TIME), ours=True)]
     cell = fine[-1]
     times = medians(cell, STEP_TIME)
@@ -408,7 +410,7 @@ def _step_against(cell: CellView, ours: str, other: str, ratio: float) -> Text:
 
 
 def rounds_ahead(cell: CellView, ours: str, other: str) -> int:
-    """The number of rounds in which ours is faster.
+    """Return the number of rounds in which ours is faster.
 
     Clocks and the host drift from round to round, within one round for both alike: this can separate two
     implementations whose step times, taken together, overlap.
@@ -422,7 +424,7 @@ def rounds_ahead(cell: CellView, ours: str, other: str) -> int:
 
 
 def _sums(samples: Sequence[float], width: int) -> list[float]:
-    """The sums of `width` consecutive samples each: the steps of one round."""
+    """Return the sums of `width` consecutive samples: the steps of one round."""
     return [sum(samples[start : start + width]) for start in range(0, len(samples), width)]
 
 

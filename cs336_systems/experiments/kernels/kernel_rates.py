@@ -26,7 +26,7 @@ KERNEL = Text("kernel", "内核")
 LARGE = 8192
 """Rows, columns and depth of the matmul whose rate is shown."""
 SHORTEST = 1e-7
-"""Seconds below which a kernel's time is not told from the gap before it."""
+"""Shorter times in seconds cannot be told from the gap before a kernel."""
 
 
 def calibrate(path: Path, *, force: bool = False) -> Table:
@@ -57,7 +57,7 @@ def _label(config: Mapping[str, Any], experiments: Sequence[str]) -> str:
 
 
 def _tables(cells: Cells) -> list[Table]:
-    """The rates of the profile, if the calibration is complete."""
+    """Return the rates of the profile, if the calibration is complete."""
     if (profile := _profile(cells)) is None:
         return []
     return [_table(profile, [item for cell in cells for item in cell.records], remarks_on(cells))]
@@ -127,7 +127,7 @@ def _power_notes(profile: GpuProfile) -> list[Text]:
 
 
 def _errors_by_name(profile: GpuProfile, records: Sequence[record.Record]) -> dict[str, list[float]]:
-    """Return how far the profile's rates are from each kernel that was timed."""
+    """Return the relative error of the profile's rates for each kernel that was timed."""
     found: dict[str, list[float]] = defaultdict(list)
     for kernel, seconds in measured_kernels(records):
         name = rates_name(kernel) if isinstance(kernel, AttentionPass) else kernel.name

@@ -87,7 +87,7 @@ KIND_NAMES = {
 PROFILED_2026 = ("small", "2.7B")
 """The 2026 handout asks for two sizes; 2.7B is its xl."""
 COURSE_GPU = "H100"
-"""Contexts are chosen for its memory where that of the GPU is not known."""
+"""GPU whose memory limits the contexts where the memory of the present GPU is not known."""
 
 # -- grids and instrument ---------------------------------------------------------------------------------------------
 
@@ -106,7 +106,7 @@ def _grid(preset: str, base: RunConfig) -> Iterable[Config]:
 
 
 def largest_that_fit(configs: Sequence[Config], gpu_memory: int | None) -> Sequence[Config]:
-    """Keep the three largest contexts with which a training step of the size fits, where the grid is that of 2026."""
+    """In the grid of 2026, keep the three largest contexts with which a training step of the size fits."""
     if {config["model"]["context_length"] for config in configs} != set(CONTEXTS_2026):
         return configs
     budget = usable_bytes(gpu_memory or gpu_bytes(COURSE_GPU))
@@ -146,7 +146,7 @@ def phases_of(cell: CellView) -> list[str]:
 
 
 def kind_seconds(cell: CellView, phases: Sequence[str]) -> dict[str, float]:
-    """Kind of kernel -> seconds in these phases of a step."""
+    """Return the seconds of each kind of kernel in these phases of a step."""
     found = dict.fromkeys(KINDS, 0.0)
     for phase in phases:
         for row in _kinds(cell, phase):
@@ -158,7 +158,7 @@ def kind_seconds(cell: CellView, phases: Sequence[str]) -> dict[str, float]:
 
 
 def kernel_tables(cells: Cells) -> list[Table]:
-    """Kernels by kind, and by name; of several cells only the kernel that takes most."""
+    """Return kernels by kind and by name; for several cells only the kernel that takes most time."""
     ok = [cell for cell in cells if cell.ok]
     tables = [_by_kind(cells), *_against_prediction(ok)]
     tables += [_shares_by_mode(ok)] if len({cell.get("mode") for cell in ok}) > 1 else []
@@ -192,7 +192,7 @@ def _by_kind(cells: Cells) -> Table:
 
 
 def _against_prediction(cells: Cells) -> list[Table]:
-    """Measured and predicted kernel time of fast steps by kind, and the kind that makes most of the difference."""
+    """Return measured and predicted kernel time of fast steps by kind, and the kind with the largest difference."""
     predicted = [(cell, found) for cell in cells if phases_of(cell) and (found := _prediction(cell))]
     if not predicted:
         return []
@@ -217,7 +217,7 @@ def _against_prediction(cells: Cells) -> list[Table]:
 
 
 def _prediction(cell: CellView) -> Predicted | None:
-    """The predicted kernels of a fast step: those of a step in a CUDA graph, which a profile leaves out."""
+    """Return the predicted kernels of a fast step in a CUDA graph, also for a profile, which runs without the graph."""
     parts = set(str(cell.get("fast")).split(","))
     is_fast = parts == {"on"} or parts >= FAST_KERNELS
     return predicted_of({**cell.config, "fast": "on"}, cell.environment.gpu) if is_fast else None
@@ -267,7 +267,7 @@ def _idle_share(cell: CellView, phase: str) -> float | None:
 
 
 def _shares_by_mode(cells: Cells) -> Table:
-    """Shares of the main kinds of kernels for the same model in several modes."""
+    """Return the shares of the main kinds of kernels for the same model in several modes."""
     modes = list(dict.fromkeys(cell.get("mode") for cell in cells))
     groups: dict[tuple, dict[str, CellView]] = {}
     shown = [name for name in varying(cells) if name != "mode"]
@@ -288,7 +288,7 @@ def _shares_by_mode(cells: Cells) -> Table:
 
 
 def _top(cells: Cells) -> Table:
-    """The kernel that took most time, in forward and in forward with backward."""
+    """Return a table of the kernel with the largest time, in forward and in forward plus backward."""
     columns = [word(Text("of", "范围")), Column(terms.SHARE), Column(Text("launches", "启动次数")), word(terms.KERNEL)]
 
     def rows(cell: CellView) -> Iterable[list[str]]:
@@ -310,7 +310,7 @@ def _top(cells: Cells) -> Table:
 
 
 def _by_name(cell: CellView, phase: str) -> Table:
-    """The kernels of a phase in the columns of `nsys stats`."""
+    """Return the kernels of a phase in the columns of `nsys stats`."""
     columns = [Column(terms.SHARE), Column(terms.TOTAL, "ms"), Column(Text("instances", "次数"))]
     columns += [Column(name, "us") for name in (terms.MEAN, terms.MEDIAN, terms.MIN, terms.MAX)]
     columns += [word(terms.KIND), word(terms.NAME)]
@@ -330,7 +330,8 @@ IDLE_SHARE = Text("% of the time without a kernel", "没有内核运行的时间
 
 
 def _charts(cells: Cells) -> list[Chart]:
-    """Shares of the kinds at one context: a chart for each mode, training steps first; the time without a kernel."""
+    """Chart the shares of the kinds at one context, for each mode, training steps first; and the time without a
+    kernel."""
     chosen = sorted(at_one_context(cells), key=lambda cell: cell.get("mode") != MODES[-1])
     if len(chosen) > FEW:
         return []
@@ -339,7 +340,8 @@ def _charts(cells: Cells) -> list[Chart]:
 
 
 def at_one_context(cells: Cells) -> list[CellView]:
-    """Cells of the context length that most cells have, by size; of several the usual one, or the shortest."""
+    """Return the cells, by size, at the context length that most cells share; on a tie the usual length, or the
+    shortest."""
     fine = sorted((cell for cell in cells if cell.ok), key=scale_of)
     cells_at = Counter(cell.get("context_length") for cell in fine)
     context = min(cells_at, key=lambda one: (-cells_at[one], one != USUAL_CONTEXT, one), default=0)
@@ -347,7 +349,7 @@ def at_one_context(cells: Cells) -> list[CellView]:
 
 
 def _kinds_chart(cells: Cells) -> Chart:
-    """A bar for each of several cells, or for each phase of a single one."""
+    """Chart a bar for each of several cells, or for each phase of a single one."""
     shown = varying(cells)
     bars = {bar_name(cell, shown): kind_seconds(cell, phases_of(cell)) for cell in cells}
     where, what = [_where(cells[0])], terms.SIZE
@@ -375,7 +377,7 @@ def _where(cell: CellView) -> Text:
 
 
 def _idle_chart(modes: Mapping[str, Cells]) -> Chart:
-    """The share of a step's phases in which no kernel ran, by size and mode."""
+    """Chart the share of a step's phases in which no kernel ran, by size and mode."""
     series = []
     for mode, members in modes.items():
         found = [(size_name(cell.get("size")), _idle_in_step(cell)) for cell in members]
@@ -387,7 +389,7 @@ def _idle_chart(modes: Mapping[str, Cells]) -> Chart:
 
 
 def _idle_in_step(cell: CellView) -> float | None:
-    """The same as `_idle_share`, of all phases together."""
+    """Return the share of all phases together in which no kernel ran; see `_idle_share`."""
     pairs = [(cell.value(f"{phase}_event_time"), cell.value(f"busy_time: {phase}")) for phase in phases_of(cell)]
     both = [(events, busy) for events, busy in pairs if events and busy is not None]
     if not both or not cell.value("kernels_on_gpu"):
@@ -409,7 +411,7 @@ def _matmul_share(cells: Cells) -> Text | None:
 
 
 def _shares(cell: CellView) -> Mapping[str, float]:
-    """Kind -> share of a step's kernel time."""
+    """Return the share of each kind in a step's kernel time."""
     seconds = kind_seconds(cell, phases_of(cell))
     total = sum(seconds.values())
     return {kind: found / total for kind, found in seconds.items()} if total else {}
@@ -461,7 +463,7 @@ KERNELS = Experiment(
 
 
 def _attention_parts(cell: CellView) -> dict[tuple[str, bool], float]:
-    """(part of attention, is a matmul) -> seconds in forward."""
+    """Return seconds in forward by (part of attention, is a matmul)."""
     found = {(part, matmul): 0.0 for part in (SCORES, SOFTMAX, OUTPUT) for matmul in (True, False)}
     for part, kind, seconds in rows_of(cell.samples("part_table: forward"), PartRow):
         if part in (SCORES, SOFTMAX, OUTPUT):
@@ -478,14 +480,14 @@ OPERATIONS = (
 
 
 def _operations(cell: CellView) -> list[float]:
-    """Seconds of each of `OPERATIONS`."""
+    """Return the seconds of each of `OPERATIONS`."""
     parts = _attention_parts(cell)
     softmax = parts[SOFTMAX, True] + parts[SOFTMAX, False]
     return [parts[SCORES, True], parts[SCORES, False], softmax, parts[OUTPUT, True]]
 
 
 def _attention_tables(cells: Cells) -> list[Table]:
-    """The three steps of naive attention in forward: time beside FLOPs."""
+    """Return the three steps of naive attention in forward: time beside FLOPs."""
     columns = [Column(name, "ms") for name in OPERATIONS]
     columns += [Column(Text("matmul / softmax, time", "矩阵乘 / softmax，时间"))]
     columns += [Column(Text("matmul / softmax, FLOPs", "矩阵乘 / softmax，FLOPs"))]
@@ -529,7 +531,7 @@ def _attention_charts(cells: Cells) -> list[Chart]:
 
 
 def _flops_ratio(cell: CellView) -> float:
-    """FLOPs of the scores' matmul over those of softmax."""
+    """Return the FLOPs of the scores' matmul over those of softmax."""
     return 2 * cell.get("d_model") / cell.get("num_heads") / SOFTMAX_FLOPS
 
 

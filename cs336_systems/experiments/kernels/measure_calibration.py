@@ -51,13 +51,13 @@ from cs336_systems.record import Metric
 from cs336_systems.step.train_step import TrainStep, require_device
 
 BURST, SAMPLES = 2.5e-3, 3
-"""Seconds of work in a replay, and replays."""
+"""Seconds of work in a replay, and number of replays."""
 MOST_COPIES = 60
-"""Runs of a kernel in a graph, at most."""
+"""Maximum runs of a kernel in a graph."""
 SUSTAINED_SECONDS, SAMPLE_SECONDS = 2.0, 0.02
 TINY, TINY_COPIES = 1, 300
 Call = Callable[[int], object]
-"""One run of a kernel; the number of the run chooses its operands."""
+"""Runs a kernel once; the argument, the number of the run, selects the operands."""
 
 
 def measure_calibration(config: dict[str, Any]) -> list[Metric]:
@@ -185,7 +185,7 @@ def _add_norm_backward(run: RunConfig, kernel: Pass, device: torch.device) -> Ca
 
 
 def _is_smaller(run: RunConfig, kernel: Pass, passes: int) -> bool:
-    """Return True for the norm without a branch: it moves less than `passes` times the residual stream."""
+    """Return True for the norm without a residual branch: it moves less than `passes` times the residual stream."""
     return kernel.bytes < passes * run.tokens * run.model.d_model * 2
 
 
@@ -331,9 +331,9 @@ PASSES: dict[str, Builder] = {
 
 
 def _launches(device: torch.device) -> list[float]:
-    """Return the seconds of a small kernel, those between two kernels of a graph, and the host's for one launch.
+    """Return seconds: of a small kernel, of the gap between two kernels of a graph, and of one launch on the host.
 
-    A graph of tiny kernels gives the first two together. A kernel takes at least a microsecond of it.
+    A graph of tiny kernels gives the sum of the first two, of which a kernel takes at least a microsecond.
     """
     x = torch.zeros(TINY, device=device)
 
@@ -360,7 +360,7 @@ def _multiprocessors(device: torch.device) -> list[Metric]:
 
 
 def _power(device: torch.device) -> list[Metric]:
-    """Time each kind of work at once and after SUSTAINED_SECONDS, with the clock and the power that it then has."""
+    """Time each kind of work at once and after SUSTAINED_SECONDS; measure clock and power then."""
     with nvml_device(device) as gpu:
         metrics = [] if gpu is None else [Metric("power_limit", "W", [gpu.power_limit()])]
         for name, call in _sustained_work(device):

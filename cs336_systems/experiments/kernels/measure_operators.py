@@ -22,15 +22,16 @@ HOST_MODEL = ModelConfig(d_model=256, num_heads=4, d_ff=512, num_layers=8, conte
 HOST_STEPS = 15
 HEADS, KEYS = 8, 512
 ROTATED_BYTES, MOST_ROTATED = 200 << 20, 8
-"""Operands are rotated until they exceed this, so that none is in a cache that would not be in a step; sets of them."""
+"""Sets of operands are rotated until they exceed these bytes, so that none stays in a cache; and the maximum number of
+sets."""
 
 
 # -- operators --------------------------------------------------------------------------------------------------------
 
 
 def operator_calls(kernel: Pass, run: RunConfig, device: torch.device) -> list[Call]:
-    """Return an operator that moves as many bytes as the pass, in the way that its name says; and, where it cannot run
-    alone, the part of it that is to be subtracted."""
+    """Return calls of an operator that moves as many bytes as the pass, in the way that the pass's name says; and,
+    where it cannot run alone, of the part whose time is to be subtracted."""
     copies = rotated_sets(kernel.bytes)
     if kernel.name == eager.RMS_NORM_BACKWARD:
         both, forward = zip(*(_rms_norm_backward(kernel.bytes, run, device) for _ in range(copies)), strict=True)
@@ -39,12 +40,12 @@ def operator_calls(kernel: Pass, run: RunConfig, device: torch.device) -> list[C
 
 
 def rotated_sets(size: int) -> int:
-    """Return the number of sets of operands, each of `size` bytes, that runs of a kernel take in turn."""
+    """Return the number of sets of operands, each of `size` bytes, that successive runs of a kernel rotate through."""
     return max(1, min(MOST_ROTATED, ROTATED_BYTES // size))
 
 
 def _rotated(calls: Sequence[Call]) -> Call:
-    """Return a call that takes the operands of each in turn."""
+    """Return a call that rotates through the operands of these calls."""
     return lambda number: calls[number % len(calls)](number)
 
 
@@ -125,8 +126,8 @@ def _softmax(size: int, run: RunConfig, device: torch.device) -> Call:
 
 
 def _softmax_backward(size: int, run: RunConfig, device: torch.device) -> Call:
-    """CUDA's operator multiplies first, which is a pass of its own: the gradient alone is timed by the kernel of
-    log-softmax, which reads and writes the same."""
+    """CUDA's operator also multiplies first, in a separate pass. So the gradient alone is timed by the kernel of
+    log-softmax, which reads and writes the same bytes."""
     grad, weights = (_scores(size // 12, device) for _ in range(2))
     return lambda _: torch.ops.aten._log_softmax_backward_data(grad, weights, -1, torch.float32)
 
@@ -234,7 +235,7 @@ def library_attention(kernel: AttentionPass, device: torch.device) -> tuple[Call
 def host_times(device: torch.device) -> list[float]:
     """Return the host's seconds for one kernel of forward, of forward without autograd and of backward, for one
     parameter in the optimizer, for the graph of one block, for the rest of a step, and for one kernel of a compiled
-    model. All are of a step whose kernels are so short that the host decides."""
+    model. All are measured in a step that is bound by the host because its kernels are so short."""
     set_matmul_precision("fp32")
     step, inference = (_phases(_host_run(device, mode)) for mode in ("train-step", "inference"))
     run = _host_run(device)

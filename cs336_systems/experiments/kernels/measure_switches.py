@@ -50,7 +50,7 @@ class Variant:
 def measure_switch(config: dict[str, Any], *, folder: str | None = None) -> list[Metric]:
     """Time both variants, then trace both: after a profiler has run, the host may stay slower. Traces go to `folder`.
 
-    Groups of kernels (`kernels`, separated by commas) take the time and the number of the other variant's.
+    Groups of kernels (`kernels`, separated by commas) take the time and the number that they have in the other variant.
     """
     run = RunConfig.of(config)
     field, _, value = config["switch"].partition("=")

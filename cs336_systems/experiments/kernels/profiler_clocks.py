@@ -88,7 +88,7 @@ def _tables(cells: Cells) -> list[Table]:
 
 
 def _charts(cells: Cells) -> list[Chart]:
-    """The share of a step in which no kernel runs, with and without a wait after every phase."""
+    """Chart the share of a step in which no kernel runs, with and without a wait after every phase."""
     clocks = {
         Text("wait after every phase", "每个阶段之后等待"): "{}_event_time",
         Text("as in training", "与训练时一样"): "queued_{}_event_time",
@@ -125,7 +125,7 @@ def _queued(cells: Cells) -> Text | None:
 
 
 def _kernels_over_events(cells: Cells, events: str, phases: Sequence[str]) -> list[tuple[float, Text]]:
-    """Kernel time over event time of each cell, over the phases that have both."""
+    """Return kernel time over event time of each cell, over the phases that have both."""
     found = []
     fine = sorted((cell for cell in cells if cell.ok), key=scale_of)
     name = naming(fine)

@@ -45,7 +45,7 @@ PARTS = {
 
 
 def _grid(preset: str, base: RunConfig) -> Iterable[Config]:
-    """Attention of eager and fast steps, and the parts of the fast step one by one."""
+    """Yield cells for attention in eager and fast steps, and for the parts of the fast step one by one."""
     on_cuda = base.device_type == "cuda"
     base = dataclasses.replace(base, precision="bf16" if on_cuda else "fp32", attention="auto")
     if preset == "quick":
@@ -102,7 +102,7 @@ class Switch(NamedTuple):
 
 
 def switches(cells: Cells) -> list[Switch]:
-    """The switches of all cells, in both directions where both are predicted; the largest error first."""
+    """Return the switches of all cells, in both directions where both are predicted; the largest error first."""
     found = []
     for cell in having(cells, "step_time", "switched_time"):
         before, after = _names(cell)
@@ -115,7 +115,7 @@ def switches(cells: Cells) -> list[Switch]:
 
 
 def _names(cell: CellView) -> tuple[Text, Text]:
-    """Both variants: an implementation of attention, or the part of the fast step that one of them has."""
+    """Return the names of both variants: an implementation of attention, or the part of the fast step that differs."""
     field, _, value = str(cell.get("switch")).partition("=")
     if field == "fast":
         part = next((part for part, (others, _) in PARTS.items() if others == cell.get("fast")), str(cell.get("fast")))

@@ -38,23 +38,23 @@ from cs336_systems.table import Table
 from cs336_systems.text import Text, listed, say
 
 PLAN, GROUPS, OFFLOAD_ONLY, TORCH = "plan", "groups", "offload", "torch"
-"""Ways to save memory: a plan, recomputed groups of blocks of one size, a plan that only offloads, torch.compile."""
+"""Ways to save memory: a plan, recomputation in groups of a fixed number of blocks, offloading alone, torch.compile."""
 WORKS = (("large", 1024), ("large", 4096), ("2.7B", 2048), ("2.7B", 4096))
 SHARES = (0.05, 0.25, 0.5, 0.75, 0.95)
-"""Budgets, from the peak of the most economical plan (0) to that of keeping everything (1)."""
+"""Budgets as a share of the range from the peak of the most economical plan (0) to that of keeping everything (1)."""
 BLOCKS = (2, 4, 1, 8, 0)
-"""Blocks recomputed together."""
+"""Numbers of blocks recomputed together."""
 TORCH_BUDGETS = (0.3, 0.6, 1.0)
 """Values of `torch._functorch.config.activation_memory_budget`."""
 TORCH_WORK, OFFLOAD_WORK = ("2.7B", 2048), ("2.7B", 4096)
 OFFLOADED = 6 * GIB
-"""Bytes that the plan without recomputation has to move to the host: about what a forward pass has time for."""
+"""Bytes that a plan without recomputation has to offload: about as many as can be copied during a forward pass."""
 
 # -- grid -------------------------------------------------------------------------------------------------------------
 
 
 def _grid(preset: str, base: RunConfig) -> Iterable[Config]:
-    """Each budget has a uniform group as its neighbour, so that a drift of the GPU's clock favours neither."""
+    """Yield each budget next to a step with uniform groups, so that a drift of the GPU's clock favours neither."""
     base = dataclasses.replace(base, attention="auto", warmup_steps=3, num_steps=6)
     if preset == "quick":
         yield from _work(_quick_run(base), (0.25, 0.75), (1, 0))
@@ -92,7 +92,7 @@ def _cell(run: RunConfig, way: str, **fields: float) -> Config:
 
 @lru_cache(maxsize=64)
 def _ends(run: RunConfig) -> tuple[int, int]:
-    """The predicted peaks of the most economical plan and of keeping everything."""
+    """Return the predicted peaks of the most economical plan and of keeping everything."""
     return least_peak(run), estimate(run).peak
 
 
@@ -113,7 +113,8 @@ def _memory(config: Mapping[str, Any]) -> Memory | None:
 
 
 def _key(cell: CellView) -> tuple:
-    """Cells with the same key do the same work in different ways; the smallest work has the smallest key."""
+    """Return a key that is equal for cells that do the same work in different ways; the smallest work has the smallest
+    key."""
     return scale_of(cell), *map(cell.get, ("context_length", "batch_size", "size", "precision"))
 
 
@@ -122,29 +123,29 @@ def _by_work(cells: Cells) -> dict[tuple, list[CellView]]:
 
 
 def _done(cells: Iterable[CellView], *ways: str) -> list[CellView]:
-    """Cells of these ways that have a time and a peak."""
+    """Return the cells of these ways that have a time and a peak."""
     return having((cell for cell in cells if cell.get("way") in ways), "peak_memory", "step_time")
 
 
 def _budget(cell: CellView) -> float:
-    """The budget in bytes; 0 where a record does not have a valid one."""
+    """Return the budget in bytes; 0 where a record does not have a valid one."""
     text = str(cell.get("memory_budget"))
     return budget_bytes(text) if re.fullmatch(r"\d+(\.\d+)?Gi?B", text) else 0.0
 
 
 def _whole(work: Iterable[CellView]) -> CellView | None:
-    """The step that keeps everything."""
+    """Return the step that keeps all activations."""
     return next((cell for cell in _done(work, GROUPS) if not cell.get("checkpoint_blocks")), None)
 
 
 def _fastest_within(cells: Iterable[CellView], size: float) -> CellView | None:
-    """The fastest of the cells whose peak is at most `size` bytes."""
+    """Return the fastest of the cells whose peak is at most `size` bytes."""
     fitting = [cell for cell in cells if known(cell, "peak_memory") <= size]
     return min(fitting, key=lambda cell: known(cell, "step_time"), default=None)
 
 
 def _duels(cells: Cells) -> list[tuple[CellView, CellView]]:
-    """(planned step, fastest uniform group whose peak is within its budget)."""
+    """Return pairs of a planned step and the fastest uniform group whose peak is within its budget."""
     return [
         (cell, group)
         for work in _by_work(cells).values()
@@ -238,7 +239,7 @@ def _others_table(others: Cells, whole_of: entries.FindBase) -> Table:
 
 
 def _name(cell: CellView) -> Text:
-    """The way of a cell in readers' words."""
+    """Return the name that reports use for the way of a cell."""
     match cell.get("way"):
         case "plan":
             return PLANNED
@@ -358,7 +359,7 @@ def _against_torch(cells: Cells) -> Text | None:
 
 
 def _highlights(cells: Cells) -> list[Highlight]:
-    """The budget with the median gain."""
+    """Return the budget with the median gain."""
     duels = sorted(_duels(cells), key=speed_up)
     if not duels or (ratio := speed_up(duels[len(duels) // 2])) <= SAME:
         return []

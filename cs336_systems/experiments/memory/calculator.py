@@ -36,7 +36,7 @@ _PARTS = {
     "optimizer state": Text("Optimizer state (AdamW)", "优化器状态 (AdamW)"),
     "activations": Text("Activations", "激活值内存"),
 }
-"""Parts that have a paragraph of their own."""
+"""Parts of the memory that have a paragraph of their own."""
 _OTHER = Text(
     "Logits and loss, temporary tensors, weight casts, workspace, inputs, allocator rounding",
     "logits 与 loss、临时张量、权重低精度副本、工作区、输入、分配器取整",
@@ -44,7 +44,7 @@ _OTHER = Text(
 
 
 def describe(config: RunConfig, language: Language) -> str:
-    """The breakdown as numbered paragraphs whose figures, as printed, add up to the total as printed."""
+    """Return the breakdown as numbered paragraphs whose figures, as printed, add up to the total as printed."""
     full = breakdown(config)
     sizes = {name: round(full.peak.parts.get(name, 0) / GIB, 2) for name in _PARTS}
     total = round(full.peak.peak / GIB, 2)
@@ -113,7 +113,7 @@ def calculate(arguments: CalculateArguments) -> int:
 
 
 def memory_tables(config: RunConfig, *, gpu: str = "", trace: bool = False) -> list[Table]:
-    """The parts of the memory, and with a memory budget the plan for the card `gpu`."""
+    """Return the parts of the memory, and with a memory budget the plan for the GPU `gpu`."""
     if not config.memory_budget:
         if gpu:
             raise UserError("--gpu says for which card a memory budget is planned; add --memory_budget auto")
@@ -123,7 +123,7 @@ def memory_tables(config: RunConfig, *, gpu: str = "", trace: bool = False) -> l
 
 
 def memory_table(config: RunConfig, *, trace: bool, plan: Plan | None = None) -> Table:
-    """The parts in full and at the peak, by the closed form and, on request, by a trace of the operators."""
+    """Return all parts and those alive at the peak, by the closed form and, on request, by a trace of the operators."""
     full = None
     if config.model_factory is None and not config.plans_whole_blocks:
         full = breakdown(config, plan)
@@ -254,7 +254,7 @@ def planned_for(config: RunConfig, gpu: str) -> PlannedMemory:
 
 
 def plan_table(config: RunConfig, planned: PlannedMemory, gpu: str) -> Table:
-    """The plan: a row for blocks that do the same."""
+    """Return the plan with one row for all blocks that do the same."""
     costs = BlockCosts(config, Rates.of(find_card(gpu) if gpu else None, config.precision))
     columns = [word(Text("blocks", "块"))]
     columns += [word(Text(*names)) for names in (("kept", "保留"), ("recomputed", "重计算"), ("offloaded", "卸载"))]
@@ -286,7 +286,7 @@ def _plan_notes(planned: PlannedMemory) -> list[Text]:
 
 
 def _ranges(numbers: list[int]) -> str:
-    """Increasing numbers in short: `0-20`, `1, 3, ..., 29`."""
+    """Return increasing numbers in short form: `0-20`, `1, 3, ..., 29`."""
     found = list[str]()
     while numbers:
         first, *others = numbers

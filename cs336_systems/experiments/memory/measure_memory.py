@@ -66,7 +66,7 @@ def measure_memory(config: dict[str, Any], *, folder: str | None = None) -> list
 
 
 def predictions(step: TrainStep) -> list[Metric]:
-    """Predicted peaks: by the closed form, where it knows the model, and by tracing."""
+    """Return predicted peaks: by the closed form, where it covers the model, and by tracing."""
     run = step.config
     traced = [Metric("predicted_by_tracing_memory", "B", [predict_step(step).peak])]
     if run.model_factory is not None or run.fast != "off" or run.memory_budget:
@@ -102,7 +102,7 @@ def _row(block: Block) -> BlockRow:
 
 
 def _snapshot(step: TrainStep, batch: tuple[Tensor, Tensor], folder: str | None) -> list[float]:
-    """Seconds of one step while the allocator records its history, which is written to `folder`."""
+    """Return the seconds of one step while the allocator records its history, which is written to `folder`."""
     torch.cuda.memory._record_memory_history("all", context="all", stacks="python", max_entries=MOST_EVENTS)
     try:
         timings = time_steps(lambda watch: step(*batch, watch=watch), device=step.device, warmup_steps=0, num_steps=1)
@@ -136,7 +136,8 @@ def measure_saved_tensors(config: dict[str, Any]) -> list[Metric]:
 
 
 def _block_metrics(step: TrainStep, saved: list[Saved]) -> list[Metric]:
-    """The first block: what it saves, by operation, and what its backward changes. Nothing for a model without one."""
+    """Return what the first block saves, by operation, and what its backward changes; nothing for a model without
+    blocks."""
     layers = getattr(step.model, "layers", None)
     if not saved or layers is None:
         return []

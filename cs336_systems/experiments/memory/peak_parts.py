@@ -51,11 +51,11 @@ from cs336_systems.text import Text, listed, say
 
 MODULE = "cs336_systems.experiments.memory.measure_memory"
 SMALL_PART = 0.01
-"""Share of the largest bar below which parts are drawn together as one."""
+"""Parts below this share of the largest bar are drawn together as one."""
 XL_CONTEXTS = (128, 2048)
 """Contexts of the 2026 handout for its xl, which is 2.7B."""
 LOW = 0.25
-"""Share of the GPU's memory below which bars are too low to be compared with it."""
+"""The GPU's memory is not drawn if all bars are below this share of it."""
 
 
 # -- memory: the parts of the peak ------------------------------------------------------------------------------------
@@ -134,7 +134,7 @@ def _parts(cells: Cells) -> Table:
 
 
 def _largest(cells: Cells) -> Table:
-    """The largest blocks that a step allocated; the two largest of each cell where there are several."""
+    """Return the largest blocks that a step allocated; with several cells the two largest of each."""
     words = (Text("label", "标签"), terms.MODULE, Text("made by", "产生者"), terms.LINE)
     columns = [Column(terms.BYTES, "MiB"), *map(word, words)]
 
@@ -159,7 +159,7 @@ def _overheads(cells: Cells) -> Table:
 
 
 def _charts(cells: Cells) -> list[Chart]:
-    """A chart per mode, that of a training step first."""
+    """Return a chart per mode, that of a training step first."""
     by_mode = grouped(sorted(cells, key=_place), lambda cell: str(cell.get("mode")))
     modes = sorted(by_mode, key=lambda mode: -MODES.index(mode) if mode in MODES else 0)
     return [_parts_chart(by_mode[mode], MODE_WORDS.get(mode, Text(mode))) for mode in modes]
@@ -189,7 +189,7 @@ def _bar_name(cell: CellView, shown: Sequence[str]) -> Text:
 
 
 def _part_series(cells: Cells, names: Sequence[Text]) -> list[Series]:
-    """The parts in the order of `PART_NAMES`, small ones together; a cell that did not fit has a note."""
+    """Return the parts in the order of `PART_NAMES`, small ones together; a cell that did not fit has a note."""
     parts = [dict(_labels(cell)) for cell in cells]
     labels = sorted({label for found in parts for label in found}, key=_part_place)
     sizes = {label: [found.get(label, 0) / GIB for found in parts] for label in labels}
@@ -210,7 +210,7 @@ def _part_place(label: str) -> int:
 
 
 def gpu_limit(cells: Cells, highest: float) -> list[Limit]:
-    """The memory of the GPU, unless all bars would be too low to read beside it."""
+    """Return the memory of the GPU, unless all bars are too low to be compared with it."""
     memory = cells[0].environment.gpu_memory
     if not memory or (highest < memory * LOW and not any(cell.is_oom for cell in cells)):
         return []
@@ -246,7 +246,7 @@ def _largest_block(cells: Cells) -> Text | None:
 
 
 def _made_at(line: str) -> Text:
-    """File and line that made a tensor, as the end of a sentence; empty where they are not known."""
+    """Return the file and line that made a tensor, as the end of a sentence; empty if unknown."""
     place = line.split(" in ")[0]
     return say(", made at {}", "，由 {} 产生", place) if place else Text("")
 
@@ -274,7 +274,7 @@ NAIVE = Text("naive attention", "朴素注意力")
 
 
 def _saved_grid(preset: str, base: RunConfig) -> Iterable[Config]:
-    """One block, so that the list of saved tensors stays readable."""
+    """Yield a model of one block, so that the list of saved tensors stays readable."""
     if preset == HANDOUT_2026:
         for context, attention, precision in product(XL_CONTEXTS, ("reference", "auto"), ("fp32", "bf16")):
             model = model_config("2.7B", num_layers=1, context_length=context)
@@ -324,7 +324,7 @@ def _saved_tables(cells: Cells) -> list[Table]:
 
 
 def _block_table(cells: Cells, shown: Sequence[str]) -> Table:
-    """One block: what it keeps, and how its backward changes the memory."""
+    """Return what one block keeps, and how its backward pass changes the memory."""
 
     def mib(metric: str) -> Callable[[CellView], str]:
         return lambda cell: "" if cell.value(metric) is None else _mib(cell.value(metric))
@@ -482,7 +482,7 @@ PREDICTED_PARTS = {
 
 
 def _model_grid(preset: str, base: RunConfig) -> Iterable[Config]:
-    """Predictions are for a GPU, whatever device this machine has."""
+    """Yield predictions for a GPU, whatever device this machine has."""
     gpu = dataclasses.replace(base, device="cuda")
     if preset == "quick":
         for size, precision in (("small", "fp32"), ("small", "bf16"), ("2.7B", "bf16")):

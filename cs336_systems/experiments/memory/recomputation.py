@@ -33,18 +33,18 @@ from cs336_systems.text import Text, listed, say
 
 
 class Groups(NamedTuple):
-    """Blocks that are recomputed together."""
+    """Numbers of blocks that are recomputed together."""
 
     outer: int
-    """Blocks in a group; 0: nothing is recomputed."""
+    """Blocks per group; 0: no recomputation."""
     inner: int = 0
-    """Blocks in a group inside such a group; 0: none."""
+    """Blocks per inner group, nested in such a group; 0: no nesting."""
     recursive: bool = False
     """Groups are recomputed by halves."""
 
     @property
     def fields(self) -> Config:
-        """The fields of a cell beside those of its step; without recursion they are those of older records."""
+        """Fields of a cell besides those of its step; without recursion they equal those of older records."""
         return {"inner": self.inner, **({"recursive": True} if self.recursive else {})}
 
     @classmethod
@@ -60,7 +60,7 @@ FLAT = tuple(map(Groups, (0, 1, 2, 4, 8, 16)))
 NESTED = (Groups(4, 1), Groups(8, 1), Groups(8, 2), Groups(16, 4))
 HALVES = Groups(1, recursive=True)
 BETWEEN = (Groups(3), Groups(6))
-"""Groups of 6 are those of the square root of 32 blocks."""
+"""Group sizes between the powers of two; 6 is about the square root of 32 blocks."""
 DEPTHS = (8, 16, 32)
 NARROW = {"d_model": 512, "d_ff": 2048, "num_heads": 8, "vocab_size": 1000, "context_length": 8192}
 """A model whose activations take more memory than its parameters: recomputation decides the peak at every depth."""
@@ -100,7 +100,7 @@ def _label(config: Mapping[str, Any], experiments: Sequence[str]) -> str:
 
 
 def _families(cells: Cells) -> list[Cells]:
-    """Cells that differ in their groups and in the number of blocks only, ordered by these."""
+    """Return cells that differ only in their groups and number of blocks, ordered by these."""
     names = ("d_model", "d_ff", "context_length", "batch_size", "attention", "precision")
     families = grouped(cells, lambda cell: tuple(cell.get(name) for name in names))
     return [sorted(own, key=_place) for own in families.values()]
@@ -154,7 +154,7 @@ def _table(cells: Cells) -> Table:
 
 
 def _best(cells: Cells) -> list[Text]:
-    """Notes on the group with the least memory, predicted and measured."""
+    """Return notes on the group with the least memory, predicted and measured."""
     ok = [cell for cell in cells if cell.ok]
     flat, nested = Text("flat", "不嵌套"), Text("of all", "全部")
     notes = []
@@ -172,7 +172,7 @@ def _best(cells: Cells) -> list[Text]:
 
 
 def _beside_best(cells: Cells) -> list[Text]:
-    """A note on the best groups of one level, and on the next smaller and the next larger ones."""
+    """Return a note on the best groups without nesting, and on the next smaller and next larger ones."""
     flat = [cell for cell in _flat(cells) if Groups.of(cell).outer]
     if len(flat) < 2:
         return []
@@ -184,7 +184,7 @@ def _beside_best(cells: Cells) -> list[Text]:
 
 
 def _least(cells: Cells, metric: str) -> CellView:
-    """The simplest of the cells whose memory is within a thousandth of the least."""
+    """Return the simplest of the cells whose memory is within 0.1% of the least."""
     least = min(cell.value(metric) or float("inf") for cell in cells)
     near = [cell for cell in cells if (cell.value(metric) or float("inf")) <= 1.001 * least]
     return min(near, key=_complexity)
@@ -208,7 +208,8 @@ def _group_name(cell: CellView) -> Text:
 
 
 def _charts(cells: Cells) -> list[Chart]:
-    """For each model and precision, time against memory, or the peak by the number of blocks; then the peaks."""
+    """Return, for each model and precision, a chart of time against memory, or of the peak by number of blocks; then
+    the peaks."""
     families = _families(cells)
     of_one_depth = [cell for own in families if len(_by_depth(own)) == 1 for cell in own]
     found = [_trade_off(own) if own[0] in of_one_depth else _peak_by_depth(own) for own in families]
@@ -255,7 +256,7 @@ def _point(cell: CellView) -> Point:
 
 
 def best_trade_off(points: Iterable[Point]) -> list[Point]:
-    """The points that no other beats in both time and memory, by memory."""
+    """Return the Pareto-optimal points in time and memory, ordered by memory."""
     found: list[Point] = []
     for point in sorted(points, key=lambda point: (point.x, point.y)):
         if not found or point.y < found[-1].y:
@@ -300,7 +301,7 @@ def _least_memory(cells: Cells) -> Text | None:
 
 
 def _halves_beside_flat(cells: Cells) -> Text | None:
-    """Compare the peak of recomputation by halves with that of the best groups of one level."""
+    """Compare the peak of recomputation by halves with that of the best groups without nesting."""
     fine = [cell for cell in having(cells, "peak_memory") if cell.get("checkpoint_blocks")]
     flat, halves = _flat(fine), [cell for cell in fine if Groups.of(cell).recursive]
     if not flat or not halves:
@@ -329,7 +330,7 @@ def _best_group(precision: str, cells: Cells) -> Text | None:
 
 
 def _groups(cell: CellView) -> Text:
-    """The groups of a cell that recomputes, in a sentence."""
+    """Return the groups of a cell with recomputation as part of a sentence."""
     sizes = (str(cell.get("checkpoint_blocks")), str(cell.get("inner")))
     if Groups.of(cell).recursive:
         return say("groups of {} by halves", "每组 {} 块、二分重计算", sizes[0])
@@ -349,7 +350,7 @@ def _without_recomputation(cells: Cells) -> Text | None:
 
 
 def _recompute_time(cells: Cells) -> Text | None:
-    """State what recomputing costs against none, and nesting against the same groups without it."""
+    """State the cost of recomputation against none, and of nested groups against the same groups without nesting."""
     fine = having(cells, "step_time")
     flat = {settings_of(cell): cell for cell in _flat(fine)}
     deep = [cell for cell in fine if not Groups.of(cell).is_flat]
@@ -362,7 +363,7 @@ def _recompute_time(cells: Cells) -> Text | None:
 
 
 def _pair(cell: CellView, base: CellView) -> tuple[float, Text]:
-    """The speed-up over the baseline with the cell's group, for `compared`."""
+    """Return the speed-up over the baseline with the cell's group, for `compared`."""
     return speed_up((cell, base)), say("{}, {}, {}", "{}，{}，{}", _groups(cell), size_of(cell), cell.get("precision"))
 
 

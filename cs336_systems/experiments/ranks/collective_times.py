@@ -27,7 +27,7 @@ from cs336_systems.text import Text, say
 MB = 10**6
 COLLECTIVES = ("all_reduce", "all_gather", "reduce_scatter", "broadcast")
 CURVE_STEPS = 50
-"""Line segments of which a fitted curve is drawn."""
+"""Number of line segments in the drawing of a fitted curve."""
 
 
 def _grid(preset: str, base: RunConfig) -> Iterable[Config]:
@@ -44,7 +44,7 @@ def _grid(preset: str, base: RunConfig) -> Iterable[Config]:
 
 class Timing(NamedTuple):
     nbytes: float
-    """Size of the whole array."""
+    """Bytes of the whole array."""
     seconds: float
 
 
@@ -60,13 +60,14 @@ class Fit(NamedTuple):
 
 
 def timings_of(cell: CellView, collective: str) -> list[Timing]:
-    """The median time of every size."""
+    """Return the median time of every size."""
     sizes = cell.get("sizes")
     return [Timing(size, cell.variant(f"{collective} {size}").median("time") or 0.0) for size in sizes]
 
 
 def fit(timings: Sequence[Timing]) -> Fit:
-    """Least squares of relative errors, otherwise the largest size alone would count. Neither term is negative."""
+    """Fit by least squares of relative errors: with absolute errors the largest size alone would count. Neither term is
+    negative."""
     weighted = [(x, y, 1 / y**2) for x, y in timings]
     total = sum(w for _, _, w in weighted)
     mean_x, mean_y = (sum(w * point[i] for *point, w in weighted) / total for i in (0, 1))
@@ -146,7 +147,7 @@ def _chart(cell: CellView) -> Chart:
 
 
 def _curve(seen: Sequence[Timing]) -> list[Timing]:
-    """Points of the fit, close enough to look like a curve."""
+    """Return points of the fitted line, close enough to be drawn as a curve."""
     line = fit(seen)
     low, high = min(seen).nbytes, max(seen).nbytes
     sizes = [low * (high / low) ** (step / CURVE_STEPS) for step in range(CURVE_STEPS + 1)]

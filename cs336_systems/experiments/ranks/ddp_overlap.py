@@ -50,7 +50,8 @@ NAIVE = Arrangement("naive")
 
 
 def _grid(preset: str, base: RunConfig) -> Iterable[Config]:
-    """On the machine's own link and on a slow network, where torch's all-reduces, sent from C++, cannot be slowed."""
+    """Yield cells on the machine's own link and on an emulated slow network. torch's all-reduces are left out of the
+    latter: they are sent from C++ and cannot be slowed down."""
     ours = [NONE, NAIVE, Arrangement("flat"), Arrangement("overlapped")]
     ours += [Arrangement("bucketed", bucket_size_mb=size) for size in (5, 25)]
     yield from arrangement_grid(preset, base, [*ours, TORCH_DDP])
@@ -58,7 +59,7 @@ def _grid(preset: str, base: RunConfig) -> Iterable[Config]:
 
 
 class Exposure(NamedTuple):
-    """Seconds of an arrangement's communication: measured alone, and as it lengthens a step."""
+    """Seconds of an arrangement's communication: measured alone, and the part that lengthens a step."""
 
     arrangement: Arrangement
     alone: float | None
@@ -66,12 +67,12 @@ class Exposure(NamedTuple):
 
     @property
     def hidden(self) -> float | None:
-        """The hidden share of communication."""
+        """Share of communication that is hidden behind computation."""
         return 1 - self.exposed / self.alone if self.alone and self.exposed is not None else None
 
 
 def exposures(cell: CellView) -> list[Exposure]:
-    """The exposure of every arrangement but `none`, the baseline."""
+    """Return the exposed communication of every arrangement but `none`, the baseline."""
     baseline, found = cell.variant(NONE.name), []
     for arrangement in arrangements_of(cell):
         if arrangement != NONE:
@@ -129,7 +130,7 @@ def _exposed(cell: CellView) -> Chart:
 
 
 def _lanes(cell: CellView) -> Chart:
-    """A step of each wrapper: computation above, communication below."""
+    """Chart one step of each wrapper: computation above, communication below."""
     lanes: list[dict[str, list[Point]]] = [{phase: [] for phase in PHASE_NAMES}, {}]
     for name, metrics in cell.variants.items():
         if "phase_start" not in metrics:
@@ -156,9 +157,9 @@ def _lanes(cell: CellView) -> Chart:
 
 
 def _at_medians(own: CellView) -> Callable[[float], float]:
-    """A function from a time of the recorded step to the same place in a step whose phases take their median times.
+    """Return a function that maps a time in the recorded step to a step whose phases take their median times.
 
-    One recorded step may be far from the usual: a phase of it can take three times its median.
+    One recorded step may be unusual: a phase can take three times its median.
     """
     knots, shift = [(0.0, 0.0)], 0.0
     for phase, start, end in zip(*(own.samples(name) for name in ("phase", "phase_start", "phase_end")), strict=True):
@@ -177,7 +178,7 @@ def _at_medians(own: CellView) -> Callable[[float], float]:
 
 
 def _highlights(cells: Cells) -> list[Highlight]:
-    """The fastest of our wrappers beside the one that averages parameter by parameter after backward."""
+    """Return the fastest of our wrappers beside the one that averages parameter by parameter after backward."""
     fine = sorted((c for c in cells if c.ok and not c.get("link")), key=lambda c: c.get("backend") != "nccl")
     for cell in fine[:1]:
         ours = [one for one in arrangements_of(cell) if one != NONE and one.library == "ours"]
@@ -260,7 +261,7 @@ BUCKETS = [Arrangement("bucketed", bucket_size_mb=size) for size in (0.5, 1, 2, 
 
 
 def exposed(total: float, bucket: float, backward: float, latency: float, bandwidth: float) -> float:
-    """Seconds from the end of backward to the end of the last bucket's all-reduce."""
+    """Return the seconds from the end of backward to the end of the last bucket's all-reduce."""
     sent, free_at = 0.0, 0.0
     while sent < total:
         size = min(bucket, total - sent)
@@ -340,7 +341,7 @@ def _bucket_table(cell: CellView) -> Table:
 
 
 def _best(rows: list[BucketRow]) -> tuple[BucketRow, BucketRow]:
-    """The best row as predicted, and as measured."""
+    """Return the best row by prediction, and the best by measurement."""
     return min(rows, key=lambda row: row.predicted), min(rows, key=lambda row: row.measured)
 
 

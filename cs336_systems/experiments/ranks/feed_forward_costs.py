@@ -47,7 +47,7 @@ def layer_of(config: Any) -> Layer:
 
 
 def measure_costs(config: dict[str, Any]) -> list[Metric]:
-    """The costs of each layout and pass, and of every split. Computed, not measured."""
+    """Return the costs of each layout and pass, and of every split. They are computed, not measured."""
     layer, devices = layer_of(config), config["devices"]
     found = []
     for layout, cost in LAYOUTS.items():

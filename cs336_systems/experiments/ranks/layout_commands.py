@@ -16,9 +16,9 @@ from cs336_systems.predict.rank_shards import STAGES_PER_RANK, Mesh, require_sch
 from cs336_systems.predict.strategy import Strategy
 
 DATA = "tokens.bin"
-"""The reader's own data, as examples name it."""
+"""Name of the user's data in example commands."""
 BASE_SIZE = "small"
-"""The size from which flags lead to a shape without a name."""
+"""Size whose fields the flags override to describe a shape that has no name."""
 WRAPPERS = {0: "ddp", 1: "ddp-sharded", 3: "fsdp"}
 """Our wrappers by the stage of ZeRO, for ranks that split data only."""
 INTERLEAVED = "interleaved"

@@ -19,21 +19,22 @@ from cs336_systems.table import Column, Table, word
 from cs336_systems.text import Text, listed, say
 
 ALONE, AMONG_RANKS = "on", "kernels,loss,optimizer"
-"""Parts of the fast step whose kernels are counted on one GPU, and on one of many: ranks have no CUDA graph."""
+"""Parts of the fast step whose kernels are counted on one GPU, and on several: ranks have no CUDA graph."""
 
 
 class RankTime(NamedTuple):
     """Seconds of a layout's step."""
 
     kernels: float
-    """Of one rank, on its own sequences."""
+    """Kernel time of one rank, on its own sequences."""
     overlapped: float
-    """The step with all communication beside kernels, as far as they last."""
+    """The step if communication overlaps with kernels as far as possible."""
     sequential: float
 
     @classmethod
     def of(cls, kernels: float, passes: Passes) -> "RankTime":
-        """Share the kernels' time among forward and backward as the matmuls' is, and add the exposed communication."""
+        """Split the kernels' time into forward and backward in proportion to the matmuls' time, and add exposed
+        communication."""
         scale = kernels / sum(passes.compute)
         pairs = zip(passes.compute, passes.communication, strict=True)
         exposed = sum(max(0.0, communication - scale * compute) for compute, communication in pairs)
@@ -41,7 +42,8 @@ class RankTime(NamedTuple):
 
 
 def predicted_times(cell: CellView, cost: Cost) -> list[Table]:
-    """Return the table of layouts that fit and whose ranks run whole models on whole sequences; none without any."""
+    """Return the table of layouts that fit and whose ranks run whole models on whole sequences; no table if there are
+    none."""
     profile, peak = _rates(cell.config)
     fitting = fitting_layouts(cell)
     times = {name: time for name in fitting if (time := rank_time(cell, name)) is not None}
@@ -64,8 +66,8 @@ def predicted_times(cell: CellView, cost: Cost) -> list[Table]:
 
 
 def rank_time(cell: CellView, name: str) -> RankTime | None:
-    """Return the time of a layout's step; None where a GPU has a part of each layer, sequence or stage, or its kernels
-    or rates are not known."""
+    """Return the time of a layout's step; None if GPUs split layers, sequences or stages, or if kernels or rates are
+    unknown."""
     (plan,) = plans({**cell.config, "strategies": [name]})
     profile, _ = _rates(cell.config)
     run = _rank_run(cell.config, plan)

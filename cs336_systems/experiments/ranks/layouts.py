@@ -42,7 +42,7 @@ def tables_of(arguments: PlanArguments) -> list[Table]:
 
 
 def _grid(preset: str, base: RunConfig) -> Iterable[Config]:
-    """The handout's exercise and the same shape as a whole model, on clusters of H100s."""
+    """Yield the handout's exercise and the same shape as a whole model, on clusters of H100s."""
     for count, gpus in product(("feed-forward", "transformer"), (1024,) if preset == "quick" else (64, 1024, 16384)):
         yield plan_config(PlanArguments(gpus=gpus, count=count, context_length=4096))
 
@@ -146,7 +146,7 @@ def _time_table(cell: CellView) -> Table:
 
 
 def _assumptions(cell: CellView) -> list[Text]:
-    """Notes on rates that are not known, and on layouts that do not divide the GPUs."""
+    """Return notes on rates that are not known, and on layouts that do not divide the GPUs."""
     notes = []
     words = {
         "link": Text("PCIe 4.0 x16 in a node", "节点内 PCIe 4.0 x16"),
@@ -199,13 +199,13 @@ def _chart(cell: CellView) -> Chart:
 
 
 def _whole_models(cells: Cells) -> list[CellView]:
-    """Cells of the whole model, or all where only the exercise was predicted."""
+    """Return the cells of the whole model, or all cells if only the exercise was predicted."""
     fine = [cell for cell in cells if cell.ok]
     return [cell for cell in fine if cell.get("count") == "transformer"] or fine
 
 
 def _fitting_layouts(cells: Cells) -> Text | None:
-    """The layouts that fit, and the fastest of them, on each cluster."""
+    """State which layouts fit, and which of them is the fastest, on each cluster."""
     said = None
     for cell in _whole_models(cells)[:MOST]:
         said = together(said, safely(_fastest_layout, cell))
@@ -227,7 +227,7 @@ def _fastest_layout(cell: CellView) -> Text:
 
 
 def _communication_bound(cells: Cells) -> Text | None:
-    """The layouts that wait for communication on the largest cluster."""
+    """State which layouts wait for communication on the largest cluster."""
     cell = max(_whole_models(cells), key=lambda cell: cell.get("gpus"))
     late = [name for name in cell.get("strategies") if Passes.of(cell.variant(name)).late]
     gpus = f"{cell.get('gpus'):,}"

@@ -110,7 +110,7 @@ def _wrap(arrangement: Arrangement, model: nn.Module) -> nn.Module:
 
 
 def _fully_shard(model: nn.Module) -> nn.Module:
-    """torch's `fully_shard` with one group for each Linear and Embedding, as in FSDP of this package."""
+    """Return a model in torch's `fully_shard`, with one group per Linear and Embedding, as in this package's FSDP."""
     from torch.distributed.fsdp import fully_shard
 
     for part in model.modules():
@@ -131,7 +131,7 @@ def _optimizer(arrangement: Arrangement, parameters: Iterator[nn.Parameter]) -> 
 
 
 def _start(arrangement: Arrangement, run: RunConfig, batch: Tensor) -> _Run:
-    """The arrangement after its first steps, with the memory that CUDA's allocator gave to it alone."""
+    """Return the arrangement after its first steps, with the memory that CUDA's allocator gave to it alone."""
     if batch.device.type != "cuda":
         step = _build(arrangement, run)
         step(batch[0], batch[1])
@@ -162,7 +162,7 @@ def _time(run: Any, device: torch.device) -> dict[str, list[float]]:
 
 
 def _communication_time(step: TrainStep, batch: Tensor) -> float:
-    """Seconds to average gradients that are all ready, with no computation beside it."""
+    """Return the seconds to average gradients that are all ready, with no computation beside it."""
     model: Any = step.model
     with model.no_sync():
         step.loss(step.logits(batch[0]), batch[1]).backward()
@@ -172,7 +172,8 @@ def _communication_time(step: TrainStep, batch: Tensor) -> float:
 
 
 def _lanes(step: TrainStep, batch: Tensor, link: Link | None) -> list[Metric]:
-    """Phases and collectives of one further step on this rank, in seconds since it began; of FSDP its gathers, too."""
+    """Return the phases and collectives of one more step on this rank, in seconds since its start; for FSDP also its
+    gathers."""
     phases: list[tuple[str, float, float]] = []
 
     @contextmanager
@@ -208,15 +209,15 @@ class _Use:
 
     module: str
     needed: float
-    """Forward has reached the module."""
+    """Time at which forward reaches the module."""
     ready: float = 0.0
-    """The weight is gathered."""
+    """Time at which the weight is gathered."""
     done: float = 0.0
 
 
 @contextmanager
 def _sharded_uses(model: nn.Module, device: torch.device) -> Iterator[list[_Use]]:
-    """Record the modules with sharded weights, in the order of forward. On CUDA every module is waited for."""
+    """Record the modules with sharded weights, in the order of forward. On CUDA the host waits for every module."""
     uses: list[_Use] = []
 
     def now() -> float:
@@ -247,7 +248,8 @@ def _sharded_uses(model: nn.Module, device: torch.device) -> Iterator[list[_Use]
 
 
 def _gather_metrics(uses: list[_Use], transfers: list[Transfer], begin: float) -> list[Metric]:
-    """Weights are gathered in the order of their use, so the first all-gathers of a step are those of forward."""
+    """Pair each weight's use with its all-gather. Weights are gathered in the order of use, so the first all-gathers
+    belong to forward."""
     gathers = [transfer for transfer in transfers if transfer.collective == "all_gather"][: len(uses)]
     if not uses or len(gathers) < len(uses):
         return []
@@ -267,7 +269,8 @@ def _gather_metrics(uses: list[_Use], transfers: list[Transfer], begin: float) -
 
 
 def _state_memory(step: TrainStep, batch: Tensor) -> dict[str, int]:
-    """Bytes of parameters, gradients and optimizer state just before an update, on the fullest rank."""
+    """Return the bytes of parameters, gradients and optimizer state just before an update, on the rank with the
+    most."""
     found: dict[str, int] = {}
 
     @contextmanager
@@ -284,7 +287,7 @@ def _state_memory(step: TrainStep, batch: Tensor) -> dict[str, int]:
 
 
 def _largest_over_ranks(sizes: dict[str, int]) -> dict[str, int]:
-    """The maximum of each size; all ranks have the same names in the same order."""
+    """Return the maximum of each size over ranks; all ranks have the same names in the same order."""
     largest = torch.tensor(list(sizes.values()), device=communication_device())
     dist.all_reduce(largest, op=dist.ReduceOp.MAX)
     return dict(zip(sizes, largest.tolist(), strict=True))
@@ -296,7 +299,8 @@ def _total(tensors: Iterable[Any]) -> int:
 
 
 def _weight_errors(runs: list[_Run]) -> list[float]:
-    """The largest difference of a weight from torch's own arrangement, or else the last, after the same steps."""
+    """Return the largest difference of any weight, after the same steps, from torch's arrangement, or from the last one
+    without torch's."""
     weights = [_weights(run.step.model) for run in runs]
     reference = next((own for own, run in zip(weights, runs, strict=True) if run.arrangement.library == "torch"), None)
     return [
@@ -314,7 +318,7 @@ def _weights(model: nn.Module) -> list[Tensor]:
 
 
 def measure_collectives(config: dict[str, Any]) -> list[Metric]:
-    """Seconds of each call on the slowest rank; one variant for each collective and size in bytes."""
+    """Return the seconds of each call on the slowest rank; one variant for each collective and size in bytes."""
     return in_ranks(_time_collectives, config)
 
 
@@ -330,7 +334,7 @@ def _time_collectives(config: dict[str, Any]) -> list[Metric]:
 
 
 def _call(name: str, elements: int, device: torch.device) -> Callable[[Watch], Any]:
-    """A collective on fp32; `elements` counts the whole array: all-gather's output, reduce-scatter's input."""
+    """Return a collective on fp32; `elements` counts the whole array: all-gather's output, reduce-scatter's input."""
     ranks = dist.get_world_size()
     part = torch.ones(elements // ranks, device=device)
     whole = torch.ones(elements // ranks * ranks, device=device)

@@ -50,14 +50,14 @@ class Arrangement:
 
     @property
     def label(self) -> Text:
-        """Its name in charts and sentences."""
+        """The arrangement's name in charts and sentences."""
         if self.bucket_size_mb is not None:
             return say("bucketed DDP ({} MB)", "分桶 DDP（{} MB）", f"{self.bucket_size_mb:g}")
         return _LABELS.get(self, Text(self.name))
 
     @classmethod
     def named(cls, name: str) -> "Arrangement":
-        """The arrangement that a record or a configuration names."""
+        """Return the arrangement that a record or a configuration names."""
         try:
             if name.startswith(_BUCKETED):
                 return cls("bucketed", bucket_size_mb=float(name.removeprefix(_BUCKETED)))
@@ -141,7 +141,7 @@ SLOW_LINK = [5e-3, 1e8]
 def arrangement_grid(
     preset: str, base: RunConfig, arrangements: Iterable[Arrangement], link: list[float] | None = None
 ) -> Iterable[Config]:
-    """Two ranks on the CPU, or sharing the GPU through Gloo, and with a GPU each through NCCL where there are two.
+    """Yield two ranks on the CPU or sharing a GPU through Gloo, and with two GPUs also one rank per GPU through NCCL.
 
     The quick preset and the emulated network (`link`) always run the small model on the CPU.
     """
@@ -164,7 +164,8 @@ def arrangements_of(cell: CellView) -> list[Arrangement]:
 
 
 def paired_steps(one: CellView, base: CellView, compare: Callable[[float, float], float]) -> float | None:
-    """The median over rounds of a comparison of step times within the round: common disturbances cancel."""
+    """Return the median over rounds of a comparison of step times within the round, which cancels common
+    disturbances."""
     if "step_time" not in one.metrics or "step_time" not in base.metrics:
         return None
     pairs = zip(one.metrics["step_time"].numbers, base.metrics["step_time"].numbers, strict=True)
@@ -175,7 +176,7 @@ def paired_steps(one: CellView, base: CellView, compare: Callable[[float, float]
 
 
 def tables_per_cell(*makers: Callable[[CellView], Table]) -> MakeTables:
-    """The tables of each cell that succeeded, or one of the failures."""
+    """Return the tables of each cell that succeeded, or one table of the failures."""
     return lambda cells: [make(cell) for cell in cells if cell.ok for make in makers] or [failure_table(cells)]
 
 
@@ -200,7 +201,7 @@ def chart_title(cell: CellView, what: Text) -> Text:
 
 
 def chart_place(cell: CellView) -> Text:
-    """The model, the ranks and their link."""
+    """Return the model, the ranks and their link."""
     ranks, backend = (str(cell.get(name)) for name in ("ranks", "backend"))
     one_gpu = str(cell.get("device")).startswith("cuda") and cell.environment.gpu_count == 1
     shared = say("{} ranks sharing one GPU, {}", "{} 个 rank 共用一块 GPU，{}", ranks, backend)
@@ -237,7 +238,7 @@ def gloo_notes(cells: Cells) -> list[Text]:
 
 
 def per_link(*facts: Callable[[CellView], Text | None]) -> tuple[Sentence, ...]:
-    """One sentence for each link between the ranks; links between GPUs come first."""
+    """Return one sentence for each link between the ranks; links between GPUs come first."""
 
     def sentence(cells: Cells, number: int) -> Text | None:
         fine = sorted((cell for cell in cells if cell.ok), key=lambda cell: cell.get("backend") != "nccl")
@@ -251,7 +252,7 @@ def per_link(*facts: Callable[[CellView], Text | None]) -> tuple[Sentence, ...]:
 
 
 def _link(cell: CellView) -> Text:
-    """The link between the ranks; Gloo within one machine must not be taken for a network."""
+    """Return the name of the link between the ranks; Gloo within one machine must not be taken for a network."""
     backend = str(cell.get("backend"))
     device = "GPU" if str(cell.get("device")).startswith("cuda") else "CPU"
     values = (str(cell.get("ranks")), {"gloo": "Gloo", "nccl": "NCCL"}.get(backend, backend), device)

@@ -54,7 +54,7 @@ class PlanArguments(CostArguments, ShapeArguments):
 
 
 def plan_config(arguments: PlanArguments) -> dict[str, Any]:
-    """The configuration of a `parallel_plan` cell; rates that are not given are the GPU's."""
+    """Return the configuration of a `parallel_plan` cell; rates that are not given are the GPU's."""
     for name in ("gpus", "node"):
         if getattr(arguments, name) < 1:
             raise UserError(f"--{name} must be at least 1, got {getattr(arguments, name)}")
@@ -87,7 +87,8 @@ def plan_config(arguments: PlanArguments) -> dict[str, Any]:
 
 
 def _rates(arguments: PlanArguments) -> tuple[dict[str, float], list[str]]:
-    """FLOP/s and bytes per second as given, or else the GPU's own, or else assumed; and the names of the assumed."""
+    """Return FLOP/s and bytes per second as given, or else the GPU's own, or else assumed; and the names of the assumed
+    rates."""
     gpu = find_card(arguments.gpu)
     own = (gpu.peaks.of(arguments.precision), gpu.link, gpu.network) if gpu else (None, None, None)
     tflops = arguments.tflops or own[0]
@@ -101,7 +102,7 @@ def _rates(arguments: PlanArguments) -> tuple[dict[str, float], list[str]]:
 
 
 def _fast(arguments: PlanArguments) -> str:
-    """The parts of the fast step that many GPUs can use."""
+    """Return the parts of the fast step that several GPUs can use."""
     if arguments.memory_budget:
         raise UserError(
             "--memory_budget is for one GPU, see cs336 fit and cs336 memory; leave it out, or use --checkpoint_blocks"
@@ -119,7 +120,8 @@ def _fast(arguments: PlanArguments) -> str:
 
 
 def _strategies(arguments: PlanArguments, layers: int) -> tuple[list[str], list[str]]:
-    """The names of the layouts; and of those, if none was asked for, that do not divide the GPUs and are replaced."""
+    """Return the names of the layouts and, if none was asked for, of the usual layouts that do not divide the GPUs and
+    were replaced."""
     asked = [Strategy.parse(text) for text in arguments.strategy]
     if arguments.strategy != STRATEGIES:
         return [strategy.name for strategy in asked], []
@@ -128,7 +130,7 @@ def _strategies(arguments: PlanArguments, layers: int) -> tuple[list[str], list[
 
 
 def usual_layouts(gpus: int, layers: int) -> list[str]:
-    """The names of the usual layouts with groups that divide `gpus`, without those that lose an axis by it."""
+    """Return the names of the usual layouts with groups that divide `gpus`, without those that lose an axis by it."""
     found = []
     for asked in map(Strategy.parse, STRATEGIES):
         fitting = asked.within(gpus)
@@ -147,7 +149,7 @@ def plans(config: Mapping[str, Any]) -> list[Plan]:
 
 
 def engine_mesh(plan: Plan) -> Mesh:
-    """The mesh on which `cs336 rehearse` runs a plan of stage 0 or 3 without stages or context parallelism."""
+    """Return the mesh on which `cs336 rehearse` runs a plan of stage 0 or 3 without stages or context parallelism."""
     tensor, replicate = plan.strategy.tensor, plan.strategy.replicate
     if plan.strategy.stage == 3:
         return Mesh(dp_replicate=replicate, dp_shard=plan.shards, tp=tensor)
@@ -155,7 +157,7 @@ def engine_mesh(plan: Plan) -> Mesh:
 
 
 def _engine_peak(config: Mapping[str, Any], plan: Plan) -> int | None:
-    """The peak of a GPU that `cs336 rehearse` predicts; None where it does not run the layout."""
+    """Return the peak of a GPU that `cs336 rehearse` predicts; None where it does not run the layout."""
     run, strategy = RunConfig.of(config), plan.strategy
     is_plain = run.fast == "off" and run.mode == "train-step" and run.precision in ("fp32", "bf16")
     is_run = strategy.stage in (0, 3) and strategy.group == strategy.tensor and plan.micro_batches == 1
@@ -187,7 +189,7 @@ def measure_plan(config: dict[str, Any]) -> list[Metric]:
 
 
 def planned(arguments: PlanArguments) -> CellView:
-    """The cell that `cs336 run parallel_plan` would record, without a run."""
+    """Return the cell that `cs336 run parallel_plan` would record, without a run."""
     config = plan_config(arguments)
     return CellView.of("parallel_plan", config, measure_plan(config))
 
@@ -203,7 +205,7 @@ PARTS = {
     "activation": ACTIVATIONS,
     "working": Text("working", "工作副本"),
 }
-"""Parts of the memory of a GPU, with their headings."""
+"""Parts of a GPU's memory, with their headings."""
 
 
 class Passes(NamedTuple):
@@ -224,7 +226,7 @@ class Passes(NamedTuple):
 
     @property
     def overlapped(self) -> float:
-        """The step with all communication beside matmuls."""
+        """Seconds of the step if all communication overlaps with matmuls."""
         return self.idle + sum(map(max, self.compute, self.communication))
 
     @property
@@ -251,7 +253,7 @@ def fitting_layouts(cell: CellView) -> list[str]:
 
 
 def layout_name(name: str) -> str:
-    """The name of a layout for readers."""
+    """Return the name that reports use for a layout."""
     return Strategy.parse(name).title
 
 
@@ -261,7 +263,7 @@ def gpu_name(cell: CellView) -> str:
 
 
 def where(cell: CellView) -> Text:
-    """The model and the cluster."""
+    """Return the model and the cluster."""
     only = Text(" ", " ")
     if cell.get("count") != "transformer":
         only = say(" ({} only) ", "（仅{}）", Text(cell.get("count"), "前馈"))

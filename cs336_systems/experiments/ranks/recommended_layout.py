@@ -25,16 +25,17 @@ from cs336_systems.report.rows import ms, number, percent
 from cs336_systems.text import Text, listed, say
 
 SAME = 1.01
-"""Times whose ratio is smaller count as the same: the prediction knows no better."""
+"""Times whose ratio is below this count as equal, because the prediction is not more accurate."""
 
 
 def recommendation(cell: CellView) -> Text:
-    """The layout to take and why, or the smallest change with which one fits: a sentence or two."""
+    """Return the recommended layout and why, or the smallest change with which one fits: a sentence or two."""
     return _recommended(cell, *best_layout(cell)) if fitting_layouts(cell) else _nothing_fits(cell)
 
 
 def command(cell: CellView) -> Text | None:
-    """The command that trains by the recommended layout, or by the nearest that `cs336 train` has; None without one."""
+    """Return the command that trains with the recommended layout, or with the nearest that `cs336 train` has; None
+    without one."""
     if not fitting_layouts(cell) or not is_training(cell.config):
         return None
     best, _ = best_layout(cell)
@@ -59,8 +60,8 @@ def command(cell: CellView) -> Text | None:
 
 
 def best_layout(cell: CellView) -> tuple[str, Text]:
-    """The layout that fits with the shortest step, of several the one that communicates least, then the smallest; and
-    why. Layouts that `cs336 train` does not have count only where there are no others."""
+    """Return the layout that fits with the shortest step, and why; ties are broken by least communication, then least
+    memory. Layouts that `cs336 train` does not have count only where there are no others."""
     every = fitting_layouts(cell)
     fitting = [name for name in every if is_trained(cell.config, name)] if is_training(cell.config) else every
     fitting = fitting or every
@@ -112,7 +113,8 @@ def _recommended(cell: CellView, best: str, why: Text) -> Text:
 
 
 def _other_axes(cell: CellView, best: str) -> Text:
-    """A remark on the bubble of the layout, and why layouts with stages or context parallelism that fit are slower."""
+    """Return a remark on the layout's pipeline bubble, and why layouts with stages or context parallelism that fit are
+    slower."""
     said = Text("", "")
     if (bubble := cell.variant(best).value("bubble_share")) is not None:
         said = say(" Its stages idle for {} of a step (bubble).", "其流水线气泡占单步的 {}。", percent(bubble))
@@ -131,7 +133,7 @@ def _other_axes(cell: CellView, best: str) -> Text:
 
 
 def _step(cell: CellView, name: str) -> Text:
-    """The time of a step by predicted kernels, or else by matmuls at the GPU's peak rate."""
+    """Return the time of a step from predicted kernels, or else from matmuls at the GPU's peak rate."""
     predicted = rank_time(cell, name)
     times, work = predicted or Passes.of(cell.variant(name)), Text("matmuls", "矩阵乘")
     if predicted:
@@ -165,7 +167,8 @@ def _nothing_fits(cell: CellView) -> Text:
 
 
 def _smallest_change(config: Mapping[str, Any]) -> str | None:
-    """The flags with which a layout fits: those that cost nothing first, then time, then more or larger GPUs."""
+    """Return the flags with which a layout fits: flags without cost first, then those that cost time, then more or
+    larger GPUs."""
     for flags in _changes(config):
         if _smallest_fitting({**config, **flags}) is not None:
             return " ".join(f"--{name} {_FLAGS.get(value, value)}" for name, value in flags.items())
@@ -175,11 +178,12 @@ def _smallest_change(config: Mapping[str, Any]) -> str | None:
 _SAVING = {"attention": "auto", "fast": "kernels,loss", "checkpoint_blocks": 1}
 """Settings of a step that save memory, the fastest first."""
 _FLAGS = {"kernels,loss": "on"}
-"""Values as flags have them."""
+"""Values of settings as flags spell them."""
 
 
 def _changes(config: Mapping[str, Any]) -> Iterator[dict[str, Any]]:
-    """Settings that save memory, one by one and together; smaller batches, and these with all of them."""
+    """Yield settings that save memory, one by one and together; then smaller batches without and with all of these
+    settings."""
     saving = {name: value for name, value in _SAVING.items() if config.get(name) != value}
     yield from ({name: value} for name, value in saving.items())
     yield saving
@@ -187,7 +191,7 @@ def _changes(config: Mapping[str, Any]) -> Iterator[dict[str, Any]]:
 
 
 def _largest_batch(config: Mapping[str, Any]) -> int:
-    """The largest batch with which a layout fits, below that of `config`; 1 if none does."""
+    """Return the largest batch with which a layout fits, below that of `config`; 1 if none does."""
     fits, too_large = 1, config["batch_size"]
     while too_large - fits > 1:
         middle = (fits + too_large) // 2
@@ -199,7 +203,7 @@ def _largest_batch(config: Mapping[str, Any]) -> int:
 
 
 def _smallest_fitting(config: Mapping[str, Any]) -> str | None:
-    """The layout that fits with the least memory, or None."""
+    """Return the layout that fits with the least memory, or None."""
     try:
         found = [plan for plan in plans(config) if plan.fits]
     except UserError:  # settings that do not go together
@@ -208,14 +212,14 @@ def _smallest_fitting(config: Mapping[str, Any]) -> str | None:
 
 
 def _other_layout(config: Mapping[str, Any]) -> str | None:
-    """A layout that was not asked for, on the same GPUs."""
+    """Return a layout that was not asked for, on the same GPUs."""
     others = usual_layouts(config["gpus"], RunConfig.of(config).model.num_layers)
     fitting = _smallest_fitting({**config, "strategies": others})
     return f"--strategy {fitting}" if fitting else None
 
 
 def _more_gpus(config: Mapping[str, Any]) -> str | None:
-    """The fewest GPUs on which a layout fits, of those asked for and of the usual ones."""
+    """Return the fewest GPUs on which a layout fits, of those asked for and of the usual ones."""
     needed: dict[str, int] = {}
     layers = RunConfig.of(config).model.num_layers
     for strategy in map(Strategy.parse, (*config["strategies"], *STRATEGIES)):
@@ -231,7 +235,7 @@ def _more_gpus(config: Mapping[str, Any]) -> str | None:
 
 
 def _larger_gpu(config: Mapping[str, Any]) -> str | None:
-    """The known GPU with the least memory on which a layout fits."""
+    """Return the known GPU with the least memory on which a layout fits."""
     by_memory = sorted(CARDS, key=lambda name: (gpu_bytes(name), CARDS[name].link is None))
     fitting = (name for name in by_memory if _smallest_fitting({**config, "gpu_memory": gpu_bytes(name)}))
     return next((f"--gpu {name}" for name in fitting), None)

@@ -54,7 +54,7 @@ PURPOSES = {
     "keys and values again": Text("keys and values, again", "键与值，再次"),
     "their gradients": Text("gradients of keys and values", "键与值的梯度"),
 }
-"""Purposes of the messages in predict/engine_messages.py."""
+"""Headings for the purposes of messages in predict/engine_messages.py."""
 
 
 @dataclass(frozen=True)
@@ -105,7 +105,7 @@ def rehearsed(arguments: RehearseArguments) -> Rehearsed:
 
 
 def _config(arguments: RehearseArguments) -> RunConfig:
-    """The run of one rank: a training step of plain modules, which is what torch can shard."""
+    """Return the run of one rank: a training step of plain modules, which torch can shard."""
     config = arguments.predicted_config(num_steps=arguments.num_steps)
     if config.fast != "off" or config.memory_budget or config.mode != "train-step":
         raise UserError("a rehearsal runs the plain training step; leave out --fast, --memory_budget and --mode")
@@ -113,7 +113,7 @@ def _config(arguments: RehearseArguments) -> RunConfig:
 
 
 def mesh_plan(arguments: RehearseArguments) -> Plan:
-    """The plan for the mesh: stage 3 where weights are sharded, else data parallel."""
+    """Return the plan for the mesh: stage 3 where weights are sharded, else data parallel."""
     mesh, config = arguments.mesh, _config(arguments)
     sharded = mesh.of_weights.dp_shard > 1
     strategy = Strategy(3 if sharded else 0, mesh.tp, context=mesh.cp, replicate=mesh.dp_replicate if sharded else 1)
@@ -212,7 +212,8 @@ def _why_they_differ(arguments: RehearseArguments, run: Rehearsed) -> list[Text]
 
 
 def _time_table(seconds: float | None, plan: Plan) -> Table:
-    """Measured compute, or predicted where the step was traced, and predicted communication: two ends of a range."""
+    """Return measured compute (predicted if the step was traced) and predicted communication, as the two ends of a
+    range."""
     wire = plan.communication("forward") + plan.communication("backward")
     how = Text("measured", "实测") if seconds is not None else Text("predicted at the GPU's peak", "按 GPU 峰值预测")
     compute = plan.compute("forward") + plan.compute("backward") if seconds is None else seconds

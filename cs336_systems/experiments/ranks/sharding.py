@@ -45,15 +45,15 @@ ALLOCATOR_HEADS = {
     "after_update": Text("after update", "更新后"),
     "peak": PEAK,
 }
-"""Moments at which CUDA's allocator is asked, with their headings."""
+"""Moments at which the bytes of CUDA's allocator are recorded, with their headings."""
 
 
 MOST_PARTS = 6
-"""Rows of the chart of all-gathers."""
+"""Maximum rows in the chart of all-gathers."""
 
 
 def _fsdp_grid(preset: str, base: RunConfig) -> Iterable[Config]:
-    """In 2026 also the handout's xl, which is 2.7B, on two GPUs."""
+    """Yield the arrangements of FSDP; the 2026 preset adds the handout's xl, which is 2.7B here, on two GPUs."""
     yield from arrangement_grid(preset, base, (DDP, SHARDED, FSDP, TORCH_FSDP))
     if preset == HANDOUT_2026 and base.device_type == "cuda":
         own = {"ranks": 2, "backend": "nccl", "arrangements": [DDP.name, FSDP.name], "link": None, "rounds": 5}
@@ -64,7 +64,7 @@ def _fsdp_grid(preset: str, base: RunConfig) -> Iterable[Config]:
 
 
 def _table(cell: CellView) -> Table:
-    """Memory on the fullest rank beside the formula's, and time."""
+    """Return the memory on the rank with the most, beside the formula's, and time."""
     columns = [word(ARRANGEMENT), Column(STEP, "ms"), Column(Text("update", "更新"), "ms")]
     columns += [Column(head, "MiB") for head in STATE_HEADS]
     columns += [Column(Text("over ideal state", "相对理想状态")), Column(WEIGHT_ERROR)]
@@ -116,32 +116,32 @@ def _chart(cell: CellView) -> Chart:
 
 
 class Gather(NamedTuple):
-    """A sharded weight in one forward pass, in seconds since the step began."""
+    """Use of a sharded weight in one forward pass, in seconds since the step began."""
 
     weight: str
     start: float
     end: float
     needed: float
-    """Forward has reached the module that uses it."""
+    """Time at which forward reaches the module that uses it."""
     ready: float
-    """Forward has the whole weight."""
+    """Time at which forward has the whole weight."""
     done: float
 
     @property
     def waited(self) -> float:
-        """Seconds that forward waits for it; until `ready` it also starts the next all-gathers."""
+        """Seconds that forward waits for the weight; until `ready` it also starts the next all-gathers."""
         return max(0.0, self.end - self.needed)
 
 
 def gathers(cell: CellView) -> list[Gather]:
-    """The all-gathers of our FSDP in the forward pass of one step, in the order of their use."""
+    """Return the all-gathers of our FSDP in the forward pass of one step, in the order of their use."""
     own = cell.variant(FSDP.name)
     names = ("weight", "gather_start", "gather_end", "weight_needed", "weight_ready", "weight_done")
     return [Gather(*row) for row in zip(*(own.samples(name) for name in names), strict=True)]
 
 
 def _gather_chart(cell: CellView) -> Chart:
-    """A row for each block: above its forward, and what it waits for; below its all-gathers."""
+    """Return a chart with a row per block: forward and its waiting time above, all-gathers below."""
     found = gathers(cell)
     rows = list(dict.fromkeys(_part(gather.weight) for gather in found))[:MOST_PARTS]
     spans: tuple[list[Point], list[Point], list[Point]] = ([], [], [])
@@ -165,7 +165,7 @@ def _gather_chart(cell: CellView) -> Chart:
 
 
 def _part(weight: str) -> Text:
-    """The block of a weight, or the part of the model outside the blocks."""
+    """Return the block that a weight belongs to, or the part of the model outside the blocks."""
     found = re.match(r"layers\.(\d+)\.", weight)
     names = {"token_embeddings": Text("embedding", "嵌入"), "lm_head": Text("head", "输出层")}
     return say("block {}", "第 {} 块", found[1]) if found else names.get(weight, Text(weight))
@@ -175,7 +175,7 @@ def _part(weight: str) -> Text:
 
 
 def _saving_of(subject: Arrangement) -> Callable[[CellView], Text | None]:
-    """A fact that compares the arrangement with plain data parallel and with torch's own implementation."""
+    """Return a finding that compares the arrangement with plain data parallel and with torch's own implementation."""
     theirs = replace(subject, library="torch")
 
     def fact(cell: CellView) -> Text | None:

@@ -40,7 +40,7 @@ def _grid(preset: str, base: RunConfig) -> Iterable[Config]:
     names = ["plain", "ours", "packed"]
     if on_cuda:  # compilation for a CPU takes minutes, and Liger's kernels need a GPU
         names += ["compiled", *(["liger"] if importlib.util.find_spec("liger_kernel") is not None else [])]
-    # A multiple of twice the number of names: each then follows each other equally often.
+    # A multiple of twice the number of names, so that each follows every other equally often.
     more = {"implementations": names, "rounds": 2 if preset == "quick" else 2 * len(names)}
     base = dataclasses.replace(base, attention="auto")
     if preset == "quick":
@@ -61,12 +61,12 @@ def _label(config: Mapping[str, Any], experiments: Sequence[str]) -> str:
 
 
 def _views(cell: CellView) -> dict[str, CellView]:
-    """Implementation -> its metrics, in the order of NAMES; those that failed too."""
+    """Return the metrics of each implementation in the order of NAMES, also of those that failed."""
     return {name: cell.variant(name) for name in NAMES if name in cell.get("implementations")}
 
 
 def _fine(cell: CellView) -> dict[str, CellView]:
-    """The implementations that have a time."""
+    """Return the implementations that have a time."""
     return {name: view for name, view in _views(cell).items() if not failure(view) and view.median(TIME)}
 
 
@@ -87,7 +87,7 @@ def _tables(cells: Cells) -> list[Table]:
 
 
 def _rows(cell: CellView, shown: Sequence[str]) -> Iterator[list[str | Text]]:
-    """A row for each implementation, or its verdict where it failed."""
+    """Yield a row for each implementation, or its verdict if it failed."""
     views = _views(cell)
     columns = _columns(views.get("plain"))
     for name, view in views.items():
@@ -166,7 +166,7 @@ def _shape(cell: CellView) -> tuple[str, str]:
 
 
 def _largest(cells: Cells) -> CellView:
-    """The cell of the largest model that has a time of ours."""
+    """Return the cell of the largest model that has a time of ours."""
     return max((cell for cell in cells if cell.ok and "ours" in _fine(cell)), key=scale_of)
 
 
@@ -214,7 +214,7 @@ def _packed(cells: Cells) -> Text | None:
 
 
 def _highlights(cells: Cells) -> list[Highlight]:
-    """The speed against the fastest rival in the largest model."""
+    """Return the speed against the fastest rival in the largest model."""
     cell = _largest(cells)
     fine = _fine(cell)
     rivals = [name for name in RIVALS if name in fine and name != "plain"]

@@ -37,7 +37,7 @@ Pair = tuple[CellView, CellView]
 
 
 def against(cells: Cells, field: str, baseline: Any, what: Text, extra: Sequence[entries.Entry] = ()) -> list[Table]:
-    """Rows with their speed-up over the row that differs from them in `field` alone."""
+    """Return rows with their speed-up over the row that differs from them in `field` alone."""
     base_of = entries.baselines(cells, lambda cell: cell.get(field) == baseline, field)
     columns = [
         entries.ms(terms.FORWARD, "forward_time"),
@@ -54,7 +54,7 @@ def against(cells: Cells, field: str, baseline: Any, what: Text, extra: Sequence
 
 
 def speed_up_chart(cells: Cells, field: str, baseline: Any, title: Text) -> Chart:
-    """Bars of the speed-up of each value of `field` over the baseline, by size."""
+    """Chart the speed-up of each value of `field` over the baseline, by size."""
     pairs = [pair for pair in pairs_of(cells, field, baseline) if pair[0].get("mode") == "train-step"]
     series = []
     for members in grouped((cell for cell, _ in pairs), lambda cell: cell.get(field)).values():
@@ -68,13 +68,13 @@ def speed_up_chart(cells: Cells, field: str, baseline: Any, title: Text) -> Char
 
 
 def largest_pair(cells: Cells, field: str, value: Any, baseline: Any) -> Pair | None:
-    """The largest model's training step with this value, and its baseline."""
+    """Return the largest model's training step with this value, and its baseline."""
     pairs = [pair for pair in pairs_of(cells, field, baseline) if pair[0].get("mode") == "train-step"]
     return next((pair for pair in reversed(pairs) if pair[0].get(field) == value), None)
 
 
 def highlight(rank: int, pair: Pair | None, what: Text, base: Text) -> list[Highlight]:
-    """The speed-up of a pair for the first screen; where it is none, how much slower."""
+    """Return the speed-up of a pair for the first screen, or the slow-down if it is slower."""
     if pair is None:
         return []
     gain = speed_up(pair)

@@ -22,19 +22,19 @@ from cs336_systems.predict.memory_model import estimate
 from cs336_systems.record import GIB
 
 SEED = 338
-"""A model that was changed after a draw has seen it, and the next draw has another seed. 336 was drawn first."""
+"""Seed of the draw. After a change of the model based on a draw, the next draw needs a new seed; 336 was the first."""
 WARMUP_STEPS, MEASURED_STEPS = 3, 5
 """A fast step is captured in its third warm-up step; five more steps show its spread."""
 MEMORY = 139 * GIB
 """Memory of the GPU that steps are drawn for."""
 FASTEST_SHARE = {"fp32": 0.62, "tf32": 0.3, "bf16": 0.5}
-"""Share of the peak FLOP/s that the bound of a step's time assumes, by precision."""
+"""Share of the peak FLOP/s that the lower bound of a step's time assumes, by precision."""
 PASSES = 6
-"""Times that the bound of an eager step's time assumes all of its memory to be read or written."""
+"""Number of times that the lower bound of an eager step's time assumes all of its memory to be read or written."""
 MULTIPLE = 64
 CONTEXT_MULTIPLE = 128
 WHOLE_VOCABULARIES = 0.75
-"""Share of vocabularies that are multiples of 64; the others, like GPT-2's, are any number."""
+"""Share of drawn vocabularies that are multiples of 64; the others, like GPT-2's, are any number."""
 ATTENTIONS = ("reference", "sdpa", "auto")
 PRECISIONS = ("fp32", "tf32", "bf16")
 COMPILED_SHARE = 0.25
@@ -54,9 +54,9 @@ class Ranges:
     widths: tuple[int, int] = (256, 6144)
     layers: tuple[int, int] = (4, 64)
     compiled_layers: int = 12
-    """Most blocks of a compiled model: the compiler takes two to three seconds for each."""
+    """Maximum number of blocks of a compiled model: the compiler takes two to three seconds for each."""
     tokens: int = 65_536
-    """Most tokens of a step."""
+    """Maximum tokens of a step."""
 
 
 FAST = Ranges((50e6, 8e9), (128, 32_768), seconds=2.5)
@@ -69,12 +69,12 @@ TINY = Ranges(
 
 @dataclass(frozen=True)
 class Family:
-    """A family of models: the fields that tell it apart, other than sizes."""
+    """A family of models: the fields, other than sizes, that distinguish it."""
 
     is_grouped: bool = False
-    """Groups of query heads share a KV head."""
+    """True if groups of query heads share a KV head."""
     has_own_heads: bool = False
-    """The queries may be wider or narrower than the residual stream."""
+    """True if the queries may be wider or narrower than the residual stream."""
     qkv_bias: bool = False
     qk_norm: bool = False
 
@@ -86,15 +86,15 @@ FAMILIES = (Family(), Family(is_grouped=True), Family(is_grouped=True, qkv_bias=
 
 @lru_cache
 def fast_steps(count: int, ranges: Ranges = FAST, seed: int = SEED) -> tuple[RunConfig, ...]:
-    """Return fast steps in bf16, from few parameters to many."""
+    """Return fast steps in bf16, in ascending order of parameters."""
     settings = {"fast": "on", "precision": "bf16", "attention": "auto"}
     return _steps(random.Random(seed), ranges, [settings] * count)
 
 
 @lru_cache
 def eager_steps(count: int, ranges: Ranges = EAGER, seed: int = SEED) -> tuple[RunConfig, ...]:
-    """Return steps without the fast parts, from few parameters to many: every precision and attention as often as the
-    others, and a quarter of them compiled."""
+    """Return steps without the fast parts, in ascending order of parameters: all precisions and attentions equally
+    often, a quarter of the steps compiled."""
     chance = random.Random(seed)
     compiled = round(COMPILED_SHARE * count)
     decks = (
@@ -140,8 +140,8 @@ def _step(chance: random.Random, ranges: Ranges, target: float, settings: dict[s
 def _model(
     chance: random.Random, ranges: Ranges, target: float, context: int, settings: dict[str, Any]
 ) -> ModelConfig | None:
-    """Draw a model of about `target` parameters: its width, whatever else it has, and as many blocks as that takes.
-    None if it is no valid model, or out of the range."""
+    """Draw a model of about `target` parameters: its width, its other fields, and as many blocks as needed. None if it
+    is not a valid model, or out of the range."""
     family = _one_of(chance, FAMILIES)
     width = _rounded(_between(chance, *ranges.widths), MULTIPLE)
     head_dim = _one_of(chance, (64, 128))
@@ -179,7 +179,7 @@ def _model(
 
 
 def is_short(run: RunConfig, seconds: float) -> bool:
-    """Return whether a data sheet allows the step to be as short as `seconds`."""
+    """Return True if the GPU's data sheet allows the step to take at most `seconds`."""
     gpu = find_card("h200")
     assert gpu is not None
     assert gpu.bandwidth is not None
@@ -192,8 +192,7 @@ def is_short(run: RunConfig, seconds: float) -> bool:
 
 
 def fits(run: RunConfig) -> bool:
-    """Return whether building the model and a step fit. The compiler decides what a compiled step keeps; it is less
-    than an eager one does."""
+    """Return True if both building the model and a step fit. A compiled step keeps less than an eager one."""
     room = usable_bytes(MEMORY)
     return building_peak(run).peak <= room and estimate(_eager(run)).peak <= room
 
@@ -206,7 +205,7 @@ def _eager(run: RunConfig) -> RunConfig:
 
 
 def _between(chance: random.Random, least: float, most: float) -> float:
-    """Return a number that is uniform on a log scale."""
+    """Return a number drawn uniformly on a log scale."""
     return least * (most / least) ** chance.random()
 
 

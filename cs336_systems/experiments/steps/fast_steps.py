@@ -42,7 +42,7 @@ VARIED = ("fast", "compile", "model_factory")
 
 
 def _grid(preset: str, base: RunConfig) -> Iterable[Config]:
-    """No part, each part alone, all but one, all; torch.compile; and Llama."""
+    """Yield steps with no part, each part alone, all but one and all; with torch.compile; and Llama."""
     on_cuda = base.device_type == "cuda"
     base = dataclasses.replace(base, attention="auto", precision="bf16" if on_cuda else "fp32")
     parts = [part for part in FAST_PARTS if on_cuda or part != "graph"]
@@ -89,7 +89,7 @@ def _tables(cells: Cells) -> list[Table]:
 
 
 def _charts(cells: Cells) -> list[Chart]:
-    """Models of the same batch and context together, the smallest first."""
+    """Return charts, each with the models of one batch and context, the smallest first."""
     works = sorted(_works(cells), key=lambda work: work[0].get("batch_size") * work[0].get("context_length"))
     return [*map(_build_up, works), *_savings(works)]
 
@@ -103,9 +103,9 @@ STAGES = {
     frozenset({"graph", "loss", "optimizer"}): _LOSS_AND_OPTIMIZER,
     frozenset(FAST_PARTS): Text("all parts (+ kernels)", "全部（+ 融合内核）"),
 }
-"""Parts that are on -> the name of the bar: from eager PyTorch to all parts, as far as the grid measures the way."""
+"""Maps enabled parts to the name of the bar: the stages from eager PyTorch to all parts that the grid measures."""
 PLACES = [EAGER.en, COMPILED.en, *dict.fromkeys(name.en for name in STAGES.values() if name != EAGER)]
-"""Bars from the top down, in every chart."""
+"""Order of the bars from top to bottom, in every chart."""
 PART_NAMES = {
     "graph": Text("CUDA graph"),
     "optimizer": Text("fused optimizer", "融合优化器"),
@@ -120,14 +120,14 @@ def _parts(cell: CellView) -> frozenset[str]:
 
 
 def _stage(cell: CellView) -> Text | None:
-    """The name of a cell's bar. None: another model, or parts that are no stage of the build-up."""
+    """Return the name of a cell's bar; None for another model, or for parts that are not a stage of the build-up."""
     if cell.get("model_factory"):
         return None
     return COMPILED if cell.get("compile") else STAGES.get(_parts(cell))
 
 
 def _build_up(work: Cells) -> Chart:
-    """A step from eager PyTorch to all parts, with the rival and the floor as lines across."""
+    """Chart the stages from eager PyTorch to all parts, with lines for the rival and for the floor."""
     staged = [(cell, name) for cell in work if (name := _stage(cell))]
     series = [
         series_of(
@@ -152,7 +152,7 @@ def _build_up(work: Cells) -> Chart:
 
 
 def _lines_across(work: Cells) -> list[Limit]:
-    """The other model's step, and the floor: the step's FLOPs at the rate of a large matmul."""
+    """Return lines for the other model's step, and for the floor: the step's FLOPs at the rate of a large matmul."""
     found = []
     for cell in work:
         if cell.get("model_factory"):
@@ -185,7 +185,7 @@ def _work_name(cell: CellView) -> Text:
 
 
 def _savings(works: Sequence[Cells]) -> list[Chart]:
-    """How much longer a step takes with one part left out, by part."""
+    """Return how much longer a step takes with one part left out, by part."""
     series = []
     for work in works:
         fast = _fast(work)
@@ -211,7 +211,7 @@ def _savings(works: Sequence[Cells]) -> list[Chart]:
 
 
 def _highlights(cells: Cells) -> list[Highlight]:
-    """The fast step against its rival, the largest model first, and its MFU."""
+    """Compare the fast step with its rival, the largest model first, and give its MFU."""
     duels = sorted(_duels(cells), key=lambda duel: -scale_of(duel[0]))
     return [*(_against_rival(20 if i == 0 else 25, *duel) for i, duel in enumerate(duels)), *_best_mfu(cells)]
 
@@ -252,7 +252,7 @@ def _best_mfu(cells: Cells) -> list[Highlight]:
 
 
 def _works(cells: Cells) -> list[list[CellView]]:
-    """Cells of the same model, context and batch together, the smallest first."""
+    """Return groups of cells with the same model, context and batch, the smallest first."""
     fine = sorted(having(cells, "step_time"), key=scale_of)
     return list(grouped(fine, lambda cell: settings_of(cell, *VARIED)).values())
 
@@ -262,7 +262,7 @@ def _fast(work: Cells) -> CellView | None:
 
 
 def _rival(work: Cells) -> tuple[Text, CellView] | None:
-    """The rival of the fast step: another model, else the plain step."""
+    """Return the rival of the fast step: another model, or else the plain step."""
     for cell in work:
         if cell.get("model_factory"):
             built = Text("compiled", "编译后的") if cell.get("compile") else Text("eager")
@@ -274,7 +274,7 @@ def _rival(work: Cells) -> tuple[Text, CellView] | None:
 
 
 def _duels(cells: Cells) -> list[tuple[CellView, Text, CellView]]:
-    """The fast step, its rival's name and its rival, for each work that has both."""
+    """Return the fast step, its rival's name and its rival, for each work that has both."""
     works = _works(cells)
     return [(fast, *rival) for work in works if (fast := _fast(work)) and (rival := _rival(work))]
 
@@ -295,7 +295,7 @@ def _all_parts(cells: Cells) -> Text | None:
 
 
 def _other_works(cells: Cells) -> Text | None:
-    """The same comparison for all sizes but the first."""
+    """State the same comparison for all sizes but the first."""
     duels = _duels(cells)[1:]
     names = {name for _, name, _ in duels}
     found = []
@@ -307,7 +307,7 @@ def _other_works(cells: Cells) -> Text | None:
 
 
 def _left_out_part(cells: Cells) -> Text | None:
-    """State the time of a step without the part that gives most, and without the part that gives least."""
+    """State the time of a step without the part that saves most, and without the part that saves least."""
     for work in _works(cells):
         fast = _fast(work)
         without: dict[str, float] = {}

@@ -12,17 +12,17 @@ from cs336_systems.experiments.steps import llama
 
 
 def tensorwise(**shape: Any) -> Any:
-    """One scale for each tensor."""
+    """Build the Llama with one FP8 scale per tensor."""
     return _converted("tensorwise", shape)
 
 
 def rowwise(**shape: Any) -> Any:
-    """One scale for each row of an operand."""
+    """Build the Llama with one FP8 scale per row of an operand."""
     return _converted("rowwise", shape)
 
 
 def _converted(recipe: str, shape: dict[str, Any]) -> Any:
-    """The Llama whose linear layers, but for the head, compute in FP8."""
+    """Return the Llama whose linear layers, except the head, compute in FP8."""
     float8 = importlib.import_module("torchao.float8")
     model = llama.build(**shape)
     config = float8.Float8LinearConfig.from_recipe_name(recipe)

@@ -25,17 +25,17 @@ VOCABULARY = 32_000
 VARIED = ("precision", "fast", "compile", "model_factory")
 """Fields in which steps of the same work differ."""
 LOSSES = {"small": (1000, (0, 1, 2)), "large": (300, (0, 1, 2))}
-"""Size -> steps of a training run, and its seeds."""
+"""Steps of a training run and its seeds, by size."""
 RATE = {"tiny": 1e-3, "small": 6e-4, "large": 3e-4}
 BYTES = 256
 EQUAL_LOSS_SHARE = 0.9
-"""Share of a run of bf16 whose loss FP8 has to reach."""
+"""The time to equal loss uses the loss that bf16 reaches after this share of its run."""
 
 # -- the step ---------------------------------------------------------------------------------------------------------
 
 
 def _step_grid(preset: str, base: RunConfig) -> Iterable[Config]:
-    """The fast step in both precisions; compiled Llama in bf16, and with torchao's FP8, where they are installed."""
+    """Yield the fast step in both precisions, and if installed compiled Llama in bf16 and with torchao's FP8."""
     on_cuda = base.device_type == "cuda"
     base = dataclasses.replace(base, attention="auto")
     variants: list[dict[str, Any]] = [{"precision": precision, "fast": "on"} for precision in ("bf16", "fp8")]
@@ -86,7 +86,7 @@ def _is_ours_in(precision: str) -> Any:
 
 
 def _share(cell: CellView, precision: str) -> float | None:
-    """The model's FLOP/s as a share of the GPU's peak in a precision; FP8 has twice the peak of bf16."""
+    """Return the model's FLOP/s as a share of the GPU's peak in a precision; the peak of FP8 is twice that of bf16."""
     own = cell.mfu
     if own is None:
         return None
@@ -95,13 +95,13 @@ def _share(cell: CellView, precision: str) -> float | None:
 
 
 def _works(cells: Cells) -> list[list[CellView]]:
-    """Cells of the same model, context and batch together, the largest first."""
+    """Return groups of cells with the same model, context and batch, the largest first."""
     fine = sorted(having(cells, "step_time"), key=scale_of, reverse=True)
     return list(grouped(fine, lambda cell: settings_of(cell, *VARIED)).values())
 
 
 def _pair(work: Cells) -> tuple[CellView, CellView] | None:
-    """Our step in FP8 and in bf16."""
+    """Return our step in FP8 and in bf16."""
     found = [next(filter(_is_ours_in(precision), work), None) for precision in ("fp8", "bf16")]
     return (found[0], found[1]) if found[0] and found[1] else None
 
@@ -181,7 +181,7 @@ FP8_STEP = Experiment(
 
 
 def _loss_grid(preset: str, base: RunConfig) -> Iterable[Config]:
-    """Training runs on text from the same seeds, in both precisions."""
+    """Yield training runs on text from the same seeds, in both precisions."""
     on_cuda = base.device_type == "cuda"
     sizes = {"small" if on_cuda else "tiny": (20, (0, 1))} if preset == "quick" else LOSSES
     for (size, (steps, seeds)), precision in product(sizes.items(), ("bf16", "fp8")):
@@ -236,14 +236,15 @@ def _held_out(cell: CellView) -> float:
 
 
 def _smoothed(cell: CellView) -> list[float]:
-    """Losses, each the mean of as many steps as a tenth of the run has: the steps before it and its own."""
+    """Return running means of losses, each over as many steps as a tenth of the run: the step itself and those before
+    it."""
     losses = cell.metrics["loss"].numbers
     window = max(1, len(losses) // 10)
     return [sum(losses[end - window : end]) / window for end in range(window, len(losses) + 1)]
 
 
 def _steps_to(cell: CellView, target: float) -> int | None:
-    """Number of steps after which the smoothed loss is as low as `target`."""
+    """Return the number of steps after which the smoothed loss is as low as `target`."""
     smoothed = _smoothed(cell)
     first = len(cell.metrics["loss"].numbers) - len(smoothed) + 1
     return next((first + number for number, loss in enumerate(smoothed) if loss <= target), None)
@@ -254,7 +255,7 @@ def _least(cell: CellView, when: str) -> float:
 
 
 def _loss_charts(cells: Cells) -> list[Chart]:
-    """Losses of a size by precision: means of the seeds and of twentieths of the run."""
+    """Chart the losses of a size by precision: means over seeds and over twentieths of the run."""
     charts = []
     for size, own in grouped(having(cells, "loss"), lambda cell: cell.get("size")).items():
         series = []

@@ -39,7 +39,7 @@ MICRO_BATCHES = (1, 2)
 
 
 def _grid(preset: str, base: RunConfig) -> Iterable[Config]:
-    """Both precisions of the optimizer's state, with the batch as a whole and in two micro batches."""
+    """Yield both precisions of the optimizer's state, with the whole batch and with two micro batches."""
     quick, on_cuda = preset == "quick", base.device_type == "cuda"
     if not quick:
         require_gpu("train_leaderboard", base, "a step of 8.1 billion parameters would take days on a CPU")
@@ -68,7 +68,7 @@ def _label(config: Mapping[str, Any], experiments: Sequence[str]) -> str:
 
 
 def _memory(config: Mapping[str, Any]) -> Memory:
-    """The state of the model; what activations get beyond it is chosen when the GPU is known."""
+    """Return the bytes of the model's state; the memory for activations is chosen when the GPU is known."""
     return Memory(building_peak(RunConfig.of(config)).peak, at_least=True)
 
 
@@ -188,14 +188,14 @@ def _board_lines() -> list[Limit]:
 
 
 def _fastest(cells: Cells) -> list[CellView]:
-    """The fastest cell of each optimizer state."""
+    """Return the fastest cell of each optimizer state."""
     fine = sorted(having(cells, "step_time"), key=lambda cell: known(cell, "step_time"))
     found = [next((cell for cell in fine if cell.get("optimizer_state") == state), None) for state in OPTIMIZER_STATES]
     return [cell for cell in found if cell is not None]
 
 
 def _highlights(cells: Cells) -> list[Highlight]:
-    """The fastest step of the board's job."""
+    """Return the fastest step of the board's job."""
     own = [cell for cell in _fastest(cells) if _is_board(cell)]
     if not own:
         return []
@@ -221,7 +221,7 @@ def _step_times(cells: Cells) -> Text | None:
 
 
 def _beside_the_board(cells: Cells) -> Text | None:
-    """Compare the shares of the peaks: the board's entries ran on other hardware."""
+    """Compare the shares of the peak FLOP/s: the board's entries ran on other hardware."""
     cell = min((cell for cell in _fastest(cells) if _is_board(cell)), key=lambda cell: known(cell, "step_time"))
     share, peak = cell.causal_mfu, peak_flops("B200", "bf16")
     if share is None or peak is None:

@@ -13,7 +13,7 @@ from typing import Any
 def build(
     *, vocab_size: int, context_length: int, d_model: int, num_layers: int, num_heads: int, d_ff: int, rope_theta: float
 ) -> Any:
-    """A LlamaForCausalLM that returns logits alone, without the KV cache that only sampling needs."""
+    """Build a LlamaForCausalLM that returns logits alone, without the KV cache that only sampling needs."""
     from torch import Tensor, nn
 
     class Logits(nn.Module):
@@ -29,7 +29,7 @@ def build(
 
 
 def language_model(shape: Mapping[str, Any]) -> Any:
-    """A LlamaForCausalLM; `shape` has the fields of ModelConfig."""
+    """Build a LlamaForCausalLM; `shape` has the fields of ModelConfig."""
     from transformers import LlamaConfig, LlamaForCausalLM
 
     fields: dict[str, Any] = {

@@ -29,21 +29,21 @@ RATE = 1e-5
 
 
 class Contestant(NamedTuple):
-    """One implementation of the model, and the optimizer of its weights."""
+    """One implementation of the model, with the optimizer of its weights."""
 
     model: nn.Module
-    """What is trained."""
+    """The trained model."""
     forward: Callable[..., Any]
-    """The model, or its compiled form."""
+    """The forward pass: the model itself or its compiled form."""
     optimizer: torch.optim.Optimizer
     context: Callable[[], AbstractContextManager] = nullcontext
-    """Entered around steps."""
+    """Context manager entered around steps."""
     keeps_gradients: bool = True
     """False where backward updates the weights and drops their gradients."""
 
 
 class Contest:
-    """The implementations by name, on one batch."""
+    """The implementations by name, trained on the same batch."""
 
     def __init__(self, run: RunConfig):
         torch.manual_seed(run.seed)
@@ -81,7 +81,7 @@ class Contest:
         own.optimizer.zero_grad()
 
     def times(self, name: str) -> tuple[list[float], int | None]:
-        """Return the seconds of a few steps, and their peak memory without that of implementations at rest."""
+        """Return the seconds of a few steps, and their peak memory without that of idle implementations."""
         with self.contestants[name].context():
             found = time_steps(
                 lambda watch: self.step(name), device=self.device, warmup_steps=1, num_steps=STEPS_PER_ROUND
@@ -111,7 +111,8 @@ def _compiled(contest: Contest) -> Contestant:
 
 
 def _liger(contest: Contest) -> Contestant:
-    """Liger replaces functions of transformers' module; here only around its own steps."""
+    """Return Llama with Liger's kernels. Liger replaces functions of transformers' module, here only during its own
+    steps."""
     module = importlib.import_module("transformers.models.llama.modeling_llama")
     apply = importlib.import_module("liger_kernel.transformers").apply_liger_kernel_to_llama
     model, before = _twin(contest.model), dict(vars(module))
@@ -135,7 +136,8 @@ def _ours(contest: Contest) -> Contestant:
 
 
 def _packed(contest: Contest) -> Contestant:
-    """The state is bf16 for bf16 weights, as that of torch's AdamW is; each layer is updated in backward."""
+    """Return our implementation with the packed optimizer. Its state is bf16 for bf16 weights, as with torch's AdamW;
+    each layer is updated in backward."""
     on_cuda = contest.device.type == "cuda"
     before = torch.cuda.memory_allocated(contest.device) if on_cuda else 0
     model = copy.deepcopy(contest.model)

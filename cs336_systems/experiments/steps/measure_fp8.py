@@ -21,13 +21,13 @@ from cs336_systems.step.updates import Update
 
 TEXT_BYTES = 8 << 20
 HELD_OUT = 16
-"""One sequence of this many is held out."""
+"""One of this many sequences is held out."""
 WARMUP_SHARE = 0.05
 
 
 @cache
 def text() -> Tensor:
-    """The first bytes of the modules of the standard library, by name."""
+    """Return the first bytes of the modules of the standard library, ordered by name."""
     found = bytearray()
     for path in sorted(Path(sysconfig.get_path("stdlib")).glob("*.py")):
         found += path.read_bytes()
@@ -37,7 +37,7 @@ def text() -> Tensor:
 
 
 def batch_of(run: RunConfig, number: int, *, held_out: bool = False) -> tuple[Tensor, Tensor]:
-    """Inputs and targets of a step: the same for every precision."""
+    """Return the inputs and targets of a step: the same for every precision."""
     tokens, length = text(), run.model.context_length
     generator = torch.Generator().manual_seed(run.seed * 1_000_003 + number)
     places = torch.randint((len(tokens) - 1) // length // HELD_OUT, (run.batch_size,), generator=generator)
@@ -83,7 +83,7 @@ def _held_out_losses(step: TrainStep, batches: int = 8) -> list[float]:
 
 
 def _cosines(step: TrainStep, when: str) -> list[Metric]:
-    """The cosine between the gradients of each block and those of the same weights and batch in fp32."""
+    """Return the cosine, for each block, between its gradients and those in fp32 with the same weights and batch."""
     run = step.config
     batch = batch_of(run, 10**6)
     found = _block_gradients(step, batch)
@@ -99,7 +99,7 @@ def _cosines(step: TrainStep, when: str) -> list[Metric]:
 
 
 def _block_gradients(step: TrainStep, batch: tuple[Tensor, Tensor]) -> list[Tensor]:
-    """The gradient of each block as one vector."""
+    """Return the gradient of each block as one vector."""
     step.model.zero_grad(set_to_none=True)
     step._one_batch(*batch, lambda loss: loss, nullcontext)
     layers: Any = step.model.layers

@@ -88,7 +88,7 @@ def disable_compile_caches() -> None:
 
 
 def _compile_metrics(first_steps: list[float], steps: list[float]) -> list[Metric]:
-    """Compilation happens in the first step: its time beyond that of a steady step."""
+    """Return the compile time: the first step's time beyond that of a steady step."""
     return [
         Metric("compile_time", "s", [max(0.0, first_steps[0] - statistics.median(steps))]),
         Metric("graph_breaks", "1", [sum(counters["graph_break"].values())]),
@@ -96,14 +96,14 @@ def _compile_metrics(first_steps: list[float], steps: list[float]) -> list[Metri
 
 
 def _work_metrics(run: RunConfig, step: TrainStep, batch: Any, peak_tflops: float | None) -> list[Metric]:
-    """FLOPs of the step, counted for a user's model, and the peak of the device where it is known."""
+    """Return the FLOPs of the step, counted for a user's model, and the peak of the device if it is known."""
     flops = model_flops(run) if run.model_factory is None else count_flops(lambda: step(*batch))
     peak = peak_tflops * 1e12 if peak_tflops else peak_flops(_gpu_name(step), run.precision)
     return [Metric("flops", "FLOP", [flops]), *([Metric("peak_flops", "FLOP/s", [peak])] if peak else [])]
 
 
 def _predicted_time(config: dict[str, Any], step: TrainStep) -> list[Metric]:
-    """Return the time that the step was expected to take, where its kernels and the GPU's rates are known."""
+    """Return the predicted time of the step, if its kernels and the GPU's rates are known."""
     found = predicted_of(config, _gpu_name(step))
     return [Metric("predicted_time", "s", [found.time.seconds])] if found else []
 
@@ -113,7 +113,7 @@ def _gpu_name(step: TrainStep) -> str | None:
 
 
 def _memory_metrics(run: RunConfig, step: TrainStep, batch: Any, measured: int | None) -> list[Metric]:
-    """Peak memory, measured by the allocator on a GPU and by tracking tensors on a CPU, and predicted."""
+    """Return the peak memory: measured, by the allocator on a GPU and by tracking tensors on a CPU, and predicted."""
     if run.compile:  # inductor decides what a compiled model keeps, and its tensors are not dispatched one by one
         return [Metric("peak_memory", "B", [measured])] if measured is not None else []
     if measured is None:
@@ -222,7 +222,7 @@ def measure_fast_step(config: dict[str, Any], peak_tflops: float | None = None) 
 
 @functools.cache
 def matmul_ceiling(device: str, dtype: torch.dtype) -> float:
-    """Measured FLOP/s of a large square matmul: an upper bound for a step."""
+    """Return the measured FLOP/s of a large square matmul: an upper bound for a step."""
     where = torch.device(device)
     size = LARGE[where.type]
     a, b = (torch.randn(size, size, device=where, dtype=dtype) for _ in range(2))

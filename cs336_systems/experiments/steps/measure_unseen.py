@@ -28,8 +28,8 @@ def measure_unseen_step(config: dict[str, Any], peak_tflops: float | None = None
 
 
 def kernel_metrics(config: dict[str, Any], trace: Trace, gpu: str | None) -> list[Metric]:
-    """Return the kernels of a traced step by kind, and beside the predicted ones where the step is predicted. Nothing
-    where the profiler saw the host alone."""
+    """Return the kernels of a traced step by kind, with the predicted ones if there are any. Return nothing if the
+    profiler recorded no kernels of a GPU."""
     if not trace.on_gpu:
         return []
     metrics = trace_metrics(trace.in_a_phase())
@@ -41,8 +41,8 @@ def kernel_metrics(config: dict[str, Any], trace: Trace, gpu: str | None) -> lis
 
 
 def _memory_metrics(run: RunConfig, measured: int | None) -> list[Metric]:
-    """Return the peak on a GPU, and the closed form's prediction where the compiler does not decide it. A trace of a
-    deep model would take longer than its steps."""
+    """Return the peak on a GPU, and the closed form's prediction unless the model is compiled. A trace of a deep model
+    would take longer than its steps."""
     if measured is None:
         return []
     predicted = [] if run.compile else [Metric("predicted_memory", "B", [estimate(run).peak])]

@@ -48,7 +48,7 @@ def _accumulation_tables(cells: Cells) -> list[Table]:
 
 
 def _accumulation_charts(cells: Cells) -> list[Chart]:
-    """Errors of the sums, in the order of the table."""
+    """Chart the errors of the sums, in the order of the table."""
     fine, points = having(cells, "sum"), []
     for cell in fine:
         exact = cell.get("value") * cell.get("count")

@@ -69,11 +69,11 @@ ALLOWED = {BF16_STATE: "bf16"}
 """Values of `--allow`, and the optimizer states that they allow."""
 OPTIMIZED_PRECISIONS = ("bf16", "fp8")
 TIMED_SECONDS, MOST_STEPS = 3.0, 50
-"""Time of the measured steps of a candidate, and their largest number."""
+"""Seconds of the measured steps of a candidate, and the maximum number of steps."""
 ALLOCATOR = ("PYTORCH_CUDA_ALLOC_CONF", "expandable_segments:True")
-"""Against fragments, for the last few GiB of a GPU."""
+"""Allocator setting that avoids fragmentation, for the last few GiB of a GPU."""
 TRAIN_GRAD_NORM, BENCH_GRAD_NORM = 1.0, 0.0
-"""Defaults of the commands."""
+"""Default gradient clipping norms of the commands `train` and `bench`."""
 
 
 @dataclass(frozen=True)
@@ -141,7 +141,7 @@ def task_of(arguments: OptimizeArguments) -> Task:
 
 
 def _require_gpus(arguments: OptimizeArguments, sequences: int) -> None:
-    """Raise UserError unless the GPUs can share the sequences; for flags that are for one GPU, too."""
+    """Raise UserError unless the GPUs can share the sequences, or for flags that work on one GPU only."""
     gpus = arguments.gpus
     for name in ("gpus", "node"):
         if getattr(arguments, name) < 1:
@@ -185,7 +185,7 @@ def _card(name: str, precision: str) -> tuple[GPU, GpuProfile]:
 
 
 def _timed() -> list[str]:
-    """Return the cards whose step times are predicted."""
+    """Return the GPUs whose step times are predicted."""
     return [name for name, gpu in CARDS.items() if profile_of(gpu) is not None]
 
 
@@ -330,7 +330,7 @@ def _notes(search: Search, best: list[Prediction]) -> Iterator[Text]:
 
 
 def choices_table(search: Search, chosen: Prediction) -> Table:
-    """Return the costs and gains of the choices: for each, the best candidate that differs in it."""
+    """Return the costs and gains of the choices: for each choice, the best candidate that differs in it."""
     columns = [
         word(Text("instead", "若改为")),
         word(Text("the best with it", "其中最快")),
@@ -444,7 +444,7 @@ def bench_command(run: RunConfig) -> str:
 
 
 def _choices(run: RunConfig, grad_norm: float) -> dict[str, int | float | str]:
-    """Return the flags that differ from the defaults of both commands, and of one."""
+    """Return the flags that differ from the defaults: those of both commands, and those of one."""
     flags: dict[str, int | float | str] = {}
     if run.checkpoint_blocks:
         flags["checkpoint_blocks"] = run.checkpoint_blocks
@@ -463,13 +463,13 @@ def _choices(run: RunConfig, grad_norm: float) -> dict[str, int | float | str]:
 class Measured(NamedTuple):
     prediction: Prediction
     seconds: float
-    """Infinite where it failed."""
+    """Measured seconds per step; infinite if the candidate failed."""
     peak: float | None
     status: str
 
 
 def _measured(arguments: OptimizeArguments, search: Search, best: list[Prediction]) -> list[Measured] | None:
-    """Measure candidates in a worker process; None, and one line that says why, on a machine without this card."""
+    """Measure candidates in a worker process. On a machine without this GPU return None, and a line that says why."""
     task = search.task
     if task.gpus > 1:
         print(f"not measured: {task.gpus} GPUs; cs336 optimize measures on one", file=sys.stderr)
@@ -494,7 +494,7 @@ def _measured(arguments: OptimizeArguments, search: Search, best: list[Predictio
 
 
 def _result(path: Path, prediction: Prediction, config: Config) -> Measured:
-    """Return what a file of records holds of a candidate."""
+    """Return the recorded result of a candidate."""
     own = (OPTIMIZE.name, record.cell_key(config))
     (cell,) = group(item for item in record.load(path).records if (item.experiment, item.cell) == own)
     seconds = cell.value("step_time") if cell.ok else None
@@ -502,7 +502,7 @@ def _result(path: Path, prediction: Prediction, config: Config) -> Measured:
 
 
 def _timed_config(task: Task, found: Prediction) -> Config:
-    """Return the cell of a candidate, with as many steps as a few seconds have."""
+    """Return the cell of a candidate, with as many steps as fit into a few seconds."""
     steps = min(MOST_STEPS, max(1, round(TIMED_SECONDS / found.seconds)))
     run = dataclasses.replace(task.run_config(found.candidate), num_steps=steps)
     return cell_config(run, found.candidate.micro_batches)

@@ -20,20 +20,20 @@ from cs336_systems.table import Table, word
 from cs336_systems.text import Text, say
 
 SIZE, CONTEXT, SEQUENCES = "small", 1024, 64
-"""The step of which all ways are measured."""
+"""The step that is measured in all ways."""
 GROUPS = (0, 1, 4)
 BUDGET = "8GiB"
-"""Budget of plans, for micro batches that need more without one."""
+"""Memory budget of plans, for micro batches that do not fit without a plan."""
 MEASURED = 3
-"""Candidates of the shortest predicted time that `cs336 optimize` measures."""
+"""Number of candidates, those with the shortest predicted time, that `cs336 optimize` measures."""
 LIMITS = (None, 8 * GIB, 4 * GIB, 2 * GIB)
-"""Memory limits under which the choice is compared with the fastest; None: whatever was measured."""
+"""Memory limits under which the choice is compared with the fastest; None: no limit."""
 
 # -- grid -------------------------------------------------------------------------------------------------------------
 
 
 def _grid(preset: str, base: RunConfig) -> Iterable[Config]:
-    """All micro batches of one step, with and without recomputation, both optimizer states and CUDA graphs."""
+    """Yield all micro batches of one step, with and without recomputation, both optimizer states and CUDA graphs."""
     base = dataclasses.replace(base, attention="auto", precision="bf16" if base.device_type == "cuda" else "fp32")
     if preset == "quick":
         run = dataclasses.replace(base, model=model_config("tiny"), size="tiny", fast="on", num_steps=2)
@@ -53,7 +53,7 @@ def _grid(preset: str, base: RunConfig) -> Iterable[Config]:
 
 
 def cell_config(run: RunConfig, micro_batches: int) -> Config:
-    """The configuration of a cell: a micro batch, and their number."""
+    """Return the configuration of a cell: a micro batch, and the number of micro batches."""
     return {**dataclasses.replace(run, warmup_steps=2).to_dict(), "micro_batches": micro_batches}
 
 
@@ -122,15 +122,15 @@ def _tables(cells: Cells) -> list[Table]:
 
 
 def _compared(cells: Cells) -> list[CellView]:
-    """Cells of the step that was measured in the most ways, with a prediction and a measurement."""
+    """Return the cells of the step that was measured in the most ways, if they have a prediction and a measurement."""
     done = having(cells, "predicted_time", "step_time", "predicted_memory")
     by_work = grouped(done, lambda cell: (cell.get("size"), cell.get("context_length"), value_of(cell, "tokens")))
     return max(by_work.values(), key=len, default=[])
 
 
 def chosen_of(cells: Sequence[CellView], limit: float | None) -> tuple[list[CellView], CellView] | None:
-    """Return the cells that `cs336 optimize` would measure, those of least predicted time whose predicted peak is
-    within the limit, and the fastest of all that are; None where there are not more to choose from.
+    """Return the cells that `cs336 optimize` would measure (the least predicted times among those whose predicted peak
+    is within the limit), and the fastest of all cells within it; None if there are no further cells to choose from.
 
     Of a step with and without a CUDA graph it measures the faster one, and of groups of recomputed blocks one.
     """
@@ -145,7 +145,7 @@ def chosen_of(cells: Sequence[CellView], limit: float | None) -> tuple[list[Cell
 
 
 def _regret(cells: Cells) -> Text | None:
-    """How much slower the choice is than the fastest way, under each limit."""
+    """Return how much slower the choice is than the fastest way, under each limit."""
     compared, said = _compared(cells), None
     for limit in LIMITS:
         if (found := chosen_of(compared, limit)) is None:
@@ -167,7 +167,7 @@ def _regret(cells: Cells) -> Text | None:
 
 
 def _spent(cells: Cells) -> Text | None:
-    """Seconds of the GPU for measuring all ways, and for the best three."""
+    """Return the GPU seconds of measuring all ways, and of measuring the best three."""
     compared = _compared(cells)
     if (found := chosen_of(compared, None)) is None:
         return None

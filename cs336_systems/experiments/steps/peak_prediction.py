@@ -17,7 +17,7 @@ from cs336_systems.table import Table
 from cs336_systems.text import Text, listed, say
 
 USUAL_ERROR = 2
-"""Percent; the chart of errors has lines there."""
+"""Percent; the chart of errors has lines at plus and minus this value."""
 
 
 def _grid(preset: str, base: RunConfig) -> Iterable[Config]:
@@ -36,12 +36,12 @@ def _grid(preset: str, base: RunConfig) -> Iterable[Config]:
 
 
 def _is_plain(cell: CellView) -> bool:
-    """Naive attention and no recomputation: nothing saves memory."""
+    """Return True for naive attention without recomputation: nothing saves memory."""
     return cell.get("attention") == "reference" and not cell.get("checkpoint_blocks")
 
 
 def _tables(cells: Cells) -> list[Table]:
-    """Two tables: the plain model, and what saves memory (fused attention, recomputation)."""
+    """Return two tables: the plain model, and what saves memory (fused attention, recomputation)."""
     plain = [cell for cell in cells if _is_plain(cell)]
     saving = [cell for cell in cells if not _is_plain(cell)]
     named = (
@@ -69,7 +69,7 @@ def _prediction_table(what: Text, cells: Cells) -> Table:
 
 
 def _charts(cells: Cells) -> list[Chart]:
-    """Errors of the predictions: a row for each kind of step, a dot for each model and context."""
+    """Chart the errors of the predictions: a row for each kind of step, a dot for each model and context."""
     fine = sorted(having(cells, "peak_memory", "predicted_memory"), key=scale_of)
     series = [
         Series(Text(str(precision)), [_error(cell) for cell in members])
@@ -90,14 +90,14 @@ def _error(cell: CellView) -> Point:
 
 
 def _kind(cell: CellView) -> Text:
-    """The mode, and what saves memory."""
+    """Return the mode and the means of saving memory, as the name of a row."""
     saving = [Text("SDPA")] if cell.get("attention") != "reference" else []
     saving += [Text("checkpointing", "激活重计算")] if cell.get("checkpoint_blocks") else []
     return listed((MODE_WORDS.get(str(cell.get("mode")), Text("step", "一步")), *saving), (", ", "，"))
 
 
 def _position(cell: CellView) -> tuple[bool, int]:
-    """Sort key of a row: short modes first, then what saves memory."""
+    """Return the sort key of a row: short modes first, then what saves memory."""
     mode = cell.get("mode")
     return not _is_plain(cell), MODES.index(mode) if mode in MODES else len(MODES)
 
@@ -106,7 +106,7 @@ def _position(cell: CellView) -> tuple[bool, int]:
 
 
 def _errors(cells: Cells) -> tuple[list[float], CellView]:
-    """The relative errors, the largest last, and the cell that has it."""
+    """Return the relative errors, the largest last, and its cell."""
     fine = sorted(having(cells, "peak_memory", "predicted_memory"), key=lambda cell: abs(cell.memory_error or 0.0))
     return [abs(cell.memory_error or 0.0) for cell in fine], fine[-1]
 

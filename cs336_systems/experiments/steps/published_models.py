@@ -21,27 +21,28 @@ from cs336_systems.table import Table, word
 from cs336_systems.text import Text, say
 
 CONTEXT, TOKENS = 1024, 524_288
-"""Tokens of a sequence, and of a step."""
+"""Tokens of a sequence, and tokens of a step."""
 RIVAL = {"0.5B": 149.0, "1.5B": 59.0, "3B": 31.0, "7B": 14.0, "14B": 6.3}
-"""Thousands of tokens a second of LLMQ (C++ and CUDA) on one H100, whose arithmetic peak is that of an H200: bf16, with
-bf16 weights and optimizer state."""
+"""Thousands of tokens per second of LLMQ (C++ and CUDA) on one H100, whose peak FLOP/s equals that of an H200: bf16,
+with bf16 weights and optimizer state."""
 RIVAL_FP8 = {"0.5B": 164.0, "1.5B": 73.0, "3B": 40.0, "7B": 19.0, "14B": 9.3}
-"""The same with matmuls in FP8."""
+"""Thousands of tokens per second of LLMQ on one H100 with matmuls in FP8."""
 LARGEST_BATCH = 64
 ASSUMED_MEMORY = 139 * GIB
-"""Of the GPU that the sizes of micro batches are chosen for."""
+"""Memory of the GPU for which the sizes of micro batches are chosen."""
 STATES = {
     "bf16": Text("bf16 (as LLMQ's)", "bf16（与 LLMQ 相同）"),
     "fp32": Text("fp32 masters", "fp32 主权重"),
     "fp8": Text("bf16, matmuls in FP8", "bf16，FP8 矩阵乘"),
 }
-"""Kind of a cell -> its optimizer state, as it is shown."""
+"""Kind of a cell -> its optimizer state, as tables show it."""
 
 # -- grid -------------------------------------------------------------------------------------------------------------
 
 
 def _grid(preset: str, base: RunConfig) -> Iterable[Config]:
-    """Every size with both precisions of the optimizer's state; those that fit no micro batch need a memory budget."""
+    """Yield every size with both precisions of the optimizer's state; sizes that fit no micro batch need a memory
+    budget."""
     if preset == "quick":
         model = model_config("qwen2.5/0.5B", d_model=56, num_layers=2, d_ff=128, vocab_size=1000, context_length=64)
         for state in OPTIMIZER_STATES:
@@ -70,8 +71,8 @@ def _run(base: RunConfig, state: str) -> RunConfig:
 
 
 def _with_batch(run: RunConfig) -> RunConfig | None:
-    """Return the run with the largest micro batch that fits, a power of two; with a memory budget where only plans
-    fit, and without a CUDA graph there; None where nothing does."""
+    """Return the run with the largest micro batch that fits, a power of two; with a memory budget and without a CUDA
+    graph if only plans fit; None if nothing fits."""
     room, batch = usable_bytes(ASSUMED_MEMORY), LARGEST_BATCH
     while batch:
         sized = dataclasses.replace(run, batch_size=batch)
@@ -84,7 +85,7 @@ def _with_batch(run: RunConfig) -> RunConfig | None:
 
 
 def _smallest(run: RunConfig) -> RunConfig:
-    """The step of the least memory: every block is recomputed."""
+    """Return the step with the least memory: every block is recomputed."""
     return dataclasses.replace(run, batch_size=1, memory_budget="", precision="bf16", checkpoint_blocks=1)
 
 
@@ -105,20 +106,20 @@ def _memory(config: Mapping[str, Any]) -> Memory:
 
 
 def _rate(cell: CellView) -> float | None:
-    """Thousands of tokens a second."""
+    """Return the rate in thousands of tokens per second."""
     tokens, seconds = value_of(cell, "tokens"), value_of(cell, "step_time")
     return tokens / seconds / 1e3 if tokens and seconds else None
 
 
 def _rival(cell: CellView) -> float | None:
-    """The rate of LLMQ for this cell's model, step and precision."""
+    """Return the rate of LLMQ for this cell's model, step and precision."""
     rates = RIVAL_FP8 if cell.get("precision") == "fp8" else RIVAL
     is_its_step = cell.get("context_length") == CONTEXT and value_of(cell, "tokens") == TOKENS
     return rates.get(str(cell.get("size")).removeprefix("qwen2.5/")) if is_its_step else None
 
 
 def _kind(cell: CellView) -> str:
-    """A key of STATES."""
+    """Return the cell's key in STATES."""
     return "fp8" if cell.get("precision") == "fp8" else str(cell.get("optimizer_state"))
 
 
@@ -179,7 +180,7 @@ NOTES = [
 
 
 def _charts(cells: Cells) -> list[Chart]:
-    """Rates relative to LLMQ's: those of 0.5B and 14B differ by a factor of 25."""
+    """Chart rates relative to LLMQ's: the absolute rates of 0.5B and 14B differ by a factor of 25."""
     series = []
     for kind, name in STATES.items():
         own = [cell for cell in sorted(having(cells, "step_time"), key=_position) if _kind(cell) == kind]
@@ -231,7 +232,7 @@ def _cost_of_masters(cells: Cells) -> Text | None:
 
 
 def _highlights(cells: Cells) -> list[Highlight]:
-    """The largest lead over LLMQ."""
+    """Return the largest lead over LLMQ."""
     rated = [(cell, _rate(cell), _rival(cell)) for cell in having(cells, "step_time")]
     ahead = [(rate / rival, cell, rate, rival) for cell, rate, rival in rated if rate and rival]
     if not ahead:

@@ -79,7 +79,7 @@ STEP = Instrument(
 
 
 def sizes(preset: str, base: RunConfig) -> tuple[str, ...]:
-    """The sizes of the handout; small ones for a quick run."""
+    """Return the sizes of the handout; small ones for a quick run."""
     if preset != "quick":
         return SIZES_2026 if preset == HANDOUT_2026 else COURSE_SIZES
     return ("small", "medium") if base.device_type == "cuda" else ("tiny",)
@@ -134,7 +134,8 @@ def _throughput(cells: Cells) -> Table:
 
 
 def _charts(cells: Cells) -> list[Chart]:
-    """Phases, MFU and tokens/s by size, and every single step: of training steps, or of the longest mode measured."""
+    """Return charts of phases, MFU and tokens/s by size, and of every single step: for training steps, or for the
+    longest mode measured."""
     chosen = _whole_steps(cells)
     if not chosen or len(chosen) > FEW:
         return []
@@ -163,7 +164,8 @@ def _phases_chart(cells: Cells, what: Text) -> Chart:
 
 
 def _by_size_chart(cells: Cells, title: Text, y: Text, value: Callable[[CellView], float | None], digits: int) -> Chart:
-    """Bars by size, a series for each value of the other settings that differ; of one size, bars by those settings."""
+    """Chart bars by size, with a series per value of the other settings that differ; with one size, bars by those
+    settings."""
     shown = varying(cells, always=())
     named = ["size"] if "size" in shown else shown
     others = [name for name in shown if name not in named]
@@ -176,12 +178,12 @@ def _by_size_chart(cells: Cells, title: Text, y: Text, value: Callable[[CellView
 
 
 def _bars_are(named: Sequence[str]) -> Text:
-    """The heading of bars that are named by these fields."""
+    """Return the heading of bars that are named by these fields."""
     return terms.SIZE if named == ["size"] else Text("configuration", "配置")
 
 
 def _deviations(cells: Cells) -> Chart:
-    """Every step as its distance from the mean of its configuration, which tables show."""
+    """Chart every step's deviation from the mean of its configuration, which tables show."""
     shown, steps, medians = varying(cells), [], []
     for cell in cells:
         name, mean = bar_name(cell, shown), known(cell, "step_time")
@@ -196,7 +198,7 @@ def _deviations(cells: Cells) -> Chart:
 
 
 def _whole_steps(cells: Cells) -> list[CellView]:
-    """Training steps where there are any, else the longest mode measured; by size."""
+    """Return training steps if there are any, else the longest mode measured, ordered by size."""
     fine = sorted(having(cells, "step_time"), key=scale_of)
     modes = [cell.get("mode") for cell in fine]
     mode = next((mode for mode in reversed(MODES) if mode in modes), None)
@@ -257,7 +259,7 @@ def _mfu(cells: Cells) -> Text | None:
 
 
 def _highlights(cells: Cells) -> list[Highlight]:
-    """Tokens per second and time of a step: of the largest model, with its fastest settings."""
+    """Return the tokens per second and the time of a step: of the largest model, with its fastest settings."""
     steps = _whole_steps(cells)
     if not steps:
         return []
@@ -348,7 +350,7 @@ def _warmup_tables(cells: Cells) -> list[Table]:
 
 
 def _all_steps(cell: CellView) -> list[float]:
-    """Seconds of the warm-up steps and of the measured ones."""
+    """Return the seconds of the warm-up steps and of the measured ones."""
     recorded = [cell.metrics[name] for name in ("warmup_time", "step_time") if name in cell.metrics]
     return [seconds for record in recorded for seconds in record.numbers]
 
@@ -359,7 +361,7 @@ def _warmup_charts(cells: Cells) -> list[Chart]:
 
 
 def _from_cold(cells: Cells) -> Chart:
-    """Steps without warm-up over a steady one, by size: measuring may begin where a curve reaches 1."""
+    """Chart steps without warm-up relative to a steady step, by size: measuring may begin where a curve reaches 1."""
     series = []
     for cell, steady in _cold_and_steady(cells):
         times = cell.metrics["step_time"].numbers
@@ -372,7 +374,7 @@ def _from_cold(cells: Cells) -> Chart:
 
 
 def _shifted_means(cells: Cells) -> Chart:
-    """How far too few warm-up steps put the mean off."""
+    """Chart the error of the mean that too few warm-up steps cause."""
     series = []
     for members in grouped(cells, lambda cell: settings_of(cell, "warmup_steps")).values():
         warm = _warmest(members[0], members)
@@ -389,14 +391,14 @@ def _shifted_means(cells: Cells) -> Chart:
 
 
 def _cold_and_steady(cells: Cells) -> list[tuple[CellView, float]]:
-    """Runs without warm-up, with the median step of the same work after the most warm-up steps."""
+    """Return the runs without warm-up, each with the median step of the same work after the most warm-up steps."""
     cold = [cell for cell in cells if cell.get("warmup_steps") == 0]
     found = [(cell, median_of(_warmest(cell, cells), "step_time")) for cell in cold]
     return [(cell, steady) for cell, steady in found if steady]
 
 
 def _cold_highlight(cells: Cells) -> list[Highlight]:
-    """The first step without warm-up over a steady one, where that is most."""
+    """Return the largest ratio of a first step without warm-up to a steady step."""
     fine = having(cells, "step_time")
     found = [(cell.metrics["step_time"].numbers[0], steady, cell) for cell, steady in _cold_and_steady(fine)]
     if not found:
@@ -428,7 +430,7 @@ def _first_step(cells: Cells) -> Text | None:
 
 
 def _warmest(cell: CellView, cells: Cells) -> CellView:
-    """The run of the same work with the most warm-up steps."""
+    """Return the run of the same work with the most warm-up steps."""
     same = [other for other in cells if settings_of(other, "warmup_steps") == settings_of(cell, "warmup_steps")]
     return max(same, key=lambda other: other.get("warmup_steps"))
 
@@ -492,11 +494,11 @@ def _timer_grid(preset: str, base: RunConfig) -> Iterable[Config]:
 
 
 TIMED = ("forward", "backward", "step")
-"""What both timers time."""
+"""Phases that both timers measure."""
 
 
 def _excess(cell: CellView, phase: str) -> float | None:
-    """Wall clock over do_bench, less one."""
+    """Return wall-clock time over do_bench's time, minus one."""
     wall, other = (value_of(cell, name) for name in (f"{phase}_time", f"do_bench_{phase}_time"))
     return wall / other - 1 if wall and other else None
 

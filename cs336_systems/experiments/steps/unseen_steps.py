@@ -28,19 +28,19 @@ from cs336_systems.text import Text, listed, say
 
 FAST_STEPS, EAGER_STEPS = 60, 40
 CLOSE, NEAR = 0.02, 0.05
-"""Errors that the summary counts steps within, and that a result of the first screen stays below: at the median, and
-for nearly all steps."""
+"""Limits of the error: the summary counts steps within them; on the first screen the median error is below the first,
+and the errors of nearly all steps are below the second."""
 LARGE = 100 * GIB
-"""Memory from which a step starts in a process without the kernels and buffers of others."""
+"""Steps that need at least this memory start in a new process, without the kernels and buffers of others."""
 NEARLY_ALL = 0.95
 ENOUGH = 20
-"""Steps from which the errors of a group are a result for the first screen."""
+"""Minimum number of steps in a group for its errors to appear on the first screen."""
 
 # -- grid -------------------------------------------------------------------------------------------------------------
 
 
 def _grid(preset: str, base: RunConfig) -> Iterable[Config]:
-    """Fast steps, and eager and compiled ones, each with the seed that drew it."""
+    """Yield fast steps, then eager and compiled ones, each with the seed that drew it."""
     if preset == "quick":
         for run in _quick(base):
             yield _config(run, base)
@@ -51,7 +51,7 @@ def _grid(preset: str, base: RunConfig) -> Iterable[Config]:
 
 
 def _quick(base: RunConfig) -> list[RunConfig]:
-    """Four small steps; on a CPU two tiny ones in fp32, since most CPUs emulate bf16."""
+    """Return four small steps; on a CPU two tiny ones in fp32, since most CPUs emulate bf16."""
     if base.device_type == "cuda":
         return [*fast_steps(2, SMALL), *eager_steps(2, SMALL)]
     tiny = (*fast_steps(1, TINY), *eager_steps(1, TINY))
@@ -75,7 +75,7 @@ def _memory(config: Mapping[str, Any]) -> Memory | None:
 
 
 def _is_fresh(config: Mapping[str, Any]) -> bool:
-    """Return whether the step gets a process of its own: a compiled one, one that needs nearly all memory, and one that
+    """Return True if the step gets a process of its own: a compiled one, one that needs nearly all memory, or one that
     waits for the host, whose launches may take longer after a profiler has run."""
     run = RunConfig.of(config)
     if run.compile or run.device_type != "cuda":
@@ -86,7 +86,7 @@ def _is_fresh(config: Mapping[str, Any]) -> bool:
 
 
 def short_count(count: float) -> str:
-    """A number of parameters with three digits: 51.2M, 1.35B."""
+    """Return a number of parameters with three digits: 51.2M, 1.35B."""
     unit, name = next((own for own in ((1e9, "B"), (1e6, "M")) if count >= 0.9995 * own[0]), (1e3, "K"))
     value = count / unit
     return f"{value:.{0 if value >= 99.95 else 1 if value >= 9.995 else 2}f}{name}"
@@ -101,7 +101,7 @@ GROUPS = {
     "eager": Text("eager and compiled steps", "eager 与编译步"),
     "launch-bound": Text("launch-bound steps", "受限于主机发射的步"),
 }
-"""Group of a cell -> its name; the second has no launch-bound steps."""
+"""Names of the groups of cells; the second has no launch-bound steps."""
 REST = "rest"
 PART_NAMES = {
     "matmul": terms.KERNEL_KINDS["matmul"],
@@ -112,7 +112,7 @@ PART_NAMES = {
 
 
 def error_of(cell: CellView) -> float | None:
-    """Predicted time over the median of the measured ones, less one; None where there is no prediction."""
+    """Return predicted time over the median of the measured times, minus one; None without a prediction."""
     predicted, measured = cell.predicted_time, median_of(cell, "step_time")
     is_known = predicted is not None and math.isfinite(predicted) and predicted > 0
     return predicted / measured - 1 if cell.ok and is_known and predicted and measured else None
@@ -131,7 +131,7 @@ def _group(cell: CellView) -> str:
 
 
 def _kind(cell: CellView) -> Text:
-    """How the step runs."""
+    """Return how the step runs: fast, eager or compiled."""
     if _group(cell) == "fast":
         return FAST
     how = COMPILED if cell.get("compile") else EAGER
@@ -147,12 +147,12 @@ class Part(NamedTuple):
 
     @property
     def excess(self) -> float:
-        """Seconds that are predicted and not measured."""
+        """Predicted seconds minus measured seconds."""
         return self.predicted - self.measured
 
 
 def responsible(cell: CellView) -> Part | None:
-    """The part of a step that is furthest from its prediction; None where kernels were not recorded."""
+    """Return the part of a step with the largest absolute error; None if kernels were not recorded."""
     rows = [row for row in rows_of(cell.samples("compared_kinds"), ComparedRow) if row.kind in PART_NAMES]
     step, predicted = median_of(cell, "step_time"), cell.predicted_time
     if not rows or not step or not predicted or not cell.ok:
@@ -162,13 +162,13 @@ def responsible(cell: CellView) -> Part | None:
 
 
 def within(errors: Sequence[float], share: float) -> float:
-    """The smallest error that this share of all errors does not exceed."""
+    """Return the smallest error that is at least as large as this share of all errors."""
     ordered = sorted(map(abs, errors))
     return ordered[math.ceil(share * len(ordered)) - 1]
 
 
 def _errors(cells: Cells) -> dict[str, list[float]]:
-    """Errors by group, in the order of GROUPS."""
+    """Return the errors by group, in the order of GROUPS."""
     found: dict[str, list[float]] = {name: [] for name in GROUPS}
     for cell in cells:
         if (error := error_of(cell)) is not None:
@@ -202,13 +202,14 @@ UNPREDICTED = Text(
 
 
 def _newest(cells: Cells) -> Cells:
-    """The steps of the newest draw: the model was changed between two draws, and their errors are not of one model."""
+    """Return the steps of the newest draw. The model was changed between two draws, so their errors are not of one
+    model."""
     seeds = [seed for cell in cells if isinstance(seed := cell.get(DRAW_SEED), int)]
     return [cell for cell in cells if cell.get(DRAW_SEED) == max(seeds)] if seeds else cells
 
 
 def _left_out(cells: Cells) -> list[Text]:
-    """The draws that a file has beside the newest one."""
+    """Return the draws in the file other than the newest one."""
     newest = {cell.get(DRAW_SEED) for cell in _newest(cells)}
     older = sorted({str(seed) for cell in cells if (seed := cell.get(DRAW_SEED)) not in newest})
     return (
@@ -250,7 +251,7 @@ def _summary(cells: Cells, errors: Mapping[str, Sequence[float]]) -> Table:
 
 
 def _steps(cells: Cells) -> Table:
-    """One row a step, the largest error first; those without an error at the end."""
+    """Return a table with one row per step, the largest error first; steps without a prediction come last."""
     columns = [
         Column(terms.PARAMETERS),
         *(Column(FIELDS[name]) for name in ("context_length", "batch_size", "vocab_size")),
@@ -293,7 +294,7 @@ def _parameters(cell: CellView) -> float:
 
 
 def _origin(cells: Cells) -> list[Text]:
-    """The seeds of the draws and the commits that measured them."""
+    """Return the seeds of the draws and the commits that measured them."""
     seeds = sorted({str(cell.get(DRAW_SEED)) for cell in cells})
     commits = sorted({_commit(cell) for cell in cells if cell.environment.git_commit})
     if not commits:
@@ -316,7 +317,7 @@ def _commit(cell: CellView) -> str:
 
 
 def _charts(cells: Cells) -> list[Chart]:
-    """Errors by the number of parameters, a mark for each step."""
+    """Chart errors by the number of parameters, a mark for each step."""
     cells, series = _newest(cells), []
     for name, title in GROUPS.items():
         own = [(cell, error) for cell in cells if _group(cell) == name and (error := error_of(cell)) is not None]
@@ -334,7 +335,7 @@ def _charts(cells: Cells) -> list[Chart]:
 
 
 def _shape(cell: CellView) -> Text:
-    """The step's parameters and tokens."""
+    """Return the step's parameters and tokens."""
     values = (short_count(_parameters(cell)), str(cell.get("batch_size")), number(cell.get("context_length"), 0))
     return say("{}, {} x {} tokens", "{}，{} x {} 个 token", *values)
 
@@ -385,7 +386,7 @@ def _largest(cells: Cells) -> Text | None:
 
 
 def _highlights(cells: Cells) -> list[Highlight]:
-    """The median error of fast steps, where nearly all are predicted well."""
+    """Return the median error of fast steps, if nearly all are predicted well."""
     cells = _newest(cells)
     errors = _errors(cells).get("fast", [])
     if len(errors) < ENOUGH:

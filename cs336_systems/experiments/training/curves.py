@@ -14,27 +14,28 @@ from cs336_systems.report.cells import CellView, grouped
 from cs336_systems.report.document import finite
 
 Curve = dict[int, float]
-"""Step -> value, in the order of steps."""
+"""Step -> value, in ascending order of steps."""
 MOST_POINTS = 200
-"""Points of a curve in a chart."""
+"""Maximum points of a curve in a chart."""
 WINDOWS = 25
-"""A smoothed value is the mean or median of as many steps as one of this many parts of the run has ..."""
+"""A run is divided into this many parts; a smoothed value is the mean or median over the steps of one part ..."""
 WIDEST = 1001
-"""... but of no more than this."""
+"""... but over at most this many steps."""
 LONG = 2000
-"""Charts of runs with this many steps leave out the first hundredth, in which most of the loss is lost: what follows
-could not be told apart."""
+"""Charts of runs with at least this many steps leave out the first hundredth, where the loss falls so steeply that
+later changes would be invisible."""
 TYPICAL, PARTS = 150, 25
-"""Single steps in a chart: so many equally spaced, and the lowest and highest of so many parts of the run."""
+"""Single steps in a chart: the number of equally spaced steps, and the number of parts of the run whose lowest and
+highest values are added."""
 
 
 @dataclass(frozen=True)
 class Run:
-    """One training run. A step that was trained again after a restart has the values of the last time."""
+    """One training run. For a step that was trained again after a restart, the last values count."""
 
     name: str
     cells: Sequence[CellView]
-    """In the order of their processes."""
+    """Cells of the run, in the order of its processes."""
 
     def curve(self, metric: str) -> Curve:
         return self._joined(lambda cell: _numbers(cell, metric))
@@ -84,7 +85,7 @@ class Run:
 
     @cached_property
     def restarts(self) -> list[tuple[int, int | None]]:
-        """The step of each restart, and the number of ranks where it changed."""
+        """The step of each restart, and the number of ranks if it changed."""
         ranks = self.ranks
         found = []
         for (before, now), step in zip(itertools.pairwise(self.starts), list(self.starts.values())[1:], strict=True):
@@ -105,7 +106,7 @@ class Run:
 
     @cached_property
     def wall_time(self) -> float | None:
-        """Seconds in which its processes ran, as far as they recorded it; evaluations and saves included."""
+        """Seconds in which the run's processes ran, if they recorded it; evaluations and saves included."""
         last: dict[str, float] = {}
         for cell in self.cells:
             for seconds in filter(finite, _numbers(cell, "elapsed_time")):
@@ -124,17 +125,17 @@ class Run:
 
     @cached_property
     def window(self) -> int:
-        """Steps that a smoothed value stands for: an odd number, 1 in a short run."""
+        """Number of steps in the window of a smoothed value: odd, and 1 in a short run."""
         return min(len(self.losses) // WINDOWS, WIDEST) // 2 * 2 + 1
 
     @cached_property
     def drawn_from(self) -> int:
-        """The first step that charts show."""
+        """First step that charts show."""
         steps = list(self.losses)
         return steps[len(steps) // 100 if len(steps) >= LONG else 0]
 
     def drawn(self, curve: Curve) -> Curve:
-        """The part of a curve that charts show."""
+        """Return the part of a curve that charts show."""
         return {step: value for step, value in curve.items() if step >= self.drawn_from}
 
     @cached_property
@@ -142,7 +143,7 @@ class Run:
         return smoothed(self.losses, self.window, statistics.fmean)
 
     def get(self, name: str) -> Any:
-        """A setting, as the last process had it."""
+        """Return a setting as in the last process."""
         return self.cells[-1].get(name)
 
     @cached_property
@@ -157,7 +158,7 @@ class Run:
 
 
 def runs_of(cells: Iterable[CellView]) -> list[Run]:
-    """The runs that have losses, in the order in which they began."""
+    """Return the runs that have losses, in the order in which they began."""
     by_time = sorted((cell for cell in cells if cell.records), key=process_of)
     found = grouped(by_time, lambda cell: str(cell.get("output") or "run"))
     names = _names(list(found))
@@ -166,7 +167,7 @@ def runs_of(cells: Iterable[CellView]) -> list[Run]:
 
 
 def _names(outputs: Sequence[str]) -> dict[str, str]:
-    """The last part of each folder's path, or as many as make the names of runs differ."""
+    """Return the last part of each folder's path, or as many parts as make the names of runs differ."""
     parts = {output: [part for part in PurePath(output).parts if part != "/"] or [output] for output in outputs}
     for count in range(1, max(map(len, parts.values()), default=0) + 1):
         names = {output: "/".join(path[-count:]) for output, path in parts.items()}
@@ -176,7 +177,7 @@ def _names(outputs: Sequence[str]) -> dict[str, str]:
 
 
 def process_of(cell: CellView) -> str:
-    """Identifies the process that recorded a cell: the time at which it began."""
+    """Return the start time of the process that recorded a cell, which identifies it."""
     return cell.environment.utc or ""
 
 
@@ -194,7 +195,7 @@ def _numbers(cell: CellView, metric: str) -> list[float]:
 
 
 def _rate(cells: Sequence[CellView]) -> tuple[float, float]:
-    """FLOPs of a step and peak FLOP/s of a process, 0 where they are not known."""
+    """Return the FLOPs of a step and the peak FLOP/s of a process; 0 if unknown."""
     flops, peak = ([value for cell in cells for value in _numbers(cell, name)] for name in ("flops", "peak_flops"))
     return (*flops, 0.0)[0], (*peak, 0.0)[0]
 
@@ -210,11 +211,9 @@ def finite_values(curve: Curve) -> Curve:
 
 
 def smoothed(curve: Curve, width: int, statistic: Callable[[Sequence[float]], float] = statistics.median) -> Curve:
-    """Running medians of `width` steps, or another statistic, at no more steps than a chart can show.
-
-    At the beginning, where a loss falls fast, the window is as wide as lies on both sides; at the end it is its first
-    half.
-    """
+    """Return running medians over `width` steps, or another statistic, at no more steps than a chart can show. The
+    window shrinks towards the beginning, where a loss falls fast, to stay symmetric; at the end only its first half is
+    used."""
     kept = finite_values(curve)
     steps, values = list(kept), list(kept.values())
     found: Curve = {}
@@ -225,14 +224,15 @@ def smoothed(curve: Curve, width: int, statistic: Callable[[Sequence[float]], fl
 
 
 def thinned(curve: Curve, most: int = MOST_POINTS) -> Curve:
-    """The finite values of equally spaced steps, the first and the last among them."""
+    """Return the finite values of equally spaced steps, the first and the last among them."""
     kept = finite_values(curve)
     steps = list(kept)
     return {steps[place]: kept[steps[place]] for place in _places(len(steps), most)}
 
 
 def sampled(curve: Curve) -> Curve:
-    """All finite values, or where a chart cannot show all: typical ones, and extremes all over the run."""
+    """Return all finite values, or if there are too many for a chart, equally spaced ones and extremes from all over
+    the run."""
     kept = finite_values(curve)
     steps = list(kept)
     if len(steps) <= MOST_POINTS:
@@ -245,7 +245,7 @@ def sampled(curve: Curve) -> Curve:
 
 
 def difference(curve: Curve, base: Curve) -> Curve:
-    """The value of one curve less that of another, at the steps that both have."""
+    """Return the value of one curve minus that of another, at the steps that both have."""
     return {step: value - base[step] for step, value in curve.items() if step in base}
 
 

@@ -18,7 +18,8 @@ class _Share(NamedTuple):
 
 
 def lost_table(path: Path) -> Table:
-    """The largest share of elements that became 0 of every FP8 tensor, and that of the last checked step."""
+    """Return, for every FP8 tensor, the largest share of elements that became 0, and the share in the last checked
+    step."""
     found: dict[str, list[Record]] = {}
     for item in record.load(path).records:
         if item.experiment == "train" and item.metric.startswith(FP8_LOST) and item.numbers:
@@ -53,7 +54,7 @@ def lost_table(path: Path) -> Table:
 
 
 def _shares(item: Record) -> list[_Share]:
-    """The shares of one record; its configuration names the blocks."""
+    """Return the shares of one record; its configuration names the blocks."""
     blocks = str(item.config.get("blocks", "")).split(",")
     step = item.config.get("first_step")
     if not isinstance(step, int) or len(blocks) != len(item.numbers):

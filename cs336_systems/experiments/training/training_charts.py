@@ -43,17 +43,17 @@ MEANS = ("running means of {} steps", "{} 步的滑动均值")
 MEDIANS = ("running medians of {} steps", "{} 步的滑动中位数")
 NOT_FINITE = Text("not finite: the step was skipped", "非有限值：该步被跳过")
 LOG_FROM = 20.0
-"""The largest value over the smallest from which a chart has a logarithmic axis."""
+"""A chart has a logarithmic axis if the ratio of its largest to its smallest value exceeds this."""
 MOST_SAVES = 8
-"""Saves that are marked in a chart; more are not."""
+"""Saves are marked in a chart only if there are at most this many."""
 MOST_RESTARTS = 12
 MOST_CROSSES = 40
-"""Of more skipped steps, as of more restarts, only some are marked."""
+"""Maximum number of skipped steps that a chart marks; of more only an equally spaced selection is marked."""
 Value = TypeVar("Value")
 
 
 def training_charts(cells: Cells) -> list[Chart]:
-    """The most important first: a page may show only that one."""
+    """Return the charts, the most important first: a page may show only that one."""
     runs = runs_of(cells)
     if not runs:
         return []
@@ -92,7 +92,7 @@ def _charts_of_one(run: Run) -> list[Chart]:
 
 
 def _charts_of_several(runs: Sequence[Run]) -> list[Chart]:
-    """Every chart has a series for each run, so that a run has the same colour in all."""
+    """Return charts with a series for each run, so that a run has the same colour in all."""
 
     def by_run(curve: Callable[[Run], Curve]) -> list[Series]:
         return [_line(Text(run.name), run.drawn(curve(run))) for run in runs]
@@ -163,7 +163,7 @@ def _lines(
 
 
 def _needs_log(series: Sequence[Series]) -> bool:
-    """True if the lines span a wide range, or if single steps would press them flat."""
+    """Return True if the lines span a wide range, or if marks of single steps would flatten them."""
     drawn = [(point.y, one.drawn == "marks") for one in series for point in one.points if not point.note]
     lines = [value for value, is_mark in drawn if not is_mark] or [value for value, _ in drawn]
     if not lines or min(lines) <= 0:
@@ -172,7 +172,7 @@ def _needs_log(series: Sequence[Series]) -> bool:
 
 
 def _norm_chart(runs: Sequence[Run], series: Sequence[Series], events: Sequence[Event] = ()) -> Chart:
-    """With the norm above which gradients are clipped, where all runs have the same."""
+    """Chart the gradient norm, with the clipping threshold if all runs have the same."""
     norms = {str(norm): norm for norm in (run.get("max_grad_norm") for run in runs)}
     clipped = [norm for norm in norms.values() if len(norms) == 1 and is_number(norm, 1e-9)]
     limits = [Limit(norm, Text("clipped above", "超过即裁剪"), dashed=True) for norm in clipped]
@@ -180,7 +180,7 @@ def _norm_chart(runs: Sequence[Run], series: Sequence[Series], events: Sequence[
 
 
 def _rate_chart(runs: Sequence[Run]) -> Chart:
-    """Runs with the same learning rates share the line of the first of them."""
+    """Chart the learning rates; runs with the same rates share the line of the first of them."""
     curves = [thinned(run.curve("learning_rate")) for run in runs]
     series = []
     for number_of_run, curve in enumerate(curves):
@@ -197,7 +197,7 @@ def _medians(run: Run, curve: Curve, name: Text) -> list[Series]:
 def _measured(
     run: Run, curve: Curve, name: Text, line: Curve, line_name: Text, skipped: Sequence[int] = ()
 ) -> list[Series]:
-    """Each step as a mark, and a smoothed line; the values alone where a run is too short for one."""
+    """Return each step as a mark, and a smoothed line; the values alone if the run is too short to smooth."""
     crosses = [Point(step, 0.0, note=NOT_FINITE) for step in _some(skipped, MOST_CROSSES)]
     if run.window == 1:
         return [Series(name, [*_points(finite_values(curve)), *crosses])]
@@ -217,19 +217,19 @@ def _points(curve: Curve) -> list[Point]:
 
 
 def _loss_less(run: Run, base: Run) -> Curve:
-    """Smoothed differences of losses: runs that see the same data have much of their noise in common."""
+    """Return smoothed differences of losses: runs that see the same data have much of their noise in common."""
     less = difference(finite_values(run.losses), finite_values(base.losses))
     return smoothed(less, min(run.window, base.window), statistics.fmean)
 
 
 def on_window(runs: Sequence[Run], statistic: tuple[str, str] = MEDIANS) -> Text | None:
-    """The statistic of smoothed values; None where the runs are too short for it."""
+    """Return the name of the smoothing statistic; None if the runs are too short to smooth."""
     widths = [run.window for run in runs]
     return say(*statistic, span(widths, lambda width: number(width, 0))) if max(widths) > 1 else None
 
 
 def _note(runs: Sequence[Run], statistic: tuple[str, str], *more: Text | None) -> Text | None:
-    """The statistic of lines, and the step that a chart begins with."""
+    """Return a note on the smoothing statistic and the step at which the chart begins."""
     cut = [run.drawn_from for run in runs if len(run.losses) >= LONG]
     start = say("from step {} on", "从第 {} 步起", span(cut, lambda step: number(step, 0))) if cut else None
     return _joined([on_window(runs, statistic), start, *more])
@@ -241,7 +241,7 @@ def _joined(texts: Sequence[Text | None]) -> Text | None:
 
 
 def _restarts(run: Run, name: str = "") -> list[Event]:
-    """With the number of ranks where it changed, and the name of the run where one is given."""
+    """Return the restarts, with the number of ranks if it changed, and the name of the run if given."""
     found = []
     for step, ranks in _some(run.restarts, MOST_RESTARTS):
         count = Text("1 rank" if ranks == 1 else f"{ranks} ranks", f"{ranks} 个 rank")
@@ -258,5 +258,5 @@ def _saves(run: Run) -> list[Event]:
 
 
 def _some(values: Sequence[Value], most: int) -> Sequence[Value]:
-    """At most so many of the values, equally spaced."""
+    """Return at most `most` of the values, equally spaced."""
     return values[:: -(-len(values) // most) or 1]

@@ -26,13 +26,13 @@ from cs336_systems.report.rows import number, ratio
 from cs336_systems.text import Text, listed, say
 
 RANK = 70
-"""Of its first result on the first screen: after comparisons of speed and memory."""
+"""Rank of its first result on the first screen: after comparisons of speed and memory."""
 NEAR = 0.02
-"""A validation loss at the end that is this much above the lowest is worth a word."""
+"""The final validation loss is mentioned if it is above the lowest by more than this share."""
 
 
 def _runs(cells: Cells) -> list[Run]:
-    """At least one run; a ValueError leaves the sentence out."""
+    """Return the runs with a finite loss, at least one; otherwise a ValueError drops the sentence."""
     runs = [run for run in runs_of(cells) if run.smoothed_losses]
     if not runs:
         raise ValueError("no run has a finite loss")
@@ -43,19 +43,19 @@ def _runs(cells: Cells) -> list[Run]:
 
 
 def outcome(cells: Cells) -> Text | None:
-    """The fall of the loss, or the best and the worst of several runs."""
+    """State how the loss fell, or the best and the worst of several runs."""
     runs = _runs(cells)
     return _outcome_of(runs[0]) if len(runs) == 1 else _comparison(runs)
 
 
 def validation(cells: Cells) -> Text | None:
-    """The validation loss of a run; of several runs, how fast they are."""
+    """State the validation loss of one run, or the speeds of several runs."""
     runs = _runs(cells)
     return _validation_of(runs[0]) if len(runs) == 1 else _speeds(runs)
 
 
 def course(cells: Cells) -> Text | None:
-    """Speed, restarts and skipped steps."""
+    """State speed, restarts and skipped steps."""
     runs = _runs(cells)
     return together(_speed_of(runs[0]) if len(runs) == 1 else None, _interruptions(runs))
 
@@ -107,7 +107,7 @@ def _skipped(*runs: Run) -> Text:
 
 
 def _comparison(runs: Sequence[Run]) -> Text:
-    """By the lowest validation loss where every run has one, else by the last loss."""
+    """Compare the runs by lowest validation loss if every run has one, else by final loss."""
     validated = all(run.validation for run in runs)
     results = {run.name: _result(run, validated) for run in runs}
     low, high = (pick(results, key=results.__getitem__) for pick in (min, max))
@@ -125,7 +125,7 @@ def _comparison(runs: Sequence[Run]) -> Text:
 
 
 def _rise(runs: Sequence[Run]) -> Text | None:
-    """The validation losses at the end, where runs end far above their lowest."""
+    """State the validation losses at the end, if runs end far above their lowest."""
     ends = [last_of(run.validation) or 0.0 for run in runs if run.validation]
     lowest = [lowest_of(run.validation) or 0.0 for run in runs if run.validation]
     if not any(end > (1 + NEAR) * low for end, low in zip(ends, lowest, strict=True)):
@@ -134,14 +134,14 @@ def _rise(runs: Sequence[Run]) -> Text | None:
 
 
 def _result(run: Run, validated: bool) -> float:
-    """The number that runs are compared by."""
+    """Return the loss by which runs are compared."""
     found = lowest_of(run.validation) if validated else last_of(run.smoothed_losses)
     assert found is not None
     return found
 
 
 def _speeds(runs: Sequence[Run]) -> Text | None:
-    """The fastest run and the slowest, where they differ by more than rounding."""
+    """State the fastest run and the slowest, if they differ by more than rounding."""
     timed = [(speed, run) for run in runs if (speed := median_of(run.speeds))]
     (least, slow), (most, fast) = (pick(timed, key=lambda pair: pair[0]) for pick in (min, max))
     if speed_text(slow) == speed_text(fast):
@@ -165,7 +165,7 @@ def _loss(value: float) -> str:
 
 
 def training_highlights(cells: Cells) -> list[Highlight]:
-    """Results of the best run."""
+    """Return results of the best run."""
     runs = runs_of(cells)
     fine = [run for run in runs if run.smoothed_losses]
     if not fine:
@@ -179,7 +179,7 @@ def training_highlights(cells: Cells) -> list[Highlight]:
 
 
 def _results(run: Run, validated: bool) -> list[tuple[Text, Text, Text]]:
-    """Value, subject and detail of each."""
+    """Return the value, subject and detail of each result."""
     what = Text("lowest validation loss", "最低验证损失") if validated else Text("loss at the end", "最终损失")
     found = [(Text(_loss(_result(run, validated))), what, _extent(run))]
     if run.speeds:
@@ -195,7 +195,7 @@ def _results(run: Run, validated: bool) -> list[tuple[Text, Text, Text]]:
 
 
 def _work(run: Run) -> Text:
-    """The model, the tokens of a step, the precision and the number of ranks, as far as they are known."""
+    """Return the model, the tokens of a step, the precision and the number of ranks, if they are known."""
     size, batch, context, precision = map(run.get, ("size", "batch_size", "context_length", "precision"))
     step = [say("{} x {} tokens", "{} x {} token", str(batch), str(context))] if run.tokens_per_step else []
     ranks = [_counted(count, "ranks", "个 rank") for count in list(run.ranks.values())[-1:] if count > 1]

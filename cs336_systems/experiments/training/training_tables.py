@@ -37,7 +37,7 @@ SETTINGS = {
 }
 """Settings that the table of settings always shows; others only where runs differ, by the name of their flag."""
 FEW_SETTINGS = 3
-"""Settings in which runs differ that are columns of the table of losses; the table of settings has all."""
+"""Number of the differing settings that are columns of the table of losses; the table of settings has all."""
 NO_SETTINGS = ("model", "output", "first_step", "started", "resume_from")
 
 Entry = tuple[Column, Callable[[Run], str | Text]]
@@ -61,7 +61,7 @@ def training_tables(cells: Cells) -> list[Table]:
 
 
 def _table(title: Text, runs: Sequence[Run], entries: Sequence[Entry], notes: Sequence[Text] = ()) -> Table:
-    """A row for each run; columns that no run has are left out."""
+    """Return a table with a row for each run, without columns that no run has."""
     found = [(column, [text(run) for run in runs]) for column, text in entries]
     shown = [(column, texts) for column, texts in found if any(texts)]
     rows = [[texts[place] for _, texts in shown] for place in range(len(runs))]
@@ -69,7 +69,7 @@ def _table(title: Text, runs: Sequence[Run], entries: Sequence[Entry], notes: Se
 
 
 def _settings(title: Text, runs: Sequence[Run]) -> Table:
-    """A row for each setting, those that differ first."""
+    """Return a table with a row for each setting, those that differ first."""
     differing, fields = _differing(runs), list(map(_fields, runs))
     common = [name for name in SETTINGS if name not in differing and any(as_text(own.get(name)) for own in fields)]
     rows: list[list[str | Text]] = [
@@ -81,7 +81,7 @@ def _settings(title: Text, runs: Sequence[Run]) -> Table:
 
 
 def _differing(runs: Sequence[Run]) -> list[str]:
-    """Names of the settings in which the runs differ."""
+    """Return the names of the settings in which the runs differ."""
     fields = list(map(_fields, runs))
     names = dict.fromkeys([*SETTINGS, *itertools.chain(*fields)])
     return [name for name in names if len({as_text(own.get(name)) for own in fields}) > 1]
@@ -134,7 +134,7 @@ def tokens_text(run: Run) -> str:
 
 
 def _large(count: float) -> str:
-    """A number of tokens with three digits: 16.4M, 1.2B."""
+    """Return a number of tokens with three digits: 16.4M, 1.2B."""
     for scale, letter in ((1e12, "T"), (1e9, "B"), (1e6, "M")):
         if count >= scale:
             return f"{float(f'{count / scale:.3g}'):g}{letter}"

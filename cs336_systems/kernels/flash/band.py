@@ -24,18 +24,18 @@ class Band(NamedTuple):
         return len_k == 0 or before_first or after_last or crossed
 
     def most_keys(self, len_k: int) -> int:
-        """The largest number of keys that a query may see."""
+        """Return the largest number of keys that a query may see."""
         return len_k if self.lo is None or self.hi is None else max(0, min(len_k, self.hi - self.lo + 1))
 
     def keys_of(self, first: int, last: int, len_k: int) -> tuple[int, int]:
-        """Half-open range of the keys that any query of first..last (both included) sees."""
+        """Return the half-open range of the keys that any query of first..last (both included) sees."""
         start = 0 if self.lo is None else max(0, first + self.lo)
         stop = len_k if self.hi is None else min(len_k, last + self.hi + 1)
         return start, max(start, stop)
 
 
 def visible(band: Band, queries: slice, keys: slice, device: torch.device) -> Tensor:
-    """Mask of shape (queries, keys), True where the query sees the key."""
+    """Return a mask of shape (queries, keys), True where the query sees the key."""
     i = torch.arange(queries.start, queries.stop, device=device)[:, None]
     distance = torch.arange(keys.start, keys.stop, device=device) - i
     seen = torch.ones_like(distance, dtype=torch.bool)
@@ -47,7 +47,7 @@ def visible(band: Band, queries: slice, keys: slice, device: torch.device) -> Te
 
 
 def resolve(is_causal: bool | str, window: Window, len_q: int, len_k: int) -> Band:
-    """The band of `attention`'s arguments; ValueError where they are wrong."""
+    """Return the band for `attention`'s arguments; raise ValueError if they are wrong."""
     if not isinstance(is_causal, bool) and is_causal not in ALIGNMENTS:
         raise ValueError(f"is_causal must be True, False, 'top-left' or 'bottom-right', got {is_causal!r}")
     left, right = _sides(window)

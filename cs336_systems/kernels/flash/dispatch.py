@@ -1,4 +1,4 @@
-"""`attention(q, k, v, impl=...)`: one meaning, several implementations, registered in IMPLEMENTATIONS.
+"""`attention(q, k, v, impl=...)`: one operation with several implementations, registered in IMPLEMENTATIONS.
 
 A call is resolved once: its arguments are checked, "auto" chooses an implementation, and the result is a function of q,
 k and v. Resolved calls are cached by shape, stride, dtype and options. From there a call of a fused implementation goes
@@ -34,13 +34,13 @@ MAX_HEAD_DIM = 256
 TRITON_DTYPES = (torch.float32, torch.float16, torch.bfloat16)
 HOPPER_DTYPES = (torch.float16, torch.bfloat16)
 HOPPER_WORTH = 1 << 33
-"""Elements of q times keys from which the Hopper kernels are faster: their programs are large, and too few do not fill
-the GPU."""
+"""Minimum product of q's elements and keys from which the Hopper kernels are faster: their programs are large, and too
+few of them do not fill the GPU."""
 HOPPER_MAX_QUERIES = 1 << 28
 """Maximum number of queries of all heads: offsets into the scratch memory are 32 bits wide."""
 DTYPES = (*TRITON_DTYPES, torch.float64)
 SDPA_BANDS = (Band(), Band(hi=0))
-"""Bands that torch's own attention takes without a mask."""
+"""Bands that torch's own attention supports without a mask."""
 
 
 @overload
@@ -137,14 +137,14 @@ def attention(
 Attend = Callable[[Tensor, Tensor, Tensor], Any]
 
 _resolved: Cache[tuple, Attend] = Cache()
-"""Resolved calls. With it a call spends 4 us before its kernels, without it 8."""
+"""Cache of resolved calls: with it a call spends 4 us before its kernels, without it 8."""
 
 
 def _resolve_call(
     q: Tensor, k: Tensor, v: Tensor, is_causal: bool | str, scale: float | None, window: Window, impl: str,
     deterministic: bool, return_lse: bool,
 ) -> Attend:  # fmt: skip
-    """The call as a function of q, k and v; ValueError where its arguments are wrong."""
+    """Resolve a call into a function of q, k and v; raise ValueError if its arguments are wrong."""
     check(q, k, v)
     band = resolve(is_causal, window, q.shape[2], k.shape[2])
     scale = checked_scale(q, scale)
@@ -172,7 +172,7 @@ def _resolve_call(
 
 
 def choose(q: Tensor, k: Tensor, band: Band, deterministic: bool = False, return_lse: bool = False) -> str:
-    """The implementation that "auto" stands for."""
+    """Return the implementation that "auto" selects."""
     dtype = autocast_dtype(q) or q.dtype
     # On a GPU SDPA's fast kernels take no other mask, and their gradients differ from run to run.
     sdpa_can = not return_lse and (not q.is_cuda or (band in SDPA_BANDS and not deterministic))
@@ -226,7 +226,7 @@ def _build_sdpa(q: Tensor, k: Tensor, v: Tensor, scale: float, band: Band, retur
 
 
 class Request(NamedTuple):
-    """The part of a call that decides which implementations can take it."""
+    """The properties of a call that decide which implementations support it."""
 
     q: Tensor
     k: Tensor
@@ -268,7 +268,7 @@ def _flash_hopper_problem(request: Request) -> str | None:
 
 
 def _from_module(name: str) -> KernelsFor:
-    """The `Problem` of a module that imports Triton, imported when it is first needed."""
+    """Return the `Problem` of a module that imports Triton; the module is imported on first use."""
 
     def kernels(q: Tensor, k: Tensor, v: Tensor, band: Band) -> Any:
         return importlib.import_module(f"cs336_systems.kernels.flash.{name}").Problem(q, k, v, band)
@@ -280,7 +280,7 @@ class Implementation(NamedTuple):
     build: Callable[[Tensor, Tensor, Tensor, float, Band, bool], Attend]
     """(q, k, v, scale, band, return_lse) -> attention as a function of tensors like q, k and v."""
     problem: Callable[[Request], str | None] = _no_problem
-    """The reason why it cannot take a call, and what to use instead; None if it can."""
+    """Returns why it cannot take a call and what to use instead; None if it can."""
     kernels: KernelsFor | None = None
     """Set for the fused implementations, which are also operators."""
 
@@ -307,7 +307,7 @@ for _implementation_name, _implementation in IMPLEMENTATIONS.items():
 
 
 def hopper_problem(q: Tensor, k: Tensor, band: Band, dtype: torch.dtype) -> str | None:
-    """The reason why the Hopper kernels cannot take a call that the Triton kernels can; None if they can."""
+    """Return why the Hopper kernels cannot take a call that the Triton kernels can; None if they can."""
     if dtype not in HOPPER_DTYPES:
         return f"it takes fp16 or bf16, got {_name(dtype)}"
     if not is_hopper_head_dim(q.shape[3]):
@@ -319,21 +319,24 @@ def hopper_problem(q: Tensor, k: Tensor, band: Band, dtype: torch.dtype) -> str 
 
 
 def is_hopper_head_dim(d: int) -> bool:
-    """True for rows that the copy engine can move. Narrower ones would be padded to twice their width and more."""
+    """Return True if the copy engine can move rows of this width; narrower rows would be padded to more than twice
+    their width."""
     return 40 <= d <= 128 and d % 8 == 0
 
 
 def best_fused(elements: int, keys: int, head_dim: int, device: torch.device) -> str:
-    """The fused implementation with the fastest kernels for 16-bit causal attention of that many elements of q, where a
-    query may see that many keys."""
+    """Return the fused implementation that is fastest for 16-bit causal attention, given the number of elements of q
+    and the number of keys that a query may see."""
     for_hopper = elements * keys >= HOPPER_WORTH and is_hopper_head_dim(head_dim)
     return "flash_hopper" if for_hopper and gluon_problem(device) is None else "flash_triton"
 
 
 def fused_implementation(impl: str, x: Tensor, heads: int, head_dim: int) -> str:
-    """The fused implementation for causal attention in a model of this residual stream: `impl`, or the best for "auto".
+    """Return the fused implementation for causal attention in a model with this residual stream: `impl`, or the best
+    for "auto".
 
-    x: (batch, rows, width)."""
+    x: (batch, rows, width).
+    """
     if impl != "auto":
         return impl
     dtype = autocast_dtype(x) or x.dtype
@@ -358,7 +361,7 @@ torch.compile would trace through it."""
 
 @constant_when_compiled
 def triton_problem(device: torch.device) -> str | None:
-    """The reason why the Triton kernels cannot run on a device; None if they can."""
+    """Return why the Triton kernels cannot run on a device; None if they can."""
     if device not in _problems:
         _problems[device] = _find_problem(device)
     return _problems[device]
@@ -366,7 +369,7 @@ def triton_problem(device: torch.device) -> str | None:
 
 @constant_when_compiled
 def gluon_problem(device: torch.device) -> str | None:
-    """The reason why the Hopper kernels cannot run on a GPU that runs the Triton kernels; None if they can."""
+    """Return why the Hopper kernels cannot run on a GPU that runs the Triton kernels; None if they can."""
     if os.environ.get("TRITON_INTERPRET") == "1":
         return "Triton's interpreter does not support its language, Gluon"
     major, minor = torch.cuda.get_device_capability(device)
@@ -401,7 +404,7 @@ def warn(message: str) -> None:
 
 
 def check(q: Tensor, k: Tensor, v: Tensor) -> None:
-    """Raise a ValueError, in one line, for tensors that attention does not take."""
+    """Raise a ValueError, in one line, for tensors that attention does not support."""
     if q.dim() != 4 or k.dim() != 4 or v.dim() != 4:
         raise ValueError(f"q, k and v must have 4 dimensions (batch, heads, seq, d), got {_shapes(q, k, v)}")
     if k.shape != v.shape or q.shape[0] != k.shape[0] or q.shape[3] != k.shape[3]:

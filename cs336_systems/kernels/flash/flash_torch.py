@@ -21,13 +21,15 @@ from cs336_systems.kernels.flash.band import Band, visible
 from cs336_systems.kernels.flash.packing import PackedMask, Packing
 
 TILE_Q, TILE_K = 256, 512
-"""Queries and keys of a tile: small enough for a core's cache at common head dims, large enough to hide Python."""
+"""Queries and keys of a tile: small enough for a core's cache at common head dims, large enough to hide Python's
+overhead."""
 MAX_TILES = 32
 """Maximum number of tiles along a sequence. Longer ones get larger tiles: each costs a dozen kernel launches."""
 
 
 def forward(q: Tensor, k: Tensor, v: Tensor, scale: float, band: Band) -> tuple[Tensor, Tensor]:
-    """Output in q's dtype and logsumexp, natural logarithm, of q (batch, heads, len_q, d) and grouped k, v."""
+    """Return the output in q's dtype and the logsumexp (natural logarithm) for q (batch, heads, len_q, d) and grouped
+    k, v."""
     with torch.autocast(q.device.type, enabled=False):  # it would round the scores and weights of 16-bit inputs
         return _forward(q, k, v, scale, band)
 
@@ -68,7 +70,7 @@ def backward(
     scale: float,
     band: Band,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Gradients of q, k, v."""
+    """Return the gradients of q, k and v."""
     wide = lse.dtype
     delta = (out.to(wide) * grad.to(wide)).sum(-1)
     if grad_lse is not None:
@@ -99,7 +101,8 @@ def backward(
 def forward_packed(
     q: Tensor, k: Tensor, v: Tensor, packing: Packing, scale: float, mask: PackedMask
 ) -> tuple[Tensor, Tensor]:
-    """`forward` inside each document; documents lie along the sequence of a batch of 1. Waits for the device, once."""
+    """Compute `forward` within each document; documents lie along the sequence of a batch of 1. Waits for the device,
+    once."""
     out = layout.empty_like(q).zero_()
     lse = q.new_full(q.shape[:-1], -torch.inf, dtype=torch.promote_types(q.dtype, torch.float32))
     for document in packing.slices(q.shape[2], k.shape[2]):
@@ -121,7 +124,7 @@ def backward_packed(
     scale: float,
     mask: PackedMask,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """`backward` inside each document."""
+    """Compute `backward` within each document."""
     dq, dk, dv = (layout.empty_like(t).zero_() for t in (q, k, v))
     for document in packing.slices(q.shape[2], k.shape[2]):
         rows, keys = document
@@ -136,13 +139,13 @@ def backward_packed(
 
 
 def _group(t: Tensor, k: Tensor) -> Tensor:
-    """(batch, heads, ...) -> (batch, kv_heads, group, ...), a view."""
+    """Return a view of (batch, heads, ...) as (batch, kv_heads, group, ...)."""
     kv_heads = k.shape[1]
     return t.unflatten(1, (kv_heads, t.shape[1] // kv_heads if kv_heads else 0))
 
 
 def _tiles(len_q: int, len_k: int, band: Band) -> Iterator[tuple[slice, list[slice]]]:
-    """Slices of queries, each with the slices of keys that any of its queries sees."""
+    """Yield slices of queries, each with the slices of keys that any of its queries sees."""
     tile_q, tile_k = max(TILE_Q, -(-len_q // MAX_TILES)), max(TILE_K, -(-len_k // MAX_TILES))
     for first in range(0, len_q, tile_q):
         last = min(first + tile_q, len_q) - 1

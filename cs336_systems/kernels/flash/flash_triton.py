@@ -68,7 +68,7 @@ class Sizes(NamedTuple):
     band: Any
     """A band.Band: query i sees key j when lo <= j - i - shift <= hi; None: no bound on that side."""
     shift: Any
-    """0 without documents."""
+    """Offset of the document's mask alignment; 0 without documents."""
     scale: Any
 
 
@@ -84,7 +84,7 @@ def forward_kernel(
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr,
     DESCRIPTORS: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
-    """Output and logsumexp of BLOCK_M queries."""
+    """Compute output and logsumexp of BLOCK_M queries."""
     block, index = _block_and_head(blocks, all_heads, section)
     if band.hi is not None and table is None:
         block = blocks - 1 - block  # the last queries see the most keys
@@ -129,7 +129,7 @@ def _attend(
     MASKED: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr,
     DESCRIPTORS: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
-    """Add the keys of begin..end to the running maximum (in powers of 2), the row sums and the output."""
+    """Add the keys of begin..end to the running maximum (of log2 scores), the row sums and the output."""
     factor = sizes.scale * LOG2E
     for column in tl.range(begin, end, BLOCK_N):
         b_s, _ = _matmul(
@@ -164,7 +164,7 @@ def grad_q_kernel(
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr,
     DESCRIPTORS: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
-    """dQ of BLOCK_M queries, and their D = rowsum(O * dO), for `grad_kv_kernel`."""
+    """Compute dQ of BLOCK_M queries, and their D = rowsum(O * dO) for `grad_kv_kernel`."""
     block, index = _block_and_head(blocks, all_heads, section)
     if band.hi is not None and table is None:
         block = blocks - 1 - block
@@ -190,7 +190,7 @@ def grad_kv_kernel(
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr,
     DESCRIPTORS: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
-    """dK and dV of BLOCK_N keys, over all the query heads that share them."""
+    """Compute dK and dV of BLOCK_N keys, over all the query heads that share them."""
     # Blocks ascend: under a causal mask the first keys have the most work.
     block, index = _block_and_head(blocks, all_heads, section)
     column, first_q, own_q, first_k, own_k, shift = _document(table, block, len_q, len_k, BLOCK_N)
@@ -214,7 +214,7 @@ def grad_kernel(
     blocks, kv_blocks, all_heads, all_kv_heads,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
-    """dQ, dK and dV in one launch, for problems that take less time than a second launch.
+    """Compute dQ, dK and dV in one launch, for problems that take less time than a second launch.
 
     A block of keys cannot wait for the D that blocks of queries compute, so it computes D itself, for each tile.
     """
@@ -291,7 +291,7 @@ def _delta(
     outputs, b_do, grad_lse, offsets, m_q, d,
     BLOCK_M: tl.constexpr, BLOCK_D: tl.constexpr, DESCRIPTORS: tl.constexpr,
 ):  # fmt: skip
-    """D = rowsum(O * dO). d lse / d S is P, so the gradient of the logsumexp is subtracted from it."""
+    """Compute D = rowsum(O * dO). d lse / d S is P, so the gradient of the logsumexp is subtracted from it."""
     b_o = _load(outputs, d, BLOCK_M, BLOCK_D, DESCRIPTORS)  # [BLOCK_M, BLOCK_D]
     b_delta = tl.sum(b_o.to(tl.float32) * b_do.to(tl.float32), 1)
     if grad_lse is not None:
@@ -305,7 +305,7 @@ def _accumulate_dq(
     MASKED: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr,
     DESCRIPTORS: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
-    """Add dS K of the keys of begin..end."""
+    """Add dS K of the keys of begin..end to dQ."""
     factor, d = sizes.scale * LOG2E, sizes.d
     for column in tl.range(begin, end, BLOCK_N):
         own_keys, own_values = _from_row(keys, column), _from_row(values, column)
@@ -330,7 +330,7 @@ def _grad_kv_block(
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr,
     DESCRIPTORS: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
-    """Without `delta`, D is computed here, from `out`."""
+    """Compute dK and dV of a block of keys. Without `delta`, D is computed here from `out`."""
     batch, kv_head = index // kv_heads, index % kv_heads
     d, band = sizes.d, sizes.band
     len_k, first_k = sizes.len_k, sizes.first_k
@@ -412,7 +412,8 @@ def _accumulate_dkv(
 
 @triton.constexpr_function
 def _is_wide(block_d, precision):
-    """True if a left operand of a matmul over the head dim would fill a thread's registers: fp32 and 256 columns."""
+    """Return True if a left operand of a matmul over the head dim would fill a thread's registers: fp32 and 256
+    columns."""
     return precision != "ieee" and block_d > 128
 
 
@@ -420,7 +421,7 @@ def _is_wide(block_d, precision):
 def _load_operand(
     rows, d, ROWS: tl.constexpr, BLOCK_D: tl.constexpr, DESCRIPTORS: tl.constexpr, PRECISION: tl.constexpr
 ):  # fmt: skip
-    """A left operand that stays in registers; nothing where it is too wide for that."""
+    """Load a left operand that stays in registers; load nothing if it is too wide for that."""
     if _is_wide(BLOCK_D, PRECISION):
         return ()
     else:  # without it the compiler would go on
@@ -432,7 +433,7 @@ def _matmul(
     left, b_left, right, d, LEFT_ROWS: tl.constexpr, RIGHT_ROWS: tl.constexpr, BLOCK_D: tl.constexpr,
     DESCRIPTORS: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
-    """left right^T, and the tile of `right`. Wide operands are multiplied in chunks, and there is no tile."""
+    """Return left right^T and the tile of `right`. Wide operands are multiplied in chunks, and no tile is returned."""
     if _is_wide(BLOCK_D, PRECISION):
         result = tl.zeros([LEFT_ROWS, RIGHT_ROWS], tl.float32)
         for column in tl.range(0, BLOCK_D, CHUNK):
@@ -450,7 +451,8 @@ def _matmul(
 
 @triton.jit
 def _block_and_head(blocks, all_heads, section):
-    """Block and head of this program: a block of every head of a section, the next block, and then the next section."""
+    """Return the block and head of this program: programs take one block of every head of a section, then the next
+    block, and then the next section."""
     program = tl.program_id(0)
     first_head = program // (section * blocks) * section
     width = tl.minimum(section, all_heads - first_head)
@@ -460,8 +462,8 @@ def _block_and_head(blocks, all_heads, section):
 
 @triton.jit
 def _document(table, block, len_q, len_k, BLOCK: tl.constexpr):
-    """First row of a block; first row and length of its document among the queries and among the keys; what to add to
-    the band. Without a `table` there is one document."""
+    """Return the first row of a block; first row and length of its document among the queries and among the keys; and
+    the shift of the band. Without a `table` there is one document."""
     if table is None:
         return block * BLOCK, 0, len_q, 0, len_k, 0
     else:
@@ -473,14 +475,14 @@ def _document(table, block, len_q, len_k, BLOCK: tl.constexpr):
 
 @triton.jit
 def _heads(index, heads, group):
-    """Batch, query head, and the KV head it reads."""
+    """Return the batch, the query head, and the KV head that it reads."""
     batch, head = index // heads, index % heads
     return batch, head, head // group
 
 
 @triton.jit
 def _key_tiles(row, sizes, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr):
-    """Bounds of the tiles of keys for BLOCK_M queries: masked from begin, full, masked up to end."""
+    """Return the bounds of the tiles of keys for BLOCK_M queries: masked from begin, full, masked up to end."""
     len_q, len_k, band, shift = sizes.len_q, sizes.len_k, sizes.band, sizes.shift
     last = tl.minimum(row + BLOCK_M, len_q) - 1
     begin, full_begin = 0, 0
@@ -496,7 +498,7 @@ def _key_tiles(row, sizes, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr):
 
 @triton.jit
 def _query_tiles(column, sizes, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr):
-    """Bounds of the tiles of queries for BLOCK_N keys, in the same order."""
+    """Return the bounds of the tiles of queries for BLOCK_N keys, in the same order."""
     len_q, len_k, band, shift = sizes.len_q, sizes.len_k, sizes.band, sizes.shift
     last = tl.minimum(column + BLOCK_N, len_k) - 1
     begin, full_begin = 0, 0
@@ -514,7 +516,7 @@ def _query_tiles(column, sizes, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr):
 
 @triton.jit
 def _ordered(begin, full_begin, full_stop, stop, STEP: tl.constexpr):
-    """Bounds in whole tiles from `begin`, in ascending order; a part may be empty."""
+    """Return the bounds in whole tiles from `begin`, in ascending order; a part may be empty."""
     end = begin + tl.cdiv(tl.maximum(stop - begin, 0), STEP) * STEP
     full_begin = tl.minimum(tl.maximum(full_begin, begin), end)
     full_end = tl.minimum(tl.maximum(tl.maximum(full_stop, 0) // STEP * STEP, full_begin), end)
@@ -523,7 +525,7 @@ def _ordered(begin, full_begin, full_stop, stop, STEP: tl.constexpr):
 
 @triton.jit
 def _visible(rows, columns, sizes):
-    """Mask of the keys inside the length and the band; rows and columns are shaped to broadcast."""
+    """Return the mask of the keys inside the length and the band; rows and columns are shaped to broadcast."""
     band, shift = sizes.band, sizes.shift
     seen = columns < sizes.len_k
     if band.lo is not None:
@@ -546,7 +548,7 @@ def _from_row(rows, row):
 
 @triton.jit
 def _load(rows, d, ROWS: tl.constexpr, COLUMNS: tl.constexpr, DESCRIPTORS: tl.constexpr):
-    """A [ROWS, COLUMNS] tile, zeros beyond the tensor's length and `d` columns."""
+    """Load a [ROWS, COLUMNS] tile, with zeros beyond the tensor's length and `d` columns."""
     if DESCRIPTORS:
         tile = rows.memory.load([rows.batch, rows.head, rows.row, 0]).reshape([ROWS, COLUMNS])
     else:
@@ -567,14 +569,14 @@ def _store(rows, value, d, ROWS: tl.constexpr, COLUMNS: tl.constexpr, DESCRIPTOR
 
 @triton.jit
 def _load_chunk(rows, column, d, ROWS: tl.constexpr):
-    """CHUNK columns of a tile."""
+    """Load CHUNK columns of a tile."""
     pointers, inside = _pointers(rows, column, d, ROWS, CHUNK)
     return tl.load(pointers, mask=inside, other=0.0)
 
 
 @triton.jit
 def _pointers(rows, column, d, ROWS: tl.constexpr, COLUMNS: tl.constexpr):
-    """Pointers to a [ROWS, COLUMNS] tile from `column` on, and the mask of those inside the tensor."""
+    """Return pointers to a [ROWS, COLUMNS] tile from `column` on, and the mask of those inside the tensor."""
     # Where a tile begins takes 64 bits: a tensor may have more than 2^31 elements. Inside a tile 32 bits do.
     strides = rows.strides
     first = tl.cast(rows.batch, tl.int64) * strides[0] + tl.cast(rows.head, tl.int64) * strides[1]
@@ -586,6 +588,6 @@ def _pointers(rows, column, d, ROWS: tl.constexpr, COLUMNS: tl.constexpr):
 
 @triton.jit
 def _row_offsets(index, row, sizes, ROWS: tl.constexpr):
-    """Offsets and mask of one number for each query, in a contiguous (batch, heads, len_q) tensor."""
+    """Return offsets and mask for one number per query in a contiguous (batch, heads, len_q) tensor."""
     rows = row + tl.arange(0, ROWS)
     return tl.cast(index, tl.int64) * sizes.queries + (sizes.first_q + rows), rows < sizes.len_q

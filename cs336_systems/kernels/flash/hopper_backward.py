@@ -89,25 +89,25 @@ class Config:
 
     CAUSAL: gl.constexpr
     EVEN: gl.constexpr
-    """len_k is a multiple of BLOCK_N."""
+    """True if len_k is a multiple of BLOCK_N."""
     D: gl.constexpr
     D_USED: gl.constexpr
-    """Columns that matmuls have; the others of D are zero padding."""
+    """Columns that matmuls compute; the others of D are zero padding."""
     BLOCK_M: gl.constexpr
     MASKED_TILES: gl.constexpr
-    """First blocks of queries that the causal mask may cut, at least 1."""
+    """Number of blocks of queries, the first ones, that the causal mask may cut; at least 1."""
     WINDOW_TILES: gl.constexpr
-    """Last blocks that a window to the left may cut."""
+    """Number of blocks of queries, the last ones, that a window to the left may cut."""
     GROUP: gl.constexpr
-    """Query heads that share the keys."""
+    """Number of query heads that share a KV head."""
     WINDOW: gl.constexpr
-    """Keys far to the left of a query are hidden."""
+    """True if a window hides keys far to the left of a query."""
     CUT_FIRST: gl.constexpr
-    """Blocks that a mask may cut, of all query heads, are visited first."""
+    """True if the blocks that a mask may cut, of all query heads, are visited first."""
     SPLIT: gl.constexpr
-    """Some programs see a part of the queries."""
+    """True if some programs see only a part of the queries."""
     PACKED: gl.constexpr
-    """Documents are packed along the sequence."""
+    """True if documents are packed along the sequence."""
 
 
 @aggregate
@@ -119,21 +119,22 @@ class Work:
     column: Value
     """First key."""
     first: Value
-    """First block of queries, of each query head."""
+    """First block of queries of each query head."""
     count: Value
     """Blocks of queries of each query head."""
     start: Value
-    """First tile, where the queries are split."""
+    """First tile, if the queries are split."""
     tiles: Value
     """Blocks of queries, of all query heads."""
     batch_q: Value
-    """Of packed documents: `outer_of` the document, for queries, as `batch` is for keys; None else."""
+    """With packed documents `outer_of` the document for queries, as `batch` is for keys; None otherwise."""
     origin_q: Value
-    """Of packed documents: `origin_of` the document, for queries; 0 else."""
+    """With packed documents `origin_of` the document for queries; 0 otherwise."""
     loaded_k: Value
-    """The same for keys that are loaded."""
+    """With packed documents `origin_of` the document for loading keys, or RAGGED_ROWS (zeros are loaded) if it has no
+    queries; 0 otherwise."""
     padded_q: Value
-    """Of packed documents: queries of a head before the document, in scratch memory; 0 else."""
+    """With packed documents the queries of a head before the document, in scratch memory; 0 otherwise."""
 
 
 @aggregate
@@ -148,7 +149,7 @@ class Sizes:
 
 @aggregate
 class Inputs:
-    """TMA descriptors of what the producer loads."""
+    """TMA descriptors of the tensors that the producer loads."""
 
     q: Value
     k: Value
@@ -174,11 +175,11 @@ class Buffers:
 class Barriers:
     kv_full: Value
     full: Value
-    """A stage of queries was loaded."""
+    """Barrier: a stage of queries was loaded."""
     done: Value
-    """Both consumers have read a stage's queries and stored its dS."""
+    """Barrier: both consumers have read a stage's queries and stored its dS."""
     dq_free: Value
-    """A buffer of dQ was added to global memory."""
+    """Barrier: a buffer of dQ was added to global memory."""
     ping_pong: Value
 
 
@@ -187,7 +188,7 @@ class Outputs:
     desc_dk: Value
     desc_dv: Value
     s_parked: Value
-    """Numbers that only the code after the loop needs: in registers they would displace others during the loop."""
+    """Values that only the code after the loop needs, kept in shared memory to save registers during the loop."""
 
 
 @gluon.jit(do_not_specialize=["schedule", "unsplit", "splits"])
@@ -197,8 +198,8 @@ def backward_kernel(
     CAUSAL: gl.constexpr, EVEN: gl.constexpr, D: gl.constexpr, D_USED: gl.constexpr, BLOCK_M: gl.constexpr,
     MASKED_TILES: gl.constexpr, WINDOW_TILES: gl.constexpr, GROUP: gl.constexpr,
 ):  # fmt: skip
-    """dK and dV of BLOCK_N keys, and their part of dQ. Programs from `unsplit` on see one of `splits` parts of the
-    queries and write dK and dV to `p_partial`. `padded`: queries of a head in scratch memory."""
+    """Compute dK and dV of BLOCK_N keys, and their part of dQ. Programs from `unsplit` on see one of `splits` parts of
+    the queries and write dK and dV to `p_partial`. `padded`: queries of a head in scratch memory."""
     SPLIT: gl.constexpr = p_partial is not None
     PACKED: gl.constexpr = p_table is not None
     WINDOW: gl.constexpr = lo is not None
@@ -321,7 +322,7 @@ def _produce(inputs, desc_dq, buffers, barriers, work, heads, padded, config):
 
 @gluon.jit
 def _place_of_queries(head, row, work, config):
-    """TMA coordinates of a query."""
+    """Return the TMA coordinates of a query."""
     if config.PACKED:
         return place(work.batch_q, head, work.origin_q + row, True)
     else:
@@ -330,7 +331,7 @@ def _place_of_queries(head, row, work, config):
 
 @gluon.jit
 def _place_in_scratch(head, row, work, heads, padded, config):
-    """Number of a query among those of scratch memory."""
+    """Return the index of a query in scratch memory."""
     if config.PACKED:
         return head * padded + work.padded_q + row
     else:
@@ -339,7 +340,7 @@ def _place_in_scratch(head, row, work, heads, padded, config):
 
 @gluon.jit
 def _add_dq(t, desc_dq, s_dq, dq_free, work, heads, padded, config):
-    """Add to global memory the dQ of the tile before the one whose stage has just become free, which is t - STAGES."""
+    """Add to global memory the dQ of tile t - STAGES - 1: the stage of tile t - STAGES has just become free."""
     if t > STAGES:
         DQ_BUFFERS: gl.constexpr = dq_free.shape[0]
         tile = t - STAGES - 1
@@ -353,8 +354,8 @@ def _add_dq(t, desc_dq, s_dq, dq_free, work, heads, padded, config):
 
 @gluon.jit
 def _head_and_row(t, work, config):
-    """Query head and first query of tile t: all blocks of a head, then those of the next head that shares the keys; or
-    first those of all heads that a mask may cut."""
+    """Return the query head and first query of tile t. Blocks are ordered by query head; with CUT_FIRST the blocks of
+    all heads that a mask may cut come first."""
     if config.CUT_FIRST:
         cut = _cut_blocks(work, config)
         number, block = _of_heads(t, cut, config)
@@ -370,7 +371,7 @@ def _head_and_row(t, work, config):
 
 @gluon.jit
 def _of_heads(t, blocks, config):
-    """Query head of tile t and its number there, where each head has so many blocks."""
+    """Return the query head of tile t and the tile's index in that head, if each head has `blocks` tiles."""
     if config.GROUP == 1:
         return 0, t
     else:
@@ -379,13 +380,14 @@ def _of_heads(t, blocks, config):
 
 @gluon.jit
 def _cut_blocks(work, config):
-    """Number of blocks of each query head that a mask may cut."""
+    """Return the number of blocks of each query head that a mask may cut."""
     return gl.minimum(config.MASKED_TILES + config.WINDOW_TILES, work.count)
 
 
 @gluon.jit
 def _cut_block(i, cut, work, config):
-    """Number of the i-th of them among all: the first ones, then the last ones."""
+    """Return the index, among all blocks of a head, of the i-th block that a mask may cut: the first blocks, then the
+    last ones."""
     return gl.where(i < config.MASKED_TILES, i, work.count - cut + i)
 
 
@@ -394,7 +396,7 @@ def _cut_block(i, cut, work, config):
 
 @gluon.jit
 def _consume(W: gl.constexpr, outputs, buffers, barriers, work, sizes, config):
-    """dK and dV of the keys of warpgroup W, and half of every dQ."""
+    """Compute dK and dV of the keys of warpgroup W, and half of every dQ."""
     D: gl.constexpr = config.D
     BLOCK_M: gl.constexpr = config.BLOCK_M
     ROW_DIM: gl.constexpr = 3 if config.PACKED else 2
@@ -453,7 +455,8 @@ def _step(
     t, row, buffers, barriers, work, sizes, b_dk, b_dv,
     MASKED: gl.constexpr, FIRST: gl.constexpr, W: gl.constexpr, config,
 ):  # fmt: skip
-    """One block of queries, which begins at `row` where it is MASKED, and dQ of the block before unless it is FIRST."""
+    """Process one block of queries, which begins at `row` if MASKED, and compute dQ of the previous block unless
+    FIRST."""
     D: gl.constexpr = config.D
     BLOCK_M: gl.constexpr = config.BLOCK_M
     S_LAYOUT: gl.constexpr = accumulator_layout(BLOCK_M)
@@ -519,7 +522,7 @@ def _step(
 
 @gluon.jit
 def _zero_sums(D: gl.constexpr, D_USED: gl.constexpr):
-    """Accumulators of the `used_columns` of (ROWS, D)."""
+    """Return zeroed accumulators for the `used_columns` of (ROWS, D)."""
     if D == D_USED:
         return (gl.zeros((ROWS, D), gl.float32, accumulator_layout(D)),)
     else:
@@ -548,7 +551,7 @@ def _operand(a, sums):
 
 @gluon.jit
 def _waited(dv_tokens, dk_tokens, b_p16, b_ds16):
-    """dV and dK, when their matmuls have read P and dS."""
+    """Return dV and dK after their matmuls have read P and dS."""
     if len(dv_tokens) == 1:
         b_dv, b_dk, b_p16, b_ds16 = warpgroup_mma_wait(0, deps=[dv_tokens[0], dk_tokens[0], b_p16, b_ds16])
         return (b_dv,), (b_dk,)
@@ -561,15 +564,15 @@ def _waited(dv_tokens, dk_tokens, b_p16, b_ds16):
 
 @gluon.constexpr_function
 def _queries_of_threads(block_m):
-    """Layout in which a thread has four of every sixteen queries, by the lowest two bits of its number."""
+    """Return the layout in which a thread has four of every sixteen queries, by the lowest two bits of its index."""
     far = [[1 << bit] for bit in range(4, block_m.bit_length() - 1)]
     return gl.DistributedLinearLayout([[1], [2], *far], [[4], [8], [0], [0], [0]], [[0], [0]], [], [block_m])
 
 
 @gluon.jit
 def _of_queries(s_rows, BLOCK_M: gl.constexpr, S_LAYOUT: gl.constexpr):
-    """One number for each query, in the order of `prepare_kernel`: a thread needs two neighbours of every eight, and
-    has those of sixteen side by side, to be read at once."""
+    """Load one number per query in the order of `prepare_kernel`. A thread needs two neighbours of every eight queries;
+    those of sixteen queries are stored side by side and loaded at once."""
     x = gl.reshape(s_rows.load(_queries_of_threads(BLOCK_M)), [BLOCK_M // 16, 4, 2, 2])
     x = gl.reshape(gl.permute(x, (0, 2, 1, 3)), [BLOCK_M])
     return gl.convert_layout(x, gl.SliceLayout(0, S_LAYOUT), assert_trivial=True)
@@ -577,8 +580,8 @@ def _of_queries(s_rows, BLOCK_M: gl.constexpr, S_LAYOUT: gl.constexpr):
 
 @gluon.jit
 def _start_half_of_dq(t, buffers, W: gl.constexpr, config):
-    """Start half of dQ of tile t: half of its rows or, where it has only 64, half of its columns, of which the second
-    may be narrower."""
+    """Start half of dQ of tile t: half of its rows or, if it has only 64, half of its columns; the second half may be
+    narrower."""
     s_k = buffers.s_k.reshape((BLOCK_N, config.D))
     s_ds = buffers.s_ds.index(t % STAGES)
     COLUMNS: gl.constexpr = config.D_USED - HALF if W == 1 and config.BLOCK_M != 128 else HALF
@@ -592,8 +595,8 @@ def _start_half_of_dq(t, buffers, W: gl.constexpr, config):
 
 @gluon.jit
 def _store_dq(b_dq, t, s_dq, dq_free, W: gl.constexpr):
-    """Store dQ in its register layout: a row for each thread, of its 32 numbers. `finish_kernel` puts them in order.
-    Where dQ is narrower, what is left of the row belongs to no column that is used, and may hold anything."""
+    """Store dQ in its register layout: a row for each thread, of its 32 numbers. `finish_kernel` reorders them. If dQ
+    is narrower, the rest of the row belongs to unused columns and may hold anything."""
     COLUMNS: gl.constexpr = b_dq.shape[1]
     DQ_BUFFERS: gl.constexpr = dq_free.shape[0]
     mbarrier.wait(dq_free.index(t % DQ_BUFFERS), ~(t // DQ_BUFFERS) & 1)  # the buffer's last content was added
@@ -639,8 +642,8 @@ def _store_sums(s_rows, sums):
 
 @gluon.jit
 def _store_partial(sums, which: gl.constexpr, s_parked, W: gl.constexpr, D: gl.constexpr):
-    """Store a split program's dK (0) or dV (1) for `combine_kernel`. Masked, because a branch would cost the loop
-    registers; so it is also stored as if it were complete, and `combine_kernel` overwrites that."""
+    """Store a split program's dK (0) or dV (1) for `combine_kernel`. The store is masked, because a branch would cost
+    the loop registers. The caller also stores the part as if it were complete; `combine_kernel` overwrites that."""
     target = _parked(s_parked, PARTIAL)
     pointer = target.to(gl.pointer_type(gl.float32), bitcast=True) + (which * 2 + W) * (ROWS * D)
     for i in gl.static_range(len(sums)):
@@ -654,7 +657,8 @@ def _store_partial(sums, which: gl.constexpr, s_parked, W: gl.constexpr, D: gl.c
 
 @triton.jit
 def _queries(p_table, row, len_q, BLOCK: tl.constexpr):
-    """Queries whose place in a head's scratch memory is `row` and after: their rows, and which of them there are."""
+    """Return the rows of the queries at positions `row` and after in a head's scratch memory, and a mask of the
+    existing ones."""
     if p_table is None:
         rows = row + tl.arange(0, BLOCK)
         return rows, rows < len_q
@@ -669,8 +673,8 @@ def prepare_kernel(
     p_o, p_do, p_lse, p_dlse, p_scratch, p_copy, p_table, o_strides, do_strides, heads, len_q, d, passes, queries,
     D: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """For BLOCK queries: lse in powers of 2, delta = rowsum(O dO) less the gradient of lse, zeros for dQ and, where TMA
-    cannot read dO's layout (expanded from one number, say), a copy of it. `queries`: of all heads, padded."""
+    """Compute for BLOCK queries: lse in powers of 2; delta = rowsum(O dO) minus the gradient of lse; zeros for dQ; and,
+    if TMA cannot read dO's layout (expanded from one number, say), a copy of it. `queries`: of all heads, padded."""
     gdc_launch_dependents()
     program = tl.num_programs(0) - 1 - tl.program_id(0)  # forward has just left the last outputs in the L2 cache
     index, row = program // passes, program % passes * BLOCK
@@ -706,13 +710,13 @@ def prepare_kernel(
 def finish_kernel(
     p_dq, p_scratch, p_table, strides, heads, len_q, d, passes, queries, scale, D: tl.constexpr, BLOCK: tl.constexpr
 ):  # fmt: skip
-    """dQ of BLOCK queries: reordered, scaled, rounded and stored."""
+    """Reorder, scale, round and store dQ of BLOCK queries."""
     program = tl.num_programs(0) - 1 - tl.program_id(0)  # the last sums are still in the L2 cache
     index, row = program // passes, program % passes * BLOCK
     gdc_wait()
     sums = p_scratch + 2 * tl.cast(queries, tl.int64)
     b_dq = tl.load(sums + (tl.cast(index, tl.int64) * passes * BLOCK + row) * D + tl.arange(0, BLOCK * D))
-    # Of 64 x 64: warp, row % 8, column / 2 % 4, column / 8, row / 8 % 2, column % 2. See `_store_dq`.
+    # dQ of 64 x 64: warp, row % 8, column / 2 % 4, column / 8, row / 8 % 2, column % 2. See `_store_dq`.
     b_dq = tl.reshape(b_dq, [BLOCK // 64, D // 64, 4, 8, 4, 8, 2, 2])
     b_dq = tl.reshape(tl.permute(b_dq, (0, 2, 6, 3, 1, 5, 4, 7)), [BLOCK, D])
     columns = tl.arange(0, D)
@@ -728,7 +732,7 @@ def combine_kernel(
     p_dk, p_dv, p_partial, dk_strides, dv_strides, len_k, d, schedule, unsplit, splits,
     D: gl.constexpr,
 ):  # fmt: skip
-    """dK, or dV, of 64 keys of a block whose queries `backward_kernel` split."""
+    """Add up dK, or dV, of 64 keys of a block whose queries `backward_kernel` split."""
     LAYOUT: gl.constexpr = gl.BlockedLayout([1, 4], [256 // D, D // 8], [4, 1], [1, 0])
     beyond, which, half = gl.program_id(0) // 4, gl.program_id(0) // 2 % 2, gl.program_id(0) % 2
     block, _, batch, head = block_and_head(unsplit + beyond, schedule)

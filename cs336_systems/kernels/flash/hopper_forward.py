@@ -72,17 +72,17 @@ class Config:
     """Columns that S = Q K^T multiplies; the others of D are zero padding."""
     BLOCK_N: gl.constexpr
     WARPGROUPS: gl.constexpr
-    """Consumers."""
+    """Number of consumer warpgroups."""
     STAGES: gl.constexpr
     MASKED_TILES: gl.constexpr
-    """Tiles of a warpgroup that the mask may cut."""
+    """Number of tiles of a warpgroup that the causal mask may cut."""
     PING_PONG: gl.constexpr
-    """A consumer starts its matmuls when the one before it has its scores."""
+    """True if a consumer starts its matmuls only when the one before it has its scores."""
     Q_IN_REGISTERS: gl.constexpr
     WINDOW: gl.constexpr
-    """Keys far to the left are hidden."""
+    """True if a window hides keys far to the left."""
     PACKED: gl.constexpr
-    """Documents are packed along the sequence."""
+    """True if documents are packed along the sequence."""
 
 
 @aggregate
@@ -90,26 +90,26 @@ class Work:
     """The block of queries and range of keys of a program."""
 
     batch: Value
-    """Of packed documents, here and below: `outer_of` the document, for queries."""
+    """Batch index; with packed documents `outer_of` the document for queries."""
     batch_k: Value
-    """The same for keys; None else."""
+    """With packed documents `outer_of` the document for keys; None otherwise."""
     origin_q: Value
-    """`origin_of` the document, for queries; 0 else."""
+    """With packed documents `origin_of` the document for queries; 0 otherwise."""
     origin_k: Value
     lse_at: Value
-    """Place of the document's first logsumexp of this head; None else."""
+    """With packed documents the position of the document's first logsumexp in this head; None otherwise."""
     head: Value
     kv_head: Value
     index: Value
-    """Number of the query head among those of all batches."""
+    """Index of the query head among those of all batches."""
     row: Value
-    """First query; negative where the first block is not full."""
+    """First query; negative if the first block is not full."""
     end: Value
-    """First query beyond the last warpgroup that has any."""
+    """First query beyond the last warpgroup that has queries."""
     column: Value
     """First key."""
     tiles: Value
-    """Tiles of keys, counted from the last."""
+    """Number of tiles of keys; tiles are counted from the last keys."""
 
 
 @aggregate
@@ -129,9 +129,9 @@ class Outputs:
     desc_o: Value
     p_lse: Value
     p_partial: Value
-    """Partial results of split-KV, for `combine_kernel`; None without."""
+    """Partial results of split-KV for `combine_kernel`; None without split-KV."""
     unsplit: Value
-    """Number of programs, the first ones, that see all their keys."""
+    """Number of programs, the first ones, that visit all of their keys."""
 
 
 @aggregate
@@ -143,21 +143,22 @@ class Pass:
     s_v: Value  # [STAGES, 1, 1, BLOCK_N, D]
     q_full: Value
     full: Value
-    """A stage was loaded."""
+    """Barrier: a stage was loaded."""
     empty: Value
-    """All consumers are done with a stage."""
+    """Barrier: all consumers are done with a stage."""
     ping_pong: Value
 
 
 @aggregate
 class Retry:
-    """The second pass over the keys, after an overflow in the first. All None where the first has a running maximum."""
+    """State of the second pass over the keys, after an overflow in the first; all None if the first has a running
+    maximum."""
 
     overflow: Value  # [WARPGROUPS, 1]
     voted: Value
     """Barrier: all consumers have written `overflow`."""
     second: Value
-    """A Pass with barriers of its own."""
+    """Pass with barriers of its own, for the second pass."""
 
 
 @gluon.jit(do_not_specialize=["schedule", "shift", "unsplit", "splits"])
@@ -168,8 +169,8 @@ def forward_kernel(
     STAGES: gl.constexpr, MASKED_TILES: gl.constexpr, PING_PONG: gl.constexpr, Q_IN_REGISTERS: gl.constexpr,
     REGISTERS: gl.constexpr,
 ):  # fmt: skip
-    """Output and logsumexp of ROWS * WARPGROUPS queries. The first block begins at -`shift`. Programs from `unsplit` on
-    see one of `splits` parts of the keys and write to `p_partial`."""
+    """Compute output and logsumexp of ROWS * WARPGROUPS queries. The first block begins at -`shift`. Programs from
+    `unsplit` on see one of `splits` parts of the keys and write to `p_partial`."""
     WINDOW: gl.constexpr = lo is not None
     PACKED: gl.constexpr = p_table is not None
     config = Config(
@@ -262,8 +263,8 @@ def _retry(first, config):
 
 @gluon.jit
 def split_of_program(program, unsplit, splits):
-    """Unit of work of a program, its split of that unit, and the unit's number of splits: 1 for the first `unsplit`
-    programs, `splits` for the others."""
+    """Return the unit of work of a program, its split of that unit, and the unit's number of splits: 1 for the first
+    `unsplit` programs, `splits` for the others."""
     beyond = gl.maximum(program - unsplit, 0)
     of = 1
     if program >= unsplit:
@@ -273,15 +274,16 @@ def split_of_program(program, unsplit, splits):
 
 @gluon.jit
 def tiles_of_split(tiles, split, of):
-    """First tile of a split, and its number of tiles."""
+    """Return the first tile of a split, and its number of tiles."""
     start = tiles * split // of
     return start, tiles * (split + 1) // of - start
 
 
 @gluon.jit
 def block_and_head(unit, schedule):
-    """Block, number of the head among all, batch, and head of a unit of work: a block of every head of a section, then
-    the next block; then the next section. `schedule`: a hopper_launch.Schedule."""
+    """Return the block, the head's index among all heads, the batch, and the head of a unit of work. Units take one
+    block of every head of a section, then the next block, then the next section. `schedule`: a
+    hopper_launch.Schedule."""
     number = _quotient(unit, schedule.units_multiplier, schedule.units_shift)
     inside = unit - number * schedule.units
     block = _quotient(inside, schedule.section_multiplier, schedule.section_shift)
@@ -292,14 +294,15 @@ def block_and_head(unit, schedule):
 
 @gluon.jit
 def _quotient(n, multiplier, shift):
-    """Quotient by `hopper_launch.reciprocal`. Three divisions one after another would take a tenth of the time that a
-    program spends outside its tiles."""
+    """Divide by multiplication with a `hopper_launch.reciprocal`. Three integer divisions in sequence would take a
+    tenth of the time that a program spends outside its tiles."""
     return ((n.to(gl.int64) * multiplier) >> shift).to(gl.int32)
 
 
 @gluon.jit
 def _visible_tiles(last_row, len_k, hi, CAUSAL: gl.constexpr, BLOCK_N: gl.constexpr):
-    """Number of tiles of keys that the queries up to `last_row` see; at least 1, so that every program has work."""
+    """Return the number of tiles of keys that the queries up to `last_row` see; at least 1, so that every program has
+    work."""
     end = len_k
     if CAUSAL:
         end = gl.minimum(len_k, last_row + hi + 1)
@@ -311,32 +314,33 @@ def _visible_tiles(last_row, len_k, hi, CAUSAL: gl.constexpr, BLOCK_N: gl.conste
 
 @gluon.constexpr_function
 def tile_shape(rows, d, packed):
-    """Shape of a tile as its descriptor has it: batch and head, or the two outer dimensions of a document and head."""
+    """Return the shape of a tile in its descriptor: batch and head, or the two outer dimensions of a document and head,
+    come first."""
     return [1] * (3 if packed else 2) + [rows, d]
 
 
 @gluon.constexpr_function
 def tile_shapes(count, rows, d, packed):
-    """Shape of `count` buffers for such tiles."""
+    """Return the shape of `count` buffers for such tiles."""
     return [count] + [1] * (3 if packed else 2) + [rows, d]
 
 
 @gluon.jit
 def outer_of(first, length):
-    """The coordinate that tells a ragged descriptor which document it is: the document's end."""
+    """Return the coordinate that identifies a document in a ragged descriptor: the document's end."""
     return first + length
 
 
 @gluon.jit
 def origin_of(length):
-    """Coordinate of a document's first row, such that its last row is the last that a ragged descriptor has."""
+    """Return the coordinate of a document's first row, such that its last row is the last of the ragged descriptor."""
     return RAGGED_ROWS - length
 
 
 @gluon.jit
 def place(batch, head, row, PACKED: gl.constexpr):
-    """TMA coordinates of a row. Of packed documents: `batch` is `outer_of` the document, `row` counts from
-    `origin_of` on."""
+    """Return the TMA coordinates of a row. With packed documents `batch` is `outer_of` the document, and `row` counts
+    from `origin_of` on."""
     if PACKED:
         return (RAGGED_ROWS, batch, head, row, 0)
     else:
@@ -414,7 +418,7 @@ def _any(flags):
 
 @gluon.jit
 def _consume(W: gl.constexpr, outputs, first, retry, work, sizes, config):
-    """Attention of the queries of warpgroup W, if it has any."""
+    """Compute attention of the queries of warpgroup W, if it has any."""
     RUNNING_MAX: gl.constexpr = retry.second is None
     row = work.row + W * ROWS
     has_queries = (row >= 0) & (row < work.end)
@@ -429,8 +433,8 @@ def _consume(W: gl.constexpr, outputs, first, retry, work, sizes, config):
 
 @gluon.jit
 def _visit_keys(W: gl.constexpr, outputs, over, work, sizes, config, active, RUNNING_MAX: gl.constexpr):
-    """One pass over the keys, in which a warpgroup that is not `active` only signals. Returns 1 after an overflow: then
-    nothing was stored."""
+    """Make one pass over the keys; a warpgroup that is not `active` only signals barriers. Return 1 after an overflow,
+    in which case nothing was stored."""
     overflow = 0
     if active:
         overflow = _attend(W, outputs, over, work, sizes, config, RUNNING_MAX)
@@ -442,7 +446,7 @@ def _visit_keys(W: gl.constexpr, outputs, over, work, sizes, config, active, RUN
 
 @gluon.jit
 def _skip_tile(t, over, W: gl.constexpr, config):
-    """Signal what the other warpgroups wait for, on behalf of one that does not use tile t."""
+    """Signal the barriers that other warpgroups wait for, on behalf of one that does not use tile t."""
     mbarrier.wait(over.full.index(t % config.STAGES), t // config.STAGES & 1)
     mbarrier.arrive(over.empty.index(t % config.STAGES))
     if config.PING_PONG:
@@ -520,8 +524,8 @@ def _attend(W: gl.constexpr, outputs, over, work, sizes, config, RUNNING_MAX: gl
 
 @gluon.jit
 def _own_tiles(row, work, sizes, config):
-    """Numbers of three of the program's tiles: the first that the queries of a warpgroup from `row` on see, the first
-    that only the window cuts, and the first beyond their last."""
+    """Return the indices of three tiles: the first that the queries of a warpgroup from `row` on see, the first that
+    only the window cuts, and the one after the last that they see."""
     BLOCK_N: gl.constexpr = config.BLOCK_N
     above = work.column // BLOCK_N + work.tiles
     own = gl.minimum(_visible_tiles(row + ROWS - 1, sizes.len_k, sizes.hi, config.CAUSAL, BLOCK_N), above)
@@ -534,7 +538,7 @@ def _own_tiles(row, work, sizes, config):
 
 @gluon.jit
 def _column(t, work, config):
-    """First key of tile t."""
+    """Return the first key of tile t."""
     return work.column + (work.tiles - 1 - t) * config.BLOCK_N
 
 
@@ -543,7 +547,7 @@ def _step(
     t, q, over, work, sizes, b_o, b_p16, b_m, b_l, row,
     W: gl.constexpr, config, KIND: gl.constexpr, MORE: gl.constexpr, RUNNING_MAX: gl.constexpr,
 ):  # fmt: skip
-    """S and P of tile t, and O += P V of the tile before."""
+    """Compute S and P of tile t, and O += P V of the tile before."""
     S_LAYOUT: gl.constexpr = accumulator_layout(config.BLOCK_N)
     slot = t % config.STAGES
     mbarrier.wait(over.full.index(slot), t // config.STAGES & 1)
@@ -578,7 +582,7 @@ def _step(
 
 @gluon.jit
 def _store(b_o, b_m, b_l, outputs, s_o, work, len_q, row, config):
-    """Store output and logsumexp. `s_o` is the buffer of the queries, which were read for the last time."""
+    """Store output and logsumexp. `s_o` is the buffer of the queries, which are not read again."""
     ROW_LAYOUT: gl.constexpr = gl.SliceLayout(1, b_o.type.layout)
     BLOCK: gl.constexpr = config.WARPGROUPS * ROWS
     D: gl.constexpr = config.D
@@ -608,13 +612,13 @@ def _store(b_o, b_m, b_l, outputs, s_o, work, len_q, row, config):
 
 @gluon.constexpr_function
 def accumulator_layout(columns):
-    """Register layout of a (64, columns) result of a warpgroup's matmul."""
+    """Return the register layout of a (64, columns) result of a warpgroup's matmul."""
     return gl.NVMMADistributedLayout([3, 0], [4, 1], [16, columns, 16])
 
 
 @gluon.jit
 def used_columns(x, D_USED: gl.constexpr):
-    """The first D_USED columns of a tile in shared memory, as one or two slices whose widths are powers of 2."""
+    """Return the first D_USED columns of a tile in shared memory, as one or two slices whose widths are powers of 2."""
     HALF: gl.constexpr = x.shape[1] // 2
     return (x,) if x.shape[1] == D_USED else (x.slice(0, HALF, dim=1), x.slice(HALF, D_USED - HALF, dim=1))
 
@@ -668,10 +672,11 @@ def _cut_left(b_s, row, column, lo):
 
 @gluon.jit
 def _softmax(b_s, b_m, factor, MORE: gl.constexpr, MASKED: gl.constexpr):
-    """P of a tile, the running maximum (in powers of 2, and MORE), and the factor for what was accumulated before.
+    """Return P of a tile, the running maximum (of log2 scores, plus MORE), and the factor that rescales the
+    accumulators.
 
-    The maximum only keeps numbers in range: one that is 2^SLACK too small does as well, and with it the accumulators
-    need no rescaling. So it is updated only when it is further behind.
+    The maximum only keeps numbers in range, so it is updated, and the accumulators rescaled, only if it is too small by
+    more than a factor of 2^SLACK.
     """
     m_tile = gl.maximum(b_m, gl.max(b_s, 1) * factor + MORE)
     if MASKED:
@@ -689,13 +694,14 @@ def _softmax(b_s, b_m, factor, MORE: gl.constexpr, MASKED: gl.constexpr):
 
 @gluon.jit
 def _partial_sums(b_p, BLOCK_N: gl.constexpr):
-    """Row sums of the columns that each of the four threads of a row has; they are added up after the last tile."""
+    """Return the row sums of the columns that each of the four threads of a row holds; they are added up after the last
+    tile."""
     return gl.sum(gl.sum(gl.reshape(b_p, [ROWS, BLOCK_N // 8, 4, 2]), 3), 1)
 
 
 @gluon.jit
 def _rescaled(b_o, rescale, D: gl.constexpr):
-    """b_o * rescale; a warp whose factors are all 1 skips it."""
+    """Return b_o * rescale; a warp whose factors are all 1 skips the multiplication."""
     rescale = gl.convert_layout(rescale, gl.SliceLayout(1, b_o.type.layout), assert_trivial=True)
     factors, _ = gl.broadcast(rescale[:, None], b_o)
     return gl.inline_asm_elementwise(
@@ -705,8 +711,9 @@ def _rescaled(b_o, rescale, D: gl.constexpr):
 
 @gluon.constexpr_function
 def _rescale_asm(count):
-    """PTX, the only place where a single warp can branch. A thread has `count` elements of the output: pairs of
-    columns, alternately of one row and of another, so that its first and third factor are the only ones."""
+    """Return PTX for the rescaling, because only PTX lets a single warp branch. A thread has `count` elements of the
+    output: pairs of columns, alternately of one row and of another, so that its first and third factor are the only
+    ones."""
     outs, ins, factors = (range(i * count, (i + 1) * count) for i in range(3))
     lines = [
         "{ .reg .pred p, q;",
@@ -734,7 +741,7 @@ def combine_kernel(
     p_o, p_lse, p_partial, strides, len_q, d, schedule, unsplit, splits,
     D: gl.constexpr, BLOCK: gl.constexpr,
 ):  # fmt: skip
-    """Output and logsumexp of 64 queries of a block of BLOCK whose keys `forward_kernel` split."""
+    """Combine output and logsumexp of 64 queries of a block of BLOCK queries whose keys `forward_kernel` split."""
     LAYOUT: gl.constexpr = gl.BlockedLayout([1, 4], [256 // D, D // 8], [4, 1], [1, 0])
     ROW_LAYOUT: gl.constexpr = gl.SliceLayout(1, LAYOUT)
     beyond, part = gl.program_id(0) // (BLOCK // ROWS), gl.program_id(0) % (BLOCK // ROWS)

@@ -33,11 +33,11 @@ programs are the first of their section, and those of the last section should no
 ROWS = 64
 """Rows of a warpgroup's matrix instruction."""
 KEYS = 128
-"""Keys of a tile, in both kernels."""
+"""Keys of a tile in forward and backward."""
 D_USED = (80, 96)
-"""Numbers of columns, between the two padded head dims, that matmuls can have: 64 and a power of 2."""
+"""Numbers of columns between the two padded head dims that matmuls can have: 64 plus a power of 2."""
 UNUSED = 16
-"""In place of sizes that kernels read from a table of packed documents."""
+"""Placeholder for sizes that kernels read from a table of packed documents."""
 PREPARED, FINISHED = 32, 128
 """Queries of a program of `prepare_kernel` and of `finish_kernel`. The number of queries is padded to a multiple of
 both."""
@@ -45,38 +45,39 @@ both."""
 
 @dataclass(frozen=True)
 class Shape:
-    """Shape of the forward kernel."""
+    """Launch parameters of the forward kernel."""
 
     warpgroups: int
-    """Consumers."""
+    """Number of consumer warpgroups."""
     stages: int
     ping_pong: bool
     q_in_registers: bool
     registers: int
-    """For each thread of a consumer."""
+    """Registers per thread of a consumer."""
 
 
 FORWARD = {
     64: Shape(3, 4, ping_pong=True, q_in_registers=False, registers=160),
     128: Shape(2, 3, ping_pong=False, q_in_registers=True, registers=240),
 }
-"""By padded head dim. At 128 the output accumulators leave registers for two consumers, and for their queries."""
+"""Launch parameters by padded head dim. At 128 the registers suffice for the output accumulators of two consumers and
+their queries."""
 WINDOWED = {**FORWARD, 64: Shape(2, 4, ping_pong=True, q_in_registers=False, registers=240)}
-"""With a window to the left, whose mask would take three consumers' registers."""
+"""Launch parameters with a window to the left, whose mask needs too many registers for three consumers."""
 QUERIES = {64: 128, 128: 64}
-"""Padded head dim -> queries of a tile in backward: what registers hold beside the gradients of the keys."""
+"""Queries of a tile in backward by padded head dim: as many as registers can hold beside the gradients of the keys."""
 IN_ORDER = Blocks(FINISHED, False, "AS_PACKED")
-"""Blocks of queries as they lie in scratch memory, each document padded to a multiple of FINISHED."""
+"""Blocks of queries in the order of scratch memory, each document padded to a multiple of FINISHED."""
 MAX_SPLITS = 16
 """Maximum number of splits of a unit of work."""
 MAX_SPLIT_ROUNDS = 4
-"""Maximum number of rounds of split programs on all multiprocessors: each program takes memory."""
+"""Maximum number of rounds of split programs on all multiprocessors: each program needs scratch memory."""
 MIN_SAVING = {"forward": 0.01, "backward": 0.04}
 """Minimum relative saving that justifies splitting. Backward is 1% slower as a kernel that can split, even where
 nothing is split."""
 START_COST, COMBINE_COST, SPLITS_PER_COMBINE_COST = 4, 2, 40
-"""Cost of a program beside its tiles, of a combine kernel, and the number of splits that add one more: in tiles, about
-2 us each."""
+"""Costs in units of tiles, about 2 us each: of a program beside its tiles, and of a combine kernel; and the number of
+splits that add 1 to the latter."""
 
 
 def _shape(block_d: int, lo: int | None) -> Shape:
@@ -103,10 +104,10 @@ class Problem:
         self._results = layout.Results(q, k, v)
         self._forward: Forward | None = None
         self._backward: Cache[tuple[Any, ...], Backward] = Cache()
-        """Layout of the gradient -> plans, which take 339 us to make."""
+        """Layout of the gradient -> plans; making plans takes 339 us."""
 
     def forward(self, q: Tensor, k: Tensor, v: Tensor, scale: float, band: Band) -> tuple[Tensor, Tensor]:
-        """Output, in q's layout, and logsumexp."""
+        """Return the output, in q's layout, and the logsumexp."""
         out, lse = self._results.like_q(q), self._results.logsumexp()
         tensors = (q, k, v, out)
         plans = self._forward
@@ -122,7 +123,7 @@ class Problem:
         self, grad: Tensor, grad_lse: Tensor | None, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor,
         scale: float, band: Band,
     ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
-        """Gradients of q, k and v, each in the layout of its tensor."""
+        """Return the gradients of q, k and v, each in the layout of its tensor."""
         dq, dk, dv = self._results.gradients(q, k, v)
         if grad_lse is not None:
             grad_lse = grad_lse.contiguous()
@@ -142,11 +143,11 @@ class Problem:
         return dq, dk, dv
 
     def scratch(self, device: torch.device) -> Tensor:
-        """Memory for each query's logsumexp, its delta, and the fp32 sums of its dQ."""
+        """Allocate memory for each query's logsumexp, its delta, and the fp32 sums of its dQ."""
         return torch.empty(self.all_queries * (2 + self.block_d), dtype=torch.float32, device=device)
 
     def plan_forward(self, tensors: Sequence[Tensor]) -> "Forward":
-        """Plans for (q, k, v, out)."""
+        """Return the plans for (q, k, v, out)."""
         d, shape, all_heads = self.block_d, _shape(self.block_d, self.lo), self.batch * self.heads
         rows, groups = shape.warpgroups * ROWS, triton.cdiv(self.len_q, ROWS)
         blocks = triton.cdiv(groups, shape.warpgroups)
@@ -247,7 +248,8 @@ class Problem:
         before: tuple[Any, ...], after: tuple[Any, ...], starts: Mapping[int, int] = MappingProxyType({}),
         options: Mapping[str, int] = MappingProxyType({}),
     ) -> Plan:  # fmt: skip
-        """A plan whose tensors TMA moves in `blocks`. `starts`: offsets of the tensors that are parts of others."""
+        """Return a plan whose tensors TMA moves in `blocks`. `starts`: offsets of the tensors that are parts of
+        others."""
         copied = tuple(i for i, t in enumerate(tensors) if not suits_tma(t))
         descriptions = [
             TensorDescription(
@@ -262,11 +264,11 @@ class Problem:
         return Plan(kernel, programs, self.device, copied, descriptions, before, after, {"num_warps": 4, **options})
 
     def _masked_tiles(self, own: int, visited: int) -> int:
-        """Number of tiles of width `visited` that the causal diagonal may cut for `own` rows, at least 1."""
+        """Return number of tiles of width `visited` that the causal diagonal may cut for `own` rows, at least 1."""
         return _most_cut(own, visited, self.hi) if self.causal else 1
 
     def _window_tiles(self, queries: int) -> int:
-        """Number of tiles of queries that the window's left bound may cut for the keys of a program."""
+        """Return number of tiles of queries that the window's left bound may cut for the keys of a program."""
         return 0 if self.lo is None else _most_cut(KEYS, queries, -self.lo)
 
 
@@ -299,7 +301,7 @@ class PackedProblem:
     def forward(
         self, q: Tensor, k: Tensor, v: Tensor, packing: Packing, scale: float, mask: PackedMask
     ) -> tuple[Tensor, Tensor]:
-        """Output, in q's layout, and logsumexp."""
+        """Return the output, in q's layout, and the logsumexp."""
         out, lse = self._results.like_q(q), self._results.logsumexp()
         tensors = (q, k, v, out)
         if self._forward is None:
@@ -311,7 +313,7 @@ class PackedProblem:
         self, grad: Tensor, grad_lse: Tensor | None, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor,
         packing: Packing, scale: float, mask: PackedMask,
     ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
-        """Gradients of q, k and v, each in the layout of its tensor."""
+        """Return the gradients of q, k and v, each in the layout of its tensor."""
         dq, dk, dv = self._results.gradients(q, k, v)
         if grad_lse is not None:
             grad_lse = grad_lse.contiguous()
@@ -329,11 +331,11 @@ class PackedProblem:
         return dq, dk, dv
 
     def scratch(self, device: torch.device) -> Tensor:
-        """Memory for each query's logsumexp, its delta, and the fp32 sums of its dQ."""
+        """Allocate memory for each query's logsumexp, its delta, and the fp32 sums of its dQ."""
         return torch.empty(self._all_queries * (2 + self._own.block_d), dtype=torch.float32, device=device)
 
     def plan_forward(self, tensors: Sequence[Tensor]) -> Plan:
-        """The plan for (q, k, v, out)."""
+        """Return the plan for (q, k, v, out)."""
         own, shape = self._own, _shape(self._own.block_d, self._lo)
         d, blocks = own.block_d, most_blocks(self._query_blocks.rows, own.len_q, self._documents)
         schedule = order(blocks, 1, own.heads, L2_SHARE["forward"] // (4 * d * own.len_k))
@@ -397,7 +399,8 @@ class PackedProblem:
         before: tuple[Any, ...], after: tuple[Any, ...], starts: Mapping[int, int] = MappingProxyType({}),
         options: Mapping[str, int] = MappingProxyType({}),
     ) -> Plan:  # fmt: skip
-        """A plan whose tensors TMA moves in `blocks`: (rows, d) of a document, or those of scratch memory: `starts`."""
+        """Return a plan whose tensors TMA moves in `blocks`: (rows, d) of a document, or those of scratch memory:
+        `starts`."""
         copied = tuple(i for i, t in enumerate(tensors) if not suits_tma(t))
         descriptions = []
         for i, (t, block) in enumerate(zip(tensors, blocks, strict=True)):
@@ -413,7 +416,7 @@ class PackedProblem:
         return Plan(kernel, programs, device, copied, descriptions, before, after, options)
 
     def _masked_tiles(self, own: int, visited: int) -> int:
-        """Number of tiles of width `visited` that the diagonal may cut for `own` rows, at least 1."""
+        """Return number of tiles of width `visited` that the diagonal may cut for `own` rows, at least 1."""
         return _most_cut(own, visited, self._hi, self._mask.bottom_right) if self._causal else 1
 
     def _window_tiles(self, queries: int) -> int:
@@ -424,13 +427,14 @@ class PackedProblem:
 
 
 def _most_cut(own: int, visited: int, bound: int, shifted: bool = False) -> int:
-    """The most tiles of width `visited` that a bound of the band may cut for `own` rows. `shifted`: by any number of
-    rows, as documents with other numbers of keys than queries do."""
+    """Return the maximum number of tiles of width `visited` that a bound of the band may cut for `own` rows. `shifted`:
+    by any number of rows, as in documents with different numbers of queries and keys."""
     return max(_tiles_cut(own, visited, shift) for shift in (range(visited) if shifted else (bound % visited,)))
 
 
 def _tiles_cut(own: int, visited: int, shift: int) -> int:
-    """The most tiles of width `visited` that a diagonal cuts for `own` rows, which begin at a multiple of `own`."""
+    """Return the maximum number of tiles of width `visited` that a diagonal cuts for `own` rows, which begin at a
+    multiple of `own`."""
     return max(triton.cdiv((start + shift) % visited + own, visited) for start in range(0, max(own, visited), own))
 
 
@@ -439,12 +443,12 @@ def _tiles_cut(own: int, visited: int, shift: int) -> int:
 
 @dataclass(frozen=True)
 class Split:
-    """Assignment of units of work, which take equally long, to programs: the first `unsplit` units have one each."""
+    """Assignment of equally long units of work to programs: each of the first `unsplit` units has one program."""
 
     units: int
     unsplit: int
     splits: int
-    """Programs of each of the other units."""
+    """Programs per unit for the other units."""
 
     @property
     def split_units(self) -> int:
@@ -456,13 +460,13 @@ class Split:
 
 
 def even_end(units: int, tiles: int, multiprocessors: int, min_saving: float) -> Split:
-    """The split of units of `tiles` tiles with which all multiprocessors finish at about the same time.
+    """Return the split of units of `tiles` tiles with which all multiprocessors finish at about the same time.
 
-    Unsplit, 1.1 times as many units as multiprocessors would take twice as long as exactly as many.
+    Without splitting, 1.1 times as many units as multiprocessors take twice as long as exactly as many.
     """
 
     def cost(split: Split) -> int:
-        """Estimated time in tiles, as if all programs of a round began together."""
+        """Return the estimated time in tiles, as if all programs of a round began together."""
         split_programs = split.split_units * split.splits
         rounds, split_rounds = (triton.cdiv(n, multiprocessors) for n in (split.unsplit, split_programs))
         combining = COMBINE_COST + split_programs // SPLITS_PER_COMBINE_COST if split.split_units else 0
@@ -488,15 +492,15 @@ def _multiprocessors(device: int | None) -> int:
 
 
 class Schedule(NamedTuple):
-    """Numbers with which `hopper_forward.block_and_head` finds a program's block and head."""
+    """Parameters with which `hopper_forward.block_and_head` finds a program's block and head."""
 
     units: int
     """Units of work in a section of heads."""
     section: int
-    """Heads in a section, which run side by side."""
+    """Heads in a section, which run concurrently."""
     heads: int
     units_multiplier: int
-    """The three numbers' `reciprocal`s."""
+    """Fixed-point reciprocals of the three numbers, by `reciprocal`."""
     units_shift: int
     section_multiplier: int
     section_shift: int
@@ -505,11 +509,9 @@ class Schedule(NamedTuple):
 
 
 def order(blocks: int, batch: int, heads: int, fit: int, least: int = 0) -> Schedule:
-    """The schedule of all blocks of all heads, in sections of about as many heads as `fit` the L2 cache, with at least
-    so many units of work.
-
-    All sections are equally large, since a last one of few heads would keep few multiprocessors busy.
-    """
+    """Return the schedule of all blocks of all heads, in sections of about as many heads as `fit` the L2 cache, with at
+    least so many units of work. All sections have the same size: a small last section would leave multiprocessors
+    idle."""
     all_heads = batch * heads
     divisors = [n for n in range(1, all_heads + 1) if all_heads % n == 0]
     large = [n for n in divisors if n * blocks >= least] or [all_heads]
@@ -519,7 +521,7 @@ def order(blocks: int, batch: int, heads: int, fit: int, least: int = 0) -> Sche
 
 
 def reciprocal(n: int) -> tuple[int, int]:
-    """(multiplier, shift) with x // n == x * multiplier >> shift for all x from 0 to 2^31 - 1, in 64 bits."""
+    """Return (multiplier, shift) with x // n == x * multiplier >> shift for all x from 0 to 2^31 - 1, in 64 bits."""
     shift = 31 + (n - 1).bit_length()
     return -(-(1 << shift) // n), shift
 
@@ -529,11 +531,11 @@ def reciprocal(n: int) -> tuple[int, int]:
 
 @dataclass
 class SplitPlan:
-    """The second step of a kernel that splits its work."""
+    """The plan of a kernel that splits its work, with the plan of its combine kernel."""
 
     combine: Plan
     numbers: int
-    """fp32 numbers that the splits write for `combine`."""
+    """Number of fp32 values that the splits write for `combine`."""
 
     def allocate(self, device: torch.device) -> Tensor:
         return torch.empty(self.numbers, dtype=torch.float32, device=device)
@@ -551,5 +553,5 @@ class Backward:
     main: Plan
     finish: Plan
     copies_grad: bool
-    """TMA cannot read the gradient's layout: `prepare` makes a copy."""
+    """True if TMA cannot read the gradient's layout, so that `prepare` makes a copy."""
     split: SplitPlan | None = None

@@ -20,24 +20,23 @@ from cs336_systems.kernels.triton_compat import INTERPRETED, Launch, TensorDescr
 class Plan:
     """One kernel for tensors of given shapes, strides and alignment.
 
-    The kernel's arguments are, in this order: tensors, pointers, the integers `before`, numbers that differ from call
-    to call, and `after`.
+    The kernel's arguments are, in this order: tensors, pointers, the integers `before`, per-call numbers, and `after`.
     """
 
     kernel: Any
     programs: int
     device: int | None
     copied: tuple[int, ...]
-    """Numbers of the tensors whose layout the kernel does not take: it gets a copy."""
+    """Indices of the tensors whose layout the kernel does not support: it gets a copy."""
     descriptions: list[TensorDescription] | None
-    """One for each tensor, if TMA moves them."""
+    """A descriptor for each tensor, if TMA moves them."""
     before: tuple[Any, ...]
     after: tuple[Any, ...]
     options: dict[str, int]
     launch: Launch | None = None
-    """Set by the first call, which compiles."""
+    """Set by the first call, which compiles the kernel."""
     cache: Cache[tuple[Any, ...], tuple[Any, ...]] = field(default_factory=Cache)
-    """Stream, addresses and numbers -> all arguments of a launch, about 70. Allocators reuse addresses; this took a
+    """(stream, addresses, numbers) -> all arguments of a launch, about 70. Allocators reuse addresses; this took a
     launch from 3.0 to 1.9 us and the whole call from 18 to 15."""
 
     def __call__(self, tensors: Sequence[Tensor], pointers: Sequence[Tensor | None], *numbers: float) -> None:
@@ -75,14 +74,15 @@ class Plan:
         launch.function(*arguments)
 
     def arguments(self, tensors: Sequence[Any], pointers: Sequence[Any], *numbers: float) -> tuple[Any, ...]:
-        """The kernel's arguments, in its order."""
+        """Return the kernel's arguments in its order."""
         if self.descriptions is not None:
             tensors = [description(t) for description, t in zip(self.descriptions, tensors, strict=True)]
         return (*tensors, *pointers, *self.before, *numbers, *self.after)
 
 
 def suits_tma(t: Tensor) -> bool:
-    """True if TMA can move tiles of `t`: contiguous rows; address and other strides multiples of 16 bytes, not 0."""
+    """Return True if TMA can move tiles of `t`: contiguous rows; address and other strides multiples of 16 bytes, not
+    0."""
     unit = 16 // t.element_size()
     strides = zip(t.shape[:-1], t.stride()[:-1], strict=True)
     return t.data_ptr() % 16 == 0 and t.stride(-1) == 1 and all(n == 1 or (s > 0 and s % unit == 0) for n, s in strides)

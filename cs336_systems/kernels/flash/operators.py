@@ -19,7 +19,7 @@ from cs336_systems.kernels.flash import strides as layout
 from cs336_systems.kernels.flash.band import Band, resolve
 
 CAST = (torch.float32, torch.float16, torch.bfloat16)
-"""Dtypes that autocast casts."""
+"""Floating-point dtypes that autocast casts."""
 
 LIBRARY = torch.library.Library("cs336", "DEF")
 """The package's operators."""
@@ -29,21 +29,21 @@ class Kernels(Protocol):
     """A fused implementation for tensors of one layout."""
 
     def forward(self, q: Tensor, k: Tensor, v: Tensor, scale: float, band: Band) -> tuple[Tensor, Tensor]:
-        """Output and logsumexp."""
+        """Return output and logsumexp."""
 
     def backward(
         self, grad: Tensor, grad_lse: Tensor | None, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor,
         scale: float, band: Band,
     ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
-        """Gradients of q, k and v."""
+        """Return the gradients of q, k and v."""
 
 
 KernelsFor = Callable[[Tensor, Tensor, Tensor, Band], Kernels]
-"""Makes the kernels for tensors like q, k and v."""
+"""Builds the kernels for tensors like q, k and v."""
 
 
 class Call(NamedTuple):
-    """A resolved call of a fused implementation, all but its tensors."""
+    """A resolved call of a fused implementation, without its tensors."""
 
     name: str
     kernels: Any
@@ -54,7 +54,8 @@ class Call(NamedTuple):
 
 
 def fused(name: str, q: Tensor, k: Tensor, v: Tensor, scale: float, band: Band, return_lse: bool) -> Callable[..., Any]:
-    """Attention by a fused implementation, as a function of tensors that were checked and have the layout of these."""
+    """Return attention by a fused implementation as a function of tensors that were checked and have these tensors'
+    layout."""
     dtype = autocast_dtype(q)
     if dtype is not None and any(t.dtype in CAST and t.dtype != dtype for t in (q, k, v)):
 
@@ -113,8 +114,8 @@ def _gradients(
 
 
 def is_traced(t: Tensor) -> bool:
-    """True if calls have to go through PyTorch's dispatcher: under torch.compile, a counter of FLOPs or memory, a
-    functorch transform, or with a tensor subclass. Else they skip it: an operator costs more than a small kernel."""
+    """Return True if calls must go through PyTorch's dispatcher: under torch.compile, a counter of FLOPs or memory, a
+    functorch transform, or with a tensor subclass. Other calls skip it: an operator costs more than a small kernel."""
     return (
         torch.compiler.is_compiling()
         or torch._C._len_torch_dispatch_stack() > 0
@@ -124,7 +125,7 @@ def is_traced(t: Tensor) -> bool:
 
 
 def is_plain(t: Tensor) -> bool:
-    """True unless `t` is of a subclass, such as the fake tensors of a trace."""
+    """Return True unless `t` is of a subclass, such as the fake tensors of a trace."""
     return type(t) in (Tensor, nn.Parameter)
 
 
@@ -149,7 +150,7 @@ def kernels_for(name: str, q: Tensor, k: Tensor, v: Tensor, band: Band) -> Kerne
 
 
 class Operators:
-    """Kernels called by way of PyTorch's dispatcher."""
+    """Kernels called through PyTorch's dispatcher."""
 
     def __init__(self, name: str):
         self._forward = getattr(torch.ops.cs336, f"{name}_forward").default
@@ -229,7 +230,7 @@ def _backward_shapes(
 
 
 def with_cast(op: Callable, device: str) -> Callable:
-    """The operator with inputs cast to autocast's dtype, as torch's own attention does."""
+    """Return the operator with inputs cast to autocast's dtype, as in torch's own attention."""
     excluded = torch._C.DispatchKeySet(getattr(torch._C.DispatchKey, f"Autocast{device}"))
 
     def cast_and_call(q: Tensor, k: Tensor, v: Tensor, *settings: Any) -> tuple[Tensor, Tensor]:
@@ -246,7 +247,7 @@ def cast_for_autocast(*tensors: Tensor) -> tuple[Tensor, ...]:
 
 
 def autocast_dtype(t: Tensor) -> torch.dtype | None:
-    """The dtype to which autocast casts, or None where it is off."""
+    """Return the dtype to which autocast casts; None if it is off."""
     if not torch._C._is_any_autocast_enabled():  # a tenth of the time that the query for one device type takes
         return None
     device = t.device.type
@@ -254,7 +255,7 @@ def autocast_dtype(t: Tensor) -> torch.dtype | None:
 
 
 def _matmul_flops(q: torch.Size, k: torch.Size) -> int:
-    """FLOPs of one matmul over all scores; as in torch's counter, a mask does not reduce them."""
+    """Return the FLOPs of one matmul over all scores; as in torch's counter, a mask does not reduce them."""
     batch, heads, len_q, d = q
     return 2 * batch * heads * len_q * k[2] * d
 
@@ -264,7 +265,7 @@ def _forward_flops(q: torch.Size, k: torch.Size, *_: Any, **__: Any) -> int:
 
 
 def _backward_flops(grad: torch.Size, grad_lse: Any, q: torch.Size, k: torch.Size, *_: Any, **__: Any) -> int:
-    """Five matmuls: the scores again, and two for each of forward's."""
+    """Return the FLOPs of backward's five matmuls: the scores again, and two for each of forward's two."""
     return 5 * _matmul_flops(q, k)
 
 
@@ -326,5 +327,5 @@ def _course_backward(ctx: Any, grad: Tensor) -> tuple[Any, ...]:
 
 
 def _as_4d(t: Tensor) -> Tensor:
-    """(..., seq, d) -> (batch, 1 head, seq, d)."""
+    """Return (..., seq, d) as (batch, 1 head, seq, d)."""
     return t.reshape(-1, 1, *t.shape[-2:])

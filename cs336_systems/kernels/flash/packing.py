@@ -11,41 +11,41 @@ from cs336_systems.kernels.cache import Cache
 from cs336_systems.kernels.flash.band import Band
 
 FIELDS = 8
-"""Numbers in a line of a table of blocks; see packing_triton.py."""
+"""Number of fields in a line of a table of blocks; see packing_triton.py."""
 
 
 class Document(NamedTuple):
-    """Rows of one document among the queries and among the keys."""
+    """Row ranges of one document among the queries and among the keys."""
 
     queries: slice
     keys: slice
 
 
 class Blocks(NamedTuple):
-    """The blocks that a kernel's programs have, and their order."""
+    """The blocks assigned to a kernel's programs, and their order."""
 
     rows: int
     of_keys: bool
-    """They are blocks of keys, else of queries."""
+    """True for blocks of keys, False for blocks of queries."""
     order: str
-    """One of "AS_PACKED", "LONGEST_FIRST", "DIAGONAL": see packing_triton.py."""
+    """Order of the blocks: "AS_PACKED", "LONGEST_FIRST" or "DIAGONAL"; see packing_triton.py."""
 
 
 class PackedMask(NamedTuple):
     """Mask inside every document."""
 
     band: Band
-    """Aligned to the first query and the first key of a document."""
+    """Band aligned to the first query and the first key of a document."""
     bottom_right: bool
-    """The band is aligned to the last query and the last key instead."""
+    """True if the band is aligned to the last query and the last key instead."""
 
     @property
     def order(self) -> str:
-        """The order of blocks in which those with the most work come first."""
+        """Order in which the blocks with the most work come first."""
         return "LONGEST_FIRST" if self.band.hi is None else "DIAGONAL"
 
     def of(self, document: Document) -> Band:
-        """The band of one document."""
+        """Return the band of one document."""
         (lo, hi), shift = self.band, _length(document.keys) - _length(document.queries) if self.bottom_right else 0
         return Band(None if lo is None else lo + shift, None if hi is None else hi + shift)
 
@@ -76,7 +76,7 @@ class Packing:
                 f"{cu_seqlens_k.shape[0] - 1}; repeat an offset for a document without rows"
             )
         self.is_shared = cu_seqlens_k is None or cu_seqlens_k is cu_seqlens_q
-        """Keys are packed as queries are, so that both alignments of a mask are one."""
+        """True if keys are packed like queries, so that both alignments of a mask are equal."""
         self.offsets_q = cu_seqlens_q.contiguous()
         self.offsets_k = self.offsets_q if cu_seqlens_k is None else cu_seqlens_k.contiguous()
         self._tables: dict[tuple[Any, ...], Tensor] = {}
@@ -86,21 +86,22 @@ class Packing:
         return self.offsets_q.shape[0] - 1
 
     def table(self, blocks: Blocks, queries: int, keys: int, bottom_right: bool) -> Tensor:
-        """The table of blocks of tensors with that many queries and keys, made by the GPU without waiting for it."""
+        """Return the table of blocks for this number of queries and keys, made by the GPU without waiting for it."""
         key = (*blocks, queries, keys, bottom_right)
         if key not in self._tables:
             self._tables[key] = _make_table(self, blocks, queries, keys, bottom_right)
         return self._tables[key]
 
     def slices(self, queries: int, keys: int) -> list[Document]:
-        """The documents, on the host; ValueError for offsets that are not in order. Waits for the device."""
+        """Return the documents, on the host; raise ValueError if offsets are not in order. Waits for the device."""
         both = [_ranges("cu_seqlens_q", self.offsets_q, queries), _ranges("cu_seqlens_k", self.offsets_k, keys)]
         return [Document(*pair) for pair in zip(*both, strict=True)]
 
 
 def most_blocks(rows: int, tokens: int, documents: int) -> int:
-    """The most blocks of `rows` rows that any documents of that many tokens have: each may end in a partial block, and
-    so may the rows after them. A multiple of 16, for which Triton compiles one kernel: any other number has another."""
+    """Return the maximum number of blocks of `rows` rows for any documents with this many tokens: each document, and
+    the rows after the last, may end in a partial block. Rounded up to a multiple of 16, so that Triton compiles one
+    kernel."""
     return -(-(tokens // rows + documents + 1) // 16) * 16
 
 

@@ -11,13 +11,13 @@ import triton
 import triton.language as tl
 
 ROW, FIRST_Q, LEN_Q, FIRST_K, LEN_K, SHIFT, PADDED_Q = (tl.constexpr(i) for i in range(7))
-"""Fields of a line: first row of the block inside its document; first row and length of the document among the queries
-and among the keys; what the alignment of the mask adds to a band; queries of the documents before, each document padded
-to a multiple of PADDING."""
+"""Fields of a line: first row of the block within its document; first row and length of the document among the queries
+and among the keys; shift of the band for the mask's alignment; queries of the documents before, each document padded to
+a multiple of PADDING."""
 FIELDS = tl.constexpr(8)
 PADDING = tl.constexpr(128)
 AT_ONCE = tl.constexpr(128)
-"""Documents that a program looks at together."""
+"""Documents that a program processes at a time."""
 BLOCKS_AT_ONCE = tl.constexpr(32)
 
 AS_PACKED, LONGEST_FIRST, DIAGONAL = (tl.constexpr(i) for i in range(3))
@@ -33,7 +33,7 @@ def documents_kernel(
     table, offsets_q, offsets_k, documents, queries, keys, lines,
     ROWS: tl.constexpr, OF_KEYS: tl.constexpr, ORDER: tl.constexpr, BOTTOM_RIGHT: tl.constexpr,
 ):  # fmt: skip
-    """Write the lines of one document: its blocks of ROWS queries, or of ROWS keys. `table` is 0 before."""
+    """Write the lines of one document: its blocks of ROWS queries, or of ROWS keys. `table` is initially 0."""
     document = tl.program_id(0)
     first_q, len_q = _document(offsets_q, document, documents, queries)
     first_k, len_k = _document(offsets_k, document, documents, keys)
@@ -63,8 +63,8 @@ def documents_kernel(
 
 @triton.jit
 def _document(offsets, number, documents, tokens):
-    """First row and length of documents by number; `documents` is the number of the rows after the last one. Offsets
-    that are not in order give wrong results, but no access outside the tensors."""
+    """Return first row and length of the documents with these indices; index `documents` means the rows after the last
+    one. Offsets that are not in order give wrong results, but no access outside the tensors."""
     inside = number <= documents
     first = tl.load(offsets + number, mask=inside, other=0)
     end = tl.load(offsets + number + 1, mask=number < documents, other=0)
@@ -75,7 +75,7 @@ def _document(offsets, number, documents, tokens):
 
 @triton.jit
 def _padded_before(offsets, document, documents, tokens):
-    """Rows of the documents before this one, each padded to a multiple of PADDING."""
+    """Return the number of rows in the documents before this one, each padded to a multiple of PADDING."""
     found = tl.zeros([AT_ONCE], tl.int32)
     for start in tl.range(0, document, AT_ONCE):
         other = start + tl.arange(0, AT_ONCE)
@@ -89,7 +89,7 @@ def _lines(
     offsets, document, blocks, block, documents, tokens,
     ROWS: tl.constexpr, OF_KEYS: tl.constexpr, ORDER: tl.constexpr,
 ):  # fmt: skip
-    """Lines of some blocks of a document: the number of blocks that come before them."""
+    """Return the lines of some blocks of a document: the number of blocks that come before them."""
     place = block
     if ORDER == DIAGONAL and OF_KEYS:
         place = blocks - 1 - block

@@ -27,14 +27,16 @@ L2_SHARE = 16 << 20
 SMALLEST_FOR_DESCRIPTORS = 0 if INTERPRETED else 1 << 21
 """Elements of q below which descriptors save less time than it takes to encode them, in problems below LAUNCH_BOUND."""
 LONG_FOR_DESCRIPTORS = 2048
-"""Keys from which descriptors pay all the same: a program visits that many one tile after another."""
+"""Number of keys from which descriptors pay off even in small problems: a program visits that many one tile after
+another."""
 WITH_TMA = (9, 10)
 """Major compute capabilities on which descriptors help. 12.x has the copy engine too, but no matrix instructions that
 read shared memory, and its tiles pass through registers either way."""
 UNUSED = 16
-"""In place of a size that a kernel does not read: a number of keys would make Triton compile for its divisibility."""
+"""Placeholder for a size that a kernel does not read; a real number of keys would make Triton specialize on its
+divisibility."""
 LARGEST_ROW_STRIDE = 1 << 22
-"""Offsets inside a tile are 32 bits wide: its rows times this must fit."""
+"""Largest row stride: offsets within a tile are 32 bits wide, so the tile's rows times this must fit."""
 
 
 class Problem:
@@ -49,10 +51,10 @@ class Problem:
         self._has_keys = k.shape[2] > 0
         self._forward: list[Plan] | None = None
         self._backward: Cache[tuple[Any, ...], list[Plan]] = Cache()
-        """Layout of the gradient -> plans, which take 73 us to make."""
+        """Layout of the gradient -> plans; making plans takes 73 us."""
 
     def forward(self, q: Tensor, k: Tensor, v: Tensor, scale: float, band: Band) -> tuple[Tensor, Tensor]:
-        """Output, in q's layout, and logsumexp."""
+        """Return the output, in q's layout, and the logsumexp."""
         out, lse = self._results.like_q(q), self._results.logsumexp()
         tensors = (q, k, v, out)
         if self._forward is None:
@@ -67,7 +69,7 @@ class Problem:
         self, grad: Tensor, grad_lse: Tensor | None, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor,
         scale: float, band: Band,
     ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
-        """Gradients of q, k and v, each in the layout of its tensor."""
+        """Return the gradients of q, k and v, each in the layout of its tensor."""
         dq, dk, dv = self._results.gradients(q, k, v)
         tensors = (q, k, v, out, grad, dq, dk, dv)
         if grad_lse is not None:
@@ -99,12 +101,12 @@ class PackedProblem:
         self._is_empty = not (q.numel() and k.numel())
         self._documents = documents
         self._plans: Cache[tuple[Any, ...], tuple[Plan, Blocks]] = Cache()
-        """Kernel and layout of the gradient -> plan and blocks."""
+        """(kernel, layout of the gradient) -> plan and blocks."""
 
     def forward(
         self, q: Tensor, k: Tensor, v: Tensor, packing: Packing, scale: float, mask: PackedMask
     ) -> tuple[Tensor, Tensor]:
-        """Output, in q's layout, and logsumexp."""
+        """Return the output, in q's layout, and the logsumexp."""
         out, lse = self._results.like_q(q), self._results.logsumexp()
         if self._is_empty:
             return out.zero_(), lse.fill_(-torch.inf)
@@ -117,7 +119,7 @@ class PackedProblem:
         self, grad: Tensor, grad_lse: Tensor | None, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor,
         packing: Packing, scale: float, mask: PackedMask,
     ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
-        """Gradients of q, k and v, each in the layout of its tensor."""
+        """Return the gradients of q, k and v, each in the layout of its tensor."""
         dq, dk, dv = self._results.gradients(q, k, v)
         if self._is_empty:
             return dq.zero_(), dk.zero_(), dv.zero_()
@@ -134,7 +136,7 @@ class PackedProblem:
     def _plan(
         self, kernel: str, tensors: Sequence[Tensor], mask: PackedMask, key: tuple[Any, ...]
     ) -> tuple[Plan, Blocks]:
-        """The plan of a kernel, and the blocks of its programs."""
+        """Return the plan of a kernel, and the blocks of its programs."""
         found = self._plans.get((kernel, key))
         if found is None:
             of, band = tile_key(kernel, tensors, mask.band, True), mask.band
@@ -149,12 +151,12 @@ class PackedProblem:
 
 
 def fp32_precision() -> str:
-    """`input_precision` of fp32 matmuls; torch's own setting decides whether it may be TF32."""
+    """Return the `input_precision` of fp32 matmuls; torch's own setting decides whether it may be TF32."""
     return FP32_PRECISION if torch.get_float32_matmul_precision() == "highest" else "tf32"
 
 
 def _is_usable(t: Tensor) -> bool:
-    """True if the kernels can read `t`: contiguous rows, not too far apart. Else they get a copy."""
+    """Return True if the kernels can read `t`: contiguous rows, not too far apart. Otherwise they get a copy."""
     return t.stride(-1) == 1 and 0 < t.stride(-2) < LARGEST_ROW_STRIDE
 
 
@@ -162,14 +164,14 @@ def _is_usable(t: Tensor) -> bool:
 
 
 SIDES = {"forward": "qkkq", "grad_q": "qkkqqq", "grad_kv": "qkkqkk", "grad": "qkkqqqkk"}
-"""Kernel -> for each tensor it moves in tiles, whether its rows are queries or keys."""
+"""For each kernel, q or k for each tensor that it moves in tiles: whether the tensor's rows are queries or keys."""
 
 
 def plan(
     kernel: str, tensors: Sequence[Tensor], band: Band, tile: Tile | None = None, documents: int | None = None
 ) -> Plan:
-    """The plan of a kernel for the tensors of SIDES, in the kernel's order; they begin with q and k. `documents`: their
-    number, where documents are packed along the sequence."""
+    """Return the plan of a kernel for the tensors of SIDES, in the kernel's order; they begin with q and k.
+    `documents`: the number of documents, if they are packed along the sequence."""
     copied = tuple(i for i, t in enumerate(tensors) if not _is_usable(t))
     tensors = [t if _is_usable(t) else t.contiguous() for t in tensors]
     q, k = tensors[:2]
@@ -213,7 +215,7 @@ def plan(
 
 
 def padded(d: int) -> int:
-    """The padded head dim: tensor cores take at least 16 columns, Triton's tiles are powers of 2."""
+    """Return the padded head dim: tensor cores need at least 16 columns, Triton's tiles are powers of 2."""
     return max(16, triton.next_power_of_2(d))
 
 
@@ -227,7 +229,7 @@ def tile_key(kernel: str, tensors: Sequence[Tensor], band: Band, packed: bool = 
 
 
 def traits(kernel: str, tensors: Sequence[Tensor], band: Band, packed: bool = False) -> frozenset[str]:
-    """The traits of a call for `tiles.choose`. Descriptors pad without registers."""
+    """Return the traits of a call for `tiles.choose`. Padding by descriptors takes no registers."""
     q, k = tensors[:2]
     holds = {
         "window": band.lo is not None,
@@ -239,7 +241,7 @@ def traits(kernel: str, tensors: Sequence[Tensor], band: Band, packed: bool = Fa
 
 
 def _by_descriptor(kernel: str, tensors: Sequence[Tensor]) -> bool:
-    """True if TMA can, and should, move all of these tensors."""
+    """Return True if TMA can, and should, move all of these tensors."""
     q, keys = tensors[0], tensors[1].shape[2]
     return (
         kernel != "grad"
@@ -251,12 +253,12 @@ def _by_descriptor(kernel: str, tensors: Sequence[Tensor]) -> bool:
 
 
 def _plan_forward(tensors: Sequence[Tensor], band: Band) -> list[Plan]:
-    """No plan where there are no queries or no keys."""
+    """Return the plan of forward; none without queries or without keys."""
     return [plan("forward", tensors, band)] if all(t.numel() for t in tensors) else []
 
 
 def _plan_backward(tensors: Sequence[Tensor], band: Band) -> list[Plan]:
-    """One kernel for small problems, else two."""
+    """Return the plans of backward: one kernel for small problems, else two."""
     q, k, v, out, grad, dq, dk, dv = tensors
     if not all(t.numel() for t in tensors):
         return []

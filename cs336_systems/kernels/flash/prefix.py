@@ -1,5 +1,5 @@
-"""Causal attention of queries that are the last of a sequence of keys, as two passes for an autograd function of the
-caller, which may then choose what to keep between them."""
+"""Causal attention of queries at the end of a sequence of keys, as separate forward and backward passes: the caller's
+autograd function chooses what to keep between them."""
 
 from typing import Any, NamedTuple
 
@@ -19,7 +19,7 @@ class PrefixAttention(NamedTuple):
     impl: str
 
     def forward(self, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor | None]:
-        """Return output and logsumexp; None in place of it where the implementation has no backward pass to call."""
+        """Return output and logsumexp; the logsumexp is None if the implementation has no separate backward pass."""
         impl = self._resolved(q, k)
         if IMPLEMENTATIONS[impl].kernels is None:
             return attention(q, k, v, is_causal=ALIGNED, impl=impl), None
@@ -28,7 +28,7 @@ class PrefixAttention(NamedTuple):
     def backward(
         self, grad: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor | None
     ) -> tuple[Tensor, ...]:
-        """Return the gradients of q, k and v. Without a logsumexp attention is computed again."""
+        """Return the gradients of q, k and v. Without a logsumexp the forward pass is recomputed."""
         impl = self._resolved(q, k)
         if lse is None:
             with torch.enable_grad():

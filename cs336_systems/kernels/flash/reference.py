@@ -16,7 +16,7 @@ CAUSAL = Band(hi=0)
 def attention_reference(
     q: Tensor, k: Tensor, v: Tensor, *, is_causal: bool = False, scale: float | None = None
 ) -> Tensor:
-    """softmax(q k^T * scale) v with the whole score matrix in memory; causal masks are aligned top-left."""
+    """Compute softmax(q k^T * scale) v with the whole score matrix in memory; causal masks are aligned top-left."""
     scale = 1 / math.sqrt(q.shape[-1]) if scale is None else scale
     with part(SCORES):
         weights = scores(q, k, CAUSAL if is_causal else Band(), scale)
@@ -27,7 +27,8 @@ def attention_reference(
 
 
 def attention_and_lse(q: Tensor, k: Tensor, v: Tensor, band: Band, scale: float) -> tuple[Tensor, Tensor]:
-    """Naive attention with any band and grouped heads, and its logsumexp; rows that see no key give 0 and -inf."""
+    """Compute naive attention with any band and grouped heads, and its logsumexp; rows that see no key give 0 and
+    -inf."""
     k, v = _for_each_head(q, k), _for_each_head(q, v)
     logits = scores(q, k, band, scale).to(_wide(q.dtype))
     if band.has_empty_rows(q.shape[2], k.shape[2]):
@@ -38,7 +39,7 @@ def attention_and_lse(q: Tensor, k: Tensor, v: Tensor, band: Band, scale: float)
 def packed_attention_and_lse(
     q: Tensor, k: Tensor, v: Tensor, packing: Packing, mask: PackedMask, scale: float
 ) -> tuple[Tensor, Tensor]:
-    """Naive attention inside packed documents: one score matrix of all tokens, hidden outside the documents."""
+    """Compute naive attention within packed documents: one score matrix of all tokens, masked outside the documents."""
     seen = _visible_in_documents(packing, mask, q.shape[2], k.shape[2])
     # Rows after the last document may hold anything, and 0 times NaN is NaN: they and their gradients become 0.
     after_q, after_k = (
@@ -53,7 +54,7 @@ def packed_attention_and_lse(
 
 
 def _for_each_head(q: Tensor, k: Tensor) -> Tensor:
-    """Keys, or values, once for each query head."""
+    """Return keys, or values, repeated for each query head."""
     groups = q.shape[1] // k.shape[1] if k.shape[1] else 1
     return k.repeat_interleave(groups, dim=1) if groups > 1 else k
 
@@ -68,7 +69,7 @@ def _attend_with_empty_rows(logits: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def _visible_in_documents(packing: Packing, mask: PackedMask, queries: int, keys: int) -> Tensor:
-    """(queries, keys), True where the query sees the key."""
+    """Return a (queries, keys) mask, True where the query sees the key."""
     of_query, position = _place(packing.offsets_q, queries, mask.bottom_right)
     of_key, key_position = _place(packing.offsets_k, keys, mask.bottom_right)
     distance = key_position - position[:, None]
@@ -81,7 +82,8 @@ def _visible_in_documents(packing: Packing, mask: PackedMask, queries: int, keys
 
 
 def _place(offsets: Tensor, tokens: int, from_end: bool) -> tuple[Tensor, Tensor]:
-    """Number of each row's document, and its distance from the document's first row, or from the end."""
+    """Return the index of each row's document, and the row's distance from the document's first row, or from its
+    end."""
     row = torch.arange(tokens, device=offsets.device)
     document = torch.searchsorted(offsets, row, right=True) - 1
     edge = offsets[(document + from_end).clamp(max=offsets.shape[0] - 1)]
@@ -89,7 +91,7 @@ def _place(offsets: Tensor, tokens: int, from_end: bool) -> tuple[Tensor, Tensor
 
 
 def scores(q: Tensor, k: Tensor, band: Band, scale: float) -> Tensor:
-    """q k^T * scale, -inf outside the band."""
+    """Return q k^T * scale, -inf outside the band."""
     # Scaling q instead of the scores, masking in place and reusing one name saves three (seq, seq) matrices.
     weights = (q * scale) @ k.transpose(-2, -1)
     if band.hi is not None:

@@ -8,7 +8,8 @@ from torch import Tensor
 
 
 def layout_key(q: Tensor, k: Tensor, v: Tensor) -> tuple[Any, ...]:
-    """Everything that plans for attention of q, k and v depend on. Alignment too: code is compiled for it."""
+    """Return all that plans for attention of q, k and v depend on, including alignment, because compiled code depends
+    on it."""
     return (
         q.dtype, k.dtype, v.dtype, q.device, k.device, v.device,
         q.shape, k.shape, v.shape, q.stride(), k.stride(), v.stride(),
@@ -17,7 +18,7 @@ def layout_key(q: Tensor, k: Tensor, v: Tensor) -> tuple[Any, ...]:
 
 
 def gradient_layout_key(grad: Tensor, grad_lse: Tensor | None, out: Tensor, lse: Tensor) -> tuple[Any, ...]:
-    """Everything that plans for the backward depend on, beside q, k and v."""
+    """Return all that plans for the backward pass depend on, besides q, k and v."""
     return (
         grad.stride(), out.stride(), grad.data_ptr() % 16, out.data_ptr() % 16, lse.data_ptr() % 16,
         None if grad_lse is None else grad_lse.data_ptr() % 16,
@@ -25,7 +26,7 @@ def gradient_layout_key(grad: Tensor, grad_lse: Tensor | None, out: Tensor, lse:
 
 
 def empty_like(t: Tensor, dtype: torch.dtype | None = None) -> Tensor:
-    """An uninitialised tensor without gaps, with heads or rows outermost as in `t`.
+    """Return an uninitialised dense tensor, with heads or rows outermost as in `t`.
 
     A model's q is often a transposed view of (batch, seq, heads, d), or of a part of that where q, k and v are one
     tensor; an output of that layout flattens without a copy.
@@ -55,6 +56,6 @@ class Results:
 
 
 def _allocator(t: Tensor) -> Callable[[Tensor], Tensor]:
-    """`torch.empty_like`, which takes a third of the time, where it gives the same layout; else `empty_like`."""
+    """Return `torch.empty_like`, which takes a third of the time, if it gives the same layout; else `empty_like`."""
     shadow = torch.empty_strided(t.shape, t.stride(), dtype=t.dtype, device="meta")
     return torch.empty_like if torch.empty_like(shadow).stride() == empty_like(shadow).stride() else empty_like

@@ -31,7 +31,7 @@ KERNELS = ("forward", "grad_q", "grad_kv")
 head dim of WIDEST_GRAD."""
 WIDEST_GRAD = 128
 BLOCK_DIMS = (16, 32, 64, 128, 256)
-"""Padded head dims."""
+"""Supported padded head dims."""
 LAUNCH_BOUND = 1 << 31
 """Multiply-adds of one matmul below which a call takes a large GPU less time than Python takes to launch it."""
 
@@ -63,7 +63,8 @@ SHARED_MEMORY = {"sm_80": 163 << 10, "sm_90": 227 << 10, "sm_100": 227 << 10, "s
 
 
 def family(capability: tuple[int, int]) -> str:
-    """Family of a compute capability. sm_86 and sm_89 have as little shared memory as sm_120; so may unknown GPUs."""
+    """Return the family of a compute capability. sm_86 and sm_89 have as little shared memory as sm_120; unknown GPUs
+    may, too."""
     match capability:
         case (8, 0) | (8, 7):
             return "sm_80"
@@ -75,8 +76,8 @@ def family(capability: tuple[int, int]) -> str:
 
 
 def choose(key: Key, device: torch.device, traits: frozenset[str] = frozenset()) -> Tile:
-    """The tile for a call, in the order of the module's docstring. `traits`: which of "window", "grouped", "padded"
-    and "packed" hold for the call; each takes registers."""
+    """Return the tile for a call, by the order of precedence in the module's docstring. `traits`: which of "window",
+    "grouped", "padded" and "packed" hold for the call; each takes registers."""
     if device.type != "cuda":
         return INTERPRETED
     name = family(torch.cuda.get_device_capability(device))
@@ -84,7 +85,7 @@ def choose(key: Key, device: torch.device, traits: frozenset[str] = frozenset())
 
 
 def sparing(name: str, key: Key, traits: frozenset[str]) -> Tile | None:
-    """The tile that leaves registers for such traits, where they need another than the usual one."""
+    """Return the tile that leaves registers for these traits, if they need another than the usual one; else None."""
     found = _SPARING.get(name, {}).get((key.kernel, _kind(key), key.block_d))
     return found.tile if found and traits & found.traits else None
 
@@ -104,8 +105,8 @@ INTERPRETED = Tile(32, 32, 4, 1)
 
 
 def _tiles(*entries: tuple) -> list[tuple[Tile, Tile]]:
-    """(full, causal) tiles for each padded head dim of BLOCK_DIMS ("grad": all but the last), from one tile for both or
-    one for each."""
+    """Return (full, causal) tiles for each padded head dim of BLOCK_DIMS ("grad": all but the last); an entry is one
+    tile for both, or a pair."""
     return [
         (Tile(*entry[0]), Tile(*entry[1])) if isinstance(entry[0], tuple) else (Tile(*entry),) * 2 for entry in entries
     ]
@@ -185,7 +186,7 @@ _SHIPPED: dict[str, dict[str, dict[str, list[tuple[Tile, Tile]]]]] = {
 
 class _Sparing(NamedTuple):
     traits: frozenset[str]
-    """Any of these makes the usual tile spill."""
+    """Traits any of which makes the usual tile spill registers."""
     tile: Tile
 
 
@@ -216,7 +217,7 @@ _SPARING: dict[str, dict[tuple[str, str, int], _Sparing]] = {
 
 
 def tuned_file() -> Path:
-    """The file in which `cs336 tune` stores tiles."""
+    """Return the file in which `cs336 tune` stores tiles."""
     cache = os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
     return Path(os.environ.get("CS336_TILES") or Path(cache) / "cs336_systems" / "tiles.json")
 
@@ -227,7 +228,8 @@ LARGEST_TUNED_FILE = 1 << 20
 
 @functools.cache
 def tuned(gpu: str) -> Mapping[Key, Tile]:
-    """Tiles tuned for this GPU and this Triton: another version may want other tiles, or miscompile these."""
+    """Return the tiles tuned for this GPU and this Triton: another version may prefer other tiles, or miscompile
+    these."""
     try:
         entries = _tuned_entries().get(_section(gpu), [])
         return {_checked_key(key): _checked_tile(tile) for key, tile in entries}
@@ -252,7 +254,7 @@ def keep(gpu: str, found: Mapping[Key, Tile]) -> None:
 
 
 def _tuned_entries() -> dict[str, Any]:
-    """GPU and Triton version -> [key, tile] pairs, unchecked."""
+    """Return (GPU and Triton version) -> [key, tile] pairs, unchecked."""
     return read_json(tuned_file(), LARGEST_TUNED_FILE) if tuned_file().exists() else {}
 
 

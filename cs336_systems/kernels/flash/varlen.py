@@ -40,7 +40,7 @@ HOPPER_ELEMENTS = 1 << 22
 
 
 class Options(NamedTuple):
-    """All arguments of a call but its tensors."""
+    """All arguments of a call except its tensors."""
 
     is_causal: bool | str
     scale: float | None
@@ -51,7 +51,7 @@ class Options(NamedTuple):
 
 
 class Call(NamedTuple):
-    """A resolved call, all but its tensors."""
+    """A resolved call, without its tensors."""
 
     impl: str
     kernels: Any
@@ -59,13 +59,13 @@ class Call(NamedTuple):
     scale: float
     mask: PackedMask
     sign: int
-    """Factor of q: -1 or 0 where the scale is negative or 0, since fused kernels need one above 0."""
+    """Factor of q: 0 or -1 if the scale is 0 or negative, since fused kernels need a positive scale."""
 
 
 def packed_attention(
     q: Tensor, k: Tensor, v: Tensor, cu_seqlens_q: Tensor | Packing, cu_seqlens_k: Tensor | None, options: Options
 ) -> Tensor | tuple[Tensor, Tensor]:
-    """`attention` of packed documents."""
+    """Compute `attention` of packed documents."""
     packing = packing_of(cu_seqlens_q, cu_seqlens_k)
     if is_traced(q):
         call = _resolve(q, k, v, packing, options)
@@ -128,7 +128,7 @@ def _mask(packing: Packing, options: Options) -> PackedMask:
 
 
 def choose(q: Tensor, k: Tensor, mask: PackedMask, documents: int, deterministic: bool) -> str:
-    """The implementation that "auto" stands for."""
+    """Return the implementation that "auto" selects."""
     if q.is_cuda and (autocast_dtype(q) or q.dtype) in dispatch.TRITON_DTYPES:
         problem = dispatch.triton_problem(q.device)
         if problem is None:
@@ -143,13 +143,13 @@ def choose(q: Tensor, k: Tensor, mask: PackedMask, documents: int, deterministic
 
 
 def _fits_hopper(q: Tensor, documents: int) -> bool:
-    """True if offsets into the scratch memory of the Hopper kernels' backward fit 32 bits."""
+    """Return True if offsets into the scratch memory of the Hopper kernels' backward fit 32 bits."""
     padded = HOPPER_PADDING * most_blocks(HOPPER_PADDING, q.shape[2], documents)
     return q.shape[1] * padded <= dispatch.HOPPER_MAX_QUERIES
 
 
 def _problem(impl: str, request: "dispatch.Request", documents: int) -> str | None:
-    """The reason why an implementation cannot take a call, and what to use instead; None if it can."""
+    """Return why an implementation cannot take a call, and what to use instead; None if it can."""
     if impl not in dispatch.IMPLEMENTATIONS:
         choices = ", ".join(("auto", *(name for name in dispatch.IMPLEMENTATIONS if name in (*KERNELS, "reference"))))
         return f"there is no such attention implementation; choose one of: {choices}"
@@ -161,7 +161,7 @@ def _problem(impl: str, request: "dispatch.Request", documents: int) -> str | No
 
 
 def check(q: Tensor, k: Tensor, v: Tensor, packing: Packing) -> None:
-    """Raise a ValueError, in one line, for tensors that packed attention does not take."""
+    """Raise a ValueError, in one line, for tensors that packed attention does not support."""
     if q.dim() != 3 or k.dim() != 3 or v.dim() != 3:
         shapes = ", ".join(str(tuple(t.shape)) for t in (q, k, v))
         raise ValueError(
@@ -179,12 +179,12 @@ def check(q: Tensor, k: Tensor, v: Tensor, packing: Packing) -> None:
 
 
 def batched(t: Tensor) -> Tensor:
-    """(tokens, heads, d) -> (1, heads, tokens, d), a view."""
+    """Return a view of (tokens, heads, d) as (1, heads, tokens, d)."""
     return t.transpose(0, 1)[None]
 
 
 def unbatched(t: Tensor) -> Tensor:
-    """(1, heads, tokens, d) -> (tokens, heads, d), a view."""
+    """Return a view of (1, heads, tokens, d) as (tokens, heads, d)."""
     return t[0].transpose(0, 1)
 
 
@@ -232,7 +232,7 @@ class _PackedFlash(torch.autograd.Function):
 
 
 def _gradient_of_output(grad: Tensor | None, grad_lse: Tensor | None, saved: Sequence[Tensor]) -> Tensor | None:
-    """The gradient of the output, zeros where only the logsumexp has one; None where neither has."""
+    """Return the gradient of the output, zeros if only the logsumexp has a gradient; None if neither has."""
     return torch.zeros_like(saved[3]) if grad is None and grad_lse is not None else grad
 
 
@@ -245,13 +245,13 @@ class FourDimensional(Protocol):
     def forward(
         self, q: Tensor, k: Tensor, v: Tensor, packing: Packing, scale: float, mask: PackedMask
     ) -> tuple[Tensor, Tensor]:
-        """Output and logsumexp."""
+        """Return output and logsumexp."""
 
     def backward(
         self, grad: Tensor, grad_lse: Tensor | None, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor,
         packing: Packing, scale: float, mask: PackedMask,
     ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
-        """Gradients of q, k and v."""
+        """Return the gradients of q, k and v."""
 
 
 class PackedKernels:
@@ -284,7 +284,7 @@ class _Torch:
 
 
 def _from_module(name: str) -> Callable[..., FourDimensional]:
-    """The `PackedProblem` of a module that imports Triton, imported when it is first needed."""
+    """Return the `PackedProblem` of a module that imports Triton; the module is imported on first use."""
 
     def kernels(*arguments: Any) -> FourDimensional:
         return importlib.import_module(f"cs336_systems.kernels.flash.{name}").PackedProblem(*arguments)
@@ -315,7 +315,7 @@ def kernels_for(name: str, q: Tensor, k: Tensor, v: Tensor, mask: PackedMask, do
 
 
 class Operators(NamedTuple):
-    """Kernels called by way of PyTorch's dispatcher."""
+    """Kernels called through PyTorch's dispatcher."""
 
     forward: Callable[..., tuple[Tensor, Tensor]]
     backward: Callable[..., tuple[Tensor, Tensor, Tensor]]
@@ -399,7 +399,8 @@ def _backward_shapes(
 
 
 def _matmul_flops(q: torch.Size, k: torch.Size, offsets: torch.Size) -> int:
-    """FLOPs of one matmul over the scores, as if all documents were equally long: a counter sees only shapes."""
+    """Return the FLOPs of one matmul over the scores, as if all documents were equally long: a counter sees only
+    shapes."""
     tokens, heads, d = q
     return 2 * heads * tokens * k[0] * d // max(1, offsets[0] - 1)
 

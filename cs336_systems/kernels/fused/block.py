@@ -11,7 +11,8 @@ from cs336_systems.kernels.fused.fp8_run import Fp8Run
 
 
 def planned_block(x: Tensor, delta: Tensor | None, setting: Setting, weights: Weights) -> tuple[Tensor, Tensor]:
-    """The block's output as residual stream and what is to be added to it, as `Block.fused` returns it."""
+    """Return the block's output as the residual stream and the branch output that is still to be added to it, as
+    `Block.fused` does."""
     dtype = nodes.matmul_dtype(x)
     with nodes.no_autocast(x):
         return _PlannedBlock.apply(x, delta, setting, dtype, *weights)

@@ -1,4 +1,4 @@
-"""One pass of a Transformer block over a batch: what forward leaves for backward is kept, recomputed or offloaded.
+"""A Transformer block's forward and backward pass, whose activations are kept, recomputed or offloaded.
 
 The computation is that of the nodes in nodes.py, bit for bit. Backward frees each tensor after its last use.
 """
@@ -19,14 +19,14 @@ from cs336_systems.predict.activation_plan import KEEP, OFFLOAD, BlockPlan
 
 CAUSAL = Band(hi=0)
 RECOMPUTED = "activations, recomputed"
-"""Name of a tensor in memory profiles."""
+"""Label of recomputed tensors in memory profiles."""
 GAINS = {"input": "gain", "middle": "feed_forward_gain"}
-"""Residual stream -> the gain of its norm."""
+"""Name of a residual stream -> name of the gain of its norm."""
 
 
 class Weights(NamedTuple):
     gain: Tensor
-    """Of the norm before attention."""
+    """Gain of the norm before attention."""
     q: Tensor
     k: Tensor
     v: Tensor
@@ -39,7 +39,7 @@ class Weights(NamedTuple):
     k_bias: Tensor | None = None
     v_bias: Tensor | None = None
     q_gain: Tensor | None = None
-    """Of the norm of each head's queries."""
+    """Gain of the norm of each head's queries."""
     k_gain: Tensor | None = None
 
     @property
@@ -48,33 +48,33 @@ class Weights(NamedTuple):
 
 
 class Setting(NamedTuple):
-    """All that a block needs besides its input and weights."""
+    """All inputs of a block other than activations and weights."""
 
     number: int
     plan: BlockPlan
     before: BlockPlan | None
     """The plan of the block before, whose offloaded tensors this block fetches in backward."""
     fetches_late: bool
-    """They are fetched after the feed-forward network's backward."""
+    """True if they are fetched after the feed-forward network's backward."""
     host: HostMemory
     attention: str
-    """A fused implementation of attention."""
+    """Name of a fused implementation of attention."""
     heads: int
     cos: Tensor
     sin: Tensor
     eps: float
     fp8: bool = False
-    """Matmuls with the block's weights are in FP8."""
+    """True if matmuls with the block's weights are in FP8."""
     lost: Tensor | None = None
-    """Counters of the elements that became 0 in FP8, for each of fp8_run.TENSORS; None to count none."""
+    """Counters of the elements that became 0 in FP8, for each of fp8_run.TENSORS; None disables counting."""
     weight_scales: Tensor | None = None
-    """Forward stores the largest scale of each weight here, for backward: `fp8.largest_scale`, by fp8_run.MATMULS."""
+    """Filled in forward, for backward: the largest scale of each weight (`fp8.largest_scale`), by fp8_run.MATMULS."""
 
 
 @dataclass
 class Run:
-    """A pass in the matmuls' own dtype. `operand` is what `_normed`, `_gated` and `_rows` return for `_product`: here a
-    tensor."""
+    """A forward and backward pass in which the operands of `_product`, from `_normed`, `_gated` and `_rows`, are
+    tensors of the matmuls' dtype; `Fp8Run` has FP8 operands."""
 
     setting: Setting
     weights: Weights
@@ -107,29 +107,30 @@ class Run:
         return middle, result
 
     def _normed(self, kind: str, x: Tensor, delta: Tensor | None) -> tuple[Tensor, Any, Tensor]:
-        """The residual stream `kind`, x + delta; the operand of its norm; and 1 / RMS of its rows."""
+        """Return the residual stream `kind`, x + delta; its norm as a matmul operand; and 1 / RMS of its rows."""
         return pointwise.add_norm(x, delta, self._gain(kind), self.setting.eps, self.dtype)
 
     def _gain(self, kind: str) -> Tensor:
         return getattr(self.weights, GAINS[kind])
 
     def _gated(self, gate_up: Tensor) -> Any:
-        """The operand of the activation function's result."""
+        """Return the activation function's result as a matmul operand."""
         return pointwise.swiglu(gate_up)
 
     def _rows(self, out: Tensor) -> Any:
-        """The operand of attention's output."""
+        """Return attention's output as a matmul operand."""
         return out
 
     def _product(self, operand: Any, *names: str) -> Tensor:
-        """The matmul of an operand with the weights of these names, plus their biases."""
+        """Multiply an operand with the weights of these names, and add their biases."""
         return nodes.product_with(operand, self._matrix(*names), self._biases(names))
 
     def _biases(self, names: tuple[str, ...]) -> list[Tensor]:
         return self.weights.biases if "q" in names else []
 
     def _store(self, kind: str, tensor: Tensor) -> None:
-        """Keep, offload or drop a tensor. The node's own output is stored without its link to the node."""
+        """Keep, offload or drop a tensor. It is stored detached: the block's output would refer to its own autograd
+        node."""
         choice = getattr(self.setting.plan, kind)
         if choice == KEEP:
             self.kept[kind] = tensor.detach()
@@ -137,14 +138,15 @@ class Run:
             self.setting.host.send((self.setting.number, kind), tensor.detach())
 
     def _projections(self, y: Any) -> Tensor:
-        """q, k and v, rotated unless their norms come first, which backward computes again."""
+        """Return q, k and v. They are rotated here unless norms precede the rotation: then backward recomputes norms
+        and rotation."""
         qkv = self._product(y, "q", "k", "v")
         if self.weights.q_gain is None:
             pointwise.rotate_(self._by_head(qkv), self.setting.cos, self.setting.sin, self.setting.heads)
         return qkv
 
     def _by_head(self, rows: Tensor) -> Tensor:
-        """(rows, heads * dim) -> (batch, sequence, heads, dim)."""
+        """Return a view of (rows, heads * dim) as (batch, sequence, heads, dim)."""
         return rows.view(*self.shape[:-1], -1, self.setting.cos.shape[-1])
 
     def _heads(self, qkv: Tensor) -> tuple[Tensor, ...]:
@@ -157,7 +159,7 @@ class Run:
         return tuple(t.transpose(1, 2) for t in (q, k, v))
 
     def _attend(self, qkv: Tensor) -> Tensor:
-        """The output of attention, (rows, heads * dim); its logsumexp is kept."""
+        """Return the output of attention, (rows, heads * dim), and keep its logsumexp."""
         q, k, v = self._heads(qkv)
         out, self.lse = self._kernels(q, k, v).forward(q, k, v, self._scale, CAUSAL)
         return nodes.as_rows(out.transpose(1, 2).flatten(-2))
@@ -174,7 +176,7 @@ class Run:
         return self._normed("middle", stream, self._product(self._rows(out), "out"))
 
     def _matrix(self, *names: str) -> Tensor:
-        """The weights of these names as one matrix."""
+        """Return the weights of these names as one matrix."""
         return nodes.joined([getattr(self.weights, name) for name in names], self.dtype)
 
     # -- backward -----------------------------------------------------------------------------------------------------
@@ -182,7 +184,7 @@ class Run:
     def backward(
         self, grad_middle: Tensor | None, grad_out: Tensor, needed: Sequence[bool]
     ) -> tuple[Tensor, list[Any]]:
-        """The gradients of the input and of all weights; `needed` says which weights need one."""
+        """Return the gradients of the input and of all weights; `needed` says which weights need one."""
         self.needs = dict(zip(Weights._fields, needed, strict=True))
         self.grads: dict[str, Tensor | None] = {}
         self._take()
@@ -200,7 +202,7 @@ class Run:
         return dx, [self.grads.get(name) for name in Weights._fields]
 
     def _down_backward(self, grad: Tensor) -> Any:
-        """The gradient of gate_up, as `_norm_backward` takes it."""
+        """Return the gradient of gate_up in the form that `_norm_backward` takes."""
         grad_gated = torch.mm(grad, self._matrix("down"))
         grad_gate_up = pointwise.swiglu_backward(grad_gated, self.kept.pop("gate_up"))
         gated = grad_gated  # swiglu_backward has overwritten it
@@ -208,7 +210,8 @@ class Run:
         return grad_gate_up
 
     def _norm_backward(self, kind: str, names: tuple[str, ...], grad: Any, grad_stream: Tensor | None) -> Tensor:
-        """The gradient of the residual stream `kind` from that of the matmul of its norm with the weights `names`."""
+        """Return the gradient of the residual stream `kind`, given that of the matmul of its norm with the weights
+        `names`."""
         grad_y = torch.mm(grad, self._matrix(*names))
         dx = self._through_norm(kind, grad_y, grad_stream, self.kept.pop(kind), recompute_y=True)
         y = grad_y  # add_norm_backward has overwritten it
@@ -218,7 +221,7 @@ class Run:
     def _through_norm(
         self, kind: str, grad_y: Tensor, grad_stream: Tensor | None, x: Tensor, *, recompute_y: bool
     ) -> Tensor:
-        """The gradient of the residual stream x from that of its norm; that of the gain is deposited."""
+        """Return the gradient of the residual stream x, given that of its norm; deposit the gradient of the gain."""
         rstd, gain = self.rstd if kind == "input" else self.middle_rstd, self._gain(kind)
         stream = None if grad_stream is None else nodes.as_rows(grad_stream)
         dx, grad_gain = pointwise.add_norm_backward(grad_y, stream, x, rstd, gain, recompute_y=recompute_y)
@@ -239,13 +242,13 @@ class Run:
             self.grads.update(zip(names, nodes.bias_gradients(biases, needed, grad), strict=True))
 
     def _out_backward(self, grad: Tensor, out: Tensor) -> Tensor:
-        """The gradient of attention's output from that of its projection."""
+        """Return the gradient of attention's output, given that of its projection."""
         grad_out = torch.mm(grad, self._matrix("out"))
         self._weight_gradients(("out",), grad, out)
         return grad_out
 
     def _attention_backward(self, grad: Tensor) -> Tensor:
-        """The gradient of qkv before its rotation from that of the projection of attention's output."""
+        """Return the gradient of qkv before its rotation, given that of the projection of attention's output."""
         setting, out = self.setting, self.kept.pop("attention")
         grad_out = self._out_backward(grad, out)
         del grad
@@ -285,7 +288,7 @@ class Run:
             setting.host.fetch((setting.number - 1, kind) for kind in setting.before.kinds(OFFLOAD))
 
     def _recompute(self) -> None:
-        """Recompute what was neither kept nor offloaded, in the order of forward."""
+        """Recompute the tensors that were neither kept nor offloaded, in the order of forward."""
         kept = self.kept
         stream = kept["input"]
         if "qkv" not in kept:

@@ -25,17 +25,17 @@ E4M3 = torch.float8_e4m3fn
 SLOTS = 32
 """Counters of lost elements of one tensor. Programs that add to one address wait for each other."""
 COUNTED_ROWS = 16
-"""One row of this many is searched for lost elements: a count of all took 15% of a pass's time."""
+"""One of this many rows is searched for elements that became 0: counting all of them took 15% of a pass's time."""
 SMALLEST_EXPONENT = -126
-"""Of a scale."""
+"""Smallest exponent of a scale."""
 
 
 SILU_SLOPE, SILU_NEGATIVE_SLOPE, SILU_NEGATIVE = 1.1, 0.5, 0.28
-"""Bounds: of silu's slope, of its slope left of 0, and of |silu| left of 0. Right of 0 silu(x) is at most x."""
+"""Upper bounds: of silu's slope, of its slope left of 0, and of |silu| left of 0. Right of 0 silu(x) is at most x."""
 
 
 class Rows(NamedTuple):
-    """A matrix: values * scale[:, None]."""
+    """An FP8 matrix: values * scale[:, None]."""
 
     values: Tensor
     """e4m3. (rows, width)"""
@@ -43,7 +43,7 @@ class Rows(NamedTuple):
     """fp32, powers of two; NaN in a row that is not finite. (rows,)"""
 
     def wide(self) -> Tensor:
-        """The matrix in fp32."""
+        """Return the matrix in fp32."""
         return self.values.float() * self.scale[:, None]
 
 
@@ -53,7 +53,7 @@ class AddNorm(NamedTuple):
     y: Tensor
     """RMS norm of `total`, times the gain: in e4m3, divided by `scale`; in a wider dtype as it is. (rows, width)"""
     scale: Tensor
-    """Of the rows of the norm in FP8. (rows,)"""
+    """FP8 scales of the norm's rows. (rows,)"""
     rstd: Tensor
     """1 / RMS of every row of `total`, fp32. (rows,)"""
 
@@ -61,11 +61,11 @@ class AddNorm(NamedTuple):
 class SwigluGradients(NamedTuple):
     gate_up: Rows
     gated: Tensor
-    """The values of `swiglu`, e4m3, computed again. (rows, width)"""
+    """Recomputed values of `swiglu`, e4m3. (rows, width)"""
 
 
 def _triton(t: Tensor) -> Any:
-    """The module of kernels, or None where they cannot run on this tensor's device."""
+    """Return the module of kernels, or None if they cannot run on this tensor's device."""
     if triton_problem(t.device) is not None:
         return None
     from cs336_systems.kernels.fused import fp8_triton
@@ -77,14 +77,14 @@ def _triton(t: Tensor) -> Any:
 
 
 def matmul(a: Rows, b: Rows, bias: Tensor | None = None) -> Tensor:
-    """a @ b^T + bias, in bf16."""
+    """Return a @ b^T + bias in bf16."""
     return _scaled_matmul(a.values, b.values, a.scale[:, None], b.scale[None, :], bias)
 
 
 def _scaled_matmul(
     a: Tensor, b: Tensor, scale_a: Tensor, scale_b: Tensor, bias: Tensor | None = None, out: Tensor | None = None
 ) -> Tensor:
-    """(a @ b^T) * scale_a * scale_b + bias in bf16, into `out` if there is one."""
+    """Return (a @ b^T) * scale_a * scale_b + bias in bf16, in `out` if given."""
     if is_plain(a) and not a.is_cuda:  # torch's own for a CPU takes many times as long
         wide = torch.mm(a.float(), b.float().t()) * scale_a * scale_b
         wide = wide if bias is None else wide + bias
@@ -98,7 +98,7 @@ def _scaled_matmul(
 
 
 def weight_gradient(grad: Rows, x: Tensor, x_scale: Tensor, out: Tensor | None, lost: Tensor | None = None) -> Tensor:
-    """grad^T @ x in bf16, into `out` if there is one. x: the transposed values of the matmul's input, (width, rows);
+    """Return grad^T @ x in bf16, in `out` if given. x: the transposed values of the matmul's input, (width, rows);
     x_scale: its scales, (rows,)."""
     largest = largest_scale(grad.scale, x_scale)
     columns = _transposed(grad.values, up=grad.scale, more=x_scale, down=largest[0, 0], lost=lost)
@@ -109,7 +109,7 @@ def weight_gradient(grad: Rows, x: Tensor, x_scale: Tensor, out: Tensor | None, 
 
 
 def quantize(x: Tensor, lost: Tensor | None = None) -> Rows:
-    """A contiguous matrix in FP8."""
+    """Return a contiguous matrix in FP8."""
     out = _new_rows(x, x.shape[1])
     if kernels := _triton(x):
         kernels.quantize(x, *out, lost)
@@ -125,7 +125,8 @@ def add_norm(
     lost: Tensor | None = None,
     dtype: torch.dtype = E4M3,
 ) -> AddNorm:
-    """`pointwise.add_norm` with its result in FP8; or in a wider dtype, with the scales that FP8 would have."""
+    """Compute `pointwise.add_norm` with its result in FP8, or in a wider dtype together with the scales that FP8 would
+    have."""
     y = torch.empty(x.shape, dtype=dtype, device=x.device)
     scale, rstd = (torch.empty(len(x), dtype=torch.float32, device=x.device) for _ in range(2))
     total = x if delta is None else torch.empty_like(x)
@@ -146,7 +147,7 @@ def add_norm(
 
 
 def swiglu(gate_up: Tensor, lost: Tensor | None = None) -> Rows:
-    """`pointwise.swiglu` with its result in FP8."""
+    """Compute `pointwise.swiglu` with its result in FP8."""
     out = _new_rows(gate_up, gate_up.shape[1] // 2)
     if kernels := _triton(gate_up):
         kernels.swiglu(gate_up, *out, lost)
@@ -156,8 +157,8 @@ def swiglu(gate_up: Tensor, lost: Tensor | None = None) -> Rows:
 
 
 def swiglu_backward(grad: Tensor, gate_up: Tensor, scale: Tensor, lost: Tensor | None = None) -> SwigluGradients:
-    """The gradient of `gate_up`, and the values of `swiglu(gate_up)`, whose scale is given. A row of the gradient has
-    the scale of a bound of its elements, which takes no sigmoid."""
+    """Return the gradient of `gate_up`, and the values of `swiglu(gate_up)`, whose scale is given. The scale of a
+    gradient row comes from an upper bound of its elements, which can be computed without sigmoid."""
     out = _new_rows(gate_up, gate_up.shape[1])
     gated = torch.empty(grad.shape, dtype=E4M3, device=grad.device)
     if kernels := _triton(grad):
@@ -174,29 +175,30 @@ def swiglu_backward(grad: Tensor, gate_up: Tensor, scale: Tensor, lost: Tensor |
 
 
 def transposed(values: Tensor) -> Tensor:
-    """Values in e4m3, (rows, width), as contiguous (width, rows)."""
+    """Return e4m3 values (rows, width) transposed, as contiguous (width, rows)."""
     return _transposed(values)
 
 
 def transposed_rows(x: Tensor, scale: Tensor) -> Tensor:
-    """The values of `quantize(x)`, whose scale is given, as contiguous (width, rows)."""
+    """Return the values of `quantize(x)`, whose scale is given, as contiguous (width, rows)."""
     return _transposed(x, down=scale)
 
 
 def transposed_norm(x: Tensor, rstd: Tensor, gain: Tensor, scale: Tensor) -> Tensor:
-    """The values of the norm of x, as `add_norm` has computed them, as contiguous (width, rows)."""
+    """Return the values of the norm of x that `add_norm` computed, as contiguous (width, rows)."""
     return _transposed(x, up=rstd, down=scale, gain=gain.contiguous())
 
 
 def transposed_weight(weight: Tensor, scale: Tensor) -> Rows:
-    """A matrix in FP8, transposed. All rows have one scale, a scalar: `largest_scale` of the matrix's own rows."""
+    """Return a matrix in FP8, transposed. All rows have one scale, the scalar `largest_scale` of the matrix's own
+    rows."""
     scales = torch.empty(weight.shape[1], dtype=torch.float32, device=weight.device)
     return Rows(_transposed(weight, down=scale, out_scale=scales), scales)
 
 
 def largest_scale(scale: Tensor, other: Tensor | None = None, out: Tensor | None = None) -> Tensor:
-    """The largest of the scales, or of the products of the scales of two matrices with the same rows, and the number 1:
-    `[0, 0]` and `[1, 0]` of the result, 16 bytes apart, as cuBLAS reads them. NaN if a scale is. (2, 4)"""
+    """Return the largest scale, or the largest product of the scales of two matrices with the same rows, and the number
+    1: at `[0, 0]` and `[1, 0]` of the (2, 4) result, 16 bytes apart, as cuBLAS reads them. NaN if a scale is NaN."""
     out = torch.empty((2, 4), dtype=torch.float32, device=scale.device) if out is None else out
     if kernels := _triton(scale):
         kernels.largest(scale, other, out)
@@ -212,7 +214,8 @@ def _new_rows(like: Tensor, width: int) -> Rows:
 
 
 def _fill(out: Rows, wide: Tensor, lost: Tensor | None, bound: Tensor | None = None) -> Rows:
-    """Write an fp32 matrix in FP8. The scale of a row is that of its largest element, or of the largest of `bound`."""
+    """Write an fp32 matrix in FP8. The scale of a row follows from its largest element, or from the largest of
+    `bound`."""
     out.scale.copy_(scale_of((wide if bound is None else bound).abs().amax(-1)))
     out.values.copy_(wide / out.scale[:, None])
     _count_lost(wide, out.values, lost)
@@ -226,7 +229,7 @@ def _count_lost(before: Tensor, after: Tensor, lost: Tensor | None) -> None:
 
 
 def scale_of(largest: Tensor) -> Tensor:
-    """The scale of rows with these largest magnitudes, fp32."""
+    """Return the fp32 scale of rows with these largest magnitudes."""
     bits = largest.view(torch.int32)
     # 448 is 1.75 * 2^8: a larger fraction of `largest` needs the next exponent.
     exponent = ((bits + 0x1FFFFF) >> 23) - 127 - 8
@@ -244,8 +247,8 @@ def _transposed(
     out_scale: Tensor | None = None,
     lost: Tensor | None = None,
 ) -> Tensor:
-    """x * (up * more / down)[:, None] * gain in e4m3, transposed: (rows, width) -> (width, rows). `down` is a vector
-    over rows or a scalar, with which `out_scale` is filled."""
+    """Return x * (up * more / down)[:, None] * gain in e4m3, transposed: (rows, width) -> (width, rows). `down` is a
+    vector over rows or a scalar, with which `out_scale` is filled."""
     rows, width = x.shape
     out = torch.empty((width, rows), dtype=E4M3, device=x.device)
     if kernels := _triton(x):

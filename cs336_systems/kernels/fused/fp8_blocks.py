@@ -17,24 +17,25 @@ class LostShare(NamedTuple):
 
     block: int
     tensor: str
-    """One of fp8_run.TENSORS."""
+    """Name of the tensor, one of fp8_run.TENSORS."""
     share: float
 
 
 class Fp8Blocks(nn.Module):
-    """Counters are on the device, so that a step in a CUDA graph adds to them; `take_counts` reads and resets them."""
+    """FP8 state of a model's blocks. Counters are on the device, so that a step in a CUDA graph adds to them;
+    `take_counts` reads and resets them."""
 
     lost: Tensor
-    """By block, tensor and slot."""
+    """Counters of elements that became 0. (block, tensor, slot)"""
     work: Tensor
-    """Tokens, and forward passes, since the last reading."""
+    """Number of tokens, and of forward passes, since the last reading."""
     weight_scales: Tensor
-    """By block and matmul, written by every forward pass: `fp8.largest_scale` of the weight."""
+    """Largest scale of each weight (`fp8.largest_scale`), written by every forward pass, by block and matmul."""
 
     def __init__(self, config: ModelConfig):
         super().__init__()
         self.numbers = set(range(config.num_layers))
-        """Blocks in FP8; a block that is taken out computes in bf16 from the next step on."""
+        """Indices of the blocks in FP8; a block that is removed computes in bf16 from the next step on."""
         self._widths = _widths(config)
         shape = (config.num_layers, len(TENSORS), SLOTS)
         self.register_buffer("lost", torch.zeros(shape, dtype=torch.int64), persistent=False)
@@ -56,8 +57,8 @@ class Fp8Blocks(nn.Module):
         return self.shares_of(self.take_counts())
 
     def take_counts(self) -> Tensor:
-        """Return and reset all counters: lost elements by block and tensor, then tokens and passes. Those of several
-        ranks may be added."""
+        """Return and reset all counters: lost elements by block and tensor, then tokens and passes. They may be summed
+        over ranks."""
         counts = torch.cat((self.lost.sum(-1).flatten(), self.work))
         self.reset_parameters()
         return counts
@@ -75,7 +76,7 @@ class Fp8Blocks(nn.Module):
 
 
 def _widths(config: ModelConfig) -> dict[str, int]:
-    """Elements of each tensor for one token, or of a weight."""
+    """Return the number of elements of each tensor: per token, or of a weight."""
     d, f, q, qkv = config.d_model, config.d_ff, config.q_width, config.qkv_width
     inputs = dict(zip(OPERANDS, (d, q, d, f), strict=True))
     outputs = dict(zip(MATMULS.values(), (qkv, d, 2 * f, d), strict=True))

@@ -1,8 +1,8 @@
-"""A pass of a Transformer block whose matmuls with weights are in FP8; attention and the residual stream are not, and
-nor is the forward matmul of qkv: FP8 there would make half of the error of all gradients (docs/FP8.md).
+"""A Transformer block's forward and backward pass with FP8 matmuls. Attention, the residual stream and the forward
+matmul of qkv are not in FP8: in the latter it would cause half of the error of all gradients (docs/FP8.md).
 
-Weights are cast as they are needed, by one pass over bf16 weights before each matmul, and need no memory of their own.
-Backward casts what forward has kept in bf16 again, with the scales of forward: 16 bytes a token of all that it keeps.
+Weights are cast by one pass over the bf16 weights before each matmul, so FP8 copies are not stored. Backward casts the
+bf16 activations that forward kept again, with forward's scales, which take 16 bytes per token.
 """
 
 from functools import partial
@@ -28,11 +28,11 @@ class Fp8Run(Run):
     def __post_init__(self) -> None:
         super().__post_init__()
         self.scales: dict[str, Tensor] = {}
-        """Of the rows of each of OPERANDS."""
+        """FP8 scales of each operand's rows, by name in OPERANDS."""
         self.counts = True
 
     def _lost(self, tensor: str) -> Tensor | None:
-        """The counters of a tensor; none while it is computed again."""
+        """Return the counters of a tensor; None while it is recomputed."""
         return None if self.setting.lost is None or not self.counts else self.setting.lost[TENSORS.index(tensor)]
 
     # -- forward ------------------------------------------------------------------------------------------------------
@@ -113,7 +113,7 @@ class Fp8Run(Run):
         return grad_out
 
     def _times_weight(self, grad: fp8.Rows, *names: str) -> Tensor:
-        """The gradient of a matmul's input from that of its output."""
+        """Return the gradient of a matmul's input, given that of its output."""
         return fp8.matmul(grad, fp8.transposed_weight(self._matrix(*names), self._weight_scale(names)[0, 0]))
 
     def _operand_gradients(self, operand: str, names: tuple[str, ...], grad: fp8.Rows, x: Tensor) -> None:
@@ -129,7 +129,8 @@ def _matmul_of(names: tuple[str, ...]) -> str:
 def _gradient_product(
     grad: fp8.Rows, x: Tensor, scale: Tensor, lost: Tensor | None, out: Tensor | None, *, adds: bool
 ) -> Tensor:
-    """`nodes.GradientProduct`: cuBLAS cannot add to what is there in FP8, so the sum is a pass of its own."""
+    """Compute a `nodes.GradientProduct`. cuBLAS cannot accumulate into `out` in FP8, so the addition is a separate
+    pass."""
     if out is None or not adds:
         return fp8.weight_gradient(grad, x, scale, out, lost)
     return out.add_(fp8.weight_gradient(grad, x, scale, None, lost))

@@ -31,7 +31,7 @@ SILU_SLOPE, SILU_NEGATIVE_SLOPE, SILU_NEGATIVE = tl.constexpr(1.1), tl.constexpr
 
 @triton.jit
 def _exponent(largest):
-    """The exponent of the scale of a row with this largest magnitude: see fp8.scale_of."""
+    """Return the exponent of the scale of a row with this largest magnitude: see fp8.scale_of."""
     bits = largest.to(tl.int32, bitcast=True)
     return tl.maximum(((bits + 0x1FFFFF) >> 23) - 135, -126)
 
@@ -49,14 +49,14 @@ def _store_scale(scale, i_row, largest, exponent):
 
 @triton.jit
 def _inverse_scale(largest, exponent):
-    """1 / scale, NaN for a row that is not finite: e4m3 has no infinity, and casts would saturate."""
+    """Return 1 / scale, or NaN for a row that is not finite: e4m3 has no infinity, and casts would saturate."""
     return tl.where(largest < float("inf"), _power_of_2(-exponent), float("nan"))
 
 
 @triton.jit
 def _lost(i_row, b_before, inverse):
-    """The number of elements that become 0 when they are multiplied by `inverse` and cast to e4m3, in a row of those
-    that are counted."""
+    """Return the number of elements that become 0 when multiplied by `inverse` and cast to e4m3; 0 in rows that are not
+    counted."""
     count = tl.full((), 0, tl.int32)
     if i_row % COUNTED_ROWS == 0:
         count = tl.sum(((b_before != 0.0) & (tl.abs(b_before * inverse) <= LARGEST_ZERO)).to(tl.int32), 0)
@@ -71,14 +71,14 @@ def _add_lost(lost, i_row, count):
 
 @triton.jit
 def _largest_of(b_values):
-    """The largest magnitude; infinity if one of the values is NaN, which tl.max would leave out."""
+    """Return the largest magnitude; infinity if one of the values is NaN, which tl.max would ignore."""
     b_magnitude = tl.abs(b_values)
     return tl.max(tl.where(b_magnitude == b_magnitude, b_magnitude, float("inf")), 0)
 
 
 @triton.jit
 def _quantize(x, out, scale, lost, width, COUNTS: tl.constexpr, BLOCK: tl.constexpr, REST: tl.constexpr):
-    """One row in e4m3."""
+    """Write one row in e4m3."""
     i_row = tl.program_id(0).to(tl.int64)
     x += i_row * width
     o_column = tl.arange(0, BLOCK)  # [BLOCK]
@@ -95,7 +95,7 @@ def _store_row(
     b_x, b_rest, out, scale, lost, i_row, width,
     COUNTS: tl.constexpr, BLOCK: tl.constexpr, REST: tl.constexpr, WIDE: tl.constexpr = False,
 ):  # fmt: skip
-    """Store one row, which is in registers, and its scale. WIDE: the row is stored as it is, in a wider dtype."""
+    """Store one row from registers, and its scale. WIDE: the row is stored in a wider dtype."""
     largest = _largest_of(b_x)
     if REST:
         largest = tl.maximum(largest, _largest_of(b_rest))
@@ -120,7 +120,7 @@ def _store_row(
 
 @triton.jit
 def _sum_of(x, delta, out_x, o_x, m_column, HAS_DELTA: tl.constexpr):
-    """Part of a row of x + delta, which is stored, in fp32."""
+    """Return part of a row of x + delta in fp32, and store it."""
     b_x = tl.load(x + o_x, m_column, 0.0).to(tl.float32)
     if HAS_DELTA:
         b_x += tl.load(delta + o_x, m_column, 0.0).to(tl.float32)
@@ -134,7 +134,8 @@ def _add_norm(
     x, delta, gain, out_x, out_y, out_scale, out_rstd, lost, width, eps,
     HAS_DELTA: tl.constexpr, WIDE: tl.constexpr, COUNTS: tl.constexpr, BLOCK: tl.constexpr, REST: tl.constexpr,
 ):  # fmt: skip
-    """One row: as pointwise_triton._add_norm, with the norm in e4m3; WIDE: in a wider dtype, with e4m3's scale."""
+    """Compute one row of pointwise_triton._add_norm with the norm in e4m3; WIDE: in a wider dtype, with e4m3's
+    scale."""
     i_row = tl.program_id(0).to(tl.int64)
     o_column = tl.arange(0, BLOCK)  # [BLOCK]
     m_column = o_column < width
@@ -156,7 +157,7 @@ def _add_norm(
 
 @triton.jit
 def _gated(gate_up, o_gate, width, m_column):
-    """Part of a row of silu(gate) * up."""
+    """Return part of a row of silu(gate) * up."""
     b_gate = tl.load(gate_up + o_gate, m_column, 0.0).to(tl.float32)
     b_up = tl.load(gate_up + o_gate + width, m_column, 0.0).to(tl.float32)
     return b_gate * tl.sigmoid(b_gate) * b_up
@@ -164,7 +165,7 @@ def _gated(gate_up, o_gate, width, m_column):
 
 @triton.jit
 def _swiglu(gate_up, out, scale, lost, width, COUNTS: tl.constexpr, BLOCK: tl.constexpr, REST: tl.constexpr):
-    """One row: silu(gate) * up in e4m3."""
+    """Compute one row of silu(gate) * up in e4m3."""
     i_row = tl.program_id(0).to(tl.int64)
     o_column = tl.arange(0, BLOCK)  # [BLOCK]
     b_out = _gated(gate_up, i_row * 2 * width + o_column, width, o_column < width)
@@ -179,8 +180,8 @@ def _swiglu(gate_up, out, scale, lost, width, COUNTS: tl.constexpr, BLOCK: tl.co
 def _swiglu_backward(
     grad, gate_up, gated_scale, out, scale, gated, lost, width, COUNTS: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """One row: the gradients of gate and up in e4m3 with one scale, and silu(gate) * up. The row is read twice, first
-    for a bound of its elements; the second time it is in the cache."""
+    """Compute for one row the gradients of gate and up in e4m3 with one scale, and silu(gate) * up. The row is read
+    twice, first for an upper bound of the gradients' elements; the second time it is in the cache."""
     i_row = tl.program_id(0).to(tl.int64)
     grad += i_row * width
     gate_up += i_row * 2 * width
@@ -224,7 +225,7 @@ def _swiglu_backward(
 
 @triton.jit
 def _largest(scale, other, out, rows, HAS_OTHER: tl.constexpr, BLOCK: tl.constexpr):
-    """The largest scale, or product of scales, NaN if one is; and the number 1, 16 bytes later."""
+    """Store the largest scale, or product of scales (NaN if one is NaN), and the number 1, 16 bytes later."""
     o_block = tl.arange(0, BLOCK)  # [BLOCK]
     b_largest = tl.zeros((BLOCK,), tl.float32)
     for start in range(0, rows, BLOCK):
@@ -244,9 +245,9 @@ def _transposed(
     HAS_UP: tl.constexpr, HAS_MORE: tl.constexpr, DOWN: tl.constexpr, HAS_GAIN: tl.constexpr,
     FILLS_SCALE: tl.constexpr, COUNTS: tl.constexpr, TILE: tl.constexpr,
 ):  # fmt: skip
-    """A tile: x * (up * more / down)[:, None] * gain in e4m3, transposed. DOWN: 0 for none, 1 for a vector over rows,
-    2 for a scalar, with which out_scale is filled. `out` is of int32: four rows of x make a word of the result, so that
-    words and not bytes change places."""
+    """Compute a tile of x * (up * more / down)[:, None] * gain in e4m3, transposed. DOWN: 0 for none, 1 for a vector
+    over rows, 2 for a scalar, with which out_scale is filled. `out` is int32: four rows of x form one word of the
+    result, so that words are transposed, not bytes."""
     o_word = tl.program_id(0).to(tl.int64) * (TILE // 4) + tl.arange(0, TILE // 4)  # [TILE // 4]
     o_column = tl.program_id(1).to(tl.int64) * TILE + tl.arange(0, TILE)  # [TILE]
     m_word, m_column = o_word < rows // 4, o_column < width
@@ -289,12 +290,12 @@ def _transposed(
 
 
 def _or(t: Tensor | None, other: Tensor) -> Tensor:
-    """The tensor, or one that stands for it in a kernel that does not read it."""
+    """Return the tensor, or a placeholder for a tensor that the kernel does not read."""
     return other if t is None else t
 
 
 def _blocks(width: int) -> dict[str, int]:
-    """A row in two powers of two, with few lanes to spare: 2,560 = 2,048 + 512."""
+    """Return a row's width as two powers of two with few unused lanes: 2,560 = 2,048 + 512."""
     block = 1 << (width.bit_length() - 1)
     return {"BLOCK": block, "REST": triton.next_power_of_2(width - block) if width > block else 0}
 

@@ -16,21 +16,21 @@ from cs336_systems.kernels import ranges
 from cs336_systems.kernels.flash.operators import is_plain
 
 OFFLOADED, FETCHED = "activations, offloaded", "activations, fetched"
-"""Names of tensors in memory profiles."""
+"""Labels of tensors in memory profiles."""
 
 Key = tuple[int, str]
-"""Number of a block, and the kind of a tensor in it."""
+"""Index of a block, and the kind of a tensor in it."""
 
 
 class _Transfer(NamedTuple):
-    """A tensor on the GPU that a copy reads or writes, and the event at the copy's end."""
+    """A GPU tensor that a copy reads or writes, and the event at the end of the copy."""
 
     tensor: Tensor
     done: torch.cuda.Event | None
 
 
 class _Form(NamedTuple):
-    """All that it takes to allocate a tensor again."""
+    """The arguments with which a tensor is allocated again."""
 
     shape: torch.Size
     dtype: torch.dtype
@@ -43,7 +43,7 @@ class HostMemory:
     def __init__(self) -> None:
         self._buffers: dict[Key, Tensor] = {}
         self._captured: list[Tensor] = []
-        """Buffers whose addresses a CUDA graph holds: they live on, also where a larger one has taken their place."""
+        """Buffers whose addresses a CUDA graph holds. They are kept even after a larger buffer has replaced them."""
         self.passes = 0
         """Forward passes so far."""
         self._forms: dict[Key, _Form] = {}
@@ -57,7 +57,7 @@ class HostMemory:
         return sum(buffer.nbytes for buffer in self._buffers.values())
 
     def begin(self) -> None:
-        """Start a forward pass: forget what an earlier one has left, if nothing was done with it in backward."""
+        """Start a forward pass; drop tensors of an earlier pass that backward did not use."""
         self.passes += 1
         for key in [*self._sent]:
             self._release(key)
@@ -71,12 +71,12 @@ class HostMemory:
         self._sent[key] = _Transfer(tensor, self._copy(key, tensor, to_host=True))
 
     def release(self, number: int) -> None:
-        """Free the GPU's memory of the tensors that block `number` has sent."""
+        """Free the GPU memory of the tensors that block `number` has sent."""
         for key in [key for key in self._sent if key[0] == number]:
             self._release(key)
 
     def fetch(self, keys: Iterable[Key]) -> None:
-        """Start to copy tensors back. Those that were not released yet are still there."""
+        """Start to copy tensors back. Tensors that were not released yet are still on the GPU."""
         for key in keys:
             if key in self._sent or key in self._fetched:
                 continue
@@ -93,7 +93,7 @@ class HostMemory:
             )
 
     def take(self, key: Key) -> Tensor:
-        """Return a tensor that was sent or fetched, for the stream of the computation."""
+        """Return a tensor that was sent or fetched, for use on the computation's stream."""
         transfer = self._sent.pop(key, None) or self._fetched.pop(key)
         _wait(transfer.done)
         return transfer.tensor
@@ -121,7 +121,7 @@ class HostMemory:
         return done
 
     def _buffer(self, key: Key, tensor: Tensor) -> Tensor:
-        """Return host memory for a tensor; smaller batches use the memory of larger ones."""
+        """Return host memory for a tensor; smaller batches reuse the memory of larger ones."""
         buffer = self._buffers.get(key)
         if buffer is None or buffer.nbytes < tensor.nbytes:
             self._buffers[key] = buffer = pinned(tensor.nbytes, tensor.device)

@@ -28,7 +28,7 @@ kernels, and has 95 to 140 TFLOP/s without them where an H200 has 700. GPT-2's v
 
 
 def add_norm(x: Tensor, delta: Tensor | None, gain: Tensor, eps: float) -> tuple[Tensor, Tensor]:
-    """x + delta, and its RMS norm times `gain`."""
+    """Return x + delta, and its RMS norm times `gain`."""
     with no_autocast(x):
         return _AddNorm.apply(x, delta, gain, eps, x.dtype)
 
@@ -36,14 +36,15 @@ def add_norm(x: Tensor, delta: Tensor | None, gain: Tensor, eps: float) -> tuple
 def norm_linear(
     x: Tensor, delta: Tensor | None, gain: Tensor, eps: float, *weights: Tensor, biases: Sequence[Tensor] = ()
 ) -> tuple[Tensor, Tensor]:
-    """x + delta, and the matmuls of its RMS norm with all weights, concatenated; plus biases, one for each weight."""
+    """Return x + delta, and the matmuls of its RMS norm with all weights, concatenated; plus biases, one for each
+    weight."""
     dtype = matmul_dtype(x)
     with no_autocast(x):
         return _NormLinear.apply(x, delta, gain, eps, dtype, len(weights), *weights, *biases)
 
 
 def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
-    """x @ weight^T + bias."""
+    """Return x @ weight^T + bias."""
     dtype = matmul_dtype(x)
     with no_autocast(x):
         out = _Linear.apply(x.to(dtype), weight)
@@ -51,7 +52,7 @@ def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
 
 
 def swiglu_linear(gate_up: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
-    """(silu(gate) * up) @ weight^T + bias; gates are the first half of `gate_up`."""
+    """Return (silu(gate) * up) @ weight^T + bias; gates are the first half of `gate_up`."""
     dtype = matmul_dtype(gate_up)
     with no_autocast(gate_up):
         out = _SwigluLinear.apply(gate_up.to(dtype), weight)
@@ -59,7 +60,7 @@ def swiglu_linear(gate_up: Tensor, weight: Tensor, bias: Tensor | None = None) -
 
 
 class HeadNorms(NamedTuple):
-    """RMS norms of every head's queries and keys."""
+    """Gains of the RMS norms of every head's queries and keys."""
 
     q_gain: Tensor
     k_gain: Tensor
@@ -69,11 +70,11 @@ class HeadNorms(NamedTuple):
 def rotary_heads(
     qkv: Tensor, cos: Tensor, sin: Tensor, heads: int, norms: HeadNorms | None = None, *, halves: bool = False
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """q and k with rotary embedding, after their norms if there are any, and v: (batch, heads, rows, dim) each, k and v
-    of kv_heads. qkv: (batch, rows, (heads + 2 * kv_heads) * dim).
+    """Return q and k with rotary embedding, after their norms if there are any, and v: (batch, heads, rows, dim) each,
+    k and v of kv_heads. qkv: (batch, rows, (heads + 2 * kv_heads) * dim).
 
     They are views of `qkv`, which is rotated in place where it is contiguous: the caller must not use it afterwards.
-    With norms q and k are new, and `qkv` is kept for backward. `halves`: as of `pointwise.rotate_`.
+    With norms q and k are new, and `qkv` is kept for backward. `halves`: see `pointwise.rotate_`.
     """
     with no_autocast(qkv):
         if norms is None:
@@ -84,11 +85,11 @@ def rotary_heads(
 def linear_cross_entropy(
     x: Tensor, weight: Tensor, targets: Tensor, *, ignored: int = pointwise.IGNORED, count: Tensor | None = None
 ) -> Tensor:
-    """Mean cross entropy of the logits x @ weight^T over the targets that are not `ignored`.
+    """Return the mean cross entropy of the logits x @ weight^T over the targets that are not `ignored`.
 
-    `count`, a scalar on the device: the number that their sum is divided by, where it is not their own number.
-    The logits are computed in chunks of CHUNK_BYTES, and each chunk's gradient in the same pass; the chunks' gradients
-    are added up in fp32. A target outside the vocabulary that is not `ignored` makes the loss NaN.
+    `count`, a scalar on the device, replaces the number of these targets as the divisor. The logits are computed in
+    chunks of CHUNK_BYTES, and each chunk's gradient in the same pass; the chunks' gradients are added up in fp32. A
+    target outside the vocabulary that is not `ignored` makes the loss NaN.
     """
     dtype, trains = matmul_dtype(x), torch.is_grad_enabled()
     with no_autocast(x):
@@ -96,7 +97,7 @@ def linear_cross_entropy(
 
 
 def matmul_dtype(x: Tensor) -> torch.dtype:
-    """Dtype of the matmuls: autocast's, where it is enabled."""
+    """Return the dtype of the matmuls: autocast's, if it is enabled."""
     device = x.device.type
     return torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else x.dtype
 
@@ -110,7 +111,7 @@ def no_autocast(x: Tensor) -> AbstractContextManager:
 
 
 def joined(parts: Sequence[Tensor], dtype: torch.dtype) -> Tensor:
-    """Matrices concatenated along their rows, in `dtype`: a view where they are adjacent in memory, else a copy."""
+    """Return matrices concatenated along their rows in `dtype`: a view if they are adjacent in memory, else a copy."""
     first = parts[0]
     if len(parts) == 1:
         return first.detach().to(dtype)
@@ -125,7 +126,7 @@ def joined(parts: Sequence[Tensor], dtype: torch.dtype) -> Tensor:
 
 
 def _same_storage(a: Tensor, b: Tensor) -> bool:
-    """True for views of one storage, compared by its handle: tensors of a trace have no address."""
+    """Return True for views of one storage, compared by its handle: tensors of a trace have no address."""
     return a.untyped_storage()._cdata == b.untyped_storage()._cdata
 
 
@@ -142,14 +143,14 @@ def deposit(parameter: Tensor, gradient: Tensor) -> Tensor | None:
 
 
 class GradientProduct(Protocol):
-    """The matmul that gives the gradient of joined weights."""
+    """A matmul that computes the gradient of joined weights."""
 
     def __call__(self, out: Tensor | None, *, adds: bool) -> Tensor:
-        """Return the product: in `out`, if there is one, or added to it."""
+        """Return the product: in `out`, if given, or added to it."""
 
 
 def gradient_product(grad: Tensor, x: Tensor) -> GradientProduct:
-    """grad^T @ x. grad: of a matmul's output; x: its input."""
+    """Return grad^T @ x. grad: of a matmul's output; x: its input."""
 
     def product(out: Tensor | None, *, adds: bool) -> Tensor:
         if out is None:
@@ -162,7 +163,7 @@ def gradient_product(grad: Tensor, x: Tensor) -> GradientProduct:
 def weight_gradients(
     weights: Sequence[Tensor], needed: Sequence[bool], product: GradientProduct, dtype: torch.dtype
 ) -> list[Tensor | None]:
-    """Gradients of the joined weights of a matmul, in `dtype`; `needed`: those to compute."""
+    """Return the gradients of the joined weights of a matmul, in `dtype`; `needed`: those to compute."""
     if not any(needed):
         return [None] * len(weights)
     memories: list[Tensor] = [weight.grad_memory for weight in weights if hasattr(weight, "grad_memory")]
@@ -184,7 +185,7 @@ def _gradients(weights: Sequence[Tensor], needed: Sequence[bool], grad: Tensor, 
 
 
 def bias_gradients(biases: Sequence[Tensor], needed: Sequence[bool], grad: Tensor) -> list[Tensor | None]:
-    """Gradients of the biases of joined weights from that of the matmul's output, (rows, width)."""
+    """Return the gradients of the biases of joined weights, given that of the matmul's output, (rows, width)."""
     if not any(needed):
         return [None] * len(biases)
     found = grad.sum(0, dtype=torch.float32).split([len(bias) for bias in biases])
@@ -192,7 +193,7 @@ def bias_gradients(biases: Sequence[Tensor], needed: Sequence[bool], grad: Tenso
 
 
 def product_with(y: Tensor, matrix: Tensor, biases: Sequence[Tensor]) -> Tensor:
-    """y @ matrix^T, plus the concatenated biases."""
+    """Return y @ matrix^T plus the concatenated biases."""
     if not biases:
         return torch.mm(y, matrix.t())
     return torch.addmm(joined(biases, y.dtype), y, matrix.t())
@@ -202,7 +203,7 @@ def product_with(y: Tensor, matrix: Tensor, biases: Sequence[Tensor]) -> Tensor:
 
 
 def as_rows(t: Tensor) -> Tensor:
-    """(..., width) as contiguous (rows, width)."""
+    """Return (..., width) as contiguous (rows, width)."""
     return t.reshape(math.prod(t.shape[:-1]), t.shape[-1]).contiguous()
 
 
@@ -372,13 +373,13 @@ class _LinearCrossEntropy(torch.autograd.Function):
 
 
 def _vocabulary_parts(width: int) -> list[slice]:
-    """Columns of the logits up to a multiple of MATMUL_MULTIPLE, and the rest, if there is one."""
+    """Return the columns of the logits up to a multiple of MATMUL_MULTIPLE, and the rest, if any."""
     even = width // MATMUL_MULTIPLE * MATMUL_MULTIPLE
     return [part for part in (slice(0, even), slice(even, width)) if part.stop > part.start]
 
 
 def _logits(rows: Tensor, matrix: Tensor) -> Tensor:
-    """rows @ matrix^T, in rows of memory that begin at multiples of LOGIT_ALIGNMENT."""
+    """Return rows @ matrix^T, with rows in memory that begin at multiples of LOGIT_ALIGNMENT."""
     width = len(matrix)
     memory = rows.new_empty(len(rows), -(-width // LOGIT_ALIGNMENT) * LOGIT_ALIGNMENT)
     for part in _vocabulary_parts(width):
@@ -395,7 +396,7 @@ def _input_gradient(logits: Tensor, matrix: Tensor, out: Tensor) -> None:
 
 
 def _add_weight_gradient(total: Tensor | None, logits: Tensor, rows: Tensor, wide: bool) -> Tensor:
-    """total + logits^T @ rows, in place; with `wide` 16-bit operands give an fp32 result."""
+    """Return total + logits^T @ rows, in place; with `wide` 16-bit operands give an fp32 result."""
     adds = total is not None
     if total is None:
         dtype = torch.float32 if wide else rows.dtype
@@ -406,7 +407,8 @@ def _add_weight_gradient(total: Tensor | None, logits: Tensor, rows: Tensor, wid
 
 
 def _scaled(weight: Tensor, gradient: Tensor, factor: Tensor) -> Tensor:
-    """gradient * factor, in place for a weight with a `grad_memory`: there backward runs once, and memory is short."""
+    """Return gradient * factor; in place for a weight with a `grad_memory`, because there backward runs once and memory
+    is short."""
     return gradient.mul_(factor) if hasattr(weight, "grad_memory") else gradient * factor
 
 
@@ -421,7 +423,8 @@ def _matmul(a: Tensor, b: Tensor, out: Tensor, *, adds: bool) -> None:
 
 
 def _wide_matmul(a: Tensor, b: Tensor, out: Tensor, *, adds: bool) -> None:
-    """The same with an fp32 result. cuBLAS adds in place, which saves a product in memory and a pass over it."""
+    """Write a @ b into `out`, or add it, with an fp32 result. cuBLAS adds in place, which saves a temporary and a pass
+    over it."""
     if not a.is_cuda:
         _matmul(a.float(), b.float(), out, adds=adds)
     elif adds:

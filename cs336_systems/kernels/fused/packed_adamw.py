@@ -35,13 +35,13 @@ from torch import Tensor, nn
 from cs336_systems.kernels.fused import pointwise
 
 ALIGNED = 128
-"""Alignment of each parameter in elements, for the loads of matrix kernels."""
+"""Alignment of each parameter in elements, as the loads of matmul kernels require."""
 
 
 class PackedAdamW(torch.optim.Optimizer):
     """AdamW that owns the memory of its parameters: those of two and more dimensions become `dtype` (torch.bfloat16, or
-    torch.float32 to keep them), others keep their dtype. Before, they are fp32 or `dtype`; masters begin with those
-    values. `state_dtype`: of the masters and moments of `dtype` weights.
+    torch.float32 to keep them), others keep their dtype. Masters start from the given values, fp32 or `dtype`.
+    `state_dtype`: dtype of the masters and moments of `dtype` weights.
 
     Every parameter must get a gradient in every step; parameters that are frozen now are left alone. Load weights by
     `load_masters`: a module's load_state_dict would leave the low 16 bits of the masters as they were. `max_grad_norm`
@@ -50,8 +50,8 @@ class PackedAdamW(torch.optim.Optimizer):
     Parameters on the "meta" device get their memory here, on `device`, and their weights one by one by `load_master`:
     fp32 weights beside the packed ones, which a model of many billions has no room for, never exist.
 
-    `update_in_backward`: groups of parameters, such as those of one block, that together are all parameters. Gradients
-    of one group are in memory at the same time; those of different groups are not, and share it.
+    `update_in_backward`: groups, such as the parameters of one block, that together contain all parameters. Gradients
+    of one group exist at the same time; different groups share the memory of gradients.
     """
 
     clips_itself = True
@@ -84,7 +84,7 @@ class PackedAdamW(torch.optim.Optimizer):
         if self._sharing and (check_finite or max_grad_norm):
             raise ValueError("an update in backward knows no norm: it excludes check_finite and max_grad_norm")
         self._scalars: list[Tensor] = []
-        """Of each group, for `pointwise.adamw_`, while the updates of a backward pass go on."""
+        """Scalars of each group for `pointwise.adamw_`, computed once per backward pass that updates parameters."""
         self._updated: set[nn.Parameter] = set()
         """Parameters that this step's backward pass has updated."""
         self.max_grad_norm = max_grad_norm
@@ -96,7 +96,8 @@ class PackedAdamW(torch.optim.Optimizer):
         self._rates = torch.zeros(len(self.param_groups), device=self.device)
         self._uploaded: list[float] = []
         self.grad_norm: Tensor | None = None
-        """Norm over all parameters in the last step, before clipping; None without `check_finite` and clipping."""
+        """Norm of the gradients over all parameters in the last step, before clipping; None without `check_finite` and
+        clipping."""
         self._packs: list[_Pack] = []
         self._places: dict[nn.Parameter, tuple[_Pack, _View]] = {}
         for number in range(len(self.param_groups)):
@@ -159,7 +160,7 @@ class PackedAdamW(torch.optim.Optimizer):
         return loss
 
     def _group_scalars(self, step_count: Tensor, factor: Tensor, is_finite: Tensor) -> list[Tensor]:
-        """Return the `scalars` of pointwise.adamw_ for each group."""
+        """Return each group's `scalars` for pointwise.adamw_."""
         found, steps = [], step_count.double()
         for rate, group in zip(self._rates, self.param_groups, strict=True):
             beta1, beta2 = group["betas"]
@@ -236,7 +237,8 @@ class PackedAdamW(torch.optim.Optimizer):
 
     @property
     def flat(self) -> list[tuple[str, Tensor, list[tuple[int, nn.Parameter]]]]:
-        """The packed tensors: kind, tensor, and where each parameter starts in it; no gradients that share memory."""
+        """Packed tensors: kind, tensor, and the start of each parameter in it; gradients only if they do not share
+        memory."""
         found = []
         for pack in self._packs:
             starts = [(view.start, view.parameter) for view in pack.views]
@@ -248,7 +250,7 @@ class PackedAdamW(torch.optim.Optimizer):
 
     @torch.no_grad()
     def masters(self, device: torch.device | str | None = None) -> dict[nn.Parameter, Tensor]:
-        """Return a copy of every parameter's weights in fp32, on `device`: the host has room where the GPU has not."""
+        """Return a copy of every parameter's weights in fp32 on `device`, such as the host if the GPU has no room."""
         return {
             view.parameter: view.master(pack).to(device or self.device, torch.float32, copy=pack.rest is None)
             for pack in self._packs
@@ -340,7 +342,7 @@ class _View:
     parameter: nn.Parameter
     start: int
     gradient_start: int
-    """In the memory of gradients, which those of other groups may share."""
+    """Start in the gradient memory, which groups may share."""
 
     @property
     def span(self) -> slice:
@@ -354,7 +356,7 @@ class _View:
         return pack.grads[self.gradient_start : end].view(self.parameter.shape)
 
     def master(self, pack: "_Pack") -> Tensor:
-        """The weight in the precision of the state."""
+        """Return the weight in the precision of the state."""
         if pack.rest is None:
             return self.of(pack.weights)
         return pointwise.united(self.of(pack.weights), self.of(pack.rest))

@@ -16,13 +16,13 @@ from cs336_systems.kernels.flash.operators import is_plain
 IGNORED = -100
 """Target that does not count towards the loss, as in torch."""
 CHECKED = 16384
-"""Elements that one checksum covers."""
+"""Number of elements that one checksum covers."""
 INTEGERS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 """Integer dtype by bytes of an element."""
 
 
 def _triton(t: Tensor) -> Any:
-    """The module of kernels, or None where they cannot run on this tensor's device."""
+    """Return the module of kernels, or None if they cannot run on this tensor's device."""
     if triton_problem(t.device) is not None:
         return None
     from cs336_systems.kernels.fused import pointwise_triton
@@ -64,7 +64,8 @@ def add_norm(x: Tensor, delta: Tensor | None, gain: Tensor, eps: float, dtype: t
 def add_norm_backward(
     grad_y: Tensor, grad_x: Tensor | None, x: Tensor, rstd: Tensor, gain: Tensor, *, recompute_y: bool
 ) -> AddNormGradients:
-    """Gradients of `add_norm`, where x is its total. With `recompute_y` the norm's output replaces `grad_y`."""
+    """Return the gradients of `add_norm`, where x is its total. With `recompute_y` the norm's output replaces
+    `grad_y`."""
     out = torch.empty_like(x)
     if kernels := _triton(x):
         grad_gain = kernels.add_norm_backward(grad_y, grad_x, x, rstd, gain.contiguous(), out, recompute_y)
@@ -80,7 +81,7 @@ def add_norm_backward(
 
 
 def heads_of(qkv: Tensor, heads: int) -> tuple[Tensor, Tensor, Tensor]:
-    """Views of q, k and v of (batch, rows, heads + 2 * kv_heads, dim)."""
+    """Return views of q, k and v of (batch, rows, heads + 2 * kv_heads, dim)."""
     kv_heads = (qkv.shape[2] - heads) // 2
     q, k, v = qkv.split((heads, kv_heads, kv_heads), dim=2)
     return q, k, v
@@ -102,7 +103,8 @@ def rotate_(qkv: Tensor, cos: Tensor, sin: Tensor, heads: int, halves: bool = Fa
 
 
 def rotate_backward(dq: Tensor, dk: Tensor, dv: Tensor, cos: Tensor, sin: Tensor, halves: bool = False) -> Tensor:
-    """The gradient of `rotate_`'s input from those of q, k and v. dq: (batch, rows, heads, dim); dk, dv: kv_heads."""
+    """Return the gradient of `rotate_`'s input, given those of q, k and v. dq: (batch, rows, heads, dim); dk, dv:
+    kv_heads."""
     out = _qkv_like(dq, dk)
     if kernels := _triton(dq):
         dq, dk, dv = (_row_major(t) for t in (dq, dk, dv))
@@ -126,8 +128,8 @@ def _row_major(t: Tensor) -> Tensor:
 def norm_rotate(
     qkv: Tensor, q_gain: Tensor, k_gain: Tensor, eps: float, cos: Tensor, sin: Tensor, heads: int, halves: bool = False
 ) -> Tensor:
-    """q and k, each head normalised, times its gain and rotated: (batch, rows, heads + kv_heads, dim). qkv as in
-    `rotate_`; it stays as it is."""
+    """Return q and k, each head normalised, times its gain and rotated: (batch, rows, heads + kv_heads, dim). qkv as in
+    `rotate_`, but unchanged."""
     q, k, _ = heads_of(qkv, heads)
     batch, rows, _, dim = qkv.shape
     out = torch.empty((batch, rows, heads + k.shape[2], dim), dtype=qkv.dtype, device=qkv.device)
@@ -143,7 +145,7 @@ def norm_rotate(
 class NormRotateGradients(NamedTuple):
     qkv: Tensor
     q_gain: Tensor
-    """fp32. (dim,)"""
+    """Gradient of the gain of q's norm, fp32. (dim,)"""
     k_gain: Tensor
 
 
@@ -151,7 +153,7 @@ def norm_rotate_backward(
     dq: Tensor, dk: Tensor, dv: Tensor, qkv: Tensor, q_gain: Tensor, k_gain: Tensor, eps: float,
     cos: Tensor, sin: Tensor, halves: bool = False,
 ) -> NormRotateGradients:  # fmt: skip
-    """Gradients of `norm_rotate` from those of its q and k; that of v is copied into the result."""
+    """Return the gradients of `norm_rotate`, given those of its q and k; that of v is copied into the result."""
     out, heads = _qkv_like(dq, dk), dq.shape[2]
     if kernels := _triton(dq):
         dq, dk, dv = (_row_major(t) for t in (dq, dk, dv))
@@ -180,7 +182,7 @@ def norm_rotate_backward(
 
 
 def _head_norm(t: Tensor, eps: float) -> tuple[Tensor, Tensor]:
-    """The RMS norm of every head, and 1 / RMS, in fp32."""
+    """Return the RMS norm of every head, and 1 / RMS, in fp32."""
     wide = t.float()
     rstd = torch.rsqrt(wide.square().mean(-1, keepdim=True) + eps)
     return wide * rstd, rstd
@@ -196,7 +198,7 @@ def _rotated(x: Tensor, cos: Tensor, sin: Tensor, halves: bool) -> Tensor:
 
 
 def swiglu(gate_up: Tensor) -> Tensor:
-    """silu(gate) * up. gate_up: (rows, 2 * width), gates first."""
+    """Return silu(gate) * up. gate_up: (rows, 2 * width), gates first."""
     rows, width = gate_up.shape[0], gate_up.shape[1] // 2
     out = torch.empty((rows, width), dtype=gate_up.dtype, device=gate_up.device)
     if kernels := _triton(gate_up):
@@ -207,7 +209,7 @@ def swiglu(gate_up: Tensor) -> Tensor:
 
 
 def swiglu_backward(grad: Tensor, gate_up: Tensor) -> Tensor:
-    """The gradient of `gate_up`; `swiglu(gate_up)` replaces `grad`."""
+    """Return the gradient of `gate_up`; `swiglu(gate_up)` replaces `grad`."""
     out = torch.empty_like(gate_up)
     if kernels := _triton(grad):
         kernels.swiglu_backward(grad, gate_up, out)
@@ -221,8 +223,8 @@ def swiglu_backward(grad: Tensor, gate_up: Tensor) -> Tensor:
 
 
 def cross_entropy_(logits: Tensor, targets: Tensor, weight: Tensor, ignored: int = IGNORED) -> Tensor:
-    """The loss of each row, in fp32. `logits` becomes the gradient of the losses' sum times `weight`, an fp32 scalar on
-    the device. A target outside the vocabulary gives NaN."""
+    """Return the loss of each row, in fp32. `logits` becomes the gradient of the losses' sum times `weight`, an fp32
+    scalar on the device. A target outside the vocabulary gives NaN."""
     losses = torch.empty(len(logits), dtype=torch.float32, device=logits.device)
     if kernels := _triton(logits):
         kernels.cross_entropy(logits, targets, losses, weight, ignored)
@@ -272,8 +274,8 @@ def adamw_(
 
 
 def checksums(tensor: Tensor) -> Tensor:
-    """A 64-bit number for every CHECKED elements of a tensor, and any single bit of them changes it: the sum modulo
-    2^64 of their bits as integers, with odd weights. An odd multiple of a power of two is not 0 modulo 2^64."""
+    """Return a 64-bit checksum for every CHECKED elements of a tensor, which any single flipped bit changes: the sum
+    modulo 2^64 of their bits as integers, with odd weights. An odd multiple of a power of two is not 0 modulo 2^64."""
     bits = tensor.detach().reshape(-1).view(INTEGERS[tensor.element_size()])
     out = torch.empty(-(-len(bits) // CHECKED), dtype=torch.int64, device=bits.device)
     if len(bits) and (kernels := _triton(bits)):
@@ -295,5 +297,5 @@ def split_(whole: Tensor, weights: Tensor, low_bits: Tensor) -> None:
 
 
 def united(weights: Tensor, low_bits: Tensor) -> Tensor:
-    """The fp32 tensor that `split_` was called with."""
+    """Return the fp32 tensor that `split_` was called with."""
     return ((weights.view(torch.int16).int() << 16) + low_bits).view(torch.float32)

@@ -37,7 +37,7 @@ CHECKSUM_ELEMENTS = 1024
 def _add_norm(
     x, delta, gain, out_x, out_y, out_rstd, width, eps, HAS_DELTA: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """One row: out_x = x + delta, out_rstd = 1 / RMS(out_x), out_y = out_x * out_rstd * gain."""
+    """Compute one row: out_x = x + delta, out_rstd = 1 / RMS(out_x), out_y = out_x * out_rstd * gain."""
     i_row = tl.program_id(0).to(tl.int64)
     o_column = tl.arange(0, BLOCK)  # [BLOCK]
     m_column = o_column < width
@@ -59,7 +59,7 @@ def _add_norm_backward(
     grad_y, grad_x, x, rstd, gain, out_x, out_gain, rows, width,
     HAS_GRAD_X: tl.constexpr, RECOMPUTES_Y: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """Every num_programs-th row: the gradient of x, and a partial sum of the gain's gradient."""
+    """Compute for every num_programs-th row the gradient of x, and one partial sum of the gain's gradient."""
     i_program = tl.program_id(0)
     o_column = tl.arange(0, BLOCK)  # [BLOCK]
     m_column = o_column < width
@@ -83,7 +83,7 @@ def _add_norm_backward(
 
 @triton.jit
 def _column_sums(x, out, rows, width, ROWS: tl.constexpr, COLUMNS: tl.constexpr):
-    """Sums of COLUMNS columns over all rows."""
+    """Return the sums of COLUMNS columns over all rows."""
     o_column = tl.program_id(0) * COLUMNS + tl.arange(0, COLUMNS)[None, :]  # [1, COLUMNS]
     b_sum = tl.zeros((ROWS, COLUMNS), tl.float32)
     for start in range(0, rows, ROWS):
@@ -98,8 +98,8 @@ def _rotate(
     q_batch, q_row, q_head, k_batch, k_row, k_head, v_batch, v_row, v_head, angle_batch,
     SIGN: tl.constexpr, HEADS: tl.constexpr, PAIRS: tl.constexpr, HALVES: tl.constexpr,
 ):  # fmt: skip
-    """HEADS heads of one row of q or k, rotated, or of v, copied: (batch, row, head, dim) into (batch, row, heads + 2 *
-    kv_heads, dim). q_batch, q_row and so on are strides."""
+    """Rotate HEADS heads of one row of q or k, or copy those of v: (batch, row, head, dim) into (batch, row, heads + 2
+    * kv_heads, dim). q_batch, q_row and so on are strides."""
     half_dim = _aligned(half_dim, HALVES)
     i_row = tl.program_id(0).to(tl.int64)
     i_part = tl.program_id(1)
@@ -128,8 +128,8 @@ def _rotate(
 
 @triton.jit
 def _dimensions(half_dim, PAIRS: tl.constexpr, HALVES: tl.constexpr):
-    """Offsets of a head's dimensions, [1, 2 * PAIRS], and a mask of those that exist: in order, for the rotation of
-    neighbours; with HALVES, for that of (i, i + half_dim), each half padded to PAIRS."""
+    """Return the offsets of a head's dimensions, [1, 2 * PAIRS], and a mask of those that exist: in order to rotate
+    neighbours; with HALVES to rotate (i, i + half_dim), each half padded to PAIRS."""
     o_dim = tl.arange(0, 2 * PAIRS)[None, :]
     if HALVES:
         o_pair = o_dim % PAIRS
@@ -139,7 +139,7 @@ def _dimensions(half_dim, PAIRS: tl.constexpr, HALVES: tl.constexpr):
 
 @triton.jit
 def _aligned(half_dim, HALVES: tl.constexpr):
-    """half_dim, of which HALVES is a divisor: so the compiler knows how the second half is aligned."""
+    """Return half_dim, of which HALVES is a divisor: this tells the compiler the alignment of the second half."""
     if HALVES:
         return half_dim // HALVES * HALVES
     return half_dim
@@ -147,7 +147,7 @@ def _aligned(half_dim, HALVES: tl.constexpr):
 
 @triton.jit
 def _angle_row(i_batch, i_position, angle_batch, HALVES: tl.constexpr):
-    """The row of the tables of cos and sin. With HALVES each batch item may have rows of its own."""
+    """Return the row in the tables of cos and sin. With HALVES each batch item may have its own rows."""
     if HALVES:
         return i_batch * angle_batch + i_position
     return i_position
@@ -158,7 +158,7 @@ def _rotated(
     b_x, cos, sin, i_angle, half_dim,
     SIGN: tl.constexpr, HEADS: tl.constexpr, PAIRS: tl.constexpr, HALVES: tl.constexpr,
 ):  # fmt: skip
-    """Heads of one position, rotated forwards (SIGN 1) or backwards (-1). [HEADS, 2 * PAIRS], fp32"""
+    """Return heads of one position in fp32, [HEADS, 2 * PAIRS], rotated forwards (SIGN 1) or backwards (-1)."""
     o_pair = tl.arange(0, PAIRS)
     if HALVES:
         b_first, b_second = tl.split(b_x.reshape(HEADS, 2, PAIRS).permute(0, 2, 1))  # [HEADS, PAIRS]
@@ -181,8 +181,8 @@ def _norm_rotate(
     q, k, q_gain, k_gain, out, cos, sin, length, heads, kv_heads, half_dim, eps,
     batch_stride, row_stride, angle_batch, HEADS: tl.constexpr, PAIRS: tl.constexpr, HALVES: tl.constexpr,
 ):  # fmt: skip
-    """HEADS heads of one row of q or k, normalised and rotated, into (batch, row, heads + kv_heads, dim). q and k are
-    parts of the same rows."""
+    """Normalise and rotate HEADS heads of one row of q or k into (batch, row, heads + kv_heads, dim). q and k are parts
+    of the same rows."""
     half_dim = _aligned(half_dim, HALVES)
     i_row = tl.program_id(0).to(tl.int64)
     i_batch, i_position = i_row // length, i_row % length
@@ -211,9 +211,9 @@ def _norm_rotate_backward(
     q_batch, q_row, q_head, k_batch, k_row, k_head, v_batch, v_row, v_head, batch_stride, row_stride,
     angle_batch, HEADS: tl.constexpr, PAIRS: tl.constexpr, HALVES: tl.constexpr,
 ):  # fmt: skip
-    """Every num_programs-th row of q, k or v: the gradient before the norm, into (batch, row, heads + 2 * kv_heads,
-    dim), and a partial sum of the gain's gradient. q_batch and so on are strides of the gradients; q and k are parts of
-    the same rows."""
+    """Compute for every num_programs-th row of q, k or v the gradient before the norm, into (batch, row, heads + 2 *
+    kv_heads, dim), and a partial sum of the gain's gradient. q_batch and so on are strides of the gradients; q and k
+    are parts of the same rows."""
     half_dim = _aligned(half_dim, HALVES)
     i_program, i_part = tl.program_id(0), tl.program_id(1)
     if i_part == 0:
@@ -256,7 +256,7 @@ def _norm_rotate_backward(
 
 @triton.jit
 def _swiglu(gate_up, out, width, BLOCK: tl.constexpr):
-    """Part of one row: silu(gate) * up."""
+    """Compute part of one row of silu(gate) * up."""
     i_row = tl.program_id(0).to(tl.int64)
     o_column = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)  # [BLOCK]
     m_column = o_column < width
@@ -268,7 +268,7 @@ def _swiglu(gate_up, out, width, BLOCK: tl.constexpr):
 
 @triton.jit
 def _swiglu_backward(grad, gate_up, out, width, BLOCK: tl.constexpr):
-    """Part of one row: the gradients of gate and up, and silu(gate) * up in place of `grad`."""
+    """Compute for part of one row the gradients of gate and up, and silu(gate) * up in place of `grad`."""
     i_row = tl.program_id(0).to(tl.int64)
     o_column = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)  # [BLOCK]
     m_column = o_column < width
@@ -286,7 +286,7 @@ def _swiglu_backward(grad, gate_up, out, width, BLOCK: tl.constexpr):
 
 @triton.jit
 def _cross_entropy(logits, targets, losses, weight, vocabulary, stride, ignored, BLOCK: tl.constexpr):
-    """The loss of one row; its logits become the gradient of `weight` times that loss."""
+    """Compute the loss of one row; its logits become the gradient of `weight` times that loss."""
     i_row = tl.program_id(0).to(tl.int64)
     logits += i_row * stride
     target = tl.load(targets + i_row)
@@ -321,7 +321,7 @@ def _adamw(
     weights, low_bits, grads, mean, square, scalars, count, beta1, beta2, eps, decay,
     SPLIT: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """BLOCK weights. `scalars`: see pointwise.adamw_."""
+    """Update BLOCK weights. `scalars`: see pointwise.adamw_."""
     o_weight = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)  # [BLOCK]
     if tl.load(scalars + 4) != 0:
         m_weight = o_weight < count
@@ -351,7 +351,7 @@ def _adamw(
 
 @triton.jit
 def _checksums(bits, out, count, ELEMENTS: tl.constexpr, BLOCK: tl.constexpr):
-    """ELEMENTS integers: their sum, each times an odd number, modulo 2^64."""
+    """Return the sum modulo 2^64 of ELEMENTS integers, each times an odd number."""
     i_program = tl.program_id(0).to(tl.int64)
     o_block = tl.arange(0, BLOCK)  # [BLOCK]
     b_sum = tl.zeros([BLOCK], tl.int64)
@@ -374,7 +374,7 @@ def launch(kernel: Any, grid: tuple[int, ...], *arguments: Any, **meta: Any) -> 
 
 
 def warps_of(block: int) -> int:
-    """Warps of a program that holds this many elements of a row."""
+    """Return the warps of a program that holds this many elements of a row."""
     return max(1, min(16, block // 256))
 
 
@@ -392,7 +392,7 @@ def add_norm(
 def add_norm_backward(
     grad_y: Tensor, grad_x: Tensor | None, x: Tensor, rstd: Tensor, gain: Tensor, out_x: Tensor, recompute_y: bool
 ) -> Tensor:
-    """Write the gradient of x and return the gain's, in fp32."""
+    """Write the gradient of x and return the gain's gradient, in fp32."""
     rows, width = x.shape
     block = triton.next_power_of_2(width)
     programs = min(rows, NORM_PROGRAMS if rows < MANY_ROWS else 2 * NORM_PROGRAMS)
@@ -405,7 +405,7 @@ def add_norm_backward(
 
 
 def _summed(partial: Tensor) -> Tensor:
-    """The sum of the rows of an fp32 matrix."""
+    """Return the sum of the rows of an fp32 matrix."""
     programs, width = partial.shape
     out = torch.empty(width, dtype=torch.float32, device=partial.device)
     launch(
@@ -433,18 +433,19 @@ def rotate(
 
 
 def _rotary_block(heads: int, dim: int) -> tuple[int, int]:
-    """Pairs of a head, and heads, that a program rotates."""
+    """Return the number of pairs of a head, and of heads, that a program rotates."""
     pairs = triton.next_power_of_2(dim // 2)
     return pairs, max(1, min(ROTARY_ELEMENTS // (2 * pairs), triton.next_power_of_2(heads)))
 
 
 def _alignment(dim: int, halves: bool) -> int:
-    """HALVES of the kernels: the largest power of 2, up to 16, that divides half of `dim`; 0 to rotate neighbours."""
+    """Return HALVES for the kernels: the largest power of 2, up to 16, that divides half of `dim`; 0 to rotate
+    neighbours."""
     return math.gcd(dim // 2, 16) if halves else 0
 
 
 def _angle_batch(cos: Tensor, halves: bool) -> int:
-    """Rows between the tables of two batch items, (batch or 1, rows, dim)."""
+    """Return the rows between the tables of two batch items, (batch or 1, rows, dim)."""
     return cos.shape[1] if halves and len(cos) > 1 else 0
 
 

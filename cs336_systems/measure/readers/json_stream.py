@@ -13,7 +13,7 @@ _decode = json.JSONDecoder().raw_decode
 
 
 def items_of(pieces: Iterator[bytes], key: str) -> Iterator[Any]:
-    """Yield the items of the list under `key` of a JSON object, then read the rest of it.
+    """Yield the items of the list under `key` of a JSON object, then read the rest of the object.
 
     Raise KeyError if it has no such list, ValueError if it is not JSON.
     """
@@ -38,7 +38,7 @@ def items_of(pieces: Iterator[bytes], key: str) -> Iterator[Any]:
 
 
 def _members(text: "_Text") -> Iterator[str]:
-    """Yield the keys of an object; whoever gets one reads its value."""
+    """Yield the keys of an object; the caller reads each key's value before the next key."""
     text.skip("{")
     while text.peek() != "}":
         name = text.value()
@@ -58,7 +58,7 @@ def _items(text: "_Text") -> Iterator[Any]:
 
 
 class _Text:
-    """The text of a file, of which only the part that is being read is held."""
+    """The text of a file, of which only the part being read is in memory."""
 
     def __init__(self, pieces: Iterator[bytes]):
         self._pieces = pieces
@@ -89,7 +89,7 @@ class _Text:
         return False
 
     def value(self) -> Any:
-        """Return the next value, which is read on for as long as it may be incomplete."""
+        """Return the next value; more text is read as long as the value may be incomplete."""
         while True:
             try:
                 found, end = _decode(self._text, self._at)
@@ -102,7 +102,8 @@ class _Text:
             self._read(len(self._text) - self._at)
 
     def _read(self, least: int = 1) -> bool:
-        """Read `least` characters or more, such that a long value is not parsed again for every piece."""
+        """Read at least `least` characters, more for long values, so that these are not parsed again for every
+        chunk."""
         require_at_most(len(self._text) - self._at, LARGEST_VALUE, "bytes in one value")
         parts = [self._text[self._at :]]
         self._text, self._at, size = "", 0, 0

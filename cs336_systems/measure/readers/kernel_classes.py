@@ -11,7 +11,7 @@ MATMUL, ATTENTION, ELEMENTWISE, REDUCTION = "matmul", "attention", "elementwise"
 COPY, OPTIMIZER, COMMUNICATION, OTHER, UNKNOWN = "copy", "optimizer", "communication", "other", "unknown"
 KINDS = (MATMUL, ATTENTION, ELEMENTWISE, REDUCTION, COPY, OPTIMIZER, COMMUNICATION, OTHER, UNKNOWN)
 HOST, GAP = "host", "gap"
-"""Kinds of time beside those of kernels: the host; a GPU that waits between two kernels."""
+"""Kinds of time besides those of kernels: the host, and a GPU that waits between two kernels."""
 
 __all__ = ["GAP", "HOST", "KINDS", "OUTPUT", "SCORES", "SOFTMAX", "classify", "compared_kinds"]
 
@@ -47,8 +47,8 @@ def classify(name: str) -> str:
 
 
 def compared_kinds(measured: Mapping[str, float], predicted: Mapping[str, float]) -> list[ComparedRow]:
-    """Return the seconds of matmuls, of attention and of all other kernels. Beside the first two, the kinds of a
-    prediction are not those of a trace."""
+    """Return the seconds of matmuls, of attention and of all other kernels. A prediction's other kinds differ from a
+    trace's."""
     rows = [ComparedRow(kind, measured.get(kind, 0.0), predicted.get(kind, 0.0)) for kind in (MATMUL, ATTENTION)]
     rest = (
         sum(seconds.values()) - sum(seconds.get(row.kind, 0.0) for row in rows) for seconds in (measured, predicted)

@@ -148,11 +148,11 @@ def _last_line(file: IO[bytes]) -> str:
 _PUSH_POP_RANGE, _DOMAIN_CREATE = 59, 75
 """Types of NVTX events: a push/pop range of a thread; the creation of a domain for a library's own ranges."""
 _TEXTS = ("value", "label", "text")
-"""Columns of text; all others that are read hold integers."""
+"""Columns of text; all other columns that are read hold integers."""
 _STREAM_WAIT, _STREAM_SYNC = 2, 3
 """Types of synchronisation: a stream with an event, the host with a stream."""
 LATEST = 2**62
-"""Nanoseconds before which times lie: after 146 years."""
+"""Upper bound of times in nanoseconds: 146 years."""
 _COPIES = {1: "HtoD", 2: "DtoH", 8: "DtoD", 9: "HtoH", 10: "PtoP"}
 
 
@@ -169,7 +169,7 @@ class _Work(NamedTuple):
 
 
 def read_nsys(path: Path, *, is_own: bool = False) -> Trace:
-    """Read the output of `nsys export --type sqlite`; one that this process has had made may have any size."""
+    """Read the output of `nsys export --type sqlite`; an export made by this process may have any size."""
     name = repr(str(path))
     if not path.exists():
         raise UserError(f"cannot read {name}: no such file; {EXPORT}")
@@ -188,7 +188,7 @@ def read_nsys(path: Path, *, is_own: bool = False) -> Trace:
 
 
 def _opened(path: Path) -> sqlite3.Connection:
-    """Open a database for reading only, without its journals, and such that nothing in it is carried out."""
+    """Open a database read-only, without its journals, and such that nothing stored in it is executed."""
     database = sqlite3.connect(f"{path.absolute().as_uri()}?mode=ro&immutable=1", uri=True)
     database.execute("PRAGMA trusted_schema = OFF")
     database.setlimit(sqlite3.SQLITE_LIMIT_LENGTH, LARGEST_ROW)
@@ -196,10 +196,10 @@ def _opened(path: Path) -> sqlite3.Connection:
 
 
 LARGEST_ROW = 1 << 20
-"""Bytes of a row or of a text in it; the longest ones are names of kernels."""
+"""Maximum bytes of a row or of a text in it; the longest texts are names of kernels."""
 MOST_INSTRUCTIONS = 200_000_000
-"""SQLite's instructions for all queries, seconds of work: tables are read once, from start to end, 20 instructions a
-row at most. A count, not a time: a busy machine reads the same files."""
+"""Maximum SQLite instructions for all queries, worth seconds of work: tables are read once, from start to end, 20
+instructions a row at most. A count, unlike a time limit, does not depend on how busy the machine is."""
 
 
 def _require_whole(database: sqlite3.Connection, path: Path) -> None:
@@ -256,7 +256,7 @@ class _Export:
         return {number: printable(text[:LONGEST_NAME]) for number, text in rows if text is not None}
 
     def string(self, *numbers: int | None) -> str | None:
-        """Return the first string that exists."""
+        """Return the first string that exists in the table."""
         return next((self._strings[number] for number in numbers if number in self._strings), None)
 
 

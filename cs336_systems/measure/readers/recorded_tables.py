@@ -22,7 +22,7 @@ class ComparedRow(NamedTuple):
 
 
 class PartRow(NamedTuple):
-    """A row of `part_table: PHASE`: the kernels of one kind that one part of the model launched in one step."""
+    """A row of `part_table: PHASE`: the kernels of one kind launched by one part of the model in one step."""
 
     part: str
     kind: str

@@ -15,9 +15,9 @@ from cs336_systems.timeline import Block, Timeline
 
 EARLIER = "allocated before the recording"
 MOST_INSTRUCTIONS = 16_000_000
-"""Instructions of a pickle; an event has about 25, and MOST_ITEMS are read. This many take 4 s."""
+"""Maximum instructions of a pickle; an event has about 25, and MOST_ITEMS events are read. This many take 4 s."""
 MOST_FRAMES = 100
-"""Frames of a stack, from the innermost, among which user code is looked for."""
+"""Frames of a stack, from the innermost, that are searched for user code."""
 
 
 def read_snapshot(path: Path) -> Timeline:
@@ -43,7 +43,7 @@ def _dicts(values: Any, what: str) -> list[dict[str, Any]]:
 
 
 def _all_of(parts: Iterable[list[dict[str, Any]]]) -> Iterator[dict[str, Any]]:
-    """Yield the items of all parts; one list may occur many times in a file that is small."""
+    """Yield the items of all parts; a small file may reference one list many times."""
     total = 0
     for part in parts:
         total += len(part)
@@ -77,7 +77,7 @@ def _blocks(events: list[dict[str, Any]], held: Iterable[dict[str, Any]]) -> lis
 
 
 def _address(value: Any) -> int:
-    """Return an address; integers beyond 64 bits can be chosen such that a dictionary of them is slow."""
+    """Return an address of at most 64 bits; larger integers can be chosen such that a dictionary of them is slow."""
     if not (isinstance(value, int) and 0 <= value < 2**64):
         raise ValueError(f"a block at the address {shown(value)}")
     return value

@@ -49,7 +49,7 @@ US = 1e-6
 NAMES_KEPT = 12
 """Kernel names that are recorded for each phase; the sums by kind include all kernels."""
 HALF_NS = 5e-10
-"""Profilers count nanoseconds: times closer than this are equal after rounding."""
+"""Profilers count nanoseconds: times that differ by less than this are equal after rounding."""
 
 
 class Origin(NamedTuple):
@@ -104,17 +104,17 @@ class Call(NamedTuple):
     thread: Any
     process: Any = None
     stream: Any = None
-    """The stream that it waits for, where the trace says so."""
+    """The stream that the call waits for, if the trace has it."""
 
 
 class StreamWait(NamedTuple):
     """An event that a stream waits for; both calls are indices in `Trace.calls`."""
 
     call: int
-    """The call of cudaStreamWaitEvent: what is launched later on `stream` waits."""
+    """The call of cudaStreamWaitEvent: work launched later on `stream` waits."""
     stream: Any
     record: int
-    """The call of cudaEventRecord: what was launched earlier on `source` is waited for."""
+    """The call of cudaEventRecord: work launched earlier on `source` is waited for."""
     source: Any
 
 
@@ -146,17 +146,17 @@ class Trace:
     kernels: list[Kernel]
     phases: list[Span]
     on_gpu: bool
-    """Otherwise the kernels are operators of the host."""
+    """True for kernels, False for operators of the host."""
     calls: Sequence[Call] = ()
     waits: Sequence[StreamWait] = ()
     profiler_steps: Sequence[Span] = ()
     """Ranges of torch.profiler's schedule (`ProfilerStep#3`)."""
     pieces: Sequence[Kernel] = ()
-    """Without a GPU: the parts of operators outside of nested ones, none of which overlap on a thread."""
+    """Without a GPU: the parts of operators outside of nested operators; on one thread these do not overlap."""
 
     @property
     def steps(self) -> int:
-        """The number of traced steps; every step has each of its phases once."""
+        """Number of traced steps; every step has each of its phases once."""
         names = [span.name for span in self.phases]
         return max((names.count(name) for name in PHASES), default=0) or 1
 
@@ -244,12 +244,12 @@ _GROUPS = {
     "user_annotation": "ranges",
     "cpu_op": "operators",
 }
-"""Categories of events that are read -> where they are kept."""
+"""Categories of events that are read -> fields of _Events that hold them."""
 MOST_CHARACTERS = 1 << 24
-"""Characters of the different names of a trace; a real one has a few thousand names."""
+"""Maximum characters in the different names of a trace; a real one has a few thousand names."""
 UNLIMITED = 1 << 62
 DEEPEST = 100
-"""Levels of nested ranges or operators; real ones have up to 30, and the time to find one grows with them."""
+"""Maximum levels of nested ranges or operators; real ones have up to 30, and the time to find one grows with them."""
 PROFILER_STEP = "ProfilerStep"
 NO_STREAM = -1
 """The stream of a synchronisation with the whole device."""
@@ -309,7 +309,7 @@ class Nest:
 
 
 class _Raw(NamedTuple):
-    """The fields of an event that are kept; times in microseconds on the trace's clock."""
+    """The fields of an event that are used; times in microseconds on the trace's clock."""
 
     name: str
     time: float
@@ -319,7 +319,7 @@ class _Raw(NamedTuple):
     sequence: int | None
     is_backward: bool
     process: int | str | None
-    """For works on a GPU its number."""
+    """The number of the GPU for work on a GPU; otherwise the process."""
 
 
 class _Sync(NamedTuple):
@@ -329,7 +329,7 @@ class _Sync(NamedTuple):
     device: int | str | None
     stream: int | str
     record: int | str | None
-    """Correlation id of the call that recorded the event which is waited for."""
+    """Correlation id of the call that recorded the awaited event."""
     source: int | str | None
 
 
@@ -346,7 +346,7 @@ class _Events:
         self._count, self._most = 0, most
 
     def add(self, event: Any) -> None:
-        """Keep what is needed of an event; raise ValueError if it cannot be read."""
+        """Keep the fields that are needed of an event; raise ValueError if it cannot be read."""
         if not isinstance(event, dict):
             raise ValueError("it has no list of traceEvents")
         self._count += 1
@@ -389,7 +389,7 @@ class _Events:
             self._syncs.append(_Sync(correlation, device, stream, record, source))
 
     def _shared(self, name: str) -> str:
-        """Return a name, of which a trace has many copies, made printable."""
+        """Return a shared, printable copy of a name, which occurs many times in a trace."""
         name = name[:LONGEST_NAME]
         if name not in self._names:
             self._characters += len(name)
@@ -472,7 +472,7 @@ def read_chrome(path: Path, *, is_own: bool = False) -> Trace:
 
 
 def _self_times(operators: dict[Any, Nest], attribute: "_Attribution") -> dict[str, Any]:
-    """Return the operators with their self times, and the pieces of which those consist."""
+    """Return the operators with their self times, and the pieces of time that make up these."""
     kernels: list[Kernel] = []
     pieces: list[Kernel] = []
     for thread, nest in operators.items():

@@ -23,22 +23,23 @@ from cs336_systems.measure.readers.trace_replay import Dependency, Graph, Node, 
 UNEXPLAINED = 2e-6
 """Seconds of a gap beyond which a kernel without a recorded reason is taken to have waited for another stream."""
 LONGEST_WAIT = 1e-5
-"""Seconds between the end of a kernel and the start of one on another stream that waited for it."""
+"""Maximum seconds between the end of a kernel and the start of one on another stream that waited for it."""
 QUEUED_GAP = 5.5e-7
 """Seconds between queued kernels of an H200, for traces whose kernels were never queued."""
 LONGEST_LATENCY = 5e-5
-"""Seconds beyond the usual ones that a kernel may take to start after its launch; what is longer has another reason."""
+"""Maximum seconds beyond the usual ones from a kernel's launch to its start; a longer delay has another cause."""
 LONG_CALL = 2e-5
-"""Seconds, and a multiple of the usual time of a call, from which a call may have waited for the GPU."""
+"""A call may have waited for the GPU if it takes longer than these seconds and than a multiple of its usual time."""
 LONG_CALLS = 10
 OWN_CALL = 5e-6
-"""Largest part of a call that waited for the GPU in which it did not wait."""
+"""Maximum seconds of its own work in a call that waited for the GPU."""
 ROUNDING = 1e-9
-"""Seconds: profilers count nanoseconds, and a float of microseconds since boot resolves half of one."""
+"""Rounding error in seconds: profilers count nanoseconds, and a float of microseconds since boot resolves half of
+one."""
 MOST_TRIED = 64
-"""Kernels that are tried to find the one that a call or a stream waited for."""
+"""Maximum number of kernels that are tried to find the one that a call or a stream waited for."""
 MOST_BRANCHES = 8
-"""Streams of a CUDA graph that the next kernel waits for."""
+"""Maximum number of streams of a CUDA graph that the next kernel waits for."""
 
 
 def graph_of(trace: Trace) -> Graph:
@@ -104,7 +105,7 @@ class _Builder:
             node.own = node.end - node.start
 
     def _part_touching_nodes(self) -> None:
-        """Let a node end where the next one of its stream or thread starts, if only rounding makes them overlap."""
+        """End a node where the next one of its stream or thread starts, if they overlap only by rounding."""
         last: dict[Any, Node] = {}
         for node in sorted(self.nodes, key=lambda node: (node.start, node.end)):
             before = last.get((node.on_gpu, node.place))
@@ -130,7 +131,7 @@ class _Builder:
     def _link_host(self) -> None:
         """Link each node of the host to the one before it on its thread, or to the one that last ended in its process.
 
-        A thread that waits for another one, as Python does for backward, continues when that one has finished.
+        A thread that waits for another, as Python's does during backward, continues when the other has finished.
         """
         host = [number for number, node in enumerate(self.nodes) if not node.on_gpu]
         by_start = sorted(host, key=lambda number: (self.nodes[number].start, -self.nodes[number].end))
@@ -201,7 +202,7 @@ class _Builder:
         return self._last_ended(call.end, fits)
 
     def _last_ended(self, time: float, fits: Callable[[int], bool]) -> int | None:
-        """Return the kernel that fits and was the last to end until `time`, if it is among the last few."""
+        """Return, among the last few kernels, the one that fits and ended last before `time`."""
         last = bisect_right(self._ends, time)
         return next(filter(fits, reversed(self.by_end[max(0, last - MOST_TRIED) : last])), None)
 
@@ -278,7 +279,8 @@ class _Builder:
     def _in_stream(
         self, number: int, before: int | None, gap: float, branches: Mapping[int, list[int]]
     ) -> list[Dependency]:
-        """Return the dependency on the kernel before, and on all branches of the CUDA graph that it belongs to."""
+        """Return the dependency on the previous kernel of the stream, and on all branches of the CUDA graph that it
+        belongs to."""
         if before is None:
             return []
         start = self.nodes[number].start
@@ -322,7 +324,7 @@ class _Builder:
         return ordered[wait.stream][after], ordered[wait.source][until - 1]
 
     def _inferred(self, number: int, known: Sequence[Dependency], longest: float, *, inside: bool) -> list[Dependency]:
-        """Return the dependency on a kernel of another stream that the times show.
+        """Return the dependency on a kernel of another stream that follows from the times.
 
         It is looked for if the known dependencies leave more than `longest` seconds unexplained, `inside` a CUDA graph
         among the kernels of that graph. A kernel without any dependency follows the last one that ended.

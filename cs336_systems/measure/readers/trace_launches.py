@@ -1,4 +1,4 @@
-"""The host's time for a kernel: its launch, and all since the launch before it on the same thread.
+"""Host time per kernel: its launch, and everything since the previous launch on the same thread.
 
 That time is Python, the dispatch of the operator, and smaller calls such as queries of a kernel's attributes. Calls
 that wait for the GPU are never part of it.
@@ -26,7 +26,7 @@ class Launches:
         return launch if launch is not None and self.kernels[launch] == 1 else None
 
     def unused(self, removed: Iterable[int]) -> set[int]:
-        """Return the launches all of whose kernels are removed, without those that wait for the GPU."""
+        """Return the launches all of whose kernels are removed, except those that wait for the GPU."""
         nodes = self.graph.nodes
         found = Counter(nodes[number].launch for number in removed)
         return {
@@ -44,7 +44,7 @@ class Launches:
 
     @cached_property
     def usual_seconds(self) -> float:
-        """The median of the host's time for a kernel, over the launches of the measured steps."""
+        """Median host time per kernel, over the launches of the measured steps."""
         measured = self.graph.measured.intersection(self.kernels)
         times = [self.seconds_for(launch) for launch in measured if self.graph.nodes[launch].returns is None]
         return median(times) if times else 0.0
@@ -55,7 +55,7 @@ class Launches:
         return sum(self.graph.nodes[call].own + self._lag(call) for call in calls)
 
     def _before(self, call: int) -> int | None:
-        """Return the call that the thread made before this one."""
+        """Return the thread's call before this one."""
         nodes = self.graph.nodes
         place = nodes[call].place
         earlier = (point >> 1 for point, _ in nodes[call].after if point & 1)
@@ -67,7 +67,7 @@ class Launches:
         return sum(lag for point, lag in self.graph.nodes[call].after if point & 1 and point >> 1 == before)
 
     def _is_small(self, call: int) -> bool:
-        """Return whether a call neither launches, nor waits, nor marks the begin of the steps."""
+        """Return True if a call neither launches, nor waits, nor marks the beginning of the steps."""
         node = self.graph.nodes[call]
         waits = node.returns is not None or "synchronize" in node.name.lower()
         return bool(node.name) and not waits and node.kernel is None and call not in self.kernels

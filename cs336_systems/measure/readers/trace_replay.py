@@ -15,7 +15,7 @@ from cs336_systems.measure.readers.trace import Kernel
 
 
 class Dependency(NamedTuple):
-    """A point in time, the start or the end of a node, and the least time after it.
+    """A point in time, the start or the end of a node, and the minimum time from it to the dependent point.
 
     A negative lag after the start of a kernel counts from its end: the next one starts before it has ended.
     """
@@ -26,7 +26,7 @@ class Dependency(NamedTuple):
 
 @dataclass(slots=True)
 class Node:
-    """A kernel, a call of the host, an operator of a CPU, or the begin or end of the measured steps."""
+    """A kernel, a call of the host, an operator of a CPU, or the beginning or end of the measured steps."""
 
     name: str
     kind: str
@@ -40,10 +40,10 @@ class Node:
     launch: int | None = None
     """Number of the call that launched it."""
     own: float = 0.0
-    """Seconds that it takes, without the time in which a call waits for the GPU."""
+    """Seconds of its own work, without the time in which a call waits for the GPU."""
     after: list[Dependency] = field(default_factory=list)
     delay: float = 0.0
-    """Seconds between the last of `after` and the start."""
+    """Seconds between the last of the `after` dependencies and the start."""
     returns: Dependency | None = None
     """The end of the kernel that a call waits for."""
 
@@ -57,7 +57,7 @@ class Change:
     joined: frozenset[int] = frozenset()
     """Numbers of kernels that start without a gap after the one before them."""
     prompt: frozenset[int] = frozenset()
-    """Numbers of calls that the host makes as soon as the call before them on their thread has returned."""
+    """Numbers of calls that the host makes immediately after the previous call on their thread has returned."""
     host: float = 1.0
     """Factor of all times of the host."""
 
@@ -85,7 +85,7 @@ class Replay:
     graph: "Graph"
     times: Sequence[float]
     causes: Sequence[int]
-    """The point that each point waited for; -1 for the first ones."""
+    """The index of the point that each point waited for; -1 for the first ones."""
 
     @cached_property
     def begin(self) -> float:
@@ -133,14 +133,15 @@ class Graph:
     nodes: list[Node]
     order: list[int]
     begins: list[int]
-    """Points of which the last begins the measured steps: the host begins them, the GPU has finished all before."""
+    """Points the last of which begins the measured steps: the host begins them, and the GPU has finished all earlier
+    work."""
     ends: list[int]
-    """Points of which the last ends the measured steps."""
+    """Points the last of which ends the measured steps."""
     measured: frozenset[int]
     """Numbers of the nodes that belong to the measured steps."""
     steps: int
     has_steps: bool
-    """Otherwise the whole trace is measured."""
+    """True if there are measured steps; otherwise the whole trace is measured."""
 
     @cached_property
     def on_gpu(self) -> bool:

@@ -10,10 +10,11 @@ from typing import NamedTuple
 from cs336_systems.measure.readers.trace_replay import Change, Graph, Replay
 
 USUAL_HOST = 0.6
-"""Host's time without torch.profiler over that with it: steps of an H200 whose kernels run for less than 65% of the
-time took 0.47 to 0.75 of their traced time, the median of 13 was 0.58."""
+"""Host time without torch.profiler over host time with it. Steps of an H200 whose kernels run for less than 65% of the
+time took 0.47 to 0.75 of their traced time; the median of 13 was 0.58."""
 HOST_SHARE = 0.1
-"""Share of the recorded time that the host must decide, so that the time without the profiler tells its factor."""
+"""Minimum share of the recorded time that is bound by the host for the time without the profiler to determine the
+host's factor."""
 LEAST_HOST, MOST_HOST = 0.25, 2.0
 """Bounds of the factor. Above 1: between two runs of a step the host's time varies."""
 HALVINGS = 16

@@ -36,9 +36,9 @@ _VALUE = re.compile(rf"(?P<number>[^a-z]+(?:e[-+]?\d+)?)\s*(?P<unit>{'|'.join(UN
 MOST_KERNELS = 10**7
 
 BUSY = 0.8
-"""Share of the time with a running kernel from which the power limit may matter."""
+"""The power limit may matter if a kernel runs for at least this share of the time."""
 CLOCK_BOUND = (MATMUL, ATTENTION)
-"""Kinds whose arithmetic, and so whose energy, stays when they become faster or slower."""
+"""Kinds of kernels whose FLOPs, and so whose energy, do not change when they become faster or slower."""
 
 
 @dataclass(frozen=True)
@@ -49,7 +49,7 @@ class Setting:
     factor: float | None
     seconds: float | None
     kernels: int | None = None
-    """How many kernels take these seconds; None: as many as were recorded."""
+    """Number of kernels that take these seconds; None: as many as were recorded."""
 
 
 @dataclass(frozen=True)
@@ -66,12 +66,12 @@ class Outcome:
     selected: float
     """Recorded time of the kernels that change."""
     changed: float
-    """Their time in the scenario."""
+    """Time of these kernels in the scenario."""
     step: float
     at_limit: float
-    """The step at the power with which it was recorded."""
+    """Time of the step at the power with which it was recorded."""
     idle: float
-    """Share of the time without a running kernel, before the change or after it, whichever is larger."""
+    """Share of the time without a running kernel: the larger of the values before and after the change."""
 
     @property
     def may_be_limited(self) -> bool:
@@ -128,8 +128,8 @@ def _number_and_unit(text: str) -> tuple[float, str | None]:
 
 
 def outcome(graph: Graph, recorded: Replay, scenario: Scenario, factors: Unprofiled = AS_RECORDED) -> Outcome:
-    """Return the step of a scenario, without the profiler by the given factors; raise UserError where it selects no
-    kernel of the trace."""
+    """Return the step of a scenario, with the factors for a run without the profiler; raise UserError if the scenario
+    selects no kernel of the trace."""
     scenario = _as_traced(scenario, factors)
     change = change_of(graph, scenario)
     if factors.host != 1:
@@ -148,7 +148,7 @@ def outcome(graph: Graph, recorded: Replay, scenario: Scenario, factors: Unprofi
 
 
 def _as_traced(scenario: Scenario, factors: Unprofiled) -> Scenario:
-    """Return the scenario with its times, which are those without the profiler, as the trace would have them."""
+    """Convert the times of a scenario, which are those without the profiler, to times as traced."""
     settings = (
         setting if setting.seconds is None else dataclasses.replace(setting, seconds=setting.seconds / factors.scale)
         for setting in scenario.settings
@@ -157,7 +157,7 @@ def _as_traced(scenario: Scenario, factors: Unprofiled) -> Scenario:
 
 
 def _in_place(graph: Graph, scenario: Scenario, change: Change) -> Change:
-    """Return the change with as many kernels as recorded: each keeps its part of the arithmetic."""
+    """Return the change without changing the number of kernels: each keeps its share of the FLOPs."""
     if all(setting.kernels is None for setting in scenario.settings):
         return change
     settings = tuple(dataclasses.replace(setting, kernels=None) for setting in scenario.settings)
@@ -168,7 +168,7 @@ class Selection(NamedTuple):
     """Kernels of one step."""
 
     seconds: float
-    """Their time, with the usual gaps between those that follow one another."""
+    """Total time of the kernels, with the usual gaps between consecutive ones."""
     kernels: int
 
 
@@ -246,7 +246,8 @@ def _longer_launches(launches: Launches, kernels: list[int], times: float) -> di
 
 
 def _selected(graph: Graph, name: str) -> list[int]:
-    """Return the kernels of a kind, phase or part of the model, or those whose names match a pattern; `+` adds some."""
+    """Return the kernels of a kind, phase or part of the model, or those whose names match a pattern; `+` joins
+    selections."""
     kernels = [number for number, node in enumerate(graph.nodes) if node.kernel is not None]
     chosen: set[int] = set()
     for part in (word.strip() for word in name.split("+")):
@@ -309,11 +310,11 @@ def _following(graph: Graph, found: Iterable[int]) -> Iterator[int]:
 
 
 class _Power(NamedTuple):
-    """Power beyond the static one, relative to that of a GPU at its limit, at which matmuls and attention run."""
+    """Dynamic power, relative to a GPU at its limit, of memory-bound kernels, and maximum of matmuls and attention."""
 
     memory_bound: float
     most: float
-    """Of matmuls at the highest clock and rate."""
+    """Power of matmuls at the highest clock and rate."""
 
 
 @cache

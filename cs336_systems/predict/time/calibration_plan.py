@@ -33,34 +33,35 @@ from cs336_systems.record import Record
 
 KERNEL_TIME, SUSTAINED_TIME, CLOCK, WATTS = "kernel_time", "sustained_time", "clock", "watts"
 POWER_LIMIT, MULTIPROCESSORS = "power_limit", "multiprocessors"
-"""Metrics."""
+"""Names of metrics."""
 MATMULS, PASSES, ATTENTIONS, LAUNCHES, POWER = "matmuls", "passes", "attention", "launches", "power"
 PROFILE = "profile"
-"""Parts of a calibration, and its result: a metric whose one sample is a profile as JSON."""
+"""Parts of a calibration; and the metric of its result, whose only sample is a profile as JSON."""
 CELLS = {MATMULS: 4, PASSES: 2}
-"""Cells of a part, each with its own share of the runs."""
+"""Number of cells of a part; each cell has its own share of the runs."""
 RUNS = {MATMULS: 64, PASSES: 24}
 LARGEST_MATMUL, LARGEST_ATTENTION, LARGEST_PASS = 8e12, 6e12, 2e10
-"""FLOPs and bytes of the largest kernels that are timed: larger ones have the same rates."""
+"""FLOPs, and bytes, of the largest kernels that are timed: larger ones reach the same rates."""
 WIDTHS = (512, 640, 768, 896, 1024, 1280, 1536, 1600, 2048, 2560, 3072, 3584, 4096)
 VOCABULARIES = (10_000, 32_000, 50_304, 128_256, 151_936)
 LENGTHS = (128, 256, 512, 1024, 2048, 4096, 8192, 16_384, 32_768)
 HEAD_DIMS, GROUPS = (64, 128), (1, 4)
-"""Head dims, and heads of queries for one of keys, for which attention is timed: each compiles kernels of its own."""
+"""Head dims, and query heads per KV head, for which attention is timed: each compiles its own kernels."""
 ATTENTION_LENGTHS, ATTENTION_HEADS = (128, 256, 512, 1024, 2048, 8192, 32_768), ((1, 16), (8, 32))
-"""Tokens of a sequence; sequences and heads."""
+"""Sequence lengths; and pairs of batch size and heads."""
 SUSTAINED_SIZE, SUSTAINED_BYTES = 8192, 1 << 29
 SUSTAINED_ATTENTION = AttentionPass("forward", 4, 32, 32, 4096, 128)
-"""Sustained work: square matmuls of this size, copies of so many bytes, both passes of attention."""
+"""Sustained work: square matmuls of this size, copies of this many bytes, and both passes of attention."""
 PLAN = 3
 """Version of the plan: cells of other versions time other kernels."""
 STATIC, EXPONENT = 0.4, 1.43
-"""Share of the power limit that a GPU needs without work, and the power of the clock that saves energy: fitted to
-steps of an H200, and taken for other GPUs as they are."""
+"""Share of the power limit that an idle GPU draws, and the exponent with which energy falls with the clock: fitted to
+steps of an H200, and assumed for other GPUs."""
 FULL_CLOCK, USUAL_SLOWDOWN = 0.98, 0.5
-"""Above this clock work is not slowed down, and how much a lower clock would slow it is not measured but assumed."""
+"""Above this relative clock work does not slow down; and the assumed slowdown at lower clocks, which is not
+measured."""
 TENSOR_FLOPS = {"8.0": 2048, "8.6": 512, "8.9": 1024, "9.0": 4096, "10.0": 8192, "12.0": 1024}
-"""Dense 16-bit FLOPs of an SM in a clock, by compute capability."""
+"""Dense 16-bit FLOPs per SM and clock cycle, by compute capability."""
 
 # -- cells ------------------------------------------------------------------------------------------------------------
 
@@ -83,7 +84,7 @@ def _cells(device: str) -> Iterator[dict[str, Any]]:
 
 
 def kernels_of(config: Mapping[str, Any]) -> list[tuple[RunConfig, Timed]]:
-    """Return the kernels that a cell times, each with a run that has it."""
+    """Return the kernels that a cell times, each with a run that contains it."""
     part = config["part"]
     if part == ATTENTIONS:
         return list(_attention_kernels(config["head_dim"]))
@@ -102,7 +103,7 @@ def kernels_of(config: Mapping[str, Any]) -> list[tuple[RunConfig, Timed]]:
 
 
 def _random_run(rng: random.Random) -> RunConfig:
-    """Return a run as people train: its width, feed-forward layer, heads, vocabulary, and 512 to 65,536 tokens."""
+    """Return a typical training run: its width, feed-forward layer, heads, vocabulary, and 512 to 65,536 tokens."""
     while True:
         width, head_dim, context = rng.choice(WIDTHS), rng.choice((64, 80, 128)), rng.choice(LENGTHS[:-1])
         tokens = int(2 ** rng.uniform(9, 16))
@@ -143,7 +144,7 @@ def _attention_kernels(dim: int) -> Iterator[tuple[RunConfig, Timed]]:
 
 
 def profile_from(records: Iterable[Record]) -> GpuProfile:
-    """Fit a profile to the records of a calibration. A part without records is refused by name."""
+    """Fit a profile to the records of a calibration. A missing part raises an error that names it."""
     own = [record for record in records if record.ok and record.config.get("plan") == PLAN]
     missing = {MATMULS, PASSES, ATTENTIONS, LAUNCHES} - {record.config["part"] for record in own}
     if missing:
@@ -179,7 +180,8 @@ def profile_from(records: Iterable[Record]) -> GpuProfile:
 
 
 def measured_kernels(records: Iterable[Record]) -> list[Measured]:
-    """Return the kernels that were timed one by one, by this version's plan: others list other kernels."""
+    """Return the kernels that were timed one by one, by this version's plan; plans of other versions have other
+    kernels."""
     found = []
     for record in records:
         is_listed = record.config.get("plan") == PLAN and record.config["part"] not in (LAUNCHES, HOST, POWER)
@@ -194,7 +196,7 @@ def _numbers(records: Sequence[Record], metric: str, part: str) -> list[float]:
 
 
 def _power(records: Sequence[Record]) -> Power | None:
-    """Return the power model from sustained work; None where the GPU's power could not be read."""
+    """Return the power model from sustained work; None if the GPU's power could not be read."""
     found = {(record.metric, record.variant): record.numbers[0] for record in records if record.config["part"] == POWER}
     limit = found.get((POWER_LIMIT, ""))
     if not limit or (WATTS, "copy") not in found:
@@ -214,7 +216,8 @@ def _power(records: Sequence[Record]) -> Power | None:
 
 
 def spread_of(kernels: Sequence[Measured], profile: GpuProfile) -> float:
-    """Return the half interval of a step: the mean error of its long kernels, which in a sum partly cancel."""
+    """Return half the width of a step's interval: the mean error of its long kernels; in a sum the errors partly
+    cancel."""
     errors = [
         abs(kernel_seconds(kernel, profile) / seconds - 1)
         for kernel, seconds in kernels

@@ -1,7 +1,7 @@
 """The kernels of a step whose model torch.compile has compiled: the matmuls of the eager step, and one pass for each
 chain of operators between them, which reads its inputs and writes its outputs once. No torch.
 
-What inductor fuses is its own decision; this list is of what it may fuse at best. Loss and optimizer stay eager.
+Inductor itself decides what to fuse; this list assumes the best case. Loss and optimizer stay eager.
 """
 
 from collections.abc import Iterator
@@ -11,7 +11,7 @@ from cs336_systems.predict.time.eager_kernels import CAST, NARROW, eager_phases,
 from cs336_systems.predict.time.step_kernels import SORTED_ROWS, AttentionPass, Kernel, Matmul, Pass
 
 FUSED, FUSED_NORM_GRADIENT = "fused", "fused_norm_gradient"
-"""Passes that inductor generates, and sums over all tokens, which it splits in two."""
+"""Names of the passes that inductor generates, and of sums over all tokens, which it splits in two."""
 
 
 def compiled_phases(config: RunConfig) -> dict[str, list[Kernel]]:
@@ -27,7 +27,8 @@ def compiled_phases(config: RunConfig) -> dict[str, list[Kernel]]:
 
 
 def _kept(kernels: list[Kernel], config: RunConfig) -> Iterator[Kernel]:
-    """Return what compilation leaves as it is: matmuls and fused attention, and casts of weights and gradients."""
+    """Yield the kernels that compilation does not change: matmuls and fused attention, and casts of weights and
+    gradients."""
     weights = _weight_sizes(config)
     for kernel in kernels:
         is_weight_cast = isinstance(kernel, Pass) and kernel.name in (CAST, NARROW) and kernel.bytes // 6 in weights
@@ -36,7 +37,8 @@ def _kept(kernels: list[Kernel], config: RunConfig) -> Iterator[Kernel]:
 
 
 def _weight_sizes(config: RunConfig) -> set[int]:
-    """Return the elements of weights, unless an activation is as large: those are counted with the activations."""
+    """Return the number of elements of weights, except where an activation has the same size: those count as
+    activations."""
     model, rows = config.model, config.tokens
     d, q, kv, f = model.d_model, model.q_width, model.kv_width, model.d_ff
     scores = config.batch_size * model.num_heads * model.context_length**2

@@ -1,7 +1,7 @@
 """The kernels of a step without the fast parts, as PyTorch launches them: operator by operator, in phases. No torch.
 
 A test runs the step under a dispatch mode and compares every matmul and every pass of every phase with this list.
-Passes are named by how PyTorch's kernel reads memory, not by what it computes: operators of one name have one rate.
+Passes are named by how PyTorch's kernel reads memory, not by what it computes: passes of one name have one rate.
 """
 
 import math
@@ -25,15 +25,15 @@ from cs336_systems.predict.time.step_kernels import (
 )
 
 POINTWISE, CAST, MIXED, STRIDED, TRANSPOSED = "pointwise", "cast", "mixed", "strided", "transposed"
-"""Passes over contiguous tensors of one dtype, between two dtypes, over operands of two dtypes, over views that another
-dimension comes last in or with a broadcast operand, and copies that swap the last two dimensions."""
+"""Passes over contiguous tensors: of one dtype, between two dtypes, and over operands of two dtypes; passes over views
+whose last dimension is not contiguous, or with a broadcast operand; and copies that swap the last two dimensions."""
 NARROW, STRIDED_MIXED = "narrow", "strided_mixed"
 """Casts of contiguous tensors to 16 bits, whose kernel moves 8 elements at a time, and products of two dtypes with a
 broadcast operand, whose kernel moves one."""
 MASKED, COPY, TRIANGLE = "masked", "copy", "triangle"
-"""Passes that fill scores with a mask, plain copies, and the mask itself."""
+"""Passes: filling scores with a mask, plain copies, and creating the mask itself."""
 INNER_CAST = "inner_cast"
-"""Casts that an operator launches itself: they cost the host nothing."""
+"""Casts that an operator launches itself, without time of the host."""
 ONE_BY_ONE = (STRIDED, MASKED)
 """Passes whose kernels move one element at a time."""
 SOFTMAX, SOFTMAX_BACKWARD, LOG_SOFTMAX, LOG_SOFTMAX_BACKWARD = (
@@ -41,19 +41,21 @@ SOFTMAX, SOFTMAX_BACKWARD, LOG_SOFTMAX, LOG_SOFTMAX_BACKWARD = (
 )  # fmt: skip
 RMS_NORM, RMS_NORM_BACKWARD, ADAMW = "rms_norm", "rms_norm_backward", "adamw_of_torch"
 EFFICIENT, FLASH_2 = "efficient", "flash2"
-"""Attention of torch in fp32 and in 16 bits."""
+"""Attention kernels of torch in fp32 and in 16 bits."""
 PHASES = ("forward", "loss", "backward", "optimizer")
 GAIN_PROGRAMS, MOST_GAIN_ROWS = 32, 1 << 16
-"""Rows of a norm that its gain's gradient adds up side by side, and the rows from which more programs share them."""
+"""Rows of a norm whose contributions to the gain's gradient are added in parallel, and the number of rows from which
+more programs are used."""
 LARGEST_ROW = 30_000
-"""Logits of a row that stay in the cache while log-softmax reads them three times."""
+"""Maximum number of logits per row that stay in the cache while log-softmax reads them three times."""
 ALIGNMENT = {"": 8, "tf32": 4}
-"""Elements to a multiple of which the contiguous dimensions of a matmul's operands must come for kernels of Hopper, by
-precision: 16 bytes. In fp32 there are no such kernels."""
+"""The contiguous dimensions of a matmul's operands must be multiples of this many elements (16 bytes) for the Hopper
+kernels, by precision. In fp32 there are no such kernels."""
 
 
 def lists_operators(config: RunConfig) -> bool:
-    """Return True if the operators of this step are listed: heads that share keys run on this package's kernels."""
+    """Return True if the operators of this step are listed. Grouped heads are not, because they run on this package's
+    kernels."""
     model = config.model
     grouped = model.kv_heads < model.num_heads
     return (
@@ -89,7 +91,7 @@ def forward_operators(config: RunConfig) -> Iterator[Kernel]:
 
 
 def _block(config: RunConfig, *, stops_early: bool = False) -> Iterator[Kernel]:
-    """Return the operators of one block; `stops_early`: without those that backward does not need again."""
+    """Yield the operators of one block; `stops_early`: without those whose results backward does not need."""
     model, rows, s = config.model, config.tokens, width(config)
     d, f, q, kv = model.d_model, model.d_ff, model.q_width, model.kv_width
     stream = rows * d
@@ -119,21 +121,21 @@ def _block(config: RunConfig, *, stops_early: bool = False) -> Iterator[Kernel]:
 
 
 def _norm(elements: int, config: RunConfig) -> Iterator[Kernel]:
-    """A norm of the fp32 residual stream, cast for the matmuls that read it."""
+    """Yield a norm of the fp32 residual stream, and the cast for the matmuls that read it."""
     yield Pass(RMS_NORM, 8 * elements, 1, elements // config.model.d_model, config.model.d_model)
     if width(config) == 2:
         yield Pass(NARROW, 6 * elements)
 
 
 def _linear(name: str, rows: int, columns: int, depth: int, config: RunConfig) -> Iterator[Kernel]:
-    """A projection; autocast casts its weight."""
+    """Yield a projection; autocast casts its weight."""
     if width(config) == 2:
         yield Pass(NARROW, 6 * columns * depth)
     yield _matmul(name, rows, columns, depth, FORWARD, config)
 
 
 def _rotation(elements: int, config: RunConfig) -> Iterator[Kernel]:
-    """Pairs are swapped, multiplied and added in fp32."""
+    """Yield the rotation: pairs are swapped, multiplied and added in fp32."""
     s = width(config)
     yield _pass(STRIDED, 2, elements, config)
     yield Pass(STRIDED_MIXED if s == 2 else STRIDED, (s + 4) * elements)
@@ -209,8 +211,8 @@ def _backward(config: RunConfig) -> Iterator[Kernel]:
 
 
 def recomputed_operators(config: RunConfig) -> Iterator[Kernel]:
-    """Return the operators of forward that backward runs again. Each group of blocks stops before its last matmul,
-    whose result nothing needs."""
+    """Yield the operators of forward that backward runs again. Each group of blocks stops before its last matmul, whose
+    result is not needed."""
     layers, size = config.model.num_layers, config.checkpoint_blocks
     groups = -(-layers // size)
     for kernel in _block(config):
@@ -257,7 +259,7 @@ def _block_backward(config: RunConfig) -> Iterator[Kernel]:
 
 
 def _both(name: str, rows: int, columns: int, depth: int, config: RunConfig) -> Iterator[Kernel]:
-    """Gradients of the weight and of the input of (rows, depth) x (depth, columns)."""
+    """Yield the gradients of the weight and of the input of (rows, depth) x (depth, columns)."""
     yield _matmul(f"{name}, gradient of the weight", columns, depth, rows, WEIGHT, config)
     if width(config) == 2:
         yield Pass(CAST, 6 * columns * depth)
@@ -272,8 +274,8 @@ def _norm_backward(elements: int, config: RunConfig) -> Iterator[Kernel]:
 
 
 def _norm_rows(rows: int, elements: int) -> tuple[int, int, int]:
-    """Return the rows of a norm's backward pass, their elements, and the rows that run side by side; 0 for as many as
-    the GPU holds."""
+    """Return the number of rows in a norm's backward pass, their elements, and the rows processed in parallel; 0 for as
+    many as the GPU can hold."""
     return rows, elements, GAIN_PROGRAMS if rows <= MOST_GAIN_ROWS else 0
 
 
@@ -315,15 +317,15 @@ def _attention_backward(config: RunConfig) -> Iterator[Kernel]:
 
 
 def attention_pass(name: str, config: RunConfig) -> AttentionPass:
-    """Return a fused attention, named by its pass and by the library and precision whose rates it has."""
+    """Return a fused attention pass; its name states the pass, the library and the precision that select its rates."""
     model = config.model
     shape = (config.batch_size, model.num_heads, model.kv_heads, model.context_length, model.head_dim)
     return AttentionPass(f"{name}{_kernels_of(config, is_backward=name == 'backward')}", *shape)
 
 
 def _kernels_of(config: RunConfig, *, is_backward: bool) -> str:
-    """Return the suffix of the attention kernels that a step runs; "" for this package's in 16 bits. `auto` takes
-    torch's where they are faster, as kernels/flash/dispatch.py does."""
+    """Return the suffix of the attention kernels that a step runs; "" for this package's in 16 bits. `auto` selects
+    torch's kernels where they are faster, as kernels/flash/dispatch.py does."""
     model, wide = config.model, width(config) == 4
     work = config.tokens * model.q_width * model.context_length
     takes_torch = config.attention == "sdpa"
@@ -344,18 +346,18 @@ def _matmul(name: str, rows: int, columns: int, depth: int, layout: str, config:
 
 
 def _multiple(rows: int, columns: int, depth: int, layout: str, precision: str) -> int:
-    """Return the power of 2 that divides the contiguous dimensions of a matmul's operands and result, where it is too
-    small for the kernels of Hopper; 0 where it is not. The compiler pads such operands."""
+    """Return the power of 2 that divides the contiguous dimensions of a matmul's operands and result, if it is too
+    small for the Hopper kernels; else 0. The compiler pads such operands."""
     contiguous = math.gcd(columns, rows if layout == WEIGHT else depth)
     enough = ALIGNMENT.get(precision, 1)
     return 0 if contiguous % enough == 0 else math.gcd(contiguous, enough)
 
 
 def _pass(name: str, tensors: int, elements: int, config: RunConfig, times: int = 1) -> Pass:
-    """Return a pass over tensors of the matmuls' precision; those of ONE_BY_ONE take as long in 16 bits as in 32."""
+    """Return a pass over tensors of the matmuls' precision; those in ONE_BY_ONE take as long in 16 bits as in 32."""
     return Pass(name, tensors * elements * width(config), times, *((elements, 1) if name in ONE_BY_ONE else ()))
 
 
 def width(config: RunConfig) -> int:
-    """Return the bytes of an element in matmuls."""
+    """Return the bytes per element in matmuls."""
     return 4 if config.precision in ("fp32", "tf32") else 2

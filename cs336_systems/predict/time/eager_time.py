@@ -15,13 +15,13 @@ from cs336_systems.predict.time.step_kernels import Kernel
 from cs336_systems.predict.time.time_model import KINDS, KernelTime, StepTime, Work, clock_after, slowdown
 
 LAUNCH_BOUND_STEP, CLOSE_STEP, COMPILED = "launch-bound", "host close to GPU", "compiled"
-"""Kinds of steps beside precisions."""
+"""Kinds of steps besides precisions."""
 CLOSE = 0.5
-"""Share of the GPU's time from which a slow moment of the host makes a step longer."""
+"""If the host takes at least this share of the GPU's time, a slow moment of the host makes a step longer."""
 
 
 def host_seconds(phase: str, kernels: Sequence[Kernel], config: RunConfig, host: HostRates) -> tuple[float, float]:
-    """Return the host's seconds beside the GPU, and those in which the GPU waits for it."""
+    """Return the host's seconds that overlap with the GPU, and those in which the GPU waits for it."""
     launches = sum(kernel.times for kernel in kernels if kernel.name != INNER_CAST)
     if phase == "optimizer":
         return 0.0, host.parameter * parameter_tensors(config.model)
@@ -33,7 +33,7 @@ def host_seconds(phase: str, kernels: Sequence[Kernel], config: RunConfig, host:
 
 
 def waiting_seconds(config: RunConfig, host: HostRates) -> float:
-    """Return the seconds between phases: graphs are freed, and Python runs."""
+    """Return the seconds between phases, in which autograd graphs are freed and Python runs."""
     if config.mode == "inference":
         return host.step
     return host.step + host.release * config.model.num_layers
@@ -46,8 +46,8 @@ def parameter_tensors(model: ModelConfig) -> int:
 
 
 def eager_step_time(config: RunConfig, profile: GpuProfile, steps: int | None = None) -> StepTime | None:
-    """Predict a step without the fast parts; None where its operators or the rates of the host are not known. `steps`:
-    how many run before it is measured; None for a GPU that has long been warm."""
+    """Predict a step without the fast parts; None if its operators or the rates of the host are not known. `steps`:
+    number of steps before the measured ones; None for a warm GPU."""
     host = profile.host
     if host is None or not predicts_eager(config, profile):
         return None
@@ -71,7 +71,7 @@ def eager_step_time(config: RunConfig, profile: GpuProfile, steps: int | None = 
 
 
 def predicts_eager(config: RunConfig, profile: GpuProfile) -> bool:
-    """Return True if the step is listed, and the profile has rates for its matmuls and its attention."""
+    """Return True if the step's operators are listed, and the profile has rates for its matmuls and its attention."""
     if not lists_operators(config) or (config.precision != "bf16" and config.precision not in profile.wide):
         return False
     known = {name.rpartition(" ")[0] for name in profile.attention}
@@ -79,10 +79,8 @@ def predicts_eager(config: RunConfig, profile: GpuProfile) -> bool:
 
 
 def kind_of_step(found: StepTime) -> str:
-    """Return the kind of a step, whose errors are alike: launch-bound or close to it, compiled, or of a precision.
-
-    The host decides how long steps of the first two kinds take, and its times vary from run to run.
-    """
+    """Return the kind of a step, which determines its error: launch-bound or close to it, compiled, or its precision.
+    The time of the first two kinds depends on the host, which varies from run to run."""
     if found.is_launch_bound:
         return LAUNCH_BOUND_STEP
     if found.host > CLOSE * (sum(seconds for _, seconds in found.kernels) + found.gaps):

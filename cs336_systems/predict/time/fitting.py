@@ -1,4 +1,4 @@
-"""A GPU's profile from measured kernels: the rates with which `kernel_time` comes closest to them. No torch."""
+"""A GPU's profile from measured kernels: the rates with which `kernel_seconds` is closest to them. No torch."""
 
 import dataclasses
 import math
@@ -12,18 +12,19 @@ from cs336_systems.predict.time.kernel_seconds import attention_seconds, kernel_
 from cs336_systems.predict.time.step_kernels import AttentionPass, Matmul, Pass
 
 LARGEST_ERROR = 0.3
-"""A kernel that is further off than this counts no more: it ran something else."""
+"""Maximum relative error of a kernel in the fit; a kernel with a larger error ran other code than assumed and is
+ignored."""
 FIRST_STEP, LAST_STEP = 0.2, 0.01
-"""Relative changes of a rate that the search tries, from the largest to the smallest."""
+"""First and last relative change of a rate in the search."""
 
 PROGRAM_SECONDS = (1e-7, 3e-7, 1e-6)
-"""Times of a program that the search begins with."""
+"""Seconds per program from which the search starts."""
 ATTENTION_BEGINS = (
     AttentionRates(1e-6, 4e-6, 3e-6),
     AttentionRates(1e-6, 2e-7, 2e-7),
     AttentionRates(1e-6, 2e-6, 1e-6, alone=1.5),
 )
-"""Rates of attention that the search begins with; their sum is scaled to the times first."""
+"""Rates of attention from which the search starts; they are first scaled such that their sum matches the times."""
 
 Rates = TypeVar("Rates", MatmulRates, AttentionRates, PassRates)
 
@@ -38,8 +39,8 @@ class Measured(NamedTuple):
 
 
 def fit_matmuls(found: Sequence[Measured], profile: GpuProfile, precision: str = "") -> MatmulRates:
-    """Return the rates of matmuls of one precision, "" for 16 bits; `profile` has the peak and the number of SMs, and
-    rates to begin with."""
+    """Return the rates of matmuls of one precision, "" for 16 bits; `profile` has the peak, the number of SMs, and
+    initial rates."""
     own = [(k, seconds) for k, seconds in found if isinstance(k, Matmul) and k.precision == precision]
 
     def error(rates: MatmulRates) -> float:
@@ -54,7 +55,7 @@ def fit_matmuls(found: Sequence[Measured], profile: GpuProfile, precision: str =
 
 
 def fit_passes(found: Iterable[Measured], sms: int) -> dict[str, PassRates]:
-    """Return the rates of each pass by name, and under "other" the medians of all."""
+    """Return the rates of each pass by name, and the medians of all under "other"."""
     by_name: dict[str, list[tuple[Pass, float]]] = defaultdict(list)
     for kernel, seconds in found:
         if isinstance(kernel, Pass):
@@ -66,7 +67,7 @@ def fit_passes(found: Iterable[Measured], sms: int) -> dict[str, PassRates]:
 
 
 def _fit_programs(points: list[tuple[Pass, float]], sms: int) -> PassRates:
-    """Return the rates of a pass; where some of its kernels are bound by their programs, those are fitted too."""
+    """Return the rates of a pass; if some of its kernels are bound by their programs, fit the programs' rates, too."""
     plain = _fit_pass([(kernel.bytes, seconds) for kernel, seconds in points])
     if not any(kernel.programs for kernel, _ in points):
         return plain
@@ -94,7 +95,7 @@ def _fit_pass(points: list[tuple[int, float]]) -> PassRates:
 
 
 def fit_attention(found: Iterable[Measured], sms: int) -> dict[str, AttentionRates]:
-    """Return the rates of each pass and head dim, of grouped heads apart."""
+    """Return the rates of each pass and head dim; grouped heads have their own."""
     by_name: dict[str, list[tuple[AttentionPass, float]]] = defaultdict(list)
     for kernel, seconds in found:
         if isinstance(kernel, AttentionPass):
@@ -125,7 +126,7 @@ def _mean_error(pairs: Iterable[tuple[float, float]]) -> float:
 
 
 def _search(rates: Rates, error: Callable[[Rates], float]) -> Rates:
-    """Change one rate at a time, up or down, as long as the error falls; then by smaller steps."""
+    """Change one rate at a time, up or down, as long as the error falls; then with smaller changes."""
     best, step = error(rates), FIRST_STEP
     while step > LAST_STEP:
         improved = False

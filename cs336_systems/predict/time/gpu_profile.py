@@ -1,4 +1,4 @@
-"""A GPU's rates: what `kernel_time` needs to know of it. Measured by `cs336 calibrate`, or from a data sheet. No torch.
+"""A GPU's rates: the input of `kernel_seconds`. Measured by `cs336 calibrate`, or from a data sheet. No torch.
 
 Rates are those of a GPU at its highest clock; `Power` says how the clock falls when a step needs more than the GPU's
 power limit.
@@ -23,96 +23,100 @@ from cs336_systems.predict.gpus import GIGA, GPU, TERA, card_name, find_by_drive
 
 MEASURED, DATA_SHEET = "measured", "data sheet"
 VERSION = 3
-"""Of profiles: what their rates mean. One that `cs336 calibrate` of another version kept is not used."""
+"""Version of profiles, which defines the meaning of their rates. Profiles that `cs336 calibrate` of another version
+stored are ignored."""
 HOPPER = re.compile(r"\bG?H(100|200|800|20)")
-"""Names of GPUs that have the H200's kernels."""
+"""Names of GPUs with the same kernels as the H200."""
 
 
 @dataclass(frozen=True)
 class MatmulRates:
-    """A matmul is a grid of tiles, one to an SM at a time."""
+    """Rates of a matmul, modelled as a grid of tiles, one at a time per SM."""
 
     efficiency: float
-    """Share of the tensor cores' peak that a very large tile has."""
+    """Share of the tensor cores' peak that a very large tile reaches."""
     perimeter: float
-    """Time of loading a tile's operands: that of `perimeter` more rows and columns of the result."""
+    """Time to load a tile's operands, as a number of additional rows and columns of the result."""
     epilogue: float
-    """Seconds of writing a tile of 128 x 256 results in 16 bits."""
+    """Seconds to write a tile of 128 x 256 results in 16 bits."""
     fixed: float
-    """Seconds of a kernel beside its tiles."""
+    """Seconds of a kernel without its tiles."""
     more_depth: float
-    """Depth that a tile's beginning and end add to its own."""
+    """Depth by which the beginning and end of a tile lengthen it."""
     wide_epilogue: float
-    """Time of writing or reading as many bytes again, relative to the epilogue."""
+    """Time to write or read the same number of bytes again, relative to the epilogue."""
     overlap: float
-    """Share of the last, incomplete round of tiles that other work hides: 0 for whole rounds, 1 for none."""
+    """Share of the last, incomplete round of tiles that other work hides: 0 if a round always takes its full time, 1 if
+    time is proportional to the tiles."""
     input: float = 1.0
-    """Time of a tile in the gradient of an input, over that in forward: an operand lies across the depth."""
+    """Time of a tile in the gradient of an input relative to forward: one operand is transposed."""
     weight: float = 1.0
-    """The same for the gradient of a weight."""
+    """Time of a tile in the gradient of a weight relative to forward."""
     least: float = 0.0
-    """Least seconds of a tile for a unit of depth: small tiles wait for their operands."""
+    """Minimum seconds of a tile per unit of depth: small tiles wait for their operands."""
 
 
 @dataclass(frozen=True)
 class PassRates:
     bandwidth: float
-    """Bytes a second of large passes."""
+    """Bytes per second of large passes."""
     fixed: float
-    """Seconds of a pass over nothing."""
+    """Seconds of an empty pass."""
     program: float = 0.0
-    """Seconds of an SM for a program, or for a row of one that takes its rows one after another."""
+    """SM seconds per program, or per row if a program processes rows one after another."""
     element: float = 0.0
-    """Seconds of an SM for an element that a program holds."""
+    """SM seconds per element that a program holds."""
 
 
 @dataclass(frozen=True)
 class AttentionRates:
-    """Attention by programs of 128 queries, each over tiles of 128 keys, one program to an SM at a time."""
+    """Rates of attention, modelled as programs of 128 queries, each with tiles of 128 keys, one program at a time per
+    SM."""
 
     tile: float
     """Seconds of a tile."""
     program: float
-    """Seconds of a program beside its tiles."""
+    """Seconds of a program without its tiles."""
     fixed: float
-    """Seconds of a call beside its programs."""
+    """Seconds of a call without its programs."""
     queries: float = 0.0
-    """Seconds of an SM for TILE queries of a head in helper kernels, which prepare and finish their gradients."""
+    """SM seconds per TILE queries of a head in helper kernels, which prepare and finish the gradients."""
     alone: float = 1.0
-    """Programs that an SM runs side by side: a program alone takes so many times its share of an SM."""
+    """Programs that an SM runs concurrently: a program running alone takes this many times its share of SM time."""
 
 
 @dataclass(frozen=True)
 class Power:
     """The clock at which a step stays within the power limit.
 
-    A step takes `static` watts and the energy of its work; a lower clock saves energy (by its `exponent`-th power) and
-    makes kernels slower: by `1 + slowdown * (1 / clock - 1)`, where the highest clock is 1.
+    A step draws `static` watts plus the energy of its work. A lower clock saves energy (by its `exponent`-th power) and
+    makes kernels slower, by `1 + slowdown * (1 / clock - 1)`, where the highest clock is 1.
     """
 
     limit: float
-    """Watts."""
+    """Power limit in watts."""
     static: float
     per_flop: dict[str, float]
-    """Joules of a FLOP at the highest clock, by kind of kernel."""
+    """Joules per FLOP at the highest clock, by kind of kernel."""
     per_byte: float
-    """Joules of a byte that a pass moves."""
+    """Joules per byte that a pass moves."""
     exponent: float
     slowdown: dict[str, float]
-    """By kind of kernel; 1 for a kernel whose time is all computation, 0 for one that waits for memory."""
+    """Sensitivity to the clock, by kind of kernel: 1 if a kernel's time is all computation, 0 if it waits for
+    memory."""
     warming: float = 0.0
-    """Watts that a GPU needs in addition once it is warm: currents leak."""
+    """Additional watts of a warm GPU, from leakage currents."""
     warm_after: float = 1.0
-    """Seconds of work after which it needs two thirds of them."""
+    """Time constant of warming: seconds of work after which two thirds of these watts are reached."""
 
     def static_after(self, seconds: float) -> float:
-        """Return the static power of a GPU that has worked for so long at its limit."""
+        """Return the static power of a GPU that has worked at its limit for this many seconds."""
         return self.static + self.warming * (1 - math.exp(-seconds / self.warm_after))
 
 
 @dataclass(frozen=True)
 class WideMatmuls:
-    """Matmuls of 32-bit operands, in fp32 or TF32."""
+    """Peak and rates of matmuls with 32-bit operands, in fp32 or TF32."""
 
     peak: float
     """FLOP/s at the highest clock."""
@@ -121,75 +125,75 @@ class WideMatmuls:
 
 @dataclass(frozen=True)
 class HostRates:
-    """Seconds of the host in a step that it launches operator by operator. They vary from run to run, by a third and
-    more: other work of the machine and its Python count."""
+    """Host seconds of a step that is launched operator by operator. They vary from run to run by a third and more,
+    because other work on the machine and the speed of its Python matter."""
 
     forward: float
-    """For one kernel of forward that autograd records."""
+    """Seconds per forward kernel with autograd."""
     inference: float
-    """For one kernel of forward without autograd."""
+    """Seconds per forward kernel without autograd."""
     backward: float
-    """For one kernel of backward."""
+    """Seconds per backward kernel."""
     parameter: float
-    """For one parameter in the optimizer, before its kernels begin."""
+    """Seconds per parameter in the optimizer, before its kernels begin."""
     release: float
-    """For the graph of one block, which is freed after backward."""
+    """Seconds to free the autograd graph of one block after backward."""
     step: float
-    """For all else in a step, while the GPU waits."""
+    """Seconds of everything else in a step, while the GPU waits."""
     gap: float
-    """Between two kernels that wait in the GPU's queue."""
+    """Seconds between two kernels that are queued on the GPU."""
     compiled: float
-    """For one kernel of a compiled model, forward or backward."""
+    """Seconds per kernel of a compiled model, forward or backward."""
     start: float = 0.0
-    """Until the first kernels of forward or backward run, while the GPU waits."""
+    """Seconds until the first kernel of forward or backward runs, while the GPU waits."""
 
 
 @dataclass(frozen=True)
 class GpuProfile:
     gpu: str
     source: str
-    """MEASURED or DATA_SHEET."""
+    """Origin of the rates: MEASURED or DATA_SHEET."""
     sms: int
     peak: float
     """FLOP/s of the tensor cores at the highest clock."""
     bandwidth: float
-    """Bytes a second of a large copy."""
+    """Bytes per second of a large copy."""
     matmul: MatmulRates
     passes: dict[str, PassRates]
-    """By the name of the pass; "other" is for those that are not listed."""
+    """Rates of passes by name; "other" is for passes that are not listed."""
     attention: dict[str, AttentionRates]
-    """By pass and head dim, such as "forward 64"."""
+    """Rates of attention by pass and head dim, such as "forward 64"."""
     small: float
     """Seconds of a small kernel."""
     gap: float
     """Seconds between two kernels of a CUDA graph."""
     launch: float
-    """Seconds that the host needs for one kernel without a CUDA graph."""
+    """Host seconds per kernel without a CUDA graph."""
     power: Power | None = None
     about: str = ""
-    """Versions that were measured."""
+    """Software versions at the time of measurement."""
     spread: float = 0.05
-    """Half of the interval around a prediction, relative."""
+    """Half the width of the interval around a prediction, relative."""
     wide: dict[str, WideMatmuls] = field(default_factory=dict)
     """Matmuls of 32-bit operands, by precision."""
     host: HostRates | None = None
-    """None where it was not measured: eager steps are not predicted then."""
+    """Rates of the host; None if they were not measured: eager steps are not predicted then."""
     unaligned: dict[str, float] = field(default_factory=dict)
-    """Time of a matmul by kernels for older GPUs, over that by the fastest ones: by precision and the power of 2 that
-    divides its contiguous dimensions."""
+    """Slowdown of matmuls that run on kernels for older GPUs because of misaligned operands, by precision and the power
+    of 2 that divides the contiguous dimensions."""
     spreads: dict[str, float] = field(default_factory=dict)
-    """Half of the interval around steps without the fast parts, by their kind."""
+    """Half the width of the interval around steps without the fast parts, by their kind, relative."""
     step: float = 6e-5
-    """Seconds of a step beside its kernels: its first launch, and the wait for its end."""
+    """Seconds of a step besides its kernels: its first launch, and the wait for its end."""
     version: int = 1
-    """Of what the rates mean."""
+    """Version that defines the meaning of the rates; see VERSION."""
 
     def to_dict(self) -> dict[str, Any]:
         return dataclasses.asdict(self)
 
     @classmethod
     def of(cls, found: dict[str, Any]) -> "GpuProfile":
-        """Return the profile in a JSON document; a document that is none is refused in one line."""
+        """Return the profile in a JSON document; any other document raises an error of one line."""
         try:
             parts = {
                 "matmul": MatmulRates(**found["matmul"]),
@@ -234,7 +238,7 @@ def keep_profile(profile: GpuProfile) -> Path:
 
 
 def _kept_profile(card: str) -> GpuProfile | None:
-    """Return the profile that `cs336 calibrate` kept on this machine; one that cannot be read is ignored with a
+    """Return the profile that `cs336 calibrate` stored on this machine; one that cannot be read is ignored with a
     warning."""
     path = profile_file(card)
     try:
@@ -250,10 +254,10 @@ def _kept_profile(card: str) -> GpuProfile | None:
 
 
 def profile_of(gpu: GPU, precision: str = "bf16") -> GpuProfile | None:
-    """Return a card's profile: the one measured on this machine, the one that comes with the package, or one from its
-    data sheet; None where the sheet has no bandwidth or no matmul rate in this precision.
+    """Return a card's profile: the one measured on this machine, the one in the package, or one derived from its data
+    sheet; None if the sheet has no bandwidth or no matmul rate in this precision.
 
-    A data sheet's profile has the H200's shares of peak and bandwidth and its SMs, in proportion.
+    A profile from a data sheet has the H200's shares of peak and bandwidth, and SMs in proportion to the peak.
     """
     shipped = shipped_profiles()
     if (kept := _kept_profile(gpu.card)) is not None:
@@ -287,34 +291,34 @@ def profile_of(gpu: GPU, precision: str = "bf16") -> GpuProfile | None:
 
 
 def _unaligned(gpu: GPU) -> dict[str, float]:
-    """Return how much longer matmuls take that the kernels for Hopper cannot do."""
+    """Return the slowdown of matmuls that the Hopper kernels do not support."""
     return shipped_profiles()["h200"].unaligned if HOPPER.search(gpu.name) else {}
 
 
 def _wide_ratios(model: GpuProfile, gpu: GPU) -> Iterator[tuple[str, WideMatmuls, float]]:
-    """Return the matmuls of 32-bit operands, and how much faster they are on the GPU."""
+    """Yield the rates of matmuls with 32-bit operands, scaled to the GPU's peaks."""
     for name, own in model.wide.items():
         if (peak := gpu.peak_flops(name)) is not None:
             yield name, own, peak / (H200_WIDE_PEAKS[name] * TERA)
 
 
 def _scaled_attention(name: str, own: AttentionRates, faster_math: float, gpu: GPU) -> AttentionRates:
-    """Return rates of attention; kernels in fp32 are as much faster as the GPU's CUDA cores are."""
+    """Return rates of attention scaled to the GPU; kernels in fp32 scale with the GPU's CUDA cores."""
     is_wide = any(word in WIDE_ATTENTION for word in name.split())
     ratio = gpu.peaks.fp32 / H200_WIDE_PEAKS["fp32"] if is_wide else faster_math
     return dataclasses.replace(own, tile=own.tile / ratio)
 
 
 def _scaled_power(power: Power, faster_math: float, faster_memory: float) -> Power:
-    """Return the power of a GPU that draws the same share of its limit at the same share of its rates."""
+    """Return the power model of a GPU that draws the same share of its limit at the same share of its rates."""
     per_flop = {kind: joules / faster_math for kind, joules in power.per_flop.items()}
     return dataclasses.replace(power, per_flop=per_flop, per_byte=power.per_byte / faster_memory)
 
 
 H200_PEAK, H200_BANDWIDTH = 989.4, 4800 * GIGA
-"""The H200's own data sheet: dense bf16 TFLOP/s, bytes a second."""
+"""Data sheet of the H200: dense bf16 TFLOP/s, and bytes per second."""
 H200_WIDE_PEAKS = {"fp32": 66.9, "tf32": 494.7}
 WIDE_ATTENTION = ("efficient", "wide")
 """Attention kernels in fp32."""
 GUESSED = 0.25
-"""Half of the interval around steps that are predicted from a data sheet."""
+"""Half the width of the interval around steps that are predicted from a data sheet, relative."""

@@ -32,21 +32,22 @@ TILES = sorted(
         if rows * columns <= 128 * 256
     }
 )
-"""Tiles of results that a program of cuBLAS may compute; it chooses among more, whose times are alike."""
+"""Tiles of results that a program of cuBLAS may compute; it has more, with similar times."""
 SPLITS = (1, 2, 3, 4, 6, 8)
-"""Numbers of programs that may share the depth of a tile."""
+"""Numbers of programs among which the depth of a tile may be split (split-K)."""
 LEAST_DEPTH = 256
-"""Depth that a program has at least where several share a tile."""
+"""Minimum depth of a program in split-K."""
 SPLIT_BANDWIDTH = 5e12
-"""Bytes a second at which the parts of a split tile are written and added: they stay in the L2 cache."""
+"""Bytes per second at which split-K's partial results are written and added: they stay in the L2 cache."""
 SPLIT_KERNEL = 2e-6
-"""Seconds of the further kernel that adds the parts of split tiles."""
+"""Seconds of the additional kernel that adds split-K's partial results."""
 OPERAND_BYTES = {"": 2, "fp8": 1, "tf32": 4, "fp32": 4}
 """Bytes of an element of a matmul's operands, by the precision of the matmul."""
 OVERLAP = 4.0
-"""Power mean of computing and moving: 1 would be their sum, infinity the longer one."""
+"""Exponent p of (compute^p + move^p)^(1/p), the time of computing and moving together: 1 would be their sum, infinity
+the longer one."""
 RESIDENT_ELEMENTS = 8192
-"""Elements of rows that the registers of an SM hold, in the programs that run side by side."""
+"""Elements of rows that the registers of an SM hold, over all concurrent programs."""
 TILE = 128
 """Queries of a program of attention, and keys of a tile."""
 PORTABLE_TILES = {
@@ -55,16 +56,16 @@ PORTABLE_TILES = {
     "forward" + PORTABLE: {64: (64, 128), 128: (64, 64)},
     "backward" + PORTABLE: {64: (64, 64), 128: (64, 64)},
 }
-"""Queries and keys of a tile of the portable kernels, by the largest head dim that has it; in backward, of programs of
-queries. Equal to those of sm_90 in kernels/flash/tiles.py; a test compares them."""
+"""Queries and keys of a tile of the portable kernels, by the largest head dim that uses it; in backward, for programs
+of queries. Equal to those of sm_90 in kernels/flash/tiles.py; a test compares them."""
 KEY_TILES = {64: (128, 64), 128: (64, 64)}
-"""The same for programs of keys where they have a kernel of their own."""
+"""Queries and keys of a tile in programs of keys, if these have a separate kernel."""
 KEY_TILE = 4 / 3
-"""Time of a tile in a program of keys over that in one of queries: four matmuls, not three."""
+"""Time of a tile in a program of keys relative to one in a program of queries: four matmuls, not three."""
 SECTION_BYTES = 16 << 20
 """Equal to the share of the L2 cache in kernels/flash/hopper_launch.py; a test compares them."""
 UPDATE_SHARE = 0.85
-"""Share of the bandwidth at which sums in memory are updated."""
+"""Share of the bandwidth that updates of sums in memory reach."""
 
 
 def kernel_seconds(kernel: Kernel, profile: GpuProfile) -> float:
@@ -93,14 +94,14 @@ def kind_of(kernel: Kernel) -> str:
 
 
 def _pass_rates(name: str, profile: GpuProfile) -> PassRates:
-    """Return the rates of a pass; "other" is for those that the profile does not have."""
+    """Return the rates of a pass; passes that the profile does not have use "other"."""
     passes = profile.passes
     return passes.get(name) or passes.get(name.removeprefix("inner_")) or passes["other"]
 
 
 def pass_seconds(kernel: Pass, rates: PassRates, sms: int) -> float:
-    """Return the time of moving the bytes. It hides the work of programs that run once, unless that takes longer;
-    programs that take one row after another wait for the bytes of each."""
+    """Return the time to move the bytes. It hides the work of programs that run once, unless that takes longer;
+    programs that process one row after another wait for the bytes of each."""
     moving, own = kernel.bytes / rates.bandwidth, rates.program + rates.element * kernel.elements
     if kernel.together:
         resident = min(kernel.together, sms * max(1, RESIDENT_ELEMENTS // kernel.elements))
@@ -113,8 +114,8 @@ def matmul_seconds(
 ) -> float:
     """Return the time of the fastest tile and split, overlapped with that of moving the operands.
 
-    An SM computes one tile at a time, so that the number of rounds is a whole one, but for the part of the last round
-    that overlaps.
+    An SM computes one tile at a time, so the number of rounds is an integer, except for the part of the last round that
+    overlaps.
     """
     rates = profile.matmul
     result_bytes = (4 if is_wide else 2) * (2 if adds else 1)
@@ -126,13 +127,13 @@ def matmul_seconds(
 
 
 Tiling = tuple[int, int, float, float, int, float]
-"""A tile's elements, its rows and columns added, the depth of a program, programs of an SM on average (at least 1) and
-rounded up, and seconds of adding the parts of split tiles."""
+"""A tile's elements, the sum of its rows and columns, the depth of a program, programs per SM on average (at least 1)
+and rounded up, and seconds of adding split-K's partial results."""
 
 
 @functools.lru_cache(maxsize=512)
 def _tilings(batch: int, rows: int, columns: int, depth: int, sms: int) -> tuple[Tiling, ...]:
-    """Return the tilings of a matmul, whatever the rates: a search for rates asks for them again and again."""
+    """Return the tilings of a matmul, which do not depend on the rates; cached for searches for rates."""
     found: list[Tiling] = []
     adding = 8 * batch * rows * columns / SPLIT_BANDWIDTH
     for tile_rows, tile_columns in TILES:
@@ -149,7 +150,7 @@ def _tilings(batch: int, rows: int, columns: int, depth: int, sms: int) -> tuple
 
 
 def _computing(tilings: Iterable[Tiling], rates: MatmulRates, sm_rate: float, epilogue: float) -> float:
-    """Return the seconds of the fastest tiling. `epilogue`: seconds of the largest tile's."""
+    """Return the seconds of the fastest tiling. `epilogue`: seconds of the largest tile's epilogue."""
     perimeter, more_depth, overlap, whole = rates.perimeter, rates.more_depth, rates.overlap, 1 - rates.overlap
     per_element, per_depth, least = epilogue / (128 * 256), 2 / sm_rate, rates.least
     return min(
@@ -161,8 +162,8 @@ def _computing(tilings: Iterable[Tiling], rates: MatmulRates, sm_rate: float, ep
 
 
 def overlapped(computing: float, moving: float) -> float:
-    """Return the time of a kernel that computes while it moves its operands: the longer of both, and up to a fifth
-    more where they are alike, since neither hides the other from its first to its last tile."""
+    """Return the time of a kernel that computes while it moves its operands: the longer of both times, and up to a
+    fifth more if they are similar, because neither hides the other from the first to the last tile."""
     return (computing**OVERLAP + moving**OVERLAP) ** (1 / OVERLAP)
 
 
@@ -171,8 +172,8 @@ def _layout_time(rates: MatmulRates, layout: str) -> float:
 
 
 def operator_matmul_seconds(kernel: Matmul, profile: GpuProfile) -> float:
-    """Return the time of matmuls in one kernel, each as large as `kernel` says, in 8, 16 or 32 bits. Those of 8 bits
-    have the rates of 16 at twice the peak."""
+    """Return the time of matmuls batched in one kernel, each of the size in `kernel`, with 8-, 16- or 32-bit operands.
+    8-bit matmuls have the rates of 16-bit ones at twice the peak."""
     wide = profile.wide.get(kernel.precision)
     rates, peak = (wide.rates, wide.peak) if wide else (profile.matmul, profile.peak)
     size, result_size = OPERAND_BYTES[kernel.precision], 4 if wide else 2
@@ -192,8 +193,8 @@ def rates_name(kernel: AttentionPass) -> str:
 
 
 def pass_names(kernel: AttentionPass) -> list[str]:
-    """Return the names of rates that the kernel may have, the best first: its own, and those that an older profile has
-    for all of this package's kernels."""
+    """Return possible names of the kernel's rates, the best first: its own, then those that an older profile has for
+    all of this package's kernels."""
     first = kernel.name.partition(" ")[0]
     is_own = kernel.name in (first, first + PORTABLE, first + SMALL_PATH)
     if not is_own:
@@ -204,9 +205,9 @@ def pass_names(kernel: AttentionPass) -> list[str]:
 
 
 def attention_rates(profile: GpuProfile, kernel: AttentionPass) -> AttentionRates:
-    """Return the rates of the kernel's head dim. Those of a head dim that was not measured lie between its neighbours',
-    as those of the next multiple of 32; beyond the largest, tiles take as much longer as the head dim is larger.
-    Portable kernels and those in fp32 pad the head dim to a power of 2."""
+    """Return the rates of the kernel's head dim. Other head dims are rounded up to a multiple of 32 and interpolated
+    between measured neighbours; beyond the largest, the time of tiles is proportional to the head dim. Portable kernels
+    and those in fp32 pad the head dim to a power of 2."""
     dims: dict[str, list[int]] = {}
     for key in profile.attention:
         own, _, number = key.rpartition(" ")
@@ -233,8 +234,8 @@ def attention_rates(profile: GpuProfile, kernel: AttentionPass) -> AttentionRate
 
 
 def attention_seconds(kernel: AttentionPass, rates: AttentionRates, sms: int, bandwidth: float = math.inf) -> float:
-    """Return the time of all programs shared by the SMs, of the longest program, or of what the programs move. A
-    program of backward works on one KV head and all queries of its group."""
+    """Return the longest of: the time of all programs divided among the SMs, the longest program, and the programs'
+    memory traffic. A backward program processes one KV head and all query heads of its group."""
     if kernel.name in PORTABLE_TILES:
         return portable_attention_seconds(kernel, rates, sms)
     blocks = -(-kernel.length // TILE)
@@ -250,8 +251,8 @@ def attention_seconds(kernel: AttentionPass, rates: AttentionRates, sms: int, ba
 
 
 def portable_attention_seconds(kernel: AttentionPass, rates: AttentionRates, sms: int) -> float:
-    """Return the time of the portable kernels: of all programs shared by the SMs, or of the longest program. Backward
-    has programs of queries and programs of keys, in two kernels or, where it is small, in one."""
+    """Return the time of the portable kernels: all programs divided among the SMs, or the longest program. Backward has
+    programs of queries and programs of keys, in two kernels or, for small problems, in one."""
     queries, longest = _query_programs(kernel, rates, sms)
     if not kernel.is_backward:
         return rates.fixed + max(queries, longest)
@@ -265,7 +266,7 @@ def portable_attention_seconds(kernel: AttentionPass, rates: AttentionRates, sms
 
 
 def _query_programs(kernel: AttentionPass, rates: AttentionRates, sms: int) -> tuple[float, float]:
-    """Return the seconds of all programs of queries, shared by the SMs, and of the longest one alone."""
+    """Return the seconds of all programs of queries, divided among the SMs, and of the longest one."""
     rows, columns = _portable_tile(kernel, PORTABLE_TILES[kernel.name])
     blocks = -(-kernel.length // rows)
     tiles = sum(-(-min(kernel.length, (block + 1) * rows) // columns) for block in range(blocks))
@@ -274,7 +275,8 @@ def _query_programs(kernel: AttentionPass, rates: AttentionRates, sms: int) -> t
 
 
 def _key_programs(kernel: AttentionPass, rates: AttentionRates, sms: int) -> tuple[float, float]:
-    """Return the same of programs of keys, each of which takes the queries of all heads of its group."""
+    """Return the seconds of all programs of keys, divided among the SMs, and of the longest one, which processes the
+    queries of all heads of its group."""
     of_queries = PORTABLE_TILES[kernel.name]
     area = math.prod(_portable_tile(kernel, of_queries))
     rows, columns = _portable_tile(kernel, of_queries if kernel.name.endswith(SMALL_PATH) else KEY_TILES)
@@ -292,8 +294,8 @@ def _portable_tile(kernel: AttentionPass, tiles: Mapping[int, tuple[int, int]]) 
 
 def gradient_traffic(kernel: AttentionPass, sms: int) -> float:
     """Return the bytes that the tiles of backward move between memory and the L2 cache: queries and their gradients are
-    read, and fp32 sums of dQ updated. Programs of one head that run side by side share them. Counts the kernels for
-    Hopper alone, whose sections of heads hopper_launch.order chooses."""
+    read, and fp32 sums of dQ updated. Concurrent programs of one head share them. Only the Hopper kernels count, whose
+    sections of heads hopper_launch.order chooses."""
     if kernel.name != "backward":
         return 0.0
     blocks, group = -(-kernel.length // TILE), kernel.heads // kernel.kv_heads
@@ -305,8 +307,8 @@ def gradient_traffic(kernel: AttentionPass, sms: int) -> float:
 
 @functools.lru_cache(maxsize=4096)
 def heads_of_section(heads: int, blocks: int, fit: int, least: int) -> int:
-    """Return the heads whose programs run side by side: a divisor of all, with at least `least` blocks, as close as may
-    be to the number that fits the cache. A test compares it with kernels/flash/hopper_launch.py."""
+    """Return the number of heads whose programs run concurrently: a divisor of all heads, with at least `least` blocks,
+    as close as possible to the number that fits the cache. A test compares it with kernels/flash/hopper_launch.py."""
     small = [number for number in range(1, math.isqrt(heads) + 1) if heads % number == 0]
     large = [own for number in small for own in (number, heads // number) if own * blocks >= least] or [heads]
     return min(sorted(large), key=lambda own: max(own, fit) / min(own, max(fit, 1)))

@@ -13,15 +13,15 @@ from cs336_systems.predict.time.time_model import StepTime, step_time
 from cs336_systems.text import Text, listed, say
 
 SETTINGS = {"mode": "train-step", "precision": "bf16", "attention": "auto", "fast": "on"}
-"""Settings of the steps that are shown with a predicted time."""
+"""Settings for which a predicted step time is shown."""
 DRAW_SEED = "draw_seed"
-"""Field of recorded configurations that were drawn at random: the seed of the draw."""
+"""Field of randomly drawn configurations: the seed of the draw."""
 RECORDED = frozenset({"micro_batches", "warmup_ms", "rep_ms", "way", "profiler", DRAW_SEED}) | {
     f.name for f in dataclasses.fields(RunConfig)
 }
-"""Fields of recorded configurations that are understood; others may change what a step does."""
+"""Fields of recorded configurations that predictions know; other fields may change what a step does."""
 MOST_LOGITS = 1_000 * CHUNK_BYTES
-"""Elements of the logits of a micro batch up to which a step is predicted: its loss is listed chunk by chunk."""
+"""Maximum elements of a micro batch's logits for which a step is predicted: its loss is listed chunk by chunk."""
 
 
 class Predicted(NamedTuple):
@@ -38,7 +38,7 @@ class Predicted(NamedTuple):
 
     @property
     def milliseconds(self) -> str:
-        """The step's time and half of the interval in which a measurement is expected."""
+        """The step's time, and half the width of the interval in which a measurement is expected."""
         middle, half = 1e3 * self.time.seconds, 1e3 * (self.time.high - self.time.low) / 2
         digits = 0 if middle >= 1000 else 1 if middle >= 100 else 2
         return f"{middle:,.{digits}f} ± {half:,.{digits}f}"
@@ -48,8 +48,8 @@ def predicted_on(
     config: RunConfig, gpu: GPU | None, micro_batches: int = 1, steps: int | None = None
 ) -> Predicted | None:
     """Return the time of a step, fast in a CUDA graph or without any of the fast parts; None where its kernels or the
-    GPU's rates are not known. Between the two the host's speed decides, by as much as the parts differ. `steps`: how
-    many run before it is measured; None for a step of a long run, on a GPU that is warm."""
+    GPU's rates are not known. Steps with only some of the fast parts are not predicted, because they depend on the
+    host's speed. `steps`: number of steps before the measured ones; None for a step of a long run, on a warm GPU."""
     if gpu is None or config.tokens * config.model.vocab_size > MOST_LOGITS:
         return None
     profile, peak = profile_of(gpu, config.precision), gpu.peak_flops(config.precision)
@@ -76,7 +76,7 @@ def predicted_of(config: Mapping[str, Any], driver_name: str | None) -> Predicte
 
 
 def source_notes(found: Iterable[Predicted]) -> list[Text]:
-    """Say where the rates of GPUs are from, and how far a prediction may be off."""
+    """State the source of the GPUs' rates, and the expected error of a prediction."""
     profiles = list({one.profile.gpu: one.profile for one in found}.values())
     notes = [
         say(
@@ -101,7 +101,7 @@ def source_notes(found: Iterable[Predicted]) -> list[Text]:
 
 
 def launch_notes(found: Sequence[Predicted]) -> list[Text]:
-    """Name the steps that the host's launches bound: a faster GPU would not make them shorter."""
+    """Name the steps that are bound by the host's launches, for which a faster GPU would not help."""
     bound = [one.time.config for one in found if one.time.is_launch_bound]
     if not bound:
         return []

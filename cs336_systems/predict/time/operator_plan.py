@@ -36,30 +36,31 @@ from cs336_systems.predict.time.gpu_profile import GpuProfile, HostRates, Matmul
 from cs336_systems.predict.time.step_kernels import TRITON_WIDE, AttentionPass, Matmul, Pass
 
 OPERATORS, WIDE, LIBRARIES, HOST = "operators", "wide matmuls", "attention of libraries", "host"
-"""Parts."""
+"""Parts of the calibration."""
 TIMED_PASSES = (
     POINTWISE, CAST, NARROW, MIXED, STRIDED, STRIDED_MIXED, TRANSPOSED, MASKED, COPY, TRIANGLE, SOFTMAX,
     SOFTMAX_BACKWARD, LOG_SOFTMAX, LOG_SOFTMAX_BACKWARD, RMS_NORM, RMS_NORM_BACKWARD, ADAMW,
 )  # fmt: skip
 SIZES_OF_A_PASS, RUNS_OF_A_PART = 8, 6
-"""Sizes at which a pass is timed, and runs whose kernels are taken."""
+"""Number of sizes at which a pass is timed, and number of runs that provide the kernels of a part."""
 LEAST_BYTES, MOST_BYTES, LARGEST_WIDE_MATMUL = 1 << 20, 2e9, 5e11
 LIBRARY_SHAPES = ((4, 16, 256), (4, 16, 512), (16, 16, 512), (4, 16, 1024), (1, 16, 2048), (4, 16, 2048), (1, 16, 4096))
-"""Sequences, heads, tokens of a sequence."""
+"""Batch size, heads and sequence length of each shape."""
 LIBRARY_KERNELS, LIBRARY_HEAD_DIMS = (FLASH_2, EFFICIENT, TRITON_WIDE), (64, 128)
 WIDE_PRECISIONS = ("fp32", "tf32")
 CUDA_CORE_FLOPS = {"8.0": 128}
 USUAL_CUDA_CORE_FLOPS = 256
-"""FLOPs in fp32 of an SM in a clock, by compute capability."""
+"""FLOPs in fp32 per SM and clock cycle: by compute capability, and of all others."""
 WIDE_BEGIN = MatmulRates(0.8, 10.0, 4e-6, 3e-6, 10.0, 1.0, 0.5)
-"""Rates of fp32 to begin the search with: its tiles run on CUDA cores, an order of magnitude slower."""
+"""Initial rates of fp32 matmuls for the search: their tiles run on CUDA cores, an order of magnitude slower."""
 QUEUE_GAP, PHASE_START = 1.9e-6, 4e-4
-"""Seconds between two kernels that wait in the GPU's queue, small kernels that are not listed included, and those until
-the first kernels of a phase run: as on an H200."""
+"""Seconds between two kernels in the GPU's queue, including small kernels that are not listed, and seconds until the
+first kernels of a phase run; measured on an H200."""
 SPREADS = {
     "fp32": 0.08, "tf32": 0.25, "bf16": 0.08, COMPILED: 0.1, CLOSE_STEP: 0.25, LAUNCH_BOUND_STEP: 0.4,
 }  # fmt: skip
-"""Half intervals: from the errors of recorded steps of an H200; TF32 has none, and its interval is a guess."""
+"""Relative half widths of intervals, from the errors of recorded steps on an H200; TF32 has none, and its interval is a
+guess."""
 
 RandomRun = Callable[[random.Random], RunConfig]
 
@@ -75,7 +76,7 @@ def operator_cells(device: str) -> Iterator[dict[str, Any]]:
 
 
 def operator_kernels(config: Mapping[str, Any], random_run: RandomRun) -> list[tuple[RunConfig, Timed]]:
-    """Return the kernels that a cell times, each with a run that has it."""
+    """Return the kernels that a cell times, each with a run that contains it."""
     part = config["part"]
     if part == LIBRARIES:
         return list(_library_kernels(config["library"], random_run(random.Random(part))))
@@ -105,7 +106,7 @@ def _is_timed(kernel: Pass, found: Mapping[Timed, RunConfig], run: RunConfig) ->
 
 
 def _reference(run: RunConfig, precision: str) -> RunConfig:
-    """Return the run as an eager step with naive attention, whose scores are of moderate size."""
+    """Return the run as an eager step with naive attention and scores of moderate size."""
     model = dataclasses.replace(
         run.model, num_kv_heads=0, context_length=min(run.model.context_length, 1024), num_layers=1
     )
@@ -128,8 +129,8 @@ def _library_kernels(library: str, run: RunConfig) -> Iterator[tuple[RunConfig, 
 def with_eager_rates(
     profile: GpuProfile, kernels: Sequence[Measured], host: Sequence[float], capability: str, clock: float
 ) -> GpuProfile:
-    """Return the profile with rates of eager steps. `host` has the seconds that the part HOST has measured, `clock` is
-    the highest in Hz. The passes and the attention of other libraries are in the profile."""
+    """Return the profile with rates of eager steps. `host`: seconds measured by the part HOST; `clock`: the highest
+    clock in Hz. The profile already has the passes and the attention of other libraries."""
     cores = profile.sms * CUDA_CORE_FLOPS.get(capability, USUAL_CUDA_CORE_FLOPS) * clock
     wide = {}
     for precision, peak, begin in (("fp32", cores, WIDE_BEGIN), ("tf32", profile.peak / 2, profile.matmul)):

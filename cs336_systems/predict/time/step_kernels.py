@@ -20,23 +20,23 @@ LAUNCH_BOUND, HOPPER_WORTH = 1 << 31, 1 << 33
 SMALLEST_FOR_DESCRIPTORS, LONG_FOR_DESCRIPTORS, WIDEST_GRAD = 1 << 21, 2048, 128
 """Equal to the constants of kernels/flash/portable_launch.py and tiles.py; a test compares them."""
 SMALL_PATH, PORTABLE = " small", " triton"
-"""What follows the pass in the name of attention that is not by the kernels for Hopper: small problems are read by
-pointers and have one kernel in backward, those of medium size have two."""
+"""Suffixes of the pass in attention names of the portable kernels. Small problems are read through pointers and have
+one kernel in backward; those of medium size have two."""
 TRITON_WIDE, TRITON_TF32 = "wide", "tf32"
-"""The same for this package's attention in fp32, and where its matmuls may be in TF32."""
+"""Suffixes of the pass for this package's attention in fp32, and in fp32 with TF32 matmuls."""
 LINE = 256
-"""Bytes of which rows should be a multiple: others share lines with their neighbours."""
+"""Rows should be multiples of this many bytes; otherwise they share cache lines with their neighbours."""
 VECTOR = 16
-"""Sizes that are no multiple of this make Triton load one element at a time."""
+"""If a size is not a multiple of this, Triton loads one element at a time."""
 CAST, TRANSPOSE, ADD = "fp8_cast", "fp8_transpose", "fp8_add"
-"""Passes beside matmuls in FP8: a matrix is cast; its transposed copy is written; a weight's gradient is added to that
-of earlier micro batches, which these matmuls cannot do."""
+"""Passes around FP8 matmuls: casting a matrix, writing its transposed copy, and adding a weight's gradient to that of
+earlier micro batches, which these matmuls cannot do."""
 SORTED_ROWS = 3072
-"""Tokens from which torch's gradient of an embedding sorts them, in about 28 small kernels."""
+"""Number of tokens from which torch's embedding gradient sorts them, in about 28 small kernels."""
 
 
 class Matmul(NamedTuple):
-    """(rows, depth) x (depth, columns)."""
+    """A matmul of (rows, depth) x (depth, columns)."""
 
     name: str
     rows: int
@@ -45,15 +45,15 @@ class Matmul(NamedTuple):
     layout: str
     times: int = 1
     adds: bool = False
-    """The result is added to what is in memory."""
+    """True if the result is added to the output in memory."""
     is_wide: bool = False
-    """The result is fp32 where the operands are not."""
+    """True if the result is fp32 and the operands are not."""
     batch: int = 1
-    """Matmuls of one kernel."""
+    """Number of matmuls in one kernel."""
     precision: str = ""
-    """ "fp32" or "tf32" for operands of 32 bits, "fp8" for those of 8; empty for 16."""
+    """Precision of the operands: "fp32" or "tf32" for 32 bits, "fp8" for 8, "" for 16."""
     multiple: int = 0
-    """The power of 2 that divides the contiguous dimensions, where it is too small for the fastest kernels; else 0."""
+    """The power of 2 that divides the contiguous dimensions, if it is too small for the fastest kernels; else 0."""
 
     @property
     def flops(self) -> int:
@@ -61,23 +61,23 @@ class Matmul(NamedTuple):
 
 
 class Pass(NamedTuple):
-    """A kernel that reads and writes memory, and whose arithmetic does not count."""
+    """A memory-bound kernel, whose arithmetic is ignored."""
 
     name: str
     bytes: int
-    """Read and written."""
+    """Bytes read and written."""
     times: int = 1
     programs: int = 0
-    """Programs, or rows that `together` programs take one after another; 0 where bytes alone count."""
+    """Number of programs, or of rows that `together` programs process one after another; 0 if only the bytes matter."""
     elements: int = 0
-    """Elements that a program holds, a power of 2."""
+    """Number of elements that a program holds, a power of 2."""
     together: int = 0
-    """Programs that share the rows."""
+    """Number of programs that share the rows."""
 
 
 class AttentionPass(NamedTuple):
     name: str
-    """ "forward" or "backward"; of kernels that are not this package's in 16 bits, their name follows."""
+    """"forward" or "backward", followed by the kernels' name unless they are this package's in 16 bits."""
     batch: int
     heads: int
     kv_heads: int
@@ -107,7 +107,7 @@ Kernel = Matmul | Pass | AttentionPass | Small
 
 
 def gradient_kernels(config: RunConfig, *, adds: bool = False) -> list[Kernel]:
-    """Return the kernels of one micro batch, forward and backward. `adds`: gradients of earlier ones are there."""
+    """Return the kernels of one micro batch, forward and backward. `adds`: gradients of earlier micro batches exist."""
     backward = _backward(config, adds)
     if config.precision == "fp8":
         backward = _in_fp8(backward, config)
@@ -115,7 +115,7 @@ def gradient_kernels(config: RunConfig, *, adds: bool = False) -> list[Kernel]:
 
 
 def forward_kernels(config: RunConfig) -> Iterator[Kernel]:
-    """Return the kernels up to the last norm; those of blocks run once a layer, or twice."""
+    """Return the kernels up to the last norm; blocks run once per layer, or twice."""
     return _in_fp8(_forward(config), config) if config.precision == "fp8" else _forward(config)
 
 
@@ -137,7 +137,7 @@ def _forward(config: RunConfig) -> Iterator[Kernel]:
 
 
 def _loss(config: RunConfig, adds: bool) -> Iterator[Kernel]:
-    """Logits and their gradients in chunks; then the gradients' factor."""
+    """Yield the kernels of the loss: logits and their gradients in chunks; then the factor of the gradients."""
     model, rows, s = config.model, config.tokens, _width(config)
     vocabulary, d = model.vocab_size, model.d_model
     chunks = max(1, -(-rows * vocabulary * s // CHUNK_BYTES))
@@ -168,7 +168,7 @@ def _backward(config: RunConfig, adds: bool) -> Iterator[Kernel]:
     stream = rows * d * s
 
     def both(name: str, columns: int, depth: int) -> Iterator[Kernel]:
-        """Gradients of the input and of the weight of (rows, depth) x (depth, columns)."""
+        """Yield the gradients of the input and of the weight of (rows, depth) x (depth, columns)."""
         yield Matmul(f"{name}, gradient of the input", rows, depth, columns, INPUT, layers)
         yield Matmul(f"{name}, gradient of the weight", columns, depth, rows, WEIGHT, layers, adds=adds)
 
@@ -201,7 +201,7 @@ def _backward(config: RunConfig, adds: bool) -> Iterator[Kernel]:
 
 
 def _in_fp8(kernels: Iterable[Kernel], config: RunConfig) -> Iterator[Kernel]:
-    """Return kernels of forward or backward with the matmuls of blocks in FP8, as kernels/fused/fp8_run.py has them."""
+    """Yield kernels of forward or backward with the blocks' matmuls in FP8, as in kernels/fused/fp8_run.py."""
     model = config.model
     d, f = model.d_model, model.d_ff
     widths = {"qkv": (d, model.qkv_width), "out": (model.q_width, d), "gate and up": (d, 2 * f), "down": (f, d)}
@@ -216,7 +216,7 @@ def _in_fp8(kernels: Iterable[Kernel], config: RunConfig) -> Iterator[Kernel]:
 
 
 def _matmul_in_fp8(kernel: Matmul, name: str, d_in: int, d_out: int, rows: int) -> Iterator[Kernel]:
-    """Return the matmul, and the passes that write its operands where no other kernel does."""
+    """Yield the matmul, and the passes that write its operands if no other kernel does."""
     weight, times = d_in * d_out, kernel.times
     scale = Small("largest scale of a matrix", times)
     if kernel.layout == FORWARD:
@@ -239,8 +239,8 @@ def _matmul_in_fp8(kernel: Matmul, name: str, d_in: int, d_out: int, rows: int) 
 
 
 def _pass_in_fp8(kernel: Pass, config: RunConfig) -> Iterator[Kernel]:
-    """Return a pass of a block with its result in FP8. All norms but the last are those of blocks, every other one has
-    its result in bf16, and their backward does not write it again."""
+    """Yield a pass of a block with its result in FP8. All norms but the last belong to blocks; every other one writes
+    bf16, and their backward does not write the norm again."""
     stream, layers = config.tokens * config.model.d_model, config.model.num_layers
     name, size, times = kernel[:3]
     if name == "add_norm":
@@ -275,12 +275,12 @@ def update_kernels(config: RunConfig) -> list[Kernel]:
 
 
 def _width(config: RunConfig) -> int:
-    """Bytes of an element in matmuls and of the residual stream."""
+    """Return the bytes per element in matmuls and in the residual stream."""
     return 4 if config.precision == "fp32" else 2
 
 
 def _head_widths(config: RunConfig) -> tuple[int, int]:
-    """Columns of q and k, and of q, k and v."""
+    """Return the columns of q and k, and of q, k and v."""
     model = config.model
     return model.q_width + model.kv_width, model.q_width + 2 * model.kv_width
 
@@ -300,7 +300,8 @@ def _rotary_programs(config: RunConfig, parts: int) -> tuple[int, int]:
 
 
 def _unaligned_rows(rows: int, width: int, size: int) -> tuple[int, int]:
-    """Return the rows that do not begin at a multiple of LINE bytes, and their elements; none where all do."""
+    """Return the number of rows that do not begin at a multiple of LINE bytes, and their elements; none if all rows are
+    aligned."""
     return (rows, width) if width * size % LINE else (0, 0)
 
 
@@ -326,7 +327,7 @@ def _attention(name: str, config: RunConfig) -> AttentionPass:
 
 
 def attention_path(config: RunConfig, *, is_backward: bool) -> str:
-    """Return the suffix of the kernels that run this package's attention in 16 bits: "" for those of Hopper."""
+    """Return the suffix of the kernels that run this package's attention in 16 bits: "" for the Hopper kernels."""
     model = config.model
     elements, keys = config.tokens * model.q_width, model.context_length
     if config.attention == "flash_hopper" or (config.attention == "auto" and elements * keys >= HOPPER_WORTH):

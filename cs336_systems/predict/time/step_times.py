@@ -1,7 +1,7 @@
 """Seconds of many steps of one model on one GPU: equal to `step_time`, at a small part of its cost. No torch.
 
-A step is a first micro batch, others that add to its gradients, recomputation and the update. Each of these is listed
-and timed once for a micro batch size; a prediction adds their sums and finds the clock.
+A step consists of the first micro batch, later ones that add to its gradients, recomputation and the update. Each is
+listed and timed once per micro batch size; a prediction adds the sums and determines the clock.
 """
 
 import dataclasses
@@ -14,7 +14,7 @@ from cs336_systems.predict.time.step_kernels import Kernel, gradient_kernels, up
 from cs336_systems.predict.time.time_model import KINDS, Work, highest_clock, recomputed_kernels, slowdown
 
 FIRST, LATER, RECOMPUTED = "first", "later", "recomputed"
-"""Parts of a step that depend on the size of a micro batch."""
+"""Parts of a step whose time depends on the size of a micro batch."""
 
 
 class StepTimes:
@@ -63,7 +63,7 @@ class StepTimes:
         return sum(self._update(state).seconds.values())
 
     def _part(self, name: str, micro_batch: int) -> Work:
-        """Return the work of a part of a step in one micro batch."""
+        """Return the work of one part of a step for one micro batch."""
         if (name, micro_batch) not in self._works:
             config = dataclasses.replace(self.config, batch_size=micro_batch)
             is_forward = name == RECOMPUTED
@@ -82,7 +82,7 @@ class StepTimes:
         return Work.of(kernels, [kernel.times * self._seconds(kernel) for kernel in kernels], self.profile.power)
 
     def _seconds(self, kernel: Kernel) -> float:
-        """Return the seconds of one run; parts of a step share many kernels."""
+        """Return the seconds of one run of a kernel, cached because parts of a step share many kernels."""
         once = kernel._replace(times=1)
         if once not in self._kernels:
             self._kernels[once] = kernel_seconds(once, self.profile)
@@ -90,7 +90,7 @@ class StepTimes:
 
 
 def _sum(parts: Iterable[tuple[int, Work]]) -> Work:
-    """Return the sum of works, each some times."""
+    """Return the sum of works, each multiplied by a count."""
     seconds, joules, launches = dict.fromkeys(KINDS, 0.0), 0.0, 0
     for times, work in parts:
         for kind, own in work.seconds.items():

@@ -1,7 +1,6 @@
 """Seconds of a training step before it runs: its kernels, at the clock that the power limit allows. No torch.
 
-What the host does while the GPU works costs nothing; without a CUDA graph the host's launches bound the step from
-below.
+The host's work overlaps with the GPU's; without a CUDA graph the host's launches are a lower bound of the step.
 """
 
 import math
@@ -25,13 +24,14 @@ from cs336_systems.predict.time.step_kernels import (
 
 KINDS = (MATMUL, ATTENTION, PASS, SMALL)
 FLOP_ENERGY = {"fp32": 0.0, "tf32": 2.0, "fp8": 0.5}
-"""Energy of a FLOP over that in 16 bits. Rates in fp32 are those at the clock that such work has, whatever it is."""
+"""Energy per FLOP relative to 16 bits. For fp32 it is 0, because its rates were measured at the clock that such work
+has."""
 FAST_KERNELS = frozenset(("kernels", "loss", "optimizer"))
-"""Parts of the fast step without which it has other kernels."""
+"""Parts of the fast step that are required, because without them the step has other kernels."""
 FP8_SPREAD = 0.1
-"""Half of the interval around steps in FP8, relative: their rates are from one measured step."""
+"""Half the relative width of the interval around steps in FP8, whose rates come from one measured step."""
 LOWEST_CLOCK = 0.4
-"""Bound of the search for a clock, relative to the highest."""
+"""Lowest relative clock in the search."""
 
 
 class KernelTime(NamedTuple):
@@ -39,20 +39,20 @@ class KernelTime(NamedTuple):
 
     kernel: Kernel
     seconds: float
-    """All its runs in the step."""
+    """Seconds of all its runs in the step."""
 
 
 class Work(NamedTuple):
     """Sums over kernels at the highest clock."""
 
     seconds: dict[str, float]
-    """By kind of kernel."""
+    """Seconds by kind of kernel."""
     joules: float
     launches: int
 
     @classmethod
     def of(cls, kernels: Sequence[Kernel], seconds: Sequence[float], power: Power | None) -> "Work":
-        """Return the sums of kernels, whose times are those of all their runs."""
+        """Return the sums over kernels, whose times are those of all their runs."""
         by_kind = dict.fromkeys(KINDS, 0.0)
         for kernel, own in zip(kernels, seconds, strict=True):
             by_kind[kind_of(kernel)] += own
@@ -66,14 +66,14 @@ class StepTime:
     seconds: float
     low: float
     high: float
-    """Bounds between which a measurement is expected."""
+    """Upper bound of the interval in which a measurement is expected."""
     kernels: tuple[KernelTime, ...]
     clock: float
-    """Mean clock over the highest."""
+    """Mean clock relative to the highest."""
     gaps: float
-    """Seconds between kernels, and of the first launch and the wait for the end."""
+    """Seconds between kernels, of the first launch, and of the wait for the end."""
     host: float
-    """Seconds of the host's launches, which bound a step without a CUDA graph from below; 0 with one."""
+    """Seconds of the host's launches, a lower bound of a step without a CUDA graph; 0 with a graph."""
     micro_batches: int
 
     @property
@@ -83,7 +83,7 @@ class StepTime:
 
     @property
     def spread(self) -> float:
-        """Half of the interval around the prediction, relative."""
+        """Half the relative width of the interval around the prediction."""
         return (self.high - self.low) / (2 * self.seconds)
 
     @property
@@ -91,7 +91,7 @@ class StepTime:
         return self.config.tokens * self.micro_batches / self.seconds
 
     def mfu(self, peak: float, *, causal: bool = False) -> float:
-        """Return the share of the peak FLOP/s that the model's own work has."""
+        """Return the share of the peak FLOP/s that the model's own FLOPs reach."""
         flops = causal_model_flops(self.config) if causal else model_flops(self.config)
         return flops * self.micro_batches / self.seconds / peak
 
@@ -113,8 +113,8 @@ class StepTime:
 def step_time(
     config: RunConfig, profile: GpuProfile, micro_batches: int = 1, steps: int | None = None
 ) -> StepTime | None:
-    """Predict a fast step in 16-bit precision or FP8; None where the kernels of the step are not known. `steps`: how
-    many run before it is measured; None for a GPU that has long been warm."""
+    """Predict a fast step in 16-bit precision or FP8; None if its kernels are not known. `steps`: number of steps
+    before the measured ones; None for a warm GPU."""
     if not predicts(config):
         return None
     kernels = step_kernels(config, micro_batches)
@@ -137,7 +137,7 @@ def step_time(
 
 
 def spread_of(config: RunConfig, profile: GpuProfile) -> float:
-    """Return half of the interval around the prediction of a fast step, relative."""
+    """Return half the relative width of the interval around the prediction of a fast step."""
     return max(profile.spread, FP8_SPREAD) if config.precision == "fp8" else profile.spread
 
 
@@ -172,7 +172,7 @@ def recomputed_kernels(config: RunConfig, micro_batches: int = 1) -> list[Kernel
 
 
 def clock_after(steps: int | None, work: Work, gaps: float, power: Power) -> float:
-    """Return the clock of a step after as many others: a GPU that is still cool needs less power."""
+    """Return the clock of a step after this many others: a GPU that is still cool draws less power."""
     clock = highest_clock(work, gaps, power)
     if steps is None or clock == 1.0 or not power.warming:
         return clock
@@ -182,7 +182,7 @@ def clock_after(steps: int | None, work: Work, gaps: float, power: Power) -> flo
 
 def highest_clock(work: Work, gaps: float, power: Power, worked: float = math.inf) -> float:
     """Return the highest clock, at most 1, at which the step's mean power is within the limit, on a GPU that has worked
-    for so many seconds."""
+    for this many seconds."""
     static = power.static_after(worked)
     computing = sum(power.slowdown[kind] * own for kind, own in work.seconds.items())
     waiting = gaps + sum(work.seconds.values()) - computing  # for memory: the same at every clock
@@ -200,7 +200,7 @@ def highest_clock(work: Work, gaps: float, power: Power, worked: float = math.in
 
 
 def _joules(kernel: Kernel, power: Power) -> float:
-    """Return the energy of the kernel's work at the highest clock."""
+    """Return the energy in joules of the kernel's work at the highest clock."""
     if isinstance(kernel, Pass):
         return kernel.times * kernel.bytes * power.per_byte
     if isinstance(kernel, Small):
@@ -211,7 +211,7 @@ def _joules(kernel: Kernel, power: Power) -> float:
 
 
 def slowdown(power: Power, kind: str, clock: float) -> float:
-    """Return the time of a kind of kernel at a clock, over that at the highest."""
+    """Return the time of a kind of kernel at a clock, relative to that at the highest clock."""
     return 1 + power.slowdown[kind] * (1 / clock - 1)
 
 

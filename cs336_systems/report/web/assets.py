@@ -10,12 +10,13 @@ from typing import Any
 
 @cache
 def asset(name: str) -> str:
-    """The text of a file beside this module."""
+    """Return the text of a file beside this module."""
     return Path(__file__).with_name(name).read_text(encoding="utf-8")
 
 
 def policy(*scripts: str) -> str:
-    """A Content-Security-Policy under which the page loads nothing and runs only these scripts, named by hash."""
+    """Return a Content-Security-Policy under which the page loads nothing and runs only these scripts, named by
+    hash."""
     digests = (hashlib.sha256(script.encode()).digest() for script in scripts)
     allowed = " ".join(f"'sha256-{base64.b64encode(digest).decode()}'" for digest in digests)
     return (
@@ -25,5 +26,5 @@ def policy(*scripts: str) -> str:
 
 
 def embedded_json(data: Any) -> str:
-    """JSON that is safe inside a script element: no text in it can end the element or open a comment."""
+    """Return JSON that is safe inside a script element: no text in it can end the element or open a comment."""
     return json.dumps(data, ensure_ascii=False, separators=(",", ":")).replace("<", "\\u003c")

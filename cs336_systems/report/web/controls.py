@@ -14,7 +14,7 @@ _THEMES = {
 
 
 def html_text(text: str | Text) -> str:
-    """Escaped HTML. Where the languages differ it holds both, and the page shows one."""
+    """Return escaped HTML. If the languages differ it holds both, and the page shows one."""
     if isinstance(text, str):
         return escape(text)
     if text.in_("zh") == text.en:
@@ -23,7 +23,7 @@ def html_text(text: str | Text) -> str:
 
 
 def attributes(prefix: str, text: Text) -> str:
-    """One attribute for each language."""
+    """Return one attribute for each language."""
     return "".join(f' {prefix}{language}="{escape(text.in_(language))}"' for language in LANGUAGES)
 
 
@@ -33,12 +33,12 @@ def aria_label(name: Text, language: Language) -> str:
 
 
 def html_attributes(language: Language) -> str:
-    """The attributes of the html element of a page that opens in this language."""
+    """Return the attributes of the html element of a page that opens in this language."""
     return f'lang="{"zh-CN" if language == "zh" else "en"}" data-language="{language}"'
 
 
 def controls(language: Language) -> str:
-    """The two selects; a page without scripts hides them."""
+    """Return the two selects; a page without scripts hides them."""
     themes = "".join(
         f'<option value="{value}"{attributes("data-", name)}>{escape(name.in_(language))}</option>'
         for value, name in _THEMES.items()

@@ -45,7 +45,7 @@ _NOTHING = Text("There are no measurements in this report.", "此报告中没有
 
 
 def page(document: Document, language: Language = "en") -> str:
-    """The whole file; `language` is the one it opens in."""
+    """Return the whole file; `language` is the one in which it opens."""
     return _Page(language).write(document)
 
 
@@ -139,7 +139,7 @@ class _Page:
         )
 
     def _summary(self, document: Document, anchors: Mapping[int, str]) -> str:
-        """The first screen: large numbers, one chart, why to trust them; all first findings are folded below."""
+        """Return the first screen: large numbers, one chart, why to trust them; all first findings are folded below."""
         by_name = {section.name: anchors[id(section)] for section in document.sections}
         numbers = "".join(_number(one, by_name.get(one.section, "")) for one in document.highlights)
         hero = self._figure(document.hero) if document.hero else ""
@@ -181,8 +181,8 @@ class _Page:
         return "\n".join([*parts, "</section>\n"])
 
     def _board(self, section: Section) -> list[str]:
-        """Findings and charts in two columns on a wide window. Findings take a whole row unless that would leave a
-        chart alone in its row. The chart of the first screen is not repeated."""
+        """Return findings and charts, in two columns on a wide window. Findings take a whole row unless that would
+        leave a chart alone in its row. The chart of the first screen is not repeated."""
         cells = [self._figure(chart) for chart in section.charts if chart != self.hero]
         if section.findings:
             whole = "" if len(cells) % 2 else " whole"
@@ -197,8 +197,8 @@ class _Page:
         )
 
     def _tables(self, section: Section) -> list[str]:
-        """The first table, or the first two if both are short and there is at most one chart; the others are folded
-        into one element."""
+        """Return the first table, or the first two if both are short and there is at most one chart; the others are
+        folded into one element."""
         tables = []
         for table in section.tables:
             anchor = self._anchor(f"table-{table.title.en.split(' · ')[0]}")
@@ -237,7 +237,7 @@ class _Page:
         )
 
     def _anchor(self, name: str) -> str:
-        """An id made from a name, unique on the page."""
+        """Return an id made from a name, unique on the page."""
         plain = re.sub(r"[^A-Za-z0-9_-]+", "-", name).strip("-") or "part"
         found, number = plain, 1
         while found in self.taken or f"{found}-title" in self.taken:
@@ -252,7 +252,7 @@ def _items(texts: Sequence[Text]) -> str:
 
 
 def _without_lines(text: str, derived: Iterable[str], first: int) -> str:
-    """The text with empty lines, from `first` on, for those that page.js can derive: nearly all rows."""
+    """Return the text with lines, from `first` on, emptied if page.js can derive them: nearly all rows."""
     lines = text.split("\n")
     for number, line in enumerate(derived, start=first):
         if lines[number] == line:
@@ -261,12 +261,12 @@ def _without_lines(text: str, derived: Iterable[str], first: int) -> str:
 
 
 def _shown_row(cells: Sequence[str | Text]) -> str:
-    """The row in Markdown as page.js makes it of the cells on the page."""
+    """Return the row in Markdown as page.js makes it from the cells on the page."""
     return "| " + " | ".join(cell.en if isinstance(cell, Text) else cell for cell in cells) + " |"
 
 
 def _latex_row(markdown: str) -> str:
-    """The row in LaTeX as page.js makes it of that in Markdown."""
+    """Return the row in LaTeX as page.js makes it from the Markdown row."""
     escaped = re.sub(r"[&%$#_{}]", r"\\\g<0>", markdown[2:-2]).replace("±", r"$\pm$").replace("×", r"$\times$")
     return "    " + " & ".join(escaped.split(" | ")) + r" \\"
 
@@ -276,7 +276,7 @@ def _heading_of(level: int, inside: str, kind: str = "") -> str:
 
 
 def _grouped(sections: Sequence[Section]) -> list[tuple[Text | None, list[Section]]]:
-    """Sections under their headings, in order of appearance. No headings where all would stand under one."""
+    """Return sections under their headings, in order of appearance; without headings if all sections share one."""
     groups: dict[Text, list[Section]] = {}
     for section in sections:
         groups.setdefault(section.group or _OTHERS, []).append(section)
@@ -306,7 +306,7 @@ def _contents(entries: Sequence[_Entry]) -> str:
 
 
 def _missing(missing: Mapping[str, str]) -> str:
-    """One folded line: what was not measured, with the commands that measure it."""
+    """Return one folded line: the experiments that were not measured, with the commands that measure them."""
     items = "".join(f"<li>{escape(name)}: <code>{escape(command)}</code></li>" for name, command in missing.items())
     count = str(len(missing))
     title = say("Not measured: {} experiments", "未测量：{} 项实验", count)
@@ -316,7 +316,8 @@ def _missing(missing: Mapping[str, str]) -> str:
 
 
 def _folded(tables: Sequence[_Folded]) -> list[str]:
-    """Tables inside one element that opens. A single table is named by its summary, several by a list of links."""
+    """Return tables inside one element that opens. A single table is named by its summary, several by a list of
+    links."""
     if not tables:
         return []
     if len(tables) == 1:
@@ -333,12 +334,12 @@ def _folded(tables: Sequence[_Folded]) -> list[str]:
 
 
 def _without_prefix(title: Text, section: str) -> Text:
-    """The title of a table without the name of its section in front."""
+    """Return the title of a table without the name of its section in front."""
     return Text(*(re.sub(f"^{re.escape(section)}(: |：)(?=.)", "", title.in_(one)) for one in LANGUAGES))
 
 
 def _title(title: Text) -> str:
-    """The subject of a table and, in smaller letters after the first " · ", its machine and configuration."""
+    """Return the subject of a table and, in smaller letters after the first " · ", its machine and configuration."""
     parts = {one: title.in_(one).split(" · ", 1) for one in LANGUAGES}
     subject, where = (Text(*("".join(parts[one][i : i + 1]) for one in LANGUAGES)) for i in (0, 1))
     capital = subject.en[:1].upper() + subject.en[1:]
@@ -376,12 +377,12 @@ def _cut(table: Table) -> Table:
 
 
 def _word_columns(columns: Sequence[Column]) -> list[str]:
-    """Classes of a table for its columns of words; page.css has rules for the first of them."""
+    """Return the classes of a table for its columns of words; page.css has rules for the first of them."""
     return [f"l{index + 1}" for index, column in enumerate(columns[:STYLED_COLUMNS]) if index and not column.numeric]
 
 
 def _row(cells: Sequence[str | Text], columns: Sequence[Column]) -> str:
-    """The row, without end tags that HTML does not need: they are a twentieth of a large page."""
+    """Return the row, without end tags that HTML does not need: they are a twentieth of a large page."""
     found = []
     for index, cell in enumerate(cells):
         numeric = index < len(columns) and columns[index].numeric
@@ -405,8 +406,8 @@ def _link(link: Link) -> str:
 
 
 def safe_href(href: str) -> str:
-    """The address if it is relative, http(s) or an anchor, else "". Browsers ignore line breaks and tabs inside an
-    address and white space before it, so these are removed first."""
+    """Return the address if it is relative, http(s) or an anchor, else "". Browsers ignore line breaks and tabs inside
+    an address and white space before it, so these are removed first."""
     clean = re.sub(r"[\t\r\n]", "", href).strip("".join(map(chr, range(33))))
     scheme = re.match(r"([^/?#\\]*?):", clean)
     if scheme and scheme[1].lower() not in ("http", "https"):

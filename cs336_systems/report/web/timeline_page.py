@@ -87,7 +87,8 @@ def write_page(timeline: Timeline, path: Path, language: Language = "en") -> Non
 
 
 def _page_data(reduced: Reduced, phases: Sequence[Span], peak_time: float, peak: int) -> dict[str, Any]:
-    """The data of timeline.js: columns, times in whole nanoseconds, series as differences, which are mostly zero."""
+    """Return the data of timeline.js: columns, times in whole nanoseconds, series as differences, which are mostly
+    zero."""
     name, scale = unit(peak)
     colors = label_colors(reduced.labels)
     texts = [
@@ -134,12 +135,12 @@ def _label(label: str) -> Text:
 
 
 def _said(text: Text) -> str | Text:
-    """A text as timeline.js takes it: both languages, or one string that serves for both."""
+    """Return a text as timeline.js takes it: both languages, or one string that serves for both."""
     return text if text.in_("zh") != text.en else text.en
 
 
 def _when(phases: Sequence[Span], time: float) -> tuple[int, Text]:
-    """Index and name of the phase at a time; -1 and the time itself before the first phase."""
+    """Return index and name of the phase at a time; -1 and the time itself before the first phase."""
     for index in reversed(range(len(phases))):
         if phases[index].start <= time:
             name = phase_text(phases[index].name)
@@ -174,7 +175,7 @@ def _summary(timeline: Timeline, phases: Sequence[Span], peak_time: float, peak:
 
 
 def _alternative(reduced: Reduced, phases: Sequence[Span], peak_time: float, peak: int) -> Text:
-    """The text alternative of the chart."""
+    """Return the text alternative of the chart."""
     parts = reduced.parts_at(peak_time)
     return say(
         "Memory over time, stacked by label. Phases: {}. Peak {} at {} ms: {}. "
@@ -234,7 +235,8 @@ def _swatches(reduced: Reduced) -> dict[str, str]:
 
 
 def _table(headings: Sequence[Text], aligned: str, rows: Sequence[Sequence[str]], *, footer: bool = False) -> str:
-    """An HTML table. Cells are HTML; `aligned` has an r for each right-aligned column. The last row may be a footer."""
+    """Return an HTML table. Cells are HTML; `aligned` has an r for each right-aligned column. The last row may be a
+    footer."""
 
     def row(cells: Sequence[str], tag: str) -> str:
         return (

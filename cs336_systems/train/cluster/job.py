@@ -94,7 +94,7 @@ class Job:
     flags: LaunchArguments
     train_words: tuple[str, ...]
     remarks: tuple[str, ...] = ()
-    """Lines for standard error: what could not be checked here."""
+    """Lines for standard error about settings that could not be checked here."""
 
     @property
     def cluster(self) -> str:
@@ -114,7 +114,7 @@ class Job:
 
     @property
     def seconds(self) -> int:
-        """The time limit."""
+        """Time limit in seconds."""
         match = TIME.fullmatch(self.flags.time)
         if match is None:
             raise UserError(f"--time must be [DAYS-]HH:MM:SS, such as 24:00:00, got {self.flags.time!r}")
@@ -123,12 +123,12 @@ class Job:
 
     @property
     def save_within(self) -> int:
-        """Seconds that torchrun gives the ranks to end their step and save."""
+        """Seconds that torchrun gives the ranks to finish their step and save."""
         return self.flags.stop_before - SAVE_MARGIN
 
     @cached_property
     def variables(self) -> dict[str, str]:
-        """Environment variables that the user sets."""
+        """Environment variables set by the user."""
         parts: list[str] = []
         for part in self.flags.env:
             if "=" in part:
@@ -245,7 +245,8 @@ def _train_settings(flags: LaunchArguments) -> tuple[TrainSettings, tuple[str, .
 
 @contextmanager
 def _stand_in(data: str, *, is_store: bool) -> Iterator[str]:
-    """A file, or a folder of tokens, in place of data that only the cluster has: all other flags can be checked."""
+    """Yield a placeholder file, or folder of tokens, for data that only the cluster has, so that all other flags can be
+    checked."""
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder, f"data{Path(data).suffix or '.bin'}")
         if is_store:

@@ -7,7 +7,7 @@ from cs336_systems.train.cluster.job import PORTS, Job
 from cs336_systems.train.cluster.yaml_text import dump
 
 COME_WITHIN = 1800
-"""Seconds in which all machines must come to the rendezvous: images are pulled first."""
+"""Seconds in which all machines must join the rendezvous: images are pulled first."""
 RENDEZVOUS = (f"--rdzv-conf=join_timeout={COME_WITHIN},read_timeout={COME_WITHIN}",)
 
 

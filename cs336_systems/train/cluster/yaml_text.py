@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from typing import Any
 
 PLAIN = re.compile(r"[A-Za-z/][\w./-]*")
-"""Texts that YAML reads as they are, unless they are words of YAML's own."""
+"""Texts that YAML reads unchanged, unless they are YAML keywords."""
 RESERVED = {"true", "false", "yes", "no", "on", "off", "null", "y", "n"}
 
 

@@ -1,6 +1,6 @@
 """The config.json of Llama 3, Qwen 2.5 and Qwen 3 as a ModelConfig, and back. Standard library only.
 
-Everything that would change the computation and that the model does not have is refused by its name.
+Every setting that would change the computation and that our model does not support raises an error with its name.
 """
 
 import math
@@ -22,12 +22,12 @@ _FIELDS = {
     "rms_norm_eps": "norm_eps",
 }
 _SCALING = ("factor", "low_freq_factor", "high_freq_factor", "original_max_position_embeddings")
-"""Values of `rope_scaling` of Llama 3, in the order of ModelConfig's."""
+"""Entries of Llama 3's `rope_scaling`, in the order of ModelConfig's."""
 _QWEN3_HEAD_DIM = 128
-"""Qwen 3's head dimension where its config.json gives none."""
+"""Qwen 3's head dimension if its config.json gives none."""
 _ROPE_THETA = 10_000.0
 _REPLACED = ("rope_parameters", "layer_types", "dtype")
-"""Fields of transformers 5 that are written in the form of version 4, which both read."""
+"""Fields of transformers 5 that are written in the form of version 4, which both versions read."""
 
 
 def model_of(config: Any) -> ModelConfig:
@@ -61,7 +61,7 @@ def _required(config: Mapping[str, Any], name: str) -> Any:
 
 
 def _require_supported(config: Mapping[str, Any]) -> None:
-    """Raise UserError for parts of a model that ours does not have."""
+    """Raise UserError for features that our model does not have."""
     if config.get("hidden_act", "silu") != "silu":
         raise UserError(f"config.json has the activation {shown(config['hidden_act'])}; supported is silu")
     unsupported = {
@@ -98,9 +98,9 @@ def _rope_of(config: Mapping[str, Any]) -> tuple[float, str]:
 
 
 def config_of(model: ModelConfig, dtype: str, like: Mapping[str, Any] | None = None) -> dict[str, Any]:
-    """Return the config.json of a model; fields of `like` that say nothing about its computation are kept.
+    """Return the config.json of a model; fields of `like` that do not affect the computation are kept.
 
-    Those of another family, with the tokens that begin and end a text, are left out.
+    The fields of another family, including the tokens that begin and end a text, are left out.
     """
     family = _family_of(model)
     kept = {name: value for name, value in (like or {}).items() if name not in _REPLACED and is_like(model, like)}
@@ -128,7 +128,7 @@ def config_of(model: ModelConfig, dtype: str, like: Mapping[str, Any] | None = N
 
 
 def is_like(model: ModelConfig, like: Mapping[str, Any] | None) -> bool:
-    """Return whether the config.json `like` is of the model's family; one without a family, or none, is."""
+    """Return True if the config.json `like` is of the model's family; also if it names no family, or is None."""
     family = _family_of(model)
     return (like or {}).get("model_type", family) == family
 

@@ -38,7 +38,7 @@ def export_hf(source: Path, target: Path, *, step: int | None, dtype: str | None
 
 
 Weights = tuple[ModelConfig, list[Described], Callable[[str], Tensor]]
-"""The model, our tensors, and a function that reads one of them."""
+"""The model, descriptions of our tensors, and a function that reads a tensor by name."""
 
 
 def _checkpoint(run: Path, step: int | None, dtype: str) -> Weights:

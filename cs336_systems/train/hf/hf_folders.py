@@ -34,14 +34,14 @@ from cs336_systems.train.weights import own_state
 
 CONFIG, WHOLE, INDEX = "config.json", "model.safetensors", "model.safetensors.index.json"
 GENERATION = "generation_config.json"
-"""How to sample, with the tokens that end a text."""
+"""File with sampling settings, including the tokens that end a text."""
 TOKENIZER_FILES = (
     *("tokenizer.json", "tokenizer_config.json", "tokenizer.model", "special_tokens_map.json", "added_tokens.json"),
     *("vocab.json", "merges.txt", "chat_template.jinja", GENERATION),
 )
-"""Files of a folder that are copied along."""
+"""Files of a folder that are copied unchanged."""
 SHARD_BYTES = 5 * 10**9
-"""Size of a file of weights beyond which there are several."""
+"""Maximum bytes of a file of weights; larger models are written as several files."""
 _FILE_NAME = re.compile(r"[\w.-]+\.safetensors")
 
 
@@ -49,7 +49,7 @@ _FILE_NAME = re.compile(r"[\w.-]+\.safetensors")
 
 
 class _Found(NamedTuple):
-    """A tensor of a folder: the file it is in, and what it is."""
+    """A tensor of a folder: its file and its description."""
 
     file: Path
     described: Described
@@ -113,7 +113,7 @@ def _files_in(folder: Path) -> list[Path]:
 
 
 def _expected(config: ModelConfig, found: Mapping[str, _Found], source: Path) -> list[Described]:
-    """Return our tensors with the element types of the folder; raise UserError if one is missing, or one too many."""
+    """Return our tensors with the element types of the folder; raise UserError for missing or additional tensors."""
     problems, described = [], []
     shapes = tensor_shapes(config, source / CONFIG)
     for name, shape in shapes.items():
@@ -135,13 +135,13 @@ def _expected(config: ModelConfig, found: Mapping[str, _Found], source: Path) ->
 
 
 def tensor_shapes(config: ModelConfig, source: Path) -> dict[str, tuple[int, ...]]:
-    """Return the shapes of our tensors, each once; `source` is the file that the configuration is from."""
+    """Return the shapes of our tensors, each once; `source` is the file with the configuration."""
     with foreign(source, "the configuration of a model"), torch.device("meta"):
         return {name: tuple(value.shape) for name, value in own_state(TransformerLM(config)).items()}
 
 
 def _require_tied(config: ModelConfig, found: Mapping[str, _Found], files: "_OneOpen") -> None:
-    """Raise UserError if a folder with a tied head has one of its own that is different."""
+    """Raise UserError if a folder with a tied head also holds a different head."""
     if not config.tied_embeddings or "lm_head.weight" not in found:
         return
     names = ("lm_head.weight", hf_name("token_embeddings.weight"))
@@ -151,7 +151,7 @@ def _require_tied(config: ModelConfig, found: Mapping[str, _Found], files: "_One
 
 
 class _OneOpen:
-    """Reads tensors from files of which one is open at a time: an open one is mapped into memory."""
+    """Reads tensors from several files, of which only one is open at a time: an open file is mapped into memory."""
 
     def __init__(self) -> None:
         self._stack = contextlib.ExitStack()
@@ -179,7 +179,7 @@ def _copy_tokenizer(source: Path, target: Path, left_out: Sequence[str] = ()) ->
 
 @contextlib.contextmanager
 def _new_folder(target: Path) -> Iterator[Path]:
-    """Give a folder to write to, which becomes `target` when everything is written."""
+    """Yield a folder to write to, which becomes `target` when everything is written."""
     if os.path.lexists(target):
         raise UserError(f"{str(target)!r} exists; name a folder that does not", "output")
     fresh = target.with_name(f".tmp-{os.getpid()}-{secrets.token_hex(4)}")

@@ -32,7 +32,7 @@ _OUTSIDE = {
 }
 _ROTATED = re.compile(r"layers\.\d+\.attn\.[qk]_(proj|norm)\.")
 IGNORED = re.compile(r"model\.layers\.\d+\.self_attn\.rotary_emb\.inv_freq")
-"""Tables that old folders have, computed from config.json."""
+"""Tables in old folders that can be computed from config.json."""
 
 
 def hf_name(name: str) -> str:
@@ -54,7 +54,7 @@ def to_hf(name: str, value: Tensor, head_dim: int) -> Tensor:
 
 
 def _pairs(head_dim: int) -> Tensor:
-    """Return, for each dimension of a head of ours, the one in Hugging Face's format: 0, K/2, 1, K/2 + 1, ..."""
+    """Return, for each of our dimensions of a head, the dimension in Hugging Face's format: 0, K/2, 1, K/2 + 1, ..."""
     return torch.arange(head_dim).view(2, -1).T.flatten()
 
 

@@ -18,7 +18,7 @@ from cs336_systems.config import UserError
 from cs336_systems.files import reason_of, replacing, require_regular
 
 DTYPES = {"F32": torch.float32, "BF16": torch.bfloat16, "F16": torch.float16}
-"""Element types of weights: each converts to fp32 exactly."""
+"""Element types of weights, each of which converts to fp32 exactly."""
 _ALIGNMENT = 8
 
 

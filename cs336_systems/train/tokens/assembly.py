@@ -1,6 +1,6 @@
-"""Puts the finished parts together into a store: tokens and offsets first, store.json last.
+"""Assembles the finished parts into a store: tokens and offsets first, store.json last.
 
-Killed at any point, the folder has either a whole store or no store.json, and the parts are still there.
+After a kill at any point, the folder has either a whole store or no store.json, and the parts still exist.
 """
 
 import contextlib
@@ -41,7 +41,7 @@ def assemble(
 ) -> TokenStore:
     """Write the store of finished parts, in their order; a store that was there is replaced.
 
-    Its files are written beside the parts and moved into the folder when all of them are there.
+    Its files are written beside the parts and moved into the folder when all are complete.
     """
     place = parts[0][0].folder
     dtype = dtype_for(vocabulary.size)
@@ -70,7 +70,7 @@ def assemble(
 
 
 def _publish(place: Path, folder: Path) -> None:
-    """Move a store into its folder: the header of an older one goes first, the new one comes last."""
+    """Move a store into its folder: an older header is removed first, the new one is moved last."""
     with contextlib.suppress(FileNotFoundError):
         (folder / HEADER).unlink()
         sync_folder(folder)
@@ -82,7 +82,7 @@ def _publish(place: Path, folder: Path) -> None:
 
 
 def _write_offsets(path: Path, parts: Sequence[tuple[PartFiles, Counts]]) -> str:
-    """Write where documents begin, and where the last ends; return the hash of the file."""
+    """Write the offsets of the documents and the end of the last; return the hash of the file."""
     digest = hashlib.sha256()
     with replacing(path) as fresh, open(fresh, "wb") as file:
 

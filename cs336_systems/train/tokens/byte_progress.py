@@ -5,7 +5,7 @@ import time
 from typing import Any
 
 LINE_EVERY = 10.0
-"""Seconds between lines where there is no terminal."""
+"""Seconds between lines if there is no terminal."""
 
 
 class ByteProgress:
@@ -31,7 +31,7 @@ class ByteProgress:
             self._bar.stop()
 
     def skip(self, size: int) -> None:
-        """Leave out a part that was finished before."""
+        """Skip a part that was finished earlier."""
         self.total -= size
         if self._bar is not None:
             self._bar.update(self._task, total=self.total)

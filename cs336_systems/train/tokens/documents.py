@@ -26,14 +26,14 @@ _BYTE_ORDER_MARK = b"\xef\xbb\xbf"
 
 
 class Piece(NamedTuple):
-    """Text of a document; `is_last` if the document ends with it."""
+    """A piece of a document's text; `is_last` if the document ends with it."""
 
     text: str
     is_last: bool
 
 
 class Reading(NamedTuple):
-    """How documents are found in text: the field of JSON lines, and the separator in text files."""
+    """How documents are read from text: the field of JSON lines, and the separator in text files."""
 
     text_field: str
     separator: str
@@ -63,7 +63,7 @@ def texts(span: Span, reading: Reading) -> Iterator[Piece]:
 
 
 def _of_lines(file: IO[bytes], span: Span, field: str) -> Iterator[Piece]:
-    """Yield the documents of the lines that begin in a span; blank lines are none."""
+    """Yield the documents of the lines that begin in a span; blank lines are skipped."""
     is_whole = span.input.kind == PACKED_LINES
     place = 0 if is_whole else _first_line(file, span.begin)
     number = 0
@@ -85,7 +85,7 @@ def _of_lines(file: IO[bytes], span: Span, field: str) -> Iterator[Piece]:
 
 
 def _first_line(file: IO[bytes], begin: int) -> int:
-    """Move to the first line that begins at `begin` or later, and return its place."""
+    """Seek to the first line that begins at `begin` or later, and return its position."""
     if begin == 0:
         return 0
     file.seek(begin - 1)
@@ -119,7 +119,7 @@ def _field_of(line: bytes, field: str) -> bytes:
 
 
 def _line_number(file: IO[bytes], place: int) -> int:
-    """Return the number of the line that a place is in."""
+    """Return the number of the line that contains a position."""
     file.seek(0)
     number, left = 1, place
     while left and (part := file.read(min(left, 1 << 20))):
@@ -164,7 +164,7 @@ def _decoded(file: IO[bytes], found: Input, text: bytes, place: int, is_last: bo
 
 
 def _cut_near(file: IO[bytes], found: Input, place: int, separator: bytes) -> int:
-    """Return where the span begins whose nominal first byte this is."""
+    """Return the actual start of the span whose nominal first byte this is."""
     if place in (0, found.size):
         return place
     margin = len(separator) + MARGIN
@@ -195,10 +195,10 @@ def tokens(span: Span, vocab_size: int) -> Iterator[np.ndarray]:
 
 
 def _token_at(file: TokenFile, place: int, size: int) -> int:
-    """Return the number of the token at a share of the file, such that spans have consecutive tokens."""
+    """Return the index of the token at a share of the file, such that spans have consecutive tokens."""
     return file.count * place // size
 
 
 def is_at_end(span: Span) -> bool:
-    """Return whether a span is the last of its file."""
+    """Return True if a span is the last of its file."""
     return span.end == span.input.size

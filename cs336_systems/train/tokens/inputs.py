@@ -16,14 +16,14 @@ from cs336_systems.files import read_failure, require_regular
 from cs336_systems.train.token_file import FileState
 
 PART_BYTES = 4 << 20
-"""Bytes of a part. A worker holds one in memory; a killed run loses those that were not finished."""
+"""Bytes of a part. A worker holds one part in memory; a killed run loses unfinished parts."""
 LINES, PACKED_LINES, TOKENS, TEXT = "lines", "packed lines", "tokens", "text"
 SUFFIXES = {".jsonl": LINES, ".jsonl.gz": PACKED_LINES, ".npy": TOKENS, ".bin": TOKENS, ".txt": TEXT}
-"""Files that are taken from a folder, by their suffix."""
+"""Suffixes of the files that are read from a folder, and their kinds."""
 
 
 class Input(NamedTuple):
-    """An input file as it was when the command started."""
+    """An input file in its state at the start of the command."""
 
     path: str
     size: int
@@ -31,17 +31,17 @@ class Input(NamedTuple):
 
     @property
     def kind(self) -> str:
-        """Return the kind of the file, by its suffix; a file that the user names is text unless it is another one."""
+        """Kind of the file by its suffix; a file that the user names is text unless its suffix is known."""
         return next((kind for suffix, kind in SUFFIXES.items() if self.path.endswith(suffix)), TEXT)
 
     def require_unchanged(self, now: FileState) -> None:
-        """Raise UserError if the open file is not as it was when the command started."""
+        """Raise UserError if the open file has changed since the start of the command."""
         if (now.size, now.mtime_ns) != (self.size, self.mtime_ns):
             raise UserError(f"{self.path!r} was changed while it was read; run the same command again")
 
 
 class Span(NamedTuple):
-    """The part of an input file whose nominal bounds are these bytes; readers move them to where text can be cut."""
+    """A part of an input file with nominal bounds in bytes; readers move them to where text can be cut."""
 
     input: Input
     begin: int
@@ -63,7 +63,7 @@ class Part(NamedTuple):
 
 
 def find_inputs(names: Sequence[str], output: Path) -> list[Input]:
-    """Return the files that names, folders and patterns stand for; those in the output folder are left out."""
+    """Return the files that names, folders and patterns match; those in the output folder are left out."""
     inside = os.path.realpath(output) + os.sep
     paths = [path for name in names for path in _paths_of(name) if not os.path.realpath(path).startswith(inside)]
     seen: set[str] = set()
@@ -104,7 +104,7 @@ def _described(path: str) -> Input:
 
 
 def divide(inputs: Sequence[Input]) -> list[Part]:
-    """Divide files into parts of about PART_BYTES: large files are cut, small ones are put together.
+    """Divide files into parts of about PART_BYTES: large files are cut, small ones are combined.
 
     A compressed file can only be read from its beginning and is never cut.
     """

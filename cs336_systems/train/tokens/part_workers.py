@@ -22,12 +22,12 @@ from cs336_systems.train.tokens.token_store import dtype_for
 from cs336_systems.train.tokens.vocabulary import Vocabulary, one_thread
 
 WAITING_PER_WORKER = 4
-"""Parts given out for each worker: a long one does not leave the others without work."""
+"""Parts queued for each worker, so that a long one does not leave the others idle."""
 
 
 @dataclass(frozen=True)
 class Recipe:
-    """Everything besides its bytes that the tokens of a part depend on."""
+    """All settings, besides its bytes, that determine the tokens of a part."""
 
     tokenizer: bytes
     tokenizer_name: str
@@ -42,12 +42,12 @@ class Recipe:
         )
 
     def __reduce__(self) -> tuple[Any, ...]:
-        """Send the fields alone to a worker: a tokenizer forgets how it reads special tokens when it is pickled."""
+        """Pickle only the fields for a worker: a pickled tokenizer loses its handling of special tokens."""
         return Recipe, (self.tokenizer, self.tokenizer_name, self.end_token, self.parses_special, self.reading)
 
     @property
     def text(self) -> str:
-        """The recipe as a text that is equal only for equal ones."""
+        """Text that is equal only for equal recipes."""
         vocabulary = self.vocabulary
         return repr((vocabulary.hash, vocabulary.end_token, self.parses_special, self.reading))
 
@@ -58,7 +58,7 @@ class Recipe:
 def write_parts(
     recipe: Recipe, work: Iterable[tuple[Part, PartFiles]], workers: int
 ) -> Iterator[tuple[PartFiles, Counts]]:
-    """Write parts and yield their counts, in order. The first part in this order that fails raises its error."""
+    """Write parts and yield their counts, in order. The first failing part in this order raises its error."""
     if workers == 1:
         one_thread()
         for part, files in work:
@@ -96,7 +96,7 @@ _recipe: Recipe
 
 
 def _prepare(recipe: Recipe) -> None:
-    """Prepare a worker process, which ends when the one that started it does."""
+    """Prepare a worker process, which ends when its parent process ends."""
     global _recipe
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C reaches all processes; the first one ends the others
     parent = multiprocessing.parent_process()

@@ -1,7 +1,7 @@
-"""Tokenizes parts of the inputs into files of their own: finished ones are kept when a run is killed.
+"""Tokenizes each part of the inputs into separate files: finished parts are kept when a run is killed.
 
-A part is three files: its tokens, the ends of its documents, and, written last, their sizes and hashes. It is named by
-what it was made from, so that a part of another run is never taken for it.
+A part is three files: its tokens, the ends of its documents, and, written last, their sizes and hashes. Its name is a
+hash of its inputs, so that a part of another run is never mistaken for it.
 """
 
 import contextlib
@@ -22,11 +22,11 @@ from cs336_systems.train.tokens.token_store import LITTLE_ENDIAN
 from cs336_systems.train.tokens.vocabulary import Vocabulary
 
 BATCH_BYTES = 1 << 20
-"""Text that is given to the tokenizer at a time."""
+"""Bytes of text that are passed to the tokenizer at a time."""
 
 
 class Counts(NamedTuple):
-    """Tokens of a part, and documents that end in it."""
+    """Number of tokens of a part, and of documents that end in it."""
 
     tokens: int
     documents: int
@@ -57,7 +57,7 @@ class PartFiles:
         return self.tokens, self.ends, self.manifest
 
     def found(self) -> Counts | None:
-        """Return the counts of a part that is finished and undamaged."""
+        """Return the counts of a part if it is finished and undamaged."""
         try:
             saved = json.loads(self.manifest.read_bytes())
             if saved["hashes"] != [_hash_of(self.tokens), _hash_of(self.ends)]:
@@ -86,7 +86,7 @@ class PartFiles:
 
 
 class _Writer:
-    """Appends tokens and ends of documents to two open files, and hashes what it writes."""
+    """Appends tokens and ends of documents to two open files, and hashes the written bytes."""
 
     def __init__(self, file: Any, ends: Any, dtype: str):
         self._file, self._ends = file, ends
@@ -161,7 +161,7 @@ def _ends_in(found: np.ndarray, vocabulary: Vocabulary) -> np.ndarray:
 
 
 def remove_leftovers(folder: Path, keys: set[str]) -> None:
-    """Remove the files of parts of other runs, and those that a killed run was writing."""
+    """Remove the files of parts of other runs, and unfinished files of a killed run."""
     for path in folder.iterdir():
         if path.name.startswith(".tmp-") or path.stem not in keys:
             with contextlib.suppress(OSError):

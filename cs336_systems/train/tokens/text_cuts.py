@@ -9,14 +9,14 @@ as those of GPT-2, GPT-4, Llama 3 and Qwen, end a word at a line feed and at a s
 """
 
 SEARCHED = 1 << 16
-"""Bytes after the wanted place in which a better one is looked for."""
+"""Bytes after the wanted position that are searched for a better one."""
 MARGIN = 8
-"""Bytes that must be known on both sides of a place to judge it, besides the separator's."""
+"""Bytes on both sides of a position, besides the separator's, that must be known to judge it."""
 _LONGEST_CHARACTER = 4
 
 
 def find_cut(data: bytes, wanted: int, separator: bytes = b"") -> int:
-    """Return the first good place at or after `wanted` to cut a UTF-8 text, never inside a separator if avoidable.
+    """Return the first good position at or after `wanted` to cut a UTF-8 text, outside separators if possible.
 
     The result is at most SEARCHED bytes after `wanted`, and at most the length of the text.
     """
@@ -44,7 +44,7 @@ def pieces(data: bytes, size: int) -> list[bytes]:
 
 
 def _is_alone(data: bytes, place: int) -> bool:
-    """Return whether the characters on both sides of a byte are there and are not white space."""
+    """Return True if the characters on both sides of a byte exist and are not white space."""
     before = data[max(place - _LONGEST_CHARACTER, 0) : place].decode(errors="ignore")[-1:]
     after = data[place + 1 : place + 1 + _LONGEST_CHARACTER].decode(errors="ignore")[:1]
     return bool(before and after) and not before.isspace() and not after.isspace()

@@ -25,7 +25,7 @@ LITTLE_ENDIAN = {"uint16": "<u2", "uint32": "<u4"}
 ITEM_BYTES = {"uint16": 2, "uint32": 4}
 OFFSET_BYTES = 8
 _MOST = 1 << 50
-"""Tokens and documents of a store: more are a mistake in the file."""
+"""Maximum number of tokens and of documents in a store: a larger number is an error in the file."""
 
 
 @dataclass(frozen=True)
@@ -38,7 +38,7 @@ class TokenStore:
     vocab_size: int
     end_token: int | None
     fingerprint: str
-    """As of every file of tokens (`train/token_file.py`)."""
+    """Fingerprint of the tokens, as of every token file (`train/token_file.py`)."""
     documents_hash: str
     tokenizer_hash: str
     work: str
@@ -53,17 +53,17 @@ class TokenStore:
 
 
 def dtype_for(vocab_size: int) -> str:
-    """Return the smallest type that holds every token of a vocabulary."""
+    """Return the smallest integer type that holds every token of a vocabulary."""
     return "uint16" if vocab_size <= 1 << 16 else "uint32"
 
 
 def is_store(path: Path) -> bool:
-    """Return whether a path is a finished store."""
+    """Return True if a path is a finished store."""
     return (path / HEADER).is_file()
 
 
 def read_store(folder: Path) -> TokenStore:
-    """Return the header of a store; raise UserError unless it is valid and the sizes of the files are as it says."""
+    """Return the header of a store; raise UserError unless it is valid and matches the sizes of the files."""
     path = folder / HEADER
     with foreign(path, "a store of cs336 tokenize"):
         values = read_json(path, LARGEST_FILE)

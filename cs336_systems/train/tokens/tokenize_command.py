@@ -6,7 +6,7 @@ from cs336_systems.config import UserError, flag
 
 MOST_WORKERS = 1024
 SMALLEST_VOCABULARY, LARGEST_VOCABULARY = 257, 1 << 24
-"""Bounds of a vocabulary that is trained: all bytes and the end of a document; 16 million tokens."""
+"""Bounds of a trained vocabulary: all bytes and the end of a document; 16 million tokens."""
 
 
 @dataclass(frozen=True)

@@ -1,4 +1,4 @@
-"""Makes a store of tokens: finds the inputs, tokenizes the parts that are not finished yet, puts them together."""
+"""Makes a store of tokens: finds the inputs, tokenizes the parts that are not finished yet, assembles the store."""
 
 import contextlib
 import hashlib
@@ -32,13 +32,13 @@ from cs336_systems.train.tokens.tokenize_command import TokenizeArguments
 from cs336_systems.train.tokens.vocabulary import read_tokenizer, train_tokenizer
 
 LOCK = ".lock"
-"""The lock of its writer in the folder of a store."""
+"""Name of the lock file that a store's writer holds in its folder."""
 TRAINED_ON = 1 << 30
-"""Bytes of text that a tokenizer is trained on: evenly spaced parts of longer inputs."""
+"""Maximum bytes of text on which a tokenizer is trained; longer inputs are sampled in evenly spaced parts."""
 
 
 def tokenize(arguments: TokenizeArguments) -> int:
-    """Write the store, or what is missing of it; return the exit code."""
+    """Write the store, or its missing parts; return the exit code."""
     try:
         with interrupt_raises():
             print(_tokenize(arguments))
@@ -106,7 +106,7 @@ def _described(folder: Path, store: TokenStore) -> str:
 
 @contextlib.contextmanager
 def _exclusive(folder: Path) -> Iterator[None]:
-    """Lock the folder of a store, which is made; what was made is removed again if nothing was written to it."""
+    """Lock the folder of a store, which is made; what was created is removed again if nothing was written to it."""
     was_there, had_lock = folder.exists(), (folder / LOCK).exists()
     try:
         folder.mkdir(parents=True, exist_ok=True)
@@ -123,7 +123,7 @@ def _exclusive(folder: Path) -> Iterator[None]:
 
 
 def _remove_unused(folder: Path, *, lock: bool, itself: bool) -> None:
-    """Remove the folder of parts if it is empty, and then what was made for it."""
+    """Remove the folder of parts if it is empty, and then the folders that were created for it."""
     with contextlib.suppress(OSError):
         (folder / UNFINISHED).rmdir()
     if is_store(folder) or (folder / UNFINISHED).exists():
@@ -145,7 +145,7 @@ def _require_ours(folder: Path, force: bool) -> None:
 
 
 def _present(folder: Path, force: bool) -> TokenStore | None:
-    """Return the store that is in the folder; a damaged one is none where it may be replaced."""
+    """Return the store in the folder; a damaged one counts as absent if it may be replaced."""
     if not is_store(folder):
         return None
     try:
@@ -169,7 +169,7 @@ def _require_replaceable(folder: Path, force: bool) -> None:
 
 
 def _written(recipe: Recipe, work: list[tuple[Part, PartFiles]], workers: int | None) -> list[tuple[PartFiles, Counts]]:
-    """Tokenize the parts that are not there yet; return all of them with their counts."""
+    """Tokenize the missing parts; return all parts with their counts."""
     counts: dict[str, Counts | None] = {}
     with ByteProgress(sum(part.size for part, _ in work)) as progress:
         for part, files in work:

@@ -1,7 +1,7 @@
-"""The tokenizer of `cs336 tokenize`: a tokenizer.json that is given or trained, used by the library `tokenizers`.
+"""The tokenizer of `cs336 tokenize`: a given or trained tokenizer.json, used by the library `tokenizers`.
 
 The file is data: the library parses it and runs none of it. Text never becomes a special token, such as the one that
-ends a document, unless that is asked for.
+ends a document, unless requested.
 """
 
 import contextlib
@@ -37,7 +37,7 @@ class Vocabulary:
 
     @cached_property
     def size(self) -> int:
-        """The largest token and 1: a vocabulary may have gaps."""
+        """The largest token plus 1: a vocabulary may have gaps."""
         with _reported(f"{self._name!r} is not a tokenizer.json"):
             return max(self._tokenizer.get_vocab().values(), default=-1) + 1
 
@@ -67,7 +67,7 @@ def read_tokenizer(path: Path) -> bytes:
 
 
 def train_tokenizer(texts: Iterable[str], vocab_size: int) -> bytes:
-    """Return a tokenizer.json of byte-level BPE trained on texts; it depends on these and the size alone."""
+    """Return a tokenizer.json of byte-level BPE trained on texts; it depends only on the texts and the size."""
     library = _library()
     from tokenizers import decoders, models, pre_tokenizers, trainers
 
@@ -86,7 +86,7 @@ def train_tokenizer(texts: Iterable[str], vocab_size: int) -> bytes:
 
 
 def one_thread() -> None:
-    """Let the library use one thread in this process: there is one process for each core."""
+    """Limit the library to one thread in this process: there is one process for each core."""
     os.environ["TOKENIZERS_PARALLELISM"] = "false"
 
 

@@ -26,7 +26,7 @@ KINDS = {
 
 
 def svg(chart: Chart, width: int = WIDTH) -> str:
-    """One `<svg>` element; the title is its accessible name, and the page shows it as a caption."""
+    """Return one `<svg>` element; the title is its accessible name, and the page shows it as a caption."""
     if not chart.shown:
         return _element(chart, width, 90, text_elements(width / 2, 50, EMPTY, width, anchor="middle", kind="muted"))
     legend, height = _legend(chart, width)
@@ -51,7 +51,8 @@ def _element(chart: Chart, width: int, height: float, inside: str, scale: str = 
 
 
 def _scale(at: Layout) -> str:
-    """The axis of values for the script, which rescales it when series are hidden: its range and where it is drawn."""
+    """Return the axis of values for the script, which rescales it when series are hidden: its range and where it is
+    drawn."""
     axis = at.value_axis
     keeps_zero = at.chart.from_zero or at.chart.kind not in ("lines", "dots")
     numbers = (axis.low, axis.high, at.along_value(axis.low), at.along_value(axis.high))
@@ -68,7 +69,7 @@ def _accessible_name(chart: Chart, language: Language) -> str:
 
 
 def _legend(chart: Chart, width: int) -> tuple[str, float]:
-    """The legend and its height. Its entries are in rows, each a button for the page's script."""
+    """Return the legend and its height. Its entries are in rows, each a button for the page's script."""
     if not chart.has_legend:
         return "", 0.0
     found, x, y, tallest = [], 0.0, 0.0, 0

@@ -15,7 +15,7 @@ LINE = 18
 
 @lru_cache(maxsize=4096)
 def text_width(text: str, size: float = SIZE) -> float:
-    """An estimate on the large side, because the reader's fonts are unknown."""
+    """Estimate the width of a text, rather too large, because the reader's fonts are unknown."""
     return size * sum(map(_character_width, text))
 
 
@@ -34,7 +34,7 @@ _TOKENS = re.compile(r"(?:[⺀-￯]|[^\s⺀-￯_/:,<>-]*[_/:,<>-]+|[^\s⺀-￯_/
 
 
 def wrap(text: str, room: float, most: int = 4) -> list[str]:
-    """Breaks a text into at most `most` lines no wider than `room`, the last one cut with an ellipsis. Lines break at
+    """Break a text into at most `most` lines no wider than `room`, the last one cut with an ellipsis. Lines break at
     spaces, after punctuation and between Chinese characters, and inside a word only if it does not fit alone."""
     if most == 1:
         return [shortened(text, room)]
@@ -72,7 +72,7 @@ def widest(text: Text) -> float:
 def text_elements(
     x: float, y: float, text: Text, room: float, *, anchor: str = "start", kind: str = "", most: int = 4, angle: int = 0
 ) -> str:
-    """Text elements with the first baseline at `y`: one, or one for each language where they differ."""
+    """Return text elements with the first baseline at `y`: one, or one for each language if they differ."""
     same = text.in_("zh") == text.en
     found = []
     for language in ("en",) if same else LANGUAGES:
@@ -92,6 +92,7 @@ def text_elements(
 
 
 def aria(names: Text) -> str:
-    """Attributes of the accessible name; where the languages differ, the page's script switches between them."""
+    """Return the attributes of the accessible name; if the languages differ, the page's script switches between
+    them."""
     chinese = names.in_("zh")
     return f' aria-label="{escape(names.en)}"' + (f' data-aria-zh="{escape(chinese)}"' if chinese != names.en else "")

@@ -52,13 +52,13 @@ def limit_style(limit: Limit) -> str:
 
 
 def drawing_id(chart: Chart, what: str, width: int) -> str:
-    """An id; the wide and the narrow drawing of a chart are on the same page."""
+    """Return an id; the wide and the narrow drawing of a chart are on the same page."""
     return f"{what}-{re.sub(r'[^A-Za-z0-9_-]', '', chart.name)}{'-narrow' * (width == NARROW)}"
 
 
 def fine(place: float, base: float = 0.0) -> str:
-    """A coordinate with enough digits for its distance from `base`: the script enlarges what is small when it hides
-    what is large."""
+    """Return a coordinate with enough digits for its distance from `base`, because the script enlarges small marks when
+    it hides large ones."""
     distance = abs(place - base)
     digits = max(1, math.ceil(2.7 - math.log10(distance))) if distance > 1e-6 else 1
     return f"{place:.{digits}f}"
@@ -72,7 +72,7 @@ def marker(index: int) -> str:
 
 
 def swatch(chart: Chart, index: int, series: Series, x: float, y: float, width: int) -> str:
-    """The sample of a series in the legend: 26 wide, centred at `y`."""
+    """Return the sample of a series in the legend: 26 wide, centred at `y`."""
     mark = f'<path class="mark" transform="translate({x + 13:.1f} {y:.1f})" d="{marker(index)}"'
     if chart.kind == "dots":
         return f"{mark}/>"
@@ -85,7 +85,8 @@ def swatch(chart: Chart, index: int, series: Series, x: float, y: float, width: 
 
 
 def patterns(layout: Layout) -> str:
-    """Definitions of the hatches that distinguish bars besides their colour, and of the clip at the end of the axis."""
+    """Return definitions of the hatches that distinguish bars besides their colour, and of the clip at the end of the
+    axis."""
     chart = layout.chart
     if chart.kind == "lines":
         return ""
@@ -113,7 +114,7 @@ def _fill(chart: Chart, index: int, series: Series, width: int) -> str:
 
 
 def _hatch(chart: Chart, index: int) -> str:
-    """The pattern of bars whose colour an earlier series has, too; empty for the first series of a colour."""
+    """Return the pattern of bars whose colour an earlier series has, too; empty for the first series of a colour."""
     earlier = [before for before in chart.bars if before < index and chart.color_of(before) == chart.color_of(index)]
     return HATCHES[len(earlier) % len(HATCHES)]
 
@@ -128,7 +129,7 @@ class Marks:
         self.notes_at: Counter[str] = Counter()
 
     def draw(self) -> str:
-        """All series, and the limit above them."""
+        """Draw all series, and the limits above them."""
         groups = []
         for index, series in self.chart.shown:
             draw = self._line if self.chart.kind == "lines" else self._bars
@@ -144,11 +145,12 @@ class Marks:
         return whole + named + self._values() + limits + self._events()
 
     def _along(self, value: float) -> str:
-        """The place of a value, as text."""
+        """Return the position of a value, as text."""
         return fine(self.at.along_value(value), self.at.base)
 
     def _exact(self, place: float) -> str:
-        """A place that may be that of zero itself: the script may enlarge its rounding error, too."""
+        """Return a position that may be that of zero, with all digits: the script may enlarge its rounding error,
+        too."""
         return fine(place, self.at.base) if abs(place - self.at.base) > 1e-6 else f"{place:.6f}"
 
     def _drawn(self, series: Series) -> list[Point]:
@@ -184,7 +186,7 @@ class Marks:
         )
 
     def _error(self, point: Point, across: float, reach: float = 4) -> str:
-        """The path of an error bar: one standard deviation to each side of the value."""
+        """Return the path of an error bar: one standard deviation to each side of the value."""
         if not spread(point):
             return ""
         low, high = self._along(point.y - spread(point)), self._along(point.y + spread(point))
@@ -205,7 +207,7 @@ class Marks:
         return "".join(found) + (f'<path class="error over" d="{error}"/>' if error else "")
 
     def _boxes(self, index: int, series: Series) -> Iterator[tuple[Point, float, float, float, float]]:
-        """Each bar: its point, the middle of its width, its width, and the values between which it lies."""
+        """Yield each bar: its point, the middle of its width, its width, and the values between which it lies."""
         at, axis = self.at, self.at.value_axis
         if self.chart.kind == "stacked":
             for point, begin, end in self.chart.stacks[index]:
@@ -243,7 +245,7 @@ class Marks:
         )
 
     def _dots(self, index: int, series: Series) -> str:
-        """Dots beside the names of their rows, with their intervals; a row of many dots has small ones."""
+        """Draw dots beside the names of their rows, with their intervals; a row of many dots has small ones."""
         points = self._drawn(series)
         crowded = len(points) > 2 * len({point.place for point in points})
         lines, marks = [], []
@@ -269,7 +271,7 @@ class Marks:
         return "".join(found)
 
     def _notes(self, index: int, series: Series) -> str:
-        """Crosses at the far edge of the plot, in place of values that could not be measured."""
+        """Draw crosses at the far edge of the plot, in place of values that could not be measured."""
         found = []
         for point in series.points:
             if not point.note or not self.chart.has_place(point):
@@ -293,7 +295,7 @@ class Marks:
         return f'<g class="limit"{name}><path{limit_style(limit)} d="{path}"/><path class="mark" d="{path}"{said}/></g>'
 
     def _values(self) -> str:
-        """The values of bars at their ends, and the sums of stacked ones."""
+        """Write the values of bars at their ends, and the sums of stacked ones."""
         return "".join(
             f'<g class="value{" turned" * self.at.turned}" data-at="{self._exact(value.at)}" '
             f'data-{"sum" if self.chart.kind == "stacked" else "for"}="{value.key}">' + self._value_text(value) + "</g>"
@@ -312,7 +314,7 @@ class Marks:
         return text_elements(value.across, y, text, at.width, anchor="middle")
 
     def _names(self) -> str:
-        """The names of a few points beside their marks, each unless another text is in the way."""
+        """Write the names of a few points beside their marks, unless another text is in the way."""
         points = [point for _, series in self.chart.shown for point in self._drawn(series) if point.name]
         if len(points) > MOST_NAMES:
             return ""
@@ -329,7 +331,7 @@ class Marks:
         return f'<g class="names">{"".join(found)}</g>' if found else ""
 
     def _events(self) -> str:
-        """Dotted vertical lines, each with its text at the top unless the text before it is in the way."""
+        """Draw dotted vertical lines, each with its text at the top unless the previous text is in the way."""
         at, free, found = self.at, -math.inf, []
         for event in sorted(self.chart.events, key=lambda event: event.x):
             if self.chart.kind != "lines" or not self._inside(event):
@@ -351,7 +353,7 @@ class Marks:
         return axis is not None and axis.low <= event.x <= axis.high
 
     def _data(self, point: Point) -> str:
-        """Attributes for the tooltip and for screen readers."""
+        """Return attributes for the tooltip and for screen readers."""
         fields = {"value": "" if point.note else self._value(point)}
         name = f" ({point.name})" if point.name else ""
         label = Text(*(point.label.in_(language) + name for language in LANGUAGES))
@@ -372,6 +374,6 @@ class Marks:
 
 
 def _in_both(name: str, text: Text) -> str:
-    """A data attribute, and another one for the Chinese text where it differs."""
+    """Return a data attribute, and another one for the Chinese text if it differs."""
     chinese = f' data-{name}-zh="{escape(text.zh)}"' if text.in_("zh") != text.en else ""
     return f' data-{name}="{escape(text.en)}"{chinese}'

@@ -18,9 +18,9 @@ NARROW = 400
 """Width of the drawing for phones, with the same font size."""
 PLOT_HEIGHT = 290
 NAMES_SHARE = 0.35
-"""Maximum share of the width for names beside bars."""
+"""Maximum share of the width that names beside bars may take."""
 WIDER_SHARE = 0.48
-"""The same for dots, whose rows are many and whose names are long."""
+"""Maximum share for the names of dots, whose rows are many and whose names are long."""
 NAME_LINES = 5
 """Maximum lines of a name below its bars; longer names are rotated."""
 TURNED_ROOM = 11
@@ -30,7 +30,7 @@ LANE = 18
 
 
 def spread(point: Point) -> float:
-    """The standard deviation, or 0 where it is unknown."""
+    """Return the standard deviation, or 0 where it is unknown."""
     return point.std if point.std is not None and finite(point.std) and point.std > 0 else 0.0
 
 
@@ -39,13 +39,13 @@ class BarValue(NamedTuple):
 
     text: str
     at: float
-    """Where the bar ends, along the axis of values."""
+    """Position of the bar's end on the axis of values."""
     across: float
     up: bool
-    """The bar grows from zero towards larger values."""
+    """True if the bar grows from zero towards larger values."""
     key: str
-    """Which bar it belongs to: the index of its series, or the number of its place and 1 or -1 (above or below zero)
-    where bars are stacked."""
+    """Identifies the bar: the index of its series; for stacked bars the number of its place and 1 or -1 (above or below
+    zero)."""
 
 
 class Layout:
@@ -91,7 +91,7 @@ class Layout:
         return linear_axis(values or [0.0, 1.0], zero=chart.kind not in ("lines", "dots"), snap=True)
 
     def _beyond(self) -> dict[str, float]:
-        """Bars that continue beyond the axis -> where they end."""
+        """Return the bars that continue beyond the axis, with their ends."""
         ends: dict[str, float] = {}
         for parts in self.chart.stacks.values() if self.chart.cut_at else ():
             for part in parts:
@@ -138,7 +138,7 @@ class Layout:
         self.height = self.below_y + LINE * (line_count(below, self.below_room, 2) - 1) + 10
 
     def _thickness(self) -> float:
-        """Height of the bars or lanes beside one name."""
+        """Return height of the bars or lanes beside one name."""
         return {
             "bars": len(self.chart.bars) * 16,
             "dots": len(self.chart.bars) * 16,
@@ -180,7 +180,7 @@ class Layout:
         ]
 
     def _turn_values(self) -> float:
-        """Decides how the values of upright bars are written; returns the room that they need above the bars."""
+        """Decide how the values of upright bars are written; return the room that they need above the bars."""
         texts = self._value_texts
         if not texts or not self.places:
             return 0
@@ -190,7 +190,7 @@ class Layout:
         return widest_text if self.turned else 14
 
     def _room_below_zero(self) -> float:
-        """The room between the plot and the names below it that values of negative bars need."""
+        """Return the room between the plot and the names below it that values of negative bars need."""
         ends = zip(self._value_texts, self._ends, strict=True)
         widths = [text_width(text) for text, (_, end, *_) in ends if end < 0]
         return 0 if not widths else max(widths) + 8 if self.turned else 16
@@ -215,7 +215,7 @@ class Layout:
         return found
 
     def _lay_out_names(self) -> float:
-        """Lays out the names below the axis and returns their height. Long names are rotated; where there are too many
+        """Lay out the names below the axis and return their height. Long names are rotated; where there are too many
         names, only every second or third is shown."""
         if self.places is None:
             self.names = numbers(self.number_axis.ticks)
@@ -243,7 +243,7 @@ class Layout:
 
     @property
     def value_stride(self) -> int:
-        """Every how many ticks of the axis of values a number is written."""
+        """Interval, in ticks, at which numbers are written on the axis of values."""
         ticks = self.value_axis.ticks
         return _stride([self.along_value(tick) for tick in ticks], self.value_labels) if self.horizontal else 1
 
@@ -256,7 +256,7 @@ class Layout:
         return self.bottom - share * (self.bottom - self.top)
 
     def along_place(self, x: float | str | Text) -> float:
-        """The middle of a bar's slot, or the position of a number: inside the ends, so that no marker is cut."""
+        """Return the middle of a bar's slot, or the position of a number: inside the ends, so that no marker is cut."""
         if self.places is not None:
             start = self.top if self.horizontal else self.left
             return start + self.slot * (self.places.index(Point(x, 0).place) + 0.5)
@@ -275,7 +275,7 @@ class Layout:
         return min(self.slot * 0.82 / max(count, 1), 28 if self.horizontal else 56)
 
     def beside(self, index: int | None, x: float | str | Text) -> float:
-        """The middle of a series' bar among the bars of one slot; the middle of the slot if it has none."""
+        """Return the middle of a series' bar among the bars of one slot; the middle of the slot if it has none."""
         bars = self.chart.bars
         if index not in bars or self.chart.kind == "stacked" or (self.chart.kind == "dots" and len(bars) <= 2):
             return self.along_place(x)
@@ -287,7 +287,7 @@ class Layout:
 
 
 def _stride(centres: Sequence[float], texts: Sequence[str]) -> int:
-    """The smallest stride at which no two texts in a row touch."""
+    """Return the smallest stride at which no two texts in a row touch."""
     for stride in range(1, len(centres) + 1):
         kept = list(zip(centres, texts, strict=True))[::stride]
         ends = [(x - text_width(text) / 2, x + text_width(text) / 2) for x, text in kept]

@@ -11,7 +11,7 @@ FEW_TICKS = 4
 
 
 def number(value: float, digits: int = 3) -> str:
-    """A number in the short form of axes: 0.1, 20, 1k, 1024, 10M."""
+    """Return a number in the short form of axes: 0.1, 20, 1k, 1024, 10M."""
     size = abs(value)
     if size == 0:
         return "0"
@@ -27,7 +27,7 @@ def number(value: float, digits: int = 3) -> str:
 
 
 def numbers(values: Sequence[float]) -> list[str]:
-    """Ticks as text, with enough digits that no two are equal."""
+    """Return ticks as text, with enough digits that no two are equal."""
     for digits in range(3, 12):
         texts = [number(value, digits) for value in values]
         if len(set(texts)) == len(texts):
@@ -43,7 +43,7 @@ class Axis:
     ticks: Sequence[float]
 
     def share(self, value: float) -> float:
-        """The position of a value on the axis: 0 at the low end, 1 at the high end."""
+        """Return the position of a value on the axis: 0 at the low end, 1 at the high end."""
         if not self.log:
             return (value - self.low) / (self.high - self.low)
         value = min(max(value, self.low), self.high)
@@ -51,7 +51,8 @@ class Axis:
 
 
 def linear_axis(values: Sequence[float], *, zero: bool, snap: bool) -> Axis:
-    """An axis that includes zero if `zero` is set or the values are close to it; `snap` extends it to whole ticks."""
+    """Return an axis that includes zero if `zero` is set or the values are close to it; `snap` extends it to whole
+    ticks."""
     low, high = min(values), max(values)
     if zero or (snap and 0 <= low <= 0.6 * high):
         low, high = min(low, 0.0), max(high, 0.0)
