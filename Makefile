@@ -32,7 +32,7 @@ soak: $(INSTALLED)
 lint: $(INSTALLED)
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
-	$(BIN)/mypy
+	$(BIN)/pyrefly check
 
 install: $(INSTALLED)
 
@@ -52,5 +52,5 @@ $(INSTALLED): pyproject.toml constraints.txt
 	touch $(INSTALLED)
 
 clean:
-	rm -rf $(VENV) .triton-3.6 build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis
+	rm -rf $(VENV) .triton-3.6 build dist *.egg-info .pytest_cache .ruff_cache .hypothesis
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +

@@ -422,7 +422,8 @@ class RunConfig:
             model = ModelConfig(**values["model"])
         except (KeyError, TypeError) as error:
             raise UserError(f"configuration without a valid model: {' '.join(str(error).split())}") from None
-        return cls(**{**values, "model": model})
+        fields: dict[str, Any] = {**values, "model": model}
+        return cls(**fields)
 
 
 def _shape(d_model: int, d_ff: int, num_layers: int, num_heads: int) -> dict[str, int]:

@@ -52,8 +52,8 @@ def one_line(message: str) -> str:
 
 class Parser(argparse.ArgumentParser):
     def __init__(self, **kwargs: Any):
-        defaults = {"formatter_class": argparse.RawDescriptionHelpFormatter, "allow_abbrev": False}
-        super().__init__(**{**defaults, **kwargs})
+        defaults: dict[str, Any] = {"formatter_class": argparse.RawDescriptionHelpFormatter, "allow_abbrev": False}
+        super().__init__(**(defaults | kwargs))
 
     def error(self, message: str) -> NoReturn:
         line = one_line(message + self._suggestion(message))

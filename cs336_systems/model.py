@@ -63,9 +63,10 @@ class Linear(nn.Linear):
         if self.bias is not None:
             nn.init.zeros_(self.bias)
 
-    def forward(self, x: Tensor) -> Tensor:
+    def forward(self, input: Tensor) -> Tensor:
         # The fused matmul writes the gradient of a weight into its grad_memory, which PackedAdamW allocates.
-        return fused.linear(x, self.weight, self.bias) if hasattr(self.weight, "grad_memory") else super().forward(x)
+        is_fused = hasattr(self.weight, "grad_memory")
+        return fused.linear(input, self.weight, self.bias) if is_fused else super().forward(input)
 
 
 class Embedding(nn.Embedding):
@@ -270,9 +271,12 @@ class Block(nn.Module):
         attn, ffn = self.attn, self.ffn
         attention = (attn.q_proj.weight, attn.k_proj.weight, attn.v_proj.weight, attn.output_proj.weight)
         feed_forward = (ffn.w1.weight, ffn.w3.weight, ffn.w2.weight)
-        biases = attn.biases or (None,) * 3
-        gains = attn.norms[:2] if attn.norms is not None else (None, None)
-        return Weights(self.ln1.weight, *attention, self.ln2.weight, *feed_forward, *biases, *gains)
+        weights = Weights(self.ln1.weight, *attention, self.ln2.weight, *feed_forward)
+        if attn.biases:
+            weights = weights._replace(**dict(zip(("q_bias", "k_bias", "v_bias"), attn.biases, strict=True)))
+        if attn.norms is not None:
+            weights = weights._replace(q_gain=attn.norms[0], k_gain=attn.norms[1])
+        return weights
 
 
 class TransformerLM(nn.Module):

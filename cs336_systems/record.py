@@ -79,7 +79,8 @@ class Environment:
     @classmethod
     def from_dict(cls, values: Mapping[str, Any]) -> "Environment":
         """Create from JSON, which has lists in place of tuples."""
-        found = cls(**{**values, "throttle_reasons": tuple(values.get("throttle_reasons", ()))})
+        fields: dict[str, Any] = {**values, "throttle_reasons": tuple(values.get("throttle_reasons", ()))}
+        found = cls(**fields)
         for name, kind in _environment_kinds().items():
             if not isinstance(getattr(found, name), kind):
                 raise ValueError(f"its {name} is {getattr(found, name)!r:.40}")

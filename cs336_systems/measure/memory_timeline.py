@@ -171,7 +171,8 @@ class _History:
     def stop(self) -> None:
         torch.cuda.synchronize()
         self.peak = torch.cuda.max_memory_allocated()
-        self.events = [event for trace in torch.cuda.memory._snapshot()["device_traces"] for event in trace]
+        snapshot: dict[str, Any] = dict(torch.cuda.memory._snapshot())
+        self.events = [event for trace in snapshot["device_traces"] for event in trace]
 
 
 @contextmanager

@@ -59,7 +59,9 @@ class _Gathered:
 class EngineStep(FastStep):
     """Simulates one step of a rank."""
 
-    BLOCKS, BLOCKS_OF_GROUP, GROUPS = (3, 2), (2, 2), (2, 2)
+    BLOCKS = (3, 2)
+    BLOCKS_OF_GROUP = (2, 2)
+    GROUPS = (2, 2)
     """Repetitions to simulate, as in `FastStep`. Two at the end, because only the second block of backward has a buffer
     of gradients beside it."""
 

@@ -40,7 +40,9 @@ def fast_estimate(config: RunConfig, plan: Plan | None = None) -> MemoryEstimate
 class FastStep(Fp8Nodes):
     """Simulates one step."""
 
-    BLOCKS, BLOCKS_OF_GROUP, GROUPS = (3, 1), (2, 1), (2, 1)
+    BLOCKS: tuple[int, int] = (3, 1)
+    BLOCKS_OF_GROUP: tuple[int, int] = (2, 1)
+    GROUPS: tuple[int, int] = (2, 1)
     """Number of repetitions that are simulated at the beginning and at the end: of blocks, of blocks in a recomputed
     group, and of such groups."""
 

@@ -393,6 +393,7 @@ class SimulatedStep:
         qkv, low = q + 2 * kv, t.low_precision
         ledger.touch(qkv + q + 2 * t.queries(4) + (q if low else 0))  # q, k, v, and q being rotated
         ledger.touch(qkv + q + kv + 2 * t.keys(4) + (kv if low else 0))  # q, k, v, rotated q, and k being rotated
+        weights = 0  # of naive attention
         if t.fused_attention:
             ledger.touch(qkv + q + r + t.logsumexp())  # q, k, v, the output, its projection
         else:

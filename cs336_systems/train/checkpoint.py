@@ -103,7 +103,9 @@ class Store:
             return
         if self._save_group is not None:
             dist.destroy_process_group(self._save_group)
-        self._save_group = dist.new_group(backend="gloo", timeout=timedelta(seconds=self.timeout))
+        group = dist.new_group(backend="gloo", timeout=timedelta(seconds=self.timeout))
+        assert isinstance(group, dist.ProcessGroup), "every rank is a member"
+        self._save_group = group
         self.is_given_up = False
 
     @property

@@ -203,7 +203,8 @@ class ShapeSettings(FamilyArguments):
                 )
         context = min(saved.context_length, INIT_CONTEXT) if self.context_length is None else self.context_length
         size = self.size or (name if (name := size_name(saved)) in SIZES else None)
-        return ShapeSettings(**{**vars(saved), "context_length": context, "size": size})
+        fields: dict[str, Any] = {**vars(saved), "context_length": context, "size": size}
+        return ShapeSettings(**fields)
 
     def _asked(self) -> Iterator[tuple[str, dict[str, Any]]]:
         """Yield each flag of the shape as spelled, and the fields of the model that it sets."""

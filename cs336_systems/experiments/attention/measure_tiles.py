@@ -53,16 +53,20 @@ class Problem:
         q, k, v, out, grad = self.q, self.k, self.v, self.out, self.grad
         tensors: list[Tensor]
         rows: list[Tensor | None]
+        outputs: list[Tensor]
         match kernel:
             case "forward":
                 outputs = [torch.empty_like(q), torch.empty_like(self.lse)]
-                tensors, rows = [q, k, v, outputs[0]], [outputs[1]]
+                tensors = [q, k, v, outputs[0]]
+                rows = [outputs[1]]
             case "grad_q":
                 outputs = [torch.empty_like(q), torch.empty_like(self.lse)]
-                tensors, rows = [q, k, v, out, grad, outputs[0]], [self.lse, None, outputs[1]]
+                tensors = [q, k, v, out, grad, outputs[0]]
+                rows = [self.lse, None, outputs[1]]
             case _:
                 outputs = [torch.empty_like(k), torch.empty_like(v)]
-                tensors, rows = [q, k, v, grad, *outputs], [self.lse, self.delta]
+                tensors = [q, k, v, grad, *outputs]
+                rows = [self.lse, self.delta]
         launch = portable_launch.plan(kernel, tensors, self.band, tile)
         return lambda: launch(tensors, rows, q.shape[-1] ** -0.5), outputs
 

@@ -3,6 +3,7 @@
 import dataclasses
 from collections.abc import Callable, Iterable, Sequence
 from itertools import product
+from typing import Any
 
 from cs336_systems.config import COURSE_SIZES, MODES, RunConfig, model_config
 from cs336_systems.experiments.spec import (
@@ -193,7 +194,7 @@ def _part_series(cells: Cells, names: Sequence[Text]) -> list[Series]:
     parts = [dict(_labels(cell)) for cell in cells]
     labels = sorted({label for found in parts for label in found}, key=_part_place)
     sizes = {label: [found.get(label, 0) / GIB for found in parts] for label in labels}
-    largest = max(map(sum, zip(*sizes.values(), strict=True)), default=0)
+    largest = max((sum(column) for column in zip(*sizes.values(), strict=True)), default=0)
     small = [sizes.pop(label) for label in labels if max(sizes[label]) < SMALL_PART * largest]
     found = [(part_name(label), own) for label, own in sizes.items()]
     found += [(Text("other", "其余"), list(map(sum, zip(*small, strict=True))))] if small else []
@@ -283,12 +284,13 @@ def _saved_grid(preset: str, base: RunConfig) -> Iterable[Config]:
         return
     size = "tiny" if preset == "quick" and base.device_type == "cpu" else "2.7B"
     model = model_config(size, num_layers=1)
-    for fields in (
+    variants: tuple[dict[str, Any], ...] = (
         {"attention": "reference"},
         {"attention": "auto"},
         {"attention": "reference", "compile": True},
         {"attention": "reference", "checkpoint_blocks": 1},
-    ):
+    )
+    for fields in variants:
         for precision in ("fp32",) if preset == "quick" else ("fp32", "bf16"):
             yield dataclasses.replace(base, model=model, size="", precision=precision, **fields).to_dict()
 

@@ -12,7 +12,7 @@ import math
 import os
 import warnings
 from collections.abc import Callable
-from typing import Any, Literal, NamedTuple, ParamSpec, TypeVar, overload
+from typing import Any, Literal, NamedTuple, ParamSpec, TypeVar, cast, overload
 
 import torch
 import torch.nn.functional as F
@@ -114,7 +114,7 @@ def attention(
     A query that sees no key gives 0 (logsumexp -inf), and gradients of 0.
     """
     if isinstance(window, list):
-        window = tuple(window)
+        window = cast(Window, tuple(window))
     if cu_seqlens_q is not None:
         from cs336_systems.kernels.flash import varlen  # it imports this module
 

@@ -96,7 +96,7 @@ class _Flash(torch.autograd.Function):
         return dq, dk, dv, None
 
 
-_apply: Callable[..., Any] = super(torch.autograd.Function, _Flash).apply
+_apply: Callable[..., Any] = super(torch.autograd.Function, _Flash).apply  # type: ignore[misc]
 """`_Flash.apply` without its handling of functorch transforms, for calls that are not traced."""
 
 

@@ -326,7 +326,8 @@ _MASK = "float scale, int? lo, int? hi, bool bottom_right"
 
 
 def _flat(mask: PackedMask) -> tuple[int | None, int | None, bool]:
-    return *mask.band, mask.bottom_right
+    lo, hi = mask.band
+    return lo, hi, mask.bottom_right
 
 
 def _register(name: str) -> None:

@@ -7,7 +7,7 @@ points of the step, so its peak can be predicted and a CUDA graph can capture it
 
 import weakref
 from collections.abc import Iterable
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -140,7 +140,8 @@ def pinned(size: int, device: torch.device) -> Tensor:
     """
     buffer = torch.zeros(size, dtype=torch.uint8)  # zeros: the pages have to exist before they are pinned
     if device.type == "cuda":
-        runtime, address = torch.cuda.cudart(), buffer.data_ptr()
+        runtime: Any = torch.cuda.cudart()
+        address = buffer.data_ptr()
         torch.cuda.check_error(int(runtime.cudaHostRegister(address, buffer.nbytes, 0)))
         weakref.finalize(buffer.untyped_storage(), runtime.cudaHostUnregister, address)
     return buffer

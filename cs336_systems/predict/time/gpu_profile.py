@@ -195,7 +195,7 @@ class GpuProfile:
     def of(cls, found: dict[str, Any]) -> "GpuProfile":
         """Return the profile in a JSON document; any other document raises an error of one line."""
         try:
-            parts = {
+            parts: dict[str, Any] = {
                 "matmul": MatmulRates(**found["matmul"]),
                 "passes": {name: PassRates(**rates) for name, rates in found["passes"].items()},
                 "attention": {name: AttentionRates(**rates) for name, rates in found["attention"].items()},
@@ -206,7 +206,7 @@ class GpuProfile:
                     for name, own in found.get("wide", {}).items()
                 },
             }
-            return cls(**{**found, **parts})
+            return cls(**(found | parts))
         except (KeyError, TypeError, AttributeError) as error:
             raise UserError(f"not a GPU profile: {error}; make one with cs336 calibrate") from error
 
