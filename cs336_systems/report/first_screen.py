@@ -8,6 +8,7 @@ from cs336_systems.report.cells import CellView
 from cs336_systems.report.document import Chart, Highlight, Limit, Point, Section, Series
 from cs336_systems.report.phrases import ended, safely
 from cs336_systems.report.presentation import Presentation
+from cs336_systems.report.referee import doubt
 from cs336_systems.report.side_by_side import compared
 from cs336_systems.text import Text, listed, say
 
@@ -27,7 +28,10 @@ def highlights_of(experiments: Mapping[str, Presentation], cells: Mapping[str, S
         is_one = len(machines) == 1 or experiments[name].machines_together
         make = experiments[name].highlights if is_one else partial(_comparisons, experiments[name])
         fine = [cell for cell in chosen if cell.ok or not experiments[name].complete_cells_only]
-        found += [replace(one, section=name) for one in safely(make, fine) or []]
+        warning = safely(doubt, fine)
+        for one in safely(make, fine) or []:
+            detail = say("{}; {}", "{}；{}", one.detail, warning) if warning else one.detail
+            found.append(replace(one, section=name, detail=detail))
     return sorted(found, key=lambda highlight: highlight.rank)
 
 

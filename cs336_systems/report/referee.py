@@ -1,6 +1,7 @@
 """Checks numbers before they are shown: a pure function of cells; each doubt becomes a remark under the table."""
 
 import re
+import statistics
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, replace
 from enum import Enum
@@ -11,6 +12,8 @@ from cs336_systems.text import Text, listed, say
 
 COLD_RATIO = 1.5
 NOISY = 0.05
+UNRELIABLE = 0.2
+"""Coefficient of variation of step times above which conclusions from them carry a warning."""
 CLOCK_TOLERANCE = 1.02
 """CUDA events and the host's clock differ by microseconds of launch time; a larger factor than this is odd."""
 FAR = 2
@@ -151,6 +154,20 @@ def _noisy(cell: CellView) -> Remark | None:
         return None
     settles = steady_from(cell.metrics["step_time"].numbers) is not None
     return Remark(Kind.NOISY if settles else Kind.UNSTEADY, (f"{NOISY:.0%}",))
+
+
+def doubt(cells: Iterable[CellView]) -> Text | None:
+    """Return a warning for the conclusions from these cells, if the steps of half of them vary too much to compare."""
+    found = (cell.statistics("step_time") for cell in cells if cell.ok and not _cold(cell))
+    spreads = [step.variation for step in found if step is not None and step.n >= 3]
+    spread = statistics.median(spreads) if spreads else 0.0
+    if not spread > UNRELIABLE:
+        return None
+    return say(
+        "unreliable: single steps vary by {} of their mean, so measure again without other load on the machine",
+        "不可靠：单步时间的波动达均值的 {}，请在机器空闲时重新测量",
+        f"{spread:.0%}",
+    )
 
 
 _THROTTLE_REASONS = {

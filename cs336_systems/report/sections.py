@@ -14,6 +14,7 @@ from cs336_systems.report.document import Chart
 from cs336_systems.report.phrases import MOST, ended, safely
 from cs336_systems.report.picture import Picture
 from cs336_systems.report.presentation import Catalogue, Cells, Presentation, Sentence, presentation_of
+from cs336_systems.report.referee import doubt
 from cs336_systems.report.side_by_side import charts_of_shared, compared, side_by_side
 from cs336_systems.table import Table
 from cs336_systems.text import Text, say
@@ -108,6 +109,8 @@ def findings_of(experiment: Presentation, cells: Sequence[CellView]) -> list[Tex
     for machine, chosen in machines.items():
         stated = (safely(partial(_stated, sentence), chosen) for sentence in experiment.findings)
         texts = [text for text in stated if text is not None][:MOST]
+        if texts and (warning := safely(doubt, chosen)):
+            texts[0] = say("{0} {1}", "{0}{1}", texts[0], ended(warning))
         found += [say("{}: {}", "{}：{}", machine, text) for text in texts] if len(machines) > 1 else texts
     return found
 

@@ -5,10 +5,13 @@ import itertools
 
 import pytest
 
+from cs336_systems.experiments.catalogue import catalogue
 from cs336_systems.record import CELL_TIME, GIB
 from cs336_systems.report.cells import group
-from cs336_systems.report.referee import Kind, Remark, remarks, status_text
+from cs336_systems.report.first_screen import highlights_of
+from cs336_systems.report.referee import Kind, Remark, doubt, remarks, status_text
 from cs336_systems.report.rows import remarks_on
+from cs336_systems.report.sections import findings_of
 from cs336_systems.text import Text
 from tests.unit.report.step_cells import CHINESE, CPU, GPU, OOM, cell, numbers, step
 
@@ -163,3 +166,25 @@ def test_rows_are_named_as_in_their_table():
         "small warm-up 0: the first measured step is far above the rest (cold): add --warmup_steps 5",
         "small 预热 0：第一个测量步远高于其余（冷启动）：加上 --warmup_steps 5",
     )
+
+
+# -- conclusions from steps that vary too much ------------------------------------------------------------------------
+
+WILD = (0.1, 0.3, 0.1, 0.4, 0.1)
+EVEN = (0.1,) * 5
+
+
+@pytest.mark.parametrize(
+    ("samples", "doubted"),
+    [((WILD,), True), ((WILD, WILD, EVEN), True), ((WILD, EVEN, EVEN), False), ((EVEN,), False), ((COLD,), False)],
+)
+def test_conclusions_from_wild_steps_carry_a_warning(samples, doubted):
+    records = (cell("end_to_end", metrics={"step_time": own}, seed=seed) for seed, own in enumerate(samples))
+    cells = group(itertools.chain(*records))
+    assert (doubt(cells) is not None) == doubted
+    end_to_end = catalogue()["end_to_end"]
+    findings, results = findings_of(end_to_end, cells), highlights_of({"end_to_end": end_to_end}, {"end_to_end": cells})
+    assert findings
+    assert results
+    for texts in (findings[:1], [one.detail for one in results]):
+        assert all(("nreliable" in text.en) == ("不可靠" in text.zh) == doubted for text in texts)
