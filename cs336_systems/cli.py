@@ -216,14 +216,14 @@ def launch(arguments: LaunchArguments) -> None:
     cs336 launch --kubernetes --image me/cs336 --volume claim -- train --data README.md --output /shared/runs/mine
     cs336 launch --skypilot --gpu H200 -- train --data README.md --precision bf16
     """
-    from cs336_systems.train.cluster.job import checked
+    from cs336_systems.train.cluster.job import checked, next_steps
     from cs336_systems.train.cluster.manifests import kubernetes, skypilot
     from cs336_systems.train.cluster.slurm import script
 
     job = checked(arguments)
     text = {"slurm": script, "kubernetes": kubernetes, "skypilot": skypilot}[job.cluster](job)
     _write_text(text.rstrip("\n"), arguments.output)
-    for remark in job.remarks:
+    for remark in (*job.remarks, *next_steps(job)):
         print(f"cs336 launch: {one_line(remark)}", file=sys.stderr)
 
 
@@ -257,7 +257,10 @@ def export(arguments: ExportArguments) -> None:
     cs336 export runs/readme weights.safetensors --step 100 --dtype bf16
     cs336 export runs/tuned tuned --format hf --like Qwen3-0.6B --dtype bf16
     """
+    from cs336_systems.train.weight_files import require_source
+
     run, file = Path(arguments.run), Path(arguments.file)
+    require_source(run, may_be_file=arguments.format == "hf")  # before the seconds that torch takes to start
     if arguments.format == "hf":
         from cs336_systems.train.hf.hf_export import export_hf
 
@@ -284,13 +287,18 @@ def import_model(arguments: ImportArguments) -> None:
 
     cs336 import Qwen3-0.6B weights/qwen3
     """
+    from cs336_systems.train.weight_files import require_published, tokenizer_of_weights
+
+    require_published(Path(arguments.folder))  # before the seconds that torch takes to start
     from cs336_systems.train.hf.hf_folders import import_folder
-    from cs336_systems.train.weight_files import tokenizer_of_weights
 
     model = import_folder(Path(arguments.folder), Path(arguments.output))
     print(f"{arguments.output}: {model.parameters:,} weights")
     if tokenizer := tokenizer_of_weights(Path(arguments.output)):
         print(f"tokenize with: cs336 tokenize TEXT --tokenizer {shlex.quote(str(tokenizer))} --output data/tokens")
+    else:
+        own = f"no tokenizer.json in {arguments.folder!r}: get the model's own ({model.vocab_size:,} tokens at most)"
+        print(f"{own}, then tokenize with: cs336 tokenize TEXT --tokenizer tokenizer.json --output data/tokens")
     flags = f"--init {shlex.quote(arguments.output)} --learning_rate 2e-5 --output runs/tuned"
     print(f"train it with: cs336 train --data data/tokens {flags}")
 

@@ -349,7 +349,7 @@ class RunConfig:
 
     def _budget_problem(self) -> str | None:
         """Return why a memory budget is not supported here, or None."""
-        if not re.fullmatch(r"auto|\d{1,6}(\.\d{1,6})?(GiB|GB)", self.memory_budget):
+        if not re.fullmatch(r"auto|\d{1,6}(\.\d{1,6})?(GiB|GB|MiB|MB)", self.memory_budget):
             return "is not a size; use one such as 130GiB or 80GB, or auto"
         if self.checkpoint_blocks:
             return "decides what is recomputed; leave checkpoint_blocks out"

@@ -19,6 +19,9 @@ from cs336_systems.text import printable
 LONGEST_WORD = 300
 """Maximum characters of a word in an error message; the middle of longer words is left out."""
 
+NEGATIVE = re.compile(r"-\.?\d")
+"""The beginning of a value such as -5GiB or -1e-3, which argparse would take for a flag."""
+
 USUAL_NAMES = {
     **dict.fromkeys(("tokens", "dataset", "train_data", "train_file", "input"), ("data",)),
     **dict.fromkeys(("lr", "max_lr", "peak_lr"), ("learning_rate",)),
@@ -54,6 +57,7 @@ class Parser(argparse.ArgumentParser):
     def __init__(self, **kwargs: Any):
         defaults: dict[str, Any] = {"formatter_class": argparse.RawDescriptionHelpFormatter, "allow_abbrev": False}
         super().__init__(**(defaults | kwargs))
+        self._negative_number_matcher = NEGATIVE
 
     def error(self, message: str) -> NoReturn:
         line = one_line(message + self._suggestion(message))
@@ -149,6 +153,8 @@ def _add_flag(parser: argparse.ArgumentParser, spec: dataclasses.Field, hint: An
     kind = _item_type(hint)
     if kind is str and not spec.metadata.get("may_be_empty"):
         kind = _text
+    if kind is int:
+        kind = _whole
     if spec.metadata.get("repeatable"):
         metavar = spec.metadata.get("metavar")
         parser.add_argument(*names, action="append", type=kind, metavar=metavar, default=None, help=help_text)
@@ -178,6 +184,17 @@ def _text(value: str) -> str:
     if not value:
         raise argparse.ArgumentTypeError("the value is empty")
     return value
+
+
+def _whole(text: str) -> int:
+    if found := re.fullmatch(r"(\d+)([kKmM])i?", text):
+        power = "km".index(found[2].lower()) + 1
+        decimal, binary = (int(found[1]) * base**power for base in (1000, 1024))
+        raise argparse.ArgumentTypeError(f"{text!r} may be {decimal} or {binary}; write the whole number")
+    return int(text)
+
+
+_whole.__name__ = int.__name__
 
 
 def _comma_list(kind: Any) -> Any:

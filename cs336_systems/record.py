@@ -282,7 +282,10 @@ def load(path: str | Path) -> Loaded:
         folder = path.parent  # named by the user, or where the file was expected
         if path.name == RECORDS and (inside := [*folder.glob("*.jsonl"), *folder.glob(f"*/{RECORDS}")]):
             raise UserError(f"no file {str(path)!r}; name one of: {', '.join(sorted(map(str, inside))[:4])}")
-        raise UserError(f"no file {str(path)!r}; make one with: cs336 bench --output {shlex.quote(str(path))}")
+        ways = f"cs336 bench --output {shlex.quote(str(path))}"
+        if path.name == RECORDS:
+            ways += f", or cs336 train --data TEXT --output {shlex.quote(str(folder))}"
+        raise UserError(f"no file {str(path)!r}; make one with: {ways}")
     with foreign(path, "a file of records"):
         records, remarks = _read_lines(path)
         name = path.absolute().parent.name if path.stem == "records" else path.stem

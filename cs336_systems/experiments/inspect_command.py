@@ -37,6 +37,10 @@ FACTORS = Text(
     "without the profiler: the host takes {} times its recorded time; then all times are multiplied by {}",
     "不用 profiler：主机时间为记录值的 {} 倍；之后所有时间再乘以 {}",
 )
+WITH_PROFILER = Text(
+    "times are those under the profiler, which is slower; --step_time TIME, measured without it, predicts without it",
+    "以上为 profiler 下的时间，比实际慢；用 --step_time 给出不用 profiler 时测得的步时间，即可得到不用 profiler 的预测",
+)
 IDLE = Text(
     "at equal power: not estimated; no kernel runs for {} of the time, so the power limit hardly matters",
     "功率不变时：不作估计；有 {} 的时间没有内核在运行，功率上限几乎没有影响",
@@ -91,6 +95,11 @@ def inspected(path: Path, arguments: InspectArguments) -> list[Table]:
             )
         return _memory_tables(path, read_snapshot(path))
     if name.endswith(".jsonl"):
+        if arguments.asks_for_replay:
+            raise UserError(
+                f"{str(path)!r} is a file of records; --critical_path and --what_if need a trace of kernels, such as "
+                "one of cs336 profile"
+            )
         return [lost_table(path)]
     raise UserError(
         f"{str(path)!r}: traces end in .json, .json.gz or .sqlite, memory snapshots in .pickle, records of a training "
@@ -237,7 +246,7 @@ def _what_if_table(
         Column(Text("at equal power", "功率不变时"), "ms"),
     ]
     title = say("what if: {}", "假设分析：{}", path.name)
-    notes = [say(FACTORS.en, FACTORS.zh, *(f"{factor:.3f}" for factor in factors))] if seconds else []
+    notes = [say(FACTORS.en, FACTORS.zh, *(f"{factor:.3f}" for factor in factors))] if seconds else [WITH_PROFILER]
     if not arguments.power_limited:
         return Table(title, columns[:-1], [row[:-1] for row in rows], notes)
     if any(found.may_be_limited for found in outcomes):

@@ -31,12 +31,11 @@ from cs336_systems.experiments.catalogue import Request, catalogue
 from cs336_systems.experiments.progress import Progress
 from cs336_systems.experiments.spec import Config, Instrument
 from cs336_systems.files import locked
+from cs336_systems.predict.fit import FIT_MARGIN
 from cs336_systems.record import CELL_TIME, GIB, HEADLINES, Environment, Metric, Record
 
 DEFAULT_TIMEOUT = 1800.0
 LARGEST_LIMIT = 1e7
-FIT_MARGIN = 1.03
-"""The memory model errs by up to 2%: a cell is skipped only if it would not fit even with this margin."""
 SLOWDOWN = "cs336_systems.measure.environment:measure_slowdown"
 TOO_SLOW = 20.0
 """A quick run skips precisions in which a matmul on this CPU takes this many times as long as in fp32, or longer."""

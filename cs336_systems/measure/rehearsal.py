@@ -112,6 +112,7 @@ def sharded_model(config: RunConfig, mesh: Mesh, device_type: str) -> Transforme
 def _allocate(model: TransformerLM, device: str) -> None:
     """Allocate the shards of the model and fill them with arbitrary finite values."""
     model.to_empty(device=device)
+    model.tie()  # memory was allocated module by module, for shared weights twice
     for parameter in model.parameters():
         nn.init.normal_(local_part(parameter).detach(), std=0.02)
     model.rotate.reset_parameters()

@@ -26,6 +26,8 @@ MODEL_ERROR = 0.02
 FAST_ERROR = 0.005
 """Error of the predicted peak of a fast step, all of whose memory is modelled: at most 0.3% was seen on an H200. There
 42,624 tokens are the longest context of 2.7B that is predicted to fit; they do, and 128 more do not."""
+FIT_MARGIN = 1.03
+"""Work is refused only if its predicted peak is this many times the memory: predictions err by up to 2%."""
 LARGEST_BATCH = 65536
 LARGEST_CONTEXT = 2**24
 CONTEXT_STEP = 128
@@ -67,6 +69,16 @@ def gpu_bytes(text: str) -> int:
 def usable_bytes(capacity: float, error: float = MODEL_ERROR) -> float:
     """Return the predicted peak that is safe on a GPU of `capacity` bytes."""
     return (capacity - CONTEXT_RESERVE) / (1 + error)
+
+
+def margin_note(error: float = MODEL_ERROR) -> Text:
+    """Say how much of a GPU's memory is not usable."""
+    return say(
+        "{} GiB are left to CUDA itself and {} to the model's error",
+        "为 CUDA 自身预留 {} GiB，为模型误差预留 {}",
+        f"{CONTEXT_RESERVE / GIB:.1f}",
+        f"{100 * error:g}%",
+    )
 
 
 @lru_cache(maxsize=4096)
@@ -177,6 +189,8 @@ class Row(NamedTuple):
 def fit_tables(arguments: FitArguments) -> list[Table]:
     """Return a table for each GPU, followed by predicted step times; for one shape on several GPUs, one table with a
     row for each GPU."""
+    if arguments.batch_size < 0:
+        raise UserError(f"--batch_size must be at least 0 (0: the largest that fits), got {arguments.batch_size}")
     names = [name.strip() for name in arguments.gpu.split(",") if name.strip()] or [arguments.gpu]
     gpus = {name: gpu_bytes(name) for name in names}
     if len(gpus) == 1 or len(_sizes(arguments)) > 1:
@@ -313,12 +327,7 @@ def _notes(rows: list[Row], first: Text, error: float, *, asked: bool) -> Iterat
             "`*`: building the model is the peak: its largest weight in fp32 beside the packed optimizer's memory",
             "`*`：峰值出现在构建模型时：最大的 fp32 权重与打包优化器的内存同时存在",
         )
-    yield say(
-        "{} GiB are left to CUDA itself and {} to the model's error",
-        "为 CUDA 自身预留 {} GiB，为模型误差预留 {}",
-        f"{CONTEXT_RESERVE / GIB:.1f}",
-        f"{100 * error:g}%",
-    )
+    yield margin_note(error)
     if error == FAST_ERROR:
         yield Text(
             "the last few GiB need PYTORCH_CUDA_ALLOC_CONF=expandable_segments:True, against fragments",

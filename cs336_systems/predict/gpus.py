@@ -9,7 +9,7 @@ import re
 from dataclasses import dataclass
 from typing import NamedTuple
 
-from cs336_systems.record import GIB
+from cs336_systems.record import GIB, MIB
 
 TERA, GIGA = 1e12, 1e9
 PCIE_LINK, ETHERNET = 25.0, 3.0
@@ -118,14 +118,18 @@ GPUS = (
 )
 
 
+UNITS = {"gib": GIB, "gb": 10**9, "g": GIB, "mib": MIB, "mb": 10**6, "m": MIB}
+"""Units of memory sizes in lower case, with their bytes; a bare number is one of GiB."""
+
+
 def memory_size(text: str) -> tuple[float, str] | None:
-    """Return the bytes of a size such as `24GiB`, `80GB` or `24` (GiB), and its unit as written; None if it is not a
-    size."""
-    match = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*(gib|gb|g)?\s*", text, re.IGNORECASE)
+    """Return the bytes of a size such as `24GiB`, `80GB`, `512MiB` or `24` (GiB), and its unit as written; None if it
+    is not a size."""
+    match = re.fullmatch(rf"\s*(\d+(?:\.\d+)?)\s*({'|'.join(UNITS)})?\s*", text, re.IGNORECASE)
     if match is None:
         return None
     unit = match[2] or ""
-    return float(match[1]) * (10**9 if unit.lower() == "gb" else GIB), unit
+    return float(match[1]) * UNITS.get(unit.lower(), GIB), unit
 
 
 def card_name(text: str) -> str:

@@ -116,7 +116,12 @@ class Task:
     @property
     def limit(self) -> float:
         """Largest predicted peak that fits. Predictions have larger errors except for a fast step without a plan."""
-        return min(self.memory, usable_bytes(self.capacity, FAST_ERROR if self.gpus == 1 else MODEL_ERROR))
+        return min(self.memory, usable_bytes(self.capacity, self.error))
+
+    @property
+    def error(self) -> float:
+        """Error of predicted peaks that `limit` allows for."""
+        return FAST_ERROR if self.gpus == 1 else MODEL_ERROR
 
     @property
     def budget(self) -> str:

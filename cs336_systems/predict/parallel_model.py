@@ -10,7 +10,7 @@ strategies. With stages or context parallelism it processes them one by one, as 
 
 import math
 from collections.abc import Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 
 from cs336_systems.config import RunConfig, UserError
@@ -86,6 +86,9 @@ class Workload:
     """Bytes that such a group keeps until it is recomputed."""
     keys_values: float = 0.0
     """Bytes of the keys and values of one block."""
+    constant: float = 0.0
+    """Bytes outside of blocks that do not depend on the number of tokens, included in `activations`: the chunk of
+    logits of a loss that never forms them all."""
 
     @property
     def parameters(self) -> int:
@@ -101,8 +104,17 @@ class Workload:
 
     @property
     def ends(self) -> float:
-        """Bytes of activations outside of blocks: the last norm, logits and loss."""
-        return self.activations - self.kept(self.blocks) - self.recomputing(self.blocks)
+        """Bytes of activations outside of blocks that grow with the tokens: the last norm, logits and loss."""
+        return self.activations - self.constant - self.kept(self.blocks) - self.recomputing(self.blocks)
+
+
+def runs_fused(strategy: Strategy, gpus: int) -> bool:
+    """Return True if the ranks of `cs336 train` run a layout with the fused kernels and loss of the fast step.
+
+    Those need whole weights: no layers, sequences or stages are split, and FSDP, the wrapper of stage 3, has none of
+    the fast step. Replicated shards are run by torch's engine, whose `fully_shard` gathers weights for the kernels.
+    """
+    return gpus == 1 or (strategy.group == 1 and (strategy.stage < 3 or strategy.replicate > 1))
 
 
 def transformer(config: RunConfig) -> Workload:
@@ -112,13 +124,15 @@ def transformer(config: RunConfig) -> Workload:
     blocks_saved = min(group, layers) if group else layers
     inputs = -(-layers // group) * t.residual(4) if group else 0
     ends = 2 * t.residual(4) + t.residual(t.s)  # the first block's input, the last norm's input and output
-    block, group_input = float(step.block_saved), float(t.residual(4))
+    block, group_input, constant = float(step.block_saved), float(t.residual(4)), 0.0
     activations = blocks_saved * block + inputs + ends + t.logits(t.s) + t.logits(FP32)
     if simulated_parts(config):
         full = breakdown(config)
         kept = blocks_saved * full.activations_per_block if group else 0  # one group is recomputed at a time
         activations = full.activations + kept + full.logits_and_loss
         block = float(full.activations_per_block)
+        double = breakdown(replace(config, batch_size=2 * config.batch_size))
+        constant = max(0.0, 2.0 * full.logits_and_loss - double.logits_and_loss)
     forward = float(forward_flops(config))
     return Workload(
         blocks=layers,
@@ -145,6 +159,7 @@ def transformer(config: RunConfig) -> Workload:
         group=group,
         group_input=group_input if group else 0.0,
         keys_values=2 * config.tokens * model.kv_width * t.s,
+        constant=constant,
     )
 
 
@@ -219,7 +234,9 @@ class Stage:
     looked_up: int
     replicated: float
     kept: float
-    """Bytes of activations for all tokens of a GPU, if they were one micro batch."""
+    """Bytes of activations for all tokens of a GPU, if they were one micro batch, without those that are constant."""
+    constant: float
+    """Bytes of activations that do not depend on the number of tokens."""
     share: float
     """Share of the model's FLOPs."""
 
@@ -296,6 +313,7 @@ class Plan:
                     looked_up=is_first * work.looked_up,
                     replicated=(work.replicated - work.last_norm) * part + is_last * work.last_norm,
                     kept=kept,
+                    constant=is_last * work.constant,
                     share=(1 - work.head_share) * part + is_last * work.head_share,
                 )
             )
@@ -328,7 +346,7 @@ class Plan:
             "gradient": held(2, FP32),
             "optimizer": held(1, FP32 * ADAM_MOMENTS),
             # A replica has T times as many, sharded over T GPUs: by heads, inner width or sequence.
-            "activation": (here.kept * self.tokens_at_once, 0.0),
+            "activation": (here.kept * self.tokens_at_once + here.constant, 0.0),
             "working": (self._working(here), 0.0),
         }
         return {name: part[0] for name, part in parts.items()}, {name: part[1] for name, part in parts.items()}

@@ -61,9 +61,16 @@ def machine_limits(config: RunConfig) -> Limits:
     return Limits(budget_bytes(config.memory_budget, capacity), Rates.of(gpu, config.precision), host_bytes)
 
 
+def host_memory() -> float:
+    """Return the bytes of memory of the host, or of its container."""
+    limit = _lines(CGROUP / "memory.max")
+    whole = float(os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES"))
+    return min(whole, float(limit[0])) if limit and limit[0].isdigit() else whole
+
+
 def free_host_memory() -> float:
     """Return the bytes that the host has free, within the limit of its container."""
-    limits = [float(os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES"))]
+    limits = [host_memory()]
     for line in _lines(Path("/proc/meminfo")):
         if line.startswith("MemAvailable:"):
             limits.append(1024.0 * int(line.split()[1]))

@@ -27,6 +27,8 @@ from cs336_systems.config import UserError
 from cs336_systems.files import locked
 from cs336_systems.parallel.collectives import communication_device, on_first, together
 from cs336_systems.parallel.launch import Rank, RankError, default_device, process_group
+from cs336_systems.parallel.rendezvous import is_under_torchrun, torchrun_place
+from cs336_systems.step.memory_budget import host_memory
 from cs336_systems.step.module_trace import Tracer
 from cs336_systems.step.replay import ReplayError
 from cs336_systems.step.train_step import cosine_lr, require_attention
@@ -34,6 +36,7 @@ from cs336_systems.step.updates import Update
 from cs336_systems.train.agreement import facts_of, read_once_per_host, require_shared
 from cs336_systems.train.building import build_step
 from cs336_systems.train.data import Corpus
+from cs336_systems.train.enough_memory import Memory, require_memory
 from cs336_systems.train.fp8_watch import Fp8Watch
 from cs336_systems.train.packed_batches import PackedBatch, PackedCorpus
 from cs336_systems.train.run_log import RunLog, show
@@ -76,6 +79,7 @@ def _open_corpus(settings: TrainSettings, rank: Rank) -> Corpus | PackedCorpus:
     corpus = together(
         lambda: kind.open(data.path, context_length=model.context_length, validation_share=data.validation_share)
     )
+    together(lambda: require_memory(settings, str(rank.device), rank.world_size, _memory(rank)))
     return corpus.checked(read_once_per_host(corpus.tokens), model.vocab_size)
 
 
@@ -86,6 +90,13 @@ def _require_possible(settings: TrainSettings, rank: Rank) -> None:
     require_attention(settings.run_config(str(rank.device), rank.world_size))
     if settings.init is not None and rank.rank == 0:  # which reads them for all
         require_weights(Path(settings.init), settings.model)
+
+
+def _memory(rank: Rank) -> Memory:
+    """Return the memory of this rank: that of its GPU, or that of the machine, which its ranks share."""
+    if rank.device.type == "cuda":
+        return Memory(torch.cuda.get_device_properties(rank.device).total_memory, "this GPU")
+    return Memory(host_memory(), "this machine", torchrun_place().local_size if is_under_torchrun() else 1)
 
 
 class Trainer:

@@ -241,10 +241,10 @@ class OptimizerSettings(_Checked):
         "warmup_steps",
         flag(
             None,
-            f"steps of linear warm-up to the peak learning rate (default: {WARMUP_STEPS}, or a tenth of fewer steps)",
+            f"steps of linear warm-up to the peak learning rate (default: a tenth of all, at most {WARMUP_STEPS})",
         ),
     )
-    """None: WARMUP_STEPS, or a tenth of a run that is not longer; TrainSettings fills it in."""
+    """None: a tenth of the steps, at most WARMUP_STEPS; TrainSettings fills it in."""
     weight_decay: float = flag(0.1, "weight decay of matrices; norms have none")
     beta1: float = flag(0.9, "AdamW's decay rate of the gradient's mean")
     beta2: float = flag(0.95, "AdamW's decay rate of the squared gradient's mean")
@@ -418,7 +418,7 @@ class TrainSettings(_Checked):
         require_seed(self.seed)
         warmup = self.optimizer.lr_warmup_steps
         if warmup is None:
-            warmup = WARMUP_STEPS if self.steps > WARMUP_STEPS else self.steps // 10
+            warmup = min(WARMUP_STEPS, self.steps // 10)
             object.__setattr__(self, "optimizer", dataclasses.replace(self.optimizer, lr_warmup_steps=warmup))
         if warmup >= self.steps:
             raise UserError(f"--warmup_steps must be below --steps, {self.steps}, got {warmup}")

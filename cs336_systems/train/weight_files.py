@@ -17,6 +17,8 @@ from cs336_systems.train.tokens.token_store import TOKENIZER_FILE
 
 WEIGHTS = "weights.safetensors"
 """The file of weights in a folder of `cs336 import`."""
+MANIFEST = "manifest.json"
+"""The file in each folder of a checkpoint that describes it."""
 _HUB_NAME = re.compile(r"[A-Za-z0-9][\w.-]*/[\w.-]+")
 
 
@@ -33,8 +35,8 @@ def weights_file(path: Path) -> Path:
         return path
     if (path / WEIGHTS).is_file():
         return path / WEIGHTS
-    if (path / "checkpoints").is_dir() or (path / "manifest.json").is_file():
-        run = path.parent.parent if (path / "manifest.json").is_file() else path
+    if (path / "checkpoints").is_dir() or (path / MANIFEST).is_file():
+        run = path.parent.parent if (path / MANIFEST).is_file() else path
         file = f"{run}.safetensors"
         how = f"cs336 export {shlex.quote(str(path))} {shlex.quote(file)}"
         raise UserError(f"--init {str(path)!r} is a run; export its weights first: {how}, then give --init {file}")
@@ -42,6 +44,22 @@ def weights_file(path: Path) -> Path:
         how = f"cs336 import {shlex.quote(str(path))} {shlex.quote(f'weights/{path.name}')}"
         raise UserError(f"--init {str(path)!r} is in the format of Hugging Face; import it first: {how}")
     raise UserError(f"--init {str(path)!r} has no {WEIGHTS}; name a file, or a folder of cs336 import")
+
+
+def require_published(path: Path) -> None:
+    """Raise UserError if there is no folder of a published model at `path`."""
+    if not path.is_dir():
+        advice = download_advice(path) or "; name one with config.json and model.safetensors"
+        raise UserError(f"no folder {str(path)!r}{advice}")
+
+
+def require_source(path: Path, *, may_be_file: bool) -> None:
+    """Raise UserError for a path that cannot be exported: it does not exist, or is a folder without checkpoints."""
+    advice = "name the --output of a run of cs336 train"
+    if not path.is_dir() and not (may_be_file and path.is_file()):
+        raise UserError(f"no folder {str(path)!r}; {advice}")
+    if path.is_dir() and not any(inside.is_dir() or inside.name in (WEIGHTS, MANIFEST) for inside in path.iterdir()):
+        raise UserError(f"no intact checkpoint in {str(path)!r}; {advice}")
 
 
 def download_advice(path: Path) -> str:

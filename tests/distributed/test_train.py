@@ -993,6 +993,13 @@ def test_a_rank_with_another_command_line(changes, named, start_each, place):
     assert not (place / "unlike").exists()
 
 
+def test_a_model_that_cannot_fit_is_refused_on_all_ranks_before_it_is_built(start_each, place):
+    settings = fields(place / "huge", parallel="fsdp", batch_size=2, num_layers=9000, d_model=65536, num_heads=8)
+    ranks = start_each([settings] * 2)
+    assert_refused_by_all(ranks, "a step of this model needs at least ", "(predicted, not tried); use a smaller --size")
+    assert not (place / "huge").exists()
+
+
 def test_data_that_shrinks_under_one_rank(start_each, place, tmp_path):
     """The others give its error as the cause of their end."""
     copies = [tmp_path / f"copy-{rank}.txt" for rank in range(3)]

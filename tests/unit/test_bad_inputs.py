@@ -194,6 +194,8 @@ REFUSED = {
         inspect nope.json --what_if host=0 --step_time '' | the value is empty
         inspect nope.json --power_limited           | belongs to --what_if
         inspect empty.pickle --critical_path        | is a memory snapshot
+        inspect good.jsonl --critical_path          | --critical_path and --what_if need a trace
+        inspect good.jsonl --what_if attention=0.8  | 'good.jsonl' is a file of records
         inspect noevents.json --what_if matmul=2    | holds no kernels
     """,
     "memory": """
@@ -213,6 +215,9 @@ REFUSED = {
         memory extra                                | unrecognized arguments: extra
     """,
     "fit": """
+        fit --gpu -5GiB                             | unknown --gpu '-5GiB'; give its memory
+        fit --batch_size -1                         | --batch_size must be at least 0 (0: the largest that fits), got -1
+        fit --context_length 4k                     | '4k' may be 4000 or 4096; write the whole number
         fit --gpu abacus                            | 'abacus'
         fit --gpu 0GiB                              | '0GiB'
         fit --gpu -5                                | '-5'
@@ -266,6 +271,8 @@ REFUSED = {
         train --data text.txt --steps 0             | --steps must be at least 1
         train --data text.txt --steps -1            | got -1
         train --data text.txt --steps 9 --warmup_steps 9   | --warmup_steps must be below --steps, 9
+        train --data text.txt --batch_size 1000000000000 | the tokens of a step alone need
+        train --data text.txt --num_layers 9000 --d_model 65536 --num_heads 8 --steps 1 | (predicted, not tried)
         train --data text.txt --warmup_steps -1     | --warmup_steps must be at least 0
         train --data text.txt --learning_rate 0     | --learning_rate must be a finite number above 0
         train --data text.txt --learning_rate nan   | got nan
@@ -336,6 +343,7 @@ REFUSED = {
         report                                      | name a file of records
         report nope                                 | no file 'nope'
         report hollow                               | no file 'hollow/records.jsonl'
+        report hollow                               | or cs336 train --data TEXT --output hollow
         report empty.jsonl                          | no records in empty.jsonl
         report binary.jsonl                         | binary.jsonl, line 1
         report other.jsonl                          | is this the right file?
@@ -368,7 +376,7 @@ REFUSED = {
         compare good.jsonl good.jsonl --confidence nan          | --confidence must be
         compare good.jsonl good.jsonl --fail_if_slower 0.05     | '0.05' is not a percentage
         compare good.jsonl good.jsonl --fail_if_slower five     | 'five' is not a percentage
-        compare good.jsonl good.jsonl --fail_if_slower -5%      | expected one argument
+        compare good.jsonl good.jsonl --fail_if_slower -5%      | '-5%' is not a percentage
         compare good.jsonl good.jsonl --format xml  | 'xml'
         compare train.jsonl train.jsonl             | training runs
     """,

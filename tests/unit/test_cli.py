@@ -263,13 +263,14 @@ def test_version(capsys):
 
 
 def test_answers_that_need_no_torch_do_not_import_it(tmp_path):
-    """Help, memory and fit answer at once only as long as no module imports torch at its top."""
+    """Help, memory, fit and refusals of paths answer at once only as long as no module imports torch at its top."""
     program = (
         "import sys; from cs336_systems.cli import main\n"
-        "for argv in (['--help'], ['memory', '--size', '2.7B'], ['fit']):\n"
+        "wrong = ['train', '--data', 'nowhere'], ['import', 'nowhere', 'out'], ['export', 'nowhere', 'file']\n"
+        "for argv in (['--help'], ['memory', '--size', '2.7B'], ['fit'], *wrong):\n"
         "    try: code = main(argv)\n"
         "    except SystemExit as exit: code = exit.code\n"
-        "    assert code == 0 and 'torch' not in sys.modules, argv"
+        "    assert code == 2 * (argv in wrong) and 'torch' not in sys.modules, argv"
     )
     result = execute(sys.executable, "-c", program, cwd=tmp_path)
     assert result.returncode == 0, result.stderr

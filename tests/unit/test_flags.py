@@ -47,6 +47,7 @@ FIELDS = {
     "--mode backward": Example(mode="backward"),
     "--device 7 --layers 7": Example(device="7", layers=7),
     "--layers -3": Example(layers=-3),  # a value and not a flag
+    "--max_grad_norm -1e-3 --device -5GiB": Example(max_grad_norm=-0.001, device="-5GiB"),
     **dict.fromkeys(
         ["--sizes small,medium,2026/xl", "--sizes 'small, medium, 2026/xl'", "--sizes small,medium,2026/xl,"],
         Example(sizes=("small", "medium", "2026/xl")),
@@ -82,6 +83,8 @@ def test_any_list_of_numbers_can_be_given(numbers):
     [
         (["--context_length", "many"], "'many'"),
         (["--context-length", "1.5"], "'1.5'"),
+        (["--context_length", "4k"], "'4k' may be 4000 or 4096; write the whole number"),
+        (["--batch_sizes", "1,2Mi"], "'2Mi' may be 2000000 or 2097152"),
         (["--max_grad_norm", "big"], "'big'"),
         (["--mode", "sideways"], "'sideways'"),
         (["--mode", "sideways"], "backward"),

@@ -130,7 +130,7 @@ def _done(cells: Iterable[CellView], *ways: str) -> list[CellView]:
 def _budget(cell: CellView) -> float:
     """Return the budget in bytes; 0 where a record does not have a valid one."""
     text = str(cell.get("memory_budget"))
-    return budget_bytes(text) if re.fullmatch(r"\d+(\.\d+)?Gi?B", text) else 0.0
+    return budget_bytes(text) if re.fullmatch(r"\d+(\.\d+)?[GM]i?B", text) else 0.0
 
 
 def _whole(work: Iterable[CellView]) -> CellView | None:

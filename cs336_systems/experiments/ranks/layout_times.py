@@ -5,12 +5,24 @@ from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
 from cs336_systems.config import RunConfig
-from cs336_systems.experiments.ranks.plan_cells import Passes, fitting_layouts, gpu_name, layout_name, plans, where
+from cs336_systems.experiments.ranks.plan_cells import (
+    Passes,
+    fitting_layouts,
+    gpu_name,
+    layout_name,
+    plans,
+    run_of,
+    unfused_layouts,
+    where,
+)
 from cs336_systems.predict.flops import model_flops
 from cs336_systems.predict.gpus import find_card
 from cs336_systems.predict.parallel_model import Plan
+from cs336_systems.predict.strategy import Strategy
+from cs336_systems.predict.time.eager_kernels import ADAMW
+from cs336_systems.predict.time.eager_time import eager_step_time
 from cs336_systems.predict.time.gpu_profile import DATA_SHEET, GpuProfile, profile_of
-from cs336_systems.predict.time.time_model import step_time
+from cs336_systems.predict.time.time_model import StepTime, predicts, step_time
 from cs336_systems.predict.training_cost import Cost
 from cs336_systems.report.cells import CellView
 from cs336_systems.report.rows import ms, number, percent, titled
@@ -20,6 +32,8 @@ from cs336_systems.text import Text, listed, say
 
 ALONE, AMONG_RANKS = "on", "kernels,loss,optimizer"
 """Parts of the fast step whose kernels are counted on one GPU, and on several: ranks have no CUDA graph."""
+UPDATES = ("adamw", ADAMW)
+"""Names of the kernels that update the weights, in the fast step and in others."""
 
 
 class RankTime(NamedTuple):
@@ -33,12 +47,13 @@ class RankTime(NamedTuple):
 
     @classmethod
     def of(cls, kernels: float, passes: Passes) -> "RankTime":
-        """Split the kernels' time into forward and backward in proportion to the matmuls' time, and add exposed
-        communication."""
+        """Split the kernels' time into forward and backward in proportion to the matmuls' time, as idle time is, and
+        add exposed communication."""
         scale = kernels / sum(passes.compute)
         pairs = zip(passes.compute, passes.communication, strict=True)
         exposed = sum(max(0.0, communication - scale * compute) for compute, communication in pairs)
-        return cls(kernels, kernels + exposed, kernels + sum(passes.communication))
+        busy = kernels + scale * passes.idle
+        return cls(kernels, busy + exposed, busy + sum(passes.communication))
 
 
 def predicted_times(cell: CellView, cost: Cost) -> list[Table]:
@@ -69,24 +84,41 @@ def rank_time(cell: CellView, name: str) -> RankTime | None:
     """Return the time of a layout's step; None if GPUs split layers, sequences or stages, or if kernels or rates are
     unknown."""
     (plan,) = plans({**cell.config, "strategies": [name]})
-    profile, _ = _rates(cell.config)
-    run = _rank_run(cell.config, plan)
-    found = step_time(run, profile, plan.micro_batches) if run and profile else None
+    return plan_time(cell.config, plan, Passes.of(cell.variant(name)))
+
+
+def plan_time(config: Mapping[str, Any], plan: Plan, passes: Passes) -> RankTime | None:
+    """Return the time of the step of a plan of `config`, as `rank_time` does."""
+    profile, _ = _rates(config)
+    run = _rank_run(config, plan)
+    found = _step_time(run, profile, plan.micro_batches) if run and profile else None
     if found is None:
         return None
-    update = found.by_name()["adamw"]
+    update = sum(seconds for kernel, seconds in found.by_name().items() if kernel in UPDATES)
     saved = update * (1 - 1 / plan.shards) if plan.strategy.stage else 0.0  # a rank updates its shard alone
     kernels = sum(seconds for _, seconds in found.kernels) + found.gaps - saved
-    return RankTime.of(max(kernels, found.host), Passes.of(cell.variant(name)))
+    return RankTime.of(max(kernels, found.host), passes)
+
+
+def _step_time(run: RunConfig, profile: GpuProfile, micro_batches: int) -> StepTime | None:
+    """Return the time of a rank's step, fast or without any of the fast parts; the latter in one micro batch only, and
+    not if the host's launches bound it, because FSDP adds to them."""
+    if run.fast != "off":
+        return step_time(run, profile, micro_batches)
+    found = eager_step_time(run, profile) if micro_batches == 1 else None
+    return found if found and not found.is_launch_bound else None
 
 
 def _rank_run(config: Mapping[str, Any], plan: Plan) -> RunConfig | None:
     """Return the step of one rank on a micro batch of its own sequences."""
     run = RunConfig.of(config)
+    is_fused = run_of(config, plan.strategy) == run
     is_whole = plan.strategy.group == 1 and config["count"] == "transformer" and {"kernels", "loss"} <= run.fast_parts
     if not is_whole or run.mode != "train-step" or run.precision != "bf16" or run.batch_size % plan.micro_batches:
         return None
-    fast = ALONE if config["gpus"] == 1 else AMONG_RANKS
+    if not predicts(dataclasses.replace(run, fast=AMONG_RANKS)):
+        return None
+    fast = ALONE if config["gpus"] == 1 else AMONG_RANKS if is_fused else "off"
     return dataclasses.replace(run, fast=fast, batch_size=run.batch_size // plan.micro_batches)
 
 
@@ -123,15 +155,32 @@ def _notes(cell: CellView, profile: GpuProfile, others: Sequence[str]) -> list[T
                 *(gpu_name(cell), f"{1 + profile.spread:.3g}"),
             )
         )
-    if others:
+    unfused = unfused_layouts(cell.config)
+    if timed := [name for name in unfused if name not in others and name in fitting_layouts(cell)]:
         notes.append(
             say(
-                "not predicted: {}, whose GPUs share layers or sequences",
-                "不作预测：{}，其 GPU 共同处理同一层或同一序列",
-                listed(map(layout_name, others)),
+                "of {}: predicted operator by operator, without the fused kernels and loss",
+                "{}：不使用融合内核与融合损失，逐算子预测",
+                listed(map(layout_name, timed)),
             )
         )
+    notes += [
+        say("not predicted: {}, {}", "不作预测：{}，{}", listed(map(layout_name, names)), why)
+        for why, names in _unpredicted(others).items()
+    ]
     return notes
+
+
+SHARED = Text("whose GPUs share layers or sequences", "其 GPU 共同处理同一层或同一序列")
+PLAIN = Text("which runs without the fused kernels and loss", "其运行不使用融合内核与融合损失")
+
+
+def _unpredicted(names: Sequence[str]) -> dict[Text, list[str]]:
+    """Return layouts without a predicted time by the reason."""
+    found: dict[Text, list[str]] = {}
+    for name in names:
+        found.setdefault(SHARED if Strategy.parse(name).group > 1 else PLAIN, []).append(name)
+    return found
 
 
 def missing_times(cell: CellView) -> Text | None:
@@ -146,7 +195,7 @@ def missing_times(cell: CellView) -> Text | None:
         return say("Step time: predicted with {}.", "单步时间：加上 {} 即可预测。", " ".join(flags))
     if _rates(cell.config)[0] is None:
         return say("Step time: the rates of {} are not known.", "单步时间：{} 的速率未知，无法预测。", gpu_name(cell))
-    return Text(
-        "Step time: not predicted for layouts whose GPUs share layers or sequences.",
-        "单步时间：GPU 共同处理同一层或同一序列的布局不作预测。",
-    )
+    reasons = [
+        say("{}, {}", "{}，{}", listed(map(layout_name, names)), why) for why, names in _unpredicted(fitting).items()
+    ]
+    return say("Step time: not predicted for {}.", "单步时间：不作预测：{}。", listed(reasons, ("; ", "；")))

@@ -17,11 +17,12 @@ from cs336_systems.experiments.ranks.plan_cells import (
     plan_config,
     planned,
     total,
+    unfused_layouts,
     where,
 )
 from cs336_systems.experiments.ranks.recommended_layout import best_layout
 from cs336_systems.experiments.spec import Config, Experiment, Instrument
-from cs336_systems.predict.fit import usable_bytes
+from cs336_systems.predict.fit import margin_note, usable_bytes
 from cs336_systems.predict.gpus import GIGA, TERA
 from cs336_systems.record import GIB
 from cs336_systems.report.cells import CellView
@@ -92,6 +93,15 @@ def _memory_table(cell: CellView) -> Table:
                 "torch 峰值：--engine torch 下同一时刻所有张量的最大值；-：不作预测",
             )
         )
+    if unfused := unfused_layouts(cell.config):
+        notes.append(
+            say(
+                "without the fused kernels and loss, as cs336 train runs them: {}",
+                "按 cs336 train 的实际运行方式，不使用融合内核与融合损失：{}",
+                listed(map(layout_name, unfused)),
+            )
+        )
+    notes.append(margin_note())
     return Table(_title(cell, Text("memory on each GPU", "每张 GPU 的显存")), columns, rows, notes)
 
 

@@ -4,7 +4,7 @@ Predicted from the configuration (predict/parallel_model.py); nothing runs.
 """
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
 from cs336_systems.config import RunConfig, UserError, flag, flag_like
@@ -12,7 +12,8 @@ from cs336_systems.predict.engine_memory import engine_estimate
 from cs336_systems.predict.fit import gpu_bytes, usable_bytes
 from cs336_systems.predict.gpus import ETHERNET, GIGA, PCIE_LINK, TERA, find_card
 from cs336_systems.predict.model_flags import ShapeArguments
-from cs336_systems.predict.parallel_model import Cluster, Plan, feed_forward, transformer
+from cs336_systems.predict.optimize_ranks import FAST_OF_RANKS, FP8_ON_RANKS
+from cs336_systems.predict.parallel_model import Cluster, Plan, Workload, feed_forward, runs_fused, transformer
 from cs336_systems.predict.rank_shards import SPLIT_BY_TP, Mesh
 from cs336_systems.predict.strategy import Strategy
 from cs336_systems.predict.training_cost import CostArguments
@@ -22,7 +23,10 @@ from cs336_systems.report.terms import ACTIVATIONS, BACKWARD, FORWARD, GRADIENTS
 from cs336_systems.table import FORMATS
 from cs336_systems.text import Text, say
 
+PRECISIONS = ("fp32", "bf16", "fp16", "fp8")
+"""Precisions that the flag knows; that of fp8 is refused with a reason."""
 STRATEGIES = ("dp", "zero1", "zero2", "zero3", "tp8", "zero3+tp8", "zero3+cp4", "zero1+tp8+pp4")
+MOST_GPUS = 1_000_000
 COUNTED = {"transformer": transformer, "feed-forward": feed_forward}
 
 
@@ -30,7 +34,7 @@ COUNTED = {"transformer": transformer, "feed-forward": feed_forward}
 class PlanArguments(CostArguments, ShapeArguments):
     size: str = flag("xxl", "a size's name; any of its fields may be replaced")
     batch_size: int = flag(1, "sequences for each GPU")
-    precision: str = flag("bf16", "fp32, or bf16 / fp16 for matmuls and communication", ("fp32", "bf16", "fp16"))
+    precision: str = flag("bf16", "fp32, or bf16 / fp16 for matmuls and communication (fp8: cs336 fit)", PRECISIONS)
     attention: str = flag("auto", "attention implementation", ("auto", "reference", "sdpa"))
     checkpoint_blocks: int = flag(1, "recompute activations in groups of this many blocks (0: keep all)")
     mode: str = flag_like(RunConfig, "mode")
@@ -58,6 +62,10 @@ def plan_config(arguments: PlanArguments) -> dict[str, Any]:
     for name in ("gpus", "node"):
         if getattr(arguments, name) < 1:
             raise UserError(f"--{name} must be at least 1, got {getattr(arguments, name)}")
+    if arguments.gpus > MOST_GPUS:
+        raise UserError(f"--gpus {arguments.gpus:,} is too large for a prediction: at most {MOST_GPUS:,}")
+    if arguments.precision == "fp8":
+        raise UserError(f"{FP8_ON_RANKS}; plan with --precision bf16")
     for name in ("tflops", "link", "network"):
         value = getattr(arguments, name)
         if value is not None and not 0 < value < float("inf"):
@@ -113,7 +121,7 @@ def _fast(arguments: PlanArguments) -> str:
         )
         raise UserError(f"{given} is for one GPU; leave it out")
     if arguments.fast == "on":
-        return "kernels,loss"
+        return FAST_OF_RANKS
     if one_gpu := [part for part in ("optimizer", "graph") if part in arguments.fast]:
         raise UserError(f"--fast {one_gpu[0]} is for one GPU; use --fast kernels,loss")
     return arguments.fast
@@ -140,12 +148,31 @@ def usual_layouts(gpus: int, layers: int) -> list[str]:
     return list(dict.fromkeys(found))
 
 
+def run_of(config: Mapping[str, Any], strategy: Strategy) -> RunConfig:
+    """Return the step of a layout's ranks, with those parts of the fast step with which `cs336 train` runs it."""
+    run = RunConfig.of(config)
+    return run if runs_fused(strategy, config["gpus"]) else replace(run, fast="off")
+
+
+def unfused_layouts(config: Mapping[str, Any]) -> list[str]:
+    """Return the names of the layouts that run without the parts of the fast step that were asked for."""
+    fast = config.get("fast", "off")
+    return [name for name in config["strategies"] if run_of(config, Strategy.parse(name)).fast != fast]
+
+
 def plans(config: Mapping[str, Any]) -> list[Plan]:
+    """Return the plan of each layout."""
     usable = usable_bytes(config["gpu_memory"])
     cluster = Cluster(config["gpus"], usable, config["flops"], config["node"], config["link"], config["network"])
-    workload = COUNTED[config["count"]](RunConfig.of(config))
     micro = config.get("micro_batches", 0)
-    return [Plan(workload, cluster, Strategy.parse(name), micro) for name in config["strategies"]]
+    workloads: dict[str, Workload] = {}
+    found = []
+    for strategy in map(Strategy.parse, config["strategies"]):
+        run = run_of(config, strategy)
+        if run.fast not in workloads:
+            workloads[run.fast] = COUNTED[config["count"]](run)
+        found.append(Plan(workloads[run.fast], cluster, strategy, micro))
+    return found
 
 
 def engine_mesh(plan: Plan) -> Mesh:
@@ -159,6 +186,8 @@ def engine_mesh(plan: Plan) -> Mesh:
 def _engine_peak(config: Mapping[str, Any], plan: Plan) -> int | None:
     """Return the peak of a GPU that `cs336 rehearse` predicts; None where it does not run the layout."""
     run, strategy = RunConfig.of(config), plan.strategy
+    if strategy.group > 1:  # its ranks have no fused kernels; torch's engine has them for whole layers and sequences
+        run = replace(run, fast="off")
     is_plain = run.fast == "off" and run.mode == "train-step" and run.precision in ("fp32", "bf16")
     is_run = strategy.stage in (0, 3) and strategy.group == strategy.tensor and plan.micro_batches == 1
     is_split = all(getattr(run.model, name) % strategy.tensor == 0 for name in SPLIT_BY_TP)
@@ -223,6 +252,10 @@ class Passes(NamedTuple):
             [own.value(f"{during}_communication_time") or 0.0 for during in PASSES],
             own.value("idle_time") or 0.0,
         )
+
+    @classmethod
+    def of_plan(cls, plan: Plan) -> "Passes":
+        return cls(list(map(plan.compute, PASSES)), list(map(plan.communication, PASSES)), plan.idle)
 
     @property
     def overlapped(self) -> float:

@@ -1,13 +1,15 @@
 """The recommendation that `cs336 plan` ends with: the layout to take, or the smallest change with which one fits."""
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+import math
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 from cs336_systems.commands import flags_named
 from cs336_systems.config import RunConfig, UserError
 from cs336_systems.experiments.ranks.layout_commands import command_of, is_trained, is_training, nearest_trained
-from cs336_systems.experiments.ranks.layout_times import rank_time
+from cs336_systems.experiments.ranks.layout_times import RankTime, plan_time, rank_time
 from cs336_systems.experiments.ranks.plan_cells import (
+    MOST_GPUS,
     STRATEGIES,
     Passes,
     fitting_layouts,
@@ -18,6 +20,7 @@ from cs336_systems.experiments.ranks.plan_cells import (
 )
 from cs336_systems.predict.fit import gpu_bytes, usable_bytes
 from cs336_systems.predict.gpus import CARDS
+from cs336_systems.predict.model_flags import LIMITS
 from cs336_systems.predict.strategy import Strategy
 from cs336_systems.record import GIB
 from cs336_systems.report.cells import CellView
@@ -26,6 +29,10 @@ from cs336_systems.text import Text, listed, say
 
 SAME = 1.01
 """Times whose ratio is below this count as equal, because the prediction is not more accurate."""
+UNUSED_SHARE = 1 / 3
+"""Share of a GPU's memory that may stay unused without a remark."""
+WORTHWHILE = 0.95
+"""Share of a token's time below which flags that use more memory are named."""
 
 
 def recommendation(cell: CellView) -> Text:
@@ -61,20 +68,26 @@ def command(cell: CellView) -> Text | None:
 
 def best_layout(cell: CellView) -> tuple[str, Text]:
     """Return the layout that fits with the shortest step, and why; ties are broken by least communication, then least
-    memory. Layouts that `cs336 train` does not have count only where there are no others."""
+    memory. Layouts that `cs336 train` does not have count only where there are no others.
+
+    Steps are compared as predicted. Where only some are, the kernels of the others count as much as the slowest
+    predicted ones, because fused kernels of whole layers are the fastest; and a predicted step wins a tie.
+    """
     every = fitting_layouts(cell)
     fitting = [name for name in every if is_trained(cell.config, name)] if is_training(cell.config) else every
     fitting = fitting or every
     limit = Text("") if fitting == every else Text(" and that cs336 train supports", "且 cs336 train 支持")
     fits, fit = say("fits{}", "放得下{}", limit), say("fit{}", "放得下{}", limit)
-    times = {name: Passes.of(cell.variant(name)) for name in fitting}
+    predicted = {name: time for name in fitting if (time := rank_time(cell, name)) is not None}
+    times = {name: predicted.get(name) or _least_time(cell, name, predicted.values()) for name in fitting}
 
-    def shortest(names: Sequence[str], seconds: Callable[[Passes], float]) -> list[str]:
+    def shortest(names: Sequence[str], seconds: Callable[[RankTime], float]) -> list[str]:
         least = min(seconds(times[name]) for name in names)
         return [name for name in names if seconds(times[name]) <= SAME * least]
 
-    fastest = shortest(fitting, lambda passes: passes.overlapped)
-    quietest = shortest(fastest, lambda passes: passes.sequential)
+    fastest = shortest(fitting, lambda time: time.overlapped)
+    fastest = [name for name in fastest if name in predicted] or fastest
+    quietest = shortest(fastest, lambda time: time.sequential)
     if cell.get("gpus") == 1:
         return fitting[0], Text("on one GPU there is nothing to shard", "单张 GPU 无需切分")
     if len(fitting) == 1:
@@ -98,6 +111,13 @@ def best_layout(cell: CellView) -> tuple[str, Text]:
     )
 
 
+def _least_time(cell: CellView, name: str, predicted: Iterable[RankTime]) -> RankTime:
+    """Return the time of a layout whose kernels are not predicted: at best that of its matmuls at the peak rate, or of
+    the slowest kernels that are predicted."""
+    passes = Passes.of(cell.variant(name))
+    return RankTime.of(max((time.kernels for time in predicted), default=sum(passes.compute)), passes)
+
+
 def _recommended(cell: CellView, best: str, why: Text) -> Text:
     used, usable = total(cell, best), usable_bytes(cell.get("gpu_memory"))
     sizes = [number(size / GIB, 1) for size in (used, usable, usable - used)]
@@ -109,7 +129,60 @@ def _recommended(cell: CellView, best: str, why: Text) -> Text:
         *sizes,
         _step(cell, best),
     )
-    return say("{}{}", "{}{}", said, _other_axes(cell, best))
+    said = say("{}{}", "{}{}", said, _other_axes(cell, best))
+    unused = _unused_memory(cell, best) if usable - used > UNUSED_SHARE * usable else None
+    return say("{}\n{}", "{}\n{}", said, unused) if unused else said
+
+
+def _unused_memory(cell: CellView, best: str) -> Text | None:
+    """Name the flags with which the layout takes least time for a token, by using more memory; None if there are none
+    that save time."""
+    if not is_training(cell.config):
+        return None
+    is_predicted = rank_time(cell, best) is not None
+    now = _token_seconds(cell.config, best, is_predicted=is_predicted)
+    changes = list(_larger(cell.config, best, is_predicted=is_predicted))
+    if now is None or not changes:
+        return None
+    least = min(seconds for _, seconds in changes)
+    flags, seconds = next(found for found in changes if found[1] <= SAME * least)
+    if seconds > WORTHWHILE * now:
+        return None
+    usable = usable_bytes(cell.get("gpu_memory"))
+    words = Text(" ".join(f"--{name} {value}" for name, value in flags.items()))
+    times = flags.get("batch_size", cell.get("batch_size")) // cell.get("batch_size")
+    if times > 1:
+        words = say("{} ({} times the tokens of a step)", "{}（每步 token 数为 {} 倍）", words, str(times))
+    return say(
+        "{} GiB of each GPU are unused: with {} a token takes {} of the time.",
+        "每张 GPU 有 {} GiB 未使用：用 {} 时每个 token 的时间为现在的 {}。",
+        *(number((usable - total(cell, best)) / GIB, 1), words, number(seconds / now)),
+    )
+
+
+def _larger(config: Mapping[str, Any], layout: str, *, is_predicted: bool) -> Iterator[tuple[dict[str, int], float]]:
+    """Yield flags that use more memory, with the seconds of a token, the least change first: without recomputation and
+    with it, larger and larger batches, until they do not fit or save no time."""
+    for group in dict.fromkeys((0, config["checkpoint_blocks"])):
+        last, batch = math.inf, config["batch_size"]
+        while last == math.inf or batch <= LIMITS["batch_size"]:
+            flags = {"checkpoint_blocks": group, "batch_size": batch}
+            seconds = _token_seconds({**config, **flags}, layout, is_predicted=is_predicted)
+            if seconds is None:
+                break
+            yield {name: value for name, value in flags.items() if value != config[name]}, seconds
+            if last <= SAME * seconds:
+                break
+            last, batch = seconds, 2 * batch
+
+
+def _token_seconds(config: Mapping[str, Any], layout: str, *, is_predicted: bool) -> float | None:
+    """Return the seconds that a GPU takes for a token, as predicted or with matmuls at the peak rate; None if the
+    layout does not fit, or if its step is not predicted but must be."""
+    (plan,) = plans({**config, "strategies": [layout]})
+    passes = Passes.of_plan(plan)
+    time = plan_time(config, plan, passes) if is_predicted else passes
+    return time.overlapped / plan.workload.tokens if plan.fits and time else None
 
 
 def _other_axes(cell: CellView, best: str) -> Text:
@@ -226,7 +299,7 @@ def _more_gpus(config: Mapping[str, Any]) -> str | None:
         if strategy.pipeline > layers:
             continue
         (plan,) = plans({**config, "gpus": strategy.group * strategy.replicate, "strategies": [strategy.name]})
-        if plan.smallest_cluster is not None and plan.smallest_cluster > config["gpus"]:
+        if plan.smallest_cluster is not None and config["gpus"] < plan.smallest_cluster <= MOST_GPUS:
             needed[strategy.name] = plan.smallest_cluster
     if not needed:
         return None

@@ -3,20 +3,22 @@
 Compute and memory are the rank's own (measure/rehearsal.py); the time on the wire is predicted.
 """
 
+from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, NamedTuple
 
-from cs336_systems.config import RunConfig, UserError, flag, flag_like
+from cs336_systems.config import ModelConfig, RunConfig, UserError, flag, flag_like
 from cs336_systems.experiments.ranks.plan_cells import PlanArguments, plan_config, plans
 from cs336_systems.predict.engine_memory import engine_estimate
 from cs336_systems.predict.engine_messages import engine_messages
+from cs336_systems.predict.gpus import find_card
 from cs336_systems.predict.model_flags import ShapeArguments
 from cs336_systems.predict.parallel_model import Plan
-from cs336_systems.predict.rank_shards import Mesh, of_replica
+from cs336_systems.predict.rank_shards import Mesh, of_replica, weights
 from cs336_systems.predict.strategy import Strategy
-from cs336_systems.record import MIB
+from cs336_systems.record import GIB, MIB
 from cs336_systems.report.names import part_name
-from cs336_systems.report.rows import ms, number
+from cs336_systems.report.rows import ms, number, percent, signed
 from cs336_systems.report.terms import (
     BACKWARD,
     FORWARD,
@@ -29,13 +31,17 @@ from cs336_systems.report.terms import (
     TRACED,
 )
 from cs336_systems.table import FORMATS, Column, Table, word
-from cs336_systems.text import Text, say
+from cs336_systems.text import Text, listed, say
 
 if TYPE_CHECKING:
     from cs336_systems.measure.rehearsal import Rehearsal
 
 PART = Text("part", "部分")
 AXES = {"shard": "dp_shard x cp", "replicate": "dp_replicate", "tensor": "tp", "context": "cp"}
+MOST_GPUS, MOST_SHARDS = 65_536, 3_000_000
+"""Largest mesh, and most shards of all weights together, for which a rehearsal starts within about a minute."""
+SAME_SHARE = 0.01
+"""Bytes that differ from predicted ones by a larger share are remarked on."""
 PASSES = {"forward": FORWARD, "backward": BACKWARD}
 PURPOSES = {
     "weights": Text("weights", "权重"),
@@ -94,6 +100,7 @@ class Rehearsed(NamedTuple):
 def rehearsed(arguments: RehearseArguments) -> Rehearsed:
     config = _config(arguments)
     arguments.mesh.require(arguments.gpus, arguments.rank, config.model)
+    _require_size(arguments.mesh, config.model)
     plan = mesh_plan(arguments)
     import torch
 
@@ -102,6 +109,18 @@ def rehearsed(arguments: RehearseArguments) -> Rehearsed:
     on_gpu = torch.cuda.is_available() and not arguments.trace
     peak = engine_estimate(config, arguments.mesh).peak if arguments.cp == 1 else None
     return Rehearsed(rehearse(config, arguments.mesh, arguments.rank, on_gpu=on_gpu), plan, peak)
+
+
+def _require_size(mesh: Mesh, model: ModelConfig) -> None:
+    """Raise UserError for a mesh that torch would take many minutes to set up: its groups have a list of all ranks, and
+    `fully_shard` makes every shard of every weight once, to learn its size."""
+    if mesh.gpus > MOST_GPUS:
+        raise UserError(f"--gpus {mesh.gpus:,} is too large for a rehearsal: at most {MOST_GPUS:,}; use cs336 plan")
+    shards, most = mesh.of_weights.dp_shard, max(1, MOST_SHARDS // len(list(weights(model))))
+    if shards > most:
+        raise UserError(
+            f"--dp_shard x --cp {shards:,} is too large for a rehearsal of this model: at most {most:,}; use cs336 plan"
+        )
 
 
 def _config(arguments: RehearseArguments) -> RunConfig:
@@ -169,19 +188,58 @@ def _memory_table(arguments: RehearseArguments, run: Rehearsed) -> Table:
     found, plan, mesh = run.found, run.plan, arguments.mesh
     kind = TRACED if found.seconds is None else MEASURED
     memory = plan.memory
-    rows: list[list[str | Text]] = [
-        [PARAMETERS, _mib(found.parameters), _mib(memory["parameter"])],
-        [GRADIENTS, _mib(found.gradients), _mib(memory["gradient"])],
-        [OPTIMIZER_STATE, _mib(found.optimizer), _mib(memory["optimizer"])],
-        [PEAK, _mib(found.peak), "-" if run.peak is None else _mib(run.peak)],
+    parts = [
+        (PARAMETERS, found.parameters, memory["parameter"]),
+        (GRADIENTS, found.gradients, memory["gradient"]),
+        (OPTIMIZER_STATE, found.optimizer, memory["optimizer"]),
+        (PEAK, found.peak, run.peak),
     ]
+    rows: list[list[str | Text]] = [
+        [name, _mib(size), "-" if predicted is None else _mib(predicted)] for name, size, predicted in parts
+    ]
+    notes = [verdict(found.peak, plan.cluster.memory, arguments.gpu), *_differences(parts)]
     title = say(
         "rehearse: rank {} of {} GPUs (replicate {}, shard {}, cp {}, tp {}), memory",
         "rehearse：{1} 张 GPU（replicate {2}、shard {3}、cp {4}、tp {5}）中 rank {0} 的显存",
         *(str(arguments.rank), f"{arguments.gpus:,}", *map(str, mesh[1:])),
     )
     columns = [word(PART), Column(kind, "MiB"), Column(Text("plan", "plan 预测"), "MiB")]
-    return Table(title, columns, rows, _why_they_differ(arguments, run))
+    return Table(title, columns, rows, [*notes, *_why_they_differ(arguments, run)])
+
+
+def verdict(peak: float, usable: float, gpu: str) -> Text:
+    """Say whether a rank fits on the GPU of `--gpu`."""
+    card = find_card(gpu)
+    name, sizes = card.name if card else gpu, (number(size / GIB, 1) for size in (peak, usable, abs(usable - peak)))
+    if peak <= usable:
+        return say(
+            "fits on {}: needs {} of {} GiB usable ({} GiB to spare)",
+            "{} 放得下：需要 {} GiB，可用 {} GiB（余 {} GiB）",
+            *(name, *sizes),
+        )
+    return say(
+        "does not fit on {}: needs {} GiB and {} GiB are usable ({} GiB are lacking)",
+        "{} 放不下：需要 {} GiB，可用 {} GiB（缺 {} GiB）",
+        *(name, *sizes),
+    )
+
+
+def _differences(parts: Iterable[tuple[Text, float, float | None]]) -> list[Text]:
+    """Name the parts whose bytes differ from the predicted ones by more than `SAME_SHARE`."""
+    shares = {name: size / predicted - 1 for name, size, predicted in parts if predicted}
+    different = [
+        say("{} {}", "{} {}", name, signed(share, 1)) for name, share in shares.items() if abs(share) > SAME_SHARE
+    ]
+    if not different:
+        return []
+    return [
+        say(
+            "differs from the plan by more than {}: {}",
+            "与 plan 预测相差超过 {}：{}",
+            percent(SAME_SHARE, 0),
+            listed(different),
+        )
+    ]
 
 
 def _why_they_differ(arguments: RehearseArguments, run: Rehearsed) -> list[Text]:

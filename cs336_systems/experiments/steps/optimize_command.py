@@ -17,11 +17,12 @@ from cs336_systems import record
 from cs336_systems.commands import Interrupted, interrupt_raises
 from cs336_systems.config import RunConfig, UserError, flag, nearest
 from cs336_systems.experiments.ranks.layout_commands import DATA, WRAPPERS, flag_words, shape_flags, started
+from cs336_systems.experiments.ranks.plan_cells import MOST_GPUS
 from cs336_systems.experiments.runner import Runner, gather
 from cs336_systems.experiments.session import new_run_file
 from cs336_systems.experiments.spec import Config
 from cs336_systems.experiments.steps.optimized_steps import MEASURED, OPTIMIZE, activations_text, cell_config
-from cs336_systems.predict.fit import usable_bytes
+from cs336_systems.predict.fit import margin_note, usable_bytes
 from cs336_systems.predict.flops import model_flops
 from cs336_systems.predict.gpus import (
     CARDS,
@@ -51,11 +52,12 @@ from cs336_systems.predict.optimize import (
     Task,
     predictions_per_second,
 )
-from cs336_systems.predict.optimize_ranks import LAYOUTS, RankSearch
+from cs336_systems.predict.optimize_ranks import FP8_ON_RANKS, RankSearch
 from cs336_systems.predict.parallel_model import Cluster
 from cs336_systems.predict.strategy import Strategy
 from cs336_systems.predict.time.gpu_profile import DATA_SHEET, GpuProfile, profile_of
 from cs336_systems.predict.time.time_model import spread_of
+from cs336_systems.predict.training_cost import Cost, CostArguments
 from cs336_systems.record import GIB
 from cs336_systems.report import terms
 from cs336_systems.report.cells import group
@@ -64,6 +66,7 @@ from cs336_systems.table import FORMATS, Column, Table, word
 from cs336_systems.text import Text, listed, say
 
 ROWS = 10
+NO_COST = Cost()
 BF16_STATE = "bf16_state"
 ALLOWED = {BF16_STATE: "bf16"}
 """Values of `--allow`, and the optimizer states that they allow."""
@@ -77,7 +80,7 @@ TRAIN_GRAD_NORM, BENCH_GRAD_NORM = 1.0, 0.0
 
 
 @dataclass(frozen=True)
-class OptimizeArguments(ModelArguments):
+class OptimizeArguments(CostArguments, ModelArguments):
     gpu: str = flag("h200", "card: 4090, H100, H200, ...")
     gpus: int = flag(1, "number of GPUs, which share the sequences of a step")
     node: int = flag(8, "GPUs that the fast link joins")
@@ -151,11 +154,11 @@ def _require_gpus(arguments: OptimizeArguments, sequences: int) -> None:
             f"--tokens_per_step {arguments.tokens_per_step:,} are {sequences:,} sequences, which cannot be divided "
             f"evenly among {gpus:,} GPUs; use {-(-sequences // gpus) * gpus * arguments.tokens_per_step // sequences:,}"
         )
-    one_gpu = {
-        "allow": bool(arguments.allow),
-        "host_memory": bool(arguments.host_memory),
-        "precision fp8": arguments.precision == "fp8",
-    }
+    if gpus > MOST_GPUS:
+        raise UserError(f"--gpus {gpus:,} is too large for a prediction: at most {MOST_GPUS:,}")
+    if gpus > 1 and arguments.precision == "fp8":
+        raise UserError(f"{FP8_ON_RANKS}; use --precision bf16, or leave out --gpus {gpus}")
+    one_gpu = {"allow": bool(arguments.allow), "host_memory": bool(arguments.host_memory)}
     if gpus > 1 and (given := [f"--{name}" for name, value in one_gpu.items() if value]):
         raise UserError(f"{given[0]} is for one GPU; leave it out, or --gpus {gpus}")
 
@@ -203,7 +206,7 @@ def _size(flag_name: str, text: str) -> float:
 
 def optimize(arguments: OptimizeArguments) -> None:
     """Print the fastest candidates, what each choice gives, and the commands; measure the best ones."""
-    start = timeit.default_timer()
+    start, cost = timeit.default_timer(), arguments.cost()
     search = search_for(arguments)
     best = search.ranked[:ROWS]
     seconds = timeit.default_timer() - start
@@ -212,7 +215,7 @@ def optimize(arguments: OptimizeArguments) -> None:
     if arguments.verbose:
         rate = predictions_per_second(search.task)
         print(_speed(search, seconds, rate).en, file=sys.stderr)
-    tables = [fastest_table(search, best), choices_table(search, best[0])]
+    tables = [fastest_table(search, best, cost), choices_table(search, best[0])]
     print("\n\n".join(found.render(arguments.format) for found in tables), flush=True)
     chosen = best[0]
     if not arguments.no_measure and (measured := _measured(arguments, search, best[:MEASURED])) is not None:
@@ -254,7 +257,7 @@ FIGURES = [
 ]
 
 
-def fastest_table(search: Search, best: list[Prediction]) -> Table:
+def fastest_table(search: Search, best: list[Prediction], cost: Cost = NO_COST) -> Table:
     task = search.task
     columns = [
         *([word(LAYOUT_HEAD)] if task.gpus > 1 else []),
@@ -263,22 +266,23 @@ def fastest_table(search: Search, best: list[Prediction]) -> Table:
         word(terms.ACTIVATIONS),
         word(terms.OPTIMIZER_STATE),
         *FIGURES,
+        *cost.columns,
     ]
-    rows = [_row(search, found) for found in best]
+    rows = [_row(search, found, cost) for found in best]
     title = say(
         "fastest predicted steps of {} on {}: {} tokens a step, context {}, {}, peaks up to {} GiB",
         "{} 在 {} 上预测最快的训练步：每步 {} 个 token，上下文 {}，{}，峰值不超过 {} GiB",
         *(task.config.size, _where(task), f"{task.tokens:,}", f"{task.config.model.context_length:,}"),
         *(task.config.precision, number(task.limit / GIB, 1)),
     )
-    return Table(title, columns, rows, list(_notes(search, best)))
+    return Table(title, columns, rows, [*_notes(search, best), *cost.notes])
 
 
 def _where(task: Task) -> str:
     return task.gpu.name if task.gpus == 1 else f"{task.gpus:,} x {task.gpu.name}"
 
 
-def _row(search: Search, found: Prediction) -> list[str | Text]:
+def _row(search: Search, found: Prediction, cost: Cost) -> list[str | Text]:
     own, task = found.candidate, search.task
     whole = dataclasses.replace(task.config, batch_size=task.sequences)
     peak = task.gpu.peak_flops(task.config.precision)
@@ -288,11 +292,14 @@ def _row(search: Search, found: Prediction) -> list[str | Text]:
         *(str(own.micro_batch), str(own.micro_batches), activations_text(own.group, own.budget), own.state),
         *(number(search.peak_of(found) / GIB, 1), ms(found.seconds), f"{task.tokens / found.seconds:,.0f}"),
         percent(share),
+        *cost.cells(task.tokens / found.seconds, task.gpus),
     ]
 
 
 def _notes(search: Search, best: list[Prediction]) -> Iterator[Text]:
     task, plan = search.task, best[0].plan
+    if task.limit < task.memory:
+        yield margin_note(task.error)
     if plan is not None:
         yield say(
             "the plan of the fastest step keeps {} GiB of activations in host memory",
@@ -306,10 +313,16 @@ def _notes(search: Search, best: list[Prediction]) -> Iterator[Text]:
             "计算时间按单 GPU 快速步的内核计，为下界；最快一步等待通信 {} ms",
             ms(search.waiting(best[0].candidate)),
         )
-        if any(LAYOUTS[found.candidate.layout] == "off" for found in best):
+        unfused = [found.candidate for found in best if not search.runs_fused(found.candidate)]
+        if any(map(search.has_plain_time, unfused)):
             yield Text(
-                "ZeRO-3 runs without the fused kernels and loss: it is slower than shown",
-                "ZeRO-3 不使用融合内核与融合损失：实际比所示更慢",
+                "ZeRO-3 runs without the fused kernels and loss: predicted operator by operator",
+                "ZeRO-3 不使用融合内核与融合损失：逐算子预测",
+            )
+        if not all(map(search.has_plain_time, unfused)):
+            yield Text(
+                "steps of ZeRO-3 that are bound by launches, or whose operators are not known, are slower than shown",
+                "ZeRO-3 中受内核发射限制或算子未知的训练步实际比所示更慢",
             )
         if task.gpu.link is None or task.gpu.network is None:
             yield say(
@@ -341,7 +354,16 @@ def choices_table(search: Search, chosen: Prediction) -> Table:
     ]
     rows = [_choice_row(search, chosen, found) for found in search.alternatives(chosen)]
     title = Text("what each choice costs or gives", "每项选择的得失")
-    return Table(title, columns, rows, [say("chosen: {}", "当前选择：{}", described(chosen.candidate))])
+    own = chosen.candidate
+    notes = [
+        say("chosen: {}", "当前选择：{}", described(own)),
+        say(
+            "{} x {}: micro batches x sequences in each",
+            "{} x {}：micro batch 数 x 每个的序列数",
+            *(str(own.micro_batches), str(own.micro_batch)),
+        ),
+    ]
+    return Table(title, columns, rows, notes)
 
 
 def _choice_row(search: Search, chosen: Prediction, found: Alternative) -> list[str | Text]:

@@ -16,6 +16,7 @@ from typing import NoReturn
 from cs336_systems.config import UserError, flag
 from cs336_systems.files import write_file
 from cs336_systems.flags import Parser, add_flags, read_flags
+from cs336_systems.train.enough_memory import require_batch
 from cs336_systems.train.settings import BYTES, TrainSettings
 from cs336_systems.train.tokens.token_store import (
     DOCUMENTS_FILE,
@@ -27,6 +28,8 @@ from cs336_systems.train.tokens.token_store import (
 )
 
 CLUSTERS = ("slurm", "skypilot", "kubernetes")
+START = {"slurm": "sbatch", "skypilot": "sky jobs launch", "kubernetes": "kubectl apply -f"}
+"""The command that starts a job from its file."""
 PORTS = range(20000, 32000)
 """Ports for the rendezvous: below those that Linux gives to outgoing connections."""
 SAVE_MARGIN = 20
@@ -169,7 +172,22 @@ class Job:
         lines += [f"export {name}={shlex.quote(value)}" for name, value in self.variables.items()]
         if self.flags.setup:
             lines += ["", "set -e", self.flags.setup, "set +e"]
+        elif not self.flags.image:
+            lines += ["# The python of this script must have this package: --setup 'source VENV/bin/activate'."]
         return "\n".join(lines)
+
+
+def next_steps(job: Job) -> list[str]:
+    """Return lines for standard error that say what to do with the script."""
+    lines = []
+    if not job.flags.setup and not job.flags.image:
+        lines.append(
+            "no --setup: python on the machines must have this package; to activate its environment first: "
+            "--setup 'source /shared/venv/bin/activate'"
+        )
+    if job.flags.output is not None:
+        lines.append(f"wrote {job.flags.output}; start it with: {START[job.cluster]} {shlex.quote(job.flags.output)}")
+    return lines
 
 
 def checked(flags: LaunchArguments) -> Job:
@@ -192,6 +210,7 @@ def checked(flags: LaunchArguments) -> Job:
     if device == "cuda" and not flags.gpus_per_node:
         raise UserError("--device cuda of train needs GPUs, and --gpus_per_node is 0")
     settings.require_ranks(job.world_size)
+    require_batch(settings, job.world_size)
     settings.run_config(device, job.world_size)
     _ = job.variables
     _require_shared_output(job, settings)

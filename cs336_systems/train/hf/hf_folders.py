@@ -29,7 +29,7 @@ from cs336_systems.train.hf.hf_config import config_of, is_like, model_of
 from cs336_systems.train.hf.hf_tensors import IGNORED, from_hf, hf_name, to_hf
 from cs336_systems.train.hf.tensor_files import DTYPES, Described, opened, write_tensors
 from cs336_systems.train.tokens.token_store import is_store, read_store
-from cs336_systems.train.weight_files import WEIGHTS, download_advice
+from cs336_systems.train.weight_files import WEIGHTS, require_published
 from cs336_systems.train.weights import own_state
 
 CONFIG, WHOLE, INDEX = "config.json", "model.safetensors", "model.safetensors.index.json"
@@ -57,9 +57,7 @@ class _Found(NamedTuple):
 
 def import_folder(source: Path, target: Path) -> ModelConfig:
     """Write the weights of a published model in our format, its config.json and its tokenizer into a new folder."""
-    if not source.is_dir():
-        advice = download_advice(source) or f"; name one with {CONFIG} and {WHOLE}"
-        raise UserError(f"no folder {str(source)!r}{advice}")
+    require_published(source)
     values, config = _config_in(source)
     found = _tensors_in(source)
     described = _expected(config, found, source)

@@ -13,10 +13,13 @@ from cs336_systems.experiments.ranks.rehearsal_command import (
     _time_table,
     mesh_plan,
     rehearsal_tables,
+    verdict,
 )
 from cs336_systems.measure import rehearsal
+from cs336_systems.predict.engine_memory import engine_estimate
 from cs336_systems.predict.memory_model import estimate
 from cs336_systems.predict.rank_shards import Mesh, elements
+from cs336_systems.record import GIB
 
 SHAPE = {"vocab_size": 96, "context_length": 16, "d_model": 32, "num_layers": 1, "num_heads": 4, "d_ff": 48}
 MODEL = ModelConfig(**SHAPE)
@@ -55,6 +58,17 @@ def test_bytes_of_a_rank_are_those_of_the_plan(mesh):
     assert found.parameters == plan.memory["parameter"] - sharded_norms
     assert found.gradients == plan.memory["gradient"] - sharded_norms + whole_embedding
     assert found.optimizer == plan.memory["optimizer"] - 2 * sharded_norms
+
+
+@pytest.mark.parametrize("mesh", [Mesh(), Mesh(dp_replicate=4), Mesh(dp_shard=4), Mesh(tp=4)], ids=str)
+def test_tied_weights_are_one_tensor(mesh):
+    """Weights that are built on the meta device get their memory module by module, and are tied again after it."""
+    model = dataclasses.replace(MODEL, tied_embeddings=True, num_layers=2)
+    run = RunConfig(model=model, batch_size=1, device="cuda", attention="auto")
+    found = rehearsal.rehearse(run, mesh, 0, on_gpu=False)
+    assert found.parameters == 4 * elements(model, mesh, 0)
+    assert found.optimizer == 2 * found.parameters
+    assert found.peak == pytest.approx(engine_estimate(run, mesh).peak, rel=0.01)
 
 
 def test_rows_that_do_not_divide_are_rounded_up_on_the_first_ranks():
@@ -131,6 +145,8 @@ def test_logits_stay_split():
         ({"gpus": 3, "tp": 3}, "--tp 3 does not divide --num_heads 4"),
         ({"gpus": 4, "cp": 4, "context_length": 20}, "--context_length 20 .*--cp 4 x --tp 1 = 8"),
         ({"gpus": 1, "fast": "on"}, "--fast"),
+        ({"gpus": 1_000_000, "dp_shard": 1_000_000}, "--gpus 1,000,000 .* at most 65,536; use cs336 plan"),
+        ({"gpus": 60_000, "dp_shard": 60_000, "num_layers": 20}, "--dp_shard x --cp 60,000 .* at most 16,393"),
     ],
     ids=str,
 )
@@ -152,6 +168,29 @@ def test_the_command_prints_both_counts(capsys):
     assert "rank 3 of 4 GPUs" in shown
     for text in ("parts of the traced peak", "communication (predicted)", "step without overlap"):
         assert text in shown
+
+
+def test_the_verdict_names_what_is_spare_and_what_is_lacking():
+    arguments = RehearseArguments(gpus=2, dp_shard=2, trace=True, gpu="4090", **SHAPE)
+    notes = [note.en for note in rehearsal_tables(arguments)[0].notes]
+    assert notes[0] == "fits on RTX 4090: needs 0.1 of 22.5 GiB usable (22.4 GiB to spare)"
+    assert verdict(24 * GIB, 22 * GIB, "24GiB").en == (
+        "does not fit on 24GiB: needs 24.0 GiB and 22.0 GiB are usable (2.0 GiB are lacking)"
+    )
+
+
+def test_parts_that_differ_from_the_plan_are_remarked_on():
+    """The plan counts norms as whole, which are much of this model; those of a mesh of one do not differ."""
+
+    def remarks(**axes):
+        (memory, *_) = rehearsal_tables(RehearseArguments(trace=True, precision="fp32", **axes, **SHAPE))
+        return [note.en for note in memory.notes if note.en.startswith("differs")]
+
+    (remark,) = remarks(gpus=4, tp=4)
+    whole = 4 * MODEL.vocab_size * MODEL.d_model * 3 // 4
+    share = whole / planned(Mesh(tp=4)).memory["gradient"]
+    assert remark == f"differs from the plan by more than 1%: gradients +{100 * share:.1f}%"
+    assert remarks(gpus=1) == []
 
 
 def test_the_peak_is_beside_its_prediction():

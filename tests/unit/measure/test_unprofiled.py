@@ -128,6 +128,10 @@ def test_inspect_predicts_the_step_without_the_profiler(script, tmp_path, capsys
     assert "the host takes 0.600 times its recorded time; then all times are multiplied by 1.000" in (
         " ".join(capsys.readouterr().out.split())
     )
+    assert main(["inspect", str(path), *flags[:-2]]) == 0
+    assert "times are those under the profiler, which is slower; --step_time TIME" in " ".join(
+        capsys.readouterr().out.split()
+    )
 
 
 @pytest.mark.parametrize(

@@ -73,7 +73,7 @@ def test_memory_by_number_or_card(text, size):
 
 @pytest.mark.parametrize(
     "text",
-    ["", "nonsense", "-24", "1e3GiB", "24MB", "24GiB!", "inf", "nan", "RTX 3060", "3060", "4070", "960", "9" * 400],
+    ["", "nonsense", "-24", "1e3GiB", "24KB", "24GiB!", "inf", "nan", "RTX 3060", "3060", "4070", "960", "9" * 400],
 )
 def test_an_unknown_gpu_is_named_and_the_known_ones_listed(text):
     with refused(repr(text), "24GiB", "4090", "h200"):

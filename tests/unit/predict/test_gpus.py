@@ -4,7 +4,35 @@ import re
 
 import pytest
 
-from cs336_systems.predict.gpus import CARDS, GPUS, find_by_driver_name, find_card, memory_bandwidth, peak_flops
+from cs336_systems.predict.gpus import (
+    CARDS,
+    GPUS,
+    find_by_driver_name,
+    find_card,
+    memory_bandwidth,
+    memory_size,
+    peak_flops,
+)
+
+
+@pytest.mark.parametrize(
+    ("text", "size"),
+    [
+        ("24GiB", 24 * 2**30),
+        ("80gb", 80e9),
+        ("1.5 G", 1.5 * 2**30),
+        ("512MiB", 2**29),
+        ("500MB", 5e8),
+        ("512m", 2**29),
+        ("24", 24 * 2**30),
+        ("24KiB", None),
+        ("MiB", None),
+        ("-1GiB", None),
+    ],
+)
+def test_sizes_of_memory(text, size):
+    found = memory_size(text)
+    assert (found and found[0]) == size
 
 
 @pytest.mark.parametrize(

@@ -7,6 +7,8 @@ from itertools import product
 import pytest
 
 from cs336_systems.config import RunConfig, model_config
+from cs336_systems.experiments.ranks.layout_times import rank_time
+from cs336_systems.experiments.ranks.plan_cells import PlanArguments, plan_config, planned, plans
 from cs336_systems.predict.gpus import GIGA, find_card
 from cs336_systems.predict.optimize import LAYOUT, Task
 from cs336_systems.predict.optimize_ranks import LAYOUTS, RankSearch
@@ -17,8 +19,8 @@ from cs336_systems.record import GIB
 H200 = find_card("h200")
 
 
-def search_of(gib=math.inf, *, gpus=4, sequences=8, link=450.0):
-    model = model_config("medium", context_length=1024, num_layers=6)
+def search_of(gib=math.inf, *, gpus=4, sequences=8, link=450.0, model=None):
+    model = model or model_config("medium", context_length=1024, num_layers=6)
     config = RunConfig(model=model, batch_size=1, precision="bf16", attention="auto", fast="on", device="cuda")
     task = Task(config, H200, profile_of(H200), sequences, 139.8 * GIB, gib * GIB, gpus=gpus)
     return RankSearch(task, Cluster(gpus, task.limit, 1e15, 8, link * GIGA, 50 * GIGA))
@@ -71,6 +73,46 @@ def test_where_nothing_fits_the_least_memory_is_known():
     least = search.least_memory()
     assert least > 0.5 * GIB
     assert search_of(least * 1.001 / GIB).ranked
+
+
+@pytest.mark.parametrize("size", ["medium", "qwen2.5/1.5B", "llama3/8B"])
+@pytest.mark.parametrize(("micro_batches", "group"), [(1, 0), (4, 0), (1, 2)])
+def test_peaks_are_those_of_plan(size, micro_batches, group):
+    """`cs336 plan --fast on` and `cs336 optimize --gpus` predict one peak for every layout that both have."""
+    search = search_of(sequences=8, model=model_config(size, context_length=2048))
+    arguments = PlanArguments(size=size, context_length=2048, gpus=4, gpu="h200", batch_size=8, fast="on")
+    arguments = dataclasses.replace(arguments, checkpoint_blocks=group, micro_batches=micro_batches, strategy=LAYOUTS)
+    peaks = {found.strategy.name: int(found.total) for found in plans(plan_config(arguments))}
+    candidates = {name: search._sized(8 // micro_batches, group=group, layout=name) for name in LAYOUTS}
+    assert peaks == {name: search.peak(candidate) for name, candidate in candidates.items()}
+    assert peaks["zero3"] == int(plans(plan_config(dataclasses.replace(arguments, fast="off")))[2].total)
+
+
+@pytest.mark.parametrize("group", [0, 1])
+def test_the_peak_of_a_micro_batch_does_not_depend_on_their_number(group):
+    """The chunk of logits of the fast step's loss has one size for all micro batches."""
+    model = model_config("qwen2.5/1.5B", context_length=4096)
+    peaks = {
+        count: search.peak(search._sized(8, group=group, layout="dp"))
+        for count in (1, 2, 8)
+        for search in [search_of(sequences=8 * count, model=model)]
+    }
+    assert peaks == pytest.approx(dict.fromkeys(peaks, peaks[1]), rel=1e-3)
+
+
+def test_ranks_without_the_fused_kernels_run_operator_by_operator():
+    """The step of ZeRO-3 is that of `cs336 plan`, and slower than the fast one; where launches bound it, no time of
+    single operators is known."""
+    search = search_of(model=model_config("2.7B", context_length=2048), link=1e6)
+    large, small = (search._sized(size, graph=False, layout="zero3") for size in (8, 1))
+    arguments = PlanArguments(size="2.7B", context_length=2048, gpus=4, gpu="h200", batch_size=8, fast="on")
+    cell = planned(dataclasses.replace(arguments, checkpoint_blocks=0, strategy=("zero3",), link=1e6))
+    assert search._seconds(large) == pytest.approx(rank_time(cell, "zero3").overlapped, rel=0.03)
+    assert search._seconds(large) > 1.1 * search._seconds(large._replace(layout="zero1"))
+    assert [search.has_plain_time(one) for one in (large, large._replace(layout="zero1"))] == [True, False]
+    tiny = search_of(model=model_config("small", context_length=128))
+    assert not tiny.has_plain_time(small)
+    assert tiny._seconds(small) == pytest.approx(tiny._seconds(small._replace(layout="zero1")), rel=0.1)
 
 
 def test_tokens_are_those_of_all_gpus():

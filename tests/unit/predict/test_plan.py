@@ -260,6 +260,27 @@ def test_the_fast_step_keeps_fewer_activations():
         assert activations(fast="on", checkpoint_blocks=group) < activations(checkpoint_blocks=group)
 
 
+@pytest.mark.parametrize(
+    ("strategy", "fused"),
+    [
+        ("dp", True),
+        ("zero1", True),
+        ("zero3", False),
+        ("zero3+replicate2", True),
+        ("zero1+tp2", False),
+        ("zero3+cp2", False),
+        ("dp+pp2", False),
+    ],
+)
+def test_layouts_have_the_activations_with_which_their_ranks_run(strategy, fused):
+    """Ranks that shard weights, or split layers, sequences or stages, have no fused kernels."""
+    arguments = PlanArguments(size="large", gpus=8, context_length=1024, checkpoint_blocks=0, strategy=(strategy,))
+    on, off = (plans(plan_config(dataclasses.replace(arguments, fast=fast)))[0].total for fast in ("on", "off"))
+    assert (on < off) is fused
+    notes = [note.en for note in tables_of(dataclasses.replace(arguments, fast="on"))[0].notes]
+    assert any(note.startswith("without the fused kernels and loss") for note in notes) is not fused
+
+
 def test_the_table_has_a_row_for_each_strategy(capsys):
     assert (
         main(["plan", "--size", "small", "--gpus", "16", "--gpu", "RTX 4090", "--strategy", "dp,fsdp,tp2,zero1+tp4"])
@@ -304,6 +325,8 @@ def test_rates_can_be_given():
         ({"gpu": "t4"}, "--precision"),
         ({"gpu": "tpu"}, "'tpu'"),
         ({"gpus": 0}, "--gpus must be at least 1, got 0"),
+        ({"gpus": 10**11}, "--gpus 100,000,000,000 is too large for a prediction: at most 1,000,000"),
+        ({"precision": "fp8"}, "one GPU only.* --parallel ddp or ddp-sharded"),
         ({"node": 0}, "--node"),
         ({"strategy": ("zero4",)}, "'zero4'"),
         ({"strategy": ("tp0",)}, "'tp0'"),

@@ -56,6 +56,8 @@ def test_free_memory_is_within_the_limit_of_the_container(limit, used, expected,
     found = free_host_memory()
     assert found == expected if expected is not None else found > without / 2
     assert without > 2**20
+    whole = memory_budget.host_memory()
+    assert whole == 9000 if limit == "9000" else whole >= without
 
 
 def test_ranks_share_the_memory_of_the_host(monkeypatch):

@@ -135,8 +135,8 @@ def test_the_fast_step_is_off_with_the_engine_of_torch(output):
     assert settings_of(output, **TORCH, fast="on").run_config("cuda", 1).fast_parts == set()
 
 
-@pytest.mark.parametrize(("steps", "warmup"), [(1, 0), (3, 0), (10, 1), (20, 2), (21, 20), (200, 20)])
-def test_the_default_warmup_is_below_the_steps(steps, warmup, output):
+@pytest.mark.parametrize(("steps", "warmup"), [(1, 0), (9, 0), (10, 1), (21, 2), (199, 19), (200, 20), (9000, 20)])
+def test_the_default_warmup_is_a_tenth_of_the_steps_at_most_20(steps, warmup, output):
     given = {name: value for name, value in fields(output, steps=steps).items() if name != "warmup_steps"}
     settings = build(TrainSettings, given)
     assert settings.optimizer.lr_warmup_steps == settings.to_dict()["warmup_steps"] == warmup

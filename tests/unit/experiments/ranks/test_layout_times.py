@@ -10,6 +10,7 @@ from cs336_systems.experiments.ranks.layout_times import RankTime, missing_times
 from cs336_systems.experiments.ranks.plan_cells import Passes, PlanArguments, planned
 from cs336_systems.experiments.ranks.recommended_layout import recommendation
 from cs336_systems.predict.gpus import find_card
+from cs336_systems.predict.time.eager_time import eager_step_time
 from cs336_systems.predict.time.gpu_profile import profile_of
 from cs336_systems.predict.time.on_gpu import predicted_on
 from cs336_systems.predict.time.time_model import step_time
@@ -32,11 +33,34 @@ def test_one_gpu_has_the_fast_step_itself():
 
 
 def test_a_rank_has_the_step_of_its_own_sequences_and_updates_its_shard():
-    cell = planned(ARGUMENTS)
+    cell = planned(replace(ARGUMENTS, strategy=("dp", "zero1", "zero2", "zero3+replicate2")))
     whole = step_time(run("kernels,loss,optimizer"), profile_of(find_card("h200")))
     assert rank_time(cell, "dp").kernels == pytest.approx(whole.seconds)
-    for name in ("zero1", "zero2", "zero3"):
-        assert rank_time(cell, name).kernels == pytest.approx(whole.seconds - 7 / 8 * whole.by_name()["adamw"])
+    for name in ("zero1", "zero2", "zero3+replicate2"):
+        shards = 4 if name.endswith("replicate2") else 8
+        saved = (1 - 1 / shards) * whole.by_name()["adamw"]
+        assert rank_time(cell, name).kernels == pytest.approx(whole.seconds - saved)
+
+
+def test_a_rank_without_the_fused_kernels_has_the_step_of_single_operators():
+    """FSDP of `cs336 train` runs without them."""
+    cell = planned(ARGUMENTS)
+    plain = eager_step_time(run("off"), profile_of(find_card("h200")))
+    kernels = sum(seconds for _, seconds in plain.kernels) + plain.gaps
+    found = rank_time(cell, "zero3").kernels
+    assert found == pytest.approx(kernels - 7 / 8 * plain.by_name()["adamw_of_torch"])
+    assert found > rank_time(cell, "dp").kernels
+    (table,) = predicted_times(cell, Cost())
+    assert any(note.en.startswith("of ZeRO-3: predicted operator by operator") for note in table.notes)
+    in_parts = planned(replace(ARGUMENTS, micro_batches=2))
+    assert rank_time(in_parts, "zero3") is None
+    (table,) = predicted_times(in_parts, Cost())
+    assert "not predicted: ZeRO-3, which runs without the fused kernels and loss" in [note.en for note in table.notes]
+    alone = planned(replace(ARGUMENTS, micro_batches=2, strategy=("zero3", "tp2")))
+    assert missing_times(alone).en == (
+        "Step time: not predicted for ZeRO-3, which runs without the fused kernels and loss; DP + TP 2, whose GPUs "
+        "share layers or sequences."
+    )
 
 
 def test_micro_batches_are_those_of_a_rank():
@@ -63,8 +87,8 @@ def test_rates_days_and_money_are_those_of_the_cluster():
     (table,) = predicted_times(cell, Cost(300e9, 2.5))
     rows = {row[0]: row for row in table.plain().rows}
     assert list(rows) == ["DP", "ZeRO-1", "ZeRO-2", "ZeRO-3"]
-    rate, mfu, days, cost = (float(text.replace(",", "").rstrip("%")) for text in rows["ZeRO-3"][3:])
-    assert rate == pytest.approx(8 * 4 * 2048 / rank_time(cell, "zero3").overlapped, rel=1e-4)
+    rate, mfu, days, cost = (float(text.replace(",", "").rstrip("%")) for text in rows["ZeRO-1"][3:])
+    assert rate == pytest.approx(8 * 4 * 2048 / rank_time(cell, "zero1").overlapped, rel=1e-4)
     assert 50 < mfu < 75
     assert days == pytest.approx(300e9 / rate / 86_400, abs=0.5)
     assert cost == pytest.approx(300e9 / rate / 3600 * 8 * 2.5, rel=1e-3)
@@ -101,7 +125,7 @@ def test_plans_that_are_not_predicted_say_why(fields, words):
 
 def test_the_recommendation_has_the_predicted_step():
     cell = planned(ARGUMENTS)
-    time = rank_time(cell, "dp")
+    time = rank_time(cell, "zero1")
     assert f"{1e3 * time.overlapped:.0f} to {1e3 * time.sequential:.0f} ms" in recommendation(cell).en
     assert missing_times(cell) is None
 

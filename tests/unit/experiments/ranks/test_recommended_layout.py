@@ -1,5 +1,6 @@
 """The recommendation of a plan: the layout that it names fits and is no slower; the change that it names is enough."""
 
+import re
 import shlex
 
 import pytest
@@ -9,7 +10,16 @@ from hypothesis import strategies as st
 from cs336_systems.cli import main
 from cs336_systems.config import RunConfig, UserError
 from cs336_systems.experiments.ranks.layout_commands import DATA, is_trained, nearest_trained
-from cs336_systems.experiments.ranks.plan_cells import Passes, PlanArguments, fitting_layouts, planned, plans, total
+from cs336_systems.experiments.ranks.layout_times import rank_time
+from cs336_systems.experiments.ranks.plan_cells import (
+    Passes,
+    PlanArguments,
+    fitting_layouts,
+    planned,
+    plans,
+    run_of,
+    total,
+)
 from cs336_systems.experiments.ranks.recommended_layout import SAME, best_layout, command, recommendation
 from cs336_systems.flags import Parser, add_flags, read_flags
 from cs336_systems.predict.fit import usable_bytes
@@ -50,6 +60,54 @@ def test_any_plan_has_a_recommendation(size, gpus, gpu, context, batch, checkpoi
         trained = [name for name in fitting if is_trained(cell.config, name)] or fitting
         seconds = {name: Passes.of(cell.variant(name)).overlapped for name in trained}
         assert seconds[best] <= SAME * min(seconds.values())
+
+
+def test_predicted_steps_are_compared_as_a_whole():
+    """DP communicates less, but its ranks update all weights; ZeRO-3 runs without the fused kernels."""
+    arguments = {"size": "qwen2.5/1.5B", "context_length": 4096, "batch_size": 8, "checkpoint_blocks": 0, "gpus": 8}
+    cell = planned(PlanArguments(**arguments, gpu="h100", fast="on"))
+    times = {name: rank_time(cell, name).overlapped for name in ("dp", "zero1")}
+    assert times["dp"] > SAME * times["zero1"]
+    assert best_layout(cell)[0] == "zero1"
+    few = PlanArguments(size="small", gpus=8, gpu="h200", fast="on", batch_size=8, strategy=("dp", "zero3"))
+    assert best_layout(planned(few))[0] == "dp"
+
+
+def test_a_predicted_step_wins_a_tie():
+    """With two micro batches no step of ZeRO-3 is predicted: it counts as no faster than the others."""
+    arguments = {"size": "medium", "gpus": 8, "gpu": "h200", "fast": "on", "batch_size": 8, "micro_batches": 2}
+    cell = planned(PlanArguments(**arguments, strategy=("dp", "zero3", "tp2")))
+    assert rank_time(cell, "zero3") is rank_time(cell, "dp+tp2") is None
+    assert best_layout(cell)[0] == "dp"
+
+
+def tokens_seconds(cell, name):
+    time = rank_time(cell, name) or Passes.of(cell.variant(name))
+    return time.overlapped / RunConfig.of(cell.config).tokens
+
+
+@pytest.mark.parametrize("fast", ["on", "off"])
+def test_unused_memory_is_remarked_on_with_what_it_would_give(fast):
+    """The flags that the line names fit, and a token takes the share of the time that it says."""
+    given = {"size": "qwen2.5/1.5B", "context_length": 4096, "gpus": 8, "gpu": "h100", "fast": fast}
+    cell = planned(PlanArguments(**given))
+    best, _ = best_layout(cell)
+    found = re.fullmatch(
+        r"[\d.]+ GiB of each GPU are unused: with (.*?)(?: \(\d+ times.*\))? a token takes ([\d.]+) of the time\.",
+        recommendation(cell).en.splitlines()[1],
+    )
+    assert found
+    words = found[1].split()
+    flags = {name.removeprefix("--"): int(value) for name, value in zip(words[::2], words[1::2], strict=True)}
+    larger = planned(PlanArguments(**given, **flags, strategy=(best,)))
+    assert fitting_layouts(larger) == [best]
+    assert tokens_seconds(larger, best) / tokens_seconds(cell, best) == pytest.approx(float(found[2]), abs=0.006)
+
+
+def test_memory_that_is_used_is_not_remarked_on():
+    full = {"size": "qwen2.5/1.5B", "context_length": 4096, "gpus": 8, "gpu": "h100", "batch_size": 8, "fast": "on"}
+    for fields in ({**full, "checkpoint_blocks": 0}, {"size": "small", "mode": "forward", "gpus": 2}):
+        assert "unused" not in recommendation(planned(PlanArguments(**fields))).en
 
 
 # -- the command that runs it -----------------------------------------------------------------------------------------
@@ -101,6 +159,11 @@ def test_every_printed_command_runs_the_planned_work(data, elsewhere):
         return
     trained, ranks = parsed(said.en.split(": ")[-1])
     run = RunConfig.of(cell.config)
+    if ranks > 1 and run.fast != "off":  # a small step runs without what would not save time
+        assert trained.run_config("cuda", ranks).fast in (
+            "off",
+            run_of(cell.config, nearest_trained(Strategy.parse(layout))).fast,
+        )
     assert (trained.model, ranks) == (run.model, gpus)
     assert trained.data.batch_size == run.batch_size * gpus
     nearest = nearest_trained(Strategy.parse(layout))
@@ -154,7 +217,8 @@ def test_plans_without_a_command():
 ON_4090 = "--size 2.7B --gpus 8 --gpu 4090"
 SHARDED = f"{ON_4090} --strategy zero3,zero3+tp8"
 WHERE_NOTHING_FITS = {
-    "--fast": f"{SHARDED} --context_length 4096 --checkpoint_blocks 0",
+    "--fast": "--size 2.7B --gpus 8 --gpu h100 --context_length 2048 --batch_size 6 --strategy zero1 "
+    "--checkpoint_blocks 0",
     "--checkpoint_blocks": f"{SHARDED} --context_length 16384 --checkpoint_blocks 0",
     "--batch_size": f"{SHARDED} --context_length 1024 --batch_size 64",
     "--strategy": f"{ON_4090} --strategy dp",
@@ -181,6 +245,15 @@ def test_the_smallest_change_is_enough(flag, capsys):
     pairs = [words[place : place + 2] for words in (given, changes) for place in range(0, len(words), 2)]
     merged = [word for pair in dict(pairs).items() for word in pair]
     assert advice(merged, capsys).startswith("Recommended: ")
+
+
+def test_the_fast_step_is_not_offered_to_layouts_that_run_without_it(capsys):
+    """FSDP and ranks that split layers have no fused kernels: `--fast on` changes nothing, and is not named."""
+    given = f"{SHARDED} --context_length 4096 --checkpoint_blocks 0"
+    off, on = (advice([*given.split(), "--fast", fast], capsys) for fast in ("off", "on"))
+    assert off == on
+    assert off.startswith("No layout fits")
+    assert "--fast" not in off
 
 
 def test_a_smaller_batch_is_the_largest_that_fits(capsys):

@@ -24,6 +24,7 @@ from cs336_systems.experiments.steps.optimize_command import (
 from cs336_systems.experiments.steps.optimized_steps import OPTIMIZE, chosen_of
 from cs336_systems.flags import Parser, add_flags, read_flags
 from cs336_systems.predict.optimize import Candidate
+from cs336_systems.predict.training_cost import Cost
 from cs336_systems.record import GIB
 from cs336_systems.report.cells import group
 from cs336_systems.text import LANGUAGES
@@ -138,7 +139,8 @@ def test_commands_of_several_gpus_lead_back_to_the_configuration(gpus, layout, w
         ({"gpus": 3}, ("--tokens_per_step 8,192", "16 sequences", "3 GPUs", "9,216")),
         ({"gpus": 0}, ("--gpus", "0")),
         ({"gpus": 2, "allow": ("bf16_state",)}, ("--allow", "one GPU")),
-        ({"gpus": 2, "precision": "fp8"}, ("--precision fp8", "one GPU")),
+        ({"gpus": 2, "precision": "fp8"}, ("--precision fp8", "one GPU", "--parallel ddp or ddp-sharded")),
+        ({"gpus": 10**7, "tokens_per_step": 512 * 10**7}, ("--gpus 10,000,000", "at most 1,000,000")),
         ({"gpu": "a100-sxm4-80gb", "precision": "fp8"}, ("no matmuls in fp8", "--precision bf16")),
         ({"gpus": 2, "host_memory": "8GiB"}, ("--host_memory", "one GPU")),
         ({"allow": ("bf16_stat",)}, ("--allow", "did you mean 'bf16_state'")),
@@ -166,6 +168,39 @@ def test_the_command_prints_tables_and_a_command(capsys):
     out, err = capsys.readouterr()
     assert "cs336 train --data tokens.bin --size small" in out
     assert "candidates" in err
+
+
+def test_days_and_money_are_those_of_all_gpus(capsys):
+    words = ["optimize", "--size", "small", "--tokens_per_step", "16384", "--gpus", "2", "--no_measure"]
+    assert main([*words, "--train_tokens", "3B", "--price", "2/h"]) == 0
+    assert "days and cost: 3,000,000,000 tokens, 2 a GPU hour" in capsys.readouterr().out
+    assert main([*words, "--price", "2"]) == 2
+    assert "--train_tokens" in capsys.readouterr().err
+    search = search_for(dataclasses.replace(SMALL, gpus=2))
+    best = search.ranked[:1]
+    table = fastest_table(search, best, Cost(3e9, 2.0))
+    assert [column.name.en for column in table.columns[-2:]] == ["days", "cost"]
+    days = 3e9 / search.task.tokens * best[0].seconds / 86_400
+    assert [float(text) for text in table.rows[0][-2:]] == pytest.approx([days, days * 24 * 2 * 2], rel=0.05)
+
+
+def test_the_counts_of_a_choice_are_explained():
+    search = search_of()
+    chosen = search.ranked[0]
+    count, size = chosen.candidate.micro_batches, chosen.candidate.micro_batch
+    note = f"{count} x {size}: micro batches x sequences in each"
+    assert note in [note.en for note in choices_table(search, chosen).notes]
+
+
+def test_memory_may_be_given_in_mebibytes():
+    assert task_of(dataclasses.replace(SMALL, memory="2560MiB")).memory == 2.5 * GIB
+
+
+@pytest.mark.parametrize(("gpus", "error"), [(1, "0.5%"), (2, "2%")])
+def test_the_margin_of_the_memory_is_named(gpus, error):
+    search = search_for(dataclasses.replace(SMALL, gpus=gpus))
+    notes = [note.en for note in fastest_table(search, search.ranked).notes]
+    assert any(note.endswith(f"and {error} to the model's error") for note in notes)
 
 
 def test_tables_have_ten_rows_at_most_the_fastest_first():

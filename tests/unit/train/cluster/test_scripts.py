@@ -301,10 +301,34 @@ TRAIN = "-- train --data data.txt --output /shared/run"
         (f"--skypilot --nodes 2 {TRAIN} --batch_size 16", "shared --volume"),
         (f"--skypilot --volume s3://bucket {TRAIN}", "is a bucket"),
         (f"--slurm -o data.txt/job {TRAIN}", "data.txt/job"),
+        (f"--slurm {TRAIN} --batch_size 80000000000", "no machine has that; use a smaller --batch_size"),
     ],
 )
 def test_mistakes_are_one_line(line, named, capsys):
     assert_refused(["launch", *shlex.split(line)], [named], capsys)
+
+
+@pytest.mark.parametrize(
+    ("cluster", "flags", "start"),
+    [
+        ("slurm", "", "sbatch 'a job'"),
+        ("kubernetes", "--image me/cs336 --volume v", "kubectl apply -f 'a job'"),
+        ("skypilot", "--volume v", "sky jobs launch 'a job'"),
+    ],
+)
+def test_a_written_file_is_named_with_the_command_that_starts_it(cluster, flags, start, capsys):
+    words = shlex.split(f"--{cluster} {flags} -o 'a job' {TRAIN}")
+    assert exit_code(["launch", *words]) == 0
+    printed = capsys.readouterr()
+    assert printed.out == ""
+    assert printed.err.endswith(f"cs336 launch: wrote a job; start it with: {start}\n")
+
+
+@pytest.mark.parametrize("flags", ["", "--setup 'source venv/bin/activate'", "--image a/b --mount /shared"])
+def test_a_script_that_runs_the_machines_own_python_says_so(flags, capsys):
+    assert exit_code(["launch", *shlex.split(f"--slurm {flags} {TRAIN}")]) == 0
+    printed = capsys.readouterr()
+    assert ("must have this package" in printed.out) == ("must have this package" in printed.err) == (not flags)
 
 
 def test_data_that_is_only_on_the_cluster(capsys):

@@ -129,6 +129,15 @@ def test_a_run_starts_from_an_import_and_is_exported(elsewhere, capsys):
     assert all(torch.equal(value, found[name]) for name, value in expected.items())
 
 
+def test_without_a_tokenizer_the_next_command_names_a_placeholder(elsewhere, capsys):
+    published("llama", elsewhere / "hf")
+    (elsewhere / "hf/tokenizer.json").unlink()
+    assert main(["import", "hf", "ours"]) == 0
+    printed = capsys.readouterr().out
+    assert "no tokenizer.json in 'hf': get the model's own (90 tokens at most), then tokenize with: cs336" in printed
+    assert "--tokenizer ours/tokenizer.json" not in printed
+
+
 def test_data_of_other_tokens_than_the_imported_model_has(elsewhere, capfd):
     """Bytes of a text, and a vocabulary that is larger: each line has the command that makes data of its tokens."""
     published("llama", elsewhere / "hf")

@@ -1,0 +1,144 @@
+"""Runs that cannot fit are refused by prediction; runs that may fit never are."""
+
+import dataclasses
+
+import pytest
+
+from cs336_systems.config import UserError
+from cs336_systems.flags import build
+from cs336_systems.predict.building_memory import building_peak
+from cs336_systems.predict.memory_model import estimate
+from cs336_systems.record import GIB
+from cs336_systems.train import enough_memory
+from cs336_systems.train.enough_memory import MARGIN, Memory, require_batch, require_memory
+from cs336_systems.train.settings import TrainSettings
+
+XL = {"size": "xl", "context_length": 512, "batch_size": 8}
+
+
+@pytest.fixture
+def data(tmp_path):
+    path = tmp_path / "text.txt"
+    path.write_text("x" * 100)
+    return str(path)
+
+
+def gpu(gib, ranks=1):
+    return Memory(gib * GIB, "this GPU", ranks)
+
+
+def refusal(data, memory, world_size=1, device="cuda", **flags):
+    """Return why the run is refused, or ""."""
+    settings = build(TrainSettings, {"data": data, **flags})
+    try:
+        require_memory(settings, device, world_size, memory)
+    except UserError as error:
+        return str(error)
+    return ""
+
+
+@pytest.mark.parametrize(
+    "flags", [{}, {"precision": "bf16"}, {"precision": "bf16", "fast": "off"}, {"fast": "off", "checkpoint_blocks": 1}]
+)
+def test_the_limit_is_the_predicted_peak_of_one_rank(flags, data):
+    run = build(TrainSettings, {"data": data, **XL, **flags}).run_config("cuda", 1)
+    peak = max(estimate(run).peak, building_peak(run).peak)
+    assert refusal(data, gpu(1.001 * peak / MARGIN / GIB), **XL, **flags) == ""
+    assert "this GPU has" in refusal(data, gpu(0.999 * peak / MARGIN / GIB), **XL, **flags)
+
+
+def test_a_refusal_names_the_need_the_memory_and_a_way_out_that_fits(data):
+    flags = {**XL, "batch_size": 64, "micro_batch_size": 64, "precision": "bf16"}
+    message = refusal(data, gpu(80), **flags)
+    assert "needs 92.8 GiB of memory, and this GPU has 80.0 GiB (predicted, not tried)" in message
+    size = int(message.rsplit("it is predicted to fit with --micro_batch_size ", 1)[1])
+    assert 1 <= size < 64
+    assert refusal(data, gpu(80), **{**flags, "micro_batch_size": size}) == ""
+    assert "\n" not in message
+
+
+def test_recomputation_is_named_where_smaller_micro_batches_are_not_enough(data):
+    flags = {**XL, "batch_size": 1, "context_length": 8192, "precision": "bf16", "fast": "off"}
+    message = refusal(data, gpu(48), **flags)
+    assert message.endswith("it is predicted to fit with --checkpoint_blocks 1")
+    assert refusal(data, gpu(48), **flags, checkpoint_blocks=1) == ""
+
+
+@pytest.mark.parametrize(
+    ("flags", "device", "advice"),
+    [
+        ({"size": "2.7B"}, "cpu", "use a smaller --size; cs336 memory shows what a step needs"),
+        (
+            {"size": "2.7B"},
+            "cuda",
+            "use a smaller --size or more ranks with --parallel fsdp; cs336 fit shows what fits",
+        ),
+        ({"size": "2.7B", "engine": "torch"}, "cuda", "use a smaller --size; cs336 fit shows what fits"),
+        (
+            {"size": "2.7B", "precision": "fp8", "context_length": 16384},
+            "cuda",
+            "smaller --size or --memory_budget auto or more ranks with --parallel fsdp; cs336 fit shows what fits",
+        ),
+    ],
+)
+def test_other_ways_out(flags, device, advice, data):
+    assert refusal(data, gpu(45 if "precision" in flags else 10), device=device, **flags).endswith(advice)
+
+
+@pytest.mark.parametrize(
+    ("flags", "share"),
+    [
+        ({"parallel": "fsdp"}, 1 / 4),
+        ({"engine": "torch", "dp_shard": 4}, 1 / 4),
+        ({"engine": "torch", "dp_shard": 2, "dp_replicate": 2}, 1 / 2),
+        ({"engine": "torch", "dp_shard": 2, "tp": 2, "num_heads": 20}, 1 / 4),
+        ({"engine": "torch", "dp_shard": 2, "cp": 2}, 1 / 4),
+        ({"engine": "torch", "dp_shard": 2, "pp": 2, "micro_batch_size": 1}, 1 / 4),
+        ({"memory_budget": "auto"}, 1),
+        ({"compile": True, "fast": "off"}, 1),
+    ],
+    ids=str,
+)
+def test_only_what_a_rank_certainly_holds_counts_where_nothing_is_predicted(flags, share, data):
+    settings = build(TrainSettings, {"data": data, **XL, **flags})
+    held = 16 * share * settings.model.parameters
+    assert refusal(data, gpu(held / GIB), 4, **XL, **flags) == ""
+    assert "needs at least" in refusal(data, gpu(held / 1.05 / GIB), 4, **XL, **flags)
+
+
+def test_ranks_shard_the_state_of_the_optimizer_or_nothing(data):
+    settings = build(TrainSettings, {"data": data, **XL})
+    run = dataclasses.replace(settings.run_config("cuda", 4), batch_size=2)
+    peak, moments = estimate(run).peak, 8 * settings.model.parameters
+    for parallel, need in (("ddp", peak), ("ddp-sharded", peak - 0.75 * moments)):
+        assert refusal(data, gpu(1.001 * need / MARGIN / GIB), 4, **XL, parallel=parallel) == ""
+        assert refusal(data, gpu(0.999 * need / MARGIN / GIB), 4, **XL, parallel=parallel) != ""
+
+
+def test_ranks_of_one_machine_share_its_memory(data):
+    message = refusal(data, Memory(60 * GIB, "this machine", 2), 2, "cpu", **XL)
+    assert "for the 2 ranks of this machine" in message
+    assert message.endswith("use a smaller --size or --parallel fsdp; cs336 memory shows what a step needs")
+    assert refusal(data, Memory(60 * GIB, "this machine"), 2, "cpu", **XL) == ""
+
+
+def test_tokens_of_a_batch_count_and_are_shared_by_ranks(data):
+    batch = {"batch_size": 2**26, "micro_batch_size": 8, "context_length": 256}  # 128 GiB
+    assert "--batch_size 67108864: the tokens of a step alone need 128.0 GiB" in refusal(data, gpu(100), **batch)
+    assert refusal(data, gpu(129), **batch) == ""
+    assert refusal(data, gpu(100), 2, **batch) == ""
+
+
+def test_a_batch_that_no_machine_holds_is_refused_without_a_machine(data):
+    require_batch(build(TrainSettings, {"data": data, "batch_size": 2**30, "context_length": 128}), 1)
+    too_large = build(TrainSettings, {"data": data, "batch_size": 2**31, "context_length": 128})
+    with pytest.raises(UserError, match=r"need 2,048\.0 GiB of memory, and no machine has that; use a smaller --batch"):
+        require_batch(too_large, 1)
+    require_batch(too_large, 2)
+
+
+def test_the_check_needs_no_search_for_a_model_that_is_much_too_large(data, monkeypatch):
+    calls = []
+    monkeypatch.setattr(enough_memory, "estimate", lambda run: calls.append(run) or estimate(run))
+    assert refusal(data, gpu(80), num_layers=1000, d_model=8192, num_heads=8, fast="off")
+    assert len(calls) <= 2
