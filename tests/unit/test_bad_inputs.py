@@ -342,7 +342,6 @@ REFUSED = {
     "report": """
         report                                      | name a file of records
         report nope                                 | no file 'nope'
-        report hollow                               | no file 'hollow/records.jsonl'
         report hollow                               | or cs336 train --data TEXT --output hollow
         report empty.jsonl                          | no records in empty.jsonl
         report binary.jsonl                         | binary.jsonl, line 1
