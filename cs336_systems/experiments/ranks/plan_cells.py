@@ -186,7 +186,7 @@ def engine_mesh(plan: Plan) -> Mesh:
 def _engine_peak(config: Mapping[str, Any], plan: Plan) -> int | None:
     """Return the peak of a GPU that `cs336 rehearse` predicts; None where it does not run the layout."""
     run, strategy = RunConfig.of(config), plan.strategy
-    if strategy.group > 1:  # its ranks have no fused kernels; torch's engine has them for whole layers and sequences
+    if strategy.group > 1:  # ranks that split layers or sequences run without fused kernels
         run = replace(run, fast="off")
     is_plain = run.fast == "off" and run.mode == "train-step" and run.precision in ("fp32", "bf16")
     is_run = strategy.stage in (0, 3) and strategy.group == strategy.tensor and plan.micro_batches == 1

@@ -7,10 +7,11 @@ import pytest
 from cs336_systems.config import UserError
 from cs336_systems.flags import build
 from cs336_systems.predict.building_memory import building_peak
+from cs336_systems.predict.fit import FIT_MARGIN
 from cs336_systems.predict.memory_model import estimate
 from cs336_systems.record import GIB
 from cs336_systems.train import enough_memory
-from cs336_systems.train.enough_memory import MARGIN, Memory, require_batch, require_memory
+from cs336_systems.train.enough_memory import Memory, require_batch, require_memory
 from cs336_systems.train.settings import TrainSettings
 
 XL = {"size": "xl", "context_length": 512, "batch_size": 8}
@@ -43,8 +44,8 @@ def refusal(data, memory, world_size=1, device="cuda", **flags):
 def test_the_limit_is_the_predicted_peak_of_one_rank(flags, data):
     run = build(TrainSettings, {"data": data, **XL, **flags}).run_config("cuda", 1)
     peak = max(estimate(run).peak, building_peak(run).peak)
-    assert refusal(data, gpu(1.001 * peak / MARGIN / GIB), **XL, **flags) == ""
-    assert "this GPU has" in refusal(data, gpu(0.999 * peak / MARGIN / GIB), **XL, **flags)
+    assert refusal(data, gpu(1.001 * peak / FIT_MARGIN / GIB), **XL, **flags) == ""
+    assert "this GPU has" in refusal(data, gpu(0.999 * peak / FIT_MARGIN / GIB), **XL, **flags)
 
 
 def test_a_refusal_names_the_need_the_memory_and_a_way_out_that_fits(data):
@@ -111,8 +112,8 @@ def test_ranks_shard_the_state_of_the_optimizer_or_nothing(data):
     run = dataclasses.replace(settings.run_config("cuda", 4), batch_size=2)
     peak, moments = estimate(run).peak, 8 * settings.model.parameters
     for parallel, need in (("ddp", peak), ("ddp-sharded", peak - 0.75 * moments)):
-        assert refusal(data, gpu(1.001 * need / MARGIN / GIB), 4, **XL, parallel=parallel) == ""
-        assert refusal(data, gpu(0.999 * need / MARGIN / GIB), 4, **XL, parallel=parallel) != ""
+        assert refusal(data, gpu(1.001 * need / FIT_MARGIN / GIB), 4, **XL, parallel=parallel) == ""
+        assert refusal(data, gpu(0.999 * need / FIT_MARGIN / GIB), 4, **XL, parallel=parallel) != ""
 
 
 def test_ranks_of_one_machine_share_its_memory(data):
