@@ -271,12 +271,10 @@ class Block(nn.Module):
         attn, ffn = self.attn, self.ffn
         attention = (attn.q_proj.weight, attn.k_proj.weight, attn.v_proj.weight, attn.output_proj.weight)
         feed_forward = (ffn.w1.weight, ffn.w3.weight, ffn.w2.weight)
-        weights = Weights(self.ln1.weight, *attention, self.ln2.weight, *feed_forward)
-        if attn.biases:
-            weights = weights._replace(**dict(zip(("q_bias", "k_bias", "v_bias"), attn.biases, strict=True)))
-        if attn.norms is not None:
-            weights = weights._replace(q_gain=attn.norms[0], k_gain=attn.norms[1])
-        return weights
+        q_bias, k_bias, v_bias = attn.biases or (None, None, None)
+        q_gain, k_gain = attn.norms[:2] if attn.norms is not None else (None, None)
+        others = (q_bias, k_bias, v_bias, q_gain, k_gain)
+        return Weights(self.ln1.weight, *attention, self.ln2.weight, *feed_forward, *others)
 
 
 class TransformerLM(nn.Module):

@@ -22,11 +22,11 @@ from torch.distributed.checkpoint.filesystem import FileSystem
 
 from cs336_systems.files import open_regular, require_shallow, sync_folder
 from cs336_systems.flags import one_line
+from cs336_systems.train.weight_files import MANIFEST
 
 T = TypeVar("T")
 
 FORMAT = 1
-MANIFEST = "manifest.json"
 METADATA = ".metadata"
 """Name of the index of the tensors, written by torch.distributed.checkpoint."""
 

@@ -4,7 +4,6 @@ Plans of the memory planner against uniform recomputation of groups of blocks an
 """
 
 import dataclasses
-import re
 import statistics
 from collections.abc import Iterable, Mapping, Sequence
 from functools import lru_cache
@@ -12,8 +11,9 @@ from typing import Any
 
 from cs336_systems.config import RunConfig, model_config
 from cs336_systems.experiments.spec import Config, Experiment, Instrument, Memory, label_step
+from cs336_systems.predict.gpus import memory_size
 from cs336_systems.predict.memory_model import estimate
-from cs336_systems.predict.memory_planner import budget_bytes, least_peak
+from cs336_systems.predict.memory_planner import least_peak
 from cs336_systems.record import GIB
 from cs336_systems.report import entries, terms
 from cs336_systems.report.cells import CellView, grouped
@@ -130,7 +130,8 @@ def _done(cells: Iterable[CellView], *ways: str) -> list[CellView]:
 def _budget(cell: CellView) -> float:
     """Return the budget in bytes; 0 where a record does not have a valid one."""
     text = str(cell.get("memory_budget"))
-    return budget_bytes(text) if re.fullmatch(r"\d+(\.\d+)?[GM]i?B", text) else 0.0
+    size = memory_size(text)
+    return int(size[0]) if size else 0.0
 
 
 def _whole(work: Iterable[CellView]) -> CellView | None:

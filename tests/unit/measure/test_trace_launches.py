@@ -92,7 +92,8 @@ def test_what_is_removed_does_not_hold_up_the_kernels_after_it(script, tmp_path)
 
 
 def test_small_calls_before_a_launch_belong_to_it_and_waits_do_not(script, tmp_path):
-    """Of the kernel at 60 go the launch, a query 5 us before it, and the host's time since the wait, which stays."""
+    """Without the kernel at 60 its launch goes, and with it a query 5 us before and the host's time since the wait; the
+    wait stays."""
     script.kernel(GEMM, 4, 30, launch=0)
     script.call("cudaStreamSynchronize", 2, 33)
     script.call("cudaFuncGetAttributes", 50, 2)
