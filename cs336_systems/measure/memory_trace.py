@@ -236,7 +236,8 @@ def predict_by_tracing(
         stack.enter_context(labelled(step, tracker))
         uses = Counter(parameter for _, parameter in step.model.named_parameters(remove_duplicate=False))
         tracker.shared_shapes = {parameter.shape for parameter, count in uses.items() if count > 1}
-        for tensor in batch:
+        copies = [tensor.clone() for tensor in batch if "graph" in config.fast_parts]  # those that the graph reads
+        for tensor in (*batch, *copies):
             tracker.track(tensor, "inputs")
         if on_cuda:
             scratch = torch.empty(workspace(config), dtype=torch.uint8)

@@ -173,7 +173,9 @@ class Tensors:
         return 2 * self.parameters() + tensors * self._bytes(1, 4)
 
     def inputs(self) -> int:
-        return 2 * self._bytes(self.config.tokens, 8)
+        """Bytes of inputs and targets; a CUDA graph reads copies of them."""
+        copies = 2 if "graph" in self.config.fast_parts else 1
+        return 2 * copies * self._bytes(self.config.tokens, 8)
 
     def buffers(self) -> int:
         return 2 * self._bytes(self.config.model.context_length * self.config.model.head_dim, 4)

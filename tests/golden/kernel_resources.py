@@ -54,27 +54,39 @@ CODE = ("spills_in_loops", "loops", "wgmma", "tma", "barriers", "setmaxnreg", "h
 """Facts of the Hopper kernels' machine code: see `sass.Report`."""
 
 DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
-LENGTH, UNEVEN, ODD = 4096, 6144, 1000
-"""Sequence lengths. Without a mask UNEVEN makes the Hopper kernels split the keys; ODD ends in a partial tile."""
+LENGTH, LONG, UNEVEN, ODD, LONG_ODD = 4096, 16_384, 6144, 500, 10_000
+"""Sequence lengths. Without a mask UNEVEN makes the Hopper kernels split the keys. ODD and LONG_ODD end in a partial
+tile. With ODD, and with LENGTH and a head dim of 64, forward of the Hopper kernels runs in small programs."""
 MASKS = {
     "full": Band(),
     "causal": Band(None, 0),
     "window": Band(-40, 8),
     "sliding": Band(-1023, 0),
+    "far": Band(-8191, 0),
     "causal+17": Band(None, 17),
 }
 HOPPER = [
     # kernel, dtype, head dim, mask, query heads per KV head, queries, keys
     ("forward", "bf16", 64, "causal", 1, LENGTH, LENGTH),
-    ("forward", "bf16", 64, "full", 1, LENGTH, LENGTH),
+    ("forward", "bf16", 64, "causal", 1, LONG, LONG),
+    ("forward", "bf16", 64, "full", 1, ODD, ODD),
+    ("forward", "bf16", 64, "full", 1, LONG, LONG),
     ("forward", "fp16", 64, "causal+17", 4, ODD, LENGTH),
-    ("forward", "bf16", 80, "causal+17", 1, ODD, LENGTH),
+    ("forward", "fp16", 64, "causal+17", 4, LONG_ODD, LONG_ODD),
+    ("forward", "bf16", 80, "causal+17", 1, ODD, ODD),
+    ("forward", "bf16", 80, "causal+17", 1, LONG_ODD, LONG_ODD),
+    ("forward", "bf16", 96, "causal", 1, ODD, ODD),
     ("forward", "bf16", 96, "causal", 1, LENGTH, LENGTH),
+    ("forward", "bf16", 128, "causal", 1, ODD, ODD),
     ("forward", "bf16", 128, "causal", 1, LENGTH, LENGTH),
+    ("forward", "bf16", 128, "full", 1, 250, 250),
     ("forward", "bf16", 128, "full", 1, UNEVEN, UNEVEN),
+    ("forward", "fp16", 128, "causal", 1, ODD, ODD),
     ("forward", "fp16", 128, "causal", 1, LENGTH, LENGTH),
     ("forward", "bf16", 64, "sliding", 1, LENGTH, LENGTH),
+    ("forward", "bf16", 64, "far", 1, LONG, LONG),
     ("forward", "bf16", 128, "window", 4, LENGTH, LENGTH),
+    ("forward", "bf16", 128, "far", 4, LONG, LONG),
     ("backward", "bf16", 64, "causal", 1, LENGTH, LENGTH),
     ("backward", "fp16", 64, "causal+17", 4, ODD, ODD),
     ("backward", "bf16", 128, "causal", 1, LENGTH, LENGTH),
@@ -82,6 +94,8 @@ HOPPER = [
     ("backward", "bf16", 64, "full", 1, UNEVEN, UNEVEN),
     ("backward", "bf16", 128, "full", 1, UNEVEN, UNEVEN),
     ("backward", "bf16", 128, "causal", 4, LENGTH, LENGTH),
+    ("backward", "bf16", 128, "causal", 4, LONG, LONG),
+    ("backward", "bf16", 64, "causal", 7, LENGTH, LENGTH),
     ("backward", "bf16", 80, "causal", 1, LENGTH, LENGTH),
     ("backward", "fp16", 80, "causal+17", 1, LENGTH, ODD),
     ("backward", "bf16", 96, "full", 1, LENGTH, LENGTH),
@@ -90,12 +104,13 @@ HOPPER = [
     ("backward", "bf16", 128, "sliding", 1, LENGTH, LENGTH),
     ("backward", "bf16", 128, "window", 4, LENGTH, LENGTH),
 ]
-"""All that makes another kernel: head dim, mask, tiles on the diagonal, split keys, a partial tile, grouped heads."""
+"""All that makes another kernel: head dim, mask, tiles on the diagonal, small programs, split keys or heads, a partial
+tile, grouped heads."""
 PACKED = [("bf16", 64, "causal", 1), ("bf16", 128, "causal", 1), ("bf16", 64, "window", 2), ("fp32", 64, "causal", 1)]
 """Dtype, head dim, mask and group of the calls with packed documents; their rows are read through pointers."""
 PACKED_HOPPER = [
-    (kernel, dtype, d, mask, group, bottom_right)
-    for kernel in ("forward", "backward")
+    (kernel, documents, dtype, d, mask, group, bottom_right)
+    for kernel, documents in (("forward", 64), ("forward", 1), ("backward", 64))
     for dtype, d, mask, group, bottom_right in (
         ("bf16", 64, "causal", 1, False),
         ("bf16", 128, "causal", 1, False),
@@ -107,7 +122,8 @@ PACKED_HOPPER = [
         ("bf16", 128, "sliding", 4, True),
     )
 ]
-"""Kernel, dtype, head dim, mask, query heads per KV head, and whether the mask is aligned to documents' ends."""
+"""Kernel, documents, dtype, head dim, mask, query heads per KV head, and whether the mask is aligned to the ends of
+documents. With one document forward runs in large programs."""
 DOCUMENTS = 64
 POINTWISE = [*((arch, "bf16", 2560, 80) for arch in SHARED_MEMORY), ("sm_90", "fp32", 768, 64)]
 """Architecture, dtype, width of the model, head dim."""
@@ -120,8 +136,8 @@ SAMPLE = {
         {"arch": "sm_90", "kernel": "grad_kv", "dtype": "bf16", "d": "64", "mask": "window", "loads": "packed"},
     ],
     "Hopper attention": [
-        {"kernel": "forward", "dtype": "fp16", "d": "128", "mask": "causal"},
-        {"kernel": "forward", "dtype": "bf16", "d": "64", "mask": "packed-causal"},
+        {"kernel": "forward", "dtype": "fp16", "d": "128", "mask": "causal", "queries": "500"},
+        {"kernel": "forward", "dtype": "bf16", "d": "64", "mask": "packed-causal-one"},
     ],
     "pointwise": [{"arch": arch, "kernel": "cross_entropy"} for arch in ("sm_80", "sm_120")],
     "FP8": [{"arch": "sm_90", "kernel": kernel} for kernel in ("quantize", "swiglu_backward")],
@@ -215,7 +231,11 @@ def portable(arch: str, kernel: str, dtype: str, d: int, mask: str, group: int, 
     with (
         mock.patch.object(torch.cuda, "get_device_capability", return_value=capability),
         mock.patch.multiple(
-            portable_launch, SMALLEST_FOR_DESCRIPTORS=least, LONG_FOR_DESCRIPTORS=least, LAUNCH_BOUND=least
+            portable_launch,
+            SMALLEST_FOR_DESCRIPTORS=least,
+            LONG_FOR_DESCRIPTORS=least,
+            LAUNCH_BOUND=least,
+            WIDE_FOR_DESCRIPTORS=least,
         ),
     ):
         call = (kernel, tensors, MASKS[mask], is_packed)
@@ -253,12 +273,12 @@ def packed_hopper_launches() -> Iterator[Launch]:
     """The Hopper kernels on packed documents; `queries` and `keys` are then the tokens of all documents."""
     from cs336_systems.kernels.flash.hopper_launch import PackedProblem
 
-    for kernel, dtype, d, mask, group, bottom_right in PACKED_HOPPER:
+    for kernel, documents, dtype, d, mask, group, bottom_right in PACKED_HOPPER:
         q, k = (
             torch.empty(1, LENGTH, heads, d, dtype=DTYPES[dtype], device="meta").transpose(1, 2)
             for heads in (2 * group, 2)
         )
-        problem = PackedProblem(q, k, k, PackedMask(MASKS[mask], bottom_right), DOCUMENTS)
+        problem = PackedProblem(q, k, k, PackedMask(MASKS[mask], bottom_right), documents)
         table = torch.empty(FIELDS * LENGTH, dtype=torch.int32, device="meta")
         if kernel == "forward":
             lse = torch.empty(q.shape[:3], device="meta")
@@ -266,7 +286,7 @@ def packed_hopper_launches() -> Iterator[Launch]:
         else:
             plan, pointers = problem.plan_backward(q, k, k, q, q, q, k, k).main, (None, table)
             tensors = (q, k, k, q, *[problem.scratch(q.device)] * 3, k, k)
-        name = f"packed-{mask}" + "-end" * bottom_right
+        name = f"packed-{mask}" + "-end" * bottom_right + "-one" * (documents == 1)
         row = _row("Hopper attention", "sm_90", kernel, dtype, d, name, group, LENGTH, LENGTH)
         yield Launch("Hopper attention", row, plan.kernel, plan.arguments(tensors, pointers, 0.125), plan.options)
 

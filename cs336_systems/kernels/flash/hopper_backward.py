@@ -15,8 +15,8 @@ The consumers run in ping-pong order: a warpgroup starts a tile when the other h
 they fall into step, and want the tensor cores at the same time, and then the exponentials.
 
 `prepare_kernel` computes what the loop reads for each query, and zeros dQ; `finish_kernel` rounds dQ. Without a mask
-the queries of the last blocks of keys may be split over several programs, as the keys are in forward; `combine_kernel`
-adds up their dK and dV.
+the queries of the last blocks of keys may be split over several programs, as the keys are in forward. With a mask and
+few KV heads, the query heads that share one may be. `combine_kernel` adds up the dK and dV of split programs.
 
 A window to the left bounds the blocks of queries from above. Where it, or a causal mask on grouped heads, cuts blocks
 that are not the first ones, all that are cut are visited first, and the main loop has no mask.
@@ -98,8 +98,8 @@ class Config:
     """Number of blocks of queries, the first ones, that the causal mask may cut; at least 1."""
     WINDOW_TILES: gl.constexpr
     """Number of blocks of queries, the last ones, that a window to the left may cut."""
-    GROUP: gl.constexpr
-    """Number of query heads that share a KV head."""
+    HEADS: gl.constexpr
+    """Number of query heads that a program visits."""
     WINDOW: gl.constexpr
     """True if a window hides keys far to the left of a query."""
     CUT_FIRST: gl.constexpr
@@ -116,6 +116,8 @@ class Work:
 
     batch: Value
     kv_head: Value
+    head: Value
+    """First query head."""
     column: Value
     """First key."""
     first: Value
@@ -125,7 +127,7 @@ class Work:
     start: Value
     """First tile, if the queries are split."""
     tiles: Value
-    """Blocks of queries, of all query heads."""
+    """Blocks of queries, of all query heads that the program visits."""
     batch_q: Value
     """With packed documents `outer_of` the document for queries, as `batch` is for keys; None otherwise."""
     origin_q: Value
@@ -196,17 +198,18 @@ def backward_kernel(
     desc_q, desc_k, desc_v, desc_do, desc_lse, desc_delta, desc_dq, desc_dk, desc_dv, p_partial, p_table,
     heads, len_k, padded, lo, hi, scale, q_blocks, schedule, unsplit, splits,
     CAUSAL: gl.constexpr, EVEN: gl.constexpr, D: gl.constexpr, D_USED: gl.constexpr, BLOCK_M: gl.constexpr,
-    MASKED_TILES: gl.constexpr, WINDOW_TILES: gl.constexpr, GROUP: gl.constexpr,
+    MASKED_TILES: gl.constexpr, WINDOW_TILES: gl.constexpr, GROUP: gl.constexpr, HEADS: gl.constexpr,
 ):  # fmt: skip
-    """Compute dK and dV of BLOCK_N keys, and their part of dQ. Programs from `unsplit` on see one of `splits` parts of
-    the queries and write dK and dV to `p_partial`. `padded`: queries of a head in scratch memory."""
+    """Compute dK and dV of BLOCK_N keys, and their part of dQ, from HEADS of the GROUP query heads of a KV head.
+    Programs from `unsplit` on see one of `splits` parts of the queries, or of the query heads if HEADS < GROUP, and
+    write dK and dV to `p_partial`. `padded`: queries of a head in scratch memory."""
     SPLIT: gl.constexpr = p_partial is not None
     PACKED: gl.constexpr = p_table is not None
     WINDOW: gl.constexpr = lo is not None
-    CUT_FIRST: gl.constexpr = WINDOW or (CAUSAL and GROUP > 1)
+    CUT_FIRST: gl.constexpr = WINDOW or (CAUSAL and HEADS > 1)
     config = Config(
         CAUSAL=CAUSAL, EVEN=EVEN, D=D, D_USED=D_USED, BLOCK_M=BLOCK_M, MASKED_TILES=MASKED_TILES,
-        WINDOW_TILES=WINDOW_TILES, GROUP=GROUP, WINDOW=WINDOW, CUT_FIRST=CUT_FIRST, SPLIT=SPLIT, PACKED=PACKED,
+        WINDOW_TILES=WINDOW_TILES, HEADS=HEADS, WINDOW=WINDOW, CUT_FIRST=CUT_FIRST, SPLIT=SPLIT, PACKED=PACKED,
     )  # fmt: skip
     unit = gl.program_id(0)
     if SPLIT:
@@ -237,11 +240,13 @@ def backward_kernel(
     if WINDOW:
         beyond = gl.maximum(column + BLOCK_N - 1 - lo, 0) // BLOCK_M + 1
         count = gl.maximum(gl.minimum(beyond, q_blocks) - first, 1)
-    start, tiles = 0, GROUP * count
-    if SPLIT:
+    head, start, tiles = kv_head * GROUP, 0, HEADS * count
+    if HEADS < GROUP:
+        head += split * HEADS
+    elif SPLIT:
         start, tiles = tiles_of_split(tiles, split, of)
     work = Work(
-        batch=batch, kv_head=kv_head, column=column, first=first, count=count, start=start, tiles=tiles,
+        batch=batch, kv_head=kv_head, head=head, column=column, first=first, count=count, start=start, tiles=tiles,
         batch_q=batch_q, origin_q=origin_q, loaded_k=loaded_k, padded_q=padded_q,
     )  # fmt: skip
     sizes = Sizes(len_k=len_k, lo=lo, hi=hi, scale=scale)
@@ -360,19 +365,19 @@ def _head_and_row(t, work, config):
         cut = _cut_blocks(work, config)
         number, block = _of_heads(t, cut, config)
         block = _cut_block(block, cut, work, config)
-        late, clear = t - config.GROUP * cut, gl.maximum(work.count - cut, 1)
+        late, clear = t - config.HEADS * cut, gl.maximum(work.count - cut, 1)
         if late >= 0:
             number, block = _of_heads(late, clear, config)
             block += config.MASKED_TILES
     else:
         number, block = _of_heads(t + work.start, work.count, config)
-    return work.kv_head * config.GROUP + number, (work.first + block) * config.BLOCK_M
+    return work.head + number, (work.first + block) * config.BLOCK_M
 
 
 @gluon.jit
 def _of_heads(t, blocks, config):
     """Return the query head of tile t and the tile's index in that head, if each head has `blocks` tiles."""
-    if config.GROUP == 1:
+    if config.HEADS == 1:
         return 0, t
     else:
         return t // blocks, t % blocks
@@ -412,7 +417,7 @@ def _consume(W: gl.constexpr, outputs, buffers, barriers, work, sizes, config):
     # Tiles are counted from a constant on: else ptxas counts in registers of threads, moves the number to those of the
     # warp for every matmul, and starts dQ after all exponentials, not among them. At 128 that took 6% longer.
     if config.CUT_FIRST:
-        CUT: gl.constexpr = config.GROUP * (config.MASKED_TILES + config.WINDOW_TILES)
+        CUT: gl.constexpr = config.HEADS * (config.MASKED_TILES + config.WINDOW_TILES)
         cut = _cut_blocks(work, config)
         for t in range(1, gl.minimum(CUT, tiles)):
             _, block = _of_heads(t, cut, config)

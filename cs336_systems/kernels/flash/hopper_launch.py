@@ -23,6 +23,17 @@ from cs336_systems.kernels.flash.band import Band
 from cs336_systems.kernels.flash.launch_plan import Plan, suits_tma
 from cs336_systems.kernels.flash.packing import Blocks, PackedMask, Packing, most_blocks
 from cs336_systems.kernels.triton_compat import TensorDescription
+from cs336_systems.predict.attention_programs import (
+    COMBINE_COST,
+    KEYS,
+    MAX_SPLIT_ROUNDS,
+    QUERIES,
+    SPLITS_PER_COMBINE_COST,
+    START_COST,
+    heads_of_program,
+    padded_head_dim,
+    sees_few_keys,
+)
 
 DTYPES = {torch.bfloat16: gl.bfloat16, torch.float16: gl.float16, torch.float32: gl.float32}
 L2_SHARE = {"forward": 32 << 20, "backward": 16 << 20}
@@ -32,10 +43,9 @@ ROUNDS = {"forward": 0, "backward": 2}
 programs are the first of their section, and those of the last section should not be among the last ones."""
 ROWS = 64
 """Rows of a warpgroup's matrix instruction."""
-KEYS = 128
-"""Keys of a tile in forward and backward."""
 D_USED = (80, 96)
 """Numbers of columns between the two padded head dims that matmuls can have: 64 plus a power of 2."""
+SM_REGISTERS = 1 << 16
 UNUSED = 16
 """Placeholder for sizes that kernels read from a table of packed documents."""
 PREPARED, FINISHED = 32, 128
@@ -54,6 +64,17 @@ class Shape:
     q_in_registers: bool
     registers: int
     """Registers per thread of a consumer."""
+    keys: int = KEYS
+    """Keys of a tile."""
+    residents: int = 1
+    """Programs that an SM runs at a time; with more than one, registers are limited."""
+
+    @property
+    def options(self) -> dict[str, int]:
+        """Launch options; the limit of registers is the mean over the threads of a program."""
+        threads = 128 * (self.warpgroups + 1)
+        limit = {"maxnreg": SM_REGISTERS // (self.residents * threads) // 8 * 8} if self.residents > 1 else {}
+        return {"num_warps": 4, **limit}
 
 
 FORWARD = {
@@ -64,24 +85,25 @@ FORWARD = {
 their queries."""
 WINDOWED = {**FORWARD, 64: Shape(2, 4, ping_pong=True, q_in_registers=False, registers=240)}
 """Launch parameters with a window to the left, whose mask needs too many registers for three consumers."""
-QUERIES = {64: 128, 128: 64}
-"""Queries of a tile in backward by padded head dim: as many as registers can hold beside the gradients of the keys."""
+SHORT = {
+    64: Shape(1, 3, ping_pong=False, q_in_registers=False, registers=136, keys=64, residents=3),
+    128: Shape(1, 3, ping_pong=False, q_in_registers=False, registers=232, keys=64, residents=2),
+}
+"""Launch parameters for queries that see few keys: several small programs on an SM."""
 IN_ORDER = Blocks(FINISHED, False, "AS_PACKED")
 """Blocks of queries in the order of scratch memory, each document padded to a multiple of FINISHED."""
 MAX_SPLITS = 16
 """Maximum number of splits of a unit of work."""
-MAX_SPLIT_ROUNDS = 4
-"""Maximum number of rounds of split programs on all multiprocessors: each program needs scratch memory."""
 MIN_SAVING = {"forward": 0.01, "backward": 0.04}
 """Minimum relative saving that justifies splitting. Backward is 1% slower as a kernel that can split, even where
 nothing is split."""
-START_COST, COMBINE_COST, SPLITS_PER_COMBINE_COST = 4, 2, 40
-"""Costs in units of tiles, about 2 us each: of a program beside its tiles, and of a combine kernel; and the number of
-splits that add 1 to the latter."""
 
 
-def _shape(block_d: int, lo: int | None) -> Shape:
-    return (FORWARD if lo is None else WINDOWED)[block_d]
+def forward_shape(block_d: int, keys: int, is_causal: bool, has_window: bool) -> Shape:
+    """Return the launch parameters of forward for queries that see up to `keys` keys."""
+    if sees_few_keys(block_d, keys, "window" if has_window else "causal" if is_causal else "full"):
+        return SHORT[block_d]
+    return (WINDOWED if has_window else FORWARD)[block_d]
 
 
 class Problem:
@@ -92,7 +114,7 @@ class Problem:
 
     def __init__(self, q: Tensor, k: Tensor, v: Tensor, band: Band):
         (self.batch, self.heads, self.len_q, self.d), (_, self.kv_heads, self.len_k, _) = q.shape, k.shape
-        self.block_d = 64 if self.d <= 64 else 128
+        self.block_d = padded_head_dim(self.d)
         self.d_used = next((used for used in D_USED if self.d <= used < self.block_d), self.block_d)
         self.device = q.device.index
         self.group = self.heads // self.kv_heads
@@ -101,6 +123,7 @@ class Problem:
         self.causal = band.hi is not None and band.hi < self.len_k - 1  # else every query sees every key
         self.hi = band.hi if self.causal and band.hi is not None else 0
         self.lo = band.lo if band.lo is not None and band.lo > 1 - self.len_q else None
+        self._most_keys = band.most_keys(self.len_k)
         self._results = layout.Results(q, k, v)
         self._forward: Forward | None = None
         self._backward: Cache[tuple[Any, ...], Backward] = Cache()
@@ -148,24 +171,26 @@ class Problem:
 
     def plan_forward(self, tensors: Sequence[Tensor]) -> "Forward":
         """Return the plans for (q, k, v, out)."""
-        d, shape, all_heads = self.block_d, _shape(self.block_d, self.lo), self.batch * self.heads
+        d, all_heads = self.block_d, self.batch * self.heads
+        shape = forward_shape(d, self._most_keys, self.causal, self.lo is not None)
         rows, groups = shape.warpgroups * ROWS, triton.cdiv(self.len_q, ROWS)
         blocks = triton.cdiv(groups, shape.warpgroups)
         # The block that is not full is the first, which sees the fewest keys, or the last, which starts last.
         shift = blocks * rows - groups * ROWS if self.causal else 0
-        split = self._split("forward", blocks * all_heads, triton.cdiv(self.len_k, KEYS))
+        split = self._split("forward", blocks * all_heads, triton.cdiv(self.len_k, shape.keys), shape.residents)
         schedule = self._order("forward", blocks, self.heads, 4 * d * self.len_k)
         main = self._plan(
             hopper_forward.forward_kernel,
             split.programs,
             tensors,
-            [(1, 1, rows, d) for rows in (ROWS, KEYS, KEYS, ROWS)],
+            [(1, 1, rows, d) for rows in (ROWS, shape.keys, shape.keys, ROWS)],
             before=(self.group, self.len_q, self.len_k, self.lo, self.hi),
             after=(
-                *(blocks, schedule, shift, split.unsplit, split.splits),
-                *(self.causal, d, self.d_used, KEYS, shape.warpgroups, shape.stages, self._masked_tiles(ROWS, KEYS)),
+                *(blocks, schedule, shift, split.unsplit, split.splits, self.causal, d, self.d_used, shape.keys),
+                *(shape.warpgroups, shape.stages, self._masked_tiles(ROWS, shape.keys)),
                 *(shape.ping_pong, shape.q_in_registers, shape.registers),
             ),
+            options=shape.options,
         )
         if split.split_units == 0:
             return Forward(main)
@@ -188,7 +213,11 @@ class Problem:
         scratch = self.scratch(meta)
         lse, sums = scratch[: self.all_queries], scratch[2 * self.all_queries :].view(-1, 32)  # a row: one thread's
         prepare, finish = self._plan_prepare(out, grad), self._plan_finish(dq)
-        split = self._split("backward", blocks * all_heads, q_blocks * self.group)
+        heads = self._heads_of_program(blocks, queries)
+        if heads < self.group:
+            split = Split(blocks * all_heads, 0, self.group // heads)
+        else:
+            split = self._split("backward", blocks * all_heads, q_blocks * self.group)
         section = self._order("backward", blocks, self.kv_heads, 8 * d * self.len_q * self.group)
         schedule = (section, split.unsplit, split.splits)
         main = self._plan(
@@ -203,7 +232,7 @@ class Problem:
             after=(
                 *(q_blocks, *schedule),
                 *(self.causal, even, d, self.d_used, queries),
-                *(self._masked_tiles(KEYS, queries), self._window_tiles(queries), self.group),
+                *(self._masked_tiles(KEYS, queries), self._window_tiles(queries), self.group, heads),
             ),
             starts={4: 0, 5: self.all_queries, 6: 2 * self.all_queries},
             options={"launch_pdl": True},
@@ -237,11 +266,24 @@ class Problem:
         least = ROUNDS[kernel] * _multiprocessors(self.device) if self.causal else 0
         return order(blocks, self.batch, heads, L2_SHARE[kernel] // head_bytes, least)
 
-    def _split(self, kernel: str, units: int, tiles: int) -> "Split":
+    def _split(self, kernel: str, units: int, tiles: int, residents: int = 1) -> "Split":
         # With a causal mask the last programs are the shortest, and all multiprocessors finish together.
         if self.causal or self.lo is not None:
             return Split(units, units, 1)
-        return even_end(units, tiles, _multiprocessors(self.device), MIN_SAVING[kernel])
+        return even_end(units, tiles, residents * _multiprocessors(self.device), MIN_SAVING[kernel])
+
+    def _heads_of_program(self, blocks: int, queries: int) -> int:
+        """Return the number of query heads that a program of backward visits: fewer than share a KV head where a mask
+        leaves few, long programs."""
+        if not self.causal and self.lo is None:
+            return self.group
+        q_blocks, hi, lo = triton.cdiv(self.len_q, queries), self.hi if self.causal else self.len_k, self.lo
+        tiles = []
+        for column in range(0, blocks * KEYS, KEYS):
+            first = min(max(column - hi, 0) // queries, q_blocks - 1)
+            beyond = q_blocks if lo is None else min(max(column + KEYS - 1 - lo, 0) // queries + 1, q_blocks)
+            tiles.append(max(beyond - first, 1))
+        return heads_of_program(self.group, tiles, self.batch * self.kv_heads, _multiprocessors(self.device))
 
     def _plan(
         self, kernel: Any, programs: int, tensors: Sequence[Tensor], blocks: Sequence[tuple[int, ...]],
@@ -292,8 +334,9 @@ class PackedProblem:
         self._lo = mask.band.lo
         self._padded = KEYS * most_blocks(KEYS, self._own.len_q, documents)
         self._all_queries = self._own.heads * self._padded
-        shape = _shape(self._own.block_d, self._lo)
-        self._query_blocks = Blocks(shape.warpgroups * ROWS, False, mask.order)
+        keys = mask.band.most_keys(self._own.len_k // max(documents, 1))  # in a document of mean length
+        self._shape = forward_shape(self._own.block_d, keys, self._causal, self._lo is not None)
+        self._query_blocks = Blocks(self._shape.warpgroups * ROWS, False, mask.order)
         self._key_blocks = Blocks(KEYS, True, mask.order)
         self._forward: Plan | None = None
         self._backward: Cache[tuple[Any, ...], Backward] = Cache()
@@ -336,7 +379,7 @@ class PackedProblem:
 
     def plan_forward(self, tensors: Sequence[Tensor]) -> Plan:
         """Return the plan for (q, k, v, out)."""
-        own, shape = self._own, _shape(self._own.block_d, self._lo)
+        own, shape = self._own, self._shape
         d, blocks = own.block_d, most_blocks(self._query_blocks.rows, own.len_q, self._documents)
         schedule = order(blocks, 1, own.heads, L2_SHARE["forward"] // (4 * d * own.len_k))
         programs = blocks * own.heads
@@ -344,13 +387,14 @@ class PackedProblem:
             hopper_forward.forward_kernel,
             programs,
             tensors,
-            [(rows, d) for rows in (ROWS, KEYS, KEYS, ROWS)],
+            [(rows, d) for rows in (ROWS, shape.keys, shape.keys, ROWS)],
             before=(own.group, own.len_q, UNUSED, self._lo, self._hi),
             after=(
-                *(blocks, schedule, 0, programs, 1),
-                *(self._causal, d, own.d_used, KEYS, shape.warpgroups, shape.stages, self._masked_tiles(ROWS, KEYS)),
+                *(blocks, schedule, 0, programs, 1, self._causal, d, own.d_used, shape.keys),
+                *(shape.warpgroups, shape.stages, self._masked_tiles(ROWS, shape.keys)),
                 *(shape.ping_pong, shape.q_in_registers, shape.registers),
             ),
+            options=shape.options,
         )
 
     def plan_backward(
@@ -376,7 +420,7 @@ class PackedProblem:
             after=(
                 *(UNUSED, order(blocks, 1, own.kv_heads, fit), programs, 1),
                 *(self._causal, False, d, own.d_used, queries),
-                *(self._masked_tiles(KEYS, queries), self._window_tiles(queries), own.group),
+                *(self._masked_tiles(KEYS, queries), self._window_tiles(queries), own.group, own.group),
             ),
             starts={4: 0, 5: count, 6: 2 * count},
             options={"launch_pdl": True},

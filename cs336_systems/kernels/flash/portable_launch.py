@@ -29,6 +29,9 @@ SMALLEST_FOR_DESCRIPTORS = 0 if INTERPRETED else 1 << 21
 LONG_FOR_DESCRIPTORS = 2048
 """Number of keys from which descriptors pay off even in small problems: a program visits that many one tile after
 another."""
+WIDE_FOR_DESCRIPTORS = 1 << 28
+"""Multiply-adds of one matmul from which descriptors pay off with head dims above WIDEST_GRAD. With smaller ones it is
+LAUNCH_BOUND."""
 WITH_TMA = (9, 10)
 """Major compute capabilities on which descriptors help. 12.x has the copy engine too, but no matrix instructions that
 read shared memory, and its tiles pass through registers either way."""
@@ -243,11 +246,12 @@ def traits(kernel: str, tensors: Sequence[Tensor], band: Band, packed: bool = Fa
 def _by_descriptor(kernel: str, tensors: Sequence[Tensor]) -> bool:
     """Return True if TMA can, and should, move all of these tensors."""
     q, keys = tensors[0], tensors[1].shape[2]
+    work = LAUNCH_BOUND if q.shape[3] <= WIDEST_GRAD else WIDE_FOR_DESCRIPTORS
     return (
         kernel != "grad"
         and (INTERPRETED or torch.cuda.get_device_capability(q.device)[0] in WITH_TMA)
         and q.element_size() == 2
-        and (q.numel() >= SMALLEST_FOR_DESCRIPTORS or keys >= LONG_FOR_DESCRIPTORS or q.numel() * keys >= LAUNCH_BOUND)
+        and (q.numel() >= SMALLEST_FOR_DESCRIPTORS or keys >= LONG_FOR_DESCRIPTORS or q.numel() * keys >= work)
         and all(map(suits_tma, tensors))
     )
 

@@ -5,11 +5,13 @@ import functools
 import math
 from collections.abc import Iterable, Mapping
 
+from cs336_systems.predict.attention_programs import causal_tiles, heads_of_program, padded_head_dim
 from cs336_systems.predict.time.gpu_profile import AttentionRates, GpuProfile, MatmulRates, PassRates
 from cs336_systems.predict.time.step_kernels import (
     FORWARD,
     INPUT,
     PORTABLE,
+    SHORT,
     SMALL_PATH,
     TRITON_TF32,
     TRITON_WIDE,
@@ -50,14 +52,19 @@ RESIDENT_ELEMENTS = 8192
 """Elements of rows that the registers of an SM hold, over all concurrent programs."""
 TILE = 128
 """Queries of a program of attention, and keys of a tile."""
-PORTABLE_TILES = {
+SMALL_TILES = {
     "forward" + SMALL_PATH: {64: (64, 64), 128: (64, 64)},
-    "backward" + SMALL_PATH: {64: (64, 64), 128: (32, 64)},
+    "backward" + SMALL_PATH: {64: (64, 64)},
     "forward" + PORTABLE: {64: (64, 128), 128: (64, 64)},
     "backward" + PORTABLE: {64: (64, 64), 128: (64, 64)},
+    "forward" + SHORT: {64: (64, 64), 128: (64, 64)},
 }
-"""Queries and keys of a tile of the portable kernels, by the largest head dim that uses it; in backward, for programs
-of queries. Equal to those of sm_90 in kernels/flash/tiles.py; a test compares them."""
+"""Queries and keys of a tile of the portable kernels and of Hopper's small programs, by the largest head dim that uses
+it; in backward, for programs of queries. Equal to those of sm_90 in kernels/flash/tiles.py and hopper_launch.py; a test
+compares them."""
+SPLIT_HEADS_KERNEL = 4e-6
+"""Seconds of the additional kernel that adds the results of programs with a part of a group's heads each, beside its
+traffic."""
 KEY_TILES = {64: (128, 64), 128: (64, 64)}
 """Queries and keys of a tile in programs of keys, if these have a separate kernel."""
 KEY_TILE = 4 / 3
@@ -79,7 +86,7 @@ def kernel_seconds(kernel: Kernel, profile: GpuProfile) -> float:
     if isinstance(kernel, Pass):
         return pass_seconds(kernel, _pass_rates(kernel.name, profile), profile.sms)
     if isinstance(kernel, AttentionPass):
-        if kernel.name in PORTABLE_TILES and not any(own.startswith(f"{kernel.name} ") for own in profile.attention):
+        if kernel.name in SMALL_TILES and not any(own.startswith(f"{kernel.name} ") for own in profile.attention):
             kernel = kernel._replace(name=kernel.name.partition(" ")[0])  # those of large problems stand in
         return attention_seconds(kernel, attention_rates(profile, kernel), profile.sms, profile.bandwidth)
     return profile.small
@@ -196,7 +203,7 @@ def pass_names(kernel: AttentionPass) -> list[str]:
     """Return possible names of the kernel's rates, the best first: its own, then those that an older profile has for
     all of this package's kernels."""
     first = kernel.name.partition(" ")[0]
-    is_own = kernel.name in (first, first + PORTABLE, first + SMALL_PATH)
+    is_own = kernel.name in (first, first + PORTABLE, first + SMALL_PATH, first + SHORT)
     if not is_own:
         return [kernel.name, f"{first} {TRITON_WIDE}"] if kernel.name.endswith(TRITON_TF32) else [kernel.name]
     if kernel.name == "backward" and kernel.kv_heads < kernel.heads:
@@ -216,7 +223,7 @@ def attention_rates(profile: GpuProfile, kernel: AttentionPass) -> AttentionRate
     known = sorted(dims[name])
     if kernel.head_dim in known or kernel.head_dim < known[0]:
         return profile.attention[f"{name} {max(kernel.head_dim, known[0])}"]
-    pads = kernel.name in PORTABLE_TILES or kernel.name.endswith((TRITON_WIDE, TRITON_TF32))
+    pads = kernel.name.endswith((PORTABLE, SMALL_PATH, TRITON_WIDE, TRITON_TF32))
     dim = power_of_2(kernel.head_dim) if pads else -(-kernel.head_dim // 32) * 32
     if dim in known:
         return profile.attention[f"{name} {dim}"]
@@ -224,7 +231,7 @@ def attention_rates(profile: GpuProfile, kernel: AttentionPass) -> AttentionRate
     above = next((own for own in known if own >= dim), None)
     if above is None:
         larger = dim / known[-1]
-        if tiles := PORTABLE_TILES.get(kernel.name):
+        if tiles := SMALL_TILES.get(kernel.name):
             larger *= math.prod(_portable_tile(kernel, tiles)) / math.prod(tiles[known[-1]])
         return dataclasses.replace(below, tile=below.tile * larger)
     upper, lower = profile.attention[f"{name} {above}"], max(own for own in known if own < kernel.head_dim)
@@ -235,24 +242,36 @@ def attention_rates(profile: GpuProfile, kernel: AttentionPass) -> AttentionRate
 
 def attention_seconds(kernel: AttentionPass, rates: AttentionRates, sms: int, bandwidth: float = math.inf) -> float:
     """Return the longest of: the time of all programs divided among the SMs, the longest program, and the programs'
-    memory traffic. A backward program processes one KV head and all query heads of its group."""
-    if kernel.name in PORTABLE_TILES:
-        return portable_attention_seconds(kernel, rates, sms)
+    memory traffic. A backward program processes one KV head and the query heads of its group, or a part of them."""
+    if kernel.name in SMALL_TILES:
+        return small_program_seconds(kernel, rates, sms)
     blocks = -(-kernel.length // TILE)
     heads = kernel.batch * kernel.heads
     group = kernel.heads // kernel.kv_heads if kernel.is_backward else 1
-    tiles, programs = heads * blocks * (blocks + 1) / 2, heads * blocks / group
+    visited = heads_visited(kernel, sms)
+    tiles, programs = heads * blocks * (blocks + 1) / 2, heads * blocks / visited
     shared = (tiles * rates.tile + programs * rates.program) / sms
     # Two kernels share the work of this package's backward in fp32; one has a program for each query head.
-    in_turn = (1 + group) / 2 if kernel.name.endswith((TRITON_WIDE, TRITON_TF32)) else group
+    in_turn = (1 + group) / 2 if kernel.name.endswith((TRITON_WIDE, TRITON_TF32)) else visited
     longest = rates.alone * (in_turn * blocks * rates.tile + rates.program)
     fixed = rates.fixed + heads * blocks * rates.queries / sms
+    if visited < group:
+        fixed += SPLIT_HEADS_KERNEL + 16 * programs * TILE * padded_head_dim(kernel.head_dim) / bandwidth
     return fixed + max(shared, longest, gradient_traffic(kernel, sms) / (UPDATE_SHARE * bandwidth))
 
 
-def portable_attention_seconds(kernel: AttentionPass, rates: AttentionRates, sms: int) -> float:
-    """Return the time of the portable kernels: all programs divided among the SMs, or the longest program. Backward has
-    programs of queries and programs of keys, in two kernels or, for small problems, in one."""
+def heads_visited(kernel: AttentionPass, sms: int) -> int:
+    """Return the number of query heads that a program visits one after another."""
+    group = kernel.heads // kernel.kv_heads if kernel.is_backward else 1
+    if kernel.name != "backward" or group == 1:
+        return group
+    tiles = causal_tiles(kernel.length, kernel.head_dim)
+    return heads_of_program(group, tiles, kernel.batch * kernel.kv_heads, sms)
+
+
+def small_program_seconds(kernel: AttentionPass, rates: AttentionRates, sms: int) -> float:
+    """Return the time of kernels with several programs on an SM: all programs divided among the SMs, or the longest
+    program. Backward has programs of queries and programs of keys, in two kernels or, for small problems, in one."""
     queries, longest = _query_programs(kernel, rates, sms)
     if not kernel.is_backward:
         return rates.fixed + max(queries, longest)
@@ -260,14 +279,14 @@ def portable_attention_seconds(kernel: AttentionPass, rates: AttentionRates, sms
     if not kernel.name.endswith(SMALL_PATH):
         return 2 * rates.fixed + max(queries, longest) + max(keys, longest_of_keys)
     # The programs of keys come last, and wait for those of queries where the GPU does not hold all at once.
-    rows, _ = _portable_tile(kernel, PORTABLE_TILES[kernel.name])
+    rows, _ = _portable_tile(kernel, SMALL_TILES[kernel.name])
     is_full = kernel.batch * kernel.heads * -(-kernel.length // rows) >= rates.alone * sms
     return rates.fixed + max(queries + keys, longest, (queries if is_full else 0.0) + longest_of_keys)
 
 
 def _query_programs(kernel: AttentionPass, rates: AttentionRates, sms: int) -> tuple[float, float]:
     """Return the seconds of all programs of queries, divided among the SMs, and of the longest one."""
-    rows, columns = _portable_tile(kernel, PORTABLE_TILES[kernel.name])
+    rows, columns = _portable_tile(kernel, SMALL_TILES[kernel.name])
     blocks = -(-kernel.length // rows)
     tiles = sum(-(-min(kernel.length, (block + 1) * rows) // columns) for block in range(blocks))
     shared = kernel.batch * kernel.heads * (tiles * rates.tile + blocks * rates.program) / sms
@@ -277,7 +296,7 @@ def _query_programs(kernel: AttentionPass, rates: AttentionRates, sms: int) -> t
 def _key_programs(kernel: AttentionPass, rates: AttentionRates, sms: int) -> tuple[float, float]:
     """Return the seconds of all programs of keys, divided among the SMs, and of the longest one, which processes the
     queries of all heads of its group."""
-    of_queries = PORTABLE_TILES[kernel.name]
+    of_queries = SMALL_TILES[kernel.name]
     area = math.prod(_portable_tile(kernel, of_queries))
     rows, columns = _portable_tile(kernel, of_queries if kernel.name.endswith(SMALL_PATH) else KEY_TILES)
     tile = rates.tile * KEY_TILE * rows * columns / area
@@ -289,7 +308,7 @@ def _key_programs(kernel: AttentionPass, rates: AttentionRates, sms: int) -> tup
 
 def _portable_tile(kernel: AttentionPass, tiles: Mapping[int, tuple[int, int]]) -> tuple[int, int]:
     """Return the queries and keys of a tile for the kernel's head dim."""
-    return next((tile for head_dim, tile in tiles.items() if kernel.head_dim <= head_dim), tiles[128])
+    return next((tile for head_dim, tile in tiles.items() if kernel.head_dim <= head_dim), tiles[max(tiles)])
 
 
 def gradient_traffic(kernel: AttentionPass, sms: int) -> float:

@@ -8,6 +8,7 @@ from collections.abc import Iterable, Iterator
 from typing import NamedTuple
 
 from cs336_systems.config import RunConfig
+from cs336_systems.predict.attention_programs import sees_few_keys
 
 CHUNK_BYTES, MATMUL_MULTIPLE = 512 << 20, 8
 """Equal to the constants of kernels/fused/nodes.py; a test compares them."""
@@ -17,11 +18,13 @@ ROTARY_ELEMENTS, LOGITS, NORM_PROGRAMS, MANY_ROWS = 4096, 2048, 264, 8192
 """Equal to the constants of kernels/fused/pointwise_triton.py; a test compares them."""
 LAUNCH_BOUND, HOPPER_WORTH = 1 << 31, 1 << 33
 """Equal to the constants of kernels/flash/tiles.py and dispatch.py; a test compares them."""
-SMALLEST_FOR_DESCRIPTORS, LONG_FOR_DESCRIPTORS, WIDEST_GRAD = 1 << 21, 2048, 128
+SMALLEST_FOR_DESCRIPTORS, LONG_FOR_DESCRIPTORS = 1 << 21, 2048
+WIDE_FOR_DESCRIPTORS, WIDEST_GRAD = 1 << 28, 64
 """Equal to the constants of kernels/flash/portable_launch.py and tiles.py; a test compares them."""
-SMALL_PATH, PORTABLE = " small", " triton"
-"""Suffixes of the pass in attention names of the portable kernels. Small problems are read through pointers and have
-one kernel in backward; those of medium size have two."""
+SMALL_PATH, PORTABLE, SHORT = " small", " triton", " short"
+"""Suffixes of the pass in names of attention kernels. The first two are portable kernels: small problems are read
+through pointers and have one kernel in backward; those of medium size have two. "short": forward of the Hopper kernels
+in small programs."""
 TRITON_WIDE, TRITON_TF32 = "wide", "tf32"
 """Suffixes of the pass for this package's attention in fp32, and in fp32 with TF32 matmuls."""
 LINE = 256
@@ -327,15 +330,18 @@ def _attention(name: str, config: RunConfig) -> AttentionPass:
 
 
 def attention_path(config: RunConfig, *, is_backward: bool) -> str:
-    """Return the suffix of the kernels that run this package's attention in 16 bits: "" for the Hopper kernels."""
+    """Return the suffix of the kernels that run this package's attention in 16 bits: "" or SHORT for the Hopper
+    kernels."""
     model = config.model
     elements, keys = config.tokens * model.q_width, model.context_length
     if config.attention == "flash_hopper" or (config.attention == "auto" and elements * keys >= HOPPER_WORTH):
-        return ""
+        return SHORT if not is_backward and sees_few_keys(model.head_dim, keys, "causal") else ""
     if config.attention not in ("auto", "flash_triton"):
         return ""
     is_small = elements * keys < LAUNCH_BOUND
     if is_backward:
         return SMALL_PATH if is_small and model.head_dim <= WIDEST_GRAD else PORTABLE
+    if model.head_dim > WIDEST_GRAD:
+        is_small = elements * keys < WIDE_FOR_DESCRIPTORS
     by_pointer = is_small and elements < SMALLEST_FOR_DESCRIPTORS and keys < LONG_FOR_DESCRIPTORS
     return SMALL_PATH if by_pointer else PORTABLE

@@ -213,6 +213,53 @@ def test_every_query_is_in_one_block(len_q, hi):
         assert blocks * warpgroups * ROWS - shift == -(-len_q // ROWS) * ROWS
 
 
+@needs_gluon
+@pytest.mark.parametrize(
+    ("length", "d", "band", "is_small"),
+    [
+        (4096, 64, CAUSAL, True),
+        (8192, 64, CAUSAL, False),
+        (16384, 64, Band(-511, 0), True),
+        (16384, 64, Band(-12000, 0), False),
+        (1024, 64, Band(), True),
+        (2048, 64, Band(), False),
+        (512, 96, CAUSAL, True),
+        (1024, 128, CAUSAL, False),
+    ],
+)
+def test_queries_that_see_few_keys_have_small_programs(length, d, band, is_small):
+    from cs336_systems.kernels.flash.hopper_launch import SHORT, Problem
+
+    q = torch.empty(1, 2, length, d, dtype=torch.bfloat16, device="meta")
+    plan = Problem(q, q, q, band).plan_forward((q, q, q, q)).main
+    assert ("maxnreg" in plan.options) == is_small
+    if is_small:
+        shape = SHORT[64 if d <= 64 else 128]
+        threads = 128 * (shape.warpgroups + 1)
+        assert shape.residents * threads * plan.options["maxnreg"] <= 1 << 16
+
+
+@needs_gluon
+@pytest.mark.parametrize(("batch", "group", "heads"), [(1, 4, 1), (2, 4, 2), (8, 4, 4), (1, 7, 1), (8, 7, 7)])
+def test_the_heads_of_a_group_are_divided_among_programs(batch, group, heads):
+    """Mirrors the kernel's `split_of_program`: every query head of every block of keys has one program."""
+    from cs336_systems.kernels.flash.hopper_launch import KEYS, Problem
+
+    k = torch.empty(batch, 4, 2048, 128, dtype=torch.bfloat16, device="meta")
+    q = torch.empty(batch, 4 * group, 2048, 128, dtype=torch.bfloat16, device="meta")
+    plans = Problem(q, k, k, CAUSAL).plan_backward(q, k, k, q, q, q, k, k)
+    *_, unsplit, splits = plans.main.after[: plans.main.after.index(True)]
+    assert plans.main.after[-2:] == (group, heads)
+    assert (plans.split is None) == (heads == group)
+    units = batch * 4 * 2048 // KEYS
+    assert plans.main.programs == units * group // heads
+    if plans.split is not None:
+        assert (unsplit, splits) == (0, group // heads)
+        assert plans.split.numbers == plans.main.programs * 2 * KEYS * 128
+        first = [program % splits * heads for program in range(plans.main.programs)]
+        assert sorted(first) == sorted(list(range(0, group, heads)) * units)
+
+
 # -- packed documents --------------------------------------------------------------------------------------------------
 
 

@@ -101,7 +101,8 @@ def test_every_part_saves_memory():
     plain = estimate(config).peak
     for part in FAST_PARTS[:3]:
         assert estimate(RunConfig(**{**vars(config), "fast": part})).peak < plain
-    assert estimate(RunConfig(**{**vars(config), "fast": "graph"})).peak == plain
+    copies = 2 * config.tokens * 8  # of inputs and targets, which the graph reads
+    assert estimate(RunConfig(**{**vars(config), "fast": "graph"})).peak == plain + copies
 
 
 def test_breakdown_of_the_fast_step():

@@ -204,7 +204,8 @@ def test_the_choice_of_attention_kernels_is_that_of_the_dispatcher():
     small = run_of(attention="auto", precision="bf16")
     assert eager_kernels.attention_pass("forward", small).name == "forward flash2"
     large = dataclasses.replace(small, batch_size=64, model=dataclasses.replace(PLAIN, context_length=4096))
-    assert eager_kernels.attention_pass("forward", large).name == "forward"
+    assert eager_kernels.attention_pass("forward", large).name == "forward short"
+    assert eager_kernels.attention_pass("backward", large).name == "backward"
     wide = dataclasses.replace(large, precision="fp32")
     assert eager_kernels.attention_pass("backward", wide).name == "backward wide"
     wide_heads = dataclasses.replace(wide, model=dataclasses.replace(wide.model, num_heads=1, d_head=128))

@@ -176,8 +176,20 @@ def test_attention_is_bound_by_all_programs_or_the_longest():
     many = one._replace(batch=64, heads=32, kv_heads=32)
     tiles, programs = 64 * 32 * 32 * 33 / 2, 64 * 32 * 32
     assert attention_seconds(many, rates, sms=132) == pytest.approx(5e-6 + (tiles * 1e-6 + programs * 3e-6) / 132)
-    grouped = AttentionPass("backward", 1, 8, 2, 4096, 64)
-    assert attention_seconds(grouped, rates, sms=132) == pytest.approx(5e-6 + 4 * 32e-6 + 3e-6)
+    grouped = AttentionPass("backward", 2, 64, 8, 4096, 64)
+    tiles, programs = 2 * 64 * 32 * 33 / 2, 2 * 8 * 32
+    assert kernel_times.heads_visited(grouped, 132) == 8
+    assert attention_seconds(grouped, rates, sms=132) == pytest.approx(5e-6 + (tiles * 1e-6 + programs * 3e-6) / 132)
+
+
+def test_few_kv_heads_are_split_over_programs():
+    rates = AttentionRates(tile=1e-6, program=3e-6, fixed=5e-6)
+    few = AttentionPass("backward", 1, 8, 2, 4096, 64)
+    assert kernel_times.heads_visited(few, 132) == 1
+    shared = (8 * 32 * 33 / 2 * 1e-6 + 8 * 32 * 3e-6) / 132
+    expected = 5e-6 + shared + kernel_times.SPLIT_HEADS_KERNEL
+    assert attention_seconds(few, rates, sms=132) == pytest.approx(expected)
+    assert expected < 4 * 32e-6, "the longest program with all heads of a group"
 
 
 def test_rows_in_turn_add_their_time_and_programs_hide_theirs():
@@ -206,6 +218,8 @@ def test_attention_takes_the_kernels_of_its_size():
     names = [kernel.name for kernel in step_kernels(run_of("small", 1024, 4)) if isinstance(kernel, AttentionPass)]
     assert names == ["forward triton", "backward triton"]
     names = [kernel.name for kernel in step_kernels(run_of("small", 4096, 4)) if isinstance(kernel, AttentionPass)]
+    assert names == ["forward short", "backward"]
+    names = [kernel.name for kernel in step_kernels(run_of("small", 8192, 4)) if isinstance(kernel, AttentionPass)]
     assert names == ["forward", "backward"]
 
 
@@ -224,25 +238,50 @@ def test_portable_tiles_are_those_of_the_kernels():
         return found.block_m, found.block_n
 
     for dim in (64, 128):
-        small = {"forward small": "forward", "backward small": "grad"}
-        assert all(kernel_times.PORTABLE_TILES[name][dim] == tile(own, dim, False) for name, own in small.items())
-        assert kernel_times.PORTABLE_TILES["forward triton"][dim] == tile("forward", dim, True)
-        assert kernel_times.PORTABLE_TILES["backward triton"][dim] == tile("grad_q", dim, True)
+        assert kernel_times.SMALL_TILES["forward small"][dim] == tile("forward", dim, False)
+        assert kernel_times.SMALL_TILES["forward triton"][dim] == tile("forward", dim, True)
+        assert kernel_times.SMALL_TILES["backward triton"][dim] == tile("grad_q", dim, True)
         assert kernel_times.KEY_TILES[dim] == tile("grad_kv", dim, True)
+    assert kernel_times.SMALL_TILES["backward small"] == {tiles.WIDEST_GRAD: tile("grad", tiles.WIDEST_GRAD, False)}
 
 
 GRADIENT_US = {
-    (140, 128, 5, 5, 64): 69.4, (9, 384, 8, 1, 64): 92.1, (1, 1152, 22, 22, 64): 60.8, (6, 128, 6, 3, 64): 9.8,
-    (22, 128, 10, 5, 128): 64.9, (3, 1152, 4, 4, 128): 120.4, (3, 128, 6, 6, 128): 11.5, (2, 512, 10, 10, 128): 54.2,
+    (140, 128, 5, 5): 69.4, (9, 384, 8, 1): 92.1, (1, 1152, 22, 22): 60.8, (6, 128, 6, 3): 9.8,
 }  # fmt: skip
-"""Small backward passes of an H200, by batch, length, heads, KV heads and head dim."""
+"""Backward passes in one kernel, in steps on an H200, by batch, length, heads and KV heads; head dim 64."""
+WIDE_GRADIENT_US = {
+    (1, 1024, 4): 41.8, (4, 256, 8): 18.4, (1, 512, 16): 26.6, (2, 512, 4): 25.7, (3, 1152, 4): 53.6,
+    (16, 256, 16): 86.8, (4, 512, 16): 55.3, (8, 512, 16): 108.7, (2, 1024, 16): 78.5,
+    (1, 2048, 8): 91.4, (8, 128, 32): 37.8,
+}  # fmt: skip
+"""Backward passes in two kernels, alone on an H200, by batch, length and heads; head dim 128."""
+SHORT_US = {
+    (16, 1024, 12, 64): 73.0, (4, 2048, 16, 64): 78.7, (64, 512, 12, 64): 106.6, (4, 1024, 16, 64): 26.1,
+    (2, 1024, 12, 64): 12.6, (16, 1024, 16, 128): 175.3, (32, 512, 16, 128): 122.6, (4, 512, 16, 128): 16.5,
+    (2, 1024, 16, 128): 23.1, (1, 2048, 8, 128): 24.8,
+}  # fmt: skip
+"""Forward passes in Hopper's small programs, alone on an H200, by batch, length, heads and head dim."""
 
 
 @pytest.mark.parametrize("shape", GRADIENT_US)
-def test_small_attention_of_an_h200(shape, h200):
-    batch, length, heads, kv_heads, dim = shape
-    found = kernel_seconds(AttentionPass("backward small", batch, heads, kv_heads, length, dim), h200)
+def test_small_backward_of_an_h200(shape, h200):
+    batch, length, heads, kv_heads = shape
+    found = kernel_seconds(AttentionPass("backward small", batch, heads, kv_heads, length, 64), h200)
     assert found * 1e6 == pytest.approx(GRADIENT_US[shape], rel=0.07)
+
+
+@pytest.mark.parametrize("shape", WIDE_GRADIENT_US)
+def test_backward_of_wide_heads_of_an_h200(shape, h200):
+    batch, length, heads = shape
+    found = kernel_seconds(AttentionPass("backward triton", batch, heads, heads, length, 128), h200)
+    assert found * 1e6 == pytest.approx(WIDE_GRADIENT_US[shape], rel=0.17)
+
+
+@pytest.mark.parametrize("shape", SHORT_US)
+def test_small_programs_of_an_h200(shape, h200):
+    batch, length, heads, head_dim = shape
+    found = kernel_seconds(AttentionPass("forward short", batch, heads, heads, length, head_dim), h200)
+    assert found * 1e6 == pytest.approx(SHORT_US[shape], rel=0.08)
 
 
 def test_portable_kernels_pad_the_head_dim(h200):

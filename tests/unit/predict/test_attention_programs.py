@@ -1,0 +1,78 @@
+"""How attention's work is divided among programs: rules that the kernels and predicted times share."""
+
+import pytest
+
+from cs336_systems.predict.attention_programs import (
+    KEYS,
+    MAX_HEAD_ROUNDS,
+    QUERIES,
+    causal_tiles,
+    heads_of_program,
+    sees_few_keys,
+)
+
+SMS = 132
+
+
+@pytest.mark.parametrize("head_dim", [64, 128])
+@pytest.mark.parametrize("length", [1, 100, 128, 129, 1000, 4096])
+def test_every_pair_of_query_and_key_is_in_a_tile(length, head_dim):
+    tiles = causal_tiles(length, head_dim)
+    queries = QUERIES[head_dim]
+    for block, count in enumerate(tiles):
+        first = length // queries * queries if length % queries else length - queries
+        assert first // queries - count + 1 <= block * KEYS // queries, "the first query that sees these keys"
+    assert len(tiles) == -(-length // KEYS)
+    assert tiles[0] == -(-length // queries), "all queries see the first keys"
+    assert min(tiles) >= 1
+
+
+# H200, causal, bf16: query heads of a group, tokens, head dim, KV heads of all batches -> heads of the fastest program
+MEASURED = {
+    (4, 2048, 128, 4): 1,
+    (4, 2048, 128, 8): 2,
+    (4, 2048, 128, 16): 4,
+    (4, 4096, 128, 8): 4,
+    (7, 4096, 128, 4): 1,
+    (7, 8192, 128, 8): 7,
+    (4, 2048, 64, 8): 2,
+    (8, 2048, 64, 8): 4,
+    (7, 4096, 64, 4): 1,
+    (5, 1536, 128, 8): 1,
+}
+
+
+@pytest.mark.parametrize("shape", MEASURED)
+def test_the_choice_is_the_fastest_that_was_measured(shape):
+    group, length, head_dim, kv_heads = shape
+    assert heads_of_program(group, causal_tiles(length, head_dim), kv_heads, SMS) == MEASURED[shape]
+
+
+@pytest.mark.parametrize("group", [1, 2, 3, 4, 6, 7, 8, 12])
+@pytest.mark.parametrize("kv_heads", [1, 2, 8, 64])
+@pytest.mark.parametrize("length", [128, 1024, 65_536])
+def test_heads_are_split_evenly_and_within_the_memory(length, kv_heads, group):
+    tiles = causal_tiles(length, 128)
+    heads = heads_of_program(group, tiles, kv_heads, SMS)
+    assert group % heads == 0
+    assert heads == group or len(tiles) * kv_heads * group // heads <= MAX_HEAD_ROUNDS * SMS
+
+
+def test_many_programs_are_not_split():
+    assert heads_of_program(4, causal_tiles(8192, 128), 64, SMS) == 4
+
+
+# H200, bf16: head dim, mask, keys -> relative time of small programs
+RELATIVE = {
+    (64, "causal", 512): 0.73, (64, "causal", 1024): 0.76, (64, "causal", 2048): 0.86, (64, "causal", 4096): 0.96,
+    (64, "causal", 8192): 1.04, (64, "causal", 16384): 1.08, (64, "full", 1024): 0.95, (64, "full", 2048): 1.04,
+    (64, "window", 512): 0.66, (64, "window", 4096): 0.91, (64, "window", 8192): 0.94, (128, "causal", 512): 0.93,
+    (128, "causal", 1024): 1.01, (96, "causal", 1024): 1.05, (128, "causal", 2048): 1.09, (128, "full", 512): 1.06,
+    (128, "window", 1024): 0.88, (128, "window", 4096): 0.97, (128, "window", 8192): 1.03,
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("case", RELATIVE)
+def test_small_programs_run_where_they_were_faster(case):
+    head_dim, mask, keys = case
+    assert sees_few_keys(head_dim, keys, mask) == (RELATIVE[case] < 1)
