@@ -119,6 +119,7 @@ BAD_FILES = {
     "high.bin": lambda path: np.full(10_000, 256, "<u2").tofile(path),
     "negative.npy": lambda path: np.save(path, np.full(10_000, -1)),
     "not_an_array.npy": lambda path: path.write_bytes(b"this is not an array" * 1000),
+    "archive.npy": lambda path: np.savez(path.open("wb"), tokens=np.zeros(10_000, int)),
     "truncated.npy": lambda path: (np.save(path, np.zeros(10_000, int)), os.truncate(path, 4000)),
     "missing.txt": lambda path: None,
     "folder.txt": lambda path: path.mkdir(),
@@ -129,6 +130,14 @@ BAD_FILES = {
 def test_a_file_that_cannot_be_used(name, tmp_path):
     BAD_FILES[name](tmp_path / name)
     with refused(name):
+        open_corpus(tmp_path / name)
+
+
+@pytest.mark.parametrize("name", ["empty.npy", "objects.npy", "not_an_array.npy", "truncated.npy", "archive.npy"])
+def test_a_file_that_is_no_array_is_named_as_such(name, tmp_path):
+    """And not by what numpy says of its arguments."""
+    BAD_FILES[name](tmp_path / name)
+    with pytest.raises(UserError, match=f"{name}' holds no tokens: it is no .npy array of integers, or it is cut off$"):
         open_corpus(tmp_path / name)
 
 
