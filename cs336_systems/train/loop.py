@@ -36,7 +36,7 @@ from cs336_systems.step.updates import Update
 from cs336_systems.train.agreement import facts_of, read_once_per_host, require_shared
 from cs336_systems.train.building import build_step
 from cs336_systems.train.data import Corpus
-from cs336_systems.train.enough_memory import Memory, require_memory
+from cs336_systems.train.enough_memory import Memory, require_batch, require_memory
 from cs336_systems.train.fp8_watch import Fp8Watch
 from cs336_systems.train.packed_batches import PackedBatch, PackedCorpus
 from cs336_systems.train.run_log import RunLog, show
@@ -84,6 +84,8 @@ def _open_corpus(settings: TrainSettings, rank: Rank) -> Corpus | PackedCorpus:
 
 
 def _require_possible(settings: TrainSettings, rank: Rank) -> None:
+    settings.parallel.require_processes(rank.world_size)
+    require_batch(settings, rank.world_size, _memory(rank))
     settings.require_ranks(rank.world_size)
     if settings.log.tensorboard and importlib.util.find_spec("tensorboard") is None:
         raise UserError("--tensorboard: it is not installed; pip install tensorboard, or leave the flag out")

@@ -151,7 +151,7 @@ def state_of(descriptor: int) -> FileState:
     return FileState(found.st_dev, found.st_ino, found.st_size, found.st_mtime_ns)
 
 
-def _array_in(path: Path) -> np.ndarray:
+def _array_in(path: Path) -> np.memmap:
     """Map the array of a .npy file, of which only the header is read; raise ValueError for another file."""
     try:
         return np.lib.format.open_memmap(path, mode="r")
