@@ -365,9 +365,13 @@ def locked(path: Path, *, follow_links: bool = False) -> Iterator[None]:
         os.close(descriptor)
 
 
-def write_failure(error: OSError, path: str | Path) -> Exception:
+def write_failure(error: OSError, path: str | Path, *, is_flag: bool = True) -> Exception:
     """Return the error to raise in place of one that came up while writing to `path`: a mistake of the user, such as a
-    folder without permission, or a failure of the machine, such as a full disk."""
+    folder without permission, or a failure of the machine, such as a full disk.
+
+    `is_flag` says that the path is the value of --output, and not an operand of the command.
+    """
     if error.errno in MACHINE_FAILURES:
         return OSError(error.errno, error.strerror, str(path))
-    return UserError(f"cannot write to {str(path)!r}: {error.strerror or error}; choose another output", "output")
+    way_out, flags = ("choose another output", ["output"]) if is_flag else ("choose another place", [])
+    return UserError(f"cannot write to {str(path)!r}: {error.strerror or error}; {way_out}", *flags)

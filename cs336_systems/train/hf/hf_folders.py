@@ -180,7 +180,7 @@ def _copy_tokenizer(source: Path, target: Path, left_out: Sequence[str] = ()) ->
 def _new_folder(target: Path) -> Iterator[Path]:
     """Yield a folder to write to, which becomes `target` when everything is written."""
     if os.path.lexists(target):
-        raise UserError(f"{str(target)!r} exists; name a folder that does not", "output")
+        raise UserError(f"{str(target)!r} exists; name a folder that does not exist")
     fresh = target.with_name(f".tmp-{os.getpid()}-{secrets.token_hex(4)}")
     try:
         target.parent.mkdir(parents=True, exist_ok=True)
@@ -190,7 +190,7 @@ def _new_folder(target: Path) -> Iterator[Path]:
         fresh.rename(target)
         sync_folder(target.parent)
     except OSError as error:
-        raise write_failure(error, target) from None
+        raise write_failure(error, target, is_flag=False) from None
     finally:
         shutil.rmtree(fresh, ignore_errors=True)
 
