@@ -131,6 +131,8 @@ class Trainer:
         self._show(f"training {shape} on {tokens:,} tokens of {self.corpus.tokens.path}; {ranks}")
         if self.settings.has_other_tokenizer:
             self._show("--data was tokenized with another tokenizer.json than that of --init: are its tokens the same?")
+        if unused := self.settings.unused_vocabulary:
+            self._show(unused)
         if self.settings.checkpoint.keep_best and self.settings.first_compared == self.settings.steps:
             every = f"evaluated every {self.settings.log.eval_every}, saved every {self.settings.checkpoint.save_every}"
             self._show(f"--keep_best: only the last step is both evaluated and saved ({every} steps)")

@@ -44,6 +44,8 @@ SMALLEST = "tiny"
 INIT_CONTEXT = 512
 """Longest context that a run takes over from the weights of `--init`: published models have up to 131,072 tokens."""
 WARMUP_STEPS = 20
+LEAST_USED = 0.9
+"""Share of a published size's vocabulary that data of its own tokenizer uses at least: Qwen's uses 99.7%."""
 LAUNCH_BOUND = 4 << 20
 """With fewer elements in a micro batch's residual stream, Python is slower than the fused kernels that it launches.
 Ranks that communicate have no CUDA graph: large lost 26%, 2.7B won 13% (H200, 2,048 tokens)."""
@@ -94,7 +96,7 @@ class DataSettings(_Checked):
             raise UserError(f"--pack documents needs a folder of cs336 tokenize, and --data {self.path!r} is none")
         self._at_least(1, "batch_size", "micro_batch_size")
         self._require(self.micro_batch_size <= LARGEST_NUMBER, "micro_batch_size", f"at most {LARGEST_NUMBER}")
-        self._require(0 < self.validation_share < 1, "validation_share", "between 0 and 1")
+        self._require(0 < self.validation_share < 1, "validation_share", "above 0 and below 1")
 
     @property
     def is_text(self) -> bool:
@@ -259,7 +261,7 @@ class OptimizerSettings(_Checked):
     def __post_init__(self) -> None:
         rate = self.learning_rate
         self._require(math.isfinite(rate) and rate > 0, "learning_rate", "a finite number above 0")
-        self._require(0 <= self.min_lr_share <= 1, "min_lr_share", "between 0 and 1")
+        self._require(0 <= self.min_lr_share <= 1, "min_lr_share", "at least 0 and at most 1")
         self._require((self.lr_warmup_steps or 0) >= 0, "lr_warmup_steps", "at least 0")
         self._at_least(1, "max_skipped", "loss_scale_growth")
         for name in ("max_grad_norm", "weight_decay"):
@@ -496,6 +498,22 @@ class TrainSettings(_Checked):
         if tokenizer is None or not self.data.is_store:
             return False
         return hashlib.sha256(tokenizer.read_bytes()).hexdigest() != read_store(Path(self.data.path)).tokenizer_hash
+
+    @property
+    def unused_vocabulary(self) -> str:
+        """A remark on a published size's vocabulary that is much larger than that of the data, or an empty string.
+
+        Published models have room for a few tokens more than their tokenizers have.
+        """
+        if not self.data.is_store or self.shape.vocab_size is not None:
+            return ""
+        used, size = read_store(Path(self.data.path)).vocab_size, self.shape.size
+        if used >= LEAST_USED * self.model.vocab_size:
+            return ""
+        return (
+            f"the vocabulary of {self.model.vocab_size:,} tokens is that of --size {size}, and the data has {used:,}; "
+            f"--vocab_size {used} makes the model smaller"
+        )
 
     def _require_for_documents(self) -> None:
         """Raise UserError for settings that do not support documents."""

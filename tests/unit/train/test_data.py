@@ -150,6 +150,27 @@ def test_one_token_outside_the_vocabulary_is_found(position, tmp_path):
         open_corpus(tmp_path / "high.npy", vocab_size=300)
 
 
+@pytest.mark.parametrize(
+    ("count", "share", "part", "advice"),
+    [
+        (2 * CONTEXT + 2, 0.1, "validation", "a larger --validation_share, "),
+        (2 * CONTEXT + 2, 0.9, "training", "a smaller --validation_share, "),
+        (2 * CONTEXT + 1, 0.1, "validation", ""),
+        (1, 0.1, "training", ""),
+    ],
+)
+def test_another_share_is_advised_where_it_helps(count, share, part, advice, tmp_path):
+    path = tmp_path / "short.txt"
+    path.write_bytes(b"a" * count)
+    tokens = "1 token" if count == 1 else f"{count} tokens"
+    with pytest.raises(UserError) as caught:
+        open_corpus(path, share=share)
+    problem = f"has {tokens}: too few for one {part} sequence of {CONTEXT}; use a longer file, {advice}or a smaller"
+    assert problem in str(caught.value)
+    if advice:
+        open_corpus(path, share=0.5)
+
+
 # -- the fingerprint --------------------------------------------------------------------------------------------------
 
 

@@ -36,8 +36,11 @@ INVALID = [
     *(("learning_rate", value, f"learning_rate.*{value}") for value in (0.0, -1.0, math.nan, math.inf)),
     ("warmup_steps", 8, "warmup_steps.*8"),
     ("warmup_steps", -1, "warmup_steps.*-1"),
-    *(("validation_share", value, f"validation_share.*{value}") for value in (0.0, 1.0, math.nan)),
-    ("final_share", 1.5, r"final_share.*1\.5"),
+    *(
+        ("validation_share", value, f"validation_share must be above 0 and below 1, got {value}")
+        for value in (0.0, 1.0, math.nan)
+    ),
+    ("final_share", 1.5, r"final_share must be at least 0 and at most 1, got 1\.5"),
     ("max_grad_norm", -1.0, "max_grad_norm.*-1"),
     ("weight_decay", -0.5, r"weight_decay.*-0\.5"),
     ("beta1", 1.0, r"beta1.*1\.0"),
