@@ -24,7 +24,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from cs336_systems.config import UserError
-from cs336_systems.files import locked
+from cs336_systems.files import locked, made_folder
 from cs336_systems.parallel.collectives import communication_device, on_first, together
 from cs336_systems.parallel.launch import Rank, RankError, default_device, process_group
 from cs336_systems.parallel.rendezvous import is_under_torchrun, torchrun_place
@@ -42,10 +42,13 @@ from cs336_systems.train.packed_batches import PackedBatch, PackedCorpus
 from cs336_systems.train.run_log import RunLog, show
 from cs336_systems.train.saving import Progress, Saver
 from cs336_systems.train.settings import TrainSettings
+from cs336_systems.train.weight_files import CHECKPOINTS
 from cs336_systems.train.weights import require_weights
 
 STOPPED = 75
 """Exit code of a run that was asked to stop and can be resumed: sysexits' "temporary failure, try again"."""
+LOCK = ".lock"
+"""The file that a run locks in its output folder."""
 DIVERGED = 2.0
 """At the end of a run, a loss above this multiple of a uniform guess's loss is a failure."""
 
@@ -320,13 +323,17 @@ class Trainer:
 
 @contextlib.contextmanager
 def _exclusive(folder: Path) -> Iterator[None]:
-    """Lock the output folder: two runs in one folder would overwrite each other's checkpoints."""
+    """Lock the output folder: two runs in one folder would overwrite each other's checkpoints.
+
+    Rank 0 makes it. What was made is removed again by a run that fails before it writes anything.
+    """
     with contextlib.ExitStack() as stack:
 
         def lock() -> None:
             try:
-                folder.mkdir(parents=True, exist_ok=True)
-                stack.enter_context(locked(folder / ".lock"))
+                stack.enter_context(made_folder(folder))
+                stack.enter_context(_removed_if_unused(folder))
+                stack.enter_context(locked(folder / LOCK))
             except BlockingIOError:
                 raise UserError(f"another run is training in {str(folder)!r}; choose another --output") from None
             except OSError as error:
@@ -335,6 +342,21 @@ def _exclusive(folder: Path) -> Iterator[None]:
 
         on_first(lock)
         yield
+
+
+@contextlib.contextmanager
+def _removed_if_unused(folder: Path) -> Iterator[None]:
+    """Remove the folder of checkpoints and the lock at the end if they were made here and nothing else was."""
+    before = set(os.listdir(folder))
+    try:
+        yield
+    finally:
+        if CHECKPOINTS not in before:
+            with contextlib.suppress(OSError):  # one was saved, or the run has failed before
+                (folder / CHECKPOINTS).rmdir()
+        with contextlib.suppress(OSError):
+            if set(os.listdir(folder)) - before == {LOCK}:
+                (folder / LOCK).unlink()
 
 
 class _Signals:

@@ -17,6 +17,8 @@ from cs336_systems.train.tokens.token_store import TOKENIZER_FILE
 
 WEIGHTS = "weights.safetensors"
 """The file of weights in a folder of `cs336 import`."""
+CHECKPOINTS = "checkpoints"
+"""The folder of a run's checkpoints."""
 MANIFEST = "manifest.json"
 """The file in each folder of a checkpoint that describes it."""
 _HUB_NAME = re.compile(r"[A-Za-z0-9][\w.-]*/[\w.-]+")
@@ -35,7 +37,7 @@ def weights_file(path: Path) -> Path:
         return path
     if (path / WEIGHTS).is_file():
         return path / WEIGHTS
-    if (path / "checkpoints").is_dir() or (path / MANIFEST).is_file():
+    if (path / CHECKPOINTS).is_dir() or (path / MANIFEST).is_file():
         run = path.parent.parent if (path / MANIFEST).is_file() else path
         file = f"{run}.safetensors"
         how = f"cs336 export {shlex.quote(str(path))} {shlex.quote(file)}"
