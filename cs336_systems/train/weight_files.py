@@ -21,6 +21,7 @@ CHECKPOINTS = "checkpoints"
 """The folder of a run's checkpoints."""
 MANIFEST = "manifest.json"
 """The file in each folder of a checkpoint that describes it."""
+_PUBLISHED = "name a folder of a published model, with config.json and model.safetensors"
 _HUB_NAME = re.compile(r"[A-Za-z0-9][\w.-]*/[\w.-]+")
 
 
@@ -51,8 +52,10 @@ def weights_file(path: Path) -> Path:
 def require_published(path: Path) -> None:
     """Raise UserError if there is no folder of a published model at `path`."""
     if not path.is_dir():
-        advice = download_advice(path) or "; name one with config.json and model.safetensors"
+        advice = download_advice(path) or f"; {_PUBLISHED}"
         raise UserError(f"no folder {str(path)!r}{advice}")
+    if not (path / "config.json").is_file():
+        raise UserError(f"{str(path)!r} has no config.json; {_PUBLISHED}")
 
 
 def require_source(path: Path, *, may_be_file: bool) -> None:

@@ -216,8 +216,11 @@ CHANGES: dict[str, tuple[dict[str, Any], list[str]]] = {
     "sliding layers": ({"layer_types": ["full_attention", "sliding_attention"]}, ["sliding_attention"]),
     "activation": ({"hidden_act": "gelu"}, ["'gelu'"]),
     "quantized": ({"quantization_config": {"bits": 4}}, ["quantization_config"]),
-    "a width of text": ({"hidden_size": "wide"}, ["d_model", "'wide'"]),
-    "a negative width": ({"hidden_size": -32}, ["d_model", "-32"]),
+    "a width of text": ({"hidden_size": "wide"}, ["config.json: hidden_size must be", "'wide'"]),
+    "a negative width": ({"hidden_size": -32}, ["config.json: hidden_size must be", "-32"]),
+    "layers of text": ({"num_hidden_layers": "two"}, ["config.json: num_hidden_layers must be", "'two'"]),
+    "heads that do not divide": ({"num_key_value_heads": 3}, ["is not a multiple of num_key_value_heads 3"]),
+    "tied by text": ({"tie_word_embeddings": "yes"}, ["config.json: tie_word_embeddings must be", "'yes'"]),
     "another width": ({"hidden_size": 64}, ["shape", "model.embed_tokens.weight"]),
     "more layers": ({"num_hidden_layers": 3}, ["'model.layers.2.", "missing"]),
     "fewer layers": ({"num_hidden_layers": 1}, ["'model.layers.1.", "no tensor of the model"]),
@@ -292,7 +295,8 @@ def test_a_damaged_folder(name, elsewhere, capfd):
 @pytest.mark.parametrize(
     ("words", "named"),
     [
-        ("import missing out", ["'missing'"]),
+        ("import missing out", ["no folder 'missing'; name a folder of a published model"]),
+        ("import . out", ["'.' has no config.json; name a folder of a published model, with config.json and"]),
         ("import meta-llama/Llama-3.2-1B out", ["hf download meta-llama/Llama-3.2-1B --local-dir Llama-3.2-1B"]),
         ("import hf hf", ["'hf' exists; name a folder that does not exist"]),
         ("export ours hf --format hf", ["'hf' exists; name a folder that does not exist"]),
