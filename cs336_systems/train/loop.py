@@ -33,6 +33,7 @@ from cs336_systems.step.module_trace import Tracer
 from cs336_systems.step.replay import ReplayError
 from cs336_systems.step.train_step import cosine_lr, require_attention
 from cs336_systems.step.updates import Update
+from cs336_systems.text import counted
 from cs336_systems.train.agreement import facts_of, read_once_per_host, require_shared
 from cs336_systems.train.building import build_step
 from cs336_systems.train.data import Corpus
@@ -127,7 +128,7 @@ class Trainer:
         """Print the model, the data and the ranks, because the first step may take a while."""
         model, tokens = self.settings.model, self.corpus.tokens.count
         shape = f"{model.parameters:,} parameters (vocabulary {model.vocab_size:,}, context {model.context_length:,})"
-        ranks = f"{self.rank.world_size} rank{'' if self.rank.world_size == 1 else 's'} on {self.rank.device}"
+        ranks = f"{counted(self.rank.world_size, 'rank')} on {self.rank.device}"
         if self.settings.parallel.engine == "torch":
             mesh = self.settings.parallel.axes(self.rank.world_size)._asdict()
             ranks += f", torch's engine: {' x '.join(f'{name} {size}' for name, size in mesh.items())}"
@@ -149,7 +150,7 @@ class Trainer:
         """Train to the end, until asked to stop, or to the step `stop_after`; return the exit code."""
         settings, progress, saver = self.settings, self.progress, self.saver
         if progress.step >= settings.steps:
-            self._show(f"nothing to do: all {settings.steps} steps are done")
+            self._show(f"nothing to do: {self._all_done}")
             return 0
         saver.saved_at = progress.step
         if self.log is not None:
@@ -287,8 +288,8 @@ class Trainer:
             return
         self.saver.finish()
         raise UserError(
-            f"{count} steps in a row had a loss or gradient that is not finite; the last checkpoint is of step "
-            f"{self.saver.saved_at}, in {str(self.saver.store.folder)!r}; try a smaller --learning_rate, and "
+            f"{counted(count, 'step')} in a row had a loss or gradient that is not finite; the last checkpoint is of "
+            f"step {self.saver.saved_at}, in {str(self.saver.store.folder)!r}; try a smaller --learning_rate, and "
             f"--resume_from an earlier step if it fails again"
         )
 
@@ -299,13 +300,17 @@ class Trainer:
             return STOPPED
         if saved != done:
             last = f"the last checkpoint is of step {saved}" if saved else "no checkpoint was saved"
-            self._show(f"all {steps} steps are done, but {last}")
+            self._show(f"{self._all_done}, but {last}")
             return 1
         if ruin := self._ruin():
-            self._show(f"all {steps} steps are done, but the run has diverged: {ruin}; try a smaller --learning_rate")
+            self._show(f"{self._all_done}, but the run has diverged: {ruin}; try a smaller --learning_rate")
             return 1
-        self._show(f"done: {steps} steps")
+        self._show(f"done: {counted(steps, 'step')}")
         return 0
+
+    @property
+    def _all_done(self) -> str:
+        return "the only step is done" if self.settings.steps == 1 else f"all {self.settings.steps} steps are done"
 
     def _ruin(self) -> str:
         """Return why the model of a finished run is unusable, or an empty string."""
@@ -313,7 +318,7 @@ class Trainer:
         if not self._loss < DIVERGED * guess:  # NaN is not below it, either
             return f"the last loss is {self._loss:.4g}, and guessing gives {guess:.4g}"
         if 2 * self.progress.skipped > self.progress.step:
-            return f"{self.progress.skipped} steps were skipped as not finite"
+            return f"{self.progress.skipped} of {counted(self.progress.step, 'step')} were skipped as not finite"
         return "the gradient is 0" if self._norm == 0 else ""
 
     def _show(self, text: str) -> None:

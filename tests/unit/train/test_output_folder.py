@@ -38,7 +38,11 @@ def test_what_was_there_stays(there, words, elsewhere, capfd):
 
 def test_a_run_that_is_done_keeps_its_folder(words, elsewhere, capfd):
     asked = words.index("--resume_from")
-    assert exit_code(words[:asked] + words[asked + 2 :]) == 0
+    one_step = [*words[:asked], *words[asked + 2 :], "--steps", "1", "--warmup_steps", "0"]
+    assert exit_code(one_step) == 0
+    assert "\ndone: 1 step\n" in capfd.readouterr().out
+    assert exit_code(one_step) == 0
+    assert "nothing to do: the only step is done" in capfd.readouterr().out
     kept = elsewhere / "runs/nn"
     assert (kept / ".lock").exists()
     assert any((kept / "checkpoints").iterdir())
