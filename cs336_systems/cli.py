@@ -247,7 +247,7 @@ class ExportArguments:
     like: str | None = flag(
         None, "--format hf: folder whose tokenizer and other settings are copied; also of cs336 tokenize"
     )
-    force: bool = flag(False, "overwrite the file")
+    force: bool = flag(False, "overwrite the file; --format hf overwrites no folder")
 
 
 def export(arguments: ExportArguments) -> None:
@@ -265,7 +265,8 @@ def export(arguments: ExportArguments) -> None:
         from cs336_systems.train.hf.hf_export import export_hf
 
         if arguments.force:
-            raise UserError("--force overwrites files, and --format hf writes a folder; name one that does not exist")
+            way_out = "leave it out, and remove the folder or name one that does not exist"
+            raise UserError(f"--force overwrites a file, and --format hf writes a folder; {way_out}")
         like = None if arguments.like is None else Path(arguments.like)
         print(export_hf(run, file, step=arguments.step, dtype=arguments.dtype, like=like))
         return

@@ -178,6 +178,13 @@ def read_json(path: Path, most: int) -> Any:
     return json.loads(b"".join(decompressed(read_input(path, most), most)))
 
 
+def json_problem(error: Exception) -> str:
+    """Return what is wrong with a line of JSON lines; the library's message has the number of a line of its own."""
+    if isinstance(error, json.JSONDecodeError):
+        return f"{error.msg.removesuffix(' at')} at character {error.pos + 1}"
+    return reason_of(error)
+
+
 def is_number(value: Any, least: float = -1e18, most: float = 1e18) -> bool:
     """Return whether a value of a file is a finite number in these bounds; an integer of 400 digits is not."""
     return type(value) in (int, float) and least <= value <= most
@@ -286,6 +293,19 @@ def sync_folder(folder: Path) -> None:
         os.close(descriptor)
 
 
+@contextlib.contextmanager
+def made_folder(folder: Path) -> Iterator[None]:
+    """Make a folder and its parents; at the end, remove those that were made here and are still empty."""
+    missing = [path for path in (folder, *folder.parents) if not path.exists()]
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        yield
+    finally:
+        with contextlib.suppress(OSError):  # one that is not empty, and so none of its parents
+            for path in missing:
+                path.rmdir()
+
+
 def write_file(path: Path, content: str | bytes) -> None:
     """Write a file, whole or not at all; characters that have no UTF-8 are replaced by `?`."""
     with replacing(path) as fresh:
@@ -365,9 +385,13 @@ def locked(path: Path, *, follow_links: bool = False) -> Iterator[None]:
         os.close(descriptor)
 
 
-def write_failure(error: OSError, path: str | Path) -> Exception:
+def write_failure(error: OSError, path: str | Path, *, is_flag: bool = True) -> Exception:
     """Return the error to raise in place of one that came up while writing to `path`: a mistake of the user, such as a
-    folder without permission, or a failure of the machine, such as a full disk."""
+    folder without permission, or a failure of the machine, such as a full disk.
+
+    `is_flag` says that the path is the value of --output, and not an operand of the command.
+    """
     if error.errno in MACHINE_FAILURES:
         return OSError(error.errno, error.strerror, str(path))
-    return UserError(f"cannot write to {str(path)!r}: {error.strerror or error}; choose another output", "output")
+    way_out, flags = ("choose another output", ["output"]) if is_flag else ("choose another place", [])
+    return UserError(f"cannot write to {str(path)!r}: {error.strerror or error}; {way_out}", *flags)

@@ -26,6 +26,7 @@ from cs336_systems.files import (
     append_lines,
     foreign,
     is_number,
+    json_problem,
     read_input,
     require_at_most,
     require_shallow,
@@ -361,7 +362,9 @@ def _parse(line: bytes, where: str, before: Record | None = None) -> Record:
     except LimitError as error:
         raise UserError(f"{where}: {error}") from None
     except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
-        raise UserError(f"{where}: not a record of cs336_systems ({error}); is this the right file?") from None
+        raise UserError(
+            f"{where}: not a record of cs336_systems ({json_problem(error)}); is this the right file?"
+        ) from None
 
 
 def latest(records: Iterable[Record]) -> list[Record]:

@@ -40,6 +40,11 @@ def listed(values: Iterable[str | Text], separators: tuple[str, str] = (", ", "ã
     return Text(separators[0].join(text.en for text in texts), separators[1].join(text.in_("zh") for text in texts))
 
 
+def counted(count: int, noun: str) -> str:
+    """Return `1 step`, `0 steps` or `1,000 steps` for the noun "step"."""
+    return f"{count:,} {noun}{'' if count == 1 else 's'}"
+
+
 def printable(text: str, keep: str = "") -> str:
     """Return a text from a file with control characters, escape sequences and marks that reorder a line written out as
     `\\x1b`, except the characters of `keep`: a terminal would obey them."""

@@ -14,6 +14,7 @@ from cs336_systems.config import RunConfig, UserError, flag, flag_like
 from cs336_systems.experiments.catalogue import Request, catalogue
 from cs336_systems.experiments.runner import DEFAULT_TIMEOUT, Outcome, Runner, gather
 from cs336_systems.flags import one_line
+from cs336_systems.text import counted
 from cs336_systems.timeline import TIMELINE_FILE, Timeline
 
 
@@ -133,7 +134,7 @@ def _asked(path: Path, wanted: set[tuple[str, str]]) -> list[record.Record]:
 
 def _report_outcome(outcome: Outcome) -> None:
     measured = outcome.done - outcome.failed
-    parts = [f"{measured} cell{'' if measured == 1 else 's'} measured"]
+    parts = [f"{counted(measured, 'cell')} measured"]
     if outcome.reused:
         parts.append(f"{outcome.reused} taken from the file")
     if outcome.failed:

@@ -160,10 +160,11 @@ def _checked_base(model: nn.Module) -> Any:
             found = "on the meta device" if parameter.is_meta else str(parameter.dtype)
             raise UserError(f"accelerate takes weights in float32, bfloat16 or float16, loaded and whole; got {found}")
     for module in (model, base, base.norm, *base.layers):
-        if "forward" in vars(module):
-            raise UserError(
-                f"{type(module).__name__} already has a forward of its own: accelerate(model) comes first, and once"
-            )
+        if (own := vars(module).get("forward")) is None:
+            continue
+        if getattr(own, "__module__", "") == fused_layers.__name__:
+            raise UserError(f"{type(model).__name__} is already accelerated; call undo() first")
+        raise UserError(f"{type(module).__name__} already has a forward of its own: accelerate(model) comes first")
     for layer in base.layers:
         for linear in fused_layers.projections(layer):
             if type(linear) is not nn.Linear:

@@ -62,6 +62,7 @@ from cs336_systems.train.checkpoint_files import (
     temporary_name,
 )
 from cs336_systems.train.checkpoint_reader import Index, Reader, check_parts, read_index
+from cs336_systems.train.weight_files import CHECKPOINTS
 
 
 class Checkpoint(NamedTuple):
@@ -457,7 +458,7 @@ def located(path: Path) -> tuple[Path, int | None]:
     step = step_of(path.name)
     if step is not None:
         return path.parent, step
-    return (path / "checkpoints" if (path / "checkpoints").is_dir() else path), None
+    return (path / CHECKPOINTS if (path / CHECKPOINTS).is_dir() else path), None
 
 
 def _validation_loss(manifest: Mapping[str, Any]) -> float | None:

@@ -16,6 +16,7 @@ import torch
 from torch import Tensor
 
 from cs336_systems.config import UserError
+from cs336_systems.text import counted
 from cs336_systems.train.token_file import OLD_DIGITS, TokenFile, Tokens
 from cs336_systems.train.tokens.token_store import HEADER, LITTLE_ENDIAN, TOKENS_FILE, is_store, read_store
 
@@ -45,10 +46,16 @@ class Corpus:
         for part, count in (("training", corpus.training_sequences), ("validation", corpus.validation_sequences)):
             if count < 1:
                 raise UserError(
-                    f"--data {name!r} has {corpus.tokens.count:,} tokens: too few for one {part} sequence of "
-                    f"{context_length}; use a longer file, or a smaller --context_length"
+                    f"--data {name!r} has {counted(corpus.tokens.count, 'token')}: too few for one {part} sequence of "
+                    f"{context_length}; use a longer file, {corpus._other_share(part)}or a smaller --context_length"
                 )
         return corpus
+
+    def _other_share(self, short_of: str) -> str:
+        """Return the advice to change the share of validation if the file is long enough for a sequence of each."""
+        if self.tokens.count < 2 * (self.context_length + 1):
+            return ""
+        return f"a {'larger' if short_of == 'validation' else 'smaller'} --validation_share, "
 
     def checked(self, found: Tokens, vocab_size: int) -> "Corpus":
         """Return the corpus with its fingerprint, from a summary of all tokens; raise UserError for unknown tokens."""

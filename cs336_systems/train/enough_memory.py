@@ -68,7 +68,6 @@ class Share(NamedTuple):
 
 def require_memory(settings: TrainSettings, device: str, world_size: int, memory: Memory) -> None:
     """Raise UserError if `memory` cannot hold a step of this run."""
-    require_batch(settings, world_size, memory)
     run = settings.run_config(device, world_size)
     share = _share(settings, world_size)
     need = _need(settings, run, share, world_size)
@@ -84,8 +83,13 @@ def require_memory(settings: TrainSettings, device: str, world_size: int, memory
 
 
 def require_batch(settings: TrainSettings, world_size: int, memory: Memory | None = None) -> None:
-    """Raise UserError if the tokens of a step alone are more than `memory`, or than any machine has."""
-    needed = _batch_bytes(settings, _share(settings, world_size).sequences) * (memory.ranks if memory else 1)
+    """Raise UserError if the tokens of a step alone are more than `memory`, or than any machine has.
+
+    It may be called before anything else is known of the settings, such as whether ranks can share the batch.
+    """
+    _, shares = settings.parallel.data_place(0, world_size)
+    sequences = settings.data.batch_size // max(shares, 1)
+    needed = _batch_bytes(settings, sequences) * (memory.ranks if memory else 1)
     if needed <= (FIT_MARGIN * memory.capacity if memory else LARGEST_BATCH):
         return
     there = f"{memory.owner} has {memory.capacity / GIB:,.1f} GiB" if memory else "no machine has that"

@@ -24,7 +24,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from cs336_systems.config import UserError
-from cs336_systems.files import locked
+from cs336_systems.files import locked, made_folder
 from cs336_systems.parallel.collectives import communication_device, on_first, together
 from cs336_systems.parallel.launch import Rank, RankError, default_device, process_group
 from cs336_systems.parallel.rendezvous import is_under_torchrun, torchrun_place
@@ -33,19 +33,23 @@ from cs336_systems.step.module_trace import Tracer
 from cs336_systems.step.replay import ReplayError
 from cs336_systems.step.train_step import cosine_lr, require_attention
 from cs336_systems.step.updates import Update
+from cs336_systems.text import counted
 from cs336_systems.train.agreement import facts_of, read_once_per_host, require_shared
 from cs336_systems.train.building import build_step
 from cs336_systems.train.data import Corpus
-from cs336_systems.train.enough_memory import Memory, require_memory
+from cs336_systems.train.enough_memory import Memory, require_batch, require_memory
 from cs336_systems.train.fp8_watch import Fp8Watch
 from cs336_systems.train.packed_batches import PackedBatch, PackedCorpus
 from cs336_systems.train.run_log import RunLog, show
 from cs336_systems.train.saving import Progress, Saver
 from cs336_systems.train.settings import TrainSettings
+from cs336_systems.train.weight_files import CHECKPOINTS
 from cs336_systems.train.weights import require_weights
 
 STOPPED = 75
 """Exit code of a run that was asked to stop and can be resumed: sysexits' "temporary failure, try again"."""
+LOCK = ".lock"
+"""The file that a run locks in its output folder."""
 DIVERGED = 2.0
 """At the end of a run, a loss above this multiple of a uniform guess's loss is a failure."""
 
@@ -84,6 +88,8 @@ def _open_corpus(settings: TrainSettings, rank: Rank) -> Corpus | PackedCorpus:
 
 
 def _require_possible(settings: TrainSettings, rank: Rank) -> None:
+    settings.parallel.require_processes(rank.world_size)
+    require_batch(settings, rank.world_size, _memory(rank))
     settings.require_ranks(rank.world_size)
     if settings.log.tensorboard and importlib.util.find_spec("tensorboard") is None:
         raise UserError("--tensorboard: it is not installed; pip install tensorboard, or leave the flag out")
@@ -122,13 +128,15 @@ class Trainer:
         """Print the model, the data and the ranks, because the first step may take a while."""
         model, tokens = self.settings.model, self.corpus.tokens.count
         shape = f"{model.parameters:,} parameters (vocabulary {model.vocab_size:,}, context {model.context_length:,})"
-        ranks = f"{self.rank.world_size} rank{'' if self.rank.world_size == 1 else 's'} on {self.rank.device}"
+        ranks = f"{counted(self.rank.world_size, 'rank')} on {self.rank.device}"
         if self.settings.parallel.engine == "torch":
             mesh = self.settings.parallel.axes(self.rank.world_size)._asdict()
             ranks += f", torch's engine: {' x '.join(f'{name} {size}' for name, size in mesh.items())}"
         self._show(f"training {shape} on {tokens:,} tokens of {self.corpus.tokens.path}; {ranks}")
         if self.settings.has_other_tokenizer:
             self._show("--data was tokenized with another tokenizer.json than that of --init: are its tokens the same?")
+        if unused := self.settings.unused_vocabulary:
+            self._show(unused)
         if self.settings.checkpoint.keep_best and self.settings.first_compared == self.settings.steps:
             every = f"evaluated every {self.settings.log.eval_every}, saved every {self.settings.checkpoint.save_every}"
             self._show(f"--keep_best: only the last step is both evaluated and saved ({every} steps)")
@@ -142,7 +150,7 @@ class Trainer:
         """Train to the end, until asked to stop, or to the step `stop_after`; return the exit code."""
         settings, progress, saver = self.settings, self.progress, self.saver
         if progress.step >= settings.steps:
-            self._show(f"nothing to do: all {settings.steps} steps are done")
+            self._show(f"nothing to do: {self._all_done}")
             return 0
         saver.saved_at = progress.step
         if self.log is not None:
@@ -280,8 +288,8 @@ class Trainer:
             return
         self.saver.finish()
         raise UserError(
-            f"{count} steps in a row had a loss or gradient that is not finite; the last checkpoint is of step "
-            f"{self.saver.saved_at}, in {str(self.saver.store.folder)!r}; try a smaller --learning_rate, and "
+            f"{counted(count, 'step')} in a row had a loss or gradient that is not finite; the last checkpoint is of "
+            f"step {self.saver.saved_at}, in {str(self.saver.store.folder)!r}; try a smaller --learning_rate, and "
             f"--resume_from an earlier step if it fails again"
         )
 
@@ -292,13 +300,17 @@ class Trainer:
             return STOPPED
         if saved != done:
             last = f"the last checkpoint is of step {saved}" if saved else "no checkpoint was saved"
-            self._show(f"all {steps} steps are done, but {last}")
+            self._show(f"{self._all_done}, but {last}")
             return 1
         if ruin := self._ruin():
-            self._show(f"all {steps} steps are done, but the run has diverged: {ruin}; try a smaller --learning_rate")
+            self._show(f"{self._all_done}, but the run has diverged: {ruin}; try a smaller --learning_rate")
             return 1
-        self._show(f"done: {steps} steps")
+        self._show(f"done: {counted(steps, 'step')}")
         return 0
+
+    @property
+    def _all_done(self) -> str:
+        return "the only step is done" if self.settings.steps == 1 else f"all {self.settings.steps} steps are done"
 
     def _ruin(self) -> str:
         """Return why the model of a finished run is unusable, or an empty string."""
@@ -306,7 +318,7 @@ class Trainer:
         if not self._loss < DIVERGED * guess:  # NaN is not below it, either
             return f"the last loss is {self._loss:.4g}, and guessing gives {guess:.4g}"
         if 2 * self.progress.skipped > self.progress.step:
-            return f"{self.progress.skipped} steps were skipped as not finite"
+            return f"{self.progress.skipped} of {counted(self.progress.step, 'step')} were skipped as not finite"
         return "the gradient is 0" if self._norm == 0 else ""
 
     def _show(self, text: str) -> None:
@@ -316,13 +328,17 @@ class Trainer:
 
 @contextlib.contextmanager
 def _exclusive(folder: Path) -> Iterator[None]:
-    """Lock the output folder: two runs in one folder would overwrite each other's checkpoints."""
+    """Lock the output folder: two runs in one folder would overwrite each other's checkpoints.
+
+    Rank 0 makes it. What was made is removed again by a run that fails before it writes anything.
+    """
     with contextlib.ExitStack() as stack:
 
         def lock() -> None:
             try:
-                folder.mkdir(parents=True, exist_ok=True)
-                stack.enter_context(locked(folder / ".lock"))
+                stack.enter_context(made_folder(folder))
+                stack.enter_context(_removed_if_unused(folder))
+                stack.enter_context(locked(folder / LOCK))
             except BlockingIOError:
                 raise UserError(f"another run is training in {str(folder)!r}; choose another --output") from None
             except OSError as error:
@@ -331,6 +347,21 @@ def _exclusive(folder: Path) -> Iterator[None]:
 
         on_first(lock)
         yield
+
+
+@contextlib.contextmanager
+def _removed_if_unused(folder: Path) -> Iterator[None]:
+    """Remove the folder of checkpoints and the lock at the end if they were made here and nothing else was."""
+    before = set(os.listdir(folder))
+    try:
+        yield
+    finally:
+        if CHECKPOINTS not in before:
+            with contextlib.suppress(OSError):  # one was saved, or the run has failed before
+                (folder / CHECKPOINTS).rmdir()
+        with contextlib.suppress(OSError):
+            if set(os.listdir(folder)) - before == {LOCK}:
+                (folder / LOCK).unlink()
 
 
 class _Signals:

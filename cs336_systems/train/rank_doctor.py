@@ -22,7 +22,7 @@ from cs336_systems.parallel.link_speed import MOST_PAIRED, Link, measure_links
 from cs336_systems.parallel.peers import ranks_by_value, ranks_named
 from cs336_systems.parallel.rendezvous import differences, is_under_torchrun
 from cs336_systems.table import Column, Table, word
-from cs336_systems.text import Text, say
+from cs336_systems.text import Text, counted, say
 from cs336_systems.train.agreement import code_facts, require_shared
 
 SLOW = 0.7
@@ -91,7 +91,7 @@ class GroupReport:
 
     def _shape(self) -> Iterator[Finding]:
         hosts = ranks_by_value((rank, facts.host) for rank, facts in enumerate(self.ranks))
-        seen = f"{len(self.ranks)} ranks on {len(hosts)} host{'' if len(hosts) == 1 else 's'}, {self.backend}"
+        seen = f"{counted(len(self.ranks), 'rank')} on {counted(len(hosts), 'host')}, {self.backend}"
         if len({len(ranks) for ranks in hosts.values()}) > 1:
             listed = ", ".join(f"{len(ranks)} on {host}" for host, ranks in hosts.items())
             yield Finding("note", "ranks", f"{seen}: {listed}", "give every host the same --nproc_per_node")

@@ -34,6 +34,7 @@ from cs336_systems.train.data import Corpus
 from cs336_systems.train.packed_batches import PackedCorpus
 from cs336_systems.train.run_log import show
 from cs336_systems.train.settings import TrainSettings
+from cs336_systems.train.weight_files import CHECKPOINTS
 
 
 @dataclass
@@ -117,7 +118,7 @@ class Saver:
         self.settings, self.rank, self.corpus, self.step = settings, rank, corpus, step
         chosen, self._timeout = settings.checkpoint, settings.parallel.rank_timeout
         self.store = Store(
-            settings.folder / "checkpoints",
+            settings.folder / CHECKPOINTS,
             keep=chosen.keep,
             keep_every=chosen.keep_every,
             keep_best=chosen.keep_best,

@@ -17,6 +17,7 @@ from typing import Any, ClassVar
 from cs336_systems.config import (
     ATTENTIONS,
     FAST_PARTS,
+    LARGEST_NUMBER,
     SIZES,
     ModelConfig,
     RunConfig,
@@ -30,6 +31,7 @@ from cs336_systems.config import (
 from cs336_systems.flags import flat, renamed
 from cs336_systems.predict.model_flags import FamilyArguments, of_size
 from cs336_systems.predict.rank_shards import STAGES_PER_RANK, Mesh, require_schedule, require_split
+from cs336_systems.text import counted
 from cs336_systems.train.tokens.token_store import HEADER, UNFINISHED, is_store, read_store
 from cs336_systems.train.weight_files import model_of_weights, tokenizer_of_weights
 
@@ -42,6 +44,8 @@ SMALLEST = "tiny"
 INIT_CONTEXT = 512
 """Longest context that a run takes over from the weights of `--init`: published models have up to 131,072 tokens."""
 WARMUP_STEPS = 20
+LEAST_USED = 0.9
+"""Share of a published size's vocabulary that data of its own tokenizer uses at least: Qwen's uses 99.7%."""
 LAUNCH_BOUND = 4 << 20
 """With fewer elements in a micro batch's residual stream, Python is slower than the fused kernels that it launches.
 Ranks that communicate have no CUDA graph: large lost 26%, 2.7B won 13% (H200, 2,048 tokens)."""
@@ -91,7 +95,8 @@ class DataSettings(_Checked):
         if self.pack == "documents" and not self.is_store:
             raise UserError(f"--pack documents needs a folder of cs336 tokenize, and --data {self.path!r} is none")
         self._at_least(1, "batch_size", "micro_batch_size")
-        self._require(0 < self.validation_share < 1, "validation_share", "between 0 and 1")
+        self._require(self.micro_batch_size <= LARGEST_NUMBER, "micro_batch_size", f"at most {LARGEST_NUMBER}")
+        self._require(0 < self.validation_share < 1, "validation_share", "above 0 and below 1")
 
     @property
     def is_text(self) -> bool:
@@ -256,7 +261,7 @@ class OptimizerSettings(_Checked):
     def __post_init__(self) -> None:
         rate = self.learning_rate
         self._require(math.isfinite(rate) and rate > 0, "learning_rate", "a finite number above 0")
-        self._require(0 <= self.min_lr_share <= 1, "min_lr_share", "between 0 and 1")
+        self._require(0 <= self.min_lr_share <= 1, "min_lr_share", "at least 0 and at most 1")
         self._require((self.lr_warmup_steps or 0) >= 0, "lr_warmup_steps", "at least 0")
         self._at_least(1, "max_skipped", "loss_scale_growth")
         for name in ("max_grad_norm", "weight_decay"):
@@ -307,10 +312,30 @@ class ParallelSettings(_Checked):
         mesh = Mesh(pp=self.pp, dp_replicate=self.dp_replicate, cp=self.cp, tp=self.tp)
         mesh = mesh._replace(dp_shard=self.dp_shard or max(1, world_size // mesh.gpus))
         if mesh.gpus != world_size:
-            shown = " x ".join(f"--{name} {getattr(self, name)}" for name in AXES)
-            ranks = "1 rank" if world_size == 1 else f"{world_size} ranks"
-            raise UserError(f"{shown} does not give {ranks}; --dp_shard 0 uses all that the other axes leave")
+            multiple = "a multiple of " if self.dp_shard == 0 else ""
+            raise UserError(
+                f"{self._shown_axes} needs {multiple}{counted(self.least_ranks, 'rank')}, and there "
+                f"{'is' if world_size == 1 else 'are'} {world_size}; --dp_shard 0 uses all that the other axes leave"
+            )
         return mesh
+
+    @property
+    def least_ranks(self) -> int:
+        """The smallest number of ranks that the axes divide."""
+        return math.prod(getattr(self, name) or 1 for name in AXES)
+
+    @property
+    def _shown_axes(self) -> str:
+        """The axes that are not 1, as flags."""
+        given = [f"--{name} {getattr(self, name)}" for name in AXES if getattr(self, name) != 1]
+        return " x ".join(given or ["--dp_shard 1"])
+
+    def require_processes(self, world_size: int) -> None:
+        """Raise UserError for the axes of several ranks in a process that was started alone."""
+        if self.engine == "torch" and world_size == 1 < self.least_ranks:
+            how = f"torchrun --nproc_per_node {self.least_ranks} -m cs336_systems train ..."
+            needed = f"{self._shown_axes} needs {self.least_ranks} ranks"
+            raise UserError(f"{needed}, and this is 1 process; start them with: {how}")
 
     def data_place(self, rank: int, world_size: int) -> tuple[int, int]:
         """Return which share of a batch a rank computes, and the number of shares.
@@ -473,6 +498,22 @@ class TrainSettings(_Checked):
         if tokenizer is None or not self.data.is_store:
             return False
         return hashlib.sha256(tokenizer.read_bytes()).hexdigest() != read_store(Path(self.data.path)).tokenizer_hash
+
+    @property
+    def unused_vocabulary(self) -> str:
+        """A remark on a published size's vocabulary that is much larger than that of the data, or an empty string.
+
+        Published models have room for a few tokens more than their tokenizers have.
+        """
+        if not self.data.is_store or self.shape.vocab_size is not None:
+            return ""
+        used, size = read_store(Path(self.data.path)).vocab_size, self.shape.size
+        if used >= LEAST_USED * self.model.vocab_size:
+            return ""
+        return (
+            f"the vocabulary of {self.model.vocab_size:,} tokens is that of --size {size}, and the data has {used:,}; "
+            f"--vocab_size {used} makes the model smaller"
+        )
 
     def _require_for_documents(self) -> None:
         """Raise UserError for settings that do not support documents."""

@@ -52,7 +52,7 @@ class TokenFile:
             self._dtype, self._offset, self.count = _layout(path, self.state.size, dtype)
         except OSError as error:
             raise UserError(f"cannot read {self._name}: {error.strerror or error}") from None
-        except (ValueError, EOFError) as error:  # an empty file, or one of another format
+        except ValueError as error:  # an empty file, or one of another format
             raise UserError(f"{self._name} holds no tokens: {error}") from None
 
     @property
@@ -151,10 +151,18 @@ def state_of(descriptor: int) -> FileState:
     return FileState(found.st_dev, found.st_ino, found.st_size, found.st_mtime_ns)
 
 
+def _array_in(path: Path) -> np.memmap:
+    """Map the array of a .npy file, of which only the header is read; raise ValueError for another file."""
+    try:
+        return np.lib.format.open_memmap(path, mode="r")
+    except (ValueError, EOFError):  # numpy speaks of its own arguments
+        raise ValueError("it is no .npy array of integers, or it is cut off") from None
+
+
 def _layout(path: Path, size: int, given: str | None) -> tuple[np.dtype, int, int]:
     """Return the type of the tokens in a file, the offset of the first, and their number."""
     if given is None and path.suffix == ".npy":
-        array = np.load(path, mmap_mode="r")  # reads the header only
+        array = _array_in(path)
         if array.ndim != 1 or not np.issubdtype(array.dtype, np.integer):
             kind = f"{array.dtype} of {array.shape}"
             raise ValueError(f"they must be a one-dimensional array of integers, got {kind}")

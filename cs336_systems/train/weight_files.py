@@ -17,8 +17,11 @@ from cs336_systems.train.tokens.token_store import TOKENIZER_FILE
 
 WEIGHTS = "weights.safetensors"
 """The file of weights in a folder of `cs336 import`."""
+CHECKPOINTS = "checkpoints"
+"""The folder of a run's checkpoints."""
 MANIFEST = "manifest.json"
 """The file in each folder of a checkpoint that describes it."""
+_PUBLISHED = "name a folder of a published model, with config.json and model.safetensors"
 _HUB_NAME = re.compile(r"[A-Za-z0-9][\w.-]*/[\w.-]+")
 
 
@@ -35,7 +38,7 @@ def weights_file(path: Path) -> Path:
         return path
     if (path / WEIGHTS).is_file():
         return path / WEIGHTS
-    if (path / "checkpoints").is_dir() or (path / MANIFEST).is_file():
+    if (path / CHECKPOINTS).is_dir() or (path / MANIFEST).is_file():
         run = path.parent.parent if (path / MANIFEST).is_file() else path
         file = f"{run}.safetensors"
         how = f"cs336 export {shlex.quote(str(path))} {shlex.quote(file)}"
@@ -49,8 +52,10 @@ def weights_file(path: Path) -> Path:
 def require_published(path: Path) -> None:
     """Raise UserError if there is no folder of a published model at `path`."""
     if not path.is_dir():
-        advice = download_advice(path) or "; name one with config.json and model.safetensors"
+        advice = download_advice(path) or f"; {_PUBLISHED}"
         raise UserError(f"no folder {str(path)!r}{advice}")
+    if not (path / "config.json").is_file():
+        raise UserError(f"{str(path)!r} has no config.json; {_PUBLISHED}")
 
 
 def require_source(path: Path, *, may_be_file: bool) -> None:

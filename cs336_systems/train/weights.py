@@ -105,7 +105,7 @@ def _write(tensors: dict[str, Tensor], target: Path, metadata: dict[str, str]) -
             save_file(tensors, fresh, metadata)
         sync_folder(target.resolve().parent)
     except OSError as error:
-        raise write_failure(error, target) from None
+        raise write_failure(error, target, is_flag=False) from None
     except SafetensorError as error:  # an error of the operating system, without its number
         raise UserError(f"cannot write to {str(target)!r}: {reason_of(error)}; choose another place") from None
 

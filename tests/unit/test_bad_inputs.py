@@ -175,6 +175,7 @@ REFUSED = {
         inspect list.json                           | it has no list of traceEvents
         inspect noevents.json                       | holds no kernels
         inspect badevents.json                      | it has no list of traceEvents
+        inspect brackets.json                       | 'brackets.json' is not a trace of torch.profiler, or is cut off:
         inspect deep.json                           | 'deep.json' is not a trace
         inspect cut.json.gz                         | 'cut.json.gz' is cut off
         inspect words.pickle                        | it has no segments
@@ -490,6 +491,7 @@ def prepare(folder: Path) -> None:
         "noevents.json": b'{"traceEvents": []}',
         "badevents.json": b'{"traceEvents": [1]}',
         "deep.json": b"[" * 100_000,
+        "brackets.json": b"[[[[",
         "cut.json.gz": gzip.compress(b'{"traceEvents": []}')[:-9],
         "words.pickle": pickle.dumps({"a": 1}),
         "evil.pickle": b"cos\nsystem\n(S'true'\ntR.",

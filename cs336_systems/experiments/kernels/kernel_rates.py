@@ -20,7 +20,7 @@ from cs336_systems.predict.time.step_kernels import FORWARD, AttentionPass, Matm
 from cs336_systems.report.presentation import Cells
 from cs336_systems.report.rows import percent, remarks_on
 from cs336_systems.table import Column, Table, word
-from cs336_systems.text import Text, say
+from cs336_systems.text import Text, counted, say
 
 KERNEL = Text("kernel", "内核")
 LARGE = 8192
@@ -40,7 +40,7 @@ def calibrate(path: Path, *, force: bool = False) -> Table:
     profile = profile_from(records)
     record.append(path, profile_records(profile, records[-1]))
     kept = keep_profile(profile)
-    print(f"{outcome.done} cells measured in {outcome.seconds:.0f} s; profile in {kept}", file=sys.stderr)
+    print(f"{counted(outcome.done, 'cell')} measured in {outcome.seconds:.0f} s; profile in {kept}", file=sys.stderr)
     return _table(profile, records)
 
 

@@ -404,7 +404,8 @@ def warn(message: str) -> None:
 
 
 def check(q: Tensor, k: Tensor, v: Tensor) -> None:
-    """Raise a ValueError, in one line, for tensors that attention does not support."""
+    """Raise a ValueError, in one line, for tensors that attention does not support, a TypeError for others."""
+    layout.require_tensors(q, k, v)
     if q.dim() != 4 or k.dim() != 4 or v.dim() != 4:
         raise ValueError(f"q, k and v must have 4 dimensions (batch, heads, seq, d), got {_shapes(q, k, v)}")
     if k.shape != v.shape or q.shape[0] != k.shape[0] or q.shape[3] != k.shape[3]:

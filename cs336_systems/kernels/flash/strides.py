@@ -10,11 +10,22 @@ from torch import Tensor
 def layout_key(q: Tensor, k: Tensor, v: Tensor) -> tuple[Any, ...]:
     """Return all that plans for attention of q, k and v depend on, including alignment, because compiled code depends
     on it."""
-    return (
-        q.dtype, k.dtype, v.dtype, q.device, k.device, v.device,
-        q.shape, k.shape, v.shape, q.stride(), k.stride(), v.stride(),
-        q.data_ptr() % 16, k.data_ptr() % 16, v.data_ptr() % 16,
-    )  # fmt: skip
+    try:
+        return (
+            q.dtype, k.dtype, v.dtype, q.device, k.device, v.device,
+            q.shape, k.shape, v.shape, q.stride(), k.stride(), v.stride(),
+            q.data_ptr() % 16, k.data_ptr() % 16, v.data_ptr() % 16,
+        )  # fmt: skip
+    except AttributeError:  # a check before would cost every call
+        require_tensors(q, k, v)
+        raise
+
+
+def require_tensors(q: Any, k: Any, v: Any) -> None:
+    """Raise TypeError, in one line, for an argument of attention that is no tensor."""
+    for name, value in (("q", q), ("k", k), ("v", v)):
+        if not isinstance(value, Tensor):
+            raise TypeError(f"attention takes tensors, and {name} is of type {type(value).__name__}")
 
 
 def gradient_layout_key(grad: Tensor, grad_lse: Tensor | None, out: Tensor, lse: Tensor) -> tuple[Any, ...]:

@@ -161,7 +161,8 @@ def _problem(impl: str, request: "dispatch.Request", documents: int) -> str | No
 
 
 def check(q: Tensor, k: Tensor, v: Tensor, packing: Packing) -> None:
-    """Raise a ValueError, in one line, for tensors that packed attention does not support."""
+    """Raise a ValueError, in one line, for tensors that packed attention does not support, a TypeError for others."""
+    layout.require_tensors(q, k, v)
     if q.dim() != 3 or k.dim() != 3 or v.dim() != 3:
         shapes = ", ".join(str(tuple(t.shape)) for t in (q, k, v))
         raise ValueError(

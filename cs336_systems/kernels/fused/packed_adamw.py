@@ -23,6 +23,7 @@ be captured in a CUDA graph. With `check_finite` or clipping, a step whose gradi
 and is not counted.
 """
 
+import numbers
 import weakref
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -73,9 +74,11 @@ class PackedAdamW(torch.optim.Optimizer):
         update_in_backward: Iterable[Iterable[nn.Parameter]] = (),
     ):
         if dtype not in (torch.bfloat16, torch.float32):
-            raise ValueError(f"PackedAdamW keeps weights as bfloat16 or float32, not {dtype}")
-        if state_dtype not in (dtype, torch.float32):
-            raise ValueError(f"PackedAdamW keeps the state of {dtype} weights in float32 or {dtype}, not {state_dtype}")
+            raise ValueError(f"PackedAdamW keeps weights as bfloat16 or float32, not {dtype!r}")
+        if state_dtype not in (possible := tuple(dict.fromkeys((torch.float32, dtype)))):
+            names = " or ".join(map(str, possible))
+            raise ValueError(f"PackedAdamW keeps the state of {dtype} weights in {names}, not {state_dtype!r}")
+        _require_number("max_grad_norm", max_grad_norm)
         self._is_packed = False
         super().__init__(params, {"lr": lr, "betas": betas, "eps": eps, "weight_decay": weight_decay})
         for group in self.param_groups:
@@ -298,10 +301,20 @@ class PackedAdamW(torch.optim.Optimizer):
         self.upload_rates()
 
 
+def _require_number(name: str, value: Any) -> None:
+    if not isinstance(value, numbers.Real | Tensor):
+        raise TypeError(f"{name} must be a number, got {value!r}")
+
+
 def _check_ranges(group: dict[str, Any]) -> None:
     for name in ("lr", "eps", "weight_decay"):
+        _require_number(name, group[name])
         if not group[name] >= 0:
             raise ValueError(f"{name} must be at least 0, got {group[name]}")
+    if not isinstance(group["betas"], tuple | list) or len(group["betas"]) != 2:
+        raise TypeError(f"betas must be two numbers, got {group['betas']!r}")
+    for beta in group["betas"]:
+        _require_number("each of betas", beta)
     if not all(0 <= beta < 1 for beta in group["betas"]):
         raise ValueError(f"betas must be at least 0 and below 1, got {group['betas']}")
 

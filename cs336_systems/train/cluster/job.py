@@ -209,8 +209,8 @@ def checked(flags: LaunchArguments) -> Job:
     device = (settings.compute.device or ("cuda" if flags.gpus_per_node else "cpu")).split(":")[0]
     if device == "cuda" and not flags.gpus_per_node:
         raise UserError("--device cuda of train needs GPUs, and --gpus_per_node is 0")
-    settings.require_ranks(job.world_size)
     require_batch(settings, job.world_size)
+    settings.require_ranks(job.world_size)
     settings.run_config(device, job.world_size)
     _ = job.variables
     _require_shared_output(job, settings)

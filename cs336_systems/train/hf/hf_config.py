@@ -4,6 +4,7 @@ Every setting that would change the computation and that our model does not supp
 """
 
 import math
+import re
 from collections.abc import Mapping
 from typing import Any
 
@@ -21,6 +22,12 @@ _FIELDS = {
     "intermediate_size": "d_ff",
     "rms_norm_eps": "norm_eps",
 }
+_OTHER_NAMES = {
+    "num_kv_heads": "num_key_value_heads",
+    "d_head": "head_dim",
+    "tied_embeddings": "tie_word_embeddings",
+}
+"""Fields of ours that are not always copied -> their names in config.json."""
 _SCALING = ("factor", "low_freq_factor", "high_freq_factor", "original_max_position_embeddings")
 """Entries of Llama 3's `rope_scaling`, in the order of ModelConfig's."""
 _QWEN3_HEAD_DIM = 128
@@ -44,14 +51,23 @@ def model_of(config: Any) -> ModelConfig:
     )
     fields["d_head"] = config.get("head_dim") or (_QWEN3_HEAD_DIM if family == "qwen3" else 0)
     theta, scaling = _rope_of(config)
-    return ModelConfig(
-        **fields,
-        qkv_bias=family == "qwen2",
-        qk_norm=family == "qwen3",
-        tied_embeddings=config.get("tie_word_embeddings", False),
-        rope_theta=theta,
-        rope_scaling=scaling,
-    )
+    try:
+        return ModelConfig(
+            **fields,
+            qkv_bias=family == "qwen2",
+            qk_norm=family == "qwen3",
+            tied_embeddings=config.get("tie_word_embeddings", False),
+            rope_theta=theta,
+            rope_scaling=scaling,
+        )
+    except UserError as error:
+        raise UserError(f"config.json: {_in_their_names(str(error))}") from None
+
+
+def _in_their_names(message: str) -> str:
+    """Return a message on fields of ModelConfig with the names of config.json."""
+    theirs = {ours: name for name, ours in _FIELDS.items()} | _OTHER_NAMES
+    return re.sub(rf"\b({'|'.join(theirs)})\b", lambda found: theirs[found[0]], message)
 
 
 def _required(config: Mapping[str, Any], name: str) -> Any:

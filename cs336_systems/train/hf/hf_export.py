@@ -29,12 +29,10 @@ def export_hf(source: Path, target: Path, *, step: int | None, dtype: str | None
             config, tensors, read = _file_of_weights(file, dtype, stack)
         else:
             config, tensors, read = _checkpoint(source, step, dtype or "fp32")
-        same_family = export_folder(config, tensors, read, target, like=like)
+        remark = export_folder(config, tensors, read, target, like=like)
     count = sum(one.size // DTYPES[one.dtype].itemsize for one in tensors)
-    hint = "; without a tokenizer: --like FOLDER copies one, also of cs336 tokenize" if like is None else ""
-    if not same_family:
-        hint = f"; {like} is a model of another family: its tokenizer is copied, its ids of special tokens are not"
-    return f"{target}: {count:,} weights in the format of Hugging Face, from {source}{hint}"
+    written = f"{target}: {count:,} weights in the format of Hugging Face, from {source}"
+    return f"{written}; {remark}" if remark else written
 
 
 Weights = tuple[ModelConfig, list[Described], Callable[[str], Tensor]]

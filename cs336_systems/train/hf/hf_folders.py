@@ -3,7 +3,7 @@
     config.json                        the model's configuration
     model.safetensors                  its weights, or
     model-00001-of-00004.safetensors   ... in several files, with model.safetensors.index.json
-    tokenizer.json and others          copied along
+    tokenizer.json and others          copied along; a tokenizer.json alone gets a tokenizer_config.json
 
 Tensors are read and written one at a time, so that models larger than the memory pass through.
 """
@@ -27,8 +27,9 @@ from cs336_systems.files import LARGEST_FILE, foreign, read_json, sync_folder, w
 from cs336_systems.model import TransformerLM
 from cs336_systems.train.hf.hf_config import config_of, is_like, model_of
 from cs336_systems.train.hf.hf_tensors import IGNORED, from_hf, hf_name, to_hf
+from cs336_systems.train.hf.hf_tokenizer import TOKENIZER_CONFIG, describe_tokenizer
 from cs336_systems.train.hf.tensor_files import DTYPES, Described, opened, write_tensors
-from cs336_systems.train.tokens.token_store import is_store, read_store
+from cs336_systems.train.tokens.token_store import TOKENIZER_FILE, is_store, read_store
 from cs336_systems.train.weight_files import WEIGHTS, require_published
 from cs336_systems.train.weights import own_state
 
@@ -36,7 +37,7 @@ CONFIG, WHOLE, INDEX = "config.json", "model.safetensors", "model.safetensors.in
 GENERATION = "generation_config.json"
 """File with sampling settings, including the tokens that end a text."""
 TOKENIZER_FILES = (
-    *("tokenizer.json", "tokenizer_config.json", "tokenizer.model", "special_tokens_map.json", "added_tokens.json"),
+    *(TOKENIZER_FILE, TOKENIZER_CONFIG, "tokenizer.model", "special_tokens_map.json", "added_tokens.json"),
     *("vocab.json", "merges.txt", "chat_template.jinja", GENERATION),
 )
 """Files of a folder that are copied unchanged."""
@@ -179,7 +180,7 @@ def _copy_tokenizer(source: Path, target: Path, left_out: Sequence[str] = ()) ->
 def _new_folder(target: Path) -> Iterator[Path]:
     """Yield a folder to write to, which becomes `target` when everything is written."""
     if os.path.lexists(target):
-        raise UserError(f"{str(target)!r} exists; name a folder that does not", "output")
+        raise UserError(f"{str(target)!r} exists; name a folder that does not exist")
     fresh = target.with_name(f".tmp-{os.getpid()}-{secrets.token_hex(4)}")
     try:
         target.parent.mkdir(parents=True, exist_ok=True)
@@ -189,7 +190,7 @@ def _new_folder(target: Path) -> Iterator[Path]:
         fresh.rename(target)
         sync_folder(target.parent)
     except OSError as error:
-        raise write_failure(error, target) from None
+        raise write_failure(error, target, is_flag=False) from None
     finally:
         shutil.rmtree(fresh, ignore_errors=True)
 
@@ -204,8 +205,8 @@ def export_folder(
     target: Path,
     *,
     like: Path | None = None,
-) -> bool:
-    """Write a model in Hugging Face's format into a new folder; return whether `like` is of its family.
+) -> str:
+    """Write a model in Hugging Face's format into a new folder; return a remark on its tokenizer, or an empty string.
 
     `tensors` are ours, and `read` returns one by its name. The other fields of config.json, such as the tokens that end
     a text, and the tokenizer are those of the folder `like`: of a published model, or of `cs336 tokenize`. It must have
@@ -214,8 +215,9 @@ def export_folder(
     values = None if like is None else _settings_in(like, config)
     dtypes = Counter(one.dtype for one in tensors)
     dtype = str(DTYPES[dtypes.most_common(1)[0][0]]).removeprefix("torch.")
+    fields = config_of(config, dtype, values)
     with _new_folder(target) as fresh:
-        write_file(fresh / CONFIG, json.dumps(config_of(config, dtype, values), indent=2) + "\n")
+        write_file(fresh / CONFIG, json.dumps(fields, indent=2) + "\n")
         names = {hf_name(one.name): one.name for one in tensors}
         shards = _shards([Described(hf_name(one.name), one.dtype, one.shape) for one in tensors])
 
@@ -230,10 +232,14 @@ def export_folder(
         if len(shards) > 1:
             index = {"metadata": {"total_size": sum(one.size for one in tensors)}, "weight_map": places}
             write_file(fresh / INDEX, json.dumps(index, indent=2) + "\n")
+        if like is None:
+            return "without a tokenizer: --like FOLDER copies one, also of cs336 tokenize"
         same_family = is_like(config, values)
-        if like is not None:
-            _copy_tokenizer(like, fresh, left_out=() if same_family else (GENERATION,))
-    return same_family
+        _copy_tokenizer(like, fresh, left_out=() if same_family else (GENERATION,))
+        described = describe_tokenizer(like, fresh, fields)
+        kept = "its tokenizer is copied, its ids of special tokens are not"
+        remarks = ("" if same_family else f"{like} is a model of another family: {kept}", described)
+        return "; ".join(remark for remark in remarks if remark)
 
 
 def _settings_in(folder: Path, config: ModelConfig) -> dict[str, Any]:

@@ -14,7 +14,16 @@ from typing import IO, Any, NamedTuple, cast
 import numpy as np
 
 from cs336_systems.config import UserError, nearest
-from cs336_systems.files import LARGEST_VALUE, RAISED_BY, limit, open_regular, read_failure, reason_of, shown
+from cs336_systems.files import (
+    LARGEST_VALUE,
+    RAISED_BY,
+    json_problem,
+    limit,
+    open_regular,
+    read_failure,
+    reason_of,
+    shown,
+)
 from cs336_systems.train.token_file import TokenFile, state_of
 from cs336_systems.train.tokens.inputs import LINES, PACKED_LINES, Input, Span
 from cs336_systems.train.tokens.text_cuts import MARGIN, SEARCHED, find_cut, pieces
@@ -104,7 +113,7 @@ def _field_of(line: bytes, field: str) -> bytes:
     except UnicodeDecodeError as error:
         raise ValueError(f"byte {error.start + 1} is no UTF-8") from None
     except (ValueError, RecursionError) as error:
-        raise ValueError(f"it is not JSON: {reason_of(error)}") from None
+        raise ValueError(f"it is not JSON: {json_problem(error)}") from None
     if not isinstance(value, dict):
         raise ValueError(f"it is no JSON object, but {shown(value)}")
     if field not in value:

@@ -12,11 +12,12 @@ from pathlib import Path
 
 from cs336_systems.commands import interrupt_raises
 from cs336_systems.config import UserError
-from cs336_systems.files import locked, write_failure, write_file
+from cs336_systems.files import locked, made_folder, write_failure, write_file
+from cs336_systems.text import counted
 from cs336_systems.train.tokens.assembly import assemble
 from cs336_systems.train.tokens.byte_progress import ByteProgress
 from cs336_systems.train.tokens.documents import Reading, texts
-from cs336_systems.train.tokens.inputs import TOKENS, Input, Part, divide, find_inputs
+from cs336_systems.train.tokens.inputs import TOKENS, Input, Part, Span, divide, find_inputs
 from cs336_systems.train.tokens.part_workers import Recipe, write_parts
 from cs336_systems.train.tokens.parts import Counts, PartFiles, remove_leftovers
 from cs336_systems.train.tokens.token_store import (
@@ -33,6 +34,8 @@ from cs336_systems.train.tokens.vocabulary import read_tokenizer, train_tokenize
 
 LOCK = ".lock"
 """Name of the lock file that a store's writer holds in its folder."""
+CHECKED_BYTES = 1 << 16
+"""Bytes at the beginning of each input that are read before a tokenizer is trained."""
 TRAINED_ON = 1 << 30
 """Maximum bytes of text on which a tokenizer is trained; longer inputs are sampled in evenly spaced parts."""
 
@@ -54,9 +57,8 @@ def _tokenize(arguments: TokenizeArguments) -> str:
     folder, reading = Path(arguments.output), Reading(arguments.text_field, arguments.separator)
     inputs = find_inputs(arguments.inputs, folder)
     parts = divide(inputs)
-    nothing = UserError(f"the inputs hold no tokens: {len(inputs)} files, {sum(one.size for one in inputs):,} bytes")
     if not parts:
-        raise nothing
+        raise _no_tokens(inputs)
     given = None if arguments.tokenizer is None else read_tokenizer(Path(arguments.tokenizer))
     if given is not None:
         _ = _recipe(arguments, reading, given).vocabulary  # reports its mistakes before a folder is made
@@ -65,7 +67,8 @@ def _tokenize(arguments: TokenizeArguments) -> str:
     with _exclusive(folder):
         _require_ours(folder, arguments.force)
         trained_from = "" if given is not None else _training_key(arguments, inputs)
-        recipe = _recipe(arguments, reading, given or _trained(arguments, folder, parts, reading, trained_from))
+        used = given or _trained(arguments, folder, inputs, parts, reading, trained_from)
+        recipe = _recipe(arguments, reading, used)
         files = [PartFiles(folder / UNFINISHED, part.key(recipe.text)) for part in parts]
         work = hashlib.sha256(json.dumps([recipe.text, inputs]).encode()).hexdigest()
         if not arguments.force and (store := _present(folder, arguments.force)) and store.work == work:
@@ -76,7 +79,7 @@ def _tokenize(arguments: TokenizeArguments) -> str:
         done = _written(recipe, list(zip(parts, files, strict=True)), arguments.workers)
         if not any(counts.tokens for _, counts in done):
             shutil.rmtree(folder / UNFINISHED, ignore_errors=True)
-            raise nothing
+            raise _no_tokens(inputs)
         settings = {
             "text_field": arguments.text_field,
             "separator": arguments.separator,
@@ -91,13 +94,18 @@ def _tokenize(arguments: TokenizeArguments) -> str:
     return f"{_described(folder, store)}{fewer}; train on it with: cs336 train --data {shlex.quote(str(folder))}"
 
 
+def _no_tokens(inputs: Sequence[Input]) -> UserError:
+    size = f"{counted(len(inputs), 'file')}, {counted(sum(one.size for one in inputs), 'byte')}"
+    return UserError(f"the inputs hold no tokens: {size}")
+
+
 def _recipe(arguments: TokenizeArguments, reading: Reading, tokenizer: bytes) -> Recipe:
     name = arguments.tokenizer or TOKENIZER_FILE
     return Recipe(tokenizer, name, arguments.end_token, arguments.parse_special_tokens, reading)
 
 
 def _described(folder: Path, store: TokenStore) -> str:
-    size = f"{store.tokens:,} tokens of {store.documents:,} documents"
+    size = f"{counted(store.tokens, 'token')} of {counted(store.documents, 'document')}"
     return f"{folder}: {size}, vocabulary {store.vocab_size:,} ({store.dtype})"
 
 
@@ -107,32 +115,29 @@ def _described(folder: Path, store: TokenStore) -> str:
 @contextlib.contextmanager
 def _exclusive(folder: Path) -> Iterator[None]:
     """Lock the folder of a store, which is made; what was created is removed again if nothing was written to it."""
-    was_there, had_lock = folder.exists(), (folder / LOCK).exists()
+    had_lock = (folder / LOCK).exists()
     try:
-        folder.mkdir(parents=True, exist_ok=True)
-        with locked(folder / LOCK):
+        with made_folder(folder), locked(folder / LOCK):
             (folder / UNFINISHED).mkdir(exist_ok=True)
             try:
                 yield
             finally:
-                _remove_unused(folder, lock=not had_lock, itself=not was_there)
+                _remove_unused(folder, lock=not had_lock)
     except BlockingIOError:
         raise UserError(f"another cs336 tokenize is writing to {str(folder)!r}; choose another --output") from None
     except OSError as error:
         raise write_failure(error, folder) from None
 
 
-def _remove_unused(folder: Path, *, lock: bool, itself: bool) -> None:
-    """Remove the folder of parts if it is empty, and then the folders that were created for it."""
+def _remove_unused(folder: Path, *, lock: bool) -> None:
+    """Remove the folder of parts if it is empty, and then the lock that was created for it."""
     with contextlib.suppress(OSError):
         (folder / UNFINISHED).rmdir()
     if is_store(folder) or (folder / UNFINISHED).exists():
         return
-    with contextlib.suppress(OSError):
-        if lock:
+    if lock:
+        with contextlib.suppress(OSError):
             (folder / LOCK).unlink()
-        if itself:
-            folder.rmdir()
 
 
 def _require_ours(folder: Path, force: bool) -> None:
@@ -192,7 +197,12 @@ def _training_key(arguments: TokenizeArguments, inputs: Sequence[Input]) -> str:
 
 
 def _trained(
-    arguments: TokenizeArguments, folder: Path, parts: Sequence[Part], reading: Reading, trained_from: str
+    arguments: TokenizeArguments,
+    folder: Path,
+    inputs: Sequence[Input],
+    parts: Sequence[Part],
+    reading: Reading,
+    trained_from: str,
 ) -> bytes:
     """Return the tokenizer.json that was trained before, or that is trained now."""
     before = folder / UNFINISHED / f"{trained_from}.tokenizer"
@@ -201,10 +211,20 @@ def _trained(
     if (store := _present(folder, arguments.force)) and store.settings.get("trained_from") == trained_from:
         return read_tokenizer(folder / TOKENIZER_FILE)
     _require_replaceable(folder, arguments.force)
+    _require_text(inputs, parts, reading)
     print(f"training a tokenizer of {arguments.train_tokenizer:,} tokens", file=sys.stderr, flush=True)
     trained = train_tokenizer(_training_texts(parts, reading), arguments.train_tokenizer or 0)
     write_file(before, trained)
     return trained
+
+
+def _require_text(inputs: Sequence[Input], parts: Sequence[Part], reading: Reading) -> None:
+    """Raise UserError if the beginning of an input cannot be read, or if no input has text."""
+    for one in inputs:
+        if one.kind != TOKENS:
+            next(texts(Span(one, 0, min(one.size, CHECKED_BYTES)), reading), None)
+    if next(_training_texts(parts, reading), None) is None:
+        raise _no_tokens(inputs)
 
 
 def _training_texts(parts: Sequence[Part], reading: Reading) -> Iterator[str]:

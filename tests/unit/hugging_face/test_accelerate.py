@@ -484,6 +484,13 @@ def test_dropout_and_masks_fall_back_to_sdpa_with_one_warning(monkeypatch):
 # -- errors -----------------------------------------------------------------------------------------------------------
 
 
+def wrapped() -> nn.Module:
+    """A model whose forward another library has replaced."""
+    model = build()
+    model.model.norm.forward = model.model.norm.forward
+    return model
+
+
 def test_errors():
     cases = {
         "got Linear": lambda: nn.Linear(2, 2),
@@ -494,7 +501,8 @@ def test_errors():
         "got 'gelu'": lambda: build(hidden_act="gelu"),
         "got torch.float64": lambda: build().double(),
         "got on the meta device": lambda: build().to("meta"),
-        "comes first, and once": lambda: pair()[1],
+        "^LlamaForCausalLM is already accelerated; call undo\\(\\) first$": lambda: pair()[1],
+        "has a forward of its own: accelerate\\(model\\) comes first": wrapped,
     }
     for words, make in cases.items():
         with pytest.raises(UserError, match=words) as caught:

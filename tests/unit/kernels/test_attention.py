@@ -6,6 +6,7 @@ import os
 import re
 from dataclasses import replace
 
+import numpy as np
 import pytest
 import torch
 from hypothesis import given, settings
@@ -359,6 +360,17 @@ def test_bad_inputs(arguments, named):
         attention(**merged)
     assert type(caught.value) is ValueError
     assert "\n" not in str(caught.value)
+
+
+@pytest.mark.parametrize("wrong", ["q", None, [1.0], np.zeros(Q)], ids=lambda value: type(value).__name__)
+@pytest.mark.parametrize("name", ["q", "k", "v"])
+@pytest.mark.parametrize("packed", [False, True], ids=["batch", "documents"])
+def test_an_argument_that_is_no_tensor(wrong, name, packed):
+    tensors = {**dict.fromkeys("qkv", torch.zeros(Q[1:] if packed else Q)), name: wrong}
+    offsets = torch.tensor([0, Q[1]], dtype=torch.int32) if packed else None
+    message = f"^attention takes tensors, and {name} is of type {type(wrong).__name__}$"
+    with pytest.raises(TypeError, match=message):
+        attention(**tensors, cu_seqlens_q=offsets)
 
 
 @pytest.mark.parametrize("impl", ["flash", "FLASH_TORCH", ""])

@@ -4,6 +4,7 @@ import copy
 import dataclasses
 import io
 import math
+import re
 import warnings
 
 import pytest
@@ -375,10 +376,29 @@ def test_weights_and_moments_load_from_the_other_precision(wide_first):
 
 
 def test_a_state_of_an_unknown_dtype():
-    with pytest.raises(ValueError, match=r"state of torch\.bfloat16 weights in float32 or torch\.bfloat16"):
+    with pytest.raises(ValueError, match=r"state of torch\.bfloat16 weights in torch\.float32 or torch\.bfloat16, not"):
         PackedAdamW(parameters(), state_dtype=torch.float16)
-    with pytest.raises(ValueError, match=r"state of torch\.float32 weights"):
-        PackedAdamW(parameters(), dtype=torch.float32, state_dtype=torch.bfloat16)
+    for given in (torch.bfloat16, torch.int8, "float32"):
+        with pytest.raises(ValueError, match=rf"state of torch\.float32 weights in torch\.float32, not {given!r}$"):
+            PackedAdamW(parameters(), dtype=torch.float32, state_dtype=given)
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        *(
+            ({name: "x"}, f"{name} must be a number, got 'x'")
+            for name in ("lr", "eps", "weight_decay", "max_grad_norm")
+        ),
+        ({"lr": None}, "lr must be a number, got None"),
+        ({"betas": 0.9}, "betas must be two numbers, got 0.9"),
+        ({"betas": (0.9,)}, "betas must be two numbers, got (0.9,)"),
+        ({"betas": (0.9, "x")}, "each of betas must be a number, got 'x'"),
+    ],
+)
+def test_an_option_of_another_type(options, message):
+    with pytest.raises(TypeError, match=f"^{re.escape(message)}$"):
+        PackedAdamW(parameters(), **options)
 
 
 # -- update in backward -----------------------------------------------------------------------------------------------

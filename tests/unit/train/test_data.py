@@ -119,6 +119,7 @@ BAD_FILES = {
     "high.bin": lambda path: np.full(10_000, 256, "<u2").tofile(path),
     "negative.npy": lambda path: np.save(path, np.full(10_000, -1)),
     "not_an_array.npy": lambda path: path.write_bytes(b"this is not an array" * 1000),
+    "archive.npy": lambda path: np.savez(path.open("wb"), tokens=np.zeros(10_000, int)),
     "truncated.npy": lambda path: (np.save(path, np.zeros(10_000, int)), os.truncate(path, 4000)),
     "missing.txt": lambda path: None,
     "folder.txt": lambda path: path.mkdir(),
@@ -132,6 +133,14 @@ def test_a_file_that_cannot_be_used(name, tmp_path):
         open_corpus(tmp_path / name)
 
 
+@pytest.mark.parametrize("name", ["empty.npy", "objects.npy", "not_an_array.npy", "truncated.npy", "archive.npy"])
+def test_a_file_that_is_no_array_is_named_as_such(name, tmp_path):
+    """And not by what numpy says of its arguments."""
+    BAD_FILES[name](tmp_path / name)
+    with pytest.raises(UserError, match=f"{name}' holds no tokens: it is no .npy array of integers, or it is cut off$"):
+        open_corpus(tmp_path / name)
+
+
 @pytest.mark.parametrize("position", [0, 450, 899, 999])
 def test_one_token_outside_the_vocabulary_is_found(position, tmp_path):
     tokens = np.zeros(1000, int)
@@ -139,6 +148,27 @@ def test_one_token_outside_the_vocabulary_is_found(position, tmp_path):
     np.save(tmp_path / "high.npy", tokens)
     with pytest.raises(UserError, match="300"):
         open_corpus(tmp_path / "high.npy", vocab_size=300)
+
+
+@pytest.mark.parametrize(
+    ("count", "share", "part", "advice"),
+    [
+        (2 * CONTEXT + 2, 0.1, "validation", "a larger --validation_share, "),
+        (2 * CONTEXT + 2, 0.9, "training", "a smaller --validation_share, "),
+        (2 * CONTEXT + 1, 0.1, "validation", ""),
+        (1, 0.1, "training", ""),
+    ],
+)
+def test_another_share_is_advised_where_it_helps(count, share, part, advice, tmp_path):
+    path = tmp_path / "short.txt"
+    path.write_bytes(b"a" * count)
+    tokens = "1 token" if count == 1 else f"{count} tokens"
+    with pytest.raises(UserError) as caught:
+        open_corpus(path, share=share)
+    problem = f"has {tokens}: too few for one {part} sequence of {CONTEXT}; use a longer file, {advice}or a smaller"
+    assert problem in str(caught.value)
+    if advice:
+        open_corpus(path, share=0.5)
 
 
 # -- the fingerprint --------------------------------------------------------------------------------------------------

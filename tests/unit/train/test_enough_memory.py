@@ -13,6 +13,7 @@ from cs336_systems.record import GIB
 from cs336_systems.train import enough_memory
 from cs336_systems.train.enough_memory import Memory, require_batch, require_memory
 from cs336_systems.train.settings import TrainSettings
+from tests.helpers import assert_refused
 
 XL = {"size": "xl", "context_length": 512, "batch_size": 8}
 
@@ -32,6 +33,7 @@ def refusal(data, memory, world_size=1, device="cuda", **flags):
     """Return why the run is refused, or ""."""
     settings = build(TrainSettings, {"data": data, **flags})
     try:
+        require_batch(settings, world_size, memory)
         require_memory(settings, device, world_size, memory)
     except UserError as error:
         return str(error)
@@ -136,6 +138,17 @@ def test_a_batch_that_no_machine_holds_is_refused_without_a_machine(data):
     with pytest.raises(UserError, match=r"need 2,048\.0 GiB of memory, and no machine has that; use a smaller --batch"):
         require_batch(too_large, 1)
     require_batch(too_large, 2)
+
+
+def test_an_absurd_batch_is_refused_before_its_micro_batches_are_counted(data, elsewhere, capfd):
+    """Neither is a multiple of 8; the second is not for several ranks, either."""
+    named = ["--batch_size 99999999999999999999: the tokens of a step alone need", "use a smaller --batch_size"]
+    words = ["train", "--data", data, "--device", "cpu", "--batch_size", "9" * 20]
+    assert_refused(words, named, capfd)
+    words = ["launch", "--slurm", "--", *words, "--output", "/shared/run"]
+    assert_refused(words, [named[0], "no machine has that"], capfd)
+    words = ["train", "--data", data, "--micro_batch_size", "9" * 20]
+    assert_refused(words, ["--micro_batch_size must be at most 2147483647, got 9999"], capfd)
 
 
 def test_the_check_needs_no_search_for_a_model_that_is_much_too_large(data, monkeypatch):

@@ -36,8 +36,11 @@ INVALID = [
     *(("learning_rate", value, f"learning_rate.*{value}") for value in (0.0, -1.0, math.nan, math.inf)),
     ("warmup_steps", 8, "warmup_steps.*8"),
     ("warmup_steps", -1, "warmup_steps.*-1"),
-    *(("validation_share", value, f"validation_share.*{value}") for value in (0.0, 1.0, math.nan)),
-    ("final_share", 1.5, r"final_share.*1\.5"),
+    *(
+        ("validation_share", value, f"validation_share must be above 0 and below 1, got {value}")
+        for value in (0.0, 1.0, math.nan)
+    ),
+    ("final_share", 1.5, r"final_share must be at least 0 and at most 1, got 1\.5"),
     ("max_grad_norm", -1.0, "max_grad_norm.*-1"),
     ("weight_decay", -0.5, r"weight_decay.*-0\.5"),
     ("beta1", 1.0, r"beta1.*1\.0"),
@@ -99,11 +102,15 @@ def test_flags_that_an_engine_does_not_have(flags, named, output):
         ({"dp_shard": 0, "cp": 2, "tp": 2}, 8, Mesh(dp_shard=2, cp=2, tp=2)),
         ({"dp_shard": 2, "dp_replicate": 4}, 8, Mesh(dp_replicate=4, dp_shard=2)),
         ({"dp_shard": 0, "pp": 2, "tp": 2}, 8, Mesh(pp=2, dp_shard=2, tp=2)),
-        ({"pp": 2}, 4, "--pp 2 .* 4 ranks"),
-        ({}, 2, "--dp_shard 1.* 2 ranks"),
-        ({"tp": 2}, 1, "--tp 2 .* 1 rank;"),
-        ({"dp_shard": 0, "tp": 2}, 3, "--tp 2 .* 3 ranks"),
-        ({"dp_shard": 0, "dp_replicate": 8}, 4, "--dp_replicate 8 .* 4 ranks"),
+        ({"pp": 2}, 4, "--pp 2 needs 2 ranks, and there are 4; --dp_shard 0 uses"),
+        ({}, 2, "--dp_shard 1 needs 1 rank, and there are 2;"),
+        ({"tp": 2}, 1, "--tp 2 needs 2 ranks, and there is 1;"),
+        ({"dp_shard": 0, "tp": 2}, 3, "--dp_shard 0 x --tp 2 needs a multiple of 2 ranks, and there are 3"),
+        (
+            {"dp_shard": 0, "dp_replicate": 8},
+            4,
+            "--dp_replicate 8 x --dp_shard 0 needs a multiple of 8 ranks, and there are 4",
+        ),
     ],
 )
 def test_axes_multiply_to_the_ranks(given, ranks, expected, output):
@@ -118,6 +125,18 @@ def test_axes_multiply_to_the_ranks(given, ranks, expected, output):
     else:
         with pytest.raises(UserError, match=expected):
             parallel.axes(ranks)
+
+
+def test_one_process_is_told_how_several_are_started(output):
+    parallel = settings_of(output, **TORCH, tp=2, cp=2, dp_shard=0).parallel
+    command = "torchrun --nproc_per_node 4 -m cs336_systems train"
+    with pytest.raises(
+        UserError, match=f"--cp 2 x --tp 2 needs 4 ranks, and this is 1 process; start them .* {command}"
+    ):
+        parallel.require_processes(1)
+    parallel.require_processes(2)
+    settings_of(output, **TORCH, dp_shard=0).parallel.require_processes(1)
+    settings_of(output).parallel.require_processes(1)
 
 
 @pytest.mark.parametrize(

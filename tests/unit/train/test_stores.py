@@ -1,5 +1,6 @@
 """`cs336 train --data` on a folder of `cs336 tokenize`: the same run as on a file of its tokens; damage is refused."""
 
+import dataclasses
 import json
 import os
 from pathlib import Path
@@ -8,6 +9,7 @@ import numpy as np
 import pytest
 import torch
 
+from cs336_systems.cli import main
 from cs336_systems.config import UserError
 from cs336_systems.flags import build
 from cs336_systems.parallel.launch import process_group
@@ -38,6 +40,23 @@ def test_the_vocabulary_is_that_of_the_store(store):
     assert (settings.model.vocab_size, settings.data.is_text) == (97, False)
     assert build(TrainSettings, {"data": str(store), "vocab_size": 128}).model.vocab_size == 128
     assert build(TrainSettings, {"data": str(store), "size": "qwen3/0.6B"}).model.vocab_size == 151_936
+
+
+def test_a_published_vocabulary_that_the_data_does_not_fill_is_named(store, elsewhere, capsys):
+    shape = "--d_model 8 --num_layers 1 --num_heads 2 --num_kv_heads 1 --d_head 4 --d_ff 8 --context_length 16"
+    run = f"--steps 1 --batch_size 1 --eval_every 0 --device cpu --output {elsewhere / 'run'}"
+    assert main(f"train --data {store} --size qwen3/0.6B {shape} {run}".split()) == 0
+    remark = "the vocabulary of 151,936 tokens is that of --size qwen3/0.6B, and the data has 97; --vocab_size 97 makes"
+    assert capsys.readouterr().out.count(remark) == 1
+
+
+def test_a_vocabulary_that_fits_the_data_has_no_remark(store):
+    """Nor one that was asked for, nor that of a published size's own tokenizer, which leaves a few tokens unused."""
+    for flags in ({}, {"size": "qwen3/0.6B", "vocab_size": 200}):
+        assert build(TrainSettings, {"data": str(store), **flags}).unused_vocabulary == ""
+    own = dataclasses.replace(read_store(store), vocab_size=151_669)
+    (store / "store.json").write_text(own.to_json())
+    assert build(TrainSettings, {"data": str(store), "size": "qwen3/0.6B"}).unused_vocabulary == ""
 
 
 def test_a_folder_that_holds_stores_names_one(store):

@@ -59,6 +59,12 @@ def saved(weights: dict[str, torch.Tensor], path: Path, **metadata: str) -> None
 # -- out --------------------------------------------------------------------------------------------------------------
 
 
+def test_a_file_that_cannot_be_written_has_no_flag(trained, elsewhere, capfd):
+    """The file of `cs336 export` is an operand: the line must not name --output."""
+    refused = assert_refused(["export", trained[0], "/proc/weights.safetensors"], ["'/proc/weights.safet"], capfd)
+    assert refused.endswith("choose another place")
+
+
 def test_exported_weights_are_those_of_the_newest_checkpoint(trained, exported, capsys):
     found = load_file(exported)
     assert found.keys() == trained[1].weights.keys()

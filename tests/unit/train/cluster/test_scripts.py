@@ -282,7 +282,10 @@ TRAIN = "-- train --data data.txt --output /shared/run"
         (f"--slurm {TRAIN} --stepz 3", "did you mean '--steps'?"),
         (f"--slurm {TRAIN} --steps many", "'many'"),
         (f"--slurm {TRAIN} --steps 0", "--steps must be at least 1, got 0"),
-        (f"--slurm {TRAIN} --batch_size 16 --engine torch --tp 4", "--tp 4 does not give 8 ranks"),
+        (
+            f"--slurm {TRAIN} --batch_size 16 --engine torch --tp 4",
+            "--tp 4 needs 4 ranks, and there are 8; --dp_shard 0",
+        ),
         (f"--slurm {TRAIN} --batch_size 16 --engine torch --pp 8 --num_layers 8", "--pp 8 needs 8 micro batches"),
         (f"--slurm --nodes 3 {TRAIN} --batch_size 16", "--batch_size 16 cannot be divided evenly among 24 ranks"),
         (f"--slurm {TRAIN} --fast graph", "--fast graph is not available with 8 ranks"),

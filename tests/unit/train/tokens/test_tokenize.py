@@ -191,7 +191,7 @@ def test_progress_in_lines(elsewhere, with_tokenizer, small_parts, monkeypatch, 
 
 GOOD = json.dumps({"text": "a good line"}).encode() + b"\n"
 DAMAGED = {
-    "cut.jsonl": (GOOD * 4 + b'{"text": "a', ["line 5", "not JSON"]),
+    "cut.jsonl": (GOOD * 4 + b'{"text": "a', ["line 5: it is not JSON: Unterminated string starting at character 10"]),
     "list.jsonl": (GOOD + b"[1]\n", ["line 2", "[1]"]),
     "field.jsonl": (GOOD + b'{"texts": "a"}\n', ["line 2", "'text'", "did you mean 'texts'?", "--text_field"]),
     "empty_object.jsonl": (b"{}\n", ["line 1", "'text'"]),
@@ -214,8 +214,19 @@ DAMAGED = {
 def test_a_damaged_input_is_one_line_and_nothing_is_written(name, elsewhere, with_tokenizer, capfd):
     content, named = DAMAGED[name]
     (elsewhere / name).write_bytes(content)
-    assert_refused(["tokenize", name, "-o", "out", *map(str, with_tokenizer)], [f"'{name}'", *named], capfd)
-    assert not (elsewhere / "out").exists()
+    assert_refused(["tokenize", name, "-o", "new/out", *map(str, with_tokenizer)], [f"'{name}'", *named], capfd)
+    assert [path.name for path in elsewhere.iterdir()] == [name]
+
+
+@pytest.mark.parametrize("name", ["latin.jsonl", "number.jsonl", "plain.jsonl.gz", "blank.txt"])
+def test_inputs_are_checked_before_a_tokenizer_is_trained(name, elsewhere, capfd):
+    """The first line that is printed is the error; a second file has the damage."""
+    content, named = {**DAMAGED, "blank.txt": (b" \n", ["no tokens: 1 file, 2 bytes"])}[name]
+    others = [] if name == "blank.txt" else ["a.txt"]
+    (elsewhere / "a.txt").write_text("one text")
+    (elsewhere / name).write_bytes(content)
+    assert_refused(["tokenize", *others, name, "-o", "new/out", "--train_tokenizer", "300"], named, capfd)
+    assert not (elsewhere / "new").exists()
 
 
 @pytest.mark.parametrize("workers", [1, 2])
