@@ -160,12 +160,12 @@ def plan(arguments: PlanArguments) -> None:
     from cs336_systems.experiments.ranks.layout_times import missing_times, predicted_times
     from cs336_systems.experiments.ranks.layouts import PARALLEL_PLAN
     from cs336_systems.experiments.ranks.plan_cells import planned
-    from cs336_systems.experiments.ranks.recommended_layout import command, recommendation
+    from cs336_systems.experiments.ranks.recommended_layout import command, recommendation, step_size
 
     cost, cell = arguments.cost(), planned(arguments)
     tables = [*PARALLEL_PLAN.tables([cell]), *predicted_times(cell, cost)]
     shown = [found.render(arguments.format) for found in tables]
-    said = (recommendation(cell), command(cell), missing_times(cell))
+    said = (recommendation(cell, cost), command(cell), step_size(cell), missing_times(cell, cost))
     advice = "\n".join(text.en for text in said if text is not None)
     if arguments.format in ("terminal", "md"):
         print("\n\n".join([*shown, advice]))

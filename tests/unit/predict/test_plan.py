@@ -243,12 +243,21 @@ def test_what_cannot_be_planned_is_said(wrong, message):
 )
 def test_any_number_of_gpus_has_a_plan(gpus, tensor):
     """Layouts that nobody asked for are adapted to the number of GPUs, or left out."""
-    config = plan_config(PlanArguments(size="small", gpus=gpus, gpu="4090"))
+    config = plan_config(PlanArguments(size="medium", gpus=gpus, gpu="4090"))
     layouts = [name for name in config["strategies"] if "tp" in name and "pp" not in name]
     assert layouts == ([f"dp+{tensor}", f"zero3+{tensor}"] if tensor else [])
     assert ("left_out" in config) == (gpus != 1024)
     assert len(plans(config)) == len(config["strategies"])
     assert len(STRATEGIES) == 8
+
+
+@pytest.mark.parametrize(("count", "tensor"), [("transformer", 4), ("feed-forward", 8)])
+def test_usual_layouts_divide_the_model(count, tensor):
+    """A model of 28 heads gets TP 4, one of 25 heads none."""
+    config = plan_config(PlanArguments(size="qwen2.5/7B", gpus=8, gpu="h100", count=count))
+    assert [name for name in config["strategies"] if "tp" in name] == [f"dp+tp{tensor}", f"zero3+tp{tensor}"]
+    odd = plan_config(PlanArguments(size="xl", gpus=8, gpu="h100"))
+    assert not [name for name in odd["strategies"] if "tp" in name]
 
 
 def test_the_fast_step_keeps_fewer_activations():
