@@ -383,7 +383,9 @@ class CompareArguments:
     b: str = flag(MISSING, "file of records, or folder that holds one: after", positional=True, metavar="B")
     metric: tuple[str, ...] = flag((), "what to compare, such as step_time,peak_memory (default: the time of a step)")
     experiments: tuple[str, ...] = flag((), "only these experiments")
-    fail_if_slower: str | None = flag(None, "exit code 1 if some row of B is slower by more than this, such as 5%%")
+    fail_if_slower: str | None = flag(
+        None, "exit code 1 if some row of B is slower by more than this, such as 5%%, with its whole interval"
+    )
     different_work: bool = flag(False, "pair cells that agree only in size, context, batch, mode and precision")
     confidence: float = flag(0.95, "of the intervals and verdicts")
     format: str = flag("terminal", "output format", FORMATS)
@@ -424,10 +426,12 @@ def compare(arguments: CompareArguments) -> int:
         (page,) = write(document(found), Path(arguments.output))
         aside.append(f"open in a browser: {page}")
     if limit is not None and found.untold:
-        aside.append(f"--fail_if_slower cannot tell in {len(found.untold)} of {len(found.rows)} rows")
+        aside.append(f"--fail_if_slower cannot tell in {len(found.untold)} of {len(found.timed)} rows")
     if slower:
-        names = ", ".join(f"{row.pair.a.experiment} {row.name.en}" for row in slower[:5])
-        aside.append(f"{len(slower)} of {len(found.rows)} rows slower by more than {limit:g}%, such as: {names}")
+        names = ", ".join(row.title for row in slower[:5])
+        rule = f"the lower end of the {arguments.confidence * 100:g}% interval counts"
+        rows = f"{len(slower)} of {len(found.timed)} rows"
+        aside.append(f"{rows} slower by more than {limit:g}% ({rule}), such as: {names}")
     for line in aside:
         print(one_line(line), file=sys.stderr)
     return 1 if slower else 0
