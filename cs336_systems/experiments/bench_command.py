@@ -20,7 +20,13 @@ from typing import Any
 
 from cs336_systems.config import RunConfig, flag, flag_like
 from cs336_systems.experiments.catalogue import Request
-from cs336_systems.experiments.session import SessionArguments, new_run_file, require_runnable, run_session
+from cs336_systems.experiments.session import (
+    SessionArguments,
+    new_run_file,
+    require_module,
+    require_runnable,
+    run_session,
+)
 from cs336_systems.experiments.steps.step_time import BENCH
 from cs336_systems.predict.model_flags import OWN_MODEL, ShapeArguments
 
@@ -66,8 +72,8 @@ class BenchArguments(SessionArguments, ShapeArguments):
 
 def bench(arguments: BenchArguments) -> int:
     """Measure the cells of the sweep and print their tables."""
-    for config in arguments.configs(arguments.device or "cuda"):  # reports mistakes before a process is started
-        require_runnable(config)
+    arguments.configs(arguments.device or "cpu")  # reports mistakes before a process is started
+    require_module(arguments.model)
     path = Path(arguments.output) if arguments.output else new_run_file("bench")
 
     def requests_on(device: str, gpu_memory: int | None) -> list[Request]:

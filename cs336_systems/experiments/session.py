@@ -124,18 +124,22 @@ def draw_timelines(folder: Path) -> list[Path]:
 def require_runnable(run: RunConfig) -> None:
     """Raise UserError for what a measuring process would refuse, as far as that is known without one: a module that is
     not there, the Triton kernels on a CPU."""
-    if run.model_factory is not None:
-        name = run.model_factory.partition(":")[0].partition(".")[0]
-        places = [*sys.path, str(Path.cwd()), str(Path(__file__).resolve().parents[2])]
-        if not (name in sys.builtin_module_names or PathFinder.find_spec(name, places)):
-            reason = f"ModuleNotFoundError: No module named {name!r}"
-            raise UserError(f"model_factory {run.model_factory}: cannot import {name!r}: {reason}", "model_factory")
+    require_module(run.model_factory)
     is_interpreted = os.environ.get("TRITON_INTERPRET") == "1"
     if run.device == "cpu" and run.attention in ("flash_triton", "flash_hopper") and not is_interpreted:
-        raise UserError(
-            f"attention {run.attention}: the Triton kernels need a CUDA GPU, not 'cpu'; use --attention auto",
-            "attention",
-        )
+        problem = "the Triton kernels need a CUDA GPU, not 'cpu'; use --attention auto"
+        raise UserError(f"attention {run.attention}: {problem}", "attention")
+
+
+def require_module(factory: str | None) -> None:
+    """Raise UserError if there is no such module as that of `--model`."""
+    if factory is None:
+        return
+    name = factory.partition(":")[0].partition(".")[0]
+    places = [*sys.path, str(Path.cwd()), str(Path(__file__).resolve().parents[2])]
+    if not (name in sys.builtin_module_names or PathFinder.find_spec(name, places)):
+        reason = f"ModuleNotFoundError: No module named {name!r}"
+        raise UserError(f"model_factory {factory}: cannot import {name!r}: {reason}", "model_factory")
 
 
 def new_run_file(command: str) -> Path:
