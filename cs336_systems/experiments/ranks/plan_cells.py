@@ -191,8 +191,7 @@ def plans(config: Mapping[str, Any]) -> list[Plan]:
 
 
 def required_axes(plan: Plan, model: ModelConfig) -> Mesh:
-    """Return the mesh of torch's engine for a layout that it runs; raise UserError for a model that the layout cannot
-    split."""
+    """Return the device mesh of a layout; raise UserError for a model that its ranks cannot split."""
     strategy = plan.strategy
     if plan.shards % strategy.context:
         raise UserError(f"{plan.shards} shards of weights are not a multiple of the {strategy.context} of a sequence")
