@@ -209,6 +209,15 @@ def test_every_card_can_be_planned_for(card):
     assert ("assumed" in config) == (CARDS[card].link is None)
 
 
+def test_flags_for_one_gpu_say_so_in_the_help(capsys):
+    with pytest.raises(SystemExit):
+        main(["plan", "--help"])
+    shown = " ".join(capsys.readouterr().out.split())
+    for name in ("memory-budget MEMORY_BUDGET", "optimizer-state {fp32,bf16}", "update-in-backward"):
+        about = shown.split(f"--{name} ")[1].split(" --")[0]
+        assert "for one GPU" in about, name
+
+
 def test_an_unknown_interconnect_is_assumed_and_said():
     config = plan_config(PlanArguments(size="small", gpu="l40s", gpus=4))
     assert (config["link"], config["network"], config["assumed"]) == (25e9, 3e9, ["link", "network"])
