@@ -160,12 +160,12 @@ def plan(arguments: PlanArguments) -> None:
     from cs336_systems.experiments.ranks.layout_times import missing_times, predicted_times
     from cs336_systems.experiments.ranks.layouts import PARALLEL_PLAN
     from cs336_systems.experiments.ranks.plan_cells import planned
-    from cs336_systems.experiments.ranks.recommended_layout import command, recommendation
+    from cs336_systems.experiments.ranks.recommended_layout import command, recommendation, step_size
 
     cost, cell = arguments.cost(), planned(arguments)
     tables = [*PARALLEL_PLAN.tables([cell]), *predicted_times(cell, cost)]
     shown = [found.render(arguments.format) for found in tables]
-    said = (recommendation(cell), command(cell), missing_times(cell))
+    said = (recommendation(cell, cost), command(cell), step_size(cell), missing_times(cell, cost))
     advice = "\n".join(text.en for text in said if text is not None)
     if arguments.format in ("terminal", "md"):
         print("\n\n".join([*shown, advice]))
@@ -384,7 +384,9 @@ class CompareArguments:
     b: str = flag(MISSING, "file of records, or folder that holds one: after", positional=True, metavar="B")
     metric: tuple[str, ...] = flag((), "what to compare, such as step_time,peak_memory (default: the time of a step)")
     experiments: tuple[str, ...] = flag((), "only these experiments")
-    fail_if_slower: str | None = flag(None, "exit code 1 if some row of B is slower by more than this, such as 5%%")
+    fail_if_slower: str | None = flag(
+        None, "exit code 1 if some row of B is slower by more than this, such as 5%%, with its whole interval"
+    )
     different_work: bool = flag(False, "pair cells that agree only in size, context, batch, mode and precision")
     confidence: float = flag(0.95, "of the intervals and verdicts")
     format: str = flag("terminal", "output format", FORMATS)
@@ -425,10 +427,12 @@ def compare(arguments: CompareArguments) -> int:
         (page,) = write(document(found), Path(arguments.output))
         aside.append(f"open in a browser: {page}")
     if limit is not None and found.untold:
-        aside.append(f"--fail_if_slower cannot tell in {len(found.untold)} of {len(found.rows)} rows")
+        aside.append(f"--fail_if_slower cannot tell in {len(found.untold)} of {len(found.timed)} rows")
     if slower:
-        names = ", ".join(f"{row.pair.a.experiment} {row.name.en}" for row in slower[:5])
-        aside.append(f"{len(slower)} of {len(found.rows)} rows slower by more than {limit:g}%, such as: {names}")
+        names = ", ".join(row.title for row in slower[:5])
+        rule = f"the lower end of the {arguments.confidence * 100:g}% interval counts"
+        rows = f"{len(slower)} of {len(found.timed)} rows"
+        aside.append(f"{rows} slower by more than {limit:g}% ({rule}), such as: {names}")
     for line in aside:
         print(one_line(line), file=sys.stderr)
     return 1 if slower else 0

@@ -78,6 +78,12 @@ def nearest(name: str, choices: Iterable[str]) -> str:
     return f" (did you mean {by_lower[found[0]]!r}?)" if found else ""
 
 
+def without_unit(text: str) -> str:
+    """Return what is wrong with a size of memory that is a bare number, and the way out; "" for other texts."""
+    number = text.strip()
+    return f"has no unit; use {number}GiB or {number}GB" if re.fullmatch(r"\d{1,6}(\.\d{1,6})?", number) else ""
+
+
 def flag(default: Any, help: str, choices: tuple[str, ...] | None = None, **metadata: Any) -> Any:
     """Return a dataclass field that is also a command-line flag; `flags.add_flags` lists the metadata."""
     return field(default=default, metadata={"help": help, "choices": choices, **metadata})
@@ -350,7 +356,7 @@ class RunConfig:
     def _budget_problem(self) -> str | None:
         """Return why a memory budget is not supported here, or None."""
         if not re.fullmatch(r"auto|\d{1,6}(\.\d{1,6})?(GiB|GB|MiB|MB)", self.memory_budget):
-            return "is not a size; use one such as 130GiB or 80GB, or auto"
+            return without_unit(self.memory_budget) or "is not a size; use one such as 130GiB or 80GB, or auto"
         if self.checkpoint_blocks:
             return "decides what is recomputed; leave checkpoint_blocks out"
         if self.mode not in ("forward-backward", "train-step"):

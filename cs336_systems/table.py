@@ -120,11 +120,21 @@ def _csv_cell(text: str) -> str:
     return f"'{text}" if is_formula else text
 
 
+_GROUPED = re.compile(r"(?<![\d,.])\d{1,3}(,\d{3})+(?![\d,])")
+
+
+def _ungrouped(text: str) -> str:
+    """Return a cell of numbers without separators of thousands, with which a program reads 10,240 as text."""
+    return _GROUPED.sub(lambda found: found[0].replace(",", ""), text)
+
+
 def _csv(table: PlainTable) -> str:
     text = io.StringIO()
     writer = csv.writer(text, lineterminator="\n")
-    for row in ([column.heading() for column in table.columns], *table.rows):
-        writer.writerow([_csv_cell(cell) for cell in row])
+    writer.writerow([_csv_cell(column.heading()) for column in table.columns])
+    for row in table.rows:
+        plain = [_ungrouped(cell) if column.numeric else cell for cell, column in zip(row, table.columns, strict=True)]
+        writer.writerow(map(_csv_cell, plain))
     return text.getvalue().rstrip("\n")
 
 

@@ -20,7 +20,13 @@ from typing import Any
 
 from cs336_systems.config import RunConfig, flag, flag_like
 from cs336_systems.experiments.catalogue import Request
-from cs336_systems.experiments.session import SessionArguments, new_run_file, run_session
+from cs336_systems.experiments.session import (
+    SessionArguments,
+    new_run_file,
+    require_module,
+    require_runnable,
+    run_session,
+)
 from cs336_systems.experiments.steps.step_time import BENCH
 from cs336_systems.predict.model_flags import OWN_MODEL, ShapeArguments
 
@@ -67,9 +73,13 @@ class BenchArguments(SessionArguments, ShapeArguments):
 def bench(arguments: BenchArguments) -> int:
     """Measure the cells of the sweep and print their tables."""
     arguments.configs(arguments.device or "cpu")  # reports mistakes before a process is started
+    require_module(arguments.model)
     path = Path(arguments.output) if arguments.output else new_run_file("bench")
 
     def requests_on(device: str, gpu_memory: int | None) -> list[Request]:
-        return [(BENCH.name, config.to_dict()) for config in arguments.configs(device)]
+        configs = arguments.configs(device)
+        for config in configs:
+            require_runnable(config)
+        return [(BENCH.name, config.to_dict()) for config in configs]
 
     return run_session(arguments, path, requests_on).code

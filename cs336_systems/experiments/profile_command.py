@@ -7,7 +7,7 @@ from pathlib import Path
 from cs336_systems.config import RunConfig, UserError, flag, flag_like, nearest
 from cs336_systems.experiments.catalogue import Request, catalogue
 from cs336_systems.experiments.kernels.kernel_time import KERNELS
-from cs336_systems.experiments.session import SessionArguments, new_run_file, run_session
+from cs336_systems.experiments.session import SessionArguments, new_run_file, require_runnable, run_session
 from cs336_systems.predict.model_flags import OWN_MODEL, ShapeArguments
 from cs336_systems.record import RECORDS
 
@@ -49,6 +49,7 @@ def run_profile(arguments: ProfileArguments) -> int:
 
     def requests_on(device: str, gpu_memory: int | None) -> list[Request]:
         run = _without_graph(_configured(arguments, device))
+        require_runnable(run)
         requests = []
         for name in wanted:
             check = catalogue()[name].profile

@@ -21,12 +21,13 @@ import time
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from functools import cached_property
+from itertools import product
 from pathlib import Path
 from queue import Empty, Queue
 from typing import Any
 
 from cs336_systems import record
-from cs336_systems.config import UserError
+from cs336_systems.config import RunConfig, UserError
 from cs336_systems.experiments.catalogue import Request, catalogue
 from cs336_systems.experiments.progress import Progress
 from cs336_systems.experiments.spec import Config, Instrument
@@ -94,7 +95,7 @@ class Need:
 
     def __str__(self) -> str:
         bound = "at least " if self.at_least else ""
-        return f"needs {bound}{self.predicted / GIB:.1f} GiB of {self.capacity / GIB:.1f} GiB"
+        return f"needs {bound}{self.predicted / GIB:,.1f} GiB of {self.capacity / GIB:,.1f} GiB"
 
 
 @dataclass
@@ -210,6 +211,24 @@ class Runner:
         if status == "oom":
             status = f"oom: {need or 'out of memory'}"
         return self._records(cell, [], status, answer.get("seconds", 0.0), self.environment)
+
+    def what_fits(self, cell: Cell) -> str | None:
+        """Return the change with which a cell that does not fit would, by prediction; None if it fits."""
+        need = self._need(cell)
+        if need is None or need.fits:
+            return None
+        batches = [cell.config["batch_size"] >> times for times in range(cell.config["batch_size"].bit_length())]
+        for blocks, batch in product(dict.fromkeys((cell.config["checkpoint_blocks"], 1)), batches):
+            changed = {**cell.config, "checkpoint_blocks": blocks, "batch_size": batch}
+            with contextlib.suppress(UserError):  # recomputation that this step does not support
+                smaller = self._need(dataclasses.replace(cell, config=RunConfig.of(changed).to_dict()))
+                if smaller is not None and smaller.fits:
+                    flags = {name: changed[name] for name in changed if changed[name] != cell.config[name]}
+                    words = " ".join(f"--{name} {value}" for name, value in flags.items())
+                    return f"it is predicted to fit with {words}"
+        return (
+            "no smaller batch fits, with recomputation or without; use a smaller --size or a shorter --context_length"
+        )
 
     def _too_slow(self, cell: Cell) -> str | None:
         """Return why a quick run skips a cell: this CPU emulates its precision."""

@@ -1,10 +1,12 @@
 """From a command to its tables: choose the device, run the cells, show the results. Serves `bench` and `run`."""
 
 import datetime
+import os
 import shlex
 import sys
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from importlib.machinery import PathFinder
 from pathlib import Path
 from typing import NamedTuple
 
@@ -68,11 +70,14 @@ def _run_session(arguments: SessionArguments, path: Path, requests_on: Requests,
         requests = requests_on(arguments.device or runner.device, runner.environment.gpu_memory)
         cells = gather(requests)
         outcome = runner.run(cells)
+        advice = runner.what_fits(cells[0]) if len(cells) == 1 else None
     asked = _asked(path, {(experiment, record.cell_key(config)) for experiment, config in requests})
     for table in tables(asked, catalogue()):
         print(table.render("terminal"), end="\n\n")
     figures = _drawn(asked, path.parent)
     _report_outcome(outcome)
+    if advice:
+        print(advice, file=sys.stderr)
     folders = {path.parent / "files" / cell.slug for cell in cells if cell.instrument.keeps_files}
     for line in written_files(path, figures, sorted(folders)):
         print(line)
@@ -115,6 +120,27 @@ def draw_timelines(folder: Path) -> list[Path]:
             write_page(timeline, page)
             drawn += [page, *save([timeline_picture(timeline, "timeline")], file.parent)]
     return drawn
+
+
+def require_runnable(run: RunConfig) -> None:
+    """Raise UserError for what a measuring process would refuse, as far as that is known without one: a module that is
+    not there, the Triton kernels on a CPU."""
+    require_module(run.model_factory)
+    is_interpreted = os.environ.get("TRITON_INTERPRET") == "1"
+    if run.device == "cpu" and run.attention in ("flash_triton", "flash_hopper") and not is_interpreted:
+        problem = "the Triton kernels need a CUDA GPU, not 'cpu'; use --attention auto"
+        raise UserError(f"attention {run.attention}: {problem}", "attention")
+
+
+def require_module(factory: str | None) -> None:
+    """Raise UserError if there is no such module as that of `--model`."""
+    if factory is None:
+        return
+    name = factory.partition(":")[0].partition(".")[0]
+    places = [*sys.path, str(Path.cwd()), str(Path(__file__).resolve().parents[2])]
+    if not (name in sys.builtin_module_names or PathFinder.find_spec(name, places)):
+        reason = f"ModuleNotFoundError: No module named {name!r}"
+        raise UserError(f"model_factory {factory}: cannot import {name!r}: {reason}", "model_factory")
 
 
 def new_run_file(command: str) -> Path:

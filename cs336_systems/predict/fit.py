@@ -8,10 +8,10 @@ from functools import lru_cache
 from itertools import product, takewhile
 from typing import NamedTuple
 
-from cs336_systems.config import COURSE_SIZES, RunConfig, UserError, flag
+from cs336_systems.config import COURSE_SIZES, RunConfig, UserError, flag, nearest, without_unit
 from cs336_systems.predict.building_memory import building_peak
 from cs336_systems.predict.fit_times import Fitting, missing_times, step_times
-from cs336_systems.predict.gpus import CARDS, find_card, memory_size
+from cs336_systems.predict.gpus import CARDS, card_name, find_card, memory_size
 from cs336_systems.predict.memory_model import estimate
 from cs336_systems.predict.memory_planner import budget_bytes, least_peak, most_economical
 from cs336_systems.predict.model_flags import ShapeArguments
@@ -53,17 +53,20 @@ class FitArguments(CostArguments, ShapeArguments):
 
 
 def gpu_bytes(text: str) -> int:
-    """Return the bytes of `24GiB`, `80GB`, a bare number of GiB, or the memory of a named GPU."""
+    """Return the bytes of `24GiB` or `80GB`, or the memory of a named GPU."""
     gpu = find_card(text)
     if gpu is not None and gpu.memory_gib is not None:
         return int(gpu.memory_gib * GIB)
     found = memory_size(text)
-    if found and (found[1] or found[0] <= LARGEST_BARE_NUMBER * GIB):
+    if found and not found[1] and found[0] <= LARGEST_BARE_NUMBER * GIB:
+        raise UserError(f"--gpu {text!r} {without_unit(text)}, or a card such as 4090")
+    if found and found[1]:
         size = found[0]
         if not 1 <= size <= LARGEST_GPU:
             raise UserError(f"--gpu {text!r}: memory must be above 0 and at most {LARGEST_GPU // GIB} GiB, as in 24GiB")
         return int(size)
-    raise UserError(f"unknown --gpu {text!r}; give its memory, such as 24GiB, or one of: {', '.join(CARDS)}")
+    near = nearest(card_name(text), CARDS)
+    raise UserError(f"unknown --gpu {text!r}{near}; give its memory, such as 24GiB, or one of: {', '.join(CARDS)}")
 
 
 def usable_bytes(capacity: float, error: float = MODEL_ERROR) -> float:
@@ -242,7 +245,8 @@ def _host_limit(arguments: FitArguments) -> float:
         raise UserError("--host_memory is used by plans only; add --memory_budget auto")
     found = memory_size(arguments.host_memory)
     if found is None or not found[1]:
-        raise UserError(f"--host_memory {arguments.host_memory!r} is not a size; use one such as 128GiB")
+        problem = without_unit(arguments.host_memory) or "is not a size; use one such as 128GiB"
+        raise UserError(f"--host_memory {arguments.host_memory!r} {problem}")
     return found[0]
 
 

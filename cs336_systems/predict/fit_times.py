@@ -5,7 +5,7 @@ from typing import NamedTuple
 
 from cs336_systems.config import RunConfig
 from cs336_systems.predict.gpus import find_card
-from cs336_systems.predict.time.on_gpu import SETTINGS, launch_notes, predicted_on, source_notes
+from cs336_systems.predict.time.on_gpu import SETTINGS, launch_notes, mfu_note, predicted_on, source_notes
 from cs336_systems.predict.training_cost import Cost
 from cs336_systems.table import Column, Table, word
 from cs336_systems.text import Text, say
@@ -40,7 +40,9 @@ def step_times(first: Text, where: Text, fitting: Sequence[Fitting], cost: Cost)
     ]
     columns += [Column(Text("tokens/s")), Column(Text("MFU")), *cost.columns]
     title = say("predicted time of a step {}", "单步时间预测{}", where)
-    return [Table(title, columns, rows, [*source_notes(found), *launch_notes(found), *cost.notes])]
+    peaks = [one.peak for one in found if one.time.config.precision == "fp8"]
+    about_mfu = [mfu_note(peaks)] if peaks else []
+    return [Table(title, columns, rows, [*source_notes(found), *about_mfu, *launch_notes(found), *cost.notes])]
 
 
 def missing_times(gpus: Sequence[str], config: RunConfig) -> list[Text]:

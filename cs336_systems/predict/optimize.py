@@ -37,6 +37,7 @@ from cs336_systems.predict.time.step_kernels import AttentionPass, Matmul
 from cs336_systems.predict.time.step_times import StepTimes
 from cs336_systems.predict.time.time_model import step_time
 from cs336_systems.record import GIB
+from cs336_systems.text import Text, say
 
 KEEP, RECOMPUTE, PLAN = "keep", "recompute", "plan"
 """Choices for activations: all kept; recomputed in groups of blocks; a plan within a memory budget."""
@@ -319,21 +320,43 @@ class Search:
             yield self._alternative(STATE, state, own._replace(state=state), states=self.states)
         for layout in (layout for layout in self.layouts if layout != own.layout):
             yield self._alternative(LAYOUT, layout, own._replace(layout=layout))
-        if (faster := self._in_fp8(own)) is not None:
-            yield Alternative(PRECISION, "fp8", faster)
+        if task_in_fp8 := self._task_in_fp8:
+            yield Alternative(PRECISION, "fp8", self._in_fp8(task_in_fp8, own))
 
-    def _in_fp8(self, own: Candidate) -> Prediction | None:
-        """Return the same candidate with matmuls in FP8, whose peak differs only by the scales; None if the GPU, the
-        model or the candidate does not support it."""
+    def fp8_problem(self, own: Candidate) -> Text | None:
+        """Return why the chosen candidate has no alternative in FP8; None if it has, or is in FP8 already."""
         task = self.task
-        can = task.gpus == 1 and task.config.precision == "bf16" and task.gpu.peak_flops("fp8") is not None
-        if not can or own.activations != KEEP:
+        if task.config.precision == "fp8" or self._task_in_fp8 is not None:
             return None
+        if task.gpus > 1:
+            return Text("it is predicted for one GPU only", "只对单张 GPU 作预测")
+        if task.gpu.peak_flops("fp8") is None:
+            return say("{} has no FP8", "{} 不支持 FP8", task.gpu.name)
+        return say("the model {}", "该模型：{}", self._fp8_refusal)
+
+    @cached_property
+    def _task_in_fp8(self) -> Task | None:
+        """The same task in FP8; None if the GPU or the model does not support it, or if it is in FP8 already."""
+        task = self.task
+        if task.gpus > 1 or task.config.precision != "bf16" or task.gpu.peak_flops("fp8") is None or self._fp8_refusal:
+            return None
+        return dataclasses.replace(task, config=dataclasses.replace(task.config, precision="fp8"))
+
+    @cached_property
+    def _fp8_refusal(self) -> str:
+        """Why the model cannot have matmuls in FP8; "" if it can."""
         try:
-            config = dataclasses.replace(task.config, precision="fp8")
-        except UserError:
-            return None
-        times = StepTimes(config, task.profile)
+            dataclasses.replace(self.task.config, precision="fp8")
+        except UserError as error:
+            return str(error).removeprefix("precision fp8 ").partition(";")[0]
+        return ""
+
+    def _in_fp8(self, task: Task, own: Candidate) -> Prediction | None:
+        """Return the same candidate with matmuls in FP8, whose peak differs only by the scales. A candidate that
+        recomputes or offloads has other costs in FP8: its place takes the best one of a search of its own."""
+        if own.activations != KEEP:
+            return next(iter(Search(task).ranked), None)
+        times = StepTimes(task.config, task.profile)
         return Prediction(own, times.seconds(own.micro_batch, own.micro_batches, state=own.state, graph=own.graph))
 
     def _alternative(

@@ -81,15 +81,26 @@ def require_split(model: ModelConfig, mesh: Mesh, stages: int) -> None:
         raise UserError(f"--num_layers {layers} is too few for a pipeline of {stages} stages; use a smaller --pp")
     if model.tied_embeddings and mesh.pp > 1:
         raise UserError(TIED_STAGES)
-    for name, attribute in SPLIT_BY_TP.items():
-        if name != "vocab_size" and (value := getattr(model, attribute)) % mesh.tp:
-            raise UserError(f"--{name} {value} cannot be divided among --tp {mesh.tp} ranks; use a multiple")
+    if undivided := _undivided(model, mesh.tp):
+        name, value = undivided
+        raise UserError(f"--{name} {value} cannot be divided among --tp {mesh.tp} ranks; use a multiple")
     chunks = 2 * mesh.cp * mesh.tp
     if mesh.cp > 1 and (length := model.context_length) % chunks:
         raise UserError(
             f"--context_length {length} must be a multiple of 2 x --cp {mesh.cp} x --tp {mesh.tp} = {chunks}: a rank "
             f"computes two equal parts of each sequence"
         )
+
+
+def divides_model(model: ModelConfig, tp: int) -> bool:
+    """Return True if tensor parallelism of `tp` ranks divides heads, widths and sequence of the model."""
+    return _undivided(model, tp) is None
+
+
+def _undivided(model: ModelConfig, tp: int) -> tuple[str, int] | None:
+    """Return the flag and the size of the first part of the model that `tp` ranks cannot share equally."""
+    sizes = ((name, getattr(model, attribute)) for name, attribute in SPLIT_BY_TP.items() if name != "vocab_size")
+    return next(((name, size) for name, size in sizes if size % tp), None)
 
 
 def require_schedule(pp: int, schedule: str, count: int) -> None:

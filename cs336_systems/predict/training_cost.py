@@ -76,6 +76,10 @@ class Cost(NamedTuple):
         return [say("days and cost: {} tokens, {} a GPU hour", "天数与费用：{} token，每 GPU 小时 {}", tokens, price)]
 
 
+NO_COST = Cost()
+"""Neither days nor money were asked for."""
+
+
 def short(number: float) -> str:
     """Return a number as text with at least two digits."""
     return f"{number:,.0f}" if number >= 10 else f"{number:.1f}" if number >= 1 else f"{number:.2g}"

@@ -11,11 +11,12 @@ from dataclasses import dataclass
 from functools import partial
 
 from cs336_systems.config import UserError
-from cs336_systems.record import HEADLINES, Record, cell_key
+from cs336_systems.record import CELL_TIME, HEADLINES, Record, cell_key
 from cs336_systems.report.cells import CellView
 from cs336_systems.report.intervals import Ratio, geometric_mean, ratio_of_medians
 from cs336_systems.report.pairing import MOST, Names, Pair, differences, pair_up, short, some, title, usable_cells
 from cs336_systems.report.referee import remarks
+from cs336_systems.report.whole_runs import AT_END
 from cs336_systems.text import Text, say
 
 LEAST = 1 / MOST
@@ -50,6 +51,11 @@ class Row:
     @property
     def sides(self) -> tuple[CellView, CellView]:
         return self.pair.of(self.variant)
+
+    @property
+    def title(self) -> str:
+        """The experiment and the row's name, which may begin with that of the experiment."""
+        return with_experiment(short(self.pair.a.experiment), self.name).en
 
     @property
     def is_speed(self) -> bool:
@@ -104,15 +110,20 @@ class Comparison:
     """Remarks on failures, on what is left out, and on oddities."""
 
     def slower_by(self, percent: float) -> list[Row]:
-        if not any(row.is_speed for row in self.rows):
+        if not self.timed:
             metrics = ", ".join(dict.fromkeys(short(row.metric) for row in self.rows))
             raise UserError(f"--fail_if_slower is for times, and {metrics} is none; name another --metric")
-        return [row for row in self.rows if row.is_slower_by(percent)]
+        return [row for row in self.timed if row.is_slower_by(percent)]
 
     @property
     def untold(self) -> list[Row]:
-        """Rows without an interval, which a limit cannot be applied to."""
-        return [row for row in self.rows if row.ratio is None or row.ratio.low is None]
+        """Rows of times without an interval, which a limit cannot be applied to."""
+        return [row for row in self.timed if row.ratio is None or row.ratio.low is None]
+
+    @property
+    def timed(self) -> list[Row]:
+        """Rows of times and rates, which a limit on slowness is for."""
+        return [row for row in self.rows if row.is_speed]
 
     @property
     def means(self) -> list[Mean]:
@@ -215,10 +226,11 @@ def _rows_of(pair: Pair, variant: str, names: Names, metrics: Sequence[str], con
 
 
 def _chosen(have: Sequence[str], asked: Sequence[str]) -> list[str]:
-    """Return the metrics asked for, or the headline."""
+    """Return the metrics asked for, or the headline and, of a training run, the losses at its end."""
     if asked:
         return [name for name in dict.fromkeys(asked) if name in have]
-    return next(([name] for name in HEADLINES if name in have), [])
+    headline = next(([name] for name in HEADLINES if name in have), [])
+    return headline + [name for name in AT_END if name in have]
 
 
 def _judged(a: Record, b: Record, confidence: float) -> tuple[Ratio | None, Text]:
@@ -239,20 +251,24 @@ def _verdict(unit: str, ratio: Ratio) -> Text:
 
 
 def _why_empty(pairs: Sequence[Pair], metrics: Sequence[str]) -> str:
-    if all(pair.a.experiment == "train" for pair in pairs):
-        return "A and B are training runs, which have no cells to compare; side by side: cs336 report A B"
     if not any(cell.ok for pair in pairs for cell in pair.sides):
         return f"all {len(pairs)} cells that A and B have in common failed in both: nothing to compare"
-    have = dict.fromkeys(
-        metric
+    units = {
+        metric: record.unit
         for pair in pairs
         if pair.a.ok and pair.b.ok
         for a, b in map(pair.of, ("", *pair.a.variants))
         for metric, record in a.metrics.items()
-        if metric in b.metrics and record.numbers
-    )
+        if metric in b.metrics and record.numbers and metric != CELL_TIME
+    }
+    have = [metric for metric, unit in units.items() if unit != "1"] or list(units)  # most bare numbers are settings
     wanted = " or ".join(metrics or HEADLINES)
     return f"no cell of A and B has {wanted}; choose a --metric that both have: {some(have, 8) or 'there is none'}"
+
+
+def with_experiment(experiment: str, name: Text, template: tuple[str, str] = ("{} {}", "{} {}")) -> Text:
+    """Return the name of a row with that of its experiment, which is left out where the name begins with it."""
+    return name if re.match(rf"{re.escape(experiment)}(,|$)", name.en) else say(*template, experiment, name)
 
 
 # -- remarks ----------------------------------------------------------------------------------------------------------

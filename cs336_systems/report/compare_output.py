@@ -8,7 +8,7 @@ from collections.abc import Callable, Sequence
 from typing import TextIO
 
 from cs336_systems.report.cells import CellView
-from cs336_systems.report.compare import DECIDED, FASTER, LESS, MORE, SLOWER, Comparison, Mean, Row
+from cs336_systems.report.compare import DECIDED, FASTER, LESS, MORE, SLOWER, Comparison, Mean, Row, with_experiment
 from cs336_systems.report.document import Chart, Document, Highlight, Limit, Point, Section, Series
 from cs336_systems.report.intervals import Ratio
 from cs336_systems.report.pairing import short, some, telling
@@ -32,6 +32,12 @@ METRIC = Text("metric", "指标")
 EXPERIMENT = Text("experiment", "实验")
 VERDICT = Text("verdict", "结论")
 MEAN = Text("geometric mean", "几何平均")
+_METRICS = {
+    **QUANTITIES,
+    "final_loss": Text("loss at the end", "最终损失"),
+    "final_validation_loss": Text("last validation loss", "最后的验证损失"),
+}
+"""Metric -> its name in the name of a row."""
 _KINDS = {"s": Text("times", "时间"), "B": Text("sizes", "字节数")}
 """Kinds of metrics by unit; all other units are rates."""
 
@@ -118,7 +124,7 @@ def _names(found: Comparison) -> list[Text]:
     experiments = [short(row.pair.a.experiment) for row in found.rows]
     if not _differ(experiments):
         return named
-    return [say("{}: {}", "{}：{}", *pair) for pair in zip(experiments, named, strict=True)]
+    return [with_experiment(*pair, ("{}: {}", "{}：{}")) for pair in zip(experiments, named, strict=True)]
 
 
 def _labels(found: Comparison) -> list[Text]:
@@ -134,7 +140,7 @@ def _with_metrics(rows: Sequence[Row], names: Sequence[Text]) -> list[Text]:
     """Return the names, with the metric where a cell has several."""
     counts = Counter((id(row.pair), row.variant) for row in rows)
     return [
-        say("{}, {}", "{}，{}", name, QUANTITIES.get(row.metric) or short(row.metric))
+        say("{}, {}", "{}，{}", name, _METRICS.get(row.metric) or short(row.metric))
         if counts[id(row.pair), row.variant] > 1
         else name
         for row, name in zip(rows, names, strict=True)

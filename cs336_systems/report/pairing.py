@@ -15,12 +15,16 @@ from cs336_systems.report.cells import CellView, fields_of, group, grouped
 from cs336_systems.report.names import implementation_name, size_name
 from cs336_systems.report.phrases import MODE_WORDS
 from cs336_systems.report.rows import FIELDS, as_text
+from cs336_systems.report.whole_runs import joined_runs
 from cs336_systems.text import Text, listed, printable, say
 
-HOW_MEASURED = ("device", "warmup_steps", "num_steps", "seed", "warmup_ms", "rep_ms", "rounds", "calls")
+LOGGED = ("log_every", "tensorboard", "save_every", "async_save", "keep", "keep_every", "keep_best")
+"""Fields of a training run that say what is written and when."""
+HOW_MEASURED = ("device", "warmup_steps", "num_steps", "seed", "warmup_ms", "rep_ms", "rounds", "calls", *LOGGED)
 """Fields of a configuration that do not change the work; a device may only differ in its index."""
 IMPLIED = ("d_model", "d_ff", "num_layers", "num_heads")
 """Fields of a model that are implied by its size."""
+SIDE_BY_SIDE = "; training runs side by side: cs336 report A B"
 _ATTENTION = ("heads", "head_dim", "seq_len", "is_causal")
 AGREED = (*IMPLIED, "vocab_size", "context_length", "batch_size", "mode", "precision", *_ATTENTION)
 """Fields in which cells of different work must agree to be compared."""
@@ -62,7 +66,7 @@ def usable_cells(records: Iterable[Record], file: str, experiments: Sequence[str
         if name not in have:
             raise UserError(f"{file!r} has no experiment {name}{nearest(name, have)}; it has: {some(have, 8)}")
     wanted = [record for record in usable if not experiments or record.experiment in experiments]
-    cells = sorted(group(wanted), key=lambda cell: have.index(cell.experiment))
+    cells = sorted(joined_runs(group(wanted)), key=lambda cell: have.index(cell.experiment))
     odd = len(records) - len(usable)
     english = f"{{}}: {odd} record{'s' * (odd != 1)} with fields of the wrong type left out"
     return cells, [say(english, f"{{}}：略去 {odd} 条字段类型有误的记录", short(file, 400))] if odd else []
@@ -143,14 +147,18 @@ def _pairs(a: Sequence[CellView], b: Sequence[CellView], different_work: bool) -
 
 
 def _why_none(a: Sequence[CellView], b: Sequence[CellView], different_work: bool) -> str:
+    is_training = all(any(cell.experiment == "train" for cell in cells) for cells in (a, b))
     if different_work:
-        return "no cell of A agrees with one of B in size, context, batch, mode and precision: nothing to compare"
+        reason = "no cell of A agrees with one of B in size, context, batch, mode and precision"
+        return f"{reason}{SIDE_BY_SIDE if is_training else ': nothing to compare'}"
     how = {*HOW_MEASURED} - {"device"}
     differing = _differing(
         list(map(_described, a)), list(map(_described, b)), lambda name, x, y: name not in how and not x & y
     )
     lines = "; ".join(text.en for text in differing[:4])
     reason = f"A and B did different work ({lines or 'no configuration is in both'})"
+    if is_training:
+        return reason + SIDE_BY_SIDE
     return reason + ("; --different_work compares all the same" if _pairs(a, b, True) else ": nothing to compare")
 
 

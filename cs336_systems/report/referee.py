@@ -142,6 +142,8 @@ def status_text(status: str) -> Text:
 
 def _cold(cell: CellView) -> Remark | None:
     steps = cell.metrics["step_time"].numbers if "step_time" in cell.metrics else []
+    if cell.experiment == "train":  # every first step of a run is cold
+        return None
     if len(steps) < 3 or steps[0] < COLD_RATIO * sorted(steps)[len(steps) // 2]:
         return None
     warmup = cell.get("warmup_steps")

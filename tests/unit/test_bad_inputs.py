@@ -378,7 +378,7 @@ REFUSED = {
         compare good.jsonl good.jsonl --fail_if_slower five     | 'five' is not a percentage
         compare good.jsonl good.jsonl --fail_if_slower -5%      | '-5%' is not a percentage
         compare good.jsonl good.jsonl --format xml  | 'xml'
-        compare train.jsonl train.jsonl             | training runs
+        compare train.jsonl tuned.jsonl             | training runs side by side: cs336 report A B
     """,
     "tune, doctor, completion": """
         tune                                        | tune needs a CUDA GPU
@@ -467,7 +467,9 @@ def prepare(folder: Path) -> None:
     metrics = {"forward_time": 0.004, "backward_time": 0.007, "step_time": 0.012, CELL_TIME: 1.0}
     records = [Record("bench", config, name, "s", (v, v), "ok", environment) for name, v in metrics.items()]
     record.append(folder / "good.jsonl", records)
-    record.append(folder / "train.jsonl", [Record("train", {**config, "first_step": 1}, "loss", "1", (1.0, 2.0))])
+    for name, rate in (("train.jsonl", 1e-3), ("tuned.jsonl", 1e-4)):
+        trained = {**config, "first_step": 1, "learning_rate": rate}
+        record.append(folder / name, [Record("train", trained, "loss", "1", (1.0, 2.0))])
     good, binary = (folder / "good.jsonl").read_bytes(), bytes(range(256)) * 40
     for name in ("folder", "hollow", "folder.json", "weird ☃ name", "unfinished/.parts"):
         (folder / name).mkdir(parents=True)

@@ -4,6 +4,7 @@ Commands run in this process where that is possible; only paths, imports and the
 """
 
 import os
+import re
 import shutil
 import subprocess
 import sys
@@ -130,9 +131,14 @@ BAD_MODELS = {
 
 
 @pytest.fixture(scope="module")
-def started_worker(tmp_path_factory, forked_python):
+def models(tmp_path_factory):
+    return tmp_path_factory.mktemp("models")
+
+
+@pytest.fixture(scope="module")
+def started_worker(models, forked_python):
     """One worker for all bad models: none of them takes its process down."""
-    folder = tmp_path_factory.mktemp("models")
+    folder = models
     for name, (source, _) in BAD_MODELS.items():
         if source is not None:
             (folder / f"{name}.py").write_text(source)
@@ -147,7 +153,8 @@ def started_worker(tmp_path_factory, forked_python):
 
 
 @pytest.fixture
-def kept_worker(started_worker, monkeypatch):
+def kept_worker(started_worker, models, monkeypatch):
+    monkeypatch.syspath_prepend(models)  # the worker's folder
     monkeypatch.setattr(runner_module, "Worker", lambda *_: started_worker)
     monkeypatch.setattr(started_worker, "stop", lambda: None)
 
@@ -168,6 +175,33 @@ def test_nothing_measured_is_exit_code_1(kept_worker, capsys):
         printed = capsys.readouterr()
         assert "OOM" in printed.out
         assert "0 cells measured" in printed.out
+        assert printed.err.splitlines()[-1].startswith("no smaller batch fits")
+
+
+@pytest.mark.xdist_group("ranks")
+def test_a_cell_that_does_not_fit_says_what_would(kept_worker, capsys):
+    words = ["bench", "--device", "cpu", "--size", "small", "--context_length", "512", "--output", "r.jsonl"]
+    assert exit_code([*words, "--batch_size", "1000000"]) == 1
+    printed = capsys.readouterr()
+    assert re.search(r"needs \d{1,3},\d{3}[\d,.]* GiB of", printed.out), "with a separator of thousands"
+    found = re.fullmatch(r"it is predicted to fit with --batch_size (\d+)", printed.err.splitlines()[-1])
+    assert 1 <= int(found[1]) < 1_000_000
+
+
+@pytest.mark.parametrize("command", ["bench", "profile"])
+@pytest.mark.parametrize(
+    ("flags", "named"),
+    [
+        (["--model", "nowhere_at_all:build"], "--model nowhere_at_all:build: cannot import 'nowhere_at_all'"),
+        (["--attention", "flash_hopper"], "--attention flash_hopper: the Triton kernels need a CUDA GPU"),
+    ],
+)
+def test_what_no_process_can_run_is_refused_without_progress(command, flags, named, kept_worker, capsys, monkeypatch):
+    monkeypatch.delenv("TRITON_INTERPRET", raising=False)
+    shown = []
+    monkeypatch.setattr("cs336_systems.experiments.progress.Progress.begin", lambda *_: shown.append("started"))
+    assert_refused([command, *TINY, *flags], [named], capsys)
+    assert not shown
 
 
 @pytest.mark.xdist_group("ranks")

@@ -239,10 +239,15 @@ def test_budgets_are_accepted(text, fields):
     assert not RunConfig(**fields).plans_whole_blocks
 
 
-@pytest.mark.parametrize("text", ["80", "80 GiB", "GiB", "-1GiB", "1e3GiB", "80gib", "80TB", "full", "1GiB\n", " "])
+@pytest.mark.parametrize("text", ["80 GiB", "GiB", "-1GiB", "1e3GiB", "80gib", "80TB", "full", "1GiB\n", " "])
 def test_nonsense_is_no_budget(text):
     with refused("memory_budget", repr(text), "130GiB"):
         RunConfig(memory_budget=text, **FUSED)
+
+
+def test_a_budget_needs_a_unit():
+    with refused("memory_budget '80' has no unit; use 80GiB or 80GB"):
+        RunConfig(memory_budget="80", **FUSED)
 
 
 REFUSED_BUDGETS = {

@@ -69,7 +69,7 @@ small     12.50   10%
     "csv": """\
 size,step (ms),MFU
 small,12.50,10%
-模型,"1,234.00",100%""",
+模型,1234.00,100%""",
     "latex": r"""\begin{table}
   \centering
   \caption{bench: time · H200}
@@ -181,6 +181,25 @@ def test_terminal_columns_line_up_on_the_screen(table):
 
 
 # -- CSV --------------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("cell", "plain"),
+    [
+        ("10,240", "10240"),
+        ("-1,234.5", "-1234.5"),
+        ("1,234 ± 1,001", "1234 ± 1001"),
+        ("1,234,567.0 to 2,345.6", "1234567.0 to 2345.6"),
+        ("11.956, 10.371", "11.956, 10.371"),
+        ("2,4,8", "2,4,8"),
+        ("0.123,456", "0.123,456"),
+    ],
+)
+def test_numbers_in_csv_have_no_separators(cell, plain):
+    """Programs read them as numbers; words stay as they are."""
+    numbers = Table(Text("t"), [Column(Text("a")), word(Text("b"))], [[cell, cell]])
+    assert list(csv.reader(io.StringIO(numbers.render("csv"))))[1] == [plain, cell]
+    assert cell in numbers.render("md")
 
 
 @quick

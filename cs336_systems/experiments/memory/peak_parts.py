@@ -35,6 +35,7 @@ from cs336_systems.report.phrases import (
 )
 from cs336_systems.report.points import FEW, joined, measured
 from cs336_systems.report.presentation import Cells
+from cs336_systems.report.referee import doubt
 from cs336_systems.report.rows import (
     FIELDS,
     as_text,
@@ -51,6 +52,8 @@ from cs336_systems.table import Column, Table, word
 from cs336_systems.text import Text, listed, say
 
 MODULE = "cs336_systems.experiments.memory.measure_memory"
+FASTER = 0.95
+"""A step that takes less than this share of its time under an instrument was not measured well."""
 SMALL_PART = 0.01
 """Parts below this share of the largest bar are drawn together as one."""
 XL_CONTEXTS = (128, 2048)
@@ -151,12 +154,31 @@ def _overheads(cells: Cells) -> Table:
     columns += [Column(Text("traced block by block", "逐块跟踪"))]
 
     def rows(cell: CellView) -> Iterable[list[str]]:
-        step = cell.value("step_time")
-        slower = [cell.value(name) for name in ("history_step_time", "traced_step_time")]
-        yield [ms(step), *("" if seconds is None or not step else f"{seconds / step:.1f}x" for seconds in slower)]
+        slower = ("" if ratio is None else f"{ratio:.1f}x" for ratio in _slowdowns(cell))
+        yield [ms(cell.value("step_time")), *slower]
 
     what = Text("how much slower a step is under each instrument", "每种仪器使一步变慢多少")
-    return rows_table(what, cells, columns, rows)
+    return rows_table(what, cells, columns, rows, notes=_doubts(cells))
+
+
+def _slowdowns(cell: CellView) -> list[float | None]:
+    """Return the time of a step with the allocator's history and traced, over that of a step without instruments."""
+    step = cell.value("step_time")
+    under = [cell.value(name) for name in ("history_step_time", "traced_step_time")]
+    return [seconds / step if seconds is not None and step else None for seconds in under]
+
+
+def _doubts(cells: Cells) -> list[Text]:
+    """Return why the slowdowns may be wrong: steps that vary too much, and steps that instruments made faster."""
+    found = [warning] if (warning := doubt(cells)) else []
+    if any(ratio is not None and ratio < FASTER for cell in cells for ratio in _slowdowns(cell)):
+        found.append(
+            Text(
+                "below 1x: no instrument makes a step faster, so other load slowed those without one; measure again",
+                "小于 1x：仪器不会使一步变快，说明不带仪器的步受到其他负载影响，请重新测量",
+            )
+        )
+    return found
 
 
 def _charts(cells: Cells) -> list[Chart]:

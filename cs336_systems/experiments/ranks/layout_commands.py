@@ -10,9 +10,9 @@ from collections.abc import Mapping
 from typing import Any
 
 from cs336_systems.config import SIZES, ModelConfig, RunConfig, UserError, model_config
-from cs336_systems.experiments.ranks.plan_cells import plans
+from cs336_systems.experiments.ranks.plan_cells import INTERLEAVED, plans, required_axes, schedule_of
 from cs336_systems.predict.parallel_model import Plan
-from cs336_systems.predict.rank_shards import STAGES_PER_RANK, Mesh, require_schedule, require_split
+from cs336_systems.predict.rank_shards import STAGES_PER_RANK
 from cs336_systems.predict.strategy import Strategy
 
 DATA = "tokens.bin"
@@ -21,7 +21,6 @@ BASE_SIZE = "small"
 """Size whose fields the flags override to describe a shape that has no name."""
 WRAPPERS = {0: "ddp", 1: "ddp-sharded", 3: "fsdp"}
 """Our wrappers by the stage of ZeRO, for ranks that split data only."""
-INTERLEAVED = "interleaved"
 
 
 def nearest_trained(strategy: Strategy) -> Strategy:
@@ -80,21 +79,8 @@ def _parallel(plan: Plan, model: ModelConfig) -> dict[str, Any]:
     strategy = plan.strategy
     if strategy.group == strategy.replicate == 1:
         return {"parallel": WRAPPERS[strategy.stage]}
-    if plan.shards % strategy.context:
-        raise UserError(f"{plan.shards} shards of weights are not a multiple of the {strategy.context} of a sequence")
-    schedule = INTERLEAVED if strategy.chunks > 1 else "1f1b"
-    sharded = strategy.stage == 3
-    mesh = Mesh(
-        pp=strategy.pipeline,
-        dp_replicate=strategy.replicate if sharded else plan.replicas,
-        dp_shard=plan.shards // strategy.context if sharded else 1,
-        cp=strategy.context,
-        tp=strategy.tensor,
-    )
-    require_split(model, mesh, mesh.pp * STAGES_PER_RANK[schedule])
-    require_schedule(mesh.pp, schedule, plan.micro_batches)
-    axes = {name: size for name, size in mesh._asdict().items() if size > 1}
-    return {"engine": "torch", **axes, **({"pp_schedule": schedule} if strategy.chunks > 1 else {})}
+    axes = {name: size for name, size in required_axes(plan, model)._asdict().items() if size > 1}
+    return {"engine": "torch", **axes, **({"pp_schedule": schedule_of(strategy)} if strategy.chunks > 1 else {})}
 
 
 def shape_flags(run: RunConfig) -> dict[str, Any]:

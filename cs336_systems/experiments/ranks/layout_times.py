@@ -23,7 +23,7 @@ from cs336_systems.predict.time.eager_kernels import ADAMW
 from cs336_systems.predict.time.eager_time import eager_step_time
 from cs336_systems.predict.time.gpu_profile import DATA_SHEET, GpuProfile, profile_of
 from cs336_systems.predict.time.time_model import StepTime, predicts, step_time
-from cs336_systems.predict.training_cost import Cost
+from cs336_systems.predict.training_cost import NO_COST, Cost
 from cs336_systems.report.cells import CellView
 from cs336_systems.report.rows import ms, number, percent, titled
 from cs336_systems.report.terms import MFU, STEP, TOKENS_PER_SECOND
@@ -183,19 +183,27 @@ def _unpredicted(names: Sequence[str]) -> dict[Text, list[str]]:
     return found
 
 
-def missing_times(cell: CellView) -> Text | None:
-    """Say with which flags `cs336 plan` predicts the time of a step; None where it does, or where nothing fits."""
+def missing_times(cell: CellView, cost: Cost = NO_COST) -> Text | None:
+    """Say with which flags `cs336 plan` predicts the time of a step, and with it days and cost where they are asked
+    for; None where it does, or where nothing fits."""
     fitting = fitting_layouts(cell)
     if not fitting or any(rank_time(cell, name) for name in fitting):
         return None
+    asked = Text("Step time", "单步时间")
+    if cost.tokens is not None:
+        asked = Text("Step time, days and cost", "单步时间、天数与费用")
+    return say("{}: {}", "{}：{}", asked, _why_no_times(cell, fitting))
+
+
+def _why_no_times(cell: CellView, fitting: Sequence[str]) -> Text:
     wanted = {"mode": "train-step", "precision": "bf16", "attention": "auto", "count": "transformer"}
     flags = [f"--{name} {value}" for name, value in wanted.items() if cell.get(name) != value]
     flags += ["--fast on"] if "kernels,loss" not in str(cell.get("fast")) else []
     if flags:
-        return say("Step time: predicted with {}.", "单步时间：加上 {} 即可预测。", " ".join(flags))
+        return say("predicted with {}.", "加上 {} 即可预测。", " ".join(flags))
     if _rates(cell.config)[0] is None:
-        return say("Step time: the rates of {} are not known.", "单步时间：{} 的速率未知，无法预测。", gpu_name(cell))
+        return say("the rates of {} are not known.", "{} 的速率未知，无法预测。", gpu_name(cell))
     reasons = [
         say("{}, {}", "{}，{}", listed(map(layout_name, names)), why) for why, names in _unpredicted(fitting).items()
     ]
-    return say("Step time: not predicted for {}.", "单步时间：不作预测：{}。", listed(reasons, ("; ", "；")))
+    return say("not predicted for {}.", "不作预测：{}。", listed(reasons, ("; ", "；")))

@@ -12,10 +12,12 @@ from cs336_systems.experiments.ranks.plan_cells import (
     PlanArguments,
     fitting_layouts,
     gpu_name,
+    impossible_layouts,
     layout_name,
     part_sizes,
     plan_config,
     planned,
+    possible_layouts,
     total,
     unfused_layouts,
     where,
@@ -36,6 +38,7 @@ from cs336_systems.text import Text, listed, say
 
 LAYOUT = Text("layout", "布局")
 MATMULS = Text("matmuls", "矩阵乘")
+IMPOSSIBLE = Text("impossible", "不可行")
 
 
 def tables_of(arguments: PlanArguments) -> list[Table]:
@@ -64,6 +67,7 @@ def _title(cell: CellView, what: Text) -> Text:
 def _memory_table(cell: CellView) -> Table:
     peaks = {name: cell.variant(name).value("engine_peak_memory") for name in cell.get("strategies")}
     has_peaks = any(peak is not None for peak in peaks.values())
+    impossible = impossible_layouts(cell.config)
     heads = [*PARTS.values(), Text("total", "合计"), *([Text("torch's peak", "torch 峰值")] if has_peaks else [])]
     columns = [word(LAYOUT), *(Column(head, "GiB") for head in heads)]
     columns += [word(Text("fits", "放得下")), Column(Text("GPUs needed", "所需 GPU"))]
@@ -72,6 +76,8 @@ def _memory_table(cell: CellView) -> Table:
         own = cell.variant(name)
         sizes, needed = part_sizes(own), own.value("smallest_cluster")
         fits = Text("yes", "是") if own.value("fits") else Text("no", "否")
+        if name in impossible:
+            fits, needed = IMPOSSIBLE, None
         memory = [number(size / GIB) for size in (*sizes, sum(sizes))]
         if has_peaks:
             memory.append("-" if peak is None else number(peak / GIB))
@@ -101,6 +107,9 @@ def _memory_table(cell: CellView) -> Table:
                 listed(map(layout_name, unfused)),
             )
         )
+    notes += [
+        say("impossible: {}: {}", "不可行：{}：{}", layout_name(name), Text(why)) for name, why in impossible.items()
+    ]
     notes.append(margin_note())
     return Table(_title(cell, Text("memory on each GPU", "每张 GPU 的显存")), columns, rows, notes)
 
@@ -110,8 +119,12 @@ def _time_table(cell: CellView) -> Table:
     columns = [word(LAYOUT), Column(Text("sent", "发送"), "GB"), *(Column(head, "ms") for head in heads)]
     columns += [Column(Text("tokens needed", "所需 token")), word(Text("waits for", "等待"))]
     rows: list[list[str | Text]] = []
+    possible = possible_layouts(cell)
     for name in cell.get("strategies"):
         own = cell.variant(name)
+        if name not in possible:
+            rows.append([layout_name(name), *["-"] * (len(columns) - 2), IMPOSSIBLE])
+            continue
         passes, needed = Passes.of(own), own.value("least_tokens")
         sent = sum(own.value(metric) or 0.0 for metric in own.metrics if metric.startswith(SENT))
         waits = MATMULS
@@ -173,8 +186,8 @@ def _assumptions(cell: CellView) -> list[Text]:
     if left_out := cell.config.get("left_out"):
         notes.append(
             say(
-                "groups of {} do not divide {} GPUs: shown with smaller groups, or left out",
-                "{} 的分组不能整除 {} 张 GPU：改用更小的分组，或省略",
+                "groups of {} do not divide {} GPUs or the model: shown with smaller groups, or left out",
+                "{} 的分组不能整除 {} 张 GPU 或模型：改用更小的分组，或省略",
                 *(listed(map(layout_name, left_out)), str(cell.get("gpus"))),
             )
         )
@@ -185,7 +198,9 @@ def _assumptions(cell: CellView) -> list[Text]:
 
 
 def _chart(cell: CellView) -> Chart:
-    sizes = {layout_name(name): part_sizes(cell.variant(name)) for name in cell.get("strategies")}
+    sizes = {
+        layout_name(name): part_sizes(cell.variant(name)) for name in possible_layouts(cell) or cell.get("strategies")
+    }
     series = [
         Series(head, [Point(name, parts[number] / GIB) for name, parts in sizes.items()])
         for number, head in enumerate(PARTS.values())
@@ -239,7 +254,7 @@ def _fastest_layout(cell: CellView) -> Text:
 def _communication_bound(cells: Cells) -> Text | None:
     """State which layouts wait for communication on the largest cluster."""
     cell = max(_whole_models(cells), key=lambda cell: cell.get("gpus"))
-    late = [name for name in cell.get("strategies") if Passes.of(cell.variant(name)).late]
+    late = [name for name in possible_layouts(cell) if Passes.of(cell.variant(name)).late]
     gpus = f"{cell.get('gpus'):,}"
     if not late:
         return say("on {} GPUs no layout waits for communication", "{} 张 GPU 上没有布局在等通信", gpus)

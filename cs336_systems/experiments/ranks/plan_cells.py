@@ -7,14 +7,22 @@ from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
-from cs336_systems.config import RunConfig, UserError, flag, flag_like
+from cs336_systems.commands import flags_named
+from cs336_systems.config import OPTIMIZER_STATES, ModelConfig, RunConfig, UserError, flag, flag_like
 from cs336_systems.predict.engine_memory import engine_estimate
 from cs336_systems.predict.fit import gpu_bytes, usable_bytes
 from cs336_systems.predict.gpus import ETHERNET, GIGA, PCIE_LINK, TERA, find_card
 from cs336_systems.predict.model_flags import ShapeArguments
 from cs336_systems.predict.optimize_ranks import FAST_OF_RANKS, FP8_ON_RANKS
 from cs336_systems.predict.parallel_model import Cluster, Plan, Workload, feed_forward, runs_fused, transformer
-from cs336_systems.predict.rank_shards import SPLIT_BY_TP, Mesh
+from cs336_systems.predict.rank_shards import (
+    SPLIT_BY_TP,
+    STAGES_PER_RANK,
+    Mesh,
+    divides_model,
+    require_schedule,
+    require_split,
+)
 from cs336_systems.predict.strategy import Strategy
 from cs336_systems.predict.training_cost import CostArguments
 from cs336_systems.record import Metric
@@ -28,6 +36,7 @@ PRECISIONS = ("fp32", "bf16", "fp16", "fp8")
 STRATEGIES = ("dp", "zero1", "zero2", "zero3", "tp8", "zero3+tp8", "zero3+cp4", "zero1+tp8+pp4")
 MOST_GPUS = 1_000_000
 COUNTED = {"transformer": transformer, "feed-forward": feed_forward}
+INTERLEAVED = "interleaved"
 
 
 @dataclass(frozen=True)
@@ -41,6 +50,9 @@ class PlanArguments(CostArguments, ShapeArguments):
     gpus: int = flag(1024, "total number of GPUs")
     fast: str = flag("off", "the fast step: on, off, or kernels,loss (its optimizer and graph are for one GPU)")
     gpu: str = flag("h100", "4090, A100, H200, ...; or memory such as 95GB, with --tflops")
+    memory_budget: str = flag("", "not for plan: for one GPU, see cs336 fit and cs336 memory")
+    optimizer_state: str = flag("fp32", "for plan only fp32; bf16 is for one GPU, see cs336 fit", OPTIMIZER_STATES)
+    update_in_backward: bool = flag(False, "not for plan: for one GPU, see cs336 fit and cs336 memory")
     strategy: tuple[str, ...] = flag(
         STRATEGIES, "dp, zero1, zero2, zero3 (= fsdp), tpN, cpN, ringN, ppN, replicateN, or mixes such as zero1+tp8+pp4"
     )
@@ -77,7 +89,7 @@ def plan_config(arguments: PlanArguments) -> dict[str, Any]:
     memory = gpu_bytes(arguments.gpu)
     rates, assumed = _rates(arguments)
     run = arguments.predicted_config(default_size="xxl", fast=_fast(arguments))
-    strategies, left_out = _strategies(arguments, run.model.num_layers)
+    strategies, left_out = _strategies(arguments, run.model)
     # A cell without notes keeps the key that it has had before there were any.
     notes = {"assumed": assumed, "left_out": left_out}
     return {
@@ -119,7 +131,7 @@ def _fast(arguments: PlanArguments) -> str:
         given = (
             "--update_in_backward" if arguments.update_in_backward else f"--optimizer_state {arguments.optimizer_state}"
         )
-        raise UserError(f"{given} is for one GPU; leave it out")
+        raise UserError(f"{given} is for one GPU, see cs336 fit and cs336 memory; leave it out")
     if arguments.fast == "on":
         return FAST_OF_RANKS
     if one_gpu := [part for part in ("optimizer", "graph") if part in arguments.fast]:
@@ -127,23 +139,26 @@ def _fast(arguments: PlanArguments) -> str:
     return arguments.fast
 
 
-def _strategies(arguments: PlanArguments, layers: int) -> tuple[list[str], list[str]]:
-    """Return the names of the layouts and, if none was asked for, of the usual layouts that do not divide the GPUs and
-    were replaced."""
+def _strategies(arguments: PlanArguments, model: ModelConfig) -> tuple[list[str], list[str]]:
+    """Return the names of the layouts and, if none was asked for, of the usual layouts that do not divide the GPUs or
+    the model and were replaced."""
     asked = [Strategy.parse(text) for text in arguments.strategy]
     if arguments.strategy != STRATEGIES:
         return [strategy.name for strategy in asked], []
-    names = usual_layouts(arguments.gpus, layers)
+    names = usual_layouts(arguments.gpus, model, arguments.count)
     return names, [strategy.name for strategy in asked if strategy.name not in names]
 
 
-def usual_layouts(gpus: int, layers: int) -> list[str]:
-    """Return the names of the usual layouts with groups that divide `gpus`, without those that lose an axis by it."""
+def usual_layouts(gpus: int, model: ModelConfig, count: str = "transformer") -> list[str]:
+    """Return the names of the usual layouts with groups that divide `gpus` and the heads and widths of the model,
+    without those that lose an axis of stages or sequences by it."""
     found = []
     for asked in map(Strategy.parse, STRATEGIES):
         fitting = asked.within(gpus)
+        while count == "transformer" and not divides_model(model, fitting.tensor):
+            fitting = replace(fitting, tensor=fitting.tensor // 2)
         keeps_axes = (fitting.pipeline > 1, fitting.context > 1) == (asked.pipeline > 1, asked.context > 1)
-        if keeps_axes and fitting.pipeline <= layers:
+        if keeps_axes and fitting.pipeline <= model.num_layers:
             found.append(fitting.name)
     return list(dict.fromkeys(found))
 
@@ -172,6 +187,45 @@ def plans(config: Mapping[str, Any]) -> list[Plan]:
         if run.fast not in workloads:
             workloads[run.fast] = COUNTED[config["count"]](run)
         found.append(Plan(workloads[run.fast], cluster, strategy, micro))
+    return found
+
+
+def required_axes(plan: Plan, model: ModelConfig) -> Mesh:
+    """Return the device mesh of a layout; raise UserError for a model that its ranks cannot split."""
+    strategy = plan.strategy
+    if plan.shards % strategy.context:
+        raise UserError(f"{plan.shards} shards of weights are not a multiple of the {strategy.context} of a sequence")
+    sharded = strategy.stage == 3
+    mesh = Mesh(
+        pp=strategy.pipeline,
+        dp_replicate=strategy.replicate if sharded else plan.replicas,
+        dp_shard=plan.shards // strategy.context if sharded else 1,
+        cp=strategy.context,
+        tp=strategy.tensor,
+    )
+    schedule = schedule_of(strategy)
+    require_split(model, mesh, mesh.pp * STAGES_PER_RANK[schedule])
+    require_schedule(mesh.pp, schedule, plan.micro_batches)
+    return mesh
+
+
+def schedule_of(strategy: Strategy) -> str:
+    """Return the name of the pipeline schedule, as `--pp_schedule` spells it."""
+    return INTERLEAVED if strategy.chunks > 1 else "1f1b"
+
+
+def impossible_layouts(config: Mapping[str, Any]) -> dict[str, str]:
+    """Return the layouts whose ranks cannot split the model, each with the reason: a head, a layer or a sequence that
+    does not divide."""
+    split = [name for name in config["strategies"] if Strategy.parse(name).group > 1]
+    if not split or config["count"] != "transformer":
+        return {}
+    model, found = RunConfig.of(config).model, {}
+    for plan in plans({**config, "strategies": split}):
+        try:
+            required_axes(plan, model)
+        except UserError as error:
+            found[plan.strategy.name] = flags_named(error)
     return found
 
 
@@ -281,8 +335,15 @@ def total(cell: CellView, name: str) -> float:
     return sum(part_sizes(cell.variant(name)))
 
 
+def possible_layouts(cell: CellView) -> list[str]:
+    """Return the layouts whose ranks can split the model."""
+    impossible = impossible_layouts(cell.config)
+    return [name for name in cell.get("strategies") if name not in impossible]
+
+
 def fitting_layouts(cell: CellView) -> list[str]:
-    return [name for name in cell.get("strategies") if cell.variant(name).value("fits")]
+    """Return the layouts that can split the model and whose ranks have enough memory."""
+    return [name for name in possible_layouts(cell) if cell.variant(name).value("fits")]
 
 
 def layout_name(name: str) -> str:

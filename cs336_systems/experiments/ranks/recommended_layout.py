@@ -13,8 +13,10 @@ from cs336_systems.experiments.ranks.plan_cells import (
     STRATEGIES,
     Passes,
     fitting_layouts,
+    impossible_layouts,
     layout_name,
     plans,
+    possible_layouts,
     total,
     usual_layouts,
 )
@@ -22,6 +24,7 @@ from cs336_systems.predict.fit import gpu_bytes, usable_bytes
 from cs336_systems.predict.gpus import CARDS
 from cs336_systems.predict.model_flags import LIMITS
 from cs336_systems.predict.strategy import Strategy
+from cs336_systems.predict.training_cost import NO_COST, Cost
 from cs336_systems.record import GIB
 from cs336_systems.report.cells import CellView
 from cs336_systems.report.rows import ms, number, percent
@@ -35,9 +38,21 @@ WORTHWHILE = 0.95
 """Share of a token's time below which flags that use more memory are named."""
 
 
-def recommendation(cell: CellView) -> Text:
+def recommendation(cell: CellView, cost: Cost = NO_COST) -> Text:
     """Return the recommended layout and why, or the smallest change with which one fits: a sentence or two."""
-    return _recommended(cell, *best_layout(cell)) if fitting_layouts(cell) else _nothing_fits(cell)
+    return _recommended(cell, *best_layout(cell), cost) if fitting_layouts(cell) else _nothing_fits(cell)
+
+
+def step_size(cell: CellView) -> Text:
+    """Return the tokens of a step, and the flags that change them."""
+    batch, context, gpus = (cell.get(name) for name in ("batch_size", "context_length", "gpus"))
+    return say(
+        "A step has {} tokens: {} x --batch_size {} x --context_length {}; other values change times and cost.",
+        "每步 {} 个 token：{} x --batch_size {} x --context_length {}；改变它们会改变时间与费用。",
+        f"{gpus * batch * context:,}",
+        Text(f"{gpus:,} GPU{'s' * (gpus != 1)}", f"{gpus:,} 张 GPU"),
+        *(str(batch), str(context)),
+    )
 
 
 def command(cell: CellView) -> Text | None:
@@ -118,7 +133,7 @@ def _least_time(cell: CellView, name: str, predicted: Iterable[RankTime]) -> Ran
     return RankTime.of(max((time.kernels for time in predicted), default=sum(passes.compute)), passes)
 
 
-def _recommended(cell: CellView, best: str, why: Text) -> Text:
+def _recommended(cell: CellView, best: str, why: Text, cost: Cost) -> Text:
     used, usable = total(cell, best), usable_bytes(cell.get("gpu_memory"))
     sizes = [number(size / GIB, 1) for size in (used, usable, usable - used)]
     said = say(
@@ -129,9 +144,24 @@ def _recommended(cell: CellView, best: str, why: Text) -> Text:
         *sizes,
         _step(cell, best),
     )
-    said = say("{}{}", "{}{}", said, _other_axes(cell, best))
+    said = say("{}{}{}", "{}{}{}", said, _days_and_cost(cell, best, cost), _other_axes(cell, best))
     unused = _unused_memory(cell, best) if usable - used > UNUSED_SHARE * usable else None
     return say("{}\n{}", "{}\n{}", said, unused) if unused else said
+
+
+def _days_and_cost(cell: CellView, best: str, cost: Cost) -> Text:
+    """Return the days and the cost of a run with the recommended layout, if they are asked for."""
+    time = rank_time(cell, best)
+    if cost.tokens is None:
+        return Text("", "")
+    if time is None:
+        return Text(" Its days and cost are not predicted.", "其天数与费用不作预测。")
+    gpus = cell.get("gpus")
+    days, *price = cost.cells(gpus * RunConfig.of(cell.config).tokens / time.overlapped, gpus)
+    said = say(" {} tokens take {} days", "{} 个 token 需要 {} 天", f"{cost.tokens:,.0f}", days)
+    if price:
+        said = say("{} and cost {}", "{}，费用 {}", said, price[0])
+    return say("{}.", "{}。", said)
 
 
 def _unused_memory(cell: CellView, best: str) -> Text | None:
@@ -225,18 +255,60 @@ def _step(cell: CellView, name: str) -> Text:
 
 
 def _nothing_fits(cell: CellView) -> Text:
-    least = min(cell.get("strategies"), key=lambda name: total(cell, name))
+    said = _why_nothing_fits(cell)
+    change = _smallest_change(cell.config)
+    if change is None:
+        return say("{} Take a smaller model or a shorter context.", "{}请使用更小的模型或更短的上下文。", said)
+    said = say("{} The smallest change with which one fits: {}", "{}使其放得下的最小改动：{}", said, change)
+    return say("{}\n{}", "{}\n{}", said, _on_these_gpus(cell)) if change.startswith("--gpu") else said
+
+
+def _why_nothing_fits(cell: CellView) -> Text:
+    possible = possible_layouts(cell)
+    if not possible:
+        name, why = next(iter(impossible_layouts(cell.config).items()))
+        return say(
+            "No layout fits: {} is impossible, because {}.", "没有布局放得下：{} 不可行（{}）。", layout_name(name), why
+        )
+    least = min(possible, key=lambda name: total(cell, name))
     sizes = (total(cell, least), usable_bytes(cell.get("gpu_memory")))
-    said = say(
+    return say(
         "No layout fits: the smallest, {}, needs {} GiB on each GPU, and {} GiB are usable.",
         "没有布局放得下：最小的 {} 每张 GPU 需要 {} GiB，而可用 {} GiB。",
         layout_name(least),
         *(number(size / GIB, 1) for size in sizes),
     )
-    change = _smallest_change(cell.config)
-    if change is None:
-        return say("{} Take a smaller model or a shorter context.", "{}请使用更小的模型或更短的上下文。", said)
-    return say("{} The smallest change with which one fits: {}", "{}使其放得下的最小改动：{}", said, change)
+
+
+def _on_these_gpus(cell: CellView) -> Text:
+    """Return the flags with which a layout fits on the GPUs that were asked for, or that there are none."""
+    gpus = f"{cell.get('gpus'):,}"
+    if flags := _shorter_context(cell.config):
+        return say("On these {} a shorter context fits: {}", "在这 {} 张 GPU 上可用更短的上下文：{}", gpus, flags)
+    return say(
+        "On these {} no batch, context or recomputation is small enough; only a smaller model fits.",
+        "在这 {} 张 GPU 上，任何批次、上下文或重算都不够小，只有更小的模型才放得下。",
+        gpus,
+    )
+
+
+def _shorter_context(config: Mapping[str, Any]) -> str | None:
+    """Return the flags of the longest halved context with which one of the usual layouts fits."""
+    every = {**_SAVING, "batch_size": 1}
+    length = RunConfig.of(config).model.context_length // 2
+    while length:
+        shorter = {**config, "model": {**config["model"], "context_length": length}}
+        shorter["strategies"] = usual_layouts(config["gpus"], RunConfig.of(shorter).model, config["count"])
+        for names in (("batch_size",), tuple(every)):
+            flags = {name: every[name] for name in names if config.get(name) != every[name]}
+            if found := _smallest_fitting({**shorter, **flags}):
+                return _as_flags({**flags, "context_length": length, "strategy": found})
+        length //= 2
+    return None
+
+
+def _as_flags(values: Mapping[str, Any]) -> str:
+    return " ".join(f"--{name} {_FLAGS.get(value, value)}" for name, value in values.items())
 
 
 def _smallest_change(config: Mapping[str, Any]) -> str | None:
@@ -244,7 +316,7 @@ def _smallest_change(config: Mapping[str, Any]) -> str | None:
     larger GPUs."""
     for flags in _changes(config):
         if _smallest_fitting({**config, **flags}) is not None:
-            return " ".join(f"--{name} {_FLAGS.get(value, value)}" for name, value in flags.items())
+            return _as_flags(flags)
     return _other_layout(config) or _more_gpus(config) or _larger_gpu(config)
 
 
@@ -278,7 +350,8 @@ def _largest_batch(config: Mapping[str, Any]) -> int:
 def _smallest_fitting(config: Mapping[str, Any]) -> str | None:
     """Return the layout that fits with the least memory, or None."""
     try:
-        found = [plan for plan in plans(config) if plan.fits]
+        impossible = impossible_layouts(config)
+        found = [plan for plan in plans(config) if plan.fits and plan.strategy.name not in impossible]
     except UserError:  # settings that do not go together
         return None
     return min(found, key=lambda plan: plan.total).strategy.name if found else None
@@ -286,7 +359,7 @@ def _smallest_fitting(config: Mapping[str, Any]) -> str | None:
 
 def _other_layout(config: Mapping[str, Any]) -> str | None:
     """Return a layout that was not asked for, on the same GPUs."""
-    others = usual_layouts(config["gpus"], RunConfig.of(config).model.num_layers)
+    others = usual_layouts(config["gpus"], RunConfig.of(config).model, config["count"])
     fitting = _smallest_fitting({**config, "strategies": others})
     return f"--strategy {fitting}" if fitting else None
 
@@ -296,9 +369,10 @@ def _more_gpus(config: Mapping[str, Any]) -> str | None:
     needed: dict[str, int] = {}
     layers = RunConfig.of(config).model.num_layers
     for strategy in map(Strategy.parse, (*config["strategies"], *STRATEGIES)):
-        if strategy.pipeline > layers:
+        own = {**config, "gpus": strategy.group * strategy.replicate, "strategies": [strategy.name]}
+        if strategy.pipeline > layers or impossible_layouts(own):
             continue
-        (plan,) = plans({**config, "gpus": strategy.group * strategy.replicate, "strategies": [strategy.name]})
+        (plan,) = plans(own)
         if plan.smallest_cluster is not None and config["gpus"] < plan.smallest_cluster <= MOST_GPUS:
             needed[strategy.name] = plan.smallest_cluster
     if not needed:

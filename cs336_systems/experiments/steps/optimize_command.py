@@ -15,7 +15,7 @@ from typing import NamedTuple
 
 from cs336_systems import record
 from cs336_systems.commands import Interrupted, interrupt_raises
-from cs336_systems.config import RunConfig, UserError, flag, nearest
+from cs336_systems.config import RunConfig, UserError, flag, nearest, without_unit
 from cs336_systems.experiments.ranks.layout_commands import DATA, WRAPPERS, flag_words, shape_flags, started
 from cs336_systems.experiments.ranks.plan_cells import MOST_GPUS
 from cs336_systems.experiments.runner import Runner, gather
@@ -56,8 +56,9 @@ from cs336_systems.predict.optimize_ranks import FP8_ON_RANKS, RankSearch
 from cs336_systems.predict.parallel_model import Cluster
 from cs336_systems.predict.strategy import Strategy
 from cs336_systems.predict.time.gpu_profile import DATA_SHEET, GpuProfile, profile_of
+from cs336_systems.predict.time.on_gpu import mfu_note
 from cs336_systems.predict.time.time_model import spread_of
-from cs336_systems.predict.training_cost import Cost, CostArguments
+from cs336_systems.predict.training_cost import NO_COST, Cost, CostArguments
 from cs336_systems.record import GIB
 from cs336_systems.report import terms
 from cs336_systems.report.cells import group
@@ -66,7 +67,6 @@ from cs336_systems.table import FORMATS, Column, Table, word
 from cs336_systems.text import Text, listed, say
 
 ROWS = 10
-NO_COST = Cost()
 BF16_STATE = "bf16_state"
 ALLOWED = {BF16_STATE: "bf16"}
 """Values of `--allow`, and the optimizer states that they allow."""
@@ -127,8 +127,10 @@ def task_of(arguments: OptimizeArguments) -> Task:
     within_limits(run)
     _require_gpus(arguments, sequences)
     if unknown := [name for name in arguments.allow if name not in ALLOWED]:
-        known = ", ".join(ALLOWED)
-        raise UserError(f"unknown --allow {unknown[0]!r}{nearest(unknown[0], ALLOWED)}; choose one of: {known}")
+        near, known = nearest(unknown[0], ALLOWED), ", ".join(ALLOWED)
+        if unknown[0] == "fp8":
+            near = " (matmuls in FP8: --precision fp8)"
+        raise UserError(f"unknown --allow {unknown[0]!r}{near}; choose one of: {known}")
     assert gpu.memory_gib is not None, "cards have it"
     return Task(
         config=run,
@@ -181,9 +183,11 @@ def _card(name: str, precision: str) -> tuple[GPU, GpuProfile]:
     if profile is not None and gpu.peak_flops(precision) is None:
         raise UserError(f"--gpu {name!r} has no matmuls in {precision}; use --precision bf16, or another card")
     if profile is None:
-        lacks = "bf16" if gpu.peak_flops("bf16") is None else "known memory bandwidth"
+        lacks = "bf16"
+        if gpu.peak_flops("bf16") is not None:
+            lacks = "memory bandwidth in the table of GPUs, because data sheets differ (cs336 calibrate measures it)"
         near = [other for other in _timed() if other.startswith(gpu.card)] or _timed()
-        raise UserError(f"--gpu {name!r} has no {lacks}, so that no time is predicted; choose from: {', '.join(near)}")
+        raise UserError(f"--gpu {name!r} has no {lacks}: no time is predicted; choose from: {', '.join(near)}")
     return gpu, profile
 
 
@@ -197,7 +201,8 @@ def _size(flag_name: str, text: str) -> float:
         return math.inf
     found = memory_size(text)
     if found is None or not found[1] or found[0] <= 0:
-        raise UserError(f"--{flag_name} {text!r} is not a size; use one such as 60GiB")
+        problem = without_unit(text) or "is not a size; use one such as 60GiB"
+        raise UserError(f"--{flag_name} {text!r} {problem}")
     return found[0]
 
 
@@ -298,6 +303,8 @@ def _row(search: Search, found: Prediction, cost: Cost) -> list[str | Text]:
 
 def _notes(search: Search, best: list[Prediction]) -> Iterator[Text]:
     task, plan = search.task, best[0].plan
+    if task.config.precision == "fp8":
+        yield mfu_note([task.gpu.peak_flops("fp8") or 0.0])
     if task.limit < task.memory:
         yield margin_note(task.error)
     if plan is not None:
@@ -363,6 +370,8 @@ def choices_table(search: Search, chosen: Prediction) -> Table:
             *(str(own.micro_batches), str(own.micro_batch)),
         ),
     ]
+    if problem := search.fp8_problem(chosen.candidate):
+        notes.append(say("no prediction of matmuls in FP8: {}", "不预测 FP8 矩阵乘：{}", problem))
     return Table(title, columns, rows, notes)
 
 

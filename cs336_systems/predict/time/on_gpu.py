@@ -5,7 +5,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 from cs336_systems.config import RunConfig
-from cs336_systems.predict.gpus import GPU, find_by_driver_name
+from cs336_systems.predict.gpus import GPU, TERA, find_by_driver_name
 from cs336_systems.predict.time.eager_time import eager_step_time
 from cs336_systems.predict.time.gpu_profile import DATA_SHEET, GpuProfile, profile_of
 from cs336_systems.predict.time.step_kernels import CHUNK_BYTES
@@ -98,6 +98,16 @@ def source_notes(found: Iterable[Predicted]) -> list[Text]:
             )
         )
     return notes
+
+
+def mfu_note(peaks: Iterable[float]) -> Text:
+    """State the peak of FP8, which the MFU of its steps is relative to."""
+    rates = ", ".join(dict.fromkeys(f"{peak / TERA:,.0f}" for peak in peaks))
+    return say(
+        "MFU in FP8: relative to the dense peak of FP8, {} TFLOP/s, twice that of bf16",
+        "FP8 的 MFU：相对于 FP8 稠密峰值 {} TFLOP/s，为 bf16 的两倍",
+        rates,
+    )
 
 
 def launch_notes(found: Sequence[Predicted]) -> list[Text]:

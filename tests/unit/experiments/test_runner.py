@@ -148,7 +148,7 @@ def test_a_cell_that_cannot_fit_is_not_tried(tmp_path, scripted):
     assert (outcome.done, outcome.failed) == (2, 1)
     row = next(item for item in record.load(path).records if item.config == config)
     assert (row.metric, row.samples, row.environment) == (CELL_TIME, (), MACHINE)
-    assert re.fullmatch(r"oom: needs \d{3,}\.\d GiB of 16\.0 GiB \(predicted, not tried\)", row.status)
+    assert re.fullmatch(r"oom: needs [\d,]{3,}\.\d GiB of 16\.0 GiB \(predicted, not tried\)", row.status)
     assert run(path, ("bench", config)).reused == 1
 
 

@@ -55,8 +55,8 @@ def peak(config, batch):
 @pytest.mark.parametrize(
     ("text", "size"),
     [
-        *((text, 24 * GIB) for text in ("24GiB", "24 GiB", "24gib", "24", "24G")),
-        ("0.5", GIB // 2),
+        *((text, 24 * GIB) for text in ("24GiB", "24 GiB", "24gib", "24G")),
+        ("0.5GiB", GIB // 2),
         ("80GB", 80 * 10**9),
         ("80 gb", 80 * 10**9),
         ("141.5GB", 141_500_000_000),
@@ -81,11 +81,22 @@ def test_an_unknown_gpu_is_named_and_the_known_ones_listed(text):
 
 
 @pytest.mark.parametrize(
-    "text", ["0", "0GiB", "0.0", "0.0000000000001GB", "4070GiB", "9" * 400 + "GB"], ids=lambda text: text[:8]
+    "text", ["0GiB", "0.0MiB", "0.0000000000001GB", "4070GiB", "9" * 400 + "GB"], ids=lambda text: text[:8]
 )
 def test_impossible_amounts_of_memory_are_refused(text):
     with pytest.raises(UserError, match="must be above 0"):
         gpu_bytes(text)
+
+
+@pytest.mark.parametrize("text", ["24", "0.5", "0", "512"])
+def test_a_size_of_memory_needs_a_unit(text):
+    with refused(f"--gpu '{text}' has no unit; use {text}GiB or {text}GB"):
+        gpu_bytes(text)
+
+
+def test_an_unknown_card_has_the_nearest_one():
+    with refused("unknown --gpu 'h101' (did you mean 'h100'?)"):
+        gpu_bytes("h101")
 
 
 # -- the largest batch ------------------------------------------------------------------------------------------------

@@ -63,6 +63,13 @@ def test_configurations_that_do_not_fit_have_no_time():
     assert [row[0] for row in tables[1].rows] == ["small"]
 
 
+@pytest.mark.parametrize("precision", ["bf16", "fp8"])
+def test_the_peak_that_mfu_in_fp8_is_relative_to_is_named(precision):
+    fields = {**FAST, "precision": precision}
+    table = fit_tables(FitArguments(gpu="h200", size="small", context_length=512, **fields))[1]
+    assert any("dense peak of FP8, 1,979 TFLOP/s" in note.en for note in table.notes) == (precision == "fp8")
+
+
 def test_rates_of_a_data_sheet_are_said_to_be_that_and_wider():
     tables = fit_tables(FitArguments(gpu="4090,h100,h200,24GiB", size="small", context_length=512, **FAST))
     rows = tables[1].rows

@@ -209,6 +209,15 @@ def test_every_card_can_be_planned_for(card):
     assert ("assumed" in config) == (CARDS[card].link is None)
 
 
+def test_flags_for_one_gpu_say_so_in_the_help(capsys):
+    with pytest.raises(SystemExit):
+        main(["plan", "--help"])
+    shown = " ".join(capsys.readouterr().out.split())
+    for name in ("memory-budget MEMORY_BUDGET", "optimizer-state {fp32,bf16}", "update-in-backward"):
+        about = shown.split(f"--{name} ")[1].split(" --")[0]
+        assert "for one GPU" in about, name
+
+
 def test_an_unknown_interconnect_is_assumed_and_said():
     config = plan_config(PlanArguments(size="small", gpu="l40s", gpus=4))
     assert (config["link"], config["network"], config["assumed"]) == (25e9, 3e9, ["link", "network"])
@@ -243,12 +252,21 @@ def test_what_cannot_be_planned_is_said(wrong, message):
 )
 def test_any_number_of_gpus_has_a_plan(gpus, tensor):
     """Layouts that nobody asked for are adapted to the number of GPUs, or left out."""
-    config = plan_config(PlanArguments(size="small", gpus=gpus, gpu="4090"))
+    config = plan_config(PlanArguments(size="medium", gpus=gpus, gpu="4090"))
     layouts = [name for name in config["strategies"] if "tp" in name and "pp" not in name]
     assert layouts == ([f"dp+{tensor}", f"zero3+{tensor}"] if tensor else [])
     assert ("left_out" in config) == (gpus != 1024)
     assert len(plans(config)) == len(config["strategies"])
     assert len(STRATEGIES) == 8
+
+
+@pytest.mark.parametrize(("count", "tensor"), [("transformer", 4), ("feed-forward", 8)])
+def test_usual_layouts_divide_the_model(count, tensor):
+    """A model of 28 heads gets TP 4, one of 25 heads none."""
+    config = plan_config(PlanArguments(size="qwen2.5/7B", gpus=8, gpu="h100", count=count))
+    assert [name for name in config["strategies"] if "tp" in name] == [f"dp+tp{tensor}", f"zero3+tp{tensor}"]
+    odd = plan_config(PlanArguments(size="xl", gpus=8, gpu="h100"))
+    assert not [name for name in odd["strategies"] if "tp" in name]
 
 
 def test_the_fast_step_keeps_fewer_activations():

@@ -69,6 +69,22 @@ def test_peaks_parts_blocks_and_overheads():
     assert rows(overheads, "with the allocator's history", "traced block by block")[0] == ("", "15.0x")
 
 
+@pytest.mark.parametrize(
+    ("steps", "traced", "words"),
+    [
+        ((0.100, 0.101, 0.102), 1.5, []),
+        ((0.100, 0.300, 0.900), 1.5, ["unreliable"]),
+        ((7.5, 7.5, 7.5), 1.5, ["below 1x"]),
+        ((1.0, 9.0, 20.0), 1.5, ["unreliable", "below 1x"]),
+    ],
+)
+def test_slowdowns_on_a_busy_machine_are_doubted(steps, traced, words):
+    """An instrument makes no step faster, and steps that vary by more than the referee's limit show nothing."""
+    *_, overheads = tables(memory(step_time=steps, traced_step_time=(traced,)))
+    assert [note.en.split(":")[0] for note in overheads.notes] == words
+    assert all(note.zh for note in overheads.notes)
+
+
 def test_small_parts_are_drawn_as_one_and_nothing_is_lost():
     parts = ("weights", 60 * GIB, "a", GIB / 10, "b", GIB / 5)
     (chart,) = charts(memory(part_memory=parts))

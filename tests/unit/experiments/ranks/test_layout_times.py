@@ -130,6 +130,19 @@ def test_the_recommendation_has_the_predicted_step():
     assert missing_times(cell) is None
 
 
+def test_the_recommendation_has_days_and_cost():
+    """Those of the table; a layout without a predicted step says so, and with which flags there is one."""
+    cell, cost = planned(ARGUMENTS), Cost(300e9, 2.5)
+    (table,) = predicted_times(cell, cost)
+    (row,) = [row for row in table.plain().rows if row[0] == "ZeRO-1"]
+    assert f"300,000,000,000 tokens take {row[-2]} days and cost {row[-1]}." in recommendation(cell, cost).en
+    assert f"take {row[-2]} days." in recommendation(cell, Cost(300e9)).en
+    assert "days" not in recommendation(cell).en
+    slow = planned(replace(ARGUMENTS, fast="off"))
+    assert "Its days and cost are not predicted." in recommendation(slow, cost).en
+    assert missing_times(slow, cost).en == "Step time, days and cost: predicted with --fast on."
+
+
 def test_the_command_prints_times_and_refuses_a_price_without_tokens(capsys):
     words = ["plan", "--size", "small", "--gpus", "2", "--gpu", "h200", "--fast", "on", "--context_length", "512"]
     assert main([*words, "--train_tokens", "1B", "--price", "2/h"]) == 0

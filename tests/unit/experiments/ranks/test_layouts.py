@@ -5,7 +5,7 @@ from dataclasses import replace
 from cs336_systems.config import RunConfig
 from cs336_systems.experiments.catalogue import cells
 from cs336_systems.experiments.ranks.layouts import tables_of
-from cs336_systems.experiments.ranks.plan_cells import PlanArguments, measure_plan, plan_config
+from cs336_systems.experiments.ranks.plan_cells import PlanArguments, impossible_layouts, measure_plan, plan_config
 from cs336_systems.predict.engine_memory import engine_estimate
 from cs336_systems.predict.rank_shards import Mesh
 from cs336_systems.report.cells import CellView
@@ -13,7 +13,9 @@ from cs336_systems.text import Text
 from tests.unit.experiments.ranks.samples import charts, plan_cell, tables
 from tests.unit.report.step_cells import values
 
-ARGUMENTS = PlanArguments(size="xl", gpus=8, gpu="24GiB", tflops=100, link=25, network=3, strategy=("dp", "zero3+tp2"))
+ARGUMENTS = PlanArguments(
+    size="xl", num_heads=20, gpus=8, gpu="24GiB", tflops=100, link=25, network=3, strategy=("dp", "zero3+tp2")
+)
 
 
 def test_strategies_are_variants():
@@ -40,7 +42,7 @@ def test_a_layout_that_torchs_engine_runs_has_its_peak():
 
 
 def test_heads_that_do_not_divide_have_no_peak_of_torchs_engine():
-    metrics = measure_plan(plan_config(ARGUMENTS))  # 25 heads
+    metrics = measure_plan(plan_config(replace(ARGUMENTS, num_heads=25)))
     assert {metric.variant for metric in metrics if metric.name == "engine_peak_memory"} == {"dp"}
 
 
@@ -59,6 +61,22 @@ def test_the_chart_shows_the_memory_of_one_gpu():
     assert (
         fits == {name: total <= limit.value for name, total in totals.items()} == {"DP": False, "ZeRO-3 + TP 2": True}
     )
+
+
+def test_layouts_that_cannot_split_the_model_say_why():
+    """25 heads cannot be divided among 2 ranks; the exercise of the handout has no heads."""
+    arguments = replace(ARGUMENTS, num_heads=25)
+    memory, times = tables_of(arguments)
+    assert [row[-2].en for row in memory.rows] == ["no", "impossible"]
+    assert [row[-1].en for row in times.rows][1] == "impossible"
+    assert set(times.rows[1][1:-1]) == {"-"}
+    (why,) = [note for note in memory.notes if note.en.startswith("impossible: ")]
+    assert why.en == "impossible: ZeRO-3 + TP 2: --num_heads 25 cannot be divided among --tp 2 ranks; use a multiple"
+    assert why.zh.startswith("不可行：")
+    config = plan_config(arguments)
+    (chart,) = charts(CellView.of("parallel_plan", config, measure_plan(config)))
+    assert list(chart.bar_names) == ["DP"]
+    assert impossible_layouts(plan_config(replace(arguments, count="feed-forward"))) == {}
 
 
 def test_tables_tell_what_a_step_waits_for():

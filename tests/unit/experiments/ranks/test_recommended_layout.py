@@ -2,6 +2,7 @@
 
 import re
 import shlex
+from itertools import pairwise
 
 import pytest
 from hypothesis import HealthCheck, given, settings
@@ -207,9 +208,9 @@ def test_plans_without_a_command():
     """A part of a model, or of a step; a pipeline that `cs336 train` refuses says why."""
     assert command(planned(PlanArguments(size="small", gpus=2, count="feed-forward"))) is None
     assert command(planned(PlanArguments(size="small", gpus=2, mode="forward"))) is None
-    tied = command(planned(PlanArguments(size="qwen3/0.6B", gpus=4, context_length=512, strategy=("dp+pp2",))))
-    assert "cannot run DP + PP 2: " in tied.en
-    assert "tied embeddings" in tied.en
+    cell = planned(PlanArguments(size="qwen3/0.6B", gpus=4, context_length=512, strategy=("dp+pp2",)))
+    assert command(cell) is None
+    assert "tied embeddings" in recommendation(cell).en
 
 
 # -- where nothing fits -----------------------------------------------------------------------------------------------
@@ -222,6 +223,7 @@ WHERE_NOTHING_FITS = {
     "--checkpoint_blocks": f"{SHARDED} --context_length 16384 --checkpoint_blocks 0",
     "--batch_size": f"{SHARDED} --context_length 1024 --batch_size 64",
     "--strategy": f"{ON_4090} --strategy dp",
+    "zero3+tp4": "--size qwen2.5/7B --gpus 8 --gpu h100 --strategy zero3+tp8",
     "--gpus": "--size xxl --gpus 2 --gpu 4090",
     "--gpu": f"{ON_4090} --context_length 400000",
 }
@@ -260,6 +262,40 @@ def test_a_smaller_batch_is_the_largest_that_fits(capsys):
     given = WHERE_NOTHING_FITS["--batch_size"].split()
     batch = int(advice(given, capsys).split()[-1])
     assert advice([*given[:-1], str(batch + 1)], capsys).startswith("No layout fits")
+
+
+@pytest.mark.parametrize("layout", ["dp+tp8", "zero3+tp8", "zero3+cp2", "zero3+cp8"])
+def test_layouts_that_cannot_split_the_model_are_never_recommended(layout):
+    """28 heads and a sequence of 500 tokens do not divide among these ranks; memory is enough."""
+    fields = {"size": "qwen2.5/7B", "num_layers": 6, "context_length": 500, "gpus": 8, "gpu": "h200"}
+    alone = planned(PlanArguments(**fields, strategy=(layout,)))
+    possible = layout == "zero3+cp2"  # 500 is a multiple of 4
+    assert fitting_layouts(alone) == ([layout] if possible else [])
+    if not possible:
+        said = recommendation(alone)
+        assert said.en.startswith("No layout fits: ")
+        assert " is impossible, because --" in said.en
+        assert "--strategy " in said.en
+        both = planned(PlanArguments(**fields, strategy=(layout, "zero1")))
+        assert best_layout(both)[0] == "zero1"
+
+
+def test_a_shorter_context_on_the_same_gpus_is_named(capsys):
+    """The flags of that line fit; where no context is short enough, the line says so."""
+    words = ["--size", "2.7B", "--gpus", "4", "--gpu", "4090", "--context_length", "200000"]
+    assert main(["plan", *words]) == 0
+    (line,) = [line for line in capsys.readouterr().out.splitlines() if line.startswith("On these 4 ")]
+    flags = line.split("fits: ")[1].split()
+    assert advice([*words[:-2], *flags], capsys).startswith("Recommended: ")
+    longer = [str(int(word) * 2) if before == "--context_length" else word for before, word in pairwise(["", *flags])]
+    assert advice([*words[:-2], *longer], capsys).startswith("No layout fits")
+    none = recommendation(planned(PlanArguments(size="qwen2.5/7B", gpus=4, gpu="4090")))
+    assert none.en.endswith("only a smaller model fits.")
+
+
+def test_a_step_has_its_size_and_the_flags_that_set_it(capsys):
+    assert main(["plan", "--size", "small", "--gpus", "4", "--batch_size", "2"]) == 0
+    assert "A step has 4,096 tokens: 4 GPUs x --batch_size 2 x --context_length 512;" in capsys.readouterr().out
 
 
 def test_nothing_helps():

@@ -23,7 +23,7 @@ from cs336_systems.experiments.steps.optimize_command import (
 )
 from cs336_systems.experiments.steps.optimized_steps import OPTIMIZE, chosen_of
 from cs336_systems.flags import Parser, add_flags, read_flags
-from cs336_systems.predict.optimize import Candidate
+from cs336_systems.predict.optimize import KEEP, Candidate
 from cs336_systems.predict.training_cost import Cost
 from cs336_systems.record import GIB
 from cs336_systems.report.cells import group
@@ -134,7 +134,10 @@ def test_commands_of_several_gpus_lead_back_to_the_configuration(gpus, layout, w
         ({"tokens_per_step": -512}, ("--tokens_per_step -512", "512")),
         ({"tokens_per_step": 512 * 10**9}, ("--tokens_per_step", "at most 51,200,000,000")),
         ({"memory": "much"}, ("--memory", "much", "60GiB")),
-        ({"memory": "60"}, ("--memory", "60GiB")),
+        ({"memory": "60"}, ("--memory '60' has no unit; use 60GiB or 60GB",)),
+        ({"host_memory": "60"}, ("--host_memory '60' has no unit; use 60GiB or 60GB",)),
+        ({"gpu": "b200"}, ("--gpu 'b200'", "memory bandwidth", "cs336 calibrate")),
+        ({"allow": ("fp8",)}, ("--allow 'fp8'", "--precision fp8")),
         ({"host_memory": "0GiB"}, ("--host_memory", "0GiB")),
         ({"gpus": 3}, ("--tokens_per_step 8,192", "16 sequences", "3 GPUs", "9,216")),
         ({"gpus": 0}, ("--gpus", "0")),
@@ -340,5 +343,30 @@ def test_fp8_is_shown_beside_a_choice_that_keeps_all_and_gives_what_it_says():
     assert "fp8" in fastest_table(own, own.ranked).title.en
     assert not own.groups, "FP8 has no recomputed groups"
     assert "matmuls in FP8" not in {row[0].en for row in choices_table(own, own.ranked[0]).rows}
-    for without in (search_of(gpu="a100-sxm4-80gb"), search_of(d_model=776, num_heads=4, size="", vocab_size=8000)):
-        assert "matmuls in FP8" not in {row[0].en for row in choices_table(without, without.ranked[0]).rows}
+    assert any("FP8, 1,979 TFLOP/s" in note.en for note in fastest_table(own, own.ranked).notes)
+    assert not any("MFU in FP8" in note.en for note in fastest_table(search, search.ranked).notes)
+
+
+@pytest.mark.parametrize(
+    ("fields", "why"),
+    [
+        ({"gpu": "a100-sxm4-80gb"}, "A100-SXM4-80GB has no FP8"),
+        ({"d_model": 776, "num_heads": 4, "size": "", "vocab_size": 8000}, "multiples of 16, got d_model 776"),
+    ],
+)
+def test_a_step_without_fp8_says_why(fields, why):
+    search = search_of(**fields)
+    table = choices_table(search, search.ranked[0])
+    assert "matmuls in FP8" not in {row[0].en for row in table.rows}
+    (note,) = [note for note in table.notes if note.en.startswith("no prediction of matmuls in FP8: ")]
+    assert note.en.endswith(why)
+    assert note.zh != note.en
+
+
+def test_a_choice_that_offloads_or_recomputes_has_its_best_in_fp8():
+    """FP8 has no recomputed groups: in the place of the chosen candidate stands the best of a search in FP8."""
+    search, own = (search_of(size="medium", memory="8GiB", precision=precision) for precision in ("bf16", "fp8"))
+    chosen = search.ranked[0]
+    assert chosen.candidate.activations != KEEP
+    (fp8,) = [row for row in choices_table(search, chosen).rows if row[0].en == "matmuls in FP8"]
+    assert fp8[2] == f"{1e3 * own.ranked[0].seconds:,.2f}"
