@@ -5,6 +5,7 @@ documents in float64.
 """
 
 import functools
+import importlib
 import math
 import random
 import subprocess
@@ -15,6 +16,7 @@ import pytest
 import torch
 
 from cs336_systems.kernels import Packing, attention
+from cs336_systems.kernels.flash import varlen
 from tests.helpers import ROOT
 from tests.unit.kernels.attention_cases import differentiate, poisoned_memory
 from tests.unit.kernels.packed_cases import Packed, compare_packed, make_packed, offsets_of, truth_of
@@ -134,9 +136,16 @@ def differences(impl, family, seed):
 
 
 @pytest.mark.parametrize("name", FAMILIES)
-@pytest.mark.parametrize("impl", ["flash_triton", "flash_hopper"])
-def test_random_packings(impl, name):
+@pytest.mark.parametrize("impl", ["flash_triton", "flash_hopper", "flash_hopper large"])
+def test_random_packings(impl, name, monkeypatch):
+    """With "large" forward runs in large programs, as it does with long documents."""
     family = FAMILIES[name]
+    impl, _, size = impl.partition(" ")
+    if size:
+        launch = importlib.import_module("cs336_systems.kernels.flash.hopper_launch")
+        monkeypatch.setattr(launch, "sees_few_keys", lambda *_: False)
+    varlen._kernels.clear()
+    varlen._resolved.clear()
     if impl == "flash_hopper" and not covered(family):
         pytest.skip("only the portable kernels take it")
     # The Hopper kernels refuse tensors without any row of keys; "auto" takes the portable ones for them.
