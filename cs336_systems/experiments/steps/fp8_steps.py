@@ -78,7 +78,8 @@ def _step_tables(cells: Cells) -> list[Table]:
         entries.of(terms.PREDICTED, lambda cell: signed(cell.memory_error, 2)),
     ]
     what = Text("a training step in FP8 and in bf16", "FP8 与 bf16 的训练步")
-    return [entries.cell_table(what, cells, columns, shown=varying(cells, always=("size", "batch_size")))]
+    shown = [name for name in varying(cells, always=("size", "batch_size")) if name not in VARIED]  # `_name` has them
+    return [entries.cell_table(what, cells, columns, shown=shown)]
 
 
 def _is_ours_in(precision: str) -> Any:
