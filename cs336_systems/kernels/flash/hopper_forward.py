@@ -1,8 +1,9 @@
 """Attention forward for Hopper GPUs, in Gluon. How it works, drawn: docs/ATTENTION.md.
 
-A program owns the queries of two or three consumer warpgroups, 64 each. One more warpgroup, the producer, has the copy
+A program owns the queries of one to three consumer warpgroups, 64 each. One more warpgroup, the producer, has the copy
 engine (TMA) load keys and values into a ring of stages in shared memory; it needs few registers, and the consumers get
-them.
+them. Programs with one consumer are small: several of them run on a multiprocessor, and each hides the start and end of
+the others, which take as long as four tiles.
 
 Stage t holds the keys of tile t and the values of tile t - 1, because these are multiplied together: a consumer starts
 S = Q K^T of a tile and O += P V of the tile before, then computes the softmax of the scores while another consumer has
