@@ -12,9 +12,9 @@ from functools import cached_property
 from cs336_systems.config import RunConfig
 from cs336_systems.predict.optimize import Candidate, Prediction, Search, Task
 from cs336_systems.predict.parallel_model import Cluster, Plan, Workload, runs_fused, transformer
+from cs336_systems.predict.rank_shards import Mesh
 from cs336_systems.predict.strategy import Strategy
-from cs336_systems.predict.time.eager_kernels import ADAMW
-from cs336_systems.predict.time.eager_time import eager_step_time
+from cs336_systems.predict.time.rank_time import plain_rank_seconds
 
 LAYOUTS = ("dp", "zero1", "zero3")
 FAST_OF_RANKS = "kernels,loss"
@@ -92,11 +92,9 @@ class RankSearch(Search):
         if key not in self._plain_seconds:
             fields = {"batch_size": micro_batch, "checkpoint_blocks": int(recomputes), "fast": "off"}
             config = dataclasses.replace(self.task.config, **fields, max_grad_norm=0.0)
-            found = eager_step_time(config, self.task.profile)
-            if found is None or found.is_launch_bound:
-                self._plain_seconds[key] = None
-            else:
-                self._plain_seconds[key] = found.seconds - found.by_name()[ADAMW]
+            mesh = Mesh(dp_shard=self.task.gpus)
+            found = plain_rank_seconds(config, mesh, self.task.profile, is_ours=True)
+            self._plain_seconds[key] = None if found is None else found.gradients
         return self._plain_seconds[key]
 
     @cached_property

@@ -509,6 +509,13 @@ class Plan:
     def communication(self, during: str) -> float:
         return sum(self.seconds(found) for found in self.collectives if found.during == during)
 
+    def waiting(self, during: str) -> float:
+        """Return the seconds of the collectives of a pass whose results are the input of the next kernel: those along
+        the sequence, of tensor parallelism, and gathers of keys and values. A ring passes them on during attention."""
+        axes = ("tensor",) if self.strategy.ring else ("tensor", "context")
+        own = (found for found in self.collectives if found.during == during and found.axis in axes)
+        return sum(map(self.seconds, own))
+
     @property
     def hidden(self) -> float:
         """Seconds of a step whose collectives overlap compute as far as possible."""

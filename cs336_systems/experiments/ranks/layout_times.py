@@ -4,13 +4,14 @@ import dataclasses
 from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
-from cs336_systems.config import RunConfig
+from cs336_systems.config import RunConfig, UserError
 from cs336_systems.experiments.ranks.plan_cells import (
     Passes,
     fitting_layouts,
     gpu_name,
     layout_name,
     plans,
+    required_axes,
     run_of,
     unfused_layouts,
     where,
@@ -18,11 +19,11 @@ from cs336_systems.experiments.ranks.plan_cells import (
 from cs336_systems.predict.flops import model_flops
 from cs336_systems.predict.gpus import find_card
 from cs336_systems.predict.parallel_model import Plan
+from cs336_systems.predict.rank_shards import Mesh
 from cs336_systems.predict.strategy import Strategy
-from cs336_systems.predict.time.eager_kernels import ADAMW
-from cs336_systems.predict.time.eager_time import eager_step_time
 from cs336_systems.predict.time.gpu_profile import DATA_SHEET, GpuProfile, profile_of
-from cs336_systems.predict.time.time_model import StepTime, predicts, step_time
+from cs336_systems.predict.time.rank_time import plain_rank_seconds, sharding_seconds
+from cs336_systems.predict.time.time_model import predicts, step_time
 from cs336_systems.predict.training_cost import NO_COST, Cost
 from cs336_systems.report.cells import CellView
 from cs336_systems.report.rows import ms, number, percent, titled
@@ -32,8 +33,8 @@ from cs336_systems.text import Text, listed, say
 
 ALONE, AMONG_RANKS = "on", "kernels,loss,optimizer"
 """Parts of the fast step whose kernels are counted on one GPU, and on several: ranks have no CUDA graph."""
-UPDATES = ("adamw", ADAMW)
-"""Names of the kernels that update the weights, in the fast step and in others."""
+UPDATE = "adamw"
+"""Name of the kernel that updates the weights in the fast step."""
 
 
 class RankTime(NamedTuple):
@@ -50,15 +51,15 @@ class RankTime(NamedTuple):
         """Split the kernels' time into forward and backward in proportion to the matmuls' time, as idle time is, and
         add exposed communication."""
         scale = kernels / sum(passes.compute)
-        pairs = zip(passes.compute, passes.communication, strict=True)
-        exposed = sum(max(0.0, communication - scale * compute) for compute, communication in pairs)
+        exposed = sum(passes.waiting)
+        for compute, sent, waiting in zip(passes.compute, passes.communication, passes.waiting, strict=True):
+            exposed += max(0.0, sent - waiting - scale * compute)
         busy = kernels + scale * passes.idle
         return cls(kernels, busy + exposed, busy + sum(passes.communication))
 
 
 def predicted_times(cell: CellView, cost: Cost) -> list[Table]:
-    """Return the table of layouts that fit and whose ranks run whole models on whole sequences; no table if there are
-    none."""
+    """Return the table of the layouts that fit; no table if no step is predicted."""
     profile, peak = _rates(cell.config)
     fitting = fitting_layouts(cell)
     times = {name: time for name in fitting if (time := rank_time(cell, name)) is not None}
@@ -81,45 +82,55 @@ def predicted_times(cell: CellView, cost: Cost) -> list[Table]:
 
 
 def rank_time(cell: CellView, name: str) -> RankTime | None:
-    """Return the time of a layout's step; None if GPUs split layers, sequences or stages, or if kernels or rates are
-    unknown."""
+    """Return the time of a layout's step; None if its kernels or the rates of the GPU are unknown."""
     (plan,) = plans({**cell.config, "strategies": [name]})
-    return plan_time(cell.config, plan, Passes.of(cell.variant(name)))
+    return plan_time(cell.config, plan)
 
 
-def plan_time(config: Mapping[str, Any], plan: Plan, passes: Passes) -> RankTime | None:
+def plan_time(config: Mapping[str, Any], plan: Plan) -> RankTime | None:
     """Return the time of the step of a plan of `config`, as `rank_time` does."""
     profile, _ = _rates(config)
-    run = _rank_run(config, plan)
-    found = _step_time(run, profile, plan.micro_batches) if run and profile else None
+    run = RunConfig.of(config)
+    if profile is None or not _is_predicted(config, run) or run.batch_size * plan.strategy.group % plan.micro_batches:
+        return None
+    seconds = _fused_seconds if run_of(config, plan.strategy) == run else _plain_seconds
+    kernels = seconds(run, plan, profile)
+    return None if kernels is None else RankTime.of(kernels, Passes.of_plan(plan))
+
+
+def _is_predicted(config: Mapping[str, Any], run: RunConfig) -> bool:
+    is_fast = config["count"] == "transformer" and {"kernels", "loss"} <= run.fast_parts
+    return is_fast and run.precision == "bf16" and predicts(dataclasses.replace(run, fast=AMONG_RANKS))
+
+
+def _fused_seconds(run: RunConfig, plan: Plan, profile: GpuProfile) -> float | None:
+    """Return the seconds of the kernels of a rank's fast step on its own sequences."""
+    fast = ALONE if plan.cluster.gpus == 1 else AMONG_RANKS
+    run = dataclasses.replace(run, fast=fast, batch_size=run.batch_size // plan.micro_batches)
+    found = step_time(run, profile, plan.micro_batches)
     if found is None:
         return None
-    update = sum(seconds for kernel, seconds in found.by_name().items() if kernel in UPDATES)
-    saved = update * (1 - 1 / plan.shards) if plan.strategy.stage else 0.0  # a rank updates its shard alone
+    saved = found.by_name()[UPDATE] * (1 - 1 / plan.shards) if plan.strategy.stage else 0.0  # it updates its shard
     kernels = sum(seconds for _, seconds in found.kernels) + found.gaps - saved
-    return RankTime.of(max(kernels, found.host), passes)
+    if plan.strategy.stage == 3:
+        kernels += sharding_seconds(run, required_axes(plan, run.model), profile, plan.micro_batches)
+    return max(kernels, found.host)
 
 
-def _step_time(run: RunConfig, profile: GpuProfile, micro_batches: int) -> StepTime | None:
-    """Return the time of a rank's step, fast or without any of the fast parts; the latter in one micro batch only, and
-    not if the host's launches bound it, because FSDP adds to them."""
-    if run.fast != "off":
-        return step_time(run, profile, micro_batches)
-    found = eager_step_time(run, profile) if micro_batches == 1 else None
-    return found if found and not found.is_launch_bound else None
-
-
-def _rank_run(config: Mapping[str, Any], plan: Plan) -> RunConfig | None:
-    """Return the step of one rank on a micro batch of its own sequences."""
-    run = RunConfig.of(config)
-    is_fused = run_of(config, plan.strategy) == run
-    is_whole = plan.strategy.group == 1 and config["count"] == "transformer" and {"kernels", "loss"} <= run.fast_parts
-    if not is_whole or run.mode != "train-step" or run.precision != "bf16" or run.batch_size % plan.micro_batches:
+def _plain_seconds(run: RunConfig, plan: Plan, profile: GpuProfile) -> float | None:
+    """Return the seconds of the kernels of a rank without the fused kernels: under torch's engine or our FSDP."""
+    strategy = plan.strategy
+    is_ours = strategy.group == strategy.replicate == 1
+    try:
+        mesh = Mesh(dp_shard=plan.shards) if is_ours else required_axes(plan, run.model)
+    except UserError:  # ranks cannot split the model
         return None
-    if not predicts(dataclasses.replace(run, fast=AMONG_RANKS)):
+    sequences = run.batch_size * strategy.group // plan.micro_batches
+    run = dataclasses.replace(run, fast="off", batch_size=sequences)
+    found = plain_rank_seconds(run, mesh, profile, plan.micro_batches, is_ours=is_ours)
+    if found is None:
         return None
-    fast = ALONE if config["gpus"] == 1 else AMONG_RANKS if is_fused else "off"
-    return dataclasses.replace(run, fast=fast, batch_size=run.batch_size // plan.micro_batches)
+    return found.gradients + found.update / (plan.shards if strategy.stage in (1, 2) else 1)
 
 
 def _rates(config: Mapping[str, Any]) -> tuple[GpuProfile | None, float | None]:
@@ -156,31 +167,37 @@ def _notes(cell: CellView, profile: GpuProfile, others: Sequence[str]) -> list[T
             )
         )
     unfused = unfused_layouts(cell.config)
-    if timed := [name for name in unfused if name not in others and name in fitting_layouts(cell)]:
+    timed = [name for name in fitting_layouts(cell) if name not in others]
+    if plain := [name for name in timed if name in unfused]:
         notes.append(
             say(
                 "of {}: predicted operator by operator, without the fused kernels and loss",
                 "{}：不使用融合内核与融合损失，逐算子预测",
-                listed(map(layout_name, timed)),
+                listed(map(layout_name, plain)),
             )
         )
-    notes += [
-        say("not predicted: {}, {}", "不作预测：{}，{}", listed(map(layout_name, names)), why)
-        for why, names in _unpredicted(others).items()
-    ]
-    return notes
+    if any(Strategy.parse(name).tensor * Strategy.parse(name).context > 1 for name in timed):
+        notes.append(WAITING)
+    return [*notes, *(say("not predicted: {}, {}", "不作预测：{}，{}", *why) for why in _unpredicted(cell, others))]
 
 
-SHARED = Text("whose GPUs share layers or sequences", "其 GPU 共同处理同一层或同一序列")
-PLAIN = Text("which runs without the fused kernels and loss", "其运行不使用融合内核与融合损失")
+WAITING = Text(
+    "communication of TP and CP never overlaps: the next kernel needs what it brings",
+    "TP 与 CP 的通信不与计算重叠：下一个内核需要其结果",
+)
+LAUNCHES = Text("whose step is bound by the launches of the host", "单步受主机启动内核的时间限制")
+UNEVEN = Text("whose micro batches are not of one size", "微批大小不一")
+"""Why a step is not predicted. How long the host takes to launch the kernels of several ranks is not known."""
 
 
-def _unpredicted(names: Sequence[str]) -> dict[Text, list[str]]:
-    """Return layouts without a predicted time by the reason."""
+def _unpredicted(cell: CellView, names: Sequence[str]) -> list[tuple[Text, Text]]:
+    """Return layouts without a predicted time, and the reason."""
     found: dict[Text, list[str]] = {}
     for name in names:
-        found.setdefault(SHARED if Strategy.parse(name).group > 1 else PLAIN, []).append(name)
-    return found
+        (plan,) = plans({**cell.config, "strategies": [name]})
+        is_uneven = cell.get("batch_size") * plan.strategy.group % plan.micro_batches
+        found.setdefault(UNEVEN if is_uneven else LAUNCHES, []).append(name)
+    return [(listed(map(layout_name, own)), why) for why, own in found.items()]
 
 
 def missing_times(cell: CellView, cost: Cost = NO_COST) -> Text | None:
@@ -203,7 +220,5 @@ def _why_no_times(cell: CellView, fitting: Sequence[str]) -> Text:
         return say("predicted with {}.", "加上 {} 即可预测。", " ".join(flags))
     if _rates(cell.config)[0] is None:
         return say("the rates of {} are not known.", "{} 的速率未知，无法预测。", gpu_name(cell))
-    reasons = [
-        say("{}, {}", "{}，{}", listed(map(layout_name, names)), why) for why, names in _unpredicted(fitting).items()
-    ]
+    reasons = [say("{}, {}", "{}，{}", *why) for why in _unpredicted(cell, fitting)]
     return say("not predicted for {}.", "不作预测：{}。", listed(reasons, ("; ", "；")))

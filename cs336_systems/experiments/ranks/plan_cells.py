@@ -298,6 +298,8 @@ class Passes(NamedTuple):
     communication: list[float]
     idle: float = 0.0
     """Seconds in which a pipeline stage waits for others."""
+    waiting: tuple[float, ...] = (0.0, 0.0)
+    """The part of the communication that never overlaps, because the next kernel needs it; known for plans."""
 
     @classmethod
     def of(cls, own: CellView) -> "Passes":
@@ -309,7 +311,8 @@ class Passes(NamedTuple):
 
     @classmethod
     def of_plan(cls, plan: Plan) -> "Passes":
-        return cls(list(map(plan.compute, PASSES)), list(map(plan.communication, PASSES)), plan.idle)
+        compute, communication = (list(map(seconds, PASSES)) for seconds in (plan.compute, plan.communication))
+        return cls(compute, communication, plan.idle, tuple(map(plan.waiting, PASSES)))
 
     @property
     def overlapped(self) -> float:

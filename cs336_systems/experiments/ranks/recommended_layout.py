@@ -210,8 +210,7 @@ def _token_seconds(config: Mapping[str, Any], layout: str, *, is_predicted: bool
     """Return the seconds that a GPU takes for a token, as predicted or with matmuls at the peak rate; None if the
     layout does not fit, or if its step is not predicted but must be."""
     (plan,) = plans({**config, "strategies": [layout]})
-    passes = Passes.of_plan(plan)
-    time = plan_time(config, plan, passes) if is_predicted else passes
+    time = plan_time(config, plan) if is_predicted else Passes.of_plan(plan)
     return time.overlapped / plan.workload.tokens if plan.fits and time else None
 
 

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, NamedTuple
 
 from cs336_systems.config import ModelConfig, RunConfig, UserError, flag, flag_like
+from cs336_systems.experiments.ranks.layout_times import WAITING
 from cs336_systems.experiments.ranks.plan_cells import PlanArguments, plan_config, plans
 from cs336_systems.predict.engine_memory import engine_estimate
 from cs336_systems.predict.engine_messages import engine_messages
@@ -16,6 +17,8 @@ from cs336_systems.predict.model_flags import ShapeArguments
 from cs336_systems.predict.parallel_model import Plan
 from cs336_systems.predict.rank_shards import Mesh, of_replica, weights
 from cs336_systems.predict.strategy import Strategy
+from cs336_systems.predict.time.gpu_profile import GpuProfile, profile_of
+from cs336_systems.predict.time.rank_time import plain_rank_seconds
 from cs336_systems.record import GIB, MIB
 from cs336_systems.report.names import part_name
 from cs336_systems.report.rows import ms, number, percent, signed
@@ -150,7 +153,7 @@ def rehearsal_tables(arguments: RehearseArguments) -> list[Table]:
     run = rehearsed(arguments)
     parts = [_parts_table(run.found.parts)] if run.found.parts else []
     messages = [_messages_table(arguments)] if arguments.gpus > 1 else []
-    return [_memory_table(arguments, run), *parts, *messages, _time_table(run.found.seconds, run.plan)]
+    return [_memory_table(arguments, run), *parts, *messages, _time_table(arguments, run)]
 
 
 def _messages_table(arguments: RehearseArguments) -> Table:
@@ -197,7 +200,7 @@ def _memory_table(arguments: RehearseArguments, run: Rehearsed) -> Table:
     rows: list[list[str | Text]] = [
         [name, _mib(size), "-" if predicted is None else _mib(predicted)] for name, size, predicted in parts
     ]
-    notes = [verdict(found.peak, plan.cluster.memory, arguments.gpu), *_differences(parts)]
+    notes = [verdict(found.peak, plan.cluster.memory, _gpu_name(arguments)), *_differences(parts)]
     title = say(
         "rehearse: rank {} of {} GPUs (replicate {}, shard {}, cp {}, tp {}), memory",
         "rehearse：{1} 张 GPU（replicate {2}、shard {3}、cp {4}、tp {5}）中 rank {0} 的显存",
@@ -208,19 +211,18 @@ def _memory_table(arguments: RehearseArguments, run: Rehearsed) -> Table:
 
 
 def verdict(peak: float, usable: float, gpu: str) -> Text:
-    """Say whether a rank fits on the GPU of `--gpu`."""
-    card = find_card(gpu)
-    name, sizes = card.name if card else gpu, (number(size / GIB, 1) for size in (peak, usable, abs(usable - peak)))
+    """Say whether a rank fits on the GPU of this name."""
+    sizes = (number(size / GIB, 1) for size in (peak, usable, abs(usable - peak)))
     if peak <= usable:
         return say(
             "fits on {}: needs {} of {} GiB usable ({} GiB to spare)",
             "{} 放得下：需要 {} GiB，可用 {} GiB（余 {} GiB）",
-            *(name, *sizes),
+            *(gpu, *sizes),
         )
     return say(
         "does not fit on {}: needs {} GiB and {} GiB are usable ({} GiB are lacking)",
         "{} 放不下：需要 {} GiB，可用 {} GiB（缺 {} GiB）",
-        *(name, *sizes),
+        *(gpu, *sizes),
     )
 
 
@@ -269,25 +271,59 @@ def _why_they_differ(arguments: RehearseArguments, run: Rehearsed) -> list[Text]
     return notes
 
 
-def _time_table(seconds: float | None, plan: Plan) -> Table:
-    """Return measured compute (predicted if the step was traced) and predicted communication, as the two ends of a
-    range."""
+def _time_table(arguments: RehearseArguments, run: Rehearsed) -> Table:
+    """Return measured compute beside the predicted one, predicted communication, and the two ends of a step."""
+    plan, measured, predicted = run.plan, run.found.seconds, predicted_compute(arguments)
     wire = plan.communication("forward") + plan.communication("backward")
-    how = Text("measured", "实测") if seconds is not None else Text("predicted at the GPU's peak", "按 GPU 峰值预测")
-    compute = plan.compute("forward") + plan.compute("backward") if seconds is None else seconds
+    how = say("predicted for {}", "按 {} 预测", _gpu_name(arguments))
+    at_peak = plan.compute("forward") + plan.compute("backward")
+    kinds = {Text("measured", "实测"): measured, how: predicted, Text("at the GPU's peak rate", "按 GPU 峰值"): at_peak}
+    known = {kind: seconds for kind, seconds in kinds.items() if seconds is not None}
+    kind, compute = next(iter(known.items()))
     rows: list[list[str | Text]] = [
-        [say("compute ({})", "计算（{}）", how), ms(compute)],
+        [say("compute ({})", "计算（{}）", name), ms(seconds)] for name, seconds in known.items()
+    ]
+    waiting = plan.waiting("forward") + plan.waiting("backward")
+    rows += [
         [Text("communication (predicted)", "通信（预测）"), ms(wire)],
-        [Text("step with full overlap", "单步，通信与计算完全重叠"), ms(max(compute, wire))],
+        [Text("step with overlap", "单步，通信与计算重叠"), ms(waiting + max(compute, wire - waiting))],
         [Text("step without overlap", "单步，通信与计算不重叠"), ms(compute + wire)],
     ]
-    note = say(
-        "a real step lies between the last two: compute {}, communication predicted for the planned cluster",
-        "实际单步介于最后两行之间：计算为{}，通信为所规划集群上的预测",
-        how,
-    )
+    notes = [
+        say(
+            "a real step lies between the last two: compute {}, communication predicted for the planned cluster",
+            "实际单步介于最后两行之间：计算为{}，通信为所规划集群上的预测",
+            kind,
+        )
+    ]
+    if waiting:
+        notes.append(WAITING)
+    if predicted is None and _profile(arguments) is not None:
+        notes.append(
+            Text(
+                "compute is not predicted: the launches of the host bound this step",
+                "不预测计算时间：该步受主机启动内核的时间限制",
+            )
+        )
     title = Text("rehearse: time of a step", "rehearse：单步时间")
-    return Table(title, [word(PART), Column(TIME, "ms")], rows, [note])
+    return Table(title, [word(PART), Column(TIME, "ms")], rows, notes)
+
+
+def predicted_compute(arguments: RehearseArguments) -> float | None:
+    """Return the seconds of the rank's kernels on `--gpu`; None if they are not known, or if launches bound them."""
+    run, profile = of_replica(_config(arguments), arguments.mesh), _profile(arguments)
+    found = plain_rank_seconds(run, arguments.mesh, profile) if profile else None
+    return None if found is None else found.gradients + found.update
+
+
+def _profile(arguments: RehearseArguments) -> GpuProfile | None:
+    card = find_card(arguments.gpu)
+    return profile_of(card, arguments.precision) if card else None
+
+
+def _gpu_name(arguments: RehearseArguments) -> str:
+    card = find_card(arguments.gpu)
+    return card.name if card else arguments.gpu
 
 
 def _mib(size: float) -> str:

@@ -71,249 +71,341 @@ def lists_operators(config: RunConfig) -> bool:
 
 def eager_phases(config: RunConfig) -> dict[str, list[Kernel]]:
     """Return the kernels of each phase of a step."""
-    found = {"forward": list(forward_operators(config))}
-    if config.mode in ("inference", "forward"):
+    return EagerStep(config).phases()
+
+
+class EagerStep:
+    """Lists the kernels of a step on one GPU. Subclasses list those of a rank that holds a part of the model."""
+
+    def __init__(self, config: RunConfig):
+        model = config.model
+        self.config, self.model, self.s = config, model, width(config)
+        self.rows = config.tokens
+        """Tokens that the matmuls process."""
+        self.q, self.kv, self.inner, self.vocabulary = model.q_width, model.kv_width, model.d_ff, model.vocab_size
+        """Widths of the matmuls' results."""
+        self.heads = config.batch_size * model.num_heads
+        self.stream = config.tokens * model.d_model
+        """Elements of the residual stream."""
+        self.stream_width = 4
+        """Bytes of an element of the residual stream and its gradient."""
+
+    @property
+    def is_low(self) -> bool:
+        """True if matmuls have operands of 16 bits."""
+        return self.s == 2
+
+    @property
+    def casts_weights(self) -> bool:
+        """True if autocast casts the weights and their gradients."""
+        return self.is_low
+
+    @property
+    def casts_stream(self) -> bool:
+        """True if the residual stream is wider than the operands of matmuls."""
+        return self.stream_width > self.s
+
+    def phases(self) -> dict[str, list[Kernel]]:
+        found = {"forward": list(self.forward())}
+        if self.config.mode in ("inference", "forward"):
+            return found
+        found["loss"] = list(self.loss())
+        found["backward"] = list(self.backward())
+        if self.config.mode == "train-step":
+            found["optimizer"] = list(self.update())
         return found
-    found["loss"] = list(_loss(config))
-    found["backward"] = list(_backward(config))
-    if config.mode == "train-step":
-        found["optimizer"] = [Pass(ADAMW, 28 * config.model.parameters), Small("counts of steps", 1)]
-    return found
 
+    def update(self) -> Iterator[Kernel]:
+        yield Pass(ADAMW, 28 * self.held_weights)
+        yield Small("counts of steps", 1)
 
-def forward_operators(config: RunConfig) -> Iterator[Kernel]:
-    model, rows, layers = config.model, config.tokens, config.model.num_layers
-    yield Pass("embedding", 2 * rows * model.d_model * 4)
-    for kernel in _block(config):
-        yield kernel._replace(times=kernel.times * layers)
-    yield from _norm(rows * model.d_model, config)
-    yield from _linear("logits", rows, model.vocab_size, model.d_model, config)
+    @property
+    def held_weights(self) -> int:
+        """Elements of the weights that the optimizer updates."""
+        return self.model.parameters
 
+    # -- forward ------------------------------------------------------------------------------------------------------
 
-def _block(config: RunConfig, *, stops_early: bool = False) -> Iterator[Kernel]:
-    """Yield the operators of one block; `stops_early`: without those whose results backward does not need."""
-    model, rows, s = config.model, config.tokens, width(config)
-    d, f, q, kv = model.d_model, model.d_ff, model.q_width, model.kv_width
-    stream = rows * d
-    yield from _norm(stream, config)
-    for columns in (q, kv, kv):
-        yield from _linear("qkv", rows, columns, d, config)
-        if model.qkv_bias and s == 2:
-            yield Small("cast of a vector", 1)
-    if model.qk_norm:
-        for columns in (q, kv):
-            if s == 2:
+    def forward(self) -> Iterator[Kernel]:
+        yield from self.embedding()
+        for kernel in (*self.gather_weights(), *self.block()):
+            yield kernel._replace(times=kernel.times * self.model.num_layers)
+        yield from self._norm()
+        yield from self.enter_branch()
+        yield from self._linear("logits", self.vocabulary, self.model.d_model)
+
+    def embedding(self) -> Iterator[Kernel]:
+        yield Pass("embedding", 2 * self.rows * self.model.d_model * self.stream_width)
+
+    def block(self, *, stops_early: bool = False) -> Iterator[Kernel]:
+        """Yield the operators of one block; `stops_early`: without those whose results backward does not need."""
+        model, d, q, kv = self.model, self.model.d_model, self.q, self.kv
+        yield from self._norm()
+        yield from self.enter_branch()
+        for columns in (q, kv, kv):
+            yield from self._linear("qkv", columns, d)
+            if model.qkv_bias and self.casts_weights:
                 yield Small("cast of a vector", 1)
-            yield Pass(RMS_NORM, 2 * rows * columns * s, 1, rows * columns // model.head_dim, model.head_dim)
-    for columns in (q, kv):
-        yield from _rotation(rows * columns, config)
-    yield from _attention(config)
-    yield from _linear("out", rows, d, q, config)
-    yield _residual(stream, config)
-    yield from _norm(stream, config)
-    for name in ("gate", "up"):
-        yield from _linear(name, rows, f, d, config)
-        if name == "gate":
-            yield _pass(POINTWISE, 2, rows * f, config)
-    yield _pass(POINTWISE, 3, rows * f, config)
-    down, residual = list(_linear("down", rows, d, f, config)), _residual(stream, config)
-    yield from down[:-1] if stops_early else [*down, residual]
-
-
-def _norm(elements: int, config: RunConfig) -> Iterator[Kernel]:
-    """Yield a norm of the fp32 residual stream, and the cast for the matmuls that read it."""
-    yield Pass(RMS_NORM, 8 * elements, 1, elements // config.model.d_model, config.model.d_model)
-    if width(config) == 2:
-        yield Pass(NARROW, 6 * elements)
-
-
-def _linear(name: str, rows: int, columns: int, depth: int, config: RunConfig) -> Iterator[Kernel]:
-    """Yield a projection; autocast casts its weight."""
-    if width(config) == 2:
-        yield Pass(NARROW, 6 * columns * depth)
-    yield _matmul(name, rows, columns, depth, FORWARD, config)
-
-
-def _rotation(elements: int, config: RunConfig) -> Iterator[Kernel]:
-    """Yield the rotation: pairs are swapped, multiplied and added in fp32."""
-    s = width(config)
-    yield _pass(STRIDED, 2, elements, config)
-    yield Pass(STRIDED_MIXED if s == 2 else STRIDED, (s + 4) * elements)
-    if s == 2:
-        yield Pass(INNER_CAST, 6 * elements)  # of the swapped pairs
-    yield Pass(STRIDED, (s + 8) * elements)
-    if s == 2:
-        yield Pass(NARROW, 6 * elements)
-
-
-def _residual(elements: int, config: RunConfig) -> Kernel:
-    return Pass(MIXED, 10 * elements) if width(config) == 2 else Pass(POINTWISE, 12 * elements)
-
-
-def _attention(config: RunConfig) -> Iterator[Kernel]:
-    if config.attention != "reference":
-        yield attention_pass("forward", config)
-        return
-    model, rows, s = config.model, config.tokens, width(config)
-    q, length, dim, heads = model.q_width, model.context_length, model.head_dim, config.batch_size * model.num_heads
-    scores = heads * length * length
-    yield _pass(POINTWISE, 2, rows * q, config)  # the scale
-    yield _pass(STRIDED, 2, rows * q, config)
-    yield _pass(TRANSPOSED, 2, rows * q, config)
-    yield _matmul("scores", length, length, dim, INPUT, config, heads)
-    yield Pass(TRIANGLE, length * length)
-    yield Pass(TRIANGLE, 2 * length * length)
-    yield _pass(MASKED, 2, scores, config)
-    if s == 2:
-        yield Pass(CAST, 6 * scores)
-    yield Pass(SOFTMAX, 8 * scores)
-    if s == 2:
-        yield Pass(NARROW, 6 * scores)
-    yield _pass(STRIDED, 2, rows * q, config)
-    yield _matmul("output", length, dim, length, INPUT, config, heads)
-    yield _pass(STRIDED, 2, rows * q, config)
-
-
-def _loss(config: RunConfig) -> Iterator[Kernel]:
-    logits = config.tokens * config.model.vocab_size
-    if width(config) == 2:
-        yield Pass(CAST, 6 * logits)
-    vocabulary = config.model.vocab_size
-    is_large = vocabulary > LARGEST_ROW
-    yield Pass(LOG_SOFTMAX, 8 * logits, 1, config.tokens * is_large, vocabulary * is_large)
-    yield Small("sum of losses", 8)
-
-
-def _backward(config: RunConfig) -> Iterator[Kernel]:
-    model, rows, s = config.model, config.tokens, width(config)
-    d, vocabulary = model.d_model, model.vocab_size
-    logits = rows * vocabulary
-    yield Small("one", 1)
-    yield Pass("fill", 4 * logits)
-    yield Small("gradients of losses", 1)
-    yield Pass(LOG_SOFTMAX_BACKWARD, 12 * logits)
-    if s == 2:
-        yield Pass(NARROW, 6 * logits)
-    yield from _both("logits", rows, vocabulary, d, config)
-    yield from _norm_backward(rows * d, config)
-    for kernel in _block_backward(config):
-        yield kernel._replace(times=kernel.times * model.num_layers)
-    if config.checkpoint_blocks:
-        yield from recomputed_operators(config)
-    yield Pass("fill", 4 * vocabulary * d)
-    if rows > SORTED_ROWS:
-        yield Pass("embedding_backward", 8 * rows * d)
-        yield Small("sort of tokens", 28)
-    else:
-        yield Pass("embedding_backward_unsorted", 8 * rows * d)
-    if model.tied_embeddings:
-        yield Pass(POINTWISE, 12 * vocabulary * d)
-
-
-def recomputed_operators(config: RunConfig) -> Iterator[Kernel]:
-    """Yield the operators of forward that backward runs again. Each group of blocks stops before its last matmul, whose
-    result is not needed."""
-    layers, size = config.model.num_layers, config.checkpoint_blocks
-    groups = -(-layers // size)
-    for kernel in _block(config):
-        if layers > groups:
-            yield kernel._replace(times=kernel.times * (layers - groups))
-    for kernel in _block(config, stops_early=True):
-        yield kernel._replace(times=kernel.times * groups)
-
-
-def _block_backward(config: RunConfig) -> Iterator[Kernel]:
-    model, rows, s = config.model, config.tokens, width(config)
-    d, f, q, kv = model.d_model, model.d_ff, model.q_width, model.kv_width
-    stream = rows * d
-    if s == 2:
-        yield Pass(NARROW, 6 * stream)  # of the residual's gradient
-    yield from _both("down", rows, d, f, config)
-    yield _pass(POINTWISE, 3, rows * f, config, times=2)
-    yield from _both("up", rows, f, d, config)
-    yield _pass(POINTWISE, 3, rows * f, config)  # of silu
-    yield from _both("gate", rows, f, d, config)
-    yield _pass(POINTWISE, 3, stream, config)
-    yield from _norm_backward(stream, config)
-    yield Pass(POINTWISE, 12 * stream)
-    if s == 2:
-        yield Pass(NARROW, 6 * stream)
-    yield from _both("out", rows, d, q, config)
-    yield from _attention_backward(config)
-    for columns in (q, kv):
-        yield from _rotation_backward(rows * columns, config)
         if model.qk_norm:
-            heads = columns // model.head_dim
-            yield Pass(RMS_NORM_BACKWARD, 3 * rows * columns * s, 1, *_norm_rows(rows * heads, model.head_dim))
-            if s == 2:
-                yield Small("cast of a vector", 1)
-    for columns in (q, kv, kv):
-        yield from _both("qkv", rows, columns, d, config)
-        if model.qkv_bias:
-            yield _pass("sum of biases' gradients", 1, rows * columns, config)
-            if s == 2:
-                yield Small("cast of a vector", 1)
-    yield _pass(POINTWISE, 3, stream, config, times=2)
-    yield from _norm_backward(stream, config)
-    yield Pass(POINTWISE, 12 * stream)
+            for columns in (q, kv):
+                if self.casts_weights:
+                    yield Small("cast of a vector", 1)
+                heads = self.rows * columns // model.head_dim
+                yield Pass(RMS_NORM, 2 * self.rows * columns * self.s, 1, heads, model.head_dim)
+        for columns in (q, kv):
+            yield from self._rotation(self.rows * columns)
+        yield from self.attention()
+        yield from self._linear("out", d, q)
+        yield from self.leave_branch()
+        yield self._residual()
+        yield from self._norm()
+        yield from self.enter_branch()
+        for name in ("gate", "up"):
+            yield from self._linear(name, self.inner, d)
+            if name == "gate":
+                yield self._pass(POINTWISE, 2, self.rows * self.inner)
+        yield self._pass(POINTWISE, 3, self.rows * self.inner)
+        down = list(self._linear("down", d, self.inner))
+        if stops_early:
+            yield from down[:-1]
+            return
+        yield from down
+        yield from self.leave_branch()
+        yield self._residual()
 
+    def _norm(self) -> Iterator[Kernel]:
+        """Yield a norm of the residual stream, and the cast for the matmuls that read it."""
+        d = self.model.d_model
+        yield Pass(RMS_NORM, 2 * self.stream_width * self.stream, 1, self.stream // d, d)
+        if self.casts_stream:
+            yield Pass(NARROW, 6 * self.stream)
 
-def _both(name: str, rows: int, columns: int, depth: int, config: RunConfig) -> Iterator[Kernel]:
-    """Yield the gradients of the weight and of the input of (rows, depth) x (depth, columns)."""
-    yield _matmul(f"{name}, gradient of the weight", columns, depth, rows, WEIGHT, config)
-    if width(config) == 2:
-        yield Pass(CAST, 6 * columns * depth)
-    yield _matmul(f"{name}, gradient of the input", rows, depth, columns, INPUT, config)
+    def _linear(self, name: str, columns: int, depth: int) -> Iterator[Kernel]:
+        """Yield a projection; autocast casts its weight."""
+        if self.casts_weights:
+            yield Pass(NARROW, 6 * columns * depth)
+        yield self._matmul(name, self.rows, columns, depth, FORWARD)
 
+    def _rotation(self, elements: int) -> Iterator[Kernel]:
+        """Yield the rotation: pairs are swapped, multiplied and added in fp32."""
+        s = self.s
+        yield self._pass(STRIDED, 2, elements)
+        yield Pass(STRIDED_MIXED if self.is_low else STRIDED, (s + 4) * elements)
+        if self.is_low:
+            yield Pass(INNER_CAST, 6 * elements)  # of the swapped pairs
+        yield Pass(STRIDED, (s + 8) * elements)
+        if self.is_low:
+            yield Pass(NARROW, 6 * elements)
 
-def _norm_backward(elements: int, config: RunConfig) -> Iterator[Kernel]:
-    if width(config) == 2:
-        yield Pass(CAST, 6 * elements)
-    width_of_row = config.model.d_model
-    yield Pass(RMS_NORM_BACKWARD, 12 * elements, 1, *_norm_rows(elements // width_of_row, width_of_row))
+    def _residual(self) -> Kernel:
+        elements = self.stream
+        return Pass(MIXED, 10 * elements) if self.casts_stream else self._stream_pass()
+
+    def attention(self) -> Iterator[Kernel]:
+        if self.config.attention != "reference":
+            yield attention_pass("forward", self.config)
+            return
+        q, length, dim = self.rows * self.q, self.model.context_length, self.model.head_dim
+        scores = self.heads * length * length
+        yield self._pass(POINTWISE, 2, q)  # the scale
+        yield self._pass(STRIDED, 2, q)
+        yield self._pass(TRANSPOSED, 2, q)
+        yield self._matmul("scores", length, length, dim, INPUT, self.heads)
+        yield Pass(TRIANGLE, length * length)
+        yield Pass(TRIANGLE, 2 * length * length)
+        yield self._pass(MASKED, 2, scores)
+        if self.is_low:
+            yield Pass(CAST, 6 * scores)
+        yield Pass(SOFTMAX, 8 * scores)
+        if self.is_low:
+            yield Pass(NARROW, 6 * scores)
+        yield self._pass(STRIDED, 2, q)
+        yield self._matmul("output", length, dim, length, INPUT, self.heads)
+        yield self._pass(STRIDED, 2, q)
+
+    def loss(self) -> Iterator[Kernel]:
+        logits, vocabulary = self.rows * self.vocabulary, self.vocabulary
+        if self.is_low:
+            yield Pass(CAST, 6 * logits)
+        is_large = vocabulary > LARGEST_ROW
+        yield Pass(LOG_SOFTMAX, 8 * logits, 1, self.rows * is_large, vocabulary * is_large)
+        yield Small("sum of losses", 8)
+
+    # -- backward -----------------------------------------------------------------------------------------------------
+
+    def backward(self) -> Iterator[Kernel]:
+        yield Small("one", 1)
+        yield from self.loss_backward()
+        yield from self._both("logits", self.vocabulary, self.model.d_model)
+        yield from self.enter_branch_backward()
+        yield from self._norm_backward()
+        for kernel in self._block_backward():
+            yield kernel._replace(times=kernel.times * self.model.num_layers)
+        if self.config.checkpoint_blocks:
+            yield from self._recomputed()
+        yield from self.embedding_backward()
+
+    def loss_backward(self) -> Iterator[Kernel]:
+        logits = self.rows * self.vocabulary
+        yield Pass("fill", 4 * logits)
+        yield Small("gradients of losses", 1)
+        yield Pass(LOG_SOFTMAX_BACKWARD, 12 * logits)
+        if self.is_low:
+            yield Pass(NARROW, 6 * logits)
+
+    def _recomputed(self) -> Iterator[Kernel]:
+        """Yield the operators of forward that backward runs again. Each group of blocks stops before its last matmul,
+        whose result is not needed."""
+        layers, size = self.model.num_layers, self.config.checkpoint_blocks
+        groups = -(-layers // size)
+        for kernel in self.block():
+            if layers > groups:
+                yield kernel._replace(times=kernel.times * (layers - groups))
+        for kernel in self.block(stops_early=True):
+            yield kernel._replace(times=kernel.times * groups)
+
+    def _block_backward(self) -> Iterator[Kernel]:
+        model, rows, d, f, q, kv = self.model, self.rows, self.model.d_model, self.inner, self.q, self.kv
+        branch = rows * d
+        yield from self.gather_weights()
+        if self.casts_stream:
+            yield Pass(NARROW, 6 * self.stream)  # of the residual's gradient
+        yield from self.leave_branch_backward()
+        yield from self._both("down", d, f)
+        yield self._pass(POINTWISE, 3, rows * f, times=2)
+        yield from self._both("up", f, d)
+        yield self._pass(POINTWISE, 3, rows * f)  # of silu
+        yield from self._both("gate", f, d)
+        yield self._pass(POINTWISE, 3, branch)
+        yield from self.enter_branch_backward()
+        yield from self._norm_backward()
+        yield self._stream_pass()
+        if self.casts_stream:
+            yield Pass(NARROW, 6 * self.stream)
+        yield from self.leave_branch_backward()
+        yield from self._both("out", d, q)
+        yield from self.attention_backward()
+        for columns in (q, kv):
+            yield from self._rotation_backward(rows * columns)
+            if model.qk_norm:
+                heads = rows * columns // model.head_dim
+                yield Pass(RMS_NORM_BACKWARD, 3 * rows * columns * self.s, 1, *_norm_rows(heads, model.head_dim))
+                if self.casts_weights:
+                    yield Small("cast of a vector", 1)
+        for columns in (q, kv, kv):
+            yield from self._both("qkv", columns, d)
+            if model.qkv_bias:
+                yield self._pass("sum of biases' gradients", 1, rows * columns)
+                if self.casts_weights:
+                    yield Small("cast of a vector", 1)
+        yield self._pass(POINTWISE, 3, branch, times=2)
+        yield from self.enter_branch_backward()
+        yield from self._norm_backward()
+        yield self._stream_pass()
+        yield from self.reduce_gradients()
+
+    def _both(self, name: str, columns: int, depth: int) -> Iterator[Kernel]:
+        """Yield the gradients of the weight and of the input of (rows, depth) x (depth, columns)."""
+        yield self._matmul(f"{name}, gradient of the weight", columns, depth, self.rows, WEIGHT)
+        if self.casts_weights:
+            yield Pass(CAST, 6 * columns * depth)
+        yield self._matmul(f"{name}, gradient of the input", self.rows, depth, columns, INPUT)
+
+    def _norm_backward(self) -> Iterator[Kernel]:
+        elements, d = self.stream, self.model.d_model
+        if self.casts_stream:
+            yield Pass(CAST, 6 * elements)
+        yield Pass(RMS_NORM_BACKWARD, 3 * self.stream_width * elements, 1, *_norm_rows(elements // d, d))
+
+    def _rotation_backward(self, elements: int) -> Iterator[Kernel]:
+        if self.is_low:
+            yield Pass(CAST, 6 * elements)
+        yield Small("factor of the table", 1)
+        yield Pass(STRIDED, 8 * elements, 2)
+        if self.is_low:
+            yield Pass(NARROW, 6 * elements, 2)
+        yield self._pass(STRIDED, 2, elements)
+        yield self._pass(POINTWISE, 3, elements)
+
+    def attention_backward(self) -> Iterator[Kernel]:
+        if self.config.attention != "reference":
+            yield attention_pass("backward", self.config)
+            return
+        q, length, dim, heads = self.rows * self.q, self.model.context_length, self.model.head_dim, self.heads
+        scores = heads * length * length
+        yield self._pass(STRIDED, 2, q)
+        yield self._matmul("output, gradient of the values", length, dim, length, WEIGHT, heads)
+        yield self._matmul("output, gradient of the weights", length, length, dim, FORWARD, heads)
+        if self.is_low:
+            yield Pass(CAST, 6 * scores)
+        yield Pass(POINTWISE, 12 * scores)  # the gradient times the weights
+        yield Pass(SOFTMAX_BACKWARD, 12 * scores)
+        if self.is_low:
+            yield Pass(NARROW, 6 * scores)
+        yield self._pass(COPY, 2, scores)
+        yield self._pass(MASKED, 2, scores)
+        yield self._matmul("scores, gradient of the keys", dim, length, length, WEIGHT, heads)
+        yield self._matmul("scores, gradient of the queries", length, dim, length, FORWARD, heads)
+        yield self._pass(POINTWISE, 2, q)
+        yield self._pass(STRIDED, 2, q, times=2)
+        yield self._pass(TRANSPOSED, 2, q)
+
+    def embedding_backward(self) -> Iterator[Kernel]:
+        vocabulary, d = self.model.vocab_size, self.model.d_model
+        yield Pass("fill", self.stream_width * vocabulary * d)
+        if self.rows > SORTED_ROWS:
+            yield Pass("embedding_backward", 2 * self.stream_width * self.rows * d)
+            yield Small("sort of tokens", 28)
+        else:
+            yield Pass("embedding_backward_unsorted", 2 * self.stream_width * self.rows * d)
+        if self.model.tied_embeddings:
+            yield Pass(POINTWISE, 3 * self.stream_width * vocabulary * d)
+
+    # -- what ranks add -----------------------------------------------------------------------------------------------
+
+    def gather_weights(self) -> Iterator[Kernel]:
+        """Yield what makes a block's weights whole, once in forward and once in backward, for recomputation too."""
+        yield from ()
+
+    def reduce_gradients(self) -> Iterator[Kernel]:
+        """Yield what reduces the gradients of a block's weights."""
+        yield from ()
+
+    def enter_branch(self) -> Iterator[Kernel]:
+        """Yield what makes the sequence whole before matmuls that split columns."""
+        yield from ()
+
+    def leave_branch(self) -> Iterator[Kernel]:
+        """Yield what splits the sequence again after matmuls that split rows."""
+        yield from ()
+
+    def enter_branch_backward(self) -> Iterator[Kernel]:
+        yield from ()
+
+    def leave_branch_backward(self) -> Iterator[Kernel]:
+        yield from ()
+
+    # -- kernels ------------------------------------------------------------------------------------------------------
+
+    def _matmul(self, name: str, rows: int, columns: int, depth: int, layout: str, batch: int = 1) -> Matmul:
+        precision = "" if self.is_low else self.config.precision
+        multiple = 0 if self.config.compile else _multiple(rows, columns, depth, layout, precision)
+        return Matmul(name, rows, columns, depth, layout, batch=batch, precision=precision, multiple=multiple)
+
+    def _pass(self, name: str, tensors: int, elements: int, times: int = 1) -> Pass:
+        """Return a pass over tensors of the matmuls' precision; those in ONE_BY_ONE take as long in 16 bits as in
+        32."""
+        return Pass(name, tensors * elements * self.s, times, *((elements, 1) if name in ONE_BY_ONE else ()))
+
+    def _stream_pass(self) -> Pass:
+        """Return a sum of two tensors of the residual stream's size."""
+        return Pass(POINTWISE, 3 * self.stream_width * self.stream)
 
 
 def _norm_rows(rows: int, elements: int) -> tuple[int, int, int]:
     """Return the number of rows in a norm's backward pass, their elements, and the rows processed in parallel; 0 for as
     many as the GPU can hold."""
     return rows, elements, GAIN_PROGRAMS if rows <= MOST_GAIN_ROWS else 0
-
-
-def _rotation_backward(elements: int, config: RunConfig) -> Iterator[Kernel]:
-    s = width(config)
-    if s == 2:
-        yield Pass(CAST, 6 * elements)
-    yield Small("factor of the table", 1)
-    yield Pass(STRIDED, 8 * elements, 2)
-    if s == 2:
-        yield Pass(NARROW, 6 * elements, 2)
-    yield _pass(STRIDED, 2, elements, config)
-    yield _pass(POINTWISE, 3, elements, config)
-
-
-def _attention_backward(config: RunConfig) -> Iterator[Kernel]:
-    if config.attention != "reference":
-        yield attention_pass("backward", config)
-        return
-    model, rows, s = config.model, config.tokens, width(config)
-    q, length, dim, heads = model.q_width, model.context_length, model.head_dim, config.batch_size * model.num_heads
-    scores = heads * length * length
-    yield _pass(STRIDED, 2, rows * q, config)
-    yield _matmul("output, gradient of the values", length, dim, length, WEIGHT, config, heads)
-    yield _matmul("output, gradient of the weights", length, length, dim, FORWARD, config, heads)
-    if s == 2:
-        yield Pass(CAST, 6 * scores)
-    yield Pass(POINTWISE, 12 * scores)  # the gradient times the weights
-    yield Pass(SOFTMAX_BACKWARD, 12 * scores)
-    if s == 2:
-        yield Pass(NARROW, 6 * scores)
-    yield _pass(COPY, 2, scores, config)
-    yield _pass(MASKED, 2, scores, config)
-    yield _matmul("scores, gradient of the keys", dim, length, length, WEIGHT, config, heads)
-    yield _matmul("scores, gradient of the queries", length, dim, length, FORWARD, config, heads)
-    yield _pass(POINTWISE, 2, rows * q, config)
-    yield _pass(STRIDED, 2, rows * q, config, times=2)
-    yield _pass(TRANSPOSED, 2, rows * q, config)
 
 
 def attention_pass(name: str, config: RunConfig) -> AttentionPass:
@@ -339,23 +431,12 @@ def _kernels_of(config: RunConfig, *, is_backward: bool) -> str:
     return attention_path(config, is_backward=is_backward)
 
 
-def _matmul(name: str, rows: int, columns: int, depth: int, layout: str, config: RunConfig, batch: int = 1) -> Matmul:
-    precision = "" if width(config) == 2 else config.precision
-    multiple = 0 if config.compile else _multiple(rows, columns, depth, layout, precision)
-    return Matmul(name, rows, columns, depth, layout, batch=batch, precision=precision, multiple=multiple)
-
-
 def _multiple(rows: int, columns: int, depth: int, layout: str, precision: str) -> int:
     """Return the power of 2 that divides the contiguous dimensions of a matmul's operands and result, if it is too
     small for the Hopper kernels; else 0. The compiler pads such operands."""
     contiguous = math.gcd(columns, rows if layout == WEIGHT else depth)
     enough = ALIGNMENT.get(precision, 1)
     return 0 if contiguous % enough == 0 else math.gcd(contiguous, enough)
-
-
-def _pass(name: str, tensors: int, elements: int, config: RunConfig, times: int = 1) -> Pass:
-    """Return a pass over tensors of the matmuls' precision; those in ONE_BY_ONE take as long in 16 bits as in 32."""
-    return Pass(name, tensors * elements * width(config), times, *((elements, 1) if name in ONE_BY_ONE else ()))
 
 
 def width(config: RunConfig) -> int:

@@ -4,7 +4,7 @@ Phases are those of a measured step, which waits for the GPU between them.
 """
 
 import dataclasses
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 from cs336_systems.config import ModelConfig, RunConfig
 from cs336_systems.predict.time.compiled_kernels import compiled_phases
@@ -45,13 +45,22 @@ def parameter_tensors(model: ModelConfig) -> int:
     return model.num_layers * per_block + (2 if model.tied_embeddings else 3)
 
 
+Phases = Mapping[str, Sequence[Kernel]]
+
+
 def eager_step_time(config: RunConfig, profile: GpuProfile, steps: int | None = None) -> StepTime | None:
     """Predict a step without the fast parts; None if its operators or the rates of the host are not known. `steps`:
     number of steps before the measured ones; None for a warm GPU."""
-    host = profile.host
-    if host is None or not predicts_eager(config, profile):
+    if not predicts_eager(config, profile):
         return None
-    phases = compiled_phases(config) if config.compile else eager_phases(config)
+    return time_of_phases(compiled_phases(config) if config.compile else eager_phases(config), config, profile, steps)
+
+
+def time_of_phases(phases: Phases, config: RunConfig, profile: GpuProfile, steps: int | None = None) -> StepTime | None:
+    """Return the time of a step whose phases have these kernels; None if the rates of the host are not known."""
+    host = profile.host
+    if host is None:
+        return None
     kernels = [kernel for own in phases.values() for kernel in own]
     once = {kernel: kernel_seconds(kernel, profile) for kernel in set(kernels)}
     work = Work.of(kernels, [kernel.times * once[kernel] for kernel in kernels], profile.power)
@@ -72,7 +81,11 @@ def eager_step_time(config: RunConfig, profile: GpuProfile, steps: int | None = 
 
 def predicts_eager(config: RunConfig, profile: GpuProfile) -> bool:
     """Return True if the step's operators are listed, and the profile has rates for its matmuls and its attention."""
-    if not lists_operators(config) or (config.precision != "bf16" and config.precision not in profile.wide):
+    if (
+        profile.host is None
+        or not lists_operators(config)
+        or (config.precision != "bf16" and config.precision not in profile.wide)
+    ):
         return False
     known = {name.rpartition(" ")[0] for name in profile.attention}
     return config.attention == "reference" or not known.isdisjoint(pass_names(attention_pass("forward", config)))

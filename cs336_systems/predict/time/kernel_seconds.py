@@ -88,7 +88,8 @@ def kernel_seconds(kernel: Kernel, profile: GpuProfile) -> float:
     if isinstance(kernel, AttentionPass):
         if kernel.name in SMALL_TILES and not any(own.startswith(f"{kernel.name} ") for own in profile.attention):
             kernel = kernel._replace(name=kernel.name.partition(" ")[0])  # those of large problems stand in
-        return attention_seconds(kernel, attention_rates(profile, kernel), profile.sms, profile.bandwidth)
+        whole = attention_seconds(kernel, attention_rates(profile, kernel), profile.sms, profile.bandwidth)
+        return whole / kernel.parts
     return profile.small
 
 

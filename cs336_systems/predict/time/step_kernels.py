@@ -87,6 +87,8 @@ class AttentionPass(NamedTuple):
     length: int
     head_dim: int
     times: int = 1
+    parts: int = 1
+    """GPUs that share the visible pairs equally (context parallel)."""
 
     @property
     def is_backward(self) -> bool:
@@ -96,7 +98,7 @@ class AttentionPass(NamedTuple):
     def flops(self) -> int:
         """FLOPs of visible pairs: two matmuls forward, five backward."""
         pairs = self.batch * self.heads * self.length * (self.length + 1) // 2
-        return (10 if self.is_backward else 4) * pairs * self.head_dim
+        return (10 if self.is_backward else 4) * pairs * self.head_dim // self.parts
 
 
 class Small(NamedTuple):

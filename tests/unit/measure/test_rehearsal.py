@@ -10,8 +10,10 @@ from cs336_systems.cli import main
 from cs336_systems.config import ModelConfig, RunConfig, UserError
 from cs336_systems.experiments.ranks.rehearsal_command import (
     RehearseArguments,
+    Rehearsed,
     _time_table,
     mesh_plan,
+    predicted_compute,
     rehearsal_tables,
     verdict,
 )
@@ -109,10 +111,14 @@ def test_real_tensors_are_measured_as_traced_ones(monkeypatch):
     assert found.peak == 7
     assert found.seconds is not None
     plan = planned(mesh)
-    rows = [float(row[1].replace(",", "")) for row in _time_table(found.seconds, plan).rows]
-    wire = 1e3 * (plan.exposed - plan.compute("forward") - plan.compute("backward"))
-    compute = 1e3 * found.seconds
-    assert rows == pytest.approx([compute, wire, max(compute, wire), compute + wire], abs=0.1)
+    axes = {name: size for name, size in mesh._asdict().items() if name != "pp"}
+    arguments = RehearseArguments(gpus=mesh.gpus, **axes, **SHAPE, precision="fp32")
+    rows = [float(row[1].replace(",", "")) for row in _time_table(arguments, Rehearsed(found, plan, None)).rows]
+    at_peak = 1e3 * (plan.compute("forward") + plan.compute("backward"))
+    wire, compute = 1e3 * plan.exposed - at_peak, 1e3 * found.seconds
+    waiting = 1e3 * (plan.waiting("forward") + plan.waiting("backward"))
+    overlapped = waiting + max(compute, wire - waiting)
+    assert rows == pytest.approx([compute, at_peak, wire, overlapped, compute + wire], abs=0.1)
 
 
 def test_context_parallel_splits_the_activations():
@@ -168,6 +174,30 @@ def test_the_command_prints_both_counts(capsys):
     assert "rank 3 of 4 GPUs" in shown
     for text in ("parts of the traced peak", "communication (predicted)", "step without overlap"):
         assert text in shown
+    assert "the launches of the host bound this step" in shown
+
+
+def test_compute_is_predicted_for_the_gpu():
+    """Beside the time at the peak rate, and the measured one if there is one; ranks of tp wait for communication."""
+    arguments = RehearseArguments(
+        gpus=16, dp_shard=2, tp=8, size="2.7B", batch_size=4, context_length=2048, vocab_size=32_000, gpu="h200"
+    )
+    plan = mesh_plan(arguments)
+    nothing = rehearsal.Rehearsal(0, 0, 0, 0, {}, None)
+
+    def rows(found):
+        table = _time_table(arguments, Rehearsed(found, plan, None))
+        return {str(name): float(time.replace(",", "")) for name, time in table.plain().rows}
+
+    traced, measured = rows(nothing), rows(dataclasses.replace(nothing, seconds=0.5))
+    predicted = 1e3 * predicted_compute(arguments)
+    assert traced["compute (predicted for H200)"] == pytest.approx(predicted, abs=0.1)
+    assert 1.3 < predicted / traced["compute (at the GPU's peak rate)"] < 3
+    waiting = 1e3 * sum(map(plan.waiting, ("forward", "backward")))
+    assert traced["step with overlap"] == pytest.approx(waiting + predicted, abs=0.2)
+    assert measured["compute (measured)"] == 500.0
+    assert measured["step with overlap"] == pytest.approx(waiting + 500, abs=0.2)
+    assert predicted_compute(dataclasses.replace(arguments, gpu="80GiB", tflops=900.0)) is None
 
 
 def test_the_verdict_names_what_is_spare_and_what_is_lacking():

@@ -7,18 +7,22 @@ import pytest
 from cs336_systems.cli import main
 from cs336_systems.config import RunConfig, model_config
 from cs336_systems.experiments.ranks.layout_times import RankTime, missing_times, predicted_times, rank_time
-from cs336_systems.experiments.ranks.plan_cells import Passes, PlanArguments, planned
+from cs336_systems.experiments.ranks.plan_cells import Passes, PlanArguments, planned, plans
 from cs336_systems.experiments.ranks.recommended_layout import recommendation
 from cs336_systems.predict.gpus import find_card
-from cs336_systems.predict.time.eager_time import eager_step_time
+from cs336_systems.predict.rank_shards import Mesh
+from cs336_systems.predict.time.eager_time import eager_step_time, time_of_phases
+from cs336_systems.predict.time.engine_kernels import EngineStep, FsdpStep
 from cs336_systems.predict.time.gpu_profile import profile_of
 from cs336_systems.predict.time.on_gpu import predicted_on
+from cs336_systems.predict.time.rank_time import sharding_seconds
 from cs336_systems.predict.time.time_model import step_time
 from cs336_systems.predict.training_cost import Cost
 
 ARGUMENTS = PlanArguments(
     size="2.7B", context_length=2048, batch_size=4, checkpoint_blocks=0, gpus=8, gpu="h200", fast="on"
 )
+H200 = profile_of(find_card("h200"))
 STEP = {"precision": "bf16", "attention": "auto", "device": "cuda"}
 
 
@@ -39,27 +43,65 @@ def test_a_rank_has_the_step_of_its_own_sequences_and_updates_its_shard():
     for name in ("zero1", "zero2", "zero3+replicate2"):
         shards = 4 if name.endswith("replicate2") else 8
         saved = (1 - 1 / shards) * whole.by_name()["adamw"]
-        assert rank_time(cell, name).kernels == pytest.approx(whole.seconds - saved)
+        # torch's fully_shard casts and copies weights and gradients.
+        copies = sharding_seconds(run("off"), Mesh(1, 2, 4), H200) if name.endswith("replicate2") else 0.0
+        assert rank_time(cell, name).kernels == pytest.approx(whole.seconds - saved + copies)
 
 
 def test_a_rank_without_the_fused_kernels_has_the_step_of_single_operators():
-    """FSDP of `cs336 train` runs without them."""
+    """FSDP of `cs336 train` runs without them, and casts no weights, because it gathers them in bf16."""
     cell = planned(ARGUMENTS)
-    plain = eager_step_time(run("off"), profile_of(find_card("h200")))
-    kernels = sum(seconds for _, seconds in plain.kernels) + plain.gaps
+    plain = time_of_phases(FsdpStep(run("off"), Mesh(dp_shard=8)).phases(), run("off"), H200)
     found = rank_time(cell, "zero3").kernels
-    assert found == pytest.approx(kernels - 7 / 8 * plain.by_name()["adamw_of_torch"])
-    assert found > rank_time(cell, "dp").kernels
+    assert found == pytest.approx(plain.seconds)
+    assert rank_time(cell, "dp").kernels < found < eager_step_time(run("off"), H200).seconds
     (table,) = predicted_times(cell, Cost())
-    assert any(note.en.startswith("of ZeRO-3: predicted operator by operator") for note in table.notes)
-    in_parts = planned(replace(ARGUMENTS, micro_batches=2))
-    assert rank_time(in_parts, "zero3") is None
-    (table,) = predicted_times(in_parts, Cost())
-    assert "not predicted: ZeRO-3, which runs without the fused kernels and loss" in [note.en for note in table.notes]
-    alone = planned(replace(ARGUMENTS, micro_batches=2, strategy=("zero3", "tp2")))
-    assert missing_times(alone).en == (
-        "Step time: not predicted for ZeRO-3, which runs without the fused kernels and loss; DP + TP 2, whose GPUs "
-        "share layers or sequences."
+    assert any(note.en.startswith("of ZeRO-3, DP + TP 8") for note in table.notes)
+
+
+def test_fully_shard_on_one_gpu_takes_as_long_as_was_measured():
+    """413 ms on an H200 with torch 2.11: 2.7B, 4 x 2,048 tokens, vocabulary 32,000, operator by operator."""
+    config = replace(run("off"), model=model_config("2.7B", context_length=2048, vocab_size=32_000))
+    step = EngineStep(config, Mesh())
+    step.sharded, step.stream_width = True, 2  # a group of one rank shards nothing, but casts and copies all the same
+    assert time_of_phases(step.phases(), config, H200).seconds == pytest.approx(0.413, rel=0.02)
+
+
+@pytest.mark.parametrize("name", ["zero3", "dp+tp8", "zero3+tp2", "zero3+cp2", "zero1+pp4"])
+def test_micro_batches_repeat_the_kernels_but_not_the_update(name):
+    """Twice as many micro batches of one size; then the same tokens in micro batches of twice the size."""
+
+    def kernels(batch, micro_batches):
+        fields = {"batch_size": batch, "micro_batches": micro_batches, "strategy": (name,)}
+        return rank_time(planned(replace(ARGUMENTS, **fields)), name).kernels
+
+    once, twice, larger = kernels(4, 4), kernels(8, 8), kernels(8, 4)
+    assert 1.8 * once < twice < 2.01 * once
+    assert 0.85 * twice < larger < twice
+
+
+def test_ranks_that_share_layers_wait_for_what_they_gather():
+    """Their communication does not overlap, and each has the kernels of its part of 8 times the sequences."""
+    cell = planned(replace(ARGUMENTS, micro_batches=1, strategy=("dp+tp8", "zero3+cp8", "zero3+ring8", "zero3")))
+    split, gathered, ring, whole = (rank_time(cell, name) for name in cell.get("strategies"))
+    (plan,) = plans({**cell.config, "strategies": ["dp+tp8"]})
+    sent = plan.communication("forward") + plan.communication("backward")
+    assert split.overlapped == pytest.approx(split.kernels + sent) == pytest.approx(split.sequential)
+    assert whole.kernels < split.kernels < 1.4 * whole.kernels
+    assert gathered.kernels < gathered.overlapped < gathered.sequential
+    assert ring.kernels == pytest.approx(gathered.kernels)
+    (table,) = predicted_times(cell, Cost())
+    assert any(note.en.startswith("communication of TP and CP never overlaps") for note in table.notes)
+
+
+def test_steps_that_are_bound_by_launches_and_uneven_micro_batches_are_not_predicted():
+    small = planned(replace(ARGUMENTS, size="small", context_length=128, batch_size=1, strategy=("zero3", "dp+tp4")))
+    assert missing_times(small).en.startswith(
+        "Step time: not predicted for ZeRO-3, DP + TP 4, whose step is bound by the launches of the host"
+    )
+    uneven = planned(replace(ARGUMENTS, micro_batches=3, strategy=("dp", "zero3")))
+    assert missing_times(uneven).en == (
+        "Step time: not predicted for DP, ZeRO-3, whose micro batches are not of one size."
     )
 
 
@@ -80,25 +122,27 @@ def test_communication_is_exposed_where_it_is_longer_than_its_pass():
     passes = Passes([1.0, 3.0], [4.0, 2.0])
     assert RankTime.of(8.0, passes) == (8.0, 8.0 + (4.0 - 2.0), 8.0 + 6.0)
     assert RankTime.of(40.0, passes) == (40.0, 40.0, 46.0)
+    waiting = passes._replace(waiting=(1.0, 0.5))
+    assert RankTime.of(8.0, waiting) == (8.0, 8.0 + 1.5 + (4.0 - 1.0 - 2.0), 14.0)
 
 
 def test_rates_days_and_money_are_those_of_the_cluster():
     cell = planned(ARGUMENTS)
     (table,) = predicted_times(cell, Cost(300e9, 2.5))
     rows = {row[0]: row for row in table.plain().rows}
-    assert list(rows) == ["DP", "ZeRO-1", "ZeRO-2", "ZeRO-3"]
+    assert list(rows) == ["DP", "ZeRO-1", "ZeRO-2", "ZeRO-3", "DP + TP 8", "ZeRO-3 + TP 8"]
     rate, mfu, days, cost = (float(text.replace(",", "").rstrip("%")) for text in rows["ZeRO-1"][3:])
     assert rate == pytest.approx(8 * 4 * 2048 / rank_time(cell, "zero1").overlapped, rel=1e-4)
     assert 50 < mfu < 75
     assert days == pytest.approx(300e9 / rate / 86_400, abs=0.5)
     assert cost == pytest.approx(300e9 / rate / 3600 * 8 * 2.5, rel=1e-3)
     (note,) = [note.en for note in table.notes if note.en.startswith("not predicted: ")]
-    assert all(name in note for name in ("DP + TP 8", "ZeRO-3 + TP 8", "ZeRO-3 + CP 4"))
+    assert note.startswith("not predicted: ZeRO-3 + CP 4, whose step is bound by the launches of the host")
 
 
 def test_layouts_that_do_not_fit_have_no_time():
     (table,) = predicted_times(planned(replace(ARGUMENTS, gpu="4090", batch_size=1, checkpoint_blocks=1)), Cost())
-    assert [row[0] for row in table.rows] == ["ZeRO-3"]
+    assert [row[0] for row in table.rows] == ["ZeRO-3", "DP + TP 8", "ZeRO-3 + TP 8", "ZeRO-3 + CP 4"]
     assert any("data sheet" in note.en for note in table.notes)
     assert predicted_times(planned(replace(ARGUMENTS, gpu="t4", precision="fp16", strategy=("dp",))), Cost()) == []
 
@@ -112,7 +156,6 @@ def test_layouts_that_do_not_fit_have_no_time():
         ({"precision": "fp32"}, "--precision bf16"),
         ({"count": "feed-forward"}, "--count transformer"),
         ({"gpu": "140GiB", "tflops": 500.0}, "140GiB"),
-        ({"strategy": ("tp8",)}, "share layers"),
     ],
 )
 def test_plans_that_are_not_predicted_say_why(fields, words):

@@ -59,7 +59,11 @@ class Operators(TorchDispatchMode):
 
     def __torch_dispatch__(self, function, types, args=(), kwargs=None):
         result = fake_results.call(function, args, kwargs or {})
-        name, tensors = function.overloadpacket.__name__, [arg for arg in args if isinstance(arg, torch.Tensor)]
+        self._count(function.overloadpacket.__name__, args, result)
+        return result
+
+    def _count(self, name, args, result):
+        tensors = [arg for arg in args if isinstance(arg, torch.Tensor)]
         if name in MATMULS:
             a, b = args[MATMULS[name]]
             batch = a.shape[0] if a.dim() == 3 else 1
@@ -69,7 +73,6 @@ class Operators(TorchDispatchMode):
         elif isinstance(result, torch.Tensor):
             for found in self._passes(name, tensors, result, args):
                 self.passes[self.phase][found] += 1
-        return result
 
     def _passes(self, name, tensors, result, args):
         """Return the passes of an operator: what it reads and writes in full, and how."""

@@ -1,0 +1,58 @@
+"""Seconds of the kernels of one rank's step without the fused kernels, in micro batches and pipeline stages. No torch.
+
+Communication is not in it (parallel_model.py), and neither is the time in which stages wait for each other.
+"""
+
+from collections.abc import Iterable
+from typing import NamedTuple
+
+from cs336_systems.config import RunConfig
+from cs336_systems.predict.rank_shards import Mesh
+from cs336_systems.predict.time.eager_kernels import ADAMW, POINTWISE
+from cs336_systems.predict.time.eager_time import predicts_eager, time_of_phases
+from cs336_systems.predict.time.engine_kernels import EngineStep, FsdpStep
+from cs336_systems.predict.time.gpu_profile import GpuProfile
+from cs336_systems.predict.time.kernel_seconds import kernel_seconds
+from cs336_systems.predict.time.step_kernels import Kernel, Pass
+
+ADDED_GRADIENT = 12
+"""Bytes that move for each weight when a micro batch's gradient is added to that of earlier ones, in fp32."""
+
+
+class RankSeconds(NamedTuple):
+    """Seconds of a rank's kernels in a step."""
+
+    gradients: float
+    """Those of all micro batches."""
+    update: float
+    """That of the weights that the rank holds."""
+
+
+def plain_rank_seconds(
+    config: RunConfig, mesh: Mesh, profile: GpuProfile, micro_batches: int = 1, *, is_ours: bool = False
+) -> RankSeconds | None:
+    """Return the seconds of a step's kernels on a rank of `mesh` of average work; None if they are not known, or if
+    launches of the host bound them, to which the ranks' wrappers add.
+
+    `config.batch_size`: sequences that a replica, the ranks of `cp` x `tp`, processes in a micro batch. `is_ours`:
+    sharded by this package's FSDP, not by torch's engine.
+    """
+    if not predicts_eager(config, profile):
+        return None
+    step = (FsdpStep if is_ours else EngineStep)(config, mesh)
+    found = time_of_phases(step.phases(), config, profile)
+    if found is None or found.is_launch_bound:
+        return None
+    update = found.by_name()[ADAMW]
+    gradients = micro_batches * (found.seconds - update) / mesh.pp
+    added = [Pass(POINTWISE, ADDED_GRADIENT * step.held_weights, micro_batches - 1)] if micro_batches > 1 else []
+    return RankSeconds(gradients + _seconds(added, profile), update)
+
+
+def sharding_seconds(config: RunConfig, mesh: Mesh, profile: GpuProfile, micro_batches: int = 1) -> float:
+    """Return the seconds in which torch's `fully_shard` casts and copies weights and gradients in a step."""
+    return micro_batches * _seconds(EngineStep(config, mesh).sharding(), profile)
+
+
+def _seconds(kernels: Iterable[Kernel], profile: GpuProfile) -> float:
+    return sum(kernel.times * kernel_seconds(kernel, profile) for kernel in kernels)
