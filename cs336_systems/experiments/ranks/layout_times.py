@@ -140,17 +140,31 @@ def _rates(config: Mapping[str, Any]) -> tuple[GpuProfile | None, float | None]:
 
 
 def _notes(cell: CellView, profile: GpuProfile, others: Sequence[str]) -> list[Text]:
-    notes = [
-        Text(
-            "kernels: predicted for the fast step of one GPU on its own sequences, with AdamW of its shard",
-            "内核：按单张 GPU 在其自身序列上的快速步预测，AdamW 只更新本分片",
-        ),
+    timed = [name for name in fitting_layouts(cell) if name not in others]
+    plain = [name for name in timed if name in unfused_layouts(cell.config)]
+    notes = []
+    if len(plain) < len(timed):
+        notes.append(
+            Text(
+                "kernels: those of the fast step of one GPU on its own sequences, with AdamW of its shard",
+                "内核：单张 GPU 在其自身序列上的快速步，AdamW 只更新本分片",
+            )
+        )
+    if plain:
+        notes.append(
+            say(
+                "kernels of {}: those of a rank, operator by operator, without the fused kernels and loss",
+                "{} 的内核：单个 rank 的各算子，不使用融合内核与融合损失",
+                listed(map(layout_name, plain)),
+            )
+        )
+    notes.append(
         Text(
             "step: kernels and exposed communication, with all of it overlapped that can be, and with none; "
             "tokens/s (of all GPUs) and what follows: overlapped",
             "单步：内核加上未被掩盖的通信，分别为通信尽可能重叠与完全不重叠；tokens/s（全部 GPU）及其后各列按重叠计算",
-        ),
-    ]
+        )
+    )
     if cell.get("gpus") > 1:
         notes.append(
             Text(
@@ -164,16 +178,6 @@ def _notes(cell: CellView, profile: GpuProfile, others: Sequence[str]) -> list[T
                 "the rates of {} are from its data sheet: kernels may be off by a factor of {}",
                 "{} 的速率来自数据手册：内核时间误差可达 {} 倍",
                 *(gpu_name(cell), f"{1 + profile.spread:.3g}"),
-            )
-        )
-    unfused = unfused_layouts(cell.config)
-    timed = [name for name in fitting_layouts(cell) if name not in others]
-    if plain := [name for name in timed if name in unfused]:
-        notes.append(
-            say(
-                "of {}: predicted operator by operator, without the fused kernels and loss",
-                "{}：不使用融合内核与融合损失，逐算子预测",
-                listed(map(layout_name, plain)),
             )
         )
     if any(Strategy.parse(name).tensor * Strategy.parse(name).context > 1 for name in timed):

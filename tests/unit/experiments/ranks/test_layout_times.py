@@ -56,7 +56,7 @@ def test_a_rank_without_the_fused_kernels_has_the_step_of_single_operators():
     assert found == pytest.approx(plain.seconds)
     assert rank_time(cell, "dp").kernels < found < eager_step_time(run("off"), H200).seconds
     (table,) = predicted_times(cell, Cost())
-    assert any(note.en.startswith("of ZeRO-3, DP + TP 8") for note in table.notes)
+    assert any(note.en.startswith("kernels of ZeRO-3, DP + TP 8") for note in table.notes)
 
 
 def test_fully_shard_on_one_gpu_takes_as_long_as_was_measured():
