@@ -32,6 +32,22 @@ def nodes(path: Path) -> list[ast.AST]:
 
 
 @cache
+def loaded_at_import(path: Path) -> set[str]:
+    """The packages that a module imports when it is imported itself: not those that only its functions import."""
+    found, waiting = set(), [nodes(path)[0]]
+    while waiting:
+        match node := waiting.pop():
+            case ast.FunctionDef() | ast.AsyncFunctionDef() | ast.Lambda():
+                continue
+            case ast.Import(names=names):
+                found |= {alias.name.split(".")[0] for alias in names}
+            case ast.ImportFrom(module=str(module)):
+                found.add(module.split(".")[0])
+        waiting.extend(ast.iter_child_nodes(node))
+    return found
+
+
+@cache
 def records_of_h200(file: str = "records") -> list[Record]:
     """A file of results/h200: reading it takes a second, and several modules of tests compare with it."""
     return list(load(ROOT / f"results/h200/{file}.jsonl").records)

@@ -3,6 +3,7 @@
 python -m tests.golden.report_goldens   # writes tests/golden/report again; review the diff
 """
 
+import dataclasses
 from functools import cache
 from html.parser import HTMLParser
 from pathlib import Path
@@ -64,10 +65,15 @@ class PageText(HTMLParser):
             self.lines.append(" ".join(data.split()))
 
 
+MISSING = ("collectives", "parallel_plan")
+"""The experiments without records that the goldens list: all of them would change with every new experiment."""
+
+
 @cache
 def goldens() -> dict[str, str]:
     """File name -> text."""
     report = some_document()
+    report = dataclasses.replace(report, missing={name: report.missing[name] for name in MISSING})
     found = {f"report.{language}.md": markdown(report, language) for language in LANGUAGES}
     found |= {f"tables.{format}": "\n\n".join(tables_in(report, format)) + "\n" for format in ("csv", "latex", "typst")}
     for language in LANGUAGES:

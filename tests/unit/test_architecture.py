@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.helpers import PACKAGE, ROOT, execute, nodes
+from tests.helpers import PACKAGE, ROOT, execute, loaded_at_import, nodes
 
 pytestmark = pytest.mark.xdist_group("sources")  # tests that read all sources: they are parsed once
 
@@ -108,6 +108,15 @@ def test_the_reader_of_imports_sees_every_kind(tmp_path):
         (8, "numpy"),
         (9, "cs336_systems.cli"),
     ]
+
+
+def test_imports_in_functions_are_not_loaded_at_import(tmp_path):
+    path = tmp_path / "sample.py"
+    path.write_text(
+        "import os.path\nif True:\n    from torch import nn\ntry:\n    import rich\nexcept ImportError:\n    pass\n"
+        "class A:\n    import json\n    def f(self):\n        import triton\ndef g():\n    import torchao\n"
+    )
+    assert loaded_at_import(path) == {"os", "torch", "rich", "json"}
 
 
 def test_every_part_has_a_level():
@@ -269,9 +278,7 @@ def test_modules_of_a_topic_are_imported_without_torch():
     assert len(topics) > 20
     for module in topics:
         if not module.split(".")[-1].startswith("measure_"):
-            top = [node for node in nodes(SOURCES[module])[0].body if isinstance(node, ast.Import | ast.ImportFrom)]
-            names = [alias.name for node in top for alias in node.names] + [getattr(node, "module", "") for node in top]
-            assert not [name for name in names if name and name.split(".")[0] in ("torch", "triton")], module
+            assert not loaded_at_import(SOURCES[module]) & {"torch", "triton"}, module
 
 
 PRIVATE_WORDS = re.compile(r"^(Of|Those|Whether|Whoever|What|Who) ", re.MULTILINE)

@@ -14,7 +14,7 @@ from cs336_systems.config import RunConfig, UserError
 from cs336_systems.experiments.catalogue import ALL, catalogue, cells, of_preset, runnable
 from cs336_systems.experiments.spec import HANDOUT_2026, PRESETS
 from cs336_systems.record import GIB, cell_key
-from tests.helpers import PACKAGE, ROOT, clean_env, execute, nodes
+from tests.helpers import PACKAGE, ROOT, clean_env, execute, loaded_at_import, nodes
 
 pytestmark = pytest.mark.xdist_group("sources")  # tests that read all sources: they are parsed once
 
@@ -84,6 +84,29 @@ def test_a_new_module_is_a_new_experiment(extended):
         assert all(word in text for word in words)
         assert text.count("matmul-rate-1.png") == 1  # its chart
     assert "matmul_rate" in (extended / "en" / "index.html").read_text()
+
+
+FOR_EXPERIMENTS = (
+    "tests/unit/experiments/test_catalogue.py",
+    "tests/unit/test_architecture.py::test_modules_of_a_topic_are_imported_without_torch",
+    "tests/unit/report/test_report_document.py::test_golden",
+)
+"""Tests that read every experiment, or compare files that list experiments."""
+
+
+def test_the_example_passes_the_tests_of_experiments(extended):
+    """With nothing but its row in ARCHITECTURE.md, as CONTRIBUTING.md says."""
+    shutil.copytree(ROOT / "tests", extended / "tests", ignore=shutil.ignore_patterns("__pycache__"))
+    for path in ROOT.iterdir():
+        if path.suffix in (".md", ".toml") or path.name in ("docs", "results"):
+            (extended / path.name).symlink_to(path)
+    page, path = (ROOT / "ARCHITECTURE.md").read_text(), extended / "ARCHITECTURE.md"
+    path.unlink()
+    path.write_text(page.replace("| `steps/` | ", "| `steps/` | `matmul_rate.py`: matmul_rate · ", 1))
+    words = ["-q", "-n", "0", "-p", "no:cacheprovider", "--basetemp", str(extended / "temporary"), *FOR_EXPERIMENTS]
+    words += ["-k", "not a_new_module and not the_example"]
+    done = execute(sys.executable, "-m", "pytest", *words, cwd=extended, timeout=300, env=clean_env())
+    assert done.returncode == 0, done.stdout
 
 
 # -- names ------------------------------------------------------------------------------------------------------------
@@ -232,7 +255,8 @@ def test_instruments_are_functions_of_modules_that_only_the_worker_imports():
         if experiment.instrument is not None:
             place, function = experiment.instrument.measure.split(":")
             path = ROOT / (place.replace(".", "/") + ".py")
-            assert path.name.startswith("measure_") or "torch" not in path.read_text(), place
+            is_worker_only = path.name.startswith("measure_")
+            assert is_worker_only or not loaded_at_import(path) & {"torch", "triton"}, place
             assert function in {
                 node.name for node in ast.parse(path.read_text()).body if isinstance(node, ast.FunctionDef)
             }
