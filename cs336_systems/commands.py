@@ -7,7 +7,6 @@ import contextlib
 import errno
 import io
 import os
-import re
 import shlex
 import signal
 import stat
@@ -18,7 +17,7 @@ from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
-from cs336_systems.config import UserError
+from cs336_systems.config import MARKED, UserError
 from cs336_systems.flags import Parser, add_flags, one_line, read_flags
 
 FLAG_OF = {"model_factory": "model"}
@@ -76,12 +75,8 @@ def guarded(program: str, run: Callable[[], int | None], started_by: Sequence[st
 
 
 def flags_named(error: UserError) -> str:
-    """Return an error message with the names of arguments written as flags."""
-    text = str(error)
-    for name in error.arguments:
-        # Not inside a quoted value or a path.
-        text = re.sub(rf"(?<![\w'/.-]){name}(?![\w'/.-])", f"--{FLAG_OF.get(name, name)}", text)
-    return text
+    """Return an error message with the fields that it marks written as flags."""
+    return MARKED.sub(lambda field: f"--{FLAG_OF.get(field[1], field[1])}", error.marked)
 
 
 @contextlib.contextmanager

@@ -58,15 +58,27 @@ SEEDS = range(-(2**63), 2**64)
 """Seeds that torch accepts."""
 
 
+MARKED = re.compile(r"\0(\w+)\0")
+"""A field's name as `arg` marks it; no command line has a NUL character."""
+
+
+def arg(name: str) -> str:
+    """Return a field's name for the message of a UserError, marked so that the command line shows it as a flag."""
+    return f"\0{name}\0"
+
+
 class UserError(ValueError):
     """An error that the user can fix: shown as one line with exit code 2 and no traceback.
 
-    `arguments` are those names in the message that are flags on the command line, which adds the dashes.
+    The command line shows fields as flags: `argument`, with which the message begins, and those marked by `arg`. All
+    other words stay as they are: "the fast step" is no flag.
     """
 
-    def __init__(self, message: str, *arguments: str):
-        super().__init__(message)
-        self.arguments = arguments
+    def __init__(self, message: str, argument: str = ""):
+        assert message.startswith(argument), (message, argument)
+        self.marked = arg(argument) + message.removeprefix(argument) if argument else message
+        """The message with marked fields; `str` of the error has them plain."""
+        super().__init__(MARKED.sub(r"\1", self.marked))
 
 
 def nearest(name: str, choices: Iterable[str]) -> str:
@@ -111,7 +123,7 @@ def require_seed(seed: int) -> None:
 
 def _one_of(name: str, value: str, choices: tuple[str, ...]) -> None:
     if value not in choices:
-        raise UserError(f"unknown {name} {value!r}{nearest(value, choices)}; choose one of: {', '.join(choices)}", name)
+        raise UserError(f"unknown {arg(name)} {value!r}{nearest(value, choices)}; choose one of: {', '.join(choices)}")
 
 
 @dataclass(frozen=True)
@@ -146,9 +158,9 @@ class ModelConfig:
                 raise UserError(f"{name} must be true or false, got {getattr(self, name)!r}", name)
         if not self.d_head and self.d_model % self.num_heads:
             raise UserError(
-                f"d_model {self.d_model} is not divisible by num_heads {self.num_heads}; "
-                f"change one so that each head gets a whole number of dimensions, or give d_head",
-                *("d_model", "num_heads", "d_head"),
+                f"d_model {self.d_model} is not divisible by {arg('num_heads')} {self.num_heads}; "
+                f"change one so that each head gets a whole number of dimensions, or give {arg('d_head')}",
+                "d_model",
             )
         if self.head_dim % 2:
             how = f"d_model / num_heads = {self.d_model} / {self.num_heads} = " if not self.d_head else ""
@@ -158,9 +170,9 @@ class ModelConfig:
             )
         if self.num_heads % self.kv_heads:
             raise UserError(
-                f"num_heads {self.num_heads} is not a multiple of num_kv_heads {self.kv_heads}; change one so that "
-                f"groups of query heads share a KV head",
-                *("num_heads", "num_kv_heads"),
+                f"num_heads {self.num_heads} is not a multiple of {arg('num_kv_heads')} {self.kv_heads}; change one "
+                f"so that groups of query heads share a KV head",
+                "num_heads",
             )
         if self.kv_heads == self.num_heads:  # one model has one configuration
             object.__setattr__(self, "num_kv_heads", 0)
@@ -278,7 +290,7 @@ class RunConfig:
             value = self.max_grad_norm
             raise UserError(f"max_grad_norm must be a finite number of at least 0, got {value!r}", "max_grad_norm")
         if not re.fullmatch(r"cpu|cuda(:\d{1,4})?", self.device):
-            raise UserError(f"unknown device {self.device!r}; use cpu, cuda or cuda:N", "device")
+            raise UserError(f"unknown {arg('device')} {self.device!r}; use cpu, cuda or cuda:N")
         factory = self.model_factory
         if factory is not None and not re.fullmatch(r"[\w.]+:\w+", factory):
             raise UserError(f"model_factory {factory!r} is not of the form package.module:factory", "model_factory")
@@ -288,51 +300,50 @@ class RunConfig:
         if self.optimizer_state != "fp32":
             self._require_packed_bf16()
         if self.precision == "fp8" and (problem := self._fp8_problem()):
-            raise UserError(f"precision fp8 {problem}", "precision", "fast", "attention", "checkpoint_blocks")
+            raise UserError(f"precision fp8 {problem}", "precision")
         if self.update_in_backward and (problem := self._update_conflict()):
-            raise UserError(
-                f"update_in_backward {problem}",
-                *("update_in_backward", "fast", "max_grad_norm", "compile", "tied_embeddings"),
-            )
+            raise UserError(f"update_in_backward {problem}", "update_in_backward")
         if self.memory_budget and (problem := self._budget_problem()):
-            names = ("memory_budget", "fast", "attention", "checkpoint_blocks", "compile", "mode")
-            raise UserError(f"memory_budget {self.memory_budget!r} {problem}", *names)
+            raise UserError(f"memory_budget {self.memory_budget!r} {problem}", "memory_budget")
 
     def _require_packed_bf16(self) -> None:
         """Raise UserError unless the fast step's optimizer updates bf16 weights."""
         if "optimizer" not in self.fast_parts or self.precision not in ("bf16", "fp8"):
             raise UserError(
-                f"optimizer_state {self.optimizer_state} needs precision bf16 or fp8 and the optimizer of the fast "
-                f"step, got precision {self.precision} and fast {self.fast}; use precision bf16 and fast on, in one "
-                "process",
-                *("optimizer_state", "precision", "fast"),
+                f"optimizer_state {self.optimizer_state} needs {arg('precision')} bf16 or fp8 and the optimizer of the "
+                f"fast step, got {arg('precision')} {self.precision} and {arg('fast')} {self.fast}; use "
+                f"{arg('precision')} bf16 and {arg('fast')} on, in one process",
+                "optimizer_state",
             )
 
     def _fp8_problem(self) -> str | None:
         """Return why matmuls cannot be in FP8, or None."""
         model = self.model
         if "kernels" not in self.fast_parts:
-            return f"needs the kernels of the fast step, got fast {self.fast}; use fast on"
+            return f"needs the kernels of the fast step, got {arg('fast')} {self.fast}; use {arg('fast')} on"
         if self.attention in ("reference", "sdpa"):
-            return f"needs the fused attention of this package, not {self.attention}; use attention auto"
+            return f"needs the fused attention of this package, not {self.attention}; use {arg('attention')} auto"
         if self.checkpoint_blocks:
-            return "recomputes by a memory_budget; leave checkpoint_blocks out"
+            return f"recomputes by a {arg('memory_budget')}; leave {arg('checkpoint_blocks')} out"
         sizes = {name: getattr(model, name) for name in ("d_model", "d_ff", "q_width", "kv_width", "context_length")}
         for name, size in sizes.items():
             if size % FP8_MULTIPLE:
-                return f"needs sizes that are multiples of {FP8_MULTIPLE}, got {name} {size}; use precision bf16"
+                how = f"use {arg('precision')} bf16"
+                return f"needs sizes that are multiples of {FP8_MULTIPLE}, got {name} {size}; {how}"
         return None
 
     def _update_conflict(self) -> str | None:
         """Return why weights cannot be updated while backward runs, or None."""
         if "optimizer" not in self.fast_parts:
-            return f"needs the optimizer of the fast step, got fast {self.fast}; use fast on"
+            return f"needs the optimizer of the fast step, got {arg('fast')} {self.fast}; use {arg('fast')} on"
         if self.model.tied_embeddings:
-            return "needs a head of its own: the gradient of a tied one is final at the end; use tied_embeddings false"
+            problem = "needs a head of its own: the gradient of a tied one is final at the end"
+            return f"{problem}; use {arg('tied_embeddings')} false"
         if self.max_grad_norm:
-            return f"cannot clip: the norm is known after backward, got max_grad_norm {self.max_grad_norm}; use 0"
+            found = f"{arg('max_grad_norm')} {self.max_grad_norm}"
+            return f"cannot clip: the norm is known after backward, got {found}; use 0"
         if self.compile:
-            return "cannot be combined with compile, whose backward is one operation"
+            return f"cannot be combined with {arg('compile')}, whose backward is one operation"
         return None
 
     def _checked_fast(self) -> str:
@@ -350,7 +361,7 @@ class RunConfig:
             raise UserError(f"fast {self.fast!r}: {unknown[0]!r}{meant} is none of: {known}", "fast")
         for part in asked:
             if problem := self._fast_conflict(part):
-                raise UserError(f"fast {part}: {problem}", "fast", "model_factory", "compile", "mode", "precision")
+                raise UserError(f"fast {part}: {problem}", "fast")
         return ",".join(part for part in FAST_PARTS if part in asked)
 
     def _budget_problem(self) -> str | None:
@@ -358,11 +369,11 @@ class RunConfig:
         if not re.fullmatch(r"auto|\d{1,6}(\.\d{1,6})?(GiB|GB|MiB|MB)", self.memory_budget):
             return without_unit(self.memory_budget) or "is not a size; use one such as 130GiB or 80GB, or auto"
         if self.checkpoint_blocks:
-            return "decides what is recomputed; leave checkpoint_blocks out"
+            return f"decides what is recomputed; leave {arg('checkpoint_blocks')} out"
         if self.mode not in ("forward-backward", "train-step"):
-            return f"has nothing to choose in mode {self.mode}, which has no backward pass"
+            return f"has nothing to choose in {arg('mode')} {self.mode}, which has no backward pass"
         if self.compile:
-            return "cannot plan a compiled model, whose compiler decides what is kept; leave compile out"
+            return f"cannot plan a compiled model, whose compiler decides what is kept; leave {arg('compile')} out"
         if not self.plans_whole_blocks and self.attention in ("reference", "sdpa"):
             return f"needs the fused attention of this package for fused blocks, not {self.attention}; use auto"
         return None
@@ -376,13 +387,13 @@ class RunConfig:
     def _fast_conflict(self, part: str) -> str | None:
         """Return why a part of the fast step is not supported here, or None."""
         if self.model_factory is not None:
-            return "supports this package's model only, not model_factory"
+            return f"supports this package's model only, not {arg('model_factory')}"
         if part in ("kernels", "graph") and self.compile:
-            return "cannot be combined with compile"
+            return f"cannot be combined with {arg('compile')}"
         if part in ("optimizer", "graph") and self.mode != "train-step":
-            return f"needs mode train-step, not {self.mode}"
+            return f"needs {arg('mode')} train-step, not {self.mode}"
         if part in ("optimizer", "graph") and self.precision == "fp16":
-            return "has no loss scaling, which fp16 needs; use precision bf16"
+            return f"has no loss scaling, which fp16 needs; use {arg('precision')} bf16"
         if part == "graph" and self.device_type != "cuda":
             return "needs a CUDA GPU"
         return None
@@ -486,7 +497,7 @@ def model_config(size: str, **overrides: Any) -> ModelConfig:
     """Return the model of a named size with any fields overridden; names are case-insensitive."""
     by_lower = {name.lower(): name for name in SIZES}
     if size.lower() not in by_lower:
-        raise UserError(f"unknown size {size!r}{nearest(size, SIZES)}; choose one of: {', '.join(SIZES)}", "size")
+        raise UserError(f"unknown {arg('size')} {size!r}{nearest(size, SIZES)}; choose one of: {', '.join(SIZES)}")
     return ModelConfig(**{**SIZES[by_lower[size.lower()]], **overrides})
 
 

@@ -21,7 +21,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from cs336_systems.config import UserError
+from cs336_systems.config import UserError, arg
 
 MACHINE_FAILURES = (errno.ENOSPC, errno.EDQUOT, errno.EIO, errno.EMFILE, errno.ENFILE, errno.ENOMEM)
 """Errors that another path would not have avoided, or not for long."""
@@ -393,5 +393,5 @@ def write_failure(error: OSError, path: str | Path, *, is_flag: bool = True) -> 
     """
     if error.errno in MACHINE_FAILURES:
         return OSError(error.errno, error.strerror, str(path))
-    way_out, flags = ("choose another output", ["output"]) if is_flag else ("choose another place", [])
-    return UserError(f"cannot write to {str(path)!r}: {error.strerror or error}; {way_out}", *flags)
+    way_out = f"choose another {arg('output') if is_flag else 'place'}"
+    return UserError(f"cannot write to {str(path)!r}: {error.strerror or error}; {way_out}")

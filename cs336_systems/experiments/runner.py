@@ -206,7 +206,7 @@ class Runner:
                 metrics = [Metric(*metric) for metric in answer["metrics"]]
                 return self._records(cell, metrics, "ok", answer["seconds"], environment)
             case "user_error":
-                raise UserError(answer["message"], *answer.get("arguments", ()))
+                raise UserError(answer["message"])
         status = answer["status"]
         if status == "oom":
             status = f"oom: {need or 'out of memory'}"

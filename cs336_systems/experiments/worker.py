@@ -70,7 +70,7 @@ def _answer(request: dict[str, Any]) -> dict[str, Any]:
     except UserError as error:
         if isinstance(error, NotEnoughMemoryError) and request["config"].get("memory_budget") == "auto":
             return {"event": "failure", "status": "oom"}
-        return {"event": "user_error", "message": str(error), "arguments": error.arguments}
+        return {"event": "user_error", "message": error.marked}
     except (torch.OutOfMemoryError, MemoryError):
         return {"event": "failure", "status": "oom"}
     except Exception as error:

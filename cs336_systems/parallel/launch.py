@@ -34,7 +34,7 @@ import numpy as np
 import torch
 import torch.distributed as dist
 
-from cs336_systems.config import UserError
+from cs336_systems.config import UserError, arg
 from cs336_systems.parallel.peers import Peers, RankError, error_line, is_connection_error
 from cs336_systems.parallel.rendezvous import Facts, Place, is_under_torchrun, join, tell_failure, torchrun_place
 
@@ -188,7 +188,7 @@ def require_slots(world_size: int, backend: str, device: str) -> None:
         raise UserError(f"unknown device {device!r} for ranks; use cpu or cuda")
     gpus = torch.cuda.device_count()
     if device == "cuda" and gpus == 0:
-        raise UserError(f"ranks on CUDA GPUs: torch {torch.__version__} sees none; use device cpu", "device")
+        raise UserError(f"ranks on CUDA GPUs: torch {torch.__version__} sees none; use {arg('device')} cpu")
     if backend == "nccl" and device == "cpu":
         raise UserError("the backend nccl needs CUDA GPUs; use gloo for ranks on the CPU")
     if backend == "nccl" and world_size > gpus:

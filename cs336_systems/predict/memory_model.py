@@ -12,7 +12,7 @@ from collections import Counter
 from dataclasses import dataclass
 from functools import cached_property, lru_cache
 
-from cs336_systems.config import ModelConfig, RunConfig, UserError
+from cs336_systems.config import ModelConfig, RunConfig, UserError, arg
 from cs336_systems.predict.activation_plan import Plan
 from cs336_systems.predict.allocator import ALIGNMENT, CachingAllocator, round_up
 from cs336_systems.record import MIB
@@ -550,8 +550,8 @@ def estimate(config: RunConfig) -> MemoryEstimate:
     if config.plans_whole_blocks:
         raise UserError(
             "memory_budget of a model without fused blocks is planned by tracing it, when it runs; predict it with "
-            "fast on",
-            *("memory_budget", "fast"),
+            f"{arg('fast')} on",
+            "memory_budget",
         )
     if config.memory_budget:
         from cs336_systems.predict.memory_planner import budget_bytes, plan_memory

@@ -24,7 +24,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.profiler import record_function
 
-from cs336_systems.config import ModelConfig, RunConfig, UserError
+from cs336_systems.config import ModelConfig, RunConfig, UserError, arg
 from cs336_systems.kernels.flash.dispatch import best_fused, gluon_problem, triton_problem
 from cs336_systems.kernels.fused.packed_adamw import PackedAdamW
 from cs336_systems.model import TransformerLM
@@ -192,7 +192,7 @@ class TrainStep:
         if self.config.update_in_backward:
             raise UserError(
                 "update_in_backward cannot leave out a step that is not finite, as training does; it is for `launch`",
-                *("update_in_backward",),
+                "update_in_backward",
             )
         if learning_rate is not None:
             for group in optimizer.param_groups:
@@ -237,7 +237,7 @@ class TrainStep:
         if self.config.update_in_backward and len(batches) > 1:
             raise UserError(
                 f"update_in_backward needs all sequences of a step in one micro batch, got {len(batches)}",
-                *("update_in_backward",),
+                "update_in_backward",
             )
         if self.graph is not None:
             if self._adapted is not None:
@@ -407,7 +407,7 @@ def require_attention(config: RunConfig) -> None:
     if problem is None and config.attention == "flash_hopper":
         problem = gluon_problem(device)
     if problem is not None:
-        raise UserError(f"attention {config.attention}: {problem}; use attention auto", "attention")
+        raise UserError(f"attention {config.attention}: {problem}; use {arg('attention')} auto", "attention")
 
 
 def build_model(config: RunConfig) -> nn.Module:

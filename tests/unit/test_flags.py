@@ -2,6 +2,7 @@
 
 import errno
 import io
+import pickle
 import shlex
 import sys
 import warnings
@@ -199,6 +200,54 @@ def test_arguments_of_the_library_are_flags_on_the_command_line():
         RunConfig(fast="kernels", compile=True)
     assert "--" not in str(caught.value)
     assert flags_named(caught.value) == "--fast kernels: cannot be combined with --compile"
+
+
+@pytest.mark.parametrize(
+    ("fields", "library", "command_line"),
+    [
+        (
+            {"precision": "fp8"},
+            "precision fp8 needs the kernels of the fast step, got fast off; use fast on",
+            "--precision fp8 needs the kernels of the fast step, got --fast off; use --fast on",
+        ),
+        (
+            {"precision": "fp8", "fast": "kernels", "attention": "sdpa"},
+            "precision fp8 needs the fused attention of this package, not sdpa; use attention auto",
+            "--precision fp8 needs the fused attention of this package, not sdpa; use --attention auto",
+        ),
+        (
+            {"optimizer_state": "bf16"},
+            "optimizer_state bf16 needs precision bf16 or fp8 and the optimizer of the fast step, got precision fp32 "
+            "and fast off; use precision bf16 and fast on, in one process",
+            "--optimizer_state bf16 needs --precision bf16 or fp8 and the optimizer of the fast step, got --precision "
+            "fp32 and --fast off; use --precision bf16 and --fast on, in one process",
+        ),
+        (
+            {"update_in_backward": True},
+            "update_in_backward needs the optimizer of the fast step, got fast off; use fast on",
+            "--update_in_backward needs the optimizer of the fast step, got --fast off; use --fast on",
+        ),
+        (
+            {"memory_budget": "1GiB", "compile": True},
+            "memory_budget '1GiB' cannot plan a compiled model, whose compiler decides what is kept; leave compile out",
+            "--memory_budget '1GiB' cannot plan a compiled model, whose compiler decides what is kept; leave --compile "
+            "out",
+        ),
+        ({"mode": "mode"}, "unknown mode 'mode'; choose", "unknown --mode 'mode'; choose"),
+        ({"device": "device"}, "unknown device 'device'; use cpu", "unknown --device 'device'; use cpu"),
+        (
+            {"model_factory": "my.model_factory:model_factory", "fast": "kernels"},
+            "fast kernels: supports this package's model only, not model_factory",
+            "--fast kernels: supports this package's model only, not --model",
+        ),
+    ],
+)
+def test_only_fields_become_flags_not_the_same_words_in_prose(fields, library, command_line):
+    with pytest.raises(UserError) as caught:
+        RunConfig(**fields)
+    for error in (caught.value, pickle.loads(pickle.dumps(caught.value))):
+        assert str(error).startswith(library)
+        assert flags_named(error).startswith(command_line)
 
 
 def test_a_warning_is_one_line(capsys):

@@ -19,6 +19,7 @@ from types import SimpleNamespace
 import pytest
 
 from cs336_systems import record
+from cs336_systems.commands import flags_named
 from cs336_systems.config import RunConfig, UserError, model_config
 from cs336_systems.experiments import worker
 from cs336_systems.experiments.catalogue import catalogue
@@ -364,6 +365,15 @@ def test_a_gpu_without_a_plan_is_out_of_memory_and_a_budget_without_one_is_a_mis
     answer = worker._answer(request)
     assert answer["event"] == event
     assert answer.get("status") == ("oom" if budget == "auto" else None)
+
+
+def test_a_mistake_found_by_the_worker_names_flags(tmp_path, scripted):
+    request = {"measure": "cs336_systems.config:model_config", "config": "nope", "options": {}}
+    answer = json.loads(json.dumps(worker._answer(request)))
+    scripted.answer = staticmethod(lambda request: answer)
+    with pytest.raises(UserError, match=r"^unknown size 'nope'") as caught:
+        run(tmp_path / "r.jsonl", ("bench", tiny_config()))
+    assert flags_named(caught.value).startswith("unknown --size 'nope'")
 
 
 # -- runs that are stopped --------------------------------------------------------------------------------------------
