@@ -17,7 +17,7 @@ from functools import lru_cache
 from itertools import product, zip_longest
 from typing import NamedTuple
 
-from cs336_systems.config import RunConfig, UserError
+from cs336_systems.config import RunConfig, UserError, arg
 from cs336_systems.predict.activation_plan import CHOICES, KEEP, KEEP_ALL, KINDS, OFFLOAD, RECOMPUTE, BlockPlan, Plan
 from cs336_systems.predict.fast_memory import fast_estimate
 from cs336_systems.predict.gpus import GIGA, GPU, TERA, memory_size
@@ -138,8 +138,8 @@ def plan_memory(
 def not_enough(budget: int, least: int) -> NotEnoughMemoryError:
     return NotEnoughMemoryError(
         f"memory_budget {budget / GIB:.2f} GiB is not enough: this step needs at least {_rounded_up(least)} GiB; "
-        f"use a smaller batch_size or context_length",
-        *("memory_budget", "batch_size", "context_length"),
+        f"use a smaller {arg('batch_size')} or {arg('context_length')}",
+        "memory_budget",
     )
 
 

@@ -104,7 +104,7 @@ def test_what_fp8_cannot_train_is_refused(place, alone):
     found = perform(Run(fields(place / "engine", **{**FP8, "parallel": "ddp", "engine": "torch"})))
     assert "--precision fp8 needs whole layers on every GPU, which --engine torch does not keep" in found.error
     found = perform(Run(fields(place / "slow", **FP8, fast="off")))
-    assert "needs the kernels of the --fast step" in found.error
+    assert "needs the kernels of the fast step, got --fast off" in found.error
 
 
 @pytest.mark.xdist_group("ranks")

@@ -58,7 +58,7 @@ REFUSED = {
         bench --mode train_step                     | did you mean 'train-step'?
         bench --modes forward,trainstep             | did you mean 'train-step'?
         bench --mode forward --modes forward        | --modes and --mode exclude each other
-        bench --precision fp8                       | needs the kernels of the --fast step
+        bench --precision fp8                       | needs the kernels of the fast step, got --fast off
         bench --precision fp4                       | 'fp4'
         bench --precision bf16 --precisions bf16    | --precisions and --precision exclude each other
         bench --precisions bf61                     | did you mean 'bf16'?
