@@ -55,8 +55,8 @@ def run(arguments: RunArguments) -> int:
         raise UserError(f"name at least one experiment, or {ALL}: {', '.join(runnable())}")
 
     def requests_on(device: str, gpu_memory: int | None) -> list[Request]:
-        base = RunConfig(device=device, warmup_steps=arguments.warmup_steps, num_steps=arguments.num_steps)
-        return cells(arguments.names, arguments.preset, base, gpu_memory)
+        base = RunConfig(device=device, warmup_steps=arguments.warmup_steps)
+        return cells(arguments.names, arguments.preset, base, gpu_memory, num_steps=arguments.num_steps)
 
     requests_on(arguments.device or "cuda", None)  # reports mistakes before a process is started
     path = Path(arguments.output or f"runs/{arguments.preset}/records.jsonl")

@@ -56,7 +56,7 @@ class BenchArguments(SessionArguments, ShapeArguments):
             [("attention", value) for value in self.attentions or (self.attention,)],
         ]
         names = ("compile", "fast", "max_grad_norm", "warmup_steps", "num_steps", "seed")
-        common = {name: getattr(self, name) for name in names}
+        common = {name: value for name in names if (value := getattr(self, name)) is not None}
         default_size = "small" if device.startswith("cuda") else "tiny"
         return [
             self.run_config(

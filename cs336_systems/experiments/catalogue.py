@@ -4,6 +4,7 @@ import importlib
 import pkgutil
 from collections.abc import Iterable
 from contextlib import suppress
+from dataclasses import replace
 from functools import cache
 
 from cs336_systems import experiments as package
@@ -44,9 +45,16 @@ def of_preset(preset: str) -> list[str]:
     return [name for name in runnable() if preset != HANDOUT_2026 or catalogue()[name].problems_2026]
 
 
-def cells(names: Iterable[str], preset: str, base: RunConfig, gpu_memory: int | None = None) -> list[Request]:
+def cells(
+    names: Iterable[str],
+    preset: str,
+    base: RunConfig,
+    gpu_memory: int | None = None,
+    *,
+    num_steps: int | None = None,
+) -> list[Request]:
     """Return (experiment, configuration) for every cell of the named experiments; `gpu_memory`: bytes of the GPU, if
-    known.
+    known; `num_steps`: steps of a cell, if the user gave them.
 
     `all` stands for every experiment of the preset that the device can run.
     """
@@ -64,7 +72,9 @@ def cells(names: Iterable[str], preset: str, base: RunConfig, gpu_memory: int | 
         if name not in offered:
             raise UserError(f"{name} answers no problem of the {preset} handout; use --preset course")
         experiment = catalogue()[name]
-        requests += [(name, config) for config in experiment.fitting(list(experiment.grid(preset, base)), gpu_memory)]
+        steps = experiment.default_steps.get(preset, base.num_steps) if num_steps is None else num_steps
+        configs = experiment.grid(preset, replace(base, num_steps=steps))
+        requests += [(name, config) for config in experiment.fitting(list(configs), gpu_memory)]
     return requests
 
 

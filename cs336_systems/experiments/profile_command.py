@@ -80,7 +80,7 @@ def _configured(arguments: ProfileArguments, device: str) -> RunConfig:
         compile=arguments.compile,
         fast=arguments.fast,
         warmup_steps=arguments.warmup_steps,
-        num_steps=arguments.num_steps,
+        num_steps=RunConfig.num_steps if arguments.num_steps is None else arguments.num_steps,
     )
 
 

@@ -26,7 +26,9 @@ class SessionArguments:
 
     device: str | None = flag(None, "cpu, cuda or cuda:N (default: cuda where there is one)")
     warmup_steps: int = flag_like(RunConfig, "warmup_steps")
-    num_steps: int = flag_like(RunConfig, "num_steps")
+    num_steps: int | None = flag(
+        None, f"steps measured (default: {RunConfig.num_steps}; some experiments have more, which this replaces)"
+    )
     peak_tflops: float | None = flag(None, "the GPU's dense peak for MFU, where it is not known or you know better")
     timeout: float = flag(DEFAULT_TIMEOUT, "seconds after which a cell is given up")
     output: str | None = flag(None, "records file; cells it already holds are not run again (default: under runs/)")

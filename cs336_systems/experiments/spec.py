@@ -78,6 +78,8 @@ class Experiment(Presentation):
     grid: Grid = lambda preset, base: ()
     fitting: Callable[[Sequence[Config], int | None], Sequence[Config]] = lambda configs, gpu_memory: configs
     """(cells of the grid, bytes of the GPU or None) -> cells to run, for grids that depend on the GPU's memory."""
+    default_steps: Mapping[str, int] = field(default_factory=dict)
+    """Preset -> `base.num_steps` of its grid where the user gives no number; RunConfig's for other presets."""
     runnable: bool = True
     """True if `cs336 run` offers it."""
     problems_2026: tuple[str, ...] = ()

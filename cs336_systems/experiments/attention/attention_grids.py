@@ -21,7 +21,7 @@ from cs336_systems.experiments.attention.implementations import (
     side_by_side,
     time_by_length,
 )
-from cs336_systems.experiments.spec import Config, Experiment, Instrument
+from cs336_systems.experiments.spec import PRESETS, Config, Experiment, Instrument
 from cs336_systems.report import entries
 from cs336_systems.report.cells import CellView, grouped
 from cs336_systems.report.document import Chart, Highlight
@@ -49,16 +49,16 @@ PASSES = ("forward_time", "backward_time")
 
 
 def naive_grid(preset: str, base: RunConfig) -> Iterable[Config]:
-    """Yield the cells of naive attention: 100 passes per cell, unless --num_steps says otherwise."""
-    batch, passes = 8, 100 if base.num_steps == RunConfig.num_steps else base.num_steps
+    """Yield the cells of naive attention."""
+    batch = 8
     dims: tuple[int, ...] = (16, 32, 64, 128)
     lengths: tuple[int, ...] = (256, 1024, 4096, 8192, 16384)
     if preset == "quick":
-        dims, lengths, passes = (16, 64), (1024, 4096), base.num_steps
+        dims, lengths = (16, 64), (1024, 4096)
         if base.device_type == "cpu":
             batch, lengths = 2, (64, 256)
     for dim, length, name in product(dims, lengths, ("reference", "compiled")):
-        fields = {"implementation": name, "warmup_steps": base.warmup_steps, "num_steps": passes}
+        fields = {"implementation": name, "warmup_steps": base.warmup_steps, "num_steps": base.num_steps}
         yield attention_config(base, Size(batch, 1, length, dim), "fp32", is_causal=False, **fields)
 
 
@@ -153,6 +153,7 @@ PYTORCH_ATTENTION = Experiment(
         "pytorch_attention", f"{MODULE}:measure_pytorch_attention", label=label_shape, memory=naive_memory
     ),
     grid=naive_grid,
+    default_steps={preset: 100 for preset in PRESETS if preset != "quick"},
     tables=naive_tables,
     charts=naive_charts,
     group="attention",

@@ -17,8 +17,9 @@ OOM = "oom: needs 64.5 GiB of 24.0 GiB (predicted, not tried)"
 WRONG = "error: ArithmeticError: wrong result: dq off by 3.1e-01, more than 0.02 in bf16"
 
 
-def grid(experiment, preset="course", device="cuda", **fields):
-    return [config for _, config in cells([experiment], preset, RunConfig(device=device, **fields))]
+def grid(experiment, preset="course", device="cuda", *, num_steps=None, **fields):
+    base = RunConfig(device=device, **fields)
+    return [config for _, config in cells([experiment], preset, base, num_steps=num_steps)]
 
 
 def attention_config(implementation="reference", size=(1, 1, 32, 8), *, is_causal=True, precision="fp32", **fields):

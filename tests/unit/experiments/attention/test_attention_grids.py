@@ -7,11 +7,15 @@ from collections import Counter
 import pytest
 
 from cs336_systems import record
+from cs336_systems.cli import RunArguments
+from cs336_systems.cli import run as run_command
 from cs336_systems.config import RunConfig, UserError
+from cs336_systems.experiments import session
 from cs336_systems.experiments.attention import measure_varlen
 from cs336_systems.experiments.attention.measure_attention import IMPLEMENTATIONS
 from cs336_systems.experiments.catalogue import catalogue
 from cs336_systems.experiments.runner import Cell
+from cs336_systems.experiments.spec import PRESETS
 from cs336_systems.predict.attention_model import AttentionShape
 from tests.unit.experiments.attention.attention_cells import H200, attention_config, grid
 from tests.unit.experiments.scripted_worker import run
@@ -27,7 +31,21 @@ def test_pytorch_attention_has_the_grid_of_the_course():
     assert shapes == {(8, 1, length, dim) for length, dim in itertools.product(lengths, dims)}
     assert Counter(c["implementation"] for c in configs) == {"reference": 20, "compiled": 20}
     assert {(c["is_causal"], c["precision"], c["num_steps"]) for c in configs} == {(False, "fp32", 100)}
-    assert {c["num_steps"] for c in grid("pytorch_attention", num_steps=7)} == {7}
+    assert {c["num_steps"] for c in grid("pytorch_attention", "quick")} == {RunConfig.num_steps}
+
+
+@pytest.mark.parametrize("given", [7, RunConfig.num_steps, 100])
+@pytest.mark.parametrize("preset", PRESETS)
+def test_a_given_number_of_steps_counts_also_if_it_is_the_default(monkeypatch, preset, given):
+    asked = []
+
+    def run_session(arguments, path, requests, **_):
+        asked.extend(requests("cuda", None))
+        return session.Session("cuda", 0)
+
+    monkeypatch.setattr(session, "run_session", run_session)
+    run_command(RunArguments(names=("pytorch_attention",), preset=preset, num_steps=given))
+    assert {config["num_steps"] for _, config in asked} == {given}
 
 
 def test_flash_has_every_shape_and_no_unsupported_precision():
