@@ -11,7 +11,7 @@ from cs336_systems.experiments.spec import Config, Experiment, Instrument, requi
 from cs336_systems.report import entries, terms
 from cs336_systems.report.cells import CellView
 from cs336_systems.report.document import Chart, Highlight
-from cs336_systems.report.phrases import beside, known, memory_beside, scale_of, size_of, together, with_time
+from cs336_systems.report.phrases import beside, compared, known, memory_beside, scale_of, size_of, together
 from cs336_systems.report.points import measured, series_of
 from cs336_systems.report.presentation import Cells
 from cs336_systems.report.rows import FIELDS, gib, keys, ms, number, remarks_on, row_name, signed, title_of, varying
@@ -182,12 +182,9 @@ def _speed(cells: Cells) -> Text | None:
     fine = _fine(cell)
     ours = _seconds(fine["ours"])
     said = say("accelerated, a step of {} takes {} ms", "加速后 {} 每步 {} ms", _work(cell), ms(ours))
-    others = [
-        beside(_seconds(fine[name]) / ours, with_time(NAMES[name], ms(_seconds(fine[name]))))
-        for name in RIVALS
-        if name in fine
-    ]
-    return say("{}: {}", "{}：{}", said, listed(others, ("; ", "；"))) if others else said
+    ratios = {name: _seconds(fine[name]) / ours for name in RIVALS if name in fine}
+    others = [compared(Text("it", "它"), NAMES[name], [(ratio, Text(""))]) for name, ratio in ratios.items()]
+    return together(said, listed(others, ("; ", "；")) if others else None)
 
 
 def _memory(cells: Cells) -> Text | None:

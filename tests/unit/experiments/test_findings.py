@@ -8,7 +8,7 @@ from functools import cache
 from itertools import chain
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from cs336_systems.experiments.catalogue import catalogue
@@ -140,6 +140,9 @@ def disturbed(records: list[Record], seed: int) -> list[Record]:
 @pytest.mark.parametrize("experiment", catalogue())
 @settings(max_examples=25, deadline=None)
 @given(seed=st.integers(0, 2**32))
+@example(seed=828879)  # accelerate: milliseconds, "times" and "within 2%" in one sentence
+@example(seed=360)
+@example(seed=426)
 def test_findings_of_any_values_are_readable(experiment, seed):
     records = records_by_experiment()[experiment]
     if records:
