@@ -1,4 +1,5 @@
 """The table of GPUs: memory, bandwidth, dense peak FLOP/s and interconnect. A new GPU, or a new figure, is one line.
+An architecture says what its GPUs have in common: FP8, the link to the host, and for Hopper the kernels of the H200.
 
 `fit` and `plan` look a GPU up by its card name (`4090`, `h100`), MFU and rooflines by the name that its driver reports
 (`NVIDIA H100 80GB HBM3`). Figures are those of the vendors' data sheets; sparse figures are halved. Unknown figures are
@@ -15,8 +16,21 @@ TERA, GIGA = 1e12, 1e9
 PCIE_LINK, ETHERNET = 25.0, 3.0
 """GB/s, one way, that `plan` assumes for GPUs whose interconnect is not in the table: PCIe 4.0 x16, and 25 Gb/s."""
 
-WITH_FP8 = r"GB200|B200|G?H[128]00|H20|L40?S?\b|L20|RTX 6000 Ada|RTX PRO 6000|RTX [45]0"
-"""Names of GPUs whose tensor cores support FP8: compute capability 8.9 and later."""
+
+class Architecture(NamedTuple):
+    name: str
+    has_fp8: bool
+    """True if the tensor cores support FP8: compute capability 8.9 and later."""
+    host_link: float
+    """GB/s, one way, to pinned host memory: PCIe 5.0 x16 as measured on an H200, or PCIe 4.0 x16."""
+
+
+VOLTA = Architecture("Volta", False, PCIE_LINK)
+TURING = Architecture("Turing", False, PCIE_LINK)
+AMPERE = Architecture("Ampere", False, PCIE_LINK)
+ADA = Architecture("Ada", True, PCIE_LINK)
+HOPPER = Architecture("Hopper", True, 55.0)
+BLACKWELL = Architecture("Blackwell", True, 55.0)
 
 
 class Peaks(NamedTuple):
@@ -35,6 +49,7 @@ class Peaks(NamedTuple):
 class GPU:
     name: str
     """The name shown to users; without the vendor's prefix it is the card name that `fit` and `plan` accept."""
+    architecture: Architecture
     driver_name: str
     """A regular expression for the driver's name; the first GPU in the table that matches counts."""
     peaks: Peaks
@@ -45,7 +60,9 @@ class GPU:
     link: float | None = None
     """GB/s, one way, to the other GPUs of a node of eight: NVLink or PCIe."""
     network: float | None = None
-    """GB/s, one way, to other nodes: 400 or 200 Gb/s per GPU; for a 4090 or 5090 one 200 Gb/s adapter per node."""
+    """GB/s, one way, to other nodes: 400 or 200 Gb/s per GPU; for cards with PCIe one 200 Gb/s adapter per node."""
+    aliases: tuple[str, ...] = ()
+    """Other names for it that users give."""
 
     @property
     def card(self) -> str:
@@ -53,13 +70,13 @@ class GPU:
 
     @property
     def host_link(self) -> float:
-        """GB/s, one way, to pinned host memory: PCIe 5.0 x16 as measured on an H200, or PCIe 4.0 x16."""
-        return 55.0 if re.match(r"GB200|B200|G?H[128]00|H20|RTX PRO 6000|RTX 50", self.name) else PCIE_LINK
+        """GB/s, one way, to pinned host memory."""
+        return self.architecture.host_link
 
     def peak_flops(self, precision: str) -> float | None:
         """Return the dense peak in FLOP/s; that of FP8, with fp32 sums, is twice that of bf16 where there is one."""
         if precision == "fp8":
-            return 2 * self.peaks.bf16 * TERA if self.peaks.bf16 and re.match(WITH_FP8, self.name) else None
+            return 2 * self.peaks.bf16 * TERA if self.peaks.bf16 and self.architecture.has_fp8 else None
         peak = self.peaks.of(precision)
         return None if peak is None else peak * TERA
 
@@ -73,48 +90,77 @@ _PRO_6000 = Peaks(125.0, 251.9, 503.8, 503.8)
 _V100 = Peaks(15.7, None, None, 125.0)
 
 GPUS = (
-    GPU("GB200", r"GB200", Peaks(80.0, 1250.0, 2500.0, 2500.0), 8000.0),
-    GPU("B200", r"\bB200", _B200, memory_gib=178.4, link=900, network=50),
-    GPU("H200 NVL", r"H200 NVL", _H100_NVL, 4800.0, memory_gib=139.8),
-    GPU("GH200 480GB", r"GH200 480GB", _H100, 4000.0, memory_gib=94.5),
-    GPU("GH200", r"GH200", _H100),
-    GPU("H200", r"H200", _H100, 4800.0, memory_gib=139.8, link=450, network=50),
-    GPU("H100", r"H100 80GB HBM3|H100 SXM", _H100, 3350.0, memory_gib=79.2, link=450, network=50),
-    GPU("H800", r"H800(?! PCIe)", _H100, 3350.0, memory_gib=79.2, link=200, network=50),
-    GPU("H100 NVL", r"H100 NVL", _H100_NVL, 3900.0, memory_gib=93.0),
-    GPU("H100 PCIe", r"H100 PCIe|H800 PCIe", Peaks(51.2, 378.0, 756.0, 756.0), 2000.0, memory_gib=79.2),
-    GPU("H20-3e", r"\bH20-3e", _H20, memory_gib=139.8),
-    GPU("H20", r"\bH20\b", _H20, 4000.0, memory_gib=95.1, link=450, network=50),
-    GPU("A100-SXM4-80GB", r"A[18]00-SXM4-80GB", _A100, 2039.0, memory_gib=79.2),
-    GPU("A100-PCIE-80GB", r"A[18]00 80GB PCIe", _A100, 1935.0, memory_gib=79.2),
-    GPU("A100-40GB", r"A100-(SXM4|PCIE)-40GB", _A100, 1555.0, memory_gib=39.4),
-    GPU("A100", r"A100", _A100, memory_gib=79.2, link=300, network=25),
-    GPU("A800", r"A800", _A100, memory_gib=79.2, link=200, network=25),
-    GPU("RTX PRO 6000 Workstation", r"RTX PRO 6000 Blackwell (Max-Q )?Workstation", _PRO_6000, 1792.0, 94.9),
-    GPU("RTX PRO 6000", r"RTX PRO 6000 Blackwell", _PRO_6000, memory_gib=94.9),
-    GPU("RTX 6000 Ada", r"RTX 6000 Ada", Peaks(91.1, 182.1, 364.2, 364.2), 960.0, memory_gib=44.4),
-    GPU("L40S", r"L40S", Peaks(91.6, 183.0, 362.0, 362.0), 864.0, memory_gib=44.4),
-    GPU("L40", r"L40\b", Peaks(90.5, 90.5, 181.0, 181.0), 864.0, memory_gib=44.4),
-    GPU("L20", r"\bL20\b", Peaks(59.8, 59.8, 119.5, 119.5), 864.0, memory_gib=44.4),
-    GPU("L4", r"\bL4\b", Peaks(30.3, 60.0, 121.0, 121.0), 300.0, memory_gib=22.0),
-    GPU("RTX A6000", r"RTX A6000", Peaks(38.7, 77.4, 154.8, 154.8), 768.0, memory_gib=47.4),
-    GPU("A40", r"\bA40\b", Peaks(37.4, 74.8, 149.7, 149.7), 696.0, memory_gib=44.4),
-    GPU("A10G", r"\bA10G", Peaks(31.5, 35.0, 70.0, 70.0), 600.0, memory_gib=22.1),
-    GPU("A10", r"\bA10\b", Peaks(31.2, 62.5, 125.0, 125.0), 600.0, memory_gib=22.1),
-    GPU("A30", r"\bA30\b", Peaks(10.3, 82.0, 165.0, 165.0), 933.0, memory_gib=23.6),
-    GPU("RTX 5090", r"RTX 5090(?! D)", Peaks(104.8, 104.8, 209.5, 209.5), 1792.0, 31.4, link=50, network=3),
-    GPU("RTX 5080", r"RTX 5080", Peaks(56.3, 56.3, 112.6, 112.6), 960.0, memory_gib=15.5),
-    GPU("RTX 4090 D", r"RTX 4090 D", Peaks(73.5, 73.5, 147.0, 147.0), 1008.0, memory_gib=23.5),
-    GPU("RTX 4090", r"RTX 4090", Peaks(82.6, 82.6, 165.2, 165.2), 1008.0, memory_gib=23.5, link=25, network=3),
-    GPU("RTX 4080 SUPER", r"RTX 4080 SUPER", Peaks(52.2, 52.2, 104.4, 104.4), 736.0, memory_gib=15.7),
-    GPU("RTX 4080", r"RTX 4080", Peaks(48.7, 48.7, 97.5, 97.5), 716.8, memory_gib=15.7),
-    GPU("RTX 3090 Ti", r"RTX 3090 Ti", Peaks(40.0, 40.0, 80.0, 80.0), 1008.0, memory_gib=23.6),
-    GPU("RTX 3090", r"RTX 3090", Peaks(35.6, 35.6, 71.2, 71.2), 936.0, memory_gib=23.7),
-    GPU("RTX 3080", r"RTX 3080(?! Ti)", Peaks(29.8, 29.8, 59.5, 59.5), memory_gib=9.8),
-    GPU("RTX 2080 Ti", r"RTX 2080 Ti", Peaks(13.4, None, None, 53.8), 616.0, memory_gib=10.7),
-    GPU("V100 SXM2", r"V100-(SXM2|PCIE)", _V100, 900.0),
-    GPU("V100", r"V100", _V100, memory_gib=15.8),
-    GPU("T4", r"\bT4\b", Peaks(8.1, None, None, 65.0), memory_gib=14.6),
+    GPU("GB200", BLACKWELL, r"GB200", Peaks(80.0, 1250.0, 2500.0, 2500.0), 8000.0),
+    GPU("B200", BLACKWELL, r"\bB200", _B200, memory_gib=178.4, link=900, network=50),
+    GPU("H200 NVL", HOPPER, r"H200 NVL", _H100_NVL, 4800.0, memory_gib=139.8),
+    GPU("GH200 480GB", HOPPER, r"GH200 480GB", _H100, 4000.0, memory_gib=94.5),
+    GPU("GH200", HOPPER, r"GH200", _H100),
+    GPU("H200", HOPPER, r"H200", _H100, 4800.0, memory_gib=139.8, link=450, network=50),
+    GPU(
+        "H100",
+        HOPPER,
+        r"H100 80GB HBM3|H100 SXM",
+        _H100,
+        3350.0,
+        memory_gib=79.2,
+        link=450,
+        network=50,
+        aliases=("H100 SXM", "H100 80GB HBM3"),
+    ),
+    GPU("H800", HOPPER, r"H800(?! PCIe)", _H100, 3350.0, memory_gib=79.2, link=200, network=50),
+    GPU("H100 NVL", HOPPER, r"H100 NVL", _H100_NVL, 3900.0, memory_gib=93.0),
+    GPU("H100 PCIe", HOPPER, r"H100 PCIe|H800 PCIe", Peaks(51.2, 378.0, 756.0, 756.0), 2000.0, memory_gib=79.2),
+    GPU("H20-3e", HOPPER, r"\bH20-3e", _H20, memory_gib=139.8),
+    GPU("H20", HOPPER, r"\bH20\b", _H20, 4000.0, memory_gib=95.1, link=450, network=50),
+    GPU("A100-SXM4-80GB", AMPERE, r"A[18]00-SXM4-80GB", _A100, 2039.0, memory_gib=79.2),
+    GPU("A100-PCIE-80GB", AMPERE, r"A[18]00 80GB PCIe", _A100, 1935.0, memory_gib=79.2),
+    GPU("A100-40GB", AMPERE, r"A100-(SXM4|PCIE)-40GB", _A100, 1555.0, memory_gib=39.4),
+    GPU("A100", AMPERE, r"A100", _A100, memory_gib=79.2, link=300, network=25),
+    GPU("A800", AMPERE, r"A800", _A100, memory_gib=79.2, link=200, network=25),
+    GPU(
+        "RTX PRO 6000 Workstation",
+        BLACKWELL,
+        r"RTX PRO 6000 Blackwell (Max-Q )?Workstation",
+        _PRO_6000,
+        1792.0,
+        94.9,
+        link=50,
+        network=3,
+        aliases=("RTX PRO 6000 Blackwell Workstation", "RTX PRO 6000 Blackwell Workstation Edition"),
+    ),
+    GPU(
+        "RTX PRO 6000",
+        BLACKWELL,
+        r"RTX PRO 6000 Blackwell",
+        _PRO_6000,
+        memory_gib=94.9,
+        link=50,
+        network=3,
+        aliases=("RTX PRO 6000 Blackwell", "RTX PRO 6000 Blackwell Server Edition"),
+    ),
+    GPU("RTX 6000 Ada", ADA, r"RTX 6000 Ada", Peaks(91.1, 182.1, 364.2, 364.2), 960.0, memory_gib=44.4),
+    GPU("L40S", ADA, r"L40S", Peaks(91.6, 183.0, 362.0, 362.0), 864.0, memory_gib=44.4),
+    GPU("L40", ADA, r"L40\b", Peaks(90.5, 90.5, 181.0, 181.0), 864.0, memory_gib=44.4),
+    GPU("L20", ADA, r"\bL20\b", Peaks(59.8, 59.8, 119.5, 119.5), 864.0, memory_gib=44.4),
+    GPU("L4", ADA, r"\bL4\b", Peaks(30.3, 60.0, 121.0, 121.0), 300.0, memory_gib=22.0),
+    GPU("RTX A6000", AMPERE, r"RTX A6000", Peaks(38.7, 77.4, 154.8, 154.8), 768.0, memory_gib=47.4),
+    GPU("A40", AMPERE, r"\bA40\b", Peaks(37.4, 74.8, 149.7, 149.7), 696.0, memory_gib=44.4),
+    GPU("A10G", AMPERE, r"\bA10G", Peaks(31.5, 35.0, 70.0, 70.0), 600.0, memory_gib=22.1),
+    GPU("A10", AMPERE, r"\bA10\b", Peaks(31.2, 62.5, 125.0, 125.0), 600.0, memory_gib=22.1),
+    GPU("A30", AMPERE, r"\bA30\b", Peaks(10.3, 82.0, 165.0, 165.0), 933.0, memory_gib=23.6),
+    GPU("RTX 5090", BLACKWELL, r"RTX 5090(?! D)", Peaks(104.8, 104.8, 209.5, 209.5), 1792.0, 31.4, link=50, network=3),
+    GPU("RTX 5080", BLACKWELL, r"RTX 5080", Peaks(56.3, 56.3, 112.6, 112.6), 960.0, memory_gib=15.5),
+    GPU("RTX 4090 D", ADA, r"RTX 4090 D", Peaks(73.5, 73.5, 147.0, 147.0), 1008.0, memory_gib=23.5),
+    GPU("RTX 4090", ADA, r"RTX 4090", Peaks(82.6, 82.6, 165.2, 165.2), 1008.0, memory_gib=23.5, link=25, network=3),
+    GPU("RTX 4080 SUPER", ADA, r"RTX 4080 SUPER", Peaks(52.2, 52.2, 104.4, 104.4), 736.0, memory_gib=15.7),
+    GPU("RTX 4080", ADA, r"RTX 4080", Peaks(48.7, 48.7, 97.5, 97.5), 716.8, memory_gib=15.7),
+    GPU("RTX 3090 Ti", AMPERE, r"RTX 3090 Ti", Peaks(40.0, 40.0, 80.0, 80.0), 1008.0, memory_gib=23.6),
+    GPU("RTX 3090", AMPERE, r"RTX 3090", Peaks(35.6, 35.6, 71.2, 71.2), 936.0, memory_gib=23.7),
+    GPU("RTX 3080", AMPERE, r"RTX 3080(?! Ti)", Peaks(29.8, 29.8, 59.5, 59.5), memory_gib=9.8),
+    GPU("RTX 2080 Ti", TURING, r"RTX 2080 Ti", Peaks(13.4, None, None, 53.8), 616.0, memory_gib=10.7),
+    GPU("V100 SXM2", VOLTA, r"V100-(SXM2|PCIE)", _V100, 900.0),
+    GPU("V100", VOLTA, r"V100", _V100, memory_gib=15.8),
+    GPU("T4", TURING, r"\bT4\b", Peaks(8.1, None, None, 65.0), memory_gib=14.6),
 )
 
 
@@ -139,11 +185,15 @@ def card_name(text: str) -> str:
 
 CARDS = {gpu.card: gpu for gpu in GPUS if gpu.memory_gib is not None}
 """The GPUs that can be chosen by card name."""
+BY_NAME = {card_name(name): gpu for gpu in CARDS.values() for name in (gpu.name, *gpu.aliases)}
+"""The same GPUs by card name and by alias."""
+H200 = CARDS["h200"]
+"""The GPU on which the package's rates were measured: other GPUs' rates are in proportion to their figures."""
 
 
 def find_card(text: str) -> GPU | None:
     """Return the GPU that a user names, such as `4090` or `RTX 4090`."""
-    return CARDS.get(card_name(text))
+    return BY_NAME.get(card_name(text))
 
 
 def find_by_driver_name(name: str | None) -> GPU | None:

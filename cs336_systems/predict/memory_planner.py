@@ -20,7 +20,7 @@ from typing import NamedTuple
 from cs336_systems.config import RunConfig, UserError, arg
 from cs336_systems.predict.activation_plan import CHOICES, KEEP, KEEP_ALL, KINDS, OFFLOAD, RECOMPUTE, BlockPlan, Plan
 from cs336_systems.predict.fast_memory import fast_estimate
-from cs336_systems.predict.gpus import GIGA, GPU, TERA, memory_size
+from cs336_systems.predict.gpus import GIGA, GPU, H200, memory_size
 from cs336_systems.predict.memory_model import MemoryEstimate, Tensors
 from cs336_systems.record import GIB
 
@@ -34,8 +34,6 @@ READY_SHARE = 0.85
 """Share of a block's forward pass after which most of what it offloads is ready."""
 COPY_SLOWDOWN = 0.02
 """Share of a hidden copy's time by which the computation beside it gets slower."""
-HOST_LINK = 55.0
-"""GB/s, one way, between an H200 and pinned host memory."""
 POINTS = 512
 """Number of different amounts of memory in the search."""
 LIMITS = (0.9, 1.0, 1.12)
@@ -63,9 +61,10 @@ class Rates(NamedTuple):
     def of(cls, gpu: GPU | None, precision: str = "bf16") -> "Rates":
         """Return the rates of a GPU; those of an H200 for an unknown GPU. Attention is never in FP8."""
         known = "bf16" if precision == "fp8" else precision
-        peak = (gpu.peak_flops(known) if gpu else None) or 989.4 * TERA
+        peak = (gpu.peak_flops(known) if gpu else None) or H200.peak_flops("bf16")
+        assert peak is not None
         matmul = 2 * peak if precision == "fp8" else peak
-        return cls(MATMUL_SHARE * matmul, ATTENTION_SHARE * peak, (gpu.host_link if gpu else HOST_LINK) * GIGA)
+        return cls(MATMUL_SHARE * matmul, ATTENTION_SHARE * peak, (gpu or H200).host_link * GIGA)
 
 
 @dataclass(frozen=True)

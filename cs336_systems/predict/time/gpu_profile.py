@@ -9,7 +9,6 @@ import functools
 import json
 import math
 import os
-import re
 import warnings
 from collections.abc import Iterator
 from dataclasses import dataclass, field
@@ -19,14 +18,12 @@ from typing import Any
 
 from cs336_systems.config import UserError
 from cs336_systems.files import reason_of, write_file
-from cs336_systems.predict.gpus import GIGA, GPU, TERA, card_name, find_by_driver_name
+from cs336_systems.predict.gpus import GIGA, GPU, H200, HOPPER, card_name, find_by_driver_name
 
 MEASURED, DATA_SHEET = "measured", "data sheet"
 VERSION = 3
 """Version of profiles, which defines the meaning of their rates. Profiles that `cs336 calibrate` of another version
 stored are ignored."""
-HOPPER = re.compile(r"\bG?H(100|200|800|20)")
-"""Names of GPUs with the same kernels as the H200."""
 
 
 @dataclass(frozen=True)
@@ -268,7 +265,7 @@ def profile_of(gpu: GPU, precision: str = "bf16") -> GpuProfile | None:
     narrow = peak if precision in ("bf16", "fp16") else gpu.peak_flops("bf16") or gpu.peak_flops("fp16")
     if peak is None or narrow is None or gpu.bandwidth is None:
         return None
-    faster_math, faster_memory = narrow / (H200_PEAK * TERA), gpu.bandwidth * GIGA / H200_BANDWIDTH
+    faster_math, faster_memory = narrow / _h200_peak("bf16"), gpu.bandwidth * GIGA / _h200_bandwidth()
     return dataclasses.replace(
         model,
         gpu=gpu.name,
@@ -290,22 +287,33 @@ def profile_of(gpu: GPU, precision: str = "bf16") -> GpuProfile | None:
     )
 
 
+def _h200_peak(precision: str) -> float:
+    peak = H200.peak_flops(precision)
+    assert peak is not None
+    return peak
+
+
+def _h200_bandwidth() -> float:
+    assert H200.bandwidth is not None
+    return H200.bandwidth * GIGA
+
+
 def _unaligned(gpu: GPU) -> dict[str, float]:
-    """Return the slowdown of matmuls that the Hopper kernels do not support."""
-    return shipped_profiles()["h200"].unaligned if HOPPER.search(gpu.name) else {}
+    """Return the slowdown of matmuls that the Hopper kernels do not support: the same on all Hopper GPUs."""
+    return shipped_profiles()["h200"].unaligned if gpu.architecture == HOPPER else {}
 
 
 def _wide_ratios(model: GpuProfile, gpu: GPU) -> Iterator[tuple[str, WideMatmuls, float]]:
     """Yield the rates of matmuls with 32-bit operands, scaled to the GPU's peaks."""
     for name, own in model.wide.items():
         if (peak := gpu.peak_flops(name)) is not None:
-            yield name, own, peak / (H200_WIDE_PEAKS[name] * TERA)
+            yield name, own, peak / _h200_peak(name)
 
 
 def _scaled_attention(name: str, own: AttentionRates, faster_math: float, gpu: GPU) -> AttentionRates:
     """Return rates of attention scaled to the GPU; kernels in fp32 scale with the GPU's CUDA cores."""
     is_wide = any(word in WIDE_ATTENTION for word in name.split())
-    ratio = gpu.peaks.fp32 / H200_WIDE_PEAKS["fp32"] if is_wide else faster_math
+    ratio = gpu.peaks.fp32 / H200.peaks.fp32 if is_wide else faster_math
     return dataclasses.replace(own, tile=own.tile / ratio)
 
 
@@ -315,9 +323,6 @@ def _scaled_power(power: Power, faster_math: float, faster_memory: float) -> Pow
     return dataclasses.replace(power, per_flop=per_flop, per_byte=power.per_byte / faster_memory)
 
 
-H200_PEAK, H200_BANDWIDTH = 989.4, 4800 * GIGA
-"""Data sheet of the H200: dense bf16 TFLOP/s, and bytes per second."""
-H200_WIDE_PEAKS = {"fp32": 66.9, "tf32": 494.7}
 WIDE_ATTENTION = ("efficient", "wide")
 """Attention kernels in fp32."""
 GUESSED = 0.25

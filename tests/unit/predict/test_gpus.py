@@ -7,12 +7,17 @@ import pytest
 from cs336_systems.predict.gpus import (
     CARDS,
     GPUS,
+    H200,
+    HOPPER,
+    card_name,
     find_by_driver_name,
     find_card,
     memory_bandwidth,
     memory_size,
     peak_flops,
 )
+from cs336_systems.predict.memory_planner import Rates
+from cs336_systems.predict.time.gpu_profile import profile_of
 
 
 @pytest.mark.parametrize(
@@ -104,10 +109,58 @@ def test_a_card_is_found_by_any_spelling(text):
 
 
 def test_card_names_are_unique():
-    cards = [gpu.card for gpu in GPUS]
+    cards = [gpu.card for gpu in GPUS] + [card_name(alias) for gpu in GPUS for alias in gpu.aliases]
     assert len(cards) == len(set(cards))
     assert {"3080", "4090d", "2080ti", "a6000", "a100-40gb", "l40s", "h20", "t4", "v100"} <= CARDS.keys()
     assert find_card("4070") is None
+
+
+@pytest.mark.parametrize(
+    ("text", "card"),
+    [
+        ("RTX PRO 6000", "pro6000"),
+        ("RTX PRO 6000 Blackwell", "pro6000"),
+        ("NVIDIA RTX PRO 6000 Blackwell Server Edition", "pro6000"),
+        ("RTX PRO 6000 Blackwell Workstation", "pro6000workstation"),
+        ("NVIDIA RTX PRO 6000 Blackwell Workstation Edition", "pro6000workstation"),
+        ("H100 SXM", "h100"),
+        ("NVIDIA H100 80GB HBM3", "h100"),
+    ],
+)
+def test_a_card_is_found_by_its_other_names(text, card):
+    assert find_card(text) is CARDS[card]
+    assert find_by_driver_name(text) in (CARDS[card], None)
+
+
+NAMES_BY_GROUP = {
+    ("FP8", "Hopper", 55.0): "GH200 480GB|GH200|H200 NVL|H200|H100 NVL|H100 PCIe|H100|H800|H20-3e|H20",
+    ("FP8", "", 55.0): "GB200|B200|RTX PRO 6000 Workstation|RTX PRO 6000|RTX 5090|RTX 5080",
+    ("FP8", "", 25.0): "RTX 6000 Ada|L40S|L40|L20|L4|RTX 4090 D|RTX 4090|RTX 4080 SUPER|RTX 4080",
+    ("", "", 25.0): "A100-SXM4-80GB|A100-PCIE-80GB|A100-40GB|A100|A800|RTX A6000|A40|A10G|A10|A30|RTX 3090 Ti|RTX 3090|"
+    "RTX 3080|RTX 2080 Ti|V100 SXM2|V100|T4",
+}
+"""(FP8, kernels of the H200, GB/s to the host) -> GPUs, as regular expressions over names gave them before the table
+had architectures."""
+
+
+def test_architectures_give_what_names_gave():
+    by_name = {gpu.name: gpu for gpu in GPUS}
+    unaligned = profile_of(CARDS["h200"]).unaligned
+    for (fp8, hopper, host_link), names in NAMES_BY_GROUP.items():
+        for gpu in (by_name.pop(name) for name in names.split("|")):
+            has_fp8 = bool(fp8 and gpu.peaks.bf16)
+            assert gpu.peak_flops("fp8") == (2e12 * gpu.peaks.bf16 if has_fp8 else None), gpu
+            assert gpu.host_link == host_link, gpu
+            assert (gpu.architecture == HOPPER) == bool(hopper), gpu
+            if profile := profile_of(gpu, "fp16"):
+                assert profile.unaligned == (unaligned if hopper else {}), gpu
+
+
+def test_an_unknown_gpu_has_the_rates_of_the_h200():
+    for precision in ("bf16", "fp8"):
+        assert Rates.of(None, precision) == Rates.of(CARDS["h200"], precision)
+    assert Rates.of(None).host == 55e9
+    assert CARDS["h200"] is H200
 
 
 def test_fp8_peaks_are_those_of_the_data_sheets():
