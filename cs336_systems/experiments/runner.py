@@ -18,7 +18,7 @@ import sys
 import tempfile
 import threading
 import time
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from itertools import product
@@ -50,6 +50,8 @@ class Cell:
     instrument: Instrument
     config: Config
     wanted_by: dict[str, Config] = field(default_factory=dict)
+    apart: str = ""
+    """What tells the cell from others with the same label; `gather` sets it."""
 
     @property
     def key(self) -> tuple[str, str]:
@@ -67,7 +69,8 @@ class Cell:
     @property
     def name(self) -> str:
         label = self.instrument.label(self.config, list(self.wanted_by))
-        return f"{self.instrument.name} {label}" if self.instrument.label_has_name else label
+        name = f"{self.instrument.name} {label}" if self.instrument.label_has_name else label
+        return f"{name}, {self.apart}" if self.apart else name
 
 
 def gather(requests: Iterable[Request]) -> list[Cell]:
@@ -78,7 +81,48 @@ def gather(requests: Iterable[Request]) -> list[Cell]:
         assert instrument is not None, f"{experiment} has no instrument"
         cell = Cell(instrument, config)
         cells.setdefault(cell.key, cell).wanted_by[experiment] = config
+    by_name: dict[str, list[Cell]] = {}
+    for cell in cells.values():
+        by_name.setdefault(cell.name, []).append(cell)
+    for alike in by_name.values():
+        if len(alike) > 1:
+            _tell_apart(alike)
     return list(cells.values())
+
+
+def _tell_apart(cells: Sequence[Cell]) -> None:
+    """Add values to the names of cells with equal labels until they differ: single values first, then fields that tell
+    most cells apart, then the shortest."""
+    configs = [_flat(cell.config) for cell in cells]
+    texts = {name: [_field_text(name, config.get(name)) for config in configs] for config in configs for name in config}
+
+    def order(name: str) -> tuple[bool, int, int]:
+        has_lists = any(isinstance(config.get(name), list | tuple) for config in configs)
+        return has_lists, -len(set(texts[name])), max(map(len, texts[name]))
+
+    for name in sorted((name for name, found in texts.items() if len(set(found)) > 1), key=order):
+        if len({cell.apart for cell in cells}) == len(cells):
+            break
+        for cell, text in zip(cells, texts[name], strict=True):
+            cell.apart = f"{cell.apart}, {text}" if cell.apart else text
+
+
+def _flat(config: Mapping[str, Any]) -> dict[str, Any]:
+    """Return a configuration with the fields of its parts, such as the model, beside its own."""
+    flat: dict[str, Any] = {}
+    for name, value in config.items():
+        flat |= _flat(value) if isinstance(value, Mapping) else {name: value}
+    return flat
+
+
+def _field_text(name: str, value: Any) -> str:
+    """Return a value with the name of its field; text has no name."""
+    words = name.replace("_", " ")
+    if value is None or isinstance(value, bool):
+        return words if value else f"no {words}"
+    if isinstance(value, list | tuple):
+        return f"{words} {' '.join(map(str, value))}"
+    return value if isinstance(value, str) and value else f"{words} {value}"
 
 
 @dataclass(frozen=True)

@@ -12,6 +12,7 @@ import pytest
 
 from cs336_systems.config import RunConfig, UserError
 from cs336_systems.experiments.catalogue import ALL, catalogue, cells, of_preset, runnable
+from cs336_systems.experiments.runner import gather
 from cs336_systems.experiments.spec import HANDOUT_2026, PRESETS
 from cs336_systems.record import GIB, cell_key
 from tests.helpers import PACKAGE, ROOT, clean_env, execute, loaded_at_import, nodes
@@ -198,6 +199,27 @@ def test_every_grid_gives_cells_with_labels(preset, device):
             raise
         assert requests, name
         assert all(instrument.label(config, [name]) for _, config in requests)
+
+
+@pytest.mark.parametrize("preset", PRESETS)
+def test_cells_of_an_experiment_have_different_names(preset):
+    for name in of_preset(preset):
+        names = [cell.name for cell in gather(cells([name], preset, RunConfig(device="cuda"), 140 * GIB))]
+        assert len(names) == len(set(names)), name
+
+
+def test_equal_labels_are_told_apart_by_numbers_with_their_names():
+    def names(experiment: str, preset: str) -> list[str]:
+        return [cell.name for cell in gather(cells([experiment], preset, RunConfig(device="cpu")))]
+
+    before = "parallel_plan xxl train-step bf16 auto cuda h100"
+    assert names("parallel_plan", "course") == [
+        f"{before} {count}, gpus {gpus}" for count in ("feed-forward", "transformer") for gpus in (64, 1024, 16384)
+    ]
+    assert names("collectives", "course") == [f"collectives gloo cpu, ranks {ranks}" for ranks in (2, 4, 6)]
+    assert "memory_model small train-step fp32 reference cuda, context length 128" in names("memory_model", "course")
+    assert all(re.search(r"interleaved, (no )?link", name) for name in names("ddp", "quick"))
+    assert not any("," in name for name in names("warmup", "quick")), "nothing where labels differ"
 
 
 DROPPED_2026 = {"bucket_model", "parallel_plan", "flash_leaderboard"}
