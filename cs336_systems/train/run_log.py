@@ -61,11 +61,14 @@ class RunLog:
         no later start replaces: all processes but the first are restarts."""
         peak = {"peak_flops": ("FLOP/s", [self._peak])} if self._peak else {}
         metrics = {"ranks": ("1", [float(self._ranks)]), "flops": ("FLOP", [float(self._flops)]), **peak}
-        self._note(step + 1, metrics, started=self._environment.utc)
+        self._queue(step + 1, metrics, started=self._environment.utc)
+        self._plot(step + 1, metrics)
 
     def saved(self, step: int, seconds: float) -> None:
         """Record a checkpoint, and how long training waited for it."""
-        self._note(step, {"save_time": ("s", [seconds])})
+        metrics = {"save_time": ("s", [seconds])}
+        self._queue(step, metrics)
+        self._plot(step, metrics)
 
     def fp8(self, step: int, shares: list[LostShare]) -> None:
         """Record the share of elements that FP8 has lost of each tensor of the checked blocks, the first block
@@ -73,7 +76,9 @@ class RunLog:
         metrics: dict[str, tuple[str, list[float]]] = {}
         for share in shares:
             metrics.setdefault(f"{FP8_LOST}{share.tensor}", ("1", []))[1].append(share.share)
-        self._note(step, metrics, blocks=",".join(str(share.block) for share in shares if share.tensor == "input"))
+        self._queue(step, metrics, blocks=",".join(str(share.block) for share in shares if share.tensor == "input"))
+        for share in shares:
+            self._plot(step, {f"{FP8_LOST}{share.tensor}/block {share.block}": ("1", [share.share])})
 
     def step(self, step: int, loss: float, norm: float, rate: float, seconds: float) -> None:
         """Record a finished step; print and write at the intervals of the settings."""
@@ -96,25 +101,29 @@ class RunLog:
             if self._device.type == "cuda":
                 metrics["peak_memory"] = ("B", [float(torch.cuda.max_memory_allocated(self._device))])
                 torch.cuda.reset_peak_memory_stats(self._device)
-            self._append(self._first, metrics)
+            self._queue_and_write(self._first, metrics)
             self._pending = {}
         elif self._unwritten:
             self._write()
 
     def evaluation(self, step: int, loss: float) -> None:
         show(f"step {step}: validation loss {loss:.4f}")
-        self._append(step, {"validation_loss": ("1", [loss])})
+        self._queue_and_write(step, {"validation_loss": ("1", [loss])})
 
-    def _append(self, first: int, metrics: Metrics) -> None:
+    def _queue_and_write(self, first: int, metrics: Metrics) -> None:
+        self._queue(first, metrics)
+        self._plot(first, metrics)
+        self._write()
+
+    def _plot(self, first: int, metrics: Metrics) -> None:
+        """Add values of consecutive steps to the curves of TensorBoard, if there is one; `_write` flushes them."""
         if self._board is not None:
             for name, (_, values) in metrics.items():
                 for number, value in enumerate(values):
                     self._board.add_scalar(name, value, first + number)
-            self._board.flush()
-        self._note(first, metrics)
-        self._write()
 
-    def _note(self, first: int, metrics: Metrics, **more: str | None) -> None:
+    def _queue(self, first: int, metrics: Metrics, **more: str | None) -> None:
+        """Make records for the next write. Several values are those of consecutive steps, or of `blocks` in one."""
         config = {**self._settings.to_dict(), "first_step": first, **more}
         self._unwritten += [
             Record("train", config, name, unit, tuple(values), "ok", self._environment)
@@ -122,6 +131,9 @@ class RunLog:
         ]
 
     def _write(self) -> None:
+        """Write the queued records; those that cannot be written stay queued."""
+        if self._board is not None:
+            self._board.flush()
         try:
             record.append(self._path, self._unwritten)
             self._unwritten = []

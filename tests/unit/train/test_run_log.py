@@ -2,21 +2,25 @@
 
 import dataclasses
 import errno
+import sys
+from collections import Counter
+from types import SimpleNamespace
 
 import pytest
 import torch
 
 from cs336_systems import record
 from cs336_systems.flags import build
+from cs336_systems.kernels.fused.fp8_blocks import LostShare
 from cs336_systems.parallel.launch import Rank
 from cs336_systems.train.run_log import RunLog
 from cs336_systems.train.settings import TrainSettings
 from tests.distributed.train_cases import fields, text_of
 
 
-def run_log(folder):
+def run_log(folder, **more):
     (folder / "short.txt").write_bytes(text_of(330))
-    settings = build(TrainSettings, fields(folder / "output"))
+    settings = build(TrainSettings, fields(folder / "output", **more))
     return RunLog(settings, Rank(0, 1, torch.device("cpu")), settings.run_config("cpu", 1))
 
 
@@ -38,6 +42,38 @@ def test_starts_and_saves_are_written_with_the_next_steps(tmp_path):
     log.saved(6, 0.5)
     log.flush()
     assert [item.config["first_step"] for item in record.load(path).records if item.metric == "save_time"] == [5, 6]
+
+
+class Board:
+    """Stands in for TensorBoard's writer, which need not be installed."""
+
+    def __init__(self, folder):
+        self.added, self.flushed = [], []
+
+    def add_scalar(self, name, value, step):
+        self.added.append((name, value, step))
+
+    def flush(self):
+        self.flushed = [*self.added]
+
+
+def test_tensorboard_has_all_that_records_have(tmp_path, monkeypatch):
+    monkeypatch.setitem(sys.modules, "torch.utils.tensorboard", SimpleNamespace(SummaryWriter=Board))
+    log = run_log(tmp_path, tensorboard=True)
+    log.start(0)
+    log.saved(1, 0.5)
+    log.fp8(1, [LostShare(block, tensor, block / 8) for block in (0, 3) for tensor in ("input", "weight")])
+    log.step(1, 2.0, 1.0, 1e-3, 0.1)
+    log.step(2, 1.5, 1.0, 1e-3, 0.1)
+    log.evaluation(2, 1.75)
+    log.flush()
+    records = record.load(tmp_path / "output" / record.RECORDS).records
+    board = log._board
+    assert board.flushed == board.added
+    assert {name.split("/")[0] for name, _, _ in board.added} == {item.metric for item in records}
+    assert Counter(value for _, value, _ in board.added) == Counter(x for item in records for x in item.samples)
+    assert [(value, step) for name, value, step in board.added if name == "loss"] == [(2.0, 1), (1.5, 2)]
+    assert ("fp8 lost: input/block 3", 0.375, 1) in board.added
 
 
 def test_every_start_is_kept(tmp_path):
