@@ -4,6 +4,7 @@ import dataclasses
 import functools
 import math
 from collections.abc import Iterable, Mapping
+from typing import NamedTuple
 
 from cs336_systems.predict.attention_programs import causal_tiles, heads_of_program, padded_head_dim
 from cs336_systems.predict.time.gpu_profile import AttentionRates, GpuProfile, MatmulRates, PassRates
@@ -27,14 +28,15 @@ MATMUL, ATTENTION, PASS, SMALL = "matmul", "attention", "pass", "small"
 """Kinds of kernels."""
 TILES = sorted(
     {
-        (rows, columns)
+        (rows, columns, rows * columns, rows + columns)
         for a in (64, 128, 256)
         for b in (64, 96, 128, 160, 192, 256)
         for rows, columns in ((a, b), (b, a))
         if rows * columns <= 128 * 256
     }
 )
-"""Tiles of results that a program of cuBLAS may compute; it has more, with similar times."""
+"""Tiles of results that a program of cuBLAS may compute (it has more, with similar times): rows, columns, elements, and
+the sum of rows and columns."""
 SPLITS = (1, 2, 3, 4, 6, 8)
 """Numbers of programs among which the depth of a tile may be split (split-K)."""
 LEAST_DEPTH = 256
@@ -67,7 +69,7 @@ SPLIT_HEADS_KERNEL = 4e-6
 traffic."""
 KEY_TILES = {64: (128, 64), 128: (64, 64)}
 """Queries and keys of a tile in programs of keys, if these have a separate kernel."""
-KEY_TILE = 4 / 3
+KEY_TILE_TIME = 4 / 3
 """Time of a tile in a program of keys relative to one in a program of queries: four matmuls, not three."""
 SECTION_BYTES = 16 << 20
 """Equal to the share of the L2 cache in kernels/flash/hopper_launch.py; a test compares them."""
@@ -134,39 +136,60 @@ def matmul_seconds(
     return overlapped(computing, moved / profile.bandwidth) + rates.fixed
 
 
-Tiling = tuple[int, int, float, float, int, float]
-"""A tile's elements, the sum of its rows and columns, the depth of a program, programs per SM on average (at least 1)
-and rounded up, and seconds of adding split-K's partial results."""
+class Tiling(NamedTuple):
+    """How the results of a matmul are divided among programs."""
+
+    area: int
+    """Elements of a tile."""
+    edges: int
+    """Sum of a tile's rows and columns."""
+    depth: float
+    """Depth of a program."""
+    rounds: float
+    """Programs per SM on average, at least 1."""
+    whole_rounds: int
+    """The same, rounded up."""
+    adding: float
+    """Seconds of adding split-K's partial results."""
 
 
 @functools.lru_cache(maxsize=512)
 def _tilings(batch: int, rows: int, columns: int, depth: int, sms: int) -> tuple[Tiling, ...]:
     """Return the tilings of a matmul, which do not depend on the rates; cached for searches for rates."""
     found: list[Tiling] = []
-    adding = 8 * batch * rows * columns / SPLIT_BANDWIDTH
-    for tile_rows, tile_columns in TILES:
-        area, edges = tile_rows * tile_columns, tile_rows + tile_columns
+    adding, most = 8 * batch * rows * columns / SPLIT_BANDWIDTH, 4 * sms
+    for tile_rows, tile_columns, area, edges in TILES:
         tiles = batch * -(-rows // tile_rows) * -(-columns // tile_columns)
-        rounds = max(1.0, tiles / sms)
-        found.append((area, edges, depth, rounds, math.ceil(rounds), 0.0))
+        rounds = tiles / sms if tiles > sms else 1.0
+        found.append(Tiling(area, edges, depth, rounds, math.ceil(rounds), 0.0))
+        if 2 * tiles > most:  # enough programs without a split
+            continue
         for split in SPLITS[1:]:
-            if depth < LEAST_DEPTH * split or tiles * split > 4 * sms:
+            if depth < LEAST_DEPTH * split or tiles * split > most:
                 break
             rounds = max(1.0, tiles * split / sms)
-            found.append((area, edges, depth / split, rounds, math.ceil(rounds), adding * split + SPLIT_KERNEL))
+            added = adding * split + SPLIT_KERNEL
+            found.append(Tiling(area, edges, depth / split, rounds, math.ceil(rounds), added))
     return tuple(found)
 
 
 def _computing(tilings: Iterable[Tiling], rates: MatmulRates, sm_rate: float, epilogue: float) -> float:
-    """Return the seconds of the fastest tiling. `epilogue`: seconds of the largest tile's epilogue."""
+    """Return the seconds of the fastest tiling. `epilogue`: seconds of the largest tile's epilogue.
+
+    Predictions spend most of their time in this loop: it reads a tiling as a tuple and calls nothing.
+    """
     perimeter, more_depth, overlap, whole = rates.perimeter, rates.more_depth, rates.overlap, 1 - rates.overlap
-    per_element, per_depth, least = epilogue / (128 * 256), 2 / sm_rate, rates.least
-    return min(
-        (whole_rounds * whole + rounds * overlap)
-        * (max(per_depth * (area + perimeter * edges), least) * (depth + more_depth) + per_element * area)
-        + adding
-        for area, edges, depth, rounds, whole_rounds, adding in tilings
-    )
+    per_element, per_multiply_add, least = epilogue / (128 * 256), 2 / sm_rate, rates.least
+    fastest = math.inf
+    for area, edges, depth, rounds, whole_rounds, adding in tilings:
+        per_depth = per_multiply_add * (area + perimeter * edges)
+        if per_depth < least:
+            per_depth = least
+        tile = per_depth * (depth + more_depth) + per_element * area
+        seconds = (whole_rounds * whole + rounds * overlap) * tile + adding
+        if seconds < fastest:
+            fastest = seconds
+    return fastest
 
 
 def overlapped(computing: float, moving: float) -> float:
@@ -300,7 +323,7 @@ def _key_programs(kernel: AttentionPass, rates: AttentionRates, sms: int) -> tup
     of_queries = SMALL_TILES[kernel.name]
     area = math.prod(_portable_tile(kernel, of_queries))
     rows, columns = _portable_tile(kernel, of_queries if kernel.name.endswith(SMALL_PATH) else KEY_TILES)
-    tile = rates.tile * KEY_TILE * rows * columns / area
+    tile = rates.tile * KEY_TILE_TIME * rows * columns / area
     blocks, kv_blocks, group = -(-kernel.length // rows), -(-kernel.length // columns), kernel.heads // kernel.kv_heads
     tiles = group * sum(blocks - block * columns // rows for block in range(kv_blocks))
     shared = kernel.batch * kernel.kv_heads * (tiles * tile + kv_blocks * rates.program) / sms
