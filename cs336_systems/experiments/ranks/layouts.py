@@ -99,6 +99,12 @@ def _memory_table(cell: CellView) -> Table:
                 "torch 峰值：--engine torch 下同一时刻所有张量的最大值；-：不作预测",
             )
         )
+        notes.append(
+            Text(
+                "whether a layout fits that cs336 train runs on torch's engine is judged by that peak, if predicted",
+                "cs336 train 在 torch 引擎上运行的布局，若该峰值有预测，则以其判断是否放得下",
+            )
+        )
     if unfused := unfused_layouts(cell.config):
         notes.append(
             say(

@@ -3,6 +3,7 @@
 Predicted from the configuration (predict/parallel_model.py); nothing runs.
 """
 
+from bisect import bisect_left
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
@@ -237,7 +238,7 @@ def engine_mesh(plan: Plan) -> Mesh:
     return Mesh(dp_replicate=plan.replicas, tp=tensor)
 
 
-def _engine_peak(config: Mapping[str, Any], plan: Plan) -> int | None:
+def engine_peak(config: Mapping[str, Any], plan: Plan) -> int | None:
     """Return the peak of a GPU that `cs336 rehearse` predicts; None where it does not run the layout."""
     run, strategy = RunConfig.of(config), plan.strategy
     if strategy.group > 1:  # ranks that split layers or sequences run without fused kernels
@@ -248,6 +249,34 @@ def _engine_peak(config: Mapping[str, Any], plan: Plan) -> int | None:
     if config["count"] != "transformer" or not (is_plain and is_run and is_split):
         return None
     return engine_estimate(run, engine_mesh(plan)).peak
+
+
+def needed_memory(config: Mapping[str, Any], plan: Plan) -> float:
+    """Return the bytes that a GPU needs: the peak of torch's engine where `cs336 train` runs the layout on it and the
+    peak is predicted, else the sum of the plan's parts."""
+    is_on_engine = plan.strategy.group > 1 or plan.strategy.replicate > 1
+    peak = engine_peak(config, plan) if is_on_engine else None
+    return plan.total if peak is None else float(peak)
+
+
+def plan_fits(config: Mapping[str, Any], plan: Plan) -> bool:
+    return needed_memory(config, plan) <= plan.cluster.memory
+
+
+def fewest_gpus(config: Mapping[str, Any], plan: Plan) -> int | None:
+    """Return the fewest GPUs on which the layout fits with as many sequences on each; None if no number is enough."""
+    strategy = plan.strategy
+    unit = strategy.group * strategy.replicate
+    if unit == 1 or engine_peak(config, plan) is None:
+        return plan.smallest_cluster
+
+    def fits(times: int) -> bool:
+        return plan_fits(config, replace(plan, cluster=replace(plan.cluster, gpus=times * unit)))
+
+    most = MOST_GPUS // unit if strategy.stage == 3 else 1  # more replicas of whole weights save no memory
+    if not fits(most):
+        return None
+    return unit * bisect_left(range(1, most + 1), True, key=fits) + unit
 
 
 def measure_plan(config: dict[str, Any]) -> list[Metric]:
@@ -261,10 +290,11 @@ def measure_plan(config: dict[str, Any]) -> list[Metric]:
             found.append(Metric(f"{during}_communication_time", "s", [plan.communication(during)]))
         if plan.strategy.pipeline > 1:
             found += [Metric("bubble_share", "1", [plan.bubble]), Metric("idle_time", "s", [plan.idle])]
-        if (peak := _engine_peak(config, plan)) is not None:
+        if (peak := engine_peak(config, plan)) is not None:
             found.append(Metric("engine_peak_memory", "B", [peak]))
-        found.append(Metric("fits", "1", [int(plan.fits)]))
-        for name, value in (("least_tokens", plan.least_tokens), ("smallest_cluster", plan.smallest_cluster)):
+        found.append(Metric("needed_memory", "B", [needed_memory(config, plan)]))
+        found.append(Metric("fits", "1", [int(plan_fits(config, plan))]))
+        for name, value in (("least_tokens", plan.least_tokens), ("smallest_cluster", fewest_gpus(config, plan))):
             if value is not None:
                 found.append(Metric(name, "1", [value]))
         metrics += [metric._replace(variant=plan.strategy.name) for metric in found]
@@ -335,7 +365,9 @@ def part_sizes(own: CellView) -> list[float]:
 
 
 def total(cell: CellView, name: str) -> float:
-    return sum(part_sizes(cell.variant(name)))
+    """Return the bytes that a GPU of a layout needs."""
+    own = cell.variant(name)
+    return own.value("needed_memory") or sum(part_sizes(own))
 
 
 def possible_layouts(cell: CellView) -> list[str]:

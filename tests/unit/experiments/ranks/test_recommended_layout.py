@@ -308,7 +308,7 @@ def test_nothing_helps():
     [
         ({"size": "2.7B", "gpus": 1, "gpu": "h100"}, "DP", "one GPU"),
         ({"size": "2.7B", "gpus": 16, "gpu": "a100", "context_length": 2048}, "DP", "that cs336 train supports"),
-        ({"size": "2.7B", "gpus": 4, "gpu": "4090"}, "ZeRO-3 + TP 4", "the most room"),
+        ({"size": "2.7B", "gpus": 4, "gpu": "4090"}, "DP + TP 4", "the most room"),
         ({"size": "xxl"}, "ZeRO-3", "shortest step"),
         ({"size": "2.7B", "gpus": 4, "gpu": "4090", "strategy": ("dp", "zero3")}, "ZeRO-3", "only layout"),
     ],
