@@ -274,9 +274,12 @@ def fewest_gpus(config: Mapping[str, Any], plan: Plan) -> int | None:
         return plan_fits(config, replace(plan, cluster=replace(plan.cluster, gpus=times * unit)))
 
     most = MOST_GPUS // unit if strategy.stage == 3 else 1  # more replicas of whole weights save no memory
-    if not fits(most):
+    # More shards need less memory until they are padded to a row each.
+    enough = next((times for times in (2**power for power in range(most.bit_length())) if fits(times)), None)
+    if enough is None:
         return None
-    return unit * bisect_left(range(1, most + 1), True, key=fits) + unit
+    least = enough // 2 + 1
+    return unit * (least + bisect_left(range(least, enough), True, key=fits))
 
 
 def measure_plan(config: dict[str, Any]) -> list[Metric]:
