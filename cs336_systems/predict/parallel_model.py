@@ -89,6 +89,8 @@ class Workload:
     constant: float = 0.0
     """Bytes outside of blocks that do not depend on the number of tokens, included in `activations`: the chunk of
     logits of a loss that never forms them all."""
+    is_trained: bool = False
+    """True if `cs336 train` trains it: torch's engine reduces gradients in fp32."""
 
     @property
     def parameters(self) -> int:
@@ -160,6 +162,7 @@ def transformer(config: RunConfig) -> Workload:
         group_input=group_input if group else 0.0,
         keys_values=2 * config.tokens * model.kv_width * t.s,
         constant=constant,
+        is_trained=True,
     )
 
 
@@ -400,6 +403,14 @@ class Plan:
         every = [*self._of_weights(), *self._of_layers(), *self._of_context(), *self._of_stages()]
         return [found for found in every if found.ranks > 1 and found.nbytes]
 
+    @property
+    def gradient_width(self) -> int:
+        """Bytes per element of gradients in collectives: torch's engine, which runs all layouts but those of data
+        parallelism alone, reduces them in fp32."""
+        strategy = self.strategy
+        is_on_engine = self.workload.is_trained and (strategy.group > 1 or strategy.replicate > 1)
+        return FP32 if is_on_engine else self.workload.width
+
     def _of_weights(self) -> Iterable[Collective]:
         """Yield collectives among replicas, on the stage with the most parameters. Stages 2 and 3 keep no full
         gradients, so they scatter those of each micro batch; stage 3 gathers the weights for each, too."""
@@ -407,22 +418,24 @@ class Plan:
         here, times = max(self.stages, key=lambda stage: stage.matrices), self.micro_batches
         matrices = here.matrices / tensor * width
         whole = matrices + here.replicated * width
+        wider = self.gradient_width / width
         match self.strategy.stage:
             case 0:
-                yield Collective("all_reduce", "gradients", whole, replicas, "backward", False)
+                yield Collective("all_reduce", "gradients", wider * whole, replicas, "backward", False)
             case 1:
-                yield Collective("all_reduce", "gradients", whole, replicas, "backward", False)
+                yield Collective("all_reduce", "gradients", wider * whole, replicas, "backward", False)
                 yield Collective("all_gather", "updated weights", whole, replicas, "forward", False)
             case 2:
-                yield Collective("reduce_scatter", "gradients", times * whole, replicas, "backward", False)
+                yield Collective("reduce_scatter", "gradients", wider * times * whole, replicas, "backward", False)
                 yield Collective("all_gather", "updated weights", whole, replicas, "forward", False)
             case 3:
                 again = (here.matrices - here.looked_up) / tensor * width
                 shards, groups = self.shards, self.strategy.replicate
                 yield Collective("all_gather", "weights", times * matrices, shards, "forward", False, "shard")
                 yield Collective("all_gather", "weights again", times * again, shards, "backward", False, "shard")
-                yield Collective("reduce_scatter", "gradients", times * matrices, shards, "backward", False, "shard")
-                part = times * matrices / shards
+                scattered = wider * times * matrices
+                yield Collective("reduce_scatter", "gradients", scattered, shards, "backward", False, "shard")
+                part = scattered / shards
                 yield Collective("all_reduce", "gradients of a shard", part, groups, "backward", False, "replicate")
                 norms = here.replicated * FP32
                 yield Collective("all_reduce", "gradients of norms", norms, replicas, "backward", False)
@@ -510,11 +523,15 @@ class Plan:
         return sum(self.seconds(found) for found in self.collectives if found.during == during)
 
     def waiting(self, during: str) -> float:
-        """Return the seconds of the collectives of a pass whose results are the input of the next kernel: those along
-        the sequence, of tensor parallelism, and gathers of keys and values. A ring passes them on during attention."""
-        axes = ("tensor",) if self.strategy.ring else ("tensor", "context")
-        own = (found for found in self.collectives if found.during == during and found.axis in axes)
-        return sum(map(self.seconds, own))
+        """Return the seconds of the collectives of a pass whose results are the input of the next kernel."""
+        own = (found for found in self.collectives if found.during == during)
+        return sum(self.seconds(found) for found in own if found.axis in self.waited_for)
+
+    @property
+    def waited_for(self) -> tuple[str, ...]:
+        """Axes whose collectives bring the input of the next kernel: those along the sequence, of tensor parallelism,
+        and gathers of keys and values. A ring passes these on during attention."""
+        return ("tensor",) if self.strategy.ring else ("tensor", "context")
 
     @property
     def hidden(self) -> float:

@@ -18,10 +18,12 @@ from cs336_systems.experiments.ranks.plan_cells import (
     plan_fits,
     planned,
     plans,
+    required_axes,
     total,
 )
 from cs336_systems.predict.engine_memory import engine_estimate
-from cs336_systems.predict.rank_shards import Mesh
+from cs336_systems.predict.engine_messages import engine_messages
+from cs336_systems.predict.rank_shards import Mesh, of_replica
 from cs336_systems.report.cells import CellView
 from cs336_systems.text import Text
 from tests.unit.experiments.ranks.samples import charts, plan_cell, tables
@@ -81,6 +83,25 @@ def test_the_fewest_gpus_are_those_on_which_a_layout_fits(name):
     (plan,) = plans(config)
     numbers = range(unit, 65, unit)
     assert fewest_gpus(config, plan) == next((gpus for gpus in numbers if fits(gpus)), None)
+
+
+@pytest.mark.parametrize(
+    ("name", "blocks"),
+    [("zero3+replicate2", 1), ("zero3+tp2", 0), ("dp+tp2", 0), ("zero3+tp2+replicate2", 1), ("zero3+cp2", 1)],
+)
+def test_communication_is_that_of_torchs_engine(name, blocks):
+    """Bytes of the plan's formulas against the messages that real ranks send; gradients are reduced in fp32."""
+    arguments = PlanArguments(size="qwen2.5/1.5B", context_length=4096, gpus=8, gpu="h100", checkpoint_blocks=blocks)
+    config = plan_config(replace(arguments, micro_batches=1, strategy=(name,)))
+    (plan,), run = plans(config), RunConfig.of(config)
+    mesh = required_axes(plan, run.model)
+    messages = engine_messages(of_replica(run, mesh), mesh)
+    for during in ("forward", "backward"):
+        sent = sum(one.sent for one in messages if one.during == during)
+        assert sum(one.sent for one in plan.collectives if one.during == during) == pytest.approx(sent, rel=0.2)
+    (gradients,) = [one for one in messages if one.purpose == "gradients"]
+    (planned_gradients,) = [one for one in plan.collectives if one.purpose == "gradients"]
+    assert planned_gradients.sent == pytest.approx(gradients.sent, rel=0.02)
 
 
 def test_heads_that_do_not_divide_have_no_peak_of_torchs_engine():
