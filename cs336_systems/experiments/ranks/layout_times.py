@@ -19,7 +19,6 @@ from cs336_systems.experiments.ranks.plan_cells import (
 from cs336_systems.predict.flops import model_flops
 from cs336_systems.predict.gpus import find_card
 from cs336_systems.predict.parallel_model import Plan
-from cs336_systems.predict.rank_shards import Mesh
 from cs336_systems.predict.strategy import Strategy
 from cs336_systems.predict.time.gpu_profile import DATA_SHEET, GpuProfile, profile_of
 from cs336_systems.predict.time.rank_time import plain_rank_seconds, sharding_seconds
@@ -118,16 +117,15 @@ def _fused_seconds(run: RunConfig, plan: Plan, profile: GpuProfile) -> float | N
 
 
 def _plain_seconds(run: RunConfig, plan: Plan, profile: GpuProfile) -> float | None:
-    """Return the seconds of the kernels of a rank without the fused kernels: under torch's engine or our FSDP."""
+    """Return the seconds of the kernels of a rank without the fused kernels, under torch's engine."""
     strategy = plan.strategy
-    is_ours = strategy.group == strategy.replicate == 1
     try:
-        mesh = Mesh(dp_shard=plan.shards) if is_ours else required_axes(plan, run.model)
+        mesh = required_axes(plan, run.model)
     except UserError:  # ranks cannot split the model
         return None
     sequences = run.batch_size * strategy.group // plan.micro_batches
     run = dataclasses.replace(run, fast="off", batch_size=sequences)
-    found = plain_rank_seconds(run, mesh, profile, plan.micro_batches, is_ours=is_ours)
+    found = plain_rank_seconds(run, mesh, profile, plan.micro_batches)
     if found is None:
         return None
     return found.gradients + found.update / (plan.shards if strategy.stage in (1, 2) else 1)

@@ -300,7 +300,7 @@ def _shorter_context(config: Mapping[str, Any]) -> str | None:
     length = RunConfig.of(config).model.context_length // 2
     while length:
         shorter = {**config, "model": {**config["model"], "context_length": length}}
-        shorter["strategies"] = usual_layouts(config["gpus"], RunConfig.of(shorter).model, config["count"])
+        shorter["strategies"] = _usual(shorter)
         for names in (("batch_size",), tuple(every)):
             flags = {name: every[name] for name in names if config.get(name) != every[name]}
             if found := _smallest_fitting({**shorter, **flags}):
@@ -362,9 +362,12 @@ def _smallest_fitting(config: Mapping[str, Any]) -> str | None:
 
 def _other_layout(config: Mapping[str, Any]) -> str | None:
     """Return a layout that was not asked for, on the same GPUs."""
-    others = usual_layouts(config["gpus"], RunConfig.of(config).model, config["count"])
-    fitting = _smallest_fitting({**config, "strategies": others})
+    fitting = _smallest_fitting({**config, "strategies": _usual(config)})
     return f"--strategy {fitting}" if fitting else None
+
+
+def _usual(config: Mapping[str, Any]) -> list[str]:
+    return usual_layouts(config["gpus"], RunConfig.of(config).model, config["count"], config["node"])
 
 
 def _more_gpus(config: Mapping[str, Any]) -> str | None:

@@ -141,7 +141,7 @@ def mesh_plan(arguments: RehearseArguments) -> Plan:
     strategy = Strategy(3 if sharded else 0, mesh.tp, context=mesh.cp, replicate=mesh.dp_replicate if sharded else 1)
     given = {name: getattr(arguments, name) for name in ("gpus", "gpu", "tflops", "node", "link", "network")}
     given |= {name: getattr(arguments, name) for name in ("batch_size", "precision", "attention", "checkpoint_blocks")}
-    planned = plan_config(PlanArguments(**given, size="small", strategy=(strategy.name,)))
+    planned = plan_config(PlanArguments(**given, size="small", strategy=(strategy.name,), micro_batches=1))
     (plan,) = plans({**planned, **config.to_dict()})
     return plan
 

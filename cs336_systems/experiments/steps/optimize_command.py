@@ -52,7 +52,7 @@ from cs336_systems.predict.optimize import (
     Task,
     predictions_per_second,
 )
-from cs336_systems.predict.optimize_ranks import FP8_ON_RANKS, RankSearch
+from cs336_systems.predict.optimize_ranks import FP8_ON_RANKS, SHARDED, RankSearch
 from cs336_systems.predict.parallel_model import Cluster
 from cs336_systems.predict.strategy import Strategy
 from cs336_systems.predict.time.gpu_profile import DATA_SHEET, GpuProfile, profile_of
@@ -320,17 +320,6 @@ def _notes(search: Search, best: list[Prediction]) -> Iterator[Text]:
             "计算时间按单 GPU 快速步的内核计，为下界；最快一步等待通信 {} ms",
             ms(search.waiting(best[0].candidate)),
         )
-        unfused = [found.candidate for found in best if not search.runs_fused(found.candidate)]
-        if any(map(search.has_plain_time, unfused)):
-            yield Text(
-                "ZeRO-3 runs without the fused kernels and loss: predicted operator by operator",
-                "ZeRO-3 不使用融合内核与融合损失：逐算子预测",
-            )
-        if not all(map(search.has_plain_time, unfused)):
-            yield Text(
-                "steps of ZeRO-3 that are bound by launches, or whose operators are not known, are slower than shown",
-                "ZeRO-3 中受内核发射限制或算子未知的训练步实际比所示更慢",
-            )
         if task.gpu.link is None or task.gpu.network is None:
             yield say(
                 "the interconnect of {} is not known: PCIe 4.0 x16 in a node, 25 Gb/s between nodes",
@@ -452,8 +441,9 @@ def train_command(run: RunConfig, sequences: int) -> str:
 
 def ranks_command(run: RunConfig, task: Task, layout: str, node: int) -> str:
     """Return the command for several GPUs; `cs336 train` chooses the parts of the fast step that ranks have."""
-    wrapper = WRAPPERS[Strategy.parse(layout).stage]
-    flags = {**_trained(run, task.gpus * task.sequences), "parallel": wrapper}
+    engine: dict[str, int | str] = {"engine": "torch", "dp_shard": task.gpus}
+    parallel = engine if layout == SHARDED else {"parallel": WRAPPERS[Strategy.parse(layout).stage]}
+    flags = {**_trained(run, task.gpus * task.sequences), **parallel}
     return f"{started(task.gpus, node)} {' '.join(flag_words(flags))}"
 
 

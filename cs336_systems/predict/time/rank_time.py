@@ -10,7 +10,7 @@ from cs336_systems.config import RunConfig
 from cs336_systems.predict.rank_shards import Mesh
 from cs336_systems.predict.time.eager_kernels import ADAMW, POINTWISE
 from cs336_systems.predict.time.eager_time import predicts_eager, time_of_phases
-from cs336_systems.predict.time.engine_kernels import EngineStep, FsdpStep
+from cs336_systems.predict.time.engine_kernels import EngineStep
 from cs336_systems.predict.time.gpu_profile import GpuProfile
 from cs336_systems.predict.time.kernel_seconds import kernel_seconds
 from cs336_systems.predict.time.step_kernels import Kernel, Pass
@@ -29,17 +29,16 @@ class RankSeconds(NamedTuple):
 
 
 def plain_rank_seconds(
-    config: RunConfig, mesh: Mesh, profile: GpuProfile, micro_batches: int = 1, *, is_ours: bool = False
+    config: RunConfig, mesh: Mesh, profile: GpuProfile, micro_batches: int = 1
 ) -> RankSeconds | None:
     """Return the seconds of a step's kernels on a rank of `mesh` of average work; None if they are not known, or if
     launches of the host bound them, to which the ranks' wrappers add.
 
-    `config.batch_size`: sequences that a replica, the ranks of `cp` x `tp`, processes in a micro batch. `is_ours`:
-    sharded by this package's FSDP, not by torch's engine.
+    `config.batch_size`: sequences that a replica, the ranks of `cp` x `tp`, processes in a micro batch.
     """
     if not predicts_eager(config, profile):
         return None
-    step = (FsdpStep if is_ours else EngineStep)(config, mesh)
+    step = EngineStep(config, mesh)
     found = time_of_phases(step.phases(), config, profile)
     if found is None or found.is_launch_bound:
         return None

@@ -75,10 +75,10 @@ def test_predicted_steps_are_compared_as_a_whole():
 
 
 def test_a_predicted_step_wins_a_tie():
-    """Launches bound the steps of ZeRO-3 and TP 2, which are not predicted: they count as no faster than the others."""
+    """Launches bound the steps with TP 2, which are not predicted: they count as no faster than the others."""
     arguments = {"size": "medium", "gpus": 8, "gpu": "h200", "fast": "on", "batch_size": 8, "micro_batches": 2}
-    cell = planned(PlanArguments(**arguments, strategy=("dp", "zero3", "tp2")))
-    assert rank_time(cell, "zero3") is rank_time(cell, "dp+tp2") is None
+    cell = planned(PlanArguments(**arguments, strategy=("dp", "zero3+tp2", "tp2")))
+    assert rank_time(cell, "zero3+tp2") is rank_time(cell, "dp+tp2") is None
     assert best_layout(cell)[0] == "dp"
 
 
@@ -217,6 +217,7 @@ def test_plans_without_a_command():
 
 ON_4090 = "--size 2.7B --gpus 8 --gpu 4090"
 SHARDED = f"{ON_4090} --strategy zero3,zero3+tp8"
+SPLIT = f"{ON_4090} --strategy dp+tp8,zero3+tp8"
 WHERE_NOTHING_FITS = {
     "--fast": "--size 2.7B --gpus 8 --gpu h100 --context_length 2048 --batch_size 6 --strategy zero1 "
     "--checkpoint_blocks 0",
@@ -250,8 +251,8 @@ def test_the_smallest_change_is_enough(flag, capsys):
 
 
 def test_the_fast_step_is_not_offered_to_layouts_that_run_without_it(capsys):
-    """FSDP and ranks that split layers have no fused kernels: `--fast on` changes nothing, and is not named."""
-    given = f"{SHARDED} --context_length 4096 --checkpoint_blocks 0"
+    """Ranks that split layers have no fused kernels: `--fast on` changes nothing, and is not named."""
+    given = f"{SPLIT} --context_length 4096 --checkpoint_blocks 0"
     off, on = (advice([*given.split(), "--fast", fast], capsys) for fast in ("off", "on"))
     assert off == on
     assert off.startswith("No layout fits")

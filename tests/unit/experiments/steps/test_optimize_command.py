@@ -102,9 +102,14 @@ def test_a_peak_close_to_the_capacity_sets_the_allocator_up():
 
 
 @pytest.mark.parametrize(
-    ("gpus", "layout", "wrapper"), [(2, "dp", "ddp"), (8, "zero1", "ddp-sharded"), (16, "zero3", "fsdp")]
+    ("gpus", "layout", "parallel"),
+    [
+        (2, "dp", {"wrapper": "ddp"}),
+        (8, "zero1", {"wrapper": "ddp-sharded"}),
+        (16, "zero3", {"engine": "torch", "dp_shard": 16}),
+    ],
 )
-def test_commands_of_several_gpus_lead_back_to_the_configuration(gpus, layout, wrapper, tmp_path, monkeypatch):
+def test_commands_of_several_gpus_lead_back_to_the_configuration(gpus, layout, parallel, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     (tmp_path / "tokens.bin").write_bytes(bytes(100))
     search = search_for(dataclasses.replace(SMALL, gpus=gpus, tokens_per_step=512 * 64))
@@ -114,7 +119,7 @@ def test_commands_of_several_gpus_lead_back_to_the_configuration(gpus, layout, w
     assert line.startswith(starts.get(gpus, "cs336 launch --slurm --nodes 2 --gpus_per_node 8 -- train "))
     settings = parsed(f"cs336 train {line.split(' train ')[1]}")
     settings.require_ranks(gpus)
-    assert settings.parallel.wrapper == wrapper
+    assert {name: getattr(settings.parallel, name) for name in parallel} == parallel
     assert settings.data.micro_batches(gpus) == found.candidate.micro_batches
     run = settings.run_config("cuda", gpus)
     assert (run.batch_size, run.checkpoint_blocks) == (found.candidate.micro_batch, found.candidate.group)
