@@ -1,8 +1,8 @@
 """Chooses how several GPUs run a step of given tokens: data-parallel layout, micro batches, recomputation. No torch.
 
-Memory and communication are those of parallel_model.py. Computation is that of the fast step's kernels on one GPU: a
-lower bound, since ranks update by torch's AdamW and have fp32 weights; ZeRO-3 also casts and copies the weights that
-it gathers. Communication that exceeds the computation it can overlap with is added.
+Memory and communication are those of parallel_model.py. Computation is that of the fast step's kernels on one GPU, with
+torch's AdamW instead of the packed one, and with what casts and copies its fp32 weights. Communication that exceeds the
+computation it can overlap with is added.
 """
 
 import dataclasses
@@ -15,7 +15,7 @@ from cs336_systems.predict.optimize import Candidate, Prediction, Search, Task
 from cs336_systems.predict.parallel_model import Cluster, Plan, Workload, transformer
 from cs336_systems.predict.rank_shards import Mesh
 from cs336_systems.predict.strategy import Strategy
-from cs336_systems.predict.time.rank_time import sharding_seconds
+from cs336_systems.predict.time.rank_time import RankSeconds, added_seconds
 
 SHARDED = "zero3"
 LAYOUTS = ("dp", "zero1", SHARDED)
@@ -74,24 +74,26 @@ class RankSearch(Search):
         """Return the seconds of communication that no computation hides. Weights and gradients that are not sharded
         are sent once a step, beside the first or the last micro batch."""
         plan, share = self.plan_of(candidate), RECOMPUTING_SHARE if candidate.group else FORWARD_SHARE
-        computed = self._computed(candidate) - self.times.update_seconds()
+        computed = self._gradients(candidate)
         beside = computed if plan.strategy.stage == 3 else computed / candidate.micro_batches
         windows = {"forward": share * beside, "backward": (1 - share) * beside}
         return sum(max(0.0, plan.communication(during) - window) for during, window in windows.items())
 
-    def _computed(self, own: Candidate) -> float:
+    def _gradients(self, own: Candidate) -> float:
+        """Return the seconds of the kernels of all micro batches."""
         fast = self.times.seconds(own.micro_batch, own.micro_batches, recomputes=own.group > 0, graph=False)
-        return fast + (own.micro_batches * self._sharding if own.layout == SHARDED else 0.0)
+        return fast - self.times.update_seconds() + own.micro_batches * self._added[own.layout].gradients
 
     @cached_property
-    def _sharding(self) -> float:
-        """Seconds in which torch's `fully_shard` casts and copies weights and gradients for a micro batch."""
-        return sharding_seconds(self.task.config, Mesh(dp_shard=self.task.gpus), self.task.profile)
+    def _added(self) -> dict[str, RankSeconds]:
+        """What ranks have instead of the packed optimizer, by layout."""
+        task = self.task
+        whole, sharded = (added_seconds(task.config, mesh, task.profile) for mesh in (Mesh(), Mesh(dp_shard=task.gpus)))
+        by_shard = whole._replace(update=whole.update / task.gpus)
+        return dict(zip(LAYOUTS, (whole, by_shard, sharded), strict=True))
 
     def _seconds(self, own: Candidate) -> float:
-        shards = 1 if own.layout == "dp" else self.task.gpus
-        spared = self.times.update_seconds() * (1 - 1 / shards)
-        return self._computed(own) - spared + self.waiting(own)
+        return self._gradients(own) + self._added[own.layout].update + self.waiting(own)
 
     def _plans(self) -> Iterator[Prediction]:
         """Return no plans: memory budgets are supported on one GPU only."""

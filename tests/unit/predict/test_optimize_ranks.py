@@ -52,7 +52,7 @@ def test_with_a_slow_link_layouts_that_send_more_are_slower():
 def test_sharding_the_optimizer_shortens_the_update():
     search = search_of(link=1e6)
     whole, sharded = (search._seconds(search._sized(8, graph=False, layout=layout)) for layout in ("dp", "zero1"))
-    assert whole - sharded == pytest.approx(0.75 * search.times.update_seconds(), rel=0.02)
+    assert whole - sharded == pytest.approx(0.75 * search._added["dp"].update, rel=0.02)
 
 
 def test_a_layout_that_does_not_fit_says_what_it_needs():
@@ -102,14 +102,14 @@ def test_the_peak_of_a_micro_batch_does_not_depend_on_their_number(group):
 
 @pytest.mark.parametrize("micro_batches", [1, 2])
 def test_the_step_of_zero3_is_that_of_plan(micro_batches):
-    """torch's engine gathers weights for the fused kernels; casts and copies make it slower than ZeRO-1."""
+    """torch's engine gathers weights for the fused kernels; its casts and copies take about as long as autocast's."""
     search = search_of(model=model_config("2.7B", context_length=2048), link=1e6)
     sharded = search._sized(8 // micro_batches, graph=False, layout="zero3")
     arguments = PlanArguments(size="2.7B", context_length=2048, gpus=4, gpu="h200", batch_size=8, fast="on")
     arguments = dataclasses.replace(arguments, checkpoint_blocks=0, micro_batches=micro_batches, link=1e6)
     cell = planned(dataclasses.replace(arguments, strategy=("zero3",)))
     assert search._seconds(sharded) == pytest.approx(rank_time(cell, "zero3").overlapped, rel=0.03)
-    assert search._seconds(sharded) > 1.02 * search._seconds(sharded._replace(layout="zero1"))
+    assert 1 < search._seconds(sharded) / search._seconds(sharded._replace(layout="zero1")) < 1.02
 
 
 def test_tokens_are_those_of_all_gpus():

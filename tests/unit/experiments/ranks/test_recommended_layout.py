@@ -64,12 +64,12 @@ def test_any_plan_has_a_recommendation(size, gpus, gpu, context, batch, checkpoi
 
 
 def test_predicted_steps_are_compared_as_a_whole():
-    """DP communicates less, but its ranks update all weights; ZeRO-3 runs without the fused kernels."""
+    """DP communicates less, but its ranks update all weights."""
     arguments = {"size": "qwen2.5/1.5B", "context_length": 4096, "batch_size": 8, "checkpoint_blocks": 0, "gpus": 8}
     cell = planned(PlanArguments(**arguments, gpu="h100", fast="on"))
-    times = {name: rank_time(cell, name).overlapped for name in ("dp", "zero1")}
+    times = {name: rank_time(cell, name).overlapped for name in ("dp", "zero1", "zero3")}
     assert times["dp"] > SAME * times["zero1"]
-    assert best_layout(cell)[0] == "zero1"
+    assert times[best_layout(cell)[0]] <= SAME * min(times.values())
     few = PlanArguments(size="small", gpus=8, gpu="h200", fast="on", batch_size=8, strategy=("dp", "zero3"))
     assert best_layout(planned(few))[0] == "dp"
 
