@@ -253,13 +253,25 @@ def _train_settings(flags: LaunchArguments) -> tuple[TrainSettings, tuple[str, .
     parser = _TrainParser(prog="cs336 train", add_help=False)
     add_flags(parser, TrainSettings)
     namespace = parser.parse_args(list(flags.words[1:]))
-    paths = [] if flags.slurm else [path for path in (namespace.data, namespace.init) if path]
-    absent = [path for path in paths if not Path(path).exists()]
-    remarks = tuple(f"{path!r} is not on this machine: it must be there on the cluster" for path in absent)
+    absent = [path for path in (namespace.data, namespace.init) if path and not Path(path).exists()]
+    if flags.slurm:  # the job starts in the folder of its submission: a relative path names a file of this machine
+        if namespace.data in absent and not Path(namespace.data).is_absolute():
+            raise UserError(
+                f"train: no file {namespace.data!r} here; give the absolute path of data that only the cluster has"
+            )
+        absent = [path for path in absent if Path(path).is_absolute()]
+    remarks = tuple(map(_unchecked, absent))
     if namespace.data not in absent:
         return read_flags(TrainSettings, namespace), remarks
     with _stand_in(namespace.data, is_store=namespace.pack == "documents") as namespace.data:
         return read_flags(TrainSettings, namespace), remarks
+
+
+def _unchecked(path: str) -> str:
+    """Return the remark on a path that only the cluster can have."""
+    folder = str(Path(path).parent)
+    doubt = f" (its folder {folder!r} is: is the name right?)" if Path(folder).is_dir() else ""
+    return f"{path!r} is not on this machine{doubt}: it was not checked and must be there on the cluster"
 
 
 @contextmanager

@@ -335,7 +335,7 @@ def test_a_script_that_runs_the_machines_own_python_says_so(flags, capsys):
 
 
 def test_data_that_is_only_on_the_cluster(capsys):
-    """Slurm shares its folders with the login node; of the others this machine knows nothing."""
+    """The script is printed, and a line says that the data was not checked."""
     words = ["--volume", "v", "--", "train", "--data", "/shared/tokens.bin", "--output", "/shared/run"]
     assert exit_code(["launch", "--skypilot", "-o", "task.yaml", *words]) == 0
     assert "'/shared/tokens.bin' is not on this machine" in capsys.readouterr().err
@@ -349,5 +349,23 @@ def test_data_that_is_only_on_the_cluster(capsys):
     assert "--data /shared/tokens --pack documents" in Path("documents.yaml").read_text()
     capsys.readouterr()
     assert_refused(["launch", "--skypilot", *documents, "--compile"], ["--pack documents", "--compile"], capsys)
-    with refused("/shared/tokens.bin"):
-        checked(LaunchArguments(slurm=True, words=("train", "--data", "/shared/tokens.bin")))
+
+
+def test_data_of_a_slurm_cluster_is_an_absolute_path(tmp_path, capsys):
+    """A laptop does not have it. A relative path is below the folder of the submission, and a file that is here is
+    checked whatever its path."""
+    train = ["launch", "--slurm", "--setup", "true", "--", "train", "--data"]
+    assert exit_code([*train, "/shared/tokens.bin"]) == 0
+    printed = capsys.readouterr()
+    assert "--data /shared/tokens.bin" in printed.out
+    assert printed.err.count("\n") == 1
+    assert "'/shared/tokens.bin' is not on this machine: it was not checked" in printed.err
+    assert exit_code([*train, str(tmp_path / "tokenz.bin")]) == 0  # perhaps a mistake of a login node
+    assert f"its folder {str(tmp_path)!r} is: is the name right?" in capsys.readouterr().err
+    with refused("no file 'tokens.bin' here; give the absolute path"):
+        checked(LaunchArguments(slurm=True, words=("train", "--data", "tokens.bin")))
+    (tmp_path / "lines.jsonl").write_text("{}")
+    with refused("has documents to tokenize first"):
+        checked(LaunchArguments(slurm=True, words=("train", "--data", str(tmp_path / "lines.jsonl"))))
+    with refused("--steps must be at least 1"):  # the other flags are checked without the data
+        checked(LaunchArguments(slurm=True, words=("train", "--data", "/shared/tokens.bin", "--steps", "0")))
