@@ -351,6 +351,44 @@ def test_data_that_is_only_on_the_cluster(capsys):
     assert_refused(["launch", "--skypilot", *documents, "--compile"], ["--pack documents", "--compile"], capsys)
 
 
+EIGHT_BILLION = "-- train --data /shared/tokens.bin --output /shared/run --size llama3/8B --precision bf16"
+
+
+@pytest.mark.parametrize(
+    ("gpu", "flags", "named"),
+    [
+        ("h100", "--parallel ddp", "needs 119.7 GiB of memory, and --gpu h100 has 79.2 GiB"),
+        ("h200", "--parallel ddp", ""),
+        ("h100", "--parallel fsdp", ""),
+        ("h100", "--engine torch --tp 8 --context_length 8192", "predicted to fit with --checkpoint_blocks 1"),
+        ("h100", "--engine torch --tp 8 --context_length 8192 --checkpoint_blocks 1", ""),
+        ("80GB", "--parallel ddp", "needs 119.7 GiB of memory, and --gpu 80GB has 74.5 GiB"),
+        ("h1000", "", "unknown --gpu 'h1000' (did you mean 'h100'?)"),
+        ("h100", "--device cpu", "--gpu h100 names a card, and the ranks run on CPUs; leave it out"),
+    ],
+)
+def test_a_named_card_must_hold_a_step(gpu, flags, named, capsys):
+    """Without the name of a card nothing is known of its memory, and nothing is refused."""
+    line = f"launch --slurm --setup true --gpu {gpu} {EIGHT_BILLION} {flags}"
+    if named:
+        assert_refused(shlex.split(line), [named], capsys)
+        return
+    assert exit_code(shlex.split(line)) == 0
+    assert exit_code(shlex.split(line.replace(f"--gpu {gpu} ", ""))) == 0
+
+
+def test_cards_that_only_skypilot_knows(capsys):
+    words = shlex.split(f"launch --skypilot --volume v --gpu A100-80GB {EIGHT_BILLION} --parallel ddp")
+    assert exit_code(words) == 0
+    printed = capsys.readouterr()
+    assert "A100-80GB:8" in printed.out
+    assert "the memory of --gpu A100-80GB is not known" in printed.err
+    words.remove("--gpu")
+    words.remove("A100-80GB")
+    assert exit_code(words) == 0
+    assert "H100:8" in capsys.readouterr().out
+
+
 def test_data_of_a_slurm_cluster_is_an_absolute_path(tmp_path, capsys):
     """A laptop does not have it. A relative path is below the folder of the submission, and a file that is here is
     checked whatever its path."""
