@@ -104,7 +104,7 @@ def inspect(arguments: InspectArguments) -> None:
 @dataclass(frozen=True)
 class MemoryArguments(ShapeArguments):
     model: str | None = flag(None, f"{OWN_MODEL} (traced)", excludes=("attention", "checkpoint_blocks"))
-    gpu: str = flag("", "card that a memory budget is planned for, such as h200; auto is what fits on it")
+    gpu: str = flag("", "card, such as h200: says whether a step fits on it; a memory budget is planned for it")
     trace: bool = flag(False, "also trace every operator of a step, without touching memory (imports torch)")
     format: str = flag("terminal", "table format", FORMATS)
 
@@ -113,7 +113,7 @@ def memory(arguments: MemoryArguments) -> None:
     """Predict the memory of a step part by part, and where its peak is; no GPU needed.
 
     cs336 memory --size 2.7B --context_length 512 --precision bf16
-    cs336 memory --size 2.7B --precision bf16 --attention auto --fast on
+    cs336 memory --size 2.7B --precision bf16 --attention auto --fast on --gpu h100
     cs336 memory --size xl --checkpoint_blocks 4 --trace
     cs336 memory --size 2.7B --context_length 4096 --precision bf16 --attention auto --fast on --memory_budget 60GiB
     """

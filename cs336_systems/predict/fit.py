@@ -201,7 +201,7 @@ def fit_tables(arguments: FitArguments) -> list[Table]:
     rows = []
     for gpu, capacity in gpus.items():
         name = f"{gpu}, {capacity / GIB:.1f} GiB" if find_card(gpu) else gpu
-        rows.append(_row(arguments, gpu, "", _budget(capacity, arguments))._replace(name=name))
+        rows.append(_row(arguments, gpu, "", safe_peak(capacity, arguments))._replace(name=name))
     shape = rows[0].cells[0].config
     return _rendered(arguments, Text("GPU"), rows, say("of {}", "{}", shape.size), [])
 
@@ -221,7 +221,7 @@ def _model_error(settings: FitArguments | RunConfig) -> float:
     return FAST_ERROR if settings.fast == "on" and not settings.memory_budget else MODEL_ERROR
 
 
-def _budget(capacity: float, settings: FitArguments | RunConfig) -> float:
+def safe_peak(capacity: float, settings: FitArguments | RunConfig) -> float:
     """Return the largest predicted peak that is safe with these settings."""
     return usable_bytes(capacity, _model_error(settings))
 
@@ -251,7 +251,7 @@ def _host_limit(arguments: FitArguments) -> float:
 
 
 def _tables(arguments: FitArguments, gpu: str, capacity: int) -> list[Table]:
-    budget = _budget(capacity, arguments)
+    budget = safe_peak(capacity, arguments)
     rows = [_row(arguments, gpu, size, budget) for size in _sizes(arguments)]
     where = say("on {} GiB", "（{} GiB 显存）", f"{capacity / GIB:.1f}")
     if find_card(gpu):
@@ -355,7 +355,7 @@ def _suggestions(failing: list[RunConfig], capacity: float) -> list[Text]:
             changed = dataclasses.replace(config, batch_size=1, **change)
         except UserError:  # a change that this configuration does not support
             continue
-        cell = Cell.of(changed, _budget(capacity, changed))
+        cell = Cell.of(changed, safe_peak(capacity, changed))
         if cell.batch:
             return [
                 say(
@@ -380,7 +380,7 @@ def _larger_batches(fitting: list[Cell], capacity: float) -> list[Text]:
         return []
     try:
         changed = dataclasses.replace(config, **change)
-        larger = Cell.of(changed, _budget(capacity, changed))
+        larger = Cell.of(changed, safe_peak(capacity, changed))
     except UserError:  # settings that the fast step does not support
         return []
     if larger.batch <= best.batch:

@@ -13,6 +13,7 @@ from hypothesis import strategies as st
 from cs336_systems.config import MODES, PLAIN_PRECISIONS, ModelConfig, RunConfig, UserError, model_config
 from cs336_systems.experiments.memory.calculator import describe, memory_table, memory_tables
 from cs336_systems.predict.activation_plan import RECOMPUTE_ALL
+from cs336_systems.predict.building_memory import building_peak
 from cs336_systems.predict.fast_memory import fast_estimate
 from cs336_systems.predict.fit import (
     CONTEXTS_2026,
@@ -24,11 +25,12 @@ from cs336_systems.predict.fit import (
     largest_batch,
     largest_contexts,
     longest_context,
+    safe_peak,
     usable_bytes,
 )
 from cs336_systems.predict.memory_model import breakdown, estimate
 from cs336_systems.predict.memory_planner import block_plans, least_peak, most_economical, plan_memory
-from cs336_systems.predict.model_flags import LIMITS
+from cs336_systems.predict.model_flags import LIMITS, ShapeArguments
 from cs336_systems.record import GIB
 from cs336_systems.table import Table
 from tests.helpers import refused
@@ -426,14 +428,41 @@ def test_the_plan_names_each_block_once_and_adds_up():
     assert float(kept[1]) < float({row[0]: row for row in everything.rows}["activations"][1])
 
 
-def test_auto_needs_a_card_and_a_card_a_budget():
+@pytest.mark.parametrize(
+    ("fields", "gpu"),
+    [
+        ({}, "h200"),
+        ({}, "24GiB"),
+        ({"fast": "off"}, "4090"),
+        ({"batch_size": 1, "size": "llama3/8B"}, "h100"),  # building is the peak
+        ({"memory_budget": "20GiB"}, "4090"),
+    ],
+)
+def test_memory_says_whether_a_step_fits_on_a_card(fields, gpu):
+    """With the memory that `fit` counts as usable: both say the same."""
+    given = {"size": "large", "context_length": 1024, "batch_size": 8, "precision": "bf16", "attention": "auto"}
+    given |= {"fast": "on", **fields}
+    config = ShapeArguments(**given).predicted_config()
+    note = memory_tables(config, gpu=gpu)[0].plain().notes[0]
+    peak = max(estimate(config).peak, building_peak(config).peak)
+    usable = safe_peak(gpu_bytes(gpu), config)
+    fits = peak <= usable
+    figures = f"{peak / GIB:.1f} of {usable / GIB:.1f} GiB usable ({(usable - peak) / GIB:.1f} GiB to spare)"
+    assert note.startswith("fits on" if fits else "does not fit on")
+    assert (figures in note) == fits
+    if not config.memory_budget:
+        text = fit_table(FitArguments(**{**given, "gpu": gpu})).plain().rows[0][1]
+        assert text.startswith("-") == (not fits)
+
+
+def test_auto_needs_a_card():
     config = on_gpu("small", context=1024, **PLANNED)
     with refused("--memory_budget auto", "--gpu h200"):
         memory_tables(config)
     with refused("unknown --gpu 'h900'"):
         memory_tables(config, gpu="h900")
-    with refused("--memory_budget"):
-        memory_tables(dataclasses.replace(config, memory_budget=""), gpu="h200")
+    with refused("unknown --gpu 'h900'"):
+        memory_tables(dataclasses.replace(config, memory_budget=""), gpu="h900")
     _, plan = memory_tables(config, gpu="4090")
     assert "22.45 GiB on 4090" in plan.title.en
 
