@@ -154,13 +154,37 @@ def test_a_mistake_is_one_line_with_the_value_and_the_way_out(fields, named):
         task_of(dataclasses.replace(SMALL, **fields))
 
 
-def test_where_nothing_fits_the_least_memory_is_named(capsys):
-    words = ["optimize", "--size", "2.7B", "--gpu", "4090", "--tokens_per_step", "8192", "--no_measure"]
+@pytest.mark.parametrize(
+    ("line", "named", "ways"),
+    [
+        (
+            "--size llama3/8B --gpu h100 --tokens_per_step 65536",
+            "H100 has 77.1 GiB",
+            ("--allow bf16_state", "--gpus 2", "--gpu h200"),
+        ),
+        (
+            "--size llama3/8B --gpu h100 --gpus 2 --context_length 32768 --tokens_per_step 524288",
+            "H100 has 77.1 GiB",
+            ("--context_length 8192", "--gpus 8", "--gpu h200"),
+        ),
+        (
+            "--size small --memory 1500MiB --tokens_per_step 8192",
+            "--memory leaves 1.5 GiB",
+            ("--memory 1.8GiB", "--allow bf16_state", "--gpus 2"),
+        ),
+    ],
+)
+def test_where_nothing_fits_only_ways_out_that_are_predicted_to_are_named(line, named, ways, capsys):
+    """Weights, gradients and state of the first are too large: no context is short enough."""
+    words = ["optimize", "--no_measure", *line.split()]
     assert main(words) == 2
-    (line,) = capsys.readouterr().err.splitlines()
-    assert "nothing fits" in line
-    assert "RTX 4090" in line
-    assert "--allow bf16_state" in line
+    (said,) = capsys.readouterr().err.splitlines()
+    assert f"{named}; use {', '.join(ways)} or a smaller model" in said
+    assert "nothing fits" in said
+    for flags in ways:
+        name, value = flags.split()
+        before = words.index(name) if name in words else len(words)
+        assert main([*words[:before], name, value, *words[before + 2 :]]) == 0, flags
 
 
 # -- output -----------------------------------------------------------------------------------------------------------
