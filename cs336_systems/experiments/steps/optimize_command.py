@@ -20,7 +20,7 @@ from cs336_systems.config import RunConfig, UserError, flag, nearest, without_un
 from cs336_systems.experiments.ranks.layout_commands import DATA, WRAPPERS, flag_words, shape_flags, started
 from cs336_systems.experiments.ranks.plan_cells import MOST_GPUS
 from cs336_systems.experiments.runner import Runner, gather
-from cs336_systems.experiments.session import new_run_file
+from cs336_systems.experiments.session import OUTPUT, new_run_file
 from cs336_systems.experiments.spec import Config
 from cs336_systems.experiments.steps.optimized_steps import MEASURED, OPTIMIZE, activations_text, cell_config
 from cs336_systems.predict.fit import margin_note, usable_bytes
@@ -94,7 +94,7 @@ class OptimizeArguments(CostArguments, ModelArguments):
     allow: tuple[str, ...] = flag((), f"choices that change the numerics: {BF16_STATE} (weights and moments in bf16)")
     max_grad_norm: float = flag(TRAIN_GRAD_NORM, "clip the gradient's norm to this (0: no clipping)")
     no_measure: bool = flag(False, f"do not measure the best {MEASURED} where there is such a GPU")
-    output: str | None = flag(None, "records file of the measurements (default: under runs/)")
+    output: str | None = flag(None, f"{OUTPUT} (default: under runs/)")
     verbose: bool = flag(False, "also show how many candidates were predicted, and how fast")
     format: str = flag("terminal", "table format", FORMATS)
 
@@ -539,7 +539,7 @@ def _measured(arguments: OptimizeArguments, search: Search, best: list[Predictio
     if shutil.which("nvidia-smi") is None:
         print(f"not measured: no NVIDIA GPU here; predictions are for {task.gpu.name}", file=sys.stderr)
         return None
-    path = Path(arguments.output) if arguments.output else new_run_file("optimize")
+    path = record.output_file(arguments.output) if arguments.output else new_run_file("optimize")
     try:
         with interrupt_raises(), _unfragmented(), Runner(path) as runner:
             here = find_by_driver_name(runner.environment.gpu)
