@@ -368,14 +368,13 @@ def _notes(search: Search, best: list[Prediction]) -> Iterator[Text]:
                 "{} 的互连未知：假定节点内 PCIe 4.0 x16、节点间 25 Gb/s",
                 task.gpu.name,
             )
-        return
     if task.profile.source == DATA_SHEET:
         yield say(
             "{} was not measured: times are those of its data sheet, within {}; their order is more certain",
             "{} 未经实测：时间按其规格参数推算，误差在 {} 以内；排序比时间可靠",
             *(task.gpu.name, percent(task.profile.spread, 0)),
         )
-    else:
+    elif task.gpus == 1:
         spread = percent(spread_of(task.config, task.profile), 0)
         yield say("a measurement is expected within {}", "实测值预计在 {} 以内", spread)
 

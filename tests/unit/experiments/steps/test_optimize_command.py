@@ -211,6 +211,14 @@ def test_days_and_money_are_those_of_all_gpus(capsys):
     assert [float(text) for text in table.rows[0][-2:]] == pytest.approx([days, days * 24 * 2 * 2], rel=0.05)
 
 
+@pytest.mark.parametrize(("gpu", "is_guessed"), [("h100", True), ("h200", False)])
+@pytest.mark.parametrize("gpus", [1, 2])
+def test_rates_of_a_data_sheet_are_remarked_on(gpus, gpu, is_guessed):
+    search = search_for(dataclasses.replace(SMALL, gpus=gpus, gpu=gpu))
+    notes = [note.en for note in fastest_table(search, search.ranked[:1]).notes]
+    assert any("data sheet, within 25%" in note for note in notes) == is_guessed
+
+
 def test_the_counts_of_a_choice_are_explained():
     search = search_of()
     chosen = search.ranked[0]
