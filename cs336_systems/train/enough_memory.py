@@ -149,7 +149,8 @@ def _engine_peak(settings: TrainSettings, run: RunConfig, world_size: int) -> in
     None where it is not predicted."""
     parallel = settings.parallel
     each = run.batch_size // parallel.tp
-    is_plain = run.fast == "off" and run.device_type == "cuda" and run.precision in ("fp32", "bf16")
+    is_known = run.precision in ("fp32", "bf16") and run.attention in ("auto", "reference", "sdpa")
+    is_plain = is_known and run.fast == "off" and run.device_type == "cuda"
     is_predicted = is_plain and parallel.pp == parallel.cp == 1 and settings.data.pack == "none"
     if parallel.engine == "ours" or not (is_predicted and each):
         return None

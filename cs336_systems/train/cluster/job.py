@@ -78,7 +78,7 @@ class LaunchArguments:
     gpus_per_node: int = flag(8, "GPUs of each machine (0: ranks on CPUs)")
     ranks_per_node: int | None = flag(None, "ranks on each machine (default: one for each GPU, or one)")
     cpus_per_rank: int = flag(8, "CPU cores of each rank, and its OpenMP threads")
-    gpu: str = flag("", f"card of the machines, such as H100: memory is checked, SkyPilot rents it (default: {RENTED})")
+    gpu: str = flag("", f"card of the machines: a step must fit; SkyPilot rents it ({RENTED} where none is named)")
     time: str = flag("24:00:00", "time limit, [DAYS-]HH:MM:SS")
     stop_before: int = flag(120, "seconds before the time limit at which the run stops and saves")
     requeues: int = flag(20, "times that a job which was stopped is started again")
