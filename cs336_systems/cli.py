@@ -19,7 +19,7 @@ from cs336_systems.experiments.inspect_command import InspectArguments
 from cs336_systems.experiments.profile_command import ProfileArguments
 from cs336_systems.experiments.ranks.plan_cells import PlanArguments
 from cs336_systems.experiments.ranks.rehearsal_command import RehearseArguments
-from cs336_systems.experiments.session import SessionArguments
+from cs336_systems.experiments.session import OUTPUT, SessionArguments
 from cs336_systems.experiments.spec import HANDOUT_2026, PRESETS
 from cs336_systems.experiments.steps.optimize_command import OptimizeArguments
 from cs336_systems.files import write_failure, write_file
@@ -50,6 +50,7 @@ def run(arguments: RunArguments) -> int:
     from cs336_systems.config import RunConfig
     from cs336_systems.experiments.catalogue import Request, cells
     from cs336_systems.experiments.session import run_session
+    from cs336_systems.record import output_file
 
     if not arguments.names:
         raise UserError(f"name at least one experiment, or {ALL}: {', '.join(runnable())}")
@@ -59,7 +60,7 @@ def run(arguments: RunArguments) -> int:
         return cells(arguments.names, arguments.preset, base, gpu_memory, num_steps=arguments.num_steps)
 
     requests_on(arguments.device or "cuda", None)  # reports mistakes before a process is started
-    path = Path(arguments.output or f"runs/{arguments.preset}/records.jsonl")
+    path = output_file(arguments.output or f"runs/{arguments.preset}")
     session = run_session(arguments, path, requests_on, skip_slow=arguments.preset == "quick")
     if session.device == "cpu":
         names = " ".join(arguments.names)
@@ -104,7 +105,7 @@ def inspect(arguments: InspectArguments) -> None:
 @dataclass(frozen=True)
 class MemoryArguments(ShapeArguments):
     model: str | None = flag(None, f"{OWN_MODEL} (traced)", excludes=("attention", "checkpoint_blocks"))
-    gpu: str = flag("", "card that a memory budget is planned for, such as h200; auto is what fits on it")
+    gpu: str = flag("", "card, such as h200: says whether a step fits on it; a memory budget is planned for it")
     trace: bool = flag(False, "also trace every operator of a step, without touching memory (imports torch)")
     format: str = flag("terminal", "table format", FORMATS)
 
@@ -113,7 +114,7 @@ def memory(arguments: MemoryArguments) -> None:
     """Predict the memory of a step part by part, and where its peak is; no GPU needed.
 
     cs336 memory --size 2.7B --context_length 512 --precision bf16
-    cs336 memory --size 2.7B --precision bf16 --attention auto --fast on
+    cs336 memory --size 2.7B --precision bf16 --attention auto --fast on --gpu h100
     cs336 memory --size xl --checkpoint_blocks 4 --trace
     cs336 memory --size 2.7B --context_length 4096 --precision bf16 --attention auto --fast on --memory_budget 60GiB
     """
@@ -458,7 +459,7 @@ def tune(arguments: TuneArguments) -> None:
 
 @dataclass(frozen=True)
 class CalibrateArguments:
-    output: str | None = flag(None, "records file; cells it already holds are not run again (default: under runs/)")
+    output: str | None = flag(None, f"{OUTPUT}; cells it already holds are not run again (default: under runs/)")
     force: bool = flag(False, "run cells again that the file already holds")
     format: str = flag("terminal", "table format", FORMATS)
 
@@ -473,7 +474,7 @@ def calibrate(arguments: CalibrateArguments) -> None:
     from cs336_systems.experiments.kernels.kernel_rates import calibrate as measure
     from cs336_systems.experiments.session import new_run_file
 
-    path = record.records_file(arguments.output) if arguments.output else new_run_file("calibrate")
+    path = record.output_file(arguments.output) if arguments.output else new_run_file("calibrate")
     print(measure(path, force=arguments.force).render(arguments.format))
 
 

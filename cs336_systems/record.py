@@ -333,6 +333,14 @@ def records_file(path: str | Path) -> Path:
     return path / RECORDS if path.is_dir() else path
 
 
+def output_file(path: str | Path) -> Path:
+    """Return the file of records that `--output` of a command that measures names: a new name is a folder with a
+    records.jsonl unless it ends in .jsonl; a file that is there is that file."""
+    path = Path(path)
+    is_folder = path.is_dir() or not (path.exists() or path.suffix == ".jsonl")
+    return path / RECORDS if is_folder else path
+
+
 def chosen(records: list[Record], experiments: Sequence[str]) -> list[Record]:
     """Return the records of the named experiments, or all if none is named; raise UserError for a name without any."""
     have = dict.fromkeys(record.experiment for record in records)

@@ -15,7 +15,6 @@ rope_theta, and called with token ids (batch, context):
 
 from dataclasses import dataclass
 from itertools import product
-from pathlib import Path
 from typing import Any
 
 from cs336_systems.config import RunConfig, flag, flag_like
@@ -29,6 +28,7 @@ from cs336_systems.experiments.session import (
 )
 from cs336_systems.experiments.steps.step_time import BENCH
 from cs336_systems.predict.model_flags import OWN_MODEL, ShapeArguments
+from cs336_systems.record import output_file
 
 
 @dataclass(frozen=True)
@@ -74,7 +74,7 @@ def bench(arguments: BenchArguments) -> int:
     """Measure the cells of the sweep and print their tables."""
     arguments.configs(arguments.device or "cpu")  # reports mistakes before a process is started
     require_module(arguments.model)
-    path = Path(arguments.output) if arguments.output else new_run_file("bench")
+    path = output_file(arguments.output) if arguments.output else new_run_file("bench")
 
     def requests_on(device: str, gpu_memory: int | None) -> list[Request]:
         configs = arguments.configs(device)

@@ -2,14 +2,13 @@
 
 import sys
 from dataclasses import dataclass, replace
-from pathlib import Path
 
 from cs336_systems.config import RunConfig, UserError, flag, flag_like, nearest
 from cs336_systems.experiments.catalogue import Request, catalogue
 from cs336_systems.experiments.kernels.kernel_time import KERNELS
 from cs336_systems.experiments.session import SessionArguments, new_run_file, require_runnable, run_session
 from cs336_systems.predict.model_flags import OWN_MODEL, ShapeArguments
-from cs336_systems.record import RECORDS
+from cs336_systems.record import output_file
 
 
 def _profiles() -> list[str]:
@@ -62,14 +61,8 @@ def run_profile(arguments: ProfileArguments) -> int:
         return requests
 
     requests_on(arguments.device or "cuda", None)  # reports mistakes before a process is started
-    path = _records_path(Path(arguments.output)) if arguments.output else new_run_file("profile")
+    path = output_file(arguments.output) if arguments.output else new_run_file("profile")
     return run_session(arguments, path, requests_on).code
-
-
-def _records_path(output: Path) -> Path:
-    """Return the file of records that --output means: a new name is a folder unless it ends in .jsonl."""
-    is_folder = output.is_dir() or not (output.exists() or output.suffix == ".jsonl")
-    return output / RECORDS if is_folder else output
 
 
 def _configured(arguments: ProfileArguments, device: str) -> RunConfig:

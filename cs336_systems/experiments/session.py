@@ -19,6 +19,9 @@ from cs336_systems.flags import one_line
 from cs336_systems.text import counted
 from cs336_systems.timeline import TIMELINE_FILE, Timeline
 
+OUTPUT = "folder for records.jsonl, or a .jsonl file"
+"""What `--output` of the commands that measure names."""
+
 
 @dataclass(frozen=True)
 class SessionArguments:
@@ -31,7 +34,7 @@ class SessionArguments:
     )
     peak_tflops: float | None = flag(None, "the GPU's dense peak for MFU, where it is not known or you know better")
     timeout: float = flag(DEFAULT_TIMEOUT, "seconds after which a cell is given up")
-    output: str | None = flag(None, "records file; cells it already holds are not run again (default: under runs/)")
+    output: str | None = flag(None, f"{OUTPUT}; cells it already holds are not run again (default: under runs/)")
     force: bool = flag(False, "run cells again that the file already holds")
 
 

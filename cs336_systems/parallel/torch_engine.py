@@ -157,10 +157,11 @@ class TorchEngine(Wrapper):
         return tokens if self._context is None else self._context.own(tokens)
 
     def no_sync(self) -> AbstractContextManager:
-        """Accumulate gradients on each rank; the backward pass after this context averages them."""
+        """Accumulate gradients; the backward pass after this context averages them over all ranks. Those of sharded
+        weights are scattered all the same, so that no rank keeps whole gradients, but not averaged over replicas."""
         if self._ddp is not None:
             return self._ddp.no_sync()
-        return _without_reduction(self.module) if isinstance(self.module, FSDPModule) else nullcontext()
+        return _without_all_reduce(self.module) if isinstance(self.module, FSDPModule) else nullcontext()
 
     @torch.no_grad()
     def finish_gradient_synchronization(self) -> None:
@@ -265,12 +266,12 @@ def shard(
 
 
 @contextmanager
-def _without_reduction(module: FSDPModule) -> Iterator[None]:
-    module.set_requires_gradient_sync(False)
+def _without_all_reduce(module: FSDPModule) -> Iterator[None]:
+    module.set_requires_all_reduce(False)
     try:
         yield
     finally:
-        module.set_requires_gradient_sync(True)
+        module.set_requires_all_reduce(True)
 
 
 def tensor_parallel_plan(module: nn.Module) -> dict[str, ParallelStyle]:

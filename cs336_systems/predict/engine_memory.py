@@ -19,10 +19,11 @@ from cs336_systems.config import RunConfig
 from cs336_systems.predict.fast_memory import LOGITS, FastStep
 from cs336_systems.predict.fast_nodes import GRADIENTS, TEMPORARY
 from cs336_systems.predict.memory_model import ROUNDING, MemoryEstimate, workspace
-from cs336_systems.predict.rank_shards import Mesh, Weight, block_weights, weights
+from cs336_systems.predict.rank_shards import Mesh, Weight, block_weights, elements, weights
 from cs336_systems.predict.simulated_memory import Block, Node, Snapshot, Tape
 
 BUCKETS = "gradient buckets"
+FP32 = 4
 
 
 def engine_estimate(config: RunConfig, mesh: Mesh) -> MemoryEstimate:
@@ -35,6 +36,13 @@ def engine_estimate(config: RunConfig, mesh: Mesh) -> MemoryEstimate:
     if beyond := memory.peak - sum(parts.values()):
         parts[ROUNDING] = beyond
     return MemoryEstimate(parts, memory.peak, memory.where)
+
+
+def engine_peak(config: RunConfig, mesh: Mesh, micro_batches: int) -> int:
+    """Return the peak of a step of several micro batches of `config`: that of one, and with more than one the shards of
+    all gradients, which exist from the first one on."""
+    shards = elements(config.model, mesh, 0) if micro_batches > 1 else 0
+    return engine_estimate(config, mesh).peak + FP32 * shards
 
 
 class _Group:
@@ -125,6 +133,17 @@ class EngineStep(FastStep):
         else:
             super().keep_gradient(found, size)
 
+    def joined(self, *sizes: int) -> Block | None:
+        if not self.sharded:
+            return super().joined(*sizes)
+        return self.new(sum(sizes)) if len(sizes) > 1 else None
+
+    def weight_gradients(self, *sizes: int) -> None:
+        if self.sharded:
+            self.current.gradients.append(self.new(sum(sizes), label=TEMPORARY))
+        else:
+            super().weight_gradients(*sizes)
+
     def gain_gradient(self, width: int) -> None:
         if self.sharded:
             self.current.gradients.append(self.new(width, label=TEMPORARY))
@@ -192,7 +211,10 @@ class EngineStep(FastStep):
         if tape is not None:
             tape.append(Node(lambda: self._post_backward(gathered), ()))
         assert self.x is not None
-        self.x = self.plain_block(self.x, tape)
+        if self.fused:
+            self.x, self.delta = self.fused_block(self.x, self.delta, tape)
+        else:
+            self.x = self.plain_block(self.x, tape)
         self.skips_output = False
         if tape is not None and not self.stops_early:
             tape.append(Node(lambda: self._pre_backward(gathered), ()))
@@ -311,6 +333,21 @@ class EngineStep(FastStep):
                 self.grad = self.new(size, label=LOGITS)
 
         tape += [Node(cast_backward, ()), Node(backward, (log_softmax,))]
+
+    def _fused_loss(self, hidden: Block, tape: Tape) -> None:
+        super()._fused_loss(hidden, tape)
+        self.copied_out = None
+        tape.append(Node(lambda: self._pre_backward(self.root), ()))
+
+    def _fused_loss_backward(self, grad_x: Block, grad_weight: Block) -> None:
+        if not self.sharded:
+            super()._fused_loss_backward(grad_x, grad_weight)
+            return
+        scaled = self.new(self.table, grad_weight.size // self.table, TEMPORARY)
+        if scaled.size != self.s * self.table:
+            scaled = self.new(self.table, label=TEMPORARY)
+        self.root.gradients.append(scaled)
+        self.grad = self.stream()
 
     def _embedding_backward(self) -> None:
         table = self.config.model.vocab_size * self.d

@@ -5,8 +5,9 @@ with those that real ranks send. The scalars of the loss and of the gradients' n
 messages about its buckets are not counted.
 
 - `fully_shard` pads the rows of each weight to a multiple of the ranks. It gathers all weights in forward and those of
-  blocks again in backward, in the width of matmuls, for each micro batch, and reduces fp32 gradients once in a step. In
-  a pipeline weights stay gathered from the first micro batch to the last.
+  blocks again in backward, in the width of matmuls, and scatters fp32 gradients, for each micro batch; replicas add
+  theirs once in a step. In a pipeline weights stay gathered from the first micro batch to the last, and gradients are
+  scattered after it.
 - `tp` gathers the sequence before a branch of a block and before the head, and scatters it after a branch and after the
   embedding; backward does the reverse. The loss takes three numbers for each token.
 - `cp` gathers keys and values in forward and in backward, and scatters their gradients.
@@ -90,11 +91,12 @@ class _Messages:
             yield Collective("all_reduce", "gradients", FP32 * shard, replicas, "backward", False, "replicate")
             return
         whole = self.shards * shard
-        gathered = self.low * (1 if self.mesh.pp > 1 else self.micro)
-        yield self._over_shards("all_gather", "weights", gathered * whole, "forward")
+        times = 1 if self.mesh.pp > 1 else self.micro
+        yield self._over_shards("all_gather", "weights", times * self.low * whole, "forward")
         if self.mesh.pp == 1:
-            yield self._over_shards("all_gather", "weights again", gathered * self.shards * inside, "backward")
-        yield self._over_shards("reduce_scatter", "gradients", FP32 * whole, "backward")
+            again = times * self.low * self.shards * inside
+            yield self._over_shards("all_gather", "weights again", again, "backward")
+        yield self._over_shards("reduce_scatter", "gradients", times * FP32 * whole, "backward")
         yield Collective("all_reduce", "gradients of a shard", FP32 * shard, replicas, "backward", False, "replicate")
 
     def _over_shards(self, name: str, purpose: str, nbytes: float, during: str) -> Collective:

@@ -5,7 +5,7 @@ import math
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from functools import lru_cache
-from itertools import product, takewhile
+from itertools import takewhile
 from typing import NamedTuple
 
 from cs336_systems.config import COURSE_SIZES, RunConfig, UserError, flag, nearest, without_unit
@@ -15,6 +15,8 @@ from cs336_systems.predict.gpus import CARDS, card_name, find_card, memory_size
 from cs336_systems.predict.memory_model import estimate
 from cs336_systems.predict.memory_planner import budget_bytes, least_peak, most_economical
 from cs336_systems.predict.model_flags import ShapeArguments
+from cs336_systems.predict.parallel_model import Cluster, Plan, transformer
+from cs336_systems.predict.strategy import Strategy
 from cs336_systems.predict.training_cost import CostArguments
 from cs336_systems.record import GIB
 from cs336_systems.table import FORMATS, Column, Table, word
@@ -34,6 +36,8 @@ CONTEXT_STEP = 128
 """Step in tokens of the search for the longest context."""
 SECOND_GUESS = 8
 """Second number that a search tries, after 1; between smaller numbers rounding hides the slope."""
+MOST_DOUBLINGS = 10
+"""1,024 GPUs are the most that are named where one is too small."""
 LARGEST_GPU = 1024 * GIB
 LARGEST_BARE_NUMBER = 512
 """A larger number without a unit is the name of a GPU, such as 3060, and not its memory in GiB."""
@@ -201,7 +205,7 @@ def fit_tables(arguments: FitArguments) -> list[Table]:
     rows = []
     for gpu, capacity in gpus.items():
         name = f"{gpu}, {capacity / GIB:.1f} GiB" if find_card(gpu) else gpu
-        rows.append(_row(arguments, gpu, "", _budget(capacity, arguments))._replace(name=name))
+        rows.append(_row(arguments, gpu, "", safe_peak(capacity, arguments))._replace(name=name))
     shape = rows[0].cells[0].config
     return _rendered(arguments, Text("GPU"), rows, say("of {}", "{}", shape.size), [])
 
@@ -221,7 +225,7 @@ def _model_error(settings: FitArguments | RunConfig) -> float:
     return FAST_ERROR if settings.fast == "on" and not settings.memory_budget else MODEL_ERROR
 
 
-def _budget(capacity: float, settings: FitArguments | RunConfig) -> float:
+def safe_peak(capacity: float, settings: FitArguments | RunConfig) -> float:
     """Return the largest predicted peak that is safe with these settings."""
     return usable_bytes(capacity, _model_error(settings))
 
@@ -251,7 +255,7 @@ def _host_limit(arguments: FitArguments) -> float:
 
 
 def _tables(arguments: FitArguments, gpu: str, capacity: int) -> list[Table]:
-    budget = _budget(capacity, arguments)
+    budget = safe_peak(capacity, arguments)
     rows = [_row(arguments, gpu, size, budget) for size in _sizes(arguments)]
     where = say("on {} GiB", "（{} GiB 显存）", f"{capacity / GIB:.1f}")
     if find_card(gpu):
@@ -339,32 +343,66 @@ def _notes(rows: list[Row], first: Text, error: float, *, asked: bool) -> Iterat
         )
 
 
+_CHANGES: tuple[dict, ...] = (
+    {"attention": "sdpa"},
+    {"attention": "sdpa", "precision": "bf16"},
+    {"attention": "sdpa", "precision": "bf16", "fast": "on"},
+    {"attention": "auto", "precision": "bf16", "fast": "on", "memory_budget": "auto"},
+    {"attention": "sdpa", "checkpoint_blocks": 1},
+    {"attention": "sdpa", "precision": "bf16", "checkpoint_blocks": 1},
+    {"attention": "sdpa", "precision": "bf16", "fast": "on", "checkpoint_blocks": 1},
+    {"attention": "auto", "precision": "bf16", "fast": "on", "optimizer_state": "bf16"},
+    {"attention": "auto", "precision": "bf16", "fast": "on", "optimizer_state": "bf16", "memory_budget": "auto"},
+)
+"""Flags with which more fits, the cheapest in time first; those that change the numerics of the update last."""
+
+
 def _suggestions(failing: list[RunConfig], capacity: float) -> list[Text]:
-    """Return the flags that make the first configuration that can fit, fit; the cheapest in time first."""
-    changes: tuple[dict, ...] = (
-        {"attention": "sdpa"},
-        {"attention": "sdpa", "precision": "bf16"},
-        {"attention": "sdpa", "precision": "bf16", "fast": "on"},
-        {"attention": "auto", "precision": "bf16", "fast": "on", "memory_budget": "auto"},
-        {"attention": "sdpa", "checkpoint_blocks": 1},
-        {"attention": "sdpa", "precision": "bf16", "checkpoint_blocks": 1},
-        {"attention": "sdpa", "precision": "bf16", "fast": "on", "checkpoint_blocks": 1},
-    )
-    for config, change in product(failing, changes):
+    """Return the flags that make the first configuration that can fit, fit. Where these change the numerics of the
+    update, or there are none, also return the number of GPUs on which the first configuration fits."""
+    tried = [(config, change) for config in failing for change in _changes(config)]
+    for config, change in sorted(tried, key=lambda own: "optimizer_state" in own[1]):
         try:
             changed = dataclasses.replace(config, batch_size=1, **change)
         except UserError:  # a change that this configuration does not support
             continue
-        cell = Cell.of(changed, _budget(capacity, changed))
+        cell = Cell.of(changed, safe_peak(capacity, changed))
         if cell.batch:
+            said = say(
+                "{} at context {} would fit with {} (batch {})",
+                "{}、上下文 {} 加上 {} 即可放下（batch {}）",
+                config.size,
+                str(config.model.context_length),
+                _flags(change),
+                str(cell.batch),
+            )
+            return [said, *(_on_more_gpus(config, capacity) if "optimizer_state" in change else [])]
+    return _on_more_gpus(failing[0], capacity) if failing else []
+
+
+def _changes(config: RunConfig) -> Iterator[dict]:
+    """Yield the changes without what a configuration has already; one in FP8 keeps its precision if it can."""
+    for kept in ({"precision"}, set()) if config.precision == "fp8" else (set(),):
+        for change in _CHANGES:
+            yield {name: value for name, value in change.items() if name not in kept and getattr(config, name) != value}
+
+
+def _on_more_gpus(config: RunConfig, capacity: float) -> list[Text]:
+    """Return the number of GPUs, a power of two, on which ZeRO-3 fits with the settings that `plan` has without
+    flags."""
+    if config.mode != "train-step":
+        return []
+    plain = {"precision": "bf16", "attention": "auto", "checkpoint_blocks": 1, "fast": "off"}
+    others = {"batch_size": 1, "memory_budget": "", "optimizer_state": "fp32", "update_in_backward": False}
+    workload = transformer(dataclasses.replace(config, **plain, **others))
+    for gpus in (2**power for power in range(1, MOST_DOUBLINGS + 1)):
+        cluster = Cluster(gpus, usable_bytes(capacity), flops=1.0, node=8, link=1.0, network=1.0)  # for memory alone
+        if Plan(workload, cluster, Strategy(3)).fits:
             return [
                 say(
-                    "{} at context {} would fit with {} (batch {})",
-                    "{}、上下文 {} 加上 {} 即可放下（batch {}）",
-                    config.size,
-                    str(config.model.context_length),
-                    _flags(change),
-                    str(cell.batch),
+                    "{} at context {} would fit on {} GPUs by ZeRO-3: see cs336 plan --gpus {}",
+                    "{}、上下文 {} 用 {} 张 GPU 的 ZeRO-3 即可放下：见 cs336 plan --gpus {}",
+                    *(config.size, str(config.model.context_length), str(gpus), str(gpus)),
                 )
             ]
     return []
@@ -380,7 +418,7 @@ def _larger_batches(fitting: list[Cell], capacity: float) -> list[Text]:
         return []
     try:
         changed = dataclasses.replace(config, **change)
-        larger = Cell.of(changed, _budget(capacity, changed))
+        larger = Cell.of(changed, safe_peak(capacity, changed))
     except UserError:  # settings that the fast step does not support
         return []
     if larger.batch <= best.batch:

@@ -8,6 +8,7 @@ block may copy for longer than its own forward pass if its neighbours copy less.
 and `added_seconds` simulates the stream to compare their plans.
 """
 
+import contextlib
 import dataclasses
 import math
 from bisect import bisect_left
@@ -19,6 +20,7 @@ from typing import NamedTuple
 
 from cs336_systems.config import RunConfig, UserError, arg
 from cs336_systems.predict.activation_plan import CHOICES, KEEP, KEEP_ALL, KINDS, OFFLOAD, RECOMPUTE, BlockPlan, Plan
+from cs336_systems.predict.building_memory import building_peak
 from cs336_systems.predict.fast_memory import fast_estimate
 from cs336_systems.predict.gpus import GIGA, GPU, H200, memory_size
 from cs336_systems.predict.memory_model import MemoryEstimate, Tensors
@@ -112,12 +114,14 @@ def plan_memory(
     host_limit: float = math.inf,
     choices: tuple[str, ...] = CHOICES,
 ) -> PlannedMemory:
-    """Return the fastest plan whose predicted peak is within `budget` bytes.
+    """Return the fastest plan whose predicted peak is within `budget` bytes, which must be enough to build the model.
 
     It uses at most `host_limit` bytes of host memory, and only the choices in `choices`. Raise UserError if there is no
     such plan: the message says how much the most economical plan needs.
     """
     bare = dataclasses.replace(config, memory_budget="")
+    if (building := building_peak(bare).peak) > budget:
+        raise _not_enough_to_build(bare, budget, building, host_limit)
     everything = _keeping_everything(bare)
     if everything.estimate.peak <= budget:
         return dataclasses.replace(everything, budget=budget)
@@ -138,6 +142,21 @@ def not_enough(budget: int, least: int) -> NotEnoughMemoryError:
     return NotEnoughMemoryError(
         f"memory_budget {budget / GIB:.2f} GiB is not enough: this step needs at least {_rounded_up(least)} GiB; "
         f"use a smaller {arg('batch_size')} or {arg('context_length')}",
+        "memory_budget",
+    )
+
+
+def _not_enough_to_build(config: RunConfig, budget: int, building: int, host_limit: float) -> NotEnoughMemoryError:
+    """Return the error of a budget that no batch and no context can meet, with the ways out that are predicted to."""
+    least, is_enough = least_peak(config, host_limit), False
+    with contextlib.suppress(UserError):  # a precision or parts of the fast step that have no such state
+        smaller = dataclasses.replace(config, optimizer_state="bf16")
+        is_enough = max(building_peak(smaller).peak, least_peak(smaller, host_limit)) <= budget
+    smaller_state = f"{arg('optimizer_state')} bf16, "
+    also = f" and this step at least {_rounded_up(least)} GiB" if least > building else ""
+    return NotEnoughMemoryError(
+        f"memory_budget {budget / GIB:.2f} GiB is not enough: building this model needs {_rounded_up(building)} GiB"
+        f"{also}; use {smaller_state if is_enough else ''}a larger budget or GPU, or a smaller model",
         "memory_budget",
     )
 

@@ -22,6 +22,7 @@ from cs336_systems.record import BUS_FACTOR
 
 FP32 = 4
 ADAM_MOMENTS = 2
+FUSED_PARTS = frozenset(("kernels", "loss"))
 GATHERED_AHEAD = 2
 SCATTERED_AT_ONCE = 2
 """Equal to the constants of parallel/fsdp.py; a test compares them."""
@@ -89,6 +90,10 @@ class Workload:
     constant: float = 0.0
     """Bytes outside of blocks that do not depend on the number of tokens, included in `activations`: the chunk of
     logits of a loss that never forms them all."""
+    is_trained: bool = False
+    """True if `cs336 train` trains it, on torch's engine where no wrapper of this package splits a layout."""
+    is_fused: bool = False
+    """True if it runs with the fused kernels and loss."""
 
     @property
     def parameters(self) -> int:
@@ -108,13 +113,13 @@ class Workload:
         return self.activations - self.constant - self.kept(self.blocks) - self.recomputing(self.blocks)
 
 
-def runs_fused(strategy: Strategy, gpus: int) -> bool:
+def runs_fused(strategy: Strategy) -> bool:
     """Return True if the ranks of `cs336 train` run a layout with the fused kernels and loss of the fast step.
 
-    Those need whole weights: no layers, sequences or stages are split, and FSDP, the wrapper of stage 3, has none of
-    the fast step. Replicated shards are run by torch's engine, whose `fully_shard` gathers weights for the kernels.
+    Those need whole weights: no layers, sequences or stages are split. torch's `fully_shard` gathers weights for them;
+    this package's FSDP has none of the fast step.
     """
-    return gpus == 1 or (strategy.group == 1 and (strategy.stage < 3 or strategy.replicate > 1))
+    return strategy.group == 1
 
 
 def transformer(config: RunConfig) -> Workload:
@@ -160,6 +165,8 @@ def transformer(config: RunConfig) -> Workload:
         group_input=group_input if group else 0.0,
         keys_values=2 * config.tokens * model.kv_width * t.s,
         constant=constant,
+        is_trained=True,
+        is_fused=simulated_parts(config) >= FUSED_PARTS,
     )
 
 
@@ -282,6 +289,14 @@ class Plan:
         return self.replicas // self.strategy.replicate
 
     @property
+    def is_on_engine(self) -> bool:
+        """True if `cs336 train` runs the layout on torch's engine, which reduces gradients in fp32. It also runs ZeRO-3
+        with the fused kernels, which this package's FSDP does not have."""
+        strategy, work = self.strategy, self.workload
+        is_sharded_fast = strategy.stage == 3 and work.is_fused
+        return work.is_trained and (strategy.group > 1 or strategy.replicate > 1 or is_sharded_fast)
+
+    @property
     def micro_batches(self) -> int:
         """Micro batches of a step, at most one for each sequence of a replica. The default is one for each where a
         sequence or the layers are split, because that is what keeps activations small and stages busy; else 1."""
@@ -341,9 +356,10 @@ class Plan:
                 return width * weights, 0.0
             return width * norms, width * (weights - norms)
 
+        keeps_whole = self.is_on_engine and self.strategy.pipeline > 1  # from the first micro batch to the last
         parts = {
             "parameter": held(3, FP32),
-            "gradient": held(2, FP32),
+            "gradient": (FP32 * weights, 0.0) if keeps_whole else held(2, FP32),
             "optimizer": held(1, FP32 * ADAM_MOMENTS),
             # A replica has T times as many, sharded over T GPUs: by heads, inner width or sequence.
             "activation": (here.kept * self.tokens_at_once + here.constant, 0.0),
@@ -352,14 +368,17 @@ class Plan:
         return {name: part[0] for name, part in parts.items()}, {name: part[1] for name, part in parts.items()}
 
     def _working(self, here: Stage) -> float:
-        """Bytes of low-precision weight copies, or of the weights and gradients that FSDP holds gathered at a time; of
-        a replica's full residual stream; and of the keys and values of other GPUs."""
+        """Bytes of low-precision weight copies, or of the weights and gradients that FSDP holds gathered at a time (in
+        a pipeline all weights of the stage); of a replica's full residual stream; and of the keys and values of other
+        GPUs."""
         work, tensor = self.workload, self.strategy.tensor
         stream = work.stream * tensor * self.tokens_at_once if tensor > 1 else 0
         stream += self._foreign_keys
         if self.strategy.stage == 3:
-            gathered = 1 + GATHERED_AHEAD + 1 + SCATTERED_AT_ONCE
-            return gathered * work.width * work.largest / tensor + stream
+            gathered = (1 + GATHERED_AHEAD) * work.largest
+            if self.is_on_engine and self.strategy.pipeline > 1:
+                gathered = here.matrices
+            return work.width * (gathered + (1 + SCATTERED_AT_ONCE) * work.largest) / tensor + stream
         return (work.width * here.matrices / tensor if work.has_copies else 0.0) + stream
 
     @property
@@ -402,29 +421,35 @@ class Plan:
 
     def _of_weights(self) -> Iterable[Collective]:
         """Yield collectives among replicas, on the stage with the most parameters. Stages 2 and 3 keep no full
-        gradients, so they scatter those of each micro batch; stage 3 gathers the weights for each, too."""
-        tensor, replicas, width = self.strategy.tensor, self.replicas, self.workload.width
-        here, times = max(self.stages, key=lambda stage: stage.matrices), self.micro_batches
-        matrices = here.matrices / tensor * width
-        whole = matrices + here.replicated * width
+        gradients, so they scatter those of each micro batch; stage 3 gathers the weights for each, too. A pipeline of
+        torch's engine does both once in a step."""
+        tensor, replicas, micro = self.strategy.tensor, self.replicas, self.micro_batches
+        here, work = max(self.stages, key=lambda stage: stage.matrices), self.workload
+        matrices, replicated = here.matrices / tensor, here.replicated
+        whole, width = matrices + replicated, work.width
+        once = self.is_on_engine and self.strategy.pipeline > 1
+        scatters = 1 if once or self.strategy.stage < 2 else micro
+        gradient = scatters * (FP32 if self.is_on_engine else width)
         match self.strategy.stage:
             case 0:
-                yield Collective("all_reduce", "gradients", whole, replicas, "backward", False)
+                yield Collective("all_reduce", "gradients", gradient * whole, replicas, "backward", False)
             case 1:
-                yield Collective("all_reduce", "gradients", whole, replicas, "backward", False)
-                yield Collective("all_gather", "updated weights", whole, replicas, "forward", False)
+                yield Collective("all_reduce", "gradients", gradient * whole, replicas, "backward", False)
+                yield Collective("all_gather", "updated weights", width * whole, replicas, "forward", False)
             case 2:
-                yield Collective("reduce_scatter", "gradients", times * whole, replicas, "backward", False)
-                yield Collective("all_gather", "updated weights", whole, replicas, "forward", False)
+                yield Collective("reduce_scatter", "gradients", gradient * whole, replicas, "backward", False)
+                yield Collective("all_gather", "updated weights", width * whole, replicas, "forward", False)
             case 3:
-                again = (here.matrices - here.looked_up) / tensor * width
                 shards, groups = self.shards, self.strategy.replicate
-                yield Collective("all_gather", "weights", times * matrices, shards, "forward", False, "shard")
-                yield Collective("all_gather", "weights again", times * again, shards, "backward", False, "shard")
-                yield Collective("reduce_scatter", "gradients", times * matrices, shards, "backward", False, "shard")
-                part = times * matrices / shards
+                gathered = scatters * width
+                again = 0 if once else gathered * (matrices - here.looked_up / tensor)
+                scattered = gradient * matrices
+                part = scattered / scatters / shards if self.is_on_engine else scattered / shards
+                yield Collective("all_gather", "weights", gathered * matrices, shards, "forward", False, "shard")
+                yield Collective("all_gather", "weights again", again, shards, "backward", False, "shard")
+                yield Collective("reduce_scatter", "gradients", scattered, shards, "backward", False, "shard")
                 yield Collective("all_reduce", "gradients of a shard", part, groups, "backward", False, "replicate")
-                norms = here.replicated * FP32
+                norms = FP32 * replicated
                 yield Collective("all_reduce", "gradients of norms", norms, replicas, "backward", False)
 
     def _of_layers(self) -> Iterable[Collective]:
@@ -510,11 +535,15 @@ class Plan:
         return sum(self.seconds(found) for found in self.collectives if found.during == during)
 
     def waiting(self, during: str) -> float:
-        """Return the seconds of the collectives of a pass whose results are the input of the next kernel: those along
-        the sequence, of tensor parallelism, and gathers of keys and values. A ring passes them on during attention."""
-        axes = ("tensor",) if self.strategy.ring else ("tensor", "context")
-        own = (found for found in self.collectives if found.during == during and found.axis in axes)
-        return sum(map(self.seconds, own))
+        """Return the seconds of the collectives of a pass whose results are the input of the next kernel."""
+        own = (found for found in self.collectives if found.during == during)
+        return sum(self.seconds(found) for found in own if found.axis in self.waited_for)
+
+    @property
+    def waited_for(self) -> tuple[str, ...]:
+        """Axes whose collectives bring the input of the next kernel: those along the sequence, of tensor parallelism,
+        and gathers of keys and values. A ring passes these on during attention."""
+        return ("tensor",) if self.strategy.ring else ("tensor", "context")
 
     @property
     def hidden(self) -> float:

@@ -81,5 +81,5 @@ NO_COST = Cost()
 
 
 def short(number: float) -> str:
-    """Return a number as text with at least two digits."""
-    return f"{number:,.0f}" if number >= 10 else f"{number:.1f}" if number >= 1 else f"{number:.2g}"
+    """Return a number as text with at least two digits, and with one decimal below 100: a deadline may decide."""
+    return f"{number:,.0f}" if number >= 99.95 else f"{number:.1f}" if number >= 0.995 else f"{number:.2g}"

@@ -1,17 +1,20 @@
 """Refuses a run that cannot fit into memory, by prediction, before anything is built. No torch.
 
 It must never refuse a run that fits: where a rank's peak is not predicted, only a lower bound counts, which is the
-weights, gradients and AdamW's state that a rank holds, and the tokens of its batch.
+weights, gradients and AdamW's state that a rank holds, and the tokens of its batch. Of ranks of torch's engine that
+split layers it is the peak of one micro batch.
 """
 
 import contextlib
 import dataclasses
+import math
 from collections.abc import Iterator
 from itertools import product
 from typing import NamedTuple
 
 from cs336_systems.config import RunConfig, UserError
 from cs336_systems.predict.building_memory import building_peak
+from cs336_systems.predict.engine_memory import engine_estimate
 from cs336_systems.predict.fit import FIT_MARGIN, usable_bytes
 from cs336_systems.predict.memory_model import estimate
 from cs336_systems.record import GIB
@@ -21,6 +24,8 @@ TOKEN_BYTES = 8
 """Bytes of a token in a batch, whose inputs and targets share memory on a CPU."""
 WEIGHT_BYTES = 8
 """Bytes of a weight and its gradient, in fp32."""
+GRADIENT_BYTES = 4
+"""Bytes of a gradient, in fp32."""
 MOMENT_BYTES = 8
 """Bytes of AdamW's two moments of a weight, in fp32."""
 LARGEST_BATCH = 1024 * GIB
@@ -39,7 +44,7 @@ class Memory(NamedTuple):
         return self._of_all(need) <= FIT_MARGIN * self.capacity
 
     def surely_holds(self, need: "Need") -> bool:
-        return self._of_all(need) <= usable_bytes(self.capacity)
+        return self._of_all(need) + need.uncertain <= usable_bytes(self.capacity)
 
     def gib(self, need: "Need") -> str:
         return f"{self._of_all(need) / GIB:,.1f} GiB"
@@ -55,8 +60,12 @@ class Need(NamedTuple):
     peak: float
     lasting: float
     """The part that all ranks hold at the same time: weights, gradients, AdamW's state and tokens."""
-    is_predicted: bool
-    """False if `peak` is only a lower bound."""
+    uncertain: float = 0.0
+    """Bytes by which the peak may be larger, because `peak` is only a lower bound."""
+
+    @property
+    def is_predicted(self) -> bool:
+        return not self.uncertain
 
 
 class Share(NamedTuple):
@@ -125,10 +134,27 @@ def _need(settings: TrainSettings, run: RunConfig, share: Share, world_size: int
     lasting = (WEIGHT_BYTES + MOMENT_BYTES) * weights - sharded + waiting
     if packs:
         lasting = building_peak(run).peak + waiting
+    if (peak := _engine_peak(settings, run, world_size)) is not None:
+        gradients = GRADIENT_BYTES * weights * parallel.axes(world_size).dp_replicate / world_size
+        accumulated = gradients if share.sequences > share.micro_batch else 0.0  # those of earlier micro batches
+        return Need(max(lasting, peak + waiting), lasting, math.inf if share.micro_batch % parallel.tp else accumulated)
     splits_weights = parallel.engine == "torch" or (parallel.wrapper == "fsdp" and not packs)
     if splits_weights or run.compile or run.memory_budget or settings.data.pack == "documents":
-        return Need(lasting, lasting, is_predicted=False)
-    return Need(max(lasting, estimate(run).peak - sharded + waiting), lasting, is_predicted=True)
+        return Need(lasting, lasting, math.inf)
+    return Need(max(lasting, estimate(run).peak - sharded + waiting), lasting)
+
+
+def _engine_peak(settings: TrainSettings, run: RunConfig, world_size: int) -> int | None:
+    """Return the peak of one micro batch on a rank of torch's engine, rounded down to a multiple of `tp` sequences;
+    None where it is not predicted."""
+    parallel = settings.parallel
+    each = run.batch_size // parallel.tp
+    is_known = run.precision in ("fp32", "bf16") and run.attention in ("auto", "reference", "sdpa")
+    is_plain = is_known and run.fast == "off" and run.device_type == "cuda"
+    is_predicted = is_plain and parallel.pp == parallel.cp == 1 and settings.data.pack == "none"
+    if parallel.engine == "ours" or not (is_predicted and each):
+        return None
+    return engine_estimate(dataclasses.replace(run, batch_size=each), parallel.axes(world_size)).peak
 
 
 def _way_out(settings: TrainSettings, run: RunConfig, share: Share, world_size: int, memory: Memory) -> str:
@@ -145,7 +171,7 @@ def _way_out(settings: TrainSettings, run: RunConfig, share: Share, world_size: 
                 return f"it is predicted to fit with {' '.join(flags)}"
     on_gpu, ours = run.device_type == "cuda", settings.parallel.engine == "ours"
     ways = ["a smaller --size"]
-    if on_gpu and not (is_hopeless or run.memory_budget or run.compile):
+    if on_gpu and ours and not (is_hopeless or run.memory_budget or run.compile):
         ways.append("--memory_budget auto")
     if ours and world_size > 1 and settings.parallel.wrapper != "fsdp":
         ways.append("--parallel fsdp")

@@ -102,7 +102,7 @@ REFUSED = {
         bench --timeout nan                         | got nan
         bench --timeout inf                         | got inf
         bench --peak_tflops 0                       | --peak_tflops must be above 0
-        bench --output folder                       | 'folder' is a folder; name a file
+        bench --output taken                        | 'taken/records.jsonl' is a folder; name a file
         bench --output ''                           | --output: the value is empty
         bench --output good.jsonl/x                 | cannot write to
         bench --output binary.jsonl                 | not a record of cs336_systems
@@ -139,7 +139,7 @@ REFUSED = {
         run end_to_end --preset ''                  | --preset: the value is empty
         run end_to_end --num_steps -1               | --num_steps must be
         run end_to_end --device tpu                 | 'tpu'
-        run end_to_end --output folder              | 'folder' is a folder
+        run end_to_end --output taken               | 'taken/records.jsonl' is a folder
         run end_to_end --timeout 1e300              | --timeout must be
     """,
     "profile": """
@@ -409,7 +409,7 @@ REFUSED = {
         benchmark.py stray                          | unrecognized arguments: stray
         benchmark.py --forward_only --mode train-step  | exclude each other
         benchmark.py --size tiny --sizes small      | exclude each other
-        benchmark.py --output folder                | 'folder' is a folder
+        benchmark.py --output taken                 | 'taken/records.jsonl' is a folder
         benchmark.py --warmup_steps -2              | --warmup_steps must be
         calculate_memory.py --size nope             | 'nope'
         calculate_memory.py --lang fr               | 'fr'
@@ -471,7 +471,7 @@ def prepare(folder: Path) -> None:
         trained = {**config, "first_step": 1, "learning_rate": rate}
         record.append(folder / name, [Record("train", trained, "loss", "1", (1.0, 2.0))])
     good, binary = (folder / "good.jsonl").read_bytes(), bytes(range(256)) * 40
-    for name in ("folder", "hollow", "folder.json", "weird ☃ name", "unfinished/.parts"):
+    for name in ("folder", "hollow", "folder.json", "weird ☃ name", "unfinished/.parts", "taken/records.jsonl"):
         (folder / name).mkdir(parents=True)
     shutil.copy(folder / "good.jsonl", folder / "folder" / "records.jsonl")
     for ending in ("jsonl", "json", "pickle", "sqlite", "txt", "npy"):

@@ -14,8 +14,9 @@ import pytest
 
 from cs336_systems import __version__, record
 from cs336_systems.cli import COMMANDS
-from cs336_systems.config import RunConfig, model_config
+from cs336_systems.config import RunConfig, UserError, model_config
 from cs336_systems.experiments import runner as runner_module
+from cs336_systems.experiments import session
 from cs336_systems.experiments.bench_command import BenchArguments
 from cs336_systems.record import CELL_TIME, Environment, Record
 from cs336_systems.table import FORMATS
@@ -104,9 +105,9 @@ def test_mistakes(argv, named, no_worker, capsys):
 @pytest.mark.parametrize("command", [["bench", *TINY], ["run", "accumulation"], ["profile", *TINY]], ids=lambda x: x[0])
 @pytest.mark.parametrize("output", ["file/below.jsonl", "file/deeper/below.jsonl", "folder"])
 def test_output_that_cannot_be_written(command, output, no_worker, capsys, tmp_path):
-    """Below a regular file nobody can write, not even root. `profile` takes a folder, and a folder is in its place."""
+    """Below a regular file nobody can write, not even root. An output may be a folder, and a folder is in its place."""
     (tmp_path / "file").write_text("in the way")
-    taken = "folder/records.jsonl" if command[0] == "profile" and output == "folder" else output
+    taken = "folder/records.jsonl" if output == "folder" else output
     (tmp_path / "folder" / "records.jsonl").mkdir(parents=True)
     assert_refused([*command, "--output", output], [f"'{taken}'"], capsys)
     assert (tmp_path / "file").read_text() == "in the way"
@@ -157,6 +158,42 @@ def kept_worker(started_worker, models, monkeypatch):
     monkeypatch.syspath_prepend(models)  # the worker's folder
     monkeypatch.setattr(runner_module, "Worker", lambda *_: started_worker)
     monkeypatch.setattr(started_worker, "stop", lambda: None)
+
+
+@pytest.mark.parametrize(
+    ("output", "file"),
+    [
+        ("new", "new/records.jsonl"),
+        ("new/deeper/", "new/deeper/records.jsonl"),
+        ("new/b1.jsonl", "new/b1.jsonl"),
+        ("b1.json", "b1.json/records.jsonl"),
+        ("v0.2", "v0.2/records.jsonl"),
+        ("there", "there/records.jsonl"),
+        ("there.jsonl", "there.jsonl/records.jsonl"),
+        ("taken", "taken"),
+    ],
+)
+def test_output_is_a_folder_or_a_file_of_records(output, file, tmp_path, monkeypatch):
+    """For all commands that measure alike; a file of an older version without a suffix goes on."""
+    monkeypatch.chdir(tmp_path)
+    for name in ("there", "there.jsonl"):
+        (tmp_path / name).mkdir()
+    (tmp_path / "taken").touch()
+    assert record.output_file(output) == Path(file)
+
+
+@pytest.mark.parametrize("command", [["bench", *TINY], ["run", "accumulation"], ["profile", *TINY]], ids=lambda x: x[0])
+def test_every_command_that_measures_writes_records_into_a_new_folder(command, monkeypatch, tmp_path):
+    opened = []
+
+    def opens(self, path, *args, **kwargs):
+        opened.append(path)
+        raise UserError("seen")
+
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(session.Runner, "__init__", opens)
+    assert exit_code([*command, "--output", "runs/b1"]) == 2
+    assert opened == [Path("runs/b1/records.jsonl")]
 
 
 @pytest.mark.xdist_group("ranks")

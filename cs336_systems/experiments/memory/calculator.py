@@ -12,9 +12,10 @@ from dataclasses import dataclass
 from typing import Any
 
 from cs336_systems.config import RunConfig, UserError, flag
+from cs336_systems.experiments.ranks.rehearsal_command import verdict
 from cs336_systems.predict.activation_plan import KEEP, OFFLOAD, RECOMPUTE, Plan
 from cs336_systems.predict.building_memory import building_peak
-from cs336_systems.predict.fit import usable_bytes
+from cs336_systems.predict.fit import gpu_bytes, safe_peak, usable_bytes
 from cs336_systems.predict.gpus import CARDS, GIGA, find_card
 from cs336_systems.predict.memory_model import Breakdown, breakdown
 from cs336_systems.predict.memory_planner import BlockCosts, PlannedMemory, Rates, budget_bytes, plan_memory
@@ -113,17 +114,16 @@ def calculate(arguments: CalculateArguments) -> int:
 
 
 def memory_tables(config: RunConfig, *, gpu: str = "", trace: bool = False) -> list[Table]:
-    """Return the parts of the memory, and with a memory budget the plan for the GPU `gpu`."""
+    """Return the parts of the memory, whether they fit on the GPU `gpu`, and with a memory budget the plan for it."""
     if not config.memory_budget:
-        if gpu:
-            raise UserError("--gpu says for which card a memory budget is planned; add --memory_budget auto")
-        return [memory_table(config, trace=trace)]
+        return [memory_table(config, trace=trace, gpu=gpu)]
     planned = planned_for(config, gpu)
-    return [memory_table(config, trace=trace, plan=planned.plan), plan_table(config, planned, gpu)]
+    return [memory_table(config, trace=trace, plan=planned.plan, gpu=gpu), plan_table(config, planned, gpu)]
 
 
-def memory_table(config: RunConfig, *, trace: bool, plan: Plan | None = None) -> Table:
+def memory_table(config: RunConfig, *, trace: bool, plan: Plan | None = None, gpu: str = "") -> Table:
     """Return all parts and those alive at the peak, by the closed form and, on request, by a trace of the operators."""
+    usable = safe_peak(gpu_bytes(gpu), config) if gpu else None
     full = None
     if config.model_factory is None and not config.plans_whole_blocks:
         full = breakdown(config, plan)
@@ -149,7 +149,15 @@ def memory_table(config: RunConfig, *, trace: bool, plan: Plan | None = None) ->
         Text("") if config.fast == "off" else say(", fast {}", "，快速步 {}", config.fast),
         say(", memory budget {}", "，显存预算 {}", config.memory_budget) if config.memory_budget else Text(""),
     )
-    return Table(title, columns, rows, _table_notes(config, full, traced))
+    fits = [] if usable is None else [_verdict(config, full, traced, usable, gpu)]
+    return Table(title, columns, rows, [*fits, *_table_notes(config, full, traced)])
+
+
+def _verdict(config: RunConfig, full: Breakdown | None, traced: Any, usable: float, gpu: str) -> Text:
+    """Say whether a step, and building the model, fit on a GPU, given as for `fit`."""
+    card = find_card(gpu)
+    peak = max(full.peak.peak, building_peak(config).peak) if full else traced.peak
+    return verdict(peak, usable, card.name if card else gpu)
 
 
 def _table_notes(config: RunConfig, full: Breakdown | None, traced: Any) -> list[Text]:

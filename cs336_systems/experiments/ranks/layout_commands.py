@@ -77,7 +77,7 @@ def command_of(config: Mapping[str, Any], strategy: Strategy) -> str:
 def _parallel(plan: Plan, model: ModelConfig) -> dict[str, Any]:
     """Return the flags of a layout that `cs336 train` has; raise UserError for a model that it cannot split."""
     strategy = plan.strategy
-    if strategy.group == strategy.replicate == 1:
+    if not plan.is_on_engine:
         return {"parallel": WRAPPERS[strategy.stage]}
     axes = {name: size for name, size in required_axes(plan, model)._asdict().items() if size > 1}
     return {"engine": "torch", **axes, **({"pp_schedule": schedule_of(strategy)} if strategy.chunks > 1 else {})}

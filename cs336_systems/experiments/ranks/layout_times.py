@@ -22,7 +22,7 @@ from cs336_systems.predict.parallel_model import Plan
 from cs336_systems.predict.rank_shards import Mesh
 from cs336_systems.predict.strategy import Strategy
 from cs336_systems.predict.time.gpu_profile import DATA_SHEET, GpuProfile, profile_of
-from cs336_systems.predict.time.rank_time import plain_rank_seconds, sharding_seconds
+from cs336_systems.predict.time.rank_time import added_seconds, plain_rank_seconds
 from cs336_systems.predict.time.time_model import predicts, step_time
 from cs336_systems.predict.training_cost import NO_COST, Cost
 from cs336_systems.report.cells import CellView
@@ -33,8 +33,8 @@ from cs336_systems.text import Text, listed, say
 
 ALONE, AMONG_RANKS = "on", "kernels,loss,optimizer"
 """Parts of the fast step whose kernels are counted on one GPU, and on several: ranks have no CUDA graph."""
-UPDATE = "adamw"
-"""Name of the kernel that updates the weights in the fast step."""
+PACKED_UPDATE = "adamw"
+"""Name of the kernel of the packed optimizer, which ranks do not have."""
 
 
 class RankTime(NamedTuple):
@@ -110,24 +110,25 @@ def _fused_seconds(run: RunConfig, plan: Plan, profile: GpuProfile) -> float | N
     found = step_time(run, profile, plan.micro_batches)
     if found is None:
         return None
-    saved = found.by_name()[UPDATE] * (1 - 1 / plan.shards) if plan.strategy.stage else 0.0  # it updates its shard
-    kernels = sum(seconds for _, seconds in found.kernels) + found.gaps - saved
-    if plan.strategy.stage == 3:
-        kernels += sharding_seconds(run, required_axes(plan, run.model), profile, plan.micro_batches)
+    kernels = sum(seconds for _, seconds in found.kernels) + found.gaps
+    if plan.cluster.gpus > 1:
+        sharded = plan.strategy.stage == 3
+        added = added_seconds(run, required_axes(plan, run.model) if sharded else Mesh(), profile)
+        update = added.update / (plan.shards if plan.strategy.stage in (1, 2) else 1)
+        kernels += plan.micro_batches * added.gradients + update - found.by_name()[PACKED_UPDATE]
     return max(kernels, found.host)
 
 
 def _plain_seconds(run: RunConfig, plan: Plan, profile: GpuProfile) -> float | None:
-    """Return the seconds of the kernels of a rank without the fused kernels: under torch's engine or our FSDP."""
+    """Return the seconds of the kernels of a rank without the fused kernels, under torch's engine."""
     strategy = plan.strategy
-    is_ours = strategy.group == strategy.replicate == 1
     try:
-        mesh = Mesh(dp_shard=plan.shards) if is_ours else required_axes(plan, run.model)
+        mesh = required_axes(plan, run.model)
     except UserError:  # ranks cannot split the model
         return None
     sequences = run.batch_size * strategy.group // plan.micro_batches
     run = dataclasses.replace(run, fast="off", batch_size=sequences)
-    found = plain_rank_seconds(run, mesh, profile, plan.micro_batches, is_ours=is_ours)
+    found = plain_rank_seconds(run, mesh, profile, plan.micro_batches)
     if found is None:
         return None
     return found.gradients + found.update / (plan.shards if strategy.stage in (1, 2) else 1)
@@ -146,8 +147,8 @@ def _notes(cell: CellView, profile: GpuProfile, others: Sequence[str]) -> list[T
     if len(plain) < len(timed):
         notes.append(
             Text(
-                "kernels: those of the fast step of one GPU on its own sequences, with AdamW of its shard",
-                "内核：单张 GPU 在其自身序列上的快速步，AdamW 只更新本分片",
+                "kernels: those of the fast step of one GPU on its own sequences, with torch's AdamW of its shard",
+                "内核：单张 GPU 在其自身序列上的快速步，以 torch 的 AdamW 更新本分片",
             )
         )
     if plain:

@@ -82,7 +82,16 @@ def _memory_table(cell: CellView) -> Table:
         if has_peaks:
             memory.append("-" if peak is None else number(peak / GIB))
         rows.append([layout_name(name), *memory, fits, "-" if needed is None else f"{needed:,.0f}"])
-    notes = [
+    notes = []
+    if cell.get("gpus") == 1 and (peak := cell.variant(cell.get("strategies")[0]).value("needed_memory")):
+        notes.append(
+            say(
+                "one GPU: it fits or not by the peak of its step, {} GiB, as cs336 memory predicts it",
+                "单张 GPU：以 cs336 memory 预测的单步峰值 {} GiB 判断是否放得下",
+                number(peak / GIB),
+            )
+        )
+    notes += [
         Text(
             "working: low-precision copies of weights, or the few that are gathered at a time",
             "工作副本：权重的低精度副本，或同一时刻收集起来的少数权重",
@@ -97,6 +106,12 @@ def _memory_table(cell: CellView) -> Table:
             Text(
                 "torch's peak: under --engine torch, of all tensors that exist at a time; -: it is not predicted",
                 "torch 峰值：--engine torch 下同一时刻所有张量的最大值；-：不作预测",
+            )
+        )
+        notes.append(
+            Text(
+                "whether a layout fits that cs336 train runs on torch's engine is judged by that peak, if predicted",
+                "cs336 train 在 torch 引擎上运行的布局，若该峰值有预测，则以其判断是否放得下",
             )
         )
     if unfused := unfused_layouts(cell.config):

@@ -3,15 +3,18 @@
 Predicted from the configuration (predict/parallel_model.py); nothing runs.
 """
 
+from bisect import bisect_left
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
 from cs336_systems.commands import flags_named
 from cs336_systems.config import OPTIMIZER_STATES, ModelConfig, RunConfig, UserError, flag, flag_like
-from cs336_systems.predict.engine_memory import engine_estimate
+from cs336_systems.predict.building_memory import building_peak
+from cs336_systems.predict.engine_memory import engine_peak
 from cs336_systems.predict.fit import gpu_bytes, usable_bytes
 from cs336_systems.predict.gpus import ETHERNET, GIGA, PCIE_LINK, TERA, find_card
+from cs336_systems.predict.memory_model import estimate
 from cs336_systems.predict.model_flags import ShapeArguments
 from cs336_systems.predict.optimize_ranks import FAST_OF_RANKS, FP8_ON_RANKS
 from cs336_systems.predict.parallel_model import Cluster, Plan, Workload, feed_forward, runs_fused, transformer
@@ -34,6 +37,7 @@ from cs336_systems.text import Text, say
 PRECISIONS = ("fp32", "bf16", "fp16", "fp8")
 """Precisions that the flag knows; that of fp8 is refused with a reason."""
 STRATEGIES = ("dp", "zero1", "zero2", "zero3", "tp8", "zero3+tp8", "zero3+cp4", "zero1+tp8+pp4")
+SHARDED = Strategy(3)
 MOST_GPUS = 1_000_000
 COUNTED = {"transformer": transformer, "feed-forward": feed_forward}
 INTERLEAVED = "interleaved"
@@ -145,13 +149,13 @@ def _strategies(arguments: PlanArguments, model: ModelConfig) -> tuple[list[str]
     asked = [Strategy.parse(text) for text in arguments.strategy]
     if arguments.strategy != STRATEGIES:
         return [strategy.name for strategy in asked], []
-    names = usual_layouts(arguments.gpus, model, arguments.count)
+    names = usual_layouts(arguments.gpus, model, arguments.count, arguments.node)
     return names, [strategy.name for strategy in asked if strategy.name not in names]
 
 
-def usual_layouts(gpus: int, model: ModelConfig, count: str = "transformer") -> list[str]:
+def usual_layouts(gpus: int, model: ModelConfig, count: str, node: int) -> list[str]:
     """Return the names of the usual layouts with groups that divide `gpus` and the heads and widths of the model,
-    without those that lose an axis of stages or sequences by it."""
+    without those that lose an axis of stages or sequences by it; and ZeRO-3 within each of several nodes."""
     found = []
     for asked in map(Strategy.parse, STRATEGIES):
         fitting = asked.within(gpus)
@@ -160,13 +164,15 @@ def usual_layouts(gpus: int, model: ModelConfig, count: str = "transformer") -> 
         keeps_axes = (fitting.pipeline > 1, fitting.context > 1) == (asked.pipeline > 1, asked.context > 1)
         if keeps_axes and fitting.pipeline <= model.num_layers:
             found.append(fitting.name)
+        if fitting == SHARDED and count == "transformer" and gpus > node > 1 and gpus % node == 0:
+            found.append(replace(SHARDED, replicate=gpus // node).name)
     return list(dict.fromkeys(found))
 
 
 def run_of(config: Mapping[str, Any], strategy: Strategy) -> RunConfig:
     """Return the step of a layout's ranks, with those parts of the fast step with which `cs336 train` runs it."""
     run = RunConfig.of(config)
-    return run if runs_fused(strategy, config["gpus"]) else replace(run, fast="off")
+    return run if runs_fused(strategy) else replace(run, fast="off")
 
 
 def unfused_layouts(config: Mapping[str, Any]) -> list[str]:
@@ -237,17 +243,63 @@ def engine_mesh(plan: Plan) -> Mesh:
     return Mesh(dp_replicate=plan.replicas, tp=tensor)
 
 
-def _engine_peak(config: Mapping[str, Any], plan: Plan) -> int | None:
-    """Return the peak of a GPU that `cs336 rehearse` predicts; None where it does not run the layout."""
-    run, strategy = RunConfig.of(config), plan.strategy
-    if strategy.group > 1:  # ranks that split layers or sequences run without fused kernels
-        run = replace(run, fast="off")
-    is_plain = run.fast == "off" and run.mode == "train-step" and run.precision in ("fp32", "bf16")
-    is_run = strategy.stage in (0, 3) and strategy.group == strategy.tensor and plan.micro_batches == 1
+def peak_on_engine(config: Mapping[str, Any], plan: Plan) -> int | None:
+    """Return the predicted peak of a GPU under torch's engine; None where it does not run the layout, or where its peak
+    is not predicted."""
+    run, strategy = run_of(config, plan.strategy), plan.strategy
+    is_fused_by_ours = run.fast != "off" and not plan.is_on_engine
+    is_run = strategy.stage in (0, 3) and strategy.group == strategy.tensor and not is_fused_by_ours
     is_split = all(getattr(run.model, name) % strategy.tensor == 0 for name in SPLIT_BY_TP)
-    if config["count"] != "transformer" or not (is_plain and is_run and is_split):
+    is_known = run.mode == "train-step" and run.precision in ("fp32", "bf16") and config["count"] == "transformer"
+    if not (is_run and is_split and is_known) or run.batch_size % plan.micro_batches:
         return None
-    return engine_estimate(run, engine_mesh(plan)).peak
+    own = replace(run, batch_size=run.batch_size // plan.micro_batches)
+    return engine_peak(own, engine_mesh(plan), plan.micro_batches)
+
+
+def needed_memory(config: Mapping[str, Any], plan: Plan) -> float:
+    """Return the bytes that a GPU needs: the peak of torch's engine where `cs336 train` runs the layout on it and the
+    peak is predicted, on one GPU that of the fast step, else the sum of the plan's parts."""
+    peak = None
+    if config["gpus"] == 1:
+        peak = alone_peak(config, plan)
+    elif plan.is_on_engine:
+        peak = peak_on_engine(config, plan)
+    return plan.total if peak is None else float(peak)
+
+
+def alone_peak(config: Mapping[str, Any], plan: Plan) -> int | None:
+    """Return the peak of one GPU that trains alone, the building of the model included, as `cs336 optimize` predicts
+    it; None if it is not a training step in one micro batch."""
+    run = RunConfig.of(config)
+    if config["count"] != "transformer" or run.mode != "train-step" or plan.micro_batches > 1:
+        return None
+    if run.fast == FAST_OF_RANKS:
+        run = replace(run, fast="on")
+    return max(estimate(run).peak, building_peak(run).peak)
+
+
+def plan_fits(config: Mapping[str, Any], plan: Plan) -> bool:
+    return needed_memory(config, plan) <= plan.cluster.memory
+
+
+def fewest_gpus(config: Mapping[str, Any], plan: Plan) -> int | None:
+    """Return the fewest GPUs on which the layout fits with as many sequences on each; None if no number is enough."""
+    strategy = plan.strategy
+    unit = strategy.group * strategy.replicate
+    if not plan.is_on_engine or peak_on_engine(config, plan) is None:
+        return plan.smallest_cluster
+
+    def fits(times: int) -> bool:
+        return plan_fits(config, replace(plan, cluster=replace(plan.cluster, gpus=times * unit)))
+
+    most = MOST_GPUS // unit if strategy.stage == 3 else 1  # more replicas of whole weights save no memory
+    # More shards need less memory until they are padded to a row each.
+    enough = next((times for times in (2**power for power in range(most.bit_length())) if fits(times)), None)
+    if enough is None:
+        return None
+    least = enough // 2 + 1
+    return unit * (least + bisect_left(range(least, enough), True, key=fits))
 
 
 def measure_plan(config: dict[str, Any]) -> list[Metric]:
@@ -261,10 +313,11 @@ def measure_plan(config: dict[str, Any]) -> list[Metric]:
             found.append(Metric(f"{during}_communication_time", "s", [plan.communication(during)]))
         if plan.strategy.pipeline > 1:
             found += [Metric("bubble_share", "1", [plan.bubble]), Metric("idle_time", "s", [plan.idle])]
-        if (peak := _engine_peak(config, plan)) is not None:
+        if (peak := peak_on_engine(config, plan)) is not None:
             found.append(Metric("engine_peak_memory", "B", [peak]))
-        found.append(Metric("fits", "1", [int(plan.fits)]))
-        for name, value in (("least_tokens", plan.least_tokens), ("smallest_cluster", plan.smallest_cluster)):
+        found.append(Metric("needed_memory", "B", [needed_memory(config, plan)]))
+        found.append(Metric("fits", "1", [int(plan_fits(config, plan))]))
+        for name, value in (("least_tokens", plan.least_tokens), ("smallest_cluster", fewest_gpus(config, plan))):
             if value is not None:
                 found.append(Metric(name, "1", [value]))
         metrics += [metric._replace(variant=plan.strategy.name) for metric in found]
@@ -335,7 +388,9 @@ def part_sizes(own: CellView) -> list[float]:
 
 
 def total(cell: CellView, name: str) -> float:
-    return sum(part_sizes(cell.variant(name)))
+    """Return the bytes that a GPU of a layout needs."""
+    own = cell.variant(name)
+    return own.value("needed_memory") or sum(part_sizes(own))
 
 
 def possible_layouts(cell: CellView) -> list[str]:

@@ -12,9 +12,12 @@ from cs336_systems.experiments.ranks.plan_cells import (
     MOST_GPUS,
     STRATEGIES,
     Passes,
+    fewest_gpus,
     fitting_layouts,
     impossible_layouts,
     layout_name,
+    needed_memory,
+    plan_fits,
     plans,
     possible_layouts,
     total,
@@ -211,7 +214,7 @@ def _token_seconds(config: Mapping[str, Any], layout: str, *, is_predicted: bool
     layout does not fit, or if its step is not predicted but must be."""
     (plan,) = plans({**config, "strategies": [layout]})
     time = plan_time(config, plan) if is_predicted else Passes.of_plan(plan)
-    return time.overlapped / plan.workload.tokens if plan.fits and time else None
+    return time.overlapped / plan.workload.tokens if time and plan_fits(config, plan) else None
 
 
 def _other_axes(cell: CellView, best: str) -> Text:
@@ -297,7 +300,7 @@ def _shorter_context(config: Mapping[str, Any]) -> str | None:
     length = RunConfig.of(config).model.context_length // 2
     while length:
         shorter = {**config, "model": {**config["model"], "context_length": length}}
-        shorter["strategies"] = usual_layouts(config["gpus"], RunConfig.of(shorter).model, config["count"])
+        shorter["strategies"] = _usual(shorter)
         for names in (("batch_size",), tuple(every)):
             flags = {name: every[name] for name in names if config.get(name) != every[name]}
             if found := _smallest_fitting({**shorter, **flags}):
@@ -350,17 +353,21 @@ def _smallest_fitting(config: Mapping[str, Any]) -> str | None:
     """Return the layout that fits with the least memory, or None."""
     try:
         impossible = impossible_layouts(config)
-        found = [plan for plan in plans(config) if plan.fits and plan.strategy.name not in impossible]
+        possible = [plan for plan in plans(config) if plan.strategy.name not in impossible]
+        found = {plan.strategy.name: needed_memory(config, plan) for plan in possible if plan_fits(config, plan)}
     except UserError:  # settings that do not go together
         return None
-    return min(found, key=lambda plan: plan.total).strategy.name if found else None
+    return min(found, key=lambda name: found[name]) if found else None
 
 
 def _other_layout(config: Mapping[str, Any]) -> str | None:
     """Return a layout that was not asked for, on the same GPUs."""
-    others = usual_layouts(config["gpus"], RunConfig.of(config).model, config["count"])
-    fitting = _smallest_fitting({**config, "strategies": others})
+    fitting = _smallest_fitting({**config, "strategies": _usual(config)})
     return f"--strategy {fitting}" if fitting else None
+
+
+def _usual(config: Mapping[str, Any]) -> list[str]:
+    return usual_layouts(config["gpus"], RunConfig.of(config).model, config["count"], config["node"])
 
 
 def _more_gpus(config: Mapping[str, Any]) -> str | None:
@@ -372,8 +379,9 @@ def _more_gpus(config: Mapping[str, Any]) -> str | None:
         if strategy.pipeline > layers or impossible_layouts(own):
             continue
         (plan,) = plans(own)
-        if plan.smallest_cluster is not None and config["gpus"] < plan.smallest_cluster <= MOST_GPUS:
-            needed[strategy.name] = plan.smallest_cluster
+        fewest = fewest_gpus(own, plan)
+        if fewest is not None and config["gpus"] < fewest <= MOST_GPUS:
+            needed[strategy.name] = fewest
     if not needed:
         return None
     best = min(needed, key=lambda name: needed[name])

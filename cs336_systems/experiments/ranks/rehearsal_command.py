@@ -14,7 +14,7 @@ from cs336_systems.predict.engine_memory import engine_estimate
 from cs336_systems.predict.engine_messages import engine_messages
 from cs336_systems.predict.gpus import find_card
 from cs336_systems.predict.model_flags import ShapeArguments
-from cs336_systems.predict.parallel_model import Plan
+from cs336_systems.predict.parallel_model import Collective, Plan
 from cs336_systems.predict.rank_shards import Mesh, of_replica, weights
 from cs336_systems.predict.strategy import Strategy
 from cs336_systems.predict.time.gpu_profile import GpuProfile, profile_of
@@ -141,7 +141,7 @@ def mesh_plan(arguments: RehearseArguments) -> Plan:
     strategy = Strategy(3 if sharded else 0, mesh.tp, context=mesh.cp, replicate=mesh.dp_replicate if sharded else 1)
     given = {name: getattr(arguments, name) for name in ("gpus", "gpu", "tflops", "node", "link", "network")}
     given |= {name: getattr(arguments, name) for name in ("batch_size", "precision", "attention", "checkpoint_blocks")}
-    planned = plan_config(PlanArguments(**given, size="small", strategy=(strategy.name,)))
+    planned = plan_config(PlanArguments(**given, size="small", strategy=(strategy.name,), micro_batches=1))
     (plan,) = plans({**planned, **config.to_dict()})
     return plan
 
@@ -158,11 +158,9 @@ def rehearsal_tables(arguments: RehearseArguments) -> list[Table]:
 
 def _messages_table(arguments: RehearseArguments) -> Table:
     """Return what the rank sends in a step of one micro batch, as torch's engine does it."""
-    mesh = arguments.mesh
-    run = of_replica(_config(arguments), mesh)
     rows: list[list[str | Text]] = [
         [AXES[one.axis], PASSES[one.during], one.name, PURPOSES[one.purpose], _mib(one.nbytes), _mib(one.sent)]
-        for one in engine_messages(run, mesh, rank=arguments.rank)
+        for one in _messages(arguments)
     ]
     title = Text("rehearse: what the rank sends in a step", "rehearse：该 rank 在一步中发送的数据")
     columns = [
@@ -178,6 +176,12 @@ def _messages_table(arguments: RehearseArguments) -> Table:
         "按 torch 引擎计数，与真实 rank 发送的字节一致；标量未计入",
     )
     return Table(title, columns, rows, [note])
+
+
+def _messages(arguments: RehearseArguments) -> list[Collective]:
+    """Return the collectives of the rank in a step of one micro batch."""
+    mesh = arguments.mesh
+    return engine_messages(of_replica(_config(arguments), mesh), mesh, rank=arguments.rank)
 
 
 def _parts_table(parts: dict[str, int]) -> Table:
@@ -274,7 +278,11 @@ def _why_they_differ(arguments: RehearseArguments, run: Rehearsed) -> list[Text]
 def _time_table(arguments: RehearseArguments, run: Rehearsed) -> Table:
     """Return measured compute beside the predicted one, predicted communication, and the two ends of a step."""
     plan, measured, predicted = run.plan, run.found.seconds, predicted_compute(arguments)
-    wire = plan.communication("forward") + plan.communication("backward")
+    messages = _messages(arguments)
+    wire, waiting = (
+        sum(plan.seconds(one) for one in found)
+        for found in (messages, [one for one in messages if one.axis in plan.waited_for])
+    )
     how = say("predicted for {}", "按 {} 预测", _gpu_name(arguments))
     at_peak = plan.compute("forward") + plan.compute("backward")
     kinds = {Text("measured", "实测"): measured, how: predicted, Text("at the GPU's peak rate", "按 GPU 峰值"): at_peak}
@@ -283,7 +291,6 @@ def _time_table(arguments: RehearseArguments, run: Rehearsed) -> Table:
     rows: list[list[str | Text]] = [
         [say("compute ({})", "计算（{}）", name), ms(seconds)] for name, seconds in known.items()
     ]
-    waiting = plan.waiting("forward") + plan.waiting("backward")
     rows += [
         [Text("communication (predicted)", "通信（预测）"), ms(wire)],
         [Text("step with overlap", "单步，通信与计算重叠"), ms(waiting + max(compute, wire - waiting))],

@@ -10,8 +10,9 @@ import sys
 import timeit
 from collections.abc import Iterator
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from cs336_systems import record
 from cs336_systems.commands import Interrupted, interrupt_raises
@@ -19,7 +20,7 @@ from cs336_systems.config import RunConfig, UserError, flag, nearest, without_un
 from cs336_systems.experiments.ranks.layout_commands import DATA, WRAPPERS, flag_words, shape_flags, started
 from cs336_systems.experiments.ranks.plan_cells import MOST_GPUS
 from cs336_systems.experiments.runner import Runner, gather
-from cs336_systems.experiments.session import new_run_file
+from cs336_systems.experiments.session import OUTPUT, new_run_file
 from cs336_systems.experiments.spec import Config
 from cs336_systems.experiments.steps.optimized_steps import MEASURED, OPTIMIZE, activations_text, cell_config
 from cs336_systems.predict.fit import margin_note, usable_bytes
@@ -52,7 +53,7 @@ from cs336_systems.predict.optimize import (
     Task,
     predictions_per_second,
 )
-from cs336_systems.predict.optimize_ranks import FP8_ON_RANKS, RankSearch
+from cs336_systems.predict.optimize_ranks import FP8_ON_RANKS, SHARDED, RankSearch
 from cs336_systems.predict.parallel_model import Cluster
 from cs336_systems.predict.strategy import Strategy
 from cs336_systems.predict.time.gpu_profile import DATA_SHEET, GpuProfile, profile_of
@@ -67,6 +68,8 @@ from cs336_systems.table import FORMATS, Column, Table, word
 from cs336_systems.text import Text, listed, say
 
 ROWS = 10
+SHORTEST_CONTEXT = 128
+"""A shorter context is no way out."""
 BF16_STATE = "bf16_state"
 ALLOWED = {BF16_STATE: "bf16"}
 """Values of `--allow`, and the optimizer states that they allow."""
@@ -91,7 +94,7 @@ class OptimizeArguments(CostArguments, ModelArguments):
     allow: tuple[str, ...] = flag((), f"choices that change the numerics: {BF16_STATE} (weights and moments in bf16)")
     max_grad_norm: float = flag(TRAIN_GRAD_NORM, "clip the gradient's norm to this (0: no clipping)")
     no_measure: bool = flag(False, f"do not measure the best {MEASURED} where there is such a GPU")
-    output: str | None = flag(None, "records file of the measurements (default: under runs/)")
+    output: str | None = flag(None, f"{OUTPUT} (default: under runs/)")
     verbose: bool = flag(False, "also show how many candidates were predicted, and how fast")
     format: str = flag("terminal", "table format", FORMATS)
 
@@ -216,7 +219,7 @@ def optimize(arguments: OptimizeArguments) -> None:
     best = search.ranked[:ROWS]
     seconds = timeit.default_timer() - start
     if not best:
-        raise _nothing_fits(search)
+        raise _nothing_fits(search, arguments)
     if arguments.verbose:
         rate = predictions_per_second(search.task)
         print(_speed(search, seconds, rate).en, file=sys.stderr)
@@ -230,16 +233,44 @@ def optimize(arguments: OptimizeArguments) -> None:
     print(f"\n{advice(search, chosen, arguments.node).en}", file=aside)
 
 
-def _nothing_fits(search: Search) -> UserError:
-    task = search.task
+def _nothing_fits(search: Search, arguments: OptimizeArguments) -> UserError:
+    task, least = search.task, search.least_memory()
     has = min(task.memory, usable_bytes(task.capacity))
     where = f"--memory leaves {has / GIB:.1f} GiB" if task.memory == has else f"{task.gpu.name} has {has / GIB:.1f} GiB"
-    ways = ["a shorter --context_length", "a smaller model", "a larger --gpu"]
-    ways = ways if "bf16" in task.states or task.gpus > 1 else [f"--allow {BF16_STATE}", *ways]
+    tried = (next(filter(partial(_fits, arguments), changes), None) for changes in _changes(arguments, task, least))
+    ways = [f"--{name} {_shown(value)}" for change in tried if change for name, value in change.items()]
+    shown = f"{', '.join(ways)} or " if ways else ""
     return UserError(
         f"nothing fits: one sequence of {task.config.model.context_length:,} tokens needs at least "
-        f"{search.least_memory() / GIB:.1f} GiB and {where}; use {', '.join(ways[:-1])} or {ways[-1]}"
+        f"{least / GIB:.1f} GiB and {where}; use {shown}a smaller model"
     )
+
+
+def _changes(arguments: OptimizeArguments, task: Task, least: float) -> Iterator[list[dict[str, Any]]]:
+    """Yield, for each flag that may make something fit, its values, the one that changes the least first."""
+    context, cards = task.config.model.context_length, {name: find_card(name) for name in _timed()}
+    larger = {name: gpu.memory_gib * GIB for name, gpu in cards.items() if gpu is not None and gpu.memory_gib}
+    larger = {name: size for name, size in larger.items() if usable_bytes(size) >= least and not arguments.memory}
+    if arguments.memory:
+        yield [{"memory": f"{math.ceil(10 * least / GIB) / 10:g}GiB"}]
+    yield [{"allow": (*arguments.allow, BF16_STATE)}]
+    shorter = [context >> times for times in range(1, context.bit_length()) if context % (1 << times) == 0]
+    shorter = [length for length in shorter if length >= SHORTEST_CONTEXT]
+    if shorter and _fits(arguments, {"context_length": shorter[-1]}):
+        yield [{"context_length": length} for length in shorter]
+    yield [{"gpus": task.gpus << times} for times in range(1, 7)]
+    yield [{"gpu": name} for name in sorted(larger, key=lambda name: (larger[name], len(name)))]
+
+
+def _fits(arguments: OptimizeArguments, change: dict[str, Any]) -> bool:
+    """Return True if something is predicted to fit with other values of flags."""
+    with contextlib.suppress(UserError):  # flags that exclude each other, a batch that the GPUs cannot share
+        return bool(search_for(dataclasses.replace(arguments, **change)).ranked)
+    return False
+
+
+def _shown(value: object) -> str:
+    return ",".join(value) if isinstance(value, tuple) else str(value)
 
 
 def _speed(search: Search, seconds: float, rate: float) -> Text:
@@ -315,36 +346,24 @@ def _notes(search: Search, best: list[Prediction]) -> Iterator[Text]:
         )
     if isinstance(search, RankSearch):
         yield say(
-            "computation as by the fast step's kernels on one GPU, a lower bound; the fastest step waits {} ms for "
-            "communication",
-            "计算时间按单 GPU 快速步的内核计，为下界；最快一步等待通信 {} ms",
+            "computation: the fast step's kernels on one GPU, with torch's AdamW; a step of several ranks was not "
+            "measured. The fastest step waits {} ms for communication",
+            "计算时间：单 GPU 快速步的内核，更新用 torch 的 AdamW；多进程训练步未经实测。最快一步等待通信 {} ms",
             ms(search.waiting(best[0].candidate)),
         )
-        unfused = [found.candidate for found in best if not search.runs_fused(found.candidate)]
-        if any(map(search.has_plain_time, unfused)):
-            yield Text(
-                "ZeRO-3 runs without the fused kernels and loss: predicted operator by operator",
-                "ZeRO-3 不使用融合内核与融合损失：逐算子预测",
-            )
-        if not all(map(search.has_plain_time, unfused)):
-            yield Text(
-                "steps of ZeRO-3 that are bound by launches, or whose operators are not known, are slower than shown",
-                "ZeRO-3 中受内核发射限制或算子未知的训练步实际比所示更慢",
-            )
         if task.gpu.link is None or task.gpu.network is None:
             yield say(
                 "the interconnect of {} is not known: PCIe 4.0 x16 in a node, 25 Gb/s between nodes",
                 "{} 的互连未知：假定节点内 PCIe 4.0 x16、节点间 25 Gb/s",
                 task.gpu.name,
             )
-        return
     if task.profile.source == DATA_SHEET:
         yield say(
             "{} was not measured: times are those of its data sheet, within {}; their order is more certain",
             "{} 未经实测：时间按其规格参数推算，误差在 {} 以内；排序比时间可靠",
             *(task.gpu.name, percent(task.profile.spread, 0)),
         )
-    else:
+    elif task.gpus == 1:
         spread = percent(spread_of(task.config, task.profile), 0)
         yield say("a measurement is expected within {}", "实测值预计在 {} 以内", spread)
 
@@ -452,8 +471,9 @@ def train_command(run: RunConfig, sequences: int) -> str:
 
 def ranks_command(run: RunConfig, task: Task, layout: str, node: int) -> str:
     """Return the command for several GPUs; `cs336 train` chooses the parts of the fast step that ranks have."""
-    wrapper = WRAPPERS[Strategy.parse(layout).stage]
-    flags = {**_trained(run, task.gpus * task.sequences), "parallel": wrapper}
+    engine: dict[str, int | str] = {"engine": "torch", "dp_shard": task.gpus}
+    parallel = engine if layout == SHARDED else {"parallel": WRAPPERS[Strategy.parse(layout).stage]}
+    flags = {**_trained(run, task.gpus * task.sequences), **parallel}
     return f"{started(task.gpus, node)} {' '.join(flag_words(flags))}"
 
 
@@ -508,7 +528,7 @@ def _measured(arguments: OptimizeArguments, search: Search, best: list[Predictio
     if shutil.which("nvidia-smi") is None:
         print(f"not measured: no NVIDIA GPU here; predictions are for {task.gpu.name}", file=sys.stderr)
         return None
-    path = Path(arguments.output) if arguments.output else new_run_file("optimize")
+    path = record.output_file(arguments.output) if arguments.output else new_run_file("optimize")
     try:
         with interrupt_raises(), _unfragmented(), Runner(path) as runner:
             here = find_by_driver_name(runner.environment.gpu)

@@ -1,4 +1,4 @@
-"""The kernels of one rank of a device mesh, operator by operator: torch's engine, or this package's FSDP. No torch.
+"""The kernels of one rank of a device mesh, operator by operator, under torch's engine. No torch.
 
 A test runs the rank's step under a dispatch mode (measure/rehearsal.py) and compares every matmul and every pass with
 this list. Collectives are not in it; the copies before and after them are.
@@ -218,15 +218,3 @@ class EngineStep(EagerStep):
             yield self._pass(ORDERED, 2, own)
             yield self._pass(ORDERED, 2, self.parts * own // 2)
             yield self._pass(ORDERED, 2, self.parts * own)
-
-
-class FsdpStep(EngineStep):
-    """The same of this package's FSDP, whose weights are views of the buffer that gathers them."""
-
-    def _gather(self, members: list[Weight]) -> Iterator[Kernel]:
-        if self.is_low:
-            yield Pass(NARROW, 6 * sum(self._shards(members)))
-
-    def _reduce(self, members: list[Weight]) -> Iterator[Kernel]:
-        if self.is_low:
-            yield Pass(CAST, 6 * sum(self._shards(members)))

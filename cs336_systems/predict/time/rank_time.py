@@ -8,13 +8,15 @@ from typing import NamedTuple
 
 from cs336_systems.config import RunConfig
 from cs336_systems.predict.rank_shards import Mesh
-from cs336_systems.predict.time.eager_kernels import ADAMW, POINTWISE
+from cs336_systems.predict.time.eager_kernels import ADAMW, CAST, COPY, NARROW, POINTWISE
 from cs336_systems.predict.time.eager_time import predicts_eager, time_of_phases
-from cs336_systems.predict.time.engine_kernels import EngineStep, FsdpStep
+from cs336_systems.predict.time.engine_kernels import EngineStep
 from cs336_systems.predict.time.gpu_profile import GpuProfile
 from cs336_systems.predict.time.kernel_seconds import kernel_seconds
 from cs336_systems.predict.time.step_kernels import Kernel, Pass
 
+ADAMW_BYTES = 28
+"""Bytes that AdamW moves for each fp32 weight: it reads weight, gradient and two moments, and writes all but one."""
 ADDED_GRADIENT = 12
 """Bytes that move for each weight when a micro batch's gradient is added to that of earlier ones, in fp32."""
 
@@ -29,17 +31,16 @@ class RankSeconds(NamedTuple):
 
 
 def plain_rank_seconds(
-    config: RunConfig, mesh: Mesh, profile: GpuProfile, micro_batches: int = 1, *, is_ours: bool = False
+    config: RunConfig, mesh: Mesh, profile: GpuProfile, micro_batches: int = 1
 ) -> RankSeconds | None:
     """Return the seconds of a step's kernels on a rank of `mesh` of average work; None if they are not known, or if
     launches of the host bound them, to which the ranks' wrappers add.
 
-    `config.batch_size`: sequences that a replica, the ranks of `cp` x `tp`, processes in a micro batch. `is_ours`:
-    sharded by this package's FSDP, not by torch's engine.
+    `config.batch_size`: sequences that a replica, the ranks of `cp` x `tp`, processes in a micro batch.
     """
     if not predicts_eager(config, profile):
         return None
-    step = (FsdpStep if is_ours else EngineStep)(config, mesh)
+    step = EngineStep(config, mesh)
     found = time_of_phases(step.phases(), config, profile)
     if found is None or found.is_launch_bound:
         return None
@@ -49,9 +50,16 @@ def plain_rank_seconds(
     return RankSeconds(gradients + _seconds(added, profile), update)
 
 
-def sharding_seconds(config: RunConfig, mesh: Mesh, profile: GpuProfile, micro_batches: int = 1) -> float:
-    """Return the seconds in which torch's `fully_shard` casts and copies weights and gradients in a step."""
-    return micro_batches * _seconds(EngineStep(config, mesh).sharding(), profile)
+def added_seconds(config: RunConfig, mesh: Mesh, profile: GpuProfile) -> RankSeconds:
+    """Return what the fast step of a rank has instead of the packed optimizer: for each micro batch casts and copies of
+    weights and gradients, by torch's `fully_shard` or by autocast; and torch's AdamW of whole fp32 weights, or of the
+    shards of `fully_shard`."""
+    model, step = config.model, EngineStep(config, mesh)
+    joined = model.num_layers * model.d_model * (model.q_width + 2 * model.kv_width + 2 * model.d_ff)
+    matrices = model.parameters - model.vector_parameters
+    casts = step.sharding() if step.sharded else (Pass(NARROW, 6 * matrices), Pass(CAST, 6 * matrices))
+    update = Pass(ADAMW, ADAMW_BYTES * step.held_weights)
+    return RankSeconds(_seconds([*casts, Pass(COPY, 4 * joined)], profile), _seconds([update], profile))
 
 
 def _seconds(kernels: Iterable[Kernel], profile: GpuProfile) -> float:

@@ -3,6 +3,7 @@
 No torch here: the scripts are made on a login node or a laptop.
 """
 
+import dataclasses
 import re
 import shlex
 import tempfile
@@ -16,7 +17,8 @@ from typing import NoReturn
 from cs336_systems.config import UserError, flag
 from cs336_systems.files import write_file
 from cs336_systems.flags import Parser, add_flags, read_flags
-from cs336_systems.train.enough_memory import require_batch
+from cs336_systems.predict.fit import gpu_bytes
+from cs336_systems.train.enough_memory import Memory, require_batch, require_memory
 from cs336_systems.train.settings import BYTES, TrainSettings
 from cs336_systems.train.tokens.token_store import (
     DOCUMENTS_FILE,
@@ -30,6 +32,8 @@ from cs336_systems.train.tokens.token_store import (
 CLUSTERS = ("slurm", "skypilot", "kubernetes")
 START = {"slurm": "sbatch", "skypilot": "sky jobs launch", "kubernetes": "kubectl apply -f"}
 """The command that starts a job from its file."""
+RENTED = "H100"
+"""The GPU that SkyPilot rents where none is named."""
 PORTS = range(20000, 32000)
 """Ports for the rendezvous: below those that Linux gives to outgoing connections."""
 SAVE_MARGIN = 20
@@ -74,7 +78,7 @@ class LaunchArguments:
     gpus_per_node: int = flag(8, "GPUs of each machine (0: ranks on CPUs)")
     ranks_per_node: int | None = flag(None, "ranks on each machine (default: one for each GPU, or one)")
     cpus_per_rank: int = flag(8, "CPU cores of each rank, and its OpenMP threads")
-    gpu: str = flag("H100", "name of the GPU for SkyPilot")
+    gpu: str = flag("", f"card of the machines: a step must fit; SkyPilot rents it ({RENTED} where none is named)")
     time: str = flag("24:00:00", "time limit, [DAYS-]HH:MM:SS")
     stop_before: int = flag(120, "seconds before the time limit at which the run stops and saves")
     requeues: int = flag(20, "times that a job which was stopped is started again")
@@ -214,7 +218,25 @@ def checked(flags: LaunchArguments) -> Job:
     settings.run_config(device, job.world_size)
     _ = job.variables
     _require_shared_output(job, settings)
-    return job
+    unknown = _require_fitting(job, settings, device)
+    return dataclasses.replace(job, remarks=(*remarks, *unknown))
+
+
+def _require_fitting(job: Job, settings: TrainSettings, device: str) -> tuple[str, ...]:
+    """Raise UserError if a step cannot fit on the card that is named; return a remark if only SkyPilot knows it."""
+    flags = job.flags
+    if not flags.gpu:
+        return ()
+    if device != "cuda":
+        raise UserError(f"--gpu {flags.gpu} names a card, and the ranks run on CPUs; leave it out")
+    try:
+        capacity = gpu_bytes(flags.gpu)
+    except UserError:
+        if not flags.skypilot:  # which has names of its own
+            raise
+        return (f"the memory of --gpu {flags.gpu} is not known: whether a step fits was not checked",)
+    require_memory(settings, device, job.world_size, Memory(capacity, f"--gpu {flags.gpu}"))
+    return ()
 
 
 def _require_numbers(flags: LaunchArguments) -> None:
@@ -253,13 +275,25 @@ def _train_settings(flags: LaunchArguments) -> tuple[TrainSettings, tuple[str, .
     parser = _TrainParser(prog="cs336 train", add_help=False)
     add_flags(parser, TrainSettings)
     namespace = parser.parse_args(list(flags.words[1:]))
-    paths = [] if flags.slurm else [path for path in (namespace.data, namespace.init) if path]
-    absent = [path for path in paths if not Path(path).exists()]
-    remarks = tuple(f"{path!r} is not on this machine: it must be there on the cluster" for path in absent)
+    absent = [path for path in (namespace.data, namespace.init) if path and not Path(path).exists()]
+    if flags.slurm:  # the job starts in the folder of its submission: a relative path names a file of this machine
+        if namespace.data in absent and not Path(namespace.data).is_absolute():
+            raise UserError(
+                f"train: no file {namespace.data!r} here; give the absolute path of data that only the cluster has"
+            )
+        absent = [path for path in absent if Path(path).is_absolute()]
+    remarks = tuple(map(_unchecked, absent))
     if namespace.data not in absent:
         return read_flags(TrainSettings, namespace), remarks
     with _stand_in(namespace.data, is_store=namespace.pack == "documents") as namespace.data:
         return read_flags(TrainSettings, namespace), remarks
+
+
+def _unchecked(path: str) -> str:
+    """Return the remark on a path that only the cluster can have."""
+    folder = str(Path(path).parent)
+    doubt = f" (its folder {folder!r} is: is the name right?)" if Path(folder).is_dir() else ""
+    return f"{path!r} is not on this machine{doubt}: it was not checked and must be there on the cluster"
 
 
 @contextmanager

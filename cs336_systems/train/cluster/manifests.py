@@ -3,7 +3,7 @@
 import re
 from typing import Any
 
-from cs336_systems.train.cluster.job import PORTS, Job
+from cs336_systems.train.cluster.job import PORTS, RENTED, Job
 from cs336_systems.train.cluster.yaml_text import dump
 
 COME_WITHIN = 1800
@@ -83,7 +83,7 @@ def skypilot(job: Job) -> str:
     flags = job.flags
     resources: dict[str, Any] = {"cpus": f"{job.cpus_per_node}+"}
     if flags.gpus_per_node:
-        resources["accelerators"] = f"{flags.gpu}:{flags.gpus_per_node}"
+        resources["accelerators"] = f"{flags.gpu or RENTED}:{flags.gpus_per_node}"
     if flags.image:
         resources["image_id"] = f"docker:{flags.image}"
     resources["job_recovery"] = {"max_restarts_on_errors": flags.requeues}

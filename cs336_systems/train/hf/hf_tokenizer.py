@@ -15,6 +15,7 @@ from cs336_systems.train.tokens.token_store import TOKENIZER_FILE
 
 TOKENIZER_CONFIG = "tokenizer_config.json"
 _CLASS = "PreTrainedTokenizerFast"
+_QWEN_CLASS = "Qwen2Tokenizer"
 _NAMED = ("bos_token", "eos_token", "pad_token")
 """Special tokens that tokenizer_config.json names, and whose ids config.json has."""
 _QWEN_WORDS = (
@@ -30,8 +31,15 @@ def describe_tokenizer(source: Path, target: Path, config: Mapping[str, Any]) ->
 
     Return how to load the tokenizer if AutoTokenizer would change it, or else an empty string.
     """
-    path = source / TOKENIZER_FILE
-    if (source / TOKENIZER_CONFIG).exists() or not path.exists():
+    path, described = source / TOKENIZER_FILE, source / TOKENIZER_CONFIG
+    if not path.exists():
+        return ""
+    named = _CLASS
+    if described.exists():
+        with foreign(described, "a tokenizer_config.json"):
+            named = str(read_json(described, LARGEST_FILE).get("tokenizer_class"))
+    may_be_replaced = config["model_type"] == "qwen2" or named.removesuffix("Fast") == _QWEN_CLASS
+    if described.exists() and not may_be_replaced:
         return ""
     with foreign(path, "a tokenizer.json"):
         tokenizer = read_json(path, LARGEST_FILE)
@@ -41,8 +49,9 @@ def describe_tokenizer(source: Path, target: Path, config: Mapping[str, Any]) ->
             "model_input_names": ["input_ids", "attention_mask"],
             **_named_tokens(tokenizer, config),
         }
-        is_replaced = config["model_type"] == "qwen2" and not _splits_as_qwen(tokenizer)
-    write_file(target / TOKENIZER_CONFIG, json.dumps(values, indent=2, ensure_ascii=False) + "\n")
+        is_replaced = may_be_replaced and not _splits_as_qwen(tokenizer)
+    if not described.exists():
+        write_file(target / TOKENIZER_CONFIG, json.dumps(values, indent=2, ensure_ascii=False) + "\n")
     if not is_replaced:
         return ""
     return f"load its tokenizer with {_CLASS}: AutoTokenizer of transformers 5 would split texts as Qwen's does"

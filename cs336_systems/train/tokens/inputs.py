@@ -18,7 +18,7 @@ from cs336_systems.train.token_file import FileState
 PART_BYTES = 4 << 20
 """Bytes of a part. A worker holds one part in memory; a killed run loses unfinished parts."""
 LINES, PACKED_LINES, TOKENS, TEXT = "lines", "packed lines", "tokens", "text"
-SUFFIXES = {".jsonl": LINES, ".jsonl.gz": PACKED_LINES, ".npy": TOKENS, ".bin": TOKENS, ".txt": TEXT}
+SUFFIXES = {".jsonl": LINES, ".jsonl.gz": PACKED_LINES, ".npy": TOKENS, ".bin": TOKENS, ".txt": TEXT, ".md": TEXT}
 """Suffixes of the files that are read from a folder, and their kinds."""
 
 

@@ -13,7 +13,7 @@ SMALLEST_VOCABULARY, LARGEST_VOCABULARY = 257, 1 << 24
 class TokenizeArguments:
     inputs: tuple[str, ...] = flag(
         (),
-        "files, folders or patterns: .txt, .jsonl, .jsonl.gz, tokens as .npy or .bin (16-bit)",
+        "files, folders or patterns: .txt, .md, .jsonl, .jsonl.gz, tokens as .npy or .bin (16-bit)",
         positional=True,
         metavar="INPUT",
     )

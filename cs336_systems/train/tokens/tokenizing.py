@@ -73,7 +73,7 @@ def _tokenize(arguments: TokenizeArguments) -> str:
         work = hashlib.sha256(json.dumps([recipe.text, inputs]).encode()).hexdigest()
         if not arguments.force and (store := _present(folder, arguments.force)) and store.work == work:
             shutil.rmtree(folder / UNFINISHED, ignore_errors=True)
-            return f"{_described(folder, store)}; it was there"
+            return f"{_described(folder, store, len(inputs))}; it was there"
         _require_replaceable(folder, arguments.force)
         remove_leftovers(folder / UNFINISHED, {trained_from, *(one.key for one in files)})
         done = _written(recipe, list(zip(parts, files, strict=True)), arguments.workers)
@@ -91,7 +91,8 @@ def _tokenize(arguments: TokenizeArguments) -> str:
     fewer = ""
     if arguments.train_tokenizer is not None and store.vocab_size < arguments.train_tokenizer:
         fewer = f" ({arguments.train_tokenizer:,} were asked for; the text has no more pairs to merge)"
-    return f"{_described(folder, store)}{fewer}; train on it with: cs336 train --data {shlex.quote(str(folder))}"
+    command = f"cs336 train --data {shlex.quote(str(folder))}"
+    return f"{_described(folder, store, len(inputs))}{fewer}; train on it with: {command}"
 
 
 def _no_tokens(inputs: Sequence[Input]) -> UserError:
@@ -104,8 +105,9 @@ def _recipe(arguments: TokenizeArguments, reading: Reading, tokenizer: bytes) ->
     return Recipe(tokenizer, name, arguments.end_token, arguments.parse_special_tokens, reading)
 
 
-def _described(folder: Path, store: TokenStore) -> str:
-    size = f"{counted(store.tokens, 'token')} of {counted(store.documents, 'document')}"
+def _described(folder: Path, store: TokenStore, files: int) -> str:
+    documents = f"{counted(store.documents, 'document')} in {counted(files, 'file')}"
+    size = f"{counted(store.tokens, 'token')} of {documents}"
     return f"{folder}: {size}, vocabulary {store.vocab_size:,} ({store.dtype})"
 
 

@@ -12,7 +12,6 @@ import pytest
 from cs336_systems import record
 from cs336_systems.config import RunConfig
 from cs336_systems.experiments.catalogue import cells
-from cs336_systems.experiments.profile_command import _records_path
 from cs336_systems.experiments.session import written_files
 from cs336_systems.measure.readers.trace import read_chrome
 from cs336_systems.timeline import Timeline
@@ -134,23 +133,6 @@ def test_the_last_lines_name_every_file_for_people_and_how_to_open_it(profiled):
     assert found == set(files(folder)) - aside
     hints = dict(zip(named, listed[first + 1 :], strict=True))
     assert all(any(word in hints[name] for word in ("perfetto", "browser", "cs336 report", "charts")) for name in named)
-
-
-@pytest.mark.parametrize(
-    ("output", "path"),
-    [
-        ("out", "out/records.jsonl"),
-        ("there", "there/records.jsonl"),
-        ("mine.jsonl", "mine.jsonl"),
-        ("taken", "taken"),
-        ("v0.2", "v0.2/records.jsonl"),
-    ],
-)
-def test_output_is_a_folder_or_a_file_of_records(output, path, tmp_path, monkeypatch):
-    monkeypatch.chdir(tmp_path)
-    Path("there").mkdir()
-    Path("taken").touch()
-    assert _records_path(Path(output)) == Path(path)
 
 
 def test_files_of_one_kind_share_a_line(tmp_path):

@@ -8,9 +8,9 @@ import pytest
 from cs336_systems.config import ModelConfig, RunConfig
 from cs336_systems.measure import rehearsal
 from cs336_systems.measure.memory_trace import StorageTracker
-from cs336_systems.predict.engine_memory import BUCKETS, EngineStep, engine_estimate
+from cs336_systems.predict.engine_memory import BUCKETS, EngineStep, engine_estimate, engine_peak
 from cs336_systems.predict.memory_model import estimate, workspace
-from cs336_systems.predict.rank_shards import Mesh
+from cs336_systems.predict.rank_shards import Mesh, elements
 
 MODEL = ModelConfig(vocab_size=1000, context_length=64, d_model=256, num_layers=2, num_heads=8, d_ff=768)
 RUN = RunConfig(model=MODEL, batch_size=1, device="cuda", precision="bf16", attention="sdpa", mode="train-step")
@@ -98,3 +98,40 @@ def test_buckets_are_as_large_as_the_gradients():
             assert step(*step.random_batch()) is not None
     assert allocated == sum(parameter.nbytes for parameter in model.parameters())
     assert engine_estimate(RUN, mesh).parts[BUCKETS] == pytest.approx(allocated, rel=1e-3)
+
+
+def random_fused_layout(seed: int) -> tuple[RunConfig, Mesh]:
+    pick = random.Random(seed).choice
+    mesh = Mesh(dp_replicate=pick((1, 1, 2)), dp_shard=pick((2, 3, 8)))
+    heads = pick((4, 8))
+    width = heads * pick((16, 32))
+    model = ModelConfig(
+        vocab_size=pick((1000, 2048, 40_001)),
+        context_length=pick((32, 64, 128)),
+        d_model=width,
+        num_layers=pick((1, 2, 5)),
+        num_heads=heads,
+        d_ff=3 * width + pick((0, 16, 32)),
+        num_kv_heads=pick((0, 2)),
+        qkv_bias=pick((False, True)),
+        qk_norm=pick((False, True)),
+        tied_embeddings=pick((False, True)),
+    )
+    fields = {"batch_size": pick((1, 2, 64)), "precision": pick(("fp32", "bf16")), "checkpoint_blocks": pick((0, 1, 2))}
+    return replace(RUN, model=model, attention="auto", fast=pick(("kernels", "kernels,loss")), **fields), mesh
+
+
+@pytest.mark.parametrize("seed", range(8))
+def test_fused_kernels_under_fully_shard_have_the_traced_peak(seed):
+    """Concatenated weights are kept for backward, beside the shards."""
+    run, mesh = random_fused_layout(seed)
+    found, predicted = rehearsal.rehearse(run, mesh, 0, on_gpu=False), engine_estimate(run, mesh)
+    fixed = workspace(run)
+    assert predicted.peak - fixed == pytest.approx(found.peak - fixed, rel=TOLERANCE), (run, mesh)
+
+
+def test_shards_of_gradients_are_there_from_the_first_micro_batch_on():
+    mesh = Mesh(dp_shard=8)
+    one, several = (engine_peak(RUN, mesh, micro_batches) for micro_batches in (1, 4))
+    assert one == engine_estimate(RUN, mesh).peak
+    assert several - one == 4 * elements(MODEL, mesh, 0)

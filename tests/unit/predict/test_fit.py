@@ -12,7 +12,9 @@ from hypothesis import strategies as st
 
 from cs336_systems.config import MODES, PLAIN_PRECISIONS, ModelConfig, RunConfig, UserError, model_config
 from cs336_systems.experiments.memory.calculator import describe, memory_table, memory_tables
+from cs336_systems.experiments.ranks.plan_cells import PlanArguments, plan_config, plans
 from cs336_systems.predict.activation_plan import RECOMPUTE_ALL
+from cs336_systems.predict.building_memory import building_peak
 from cs336_systems.predict.fast_memory import fast_estimate
 from cs336_systems.predict.fit import (
     CONTEXTS_2026,
@@ -24,11 +26,12 @@ from cs336_systems.predict.fit import (
     largest_batch,
     largest_contexts,
     longest_context,
+    safe_peak,
     usable_bytes,
 )
 from cs336_systems.predict.memory_model import breakdown, estimate
 from cs336_systems.predict.memory_planner import block_plans, least_peak, most_economical, plan_memory
-from cs336_systems.predict.model_flags import LIMITS
+from cs336_systems.predict.model_flags import LIMITS, ShapeArguments
 from cs336_systems.record import GIB
 from cs336_systems.table import Table
 from tests.helpers import refused
@@ -162,6 +165,46 @@ def test_notes_name_the_largest_model_and_a_way_to_fit_the_next():
     flags["checkpoint_blocks"] = int(flags.get("checkpoint_blocks", 0))
     config = on_gpu(found[1], context=int(found[2]), **flags)
     assert int(found[4]) == largest_batch(config, usable_bytes(24 * GIB)) > 0
+
+
+@pytest.mark.parametrize(
+    ("gpu", "fields", "flags", "gpus"),
+    [
+        ("h100", {"precision": "bf16", "attention": "auto", "fast": "on"}, "--optimizer_state bf16", 2),
+        ("a100", {}, "--attention auto --precision bf16 --fast on --optimizer_state bf16", 2),
+        ("4090", {"precision": "bf16", "attention": "auto", "fast": "on"}, "", 8),
+    ],
+)
+def test_where_weights_and_state_are_too_large_bf16_states_and_more_gpus_are_named(gpu, fields, flags, gpus):
+    """Nothing on one GPU with fp32 states fits; both ways out are those of the same commands with these flags."""
+    given = {"gpu": gpu, "size": "qwen2.5/7B", "context_lengths": (512, 1024), **fields}
+    table = fit_table(FitArguments(**given)).plain()
+    assert table.notes[0] == "none of these fits"
+    (plan,) = [note for note in table.notes if "ZeRO-3" in note]
+    assert plan == f"qwen2.5/7B at context 512 would fit on {gpus} GPUs by ZeRO-3: see cs336 plan --gpus {gpus}"
+    for count in (gpus, gpus // 2):
+        asked = PlanArguments(size="qwen2.5/7B", context_length=512, gpu=gpu, gpus=count, strategy=("zero3",))
+        (found,) = plans(plan_config(asked))
+        assert found.fits == (count == gpus)
+    named = [note for note in table.notes if "would fit with" in note]
+    assert len(named) == bool(flags)
+    if flags:
+        batch = re.fullmatch(rf"qwen2.5/7B at context 512 would fit with {flags} \(batch (\d+)\)", named[0])[1]
+        words = flags.split()
+        changed = dict(zip((word.removeprefix("--") for word in words[::2]), words[1::2], strict=True))
+        assert fit_table(FitArguments(**{**given, **changed})).plain().rows[0][1].startswith(f"{batch} (")
+
+
+def test_fp8_is_kept_where_it_can_be():
+    """A step in FP8 with a budget fits at least as many sequences as one in bf16."""
+    given = {"gpu": "80GiB", "size": "2.7B", "context_length": 16384, "attention": "auto", "fast": "on"}
+    note = fit_table(FitArguments(**given, precision="fp8")).plain().notes[-1]
+    batch = re.fullmatch(r"2.7B at context 16384 would fit with --memory_budget auto \(batch (\d+)\)", note)[1]
+    others = {}
+    for precision in ("fp8", "bf16"):
+        planned = FitArguments(**given, precision=precision, memory_budget="auto")
+        others[precision] = int(fit_table(planned).plain().rows[0][1].split()[0])
+    assert int(batch) == others["fp8"] >= others["bf16"]
 
 
 def test_a_shape_of_ones_own_is_one_row_and_several_gpus_are_rows():
@@ -426,14 +469,41 @@ def test_the_plan_names_each_block_once_and_adds_up():
     assert float(kept[1]) < float({row[0]: row for row in everything.rows}["activations"][1])
 
 
-def test_auto_needs_a_card_and_a_card_a_budget():
+@pytest.mark.parametrize(
+    ("fields", "gpu"),
+    [
+        ({}, "h200"),
+        ({}, "24GiB"),
+        ({"fast": "off"}, "4090"),
+        ({"batch_size": 1, "size": "llama3/8B"}, "h100"),  # building is the peak
+        ({"memory_budget": "20GiB"}, "4090"),
+    ],
+)
+def test_memory_says_whether_a_step_fits_on_a_card(fields, gpu):
+    """With the memory that `fit` counts as usable: both say the same."""
+    given = {"size": "large", "context_length": 1024, "batch_size": 8, "precision": "bf16", "attention": "auto"}
+    given |= {"fast": "on", **fields}
+    config = ShapeArguments(**given).predicted_config()
+    note = memory_tables(config, gpu=gpu)[0].plain().notes[0]
+    peak = max(estimate(config).peak, building_peak(config).peak)
+    usable = safe_peak(gpu_bytes(gpu), config)
+    fits = peak <= usable
+    figures = f"{peak / GIB:.1f} of {usable / GIB:.1f} GiB usable ({(usable - peak) / GIB:.1f} GiB to spare)"
+    assert note.startswith("fits on" if fits else "does not fit on")
+    assert (figures in note) == fits
+    if not config.memory_budget:
+        text = fit_table(FitArguments(**{**given, "gpu": gpu})).plain().rows[0][1]
+        assert text.startswith("-") == (not fits)
+
+
+def test_auto_needs_a_card():
     config = on_gpu("small", context=1024, **PLANNED)
     with refused("--memory_budget auto", "--gpu h200"):
         memory_tables(config)
     with refused("unknown --gpu 'h900'"):
         memory_tables(config, gpu="h900")
-    with refused("--memory_budget"):
-        memory_tables(dataclasses.replace(config, memory_budget=""), gpu="h200")
+    with refused("unknown --gpu 'h900'"):
+        memory_tables(dataclasses.replace(config, memory_budget=""), gpu="h900")
     _, plan = memory_tables(config, gpu="4090")
     assert "22.45 GiB on 4090" in plan.title.en
 

@@ -124,9 +124,17 @@ def test_prices():
         CostArguments(price="2.5").cost()
 
 
+@pytest.mark.parametrize(
+    ("days", "text"),
+    [(0.0123, "0.012"), (0.996, "1.0"), (14.3, "14.3"), (99.94, "99.9"), (99.96, "100"), (1234.5, "1,234")],
+)
+def test_days_below_a_hundred_have_a_decimal(days, text):
+    assert Cost(tokens=days * 86_400e6).cells(1e6) == [text]
+
+
 def test_many_gpus_cost_as_many_times_as_much():
     cost = Cost(tokens=86_400e6, price=2.0)
-    assert cost.cells(1e6) == ["1.0", "48"]
+    assert cost.cells(1e6) == ["1.0", "48.0"]
     assert cost.cells(1e6, gpus=1024) == ["1.0", "49,152"]
 
 

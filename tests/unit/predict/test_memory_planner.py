@@ -14,11 +14,13 @@ from cs336_systems.config import ModelConfig, RunConfig, UserError, model_config
 from cs336_systems.measure.memory_trace import predict_by_tracing
 from cs336_systems.predict import memory_planner
 from cs336_systems.predict.activation_plan import KEEP, KEEP_ALL, OFFLOAD, RECOMPUTE, RECOMPUTE_ALL, BlockPlan
+from cs336_systems.predict.building_memory import building_peak
 from cs336_systems.predict.fast_memory import fast_estimate
 from cs336_systems.predict.gpus import find_by_driver_name
 from cs336_systems.predict.memory_model import estimate
 from cs336_systems.predict.memory_planner import (
     BlockCosts,
+    NotEnoughMemoryError,
     Rates,
     block_plans,
     budget_bytes,
@@ -176,14 +178,32 @@ def test_the_peak_is_within_the_budget_and_more_memory_is_not_slower(config, sha
 @pytest.mark.parametrize("config", [on_gpu(batch_size=32), on_gpu(UNALIGNED), on_gpu(fast="kernels")], ids=range(3))
 def test_too_small_a_budget_names_the_least_that_works(config, host_limit, layers):
     config = dataclasses.replace(config, model=dataclasses.replace(config.model, num_layers=layers))
-    with refused("memory_budget 0.00 GiB", "at least", "GiB", "batch_size"):
-        plan_memory(config, 1, host_limit=host_limit)
     least = least_peak(config, host_limit)
+    with refused("memory_budget 0.00 GiB", f"at least {math.ceil(100 * least / GIB) / 100:.2f} GiB"):
+        plan_memory(config, 1, host_limit=host_limit)
     planned = plan_memory(config, least, host_limit=host_limit)
     assert planned.estimate.peak <= least
     assert planned.host_bytes <= host_limit
-    with refused("not enough"):
+    with refused("not enough", "at least", "GiB", "batch_size"):
         plan_memory(config, least - 512, host_limit=host_limit)
+
+
+@pytest.mark.parametrize(("state", "budget"), [("fp32", 112), ("bf16", 61.5)])
+def test_a_budget_must_be_enough_to_build_the_model(state, budget):
+    """8 billion parameters, whose steps of one sequence need less than their building. No batch and no context helps;
+    --optimizer_state bf16 is named where it is predicted to."""
+    own = {"precision": "bf16", "attention": "auto", "fast": "on", "optimizer_state": state}
+    config = on_gpu(model_config("llama3/8B"), **own, batch_size=1)
+    building = building_peak(config).peak
+    assert least_peak(config) < budget * GIB < building
+    with pytest.raises(NotEnoughMemoryError) as caught:
+        plan_memory(config, int(budget * GIB))
+    message = str(caught.value)
+    assert f"building this model needs {math.ceil(100 * building / GIB) / 100:.2f} GiB; use " in message
+    assert "batch_size" not in message
+    assert plan_memory(config, building).estimate.peak <= building
+    assert ("optimizer_state bf16" in message) == (state == "fp32")
+    assert plan_memory(dataclasses.replace(config, optimizer_state="bf16"), 112 * GIB)
 
 
 def test_choices_that_are_excluded_are_not_made():

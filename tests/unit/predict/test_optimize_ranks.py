@@ -8,7 +8,7 @@ import pytest
 
 from cs336_systems.config import RunConfig, model_config
 from cs336_systems.experiments.ranks.layout_times import rank_time
-from cs336_systems.experiments.ranks.plan_cells import PlanArguments, plan_config, planned, plans
+from cs336_systems.experiments.ranks.plan_cells import PlanArguments, needed_memory, plan_config, planned, plans
 from cs336_systems.predict.gpus import GIGA, find_card
 from cs336_systems.predict.optimize import LAYOUT, Task
 from cs336_systems.predict.optimize_ranks import LAYOUTS, RankSearch
@@ -33,7 +33,7 @@ def test_the_choice_is_the_fastest_of_all_that_fit(gib):
         search._sized(size, group=group, graph=False, layout=layout)
         for size, group, layout in product((1, 2, 4, 8), (0, *search.groups), LAYOUTS)
     ]
-    fitting = [one for one in every if search.plan_of(one).total <= search.task.limit]
+    fitting = [one for one in every if search.peak(one) <= search.task.limit]
     assert {one.candidate for one in search.found} == set(fitting)
     assert fitting
     assert search.ranked[0].seconds == min(map(search._seconds, fitting))
@@ -52,7 +52,7 @@ def test_with_a_slow_link_layouts_that_send_more_are_slower():
 def test_sharding_the_optimizer_shortens_the_update():
     search = search_of(link=1e6)
     whole, sharded = (search._seconds(search._sized(8, graph=False, layout=layout)) for layout in ("dp", "zero1"))
-    assert whole - sharded == pytest.approx(0.75 * search.times.update_seconds(), rel=0.02)
+    assert whole - sharded == pytest.approx(0.75 * search._added["dp"].update, rel=0.02)
 
 
 def test_a_layout_that_does_not_fit_says_what_it_needs():
@@ -82,10 +82,10 @@ def test_peaks_are_those_of_plan(size, micro_batches, group):
     search = search_of(sequences=8, model=model_config(size, context_length=2048))
     arguments = PlanArguments(size=size, context_length=2048, gpus=4, gpu="h200", batch_size=8, fast="on")
     arguments = dataclasses.replace(arguments, checkpoint_blocks=group, micro_batches=micro_batches, strategy=LAYOUTS)
-    peaks = {found.strategy.name: int(found.total) for found in plans(plan_config(arguments))}
+    config = plan_config(arguments)
+    peaks = {found.strategy.name: int(needed_memory(config, found)) for found in plans(config)}
     candidates = {name: search._sized(8 // micro_batches, group=group, layout=name) for name in LAYOUTS}
     assert peaks == {name: search.peak(candidate) for name, candidate in candidates.items()}
-    assert peaks["zero3"] == int(plans(plan_config(dataclasses.replace(arguments, fast="off")))[2].total)
 
 
 @pytest.mark.parametrize("group", [0, 1])
@@ -100,19 +100,16 @@ def test_the_peak_of_a_micro_batch_does_not_depend_on_their_number(group):
     assert peaks == pytest.approx(dict.fromkeys(peaks, peaks[1]), rel=1e-3)
 
 
-def test_ranks_without_the_fused_kernels_run_operator_by_operator():
-    """The step of ZeRO-3 is that of `cs336 plan`, and slower than the fast one; where launches bound it, no time of
-    single operators is known."""
+@pytest.mark.parametrize("micro_batches", [1, 2])
+def test_the_step_of_zero3_is_that_of_plan(micro_batches):
+    """torch's engine gathers weights for the fused kernels; its casts and copies take about as long as autocast's."""
     search = search_of(model=model_config("2.7B", context_length=2048), link=1e6)
-    large, small = (search._sized(size, graph=False, layout="zero3") for size in (8, 1))
+    sharded = search._sized(8 // micro_batches, graph=False, layout="zero3")
     arguments = PlanArguments(size="2.7B", context_length=2048, gpus=4, gpu="h200", batch_size=8, fast="on")
-    cell = planned(dataclasses.replace(arguments, checkpoint_blocks=0, strategy=("zero3",), link=1e6))
-    assert search._seconds(large) == pytest.approx(rank_time(cell, "zero3").overlapped, rel=0.03)
-    assert search._seconds(large) > 1.1 * search._seconds(large._replace(layout="zero1"))
-    assert [search.has_plain_time(one) for one in (large, large._replace(layout="zero1"))] == [True, False]
-    tiny = search_of(model=model_config("small", context_length=128))
-    assert not tiny.has_plain_time(small)
-    assert tiny._seconds(small) == pytest.approx(tiny._seconds(small._replace(layout="zero1")), rel=0.1)
+    arguments = dataclasses.replace(arguments, checkpoint_blocks=0, micro_batches=micro_batches, link=1e6)
+    cell = planned(dataclasses.replace(arguments, strategy=("zero3",)))
+    assert search._seconds(sharded) == pytest.approx(rank_time(cell, "zero3").overlapped, rel=0.03)
+    assert 1 < search._seconds(sharded) / search._seconds(sharded._replace(layout="zero1")) < 1.02
 
 
 def test_tokens_are_those_of_all_gpus():

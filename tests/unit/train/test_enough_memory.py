@@ -7,8 +7,10 @@ import pytest
 from cs336_systems.config import UserError
 from cs336_systems.flags import build
 from cs336_systems.predict.building_memory import building_peak
+from cs336_systems.predict.engine_memory import engine_estimate
 from cs336_systems.predict.fit import FIT_MARGIN
 from cs336_systems.predict.memory_model import estimate
+from cs336_systems.predict.rank_shards import Mesh
 from cs336_systems.record import GIB
 from cs336_systems.train import enough_memory
 from cs336_systems.train.enough_memory import Memory, require_batch, require_memory
@@ -67,6 +69,32 @@ def test_recomputation_is_named_where_smaller_micro_batches_are_not_enough(data)
     assert refusal(data, gpu(48), **flags, checkpoint_blocks=1) == ""
 
 
+SPLIT = {"size": "2.7B", "precision": "bf16", "engine": "torch", "context_length": 4096}
+
+
+@pytest.mark.parametrize("axes", [{"tp": 4}, {"tp": 2, "dp_shard": 2}, {"tp": 2, "dp_replicate": 2}])
+@pytest.mark.parametrize("blocks", [0, 1])
+def test_ranks_that_split_layers_have_the_peak_of_the_engine(axes, blocks, data):
+    """One micro batch of 8 sequences on each group of `tp` ranks."""
+    batch = 8 * 4 // axes["tp"]
+    flags = {**SPLIT, **axes, "batch_size": batch, "checkpoint_blocks": blocks}
+    run = build(TrainSettings, {"data": data, **flags}).run_config("cuda", 4)
+    share = dataclasses.replace(run, batch_size=8 // axes["tp"])
+    peak = engine_estimate(share, Mesh(**axes)).peak
+    assert refusal(data, gpu(1.001 * peak / FIT_MARGIN / GIB), 4, **flags) == ""
+    assert "memory, and this GPU" in refusal(data, gpu(0.999 * peak / FIT_MARGIN / GIB), 4, **flags)
+
+
+def test_recomputation_is_named_for_ranks_that_split_layers(data):
+    """Also for several micro batches, whose gradients add up; a share of a sequence has no prediction."""
+    flags = {**SPLIT, "tp": 4, "batch_size": 32}
+    message = refusal(data, gpu(30), 4, **flags)
+    assert message.endswith("it is predicted to fit with --checkpoint_blocks 1")
+    assert "needs at least" in message
+    assert refusal(data, gpu(30), 4, **flags, checkpoint_blocks=1) == ""
+    assert refusal(data, gpu(30), 4, **{**flags, "micro_batch_size": 2}) == ""
+
+
 @pytest.mark.parametrize(
     ("flags", "device", "advice"),
     [
@@ -94,7 +122,7 @@ def test_other_ways_out(flags, device, advice, data):
         ({"parallel": "fsdp"}, 1 / 4),
         ({"engine": "torch", "dp_shard": 4}, 1 / 4),
         ({"engine": "torch", "dp_shard": 2, "dp_replicate": 2}, 1 / 2),
-        ({"engine": "torch", "dp_shard": 2, "tp": 2, "num_heads": 20}, 1 / 4),
+        ({"engine": "torch", "dp_shard": 2, "tp": 2, "num_heads": 20, "precision": "fp16"}, 1 / 4),
         ({"engine": "torch", "dp_shard": 2, "cp": 2}, 1 / 4),
         ({"engine": "torch", "dp_shard": 2, "pp": 2, "micro_batch_size": 1}, 1 / 4),
         ({"memory_budget": "auto"}, 1),

@@ -1,13 +1,29 @@
 """`parallel_plan`: tables and chart of a plan; the formulas are tested in predict/test_plan.py."""
 
+import math
+import re
 from dataclasses import replace
+
+import pytest
 
 from cs336_systems.config import RunConfig
 from cs336_systems.experiments.catalogue import cells
 from cs336_systems.experiments.ranks.layouts import tables_of
-from cs336_systems.experiments.ranks.plan_cells import PlanArguments, impossible_layouts, measure_plan, plan_config
+from cs336_systems.experiments.ranks.plan_cells import (
+    PlanArguments,
+    fewest_gpus,
+    impossible_layouts,
+    measure_plan,
+    plan_config,
+    plan_fits,
+    planned,
+    plans,
+    required_axes,
+    total,
+)
 from cs336_systems.predict.engine_memory import engine_estimate
-from cs336_systems.predict.rank_shards import Mesh
+from cs336_systems.predict.engine_messages import engine_messages
+from cs336_systems.predict.rank_shards import Mesh, of_replica
 from cs336_systems.report.cells import CellView
 from cs336_systems.text import Text
 from tests.unit.experiments.ranks.samples import charts, plan_cell, tables
@@ -39,6 +55,55 @@ def test_a_layout_that_torchs_engine_runs_has_its_peak():
     assert found == {name: [engine_estimate(RunConfig.of(config), mesh).peak] for name, mesh in meshes.items()}
     shown = [row[7] for row in tables_of(arguments)[0].rows]
     assert [cell == "-" for cell in shown] == [False, True, False, True, True, False]
+
+
+def test_layouts_of_torchs_engine_fit_by_its_peak():
+    """The inputs of matmuls that tensor parallelism gathers are not in the sum of the plan's parts."""
+    arguments = PlanArguments(size="qwen2.5/7B", context_length=32_768, gpus=8, gpu="h100", strategy=("zero3+tp4",))
+    cell = planned(arguments)
+    (plan,) = plans(cell.config)
+    own = cell.variant("zero3+tp4")
+    assert plan.fits
+    assert plan.total < plan.cluster.memory < own.value("engine_peak_memory")
+    assert not own.value("fits")
+    assert total(cell, "zero3+tp4") == own.value("engine_peak_memory")
+    ours = planned(replace(arguments, context_length=4096, strategy=("zero3",)))
+    assert total(ours, "zero3") != ours.variant("zero3").value("engine_peak_memory")
+
+
+@pytest.mark.parametrize("name", ["zero3+tp2", "dp+tp4", "zero3+replicate2", "zero3"])
+def test_the_fewest_gpus_are_those_on_which_a_layout_fits(name):
+    config = plan_config(PlanArguments(size="2.7B", context_length=2048, gpus=64, gpu="3090", strategy=(name,)))
+    unit = math.prod(map(int, re.findall(r"[pe](\d+)", name)))
+
+    def fits(gpus):
+        own = {**config, "gpus": gpus}
+        return plan_fits(own, *plans(own))
+
+    (plan,) = plans(config)
+    numbers = range(unit, 65, unit)
+    assert fewest_gpus(config, plan) == next((gpus for gpus in numbers if fits(gpus)), None)
+
+
+@pytest.mark.parametrize(
+    ("name", "blocks"),
+    [("zero3+replicate2", 1), ("zero3+tp2", 0), ("dp+tp2", 0), ("zero3+tp2+replicate2", 1), ("zero3+cp2", 1)],
+)
+def test_communication_is_that_of_torchs_engine(name, blocks):
+    """Bytes of the plan's formulas against the messages that real ranks send; gradients are reduced in fp32."""
+    arguments = PlanArguments(size="qwen2.5/1.5B", context_length=4096, gpus=8, gpu="h100", checkpoint_blocks=blocks)
+    config = plan_config(replace(arguments, micro_batches=1, strategy=(name,)))
+    (plan,), run = plans(config), RunConfig.of(config)
+    mesh = required_axes(plan, run.model)
+    messages = engine_messages(of_replica(run, mesh), mesh)
+    for during in ("forward", "backward"):
+        sent = sum(one.sent for one in messages if one.during == during)
+        assert sum(one.sent for one in plan.collectives if one.during == during) == pytest.approx(sent, rel=0.2)
+    of_matrices = ("gradients", "gradients of a shard")
+    gradients, planned_gradients = (
+        sum(one.sent for one in found if one.purpose in of_matrices) for found in (messages, plan.collectives)
+    )
+    assert planned_gradients == pytest.approx(gradients, rel=0.02)
 
 
 def test_heads_that_do_not_divide_have_no_peak_of_torchs_engine():

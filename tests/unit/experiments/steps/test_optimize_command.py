@@ -102,9 +102,14 @@ def test_a_peak_close_to_the_capacity_sets_the_allocator_up():
 
 
 @pytest.mark.parametrize(
-    ("gpus", "layout", "wrapper"), [(2, "dp", "ddp"), (8, "zero1", "ddp-sharded"), (16, "zero3", "fsdp")]
+    ("gpus", "layout", "parallel"),
+    [
+        (2, "dp", {"wrapper": "ddp"}),
+        (8, "zero1", {"wrapper": "ddp-sharded"}),
+        (16, "zero3", {"engine": "torch", "dp_shard": 16}),
+    ],
 )
-def test_commands_of_several_gpus_lead_back_to_the_configuration(gpus, layout, wrapper, tmp_path, monkeypatch):
+def test_commands_of_several_gpus_lead_back_to_the_configuration(gpus, layout, parallel, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     (tmp_path / "tokens.bin").write_bytes(bytes(100))
     search = search_for(dataclasses.replace(SMALL, gpus=gpus, tokens_per_step=512 * 64))
@@ -114,7 +119,7 @@ def test_commands_of_several_gpus_lead_back_to_the_configuration(gpus, layout, w
     assert line.startswith(starts.get(gpus, "cs336 launch --slurm --nodes 2 --gpus_per_node 8 -- train "))
     settings = parsed(f"cs336 train {line.split(' train ')[1]}")
     settings.require_ranks(gpus)
-    assert settings.parallel.wrapper == wrapper
+    assert {name: getattr(settings.parallel, name) for name in parallel} == parallel
     assert settings.data.micro_batches(gpus) == found.candidate.micro_batches
     run = settings.run_config("cuda", gpus)
     assert (run.batch_size, run.checkpoint_blocks) == (found.candidate.micro_batch, found.candidate.group)
@@ -154,13 +159,37 @@ def test_a_mistake_is_one_line_with_the_value_and_the_way_out(fields, named):
         task_of(dataclasses.replace(SMALL, **fields))
 
 
-def test_where_nothing_fits_the_least_memory_is_named(capsys):
-    words = ["optimize", "--size", "2.7B", "--gpu", "4090", "--tokens_per_step", "8192", "--no_measure"]
+@pytest.mark.parametrize(
+    ("line", "named", "ways"),
+    [
+        (
+            "--size llama3/8B --gpu h100 --tokens_per_step 65536",
+            "H100 has 77.1 GiB",
+            ("--allow bf16_state", "--gpus 2", "--gpu h200"),
+        ),
+        (
+            "--size llama3/8B --gpu h100 --gpus 2 --context_length 32768 --tokens_per_step 524288",
+            "H100 has 77.1 GiB",
+            ("--context_length 8192", "--gpus 8", "--gpu h200"),
+        ),
+        (
+            "--size small --memory 1500MiB --tokens_per_step 8192",
+            "--memory leaves 1.5 GiB",
+            ("--memory 1.8GiB", "--allow bf16_state", "--gpus 2"),
+        ),
+    ],
+)
+def test_where_nothing_fits_only_ways_out_that_are_predicted_to_are_named(line, named, ways, capsys):
+    """Weights, gradients and state of the first are too large: no context is short enough."""
+    words = ["optimize", "--no_measure", *line.split()]
     assert main(words) == 2
-    (line,) = capsys.readouterr().err.splitlines()
-    assert "nothing fits" in line
-    assert "RTX 4090" in line
-    assert "--allow bf16_state" in line
+    (said,) = capsys.readouterr().err.splitlines()
+    assert f"{named}; use {', '.join(ways)} or a smaller model" in said
+    assert "nothing fits" in said
+    for flags in ways:
+        name, value = flags.split()
+        before = words.index(name) if name in words else len(words)
+        assert main([*words[:before], name, value, *words[before + 2 :]]) == 0, flags
 
 
 # -- output -----------------------------------------------------------------------------------------------------------
@@ -185,6 +214,14 @@ def test_days_and_money_are_those_of_all_gpus(capsys):
     assert [column.name.en for column in table.columns[-2:]] == ["days", "cost"]
     days = 3e9 / search.task.tokens * best[0].seconds / 86_400
     assert [float(text) for text in table.rows[0][-2:]] == pytest.approx([days, days * 24 * 2 * 2], rel=0.05)
+
+
+@pytest.mark.parametrize(("gpu", "is_guessed"), [("h100", True), ("h200", False)])
+@pytest.mark.parametrize("gpus", [1, 2])
+def test_rates_of_a_data_sheet_are_remarked_on(gpus, gpu, is_guessed):
+    search = search_for(dataclasses.replace(SMALL, gpus=gpus, gpu=gpu))
+    notes = [note.en for note in fastest_table(search, search.ranked[:1]).notes]
+    assert any("data sheet, within 25%" in note for note in notes) == is_guessed
 
 
 def test_the_counts_of_a_choice_are_explained():

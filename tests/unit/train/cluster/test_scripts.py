@@ -335,7 +335,7 @@ def test_a_script_that_runs_the_machines_own_python_says_so(flags, capsys):
 
 
 def test_data_that_is_only_on_the_cluster(capsys):
-    """Slurm shares its folders with the login node; of the others this machine knows nothing."""
+    """The script is printed, and a line says that the data was not checked."""
     words = ["--volume", "v", "--", "train", "--data", "/shared/tokens.bin", "--output", "/shared/run"]
     assert exit_code(["launch", "--skypilot", "-o", "task.yaml", *words]) == 0
     assert "'/shared/tokens.bin' is not on this machine" in capsys.readouterr().err
@@ -349,5 +349,61 @@ def test_data_that_is_only_on_the_cluster(capsys):
     assert "--data /shared/tokens --pack documents" in Path("documents.yaml").read_text()
     capsys.readouterr()
     assert_refused(["launch", "--skypilot", *documents, "--compile"], ["--pack documents", "--compile"], capsys)
-    with refused("/shared/tokens.bin"):
-        checked(LaunchArguments(slurm=True, words=("train", "--data", "/shared/tokens.bin")))
+
+
+EIGHT_BILLION = "-- train --data /shared/tokens.bin --output /shared/run --size llama3/8B --precision bf16"
+
+
+@pytest.mark.parametrize(
+    ("gpu", "flags", "named"),
+    [
+        ("h100", "--parallel ddp", "needs 119.7 GiB of memory, and --gpu h100 has 79.2 GiB"),
+        ("h200", "--parallel ddp", ""),
+        ("h100", "--parallel fsdp", ""),
+        ("h100", "--engine torch --tp 8 --context_length 8192", "predicted to fit with --checkpoint_blocks 1"),
+        ("h100", "--engine torch --tp 8 --context_length 8192 --checkpoint_blocks 1", ""),
+        ("80GB", "--parallel ddp", "needs 119.7 GiB of memory, and --gpu 80GB has 74.5 GiB"),
+        ("h1000", "", "unknown --gpu 'h1000' (did you mean 'h100'?)"),
+        ("h100", "--device cpu", "--gpu h100 names a card, and the ranks run on CPUs; leave it out"),
+    ],
+)
+def test_a_named_card_must_hold_a_step(gpu, flags, named, capsys):
+    """Without the name of a card nothing is known of its memory, and nothing is refused."""
+    line = f"launch --slurm --setup true --gpu {gpu} {EIGHT_BILLION} {flags}"
+    if named:
+        assert_refused(shlex.split(line), [named], capsys)
+        return
+    assert exit_code(shlex.split(line)) == 0
+    assert exit_code(shlex.split(line.replace(f"--gpu {gpu} ", ""))) == 0
+
+
+def test_cards_that_only_skypilot_knows(capsys):
+    words = shlex.split(f"launch --skypilot --volume v --gpu A100-80GB {EIGHT_BILLION} --parallel ddp")
+    assert exit_code(words) == 0
+    printed = capsys.readouterr()
+    assert "A100-80GB:8" in printed.out
+    assert "the memory of --gpu A100-80GB is not known" in printed.err
+    words.remove("--gpu")
+    words.remove("A100-80GB")
+    assert exit_code(words) == 0
+    assert "H100:8" in capsys.readouterr().out
+
+
+def test_data_of_a_slurm_cluster_is_an_absolute_path(tmp_path, capsys):
+    """A laptop does not have it. A relative path is below the folder of the submission, and a file that is here is
+    checked whatever its path."""
+    train = ["launch", "--slurm", "--setup", "true", "--", "train", "--data"]
+    assert exit_code([*train, "/shared/tokens.bin"]) == 0
+    printed = capsys.readouterr()
+    assert "--data /shared/tokens.bin" in printed.out
+    assert printed.err.count("\n") == 1
+    assert "'/shared/tokens.bin' is not on this machine: it was not checked" in printed.err
+    assert exit_code([*train, str(tmp_path / "tokenz.bin")]) == 0  # perhaps a mistake of a login node
+    assert f"its folder {str(tmp_path)!r} is: is the name right?" in capsys.readouterr().err
+    with refused("no file 'tokens.bin' here; give the absolute path"):
+        checked(LaunchArguments(slurm=True, words=("train", "--data", "tokens.bin")))
+    (tmp_path / "lines.jsonl").write_text("{}")
+    with refused("has documents to tokenize first"):
+        checked(LaunchArguments(slurm=True, words=("train", "--data", str(tmp_path / "lines.jsonl"))))
+    with refused("--steps must be at least 1"):  # the other flags are checked without the data
+        checked(LaunchArguments(slurm=True, words=("train", "--data", "/shared/tokens.bin", "--steps", "0")))

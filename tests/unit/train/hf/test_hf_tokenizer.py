@@ -52,6 +52,29 @@ def test_the_ids_are_those_of_training(family, elsewhere, capsys):
     assert (tokenizer.eos_token, tokenizer.bos_token, tokenizer.pad_token) == ("<|endoftext|>", None, None)
 
 
+@pytest.mark.parametrize(
+    ("family", "named"),
+    [("qwen2", None), ("qwen3", None), ("qwen3", "Qwen2Tokenizer"), ("qwen3", "Qwen2TokenizerFast")],
+)
+def test_an_exported_folder_names_its_problem_again(family, named, elsewhere, capsys):
+    """Its tokenizer_config.json is copied as it is; the remark depends on what AutoTokenizer makes of the copy."""
+    (elsewhere / "text.txt").write_text(TEXT * 50)
+    assert main(["tokenize", "text.txt", "--train_tokenizer", "500", "--output", "store"]) == 0
+    save_weights(family, elsewhere)
+    assert main(EXPORT) == 0
+    path = elsewhere / "out/tokenizer_config.json"
+    if named is not None:
+        path.write_text(json.dumps({**json.loads(path.read_text()), "tokenizer_class": named}))
+    capsys.readouterr()
+    assert main(["export", "weights.safetensors", "again", "--format", "hf", "--like", "out"]) == 0
+    is_named = "load its tokenizer with PreTrainedTokenizerFast" in capsys.readouterr().out
+    assert (elsewhere / "again/tokenizer_config.json").read_bytes() == path.read_bytes()
+    ours = Tokenizer.from_file("store/tokenizer.json").encode(TEXT).ids
+    assert is_named == (loader("AutoTokenizer").from_pretrained("again")(TEXT)["input_ids"] != ours)
+    assert is_named == (family == "qwen2" or named is not None)
+    assert loader("PreTrainedTokenizerFast").from_pretrained("again")(TEXT)["input_ids"] == ours
+
+
 def test_a_tokenizer_that_splits_as_qwen_is_loaded_by_its_class(elsewhere, capsys):
     """The published tokenizer.json of Qwen in a store: AutoTokenizer changes nothing, and there is no remark."""
     tokenizer = Tokenizer.from_str(train_tokenizer([TEXT] * 9, 400).decode())

@@ -3,6 +3,7 @@
 import gzip
 import json
 import os
+import shlex
 import sys
 from pathlib import Path
 
@@ -15,7 +16,7 @@ from tokenizers import Tokenizer
 from cs336_systems.files import locked
 from cs336_systems.train.tokens import byte_progress, inputs
 from cs336_systems.train.tokens.token_store import read_store
-from tests.helpers import assert_refused, execute, files
+from tests.helpers import assert_refused, execute, exit_code, files
 from tests.unit.train.tokens.conftest import END, SENTENCES
 from tests.unit.train.tokens.stores import documents, run, texts, write_lines
 
@@ -65,14 +66,36 @@ def test_force_writes_a_damaged_folder_again(elsewhere, with_tokenizer, capsys):
 def test_folders_and_patterns(elsewhere, with_tokenizer, capsys):
     """A folder is searched for known suffixes, in the order of the names; its own output is no input."""
     (elsewhere / "in/deep").mkdir(parents=True)
-    for name in ("b.txt", "a.txt", "deep/c.txt", "notes.md", ".hidden.txt"):
+    for name in ("b.txt", "a.txt", "deep/c.txt", "read.md", "notes.rst", ".hidden.txt", ".hidden.md"):
         (elsewhere / "in" / name).write_text(name)
     assert run("in", "-o", "in/out", *with_tokenizer) == 0
-    assert texts(elsewhere / "in/out") == ["a.txt", "b.txt", "deep/c.txt"]
+    assert texts(elsewhere / "in/out") == ["a.txt", "b.txt", "deep/c.txt", "read.md"]
     assert run("in", "-o", "in/out", *with_tokenizer) == 0  # also now that there is a tokens.bin
     assert "it was there" in capsys.readouterr().out
-    assert run("in/*.md", "in/**/c.*", "-o", "globbed", *with_tokenizer) == 0
-    assert texts(elsewhere / "globbed") == ["notes.md", "deep/c.txt"]
+    assert run("in/*.rst", "in/**/c.*", "-o", "globbed", *with_tokenizer) == 0
+    assert texts(elsewhere / "globbed") == ["notes.rst", "deep/c.txt"]
+
+
+def test_the_command_that_train_names_for_a_folder_of_texts_works(elsewhere, capsys):
+    """Also for a folder of Markdown, and from the refusal of `cs336 train --data` itself."""
+    (elsewhere / "pages").mkdir()
+    (elsewhere / "pages/a.md").write_text("# One page\n" + " ".join(SENTENCES))
+    assert exit_code(["train", "--data", "pages"]) == 2
+    named = capsys.readouterr().err.partition("to make one of texts: cs336 ")[2]
+    assert exit_code(shlex.split(named)) == 0
+    assert documents(elsewhere / "data/pages-tokens")
+
+
+def test_the_summary_has_documents_and_files(elsewhere, with_tokenizer, capsys):
+    """A separator inside a file makes two documents of it; without the number of files that reads as an error."""
+    (elsewhere / "in").mkdir()
+    (elsewhere / "in/a.txt").write_text("one")
+    (elsewhere / "in/b.md").write_text(f"two {END} three")
+    for _ in range(2):  # written, then found
+        assert run("in", "-o", "out", *with_tokenizer) == 0
+        assert "of 3 documents in 2 files, vocabulary" in capsys.readouterr().out
+    assert run("in/a.txt", "-o", "one", *with_tokenizer) == 0
+    assert "of 1 document in 1 file, vocabulary" in capsys.readouterr().out
 
 
 @pytest.mark.parametrize("separator", ["", "\n", "\n\n", "猫", END])
