@@ -27,6 +27,8 @@ later changes would be invisible."""
 TYPICAL, PARTS = 150, 25
 """Single steps in a chart: the number of equally spaced steps, and the number of parts of the run whose lowest and
 highest values are added."""
+_TASK = ("vocab_size", "context_length")
+"""Fields of a model that change what is predicted, from what."""
 
 
 @dataclass(frozen=True)
@@ -112,6 +114,27 @@ class Run:
             for seconds in filter(finite, _numbers(cell, "elapsed_time")):
                 last[process_of(cell)] = max(seconds, last.get(process_of(cell), 0.0))
         return sum(last.values()) if last else None
+
+    @cached_property
+    def is_finished(self) -> bool:
+        """True if the last of `--steps` was trained, or `--steps` was not recorded."""
+        return self.planned is None or max(self.losses) >= self.planned
+
+    @property
+    def planned(self) -> int | None:
+        """Number of steps that the last process was to end with."""
+        steps = self.get("steps")
+        return int(steps) if is_number(steps) else None
+
+    @property
+    def validated_on(self) -> tuple[object, ...]:
+        """The settings that two runs must share for their validation losses to be comparable."""
+        return (PurePath(str(self.get("data"))), *map(self.get, ("validation_share", "pack", *_TASK)))
+
+    @property
+    def trained_on(self) -> tuple[object, ...]:
+        """The settings that two runs must share for their training losses at the end to be comparable."""
+        return (*self.validated_on, self.get("batch_size"), len(self.losses))
 
     @cached_property
     def tokens_per_step(self) -> int | None:

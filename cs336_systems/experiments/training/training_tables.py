@@ -10,7 +10,7 @@ from cs336_systems.report.presentation import Cells
 from cs336_systems.report.rows import FIELDS, as_text, gib, ms, number, percent, titled
 from cs336_systems.report.terms import PEAK_MEMORY
 from cs336_systems.table import Column, Table, word
-from cs336_systems.text import Text, say
+from cs336_systems.text import Text, listed, say
 
 DEFAULT = Text("default", "默认")
 STEPS = Text("steps", "步数")
@@ -50,9 +50,12 @@ def training_tables(cells: Cells) -> list[Table]:
         return []
     machine = [cells[0].machine]
     name, *losses = _LOSSES
-    settings = map(_setting, _differing(runs)[:FEW_SETTINGS])
+    differing = [setting for setting in _differing(runs) if setting != "steps"]  # a column of its own
+    settings = map(_setting, differing[:FEW_SETTINGS])
     width = on_window(runs, MEANS)
     notes = [say("last and lowest loss: {}", "最终与最低损失：{}", width)] if width else []
+    if unfinished := [Text(run.name) for run in runs if not run.is_finished]:
+        notes.append(say("not finished: {}", "未完成：{}", listed(unfinished, (", ", "，"))))
     return [
         _table(titled("train", Text("losses", "损失"), machine), runs, [name, *settings, *losses], notes),
         _table(titled("train", Text("speed and interruptions", "速度与中断"), machine), runs, _PROGRESS),
@@ -129,6 +132,19 @@ def median_of(curve: Curve) -> float | None:
     return statistics.median(curve.values()) if curve else None
 
 
+def run_steps(run: Run) -> tuple[int, int]:
+    """Return the step that a run has reached, and the step that it was to end with."""
+    reached = max(run.losses)
+    return reached, run.planned or reached
+
+
+def steps_text(run: Run) -> str | Text:
+    """Return the number of steps; of a run that has not finished the step it has reached, too."""
+    if run.is_finished:
+        return number(len(run.losses), 0)
+    return say("{} of {}", "{} / {}", *(number(step, 0) for step in run_steps(run)))
+
+
 def tokens_text(run: Run) -> str:
     return "" if run.tokens is None else _large(run.tokens)
 
@@ -160,7 +176,7 @@ def _duration(seconds: float | None) -> str:
 _NAME: Entry = (word(Text("run", "运行")), lambda run: run.name)
 _LOSSES: list[Entry] = [
     _NAME,
-    (Column(STEPS), lambda run: number(len(run.losses), 0)),
+    (Column(STEPS), steps_text),
     (Column(Text("tokens", "token 数")), tokens_text),
     (Column(Text("first loss", "最初损失")), lambda run: loss_text(first_of(run.smoothed_losses))),
     (Column(Text("last loss", "最终损失")), lambda run: loss_text(last_of(run.smoothed_losses))),

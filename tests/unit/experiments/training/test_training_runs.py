@@ -259,6 +259,45 @@ def test_highlights():
     assert TRAIN.highlights(group(records))[0].detail.en.startswith("b: ")
 
 
+def test_only_finished_runs_are_ranked():
+    """`packed` was stopped where its loss was below that of `q25`, which went on."""
+    packed = whole("packed", [6.5, 6.3], validation=[6.287], steps=200, data="tokens")
+    records = [*packed, *whole("q25", [6.5, 6.3], utc=SECOND, validation=[6.306], steps=2, data="tokens")]
+    losses, *_ = tables_of(TRAIN, group(records))
+    assert [getattr(row[1], "en", row[1]) for row in losses.rows] == ["2 of 200", "2"]
+    assert [getattr(row[1], "zh", row[1]) for row in losses.rows] == ["2 / 200", "2"]
+    assert "not finished: packed" in [note.en for note in losses.notes]
+    found = findings_of(TRAIN, group(records))
+    assert found[0].en.startswith("Losses are not ranked: fewer than two runs have finished")
+    assert found[0].zh.startswith("未给损失排名")
+    assert TRAIN.highlights(group(records)) == []
+    (alone, *_) = findings_of(TRAIN, group(packed))
+    assert alone.en == "2 of 200 steps, not finished, 64 tokens: the loss fell from 6.500 to 6.300."
+
+    records += whole("q50", [6.5, 6.4], utc=THIRD, validation=[6.4], steps=2, data="tokens")
+    found = findings_of(TRAIN, group(records))
+    assert found[0].en == "2 of 3 runs can be compared: the lowest validation loss is 6.306 in q25, 6.400 in q50."
+    assert TRAIN.highlights(group(records))[0].detail.en.startswith("q25: ")
+
+
+@pytest.mark.parametrize(
+    "other", [{"data": "b.txt"}, {"vocab_size": 100}, {"context_length": 16}, {"validation_share": 0.2}]
+)
+def test_runs_on_other_data_are_not_ranked(other):
+    own = {"data": "a.txt", "vocab_size": 256, "validation_share": 0.1}
+    records = whole("a", [5.0], validation=[5.0], **own)
+    records += whole("b", [4.6], utc=SECOND, validation=[4.603], **{**own, **other})
+    assert findings_of(TRAIN, group(records))[0].en.startswith("Losses are not ranked")
+    assert TRAIN.highlights(group(records)) == []
+
+
+def test_final_training_losses_are_compared_at_equal_steps_and_batches():
+    records = [*whole("a", [3.0, 2.0]), *whole("b", [3.0, 2.5], utc=SECOND)]
+    assert findings_of(TRAIN, group(records))[0].en == "The loss at the end is 2.000 in a, 2.500 in b."
+    records = [*whole("a", [3.0, 2.0]), *whole("b", [1.0], utc=SECOND, batch_size=1)]
+    assert findings_of(TRAIN, group(records))[0].en.startswith("Losses are not ranked")
+
+
 # -- odd records ------------------------------------------------------------------------------------------------------
 
 
