@@ -3,12 +3,13 @@
 import itertools
 import math
 import statistics
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import PurePath
 from typing import Any
 
+from cs336_systems.config import recorded_size
 from cs336_systems.files import is_number
 from cs336_systems.report.cells import CellView, grouped
 from cs336_systems.report.document import finite
@@ -167,7 +168,15 @@ class Run:
 
     def get(self, name: str) -> Any:
         """Return a setting as in the last process."""
-        return self.cells[-1].get(name)
+        return self.settings.get(name)
+
+    @cached_property
+    def settings(self) -> dict[str, Any]:
+        """The settings of the last process; `size` only if the model has its shape."""
+        last = self.cells[-1]
+        model = last.config.get("model")
+        size = {"size": recorded_size(last.get("size"), model)} if isinstance(model, Mapping) else {}
+        return {**last.fields, **size}
 
     @cached_property
     def _step_times(self) -> Curve:

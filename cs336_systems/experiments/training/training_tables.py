@@ -6,6 +6,7 @@ from collections.abc import Callable, Sequence
 
 from cs336_systems.experiments.training.curves import Curve, Run, runs_of
 from cs336_systems.experiments.training.training_charts import MEANS, on_window
+from cs336_systems.report.names import size_name
 from cs336_systems.report.presentation import Cells
 from cs336_systems.report.rows import FIELDS, as_text, gib, ms, number, percent, titled
 from cs336_systems.report.terms import PEAK_MEMORY
@@ -99,12 +100,13 @@ def _setting_name(name: str) -> Text:
 
 
 def _setting_text(run: Run, name: str) -> str | Text:
-    return as_text(_fields(run).get(name)) or DEFAULT
+    value = _fields(run).get(name)
+    return (size_name(value) if name == "size" and value else as_text(value)) or DEFAULT
 
 
 def _fields(run: Run) -> dict[str, object]:
     ranks = list(run.ranks.values())[-1:]
-    found = {name: value for name, value in run.cells[-1].fields.items() if name not in NO_SETTINGS}
+    found = {name: value for name, value in run.settings.items() if name not in NO_SETTINGS}
     return {**found, **({"ranks": ranks[0]} if ranks else {})}
 
 

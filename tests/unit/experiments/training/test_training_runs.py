@@ -4,6 +4,7 @@ import math
 
 import pytest
 
+from cs336_systems.config import model_config
 from cs336_systems.experiments.catalogue import catalogue, runnable
 from cs336_systems.experiments.training import curves
 from cs336_systems.experiments.training.curves import MOST_POINTS, runs_of, sampled, smoothed, thinned
@@ -296,6 +297,22 @@ def test_final_training_losses_are_compared_at_equal_steps_and_batches():
     assert findings_of(TRAIN, group(records))[0].en == "The loss at the end is 2.000 in a, 2.500 in b."
     records = [*whole("a", [3.0, 2.0]), *whole("b", [1.0], utc=SECOND, batch_size=1)]
     assert findings_of(TRAIN, group(records))[0].en.startswith("Losses are not ranked")
+
+
+@pytest.mark.parametrize(
+    ("replaced", "name"),
+    [
+        ({}, "qwen2.5/0.5B"),
+        ({"d_model": 128, "num_layers": 2, "num_heads": 4}, "width 128, 2 blocks (kv2, bias, tied)"),
+    ],
+)
+def test_a_model_has_the_name_of_a_size_only_with_its_shape(replaced, name):
+    model = model_config("qwen2.5/0.5B", **replaced).to_dict()
+    records = whole("a", [3.0], size="QWEN2.5/0.5b", model=model)
+    settings = tables_of(TRAIN, group(records))[-1]
+    assert ("model", name) in [(row[0].en, getattr(row[1], "en", row[1])) for row in settings.rows]
+    details = [highlight.detail.en for highlight in TRAIN.highlights(group(records))]
+    assert details[1].startswith(f"{name}, 4 x ")
 
 
 # -- odd records ------------------------------------------------------------------------------------------------------
