@@ -6,7 +6,7 @@ from collections.abc import Callable, Sequence
 
 from cs336_systems.experiments.training.curves import Curve, Run, runs_of
 from cs336_systems.experiments.training.training_charts import MEANS, on_window
-from cs336_systems.report.names import size_name
+from cs336_systems.report.names import PARALLEL_SETTINGS, parallel_name, size_name
 from cs336_systems.report.presentation import Cells
 from cs336_systems.report.rows import FIELDS, as_text, gib, ms, number, percent, titled
 from cs336_systems.report.terms import PEAK_MEMORY
@@ -107,6 +107,9 @@ def _setting_text(run: Run, name: str) -> str | Text:
 def _fields(run: Run) -> dict[str, object]:
     ranks = list(run.ranks.values())[-1:]
     found = {name: value for name, value in run.settings.items() if name not in NO_SETTINGS}
+    if found.get("engine") == "torch":
+        found["parallel"] = parallel_name(found, ranks[0] if ranks else 1)
+    found = {name: value for name, value in found.items() if name not in PARALLEL_SETTINGS}
     return {**found, **({"ranks": ranks[0]} if ranks else {})}
 
 

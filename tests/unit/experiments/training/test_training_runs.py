@@ -315,6 +315,17 @@ def test_a_model_has_the_name_of_a_size_only_with_its_shape(replaced, name):
     assert details[1].startswith(f"{name}, 4 x ")
 
 
+def test_the_engine_and_its_mesh_are_shown_as_one_setting():
+    ours = {"parallel": "ddp", "engine": "ours", "tp": 1, "dp_shard": 1}
+    torch = {"parallel": "ddp", "engine": "torch", "tp": 2, "dp_shard": 0}
+    records = [*whole("a", [3.0], **ours), *whole("b", [3.0], utc=SECOND, **torch)]
+    records += started("b", 0, SECOND, ranks=4, **torch)
+    settings = tables_of(TRAIN, group(records))[-1]
+    shown = {row[0].en: [getattr(cell, "en", cell) for cell in row[1:]] for row in settings.rows}
+    assert shown["parallel"] == ["ddp", "torch, dp_shard 2 x tp 2"]
+    assert not shown.keys() & {"--engine", "--tp", "--dp_shard"}
+
+
 # -- odd records ------------------------------------------------------------------------------------------------------
 
 
