@@ -136,7 +136,7 @@ def load_each(path: Path, model: nn.Module, config: ModelConfig, device: torch.d
 
 def _read_into(path: Path, name: str, whole: Tensor) -> None:
     with _opened(path) as file:
-        whole.copy_(file.get_tensor(name))
+        whole.copy_(_finite(path, name, file.get_tensor(name)))
 
 
 def require_weights(path: Path, config: ModelConfig) -> None:
@@ -152,7 +152,22 @@ def _load(path: Path, state: dict[str, Tensor]) -> None:
         _require_same_tensors(path, file, state)
         for name, value in state.items():
             if value.device.type != "meta":
-                value.copy_(file.get_tensor(name))
+                value.copy_(_finite(path, name, file.get_tensor(name)))
+
+
+def _finite(path: Path, name: str, value: Tensor) -> Tensor:
+    """Return a tensor that has been read; raise UserError if it holds a value that is not finite.
+
+    The sum shows that without a tensor of booleans. It may also overflow, so the values are counted before an error.
+    """
+    if not value.is_floating_point() or value.sum(dtype=torch.float32).isfinite():
+        return value
+    if count := int((~value.isfinite()).sum()):
+        raise UserError(
+            f"--init {str(path)!r}: {count:,} of {value.numel():,} values of {name!r} are not finite (NaN or "
+            f"infinite); name other weights, such as those of an earlier step: cs336 export RUN FILE --step STEP"
+        )
+    return value
 
 
 @contextmanager
