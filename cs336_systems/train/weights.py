@@ -31,6 +31,11 @@ DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 _READABLE = ("F32", "BF16", "F16")
 """Element types of files that a model can start from; each converts to fp32 exactly."""
 
+_NO_SHAPE = (
+    "; the file has no configuration of a model, so the flags must give its shape: --size, or --vocab_size, --d_model, "
+    "--num_layers, --num_heads and --d_ff"
+)
+
 
 # -- out --------------------------------------------------------------------------------------------------------------
 
@@ -187,7 +192,8 @@ def _require_same_tensors(path: Path, file: Any, state: dict[str, Tensor]) -> No
     problems += [f"{name!r} is not a tensor of the model" for name in names if name not in state]
     if problems:
         others = f" (and {len(problems) - 1} more)" if len(problems) > 1 else ""
-        raise UserError(f"--init {str(path)!r} does not fit the model: {problems[0]}{others}")
+        advice = "" if "model" in (file.metadata() or {}) else _NO_SHAPE
+        raise UserError(f"--init {str(path)!r} does not fit the model: {problems[0]}{others}{advice}")
 
 
 def _mismatch(name: str, value: Tensor, file: Any, names: Container[str]) -> str | None:

@@ -209,6 +209,17 @@ def test_finite_weights_whose_sum_overflows_are_loaded(trained, place, tmp_path)
     assert begun(place, "large", tmp_path / "w").error == ""
 
 
+def test_weights_of_an_unknown_shape_need_the_flags_of_their_shape(trained, place, tmp_path):
+    """A file without metadata says no shape, so the model has the smallest size unless flags say more."""
+    saved(trained[1].weights, tmp_path / "bare")
+    saved(trained[1].weights, tmp_path / "full", model=json.dumps({**MODEL.to_dict(), "d_ff": 48}))
+    bare, full = (begun(place, name, tmp_path / name, d_ff=48).error for name in ("bare", "full"))
+    assert all("instead of" in error for error in (bare, full))
+    advice = "the file has no configuration of a model, so the flags must give its shape: --size, or --vocab_size, "
+    assert f"; {advice}--d_model, --num_layers, --num_heads and --d_ff" in bare
+    assert advice not in full
+
+
 def refusal(place: Path, weights: Path, **flags: Any) -> UserError:
     with pytest.raises(UserError) as refused:
         build(TrainSettings, {"data": str(place / "short.txt"), "init": str(weights), **flags})
