@@ -8,7 +8,7 @@ from cs336_systems.experiments.training.curves import Curve, Run, runs_of
 from cs336_systems.experiments.training.training_charts import MEANS, on_window
 from cs336_systems.report.names import PARALLEL_SETTINGS, parallel_name, size_name
 from cs336_systems.report.presentation import Cells
-from cs336_systems.report.rows import FIELDS, as_text, gib, ms, number, percent, titled
+from cs336_systems.report.rows import FIELDS, as_text, cell_text, gib, ms, number, percent, titled
 from cs336_systems.report.terms import PEAK_MEMORY
 from cs336_systems.table import Column, Table, word
 from cs336_systems.text import Text, listed, say
@@ -101,7 +101,9 @@ def _setting_name(name: str) -> Text:
 
 def _setting_text(run: Run, name: str) -> str | Text:
     value = _fields(run).get(name)
-    return (size_name(value) if name == "size" and value else as_text(value)) or DEFAULT
+    if name == "size" and value:
+        return size_name(value)
+    return cell_text(name, text) if (text := as_text(value)) else DEFAULT
 
 
 def _fields(run: Run) -> dict[str, object]:
